@@ -1,0 +1,52 @@
+# Everything runs in .venv, which the first target that needs it creates. Needs Python 3.10 or newer; no compiler.
+PYTHON ?= python3
+VENV ?= .venv
+PYTEST_ARGS ?=
+
+BIN := $(VENV)/bin
+PIP := $(BIN)/python -m pip --disable-pip-version-check
+STAMP := $(VENV)/.installed
+SOURCES := pyproject.toml constraints.txt $(wildcard setup.py) $(shell find torchlml/csrc -type f 2>/dev/null)
+
+.DEFAULT_GOAL := help
+.PHONY: help demo test test-torch lint format bench install clean
+
+help:  ## list the targets
+	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## (.*)/\1\t\2/' | awk -F'\t' '{printf "  make %-12s %s\n", $$1, $$2}'
+
+demo: $(STAMP)  ## project an example, print it beside softmax, draw the picture
+	$(BIN)/torchlml demo
+
+test: lint  ## lint, types and tests
+	$(BIN)/python -m pytest $(PYTEST_ARGS)
+
+test-torch: $(STAMP)  ## the tests again with the pure-torch kernel
+	TORCHLML_KERNEL=torch $(BIN)/python -m pytest $(PYTEST_ARGS)
+
+lint: $(STAMP)  ## ruff and mypy
+	$(BIN)/ruff check
+	$(BIN)/ruff format --check
+	$(BIN)/mypy
+
+format: $(STAMP)  ## let ruff repair and format the code
+	$(BIN)/ruff check --fix
+	$(BIN)/ruff format
+
+bench: $(STAMP)  ## time lml beside softmax and append to results/benchmarks.csv
+	$(BIN)/torchlml bench --csv results/benchmarks.csv
+
+install: $(STAMP)  ## only create .venv and install the package with everything for development
+
+# torch comes first and from constraints.txt, because the build below compiles against the torch it finds and
+# because any other torch pulls gigabytes. `-c` keeps every later step from replacing it.
+$(STAMP): $(SOURCES)
+	@$(PYTHON) -c 'import sys; sys.version_info >= (3, 10) or sys.exit("torchlml needs Python 3.10 or newer, and $(PYTHON) is " + sys.version.split()[0] + ": try make PYTHON=python3.12.")'
+	@$(PIP) --version >/dev/null 2>&1 || $(PYTHON) -m venv $(VENV)
+	$(PIP) install -q -r constraints.txt "setuptools>=77" wheel ninja
+	$(PIP) install -q -c constraints.txt --no-build-isolation -e ".[dev]"
+	@touch $@
+
+clean:  ## remove what was built and cached, keep .venv
+	rm -rf build dist *.egg-info .mypy_cache .pytest_cache .ruff_cache .hypothesis torchlml-demo
+	find torchlml tests -name __pycache__ -type d -prune -exec rm -rf {} +
+	rm -f torchlml/*.so $(STAMP)
