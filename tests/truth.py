@@ -1,0 +1,187 @@
+"""The truth the projection is tested against: one row at a time, written without a line of the library.
+
+`solve` bisects the dual variable. It writes `nu = d - anchor`, where `anchor` is the row's own entry at the
+threshold, so that `z = (x - anchor) + d` loses nothing when the logits are shifted by 1e7: the difference is
+taken without error and `d` is a small number. The residual is summed from `sigma(-|z|)`, which keeps the
+entries that round to one. `solve_with_mpmath` does the same with 120 digits and no tricks; `test_accuracy`
+holds the two against each other.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import mpmath
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+Array = NDArray[np.float64]
+
+# What an infinite logit is the limit of: far above every finite test value, with multiples still finite.
+INFINITY_STAND_IN = 1e60
+
+
+def _difference(x: Array, anchor: float) -> tuple[Array, Array]:
+    """`x - anchor` as an unevaluated sum of two doubles, without error (Knuth)."""
+    high = x - anchor
+    back = high - x
+    return high, (x - (high - back)) - (anchor + back)
+
+
+def _tails(z: Array) -> Array:
+    """`sigma(-|z|)`: the distance of y to the nearer of 0 and 1, to full relative accuracy."""
+    small = np.exp(-np.abs(z))
+    return np.asarray(small / (1.0 + small))
+
+
+def _exact_sum(terms: Array) -> float:
+    """`math.fsum` for rows, numpy's pairwise sum (relative error below 1e-14) for the few very long ones."""
+    return math.fsum(terms.tolist()) if terms.size <= 20_000 else float(terms.sum())
+
+
+@dataclass(frozen=True)
+class Row:
+    """A solved row: everything that the tests compare with."""
+
+    y: Array
+    log_y: Array
+    nu: float  # d - anchor, rounded once
+    z: Array
+    w: Array
+    p: Array  # w / sum w
+    sum_w: float
+    alive: NDArray[np.bool_]  # entries that take part: not masked and not -inf
+
+    def lml_gradient(self, g: Array) -> tuple[Array, float]:
+        """Gradients for x and for k of `sum g y`."""
+        mean = float(self.p @ np.where(self.alive, g, 0.0))
+        return self.w * (g - mean), mean
+
+    def log_lml_gradient(self, g: Array) -> tuple[Array, float]:
+        """Gradients for x and for k of `sum g log y` over the entries that take part."""
+        upstream = np.where(self.alive, g, 0.0) * np.where(self.z > 0, _tails(self.z), 1.0 - _tails(self.z))
+        total = _exact_sum(upstream)
+        with np.errstate(divide="ignore", over="ignore"):
+            return upstream - self.p * total, float(np.divide(total, self.sum_w)) if total else 0.0
+
+    def dual_gradient(self, g: float) -> tuple[Array, float]:
+        """Gradients for x and for k of `g nu`."""
+        return -g * self.p, g / self.sum_w
+
+
+def solve(x: Sequence[float] | Array, k: float, mask: Sequence[bool] | None = None) -> Row:
+    """The exact projection of one row with 0 < k < m; an entry of +inf is taken as a limit."""
+    full = np.asarray(x, dtype=np.float64)
+    alive = full > -math.inf
+    if mask is not None:
+        alive &= np.asarray(mask, dtype=bool)
+    if np.isnan(full[alive]).any() or not 0 < k < alive.sum():
+        raise ValueError("solve() is for ordinary rows; use projection() for the special ones.")
+    entries = np.minimum(full[alive], INFINITY_STAND_IN)
+    anchor = float(np.sort(entries)[::-1][min(math.ceil(k), entries.size) - 1])
+    values, counts = np.unique(entries, return_counts=True)  # ties cost nothing
+    high, low = _difference(values, anchor)
+
+    def residual(d: float) -> float:
+        z = high + (low + d)
+        above = z > 0
+        tails = _tails(z) * counts
+        # (number of z > 0) - k is exact where it matters; the tails then cancel against it, not against ones
+        surplus = float(counts[above].sum()) - k
+        if surplus == 0 and tails.max() < 1e-200:
+            # in the middle of a gap so wide that the tails underflow, their logarithms decide
+            logs = np.log(counts) - np.abs(z)
+            return float(np.logaddexp.reduce(logs[~above]) - np.logaddexp.reduce(logs[above]))
+        return surplus + _exact_sum(np.where(above, -tails, tails))
+
+    size = float(entries.size)
+    lower = -float(high.max()) - math.log(size / k) - 1.0
+    upper = -float(high.min()) - math.log1p(-k / size) + 1.0
+    while upper - lower > 2.0**-62:
+        middle = lower + (upper - lower) / 2
+        if middle in (lower, upper):
+            break
+        lower, upper = (lower, middle) if residual(middle) > 0 else (middle, upper)
+    d = lower + (upper - lower) / 2
+    return _row(full, alive, anchor, d)
+
+
+def _row(full: Array, alive: NDArray[np.bool_], anchor: float, d: float) -> Row:
+    high, low = _difference(np.minimum(full[alive], INFINITY_STAND_IN), anchor)
+    z_alive = high + (low + d)
+    tails = _tails(z_alive)
+    log_tails = -np.log1p(np.exp(-np.abs(z_alive)))
+    log_w = -np.abs(z_alive) + 2 * log_tails
+    p_alive = np.exp(log_w - log_w.max())
+    p_alive /= _exact_sum(p_alive)
+
+    def spread(values: Array, elsewhere: float) -> Array:
+        out = np.full(full.shape, elsewhere)
+        out[alive] = values
+        return out
+
+    w = tails * (1.0 - tails)
+    return Row(
+        y=spread(np.where(z_alive > 0, 1.0 - tails, tails), 0.0),
+        log_y=spread(np.minimum(z_alive, 0.0) + log_tails, -math.inf),
+        nu=d - anchor,
+        z=spread(z_alive, -math.inf),
+        w=spread(w, 0.0),
+        p=spread(p_alive, 0.0),
+        sum_w=_exact_sum(w),
+        alive=alive,
+    )
+
+
+def projection(x: Sequence[float] | Array, k: float, mask: Sequence[bool] | None = None) -> Array:
+    """The projection of any row, with the limits k -> 0, k -> m and x -> +-inf, and NaN for a NaN."""
+    full = np.asarray(x, dtype=np.float64)
+    available = np.ones(full.shape, dtype=bool) if mask is None else np.asarray(mask, dtype=bool)
+    if np.isnan(full[available]).any():
+        return np.full(full.shape, math.nan)
+    available &= full > -math.inf
+    if k <= 0:
+        return np.zeros(full.shape)
+    if k >= available.sum():
+        return available.astype(np.float64)
+    return solve(full, k, mask).y
+
+
+def solve_with_mpmath(x: Sequence[float], k: float, digits: int = 120) -> tuple[list[mpmath.mpf], mpmath.mpf]:
+    """`(y, nu)` of a short finite row by bisection in 120-digit arithmetic."""
+    with mpmath.workdps(digits):
+        entries = [mpmath.mpf(value) for value in x]
+        target, size = mpmath.mpf(k), len(entries)
+        spread = mpmath.log(size / target) + mpmath.log(size / (size - target)) + 1
+        lower, upper = -max(entries) - spread, -min(entries) + spread
+
+        def values(nu: mpmath.mpf) -> list[mpmath.mpf]:
+            return [1 / (1 + mpmath.exp(-(entry + nu))) for entry in entries]
+
+        while upper - lower > mpmath.mpf(10) ** -25:
+            middle = (lower + upper) / 2
+            lower, upper = (lower, middle) if mpmath.fsum(values(middle)) > target else (middle, upper)
+        return values(lower), lower
+
+
+def plain(x: torch.Tensor, k: float | torch.Tensor) -> torch.Tensor:
+    """The first thing one would write, in the dtype of x: bisection over the last dim, for gentle rows."""
+    target = torch.as_tensor(k, dtype=x.dtype).unsqueeze(-1) if isinstance(k, torch.Tensor) else float(k)
+    lower = -x.amax(-1, keepdim=True) - 50
+    upper = -x.amin(-1, keepdim=True) + 50
+    for _ in range(100):
+        middle = (lower + upper) / 2
+        high = torch.sigmoid(x + middle).sum(-1, keepdim=True) > target
+        lower, upper = torch.where(high, lower, middle), torch.where(high, middle, upper)
+    return torch.sigmoid(x + (lower + upper) / 2)
+
+
+def newton_from(x: torch.Tensor, k: float | torch.Tensor, nu: torch.Tensor, steps: int = 4) -> torch.Tensor:
+    """A threshold made of plain differentiable operations, whose derivatives of low order are autograd's."""
+    for _ in range(steps):
+        y = torch.sigmoid(x + nu.unsqueeze(-1))
+        nu = nu - (y.sum(-1) - k) / (y * (1 - y)).sum(-1)
+    return nu
