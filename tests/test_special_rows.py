@@ -1,4 +1,4 @@
-"""The limits of the mathematics: k = 0 and k = m, infinities, masks, short packed rows, NaN, and empty tensors."""
+"""The limits of the mathematics: k = 0, k = m, infinities, masks, short packed rows, NaN, empty tensors."""
 
 from __future__ import annotations
 
