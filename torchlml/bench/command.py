@@ -1,0 +1,228 @@
+"""`torchlml bench`: reads the options, runs the cases, writes the CSV, shows tables and the plot."""
+
+import json
+import math
+import os
+import re
+from collections.abc import Collection, Iterator, Sequence
+from dataclasses import dataclass
+from datetime import datetime, timezone
+from itertools import product
+from pathlib import Path
+from typing import Any, cast
+
+import torch
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+
+import torchlml
+from torchlml.bench import memory, records, report
+from torchlml.bench.cases import BASELINE, MODES, PROJECTION, Case, Mode, Provider, call_of
+from torchlml.bench.records import Record
+from torchlml.bench.timing import Quantiles, race
+from torchlml.cli import BadInput, parse_settings
+from torchlml.info import kernel
+
+DTYPES = ("float32", "float64", "bfloat16", "float16")
+METRICS = ("time", "memory")
+MOST_ENTRIES = 4_000_000
+_MEMORY_ROUNDS = 3
+
+
+@dataclass(frozen=True)
+class BenchSettings:
+    """Time lml beside softmax, topk, sort and sigmoid, in turn, so that ratios hold on a noisy machine."""
+
+    sizes: tuple[int, ...] = (100, 1000, 10_000, 1_000_000)
+    """Lengths n of a row."""
+    ks: tuple[str, ...] = ("5", "n/2")
+    """How many to choose: numbers, or `n/NUMBER`, or `n-NUMBER`; those outside 1 to n-1 are left out."""
+    batches: tuple[int, ...] = (256,)
+    """Numbers of rows; long rows get fewer, so that no tensor has more than 4,000,000 entries."""
+    scales: tuple[float, ...] = (1.0, 12.0)
+    """Standard deviations of the logits."""
+    dtypes: tuple[str, ...] = ("float32",)
+    """Types of the logits: float32, float64, bfloat16, float16."""
+    threads: tuple[int, ...] = (1,)
+    """Numbers of threads torch may use."""
+    providers: tuple[str, ...] = tuple(p.name for p in PROJECTION if p.absent() is None)
+    """Who competes; by default all that can run here. Softmax always takes part: the ratios are to it."""
+    modes: tuple[str, ...] = MODES
+    """What is measured: forward without a graph, backward alone, forward+backward through autograd."""
+    metrics: tuple[str, ...] = METRICS if memory.measurable() else METRICS[:1]
+    """`time` of a call, or `memory` (Linux): what a call adds to the process at its highest, result too."""
+    repetitions: int = 100
+    """Rounds; in each one every provider is timed once, and the ratios are formed."""
+    seconds: float = 4.0
+    """Longest time for one case and mode; at least three rounds are made."""
+    csv: Path = Path("torchlml-bench.csv")
+    """The CSV that the rows are appended to; it is made when it is missing."""
+    plot: Path | None = None
+    """The PNG drawn from the whole CSV; by default beside the CSV, with its name."""
+    compare: Path | None = None
+    """The CSV of an earlier run, whose ratios are shown beside the new ones."""
+    quick: bool = False
+    """Begin from a small selection that takes well under a minute; other options still change it."""
+
+
+QUICK = BenchSettings(sizes=(100, 1000, 10_000), ks=("5",), scales=(3.0,), seconds=1.0, quick=True)
+
+
+def main(arguments: Sequence[str]) -> None:
+    """Reads the options and runs the benchmark."""
+    default = QUICK if "--quick" in arguments else BenchSettings()
+    run(parse_settings(BenchSettings, "bench", arguments, default), Console())
+
+
+def run(settings: BenchSettings, console: Console) -> None:
+    """Measures every case, appending its rows to the CSV as soon as it is done.
+
+    Args:
+        settings: What to measure; wrong values raise `BadInput` before anything is measured.
+        console: Where the progress, the tables and what was written go.
+    """
+    providers, cases = _checked(settings)
+    plot = settings.plot or settings.csv.with_suffix(".png")
+    earlier = records.latest(records.read(settings.compare, "--compare")) if settings.compare else {}
+    if settings.csv.exists():
+        records.read(settings.csv, "--csv")
+    for path in (settings.csv, plot):
+        path.parent.mkdir(parents=True, exist_ok=True)
+    measured: list[Record] = []
+    jobs = list(product(cases, cast(tuple[Mode, ...], tuple(dict.fromkeys(settings.modes)))))
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
+    before = torch.get_num_threads()
+    try:
+        with Progress(*columns, console=console, transient=True) as progress:
+            task = progress.add_task("", total=len(jobs))
+            for case, mode in jobs:
+                label = f"{mode}, {case.batch} x {case.n}, k {case.k}, {case.dtype}"
+                progress.update(task, description=label)
+                torch.set_num_threads(case.threads)
+                new = list(_measure(providers, case, mode, settings))
+                records.append(settings.csv, new)
+                measured += new
+                progress.advance(task)
+    finally:
+        torch.set_num_threads(before)
+    for table in report.tables(measured, earlier):
+        console.print(table)
+    if settings.compare and not any(record.key in earlier for record in measured):
+        console.print(f"Nothing that was measured now is in {settings.compare}.", soft_wrap=True)
+    report.draw(records.read(settings.csv, "--csv"), plot)
+    console.print(f"The rows are in {settings.csv}, the plot is {plot}.", soft_wrap=True)
+
+
+def _measure(
+    providers: Sequence[Provider], case: Case, mode: Mode, settings: BenchSettings
+) -> Iterator[Record]:
+    calls = {provider.name: call_of(provider, case, mode) for provider in providers}
+    common = {
+        **vars(case),
+        "operator": "projection",
+        "mode": mode,
+        "machine": records.machine(),
+        "torch": str(torch.__version__),
+        "torchlml": torchlml.__version__,
+        "date": datetime.now(timezone.utc).isoformat(timespec="seconds"),
+    }
+    if "time" in settings.metrics:
+        for name, timing in race(calls, BASELINE, settings.repetitions, settings.seconds).items():
+            scaled = Quantiles(*(1e6 * value for value in vars(timing.seconds).values()))
+            yield _record(common, name, "time", "us", scaled, timing.ratio, timing.rounds)
+    if "memory" in settings.metrics:
+        added = {
+            name: [memory.added_bytes(call) / 2**20 for _ in range(_MEMORY_ROUNDS)]
+            for name, call in calls.items()
+        }
+        for name, samples in added.items():
+            # The tiniest cases may add less than a page for softmax; their ratio says little.
+            ratios = [s / max(b, 2**-8) for s, b in zip(samples, added[BASELINE], strict=True)]
+            sizes, ratio = Quantiles.of(samples), Quantiles.of(ratios)
+            yield _record(common, name, "memory", "MiB", sizes, ratio, _MEMORY_ROUNDS)
+
+
+def _record(
+    common: dict[str, Any], name: str, metric: str, unit: str, value: Quantiles, ratio: Quantiles, rounds: int
+) -> Record:
+    return Record(
+        **common,
+        provider=name,
+        metric=metric,
+        unit=unit,
+        **vars(value),
+        ratio_p20=ratio.p20,
+        ratio_p50=ratio.p50,
+        ratio_p80=ratio.p80,
+        config=json.dumps({"rounds": rounds, "kernel": kernel()}),
+    )
+
+
+def _checked(settings: BenchSettings) -> tuple[list[Provider], list[Case]]:
+    """The providers and the cases; every wrong option is refused here, before anything runs."""
+    known = {provider.name: provider for provider in PROJECTION}
+    _check_choices("--providers", settings.providers, known)
+    _check_choices("--modes", settings.modes, MODES)
+    _check_choices("--metrics", settings.metrics, METRICS)
+    _check_choices("--dtypes", settings.dtypes, DTYPES)
+    _check_numbers("--sizes", settings.sizes, 2, math.inf)
+    _check_numbers("--batches", settings.batches, 1, math.inf)
+    _check_numbers("--scales", settings.scales, 0, math.inf)
+    _check_numbers("--threads", settings.threads, 1, os.cpu_count() or 1)
+    _check_numbers("--repetitions", (settings.repetitions,), 1, math.inf)
+    _check_numbers("--seconds", (settings.seconds,), 0, math.inf)
+    for name in settings.providers:
+        if (reason := known[name].absent()) is not None:
+            raise BadInput(f"`--providers` names `{name}`, which cannot run here: {reason}.")
+    if "memory" in settings.metrics and not memory.measurable():
+        raise BadInput("`--metrics` names `memory`, which needs Linux and the GNU C library.")
+    for option, path in (("--csv", settings.csv), ("--plot", settings.plot)):
+        if path is not None and path.is_dir():
+            raise BadInput(f"`{option}` names `{path}`, which is a folder: give a file.")
+    cases = list(_cases(settings))
+    if not cases:
+        given = " ".join(settings.ks)
+        raise BadInput(f"`--ks` is {given}, and none of it lies between 1 and n - 1 for any of `--sizes`.")
+    return [known[name] for name in dict.fromkeys((BASELINE, *settings.providers))], cases
+
+
+def _check_choices(option: str, values: Sequence[str], known: Collection[str]) -> None:
+    if not values:
+        raise BadInput(f"`{option}` needs at least one value.")
+    for value in values:
+        if value not in known:
+            raise BadInput(f"`{option}` names `{value}`, which is none of {', '.join(known)}.")
+
+
+def _check_numbers(option: str, values: Sequence[float], least: float, most: float) -> None:
+    if not values:
+        raise BadInput(f"`{option}` needs at least one value.")
+    for value in values:
+        if not (least <= value <= most and math.isfinite(value)):
+            limit = f"from {least:g} to {most:g}" if math.isfinite(most) else f"finite and at least {least:g}"
+            raise BadInput(f"`{option}` has {value}, and must be {limit}.")
+
+
+def _cases(settings: BenchSettings) -> Iterator[Case]:
+    """Every combination, once."""
+    seen: set[Case] = set()
+    grid = product(
+        settings.threads, settings.dtypes, settings.scales, settings.batches, settings.sizes, settings.ks
+    )
+    for threads, dtype, scale, batch, n, text in grid:
+        k = _k(text, n)
+        case = Case(n, k, min(batch, max(1, MOST_ENTRIES // n)), scale, dtype, threads)
+        if 0 < k < n and case not in seen:
+            seen.add(case)
+            yield case
+
+
+def _k(text: str, n: int) -> int:
+    """`5`, `n/2` or `n-1` for a row of n."""
+    found = re.fullmatch(r"(?:n([/-]))?(\d{1,18})", text)
+    if found is None:
+        raise BadInput(f"`--ks` has `{text}`, which is neither a number nor `n/NUMBER` nor `n-NUMBER`.")
+    sign, number = found[1], int(found[2])
+    if sign == "/":
+        return n // number if number else 0
+    return n - number if sign == "-" else number
