@@ -1,0 +1,186 @@
+"""The smooth top-k SVM loss of Berrada, Zisserman and Kumar (2018), in a form that cannot overflow."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import torch
+from torch import Tensor
+from torch.nn.functional import logsigmoid, pad
+
+from torchlml.losses.reduction import TopKLoss, check_reduction, reduce_single
+from torchlml.losses.targets import read_k, read_logits, read_single_label
+from torchlml.projection import lml_dual
+
+Algorithm = Literal["divide_and_conquer", "summation"]
+ALGORITHMS = ("divide_and_conquer", "summation")
+
+
+def smooth_topk_svm_loss(
+    logits: Tensor,
+    target: Tensor,
+    k: int,
+    *,
+    tau: float = 1.0,
+    alpha: float = 1.0,
+    algorithm: Algorithm = "divide_and_conquer",
+    weight: Tensor | None = None,
+    ignore_index: int = -100,
+    reduction: str = "mean",
+    mask: Tensor | None = None,
+    offsets: Tensor | None = None,
+) -> Tensor:
+    """The top-k hinge loss, smoothed by a temperature.
+
+        loss = torchlml.smooth_topk_svm_loss(logits, target, k=5, tau=1.0)
+
+    Args:
+        logits: (..., n).
+        target: one class index per row, int64 of shape (...).
+        k: how many guesses are allowed, from 1 to n - 1.
+        tau: the temperature; towards 0 the loss becomes `topk_svm_loss`.
+        alpha: the margin.
+        algorithm: "divide_and_conquer", which is fast, or "summation", one class after the other; the result
+            is the same.
+        weight: one weight per class, for the rows with that label.
+        ignore_index: the class index that means "no label".
+        reduction: "mean" over the rows that have a label (0 if there are none), "sum" or "none".
+        mask: bool, broadcasts to the logits; False entries do not exist.
+        offsets: accepted by the other losses, an error here: ragged rows have no classes.
+
+    Returns:
+        The loss in the dtype of the logits (float32 under autocast), a scalar or one number per row.
+
+    The definition is `tau log sum_A exp((alpha [y not in A] + sum_{j in A} s_j / k) / tau) - tau log
+    sum_{A with y} exp(sum_{j in A} s_j / (k tau))` over the sets A of k classes. Let E_i be the i-th
+    elementary symmetric polynomial of exp(s_j / (k tau)) over the classes j != y; the loss is then
+
+        tau softplus((alpha - s_y / k) / tau + log(E_k / E_{k-1})),
+
+    and only the ratio has to be found. For any nu, with S the number of successes of independent coins with
+    probabilities sigmoid(s_j / (k tau) + nu),
+
+        log(E_k / E_{k-1}) = log(P[S = k] / P[S = k-1]) - nu.
+
+    Choosing nu such that S is k - 1/2 on average (nu is `lml_dual`) puts both probabilities at the peak of
+    the distribution, so nothing overflows or cancels at any temperature.
+    """
+    check_reduction(reduction)
+    _check_settings(tau, alpha, algorithm)
+    rows = read_logits(logits, mask, offsets)
+    labels, place = read_single_label(rows, target, weight, ignore_index, "smooth_topk_svm_loss")
+    k = read_k(k, logits.shape[-1] - 1)
+    # Float64 inside costs little and keeps the gradients, differences of two probabilities, exact.
+    x = rows.x.to(torch.float32 if rows.x.device.type == "mps" else torch.float64) / (k * tau)
+    x = x.masked_fill(~labels.has_label.unsqueeze(-1), 0)
+    others = x if rows.mask is None else x.masked_fill(~rows.mask, -torch.inf)
+    others = others.scatter(-1, place, -torch.inf)
+    ratio = log_ratio(others, k, algorithm)
+    loss = -tau * logsigmoid(x.gather(-1, place) - ratio.unsqueeze(-1) - alpha / tau)
+    return reduce_single(loss, labels, reduction, rows)
+
+
+class SmoothTopKSVMLoss(TopKLoss):
+    """The module of `smooth_topk_svm_loss`: `SmoothTopKSVMLoss(k=5, tau=1.0)(logits, target)`."""
+
+    k: int
+
+    def __init__(
+        self,
+        k: int,
+        *,
+        tau: float = 1.0,
+        alpha: float = 1.0,
+        algorithm: Algorithm = "divide_and_conquer",
+        weight: Tensor | None = None,
+        ignore_index: int = -100,
+        reduction: str = "mean",
+    ) -> None:
+        _check_settings(tau, alpha, algorithm)
+        super().__init__(read_k(k, None), weight, ignore_index, reduction)
+        self.tau = tau
+        self.alpha = alpha
+        self.algorithm: Algorithm = algorithm
+
+    def forward(
+        self, logits: Tensor, target: Tensor, mask: Tensor | None = None, offsets: Tensor | None = None
+    ) -> Tensor:
+        """One loss; the arguments are those of `smooth_topk_svm_loss`."""
+        return smooth_topk_svm_loss(
+            logits,
+            target,
+            self.k,
+            tau=self.tau,
+            alpha=self.alpha,
+            algorithm=self.algorithm,
+            weight=self.weight,
+            ignore_index=self.ignore_index,
+            reduction=self.reduction,
+            mask=mask,
+            offsets=offsets,
+        )
+
+    def extra_repr(self) -> str:
+        return f"{super().extra_repr()}, tau={self.tau}, alpha={self.alpha}, algorithm={self.algorithm!r}"
+
+
+def log_ratio(x: Tensor, k: int, algorithm: Algorithm) -> Tensor:
+    """log(E_k / E_{k-1}) of exp(x) for each row of (R, n); an entry of -inf does not exist.
+
+    -inf where fewer than k entries exist, +inf where k entries are infinite.
+    """
+    n = x.shape[-1]
+    # Any nu is right, so it takes no part in the derivatives.
+    nu = lml_dual(x.detach(), k - 0.5)
+    ordinary = nu.isfinite()
+    z = x + torch.where(ordinary, nu, 0).unsqueeze(-1)
+    success, failure = torch.sigmoid(z), torch.sigmoid(-z)
+    if 2 * k <= n:
+        chances = _count_chances(success, failure, k, algorithm)
+        more, less = chances[:, k], chances[:, k - 1]
+    else:
+        # S = k and n - S = n - k are the same event, and the second needs fewer coefficients.
+        chances = _count_chances(failure, success, n - k + 1, algorithm)
+        more, less = chances[:, n - k], chances[:, n - k + 1]
+    more, less = (torch.where(ordinary, chance, 1) for chance in (more, less))
+    return torch.where(ordinary, more.log() - less.log(), 0) - nu
+
+
+def _count_chances(success: Tensor, failure: Tensor, k: int, algorithm: Algorithm) -> Tensor:
+    """P[S = 0] to P[S = k], (R, k + 1), for the number S of successes among the columns."""
+    return (_by_halves if algorithm == "divide_and_conquer" else _one_by_one)(success, failure, k)
+
+
+def _by_halves(success: Tensor, failure: Tensor, k: int) -> Tensor:
+    """Multiply the polynomials failure + success * t pairwise, dropping powers above k, until one is left."""
+    chances = torch.stack((failure, success), dim=-1)
+    while chances.shape[1] > 1:
+        count, width = chances.shape[1:]
+        if count % 2:  # a coin that always fails: the polynomial 1
+            one = torch.eye(1, width, dtype=chances.dtype, device=chances.device)
+            chances = torch.cat((chances, one.expand(chances.shape[0], 1, width)), dim=1)
+        # A power of two that holds the whole product, so that nothing wraps around.
+        length = 1 << (2 * width - 2).bit_length()
+        first, second = torch.fft.rfft(chances, length).unflatten(1, (2, -1)).unbind(1)
+        chances = torch.fft.irfft(first * second, length)[..., : min(2 * width - 1, k + 1)]
+    chances = chances.squeeze(1)
+    return pad(chances, (0, k + 1 - chances.shape[-1]))
+
+
+def _one_by_one(success: Tensor, failure: Tensor, k: int) -> Tensor:
+    """Add one coin after the other: P[S = i] becomes P[S = i] * failure + P[S = i-1] * success."""
+    chances = torch.eye(1, k + 1, dtype=success.dtype, device=success.device).expand(success.shape[0], k + 1)
+    for won, lost in zip(success.unsqueeze(-1).unbind(1), failure.unsqueeze(-1).unbind(1), strict=True):
+        chances = torch.addcmul(chances * lost, pad(chances[:, :-1], (1, 0)), won)
+    return chances
+
+
+def _check_settings(tau: float, alpha: float, algorithm: str) -> None:
+    if not 0 < tau < float("inf"):
+        raise ValueError(
+            f"`tau` must be a positive number, but it is {tau}; for its limit 0 use `topk_svm_loss`."
+        )
+    if not 0 <= alpha < float("inf"):
+        raise ValueError(f"`alpha` must be a number from 0 on, but it is {alpha}.")
+    if algorithm not in ALGORITHMS:
+        raise ValueError(f'`algorithm` must be "divide_and_conquer" or "summation", but it is {algorithm!r}.')
