@@ -1,0 +1,120 @@
+"""How a call reaches its kernel: the fast path with a hand-written backward, or the differentiable one.
+
+Plain eager and compiled calls go through one `torch.autograd.Function` around the operators. Under the
+transforms of `torch.func` and under forward-mode differentiation, and for the derivative of a derivative, the
+same numbers come from `differentiable.py`. (In torch 2.13 compiling a `torch.func.grad` silently ignores the
+backward of a `torch.autograd.Function`, so that combination must never meet one.)
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd import forward_ad
+
+from torchlml import differentiable, ops
+from torchlml.solvers.bracketing import Bracketing
+
+_Rowwise = Callable[[Tensor, Tensor, "Tensor | None", "Tensor | None"], Tensor]
+
+
+def lml(
+    x: Tensor, k: Tensor, mask: Tensor | None, offsets: Tensor | None, solver: Bracketing | None
+) -> Tensor:
+    """y of each row."""
+    if solver is None and _plain():
+        return _Projection.apply(x, k, mask, offsets)
+    return differentiable.lml(x, k, mask, offsets, solver)
+
+
+def log_lml(
+    x: Tensor, k: Tensor, mask: Tensor | None, offsets: Tensor | None, solver: Bracketing | None
+) -> Tensor:
+    """log y of each row."""
+    if solver is None and _plain():
+        return _LogProjection.apply(x, k, mask, offsets)
+    return differentiable.log_lml(x, k, mask, offsets, solver)
+
+
+def lml_dual(
+    x: Tensor, k: Tensor, mask: Tensor | None, offsets: Tensor | None, solver: Bracketing | None
+) -> Tensor:
+    """nu of each row."""
+    if solver is None and _plain():
+        return _Dual.apply(x, k, mask, offsets)
+    return differentiable.lml_dual(x, k, mask, offsets, solver)
+
+
+def _plain() -> bool:
+    return not torch._C._are_functorch_transforms_active() and forward_ad._current_level < 0
+
+
+class _Projection(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, k: Tensor, mask: Tensor | None, offsets: Tensor | None) -> Tensor:
+        y, nu = ops.forward(x, k, mask, offsets)
+        ctx.save_for_backward(x, k, mask, offsets, y, nu)
+        return y
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        x, k, mask, offsets, y, nu = ctx.saved_tensors
+        if _wants_graph():
+            return _differentiable_backward(differentiable.lml, grad, x, k, mask, offsets)
+        dx, dk = ops.backward(grad.contiguous(), x, y, nu, mask, offsets)
+        return dx, _gradient_of_k(dk, k), None, None
+
+
+class _LogProjection(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, k: Tensor, mask: Tensor | None, offsets: Tensor | None) -> Tensor:
+        log_y, nu = ops.log_forward(x, k, mask, offsets)
+        ctx.save_for_backward(x, k, mask, offsets, log_y, nu)
+        return log_y
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        x, k, mask, offsets, log_y, nu = ctx.saved_tensors
+        if _wants_graph():
+            return _differentiable_backward(differentiable.log_lml, grad, x, k, mask, offsets)
+        dx, dk = ops.log_backward(grad.contiguous(), x, log_y, nu, mask, offsets)
+        return dx, _gradient_of_k(dk, k), None, None
+
+
+class _Dual(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, k: Tensor, mask: Tensor | None, offsets: Tensor | None) -> Tensor:
+        nu = ops.solve(x, k, mask, offsets)
+        ctx.save_for_backward(x, k, mask, offsets, nu)
+        return nu.sum(0).to(x.dtype)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        x, k, mask, offsets, nu = ctx.saved_tensors
+        if _wants_graph():
+            return _differentiable_backward(differentiable.lml_dual, grad, x, k, mask, offsets)
+        dx, dk = ops.dual_backward(grad.to(nu.dtype).contiguous(), x, nu, mask, offsets)
+        return dx, _gradient_of_k(dk, k), None, None
+
+
+def _wants_graph() -> bool:
+    """Is this backward pass to be differentiated itself? The compiler only looks like it."""
+    return torch.is_grad_enabled() and not torch.compiler.is_compiling()
+
+
+def _gradient_of_k(dk: Tensor, k: Tensor) -> Tensor | None:
+    if not k.requires_grad:
+        return None
+    return dk.sum() if k.dim() == 0 else dk
+
+
+def _differentiable_backward(
+    function: _Rowwise, grad: Tensor, x: Tensor, k: Tensor, mask: Tensor | None, offsets: Tensor | None
+) -> tuple[Tensor | None, ...]:
+    y = function(x, k, mask, offsets)
+    wanted = [t for t in (x, k) if t.requires_grad]
+    found = iter(torch.autograd.grad(y, wanted, grad, create_graph=True))
+    return (*(next(found) if t.requires_grad else None for t in (x, k)), None, None)

@@ -1,0 +1,57 @@
+"""Finding and loading the compiled kernel, where there is one.
+
+`TORCHLML_KERNEL=torch` keeps to plain torch, `TORCHLML_KERNEL=native` insists on the compiled kernel; without
+either, the kernel is used when it is installed and loads. `TORCHLML_ISA=baseline|v3|v4` makes the kernel use a
+lesser x86-64 level than the processor has, to test it.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import warnings
+from pathlib import Path
+
+import torch
+
+_library: ctypes.CDLL | None = None
+
+
+def load() -> None:
+    """Load the compiled kernel, if it is there and wanted."""
+    global _library
+    choice = os.environ.get("TORCHLML_KERNEL", "")
+    if choice not in ("", "torch", "native"):
+        raise ValueError(
+            f"The environment variable `TORCHLML_KERNEL` must be 'torch' or 'native' (or unset), not {choice!r}."
+        )
+    if choice == "torch" or _library is not None:
+        return
+    path = next(Path(__file__).parent.glob("_C*.so"), None)
+    if path is None:
+        if choice == "native":
+            raise ImportError(
+                "`TORCHLML_KERNEL` is 'native', but this installation of torchlml has no compiled kernel: install "
+                "it with `pip install --no-build-isolation` where torch and a C++ compiler are present."
+            )
+        return
+    try:
+        torch.ops.load_library(path)
+        library = ctypes.CDLL(str(path))
+    except OSError as error:
+        if choice == "native":
+            raise ImportError(f"`TORCHLML_KERNEL` is 'native', but the compiled kernel does not load: {error}") from error
+        warnings.warn(f"torchlml falls back to plain torch, as its compiled kernel does not load: {error}", stacklevel=2)
+        return
+    library.torchlml_instruction_set.restype = ctypes.c_char_p
+    _library = library
+
+
+def loaded() -> bool:
+    """Is the compiled kernel in use?"""
+    return _library is not None
+
+
+def instruction_set() -> str | None:
+    """The instruction set that the compiled kernel uses ("baseline", "v3" or "v4"), or None without one."""
+    return None if _library is None else _library.torchlml_instruction_set().decode()

@@ -1,0 +1,140 @@
+"""The Limited Multi-Label projection: `lml`, its logarithm, its dual variable, and the layer."""
+
+from __future__ import annotations
+
+from torch import Tensor, nn
+
+from torchlml import autograd
+from torchlml.arguments import Canonical, canonical, check_solver
+from torchlml.solvers.bracketing import Bracketing
+
+
+def lml(
+    x: Tensor,
+    k: float | Tensor,
+    dim: int = -1,
+    *,
+    mask: Tensor | None = None,
+    offsets: Tensor | None = None,
+    solver: str | Bracketing = "newton",
+) -> Tensor:
+    """Project logits onto the points of the unit cube that sum to k: like softmax, but the rows sum to k.
+
+        >>> torchlml.lml(torch.tensor([2.0, 1.0, 0.0, -1.0]), 2)
+        tensor([0.8176, 0.6225, 0.3775, 0.1824])
+
+    Args:
+        x: logits, of any shape.
+        k: how many to choose. A number, or a tensor that broadcasts to the shape of `x` without `dim` (with
+            `offsets`: one number per row). It need not be whole, and it is differentiable.
+        dim: the dimension that sums to k.
+        mask: bool, True where an entry may be chosen; broadcasts to `x`. The others are exactly 0.
+        offsets: for packed rows of different lengths: `x` is 1-d and row i is `x[offsets[i]:offsets[i + 1]]`.
+        solver: "newton", "bracketing" (Algorithm 1 of the paper) or a `torchlml.solvers.Bracketing`.
+
+    Returns:
+        y, with the shape and dtype of `x`.
+
+    y minimises -x.y - H(y), H the binary entropy, over 0 <= y <= 1 and sum y = k, which makes it
+    y = sigmoid(x + nu) with one number nu per row. Its derivative is dy/dx = diag(w) - w w' / sum w with
+    w = y (1 - y), and dy/dk = w / sum w. lml(x, 1) is close to a softmax, but not one.
+
+    Rows without an ordinary answer get its limit: entries of -inf are 0 and do not count; where k or fewer
+    entries are left, they are 1; p entries of +inf are 1, or k/p each if p > k; a NaN makes its row NaN.
+    """
+    c = canonical(x, k, dim, mask, offsets)
+    y = autograd.lml(c.x, c.k, c.mask, c.offsets, check_solver(solver))
+    return y if c.outer is None else _restore(y, c, dim)
+
+
+def log_lml(
+    x: Tensor,
+    k: float | Tensor,
+    dim: int = -1,
+    *,
+    mask: Tensor | None = None,
+    offsets: Tensor | None = None,
+    solver: str | Bracketing = "newton",
+) -> Tensor:
+    """The logarithm of `lml`, as log_softmax is to softmax: right also where lml rounds to 0 or 1.
+
+        >>> torchlml.log_lml(torch.tensor([400.0, 0.0]), 1)
+        tensor([   0., -200.])
+
+    Arguments as for `lml`. Returns log y, with the shape and dtype of `x`.
+
+    log y = logsigmoid(x + nu), and its derivative keeps its size however wrong the logits are:
+    d log y_j / dx = (1 - y_j) (e_j - w / sum w).
+    """
+    c = canonical(x, k, dim, mask, offsets)
+    log_y = autograd.log_lml(c.x, c.k, c.mask, c.offsets, check_solver(solver))
+    return log_y if c.outer is None else _restore(log_y, c, dim)
+
+
+def lml_dual(
+    x: Tensor,
+    k: float | Tensor,
+    dim: int = -1,
+    *,
+    mask: Tensor | None = None,
+    offsets: Tensor | None = None,
+    solver: str | Bracketing = "newton",
+) -> Tensor:
+    """The dual variable of `lml`: the number nu for which sigmoid(x + nu) sums to k. -nu is the threshold.
+
+        >>> torchlml.lml_dual(torch.zeros(4), 1)  # log(1/3)
+        tensor(-1.0986)
+
+    Arguments as for `lml`.
+
+    Returns:
+        nu, with the shape of `x` without `dim` (with `offsets`: one number per row) and the dtype of `x`;
+        -inf for k = 0 and +inf where k entries or fewer are available.
+    """
+    c = canonical(x, k, dim, mask, offsets)
+    nu = autograd.lml_dual(c.x, c.k, c.mask, c.offsets, check_solver(solver))
+    return nu if c.outer is None else nu.reshape(c.outer[:-1])
+
+
+class LML(nn.Module):
+    """The projection as a layer: the last layer of a network that must choose k of n things.
+
+        >>> model = nn.Sequential(nn.Linear(64, 100), torchlml.LML(k=5))
+
+    Args:
+        k: how many to choose, as for `lml`.
+        dim: the dimension that sums to k.
+        temperature: the logits are divided by it: towards 0 the layer becomes a hard top-k.
+        solver: "newton" or "bracketing", as for `lml`.
+
+    `forward` takes the logits and, by keyword, `mask` and `offsets` as `lml` does.
+    """
+
+    def __init__(
+        self,
+        k: float | Tensor,
+        dim: int = -1,
+        temperature: float = 1.0,
+        solver: str | Bracketing = "newton",
+    ) -> None:
+        super().__init__()
+        if not temperature > 0:
+            raise ValueError(f"`temperature` must be a positive number, but it is {temperature}.")
+        check_solver(solver)
+        self.k = k
+        self.dim = dim
+        self.temperature = temperature
+        self.solver = solver
+
+    def forward(self, x: Tensor, *, mask: Tensor | None = None, offsets: Tensor | None = None) -> Tensor:
+        scaled = x if self.temperature == 1 else x / self.temperature
+        return lml(scaled, self.k, self.dim, mask=mask, offsets=offsets, solver=self.solver)
+
+    def extra_repr(self) -> str:
+        return f"k={self.k}, dim={self.dim}, temperature={self.temperature}, solver={self.solver!r}"
+
+
+def _restore(y: Tensor, c: Canonical, dim: int) -> Tensor:
+    """Entries in rows, back into the shape they came in."""
+    assert c.outer is not None
+    return y.reshape(c.outer).movedim(-1, dim)

@@ -1,0 +1,105 @@
+"""The default solver: Newton's method on the logarithm of a ratio, inside a proven bracket.
+
+With c, P and Q of `residual`, let A = P + max(c, 0) and B = Q + max(-c, 0): the row sums to k where A = B.
+Newton's step on log A - log B is
+
+    step = (log B - log A) / (P' / A + Q' / B).
+
+Where nothing saturates, B is k and A is S, which is nearly an exponential of nu: the logarithm makes it a
+straight line. In a gap between two logits, A and B are exponentials of nu and of -nu, and one step lands in
+the middle, where plain Newton would crawl by 1. Where a step would leave the bracket, the bracket is halved.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from torchlml.rows import Rows
+from torchlml.solvers.brackets import order_offsets
+from torchlml.solvers.residual import Residual, residual
+
+# A step that leaves the bracket is first cut at its end, which is the root itself for ties and k = 1;
+# later the bracket is halved instead, and in the end every second step halves it: the worst row is bounded.
+_CUT_STEPS = 4
+_FREE_STEPS = 10
+_MAX_STEPS = 40
+# On a GPU nobody looks whether the rows have converged, since looking would stall it: it always takes these.
+_BLIND_STEPS = 24
+
+
+def newton(x: Tensor, k: Tensor, m: Tensor, ordinary: Tensor, rows: Rows) -> Tensor:
+    """Solve sum sigmoid(x + nu) = k for every row.
+
+    Args:
+        x: the entries in the work dtype, -inf where not available.
+        k: the target sums, 0-d or one per row.
+        m: how many entries of each row are available.
+        ordinary: the rows to solve, those with a finite nu; what comes back for the others means nothing.
+        rows: how `x` falls into rows.
+
+    Returns:
+        nu as a (2, R) tensor (hi, lo), nu = hi + lo, in the dtype of `x`.
+    """
+    nu, half_gap, below, above = start(x, k, m, rows)
+    moved = torch.zeros_like(half_gap)
+    epsilon = torch.finfo(x.dtype).eps
+    best, best_error = nu, torch.full_like(half_gap, torch.inf)
+    blind = x.device.type != "cpu"
+    for number in range(_BLIND_STEPS if blind else _MAX_STEPS):
+        nearest = (half_gap - moved.abs()).abs()
+        # Only inside the gap is the nearest entry known to be the nearest; outside nothing underflows.
+        scale = torch.where(moved.abs() < half_gap, nearest, 0.0)
+        r = residual(x, k, nu, scale.to(x.dtype), rows)
+        error = r.value.abs() / r.slope
+        # z is rounded to about epsilon |z|, so a row can stop improving before it reaches the tolerance.
+        stalled = (error >= best_error / 2) & (best_error <= 16 * epsilon * (1 + nearest))
+        better = error < best_error
+        best, best_error = torch.where(better, nu, best), torch.where(better, error, best_error)
+        settled = (best_error <= 2 * epsilon * (1 + scale)) | stalled | ~ordinary
+        if not blind and bool(settled.all()):
+            break
+        # nu itself is now one end of the bracket.
+        below = torch.where(r.value < 0, 0.0, below)
+        above = torch.where(r.value > 0, 0.0, above)
+        halving = (above - below) / 2
+        step = log_ratio_step(r)
+        if number < _CUT_STEPS:
+            step = torch.where(step.isnan(), halving, torch.minimum(torch.maximum(step, -below), above))
+        elif number < _FREE_STEPS or number % 2:
+            step = torch.where((-below < step) & (step < above), step, halving)
+        else:
+            step = halving
+        nu = add(nu, step)
+        below, above, moved = below + step, above - step, moved + step
+    return best
+
+
+def start(x: Tensor, k: Tensor, m: Tensor, rows: Rows) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Where to begin: the middle between the k-th and the next logit, and what is known around it.
+
+    Returns:
+        (nu, half_gap, below, above): nu as a pair (2, R); half the distance of the two logits; and how far it
+        is from nu to the lower and to the upper end of the bracket.
+    """
+    upper = rows.largest(x, k.ceil().long())
+    lower = rows.largest(x, k.floor().long() + 1)
+    half_gap = (upper.to(rows.wide) - lower) / 2
+    below, above = order_offsets(k, m)
+    middle = -(upper / 2 + lower / 2)
+    return torch.stack([middle, torch.zeros_like(middle)]), half_gap, half_gap + below, half_gap + above
+
+
+def log_ratio_step(r: Residual) -> Tensor:
+    """Newton's step for log A = log B; infinite or NaN where a side is empty."""
+    a = r.p + r.c.clamp(min=0)
+    b = r.q - r.c.clamp(max=0)
+    return (b.log() - a.log()) / (r.dp / a + r.dq / b)
+
+
+def add(nu: Tensor, step: Tensor) -> Tensor:
+    """nu + step as a pair (hi, lo) without rounding: hi takes what fits, lo the rest (Knuth's two-sum)."""
+    hi, small = nu[0], nu[1] + step.to(nu.dtype)
+    total = hi + small
+    taken = total - hi
+    return torch.stack([total, (hi - (total - taken)) + (small - taken)])
