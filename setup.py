@@ -1,0 +1,101 @@
+"""Builds the compiled kernel when it can; everything else about the package is in pyproject.toml.
+
+The kernel is optional: without torch in the build environment, without a working compiler, or with
+TORCHLML_NO_NATIVE=1, the installation succeeds with plain torch and says so in one line on stderr.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import platform
+import sys
+from pathlib import Path
+
+from setuptools import Extension, setup
+from setuptools.command.build_ext import build_ext
+
+SOURCES = Path("torchlml/csrc")
+# No fast-math: NaN must stay NaN, and linking it would flush subnormals in the whole process.
+FLAGS = ["-std=c++17", "-O3", "-fvisibility=hidden", "-ffp-contract=fast"]
+FLAGS += ["-fno-math-errno", "-fno-trapping-math", "-fno-signed-zeros", "-g0", "-Wno-psabi", "-Wno-maybe-uninitialized"]
+TARGET = "0x020A000000000000"  # torch 2.10, the oldest whose stable ABI has what bindings.cpp uses
+LEVELS = {"v3": "x86-64-v3", "v4": "x86-64-v4"}
+
+
+def say_plain(why: str) -> None:
+    print(f"torchlml: installing without the compiled kernel (plain torch will be used): {why}", file=sys.stderr)
+
+
+def torch_home() -> Path | None:
+    """Where torch is installed, without importing it."""
+    spec = importlib.util.find_spec("torch")
+    return Path(spec.origin).parent if spec and spec.origin else None
+
+
+class BuildKernel(build_ext):
+    """One object per instruction set from the same source, and a build that may fail."""
+
+    def run(self) -> None:
+        try:
+            super().run()
+        except Exception as error:
+            say_plain(str(error).strip().splitlines()[-1] if str(error).strip() else type(error).__name__)
+            self.extensions = []
+            self.distribution.ext_modules = []
+
+    def build_extension(self, ext: Extension) -> None:
+        torch = torch_home()
+        assert torch is not None
+        include = [str(torch / "include"), str(torch / "include/torch/csrc/api/include")]
+        levels = LEVELS if platform.machine().lower() in ("x86_64", "amd64") and os.name == "posix" else {}
+        macros = [("TORCHLML_X86_LEVELS", None)] if levels else []
+
+        def compile(source: str, name: str, macros: list[tuple[str, str | None]], *flags: str) -> list[str]:
+            return self.compiler.compile(
+                [str(SOURCES / source)],
+                output_dir=str(Path(self.build_temp) / name),
+                include_dirs=include,
+                macros=macros,
+                extra_postargs=[*FLAGS, *flags],
+                depends=ext.depends,
+            )
+
+        objects = compile("bindings.cpp", "bindings", [*macros, ("TORCH_TARGET_VERSION", TARGET)])
+        objects += compile("careful.cpp", "careful", [])
+        objects += compile("kernels.cpp", "baseline", [])
+        for level, arch in levels.items():
+            table = [("LML_KERNELS", f"kernels_{level}"), ("LML_KERNELS_NAME", f'"{level}"')]
+            objects += compile("kernels.cpp", level, [*macros, *table], f"-march={arch}")
+        self.compiler.link_shared_object(
+            objects,
+            self.get_ext_fullpath(ext.name),
+            libraries=["torch_cpu"],
+            library_dirs=[str(torch / "lib")],
+            target_lang="c++",
+        )
+
+
+def options() -> dict[str, object]:
+    if os.environ.get("TORCHLML_NO_NATIVE", "0") not in ("", "0"):
+        say_plain("TORCHLML_NO_NATIVE is set")
+        return {}
+    if torch_home() is None:
+        say_plain("there is no torch in the build environment; use --no-build-isolation to compile it")
+        return {}
+    sources = sorted(str(path) for path in SOURCES.iterdir())
+    kernel = Extension(
+        "torchlml._C",
+        [path for path in sources if path.endswith(".cpp")],
+        depends=[path for path in sources if path.endswith(".h")],
+        language="c++",
+        py_limited_api=True,
+    )
+    return {
+        "ext_modules": [kernel],
+        "cmdclass": {"build_ext": BuildKernel},
+        "options": {"bdist_wheel": {"py_limited_api": "cp310"}},
+    }
+
+
+setup(**options())

@@ -1,0 +1,215 @@
+// One row backward: dx and dk of the projection, of its logarithm and of the dual variable.
+#pragma once
+
+#include "forward.h"
+
+namespace torchlml {
+namespace {
+
+// A sum in short float blocks, flushed to double.
+template <class T>
+struct BlockSum {
+  Vec<T> block{};
+  vdouble sum{};
+  LML_INLINE void flush() {
+    sum += widen(block);
+    block = Vec<T>{};
+  }
+  LML_INLINE double value() {
+    flush();
+    return total(sum);
+  }
+};
+constexpr int64_t block_vectors = 32;
+
+template <class S>
+struct BackwardRow {
+  using T = typename Work<S>::type;
+  const S* x;
+  const bool* mask;
+  int64_t n;
+  const S* grad;
+  const S* y;
+  S* dx;
+  double* dk;
+  T high, low;
+
+  static constexpr bool half = sizeof(S) == 2;
+
+  LML_INLINE Vec<T> z_at(int64_t i, int64_t count) const { return (read(x + i, count) + high) + low; }
+
+  // Lanes that exist, are not masked and have a finite x: all others get no gradient.
+  LML_INLINE Mask<T> usable(int64_t i, int64_t count) const {
+    const Vec<T> a = read(x + i, count);
+    Mask<T> ok = greater(splat(static_cast<T>(HUGE_VAL)), vabs(a));
+    if (mask) ok &= load_mask<T>(mask + i, count);
+    if (count < lanes<T>) ok &= first_lanes<T>(count);
+    return ok;
+  }
+
+  LML_INLINE Vec<T> weight_from_z(int64_t i, int64_t count) const {
+    return keep<T>(usable(i, count), Logistic<T>(z_at(i, count)).weight());
+  }
+
+  // Calls f for every vector, and flush between blocks of vectors.
+  template <class F, class G>
+  LML_INLINE void blocks(const F& f, const G& flush) const {
+    const int64_t block = block_vectors * lanes<T>;
+    for (int64_t start = 0; start < n; start += block) {
+      const int64_t size = n - start < block ? n - start : block;
+      each_vector<T>(size, [&](int64_t i, int64_t count) __attribute__((always_inline)) { f(start + i, count); });
+      flush();
+    }
+  }
+
+  void zero() const {
+    for (int64_t i = 0; i < n; ++i) store_one(dx + i, T{0});
+    *dk = 0;
+  }
+
+  // hi = NaN or +-inf. Only +inf entries that share k (0 < y < 1) move with k.
+  void special(Gradient kind) const {
+    if (high != high) {
+      for (int64_t i = 0; i < n; ++i) store_one(dx + i, high);
+      *dk = static_cast<double>(high);
+      return;
+    }
+    zero();
+    if (high > 0 || kind == Gradient::dual) return;
+    double sum = 0;
+    int64_t infinite = 0;
+    T value = 0;
+    for (int64_t i = 0; i < n; ++i) {
+      if ((mask && !mask[i]) || load_one(x + i) != static_cast<T>(HUGE_VAL)) continue;
+      sum += static_cast<double>(load_one(grad + i));
+      value = load_one(y + i);
+      ++infinite;
+    }
+    if (!infinite) return;
+    const double count = static_cast<double>(infinite);
+    if (kind == Gradient::projection && value > 0 && value < 1) *dk = sum / count;
+    if (kind == Gradient::logarithm && value < 0 && value > -static_cast<T>(HUGE_VAL)) {
+      *dk = sum / (count * ::exp(static_cast<double>(value)));
+    }
+  }
+
+  // dx = w (g - mean), dk = mean, mean = sum w g / sum w. The first pass leaves w in `w`.
+  LML_INLINE void projection(T* w) const {
+    BlockSum<T> weights, moments;
+    const auto add = [&](int64_t i, int64_t count) __attribute__((always_inline)) {
+      Vec<T> a;
+      if constexpr (half) {
+        a = weight_from_z(i, count);  // y was rounded
+      } else {
+        const Vec<T> p = read(y + i, count);
+        a = p - p * p;
+        // 1 - y has lost its digits near 1: take sigma(-z) from x and nu there.
+        if (any<T>(greater(p, static_cast<T>(0.9)))) a = weight_from_z(i, count);
+      }
+      write(w + i, a, count);
+      weights.block += a;
+      // A gradient where w = 0 (masked, infinite, saturated) is ignored, be it NaN.
+      moments.block += a * keep<T>(greater(a, T{0}), read(grad + i, count));
+    };
+    blocks(add, [&]() __attribute__((always_inline)) { weights.flush(), moments.flush(); });
+    const double sum = weights.value();
+    if (!(sum > 0)) return zero();
+    const double mean = moments.value() / sum;
+    *dk = mean;
+    const T shift = static_cast<T>(mean);
+    each_vector<T>(n, [&](int64_t i, int64_t count) __attribute__((always_inline)) {
+      const Vec<T> a = read(w + i, count);
+      write(dx + i, keep<T>(greater(a, T{0}), a * (read(grad + i, count) - shift)), count);
+    });
+  }
+
+  // p = w / sum w with everything scaled by exp(nearest), nearest = min |z|: right when all w underflow.
+  LML_INLINE T nearest() const {
+    Vec<T> least = splat(static_cast<T>(HUGE_VAL));
+    each_vector<T>(n, [&](int64_t i, int64_t count) __attribute__((always_inline)) {
+      const Vec<T> z = select<T>(usable(i, count), vabs(z_at(i, count)), least);
+      least = vmin(z, least);
+    });
+    T out = least[0];
+    for (int j = 1; j < lanes<T>; ++j) out = least[j] < out ? least[j] : out;
+    return out;
+  }
+  struct Scaled {
+    Vec<T> weight, sigma_minus;
+  };
+  LML_INLINE Scaled scaled(int64_t i, int64_t count, T least, T factor) const {
+    const Vec<T> z = z_at(i, count);
+    const Vec<T> b = vexp(least - vabs(z)), a = b * factor, r = reciprocal(1 + a);
+    const Mask<T> ok = usable(i, count);
+    return {keep<T>(ok, b * r * r), keep<T>(ok, select<T>(greater(z, T{0}), a * r, r))};
+  }
+
+  // dx = a - p sum a with a = g sigma(-z); dk = sum a / sum w.
+  LML_INLINE void logarithm() const {
+    const T least = nearest(), factor = static_cast<T>(::exp(-static_cast<double>(least)));
+    BlockSum<T> weights, moments;
+    const auto gradient = [&](int64_t i, int64_t count) __attribute__((always_inline)) {
+      return keep<T>(usable(i, count), read(grad + i, count));
+    };
+    const auto add = [&](int64_t i, int64_t count) __attribute__((always_inline)) {
+      const Scaled at = scaled(i, count, least, factor);
+      weights.block += at.weight;
+      moments.block += at.sigma_minus * gradient(i, count);
+    };
+    blocks(add, [&]() __attribute__((always_inline)) { weights.flush(), moments.flush(); });
+    const double sum = weights.value(), moment = moments.value();
+    if (!(sum > 0)) return zero();
+    *dk = moment == 0 ? 0 : moment / (sum * ::exp(-static_cast<double>(least)));
+    const T share = static_cast<T>(moment / sum);
+    each_vector<T>(n, [&](int64_t i, int64_t count) __attribute__((always_inline)) {
+      const Scaled at = scaled(i, count, least, factor);
+      write(dx + i, at.sigma_minus * gradient(i, count) - at.weight * share, count);
+    });
+  }
+
+  // d nu / dx = -p, d nu / dk = 1 / sum w.
+  LML_INLINE void dual(T g) const {
+    const T least = nearest(), factor = static_cast<T>(::exp(-static_cast<double>(least)));
+    BlockSum<T> weights;
+    const auto add = [&](int64_t i, int64_t count) __attribute__((always_inline)) {
+      weights.block += scaled(i, count, least, factor).weight;
+    };
+    blocks(add, [&]() __attribute__((always_inline)) { weights.flush(); });
+    const double sum = weights.value(), g_ = static_cast<double>(g);
+    if (!(sum > 0)) return zero();
+    *dk = g_ == 0 ? 0 : g_ / (sum * ::exp(-static_cast<double>(least)));
+    const T share = static_cast<T>(g_ / sum);
+    each_vector<T>(n, [&](int64_t i, int64_t count) __attribute__((always_inline)) {
+      write(dx + i, -(scaled(i, count, least, factor).weight * share), count);
+    });
+  }
+};
+
+template <class S>
+void backward_rows(const BackwardArgs& args, int64_t begin, int64_t end) {
+  using T = typename Work<S>::type;
+  Scratch<T> work;
+  for (int64_t r = begin; r < end; ++r) {
+    const Span span = row_span(args.batch, r);
+    const auto at = [&](const void* p) { return p ? static_cast<const S*>(p) + span.begin : nullptr; };
+    const bool dual = args.kind == Gradient::dual;
+    const T* nu = static_cast<const T*>(args.nu) + r;
+    const BackwardRow<S> row{at(args.batch.x), args.batch.mask ? args.batch.mask + span.begin : nullptr, span.size,
+                             dual ? nullptr : at(args.grad), at(args.y), static_cast<S*>(args.dx) + span.begin,
+                             args.dk + r, nu[0], nu[args.batch.rows]};
+    if (!(nu[0] - nu[0] == 0)) {
+      row.special(args.kind);
+    } else if (dual) {
+      row.dual(static_cast<const T*>(args.grad)[r]);
+    } else if (args.kind == Gradient::logarithm) {
+      row.logarithm();
+    } else if constexpr (sizeof(S) == sizeof(T)) {
+      row.projection(reinterpret_cast<T*>(row.dx));
+    } else {
+      row.projection(work.room(span.size));
+    }
+  }
+}
+
+}  // namespace
+}  // namespace torchlml

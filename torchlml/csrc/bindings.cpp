@@ -1,0 +1,189 @@
+// Registers the kernels as CPU implementations of the operators that ops.py defines, through
+// LibTorch's stable ABI: one binary for every torch >= 2.10 and, as no Python header is used, every Python.
+#include <torch/csrc/stable/library.h>
+#include <torch/csrc/stable/ops.h>
+#include <torch/csrc/stable/tensor.h>
+#include <torch/headeronly/core/ScalarType.h>
+
+#include <cstdlib>
+#include <cstring>
+#include <optional>
+#include <tuple>
+
+#include "kernels.h"
+
+namespace torchlml {
+namespace {
+
+using torch::headeronly::ScalarType;
+using torch::stable::Tensor;
+using OptionalTensor = std::optional<Tensor>;
+
+// The best table this processor can run. TORCHLML_ISA=baseline|v3|v4 asks for a lesser one (for
+// tests); a level the processor lacks, or an unknown name, changes nothing.
+const Kernels& choose_kernels() {
+#ifdef TORCHLML_X86_LEVELS
+  const char* asked = std::getenv("TORCHLML_ISA");
+  const auto wanted = [&](const char* name) { return !asked || std::strcmp(asked, name) == 0; };
+  __builtin_cpu_init();
+  const bool v3 = __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") && __builtin_cpu_supports("bmi") &&
+                  __builtin_cpu_supports("bmi2") && __builtin_cpu_supports("f16c") && __builtin_cpu_supports("lzcnt") &&
+                  __builtin_cpu_supports("movbe");
+  const bool v4 = v3 && __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
+                  __builtin_cpu_supports("avx512cd") && __builtin_cpu_supports("avx512dq") &&
+                  __builtin_cpu_supports("avx512vl");
+  if (asked && wanted("baseline")) return kernels_baseline;
+  if (asked && v3 && wanted("v3")) return kernels_v3;
+  if (v4) return kernels_v4;
+  if (v3) return kernels_v3;
+#endif
+  return kernels_baseline;
+}
+
+const Kernels& kernels() {
+  static const Kernels& chosen = choose_kernels();
+  return chosen;
+}
+
+int dtype_index(const Tensor& x) {
+  switch (x.scalar_type()) {
+    case ScalarType::Float:
+      return static_cast<int>(Dtype::float32);
+    case ScalarType::Double:
+      return static_cast<int>(Dtype::float64);
+    case ScalarType::BFloat16:
+      return static_cast<int>(Dtype::bfloat16);
+    case ScalarType::Half:
+      return static_cast<int>(Dtype::float16);
+    default:
+      STD_TORCH_CHECK(false, "`x` must be float16, bfloat16, float32 or float64.");
+  }
+}
+
+ScalarType work_dtype(const Tensor& x) {
+  return x.scalar_type() == ScalarType::Double ? ScalarType::Double : ScalarType::Float;
+}
+
+void check(const Tensor& t, const char* name, ScalarType dtype, int64_t numel) {
+  STD_TORCH_CHECK(t.is_contiguous() && t.is_cpu() && t.scalar_type() == dtype && t.numel() == numel, "`", name,
+                  "` is not in the canonical form that ops.py describes.");
+}
+
+Batch make_batch(const Tensor& x, const OptionalTensor& mask, const OptionalTensor& offsets) {
+  Batch b{};
+  b.total = x.numel();
+  check(x, "x", x.scalar_type(), b.total);
+  b.x = x.const_data_ptr();
+  if (mask) {
+    check(*mask, "mask", ScalarType::Bool, b.total);
+    b.mask = static_cast<const bool*>(mask->const_data_ptr());
+  }
+  if (offsets) {
+    STD_TORCH_CHECK(x.dim() == 1 && offsets->numel() >= 1, "`offsets` needs one-dimensional `x`.");
+    check(*offsets, "offsets", ScalarType::Long, offsets->numel());
+    b.offsets = static_cast<const int64_t*>(offsets->const_data_ptr());
+    b.rows = offsets->numel() - 1;
+  } else {
+    STD_TORCH_CHECK(x.dim() == 2, "`x` must have two dimensions.");
+    b.rows = x.size(0);
+    b.width = x.size(1);
+  }
+  return b;
+}
+
+Tensor empty(const Tensor& like, std::initializer_list<int64_t> sizes, ScalarType dtype) {
+  return torch::stable::new_empty(like, {sizes.begin(), sizes.size()}, dtype);
+}
+
+// Rows per task: about 8192 entries, so that small batches are not spread thinner than a thread costs.
+template <class F>
+void each_rows(const Batch& b, const F& f) {
+  if (b.rows == 0) return;
+  const int64_t entries = b.total / b.rows + 1, grain = 8192 / entries;
+  if (b.rows <= grain) return f(int64_t{0}, b.rows);
+  torch::stable::parallel_for(0, b.rows, grain > 1 ? grain : 1, f);
+}
+
+std::tuple<Tensor, Tensor> run_forward(const Tensor& x, const Tensor& k, const OptionalTensor& mask,
+                                       const OptionalTensor& offsets, Output output) {
+  ForwardArgs args{make_batch(x, mask, offsets), nullptr, 0, output, nullptr, nullptr};
+  const int64_t rows = args.batch.rows;
+  args.k_stride = k.dim() == 0 ? 0 : 1;
+  check(k, "k", ScalarType::Double, args.k_stride ? rows : 1);
+  args.k = static_cast<const double*>(k.const_data_ptr());
+  Tensor nu = empty(x, {2, rows}, work_dtype(x));
+  Tensor y = nu;
+  if (output != Output::none) {
+    y = torch::stable::empty_like(x);
+    args.y = y.mutable_data_ptr();
+  }
+  args.nu = nu.mutable_data_ptr();
+  const auto kernel = kernels().forward[dtype_index(x)];
+  each_rows(args.batch, [&](int64_t begin, int64_t end) { kernel(args, begin, end); });
+  return {y, nu};
+}
+
+Tensor solve(Tensor x, Tensor k, OptionalTensor mask, OptionalTensor offsets) {
+  return std::get<1>(run_forward(x, k, mask, offsets, Output::none));
+}
+
+std::tuple<Tensor, Tensor> forward(Tensor x, Tensor k, OptionalTensor mask, OptionalTensor offsets) {
+  return run_forward(x, k, mask, offsets, Output::projection);
+}
+
+std::tuple<Tensor, Tensor> log_forward(Tensor x, Tensor k, OptionalTensor mask, OptionalTensor offsets) {
+  return run_forward(x, k, mask, offsets, Output::logarithm);
+}
+
+std::tuple<Tensor, Tensor> run_backward(const Tensor& grad, const Tensor& x, const Tensor* y, const Tensor& nu,
+                                        const OptionalTensor& mask, const OptionalTensor& offsets, Gradient kind) {
+  BackwardArgs args{make_batch(x, mask, offsets), kind, nullptr, nullptr, nullptr, nullptr, nullptr};
+  const int64_t rows = args.batch.rows, entries = args.batch.total;
+  const bool dual = kind == Gradient::dual;
+  check(grad, "grad", dual ? work_dtype(x) : x.scalar_type(), dual ? rows : entries);
+  check(nu, "nu", work_dtype(x), 2 * rows);
+  if (y) {
+    check(*y, "y", x.scalar_type(), entries);
+    args.y = y->const_data_ptr();
+  }
+  Tensor dx = torch::stable::empty_like(x), dk = empty(x, {rows}, ScalarType::Double);
+  args.grad = grad.const_data_ptr();
+  args.nu = nu.const_data_ptr();
+  args.dx = dx.mutable_data_ptr();
+  args.dk = static_cast<double*>(dk.mutable_data_ptr());
+  const auto kernel = kernels().backward[dtype_index(x)];
+  each_rows(args.batch, [&](int64_t begin, int64_t end) { kernel(args, begin, end); });
+  return {dx, dk};
+}
+
+std::tuple<Tensor, Tensor> backward(Tensor grad, Tensor x, Tensor y, Tensor nu, OptionalTensor mask,
+                                    OptionalTensor offsets) {
+  return run_backward(grad, x, &y, nu, mask, offsets, Gradient::projection);
+}
+
+std::tuple<Tensor, Tensor> log_backward(Tensor grad, Tensor x, Tensor log_y, Tensor nu, OptionalTensor mask,
+                                        OptionalTensor offsets) {
+  return run_backward(grad, x, &log_y, nu, mask, offsets, Gradient::logarithm);
+}
+
+std::tuple<Tensor, Tensor> dual_backward(Tensor grad, Tensor x, Tensor nu, OptionalTensor mask,
+                                         OptionalTensor offsets) {
+  return run_backward(grad, x, nullptr, nu, mask, offsets, Gradient::dual);
+}
+
+}  // namespace
+}  // namespace torchlml
+
+STABLE_TORCH_LIBRARY_IMPL(torchlml, CPU, m) {
+  m.impl("solve", TORCH_BOX(&torchlml::solve));
+  m.impl("forward", TORCH_BOX(&torchlml::forward));
+  m.impl("log_forward", TORCH_BOX(&torchlml::log_forward));
+  m.impl("backward", TORCH_BOX(&torchlml::backward));
+  m.impl("log_backward", TORCH_BOX(&torchlml::log_backward));
+  m.impl("dual_backward", TORCH_BOX(&torchlml::dual_backward));
+}
+
+// For native.py: which table is in use.
+extern "C" __attribute__((visibility("default"))) const char* torchlml_instruction_set() {
+  return torchlml::kernels().name;
+}

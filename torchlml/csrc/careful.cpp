@@ -1,0 +1,84 @@
+// The slow, plain path in double precision for rows the fast one declines: gaps of hundreds or
+// 1e38 between logits, a k within 1e-9 of a whole number, and the like. Compiled once, for the
+// baseline instruction set, because it instantiates the standard library.
+#include <algorithm>
+#include <cmath>
+#include <limits>
+
+#include "kernels.h"
+
+namespace torchlml {
+
+namespace {
+
+// Entries just above and just below the cut: the floor(k)-th and the next largest. For a fractional
+// k the next one is the undecided entry, and for a whole k the threshold lies between the two.
+template <class T>
+struct Cut {
+  double above, below;  // above is +inf when k < 1
+
+  Cut(T* x, int64_t n, double k) {
+    const int64_t whole = std::min<int64_t>(static_cast<int64_t>(std::floor(k)), n - 1);
+    std::nth_element(x, x + whole, x + n, [](T a, T b) { return a > b; });
+    below = static_cast<double>(x[whole]);
+    above = whole > 0 ? static_cast<double>(*std::min_element(x, x + whole))
+                      : std::numeric_limits<double>::infinity();
+  }
+};
+
+double cut_center(double above, double below, double k) {
+  return k == std::floor(k) ? 0.5 * above + 0.5 * below : below;
+}
+
+}  // namespace
+
+template <class T>
+double threshold_center(T* x, int64_t n, double k) {
+  const Cut<T> cut(x, n, k);
+  return cut_center(cut.above, cut.below, k);
+}
+
+template <class T>
+Threshold careful_solve(T* x, int64_t n, double k) {
+  const Cut<T> cut(x, n, k);
+  const double center = cut_center(cut.above, cut.below, k);
+  // The entries from the cut down alone sum to at least k - floor(k) at the root, those down to it to
+  // at most floor(k) + 1; the margin covers log n and any fraction a double can hold.
+  const double margin = 800;
+  const double above = std::isfinite(cut.above) ? cut.above : cut.below;
+  const double farthest = std::numeric_limits<double>::max() / 4;
+  double low = std::max(center - above - margin, -farthest);
+  double high = std::min(center - cut.below + margin, farthest);
+  double delta = 0;
+  for (int iteration = 0; iteration < 400; ++iteration) {
+    double p = 0, q = 0, dp = 0, dq = 0;
+    int64_t count = 0;
+    for (int64_t i = 0; i < n; ++i) {
+      const double z = (static_cast<double>(x[i]) - center) + delta;
+      const double a = std::exp(-std::fabs(z)), t = a / (1 + a), w = t / (1 + a);
+      if (z > 0) {
+        ++count, q += t, dq += w;
+      } else {
+        p += t, dp += w;
+      }
+    }
+    const double over = static_cast<double>(count) - k, residual = over + (p - q), slope = dp + dq;
+    if (residual == 0 || std::fabs(residual) <= 2e-16 * slope) break;
+    (residual > 0 ? high : low) = delta;
+    const double a = p + std::max(over, 0.0), b = q + std::max(-over, 0.0);
+    double next = delta + (std::log(b) - std::log(a)) / (dp / a + dq / b);
+    if (!(next > low && next < high)) next = 0.5 * (low + high);
+    // Also done when the bracket or the step is down to the last digits.
+    const bool settled = std::fabs(next - delta) <= 1e-15 * std::max(1.0, std::fabs(delta)) || next == low || next == high;
+    delta = next;
+    if (settled) break;
+  }
+  return {center, delta};
+}
+
+template double threshold_center(float*, int64_t, double);
+template double threshold_center(double*, int64_t, double);
+template Threshold careful_solve(float*, int64_t, double);
+template Threshold careful_solve(double*, int64_t, double);
+
+}  // namespace torchlml

@@ -1,0 +1,197 @@
+// One row forward: special rows, the general row with masks or infinities, and the plain row.
+#pragma once
+
+#include <stdlib.h>
+
+#include <new>
+
+#include "solve.h"
+
+namespace torchlml {
+namespace {
+
+// Room for one row, kept for all the rows of a call.
+template <class T>
+class Scratch {
+ public:
+  Scratch() = default;
+  Scratch(const Scratch&) = delete;
+  Scratch& operator=(const Scratch&) = delete;
+  ~Scratch() { ::free(data_); }
+  T* room(int64_t n) {
+    if (n > size_) {
+      ::free(data_);
+      data_ = static_cast<T*>(::malloc(sizeof(T) * static_cast<size_t>(n)));
+      size_ = data_ ? n : 0;
+      if (!data_) throw std::bad_alloc();
+    }
+    return data_;
+  }
+
+ private:
+  T* data_ = nullptr;
+  int64_t size_ = 0;
+};
+
+// Calls f(i, count) for every vector of a row; count < lanes only in the last one.
+template <class T, class F>
+LML_INLINE void each_vector(int64_t n, const F& f) {
+  int64_t i = 0;
+  for (; i + lanes<T> <= n; i += lanes<T>) f(i, int64_t{lanes<T>});
+  if (i < n) f(i, n - i);
+}
+template <class S>
+LML_INLINE Vec<typename Work<S>::type> read(const S* p, int64_t count) {
+  return count == lanes<typename Work<S>::type> ? load(p) : load_part(p, count);
+}
+template <class S, class V>
+LML_INLINE void write(S* p, V a, int64_t count) {
+  if (count == lanes<typename Work<S>::type>) {
+    store(p, a);
+  } else {
+    store_part(p, a, count);
+  }
+}
+
+template <class S>
+struct ForwardRow {
+  using T = typename Work<S>::type;
+  const S* x;
+  const bool* mask;
+  int64_t n;
+  Output output;
+  S* y;
+  T* nu_high;
+  T* nu_low;
+
+  void set_nu(T high, T low) const {
+    *nu_high = high;
+    *nu_low = low;
+  }
+  void set_nu(const Threshold& nu) const {
+    const T high = static_cast<T>(nu.delta - nu.center);
+    set_nu(high, static_cast<T>((-nu.center - static_cast<double>(high)) + nu.delta));
+  }
+
+  // y = `value` on the available entries for which `chosen(x)`, 0 on all others.
+  template <class F>
+  void fill(T value, const F& chosen) const {
+    if (output == Output::none) return;
+    const bool log = output == Output::logarithm;
+    const T yes = log ? static_cast<T>(::log(static_cast<double>(value))) : value;
+    const T no = log ? -static_cast<T>(HUGE_VAL) : 0;
+    for (int64_t i = 0; i < n; ++i) {
+      const bool available = !mask || mask[i];
+      store_one(y + i, available && chosen(load_one(x + i)) ? yes : no);
+    }
+  }
+
+  void nan_row() const {
+    const T nan = static_cast<T>(NAN);
+    set_nu(nan, 0);
+    if (output == Output::none) return;
+    for (int64_t i = 0; i < n; ++i) store_one(y + i, nan);
+  }
+
+  // y or log y from x and the nu that was just set; infinities and masks come out right.
+  LML_INLINE void write_from_nu() const {
+    if (output == Output::none) return;
+    const T high = *nu_high, low = *nu_low;
+    const bool log = output == Output::logarithm;
+    each_vector<T>(n, [&](int64_t i, int64_t count) __attribute__((always_inline)) {
+      const Vec<T> z = (read(x + i, count) + high) + low;
+      const Logistic<T> at(z);
+      Vec<T> out = log ? keep<T>(greater(Vec<T>{}, z), z) - vlog1p(at.a) : at.sigma(z);
+      if (mask) {
+        const Vec<T> zero = splat(log ? -static_cast<T>(HUGE_VAL) : T{0});
+        out = select<T>(load_mask<T>(mask + i, count), out, zero);
+      }
+      write(y + i, out, count);
+    });
+  }
+
+  // y = e u / (1 + e u) from the stored exponentials (which may lie in y itself).
+  LML_INLINE void write_from_odds(const T* e, const Fit<T>& fit) const {
+    const T u = static_cast<T>(fit.odds);
+    each_vector<T>(n, [&](int64_t i, int64_t count) __attribute__((always_inline)) {
+      const Vec<T> odds = (count == lanes<T> ? load(e + i) : fit.tail) * u;
+      const Vec<T> r = reciprocal(1 + odds);
+      write(y + i, select<T>(greater(odds, T{1}), 1 - r, odds * r), count);
+    });
+  }
+
+  // Masks, infinities, NaN, k <= 0 and k >= m: the finite available entries are solved apart.
+  void general(double k, Scratch<T>& packed, Scratch<T>& work) const {
+    T* finite = packed.room(n);
+    int64_t size = 0, infinite = 0;
+    bool nan = k != k;
+    for (int64_t i = 0; i < n; ++i) {
+      if (mask && !mask[i]) continue;
+      const T a = load_one(x + i);
+      nan |= a != a;
+      infinite += a == static_cast<T>(HUGE_VAL);
+      finite[size] = a;
+      size += a - a == 0;
+    }
+    const T infinity = static_cast<T>(HUGE_VAL);
+    const auto is_infinite = [=](T a) { return a == infinity; };
+    if (nan) return nan_row();
+    if (k <= 0) {
+      set_nu(-infinity, 0);
+      return fill(0, [](T) { return false; });
+    }
+    if (k >= static_cast<double>(size + infinite)) {
+      set_nu(infinity, 0);
+      return fill(1, [=](T a) { return a > -infinity; });
+    }
+    if (static_cast<double>(infinite) >= k) {
+      set_nu(-infinity, 0);
+      return fill(static_cast<T>(k / static_cast<double>(infinite)), is_infinite);
+    }
+    Target target;
+    target.set(k - static_cast<double>(infinite), size);
+    set_nu(fit_row<T>(finite, target, work.room(size)).nu);
+    write_from_nu();
+  }
+};
+
+template <class S>
+void forward_rows(const ForwardArgs& args, int64_t begin, int64_t end) {
+  using T = typename Work<S>::type;
+  Scratch<T> packed, work;
+  Target target;
+  for (int64_t r = begin; r < end; ++r) {
+    const Span span = row_span(args.batch, r);
+    const bool* mask = args.batch.mask ? args.batch.mask + span.begin : nullptr;
+    S* y = args.y ? static_cast<S*>(args.y) + span.begin : nullptr;
+    T* nu = static_cast<T*>(args.nu) + r;
+    const ForwardRow<S> row{static_cast<const S*>(args.batch.x) + span.begin, mask, span.size, args.output, y, nu, nu + args.batch.rows};
+    const double k = args.k[r * args.k_stride];
+    if (mask || !(k > 0 && k < static_cast<double>(span.size))) {
+      row.general(k, packed, work);
+      continue;
+    }
+    target.set(k, span.size);
+    // The output doubles as room for the exponentials when it has the right type.
+    T* e;
+    if constexpr (sizeof(S) == sizeof(T)) {
+      e = y ? reinterpret_cast<T*>(y) : work.room(span.size);
+    } else {
+      e = work.room(span.size);
+    }
+    const Fit<T> fit = fit_row(row.x, target, e);
+    if (fit.status == Fit<T>::not_finite) {
+      row.general(k, packed, work);
+      continue;
+    }
+    row.set_nu(fit.nu);
+    if (fit.status == Fit<T>::solved && args.output == Output::projection) {
+      row.write_from_odds(e, fit);
+    } else {
+      row.write_from_nu();
+    }
+  }
+}
+
+}  // namespace
+}  // namespace torchlml

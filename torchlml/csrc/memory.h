@@ -1,0 +1,109 @@
+// Reading and writing rows of any dtype as vectors of the work dtype, whole or in part.
+#pragma once
+
+#include "simd.h"
+
+namespace torchlml {
+namespace {
+
+LML_INLINE vfloat load(const float* p) {
+  vfloat a;
+  std::memcpy(&a, p, sizeof a);
+  return a;
+}
+LML_INLINE vdouble load(const double* p) {
+  vdouble a;
+  std::memcpy(&a, p, sizeof a);
+  return a;
+}
+LML_INLINE void store(float* p, vfloat a) { std::memcpy(p, &a, sizeof a); }
+LML_INLINE void store(double* p, vdouble a) { std::memcpy(p, &a, sizeof a); }
+
+LML_INLINE ifloat load_bits(const void* p) {
+  vhalf h;
+  std::memcpy(&h, p, sizeof h);
+  return __builtin_convertvector(h, ifloat);
+}
+LML_INLINE void store_bits(void* p, ifloat bits) {
+  const vhalf h = __builtin_convertvector(bits, vhalf);
+  std::memcpy(p, &h, sizeof h);
+}
+
+LML_INLINE vfloat load(const bfloat16* p) { return cast_bits<vfloat>(load_bits(p) << 16); }
+LML_INLINE void store(bfloat16* p, vfloat a) {
+  const ifloat bits = cast_bits<ifloat>(a);
+  const ifloat rounded = ((bits + 0x7fff + ((bits >> 16) & 1)) >> 16) & 0xffff;
+  store_bits(p, a != a ? ifloat{} + 0x7fc0 : rounded);
+}
+
+LML_INLINE vfloat load(const float16* p) {
+#if defined(__AVX512F__)
+  __m256i h;
+  std::memcpy(&h, p, sizeof h);
+  return (vfloat)_mm512_cvtph_ps(h);
+#elif defined(__F16C__)
+  __m128i h;
+  std::memcpy(&h, p, sizeof h);
+  return (vfloat)_mm256_cvtph_ps(h);
+#else
+  const ifloat bits = load_bits(p);
+  const ifloat magnitude = (bits & 0x7fff) << 13;
+  // Scaling by 2^112 rebiases the exponent and makes subnormals right at once.
+  const ifloat scaled = cast_bits<ifloat>(cast_bits<vfloat>(magnitude) * 0x1p112f);
+  const ifloat value = (bits & 0x7c00) == 0x7c00 ? (magnitude | 0x7f800000) : scaled;
+  return cast_bits<vfloat>(value | ((bits & 0x8000) << 16));
+#endif
+}
+LML_INLINE void store(float16* p, vfloat a) {
+#if defined(__AVX512F__)
+  const __m256i h = _mm512_cvtps_ph((__m512)a, _MM_FROUND_TO_NEAREST_INT);
+  std::memcpy(p, &h, sizeof h);
+#elif defined(__F16C__)
+  const __m128i h = _mm256_cvtps_ph((__m256)a, _MM_FROUND_TO_NEAREST_INT);
+  std::memcpy(p, &h, sizeof h);
+#else
+  const vfloat magnitude = vabs(a);
+  const ifloat bits = cast_bits<ifloat>(magnitude);
+  const ifloat normal = ((bits + 0xfff + ((bits >> 13) & 1)) >> 13) - (112 << 10);
+  // A float16 subnormal counts units of 2^-24, the last bit of a float in [0.5, 1).
+  const ifloat subnormal = cast_bits<ifloat>(magnitude + 0.5f) - 0x3f000000;
+  ifloat h = magnitude < 0x1p-14f ? subnormal : normal;
+  h = magnitude >= 65520.0f ? ifloat{} + 0x7c00 : h;
+  h = a != a ? ifloat{} + 0x7e00 : h;
+  store_bits(p, h | ((cast_bits<ifloat>(a) >> 16) & 0x8000));
+#endif
+}
+
+// The first `count` lanes from memory, zeros (of any dtype) beyond.
+template <class S>
+LML_INLINE Vec<typename Work<S>::type> load_part(const S* p, int64_t count) {
+  S part[lanes<typename Work<S>::type>] = {};
+  std::memcpy(part, p, sizeof(S) * static_cast<size_t>(count));
+  return load(part);
+}
+template <class S, class V>
+LML_INLINE void store_part(S* p, V a, int64_t count) {
+  S part[sizeof(V) / sizeof(typename Work<S>::type)];
+  store(part, a);
+  std::memcpy(p, part, sizeof(S) * static_cast<size_t>(count));
+}
+
+// Booleans as lane masks; a null mask is true everywhere.
+template <class T>
+LML_INLINE Mask<T> load_mask(const bool* p, int64_t count) {
+  Mask<T> a;
+  for (int i = 0; i < lanes<T>; ++i) a[i] = i < count ? -static_cast<int>(p[i]) : 0;
+  return a;
+}
+
+template <class S>
+LML_INLINE typename Work<S>::type load_one(const S* p) {
+  return load_part(p, 1)[0];
+}
+template <class S>
+LML_INLINE void store_one(S* p, typename Work<S>::type a) {
+  store_part(p, splat(a), 1);
+}
+
+}  // namespace
+}  // namespace torchlml

@@ -1,0 +1,217 @@
+// Vectors of one instruction set: GCC/Clang vector extensions, with intrinsics only where the
+// compilers do not find the instruction themselves. Everything has internal linkage: the same
+// source is compiled once per instruction set and the linker must never merge the copies.
+#pragma once
+
+#include <cstdint>
+#include <cstring>
+
+#if defined(__SSE2__)
+#include <immintrin.h>
+#endif
+
+#if defined(__AVX512F__)
+#define LML_VECTOR_BYTES 64
+#elif defined(__AVX2__)
+#define LML_VECTOR_BYTES 32
+#else
+#define LML_VECTOR_BYTES 16
+#endif
+#define LML_INLINE inline __attribute__((always_inline))
+
+namespace torchlml {
+namespace {
+
+struct bfloat16 {
+  uint16_t bits;
+};
+struct float16 {
+  uint16_t bits;
+};
+
+template <class T>
+struct Lanes;
+template <>
+struct Lanes<float> {
+  typedef float V __attribute__((vector_size(LML_VECTOR_BYTES)));
+  typedef int32_t I __attribute__((vector_size(LML_VECTOR_BYTES)));
+  typedef uint16_t H __attribute__((vector_size(LML_VECTOR_BYTES / 2)));  // the same lanes in 16 bits
+};
+template <>
+struct Lanes<double> {
+  typedef double V __attribute__((vector_size(LML_VECTOR_BYTES)));
+  typedef int64_t I __attribute__((vector_size(LML_VECTOR_BYTES)));
+};
+template <class T>
+using Vec = typename Lanes<T>::V;
+template <class T>
+using Mask = typename Lanes<T>::I;
+template <class T>
+constexpr int lanes = LML_VECTOR_BYTES / int(sizeof(T));
+
+using vfloat = Vec<float>;
+using vdouble = Vec<double>;
+using ifloat = Mask<float>;
+using idouble = Mask<double>;
+using vhalf = Lanes<float>::H;
+typedef float half_vfloat __attribute__((vector_size(LML_VECTOR_BYTES / 2)));
+
+// The dtype rows are solved in: float64 for float64, float32 for all others.
+template <class S>
+struct Work {
+  using type = float;
+};
+template <>
+struct Work<double> {
+  using type = double;
+};
+
+template <class T>
+LML_INLINE Vec<T> splat(T a) {
+  return a - Vec<T>{};
+}
+
+template <class To, class From>
+LML_INLINE To cast_bits(From a) {
+  static_assert(sizeof(To) == sizeof(From), "a bit cast keeps its size");
+  To to;
+  std::memcpy(&to, &a, sizeof to);
+  return to;
+}
+
+// As x86 does it: b when either is NaN.
+LML_INLINE vfloat vmin(vfloat a, vfloat b) {
+#if defined(__AVX512F__)
+  return (vfloat)_mm512_min_ps((__m512)a, (__m512)b);
+#elif defined(__AVX2__)
+  return (vfloat)_mm256_min_ps((__m256)a, (__m256)b);
+#elif defined(__SSE2__)
+  return (vfloat)_mm_min_ps((__m128)a, (__m128)b);
+#else
+  return a < b ? a : b;
+#endif
+}
+LML_INLINE vdouble vmin(vdouble a, vdouble b) {
+#if defined(__AVX512F__)
+  return (vdouble)_mm512_min_pd((__m512d)a, (__m512d)b);
+#elif defined(__AVX2__)
+  return (vdouble)_mm256_min_pd((__m256d)a, (__m256d)b);
+#elif defined(__SSE2__)
+  return (vdouble)_mm_min_pd((__m128d)a, (__m128d)b);
+#else
+  return a < b ? a : b;
+#endif
+}
+
+LML_INLINE vfloat vabs(vfloat a) { return cast_bits<vfloat>(cast_bits<ifloat>(a) & 0x7fffffff); }
+LML_INLINE vdouble vabs(vdouble a) {
+  return cast_bits<vdouble>(cast_bits<idouble>(a) & 0x7fffffffffffffffLL);
+}
+
+// a > b as a lane mask. (Plain `>` and `?:` on 64-bit lanes break GCC 12 without SSE4.1.)
+LML_INLINE ifloat greater(vfloat a, vfloat b) { return a > b; }
+LML_INLINE idouble greater(vdouble a, vdouble b) {
+#if defined(__SSE2__) && !defined(__AVX2__)
+  return (idouble)_mm_cmpgt_pd((__m128d)a, (__m128d)b);
+#else
+  return a > b;
+#endif
+}
+LML_INLINE ifloat greater(vfloat a, float b) { return greater(a, splat(b)); }
+LML_INLINE idouble greater(vdouble a, double b) { return greater(a, splat(b)); }
+
+// a where the mask is set, otherwise b.
+template <class T>
+LML_INLINE Vec<T> select(Mask<T> mask, Vec<T> a, Vec<T> b) {
+#if defined(__AVX2__) && !defined(__AVX512F__)
+  if constexpr (sizeof(T) == 4) {
+    return (Vec<T>)_mm256_blendv_ps((__m256)b, (__m256)a, (__m256)mask);
+  } else {
+    return (Vec<T>)_mm256_blendv_pd((__m256d)b, (__m256d)a, (__m256d)mask);
+  }
+#else
+  return cast_bits<Vec<T>>((mask & cast_bits<Mask<T>>(a)) | (~mask & cast_bits<Mask<T>>(b)));
+#endif
+}
+
+// a where the mask is set, otherwise 0.
+template <class T>
+LML_INLINE Vec<T> keep(Mask<T> mask, Vec<T> a) {
+  return cast_bits<Vec<T>>(mask & cast_bits<Mask<T>>(a));
+}
+
+// a, negated where the mask is set.
+template <class T>
+LML_INLINE Vec<T> negate_where(Mask<T> mask, Vec<T> a) {
+  constexpr auto sign = sizeof(T) == 4 ? int64_t{INT32_MIN} : INT64_MIN;
+  using I = decltype(Mask<T>{}[0] + 0);
+  return cast_bits<Vec<T>>((mask & static_cast<I>(sign)) ^ cast_bits<Mask<T>>(a));
+}
+
+template <class T>
+LML_INLINE bool any(Mask<T> mask) {
+#if defined(__AVX512F__)
+  return _mm512_test_epi32_mask((__m512i)mask, (__m512i)mask) != 0;
+#elif defined(__AVX2__)
+  return !_mm256_testz_si256((__m256i)mask, (__m256i)mask);
+#elif defined(__SSE2__)
+  return _mm_movemask_epi8((__m128i)mask) != 0;
+#else
+  bool found = false;
+  for (int i = 0; i < lanes<T>; ++i) found |= mask[i] != 0;
+  return found;
+#endif
+}
+
+// True in the first `count` lanes.
+template <class T>
+LML_INLINE Mask<T> first_lanes(int64_t count) {
+  Vec<T> index;
+  for (int i = 0; i < lanes<T>; ++i) index[i] = static_cast<T>(i);
+  return greater(splat(static_cast<T>(count)), index);
+}
+
+// 1 / a for 1 <= a < 1e37, to about 2^-22 for float: division is the dear instruction here.
+LML_INLINE vfloat reciprocal(vfloat a) {
+#if defined(__AVX512F__)
+  const vfloat r = (vfloat)_mm512_rcp14_ps((__m512)a);
+#elif defined(__AVX2__)
+  const vfloat r = (vfloat)_mm256_rcp_ps((__m256)a);
+#elif defined(__SSE2__)
+  const vfloat r = (vfloat)_mm_rcp_ps((__m128)a);
+#else
+  return 1.0f / a;
+#endif
+#if defined(__SSE2__)
+  return r * (2.0f - a * r);
+#endif
+}
+LML_INLINE vdouble reciprocal(vdouble a) { return 1.0 / a; }
+
+// Sum over lanes, in double and in a fixed order.
+LML_INLINE vdouble widen(vfloat a) {
+  half_vfloat low, high;
+  std::memcpy(&low, &a, sizeof low);
+  std::memcpy(&high, reinterpret_cast<const char*>(&a) + sizeof low, sizeof high);
+  return __builtin_convertvector(low, vdouble) + __builtin_convertvector(high, vdouble);
+}
+LML_INLINE vdouble widen(vdouble a) { return a; }
+
+LML_INLINE double total(vdouble a) {
+#if LML_VECTOR_BYTES == 16
+  return a[0] + a[1];
+#elif LML_VECTOR_BYTES == 32
+  return (a[0] + a[2]) + (a[1] + a[3]);
+#else
+  return ((a[0] + a[4]) + (a[2] + a[6])) + ((a[1] + a[5]) + (a[3] + a[7]));
+#endif
+}
+template <class I>
+LML_INLINE int64_t total_lanes(I a) {
+  int64_t sum = 0;
+  for (int i = 0; i < int(sizeof(I) / sizeof(a[0])); ++i) sum += a[i];
+  return sum;
+}
+
+}  // namespace
+}  // namespace torchlml

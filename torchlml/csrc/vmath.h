@@ -1,0 +1,87 @@
+// exp, log(1 + t) and the logistic function on vectors.
+#pragma once
+
+#include "simd.h"
+
+namespace torchlml {
+namespace {
+
+// exp(a) for a <= upper (values above must be clamped by the caller); exactly 0 below `exp_floor`.
+constexpr float exp_floor(float) { return -86.0f; }
+constexpr double exp_floor(double) { return -700.0; }
+
+LML_INLINE vfloat vexp(vfloat a) {
+  constexpr float shift = 12582912.0f;  // 1.5 * 2^23: the integer lands in the low bits
+  const vfloat shifted = a * 1.44269504f + shift;
+  const vfloat n = shifted - shift;
+#if defined(__FMA__)
+  const vfloat r = a - n * 0.693147180559945f;
+#else
+  const vfloat r = (a - n * 0.693359375f) + n * 2.12194440e-4f;
+#endif
+  vfloat p = 0.0083691484908563466f * r + 0.041917507249615261f;
+  p = p * r + 0.16666505260408123f;
+  p = p * r + 0.49998869378303398f;
+  p = p * r + 1.0000000107715701f;
+  p = p * r + 1.0000000754548972f;
+  const vfloat scaled = cast_bits<vfloat>(cast_bits<ifloat>(p) + (cast_bits<ifloat>(shifted) << 23));
+  return keep<float>(greater(a, exp_floor(0.0f)), scaled);
+}
+
+LML_INLINE vdouble vexp(vdouble a) {
+  constexpr double shift = 6755399441055744.0;  // 1.5 * 2^52
+  const vdouble shifted = a * 1.4426950408889634 + shift;
+  const vdouble n = shifted - shift;
+  const vdouble r = (a - n * 0.693147180369123816490) - n * 1.90821492927058770002e-10;
+  vdouble p = 2.5110037605963777712e-8 * r + 2.7632639639041029749e-7;
+  p = p * r + 2.7557240918578969823e-6;
+  p = p * r + 0.000024801485482328492419;
+  p = p * r + 0.00019841269890047113707;
+  p = p * r + 0.0013888888952314774652;
+  p = p * r + 0.0083333333333196006109;
+  p = p * r + 0.041666666666488095495;
+  p = p * r + 0.16666666666666680806;
+  p = p * r + 0.50000000000000183855;
+  p = p * r + 1.0;
+  p = p * r + 1.0;
+  const vdouble scaled = cast_bits<vdouble>(cast_bits<idouble>(p) + (cast_bits<idouble>(shifted) << 52));
+  return keep<double>(greater(a, exp_floor(0.0)), scaled);
+}
+
+// log(1 + t) for 0 <= t <= 1, as 2 atanh(t / (2 + t)): relatively exact for tiny t as well.
+LML_INLINE vfloat vlog1p(vfloat t) {
+  const vfloat s = t / (2.0f + t), q = s * s;
+  vfloat p = 0.28157778363109081f * q + 0.27965157745197269f;
+  p = p * q + 0.40024595230703748f;
+  p = p * q + 0.66666321641377773f;
+  p = p * q + 2.0000000076817589f;
+  return p * s;
+}
+LML_INLINE vdouble vlog1p(vdouble t) {
+  const vdouble s = t / (2.0 + t), q = s * s;
+  vdouble p = 0.17044163562781398129 * q + 0.083245065118608205757;
+  p = p * q + 0.12110168728069217655;
+  p = p * q + 0.13300374032674624337;
+  p = p * q + 0.15386614042304007762;
+  p = p * q + 0.1818174083250480451;
+  p = p * q + 0.22222224080747673173;
+  p = p * q + 0.28571428545454114534;
+  p = p * q + 0.40000000000185747468;
+  p = p * q + 0.66666666666666149594;
+  p = p * q + 2.0;
+  return p * s;
+}
+
+// What every formula needs of z: a = exp(-|z|), r = 1 / (1 + a). Then sigma(-|z|) = a r,
+// sigma(|z|) = r and w = a r^2, all relatively exact. z = +-inf gives a = 0.
+template <class T>
+struct Logistic {
+  Vec<T> a, r;
+  LML_INLINE explicit Logistic(Vec<T> z) : a(vexp(-vabs(z))), r(reciprocal(1 + a)) {}
+  LML_INLINE Vec<T> sigma(Vec<T> z) const { return select<T>(greater(z, T{0}), r, a * r); }
+  LML_INLINE Vec<T> sigma_minus(Vec<T> z) const { return select<T>(greater(z, T{0}), a * r, r); }
+  LML_INLINE Vec<T> weight() const { return a * r * r; }
+};
+
+}  // namespace
+}  // namespace torchlml
