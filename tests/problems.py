@@ -68,7 +68,7 @@ def _with(base: Make, **entries: float) -> Make:
 
 
 def _tied_pair(low: float, high: float, n: int) -> Make:
-    return _entries(low, high).repeat_interleave(n)
+    return lambda g: torch.tensor([low, high], dtype=torch.float64).repeat_interleave(n)
 
 
 PROBLEMS = [

@@ -23,8 +23,9 @@ def each(problems: list[Problem]) -> pytest.MarkDecorator:
     return pytest.mark.parametrize("problem", problems, ids=lambda problem: problem.name)
 
 
-# Bracketing takes tens of passes, so the rows of a million entries are left to the default solver.
-CASES = [(problem, "newton") for problem in PROBLEMS] + [(problem, "bracketing") for problem in SHORT]
+# Bracketing takes hundreds of passes, so the longest rows are left to the default solver.
+BRIEF = [problem for problem in SHORT if problem.row(torch.float32).numel() <= 2000]
+CASES = [(problem, "newton") for problem in PROBLEMS] + [(problem, "bracketing") for problem in BRIEF]
 each_case = pytest.mark.parametrize(
     ("problem", "solver"), CASES, ids=[f"{problem.name}-{solver}" for problem, solver in CASES]
 )
@@ -47,7 +48,8 @@ def test_the_truth_is_true(problem: Problem, dtype: torch.dtype) -> None:
     row = problem.truth(dtype)
     y, nu = truth.solve_with_mpmath(problem.row(dtype).double().tolist(), problem.k)
     assert max(abs(float(a - mpmath.mpf(b))) for a, b in zip(y, row.y.tolist(), strict=True)) < 1e-14
-    assert abs(float(nu) - row.nu) <= 1e-15 * max(1.0, abs(row.nu))
+    if row.sum_w > 1e-90:  # in a wider gap the 120 digits hold no trace of the tails either
+        assert abs(float(nu) - row.nu) <= 1e-15 * max(1.0, abs(row.nu))
 
 
 @each([PROBLEMS[i] for i in (0, 1, 3, 7, 30)])
@@ -82,7 +84,7 @@ def test_values(problem: Problem, dtype: torch.dtype, solver: str) -> None:
 @each_dtype
 @each_solver
 def test_values_of_ragged_rows(dtype: torch.dtype, solver: str) -> None:
-    problems = SHORT
+    problems = SHORT if solver == "newton" else BRIEF
     rows = [problem.row(dtype) for problem in problems]
     offsets = torch.tensor([0, *np.cumsum([row.numel() for row in rows])])
     k = torch.tensor([problem.k for problem in problems], dtype=torch.float64)
@@ -117,7 +119,7 @@ def test_half_is_rounded_once(problem: Problem, dtype: torch.dtype) -> None:
     y = torchlml.lml(x, problem.k)
     assert y.dtype == dtype
     # A value that is exact in float32 may fall on either side of a rounding boundary, and nowhere else.
-    slack = 1e-6 * row.y * np.maximum(1.0, np.abs(row.z))
+    slack = 1e-6 * row.y * np.maximum(1.0, np.abs(row.z)) + torch.finfo(torch.float32).tiny
     lowest, highest = (torch.from_numpy(row.y + sign * slack).to(dtype) for sign in (-1, 1))
     assert bool((lowest <= y).all())
     assert bool((y <= highest).all())
@@ -135,13 +137,16 @@ def test_half_is_read_as_float32(problem: Problem, dtype: torch.dtype) -> None:
 @each_dtype
 def test_log_values(problem: Problem, dtype: torch.dtype) -> None:
     log_y = torchlml.log_lml(problem.row(dtype), problem.k)
-    expected = problem.truth(dtype).log_y
+    expected = (
+        torch.from_numpy(problem.truth(dtype).log_y).to(dtype).double().numpy()
+    )  # -6e38 is -inf in float32
     got = log_y.double().numpy()
     assert log_y.dtype == dtype
     # Near zero absolutely, far below it relatively: either is the dtype's own resolution of x + nu.
     relative = 1e-6 if dtype == torch.float32 else 1e-12
     limit = relative * np.maximum(1.0, np.abs(expected))
-    assert bool((np.abs(got - expected) <= limit).all() or (got == expected).all())
+    with np.errstate(invalid="ignore"):  # -inf - -inf
+        assert bool(((got == expected) | (np.abs(got - expected) <= limit)).all())
     assert got.max() <= 0
 
 

@@ -125,7 +125,7 @@ def test_values_of_packed_rows(dtype: torch.dtype, solver: str) -> None:
     offsets = torch.tensor([0, *np.cumsum([len(row.x) for row in rows])])
     x = torch.tensor([value for row in rows for value in row.x], dtype=dtype)
     mask = torch.tensor([value for row in rows for value in row.mask or [True] * len(row.x)])
-    k = torch.tensor([row.k for row in rows])
+    k = torch.tensor([row.k for row in rows], dtype=torch.float64)
     y = torchlml.lml(x, k, mask=mask, offsets=offsets, solver=solver).split([len(row.x) for row in rows])
     nu = torchlml.lml_dual(x, k, mask=mask, offsets=offsets, solver=solver)
     alone = torchlml.lml(torch.tensor(ORDINARY.x, dtype=dtype), ORDINARY.k, solver=solver)
