@@ -42,7 +42,7 @@ install: $(STAMP)  ## only create .venv and install the package with everything 
 $(STAMP): $(SOURCES)
 	@$(PYTHON) -c 'import sys; sys.version_info >= (3, 10) or sys.exit("torchlml needs Python 3.10 or newer, and $(PYTHON) is " + sys.version.split()[0] + ": try make PYTHON=python3.12.")'
 	@$(PIP) --version >/dev/null 2>&1 || $(PYTHON) -m venv $(VENV)
-	$(PIP) install -q -r constraints.txt "setuptools>=77" wheel ninja
+	$(PIP) install -q -r constraints.txt "setuptools>=77" wheel
 	$(PIP) install -q -c constraints.txt --no-build-isolation -e ".[dev]"
 	@touch $@
 

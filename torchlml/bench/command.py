@@ -4,6 +4,7 @@ import json
 import math
 import os
 import re
+import sys
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 from datetime import datetime, timezone
@@ -26,7 +27,6 @@ from torchlml.info import kernel
 DTYPES = ("float32", "float64", "bfloat16", "float16")
 METRICS = ("time", "memory")
 MOST_ENTRIES = 4_000_000
-_MEMORY_ROUNDS = 3
 
 
 @dataclass(frozen=True)
@@ -54,7 +54,7 @@ class BenchSettings:
     repetitions: int = 100
     """Rounds; in each one every provider is timed once, and the ratios are formed."""
     seconds: float = 4.0
-    """Longest time for one case and mode; at least three rounds are made."""
+    """Time for one case and mode, shared fairly by the providers; the slowest may be timed only once."""
     csv: Path = Path("torchlml-bench.csv")
     """The CSV that the rows are appended to; it is made when it is missing."""
     plot: Path | None = None
@@ -65,13 +65,17 @@ class BenchSettings:
     """Begin from a small selection that takes well under a minute; other options still change it."""
 
 
-QUICK = BenchSettings(sizes=(100, 1000, 10_000), ks=("5",), scales=(3.0,), seconds=1.0, quick=True)
+QUICK = BenchSettings(
+    sizes=(100, 1000, 10_000), ks=("5",), batches=(64,), scales=(3.0,), metrics=("time",), seconds=1.0
+)
 
 
 def main(arguments: Sequence[str]) -> None:
     """Reads the options and runs the benchmark."""
     default = QUICK if "--quick" in arguments else BenchSettings()
-    run(parse_settings(BenchSettings, "bench", arguments, default), Console())
+    # Without a terminal rich assumes 80 columns, and would fold the tables of a log.
+    console = Console() if sys.stdout.isatty() else Console(width=160)
+    run(parse_settings(BenchSettings, "bench", arguments, default), console)
 
 
 def run(settings: BenchSettings, console: Console) -> None:
@@ -93,7 +97,7 @@ def run(settings: BenchSettings, console: Console) -> None:
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
     before = torch.get_num_threads()
     try:
-        with Progress(*columns, console=console, transient=True) as progress:
+        with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as progress:
             task = progress.add_task("", total=len(jobs))
             for case, mode in jobs:
                 label = f"{mode}, {case.batch} x {case.n}, k {case.k}, {case.dtype}"
@@ -131,15 +135,11 @@ def _measure(
             scaled = Quantiles(*(1e6 * value for value in vars(timing.seconds).values()))
             yield _record(common, name, "time", "us", scaled, timing.ratio, timing.rounds)
     if "memory" in settings.metrics:
-        added = {
-            name: [memory.added_bytes(call) / 2**20 for _ in range(_MEMORY_ROUNDS)]
-            for name, call in calls.items()
-        }
-        for name, samples in added.items():
-            # The tiniest cases may add less than a page for softmax; their ratio says little.
-            ratios = [s / max(b, 2**-8) for s, b in zip(samples, added[BASELINE], strict=True)]
-            sizes, ratio = Quantiles.of(samples), Quantiles.of(ratios)
-            yield _record(common, name, "memory", "MiB", sizes, ratio, _MEMORY_ROUNDS)
+        added = {name: memory.added_bytes(call) / 2**20 for name, call in calls.items()}
+        # The tiniest cases may add less than a page for softmax; their ratio says little.
+        unit = max(added[BASELINE], memory.PAGE / 2**20)
+        for name, size in added.items():
+            yield _record(common, name, "memory", "MiB", Quantiles.of([size]), Quantiles.of([size / unit]), 1)
 
 
 def _record(

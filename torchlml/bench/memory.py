@@ -7,10 +7,12 @@ Linux, which tells a process's highest resident memory since a moment of our cho
 
 import ctypes
 import gc
+import mmap
 import re
 from collections.abc import Callable
 from pathlib import Path
 
+PAGE = mmap.PAGESIZE
 _STATUS = Path("/proc/self/status")
 _RESET = Path("/proc/self/clear_refs")
 _RESET_HIGHEST = "5"

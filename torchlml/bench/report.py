@@ -23,7 +23,7 @@ _LOOK = {
     "lml-torch": ("#56B4E9", "s"),
     "lml-bracketing": ("#CC79A7", "D"),
     "softmax": ("#222222", ""),
-    "sigmoid": ("#F0E442", "v"),
+    "sigmoid": ("#999999", "v"),
     "topk": ("#E69F00", "^"),
     "sort": ("#D55E00", "X"),
     "entmax": ("#009E73", "P"),
@@ -72,7 +72,7 @@ def _table(
 
 
 def _ratio(record: Record, earlier: Mapping[Key, Record]) -> str:
-    now = f"{record.ratio_p50:.2f}"
+    now = _three_digits(record.ratio_p50)
     if record.key not in earlier:
         return now
     then = earlier[record.key].ratio_p50
@@ -81,7 +81,11 @@ def _ratio(record: Record, earlier: Mapping[Key, Record]) -> str:
         colour = "green"
     elif record.ratio_p50 > then * (1 + _NOTABLE):
         colour = "red"
-    return f"[{colour}]{now}[/] [dim]was {then:.2f}[/]"
+    return f"[{colour}]{now}[/] [dim](was {_three_digits(then)})[/]"
+
+
+def _three_digits(ratio: float) -> str:
+    return f"{ratio:.2f}" if ratio < 10 else f"{ratio:.1f}" if ratio < 100 else f"{ratio:,.0f}"
 
 
 def draw(records: Sequence[Record], plot: Path) -> None:
@@ -122,6 +126,7 @@ def _draw_panel(panel: Axes, mode: str, records: Sequence[Record]) -> None:
             panel.plot(sizes, middle, color=colour, marker=marker, markersize=5, linewidth=1.8, label=name)
     panel.set_xscale("log")
     panel.set_yscale("log")
+    panel.yaxis.set_major_formatter(lambda ratio, _: f"{ratio:g}x")
     panel.grid(which="major", color="#E5E5E5", linewidth=0.8)
     panel.spines[["top", "right"]].set_visible(False)
     panel.set_axisbelow(True)

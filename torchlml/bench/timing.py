@@ -12,8 +12,7 @@ from time import perf_counter
 
 # A sample lasts about this long, by repeating short calls: the clock then costs less than a percent.
 _SAMPLE_SECONDS = 0.5e-3
-_WARM_UP_CALLS = 2
-_FEWEST_ROUNDS = 3
+_WARM_UP_SECONDS = 20e-3
 
 
 @dataclass(frozen=True)
@@ -52,14 +51,14 @@ def race(
 ) -> dict[str, Timing]:
     """Times every call in turn, in a new order each round.
 
-    A slow competitor sits out rounds once it has used its share of the time, so that it cannot starve the
-    others; the baseline never does, because every ratio needs it.
+    A slow competitor runs in the first round, and sits out the later ones when it has used its share of the
+    time, so that it cannot starve the others. The baseline never does: every ratio needs it.
 
     Args:
         calls: The competitors by name, the baseline among them.
         baseline: The competitor that ratios are taken to.
         repetitions: The number of rounds.
-        seconds: After this time no further round begins, except to reach three.
+        seconds: The time that the competitors share; when all have used theirs, no further round begins.
 
     Returns:
         For each name its timing.
@@ -73,14 +72,12 @@ def race(
     was_enabled = gc.isenabled()
     gc.disable()
     try:
-        for done in range(repetitions):
-            if done >= _FEWEST_ROUNDS and sum(spent.values()) > seconds:
+        for _ in range(repetitions):
+            runners = [name for name in calls if spent[name] <= share]
+            if not runners:
                 break
-            runners = [
-                name
-                for name in calls
-                if name == baseline or spent[name] < share or len(samples[name]) < _FEWEST_ROUNDS
-            ]
+            if baseline not in runners:
+                runners.append(baseline)
             shuffler.shuffle(runners)
             sample = {name: _sample(calls[name], repeats[name]) for name in runners}
             for name, time in sample.items():
@@ -97,10 +94,13 @@ def race(
 
 
 def _repeats(call: Callable[[], object]) -> int:
-    """How many calls make a sample long enough; measured after the call is warm."""
-    for _ in range(_WARM_UP_CALLS):
+    """How many calls make a sample long enough; found while the call warms up."""
+    fastest = spent = _sample(call, 1)
+    while spent < _WARM_UP_SECONDS:
         once = _sample(call, 1)
-    return max(1, round(_SAMPLE_SECONDS / once))
+        spent += once
+        fastest = min(fastest, once)
+    return max(1, round(_SAMPLE_SECONDS / fastest))
 
 
 def _sample(call: Callable[[], object], repeats: int) -> float:

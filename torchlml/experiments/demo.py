@@ -101,10 +101,10 @@ def draw(x: Tensor, answers: dict[str, Tensor], k: float, picture: Path) -> None
 def _draw_bars(axes: Axes, x: Tensor, answers: dict[str, Tensor]) -> None:
     """The labels in descending order of their logits, three bars each."""
     order = x.argsort(descending=True)
-    place = torch.arange(len(x), dtype=torch.float64)
+    place = torch.arange(len(x)).numpy()
     for i, (name, y) in enumerate(answers.items()):
         label = f"{name}, sums to {y.sum().item():.2f}"
-        axes.bar(place + (i - 1) * 0.28, y[order], width=0.26, color=COLOURS[name], label=label)
+        axes.bar(place + (i - 1) * 0.28, y[order].numpy(), width=0.26, color=COLOURS[name], label=label)
     axes.set_xticks(place, [f"{value:.1f}" for value in x[order].tolist()])
     axes.tick_params(axis="x", length=0)
     axes.set_xlabel("logit of the label")
@@ -116,13 +116,14 @@ def _draw_threshold(axes: Axes, x: Tensor, y: Tensor, k: float) -> None:
     """The same sigmoid twice: where it stands by itself, and where its heights above the logits sum to k."""
     nu = torchlml.lml_dual(x, k).item()
     grid = torch.linspace(x.min().item() - 1, x.max().item() + 1, 400)
-    shifted = f"$\\sigma(x + \\nu)$, heights sum to {k:g}"
-    axes.plot(
-        grid, torch.sigmoid(grid), color=COLOURS["sigmoid"], linewidth=2, label="$\\sigma(x)$, the sigmoid"
-    )
-    axes.plot(grid, torch.sigmoid(grid + nu), color=COLOURS["lml"], linewidth=2.5, label=shifted)
-    axes.vlines(x, 0, y, color=COLOURS["lml"], linewidth=1, alpha=0.45)
-    axes.plot(x, y, "o", color=COLOURS["lml"], markersize=6)
+    curves = {
+        "sigmoid": (torch.sigmoid(grid), "$\\sigma(x)$, the sigmoid"),
+        "lml": (torch.sigmoid(grid + nu), f"$\\sigma(x + \\nu)$, heights sum to {k:g}"),
+    }
+    for name, (heights, label) in curves.items():
+        axes.plot(grid.numpy(), heights.numpy(), color=COLOURS[name], linewidth=2.5, label=label)
+    axes.vlines(x.numpy(), 0, y.numpy(), color=COLOURS["lml"], linewidth=1, alpha=0.45)
+    axes.plot(x.numpy(), y.numpy(), "o", color=COLOURS["lml"], markersize=6)
     arrow = {"arrowstyle": "-|>", "color": ARROW, "linewidth": 1.8}
     axes.annotate("", (-nu, 0.5), (0, 0.5), arrowprops=arrow)
     axes.text(-nu / 2, 0.52, "$-\\nu$", color=ARROW, ha="center", va="bottom", fontsize=13)
