@@ -1,17 +1,19 @@
 """The command line: help, exit codes, one sentence for every failure, and `info` and `demo` themselves."""
 
 import dataclasses
+import importlib
 import os
 import re
 import subprocess
 import sys
+from importlib import metadata
 from pathlib import Path
 
 import pytest
 import torch
 
 import torchlml
-from torchlml import cli, info
+from torchlml import cli, info, native
 from torchlml.bench.command import BenchSettings
 from torchlml.experiments.demo import DemoSettings
 from torchlml.files import replacing
@@ -109,13 +111,13 @@ class _Broken:
     ],
 )
 def test_failures_are_one_sentence_and_a_code(capsys, monkeypatch, error, code, message):
-    monkeypatch.setattr(cli.importlib, "import_module", lambda name: _Broken(error))
+    monkeypatch.setattr(importlib, "import_module", lambda name: _Broken(error))
     assert run(capsys, "info") == (code, "", f"torchlml: {message}\n")
 
 
 @pytest.mark.parametrize("words", [("--debug", "info"), ("info", "--debug")])
 def test_debug_prints_the_traceback(capsys, monkeypatch, words):
-    monkeypatch.setattr(cli.importlib, "import_module", lambda name: _Broken(RuntimeError("no")))
+    monkeypatch.setattr(importlib, "import_module", lambda name: _Broken(RuntimeError("no")))
     code, _, err = run(capsys, *words)
     assert code == 1
     assert err.startswith("Traceback")
@@ -137,8 +139,8 @@ def test_info_says_what_is_in_use(capsys):
 
 @pytest.mark.parametrize(("loaded", "said"), [(True, "native (v3)"), (False, "torch")])
 def test_info_names_the_kernel(monkeypatch, loaded, said):
-    monkeypatch.setattr(info.native, "loaded", lambda: loaded)
-    monkeypatch.setattr(info.native, "instruction_set", lambda: "v3" if loaded else None)
+    monkeypatch.setattr(native, "loaded", lambda: loaded)
+    monkeypatch.setattr(native, "instruction_set", lambda: "v3" if loaded else None)
     assert info.kernel() == said
 
 
@@ -150,7 +152,7 @@ def test_info_says_which_extras_are_incomplete(monkeypatch):
         'torchlml[experiments]; extra == "dev"',
         'pytest; extra == "docs"',
     ]
-    monkeypatch.setattr(info.metadata, "requires", lambda name: required)
+    monkeypatch.setattr(metadata, "requires", lambda name: required)
     hint = "without no-such-package (pip install 'torchlml[{}]')"
     monkeypatch.setattr(info, "_extras", lambda: ["dev", "docs", "experiments"])
     assert info.report()["extras"] == [
