@@ -79,10 +79,11 @@ class DifferentiableRows:
             log_t, scale = logsigmoid(toward_zero), self.spread(largest)
             t = torch.where(live, torch.exp(torch.where(live, log_t - scale, 0)), 0)
             w = t * torch.sigmoid(-toward_zero)
-            excess = self.sum(torch.where(up, -t, t)) - k.to(base.dtype) * unit
+            total = self.sum(torch.where(up, -t, t))
+            # At the solution the excess is 0: of its value only rounding is left, of k's not even that.
+            excess = (total - total.detach()) - (k - k.detach()).to(base.dtype) * unit
             slope = self.sum(w)
-            # The value of the excess is 0 at the solution: what is left of it is rounding.
-            step = step - (excess - excess.detach()) / torch.where(slope > 0, slope, 1)
+            step = step - excess / torch.where(slope > 0, slope, 1)
         return step
 
     def _max(self, t: Tensor) -> Tensor:
