@@ -184,11 +184,9 @@ def _multi_hot(rows: LogitRows, target: Tensor, weight: Tensor | None) -> Labels
         if rows.mask is not None:
             _check_available((observed & ~rows.mask).any())
     work = work_dtype(rows.x.dtype)
-    label_weight = target.to(work) if target.is_floating_point() else None
-    if weight is not None:
-        label_weight = (
-            weight.to(work).expand(rows.x.shape) if label_weight is None else label_weight * weight.to(work)
-        )
+    label_weight = None if target.dtype == torch.bool and weight is None else target.to(work)
+    if weight is not None and label_weight is not None:
+        label_weight = label_weight * weight.to(work)
     return Labels(None, observed, label_weight, _any_in_row(rows, observed))
 
 

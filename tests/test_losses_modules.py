@@ -1,0 +1,67 @@
+"""The modules: what they remember, how they print, and that they move and travel."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+
+import pytest
+import torch
+
+import torchlml
+
+SMOOTH = {"tau": 0.5, "alpha": 2.0, "algorithm": "summation"}
+MODULES = [
+    (torchlml.LMLLoss, torchlml.lml_loss, {}),
+    (torchlml.TruncatedEntropyLoss, torchlml.truncated_entropy_loss, {}),
+    (torchlml.SmoothTopKSVMLoss, torchlml.smooth_topk_svm_loss, SMOOTH),
+    (torchlml.TopKSVMLoss, torchlml.topk_svm_loss, {"alpha": 2.0}),
+]
+every = pytest.mark.parametrize(
+    ("module", "function", "settings"), MODULES, ids=[m[0].__name__ for m in MODULES]
+)
+
+
+@every
+def test_a_module_is_its_function(module, function, settings):
+    x, y, mask = torch.randn(5, 8), torch.tensor([0, 1, 2, -1, 4]), torch.arange(8) < 7
+    settings = {**settings, "weight": torch.rand(8), "ignore_index": -1, "reduction": "none"}
+    loss = module(3, **settings)
+    assert torch.equal(loss(x, y, mask=mask), function(x, y, 3, mask=mask, **settings))
+    assert torch.equal(module(3)(x, y.clamp(min=0)), function(x, y.clamp(min=0), 3))
+
+
+@every
+def test_a_module_moves_and_travels(module, function, settings):
+    x, y = torch.randn(5, 8), torch.randint(8, (5,))
+    loss = module(3, weight=torch.rand(8), **settings)
+    assert [name for name, _ in loss.named_buffers()] == ["weight"]
+    expected = loss(x, y)
+    for copied in (copy.deepcopy(loss), pickle.loads(pickle.dumps(loss)), loss.cpu(), loss.to("cpu")):
+        assert torch.equal(copied(x, y), expected)
+    loss.double()
+    assert loss.weight.dtype == torch.float64
+    torch.testing.assert_close(loss(x.double(), y), expected.double(), rtol=1e-5, atol=1e-6)
+    assert loss.to("meta").weight.device.type == "meta"
+
+
+def test_modules_say_what_they_are():
+    assert repr(torchlml.LMLLoss(5)) == "LMLLoss(k=5, reduction='mean')"
+    assert (
+        repr(torchlml.TruncatedEntropyLoss(5, weight=torch.ones(9), ignore_index=-1, reduction="sum"))
+        == "TruncatedEntropyLoss(k=5, weight=<9 classes>, ignore_index=-1, reduction='sum')"
+    )
+    assert (
+        repr(torchlml.SmoothTopKSVMLoss(5))
+        == "SmoothTopKSVMLoss(k=5, reduction='mean', tau=1.0, alpha=1.0, algorithm='divide_and_conquer')"
+    )
+    assert repr(torchlml.TopKSVMLoss(5, alpha=2.0)) == "TopKSVMLoss(k=5, reduction='mean', alpha=2.0)"
+
+
+@every
+def test_wrong_settings_are_refused_at_once(module, function, settings):
+    with pytest.raises(ValueError, match="`reduction`"):
+        module(3, reduction="avg")
+    if module is not torchlml.LMLLoss:  # its k may be anything that `lml` takes, and is checked there
+        with pytest.raises(ValueError, match="`k` must be at least 1, but it is -1"):
+            module(-1)

@@ -1,0 +1,214 @@
+"""Recall of scene graphs: R@K, ng-R@K and mR@K."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+import torch
+from torch import Tensor
+from torchmetrics import Metric
+
+from torchlml.metrics.topk import read_ks
+
+_OVERLAP = 0.5
+
+
+class SceneGraphRecall(Metric):
+    """The part of an image's true relations that is among the K highest-scored predicted ones.
+
+        recall = SceneGraphRecall(k=(20, 50, 100))
+        recall.update(
+            [{
+                "boxes": torch.tensor([[0.0, 0, 10, 10], [20, 20, 40, 40]]),  # (B, 4) x1, y1, x2, y2
+                "labels": torch.tensor([3, 7]),                               # (B,) object classes
+                "pairs": torch.tensor([[0, 1], [1, 0]]),                      # (P, 2) subject box, object box
+                "scores": torch.tensor([[0.9, 0.1], [0.2, 0.3]]),             # (P, C) one per predicate
+            }],
+            [{
+                "boxes": torch.tensor([[0.0, 0, 10, 10], [20, 20, 40, 41]]),  # (G, 4)
+                "labels": torch.tensor([3, 7]),                               # (G,)
+                "relations": torch.tensor([[0, 1, 0]]),         # (T, 3) subject box, object box, predicate
+            }],
+        )
+        recall.compute()        # {"R@20": tensor(1.), "R@50": tensor(1.), "R@100": tensor(1.)}
+
+    Args:
+        k: one number, and `compute` returns a scalar; or several, and it returns a dict.
+        constrained: True keeps for every pair its best predicate only, the graph constraint: R@K. False lets
+            all predicates of all pairs compete: ng-R@K.
+        mean: False averages over images. True averages over images for each predicate, then over predicates:
+            mR@K, which frequent predicates do not dominate.
+        **settings: for `torchmetrics.Metric`.
+
+    A predicted triple matches a true one when its predicate and both object classes are equal and both boxes
+    overlap with an IoU of at least 0.5. The recall of an image is the part of its relations that some of the
+    K highest-scored triples match; one triple may match several. Images without relations do not count. Ties
+    go to the earlier pair, then to the lower predicate.
+
+    `scores` holds one column for each real predicate, none for "no relation". They rank the triples of an
+    image, so where the object classes are predicted too, multiply in the scores of both objects first.
+
+    What this number is not, although it is often put into the same table:
+
+    - ng-R@K ("no graph constraint") is usually much higher than R@K of the same scores;
+    - mR@K counts rare predicates as much as frequent ones, and is usually much lower. For a predicate the
+      average is over the images that have it, and the outer average is over the predicates that occurred;
+    - zero-shot recall (zR@K) counts only triples of classes that never occurred in training: leave the others
+      out of `relations`;
+    - a micro average, matched relations of all images over relations of all images, favours crowded images;
+    - code that adds a pixel to the widths and heights of boxes finds slightly higher overlaps.
+    """
+
+    is_differentiable = False
+    higher_is_better = True
+    full_state_update = False
+
+    recalled: Tensor
+    images: Tensor
+
+    def __init__(
+        self,
+        k: int | Sequence[int] = (20, 50, 100),
+        constrained: bool = True,
+        mean: bool = False,
+        **settings: object,
+    ) -> None:
+        super().__init__(**settings)
+        self.k = k
+        self._ks = read_ks(k)
+        self.constrained = constrained
+        self.mean = mean
+        # A column for each predicate, or one without `mean`. How many predicates there are is only known at
+        # the first image; zeros of one column add up with any number of columns.
+        self.add_state("recalled", torch.zeros(len(self._ks), 1), dist_reduce_fx="sum")
+        self.add_state("images", torch.zeros(1), dist_reduce_fx="sum")
+
+    def update(self, preds: Sequence[Mapping[str, Tensor]], target: Sequence[Mapping[str, Tensor]]) -> None:
+        """Count a batch of images, one mapping of tensors each, as in the example above."""
+        if len(preds) != len(target):
+            raise ValueError(
+                "`preds` and `target` must have one entry per image, but their lengths are "
+                f"{len(preds)} and {len(target)}."
+            )
+        for image, (predicted, true) in enumerate(zip(preds, target, strict=True)):
+            _check(predicted, true, image)
+            if self.mean:
+                self._check_predicates(predicted["scores"].shape[1], image)
+        for predicted, true in zip(preds, target, strict=True):
+            self._add(predicted, true)
+
+    def _add(self, predicted: Mapping[str, Tensor], true: Mapping[str, Tensor]) -> None:
+        rank = _ranks(predicted, true, max(self._ks), self.constrained)
+        hits = rank < torch.tensor(self._ks, device=rank.device).unsqueeze(-1)
+        # Which relations a column counts: those of its predicate, or all.
+        counted = torch.ones_like(hits[:1])
+        if self.mean:
+            predicates = torch.arange(predicted["scores"].shape[1], device=rank.device)
+            counted = true["relations"][:, 2] == predicates.unsqueeze(-1)
+        count = counted.sum(-1)
+        recalled = (hits.unsqueeze(1) & counted).sum(-1) / count.clamp(min=1)
+        self.recalled = self.recalled + recalled.to(self.recalled.dtype)
+        self.images = self.images + (count > 0).to(self.images.dtype)
+
+    def _check_predicates(self, number: int, image: int) -> None:
+        before = self.recalled.shape[1]
+        if before not in (1, number):
+            raise ValueError(
+                f"`preds[{image}]['scores']` must have as many columns as before, {before} predicates, "
+                f"but it has {number}."
+            )
+
+    def compute(self) -> Tensor | dict[str, Tensor]:
+        """The recall for each k, NaN before the first relation; the names say which recall it is."""
+        occurred = self.images > 0
+        recall = (self.recalled / self.images)[:, occurred].mean(-1)
+        if isinstance(self.k, int):
+            return recall[0]
+        name = ("" if self.constrained else "ng-") + ("mR" if self.mean else "R")
+        return {f"{name}@{k}": value for k, value in zip(self._ks, recall, strict=True)}
+
+
+def _ranks(
+    predicted: Mapping[str, Tensor], true: Mapping[str, Tensor], most: int, constrained: bool
+) -> Tensor:
+    """For every true relation the place, from 0 on, of the first triple that matches it, else `most`."""
+    scores = predicted["scores"].nan_to_num(nan=-torch.inf, posinf=torch.inf, neginf=-torch.inf)
+    if constrained:
+        scores, predicate = scores.max(-1)
+        pair = torch.arange(len(scores), device=scores.device)
+    else:
+        flat, number = torch.arange(scores.numel(), device=scores.device), scores.shape[1]
+        scores, predicate, pair = scores.flatten(), flat % number, flat // number
+    best = scores.argsort(descending=True, stable=True)[:most]
+    subject, object_ = predicted["pairs"][pair[best]].unbind(-1)
+    true_subject, true_object, true_predicate = true["relations"].unbind(-1)
+    same_object = (predicted["labels"].unsqueeze(-1) == true["labels"]) & _overlapping(
+        predicted["boxes"], true["boxes"]
+    )
+    match = (
+        (predicate[best].unsqueeze(-1) == true_predicate)
+        & same_object[subject][:, true_subject]
+        & same_object[object_][:, true_object]
+    )
+    place = torch.arange(len(best), device=match.device).unsqueeze(-1)
+    place = torch.where(match, place, most)
+    return place.amin(0) if len(best) else place.new_full((match.shape[1],), most)
+
+
+def _overlapping(a: Tensor, b: Tensor) -> Tensor:
+    """Whether each of the boxes (B, 4) overlaps each of (G, 4) with an IoU of at least 0.5."""
+    wide = torch.promote_types(torch.promote_types(a.dtype, b.dtype), torch.float32)
+    a, b = a.to(wide).unsqueeze(1), b.to(wide)
+    sides = (torch.minimum(a[..., 2:], b[..., 2:]) - torch.maximum(a[..., :2], b[..., :2])).clamp(min=0)
+    shared = sides.prod(-1)
+    union = (a[..., 2:] - a[..., :2]).prod(-1) + (b[..., 2:] - b[..., :2]).prod(-1) - shared
+    # A box overlaps itself, also when it has no area.
+    return ((shared >= _OVERLAP * union) & (union > 0)) | (a == b).all(-1)
+
+
+def _check(predicted: Mapping[str, Tensor], true: Mapping[str, Tensor], image: int) -> None:
+    for name, given, keys in (
+        ("preds", predicted, ("boxes", "labels", "pairs", "scores")),
+        ("target", true, ("boxes", "labels", "relations")),
+    ):
+        where = f"`{name}[{image}]`"
+        missing = [key for key in keys if key not in given]
+        if missing:
+            raise ValueError(
+                f"{where} must have the keys {', '.join(keys)}, but {', '.join(missing)} is missing."
+            )
+        boxes, labels = given["boxes"], given["labels"]
+        if boxes.dim() != 2 or boxes.shape[1] != 4 or labels.shape != boxes.shape[:1]:
+            raise ValueError(
+                f"{where} must have `boxes` of shape (B, 4) and `labels` of shape (B,), but their shapes are "
+                f"{tuple(boxes.shape)} and {tuple(labels.shape)}."
+            )
+    pairs, scores, relations = predicted["pairs"], predicted["scores"], true["relations"]
+    if (
+        pairs.dim() != 2
+        or pairs.shape[1] != 2
+        or scores.dim() != 2
+        or len(scores) != len(pairs)
+        or scores.shape[1] == 0
+    ):
+        raise ValueError(
+            f"`preds[{image}]` must have `pairs` of shape (P, 2) and `scores` of shape (P, predicates), but "
+            f"their shapes are {tuple(pairs.shape)} and {tuple(scores.shape)}."
+        )
+    if relations.dim() != 2 or relations.shape[1] != 3:
+        raise ValueError(
+            f"`target[{image}]` must have `relations` of shape (T, 3), subject, object and predicate, but "
+            f"the shape is {tuple(relations.shape)}."
+        )
+    _check_indices(pairs, len(predicted["boxes"]), f"`preds[{image}]['pairs']`", "boxes")
+    _check_indices(relations[:, :2], len(true["boxes"]), f"`target[{image}]['relations']`", "boxes")
+    _check_indices(relations[:, 2], scores.shape[1], f"`target[{image}]['relations']`", "predicates")
+    if len(pairs) and len(pairs.unique(dim=0)) < len(pairs):
+        raise ValueError(f"`preds[{image}]['pairs']` must list every pair once, but one is in it twice.")
+
+
+def _check_indices(indices: Tensor, number: int, where: str, what: str) -> None:
+    if indices.is_floating_point() or indices.dtype == torch.bool:
+        raise TypeError(f"{where} must be integer indices, but it is {indices.dtype}.")
+    if indices.numel() and (int(indices.min()) < 0 or int(indices.max()) >= number):
+        raise ValueError(f"{where} must point at {what} from 0 to {number - 1}, but it goes beyond.")
