@@ -173,36 +173,33 @@ def test_agrees_with_a_convex_solver(row: list[float], fraction: float) -> None:
     FRACTION,
 )
 @settings(max_examples=200)
-def test_the_three_brackets_hold_the_threshold(row: list[float], fraction: float) -> None:
+def test_the_brackets_hold_the_threshold(row: list[float], fraction: float) -> None:
     k = target(len(row), fraction)
     if not 0 < k < len(row):
         k = len(row) / 2
     x = torch.tensor(row, dtype=torch.float64)
     nu = truth.solve(row, k).nu
-    kt, m = torch.tensor(k, dtype=torch.float64), torch.tensor(len(row), dtype=torch.float64)
     slack = 1e-12 * max(1.0, abs(nu))
-    below, above = brackets.order_offsets(kt, m)
-    ranked = x.sort(descending=True).values
-    intervals = {
-        "order": (-ranked[math.ceil(k) - 1] - below, -ranked[math.floor(k)] + above),
-        "extremes": brackets.extremes_bracket(kt, m, x.min(), x.max()),
-        "log-sum-exp": brackets.log_sum_exp_bracket(kt, m, x.logsumexp(0), (-x).logsumexp(0)),
-    }
-    for name, (lower, upper) in intervals.items():
-        assert float(lower) <= nu + slack, name
-        assert nu - slack <= float(upper), name
+    below, above = brackets.order_offsets(torch.tensor(k).double(), torch.tensor(len(row)).double())
+    ranked = sorted(row, reverse=True)
+    assert -ranked[math.ceil(k) - 1] - float(below) <= nu + slack
+    assert nu - slack <= -ranked[math.floor(k)] + float(above)
+    # the other two need no sort; the compiled kernel starts from them
+    middle = math.log(k / (len(row) - k))
+    assert middle - max(row) - slack <= nu <= middle - min(row) + slack
+    assert math.log(k) - float(x.logsumexp(0)) <= nu + slack
+    assert nu - slack <= float((-x).logsumexp(0)) - math.log(len(row) - k)
 
 
 @pytest.mark.parametrize(("n", "k"), [(1098, 1097), (5000, 3), (5000, 4997)])
-def test_the_papers_bracket_fails_where_ours_is_exact(n: int, k: int) -> None:
+def test_the_papers_bracket_fails_where_ours_holds(n: int, k: int) -> None:
     x = torch.zeros(n, dtype=torch.float64)
     nu = truth.solve(x.numpy(), k).nu
     assert nu == pytest.approx(math.log(k) - math.log(n - k), abs=1e-13)
     assert not -7 <= nu <= 7  # [-pi_k - 7, -pi_{k+1} + 7]
-    kt, m = torch.tensor(k, dtype=torch.float64), torch.tensor(n, dtype=torch.float64)
-    lower, upper = brackets.extremes_bracket(kt, m, x.min(), x.max())
-    assert float(lower) == pytest.approx(nu, abs=1e-13)  # ties collapse it to the exact answer
-    assert float(upper) == pytest.approx(nu, abs=1e-13)
+    below, above = brackets.order_offsets(torch.tensor(k).double(), torch.tensor(n).double())
+    assert -float(below) <= nu + 1e-12
+    assert nu - 1e-12 <= float(above)
     for solver in ("newton", "bracketing"):
         assert float(torchlml.lml_dual(x, k, solver=solver)) == pytest.approx(nu, abs=1e-12)
 
