@@ -43,7 +43,8 @@ $(STAMP): $(SOURCES)
 	@$(PYTHON) -c 'import sys; sys.version_info >= (3, 10) or sys.exit("torchlml needs Python 3.10 or newer, and $(PYTHON) is " + sys.version.split()[0] + ": try make PYTHON=python3.12.")'
 	@$(PIP) --version >/dev/null 2>&1 || $(PYTHON) -m venv $(VENV)
 	$(PIP) install -q -r constraints.txt "setuptools>=77" wheel
-	$(PIP) install -q -c constraints.txt --no-build-isolation -e ".[dev]"
+	@# setuptools warns that an editable installation is editable; PYTHONWARNINGS keeps that off the first screen.
+	PYTHONWARNINGS=ignore $(PIP) install -q -c constraints.txt --no-build-isolation -e ".[dev]"
 	@touch $@
 
 clean:  ## remove what was built and cached, keep .venv

@@ -100,6 +100,15 @@ def test_comparing_with_something_else_says_so(capsys, tmp_path):
     assert "(was" not in out
 
 
+@pytest.mark.skipif(not memory.measurable(), reason="memory is measured on Linux with the GNU C library")
+def test_memory_alone_draws_no_plot(capsys, tmp_path):
+    narrow = ["--modes", "forward", "--metrics", "memory", "--providers", "sigmoid"]
+    code, out, err = bench(capsys, *narrow, "--csv", str(tmp_path / "b.csv"))
+    assert (code, err) == (0, "")
+    assert "forward: memory" in out
+    assert [path.name for path in tmp_path.iterdir()] == ["b.csv"]
+
+
 def test_every_dtype_runs(capsys, tmp_path):
     words = ["--dtypes", *command.DTYPES, "--modes", "forward+backward", "--csv", str(tmp_path / "b.csv")]
     assert bench(capsys, *words, "--sizes", "8", "--ks", "n-1", "--metrics", "time")[0] == 0

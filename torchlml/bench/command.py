@@ -1,5 +1,6 @@
 """`torchlml bench`: reads the options, runs the cases, writes the CSV, shows tables and the plot."""
 
+import gc
 import json
 import math
 import os
@@ -58,7 +59,7 @@ class BenchSettings:
     csv: Path = Path("torchlml-bench.csv")
     """The CSV that the rows are appended to; it is made when it is missing."""
     plot: Path | None = None
-    """The PNG drawn from the whole CSV; by default beside the CSV, with its name."""
+    """The PNG of the times in the whole CSV; by default beside the CSV, with its name."""
     compare: Path | None = None
     """The CSV of an earlier run, whose ratios are shown beside the new ones."""
     quick: bool = False
@@ -113,8 +114,11 @@ def run(settings: BenchSettings, console: Console) -> None:
         console.print(table)
     if settings.compare and not any(record.key in earlier for record in measured):
         console.print(f"Nothing that was measured now is in {settings.compare}.", soft_wrap=True)
-    report.draw(records.read(settings.csv, "--csv"), plot)
-    console.print(f"The rows are in {settings.csv}, the plot is {plot}.", soft_wrap=True)
+    written = records.read(settings.csv, "--csv")
+    if any(record.metric == "time" for record in written):
+        report.draw(written, plot)
+        console.print(f"The plot is {plot}.", soft_wrap=True)
+    console.print(f"The rows are in {settings.csv}.", soft_wrap=True)
 
 
 def _measure(
@@ -135,6 +139,7 @@ def _measure(
             scaled = Quantiles(*(1e6 * value for value in vars(timing.seconds).values()))
             yield _record(common, name, "time", "us", scaled, timing.ratio, timing.rounds)
     if "memory" in settings.metrics:
+        gc.collect()
         added = {name: memory.added_bytes(call) / 2**20 for name, call in calls.items()}
         # The tiniest cases may add less than a page for softmax; their ratio says little.
         unit = max(added[BASELINE], memory.PAGE / 2**20)

@@ -6,7 +6,6 @@ Linux, which tells a process's highest resident memory since a moment of our cho
 """
 
 import ctypes
-import gc
 import mmap
 import re
 from collections.abc import Callable
@@ -42,7 +41,6 @@ def added_bytes(call: Callable[[], object]) -> int:
         A multiple of the page size.
     """
     call()
-    gc.collect()
     ctypes.CDLL(None).malloc_trim(0)
     _RESET.write_text(_RESET_HIGHEST)
     before = _resident("VmRSS")

@@ -94,10 +94,11 @@ def draw(records: Sequence[Record], plot: Path) -> None:
     A line is the median over all else that was varied (k, scale, batch, dtype, threads), its band the range.
 
     Args:
-        records: Those of a CSV; the last one of each measurement counts, on the machine that measured last.
+        records: Those of a CSV, times among them; the last of each measurement counts, on the last machine.
         plot: The PNG to write; its folder must exist.
     """
-    here = [r for r in latest(records).values() if r.metric == "time" and r.machine == records[-1].machine]
+    times = [record for record in records if record.metric == "time"]
+    here = [record for record in latest(times).values() if record.machine == times[-1].machine]
     modes = [mode for mode in MODES if any(record.mode == mode for record in here)]
     figure = Figure(figsize=(1.8 + 3.9 * len(modes), 4.2), dpi=150, layout="constrained")
     panels = figure.subplots(1, len(modes), sharey=True, squeeze=False)[0]
@@ -106,7 +107,7 @@ def draw(records: Sequence[Record], plot: Path) -> None:
     panels[0].set_ylabel("time / time of softmax")
     handles, labels = panels[0].get_legend_handles_labels()
     figure.legend(handles, labels, loc="outside right center", frameon=False)
-    figure.suptitle(f"{records[-1].machine}, torch {records[-1].torch}", fontsize=9, color="#555555")
+    figure.suptitle(f"{times[-1].machine}, torch {times[-1].torch}", fontsize=9, color="#555555")
     with replacing(plot) as temporary:
         figure.savefig(temporary, format="png")
 
