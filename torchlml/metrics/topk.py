@@ -76,7 +76,7 @@ class TopKRecall(Metric):
 
 def read_ks(k: int | Sequence[int]) -> tuple[int, ...]:
     """The numbers to report, at least one of them."""
-    ks = (k,) if isinstance(k, int) else tuple(k)
+    ks = tuple(k) if isinstance(k, Sequence) else (k,)
     if not ks:
         raise ValueError("`k` must be a positive integer or several of them, but it is empty.")
     return tuple(read_k(each, None) for each in ks)
