@@ -31,10 +31,28 @@ class Canonical(NamedTuple):
     outer: torch.Size | None  # the shape with `dim` moved to the end; None where x is taken as it is
 
 
+    def restore(self, y: Tensor, dim: int) -> Tensor:
+        """Entries in rows, back into the shape they came in."""
+        return y if self.outer is None else y.reshape(self.outer).movedim(-1, dim)
+
+    def restore_rows(self, per_row: Tensor) -> Tensor:
+        """One number per row, in the shape of x without `dim`."""
+        return per_row if self.outer is None else per_row.reshape(self.outer[:-1])
+
+
 def canonical(
-    x: Tensor, k: float | Tensor, dim: int, mask: Tensor | None, offsets: Tensor | None
+    x: Tensor,
+    k: float | Tensor,
+    dim: int,
+    mask: Tensor | None,
+    offsets: Tensor | None,
+    *,
+    any_k: bool = False,
 ) -> Canonical:
-    """Check the arguments of the projection and bring them into the form of the operators."""
+    """Check the arguments of the projection and bring them into the form of the operators.
+
+    With `any_k`, k may exceed the length of a row: it is a limit, or the bound on it is not 1.
+    """
     if not isinstance(x, Tensor):
         raise TypeError(f"`x` must be a torch.Tensor, but it is a {type(x).__name__}.")
     if x.dtype not in _DTYPES:
@@ -59,7 +77,8 @@ def canonical(
         x = x.movedim(dim, -1)
         mask = None if mask is None else mask.movedim(dim, -1)
     # A mask may leave fewer than k entries, and then k may exceed n as well: all that is left is chosen.
-    k = _check_k(k, x.shape[:-1], None if mask is not None or n == 0 else n, x.device)
+    unlimited = any_k or mask is not None or n == 0
+    k = _check_k(k, x.shape[:-1], None if unlimited else n, x.device)
     if x.dim() == 2 and x.is_contiguous() and mask is None:
         return Canonical(x, k, None, None, None if dim in (-1, 1) else x.shape)
     outer = x.shape

@@ -5,7 +5,8 @@ from __future__ import annotations
 from torch import Tensor, nn
 
 from torchlml import autograd
-from torchlml.arguments import Canonical, canonical, check_solver
+from torchlml.arguments import canonical, check_solver
+from torchlml.family import bounds
 from torchlml.solvers.bracketing import Bracketing
 
 
@@ -17,6 +18,7 @@ def lml(
     mask: Tensor | None = None,
     offsets: Tensor | None = None,
     solver: str | Bracketing = "newton",
+    bound: str = "exactly",
 ) -> Tensor:
     """Project logits onto the points of the unit cube that sum to k: like softmax, but the rows sum to k.
 
@@ -31,6 +33,8 @@ def lml(
         mask: bool, True where an entry may be chosen; broadcasts to `x`. The others are exactly 0.
         offsets: for packed rows of different lengths: `x` is 1-d and row i is `x[offsets[i]:offsets[i + 1]]`.
         solver: "newton", "bracketing" (Algorithm 1 of the paper) or a `torchlml.solvers.Bracketing`.
+        bound: "exactly", or "at_most" or "at_least" where k is only a limit of the sum: rows whose sigmoids
+            keep to it by themselves are just these sigmoids. For "at_most", k may exceed n.
 
     Returns:
         y, with the shape and dtype of `x`.
@@ -42,9 +46,11 @@ def lml(
     Rows without an ordinary answer get its limit: entries of -inf are 0 and do not count; where k or fewer
     entries are left, they are 1; p entries of +inf are 1, or k/p each if p > k; a NaN makes its row NaN.
     """
+    if bound != "exactly":
+        return bounds.lml(x, k, dim, mask, offsets, solver, bound)
     c = canonical(x, k, dim, mask, offsets)
     y = autograd.lml(c.x, c.k, c.mask, c.offsets, check_solver(solver))
-    return y if c.outer is None else _restore(y, c, dim)
+    return y if c.outer is None else c.restore(y, dim)
 
 
 def log_lml(
@@ -55,6 +61,7 @@ def log_lml(
     mask: Tensor | None = None,
     offsets: Tensor | None = None,
     solver: str | Bracketing = "newton",
+    bound: str = "exactly",
 ) -> Tensor:
     """The logarithm of `lml`, as log_softmax is to softmax: right also where lml rounds to 0 or 1.
 
@@ -66,9 +73,11 @@ def log_lml(
     log y = logsigmoid(x + nu), and its derivative keeps its size however wrong the logits are:
     d log y_j / dx = (1 - y_j) (e_j - w / sum w).
     """
+    if bound != "exactly":
+        return bounds.log_lml(x, k, dim, mask, offsets, solver, bound)
     c = canonical(x, k, dim, mask, offsets)
     log_y = autograd.log_lml(c.x, c.k, c.mask, c.offsets, check_solver(solver))
-    return log_y if c.outer is None else _restore(log_y, c, dim)
+    return log_y if c.outer is None else c.restore(log_y, dim)
 
 
 def lml_dual(
@@ -79,6 +88,7 @@ def lml_dual(
     mask: Tensor | None = None,
     offsets: Tensor | None = None,
     solver: str | Bracketing = "newton",
+    bound: str = "exactly",
 ) -> Tensor:
     """The dual variable of `lml`: the number nu for which sigmoid(x + nu) sums to k. -nu is the threshold.
 
@@ -89,11 +99,13 @@ def lml_dual(
 
     Returns:
         nu, with the shape of `x` without `dim` (with `offsets`: one number per row) and the dtype of `x`;
-        -inf for k = 0 and +inf where k entries or fewer are available.
+        -inf for k = 0 and +inf where k entries or fewer are available. With `bound`, 0 where it is kept.
     """
+    if bound != "exactly":
+        return bounds.lml_dual(x, k, dim, mask, offsets, solver, bound)
     c = canonical(x, k, dim, mask, offsets)
     nu = autograd.lml_dual(c.x, c.k, c.mask, c.offsets, check_solver(solver))
-    return nu if c.outer is None else nu.reshape(c.outer[:-1])
+    return nu if c.outer is None else c.restore_rows(nu)
 
 
 class LML(nn.Module):
@@ -106,6 +118,7 @@ class LML(nn.Module):
         dim: the dimension that sums to k.
         temperature: the logits are divided by it: towards 0 the layer becomes a hard top-k.
         solver: "newton" or "bracketing", as for `lml`.
+        bound: "exactly", "at_most" or "at_least", as for `lml`.
 
     `forward` takes the logits and, by keyword, `mask` and `offsets` as `lml` does.
     """
@@ -116,25 +129,26 @@ class LML(nn.Module):
         dim: int = -1,
         temperature: float = 1.0,
         solver: str | Bracketing = "newton",
+        bound: str = "exactly",
     ) -> None:
         super().__init__()
         if not temperature > 0:
             raise ValueError(f"`temperature` must be a positive number, but it is {temperature}.")
         check_solver(solver)
+        bounds.check_bound(bound)
         self.k = k
         self.dim = dim
         self.temperature = temperature
         self.solver = solver
+        self.bound = bound
 
     def forward(self, x: Tensor, *, mask: Tensor | None = None, offsets: Tensor | None = None) -> Tensor:
         scaled = x if self.temperature == 1 else x / self.temperature
-        return lml(scaled, self.k, self.dim, mask=mask, offsets=offsets, solver=self.solver)
+        return lml(
+            scaled, self.k, self.dim, mask=mask, offsets=offsets, solver=self.solver, bound=self.bound
+        )
 
     def extra_repr(self) -> str:
-        return f"k={self.k}, dim={self.dim}, temperature={self.temperature}, solver={self.solver!r}"
+        settings = f"k={self.k}, dim={self.dim}, temperature={self.temperature}, solver={self.solver!r}"
+        return settings if self.bound == "exactly" else f"{settings}, bound={self.bound!r}"
 
-
-def _restore(y: Tensor, c: Canonical, dim: int) -> Tensor:
-    """Entries in rows, back into the shape they came in."""
-    assert c.outer is not None
-    return y.reshape(c.outer).movedim(-1, dim)

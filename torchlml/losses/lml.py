@@ -8,8 +8,9 @@ import torch
 from torch import Tensor
 
 from torchlml import differentiable
-from torchlml.arguments import _check_k
+from torchlml.arguments import Canonical, _check_k
 from torchlml.autograd import _plain, _wants_graph
+from torchlml.family import bounds
 from torchlml.losses import lml_operators
 from torchlml.losses.reduction import TopKLoss, check_reduction, reduce
 from torchlml.losses.targets import Labels, LogitRows, read_labels, read_logits
@@ -26,6 +27,7 @@ def lml_loss(
     reduction: str = "mean",
     mask: Tensor | None = None,
     offsets: Tensor | None = None,
+    bound: str = "exactly",
 ) -> Tensor:
     """The loss that makes the k predictions of a model recall the labels that were observed.
 
@@ -43,6 +45,7 @@ def lml_loss(
         reduction: "mean" over the rows that have a label (0 if there are none), "sum" or "none".
         mask: bool, broadcasts to the logits; False entries cannot be chosen, and no label may point at one.
         offsets: int64 row boundaries of a ragged batch, as in `torchlml.lml`.
+        bound: "exactly", or "at_most" or "at_least" k labels are predicted, as in `torchlml.lml`.
 
     Returns:
         The loss in the dtype of the logits (float32 under autocast), a scalar or one number per row.
@@ -53,16 +56,20 @@ def lml_loss(
     keeps its size however far a label is behind.
     """
     check_reduction(reduction)
+    bounds.check_bound(bound)
     rows = read_logits(logits, mask, offsets)
-    most = None if mask is not None or offsets is not None else logits.shape[-1]
+    unlimited = mask is not None or offsets is not None or bound == "at_most"
+    most = None if unlimited else logits.shape[-1]
     k = _check_k(k, rows.shape, most, logits.device)
     labels = read_labels(rows, target, weight, ignore_index)
-    label_weights = _label_weights(labels, rows)
-    arguments = (rows.x, k, labels.classes, label_weights, rows.mask, rows.offsets)
-    if _plain() and (label_weights is None or not label_weights.requires_grad):
-        loss = _Loss.apply(*arguments)
+    # In float32 from here on: half precision is rounded once, at the end.
+    x = rows.x.to(work_dtype(rows.x.dtype))
+    if labels.listed is None:
+        loss = _multi_hot_loss(x, k, rows, labels)
+    elif _plain() and (labels.weight is None or not labels.weight.requires_grad):
+        loss = _Loss.apply(x, k, *labels, rows.mask, rows.offsets)
     else:
-        loss = _differentiable(*arguments)
+        loss = _differentiable(x, k, labels, rows.mask, rows.offsets)
     return reduce(loss, labels, reduction, rows)
 
 
@@ -76,8 +83,11 @@ class LMLLoss(TopKLoss):
         weight: Tensor | None = None,
         ignore_index: int = -100,
         reduction: str = "mean",
+        bound: str = "exactly",
     ) -> None:
         super().__init__(k, weight, ignore_index, reduction)
+        bounds.check_bound(bound)
+        self.bound = bound
 
     def forward(
         self, logits: Tensor, target: Tensor, mask: Tensor | None = None, offsets: Tensor | None = None
@@ -92,86 +102,68 @@ class LMLLoss(TopKLoss):
             reduction=self.reduction,
             mask=mask,
             offsets=offsets,
+            bound=self.bound,
         )
 
+    def extra_repr(self) -> str:
+        settings = super().extra_repr()
+        return settings if self.bound == "exactly" else f"{settings}, bound={self.bound!r}"
 
-def _label_weights(labels: Labels, rows: LogitRows) -> Tensor | None:
-    """What the operators take: a multi-hot is its weights, a list needs none."""
-    if labels.observed is None or labels.weight is not None:
-        return None if labels.weight is None else labels.weight.contiguous()
-    return labels.observed.to(work_dtype(rows.x.dtype))
+
+def _multi_hot_loss(x: Tensor, k: Tensor, rows: LogitRows, labels: Labels) -> Tensor:
+    """One loss per row, where any entry may be a label, by way of log y."""
+    assert labels.observed is not None
+    row = None if rows.offsets is None else row_index(rows.offsets, x.shape[0])
+    has_label = labels.has_label
+    if not (may_look(has_label) and bool(has_label.all())):
+        # A row without labels counts for nothing, even if it holds a NaN.
+        x = torch.where(has_label.unsqueeze(-1) if row is None else has_label[row], x, 0)
+    log_y = log_lml(x, k, rows.mask, rows.offsets, None)
+    loss = torch.where(labels.observed, log_y if labels.weight is None else log_y * labels.weight, 0)
+    return -loss.sum(-1) if row is None else -x.new_zeros(rows.number).index_add(0, row, loss)
 
 
 class _Loss(torch.autograd.Function):
-    """One loss per row, by the operators."""
+    """One loss per row from the entries that are labels; no other entry's probability is ever formed.
+
+    With A = sum_j c_j (1 - y_j) over the labels j of a row, weighted by c,
+
+        dx_i = A w_i / sum w - c_i (1 - y_i),    dk = -A / sum w,
+
+    whose first part is -A times the derivative of nu, an operator that exists, and whose second part is
+    one number for each label.
+    """
 
     @staticmethod
     def forward(
         ctx: Any,
         x: Tensor,
         k: Tensor,
-        labels: Tensor | None,
-        label_weights: Tensor | None,
+        listed: Tensor,
+        row: Tensor | None,
+        observed: None,
+        weight: Tensor | None,
+        has_label: Tensor,
         mask: Tensor | None,
         offsets: Tensor | None,
     ) -> Tensor:
-        loss, nu, stats = lml_operators.forward(x, k, labels, label_weights, mask, offsets)
-        ctx.save_for_backward(x, k, nu, stats, labels, label_weights, mask, offsets)
-        return loss
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        x, k, nu, stats, *labelled = ctx.saved_tensors
-        if _wants_graph():
-            return (*_differentiable_backward(grad, x, k, *labelled), None, None, None, None)
-        dx = lml_operators.backward(grad.contiguous(), x, nu, stats, *labelled)
-        dk = None
-        if k.requires_grad:
-            total, slope = stats.to(k.dtype)
-            dk = torch.where(total == 0, 0, -grad * total * torch.exp(-slope))
-            dk = dk.sum() if k.dim() == 0 else dk
-        return dx, dk, None, None, None, None
-
-
-def _differentiable_backward(
-    grad: Tensor, x: Tensor, k: Tensor, *labelled: Tensor | None
-) -> tuple[Tensor | None, ...]:
-    loss = _differentiable(x, k, *labelled)
-    wanted = [t for t in (x, k) if t.requires_grad]
-    found = iter(torch.autograd.grad(loss, wanted, grad, create_graph=True))
-    return tuple(next(found) if t.requires_grad else None for t in (x, k))
-
-
-def _differentiable(
-    x: Tensor,
-    k: Tensor,
-    labels: Tensor | None,
-    label_weights: Tensor | None,
-    mask: Tensor | None,
-    offsets: Tensor | None,
-) -> Tensor:
-    """The same loss in ordinary operations, for every transform of PyTorch."""
-    x = x.to(work_dtype(x.dtype))
-    if labels is not None:
-        chosen = labels >= 0
-        # A row without labels counts for nothing, even if it holds a NaN.
-        x = torch.where(chosen.any(-1, keepdim=True), x, 0)
-        log_y = differentiable.log_lml(x, k, mask, offsets).gather(-1, labels.clamp(min=0))
-        loss = torch.where(chosen, -log_y, 0)
-        return (loss if label_weights is None else torch.where(chosen, label_weights * loss, 0)).sum(-1)
-    assert label_weights is not None
-    chosen = label_weights != 0
-    row = None if offsets is None else row_index(offsets, x.shape[0])
-    count = x.shape[0] if offsets is None else offsets.shape[0] - 1
-
-    def total(t: Tensor) -> Tensor:
-        return (
-            t.sum(-1)
-            if row is None
-            else torch.zeros(count, dtype=t.dtype, device=t.device).index_add(0, row, t)
-        )
-
-    has_label = total(chosen.to(x.dtype)) > 0
-    x = torch.where(has_label.unsqueeze(-1) if row is None else has_label[row], x, 0)
-    log_y = differentiable.log_lml(x, k, mask, offsets)
-    return total(torch.where(chosen, -label_weights * torch.where(chosen, log_y, 0), 0))
+        # As if k were 0, a row without labels has no derivative, even if it holds a NaN.
+        nu = torch.where(has_label, ops.solve(x, k, mask, offsets), -torch.inf)
+        hi, lo = (_spread(part, row) for part in nu)
+        is_label, place = listed >= 0, listed.clamp(min=0)
+        c = is_label.to(x.dtype) if weight is None else torch.where(is_label, weight, 0)
+        entries = x.gather(-1, place)
+        if mask is not None:
+            entries = torch.where(mask.gather(-1, place), entries, -torch.inf)
+        z = (entries + hi) + lo
+        log_y = torch.where(entries == -torch.inf, entries, logsigmoid(z))
+        own = torch.where(entries.isfinite() & hi.isfinite() | z.isnan(), c * torch.sigmoid(-z), 0)
+        infinite = entries == torch.inf
+        if not x.device.type == "cpu" or torch.compiler.is_compiling() or bool(infinite.any()):
+            log_share = _log_share(x, k, nu, mask, offsets)
+            log_y = torch.where(infinite, _spread(log_share, row), log_y)
+            # There log y = log(k / p), which moves with k alone; dual_backward has no part in such rows.
+            own = torch.where(infinite & (hi == -torch.inf), c, own)
+        total = _sum(own, row, nu.shape[1])
+        ctx.save_for_backward(x, k, listed, row, observed, weight, has_label, mask, offsets, nu, own, total)
+        return -_sum(torch.where(c == 0, 0, c * log_y), row, nu.shape[1])
