@@ -47,8 +47,11 @@ struct BackwardRow {
     return ok;
   }
 
+  // Infinite entries get 0 by themselves; a masked one may hold anything.
   LML_INLINE Vec<T> weight_from_z(int64_t i, int64_t count) const {
-    return keep<T>(usable(i, count), Logistic<T>(z_at(i, count)).weight());
+    Vec<T> w = Logistic<T>(z_at(i, count)).weight();
+    if (mask) w = keep<T>(load_mask<T>(mask + i, count), w);
+    return count < lanes<T> ? keep<T>(first_lanes<T>(count), w) : w;
   }
 
   // Calls f for every vector, and flush between blocks of vectors.
@@ -104,7 +107,7 @@ struct BackwardRow {
         const Vec<T> p = read(y + i, count);
         a = p - p * p;
         // 1 - y has lost its digits near 1: take sigma(-z) from x and nu there.
-        if (any<T>(greater(p, static_cast<T>(0.9)))) a = weight_from_z(i, count);
+        if (any<T>(greater(p, static_cast<T>(0.98)))) a = weight_from_z(i, count);
       }
       write(w + i, a, count);
       weights.block += a;

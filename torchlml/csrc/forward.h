@@ -111,12 +111,15 @@ struct ForwardRow {
   }
 
   // y = e u / (1 + e u) from the stored exponentials (which may lie in y itself).
+  template <bool flip>
   LML_INLINE void write_from_odds(const T* e, const Fit<T>& fit) const {
     const T u = static_cast<T>(fit.odds);
     each_vector<T>(n, [&](int64_t i, int64_t count) __attribute__((always_inline)) {
       const Vec<T> odds = (count == lanes<T> ? load(e + i) : fit.tail) * u;
-      const Vec<T> r = reciprocal(1 + odds);
-      write(y + i, select<T>(greater(odds, T{1}), 1 - r, odds * r), count);
+      const Vec<T> r = reciprocal(1 + odds), t = odds * r;
+      const Mask<T> over = greater(odds, T{1});
+      // The smaller of y and 1 - y is the accurate one.
+      write(y + i, flip ? select<T>(over, r, 1 - t) : select<T>(over, 1 - r, t), count);
     });
   }
 
@@ -186,7 +189,7 @@ void forward_rows(const ForwardArgs& args, int64_t begin, int64_t end) {
     }
     row.set_nu(fit.nu);
     if (fit.status == Fit<T>::solved && args.output == Output::projection) {
-      row.write_from_odds(e, fit);
+      target.flip ? row.template write_from_odds<true>(e, fit) : row.template write_from_odds<false>(e, fit);
     } else {
       row.write_from_nu();
     }

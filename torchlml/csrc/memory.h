@@ -22,10 +22,18 @@ LML_INLINE void store(double* p, vdouble a) { std::memcpy(p, &a, sizeof a); }
 LML_INLINE ifloat load_bits(const void* p) {
   vhalf h;
   std::memcpy(&h, p, sizeof h);
+#if defined(__AVX2__) && !defined(__AVX512F__)
+  return (ifloat)_mm256_cvtepu16_epi32((__m128i)h);
+#else
   return __builtin_convertvector(h, ifloat);
+#endif
 }
 LML_INLINE void store_bits(void* p, ifloat bits) {
+#if defined(__AVX2__) && !defined(__AVX512F__)
+  const __m128i h = _mm_packus_epi32(_mm256_castsi256_si128((__m256i)bits), _mm256_extracti128_si256((__m256i)bits, 1));
+#else
   const vhalf h = __builtin_convertvector(bits, vhalf);
+#endif
   std::memcpy(p, &h, sizeof h);
 }
 
@@ -74,18 +82,35 @@ LML_INLINE void store(float16* p, vfloat a) {
 #endif
 }
 
-// The first `count` lanes from memory, zeros (of any dtype) beyond.
+// memcpy of count < 2 piece entries in pieces of fixed size: a call would cost more than a short row.
+template <int64_t piece, class S>
+LML_INLINE void copy_part(S* to, const S* from, int64_t count) {
+  if (count & piece) std::memcpy(to, from, piece * sizeof(S)), to += piece, from += piece;
+  if constexpr (piece > 1) copy_part<piece / 2>(to, from, count);
+}
+
+// The first `count` < lanes entries from memory, zeros beyond.
 template <class S>
 LML_INLINE Vec<typename Work<S>::type> load_part(const S* p, int64_t count) {
-  S part[lanes<typename Work<S>::type>] = {};
-  std::memcpy(part, p, sizeof(S) * static_cast<size_t>(count));
+  using T = typename Work<S>::type;
+#if defined(__AVX2__) && !defined(__AVX512F__)
+  if constexpr (sizeof(S) == 4) return (Vec<T>)_mm256_maskload_ps(p, (__m256i)first_lanes<T>(count));
+  if constexpr (sizeof(S) == 8) return (Vec<T>)_mm256_maskload_pd(p, (__m256i)first_lanes<T>(count));
+#endif
+  S part[lanes<T>] = {};
+  copy_part<lanes<T> / 2>(part, p, count);
   return load(part);
 }
 template <class S, class V>
 LML_INLINE void store_part(S* p, V a, int64_t count) {
-  S part[sizeof(V) / sizeof(typename Work<S>::type)];
+  using T = typename Work<S>::type;
+#if defined(__AVX2__) && !defined(__AVX512F__)
+  if constexpr (sizeof(S) == 4) return _mm256_maskstore_ps(p, (__m256i)first_lanes<T>(count), (__m256)a);
+  if constexpr (sizeof(S) == 8) return _mm256_maskstore_pd(p, (__m256i)first_lanes<T>(count), (__m256d)a);
+#endif
+  S part[lanes<T>];
   store(part, a);
-  std::memcpy(p, part, sizeof(S) * static_cast<size_t>(count));
+  copy_part<lanes<T> / 2>(p, part, count);
 }
 
 // Booleans as lane masks; a null mask is true everywhere.
@@ -98,11 +123,19 @@ LML_INLINE Mask<T> load_mask(const bool* p, int64_t count) {
 
 template <class S>
 LML_INLINE typename Work<S>::type load_one(const S* p) {
-  return load_part(p, 1)[0];
+  if constexpr (sizeof(S) == sizeof(typename Work<S>::type)) {
+    return *p;
+  } else {
+    return load_part(p, 1)[0];
+  }
 }
 template <class S>
 LML_INLINE void store_one(S* p, typename Work<S>::type a) {
-  store_part(p, splat(a), 1);
+  if constexpr (sizeof(S) == sizeof(a)) {
+    *p = a;
+  } else {
+    store_part(p, splat(a), 1);
+  }
 }
 
 }  // namespace

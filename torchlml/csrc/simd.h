@@ -190,10 +190,18 @@ LML_INLINE vdouble reciprocal(vdouble a) { return 1.0 / a; }
 
 // Sum over lanes, in double and in a fixed order.
 LML_INLINE vdouble widen(vfloat a) {
+#if defined(__AVX512F__)
+  return (vdouble)_mm512_cvtps_pd(_mm512_castps512_ps256((__m512)a)) +
+         (vdouble)_mm512_cvtps_pd((__m256)_mm512_extractf64x4_pd((__m512d)a, 1));
+#elif defined(__AVX2__)
+  return (vdouble)_mm256_cvtps_pd(_mm256_castps256_ps128((__m256)a)) +
+         (vdouble)_mm256_cvtps_pd(_mm256_extractf128_ps((__m256)a, 1));
+#else
   half_vfloat low, high;
   std::memcpy(&low, &a, sizeof low);
   std::memcpy(&high, reinterpret_cast<const char*>(&a) + sizeof low, sizeof high);
   return __builtin_convertvector(low, vdouble) + __builtin_convertvector(high, vdouble);
+#endif
 }
 LML_INLINE vdouble widen(vdouble a) { return a; }
 

@@ -1,7 +1,7 @@
 // The threshold of one row of finite entries: sum sigma(x + nu) = k with 0 < k < n.
 //
-// e = exp(x - center) is stored once; with nu = -center + delta and u = exp(delta), every later
-// evaluation is sigma = e u / (1 + e u), without an exponential. Two or three evaluations suffice.
+// One exponential per entry, stored; every later evaluation is sigma = e u / (1 + e u). The first guess
+// and Halley's method in log space make two or three evaluations suffice.
 #pragma once
 
 #include <math.h>
@@ -17,10 +17,11 @@ template <class T>
 struct Limits;
 template <>
 struct Limits<float> {
-  static constexpr float top = 60;          // exp(x - center) is clamped here: e u cannot overflow
-  static constexpr double reach = 16;       // |delta| allowed before the row is centred again
-  static constexpr double slope = 1e-12;    // smallest sum of w per entry the clamp cannot disturb
-  static constexpr double last_step = 5e-3; // the cubic error below is then under 1e-7
+  static constexpr float top = 60;           // exp(z) is clamped here, so that e u cannot overflow
+  static constexpr double reach = 16;        // |delta| allowed before the row is centred again
+  static constexpr double slope = 1e-12;     // smallest sum of w per entry that the clamp cannot disturb
+  static constexpr double last_step = 5e-3;  // the cubic error of the last step is then under 1e-7
+  static constexpr double trust = 0.04;      // sum w / sum y below which sum y is not accurate enough
 };
 template <>
 struct Limits<double> {
@@ -28,104 +29,118 @@ struct Limits<double> {
   static constexpr double reach = 60;
   static constexpr double slope = 1e-200;
   static constexpr double last_step = 1e-5;
+  static constexpr double trust = 1e-3;
 };
 
 // k and what the first guess needs of it; computed once for all rows that share k and n.
 struct Target {
-  double k = 0, n = 0;
+  double k = 0;
+  int64_t n = 0;
+  bool flip = false;  // k > n / 2: solve LML_(n-k)(-x) = 1 - LML_k(x), whose sums are small
+  double small = 0;   // the smaller of k and n - k
   double logit = 0, probit = 0, tail = 0;
 
   void set(double k_, int64_t n_) {
-    if (k == k_ && n == static_cast<double>(n_)) return;
-    k = k_, n = static_cast<double>(n_);
-    const double side = k < n - k ? 1 : -1, p = (side > 0 ? k : n - k) / n;
-    logit = ::log(k / (n - k));
-    tail = side * (0.5 - p);
+    if (k == k_ && n == n_) return;
+    k = k_, n = n_;
+    const double all = static_cast<double>(n), p = (k < all - k ? k : all - k) / all;
+    flip = k > all - k;
+    small = flip ? all - k : k;
+    logit = ::log(k / (all - k));
+    tail = flip ? p - 0.5 : 0.5 - p;
     // Quantile of the normal distribution, Abramowitz and Stegun 26.2.23.
     const double t = ::sqrt(-2 * ::log(p));
-    probit = -side * (t - (2.515517 + t * (0.802853 + t * 0.010328)) /
-                              (1 + t * (1.432788 + t * (0.189269 + t * 0.001308))));
+    const double q = t - (2.515517 + t * (0.802853 + t * 0.010328)) /
+                             (1 + t * (1.432788 + t * (0.189269 + t * 0.001308)));
+    probit = flip ? q : -q;
   }
 };
 
-// Sums over a row at one nu, with t = sigma(-|z|), s = +-1 where z <= 0 / z > 0, and the number of
-// z > 0. The residual count - k + sum s t is accurate relative to sum t, even where y rounds to 1.
+// Sums over a row at one nu: y, w = y (1 - y) and w (1 - 2 y), the derivatives of sum y.
 template <class T>
-struct Evaluation {
-  double st, t, t2, st2, st3;
-  int64_t count;
+struct Sums {
+  static constexpr int size = 3;
+  Vec<T> part[size] = {};
+  LML_INLINE void add(Vec<T> odds) {
+    const Vec<T> r = reciprocal(1 + odds), y = odds * r, w = y * r;
+    part[0] += y;
+    part[1] += w;
+    part[2] += w * (r - y);
+  }
 };
 
+// The same for rows in which sum y - k would drown in rounding. With t = sigma(-|z|) and the sign
+// s = -1 where z > 0: s t, t, w, s w and w (1 - 2 y), and -1 for every z > 0. The residual
+// (number of z > 0) - k + sum s t is accurate relative to sum t, even where y rounds to 1.
 template <class T>
-struct Accumulator {
-  Vec<T> st{}, t{}, t2{}, st2{}, st3{};
+struct SignedSums {
+  static constexpr int size = 5;
+  Vec<T> part[size] = {};
   Mask<T> above{};
-
   LML_INLINE void add(Vec<T> odds) {
-    const Vec<T> r = reciprocal(1 + odds);
-    const Vec<T> y = odds * r, small = vmin(y, r);
+    const Vec<T> r = reciprocal(1 + odds), y = odds * r, w = y * r, t = vmin(y, r);
     const Mask<T> over = greater(odds, T{1});
-    const Vec<T> signed_t = negate_where<T>(over, small), q = signed_t * small;
-    st += signed_t;
-    t += small;
-    t2 += small * small;
-    st2 += q;
-    st3 += q * small;
+    part[0] += negate_where<T>(over, t);
+    part[1] += t;
+    part[2] += w;
+    part[3] += negate_where<T>(over, w);
+    part[4] += w * (r - y);
     above += over;
   }
 };
 
+struct Totals {
+  double part[5];
+  int64_t above;
+};
+
 // `odds(i)` gives exp(z) of the i-th whole vector, `odds_tail()` of the rest with zeros beyond it.
 // Float lanes are flushed to double every few vectors.
-template <class T, class Odds, class Tail>
-LML_INLINE Evaluation<T> evaluate(int64_t n, const Odds& odds, const Tail& odds_tail) {
+template <class T, template <class> class Kind, class Odds, class Tail>
+LML_INLINE Totals evaluate(int64_t n, const Odds& odds, const Tail& odds_tail) {
   constexpr int64_t flush = 32;
+  constexpr int size = Kind<T>::size;
   const int64_t whole = n / lanes<T>;
-  vdouble st{}, t{}, t2{}, st2{}, st3{};
-  int64_t count = 0, i = 0;
-  bool more = true;
-  while (more) {
-    Accumulator<T> sum;
+  vdouble sum[size] = {};
+  Totals totals{};
+  int64_t i = 0;
+  for (bool more = true; more;) {
+    Kind<T> block;
     const int64_t end = whole - i > flush ? i + flush : whole;
-    for (; i < end; ++i) sum.add(odds(i));
+    for (; i < end; ++i) block.add(odds(i));
     if (i == whole) {
-      if (n % lanes<T>) sum.add(odds_tail());
+      if (n % lanes<T>) block.add(odds_tail());
       more = false;
     }
-    st += widen(sum.st), t += widen(sum.t), t2 += widen(sum.t2);
-    st2 += widen(sum.st2), st3 += widen(sum.st3);
-    count -= total_lanes(sum.above);
+    for (int j = 0; j < size; ++j) sum[j] += widen(block.part[j]);
+    if constexpr (size == 5) totals.above -= total_lanes(block.above);
   }
-  return {total(st), total(t), total(t2), total(st2), total(st3), count};
+  for (int j = 0; j < size; ++j) totals.part[j] = total(sum[j]);
+  return totals;
 }
 
 // Where nu would be were the entries normally distributed. Long rows are sampled.
 template <class S>
 LML_INLINE double guess(const S* x, const Target& target) {
   using T = typename Work<S>::type;
-  constexpr int64_t sampled = 2048, run = 4 * lanes<T>, runs = 64;
-  const int64_t n = static_cast<int64_t>(target.n);
+  constexpr int64_t run = 4 * lanes<T>;
+  const int64_t n = target.n, runs = n > 16384 ? 1024 / lanes<T> : 64 / lanes<T>;
   const T origin = load_one(x);
   Vec<T> sum{}, squares{};
-  double size = target.n;
-  const auto add = [&](Vec<T> a) __attribute__((always_inline)) {
-    const Vec<T> d = a - origin;
+  const auto add = [&](Vec<T> d) __attribute__((always_inline)) {
     sum += d;
     squares += d * d;
   };
-  if (n <= sampled || n < 2 * run * runs) {
+  double size = static_cast<double>(n);
+  if (n < 2 * run * runs) {
     int64_t i = 0;
-    for (; i + lanes<T> <= n; i += lanes<T>) add(load(x + i));
-    if (i < n) {
-      const Vec<T> d = keep<T>(first_lanes<T>(n - i), load_part(x + i, n - i) - origin);
-      sum += d;
-      squares += d * d;
-    }
+    for (; i + lanes<T> <= n; i += lanes<T>) add(load(x + i) - origin);
+    if (i < n) add(keep<T>(first_lanes<T>(n - i), load_part(x + i, n - i) - origin));
   } else {
+    const int64_t stride = (n - run) / (runs - 1);
     size = static_cast<double>(run * runs);
     for (int64_t j = 0; j < runs; ++j) {
-      const S* p = x + (n - run) / (runs - 1) * j;
-      for (int64_t i = 0; i < run; i += lanes<T>) add(load(p + i));
+      for (int64_t i = 0; i < run; i += lanes<T>) add(load(x + j * stride + i) - origin);
     }
   }
   const double mean = total(widen(sum)) / size;
@@ -133,101 +148,172 @@ LML_INLINE double guess(const S* x, const Target& target) {
   if (variance < 0) variance = 0;
   const double wide = ::sqrt(variance + 2.5464790894703255) * target.probit;  // 8 / pi
   const double narrow = target.logit - variance * target.tail;
-  const double weight = 2 / (2 + variance);
-  return wide + (narrow - wide) * weight - (static_cast<double>(origin) + mean);
+  return wide + (narrow - wide) * (2 / (2 + variance)) - (static_cast<double>(origin) + mean);
 }
 
 template <class T>
 struct Fit {
   enum Status { solved, not_finite, declined, careful } status;
   Threshold nu;
-  double odds;  // exp(nu.delta); e holds exp(x - nu.center) when solved
+  double odds;  // exp(z) = e odds when solved, or its inverse for a flipped target
   Vec<T> tail;  // the last, partial vector of e
 };
 
-// Newton's method from a centre. `e` has room for n entries and may not alias x.
-template <class S, class T = typename Work<S>::type>
-LML_INLINE Fit<T> fit_from(const S* x, int64_t n, double k, T center, T* e) {
+// Newton's method from a centre: e = exp(+-(x - center)) is stored once and z = log e + delta
+// searched over delta. `e` has room for n entries and may not alias x.
+template <class T>
+class Newton {
   using L = Limits<T>;
-  Fit<T> fit{Fit<T>::declined, {static_cast<double>(center), 0}, 1, Vec<T>{}};
-  Vec<T> finite{};
-  const auto exponential = [&](Vec<T> a) __attribute__((always_inline)) {
-    const Vec<T> z = a - center;
-    finite += z;
-    return vexp(vmin(splat(L::top), z));
-  };
-  Evaluation<T> at = evaluate<T>(
-      n,
-      [&](int64_t i) __attribute__((always_inline)) {
-        const Vec<T> odds = exponential(load(x + i * lanes<T>));
-        store(e + i * lanes<T>, odds);
-        return odds;
-      },
-      [&]() __attribute__((always_inline)) {
-        const int64_t rest = n % lanes<T>;
-        return fit.tail = keep<T>(first_lanes<T>(rest), exponential(load_part(x + n - rest, rest)));
-      });
-  const double check = total(widen(finite));
-  if (!(check - check == 0)) {
-    fit.status = Fit<T>::not_finite;
-    return fit;
+
+ public:
+  template <class S>
+  LML_INLINE Newton(const S* x, const Target& target, T center, T* e)
+      : n_(target.n), k_(target.small), e_(e), fit_{Fit<T>::declined, {static_cast<double>(center), 0}, 1, Vec<T>{}} {
+    if (target.flip) {
+      start(x, [=](Vec<T> a) __attribute__((always_inline)) { return center - a; });
+      fit_.nu.delta = -delta_;
+    } else {
+      start(x, [=](Vec<T> a) __attribute__((always_inline)) { return a - center; });
+      fit_.nu.delta = delta_;
+    }
   }
-  double low = -L::reach, high = L::reach;
-  for (int iteration = 0; iteration < 16; ++iteration) {
-    const double over = static_cast<double>(at.count) - k;
-    const double residual = over + at.st, slope = at.t - at.t2;
-    if (!(slope >= L::slope * static_cast<double>(n))) return fit;
-    const double step = -residual / slope;
-    if (step < L::last_step && step > -L::last_step) {
-      // |S''| and |S'''| never exceed S', so this second-order step is within 0.7 |step|^3 of the root.
-      const double curvature = (at.st - 3 * at.st2 + 2 * at.st3) / slope;
-      const double s = step * (1 - 0.5 * curvature * step);
-      fit.nu.delta += s;
-      fit.odds *= 1 + s * (1 + s * (0.5 + s * (1.0 / 6)));
-      fit.status = Fit<T>::solved;
-      return fit;
-    }
-    (residual > 0 ? high : low) = fit.nu.delta;
-    // Newton on log A - log B, A - B = residual: exact both for exponential tails and across a gap.
-    const double floor = 1e-8 * at.t, signed_slope = at.st - at.st2;
-    const double p = 0.5 * (at.t + at.st), q = 0.5 * (at.t - at.st);
-    const double a = (p > floor ? p : floor) + (over > 0 ? over : 0);
-    const double b = (q > floor ? q : floor) + (over < 0 ? -over : 0);
-    const double move = 2 * a * b * ::log(b / a) / ((slope + signed_slope) * b + (slope - signed_slope) * a);
-    double delta = fit.nu.delta + move;
-    if (!(delta > low && delta < high)) {
-      if (low == -L::reach || high == L::reach) return fit;  // beyond what this centre can hold
-      delta = 0.5 * (low + high);
-    }
-    fit.nu.delta = delta;
-    fit.odds = ::exp(delta);
-    const T u = static_cast<T>(fit.odds);
-    at = evaluate<T>(
+  LML_INLINE const Fit<T>& fit() const { return fit_; }
+
+ private:
+  template <class S, class F>
+  LML_INLINE void start(const S* x, const F& centred) {
+    Vec<T> finite{}, tail{};
+    const int64_t n = n_;
+    T* e = e_;
+    const auto exponential = [&](Vec<T> a) __attribute__((always_inline)) {
+      const Vec<T> z = centred(a);
+      finite += z;
+      return vexp(vmin(splat(L::top), z));
+    };
+    const Totals sums = evaluate<T, Sums>(
         n,
-        [&](int64_t i) __attribute__((always_inline)) { return load(e + i * lanes<T>) * u; },
-        [&]() __attribute__((always_inline)) { return fit.tail * u; });
+        [&](int64_t i) __attribute__((always_inline)) {
+          const Vec<T> odds = exponential(load(x + i * lanes<T>));
+          store(e + i * lanes<T>, odds);
+          return odds;
+        },
+        [&]() __attribute__((always_inline)) {
+          const int64_t rest = n % lanes<T>;
+          return tail = keep<T>(first_lanes<T>(rest), exponential(load_part(x + n - rest, rest)));
+        });
+    fit_.tail = tail;
+    const double check = total(widen(finite));
+    if (check - check == 0) {
+      search(sums);
+    } else {
+      fit_.status = Fit<T>::not_finite;
+    }
   }
+
+  // Not inlined: both signs of z come here, and the compiler keeps its loops tidy.
+  __attribute__((noinline)) void search(Totals sums) {
+    for (int iteration = 0; iteration < 8; ++iteration) {
+      const double y = sums.part[0], w = sums.part[1], curvature = sums.part[2];
+      if (!(w >= L::slope * static_cast<double>(n_))) return;
+      if (close_enough((k_ - y) / w)) {
+        if (!(w >= L::trust * y)) break;
+        return finish((k_ - y) / w, curvature / w);
+      }
+      (y > k_ ? high_ : low_) = delta_;
+      // Halley's step on log sum y - log k, which is straight where nothing saturates.
+      const double slope = w / y, bend = curvature / w - slope;
+      const double step = -log_ratio(y, k_) / slope, denominator = 1 + 0.5 * step * bend;
+      if (!move(step / (denominator < 0.5 ? 0.5 : denominator > 2 ? 2 : denominator))) return;
+      sums = evaluate_stored<Sums>();
+    }
+    search_signed();
+  }
+
+  void search_signed() {
+    for (int iteration = 0; iteration < 16; ++iteration) {
+      const Totals sums = evaluate_stored<SignedSums>();
+      const double st = sums.part[0], t = sums.part[1], w = sums.part[2], sw = sums.part[3];
+      const double over = static_cast<double>(sums.above) - k_, residual = over + st;
+      if (!(w >= L::slope * static_cast<double>(n_))) return;
+      if (close_enough(-residual / w)) return finish(-residual / w, sums.part[4] / w);
+      (residual > 0 ? high_ : low_) = delta_;
+      // Newton on log A - log B, A - B = residual: exact for exponential tails and across a wide gap.
+      const double least = 1e-8 * t, p = 0.5 * (t + st), q = 0.5 * (t - st);
+      const double a = (p > least ? p : least) + (over > 0 ? over : 0);
+      const double b = (q > least ? q : least) + (over < 0 ? -over : 0);
+      if (!move(2 * a * b * ::log(b / a) / ((w + sw) * b + (w - sw) * a))) return;
+    }
+  }
+
+  template <template <class> class Kind>
+  LML_INLINE Totals evaluate_stored() const {
+    const T u = static_cast<T>(fit_.odds);
+    const T* e = e_;
+    const Vec<T> tail = fit_.tail;
+    return evaluate<T, Kind>(
+        n_, [=](int64_t i) __attribute__((always_inline)) { return load(e + i * lanes<T>) * u; },
+        [=]() __attribute__((always_inline)) { return tail * u; });
+  }
+
+  static bool close_enough(double step) { return step < L::last_step && step > -L::last_step; }
+
+  // The second and third derivative of sum y never exceed the first, so this second-order step ends
+  // within 0.7 |step|^3 of the root: the certificate.
+  void finish(double step, double curvature) {
+    const double s = step * (1 - 0.5 * curvature * step);
+    delta_ += s;
+    fit_.odds *= 1 + s * (1 + s * (0.5 + s * (1.0 / 6)));
+    fit_.status = Fit<T>::solved;
+  }
+
+  // False when the root lies beyond what this centre can hold.
+  bool move(double step) {
+    double next = delta_ + step;
+    if (!(next > low_ && next < high_)) {
+      if (low_ == -L::reach || high_ == L::reach) return false;
+      next = 0.5 * (low_ + high_);
+    }
+    delta_ = next;
+    fit_.odds = ::exp(next);
+    return true;
+  }
+
+  // log(a / b) to a few digits, which is all a step needs.
+  static double log_ratio(double a, double b) {
+    const double s = (a - b) / (a + b), q = s * s;
+    if (q > 0.2) return ::log(a / b);
+    return 2 * s * (1 + q * (1.0 / 3 + q * (0.2 + q * (1.0 / 7 + q * (1.0 / 9)))));
+  }
+
+  int64_t n_;
+  double k_;
+  T* e_;
+  Fit<T> fit_;
+  double delta_ = 0, low_ = -L::reach, high_ = L::reach;
+};
+
+// A centre by selection, then the careful solver; `e` is also room for a copy of the row.
+template <class S, class T = typename Work<S>::type>
+__attribute__((noinline)) Fit<T> fit_hard_row(const S* x, const Target& target, T* e) {
+  const auto copy = [&]() {
+    int64_t i = 0;
+    for (; i + lanes<T> <= target.n; i += lanes<T>) store(e + i, load(x + i));
+    if (i < target.n) store_part(e + i, load_part(x + i, target.n - i), target.n - i);
+  };
+  copy();
+  Fit<T> fit = Newton<T>(x, target, static_cast<T>(threshold_center(e, target.n, target.k)), e).fit();
+  if (fit.status != Fit<T>::declined) return fit;
+  copy();
+  fit.nu = careful_solve(e, target.n, target.k);
+  fit.status = Fit<T>::careful;
   return fit;
 }
 
-// The whole ladder: a guess, a centre by selection, the careful solver. Uses `e` as scratch.
+// nu of one row of finite entries. A row that is not finite after all is reported as such.
 template <class S, class T = typename Work<S>::type>
 LML_INLINE Fit<T> fit_row(const S* x, const Target& target, T* e) {
-  const int64_t n = static_cast<int64_t>(target.n);
-  const auto copy = [&]() {
-    int64_t i = 0;
-    for (; i + lanes<T> <= n; i += lanes<T>) store(e + i, load(x + i));
-    if (i < n) store_part(e + i, load_part(x + i, n - i), n - i);
-  };
-  Fit<T> fit = fit_from(x, n, target.k, static_cast<T>(-guess(x, target)), e);
-  if (fit.status != Fit<T>::declined) return fit;
-  copy();
-  fit = fit_from(x, n, target.k, static_cast<T>(threshold_center(e, n, target.k)), e);
-  if (fit.status != Fit<T>::declined) return fit;
-  copy();
-  fit.nu = careful_solve(e, n, target.k);
-  fit.status = Fit<T>::careful;
-  return fit;
+  const Fit<T> fit = Newton<T>(x, target, static_cast<T>(-guess(x, target)), e).fit();
+  return fit.status != Fit<T>::declined ? fit : fit_hard_row(x, target, e);
 }
 
 }  // namespace
