@@ -4,6 +4,11 @@ y = torchlml.lml(x, k)  # like softmax, but each row sums to k and every entry i
 """
 
 from torchlml import solvers
+from torchlml.family.constrained_softmax import constrained_softmax
+from torchlml.family.constrained_sparsemax import constrained_sparsemax
+from torchlml.family.sampling import sample_subset
+from torchlml.family.topk_mask import topk_mask
+from torchlml.family.value import lml_value
 from torchlml.losses import (
     LMLLoss,
     SmoothTopKSVMLoss,
@@ -24,12 +29,17 @@ __all__ = [
     "SmoothTopKSVMLoss",
     "TopKSVMLoss",
     "TruncatedEntropyLoss",
+    "constrained_softmax",
+    "constrained_sparsemax",
     "lml",
     "lml_dual",
     "lml_loss",
+    "lml_value",
     "log_lml",
+    "sample_subset",
     "smooth_topk_svm_loss",
     "solvers",
+    "topk_mask",
     "topk_svm_loss",
     "truncated_entropy_loss",
 ]

@@ -1,0 +1,92 @@
+"""The value of the projection: to lml what logsumexp is to softmax."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from torchlml import autograd, ops
+from torchlml.arguments import canonical
+from torchlml.autograd import _gradient_of_k, _plain
+from torchlml.differentiable import DifferentiableRows
+from torchlml.rows import row_index, rows_of, wide_dtype, work_dtype
+from torchlml.solvers.residual import shifted
+
+
+def lml_value(
+    x: Tensor,
+    k: float | Tensor,
+    dim: int = -1,
+    *,
+    mask: Tensor | None = None,
+    offsets: Tensor | None = None,
+) -> Tensor:
+    """The most that x.y + H(y) reaches over 0 <= y <= 1 and sum y = k; its gradient is lml(x, k).
+
+        >>> torchlml.lml_value(torch.zeros(4), 1)  # 4 log 4 - 3 log 3
+        tensor(2.2493)
+
+    Arguments as for `torchlml.lml`.
+
+    Returns:
+        The value, with the shape of `x` without `dim` (with `offsets`: one number per row) and the dtype of
+        `x`. Towards small temperatures T, T * lml_value(x / T, k) becomes the sum of the k largest entries.
+
+    With H the binary entropy it is sum softplus(x + nu) - k nu; the derivative for k is -nu. For k = 0 it is
+    0, where k entries or fewer are available it is their sum, and k then has no gradient. An entry of +inf
+    makes it +inf, unless k is 0.
+    """
+    c = canonical(x, k, dim, mask, offsets)
+    value = _Value.apply if _plain() else _differentiable
+    return c.restore_rows(value(c.x, c.k, c.mask, c.offsets))
+
+
+class _Value(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, k: Tensor, mask: Tensor | None, offsets: Tensor | None) -> Tensor:
+        ctx.save_for_backward(x, k, mask, offsets)
+        values = x.to(work_dtype(x.dtype))
+        values = values if mask is None else torch.where(mask, values, -torch.inf)
+        rows, nu = rows_of(x, offsets), ops.solve(x, k, mask, offsets)
+        z = shifted(values, nu, rows)
+        live = values.isfinite() & rows.spread(nu[0].isfinite())
+        value = rows.sum(torch.where(live, _softplus(z), 0)) - k * nu.to(rows.wide).sum(0)
+        return _fill(value, values, k, nu[0], rows.sum).to(x.dtype)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        x, k, mask, offsets = ctx.saved_tensors
+        y = autograd.lml(x, k, mask, offsets, None)
+        spread = grad.unsqueeze(-1) if offsets is None else grad[row_index(offsets, x.shape[0])]
+        dk = None
+        if k.requires_grad:
+            nu = autograd.lml_dual(x, k, mask, offsets, None)
+            dk = _gradient_of_k(torch.where(nu.isinf(), 0, -grad * nu).to(k.dtype), k)
+        return spread * y, dk, None, None
+
+
+def _differentiable(x: Tensor, k: Tensor, mask: Tensor | None, offsets: Tensor | None) -> Tensor:
+    """The same in ordinary operations. What nu adds to the first derivative is 0, to the second it is not."""
+    rows = DifferentiableRows(x, k, mask, offsets)
+    values = x.to(rows.z.dtype)
+    values = values if mask is None else torch.where(mask, values, -torch.inf)
+    live = values.isfinite() & rows.spread(rows.hi.isfinite())
+    nu = (torch.where(rows.hi.isinf(), 0, rows.hi) + rows.lo) + rows.correction
+    value = rows.sum(torch.where(live, _softplus(rows.z), 0)) - k.to(nu.dtype) * nu
+    return _fill(value, values, k, rows.hi, rows.sum).to(x.dtype)
+
+
+def _softplus(z: Tensor) -> Tensor:
+    # Without abs, which has no derivative at 0. torch's own softplus switches to z above 20.
+    down = torch.where(z > 0, -z, z)
+    return torch.where(z > 0, z, 0) + torch.log1p(torch.exp(down))
+
+
+def _fill(value: Tensor, x: Tensor, k: Tensor, hi: Tensor, total: Any) -> Tensor:
+    """Put the limits where the formula has none: k = 0, k entries or fewer, entries of +inf."""
+    available = x != -torch.inf
+    value = torch.where(hi == torch.inf, total(torch.where(available, x, 0)), value)
+    value = torch.where(hi == -torch.inf, 0, value)
+    return torch.where((total((x == torch.inf).to(value.dtype)) > 0) & (k > 0) & ~hi.isnan(), torch.inf, value)
