@@ -172,28 +172,3 @@ def test_compiling_a_functional_gradient_keeps_the_gradient():
     gradient = torch.func.grad(lambda x: torchlml.lml_loss(x, label, 3))
     compiled = torch.compile(gradient, fullgraph=True, backend="aot_eager")
     torch.testing.assert_close(compiled(x), gradient(x), rtol=1e-6, atol=1e-6)
-
-
-@pytest.mark.parametrize("form", ["classes", "weighted classes", "multi-hot", "ragged"])
-def test_the_operators_pass_torchs_own_checks(form):
-    x, k = torch.randn(4, 9), torch.tensor(3.0, dtype=torch.float64)
-    labels = {
-        "classes": (torch.tensor([[0, 3], [1, -1], [-1, -1], [8, 2]]), None, None, None),
-        "weighted classes": (
-            torch.tensor([[0], [1], [-1], [8]]),
-            torch.rand(4, 1),
-            torch.rand(4, 9) < 0.9,
-            None,
-        ),
-        "multi-hot": (None, torch.rand(4, 9), None, None),
-        "ragged": (None, torch.rand(36), None, torch.tensor([0, 10, 10, 36])),
-    }[form]
-    x = x.flatten() if form == "ragged" else x
-    tests = ("test_schema", "test_faketensor")
-    torch.library.opcheck(torch.ops.torchlml.loss_forward.default, (x, k, *labels), test_utils=tests)
-    loss, nu, stats = torch.ops.torchlml.loss_forward.default(x, k, *labels)
-    torch.library.opcheck(
-        torch.ops.torchlml.loss_backward.default,
-        (torch.ones_like(loss), x, nu, stats, *labels),
-        test_utils=tests,
-    )

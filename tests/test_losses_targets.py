@@ -355,3 +355,19 @@ def test_settings_of_the_svms_are_checked():
             torchlml.SmoothTopKSVMLoss(2, **settings)
     with pytest.raises(ValueError, match="`alpha`"):
         torchlml.topk_svm_loss(ROWS, LABELS, 2, alpha=-1.0)
+
+
+@pytest.mark.parametrize("bound", ["at_most", "at_least"])
+def test_a_bound_on_the_sum_reaches_the_loss_in_every_form(bound):
+    x, y = torch.randn(6, 9, dtype=torch.float64) * 2, torch.randint(9, (6,))
+    observed = F.one_hot(y, 9).bool()
+    expected = -torchlml.log_lml(x, 4, bound=bound)[observed]
+    assert (expected - torchlml.lml_loss(x, y, 4, reduction="none")).abs().max() > 1e-3
+    for logits, target, settings in (
+        (x, y, {}),
+        (x, y[:, None], {}),
+        (x, observed, {}),
+        (x.flatten(), observed.flatten().nonzero().flatten(), {"offsets": torch.arange(7) * 9}),
+    ):
+        same(torchlml.lml_loss(logits, target, 4, bound=bound, reduction="none", **settings), expected)
+    same(torchlml.LMLLoss(4, bound=bound, reduction="none")(x, y), expected)

@@ -6,14 +6,15 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn.functional import logsigmoid
 
-from torchlml import differentiable
+from torchlml import ops
 from torchlml.arguments import Canonical, _check_k
-from torchlml.autograd import _plain, _wants_graph
+from torchlml.autograd import _plain, _wants_graph, log_lml
 from torchlml.family import bounds
-from torchlml.losses import lml_operators
 from torchlml.losses.reduction import TopKLoss, check_reduction, reduce
-from torchlml.losses.targets import Labels, LogitRows, read_labels, read_logits
+from torchlml.losses.targets import Labels, may_look, read_labels, read_logits
+from torchlml.reference import _prepare, _share
 from torchlml.rows import row_index, work_dtype
 
 
@@ -62,14 +63,13 @@ def lml_loss(
     most = None if unlimited else logits.shape[-1]
     k = _check_k(k, rows.shape, most, logits.device)
     labels = read_labels(rows, target, weight, ignore_index)
-    # In float32 from here on: half precision is rounded once, at the end.
+    # Half precision is float32 from here on, and rounded once at the end.
     x = rows.x.to(work_dtype(rows.x.dtype))
-    if labels.listed is None:
-        loss = _multi_hot_loss(x, k, rows, labels)
-    elif _plain() and (labels.weight is None or not labels.weight.requires_grad):
+    weighted = labels.weight is not None and labels.weight.requires_grad
+    if labels.listed is not None and bound == "exactly" and _plain() and not weighted:
         loss = _Loss.apply(x, k, *labels, rows.mask, rows.offsets)
     else:
-        loss = _differentiable(x, k, labels, rows.mask, rows.offsets)
+        loss = _through_log_lml(x, k, labels, rows.mask, rows.offsets, bound)
     return reduce(loss, labels, reduction, rows)
 
 
@@ -110,28 +110,36 @@ class LMLLoss(TopKLoss):
         return settings if self.bound == "exactly" else f"{settings}, bound={self.bound!r}"
 
 
-def _multi_hot_loss(x: Tensor, k: Tensor, rows: LogitRows, labels: Labels) -> Tensor:
-    """One loss per row, where any entry may be a label, by way of log y."""
-    assert labels.observed is not None
-    row = None if rows.offsets is None else row_index(rows.offsets, x.shape[0])
-    has_label = labels.has_label
-    if not (may_look(has_label) and bool(has_label.all())):
+def _through_log_lml(
+    x: Tensor, k: Tensor, labels: Labels, mask: Tensor | None, offsets: Tensor | None, bound: str = "exactly"
+) -> Tensor:
+    """One loss per row from all of log y: for a multi-hot, a `bound`, and every transform of PyTorch."""
+    row = None if offsets is None else row_index(offsets, x.shape[0])
+    if not (may_look(labels.has_label) and bool(labels.has_label.all())):
         # A row without labels counts for nothing, even if it holds a NaN.
-        x = torch.where(has_label.unsqueeze(-1) if row is None else has_label[row], x, 0)
-    log_y = log_lml(x, k, rows.mask, rows.offsets, None)
-    loss = torch.where(labels.observed, log_y if labels.weight is None else log_y * labels.weight, 0)
-    return -loss.sum(-1) if row is None else -x.new_zeros(rows.number).index_add(0, row, loss)
+        x = torch.where(_spread(labels.has_label, row), x, 0)
+    if bound == "exactly":
+        log_y = log_lml(x, k, mask, offsets, None)
+    else:
+        log_y = bounds.log_rows(Canonical(x, k, mask, offsets, None), None, bound)
+    is_label = labels.observed
+    if labels.listed is not None:
+        log_y, row, is_label = log_y.gather(-1, labels.listed.clamp(min=0)), labels.row, labels.listed >= 0
+    assert is_label is not None
+    if labels.weight is not None:
+        log_y, is_label = log_y * labels.weight, is_label & (labels.weight != 0)
+    return -_sum(torch.where(is_label, log_y, 0), row, labels.has_label.shape[0])
 
 
 class _Loss(torch.autograd.Function):
-    """One loss per row from the entries that are labels; no other entry's probability is ever formed.
+    """One loss per row from the entries that are labels; no other probability is ever formed.
 
     With A = sum_j c_j (1 - y_j) over the labels j of a row, weighted by c,
 
-        dx_i = A w_i / sum w - c_i (1 - y_i),    dk = -A / sum w,
+        dx_i = A w_i / sum w - c_i (1 - y_i),    dk = -A / sum w.
 
-    whose first part is -A times the derivative of nu, an operator that exists, and whose second part is
-    one number for each label.
+    The first part and dk are -A times the derivatives of nu, for which there is an operator; the second part
+    is one number for each label.
     """
 
     @staticmethod
@@ -147,23 +155,51 @@ class _Loss(torch.autograd.Function):
         mask: Tensor | None,
         offsets: Tensor | None,
     ) -> Tensor:
-        # As if k were 0, a row without labels has no derivative, even if it holds a NaN.
+        # An infinite nu has no derivatives: a row without labels counts for nothing, even if it holds a NaN.
         nu = torch.where(has_label, ops.solve(x, k, mask, offsets), -torch.inf)
-        hi, lo = (_spread(part, row) for part in nu)
+        hi, lo = _spread(nu[0], row), _spread(nu[1], row)
         is_label, place = listed >= 0, listed.clamp(min=0)
         c = is_label.to(x.dtype) if weight is None else torch.where(is_label, weight, 0)
         entries = x.gather(-1, place)
         if mask is not None:
             entries = torch.where(mask.gather(-1, place), entries, -torch.inf)
         z = (entries + hi) + lo
-        log_y = torch.where(entries == -torch.inf, entries, logsigmoid(z))
-        own = torch.where(entries.isfinite() & hi.isfinite() | z.isnan(), c * torch.sigmoid(-z), 0)
-        infinite = entries == torch.inf
-        if not x.device.type == "cpu" or torch.compiler.is_compiling() or bool(infinite.any()):
-            log_share = _log_share(x, k, nu, mask, offsets)
-            log_y = torch.where(infinite, _spread(log_share, row), log_y)
-            # There log y = log(k / p), which moves with k alone; dual_backward has no part in such rows.
-            own = torch.where(infinite & (hi == -torch.inf), c, own)
-        total = _sum(own, row, nu.shape[1])
-        ctx.save_for_backward(x, k, listed, row, observed, weight, has_label, mask, offsets, nu, own, total)
-        return -_sum(torch.where(c == 0, 0, c * log_y), row, nu.shape[1])
+        log_y = torch.where((entries == -torch.inf) & ~hi.isnan(), -torch.inf, logsigmoid(z))
+        own = torch.where(entries.isfinite() & hi.isfinite(), c * torch.sigmoid(-z), 0)
+        tied = (entries == torch.inf) & (hi == -torch.inf)
+        if not may_look(x) or bool(tied.any()):
+            # p > k entries are +inf: they are k/p each, and move with k but not with x.
+            values, rows = _prepare(x, mask, offsets)
+            log_y = torch.where(tied, _spread(_share(values, k, nu, rows).log(), row), log_y)
+        total = _sum(torch.where(tied, c, own), row, has_label.shape[0])
+        ctx.save_for_backward(x, k, listed, row, weight, has_label, mask, offsets, nu, own, total)
+        return -_sum(torch.where(c == 0, 0, c * log_y), row, has_label.shape[0])
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        x, k, listed, row, weight, has_label, mask, offsets, nu, own, total = ctx.saved_tensors
+        rest = (None,) * 7
+        if _wants_graph():
+            labels = Labels(listed, row, None, weight, has_label)
+            loss = _through_log_lml(x, k, labels, mask, offsets)
+            wanted = [t for t in (x, k) if t.requires_grad]
+            found = iter(torch.autograd.grad(loss, wanted, grad, create_graph=True))
+            return (*(next(found) if t.requires_grad else None for t in (x, k)), *rest)
+        change = -grad * total
+        dx, dk = ops.dual_backward(change, x, nu, mask, offsets)
+        dx = dx.scatter_add(-1, listed.clamp(min=0), -_spread(grad, row) * own)
+        if not k.requires_grad:
+            return (dx, None, *rest)
+        # Where entries tie at +inf, log y = log(k / p): total is the weight of those that are labels.
+        dk = torch.where((nu[0] == -torch.inf) & (total != 0), change / k, dk).to(k.dtype)
+        return (dx, dk.sum() if k.dim() == 0 else dk, *rest)
+
+
+def _spread(per_row: Tensor, row: Tensor | None) -> Tensor:
+    """The number of each row beside its labels or entries."""
+    return per_row.unsqueeze(-1) if row is None else per_row[row]
+
+
+def _sum(t: Tensor, row: Tensor | None, count: int) -> Tensor:
+    """The sum over the labels or entries of each row."""
+    return t.sum(-1) if row is None else t.new_zeros(count).index_add(0, row, t)

@@ -35,13 +35,15 @@ class LogitRows(NamedTuple):
 
 
 class Labels(NamedTuple):
-    """The observed labels of every row, as a list of classes or as a multi-hot.
+    """The observed labels, as a list or as a multi-hot; exactly one of `listed` and `observed` is given.
 
-    Exactly one of `classes` (R, L), where every class appears once and -1 means none, and `observed`, a bool
-    of the shape of `x`, is given. `weight` has the shape of that one; None means 1 for every label.
+    `listed` is (R, L), classes, or with offsets (P,), positions: every label once, -1 for none; `row` is then
+    the row of each position. `observed` is a bool of the shape of `x`. `weight` has the shape of the one that
+    is given; None means 1 for every label.
     """
 
-    classes: Tensor | None
+    listed: Tensor | None
+    row: Tensor | None
     observed: Tensor | None
     weight: Tensor | None
     has_label: Tensor
@@ -90,15 +92,14 @@ def read_labels(rows: LogitRows, target: Tensor, weight: Tensor | None, ignore_i
 
 def multi_hot(rows: LogitRows, labels: Labels) -> Tensor:
     """The observed labels as a bool of the shape of `x`, whatever form they came in."""
-    if labels.classes is None:
+    if labels.listed is None:
         assert labels.observed is not None
         return labels.observed
-    n = rows.x.shape[-1]
-    # As for positions, a column more than there are classes receives the padding.
-    place = torch.where(labels.classes < 0, n, labels.classes)
-    return torch.zeros(rows.number, n + 1, dtype=torch.bool, device=rows.x.device).scatter(-1, place, True)[
-        :, :n
-    ]
+    *outer, n = rows.x.shape
+    # One entry more than there are receives the padding.
+    place = torch.where(labels.listed < 0, n, labels.listed)
+    observed = torch.zeros(*outer, n + 1, dtype=torch.bool, device=rows.x.device)
+    return observed.scatter(-1, place, True)[..., :n]
 
 
 def read_single_label(
@@ -113,8 +114,8 @@ def read_single_label(
             f"is defined for a single label; it is {target.dtype} of shape {_show(target)}."
         )
     labels = read_labels(rows, target, weight, ignore_index)
-    assert labels.classes is not None
-    return labels, labels.classes.clamp(min=0)
+    assert labels.listed is not None
+    return labels, labels.listed.clamp(min=0)
 
 
 def read_k(k: int, largest: int | None) -> int:
@@ -146,24 +147,23 @@ def _class_indices(rows: LogitRows, target: Tensor, weight: Tensor | None, ignor
             f"padded list) or, as bool or floating, {_show(rows.shape, n)} (multi-hot), but it has shape "
             f"{_show(target)}."
         )
-    index = torch.where(given == ignore_index, -1, given)
-    look = index.numel() > 0 and may_look(target)
-    if look:
-        _check_range(given, ignore_index, n, "class indices")
-        if given.shape[1] == n > 2 and int(given.min()) >= 0 and int(given.max()) <= 1:
-            raise ValueError(
-                "`target` is an int64 tensor of zeros and ones, a multi-hot: give `target.bool()`."
-            )
-    if given.shape[1] > 1:
-        # Sorted, a repeated class stands beside itself, and the sum does not depend on the order of the list.
-        index = index.sort(-1, descending=True).values
-        repeated = index[:, 1:] == index[:, :-1]
-        index = torch.cat([index[:, :1], index[:, 1:].masked_fill(repeated, -1)], dim=1)
-    place = index.clamp(min=0)
-    if look and rows.mask is not None and may_look(rows.mask):
-        _check_available(((index >= 0) & ~rows.mask.gather(-1, place)).any())
+    if may_look(target):
+        _check_values(given, ignore_index, n, "class indices", full=given.shape[1] == n)
+    listed = _each_once(torch.where(given == ignore_index, -1, given))
+    place = listed.clamp(min=0)
+    if rows.mask is not None and may_look(target, rows.mask):
+        _check_available((listed >= 0) & ~rows.mask.gather(-1, place))
     label_weight = None if weight is None else weight.to(work_dtype(rows.x.dtype))[place]
-    return Labels(index, None, label_weight, (index >= 0).any(-1))
+    return Labels(listed, None, None, label_weight, (listed >= 0).any(-1))
+
+
+def _each_once(listed: Tensor) -> Tensor:
+    """Sort the last dim and make a repeated label -1, so that neither order nor repetition is felt."""
+    if listed.shape[-1] < 2:
+        return listed
+    listed = listed.sort(-1, descending=True).values
+    repeated = listed[..., 1:] == listed[..., :-1]
+    return torch.cat([listed[..., :1], listed[..., 1:].masked_fill(repeated, -1)], dim=-1)
 
 
 def _multi_hot(rows: LogitRows, target: Tensor, weight: Tensor | None) -> Labels:
@@ -182,12 +182,12 @@ def _multi_hot(rows: LogitRows, target: Tensor, weight: Tensor | None) -> Labels
                 "`target` has a negative entry, but a floating multi-hot holds label weights from 0 on."
             )
         if rows.mask is not None:
-            _check_available((observed & ~rows.mask).any())
+            _check_available(observed & ~rows.mask)
     work = work_dtype(rows.x.dtype)
     label_weight = None if target.dtype == torch.bool and weight is None else target.to(work)
     if weight is not None and label_weight is not None:
         label_weight = label_weight * weight.to(work)
-    return Labels(None, observed, label_weight, _any_in_row(rows, observed))
+    return Labels(None, None, observed, label_weight, _any_in_row(rows, observed))
 
 
 def _positions(rows: LogitRows, target: Tensor, ignore_index: int) -> Labels:
@@ -196,19 +196,18 @@ def _positions(rows: LogitRows, target: Tensor, ignore_index: int) -> Labels:
             f"`target` must be flat with `offsets`: int64 positions into the values, or a multi-hot of their "
             f"shape {_show(rows.x)}; it has shape {_show(target)}."
         )
+    assert rows.offsets is not None
     n = rows.x.shape[0]
     if may_look(target):
-        _check_range(target, ignore_index, n, "positions")
-        if target.numel() == n > 2 and int(target.min()) >= 0 and int(target.max()) <= 1:
-            raise ValueError(
-                "`target` is an int64 tensor of zeros and ones, a multi-hot: give `target.bool()`."
-            )
-    # One entry more than there are values receives the padding. Writing True twice is writing it once.
-    place = torch.where(target == ignore_index, n, target)
-    observed = torch.zeros(n + 1, dtype=torch.bool, device=rows.x.device).scatter(0, place, True)[:n]
+        _check_values(target, ignore_index, n, "positions", full=target.numel() == n)
+    listed = _each_once(torch.where(target == ignore_index, -1, target))
+    valid = listed >= 0
     if rows.mask is not None and may_look(target, rows.mask):
-        _check_available((observed & ~rows.mask).any())
-    return Labels(None, observed, None, _any_in_row(rows, observed))
+        _check_available(~rows.mask[listed[valid]])
+    # The offsets at or before a position, minus one, is its row, also where rows are empty.
+    row = torch.searchsorted(rows.offsets, listed.clamp(min=0), right=True) - 1
+    counts = torch.zeros(rows.number, dtype=torch.int64, device=row.device).index_add(0, row, valid.long())
+    return Labels(listed, row, None, None, counts > 0)
 
 
 def _any_in_row(rows: LogitRows, observed: Tensor) -> Tensor:
@@ -248,7 +247,15 @@ def _check_weight(weight: Tensor, rows: LogitRows) -> None:
         )
 
 
-def _check_range(target: Tensor, ignore_index: int, n: int, what: str) -> None:
+def _check_values(target: Tensor, ignore_index: int, n: int, what: str, full: bool) -> None:
+    """Refuse what is out of range and, if `full`, as long as a row, what can only be meant as a multi-hot."""
+    if target.numel() == 0:
+        return
+    smallest, largest = (int(value) for value in target.aminmax())
+    if full and n > 2 and smallest >= 0 and largest <= 1:
+        raise ValueError("`target` is an int64 tensor of zeros and ones, a multi-hot: give `target.bool()`.")
+    if smallest >= 0 and largest < n:
+        return
     wrong = target[((target < 0) | (target >= n)) & (target != ignore_index)]
     if wrong.numel():
         raise ValueError(
@@ -258,7 +265,7 @@ def _check_range(target: Tensor, ignore_index: int, n: int, what: str) -> None:
 
 
 def _check_available(masked: Tensor) -> None:
-    if bool(masked):
+    if bool(masked.any()):
         raise ValueError(
             "`target` has a label where `mask` is False, but a label must be a class that may be chosen."
         )

@@ -80,8 +80,8 @@ class TruncatedEntropyLoss(TopKLoss):
 def _dense(rows: LogitRows, labels: Labels, k: int) -> Tensor:
     x = rows.x.to(work_dtype(rows.x.dtype))
     observed = multi_hot(rows, labels)
-    if labels.classes is not None:
-        is_label, f = labels.classes >= 0, x.gather(-1, labels.classes.clamp(min=0))
+    if labels.listed is not None:
+        is_label, f = labels.listed >= 0, x.gather(-1, labels.listed.clamp(min=0))
     else:
         is_label, f = observed, x
     competitors = x.masked_fill(_not_competing(rows, observed, labels.has_label.unsqueeze(-1)), -torch.inf)
@@ -99,9 +99,8 @@ def _dense(rows: LogitRows, labels: Labels, k: int) -> Tensor:
 
 def _ragged(rows: LogitRows, labels: Labels, k: int) -> Tensor:
     assert rows.offsets is not None
-    assert labels.observed is not None
     x = rows.x.to(work_dtype(rows.x.dtype))
-    observed = labels.observed
+    observed = multi_hot(rows, labels)
     row = row_index(rows.offsets, x.numel())
     competitors = x.masked_fill(_not_competing(rows, observed, labels.has_label[row]), -torch.inf)
     # The ranks within each row come from sorting everything, by value and then, stably, by row: torch selects

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -118,7 +119,7 @@ class SceneGraphRecall(Metric):
                 f"but it has {number}."
             )
 
-    def compute(self) -> Tensor | dict[str, Tensor]:
+    def compute(self) -> Any:
         """The recall for each k, NaN before the first relation; the names say which recall it is."""
         occurred = self.images > 0
         recall = (self.recalled / self.images)[:, occurred].mean(-1)

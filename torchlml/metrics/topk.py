@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -66,7 +67,7 @@ class TopKRecall(Metric):
             self.found[i] += (found / number).sum()
         self.rows += labels.has_label.sum()
 
-    def compute(self) -> Tensor | dict[str, Tensor]:
+    def compute(self) -> Any:
         """The recall for each k."""
         recall = self.found / self.rows
         if isinstance(self.k, int):
