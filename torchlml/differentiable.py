@@ -9,13 +9,26 @@ from __future__ import annotations
 
 import torch
 from torch import Tensor
-from torch.nn.functional import logsigmoid
+from torch.nn.functional import softplus
 
 from torchlml import ops
 from torchlml.rows import row_index, work_dtype
 from torchlml.solvers.bracketing import Bracketing
 
 _STEPS = 2
+
+
+def logsigmoid(z: Tensor) -> Tensor:
+    """The logarithm of the logistic function; torch's own has no complete rule for vmap."""
+    # The threshold is where softplus becomes the identity: e^-40 is beyond even float64.
+    return -softplus(-z, threshold=40)
+
+
+def sigmoid(z: Tensor) -> Tensor:
+    """The logistic function, with a derivative that is right also where the value rounds to 1."""
+    up = z > 0
+    near = torch.sigmoid(torch.where(up, -z, z))
+    return torch.where(up, 1 - near, near)
 
 
 class DifferentiableRows:
@@ -31,6 +44,7 @@ class DifferentiableRows:
     ) -> None:
         self._index = None if offsets is None else row_index(offsets, x.shape[0])
         x = x.to(work_dtype(x.dtype))
+        self._x = x
         if mask is not None:
             x = torch.where(mask, x, -torch.inf)
         self.hi, self.lo = solve(x, k, offsets, solver)
@@ -55,12 +69,21 @@ class DifferentiableRows:
     def spread(self, per_row: Tensor) -> Tensor:
         return per_row.unsqueeze(-1) if self._index is None else per_row[self._index]
 
+    def dual(self) -> Tensor:
+        """nu itself."""
+        nu = (self.hi + self.lo) + self.correction
+        return torch.where(self.hi.isnan(), self.sum(self._undefined()), nu)
+
+    def _undefined(self) -> Tensor:
+        """NaN with NaN as its derivative, in the rows that have no answer."""
+        return self.spread(torch.where(self.hi.isnan(), self.hi, 0)) * self._x
+
     def fill(self, y: Tensor, absent: float, present: float, infinite: Tensor) -> Tensor:
         """Put the limits where the formula has none: rows without finite nu, infinite and absent entries."""
         hi = self.spread(self.hi)
         y = torch.where(hi == torch.inf, present, torch.where(hi == -torch.inf, absent, y))
         y = torch.where(self.infinite, self.spread(infinite), torch.where(self.absent, absent, y))
-        return torch.where(hi.isnan(), hi + self.z, y)
+        return torch.where(hi.isnan(), self._undefined(), y)
 
     def _implicit_step(self, base: Tensor, k: Tensor) -> Tensor:
         """0, with the derivatives of nu."""
@@ -83,7 +106,7 @@ class DifferentiableRows:
             # At the solution the excess is 0: of its value only rounding is left, of k's not even that.
             excess = (total - total.detach()) - (k - k.detach()).to(base.dtype) * unit
             slope = self.sum(w)
-            step = step - excess / torch.where(slope > 0, slope, 1)
+            step = step - torch.where(self.hi.isinf(), 0, excess / torch.where(slope > 0, slope, 1))
         return step
 
     def _max(self, t: Tensor) -> Tensor:
@@ -106,7 +129,7 @@ def lml(
 ) -> Tensor:
     """y of each row."""
     rows = DifferentiableRows(x, k, mask, offsets, solver)
-    return rows.fill(torch.sigmoid(rows.z), 0.0, 1.0, rows.share).to(x.dtype)
+    return rows.fill(sigmoid(rows.z), 0.0, 1.0, rows.share).to(x.dtype)
 
 
 def log_lml(
@@ -124,4 +147,4 @@ def lml_dual(
 ) -> Tensor:
     """nu of each row."""
     rows = DifferentiableRows(x, k, mask, offsets, solver)
-    return ((rows.hi + rows.lo) + rows.correction).to(x.dtype)
+    return rows.dual().to(x.dtype)

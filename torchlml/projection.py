@@ -132,7 +132,7 @@ class LML(nn.Module):
         bound: str = "exactly",
     ) -> None:
         super().__init__()
-        if not temperature > 0:
+        if isinstance(temperature, (str, Tensor)) or not temperature > 0:
             raise ValueError(f"`temperature` must be a positive number, but it is {temperature}.")
         check_solver(solver)
         bounds.check_bound(bound)
@@ -144,11 +144,8 @@ class LML(nn.Module):
 
     def forward(self, x: Tensor, *, mask: Tensor | None = None, offsets: Tensor | None = None) -> Tensor:
         scaled = x if self.temperature == 1 else x / self.temperature
-        return lml(
-            scaled, self.k, self.dim, mask=mask, offsets=offsets, solver=self.solver, bound=self.bound
-        )
+        return lml(scaled, self.k, self.dim, mask=mask, offsets=offsets, solver=self.solver, bound=self.bound)
 
     def extra_repr(self) -> str:
         settings = f"k={self.k}, dim={self.dim}, temperature={self.temperature}, solver={self.solver!r}"
         return settings if self.bound == "exactly" else f"{settings}, bound={self.bound!r}"
-
