@@ -71,7 +71,7 @@ def test_version_is_the_same_everywhere():
         (["info", "--json"], "`--json`"),
         (["demo", "--k", "0"], "`--k` is 0"),
         (["demo", "--k", "10"], "`--k` is 10"),
-        (["demo", "--k", "nan"], "`--k` is nan"),
+        (["demo", "--k", "nan"], "--k"),
         (["demo", "--k", "three"], "--k"),
         (["demo", "--k"], "--k"),
         (["demo", "--out", __file__], "`--out`"),
@@ -192,17 +192,6 @@ def test_a_reader_that_leaves_early_is_no_failure():
         ["bash", "-o", "pipefail", "-c", command], capture_output=True, text=True, cwd=ROOT, timeout=120
     )
     assert (done.returncode, done.stderr) == (0, "")
-
-
-def test_demo_prints_the_table_and_draws_the_picture(capsys, tmp_path):
-    out_folder = tmp_path / "a" / "b"
-    code, out, err = run(capsys, "demo", "--k", "2.5", "--out", str(out_folder))
-    assert code == 0
-    assert err == ""
-    assert re.search(r"sum .*1\.0000 .*2\.5000", out)
-    assert [path.name for path in out_folder.iterdir()] == ["lml.png"]
-    assert (out_folder / "lml.png").read_bytes().startswith(b"\x89PNG")
-    assert str(out_folder / "lml.png") in out
 
 
 def test_a_file_is_replaced_whole_or_not_at_all(tmp_path):

@@ -11,7 +11,7 @@ import io
 import os
 import sys
 import traceback
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import NamedTuple, TypeVar
 
 import torchlml
@@ -27,9 +27,12 @@ class Command(NamedTuple):
 
 
 COMMANDS = {
-    "demo": Command("torchlml.experiments.demo", "project an example, print it beside softmax, draw it"),
+    "demo": Command("torchlml.experiments.demo", "learn the labels nobody wrote down, with five losses"),
     "info": Command("torchlml.info", "print versions, the kernel in use, threads, devices, extras"),
     "bench": Command("torchlml.bench.command", "time lml beside softmax, topk, sort and sigmoid"),
+    "figures": Command(
+        "torchlml.experiments.figures.command", "draw a figure of the documentation or a study"
+    ),
 }
 
 
@@ -116,6 +119,24 @@ def parse_settings(
         rule = next((i for i, line in enumerate(lines) if set(line) == {"─"}), len(lines))
         said = " ".join(lines[:rule]).rstrip(".")
         raise BadInput(f"{said} (`torchlml {command} --help` explains every option).") from None
+
+
+def choose(command: str, table: Mapping[str, Command], arguments: Sequence[str]) -> None:
+    """Runs the one of a command's parts that its first argument names, as in `torchlml train cifar100`.
+
+    Args:
+        command: The subcommand's name.
+        table: The parts by name.
+        arguments: What followed the subcommand's name.
+    """
+    name = arguments[0] if arguments else "--help"
+    if name in ("-h", "--help"):
+        parts = "\n".join(f"  {part:<18}{entry.summary}" for part, entry in table.items())
+        sys.stdout.write(f"usage: torchlml {command} NAME [OPTIONS]\n\nnames:\n{parts}\n")
+    elif name in table:
+        importlib.import_module(table[name].module).main(arguments[1:])
+    else:
+        raise BadInput(f"`torchlml {command}` has no `{name}`: the names are {', '.join(table)}.")
 
 
 def _dispatch(words: list[str]) -> None:

@@ -1,0 +1,1 @@
+"""`torchlml figures NAME`: every picture of the documentation and of the studies, drawn again."""

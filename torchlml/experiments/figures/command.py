@@ -1,0 +1,16 @@
+"""`torchlml figures NAME`: finds the figure."""
+
+from collections.abc import Sequence
+
+from torchlml.cli import Command, choose
+
+FIGURES = {
+    "projection": Command(
+        "torchlml.experiments.figures.projection", "one row through softmax, sigmoid and lml"
+    ),
+}
+
+
+def main(arguments: Sequence[str]) -> None:
+    """Draws the figure that is named first in the arguments."""
+    choose("figures", FIGURES, arguments)
