@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import torch
@@ -155,29 +156,36 @@ class _Loss(torch.autograd.Function):
         mask: Tensor | None,
         offsets: Tensor | None,
     ) -> Tensor:
-        # An infinite nu has no derivatives: a row without labels counts for nothing, even if it holds a NaN.
-        nu = torch.where(has_label, ops.solve(x, k, mask, offsets), -torch.inf)
-        hi, lo = _spread(nu[0], row), _spread(nu[1], row)
+        nu = ops.solve(x, k, mask, offsets)
         is_label, place = listed >= 0, listed.clamp(min=0)
         c = is_label.to(x.dtype) if weight is None else torch.where(is_label, weight, 0)
         entries = x.gather(-1, place)
         if mask is not None:
             entries = torch.where(mask.gather(-1, place), entries, -torch.inf)
+        hi, lo = nu.unsqueeze(-1) if row is None else nu[:, row]
         z = (entries + hi) + lo
-        log_y = torch.where((entries == -torch.inf) & ~hi.isnan(), -torch.inf, logsigmoid(z))
-        own = torch.where(entries.isfinite() & hi.isfinite(), c * torch.sigmoid(-z), 0)
-        tied = (entries == torch.inf) & (hi == -torch.inf)
-        if not may_look(x) or bool(tied.any()):
-            # p > k entries are +inf: they are k/p each, and move with k but not with x.
+        # Every row of a matrix is in z; of packed rows only those with a label are.
+        if may_look(z) and math.isfinite(z.sum() if row is None else z.sum() + nu.sum()):
+            loss, own = c * logsigmoid(z), c * torch.sigmoid(-z)
+            total = _sum(own, row, has_label.shape[0])
+        else:
+            # An infinite nu has no derivatives: a row without labels counts for nothing, whatever is in it.
+            nu = torch.where(has_label, nu, -torch.inf)
+            hi = _spread(nu[0], row)
+            tied = (entries == torch.inf) & (hi == -torch.inf)
             values, rows = _prepare(x, mask, offsets)
-            log_y = torch.where(tied, _spread(_share(values, k, nu, rows).log(), row), log_y)
-        total = _sum(torch.where(tied, c, own), row, has_label.shape[0])
-        ctx.save_for_backward(x, k, listed, row, weight, has_label, mask, offsets, nu, own, total)
-        return -_sum(torch.where(c == 0, 0, c * log_y), row, has_label.shape[0])
+            log_share = _spread(_share(values, k, nu, rows).log(), row)
+            log_y = torch.where((entries == -torch.inf) & ~hi.isnan(), -torch.inf, logsigmoid(z))
+            loss = torch.where(c == 0, 0, c * torch.where(tied, log_share, log_y))
+            own = torch.where(entries.isfinite() & hi.isfinite(), c * torch.sigmoid(-z), 0)
+            # p > k entries that are +inf get k/p each: they move with k but not with x.
+            total = _sum(torch.where(tied, c, own), row, has_label.shape[0])
+        ctx.save_for_backward(x, k, listed, row, weight, has_label, mask, offsets, nu, place, own, total)
+        return -_sum(loss, row, has_label.shape[0])
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        x, k, listed, row, weight, has_label, mask, offsets, nu, own, total = ctx.saved_tensors
+        x, k, listed, row, weight, has_label, mask, offsets, nu, place, own, total = ctx.saved_tensors
         rest = (None,) * 7
         if _wants_graph():
             labels = Labels(listed, row, None, weight, has_label)
@@ -187,7 +195,7 @@ class _Loss(torch.autograd.Function):
             return (*(next(found) if t.requires_grad else None for t in (x, k)), *rest)
         change = -grad * total
         dx, dk = ops.dual_backward(change, x, nu, mask, offsets)
-        dx = dx.scatter_add(-1, listed.clamp(min=0), -_spread(grad, row) * own)
+        dx.scatter_add_(-1, place, -_spread(grad, row) * own)
         if not k.requires_grad:
             return (dx, None, *rest)
         # Where entries tie at +inf, log y = log(k / p): total is the weight of those that are labels.

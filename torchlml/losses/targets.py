@@ -147,9 +147,10 @@ def _class_indices(rows: LogitRows, target: Tensor, weight: Tensor | None, ignor
             f"padded list) or, as bool or floating, {_show(rows.shape, n)} (multi-hot), but it has shape "
             f"{_show(target)}."
         )
-    if may_look(target):
-        _check_values(given, ignore_index, n, "class indices", full=given.shape[1] == n)
-    listed = _each_once(torch.where(given == ignore_index, -1, given))
+    if may_look(target) and _check_values(given, ignore_index, n, "class indices", full=given.shape[1] == n):
+        listed = _each_once(given)
+    else:
+        listed = _each_once(torch.where(given == ignore_index, -1, given))
     place = listed.clamp(min=0)
     if rows.mask is not None and may_look(target, rows.mask):
         _check_available((listed >= 0) & ~rows.mask.gather(-1, place))
@@ -247,21 +248,25 @@ def _check_weight(weight: Tensor, rows: LogitRows) -> None:
         )
 
 
-def _check_values(target: Tensor, ignore_index: int, n: int, what: str, full: bool) -> None:
-    """Refuse what is out of range and, if `full`, as long as a row, what can only be meant as a multi-hot."""
+def _check_values(target: Tensor, ignore_index: int, n: int, what: str, full: bool) -> bool:
+    """Refuse what is out of range and, if `full`, as long as a row, what can only be meant as a multi-hot.
+
+    True means that every number is a label.
+    """
     if target.numel() == 0:
-        return
+        return True
     smallest, largest = (int(value) for value in target.aminmax())
     if full and n > 2 and smallest >= 0 and largest <= 1:
         raise ValueError("`target` is an int64 tensor of zeros and ones, a multi-hot: give `target.bool()`.")
     if smallest >= 0 and largest < n:
-        return
+        return not smallest <= ignore_index <= largest
     wrong = target[((target < 0) | (target >= n)) & (target != ignore_index)]
     if wrong.numel():
         raise ValueError(
             f"`target` must hold {what} from 0 to {n - 1}, or `ignore_index` = {ignore_index}, but "
             f"{int(wrong[0])} is in it."
         )
+    return False
 
 
 def _check_available(masked: Tensor) -> None:

@@ -7,7 +7,7 @@ from torch import Tensor
 from torch.nn.functional import logsigmoid
 
 from torchlml.losses.reduction import TopKLoss, check_reduction, reduce
-from torchlml.losses.targets import Labels, LogitRows, multi_hot, read_k, read_labels, read_logits
+from torchlml.losses.targets import Labels, LogitRows, may_look, multi_hot, read_k, read_labels, read_logits
 from torchlml.rows import row_index, work_dtype
 
 
@@ -79,21 +79,33 @@ class TruncatedEntropyLoss(TopKLoss):
 
 def _dense(rows: LogitRows, labels: Labels, k: int) -> Tensor:
     x = rows.x.to(work_dtype(rows.x.dtype))
-    observed = multi_hot(rows, labels)
+    every_row = may_look(labels.has_label) and bool(labels.has_label.all())
     if labels.listed is not None:
         is_label, f = labels.listed >= 0, x.gather(-1, labels.listed.clamp(min=0))
+        # Padding points at the row's first label, which is the largest of the sorted list.
+        out = torch.where(is_label, labels.listed, labels.listed.amax(-1, keepdim=True).clamp(min=0))
     else:
-        is_label, f = observed, x
-    competitors = x.masked_fill(_not_competing(rows, observed, labels.has_label.unsqueeze(-1)), -torch.inf)
+        assert labels.observed is not None
+        is_label, f = labels.observed, x
+        out = labels.observed.long().argmax(-1, keepdim=True)
+    competitors = x
+    if labels.listed is None or rows.mask is not None or not every_row:
+        observed = is_label if labels.listed is None else None
+        absent = _not_competing(rows, observed, labels.has_label.unsqueeze(-1))
+        competitors = x.masked_fill(absent, -torch.inf)
     # Every row that counts has a label, so it drops at most k - 1 competitors: a selection, not a sort.
     if k > 1:
-        top = competitors.topk(k - 1, dim=-1)
-        dropped = torch.arange(k - 1, device=x.device) < k - observed.sum(-1, keepdim=True)
-        kept = competitors.scatter(-1, top.indices, top.values.masked_fill(dropped, -torch.inf))
+        top = competitors.detach().scatter(-1, out, -torch.inf).topk(k - 1, dim=-1)
+        dropped = torch.arange(k - 1, device=x.device) < k - is_label.sum(-1, keepdim=True)
+        rest = _logsumexp(
+            competitors.scatter(
+                -1, torch.cat([out, torch.where(dropped, top.indices, out[:, :1])], -1), -torch.inf
+            )
+        )
         # topk counts NaN as the largest value; it must not be forgiven.
-        rest = torch.where(top.values[:, :1].isnan(), torch.nan, _logsumexp(kept))
+        rest = torch.where(top.values[:, :1].isnan(), torch.nan, rest)
     else:
-        rest = _logsumexp(competitors)
+        rest = _logsumexp(competitors.scatter(-1, out, -torch.inf))
     return _entropy(rest, f, is_label, labels.weight).sum(-1)
 
 
@@ -124,9 +136,9 @@ def _ragged(rows: LogitRows, labels: Labels, k: int) -> Tensor:
     return torch.zeros_like(rest).index_add(0, row, loss)
 
 
-def _not_competing(rows: LogitRows, observed: Tensor, has_label: Tensor) -> Tensor:
+def _not_competing(rows: LogitRows, observed: Tensor | None, has_label: Tensor) -> Tensor:
     """Labels, masked entries, and all of a row that does not count, so that a NaN there is not felt."""
-    absent = observed | ~has_label
+    absent = ~has_label if observed is None else observed | ~has_label
     return absent if rows.mask is None else absent | ~rows.mask
 
 
