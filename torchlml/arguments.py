@@ -98,6 +98,12 @@ def check_solver(solver: str | Bracketing) -> Bracketing | None:
     raise ValueError(f"`solver` must be 'newton', 'bracketing' or a Bracketing, but it is {solver!r}.")
 
 
+def check_temperature(temperature: Any) -> None:
+    """A positive number, or an error."""
+    if not isinstance(temperature, _NUMBERS) or not 0 < temperature < math.inf:
+        raise ValueError(f"`temperature` must be a positive number, but it is {temperature!r}.")
+
+
 def _check_mask(mask: Tensor, x: Tensor) -> Tensor:
     if not isinstance(mask, Tensor) or mask.dtype != torch.bool:
         came = mask.dtype if isinstance(mask, Tensor) else type(mask).__name__

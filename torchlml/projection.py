@@ -5,7 +5,7 @@ from __future__ import annotations
 from torch import Tensor, nn
 
 from torchlml import autograd
-from torchlml.arguments import canonical, check_solver
+from torchlml.arguments import canonical, check_solver, check_temperature
 from torchlml.family import bounds
 from torchlml.solvers.bracketing import Bracketing
 
@@ -132,8 +132,7 @@ class LML(nn.Module):
         bound: str = "exactly",
     ) -> None:
         super().__init__()
-        if isinstance(temperature, (str, Tensor)) or not temperature > 0:
-            raise ValueError(f"`temperature` must be a positive number, but it is {temperature}.")
+        check_temperature(temperature)
         check_solver(solver)
         bounds.check_bound(bound)
         self.k = k
