@@ -100,7 +100,9 @@ def check_solver(solver: str | Bracketing) -> Bracketing | None:
 
 def check_temperature(temperature: Any) -> None:
     """A positive number, or an error."""
-    if not isinstance(temperature, _NUMBERS) or not 0 < temperature < math.inf:
+    if not isinstance(temperature, _NUMBERS):
+        raise TypeError(f"`temperature` must be a positive number, but it is {temperature!r}.")
+    if not 0 < temperature < math.inf:
         raise ValueError(f"`temperature` must be a positive number, but it is {temperature!r}.")
 
 
@@ -161,7 +163,7 @@ def _check_k(k: Any, rows: torch.Size, most: int | None, device: torch.device) -
     if k.dim() == 0:
         return k
     try:
-        return k.expand(rows).reshape(-1)
+        return k.expand(rows).reshape(-1).contiguous()
     except RuntimeError:
         raise ValueError(
             f"`k` must be a number or broadcast to one number per row, {tuple(rows)}, "
