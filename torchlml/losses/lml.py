@@ -193,9 +193,10 @@ class _Loss(torch.autograd.Function):
             wanted = [t for t in (x, k) if t.requires_grad]
             found = iter(torch.autograd.grad(loss, wanted, grad, create_graph=True))
             return (*(next(found) if t.requires_grad else None for t in (x, k)), *rest)
-        change = -grad * total
+        minus = -grad
+        change = minus * total
         dx, dk = ops.dual_backward(change, x, nu, mask, offsets)
-        dx.scatter_add_(-1, place, -_spread(grad, row) * own)
+        dx.scatter_add_(-1, place, _spread(minus, row) * own)
         if not k.requires_grad:
             return (dx, None, *rest)
         # Where entries tie at +inf, log y = log(k / p): total is the weight of those that are labels.

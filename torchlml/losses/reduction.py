@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-from torchlml.losses.targets import Labels, LogitRows
+from torchlml.losses.targets import Labels, LogitRows, may_look
 
 REDUCTIONS = ("mean", "sum", "none")
 
@@ -23,7 +23,8 @@ def reduce(loss: Tensor, labels: Labels, reduction: str, rows: LogitRows) -> Ten
     `F.cross_entropy` gives NaN: a batch of images without a single relation must not poison a training run.
     """
     if reduction == "mean":
-        loss = loss.sum() / labels.has_label.sum().clamp(min=1)
+        count = labels.has_label.sum()
+        loss = loss.sum() / (max(1, int(count)) if may_look(count) else count.clamp(min=1))
     elif reduction == "sum":
         loss = loss.sum()
     else:

@@ -72,7 +72,9 @@ def read_logits(logits: Tensor, mask: Tensor | None, offsets: Tensor | None) -> 
     shape = logits.shape[:-1]
     flat = (shape.numel(), logits.shape[-1])
     mask = None if mask is None else mask.expand(logits.shape).reshape(flat).contiguous()
-    return LogitRows(logits.reshape(flat).contiguous(), mask, None, shape)
+    # A view of what is already in rows would only cost a node in the graph.
+    x = logits if logits.dim() == 2 else logits.reshape(flat)
+    return LogitRows(x.contiguous(), mask, None, shape)
 
 
 def read_labels(rows: LogitRows, target: Tensor, weight: Tensor | None, ignore_index: int) -> Labels:
