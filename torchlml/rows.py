@@ -45,7 +45,11 @@ class DenseRows:
         """The `rank`-th largest entry of each row (past its end the last); `rank` is 0-d or one per row."""
         rank = rank.clamp(1, self.length)
         if rank.dim() == 0:
-            return x.kthvalue(self.length + 1 - int(rank), dim=-1).values
+            # topk selects faster than kthvalue does, and fastest from the nearer end.
+            top = int(rank)
+            if 2 * top <= self.length:
+                return x.topk(top, sorted=False).values.amin(-1)
+            return x.topk(self.length + 1 - top, largest=False, sorted=False).values.amax(-1)
         return x.sort(-1, descending=True).values.gather(-1, rank.unsqueeze(-1) - 1).squeeze(-1)
 
 
