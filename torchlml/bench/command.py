@@ -18,7 +18,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
 import torchlml
-from torchlml.bench import memory, records, report
+from torchlml.bench import losses, memory, records, report
 from torchlml.bench.cases import BASELINE, MODES, PROJECTION, Case, Mode, Provider, call_of
 from torchlml.bench.records import Record
 from torchlml.bench.timing import Quantiles, race
@@ -62,6 +62,8 @@ class BenchSettings:
     """The PNG of the times in the whole CSV; by default beside the CSV, with its name."""
     compare: Path | None = None
     """The CSV of an earlier run, whose ratios are shown beside the new ones."""
+    losses: bool = False
+    """Time the losses instead, on their own problems; only threads, repetitions, seconds and csv count then."""
     quick: bool = False
     """Begin from a small selection that takes well under a minute; other options still change it."""
 
@@ -87,6 +89,11 @@ def run(settings: BenchSettings, console: Console) -> None:
         console: Where the progress, the tables and what was written go.
     """
     providers, cases = _checked(settings)
+    if settings.losses:
+        if settings.csv.exists():
+            records.read(settings.csv, "--csv")
+        losses.run(settings.threads, settings.repetitions, settings.seconds, settings.csv, console)
+        return
     plot = settings.plot or settings.csv.with_suffix(".png")
     earlier = records.latest(records.read(settings.compare, "--compare")) if settings.compare else {}
     if settings.csv.exists():
