@@ -16,7 +16,8 @@ def test_the_losses_are_timed_into_the_csv(tmp_path, capsys, monkeypatch):
     path = tmp_path / "losses.csv"
     assert cli.main(["bench", "--losses", "--repetitions", "1", "--csv", str(path)]) == 0
     assert "smooth_topk_svm_loss" in capsys.readouterr().out
-    rows = list(csv.DictReader(path.open()))
+    with path.open(newline="") as file:
+        rows = list(csv.DictReader(file))
     compared = {(row["operator"], row["n"], row["k"]) for row in rows}
     assert len(compared) == 5
     for row in rows:

@@ -63,7 +63,7 @@ class BenchSettings:
     compare: Path | None = None
     """The CSV of an earlier run, whose ratios are shown beside the new ones."""
     losses: bool = False
-    """Time the losses instead, on their own problems; only threads, repetitions, seconds and csv count then."""
+    """Time the losses instead, on their own problems; only threads, repetitions, seconds and csv count."""
     quick: bool = False
     """Begin from a small selection that takes well under a minute; other options still change it."""
 

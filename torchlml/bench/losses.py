@@ -1,4 +1,4 @@
-"""The losses, timed forward and backward beside what they are to be compared with: `torchlml bench --losses`."""
+"""The losses, timed forward and backward beside what they compete with: `torchlml bench --losses`."""
 
 import json
 from collections.abc import Callable, Iterator
