@@ -25,7 +25,7 @@ _CUT_STEPS = 4
 _FREE_STEPS = 10
 _MAX_STEPS = 40
 # On a GPU nobody looks whether the rows have converged, since looking would stall it: it always takes these.
-_BLIND_STEPS = 24
+_BLIND_STEPS = 12
 
 
 def newton(x: Tensor, k: Tensor, m: Tensor, ordinary: Tensor, rows: Rows) -> Tensor:

@@ -52,7 +52,8 @@ def residual(x: Tensor, k: Tensor, nu: Tensor, scale: Tensor, rows: Rows) -> Res
     """
     z = shifted(x, nu, rows)
     up = z > 0
-    e = torch.exp(rows.spread(scale) - z.abs())  # e^scale e^-|z|
+    # e^scale e^-|z|. No entry is nearer than `scale`, but z of 1e20 may be rounded to be so, by thousands.
+    e = torch.exp((rows.spread(scale) - z.abs()).clamp(max=1))
     shrink = rows.spread(torch.exp(-scale))
     t = e / (1 + e * shrink)
     w = t / (1 + e * shrink)
