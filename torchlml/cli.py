@@ -30,6 +30,10 @@ COMMANDS = {
     "demo": Command("torchlml.experiments.demo", "learn the labels nobody wrote down, with five losses"),
     "info": Command("torchlml.info", "print versions, the kernel in use, threads, devices, extras"),
     "bench": Command("torchlml.bench.command", "time lml beside softmax, topk, sort and sigmoid"),
+    "train": Command(
+        "torchlml.experiments.train", "train a network: a run that can be continued when killed"
+    ),
+    "sweep": Command("torchlml.experiments.sweep", "run a grid of training runs on all cores, into one CSV"),
     "figures": Command(
         "torchlml.experiments.figures.command", "draw a figure of the documentation or a study"
     ),
@@ -68,8 +72,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         # The reader of a pipe (`torchlml info | head -1`) left early; Python would say so again at exit.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0
-    except KeyboardInterrupt:
-        return _fail("Interrupted.", 130, debug)
+    except KeyboardInterrupt as stop:  # with a sentence where something can be continued
+        return _fail(str(stop) or "Interrupted.", 130, debug)
     except BadInput as error:
         return _fail(str(error), 2, debug)
     except ModuleNotFoundError as error:

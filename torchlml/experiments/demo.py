@@ -133,9 +133,9 @@ def _setting(settings: DemoSettings) -> str:
         f"Each image shows {settings.k} different handwritten digits side by side; the training set has "
         f"{settings.images} images and names one digit of each. The same small network is trained with each "
         f"loss for {settings.epochs} epochs, from the same weights with the same batches, and tested on 2000 "
-        f"images in other handwriting, with {settings.seeds} seeds. In the uniform case each digit of an "
-        f"image is equally likely to be the one named; in the skewed case a 0 is named {images.SKEW:g} times as "
-        "readily as a 9."
+        f"images in other handwriting, with {settings.seeds} seeds. In the uniform case each digit of "
+        f"an image is equally likely to be the one named; in the skewed case a 0 is named {images.SKEW:g} times "
+        "as readily as a 9."
     )
 
 

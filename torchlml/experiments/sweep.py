@@ -1,0 +1,14 @@
+"""`torchlml sweep NAME`: finds the grid."""
+
+from collections.abc import Sequence
+
+from torchlml.cli import Command, choose
+
+SWEEPS = {
+    "cifar100": Command("torchlml.experiments.cifar100.sweep", "losses x noise levels x seeds, and tuning"),
+}
+
+
+def main(arguments: Sequence[str]) -> None:
+    """Runs the grid that is named first in the arguments."""
+    choose("sweep", SWEEPS, arguments)

@@ -1,0 +1,14 @@
+"""`torchlml train NAME`: finds the experiment."""
+
+from collections.abc import Sequence
+
+from torchlml.cli import Command, choose
+
+EXPERIMENTS = {
+    "cifar100": Command("torchlml.experiments.cifar100.command", "top-5 classification under label noise"),
+}
+
+
+def main(arguments: Sequence[str]) -> None:
+    """Trains the experiment that is named first in the arguments."""
+    choose("train", EXPERIMENTS, arguments)
