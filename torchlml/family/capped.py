@@ -18,6 +18,7 @@ from torch import Tensor
 from torchlml import ops
 from torchlml.arguments import _NUMBERS, Canonical, _readable, canonical
 from torchlml.rows import DenseRows, RaggedRows, wide_dtype
+from torchlml.solvers.newton import add
 from torchlml.solvers.residual import shifted
 
 _Solver = Callable[[Tensor, Tensor, Tensor, "Tensor | None"], Tensor]
@@ -46,6 +47,11 @@ def operator(name: str, solver: _Solver) -> _Solver:
 
     torch.library.register_vmap(f"torchlml::{name}", mapped, lib=_library)
     return call
+
+
+def pair(hi: Tensor, lo: Tensor) -> Tensor:
+    """hi + lo as a nu, (2, R): what fits in the first, the rest in the second."""
+    return add(torch.stack([hi, torch.zeros_like(hi)]), lo)
 
 
 class CappedRows:
@@ -155,5 +161,5 @@ def _check_room(k: Tensor, bounds: Tensor, upper: float | Tensor) -> None:
     if missing[row] > 0:
         needed = k if k.dim() == 0 else k[row]
         raise ValueError(
-            f"`upper` must sum to at least k in every row, but it sums to {room[row]:g} where k is {needed:g}."
+            f"`upper` must sum to at least k in each row, but it sums to {room[row]:g} where k is {needed:g}."
         )

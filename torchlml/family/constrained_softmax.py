@@ -5,8 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from torchlml.family.capped import CappedRows, operator, read
-from torchlml.rows import Rows, rows_of
+from torchlml.family.capped import CappedRows, operator, pair, read
+from torchlml.rows import rows_of
 from torchlml.solvers.newton import add
 from torchlml.solvers.residual import shifted
 
@@ -67,41 +67,48 @@ def _solve(x: Tensor, k: Tensor, upper: Tensor, offsets: Tensor | None) -> Tenso
 
     For any set of saturated entries, sum of their bounds + sum of exp(x + nu) over the others = k has a root
     that is at most nu, because each term is at least min(upper, exp(x + nu)). So the entries that exceed
-    their bounds at a root found so far do so at nu as well: the set grows, at most n times, until it is right.
-    Long staircases would be climbed one step at a time; there, bisection takes turns.
+    their bounds at a root found so far do so at nu as well: the set grows, at most n times, until it is
+    right. Long staircases would be climbed one step at a time; there, bisection takes turns.
     """
     rows = rows_of(x, offsets)
     if x.numel() == 0:
         return x.new_zeros(2, rows.count)
     finite = x.isfinite()
-    tolerance = 8 * torch.finfo(x.dtype).eps
+    epsilon = torch.finfo(x.dtype).eps
     # No entry gets more than k, so a bound of 2 k is none, and is finite.
     limit = torch.minimum(upper, rows.spread(2 * k)).log()
     largest = rows.max(torch.where(finite, x, -torch.inf))
     busy = largest.isfinite()
     nu = torch.stack([torch.where(busy, -largest, 0), torch.zeros_like(largest)])
-    z = shifted(x, nu, rows)
-    step = (k - rows.sum(torch.where(x == torch.inf, upper, 0))).log() - _log_sum_exp(z, finite, rows)
-    step = torch.where(busy, step, 0)
+    saturated = x == torch.inf
     # How far it is from nu to what is proven to be below and above the root.
-    below = torch.zeros_like(k)
-    above = rows.max(torch.where(finite, limit - z, -torch.inf)) - step
-    nu = add(nu, step)
+    below = slack = torch.full_like(k, torch.inf)
+    above = rows.max(torch.where(finite, limit - shifted(x, nu, rows), -torch.inf))
     for number in range(_MAX_PASSES):
-        z = shifted(x, nu, rows)
-        saturated = _above(z, limit)
-        rest = k - rows.sum(torch.where(saturated, upper, 0))
-        log_sum = _log_sum_exp(z, finite & ~saturated, rows)
-        step = rest.clamp(min=0).log() - log_sum
-        slack = tolerance * (1 + log_sum.abs())
-        busy = busy & ~((below == 0) & ~(step > slack))
-        if not bool(busy.any()):
-            break
+        previous = saturated
+        if number:
+            saturated = _above(shifted(x, nu, rows), limit)
+        free = finite & ~saturated
+        rest = (k - rows.sum(torch.where(saturated, upper, 0))).clamp(min=0)
+        # The root for this set, as a pair: the largest free entry is its high part, exactly.
+        largest = rows.max(torch.where(free, x, -torch.inf))
+        largest = torch.where(largest.isfinite(), largest, 0)
+        total = rows.sum(torch.where(free, torch.exp(x - rows.spread(largest)), 0))
+        root = pair(-largest, rest.log() - total.log())
+        step = torch.where(rest > 0, (root[0] - nu[0]) + (root[1] - nu[1]), -torch.inf)
+        if number:
+            repeated = (rows.sum(saturated != previous) == 0) & (below <= slack)
+            busy = busy & ~(repeated | (step.abs() <= 4 * epsilon * (1 + root[1].abs())))
+            if not bool(busy.any()):
+                break
         lower, top = torch.maximum(step, -below), torch.where(step > 0, above, 0)
-        move = (lower + top) / 2 if number >= _FREE_PASSES and number % 2 else lower
-        move = torch.where(busy, move, 0)
-        nu = add(nu, move)
-        below, above = torch.where(busy, move - lower, 0), top - move
+        # The proof is as good as the arithmetic, which rounds a large step.
+        slack = 4 * epsilon * lower.abs()
+        halving = number >= _FREE_PASSES and number % 2 == 1
+        move = (lower + top) / 2 if halving else lower
+        moved = torch.where(move == step, root, add(nu, torch.where(busy, move, 0)))
+        nu = torch.where(busy, moved, nu)
+        below, above = move - lower + slack, top - move + slack
     return nu
 
 
@@ -110,10 +117,4 @@ _dual = operator("constrained_softmax_dual", _solve)
 
 def _above(z: Tensor, limit: Tensor) -> Tensor:
     # An entry that reaches its bound up to rounding still counts as free: it is the one that k moves.
-    return z > limit + 8 * torch.finfo(z.dtype).eps * (1 + limit.abs())
-
-
-def _log_sum_exp(z: Tensor, of: Tensor, rows: Rows) -> Tensor:
-    largest = rows.max(torch.where(of, z, -torch.inf))
-    largest = torch.where(largest.isfinite(), largest, 0)
-    return rows.sum(torch.where(of, torch.exp(z - rows.spread(largest)), 0)).log() + largest
+    return z > limit + 8 * torch.finfo(z.dtype).eps * (1 + limit.abs().clamp(max=1000))

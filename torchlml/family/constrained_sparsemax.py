@@ -5,8 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from torchlml.family.capped import CappedRows, operator, read
-from torchlml.rows import rows_of
+from torchlml.family.capped import CappedRows, operator, pair, read
+from torchlml.rows import Rows, rows_of
 from torchlml.solvers.newton import add
 from torchlml.solvers.residual import shifted
 
@@ -55,41 +55,63 @@ def _solve(x: Tensor, k: Tensor, upper: Tensor, offsets: Tensor | None) -> Tenso
     """nu of every row, by Newton's method on a piecewise linear function; see `capped.operator`.
 
     A step is exact once it does not change which entries are at which bound, and there are finitely many
-    ways to be so. A step that would leave the proven bracket halves it instead, and in the end every second
-    one does.
+    ways to be so. Where the function is flat, nu goes to the next entry that would change it; a step that
+    would leave the proven bracket halves it instead, and in the end every second one does.
     """
     rows = rows_of(x, offsets)
     if x.numel() == 0:
         return x.new_zeros(2, rows.count)
     finite = x.isfinite()
-    tolerance = 8 * torch.finfo(x.dtype).eps * k
+    epsilon = torch.finfo(x.dtype).eps
     largest = rows.max(torch.where(finite, x, -torch.inf))
     busy = largest.isfinite()
     # At this nu no finite entry exceeds its part of what they share, so it is not above the root.
-    top = rows.sum(torch.where(x == torch.inf, upper, 0))
-    start = torch.stack([-largest, (k - top) / rows.sum(finite)])
-    nu = add(torch.where(busy, start, 0), torch.zeros_like(k))
-    below = torch.zeros_like(k)
+    part = (k - rows.sum(torch.where(x == torch.inf, upper, 0))) / rows.sum(finite)
+    nu = torch.stack([torch.where(busy, -largest, 0), torch.where(busy, part, 0)])
     # No entry gets more than k, so a bound of 2 k is none, and is finite.
     limit = torch.minimum(upper, rows.spread(2 * k))
+    # How far it is from nu to what is proven to be below and above the root.
+    below = torch.zeros_like(k)
     above = rows.max(torch.where(finite, limit - shifted(x, nu, rows), -torch.inf))
+    saturated = free = torch.zeros_like(finite)
+    whole = torch.zeros_like(busy)
     for number in range(_MAX_PASSES):
         z = shifted(x, nu, rows)
+        before = saturated, free
         saturated = z > limit
-        free = (z > 0) & ~saturated
+        free = (z >= 0) & ~saturated & finite
         excess = rows.sum(torch.where(saturated, upper, torch.where(free, z, 0))) - k
-        busy = busy & (excess.abs() > tolerance)
+        repeated = rows.sum((saturated != before[0]) | (free != before[1])) == 0
+        busy = busy & (excess.abs() > 4 * epsilon * k) & ~(whole & repeated)
         if not bool(busy.any()):
             break
         below, above = torch.where(excess < 0, 0, below), torch.where(excess > 0, 0, above)
-        step, halving = -excess / rows.sum(free), (above - below) / 2
-        inside = (-below <= step) & (step <= above)
+        root, inside = _root(x, k, upper, saturated, free, rows)
+        step = (root[0] - nu[0]) + (root[1] - nu[1])
+        upwards = -rows.max(torch.where(finite & (z < 0), z, -torch.inf))
+        downwards = rows.max(torch.where(saturated & finite, limit - z, -torch.inf))
+        step = torch.where(inside, step, torch.where(excess < 0, upwards, downwards))
+        slack = 4 * epsilon * (above + below)
+        whole = (-below - slack <= step) & (step <= above + slack)
         if number >= _FREE_PASSES and number % 2:
-            inside = torch.zeros_like(inside)
-        move = torch.where(busy, torch.where(inside, step, halving), 0)
-        nu = add(nu, move)
-        below, above = below + move, above - move
+            whole = torch.zeros_like(whole)
+        move = torch.where(busy, torch.where(whole, step, (above - below) / 2), 0)
+        whole = whole & inside
+        nu = torch.where(whole & busy, root, add(nu, move))
+        # The proof is as good as the arithmetic, which rounds a large step.
+        below, above = below + move + slack, above - move + slack
     return nu
+
+
+def _root(
+    x: Tensor, k: Tensor, upper: Tensor, saturated: Tensor, free: Tensor, rows: Rows
+) -> tuple[Tensor, Tensor]:
+    """The nu that is right for these sets as a pair, whose high part is a free entry; and if there is one."""
+    largest = rows.max(torch.where(free, x, -torch.inf))
+    inside = largest.isfinite()
+    largest = torch.where(inside, largest, 0)
+    terms = torch.where(saturated, upper, torch.where(free, x - rows.spread(largest), 0))
+    return pair(-largest, (k - rows.sum(terms)) / rows.sum(free).clamp(min=1)), inside
 
 
 _dual = operator("constrained_sparsemax_dual", _solve)

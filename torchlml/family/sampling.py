@@ -82,7 +82,7 @@ def _round(length: Tensor) -> Tensor:
 
 
 def _stretch(length: Tensor, wanted: Tensor, may: Tensor, one: int) -> Tensor:
-    """Make the lengths sum to `wanted` exactly: what rounding left over goes to the first with room for it."""
+    """Make the lengths sum to `wanted` exactly: what rounding left goes to the first with room for it."""
     missing = wanted - length.sum(-1, keepdim=True)
     for sign in (1, -1):
         inside = may & (length < one) if sign > 0 else length > 0
@@ -90,4 +90,3 @@ def _stretch(length: Tensor, wanted: Tensor, may: Tensor, one: int) -> Tensor:
         left = (sign * missing).clamp(min=0) - (room.cumsum(-1) - room)
         length = length + sign * torch.minimum(left.clamp(min=0), room)
     return length
-

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -11,8 +12,10 @@ from torchlml import autograd, ops
 from torchlml.arguments import canonical
 from torchlml.autograd import _gradient_of_k, _plain
 from torchlml.differentiable import DifferentiableRows
-from torchlml.rows import row_index, rows_of, wide_dtype, work_dtype
+from torchlml.rows import row_index, rows_of, work_dtype
 from torchlml.solvers.residual import shifted
+
+_Sum = Callable[[Tensor], Tensor]
 
 
 def lml_value(
@@ -52,7 +55,7 @@ class _Value(torch.autograd.Function):
         rows, nu = rows_of(x, offsets), ops.solve(x, k, mask, offsets)
         z = shifted(values, nu, rows)
         live = values.isfinite() & rows.spread(nu[0].isfinite())
-        value = rows.sum(torch.where(live, _softplus(z), 0)) - k * nu.to(rows.wide).sum(0)
+        value = _value(values, z, live, k, nu.to(rows.wide).sum(0), rows.sum)
         return _fill(value, values, k, nu[0], rows.sum).to(x.dtype)
 
     @staticmethod
@@ -74,19 +77,24 @@ def _differentiable(x: Tensor, k: Tensor, mask: Tensor | None, offsets: Tensor |
     values = values if mask is None else torch.where(mask, values, -torch.inf)
     live = values.isfinite() & rows.spread(rows.hi.isfinite())
     nu = (torch.where(rows.hi.isinf(), 0, rows.hi) + rows.lo) + rows.correction
-    value = rows.sum(torch.where(live, _softplus(rows.z), 0)) - k.to(nu.dtype) * nu
+    finite = torch.where(live, values, 0)
+    value = _value(finite, rows.z, live, k.to(nu.dtype), nu, rows.sum)
     return _fill(value, values, k, rows.hi, rows.sum).to(x.dtype)
 
 
-def _softplus(z: Tensor) -> Tensor:
-    # Without abs, which has no derivative at 0. torch's own softplus switches to z above 20.
-    down = torch.where(z > 0, -z, z)
-    return torch.where(z > 0, z, 0) + torch.log1p(torch.exp(down))
+def _value(x: Tensor, z: Tensor, live: Tensor, k: Tensor, nu: Tensor, total: _Sum) -> Tensor:
+    """sum softplus(z) - k nu, with each entry's share of nu taken out: for k near n they would cancel."""
+    up = live & (z > 0)
+    # Without abs, which has no derivative at 0.
+    rest = torch.log1p(torch.exp(torch.where(z > 0, -z, z)))
+    count = total(up.to(z.dtype))
+    return total(torch.where(up, x, 0)) + (count - k) * nu + total(torch.where(live, rest, 0))
 
 
-def _fill(value: Tensor, x: Tensor, k: Tensor, hi: Tensor, total: Any) -> Tensor:
+def _fill(value: Tensor, x: Tensor, k: Tensor, hi: Tensor, total: _Sum) -> Tensor:
     """Put the limits where the formula has none: k = 0, k entries or fewer, entries of +inf."""
     available = x != -torch.inf
     value = torch.where(hi == torch.inf, total(torch.where(available, x, 0)), value)
     value = torch.where(hi == -torch.inf, 0, value)
-    return torch.where((total((x == torch.inf).to(value.dtype)) > 0) & (k > 0) & ~hi.isnan(), torch.inf, value)
+    infinite = total((x == torch.inf).to(value.dtype)) > 0
+    return torch.where(infinite & (k > 0) & ~hi.isnan(), torch.inf, value)
