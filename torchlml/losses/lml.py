@@ -153,12 +153,15 @@ class _Loss(torch.autograd.Function):
         observed: None,
         weight: Tensor | None,
         has_label: Tensor,
+        complete: bool,
         mask: Tensor | None,
         offsets: Tensor | None,
     ) -> Tensor:
         nu = ops.solve(x, k, mask, offsets)
-        is_label, place = listed >= 0, listed.clamp(min=0)
-        c = is_label.to(x.dtype) if weight is None else torch.where(is_label, weight, 0)
+        place, c = listed, weight
+        if not complete:
+            is_label, place = listed >= 0, listed.clamp(min=0)
+            c = is_label.to(x.dtype) if weight is None else torch.where(is_label, weight, 0)
         entries = x.gather(-1, place)
         if mask is not None:
             entries = torch.where(mask.gather(-1, place), entries, -torch.inf)
@@ -166,9 +169,12 @@ class _Loss(torch.autograd.Function):
         z = (entries + hi) + lo
         # Every row of a matrix is in z; of packed rows only those with a label are.
         if may_look(z) and math.isfinite(z.sum() if row is None else z.sum() + nu.sum()):
-            loss, own = c * logsigmoid(z), c * torch.sigmoid(-z)
+            loss, own = logsigmoid(z), torch.sigmoid(-z)
+            if c is not None:
+                loss, own = c * loss, c * own
             total = _sum(own, row, has_label.shape[0])
         else:
+            c = torch.ones_like(z) if c is None else c
             # An infinite nu has no derivatives: a row without labels counts for nothing, whatever is in it.
             nu = torch.where(has_label, nu, -torch.inf)
             hi = _spread(nu[0], row)
@@ -186,9 +192,9 @@ class _Loss(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         x, k, listed, row, weight, has_label, mask, offsets, nu, place, own, total = ctx.saved_tensors
-        rest = (None,) * 7
+        rest = (None,) * 8
         if _wants_graph():
-            labels = Labels(listed, row, None, weight, has_label)
+            labels = Labels(listed, row, None, weight, has_label, complete=False)
             loss = _through_log_lml(x, k, labels, mask, offsets)
             wanted = [t for t in (x, k) if t.requires_grad]
             found = iter(torch.autograd.grad(loss, wanted, grad, create_graph=True))

@@ -47,6 +47,7 @@ class Labels(NamedTuple):
     observed: Tensor | None
     weight: Tensor | None
     has_label: Tensor
+    complete: bool  # nothing in `listed` is -1, which is known only where the target may be looked at
 
 
 def read_logits(logits: Tensor, mask: Tensor | None, offsets: Tensor | None) -> LogitRows:
@@ -149,15 +150,16 @@ def _class_indices(rows: LogitRows, target: Tensor, weight: Tensor | None, ignor
             f"padded list) or, as bool or floating, {_show(rows.shape, n)} (multi-hot), but it has shape "
             f"{_show(target)}."
         )
-    if may_look(target) and _check_values(given, ignore_index, n, "class indices", full=given.shape[1] == n):
-        listed = _each_once(given)
-    else:
-        listed = _each_once(torch.where(given == ignore_index, -1, given))
+    full = given.shape[1] == n
+    complete = may_look(target) and _check_values(given, ignore_index, n, "class indices", full)
+    listed = _each_once(given if complete else torch.where(given == ignore_index, -1, given))
+    # Removing what is repeated leaves gaps again.
+    complete = complete and given.shape[1] == 1
     place = listed.clamp(min=0)
     if rows.mask is not None and may_look(target, rows.mask):
         _check_available((listed >= 0) & ~rows.mask.gather(-1, place))
     label_weight = None if weight is None else weight.to(work_dtype(rows.x.dtype))[place]
-    return Labels(listed, None, None, label_weight, (listed >= 0).any(-1))
+    return Labels(listed, None, None, label_weight, (listed >= 0).any(-1), complete)
 
 
 def _each_once(listed: Tensor) -> Tensor:
@@ -190,7 +192,7 @@ def _multi_hot(rows: LogitRows, target: Tensor, weight: Tensor | None) -> Labels
     label_weight = None if target.dtype == torch.bool and weight is None else target.to(work)
     if weight is not None and label_weight is not None:
         label_weight = label_weight * weight.to(work)
-    return Labels(None, None, observed, label_weight, _any_in_row(rows, observed))
+    return Labels(None, None, observed, label_weight, _any_in_row(rows, observed), complete=False)
 
 
 def _positions(rows: LogitRows, target: Tensor, ignore_index: int) -> Labels:
@@ -202,7 +204,7 @@ def _positions(rows: LogitRows, target: Tensor, ignore_index: int) -> Labels:
     assert rows.offsets is not None
     n = rows.x.shape[0]
     if may_look(target):
-        _check_values(target, ignore_index, n, "positions", full=target.numel() == n)
+        _check_values(target, ignore_index, n, "positions", target.numel() == n)
     listed = _each_once(torch.where(target == ignore_index, -1, target))
     valid = listed >= 0
     if rows.mask is not None and may_look(target, rows.mask):
@@ -210,7 +212,7 @@ def _positions(rows: LogitRows, target: Tensor, ignore_index: int) -> Labels:
     # The offsets at or before a position, minus one, is its row, also where rows are empty.
     row = torch.searchsorted(rows.offsets, listed.clamp(min=0), right=True) - 1
     counts = torch.zeros(rows.number, dtype=torch.int64, device=row.device).index_add(0, row, valid.long())
-    return Labels(listed, row, None, None, counts > 0)
+    return Labels(listed, row, None, None, counts > 0, complete=False)
 
 
 def _any_in_row(rows: LogitRows, observed: Tensor) -> Tensor:
