@@ -153,7 +153,9 @@ struct ForwardRow {
     }
     Target target;
     target.set(k - static_cast<double>(infinite), size);
-    set_nu(fit_row<T>(finite, target, work.room(size)).nu);
+    Fit<T> fit = fit_row<T>(finite, target, work.room(size));
+    if (fit.status == Fit<T>::not_finite) fit = fit_hard_row<T>(finite, target, work.room(size));
+    set_nu(fit.nu);
     write_from_nu();
   }
 };
@@ -188,7 +190,7 @@ void forward_rows(const ForwardArgs& args, int64_t begin, int64_t end) {
       continue;
     }
     row.set_nu(fit.nu);
-    if (fit.status == Fit<T>::solved && args.output == Output::projection) {
+    if (fit.status == Fit<T>::solved && !fit.clamped && args.output == Output::projection) {
       target.flip ? row.template write_from_odds<true>(e, fit) : row.template write_from_odds<false>(e, fit);
     } else {
       row.write_from_nu();

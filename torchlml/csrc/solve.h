@@ -17,19 +17,19 @@ template <class T>
 struct Limits;
 template <>
 struct Limits<float> {
-  static constexpr float top = 60;           // exp(z) is clamped here, so that e u cannot overflow
+  static constexpr float top = 60;           // exp(z) is clamped here, so that nothing overflows
   static constexpr double reach = 16;        // |delta| allowed before the row is centred again
   static constexpr double slope = 1e-12;     // smallest sum of w per entry that the clamp cannot disturb
   static constexpr double last_step = 5e-3;  // the cubic error of the last step is then under 1e-7
-  static constexpr double trust = 0.04;      // sum w / sum y below which sum y is not accurate enough
+  static constexpr double gap = 0.02;        // sum w / sum y below which the row is rather a staircase
 };
 template <>
 struct Limits<double> {
-  static constexpr double top = 600;
+  static constexpr double top = 400;
   static constexpr double reach = 60;
   static constexpr double slope = 1e-200;
   static constexpr double last_step = 1e-5;
-  static constexpr double trust = 1e-3;
+  static constexpr double gap = 0.02;
 };
 
 // k and what the first guess needs of it; computed once for all rows that share k and n.
@@ -56,11 +56,13 @@ struct Target {
   }
 };
 
-// Sums over a row at one nu: y, w = y (1 - y) and w (1 - 2 y), the derivatives of sum y.
+// Sums over a row at one nu: y, w = y (1 - y) and w (1 - 2 y), the derivatives of sum y. Good enough for a
+// first step. `flush` says after how many vectors part[0] is moved to double.
 template <class T>
 struct Sums {
-  static constexpr int size = 3;
+  static constexpr int size = 3, flush = 128;
   Vec<T> part[size] = {};
+  Mask<T> above{};  // unused
   LML_INLINE void add(Vec<T> odds) {
     const Vec<T> r = reciprocal(1 + odds), y = odds * r, w = y * r;
     part[0] += y;
@@ -69,22 +71,37 @@ struct Sums {
   }
 };
 
-// The same for rows in which sum y - k would drown in rounding. With t = sigma(-|z|) and the sign
-// s = -1 where z > 0: s t, t, w, s w and w (1 - 2 y), and -1 for every z > 0. The residual
+// With t = sigma(-|z|) and s = -1 where z > 0, else 1: s t instead of y, and -1 for every z > 0. The residual
 // (number of z > 0) - k + sum s t is accurate relative to sum t, even where y rounds to 1.
 template <class T>
 struct SignedSums {
-  static constexpr int size = 5;
+  static constexpr int size = 3, flush = 16;
+  Vec<T> part[size] = {};
+  Mask<T> above{};
+  LML_INLINE void add(Vec<T> odds) {
+    const Vec<T> r = reciprocal(1 + odds), y = odds * r, w = y * r;
+    const Mask<T> over = greater(odds, T{1});
+    part[0] += negate_where<T>(over, vmin(y, r));
+    part[1] += w;
+    part[2] += w * (r - y);
+    above += over;
+  }
+};
+
+// For staircases also the sums of t and of s w, which tell the two sides of a gap apart.
+template <class T>
+struct TwoSidedSums {
+  static constexpr int size = 5, flush = 16;
   Vec<T> part[size] = {};
   Mask<T> above{};
   LML_INLINE void add(Vec<T> odds) {
     const Vec<T> r = reciprocal(1 + odds), y = odds * r, w = y * r, t = vmin(y, r);
     const Mask<T> over = greater(odds, T{1});
     part[0] += negate_where<T>(over, t);
-    part[1] += t;
-    part[2] += w;
-    part[3] += negate_where<T>(over, w);
-    part[4] += w * (r - y);
+    part[1] += w;
+    part[2] += w * (r - y);
+    part[3] += t;
+    part[4] += negate_where<T>(over, w);
     above += over;
   }
 };
@@ -94,28 +111,48 @@ struct Totals {
   int64_t above;
 };
 
+// A sum in double that carries its rounding error along when T is double itself: a million ties would
+// otherwise all round the same way.
+template <class T>
+struct LongSum {
+  vdouble sum{}, carry{};
+  LML_INLINE void take(Vec<T>& part) {
+    const vdouble a = widen(part);
+    if constexpr (sizeof(T) == 8) {
+      const vdouble b = a - carry, next = sum + b;
+      carry = (next - sum) - b;
+      sum = next;
+    } else {
+      sum += a;
+    }
+    part = Vec<T>{};
+  }
+};
+
 // `odds(i)` gives exp(z) of the i-th whole vector, `odds_tail()` of the rest with zeros beyond it.
-// Float lanes are flushed to double every few vectors.
 template <class T, template <class> class Kind, class Odds, class Tail>
 LML_INLINE Totals evaluate(int64_t n, const Odds& odds, const Tail& odds_tail) {
-  constexpr int64_t flush = 32;
   constexpr int size = Kind<T>::size;
+  constexpr int64_t short_block = Kind<T>::flush, long_block = 128;
   const int64_t whole = n / lanes<T>;
-  vdouble sum[size] = {};
-  Totals totals{};
-  int64_t i = 0;
-  for (bool more = true; more;) {
-    Kind<T> block;
-    const int64_t end = whole - i > flush ? i + flush : whole;
-    for (; i < end; ++i) block.add(odds(i));
-    if (i == whole) {
-      if (n % lanes<T>) block.add(odds_tail());
-      more = false;
+  LongSum<T> sum[size];
+  Kind<T> block;
+  for (int64_t i = 0; i < whole;) {
+    const int64_t long_end = whole - i > long_block ? i + long_block : whole;
+    while (i < long_end) {
+      const int64_t end = long_end - i > short_block ? i + short_block : long_end;
+      for (; i < end; ++i) block.add(odds(i));
+      sum[0].take(block.part[0]);
     }
-    for (int j = 0; j < size; ++j) sum[j] += widen(block.part[j]);
-    if constexpr (size == 5) totals.above -= total_lanes(block.above);
+    for (int j = 1; j < size; ++j) sum[j].take(block.part[j]);
   }
-  for (int j = 0; j < size; ++j) totals.part[j] = total(sum[j]);
+  if (n % lanes<T>) {
+    block.add(odds_tail());
+    for (int j = 0; j < size; ++j) sum[j].take(block.part[j]);
+  }
+  Totals totals{};
+  for (int j = 0; j < size; ++j) totals.part[j] = total(sum[j].sum);
+  totals.above = -total_lanes(block.above);
   return totals;
 }
 
@@ -154,54 +191,63 @@ LML_INLINE double guess(const S* x, const Target& target) {
 template <class T>
 struct Fit {
   enum Status { solved, not_finite, declined, careful } status;
+  bool clamped;  // some exp(z) of a flipped target was clamped: its y, near 0, is not in e
   Threshold nu;
   double odds;  // exp(z) = e odds when solved, or its inverse for a flipped target
   Vec<T> tail;  // the last, partial vector of e
 };
 
-// Newton's method from a centre: e = exp(+-(x - center)) is stored once and z = log e + delta
-// searched over delta. `e` has room for n entries and may not alias x.
+// Newton's method from a centre: e = exp(+-(x - center)) is stored once (scaled, see vmath.h) and
+// z = log e + delta searched over delta. `e` has room for n entries and may not alias x.
 template <class T>
 class Newton {
   using L = Limits<T>;
+  static constexpr T unscale = 1 / Stored::scale(T{});
 
  public:
   template <class S>
   LML_INLINE Newton(const S* x, const Target& target, T center, T* e)
-      : n_(target.n), k_(target.small), e_(e), fit_{Fit<T>::declined, {static_cast<double>(center), 0}, 1, Vec<T>{}} {
+      : n_(target.n),
+        k_(target.small),
+        e_(e),
+        fit_{Fit<T>::declined, false, {static_cast<double>(center), 0}, unscale, Vec<T>{}} {
     if (target.flip) {
-      start(x, [=](Vec<T> a) __attribute__((always_inline)) { return center - a; });
+      start<true>(x, [=](Vec<T> a) __attribute__((always_inline)) { return center - a; });
       fit_.nu.delta = -delta_;
     } else {
-      start(x, [=](Vec<T> a) __attribute__((always_inline)) { return a - center; });
+      start<false>(x, [=](Vec<T> a) __attribute__((always_inline)) { return a - center; });
       fit_.nu.delta = delta_;
     }
   }
   LML_INLINE const Fit<T>& fit() const { return fit_; }
 
  private:
-  template <class S, class F>
+  template <bool watch_top, class S, class F>
   LML_INLINE void start(const S* x, const F& centred) {
     Vec<T> finite{}, tail{};
+    Mask<T> clamped{};
     const int64_t n = n_;
     T* e = e_;
     const auto exponential = [&](Vec<T> a) __attribute__((always_inline)) {
       const Vec<T> z = centred(a);
       finite += z;
-      return vexp(vmin(splat(L::top), z));
+      if constexpr (watch_top) clamped |= greater(z, L::top);
+      return vexp<Stored>(vmin(splat(L::top), z));
     };
     const Totals sums = evaluate<T, Sums>(
         n,
         [&](int64_t i) __attribute__((always_inline)) {
           const Vec<T> odds = exponential(load(x + i * lanes<T>));
           store(e + i * lanes<T>, odds);
-          return odds;
+          return odds * unscale;
         },
         [&]() __attribute__((always_inline)) {
           const int64_t rest = n % lanes<T>;
-          return tail = keep<T>(first_lanes<T>(rest), exponential(load_part(x + n - rest, rest)));
+          tail = keep<T>(first_lanes<T>(rest), exponential(load_part(x + n - rest, rest)));
+          return tail * unscale;
         });
     fit_.tail = tail;
+    fit_.clamped = any<T>(clamped);
     const double check = total(widen(finite));
     if (check - check == 0) {
       search(sums);
@@ -211,31 +257,35 @@ class Newton {
   }
 
   // Not inlined: both signs of z come here, and the compiler keeps its loops tidy.
-  __attribute__((noinline)) void search(Totals sums) {
+  __attribute__((noinline)) void search(const Totals& first) {
+    const double n = static_cast<double>(n_);
+    double residual = first.part[0] - k_, w = first.part[1], bend = first.part[2];
     for (int iteration = 0; iteration < 8; ++iteration) {
-      const double y = sums.part[0], w = sums.part[1], curvature = sums.part[2];
-      if (!(w >= L::slope * static_cast<double>(n_))) return;
-      if (close_enough((k_ - y) / w)) {
-        if (!(w >= L::trust * y)) break;
-        return finish((k_ - y) / w, curvature / w);
+      const double y = k_ + residual;
+      if (!(w >= L::slope * n)) return;
+      if (w < L::gap * y) break;
+      if (close_enough(-residual / w)) {
+        if (iteration > 0) return finish(-residual / w, bend / w);
+      } else {
+        (residual > 0 ? high_ : low_) = delta_;
+        // Halley's step on log sum y - log k, which is straight where nothing saturates.
+        const double slope = w / y, step = -log_ratio(y, k_) / slope, denominator = 1 + 0.5 * step * (bend / w - slope);
+        if (!move(step / (denominator < 0.5 ? 0.5 : denominator > 2 ? 2 : denominator))) return;
       }
-      (y > k_ ? high_ : low_) = delta_;
-      // Halley's step on log sum y - log k, which is straight where nothing saturates.
-      const double slope = w / y, bend = curvature / w - slope;
-      const double step = -log_ratio(y, k_) / slope, denominator = 1 + 0.5 * step * bend;
-      if (!move(step / (denominator < 0.5 ? 0.5 : denominator > 2 ? 2 : denominator))) return;
-      sums = evaluate_stored<Sums>();
+      const Totals sums = evaluate_stored<SignedSums>();
+      residual = (static_cast<double>(sums.above) - k_) + sums.part[0];
+      w = sums.part[1], bend = sums.part[2];
     }
-    search_signed();
+    search_gap();
   }
 
-  void search_signed() {
+  void search_gap() {
     for (int iteration = 0; iteration < 16; ++iteration) {
-      const Totals sums = evaluate_stored<SignedSums>();
-      const double st = sums.part[0], t = sums.part[1], w = sums.part[2], sw = sums.part[3];
+      const Totals sums = evaluate_stored<TwoSidedSums>();
+      const double st = sums.part[0], w = sums.part[1], t = sums.part[3], sw = sums.part[4];
       const double over = static_cast<double>(sums.above) - k_, residual = over + st;
       if (!(w >= L::slope * static_cast<double>(n_))) return;
-      if (close_enough(-residual / w)) return finish(-residual / w, sums.part[4] / w);
+      if (close_enough(-residual / w)) return finish(-residual / w, sums.part[2] / w);
       (residual > 0 ? high_ : low_) = delta_;
       // Newton on log A - log B, A - B = residual: exact for exponential tails and across a wide gap.
       const double least = 1e-8 * t, p = 0.5 * (t + st), q = 0.5 * (t - st);
@@ -274,7 +324,7 @@ class Newton {
       next = 0.5 * (low_ + high_);
     }
     delta_ = next;
-    fit_.odds = ::exp(next);
+    fit_.odds = ::exp(next) * unscale;
     return true;
   }
 
@@ -292,7 +342,8 @@ class Newton {
   double delta_ = 0, low_ = -L::reach, high_ = L::reach;
 };
 
-// A centre by selection, then the careful solver; `e` is also room for a copy of the row.
+// For entries known to be finite: a centre by selection, then the careful solver; `e` is also room
+// for a copy of the row.
 template <class S, class T = typename Work<S>::type>
 __attribute__((noinline)) Fit<T> fit_hard_row(const S* x, const Target& target, T* e) {
   const auto copy = [&]() {
@@ -302,14 +353,14 @@ __attribute__((noinline)) Fit<T> fit_hard_row(const S* x, const Target& target, 
   };
   copy();
   Fit<T> fit = Newton<T>(x, target, static_cast<T>(threshold_center(e, target.n, target.k)), e).fit();
-  if (fit.status != Fit<T>::declined) return fit;
+  if (fit.status == Fit<T>::solved) return fit;
   copy();
   fit.nu = careful_solve(e, target.n, target.k);
   fit.status = Fit<T>::careful;
   return fit;
 }
 
-// nu of one row of finite entries. A row that is not finite after all is reported as such.
+// nu of one row. Sums that are not finite are reported: infinite or NaN entries, or values near 1e38.
 template <class S, class T = typename Work<S>::type>
 LML_INLINE Fit<T> fit_row(const S* x, const Target& target, T* e) {
   const Fit<T> fit = Newton<T>(x, target, static_cast<T>(-guess(x, target)), e).fit();

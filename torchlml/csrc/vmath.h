@@ -6,12 +6,25 @@
 namespace torchlml {
 namespace {
 
-// exp(a) for a <= upper (values above must be clamped by the caller); exactly 0 below `exp_floor`.
-constexpr float exp_floor(float) { return -86.0f; }
-constexpr double exp_floor(double) { return -700.0; }
+// How exp is scaled and where it becomes exactly 0. Plain: exp(a), a <= 0. Stored: exp(a) times a power
+// of two, which keeps a product with another exponential normal wherever the product itself is.
+struct Plain {
+  static constexpr float scale(float) { return 1; }
+  static constexpr double scale(double) { return 1; }
+  static constexpr float floor(float) { return -87; }
+  static constexpr double floor(double) { return -708; }
+};
+struct Stored {
+  static constexpr float scale(float) { return 0x1p35f; }
+  static constexpr double scale(double) { return 0x1p300; }
+  static constexpr float floor(float) { return -104; }
+  static constexpr double floor(double) { return -900; }
+};
 
+template <class Range = Plain>
 LML_INLINE vfloat vexp(vfloat a) {
   constexpr float shift = 12582912.0f;  // 1.5 * 2^23: the integer lands in the low bits
+  constexpr float scale = Range::scale(0.0f);
   const vfloat shifted = a * 1.44269504f + shift;
   const vfloat n = shifted - shift;
 #if defined(__FMA__)
@@ -19,33 +32,35 @@ LML_INLINE vfloat vexp(vfloat a) {
 #else
   const vfloat r = (a - n * 0.693359375f) + n * 2.12194440e-4f;
 #endif
-  vfloat p = 0.0083691484908563466f * r + 0.041917507249615261f;
-  p = p * r + 0.16666505260408123f;
-  p = p * r + 0.49998869378303398f;
-  p = p * r + 1.0000000107715701f;
-  p = p * r + 1.0000000754548972f;
+  vfloat p = scale * 0.0083691484908563466f * r + scale * 0.041917507249615261f;
+  p = p * r + scale * 0.16666505260408123f;
+  p = p * r + scale * 0.49998869378303398f;
+  p = p * r + scale * 1.0000000107715701f;
+  p = p * r + scale * 1.0000000754548972f;
   const vfloat scaled = cast_bits<vfloat>(cast_bits<ifloat>(p) + (cast_bits<ifloat>(shifted) << 23));
-  return keep<float>(greater(a, exp_floor(0.0f)), scaled);
+  return keep<float>(greater(a, Range::floor(0.0f)), scaled);
 }
 
+template <class Range = Plain>
 LML_INLINE vdouble vexp(vdouble a) {
   constexpr double shift = 6755399441055744.0;  // 1.5 * 2^52
+  constexpr double scale = Range::scale(0.0);
   const vdouble shifted = a * 1.4426950408889634 + shift;
   const vdouble n = shifted - shift;
   const vdouble r = (a - n * 0.693147180369123816490) - n * 1.90821492927058770002e-10;
-  vdouble p = 2.5110037605963777712e-8 * r + 2.7632639639041029749e-7;
-  p = p * r + 2.7557240918578969823e-6;
-  p = p * r + 0.000024801485482328492419;
-  p = p * r + 0.00019841269890047113707;
-  p = p * r + 0.0013888888952314774652;
-  p = p * r + 0.0083333333333196006109;
-  p = p * r + 0.041666666666488095495;
-  p = p * r + 0.16666666666666680806;
-  p = p * r + 0.50000000000000183855;
-  p = p * r + 1.0;
-  p = p * r + 1.0;
+  vdouble p = scale * 2.5110037605963777712e-8 * r + scale * 2.7632639639041029749e-7;
+  p = p * r + scale * 2.7557240918578969823e-6;
+  p = p * r + scale * 0.000024801485482328492419;
+  p = p * r + scale * 0.00019841269890047113707;
+  p = p * r + scale * 0.0013888888952314774652;
+  p = p * r + scale * 0.0083333333333196006109;
+  p = p * r + scale * 0.041666666666488095495;
+  p = p * r + scale * 0.16666666666666680806;
+  p = p * r + scale * 0.50000000000000183855;
+  p = p * r + scale;
+  p = p * r + scale;
   const vdouble scaled = cast_bits<vdouble>(cast_bits<idouble>(p) + (cast_bits<idouble>(shifted) << 52));
-  return keep<double>(greater(a, exp_floor(0.0)), scaled);
+  return keep<double>(greater(a, Range::floor(0.0)), scaled);
 }
 
 // log(1 + t) for 0 <= t <= 1, as 2 atanh(t / (2 + t)): relatively exact for tiny t as well.
