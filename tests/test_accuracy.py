@@ -42,6 +42,11 @@ def check_values(y: torch.Tensor, problem: Problem, dtype: torch.dtype) -> None:
     assert got.max() <= 1
 
 
+def threshold_limit(dtype: torch.dtype, n: int) -> float:
+    """How far nu may be off: a long row may be summed in float32 lanes, a few hundred entries at a time."""
+    return 1e-11 if dtype == torch.float64 else 1e-6 if n <= 2000 else 1e-5
+
+
 @each([problem for problem in SHORT if problem.row(torch.float64).numel() <= 60])
 @each_dtype
 def test_the_truth_is_true(problem: Problem, dtype: torch.dtype) -> None:
@@ -79,6 +84,15 @@ def test_the_truth_of_gradients_is_true(problem: Problem) -> None:
 @each_dtype
 def test_values(problem: Problem, dtype: torch.dtype, solver: str) -> None:
     check_values(torchlml.lml(problem.row(dtype), problem.k, solver=solver), problem, dtype)
+
+
+@each(PROBLEMS)
+@each_dtype
+def test_order(problem: Problem, dtype: torch.dtype) -> None:
+    # Proposition 1 of the paper, also among values far below what the accuracy promises.
+    x, order = problem.row(dtype), problem.row(dtype).argsort()
+    for y in (torchlml.lml(x, problem.k), torchlml.log_lml(x, problem.k)):
+        assert bool((y[order][1:] >= y[order][:-1]).all())
 
 
 @each_dtype
@@ -119,7 +133,7 @@ def test_half_is_rounded_once(problem: Problem, dtype: torch.dtype) -> None:
     y = torchlml.lml(x, problem.k)
     assert y.dtype == dtype
     # A value that is exact in float32 may fall on either side of a rounding boundary, and nowhere else.
-    slack = 1e-6 * row.y * np.maximum(1.0, np.abs(row.z)) + torch.finfo(torch.float32).tiny
+    slack = 1e-6 * row.y * np.maximum(1.0, np.abs(row.z)) + 1e-20
     lowest, highest = (torch.from_numpy(row.y + sign * slack).to(dtype) for sign in (-1, 1))
     assert bool((lowest <= y).all())
     assert bool((y <= highest).all())
@@ -143,8 +157,7 @@ def test_log_values(problem: Problem, dtype: torch.dtype) -> None:
     got = log_y.double().numpy()
     assert log_y.dtype == dtype
     # Near zero absolutely, far below it relatively: either is the dtype's own resolution of x + nu.
-    relative = 1e-6 if dtype == torch.float32 else 1e-12
-    limit = relative * np.maximum(1.0, np.abs(expected))
+    limit = threshold_limit(dtype, got.size) * np.maximum(1.0, np.abs(expected))
     with np.errstate(invalid="ignore"):  # -inf - -inf
         assert bool(((got == expected) | (np.abs(got - expected) <= limit)).all())
     assert got.max() <= 0
@@ -160,8 +173,8 @@ def test_dual_values(problem: Problem, dtype: torch.dtype, solver: str) -> None:
     assert nu.shape == ()
     # In a gap so wide that no entry feels the threshold, it may lie anywhere.
     if row.sum_w > 1e-30:
-        eps = torch.finfo(dtype).eps
-        assert abs(float(nu) - row.nu) <= 10 * eps + eps * abs(row.nu)
+        rounding = torch.finfo(dtype).eps * abs(row.nu)
+        assert abs(float(nu) - row.nu) <= threshold_limit(dtype, x.numel()) + rounding
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)

@@ -26,6 +26,10 @@ def limit(dtype: torch.dtype) -> float:
     return 1e-6 if dtype == torch.float32 else 1e-11
 
 
+def _wide(value: float) -> torch.Tensor:
+    return torch.tensor(value, dtype=torch.float64)
+
+
 def target(n: int, fraction: float) -> float:
     """Half of the examples get an integer k, which is where the staircases are."""
     k = fraction * n
@@ -127,20 +131,27 @@ def test_any_dim(shape: list[int], dim: int, name: str, masked: bool, seed: int)
         assert torch.equal(alone, moved.reshape(len(flat), *alone.shape)[i])
 
 
-def test_k_and_mask_broadcast() -> None:
+def test_k_broadcasts() -> None:
     x = torch.randn(3, 4, 10, dtype=torch.float64)
-    mask = torch.rand(4, 1, dtype=torch.float64) > -1
-    k = torch.tensor([1, 2, 3, 4])
-    y = torchlml.lml(x, k)
+    y = torchlml.lml(x, torch.tensor([1, 2, 3, 4]))
     for j in range(4):
         assert torch.equal(y[:, j], torchlml.lml(x[:, j], j + 1))
     assert torch.equal(torchlml.lml(x, torch.tensor([[1.0], [2.5], [3.0]]))[1], torchlml.lml(x[1], 2.5))
     assert torch.equal(torchlml.lml(x, torch.tensor(2)), torchlml.lml(x, 2))
-    assert torch.equal(torchlml.lml(x, 2, mask=mask), torchlml.lml(x, 2))
+    assert torch.equal(torchlml.lml(x[0], torch.tensor([2.5])), torchlml.lml(x[0], 2.5))
+    strided = torch.tensor([[1.0, 9.0], [2.5, 9.0], [3.0, 9.0], [4.0, 9.0]], dtype=torch.float64)[:, 0]
+    assert torch.equal(torchlml.lml(x[0], strided), torchlml.lml(x[0], strided.clone()))
+
+
+def test_masks_broadcast() -> None:
+    x = torch.randn(3, 4, 10, dtype=torch.float64)
     classes = torch.arange(10) % 3 > 0
-    assert torch.equal(torchlml.lml(x, 2, mask=classes), torchlml.lml(x, 2, mask=classes.expand(3, 4, 10)))
+    for mask in (classes, torch.tensor([True, False, True]).view(3, 1, 1), torch.rand(4, 1) > -1):
+        full = mask.expand(3, 4, 10).clone()
+        assert torch.equal(torchlml.lml(x, 2, mask=mask), torchlml.lml(x, 2, mask=full))
+        assert torch.equal(torchlml.lml(x, 2, dim=0, mask=mask), torchlml.lml(x, 2, dim=0, mask=full))
     assert torch.equal(
-        torchlml.lml(x, 2, dim=0, mask=torch.tensor([True, False, True]).view(3, 1, 1))[1], torch.zeros(4, 10)
+        torchlml.lml(x, 2, dim=0, mask=torch.tensor([True, False, True]).view(3, 1, 1))[1] == 0, x[1] == x[1]
     )
 
 
@@ -180,7 +191,7 @@ def test_the_brackets_hold_the_threshold(row: list[float], fraction: float) -> N
     x = torch.tensor(row, dtype=torch.float64)
     nu = truth.solve(row, k).nu
     slack = 1e-12 * max(1.0, abs(nu))
-    below, above = brackets.order_offsets(torch.tensor(k).double(), torch.tensor(len(row)).double())
+    below, above = brackets.order_offsets(_wide(k), _wide(len(row)))
     ranked = sorted(row, reverse=True)
     assert -ranked[math.ceil(k) - 1] - float(below) <= nu + slack
     assert nu - slack <= -ranked[math.floor(k)] + float(above)
@@ -197,7 +208,7 @@ def test_the_papers_bracket_fails_where_ours_holds(n: int, k: int) -> None:
     nu = truth.solve(x.numpy(), k).nu
     assert nu == pytest.approx(math.log(k) - math.log(n - k), abs=1e-13)
     assert not -7 <= nu <= 7  # [-pi_k - 7, -pi_{k+1} + 7]
-    below, above = brackets.order_offsets(torch.tensor(k).double(), torch.tensor(n).double())
+    below, above = brackets.order_offsets(_wide(k), _wide(n))
     assert -float(below) <= nu + 1e-12
     assert nu - 1e-12 <= float(above)
     for solver in ("newton", "bracketing"):
