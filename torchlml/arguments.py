@@ -17,7 +17,7 @@ from torchlml.rows import wide_dtype
 from torchlml.solvers.bracketing import Bracketing
 
 # The last two are what the compiler passes for a number it keeps open.
-_NUMBERS: tuple[Any, ...] = (numbers.Real, torch.SymInt, torch.SymFloat)
+NUMBERS: tuple[Any, ...] = (numbers.Real, torch.SymInt, torch.SymFloat)
 _DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
 
 
@@ -29,7 +29,6 @@ class Canonical(NamedTuple):
     mask: Tensor | None
     offsets: Tensor | None
     outer: torch.Size | None  # the shape with `dim` moved to the end; None where x is taken as it is
-
 
     def restore(self, y: Tensor, dim: int) -> Tensor:
         """Entries in rows, back into the shape they came in."""
@@ -70,7 +69,7 @@ def canonical(
     if offsets is not None:
         offsets = _check_offsets(offsets, x)
         rows = torch.Size([offsets.numel() - 1])
-        k = _check_k(k, rows, None, x.device)
+        k = check_k(k, rows, None, x.device)
         return Canonical(x.contiguous(), k, mask if mask is None else mask.contiguous(), offsets, None)
     n = x.shape[dim]
     if dim not in (-1, x.dim() - 1):
@@ -78,7 +77,7 @@ def canonical(
         mask = None if mask is None else mask.movedim(dim, -1)
     # A mask may leave fewer than k entries, and then k may exceed n as well: all that is left is chosen.
     unlimited = any_k or mask is not None or n == 0
-    k = _check_k(k, x.shape[:-1], None if unlimited else n, x.device)
+    k = check_k(k, x.shape[:-1], None if unlimited else n, x.device)
     if x.dim() == 2 and x.is_contiguous() and mask is None:
         return Canonical(x, k, None, None, None if dim in (-1, 1) else x.shape)
     outer = x.shape
@@ -100,7 +99,7 @@ def check_solver(solver: str | Bracketing) -> Bracketing | None:
 
 def check_temperature(temperature: Any) -> None:
     """A positive number, or an error."""
-    if not isinstance(temperature, _NUMBERS):
+    if not isinstance(temperature, NUMBERS):
         raise TypeError(f"`temperature` must be a positive number, but it is {temperature!r}.")
     if not 0 < temperature < math.inf:
         raise ValueError(f"`temperature` must be a positive number, but it is {temperature!r}.")
@@ -133,7 +132,7 @@ def _check_offsets(offsets: Tensor, x: Tensor) -> Tensor:
         )
     if offsets.device != x.device:
         raise ValueError(f"`offsets` must be on the device of `x`, {x.device}, but is on {offsets.device}.")
-    if _readable(offsets):
+    if readable(offsets):
         first, last = int(offsets[0]), int(offsets[-1])
         if first != 0 or last != x.numel():
             raise ValueError(
@@ -145,10 +144,10 @@ def _check_offsets(offsets: Tensor, x: Tensor) -> Tensor:
     return offsets.long().contiguous()
 
 
-def _check_k(k: Any, rows: torch.Size, most: int | None, device: torch.device) -> Tensor:
+def check_k(k: Any, rows: torch.Size, most: int | None, device: torch.device) -> Tensor:
     """k as a wide tensor, 0-d or flat with one number per row; `most` is the largest k allowed."""
     if not isinstance(k, Tensor):
-        if isinstance(k, bool) or not isinstance(k, _NUMBERS):
+        if isinstance(k, bool) or not isinstance(k, NUMBERS):
             raise TypeError(f"`k` must be a number or a tensor, but it is {k!r}.")
         _check_range(k, k, most)
         return torch.scalar_tensor(k, dtype=wide_dtype(device))
@@ -156,7 +155,7 @@ def _check_k(k: Any, rows: torch.Size, most: int | None, device: torch.device) -
         raise TypeError(f"`k` must hold real numbers, but its dtype is {k.dtype}.")
     if k.device != device and k.dim() > 0:
         raise ValueError(f"`k` must be on the device of `x`, {device}, but it is on {k.device}.")
-    if _readable(k) and k.numel() > 0:
+    if readable(k) and k.numel() > 0:
         smallest, largest = k.detach().aminmax()
         _check_range(smallest.item(), largest.item(), most)
     k = k.to(wide_dtype(device))
@@ -180,7 +179,7 @@ def _check_range(smallest: Any, largest: Any, most: int | None) -> None:
     raise ValueError(f"`k` must be {allowed}, but k is {came}.")
 
 
-def _readable(t: Tensor) -> bool:
+def readable(t: Tensor) -> bool:
     """May the numbers in this tensor be looked at without stalling a device or stopping a trace?"""
     return (
         t.device.type == "cpu"

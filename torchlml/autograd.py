@@ -25,7 +25,7 @@ def lml(
     x: Tensor, k: Tensor, mask: Tensor | None, offsets: Tensor | None, solver: Bracketing | None
 ) -> Tensor:
     """y of each row."""
-    if solver is None and _plain():
+    if solver is None and is_plain():
         return _Projection.apply(x, k, mask, offsets)
     return differentiable.lml(x, k, mask, offsets, solver)
 
@@ -34,7 +34,7 @@ def log_lml(
     x: Tensor, k: Tensor, mask: Tensor | None, offsets: Tensor | None, solver: Bracketing | None
 ) -> Tensor:
     """log y of each row."""
-    if solver is None and _plain():
+    if solver is None and is_plain():
         return _LogProjection.apply(x, k, mask, offsets)
     return differentiable.log_lml(x, k, mask, offsets, solver)
 
@@ -43,12 +43,13 @@ def lml_dual(
     x: Tensor, k: Tensor, mask: Tensor | None, offsets: Tensor | None, solver: Bracketing | None
 ) -> Tensor:
     """nu of each row."""
-    if solver is None and _plain():
+    if solver is None and is_plain():
         return _Dual.apply(x, k, mask, offsets)
     return differentiable.lml_dual(x, k, mask, offsets, solver)
 
 
-def _plain() -> bool:
+def is_plain() -> bool:
+    """Is no transform of `torch.func` and no forward-mode level at work?"""
     return not torch._C._are_functorch_transforms_active() and forward_ad._current_level < 0
 
 
@@ -62,10 +63,10 @@ class _Projection(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         x, k, mask, offsets, y, nu = ctx.saved_tensors
-        if _wants_graph():
+        if wants_graph():
             return _differentiable_backward(differentiable.lml, grad, x, k, mask, offsets)
         dx, dk = ops.backward(grad.contiguous(), x, y, nu, mask, offsets)
-        return dx, _gradient_of_k(dk, k), None, None
+        return dx, gradient_of_k(dk, k), None, None
 
 
 class _LogProjection(torch.autograd.Function):
@@ -78,10 +79,10 @@ class _LogProjection(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         x, k, mask, offsets, log_y, nu = ctx.saved_tensors
-        if _wants_graph():
+        if wants_graph():
             return _differentiable_backward(differentiable.log_lml, grad, x, k, mask, offsets)
         dx, dk = ops.log_backward(grad.contiguous(), x, log_y, nu, mask, offsets)
-        return dx, _gradient_of_k(dk, k), None, None
+        return dx, gradient_of_k(dk, k), None, None
 
 
 class _Dual(torch.autograd.Function):
@@ -94,18 +95,19 @@ class _Dual(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         x, k, mask, offsets, nu = ctx.saved_tensors
-        if _wants_graph():
+        if wants_graph():
             return _differentiable_backward(differentiable.lml_dual, grad, x, k, mask, offsets)
         dx, dk = ops.dual_backward(grad.to(nu.dtype).contiguous(), x, nu, mask, offsets)
-        return dx, _gradient_of_k(dk, k), None, None
+        return dx, gradient_of_k(dk, k), None, None
 
 
-def _wants_graph() -> bool:
+def wants_graph() -> bool:
     """Is this backward pass to be differentiated itself? The compiler only looks like it."""
     return torch.is_grad_enabled() and not torch.compiler.is_compiling()
 
 
-def _gradient_of_k(dk: Tensor, k: Tensor) -> Tensor | None:
+def gradient_of_k(dk: Tensor, k: Tensor) -> Tensor | None:
+    """One number per row, in the form k came in: summed where all rows share it, None where nobody asks."""
     if not k.requires_grad:
         return None
     return dk.sum() if k.dim() == 0 else dk

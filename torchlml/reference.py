@@ -27,7 +27,7 @@ Pair = tuple[Tensor, Tensor]
 
 def solve(x: Tensor, k: Tensor, mask: Tensor | None, offsets: Tensor | None) -> Tensor:
     """nu of every row, by Newton's method."""
-    x, rows = _prepare(x, mask, offsets)
+    x, rows = prepare(x, mask, offsets)
     return _solve(x, k, rows, newton)
 
 
@@ -41,25 +41,26 @@ def solve_bracketing(
     max_iterations: int,
 ) -> Tensor:
     """nu of every row, by the paper's Algorithm 1."""
-    x, rows = _prepare(x, mask, offsets)
+    x, rows = prepare(x, mask, offsets)
     settings = Bracketing(samples, tolerance, max_iterations)
     return _solve(x, k, rows, partial(bracketing, settings=settings))
 
 
 def forward(x: Tensor, k: Tensor, mask: Tensor | None, offsets: Tensor | None) -> Pair:
     """(y, nu)."""
-    values, rows = _prepare(x, mask, offsets)
+    values, rows = prepare(x, mask, offsets)
     nu = _solve(values, k, rows, newton)
     y = _sigmoid(shifted(values, nu, rows))
-    return _fill(y, values, nu, rows, absent=0.0, infinite=_share(values, k, nu, rows)).to(x.dtype), nu
+    share = infinite_share(values, k, nu, rows)
+    return _fill(y, values, nu, rows, absent=0.0, infinite=share).to(x.dtype), nu
 
 
 def log_forward(x: Tensor, k: Tensor, mask: Tensor | None, offsets: Tensor | None) -> Pair:
     """(log y, nu), without ever forming y."""
-    values, rows = _prepare(x, mask, offsets)
+    values, rows = prepare(x, mask, offsets)
     nu = _solve(values, k, rows, newton)
     log_y = logsigmoid(shifted(values, nu, rows))
-    share = _share(values, k, nu, rows).log()
+    share = infinite_share(values, k, nu, rows).log()
     return _fill(log_y, values, nu, rows, absent=-torch.inf, infinite=share).to(x.dtype), nu
 
 
@@ -67,7 +68,7 @@ def backward(
     grad: Tensor, x: Tensor, y: Tensor, nu: Tensor, mask: Tensor | None, offsets: Tensor | None
 ) -> Pair:
     """(dx, dk) of `forward`: dx = w (g - dk), dk = (w.g) / sum w, w = y (1 - y)."""
-    values, rows = _prepare(x, mask, offsets)
+    values, rows = prepare(x, mask, offsets)
     live = _live(values, nu, rows)
     g = grad.to(values.dtype)
     t = _sigmoid(-shifted(values, nu, rows).abs())
@@ -84,7 +85,7 @@ def log_backward(
     grad: Tensor, x: Tensor, log_y: Tensor, nu: Tensor, mask: Tensor | None, offsets: Tensor | None
 ) -> Pair:
     """(dx, dk) of `log_forward`: with a = g (1 - y), dx = a - (w / sum w) sum a, dk = sum a / sum w."""
-    values, rows = _prepare(x, mask, offsets)
+    values, rows = prepare(x, mask, offsets)
     live = _live(values, nu, rows)
     g = grad.to(values.dtype)
     a = torch.where(live, g * _sigmoid(-shifted(values, nu, rows)), 0)
@@ -100,7 +101,7 @@ def log_backward(
 
 def dual_backward(grad: Tensor, x: Tensor, nu: Tensor, mask: Tensor | None, offsets: Tensor | None) -> Pair:
     """(dx, dk) of nu itself: dx = -g w / sum w, dk = g / sum w."""
-    values, rows = _prepare(x, mask, offsets)
+    values, rows = prepare(x, mask, offsets)
     live = _live(values, nu, rows)
     share, slope = _shares_of_slope(values, nu, live, rows)
     dx = torch.where(live, -share * rows.spread(grad), 0)
@@ -108,7 +109,7 @@ def dual_backward(grad: Tensor, x: Tensor, nu: Tensor, mask: Tensor | None, offs
     return _finish(dx, dk, x, nu, rows)
 
 
-def _prepare(x: Tensor, mask: Tensor | None, offsets: Tensor | None) -> tuple[Tensor, Rows]:
+def prepare(x: Tensor, mask: Tensor | None, offsets: Tensor | None) -> tuple[Tensor, Rows]:
     """The entries in the work dtype, -inf where masked, and the rows they form."""
     values = x.to(work_dtype(x.dtype))
     if mask is not None:
@@ -135,7 +136,7 @@ def _solve(x: Tensor, k: Tensor, rows: Rows, solver: Callable[..., Tensor]) -> T
     return torch.where(ordinary, solver(x, k, m, ordinary, rows), nu)
 
 
-def _share(x: Tensor, k: Tensor, nu: Tensor, rows: Rows) -> Tensor:
+def infinite_share(x: Tensor, k: Tensor, nu: Tensor, rows: Rows) -> Tensor:
     """What each +inf entry of a row gets: 1, or k/p where there are p >= k of them."""
     share = (k / rows.sum(x == torch.inf)).clamp(0, 1)
     return torch.where(nu[0] == -torch.inf, share, 1).to(x.dtype)

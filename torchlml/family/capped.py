@@ -2,26 +2,40 @@
 
 Both map a row onto {0 <= y <= upper, sum y = k} by y = clip(f(x + nu), 0, upper), with f the exponential or
 the identity. Once it is known which entries stop at a bound, nu is an explicit formula of the others: an
-operator finds the first as a constant, and plain autograd through the second is exact at every order.
+operator finds the first as a constant, and plain autograd through the second is exact at every order. Eager
+calls on finite, unmasked rows skip what they do not need, and have their gradients written out.
 
-Everything runs in double precision and is rounded once, at the end.
+Everything runs in double precision and is rounded once, at the end. Hot loops avoid `torch.where`, which on
+a CPU costs several times what a sum or a minimum does.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from torchlml import ops
-from torchlml.arguments import _NUMBERS, Canonical, _readable, canonical
-from torchlml.rows import DenseRows, RaggedRows, wide_dtype
+from torchlml.arguments import NUMBERS, Canonical, canonical, readable
+from torchlml.rows import DenseRows, RaggedRows, Rows, wide_dtype
 from torchlml.solvers.newton import add
 from torchlml.solvers.residual import shifted
 
 _Solver = Callable[[Tensor, Tensor, Tensor, "Tensor | None"], Tensor]
+_Rowwise = Callable[[Canonical, Tensor], Tensor]
+
+
+class Member(NamedTuple):
+    """What makes one of the two: see the functions of these names in its file."""
+
+    solve: _Solver
+    differentiable: _Rowwise
+    values: Callable[[Tensor, Tensor], Tensor]
+    moves: Callable[[Tensor, Tensor, Tensor], tuple[Tensor, Tensor]]
+
+
 _library = torch.library.Library("torchlml", "FRAGMENT")
 
 
@@ -30,9 +44,9 @@ def operator(name: str, solver: _Solver) -> _Solver:
 
     Args:
         name: what comes after `torch.ops.torchlml.`.
-        solver: a function of x (-inf: absent, +inf: at its bound), k (R,), upper (like x) and offsets, all
-            wide, whose rows all have 0 < k < sum of upper and a finite entry, or are empty. It gives nu as a
-            pair (2, R).
+        solver: a function of x (-inf: absent, +inf: at its bound), k (R,), upper (like x, or 0-d) and
+            offsets, all wide, whose rows all have 0 < k < sum of upper and a finite entry, or are empty. It
+            gives nu as a pair (2, R).
     """
     _library.define(f"{name}(Tensor x, Tensor k, Tensor upper, Tensor? offsets) -> Tensor")
     _library.impl(name, solver, "CompositeExplicitAutograd")
@@ -52,6 +66,71 @@ def operator(name: str, solver: _Solver) -> _Solver:
 def pair(hi: Tensor, lo: Tensor) -> Tensor:
     """hi + lo as a nu, (2, R): what fits in the first, the rest in the second."""
     return add(torch.stack([hi, torch.zeros_like(hi)]), lo)
+
+
+def at_bounds(saturated: Tensor, upper: Tensor, rows: Rows) -> Tensor:
+    """What the saturated entries of each row sum to."""
+    return rows.sum(saturated) * upper if upper.dim() == 0 else rows.sum(saturated * upper)
+
+
+def start(x: Tensor, k: Tensor, upper: Tensor, offsets: Tensor | None) -> Tensor:
+    """Where to begin: the nu of lml, for entries that count in units of the mean bound; or 0."""
+    unit = upper if upper.dim() == 0 else upper.mean()
+    nu = ops.solve(x, k / unit, None, offsets)
+    return torch.where(nu.isfinite().all(0), nu, 0)
+
+
+def project(c: Canonical, upper: Tensor, member: Member) -> Tensor:
+    """y of canonical rows; `upper` is 0-d or like x."""
+    if _ordinary(c, upper):
+        return _Ordinary.apply(c.x, c.k, upper, member)
+    return member.differentiable(c, upper.expand(c.x.shape))
+
+
+def _ordinary(c: Canonical, upper: Tensor) -> bool:
+    """Can it be seen that nothing here is special: no mask, no infinity, no row at its limits?"""
+    if c.mask is not None or c.offsets is not None or c.x.numel() == 0 or not _plain():
+        return False
+    if not (_readable(c.x) and _readable(upper) and _readable(c.k)) or not bool(
+        c.x.detach().sum().isfinite()
+    ):
+        return False
+    total = upper.detach() * c.x.shape[1] if upper.dim() == 0 else upper.detach().sum(-1)
+    k = c.k.detach()
+    return bool(((k > 0) & (k < total)).all())
+
+
+class _Ordinary(torch.autograd.Function):
+    """The projection of finite rows, with the gradients written out."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, k: Tensor, upper: Tensor, member: Member) -> Tensor:
+        rows = DenseRows(x)
+        values = x.to(rows.wide)
+        nu = member.solve(values, k.expand(rows.count), upper, None)
+        ctx.save_for_backward(x, k, upper, nu)
+        ctx.member = member
+        return member.values(shifted(values, nu, rows), upper).to(x.dtype)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        x, k, upper, nu = ctx.saved_tensors
+        if _wants_graph():
+            y = ctx.member.differentiable(Canonical(x, k, None, None, None), upper.expand(x.shape))
+            wanted = [t for t in (x, k, upper) if t.requires_grad]
+            found = iter(torch.autograd.grad(y, wanted, grad, create_graph=True))
+            return (*(next(found) if t.requires_grad else None for t in (x, k, upper)), None)
+        rows = DenseRows(x)
+        g = grad.to(rows.wide)
+        # dy = weight (dx + dnu) + at_bound dupper, with dnu such that the sum moves with k.
+        weight, at_bound = ctx.member.moves(shifted(x.to(rows.wide), nu, rows), upper, nu)
+        dk = rows.sum(weight * g) / rows.sum(weight).clamp(min=torch.finfo(g.dtype).tiny)
+        felt = g - rows.spread(dk)
+        dx = (weight * felt).to(x.dtype)
+        d_upper = at_bound * felt if upper.requires_grad else None
+        if d_upper is not None and upper.dim() == 0:
+            d_upper = d_upper.sum()
+        return dx, _gradient_of_k(dk, k), d_upper, None
 
 
 class CappedRows:
@@ -122,7 +201,7 @@ def read(
     mask: Tensor | None,
     offsets: Tensor | None,
 ) -> tuple[Canonical, Tensor]:
-    """Check the arguments of a constrained projection and make them rows; `upper` gets the shape of x."""
+    """Check the arguments of a constrained projection and make them rows; `upper` 0-d or with x's shape."""
     c = canonical(x, k, dim, mask, offsets, any_k=True)
     if isinstance(upper, Tensor):
         if upper.dtype == torch.bool or upper.dtype.is_complex:
@@ -131,35 +210,36 @@ def read(
             raise ValueError(
                 f"`upper` must be on the device of `x`, {x.device}, but it is on {upper.device}."
             )
-    elif isinstance(upper, bool) or not isinstance(upper, _NUMBERS):
+    elif isinstance(upper, bool) or not isinstance(upper, NUMBERS):
         raise TypeError(f"`upper` must be a number or a tensor, but it is {upper!r}.")
     wide = wide_dtype(x.device)
     bounds = torch.as_tensor(upper, device=x.device).to(wide)
-    try:
-        bounds = bounds.expand(x.shape)
-    except RuntimeError:
-        raise ValueError(
-            f"`upper` must be a number or broadcast to the shape of `x`, {tuple(x.shape)}, "
-            f"but its shape is {tuple(bounds.shape)}."
-        ) from None
-    bounds = bounds.movedim(dim, -1).reshape(c.x.shape)
-    if bounds.numel() > 0 and _readable(bounds):
+    if bounds.dim() > 0:
+        try:
+            bounds = bounds.expand(x.shape)
+        except RuntimeError:
+            raise ValueError(
+                f"`upper` must be a number or broadcast to the shape of `x`, {tuple(x.shape)}, "
+                f"but its shape is {tuple(bounds.shape)}."
+            ) from None
+        bounds = bounds.movedim(dim, -1).reshape(c.x.shape)
+    if bounds.numel() > 0 and readable(bounds):
         smallest = bounds.detach().amin().item()
         if not smallest >= 0:
             raise ValueError(f"`upper` must hold numbers from 0 on, but {smallest:g} is in it.")
-        if mask is None and offsets is None and _readable(c.k):
-            _check_room(c.k.detach(), bounds.detach(), upper)
+        if mask is None and offsets is None and readable(c.k):
+            room = bounds.detach() * c.x.shape[-1] if bounds.dim() == 0 else bounds.detach().sum(-1)
+            _check_room(c.k.detach(), room, upper)
     return c, bounds
 
 
-def _check_room(k: Tensor, bounds: Tensor, upper: float | Tensor) -> None:
+def _check_room(k: Tensor, room: Tensor, upper: float | Tensor) -> None:
     """Refuse bounds that leave no room for k; bounds that should sum to k are forgiven their rounding."""
-    dtype = upper.dtype if isinstance(upper, Tensor) and upper.is_floating_point() else bounds.dtype
-    room = bounds.sum(-1)
-    missing = (k - room * (1 + 16 * torch.finfo(dtype).eps)).reshape(-1)
-    row = int(missing.argmax())
-    if missing[row] > 0:
-        needed = k if k.dim() == 0 else k[row]
+    dtype = upper.dtype if isinstance(upper, Tensor) and upper.is_floating_point() else room.dtype
+    missing = k - room * (1 + 16 * torch.finfo(dtype).eps)
+    if missing.numel() and bool((missing > 0).any()):
+        row = int(missing.argmax())
+        room, needed = (t.expand(missing.shape).reshape(-1)[row] for t in (room, k))
         raise ValueError(
-            f"`upper` must sum to at least k in each row, but it sums to {room[row]:g} where k is {needed:g}."
+            f"`upper` must sum to at least k in each row, but it sums to {room:g} where k is {needed:g}."
         )

@@ -5,8 +5,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from torchlml.family.capped import CappedRows, operator, pair, read
-from torchlml.rows import rows_of
+from torchlml.arguments import Canonical
+from torchlml.family.capped import CappedRows, Member, at_bounds, operator, pair, project, read, start
+from torchlml.rows import Rows, rows_of
 from torchlml.solvers.newton import add
 from torchlml.solvers.residual import shifted
 
@@ -51,15 +52,31 @@ def constrained_softmax(
     suffice; for k = 0 the row is 0, without a gradient; a NaN makes its row NaN.
     """
     c, bounds = read(x, k, upper, dim, mask, offsets)
-    r = CappedRows(c, bounds, _dual)
+    return c.restore(project(c, bounds, _MEMBER), dim)
+
+
+def _differentiable(c: Canonical, upper: Tensor) -> Tensor:
+    """y in ordinary operations, for every transform and every kind of row."""
+    r = CappedRows(c, upper, _dual)
     rows = r.rows
-    saturated = r.infinite | (r.finite & _above(r.z, r.upper.detach().log()))
+    saturated = r.infinite | (r.finite & (r.z > _edge(r.upper.detach().log())))
     free = r.finite & ~saturated
     rest = r.k - rows.sum(torch.where(saturated, r.upper, 0))
     e = torch.where(free, torch.exp(torch.where(free, r.z, 0)), 0)
     total = rows.sum(e)
     share = e * rows.spread(rest / torch.where(total > 0, total, 1))
-    return c.restore(r.finish(torch.where(saturated, r.upper, share), c.x.dtype), dim)
+    return r.finish(torch.where(saturated, r.upper, share), c.x.dtype)
+
+
+def _values(z: Tensor, upper: Tensor) -> Tensor:
+    """y from z = x + nu."""
+    return torch.minimum(z.exp_(), upper)
+
+
+def _moves(z: Tensor, upper: Tensor, nu: Tensor) -> tuple[Tensor, Tensor]:
+    """dy/dz of each entry, and 1 where it is at its bound."""
+    at_bound = (z > _edge(upper.log())).to(z.dtype)
+    return torch.minimum(z.exp_(), upper) * (1 - at_bound), at_bound
 
 
 def _solve(x: Tensor, k: Tensor, upper: Tensor, offsets: Tensor | None) -> Tensor:
@@ -73,38 +90,44 @@ def _solve(x: Tensor, k: Tensor, upper: Tensor, offsets: Tensor | None) -> Tenso
     rows = rows_of(x, offsets)
     if x.numel() == 0:
         return x.new_zeros(2, rows.count)
-    finite = x.isfinite()
     epsilon = torch.finfo(x.dtype).eps
     # No entry gets more than k, so a bound of 2 k is none, and is finite.
     limit = torch.minimum(upper, rows.spread(2 * k)).log()
-    largest = rows.max(torch.where(finite, x, -torch.inf))
+    edge = _edge(limit)
+    nu = start(x, k, upper, offsets)
+    infinite = x == torch.inf
+    largest = rows.max(torch.where(infinite, -torch.inf, x)) if bool(infinite.any()) else rows.max(x)
     busy = largest.isfinite()
-    nu = torch.stack([torch.where(busy, -largest, 0), torch.zeros_like(largest)])
-    saturated = x == torch.inf
-    # How far it is from nu to what is proven to be below and above the root.
-    below = slack = torch.full_like(k, torch.inf)
-    above = rows.max(torch.where(finite, limit - shifted(x, nu, rows), -torch.inf))
+    # How far it is from nu to what is proven to be below and above the root. Where no entry exceeds its part
+    # of what the finite ones share, it is below.
+    rest = k - at_bounds(infinite, upper, rows)
+    below = slack = (nu.sum(0) + largest) - (rest / x.shape[-1]).log()
+    above = torch.full_like(k, torch.inf)
+    count = torch.full_like(k, -1)
     for number in range(_MAX_PASSES):
-        previous = saturated
-        if number:
-            saturated = _above(shifted(x, nu, rows), limit)
-        free = finite & ~saturated
-        rest = (k - rows.sum(torch.where(saturated, upper, 0))).clamp(min=0)
-        # The root for this set, as a pair: the largest free entry is its high part, exactly.
-        largest = rows.max(torch.where(free, x, -torch.inf))
-        largest = torch.where(largest.isfinite(), largest, 0)
-        total = rows.sum(torch.where(free, torch.exp(x - rows.spread(largest)), 0))
-        root = pair(-largest, rest.log() - total.log())
+        z = shifted(x, nu, rows)
+        saturated = z > edge
+        previous, count = count, rows.sum(saturated)
+        # The sets are nested, so one of the same size is the same. The root of a set is exact.
+        repeated = (count == previous) & (below <= slack)
+        taken = at_bounds(saturated, upper, rows)
+        rest = (k - taken).clamp(min=0)
+        filled = rows.sum(torch.minimum(z, limit).exp_()) - taken
+        small = rest.log() - filled.log()
+        if bool((busy & ~(filled > 1e-3 * taken) & (rest > 0)).any()):
+            root = _root(x, rest, saturated | ~x.isfinite(), rows)
+        else:
+            root = add(nu, small)
         step = torch.where(rest > 0, (root[0] - nu[0]) + (root[1] - nu[1]), -torch.inf)
-        if number:
-            repeated = (rows.sum(saturated != previous) == 0) & (below <= slack)
-            busy = busy & ~(repeated | (step.abs() <= 4 * epsilon * (1 + root[1].abs())))
-            if not bool(busy.any()):
-                break
+        busy = busy & ~(repeated | (step.abs() <= 4 * epsilon))
+        if not bool(busy.any()):
+            break
+        halving = number >= _FREE_PASSES and number % 2 == 1
+        if number == _FREE_PASSES:
+            above = torch.minimum(above, rows.max(torch.where(x.isfinite(), limit - z, -torch.inf)))
         lower, top = torch.maximum(step, -below), torch.where(step > 0, above, 0)
         # The proof is as good as the arithmetic, which rounds a large step.
         slack = 4 * epsilon * lower.abs()
-        halving = number >= _FREE_PASSES and number % 2 == 1
         move = (lower + top) / 2 if halving else lower
         moved = torch.where(move == step, root, add(nu, torch.where(busy, move, 0)))
         nu = torch.where(busy, moved, nu)
@@ -112,9 +135,18 @@ def _solve(x: Tensor, k: Tensor, upper: Tensor, offsets: Tensor | None) -> Tenso
     return nu
 
 
-_dual = operator("constrained_softmax_dual", _solve)
+def _root(x: Tensor, rest: Tensor, taken: Tensor, rows: Rows) -> Tensor:
+    """The nu for which the entries that are not taken sum to `rest`, with the largest of them as high part."""
+    largest = rows.max(torch.where(taken, -torch.inf, x))
+    largest = torch.where(largest.isfinite(), largest, 0)
+    total = rows.sum(torch.where(taken, 0, torch.exp(x - rows.spread(largest))))
+    return pair(-largest, rest.log() - total.log())
 
 
-def _above(z: Tensor, limit: Tensor) -> Tensor:
+def _edge(limit: Tensor) -> Tensor:
     # An entry that reaches its bound up to rounding still counts as free: it is the one that k moves.
-    return z > limit + 8 * torch.finfo(z.dtype).eps * (1 + limit.abs().clamp(max=1000))
+    return limit + 8 * torch.finfo(limit.dtype).eps * (1 + limit.abs().clamp(max=1000))
+
+
+_dual = operator("constrained_softmax_dual", _solve)
+_MEMBER = Member(_solve, _differentiable, _values, _moves)

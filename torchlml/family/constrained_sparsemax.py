@@ -5,7 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from torchlml.family.capped import CappedRows, operator, pair, read
+from torchlml.arguments import Canonical
+from torchlml.family.capped import CappedRows, Member, at_bounds, operator, pair, project, read, start
 from torchlml.rows import Rows, rows_of
 from torchlml.solvers.newton import add
 from torchlml.solvers.residual import shifted
@@ -40,15 +41,30 @@ def constrained_sparsemax(
     suffice; for k = 0 the row is 0, without a gradient; a NaN makes its row NaN.
     """
     c, bounds = read(x, k, upper, dim, mask, offsets)
-    r = CappedRows(c, bounds, _dual)
+    return c.restore(project(c, bounds, _MEMBER), dim)
+
+
+def _differentiable(c: Canonical, upper: Tensor) -> Tensor:
+    """y in ordinary operations, for every transform and every kind of row."""
+    r = CappedRows(c, upper, _dual)
     rows = r.rows
     saturated = r.infinite | (r.finite & (r.z > r.upper))
     free = r.finite & ~saturated & ~(r.z <= 0)  # also NaN
     # One exact step from the solver's nu, on the entries that are known to be inside.
     missing = r.k - rows.sum(torch.where(saturated, r.upper, torch.where(free, r.z, 0)))
     inside = r.z + rows.spread(missing / rows.sum(free).clamp(min=1))
-    y = torch.where(saturated, r.upper, torch.where(free, inside, 0))
-    return c.restore(r.finish(y, c.x.dtype), dim)
+    return r.finish(torch.where(saturated, r.upper, torch.where(free, inside, 0)), c.x.dtype)
+
+
+def _values(z: Tensor, upper: Tensor) -> Tensor:
+    """y from z = x + nu."""
+    return torch.minimum(z.clamp_(min=0), upper)
+
+
+def _moves(z: Tensor, upper: Tensor, nu: Tensor) -> tuple[Tensor, Tensor]:
+    """dy/dz of each entry, and 1 where it is at its bound."""
+    at_bound = (z > upper).to(z.dtype)
+    return (z > 0).to(z.dtype) * (1 - at_bound), at_bound
 
 
 def _solve(x: Tensor, k: Tensor, upper: Tensor, offsets: Tensor | None) -> Tensor:
@@ -61,37 +77,42 @@ def _solve(x: Tensor, k: Tensor, upper: Tensor, offsets: Tensor | None) -> Tenso
     rows = rows_of(x, offsets)
     if x.numel() == 0:
         return x.new_zeros(2, rows.count)
-    finite = x.isfinite()
     epsilon = torch.finfo(x.dtype).eps
-    largest = rows.max(torch.where(finite, x, -torch.inf))
-    busy = largest.isfinite()
-    # At this nu no finite entry exceeds its part of what they share, so it is not above the root.
-    part = (k - rows.sum(torch.where(x == torch.inf, upper, 0))) / rows.sum(finite)
-    nu = torch.stack([torch.where(busy, -largest, 0), torch.where(busy, part, 0)])
     # No entry gets more than k, so a bound of 2 k is none, and is finite.
     limit = torch.minimum(upper, rows.spread(2 * k))
-    # How far it is from nu to what is proven to be below and above the root.
-    below = torch.zeros_like(k)
-    above = rows.max(torch.where(finite, limit - shifted(x, nu, rows), -torch.inf))
-    saturated = free = torch.zeros_like(finite)
+    nu = start(x, k, upper, offsets)
+    infinite = x == torch.inf
+    largest = rows.max(torch.where(infinite, -torch.inf, x)) if bool(infinite.any()) else rows.max(x)
+    busy = largest.isfinite()
+    # How far it is from nu to what is proven to be below and above the root. Where no entry exceeds its part
+    # of what the finite ones share, it is below.
+    below = (nu.sum(0) + largest) - (k - at_bounds(infinite, upper, rows)) / x.shape[-1]
+    above = torch.full_like(k, torch.inf)
+    counts = torch.full_like(nu, -1)
     whole = torch.zeros_like(busy)
     for number in range(_MAX_PASSES):
         z = shifted(x, nu, rows)
-        before = saturated, free
-        saturated = z > limit
-        free = (z >= 0) & ~saturated & finite
-        excess = rows.sum(torch.where(saturated, upper, torch.where(free, z, 0))) - k
-        repeated = rows.sum((saturated != before[0]) | (free != before[1])) == 0
+        excess = rows.sum(torch.minimum(z.clamp(min=0), limit)) - k
+        saturated, positive = z > limit, z >= 0
+        previous, counts = counts, torch.stack([rows.sum(saturated), rows.sum(positive)])
+        # The sets are nested, so those of the same sizes are the same. The root of a set is exact.
+        repeated = (counts == previous).all(0)
         busy = busy & (excess.abs() > 4 * epsilon * k) & ~(whole & repeated)
         if not bool(busy.any()):
             break
         below, above = torch.where(excess < 0, 0, below), torch.where(excess > 0, 0, above)
-        root, inside = _root(x, k, upper, saturated, free, rows)
-        step = (root[0] - nu[0]) + (root[1] - nu[1])
-        upwards = -rows.max(torch.where(finite & (z < 0), z, -torch.inf))
-        downwards = rows.max(torch.where(saturated & finite, limit - z, -torch.inf))
-        step = torch.where(inside, step, torch.where(excess < 0, upwards, downwards))
-        slack = 4 * epsilon * (above + below)
+        if number == _FREE_PASSES:
+            above = torch.minimum(above, rows.max(torch.where(x.isfinite(), limit - z, -torch.inf)))
+        inside = counts[1] > counts[0]
+        step = -excess / (counts[1] - counts[0])
+        root = add(nu, step)
+        if bool((busy & ~(step.abs() < 1e4)).any()):
+            root, inside = _root(x, k, upper, saturated, positive & ~saturated & x.isfinite(), rows)
+            step = (root[0] - nu[0]) + (root[1] - nu[1])
+            upwards = -rows.max(torch.where(positive, -torch.inf, z))
+            downwards = rows.max(torch.where(saturated & x.isfinite(), limit - z, -torch.inf))
+            step = torch.where(inside, step, torch.where(excess < 0, upwards, downwards))
+        slack = 4 * epsilon * torch.where(above.isfinite(), above + below, step.abs())
         whole = (-below - slack <= step) & (step <= above + slack)
         if number >= _FREE_PASSES and number % 2:
             whole = torch.zeros_like(whole)
@@ -115,3 +136,4 @@ def _root(
 
 
 _dual = operator("constrained_sparsemax_dual", _solve)
+_MEMBER = Member(_solve, _differentiable, _values, _moves)

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from torchlml import autograd
-from torchlml.arguments import Canonical, _readable, canonical
+from torchlml.arguments import Canonical, canonical, readable
 
 
 def topk_mask(x: Tensor, k: int | Tensor, dim: int = -1, *, mask: Tensor | None = None) -> Tensor:
@@ -50,7 +50,7 @@ def topk_mask(x: Tensor, k: int | Tensor, dim: int = -1, *, mask: Tensor | None 
 
 def check_whole(k: Any, c: Canonical) -> None:
     """Refuse a k that is not a whole number, where it may be looked at."""
-    if isinstance(k, Tensor) and not _readable(k):
+    if isinstance(k, Tensor) and not readable(k):
         return
     numbers = c.k.detach()
     if bool((numbers != numbers.round()).any()):

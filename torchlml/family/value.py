@@ -10,7 +10,7 @@ from torch import Tensor
 
 from torchlml import autograd, ops
 from torchlml.arguments import canonical
-from torchlml.autograd import _gradient_of_k, _plain
+from torchlml.autograd import gradient_of_k, is_plain
 from torchlml.differentiable import DifferentiableRows
 from torchlml.rows import row_index, rows_of, work_dtype
 from torchlml.solvers.residual import shifted
@@ -42,7 +42,7 @@ def lml_value(
     makes it +inf, unless k is 0.
     """
     c = canonical(x, k, dim, mask, offsets)
-    value = _Value.apply if _plain() else _differentiable
+    value = _Value.apply if is_plain() else _differentiable
     return c.restore_rows(value(c.x, c.k, c.mask, c.offsets))
 
 
@@ -66,7 +66,7 @@ class _Value(torch.autograd.Function):
         dk = None
         if k.requires_grad:
             nu = autograd.lml_dual(x, k, mask, offsets, None)
-            dk = _gradient_of_k(torch.where(nu.isinf(), 0, -grad * nu).to(k.dtype), k)
+            dk = gradient_of_k(torch.where(nu.isinf(), 0, -grad * nu).to(k.dtype), k)
         return spread * y, dk, None, None
 
 

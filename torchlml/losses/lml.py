@@ -10,12 +10,12 @@ from torch import Tensor
 from torch.nn.functional import logsigmoid
 
 from torchlml import ops
-from torchlml.arguments import Canonical, _check_k
-from torchlml.autograd import _plain, _wants_graph, log_lml
+from torchlml.arguments import Canonical, check_k
+from torchlml.autograd import is_plain, log_lml, wants_graph
 from torchlml.family import bounds
 from torchlml.losses.reduction import TopKLoss, check_reduction, reduce
 from torchlml.losses.targets import Labels, may_look, read_labels, read_logits
-from torchlml.reference import _prepare, _share
+from torchlml.reference import infinite_share, prepare
 from torchlml.rows import row_index, work_dtype
 
 
@@ -62,12 +62,12 @@ def lml_loss(
     rows = read_logits(logits, mask, offsets)
     unlimited = mask is not None or offsets is not None or bound == "at_most"
     most = None if unlimited else logits.shape[-1]
-    k = _check_k(k, rows.shape, most, logits.device)
+    k = check_k(k, rows.shape, most, logits.device)
     labels = read_labels(rows, target, weight, ignore_index)
     # Half precision is float32 from here on, and rounded once at the end.
     x = rows.x.to(work_dtype(rows.x.dtype))
     weighted = labels.weight is not None and labels.weight.requires_grad
-    if labels.listed is not None and bound == "exactly" and _plain() and not weighted:
+    if labels.listed is not None and bound == "exactly" and is_plain() and not weighted:
         loss = _Loss.apply(x, k, *labels, rows.mask, rows.offsets)
     else:
         loss = _through_log_lml(x, k, labels, rows.mask, rows.offsets, bound)
@@ -179,8 +179,8 @@ class _Loss(torch.autograd.Function):
             nu = torch.where(has_label, nu, -torch.inf)
             hi = _spread(nu[0], row)
             tied = (entries == torch.inf) & (hi == -torch.inf)
-            values, rows = _prepare(x, mask, offsets)
-            log_share = _spread(_share(values, k, nu, rows).log(), row)
+            values, rows = prepare(x, mask, offsets)
+            log_share = _spread(infinite_share(values, k, nu, rows).log(), row)
             log_y = torch.where((entries == -torch.inf) & ~hi.isnan(), -torch.inf, logsigmoid(z))
             loss = torch.where(c == 0, 0, c * torch.where(tied, log_share, log_y))
             own = torch.where(entries.isfinite() & hi.isfinite(), c * torch.sigmoid(-z), 0)
@@ -193,7 +193,7 @@ class _Loss(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         x, k, listed, row, weight, has_label, mask, offsets, nu, place, own, total = ctx.saved_tensors
         rest = (None,) * 8
-        if _wants_graph():
+        if wants_graph():
             labels = Labels(listed, row, None, weight, has_label, complete=False)
             loss = _through_log_lml(x, k, labels, mask, offsets)
             wanted = [t for t in (x, k) if t.requires_grad]

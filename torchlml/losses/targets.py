@@ -17,7 +17,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from torchlml.arguments import _readable
+from torchlml.arguments import readable
 from torchlml.rows import row_index, work_dtype
 
 
@@ -135,7 +135,7 @@ def read_k(k: int, largest: int | None) -> int:
 
 def may_look(*tensors: Tensor | None) -> bool:
     """Whether values may be looked at: on a GPU that would stall, and a traced tensor has none."""
-    return all(tensor is None or _readable(tensor) for tensor in tensors)
+    return all(tensor is None or readable(tensor) for tensor in tensors)
 
 
 def _class_indices(rows: LogitRows, target: Tensor, weight: Tensor | None, ignore_index: int) -> Labels:
