@@ -34,8 +34,6 @@ struct BackwardRow {
   double* dk;
   T high, low;
 
-  static constexpr bool half = sizeof(S) == 2;
-
   LML_INLINE Vec<T> z_at(int64_t i, int64_t count) const { return (read(x + i, count) + high) + low; }
 
   // Lanes that exist, are not masked and have a finite x: all others get no gradient.
@@ -45,13 +43,6 @@ struct BackwardRow {
     if (mask) ok &= load_mask<T>(mask + i, count);
     if (count < lanes<T>) ok &= first_lanes<T>(count);
     return ok;
-  }
-
-  // Infinite entries get 0 by themselves; a masked one may hold anything.
-  LML_INLINE Vec<T> weight_from_z(int64_t i, int64_t count) const {
-    Vec<T> w = Logistic<T>(z_at(i, count)).weight();
-    if (mask) w = keep<T>(load_mask<T>(mask + i, count), w);
-    return count < lanes<T> ? keep<T>(first_lanes<T>(count), w) : w;
   }
 
   // Calls f for every vector, and flush between blocks of vectors.
@@ -96,28 +87,85 @@ struct BackwardRow {
     }
   }
 
+  struct Sums {
+    BlockSum<T> weights, moments;  // sum w and sum w g
+    // A gradient where w = 0 (masked, infinite, saturated) is ignored, be it NaN.
+    LML_INLINE void add(Vec<T> w, Vec<T> g) {
+      weights.block += w;
+      moments.block += w * keep<T>(greater(w, T{0}), g);
+    }
+  };
+
+  // w of one block from x and nu. Two short loops overlap better than one with both dependency chains.
+  // Infinite entries get 0 by themselves; a masked one may hold anything.
+  LML_INLINE void block_from_z(T* w, int64_t start, int64_t size, Sums& sums) const {
+    each_vector<T>(size, [&](int64_t i, int64_t count) __attribute__((always_inline)) {
+      write(w + start + i, vexp(-vabs(z_at(start + i, count))), count);
+    });
+    each_vector<T>(size, [&](int64_t i, int64_t count) __attribute__((always_inline)) {
+      const Vec<T> a = read(w + start + i, count), r = reciprocal(1 + a);
+      Vec<T> out = a * r * r;
+      if (mask) out = keep<T>(load_mask<T>(mask + start + i, count), out);
+      write(w + start + i, out, count);
+      sums.add(out, read(grad + start + i, count));
+    });
+  }
+
+  // w = y (1 - y). But 1 - y has lost its digits where y is near 1: such entries are left 0 here. Returns
+  // whether there are any.
+  LML_INLINE bool block_from_y(T* w, int64_t start, int64_t size, Sums& sums) const {
+    Mask<T> found{};
+    each_vector<T>(size, [&](int64_t i, int64_t count) __attribute__((always_inline)) {
+      const Vec<T> p = read(y + start + i, count);
+      const Mask<T> near = near_one(p);
+      const Vec<T> out = keep<T>(~near, p - p * p);
+      write(w + start + i, out, count);
+      sums.add(out, read(grad + start + i, count));
+      found |= near;
+    });
+    return any<T>(found);
+  }
+
+  // Fills in the entries near 1 that block_from_y left, from x and nu.
+  LML_INLINE void patch(T* w, int64_t start, int64_t size, Sums& sums) const {
+    each_vector<T>(size, [&](int64_t i, int64_t count) __attribute__((always_inline)) {
+      const Mask<T> near = near_one(read(y + start + i, count));
+      if (!any<T>(near)) return;
+      const Vec<T> out = keep<T>(near, Logistic<T>(z_at(start + i, count)).weight());
+      write(w + start + i, read(w + start + i, count) + out, count);
+      sums.add(out, read(grad + start + i, count));
+    });
+  }
+
+  LML_INLINE int64_t count_near_one(int64_t size) const {
+    Mask<T> found{};
+    each_vector<T>(size, [&](int64_t i, int64_t count) __attribute__((always_inline)) {
+      found += near_one(read(y + i, count));
+    });
+    return -total_lanes(found);
+  }
+
+  LML_INLINE static Mask<T> near_one(Vec<T> p) { return greater(p, static_cast<T>(0.995)); }
+
   // dx = w (g - mean), dk = mean, mean = sum w g / sum w. The first pass leaves w in `w`.
   LML_INLINE void projection(T* w) const {
-    BlockSum<T> weights, moments;
-    const auto add = [&](int64_t i, int64_t count) __attribute__((always_inline)) {
-      Vec<T> a;
-      if constexpr (half) {
-        a = weight_from_z(i, count);  // y was rounded
-      } else {
-        const Vec<T> p = read(y + i, count);
-        a = p - p * p;
-        // 1 - y has lost its digits near 1: take sigma(-z) from x and nu there.
-        if (any<T>(greater(p, static_cast<T>(0.98)))) a = weight_from_z(i, count);
+    Sums sums;
+    const int64_t block = block_vectors * lanes<T>;
+    // A half-precision y was rounded: never take w from it. Otherwise the first block tells how many entries
+    // are near 1, and with many of them every w is taken from z.
+    const bool from_z = sizeof(S) == 2 || count_near_one(n < block ? n : block) * 64 > (n < block ? n : block);
+    for (int64_t start = 0; start < n; start += block) {
+      const int64_t size = n - start < block ? n - start : block;
+      if (from_z) {
+        block_from_z(w, start, size, sums);
+      } else if (block_from_y(w, start, size, sums)) {
+        patch(w, start, size, sums);
       }
-      write(w + i, a, count);
-      weights.block += a;
-      // A gradient where w = 0 (masked, infinite, saturated) is ignored, be it NaN.
-      moments.block += a * keep<T>(greater(a, T{0}), read(grad + i, count));
-    };
-    blocks(add, [&]() __attribute__((always_inline)) { weights.flush(), moments.flush(); });
-    const double sum = weights.value();
+      sums.weights.flush(), sums.moments.flush();
+    }
+    const double sum = sums.weights.value();
     if (!(sum > 0)) return zero();
-    const double mean = moments.value() / sum;
+    const double mean = sums.moments.value() / sum;
     *dk = mean;
     const T shift = static_cast<T>(mean);
     each_vector<T>(n, [&](int64_t i, int64_t count) __attribute__((always_inline)) {

@@ -60,7 +60,7 @@ struct Target {
 // first step. `flush` says after how many vectors part[0] is moved to double.
 template <class T>
 struct Sums {
-  static constexpr int size = 3, flush = 128;
+  static constexpr int size = 3, flush = 32;
   Vec<T> part[size] = {};
   Mask<T> above{};  // unused
   LML_INLINE void add(Vec<T> odds) {
@@ -129,9 +129,10 @@ struct LongSum {
   }
 };
 
-// `odds(i)` gives exp(z) of the i-th whole vector, `odds_tail()` of the rest with zeros beyond it.
-template <class T, template <class> class Kind, class Odds, class Tail>
-LML_INLINE Totals evaluate(int64_t n, const Odds& odds, const Tail& odds_tail) {
+// `odds(i)` gives exp(z) of the i-th whole vector, `odds_tail()` of the rest with zeros beyond it. `prepare`
+// runs over a block before: two short loops overlap far better than one with both dependency chains.
+template <class T, template <class> class Kind, class Prepare, class Odds, class Tail>
+LML_INLINE Totals evaluate(int64_t n, const Prepare& prepare, const Odds& odds, const Tail& odds_tail) {
   constexpr int size = Kind<T>::size;
   constexpr int64_t short_block = Kind<T>::flush, long_block = 128;
   const int64_t whole = n / lanes<T>;
@@ -141,6 +142,7 @@ LML_INLINE Totals evaluate(int64_t n, const Odds& odds, const Tail& odds_tail) {
     const int64_t long_end = whole - i > long_block ? i + long_block : whole;
     while (i < long_end) {
       const int64_t end = long_end - i > short_block ? i + short_block : long_end;
+      for (int64_t j = i; j < end; ++j) prepare(j);
       for (; i < end; ++i) block.add(odds(i));
       sum[0].take(block.part[0]);
     }
@@ -237,10 +239,9 @@ class Newton {
     const Totals sums = evaluate<T, Sums>(
         n,
         [&](int64_t i) __attribute__((always_inline)) {
-          const Vec<T> odds = exponential(load(x + i * lanes<T>));
-          store(e + i * lanes<T>, odds);
-          return odds * unscale;
+          store(e + i * lanes<T>, exponential(load(x + i * lanes<T>)));
         },
+        [&](int64_t i) __attribute__((always_inline)) { return load(e + i * lanes<T>) * unscale; },
         [&]() __attribute__((always_inline)) {
           const int64_t rest = n % lanes<T>;
           tail = keep<T>(first_lanes<T>(rest), exponential(load_part(x + n - rest, rest)));
@@ -301,7 +302,7 @@ class Newton {
     const T* e = e_;
     const Vec<T> tail = fit_.tail;
     return evaluate<T, Kind>(
-        n_, [=](int64_t i) __attribute__((always_inline)) { return load(e + i * lanes<T>) * u; },
+        n_, [](int64_t) {}, [=](int64_t i) __attribute__((always_inline)) { return load(e + i * lanes<T>) * u; },
         [=]() __attribute__((always_inline)) { return tail * u; });
   }
 

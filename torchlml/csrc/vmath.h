@@ -32,11 +32,12 @@ LML_INLINE vfloat vexp(vfloat a) {
 #else
   const vfloat r = (a - n * 0.693359375f) + n * 2.12194440e-4f;
 #endif
-  vfloat p = scale * 0.0083691484908563466f * r + scale * 0.041917507249615261f;
-  p = p * r + scale * 0.16666505260408123f;
-  p = p * r + scale * 0.49998869378303398f;
-  p = p * r + scale * 1.0000000107715701f;
-  p = p * r + scale * 1.0000000754548972f;
+  // Estrin's order: what limits the loops is how many of these chains fit into the reorder buffer.
+  const vfloat r2 = r * r;
+  const vfloat p01 = scale * 1.0000000107715701f * r + scale * 1.0000000754548972f;
+  const vfloat p23 = scale * 0.16666505260408123f * r + scale * 0.49998869378303398f;
+  const vfloat p45 = scale * 0.0083691484908563466f * r + scale * 0.041917507249615261f;
+  const vfloat p = (p45 * r2 + p23) * r2 + p01;
   const vfloat scaled = cast_bits<vfloat>(cast_bits<ifloat>(p) + (cast_bits<ifloat>(shifted) << 23));
   return keep<float>(greater(a, Range::floor(0.0f)), scaled);
 }
