@@ -134,8 +134,8 @@ def _setting(settings: DemoSettings) -> str:
         f"{settings.images} images and names one digit of each. The same small network is trained with each "
         f"loss for {settings.epochs} epochs, from the same weights with the same batches, and tested on 2000 "
         f"images in other handwriting, with {settings.seeds} seeds. In the uniform case each digit of "
-        f"an image is equally likely to be the one named; in the skewed case a 0 is named {images.SKEW:g} times "
-        "as readily as a 9."
+        f"an image is equally likely to be the one named; in the skewed case a 0 is named "
+        f"{images.SKEW:g} times as readily as a 9."
     )
 
 

@@ -72,10 +72,10 @@ def main(arguments: Sequence[str]) -> None:
     settings = read_settings(Cifar100Settings, COMMAND, arguments, defaults(arguments))
     result = run(settings, Console())
     if Accelerator(cpu=settings.cpu).is_main_process:
-        folder = settings.resume or settings.out
+        measures = ", ".join(f"{name} {value:.4f}" for name, value in result["test"].items())
         Console().print(
-            f"Test of epoch {result['best_epoch']}, chosen on validation: "
-            f"top-1 {result['test']['top1']:.4f}, top-{settings.k} {result['test'][f'top{settings.k}']:.4f}. The run is in {folder}.",
+            f"Test of epoch {result['best_epoch']}, chosen on validation: {measures}. "
+            f"The run is in {settings.resume or settings.out}.",
             soft_wrap=True,
             highlight=False,
         )
