@@ -192,7 +192,7 @@ struct BackwardRow {
     const Vec<T> z = z_at(i, count);
     const Vec<T> b = vexp(least - vabs(z)), a = b * factor, r = reciprocal(1 + a);
     const Mask<T> ok = usable(i, count);
-    return {keep<T>(ok, b * r * r), keep<T>(ok, select<T>(greater(z, T{0}), a * r, r))};
+    return {keep<T>(ok, b * r * r), keep<T>(ok, select<T>(greater(z, T{0}), a * r, 1 - a * r))};
   }
 
   // dx = a - p sum a with a = g sigma(-z); dk = sum a / sum w.

@@ -88,14 +88,13 @@ LML_INLINE vdouble vlog1p(vdouble t) {
   return p * s;
 }
 
-// What every formula needs of z: a = exp(-|z|), r = 1 / (1 + a). Then sigma(-|z|) = a r,
-// sigma(|z|) = r and w = a r^2, all relatively exact. z = +-inf gives a = 0.
+// What every formula needs of z: a = exp(-|z|) and r = 1 / (1 + a). Then sigma(-|z|) = a r and w = a r^2
+// are relatively exact, and 1 - a r is exactly 1 at infinity (r need not be: it is an approximation).
 template <class T>
 struct Logistic {
   Vec<T> a, r;
   LML_INLINE explicit Logistic(Vec<T> z) : a(vexp(-vabs(z))), r(reciprocal(1 + a)) {}
-  LML_INLINE Vec<T> sigma(Vec<T> z) const { return select<T>(greater(z, T{0}), r, a * r); }
-  LML_INLINE Vec<T> sigma_minus(Vec<T> z) const { return select<T>(greater(z, T{0}), a * r, r); }
+  LML_INLINE Vec<T> sigma(Vec<T> z) const { return select<T>(greater(z, T{0}), 1 - a * r, a * r); }
   LML_INLINE Vec<T> weight() const { return a * r * r; }
 };
 
