@@ -9,7 +9,7 @@ import pickle
 import tarfile
 import zlib
 from pathlib import Path
-from typing import IO, Any, NoReturn
+from typing import Any, NoReturn
 
 import numpy as np
 import numpy.typing as npt
@@ -128,11 +128,10 @@ def _part(path: Path, content: bytes) -> Part:
     return data.reshape(-1, 3, 32, 32), fine.astype(np.int64), coarse.astype(np.int64)
 
 
-def load(content: bytes | IO[bytes]) -> Any:
+def load(content: bytes) -> Any:
     """Builds what a pickle contains if that is nothing but data, else raises `pickle.UnpicklingError`."""
 
-    stream = io.BytesIO(content) if isinstance(content, bytes) else content
-    return _Unpickler(stream, encoding="bytes").load()
+    return _Unpickler(io.BytesIO(content), encoding="bytes").load()
 
 
 def _entry(values: Any, name: str) -> Any:

@@ -64,7 +64,7 @@ class Cifar100Settings(TrainSettings):
     """How many training samples are kept for validation, the same for every seed."""
 
 
-FEATURES = Cifar100Settings(epochs=12, batch_size=500)
+FEATURES = Cifar100Settings(epochs=10, batch_size=500)
 
 
 def main(arguments: Sequence[str]) -> None:
@@ -158,7 +158,9 @@ def loss_of(name: Loss, k: int, temperature: float) -> Callable[[Tensor, Tensor]
         "truncated-entropy": lambda logits, label: torchlml.truncated_entropy_loss(logits, label, k),
         "lml": lambda logits, label: torchlml.lml_loss(logits, label, k),
         "bce": lambda logits, label: (
-            binary_cross_entropy_with_logits(logits, one_hot(label, CLASSES).float(), reduction="none")
+            binary_cross_entropy_with_logits(
+                logits, one_hot(label, CLASSES).to(logits.dtype), reduction="none"
+            )
             .sum(-1)
             .mean()
         ),

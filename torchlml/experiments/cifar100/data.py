@@ -54,7 +54,7 @@ def read_features(path: Path) -> tuple[Part, Part]:
         The training and the test part. A file that is anything else raises `BadInput`.
     """
     try:
-        with np.load(path, allow_pickle=False) as file:
+        with path.open("rb") as stream, np.load(stream, allow_pickle=False) as file:
             x, fine, coarse, test = (file[name] for name in ("x", "fine", "coarse", "test"))
     except KeyError as error:
         raise BadInput(f"`--features` names `{path}`, which has no `{error.args[0].split()[0]}`.") from error

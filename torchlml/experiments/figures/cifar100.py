@@ -31,7 +31,7 @@ class Cifar100FigureSettings:
 
     csv: Path = Path("runs/cifar100-sweep/results.csv")
     """The CSV that `torchlml sweep cifar100` wrote."""
-    out: Path = Path("cifar100.png")
+    out: Path = Path("torchlml-figures/cifar100.png")
     """The PNG to write; its folder is made when it is missing."""
 
 
