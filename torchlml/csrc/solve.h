@@ -27,7 +27,7 @@ template <>
 struct Limits<double> {
   static constexpr double top = 400;
   static constexpr double reach = 60;
-  static constexpr double slope = 1e-200;
+  static constexpr double slope = 1e-130;
   static constexpr double last_step = 1e-5;
   static constexpr double gap = 0.02;
 };
