@@ -19,6 +19,7 @@ from torch import Tensor
 
 from torchlml import ops
 from torchlml.arguments import NUMBERS, Canonical, canonical, readable
+from torchlml.autograd import gradient_of_k, is_plain, wants_graph
 from torchlml.rows import DenseRows, RaggedRows, Rows, wide_dtype
 from torchlml.solvers.newton import add
 from torchlml.solvers.residual import shifted
@@ -68,15 +69,22 @@ def pair(hi: Tensor, lo: Tensor) -> Tensor:
     return add(torch.stack([hi, torch.zeros_like(hi)]), lo)
 
 
-def at_bounds(saturated: Tensor, upper: Tensor, rows: Rows) -> Tensor:
-    """What the saturated entries of each row sum to."""
-    return rows.sum(saturated) * upper if upper.dim() == 0 else rows.sum(saturated * upper)
+def at_bounds(saturated: Tensor, limit: Tensor, rows: Rows) -> Tensor:
+    """What the saturated entries of each row sum to; `limit` is like x, or (R, 1) where it is one per row."""
+    if isinstance(rows, DenseRows) and limit.shape[-1] == 1:
+        return rows.sum(saturated) * limit.squeeze(-1)
+    return rows.sum(saturated * limit)
 
 
-def start(x: Tensor, k: Tensor, upper: Tensor, offsets: Tensor | None) -> Tensor:
-    """Where to begin: the nu of lml, for entries that count in units of the mean bound; or 0."""
-    unit = upper if upper.dim() == 0 else upper.mean()
-    nu = ops.solve(x, k / unit, None, offsets)
+def mean_bound(k: Tensor, upper: Tensor, rows: Rows) -> Tensor:
+    """The mean bound of each row, as far as it can matter: no entry gets more than k."""
+    mean = upper if upper.dim() == 0 else rows.sum(upper) / rows.sum(torch.ones_like(upper)).clamp(min=1)
+    return torch.minimum(mean, 2 * k)
+
+
+def start(x: Tensor, k: Tensor, offsets: Tensor | None) -> Tensor:
+    """Where to begin: the nu of lml where it is finite, elsewhere 0."""
+    nu = ops.solve(x, k, None, offsets)
     return torch.where(nu.isfinite().all(0), nu, 0)
 
 
@@ -89,11 +97,9 @@ def project(c: Canonical, upper: Tensor, member: Member) -> Tensor:
 
 def _ordinary(c: Canonical, upper: Tensor) -> bool:
     """Can it be seen that nothing here is special: no mask, no infinity, no row at its limits?"""
-    if c.mask is not None or c.offsets is not None or c.x.numel() == 0 or not _plain():
+    if c.mask is not None or c.offsets is not None or c.x.numel() == 0 or not is_plain():
         return False
-    if not (_readable(c.x) and _readable(upper) and _readable(c.k)) or not bool(
-        c.x.detach().sum().isfinite()
-    ):
+    if not all(readable(t) for t in (c.x, c.k, upper)) or not bool(c.x.detach().sum().isfinite()):
         return False
     total = upper.detach() * c.x.shape[1] if upper.dim() == 0 else upper.detach().sum(-1)
     k = c.k.detach()
@@ -115,7 +121,7 @@ class _Ordinary(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         x, k, upper, nu = ctx.saved_tensors
-        if _wants_graph():
+        if wants_graph():
             y = ctx.member.differentiable(Canonical(x, k, None, None, None), upper.expand(x.shape))
             wanted = [t for t in (x, k, upper) if t.requires_grad]
             found = iter(torch.autograd.grad(y, wanted, grad, create_graph=True))
@@ -130,7 +136,7 @@ class _Ordinary(torch.autograd.Function):
         d_upper = at_bound * felt if upper.requires_grad else None
         if d_upper is not None and upper.dim() == 0:
             d_upper = d_upper.sum()
-        return dx, _gradient_of_k(dk, k), d_upper, None
+        return dx, gradient_of_k(dk, k), d_upper, None
 
 
 class CappedRows:

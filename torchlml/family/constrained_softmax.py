@@ -6,7 +6,17 @@ import torch
 from torch import Tensor
 
 from torchlml.arguments import Canonical
-from torchlml.family.capped import CappedRows, Member, at_bounds, operator, pair, project, read, start
+from torchlml.family.capped import (
+    CappedRows,
+    Member,
+    at_bounds,
+    mean_bound,
+    operator,
+    pair,
+    project,
+    read,
+    start,
+)
 from torchlml.rows import Rows, rows_of
 from torchlml.solvers.newton import add
 from torchlml.solvers.residual import shifted
@@ -92,51 +102,67 @@ def _solve(x: Tensor, k: Tensor, upper: Tensor, offsets: Tensor | None) -> Tenso
         return x.new_zeros(2, rows.count)
     epsilon = torch.finfo(x.dtype).eps
     # No entry gets more than k, so a bound of 2 k is none, and is finite.
-    limit = torch.minimum(upper, rows.spread(2 * k)).log()
+    bound = torch.minimum(upper, rows.spread(2 * k))
+    limit = bound.log()
     edge = _edge(limit)
-    nu = start(x, k, upper, offsets)
+    # Far below the bounds lml is an exponential as well.
+    unit = mean_bound(k, upper, rows)
+    nu = add(start(x, k / unit, offsets), unit.log())
     infinite = x == torch.inf
     largest = rows.max(torch.where(infinite, -torch.inf, x)) if bool(infinite.any()) else rows.max(x)
     busy = largest.isfinite()
+    nu = torch.where(busy, nu, 0)
     # How far it is from nu to what is proven to be below and above the root. Where no entry exceeds its part
     # of what the finite ones share, it is below.
-    rest = k - at_bounds(infinite, upper, rows)
-    below = slack = (nu.sum(0) + largest) - (rest / x.shape[-1]).log()
+    below = ((nu[0] + largest) + nu[1]) - ((k - at_bounds(infinite, bound, rows)) / x.shape[-1]).log()
     above = torch.full_like(k, torch.inf)
     count = torch.full_like(k, -1)
+    rooted = torch.zeros_like(busy)
     for number in range(_MAX_PASSES):
         z = shifted(x, nu, rows)
         saturated = z > edge
         previous, count = count, rows.sum(saturated)
-        # The sets are nested, so one of the same size is the same. The root of a set is exact.
-        repeated = (count == previous) & (below <= slack)
-        taken = at_bounds(saturated, upper, rows)
-        rest = (k - taken).clamp(min=0)
-        filled = rows.sum(torch.minimum(z, limit).exp_()) - taken
-        small = rest.log() - filled.log()
-        if bool((busy & ~(filled > 1e-3 * taken) & (rest > 0)).any()):
-            root = _root(x, rest, saturated | ~x.isfinite(), rows)
-        else:
-            root = add(nu, small)
-        step = torch.where(rest > 0, (root[0] - nu[0]) + (root[1] - nu[1]), -torch.inf)
-        busy = busy & ~(repeated | (step.abs() <= 4 * epsilon))
+        taken = at_bounds(saturated, bound, rows)
+        rest, filled = k - taken, rows.sum(torch.minimum(z, limit).exp_()) - taken
+        # The sum's excess over k is filled - rest. The root for this set is a step of log(rest / filled).
+        root, step = add(nu, (rest / filled).log()), (rest / filled).log()
+        vague_sum = ~(filled > 1e-3 * k)
+        vague = busy & (rest > 0) & vague_sum
+        if bool(vague.any()):
+            exact = _root(x, rest, saturated | ~x.isfinite(), rows)
+            root = torch.where(vague, exact, root)
+            step = torch.where(vague, (exact[0] - nu[0]) + (exact[1] - nu[1]), step)
+        overfull = ~(rest > 0)
+        step = torch.where(overfull, -torch.inf, step)
+        # The sets are nested, so one of the same size is the same; and the root of a set is exact.
+        small = 4 * epsilon * (1 + taken / torch.maximum(filled, 1e-3 * k))
+        busy = busy & ~((rooted & (count == previous)) | (step.abs() <= small))
         if not bool(busy.any()):
             break
-        halving = number >= _FREE_PASSES and number % 2 == 1
         if number == _FREE_PASSES:
             above = torch.minimum(above, rows.max(torch.where(x.isfinite(), limit - z, -torch.inf)))
-        lower, top = torch.maximum(step, -below), torch.where(step > 0, above, 0)
+        top = torch.where(step > 0, above, 0)
+        if bool((busy & overfull).any()):
+            # The entry that was saturated last is not: this is where it begins to be.
+            last = rows.max(torch.where(saturated & ~infinite, limit - z, -torch.inf))
+            top = torch.where(overfull, torch.minimum(top, last), top)
         # The proof is as good as the arithmetic, which rounds a large step.
-        slack = 4 * epsilon * lower.abs()
-        move = (lower + top) / 2 if halving else lower
-        moved = torch.where(move == step, root, add(nu, torch.where(busy, move, 0)))
-        nu = torch.where(busy, moved, nu)
+        slack = small + 4 * epsilon * torch.where(step.isfinite(), step.abs(), below)
+        lower = torch.where(step >= -below - slack, step, -below)
+        # Where most of k is at the bounds, the sum is a staircase in nu rather than an exponential.
+        straight = torch.where(vague_sum, top, torch.minimum((rest - filled) / filled, top))
+        stairs = overfull | (~vague_sum & (taken > k / 2) & (straight.abs() > 0.25))
+        move = torch.where(stairs & (straight > lower), straight, lower)
+        if number >= _FREE_PASSES and number % 2:
+            move = (lower + top) / 2
+        rooted = move == step
+        nu = torch.where(busy, torch.where(rooted, root, add(nu, torch.where(busy, move, 0))), nu)
         below, above = move - lower + slack, top - move + slack
     return nu
 
 
 def _root(x: Tensor, rest: Tensor, taken: Tensor, rows: Rows) -> Tensor:
-    """The nu for which the entries that are not taken sum to `rest`, with the largest of them as high part."""
+    """The nu for which the entries that are not taken sum to `rest`; its high part is the largest's."""
     largest = rows.max(torch.where(taken, -torch.inf, x))
     largest = torch.where(largest.isfinite(), largest, 0)
     total = rows.sum(torch.where(taken, 0, torch.exp(x - rows.spread(largest))))

@@ -6,7 +6,17 @@ import torch
 from torch import Tensor
 
 from torchlml.arguments import Canonical
-from torchlml.family.capped import CappedRows, Member, at_bounds, operator, pair, project, read, start
+from torchlml.family.capped import (
+    CappedRows,
+    Member,
+    at_bounds,
+    mean_bound,
+    operator,
+    pair,
+    project,
+    read,
+    start,
+)
 from torchlml.rows import Rows, rows_of
 from torchlml.solvers.newton import add
 from torchlml.solvers.residual import shifted
@@ -80,13 +90,16 @@ def _solve(x: Tensor, k: Tensor, upper: Tensor, offsets: Tensor | None) -> Tenso
     epsilon = torch.finfo(x.dtype).eps
     # No entry gets more than k, so a bound of 2 k is none, and is finite.
     limit = torch.minimum(upper, rows.spread(2 * k))
-    nu = start(x, k, upper, offsets)
+    # A sigmoid four times as steep is close to a clip.
+    unit = mean_bound(k, upper, rows)
+    nu = add(start(x * rows.spread(4 / unit), k / unit, offsets) * (unit / 4), unit / 2)
     infinite = x == torch.inf
     largest = rows.max(torch.where(infinite, -torch.inf, x)) if bool(infinite.any()) else rows.max(x)
     busy = largest.isfinite()
+    nu = torch.where(busy, nu, 0)
     # How far it is from nu to what is proven to be below and above the root. Where no entry exceeds its part
     # of what the finite ones share, it is below.
-    below = (nu.sum(0) + largest) - (k - at_bounds(infinite, upper, rows)) / x.shape[-1]
+    below = ((nu[0] + largest) + nu[1]) - (k - at_bounds(infinite, limit, rows)) / x.shape[-1]
     above = torch.full_like(k, torch.inf)
     counts = torch.full_like(nu, -1)
     whole = torch.zeros_like(busy)
@@ -106,12 +119,15 @@ def _solve(x: Tensor, k: Tensor, upper: Tensor, offsets: Tensor | None) -> Tenso
         inside = counts[1] > counts[0]
         step = -excess / (counts[1] - counts[0])
         root = add(nu, step)
-        if bool((busy & ~(step.abs() < 1e4)).any()):
-            root, inside = _root(x, k, upper, saturated, positive & ~saturated & x.isfinite(), rows)
-            step = (root[0] - nu[0]) + (root[1] - nu[1])
+        vague = busy & ~(step.abs() < 1e4)
+        if bool(vague.any()):
+            exact, some = _root(x, k, limit, saturated, positive & ~saturated & x.isfinite(), rows)
             upwards = -rows.max(torch.where(positive, -torch.inf, z))
             downwards = rows.max(torch.where(saturated & x.isfinite(), limit - z, -torch.inf))
-            step = torch.where(inside, step, torch.where(excess < 0, upwards, downwards))
+            flat = torch.where(excess < 0, upwards, downwards)
+            root, inside = torch.where(vague, exact, root), torch.where(vague, some, inside)
+            far = torch.where(some, (exact[0] - nu[0]) + (exact[1] - nu[1]), flat)
+            step = torch.where(vague, far, step)
         slack = 4 * epsilon * torch.where(above.isfinite(), above + below, step.abs())
         whole = (-below - slack <= step) & (step <= above + slack)
         if number >= _FREE_PASSES and number % 2:
@@ -125,13 +141,13 @@ def _solve(x: Tensor, k: Tensor, upper: Tensor, offsets: Tensor | None) -> Tenso
 
 
 def _root(
-    x: Tensor, k: Tensor, upper: Tensor, saturated: Tensor, free: Tensor, rows: Rows
+    x: Tensor, k: Tensor, limit: Tensor, saturated: Tensor, free: Tensor, rows: Rows
 ) -> tuple[Tensor, Tensor]:
     """The nu that is right for these sets as a pair, whose high part is a free entry; and if there is one."""
     largest = rows.max(torch.where(free, x, -torch.inf))
     inside = largest.isfinite()
     largest = torch.where(inside, largest, 0)
-    terms = torch.where(saturated, upper, torch.where(free, x - rows.spread(largest), 0))
+    terms = torch.where(saturated, limit, torch.where(free, x - rows.spread(largest), 0))
     return pair(-largest, (k - rows.sum(terms)) / rows.sum(free).clamp(min=1)), inside
 
 
