@@ -15,7 +15,7 @@ import torchlml
 from torchlml import cli
 from torchlml.cli import BadInput
 from torchlml.experiments.cifar100 import archive, networks
-from torchlml.experiments.cifar100.command import LOSSES, accuracies, loss_of
+from torchlml.experiments.cifar100.command import LOSSES, Cifar100Settings, accuracies, loss_of, task
 from torchlml.experiments.cifar100.data import (
     Batches,
     Part,
@@ -294,6 +294,21 @@ def test_losses_are_what_they_say():
     assert set(expected) == set(LOSSES)
     for name in LOSSES:
         torch.testing.assert_close(loss_of(name, 5, t)(logits, label), expected[name])
+
+
+@pytest.mark.parametrize(
+    ("epochs", "changes"), [(300, {151: 0.01, 226: 0.001}), (10, {6: 0.01, 8: 0.001}), (1, {})]
+)
+def test_the_learning_rate_drops_after_half_and_three_quarters(epochs, changes):
+    part = dataclasses.replace(some_part(200), x=torch.zeros(200, 4))
+    settings = Cifar100Settings(features=Path("x"), epochs=epochs, validation=50)
+    one = task(settings, part, part)
+    expected = 0.1
+    for epoch in range(1, epochs + 1):
+        expected = changes.get(epoch, expected)
+        assert one.optimizer.param_groups[0]["lr"] == pytest.approx(expected)
+        one.optimizer.step()
+        one.scheduler.step()
 
 
 class OneProcess:

@@ -135,7 +135,7 @@ def task(settings: Cifar100Settings, everything: Part, test: Part) -> Task:
         nesterov=True,
         weight_decay=settings.weight_decay,
     )
-    drops = [settings.epochs // 2, settings.epochs * 3 // 4]
+    drops = [max(1, settings.epochs // 2), max(1, settings.epochs * 3 // 4)]  # 0 would drop before the start
     loss = loss_of(settings.loss, settings.k, settings.temperature)
     return Task(
         model=model,

@@ -28,7 +28,7 @@ class TrainSettings:
     learning_rate: float = 0.1
     """The learning rate at the start."""
     mixed_precision: Literal["no", "bf16", "fp16"] = "no"
-    """Compute in half precision where it is safe, keeping the weights in float32; fp16 needs a GPU."""
+    """Compute in half precision where it is safe, keeping the weights in float32; fp16 is meant for GPUs."""
     cpu: bool = False
     """Stay on the CPU even where a GPU is available."""
     tensorboard: bool = False
