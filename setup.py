@@ -17,7 +17,7 @@ from setuptools.command.build_ext import build_ext
 
 SOURCES = Path("torchlml/csrc")
 # No fast-math: NaN must stay NaN, and linking it would flush subnormals in the whole process.
-FLAGS = ["-std=c++17", "-O3", "-fvisibility=hidden", "-ffp-contract=fast"]
+FLAGS = ["-std=c++17", "-O3", "-fwrapv", "-fvisibility=hidden", "-ffp-contract=fast"]
 FLAGS += ["-fno-math-errno", "-fno-trapping-math", "-fno-signed-zeros", "-g0", "-Wno-psabi", "-Wno-maybe-uninitialized"]
 TARGET = "0x020A000000000000"  # torch 2.10, the oldest whose stable ABI has what bindings.cpp uses
 LEVELS = {"v3": "x86-64-v3", "v4": "x86-64-v4"}

@@ -244,7 +244,9 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--seconds", type=float, default=60)
     parser.add_argument("--seed", type=int, default=0, help="the first batch's seed; each batch takes the next")
+    parser.add_argument("--threads", type=int, default=1)
     arguments = parser.parse_args()
+    torch.set_num_threads(arguments.threads)
     kernel = f"native ({native.instruction_set()})" if native.loaded() else "torch"
     print(f"torchlml {torchlml.__version__}, kernel {kernel}, {arguments.seconds:g} s from seed {arguments.seed}")
     errors, rows, entries, seed = Errors(), 0, 0, arguments.seed
