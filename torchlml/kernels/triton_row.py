@@ -1,0 +1,277 @@
+"""What every kernel does with a row: find it, read a block of it, sum over the block, move nu.
+
+These are device functions, inlined into the kernels. A row is read in blocks; what lies outside it, or is
+masked, is read as -inf, which counts for nothing in any of the sums. Entries are float32; sums inside a block
+are trees of float32, at most 16 entries to a thread, and sums over blocks are float64.
+"""
+# mypy: disable-error-code="import-not-found,import-untyped,no-untyped-def,no-untyped-call,misc,untyped-decorator"
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+# A side of the row whose nearest entry is farther than this from the threshold is summed times e^distance,
+# so that nothing underflows; and 1 + e^-32 is 1, so that there sigmoid(-|z|) is e^-|z|.
+_FAR = tl.constexpr(32.0)
+_LARGEST = tl.constexpr(3.0e38)
+# Newton's step from an error of s leaves less than 4 s^2, since |S''| <= S': what remains here is 4e-8.
+_LAST_STEP = tl.constexpr(1e-4)
+_ROUNDING = tl.constexpr(5e-7)  # of z, relative; it is all that is left of a gap of 1e20
+# Steps that leave the bracket are first cut at its end; later, and for every second step, it is halved. Each
+# halving takes one bit off the float32 between its ends, so that 32 of them are enough for any row.
+_CUT_STEPS = tl.constexpr(4)
+_FREE_STEPS = tl.constexpr(8)
+MAX_STEPS = tl.constexpr(80)
+_SETTLED = tl.constexpr(1000)
+
+
+@triton.jit
+def locate(row, offsets_ptr, n, size):
+    """(start, length) of a row, inside the `size` entries whatever the offsets are."""
+    if offsets_ptr is None:
+        start = row.to(tl.int64) * n
+        length = n
+    else:
+        start = tl.minimum(tl.maximum(tl.load(offsets_ptr + row), 0), size)
+        end = tl.minimum(tl.maximum(tl.load(offsets_ptr + row + 1), start), size)
+        length = (end - start).to(tl.int32)
+    return start, length
+
+
+@triton.jit
+def read(x_ptr, mask_ptr, start, first, length, BLOCK: tl.constexpr):
+    """The entries first, first + 1, ... of the row that begins at `start`, -inf where there is none."""
+    i = first + tl.arange(0, BLOCK)
+    inside = i < length
+    x = tl.load(x_ptr + start + i, mask=inside, other=float("-inf")).to(tl.float32)
+    if mask_ptr is not None:
+        available = tl.load(mask_ptr + start + i, mask=inside, other=0) != 0
+        x = tl.where(available, x, float("-inf"))
+    return x
+
+
+@triton.jit
+def write(pointer, values, start, first, length, BLOCK: tl.constexpr):
+    """Store a block, rounded once to the dtype of the memory."""
+    i = first + tl.arange(0, BLOCK)
+    tl.store(pointer + start + i, values.to(pointer.dtype.element_ty), mask=i < length)
+
+
+@triton.jit
+def survey_block(x, side):
+    """What has to be known before the first step: the kinds of entries, and a log-sum-exp of side * x."""
+    finite = tl.abs(x) < float("inf")
+    undefined = tl.sum((x != x).to(tl.int32), 0)
+    m = tl.sum((x != float("-inf")).to(tl.int32), 0)
+    p = tl.sum((x == float("inf")).to(tl.int32), 0)
+    tilted = side * x
+    top = tl.max(tl.where(finite, tilted, float("-inf")), 0)
+    bottom = tl.min(tl.where(finite, tilted, float("inf")), 0)
+    total = tl.sum(tl.where(finite, tl.exp(tilted - top), 0.0), 0).to(tl.float64)
+    return undefined, m, p, top, bottom, total
+
+
+@triton.jit
+def survey(x, x_ptr, mask_ptr, start, first, length, stride, side, BLOCK: tl.constexpr, LOOP: tl.constexpr):
+    """`survey_block` of the block `x` that is on chip and of all later ones."""
+    undefined, m, p, top, bottom, total = survey_block(x, side)
+    if LOOP:
+        for at in range(first, length, stride):
+            block = read(x_ptr, mask_ptr, start, at, length, BLOCK)
+            undefined_, m_, p_, top_, bottom_, total_ = survey_block(block, side)
+            undefined, m, p = undefined + undefined_, m + m_, p + p_
+            higher = tl.maximum(top, top_)
+            total = total * shrink(top, higher) + total_ * shrink(top_, higher)
+            top, bottom = higher, tl.minimum(bottom, bottom_)
+    return undefined, m, p, top, bottom, total
+
+
+@triton.jit
+def shrink(old, new):
+    """e^(old - new) for old <= new, 1 where both are the same infinity."""
+    return tl.where(old == new, 1.0, tl.exp(old - new))
+
+
+@triton.jit
+def begin(k, undefined, m, p, top, bottom, total, side):
+    """(hi, lo, lower, upper, number, share): where the iteration starts, or the answer of a special row.
+
+    `logit(k/m) - max x <= nu <= logit(k/m) - min x` is the bracket; the start is `log k - LSE(x)`, or its
+    mirror image `LSE(-x) - log(m - k)` for side = -1. Entries of +inf are 1 and take as much from k.
+    """
+    ordinary = (k > p) & (k < m) & (undefined == 0)
+    wanted = tl.maximum(k - p, 1e-37).to(tl.float32)
+    rest = tl.maximum(m - k, 1e-37).to(tl.float32)
+    middle = tl.log(wanted) - tl.log(rest)
+    largest = tl.where(side > 0, top, -bottom)
+    smallest = tl.where(side > 0, bottom, -top)
+    lower, upper = middle - largest, middle - smallest
+    log_total = tl.log(total.to(tl.float32))
+    few = tl.log(wanted) - log_total
+    many = log_total - tl.log(rest)
+    hi, lo = two_sum(tl.where(side > 0, -largest, -smallest), tl.where(side > 0, few, many))
+    # The bracket is computed in float32: a little wider it is a theorem again.
+    lower -= 1e-6 * tl.abs(lower) + 1e-6
+    upper += 1e-6 * tl.abs(upper) + 1e-6
+    special = tl.where((k > 0) & (k >= m), float("inf"), float("-inf"))
+    special = tl.where((undefined > 0) | (k != k), float("nan"), special)
+    hi, lo = tl.where(ordinary, hi, special), tl.where(ordinary, lo, 0.0)
+    number = tl.where(ordinary, 0, _SETTLED)
+    share = tl.where((hi == float("-inf")) & (p > 0), tl.minimum(k / tl.maximum(p, 1), 1.0), 1.0)
+    return hi, lo, lower, upper, number, share.to(tl.float32)
+
+
+@triton.jit
+def _far(distance):
+    return tl.where(distance > _FAR, tl.minimum(distance, _LARGEST), 0.0)
+
+
+@triton.jit
+def evaluate_block(x, hi, lo):
+    """How a block takes part in S - k: (count, below, above, P, Q, P', Q').
+
+    `count` entries are above the threshold, Q and Q' are their sums of t = sigmoid(-|z|) and of w = t (1 - t)
+    times e^above; P and P' those of the others, times e^below.
+    """
+    z = (x + hi) + lo
+    up = z > 0
+    distance = tl.abs(z)
+    below = _far(tl.min(tl.where(up, float("inf"), distance), 0))
+    above = _far(tl.min(tl.where(up, distance, float("inf")), 0))
+    e = tl.exp(tl.where(up, above, below) - distance)
+    near = tl.where(up, (above == 0).to(tl.float32), (below == 0).to(tl.float32))
+    other = 1.0 / (1.0 + near * e)
+    t = e * other
+    w = t * other
+    count = tl.sum(up.to(tl.int32), 0)
+    p = tl.sum(tl.where(up, 0.0, t), 0).to(tl.float64)
+    q = tl.sum(tl.where(up, t, 0.0), 0).to(tl.float64)
+    dp = tl.sum(tl.where(up, 0.0, w), 0)
+    dq = tl.sum(tl.where(up, w, 0.0), 0)
+    return count, below, above, p, q, dp, dq
+
+
+@triton.jit
+def evaluate(
+    x, x_ptr, mask_ptr, start, first, length, stride, hi, lo, BLOCK: tl.constexpr, LOOP: tl.constexpr
+):
+    """`evaluate_block` of the block `x` that is on chip and of all later ones."""
+    count, below, above, p, q, dp, dq = evaluate_block(x, hi, lo)
+    if LOOP:
+        for at in range(first, length, stride):
+            block = read(x_ptr, mask_ptr, start, at, length, BLOCK)
+            count_, below_, above_, p_, q_, dp_, dq_ = evaluate_block(block, hi, lo)
+            nearer = tl.minimum(below, below_)
+            old, new = tl.exp(nearer - below), tl.exp(nearer - below_)
+            p, dp, below = p * old + p_ * new, dp * old + dp_ * new, nearer
+            nearer = tl.minimum(above, above_)
+            old, new = tl.exp(nearer - above), tl.exp(nearer - above_)
+            q, dq, above = q * old + q_ * new, dq * old + dq_ * new, nearer
+            count += count_
+    return count, below, above, p, q, dp, dq
+
+
+@triton.jit
+def move(k, hi, lo, lower, upper, number, count, below, above, p, q, dp, dq):
+    """One safeguarded step of Newton's method for log A = log B, see `solvers/newton.py`."""
+    surplus = (count - tl.maximum(k, 1e-37)).to(tl.float32)
+    fall, rise = tl.exp(-below), tl.exp(-above)
+    # A = P + max(c, 0) and B = Q + max(-c, 0), each still times e^distance where nothing was added to it.
+    p, q = p.to(tl.float32), q.to(tl.float32)
+    a = tl.where(surplus > 0, p * fall + surplus, p)
+    b = tl.where(surplus < 0, q * rise - surplus, q)
+    da = tl.where(surplus > 0, dp * fall, dp)
+    db = tl.where(surplus < 0, dq * rise, dq)
+    far_a = tl.where(surplus > 0, 0.0, below)
+    far_b = tl.where(surplus < 0, 0.0, above)
+    step = (tl.log(b / a) + (far_a - far_b)) / (da / a + db / b)
+    last = tl.abs(step) <= tl.maximum(far_a, far_b) * _ROUNDING + _LAST_STEP
+    lower = tl.where(step > 0, hi, lower)
+    upper = tl.where(step < 0, hi, upper)
+    target = hi + step
+    outside = (target < lower) | (target > upper) | (target != target)
+    end = tl.where(step > 0, upper, lower)
+    halve = (outside & (number >= _CUT_STEPS)) | ((number >= _FREE_STEPS) & (number % 2 == 1))
+    jump = tl.where(halve, _between(lower, upper), end)
+    hi, lo = two_sum(hi, lo + step)
+    jumps = (outside | halve) & (last == 0)
+    hi, lo = tl.where(jumps, jump, hi), tl.where(jumps, 0.0, lo)
+    number = tl.where(last, _SETTLED, number + 1)
+    return hi, lo, lower, upper, number
+
+
+@triton.jit
+def _between(lower, upper):
+    """The float32 in the middle of all float32 numbers between two."""
+    a, b = _order(lower.to(tl.int32, bitcast=True)), _order(upper.to(tl.int32, bitcast=True))
+    return _order((a & b) + ((a ^ b) >> 1)).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def _order(bits):
+    """Bits of floats <-> integers in the same order; its own inverse."""
+    return bits ^ ((bits >> 31) & 0x7FFFFFFF)
+
+
+@triton.jit
+def two_sum(a, b):
+    """a + b without rounding, as a pair (Knuth)."""
+    total = a + b
+    taken = total - a
+    return total, (a - (total - taken)) + (b - taken)
+
+
+@triton.jit
+def iterate(
+    x,
+    x_ptr,
+    mask_ptr,
+    start,
+    first,
+    length,
+    k,
+    hi,
+    lo,
+    lower,
+    upper,
+    number,
+    BLOCK: tl.constexpr,
+    LOOP: tl.constexpr,
+):
+    """Step until nu is settled: (hi, lo)."""
+    while number < MAX_STEPS:
+        count, below, above, p, q, dp, dq = evaluate(
+            x, x_ptr, mask_ptr, start, first, length, BLOCK, hi, lo, BLOCK, LOOP
+        )
+        hi, lo, lower, upper, number = move(
+            k, hi, lo, lower, upper, number, count, below, above, p, q, dp, dq
+        )
+    return hi, lo
+
+
+@triton.jit
+def log1p(e):
+    """log(1 + e) for 0 <= e <= 1, with full relative accuracy: 2 artanh(e / (2 + e)) as a series."""
+    s = e / (2.0 + e)
+    s2 = s * s
+    series = 1.0 / 13.0 + s2 * (1.0 / 15.0)
+    series = 1.0 / 9.0 + s2 * (1.0 / 11.0 + s2 * series)
+    series = 1.0 / 3.0 + s2 * (1.0 / 5.0 + s2 * (1.0 / 7.0 + s2 * series))
+    return 2.0 * (s + s * s2 * series)
+
+
+@triton.jit
+def probability(x, hi, lo, share, LOG: tl.constexpr):
+    """y or log y of a block, with the limits where the formula has none."""
+    z = (x + hi) + lo
+    e = tl.exp(-tl.abs(z))
+    if LOG:
+        y = tl.minimum(z, 0.0) - log1p(e)
+        infinite, absent = tl.log(share), float("-inf")
+    else:
+        y = tl.where(z > 0, 1.0, e) / (1.0 + e)
+        infinite, absent = share, 0.0
+    y = tl.where(x == float("inf"), infinite, y)
+    y = tl.where(x == float("-inf"), absent, y)
+    return tl.where(hi != hi, float("nan"), y)
