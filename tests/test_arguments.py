@@ -30,7 +30,7 @@ WRONG: dict[str, tuple[Call, type[Exception], list[str]]] = {
     "x is None": (lambda f: f(None, 1), TypeError, ["`x`", "NoneType", "Tensor"]),
     "x is int64": (lambda f: f(X.long(), 1), TypeError, ["`x`", "int64", "float32"]),
     "x is bool": (lambda f: f(X.bool(), 1), TypeError, ["`x`", "bool", "float32"]),
-    "x is complex": (lambda f: f(X.cfloat(), 1), TypeError, ["`x`", "complex64", "float32"]),
+    "x is complex": (lambda f: f(X.to(torch.complex64), 1), TypeError, ["`x`", "complex64", "float32"]),
     "x is 0-d": (lambda f: f(torch.tensor(1.0), 1), ValueError, ["`x`", "0-d", "at least one dimension"]),
     "k < 0": (lambda f: f(X, -1), ValueError, ["`k`", "-1", "0", "5"]),
     "k > n": (lambda f: f(X, 6), ValueError, ["`k`", "6", "0", "n = 5"]),
