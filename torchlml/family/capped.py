@@ -34,10 +34,11 @@ class Member(NamedTuple):
     solve: _Solver
     differentiable: _Rowwise
     values: Callable[[Tensor, Tensor], Tensor]
-    moves: Callable[[Tensor, Tensor, Tensor], tuple[Tensor, Tensor]]
+    moves: Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]
 
 
 _library = torch.library.Library("torchlml", "FRAGMENT")
+_CHUNK = 65_536
 
 
 def operator(name: str, solver: _Solver) -> _Solver:
@@ -111,12 +112,18 @@ class _Ordinary(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, k: Tensor, upper: Tensor, member: Member) -> Tensor:
-        rows = DenseRows(x)
-        values = x.to(rows.wide)
-        nu = member.solve(values, k.expand(rows.count), upper, None)
+        y, nu = torch.empty_like(x), x.new_empty((2, x.shape[0]), dtype=k.dtype)
+        targets = k.expand(x.shape[0])
+        # A few rows at a time: what a search writes on the way then stays in the cache.
+        step = max(1, _CHUNK // x.shape[1])
+        for i in range(0, x.shape[0], step):
+            part = slice(i, i + step)
+            values, bound = x[part].to(k.dtype), upper if upper.dim() == 0 else upper[part]
+            nu[:, part] = member.solve(values, targets[part], bound, None)
+            y[part] = member.values(shifted(values, nu[:, part], DenseRows(values)), bound)
         ctx.save_for_backward(x, k, upper, nu)
         ctx.member = member
-        return member.values(shifted(values, nu, rows), upper).to(x.dtype)
+        return y
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
@@ -129,7 +136,7 @@ class _Ordinary(torch.autograd.Function):
         rows = DenseRows(x)
         g = grad.to(rows.wide)
         # dy = weight (dx + dnu) + at_bound dupper, with dnu such that the sum moves with k.
-        weight, at_bound = ctx.member.moves(shifted(x.to(rows.wide), nu, rows), upper, nu)
+        weight, at_bound = ctx.member.moves(shifted(x.to(rows.wide), nu, rows), upper)
         dk = rows.sum(weight * g) / rows.sum(weight).clamp(min=torch.finfo(g.dtype).tiny)
         felt = g - rows.spread(dk)
         dx = (weight * felt).to(x.dtype)

@@ -83,7 +83,7 @@ def _values(z: Tensor, upper: Tensor) -> Tensor:
     return torch.minimum(z.exp_(), upper)
 
 
-def _moves(z: Tensor, upper: Tensor, nu: Tensor) -> tuple[Tensor, Tensor]:
+def _moves(z: Tensor, upper: Tensor) -> tuple[Tensor, Tensor]:
     """dy/dz of each entry, and 1 where it is at its bound."""
     at_bound = (z > _edge(upper.log())).to(z.dtype)
     return torch.minimum(z.exp_(), upper) * (1 - at_bound), at_bound

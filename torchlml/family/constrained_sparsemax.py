@@ -71,7 +71,7 @@ def _values(z: Tensor, upper: Tensor) -> Tensor:
     return torch.minimum(z.clamp_(min=0), upper)
 
 
-def _moves(z: Tensor, upper: Tensor, nu: Tensor) -> tuple[Tensor, Tensor]:
+def _moves(z: Tensor, upper: Tensor) -> tuple[Tensor, Tensor]:
     """dy/dz of each entry, and 1 where it is at its bound."""
     at_bound = (z > upper).to(z.dtype)
     return (z > 0).to(z.dtype) * (1 - at_bound), at_bound

@@ -1,0 +1,134 @@
+"""Hard and random choices: exactly k, the stated ties, the right frequencies, the promised gradient."""
+
+from __future__ import annotations
+
+import itertools
+import math
+
+import pytest
+import torch
+from scipy import stats
+
+import torchlml
+
+INF, NAN = math.inf, math.nan
+DTYPES = [torch.float32, torch.float64, torch.bfloat16, torch.float16]
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("n", [1, 7, 100, 1001])
+def test_a_mask_holds_the_largest(n: int, dtype: torch.dtype) -> None:
+    # Few different values, so that there are ties everywhere; the rule is written out by a stable sort.
+    x = torch.randint(-3, 4, (40, n)).to(dtype)
+    for k in {0, 1, n // 2, n - 1, n}:
+        mask = torchlml.topk_mask(x, k)
+        assert mask.dtype == dtype
+        for row, chosen in zip(x.tolist(), mask.tolist(), strict=True):
+            order = sorted(range(n), key=lambda i: (-row[i], i))
+            assert [i for i in range(n) if chosen[i] == 1] == sorted(order[:k])
+            assert sum(chosen) == k
+
+
+def test_a_mask_with_its_own_k_in_each_row() -> None:
+    x = torch.randn(4, 3, 9).round()
+    k = torch.tensor([0, 2, 9])
+    for mask in (None, torch.rand(4, 3, 9) > 0.3):
+        got = torchlml.topk_mask(x, k, mask=mask)
+        rows = [
+            [
+                torchlml.topk_mask(x[i, j], int(k[j]), mask=None if mask is None else mask[i, j])
+                for j in range(3)
+            ]
+            for i in range(4)
+        ]
+        assert torch.equal(got, torch.stack([torch.stack(row) for row in rows]))
+    assert torch.equal(
+        torchlml.topk_mask(x.movedim(-1, 0), k, dim=0), torchlml.topk_mask(x, k).movedim(-1, 0)
+    )
+
+
+def test_special_rows() -> None:
+    x = torch.tensor([[1.0, INF, INF, INF], [-INF, -INF, -INF, 2], [1, NAN, 2, 3], [0, 0, 0, 0]])
+    hard = torchlml.topk_mask(x, 2)
+    assert hard[[0, 1, 3]].tolist() == [[0, 1, 1, 0], [0, 0, 0, 1], [1, 1, 0, 0]]
+    assert bool(hard[2].isnan().all())
+    drawn = torchlml.sample_subset(x, 2)
+    assert drawn[0, 0] == 0
+    assert drawn[0].sum() == 2
+    assert drawn[1].tolist() == [0, 0, 0, 1]
+    assert bool(drawn[2].isnan().all())
+    assert drawn[3].sum() == 2
+    keep = torch.tensor([True, False, False, True])
+    assert torchlml.topk_mask(torch.tensor([1.0, NAN, 9, 0]), 3, mask=keep).tolist() == [1, 0, 0, 1]
+    assert torchlml.sample_subset(torch.tensor([1.0, NAN, 9, 0]), 3, mask=keep).tolist() == [1, 0, 0, 1]
+    for function in (torchlml.topk_mask, torchlml.sample_subset):
+        assert function(torch.empty(0, 5), 2).shape == (0, 5)
+        assert function(torch.empty(3, 0), 0).shape == (3, 0)
+
+
+@pytest.mark.parametrize("name", ["topk_mask", "sample_subset"])
+def test_straight_through(name: str) -> None:
+    x = torch.randn(5, 8, dtype=torch.float64, requires_grad=True)
+    g = torch.randn(5, 8, dtype=torch.float64)
+    options = {} if name == "topk_mask" else {"straight_through": True}
+    out = getattr(torchlml, name)(x, 3, **options)
+    assert bool(((out == 0) | (out == 1)).all())
+    (got,) = torch.autograd.grad(out, x, g, create_graph=True)
+    (expected,) = torch.autograd.grad(torchlml.lml(x, 3), x, g, create_graph=True)
+    torch.testing.assert_close(got, expected)
+    torch.testing.assert_close(
+        torch.autograd.grad(got.square().sum(), x)[0], torch.autograd.grad(expected.square().sum(), x)[0]
+    )
+    assert not torchlml.sample_subset(x, 3).requires_grad
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_a_sample_is_exactly_k(dtype: torch.dtype) -> None:
+    for n, scale in itertools.product([1, 2, 13, 1000], [0.0, 0.1, 3.0, 100.0]):
+        x = (torch.randn(60, n) * scale).to(dtype)
+        for k in {0, 1, n // 2, n - 1, n}:
+            drawn = torchlml.sample_subset(x, k)
+            assert drawn.dtype == dtype
+            assert bool(((drawn == 0) | (drawn == 1)).all())
+            assert drawn.double().sum(-1).tolist() == [k] * 60
+    k = torch.randint(0, 14, (60,))
+    mask = torch.rand(60, 13) > 0.4
+    drawn = torchlml.sample_subset(torch.randn(60, 13).to(dtype), k.clamp(max=13), mask=mask)
+    assert torch.equal(drawn.double().sum(-1), torch.minimum(k.clamp(max=13), mask.sum(-1)).double())
+    assert bool((drawn[~mask] == 0).all())
+
+
+def test_a_long_sample_is_exactly_k() -> None:
+    # A million probabilities that do not add up to k in any floating-point order.
+    x = torch.randn(1, 1_000_000) * 4
+    for k in (1, 1000, 999_999):
+        assert float(torchlml.sample_subset(x, k).double().sum()) == k
+
+
+@pytest.mark.parametrize(("k", "scale"), [(1, 1.0), (3, 1.0), (5, 3.0), (8, 0.0)])
+def test_inclusion_frequencies(k: int, scale: float) -> None:
+    n, draws = 10, 40_000
+    x = torch.randn(n, dtype=torch.float64, generator=torch.Generator().manual_seed(k)) * scale
+    y = torchlml.lml(x, k)
+    generator = torch.Generator().manual_seed(7)
+    counts = torchlml.sample_subset(x.expand(draws, n), k, generator=generator).sum(0)
+    # The counts of one entry are binomial. All of them sum to k draws, which leaves n - 1 degrees of freedom;
+    # a negative correlation between entries only lowers the statistic.
+    z = ((counts - draws * y) / (draws * y * (1 - y)).sqrt()).numpy()
+    assert (abs(z) < 4.5).all()
+    assert stats.chi2.sf((z**2).sum() * (n - 1) / n, n - 1) > 1e-4
+    # Only certain entries are always drawn, and the order does not matter: all pairs can come up.
+    if scale < 2 and k > 1:
+        drawn = torchlml.sample_subset(x.expand(4000, n), k, generator=generator)
+        assert bool(((drawn.T @ drawn) > 0).all())
+
+
+def test_reproducible() -> None:
+    x = torch.randn(5, 50)
+    draws = [torchlml.sample_subset(x, 7, generator=torch.Generator().manual_seed(3)) for _ in range(2)]
+    assert torch.equal(*draws)
+    torch.manual_seed(4)
+    first = torchlml.sample_subset(x, 7)
+    assert not torch.equal(first, torchlml.sample_subset(x, 7))
+    torch.manual_seed(4)
+    assert torch.equal(first, torchlml.sample_subset(x, 7))
