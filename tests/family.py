@@ -11,6 +11,7 @@ import functools
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import mpmath
 import numpy as np
@@ -30,9 +31,10 @@ def capped(kind: str, x: Array, k: float, upper: Array) -> Array:
         return _capped_with_mpmath(kind, x, k, upper)
     # The few very long rows have no large entries, for which double precision would not be enough.
     precision = Wide if x.size <= 20_000 else np.float64
-    entries, bounds = x.astype(precision), upper.astype(precision)
+    entries: Any = x.astype(precision)
+    bounds: Any = upper.astype(precision)
 
-    def values(nu: np.floating) -> np.ndarray:
+    def values(nu: Any) -> Any:
         if kind == "constrained_softmax":
             return np.minimum(bounds, np.exp(np.minimum(entries + nu, 80)))
         return np.clip(entries + nu, 0, bounds)
@@ -48,7 +50,7 @@ def capped(kind: str, x: Array, k: float, upper: Array) -> Array:
         # What is at its bound comes off k first: beside it, the rest may be too small to be seen.
         missing = k - bounds[y == bounds].sum()
         lower, upper_end = (lower, middle) if y[y < bounds].sum() > missing else (middle, upper_end)
-    return values(lower).astype(np.float64)
+    return np.asarray(values(lower), dtype=np.float64)
 
 
 def _capped_with_mpmath(kind: str, x: Array, k: float, upper: Array) -> Array:

@@ -87,7 +87,18 @@ PROJECTION = (
     Provider("sort", lambda x, k: torch.sort(x, dim=-1).values),
     Provider("entmax", _budget_bisect, _without_entmax),
 )
-SUITES = {"projection": PROJECTION}
+FAMILY = (
+    Provider(BASELINE, lambda x, k: torch.softmax(x, -1)),
+    Provider("lml", lambda x, k: torchlml.lml(x, k)),
+    Provider("lml-at-most", lambda x, k: torchlml.lml(x, k, bound="at_most")),
+    Provider("lml-value", lambda x, k: torchlml.lml_value(x, k)),
+    Provider("constrained-softmax", lambda x, k: torchlml.constrained_softmax(x, k)),
+    Provider("constrained-sparsemax", lambda x, k: torchlml.constrained_sparsemax(x, k)),
+    Provider("topk-mask", lambda x, k: torchlml.topk_mask(x, k)),
+    Provider("sample-subset", lambda x, k: torchlml.sample_subset(x, k, straight_through=True)),
+    Provider("sort", lambda x, k: torch.sort(x, dim=-1).values),
+)
+SUITES = {"projection": PROJECTION, "family": FAMILY}
 
 
 def call_of(provider: Provider, case: Case, mode: Mode) -> Callable[[], Tensor]:

@@ -7,7 +7,7 @@ import os
 import re
 import sys
 from collections.abc import Collection, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import datetime, timezone
 from itertools import product
 from pathlib import Path
@@ -19,7 +19,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 import torchlml
 from torchlml.bench import losses, memory, records, report
-from torchlml.bench.cases import BASELINE, MODES, PROJECTION, Case, Mode, Provider, call_of
+from torchlml.bench.cases import BASELINE, MODES, PROJECTION, SUITES, Case, Mode, Provider, call_of
 from torchlml.bench.records import Record
 from torchlml.bench.timing import Quantiles, race
 from torchlml.cli import BadInput, parse_settings
@@ -62,6 +62,8 @@ class BenchSettings:
     """The PNG of the times in the whole CSV; by default beside the CSV, with its name."""
     compare: Path | None = None
     """The CSV of an earlier run, whose ratios are shown beside the new ones."""
+    family: bool = False
+    """Time the relatives of lml instead: limits on the sum, other regularisers, hard and random choices."""
     losses: bool = False
     """Time the losses instead, on their own problems; only threads, repetitions, seconds and csv count."""
     quick: bool = False
@@ -76,6 +78,8 @@ QUICK = BenchSettings(
 def main(arguments: Sequence[str]) -> None:
     """Reads the options and runs the benchmark."""
     default = QUICK if "--quick" in arguments else BenchSettings()
+    if "--family" in arguments:
+        default = replace(default, providers=tuple(provider.name for provider in SUITES["family"]))
     # Without a terminal rich assumes 80 columns, and would fold the tables of a log.
     console = Console() if sys.stdout.isatty() else Console(width=160)
     run(parse_settings(BenchSettings, "bench", arguments, default), console)
@@ -134,7 +138,7 @@ def _measure(
     calls = {provider.name: call_of(provider, case, mode) for provider in providers}
     common = {
         **vars(case),
-        "operator": "projection",
+        "operator": _suite(settings),
         "mode": mode,
         "machine": records.machine(),
         "torch": str(torch.__version__),
@@ -170,9 +174,13 @@ def _record(
     )
 
 
+def _suite(settings: BenchSettings) -> str:
+    return "family" if settings.family else "projection"
+
+
 def _checked(settings: BenchSettings) -> tuple[list[Provider], list[Case]]:
     """The providers and the cases; every wrong option is refused here, before anything runs."""
-    known = {provider.name: provider for provider in PROJECTION}
+    known = {provider.name: provider for provider in SUITES[_suite(settings)]}
     _check_choices("--providers", settings.providers, known)
     _check_choices("--modes", settings.modes, MODES)
     _check_choices("--metrics", settings.metrics, METRICS)
