@@ -200,6 +200,10 @@ def test_the_figure_is_drawn_from_the_csv(capsys, whole, tmp_path):
     ("options", "needle"),
     [
         (["--workers", "0"], "`--workers` is 0"),
+        (["--run.loss", "bce"], "`--run.loss` is given"),
+        (["--run.noise", "0.5"], "`--run.noise` is given"),
+        (["--seeds", "-1"], "`--seed` is -1"),
+        (["--learning-rates", "nan"], "`--learning-rate` is nan"),
         (["--noises", "2"], "`--noise` is 2.0"),
         (["--tuned", "no.csv"], "`--tuned` names `no.csv`"),
         (["--losses", "hinge"], "hinge"),

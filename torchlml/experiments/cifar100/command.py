@@ -24,6 +24,7 @@ from torchlml.experiments.cifar100.data import (
     with_noise,
 )
 from torchlml.experiments.engine import Task, TrainSettings, read_settings, train
+from torchlml.experiments.engine.settings import check as check_settings
 
 Loss = Literal["cross-entropy", "smooth-svm", "truncated-entropy", "lml", "bce"]
 LOSSES: tuple[Loss, ...] = get_args(Loss)
@@ -96,6 +97,7 @@ def run(settings: Cifar100Settings, console: Console) -> dict[str, Any]:
 
 def check(settings: Cifar100Settings) -> None:
     """Refuses settings that cannot be run."""
+    check_settings(settings)
     if (settings.data is None) == (settings.features is None):
         raise BadInput("Exactly one of `--data` (images) and `--features` (an npz) must be given.")
     if not 1 <= settings.k < CLASSES:

@@ -37,6 +37,8 @@ from torchlml.experiments.cifar100.records import Record
 from torchlml.experiments.engine import RunFolder, train
 from torchlml.experiments.engine.settings import SETTINGS_FILE, to_json
 
+# These settings of a run are the sweep's to choose.
+_CHOSEN = ("out", "resume", "loss", "noise", "seed")
 NOISES = (0.0, 0.2, 0.4, 0.6, 0.8, 1.0)
 
 
@@ -97,6 +99,9 @@ def grid(settings: SweepSettings) -> list[Cifar100Settings]:
     for name in ("losses", "noises", "seeds"):
         if not getattr(settings, name):
             raise BadInput(f"`--{name}` needs at least one value.")
+    for name in _CHOSEN:
+        if getattr(settings.run, name) != getattr(Cifar100Settings(), name):
+            raise BadInput(f"`--run.{name}` is given, but the sweep itself chooses it for each run.")
     if settings.workers < 1:
         raise BadInput(f"`--workers` is {settings.workers}, and must be at least 1.")
     if settings.out.exists() and not settings.out.is_dir():

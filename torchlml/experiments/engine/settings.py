@@ -70,7 +70,7 @@ def read_settings(
                     f"`{option}` is {now}, but the run `{folder}` was started with {then}: "
                     "a run is continued with its own settings."
                 )
-    _check(settings)
+    check(settings)
     return settings
 
 
@@ -108,7 +108,8 @@ def _resumed_folder(arguments: Sequence[str]) -> Path | None:
     return None
 
 
-def _check(settings: TrainSettings) -> None:
+def check(settings: TrainSettings) -> None:
+    """Refuses settings that no experiment can be run with."""
     for name in ("epochs", "batch_size"):
         if getattr(settings, name) < 1:
             option = "--" + name.replace("_", "-")

@@ -8,6 +8,9 @@ FIGURES = {
     "projection": Command(
         "torchlml.experiments.figures.projection", "one row through softmax, sigmoid and lml"
     ),
+    "which-relaxation": Command(
+        "torchlml.experiments.figures.which_relaxation", "the same logits through five relaxations"
+    ),
     "cifar100": Command(
         "torchlml.experiments.figures.cifar100", "accuracy against label noise, from a sweep"
     ),
