@@ -12,6 +12,7 @@ import torch
 import torchlml
 from torchlml import native
 from torchlml.cli import BadInput
+from torchlml.kernels import registration
 
 USAGE = """usage: torchlml info
 
@@ -51,6 +52,7 @@ def report() -> dict[str, list[str]]:
         "python": [platform.python_version()],
         "platform": [platform.platform()],
         "kernel": [kernel()],
+        "gpu kernel": [registration.description()],
         "threads": [f"{torch.get_num_threads()} of {os.cpu_count()}"],
         "devices": _devices(),
         "extras": [f"{extra}: {_state(extra)}" for extra in _extras()],

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from torchlml import native, reference
+from torchlml.kernels import registration
 from torchlml.rows import wide_dtype, work_dtype
 
 _rows = "Tensor? mask, Tensor? offsets"
@@ -38,6 +39,7 @@ for _name in (
     _library.impl(_name, getattr(reference, _name), "CompositeExplicitAutograd")
 
 native.load()
+registration.register(_library)
 
 solve = torch.ops.torchlml.solve.default
 solve_bracketing = torch.ops.torchlml.solve_bracketing.default

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-# Up to here a row stays on chip, 16 entries to a thread. Longer ones are read in blocks of _STREAMED.
-LARGEST_BLOCK = 16384
+# Up to here a row stays on chip, at most 16 entries to a thread. Longer ones are read in blocks of _STREAMED.
+LARGEST_BLOCK = 8192
 _STREAMED = 4096
 _SMALLEST_BLOCK = 32
 # Rows at least this long are split where there are too few of them to occupy the GPU.
@@ -29,7 +29,7 @@ def plan(rows: int, length: int, ragged: bool, processors: int) -> Plan:
     """Choose for `rows` rows of `length` entries (on average, where ragged) on so many multiprocessors.
 
     >>> plan(256, 1000, False, 108)
-    Plan(block=1024, warps=4, loop=False, splits=1)
+    Plan(block=1024, warps=8, loop=False, splits=1)
     """
     if length >= _SPLIT_LENGTH and rows < processors:
         splits = min(_power_of_two(-(-4 * processors // max(rows, 1))), _power_of_two(length // _STREAMED))
@@ -42,8 +42,8 @@ def plan(rows: int, length: int, ragged: bool, processors: int) -> Plan:
 
 
 def _warps(block: int) -> int:
-    """8 entries to a thread, 16 in the longest blocks."""
-    return min(max(block // 256, 1), 8) if block <= _STREAMED else block // 512
+    """4 entries to a thread, 8 or 16 in long blocks: chosen so that no register is spilled."""
+    return min(max(block // 128, 1), 8) if block < _STREAMED else 16
 
 
 def _power_of_two(n: int) -> int:

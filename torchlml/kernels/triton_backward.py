@@ -7,7 +7,7 @@ are right even where every w underflows:
     of log y:  dx = a - p sum a,            dk = sum a / sum w,    a = g sigmoid(-z)
     of nu:     dx = -g p,                   dk = g / sum w
 """
-# mypy: disable-error-code="import-not-found,import-untyped,no-untyped-def,no-untyped-call,misc,untyped-decorator"
+# mypy: disable-error-code="import-not-found,import-untyped,no-untyped-def,misc,untyped-decorator"
 
 from __future__ import annotations
 
@@ -84,7 +84,7 @@ def slope(
 
 @triton.jit
 def tied_gradient(grad_ptr, x_ptr, mask_ptr, y_ptr, start, length, hi, BLOCK: tl.constexpr, OF: tl.constexpr):
-    """dk of a row in which p > k entries of +inf get k/p each: they follow k like ties, but no change of x."""
+    """dk of a row in which p > k entries of +inf get k/p each: they follow k like ties, but not x."""
     total = tl.zeros([], tl.float64)
     count = tl.zeros([], tl.int32)
     # For any other row the loop is empty.
@@ -100,17 +100,19 @@ def tied_gradient(grad_ptr, x_ptr, mask_ptr, y_ptr, start, length, hi, BLOCK: tl
             tied = (x == float("inf")) & (y > 0) & (y < 1)
         total += tl.sum(tl.where(tied, g, 0.0), 0)
         count += tl.sum(tied.to(tl.int32), 0)
-    return total / tl.maximum(count, 1)
+    return (total.to(tl.float32) / tl.maximum(count, 1).to(tl.float32)).to(tl.float64)
 
 
 @triton.jit
 def gradient_of_k(nearest, slope, dot, hi, given, OF: tl.constexpr):
     """dk of a row with a finite nu, from its sums; 0 or NaN for the others."""
-    if OF == _OF_Y:
-        dk = dot / slope
+    if OF == _OF_NU:
+        dk = given / slope.to(tl.float32)
     else:
-        dot = tl.where(OF == _OF_LOG_Y, dot, given.to(tl.float64))
-        dk = tl.where(dot == 0, 0.0, (dot / slope) * tl.exp(nearest.to(tl.float64)))
+        dk = dot.to(tl.float32) / slope.to(tl.float32)
+    dk = dk.to(tl.float64)
+    if OF != _OF_Y:
+        dk = tl.where(dk == 0, 0.0, dk * tl.exp(nearest.to(tl.float64)))
     dk = tl.where((slope > 0) & (tl.abs(hi) < float("inf")), dk, 0.0)
     return tl.where(hi != hi, float("nan"), dk)
 
@@ -119,12 +121,13 @@ def gradient_of_k(nearest, slope, dot, hi, given, OF: tl.constexpr):
 def gradient(x, g, hi, lo, nearest, slope, dot, given, OF: tl.constexpr):
     """dx of a block."""
     z = (x + hi) + lo
-    live = (tl.abs(x) < float("inf")) & (tl.abs(hi) < float("inf"))
+    # Finite entries, and none in a row without a finite nu.
+    live = tl.abs(x) < tl.where(tl.abs(hi) < float("inf"), float("inf"), 0.0)
     distance = tl.abs(z)
     e = tl.exp(-distance)
     other = 1.0 / (1.0 + e)
     if OF == _OF_Y:
-        dx = e * other * other * (g - (dot / slope).to(tl.float32))
+        dx = e * other * other * (g - dot.to(tl.float32) / slope.to(tl.float32))
     else:
         share = tl.exp(nearest - distance) * other * other / slope.to(tl.float32)
         if OF == _OF_LOG_Y:

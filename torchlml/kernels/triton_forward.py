@@ -2,7 +2,7 @@
 
 A row longer than its block keeps its first block on chip and streams the others, once per step.
 """
-# mypy: disable-error-code="import-not-found,import-untyped,no-untyped-def,no-untyped-call,misc,untyped-decorator"
+# mypy: disable-error-code="import-not-found,import-untyped,no-untyped-def,misc,untyped-decorator"
 
 from __future__ import annotations
 

@@ -4,7 +4,7 @@ These are device functions, inlined into the kernels. A row is read in blocks; w
 masked, is read as -inf, which counts for nothing in any of the sums. Entries are float32; sums inside a block
 are trees of float32, at most 16 entries to a thread, and sums over blocks are float64.
 """
-# mypy: disable-error-code="import-not-found,import-untyped,no-untyped-def,no-untyped-call,misc,untyped-decorator"
+# mypy: disable-error-code="import-not-found,import-untyped,no-untyped-def,misc,untyped-decorator"
 
 from __future__ import annotations
 
@@ -118,8 +118,10 @@ def begin(k, undefined, m, p, top, bottom, total, side):
     special = tl.where((undefined > 0) | (k != k), float("nan"), special)
     hi, lo = tl.where(ordinary, hi, special), tl.where(ordinary, lo, 0.0)
     number = tl.where(ordinary, 0, _SETTLED)
-    share = tl.where((hi == float("-inf")) & (p > 0), tl.minimum(k / tl.maximum(p, 1), 1.0), 1.0)
-    return hi, lo, lower, upper, number, share.to(tl.float32)
+    # In float32: a division of float64 is a call, around which registers are spilled.
+    share = tl.minimum(k.to(tl.float32) / tl.maximum(p, 1).to(tl.float32), 1.0)
+    share = tl.where((hi == float("-inf")) & (p > 0), share, 1.0)
+    return hi, lo, lower, upper, number, share
 
 
 @triton.jit

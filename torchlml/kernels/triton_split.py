@@ -1,11 +1,11 @@
 """Few, very long rows: each is shared by several programs, and a small kernel adds up what they found.
 
-Program (row, split) reads every `splits`-th block of its row. A pass over the rows is a launch that leaves the
-sums of each program in memory, and a launch of one program to a row that adds them in a fixed order and moves
-nu. The number of launches is fixed, so that nobody waits for the device; rows that are settled are not read
-again, and a row that is not settled after `_STEPS` is finished by one program alone.
+Program (row, split) reads every `splits`-th block of its row. A pass over the rows is a launch that leaves
+the sums of each program in memory, and a launch of one program to a row that adds them in a fixed order and
+moves nu. The number of launches is fixed, so that nobody waits for the device; rows that are settled are not
+read again, and a row that is not settled after `_STEPS` is finished by one program alone.
 """
-# mypy: disable-error-code="import-not-found,import-untyped,no-untyped-def,no-untyped-call,misc,untyped-decorator"
+# mypy: disable-error-code="import-not-found,import-untyped,no-untyped-def,misc,untyped-decorator"
 
 from __future__ import annotations
 
@@ -48,6 +48,7 @@ def survey_kernel(
     x_ptr, k_ptr, mask_ptr, offsets_ptr, parts_ptr, n, size, k_stride,
     BLOCK: tl.constexpr, SPLITS: tl.constexpr, WIDTH: tl.constexpr,
 ):  # fmt: skip
+    """What the blocks of program (row, split) hold."""
     row, split = tl.program_id(0), tl.program_id(1)
     start, length = locate(row, offsets_ptr, n, size)
     side = tl.where(2 * tl.load(k_ptr + row * k_stride) <= length, 1.0, -1.0)
@@ -69,6 +70,7 @@ def survey_kernel(
 def begin_kernel(
     k_ptr, offsets_ptr, parts_ptr, state_ptr, n, size, k_stride, SPLITS: tl.constexpr, WIDTH: tl.constexpr
 ):
+    """Where the iteration of a row starts, from its parts."""
     row = tl.program_id(0)
     _, length = locate(row, offsets_ptr, n, size)
     k = tl.load(k_ptr + row * k_stride)
@@ -109,6 +111,7 @@ def evaluate_kernel(
     x_ptr, mask_ptr, offsets_ptr, state_ptr, parts_ptr, n, size,
     BLOCK: tl.constexpr, SPLITS: tl.constexpr, WIDTH: tl.constexpr,
 ):  # fmt: skip
+    """How far program (row, split) takes its row from k; nothing is read for a settled row."""
     row, split = tl.program_id(0), tl.program_id(1)
     start, length = locate(row, offsets_ptr, n, size)
     hi, lo, _, _, number = kept(state_ptr, row, WIDTH)
@@ -130,6 +133,7 @@ def evaluate_kernel(
 
 @triton.jit
 def move_kernel(k_ptr, state_ptr, parts_ptr, k_stride, SPLITS: tl.constexpr, WIDTH: tl.constexpr):
+    """Move nu of a row, from its parts."""
     row = tl.program_id(0)
     hi, lo, lower, upper, number = kept(state_ptr, row, WIDTH)
     if number < MAX_STEPS:
@@ -152,6 +156,7 @@ def finish_kernel(
     x_ptr, k_ptr, mask_ptr, offsets_ptr, state_ptr, nu_ptr, rows, n, size, k_stride,
     BLOCK: tl.constexpr, WIDTH: tl.constexpr,
 ):  # fmt: skip
+    """Step until nu is settled, which it mostly is already, and write it."""
     row = tl.program_id(0)
     start, length = locate(row, offsets_ptr, n, size)
     hi, lo, lower, upper, number = kept(state_ptr, row, WIDTH)
@@ -167,6 +172,7 @@ def write_kernel(
     x_ptr, mask_ptr, offsets_ptr, state_ptr, nu_ptr, y_ptr, rows, n, size,
     BLOCK: tl.constexpr, SPLITS: tl.constexpr, WIDTH: tl.constexpr, LOG: tl.constexpr,
 ):  # fmt: skip
+    """y or log y of the blocks of program (row, split)."""
     row, split = tl.program_id(0), tl.program_id(1)
     start, length = locate(row, offsets_ptr, n, size)
     hi, lo = tl.load(nu_ptr + row), tl.load(nu_ptr + rows + row)
@@ -181,6 +187,7 @@ def slope_kernel(
     grad_ptr, x_ptr, nu_ptr, mask_ptr, offsets_ptr, parts_ptr, rows, n, size,
     BLOCK: tl.constexpr, SPLITS: tl.constexpr, WIDTH: tl.constexpr, OF: tl.constexpr,
 ):  # fmt: skip
+    """The sums over the blocks of program (row, split) that the derivatives need."""
     row, split = tl.program_id(0), tl.program_id(1)
     start, length = locate(row, offsets_ptr, n, size)
     hi, lo = tl.load(nu_ptr + row), tl.load(nu_ptr + rows + row)

@@ -1,0 +1,127 @@
+"""Compiles the Triton kernels for GPUs that need not be there, and reports what they take.
+
+    python -m tests.triton_compile sm_80 sm_90 sm_100 gfx942
+
+prints a line of JSON for each variant and target: registers, bytes spilled, bytes of shared memory. The
+numbers of NVIDIA's targets are what ptxas says, AMD's are in the metadata of the code object.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import triton
+from triton.backends import nvidia
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+
+from torchlml.kernels import triton_backward, triton_forward, triton_split
+from torchlml.kernels.plan import plan
+
+TARGETS = {
+    "sm_80": GPUTarget("cuda", 80, 32),
+    "sm_90": GPUTarget("cuda", 90, 32),
+    "sm_100": GPUTarget("cuda", 100, 32),
+    "gfx942": GPUTarget("hip", "gfx942", 64),
+}
+ARGUMENTS = {
+    "k_ptr": "*fp64",
+    "offsets_ptr": "*i64",
+    "mask_ptr": "*i1",
+    "nu_ptr": "*fp32",
+    "dk_ptr": "*fp64",
+    "parts_ptr": "*fp64",
+    "state_ptr": "*fp32",
+    "rows": "i32",
+    "n": "i32",
+    "size": "i64",
+    "k_stride": "i32",
+}
+ENTRIES = ("x_ptr", "y_ptr", "grad_ptr", "dx_ptr")
+DENSE = {"mask_ptr": None, "offsets_ptr": None}
+PACKED: dict[str, None] = {}
+
+
+def variants() -> list[tuple[str, Any, dict[str, Any], str, int]]:
+    """(name, kernel, constants, dtype of the entries, warps), with the blocks and warps that `plan` chooses."""
+    forward, backward = triton_forward.forward_kernel, triton_backward.backward_kernel
+    found: list[tuple[str, Any, dict[str, Any], str, int]] = []
+
+    def add(
+        name: str, kernel: Any, length: int, dtype: str = "fp32", rows: int = 1000, **constants: Any
+    ) -> None:
+        packed = "offsets_ptr" not in constants
+        how = plan(rows, length, packed, 108)
+        known = {"BLOCK": how.block, "LOOP": how.loop, "SPLITS": how.splits, "WIDTH": 8, **constants}
+        used = {key: value for key, value in known.items() if key in kernel.arg_names}
+        found.append((f"{name}, {dtype}, n = {length}", kernel, used, dtype, how.warps))
+
+    for length in (32, 100, 200, 500, 1000, 2000, 4000, 8000, 100_000):
+        add("y", forward, length, LOG=False, **DENSE)
+        add("gradient of y", backward, length, OF=0, **DENSE)
+    for length in (100, 1000, 4000):
+        add("log y", forward, length, "bf16", LOG=True, **DENSE)
+        add("gradient of log y", backward, length, "bf16", OF=1, **DENSE)
+        add("y of packed rows with a mask", forward, length, "fp16", LOG=False, **PACKED)
+    add("nu", forward, 1000, y_ptr=None, LOG=False, **DENSE)
+    add("gradient of nu", backward, 1000, y_ptr=None, OF=2, **DENSE)
+    add("gradient of packed log y with a mask", backward, 1000, OF=1, **PACKED)
+    long = {"length": 1_000_000, "rows": 4, **DENSE}
+    add("split: survey", triton_split.survey_kernel, **long)
+    add("split: evaluate", triton_split.evaluate_kernel, **long)
+    add("split: finish", triton_split.finish_kernel, **long)
+    add("split: write", triton_split.write_kernel, LOG=False, **long)
+    add("split: slope", triton_split.slope_kernel, OF=0, **long)
+    add("split: gradient", triton_split.gradient_kernel, OF=0, **long)
+    add("split: begin", triton_split.begin_kernel, **long)
+    add("split: move", triton_split.move_kernel, **long)
+    return found
+
+
+def measure(variant: tuple[str, Any, dict[str, Any], str, int], target: str) -> dict[str, Any]:
+    name, kernel, constants, dtype, warps = variant
+    types = {**ARGUMENTS, **{pointer: f"*{dtype}" for pointer in ENTRIES}}
+    constants = {key: value for key, value in constants.items() if key in kernel.arg_names}
+    signature = {
+        argument: "constexpr" if argument in constants else types[argument] for argument in kernel.arg_names
+    }
+    places = {(kernel.arg_names.index(key),): value for key, value in constants.items()}
+    source = ASTSource(kernel, signature=signature, constexprs=places)
+    compiled = triton.compile(source, target=TARGETS[target], options={"num_warps": warps})
+    registers, spilled = _nvidia(compiled) if target.startswith("sm_") else _amd(compiled)
+    shared = int(compiled.metadata.shared)
+    return dict(variant=name, target=target, warps=warps, registers=registers, spilled=spilled, shared=shared)
+
+
+def _nvidia(compiled: Any) -> tuple[int, int]:
+    """What ptxas, the one that comes with Triton, says of the same PTX."""
+    ptx = compiled.asm["ptx"]
+    architecture = re.search(r"\.target (\w+)", ptx).group(1)  # type: ignore[union-attr]
+    ptxas = "ptxas-blackwell" if architecture.startswith("sm_10") else "ptxas"
+    with tempfile.TemporaryDirectory() as folder:
+        file = Path(folder) / "kernel.ptx"
+        file.write_text(ptx)
+        command = [str(Path(nvidia.__file__).parent / "bin" / ptxas), "-v", "-arch", architecture]
+        command += [str(file), "-o", str(file.with_suffix(".cubin"))]
+        said = subprocess.run(command, capture_output=True, text=True, check=True).stderr
+    registers = max(int(number) for number in re.findall(r"Used (\d+) registers", said))
+    return registers, sum(int(number) for number in re.findall(r"(\d+) bytes spill", said))
+
+
+def _amd(compiled: Any) -> tuple[int, int]:
+    assembly = compiled.asm["amdgcn"]
+    (registers,) = re.findall(r"\.vgpr_count:\s+(\d+)", assembly)
+    return int(registers), sum(int(n) for n in re.findall(r"\.[vs]gpr_spill_count:\s+(\d+)", assembly))
+
+
+if __name__ == "__main__":
+    for target in sys.argv[1:]:
+        for variant in variants():
+            sys.stdout.write(json.dumps(measure(variant, target)) + "\n")
+            sys.stdout.flush()
