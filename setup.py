@@ -13,18 +13,28 @@ import sys
 from pathlib import Path
 
 from setuptools import Extension, setup
+from setuptools.command.bdist_wheel import bdist_wheel
 from setuptools.command.build_ext import build_ext
 
 SOURCES = Path("torchlml/csrc")
 # No fast-math: NaN must stay NaN, and linking it would flush subnormals in the whole process.
 FLAGS = ["-std=c++17", "-O3", "-fwrapv", "-fvisibility=hidden", "-ffp-contract=fast"]
-FLAGS += ["-fno-math-errno", "-fno-trapping-math", "-fno-signed-zeros", "-g0", "-Wno-psabi", "-Wno-maybe-uninitialized"]
+FLAGS += [
+    "-fno-math-errno",
+    "-fno-trapping-math",
+    "-fno-signed-zeros",
+    "-g0",
+    "-Wno-psabi",
+    "-Wno-maybe-uninitialized",
+]
 TARGET = "0x020A000000000000"  # torch 2.10, the oldest whose stable ABI has what bindings.cpp uses
 LEVELS = {"v3": "x86-64-v3", "v4": "x86-64-v4"}
 
 
 def say_plain(why: str) -> None:
-    print(f"torchlml: installing without the compiled kernel (plain torch will be used): {why}", file=sys.stderr)
+    print(
+        f"torchlml: installing without the compiled kernel (plain torch will be used): {why}", file=sys.stderr
+    )
 
 
 def torch_home() -> Path | None:
@@ -40,7 +50,9 @@ class BuildKernel(build_ext):
         try:
             super().run()
         except Exception as error:
-            say_plain(str(error).strip().splitlines()[-1] if str(error).strip() else type(error).__name__)
+            say_plain(f"compiling it failed ({type(error).__name__})")
+            for ext in self.extensions:  # what an earlier build left would not fit this source
+                Path(self.get_ext_fullpath(ext.name)).unlink(missing_ok=True)
             self.extensions = []
             self.distribution.ext_modules = []
 
@@ -76,6 +88,14 @@ class BuildKernel(build_ext):
         )
 
 
+class Wheel(bdist_wheel):
+    """Builds the kernel before the wheel gets its name, which says whether there is one."""
+
+    def finalize_options(self) -> None:
+        self.run_command("build_ext")
+        super().finalize_options()
+
+
 def options() -> dict[str, object]:
     if os.environ.get("TORCHLML_NO_NATIVE", "0") not in ("", "0"):
         say_plain("TORCHLML_NO_NATIVE is set")
@@ -93,7 +113,7 @@ def options() -> dict[str, object]:
     )
     return {
         "ext_modules": [kernel],
-        "cmdclass": {"build_ext": BuildKernel},
+        "cmdclass": {"build_ext": BuildKernel, "bdist_wheel": Wheel},
         "options": {"bdist_wheel": {"py_limited_api": "cp310"}},
     }
 

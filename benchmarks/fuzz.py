@@ -202,9 +202,14 @@ def check(batch: Batch, generator: torch.Generator, errors: Errors, where: str) 
         """The error beyond the one rounding to a half dtype; a NaN or infinity must be met exactly."""
         distance = (got - want).abs()
         distance = torch.where((got == want) | (got.isnan() & want.isnan()), 0.0, distance)
-        return (distance - rounding * want.abs().nan_to_num(0, 0, 0) - smallest).clamp(min=0) if half else distance
+        return (
+            (distance - rounding * want.abs().nan_to_num(0, 0, 0) - smallest).clamp(min=0)
+            if half
+            else distance
+        )
 
     eps, tiny = (torch.finfo(dtype).eps / 2, torch.finfo(dtype).smallest_normal) if half else (0.0, 0.0)
+
     def note(what: str, error: Tensor, of: Tensor, limit: float) -> None:
         errors.note(what, error, of, limit, dtype, where)
 
@@ -241,14 +246,20 @@ def check(batch: Batch, generator: torch.Generator, errors: Errors, where: str) 
 
 def main() -> int:
     """Runs for a given time; prints rows and worst errors."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--seconds", type=float, default=60)
-    parser.add_argument("--seed", type=int, default=0, help="the first batch's seed; each batch takes the next")
+    parser.add_argument(
+        "--seed", type=int, default=0, help="the first batch's seed; each batch takes the next"
+    )
     parser.add_argument("--threads", type=int, default=1)
     arguments = parser.parse_args()
     torch.set_num_threads(arguments.threads)
     kernel = f"native ({native.instruction_set()})" if native.loaded() else "torch"
-    print(f"torchlml {torchlml.__version__}, kernel {kernel}, {arguments.seconds:g} s from seed {arguments.seed}")
+    print(
+        f"torchlml {torchlml.__version__}, kernel {kernel}, {arguments.seconds:g} s from seed {arguments.seed}"
+    )
     errors, rows, entries, seed = Errors(), 0, 0, arguments.seed
     end = time.monotonic() + arguments.seconds
     while time.monotonic() < end and len(errors.broken) < 20:

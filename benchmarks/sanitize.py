@@ -30,7 +30,11 @@ def main() -> int:
         jobs = [("driver", HERE / "sanitize.cpp", macros), ("careful", SOURCES / "careful.cpp", [])]
         jobs.append(("baseline", SOURCES / "kernels.cpp", []))
         for level in levels:
-            table = [f"-DLML_KERNELS=kernels_{level}", f'-DLML_KERNELS_NAME="{level}"', f"-march=x86-64-{level}"]
+            table = [
+                f"-DLML_KERNELS=kernels_{level}",
+                f'-DLML_KERNELS_NAME="{level}"',
+                f"-march=x86-64-{level}",
+            ]
             jobs.append((level, SOURCES / "kernels.cpp", [*macros, *table]))
         objects = []
         for name, source, flags in jobs:

@@ -40,8 +40,12 @@ def load() -> None:
         library = ctypes.CDLL(str(path))
     except OSError as error:
         if choice == "native":
-            raise ImportError(f"`TORCHLML_KERNEL` is 'native', but the compiled kernel does not load: {error}") from error
-        warnings.warn(f"torchlml falls back to plain torch, as its compiled kernel does not load: {error}", stacklevel=2)
+            raise ImportError(
+                f"`TORCHLML_KERNEL` is 'native', but the compiled kernel does not load: {error}"
+            ) from error
+        warnings.warn(
+            f"torchlml falls back to plain torch, as its compiled kernel does not load: {error}", stacklevel=2
+        )
         return
     library.torchlml_instruction_set.restype = ctypes.c_char_p
     _library = library

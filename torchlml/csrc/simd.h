@@ -171,22 +171,29 @@ LML_INLINE Mask<T> first_lanes(int64_t count) {
   return greater(splat(static_cast<T>(count)), index);
 }
 
-// 1 / a for 1 <= a < 1e37, to about 2^-22 for float: division is the dear instruction here.
+// 1 / a for 1 <= a < 1e37: division is the dear instruction here. To the last digit or so, or with Newton's
+// step alone (`rough`), which leaves the result up to 1e-7 low.
+template <bool rough = false>
 LML_INLINE vfloat reciprocal(vfloat a) {
+#if defined(__SSE2__)
 #if defined(__AVX512F__)
   const vfloat r = (vfloat)_mm512_rcp14_ps((__m512)a);
 #elif defined(__AVX2__)
   const vfloat r = (vfloat)_mm256_rcp_ps((__m256)a);
-#elif defined(__SSE2__)
+#else
   const vfloat r = (vfloat)_mm_rcp_ps((__m128)a);
+#endif
+  if constexpr (rough) return r * (2.0f - a * r);
+  const vfloat e = 1.0f - a * r;
+  return r + r * (e + e * e);
 #else
   return 1.0f / a;
 #endif
-#if defined(__SSE2__)
-  return r * (2.0f - a * r);
-#endif
 }
-LML_INLINE vdouble reciprocal(vdouble a) { return 1.0 / a; }
+template <bool rough = false>
+LML_INLINE vdouble reciprocal(vdouble a) {
+  return 1.0 / a;
+}
 
 // Sum over lanes, in double and in a fixed order.
 LML_INLINE vdouble widen(vfloat a) {

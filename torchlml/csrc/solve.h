@@ -64,7 +64,7 @@ struct Sums {
   Vec<T> part[size] = {};
   Mask<T> above{};  // unused
   LML_INLINE void add(Vec<T> odds) {
-    const Vec<T> r = reciprocal(1 + odds), y = odds * r, w = y * r;
+    const Vec<T> r = reciprocal<true>(1 + odds), y = odds * r, w = y * r;
     part[0] += y;
     part[1] += w;
     part[2] += w * (r - y);
@@ -79,7 +79,7 @@ struct SignedSums {
   Vec<T> part[size] = {};
   Mask<T> above{};
   LML_INLINE void add(Vec<T> odds) {
-    const Vec<T> r = reciprocal(1 + odds), y = odds * r, w = y * r;
+    const Vec<T> r = reciprocal<true>(1 + odds), y = odds * r, w = y * r;
     const Mask<T> over = greater(odds, T{1});
     part[0] += negate_where<T>(over, vmin(y, r));
     part[1] += w;
@@ -95,7 +95,7 @@ struct TwoSidedSums {
   Vec<T> part[size] = {};
   Mask<T> above{};
   LML_INLINE void add(Vec<T> odds) {
-    const Vec<T> r = reciprocal(1 + odds), y = odds * r, w = y * r, t = vmin(y, r);
+    const Vec<T> r = reciprocal<true>(1 + odds), y = odds * r, w = y * r, t = vmin(y, r);
     const Mask<T> over = greater(odds, T{1});
     part[0] += negate_where<T>(over, t);
     part[1] += w;
