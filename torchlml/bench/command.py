@@ -19,7 +19,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 import torchlml
 from torchlml.bench import losses, memory, records, report
-from torchlml.bench.cases import BASELINE, MODES, PROJECTION, SUITES, Case, Mode, Provider, call_of
+from torchlml.bench.cases import BASELINE, FAMILY, MODES, PROJECTION, Case, Mode, Provider, call_of
 from torchlml.bench.records import Record
 from torchlml.bench.timing import Quantiles, race
 from torchlml.cli import BadInput, parse_settings
@@ -79,7 +79,7 @@ def main(arguments: Sequence[str]) -> None:
     """Reads the options and runs the benchmark."""
     default = QUICK if "--quick" in arguments else BenchSettings()
     if "--family" in arguments:
-        default = replace(default, providers=tuple(provider.name for provider in SUITES["family"]))
+        default = replace(default, providers=tuple(provider.name for provider in FAMILY))
     # Without a terminal rich assumes 80 columns, and would fold the tables of a log.
     console = Console() if sys.stdout.isatty() else Console(width=160)
     run(parse_settings(BenchSettings, "bench", arguments, default), console)
@@ -138,7 +138,7 @@ def _measure(
     calls = {provider.name: call_of(provider, case, mode) for provider in providers}
     common = {
         **vars(case),
-        "operator": _suite(settings),
+        "operator": "family" if settings.family else "projection",
         "mode": mode,
         "machine": records.machine(),
         "torch": str(torch.__version__),
@@ -174,13 +174,9 @@ def _record(
     )
 
 
-def _suite(settings: BenchSettings) -> str:
-    return "family" if settings.family else "projection"
-
-
 def _checked(settings: BenchSettings) -> tuple[list[Provider], list[Case]]:
     """The providers and the cases; every wrong option is refused here, before anything runs."""
-    known = {provider.name: provider for provider in SUITES[_suite(settings)]}
+    known = {provider.name: provider for provider in (FAMILY if settings.family else PROJECTION)}
     _check_choices("--providers", settings.providers, known)
     _check_choices("--modes", settings.modes, MODES)
     _check_choices("--metrics", settings.metrics, METRICS)
