@@ -143,7 +143,7 @@ def _table(results: Results, condition: str, settings: DemoSettings, names: Sequ
     title = f"label named: {condition}; k = {settings.k}, mean ± standard deviation of {settings.seeds} seeds"
     # Narrow enough for a terminal of 80 columns.
     table = Table(
-        title=title, title_justify="left", box=box.SIMPLE_HEAD, padding=(0, 2, 0, 0), pad_edge=False
+        title=title, title_justify="left", box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0), pad_edge=False
     )
     table.add_column("method")
     for _, heading, _, _ in COLUMNS:
@@ -152,6 +152,6 @@ def _table(results: Results, condition: str, settings: DemoSettings, names: Sequ
         cells = []
         for column, _, _, digits in COLUMNS:
             middle, deviation = spread(values(results, condition, name, column))
-            cells.append(f"{middle:.{digits}f}±{deviation:.{digits}f}")
+            cells.append(f"{middle:.{digits}f}±" + f"{deviation:.{digits}f}".removeprefix("0"))
         table.add_row(name, *cells, style="bold" if name == "LML" else None)
     return table

@@ -240,11 +240,11 @@ def _table(rows: Sequence[Record]) -> Table:
     for row in rows:
         groups[(row.loss, row.noise, *row.recipe)].append(row)
     # Narrow enough for a terminal of 80 columns.
-    title = "accuracy: mean±standard deviation over the seeds (lr: learning rate, temp: temperature)"
+    title = "accuracy in %, mean±standard deviation over the seeds"
     table = Table(
-        title=title, title_justify="left", box=box.SIMPLE_HEAD, padding=(0, 2, 0, 0), pad_edge=False
+        title=title, title_justify="left", box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0), pad_edge=False
     )
-    for name in ("loss", "noise", "lr", "temp", "seeds", "val. top-k", "test top-1", "test top-k"):
+    for name in ("loss", "noise", "lr", "temp", "seeds", "val top-k", "test top-1", "test top-k"):
         table.add_column(name, justify="left" if name == "loss" else "right")
     for (loss, *numbers), group in sorted(groups.items()):
         cells = [
@@ -256,4 +256,4 @@ def _table(rows: Sequence[Record]) -> Table:
 
 
 def _spread(values: list[float]) -> str:
-    return f"{mean(values):.4f}" + (f"±{stdev(values):.4f}" if len(values) > 1 else "")
+    return f"{100 * mean(values):.2f}" + (f"±{100 * stdev(values):.2f}" if len(values) > 1 else "")
