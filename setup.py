@@ -19,22 +19,16 @@ from setuptools.command.build_ext import build_ext
 SOURCES = Path("torchlml/csrc")
 # No fast-math: NaN must stay NaN, and linking it would flush subnormals in the whole process.
 FLAGS = ["-std=c++17", "-O3", "-fwrapv", "-fvisibility=hidden", "-ffp-contract=fast"]
-FLAGS += [
-    "-fno-math-errno",
-    "-fno-trapping-math",
-    "-fno-signed-zeros",
-    "-g0",
-    "-Wno-psabi",
-    "-Wno-maybe-uninitialized",
-]
+FLAGS += ["-fno-math-errno", "-fno-trapping-math", "-fno-signed-zeros"]
+FLAGS += ["-g0", "-Wno-psabi", "-Wno-maybe-uninitialized"]
 TARGET = "0x020A000000000000"  # torch 2.10, the oldest whose stable ABI has what bindings.cpp uses
 LEVELS = {"v3": "x86-64-v3", "v4": "x86-64-v4"}
 
 
 def say_plain(why: str) -> None:
-    print(
-        f"torchlml: installing without the compiled kernel (plain torch will be used): {why}", file=sys.stderr
-    )
+    """One line for the person who installs."""
+    line = f"torchlml: installing without the compiled kernel (plain torch will be used): {why}"
+    print(line, file=sys.stderr)
 
 
 def torch_home() -> Path | None:
@@ -97,6 +91,7 @@ class Wheel(bdist_wheel):
 
 
 def options() -> dict[str, object]:
+    """What setup() needs to build the kernel, or nothing."""
     if os.environ.get("TORCHLML_NO_NATIVE", "0") not in ("", "0"):
         say_plain("TORCHLML_NO_NATIVE is set")
         return {}

@@ -2,9 +2,10 @@
 
     python benchmarks/fuzz.py --seconds 120
 
-Whichever kernel is in use is tried (TORCHLML_KERNEL, TORCHLML_ISA), in all dtypes, dense and packed, with and
-without masks, one k or a k per row. The truth is bisected in float64 from a point of each row's own, without a
-line of the library. The exit status is 1 when a promise is broken; the failing batch's seed is printed.
+Whichever kernel is in use is tried (TORCHLML_KERNEL, TORCHLML_ISA), in all dtypes, dense and packed, with
+and without masks, one k or a k per row. The truth is bisected in float64 from a point of each row's own,
+without a line of the library. The exit status is 1 when a promise is broken; the failing batch's seed is
+printed.
 """
 
 from __future__ import annotations
@@ -250,9 +251,7 @@ def main() -> int:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--seconds", type=float, default=60)
-    parser.add_argument(
-        "--seed", type=int, default=0, help="the first batch's seed; each batch takes the next"
-    )
+    parser.add_argument("--seed", type=int, default=0, help="of the first batch; each takes the next")
     parser.add_argument("--threads", type=int, default=1)
     arguments = parser.parse_args()
     torch.set_num_threads(arguments.threads)
@@ -269,7 +268,7 @@ def main() -> int:
         check(batch, generator, errors, f"seed {seed} ({tuple(batch.x.shape)})")
         rows, entries, seed = rows + batch.x.shape[0], entries + batch.x.numel(), seed + 1
     print(f"{rows:,} rows, {entries:,} entries; worst errors:")
-    for (what, dtype), error in sorted(errors.worst.items(), key=lambda item: (item[0][0], str(item[0][1]))):
+    for (what, dtype), error in sorted(errors.worst.items(), key=lambda item: str(item[0])):
         print(f"  {what:8} {str(dtype).removeprefix('torch.'):9} {error:.2g}")
     for line in errors.broken:
         print("BROKEN:", line)

@@ -1,4 +1,4 @@
-"""Compiles the kernels with AddressSanitizer and UndefinedBehaviorSanitizer and drives them over special rows.
+"""Compiles the kernels with AddressSanitizer and UBSan and drives them over special rows.
 
     python benchmarks/sanitize.py
 

@@ -1,8 +1,8 @@
 """Finding and loading the compiled kernel, where there is one.
 
-`TORCHLML_KERNEL=torch` keeps to plain torch, `TORCHLML_KERNEL=native` insists on the compiled kernel; without
-either, the kernel is used when it is installed and loads. `TORCHLML_ISA=baseline|v3|v4` makes the kernel use a
-lesser x86-64 level than the processor has, to test it.
+`TORCHLML_KERNEL=torch` keeps to plain torch, `TORCHLML_KERNEL=native` insists on the compiled kernel;
+without either, the kernel is used when it is installed and loads. `TORCHLML_ISA=baseline|v3|v4` makes the
+kernel use a lesser x86-64 level than the processor has, to test it.
 """
 
 from __future__ import annotations
@@ -23,7 +23,8 @@ def load() -> None:
     choice = os.environ.get("TORCHLML_KERNEL", "")
     if choice not in ("", "torch", "native"):
         raise ValueError(
-            f"The environment variable `TORCHLML_KERNEL` must be 'torch' or 'native' (or unset), not {choice!r}."
+            "The environment variable `TORCHLML_KERNEL` must be 'torch' or 'native', or not be set, "
+            f"but it is {choice!r}."
         )
     if choice == "torch" or _library is not None:
         return
@@ -31,21 +32,20 @@ def load() -> None:
     if path is None:
         if choice == "native":
             raise ImportError(
-                "`TORCHLML_KERNEL` is 'native', but this installation of torchlml has no compiled kernel: install "
-                "it with `pip install --no-build-isolation` where torch and a C++ compiler are present."
+                "`TORCHLML_KERNEL` is 'native', but this installation of torchlml has no compiled kernel: "
+                "install it with `pip install --no-build-isolation` beside torch and a C++ compiler."
             )
         return
     try:
         torch.ops.load_library(path)
         library = ctypes.CDLL(str(path))
     except OSError as error:
+        problem = f"its compiled kernel does not load: {error}"
         if choice == "native":
             raise ImportError(
-                f"`TORCHLML_KERNEL` is 'native', but the compiled kernel does not load: {error}"
+                f"`TORCHLML_KERNEL` is 'native', but torchlml cannot obey: {problem}"
             ) from error
-        warnings.warn(
-            f"torchlml falls back to plain torch, as its compiled kernel does not load: {error}", stacklevel=2
-        )
+        warnings.warn(f"torchlml falls back to plain torch, as {problem}", stacklevel=2)
         return
     library.torchlml_instruction_set.restype = ctypes.c_char_p
     _library = library
