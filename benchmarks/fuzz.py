@@ -256,9 +256,7 @@ def main() -> int:
     arguments = parser.parse_args()
     torch.set_num_threads(arguments.threads)
     kernel = f"native ({native.instruction_set()})" if native.loaded() else "torch"
-    print(
-        f"torchlml {torchlml.__version__}, kernel {kernel}, {arguments.seconds:g} s from seed {arguments.seed}"
-    )
+    print(f"torchlml {torchlml.__version__}, kernel {kernel}, from seed {arguments.seed}")
     errors, rows, entries, seed = Errors(), 0, 0, arguments.seed
     end = time.monotonic() + arguments.seconds
     while time.monotonic() < end and len(errors.broken) < 20:
