@@ -33,18 +33,22 @@ def topk_mask(x: Tensor, k: int | Tensor, dim: int = -1, *, mask: Tensor | None 
     c = canonical(x, k, dim, mask, None)
     check_whole(k, c)
     values = c.x.detach() if c.mask is None else torch.where(c.mask, c.x.detach(), -torch.inf)
-    available = values != -torch.inf
-    count = c.k.detach().long().expand(c.x.shape[0]).unsqueeze(-1)
     if c.x.numel() == 0:
         return c.restore(with_gradient(torch.zeros_like(c.x), c), dim)
-    last = (count - 1).clamp(0, c.x.shape[-1] - 1)
+    count = c.k.detach().long().expand(c.x.shape[0]).unsqueeze(-1)
     if isinstance(k, int) and k > 0:
         threshold = values.topk(min(k, c.x.shape[-1]), sorted=True).values[..., -1:]
     else:
+        last = (count - 1).clamp(0, c.x.shape[-1] - 1)
         threshold = values.sort(-1, descending=True).values.gather(-1, last)
-    above, tied = values > threshold, values == threshold
-    left = count - above.sum(-1, keepdim=True)
-    chosen = (above | (tied & (tied.cumsum(-1) <= left))) & available & (count > 0)
+    chosen = values >= threshold
+    # Where the threshold stands alone this is all. It costs less to see than to treat ties.
+    several = (chosen.sum(-1, keepdim=True) != count) | (threshold == -torch.inf)
+    if not readable(values) or bool(several.any()):
+        above, tied = values > threshold, values == threshold
+        left = count - above.sum(-1, keepdim=True)
+        available = values != -torch.inf
+        chosen = (above | (tied & (tied.cumsum(-1) <= left))) & available & (count > 0)
     return c.restore(with_gradient(chosen.to(c.x.dtype), c), dim)
 
 

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from torchlml import autograd, ops
-from torchlml.arguments import canonical
+from torchlml.arguments import canonical, readable
 from torchlml.autograd import gradient_of_k, is_plain
 from torchlml.differentiable import DifferentiableRows
 from torchlml.rows import row_index, rows_of, work_dtype
@@ -54,8 +54,11 @@ class _Value(torch.autograd.Function):
         values = values if mask is None else torch.where(mask, values, -torch.inf)
         rows, nu = rows_of(x, offsets), ops.solve(x, k, mask, offsets)
         z = shifted(values, nu, rows)
-        live = values.isfinite() & rows.spread(nu[0].isfinite())
-        value = _value(values, z, live, k, nu.to(rows.wide).sum(0), rows.sum)
+        # Infinite entries need no care here: e^-inf is 0, and +inf belongs in the sum.
+        up = (z > 0).to(values.dtype)
+        rest = rows.sum(z.abs_().neg_().exp_().log1p_())
+        tops = rows.sum(values.clamp(min=torch.finfo(values.dtype).min).mul_(up))
+        value = tops + (rows.sum(up) - k) * nu.to(rows.wide).sum(0) + rest
         return _fill(value, values, k, nu[0], rows.sum).to(x.dtype)
 
     @staticmethod
@@ -93,6 +96,8 @@ def _value(x: Tensor, z: Tensor, live: Tensor, k: Tensor, nu: Tensor, total: _Su
 
 def _fill(value: Tensor, x: Tensor, k: Tensor, hi: Tensor, total: _Sum) -> Tensor:
     """Put the limits where the formula has none: k = 0, k entries or fewer, entries of +inf."""
+    if readable(hi) and bool(hi.isfinite().all()) and bool(value.isfinite().all()):
+        return value
     available = x != -torch.inf
     value = torch.where(hi == torch.inf, total(torch.where(available, x, 0)), value)
     value = torch.where(hi == -torch.inf, 0, value)

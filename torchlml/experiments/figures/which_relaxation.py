@@ -59,7 +59,9 @@ def draw(picture: Path) -> None:
             _values(panels[2, column], _with_gap(x, gap), 3, f"gap {gap:g} below the third, k = 3")
             _gradient(panels[3, column], _with_gap(x, gap), 3, f"gradient of the third, gap {gap:g}")
         for axes in panels[-1]:
-            axes.set_xlabel("label, by its logit")
+            axes.set_xlabel("label, from the largest logit down")
+        for axes, name in zip(panels[:, 0], ("y", "y", "y", "$\\partial y_3 / \\partial x$"), strict=True):
+            axes.set_ylabel(name)
         handles, labels = panels[0, 0].get_legend_handles_labels()
         figure.legend(handles, labels, loc="outside upper center", ncols=5, frameon=False)
         with replacing(picture) as temporary:
@@ -92,7 +94,7 @@ def _gradient(axes: Axes, x: Tensor, k: float, title: str) -> None:
             range(len(x)), slope.tolist(), marker, ls="-", lw=1, ms=5, alpha=0.85, color=colour, label=name
         )
     axes.axhline(0, color="#9A9A9A", linewidth=0.8, zorder=0)
-    axes.set_ylim(-0.75, 0.95)
+    axes.set_ylim(-0.35, 0.85)
     _finish(axes, title, x)
 
 
