@@ -29,6 +29,7 @@ class Command(NamedTuple):
 COMMANDS = {
     "demo": Command("torchlml.experiments.demo", "learn the labels nobody wrote down, with five losses"),
     "info": Command("torchlml.info", "print versions, the kernel in use, threads, devices, extras"),
+    "gpu-check": Command("torchlml.gpu_check.command", "check and time the kernels on your GPU"),
     "bench": Command("torchlml.bench.command", "time lml beside softmax, topk, sort and sigmoid"),
     "train": Command(
         "torchlml.experiments.train", "train a network: a run that can be continued when killed"

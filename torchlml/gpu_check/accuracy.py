@@ -1,0 +1,159 @@
+"""Rows of every kind, projected on a device and held against the same rows in float64 on the CPU."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+import torchlml
+
+_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+# What one rounding to the dtype may cost an entry in (0, 1), and in float32 what is promised of y.
+_TOLERANCE = {torch.float32: 1e-6, torch.bfloat16: 2.0**-8, torch.float16: 2.0**-11}
+
+
+class Check(NamedTuple):
+    """One comparison: its name, the largest error found and the largest allowed."""
+
+    name: str
+    error: float
+    allowed: float
+
+    @property
+    def passed(self) -> bool:
+        return self.error <= self.allowed
+
+
+class Case(NamedTuple):
+    """Rows of one kind, the same k for all of them or one each, and perhaps a mask or offsets."""
+
+    name: str
+    x: Tensor
+    k: float | Tensor
+    mask: Tensor | None = None
+    offsets: Tensor | None = None
+
+
+def cases() -> Iterator[Case]:
+    """The table; lengths reach rows that stay on chip, rows that are streamed, and rows that are split."""
+    g = torch.Generator().manual_seed(0)
+
+    def normal(*shape: int) -> Tensor:
+        return torch.randn(*shape, generator=g, dtype=torch.float64)
+
+    for n in (1, 7, 32, 33, 100, 1000, 4096, 4097, 8192, 8193, 50_000):
+        for k in sorted({0.3 * min(n, 2), min(5.0, n / 2), n / 2, n - 0.5}):
+            yield Case(f"normal, n = {n}, k = {k:g}", 3 * normal(5, n), k)
+    yield Case("few long rows, n = 1,000,000", 5 * normal(2, 1_000_000), 1000)
+    yield Case("few long rows, k near n", 2 * normal(1, 1_000_000), 999_000)
+    for scale in (1e-6, 1e-2, 30.0, 1e3, 1e5):
+        yield Case(f"scale {scale:g}", scale * normal(4, 200), 20)
+    for shift in (1e3, -1e5, 1e7):
+        yield Case(f"shift {shift:g}", normal(4, 200) + shift, 5)
+    stairs = torch.stack([torch.randperm(40, generator=g).double() for _ in range(4)])
+    for gap in (1.0, 20.0, 100.0, 1000.0):
+        yield Case(f"staircase, gap {gap:g}", stairs * gap, 10)
+        yield Case(f"staircase, gap {gap:g}, fractional k", stairs * gap, 10.25)
+    bimodal = torch.cat([normal(4, 30) + 400, normal(4, 60)], 1)
+    for k in (20.0, 30.0, 50.0):
+        yield Case(f"a gap of 400, k = {k:g}", bimodal, k)
+    yield Case("ties, outside the paper's bracket", torch.zeros(2, 1098, dtype=torch.float64), 1097)
+    yield Case("one hundred thousand ties", torch.zeros(2, 100_000, dtype=torch.float64), 1)
+    almost = torch.full((1, 100_002), 17.3, dtype=torch.float64)
+    almost[0, 0], almost[0, 1] = 0.0, 0.5
+    yield Case("one hundred thousand almost one", almost, 100_000)
+    yield Case(
+        "one k to a row", 3 * normal(4, 300), torch.tensor([1.0, 2.5, 150.0, 299.0], dtype=torch.float64)
+    )
+    yield Case("masked", 3 * normal(6, 300), 5, mask=torch.rand(6, 300, generator=g) < 0.5)
+    lengths = torch.tensor([3, 0, 100, 1, 5000, 40, 9000])
+    offsets = torch.cat([torch.zeros(1, dtype=torch.int64), lengths.cumsum(0)])
+    yield Case("packed rows", 3 * normal(int(offsets[-1])), 5, offsets=offsets)
+    inf, nan = math.inf, math.nan
+    special = [[1, inf, 0, 2], [inf, inf, inf, 1], [-inf, 1, 2, -inf], [nan, 0, 1, 2], [-inf] * 4, [inf] * 4]
+    for k in (0.0, 1.0, 1.5, 2.0, 4.0):
+        yield Case(f"special rows, k = {k:g}", torch.tensor(special, dtype=torch.float64), k)
+
+
+def checks(device: str) -> Iterator[Check]:
+    """Every case in every dtype: y, the sum of y, log y, nu and the gradients of y and log y."""
+    for dtype in _DTYPES:
+        for case in cases():
+            if dtype == torch.float16 and bool((case.x.abs().nan_to_num(0, 0, 0) > 6e4).any()):
+                continue
+            yield _compare(case, dtype, device)
+    yield _repeatable(device)
+    yield _loss(device)
+
+
+def _compare(case: Case, dtype: torch.dtype, device: str) -> Check:
+    """The largest error of a case, each kind divided by what is allowed for it: at most 1 is right."""
+    x = case.x.to(dtype)
+    g = torch.randn(x.shape, generator=torch.Generator().manual_seed(1)).to(dtype)
+    wide = _results(case, x.double(), g.double())
+    narrow = _results(case, x.to(device), g.to(device))
+    unit = _TOLERANCE[dtype]
+    # z is rounded to its size, and in a gap the balance of its two sides follows: their gradients do too.
+    z = (case.x + _spread(wide["nu"], case)).abs()
+    gap = z[z.isfinite()].min().item() if bool(z.isfinite().any()) else 0.0
+    worst = 0.0
+    for name, exact in wide.items():
+        got = narrow[name].double().cpu()
+        allowed = torch.full_like(exact, unit)
+        if name != "y":
+            allowed = 8 * unit * (1 + exact.abs().nan_to_num(0, 0, 0))
+        if name in ("dy", "dlog y"):
+            allowed = allowed * (1 + gap)
+        same = (got == exact) | (got.isnan() & exact.isnan())
+        # Beyond the range of the dtype an infinity is the rounded number.
+        same |= got.isinf() & (exact.abs() > torch.finfo(dtype).max)
+        ratio = torch.where(same, 0.0, (got - exact).abs() / allowed)
+        worst = max(worst, ratio.nan_to_num(math.inf).max().item() if ratio.numel() else 0.0)
+    return Check(f"{str(dtype).removeprefix('torch.')}: {case.name}", worst, 1.0)
+
+
+def _spread(per_row: Tensor, case: Case) -> Tensor:
+    if case.offsets is None:
+        return per_row.unsqueeze(-1)
+    return per_row.repeat_interleave(case.offsets.diff())
+
+
+def _results(case: Case, x: Tensor, g: Tensor) -> dict[str, Tensor]:
+    def on(t: Tensor | None) -> Tensor | None:
+        return None if t is None else t.to(x.device)
+
+    k = case.k.to(x.device) if isinstance(case.k, Tensor) else case.k
+    mask, offsets = on(case.mask), on(case.offsets)
+    x = x.detach().requires_grad_()
+    y = torchlml.lml(x, k, mask=mask, offsets=offsets)
+    (dy,) = torch.autograd.grad(y, x, g)
+    log_y = torchlml.log_lml(x, k, mask=mask, offsets=offsets)
+    (dlog,) = torch.autograd.grad(log_y, x, g)
+    nu = torchlml.lml_dual(x.detach(), k, mask=mask, offsets=offsets)
+    return {"y": y.detach(), "log y": log_y.detach(), "nu": nu, "dy": dy, "dlog y": dlog}
+
+
+def _repeatable(device: str) -> Check:
+    """Twice the same call gives twice the same bits."""
+    x = torch.randn(64, 3000, generator=torch.Generator().manual_seed(2)).to(device)
+    first, again = torchlml.lml(x, 5), torchlml.lml(x, 5)
+    return Check("the same bits again", float((first != again).sum()), 0.0)
+
+
+def _loss(device: str) -> Check:
+    """The LML loss and its gradient."""
+    g = torch.Generator().manual_seed(3)
+    x, target = 3 * torch.randn(64, 1000, generator=g), torch.randint(1000, (64,), generator=g)
+
+    def both(logits: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
+        logits = logits.detach().requires_grad_()
+        loss = torchlml.lml_loss(logits, labels, k=5, reduction="sum")
+        return loss.detach().double().cpu(), torch.autograd.grad(loss, logits)[0].double().cpu()
+
+    (loss, dx), (exact, exact_dx) = both(x.to(device), target.to(device)), both(x.double(), target)
+    error = max(float((loss - exact).abs() / exact), float((dx - exact_dx).abs().max()))
+    return Check("LMLLoss and its gradient", error, 2e-6)
