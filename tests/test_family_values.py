@@ -254,6 +254,10 @@ def test_the_sign_of_the_threshold_decides() -> None:
     for k, free in ((500_000.5 - 0.9 * missing, True), (500_000.5 - 1.1 * missing, False)):
         assert (float(torchlml.lml_dual(x, k, bound="at_most")) == 0) == free
         assert (float(torchlml.lml_dual(x, k, bound="at_least")) == 0) == (not free)
+        # A free row is its own sigmoid: the first entry is then exactly a half.
+        assert (float(torchlml.lml(x, k, bound="at_most")[0]) == 0.5) == free
+        assert (float(torchlml.lml(x, k, bound="at_least")[0]) == 0.5) == (not free)
+        assert (float(torchlml.log_lml(x, k, bound="at_most")[0].exp()) == 0.5) == free
 
 
 @each_dtype
