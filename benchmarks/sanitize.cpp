@@ -45,8 +45,8 @@ uint16_t to_float16(float a) {  // good enough for test values: truncated, no su
 }
 
 void put(void* memory, int64_t i, int dtype, double a) {
-  const float narrow = std::fabs(a) > 3.4e38 && std::isfinite(a) ? std::copysign(3.4e38f, static_cast<float>(a > 0 ? 1 : -1))
-                                                                  : static_cast<float>(a);
+  const bool too_large = std::fabs(a) > 3.4e38 && std::isfinite(a);
+  const float narrow = too_large ? (a > 0 ? 3.4e38f : -3.4e38f) : static_cast<float>(a);
   if (dtype == 0) static_cast<float*>(memory)[i] = narrow;
   if (dtype == 1) static_cast<double*>(memory)[i] = a;
   if (dtype == 2) static_cast<uint16_t*>(memory)[i] = to_bfloat16(narrow);

@@ -69,7 +69,8 @@ Threshold careful_solve(T* x, int64_t n, double k) {
     double next = delta + (std::log(b) - std::log(a)) / (dp / a + dq / b);
     if (!(next > low && next < high)) next = 0.5 * (low + high);
     // Also done when the bracket or the step is down to the last digits.
-    const bool settled = std::fabs(next - delta) <= 1e-15 * std::max(1.0, std::fabs(delta)) || next == low || next == high;
+    const bool settled =
+        std::fabs(next - delta) <= 1e-15 * std::max(1.0, std::fabs(delta)) || next == low || next == high;
     delta = next;
     if (settled) break;
   }

@@ -170,7 +170,8 @@ void forward_rows(const ForwardArgs& args, int64_t begin, int64_t end) {
     const bool* mask = args.batch.mask ? args.batch.mask + span.begin : nullptr;
     S* y = args.y ? static_cast<S*>(args.y) + span.begin : nullptr;
     T* nu = static_cast<T*>(args.nu) + r;
-    const ForwardRow<S> row{static_cast<const S*>(args.batch.x) + span.begin, mask, span.size, args.output, y, nu, nu + args.batch.rows};
+    const S* x = static_cast<const S*>(args.batch.x) + span.begin;
+    const ForwardRow<S> row{x, mask, span.size, args.output, y, nu, nu + args.batch.rows};
     const double k = args.k[r * args.k_stride];
     if (mask || !(k > 0 && k < static_cast<double>(span.size))) {
       row.general(k, packed, work);

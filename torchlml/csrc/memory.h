@@ -101,13 +101,10 @@ LML_INLINE Vec<typename Work<S>::type> load_part(const S* p, int64_t count) {
   copy_part<lanes<T> / 2>(part, p, count);
   return load(part);
 }
+// Through memory: masked stores are microcoded on some processors.
 template <class S, class V>
 LML_INLINE void store_part(S* p, V a, int64_t count) {
   using T = typename Work<S>::type;
-#if defined(__AVX2__) && !defined(__AVX512F__)
-  if constexpr (sizeof(S) == 4) return _mm256_maskstore_ps(p, (__m256i)first_lanes<T>(count), (__m256)a);
-  if constexpr (sizeof(S) == 8) return _mm256_maskstore_pd(p, (__m256i)first_lanes<T>(count), (__m256d)a);
-#endif
   S part[lanes<T>];
   store(part, a);
   copy_part<lanes<T> / 2>(p, part, count);

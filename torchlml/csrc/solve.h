@@ -38,6 +38,7 @@ struct Target {
   int64_t n = 0;
   bool flip = false;  // k > n / 2: solve LML_(n-k)(-x) = 1 - LML_k(x), whose sums are small
   double small = 0;   // the smaller of k and n - k
+  double inverse = 0;  // 1 / n
   double logit = 0, probit = 0, tail = 0;
 
   void set(double k_, int64_t n_) {
@@ -45,6 +46,7 @@ struct Target {
     k = k_, n = n_;
     const double all = static_cast<double>(n), p = (k < all - k ? k : all - k) / all;
     flip = k > all - k;
+    inverse = 1 / all;
     small = flip ? all - k : k;
     logit = ::log(k / (all - k));
     tail = flip ? p - 0.5 : 0.5 - p;
@@ -138,20 +140,18 @@ LML_INLINE Totals evaluate(int64_t n, const Prepare& prepare, const Odds& odds, 
   const int64_t whole = n / lanes<T>;
   LongSum<T> sum[size];
   Kind<T> block;
-  for (int64_t i = 0; i < whole;) {
+  if (n % lanes<T>) block.add(odds_tail());  // flushed with the first block
+  int64_t i = 0;
+  do {
     const int64_t long_end = whole - i > long_block ? i + long_block : whole;
-    while (i < long_end) {
+    do {
       const int64_t end = long_end - i > short_block ? i + short_block : long_end;
       for (int64_t j = i; j < end; ++j) prepare(j);
       for (; i < end; ++i) block.add(odds(i));
       sum[0].take(block.part[0]);
-    }
+    } while (i < long_end);
     for (int j = 1; j < size; ++j) sum[j].take(block.part[j]);
-  }
-  if (n % lanes<T>) {
-    block.add(odds_tail());
-    for (int j = 0; j < size; ++j) sum[j].take(block.part[j]);
-  }
+  } while (i < whole);
   Totals totals{};
   for (int j = 0; j < size; ++j) totals.part[j] = total(sum[j].sum);
   totals.above = -total_lanes(block.above);
@@ -170,20 +170,20 @@ LML_INLINE double guess(const S* x, const Target& target) {
     sum += d;
     squares += d * d;
   };
-  double size = static_cast<double>(n);
+  double inverse = target.inverse;
   if (n < 2 * run * runs) {
     int64_t i = 0;
     for (; i + lanes<T> <= n; i += lanes<T>) add(load(x + i) - origin);
     if (i < n) add(keep<T>(first_lanes<T>(n - i), load_part(x + i, n - i) - origin));
   } else {
     const int64_t stride = (n - run) / (runs - 1);
-    size = static_cast<double>(run * runs);
+    inverse = 1.0 / static_cast<double>(run * runs);
     for (int64_t j = 0; j < runs; ++j) {
       for (int64_t i = 0; i < run; i += lanes<T>) add(load(x + j * stride + i) - origin);
     }
   }
-  const double mean = total(widen(sum)) / size;
-  double variance = total(widen(squares)) / size - mean * mean;
+  const double mean = total(widen(sum)) * inverse;
+  double variance = total(widen(squares)) * inverse - mean * mean;
   if (variance < 0) variance = 0;
   const double wide = ::sqrt(variance + 2.5464790894703255) * target.probit;  // 8 / pi
   const double narrow = target.logit - variance * target.tail;
@@ -270,7 +270,7 @@ class Newton {
       } else {
         (residual > 0 ? high_ : low_) = delta_;
         // Halley's step on log sum y - log k, which is straight where nothing saturates.
-        const double slope = w / y, step = -log_ratio(y, k_) / slope, denominator = 1 + 0.5 * step * (bend / w - slope);
+        const double step = -log_ratio(y, k_) * (y / w), denominator = 1 + 0.5 * step * (bend / w - w / y);
         if (!move(step / (denominator < 0.5 ? 0.5 : denominator > 2 ? 2 : denominator))) return;
       }
       const Totals sums = evaluate_stored<SignedSums>();
@@ -325,8 +325,18 @@ class Newton {
       next = 0.5 * (low_ + high_);
     }
     delta_ = next;
-    fit_.odds = ::exp(next) * unscale;
+    fit_.odds = exponential_of(next) * unscale;
     return true;
+  }
+
+  // exp as accurate as T needs it. A call of the library would cost a short row a tenth of its time.
+  static double exponential_of(double a) {
+    if constexpr (sizeof(T) == 8) return ::exp(a);
+    const double shifted = a * 1.4426950408889634 + 6755399441055744.0, n = shifted - 6755399441055744.0;
+    const double r = a - n * 0.6931471805599453, r2 = r * r;
+    const double p45 = 1.0 / 24 + r * (1.0 / 120), p67 = 1.0 / 720 + r * (1.0 / 5040);
+    const double p = (1 + r) + r2 * ((0.5 + r * (1.0 / 6)) + r2 * (p45 + r2 * p67));
+    return cast_bits<double>(cast_bits<int64_t>(p) + static_cast<int64_t>(cast_bits<uint64_t>(shifted) << 52));
   }
 
   // log(a / b) to a few digits, which is all a step needs.
