@@ -64,7 +64,7 @@ def canonical(
         raise ValueError(f"`dim` must be from {-x.dim()} to {x.dim() - 1} for this `x`, but it is {dim}.")
     if mask is not None:
         mask = _check_mask(mask, x)
-    if x.dtype in (torch.bfloat16, torch.float16) and torch.is_autocast_enabled(x.device.type):
+    if x.dtype in (torch.bfloat16, torch.float16) and _autocasts(x.device.type):
         x = x.float()
     if offsets is not None:
         offsets = _check_offsets(offsets, x)
@@ -185,5 +185,10 @@ def readable(t: Tensor) -> bool:
         t.device.type == "cpu"
         and not torch.compiler.is_compiling()
         and not torch._C._are_functorch_transforms_active()
-        and not isinstance(t, torch._subclasses.FakeTensor)
+        and torch._C._len_torch_dispatch_stack() == 0
     )
+
+
+def _autocasts(device: str) -> bool:
+    # torch refuses to answer for tensors without data.
+    return device != "meta" and torch.is_autocast_enabled(device)

@@ -7,6 +7,9 @@ after two the first three derivatives are exact, forwards, backwards, mapped, ne
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Callable
+
 import torch
 from torch import Tensor
 from torch.nn.functional import softplus
@@ -16,6 +19,7 @@ from torchlml.rows import row_index, work_dtype
 from torchlml.solvers.bracketing import Bracketing
 
 _STEPS = 2
+_Rowwise = Callable[..., Tensor]
 
 
 def logsigmoid(z: Tensor) -> Tensor:
@@ -27,7 +31,8 @@ def logsigmoid(z: Tensor) -> Tensor:
 def sigmoid(z: Tensor) -> Tensor:
     """The logistic function, with a derivative that is right also where the value rounds to 1."""
     up = z > 0
-    near = torch.sigmoid(torch.where(up, -z, z))
+    e = torch.exp(torch.where(up, -z, z))
+    near = e / (1 + e)  # torch.sigmoid rounds an entry differently by its place in memory
     return torch.where(up, 1 - near, near)
 
 
@@ -101,7 +106,7 @@ class DifferentiableRows:
             toward_zero = torch.where(live, torch.where(up, -z, z), -1.0)
             log_t, scale = logsigmoid(toward_zero), self.spread(largest)
             t = torch.where(live, torch.exp(torch.where(live, log_t - scale, 0)), 0)
-            w = t * torch.sigmoid(-toward_zero)
+            w = t * sigmoid(-toward_zero)
             total = self.sum(torch.where(up, -t, t))
             # At the solution the excess is 0: of its value only rounding is left, of k's not even that.
             excess = (total - total.detach()) - (k - k.detach()).to(base.dtype) * unit
@@ -124,6 +129,23 @@ def solve(x: Tensor, k: Tensor, offsets: Tensor | None, solver: Bracketing | Non
     return ops.solve_bracketing(x, k, None, offsets, solver.samples, solver.tolerance, solver.max_iterations)
 
 
+def _never_alone(function: _Rowwise) -> _Rowwise:
+    """Give a single row a twin: torch splits the sum of a lone row among its threads, and so its bits."""
+
+    @functools.wraps(function)
+    def wrapped(
+        x: Tensor, k: Tensor, mask: Tensor | None, offsets: Tensor | None, solver: Bracketing | None = None
+    ) -> Tensor:
+        if offsets is not None or x.shape[0] != 1:
+            return function(x, k, mask, offsets, solver)
+        pair_mask = None if mask is None else mask.repeat(2, 1)
+        pair_k = k if k.dim() == 0 else k.repeat(2)
+        return function(x.repeat(2, 1), pair_k, pair_mask, None, solver)[:1]
+
+    return wrapped
+
+
+@_never_alone
 def lml(
     x: Tensor, k: Tensor, mask: Tensor | None, offsets: Tensor | None, solver: Bracketing | None = None
 ) -> Tensor:
@@ -132,6 +154,7 @@ def lml(
     return rows.fill(sigmoid(rows.z), 0.0, 1.0, rows.share).to(x.dtype)
 
 
+@_never_alone
 def log_lml(
     x: Tensor, k: Tensor, mask: Tensor | None, offsets: Tensor | None, solver: Bracketing | None = None
 ) -> Tensor:
@@ -142,6 +165,7 @@ def log_lml(
     return rows.fill(logsigmoid(rows.z), -torch.inf, 0.0, log_share).to(x.dtype)
 
 
+@_never_alone
 def lml_dual(
     x: Tensor, k: Tensor, mask: Tensor | None, offsets: Tensor | None, solver: Bracketing | None = None
 ) -> Tensor:

@@ -44,7 +44,7 @@ def newton(x: Tensor, k: Tensor, m: Tensor, ordinary: Tensor, rows: Rows) -> Ten
     nu, half_gap, below, above = start(x, k, m, rows)
     moved = torch.zeros_like(half_gap)
     epsilon = torch.finfo(x.dtype).eps
-    best, best_error = nu, torch.full_like(half_gap, torch.inf)
+    best, best_error, settled = nu, torch.full_like(half_gap, torch.inf), ~ordinary
     blind = x.device.type != "cpu"
     for number in range(_BLIND_STEPS if blind else _MAX_STEPS):
         nearest = (half_gap - moved.abs()).abs()
@@ -54,9 +54,10 @@ def newton(x: Tensor, k: Tensor, m: Tensor, ordinary: Tensor, rows: Rows) -> Ten
         error = r.value.abs() / r.slope
         # z is rounded to about epsilon |z|, so a row can stop improving before it reaches the tolerance.
         stalled = (error >= best_error / 2) & (best_error <= 16 * epsilon * (1 + nearest))
-        better = error < best_error
+        # A row is left alone once it has settled, so that it does not depend on how long the others take.
+        better = (error < best_error) & ~settled
         best, best_error = torch.where(better, nu, best), torch.where(better, error, best_error)
-        settled = (best_error <= 2 * epsilon * (1 + scale)) | stalled | ~ordinary
+        settled = settled | stalled | (best_error <= 2 * epsilon * (1 + scale))
         if not blind and bool(settled.all()):
             break
         # nu itself is now one end of the bracket.
