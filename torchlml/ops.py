@@ -98,7 +98,7 @@ def _vmap_solve(operator: Any, info: Any, in_dims: Any, *arguments: Any) -> tupl
         x, mask = x.flatten(), None if mask is None else mask.flatten()
     if k.dim() > (in_dims[1] is not None) or in_dims[1] is not None:
         k = batched(k, in_dims[1])
-        k = k.reshape(batch, -1).expand(batch, rows).flatten()
+        k = k.reshape(batch, -1).expand(batch, rows).flatten().contiguous()
     nu = operator(x.contiguous(), k, mask if mask is None else mask.contiguous(), offsets, *settings)
     return nu.unflatten(1, (batch, rows)), 1
 
