@@ -5,6 +5,7 @@
 prints a line of JSON for each variant and target: registers, bytes spilled, bytes of shared memory. The
 numbers of NVIDIA's targets are what ptxas says, AMD's are in the metadata of the code object.
 """
+# mypy: disable-error-code="import-not-found,import-untyped"
 
 from __future__ import annotations
 
@@ -48,8 +49,8 @@ DENSE = {"mask_ptr": None, "offsets_ptr": None}
 PACKED: dict[str, None] = {}
 
 
-def variants() -> list[tuple[str, Any, dict[str, Any], str, int]]:
-    """(name, kernel, constants, dtype of the entries, warps), with the blocks and warps that `plan` chooses."""
+def variants(lanes: int) -> list[tuple[str, Any, dict[str, Any], str, int]]:
+    """(name, kernel, constants, dtype of the entries, warps), in the blocks and warps that `plan` chooses."""
     forward, backward = triton_forward.forward_kernel, triton_backward.backward_kernel
     found: list[tuple[str, Any, dict[str, Any], str, int]] = []
 
@@ -57,7 +58,7 @@ def variants() -> list[tuple[str, Any, dict[str, Any], str, int]]:
         name: str, kernel: Any, length: int, dtype: str = "fp32", rows: int = 1000, **constants: Any
     ) -> None:
         packed = "offsets_ptr" not in constants
-        how = plan(rows, length, packed, 108)
+        how = plan(rows, length, packed, 108, lanes)
         known = {"BLOCK": how.block, "LOOP": how.loop, "SPLITS": how.splits, "WIDTH": 8, **constants}
         used = {key: value for key, value in known.items() if key in kernel.arg_names}
         found.append((f"{name}, {dtype}, n = {length}", kernel, used, dtype, how.warps))
@@ -86,7 +87,7 @@ def variants() -> list[tuple[str, Any, dict[str, Any], str, int]]:
 
 def measure(variant: tuple[str, Any, dict[str, Any], str, int], target: str) -> dict[str, Any]:
     name, kernel, constants, dtype, warps = variant
-    types = {**ARGUMENTS, **{pointer: f"*{dtype}" for pointer in ENTRIES}}
+    types = {**ARGUMENTS, **dict.fromkeys(ENTRIES, f"*{dtype}")}
     constants = {key: value for key, value in constants.items() if key in kernel.arg_names}
     signature = {
         argument: "constexpr" if argument in constants else types[argument] for argument in kernel.arg_names
@@ -95,8 +96,14 @@ def measure(variant: tuple[str, Any, dict[str, Any], str, int], target: str) -> 
     source = ASTSource(kernel, signature=signature, constexprs=places)
     compiled = triton.compile(source, target=TARGETS[target], options={"num_warps": warps})
     registers, spilled = _nvidia(compiled) if target.startswith("sm_") else _amd(compiled)
-    shared = int(compiled.metadata.shared)
-    return dict(variant=name, target=target, warps=warps, registers=registers, spilled=spilled, shared=shared)
+    return {
+        "variant": name,
+        "target": target,
+        "warps": warps,
+        "registers": registers,
+        "spilled": spilled,
+        "shared": compiled.metadata.shared,
+    }
 
 
 def _nvidia(compiled: Any) -> tuple[int, int]:
@@ -122,6 +129,6 @@ def _amd(compiled: Any) -> tuple[int, int]:
 
 if __name__ == "__main__":
     for target in sys.argv[1:]:
-        for variant in variants():
+        for variant in variants(TARGETS[target].warp_size):
             sys.stdout.write(json.dumps(measure(variant, target)) + "\n")
             sys.stdout.flush()

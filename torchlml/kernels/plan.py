@@ -8,6 +8,8 @@ from typing import NamedTuple
 LARGEST_BLOCK = 8192
 _STREAMED = 4096
 _SMALLEST_BLOCK = 32
+# Threads to a block, found by compiling: with these no register is spilled on sm_80, sm_90 and sm_100.
+_THREADS = {32: 32, 64: 32, 128: 32, 256: 64, 512: 128, 1024: 256, 2048: 256, 4096: 1024, 8192: 512}
 # Rows at least this long are split where there are too few of them to occupy the GPU.
 _SPLIT_LENGTH = 65536
 
@@ -25,25 +27,27 @@ class Plan(NamedTuple):
     splits: int = 1
 
 
-def plan(rows: int, length: int, ragged: bool, processors: int) -> Plan:
-    """Choose for `rows` rows of `length` entries (on average, where ragged) on so many multiprocessors.
+def plan(rows: int, length: int, ragged: bool, processors: int, lanes: int = 32) -> Plan:
+    """Choose for `rows` rows of `length` entries (on average, where ragged) and a GPU.
 
     >>> plan(256, 1000, False, 108)
     Plan(block=1024, warps=8, loop=False, splits=1)
+
+    Args:
+        rows: how many rows there are.
+        length: how long they are.
+        ragged: whether they differ in length.
+        processors: how many multiprocessors the GPU has.
+        lanes: how many threads a warp has.
     """
     if length >= _SPLIT_LENGTH and rows < processors:
         splits = min(_power_of_two(-(-4 * processors // max(rows, 1))), _power_of_two(length // _STREAMED))
-        return Plan(_STREAMED, _warps(_STREAMED), True, splits)
+        return Plan(_STREAMED, _THREADS[_STREAMED] // lanes, True, splits)
     # Packed rows differ in length: most fit where twice the average does.
     block = max(_power_of_two(2 * length if ragged else length), _SMALLEST_BLOCK)
     if block > LARGEST_BLOCK or (ragged and block > _STREAMED):
-        return Plan(_STREAMED, _warps(_STREAMED), True)
-    return Plan(block, _warps(block), ragged)
-
-
-def _warps(block: int) -> int:
-    """4 entries to a thread, 8 or 16 in long blocks: chosen so that no register is spilled."""
-    return min(max(block // 128, 1), 8) if block < _STREAMED else 16
+        return Plan(_STREAMED, _THREADS[_STREAMED] // lanes, True)
+    return Plan(block, max(_THREADS[block] // lanes, 1), ragged)
 
 
 def _power_of_two(n: int) -> int:

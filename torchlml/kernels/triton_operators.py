@@ -60,7 +60,7 @@ def dual_backward(grad: Tensor, x: Tensor, nu: Tensor, mask: Tensor | None, offs
 def layout(x: Tensor, rows: int, offsets: Tensor | None) -> Plan:
     """The plan for these rows on the device of `x`."""
     length = x.shape[-1] if offsets is None else -(-x.shape[-1] // max(rows, 1))
-    return plan(rows, length, offsets is not None, _processors(x.device))
+    return plan(rows, length, offsets is not None, *_device(x.device))
 
 
 def _solve(
@@ -103,5 +103,9 @@ def _new_nu(x: Tensor, offsets: Tensor | None) -> Tensor:
 
 
 @functools.cache
-def _processors(device: torch.device) -> int:
-    return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 1
+def _device(device: torch.device) -> tuple[int, int]:
+    """(multiprocessors, lanes of a warp); on a CPU, where kernels are interpreted, any will do."""
+    if device.type == "cpu":
+        return 1, 32
+    properties = torch.cuda.get_device_properties(device)
+    return properties.multi_processor_count, properties.warp_size
