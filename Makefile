@@ -1,7 +1,8 @@
 # Everything runs in .venv, which the first target that needs it creates. Needs Python 3.10 or newer; no compiler.
 PYTHON ?= python3
 VENV ?= .venv
-PYTEST_ARGS ?=
+# Two processes, each with one thread: most tests are small.
+PYTEST_ARGS ?= -n 2 --dist worksteal
 
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check
@@ -9,12 +10,12 @@ STAMP := $(VENV)/.installed
 SOURCES := pyproject.toml constraints.txt $(wildcard setup.py) $(shell find torchlml/csrc -type f 2>/dev/null)
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-torch lint format bench install clean
+.PHONY: help demo test test-torch lint format bench asan fuzz install clean
 
 help:  ## list the targets
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## (.*)/\1\t\2/' | awk -F'\t' '{printf "  make %-12s %s\n", $$1, $$2}'
 
-demo: $(STAMP)  ## project an example, print it beside softmax, draw the picture
+demo: $(STAMP)  ## train five losses on images with hidden labels, and report what each learned
 	$(BIN)/torchlml demo
 
 test: lint  ## lint, types and tests
@@ -34,6 +35,13 @@ format: $(STAMP)  ## let ruff repair and format the code
 
 bench: $(STAMP)  ## time lml beside softmax and append to results/benchmarks.csv
 	$(BIN)/torchlml bench --csv results/benchmarks.csv
+
+asan: $(STAMP)  ## run the compiled kernels under AddressSanitizer and UBSan
+	$(BIN)/python benchmarks/sanitize.py
+
+SECONDS ?= 60
+fuzz: $(STAMP)  ## throw random rows at the kernel and at a float64 truth, for SECONDS=60
+	$(BIN)/python benchmarks/fuzz.py --seconds $(SECONDS)
 
 install: $(STAMP)  ## only create .venv and install the package with everything for development
 
