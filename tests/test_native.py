@@ -188,6 +188,22 @@ def test_a_row_alone_has_the_same_bits(dtype: torch.dtype) -> None:
 
 
 @needs_kernel
+@pytest.mark.parametrize("n", [13, 100, 1000])
+@pytest.mark.parametrize("few", [True, False], ids=["few near one", "most near one"])
+def test_weights_near_one_keep_their_digits(n: int, few: bool) -> None:
+    # y (1 - y) from a rounded y would be off by 1e-4 here, and 0 for the last. Both of the kernel's ways.
+    near = max(3, n // 90) if few else n - 4
+    x = torch.cat([torch.linspace(5, 22, near), torch.linspace(-6, 3, n - near)])[None]
+    k = torch.tensor(near + 1.0, dtype=torch.float64)
+    y, nu = reference.forward(x.double(), k, None, None)
+    g = 1 / torch.special.expit(-(x.double() + nu[0, 0] + nu[1, 0]))  # of -log(1 - y), the hard examples
+    want, _ = reference.backward(g, x.double(), y, nu, None, None)
+    y32, nu32 = torch.ops.torchlml.forward(x, k, None, None)
+    got, _ = torch.ops.torchlml.backward(g.float(), x, y32, nu32, None, None)
+    torch.testing.assert_close(got.double(), want, rtol=3e-5, atol=1e-5)
+
+
+@needs_kernel
 @pytest.mark.parametrize("offsets", [[0, 9, 4, 3], [-5, 2, 99, 3], [0, 0, 0, 1 << 60]])
 def test_bad_offsets_stay_in_bounds(offsets: list[int]) -> None:
     # Python refuses these before; the kernel must not read or write elsewhere all the same.
