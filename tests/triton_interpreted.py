@@ -126,7 +126,8 @@ CHIP = [problem for problem in SHORT if 101 < problem.row(torch.float32).numel()
 @each_variant
 def test_problems_in_packed_rows(force: Force, how: Plan | None) -> None:
     force(how or Plan(128, 1, True))  # chip: all of a packed row in its first block
-    run_problems(PACKED)
+    # Interpreting a split row takes the longest.
+    run_problems(PACKED[::2] if how == SPLIT else PACKED)
 
 
 @pytest.mark.parametrize("problem", CHIP, ids=lambda problem: problem.name)
@@ -193,6 +194,13 @@ def test_special_rows(force: Force, how: Plan | None) -> None:
             assert all(bool(t.isfinite().all()) for t in gradients), row.name
 
 
+def rounded(wide: Tensor, dtype: torch.dtype) -> Tensor:
+    """As the interpreter rounds: bfloat16 towards zero. Compiled code rounds to nearest: `test_triton`."""
+    if dtype == torch.bfloat16:
+        wide = (wide.view(torch.int32) & -0x10000).view(torch.float32)
+    return wide.to(dtype)
+
+
 @each_variant
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 def test_half_is_read_as_float32_and_rounded_once(force: Force, how: Plan | None, dtype: torch.dtype) -> None:
@@ -202,11 +210,11 @@ def test_half_is_read_as_float32_and_rounded_once(force: Force, how: Plan | None
         y, nu = call(name, x, k, None, None)
         wide, wide_nu = call(name, x.float(), k, None, None)
         assert y.dtype == dtype
-        assert torch.equal(y, wide.to(dtype))
+        assert torch.equal(y, rounded(wide, dtype))
         assert torch.equal(nu, wide_nu)
         dx, _ = call(derivative, g, x, y, nu, None, None)
         wide_dx, _ = call(derivative, g.float(), x.float(), wide, nu, None, None)
-        assert torch.equal(dx, wide_dx.to(dtype))
+        assert torch.equal(dx, rounded(wide_dx, dtype))
 
 
 @each_variant
