@@ -104,6 +104,16 @@ def test_without_triton_the_torch_path_answers(monkeypatch: pytest.MonkeyPatch) 
     assert info.report()["gpu kernel"] == ["torch (Triton is not installed)"]
 
 
+@needs_triton
+def test_a_number_k_is_brought_to_the_device() -> None:
+    from torchlml.kernels import triton_operators
+
+    x, k = torch.empty(2, 3, device="meta"), torch.tensor(2.5, dtype=torch.float64)
+    moved = triton_operators.beside(k, x)
+    assert (moved.device, moved.dtype, moved.shape) == (x.device, torch.float64, ())
+    assert triton_operators.beside(k, torch.empty(1)) is k
+
+
 def test_importing_the_package_does_not_import_triton() -> None:
     assert run("-c", "import torchlml, sys; print('triton' in sys.modules)").strip() == "False"
 

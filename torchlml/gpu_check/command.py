@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 
+import torchlml
 from torchlml import info
 from torchlml.cli import BadInput
 from torchlml.files import replacing
@@ -92,14 +93,12 @@ def as_json(accuracy: Sequence[Check], timings: Sequence[Measurement]) -> dict[s
 
 def _graph() -> Check:
     """A projection in a CUDA graph, replayed with another input, gives what a plain call gives."""
-    from torchlml import ops
-
-    x, k = torch.randn(64, 1000, device="cuda"), torch.tensor(5.0, dtype=torch.float64, device="cuda")
-    ops.forward(x, k, None, None)  # compiles, which a capture may not
+    x = torch.randn(64, 1000, device="cuda")
+    torchlml.lml(x, 5)  # compiles, which a capture may not
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        y, _ = ops.forward(x, k, None, None)
+        y = torchlml.lml(x, 5)
     x.normal_()
     graph.replay()
-    expected, _ = ops.forward(x, k, None, None)
+    expected = torchlml.lml(x, 5)
     return Check("replayed in a CUDA graph", float((y != expected).sum()), 0.0)

@@ -63,6 +63,11 @@ def layout(x: Tensor, rows: int, offsets: Tensor | None) -> Plan:
     return plan(rows, length, offsets is not None, *_device(x.device))
 
 
+def beside(k: Tensor, x: Tensor) -> Tensor:
+    """k on the device of `x`. A number comes on the CPU, from where a copy would wait for the device."""
+    return k if k.device == x.device else torch.full((), k.item(), dtype=torch.float64, device=x.device)
+
+
 def _solve(
     x: Tensor,
     k: Tensor,
@@ -76,7 +81,7 @@ def _solve(
         return
     how = layout(x, nu.shape[1], offsets)
     launch = triton_split.launch_forward if how.splits > 1 else triton_forward.launch
-    launch(how, x, k, mask, offsets, y, nu, log)
+    launch(how, x, beside(k, x), mask, offsets, y, nu, log)
 
 
 def _differentiate(
