@@ -6,6 +6,7 @@ Everything wrong is said here, in one sentence, before anything is computed. The
 
 from __future__ import annotations
 
+import functools
 import math
 import numbers
 from typing import Any, NamedTuple
@@ -17,7 +18,7 @@ from torchlml.rows import wide_dtype
 from torchlml.solvers.bracketing import Bracketing
 
 # The last two are what the compiler passes for a number it keeps open.
-NUMBERS: tuple[Any, ...] = (numbers.Real, torch.SymInt, torch.SymFloat)
+NUMBERS: tuple[Any, ...] = (int, float, numbers.Real, torch.SymInt, torch.SymFloat)
 _DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
 
 
@@ -150,7 +151,9 @@ def check_k(k: Any, rows: torch.Size, most: int | None, device: torch.device) ->
         if isinstance(k, bool) or not isinstance(k, NUMBERS):
             raise TypeError(f"`k` must be a number or a tensor, but it is {k!r}.")
         _check_range(k, k, most)
-        return torch.scalar_tensor(k, dtype=wide_dtype(device))
+        # The same number comes with every call, and a new tensor for it costs as much as all the checks.
+        make = _kept_scalar if _untraced() and not torch.is_inference_mode_enabled() else _scalar
+        return make(k, wide_dtype(device))
     if k.dtype == torch.bool or k.dtype.is_complex:
         raise TypeError(f"`k` must hold real numbers, but its dtype is {k.dtype}.")
     if k.device != device and k.dim() > 0:
@@ -181,12 +184,23 @@ def _check_range(smallest: Any, largest: Any, most: int | None) -> None:
 
 def readable(t: Tensor) -> bool:
     """May the numbers in this tensor be looked at without stalling a device or stopping a trace?"""
+    return t.device.type == "cpu" and _untraced()
+
+
+def _untraced() -> bool:
     return (
-        t.device.type == "cpu"
-        and not torch.compiler.is_compiling()
+        not torch.compiler.is_compiling()
         and not torch._C._are_functorch_transforms_active()
         and torch._C._len_torch_dispatch_stack() == 0
     )
+
+
+def _scalar(k: Any, dtype: torch.dtype) -> Tensor:
+    # On the CPU whatever the default device: a 0-d tensor goes along with tensors of every device.
+    return torch.scalar_tensor(k, dtype=dtype, device="cpu")
+
+
+_kept_scalar = functools.lru_cache(maxsize=256)(_scalar)
 
 
 def _autocasts(device: str) -> bool:

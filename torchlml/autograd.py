@@ -26,6 +26,8 @@ def lml(
 ) -> Tensor:
     """y of each row."""
     if solver is None and is_plain():
+        if _needs_no_graph(x, k):
+            return ops.forward(x, k, mask, offsets)[0]
         return _Projection.apply(x, k, mask, offsets)
     return differentiable.lml(x, k, mask, offsets, solver)
 
@@ -35,6 +37,8 @@ def log_lml(
 ) -> Tensor:
     """log y of each row."""
     if solver is None and is_plain():
+        if _needs_no_graph(x, k):
+            return ops.log_forward(x, k, mask, offsets)[0]
         return _LogProjection.apply(x, k, mask, offsets)
     return differentiable.log_lml(x, k, mask, offsets, solver)
 
@@ -51,6 +55,11 @@ def lml_dual(
 def is_plain() -> bool:
     """Is no transform of `torch.func` and no forward-mode level at work?"""
     return not torch._C._are_functorch_transforms_active() and forward_ad._current_level < 0
+
+
+def _needs_no_graph(x: Tensor, k: Tensor) -> bool:
+    # At 256 x 100 the Function costs as much as the projection.
+    return not (torch.is_grad_enabled() and (x.requires_grad or k.requires_grad))
 
 
 class _Projection(torch.autograd.Function):
