@@ -276,7 +276,9 @@ def test_quantiles(samples):
 )
 def test_memory_is_what_the_call_adds(call, mebibytes):
     x = torch.zeros(1024, 1024)
-    assert memory.added_bytes(lambda: call(x)) / 2**20 == pytest.approx(mebibytes, abs=0.3)
+    # Whatever else goes on in the process can only add, so the least of a few is what the call does.
+    least = min(memory.added_bytes(lambda: call(x)) for _ in range(5))
+    assert least / 2**20 == pytest.approx(mebibytes, abs=0.3)
 
 
 @pytest.mark.parametrize(

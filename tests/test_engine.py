@@ -18,6 +18,7 @@ import torch
 from safetensors.torch import load_model
 
 import torchlml
+from tests.processes import hear_interrupts
 from torchlml import cli
 from torchlml.experiments.cifar100 import networks
 from torchlml.experiments.cifar100.command import Cifar100Settings
@@ -48,7 +49,12 @@ def words(features, out, *more):
 def process(arguments, **options):
     command = [sys.executable, "-m", "torchlml", *arguments]
     return subprocess.Popen(
-        command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=ENVIRONMENT, **options
+        command,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        env=ENVIRONMENT,
+        **{"preexec_fn": hear_interrupts, **options},
     )
 
 

@@ -13,6 +13,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from tests.processes import hear_interrupts
 from torchlml import cli
 from torchlml.cli import BadInput
 from torchlml.experiments.cifar100 import records
@@ -42,7 +43,12 @@ def start(arguments):
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}
     command = [sys.executable, "-m", "torchlml", *arguments]
     return subprocess.Popen(
-        command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment
+        command,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        env=environment,
+        preexec_fn=hear_interrupts,
     )
 
 
