@@ -218,20 +218,30 @@ struct BackwardRow {
     });
   }
 
-  // d nu / dx = -p, d nu / dk = 1 / sum w.
-  LML_INLINE void dual(T g) const {
+  // d nu / dx = -p, d nu / dk = 1 / sum w. The first pass leaves the scaled w in `w`: one exponential per entry.
+  LML_INLINE void dual(T g, T* w) const {
     const T least = nearest(), factor = static_cast<T>(::exp(-static_cast<double>(least)));
     BlockSum<T> weights;
-    const auto add = [&](int64_t i, int64_t count) __attribute__((always_inline)) {
-      weights.block += scaled(i, count, least, factor).weight;
-    };
-    blocks(add, [&]() __attribute__((always_inline)) { weights.flush(); });
+    const int64_t block = block_vectors * lanes<T>;
+    for (int64_t start = 0; start < n; start += block) {
+      const int64_t size = n - start < block ? n - start : block;
+      each_vector<T>(size, [&](int64_t i, int64_t count) __attribute__((always_inline)) {
+        write(w + start + i, vexp(least - vabs(z_at(start + i, count))), count);
+      });
+      each_vector<T>(size, [&](int64_t i, int64_t count) __attribute__((always_inline)) {
+        const Vec<T> b = read(w + start + i, count), r = reciprocal(1 + b * factor);
+        const Vec<T> out = keep<T>(usable(start + i, count), b * r * r);
+        write(w + start + i, out, count);
+        weights.block += out;
+      });
+      weights.flush();
+    }
     const double sum = weights.value(), g_ = static_cast<double>(g);
     if (!(sum > 0)) return zero();
     *dk = g_ == 0 ? 0 : g_ / (sum * ::exp(-static_cast<double>(least)));
     const T share = static_cast<T>(g_ / sum);
     each_vector<T>(n, [&](int64_t i, int64_t count) __attribute__((always_inline)) {
-      write(dx + i, -(scaled(i, count, least, factor).weight * share), count);
+      write(dx + i, -(read(w + i, count) * share), count);
     });
   }
 };
@@ -248,16 +258,20 @@ void backward_rows(const BackwardArgs& args, int64_t begin, int64_t end) {
     const BackwardRow<S> row{at(args.batch.x), args.batch.mask ? args.batch.mask + span.begin : nullptr, span.size,
                              dual ? nullptr : at(args.grad), at(args.y), static_cast<S*>(args.dx) + span.begin,
                              args.dk + r, nu[0], nu[args.batch.rows]};
+    T* room;  // for one number per entry: dx itself, unless it is too narrow
+    if constexpr (sizeof(S) == sizeof(T)) {
+      room = reinterpret_cast<T*>(row.dx);
+    } else {
+      room = work.room(span.size);
+    }
     if (!(nu[0] - nu[0] == 0)) {
       row.special(args.kind);
     } else if (dual) {
-      row.dual(static_cast<const T*>(args.grad)[r]);
+      row.dual(static_cast<const T*>(args.grad)[r], room);
     } else if (args.kind == Gradient::logarithm) {
       row.logarithm();
-    } else if constexpr (sizeof(S) == sizeof(T)) {
-      row.projection(reinterpret_cast<T*>(row.dx));
     } else {
-      row.projection(work.room(span.size));
+      row.projection(room);
     }
   }
 }
