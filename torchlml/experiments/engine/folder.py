@@ -127,6 +127,10 @@ class RunFolder:
         shutil.rmtree(place, ignore_errors=True)  # left by a run that was killed between rename and commit
         self.partial.rename(place)
         self.write("state.json", asdict(state))
+        self.drop_checkpoints_beside(state)
+
+    def drop_checkpoints_beside(self, state: State) -> None:
+        """Keeps only the last and the best checkpoint."""
         for other in (self.path / "checkpoints").iterdir():
             if other.name not in (state.last, state.best):
                 shutil.rmtree(other)

@@ -234,8 +234,9 @@ class _Run:
         except Exception as error:
             said = " ".join(str(error).split())[:200].rstrip(".")
             raise BadInput(f"The checkpoint `{path}` is damaged or of another model: {said}.") from error
-        if self.main:
+        if self.main:  # what a killed run left beyond its state
             self.folder.drop_metrics_after(state.epoch)
+            self.folder.drop_checkpoints_beside(state)
 
     def _finish(self, seconds: float) -> dict[str, Any]:
         assert self.state is not None
