@@ -9,20 +9,30 @@ import sys
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, replace
 from datetime import datetime, timezone
-from itertools import product
+from itertools import groupby, product
 from pathlib import Path
 from typing import Any, cast
 
 import torch
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.progress import (
+    BarColumn,
+    MofNCompleteColumn,
+    Progress,
+    TaskProgressColumn,
+    TextColumn,
+    TimeElapsedColumn,
+    TimeRemainingColumn,
+)
 
 import torchlml
-from torchlml.bench import losses, memory, records, report
+from torchlml.bench import losses, memory, paper, records, report
 from torchlml.bench.cases import BASELINE, FAMILY, MODES, PROJECTION, Case, Mode, Provider, call_of
 from torchlml.bench.records import Record
 from torchlml.bench.timing import Quantiles, race
 from torchlml.cli import BadInput, parse_settings
+from torchlml.experiments.figures import timing as timing_figure
+from torchlml.experiments.figures.style import check_picture
 from torchlml.info import kernel
 
 DTYPES = ("float32", "float64", "bfloat16", "float16")
@@ -66,6 +76,8 @@ class BenchSettings:
     """Time the relatives of lml instead: limits on the sum, other regularisers, hard and random choices."""
     losses: bool = False
     """Time the losses instead, on their own problems; only threads, repetitions, seconds and csv count."""
+    paper: bool = False
+    """Repeat the paper's timing study; only sizes, ks, batches, threads, repetitions, csv and plot count."""
     quick: bool = False
     """Begin from a small selection that takes well under a minute; other options still change it."""
 
@@ -73,11 +85,23 @@ class BenchSettings:
 QUICK = BenchSettings(
     sizes=(100, 1000, 10_000), ks=("5",), batches=(64,), scales=(3.0,), metrics=("time",), seconds=1.0
 )
+# Section 5.1 of the paper; in the small selection the numbers of trials and of long rows are smaller.
+PAPER = BenchSettings(
+    sizes=(1000, 10_000),
+    ks=("5", "50", "100"),
+    scales=(1.0,),
+    repetitions=50,
+    csv=Path("torchlml-paper-timing.csv"),
+)
+QUICK_PAPER = replace(PAPER, sizes=(1000,), repetitions=5)
 
 
 def main(arguments: Sequence[str]) -> None:
     """Reads the options and runs the benchmark."""
-    default = QUICK if "--quick" in arguments else BenchSettings()
+    quick = "--quick" in arguments
+    default = QUICK if quick else BenchSettings()
+    if "--paper" in arguments:
+        default = QUICK_PAPER if quick else PAPER
     if "--family" in arguments:
         default = replace(default, providers=tuple(provider.name for provider in FAMILY))
     # Without a terminal rich assumes 80 columns, and would fold the tables of a log.
@@ -97,6 +121,9 @@ def run(settings: BenchSettings, console: Console) -> None:
         if settings.csv.exists():
             records.read(settings.csv, "--csv")
         losses.run(settings.threads, settings.repetitions, settings.seconds, settings.csv, console)
+        return
+    if settings.paper:
+        _run_paper(settings, cases, console)
         return
     plot = settings.plot or settings.csv.with_suffix(".png")
     earlier = records.latest(records.read(settings.compare, "--compare")) if settings.compare else {}
@@ -130,6 +157,34 @@ def run(settings: BenchSettings, console: Console) -> None:
         report.draw(written, plot)
         console.print(f"The plot is {plot}.", soft_wrap=True)
     console.print(f"The rows are in {settings.csv}.", soft_wrap=True)
+
+
+def _run_paper(settings: BenchSettings, cases: Sequence[Case], console: Console) -> None:
+    """Measures everything, then writes all rows together, the figure and what follows from them."""
+    plot = settings.plot or settings.csv.with_suffix(".png")
+    check_picture(plot)
+    if settings.csv.exists():
+        records.read(settings.csv, "--csv")
+    rows: list[Record] = []
+    columns = (TextColumn("{task.description}"), BarColumn(), TaskProgressColumn(), TimeRemainingColumn())
+    before = torch.get_num_threads()
+    try:
+        with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as progress:
+            groups = [list(group) for _, group in groupby(cases, lambda case: replace(case, k=0))]
+            task = progress.add_task("", total=len(groups) * settings.repetitions)
+            for group in groups:
+                progress.update(task, description=f"{group[0].batch} x {group[0].n}")
+                torch.set_num_threads(group[0].threads)
+                rows += paper.measure(group, settings.repetitions, lambda: progress.advance(task))
+    finally:
+        torch.set_num_threads(before)
+    settings.csv.parent.mkdir(parents=True, exist_ok=True)
+    records.append(settings.csv, rows)
+    timing_figure.draw(timing_figure.read(settings.csv), plot)
+    console.print(paper.table(rows))
+    for said in paper.sentences(rows):
+        console.print(f"- {said}", highlight=False)
+    console.print(f"The rows are in {settings.csv}, the figure is {plot}.", soft_wrap=True)
 
 
 def _measure(

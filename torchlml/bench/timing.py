@@ -47,7 +47,12 @@ class Timing:
 
 
 def race(
-    calls: Mapping[str, Callable[[], object]], baseline: str, repetitions: int, seconds: float
+    calls: Mapping[str, Callable[[], object]],
+    baseline: str,
+    repetitions: int,
+    seconds: float,
+    after_round: Callable[[], object] = lambda: None,
+    sample_seconds: float | None = None,
 ) -> dict[str, Timing]:
     """Times every call in turn, in a new order each round.
 
@@ -59,11 +64,14 @@ def race(
         baseline: The competitor that ratios are taken to.
         repetitions: The number of rounds.
         seconds: The time that the competitors share; when all have used theirs, no further round begins.
+        after_round: Called between the rounds, while no clock runs.
+        sample_seconds: How long a sample lasts at least; longer forgets the cold caches of a call before.
 
     Returns:
         For each name its timing.
     """
-    repeats = {name: _repeats(call) for name, call in calls.items()}
+    lasting = _SAMPLE_SECONDS if sample_seconds is None else sample_seconds
+    repeats = {name: _repeats(call, lasting) for name, call in calls.items()}
     samples: dict[str, list[float]] = {name: [] for name in calls}
     ratios: dict[str, list[float]] = {name: [] for name in calls}
     spent = dict.fromkeys(calls, 0.0)
@@ -84,6 +92,7 @@ def race(
                 samples[name].append(time)
                 ratios[name].append(time / sample[baseline])
                 spent[name] += time * repeats[name]
+            after_round()
     finally:
         if was_enabled:
             gc.enable()
@@ -93,14 +102,14 @@ def race(
     }
 
 
-def _repeats(call: Callable[[], object]) -> int:
+def _repeats(call: Callable[[], object], sample_seconds: float) -> int:
     """How many calls make a sample long enough; found while the call warms up."""
     fastest = spent = _sample(call, 1)
     while spent < _WARM_UP_SECONDS:
         once = _sample(call, 1)
         spent += once
         fastest = min(fastest, once)
-    return max(1, round(_SAMPLE_SECONDS / fastest))
+    return max(1, round(sample_seconds / fastest))
 
 
 def _sample(call: Callable[[], object], repeats: int) -> float:

@@ -4,23 +4,28 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-import matplotlib
 import torch
 from matplotlib.axes import Axes
-from matplotlib.figure import Figure
 from rich.console import Console
 from rich.table import Table
 from torch import Tensor
 
 import torchlml
 from torchlml.cli import BadInput, parse_settings
-from torchlml.files import replacing
+from torchlml.experiments.figures.style import (
+    BLUE,
+    GREY,
+    ORANGE,
+    PAGE,
+    SKY,
+    VERMILION,
+    check_picture,
+    new_figure,
+)
 
 LOGITS = (3.7, -1.2, 0.7, 4.6, -0.4, 2.9, -2.8, 0.2, -2.0, 1.3)
 
-# Okabe and Ito's palette, which people with any colour vision can tell apart.
-COLOURS = {"softmax": "#E69F00", "sigmoid": "#56B4E9", "lml": "#0072B2"}
-INK, FAINT, ARROW = "#222222", "#9A9A9A", "#D55E00"
+COLOURS = {"softmax": ORANGE, "sigmoid": SKY, "lml": BLUE}
 
 
 @dataclass(frozen=True)
@@ -29,8 +34,8 @@ class ProjectionSettings:
 
     k: float = 3.0
     """What the projected row sums to: how many of the ten labels to choose, between 0 and 10."""
-    out: Path = Path("torchlml-figures")
-    """The folder for the picture `lml.png`; it is made when it is missing."""
+    out: Path = Path("torchlml-figures/projection.png")
+    """The PNG to write, with an SVG beside it; its folder is made when it is missing."""
 
 
 def main(arguments: Sequence[str]) -> None:
@@ -39,8 +44,7 @@ def main(arguments: Sequence[str]) -> None:
     x = torch.tensor(LOGITS)
     if not 0 < settings.k < len(x):
         raise BadInput(f"`--k` is {settings.k:g}, and must be more than 0 and less than {len(x)}.")
-    if settings.out.exists() and not settings.out.is_dir():
-        raise BadInput(f"`--out` names `{settings.out}`, which is a file: give a folder.")
+    check_picture(settings.out)
     answers = {
         "softmax": torch.softmax(x, -1),
         "sigmoid": torch.sigmoid(x),
@@ -52,10 +56,8 @@ def main(arguments: Sequence[str]) -> None:
         f"lml shifts the whole row by one number, its threshold, until the sigmoids sum to k: "
         f"y = sigmoid(x + nu) with nu = {torchlml.lml_dual(x, settings.k).item():.4f}."
     )
-    settings.out.mkdir(parents=True, exist_ok=True)
-    picture = settings.out / "lml.png"
-    draw(x, answers, settings.k, picture)
-    console.print(f"The picture is {picture}.", soft_wrap=True)
+    draw(x, answers, settings.k, settings.out)
+    console.print(f"The picture is {settings.out}.", soft_wrap=True)
 
 
 def _table(x: Tensor, answers: dict[str, Tensor], k: float) -> Table:
@@ -82,20 +84,16 @@ def draw(x: Tensor, answers: dict[str, Tensor], k: float, picture: Path) -> None
         x: The logits of one row.
         answers: What softmax, sigmoid and lml make of them, by name.
         k: What the last of them sums to.
-        picture: The PNG to write.
+        picture: The PNG to write, with an SVG beside it.
     """
-    with matplotlib.rc_context({"font.size": 11, "text.color": INK, "axes.labelcolor": INK}):
-        figure = Figure(figsize=(11, 4.2), dpi=160, layout="constrained")
+    with new_figure(picture, PAGE, 2.7) as figure:
         bars, curve = figure.subplots(1, 2, width_ratios=(1.35, 1))
         _draw_bars(bars, x, answers)
         _draw_threshold(curve, x, answers["lml"], k)
         for axes in (bars, curve):
-            axes.spines[["top", "right"]].set_visible(False)
             axes.set_ylim(0, 1.04)
             axes.set_yticks((0, 0.5, 1))
-            axes.axhline(0.5, color=FAINT, linewidth=0.8, linestyle=(0, (4, 4)), zorder=0)
-        with replacing(picture) as temporary:
-            figure.savefig(temporary, format="png")
+            axes.axhline(0.5, color=GREY, linewidth=0.6, linestyle=(0, (4, 4)), zorder=0)
 
 
 def _draw_bars(axes: Axes, x: Tensor, answers: dict[str, Tensor]) -> None:
@@ -108,8 +106,9 @@ def _draw_bars(axes: Axes, x: Tensor, answers: dict[str, Tensor]) -> None:
     axes.set_xticks(place, [f"{value:.1f}" for value in x[order].tolist()])
     axes.tick_params(axis="x", length=0)
     axes.set_xlabel("logit of the label")
-    axes.legend(frameon=False, loc="upper right")
-    axes.set_title("One row, three answers", loc="left", fontweight="bold")
+    axes.set_ylabel("answer $y$")
+    axes.legend(loc="upper right")
+    axes.set_title("One row, three answers")
 
 
 def _draw_threshold(axes: Axes, x: Tensor, y: Tensor, k: float) -> None:
@@ -117,16 +116,17 @@ def _draw_threshold(axes: Axes, x: Tensor, y: Tensor, k: float) -> None:
     nu = torchlml.lml_dual(x, k).item()
     grid = torch.linspace(x.min().item() - 1, x.max().item() + 1, 400)
     curves = {
-        "sigmoid": (torch.sigmoid(grid), "$\\sigma(x)$, the sigmoid"),
-        "lml": (torch.sigmoid(grid + nu), f"$\\sigma(x + \\nu)$, heights sum to {k:g}"),
+        "sigmoid": (torch.sigmoid(grid), "$\\sigma(x)$"),
+        "lml": (torch.sigmoid(grid + nu), f"$\\sigma(x + \\nu)$, sums to {k:g}"),
     }
     for name, (heights, label) in curves.items():
-        axes.plot(grid.numpy(), heights.numpy(), color=COLOURS[name], linewidth=2.5, label=label)
-    axes.vlines(x.numpy(), 0, y.numpy(), color=COLOURS["lml"], linewidth=1, alpha=0.45)
-    axes.plot(x.numpy(), y.numpy(), "o", color=COLOURS["lml"], markersize=6)
-    arrow = {"arrowstyle": "-|>", "color": ARROW, "linewidth": 1.8}
+        axes.plot(grid.numpy(), heights.numpy(), color=COLOURS[name], linewidth=2, label=label)
+    axes.vlines(x.numpy(), 0, y.numpy(), color=COLOURS["lml"], linewidth=0.8, alpha=0.5)
+    axes.plot(x.numpy(), y.numpy(), "o", color=COLOURS["lml"])
+    arrow = {"arrowstyle": "-|>", "color": VERMILION, "linewidth": 1.4}
     axes.annotate("", (-nu, 0.5), (0, 0.5), arrowprops=arrow)
-    axes.text(-nu / 2, 0.52, "$-\\nu$", color=ARROW, ha="center", va="bottom", fontsize=13)
-    axes.legend(frameon=False, loc="upper left")
+    axes.text(-nu / 2, 0.52, "$-\\nu$", color=VERMILION, ha="center", va="bottom", fontsize=10)
+    axes.legend(loc="upper left")
     axes.set_xlabel("logit $x$")
-    axes.set_title("lml: slide the sigmoid until the sum is k", loc="left", fontweight="bold")
+    axes.set_ylabel("height")
+    axes.set_title("Slide the sigmoid until the sum is k")

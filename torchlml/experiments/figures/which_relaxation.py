@@ -4,26 +4,24 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-import matplotlib
 import torch
 from matplotlib.axes import Axes
-from matplotlib.figure import Figure
 from rich.console import Console
 from torch import Tensor
 
 import torchlml
-from torchlml.cli import BadInput, parse_settings
-from torchlml.files import replacing
+from torchlml.cli import parse_settings
+from torchlml.experiments.figures.style import BLUE, GREEN, GREY, ORANGE, PAGE, SKY, VERMILION, new_figure
 
 LOGITS = (3.0, 2.4, 1.9, 0.6, 0.2, -0.3, -1.0, -1.4)
 
-# What is compared: y as a function of the logits and k, and its look (Okabe and Ito's palette).
+# What is compared: y as a function of the logits and k, and its look.
 RELAXATIONS: dict[str, tuple[Callable[[Tensor, float], Tensor], str, str]] = {
-    "softmax x k": (lambda x, k: k * torch.softmax(x, -1), "#E69F00", "s"),
-    "sigmoid": (lambda x, k: torch.sigmoid(x), "#56B4E9", "^"),
-    "lml": (torchlml.lml, "#0072B2", "o"),
-    "constrained softmax": (torchlml.constrained_softmax, "#009E73", "D"),
-    "constrained sparsemax": (torchlml.constrained_sparsemax, "#D55E00", "P"),
+    "softmax x k": (lambda x, k: k * torch.softmax(x, -1), ORANGE, "s"),
+    "sigmoid": (lambda x, k: torch.sigmoid(x), SKY, "^"),
+    "lml": (torchlml.lml, BLUE, "o"),
+    "constrained softmax": (torchlml.constrained_softmax, GREEN, "D"),
+    "constrained sparsemax": (torchlml.constrained_sparsemax, VERMILION, "P"),
 }
 TEMPERATURES, GAPS, SUMS = (2.0, 1.0, 0.25), (0.0, 1.5, 4.0), (1.0, 3.0, 6.0)
 
@@ -33,15 +31,12 @@ class RelaxationSettings:
     """Draw the same logits through five relaxations, as k, the temperature and the gap change."""
 
     out: Path = Path("torchlml-figures/which-relaxation.png")
-    """The PNG to write; its folder is made when it is missing."""
+    """The PNG to write, with an SVG beside it; its folder is made when it is missing."""
 
 
 def main(arguments: Sequence[str]) -> None:
     """Reads the options and draws."""
     settings = parse_settings(RelaxationSettings, "figures which-relaxation", arguments, RelaxationSettings())
-    if settings.out.is_dir():
-        raise BadInput(f"`--out` names `{settings.out}`, which is a folder: give a file.")
-    settings.out.parent.mkdir(parents=True, exist_ok=True)
     draw(settings.out)
     Console().print(f"The picture is {settings.out}.", soft_wrap=True)
 
@@ -49,8 +44,7 @@ def main(arguments: Sequence[str]) -> None:
 def draw(picture: Path) -> None:
     """Four rows of panels: values for three k, temperatures and gaps, and the gradient of one entry."""
     x = torch.tensor(LOGITS, dtype=torch.float64)
-    with matplotlib.rc_context({"font.size": 10}):
-        figure = Figure(figsize=(11, 12.5), dpi=130, layout="constrained")
+    with new_figure(picture, PAGE, 7.6) as figure:
         panels = figure.subplots(4, 3, sharex=True)
         for column in range(3):
             k, temperature, gap = SUMS[column], TEMPERATURES[column], GAPS[column]
@@ -63,9 +57,7 @@ def draw(picture: Path) -> None:
         for axes, name in zip(panels[:, 0], ("y", "y", "y", "$\\partial y_3 / \\partial x$"), strict=True):
             axes.set_ylabel(name)
         handles, labels = panels[0, 0].get_legend_handles_labels()
-        figure.legend(handles, labels, loc="outside upper center", ncols=5, frameon=False)
-        with replacing(picture) as temporary:
-            figure.savefig(temporary, format="png")
+        figure.legend(handles, labels, loc="outside upper center", ncols=5)
 
 
 def _with_gap(x: Tensor, gap: float) -> Tensor:
@@ -80,8 +72,10 @@ def _values(axes: Axes, x: Tensor, k: float, title: str) -> None:
     for name, (function, colour, marker) in RELAXATIONS.items():
         y = function(x, k)
         highest = max(highest, float(y.max()))
-        axes.plot(range(len(x)), y.tolist(), marker, ls="-", lw=1, ms=5, alpha=0.85, color=colour, label=name)
-    axes.axhline(1, color="#9A9A9A", linewidth=0.8, linestyle=(0, (4, 4)), zorder=0)
+        axes.plot(
+            range(len(x)), y.tolist(), marker, ls="-", lw=0.8, ms=3.5, alpha=0.85, color=colour, label=name
+        )
+    axes.axhline(1, color=GREY, linewidth=0.6, linestyle=(0, (4, 4)), zorder=0)
     axes.set_ylim(-0.05, min(highest, 3) * 1.05)
     _finish(axes, title, x)
 
@@ -91,14 +85,21 @@ def _gradient(axes: Axes, x: Tensor, k: float, title: str) -> None:
         leaf = x.clone().requires_grad_()
         (slope,) = torch.autograd.grad(function(leaf, k)[2], leaf)
         axes.plot(
-            range(len(x)), slope.tolist(), marker, ls="-", lw=1, ms=5, alpha=0.85, color=colour, label=name
+            range(len(x)),
+            slope.tolist(),
+            marker,
+            ls="-",
+            lw=0.8,
+            ms=3.5,
+            alpha=0.85,
+            color=colour,
+            label=name,
         )
-    axes.axhline(0, color="#9A9A9A", linewidth=0.8, zorder=0)
+    axes.axhline(0, color=GREY, linewidth=0.6, zorder=0)
     axes.set_ylim(-0.35, 0.85)
     _finish(axes, title, x)
 
 
 def _finish(axes: Axes, title: str, x: Tensor) -> None:
-    axes.set_title(title, loc="left", fontweight="bold", fontsize=10)
+    axes.set_title(title, fontsize=8)
     axes.set_xticks(range(len(x)), [str(i + 1) for i in range(len(x))])
-    axes.spines[["top", "right"]].set_visible(False)
