@@ -1,10 +1,29 @@
-"""Files that are whole or not there: written beside their place and then moved into it."""
+"""Files that are whole or not there: written beside their place and then moved into it; and reading JSON."""
 
+import json
 import os
 import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import TypeVar
+
+from torchlml.cli import BadInput
+
+Kind = TypeVar("Kind", dict, list)  # type: ignore[type-arg]
+
+
+def read_json(path: Path, kind: type[Kind]) -> Kind:
+    """Reads a JSON file that holds one object (`dict`) or one list; anything else raises `BadInput`."""
+    try:
+        values = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        said = error.strerror if isinstance(error, OSError) else "it is not whole JSON"
+        raise BadInput(f"`{path}` cannot be read: {said}.") from error
+    if not isinstance(values, kind):
+        wanted = "object" if kind is dict else "list"
+        raise BadInput(f"`{path}` cannot be read: it holds no JSON {wanted}.")
+    return values
 
 
 @contextmanager

@@ -6,6 +6,9 @@ from torchlml.cli import Command, choose
 
 EXPERIMENTS = {
     "cifar100": Command("torchlml.experiments.cifar100.command", "top-5 classification under label noise"),
+    "scene-graph": Command(
+        "torchlml.experiments.scene_graph.command", "all relations of an image, on Visual Genome or VRD"
+    ),
 }
 
 

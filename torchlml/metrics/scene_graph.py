@@ -99,7 +99,7 @@ class SceneGraphRecall(Metric):
             self._add(predicted, true)
 
     def _add(self, predicted: Mapping[str, Tensor], true: Mapping[str, Tensor]) -> None:
-        rank = _ranks(predicted, true, max(self._ks), self.constrained)
+        rank = relation_ranks(predicted, true, max(self._ks), self.constrained)
         hits = rank < torch.tensor(self._ks, device=rank.device).unsqueeze(-1)
         # Which relations a column counts: those of its predicate, or all.
         counted = torch.ones_like(hits[:1])
@@ -129,7 +129,7 @@ class SceneGraphRecall(Metric):
         return {f"{name}@{k}": value for k, value in zip(self._ks, recall, strict=True)}
 
 
-def _ranks(
+def relation_ranks(
     predicted: Mapping[str, Tensor], true: Mapping[str, Tensor], most: int, constrained: bool
 ) -> Tensor:
     """For every true relation the place, from 0 on, of the first triple that matches it, else `most`."""

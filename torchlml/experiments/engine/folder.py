@@ -26,7 +26,7 @@ import torch
 import torchlml
 from torchlml.cli import BadInput
 from torchlml.experiments.engine.settings import SETTINGS_FILE, TrainSettings, to_json
-from torchlml.files import replacing
+from torchlml.files import read_json, replacing
 
 FORMAT = 1
 
@@ -135,10 +135,10 @@ class RunFolder:
             if other.name not in (state.last, state.best):
                 shutil.rmtree(other)
 
-    def add_metrics(self, line: dict[str, Any]) -> None:
-        """Adds one line to `metrics.jsonl`."""
+    def add_metrics(self, lines: list[dict[str, Any]]) -> None:
+        """Adds lines to `metrics.jsonl`."""
         with (self.path / "metrics.jsonl").open("a", encoding="utf-8") as file:
-            file.write(json.dumps(line) + "\n")
+            file.write("".join(json.dumps(line) + "\n" for line in lines))
 
     def metrics(self) -> list[dict[str, Any]]:
         """The lines of `metrics.jsonl`; half a line that a killed run left is not one."""
@@ -159,15 +159,7 @@ class RunFolder:
 
     def read(self, name: str) -> dict[str, Any]:
         """Reads a JSON file; what cannot be read raises `BadInput`."""
-        path = self.path / name
-        try:
-            values = json.loads(path.read_text(encoding="utf-8"))
-        except (OSError, ValueError) as error:
-            said = error.strerror if isinstance(error, OSError) else "it is not whole JSON"
-            raise BadInput(f"`{path}` cannot be read: {said}.") from error
-        if not isinstance(values, dict):
-            raise BadInput(f"`{path}` cannot be read: it holds no JSON object.")
-        return values
+        return read_json(self.path / name, dict)
 
 
 def git_commit() -> str | None:

@@ -35,13 +35,16 @@ class Task:
     training: Dataset[Any]
     """Its `__getitems__(indices)` gives a whole batch; its random choices come from torch's generator."""
     held_out: Mapping[str, Dataset[Any]]
-    """`validation`, evaluated after every epoch, and `test`, evaluated once with the best model."""
+    """`validation`, evaluated after every epoch, and `test`, evaluated once with the best model. `train`, if
+    it is there, is a part of the training data that is also evaluated after every epoch."""
     loss: Callable[[nn.Module, Any], Tensor]
     """The mean loss of a batch."""
     measure: Callable[[nn.Module, Iterable[Any], Accelerator], dict[str, float]]
     """The measures of a model on batches, over all processes."""
     chosen_by: str
     """The measure whose highest value on `validation` chooses the best epoch."""
+    most_gradient: float | None = None
+    """The norm to which a longer gradient is shortened; None leaves gradients as they are."""
 
 
 class EpochBatches(Sampler[list[int]]):
@@ -152,7 +155,8 @@ class _Run:
             for epoch in range(first, self.settings.epochs + 1):
                 progress.reset(steps)
                 loss = self._epoch(epoch, lambda: progress.advance(steps))
-                self._record(epoch, loss, self._evaluate("validation"), time.monotonic() - started)
+                measures = {name: self._evaluate(name) for name in self.held_out if name != "test"}
+                self._record(epoch, loss, measures, time.monotonic() - started)
                 progress.advance(epochs)
         return self._finish(time.monotonic() - started)
 
@@ -165,6 +169,8 @@ class _Run:
                 loss = self.task.loss(self.model, batch)
             self.optimizer.zero_grad()
             self.accelerator.backward(loss)
+            if self.task.most_gradient is not None:
+                self.accelerator.clip_grad_norm_(self.model.parameters(), self.task.most_gradient)
             self.optimizer.step()
             total += loss.detach()
             step()
@@ -179,8 +185,8 @@ class _Run:
         with torch.no_grad(), self.accelerator.autocast():
             return self.task.measure(self.model, self.held_out[split], self.accelerator)
 
-    def _record(self, epoch: int, loss: float, measures: dict[str, float], seconds: float) -> None:
-        score, name = measures[self.task.chosen_by], f"epoch-{epoch:04d}"
+    def _record(self, epoch: int, loss: float, measures: dict[str, dict[str, float]], seconds: float) -> None:
+        score, name = measures["validation"][self.task.chosen_by], f"epoch-{epoch:04d}"
         better = self.state is None or score > self.state.best_score
         kept = self.state
         state = State(
@@ -192,15 +198,21 @@ class _Run:
             processes=self.accelerator.num_processes,
             seconds=seconds,
         )
-        line = {"epoch": epoch, "split": "validation", "train_loss": loss, **measures}
-        self._save(state, line)
+        lines = [
+            {"epoch": epoch, "split": split, "train_loss": loss, **values}
+            for split, values in measures.items()
+        ]
+        self._save(state, lines)
         self.state = state
-        self.accelerator.log({key: value for key, value in line.items() if key != "split"}, step=epoch)
+        for line in lines:
+            prefix = "" if line["split"] == "validation" else f"{line['split']}/"
+            values = {f"{prefix}{key}": value for key, value in line.items() if key != "split"}
+            self.accelerator.log(values, step=epoch)
         if self.main:
-            said = ", ".join(f"{key} {value:.4f}" for key, value in measures.items())
+            said = ", ".join(f"{key} {value:.4f}" for key, value in measures["validation"].items())
             self.console.print(f"epoch {epoch}: loss {loss:.4f}, validation {said}", highlight=False)
 
-    def _save(self, state: State, line: dict[str, Any]) -> None:
+    def _save(self, state: State, lines: list[dict[str, Any]]) -> None:
         partial = self.folder.partial
         try:
             if self.main:
@@ -210,7 +222,7 @@ class _Run:
             self.accelerator.save_state(str(partial))
             self.accelerator.wait_for_everyone()
             if self.main:
-                self.folder.add_metrics(line)
+                self.folder.add_metrics(lines)
                 self.folder.commit(state)
             self.accelerator.wait_for_everyone()
         except Exception as error:
@@ -244,8 +256,9 @@ class _Run:
         load_model(self.accelerator.unwrap_model(self.model), str(best / "model.safetensors"))
         measures = self._evaluate("test")
         line = {"epoch": self.state.best_epoch, "split": "test", **measures}
+        best_line = (self.state.best_epoch, "validation")
         chosen = next(
-            (old for old in self.folder.metrics() if old["epoch"] == self.state.best_epoch), {"epoch": 0}
+            (old for old in self.folder.metrics() if (old["epoch"], old["split"]) == best_line), {"epoch": 0}
         )
         validation = {key: chosen[key] for key in measures if key in chosen}
         result = {
@@ -255,7 +268,7 @@ class _Run:
             "seconds": seconds,
         }
         if self.main:
-            self.folder.add_metrics(line)
+            self.folder.add_metrics([line])
             self.folder.write("result.json", result)
         self.accelerator.wait_for_everyone()
         return result
