@@ -81,10 +81,14 @@ def main(arguments: Sequence[str]) -> None:
     settings = read_settings(SceneGraphSettings, COMMAND, arguments, SceneGraphSettings())
     console = Console()
     result = run(settings, console)
-    said = ", ".join(f"{name} {100 * result['test'][name]:.1f}%" for name in RECALLS)
-    console.print(
-        f"Test of epoch {result['best_epoch']}, {vision(settings)}: {said}.", highlight=False, soft_wrap=True
-    )
+    if Accelerator(cpu=settings.cpu).is_main_process:
+        said = ", ".join(f"{name} {100 * result['test'][name]:.1f}%" for name in RECALLS)
+        console.print(
+            f"Test of epoch {result['best_epoch']}, chosen on validation, {vision(settings)}: {said}. "
+            f"The run is in {settings.resume or settings.out}.",
+            highlight=False,
+            soft_wrap=True,
+        )
 
 
 def run(settings: SceneGraphSettings, console: Console) -> dict[str, Any]:
@@ -187,7 +191,7 @@ def network(settings: SceneGraphSettings, splits: Splits, regions: RegionFeature
     background = int(objectives.has_background(settings.objective))
     bias = None
     if not settings.without_bias:
-        bias = log_frequencies(training, settings.counts)[..., 1 - background :]
+        bias = log_frequencies(training, settings.counts)[..., 1 - background :].contiguous()
     return MotifNet(
         len(training.objects),
         background + len(training.predicates),

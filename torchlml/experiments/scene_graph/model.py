@@ -37,7 +37,7 @@ class MotifNet(nn.Module):
         width = 200 if vectors is None else vectors.shape[1]
         # Motifs embeds the labels twice: for the object context and for the edge context.
         self.object_embedding, self.edge_embedding = (_embedding(objects, width, vectors) for _ in range(2))
-        self.position = nn.Sequential(nn.Linear(6, POSITION), nn.ReLU(), nn.Dropout(0.1))
+        self.position = nn.Sequential(nn.Linear(6, POSITION), nn.ReLU())
         seen = 0 if regions is None else regions[0]
         self.object_context = _Context(width + POSITION + seen, hidden)
         self.edge_context = _Context(width + seen + hidden, hidden)

@@ -1,7 +1,6 @@
 """Region features from a user's own detector: one vector for each box, one for each pair of boxes."""
 
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from pathlib import Path
 
 import h5py
@@ -11,6 +10,7 @@ from torch import Tensor
 
 from torchlml.cli import BadInput
 from torchlml.experiments.scene_graph.data import SceneGraphs
+from torchlml.experiments.scene_graph.hdf5 import reading
 
 
 class RegionFeatures:
@@ -28,7 +28,7 @@ class RegionFeatures:
     def __init__(self, path: Path, graphs: Sequence[SceneGraphs]) -> None:
         self.path = path
         sizes = set()
-        with self._reading() as file:
+        with reading(self.path) as file:
             for part in graphs:
                 # Copies of boxes that are related to themselves do not stand in the file.
                 counts = [int(rows.max()) + 1 for rows in part.rows.split(part.box_offsets.diff().tolist())]
@@ -44,7 +44,7 @@ class RegionFeatures:
     def read(self, graphs: SceneGraphs, images: Sequence[int]) -> tuple[Tensor, Tensor]:
         """The vectors of the boxes and of the candidate edges of some images, in the order of a batch."""
         boxes, unions = [], []
-        with self._reading() as file:
+        with reading(self.path) as file:
             for image in images:
                 group = file[graphs.names[image]]
                 rows = graphs.rows[graphs.box_offsets[image] : graphs.box_offsets[image + 1]]
@@ -67,17 +67,6 @@ class RegionFeatures:
         if any(table.dtype.kind != "f" for table in tables):
             raise BadInput(f"{where} has tables that are not floating.")
         return one[1], two[2]
-
-    @contextmanager
-    def _reading(self) -> Iterator[h5py.File]:
-        try:
-            with h5py.File(self.path, "r") as file:
-                yield file
-        except (OSError, RuntimeError) as error:
-            said = getattr(error, "strerror", None) or "it is no whole HDF5 file"
-            raise BadInput(
-                f"`--region-features` names `{self.path}`, which cannot be read: {said}."
-            ) from error
 
 
 def _floats(table: h5py.Dataset) -> Tensor:

@@ -4,12 +4,12 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import h5py
 import numpy as np
 from numpy.typing import NDArray
 
 from torchlml.cli import BadInput
 from torchlml.experiments.scene_graph.data import Image, SceneGraphs, collect, damaged
+from torchlml.experiments.scene_graph.hdf5 import reading
 from torchlml.files import read_json
 
 SCALE = 1024  # the longer side of every image, in the units of the boxes
@@ -54,16 +54,12 @@ def read(folder: Path) -> tuple[SceneGraphs, SceneGraphs]:
 
 def _tables(path: Path) -> dict[str, NDArray[Any]]:
     """The tables of the HDF5 file, with checked shapes."""
-    try:
-        with h5py.File(path, "r") as file:
-            names = (*_PER_BOX, *_PER_RELATION, *_PER_IMAGE)
-            missing = [name for name in names if name not in file]
-            if missing:
-                raise BadInput(f"`{path}` has no table `{missing[0]}`.")
-            tables = {name: np.asarray(file[name][:]) for name in names}
-    except (OSError, RuntimeError, ValueError) as error:
-        said = getattr(error, "strerror", None) or "it is no whole HDF5 file"
-        raise BadInput(f"`{path}` cannot be read: {said}.") from error
+    names = (*_PER_BOX, *_PER_RELATION, *_PER_IMAGE)
+    with reading(path) as file:
+        missing = [name for name in names if name not in file]
+        if missing:
+            raise BadInput(f"`{path}` has no table `{missing[0]}`.")
+        tables = {name: np.asarray(file[name][:]) for name in names}
     for group in (_PER_BOX, _PER_RELATION, _PER_IMAGE):
         for name in group:
             width = {"boxes_1024": 4, "relationships": 2}.get(name)
