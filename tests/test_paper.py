@@ -19,6 +19,8 @@ from torchlml.experiments.figures.entropies import SURFACES, binary_entropy, ent
 from torchlml.experiments.figures.polytopes import in_space, vertices
 from torchlml.experiments.figures.root_finding import papers_bracket, proven_bracket
 from torchlml.metrics import TopKRecall
+from torchlml.solvers import bracketing
+from torchlml.solvers.residual import residual
 
 
 def rows(number, n, scale=3.0, seed=0):
@@ -130,6 +132,25 @@ def test_algorithm_1_finds_the_root(seed):
     nu = torchlml.lml_dual(x, 5, solver="bracketing")
     expected = [truth.solve(row.numpy(), 5).nu for row in x]
     torch.testing.assert_close(nu, torch.tensor(expected, dtype=torch.float64), rtol=0, atol=1e-12)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_algorithm_1_reaches_machine_epsilon_in_less_than_10_iterations_of_100_samples(dtype, monkeypatch):
+    evaluations: list[None] = []
+
+    def counted(*arguments):
+        evaluations.append(None)
+        return residual(*arguments)
+
+    monkeypatch.setattr(bracketing, "residual", counted)
+    for n, k, scale in ((10, 2, 3.0), (200, 5, 1.0), (200, 100, 10.0)):
+        evaluations.clear()
+        x = rows(2, n, scale).to(dtype)
+        y = torchlml.lml(x, k, solver=torchlml.solvers.Bracketing(samples=100))
+        assert 0 < len(evaluations) / 100 < 10
+        for row, answer in zip(x, y, strict=True):
+            expected = torch.from_numpy(truth.solve(row.double().numpy(), k).y)
+            assert (answer.double() - expected).abs().max() <= 2 * torch.finfo(dtype).eps
 
 
 def test_the_papers_interval_misses_the_root_where_the_proven_one_does_not():

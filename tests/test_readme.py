@@ -1,15 +1,19 @@
-"""Every Python snippet of the README runs, in the order in which a reader would type them."""
+"""The README and the results page: every snippet runs, every command, link and test they name exists."""
 
 from __future__ import annotations
 
 import re
 from pathlib import Path
 
+import pytest
 import torch
 
 import torchlml
+from torchlml import cli
 
-README = Path(__file__).parent.parent / "README.md"
+ROOT = Path(__file__).parent.parent
+README = ROOT / "README.md"
+PAGES = (README, ROOT / "results" / "README.md")
 SNIPPETS = re.findall(r"```python\n(.*?)```", README.read_text(encoding="utf-8"), re.DOTALL)
 
 
@@ -28,3 +32,68 @@ def test_the_readme_names_only_what_there_is() -> None:
     named = set(re.findall(r"torchlml\.([A-Za-z_]+)", "\n".join(SNIPPETS)))
     assert len(named) > 5
     assert {name for name in named if not hasattr(torchlml, name) and name != "metrics"} == set()
+
+
+def test_the_readme_goes_from_what_it_is_for_to_how_to_cite_it() -> None:
+    titles = re.findall(r"^## (.*)$", README.read_text(encoding="utf-8"), re.MULTILINE)
+    assert titles == [
+        "Install",
+        "Quick start",
+        "Which loss?",
+        "Three experiments",
+        "Performance",
+        "Accuracy and special rows",
+        "Limits",
+        "Citing",
+    ]
+
+
+def commands() -> dict[str, list[str]]:
+    """Every `torchlml ...` in code on the pages: the words of the command, and the options given to it."""
+    found: dict[str, list[str]] = {}
+    for page in PAGES:
+        text = page.read_text(encoding="utf-8")
+        blocks = re.findall(r"^```(\w*)\n(.*?)^```", text, re.DOTALL | re.MULTILINE)
+        shell = [line for language, block in blocks if language in ("", "sh") for line in block.split("\n")]
+        for line in [*re.findall(r"`(torchlml [^`\n]*)`", text), *shell]:
+            if line.startswith("torchlml "):
+                words = line.split("#")[0].split()[1:]
+                options = [word for word in words if word.startswith("--")]
+                name = " ".join(words[: words.index(options[0])] if options else words)
+                found.setdefault(name, []).extend(options)
+    return found
+
+
+COMMANDS = commands()
+
+
+@pytest.mark.parametrize("name", COMMANDS)
+def test_every_command_exists_with_its_options(name: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main([*name.split(), "--help"]) == 0
+    said = capsys.readouterr().out
+    assert [option for option in COMMANDS[name] if option not in said] == []
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+def test_every_link_leads_somewhere(page: Path) -> None:
+    text = page.read_text(encoding="utf-8")
+    # As the web page makes them: small letters and digits, a hyphen for each space, nothing else.
+    titles = re.findall(r"^#+ (.*)$", text, re.MULTILINE)
+    anchors = {re.sub(r"[^\w -]", "", title.lower()).replace(" ", "-") for title in titles}
+    links = [link for link in re.findall(r"\]\(([^)]+)\)", text) if not link.startswith("https://")]
+    assert len(links) > 4
+    for link in links:
+        assert link[1:] in anchors if link.startswith("#") else (page.parent / link).exists(), link
+
+
+def test_the_results_page_has_no_empty_cell_and_names_real_tests() -> None:
+    text = PAGES[1].read_text(encoding="utf-8")
+    tables = [line for line in text.split("\n") if line.startswith("|")]
+    assert len(tables) > 40
+    for line in tables:
+        assert all(cell.strip() for cell in line.strip("|").split("|")), line
+    claims = (ROOT / "tests" / "test_paper.py").read_text(encoding="utf-8")
+    selected = set(re.findall(r"pytest tests/test_paper.py -k (\w+)", text))
+    assert len(selected) > 8
+    for word in selected:
+        assert re.search(rf"def test_\w*{word}", claims), word
