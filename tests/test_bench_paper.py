@@ -9,12 +9,14 @@ import torch
 
 import torchlml
 from torchlml import cli
-from torchlml.bench import command, paper, records, timing
+from torchlml.bench import command, paper, paper_words, records, timing
 from torchlml.bench.cases import Case
 from torchlml.bench.records import Record
 
 TINY = ["--paper", "--sizes", "12", "30", "--ks", "2", "5", "--batches", "4", "--repetitions", "2"]
-TIMED = {(name, "forward") for name in paper.NAMES} | {(name, "backward") for name in paper.BACKWARD}
+TIMED = {(name, "forward") for name in paper_words.NAMES} | {
+    (name, "backward") for name in paper_words.BACKWARD
+}
 
 
 @pytest.fixture(autouse=True)
@@ -74,11 +76,27 @@ def test_the_selection_is_that_of_section_5_1(monkeypatch):
     assert ran[1] == replace(command.QUICK_PAPER, paper=True, quick=True)
 
 
-def test_a_plot_that_cannot_be_written_is_refused_before_the_work(capsys, tmp_path, monkeypatch):
+@pytest.mark.parametrize(
+    ("words", "needle"),
+    [
+        (["--plot", "x.pdf"], "must end in `.png`"),
+        (["--plot", "."], "`--plot` names `.`"),
+        (["--csv", __file__], "`--csv` names"),
+        (["--ks", "0"], "`--ks` must be numbers"),
+        (["--ks", "5", "20"], "below the smallest of `--sizes`"),
+        (["--ks", "n/2"], "`--ks` must be numbers"),
+        (["--batches", "4", "8"], "`--batches` has several values"),
+        (["--scales", "1", "8"], "`--scales` has several values"),
+    ],
+)
+def test_bad_input_is_refused_before_the_work(capsys, tmp_path, monkeypatch, words, needle):
+    monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(paper, "measure", lambda *a: pytest.fail("measured something"))
-    for words in (["--plot", "x.pdf"], ["--plot", str(tmp_path)], ["--csv", __file__], ["--ks", "0"]):
-        assert cli.main(["bench", *TINY, *words]) == 2
-        assert capsys.readouterr().err.count("\n") == 1
+    assert cli.main(["bench", *TINY, *words]) == 2
+    error = capsys.readouterr().err
+    assert needle in error
+    assert error.count("\n") == 1
+    assert not list(tmp_path.iterdir())
 
 
 def test_every_competitor_computes_its_loss():
@@ -99,7 +117,7 @@ def test_every_competitor_computes_its_loss():
 
 def measured(**ratios):
     """Rows of a run in which a competitor takes so many times what the baseline takes, for k = 5 and 100."""
-    everything = dict.fromkeys(paper.NAMES, (1.0, 1.0)) | {
+    everything = dict.fromkeys(paper_words.NAMES, (1.0, 1.0)) | {
         name.replace("_", "-"): value for name, value in ratios.items()
     }
     return [
@@ -133,7 +151,7 @@ def measured(**ratios):
 
 
 def test_the_papers_numbers_give_the_papers_verdicts():
-    said = paper.sentences(
+    said = paper_words.sentences(
         measured(smooth_svm_summation=(5, 80), smooth_svm=(4, 40), lml_algorithm_1=(3, 3.1), lml=(2, 2.1))
     )
     assert len(said) == 4
@@ -144,7 +162,7 @@ def test_the_papers_numbers_give_the_papers_verdicts():
 
 
 def test_other_numbers_give_other_verdicts():
-    said = paper.sentences(
+    said = paper_words.sentences(
         measured(
             truncated_entropy=(1, 6),
             smooth_svm_summation=(20, 21),
@@ -161,9 +179,9 @@ def test_other_numbers_give_other_verdicts():
         in said[3]
     )
     assert said[3].endswith("LML by our kernel is faster than it in every case.")
-    said = paper.sentences(measured(lml=(0.5, 2)))
+    said = paper_words.sentences(measured(lml=(0.5, 2)))
     assert said[3].endswith("It does not hold.")
 
 
 def test_one_k_says_nothing_about_growth():
-    assert len(paper.sentences([row for row in measured() if row.k == 5])) == 1
+    assert len(paper_words.sentences([row for row in measured() if row.k == 5])) == 1

@@ -9,21 +9,13 @@ import sys
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, replace
 from datetime import datetime, timezone
-from itertools import groupby, product
+from itertools import product
 from pathlib import Path
 from typing import Any, cast
 
 import torch
 from rich.console import Console
-from rich.progress import (
-    BarColumn,
-    MofNCompleteColumn,
-    Progress,
-    TaskProgressColumn,
-    TextColumn,
-    TimeElapsedColumn,
-    TimeRemainingColumn,
-)
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
 import torchlml
 from torchlml.bench import losses, memory, paper, records, report
@@ -31,8 +23,6 @@ from torchlml.bench.cases import BASELINE, FAMILY, MODES, PROJECTION, Case, Mode
 from torchlml.bench.records import Record
 from torchlml.bench.timing import Quantiles, race
 from torchlml.cli import BadInput, parse_settings
-from torchlml.experiments.figures import timing as timing_figure
-from torchlml.experiments.figures.style import check_picture
 from torchlml.info import kernel
 
 DTYPES = ("float32", "float64", "bfloat16", "float16")
@@ -123,7 +113,8 @@ def run(settings: BenchSettings, console: Console) -> None:
         losses.run(settings.threads, settings.repetitions, settings.seconds, settings.csv, console)
         return
     if settings.paper:
-        _run_paper(settings, cases, console)
+        plot = settings.plot or settings.csv.with_suffix(".png")
+        paper.run(cases, settings.repetitions, settings.csv, plot, console)
         return
     plot = settings.plot or settings.csv.with_suffix(".png")
     earlier = records.latest(records.read(settings.compare, "--compare")) if settings.compare else {}
@@ -157,34 +148,6 @@ def run(settings: BenchSettings, console: Console) -> None:
         report.draw(written, plot)
         console.print(f"The plot is {plot}.", soft_wrap=True)
     console.print(f"The rows are in {settings.csv}.", soft_wrap=True)
-
-
-def _run_paper(settings: BenchSettings, cases: Sequence[Case], console: Console) -> None:
-    """Measures everything, then writes all rows together, the figure and what follows from them."""
-    plot = settings.plot or settings.csv.with_suffix(".png")
-    check_picture(plot)
-    if settings.csv.exists():
-        records.read(settings.csv, "--csv")
-    rows: list[Record] = []
-    columns = (TextColumn("{task.description}"), BarColumn(), TaskProgressColumn(), TimeRemainingColumn())
-    before = torch.get_num_threads()
-    try:
-        with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as progress:
-            groups = [list(group) for _, group in groupby(cases, lambda case: replace(case, k=0))]
-            task = progress.add_task("", total=len(groups) * settings.repetitions)
-            for group in groups:
-                progress.update(task, description=f"{group[0].batch} x {group[0].n}")
-                torch.set_num_threads(group[0].threads)
-                rows += paper.measure(group, settings.repetitions, lambda: progress.advance(task))
-    finally:
-        torch.set_num_threads(before)
-    settings.csv.parent.mkdir(parents=True, exist_ok=True)
-    records.append(settings.csv, rows)
-    timing_figure.draw(timing_figure.read(settings.csv), plot)
-    console.print(paper.table(rows))
-    for said in paper.sentences(rows):
-        console.print(f"- {said}", highlight=False)
-    console.print(f"The rows are in {settings.csv}, the figure is {plot}.", soft_wrap=True)
 
 
 def _measure(
@@ -250,11 +213,21 @@ def _checked(settings: BenchSettings) -> tuple[list[Provider], list[Case]]:
     for option, path in (("--csv", settings.csv), ("--plot", settings.plot)):
         if path is not None and path.is_dir():
             raise BadInput(f"`{option}` names `{path}`, which is a folder: give a file.")
+    if settings.paper:
+        _check_paper(settings)
     cases = list(_cases(settings))
     if not cases:
         given = " ".join(settings.ks)
         raise BadInput(f"`--ks` is {given}, and none of it lies between 1 and n - 1 for any of `--sizes`.")
     return [known[name] for name in dict.fromkeys((BASELINE, *settings.providers))], cases
+
+
+def _check_paper(settings: BenchSettings) -> None:
+    for option in ("batches", "scales", "dtypes"):
+        if len(set(getattr(settings, option))) > 1:
+            raise BadInput(f"`--{option}` has several values, and `--paper` takes one.")
+    if not all(k.isdecimal() and 0 < int(k) < min(settings.sizes) for k in settings.ks):
+        raise BadInput("With `--paper`, `--ks` must be numbers from 1 to below the smallest of `--sizes`.")
 
 
 def _check_choices(option: str, values: Sequence[str], known: Collection[str]) -> None:

@@ -6,38 +6,64 @@ they answer the same question.
 """
 
 import json
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from datetime import datetime, timezone
+from itertools import groupby
+from pathlib import Path
 
 import torch
-from rich.table import Table
+from rich.console import Console
+from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeRemainingColumn
 from torch import Tensor
 
 import torchlml
-from torchlml.bench import records
+from torchlml.bench import paper_words, records
 from torchlml.bench.cases import Case
+from torchlml.bench.paper_words import BACKWARD, OPERATOR
 from torchlml.bench.records import Record
 from torchlml.bench.timing import race
+from torchlml.experiments.figures import timing as timing_figure
+from torchlml.experiments.figures.style import check_picture
 from torchlml.info import kernel
-
-OPERATOR = "paper"
-NAMES = {
-    "smooth-svm-summation": "Smooth SVM by summation",
-    "smooth-svm": "Smooth SVM by divide and conquer",
-    "truncated-entropy": "truncated entropy",
-    "lml-algorithm-1": "LML by Algorithm 1",
-    "lml": "LML by our kernel",
-}
-# The backward pass of LML starts from nu and does not ask who found it; that of the Smooth SVM is timed for
-# the algorithm that is fast enough to train with.
-BACKWARD = ("smooth-svm", "truncated-entropy", "lml")
-
-Problem = tuple[int, int, int]  # threads, n, k
 
 # The slow competitors leave cold caches and returned memory behind; a sample is long enough to forget them.
 SAMPLE_SECONDS = 10e-3
-# From here on a time "grows with k"; below, noise and the cache explain it.
-_GROWS = 1.5
+
+
+def run(cases: Sequence[Case], trials: int, csv: Path, plot: Path, console: Console) -> None:
+    """Measures everything; then writes all rows together, the figure, a table and what follows from it.
+
+    Args:
+        cases: The problems; those that differ in k alone stand together.
+        trials: How often each competitor is timed on each problem.
+        csv: The CSV that the rows are added to, whole or not at all.
+        plot: The PNG of the figure, with an SVG beside it.
+        console: Where the progress, the table and the sentences go.
+    """
+    check_picture(plot)
+    if csv.exists():
+        records.read(csv, "--csv")
+    rows: list[Record] = []
+    groups = [list(group) for _, group in groupby(cases, lambda case: replace(case, k=0))]
+    columns = (TextColumn("{task.description}"), BarColumn(), TaskProgressColumn(), TimeRemainingColumn())
+    before = torch.get_num_threads()
+    try:
+        with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as progress:
+            task = progress.add_task("", total=len(groups) * trials)
+            for group in groups:
+                progress.update(task, description=f"{group[0].batch} x {group[0].n}")
+                torch.set_num_threads(group[0].threads)
+                rows += measure(group, trials, lambda: progress.advance(task))
+    finally:
+        torch.set_num_threads(before)
+    csv.parent.mkdir(parents=True, exist_ok=True)
+    records.append(csv, rows)
+    timing_figure.draw(timing_figure.read(csv), plot)
+    console.print(paper_words.table(rows))
+    for said in paper_words.sentences(rows):
+        console.print(f"- {said}", highlight=False)
+    console.print(f"The rows are in {csv}, the figure is {plot}.", soft_wrap=True)
 
 
 def device() -> torch.device:
@@ -125,87 +151,3 @@ def _finished(call: Callable[[], object]) -> Callable[[], object]:
         torch.cuda.synchronize()
 
     return run
-
-
-def table(rows: Sequence[Record]) -> Table:
-    """The median times in milliseconds: a line for each competitor, a column for each problem."""
-    problems = sorted({(row.threads, row.n, row.k) for row in rows})
-    shown = Table(title="median of a call, ms", title_justify="left")
-    shown.add_column("")
-    for threads, n, k in problems:
-        heading = f"n {n}\nk {k}" + (f"\nthreads {threads}" if problems[0][0] != problems[-1][0] else "")
-        shown.add_column(heading, justify="right")
-    times = {(row.provider, row.mode, (row.threads, row.n, row.k)): row.p50 / 1e3 for row in rows}
-    for provider, name in NAMES.items():
-        for mode in ("forward", "backward") if provider in BACKWARD else ("forward",):
-            cells = [f"{times[provider, mode, problem]:.3g}" for problem in problems]
-            shown.add_row(f"{name}, {mode}", *cells)
-    return shown
-
-
-def sentences(rows: Sequence[Record]) -> list[str]:
-    """What the paper concluded, and whether the numbers say so too; every verdict is computed from them.
-
-    Args:
-        rows: Those of one run. Times are compared by their ratios to one baseline, taken in the same round.
-
-    Returns:
-        For each conclusion one line: the paper's, the numbers, the verdict.
-    """
-    forward: dict[str, dict[Problem, float]] = {name: {} for name in NAMES}
-    for row in rows:
-        if row.mode == "forward":
-            forward[row.provider][row.threads, row.n, row.k] = row.ratio_p50
-    ks = sorted({row.k for row in rows})
-    said = []
-    if len(ks) > 1:
-        span = f"From k = {ks[0]} to k = {ks[-1]}"
-        svm = {name: _growth(forward[name]) for name in ("smooth-svm-summation", "smooth-svm")}
-        lml = {name: _growth(forward[name]) for name in ("lml-algorithm-1", "lml")}
-        entropy = {"truncated-entropy": _growth(forward["truncated-entropy"])}
-        said = [
-            "The paper: the Smooth SVM becomes expensive as k grows. "
-            f"{span} its time is multiplied by {_list(svm)}. {_verdict(svm, lambda ratio: ratio >= _GROWS)}",
-            "The paper: the time of LML does not depend on k. "
-            f"{span} it is multiplied by {_list(lml)}. {_verdict(lml, lambda ratio: ratio < _GROWS)}",
-            "The paper: nor does that of the truncated entropy, which sorts there and selects here. "
-            f"{span} it is multiplied by {_list(entropy)}. {_verdict(entropy, lambda ratio: ratio < _GROWS)}",
-        ]
-    unit = forward.pop("truncated-entropy")
-    beside = {name: [times[at] / unit[at] for at in times] for name, times in forward.items()}
-    said.append(
-        "The paper: the truncated entropy significantly outperforms the Smooth SVM and LML. "
-        f"Its forward pass taken as 1, the others take {_list(beside)}. {_fastest(beside)}"
-    )
-    return said
-
-
-def _growth(times: Mapping[Problem, float]) -> list[float]:
-    """The time for the largest k over that for the smallest, for every other setting."""
-    settings = sorted({(threads, n) for threads, n, _ in times})
-    of_k = [{k: time for (*other, k), time in times.items() if tuple(other) == one} for one in settings]
-    return [by_k[max(by_k)] / by_k[min(by_k)] for by_k in of_k]
-
-
-def _list(ratios: Mapping[str, Sequence[float]]) -> str:
-    def span(values: Sequence[float]) -> str:
-        ends = (f"{end:.0f}" if end >= 10 else f"{end:.2g}" for end in (min(values), max(values)))
-        return " to ".join(dict.fromkeys(ends))
-
-    return ", ".join(f"{span(values)} ({NAMES[name]})" for name, values in ratios.items())
-
-
-def _verdict(ratios: Mapping[str, Sequence[float]], holds: Callable[[float], bool]) -> str:
-    held = [holds(ratio) for values in ratios.values() for ratio in values]
-    if all(held):
-        return "It holds."
-    return f"It holds in {sum(held)} of {len(held)} cases." if any(held) else "It does not hold."
-
-
-def _fastest(beside: Mapping[str, Sequence[float]]) -> str:
-    slower = [NAMES[name] for name, ratios in beside.items() if min(ratios) > 1]
-    faster = [NAMES[name] for name, ratios in beside.items() if max(ratios) < 1]
-    if len(slower) == len(beside):
-        return "It holds."
-    verdict = f"It holds against {', '.join(slower)}." if slower else "It does not hold."
-    return verdict + "".join(f" {name} is faster than it in every case." for name in faster)

@@ -8,7 +8,7 @@ from matplotlib.axes import Axes
 from rich.console import Console
 
 from torchlml.bench import records
-from torchlml.bench.paper import OPERATOR
+from torchlml.bench.paper_words import OPERATOR
 from torchlml.bench.records import Record
 from torchlml.cli import BadInput, parse_settings
 from torchlml.experiments.figures import tables
