@@ -185,3 +185,10 @@ def test_other_numbers_give_other_verdicts():
 
 def test_one_k_says_nothing_about_growth():
     assert len(paper_words.sentences([row for row in measured() if row.k == 5])) == 1
+
+
+def test_on_a_gpu_a_call_lasts_until_its_work_is_done(monkeypatch):
+    happened = []
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda: happened.append("done"))
+    paper._finished(lambda: happened.append("launched"))()
+    assert happened == ["launched", "done"]

@@ -35,8 +35,8 @@ def table(rows: Sequence[Record]) -> Table:
     times = {(row.provider, row.mode, (row.threads, row.n, row.k)): row.p50 / 1e3 for row in rows}
     for provider, name in NAMES.items():
         for mode in ("forward", "backward") if provider in BACKWARD else ("forward",):
-            cells = [f"{times[provider, mode, problem]:.3g}" for problem in problems]
-            shown.add_row(f"{name}, {mode}", *cells)
+            cells = (times[provider, mode, problem] for problem in problems)
+            shown.add_row(f"{name}, {mode}", *(f"{t:.3g}" if t < 1000 else f"{t:,.0f}" for t in cells))
     return shown
 
 
