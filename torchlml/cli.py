@@ -35,6 +35,13 @@ COMMANDS = {
         "torchlml.experiments.train", "train a network: a run that can be continued when killed"
     ),
     "sweep": Command("torchlml.experiments.sweep", "run a grid of training runs on all cores, into one CSV"),
+    "evaluate": Command("torchlml.experiments.scene_graph.evaluate", "all recalls of a scene-graph run"),
+    "predict": Command(
+        "torchlml.experiments.scene_graph.predict", "print and draw the scene graph of an image"
+    ),
+    "step-time": Command(
+        "torchlml.experiments.scene_graph.step_time", "time a training step of each scene-graph objective"
+    ),
     "figures": Command(
         "torchlml.experiments.figures.command", "draw a figure of the documentation or a study"
     ),

@@ -6,6 +6,7 @@ from torchlml.cli import Command, choose
 
 SWEEPS = {
     "cifar100": Command("torchlml.experiments.cifar100.sweep", "losses x noise levels x seeds, and tuning"),
+    "scene-graph": Command("torchlml.experiments.scene_graph.sweep", "methods x seeds, and tuning"),
 }
 
 

@@ -1,14 +1,11 @@
 """The table of a sweep: one row per finished run, in one CSV that tuning, figures and pages are made from."""
 
-import csv
-from collections import defaultdict
 from collections.abc import Iterable, Sequence
-from dataclasses import asdict, dataclass, fields
+from dataclasses import dataclass
 from pathlib import Path
-from statistics import mean
 
-from torchlml.cli import BadInput
-from torchlml.files import replacing
+from torchlml.experiments.engine import table
+from torchlml.experiments.engine.table import Tried
 
 
 @dataclass(frozen=True)
@@ -37,37 +34,20 @@ class Record:
         return self.learning_rate, self.temperature
 
 
-_TYPES = {field.name: field.type for field in fields(Record)}
-
-
 def write(path: Path, records: Iterable[Record]) -> None:
     """Writes the CSV whole or not at all, in an order that does not depend on which run ended first."""
     rows = sorted(records, key=lambda r: (r.source, r.loss, r.noise, r.recipe, r.seed))
-    with replacing(path) as temporary, temporary.open("w", newline="", encoding="utf-8") as file:
-        writer = csv.DictWriter(file, list(_TYPES), lineterminator="\n")
-        writer.writeheader()
-        writer.writerows(asdict(row) | {"seconds": f"{row.seconds:.1f}"} for row in rows)
+    table.write_rows(path, Record, rows)
 
 
 def read(path: Path, option: str) -> list[Record]:
     """Reads a CSV that `write` made; `option` named it, and stands in the error when it is something else."""
-    try:
-        with path.open(newline="", encoding="utf-8") as file:
-            rows = csv.DictReader(file)
-            if rows.fieldnames != list(_TYPES):
-                raise ValueError("its columns are not those of a sweep of this version")
-            records = [Record(**{key: _TYPES[key](row[key]) for key in _TYPES}) for row in rows]  # type: ignore[operator]
-        if not records:
-            raise ValueError("it has no rows")
-    except (OSError, ValueError, TypeError) as error:
-        said = error.strerror if isinstance(error, OSError) else error
-        raise BadInput(f"`{option}` names `{path}`, which cannot be read as a sweep: {said}.") from error
-    return records
+    return table.read_rows(path, Record, option)
 
 
 def best_recipes(
     records: Sequence[Record], losses: Sequence[str], path: Path
-) -> dict[str, tuple[float, float]]:
+) -> dict[str, tuple[float, ...]]:
     """For each loss the learning rate and temperature with the best mean top-k accuracy on validation.
 
     Args:
@@ -79,18 +59,6 @@ def best_recipes(
         (learning rate, temperature) by loss. A loss that is missing, or recipes that were not tried on the
         same noise levels and seeds, raise `BadInput`.
     """
-    best = {}
-    for loss in losses:
-        tried: dict[tuple[float, float], dict[tuple[float, int], float]] = defaultdict(dict)
-        for record in records:
-            if record.loss == loss:
-                tried[record.recipe][record.noise, record.seed] = record.validation_topk
-        if not tried:
-            raise BadInput(f"`--tuned` names `{path}`, which has no run of the loss `{loss}`.")
-        if len({frozenset(scores) for scores in tried.values()}) > 1:
-            raise BadInput(
-                f"`--tuned` names `{path}`, where `{loss}` was not tried on the same noise levels and seeds "
-                "with every learning rate and temperature: finish that sweep first."
-            )
-        best[loss] = max(tried, key=lambda recipe: mean(tried[recipe].values()))
-    return best
+    tried = [Tried(row.loss, row.recipe, (row.noise, row.seed), row.validation_topk) for row in records]
+    tuned = "learning rate and temperature"
+    return table.best_recipes(tried, losses, path, "loss", tuned, "noise levels and seeds")

@@ -1,6 +1,6 @@
 """Scene graphs as the engine reads them: a batch of images in flat tensors, with all candidate edges."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 import torch
@@ -52,6 +52,11 @@ class GraphBatches(Dataset[Batch]):
 
     def __getitem__(self, image: int) -> Batch:
         return self.__getitems__([image])
+
+    def in_order(self, size: int) -> Iterator[Batch]:
+        """All images, so many at a time."""
+        for images in torch.arange(len(self)).split(size):
+            yield self.__getitems__(images.tolist())
 
     def __getitems__(self, images: Sequence[int]) -> Batch:
         graphs, chosen = self.graphs, torch.tensor(images)

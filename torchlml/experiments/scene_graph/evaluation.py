@@ -1,16 +1,20 @@
 """Recall of scene graphs for predicate classification: what runs and frequencies alone are judged by."""
 
 from collections.abc import Callable, Iterable
+from pathlib import Path
 from typing import NamedTuple
 
 import torch
 from accelerate import Accelerator
 from torch import Tensor
 
-from torchlml.experiments.scene_graph.batches import Batch
+from torchlml.experiments.scene_graph.batches import Batch, GraphBatches
+from torchlml.experiments.scene_graph.data import SceneGraphs, Splits
+from torchlml.experiments.scene_graph.priors import log_frequencies
 from torchlml.metrics.scene_graph import relation_ranks
 
 KS = (20, 50, 100)
+BATCH = 64  # images at a time where nothing is learned
 MODES = ("constrained", "unconstrained")
 RECALLS = tuple(f"{mode}R@{k}" for mode in ("", "ng-") for k in KS)
 """With the graph constraint (one predicate for each pair) and, with `ng-`, without it."""
@@ -58,6 +62,18 @@ def evaluate(
     measures[CHOSEN_BY] = recalls.mean().item()
     measures |= dict(zip(MEAN_RECALLS, means.tolist(), strict=True))
     return Recall(measures, per_predicate, images)
+
+
+def frequency_recall(splits: Splits, split: str, counts: Path | None, accelerator: Accelerator) -> Recall:
+    """The recalls of a model that is nothing but the frequency bias, on one of the splits."""
+    table = log_frequencies(splits.training, counts)
+    data: SceneGraphs = getattr(splits, split)
+
+    def rank_by(batch: Batch) -> Tensor:
+        subject, object_ = batch.labels[batch.edges].unbind(1)
+        return table[subject, object_].softmax(1)[:, 1:]
+
+    return evaluate(rank_by, GraphBatches(data).in_order(BATCH), len(data.predicates), accelerator)
 
 
 def _count(batch: Batch, scores: Tensor, predicates: int) -> Tensor:

@@ -20,6 +20,11 @@ def has_background(objective: Objective) -> bool:
     return objective == "softmax"
 
 
+def takes_k(objective: Objective) -> bool:
+    """Whether the objective knows how many relations are predicted."""
+    return objective in ("lml", "truncated-entropy")
+
+
 def loss(objective: Objective, scores: Tensor, batch: Batch, k: int, one_per_edge: bool = False) -> Tensor:
     """The mean loss of a batch of images.
 
