@@ -9,7 +9,6 @@ from itertools import product
 from pathlib import Path
 from typing import Any
 
-from rich import box
 from rich.console import Console
 from rich.table import Table
 
@@ -27,7 +26,7 @@ from torchlml.experiments.cifar100.command import (
 from torchlml.experiments.cifar100.records import Record
 from torchlml.experiments.engine import train
 from torchlml.experiments.engine.sweep import Grid, GridSettings, check_grid, resuming, run_grid
-from torchlml.experiments.engine.table import spread
+from torchlml.experiments.engine.table import plain_table, spread
 
 # These settings of a run are the sweep's to choose.
 _CHOSEN = ("out", "resume", "loss", "noise", "seed")
@@ -133,12 +132,8 @@ def _table(rows: Sequence[Record]) -> Table:
     for row in rows:
         groups[(row.loss, row.noise, *row.recipe)].append(row)
     # Narrow enough for a terminal of 80 columns.
-    title = "accuracy in %, mean±standard deviation over the seeds"
-    table = Table(
-        title=title, title_justify="left", box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0), pad_edge=False
-    )
-    for name in ("loss", "noise", "lr", "temp", "seeds", "val top-k", "test top-1", "test top-k"):
-        table.add_column(name, justify="left" if name == "loss" else "right")
+    heads = ("loss", "noise", "lr", "temp", "seeds", "val top-k", "test top-1", "test top-k")
+    table = plain_table("accuracy in %, mean±standard deviation over the seeds", heads)
     for (loss, *numbers), group in sorted(groups.items()):
         cells = [
             spread([getattr(row, name) for row in group])

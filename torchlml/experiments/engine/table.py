@@ -8,6 +8,9 @@ from pathlib import Path
 from statistics import mean, stdev
 from typing import Any, NamedTuple, TypeVar
 
+from rich import box
+from rich.table import Table
+
 from torchlml.cli import BadInput
 from torchlml.files import replacing
 
@@ -80,6 +83,16 @@ def best_recipes(
             )
         best[method] = max(scores, key=lambda recipe: mean(scores[recipe].values()))
     return best
+
+
+def plain_table(title: str, heads: Sequence[str], left: int = 1) -> Table:
+    """An empty table for the terminal; the first `left` columns are words, the others numbers."""
+    table = Table(
+        title=title, title_justify="left", box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0), pad_edge=False
+    )
+    for place, head in enumerate(heads):
+        table.add_column(head, justify="left" if place < left else "right")
+    return table
 
 
 def spread(values: Sequence[float], digits: int = 2) -> str:

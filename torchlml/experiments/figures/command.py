@@ -31,6 +31,9 @@ FIGURES = {
     "cifar100": Command(
         "torchlml.experiments.figures.cifar100", "accuracy against label noise, from a sweep"
     ),
+    "scene-graph": Command(
+        "torchlml.experiments.figures.scene_graph", "recall against epochs, and tables, from a sweep"
+    ),
 }
 
 

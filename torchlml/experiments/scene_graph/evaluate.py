@@ -9,11 +9,11 @@ import torch
 import tyro
 from accelerate import Accelerator
 from accelerate.utils import send_to_device
-from rich import box
 from rich.console import Console
 from rich.table import Table
 
 from torchlml.cli import parse_settings
+from torchlml.experiments.engine.table import plain_table
 from torchlml.experiments.scene_graph import objectives
 from torchlml.experiments.scene_graph.batches import GraphBatches
 from torchlml.experiments.scene_graph.command import vision
@@ -65,7 +65,7 @@ def main(arguments: Sequence[str]) -> None:
 
 
 def _recalls(title: str, rows: dict[str, Recall]) -> Table:
-    table = _empty(title, ("", *(f"@{k}" for k in KS)))
+    table = plain_table(title, ("", *(f"@{k}" for k in KS)))
     modes = ("constrained R", "unconstrained R", "constrained mR", "unconstrained mR")
     names = RECALLS + MEAN_RECALLS
     for name, recall in rows.items():
@@ -78,17 +78,8 @@ def _recalls(title: str, rows: dict[str, Recall]) -> Table:
 def _predicates(recall: Recall, predicates: tuple[str, ...]) -> Table:
     heads = (f"@{KS[0]}", f"@{KS[-1]}", f"ng@{KS[0]}", f"ng@{KS[-1]}")
     chosen = [RECALLS.index(f"{mode}R@{k}") for mode in ("", "ng-") for k in (KS[0], KS[-1])]
-    table = _empty("recall of each predicate in %", ("predicate", "images", *heads))
+    table = plain_table("recall of each predicate in %", ("predicate", "images", *heads))
     for i in recall.images.argsort(descending=True, stable=True).tolist():
         cells = [f"{100 * recall.per_predicate[j, i]:.1f}" if recall.images[i] else "-" for j in chosen]
         table.add_row(predicates[i], str(int(recall.images[i])), *cells)
-    return table
-
-
-def _empty(title: str, heads: Sequence[str]) -> Table:
-    table = Table(
-        title=title, title_justify="left", box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0), pad_edge=False
-    )
-    for place, head in enumerate(heads):
-        table.add_column(head, justify="right" if place else "left")
     return table

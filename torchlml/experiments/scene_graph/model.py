@@ -53,6 +53,9 @@ class MotifNet(nn.Module):
         )
         self.union = None if regions is None else nn.Linear(regions[1], 2 * hidden)
         self.predicates = nn.Linear(2 * hidden, outputs)
+        for end in (self.subject, self.object):
+            # As in Motifs: contexts are about 0.1 at the start, and their product should be about 1.
+            nn.init.normal_(end.weight, std=10 * (2 * hidden) ** -0.5)
         self.bias = None if bias is None else nn.Embedding.from_pretrained(bias.flatten(0, 1), freeze=False)
         self.objects = objects
 
@@ -69,7 +72,8 @@ class MotifNet(nn.Module):
         region = self.masks(masks(batch.boxes[subject], batch.boxes[object_]))
         if self.union is not None:
             region = region + self.union(batch.union_features)
-        scores = self.predicates(torch.tanh(pair * region))
+        # One more, so that at the start the pair is seen through features that are still small.
+        scores = self.predicates(torch.tanh(pair * (1 + region)))
         if self.bias is not None:
             scores = scores + self.bias(batch.labels[subject] * self.objects + batch.labels[object_])
         return scores

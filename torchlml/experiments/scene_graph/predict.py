@@ -7,11 +7,10 @@ from typing import Annotated
 
 import torch
 import tyro
-from rich import box
 from rich.console import Console
-from rich.table import Table
 
 from torchlml.cli import BadInput, parse_settings
+from torchlml.experiments.engine.table import plain_table
 from torchlml.experiments.figures.style import check_picture
 from torchlml.experiments.scene_graph import objectives
 from torchlml.experiments.scene_graph.batches import GraphBatches
@@ -46,17 +45,10 @@ def main(arguments: Sequence[str]) -> None:
     graphs = getattr(run.splits, split)
     name = graphs.names[image]
     console = Console()
-    table = Table(
-        title=f"image {name} ({split}), {vision(run.settings)}; * is in the file",
-        title_justify="left",
-        box=box.SIMPLE_HEAD,
-        padding=(0, 1, 0, 0),
-        pad_edge=False,
-    )
-    for head in ("p", "", "subject", "predicate", "object"):
-        table.add_column(head)
+    title = f"image {name} ({split}), {vision(run.settings)}; * is in the file"
+    table = plain_table(title, ("p", "", "subject", "predicate", "object"), left=5)
     for triple in triples:
-        ends = [f"{graphs.objects[label]} {box_ + 1}" for label, box_ in triple.ends]
+        ends = [f"{graphs.objects[label]} {box + 1}" for label, box in triple.ends]
         mark = "*" if triple.observed else ""
         table.add_row(f"{triple.probability:.3f}", mark, ends[0], triple.predicate, ends[1])
     console.print(table)

@@ -7,11 +7,11 @@ from pathlib import Path
 from statistics import median
 
 import torch
-from rich import box
 from rich.console import Console
 from rich.table import Table
 
 from torchlml.cli import BadInput, parse_settings
+from torchlml.experiments.engine.table import plain_table
 from torchlml.experiments.scene_graph.command import SceneGraphSettings, check, read, task
 from torchlml.experiments.scene_graph.data import Splits
 from torchlml.experiments.scene_graph.objectives import OBJECTIVES
@@ -43,7 +43,7 @@ def main(arguments: Sequence[str]) -> None:
             option = "--" + name.replace("_", "-")
             raise BadInput(f"`{option}` is {getattr(settings, name)}, and must be at least 1.")
     common = SceneGraphSettings(
-        vg=settings.vg, vrd=settings.vrd, k=settings.k, batch_size=settings.batch_size
+        vg=settings.vg, vrd=settings.vrd, k=settings.k, batch_size=settings.batch_size, validation=1
     )
     check(common)
     before = torch.get_num_threads()
@@ -88,15 +88,7 @@ def measure(common: SceneGraphSettings, splits: Splits, steps: int) -> dict[str,
 
 def table(seconds: dict[str, list[float]], what: str) -> Table:
     """The median step, and the median of its ratio to the softmax step on the same images."""
-    shown = Table(
-        title=f"{what}, medians",
-        title_justify="left",
-        box=box.SIMPLE_HEAD,
-        padding=(0, 1, 0, 0),
-        pad_edge=False,
-    )
-    for name in ("objective", "ms per step", "over softmax"):
-        shown.add_column(name, justify="left" if name == "objective" else "right")
+    shown = plain_table(f"{what}, medians", ("objective", "ms per step", "over softmax"))
     for objective, times in seconds.items():
         ratio = median(one / other for one, other in zip(times, seconds["softmax"], strict=True))
         shown.add_row(objective, f"{1000 * median(times):.1f}", f"{100 * (ratio - 1):+.1f}%")

@@ -9,14 +9,13 @@ from pathlib import Path
 from typing import Any, get_args
 
 from accelerate import Accelerator
-from rich import box
 from rich.console import Console
 from rich.table import Table
 
 from torchlml.cli import BadInput, parse_settings
 from torchlml.experiments.engine import RunFolder, train
 from torchlml.experiments.engine.sweep import Grid, GridSettings, check_grid, resuming, run_grid
-from torchlml.experiments.engine.table import spread
+from torchlml.experiments.engine.table import plain_table, spread
 from torchlml.experiments.scene_graph import records
 from torchlml.experiments.scene_graph.command import (
     EXPERIMENT,
@@ -200,11 +199,7 @@ def _table(rows: Sequence[Record]) -> Table:
         elif row.split == "validation" and row.chosen:
             validation[key].append(row.recall)
     title = f"test recall in %, mean±standard deviation over the seeds; {rows[-1].vision}"
-    table = Table(
-        title=title, title_justify="left", box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0), pad_edge=False
-    )
-    for name in ("method", "lr", "seeds", "val mean", *RECALLS):
-        table.add_column(name, justify="left" if name == "method" else "right")
+    table = plain_table(title, ("method", "lr", "seeds", "val mean", *RECALLS))
     for key, group in sorted(groups.items()):
         cells = [spread([getattr(row, column(name)) for row in group], 1) for name in RECALLS]
         name = " ".join(filter(None, key[:2]))
