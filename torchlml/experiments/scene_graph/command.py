@@ -66,7 +66,7 @@ class SceneGraphSettings(TrainSettings):
     """The share of embeddings and contexts that is dropped in training."""
     epochs: int = 8
     """How often the training data are seen, at least once; the learning rate falls to 0 along a cosine."""
-    batch_size: int = 8
+    batch_size: int = 16
     """Images per step, over all processes together; a multiple of the number of processes."""
     learning_rate: float = 1e-3
     """The learning rate of AdamW at the start."""

@@ -54,8 +54,8 @@ class MotifNet(nn.Module):
         self.union = None if regions is None else nn.Linear(regions[1], 2 * hidden)
         self.predicates = nn.Linear(2 * hidden, outputs)
         for end in (self.subject, self.object):
-            # As in Motifs: contexts are about 0.1 at the start, and their product should be about 1.
-            nn.init.normal_(end.weight, std=10 * (2 * hidden) ** -0.5)
+            # Wide enough that the product of two contexts is felt, narrow enough that it does not saturate.
+            nn.init.normal_(end.weight, std=1.3 * hidden**-0.5)
         self.bias = None if bias is None else nn.Embedding.from_pretrained(bias.flatten(0, 1), freeze=False)
         self.objects = objects
 
