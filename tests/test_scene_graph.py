@@ -280,6 +280,23 @@ def test_a_run_follows_train_and_validation(whole):
     assert {*RECALLS, *MEAN_RECALLS, "recall"} == set(result["test"])
 
 
+def test_gradients_are_clipped(vg, tmp_path, monkeypatch):
+    limits = []
+    plain = Accelerator.clip_grad_norm_
+
+    def clip(self, parameters, most, *more):
+        parameters = list(parameters)
+        limits.append(most)
+        found = plain(self, parameters, most, *more)
+        norm = sum(one.grad.square().sum() for one in parameters if one.grad is not None).sqrt()
+        assert norm <= most * 1.0001
+        return found
+
+    monkeypatch.setattr(Accelerator, "clip_grad_norm_", clip)
+    assert cli.main(words(vg, tmp_path / "run", "--epochs", "1", "--clip", "0.01")) == 0
+    assert limits == [0.01] * 3  # 35 images in batches of 16
+
+
 def test_killed_and_resumed_equals_undisturbed(vg, whole, tmp_path):
     out = tmp_path / "run"
     running = run(words(vg, out), preexec_fn=hear_interrupts)
