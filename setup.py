@@ -69,6 +69,7 @@ class BuildKernel(build_ext):
 
         objects = compile("bindings.cpp", "bindings", [*macros, ("TORCH_TARGET_VERSION", TARGET)])
         objects += compile("careful.cpp", "careful", [])
+        objects += compile("careful_capped.cpp", "careful", [])
         objects += compile("kernels.cpp", "baseline", [])
         for level, arch in levels.items():
             table = [("LML_KERNELS", f"kernels_{level}"), ("LML_KERNELS_NAME", f'"{level}"')]

@@ -15,11 +15,12 @@ from typing import Any
 
 import mpmath
 import numpy as np
+import pytest
 import torch
 
 import torchlml
 from tests import truth
-from tests.problems import BY_NAME, Problem
+from tests.problems import BY_NAME, SHORT, Problem
 from tests.truth import Array
 
 Wide = np.longdouble
@@ -132,3 +133,23 @@ def _expected(member: str, problem: str, dtype: torch.dtype) -> Array:
 def expected(member: Member, problem: Problem, dtype: torch.dtype) -> Array:
     """The truth of a member on a problem of the shared table, computed once."""
     return _expected(member.name, problem.name, dtype)
+
+
+PROMISE = {torch.float32: (1e-6, 2e-6), torch.float64: (1e-11, 1e-11)}  # of an entry, and of the sum
+each_member = pytest.mark.parametrize("member", MEMBERS, ids=lambda member: member.name)
+each_constrained = pytest.mark.parametrize("member", CONSTRAINED, ids=lambda member: member.name)
+each_dtype = pytest.mark.parametrize("dtype", PROMISE, ids=str)
+SMALL = [problem for problem in SHORT if problem.row(torch.float64).numel() <= 200]
+
+
+def each(problems: list[Problem]) -> pytest.MarkDecorator:
+    """A test for each of the problems."""
+    return pytest.mark.parametrize("problem", problems, ids=lambda problem: problem.name)
+
+
+def bounds_for(n: int, k: float) -> Array:
+    """Bounds from tiny to large, one of them 0, that leave room for k."""
+    upper = 0.05 + (np.arange(n) * 0.618) % 1.7
+    if n > 2:
+        upper[1] = 0.0
+    return upper * max(1.0, 1.3 * k / upper.sum())

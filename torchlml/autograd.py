@@ -2,12 +2,15 @@
 
 Plain eager and compiled calls go through one `torch.autograd.Function` around the operators. Under the
 transforms of `torch.func` and under forward-mode differentiation, and for the derivative of a derivative, the
-same numbers come from `differentiable.py`. (In torch 2.13 compiling a `torch.func.grad` silently ignores the
-backward of a `torch.autograd.Function`, so that combination must never meet one.)
+same numbers come from `differentiable.py`; a backward pass that is differentiated itself gets there by
+`differentiate_again`, which every `torch.autograd.Function` of the package can use. (In torch 2.13 compiling
+a `torch.func.grad` silently ignores the backward of a `torch.autograd.Function`, so that combination must
+never meet one.)
 """
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -18,15 +21,13 @@ from torch.autograd import forward_ad
 from torchlml import differentiable, ops
 from torchlml.solvers.bracketing import Bracketing
 
-_Rowwise = Callable[[Tensor, Tensor, "Tensor | None", "Tensor | None"], Tensor]
-
 
 def lml(
     x: Tensor, k: Tensor, mask: Tensor | None, offsets: Tensor | None, solver: Bracketing | None
 ) -> Tensor:
     """y of each row."""
     if solver is None and is_plain():
-        if _needs_no_graph(x, k):
+        if needs_no_graph(x, k):
             return ops.forward(x, k, mask, offsets)[0]
         return _Projection.apply(x, k, mask, offsets)
     return differentiable.lml(x, k, mask, offsets, solver)
@@ -37,7 +38,7 @@ def log_lml(
 ) -> Tensor:
     """log y of each row."""
     if solver is None and is_plain():
-        if _needs_no_graph(x, k):
+        if needs_no_graph(x, k):
             return ops.log_forward(x, k, mask, offsets)[0]
         return _LogProjection.apply(x, k, mask, offsets)
     return differentiable.log_lml(x, k, mask, offsets, solver)
@@ -57,9 +58,9 @@ def is_plain() -> bool:
     return not torch._C._are_functorch_transforms_active() and forward_ad._current_level < 0
 
 
-def _needs_no_graph(x: Tensor, k: Tensor) -> bool:
-    # At 256 x 100 the Function costs as much as the projection.
-    return not (torch.is_grad_enabled() and (x.requires_grad or k.requires_grad))
+def needs_no_graph(*inputs: Tensor) -> bool:
+    """Does nobody ask for a gradient? At 256 x 100 a Function costs as much as the projection."""
+    return not (torch.is_grad_enabled() and any(t.requires_grad for t in inputs))
 
 
 class _Projection(torch.autograd.Function):
@@ -73,7 +74,8 @@ class _Projection(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         x, k, mask, offsets, y, nu = ctx.saved_tensors
         if wants_graph():
-            return _differentiable_backward(differentiable.lml, grad, x, k, mask, offsets)
+            again = functools.partial(differentiable.lml, mask=mask, offsets=offsets)
+            return (*differentiate_again(again, grad, x, k), None, None)
         dx, dk = ops.backward(grad.contiguous(), x, y, nu, mask, offsets)
         return dx, gradient_of_k(dk, k), None, None
 
@@ -89,7 +91,8 @@ class _LogProjection(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         x, k, mask, offsets, log_y, nu = ctx.saved_tensors
         if wants_graph():
-            return _differentiable_backward(differentiable.log_lml, grad, x, k, mask, offsets)
+            again = functools.partial(differentiable.log_lml, mask=mask, offsets=offsets)
+            return (*differentiate_again(again, grad, x, k), None, None)
         dx, dk = ops.log_backward(grad.contiguous(), x, log_y, nu, mask, offsets)
         return dx, gradient_of_k(dk, k), None, None
 
@@ -105,14 +108,15 @@ class _Dual(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         x, k, mask, offsets, nu = ctx.saved_tensors
         if wants_graph():
-            return _differentiable_backward(differentiable.lml_dual, grad, x, k, mask, offsets)
+            again = functools.partial(differentiable.lml_dual, mask=mask, offsets=offsets)
+            return (*differentiate_again(again, grad, x, k), None, None)
         dx, dk = ops.dual_backward(grad.to(nu.dtype).contiguous(), x, nu, mask, offsets)
         return dx, gradient_of_k(dk, k), None, None
 
 
 def wants_graph() -> bool:
-    """Is this backward pass to be differentiated itself? The compiler only looks like it."""
-    return torch.is_grad_enabled() and not torch.compiler.is_compiling()
+    """Is this backward pass to be differentiated or mapped itself? The compiler only looks like it."""
+    return (torch.is_grad_enabled() or not is_plain()) and not torch.compiler.is_compiling()
 
 
 def gradient_of_k(dk: Tensor, k: Tensor) -> Tensor | None:
@@ -122,10 +126,17 @@ def gradient_of_k(dk: Tensor, k: Tensor) -> Tensor | None:
     return dk.sum() if k.dim() == 0 else dk
 
 
-def _differentiable_backward(
-    function: _Rowwise, grad: Tensor, x: Tensor, k: Tensor, mask: Tensor | None, offsets: Tensor | None
-) -> tuple[Tensor | None, ...]:
-    y = function(x, k, mask, offsets)
-    wanted = [t for t in (x, k) if t.requires_grad]
-    found = iter(torch.autograd.grad(y, wanted, grad, create_graph=True))
-    return (*(next(found) if t.requires_grad else None for t in (x, k)), None, None)
+def differentiate_again(
+    function: Callable[..., Tensor], grad: Tensor, *inputs: Tensor
+) -> list[Tensor | None]:
+    """The gradients of some inputs as a graph, for a backward pass that is differentiated or mapped itself.
+
+    Args:
+        function: of the inputs, in differentiable operations.
+        grad: the gradient of its result.
+        inputs: what came with the forward pass; those without `requires_grad` get None.
+    """
+    wanted = [t for t in inputs if t.requires_grad]
+    with torch.enable_grad():
+        found = iter(torch.autograd.grad(function(*inputs), wanted, grad, create_graph=True))
+    return [next(found) if t.requires_grad else None for t in inputs]

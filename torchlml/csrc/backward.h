@@ -174,6 +174,15 @@ struct BackwardRow {
     });
   }
 
+  // The derivative of sigma(x) alone, for a row that a bound leaves free.
+  LML_INLINE void free_row() const {
+    *dk = 0;
+    each_vector<T>(n, [&](int64_t i, int64_t count) __attribute__((always_inline)) {
+      const Vec<T> w = Logistic<T>(read(x + i, count)).weight();
+      write(dx + i, keep<T>(usable(i, count) & greater(w, T{0}), w * read(grad + i, count)), count);
+    });
+  }
+
   // p = w / sum w with everything scaled by exp(nearest), nearest = min |z|: right when all w underflow.
   LML_INLINE T nearest() const {
     Vec<T> least = splat(static_cast<T>(HUGE_VAL));
@@ -266,6 +275,8 @@ void backward_rows(const BackwardArgs& args, int64_t begin, int64_t end) {
     }
     if (!(nu[0] - nu[0] == 0)) {
       row.special(args.kind);
+    } else if (args.bounded && nu[0] == 0 && nu[args.batch.rows] == 0) {
+      row.free_row();
     } else if (dual) {
       row.dual(static_cast<const T*>(args.grad)[r], room);
     } else if (args.kind == Gradient::logarithm) {

@@ -121,13 +121,18 @@ void each_rows(const Batch& b, const F& f) {
   torch::stable::parallel_for(0, b.rows, grain > 1 ? grain : 1, f);
 }
 
+// k for each row, or one for all of them: then the stride is 0.
+const double* read_k(const Tensor& k, int64_t rows, int64_t& stride) {
+  stride = k.dim() == 0 ? 0 : 1;
+  check(k, "k", ScalarType::Double, stride ? rows : 1);
+  return static_cast<const double*>(k.const_data_ptr());
+}
+
 std::tuple<Tensor, Tensor> run_forward(const Tensor& x, const Tensor& k, const OptionalTensor& mask,
-                                       const OptionalTensor& offsets, Output output) {
-  ForwardArgs args{make_batch(x, mask, offsets), nullptr, 0, output, nullptr, nullptr};
+                                       const OptionalTensor& offsets, Output output, Bound bound = Bound::exactly) {
+  ForwardArgs args{make_batch(x, mask, offsets), nullptr, 0, output, nullptr, nullptr, bound};
   const int64_t rows = args.batch.rows;
-  args.k_stride = k.dim() == 0 ? 0 : 1;
-  check(k, "k", ScalarType::Double, args.k_stride ? rows : 1);
-  args.k = static_cast<const double*>(k.const_data_ptr());
+  args.k = read_k(k, rows, args.k_stride);
   Tensor nu = empty_nu(x, rows);
   Tensor y = nu;
   if (output != Output::none) {
@@ -153,8 +158,9 @@ std::tuple<Tensor, Tensor> log_forward(Tensor x, Tensor k, OptionalTensor mask, 
 }
 
 std::tuple<Tensor, Tensor> run_backward(const Tensor& grad, const Tensor& x, const Tensor* y, const Tensor& nu,
-                                        const OptionalTensor& mask, const OptionalTensor& offsets, Gradient kind) {
-  BackwardArgs args{make_batch(x, mask, offsets), kind, nullptr, nullptr, nullptr, nullptr, nullptr};
+                                        const OptionalTensor& mask, const OptionalTensor& offsets, Gradient kind,
+                                        bool bounded = false) {
+  BackwardArgs args{make_batch(x, mask, offsets), kind, nullptr, nullptr, nullptr, nullptr, nullptr, bounded};
   const int64_t rows = args.batch.rows, entries = args.batch.total;
   const bool dual = kind == Gradient::dual;
   check(grad, "grad", dual ? work_dtype(x) : x.scalar_type(), dual ? rows : entries);
@@ -188,6 +194,107 @@ std::tuple<Tensor, Tensor> dual_backward(Tensor grad, Tensor x, Tensor nu, Optio
   return run_backward(grad, x, nullptr, nu, mask, offsets, Gradient::dual);
 }
 
+// ---------------------------------------------------------------- the family
+
+std::tuple<Tensor, Tensor> bounded_forward(Tensor x, Tensor k, OptionalTensor mask, OptionalTensor offsets,
+                                           bool at_most) {
+  return run_forward(x, k, mask, offsets, Output::projection, at_most ? Bound::at_most : Bound::at_least);
+}
+
+std::tuple<Tensor, Tensor> bounded_backward(Tensor grad, Tensor x, Tensor y, Tensor nu, OptionalTensor mask,
+                                            OptionalTensor offsets) {
+  return run_backward(grad, x, &y, nu, mask, offsets, Gradient::projection, true);
+}
+
+std::tuple<Tensor, Tensor> value(Tensor x, Tensor k, OptionalTensor mask, OptionalTensor offsets) {
+  ForwardArgs solve{make_batch(x, mask, offsets), nullptr, 0, Output::none, nullptr, nullptr};
+  const int64_t rows = solve.batch.rows;
+  solve.k = read_k(k, rows, solve.k_stride);
+  Tensor nu = empty_nu(x, rows), out = empty(&rows, 1, aoti_torch_dtype_float64());
+  solve.nu = nu.mutable_data_ptr();
+  const ValueArgs args{solve, static_cast<double*>(out.mutable_data_ptr())};
+  const auto kernel = kernels().value[dtype_index(x)];
+  each_rows(solve.batch, [&](int64_t begin, int64_t end) { kernel(args, begin, end); });
+  return {out, nu};
+}
+
+CappedProblem capped_problem(const Tensor& x, const Tensor& k, const Tensor& upper, const OptionalTensor& mask,
+                             const OptionalTensor& offsets, bool euclidean) {
+  CappedProblem problem{make_batch(x, mask, offsets), euclidean, nullptr, 0, nullptr, upper.dim() == 0 ? 0 : 1};
+  problem.k = read_k(k, problem.batch.rows, problem.k_stride);
+  check(upper, "upper", ScalarType::Double, problem.upper_stride ? problem.batch.total : 1);
+  problem.upper = static_cast<const double*>(upper.const_data_ptr());
+  return problem;
+}
+
+Tensor run_capped(const Tensor& x, const CappedProblem& problem, void* y) {
+  const int64_t sizes[] = {2, problem.batch.rows};
+  Tensor nu = empty(sizes, 2, aoti_torch_dtype_float64());
+  const CappedForwardArgs args{problem, y, static_cast<double*>(nu.mutable_data_ptr())};
+  const auto kernel = kernels().capped_forward[dtype_index(x)];
+  each_rows(problem.batch, [&](int64_t begin, int64_t end) { kernel(args, begin, end); });
+  return nu;
+}
+
+template <bool euclidean>
+std::tuple<Tensor, Tensor> capped_forward(Tensor x, Tensor k, Tensor upper, OptionalTensor mask,
+                                          OptionalTensor offsets) {
+  Tensor y = empty_beside(x);
+  return {y, run_capped(x, capped_problem(x, k, upper, mask, offsets, euclidean), y.mutable_data_ptr())};
+}
+
+template <bool euclidean>
+Tensor capped_dual(Tensor x, Tensor k, Tensor upper, OptionalTensor offsets) {
+  return run_capped(x, capped_problem(x, k, upper, std::nullopt, offsets, euclidean), nullptr);
+}
+
+template <bool euclidean>
+std::tuple<Tensor, Tensor, Tensor> capped_backward(Tensor grad, Tensor x, Tensor k, Tensor upper, Tensor nu,
+                                                   OptionalTensor mask, OptionalTensor offsets, bool for_upper) {
+  const CappedProblem problem = capped_problem(x, k, upper, mask, offsets, euclidean);
+  const int64_t rows = problem.batch.rows, entries = problem.batch.total;
+  check(grad, "grad", x.scalar_type(), entries);
+  check(nu, "nu", ScalarType::Double, 2 * rows);
+  const int32_t wide = aoti_torch_dtype_float64();
+  const int64_t none = 0;
+  Tensor dx = empty_beside(x), dk = empty(&rows, 1, wide);
+  const bool beside = problem.upper_stride != 0;  // a bound beside each entry
+  Tensor d_upper = for_upper && beside ? empty(x.sizes().data(), x.dim(), wide) : empty(for_upper ? &rows : &none, 1, wide);
+  const CappedBackwardArgs args{problem,
+                                grad.const_data_ptr(),
+                                static_cast<const double*>(nu.const_data_ptr()),
+                                dx.mutable_data_ptr(),
+                                static_cast<double*>(dk.mutable_data_ptr()),
+                                for_upper ? static_cast<double*>(d_upper.mutable_data_ptr()) : nullptr};
+  const auto kernel = kernels().capped_backward[dtype_index(x)];
+  each_rows(problem.batch, [&](int64_t begin, int64_t end) { kernel(args, begin, end); });
+  return {dx, dk, d_upper};
+}
+
+Tensor topk_mask(Tensor x, Tensor k, OptionalTensor mask) {
+  ChoiceArgs args{make_batch(x, mask, std::nullopt), nullptr, 0, nullptr};
+  args.k = read_k(k, args.batch.rows, args.k_stride);
+  Tensor y = empty_beside(x);
+  args.y = y.mutable_data_ptr();
+  const auto kernel = kernels().choose[dtype_index(x)];
+  each_rows(args.batch, [&](int64_t begin, int64_t end) { kernel(args, begin, end); });
+  return y;
+}
+
+Tensor systematic_sample(Tensor p, Tensor k, Tensor keys, Tensor start) {
+  SampleArgs args{make_batch(p, std::nullopt, std::nullopt), nullptr, 0, nullptr, nullptr, nullptr};
+  args.k = read_k(k, args.batch.rows, args.k_stride);
+  check(keys, "keys", ScalarType::Byte, args.batch.total);
+  check(start, "start", ScalarType::Double, args.batch.rows);
+  args.keys = static_cast<const uint8_t*>(keys.const_data_ptr());
+  args.start = static_cast<const double*>(start.const_data_ptr());
+  Tensor y = empty_beside(p);
+  args.y = y.mutable_data_ptr();
+  const auto kernel = kernels().sample[dtype_index(p)];
+  each_rows(args.batch, [&](int64_t begin, int64_t end) { kernel(args, begin, end); });
+  return y;
+}
+
 }  // namespace
 }  // namespace torchlml
 
@@ -198,6 +305,17 @@ STABLE_TORCH_LIBRARY_IMPL(torchlml, CPU, m) {
   m.impl("backward", TORCH_BOX(&torchlml::backward));
   m.impl("log_backward", TORCH_BOX(&torchlml::log_backward));
   m.impl("dual_backward", TORCH_BOX(&torchlml::dual_backward));
+  m.impl("bounded_forward", TORCH_BOX(&torchlml::bounded_forward));
+  m.impl("bounded_backward", TORCH_BOX(&torchlml::bounded_backward));
+  m.impl("value", TORCH_BOX(&torchlml::value));
+  m.impl("constrained_softmax_forward", TORCH_BOX(&torchlml::capped_forward<false>));
+  m.impl("constrained_sparsemax_forward", TORCH_BOX(&torchlml::capped_forward<true>));
+  m.impl("constrained_softmax_backward", TORCH_BOX(&torchlml::capped_backward<false>));
+  m.impl("constrained_sparsemax_backward", TORCH_BOX(&torchlml::capped_backward<true>));
+  m.impl("constrained_softmax_dual", TORCH_BOX(&torchlml::capped_dual<false>));
+  m.impl("constrained_sparsemax_dual", TORCH_BOX(&torchlml::capped_dual<true>));
+  m.impl("topk_mask", TORCH_BOX(&torchlml::topk_mask));
+  m.impl("systematic_sample", TORCH_BOX(&torchlml::systematic_sample));
 }
 
 // For native.py: which table is in use.

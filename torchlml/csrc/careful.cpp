@@ -4,6 +4,8 @@
 #include <algorithm>
 #include <cmath>
 #include <limits>
+#include <utility>
+#include <vector>
 
 #include "kernels.h"
 
@@ -77,9 +79,17 @@ Threshold careful_solve(T* x, int64_t n, double k) {
   return {center, delta};
 }
 
+template <class T>
+T kth_largest(T* x, int64_t n, int64_t k) {
+  std::nth_element(x, x + (k - 1), x + n, [](T a, T b) { return a > b; });
+  return x[k - 1];
+}
+
 template double threshold_center(float*, int64_t, double);
 template double threshold_center(double*, int64_t, double);
 template Threshold careful_solve(float*, int64_t, double);
 template Threshold careful_solve(double*, int64_t, double);
+template float kth_largest(float*, int64_t, int64_t);
+template double kth_largest(double*, int64_t, int64_t);
 
 }  // namespace torchlml

@@ -60,6 +60,7 @@ struct ForwardRow {
   const bool* mask;
   int64_t n;
   Output output;
+  Bound bound;
   S* y;
   T* nu_high;
   T* nu_low;
@@ -71,6 +72,13 @@ struct ForwardRow {
   void set_nu(const Threshold& nu) const {
     const T high = static_cast<T>(nu.delta - nu.center);
     set_nu(high, static_cast<T>((-nu.center - static_cast<double>(high)) + nu.delta));
+  }
+
+  // In the dual a bound is a clamp: the row is free, with nu = 0, where nu has the other sign.
+  bool is_free(double nu) const { return bound == Bound::at_most ? nu >= 0 : bound == Bound::at_least && nu <= 0; }
+  LML_INLINE void free_row() const {
+    set_nu(0, 0);
+    write_from_nu();
   }
 
   // y = `value` on the available entries for which `chosen(x)`, 0 on all others.
@@ -140,14 +148,17 @@ struct ForwardRow {
     const auto is_infinite = [=](T a) { return a == infinity; };
     if (nan) return nan_row();
     if (k <= 0) {
+      if (is_free(-infinity)) return free_row();
       set_nu(-infinity, 0);
       return fill(0, [](T) { return false; });
     }
     if (k >= static_cast<double>(size + infinite)) {
+      if (is_free(infinity)) return free_row();
       set_nu(infinity, 0);
       return fill(1, [=](T a) { return a > -infinity; });
     }
     if (static_cast<double>(infinite) >= k) {
+      if (is_free(-infinity)) return free_row();
       set_nu(-infinity, 0);
       return fill(static_cast<T>(k / static_cast<double>(infinite)), is_infinite);
     }
@@ -155,6 +166,7 @@ struct ForwardRow {
     target.set(k - static_cast<double>(infinite), size);
     Fit<T> fit = fit_row<T>(finite, target, work.room(size));
     if (fit.status == Fit<T>::not_finite) fit = fit_hard_row<T>(finite, target, work.room(size));
+    if (is_free(fit.nu.delta - fit.nu.center)) return free_row();
     set_nu(fit.nu);
     write_from_nu();
   }
@@ -171,7 +183,7 @@ void forward_rows(const ForwardArgs& args, int64_t begin, int64_t end) {
     S* y = args.y ? static_cast<S*>(args.y) + span.begin : nullptr;
     T* nu = static_cast<T*>(args.nu) + r;
     const S* x = static_cast<const S*>(args.batch.x) + span.begin;
-    const ForwardRow<S> row{x, mask, span.size, args.output, y, nu, nu + args.batch.rows};
+    const ForwardRow<S> row{x, mask, span.size, args.output, args.bound, y, nu, nu + args.batch.rows};
     const double k = args.k[r * args.k_stride];
     if (mask || !(k > 0 && k < static_cast<double>(span.size))) {
       row.general(k, packed, work);
@@ -188,6 +200,10 @@ void forward_rows(const ForwardArgs& args, int64_t begin, int64_t end) {
     const Fit<T> fit = fit_row(row.x, target, e);
     if (fit.status == Fit<T>::not_finite) {
       row.general(k, packed, work);
+      continue;
+    }
+    if (row.is_free(fit.nu.delta - fit.nu.center)) {
+      row.free_row();
       continue;
     }
     row.set_nu(fit.nu);

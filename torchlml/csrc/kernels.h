@@ -34,6 +34,7 @@ static inline Span row_span(const Batch& b, int64_t row) {
 }
 
 enum class Output { none, projection, logarithm };
+enum class Bound { exactly, at_most, at_least };  // what k is to the sum
 
 struct ForwardArgs {
   Batch batch;
@@ -42,6 +43,7 @@ struct ForwardArgs {
   Output output;
   void* y;   // null for Output::none
   void* nu;  // (2, rows): hi, then lo
+  Bound bound = Bound::exactly;
 };
 
 enum class Gradient { projection, logarithm, dual };
@@ -54,6 +56,56 @@ struct BackwardArgs {
   const void* nu;
   void* dx;
   double* dk;
+  bool bounded = false;  // a row with nu = 0 is then free: it does not feel k
+};
+
+// The value of the projection, one number per row.
+struct ValueArgs {
+  ForwardArgs solve;  // with Output::none
+  double* value;
+};
+
+// The projection onto {0 <= y <= upper, sum y = k}: entropic, or Euclidean.
+struct CappedProblem {
+  Batch batch;
+  bool euclidean;
+  const double* k;
+  int64_t k_stride;  // 0 = one k for all rows
+  const double* upper;
+  int64_t upper_stride;  // 0 = one bound for all entries
+};
+
+struct CappedForwardArgs {
+  CappedProblem problem;
+  void* y;     // null when only nu is wanted
+  double* nu;  // (2, rows)
+};
+
+struct CappedBackwardArgs {
+  CappedProblem problem;
+  const void* grad;
+  const double* nu;
+  void* dx;
+  double* dk;
+  double* d_upper;  // null, or like x, or one number per row where all entries have one bound
+};
+
+// Ones at the k largest entries.
+struct ChoiceArgs {
+  Batch batch;
+  const double* k;
+  int64_t k_stride;
+  void* y;
+};
+
+// A systematic sample with the probabilities `batch.x` (dense, no mask), in the order of the keys.
+struct SampleArgs {
+  Batch batch;
+  const double* k;
+  int64_t k_stride;
+  const uint8_t* keys;  // like x
+  const double* start;  // of the comb, one number in [0, 1) per row
+  void* y;
 };
 
 // One of these per instruction set; every function handles the rows [begin, end).
@@ -61,6 +113,11 @@ struct Kernels {
   const char* name;
   void (*forward[dtype_count])(const ForwardArgs&, int64_t begin, int64_t end);
   void (*backward[dtype_count])(const BackwardArgs&, int64_t begin, int64_t end);
+  void (*value[dtype_count])(const ValueArgs&, int64_t begin, int64_t end);
+  void (*capped_forward[dtype_count])(const CappedForwardArgs&, int64_t begin, int64_t end);
+  void (*capped_backward[dtype_count])(const CappedBackwardArgs&, int64_t begin, int64_t end);
+  void (*choose[dtype_count])(const ChoiceArgs&, int64_t begin, int64_t end);
+  void (*sample[dtype_count])(const SampleArgs&, int64_t begin, int64_t end);
 };
 
 extern const Kernels kernels_baseline;
@@ -82,5 +139,14 @@ double threshold_center(T* x, int64_t n, double k);
 // nu of any finite entries, 0 < k < n; reorders `x`.
 template <class T>
 Threshold careful_solve(T* x, int64_t n, double k);
+
+// The k-th largest of n entries, 1 <= k <= n; reorders `x`.
+template <class T>
+T kth_largest(T* x, int64_t n, int64_t k);
+
+// nu of a projection onto {0 <= y <= upper, sum y = k} for any finite entries, 0 < k < sum of upper. `upper`
+// has one bound for each entry, or `stride` 0 and one for all.
+template <class T>
+Threshold careful_capped(const T* x, const T* upper, int64_t stride, int64_t n, double k, bool euclidean);
 
 }  // namespace torchlml

@@ -158,9 +158,13 @@ LML_INLINE Totals evaluate(int64_t n, const Prepare& prepare, const Odds& odds, 
   return totals;
 }
 
-// Where nu would be were the entries normally distributed. Long rows are sampled.
+struct Moments {
+  double mean, variance;
+};
+
+// Of a row; long rows are sampled.
 template <class S>
-LML_INLINE double guess(const S* x, const Target& target) {
+LML_INLINE Moments moments(const S* x, const Target& target) {
   using T = typename Work<S>::type;
   constexpr int64_t run = 4 * lanes<T>;
   const int64_t n = target.n, runs = n > 16384 ? 1024 / lanes<T> : 64 / lanes<T>;
@@ -183,11 +187,17 @@ LML_INLINE double guess(const S* x, const Target& target) {
     }
   }
   const double mean = total(widen(sum)) * inverse;
-  double variance = total(widen(squares)) * inverse - mean * mean;
-  if (variance < 0) variance = 0;
-  const double wide = ::sqrt(variance + 2.5464790894703255) * target.probit;  // 8 / pi
-  const double narrow = target.logit - variance * target.tail;
-  return wide + (narrow - wide) * (2 / (2 + variance)) - (static_cast<double>(origin) + mean);
+  const double variance = total(widen(squares)) * inverse - mean * mean;
+  return {static_cast<double>(origin) + mean, variance < 0 ? 0 : variance};
+}
+
+// Where nu would be were the entries normally distributed.
+template <class S>
+LML_INLINE double guess(const S* x, const Target& target) {
+  const Moments row = moments(x, target);
+  const double wide = ::sqrt(row.variance + 2.5464790894703255) * target.probit;  // 8 / pi
+  const double narrow = target.logit - row.variance * target.tail;
+  return wide + (narrow - wide) * (2 / (2 + row.variance)) - row.mean;
 }
 
 template <class T>

@@ -64,9 +64,10 @@ LML_INLINE vdouble vexp(vdouble a) {
   return keep<double>(greater(a, Range::floor(0.0)), scaled);
 }
 
-// log(1 + t) for 0 <= t <= 1, as 2 atanh(t / (2 + t)): relatively exact for tiny t as well.
+// log(1 + t) for 0 <= t <= 1, as 2 atanh(t / (2 + t)): relatively exact for tiny t as well. The square of a tiny
+// number would be subnormal, which is slow, so it is not let be.
 LML_INLINE vfloat vlog1p(vfloat t) {
-  const vfloat s = t / (2.0f + t), q = s * s;
+  const vfloat s = t / (2.0f + t), q = (s + 1e-18f) * (s + 1e-18f);
   vfloat p = 0.28157778363109081f * q + 0.27965157745197269f;
   p = p * q + 0.40024595230703748f;
   p = p * q + 0.66666321641377773f;
@@ -74,7 +75,7 @@ LML_INLINE vfloat vlog1p(vfloat t) {
   return p * s;
 }
 LML_INLINE vdouble vlog1p(vdouble t) {
-  const vdouble s = t / (2.0 + t), q = s * s;
+  const vdouble s = t / (2.0 + t), q = (s + 1e-150) * (s + 1e-150);
   vdouble p = 0.17044163562781398129 * q + 0.083245065118608205757;
   p = p * q + 0.12110168728069217655;
   p = p * q + 0.13300374032674624337;
@@ -89,11 +90,12 @@ LML_INLINE vdouble vlog1p(vdouble t) {
 }
 
 // What every formula needs of z: a = exp(-|z|) and r = 1 / (1 + a). Then sigma(-|z|) = a r and w = a r^2
-// are relatively exact, and 1 - a r is exactly 1 at infinity (r need not be: it is an approximation).
+// are relatively exact, and 1 - a r is exactly 1 at infinity (r need not be: it is an approximation, as is a,
+// which must not exceed 1: sigma(0) is a half).
 template <class T>
 struct Logistic {
   Vec<T> a, r;
-  LML_INLINE explicit Logistic(Vec<T> z) : a(vexp(-vabs(z))), r(reciprocal(1 + a)) {}
+  LML_INLINE explicit Logistic(Vec<T> z) : a(vmin(splat(T{1}), vexp(-vabs(z)))), r(reciprocal(1 + a)) {}
   LML_INLINE Vec<T> sigma(Vec<T> z) const { return select<T>(greater(z, T{0}), 1 - a * r, a * r); }
   LML_INLINE Vec<T> weight() const { return a * r * r; }
 };

@@ -12,10 +12,11 @@ import torch
 from torch import Tensor
 from torch.nn.functional import logsigmoid
 
-from torchlml import autograd, ops
+from torchlml import autograd, ops, reference
 from torchlml.arguments import Canonical, canonical, check_solver
-from torchlml.autograd import gradient_of_k, wants_graph
-from torchlml.differentiable import solve
+from torchlml.autograd import differentiate_again, gradient_of_k, needs_no_graph, wants_graph
+from torchlml.differentiable import sigmoid, solve
+from torchlml.family.operators import operator
 from torchlml.rows import row_index, work_dtype
 from torchlml.solvers.bracketing import Bracketing
 
@@ -41,6 +42,8 @@ def lml(
     c = _canonical(x, k, dim, mask, offsets, bound)
     method = check_solver(solver)
     if method is None and autograd.is_plain():
+        if needs_no_graph(c.x, c.k):
+            return c.restore(_forward(c.x, c.k, c.mask, c.offsets, bound == "at_most")[0], dim)
         return c.restore(_Bounded.apply(c.x, c.k, c.mask, c.offsets, bound), dim)
     return c.restore(_differentiable(c, method, bound), dim)
 
@@ -50,22 +53,16 @@ def _differentiable(c: Canonical, solver: Bracketing | None, bound: str) -> Tens
     bounded = autograd.lml(c.x, c.k, c.mask, c.offsets, solver)
     free = _spread(_free(c, solver, bound), c.x, c.offsets)
     absent = _absent(c)
-    y = torch.where(absent, 0, _sigmoid(torch.where(absent, 0, _wide(c.x))))
+    y = torch.where(absent, 0, sigmoid(torch.where(absent, 0, _wide(c.x))))
     return torch.where(free, y.to(bounded.dtype), bounded)
 
 
 class _Bounded(torch.autograd.Function):
-    """y by the projection's operators, with the free rows put in; a product is cheaper than a `where`."""
-
     @staticmethod
     def forward(
         ctx: Any, x: Tensor, k: Tensor, mask: Tensor | None, offsets: Tensor | None, bound: str
     ) -> Tensor:
-        y, nu = ops.forward(x, k, mask, offsets)
-        free = _spread(_keeps(nu, bound).to(nu.dtype), x, offsets)
-        s = _fast_sigmoid(x, mask)
-        y = (y * (1 - free)).addcmul_(s, free).to(x.dtype)
-        # The y of free rows serves for nothing below, so it need not be kept as it was.
+        y, nu = _forward(x, k, mask, offsets, bound == "at_most")
         ctx.save_for_backward(x, k, mask, offsets, y, nu)
         ctx.bound = bound
         return y
@@ -74,17 +71,49 @@ class _Bounded(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         x, k, mask, offsets, y, nu = ctx.saved_tensors
         if wants_graph():
-            out = _differentiable(Canonical(x, k, mask, offsets, None), None, ctx.bound)
-            wanted = [t for t in (x, k) if t.requires_grad]
-            found = iter(torch.autograd.grad(out, wanted, grad, create_graph=True))
-            return (*(next(found) if t.requires_grad else None for t in (x, k)), None, None, None)
-        free = _keeps(nu, ctx.bound).to(nu.dtype)
-        dx, dk = ops.backward(grad.contiguous(), x, y, nu, mask, offsets)
-        s = _fast_sigmoid(x, mask)
-        slope = (s - s.square()).mul_(grad)
-        free_entries = _spread(free, x, offsets)
-        dx = (dx * (1 - free_entries)).addcmul_(slope, free_entries)
-        return dx.to(x.dtype), gradient_of_k(dk * (1 - free), k), None, None, None
+
+            def again(x: Tensor, k: Tensor) -> Tensor:
+                return _differentiable(Canonical(x, k, mask, offsets, None), None, ctx.bound)
+
+            return (*differentiate_again(again, grad, x, k), None, None, None)
+        dx, dk = _backward(grad.contiguous(), x, y, nu, mask, offsets)
+        return dx, gradient_of_k(dk, k), None, None, None
+
+
+def _reference_forward(
+    x: Tensor, k: Tensor, mask: Tensor | None, offsets: Tensor | None, at_most: bool
+) -> tuple[Tensor, Tensor]:
+    """(y, nu) like `reference.forward`, with the free rows put in: their nu is exactly 0."""
+    y, nu = reference.forward(x, k, mask, offsets)
+    values, rows = reference.prepare(x, mask, offsets)
+    free = _keeps(nu, "at_most" if at_most else "at_least")
+    y = torch.where(rows.spread(free), sigmoid(values).to(y.dtype), y)
+    return y, torch.where(free, 0, nu)
+
+
+def _reference_backward(
+    grad: Tensor, x: Tensor, y: Tensor, nu: Tensor, mask: Tensor | None, offsets: Tensor | None
+) -> tuple[Tensor, Tensor]:
+    """(dx, dk) like `reference.backward`; a free row has the derivative of its sigmoids."""
+    dx, dk = reference.backward(grad, x, y, nu, mask, offsets)
+    values, rows = reference.prepare(x, mask, offsets)
+    free = (nu == 0).all(0)
+    s = sigmoid(-values.abs())  # not of x: 1 - y has no digits where y rounds to 1
+    slope = torch.where(values.isfinite(), s * (1 - s) * grad, 0)
+    return torch.where(rows.spread(free), slope.to(dx.dtype), dx), torch.where(free, 0, dk)
+
+
+_forward = operator(
+    "bounded_forward(Tensor x, Tensor k, Tensor? mask, Tensor? offsets, bool at_most) -> (Tensor, Tensor)",
+    _reference_forward,
+    lambda x, k, mask, offsets, at_most: ops._fake_forward(x, k, mask, offsets),
+)
+_backward = operator(
+    "bounded_backward(Tensor grad, Tensor x, Tensor y, Tensor nu, Tensor? mask, Tensor? offsets)"
+    " -> (Tensor, Tensor)",
+    _reference_backward,
+    lambda grad, x, y, nu, mask, offsets: ops._fake_backward(x, nu),
+)
 
 
 def log_lml(
@@ -142,19 +171,6 @@ def _free(c: Canonical, solver: Bracketing | None, bound: str) -> Tensor:
 def _keeps(nu: Tensor, bound: str) -> Tensor:
     total = nu.sum(0)
     return total >= 0 if bound == "at_most" else total <= 0
-
-
-def _sigmoid(x: Tensor) -> Tensor:
-    # torch.sigmoid rounds an entry differently by its place in memory; torch.exp does not. No abs: it has no
-    # derivative at 0.
-    e = torch.exp(torch.where(x > 0, -x, x))
-    return torch.where(x > 0, 1, e) / (1 + e)
-
-
-def _fast_sigmoid(x: Tensor, mask: Tensor | None) -> Tensor:
-    """The same without a graph and without a choice: where e^-x overflows, 1 / (1 + e^-x) is 0 as well."""
-    s = torch.neg(_wide(x)).exp_().add_(1).reciprocal_()
-    return s if mask is None else s.masked_fill_(~mask, 0)
 
 
 def _wide(x: Tensor) -> Tensor:

@@ -2,67 +2,182 @@
 
 Both map a row onto {0 <= y <= upper, sum y = k} by y = clip(f(x + nu), 0, upper), with f the exponential or
 the identity. Once it is known which entries stop at a bound, nu is an explicit formula of the others: an
-operator finds the first as a constant, and plain autograd through the second is exact at every order. Eager
-calls on finite, unmasked rows skip what they do not need, and have their gradients written out.
+operator finds the first as a constant, and plain autograd through the second is exact at every order. Calls
+without transforms go through operators of their own, with the gradients written out.
 
-Everything runs in double precision and is rounded once, at the end. Hot loops avoid `torch.where`, which on
-a CPU costs several times what a sum or a minimum does.
+In plain torch everything runs in double precision and is rounded once, at the end.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from torchlml import ops
 from torchlml.arguments import NUMBERS, Canonical, canonical, readable
-from torchlml.autograd import gradient_of_k, is_plain, wants_graph
+from torchlml.autograd import differentiate_again, gradient_of_k, is_plain, needs_no_graph, wants_graph
+from torchlml.family.operators import library, operator
 from torchlml.rows import DenseRows, RaggedRows, Rows, wide_dtype
 from torchlml.solvers.newton import add
 from torchlml.solvers.residual import shifted
 
 _Solver = Callable[[Tensor, Tensor, Tensor, "Tensor | None"], Tensor]
-_Rowwise = Callable[[Canonical, Tensor], Tensor]
 
 
-class Member(NamedTuple):
-    """What makes one of the two: see the functions of these names in its file."""
-
-    solve: _Solver
-    differentiable: _Rowwise
-    values: Callable[[Tensor, Tensor], Tensor]
-    moves: Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]
-
-
-_library = torch.library.Library("torchlml", "FRAGMENT")
-_CHUNK = 65_536
-
-
-def operator(name: str, solver: _Solver) -> _Solver:
-    """Make an operator of a solver, so that it can be compiled and mapped.
+class Projection:
+    """One of the two projections, made of three functions; it defines the operators NAME_forward and so on.
 
     Args:
-        name: what comes after `torch.ops.torchlml.`.
-        solver: a function of x (-inf: absent, +inf: at its bound), k (R,), upper (like x, or 0-d) and
+        name: what it is called.
+        solve: a function of x (-inf: absent, +inf: at its bound), k (R,), upper (like x, or 0-d) and
             offsets, all wide, whose rows all have 0 < k < sum of upper and a finite entry, or are empty. It
             gives nu as a pair (2, R).
+        values: y of `CappedRows`, in differentiable operations.
+        moves: dy/dz of each entry of `CappedRows`, and where it is at its bound.
     """
-    _library.define(f"{name}(Tensor x, Tensor k, Tensor upper, Tensor? offsets) -> Tensor")
-    _library.impl(name, solver, "CompositeExplicitAutograd")
-    call = getattr(torch.ops.torchlml, name).default
-    torch.library.register_fake(
-        f"torchlml::{name}", lambda x, k, upper, offsets: x.new_empty((2, k.shape[0])), lib=_library
-    )
 
-    def mapped(info: Any, in_dims: Any, x: Tensor, k: Tensor, upper: Tensor, offsets: Tensor | None) -> Any:
+    def __init__(
+        self,
+        name: str,
+        solve: _Solver,
+        values: Callable[[CappedRows], Tensor],
+        moves: Callable[[CappedRows], tuple[Tensor, Tensor]],
+    ) -> None:
+        self._solve, self._values, self._moves = solve, values, moves
+        entries = "Tensor x, Tensor k, Tensor upper"
+        rows = "Tensor? mask, Tensor? offsets"
+        self.forward = operator(
+            f"{name}_forward({entries}, {rows}) -> (Tensor, Tensor)", self._forward, _fake_forward
+        )
+        self.backward = operator(
+            f"{name}_backward(Tensor grad, {entries}, Tensor nu, {rows}, bool for_upper)"
+            " -> (Tensor, Tensor, Tensor)",
+            self._backward,
+            _fake_backward,
+        )
+        self.dual = operator(
+            f"{name}_dual({entries}, Tensor? offsets) -> Tensor",
+            solve,
+            lambda x, k, upper, offsets: x.new_empty((2, k.shape[0])),
+        )
         # `upper` travels as a mask does: both have one number beside each entry.
-        return ops._vmap_solve(call, info, in_dims, x, k, upper, offsets)
+        torch.library.register_vmap(
+            f"torchlml::{name}_dual",
+            lambda info, in_dims, *arguments: ops._vmap_solve(self.dual, info, in_dims, *arguments),
+            lib=library,
+        )
 
-    torch.library.register_vmap(f"torchlml::{name}", mapped, lib=_library)
-    return call
+    def __call__(self, c: Canonical, upper: Tensor) -> Tensor:
+        """y of canonical rows; `upper` is 0-d or like x."""
+        if not is_plain():
+            return self.differentiable(c, upper)
+        if needs_no_graph(c.x, c.k, upper):
+            return self.forward(c.x, c.k, upper, c.mask, c.offsets)[0]
+        return _Apply.apply(c.x, c.k, upper, c.mask, c.offsets, self)
+
+    def differentiable(self, c: Canonical, upper: Tensor) -> Tensor:
+        """y in ordinary operations, for every transform."""
+        return self._values(CappedRows(c, upper, self.dual))
+
+    def _forward(
+        self, x: Tensor, k: Tensor, upper: Tensor, mask: Tensor | None, offsets: Tensor | None
+    ) -> tuple[Tensor, Tensor]:
+        """(y, nu); the nu of a row of zeros is -inf, of one at its bounds +inf, and NaN without an answer."""
+        r = CappedRows(Canonical(x, k, mask, offsets, None), upper, self._solve)
+        limit = torch.where(r.nothing, -torch.inf, torch.inf)
+        limit = torch.where(r.undefined, torch.nan, limit).to(r.nu.dtype)
+        nu = torch.where(r.ordinary, r.nu, torch.stack([limit, torch.zeros_like(limit)]))
+        return self._values(r), nu
+
+    def _backward(
+        self,
+        grad: Tensor,
+        x: Tensor,
+        k: Tensor,
+        upper: Tensor,
+        nu: Tensor,
+        mask: Tensor | None,
+        offsets: Tensor | None,
+        for_upper: bool,
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """(dx, dk, d_upper), the last summed over a row where all entries have one bound.
+
+        dy = weight (dx + dnu) + at_bound dupper, with dnu such that the sum moves with k.
+        """
+        found = torch.where(nu[0].isfinite(), nu, 0)
+        r = CappedRows(Canonical(x, k, mask, offsets, None), upper, lambda *_: found)
+        rows, ordinary = r.rows, r.rows.spread(r.ordinary)
+        weight, at_bound = self._moves(r)
+        weight = torch.where(ordinary & (weight > 0), weight, 0)
+        at_bound = torch.where(ordinary, at_bound, rows.spread(r.everything & ~r.nothing) & ~r.absent)
+        g = torch.where((weight > 0) | at_bound, grad.to(rows.wide), 0)
+        dk = rows.sum(weight * g) / rows.sum(weight).clamp(min=torch.finfo(g.dtype).tiny) * r.spoil
+        felt = g - rows.spread(dk)
+        dx = torch.where(r.moving, weight * felt, 0) * rows.spread(r.spoil)
+        d_upper = torch.where(at_bound, felt, 0) * rows.spread(r.spoil)
+        if not for_upper:
+            d_upper = d_upper.new_empty(0)
+        elif upper.dim() == 0:
+            d_upper = rows.sum(d_upper)
+        return dx.to(x.dtype), dk, d_upper
+
+
+class _Apply(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        x: Tensor,
+        k: Tensor,
+        upper: Tensor,
+        mask: Tensor | None,
+        offsets: Tensor | None,
+        projection: Projection,
+    ) -> Tensor:
+        y, nu = projection.forward(x, k, upper, mask, offsets)
+        ctx.save_for_backward(x, k, upper, mask, offsets, nu)
+        ctx.projection = projection
+        return y
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        x, k, upper, mask, offsets, nu = ctx.saved_tensors
+        if wants_graph():
+
+            def again(x: Tensor, k: Tensor, upper: Tensor) -> Tensor:
+                return ctx.projection.differentiable(Canonical(x, k, mask, offsets, None), upper)
+
+            return (*differentiate_again(again, grad, x, k, upper), None, None, None)
+        for_upper = ctx.needs_input_grad[2]
+        dx, dk, d_upper = ctx.projection.backward(
+            grad.contiguous(), x, k, upper, nu, mask, offsets, for_upper
+        )
+        if for_upper and upper.dim() == 0:
+            d_upper = d_upper.sum()
+        return dx, gradient_of_k(dk, k), d_upper if for_upper else None, None, None, None
+
+
+def _fake_forward(
+    x: Tensor, k: Tensor, upper: Tensor, mask: Tensor | None, offsets: Tensor | None
+) -> tuple[Tensor, Tensor]:
+    return torch.empty_like(x), ops._fake_nu(x, offsets).to(k.dtype)
+
+
+def _fake_backward(
+    grad: Tensor,
+    x: Tensor,
+    k: Tensor,
+    upper: Tensor,
+    nu: Tensor,
+    mask: Tensor | None,
+    offsets: Tensor | None,
+    for_upper: bool,
+) -> tuple[Tensor, Tensor, Tensor]:
+    per_row = nu.new_empty(nu.shape[1])
+    d_upper = per_row if upper.dim() == 0 else torch.empty_like(upper)
+    return torch.empty_like(x), per_row, d_upper.clone() if for_upper else nu.new_empty(0)
 
 
 def pair(hi: Tensor, lo: Tensor) -> Tensor:
@@ -89,63 +204,6 @@ def start(x: Tensor, k: Tensor, offsets: Tensor | None) -> Tensor:
     return torch.where(nu.isfinite().all(0), nu, 0)
 
 
-def project(c: Canonical, upper: Tensor, member: Member) -> Tensor:
-    """y of canonical rows; `upper` is 0-d or like x."""
-    if _ordinary(c, upper):
-        return _Ordinary.apply(c.x, c.k, upper, member)
-    return member.differentiable(c, upper.expand(c.x.shape))
-
-
-def _ordinary(c: Canonical, upper: Tensor) -> bool:
-    """Can it be seen that nothing here is special: no mask, no infinity, no row at its limits?"""
-    if c.mask is not None or c.offsets is not None or c.x.numel() == 0 or not is_plain():
-        return False
-    if not all(readable(t) for t in (c.x, c.k, upper)) or not bool(c.x.detach().sum().isfinite()):
-        return False
-    total = upper.detach() * c.x.shape[1] if upper.dim() == 0 else upper.detach().sum(-1)
-    k = c.k.detach()
-    return bool(((k > 0) & (k < total)).all())
-
-
-class _Ordinary(torch.autograd.Function):
-    """The projection of finite rows, with the gradients written out."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, k: Tensor, upper: Tensor, member: Member) -> Tensor:
-        y, nu = torch.empty_like(x), x.new_empty((2, x.shape[0]), dtype=k.dtype)
-        targets = k.expand(x.shape[0])
-        # A few rows at a time: what a search writes on the way then stays in the cache.
-        step = max(1, _CHUNK // x.shape[1])
-        for i in range(0, x.shape[0], step):
-            part = slice(i, i + step)
-            values, bound = x[part].to(k.dtype), upper if upper.dim() == 0 else upper[part]
-            nu[:, part] = member.solve(values, targets[part], bound, None)
-            y[part] = member.values(shifted(values, nu[:, part], DenseRows(values)), bound)
-        ctx.save_for_backward(x, k, upper, nu)
-        ctx.member = member
-        return y
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        x, k, upper, nu = ctx.saved_tensors
-        if wants_graph():
-            y = ctx.member.differentiable(Canonical(x, k, None, None, None), upper.expand(x.shape))
-            wanted = [t for t in (x, k, upper) if t.requires_grad]
-            found = iter(torch.autograd.grad(y, wanted, grad, create_graph=True))
-            return (*(next(found) if t.requires_grad else None for t in (x, k, upper)), None)
-        rows = DenseRows(x)
-        g = grad.to(rows.wide)
-        # dy = weight (dx + dnu) + at_bound dupper, with dnu such that the sum moves with k.
-        weight, at_bound = ctx.member.moves(shifted(x.to(rows.wide), nu, rows), upper)
-        dk = rows.sum(weight * g) / rows.sum(weight).clamp(min=torch.finfo(g.dtype).tiny)
-        felt = g - rows.spread(dk)
-        dx = (weight * felt).to(x.dtype)
-        d_upper = at_bound * felt if upper.requires_grad else None
-        if d_upper is not None and upper.dim() == 0:
-            d_upper = d_upper.sum()
-        return dx, gradient_of_k(dk, k), d_upper, None
-
-
 class CappedRows:
     """Rows with a bound beside each entry, and the nu that an operator found for them.
 
@@ -157,12 +215,15 @@ class CappedRows:
     def __init__(self, c: Canonical, upper: Tensor, solve: _Solver) -> None:
         self.rows = DenseRows(c.x) if c.offsets is None else _PackedRows(c.x, c.offsets)
         rows, wide = self.rows, wide_dtype(c.x.device)
+        self.dtype = c.x.dtype
+        upper = upper.expand(c.x.shape)
         x = c.x.to(wide)
         x = x if c.mask is None else torch.where(c.mask, x, -torch.inf)
         self.k = c.k.expand(rows.count)
         self.absent, self.infinite = x == -torch.inf, x == torch.inf
         undefined = rows.sum((x.isnan() | upper.isnan()) & ~self.absent) > 0
         undefined = undefined | self.k.isnan()
+        self.undefined = undefined
         # A factor that makes the value and the gradient of an undefined row NaN.
         self.spoil = torch.where(undefined, torch.nan, 1.0).to(wide)
         shared = rows.sum(torch.where(self.infinite, upper, 0)) >= self.k
@@ -175,10 +236,10 @@ class CappedRows:
         self.everything = self.k >= rows.sum(self.upper)
         self.ordinary = ~(self.nothing | self.everything | undefined)
         # Infinite numbers stay out of the graph: their derivatives would be 0 times infinity.
-        moving = self.finite & ~shared & rows.spread(self.ordinary | undefined)
-        base = torch.where(moving, x, 0)
-        nu = self._solve(solve, base, c.offsets)
-        self.z = shifted(base * rows.spread(self.spoil), nu, rows)
+        self.moving = self.finite & ~shared & rows.spread(self.ordinary | undefined)
+        base = torch.where(self.moving, x, 0)
+        self.nu = self._solve(solve, base, c.offsets)
+        self.z = shifted(base * rows.spread(self.spoil), self.nu, rows)
 
     def _solve(self, solve: _Solver, base: Tensor, offsets: Tensor | None) -> Tensor:
         """nu as a constant; rows that need no search are replaced by some that are found at once."""
@@ -189,13 +250,13 @@ class CappedRows:
         k = torch.where(self.ordinary, self.k, 0.5)
         return solve(x.detach(), k.detach(), upper.detach(), offsets)
 
-    def finish(self, y: Tensor, dtype: torch.dtype) -> Tensor:
+    def finish(self, y: Tensor) -> Tensor:
         """Put the limits where the formula has none, hold rounding inside the bounds, and round."""
         rows = self.rows
         y = y - (y - y.clamp(min=0).minimum(self.upper)).detach()
         y = torch.where(self.absent | rows.spread(self.nothing), 0, y)
         y = torch.where(rows.spread(self.everything & ~self.nothing), self.upper, y)
-        return (y * rows.spread(self.spoil)).to(dtype)
+        return (y * rows.spread(self.spoil)).to(self.dtype)
 
 
 class _PackedRows(RaggedRows):
@@ -235,7 +296,7 @@ def read(
                 f"`upper` must be a number or broadcast to the shape of `x`, {tuple(x.shape)}, "
                 f"but its shape is {tuple(bounds.shape)}."
             ) from None
-        bounds = bounds.movedim(dim, -1).reshape(c.x.shape)
+        bounds = bounds.movedim(dim, -1).reshape(c.x.shape).contiguous()
     if bounds.numel() > 0 and readable(bounds):
         smallest = bounds.detach().amin().item()
         if not smallest >= 0:

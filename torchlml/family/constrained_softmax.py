@@ -5,18 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from torchlml.arguments import Canonical
-from torchlml.family.capped import (
-    CappedRows,
-    Member,
-    at_bounds,
-    mean_bound,
-    operator,
-    pair,
-    project,
-    read,
-    start,
-)
+from torchlml.family.capped import CappedRows, Projection, at_bounds, mean_bound, pair, read, start
 from torchlml.rows import Rows, rows_of
 from torchlml.solvers.newton import add
 from torchlml.solvers.residual import shifted
@@ -62,35 +51,34 @@ def constrained_softmax(
     suffice; for k = 0 the row is 0, without a gradient; a NaN makes its row NaN.
     """
     c, bounds = read(x, k, upper, dim, mask, offsets)
-    return c.restore(project(c, bounds, _MEMBER), dim)
+    return c.restore(_project(c, bounds), dim)
 
 
-def _differentiable(c: Canonical, upper: Tensor) -> Tensor:
-    """y in ordinary operations, for every transform and every kind of row."""
-    r = CappedRows(c, upper, _dual)
+def _values(r: CappedRows) -> Tensor:
+    """y of rows whose nu is known, in ordinary operations."""
     rows = r.rows
-    saturated = r.infinite | (r.finite & (r.z > _edge(r.upper.detach().log())))
-    free = r.finite & ~saturated
+    saturated, free = _sets(r)
     rest = r.k - rows.sum(torch.where(saturated, r.upper, 0))
     e = torch.where(free, torch.exp(torch.where(free, r.z, 0)), 0)
     total = rows.sum(e)
     share = e * rows.spread(rest / torch.where(total > 0, total, 1))
-    return r.finish(torch.where(saturated, r.upper, share), c.x.dtype)
+    return r.finish(torch.where(saturated, r.upper, share))
 
 
-def _values(z: Tensor, upper: Tensor) -> Tensor:
-    """y from z = x + nu."""
-    return torch.minimum(z.exp_(), upper)
+def _moves(r: CappedRows) -> tuple[Tensor, Tensor]:
+    """dy/dz of each entry, and where it is at its bound."""
+    saturated, free = _sets(r)
+    return torch.where(free, torch.minimum(r.z.exp(), r.upper), 0), saturated
 
 
-def _moves(z: Tensor, upper: Tensor) -> tuple[Tensor, Tensor]:
-    """dy/dz of each entry, and 1 where it is at its bound."""
-    at_bound = (z > _edge(upper.log())).to(z.dtype)
-    return torch.minimum(z.exp_(), upper) * (1 - at_bound), at_bound
+def _sets(r: CappedRows) -> tuple[Tensor, Tensor]:
+    """The entries at their bounds, and the others."""
+    saturated = r.infinite | (r.finite & (r.z > _edge(r.upper.detach().log())))
+    return saturated, r.finite & ~saturated
 
 
 def _solve(x: Tensor, k: Tensor, upper: Tensor, offsets: Tensor | None) -> Tensor:
-    """nu of every row, by saturating more and more entries; see `capped.operator`.
+    """nu of every row, by saturating more and more entries; see `capped.Projection`.
 
     For any set of saturated entries, sum of their bounds + sum of exp(x + nu) over the others = k has a root
     that is at most nu, because each term is at least min(upper, exp(x + nu)). So the entries that exceed
@@ -174,5 +162,4 @@ def _edge(limit: Tensor) -> Tensor:
     return limit + 8 * torch.finfo(limit.dtype).eps * (1 + limit.abs().clamp(max=1000))
 
 
-_dual = operator("constrained_softmax_dual", _solve)
-_MEMBER = Member(_solve, _differentiable, _values, _moves)
+_project = Projection("constrained_softmax", _solve, _values, _moves)

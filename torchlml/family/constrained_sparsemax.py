@@ -5,18 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from torchlml.arguments import Canonical
-from torchlml.family.capped import (
-    CappedRows,
-    Member,
-    at_bounds,
-    mean_bound,
-    operator,
-    pair,
-    project,
-    read,
-    start,
-)
+from torchlml.family.capped import CappedRows, Projection, at_bounds, mean_bound, pair, read, start
 from torchlml.rows import Rows, rows_of
 from torchlml.solvers.newton import add
 from torchlml.solvers.residual import shifted
@@ -51,34 +40,33 @@ def constrained_sparsemax(
     suffice; for k = 0 the row is 0, without a gradient; a NaN makes its row NaN.
     """
     c, bounds = read(x, k, upper, dim, mask, offsets)
-    return c.restore(project(c, bounds, _MEMBER), dim)
+    return c.restore(_project(c, bounds), dim)
 
 
-def _differentiable(c: Canonical, upper: Tensor) -> Tensor:
-    """y in ordinary operations, for every transform and every kind of row."""
-    r = CappedRows(c, upper, _dual)
+def _values(r: CappedRows) -> Tensor:
+    """y of rows whose nu is known, in ordinary operations."""
     rows = r.rows
-    saturated = r.infinite | (r.finite & (r.z > r.upper))
-    free = r.finite & ~saturated & ~(r.z <= 0)  # also NaN
+    saturated, free = _sets(r)
     # One exact step from the solver's nu, on the entries that are known to be inside.
     missing = r.k - rows.sum(torch.where(saturated, r.upper, torch.where(free, r.z, 0)))
     inside = r.z + rows.spread(missing / rows.sum(free).clamp(min=1))
-    return r.finish(torch.where(saturated, r.upper, torch.where(free, inside, 0)), c.x.dtype)
+    return r.finish(torch.where(saturated, r.upper, torch.where(free, inside, 0)))
 
 
-def _values(z: Tensor, upper: Tensor) -> Tensor:
-    """y from z = x + nu."""
-    return torch.minimum(z.clamp_(min=0), upper)
+def _moves(r: CappedRows) -> tuple[Tensor, Tensor]:
+    """dy/dz of each entry, and where it is at its bound."""
+    saturated, free = _sets(r)
+    return free.to(r.z.dtype), saturated
 
 
-def _moves(z: Tensor, upper: Tensor) -> tuple[Tensor, Tensor]:
-    """dy/dz of each entry, and 1 where it is at its bound."""
-    at_bound = (z > upper).to(z.dtype)
-    return (z > 0).to(z.dtype) * (1 - at_bound), at_bound
+def _sets(r: CappedRows) -> tuple[Tensor, Tensor]:
+    """The entries at their bounds, and those strictly inside, NaN among them."""
+    saturated = r.infinite | (r.finite & (r.z > r.upper))
+    return saturated, r.finite & ~saturated & ~(r.z <= 0)
 
 
 def _solve(x: Tensor, k: Tensor, upper: Tensor, offsets: Tensor | None) -> Tensor:
-    """nu of every row, by Newton's method on a piecewise linear function; see `capped.operator`.
+    """nu of every row, by Newton's method on a piecewise linear function; see `capped.Projection`.
 
     A step is exact once it does not change which entries are at which bound, and there are finitely many
     ways to be so. Where the function is flat, nu goes to the next entry that would change it; a step that
@@ -151,5 +139,4 @@ def _root(
     return pair(-largest, (k - rows.sum(terms)) / rows.sum(free).clamp(min=1)), inside
 
 
-_dual = operator("constrained_sparsemax_dual", _solve)
-_MEMBER = Member(_solve, _differentiable, _values, _moves)
+_project = Projection("constrained_sparsemax", _solve, _values, _moves)

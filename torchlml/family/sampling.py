@@ -7,8 +7,9 @@ from torch import Tensor
 
 from torchlml import autograd
 from torchlml.arguments import Canonical, canonical
+from torchlml.family.operators import operator
 from torchlml.family.topk_mask import check_whole, with_gradient
-from torchlml.rows import wide_dtype
+from torchlml.rows import work_dtype
 
 
 def sample_subset(
@@ -45,48 +46,64 @@ def sample_subset(
     """
     c = canonical(x, k, dim, mask, None)
     check_whole(k, c)
-    drawn = _draw(c, generator).to(c.x.dtype)
-    return c.restore(with_gradient(drawn, c) if straight_through else drawn, dim)
+    if straight_through:
+        return c.restore(with_gradient(lambda: _draw(c, generator), c), dim)
+    return c.restore(_draw(c, generator), dim)
 
 
 def _draw(c: Canonical, generator: torch.Generator | None) -> Tensor:
-    """The sample in whole numbers: an entry's probability in units of 2^-bits, so that nothing is rounded."""
-    count, n = c.x.shape
-    device = c.x.device
-    wide = wide_dtype(device)
-    y = autograd.lml(c.x.detach().to(wide), c.k.detach(), c.mask, None, None)
-    if y.numel() == 0:
-        return y
-    undefined = y.isnan()
-    y = torch.where(undefined, 0, y)
-    available = c.x != -torch.inf if c.mask is None else c.mask & (c.x != -torch.inf)
-    # So few that the sum over a row cannot overflow.
-    bits = min(52 if wide == torch.float64 else 23, 61 - n.bit_length())
-    order = torch.rand((count, n), generator=generator, device=device).argsort(-1)
-    length = _round(y.gather(-1, order) * 2**bits)
-    may = available.gather(-1, order) & ~undefined.gather(-1, order)
-    wanted = torch.minimum(c.k.detach().long().expand(count), may.sum(-1)) << bits
-    length = _stretch(length, wanted.unsqueeze(-1), may, 1 << bits)
-    start = torch.randint(1 << bits, (count, 1), generator=generator, device=device)
-    teeth = (length.cumsum(-1) + ((1 << bits) - 1 - start)) >> bits  # how many lie before the end of each
-    before = torch.cat([torch.zeros_like(start), teeth[:, :-1]], -1)
-    drawn = torch.zeros_like(y).scatter(-1, order, (teeth - before).to(y.dtype))
-    return torch.where(undefined, torch.nan, drawn)
+    x, k = c.x.detach(), c.k.detach()
+    # Half precision cannot hold probabilities that sum to k.
+    y = autograd.lml(x.to(work_dtype(x.dtype)), k, c.mask, None, None)
+    count, size, device = x.shape[0], x.numel(), x.device
+    # One random byte for each entry: rows are put in the order of these.
+    words = torch.empty(-(-size // 8), dtype=torch.int64, device=device).random_(
+        -(2**63), None, generator=generator
+    )
+    keys = words.view(torch.uint8)[:size].view(x.shape)
+    start = torch.rand(count, dtype=k.dtype, generator=generator, device=device)
+    return _sample(y, k, keys, start).to(x.dtype)
 
 
-def _round(length: Tensor) -> Tensor:
-    """Whole numbers whose running sum keeps within one of the running sum of `length`."""
-    whole = length.floor()
-    carried = (length - whole).cumsum(-1).floor()
-    return (whole + carried.diff(dim=-1, prepend=torch.zeros_like(carried[:, :1]))).long()
+def _reference(p: Tensor, k: Tensor, keys: Tensor, start: Tensor) -> Tensor:
+    """The sample in whole numbers, probabilities in units of 2^-bits, so that nothing is rounded."""
+    if p.numel() == 0:
+        return torch.zeros_like(p)
+    count, n = p.shape
+    bits = min(44 if start.dtype == torch.float64 else 23, 60 - n.bit_length())
+    one = 1 << bits
+    undefined = p.isnan()
+    y = torch.where(undefined, 0, p).to(start.dtype)
+    wanted = k.clamp(max=n).expand(count).unsqueeze(-1)
+    # What rounding left of k goes to all in proportion: to what they have, or to what they lack.
+    total = y.sum(-1, keepdim=True)
+    room = torch.where(y > 0, 1 - y, 0)
+    missing, lacking = wanted - total, room.sum(-1, keepdim=True)
+    grow = torch.where(lacking > 0, (missing / lacking).clamp(0, 1), 0)
+    shrink = torch.where(missing < 0, wanted / total, 1)
+    # By six bits of the keys, then by four columns, then by places: as is fast for a kernel.
+    columns = torch.arange(n, device=p.device) % 4
+    order = ((keys & 0xFC) + columns).argsort(stable=True)
+    length = ((y + room * grow) * shrink * one).round().long().gather(-1, order)
+    length = _stretch(length, wanted.long() << bits, one)
+    first = (start * one).long().unsqueeze(-1)
+    teeth = (length.cumsum(-1) + (one - 1 - first)) >> bits  # how many lie before the end of each
+    hit = teeth.diff(dim=-1, prepend=torch.zeros_like(first)).to(p.dtype)
+    return torch.where(undefined, torch.nan, torch.zeros_like(p).scatter(-1, order, hit))
 
 
-def _stretch(length: Tensor, wanted: Tensor, may: Tensor, one: int) -> Tensor:
-    """Make the lengths sum to `wanted` exactly: what rounding left goes to the first with room for it."""
+def _stretch(length: Tensor, wanted: Tensor, one: int) -> Tensor:
+    """Make the lengths sum to `wanted`: the few units that are left go to the first with room for them."""
     missing = wanted - length.sum(-1, keepdim=True)
     for sign in (1, -1):
-        inside = may & (length < one) if sign > 0 else length > 0
-        room = torch.where(inside, one - length if sign > 0 else length, 0)
+        room = torch.where(length > 0, one - length if sign > 0 else length, 0)
         left = (sign * missing).clamp(min=0) - (room.cumsum(-1) - room)
         length = length + sign * torch.minimum(left.clamp(min=0), room)
     return length
+
+
+_sample = operator(
+    "systematic_sample(Tensor p, Tensor k, Tensor keys, Tensor start) -> Tensor",
+    _reference,
+    lambda p, k, keys, start: torch.empty_like(p),
+)

@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from torchlml import autograd
+from torchlml import autograd, differentiable, ops
 from torchlml.arguments import Canonical, canonical, readable
+from torchlml.autograd import differentiate_again, gradient_of_k, needs_no_graph, wants_graph
+from torchlml.family.operators import operator
+from torchlml.rows import DenseRows
 
 
 def topk_mask(x: Tensor, k: int | Tensor, dim: int = -1, *, mask: Tensor | None = None) -> Tensor:
@@ -32,24 +37,29 @@ def topk_mask(x: Tensor, k: int | Tensor, dim: int = -1, *, mask: Tensor | None 
     """
     c = canonical(x, k, dim, mask, None)
     check_whole(k, c)
-    values = c.x.detach() if c.mask is None else torch.where(c.mask, c.x.detach(), -torch.inf)
-    if c.x.numel() == 0:
-        return c.restore(with_gradient(torch.zeros_like(c.x), c), dim)
-    count = c.k.detach().long().expand(c.x.shape[0]).unsqueeze(-1)
-    if isinstance(k, int) and k > 0:
-        threshold = values.topk(min(k, c.x.shape[-1]), sorted=True).values[..., -1:]
-    else:
-        last = (count - 1).clamp(0, c.x.shape[-1] - 1)
-        threshold = values.sort(-1, descending=True).values.gather(-1, last)
-    chosen = values >= threshold
-    # Where the threshold stands alone this is all. It costs less to see than to treat ties.
-    several = (chosen.sum(-1, keepdim=True) != count) | (threshold == -torch.inf)
-    if not readable(values) or bool(several.any()):
-        above, tied = values > threshold, values == threshold
-        left = count - above.sum(-1, keepdim=True)
-        available = values != -torch.inf
-        chosen = (above | (tied & (tied.cumsum(-1) <= left))) & available & (count > 0)
-    return c.restore(with_gradient(chosen.to(c.x.dtype), c), dim)
+    return c.restore(with_gradient(lambda: _choose(c.x.detach(), c.k.detach(), c.mask), c), dim)
+
+
+def _reference(x: Tensor, k: Tensor, mask: Tensor | None) -> Tensor:
+    """Ones at the k largest of each row; `k` holds whole numbers."""
+    if x.numel() == 0:
+        return torch.zeros_like(x)
+    values = x if mask is None else torch.where(mask, x, -torch.inf)
+    rows, count = DenseRows(x), k.long()
+    threshold = rows.spread(rows.largest(values, count))
+    count = count.expand(rows.count).unsqueeze(-1)
+    above, tied = values > threshold, values == threshold
+    left = count - above.sum(-1, keepdim=True)
+    chosen = (above | (tied & (tied.cumsum(-1) <= left))) & (values != -torch.inf) & (count > 0)
+    undefined = values.isnan().any(-1, keepdim=True)
+    return torch.where(undefined, torch.nan, chosen.to(x.dtype))
+
+
+_choose = operator(
+    "topk_mask(Tensor x, Tensor k, Tensor? mask) -> Tensor",
+    _reference,
+    lambda x, k, mask: torch.empty_like(x),
+)
 
 
 def check_whole(k: Any, c: Canonical) -> None:
@@ -61,7 +71,28 @@ def check_whole(k: Any, c: Canonical) -> None:
         raise ValueError(f"`k` must be a whole number, or a tensor of whole numbers, but it is {k}.")
 
 
-def with_gradient(hard: Tensor, c: Canonical) -> Tensor:
-    """The values of `hard` with the derivatives of `lml`; a row with a NaN is NaN, as there."""
-    y = autograd.lml(c.x, c.k, c.mask, c.offsets, None)
-    return hard + (y - y.detach())
+def with_gradient(choose: Callable[[], Tensor], c: Canonical) -> Tensor:
+    """A hard choice with the derivatives of `lml`."""
+    if not autograd.is_plain():
+        y = autograd.lml(c.x, c.k, c.mask, None, None)
+        return choose() + (y - y.detach())
+    if needs_no_graph(c.x, c.k):
+        return choose()
+    return _StraightThrough.apply(c.x, c.k, c.mask, choose)
+
+
+class _StraightThrough(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, k: Tensor, mask: Tensor | None, choose: Callable[[], Tensor]) -> Tensor:
+        ctx.save_for_backward(x, k, mask)
+        return choose()
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        x, k, mask = ctx.saved_tensors
+        if wants_graph():
+            again = functools.partial(differentiable.lml, mask=mask, offsets=None)
+            return (*differentiate_again(again, grad, x, k), None, None)
+        y, nu = ops.forward(x, k, mask, None)
+        dx, dk = ops.backward(grad.contiguous(), x, y, nu, mask, None)
+        return dx, gradient_of_k(dk, k), None, None

@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from torchlml import autograd, ops
-from torchlml.arguments import canonical, readable
-from torchlml.autograd import gradient_of_k, is_plain
+from torchlml import ops, reference
+from torchlml.arguments import canonical
+from torchlml.autograd import differentiate_again, gradient_of_k, is_plain, wants_graph
 from torchlml.differentiable import DifferentiableRows
-from torchlml.rows import row_index, rows_of, work_dtype
+from torchlml.family.operators import operator
+from torchlml.rows import row_index
 from torchlml.solvers.residual import shifted
 
 _Sum = Callable[[Tensor], Tensor]
@@ -49,28 +51,40 @@ def lml_value(
 class _Value(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, k: Tensor, mask: Tensor | None, offsets: Tensor | None) -> Tensor:
-        ctx.save_for_backward(x, k, mask, offsets)
-        values = x.to(work_dtype(x.dtype))
-        values = values if mask is None else torch.where(mask, values, -torch.inf)
-        rows, nu = rows_of(x, offsets), ops.solve(x, k, mask, offsets)
-        z = shifted(values, nu, rows)
-        # Infinite entries need no care here: e^-inf is 0, and +inf belongs in the sum.
-        up = (z > 0).to(values.dtype)
-        rest = rows.sum(z.abs_().neg_().exp_().log1p_())
-        tops = rows.sum(values.clamp(min=torch.finfo(values.dtype).min).mul_(up))
-        value = tops + (rows.sum(up) - k) * nu.to(rows.wide).sum(0) + rest
-        return _fill(value, values, k, nu[0], rows.sum).to(x.dtype)
+        value, nu = _operator(x, k, mask, offsets)
+        ctx.save_for_backward(x, k, mask, offsets, nu)
+        return value.to(x.dtype)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        x, k, mask, offsets = ctx.saved_tensors
-        y = autograd.lml(x, k, mask, offsets, None)
-        spread = grad.unsqueeze(-1) if offsets is None else grad[row_index(offsets, x.shape[0])]
-        dk = None
-        if k.requires_grad:
-            nu = autograd.lml_dual(x, k, mask, offsets, None)
-            dk = gradient_of_k(torch.where(nu.isinf(), 0, -grad * nu).to(k.dtype), k)
-        return spread * y, dk, None, None
+        x, k, mask, offsets, nu = ctx.saved_tensors
+        if wants_graph():
+            again = functools.partial(_differentiable, mask=mask, offsets=offsets)
+            return (*differentiate_again(again, grad, x, k), None, None)
+        y, _ = ops.forward(x, k, mask, offsets)
+        dx = y.mul_(grad.unsqueeze(-1) if offsets is None else grad[row_index(offsets, x.shape[0])])
+        dk = torch.where(nu[0].isinf(), 0, -grad * nu.to(k.dtype).sum(0))
+        return dx, gradient_of_k(dk, k), None, None
+
+
+def _reference(x: Tensor, k: Tensor, mask: Tensor | None, offsets: Tensor | None) -> tuple[Tensor, Tensor]:
+    """(value, nu): one wide number per row, and nu as `solve` gives it."""
+    values, rows = reference.prepare(x, mask, offsets)
+    nu = reference.solve(x, k, mask, offsets)
+    z = shifted(values, nu, rows)
+    up = z > 0
+    # Infinite entries need no care here: e^-inf is 0, and +inf belongs in the sum.
+    rest = rows.sum(torch.log1p(torch.exp(-z.abs())))
+    tops = rows.sum(torch.where(up, values, 0))
+    value = tops + (rows.sum(up) - k) * nu.to(rows.wide).sum(0) + rest
+    return _fill(value, values, k, nu[0], rows.sum), nu
+
+
+_operator = operator(
+    "value(Tensor x, Tensor k, Tensor? mask, Tensor? offsets) -> (Tensor, Tensor)",
+    _reference,
+    lambda x, k, mask, offsets: (ops._fake_nu(x, offsets)[0].to(k.dtype), ops._fake_nu(x, offsets)),
+)
 
 
 def _differentiable(x: Tensor, k: Tensor, mask: Tensor | None, offsets: Tensor | None) -> Tensor:
@@ -96,8 +110,6 @@ def _value(x: Tensor, z: Tensor, live: Tensor, k: Tensor, nu: Tensor, total: _Su
 
 def _fill(value: Tensor, x: Tensor, k: Tensor, hi: Tensor, total: _Sum) -> Tensor:
     """Put the limits where the formula has none: k = 0, k entries or fewer, entries of +inf."""
-    if readable(hi) and bool(hi.isfinite().all()) and bool(value.isfinite().all()):
-        return value
     available = x != -torch.inf
     value = torch.where(hi == torch.inf, total(torch.where(available, x, 0)), value)
     value = torch.where(hi == -torch.inf, 0, value)

@@ -1,0 +1,229 @@
+// One row of the projections onto {0 <= y <= upper, sum y = k}, forward.
+#pragma once
+
+#include "capped_solve.h"
+
+namespace torchlml {
+namespace {
+
+template <class S, class Y, class Bounds>
+LML_INLINE void write_linear(const S* x, int64_t n, const Bounds& bounds, const Threshold& nu, Y* y) {
+  using T = typename Work<S>::type;
+  const Split<T> at(nu);
+  each_vector<T>(n, [&](int64_t i, int64_t count) __attribute__((always_inline)) {
+    const Vec<T> z = (read(x + i, count) + at.high) + at.low;
+    write(y + i, vmin(keep<T>(greater(z, T{0}), z), bounds.at(i, count)), count);
+  });
+}
+
+template <class S, class Y, class Bounds, class T = typename Work<S>::type>
+__attribute__((noinline)) void project_carefully(const S* x, int64_t n, double k, const Bounds& bounds, bool euclidean,
+                                                 T* work, Y* y, Threshold& nu) {
+  for (int64_t i = 0; i < n; ++i) work[i] = load_one(x + i);
+  nu = bounds.careful(work, n, k, euclidean);
+  if (!y) return;
+  if (euclidean) return write_linear(x, n, bounds, nu, y);
+  for (int64_t i = 0; i < n; ++i) {
+    const double a = ::exp((static_cast<double>(load_one(x + i)) - nu.center) + nu.delta);
+    const double u = static_cast<double>(bounds.of(i));
+    store_one(y + i, static_cast<T>(a < u ? a : u));
+  }
+}
+
+// y of finite entries, and nu. The search keeps exponentials in `work`, which may be y itself if it has that
+// type. False if the sums are not finite: then there are infinities or NaN in the row, or values near 1e38.
+template <class S, class Y, class Bounds, class T = typename Work<S>::type>
+bool project(const S* x, int64_t n, double k, const Bounds& bounds, double unit, bool euclidean, Target& target,
+             T* work, Y* y, Threshold& nu) {
+  target.set(k / unit, n);
+  if (!euclidean) {
+    // Far below the bounds lml is an exponential as well.
+    SoftSearch<T, Bounds> search(x, n, k, bounds, guess(x, target) + ::log(unit), work);
+    if (!search.finite()) return false;
+    if (search.solve()) {
+      nu = search.nu();
+      const T s = static_cast<T>(search.factor);
+      if (y) {
+        each_vector<T>(n, [&](int64_t i, int64_t count) __attribute__((always_inline)) {
+          write(y + i, vmin(read(work + i, count) * s, bounds.at(i, count)), count);
+        });
+      }
+      return true;
+    }
+  } else {
+    const Moments row = moments(x, target);
+    const double start = target.probit * ::sqrt(row.variance + unit * unit / 12) + unit / 2 - row.mean;
+    LinearSearch<S, Bounds> search(x, n, k, bounds, start, unit);
+    if (!search.finite()) return false;
+    if (search.solve()) {
+      nu = search.nu();
+      if (y) write_linear(x, n, bounds, nu, y);
+      return true;
+    }
+  }
+  project_carefully(x, n, k, bounds, euclidean, work, y, nu);
+  return true;
+}
+
+template <class T>
+struct CappedScratch {
+  Scratch<T> packed, bounds, work;
+  Target target;
+};
+
+template <class S>
+struct CappedRow {
+  using T = typename Work<S>::type;
+  const S* x;
+  const bool* mask;
+  int64_t n;
+  double k;
+  bool euclidean;
+  const double* upper;
+  int64_t stride;  // of `upper`
+  S* y;            // or null
+  double* nu_high;
+  double* nu_low;
+
+  bool available(int64_t i) const { return !mask || mask[i]; }
+  void set_nu(double high, double low) const { *nu_high = high, *nu_low = low; }
+  void set_nu(const Threshold& nu) const {
+    const Split<T> split(nu);
+    set_nu(static_cast<double>(split.high), static_cast<double>(split.low));
+  }
+  template <class F>
+  void fill(const F& value) const {
+    if (!y) return;
+    for (int64_t i = 0; i < n; ++i) store_one(y + i, static_cast<T>(value(i)));
+  }
+
+  // No entry gets more than k, so a bound of 2 k is none, and is finite.
+  T bound(int64_t i) const {
+    const double u = upper[i * stride];
+    return static_cast<T>(u > 2 * k ? 2 * k : u);
+  }
+
+  // Rows without a mask that turn out finite and feasible; false for the others.
+  bool plain(CappedScratch<T>& scratch) const {
+    if (mask || !(k > 0) || n == 0) return false;
+    T* work;
+    if constexpr (sizeof(S) == sizeof(T)) {
+      work = y ? reinterpret_cast<T*>(y) : scratch.work.room(n);
+    } else {
+      work = scratch.work.room(n);
+    }
+    Threshold nu;
+    if (stride == 0) {
+      const double u = static_cast<double>(bound(0));
+      if (!(k < u * static_cast<double>(n))) return false;
+      if (!project(x, n, k, OneBound<T>{bound(0)}, u, euclidean, scratch.target, work, y, nu)) return false;
+    } else {
+      T* bounds = scratch.bounds.room(n);
+      double room = 0, sum = 0;
+      for (int64_t i = 0; i < n; ++i) bounds[i] = bound(i), room += upper[i], sum += static_cast<double>(bounds[i]);
+      if (!(k < room && k < sum)) return false;
+      const double unit = sum / static_cast<double>(n);
+      if (!project(x, n, k, EachBound<T>{bounds}, unit, euclidean, scratch.target, work, y, nu)) return false;
+    }
+    set_nu(nu);
+    return true;
+  }
+
+  // Masks, infinities, NaN, k <= 0 and bounds that leave no choice: the finite entries are solved apart.
+  void general(CappedScratch<T>& scratch) const {
+    T* packed = scratch.packed.room(n);
+    T* bounds = scratch.bounds.room(n);
+    const T infinity = static_cast<T>(HUGE_VAL);
+    const auto value = [&](int64_t i) { return available(i) ? load_one(x + i) : -infinity; };
+    bool nan = k != k;
+    int64_t infinite = 0;
+    double held = 0, room = 0;  // by the entries of +inf, and by the finite ones
+    for (int64_t i = 0; i < n; ++i) {
+      const T a = value(i);
+      const double u = upper[i * stride];
+      if (a == -infinity) continue;
+      nan |= a != a || u != u;
+      infinite += a == infinity;
+      (a == infinity ? held : room) += u;
+    }
+    if (nan) {
+      set_nu(NAN, 0);
+      return fill([](int64_t) { return static_cast<double>(NAN); });
+    }
+    if (k <= 0) {
+      set_nu(-HUGE_VAL, 0);
+      return fill([](int64_t) { return 0.0; });
+    }
+    // Where the bounds of the entries of +inf make up k, those share it as if they were tied.
+    const bool shared = infinite > 0 && held >= k;
+    const auto takes_part = [&](T a) { return shared ? a == infinity : a > -infinity; };
+    if (k >= (shared ? held : held + room)) {
+      set_nu(HUGE_VAL, 0);
+      return fill([&](int64_t i) { return takes_part(value(i)) ? upper[i * stride] : 0.0; });
+    }
+    int64_t size = 0;
+    double sum = 0;
+    for (int64_t i = 0; i < n; ++i) {
+      const T a = value(i);
+      if (!takes_part(a) || (a == infinity && !shared)) continue;
+      packed[size] = shared ? 0 : a;
+      bounds[size] = bound(i);
+      sum += static_cast<double>(bounds[size++]);
+    }
+    const double rest = shared ? k : k - held;
+    const EachBound<T> each{bounds};
+    T* work = scratch.work.room(n);
+    Threshold nu{0, 0};
+    // Rounding may leave nothing to search for.
+    if (rest > 0 && rest < sum) {
+      const double unit = sum / static_cast<double>(size);
+      if (!project(packed, size, rest, each, unit, euclidean, scratch.target, work, work, nu)) {
+        project_carefully(packed, size, rest, each, euclidean, work, work, nu);
+      }
+    } else {
+      for (int64_t i = 0; i < size; ++i) work[i] = rest > 0 ? bounds[i] : 0;
+      nu.delta = rest > 0 ? HUGE_VAL : -HUGE_VAL;
+    }
+    if (nu.delta - nu.delta == 0) {
+      set_nu(nu);
+    } else {
+      set_nu(nu.delta, 0);
+    }
+    int64_t at = 0;
+    fill([&](int64_t i) {
+      const T a = value(i);
+      if (!takes_part(a)) return 0.0;
+      return a == infinity && !shared ? upper[i * stride] : static_cast<double>(work[at++]);
+    });
+  }
+};
+
+template <class S>
+CappedRow<S> capped_row(const CappedProblem& p, int64_t r) {
+  const Span span = row_span(p.batch, r);
+  return {static_cast<const S*>(p.batch.x) + span.begin,
+          p.batch.mask ? p.batch.mask + span.begin : nullptr,
+          span.size,
+          p.k[r * p.k_stride],
+          p.euclidean,
+          p.upper + span.begin * p.upper_stride,
+          p.upper_stride,
+          nullptr,
+          nullptr,
+          nullptr};
+}
+
+template <class S>
+void capped_rows(const CappedForwardArgs& args, int64_t begin, int64_t end) {
+  CappedScratch<typename Work<S>::type> scratch;
+  for (int64_t r = begin; r < end; ++r) {
+    CappedRow<S> row = capped_row<S>(args.problem, r);
+    if (args.y) row.y = static_cast<S*>(args.y) + row_span(args.problem.batch, r).begin;
+    row.nu_high = args.nu + r;
+    row.nu_low = args.nu + args.problem.batch.rows + r;
+    if (!row.plain(scratch)) row.general(scratch);
+  }
+}
+
+}  // namespace
+}  // namespace torchlml

@@ -1,0 +1,177 @@
+// The derivatives of the projections onto {0 <= y <= upper, sum y = k}.
+//
+// dy = w (dx + d nu) + b d upper, with w = dy/dz of an entry, b = 1 where it is at its bound, and d nu such that
+// the sum moves with k: dk = sum w g / sum w, dx = w (g - dk), d upper = b (g - dk).
+#pragma once
+
+#include "capped.h"
+
+namespace torchlml {
+namespace {
+
+template <class T>
+struct Slope {
+  Vec<T> weight;
+  Mask<T> at_bound;
+};
+
+template <class T>
+LML_INLINE Slope<T> slope_of(Vec<T> z, Vec<T> bound, bool euclidean) {
+  if (euclidean) {
+    const Mask<T> over = greater(z, bound);
+    return {keep<T>(greater(z, T{0}) & ~over, splat(T{1})), over};
+  }
+  const Vec<T> y = vexp(vmin(splat(sizeof(T) == 4 ? T(80) : T(700)), z));
+  const Mask<T> over = greater(y, bound * edge<T>) | ~greater(bound, T{0});
+  return {keep<T>(~over, y), over};
+}
+
+struct EntrySlope {
+  double weight;
+  bool at_bound;
+};
+
+template <class S>
+struct CappedBackwardRow {
+  using T = typename Work<S>::type;
+  const CappedRow<S> row;
+  const S* grad;
+  T high, low;
+  S* dx;
+  double* dk;
+  double* d_upper;  // of this row's entries, or of the row, or null
+
+  void fill(T value) const {
+    for (int64_t i = 0; i < row.n; ++i) store_one(dx + i, value);
+    *dk = static_cast<double>(value);
+    if (!d_upper) return;
+    for (int64_t i = 0; i < (row.stride ? row.n : 1); ++i) d_upper[i] = static_cast<double>(value);
+  }
+
+  LML_INLINE Vec<T> z_at(int64_t i, int64_t count) const { return (read(row.x + i, count) + high) + low; }
+
+  // Finite rows without a mask; the first pass leaves w in `work`. False if a number is not finite after all.
+  template <class Bounds>
+  LML_INLINE bool plain(const Bounds& bounds, T* work) const {
+    const int64_t n = row.n;
+    const bool euclidean = row.euclidean;
+    BlockSum<T> weights, moments;
+    Vec<T> check{};
+    each_short_block<T>(
+        n,
+        [&](int64_t i, int64_t count) __attribute__((always_inline)) {
+          Vec<T> z = z_at(i, count);
+          if (count < lanes<T>) z = select<T>(first_lanes<T>(count), z, splat(T{-1000}));
+          check += z;
+          const Vec<T> w = slope_of<T>(z, bounds.at(i, count), euclidean).weight;
+          write(work + i, w, count);
+          weights.block += w;
+          moments.block += w * keep<T>(greater(w, T{0}), read(grad + i, count));
+        },
+        [&]() __attribute__((always_inline)) { weights.flush(), moments.flush(); });
+    const double sum = weights.value(), ends = total(widen(check));
+    if (!(ends - ends == 0)) return false;
+    *dk = sum > 0 ? moments.value() / sum : 0;
+    const T shift = static_cast<T>(*dk);
+    if (d_upper) bound_gradient(bounds, shift);
+    each_vector<T>(n, [&](int64_t i, int64_t count) __attribute__((always_inline)) {
+      const Vec<T> w = read(work + i, count);
+      write(dx + i, keep<T>(greater(w, T{0}), w * (read(grad + i, count) - shift)), count);
+    });
+    return true;
+  }
+
+  template <class Bounds>
+  void bound_gradient(const Bounds& bounds, T shift) const {
+    double sum = 0;
+    each_vector<T>(row.n, [&](int64_t i, int64_t count) {
+      const Slope<T> slope = slope_of<T>(z_at(i, count), bounds.at(i, count), row.euclidean);
+      const Vec<T> felt = keep<T>(slope.at_bound, read(grad + i, count) - shift);
+      for (int64_t j = 0; j < count; ++j) {
+        if (Bounds::one) {
+          sum += static_cast<double>(felt[j]);
+        } else {
+          d_upper[i + j] = static_cast<double>(felt[j]);
+        }
+      }
+    });
+    if (Bounds::one) *d_upper = sum;
+  }
+
+  // Masks, infinities, and rows without a finite nu.
+  void general() const {
+    const T infinity = static_cast<T>(HUGE_VAL);
+    if (high != high) return fill(high);
+    const auto value = [&](int64_t i) { return row.available(i) ? load_one(row.x + i) : -infinity; };
+    const auto gradient = [&](int64_t i) { return static_cast<double>(load_one(grad + i)); };
+    double held = 0;
+    int64_t infinite = 0;
+    for (int64_t i = 0; i < row.n; ++i) {
+      if (value(i) == infinity) held += row.upper[i * row.stride], ++infinite;
+    }
+    const bool shared = infinite > 0 && held >= row.k;
+    // w of an entry and whether it is at its bound.
+    const auto slope = [&](int64_t i) {
+      const T a = value(i);
+      if (a == -infinity || (shared && a < infinity) || high == -infinity) return EntrySlope{0, false};
+      if ((a == infinity && !shared) || high == infinity) return EntrySlope{0, true};
+      const Vec<T> z = splat((shared ? high : a + high) + low), u = splat(static_cast<T>(row.upper[i * row.stride]));
+      const Slope<T> at = slope_of<T>(z, u, row.euclidean);
+      return EntrySlope{static_cast<double>(at.weight[0]), at.at_bound[0] != 0};
+    };
+    double sum = 0, moment = 0;
+    for (int64_t i = 0; i < row.n; ++i) {
+      const double w = slope(i).weight;
+      if (w > 0) sum += w, moment += w * gradient(i);
+    }
+    *dk = sum > 0 ? moment / sum : 0;
+    if (d_upper && !row.stride) *d_upper = 0;
+    for (int64_t i = 0; i < row.n; ++i) {
+      const auto [w, at_bound] = slope(i);
+      const double felt = w > 0 || at_bound ? gradient(i) - *dk : 0;
+      // An entry of +inf follows k, but no finite change of x.
+      store_one(dx + i, static_cast<T>(shared ? 0 : w * felt));
+      if (d_upper && row.stride) d_upper[i] = at_bound ? felt : 0;
+      if (d_upper && !row.stride && at_bound) *d_upper += felt;
+    }
+  }
+};
+
+template <class S>
+void capped_backward_rows(const CappedBackwardArgs& args, int64_t begin, int64_t end) {
+  using T = typename Work<S>::type;
+  Scratch<T> room, bound_room;
+  const CappedProblem& problem = args.problem;
+  for (int64_t r = begin; r < end; ++r) {
+    const int64_t first = row_span(problem.batch, r).begin;
+    double* d_upper = args.d_upper ? args.d_upper + (problem.upper_stride ? first : r) : nullptr;
+    const CappedBackwardRow<S> back{capped_row<S>(problem, r),
+                                    static_cast<const S*>(args.grad) + first,
+                                    static_cast<T>(args.nu[r]),
+                                    static_cast<T>(args.nu[problem.batch.rows + r]),
+                                    static_cast<S*>(args.dx) + first,
+                                    args.dk + r,
+                                    d_upper};
+    const CappedRow<S>& row = back.row;
+    T* work;  // for one number per entry: dx itself, unless it is too narrow
+    if constexpr (sizeof(S) == sizeof(T)) {
+      work = reinterpret_cast<T*>(back.dx);
+    } else {
+      work = room.room(row.n);
+    }
+    bool done = false;
+    if (!row.mask && back.high - back.high == 0) {
+      if (row.stride == 0) {
+        done = back.plain(OneBound<T>{static_cast<T>(*row.upper)}, work);
+      } else {
+        T* bounds = bound_room.room(row.n);
+        for (int64_t i = 0; i < row.n; ++i) bounds[i] = static_cast<T>(row.upper[i]);
+        done = back.plain(EachBound<T>{bounds}, work);
+      }
+    }
+    if (!done) back.general();
+  }
+}
+
+}  // namespace
+}  // namespace torchlml

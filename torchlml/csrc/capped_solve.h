@@ -1,0 +1,263 @@
+// nu of the projections onto {0 <= y <= upper, sum y = k}, for finite entries and 0 < k < sum of upper.
+//
+// Both functions of nu are pieces of one kind put together: as soon as a step of Newton's method does not
+// change which entries are at a bound, it was exact. Rows where that takes too long go to careful.cpp.
+#pragma once
+
+#include "backward.h"
+
+namespace torchlml {
+namespace {
+
+// The bounds of a row: one for all entries, or one beside each.
+template <class T>
+struct OneBound {
+  static constexpr bool one = true;
+  T all;
+  LML_INLINE Vec<T> at(int64_t, int64_t) const { return splat(all); }
+  LML_INLINE T of(int64_t) const { return all; }
+  Threshold careful(const T* x, int64_t n, double k, bool euclidean) const {
+    return careful_capped(x, &all, 0, n, k, euclidean);
+  }
+};
+template <class T>
+struct EachBound {
+  static constexpr bool one = false;
+  const T* each;
+  LML_INLINE Vec<T> at(int64_t i, int64_t count) const { return read(each + i, count); }
+  LML_INLINE T of(int64_t i) const { return each[i]; }
+  Threshold careful(const T* x, int64_t n, double k, bool euclidean) const {
+    return careful_capped(x, each, 1, n, k, euclidean);
+  }
+};
+
+// What is known at one nu: how many entries are over their bounds, how many are free, and their sums.
+struct Level {
+  int64_t over, free;
+  double taken, sum;
+};
+
+template <class T, class Bounds>
+struct LevelSums {
+  Mask<T> over{}, free{};
+  vdouble taken{};
+  BlockSum<T> sum;
+
+  LML_INLINE void add(Mask<T> is_over, Mask<T> is_free, Vec<T> a, Vec<T> bound) {
+    over += is_over;
+    free += is_free;
+    sum.block += keep<T>(is_free, a);
+    // k minus this is what is left for the free ones: every digit counts.
+    if constexpr (!Bounds::one) taken += widen(keep<T>(is_over, bound));
+  }
+  LML_INLINE Level level(const Bounds& bounds) {
+    const int64_t count = -total_lanes(over);
+    double full;
+    if constexpr (Bounds::one) {
+      full = static_cast<double>(count) * static_cast<double>(bounds.all);
+    } else {
+      full = total(taken);
+    }
+    return {count, -total_lanes(free), full, sum.value()};
+  }
+};
+
+// Calls f for every vector, and flush between blocks so short that sums of floats stay exact enough.
+template <class T, class F, class G>
+LML_INLINE void each_short_block(int64_t n, const F& f, const G& flush) {
+  const int64_t block = 16 * lanes<T>;
+  for (int64_t start = 0; start < n; start += block) {
+    const int64_t size = n - start < block ? n - start : block;
+    each_vector<T>(size, [&](int64_t i, int64_t count) __attribute__((always_inline)) { f(start + i, count); });
+    flush();
+  }
+}
+
+// An entry that reaches its bound up to rounding still counts as free: it is the one that k moves.
+template <class T>
+constexpr T edge = sizeof(T) == 4 ? T(1 + 1e-6) : T(1 + 4e-15);
+
+// The entropic search: e = exp(x - center) is stored, and its factor s found for which sum min(upper, e s) = k.
+template <class T, class Bounds>
+class SoftSearch {
+  static constexpr T unscale = 1 / Stored::scale(T{});
+
+ public:
+  double factor = unscale;
+
+  template <class S>
+  LML_INLINE SoftSearch(const S* x, int64_t n, double k, const Bounds& bounds, double guess, T* e)
+      : n_(n), k_(k), center_(static_cast<T>(-guess)), bounds_(bounds), e_(e) {
+    Vec<T> check{};
+    const T c = center_;
+    each_vector<T>(n, [&](int64_t i, int64_t count) __attribute__((always_inline)) {
+      const Vec<T> z = read(x + i, count) - c;
+      check += count == lanes<T> ? z : keep<T>(first_lanes<T>(count), z);
+      write(e + i, vexp<Stored>(vmin(splat(Limits<T>::top), z)), count);
+    });
+    const double sum = total(widen(check));
+    finite_ = sum - sum == 0;
+  }
+  bool finite() const { return finite_; }
+  Threshold nu() const { return {static_cast<double>(center_), ::log(factor / static_cast<double>(unscale))}; }
+
+  // For every set of entries at their bounds, the factor that would be right is at most the true one, because
+  // no term is less than min(upper, e s). So the sets found on the way up only grow.
+  bool solve() {
+    const double smallest = unscale * 1e-7, largest = unscale * 1e7;
+    double low = 0, high = HUGE_VAL;
+    int64_t last = -1;
+    for (int pass = 0; pass < 24; ++pass) {
+      const Level at = level(static_cast<T>(factor));
+      const double rest = k_ - at.taken, root = rest > 0 && at.sum > 0 ? rest / at.sum : 0;
+      if (at.over == last) {
+        factor = root;
+        return rest > 1e-20 && root > smallest && root < largest;
+      }
+      (at.sum * factor > rest ? high : low) = factor;
+      last = -1;
+      if (root > 0 && root >= low && root < high && (pass < 6 || pass % 2 || !(high < HUGE_VAL))) {
+        factor = root;
+        last = at.over;
+      } else if (high < HUGE_VAL) {
+        factor = low > 0 ? ::sqrt(low * high) : high * 0.1;
+      } else {
+        return false;
+      }
+      if (!(factor > smallest && factor < largest)) return false;
+    }
+    return false;
+  }
+
+ private:
+  __attribute__((noinline)) Level level(T s) const {
+    const T* e = e_;
+    const Bounds bounds = bounds_;
+    LevelSums<T, Bounds> sums;
+    each_short_block<T>(
+        n_,
+        [&](int64_t i, int64_t count) __attribute__((always_inline)) {
+          const Vec<T> a = read(e + i, count), u = bounds.at(i, count);
+          const Mask<T> over = greater(a * s, u * edge<T>);
+          sums.add(over, ~over, a, u);
+        },
+        [&]() __attribute__((always_inline)) { sums.sum.flush(); });
+    return sums.level(bounds);
+  }
+
+  int64_t n_;
+  double k_;
+  T center_;
+  Bounds bounds_;
+  T* e_;
+  bool finite_;
+};
+
+// z = (x + high) + low is x + nu, exactly near the threshold.
+template <class T>
+struct Split {
+  T high, low;
+  explicit Split(const Threshold& nu) {
+    high = static_cast<T>(nu.delta - nu.center);
+    low = static_cast<T>((-nu.center - static_cast<double>(high)) + nu.delta);
+  }
+};
+
+// The Euclidean search: sum clip(x + nu, 0, upper) = k is piecewise linear in nu.
+template <class S, class Bounds>
+class LinearSearch {
+  using T = typename Work<S>::type;
+
+ public:
+  LML_INLINE LinearSearch(const S* x, int64_t n, double k, const Bounds& bounds, double guess, double unit)
+      : n_(n), k_(k), unit_(unit), x_(x), bounds_(bounds), nu_{static_cast<double>(static_cast<T>(-guess)), 0} {
+    Vec<T> check{};
+    const T c = static_cast<T>(nu_.center);
+    each_vector<T>(n, [&](int64_t i, int64_t count) __attribute__((always_inline)) {
+      const Vec<T> z = read(x + i, count) - c;
+      check += count == lanes<T> ? z : keep<T>(first_lanes<T>(count), z);
+    });
+    const double sum = total(widen(check));
+    finite_ = sum - sum == 0;
+  }
+  bool finite() const { return finite_; }
+  const Threshold& nu() const { return nu_; }
+
+  bool solve() {
+    double low = -HUGE_VAL, high = HUGE_VAL;
+    bool rooted = false;
+    Level last{-1, -1, 0, 0};
+    for (int pass = 0; pass < 32; ++pass) {
+      const Level at = level();
+      const double excess = (at.taken - k_) + at.sum;
+      if (excess == 0 || (rooted && at.over == last.over && at.free == last.free)) return true;
+      (excess > 0 ? high : low) = nu_.delta;
+      double next;
+      if (at.free > 0) {
+        next = nu_.delta - excess / static_cast<double>(at.free);
+      } else {
+        // Flat: on to the next entry that changes the sum, and a little into its slope.
+        const double size = excess > 0 ? excess : -excess, into = 0.5 * (size < unit_ ? size : unit_);
+        next = excess > 0 ? nu_.delta - (gap<true>() + into) : nu_.delta + (gap<false>() + into);
+      }
+      rooted = at.free > 0;
+      last = at;
+      if (!(next > low && next < high) || (pass > 8 && pass % 2)) {
+        if (!(high - low < HUGE_VAL)) return false;
+        next = 0.5 * (low + high);
+        if (!(next > low && next < high)) return false;
+        rooted = false;
+      }
+      nu_.delta = next;
+    }
+    return false;
+  }
+
+ private:
+  // z of one vector, and -1 beyond the end of the row.
+  LML_INLINE Vec<T> z_at(const Split<T>& nu, int64_t i, int64_t count) const {
+    const Vec<T> z = (read(x_ + i, count) + nu.high) + nu.low;
+    return count == lanes<T> ? z : select<T>(first_lanes<T>(count), z, splat(T{-1}));
+  }
+
+  __attribute__((noinline)) Level level() const {
+    const Split<T> nu(nu_);
+    const Bounds bounds = bounds_;
+    LevelSums<T, Bounds> sums;
+    each_short_block<T>(
+        n_,
+        [&](int64_t i, int64_t count) __attribute__((always_inline)) {
+          const Vec<T> z = z_at(nu, i, count), u = bounds.at(i, count);
+          const Mask<T> over = greater(z, u);
+          sums.add(over, greater(z, T{0}) & ~over, z, u);
+        },
+        [&]() __attribute__((always_inline)) { sums.sum.flush(); });
+    return sums.level(bounds);
+  }
+
+  // The distance to the next entry that would leave its bound, downwards, or 0, upwards.
+  template <bool down>
+  __attribute__((noinline)) double gap() const {
+    const Split<T> nu(nu_);
+    Vec<T> least = splat(static_cast<T>(HUGE_VAL));
+    each_vector<T>(n_, [&](int64_t i, int64_t count) __attribute__((always_inline)) {
+      const Vec<T> z = z_at(nu, i, count), far = down ? z - bounds_.at(i, count) : -z;
+      Mask<T> there = ~greater(Vec<T>{}, far);
+      if (count < lanes<T>) there &= first_lanes<T>(count);
+      least = vmin(select<T>(there, far, least), least);
+    });
+    T out = least[0];
+    for (int j = 1; j < lanes<T>; ++j) out = least[j] < out ? least[j] : out;
+    return static_cast<double>(out);
+  }
+
+  int64_t n_;
+  double k_, unit_;
+  const S* x_;
+  Bounds bounds_;
+  Threshold nu_;
+  bool finite_;
+};
+
+}  // namespace
+}  // namespace torchlml

@@ -1,0 +1,140 @@
+// The slow, plain path in double precision for constrained projections that the fast one declines. Finite: the
+// values of nu at which an entry reaches a bound are sorted, the pair of them around the root is found by
+// halving the list, and between the two there is a formula.
+#include <algorithm>
+#include <cmath>
+#include <utility>
+#include <vector>
+
+#include "kernels.h"
+
+namespace torchlml {
+
+namespace {
+
+template <class T>
+class Row {
+ public:
+  Row(const T* x, const T* upper, int64_t stride, int64_t n, double k, bool euclidean)
+      : x_(x), upper_(upper), stride_(stride), n_(n), k_(k), euclidean_(euclidean) {}
+
+  Threshold solve() const {
+    const std::vector<Threshold> events = sorted_events();
+    if (events.empty()) return {0, 0};
+    // The last event at which the sum has not passed k.
+    size_t first = 0, count = events.size();
+    while (count > 0) {
+      const size_t half = count / 2;
+      if (sum_at(events[first + half]).excess <= 0) {
+        first += half + 1, count -= half + 1;
+      } else {
+        count = half;
+      }
+    }
+    Threshold nu = first > 0 ? events[first - 1] : lowest();
+    // The formula for the entries that are free there. Once more or so, where rounding has sorted them wrongly.
+    int64_t free = -1, over = -1;
+    for (int step = 0; step < 8; ++step) {
+      const Sums at = sum_at(nu);
+      if (at.free == 0 || (at.free == free && at.over == over)) break;
+      free = at.free, over = at.over;
+      const Threshold root = root_of(nu, at);
+      if (!std::isfinite(root.delta)) break;
+      nu = root;
+    }
+    return nu;
+  }
+
+ private:
+  struct Sums {
+    double excess, rest;  // sum - k, and k minus what is at its bounds
+    int64_t free, over;
+    double largest;  // free entry
+  };
+
+  double bound(int64_t i) const { return static_cast<double>(upper_[i * stride_]); }
+  double z(int64_t i, const Threshold& nu) const { return (static_cast<double>(x_[i]) - nu.center) + nu.delta; }
+
+  // Above nu, which may be where an entry starts or ends. But an entropic one that reaches its bound up to
+  // rounding counts as free: it is the one that k moves.
+  bool is_over(double z, double bound) const {
+    if (euclidean_) return z >= bound;
+    const double limit = std::log(bound);
+    return z > limit + 4e-15 * (1 + std::min(std::fabs(limit), 1000.0));
+  }
+  bool is_free(double z, double bound) const { return !is_over(z, bound) && (!euclidean_ || z >= 0); }
+
+  // At most the root: no entry is above its part of k.
+  Threshold lowest() const {
+    const T largest = *std::max_element(x_, x_ + n_);
+    const double part = k_ / static_cast<double>(n_);
+    return {static_cast<double>(largest), euclidean_ ? part : std::log(part)};
+  }
+
+  std::vector<Threshold> sorted_events() const {
+    std::vector<Threshold> events;
+    events.reserve(static_cast<size_t>(euclidean_ ? 2 * n_ : n_));
+    for (int64_t i = 0; i < n_; ++i) {
+      const double x = static_cast<double>(x_[i]), u = bound(i);
+      if (!(u > 0)) continue;
+      if (euclidean_) events.push_back({x, 0});
+      events.push_back({x, euclidean_ ? u : std::log(u)});
+    }
+    std::sort(events.begin(), events.end(), [](const Threshold& a, const Threshold& b) {
+      return a.delta - a.center < b.delta - b.center;
+    });
+    return events;
+  }
+
+  Sums sum_at(const Threshold& nu) const {
+    double taken = -k_, carry = 0, sum = 0;
+    Sums sums{0, 0, 0, 0, -HUGE_VAL};
+    for (int64_t i = 0; i < n_; ++i) {
+      const double at = z(i, nu), u = bound(i);
+      if (is_over(at, u)) {
+        // With its rounding error carried along: beside k the rest may be tiny.
+        const double a = u - carry, next = taken + a;
+        carry = (next - taken) - a;
+        taken = next;
+        ++sums.over;
+      } else if (is_free(at, u)) {
+        sum += euclidean_ ? at : std::min(std::exp(at), u);
+        sums.largest = std::max(sums.largest, static_cast<double>(x_[i]));
+        ++sums.free;
+      }
+    }
+    sums.excess = taken + sum;
+    sums.rest = -taken;
+    return sums;
+  }
+
+  // The nu that is right for the entries that are free at `nu`, from the largest of them.
+  Threshold root_of(const Threshold& nu, const Sums& at) const {
+    double sum = 0;
+    for (int64_t i = 0; i < n_; ++i) {
+      if (!is_free(z(i, nu), bound(i))) continue;
+      const double distance = static_cast<double>(x_[i]) - at.largest;
+      sum += euclidean_ ? distance : std::exp(distance);
+    }
+    if (euclidean_) return {at.largest, (at.rest - sum) / static_cast<double>(at.free)};
+    return {at.largest, std::log(at.rest) - std::log(sum)};
+  }
+
+  const T* x_;
+  const T* upper_;
+  int64_t stride_, n_;
+  double k_;
+  bool euclidean_;
+};
+
+}  // namespace
+
+template <class T>
+Threshold careful_capped(const T* x, const T* upper, int64_t stride, int64_t n, double k, bool euclidean) {
+  return Row<T>(x, upper, stride, n, k, euclidean).solve();
+}
+
+template Threshold careful_capped(const float*, const float*, int64_t, int64_t, double, bool);
+template Threshold careful_capped(const double*, const double*, int64_t, int64_t, double, bool);
+
+}  // namespace torchlml
