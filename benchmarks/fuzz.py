@@ -245,6 +245,64 @@ def check(batch: Batch, generator: torch.Generator, errors: Errors, where: str) 
     note("dual dx", gap(padded(dx, -truth.share), -truth.share, rounding, tiny), felt, 20 * GRADIENT[base])
 
 
+def solve_capped(batch: Batch, upper: Tensor, euclidean: bool) -> tuple[Tensor, Tensor]:
+    """y onto {0 <= y <= upper, sum y = k}, bisected in float64 around the k-th place; and for which rows."""
+    x, k, valid = batch.x.double(), batch.k[:, None], batch.valid & batch.x.isfinite()
+    odd = batch.valid & ~batch.x.isfinite()
+    bound = torch.where(valid, upper, 0.0)
+    total = bound.sum(1, keepdim=True)
+    regular = ~odd.any(1, keepdim=True) & (k > 0) & (k < total * (1 - 1e-9))
+    # An anchor near the threshold: the entry at which the bounds of the larger ones make up k.
+    order = torch.where(valid, x, -INF).argsort(1, descending=True)
+    reached = bound.gather(1, order).cumsum(1) >= k
+    place = order.gather(1, reached.double().argmax(1, keepdim=True))
+    anchor = x.gather(1, place).nan_to_num(0.0, 0.0, 0.0)
+    z0 = torch.where(valid, x, 0.0) - anchor
+    width = 800.0 if not euclidean else float(upper.max()) + 2.0
+    low, high = torch.full_like(anchor, -width), torch.full_like(anchor, width)
+
+    def values(d: Tensor) -> Tensor:
+        z = z0 + d
+        y = torch.minimum(z.clamp(min=0) if euclidean else z.clamp(max=700).exp(), bound)
+        return torch.where(valid, y, 0.0)
+
+    for _ in range(90):
+        d = (low + high) / 2
+        y = values(d)
+        # What is at its bound comes off k first: beside it, the rest may be too small to be seen.
+        full = y == bound
+        excess = torch.where(full, 0.0, y).sum(1, keepdim=True) > k - torch.where(full, y, 0.0).sum(
+            1, keepdim=True
+        )
+        high, low = torch.where(excess, d, high), torch.where(excess, low, d)
+    return values((low + high) / 2), regular[:, 0]
+
+
+def check_family(batch: Batch, generator: torch.Generator, errors: Errors, where: str) -> None:
+    """The constrained projections and the hard choice against their definitions, on dense rows."""
+    dtype = batch.x.dtype
+    if batch.lengths is not None or dtype not in VALUE:
+        return
+    mask = batch.valid if batch.masked else None
+    one = torch.ones((), dtype=torch.float64)
+    each = torch.rand(batch.x.shape, generator=generator, dtype=torch.float64) * 2
+    for upper in (one, each.to(dtype).double()):
+        for name in ("constrained_softmax", "constrained_sparsemax"):
+            truth, regular = solve_capped(batch, upper.expand(batch.x.shape), name.endswith("sparsemax"))
+            y, _ = getattr(torch.ops.torchlml, f"{name}_forward")(batch.x, batch.k, upper, mask, None)
+            error = (y.double() - truth).abs()
+            errors.note(f"{name[12:]} y", error, regular, 2 * VALUE[dtype], dtype, where)
+            off = (y.double().sum(1) - batch.k).abs() / batch.k.clamp(min=1)
+            errors.note(f"{name[12:]} sum", off, regular, SUM[dtype], dtype, where)
+    k = batch.k.floor()
+    chosen = torch.ops.torchlml.topk_mask(batch.x, k, mask).double()
+    values = torch.where(batch.valid, batch.x.double(), -INF)
+    place = values.argsort(dim=1, descending=True, stable=True).argsort(1)
+    want = ((place < k[:, None]) & (values > -INF)).double()
+    defined = ~values.isnan().any(1)
+    errors.note("top k", (chosen - want).abs(), defined, 0.0, dtype, where)
+
+
 def main() -> int:
     """Runs for a given time; prints rows and worst errors."""
     parser = argparse.ArgumentParser(
@@ -263,11 +321,13 @@ def main() -> int:
         generator = torch.Generator().manual_seed(seed)
         dtype = DTYPES[seed % len(DTYPES)]
         batch = draw(generator, dtype)
-        check(batch, generator, errors, f"seed {seed} ({tuple(batch.x.shape)})")
+        where = f"seed {seed} ({tuple(batch.x.shape)})"
+        check(batch, generator, errors, where)
+        check_family(batch, generator, errors, where)
         rows, entries, seed = rows + batch.x.shape[0], entries + batch.x.numel(), seed + 1
     print(f"{rows:,} rows, {entries:,} entries; worst errors:")
     for (what, dtype), error in sorted(errors.worst.items(), key=lambda item: str(item[0])):
-        print(f"  {what:8} {str(dtype).removeprefix('torch.'):9} {error:.2g}")
+        print(f"  {what:13} {str(dtype).removeprefix('torch.'):9} {error:.2g}")
     for line in errors.broken:
         print("BROKEN:", line)
     return 1 if errors.broken else 0

@@ -67,6 +67,41 @@ double value(int style) {
   }
 }
 
+// The relatives of the projection on the same rows; `total` entries, `bytes` each.
+void run_family(const Kernels& kernels, int dtype, const Batch& batch, const double* k, const void* g, const void* nu,
+                void* y, void* dx, double* dk, size_t entries) {
+  const auto rows = static_cast<size_t>(batch.rows);
+  auto upper = block(8 * entries), d_upper = block(8 * (entries > rows ? entries : rows)), pair = block(16 * rows);
+  auto wide = [](const std::unique_ptr<char[]>& memory) { return reinterpret_cast<double*>(memory.get()); };
+  for (size_t i = 0; i < entries; ++i) wide(upper)[i] = uniform() < 0.1 ? 0.0 : uniform() < 0.1 ? INFINITY : 2 * uniform();
+  const double one = 1;
+  for (const Bound bound : {Bound::at_most, Bound::at_least}) {
+    kernels.forward[dtype](ForwardArgs{batch, k, 1, Output::projection, y, const_cast<void*>(nu), bound}, 0, batch.rows);
+    kernels.backward[dtype](BackwardArgs{batch, Gradient::projection, g, y, nu, dx, dk, true}, 0, batch.rows);
+  }
+  kernels.value[dtype](
+      ValueArgs{ForwardArgs{batch, k, 1, Output::none, nullptr, const_cast<void*>(nu)}, dk}, 0, batch.rows);
+  for (int form = 0; form < 4; ++form) {
+    const CappedProblem problem{batch, (form & 1) != 0, k, 1, form & 2 ? wide(upper) : &one, form & 2 ? 1 : 0};
+    kernels.capped_forward[dtype](CappedForwardArgs{problem, nullptr, wide(pair)}, 0, batch.rows);
+    kernels.capped_forward[dtype](CappedForwardArgs{problem, y, wide(pair)}, 0, batch.rows);
+    kernels.capped_backward[dtype](CappedBackwardArgs{problem, g, wide(pair), dx, dk, wide(d_upper)}, 0, batch.rows);
+  }
+  calls += 11;
+  if (batch.offsets) return;
+  kernels.choose[dtype](ChoiceArgs{batch, k, 1, y}, 0, batch.rows);
+  // Probabilities of any kind: the sample may be wrong, but must stay within its row.
+  auto keys = block(entries), start = block(8 * rows);
+  for (size_t i = 0; i < entries; ++i) keys[i] = static_cast<char>(engine());
+  for (size_t r = 0; r < rows; ++r) wide(start)[r] = uniform();
+  Batch probabilities = batch;
+  probabilities.mask = nullptr;
+  kernels.forward[dtype](ForwardArgs{batch, k, 1, Output::projection, y, const_cast<void*>(nu)}, 0, batch.rows);
+  probabilities.x = y;
+  kernels.sample[dtype](SampleArgs{probabilities, k, 1, reinterpret_cast<const uint8_t*>(keys.get()), wide(start), dx}, 0,
+                        batch.rows);
+}
+
 void run(const Kernels& kernels, int dtype, int64_t rows, int64_t width, bool packed, bool masked, int style) {
   const size_t size = dtype == 1 ? 8 : dtype == 0 ? 4 : 2, wide = dtype == 1 ? 8 : 4;
   auto offsets = block(sizeof(int64_t) * static_cast<size_t>(rows + 1));
@@ -107,6 +142,8 @@ void run(const Kernels& kernels, int dtype, int64_t rows, int64_t width, bool pa
   }
   kernels.backward[dtype](BackwardArgs{batch, Gradient::dual, row_grad.get(), nullptr, nu.get(), dx.get(),
                                        reinterpret_cast<double*>(dk.get())}, 0, rows);
+  run_family(kernels, dtype, batch, reinterpret_cast<double*>(k.get()), g.get(), nu.get(), y.get(), dx.get(),
+             reinterpret_cast<double*>(dk.get()), static_cast<size_t>(total));
   if (dtype > 1 || packed) return;
   for (int64_t i = 0; i < total; ++i) {
     const double a = dtype ? reinterpret_cast<double*>(y.get())[i] : reinterpret_cast<float*>(y.get())[i];

@@ -28,6 +28,7 @@ def main() -> int:
     macros = ["-DTORCHLML_X86_LEVELS"] if levels else []
     with tempfile.TemporaryDirectory() as folder:
         jobs = [("driver", HERE / "sanitize.cpp", macros), ("careful", SOURCES / "careful.cpp", [])]
+        jobs.append(("careful_capped", SOURCES / "careful_capped.cpp", []))
         jobs.append(("baseline", SOURCES / "kernels.cpp", []))
         for level in levels:
             table = [

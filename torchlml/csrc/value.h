@@ -36,7 +36,8 @@ double row_value(const S* x, const bool* mask, int64_t n, double k, typename Wor
     rest.take(block_rest);
   }
   const double nu = static_cast<double>(high) + static_cast<double>(low);
-  return total(tops.sum) + (static_cast<double>(-total_lanes(above)) - k) * nu + total(rest.sum);
+  const double value = total(tops.sum) + (static_cast<double>(-total_lanes(above)) - k) * nu + total(rest.sum);
+  return value == value ? value : HUGE_VAL;  // an entry of +inf leaves inf - inf in the carried error
 }
 
 // The limits: 0 for k = 0, the sum of the entries where there are k or fewer, +inf with an entry of +inf.

@@ -40,9 +40,10 @@ def sample_subset(
         row, or as many as there are entries that may be drawn. A NaN makes its row NaN.
 
     The draw is a systematic sample in random order (Goodman and Kish, 1950): the probabilities are laid end
-    to end, in an order that is shuffled for every row, and the entries under a comb with teeth one apart and
-    a random start are taken. This fixes the probability of each single entry; those of pairs and larger sets
-    follow from the design, they are not those of independent draws or of any other model.
+    to end, in an order that is drawn for every row (by six random bits for each entry), and the entries under
+    a comb with teeth one apart and a random start are taken. This fixes the probability of each single entry;
+    those of pairs and larger sets follow from the design, they are not those of independent draws or of any
+    other model.
     """
     c = canonical(x, k, dim, mask, None)
     check_whole(k, c)
