@@ -80,8 +80,11 @@ class Row {
       if (euclidean_) events.push_back({x, 0});
       events.push_back({x, euclidean_ ? u : std::log(u)});
     }
+    // Beside an entry of 1e38 a bound of 1 is rounded away: then by the entries, and by the bounds.
     std::sort(events.begin(), events.end(), [](const Threshold& a, const Threshold& b) {
-      return a.delta - a.center < b.delta - b.center;
+      const double first = a.delta - a.center, second = b.delta - b.center;
+      if (first != second) return first < second;
+      return a.center != b.center ? a.center > b.center : a.delta < b.delta;
     });
     return events;
   }
