@@ -74,8 +74,8 @@ def draw(rows: Sequence[Record], methods: Sequence[str], picture: Path) -> None:
             panels[0].set_ylabel("recall (%)")
         for axes in grid[1]:
             axes.set_xlabel("epoch")
-        handles, labels = grid[0][0].get_legend_handles_labels()
-        figure.legend(handles, labels, loc="outside lower center", ncols=len(methods))
+        handles, labels = grid[0][1].get_legend_handles_labels()  # the frequencies alone are on validation
+        figure.legend(handles, labels, loc="outside lower center", ncols=len(methods) + 1)
 
 
 def _draw_panel(axes: Axes, rows: Sequence[Record], methods: Sequence[str], mode: str, split: str) -> None:
@@ -93,7 +93,9 @@ def _draw_panel(axes: Axes, rows: Sequence[Record], methods: Sequence[str], mode
         if (row.method, row.split) == (FREQUENCY, split):
             for k in KS:
                 level = 100 * getattr(row, column(f"{mode}R@{k}"))
-                axes.axhline(level, color=GREY, linestyle=_LINES[k], linewidth=0.8)
+                axes.axhline(
+                    level, color=GREY, linestyle=_LINES[k], linewidth=0.8, label=f"{FREQUENCY}, R@{k}"
+                )
     axes.grid()
 
 
