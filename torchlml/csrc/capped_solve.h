@@ -184,36 +184,44 @@ class LinearSearch {
   const Threshold& nu() const { return nu_; }
 
   bool solve() {
-    double low = -HUGE_VAL, high = HUGE_VAL;
+    double place = 0, low = -HUGE_VAL, high = HUGE_VAL;  // all from the first guess on
     bool rooted = false;
     Level last{-1, -1, 0, 0};
     for (int pass = 0; pass < 32; ++pass) {
       const Level at = level();
       const double excess = (at.taken - k_) + at.sum;
       if (excess == 0 || (rooted && at.over == last.over && at.free == last.free)) return true;
-      (excess > 0 ? high : low) = nu_.delta;
-      double next;
+      (excess > 0 ? high : low) = place;
+      double step;
       if (at.free > 0) {
-        next = nu_.delta - excess / static_cast<double>(at.free);
+        step = -excess / static_cast<double>(at.free);
       } else {
         // Flat: on to the next entry that changes the sum, and a little into its slope.
         const double size = excess > 0 ? excess : -excess, into = 0.5 * (size < unit_ ? size : unit_);
-        next = excess > 0 ? nu_.delta - (gap<true>() + into) : nu_.delta + (gap<false>() + into);
+        step = excess > 0 ? -(gap<true>() + into) : gap<false>() + into;
       }
       rooted = at.free > 0;
       last = at;
-      if (!(next > low && next < high) || (pass > 8 && pass % 2)) {
+      if (!(place + step > low && place + step < high) || (pass > 8 && pass % 2)) {
         if (!(high - low < HUGE_VAL)) return false;
-        next = 0.5 * (low + high);
-        if (!(next > low && next < high)) return false;
+        step = 0.5 * (low + high) - place;
+        if (!(place + step > low && place + step < high)) return false;
         rooted = false;
       }
-      nu_.delta = next;
+      place += step;
+      move(step);
     }
     return false;
   }
 
  private:
+  // The centre goes along, and what it loses to rounding stays in delta: far from the first guess, too, the last
+  // step counts to its last digit.
+  void move(double step) {
+    const double shift = nu_.delta + step, center = nu_.center - shift, part = center - nu_.center;
+    nu_ = {center, -((nu_.center - (center - part)) - (shift + part))};
+  }
+
   // z of one vector, and -1 beyond the end of the row.
   LML_INLINE Vec<T> z_at(const Split<T>& nu, int64_t i, int64_t count) const {
     const Vec<T> z = (read(x_ + i, count) + nu.high) + nu.low;
