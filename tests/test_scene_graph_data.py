@@ -1,6 +1,8 @@
 """Scene graphs from files: Xu's Visual Genome and official VRD, whole and damaged, and what follows."""
 
 import json
+import os
+from pathlib import Path
 
 import h5py
 import numpy as np
@@ -66,6 +68,25 @@ def test_visual_genome_knows_the_four_broken_images(tmp_path):
     data[1:1] = [{"image_id": 1592, "width": 1, "height": 1}]
     (tmp_path / "image_data.json").write_text(json.dumps(data))
     assert visual_genome.read(tmp_path)[0].names == ("7", "8")
+
+
+@pytest.mark.skipif("TORCHLML_DATA" not in os.environ, reason="TORCHLML_DATA does not name real data")
+def test_real_files():
+    folder = Path(os.environ["TORCHLML_DATA"])
+    training, test = visual_genome.read(folder / "vg")
+    with h5py.File(folder / "vg" / "VG-SGG.h5") as file:
+        split, boxes = file["split"][:], len(file["labels"])
+        relations = np.unique(np.concatenate((file["relationships"][:], file["predicates"][:]), 1), axis=0)
+    assert (len(training), len(test)) == ((split == 0).sum(), (split == 2).sum())
+    assert len(training.boxes) + len(test.boxes) == boxes
+    assert len(training.relations) + len(test.relations) == len(relations)
+    training, test = vrd.read(folder / "vrd")
+    assert (len(training), len(test), len(training.objects), len(training.predicates)) == (
+        4000,
+        1000,
+        100,
+        70,
+    )
 
 
 @pytest.mark.parametrize("sizes", [True, False])
