@@ -1,7 +1,7 @@
 """The operators `torch.ops.torchlml.*`: their schemas, and who implements them.
 
 This is the seam where kernels plug in. The schemas are defined here and implemented in plain torch
-(`reference.py`) for every device; a compiled kernel registers the same names under its device's key and then
+(`reference.py`, `reference_loss.py`) for every device; a compiled kernel registers the same names under its device's key and then
 wins. The arguments are canonical, see `reference.py`; the derivatives are in `autograd.py`.
 """
 
@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from torchlml import native, reference
+from torchlml import native, reference, reference_loss
 from torchlml.kernels import registration
 from torchlml.rows import wide_dtype, work_dtype
 
@@ -26,6 +26,11 @@ _library.define(f"log_forward(Tensor x, Tensor k, {_rows}) -> (Tensor, Tensor)")
 _library.define(f"backward(Tensor grad, Tensor x, Tensor y, Tensor nu, {_rows}) -> (Tensor, Tensor)")
 _library.define(f"log_backward(Tensor grad, Tensor x, Tensor log_y, Tensor nu, {_rows}) -> (Tensor, Tensor)")
 _library.define(f"dual_backward(Tensor grad, Tensor x, Tensor nu, {_rows}) -> (Tensor, Tensor)")
+_labels = "Tensor labels, Tensor? starts, Tensor? weight"
+_library.define(f"loss_forward(Tensor x, Tensor k, {_rows}, {_labels}) -> (Tensor, Tensor)")
+_library.define(
+    f"loss_backward(Tensor grad, Tensor x, Tensor k, Tensor nu, {_rows}, {_labels}) -> (Tensor, Tensor)"
+)
 
 for _name in (
     "solve",
@@ -37,6 +42,8 @@ for _name in (
     "dual_backward",
 ):
     _library.impl(_name, getattr(reference, _name), "CompositeExplicitAutograd")
+for _name in ("loss_forward", "loss_backward"):
+    _library.impl(_name, getattr(reference_loss, _name), "CompositeExplicitAutograd")
 
 native.load()
 registration.register(_library)
@@ -48,6 +55,8 @@ log_forward = torch.ops.torchlml.log_forward.default
 backward = torch.ops.torchlml.backward.default
 log_backward = torch.ops.torchlml.log_backward.default
 dual_backward = torch.ops.torchlml.dual_backward.default
+loss_forward = torch.ops.torchlml.loss_forward.default
+loss_backward = torch.ops.torchlml.loss_backward.default
 
 
 def _fake_nu(x: Tensor, offsets: Tensor | None) -> Tensor:
@@ -57,6 +66,12 @@ def _fake_nu(x: Tensor, offsets: Tensor | None) -> Tensor:
 
 def _fake_forward(x: Tensor, k: Tensor, mask: Tensor | None, offsets: Tensor | None) -> tuple[Tensor, Tensor]:
     return torch.empty_like(x), _fake_nu(x, offsets)
+
+
+def _fake_loss_forward(
+    x: Tensor, k: Tensor, mask: Tensor | None, offsets: Tensor | None, *labels: Tensor | None
+) -> tuple[Tensor, Tensor]:
+    return _fake_nu(x, offsets), _fake_nu(x, offsets)
 
 
 def _fake_backward(x: Tensor, nu: Tensor) -> tuple[Tensor, Tensor]:
@@ -74,6 +89,8 @@ _fake("log_forward", _fake_forward)
 _fake("backward", lambda grad, x, y, nu, mask, offsets: _fake_backward(x, nu))
 _fake("log_backward", lambda grad, x, log_y, nu, mask, offsets: _fake_backward(x, nu))
 _fake("dual_backward", lambda grad, x, nu, mask, offsets: _fake_backward(x, nu))
+_fake("loss_forward", _fake_loss_forward)
+_fake("loss_backward", lambda grad, x, k, nu, *rest: _fake_backward(x, nu))
 
 
 def _vmap_solve(operator: Any, info: Any, in_dims: Any, *arguments: Any) -> tuple[Tensor, int]:

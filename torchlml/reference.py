@@ -50,9 +50,9 @@ def forward(x: Tensor, k: Tensor, mask: Tensor | None, offsets: Tensor | None) -
     """(y, nu)."""
     values, rows = prepare(x, mask, offsets)
     nu = _solve(values, k, rows, newton)
-    y = _sigmoid(shifted(values, nu, rows))
+    y = sigmoid(shifted(values, nu, rows))
     share = infinite_share(values, k, nu, rows)
-    return _fill(y, values, nu, rows, absent=0.0, infinite=share).to(x.dtype), nu
+    return fill(y, values, nu, rows, absent=0.0, infinite=share).to(x.dtype), nu
 
 
 def log_forward(x: Tensor, k: Tensor, mask: Tensor | None, offsets: Tensor | None) -> Pair:
@@ -61,7 +61,7 @@ def log_forward(x: Tensor, k: Tensor, mask: Tensor | None, offsets: Tensor | Non
     nu = _solve(values, k, rows, newton)
     log_y = logsigmoid(shifted(values, nu, rows))
     share = infinite_share(values, k, nu, rows).log()
-    return _fill(log_y, values, nu, rows, absent=-torch.inf, infinite=share).to(x.dtype), nu
+    return fill(log_y, values, nu, rows, absent=-torch.inf, infinite=share).to(x.dtype), nu
 
 
 def backward(
@@ -69,16 +69,16 @@ def backward(
 ) -> Pair:
     """(dx, dk) of `forward`: dx = w (g - dk), dk = (w.g) / sum w, w = y (1 - y)."""
     values, rows = prepare(x, mask, offsets)
-    live = _live(values, nu, rows)
+    live = moving(values, nu, rows)
     g = grad.to(values.dtype)
-    t = _sigmoid(-shifted(values, nu, rows).abs())
+    t = sigmoid(-shifted(values, nu, rows).abs())
     # Where k < p the +inf entries get k/p each: they follow k like tied entries, but no finite change of x.
     tied = (values == torch.inf) & (y > 0) & (y < 1) & rows.spread(nu[0].isinf())
     w = torch.where(live, t * (1 - t), tied.to(t.dtype))
     total = rows.sum(w)
     dk = torch.where(total > 0, rows.sum(torch.where(live | tied, w * g, 0)) / total, 0)
     dx = torch.where(live, w * (g - rows.spread(dk.to(g.dtype))), 0)
-    return _finish(dx, dk, x, nu, rows)
+    return finish(dx, dk, x, nu, rows)
 
 
 def log_backward(
@@ -86,27 +86,27 @@ def log_backward(
 ) -> Pair:
     """(dx, dk) of `log_forward`: with a = g (1 - y), dx = a - (w / sum w) sum a, dk = sum a / sum w."""
     values, rows = prepare(x, mask, offsets)
-    live = _live(values, nu, rows)
+    live = moving(values, nu, rows)
     g = grad.to(values.dtype)
-    a = torch.where(live, g * _sigmoid(-shifted(values, nu, rows)), 0)
+    a = torch.where(live, g * sigmoid(-shifted(values, nu, rows)), 0)
     total_a = rows.sum(a)
-    share, slope = _shares_of_slope(values, nu, live, rows)
+    share, slope = shares_of_slope(values, nu, live, rows)
     dx = torch.where(live, a - share * rows.spread(total_a.to(a.dtype)), 0)
     # Where k < p the +inf entries are k/p each, whose logarithm has the derivative 1/k = 1 / (p y).
     tied = (values == torch.inf) & (log_y < 0) & log_y.isfinite() & rows.spread(nu[0].isinf())
     tied_dk = rows.sum(torch.where(tied, g * torch.exp(-log_y.to(g.dtype)), 0)) / rows.sum(tied).clamp(min=1)
     dk = torch.where(nu[0].isinf(), tied_dk, torch.where(total_a == 0, 0, total_a / slope))
-    return _finish(dx, dk, x, nu, rows)
+    return finish(dx, dk, x, nu, rows)
 
 
 def dual_backward(grad: Tensor, x: Tensor, nu: Tensor, mask: Tensor | None, offsets: Tensor | None) -> Pair:
     """(dx, dk) of nu itself: dx = -g w / sum w, dk = g / sum w."""
     values, rows = prepare(x, mask, offsets)
-    live = _live(values, nu, rows)
-    share, slope = _shares_of_slope(values, nu, live, rows)
+    live = moving(values, nu, rows)
+    share, slope = shares_of_slope(values, nu, live, rows)
     dx = torch.where(live, -share * rows.spread(grad), 0)
     dk = torch.where(nu[0].isinf() | (grad == 0), 0, grad / slope)
-    return _finish(dx, dk, x, nu, rows)
+    return finish(dx, dk, x, nu, rows)
 
 
 def prepare(x: Tensor, mask: Tensor | None, offsets: Tensor | None) -> tuple[Tensor, Rows]:
@@ -117,7 +117,7 @@ def prepare(x: Tensor, mask: Tensor | None, offsets: Tensor | None) -> tuple[Ten
     return values, rows_of(x, offsets)
 
 
-def _sigmoid(z: Tensor) -> Tensor:
+def sigmoid(z: Tensor) -> Tensor:
     # torch.sigmoid rounds an entry differently by its place in memory; torch.exp does not.
     e = torch.exp(-z.abs())
     return torch.where(z > 0, 1, e) / (1 + e)
@@ -142,19 +142,19 @@ def infinite_share(x: Tensor, k: Tensor, nu: Tensor, rows: Rows) -> Tensor:
     return torch.where(nu[0] == -torch.inf, share, 1).to(x.dtype)
 
 
-def _fill(y: Tensor, x: Tensor, nu: Tensor, rows: Rows, absent: float, infinite: Tensor) -> Tensor:
+def fill(y: Tensor, x: Tensor, nu: Tensor, rows: Rows, absent: float, infinite: Tensor) -> Tensor:
     """Put the limits where the formula has none: infinite entries, absent entries, undefined rows."""
     y = torch.where(x == torch.inf, rows.spread(infinite), y)
     y = torch.where(x == -torch.inf, absent, y)
     return torch.where(rows.spread(nu[0].isnan()), torch.nan, y)
 
 
-def _live(x: Tensor, nu: Tensor, rows: Rows) -> Tensor:
+def moving(x: Tensor, nu: Tensor, rows: Rows) -> Tensor:
     """The entries that move when x or k moves: finite ones of rows with a finite nu."""
     return x.isfinite() & rows.spread(nu[0].isfinite())
 
 
-def _shares_of_slope(x: Tensor, nu: Tensor, live: Tensor, rows: Rows) -> Pair:
+def shares_of_slope(x: Tensor, nu: Tensor, live: Tensor, rows: Rows) -> Pair:
     """(w / sum w, sum w), the first right even where every w underflows: it is a softmax of log w."""
     z = shifted(x, nu, rows)
     log_w = torch.where(live, logsigmoid(z) + logsigmoid(-z), -torch.inf)
@@ -165,7 +165,7 @@ def _shares_of_slope(x: Tensor, nu: Tensor, live: Tensor, rows: Rows) -> Pair:
     return w / rows.spread(total.to(w.dtype)), total * largest.to(total.dtype).exp()
 
 
-def _finish(dx: Tensor, dk: Tensor, x: Tensor, nu: Tensor, rows: Rows) -> Pair:
+def finish(dx: Tensor, dk: Tensor, x: Tensor, nu: Tensor, rows: Rows) -> Pair:
     undefined = nu[0].isnan()
     dx = torch.where(rows.spread(undefined), torch.nan, dx)
     return dx.to(x.dtype), torch.where(undefined, torch.nan, dk).to(rows.wide)

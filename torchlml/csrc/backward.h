@@ -227,9 +227,9 @@ struct BackwardRow {
     });
   }
 
-  // d nu / dx = -p, d nu / dk = 1 / sum w. The first pass leaves the scaled w in `w`: one exponential per entry.
-  LML_INLINE void dual(T g, T* w) const {
-    const T least = nearest(), factor = static_cast<T>(::exp(-static_cast<double>(least)));
+  // w of every entry, times exp(least), with one exponential per entry; returns their sum.
+  LML_INLINE double weigh(T* w, T least) const {
+    const T factor = static_cast<T>(::exp(-static_cast<double>(least)));
     BlockSum<T> weights;
     const int64_t block = block_vectors * lanes<T>;
     for (int64_t start = 0; start < n; start += block) {
@@ -239,19 +239,31 @@ struct BackwardRow {
       });
       each_vector<T>(size, [&](int64_t i, int64_t count) __attribute__((always_inline)) {
         const Vec<T> b = read(w + start + i, count), r = reciprocal(1 + b * factor);
-        const Vec<T> out = keep<T>(usable(start + i, count), b * r * r);
+        Vec<T> out = b * r * r;
+        // Infinite entries get 0 by themselves; a masked one may hold anything.
+        if (mask) out = keep<T>(load_mask<T>(mask + start + i, count), out);
         write(w + start + i, out, count);
         weights.block += out;
       });
       weights.flush();
     }
-    const double sum = weights.value(), g_ = static_cast<double>(g);
-    if (!(sum > 0)) return zero();
-    *dk = g_ == 0 ? 0 : g_ / (sum * ::exp(-static_cast<double>(least)));
-    const T share = static_cast<T>(g_ / sum);
+    return weights.value();
+  }
+
+  // d nu / dx = -p, d nu / dk = 1 / sum w. Leaves the scaled w in `w`, unless it is dx, and returns by what they
+  // are multiplied.
+  LML_INLINE T dual(double g, T* w) const {
+    T least = 0;
+    double sum = weigh(w, least);
+    // Where every w is that small, they are scaled, so that none underflows.
+    if (!(sum > (sizeof(T) == 8 ? 1e-250 : 1e-20))) sum = weigh(w, least = nearest());
+    if (!(sum > 0)) return zero(), T{0};
+    *dk = g == 0 ? 0 : g / (sum * ::exp(-static_cast<double>(least)));
+    const T share = static_cast<T>(g / sum);
     each_vector<T>(n, [&](int64_t i, int64_t count) __attribute__((always_inline)) {
       write(dx + i, -(read(w + i, count) * share), count);
     });
+    return share;
   }
 };
 
@@ -278,7 +290,7 @@ void backward_rows(const BackwardArgs& args, int64_t begin, int64_t end) {
     } else if (args.bounded && nu[0] == 0 && nu[args.batch.rows] == 0) {
       row.free_row();
     } else if (dual) {
-      row.dual(static_cast<const T*>(args.grad)[r], room);
+      row.dual(static_cast<double>(static_cast<const T*>(args.grad)[r]), room);
     } else if (args.kind == Gradient::logarithm) {
       row.logarithm();
     } else {

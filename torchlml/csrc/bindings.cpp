@@ -194,6 +194,69 @@ std::tuple<Tensor, Tensor> dual_backward(Tensor grad, Tensor x, Tensor nu, Optio
   return run_backward(grad, x, nullptr, nu, mask, offsets, Gradient::dual);
 }
 
+// ---------------------------------------------------------------- the loss
+
+LabelArgs make_labels(const Batch& batch, const Tensor& x, const Tensor& labels, const OptionalTensor& starts,
+                      const OptionalTensor& weight) {
+  LabelArgs args{};
+  args.total = labels.numel();
+  if (labels.scalar_type() == ScalarType::Bool) {
+    check(labels, "labels", ScalarType::Bool, batch.total);
+    args.observed = static_cast<const bool*>(labels.const_data_ptr());
+  } else {
+    check(labels, "labels", ScalarType::Long, args.total);
+    args.listed = static_cast<const int64_t*>(labels.const_data_ptr());
+    STD_TORCH_CHECK(starts.has_value() == (batch.offsets != nullptr), "`starts` belongs to packed rows.");
+    if (starts) {
+      check(*starts, "starts", ScalarType::Long, batch.rows + 1);
+      args.starts = static_cast<const int64_t*>(starts->const_data_ptr());
+    } else {
+      STD_TORCH_CHECK(labels.dim() == 2 && labels.size(0) == batch.rows, "`labels` must have a row for each of `x`.");
+      args.per_row = labels.size(1);
+    }
+  }
+  if (weight) {
+    check(*weight, "weight", work_dtype(x), args.total);
+    args.weight = weight->const_data_ptr();
+  }
+  return args;
+}
+
+std::tuple<Tensor, Tensor> loss_forward(Tensor x, Tensor k, OptionalTensor mask, OptionalTensor offsets, Tensor labels,
+                                        OptionalTensor starts, OptionalTensor weight) {
+  LossForwardArgs args{{make_batch(x, mask, offsets), nullptr, 0, Output::none, nullptr, nullptr}, {}, nullptr};
+  const Batch& batch = args.solve.batch;
+  args.labels = make_labels(batch, x, labels, starts, weight);
+  args.solve.k = read_k(k, batch.rows, args.solve.k_stride);
+  Tensor nu = empty_nu(x, batch.rows), loss = empty_nu(x, batch.rows);
+  args.solve.nu = nu.mutable_data_ptr();
+  args.loss = loss.mutable_data_ptr();
+  const auto kernel = kernels().loss_forward[dtype_index(x)];
+  each_rows(batch, [&](int64_t begin, int64_t end) { kernel(args, begin, end); });
+  return {loss, nu};
+}
+
+std::tuple<Tensor, Tensor> loss_backward(Tensor grad, Tensor x, Tensor k, Tensor nu, OptionalTensor mask,
+                                         OptionalTensor offsets, Tensor labels, OptionalTensor starts,
+                                         OptionalTensor weight) {
+  LossBackwardArgs args{};
+  args.batch = make_batch(x, mask, offsets);
+  const int64_t rows = args.batch.rows;
+  args.labels = make_labels(args.batch, x, labels, starts, weight);
+  args.k = read_k(k, rows, args.k_stride);
+  args.grad_stride = grad.dim() == 0 ? 0 : 1;
+  check(grad, "grad", work_dtype(x), args.grad_stride ? rows : 1);
+  check(nu, "nu", work_dtype(x), 2 * rows);
+  Tensor dx = empty_beside(x), dk = empty(&rows, 1, aoti_torch_dtype_float64());
+  args.grad = grad.const_data_ptr();
+  args.nu = nu.const_data_ptr();
+  args.dx = dx.mutable_data_ptr();
+  args.dk = static_cast<double*>(dk.mutable_data_ptr());
+  const auto kernel = kernels().loss_backward[dtype_index(x)];
+  each_rows(args.batch, [&](int64_t begin, int64_t end) { kernel(args, begin, end); });
+  return {dx, dk};
+}
+
 // ---------------------------------------------------------------- the family
 
 std::tuple<Tensor, Tensor> bounded_forward(Tensor x, Tensor k, OptionalTensor mask, OptionalTensor offsets,
@@ -316,6 +379,8 @@ STABLE_TORCH_LIBRARY_IMPL(torchlml, CPU, m) {
   m.impl("constrained_sparsemax_dual", TORCH_BOX(&torchlml::capped_dual<true>));
   m.impl("topk_mask", TORCH_BOX(&torchlml::topk_mask));
   m.impl("systematic_sample", TORCH_BOX(&torchlml::systematic_sample));
+  m.impl("loss_forward", TORCH_BOX(&torchlml::loss_forward));
+  m.impl("loss_backward", TORCH_BOX(&torchlml::loss_backward));
 }
 
 // For native.py: which table is in use.

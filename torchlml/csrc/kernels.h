@@ -108,11 +108,41 @@ struct SampleArgs {
   void* y;
 };
 
+// The labels of every row: a list, or a bool for every entry of x.
+struct LabelArgs {
+  const int64_t* listed;  // `per_row` classes to a dense row; packed: `total` positions. Negative = none
+  const int64_t* starts;  // packed: where the positions of each row begin; else null
+  const bool* observed;   // instead of `listed`
+  const void* weight;     // for each label, in the work dtype; null = 1
+  int64_t per_row;
+  int64_t total;
+};
+
+struct LossForwardArgs {
+  ForwardArgs solve;
+  LabelArgs labels;
+  void* loss;  // (2, rows): the losses, then 1 where there is a label
+};
+
+struct LossBackwardArgs {
+  Batch batch;
+  LabelArgs labels;
+  const void* grad;     // of each row's loss, in the work dtype
+  int64_t grad_stride;  // 0 = one for all rows
+  const double* k;
+  int64_t k_stride;
+  const void* nu;
+  void* dx;
+  double* dk;
+};
+
 // One of these per instruction set; every function handles the rows [begin, end).
 struct Kernels {
   const char* name;
   void (*forward[dtype_count])(const ForwardArgs&, int64_t begin, int64_t end);
   void (*backward[dtype_count])(const BackwardArgs&, int64_t begin, int64_t end);
+  void (*loss_forward[dtype_count])(const LossForwardArgs&, int64_t begin, int64_t end);
+  void (*loss_backward[dtype_count])(const LossBackwardArgs&, int64_t begin, int64_t end);
   void (*value[dtype_count])(const ValueArgs&, int64_t begin, int64_t end);
   void (*capped_forward[dtype_count])(const CappedForwardArgs&, int64_t begin, int64_t end);
   void (*capped_backward[dtype_count])(const CappedBackwardArgs&, int64_t begin, int64_t end);

@@ -18,6 +18,7 @@ import torch
 from torchlml import reference
 
 OPERATORS = ("solve", "forward", "log_forward", "backward", "log_backward", "dual_backward")
+LOSSES = ("loss_forward", "loss_backward")
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 # Places in a row are int32 in the kernels, a block past the end included.
 _LONGEST_ROW = 2**31 - 2**15

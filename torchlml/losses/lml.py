@@ -2,20 +2,17 @@
 
 from __future__ import annotations
 
-import math
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.nn.functional import logsigmoid
 
 from torchlml import ops
 from torchlml.arguments import Canonical, check_k
-from torchlml.autograd import is_plain, log_lml, wants_graph
+from torchlml.autograd import gradient_of_k, is_plain, log_lml, wants_graph
 from torchlml.family import bounds
 from torchlml.losses.reduction import TopKLoss, check_reduction, reduce
-from torchlml.losses.targets import Labels, may_look, read_labels, read_logits
-from torchlml.reference import infinite_share, prepare
+from torchlml.losses.targets import Labels, LogitRows, read_labels, read_logits
 from torchlml.rows import row_index, work_dtype
 
 
@@ -64,14 +61,12 @@ def lml_loss(
     most = None if unlimited else logits.shape[-1]
     k = check_k(k, rows.shape, most, logits.device)
     labels = read_labels(rows, target, weight, ignore_index)
-    # Half precision is float32 from here on, and rounded once at the end.
-    x = rows.x.to(work_dtype(rows.x.dtype))
     weighted = labels.weight is not None and labels.weight.requires_grad
-    if labels.listed is not None and bound == "exactly" and is_plain() and not weighted:
-        loss = _Loss.apply(x, k, *labels, rows.mask, rows.offsets)
+    if bound == "exactly" and is_plain() and not weighted:
+        loss = _fused(rows, k, labels, reduction)
     else:
-        loss = _through_log_lml(x, k, labels, rows.mask, rows.offsets, bound)
-    return reduce(loss, labels, reduction, rows)
+        loss = reduce(_through_log_lml(rows, k, labels, bound), labels, reduction, rows)
+    return loss
 
 
 class LMLLoss(TopKLoss):
@@ -111,103 +106,86 @@ class LMLLoss(TopKLoss):
         return settings if self.bound == "exactly" else f"{settings}, bound={self.bound!r}"
 
 
-def _through_log_lml(
-    x: Tensor, k: Tensor, labels: Labels, mask: Tensor | None, offsets: Tensor | None, bound: str = "exactly"
-) -> Tensor:
-    """One loss per row from all of log y: for a multi-hot, a `bound`, and every transform of PyTorch."""
-    row = None if offsets is None else row_index(offsets, x.shape[0])
-    if not (may_look(labels.has_label) and bool(labels.has_label.all())):
+def _through_log_lml(rows: LogitRows, k: Tensor, labels: Labels, bound: str = "exactly") -> Tensor:
+    """One loss per row from all of log y: for a `bound`, for label weights and every transform of PyTorch."""
+    # Half precision is float32 from here on, and rounded once at the end.
+    x, offsets = rows.x.to(work_dtype(rows.x.dtype)), rows.offsets
+    if not labels.in_every_row:
         # A row without labels counts for nothing, even if it holds a NaN.
+        row = None if offsets is None else row_index(offsets, x.shape[0])
         x = torch.where(_spread(labels.has_label, row), x, 0)
     if bound == "exactly":
-        log_y = log_lml(x, k, mask, offsets, None)
+        log_y = log_lml(x, k, rows.mask, offsets, None)
     else:
-        log_y = bounds.log_rows(Canonical(x, k, mask, offsets, None), None, bound)
+        log_y = bounds.log_rows(Canonical(x, k, rows.mask, offsets, None), None, bound)
     is_label = labels.observed
     if labels.listed is not None:
-        log_y, row, is_label = log_y.gather(-1, labels.listed.clamp(min=0)), labels.row, labels.listed >= 0
+        log_y, is_label = log_y.gather(-1, labels.listed.clamp(min=0)), labels.listed >= 0
     assert is_label is not None
     if labels.weight is not None:
         log_y, is_label = log_y * labels.weight, is_label & (labels.weight != 0)
-    return -_sum(torch.where(is_label, log_y, 0), row, labels.has_label.shape[0])
+    return -_sum(torch.where(is_label, log_y, 0), labels.row, rows.number)
+
+
+def _fused(rows: LogitRows, k: Tensor, labels: Labels, reduction: str) -> Tensor:
+    """The reduced loss by one operator, and its gradient by another: nothing of the size of x between."""
+    observed = labels.observed if labels.listed is None else labels.listed
+    assert observed is not None
+    arguments = (rows.x, k, rows.mask, rows.offsets, observed, labels.starts, labels.weight)
+    if torch.is_grad_enabled() and (rows.x.requires_grad or k.requires_grad):
+        loss = _Loss.apply(*arguments, reduction, labels.complete)
+    else:
+        loss, _, _ = _forward(*arguments, reduction, labels.complete)
+    return loss.reshape(rows.shape) if reduction == "none" and len(rows.shape) != 1 else loss
+
+
+def _forward(x: Tensor, *rest: Any) -> tuple[Tensor, Tensor, Tensor | int]:
+    """(the reduced loss in the dtype of x, nu, the number that a mean is over)."""
+    *arguments, reduction, complete = rest
+    losses, nu = ops.loss_forward(x, *arguments)
+    count: Tensor | int = 1
+    if reduction == "none":
+        loss = losses[0]
+    elif reduction == "sum":
+        loss = losses[0].sum()
+    elif complete:
+        count = max(1, losses.shape[1])
+        loss = losses[0].sum() / count
+    else:
+        loss, count = losses.sum(1)
+        count = count.clamp(min=1)
+        loss = loss / count
+    return loss.to(x.dtype), nu, count
 
 
 class _Loss(torch.autograd.Function):
-    """One loss per row from the entries that are labels; no other probability is ever formed.
-
-    With A = sum_j c_j (1 - y_j) over the labels j of a row, weighted by c,
-
-        dx_i = A w_i / sum w - c_i (1 - y_i),    dk = -A / sum w.
-
-    The first part and dk are -A times the derivatives of nu, for which there is an operator; the second part
-    is one number for each label.
-    """
-
     @staticmethod
-    def forward(
-        ctx: Any,
-        x: Tensor,
-        k: Tensor,
-        listed: Tensor,
-        row: Tensor | None,
-        observed: None,
-        weight: Tensor | None,
-        has_label: Tensor,
-        complete: bool,
-        mask: Tensor | None,
-        offsets: Tensor | None,
-    ) -> Tensor:
-        nu = ops.solve(x, k, mask, offsets)
-        place, c = listed, weight
-        if not complete:
-            is_label, place = listed >= 0, listed.clamp(min=0)
-            c = is_label.to(x.dtype) if weight is None else torch.where(is_label, weight, 0)
-        entries = x.gather(-1, place)
-        if mask is not None:
-            entries = torch.where(mask.gather(-1, place), entries, -torch.inf)
-        hi, lo = nu.unsqueeze(-1) if row is None else nu[:, row]
-        z = (entries + hi) + lo
-        # Every row of a matrix is in z; of packed rows only those with a label are.
-        if may_look(z) and math.isfinite(z.sum() if row is None else z.sum() + nu.sum()):
-            loss, own = logsigmoid(z), torch.sigmoid(-z)
-            if c is not None:
-                loss, own = c * loss, c * own
-            total = _sum(own, row, has_label.shape[0])
-        else:
-            c = torch.ones_like(z) if c is None else c
-            # An infinite nu has no derivatives: a row without labels counts for nothing, whatever is in it.
-            nu = torch.where(has_label, nu, -torch.inf)
-            hi = _spread(nu[0], row)
-            tied = (entries == torch.inf) & (hi == -torch.inf)
-            values, rows = prepare(x, mask, offsets)
-            log_share = _spread(infinite_share(values, k, nu, rows).log(), row)
-            log_y = torch.where((entries == -torch.inf) & ~hi.isnan(), -torch.inf, logsigmoid(z))
-            loss = torch.where(c == 0, 0, c * torch.where(tied, log_share, log_y))
-            own = torch.where(entries.isfinite() & hi.isfinite(), c * torch.sigmoid(-z), 0)
-            # p > k entries that are +inf get k/p each: they move with k but not with x.
-            total = _sum(torch.where(tied, c, own), row, has_label.shape[0])
-        ctx.save_for_backward(x, k, listed, row, weight, has_label, mask, offsets, nu, place, own, total)
-        return -_sum(loss, row, has_label.shape[0])
+    def forward(ctx: Any, *arguments: Any) -> Tensor:
+        loss, nu, count = _forward(*arguments)
+        *tensors, ctx.reduction, ctx.complete = arguments
+        ctx.count = count
+        ctx.save_for_backward(*tensors, nu)
+        return loss
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        x, k, listed, row, weight, has_label, mask, offsets, nu, place, own, total = ctx.saved_tensors
-        rest = (None,) * 8
+        x, k, mask, offsets, observed, starts, weight, nu = ctx.saved_tensors
+        rest = (None,) * 7
         if wants_graph():
-            labels = Labels(listed, row, None, weight, has_label, complete=False)
-            loss = _through_log_lml(x, k, labels, mask, offsets)
+            listed = None if observed.dtype == torch.bool else observed
+            labels = Labels(
+                listed, starts, observed if listed is None else None, weight, offsets, ctx.complete
+            )
+            rows = LogitRows(x, mask, offsets, nu.shape[1:])
+            loss = reduce(_through_log_lml(rows, k, labels), labels, ctx.reduction, rows)
             wanted = [t for t in (x, k) if t.requires_grad]
             found = iter(torch.autograd.grad(loss, wanted, grad, create_graph=True))
             return (*(next(found) if t.requires_grad else None for t in (x, k)), *rest)
-        minus = -grad
-        change = minus * total
-        dx, dk = ops.dual_backward(change, x, nu, mask, offsets)
-        dx.scatter_add_(-1, place, _spread(minus, row) * own)
-        if not k.requires_grad:
-            return (dx, None, *rest)
-        # Where entries tie at +inf, log y = log(k / p): total is the weight of those that are labels.
-        dk = torch.where((nu[0] == -torch.inf) & (total != 0), change / k, dk).to(k.dtype)
-        return (dx, dk.sum() if k.dim() == 0 else dk, *rest)
+        grad = grad.to(nu.dtype)
+        if ctx.reduction == "mean":
+            grad = grad / ctx.count
+        dx, dk = ops.loss_backward(grad.contiguous(), x, k, nu, mask, offsets, observed, starts, weight)
+        return (dx, gradient_of_k(dk, k), *rest)
 
 
 def _spread(per_row: Tensor, row: Tensor | None) -> Tensor:

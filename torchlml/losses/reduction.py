@@ -23,8 +23,7 @@ def reduce(loss: Tensor, labels: Labels, reduction: str, rows: LogitRows) -> Ten
     `F.cross_entropy` gives NaN: a batch of images without a single relation must not poison a training run.
     """
     if reduction == "mean":
-        count = labels.has_label.sum()
-        loss = loss.sum() / (max(1, int(count)) if may_look(count) else count.clamp(min=1))
+        loss = loss.sum() / labelled_rows(labels, rows)
     elif reduction == "sum":
         loss = loss.sum()
     else:
@@ -32,9 +31,18 @@ def reduce(loss: Tensor, labels: Labels, reduction: str, rows: LogitRows) -> Ten
     return loss.to(rows.x.dtype)
 
 
+def labelled_rows(labels: Labels, rows: LogitRows) -> int | Tensor:
+    """How many rows have a label, and 1 if none has: what a mean divides by."""
+    if labels.complete:
+        return max(1, rows.number)
+    count = labels.has_label.sum()
+    return max(1, int(count)) if may_look(count) else count.clamp(min=1)
+
+
 def reduce_single(loss: Tensor, labels: Labels, reduction: str, rows: LogitRows) -> Tensor:
     """The same for a loss (R, 1), not yet weighted, that means nothing where there is no label."""
-    loss = torch.where(labels.has_label.unsqueeze(-1), loss, 0)
+    if not labels.complete:
+        loss = torch.where(labels.has_label.unsqueeze(-1), loss, 0)
     if labels.weight is not None:
         loss = loss * labels.weight
     return reduce(loss.squeeze(-1), labels, reduction, rows)

@@ -37,17 +37,46 @@ class LogitRows(NamedTuple):
 class Labels(NamedTuple):
     """The observed labels, as a list or as a multi-hot; exactly one of `listed` and `observed` is given.
 
-    `listed` is (R, L), classes, or with offsets (P,), positions: every label once, -1 for none; `row` is then
-    the row of each position. `observed` is a bool of the shape of `x`. `weight` has the shape of the one that
-    is given; None means 1 for every label.
+    `listed` is (R, L), classes, or with offsets (P,), positions in rising order, those of row i from
+    `starts[i]` to `starts[i + 1]`: every label once, a negative number for none. `observed` is a bool of the
+    shape of `x`. `weight` has the shape of the one that is given; None means 1 for every label.
     """
 
     listed: Tensor | None
-    row: Tensor | None
+    starts: Tensor | None
     observed: Tensor | None
     weight: Tensor | None
-    has_label: Tensor
-    complete: bool  # nothing in `listed` is -1, which is known only where the target may be looked at
+    offsets: Tensor | None  # of the logits
+    complete: bool  # nothing in `listed` is negative, which is known only where the target may be looked at
+
+    @property
+    def row(self) -> Tensor | None:
+        """The row of each listed position, or of each observed entry; None where a matrix says it."""
+        if self.offsets is None:
+            return None
+        if self.observed is not None:
+            return row_index(self.offsets, self.observed.numel())
+        assert self.listed is not None and self.starts is not None
+        return row_index(self.starts, self.listed.numel())
+
+    @property
+    def has_label(self) -> Tensor:
+        """A bool for each row."""
+        found = self.observed if self.listed is None else self.listed >= 0
+        assert found is not None
+        row = self.row
+        if self.offsets is None or row is None:
+            return found.any(-1)
+        counts = torch.zeros(self.offsets.numel() - 1, dtype=torch.int64, device=found.device)
+        return counts.index_add(0, row, found.long()) > 0
+
+    @property
+    def in_every_row(self) -> bool:
+        """Whether every row is known to have a label."""
+        if self.complete:
+            return True
+        has_label = self.has_label
+        return may_look(has_label) and bool(has_label.all())
 
 
 def read_logits(logits: Tensor, mask: Tensor | None, offsets: Tensor | None) -> LogitRows:
@@ -152,23 +181,29 @@ def _class_indices(rows: LogitRows, target: Tensor, weight: Tensor | None, ignor
         )
     full = given.shape[1] == n
     complete = may_look(target) and _check_values(given, ignore_index, n, "class indices", full)
-    listed = _each_once(given if complete else torch.where(given == ignore_index, -1, given))
-    # Removing what is repeated leaves gaps again.
-    complete = complete and given.shape[1] == 1
-    place = listed.clamp(min=0)
+    listed = given
+    if given.shape[1] > 1:
+        listed = _each_once(_negative(given, ignore_index).sort(-1).values)
+        complete = False  # removing what is repeated leaves gaps
+    elif not complete:
+        listed = _negative(given, ignore_index)
     if rows.mask is not None and may_look(target, rows.mask):
-        _check_available((listed >= 0) & ~rows.mask.gather(-1, place))
-    label_weight = None if weight is None else weight.to(work_dtype(rows.x.dtype))[place]
-    return Labels(listed, None, None, label_weight, (listed >= 0).any(-1), complete)
+        _check_available((listed >= 0) & ~rows.mask.gather(-1, listed.clamp(min=0)))
+    label_weight = None
+    if weight is not None:
+        label_weight = weight.to(work_dtype(rows.x.dtype))[listed if complete else listed.clamp(min=0)]
+    return Labels(listed, None, None, label_weight, None, complete)
 
 
-def _each_once(listed: Tensor) -> Tensor:
-    """Sort the last dim and make a repeated label -1, so that neither order nor repetition is felt."""
-    if listed.shape[-1] < 2:
-        return listed
-    listed = listed.sort(-1, descending=True).values
-    repeated = listed[..., 1:] == listed[..., :-1]
-    return torch.cat([listed[..., :1], listed[..., 1:].masked_fill(repeated, -1)], dim=-1)
+def _negative(target: Tensor, ignore_index: int) -> Tensor:
+    """The target with a negative number for none, as `ignore_index` mostly is already."""
+    return target if ignore_index < 0 else torch.where(target == ignore_index, -1, target)
+
+
+def _each_once(ordered: Tensor) -> Tensor:
+    """Make a repeated label of the sorted last dim -1, so that neither order nor repetition is felt."""
+    repeated = ordered[..., 1:] == ordered[..., :-1]
+    return torch.cat([ordered[..., :1], ordered[..., 1:].masked_fill(repeated, -1)], dim=-1)
 
 
 def _multi_hot(rows: LogitRows, target: Tensor, weight: Tensor | None) -> Labels:
@@ -192,7 +227,7 @@ def _multi_hot(rows: LogitRows, target: Tensor, weight: Tensor | None) -> Labels
     label_weight = None if target.dtype == torch.bool and weight is None else target.to(work)
     if weight is not None and label_weight is not None:
         label_weight = label_weight * weight.to(work)
-    return Labels(None, None, observed, label_weight, _any_in_row(rows, observed), complete=False)
+    return Labels(None, None, observed, label_weight, rows.offsets, complete=False)
 
 
 def _positions(rows: LogitRows, target: Tensor, ignore_index: int) -> Labels:
@@ -205,21 +240,17 @@ def _positions(rows: LogitRows, target: Tensor, ignore_index: int) -> Labels:
     n = rows.x.shape[0]
     if may_look(target):
         _check_values(target, ignore_index, n, "positions", target.numel() == n)
-    listed = _each_once(torch.where(target == ignore_index, -1, target))
-    valid = listed >= 0
+    ordered = _negative(target, ignore_index).sort().values
+    # What is in no row counts for the first one where it is negative, and makes the last one NaN where it is
+    # too large, which is seen here only where the target may be looked at.
+    starts = torch.searchsorted(ordered, rows.offsets[1:-1])
+    starts = torch.cat([starts.new_zeros(1), starts, starts.new_full((1,), target.numel())])
+    if rows.number == 0:
+        ordered, starts = ordered[:0], starts[:1]
+    listed = _each_once(ordered)
     if rows.mask is not None and may_look(target, rows.mask):
-        _check_available(~rows.mask[listed[valid]])
-    # The offsets at or before a position, minus one, is its row, also where rows are empty.
-    row = torch.searchsorted(rows.offsets, listed.clamp(min=0), right=True) - 1
-    counts = torch.zeros(rows.number, dtype=torch.int64, device=row.device).index_add(0, row, valid.long())
-    return Labels(listed, row, None, None, counts > 0, complete=False)
-
-
-def _any_in_row(rows: LogitRows, observed: Tensor) -> Tensor:
-    if rows.offsets is None:
-        return observed.any(-1)
-    counts = torch.zeros(rows.number, dtype=torch.int64, device=observed.device)
-    return counts.index_add(0, row_index(rows.offsets, observed.numel()), observed.long()) > 0
+        _check_available(~rows.mask[listed[listed >= 0]])
+    return Labels(listed, starts, None, None, rows.offsets, complete=False)
 
 
 def _check_offsets(offsets: Tensor, logits: Tensor) -> Tensor:

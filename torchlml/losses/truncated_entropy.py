@@ -7,7 +7,7 @@ from torch import Tensor
 from torch.nn.functional import logsigmoid
 
 from torchlml.losses.reduction import TopKLoss, check_reduction, reduce
-from torchlml.losses.targets import Labels, LogitRows, may_look, multi_hot, read_k, read_labels, read_logits
+from torchlml.losses.targets import Labels, LogitRows, multi_hot, read_k, read_labels, read_logits
 from torchlml.rows import row_index, work_dtype
 
 
@@ -79,7 +79,6 @@ class TruncatedEntropyLoss(TopKLoss):
 
 def _dense(rows: LogitRows, labels: Labels, k: int) -> Tensor:
     x = rows.x.to(work_dtype(rows.x.dtype))
-    every_row = may_look(labels.has_label) and bool(labels.has_label.all())
     if labels.listed is not None:
         is_label, f = labels.listed >= 0, x.gather(-1, labels.listed.clamp(min=0))
         # Padding points at the row's first label, which is the largest of the sorted list.
@@ -89,7 +88,7 @@ def _dense(rows: LogitRows, labels: Labels, k: int) -> Tensor:
         is_label, f = labels.observed, x
         out = labels.observed.long().argmax(-1, keepdim=True)
     competitors = x
-    if labels.listed is None or rows.mask is not None or not every_row:
+    if labels.listed is None or rows.mask is not None or not labels.in_every_row:
         observed = is_label if labels.listed is None else None
         absent = _not_competing(rows, observed, labels.has_label.unsqueeze(-1))
         competitors = x.masked_fill(absent, -torch.inf)
