@@ -246,6 +246,13 @@ def _operator_inputs(name: str, ragged: bool, dtype: torch.dtype) -> tuple[Tenso
     y, nu = torch.ops.torchlml.forward(x, k, mask, offsets)
     log_y, _ = torch.ops.torchlml.log_forward(x, k, mask, offsets)
     g = torch.randn_like(x)
+    row_grad = torch.randn(4, dtype=nu.dtype)
+    labels = (
+        (torch.tensor([1, 4, -1, 9]), torch.tensor([0, 1, 1, 3, 4]))
+        if ragged
+        else (torch.arange(4)[:, None], None)
+    )
+    weight = torch.rand(labels[0].shape, dtype=nu.dtype)
     return {
         "solve": (x, k, mask, offsets),
         "solve_bracketing": (x, k, mask, offsets, None, None, 100),
@@ -253,7 +260,9 @@ def _operator_inputs(name: str, ragged: bool, dtype: torch.dtype) -> tuple[Tenso
         "log_forward": (x, k, mask, offsets),
         "backward": (g, x, y, nu, mask, offsets),
         "log_backward": (g, x, log_y, nu, mask, offsets),
-        "dual_backward": (torch.randn(4, dtype=nu.dtype), x, nu, mask, offsets),
+        "dual_backward": (row_grad, x, nu, mask, offsets),
+        "loss_forward": (x, k, mask, offsets, *labels, weight),
+        "loss_backward": (row_grad, x, k, nu, mask, offsets, *labels, weight),
     }[name]
 
 
@@ -265,6 +274,8 @@ OPERATORS = [
     "backward",
     "log_backward",
     "dual_backward",
+    "loss_forward",
+    "loss_backward",
 ]
 
 

@@ -3,26 +3,29 @@
     python -m tests.triton_compile sm_80 sm_90 sm_100 gfx942
 
 prints a line of JSON for each variant and target: registers, bytes spilled, bytes of shared memory. The
-numbers of NVIDIA's targets are what ptxas says, AMD's are in the metadata of the code object.
+numbers of NVIDIA's targets are what ptxas says while Triton compiles, AMD's are in the metadata of the code
+object.
 """
 # mypy: disable-error-code="import-not-found,import-untyped"
 
 from __future__ import annotations
 
+import contextlib
+import io
 import json
+import os
 import re
-import subprocess
 import sys
-import tempfile
-from pathlib import Path
 from typing import Any
 
+# Read when Triton is imported: print what ptxas says, and compile what was compiled before.
+os.environ["TRITON_DUMP_PTXAS_LOG"] = os.environ["TRITON_ALWAYS_COMPILE"] = "1"
+
 import triton
-from triton.backends import nvidia
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from torchlml.kernels import triton_backward, triton_forward, triton_split
+from torchlml.kernels import triton_backward, triton_forward, triton_loss, triton_split
 from torchlml.kernels.plan import plan
 
 TARGETS = {
@@ -43,10 +46,18 @@ ARGUMENTS = {
     "n": "i32",
     "size": "i64",
     "k_stride": "i32",
+    "starts_ptr": "*i64",
+    "weight_ptr": "*fp32",
+    "loss_ptr": "*fp32",
+    "per_row": "i32",
+    "grad_stride": "i32",
 }
 ENTRIES = ("x_ptr", "y_ptr", "grad_ptr", "dx_ptr")
 DENSE = {"mask_ptr": None, "offsets_ptr": None}
 PACKED: dict[str, None] = {}
+ONE_CLASS = {**DENSE, "starts_ptr": None, "weight_ptr": None, "LABELS": 1}
+MULTI_HOT = {**DENSE, "starts_ptr": None, "LABELS": 0}
+LISTS = {"LABELS": 32}  # in packed rows, with weights and a mask
 
 
 def variants(lanes: int) -> list[tuple[str, Any, dict[str, Any], str, int]]:
@@ -82,20 +93,37 @@ def variants(lanes: int) -> list[tuple[str, Any, dict[str, Any], str, int]]:
     add("split: gradient", triton_split.gradient_kernel, OF=0, **long)
     add("split: begin", triton_split.begin_kernel, **long)
     add("split: move", triton_split.move_kernel, **long)
+    losses = (
+        ("loss", triton_loss.loss_forward_kernel),
+        ("gradient of loss", triton_loss.loss_backward_kernel),
+    )
+    for name, kernel in losses:
+        add(name, kernel, 1000, **ONE_CLASS)
+        add(name, kernel, 4000, "bf16", **ONE_CLASS)
+        add(f"{name}, multi-hot", kernel, 4000, **MULTI_HOT)
+        add(f"{name}, lists in packed rows", kernel, 1000, "fp16", **LISTS)
+    long = {"length": 1_000_000, "rows": 4, **ONE_CLASS}
+    add("split: loss", triton_loss.split_loss_kernel, **long)
+    add("split: slope of loss", triton_loss.split_slope_kernel, **long)
+    add("split: gradient of loss", triton_loss.split_gradient_kernel, **long)
+    add("split: add loss", triton_loss.add_loss_kernel, **long)
     return found
 
 
 def measure(variant: tuple[str, Any, dict[str, Any], str, int], target: str) -> dict[str, Any]:
     name, kernel, constants, dtype, warps = variant
     types = {**ARGUMENTS, **dict.fromkeys(ENTRIES, f"*{dtype}")}
+    if "LABELS" in constants:  # a loss has one gradient to a row
+        types |= {"grad_ptr": "*fp32", "labels_ptr": "*i64" if constants["LABELS"] else "*i1"}
     constants = {key: value for key, value in constants.items() if key in kernel.arg_names}
     signature = {
         argument: "constexpr" if argument in constants else types[argument] for argument in kernel.arg_names
     }
     places = {(kernel.arg_names.index(key),): value for key, value in constants.items()}
     source = ASTSource(kernel, signature=signature, constexprs=places)
-    compiled = triton.compile(source, target=TARGETS[target], options={"num_warps": warps})
-    registers, spilled = _nvidia(compiled) if target.startswith("sm_") else _amd(compiled)
+    with contextlib.redirect_stdout(io.StringIO()) as said:
+        compiled = triton.compile(source, target=TARGETS[target], options={"num_warps": warps})
+    registers, spilled = _nvidia(said.getvalue()) if target.startswith("sm_") else _amd(compiled)
     return {
         "variant": name,
         "target": target,
@@ -107,23 +135,7 @@ def measure(variant: tuple[str, Any, dict[str, Any], str, int], target: str) -> 
     }
 
 
-def _nvidia(compiled: Any) -> tuple[int, int]:
-    """What ptxas, the one that comes with Triton, says of the same PTX."""
-    ptx = compiled.asm["ptx"]
-    architecture = re.search(r"\.target (\w+)", ptx).group(1)  # type: ignore[union-attr]
-    tools = Path(nvidia.__file__).parent / "bin"
-    with tempfile.TemporaryDirectory() as folder:
-        file = Path(folder) / "kernel.ptx"
-        file.write_text(ptx)
-        # Which of the two that come with Triton reads this PTX differs from version to version.
-        for ptxas in (tools / "ptxas", tools / "ptxas-blackwell"):
-            command = [str(ptxas), "-v", "-arch", architecture, str(file), "-o", str(Path(folder) / "cubin")]
-            done = subprocess.run(command, capture_output=True, text=True)
-            if done.returncode == 0:
-                break
-        else:
-            raise RuntimeError(done.stdout + done.stderr)
-    said = done.stderr
+def _nvidia(said: str) -> tuple[int, int]:
     registers = max(int(number) for number in re.findall(r"Used (\d+) registers", said))
     return registers, sum(int(number) for number in re.findall(r"(\d+) bytes spill", said))
 

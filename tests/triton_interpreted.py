@@ -14,7 +14,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from tests import truth
+from tests import loss_rows, truth
 from tests.problems import SHORT, Problem
 from tests.test_gradients import resolved, slack, upstream
 from tests.test_special_rows import SPECIAL, gradient_of_k
@@ -256,3 +256,30 @@ def test_float64_stays_on_the_torch_path() -> None:
     assert nu.dtype == torch.float64
     row = truth.solve(x[0].numpy(), 3.0)
     assert np.abs(y[0].numpy() - row.y).max() <= 1e-11
+
+
+# Each form of labels reaches each variant: one label, a list longer than the 32 that are read at once, and a
+# bool beside each entry, in the block on chip, in streamed blocks, and in blocks of several programs.
+LOSSES = [
+    ("one class", False, False),
+    ("weighted list", True, True),
+    ("weighted multi-hot", False, True),
+]
+
+
+@each_variant
+@pytest.mark.parametrize(("form", "packed", "masked"), LOSSES, ids=[loss[0] for loss in LOSSES])
+def test_losses(force: Force, how: Plan | None, form: str, packed: bool, masked: bool) -> None:
+    force(how)
+    lengths = [5, 9, 70, 0] if packed else [70] * 3
+    rows = loss_rows.draw(form, lengths, torch.float32, masked)
+    loss_rows.check(call, loss_rows.batch(rows, form, packed))
+
+
+@each_variant
+def test_losses_of_special_rows(force: Force, how: Plan | None) -> None:
+    force(how)
+    rows = [row for row in SPECIAL if loss_rows.available(row)]
+    # One label to a row, at another place in each; interpreting a split row takes the longest.
+    rows = rows[:: {None: 1, LOOP: 2, SPLIT: 4}[how]]
+    loss_rows.check_special(call, rows, torch.float32, lambda row: loss_rows.available(row)[-1:])

@@ -1,8 +1,9 @@
 """The operators `torch.ops.torchlml.*`: their schemas, and who implements them.
 
 This is the seam where kernels plug in. The schemas are defined here and implemented in plain torch
-(`reference.py`, `reference_loss.py`) for every device; a compiled kernel registers the same names under its device's key and then
-wins. The arguments are canonical, see `reference.py`; the derivatives are in `autograd.py`.
+(`reference.py`, `reference_loss.py`) for every device; a compiled kernel registers the same names under its
+device's key and then wins. The arguments are canonical, see there; the derivatives are in `autograd.py` and
+`losses/lml.py`.
 """
 
 from __future__ import annotations

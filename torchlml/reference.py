@@ -118,6 +118,7 @@ def prepare(x: Tensor, mask: Tensor | None, offsets: Tensor | None) -> tuple[Ten
 
 
 def sigmoid(z: Tensor) -> Tensor:
+    """The logistic function, the same bits wherever an entry stands."""
     # torch.sigmoid rounds an entry differently by its place in memory; torch.exp does not.
     e = torch.exp(-z.abs())
     return torch.where(z > 0, 1, e) / (1 + e)
@@ -166,6 +167,7 @@ def shares_of_slope(x: Tensor, nu: Tensor, live: Tensor, rows: Rows) -> Pair:
 
 
 def finish(dx: Tensor, dk: Tensor, x: Tensor, nu: Tensor, rows: Rows) -> Pair:
+    """NaN in undefined rows, and each in its dtype."""
     undefined = nu[0].isnan()
     dx = torch.where(rows.spread(undefined), torch.nan, dx)
     return dx.to(x.dtype), torch.where(undefined, torch.nan, dk).to(rows.wide)

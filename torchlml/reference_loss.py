@@ -23,6 +23,7 @@ from torch.nn.functional import logsigmoid
 from torchlml import reference
 from torchlml.reference import Pair, prepare
 from torchlml.rows import Rows, rows_of
+from torchlml.solvers.residual import shifted
 
 
 class _Observed(NamedTuple):
@@ -49,7 +50,7 @@ def loss_forward(
     values, rows = prepare(x, mask, offsets)
     at = _observe(values, labels, starts, weight, rows)
     log_share = reference.infinite_share(values, k, nu, rows).log()
-    log_y = logsigmoid(reference.shifted(at.entries, nu, at.rows))
+    log_y = logsigmoid(shifted(at.entries, nu, at.rows))
     log_y = reference.fill(log_y, at.entries, nu, at.rows, absent=-torch.inf, infinite=log_share)
     loss = at.rows.sum(torch.where(at.c == 0, 0, -at.c * log_y))
     return torch.stack([loss, (at.rows.sum(at.is_label) > 0).to(loss.dtype)]).to(nu.dtype), nu
@@ -66,9 +67,11 @@ def loss_backward(
     starts: Tensor | None,
     weight: Tensor | None,
 ) -> Pair:
-    """(dx, dk) for a gradient that is 0-d or (R,): with A = sum c (1 - y) over the labels of a row,
+    """(dx, dk) for a gradient that is 0-d or (R,).
 
-    dx_i = g (A w_i / sum w - c_i (1 - y_i)),    dk = -g A / sum w.
+    With A = sum c (1 - y) over the labels of a row,
+
+        dx_i = g (A w_i / sum w - c_i (1 - y_i)),    dk = -g A / sum w.
     """
     values, rows = prepare(x, mask, offsets)
     if x.numel() == 0:
@@ -77,7 +80,7 @@ def loss_backward(
     # An infinite nu has no derivatives.
     nu = torch.where(at.rows.sum(at.c != 0) > 0, nu, -torch.inf)
     live = reference.moving(values, nu, rows)
-    z = reference.shifted(at.entries, nu, at.rows)
+    z = shifted(at.entries, nu, at.rows)
     movable = ~at.entries.isinf() & at.rows.spread(nu[0].isfinite())
     own = torch.where(movable, at.c * reference.sigmoid(-z), 0)
     change = grad * at.rows.sum(own)

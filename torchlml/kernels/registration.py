@@ -15,10 +15,11 @@ from typing import Any
 
 import torch
 
-from torchlml import reference
+from torchlml import reference, reference_loss
 
-OPERATORS = ("solve", "forward", "log_forward", "backward", "log_backward", "dual_backward")
-LOSSES = ("loss_forward", "loss_backward")
+_LAYER = ("solve", "forward", "log_forward", "backward", "log_backward", "dual_backward")
+_LOSS = ("loss_forward", "loss_backward")
+OPERATORS = (*_LAYER, *_LOSS)
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 # Places in a row are int32 in the kernels, a block past the end included.
 _LONGEST_ROW = 2**31 - 2**15
@@ -33,12 +34,13 @@ def register(library: torch.library.Library, key: str = "CUDA") -> None:
 def implementation(name: str) -> Callable[..., Any]:
     """The operator `name`: by Triton where that is possible, else in plain torch."""
     place_of_x = 1 if name.endswith("backward") else 0
+    plain = getattr(reference_loss if name in _LOSS else reference, name)
 
     def run(*arguments: Any) -> Any:
         x = arguments[place_of_x]
         if x.dtype in _DTYPES and x.shape[-1] <= _LONGEST_ROW and available():
             return getattr(_kernels(), name)(*arguments)
-        return getattr(reference, name)(*arguments)
+        return plain(*arguments)
 
     return run
 

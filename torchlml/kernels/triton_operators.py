@@ -11,8 +11,9 @@ import functools
 import torch
 from torch import Tensor
 
-from torchlml.kernels import triton_backward, triton_forward, triton_split
+from torchlml.kernels import triton_backward, triton_forward, triton_loss, triton_split
 from torchlml.kernels.plan import Plan, plan
+from torchlml.kernels.triton_labels import Labels
 
 Pair = tuple[Tensor, Tensor]
 
@@ -55,6 +56,44 @@ def log_backward(
 def dual_backward(grad: Tensor, x: Tensor, nu: Tensor, mask: Tensor | None, offsets: Tensor | None) -> Pair:
     """(dx, dk) of nu itself."""
     return _differentiate(grad, x, None, nu, mask, offsets, triton_backward.OF_NU)
+
+
+def loss_forward(
+    x: Tensor,
+    k: Tensor,
+    mask: Tensor | None,
+    offsets: Tensor | None,
+    labels: Tensor,
+    starts: Tensor | None,
+    weight: Tensor | None,
+) -> Pair:
+    """(the losses and where there are labels, nu)."""
+    loss, nu = _new_nu(x, offsets), _new_nu(x, offsets)
+    if nu.shape[1] > 0:
+        how = layout(x, nu.shape[1], offsets)
+        given = Labels(labels, starts, weight)
+        triton_loss.launch_forward(how, x, beside(k, x), mask, offsets, given, loss, nu)
+    return loss, nu
+
+
+def loss_backward(
+    grad: Tensor,
+    x: Tensor,
+    k: Tensor,
+    nu: Tensor,
+    mask: Tensor | None,
+    offsets: Tensor | None,
+    labels: Tensor,
+    starts: Tensor | None,
+    weight: Tensor | None,
+) -> Pair:
+    """(dx, dk) of `loss_forward`."""
+    dx, dk = torch.empty_like(x), nu.new_empty(nu.shape[1:], dtype=torch.float64)
+    if nu.shape[1] > 0:
+        how = layout(x, nu.shape[1], offsets)
+        given = Labels(labels, starts, weight)
+        triton_loss.launch_backward(how, grad, x, beside(k, x), nu, mask, offsets, given, dx, dk)
+    return dx, dk
 
 
 def layout(x: Tensor, rows: int, offsets: Tensor | None) -> Plan:

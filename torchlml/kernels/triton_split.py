@@ -40,7 +40,7 @@ from torchlml.kernels.triton_row import (
 
 # Six is what rows of logits take; the next ones cost a launch each, and finishing alone much more.
 _STEPS = 9
-_WIDTH = 8  # numbers that a program leaves, and numbers that are kept for a row
+WIDTH = 8  # numbers that a program leaves, and numbers that are kept for a row
 
 
 @triton.jit
@@ -236,6 +236,26 @@ def gradient_kernel(
         write(dx_ptr, dx, start, at, length, BLOCK)
 
 
+def solve(
+    plan: Plan, x: Tensor, k: Tensor, mask: Tensor | None, offsets: Tensor | None, nu: Tensor
+) -> Tensor:
+    """Fill `nu` (2, R), and give back what is kept for each row, sixth what its +inf entries get."""
+    rows, n, size, k_stride = nu.shape[1], x.shape[-1], x.numel(), k.stride(0) if k.dim() else 0
+    parts = x.new_empty((rows, plan.splits, WIDTH), dtype=torch.float64)
+    state = x.new_empty((rows, WIDTH), dtype=torch.float32)
+    each, shared = (rows,), (rows, plan.splits)
+    split = {"SPLITS": plan.splits, "WIDTH": WIDTH}
+    block = {"BLOCK": plan.block, "num_warps": plan.warps}
+    with torch.cuda.device_of(x):
+        survey_kernel[shared](x, k, mask, offsets, parts, n, size, k_stride, **split, **block)
+        begin_kernel[each](k, offsets, parts, state, n, size, k_stride, **split, num_warps=1)
+        for _ in range(_STEPS):
+            evaluate_kernel[shared](x, mask, offsets, state, parts, n, size, **split, **block)
+            move_kernel[each](k, state, parts, k_stride, **split, num_warps=1)
+        finish_kernel[each](x, k, mask, offsets, state, nu, rows, n, size, k_stride, WIDTH=WIDTH, **block)
+    return state
+
+
 def launch_forward(
     plan: Plan,
     x: Tensor,
@@ -247,21 +267,14 @@ def launch_forward(
     log: bool,
 ) -> None:
     """Fill `nu` (2, R) and, unless None, `y` with y or log y."""
-    rows, n, size, k_stride = nu.shape[1], x.shape[-1], x.numel(), k.stride(0) if k.dim() else 0
-    parts = x.new_empty((rows, plan.splits, _WIDTH), dtype=torch.float64)
-    state = x.new_empty((rows, _WIDTH), dtype=torch.float32)
-    each, shared = (rows,), (rows, plan.splits)
-    split = {"SPLITS": plan.splits, "WIDTH": _WIDTH}
-    block = {"BLOCK": plan.block, "num_warps": plan.warps}
+    state = solve(plan, x, k, mask, offsets, nu)
+    if y is None:
+        return
+    rows, n, size = nu.shape[1], x.shape[-1], x.numel()
+    settings = {"BLOCK": plan.block, "SPLITS": plan.splits, "WIDTH": WIDTH, "num_warps": plan.warps}
     with torch.cuda.device_of(x):
-        survey_kernel[shared](x, k, mask, offsets, parts, n, size, k_stride, **split, **block)
-        begin_kernel[each](k, offsets, parts, state, n, size, k_stride, **split, num_warps=1)
-        for _ in range(_STEPS):
-            evaluate_kernel[shared](x, mask, offsets, state, parts, n, size, **split, **block)
-            move_kernel[each](k, state, parts, k_stride, **split, num_warps=1)
-        finish_kernel[each](x, k, mask, offsets, state, nu, rows, n, size, k_stride, WIDTH=_WIDTH, **block)
-        if y is not None:
-            write_kernel[shared](x, mask, offsets, state, nu, y, rows, n, size, LOG=log, **split, **block)
+        shared = (rows, plan.splits)
+        write_kernel[shared](x, mask, offsets, state, nu, y, rows, n, size, LOG=log, **settings)
 
 
 def launch_backward(
@@ -278,11 +291,11 @@ def launch_backward(
 ) -> None:
     """Fill `dx` and `dk` with the derivatives of y, log y or nu (`of`)."""
     rows, n, size = nu.shape[1], x.shape[-1], x.numel()
-    parts = x.new_empty((rows, plan.splits, _WIDTH), dtype=torch.float64)
+    parts = x.new_empty((rows, plan.splits, WIDTH), dtype=torch.float64)
     settings = {
         "BLOCK": plan.block,
         "SPLITS": plan.splits,
-        "WIDTH": _WIDTH,
+        "WIDTH": WIDTH,
         "OF": of,
         "num_warps": plan.warps,
     }

@@ -152,8 +152,8 @@ def _forward(x: Tensor, *rest: Any) -> tuple[Tensor, Tensor, Tensor | int]:
         count = max(1, losses.shape[1])
         loss = losses[0].sum() / count
     else:
-        loss, count = losses.sum(1)
-        count = count.clamp(min=1)
+        loss, labelled = losses.sum(1)
+        count = labelled.clamp(min=1)
         loss = loss / count
     return loss.to(x.dtype), nu, count
 

@@ -56,7 +56,8 @@ class Labels(NamedTuple):
             return None
         if self.observed is not None:
             return row_index(self.offsets, self.observed.numel())
-        assert self.listed is not None and self.starts is not None
+        assert self.listed is not None
+        assert self.starts is not None
         return row_index(self.starts, self.listed.numel())
 
     @property
