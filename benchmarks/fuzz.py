@@ -170,7 +170,7 @@ class Errors:
 
 
 def check(batch: Batch, generator: torch.Generator, errors: Errors, where: str) -> None:
-    """All six operators against the truth."""
+    """All eight operators against the truth."""
     dtype = batch.x.dtype
     half = dtype not in VALUE
     base = torch.float32 if half else dtype
@@ -243,6 +243,25 @@ def check(batch: Batch, generator: torch.Generator, errors: Errors, where: str) 
     note("log dx", error, felt, 20 * GRADIENT[base])
     dx, _ = torch.ops.torchlml.dual_backward(torch.ones(rows, dtype=nu.dtype), x, nu, mask, offsets)
     note("dual dx", gap(padded(dx, -truth.share), -truth.share, rounding, tiny), felt, 20 * GRADIENT[base])
+    # The loss, its labels as a bool beside each entry; some count nothing.
+    observed = (torch.rand(rows, n, generator=generator) < 3 / n) & batch.valid
+    c = torch.where(observed, torch.randint(4, (rows, n), generator=generator) / 2, 0.0).double()
+    weight = flat(c.to(nu.dtype))
+    labels = (flat(observed), None, weight)
+    loss, nu_loss = torch.ops.torchlml.loss_forward(x, k, mask, offsets, *labels)
+    if not torch.equal(nu.nan_to_num(7e30), nu_loss.nan_to_num(7e30)):
+        errors.broken.append(f"solve and loss_forward disagree about nu in {where}")
+    parts = torch.where(c > 0, c * -truth.log_y, 0.0)
+    want_loss, size = parts.sum(1), (c * scale).sum(1).clamp(min=1)
+    beyond = (parts > torch.finfo(nu.dtype).max * 0.49).any(1)
+    error = (loss[0].double() - want_loss).abs() / size
+    error = torch.where((loss[0] == want_loss) | (loss[0].isnan() & want_loss.isnan()) | beyond, 0.0, error)
+    note("loss", error, felt | ~live, 4 * VALUE[base])
+    dx, _ = torch.ops.torchlml.loss_backward(torch.ones((), dtype=nu.dtype), x, k, nu, mask, offsets, *labels)
+    a = c * truth.sigma_minus
+    want = truth.share * a.sum(1, keepdim=True) - a
+    error = gap(padded(dx, want), want, rounding, tiny) / a.sum(1, keepdim=True).clamp(min=1e-3)
+    note("loss dx", error, felt, 20 * GRADIENT[base])
 
 
 def solve_capped(batch: Batch, upper: Tensor, euclidean: bool) -> tuple[Tensor, Tensor]:

@@ -102,6 +102,41 @@ void run_family(const Kernels& kernels, int dtype, const Batch& batch, const dou
                         batch.rows);
 }
 
+// The losses, with labels in a list (`hot` false) or as a bool for each entry; some point outside their rows,
+// and some offsets do, which must stay harmless.
+void run_loss(const Kernels& kernels, int dtype, const Batch& batch, const double* k, bool hot, bool weighted) {
+  const size_t wide = dtype == 1 ? 8 : 4, rows = static_cast<size_t>(batch.rows);
+  const int64_t per_row = static_cast<int64_t>(engine() % 20);
+  const int64_t number = hot ? batch.total : per_row * batch.rows;
+  auto listed = block(8 * static_cast<size_t>(number)), starts = block(8 * (rows + 1)),
+       observed = block(static_cast<size_t>(number)), weight = block(wide * static_cast<size_t>(number)),
+       loss = block(2 * wide * rows), nu = block(2 * wide * rows), grad = block(wide * rows),
+       dx = block((dtype == 1 ? 8 : dtype == 0 ? 4 : 2) * static_cast<size_t>(batch.total)), dk = block(8 * rows);
+  const int64_t reach = batch.offsets ? batch.total : batch.width;
+  for (int64_t i = 0; i < number; ++i) {
+    observed[static_cast<size_t>(i)] = uniform() < 0.2;
+    put(weight.get(), i, dtype == 1 ? 1 : 0, uniform() < 0.2 ? 0 : uniform());
+    if (!hot) {
+      const int64_t label = static_cast<int64_t>(uniform() * static_cast<double>(reach + 2)) - 1;
+      reinterpret_cast<int64_t*>(listed.get())[i] = uniform() < 0.01 ? INT64_MAX : label;
+    }
+  }
+  for (size_t r = 0; r <= rows; ++r) {
+    const bool bad = uniform() < 0.05;
+    reinterpret_cast<int64_t*>(starts.get())[r] = bad ? number + 9 - 20 * (r % 2) : per_row * static_cast<int64_t>(r);
+  }
+  for (size_t r = 0; r < rows; ++r) put(grad.get(), static_cast<int64_t>(r), dtype == 1 ? 1 : 0, value(0));
+  const LabelArgs labels{hot ? nullptr : reinterpret_cast<const int64_t*>(listed.get()),
+                         !hot && batch.offsets ? reinterpret_cast<const int64_t*>(starts.get()) : nullptr,
+                         hot ? reinterpret_cast<const bool*>(observed.get()) : nullptr,
+                         weighted ? weight.get() : nullptr, per_row, number};
+  const ForwardArgs solve{batch, k, 1, Output::none, nullptr, nu.get()};
+  kernels.loss_forward[dtype](LossForwardArgs{solve, labels, loss.get()}, 0, batch.rows);
+  kernels.loss_backward[dtype](LossBackwardArgs{batch, labels, grad.get(), 1, k, 1, nu.get(), dx.get(),
+                                                reinterpret_cast<double*>(dk.get())}, 0, batch.rows);
+  ++calls;
+}
+
 void run(const Kernels& kernels, int dtype, int64_t rows, int64_t width, bool packed, bool masked, int style) {
   const size_t size = dtype == 1 ? 8 : dtype == 0 ? 4 : 2, wide = dtype == 1 ? 8 : 4;
   auto offsets = block(sizeof(int64_t) * static_cast<size_t>(rows + 1));
@@ -144,6 +179,9 @@ void run(const Kernels& kernels, int dtype, int64_t rows, int64_t width, bool pa
                                        reinterpret_cast<double*>(dk.get())}, 0, rows);
   run_family(kernels, dtype, batch, reinterpret_cast<double*>(k.get()), g.get(), nu.get(), y.get(), dx.get(),
              reinterpret_cast<double*>(dk.get()), static_cast<size_t>(total));
+  for (int form = 0; form < 4; ++form) {
+    run_loss(kernels, dtype, batch, reinterpret_cast<const double*>(k.get()), form & 1, form & 2);
+  }
   if (dtype > 1 || packed) return;
   for (int64_t i = 0; i < total; ++i) {
     const double a = dtype ? reinterpret_cast<double*>(y.get())[i] : reinterpret_cast<float*>(y.get())[i];

@@ -371,3 +371,16 @@ def test_a_bound_on_the_sum_reaches_the_loss_in_every_form(bound):
     ):
         same(torchlml.lml_loss(logits, target, 4, bound=bound, reduction="none", **settings), expected)
     same(torchlml.LMLLoss(4, bound=bound, reduction="none")(x, y), expected)
+
+
+@pytest.mark.parametrize(
+    "target", [torch.randint(9, (8,)), torch.rand(8, 9) < 0.3, torch.rand(8, 18)[:, ::2]]
+)
+def test_a_target_may_lie_in_memory_as_it_likes(target):
+    x = torch.randn(4, 9, dtype=torch.float64)
+    strided = target[::2]
+    assert not strided.is_contiguous()
+    assert torch.equal(
+        torchlml.lml_loss(x, strided, 3),
+        torchlml.lml_loss(x, strided.clone(memory_format=torch.contiguous_format), 3),
+    )

@@ -162,12 +162,19 @@ def test_instruction_sets(level: str, form: str) -> None:
     code = f"""
 import torch
 from tests.test_native import TOLERANCE, assert_close, problem
-from torchlml import native, reference
+from torchlml import native, reference, reference_loss
 print(native.instruction_set())
 for dtype in TOLERANCE:
     arguments = problem(dtype, {form!r})
     assert_close(torch.ops.torchlml.forward(*arguments)[0], reference.forward(*arguments)[0], dtype)
     assert_close(torch.ops.torchlml.log_forward(*arguments)[0], reference.log_forward(*arguments)[0], dtype)
+    x, k, mask, offsets = arguments
+    labels = (torch.arange(x.numel()).view(x.shape) % 7 == 0, None, None)
+    loss, nu = reference_loss.loss_forward(*arguments, *labels)
+    assert_close(torch.ops.torchlml.loss_forward(*arguments, *labels)[0], loss, nu.dtype, 10)
+    grad = (torch.ones((), dtype=nu.dtype), x, k, nu, mask, offsets, *labels)
+    dx, dx0 = torch.ops.torchlml.loss_backward(*grad)[0], reference_loss.loss_backward(*grad)[0]
+    assert_close(dx, dx0, dtype, 10)
 """
     result = run(code, TORCHLML_ISA=level)
     assert result.returncode == 0, result.stderr

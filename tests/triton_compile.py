@@ -131,6 +131,8 @@ def measure(variant: tuple[str, Any, dict[str, Any], str, int], target: str) -> 
         "registers": registers,
         "spilled": spilled,
         "shared": compiled.metadata.shared,
+        "rounds": dtype == "bf16"
+        and not {"y_ptr", "dx_ptr"}.isdisjoint(set(kernel.arg_names) - set(constants)),
         "rounding": sorted(set(re.findall(r"cvt\.(r[a-z])\S*\.bf16", compiled.asm.get("ptx", "")))),
     }
 

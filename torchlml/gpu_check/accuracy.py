@@ -87,7 +87,8 @@ def checks(device: str) -> Iterator[Check]:
                 continue
             yield _compare(case, dtype, device)
     yield _repeatable(device)
-    yield _loss(device)
+    for loss in losses():
+        yield _compare_loss(loss, device)
 
 
 def _compare(case: Case, dtype: torch.dtype, device: str) -> Check:
@@ -144,16 +145,40 @@ def _repeatable(device: str) -> Check:
     return Check("the same bits again", float((first != again).sum()), 0.0)
 
 
-def _loss(device: str) -> Check:
-    """The LML loss and its gradient."""
-    g = torch.Generator().manual_seed(3)
-    x, target = 3 * torch.randn(64, 1000, generator=g), torch.randint(1000, (64,), generator=g)
+class LossCase(NamedTuple):
+    """Rows with labels in one of the forms that the loss takes."""
 
-    def both(logits: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
-        logits = logits.detach().requires_grad_()
-        loss = torchlml.lml_loss(logits, labels, k=5, reduction="sum")
+    name: str
+    x: Tensor
+    target: Tensor
+    k: float
+    offsets: Tensor | None = None
+
+
+def losses() -> Iterator[LossCase]:
+    """One label, lists and multi-hots, in rows that stay on chip, that are streamed and that are split."""
+    g = torch.Generator().manual_seed(3)
+    for rows, n in ((64, 1000), (8, 20_000), (2, 1_000_000)):
+        x = 3 * torch.randn(rows, n, generator=g)
+        yield LossCase(f"one label, n = {n}", x, torch.randint(n, (rows,), generator=g), 5)
+        yield LossCase(f"lists of labels, n = {n}", x, torch.randint(n, (rows, 50), generator=g), n / 2)
+        yield LossCase(f"multi-hot, n = {n}", x, torch.rand(rows, n, generator=g) < 5 / n, 5.5)
+    offsets = torch.tensor([0, 3, 3, 103, 9103])
+    positions = torch.tensor([1, 40, 41, 5000, 9102])
+    yield LossCase("labels of packed rows", 3 * torch.randn(9103, generator=g), positions, 5, offsets)
+
+
+def _compare_loss(case: LossCase, device: str) -> Check:
+    """The LML loss, relative, and its gradient, beside the largest one."""
+
+    def both(where: str, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+        logits = case.x.to(where, dtype).requires_grad_()
+        offsets = None if case.offsets is None else case.offsets.to(where)
+        target = case.target.to(where)
+        loss = torchlml.lml_loss(logits, target, case.k, reduction="sum", offsets=offsets)
         return loss.detach().double().cpu(), torch.autograd.grad(loss, logits)[0].double().cpu()
 
-    (loss, dx), (exact, exact_dx) = both(x.to(device), target.to(device)), both(x.double(), target)
-    error = max(float((loss - exact).abs() / exact), float((dx - exact_dx).abs().max()))
-    return Check("LMLLoss and its gradient", error, 2e-6)
+    (loss, dx), (exact, exact_dx) = both(device, torch.float32), both("cpu", torch.float64)
+    error = float((loss - exact).abs() / exact)
+    error = max(error, float((dx - exact_dx).abs().max() / exact_dx.abs().max()))
+    return Check(f"LMLLoss and its gradient: {case.name}", error, 4e-6)

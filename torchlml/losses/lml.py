@@ -63,10 +63,8 @@ def lml_loss(
     labels = read_labels(rows, target, weight, ignore_index)
     weighted = labels.weight is not None and labels.weight.requires_grad
     if bound == "exactly" and is_plain() and not weighted:
-        loss = _fused(rows, k, labels, reduction)
-    else:
-        loss = reduce(_through_log_lml(rows, k, labels, bound), labels, reduction, rows)
-    return loss
+        return _fused(rows, k, labels, reduction)
+    return reduce(_through_log_lml(rows, k, labels, bound), labels, reduction, rows)
 
 
 class LMLLoss(TopKLoss):
@@ -131,7 +129,8 @@ def _fused(rows: LogitRows, k: Tensor, labels: Labels, reduction: str) -> Tensor
     """The reduced loss by one operator, and its gradient by another: nothing of the size of x between."""
     observed = labels.observed if labels.listed is None else labels.listed
     assert observed is not None
-    arguments = (rows.x, k, rows.mask, rows.offsets, observed, labels.starts, labels.weight)
+    weight = None if labels.weight is None else labels.weight.contiguous()
+    arguments = (rows.x, k, rows.mask, rows.offsets, observed.contiguous(), labels.starts, weight)
     if torch.is_grad_enabled() and (rows.x.requires_grad or k.requires_grad):
         loss = _Loss.apply(*arguments, reduction, labels.complete)
     else:
@@ -140,7 +139,10 @@ def _fused(rows: LogitRows, k: Tensor, labels: Labels, reduction: str) -> Tensor
 
 
 def _forward(x: Tensor, *rest: Any) -> tuple[Tensor, Tensor, Tensor | int]:
-    """(the reduced loss in the dtype of x, nu, the number that a mean is over)."""
+    """(the reduced loss in the dtype of x, nu, the number that a mean is over).
+
+    A mean is over the rows that have a label, and 0 without any, as `reduction.reduce` says.
+    """
     *arguments, reduction, complete = rest
     losses, nu = ops.loss_forward(x, *arguments)
     count: Tensor | int = 1
