@@ -9,7 +9,8 @@ LARGEST_BLOCK = 8192
 _STREAMED = 4096
 _SMALLEST_BLOCK = 32
 # Threads to a block, found by compiling: with these no register is spilled on sm_80, sm_90 and sm_100.
-_THREADS = {32: 32, 64: 32, 128: 32, 256: 64, 512: 128, 1024: 256, 2048: 256, 4096: 1024, 8192: 512}
+_THREADS = {32: 32, 64: 32, 128: 32, 256: 64, 512: 128, 1024: 256, 2048: 512, 4096: 1024, 8192: 512}
+_THREADS_PACKED = {**_THREADS, 2048: 256}
 # Rows at least this long are split where there are too few of them to occupy the GPU.
 _SPLIT_LENGTH = 65536
 
@@ -47,7 +48,8 @@ def plan(rows: int, length: int, ragged: bool, processors: int, lanes: int = 32)
     block = max(_power_of_two(2 * length if ragged else length), _SMALLEST_BLOCK)
     if block > LARGEST_BLOCK or (ragged and block > _STREAMED):
         return Plan(_STREAMED, _THREADS[_STREAMED] // lanes, True)
-    return Plan(block, max(_THREADS[block] // lanes, 1), ragged)
+    threads = _THREADS_PACKED if ragged else _THREADS
+    return Plan(block, max(threads[block] // lanes, 1), ragged)
 
 
 def _power_of_two(n: int) -> int:

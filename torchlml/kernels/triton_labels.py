@@ -61,8 +61,8 @@ def read_listed(
     j = at + tl.arange(0, LABELS)
     label = tl.load(labels_ptr + first + j, mask=j < count, other=-1)
     is_label = label >= 0
-    place = label - base
-    exists = is_label & (place >= 0) & (place < length)
+    exists = is_label & (label >= base) & (label < base + length)
+    place = (label - base).to(tl.int32)
     x = tl.load(x_ptr + start + place, mask=exists, other=float("nan")).to(tl.float32)
     if mask_ptr is not None:
         available = tl.load(mask_ptr + start + place, mask=exists, other=1) != 0

@@ -108,24 +108,31 @@ def loss_backward_kernel(
     row = tl.program_id(0)
     start, length = locate(row, offsets_ptr, n, size)
     hi, lo = tl.load(nu_ptr + row), tl.load(nu_ptr + rows + row)
-    k, g = tl.load(k_ptr + row * k_stride), tl.load(grad_ptr + row * grad_stride)
     x = read(x_ptr, mask_ptr, start, 0, length, BLOCK)
+    nearest, total, _ = slope(
+        x, x, x_ptr, mask_ptr, grad_ptr, start, BLOCK, length, BLOCK, hi, lo, BLOCK, LOOP, _OF_NU
+    )
     _, push, tied, _, felt = label_sums(
         x, x_ptr, mask_ptr, labels_ptr, starts_ptr, weight_ptr, row, 0, start, length, per_row, hi, lo, 1.0,
         BLOCK, LOOP, 1, LABELS,
     )  # fmt: skip
     # An infinite nu has no derivatives.
     hi = tl.where(felt > 0, hi, float("-inf"))
-    nearest, total, _ = slope(
-        x, x, x_ptr, mask_ptr, grad_ptr, start, BLOCK, length, BLOCK, hi, lo, BLOCK, LOOP, _OF_NU
-    )
+    g = tl.load(grad_ptr + row * grad_stride)
     given = -g * push.to(tl.float32)
-    dk = gradient_of_k(nearest, total, total, hi, given, _OF_NU)
-    tl.store(dk_ptr + row, dk + tied_gradient(x_ptr, mask_ptr, start, length, k, g, hi, tied, BLOCK))
+    # dk comes first or last: in the other order registers are spilled on sm_80 or sm_90.
+    if LOOP:
+        dk = gradient_of_k(nearest, total, total, hi, given, _OF_NU)
+        k = tl.load(k_ptr + row * k_stride)
+        tl.store(dk_ptr + row, dk + tied_gradient(x_ptr, mask_ptr, start, length, k, g, hi, tied, BLOCK))
     write_gradient(
         x, x_ptr, mask_ptr, labels_ptr, starts_ptr, weight_ptr, dx_ptr, row, 0, start, length, per_row,
         g, given, hi, lo, nearest, total, BLOCK, LOOP, 1, LABELS,
     )  # fmt: skip
+    if not LOOP:
+        dk = gradient_of_k(nearest, total, total, hi, given, _OF_NU)
+        k = tl.load(k_ptr + row * k_stride)
+        tl.store(dk_ptr + row, dk + tied_gradient(x_ptr, mask_ptr, start, length, k, g, hi, tied, BLOCK))
 
 
 @triton.jit
