@@ -9,7 +9,14 @@ from torch import Tensor
 
 from torchlml import ops
 from torchlml.arguments import Canonical, check_k
-from torchlml.autograd import gradient_of_k, is_plain, log_lml, wants_graph
+from torchlml.autograd import (
+    differentiate_again,
+    gradient_of_k,
+    is_plain,
+    log_lml,
+    needs_no_graph,
+    wants_graph,
+)
 from torchlml.family import bounds
 from torchlml.losses.reduction import TopKLoss, check_reduction, reduce
 from torchlml.losses.targets import Labels, LogitRows, read_labels, read_logits
@@ -131,10 +138,10 @@ def _fused(rows: LogitRows, k: Tensor, labels: Labels, reduction: str) -> Tensor
     assert observed is not None
     weight = None if labels.weight is None else labels.weight.contiguous()
     arguments = (rows.x, k, rows.mask, rows.offsets, observed.contiguous(), labels.starts, weight)
-    if torch.is_grad_enabled() and (rows.x.requires_grad or k.requires_grad):
-        loss = _Loss.apply(*arguments, reduction, labels.complete)
-    else:
+    if needs_no_graph(rows.x, k):
         loss, _, _ = _forward(*arguments, reduction, labels.complete)
+    else:
+        loss = _Loss.apply(*arguments, reduction, labels.complete)
     return loss.reshape(rows.shape) if reduction == "none" and len(rows.shape) != 1 else loss
 
 
@@ -174,15 +181,15 @@ class _Loss(torch.autograd.Function):
         x, k, mask, offsets, observed, starts, weight, nu = ctx.saved_tensors
         rest = (None,) * 7
         if wants_graph():
-            listed = None if observed.dtype == torch.bool else observed
-            labels = Labels(
-                listed, starts, observed if listed is None else None, weight, offsets, ctx.complete
-            )
-            rows = LogitRows(x, mask, offsets, nu.shape[1:])
-            loss = reduce(_through_log_lml(rows, k, labels), labels, ctx.reduction, rows)
-            wanted = [t for t in (x, k) if t.requires_grad]
-            found = iter(torch.autograd.grad(loss, wanted, grad, create_graph=True))
-            return (*(next(found) if t.requires_grad else None for t in (x, k)), *rest)
+            hot = observed.dtype == torch.bool
+            listed, several = (None, observed) if hot else (observed, None)
+            labels = Labels(listed, starts, several, weight, offsets, ctx.complete)
+
+            def loss(x: Tensor, k: Tensor) -> Tensor:
+                rows = LogitRows(x, mask, offsets, nu.shape[1:])
+                return reduce(_through_log_lml(rows, k, labels), labels, ctx.reduction, rows)
+
+            return (*differentiate_again(loss, grad, x, k), *rest)
         grad = grad.to(nu.dtype)
         if ctx.reduction == "mean":
             grad = grad / ctx.count
