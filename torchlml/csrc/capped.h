@@ -30,6 +30,17 @@ __attribute__((noinline)) void project_carefully(const S* x, int64_t n, double k
   }
 }
 
+// Where nu would be were the entries normally distributed, for bounds of 1. Far below the bounds lml is an
+// exponential as well. Elsewhere min(1, exp(z)) is a step at z = -1, smoothed by a distribution of variance 1.
+template <class S>
+LML_INLINE double soft_guess(const S* x, const Target& target) {
+  const double part = target.k * target.inverse;
+  if (part < 0.1) return guess(x, target);
+  const Moments row = moments(x, target);
+  const double wide = target.probit * ::sqrt(row.variance + 1) - 1;
+  return wide + (::log(part) - wide) * (0.1 / (0.1 + row.variance)) - row.mean;
+}
+
 // y of finite entries, and nu. The search keeps exponentials in `work`, which may be y itself if it has that
 // type. False if the sums are not finite: then there are infinities or NaN in the row, or values near 1e38.
 template <class S, class Y, class Bounds, class T = typename Work<S>::type>
@@ -37,8 +48,7 @@ bool project(const S* x, int64_t n, double k, const Bounds& bounds, double unit,
              T* work, Y* y, Threshold& nu) {
   target.set(k / unit, n);
   if (!euclidean) {
-    // Far below the bounds lml is an exponential as well.
-    SoftSearch<T, Bounds> search(x, n, k, bounds, guess(x, target) + ::log(unit), work);
+    SoftSearch<T, Bounds> search(x, n, k, bounds, soft_guess(x, target) + ::log(unit), work);
     if (!search.finite()) return false;
     if (search.solve()) {
       nu = search.nu();

@@ -116,11 +116,11 @@ class SoftSearch {
       }
       (at.sum * factor > rest ? high : low) = factor;
       last = -1;
-      if (root > 0 && root >= low && root < high && (pass < 6 || pass % 2 || !(high < HUGE_VAL))) {
+      if (root > 0 && root >= low && root < high && (pass < 12 || pass % 2 || !(high < HUGE_VAL))) {
         factor = root;
         last = at.over;
       } else if (high < HUGE_VAL) {
-        factor = low > 0 ? ::sqrt(low * high) : high * 0.1;
+        factor = low > 0 ? ::sqrt(low * high) : high * (pass < 2 ? 0.5 : 0.1);
       } else {
         return false;
       }
@@ -190,7 +190,12 @@ class LinearSearch {
     for (int pass = 0; pass < 32; ++pass) {
       const Level at = level();
       const double excess = (at.taken - k_) + at.sum;
-      if (excess == 0 || (rooted && at.over == last.over && at.free == last.free)) return true;
+      if (excess == 0) return true;
+      if (rooted && at.over == last.over && at.free == last.free) {
+        // The step that led here came from sums at another nu, with rounding errors of their size.
+        move(-excess / static_cast<double>(at.free));
+        return true;
+      }
       (excess > 0 ? high : low) = place;
       double step;
       if (at.free > 0) {
