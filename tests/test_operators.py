@@ -1,4 +1,4 @@
-"""Every operator of the library against the checks that torch has for operators: schemas, shapes, compilers."""
+"""Every operator of the library against the checks torch has for operators: schemas, shapes, compilers."""
 
 from __future__ import annotations
 
