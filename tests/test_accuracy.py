@@ -98,7 +98,8 @@ def test_order(problem: Problem, dtype: torch.dtype) -> None:
 @each_dtype
 @each_solver
 def test_values_of_ragged_rows(dtype: torch.dtype, solver: str) -> None:
-    problems = SHORT if solver == "newton" else BRIEF
+    # Bracketing goes on until the slowest row is done: with long rows, which are tested alone, for minutes.
+    problems = SHORT if solver == "newton" else [p for p in BRIEF if p.truth(dtype).y.size <= 100]
     rows = [problem.row(dtype) for problem in problems]
     offsets = torch.tensor([0, *np.cumsum([row.numel() for row in rows])])
     k = torch.tensor([problem.k for problem in problems], dtype=torch.float64)
