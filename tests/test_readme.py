@@ -81,7 +81,7 @@ def test_every_command_exists_with_its_options(name: str, capsys: pytest.Capture
 
 
 def anchors(page: Path) -> set[str]:
-    """A page's anchors as the web makes them: small letters and digits, a hyphen for each space, nothing else."""
+    """The anchors of a page as the web makes them: small letters and digits, a hyphen for a space."""
     titles = re.findall(r"^#+ (.*)$", page.read_text(encoding="utf-8"), re.MULTILINE)
     return {re.sub(r"[^\w -]", "", title.lower()).replace(" ", "-") for title in titles}
 

@@ -101,6 +101,20 @@ def test_tuning_looks_at_the_best_epoch_on_validation(tmp_path):
         records.best_rates([*found, record(learning_rate=3e-3, seed=5)], ["lml-20"], path)
 
 
+def test_a_k_that_was_not_tuned_has_the_learning_rate_of_the_nearest_that_was(tmp_path):
+    found = [
+        record(method="lml-20", learning_rate=1e-3),
+        record(method="lml-100", learning_rate=2e-3),
+        record(method="truncated-entropy-50", learning_rate=5e-4),
+    ]
+    wanted = ["lml-5", "lml-20", "lml-50", "lml-90", "lml-200", "truncated-entropy-20"]
+    best = records.best_rates(found, wanted, tmp_path)
+    assert list(best) == wanted
+    assert list(best.values()) == [1e-3, 1e-3, 1e-3, 2e-3, 2e-3, 5e-4]
+    with pytest.raises(BadInput, match="no run of the method `softmax`"):
+        records.best_rates(found, ["softmax"], tmp_path)
+
+
 def test_methods():
     assert parse_method("truncated-entropy-100") == ("truncated-entropy", 100)
     assert parse_method("softmax")[0] == "softmax"

@@ -1,6 +1,6 @@
 """The table of the study: one row per evaluation of a run, in one CSV for tables, curves and tuning."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -77,16 +77,27 @@ def best_rates(records: Sequence[Record], methods: Sequence[str], path: Path) ->
         path: Where the rows come from, for the error.
 
     Returns:
-        The learning rate by method. A method that is missing, or learning rates that were not tried with the
-        same seeds, raise `BadInput`.
+        The learning rate by method; a k that was not tuned has that of its objective's nearest k. A method
+        that is missing, or learning rates that were not tried with the same seeds, raise `BadInput`.
     """
     tried = [
         Tried(row.method, (row.learning_rate,), (row.data, row.seed), row.recall)
         for row in records
         if row.split == "validation" and row.chosen
     ]
-    best = table.best_recipes(tried, methods, path, "method", "learning rate", "data and seeds")
-    return {method: recipe[0] for method, recipe in best.items()}
+    names = {one.method for one in tried}
+    models = {method: _nearest(method, names) for method in methods}
+    best = table.best_recipes(tried, list(models.values()), path, "method", "learning rate", "data and seeds")
+    return {method: best[model][0] for method, model in models.items()}
+
+
+def _nearest(method: str, tuned: Collection[str]) -> str:
+    """The tuned method of the same objective with the nearest k; the method itself where there is none."""
+    objective, _, k = method.rpartition("-")
+    others = [name for name in tuned if name.rpartition("-")[0] == objective and k.isdecimal()]
+    if method in tuned or not others:
+        return method
+    return min(others, key=lambda name: (abs(int(name.rpartition("-")[2]) - int(k)), name))
 
 
 def _order(row: Record) -> tuple[object, ...]:

@@ -48,7 +48,8 @@ class SweepSettings(GridSettings):
     seeds: tuple[int, ...] = (0, 1, 2)
     """The seeds of each method."""
     tuned: Path | None = None
-    """The CSV of an earlier sweep: each method gets the learning rate that was best on validation."""
+    """The CSV of an earlier sweep: each method gets the learning rate that was best on validation, and a k
+    that was not tuned that of its objective's nearest k."""
     run: SceneGraphSettings = field(default_factory=SceneGraphSettings)
     """All that the runs have in common, as for `torchlml train scene-graph`."""
 
