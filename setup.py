@@ -10,6 +10,7 @@ import importlib.util
 import os
 import platform
 import sys
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 from setuptools import Extension, setup
@@ -67,13 +68,17 @@ class BuildKernel(build_ext):
                 depends=ext.depends,
             )
 
-        objects = compile("bindings.cpp", "bindings", [*macros, ("TORCH_TARGET_VERSION", TARGET)])
-        objects += compile("careful.cpp", "careful", [])
-        objects += compile("careful_capped.cpp", "careful", [])
-        objects += compile("kernels.cpp", "baseline", [])
-        for level, arch in levels.items():
-            table = [("LML_KERNELS", f"kernels_{level}"), ("LML_KERNELS_NAME", f'"{level}"')]
-            objects += compile("kernels.cpp", level, [*macros, *table], f"-march={arch}")
+        # All at once, those that take longest first: the compiler is a process of its own each time.
+        with ThreadPoolExecutor(max_workers=os.cpu_count()) as pool:
+            jobs = []
+            for level, arch in levels.items():
+                table = [("LML_KERNELS", f"kernels_{level}"), ("LML_KERNELS_NAME", f'"{level}"')]
+                jobs.append(pool.submit(compile, "kernels.cpp", level, [*macros, *table], f"-march={arch}"))
+            jobs.append(pool.submit(compile, "kernels.cpp", "baseline", []))
+            version = ("TORCH_TARGET_VERSION", TARGET)
+            jobs.append(pool.submit(compile, "bindings.cpp", "bindings", [*macros, version]))
+            jobs += [pool.submit(compile, f"{name}.cpp", name, []) for name in ("careful", "careful_capped")]
+        objects = [path for job in jobs for path in job.result()]
         self.compiler.link_shared_object(
             objects,
             self.get_ext_fullpath(ext.name),
