@@ -42,12 +42,14 @@ class BuildKernel(build_ext):
     """One object per instruction set from the same source, and a build that may fail."""
 
     def run(self) -> None:
+        # Asked for now: a build in place that fails forgets its place.
+        built = [Path(self.get_ext_fullpath(ext.name)) for ext in self.extensions]
         try:
             super().run()
         except Exception as error:
             say_plain(f"compiling it failed ({type(error).__name__})")
-            for ext in self.extensions:  # what an earlier build left would not fit this source
-                Path(self.get_ext_fullpath(ext.name)).unlink(missing_ok=True)
+            for path in built:  # what an earlier build left would not fit this source
+                path.unlink(missing_ok=True)
             self.extensions = []
             self.distribution.ext_modules = []
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -82,6 +83,22 @@ def test_setup_says_when_it_builds_nothing() -> None:
     lines = [line for line in result.stderr.splitlines() if line.startswith("torchlml:")]
     assert len(lines) == 1
     assert "without the compiled kernel" in lines[0]
+
+
+@pytest.mark.skipif(not (ROOT / "setup.py").exists(), reason="not a checkout")
+def test_a_build_that_fails_succeeds_without_the_kernel_of_an_earlier_one(tmp_path: Path) -> None:
+    for name in ("setup.py", "pyproject.toml", "README.md", "LICENSE"):
+        shutil.copy(ROOT / name, tmp_path)
+    shutil.copytree(ROOT / "torchlml" / "csrc", tmp_path / "torchlml" / "csrc")
+    old = tmp_path / "torchlml" / "_C.abi3.so"
+    old.touch()
+    settings = os.environ | {"CC": "false", "CXX": "false"}
+    settings.pop("TORCHLML_NO_NATIVE", None)
+    command = [sys.executable, "setup.py", "-q", "build_ext", "--inplace"]
+    result = subprocess.run(command, env=settings, cwd=tmp_path, capture_output=True, text=True, check=False)
+    assert result.returncode == 0, result.stderr
+    assert "without the compiled kernel (plain torch will be used): compiling it failed" in result.stderr
+    assert not old.exists()
 
 
 def test_import_keeps_subnormals() -> None:
