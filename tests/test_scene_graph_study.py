@@ -72,6 +72,10 @@ def test_finished_runs_are_skipped(capsys, vg, swept):
     said = capsys.readouterr().out
     assert "5 runs, 5 of them finished before" in said
     assert "vision-free" in said
+    # Every name and number is whole, also on a terminal of 80 columns.
+    assert "…" not in said
+    assert max(map(len, said.split("\n"))) <= 80
+    assert said.count("truncated-entropy-20") == 2
     assert (swept / "results.csv").read_bytes() == before
 
 
@@ -163,7 +167,7 @@ def test_predict_prints_and_draws(capsys, run, tmp_path):
     picture = tmp_path / "a" / "graph.png"
     assert cli.main(["predict", str(run), "--relations", "5", "--out", str(picture)]) == 0
     said = capsys.readouterr().out
-    found = [float(p) for p in re.findall(r"^ (0\.\d{3}) ", said, re.MULTILINE)]
+    found = [float(p) for p in re.findall(r"^(0\.\d{3}) ", said, re.MULTILINE)]
     assert len(found) == 5
     assert found == sorted(found, reverse=True)
     assert "image 1003 (test), vision-free" in said

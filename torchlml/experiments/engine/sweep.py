@@ -13,9 +13,8 @@ from pathlib import Path
 from typing import Any, Generic, TypeVar
 
 import torch
-from rich.console import Console
+from rich.console import Console, RenderableType
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
-from rich.table import Table
 
 from torchlml.cli import BadInput
 from torchlml.experiments.engine.folder import RunFolder
@@ -55,8 +54,8 @@ class Grid(Generic[Settings, Row]):
     """The rows of a finished run."""
     write: Callable[[Path, Iterable[Row]], None]
     """Writes the CSV."""
-    show: Callable[[Sequence[Row]], Table]
-    """The table of the rows."""
+    show: Callable[[Sequence[Row]], RenderableType]
+    """The rows as a table or several."""
 
     def finished_rows(self, done: dict[Path, dict[str, Any]]) -> list[Row]:
         """The rows of the runs that are done."""

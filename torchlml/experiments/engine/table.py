@@ -88,7 +88,12 @@ def best_recipes(
 def plain_table(title: str, heads: Sequence[str], left: int = 1) -> Table:
     """An empty table for the terminal; the first `left` columns are words, the others numbers."""
     table = Table(
-        title=title, title_justify="left", box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0), pad_edge=False
+        title=title,
+        title_justify="left",
+        box=box.SIMPLE_HEAD,
+        padding=(0, 1, 0, 0),
+        pad_edge=False,
+        show_edge=False,
     )
     for place, head in enumerate(heads):
         table.add_column(head, justify="left" if place < left else "right")

@@ -9,8 +9,7 @@ from pathlib import Path
 from typing import Any, get_args
 
 from accelerate import Accelerator
-from rich.console import Console
-from rich.table import Table
+from rich.console import Console, Group
 
 from torchlml.cli import BadInput, parse_settings
 from torchlml.experiments.engine import RunFolder, train
@@ -26,7 +25,7 @@ from torchlml.experiments.scene_graph.command import (
     vision,
 )
 from torchlml.experiments.scene_graph.data import Splits
-from torchlml.experiments.scene_graph.evaluation import RECALLS, frequency_recall
+from torchlml.experiments.scene_graph.evaluation import KS, MODES, RECALLS, frequency_recall
 from torchlml.experiments.scene_graph.objectives import OBJECTIVES, Objective, takes_k
 from torchlml.experiments.scene_graph.records import FREQUENCY, Record, column, columns
 
@@ -63,7 +62,7 @@ def main(arguments: Sequence[str]) -> None:
     def write(path: Path, rows: Iterable[Record]) -> None:
         records.write(path, [*baseline, *rows])
 
-    study = Grid(EXPERIMENT, runs, _run_one, rows_of, write, lambda rows: _table([*baseline, *rows]))
+    study = Grid(EXPERIMENT, runs, _run_one, rows_of, write, lambda rows: _tables([*baseline, *rows]))
     run_grid(study, settings, Console())
 
 
@@ -189,8 +188,8 @@ def _run_one(settings: SceneGraphSettings) -> dict[str, Any]:
     return train(EXPERIMENT, resuming(settings), lambda: task(settings, splits), Console(quiet=True))
 
 
-def _table(rows: Sequence[Record]) -> Table:
-    """The test of every method; the spread is the standard deviation over the seeds."""
+def _tables(rows: Sequence[Record]) -> Group:
+    """The test of every method, a table for each mode; the spread is the deviation over the seeds."""
     groups: dict[tuple[str, str, float], list[Record]] = defaultdict(list)
     validation: dict[tuple[str, str, float], list[float]] = defaultdict(list)
     for row in rows:
@@ -199,10 +198,13 @@ def _table(rows: Sequence[Record]) -> Table:
             groups[key].append(row)
         elif row.split == "validation" and row.chosen:
             validation[key].append(row.recall)
-    title = f"test recall in %, mean±standard deviation over the seeds; {rows[-1].vision}"
-    table = plain_table(title, ("method", "lr", "seeds", "val mean", *RECALLS))
-    for key, group in sorted(groups.items()):
-        cells = [spread([getattr(row, column(name)) for row in group], 1) for name in RECALLS]
-        name = " ".join(filter(None, key[:2]))
-        table.add_row(name, f"{key[2]:g}", str(len(group)), spread(validation[key], 1), *cells)
-    return table
+    shown = []
+    for mode, names in zip(MODES, (RECALLS[: len(KS)], RECALLS[len(KS) :]), strict=True):
+        title = f"\ntest recall in %, {mode}, mean±deviation over the seeds; {rows[-1].vision}"
+        table = plain_table(title, ("method", "lr", "seeds", "val mean", *names))
+        for key, group in sorted(groups.items()):
+            cells = [spread([getattr(row, column(name)) for row in group], 1) for name in names]
+            name = " ".join(filter(None, key[:2]))
+            table.add_row(name, f"{key[2]:g}", str(len(group)), spread(validation[key], 1), *cells)
+        shown.append(table)
+    return Group(*shown)
