@@ -7,6 +7,7 @@ from pathlib import Path
 from statistics import mean
 
 from matplotlib.axes import Axes
+from matplotlib.ticker import MaxNLocator
 from rich.console import Console
 
 from torchlml.cli import BadInput, parse_settings
@@ -74,6 +75,7 @@ def draw(rows: Sequence[Record], methods: Sequence[str], picture: Path) -> None:
             panels[0].set_ylabel("recall (%)")
         for axes in grid[1]:
             axes.set_xlabel("epoch")
+            axes.xaxis.set_major_locator(MaxNLocator(integer=True))
         handles, labels = grid[0][1].get_legend_handles_labels()  # the frequencies alone are on validation
         figure.legend(handles, labels, loc="outside lower center", ncols=len(methods) + 1)
 
