@@ -1,0 +1,173 @@
+"""Hashes of every number the library gives, to show that a change moved none of them.
+
+    python tools/bits.py --out before.json      # then change the code, and
+    python tools/bits.py --compare before.json  # names every hash that is another one now
+
+Forward, logarithm, dual, backward, loss, the gradient of the loss and every member of the family are computed
+over the rows of the tests in four dtypes, by both kernels. A hash belongs to a machine and a torch: compare only
+what was made on the same ones.
+"""
+
+from __future__ import annotations
+
+import argparse
+import hashlib
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import torch
+
+ROOT = Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(ROOT))
+
+import torchlml
+from tests.problems import SHORT
+
+DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
+KERNELS = ("native", "torch")
+Call = Callable[..., torch.Tensor]
+
+# Each takes (x, k) and the keywords of the rows (`mask`, `offsets`) that it knows.
+LAYER: dict[str, Call] = {
+    "lml": torchlml.lml,
+    "log_lml": torchlml.log_lml,
+    "lml_dual": torchlml.lml_dual,
+    "lml at_most": lambda x, k, **rows: torchlml.lml(x, k, bound="at_most", **rows),
+    "lml at_least": lambda x, k, **rows: torchlml.lml(x, k, bound="at_least", **rows),
+    "log_lml at_most": lambda x, k, **rows: torchlml.log_lml(x, k, bound="at_most", **rows),
+    "lml bracketing": lambda x, k, **rows: torchlml.lml(x, k, solver="bracketing", **rows),
+    "lml_value": torchlml.lml_value,
+    "constrained_softmax": torchlml.constrained_softmax,
+    "constrained_sparsemax": torchlml.constrained_sparsemax,
+}
+LOSSES: dict[str, Call] = {
+    "lml_loss": torchlml.lml_loss,
+    "lml_loss at_most": lambda x, y, k, **rows: torchlml.lml_loss(x, y, k, bound="at_most", **rows),
+    "truncated_entropy_loss": lambda x, y, k, **rows: torchlml.truncated_entropy_loss(x, y, int(k), **rows),
+}
+SINGLE: dict[str, Call] = {
+    "smooth_topk_svm_loss": torchlml.smooth_topk_svm_loss,
+    "topk_svm_loss": torchlml.topk_svm_loss,
+}
+
+
+def main() -> None:
+    """Run the command line."""
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("--out", type=Path, help="write the hashes to this file")
+    parser.add_argument("--compare", type=Path, help="compare with the hashes in this file")
+    parser.add_argument("--one-kernel", action="store_true", help=argparse.SUPPRESS)
+    options = parser.parse_args()
+    if options.one_kernel:
+        json.dump(dict(_hashes()), sys.stdout)
+        return
+    found = {f"{kernel}: {name}": value for kernel in KERNELS for name, value in _of_kernel(kernel).items()}
+    if options.out is not None:
+        options.out.write_text(json.dumps(found, indent=1))
+    print(f"{len(found)} hashes; all together {_digest(json.dumps(found, sort_keys=True).encode())}")
+    if options.compare is not None:
+        before = json.loads(options.compare.read_text())
+        moved = [name for name in sorted(before | found) if before.get(name) != found.get(name)]
+        print("\n".join(f"moved: {name}" for name in moved) or "no hash moved")
+        sys.exit(bool(moved))
+
+
+def _of_kernel(kernel: str) -> dict[str, str]:
+    """The hashes of one kernel, from a process of its own: the kernel is chosen when torchlml is imported."""
+    command = [sys.executable, __file__, "--one-kernel"]
+    environment = {**os.environ, "TORCHLML_KERNEL": kernel}
+    return json.loads(subprocess.run(command, env=environment, check=True, stdout=subprocess.PIPE).stdout)
+
+
+def _hashes() -> Iterator[tuple[str, str]]:
+    torch.set_num_threads(1)
+    for dtype in DTYPES:
+        problems = [problem for problem in SHORT if dtype != torch.float16 or not problem.extreme]
+        rows = [(problem.row(dtype), problem.k) for problem in problems]
+        name = str(dtype).removeprefix("torch.")
+        for call, function in LAYER.items():
+            yield f"{call}, {name}", _digest(*_layer(function, rows))
+        for call, function in LOSSES.items():
+            yield f"{call}, {name}", _digest(*_loss(function, rows))
+        for call, function in SINGLE.items():
+            yield f"{call}, {name}", _digest(*_single(function, dtype))
+        yield f"choices, {name}", _digest(*_choices(rows))
+
+
+def _layer(function: Call, rows: list[tuple[torch.Tensor, float]]) -> Iterator[bytes]:
+    """Each row alone, then with a mask, then all rows packed; values, and gradients of x and k."""
+    for i, (x, k) in enumerate(rows):
+        yield from _with_gradients(function, x.unsqueeze(0), torch.tensor([k], dtype=torch.float64))
+        mask = torch.arange(x.shape[0]) % 7 != i % 7
+        yield from _with_gradients(function, x, torch.tensor(k, dtype=torch.float64), mask=mask)
+    lengths = torch.tensor([0] + [x.shape[0] for x, _ in rows])
+    ks = torch.tensor([k for _, k in rows], dtype=torch.float64)
+    yield from _with_gradients(function, torch.cat([x for x, _ in rows]), ks, offsets=lengths.cumsum(0))
+
+
+def _with_gradients(function: Call, x: torch.Tensor, k: torch.Tensor, **rows: torch.Tensor) -> Iterator[bytes]:
+    x, k = x.clone().requires_grad_(), k.clone().requires_grad_()
+    y = function(x, k, **rows)
+    seed = torch.randn(y.shape, generator=torch.Generator().manual_seed(y.numel()), dtype=torch.float64)
+    y.backward(seed.to(y.dtype))
+    yield from (_bytes(t) for t in (y, x.grad, k.grad))
+
+
+def _loss(function: Call, rows: list[tuple[torch.Tensor, float]]) -> Iterator[bytes]:
+    for x, k in rows:
+        if x.shape[0] < 3 or not 1 <= k < x.shape[0]:
+            continue
+        places = torch.tensor([[0, x.shape[0] // 2, x.shape[0] - 1, -100]])
+        hot = torch.zeros(1, x.shape[0]).scatter(1, places[:, :2], torch.tensor([[1.0, 0.5]]))
+        for target in (places, hot, hot.bool(), places[:, 0]):
+            x_ = x.unsqueeze(0).clone().requires_grad_()
+            loss = function(x_, target, k)
+            loss.backward()
+            yield from (_bytes(t) for t in (loss, x_.grad))
+    several = torch.cat([x for x, _ in rows]).requires_grad_()
+    offsets = torch.tensor([0] + [x.shape[0] for x, _ in rows]).cumsum(0)
+    loss = function(several, offsets[:-1], 2, offsets=offsets, reduction="none")
+    loss.sum().backward()
+    yield from (_bytes(t) for t in (loss, several.grad))
+
+
+def _single(function: Call, dtype: torch.dtype) -> Iterator[bytes]:
+    generator = torch.Generator().manual_seed(0)
+    for n, k in ((20, 1), (100, 5), (257, 30)):
+        x = torch.randn(8, n, generator=generator, dtype=torch.float64).mul(3).to(dtype).requires_grad_()
+        loss = function(x, torch.arange(8), k, reduction="none")
+        loss.sum().backward()
+        yield from (_bytes(t) for t in (loss, x.grad))
+
+
+def _choices(rows: list[tuple[torch.Tensor, float]]) -> Iterator[bytes]:
+    generator = torch.Generator().manual_seed(0)
+    for x, k in rows:
+        k = min(int(k), x.shape[0])
+        x_ = x.clone().requires_grad_()
+        hard = torchlml.topk_mask(x_, k)
+        (hard * torch.arange(x.shape[0])).sum().backward()
+        drawn = torchlml.sample_subset(x, k, generator=generator)
+        yield from (_bytes(t) for t in (hard, x_.grad, drawn))
+
+
+def _bytes(t: torch.Tensor | None) -> bytes:
+    assert t is not None
+    # -0.0 and 0.0 differ in their bits, and every NaN is as good as another: one form for each.
+    t = torch.where(t.isnan(), torch.nan, t.detach()) + 0.0
+    return t.contiguous().view(torch.uint8).numpy().tobytes()
+
+
+def _digest(*parts: bytes) -> str:
+    digest = hashlib.sha256()
+    for part in parts:
+        digest.update(part)
+    return digest.hexdigest()[:16]
+
+
+if __name__ == "__main__":
+    main()
