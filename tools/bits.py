@@ -159,7 +159,7 @@ def _bytes(t: torch.Tensor | None) -> bytes:
     assert t is not None
     # -0.0 and 0.0 differ in their bits, and every NaN is as good as another: one form for each.
     t = torch.where(t.isnan(), torch.nan, t.detach()) + 0.0
-    return t.contiguous().view(torch.uint8).numpy().tobytes()
+    return t.contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
 
 
 def _digest(*parts: bytes) -> str:
