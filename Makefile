@@ -7,7 +7,7 @@ PYTEST_ARGS ?= -n 2 --dist worksteal
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check
 STAMP := $(VENV)/.installed
-SOURCES := pyproject.toml constraints.txt $(wildcard setup.py) $(shell find torchlml/csrc -type f 2>/dev/null)
+SOURCES := pyproject.toml constraints.txt $(wildcard setup.py) $(shell find torchlml/_kernels/cpu/csrc -type f 2>/dev/null)
 
 .DEFAULT_GOAL := help
 .PHONY: help demo test test-torch lint format bench asan fuzz install clean
@@ -37,11 +37,11 @@ bench: $(STAMP)  ## time lml beside softmax and append to results/benchmarks.csv
 	$(BIN)/torchlml bench --csv results/benchmarks.csv
 
 asan: $(STAMP)  ## run the compiled kernels under AddressSanitizer and UBSan
-	$(BIN)/python benchmarks/sanitize.py
+	$(BIN)/python tools/sanitize.py
 
 SECONDS ?= 60
 fuzz: $(STAMP)  ## throw random rows at the kernel and at a float64 truth, for SECONDS=60
-	$(BIN)/python benchmarks/fuzz.py --seconds $(SECONDS)
+	$(BIN)/python tools/fuzz.py --seconds $(SECONDS)
 
 install: $(STAMP)  ## only create .venv and install the package with everything for development
 
@@ -57,5 +57,5 @@ $(STAMP): $(SOURCES)
 
 clean:  ## remove what was built and cached, keep .venv
 	rm -rf build dist *.egg-info .mypy_cache .pytest_cache .ruff_cache .hypothesis torchlml-demo
-	find torchlml tests -name __pycache__ -type d -prune -exec rm -rf {} +
-	rm -f torchlml/*.so $(STAMP)
+	find torchlml torchlml_lab tests tools -name __pycache__ -type d -prune -exec rm -rf {} +
+	rm -f torchlml/_kernels/cpu/*.so $(STAMP)

@@ -17,7 +17,7 @@ from setuptools import Extension, setup
 from setuptools.command.bdist_wheel import bdist_wheel
 from setuptools.command.build_ext import build_ext
 
-SOURCES = Path("torchlml/csrc")
+SOURCES = Path("torchlml/_kernels/cpu/csrc")
 # No fast-math: NaN must stay NaN, and linking it would flush subnormals in the whole process.
 FLAGS = ["-std=c++17", "-O3", "-fwrapv", "-fvisibility=hidden", "-ffp-contract=fast"]
 FLAGS += ["-fno-math-errno", "-fno-trapping-math", "-fno-signed-zeros"]
@@ -108,7 +108,7 @@ def options() -> dict[str, object]:
         return {}
     sources = sorted(str(path) for path in SOURCES.iterdir())
     kernel = Extension(
-        "torchlml._C",
+        "torchlml._kernels.cpu._C",
         [path for path in sources if path.endswith(".cpp")],
         depends=[path for path in sources if path.endswith(".h")],
         language="c++",

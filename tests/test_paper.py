@@ -14,13 +14,13 @@ from scipy.optimize import LinearConstraint, linprog, minimize
 from scipy.spatial import ConvexHull
 
 import torchlml
-from tests import truth
-from torchlml.experiments.figures.entropies import SURFACES, binary_entropy, entropy, points
-from torchlml.experiments.figures.polytopes import in_space, vertices
-from torchlml.experiments.figures.root_finding import papers_bracket, proven_bracket
+from tests.support import truth
 from torchlml.metrics import TopKRecall
 from torchlml.solvers import bracketing
 from torchlml.solvers.residual import residual
+from torchlml_lab.figures.entropies import SURFACES, binary_entropy, entropy, points
+from torchlml_lab.figures.polytopes import in_space, vertices
+from torchlml_lab.figures.root_finding import papers_bracket, proven_bracket
 
 
 def rows(number, n, scale=3.0, seed=0):

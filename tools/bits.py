@@ -4,8 +4,8 @@
     python tools/bits.py --compare before.json  # names every hash that is another one now
 
 Forward, logarithm, dual, backward, loss, the gradient of the loss and every member of the family are computed
-over the rows of the tests in four dtypes, by both kernels. A hash belongs to a machine and a torch: compare only
-what was made on the same ones.
+over the rows of the tests in four dtypes, by both kernels. A hash belongs to a machine and a torch: compare
+only what was made on the same ones.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
 import torchlml
-from tests.problems import SHORT
+from tests.support.problems import SHORT
 
 DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
 KERNELS = ("native", "torch")
@@ -109,7 +109,9 @@ def _layer(function: Call, rows: list[tuple[torch.Tensor, float]]) -> Iterator[b
     yield from _with_gradients(function, torch.cat([x for x, _ in rows]), ks, offsets=lengths.cumsum(0))
 
 
-def _with_gradients(function: Call, x: torch.Tensor, k: torch.Tensor, **rows: torch.Tensor) -> Iterator[bytes]:
+def _with_gradients(
+    function: Call, x: torch.Tensor, k: torch.Tensor, **rows: torch.Tensor
+) -> Iterator[bytes]:
     x, k = x.clone().requires_grad_(), k.clone().requires_grad_()
     y = function(x, k, **rows)
     seed = torch.randn(y.shape, generator=torch.Generator().manual_seed(y.numel()), dtype=torch.float64)

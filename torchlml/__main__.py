@@ -2,6 +2,6 @@
 
 import sys
 
-from torchlml.cli import main
+from torchlml_lab.cli import main
 
 sys.exit(main())

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 from torch import Tensor, nn
 
-from torchlml import autograd
-from torchlml.arguments import canonical, check_solver, check_temperature
-from torchlml.family import bounds
+from torchlml._core import bounds, paths
+from torchlml._core.arguments import canonical, check_solver, check_temperature
 from torchlml.solvers.bracketing import Bracketing
 
 
@@ -49,7 +48,7 @@ def lml(
     if bound != "exactly":
         return bounds.lml(x, k, dim, mask, offsets, solver, bound)
     c = canonical(x, k, dim, mask, offsets)
-    y = autograd.lml(c.x, c.k, c.mask, c.offsets, check_solver(solver))
+    y = paths.lml(c.x, c.k, c.mask, c.offsets, check_solver(solver))
     return y if c.outer is None else c.restore(y, dim)
 
 
@@ -76,7 +75,7 @@ def log_lml(
     if bound != "exactly":
         return bounds.log_lml(x, k, dim, mask, offsets, solver, bound)
     c = canonical(x, k, dim, mask, offsets)
-    log_y = autograd.log_lml(c.x, c.k, c.mask, c.offsets, check_solver(solver))
+    log_y = paths.log_lml(c.x, c.k, c.mask, c.offsets, check_solver(solver))
     return log_y if c.outer is None else c.restore(log_y, dim)
 
 
@@ -104,7 +103,7 @@ def lml_dual(
     if bound != "exactly":
         return bounds.lml_dual(x, k, dim, mask, offsets, solver, bound)
     c = canonical(x, k, dim, mask, offsets)
-    nu = autograd.lml_dual(c.x, c.k, c.mask, c.offsets, check_solver(solver))
+    nu = paths.lml_dual(c.x, c.k, c.mask, c.offsets, check_solver(solver))
     return nu if c.outer is None else c.restore_rows(nu)
 
 

@@ -16,11 +16,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from torchlml import ops
-from torchlml.arguments import NUMBERS, Canonical, canonical, readable
-from torchlml.autograd import differentiate_again, gradient_of_k, is_plain, needs_no_graph, wants_graph
-from torchlml.family.operators import library, operator
-from torchlml.rows import DenseRows, RaggedRows, Rows, wide_dtype
+from torchlml._core import operators
+from torchlml._core.arguments import NUMBERS, Canonical, canonical, readable
+from torchlml._core.operators import library, operator
+from torchlml._core.paths import differentiate_again, gradient_of_k, is_plain, needs_no_graph, wants_graph
+from torchlml._core.rows import DenseRows, RaggedRows, Rows, wide_dtype
 from torchlml.solvers.newton import add
 from torchlml.solvers.residual import shifted
 
@@ -66,7 +66,7 @@ class Projection:
         # `upper` travels as a mask does: both have one number beside each entry.
         torch.library.register_vmap(
             f"torchlml::{name}_dual",
-            lambda info, in_dims, *arguments: ops._vmap_solve(self.dual, info, in_dims, *arguments),
+            lambda info, in_dims, *arguments: operators._vmap_solve(self.dual, info, in_dims, *arguments),
             lib=library,
         )
 
@@ -162,7 +162,7 @@ class _Apply(torch.autograd.Function):
 def _fake_forward(
     x: Tensor, k: Tensor, upper: Tensor, mask: Tensor | None, offsets: Tensor | None
 ) -> tuple[Tensor, Tensor]:
-    return torch.empty_like(x), ops._fake_nu(x, offsets).to(k.dtype)
+    return torch.empty_like(x), operators._fake_nu(x, offsets).to(k.dtype)
 
 
 def _fake_backward(
@@ -200,7 +200,7 @@ def mean_bound(k: Tensor, upper: Tensor, rows: Rows) -> Tensor:
 
 def start(x: Tensor, k: Tensor, offsets: Tensor | None) -> Tensor:
     """Where to begin: the nu of lml where it is finite, elsewhere 0."""
-    nu = ops.solve(x, k, None, offsets)
+    nu = operators.solve(x, k, None, offsets)
     return torch.where(nu.isfinite().all(0), nu, 0)
 
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from torchlml._core.rows import Rows, rows_of
 from torchlml.family.capped import CappedRows, Projection, at_bounds, mean_bound, pair, read, start
-from torchlml.rows import Rows, rows_of
 from torchlml.solvers.newton import add
 from torchlml.solvers.residual import shifted
 

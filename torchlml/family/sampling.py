@@ -5,11 +5,11 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from torchlml import autograd
-from torchlml.arguments import Canonical, canonical
-from torchlml.family.operators import operator
+from torchlml._core import paths
+from torchlml._core.arguments import Canonical, canonical
+from torchlml._core.operators import operator
+from torchlml._core.rows import work_dtype
 from torchlml.family.topk_mask import check_whole, with_gradient
-from torchlml.rows import work_dtype
 
 
 def sample_subset(
@@ -55,7 +55,7 @@ def sample_subset(
 def _draw(c: Canonical, generator: torch.Generator | None) -> Tensor:
     x, k = c.x.detach(), c.k.detach()
     # Half precision cannot hold probabilities that sum to k.
-    y = autograd.lml(x.to(work_dtype(x.dtype)), k, c.mask, None, None)
+    y = paths.lml(x.to(work_dtype(x.dtype)), k, c.mask, None, None)
     count, size, device = x.shape[0], x.numel(), x.device
     # One random byte for each entry: rows are put in the order of these.
     words = torch.empty(-(-size // 8), dtype=torch.int64, device=device).random_(

@@ -9,11 +9,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from torchlml import autograd, differentiable, ops
-from torchlml.arguments import Canonical, canonical, readable
-from torchlml.autograd import differentiate_again, gradient_of_k, needs_no_graph, wants_graph
-from torchlml.family.operators import operator
-from torchlml.rows import DenseRows
+from torchlml._core import differentiable, operators, paths
+from torchlml._core.arguments import Canonical, canonical, readable
+from torchlml._core.operators import operator
+from torchlml._core.paths import differentiate_again, gradient_of_k, needs_no_graph, wants_graph
+from torchlml._core.rows import DenseRows
 
 
 def topk_mask(x: Tensor, k: int | Tensor, dim: int = -1, *, mask: Tensor | None = None) -> Tensor:
@@ -73,8 +73,8 @@ def check_whole(k: Any, c: Canonical) -> None:
 
 def with_gradient(choose: Callable[[], Tensor], c: Canonical) -> Tensor:
     """A hard choice with the derivatives of `lml`."""
-    if not autograd.is_plain():
-        y = autograd.lml(c.x, c.k, c.mask, None, None)
+    if not paths.is_plain():
+        y = paths.lml(c.x, c.k, c.mask, None, None)
         return choose() + (y - y.detach())
     if needs_no_graph(c.x, c.k):
         return choose()
@@ -93,6 +93,6 @@ class _StraightThrough(torch.autograd.Function):
         if wants_graph():
             again = functools.partial(differentiable.lml, mask=mask, offsets=None)
             return (*differentiate_again(again, grad, x, k), None, None)
-        y, nu = ops.forward(x, k, mask, None)
-        dx, dk = ops.backward(grad.contiguous(), x, y, nu, mask, None)
+        y, nu = operators.forward(x, k, mask, None)
+        dx, dk = operators.backward(grad.contiguous(), x, y, nu, mask, None)
         return dx, gradient_of_k(dk, k), None, None

@@ -9,12 +9,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from torchlml import ops, reference
-from torchlml.arguments import canonical
-from torchlml.autograd import differentiate_again, gradient_of_k, is_plain, wants_graph
-from torchlml.differentiable import DifferentiableRows
-from torchlml.family.operators import operator
-from torchlml.rows import row_index
+from torchlml._core import operators
+from torchlml._core.arguments import canonical
+from torchlml._core.differentiable import DifferentiableRows
+from torchlml._core.operators import operator
+from torchlml._core.paths import differentiate_again, gradient_of_k, is_plain, wants_graph
+from torchlml._core.rows import row_index
+from torchlml._kernels import reference
 from torchlml.solvers.residual import shifted
 
 _Sum = Callable[[Tensor], Tensor]
@@ -61,7 +62,7 @@ class _Value(torch.autograd.Function):
         if wants_graph():
             again = functools.partial(_differentiable, mask=mask, offsets=offsets)
             return (*differentiate_again(again, grad, x, k), None, None)
-        y, _ = ops.forward(x, k, mask, offsets)
+        y, _ = operators.forward(x, k, mask, offsets)
         dx = y.mul_(grad.unsqueeze(-1) if offsets is None else grad[row_index(offsets, x.shape[0])])
         dk = torch.where(nu[0].isinf(), 0, -grad * nu.to(k.dtype).sum(0))
         return dx, gradient_of_k(dk, k), None, None
@@ -83,7 +84,10 @@ def _reference(x: Tensor, k: Tensor, mask: Tensor | None, offsets: Tensor | None
 _operator = operator(
     "value(Tensor x, Tensor k, Tensor? mask, Tensor? offsets) -> (Tensor, Tensor)",
     _reference,
-    lambda x, k, mask, offsets: (ops._fake_nu(x, offsets)[0].to(k.dtype), ops._fake_nu(x, offsets)),
+    lambda x, k, mask, offsets: (
+        operators._fake_nu(x, offsets)[0].to(k.dtype),
+        operators._fake_nu(x, offsets),
+    ),
 )
 
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from torchlml._core.rows import work_dtype
 from torchlml.losses.reduction import TopKLoss, check_reduction, reduce_single
 from torchlml.losses.targets import read_k, read_logits, read_single_label
-from torchlml.rows import work_dtype
 
 
 def topk_svm_loss(

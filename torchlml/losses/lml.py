@@ -7,9 +7,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from torchlml import ops
-from torchlml.arguments import Canonical, check_k
-from torchlml.autograd import (
+from torchlml._core import bounds, operators
+from torchlml._core.arguments import Canonical, check_k
+from torchlml._core.paths import (
     differentiate_again,
     gradient_of_k,
     is_plain,
@@ -17,10 +17,9 @@ from torchlml.autograd import (
     needs_no_graph,
     wants_graph,
 )
-from torchlml.family import bounds
+from torchlml._core.rows import row_index, work_dtype
 from torchlml.losses.reduction import TopKLoss, check_reduction, reduce
 from torchlml.losses.targets import Labels, LogitRows, read_labels, read_logits
-from torchlml.rows import row_index, work_dtype
 
 
 def lml_loss(
@@ -151,7 +150,7 @@ def _forward(x: Tensor, *rest: Any) -> tuple[Tensor, Tensor, Tensor | int]:
     A mean is over the rows that have a label, and 0 without any, as `reduction.reduce` says.
     """
     *arguments, reduction, complete = rest
-    losses, nu = ops.loss_forward(x, *arguments)
+    losses, nu = operators.loss_forward(x, *arguments)
     count: Tensor | int = 1
     if reduction == "none":
         loss = losses[0]
@@ -193,7 +192,7 @@ class _Loss(torch.autograd.Function):
         grad = grad.to(nu.dtype)
         if ctx.reduction == "mean":
             grad = grad / ctx.count
-        dx, dk = ops.loss_backward(grad.contiguous(), x, k, nu, mask, offsets, observed, starts, weight)
+        dx, dk = operators.loss_backward(grad.contiguous(), x, k, nu, mask, offsets, observed, starts, weight)
         return (dx, gradient_of_k(dk, k), *rest)
 
 

@@ -17,8 +17,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from torchlml.arguments import readable
-from torchlml.rows import row_index, work_dtype
+from torchlml._core.arguments import readable
+from torchlml._core.rows import row_index, work_dtype
 
 
 class LogitRows(NamedTuple):

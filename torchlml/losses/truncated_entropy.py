@@ -6,9 +6,9 @@ import torch
 from torch import Tensor
 from torch.nn.functional import logsigmoid
 
+from torchlml._core.rows import row_index, work_dtype
 from torchlml.losses.reduction import TopKLoss, check_reduction, reduce
 from torchlml.losses.targets import Labels, LogitRows, multi_hot, read_k, read_labels, read_logits
-from torchlml.rows import row_index, work_dtype
 
 
 def truncated_entropy_loss(

@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 from torchmetrics import Metric
 
+from torchlml._core.rows import row_index
 from torchlml.losses.targets import LogitRows, multi_hot, read_k, read_labels, read_logits
-from torchlml.rows import row_index
 
 
 class TopKRecall(Metric):

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from torchlml.rows import Rows
+from torchlml._core.rows import Rows
 from torchlml.solvers.newton import add, start
 from torchlml.solvers.residual import residual
 

@@ -15,7 +15,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from torchlml.rows import Rows
+from torchlml._core.rows import Rows
 from torchlml.solvers.brackets import order_offsets
 from torchlml.solvers.residual import Residual, residual
 

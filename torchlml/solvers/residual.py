@@ -17,7 +17,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from torchlml.rows import Rows
+from torchlml._core.rows import Rows
 
 
 class Residual(NamedTuple):

@@ -1,0 +1,329 @@
+"""The benchmark: that its ratios mean what they say, its files are whole, and its options are checked."""
+
+import csv
+import json
+import os
+import subprocess
+import sys
+from dataclasses import replace
+
+import numpy
+import pytest
+import torch
+
+import torchlml
+from torchlml_lab import cli
+from torchlml_lab.bench import command, memory, records, timing
+from torchlml_lab.bench.cases import BASELINE, MODES, PROJECTION, Case, call_of
+from torchlml_lab.bench.timing import Quantiles, race
+
+TINY = ["--sizes", "8", "24", "--ks", "n/2", "--batches", "3", "--scales", "1", "--repetitions", "2"]
+HERE = [provider.name for provider in PROJECTION if provider.absent() is None]
+
+
+@pytest.fixture(autouse=True)
+def _short_samples(monkeypatch):
+    monkeypatch.setattr(timing, "_SAMPLE_SECONDS", 1e-6)
+    monkeypatch.setattr(timing, "_WARM_UP_SECONDS", 0.0)
+
+
+@pytest.fixture
+def one_thread():
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+def bench(capsys, *words):
+    code = cli.main(["bench", *TINY, *words])
+    captured = capsys.readouterr()
+    return code, captured.out, captured.err
+
+
+def test_run_writes_one_row_per_measurement_and_a_plot(capsys, tmp_path):
+    path = tmp_path / "results" / "bench.csv"
+    code, out, err = bench(capsys, "--csv", str(path))
+    assert (code, err) == (0, "")
+    with path.open(newline="") as file:
+        rows = list(csv.DictReader(file))
+    assert list(rows[0]) == records.COLUMNS
+    metrics = ["time", "memory"] if memory.measurable() else ["time"]
+    expected = {
+        (provider, mode, metric, n, k)
+        for provider in HERE
+        for mode in MODES
+        for metric in metrics
+        for n, k in (("8", "4"), ("24", "12"))
+    }
+    assert {(r["provider"], r["mode"], r["metric"], r["n"], r["k"]) for r in rows} == expected
+    assert len(rows) == len(expected)
+    for row in rows:
+        assert row["operator"] == "projection"
+        assert float(row["p20"]) <= float(row["p50"]) <= float(row["p80"])
+        assert float(row["ratio_p20"]) <= float(row["ratio_p50"]) <= float(row["ratio_p80"])
+        assert (row["torch"], row["torchlml"]) == (torch.__version__, torchlml.__version__)
+        assert json.loads(row["config"])["rounds"] >= 1
+        if row["metric"] == "time":
+            assert row["unit"] == "us"
+            assert float(row["p20"]) > 0
+            if row["provider"] == BASELINE:
+                assert row["ratio_p50"] == "1"
+    assert sorted(p.name for p in path.parent.iterdir()) == ["bench.csv", "bench.png"]
+    assert path.with_suffix(".png").read_bytes().startswith(b"\x89PNG")
+    for mode in MODES:
+        assert f"{mode}: time" in out
+    assert str(path) in out
+
+
+def test_second_run_appends_and_compares(capsys, tmp_path):
+    path, plot = tmp_path / "bench.csv", tmp_path / "plots" / "p.png"
+    narrow = ["--modes", "forward", "--metrics", "time", "--providers", "sigmoid", "--csv", str(path)]
+    assert bench(capsys, *narrow)[0] == 0
+    first = path.read_text()
+    earlier = tmp_path / "earlier.csv"
+    earlier.write_text(first)
+    code, out, err = bench(capsys, *narrow, "--compare", str(earlier), "--plot", str(plot))
+    assert (code, err) == (0, "")
+    assert path.read_text().startswith(first)
+    assert path.read_text().count("operator") == 1
+    assert len(records.read(path, "--csv")) == 2 * 4
+    assert out.count("(was ") == 2
+    assert plot.exists()
+
+
+def test_comparing_with_something_else_says_so(capsys, tmp_path):
+    path, other = tmp_path / "bench.csv", tmp_path / "other.csv"
+    narrow = ["--modes", "forward", "--metrics", "time", "--providers", "sigmoid"]
+    assert bench(capsys, *narrow, "--csv", str(other))[0] == 0
+    code, out, _ = bench(capsys, *narrow, "--sizes", "9", "--csv", str(path), "--compare", str(other))
+    assert code == 0
+    assert "Nothing that was measured now is in" in out
+    assert "(was" not in out
+
+
+@pytest.mark.skipif(not memory.measurable(), reason="memory is measured on Linux with the GNU C library")
+def test_memory_alone_draws_no_plot(capsys, tmp_path):
+    narrow = ["--modes", "forward", "--metrics", "memory", "--providers", "sigmoid"]
+    code, out, err = bench(capsys, *narrow, "--csv", str(tmp_path / "b.csv"))
+    assert (code, err) == (0, "")
+    assert "forward: memory" in out
+    assert [path.name for path in tmp_path.iterdir()] == ["b.csv"]
+
+
+def test_every_dtype_runs(capsys, tmp_path):
+    words = ["--dtypes", *command.DTYPES, "--modes", "forward+backward", "--csv", str(tmp_path / "b.csv")]
+    assert bench(capsys, *words, "--sizes", "8", "--ks", "n-1", "--metrics", "time")[0] == 0
+    found = {(r.dtype, r.k) for r in records.read(tmp_path / "b.csv", "--csv")}
+    assert found == {(dtype, 7) for dtype in command.DTYPES}
+
+
+def test_quick_is_a_start_that_other_options_change(monkeypatch):
+    ran = []
+    monkeypatch.setattr(command, "run", lambda settings, console: ran.append(settings))
+    command.main(["--quick", "--sizes", "8"])
+    command.main([])
+    assert ran == [replace(command.QUICK, quick=True, sizes=(8,)), command.BenchSettings()]
+
+
+@pytest.mark.parametrize(
+    ("words", "needle"),
+    [
+        (["--sizes", "1"], "`--sizes` has 1"),
+        (["--sizes", "a"], "--sizes"),
+        (["--sizes"], "`--sizes` needs"),
+        (["--ks", "0"], "`--ks` is 0"),
+        (["--ks", "24"], "`--ks` is 24"),
+        (["--ks", "n/0"], "`--ks` is n/0"),
+        (["--ks", "n*2"], "`--ks` has `n*2`"),
+        (["--ks", "2.5"], "`--ks` has `2.5`"),
+        (["--ks"], "`--ks`"),
+        (["--batches", "0"], "`--batches` has 0"),
+        (["--batches", "x"], "--batches"),
+        (["--scales", "-1"], "`--scales` has -1"),
+        (["--scales", "inf"], "`--scales` has inf"),
+        (["--scales", "nan"], "`--scales` has nan"),
+        (["--dtypes", "int8"], "`--dtypes` names `int8`"),
+        (["--threads", "0"], "`--threads` has 0"),
+        (["--threads", "100000"], "`--threads` has 100000"),
+        (["--providers", "softmin"], "`--providers` names `softmin`"),
+        (["--modes", "sideways"], "`--modes` names `sideways`"),
+        (["--modes"], "`--modes` needs"),
+        (["--metrics", "energy"], "`--metrics` names `energy`"),
+        (["--repetitions", "0"], "`--repetitions` has 0"),
+        (["--repetitions", "1.5"], "--repetitions"),
+        (["--seconds", "-1"], "`--seconds` has -1"),
+        (["--seconds", "nan"], "`--seconds` has nan"),
+        (["--csv", "."], "`--csv` names `.`"),
+        (["--csv", __file__], "`--csv` names"),
+        (["--plot", "."], "`--plot` names `.`"),
+        (["--compare", "no-such-file.csv"], "`--compare` names `no-such-file.csv`"),
+        (["--compare", __file__], "`--compare` names"),
+        (["--quick", "yes"], "yes"),
+        (["--nonsense"], "--nonsense"),
+    ],
+)
+def test_bad_input_is_one_sentence_before_any_work(capsys, tmp_path, monkeypatch, words, needle):
+    monkeypatch.setattr(command, "_measure", lambda *a: pytest.fail("measured something"))
+    code, out, err = bench(capsys, "--csv", str(tmp_path / "b.csv"), *words)
+    assert (code, out) == (2, "")
+    assert needle in err
+    assert err.startswith("torchlml: ")
+    assert err.endswith(".\n")
+    assert err.count("\n") == 1
+    assert not list(tmp_path.iterdir())
+
+
+def test_absent_provider_says_why(capsys, monkeypatch):
+    absent = replace(PROJECTION[1], absent=lambda: "it rains")
+    monkeypatch.setattr(command, "PROJECTION", (PROJECTION[0], absent))
+    code, _, err = bench(capsys, "--providers", absent.name)
+    assert code == 2
+    assert err == f"torchlml: `--providers` names `{absent.name}`, which cannot run here: it rains.\n"
+
+
+def test_threads_are_given_back_even_after_a_failure(monkeypatch, capsys, tmp_path):
+    seen = []
+
+    def fail(*arguments):
+        seen.append(torch.get_num_threads())
+        raise RuntimeError("broken")
+
+    before = torch.get_num_threads()
+    monkeypatch.setattr(command, "race", fail)
+    assert bench(capsys, "--threads", "1", "--csv", str(tmp_path / "b.csv"))[0] == 1
+    assert seen == [1]
+    assert torch.get_num_threads() == before
+
+
+def test_interrupted_write_leaves_the_old_file(monkeypatch, tmp_path, capsys):
+    path = tmp_path / "bench.csv"
+    narrow = ["--modes", "forward", "--metrics", "time", "--providers", "sigmoid", "--csv", str(path)]
+    assert bench(capsys, *narrow)[0] == 0
+    before = {p.name: p.read_bytes() for p in tmp_path.iterdir()}
+
+    def full(*arguments):
+        raise OSError("No space left on device")
+
+    monkeypatch.setattr(os, "replace", full)
+    code, _, err = bench(capsys, *narrow)
+    assert (code, err) == (1, "torchlml: No space left on device.\n")
+    assert {p.name: p.read_bytes() for p in tmp_path.iterdir()} == before
+
+
+class _NoisyMachine:
+    """A clock, and calls that take a known time on a machine that becomes slower and faster all the time."""
+
+    def __init__(self):
+        self.now = 0.0
+        self.calls = dict.fromkeys(("base", "triple", "slow"), 0)
+
+    def call(self, name, seconds):
+        def run():
+            # Ten rounds of two calls at one speed, then ten at a tenth of it, as on a shared machine.
+            slowdown = 10 if sum(self.calls.values()) // 20 % 2 else 1
+            self.calls[name] += 1
+            self.now += seconds * slowdown
+
+        return run
+
+
+def test_ratios_survive_a_noisy_machine(monkeypatch):
+    machine = _NoisyMachine()
+    monkeypatch.setattr(timing, "perf_counter", lambda: machine.now)
+    calls = {"base": machine.call("base", 1e-4), "triple": machine.call("triple", 3e-4)}
+    result = race(calls, "base", repetitions=200, seconds=10)
+    assert result["triple"].ratio.p50 == pytest.approx(3)
+    assert result["triple"].ratio.p20 == pytest.approx(3)
+    assert result["base"].ratio == Quantiles(1, 1, 1)
+    # The absolute time of the same run is not to be trusted: that is the point of the ratio.
+    assert result["base"].seconds.p80 > 5 * result["base"].seconds.p20
+    assert result["base"].rounds == result["triple"].rounds == 200
+
+
+def test_slow_competitor_does_not_starve_the_others(monkeypatch):
+    machine = _NoisyMachine()
+    monkeypatch.setattr(timing, "perf_counter", lambda: machine.now)
+    calls = {"base": machine.call("base", 1e-4), "slow": machine.call("slow", 1.0)}
+    result = race(calls, "base", repetitions=50, seconds=1)
+    assert result["base"].rounds == 50
+    assert result["slow"].rounds == 1
+    assert machine.calls["slow"] == 2  # once to warm up
+
+
+def test_garbage_collection_rests_only_meanwhile():
+    import gc
+
+    states = []
+    race({"base": lambda: states.append(gc.isenabled())}, "base", 2, 1)
+    assert states[-1] is False
+    assert gc.isenabled()
+
+
+@pytest.mark.parametrize("samples", [[3.0], [2.0, 1.0], [5.0, 1.0, 2.0, 9.0, 4.0, 4.5, 0.5]])
+def test_quantiles(samples):
+    found = Quantiles.of(samples)
+    assert [found.p20, found.p50, found.p80] == pytest.approx(list(numpy.percentile(samples, [20, 50, 80])))
+
+
+@pytest.mark.skipif(not memory.measurable(), reason="memory is measured on Linux with the GNU C library")
+@pytest.mark.parametrize(
+    ("call", "mebibytes"),
+    [
+        ("x + 1", 4),  # the result alone
+        ("(x + 1).double()", 12),  # a temporary and a result twice as wide
+        ("x.add_(1)", 0),  # in place
+        ("[x + 1, x + 2, x + 3]", 12),  # everything alive at the highest point
+    ],
+)
+def test_memory_is_what_the_call_adds(call, mebibytes):
+    # In a process of its own: this one has a past, and the allocator remembers it.
+    program = (
+        "import torch; from torchlml_lab.bench import memory; torch.set_num_threads(1); "
+        f"x = torch.zeros(1024, 1024); print(memory.added_bytes(lambda: {call}))"
+    )
+    printed = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, check=True
+    ).stdout
+    assert int(printed) / 2**20 == pytest.approx(mebibytes, abs=0.3)
+
+
+@pytest.mark.parametrize(
+    "provider", [p for p in PROJECTION if p.name.startswith("lml")], ids=lambda p: p.name
+)
+def test_every_lml_is_the_projection(provider, one_thread):
+    if (reason := provider.absent()) is not None:
+        pytest.skip(reason)
+    case = Case(n=40, k=7, batch=5, scale=3.0, dtype="float64", threads=1)
+    x = case.logits()
+    torch.testing.assert_close(call_of(provider, case, "forward")(), torchlml.lml(x, 7), rtol=0, atol=1e-11)
+    x.requires_grad_()
+    grad = torch.randn(5, 40, generator=torch.Generator().manual_seed(case.n)).double()
+    (expected,) = torch.autograd.grad(torchlml.lml(x, 7), x, grad)
+    for mode in ("backward", "forward+backward"):
+        call = call_of(provider, case, mode)
+        for _ in range(2):  # a call can be repeated
+            torch.testing.assert_close(call(), expected, rtol=0, atol=1e-10)
+
+
+def test_cases_are_every_combination_that_makes_sense_once():
+    settings = replace(
+        command.BenchSettings(),
+        sizes=(4, 10),
+        ks=("5", "n/2", "n-1"),
+        scales=(1.0, 2.0),
+        threads=(2, 1),
+        batches=(3,),
+    )
+    cases = list(command._cases(settings))
+    assert {(case.n, case.k) for case in cases} == {(4, 2), (4, 3), (10, 5), (10, 9)}
+    assert len(cases) == len(set(cases)) == 4 * 2 * 2
+
+
+def test_long_rows_get_smaller_batches():
+    settings = replace(command.BenchSettings(), sizes=(100, 1_000_000, 8_000_000), ks=("5",), scales=(1.0,))
+    assert [(case.n, case.batch) for case in command._cases(settings)] == [
+        (100, 256),
+        (1_000_000, 4),
+        (8_000_000, 1),
+    ]

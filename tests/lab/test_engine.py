@@ -1,0 +1,301 @@
+"""The training engine: killed, interrupted, short of disk, misled, and in two processes."""
+
+import dataclasses
+import json
+import os
+import re
+import resource
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import load_model
+
+import torchlml
+from tests.support.processes import hear_interrupts
+from torchlml_lab import cli
+from torchlml_lab.engine.loop import EpochBatches
+from torchlml_lab.tasks.cifar100 import networks
+from torchlml_lab.tasks.cifar100.command import Cifar100Settings
+from torchlml_lab.tasks.cifar100.data import read_features
+
+ROOT = Path(__file__).parents[2]
+ENVIRONMENT = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
+
+
+@pytest.fixture(scope="module")
+def features(tmp_path_factory):
+    """A small file of features that can be learned: 100 classes, 20 coarse ones."""
+    path = tmp_path_factory.mktemp("features") / "features.npz"
+    random = np.random.default_rng(0)
+    fine = np.repeat(np.arange(100), 30)
+    centres = random.normal(size=(100, 16))
+    x = (centres[fine] + 0.5 * random.normal(size=(3000, 16))).astype(np.float32)
+    np.savez(path, x=x, fine=fine, coarse=fine // 5, test=np.arange(3000) % 5 == 0)
+    return path
+
+
+def words(features, out, *more):
+    options = ["--features", str(features), "--out", str(out), "--validation", "400", "--batch-size", "100"]
+    return ["train", "cifar100", *options, "--epochs", "6", "--noise", "0.4", *more]
+
+
+def process(arguments, **options):
+    command = [sys.executable, "-m", "torchlml", *arguments]
+    return subprocess.Popen(
+        command,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        env=ENVIRONMENT,
+        **{"preexec_fn": hear_interrupts, **options},
+    )
+
+
+def wait_for_epoch(folder, epoch, running):
+    limit = time.monotonic() + 120
+    while time.monotonic() < limit and running.poll() is None:
+        state = folder / "state.json"
+        if state.exists() and json.loads(state.read_text())["epoch"] >= epoch:
+            return
+        time.sleep(0.005)
+    raise AssertionError(running.communicate())
+
+
+@pytest.fixture(scope="module")
+def whole(features, tmp_path_factory):
+    """A run that nothing disturbed."""
+    out = tmp_path_factory.mktemp("whole") / "run"
+    done = process(words(features, out))
+    output, errors = done.communicate(timeout=120)
+    assert done.returncode == 0, errors
+    assert "Test of epoch" in output
+    return out
+
+
+def same(one, other):
+    """The metrics, byte for byte, and the last weights, bit for bit."""
+    assert (one / "metrics.jsonl").read_bytes() == (other / "metrics.jsonl").read_bytes()
+    weights = [
+        (run / "checkpoints" / "epoch-0006" / "model.safetensors").read_bytes() for run in (one, other)
+    ]
+    assert weights[0] == weights[1]
+
+
+def test_a_run_is_recorded(whole):
+    run = json.loads((whole / "run.json").read_text())
+    assert run["experiment"] == "cifar100"
+    assert run["versions"]["torch"] == torch.__version__
+    assert run["git_commit"] is None or re.fullmatch(r"[0-9a-f]{40}\+?", run["git_commit"])
+    settings = json.loads((whole / "settings.json").read_text())
+    assert settings["noise"] == 0.4
+    assert set(settings) == {f.name for f in dataclasses.fields(Cifar100Settings)} - {"resume"}
+    lines = [json.loads(line) for line in (whole / "metrics.jsonl").read_text().splitlines()]
+    assert [line["epoch"] for line in lines[:-1]] == [1, 2, 3, 4, 5, 6]
+    best = max(lines[:-1], key=lambda line: (line["top5"], -line["epoch"]))
+    result = json.loads((whole / "result.json").read_text())
+    assert result["best_epoch"] == best["epoch"] == lines[-1]["epoch"]
+    assert result["validation"] == {key: best[key] for key in ("top1", "top5")}
+    assert lines[-1]["split"] == "test"
+    kept = {path.name for path in (whole / "checkpoints").iterdir()}
+    assert kept == {"epoch-0006", f"epoch-{best['epoch']:04d}"}
+
+
+def test_killed_and_resumed_equals_undisturbed(features, whole, tmp_path):
+    out = tmp_path / "run"
+    running = process(words(features, out))
+    wait_for_epoch(out, 2, running)
+    running.send_signal(signal.SIGKILL)
+    running.communicate()
+    assert not (out / "result.json").exists(), "the run was over before it was killed"
+    again = process(["train", "cifar100", "--resume", str(out)])
+    _, errors = again.communicate(timeout=120)
+    assert again.returncode == 0, errors
+    same(out, whole)
+
+
+def test_interrupted_says_how_to_continue(features, whole, tmp_path):
+    out = tmp_path / "run"
+    running = process(words(features, out))
+    wait_for_epoch(out, 1, running)
+    running.send_signal(signal.SIGINT)
+    _, errors = running.communicate(timeout=60)
+    assert running.returncode == 130, errors
+    said = re.fullmatch(r"torchlml: Interrupted; .* kept, and `torchlml (.*)` continues the run\.\n", errors)
+    assert said, errors
+    again = process(said[1].split())
+    again.communicate(timeout=120)
+    assert again.returncode == 0
+    same(out, whole)
+
+
+def test_resuming_a_finished_run_changes_nothing(capsys, whole):
+    before = (whole / "metrics.jsonl").read_bytes()
+    assert cli.main(["train", "cifar100", "--resume", str(whole)]) == 0
+    assert "Test of epoch" in capsys.readouterr().out
+    assert (whole / "metrics.jsonl").read_bytes() == before
+
+
+def test_a_full_disk_leaves_a_whole_run(features, whole, tmp_path):
+    out = tmp_path / "run"
+    running = process(words(features, out))
+    wait_for_epoch(out, 2, running)
+    running.send_signal(signal.SIGKILL)
+    running.communicate()
+    before = (out / "state.json").read_bytes()
+    # What a kill just before or just after the state was written leaves: it is dropped, also here.
+    shutil.copytree(out / "checkpoints" / json.loads(before)["last"], out / "checkpoints" / "epoch-0000")
+    # No file may grow beyond 20 kB: what a write to a full disk does, also to writers outside Python.
+    limit = lambda: resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, 20_000))  # noqa: E731
+    failing = process(["train", "cifar100", "--resume", str(out)], preexec_fn=limit)
+    _, errors = failing.communicate(timeout=120)
+    assert failing.returncode == 1
+    assert re.fullmatch(r"torchlml: The checkpoint of epoch \d could not be written to .*\.\n", errors), (
+        errors
+    )
+    assert (out / "state.json").read_bytes() == before
+    state = json.loads(before)
+    kept = {path.name for path in (out / "checkpoints").iterdir()}
+    assert kept == {state["last"], state["best"]}
+    again = process(["train", "cifar100", "--resume", str(out)])
+    again.communicate(timeout=120)
+    assert again.returncode == 0
+    same(out, whole)
+
+
+def refused(capsys, *arguments):
+    assert cli.main(["train", "cifar100", *map(str, arguments)]) == 2
+    captured = capsys.readouterr()
+    assert captured.err.startswith("torchlml: ")
+    assert captured.err.count("\n") == 1
+    return captured.err
+
+
+@pytest.fixture
+def unfinished(whole, tmp_path):
+    """A copy of the whole run that looks as if it had not been tested yet."""
+    shutil.copytree(whole, tmp_path / "run")
+    (tmp_path / "run" / "result.json").unlink()
+    return tmp_path / "run"
+
+
+def edit(path, **changes):
+    path.write_text(json.dumps({**json.loads(path.read_text()), **changes}))
+
+
+def test_what_was_written_after_the_last_checkpoint_is_dropped(capsys, unfinished, whole):
+    # Killed while it was testing: the line of the test is there, and half of something.
+    with (unfinished / "metrics.jsonl").open("a") as file:
+        file.write('{"epoch": 7, "split": "validation"}\n{"epo')
+    (unfinished / "checkpoints" / ".partial").mkdir()
+    assert cli.main(["train", "cifar100", "--resume", str(unfinished)]) == 0
+    assert (unfinished / "metrics.jsonl").read_bytes() == (whole / "metrics.jsonl").read_bytes()
+
+
+def test_a_checkpoint_of_another_run_is_refused(capsys, unfinished):
+    edit(next((unfinished / "checkpoints").glob("epoch-0006/checkpoint.json")), run="0" * 32)
+    assert "is of another run" in refused(capsys, "--resume", unfinished)
+
+
+def test_a_run_of_another_version_is_refused(capsys, unfinished):
+    edit(unfinished / "run.json", versions={"torchlml": "0.0.1"})
+    error = refused(capsys, "--resume", unfinished)
+    assert f"was written by torchlml 0.0.1, and this is {torchlml.__version__}" in error
+
+
+def test_a_run_of_another_experiment_is_refused(capsys, unfinished):
+    edit(unfinished / "run.json", experiment="scene-graph")
+    assert "holds a run of `scene-graph`" in refused(capsys, "--resume", unfinished)
+
+
+def test_other_settings_are_refused(capsys, unfinished):
+    error = refused(capsys, "--resume", unfinished, "--noise", "0.8")
+    assert "`--noise` is 0.8, but the run" in error
+    assert "was started with 0.4" in error
+
+
+@pytest.mark.parametrize("name", ["model.safetensors", "optimizer.bin"])
+def test_a_damaged_checkpoint_is_refused(capsys, unfinished, name):
+    path = unfinished / "checkpoints" / "epoch-0006" / name
+    path.write_bytes(path.read_bytes()[:100])
+    assert "is damaged or of another model" in refused(capsys, "--resume", unfinished)
+
+
+@pytest.mark.parametrize("name", ["state.json", "run.json", "settings.json"])
+def test_a_damaged_record_is_refused(capsys, unfinished, name):
+    (unfinished / name).write_text('{"half')
+    assert str(unfinished) in refused(capsys, "--resume", unfinished)
+
+
+def test_a_folder_without_a_run_is_refused(capsys, tmp_path):
+    assert "holds no run to continue" in refused(capsys, "--resume", tmp_path)
+
+
+def test_a_run_is_not_overwritten(capsys, features, whole):
+    assert cli.main(words(features, whole)) == 2
+    assert f"continue it with `--resume {whole}`" in capsys.readouterr().err
+
+
+def test_two_processes(features, tmp_path):
+    out = tmp_path / "run"
+    launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    arguments = [*launch, "-m", "torchlml", *words(features, out, "--cpu", "--noise", "0")]
+    done = subprocess.run(arguments, capture_output=True, text=True, env=ENVIRONMENT, timeout=180)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.count("Test of epoch") == 1
+    state = json.loads((out / "state.json").read_text())
+    assert state["processes"] == 2
+    lines = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
+    assert [line["epoch"] for line in lines[:-1]] == [1, 2, 3, 4, 5, 6]
+    # It learned, and every sample was counted once: the test is that of one process with the same weights.
+    assert lines[-1]["top5"] > 0.5
+    model = networks.feature_head(16, 100).eval()
+    load_model(model, out / "checkpoints" / state["best"] / "model.safetensors")
+    _, test = read_features(features)
+    top = model(test.x).topk(5).indices == test.fine.unsqueeze(1)
+    assert lines[-1]["top5"] == top.any(1).double().mean().item()
+    assert lines[-1]["top1"] == top[:, 0].double().mean().item()
+    weights = {path.name for path in (out / "checkpoints" / "epoch-0006").iterdir()}
+    assert {"random_states_0.pkl", "random_states_1.pkl"} <= weights
+
+
+def test_data_order_follows_from_seed_and_epoch():
+    def order(seed, epoch):
+        batches = EpochBatches(10, 4, seed, shuffle=True)
+        batches.epoch = epoch
+        return list(batches)
+
+    assert [len(batch) for batch in order(0, 1)] == [4, 4, 2]
+    assert sorted(row for batch in order(0, 1) for row in batch) == list(range(10))
+    assert order(0, 1) == order(0, 1)
+    assert order(0, 1) != order(0, 2)
+    assert order(0, 1) != order(1, 1)
+
+
+def test_help_explains_every_setting(capsys):
+    assert cli.main(["train", "cifar100", "--help"]) == 0
+    said = " ".join(re.sub("[│╭╰─╮╯]", " ", capsys.readouterr().out).split())
+    for field in dataclasses.fields(Cifar100Settings):
+        option = "--" + field.name.replace("_", "-")
+        metavar = r"(?:[A-Z]+ |\{[^}]*\} )?"
+        assert re.search(rf"{option} {metavar}[A-Z`][\w`]*(?: \S+){{3,}}\. \(default", said), option
+
+
+@pytest.mark.parametrize(
+    ("options", "needle"),
+    [
+        (["--epochs", "0"], "`--epochs` is 0"),
+        (["--batch-size", "0"], "`--batch-size` is 0"),
+        (["--learning-rate", "nan"], "`--learning-rate` is nan"),
+        (["--seed", "-1"], "`--seed` is -1"),
+        (["--out", __file__], "which is a file"),
+    ],
+)
+def test_bad_settings(capsys, options, needle):
+    assert needle in refused(capsys, *options)

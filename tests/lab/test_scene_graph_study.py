@@ -1,0 +1,225 @@
+"""What is done with scene-graph runs: sweeps, evaluation, prediction, figures, and the time of a step."""
+
+import csv
+import json
+import re
+
+import pytest
+
+from tests.support.scene_graphs import draw, write_vg
+from torchlml_lab import cli
+from torchlml_lab.errors import BadInput
+from torchlml_lab.tasks.scene_graph import records
+from torchlml_lab.tasks.scene_graph.command import SceneGraphSettings
+from torchlml_lab.tasks.scene_graph.evaluation import RECALLS
+from torchlml_lab.tasks.scene_graph.records import Record
+from torchlml_lab.tasks.scene_graph.sweep import METHODS, SweepSettings, grid, parse_method
+
+
+@pytest.fixture(scope="module")
+def vg(tmp_path_factory):
+    return write_vg(tmp_path_factory.mktemp("vg"), draw(40))
+
+
+def words(vg, out, *more):
+    common = ["--run.vg", str(vg), "--run.validation", "6", "--run.hidden", "8", "--run.epochs", "2"]
+    chosen = ["--methods", "softmax", "lml-3", "truncated-entropy-20", "--seeds", "0", "1", "--workers", "1"]
+    return ["sweep", "scene-graph", *common, *chosen, "--once", "softmax", "--out", str(out), *more]
+
+
+@pytest.fixture(scope="module")
+def swept(vg, tmp_path_factory):
+    out = tmp_path_factory.mktemp("swept") / "sweep"
+    assert cli.main(words(vg, out)) == 0
+    return out
+
+
+@pytest.fixture(scope="module")
+def run(swept):
+    return swept / "lml-3_lr0.001_seed1"
+
+
+def test_a_sweep_is_one_table(swept):
+    with (swept / "results.csv").open(newline="") as file:
+        rows = list(csv.DictReader(file))
+    tested = [(row["method"], row["seed"]) for row in rows if row["split"] == "test"]
+    assert tested == [
+        ("frequency", "0"),
+        ("lml-3", "0"),
+        ("lml-3", "1"),
+        ("softmax", "0"),
+        ("truncated-entropy-20", "0"),
+        ("truncated-entropy-20", "1"),
+    ]
+    result = json.loads((swept / "lml-3_lr0.001_seed1" / "result.json").read_text())
+    mine = [row for row in rows if (row["method"], row["seed"]) == ("lml-3", "1")]
+    assert [(row["epoch"], row["split"]) for row in mine if row["split"] != "test"] == [
+        ("1", "train"),
+        ("1", "validation"),
+        ("2", "train"),
+        ("2", "validation"),
+    ]
+    for split in ("validation", "test"):
+        (row,) = (row for row in mine if row["split"] == split and row["chosen"] == "1")
+        assert int(row["epoch"]) == result["best_epoch"]
+        for name in RECALLS:
+            assert float(row[records.column(name)]) == result[split][name]
+
+
+def test_finished_runs_are_skipped(capsys, vg, swept):
+    before = (swept / "results.csv").read_bytes()
+    assert cli.main(words(vg, swept)) == 0
+    said = capsys.readouterr().out
+    assert "5 runs, 5 of them finished before" in said
+    assert "vision-free" in said
+    # Every name and number is whole, also on a terminal of 80 columns.
+    assert "…" not in said
+    assert max(len(line) for line in said.split("\n") if not line.startswith("The rows are in")) <= 80
+    assert said.count("truncated-entropy-20") == 2
+    assert (swept / "results.csv").read_bytes() == before
+
+
+def record(**changes):
+    numbers = dict.fromkeys(Record.__dataclass_fields__, 0.5)
+    words = {"data": "vg", "vision": "vision-free", "method": "lml-20", "variant": "", "split": "validation"}
+    counts = {"seed": 100, "epochs": 4, "epoch": 2, "chosen": 1}
+    return Record(**{**numbers, **words, **counts, **changes})
+
+
+def test_tuning_looks_at_the_best_epoch_on_validation(tmp_path):
+    found = [
+        record(learning_rate=1e-3, recall=0.6),
+        record(learning_rate=2e-3, recall=0.7),
+        record(learning_rate=1e-3, recall=0.9, chosen=0),
+        record(learning_rate=1e-3, recall=0.9, split="test"),
+    ]
+    path = tmp_path / "t.csv"
+    records.write(path, found)
+    assert set(records.read(path, "--csv")) == set(found)
+    common = SceneGraphSettings(vg=tmp_path)
+    runs = grid(SweepSettings(methods=("lml-20",), tuned=path, run=common))
+    assert [(run.learning_rate, run.seed) for run in runs] == [(2e-3, 0), (2e-3, 1), (2e-3, 2)]
+    with pytest.raises(BadInput, match="no run of the method `bce`"):
+        grid(SweepSettings(methods=("bce",), tuned=path, run=common))
+    with pytest.raises(BadInput, match="same data and seeds"):
+        records.best_rates([*found, record(learning_rate=3e-3, seed=5)], ["lml-20"], path)
+
+
+def test_a_k_that_was_not_tuned_has_the_learning_rate_of_the_nearest_that_was(tmp_path):
+    found = [
+        record(method="lml-20", learning_rate=1e-3),
+        record(method="lml-100", learning_rate=2e-3),
+        record(method="truncated-entropy-50", learning_rate=5e-4),
+    ]
+    wanted = ["lml-5", "lml-20", "lml-50", "lml-90", "lml-200", "truncated-entropy-20"]
+    best = records.best_rates(found, wanted, tmp_path)
+    assert list(best) == wanted
+    assert list(best.values()) == [1e-3, 1e-3, 1e-3, 2e-3, 2e-3, 5e-4]
+    with pytest.raises(BadInput, match="no run of the method `softmax`"):
+        records.best_rates(found, ["softmax"], tmp_path)
+
+
+def test_methods():
+    assert parse_method("truncated-entropy-100") == ("truncated-entropy", 100)
+    assert parse_method("softmax")[0] == "softmax"
+    runs = grid(SweepSettings(once=METHODS[2:], run=SceneGraphSettings(vrd=SweepSettings().out)))
+    assert len(runs) == 3 + 3 + 6
+    for name in ("lml", "lml-", "softmax-20", "bce-x", "hinge"):
+        with pytest.raises(BadInput, match="a method is one of softmax, lml-K"):
+            parse_method(name)
+
+
+@pytest.mark.parametrize(
+    ("options", "needle"),
+    [
+        (["--methods", "lml"], "`--methods` has `lml`"),
+        (["--once", "bce"], "`--once` names `bce`"),
+        (["--run.k", "5"], "`--run.k` is given"),
+        (["--run.objective", "bce"], "`--run.objective` is given"),
+        (["--tuned", "no.csv"], "`--tuned` names `no.csv`"),
+        (["--workers", "0"], "`--workers` is 0"),
+        (["--methods", "lml-0", "--once"], "`--k` is 0"),
+    ],
+)
+def test_bad_sweeps(capsys, vg, tmp_path, options, needle):
+    assert cli.main(words(vg, tmp_path / "sweep", *options)) == 2
+    error = capsys.readouterr().err
+    assert needle in error
+    assert error.count("\n") == 1
+    assert not (tmp_path / "sweep").exists()
+
+
+def test_evaluate_prints_what_the_run_found(capsys, run):
+    assert cli.main(["evaluate", str(run), "--cpu"]) == 0
+    said = capsys.readouterr().out
+    result = json.loads((run / "result.json").read_text())
+    assert f"10 test images, epoch {result['best_epoch']}, vision-free" in said
+    numbers = re.search(r"lml-3, constrained R +([\d.]+) +([\d.]+) +([\d.]+)", said)
+    assert numbers
+    assert [float(n) for n in numbers.groups()] == [
+        pytest.approx(100 * result["test"][name], abs=0.051) for name in RECALLS[:3]
+    ]
+    assert "frequencies alone, unconstrained mR" in said
+    assert re.search(r"near +\d+ ", said)
+
+
+def test_predict_prints_and_draws(capsys, run, tmp_path):
+    picture = tmp_path / "a" / "graph.png"
+    assert cli.main(["predict", str(run), "--relations", "5", "--out", str(picture)]) == 0
+    said = capsys.readouterr().out
+    found = [float(p) for p in re.findall(r"^(0\.\d{3}) ", said, re.MULTILINE)]
+    assert len(found) == 5
+    assert found == sorted(found, reverse=True)
+    assert "image 1003 (test), vision-free" in said
+    assert picture.read_bytes().startswith(b"\x89PNG")
+    assert cli.main(["predict", str(run), "--image", "1007", "--out", str(picture)]) == 0
+    assert "image 1007 (test)" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("command", "options", "needle"),
+    [
+        ("predict", ["--image", "7"], "`--image` is 7"),
+        ("predict", ["--relations", "0"], "`--relations` is 0"),
+        ("predict", ["--out", "x.jpg"], "must end in `.png`"),
+        ("evaluate", ["--split", "all"], "all"),
+    ],
+)
+def test_bad_questions(capsys, run, command, options, needle):
+    assert cli.main([command, str(run), *options]) == 2
+    error = capsys.readouterr().err
+    assert needle in error
+    assert error.count("\n") == 1
+
+
+def test_a_folder_without_a_run_is_refused(capsys, tmp_path):
+    for command in ("evaluate", "predict"):
+        assert cli.main([command, str(tmp_path)]) == 2
+        assert "run.json` cannot be read" in capsys.readouterr().err
+
+
+def test_figure_and_tables(capsys, swept, tmp_path):
+    picture = tmp_path / "curves.png"
+    options = ["--csv", str(swept / "results.csv"), "--out", str(picture)]
+    assert cli.main(["figures", "scene-graph", *options]) == 2
+    assert "which has no run of `lml-20`" in capsys.readouterr().err
+    assert cli.main(["figures", "scene-graph", *options, "--methods", "softmax", "lml-3"]) == 0
+    assert picture.read_bytes().startswith(b"\x89PNG")
+    lines = (tmp_path / "curves.md").read_text().splitlines()
+    assert [line.split(" | ")[:2] for line in lines if line.startswith("| ") and "---" not in line] == [
+        *[["| method", "seeds"], ["| frequency", "1"], ["| softmax", "1"]],
+        *[["| lml-3", "2"], ["| truncated-entropy-20", "2"]],
+    ] * 2
+    rows = records.read(swept / "results.csv", "--csv")
+    (softmax,) = (row for row in rows if (row.method, row.split) == ("softmax", "test"))
+    assert f"| softmax | 1 | {100 * softmax.r20:.1f} | {100 * softmax.r50:.1f} |" in "\n".join(lines)
+
+
+def test_step_time(capsys, vg):
+    options = ["--vg", str(vg), "--steps", "2", "--batch-size", "2"]
+    assert cli.main(["step-time", *options]) == 0
+    said = capsys.readouterr().out
+    assert re.search(r"softmax +[\d.]+ +\+0\.0%", said)
+    assert re.search(r"lml +[\d.]+ +[+-][\d.]+%", said)
+    assert cli.main(["step-time", "--vg", str(vg), "--steps", "0"]) == 2
+    assert "`--steps` is 0" in capsys.readouterr().err

@@ -1,0 +1,230 @@
+"""The sweep: one CSV, finished runs are skipped, interruption is survived, tuning sees validation only."""
+
+import csv
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from tests.support.processes import hear_interrupts
+from torchlml_lab import cli
+from torchlml_lab.errors import BadInput
+from torchlml_lab.tasks.cifar100 import records
+from torchlml_lab.tasks.cifar100.records import Record
+from torchlml_lab.tasks.cifar100.sweep import SweepSettings, grid
+
+ROOT = Path(__file__).parents[2]
+
+
+@pytest.fixture(scope="module")
+def features(tmp_path_factory):
+    path = tmp_path_factory.mktemp("features") / "features.npz"
+    random = np.random.default_rng(0)
+    fine = np.repeat(np.arange(100), 30)
+    x = (random.normal(size=(100, 8))[fine] + 0.5 * random.normal(size=(3000, 8))).astype(np.float32)
+    np.savez(path, x=x, fine=fine, coarse=fine // 5, test=np.arange(3000) % 5 == 0)
+    return path
+
+
+def words(features, out, *more):
+    common = ["--run.features", str(features), "--run.validation", "400", "--run.batch-size", "100"]
+    chosen = ["--losses", "lml", "bce", "--noises", "0", "1", "--seeds", "0", "1", "--workers", "2"]
+    return ["sweep", "cifar100", *common, "--run.epochs", "4", *chosen, "--out", str(out), *more]
+
+
+def start(arguments):
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    command = [sys.executable, "-m", "torchlml", *arguments]
+    return subprocess.Popen(
+        command,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        env=environment,
+        preexec_fn=hear_interrupts,
+    )
+
+
+def rows(path):
+    with path.open(newline="") as file:
+        return [
+            {key: value for key, value in row.items() if key != "seconds"} for row in csv.DictReader(file)
+        ]
+
+
+@pytest.fixture(scope="module")
+def whole(features, tmp_path_factory):
+    """A sweep of eight runs that nothing disturbed."""
+    out = tmp_path_factory.mktemp("whole") / "sweep"
+    done = start(words(features, out))
+    output, errors = done.communicate(timeout=180)
+    assert done.returncode == 0, errors
+    assert "8 runs, 0 of them finished before" in output
+    return out
+
+
+def test_every_combination_is_one_row(whole):
+    found = rows(whole / "results.csv")
+    combinations = {(row["loss"], float(row["noise"]), row["seed"]) for row in found}
+    assert len(found) == len(combinations) == 8
+    for row in found:
+        name = f"{row['loss']}_noise{float(row['noise']):g}_lr0.1_t1_seed{row['seed']}"
+        result = json.loads((whole / name / "result.json").read_text())
+        assert float(row["test_topk"]) == result["test"]["top5"]
+        assert float(row["validation_topk"]) == result["validation"]["top5"]
+
+
+def test_finished_runs_are_skipped(capsys, features, whole):
+    before = {path: path.stat().st_mtime_ns for path in whole.glob("*/result.json")}
+    assert cli.main(words(features, whole)) == 0
+    assert "8 runs, 8 of them finished before" in capsys.readouterr().out
+    assert {path: path.stat().st_mtime_ns for path in whole.glob("*/result.json")} == before
+
+
+def test_interrupted_and_continued_equals_undisturbed(features, whole, tmp_path):
+    out = tmp_path / "sweep"
+    running = start(words(features, out))
+    limit = time.monotonic() + 120
+    while time.monotonic() < limit and running.poll() is None and not list(out.glob("*/result.json")):
+        time.sleep(0.01)
+    running.send_signal(signal.SIGINT)
+    _, errors = running.communicate(timeout=60)
+    assert running.returncode == 130, errors
+    said = re.fullmatch(
+        r"torchlml: Interrupted; (\d) of 8 runs are finished, and the same command continues\.\n", errors
+    )
+    assert said, errors
+    assert int(said[1]) < 8
+    again = start(words(features, out))
+    output, errors = again.communicate(timeout=180)
+    assert again.returncode == 0, errors
+    assert "8 runs, 0 of them" not in output
+    assert rows(out / "results.csv") == rows(whole / "results.csv")
+
+
+def test_workers_end_with_a_killed_parent(features, tmp_path):
+    out = tmp_path / "sweep"
+    running = start(words(features, out, "--run.epochs", "100000"))
+    limit = time.monotonic() + 120
+    while time.monotonic() < limit and len(list(out.glob("*/state.json"))) < 2:
+        time.sleep(0.02)
+    assert running.poll() is None
+    running.kill()
+    running.communicate()
+    time.sleep(2)
+    before = {path: path.read_bytes() for path in out.glob("*/state.json")}
+    time.sleep(1)
+    assert {path: path.read_bytes() for path in out.glob("*/state.json")} == before
+
+
+def test_a_failed_run_is_reported_and_the_others_are_kept(capsys, features, tmp_path):
+    out = tmp_path / "sweep"
+    options = ["--losses", "bce", "--noises", "0", "--seeds", "0", "--learning-rates", "0.1", "1e30"]
+    assert cli.main(words(features, out, *options)) == 1
+    error = capsys.readouterr().err
+    assert "1 of 2 runs failed, the first of them `bce_noise0_lr1e+30_t1_seed0`: The loss became" in error
+    assert [row["learning_rate"] for row in rows(out / "results.csv")] == ["0.1"]
+
+
+def test_a_folder_of_other_settings_is_refused(capsys, features, whole):
+    assert cli.main(words(features, whole, "--run.epochs", "5")) == 2
+    assert "holds a run with `epochs` 4 instead of 5" in capsys.readouterr().err
+
+
+def record(**changes):
+    values = {
+        "source": "features",
+        "loss": "lml",
+        "noise": 0.4,
+        "seed": 0,
+        "k": 5,
+        "learning_rate": 0.1,
+        "temperature": 1.0,
+        "epochs": 4,
+        "best_epoch": 2,
+        "validation_top1": 0.4,
+        "validation_topk": 0.5,
+        "test_top1": 0.4,
+        "test_topk": 0.5,
+        "seconds": 1.0,
+    }
+    return Record(**{**values, **changes})
+
+
+def tuning(path):
+    """0.3 is best on validation on average, 0.1 on the test and at one noise level."""
+    found = [
+        record(learning_rate=rate, noise=noise, validation_topk=validation, test_topk=test)
+        for rate, noise, validation, test in (
+            (0.1, 0.0, 0.9, 0.99),
+            (0.1, 0.8, 0.1, 0.99),
+            (0.3, 0.0, 0.8, 0.2),
+            (0.3, 0.8, 0.5, 0.2),
+        )
+    ]
+    records.write(path, found)
+    return found
+
+
+def test_tuning_looks_at_the_mean_on_validation(tmp_path):
+    found = tuning(tmp_path / "t.csv")
+    assert set(records.read(tmp_path / "t.csv", "--csv")) == set(found)
+    runs = grid(
+        SweepSettings(
+            losses=("lml",), tuned=tmp_path / "t.csv", run=SweepSettings().run.__class__(features=Path("x"))
+        )
+    )
+    assert {(run.learning_rate, run.temperature) for run in runs} == {(0.3, 1.0)}
+    assert len(runs) == 6 * 4
+
+
+def test_unfair_tuning_is_refused(tmp_path):
+    found = tuning(tmp_path / "t.csv")
+    with pytest.raises(BadInput, match="was not tried on the same noise levels"):
+        records.best_recipes(found[:-1], ["lml"], tmp_path / "t.csv")
+    with pytest.raises(BadInput, match="no run of the loss `bce`"):
+        records.best_recipes(found, ["lml", "bce"], tmp_path / "t.csv")
+
+
+def test_the_figure_is_drawn_from_the_csv(capsys, whole, tmp_path):
+    picture = tmp_path / "a" / "cifar100.png"
+    assert cli.main(["figures", "cifar100", "--csv", str(whole / "results.csv"), "--out", str(picture)]) == 0
+    assert picture.read_bytes().startswith(b"\x89PNG")
+    tuning(tmp_path / "t.csv")
+    assert cli.main(["figures", "cifar100", "--csv", str(tmp_path / "t.csv"), "--out", str(picture)]) == 2
+    assert "has several recipes" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("options", "needle"),
+    [
+        (["--workers", "0"], "`--workers` is 0"),
+        (["--run.loss", "bce"], "`--run.loss` is given"),
+        (["--run.noise", "0.5"], "`--run.noise` is given"),
+        (["--seeds", "-1"], "`--seed` is -1"),
+        (["--learning-rates", "nan"], "`--learning-rate` is nan"),
+        (["--noises", "2"], "`--noise` is 2.0"),
+        (["--tuned", "no.csv"], "`--tuned` names `no.csv`"),
+        (["--losses", "hinge"], "hinge"),
+    ],
+)
+def test_bad_options(capsys, features, tmp_path, options, needle):
+    assert cli.main(words(features, tmp_path / "sweep", *options)) == 2
+    error = capsys.readouterr().err
+    assert needle in error
+    assert error.count("\n") == 1
+    assert not (tmp_path / "sweep").exists()
+
+
+def test_bad_csv(capsys, tmp_path):
+    for content in ("", "a,b\n1,2\n", (",".join(Record.__dataclass_fields__) + "\n")):
+        (tmp_path / "x.csv").write_text(content)
+        assert cli.main(["figures", "cifar100", "--csv", str(tmp_path / "x.csv")]) == 2
+        assert "cannot be read as a sweep" in capsys.readouterr().err

@@ -1,0 +1,259 @@
+"""The compiled kernel: how it is found, and that it agrees with plain torch on every operator."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+
+import torchlml
+from torchlml._kernels import reference
+from torchlml._kernels.cpu import native
+
+ROOT = Path(__file__).resolve().parents[2]
+SOURCES = Path("torchlml/_kernels/cpu/csrc")
+INF, NAN = float("inf"), float("nan")
+needs_kernel = pytest.mark.skipif(not native.loaded(), reason="the compiled kernel is not in use")
+
+
+def run(code: str, **environment: str) -> subprocess.CompletedProcess[str]:
+    settings = {key: value for key, value in os.environ.items() if not key.startswith("TORCHLML_")}
+    return subprocess.run(
+        [sys.executable, "-c", code],
+        env=settings | environment,
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+
+
+# ---------------------------------------------------------------------------------------- loading
+
+
+def test_torch_by_request() -> None:
+    code = "from torchlml._kernels.cpu import native; print(native.loaded(), native.instruction_set())"
+    result = run(code, TORCHLML_KERNEL="torch")
+    assert result.stdout.split() == ["False", "None"]
+
+
+def test_unknown_request() -> None:
+    result = run("import torchlml", TORCHLML_KERNEL="cuda")
+    assert "ValueError: The environment variable `TORCHLML_KERNEL` must be 'torch'" in result.stderr
+    assert "'cuda'" in result.stderr
+
+
+def installed_at(folder: Path, monkeypatch: pytest.MonkeyPatch, choice: str) -> None:
+    """As if torchlml were installed in `folder`, with nothing loaded yet."""
+    monkeypatch.setattr(native, "__file__", str(folder / "native.py"))
+    monkeypatch.setattr(native, "_library", None)
+    monkeypatch.setenv("TORCHLML_KERNEL", choice)
+
+
+def test_absent(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    installed_at(tmp_path, monkeypatch, "")
+    native.load()
+    assert not native.loaded()
+    assert native.instruction_set() is None
+    installed_at(tmp_path, monkeypatch, "native")
+    with pytest.raises(ImportError, match="no compiled kernel"):
+        native.load()
+
+
+def test_broken(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "_C.abi3.so").write_bytes(b"not a library")
+    installed_at(tmp_path, monkeypatch, "")
+    with pytest.warns(UserWarning, match="falls back to plain torch"):
+        native.load()
+    assert not native.loaded()
+    installed_at(tmp_path, monkeypatch, "native")
+    with pytest.raises(ImportError, match="does not load"):
+        native.load()
+
+
+@pytest.mark.skipif(not (ROOT / "setup.py").exists(), reason="not a checkout")
+def test_setup_says_when_it_builds_nothing() -> None:
+    settings = os.environ | {"TORCHLML_NO_NATIVE": "1"}
+    command = [sys.executable, "setup.py", "--name"]
+    result = subprocess.run(command, env=settings, cwd=ROOT, capture_output=True, text=True, check=False)
+    lines = [line for line in result.stderr.splitlines() if line.startswith("torchlml:")]
+    assert len(lines) == 1
+    assert "without the compiled kernel" in lines[0]
+
+
+@pytest.mark.skipif(not (ROOT / "setup.py").exists(), reason="not a checkout")
+def test_a_build_that_fails_succeeds_without_the_kernel_of_an_earlier_one(tmp_path: Path) -> None:
+    for name in ("setup.py", "pyproject.toml", "README.md", "LICENSE"):
+        shutil.copy(ROOT / name, tmp_path)
+    shutil.copytree(ROOT / SOURCES, tmp_path / SOURCES)
+    shutil.copy(ROOT / "torchlml" / "__init__.py", tmp_path / "torchlml")  # setup reads the version in it
+    old = tmp_path / SOURCES.parent / "_C.abi3.so"
+    old.touch()
+    settings = os.environ | {"CC": "false", "CXX": "false"}
+    settings.pop("TORCHLML_NO_NATIVE", None)
+    command = [sys.executable, "setup.py", "-q", "build_ext", "--inplace"]
+    result = subprocess.run(command, env=settings, cwd=tmp_path, capture_output=True, text=True, check=False)
+    assert result.returncode == 0, result.stderr
+    assert "without the compiled kernel (plain torch will be used): compiling it failed" in result.stderr
+    assert not old.exists()
+
+
+def test_import_keeps_subnormals() -> None:
+    code = "import torchlml, torch, ctypes; x = torch.tensor([1e-310, 5e-324], dtype=torch.float64); "
+    code += "y = torch.tensor(1e-40); print(bool((x * 1.0 > 0).all()), bool(y * 0.5 > 0), 5e-324 * 1.0 > 0)"
+    assert run(code).stdout.split() == ["True"] * 3
+
+
+# ---------------------------------------------------------------------------------------- agreement
+
+
+def problem(dtype: torch.dtype, form: str) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None]:
+    """Rows of every kind in one canonical batch: (x, k, mask, offsets)."""
+    generator = torch.Generator().manual_seed(0)
+    n = 37  # not a multiple of any vector
+    x = torch.randn(24, n, generator=generator, dtype=torch.float64) * torch.logspace(-2, 2, 24)[:, None]
+    x[3], x[4], x[5] = 1.0, torch.arange(n) * 30.0, x[5] + 1e4
+    x[6, 2], x[7, :3], x[8, 5], x[9, 1:9], x[10, 3] = NAN, INF, -INF, INF, INF
+    k = torch.randint(1, n, (24,), generator=generator).double()
+    k[9], k[10], k[11], k[12], k[13], k[14] = 3.5, 1.0, 0.0, n, 0.25, n - 1e-6
+    mask = torch.rand(24, n, generator=generator) < 0.7 if "mask" in form else None
+    if form == "shared k":
+        k = torch.tensor(5.0, dtype=torch.float64)
+    if "packed" not in form:
+        return x.to(dtype), k, mask, None
+    lengths = torch.randint(0, 80, (24,), generator=generator)
+    lengths[5], lengths[9] = 0, 1
+    offsets = torch.cat([torch.zeros(1, dtype=torch.long), lengths.cumsum(0)])
+    values = torch.randn(int(offsets[-1]), generator=generator, dtype=torch.float64) * 4
+    packed_mask = torch.rand(values.shape, generator=generator) < 0.7 if mask is not None else None
+    return values.to(dtype), torch.minimum(k, lengths.double()), packed_mask, offsets
+
+
+FORMS = ("dense", "shared k", "dense mask", "packed", "packed mask")
+TOLERANCE = {torch.float64: 1e-11, torch.float32: 1e-6, torch.bfloat16: 2**-8, torch.float16: 2**-10}
+
+
+def assert_close(got: Tensor, want: Tensor, dtype: torch.dtype, factor: float = 1.0) -> None:
+    limit = TOLERANCE[dtype] * factor
+    torch.testing.assert_close(got.double(), want.double(), rtol=limit, atol=limit, equal_nan=True)
+
+
+@needs_kernel
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
+def test_agrees_with_plain_torch(dtype: torch.dtype, form: str) -> None:
+    x, k, mask, offsets = problem(dtype, form)
+    y, nu = torch.ops.torchlml.forward(x, k, mask, offsets)
+    y0, nu0 = reference.forward(x, k, mask, offsets)
+    assert_close(y, y0, dtype)
+    log_y, _ = torch.ops.torchlml.log_forward(x, k, mask, offsets)
+    log_y0, _ = reference.log_forward(x, k, mask, offsets)
+    assert_close(log_y, log_y0, dtype)
+    assert torch.equal(torch.ops.torchlml.solve(x, k, mask, offsets).nan_to_num(7), nu.nan_to_num(7))
+    assert nu.dtype == nu0.dtype
+    assert torch.equal(nu[0].isinf(), nu0[0].isinf())
+    g = torch.randn(x.shape, generator=torch.Generator().manual_seed(1), dtype=torch.float64).to(dtype)
+    # Everything below starts from the same y and nu, so that only the gradients are compared.
+    for name, arguments in {
+        "backward": (g, x, y0, nu0),
+        "log_backward": (g, x, log_y0, nu0),
+        "dual_backward": (nu0[1] + 2.0, x, nu0),
+    }.items():
+        dx, dk = getattr(torch.ops.torchlml, name)(*arguments, mask, offsets)
+        dx0, dk0 = getattr(reference, name)(*arguments, mask, offsets)
+        assert dx.dtype == x.dtype
+        assert dk.dtype == torch.float64
+        assert_close(dx, dx0, dtype, 10)
+        close = (dk0.abs() < 1e6) | dk0.isnan()
+        assert_close(dk[close], dk0[close], torch.float64 if dtype == torch.float64 else torch.float32, 100)
+
+
+@needs_kernel
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("level", ["baseline", "v3", "v4"])
+def test_instruction_sets(level: str, form: str) -> None:
+    # A level the processor lacks is not an error: the best that it has is used.
+    code = f"""
+import torch
+from tests.library.test_native import TOLERANCE, assert_close, problem
+from torchlml._kernels.cpu import native
+from torchlml._kernels import reference, reference_loss
+print(native.instruction_set())
+for dtype in TOLERANCE:
+    arguments = problem(dtype, {form!r})
+    assert_close(torch.ops.torchlml.forward(*arguments)[0], reference.forward(*arguments)[0], dtype)
+    assert_close(torch.ops.torchlml.log_forward(*arguments)[0], reference.log_forward(*arguments)[0], dtype)
+    x, k, mask, offsets = arguments
+    labels = (torch.arange(x.numel()).view(x.shape) % 7 == 0, None, None)
+    loss, nu = reference_loss.loss_forward(*arguments, *labels)
+    assert_close(torch.ops.torchlml.loss_forward(*arguments, *labels)[0], loss, nu.dtype, 10)
+    grad = (torch.ones((), dtype=nu.dtype), x, k, nu, mask, offsets, *labels)
+    dx, dx0 = torch.ops.torchlml.loss_backward(*grad)[0], reference_loss.loss_backward(*grad)[0]
+    assert_close(dx, dx0, dtype, 10)
+"""
+    result = run(code, TORCHLML_ISA=level)
+    assert result.returncode == 0, result.stderr
+    used = result.stdout.strip()
+    assert used in ("baseline", "v3", "v4")
+    assert level != "baseline" or used == "baseline"
+
+
+@needs_kernel
+@pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
+def test_a_row_alone_has_the_same_bits(dtype: torch.dtype) -> None:
+    x, k, _, _ = problem(dtype, "dense")
+    y, nu = torch.ops.torchlml.forward(x, k, None, None)
+    for i in range(x.shape[0]):
+        alone, nu_alone = torch.ops.torchlml.forward(x[i : i + 1].contiguous(), k[i : i + 1], None, None)
+        assert torch.equal(alone[0].nan_to_num(7), y[i].nan_to_num(7))
+        assert torch.equal(nu_alone[:, 0].nan_to_num(7), nu[:, i].nan_to_num(7))
+
+
+@needs_kernel
+@pytest.mark.parametrize("n", [13, 100, 1000])
+@pytest.mark.parametrize("few", [True, False], ids=["few near one", "most near one"])
+def test_weights_near_one_keep_their_digits(n: int, few: bool) -> None:
+    # y (1 - y) from a rounded y would be off by 1e-4 here, and 0 for the last. Both of the kernel's ways.
+    near = max(3, n // 90) if few else n - 4
+    x = torch.cat([torch.linspace(5, 22, near), torch.linspace(-6, 3, n - near)])[None]
+    k = torch.tensor(near + 1.0, dtype=torch.float64)
+    y, nu = reference.forward(x.double(), k, None, None)
+    g = 1 / torch.special.expit(-(x.double() + nu[0, 0] + nu[1, 0]))  # of -log(1 - y), the hard examples
+    want, _ = reference.backward(g, x.double(), y, nu, None, None)
+    y32, nu32 = torch.ops.torchlml.forward(x, k, None, None)
+    got, _ = torch.ops.torchlml.backward(g.float(), x, y32, nu32, None, None)
+    torch.testing.assert_close(got.double(), want, rtol=3e-5, atol=1e-5)
+
+
+@needs_kernel
+@pytest.mark.parametrize("offsets", [[0, 9, 4, 3], [-5, 2, 99, 3], [0, 0, 0, 1 << 60]])
+def test_bad_offsets_stay_in_bounds(offsets: list[int]) -> None:
+    # Python refuses these before; the kernel must not read or write elsewhere all the same.
+    x, k = torch.randn(4), torch.ones(3, dtype=torch.float64)
+    y, nu = torch.ops.torchlml.forward(x, k, None, torch.tensor(offsets))
+    assert y.shape == x.shape
+    assert nu.shape == (2, 3)
+
+
+@needs_kernel
+def test_canonical_form_is_checked() -> None:
+    x, k = torch.randn(3, 8), torch.tensor(2.0, dtype=torch.float64)
+    with pytest.raises(RuntimeError, match="`x`"):
+        torch.ops.torchlml.forward(x.t(), k, None, None)
+    with pytest.raises(RuntimeError, match="`k`"):
+        torch.ops.torchlml.forward(x, k.float(), None, None)
+    with pytest.raises(RuntimeError, match="`mask`"):
+        torch.ops.torchlml.forward(x, k, torch.ones(3, 7, dtype=torch.bool), None)
+
+
+@needs_kernel
+@pytest.mark.parametrize("n", [2, 4, 8, 64, 1000])
+def test_ties_are_exact(n: int) -> None:
+    # A biased reciprocal shows here first: every entry would be 0.49999997.
+    assert torchlml.lml(torch.full((n,), 0.3), n / 2).tolist() == [0.5] * n

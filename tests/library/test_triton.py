@@ -1,0 +1,161 @@
+"""The GPU kernels, as far as a machine without a GPU can vouch for them: interpreted, and compiled.
+
+Triton's interpreter runs the kernels on CPU tensors, and its compiler needs no device to make code for one.
+Both happen in processes of their own: the interpreter is chosen when the kernels are imported.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from torchlml._kernels.cuda import registration
+from torchlml._kernels.cuda.plan import plan
+from torchlml_lab import cli, info
+from torchlml_lab.gpu_check import accuracy, command, timing
+
+ROOT = Path(__file__).parents[2]
+needs_triton = pytest.mark.skipif(not registration.available(), reason="Triton cannot be imported here.")
+COMMON = 4096  # rows up to this length must not spill registers
+
+
+def run(*words: str, **environment: str) -> str:
+    """The output of a Python process, which must end well."""
+    done = subprocess.run(
+        [sys.executable, *words],
+        cwd=ROOT,
+        env={**os.environ, "OMP_NUM_THREADS": "1", **environment},
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 0, f"{done.stdout}\n{done.stderr}"
+    return done.stdout
+
+
+def interpreted(variant: str, *arguments: str) -> None:
+    """Run tests with every operator on CPU tensors going through the interpreted kernels."""
+    # numpy, which interprets, warns of the infinities that a GPU computes with in silence.
+    plugins = ["-p", "tests.support.triton_on_cpu", "-p", "no:cacheprovider", "-W", "ignore::RuntimeWarning"]
+    output = run(
+        *("-m", "pytest", "-q", "-p", "no:xdist", *plugins, *arguments),
+        TRITON_INTERPRET="1",
+        TRITON_VARIANT=variant,
+        TORCHLML_KERNEL="torch",
+    )
+    assert " passed" in output
+    assert " skipped" not in output
+
+
+@needs_triton
+def test_interpreted_kernels_are_right() -> None:
+    interpreted("chip", "tests/support/triton_interpreted.py")
+
+
+@needs_triton
+def test_interpreted_kernels_pass_the_checks_of_torch() -> None:
+    of_the_family = "bounded or value or constrained or topk_mask or systematic"  # plain torch on GPUs
+    chosen = f"checks_of_torch and float32 and not ({of_the_family})"
+    interpreted("chip", "tests/library/test_operators.py", "-k", chosen)
+
+
+@needs_triton
+@pytest.mark.parametrize("targets", [("sm_80", "sm_90"), ("sm_100", "gfx942")], ids=" ".join)
+def test_kernels_compile(targets: tuple[str, str]) -> None:
+    output = run("-m", "tests.support.triton_compile", *targets)
+    report = [json.loads(line) for line in output.splitlines()]
+    print(output)  # noqa: T201  the report, for `pytest -rP`
+    assert len(report) > 80
+    for variant in report:
+        length = int(variant["variant"].rpartition(" ")[2])
+        assert variant["spilled"] == 0 or length > COMMON, variant
+        assert variant["shared"] <= 48 * 1024, variant
+        # To nearest, which the interpreter does not do.
+        rounds = variant["target"].startswith("sm_") and variant["rounds"]
+        assert variant["rounding"] == (["rn"] if rounds else []), variant
+
+
+def test_no_row_is_left_out_and_few_long_ones_are_split() -> None:
+    for n in [*range(1, 300), 1000, 4096, 4097, 8192, 8193, 65_535]:
+        how = plan(1000, n, False, 108)
+        assert how.loop or n <= how.block
+        assert how.splits == 1
+    four = plan(4, 1_000_000, False, 108)
+    assert 4 * four.splits > 108
+    assert plan(10_000, 1_000_000, False, 108).splits == 1
+    # Nobody knows how long a packed row is until it is read.
+    assert all(plan(1000, n, True, 108).loop for n in (1, 100, 100_000))
+    # A block has at most 1024 threads, on AMD too, whose warps have 64 lanes.
+    assert all(plan(1000, n, False, 108, lanes=64).warps * 64 <= 1024 for n in (100, 4096, 8192, 10**5))
+
+
+def test_every_operator_has_an_implementation_for_cuda() -> None:
+    for name in registration.OPERATORS:
+        assert torch._C._dispatch_has_kernel_for_dispatch_key(f"torchlml::{name}", "CUDA")
+
+
+def test_without_triton_the_torch_path_answers(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(registration, "available", lambda: False)
+    x, k = torch.randn(3, 20), torch.tensor(2.0, dtype=torch.float64)
+    y, _ = registration.implementation("forward")(x, k, None, None)
+    torch.testing.assert_close(y, torch.ops.torchlml.forward(x, k, None, None)[0])
+    assert info.report()["gpu kernel"] == ["torch (Triton is not installed)"]
+
+
+@needs_triton
+def test_a_number_k_is_brought_to_the_device() -> None:
+    from torchlml._kernels.cuda import triton_operators
+
+    x, k = torch.empty(2, 3, device="meta"), torch.tensor(2.5, dtype=torch.float64)
+    moved = triton_operators.beside(k, x)
+    assert (moved.device, moved.dtype, moved.shape) == (x.device, torch.float64, ())
+    assert triton_operators.beside(k, torch.empty(1)) is k
+
+
+def test_importing_the_package_does_not_import_triton() -> None:
+    assert run("-c", "import torchlml, sys; print('triton' in sys.modules)").strip() == "False"
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="There is a GPU here, which gpu-check would use.")
+def test_gpu_check_without_a_gpu_is_one_sentence(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["gpu-check"]) == 2
+    said = capsys.readouterr()
+    assert said.out == ""
+    assert said.err == "torchlml: `torchlml gpu-check` needs a GPU, and torch sees none here.\n"
+
+
+def test_gpu_check_finds_a_wrong_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its comparisons hold for what is right, here the CPU, and fail for what is 3e-6 off."""
+    monkeypatch.setattr(accuracy, "_DTYPES", (torch.float32,))
+    few = [case for case in accuracy.cases() if case.x.numel() < 10_000]
+    monkeypatch.setattr(accuracy, "cases", lambda: few)
+    losses = [case for case in accuracy.losses() if case.x.numel() < 100_000]
+    monkeypatch.setattr(accuracy, "losses", lambda: losses)
+    assert all(check.passed for check in accuracy.checks("cpu"))
+    right = accuracy._results
+
+    def wrong(case, x, g):
+        found = right(case, x, g)
+        return found if x.dtype == torch.float64 else {**found, "y": found["y"] + 3e-6}
+
+    monkeypatch.setattr(accuracy, "_results", wrong)
+    assert not any(
+        accuracy._compare(case, torch.float32, "cpu").passed for case in few if "special" not in case.name
+    )
+
+
+def test_gpu_check_prints_and_writes_what_it_found() -> None:
+    found = [accuracy.Check("good", 0.5, 1.0), accuracy.Check("bad", 2.0, 1.0)]
+    times = [timing.Measurement("lml", "softmax", (256, 1000), "float32", "forward", 20.0, 10.0, 1.0)]
+    table = command.accuracy_table(found)
+    assert "WRONG  bad" in table
+    assert "1 of 2" in table
+    assert "2.00" in command.timing_table(times)
+    written = json.loads(json.dumps(command.as_json(found, times)))
+    assert [check["passed"] for check in written["accuracy"]] == [True, False]
+    assert written["timings"][0]["ratio"] == 2.0

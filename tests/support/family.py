@@ -1,0 +1,155 @@
+"""The members of the family, each with its truth: one row at a time, without a line of the library.
+
+The two constrained projections are bisected in extended precision (`np.longdouble`), or with 120 digits
+(`mpmath`) where the row is short; a bound on the sum is decided by the definition; and the value is taken
+from the definition, x.y + H(y), not from the dual formula that the library uses.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import mpmath
+import numpy as np
+import pytest
+import torch
+
+import torchlml
+from tests.support import truth
+from tests.support.problems import BY_NAME, SHORT, Problem
+from tests.support.truth import Array
+
+Wide = np.longdouble
+
+
+def capped(kind: str, x: Array, k: float, upper: Array) -> Array:
+    """y of `constrained_softmax` or `constrained_sparsemax` for a finite row with 0 < k < sum of upper."""
+    if x.size <= 12:
+        return _capped_with_mpmath(kind, x, k, upper)
+    # The few very long rows have no large entries, for which double precision would not be enough.
+    precision = Wide if x.size <= 20_000 else np.float64
+    entries: Any = x.astype(precision)
+    bounds: Any = upper.astype(precision)
+
+    def values(nu: Any) -> Any:
+        if kind == "constrained_softmax":
+            return np.minimum(bounds, np.exp(np.minimum(entries + nu, 80)))
+        return np.clip(entries + nu, 0, bounds)
+
+    highest = np.log(np.maximum(bounds, 1e-300)) if kind == "constrained_softmax" else bounds
+    lower = -entries.max() - precision(math.log(entries.size / k)) - 1
+    lower, upper_end = min(lower, -entries.max()), (highest - entries).max() + 1
+    for _ in range(300):
+        middle = (lower + upper_end) / 2
+        if middle in (lower, upper_end):
+            break
+        y = values(middle)
+        # What is at its bound comes off k first: beside it, the rest may be too small to be seen.
+        missing = k - bounds[y == bounds].sum()
+        lower, upper_end = (lower, middle) if y[y < bounds].sum() > missing else (middle, upper_end)
+    return np.asarray(values(lower), dtype=np.float64)
+
+
+def _capped_with_mpmath(kind: str, x: Array, k: float, upper: Array) -> Array:
+    with mpmath.workdps(120):
+        entries, bounds = [mpmath.mpf(v) for v in x.tolist()], [mpmath.mpf(v) for v in upper.tolist()]
+        soft = kind == "constrained_softmax"
+
+        def values(nu: mpmath.mpf) -> list[mpmath.mpf]:
+            if soft:
+                return [min(b, mpmath.exp(min(e + nu, 100))) for e, b in zip(entries, bounds, strict=True)]
+            return [min(b, max(mpmath.mpf(0), e + nu)) for e, b in zip(entries, bounds, strict=True)]
+
+        ends = [mpmath.log(b) if soft else b for b in bounds if b > 0]
+        lower = -max(entries) - abs(mpmath.log(len(entries) / mpmath.mpf(k))) - 1
+        upper_end = max(ends) - min(entries) + 1
+        while upper_end - lower > mpmath.mpf(10) ** -40:
+            middle = (lower + upper_end) / 2
+            big = mpmath.fsum(values(middle)) > k
+            lower, upper_end = (lower, middle) if big else (middle, upper_end)
+        return np.array([float(v) for v in values(lower)])
+
+
+def bounded(x: Array, k: float, bound: str) -> Array:
+    """y of lml with a bound: the sigmoids where they keep to it."""
+    tails = np.exp(-np.abs(x))
+    sigmoid = np.where(x > 0, 1.0, tails) / (1.0 + tails)
+    kept = math.fsum(sigmoid) <= k if bound == "at_most" else math.fsum(sigmoid) >= k
+    return np.asarray(sigmoid) if kept else truth.projection(x, k)
+
+
+def value(x: Array, k: float) -> tuple[float, float]:
+    """x.y + H(y), and the sum of the sizes of its terms."""
+    row = truth.solve(x, k)
+    log_rest = np.minimum(-row.z, 0.0) - np.log1p(np.exp(-np.abs(row.z)))
+    terms = np.concatenate([row.y * x, -row.y * row.log_y, -np.exp(log_rest) * log_rest])
+    return math.fsum(terms), math.fsum(np.abs(terms))
+
+
+@dataclass(frozen=True)
+class Member:
+    """A function of (x, k) that maps a row onto a row, and its truth."""
+
+    name: str
+    function: Callable[..., torch.Tensor]
+    truth: Callable[[Array, float], Array]
+    fixed_sum: bool = True
+    upper: bool = False  # takes bounds beside the entries
+
+
+def _constrained(name: str) -> Member:
+    return Member(name, getattr(torchlml, name), lambda x, k: capped(name, x, k, np.ones_like(x)), upper=True)
+
+
+def _bounded(bound: str) -> Member:
+    return Member(
+        bound,
+        functools.partial(torchlml.lml, bound=bound),
+        lambda x, k: bounded(x, k, bound),
+        fixed_sum=False,
+    )
+
+
+MEMBERS = [
+    _constrained("constrained_softmax"),
+    _constrained("constrained_sparsemax"),
+    _bounded("at_most"),
+    _bounded("at_least"),
+]
+CONSTRAINED = MEMBERS[:2]
+_BY_MEMBER = {member.name: member for member in MEMBERS}
+
+
+@functools.cache
+def _expected(member: str, problem: str, dtype: torch.dtype) -> Array:
+    found = BY_NAME[problem]
+    return _BY_MEMBER[member].truth(found.row(dtype).double().numpy(), found.k)
+
+
+def expected(member: Member, problem: Problem, dtype: torch.dtype) -> Array:
+    """The truth of a member on a problem of the shared table, computed once."""
+    return _expected(member.name, problem.name, dtype)
+
+
+PROMISE = {torch.float32: (1e-6, 2e-6), torch.float64: (1e-11, 1e-11)}  # of an entry, and of the sum
+each_member = pytest.mark.parametrize("member", MEMBERS, ids=lambda member: member.name)
+each_constrained = pytest.mark.parametrize("member", CONSTRAINED, ids=lambda member: member.name)
+each_dtype = pytest.mark.parametrize("dtype", PROMISE, ids=str)
+SMALL = [problem for problem in SHORT if problem.row(torch.float64).numel() <= 200]
+
+
+def each(problems: list[Problem]) -> pytest.MarkDecorator:
+    """A test for each of the problems."""
+    return pytest.mark.parametrize("problem", problems, ids=lambda problem: problem.name)
+
+
+def bounds_for(n: int, k: float) -> Array:
+    """Bounds from tiny to large, one of them 0, that leave room for k."""
+    upper = 0.05 + (np.arange(n) * 0.618) % 1.7
+    if n > 2:
+        upper[1] = 0.0
+    return upper * max(1.0, 1.3 * k / upper.sum())

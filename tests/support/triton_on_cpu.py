@@ -1,0 +1,35 @@
+"""A plugin for pytest that runs the operators on CPU tensors through the Triton kernels, interpreted.
+
+    TRITON_INTERPRET=1 TORCHLML_KERNEL=torch TRITON_VARIANT=loop pytest -p tests.support.triton_on_cpu ...
+
+Triton reads TRITON_INTERPRET when a kernel is decorated, so all of this happens in a process of its own. What
+is chosen on a GPU by the lengths of the rows is chosen here by `TRITON_VARIANT`, since interpreted rows must
+be short.
+"""
+
+from __future__ import annotations
+
+import os
+
+import torch
+from torch import Tensor
+
+from torchlml._kernels.cuda import registration, triton_operators
+from torchlml._kernels.cuda.plan import Plan
+
+PLANS = {
+    "chip": None,  # the one of a GPU, which keeps such short rows on chip
+    "loop": Plan(32, 1, True),  # rows longer than 32 have a block on chip and blocks that are streamed
+    "split": Plan(16, 1, True, 4),  # four programs to a row; longer than 64, each has several blocks
+}
+_choose = triton_operators.layout
+_forced = PLANS[os.environ["TRITON_VARIANT"]]
+
+
+def _layout(x: Tensor, rows: int, offsets: Tensor | None) -> Plan:
+    return _forced or _choose(x, rows, offsets)
+
+
+triton_operators.layout = _layout
+_library = torch.library.Library("torchlml", "IMPL")
+registration.register(_library, "CPU")

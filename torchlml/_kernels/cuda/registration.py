@@ -1,0 +1,66 @@
+"""When the Triton kernels run: on CUDA (or ROCm) tensors narrower than float64, where Triton can be imported.
+
+Everything else on such a device falls back to the operators in plain torch. Triton and the kernels are
+imported when the first such tensor arrives, and not before: `import torchlml` costs nothing more.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib
+from collections.abc import Callable
+from importlib import metadata
+from importlib.util import find_spec
+from typing import Any
+
+import torch
+
+from torchlml._kernels import reference, reference_loss
+
+_LAYER = ("solve", "forward", "log_forward", "backward", "log_backward", "dual_backward")
+_LOSS = ("loss_forward", "loss_backward")
+OPERATORS = (*_LAYER, *_LOSS)
+_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+# Places in a row are int32 in the kernels, a block past the end included.
+_LONGEST_ROW = 2**31 - 2**15
+
+
+def register(library: torch.library.Library, key: str = "CUDA") -> None:
+    """Make the kernels the implementation of the operators under a dispatch key."""
+    for name in OPERATORS:
+        library.impl(name, implementation(name), key)
+
+
+def implementation(name: str) -> Callable[..., Any]:
+    """The operator `name`: by Triton where that is possible, else in plain torch."""
+    place_of_x = 1 if name.endswith("backward") else 0
+    plain = getattr(reference_loss if name in _LOSS else reference, name)
+
+    def run(*arguments: Any) -> Any:
+        x = arguments[place_of_x]
+        if x.dtype in _DTYPES and x.shape[-1] <= _LONGEST_ROW and available():
+            return getattr(_kernels(), name)(*arguments)
+        return plain(*arguments)
+
+    return run
+
+
+@functools.cache
+def available() -> bool:
+    """Is there a Triton to import? torch brings its own wherever it knows GPUs that Triton serves."""
+    if find_spec("triton") is None:
+        return False
+    try:
+        _kernels()
+    except ImportError:  # a Triton that does not work here is no Triton
+        return False
+    return True
+
+
+def description() -> str:
+    """Names what tensors on a GPU use: `triton 3.7.1` or `torch`."""
+    return f"triton {metadata.version('triton')}" if available() else "torch (Triton is not installed)"
+
+
+def _kernels() -> Any:
+    return importlib.import_module("torchlml._kernels.cuda.triton_operators")

@@ -1,0 +1,305 @@
+"""Few, very long rows: each is shared by several programs, and a small kernel adds up what they found.
+
+Program (row, split) reads every `splits`-th block of its row. A pass over the rows is a launch that leaves
+the sums of each program in memory, and a launch of one program to a row that adds them in a fixed order and
+moves nu. The number of launches is fixed, so that nobody waits for the device; rows that are settled are not
+read again, and a row that is not settled after `_STEPS` is finished by one program alone.
+"""
+# mypy: disable-error-code="import-not-found,import-untyped,no-untyped-def,misc,untyped-decorator"
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from torchlml._kernels.cuda.plan import Plan
+from torchlml._kernels.cuda.triton_backward import (
+    _OF_LOG_Y,
+    _OF_NU,
+    gradient,
+    gradient_of_k,
+    read_gradient,
+    slope,
+    tied_gradient,
+)
+from torchlml._kernels.cuda.triton_row import (
+    MAX_STEPS,
+    begin,
+    evaluate,
+    iterate,
+    locate,
+    move,
+    probability,
+    read,
+    shrink,
+    survey,
+    write,
+)
+
+# Six is what rows of logits take; the next ones cost a launch each, and finishing alone much more.
+_STEPS = 9
+WIDTH = 8  # numbers that a program leaves, and numbers that are kept for a row
+
+
+@triton.jit
+def survey_kernel(
+    x_ptr, k_ptr, mask_ptr, offsets_ptr, parts_ptr, n, size, k_stride,
+    BLOCK: tl.constexpr, SPLITS: tl.constexpr, WIDTH: tl.constexpr,
+):  # fmt: skip
+    """What the blocks of program (row, split) hold."""
+    row, split = tl.program_id(0), tl.program_id(1)
+    start, length = locate(row, offsets_ptr, n, size)
+    side = tl.where(2 * tl.load(k_ptr + row * k_stride) <= length, 1.0, -1.0)
+    first = split * BLOCK
+    x = read(x_ptr, mask_ptr, start, first, length, BLOCK)
+    undefined, m, p, top, bottom, total = survey(
+        x, x_ptr, mask_ptr, start, first + SPLITS * BLOCK, length, SPLITS * BLOCK, side, BLOCK, True
+    )
+    part = parts_ptr + (row * SPLITS + split) * WIDTH
+    tl.store(part, undefined.to(tl.float64))
+    tl.store(part + 1, m.to(tl.float64))
+    tl.store(part + 2, p.to(tl.float64))
+    tl.store(part + 3, top.to(tl.float64))
+    tl.store(part + 4, bottom.to(tl.float64))
+    tl.store(part + 5, total)
+
+
+@triton.jit
+def begin_kernel(
+    k_ptr, offsets_ptr, parts_ptr, state_ptr, n, size, k_stride, SPLITS: tl.constexpr, WIDTH: tl.constexpr
+):
+    """Where the iteration of a row starts, from its parts."""
+    row = tl.program_id(0)
+    _, length = locate(row, offsets_ptr, n, size)
+    k = tl.load(k_ptr + row * k_stride)
+    side = tl.where(2 * k <= length, 1.0, -1.0)
+    part = parts_ptr + (row * SPLITS + tl.arange(0, SPLITS)) * WIDTH
+    undefined = tl.sum(tl.load(part), 0)
+    m, p = tl.sum(tl.load(part + 1), 0), tl.sum(tl.load(part + 2), 0)
+    tops = tl.load(part + 3).to(tl.float32)
+    top = tl.max(tops, 0)
+    bottom = tl.min(tl.load(part + 4).to(tl.float32), 0)
+    total = tl.sum(tl.load(part + 5) * shrink(tops, top), 0)
+    hi, lo, lower, upper, number, share = begin(k, undefined, m, p, top, bottom, total, side)
+    keep(state_ptr, row, hi, lo, lower, upper, number, WIDTH)
+    tl.store(state_ptr + row * WIDTH + 5, share)
+
+
+@triton.jit
+def keep(state_ptr, row, hi, lo, lower, upper, number, WIDTH: tl.constexpr):
+    """Store where the iteration of a row stands."""
+    state = state_ptr + row * WIDTH
+    tl.store(state, hi)
+    tl.store(state + 1, lo)
+    tl.store(state + 2, lower)
+    tl.store(state + 3, upper)
+    tl.store(state + 4, number.to(tl.float32))
+
+
+@triton.jit
+def kept(state_ptr, row, WIDTH: tl.constexpr):
+    """(hi, lo, lower, upper, number) of a row."""
+    state = state_ptr + row * WIDTH
+    hi, lo, number = tl.load(state), tl.load(state + 1), tl.load(state + 4).to(tl.int32)
+    return hi, lo, tl.load(state + 2), tl.load(state + 3), number
+
+
+@triton.jit
+def evaluate_kernel(
+    x_ptr, mask_ptr, offsets_ptr, state_ptr, parts_ptr, n, size,
+    BLOCK: tl.constexpr, SPLITS: tl.constexpr, WIDTH: tl.constexpr,
+):  # fmt: skip
+    """How far program (row, split) takes its row from k; nothing is read for a settled row."""
+    row, split = tl.program_id(0), tl.program_id(1)
+    start, length = locate(row, offsets_ptr, n, size)
+    hi, lo, _, _, number = kept(state_ptr, row, WIDTH)
+    length = tl.where(number < MAX_STEPS, length, 0)
+    first = split * BLOCK
+    x = read(x_ptr, mask_ptr, start, first, length, BLOCK)
+    count, below, above, p, q, dp, dq = evaluate(
+        x, x_ptr, mask_ptr, start, first + SPLITS * BLOCK, length, SPLITS * BLOCK, hi, lo, BLOCK, True
+    )
+    part = parts_ptr + (row * SPLITS + split) * WIDTH
+    tl.store(part, count.to(tl.float64))
+    tl.store(part + 1, below.to(tl.float64))
+    tl.store(part + 2, above.to(tl.float64))
+    tl.store(part + 3, p)
+    tl.store(part + 4, q)
+    tl.store(part + 5, dp.to(tl.float64))
+    tl.store(part + 6, dq.to(tl.float64))
+
+
+@triton.jit
+def move_kernel(k_ptr, state_ptr, parts_ptr, k_stride, SPLITS: tl.constexpr, WIDTH: tl.constexpr):
+    """Move nu of a row, from its parts."""
+    row = tl.program_id(0)
+    hi, lo, lower, upper, number = kept(state_ptr, row, WIDTH)
+    if number < MAX_STEPS:
+        part = parts_ptr + (row * SPLITS + tl.arange(0, SPLITS)) * WIDTH
+        count = tl.sum(tl.load(part), 0)
+        belows, aboves = tl.load(part + 1).to(tl.float32), tl.load(part + 2).to(tl.float32)
+        below, above = tl.min(belows, 0), tl.min(aboves, 0)
+        fall, rise = tl.exp(below - belows), tl.exp(above - aboves)
+        p, q = tl.sum(tl.load(part + 3) * fall, 0), tl.sum(tl.load(part + 4) * rise, 0)
+        dp, dq = tl.sum(tl.load(part + 5) * fall, 0), tl.sum(tl.load(part + 6) * rise, 0)
+        hi, lo, lower, upper, number = move(
+            tl.load(k_ptr + row * k_stride), hi, lo, lower, upper, number,
+            count, below, above, p, q, dp.to(tl.float32), dq.to(tl.float32),
+        )  # fmt: skip
+        keep(state_ptr, row, hi, lo, lower, upper, number, WIDTH)
+
+
+@triton.jit
+def finish_kernel(
+    x_ptr, k_ptr, mask_ptr, offsets_ptr, state_ptr, nu_ptr, rows, n, size, k_stride,
+    BLOCK: tl.constexpr, WIDTH: tl.constexpr,
+):  # fmt: skip
+    """Step until nu is settled, which it mostly is already, and write it."""
+    row = tl.program_id(0)
+    start, length = locate(row, offsets_ptr, n, size)
+    hi, lo, lower, upper, number = kept(state_ptr, row, WIDTH)
+    x = read(x_ptr, mask_ptr, start, 0, length, BLOCK)
+    k = tl.load(k_ptr + row * k_stride)
+    hi, lo = iterate(x, x_ptr, mask_ptr, start, BLOCK, length, k, hi, lo, lower, upper, number, BLOCK, True)
+    tl.store(nu_ptr + row, hi)
+    tl.store(nu_ptr + rows + row, lo)
+
+
+@triton.jit
+def write_kernel(
+    x_ptr, mask_ptr, offsets_ptr, state_ptr, nu_ptr, y_ptr, rows, n, size,
+    BLOCK: tl.constexpr, SPLITS: tl.constexpr, WIDTH: tl.constexpr, LOG: tl.constexpr,
+):  # fmt: skip
+    """y or log y of the blocks of program (row, split)."""
+    row, split = tl.program_id(0), tl.program_id(1)
+    start, length = locate(row, offsets_ptr, n, size)
+    hi, lo = tl.load(nu_ptr + row), tl.load(nu_ptr + rows + row)
+    share = tl.load(state_ptr + row * WIDTH + 5)
+    for at in range(split * BLOCK, length, SPLITS * BLOCK):
+        x = read(x_ptr, mask_ptr, start, at, length, BLOCK)
+        write(y_ptr, probability(x, hi, lo, share, LOG), start, at, length, BLOCK)
+
+
+@triton.jit
+def slope_kernel(
+    grad_ptr, x_ptr, nu_ptr, mask_ptr, offsets_ptr, parts_ptr, rows, n, size,
+    BLOCK: tl.constexpr, SPLITS: tl.constexpr, WIDTH: tl.constexpr, OF: tl.constexpr,
+):  # fmt: skip
+    """The sums over the blocks of program (row, split) that the derivatives need."""
+    row, split = tl.program_id(0), tl.program_id(1)
+    start, length = locate(row, offsets_ptr, n, size)
+    hi, lo = tl.load(nu_ptr + row), tl.load(nu_ptr + rows + row)
+    first = split * BLOCK
+    x = read(x_ptr, mask_ptr, start, first, length, BLOCK)
+    g = read_gradient(grad_ptr, x, start, first, length, BLOCK, OF)
+    stride = SPLITS * BLOCK
+    nearest, total, dot = slope(
+        x, g, x_ptr, mask_ptr, grad_ptr, start, first + stride, length, stride, hi, lo, BLOCK, True, OF
+    )
+    part = parts_ptr + (row * SPLITS + split) * WIDTH
+    tl.store(part, nearest.to(tl.float64))
+    tl.store(part + 1, total)
+    tl.store(part + 2, dot)
+
+
+@triton.jit
+def gradient_kernel(
+    grad_ptr, x_ptr, y_ptr, nu_ptr, mask_ptr, offsets_ptr, parts_ptr, dx_ptr, dk_ptr, rows, n, size,
+    BLOCK: tl.constexpr, SPLITS: tl.constexpr, WIDTH: tl.constexpr, OF: tl.constexpr,
+):  # fmt: skip
+    """Every program adds up the parts of its row itself, which is little; the first one writes dk."""
+    row, split = tl.program_id(0), tl.program_id(1)
+    start, length = locate(row, offsets_ptr, n, size)
+    hi, lo = tl.load(nu_ptr + row), tl.load(nu_ptr + rows + row)
+    part = parts_ptr + (row * SPLITS + tl.arange(0, SPLITS)) * WIDTH
+    nearests = tl.load(part).to(tl.float32)
+    nearest = tl.min(nearests, 0)
+    nearer = tl.exp(nearest - nearests)
+    total, dots = tl.sum(tl.load(part + 1) * nearer, 0), tl.load(part + 2)
+    if OF != _OF_LOG_Y:
+        dots = dots * nearer
+    dot = tl.sum(dots, 0)
+    given = 0.0
+    if OF == _OF_NU:
+        given = tl.load(grad_ptr + row).to(tl.float32)
+    if split == 0:
+        dk = gradient_of_k(nearest, total, dot, hi, given, OF)
+        if OF != _OF_NU:
+            dk += tied_gradient(grad_ptr, x_ptr, mask_ptr, y_ptr, start, length, hi, BLOCK, OF)
+        tl.store(dk_ptr + row, dk)
+    for at in range(split * BLOCK, length, SPLITS * BLOCK):
+        x = read(x_ptr, mask_ptr, start, at, length, BLOCK)
+        g = read_gradient(grad_ptr, x, start, at, length, BLOCK, OF)
+        dx = gradient(x, g, hi, lo, nearest, total, dot, given, OF)
+        write(dx_ptr, dx, start, at, length, BLOCK)
+
+
+def solve(
+    plan: Plan, x: Tensor, k: Tensor, mask: Tensor | None, offsets: Tensor | None, nu: Tensor
+) -> Tensor:
+    """Fill `nu` (2, R), and give back what is kept for each row, sixth what its +inf entries get."""
+    rows, n, size, k_stride = nu.shape[1], x.shape[-1], x.numel(), k.stride(0) if k.dim() else 0
+    parts = x.new_empty((rows, plan.splits, WIDTH), dtype=torch.float64)
+    state = x.new_empty((rows, WIDTH), dtype=torch.float32)
+    each, shared = (rows,), (rows, plan.splits)
+    split = {"SPLITS": plan.splits, "WIDTH": WIDTH}
+    block = {"BLOCK": plan.block, "num_warps": plan.warps}
+    with torch.cuda.device_of(x):
+        survey_kernel[shared](x, k, mask, offsets, parts, n, size, k_stride, **split, **block)
+        begin_kernel[each](k, offsets, parts, state, n, size, k_stride, **split, num_warps=1)
+        for _ in range(_STEPS):
+            evaluate_kernel[shared](x, mask, offsets, state, parts, n, size, **split, **block)
+            move_kernel[each](k, state, parts, k_stride, **split, num_warps=1)
+        finish_kernel[each](x, k, mask, offsets, state, nu, rows, n, size, k_stride, WIDTH=WIDTH, **block)
+    return state
+
+
+def launch_forward(
+    plan: Plan,
+    x: Tensor,
+    k: Tensor,
+    mask: Tensor | None,
+    offsets: Tensor | None,
+    y: Tensor | None,
+    nu: Tensor,
+    log: bool,
+) -> None:
+    """Fill `nu` (2, R) and, unless None, `y` with y or log y."""
+    state = solve(plan, x, k, mask, offsets, nu)
+    if y is None:
+        return
+    rows, n, size = nu.shape[1], x.shape[-1], x.numel()
+    settings = {"BLOCK": plan.block, "SPLITS": plan.splits, "WIDTH": WIDTH, "num_warps": plan.warps}
+    with torch.cuda.device_of(x):
+        shared = (rows, plan.splits)
+        write_kernel[shared](x, mask, offsets, state, nu, y, rows, n, size, LOG=log, **settings)
+
+
+def launch_backward(
+    plan: Plan,
+    grad: Tensor,
+    x: Tensor,
+    y: Tensor | None,
+    nu: Tensor,
+    mask: Tensor | None,
+    offsets: Tensor | None,
+    dx: Tensor,
+    dk: Tensor,
+    of: int,
+) -> None:
+    """Fill `dx` and `dk` with the derivatives of y, log y or nu (`of`)."""
+    rows, n, size = nu.shape[1], x.shape[-1], x.numel()
+    parts = x.new_empty((rows, plan.splits, WIDTH), dtype=torch.float64)
+    settings = {
+        "BLOCK": plan.block,
+        "SPLITS": plan.splits,
+        "WIDTH": WIDTH,
+        "OF": of,
+        "num_warps": plan.warps,
+    }
+    with torch.cuda.device_of(x):
+        shared = (rows, plan.splits)
+        slope_kernel[shared](grad, x, nu, mask, offsets, parts, rows, n, size, **settings)
+        gradient_kernel[shared](grad, x, y, nu, mask, offsets, parts, dx, dk, rows, n, size, **settings)

@@ -1,1 +1,0 @@
-"""`torchlml bench`: what the projection costs beside softmax; needs the extra `experiments`."""

@@ -1,1 +1,0 @@
-"""Demonstrations and experiments; they need the extra `experiments`."""

@@ -1,0 +1,1 @@
+"""Everything that trains, measures and draws with torchlml, behind the command `torchlml`."""

@@ -1,0 +1,1 @@
+"""`torchlml bench`: what the projection costs beside softmax; needs the extra `lab`."""

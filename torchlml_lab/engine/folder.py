@@ -1,0 +1,177 @@
+"""The record of a run: a folder that is whole at every moment, whatever kills the program.
+
+    run.json            which experiment, run id, versions, seed, git commit
+    settings.json       every setting
+    metrics.jsonl       one line of JSON per evaluation
+    checkpoints/        one folder per kept epoch: weights, optimizer, schedule, random states
+    state.json          the last whole epoch and which checkpoints are "last" and "best"
+    result.json         there when the run is finished
+
+A checkpoint is written under a temporary name and renamed; then `state.json` is replaced, and only that makes
+it count. What a killed run left beyond `state.json` is dropped when it is continued.
+"""
+
+import json
+import platform
+import shutil
+import subprocess
+import uuid
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import accelerate
+import torch
+
+import torchlml
+from torchlml_lab.engine.settings import SETTINGS_FILE, TrainSettings, to_json
+from torchlml_lab.errors import BadInput
+from torchlml_lab.files import read_json, replacing
+
+FORMAT = 1
+
+
+@dataclass(frozen=True)
+class State:
+    """How far a run is: whole epochs done, the kept checkpoints, the best score, and the seconds it took."""
+
+    epoch: int
+    last: str
+    best: str
+    best_epoch: int
+    best_score: float
+    processes: int
+    seconds: float
+
+
+class RunFolder:
+    """The folder of one run.
+
+    Args:
+        path: Where it is.
+        experiment: The experiment's name; a folder of another experiment is refused.
+    """
+
+    def __init__(self, path: Path, experiment: str) -> None:
+        self.path = path
+        self.experiment = experiment
+        self.partial = path / "checkpoints" / ".partial"
+
+    def create(self, settings: TrainSettings) -> None:
+        """Begins the record of a new run; a folder that holds a run is refused."""
+        if (self.path / "run.json").exists():
+            raise BadInput(
+                f"`--out` names `{self.path}`, which holds a run: continue it with `--resume {self.path}`, "
+                "or give another folder."
+            )
+        self.path.mkdir(parents=True, exist_ok=True)
+        self.write(SETTINGS_FILE, to_json(settings))
+        run = {
+            "format": FORMAT,
+            "experiment": self.experiment,
+            "run": uuid.uuid4().hex,
+            "seed": settings.seed,
+            "versions": {
+                "torchlml": torchlml.__version__,
+                "torch": str(torch.__version__),
+                "accelerate": accelerate.__version__,
+                "python": platform.python_version(),
+            },
+            "git_commit": git_commit(),
+        }
+        self.write("run.json", run)
+
+    def check(self) -> None:
+        """Refuses to continue what another experiment or another version has written."""
+        run = self.read("run.json")
+        if run.get("experiment") != self.experiment:
+            raise BadInput(
+                f"`{self.path}` holds a run of `{run.get('experiment')}`, not of `{self.experiment}`."
+            )
+        version = run.get("versions", {}).get("torchlml")
+        if run.get("format") != FORMAT or version != torchlml.__version__:
+            raise BadInput(
+                f"`{self.path}` was written by torchlml {version}, and this is {torchlml.__version__}: "
+                "a run is continued by the version that began it."
+            )
+
+    def state(self) -> State | None:
+        """How far the run is; None when no epoch was finished."""
+        if not (self.path / "state.json").exists():
+            return None
+        try:
+            return State(**self.read("state.json"))
+        except TypeError as error:
+            raise BadInput(f"`{self.path / 'state.json'}` is damaged: {error}.") from error
+
+    def checkpoint(self, name: str) -> Path:
+        """The folder of a checkpoint, checked to be of this run and version."""
+        path = self.path / "checkpoints" / name
+        written = self.read(f"checkpoints/{name}/checkpoint.json")
+        run = self.read("run.json")
+        if written.get("run") != run["run"]:
+            raise BadInput(f"The checkpoint `{path}` is of another run.")
+        if written.get("torchlml") != torchlml.__version__:
+            raise BadInput(
+                f"The checkpoint `{path}` was written by torchlml {written.get('torchlml')}, "
+                f"and this is {torchlml.__version__}."
+            )
+        return path
+
+    def commit(self, state: State) -> None:
+        """Makes what was saved under `partial` the last checkpoint, and drops those no longer needed."""
+        run = self.read("run.json")
+        written = {"run": run["run"], "torchlml": torchlml.__version__, "epoch": state.epoch}
+        (self.partial / "checkpoint.json").write_text(json.dumps(written), encoding="utf-8")
+        place = self.path / "checkpoints" / state.last
+        shutil.rmtree(place, ignore_errors=True)  # left by a run that was killed between rename and commit
+        self.partial.rename(place)
+        self.write("state.json", asdict(state))
+        self.drop_checkpoints_beside(state)
+
+    def drop_checkpoints_beside(self, state: State) -> None:
+        """Keeps only the last and the best checkpoint."""
+        for other in (self.path / "checkpoints").iterdir():
+            if other.name not in (state.last, state.best):
+                shutil.rmtree(other)
+
+    def add_metrics(self, lines: list[dict[str, Any]]) -> None:
+        """Adds lines to `metrics.jsonl`."""
+        with (self.path / "metrics.jsonl").open("a", encoding="utf-8") as file:
+            file.write("".join(json.dumps(line) + "\n" for line in lines))
+
+    def metrics(self) -> list[dict[str, Any]]:
+        """The lines of `metrics.jsonl`; half a line that a killed run left is not one."""
+        path = self.path / "metrics.jsonl"
+        text = path.read_text(encoding="utf-8") if path.exists() else ""
+        return [json.loads(line) for line in text.splitlines(keepends=True) if line.endswith("\n")]
+
+    def drop_metrics_after(self, epoch: int) -> None:
+        """Keeps only the lines of whole epochs."""
+        lines = [line for line in self.metrics() if line["epoch"] <= epoch and line["split"] != "test"]
+        with replacing(self.path / "metrics.jsonl") as temporary:
+            temporary.write_text("".join(json.dumps(line) + "\n" for line in lines), encoding="utf-8")
+
+    def write(self, name: str, values: dict[str, Any]) -> None:
+        """Writes a JSON file whole or not at all."""
+        with replacing(self.path / name) as temporary:
+            temporary.write_text(json.dumps(values, indent=1) + "\n", encoding="utf-8")
+
+    def read(self, name: str) -> dict[str, Any]:
+        """Reads a JSON file; what cannot be read raises `BadInput`."""
+        return read_json(self.path / name, dict)
+
+
+def git_commit() -> str | None:
+    """The commit of the checkout this package runs from, with `+` where files changed; None elsewhere."""
+    here = Path(torchlml.__file__).parent
+
+    def git(*words: str) -> str:
+        done = subprocess.run(["git", "-C", str(here), *words], capture_output=True, text=True, check=True)
+        return done.stdout.strip()
+
+    try:
+        git("ls-files", "--error-unmatch", "__init__.py")  # a checkout of something else does not know us
+        return git("rev-parse", "HEAD") + ("+" if git("status", "--porcelain", "--", str(here)) else "")
+    except (OSError, subprocess.CalledProcessError):
+        return None

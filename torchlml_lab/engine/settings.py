@@ -1,0 +1,123 @@
+"""The settings that every training run has, and how they are read from the command line or from a run."""
+
+import dataclasses
+import json
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal, TypeVar, get_type_hints
+
+from torchlml_lab.cli import parse_settings
+from torchlml_lab.errors import BadInput
+
+
+@dataclass(frozen=True)
+class TrainSettings:
+    """What every experiment can be told; an experiment's own settings extend it."""
+
+    out: Path = Path("runs/run")
+    """The run's folder: settings, metrics and checkpoints go there. It must not hold another run."""
+    resume: Path | None = None
+    """Continue the run in this folder after its last whole epoch, with the settings it was started with."""
+    seed: int = 0
+    """Decides the first weights, the order of the data and every other random choice."""
+    epochs: int = 10
+    """How often the training data are seen, at least once."""
+    batch_size: int = 64
+    """Samples per step, over all processes together; a multiple of the number of processes."""
+    learning_rate: float = 0.1
+    """The learning rate at the start."""
+    mixed_precision: Literal["no", "bf16", "fp16"] = "no"
+    """Compute in half precision where it is safe, keeping the weights in float32; fp16 is meant for GPUs."""
+    cpu: bool = False
+    """Stay on the CPU even where a GPU is available."""
+    tensorboard: bool = False
+    """Also write the metrics for TensorBoard, into the run's folder; needs the package `tensorboard`."""
+
+
+# These may change when a run is continued: they do not change its numbers.
+_FREE = {"out", "resume", "tensorboard"}
+SETTINGS_FILE = "settings.json"
+
+Settings = TypeVar("Settings", bound=TrainSettings)
+
+
+def read_settings(
+    kind: type[Settings], command: str, arguments: Sequence[str], default: Settings
+) -> Settings:
+    """Reads the options; with `--resume FOLDER`, those that the run was started with are the defaults.
+
+    Args:
+        kind: The experiment's settings.
+        command: The command's name, for the help and the errors.
+        arguments: What followed it.
+        default: The settings where an option is not given.
+
+    Returns:
+        The settings. An option that contradicts the run to be continued raises `BadInput`.
+    """
+    folder = _resumed_folder(arguments)
+    if folder is None:
+        settings = parse_settings(kind, command, arguments, default)
+    else:
+        stored = from_json(kind, folder / SETTINGS_FILE)
+        settings = parse_settings(kind, command, arguments, stored)
+        for field in dataclasses.fields(settings):
+            now, then = getattr(settings, field.name), getattr(stored, field.name)
+            if field.name not in _FREE and now != then:
+                option = "--" + field.name.replace("_", "-")
+                raise BadInput(
+                    f"`{option}` is {now}, but the run `{folder}` was started with {then}: "
+                    "a run is continued with its own settings."
+                )
+    check(settings)
+    return settings
+
+
+def to_json(settings: TrainSettings) -> dict[str, Any]:
+    """The settings as JSON's types; without `resume`, which says how it is called, not what it is."""
+    values = {name: value for name, value in dataclasses.asdict(settings).items() if name != "resume"}
+    return {name: str(value) if isinstance(value, Path) else value for name, value in values.items()}
+
+
+def from_json(kind: type[Settings], path: Path) -> Settings:
+    """Reads the settings that `to_json` gave; a file that holds something else raises `BadInput`."""
+    try:
+        values = json.loads(path.read_text(encoding="utf-8"))
+        hints = get_type_hints(kind)
+        names = {field.name for field in dataclasses.fields(kind)} - {"resume"}
+        if set(values) != names:
+            raise ValueError("its settings are not those of this experiment and version")
+        for name, value in values.items():
+            if hints[name] in (Path, Path | None) and value is not None:
+                values[name] = Path(value)
+        return kind(**values)
+    except (OSError, ValueError, TypeError) as error:
+        said = error.strerror if isinstance(error, OSError) else error
+        raise BadInput(
+            f"`--resume` names `{path.parent}`, which holds no run to continue: {said}."
+        ) from error
+
+
+def _resumed_folder(arguments: Sequence[str]) -> Path | None:
+    for i, word in enumerate(arguments):
+        if word == "--resume" and i + 1 < len(arguments):
+            return Path(arguments[i + 1])
+        if word.startswith("--resume="):
+            return Path(word.removeprefix("--resume="))
+    return None
+
+
+def check(settings: TrainSettings) -> None:
+    """Refuses settings that no experiment can be run with."""
+    for name in ("epochs", "batch_size"):
+        if getattr(settings, name) < 1:
+            option = "--" + name.replace("_", "-")
+            raise BadInput(f"`{option}` is {getattr(settings, name)}, and must be at least 1.")
+    if not (settings.learning_rate > 0 and math.isfinite(settings.learning_rate)):
+        raise BadInput(f"`--learning-rate` is {settings.learning_rate}, and must be finite and more than 0.")
+    if not 0 <= settings.seed < 2**32:
+        raise BadInput(f"`--seed` is {settings.seed}, and must be from 0 to 2**32 - 1.")
+    if settings.out.exists() and not settings.out.is_dir():
+        raise BadInput(f"`--out` names `{settings.out}`, which is a file: give a folder.")

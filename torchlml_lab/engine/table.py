@@ -1,0 +1,106 @@
+"""The table of a sweep: a CSV whose rows are dataclasses, from which tuning, figures and pages are made."""
+
+import csv
+from collections import defaultdict
+from collections.abc import Hashable, Iterable, Sequence
+from dataclasses import asdict, fields
+from pathlib import Path
+from statistics import mean, stdev
+from typing import Any, NamedTuple, TypeVar
+
+from rich import box
+from rich.table import Table
+
+from torchlml_lab.errors import BadInput
+from torchlml_lab.files import replacing
+
+Row = TypeVar("Row")
+
+
+class Tried(NamedTuple):
+    """One run of a tuning: what it is a recipe for, the recipe, where it was tried, and how good it was."""
+
+    method: str
+    recipe: tuple[float, ...]
+    condition: Hashable
+    score: float
+
+
+def write_rows(path: Path, kind: type[Any], rows: Iterable[Any]) -> None:
+    """Writes rows of one dataclass whole or not at all; its `seconds` are rounded."""
+    with replacing(path) as temporary, temporary.open("w", newline="", encoding="utf-8") as file:
+        writer = csv.DictWriter(file, [field.name for field in fields(kind)], lineterminator="\n")
+        writer.writeheader()
+        writer.writerows(asdict(row) | {"seconds": f"{row.seconds:.1f}"} for row in rows)
+
+
+def read_rows(path: Path, kind: type[Row], option: str) -> list[Row]:
+    """Reads a CSV that `write_rows` made; `option` named it, for the error when it is something else."""
+    types: dict[str, Any] = {field.name: field.type for field in fields(kind)}  # type: ignore[arg-type]
+    try:
+        with path.open(newline="", encoding="utf-8") as file:
+            rows = csv.DictReader(file)
+            if rows.fieldnames != list(types):
+                raise ValueError("its columns are not those of a sweep of this version")
+            found = [kind(**{key: types[key](row[key]) for key in types}) for row in rows]
+        if not found:
+            raise ValueError("it has no rows")
+    except (OSError, ValueError, TypeError) as error:
+        said = error.strerror if isinstance(error, OSError) else error
+        raise BadInput(f"`{option}` names `{path}`, which cannot be read as a sweep: {said}.") from error
+    return found
+
+
+def best_recipes(
+    tried: Sequence[Tried], methods: Sequence[str], path: Path, what: str, tuned: str, where: str
+) -> dict[str, tuple[float, ...]]:
+    """For each method the recipe with the best mean score on validation.
+
+    Args:
+        tried: The runs of a tuning sweep.
+        methods: The methods that are needed.
+        path: Where the runs come from, for the errors, as are the next three.
+        what: What a method is called.
+        tuned: What a recipe is made of.
+        where: What a condition is made of.
+
+    Returns:
+        The recipe by method. A method that is missing, or recipes that were not tried under the same
+        conditions, raise `BadInput`.
+    """
+    best = {}
+    for method in methods:
+        scores: dict[tuple[float, ...], dict[Hashable, float]] = defaultdict(dict)
+        for one in tried:
+            if one.method == method:
+                scores[one.recipe][one.condition] = one.score
+        if not scores:
+            raise BadInput(f"`--tuned` names `{path}`, which has no run of the {what} `{method}`.")
+        if len({frozenset(found) for found in scores.values()}) > 1:
+            raise BadInput(
+                f"`--tuned` names `{path}`, where `{method}` was not tried on the same {where} with every "
+                f"{tuned}: finish that sweep first."
+            )
+        best[method] = max(scores, key=lambda recipe: mean(scores[recipe].values()))
+    return best
+
+
+def plain_table(title: str, heads: Sequence[str], left: int = 1) -> Table:
+    """An empty table for the terminal; the first `left` columns are words, the others numbers."""
+    table = Table(
+        title=title,
+        title_justify="left",
+        box=box.SIMPLE_HEAD,
+        padding=(0, 1, 0, 0),
+        pad_edge=False,
+        show_edge=False,
+    )
+    for place, head in enumerate(heads):
+        table.add_column(head, justify="left" if place < left else "right")
+    return table
+
+
+def spread(values: Sequence[float], digits: int = 2) -> str:
+    """Shares in percent, as mean and, where there are several, standard deviation."""
+    deviation = f"±{100 * stdev(values):.{digits}f}" if len(values) > 1 else ""
+    return f"{100 * mean(values):.{digits}f}{deviation}"

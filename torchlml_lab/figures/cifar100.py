@@ -1,0 +1,89 @@
+"""`torchlml figures cifar100`: top-1 and top-k accuracy against label noise, from the CSV of a sweep."""
+
+from collections import defaultdict
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from statistics import mean, stdev
+
+from matplotlib.axes import Axes
+from rich.console import Console
+
+from torchlml_lab.cli import parse_settings
+from torchlml_lab.errors import BadInput
+from torchlml_lab.figures import tables
+from torchlml_lab.figures.style import METHODS, PAGE, new_figure
+from torchlml_lab.tasks.cifar100 import records
+from torchlml_lab.tasks.cifar100.records import Record
+
+# One's own sweep, or that of the study.
+USUAL = (Path("runs/cifar100-sweep/results.csv"), Path("results/cifar100/features.csv"))
+
+
+@dataclass(frozen=True)
+class Cifar100FigureSettings:
+    """Draw the accuracies of a sweep against the label noise, with the spread over the seeds."""
+
+    csv: Path | None = None
+    """The CSV of `torchlml sweep cifar100`; by default runs/cifar100-sweep/results.csv, else results/'s."""
+    out: Path = Path("torchlml-figures/cifar100.png")
+    """The PNG to write, with an SVG beside it; its folder is made when it is missing."""
+
+
+def main(arguments: Sequence[str]) -> None:
+    """Reads the options and draws."""
+    default = Cifar100FigureSettings()
+    settings = parse_settings(Cifar100FigureSettings, "figures cifar100", arguments, default)
+    path = tables.find(settings.csv, USUAL, "torchlml sweep cifar100")
+    rows = records.read(path, "--csv")
+    for loss in {row.loss for row in rows}:
+        if len({row.recipe for row in rows if row.loss == loss}) > 1:
+            raise BadInput(f"`--csv` names `{path}`, where `{loss}` has several recipes: it is a tuning.")
+    if len({(row.source, row.k) for row in rows}) > 1:
+        raise BadInput(f"`--csv` names `{path}`, which mixes networks or values of k.")
+    draw(rows, settings.out)
+    Console().print(f"The figure is {settings.out}.", soft_wrap=True)
+
+
+def draw(rows: Sequence[Record], picture: Path) -> None:
+    """Draws one panel for top-1 and one for top-k; bars are standard deviations over the seeds.
+
+    Args:
+        rows: The runs, one recipe for each loss.
+        picture: The PNG to write, with an SVG beside it.
+    """
+    with new_figure(picture, PAGE, 2.9) as figure:
+        panels = figure.subplots(1, 2)
+        for axes, measure, title in zip(
+            panels, ("test_top1", "test_topk"), ("top-1", f"top-{rows[0].k}"), strict=True
+        ):
+            _draw_panel(axes, rows, measure)
+            axes.set_title(f"{title} accuracy on the test set")
+            axes.set_xlabel("label noise p")
+            axes.set_ylabel("accuracy (%)")
+            axes.yaxis.set_major_formatter(lambda share, _: f"{100 * share:g}")
+            axes.grid()
+        handles, labels = panels[0].get_legend_handles_labels()
+        figure.legend(handles, labels, loc="outside lower center", ncols=len(METHODS))
+
+
+def _draw_panel(axes: Axes, rows: Sequence[Record], measure: str) -> None:
+    names = [loss for loss in METHODS if any(row.loss == loss for row in rows)]
+    for place, loss in enumerate(names):
+        values: dict[float, list[float]] = defaultdict(list)
+        for row in rows:
+            if row.loss == loss:
+                values[row.noise].append(getattr(row, measure))
+        noises = sorted(values)
+        colour, marker = METHODS[loss]
+        axes.errorbar(
+            # Set a little apart, so that bars at one noise level do not cover one another.
+            [noise + 0.006 * (place - (len(names) - 1) / 2) for noise in noises],
+            [mean(values[noise]) for noise in noises],
+            [stdev(values[noise]) if len(values[noise]) > 1 else 0.0 for noise in noises],
+            color=colour,
+            marker=marker,
+            linewidth=1.2,
+            capsize=2,
+            label=loss,
+        )

@@ -1,0 +1,67 @@
+"""`torchlml figures NAME`: finds the figure; `all` draws every one that can be drawn here."""
+
+import importlib
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from rich.console import Console
+
+from torchlml_lab.cli import Command, choose, parse_settings
+from torchlml_lab.errors import BadInput
+from torchlml_lab.figures.tables import NotMadeYet
+
+FIGURES = {
+    "projection": Command("torchlml_lab.figures.projection", "one row through softmax, sigmoid and lml"),
+    "polytopes": Command(
+        "torchlml_lab.figures.polytopes", "the sets L(3,1), L(3,2) and L(4,2), and projections"
+    ),
+    "root-finding": Command(
+        "torchlml_lab.figures.root_finding", "how the threshold is found, and from which interval"
+    ),
+    "entropies": Command(
+        "torchlml_lab.figures.entropies",
+        "the entropies of sigmoid, softmax, lml and constrained softmax",
+    ),
+    "which-relaxation": Command(
+        "torchlml_lab.figures.which_relaxation", "the same logits through five relaxations"
+    ),
+    "timing": Command("torchlml_lab.figures.timing", "the paper's timing study, from its CSV"),
+    "cifar100": Command("torchlml_lab.figures.cifar100", "accuracy against label noise, from a sweep"),
+    "scene-graph": Command(
+        "torchlml_lab.figures.scene_graph", "recall against epochs, and tables, from a sweep"
+    ),
+}
+
+
+@dataclass(frozen=True)
+class AllSettings:
+    """Draw every figure with its usual settings; those whose CSV is not there say what makes it."""
+
+    out: Path = Path("torchlml-figures")
+    """The folder for NAME.png and NAME.svg of each figure; it is made when it is missing."""
+
+
+def main(arguments: Sequence[str]) -> None:
+    """Draws the figure that is named first in the arguments."""
+    if arguments and arguments[0] == "all":
+        draw_all(parse_settings(AllSettings, "figures all", arguments[1:], AllSettings()))
+    else:
+        everything = Command(__name__, "all of them, as far as their CSVs are there")
+        choose("figures", FIGURES | {"all": everything}, arguments)
+
+
+def draw_all(settings: AllSettings) -> None:
+    """Draws one figure after the other; one that cannot be drawn keeps none of the others from it."""
+    if settings.out.exists() and not settings.out.is_dir():
+        raise BadInput(f"`--out` names `{settings.out}`, which is a file: give a folder.")
+    refused: list[BadInput] = []
+    for name, figure in FIGURES.items():
+        try:
+            importlib.import_module(figure.module).main(["--out", str(settings.out / f"{name}.png")])
+        except NotMadeYet as missing:
+            Console().print(f"Not drawn: {name}. {missing}", soft_wrap=True, markup=False)
+        except BadInput as error:
+            refused.append(error)
+    if refused:
+        raise refused[0]

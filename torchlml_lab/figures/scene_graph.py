@@ -1,0 +1,134 @@
+"""`torchlml figures scene-graph`: recall against epochs, and the tables of the paper, from a sweep."""
+
+from collections import defaultdict
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from statistics import mean
+
+from matplotlib.axes import Axes
+from matplotlib.ticker import MaxNLocator
+from rich.console import Console
+
+from torchlml_lab.cli import parse_settings
+from torchlml_lab.engine.table import spread
+from torchlml_lab.errors import BadInput
+from torchlml_lab.figures import tables
+from torchlml_lab.figures.style import GREY, METHODS, ORANGE, PAGE, new_figure
+from torchlml_lab.files import replacing
+from torchlml_lab.tasks.scene_graph import records
+from torchlml_lab.tasks.scene_graph.evaluation import KS, RECALLS
+from torchlml_lab.tasks.scene_graph.records import FREQUENCY, Record, column
+
+# One's own sweep, or that of the study.
+USUAL = (Path("runs/scene-graph-sweep/results.csv"), Path("results/scene-graph/vg.csv"))
+_MODES = (("", "constrained"), ("ng-", "unconstrained"))
+_LINES = {20: "-", 50: "--", 100: ":"}
+_SPLITS = ("train", "validation")
+
+
+@dataclass(frozen=True)
+class SceneGraphFigureSettings:
+    """Draw the recall curves of a sweep as the paper does, and write its tables of validation and test."""
+
+    csv: Path | None = None
+    """The CSV of `torchlml sweep scene-graph`; by default of runs/scene-graph-sweep, else results/'s."""
+    methods: tuple[str, ...] = ("softmax", "truncated-entropy-20", "lml-20")
+    """The methods whose curves are drawn; the tables have all."""
+    out: Path = Path("torchlml-figures/scene-graph.png")
+    """The PNG to write, with an SVG and the tables (.md) beside it; its folder is made when it is missing."""
+
+
+def main(arguments: Sequence[str]) -> None:
+    """Reads the options and draws."""
+    default = SceneGraphFigureSettings()
+    settings = parse_settings(SceneGraphFigureSettings, "figures scene-graph", arguments, default)
+    path = tables.find(settings.csv, USUAL, "torchlml sweep scene-graph")
+    rows = records.read(path, "--csv")
+    trained = [row for row in rows if row.method != FREQUENCY]
+    for method in {row.method for row in trained}:
+        if len({(row.learning_rate, row.variant) for row in trained if row.method == method}) > 1:
+            raise BadInput(f"`--csv` names `{path}`, where `{method}` has several recipes: it is a tuning.")
+    missing = [name for name in settings.methods if not any(row.method == name for row in trained)]
+    if missing:
+        raise BadInput(f"`--csv` names `{path}`, which has no run of `{missing[0]}`.")
+    draw(rows, settings.methods, settings.out)
+    page = settings.out.with_suffix(".md")
+    with replacing(page) as temporary:
+        temporary.write_text(page_of(rows), encoding="utf-8")
+    Console().print(f"The figure is {settings.out}, the tables are {page}.", soft_wrap=True)
+
+
+def draw(rows: Sequence[Record], methods: Sequence[str], picture: Path) -> None:
+    """Draws a panel for train and one for validation, with the graph constraint and without it.
+
+    Args:
+        rows: The evaluations, one recipe for each method.
+        methods: Which curves; each is a mean over the seeds.
+        picture: The PNG to write, with an SVG beside it.
+    """
+    with new_figure(picture, PAGE, 5.0) as figure:
+        grid = figure.subplots(2, 2, sharex=True, sharey="row")
+        for panels, (mode, title) in zip(grid, _MODES, strict=True):
+            for axes, split in zip(panels, _SPLITS, strict=True):
+                _draw_panel(axes, rows, methods, mode, split)
+                axes.set_title(f"{split}, {title}")
+            panels[0].set_ylabel("recall (%)")
+        for axes in grid[1]:
+            axes.set_xlabel("epoch")
+            axes.xaxis.set_major_locator(MaxNLocator(integer=True))
+        handles, labels = grid[0][1].get_legend_handles_labels()  # the frequencies alone are on validation
+        figure.legend(handles, labels, loc="outside lower center", ncols=len(methods) + 1)
+
+
+def _draw_panel(axes: Axes, rows: Sequence[Record], methods: Sequence[str], mode: str, split: str) -> None:
+    for method in methods:
+        colour = ORANGE if method == "softmax" else METHODS[method.rstrip("0123456789").rstrip("-")][0]
+        for k in KS:
+            values: dict[int, list[float]] = defaultdict(list)
+            for row in rows:
+                if (row.method, row.split) == (method, split):
+                    values[row.epoch].append(getattr(row, column(f"{mode}R@{k}")))
+            epochs = sorted(values)
+            recall = [100 * mean(values[epoch]) for epoch in epochs]
+            axes.plot(epochs, recall, _LINES[k], color=colour, label=f"{method}, R@{k}")
+    for row in rows:
+        if (row.method, row.split) == (FREQUENCY, split):
+            for k in KS:
+                level = 100 * getattr(row, column(f"{mode}R@{k}"))
+                axes.axhline(
+                    level, color=GREY, linestyle=_LINES[k], linewidth=0.8, label=f"{FREQUENCY}, R@{k}"
+                )
+    axes.grid()
+
+
+def page_of(rows: Sequence[Record]) -> str:
+    """The tables of the paper in Markdown: the best epoch on validation, and its test."""
+    parts = []
+    for split in ("validation", "test"):
+        groups: dict[tuple[str, str], list[Record]] = defaultdict(list)
+        for row in rows:
+            if row.split == split and row.chosen:
+                groups[row.method, row.variant].append(row)
+        about = next(row for row in rows if row.method != FREQUENCY)
+        heads = [f"{title} R@{k}" for _, title in _MODES for k in KS]
+        lines = [
+            f"{about.data}, predicate classification, {about.vision}, {split}: recall in %, mean±standard "
+            "deviation over the seeds",
+            "",
+            f"| method | seeds | {' | '.join(heads)} |",
+            "| --- " * (2 + len(heads)) + "|",
+        ]
+        for (method, variant), group in sorted(groups.items(), key=lambda item: _place(item[0][0])):
+            cells = [spread([getattr(row, column(name)) for row in group], 1) for name in RECALLS]
+            name = f"{method} ({variant})" if variant else method
+            lines.append(f"| {name} | {len(group)} | {' | '.join(cells)} |")
+        parts.append("\n".join(lines))
+    return "\n\n".join(parts) + "\n"
+
+
+def _place(method: str) -> tuple[int, str, int]:
+    """The order of the paper: what is known, softmax, then by name and k."""
+    words = method.rsplit("-", 1)
+    k = int(words[1]) if len(words) > 1 and words[1].isdecimal() else 0
+    return ((FREQUENCY, "softmax").index(method) if method in (FREQUENCY, "softmax") else 2, words[0], k)

@@ -1,0 +1,98 @@
+"""`torchlml figures timing`: the timing study of the paper's section 5.1, from the CSV of `bench --paper`."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from matplotlib.axes import Axes
+from rich.console import Console
+
+from torchlml_lab.bench import records
+from torchlml_lab.bench.paper_words import OPERATOR
+from torchlml_lab.bench.records import Record
+from torchlml_lab.cli import parse_settings
+from torchlml_lab.errors import BadInput
+from torchlml_lab.figures import tables
+from torchlml_lab.figures.style import INK, METHODS, PAGE, VERMILION, new_figure
+
+USUAL = (Path("torchlml-paper-timing.csv"), Path("results/paper-timing.csv"))
+
+_SVM, _SVM_MARKER = METHODS["smooth-svm"]
+_ENTROPY, _ENTROPY_MARKER = METHODS["truncated-entropy"]
+_LML, _LML_MARKER = METHODS["lml"]
+# Forward solid, backward dashed; the two ways to compute one loss differ in colour or marker.
+LOOK = {
+    ("smooth-svm-summation", "forward"): ("Smooth SVM, summation", VERMILION, "^", "-"),
+    ("smooth-svm", "forward"): ("Smooth SVM, divide and conquer", _SVM, _SVM_MARKER, "-"),
+    ("smooth-svm", "backward"): ("Smooth SVM, backward", _SVM, _SVM_MARKER, "--"),
+    ("truncated-entropy", "forward"): ("truncated entropy", _ENTROPY, _ENTROPY_MARKER, "-"),
+    ("truncated-entropy", "backward"): ("truncated entropy, backward", _ENTROPY, _ENTROPY_MARKER, "--"),
+    ("lml-algorithm-1", "forward"): ("LML, Algorithm 1", INK, "o", "-"),
+    ("lml", "forward"): ("LML, our kernel", _LML, _LML_MARKER, "-"),
+    ("lml", "backward"): ("LML, backward", _LML, _LML_MARKER, "--"),
+}
+
+
+@dataclass(frozen=True)
+class TimingFigureSettings:
+    """Draw the times of the losses against k, one panel for each length of a row."""
+
+    csv: Path | None = None
+    """The CSV of `torchlml bench --paper`; by default torchlml-paper-timing.csv, else that in results/."""
+    out: Path = Path("torchlml-figures/timing.png")
+    """The PNG to write, with an SVG beside it; its folder is made when it is missing."""
+
+
+def main(arguments: Sequence[str]) -> None:
+    """Reads the options and draws."""
+    settings = parse_settings(TimingFigureSettings, "figures timing", arguments, TimingFigureSettings())
+    path = tables.find(settings.csv, USUAL, "torchlml bench --paper")
+    draw(read(path), settings.out)
+    Console().print(f"The figure is {settings.out}.", soft_wrap=True)
+
+
+def read(path: Path) -> list[Record]:
+    """The rows of the study in a CSV of benchmarks; `BadInput` when there are none."""
+    rows = [row for row in records.read(path, "--csv") if row.operator == OPERATOR]
+    if not rows:
+        raise BadInput(f"`--csv` names `{path}`, which has no row of `torchlml bench --paper`.")
+    return rows
+
+
+def draw(rows: Sequence[Record], picture: Path) -> None:
+    """One panel for each length of a row; a point is the median, its band the 20th to 80th percentile.
+
+    Args:
+        rows: What `torchlml bench --paper` measured; where a case was measured twice, the last counts.
+        picture: The PNG to write, with an SVG beside it.
+    """
+    latest = [row for row in records.latest(rows).values() if row.threads == rows[-1].threads]
+    sizes = sorted({row.n for row in latest})
+    with new_figure(picture, PAGE, 3.4) as figure:
+        panels = figure.subplots(1, len(sizes), sharey=True, squeeze=False)[0]
+        for axes, n in zip(panels, sizes, strict=True):
+            _draw_panel(axes, [row for row in latest if row.n == n])
+            axes.set_title(f"n = {n:,}")
+        panels[0].set_ylabel("time of a call (ms)")
+        handles, labels = panels[0].get_legend_handles_labels()
+        figure.legend(handles, labels, loc="outside upper center", ncols=3, fontsize=7)
+        last = rows[-1]
+        threads = f"{last.threads} thread" + ("s" if last.threads > 1 else "")
+        where = f"{last.machine}, {threads}, batch {last.batch}, {last.dtype}, torch {last.torch}"
+        figure.supxlabel(where, fontsize=6.5, color="#555555")
+
+
+def _draw_panel(axes: Axes, rows: Sequence[Record]) -> None:
+    for (provider, mode), (label, colour, marker, line) in LOOK.items():
+        series = sorted((r for r in rows if (r.provider, r.mode) == (provider, mode)), key=lambda r: r.k)
+        if series:
+            ks = [row.k for row in series]
+            low, high = [row.p20 / 1e3 for row in series], [row.p80 / 1e3 for row in series]
+            axes.fill_between(ks, low, high, color=colour, alpha=0.2, linewidth=0)
+            middle = [row.p50 / 1e3 for row in series]
+            axes.plot(ks, middle, line, marker=marker, color=colour, label=label)
+    axes.set_yscale("log")
+    axes.yaxis.set_major_formatter(lambda value, _: f"{value:g}")
+    axes.set_xticks(sorted({row.k for row in rows}))
+    axes.set_xlabel("k")
+    axes.grid()

@@ -1,0 +1,1 @@
+"""Demonstrations and experiments; they need the extra `lab`."""

@@ -1,0 +1,64 @@
+"""The table of a sweep: one row per finished run, in one CSV that tuning, figures and pages are made from."""
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from torchlml_lab.engine import table
+from torchlml_lab.engine.table import Tried
+
+
+@dataclass(frozen=True)
+class Record:
+    """One run: what it was told, and the accuracies of the epoch chosen on validation."""
+
+    source: str
+    """`features`, or the network that was trained on images."""
+    loss: str
+    noise: float
+    seed: int
+    k: int
+    learning_rate: float
+    temperature: float
+    epochs: int
+    best_epoch: int
+    validation_top1: float
+    validation_topk: float
+    test_top1: float
+    test_topk: float
+    seconds: float
+
+    @property
+    def recipe(self) -> tuple[float, float]:
+        """What was tuned: the learning rate and the temperature."""
+        return self.learning_rate, self.temperature
+
+
+def write(path: Path, records: Iterable[Record]) -> None:
+    """Writes the CSV whole or not at all, in an order that does not depend on which run ended first."""
+    rows = sorted(records, key=lambda r: (r.source, r.loss, r.noise, r.recipe, r.seed))
+    table.write_rows(path, Record, rows)
+
+
+def read(path: Path, option: str) -> list[Record]:
+    """Reads a CSV that `write` made; `option` named it, and stands in the error when it is something else."""
+    return table.read_rows(path, Record, option)
+
+
+def best_recipes(
+    records: Sequence[Record], losses: Sequence[str], path: Path
+) -> dict[str, tuple[float, ...]]:
+    """For each loss the learning rate and temperature with the best mean top-k accuracy on validation.
+
+    Args:
+        records: The rows of a tuning sweep; the test accuracies are not looked at.
+        losses: The losses that are needed.
+        path: Where the rows come from, for the error.
+
+    Returns:
+        (learning rate, temperature) by loss. A loss that is missing, or recipes that were not tried on the
+        same noise levels and seeds, raise `BadInput`.
+    """
+    tried = [Tried(row.loss, row.recipe, (row.noise, row.seed), row.validation_topk) for row in records]
+    tuned = "learning rate and temperature"
+    return table.best_recipes(tried, losses, path, "loss", tuned, "noise levels and seeds")

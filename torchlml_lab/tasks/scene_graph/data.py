@@ -1,0 +1,195 @@
+"""Scene graphs in memory: boxes, object labels and relations of many images in a few flat tensors.
+
+Both readers describe one image at a time, as an `Image`; `collect` checks it, names the file and the image
+when something is wrong with it, and brings all of them into one form.
+"""
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from torchlml_lab.errors import BadInput
+
+
+class Image(NamedTuple):
+    """One image as a file describes it."""
+
+    name: str
+    width: float
+    height: float
+    boxes: NDArray[np.float64]
+    """(B, 4): x1, y1, x2, y2."""
+    labels: NDArray[np.int64]
+    """(B,): object classes, from 0 on."""
+    relations: NDArray[np.int64]
+    """(T, 3): subject box, object box, predicate, from 0 on; any number for a pair."""
+
+
+@dataclass(frozen=True)
+class SceneGraphs:
+    """The scene graphs of many images; the boxes of an image stand from left to right.
+
+    Image i has the boxes `box_offsets[i]` to `box_offsets[i + 1]` and the relations `relation_offsets[i]` to
+    `relation_offsets[i + 1]`, whose boxes are counted within the image.
+    """
+
+    names: tuple[str, ...]
+    sizes: Tensor
+    """(M, 2): width and height."""
+    boxes: Tensor
+    """(B, 4): x1, y1, x2, y2."""
+    labels: Tensor
+    """(B,): object classes."""
+    rows: Tensor
+    """(B,): which of its image's boxes in the file this is, for features that come in the file's order."""
+    box_offsets: Tensor
+    relations: Tensor
+    """(T, 3): subject box, object box, predicate, each triple once."""
+    relation_offsets: Tensor
+    objects: tuple[str, ...]
+    """The names of the object classes."""
+    predicates: tuple[str, ...]
+
+    def __len__(self) -> int:
+        return len(self.names)
+
+    def __getitem__(self, images: Tensor) -> "SceneGraphs":
+        """The scene graphs of these images, in this order."""
+        box, box_offsets = members(self.box_offsets, images)
+        relation, relation_offsets = members(self.relation_offsets, images)
+        return SceneGraphs(
+            tuple(self.names[i] for i in images.tolist()),
+            self.sizes[images],
+            self.boxes[box],
+            self.labels[box],
+            self.rows[box],
+            box_offsets,
+            self.relations[relation],
+            relation_offsets,
+            self.objects,
+            self.predicates,
+        )
+
+    def with_relations(self) -> "SceneGraphs":
+        """Only the images that have a relation: the others neither train nor count in a recall."""
+        return self[self.relation_offsets.diff().nonzero().squeeze(1)]
+
+
+class Splits(NamedTuple):
+    """What a model is trained on, chosen by and tested on."""
+
+    training: SceneGraphs
+    validation: SceneGraphs
+    test: SceneGraphs
+
+
+def members(offsets: Tensor, groups: Tensor) -> tuple[Tensor, Tensor]:
+    """The members of some groups of a packed list, and where each group begins among them.
+
+    Example:
+        >>> members(torch.tensor([0, 2, 5]), torch.tensor([1, 0]))
+        (tensor([2, 3, 4, 0, 1]), tensor([0, 3, 5]))
+    """
+    sizes = offsets.diff()[groups]
+    new = torch.cat((sizes.new_zeros(1), sizes.cumsum(0)))
+    return torch.arange(int(new[-1])) + (offsets[groups] - new[:-1]).repeat_interleave(sizes), new
+
+
+def collect(
+    path: Path, images: Iterable[Image], objects: Sequence[str], predicates: Sequence[str], first: int
+) -> SceneGraphs:
+    """Checks images and puts them together.
+
+    Args:
+        path: The file they come from, for the errors.
+        images: The images.
+        objects: The names of the object classes.
+        predicates: The names of the predicates.
+        first: The number of the first class and of the first predicate in the file, for the errors.
+
+    Returns:
+        The scene graphs. Repeated triples are kept once. Candidates for relations are pairs of two boxes, so
+        a box that is related to itself gets a copy, which is the object.
+    """
+    parts: list[Image] = []
+    rows: list[NDArray[np.int64]] = []
+    for image in images:
+        _check(path, image, len(objects), len(predicates), first)
+        relations = np.unique(image.relations, axis=0)
+        itself = relations[:, 0] == relations[:, 1]
+        copied = np.unique(relations[itself, 0])
+        relations[itself, 1] = len(image.boxes) + np.searchsorted(copied, relations[itself, 0])
+        row = np.concatenate((np.arange(len(image.boxes)), copied))
+        order = np.argsort(image.boxes[row, 0] + image.boxes[row, 2], kind="stable")
+        relations[:, :2] = np.argsort(order)[relations[:, :2]]
+        rows.append(row[order])
+        parts.append(image._replace(relations=relations))
+    return SceneGraphs(
+        names=tuple(part.name for part in parts),
+        sizes=torch.tensor([(part.width, part.height) for part in parts], dtype=torch.float32).view(-1, 2),
+        boxes=_packed([part.boxes[row] for part, row in zip(parts, rows, strict=True)], 4).float(),
+        labels=_packed([part.labels[row] for part, row in zip(parts, rows, strict=True)]),
+        rows=_packed(rows),
+        box_offsets=_offsets([len(row) for row in rows]),
+        relations=_packed([part.relations for part in parts], 3),
+        relation_offsets=_offsets([len(part.relations) for part in parts]),
+        objects=tuple(objects),
+        predicates=tuple(predicates),
+    )
+
+
+def split(training: SceneGraphs, test: SceneGraphs, validation: int, seed: int) -> Splits:
+    """Sets `validation` random training images aside; images without relations are left out everywhere."""
+    training, test = training.with_relations(), test.with_relations()
+    if not 0 < validation < len(training):
+        raise BadInput(
+            f"`--validation` is {validation}, and must be from 1 to {len(training) - 1}, one less than the "
+            "training images with relations."
+        )
+    if not len(test):
+        raise BadInput("No test image has a relation, so there is nothing to measure.")
+    order = torch.randperm(len(training), generator=torch.Generator().manual_seed(seed))
+    return Splits(training[order[validation:]], training[order[:validation]], test)
+
+
+def damaged(path: Path, name: str, said: str) -> BadInput:
+    """The error for an image that a file describes wrongly."""
+    return BadInput(f"`{path}` is damaged at the image `{name}`: {said}.")
+
+
+def _check(path: Path, image: Image, objects: int, predicates: int, first: int) -> None:
+    boxes, labels, relations = image.boxes, image.labels, image.relations
+    sound = np.isfinite(boxes).all(1) & (boxes[:, :2] < boxes[:, 2:]).all(1) & (boxes[:, 2:] > 0).all(1)
+    if not sound.all():
+        which = int(np.argmin(sound))
+        raise damaged(
+            path, image.name, f"the box {which} from {boxes[which, :2]} to {boxes[which, 2:]} has no area"
+        )
+    for what, values, count, start in (
+        ("object class", labels, objects, first),
+        ("predicate", relations[:, 2], predicates, first),
+        ("box of a relation", relations[:, :2].ravel(), len(boxes), 0),
+    ):
+        wrong = values[(values < 0) | (values >= count)]
+        if len(wrong):
+            raise damaged(
+                path,
+                image.name,
+                f"the {what} is {wrong[0] + start}, and must be from {start} to {count - 1 + start}",
+            )
+    if not (image.width > 0 and image.height > 0):
+        raise damaged(path, image.name, f"its size is {image.width} x {image.height}")
+
+
+def _packed(parts: Sequence[NDArray[np.generic]], *shape: int) -> Tensor:
+    return torch.from_numpy(np.concatenate(parts)) if parts else torch.zeros(0, *shape, dtype=torch.int64)
+
+
+def _offsets(lengths: Sequence[int]) -> Tensor:
+    return torch.from_numpy(np.concatenate(([0], np.cumsum(lengths, dtype=np.int64))))

@@ -1,0 +1,104 @@
+"""The table of the study: one row per evaluation of a run, in one CSV for tables, curves and tuning."""
+
+from collections.abc import Collection, Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from torchlml_lab.engine import table
+from torchlml_lab.engine.table import Tried
+from torchlml_lab.tasks.scene_graph.evaluation import MEAN_RECALLS, RECALLS
+
+FREQUENCY = "frequency"
+"""The method that ranks by the frequencies alone and is not trained."""
+
+
+@dataclass(frozen=True)
+class Record:
+    """One evaluation: of which run, after which epoch, on which images, and the recalls."""
+
+    data: str
+    """`vg` or `vrd`."""
+    vision: str
+    method: str
+    """The objective and, where it has one, its k, as in `lml-20`."""
+    variant: str
+    """What differs from the usual run, as in `without-bias`."""
+    seed: int
+    learning_rate: float
+    epochs: int
+    epoch: int
+    split: str
+    """`train`, `validation` or `test`."""
+    chosen: int
+    """1 for the epoch that was best on validation."""
+    recall: float
+    r20: float
+    r50: float
+    r100: float
+    ng_r20: float
+    ng_r50: float
+    ng_r100: float
+    mr20: float
+    mr50: float
+    mr100: float
+    ng_mr20: float
+    ng_mr50: float
+    ng_mr100: float
+    seconds: float
+    """Of the whole run."""
+
+
+def columns(measures: dict[str, float]) -> dict[str, float]:
+    """The measures under the names they have in a record."""
+    return {"recall": measures["recall"]} | {column(name): measures[name] for name in RECALLS + MEAN_RECALLS}
+
+
+def column(measure: str) -> str:
+    """The column of a measure: `ng_r20` for `ng-R@20`."""
+    return measure.lower().replace("@", "").replace("-", "_")
+
+
+def write(path: Path, records: Iterable[Record]) -> None:
+    """Writes the CSV whole or not at all, in an order that does not depend on which run ended first."""
+    table.write_rows(path, Record, sorted(records, key=_order))
+
+
+def read(path: Path, option: str) -> list[Record]:
+    """Reads a CSV that `write` made; `option` named it, and stands in the error when it is something else."""
+    return table.read_rows(path, Record, option)
+
+
+def best_rates(records: Sequence[Record], methods: Sequence[str], path: Path) -> dict[str, float]:
+    """For each method the learning rate with the best recall on validation.
+
+    Args:
+        records: The rows of a tuning sweep; those of the test are not looked at.
+        methods: The methods that are needed.
+        path: Where the rows come from, for the error.
+
+    Returns:
+        The learning rate by method; a k that was not tuned has that of its objective's nearest k. A method
+        that is missing, or learning rates that were not tried with the same seeds, raise `BadInput`.
+    """
+    tried = [
+        Tried(row.method, (row.learning_rate,), (row.data, row.seed), row.recall)
+        for row in records
+        if row.split == "validation" and row.chosen
+    ]
+    names = {one.method for one in tried}
+    models = {method: _nearest(method, names) for method in methods}
+    best = table.best_recipes(tried, list(models.values()), path, "method", "learning rate", "data and seeds")
+    return {method: best[model][0] for method, model in models.items()}
+
+
+def _nearest(method: str, tuned: Collection[str]) -> str:
+    """The tuned method of the same objective with the nearest k; the method itself where there is none."""
+    objective, _, k = method.rpartition("-")
+    others = [name for name in tuned if name.rpartition("-")[0] == objective and k.isdecimal()]
+    if method in tuned or not others:
+        return method
+    return min(others, key=lambda name: (abs(int(name.rpartition("-")[2]) - int(k)), name))
+
+
+def _order(row: Record) -> tuple[object, ...]:
+    return (row.data, row.vision, row.method, row.variant, row.learning_rate, row.seed, row.epoch, row.split)
