@@ -17,7 +17,7 @@ from torchlml._core.arguments import Canonical, canonical, check_solver
 from torchlml._core.differentiable import sigmoid, solve
 from torchlml._core.operators import operator
 from torchlml._core.paths import differentiate_again, gradient_of_k, needs_no_graph, wants_graph
-from torchlml._core.rows import row_index, work_dtype
+from torchlml._core.rows import rows_of, work_dtype
 from torchlml._kernels import reference
 from torchlml.solvers.bracketing import Bracketing
 
@@ -52,7 +52,7 @@ def lml(
 def _differentiable(c: Canonical, solver: Bracketing | None, bound: str) -> Tensor:
     """y in ordinary operations, for every transform."""
     bounded = paths.lml(c.x, c.k, c.mask, c.offsets, solver)
-    free = _spread(_free(c, solver, bound), c.x, c.offsets)
+    free = rows_of(c.x, c.offsets).spread(_free(c, solver, bound))
     absent = _absent(c)
     y = torch.where(absent, 0, sigmoid(torch.where(absent, 0, _wide(c.x))))
     return torch.where(free, y.to(bounded.dtype), bounded)
@@ -149,7 +149,7 @@ def lml_dual(
 def log_rows(c: Canonical, solver: Bracketing | None, bound: str) -> Tensor:
     """log y of canonical rows."""
     bounded = paths.log_lml(c.x, c.k, c.mask, c.offsets, solver)
-    free = _spread(_free(c, solver, bound), c.x, c.offsets)
+    free = rows_of(c.x, c.offsets).spread(_free(c, solver, bound))
     absent = _absent(c)
     # Infinite entries stay out of the graph: the derivative of logsigmoid is not 0 at -inf.
     log_y = torch.where(absent, -torch.inf, logsigmoid(torch.where(absent, 0, _wide(c.x))))
@@ -181,7 +181,3 @@ def _wide(x: Tensor) -> Tensor:
 def _absent(c: Canonical) -> Tensor:
     absent = c.x == -torch.inf
     return absent if c.mask is None else absent | ~c.mask
-
-
-def _spread(per_row: Tensor, x: Tensor, offsets: Tensor | None) -> Tensor:
-    return per_row.unsqueeze(-1) if offsets is None else per_row[row_index(offsets, x.shape[0])]

@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.nn.functional import softplus
 
 from torchlml._core import operators
-from torchlml._core.rows import row_index, work_dtype
+from torchlml._core.rows import rows_of, work_dtype
 from torchlml.solvers.bracketing import Bracketing
 
 _STEPS = 2
@@ -47,7 +47,8 @@ class DifferentiableRows:
         offsets: Tensor | None,
         solver: Bracketing | None = None,
     ) -> None:
-        self._index = None if offsets is None else row_index(offsets, x.shape[0])
+        self.rows = rows_of(x, offsets, differentiable=True)
+        self.sum, self.spread = self.rows.sum, self.rows.spread
         x = x.to(work_dtype(x.dtype))
         self._x = x
         if mask is not None:
@@ -65,14 +66,6 @@ class DifferentiableRows:
         # What a +inf entry gets: k/p where there are p > k of them; otherwise 1, but 0 when k is 0.
         fixed = (k > 0).to(x.dtype)
         self.share = torch.where(follows_k, k.to(x.dtype) / count.clamp(min=1), fixed)
-
-    def sum(self, t: Tensor) -> Tensor:
-        if self._index is None:
-            return t.sum(-1)
-        return torch.zeros_like(self.hi).index_add(0, self._index, t)
-
-    def spread(self, per_row: Tensor) -> Tensor:
-        return per_row.unsqueeze(-1) if self._index is None else per_row[self._index]
 
     def dual(self) -> Tensor:
         """nu itself."""
@@ -95,7 +88,7 @@ class DifferentiableRows:
         live, constant = self._live, base.detach()
         log_w = torch.where(live, logsigmoid(constant) + logsigmoid(-constant), -torch.inf)
         # Everything is taken relative to the largest w of the row, so that it is right when all w underflow.
-        largest = self._max(log_w)
+        largest = self.rows.max(log_w)
         largest = torch.where(largest.isfinite(), largest, 0)
         unit = torch.exp(-largest).clamp(max=torch.finfo(base.dtype).max)
         step = torch.zeros_like(self.hi)
@@ -113,12 +106,6 @@ class DifferentiableRows:
             slope = self.sum(w)
             step = step - torch.where(self.hi.isinf(), 0, excess / torch.where(slope > 0, slope, 1))
         return step
-
-    def _max(self, t: Tensor) -> Tensor:
-        if self._index is None:
-            return t.amax(-1) if t.shape[-1] else torch.zeros_like(self.hi)
-        lowest = torch.full_like(self.hi, -torch.inf)
-        return lowest.scatter_reduce(0, self._index, t, "amax")
 
 
 def solve(x: Tensor, k: Tensor, offsets: Tensor | None, solver: Bracketing | None) -> Tensor:

@@ -1,7 +1,7 @@
 """Rows of a dense matrix or of a packed (ragged) vector, behind one small interface.
 
-The solvers are written once, in terms of "a sum over each row" and "a row's number beside each of its
-entries"; what a row is stands here.
+Everything that works on rows is written once, in terms of "a sum over each row" and "the number of a row
+beside each of its entries"; what a row is stands here and nowhere else.
 """
 
 from __future__ import annotations
@@ -20,75 +20,119 @@ def wide_dtype(device: torch.device) -> torch.dtype:
     return torch.float32 if device.type == "mps" else torch.float64
 
 
+def rows_of(x: Tensor, offsets: Tensor | None, *, differentiable: bool = False) -> Rows:
+    """The rows that `x` holds: those of a matrix, or those the `offsets` cut from a vector.
+
+        >>> rows = rows_of(torch.tensor([1.0, 2.0, 4.0]), torch.tensor([0, 2, 3]))
+        >>> rows.sum(torch.tensor([1.0, 2.0, 4.0]))
+        tensor([3., 4.], dtype=torch.float64)
+
+    Args:
+        x: (R, n), or (N,) with `offsets`. Only its shape and its device matter.
+        offsets: (R + 1,) for packed rows, from 0 to N; None for dense ones.
+        differentiable: what the sums are for. False: they are in the wide dtype and added in a fixed order on
+            every device, for kernels in plain torch. True: they are in the dtype of what is summed (int64 for
+            a bool) and made of operations that can be differentiated, mapped by vmap, compiled and exported.
+
+    Returns:
+        An object with `count`, the number of rows, `wide`, the wide dtype, and the methods `sum`, `max` and
+        `largest` (one number per row) and `spread` (the number of a row beside each of its entries).
+    """
+    return DenseRows(x, differentiable) if offsets is None else PackedRows(x, offsets, differentiable)
+
+
 class DenseRows:
     """The rows of an (R, n) matrix."""
 
-    def __init__(self, x: Tensor) -> None:
+    def __init__(self, x: Tensor, differentiable: bool = False) -> None:
         self.count, self.length = x.shape
         self.wide = wide_dtype(x.device)
+        self._sum_dtype = None if differentiable else self.wide
 
     def sum(self, t: Tensor) -> Tensor:
+        """The sum over each row; of a bool, how many are True."""
         if self.count == 1:
-            # torch splits the sum of a single row over its threads; of two rows it does not. The same bits
-            # for every number of threads, and for a row alone or in a batch, are worth the second copy.
-            return t.expand(2, -1).sum(-1, dtype=self.wide)[:1]
-        return t.sum(-1, dtype=self.wide)
+            # torch splits the sum of a single row over its threads, and the order of adding with it; of two
+            # rows it does not. A second, equal row keeps the bits for every number of threads.
+            return t.expand(2, -1).sum(-1, dtype=self._sum_dtype)[:1]
+        return t.sum(-1, dtype=self._sum_dtype)
 
     def max(self, t: Tensor) -> Tensor:
+        """The largest entry of each row, -inf for an empty one."""
         return t.amax(-1) if self.length else t.new_full((self.count,), -torch.inf)
 
     def spread(self, per_row: Tensor) -> Tensor:
         """The number of each row, shaped to broadcast against the entries."""
         return per_row.unsqueeze(-1)
 
-    def largest(self, x: Tensor, rank: Tensor) -> Tensor:
-        """The `rank`-th largest entry of each row (past its end the last); `rank` is 0-d or one per row."""
-        rank = rank.clamp(1, self.length)
-        if rank.dim() == 0:
-            # topk selects faster than kthvalue does, and fastest from the nearer end.
-            top = int(rank)
-            if 2 * top <= self.length:
-                return x.topk(top, sorted=False).values.amin(-1)
-            return x.topk(self.length + 1 - top, largest=False, sorted=False).values.amax(-1)
-        return x.sort(-1, descending=True).values.gather(-1, rank.unsqueeze(-1) - 1).squeeze(-1)
+    def largest(self, x: Tensor, rank: int | Tensor) -> Tensor:
+        """The `rank`-th largest entry of each row, past its end the last, and -inf for an empty row.
+
+        `rank` is one for all, whose value is looked at, or one per row.
+        """
+        if self.length == 0:
+            return self.max(x)
+        if isinstance(rank, Tensor) and rank.dim() > 0:
+            place = rank.clamp(1, self.length).unsqueeze(-1) - 1
+            return x.sort(-1, descending=True).values.gather(-1, place).squeeze(-1)
+        # topk selects faster than kthvalue does, and fastest from the nearer end.
+        top = min(max(int(rank), 1), self.length)
+        if 2 * top <= self.length:
+            return x.topk(top, sorted=False).values.amin(-1)
+        return x.topk(self.length + 1 - top, largest=False, sorted=False).values.amax(-1)
 
 
-class RaggedRows:
+class PackedRows:
     """The rows x[offsets[i]:offsets[i + 1]] of a vector."""
 
-    def __init__(self, x: Tensor, offsets: Tensor) -> None:
+    def __init__(self, x: Tensor, offsets: Tensor, differentiable: bool = False) -> None:
         self.offsets = offsets
-        self.count = offsets.numel() - 1
+        self.count = offsets.shape[0] - 1
         self.wide = wide_dtype(x.device)
-        self.index = row_index(offsets, x.numel())
+        self.index = row_index(offsets, x.shape[0])
+        self._differentiable = differentiable
 
     def sum(self, t: Tensor) -> Tensor:
+        """The sum over each row; of a bool, how many are True."""
+        if self._differentiable:
+            t = t.long() if t.dtype == torch.bool else t
+            return t.new_zeros(self.count).index_add(0, self.index, t)
         # Unlike index_add, segment_reduce adds in a fixed order on every device.
         return torch.segment_reduce(t.to(self.wide), "sum", offsets=self.offsets, initial=0, unsafe=True)
 
     def max(self, t: Tensor) -> Tensor:
+        """The largest entry of each row, -inf for an empty one."""
+        if self._differentiable:
+            return t.new_full((self.count,), -torch.inf).scatter_reduce(0, self.index, t, "amax")
         return torch.segment_reduce(t, "max", offsets=self.offsets, initial=-torch.inf, unsafe=True)
 
     def spread(self, per_row: Tensor) -> Tensor:
+        """The number of each row, beside each of its entries."""
         return per_row[self.index]
 
-    def largest(self, x: Tensor, rank: Tensor) -> Tensor:
+    def order(self, x: Tensor) -> Tensor:
+        """The places of all entries, row by row, in each row from the largest entry to the smallest."""
         by_value = x.argsort(descending=True)
-        by_row = by_value[self.index[by_value].argsort(stable=True)]
-        place = torch.minimum(self.offsets[:-1] + rank.clamp(min=1), self.offsets[1:]) - 1
-        return x[by_row[place.clamp(min=0)]]
+        return by_value[self.index[by_value].argsort(stable=True)]
+
+    def largest(self, x: Tensor, rank: int | Tensor) -> Tensor:
+        """The `rank`-th largest entry of each row, past its end the last, and -inf for an empty row.
+
+        `rank` is one for all or one per row.
+        """
+        if x.shape[0] == 0:
+            return x.new_full((self.count,), -torch.inf)
+        rank = rank.clamp(min=1) if isinstance(rank, Tensor) else max(rank, 1)
+        place = torch.minimum(self.offsets[:-1] + rank, self.offsets[1:]) - 1
+        found = x[self.order(x)[place.clamp(min=0)]]
+        return torch.where(self.offsets.diff() > 0, found, -torch.inf)
 
 
-Rows = DenseRows | RaggedRows
-
-
-def rows_of(x: Tensor, offsets: Tensor | None) -> Rows:
-    """The rows that `x` holds: those of a matrix, or those the `offsets` cut from a vector."""
-    return DenseRows(x) if offsets is None else RaggedRows(x, offsets)
+Rows = DenseRows | PackedRows
 
 
 def row_index(offsets: Tensor, size: int) -> Tensor:
     """The row of each of `size` packed entries."""
-    rows = torch.arange(offsets.numel() - 1, device=offsets.device)
+    rows = torch.arange(offsets.shape[0] - 1, device=offsets.device)
     # Giving the size keeps the shape known, to the compiler and to a GPU that need not be waited for.
     return rows.repeat_interleave(offsets.diff(), output_size=size)

@@ -20,7 +20,7 @@ from torchlml._core import operators
 from torchlml._core.arguments import NUMBERS, Canonical, canonical, readable
 from torchlml._core.operators import library, operator
 from torchlml._core.paths import differentiate_again, gradient_of_k, is_plain, needs_no_graph, wants_graph
-from torchlml._core.rows import DenseRows, RaggedRows, Rows, wide_dtype
+from torchlml._core.rows import DenseRows, Rows, rows_of, wide_dtype
 from torchlml.solvers.newton import add
 from torchlml.solvers.residual import shifted
 
@@ -213,7 +213,7 @@ class CappedRows:
     """
 
     def __init__(self, c: Canonical, upper: Tensor, solve: _Solver) -> None:
-        self.rows = DenseRows(c.x) if c.offsets is None else _PackedRows(c.x, c.offsets)
+        self.rows = rows_of(c.x, c.offsets, differentiable=True)
         rows, wide = self.rows, wide_dtype(c.x.device)
         self.dtype = c.x.dtype
         upper = upper.expand(c.x.shape)
@@ -257,14 +257,6 @@ class CappedRows:
         y = torch.where(self.absent | rows.spread(self.nothing), 0, y)
         y = torch.where(rows.spread(self.everything & ~self.nothing), self.upper, y)
         return (y * rows.spread(self.spoil)).to(self.dtype)
-
-
-class _PackedRows(RaggedRows):
-    """Packed rows whose sums can be differentiated and mapped, again and again."""
-
-    def sum(self, t: Tensor) -> Tensor:
-        zeros = torch.zeros(self.count, dtype=self.wide, device=t.device)
-        return zeros.index_add(0, self.index, t.to(self.wide))
 
 
 def read(

@@ -14,7 +14,7 @@ from torchlml._core.arguments import canonical
 from torchlml._core.differentiable import DifferentiableRows
 from torchlml._core.operators import operator
 from torchlml._core.paths import differentiate_again, gradient_of_k, is_plain, wants_graph
-from torchlml._core.rows import row_index
+from torchlml._core.rows import rows_of
 from torchlml._kernels import reference
 from torchlml.solvers.residual import shifted
 
@@ -63,7 +63,7 @@ class _Value(torch.autograd.Function):
             again = functools.partial(_differentiable, mask=mask, offsets=offsets)
             return (*differentiate_again(again, grad, x, k), None, None)
         y, _ = operators.forward(x, k, mask, offsets)
-        dx = y.mul_(grad.unsqueeze(-1) if offsets is None else grad[row_index(offsets, x.shape[0])])
+        dx = y.mul_(rows_of(x, offsets).spread(grad))
         dk = torch.where(nu[0].isinf(), 0, -grad * nu.to(k.dtype).sum(0))
         return dx, gradient_of_k(dk, k), None, None
 
