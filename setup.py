@@ -13,6 +13,14 @@ import sys
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
+import setuptools
+
+if int(setuptools.__version__.partition(".")[0]) < 77:  # older ones cannot read pyproject.toml either
+    raise SystemExit(
+        f"torchlml: building needs setuptools 77 or newer, and this is {setuptools.__version__}: "
+        "run `pip install --upgrade setuptools`."
+    )
+
 from setuptools import Extension, setup
 from setuptools.command.bdist_wheel import bdist_wheel
 from setuptools.command.build_ext import build_ext
@@ -91,11 +99,12 @@ class BuildKernel(build_ext):
 
 
 class Wheel(bdist_wheel):
-    """Builds the kernel before the wheel gets its name, which says whether there is one."""
+    """Names the wheel after the build, which may have failed: the name says whether there is a kernel."""
 
-    def finalize_options(self) -> None:
-        self.run_command("build_ext")
-        super().finalize_options()
+    def run_command(self, command: str) -> None:
+        super().run_command(command)
+        if command == "build":
+            self.root_is_pure = not self.distribution.has_ext_modules()
 
 
 def options() -> dict[str, object]:
