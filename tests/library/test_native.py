@@ -45,9 +45,21 @@ def test_torch_by_request() -> None:
 
 
 def test_unknown_request() -> None:
-    result = run("import torchlml", TORCHLML_KERNEL="cuda")
-    assert "ValueError: The environment variable `TORCHLML_KERNEL` must be 'torch'" in result.stderr
-    assert "'cuda'" in result.stderr
+    code = """
+import os
+try:
+    import torchlml
+except ImportError as error:
+    print(error.name, error)
+del os.environ["TORCHLML_KERNEL"]
+import torchlml
+"""
+    result = run(code, TORCHLML_KERNEL="cuda")
+    assert result.returncode == 0, result.stderr
+    assert result.stdout == (
+        "torchlml The environment variable `TORCHLML_KERNEL` must be 'torch' or 'native', or not be set, "
+        "but it is 'cuda'.\n"
+    )
 
 
 def installed_at(folder: Path, monkeypatch: pytest.MonkeyPatch, choice: str) -> None:
@@ -63,8 +75,9 @@ def test_absent(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert not native.loaded()
     assert native.instruction_set() is None
     installed_at(tmp_path, monkeypatch, "native")
-    with pytest.raises(ImportError, match="no compiled kernel"):
+    with pytest.raises(ImportError, match="no compiled kernel") as refusal:
         native.load()
+    assert refusal.value.name == "torchlml"
 
 
 def test_broken(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
