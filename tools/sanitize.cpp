@@ -28,6 +28,8 @@ std::unique_ptr<char[]> block(size_t bytes) {
   return memory;
 }
 
+size_t size_of(int dtype) { return dtype == 1 ? 8 : dtype == 0 ? 4 : 2; }
+
 uint16_t to_bfloat16(float a) {
   uint32_t bits;
   std::memcpy(&bits, &a, 4);
@@ -73,14 +75,17 @@ void run_family(const Kernels& kernels, int dtype, const Batch& batch, const dou
   const auto rows = static_cast<size_t>(batch.rows);
   auto upper = block(8 * entries), d_upper = block(8 * (entries > rows ? entries : rows)), pair = block(16 * rows);
   auto wide = [](const std::unique_ptr<char[]>& memory) { return reinterpret_cast<double*>(memory.get()); };
-  for (size_t i = 0; i < entries; ++i) wide(upper)[i] = uniform() < 0.1 ? 0.0 : uniform() < 0.1 ? INFINITY : 2 * uniform();
+  for (size_t i = 0; i < entries; ++i) {
+    wide(upper)[i] = uniform() < 0.1 ? 0.0 : uniform() < 0.1 ? INFINITY : 2 * uniform();
+  }
   const double one = 1;
   for (const Bound bound : {Bound::at_most, Bound::at_least}) {
-    kernels.forward[dtype](ForwardArgs{batch, k, 1, Output::projection, y, const_cast<void*>(nu), bound}, 0, batch.rows);
+    kernels.forward[dtype](ForwardArgs{batch, k, 1, Output::projection, y, const_cast<void*>(nu), bound}, 0,
+                           batch.rows);
     kernels.backward[dtype](BackwardArgs{batch, Gradient::projection, g, y, nu, dx, dk, true}, 0, batch.rows);
   }
-  kernels.value[dtype](
-      ValueArgs{ForwardArgs{batch, k, 1, Output::none, nullptr, const_cast<void*>(nu)}, dk}, 0, batch.rows);
+  kernels.value[dtype](ValueArgs{ForwardArgs{batch, k, 1, Output::none, nullptr, const_cast<void*>(nu)}, dk}, 0,
+                       batch.rows);
   for (int form = 0; form < 4; ++form) {
     const CappedProblem problem{batch, (form & 1) != 0, k, 1, form & 2 ? wide(upper) : &one, form & 2 ? 1 : 0};
     kernels.capped_forward[dtype](CappedForwardArgs{problem, nullptr, wide(pair)}, 0, batch.rows);
@@ -98,8 +103,8 @@ void run_family(const Kernels& kernels, int dtype, const Batch& batch, const dou
   probabilities.mask = nullptr;
   kernels.forward[dtype](ForwardArgs{batch, k, 1, Output::projection, y, const_cast<void*>(nu)}, 0, batch.rows);
   probabilities.x = y;
-  kernels.sample[dtype](SampleArgs{probabilities, k, 1, reinterpret_cast<const uint8_t*>(keys.get()), wide(start), dx}, 0,
-                        batch.rows);
+  kernels.sample[dtype](SampleArgs{probabilities, k, 1, reinterpret_cast<const uint8_t*>(keys.get()), wide(start), dx},
+                        0, batch.rows);
 }
 
 // The losses, with labels in a list (`hot` false) or as a bool for each entry; some point outside their rows,
@@ -111,7 +116,7 @@ void run_loss(const Kernels& kernels, int dtype, const Batch& batch, const doubl
   auto listed = block(8 * static_cast<size_t>(number)), starts = block(8 * (rows + 1)),
        observed = block(static_cast<size_t>(number)), weight = block(wide * static_cast<size_t>(number)),
        loss = block(2 * wide * rows), nu = block(2 * wide * rows), grad = block(wide * rows),
-       dx = block((dtype == 1 ? 8 : dtype == 0 ? 4 : 2) * static_cast<size_t>(batch.total)), dk = block(8 * rows);
+       dx = block(size_of(dtype) * static_cast<size_t>(batch.total)), dk = block(8 * rows);
   const int64_t reach = batch.offsets ? batch.total : batch.width;
   for (int64_t i = 0; i < number; ++i) {
     observed[static_cast<size_t>(i)] = uniform() < 0.2;
@@ -129,16 +134,19 @@ void run_loss(const Kernels& kernels, int dtype, const Batch& batch, const doubl
   const LabelArgs labels{hot ? nullptr : reinterpret_cast<const int64_t*>(listed.get()),
                          !hot && batch.offsets ? reinterpret_cast<const int64_t*>(starts.get()) : nullptr,
                          hot ? reinterpret_cast<const bool*>(observed.get()) : nullptr,
-                         weighted ? weight.get() : nullptr, per_row, number};
+                         weighted ? weight.get() : nullptr,
+                         per_row,
+                         number};
   const ForwardArgs solve{batch, k, 1, Output::none, nullptr, nu.get()};
   kernels.loss_forward[dtype](LossForwardArgs{solve, labels, loss.get()}, 0, batch.rows);
-  kernels.loss_backward[dtype](LossBackwardArgs{batch, labels, grad.get(), 1, k, 1, nu.get(), dx.get(),
-                                                reinterpret_cast<double*>(dk.get())}, 0, batch.rows);
+  kernels.loss_backward[dtype](
+      LossBackwardArgs{batch, labels, grad.get(), 1, k, 1, nu.get(), dx.get(), reinterpret_cast<double*>(dk.get())}, 0,
+      batch.rows);
   ++calls;
 }
 
 void run(const Kernels& kernels, int dtype, int64_t rows, int64_t width, bool packed, bool masked, int style) {
-  const size_t size = dtype == 1 ? 8 : dtype == 0 ? 4 : 2, wide = dtype == 1 ? 8 : 4;
+  const size_t size = size_of(dtype), wide = dtype == 1 ? 8 : 4;
   auto offsets = block(sizeof(int64_t) * static_cast<size_t>(rows + 1));
   auto* at = reinterpret_cast<int64_t*>(offsets.get());
   at[0] = 0;
@@ -164,19 +172,21 @@ void run(const Kernels& kernels, int dtype, int64_t rows, int64_t width, bool pa
     reinterpret_cast<double*>(k.get())[r] = choices[engine() % 9];
     put(row_grad.get(), r, dtype == 1 ? 1 : 0, value(0));
   }
-  const Batch batch{x.get(), masked ? reinterpret_cast<const bool*>(mask.get()) : nullptr,
-                    packed ? at : nullptr, rows, width, total};
+  const Batch batch{
+      x.get(), masked ? reinterpret_cast<const bool*>(mask.get()) : nullptr, packed ? at : nullptr, rows, width, total};
   for (const Output output : {Output::none, Output::logarithm, Output::projection}) {
     kernels.forward[dtype](ForwardArgs{batch, reinterpret_cast<double*>(k.get()), 1, output,
-                                       output == Output::none ? nullptr : y.get(), nu.get()}, 0, rows);
+                                       output == Output::none ? nullptr : y.get(), nu.get()},
+                           0, rows);
     ++calls;
     if (output == Output::none) continue;
     const Gradient kind = output == Output::logarithm ? Gradient::logarithm : Gradient::projection;
-    kernels.backward[dtype](BackwardArgs{batch, kind, g.get(), y.get(), nu.get(), dx.get(),
-                                         reinterpret_cast<double*>(dk.get())}, 0, rows);
+    kernels.backward[dtype](
+        BackwardArgs{batch, kind, g.get(), y.get(), nu.get(), dx.get(), reinterpret_cast<double*>(dk.get())}, 0, rows);
   }
   kernels.backward[dtype](BackwardArgs{batch, Gradient::dual, row_grad.get(), nullptr, nu.get(), dx.get(),
-                                       reinterpret_cast<double*>(dk.get())}, 0, rows);
+                                       reinterpret_cast<double*>(dk.get())},
+                          0, rows);
   run_family(kernels, dtype, batch, reinterpret_cast<double*>(k.get()), g.get(), nu.get(), y.get(), dx.get(),
              reinterpret_cast<double*>(dk.get()), static_cast<size_t>(total));
   for (int form = 0; form < 4; ++form) {

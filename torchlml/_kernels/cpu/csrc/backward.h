@@ -139,9 +139,8 @@ struct BackwardRow {
 
   LML_INLINE int64_t count_near_one(int64_t size) const {
     Mask<T> found{};
-    each_vector<T>(size, [&](int64_t i, int64_t count) __attribute__((always_inline)) {
-      found += near_one(read(y + i, count));
-    });
+    each_vector<T>(
+        size, [&](int64_t i, int64_t count) __attribute__((always_inline)) { found += near_one(read(y + i, count)); });
     return -total_lanes(found);
   }
 
@@ -260,9 +259,8 @@ struct BackwardRow {
     if (!(sum > 0)) return zero(), T{0};
     *dk = g == 0 ? 0 : g / (sum * ::exp(-static_cast<double>(least)));
     const T share = static_cast<T>(g / sum);
-    each_vector<T>(n, [&](int64_t i, int64_t count) __attribute__((always_inline)) {
-      write(dx + i, -(read(w + i, count) * share), count);
-    });
+    each_vector<T>(n, [&](int64_t i, int64_t count)
+                          __attribute__((always_inline)) { write(dx + i, -(read(w + i, count) * share), count); });
     return share;
   }
 };
@@ -276,9 +274,11 @@ void backward_rows(const BackwardArgs& args, int64_t begin, int64_t end) {
     const auto at = [&](const void* p) { return p ? static_cast<const S*>(p) + span.begin : nullptr; };
     const bool dual = args.kind == Gradient::dual;
     const T* nu = static_cast<const T*>(args.nu) + r;
-    const BackwardRow<S> row{at(args.batch.x), args.batch.mask ? args.batch.mask + span.begin : nullptr, span.size,
-                             dual ? nullptr : at(args.grad), at(args.y), static_cast<S*>(args.dx) + span.begin,
-                             args.dk + r, nu[0], nu[args.batch.rows]};
+    const BackwardRow<S> row{at(args.batch.x),   args.batch.mask ? args.batch.mask + span.begin : nullptr,
+                             span.size,          dual ? nullptr : at(args.grad),
+                             at(args.y),         static_cast<S*>(args.dx) + span.begin,
+                             args.dk + r,        nu[0],
+                             nu[args.batch.rows]};
     T* room;  // for one number per entry: dx itself, unless it is too narrow
     if constexpr (sizeof(S) == sizeof(T)) {
       room = reinterpret_cast<T*>(row.dx);

@@ -47,16 +47,11 @@ const Kernels& kernels() {
 
 int dtype_index(const Tensor& x) {
   switch (x.scalar_type()) {
-    case ScalarType::Float:
-      return static_cast<int>(Dtype::float32);
-    case ScalarType::Double:
-      return static_cast<int>(Dtype::float64);
-    case ScalarType::BFloat16:
-      return static_cast<int>(Dtype::bfloat16);
-    case ScalarType::Half:
-      return static_cast<int>(Dtype::float16);
-    default:
-      STD_TORCH_CHECK(false, "`x` must be float16, bfloat16, float32 or float64.");
+    case ScalarType::Float: return static_cast<int>(Dtype::float32);
+    case ScalarType::Double: return static_cast<int>(Dtype::float64);
+    case ScalarType::BFloat16: return static_cast<int>(Dtype::bfloat16);
+    case ScalarType::Half: return static_cast<int>(Dtype::float16);
+    default: STD_TORCH_CHECK(false, "`x` must be float16, bfloat16, float32 or float64.");
   }
 }
 
@@ -322,7 +317,8 @@ std::tuple<Tensor, Tensor, Tensor> capped_backward(Tensor grad, Tensor x, Tensor
   const int64_t none = 0;
   Tensor dx = empty_beside(x), dk = empty(&rows, 1, wide);
   const bool beside = problem.upper_stride != 0;  // a bound beside each entry
-  Tensor d_upper = for_upper && beside ? empty(x.sizes().data(), x.dim(), wide) : empty(for_upper ? &rows : &none, 1, wide);
+  Tensor d_upper =
+      for_upper && beside ? empty(x.sizes().data(), x.dim(), wide) : empty(for_upper ? &rows : &none, 1, wide);
   const CappedBackwardArgs args{problem,
                                 grad.const_data_ptr(),
                                 static_cast<const double*>(nu.const_data_ptr()),

@@ -23,8 +23,7 @@ struct Cut {
     const int64_t whole = std::min<int64_t>(static_cast<int64_t>(std::floor(k)), n - 1);
     std::nth_element(x, x + whole, x + n, [](T a, T b) { return a > b; });
     below = static_cast<double>(x[whole]);
-    above = whole > 0 ? static_cast<double>(*std::min_element(x, x + whole))
-                      : std::numeric_limits<double>::infinity();
+    above = whole > 0 ? static_cast<double>(*std::min_element(x, x + whole)) : std::numeric_limits<double>::infinity();
   }
 };
 

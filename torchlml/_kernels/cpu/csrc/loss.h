@@ -120,14 +120,12 @@ struct LossRow {
     const BackwardRow<S> row{x, mask, span.size, nullptr, nullptr, dx, dk, high, low};
     vdouble sum{};
     double tied = 0, undefined = 0;
-    const bool any = vectors(
-        [&](Vec<T> z, Vec<T> c, const int64_t*, int64_t) __attribute__((always_inline)) {
-          sum += widen(c * sigma_minus(z));
-        },
-        [&](T a, T c) {
-          if (a == static_cast<T>(HUGE_VAL)) tied += static_cast<double>(c);
-          if (a != a) undefined = NAN;
-        });
+    const bool any = vectors([&](Vec<T> z, Vec<T> c, const int64_t*, int64_t)
+                                 __attribute__((always_inline)) { sum += widen(c * sigma_minus(z)); },
+                             [&](T a, T c) {
+                               if (a == static_cast<T>(HUGE_VAL)) tied += static_cast<double>(c);
+                               if (a != a) undefined = NAN;
+                             });
     if (!any) return row.zero();
     if (!(high - high == 0)) {
       row.special(Gradient::dual);

@@ -104,9 +104,7 @@ LML_INLINE vdouble vmin(vdouble a, vdouble b) {
 }
 
 LML_INLINE vfloat vabs(vfloat a) { return cast_bits<vfloat>(cast_bits<ifloat>(a) & 0x7fffffff); }
-LML_INLINE vdouble vabs(vdouble a) {
-  return cast_bits<vdouble>(cast_bits<idouble>(a) & 0x7fffffffffffffffLL);
-}
+LML_INLINE vdouble vabs(vdouble a) { return cast_bits<vdouble>(cast_bits<idouble>(a) & 0x7fffffffffffffffLL); }
 
 // a > b as a lane mask. (Plain `>` and `?:` on 64-bit lanes break GCC 12 without SSE4.1.)
 LML_INLINE ifloat greater(vfloat a, vfloat b) { return a > b; }

@@ -36,8 +36,8 @@ struct Limits<double> {
 struct Target {
   double k = 0;
   int64_t n = 0;
-  bool flip = false;  // k > n / 2: solve LML_(n-k)(-x) = 1 - LML_k(x), whose sums are small
-  double small = 0;   // the smaller of k and n - k
+  bool flip = false;   // k > n / 2: solve LML_(n-k)(-x) = 1 - LML_k(x), whose sums are small
+  double small = 0;    // the smaller of k and n - k
   double inverse = 0;  // 1 / n
   double logit = 0, probit = 0, tail = 0;
 
@@ -52,8 +52,8 @@ struct Target {
     tail = flip ? p - 0.5 : 0.5 - p;
     // Quantile of the normal distribution, Abramowitz and Stegun 26.2.23.
     const double t = ::sqrt(-2 * ::log(p));
-    const double q = t - (2.515517 + t * (0.802853 + t * 0.010328)) /
-                             (1 + t * (1.432788 + t * (0.189269 + t * 0.001308)));
+    const double q =
+        t - (2.515517 + t * (0.802853 + t * 0.010328)) / (1 + t * (1.432788 + t * (0.189269 + t * 0.001308)));
     probit = flip ? q : -q;
   }
 };
@@ -248,9 +248,7 @@ class Newton {
     };
     const Totals sums = evaluate<T, Sums>(
         n,
-        [&](int64_t i) __attribute__((always_inline)) {
-          store(e + i * lanes<T>, exponential(load(x + i * lanes<T>)));
-        },
+        [&](int64_t i) __attribute__((always_inline)) { store(e + i * lanes<T>, exponential(load(x + i * lanes<T>))); },
         [&](int64_t i) __attribute__((always_inline)) { return load(e + i * lanes<T>) * unscale; },
         [&]() __attribute__((always_inline)) {
           const int64_t rest = n % lanes<T>;
