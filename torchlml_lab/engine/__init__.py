@@ -1,11 +1,5 @@
-"""The training engine of all experiments: one loop, a folder per run, and runs that survive being killed.
+"""The training engine of all tasks: one loop, a folder per run, and runs that survive being killed.
 
-An experiment is a frozen dataclass of settings (`TrainSettings` and what it adds) and a `Task`: the network,
-the data, the loss and the measures. `train` does the rest.
+A task is a frozen dataclass of settings (`settings.TrainSettings` and what it adds) and a `loop.Task`: the
+network, the data, the loss and the measures. `loop.train` does the rest.
 """
-
-from torchlml_lab.engine.folder import RunFolder
-from torchlml_lab.engine.loop import Task, train
-from torchlml_lab.engine.settings import TrainSettings, read_settings
-
-__all__ = ["RunFolder", "Task", "TrainSettings", "read_settings", "train"]

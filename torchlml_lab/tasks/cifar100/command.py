@@ -12,7 +12,8 @@ from torch import Tensor, nn
 from torch.nn.functional import binary_cross_entropy_with_logits, cross_entropy, one_hot
 
 import torchlml
-from torchlml_lab.engine import Task, TrainSettings, read_settings, train
+from torchlml_lab.engine.loop import Task, train
+from torchlml_lab.engine.settings import TrainSettings, read_settings
 from torchlml_lab.engine.settings import check as check_settings
 from torchlml_lab.errors import BadInput
 from torchlml_lab.tasks.cifar100 import networks

@@ -13,7 +13,7 @@ from rich.console import Console
 from rich.table import Table
 
 from torchlml_lab.cli import parse_settings
-from torchlml_lab.engine import train
+from torchlml_lab.engine.loop import train
 from torchlml_lab.engine.sweep import Grid, GridSettings, check_grid, resuming, run_grid
 from torchlml_lab.engine.table import plain_table, spread
 from torchlml_lab.errors import BadInput

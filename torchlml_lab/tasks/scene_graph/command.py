@@ -11,7 +11,8 @@ from accelerate import Accelerator
 from rich.console import Console
 from torch import Tensor
 
-from torchlml_lab.engine import Task, TrainSettings, read_settings, train
+from torchlml_lab.engine.loop import Task, train
+from torchlml_lab.engine.settings import TrainSettings, read_settings
 from torchlml_lab.engine.settings import check as check_settings
 from torchlml_lab.errors import BadInput
 from torchlml_lab.tasks.scene_graph import objectives, visual_genome, vrd

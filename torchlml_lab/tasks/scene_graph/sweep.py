@@ -12,7 +12,8 @@ from accelerate import Accelerator
 from rich.console import Console, Group
 
 from torchlml_lab.cli import parse_settings
-from torchlml_lab.engine import RunFolder, train
+from torchlml_lab.engine.folder import RunFolder
+from torchlml_lab.engine.loop import train
 from torchlml_lab.engine.sweep import Grid, GridSettings, check_grid, resuming, run_grid
 from torchlml_lab.engine.table import plain_table, spread
 from torchlml_lab.errors import BadInput

@@ -6,7 +6,7 @@ from typing import NamedTuple
 from safetensors import SafetensorError
 from safetensors.torch import load_model
 
-from torchlml_lab.engine import RunFolder
+from torchlml_lab.engine.folder import RunFolder
 from torchlml_lab.engine.settings import SETTINGS_FILE, from_json
 from torchlml_lab.errors import BadInput
 from torchlml_lab.tasks.scene_graph.command import (

@@ -1,0 +1,60 @@
+"""The progress bar: time left on a terminal, plain lines without one; threads that come back."""
+
+import io
+import re
+
+import pytest
+import torch
+from rich.console import Console
+
+from torchlml_lab.engine import progress
+from torchlml_lab.engine.progress import ProgressBar
+from torchlml_lab.engine.threads import check_threads, cores, use_threads
+from torchlml_lab.errors import BadInput
+
+
+def shown(monkeypatch, terminal, seconds_per_step, steps=20, hidden=False):
+    now = [0.0]
+    monkeypatch.setattr(progress.time, "monotonic", lambda: now[0])
+    console = Console(file=io.StringIO(), force_terminal=terminal, width=100)
+    with ProgressBar(console, hidden=hidden) as bar:
+        bar.get_time = lambda: now[0]
+        task = bar.add_task("batches", total=100)
+        for _ in range(steps):
+            now[0] += seconds_per_step
+            bar.advance(task)
+        bar.refresh()
+    return console.file.getvalue()
+
+
+def test_a_terminal_shows_the_time_left(monkeypatch):
+    said = shown(monkeypatch, True, 1.0)
+    assert "20/100" in said
+    assert "left 0:01:20" in re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", said)
+
+
+def test_without_a_terminal_lines_come_ever_more_rarely(monkeypatch):
+    lines = shown(monkeypatch, False, 3.0, steps=60).splitlines()
+    # After 6 s, 10 more, 20 more, 40 more, 60 more.
+    done = [int(line.split()[1]) for line in lines]
+    assert done == [2, 6, 13, 27, 47]
+    assert lines[0] == "batches 2 of 100, 0:04:54 left"
+
+
+def test_short_work_and_hidden_processes_print_nothing(monkeypatch):
+    assert shown(monkeypatch, False, 0.1) == ""
+    assert shown(monkeypatch, False, 30.0, hidden=True) == ""
+
+
+def test_threads_come_back():
+    before = torch.get_num_threads()
+    with use_threads(before + 1):
+        assert torch.get_num_threads() == before + 1
+    assert torch.get_num_threads() == before
+
+
+def test_threads_that_cannot_be_meant():
+    check_threads(cores())
+    for threads in (0, cores() + 1):
+        with pytest.raises(BadInput, match=f"`--threads` is {threads}, and must be from 1 to {cores()}"):
+            check_threads(threads)

@@ -1,0 +1,84 @@
+"""The one progress bar: what is done, how long it took and how long it will take.
+
+On a terminal it is a bar that vanishes at the end. Without one (a file, a pipe, a batch system) it is a plain
+line now and then, so that nothing is silent for minutes.
+"""
+
+import time
+from typing import Any
+
+from rich.console import Console
+from rich.progress import (
+    BarColumn,
+    MofNCompleteColumn,
+    Progress,
+    TaskID,
+    TextColumn,
+    TimeElapsedColumn,
+    TimeRemainingColumn,
+)
+
+FIRST_LINE, LONGEST_SILENCE = 5.0, 60.0
+
+
+class ProgressBar(Progress):
+    """A `rich.progress.Progress` with the same columns everywhere, and with plain lines without a terminal.
+
+        with ProgressBar(console) as progress:
+            task = progress.add_task("epochs", total=10)
+            progress.advance(task)
+
+    Args:
+        console: Where it goes; a quiet one shows nothing.
+        hidden: Show nothing at all, for the processes of a run that are not the first.
+    """
+
+    def __init__(self, console: Console, hidden: bool = False) -> None:
+        super().__init__(
+            TextColumn("{task.description}"),
+            BarColumn(),
+            MofNCompleteColumn(),
+            TimeElapsedColumn(),
+            TextColumn("left"),
+            TimeRemainingColumn(),
+            console=console,
+            transient=True,
+            speed_estimate_period=3600,  # a step may take minutes
+            disable=hidden or not console.is_terminal,
+        )
+        self._plain = not (hidden or console.is_terminal)
+        self._wait = FIRST_LINE
+        self._last_line = time.monotonic()
+
+    def advance(self, task_id: TaskID, advance: float = 1) -> None:
+        """Count a step of a task."""
+        super().advance(task_id, advance)
+        self._say()
+
+    def update(self, task_id: TaskID, **changes: Any) -> None:
+        """Change a task, for instance its `description`."""
+        super().update(task_id, **changes)
+        self._say()
+
+    def _say(self) -> None:
+        """Print a line when the last is long ago; from line to line it waits twice as long."""
+        now = time.monotonic()
+        if not self._plain or now - self._last_line < self._wait:
+            return
+        self._last_line, self._wait = now, min(2 * self._wait, LONGEST_SILENCE)
+        parts = []
+        for task in self.tasks:
+            of = "" if task.total is None else f" of {task.total:g}"
+            left = _clock(task.time_remaining)
+            parts.append(
+                f"{task.description.strip()} {task.completed:g}{of}" + (f", {left} left" if left else "")
+            )
+        self.console.print("; ".join(parts), highlight=False, markup=False)
+
+
+def _clock(seconds: float | None) -> str:
+    if seconds is None:
+        return ""
+    minutes, rest = divmod(round(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours}:{minutes:02d}:{rest:02d}"
