@@ -4,13 +4,23 @@ VENV ?= .venv
 # Two processes, each with one thread: most tests are small.
 PYTEST_ARGS ?= -n 2 --dist worksteal
 
+ifeq ($(OS),Windows_NT)
+BIN := $(VENV)/Scripts
+else
 BIN := $(VENV)/bin
+endif
 PIP := $(BIN)/python -m pip --disable-pip-version-check
 STAMP := $(VENV)/.installed
 SOURCES := pyproject.toml constraints.txt $(wildcard setup.py) $(shell find torchlml/_kernels/cpu/csrc -type f 2>/dev/null)
 
+CPP := $(wildcard torchlml/_kernels/cpu/csrc/*.h torchlml/_kernels/cpu/csrc/*.cpp tools/*.cpp)
+WORKFLOWS := $(wildcard .github/workflows/*.yml)
+# What breaks first when the library changes: arguments, special rows, accuracy and gradients, every loss.
+QUICK := $(addprefix tests/library/test_,arguments.py special_rows.py losses_definitions.py losses_targets.py \
+	metrics_topk.py compat.py)
+
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-torch lint format bench asan fuzz install clean
+.PHONY: help demo test test-torch quick quick-tests lint format bench asan fuzz wheel sdist docs docs-serve install clean
 
 help:  ## list the targets
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## (.*)/\1\t\2/' | awk -F'\t' '{printf "  make %-12s %s\n", $$1, $$2}'
@@ -24,14 +34,23 @@ test: lint  ## lint, types and tests
 test-torch: $(STAMP)  ## the tests again with the pure-torch kernel
 	TORCHLML_KERNEL=torch $(BIN)/python -m pytest $(PYTEST_ARGS)
 
-lint: $(STAMP)  ## ruff and mypy
+quick: $(STAMP)  ## the inner loop: lint, types and the tests that break first, in under a minute
+	@$(MAKE) --no-print-directory -j2 --output-sync=target lint quick-tests
+
+quick-tests: $(STAMP)
+	$(BIN)/python -m pytest -q $(QUICK)
+
+lint: $(STAMP)  ## ruff, mypy, clang-format and the workflows' schema
 	$(BIN)/ruff check
 	$(BIN)/ruff format --check
 	$(BIN)/mypy
+	$(BIN)/clang-format --dry-run -Werror $(CPP)
+	$(BIN)/check-jsonschema --builtin-schema vendor.github-workflows $(WORKFLOWS)
 
-format: $(STAMP)  ## let ruff repair and format the code
+format: $(STAMP)  ## let ruff and clang-format repair and format the code
 	$(BIN)/ruff check --fix
 	$(BIN)/ruff format
+	$(BIN)/clang-format -i $(CPP)
 
 bench: $(STAMP)  ## time lml beside softmax and append to results/benchmarks.csv
 	$(BIN)/torchlml bench --csv results/benchmarks.csv
@@ -42,6 +61,19 @@ asan: $(STAMP)  ## run the compiled kernels under AddressSanitizer and UBSan
 SECONDS ?= 60
 fuzz: $(STAMP)  ## throw random rows at the kernel and at a float64 truth, for SECONDS=60
 	$(BIN)/python tools/fuzz.py --seconds $(SECONDS)
+
+wheel: $(STAMP)  ## build a wheel with the compiled kernel into dist/
+	PYTHONWARNINGS=ignore $(PIP) wheel -q --no-deps --no-build-isolation -w dist .
+
+sdist: $(STAMP)  ## build the source distribution into dist/
+	$(BIN)/python setup.py -q sdist
+
+docs: $(STAMP)  ## build the site into site/, without a warning or not at all
+	$(PIP) install -q -c constraints.txt --no-build-isolation -e ".[docs]"
+	$(BIN)/mkdocs build --strict
+
+docs-serve: $(STAMP)  ## build the site and show it while it is edited
+	$(BIN)/mkdocs serve
 
 install: $(STAMP)  ## only create .venv and install the package with everything for development
 
