@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from torch import Tensor, nn
 
-from torchlml._core import bounds, paths
+from torchlml._core import bounds
 from torchlml._core.arguments import canonical, check_solver, check_temperature
+from torchlml._core.bounds import Bound, check_bound
 from torchlml.solvers.bracketing import Bracketing
 
 
@@ -17,7 +18,7 @@ def lml(
     mask: Tensor | None = None,
     offsets: Tensor | None = None,
     solver: str | Bracketing = "newton",
-    bound: str = "exactly",
+    bound: Bound = "exactly",
 ) -> Tensor:
     """Project logits onto the points of the unit cube that sum to k: like softmax, but the rows sum to k.
 
@@ -45,10 +46,8 @@ def lml(
     Rows without an ordinary answer get its limit: entries of -inf are 0 and do not count; where k or fewer
     entries are left, they are 1; p entries of +inf are 1, or k/p each if p > k; a NaN makes its row NaN.
     """
-    if bound != "exactly":
-        return bounds.lml(x, k, dim, mask, offsets, solver, bound)
-    c = canonical(x, k, dim, mask, offsets)
-    y = paths.lml(c.x, c.k, c.mask, c.offsets, check_solver(solver))
+    c = canonical(x, k, dim, mask, offsets, any_k=check_bound(bound) == "at_most")
+    y = bounds.lml(c, check_solver(solver), bound)
     return y if c.outer is None else c.restore(y, dim)
 
 
@@ -60,7 +59,7 @@ def log_lml(
     mask: Tensor | None = None,
     offsets: Tensor | None = None,
     solver: str | Bracketing = "newton",
-    bound: str = "exactly",
+    bound: Bound = "exactly",
 ) -> Tensor:
     """The logarithm of `lml`, as log_softmax is to softmax: right also where lml rounds to 0 or 1.
 
@@ -72,10 +71,8 @@ def log_lml(
     log y = logsigmoid(x + nu), and its derivative keeps its size however wrong the logits are:
     d log y_j / dx = (1 - y_j) (e_j - w / sum w).
     """
-    if bound != "exactly":
-        return bounds.log_lml(x, k, dim, mask, offsets, solver, bound)
-    c = canonical(x, k, dim, mask, offsets)
-    log_y = paths.log_lml(c.x, c.k, c.mask, c.offsets, check_solver(solver))
+    c = canonical(x, k, dim, mask, offsets, any_k=check_bound(bound) == "at_most")
+    log_y = bounds.log_lml(c, check_solver(solver), bound)
     return log_y if c.outer is None else c.restore(log_y, dim)
 
 
@@ -87,7 +84,7 @@ def lml_dual(
     mask: Tensor | None = None,
     offsets: Tensor | None = None,
     solver: str | Bracketing = "newton",
-    bound: str = "exactly",
+    bound: Bound = "exactly",
 ) -> Tensor:
     """The dual variable of `lml`: the number nu for which sigmoid(x + nu) sums to k. -nu is the threshold.
 
@@ -100,10 +97,8 @@ def lml_dual(
         nu, with the shape of `x` without `dim` (with `offsets`: one number per row) and the dtype of `x`;
         -inf for k = 0 and +inf where k entries or fewer are available. With `bound`, 0 where it is kept.
     """
-    if bound != "exactly":
-        return bounds.lml_dual(x, k, dim, mask, offsets, solver, bound)
-    c = canonical(x, k, dim, mask, offsets)
-    nu = paths.lml_dual(c.x, c.k, c.mask, c.offsets, check_solver(solver))
+    c = canonical(x, k, dim, mask, offsets, any_k=check_bound(bound) == "at_most")
+    nu = bounds.lml_dual(c, check_solver(solver), bound)
     return nu if c.outer is None else c.restore_rows(nu)
 
 
@@ -128,12 +123,12 @@ class LML(nn.Module):
         dim: int = -1,
         temperature: float = 1.0,
         solver: str | Bracketing = "newton",
-        bound: str = "exactly",
+        bound: Bound = "exactly",
     ) -> None:
         super().__init__()
         check_temperature(temperature)
         check_solver(solver)
-        bounds.check_bound(bound)
+        check_bound(bound)
         self.k = k
         self.dim = dim
         self.temperature = temperature

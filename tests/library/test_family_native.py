@@ -51,7 +51,7 @@ def test_constrained(name: str, kind: str, dtype: torch.dtype, form: str) -> Non
     upper = upper_for(x, kind)
     projection = PROJECTIONS[name]
     y, nu = projection.forward(x, k, upper, mask, offsets)
-    want, nu_want = projection._forward(x, k, upper, mask, offsets)
+    want, nu_want = projection.reference_forward(x, k, upper, mask, offsets)
     assert y.dtype == dtype
     # Entries go up to their bounds, which here go up to k.
     scale = want.double().nan_to_num(0).amax().clamp(min=1)
@@ -59,7 +59,7 @@ def test_constrained(name: str, kind: str, dtype: torch.dtype, form: str) -> Non
     assert torch.equal(nu[0].isfinite(), nu_want[0].isfinite())
     # Everything below starts from the same nu, so that only the gradients are compared.
     arguments = (gradient_for(x), x, k, upper, nu_want, mask, offsets, True)
-    got, wanted = projection.backward(*arguments), projection._backward(*arguments)
+    got, wanted = projection.backward(*arguments), projection.reference_backward(*arguments)
     near = beside_a_kink(name, x, nu_want, upper, mask, offsets)
     assert_close(got[0].masked_fill(near, 0) / scale, wanted[0].masked_fill(near, 0) / scale, dtype, 20)
     wide = torch.float64 if dtype == torch.float64 else torch.float32

@@ -58,7 +58,7 @@ def force(monkeypatch: pytest.MonkeyPatch) -> Force:
 
 
 def call(name: str, *arguments: Tensor | None) -> tuple[Tensor, Tensor]:
-    return registration.implementation(name)(*arguments)
+    return registration.OPERATORS[name](*arguments)
 
 
 def float64(*values: float) -> Tensor:

@@ -14,6 +14,7 @@ import os
 import torch
 from torch import Tensor
 
+import torchlml  # noqa: F401  which defines the operators
 from torchlml._kernels.cuda import registration, triton_operators
 from torchlml._kernels.cuda.plan import Plan
 
@@ -32,4 +33,5 @@ def _layout(x: Tensor, rows: int, offsets: Tensor | None) -> Plan:
 
 triton_operators.layout = _layout
 _library = torch.library.Library("torchlml", "IMPL")
-registration.register(_library, "CPU")
+for _name, _run in registration.OPERATORS.items():
+    _library.impl(_name, _run, "CPU")

@@ -1,84 +1,91 @@
 """At most k, at least k: the projection where k is only a limit of the sum.
 
 In the dual a limit is a clamp: nu = min(nu*, 0) for at most k and max(nu*, 0) for at least k, with nu* the
-number that makes the sum exactly k. A row with nu = 0 is called free: it is sigmoid(x), and does not feel k.
+number that makes the sum exactly k. A row with nu = 0 is called free: it is sigmoid(x), and does not depend
+on k.
 """
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Callable
+from typing import Literal
 
 import torch
 from torch import Tensor
 from torch.nn.functional import logsigmoid
 
-from torchlml._core import operators, paths
-from torchlml._core.arguments import Canonical, canonical, check_solver
+from torchlml._core import paths
+from torchlml._core.arguments import Canonical
 from torchlml._core.differentiable import sigmoid, solve
-from torchlml._core.operators import operator
-from torchlml._core.paths import differentiate_again, gradient_of_k, needs_no_graph, wants_graph
+from torchlml._core.operators import ROWS, empty_gradients, empty_values, operator
+from torchlml._core.paths import Rule, from_values, keeps_both
 from torchlml._core.rows import rows_of, work_dtype
 from torchlml._kernels import reference
 from torchlml.solvers.bracketing import Bracketing
 
-_BOUNDS = ("exactly", "at_most", "at_least")
+Bound = Literal["exactly", "at_most", "at_least"]
 
 
-def check_bound(bound: str) -> None:
-    """Refuse a `bound` that is none of the three."""
-    if bound not in _BOUNDS:
+def check_bound(bound: Bound) -> Bound:
+    """Refuse a `bound` that is none of the three, and give it back."""
+    if bound not in ("exactly", "at_most", "at_least"):
         raise ValueError(f'`bound` must be "exactly", "at_most" or "at_least", but it is {bound!r}.')
+    return bound
 
 
-def lml(
-    x: Tensor,
-    k: float | Tensor,
-    dim: int,
-    mask: Tensor | None,
-    offsets: Tensor | None,
-    solver: str | Bracketing,
-    bound: str,
-) -> Tensor:
-    """y, as `torchlml.lml` gives it for a `bound` that is not "exactly"."""
-    c = _canonical(x, k, dim, mask, offsets, bound)
-    method = check_solver(solver)
-    if method is None and paths.is_plain():
-        if needs_no_graph(c.x, c.k):
-            return c.restore(_forward(c.x, c.k, c.mask, c.offsets, bound == "at_most")[0], dim)
-        return c.restore(_Bounded.apply(c.x, c.k, c.mask, c.offsets, bound), dim)
-    return c.restore(_differentiable(c, method, bound), dim)
+def lml(c: Canonical, solver: Bracketing | None, bound: Bound) -> Tensor:
+    """y of canonical rows."""
+    if bound == "exactly":
+        return paths.lml(c.x, c.k, c.mask, c.offsets, solver)
+    if solver is None:
+        return _RULES[bound](c.x, c.k, c.mask, c.offsets)
+    return _differentiable(c, solver, bound)
 
 
-def _differentiable(c: Canonical, solver: Bracketing | None, bound: str) -> Tensor:
+def log_lml(c: Canonical, solver: Bracketing | None, bound: Bound) -> Tensor:
+    """log y of canonical rows."""
+    limited = paths.log_lml(c.x, c.k, c.mask, c.offsets, solver)
+    if bound == "exactly":
+        return limited
+    # Infinite entries stay out of the graph: the derivative of logsigmoid is not 0 at -inf.
+    return _with_free_rows(limited, c, solver, bound, logsigmoid, absent=-torch.inf)
+
+
+def lml_dual(c: Canonical, solver: Bracketing | None, bound: Bound) -> Tensor:
+    """nu of canonical rows."""
+    nu = paths.lml_dual(c.x, c.k, c.mask, c.offsets, solver)
+    if bound == "exactly":
+        return nu
+    return torch.where(nu >= 0 if bound == "at_most" else nu <= 0, 0, nu)
+
+
+def _differentiable(c: Canonical, solver: Bracketing | None, bound: Bound) -> Tensor:
     """y in ordinary operations, for every transform."""
-    bounded = paths.lml(c.x, c.k, c.mask, c.offsets, solver)
-    free = rows_of(c.x, c.offsets).spread(_free(c, solver, bound))
-    absent = _absent(c)
-    y = torch.where(absent, 0, sigmoid(torch.where(absent, 0, _wide(c.x))))
-    return torch.where(free, y.to(bounded.dtype), bounded)
+    limited = paths.lml(c.x, c.k, c.mask, c.offsets, solver)
+    return _with_free_rows(limited, c, solver, bound, sigmoid, absent=0.0)
 
 
-class _Bounded(torch.autograd.Function):
-    @staticmethod
-    def forward(
-        ctx: Any, x: Tensor, k: Tensor, mask: Tensor | None, offsets: Tensor | None, bound: str
-    ) -> Tensor:
-        y, nu = _forward(x, k, mask, offsets, bound == "at_most")
-        ctx.save_for_backward(x, k, mask, offsets, y, nu)
-        ctx.bound = bound
-        return y
+def _with_free_rows(
+    limited: Tensor,
+    c: Canonical,
+    solver: Bracketing | None,
+    bound: Bound,
+    function: Callable[[Tensor], Tensor],
+    absent: float,
+) -> Tensor:
+    """The rows that do not keep to the bound by themselves from `limited`, the others by the function."""
+    x = c.x.to(work_dtype(c.x.dtype))
+    x = x if c.mask is None else torch.where(c.mask, x, -torch.inf)
+    free = _keeps(solve(x, c.k, c.offsets, solver), bound)
+    there = x != -torch.inf
+    own = torch.where(there, function(torch.where(there, x, 0)), absent)
+    return torch.where(rows_of(c.x, c.offsets).spread(free), own.to(limited.dtype), limited)
 
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        x, k, mask, offsets, y, nu = ctx.saved_tensors
-        if wants_graph():
 
-            def again(x: Tensor, k: Tensor) -> Tensor:
-                return _differentiable(Canonical(x, k, mask, offsets, None), None, ctx.bound)
-
-            return (*differentiate_again(again, grad, x, k), None, None, None)
-        dx, dk = _backward(grad.contiguous(), x, y, nu, mask, offsets)
-        return dx, gradient_of_k(dk, k), None, None, None
+def _keeps(nu: Tensor, bound: Bound) -> Tensor:
+    """Does a row keep to the bound by itself? The sign of nu* says so; a NaN does not."""
+    total = nu.sum(0)
+    return total >= 0 if bound == "at_most" else total <= 0
 
 
 def _reference_forward(
@@ -105,79 +112,26 @@ def _reference_backward(
 
 
 _forward = operator(
-    "bounded_forward(Tensor x, Tensor k, Tensor? mask, Tensor? offsets, bool at_most) -> (Tensor, Tensor)",
+    f"bounded_forward(Tensor x, Tensor k, {ROWS}, bool at_most) -> (Tensor, Tensor)",
     _reference_forward,
-    lambda x, k, mask, offsets, at_most: operators._fake_forward(x, k, mask, offsets),
+    lambda x, k, mask, offsets, at_most: empty_values(x, k, mask, offsets),
 )
 _backward = operator(
-    "bounded_backward(Tensor grad, Tensor x, Tensor y, Tensor nu, Tensor? mask, Tensor? offsets)"
-    " -> (Tensor, Tensor)",
+    f"bounded_backward(Tensor grad, Tensor x, Tensor y, Tensor nu, {ROWS}) -> (Tensor, Tensor)",
     _reference_backward,
-    lambda grad, x, y, nu, mask, offsets: operators._fake_backward(x, nu),
+    lambda grad, x, y, nu, *rows: empty_gradients(x, nu),
 )
 
 
-def log_lml(
-    x: Tensor,
-    k: float | Tensor,
-    dim: int,
-    mask: Tensor | None,
-    offsets: Tensor | None,
-    solver: str | Bracketing,
-    bound: str,
-) -> Tensor:
-    """log y, as `torchlml.log_lml` gives it for a `bound` that is not "exactly"."""
-    c = _canonical(x, k, dim, mask, offsets, bound)
-    return c.restore(log_rows(c, check_solver(solver), bound), dim)
+def _rule(bound: Bound) -> Rule:
+    def forward(*arguments: Tensor | None) -> tuple[Tensor, Tensor]:
+        y, nu = _forward(*arguments, bound == "at_most")
+        return y, nu
+
+    def differentiable(x: Tensor, k: Tensor, mask: Tensor | None, offsets: Tensor | None) -> Tensor:
+        return _differentiable(Canonical(x, k, mask, offsets, None), None, bound)
+
+    return Rule(keeps_both(forward), from_values(_backward), differentiable)
 
 
-def lml_dual(
-    x: Tensor,
-    k: float | Tensor,
-    dim: int,
-    mask: Tensor | None,
-    offsets: Tensor | None,
-    solver: str | Bracketing,
-    bound: str,
-) -> Tensor:
-    """nu, as `torchlml.lml_dual` gives it for a `bound` that is not "exactly"."""
-    c = _canonical(x, k, dim, mask, offsets, bound)
-    nu = paths.lml_dual(c.x, c.k, c.mask, c.offsets, check_solver(solver))
-    return c.restore_rows(torch.where(nu >= 0 if bound == "at_most" else nu <= 0, 0, nu))
-
-
-def log_rows(c: Canonical, solver: Bracketing | None, bound: str) -> Tensor:
-    """log y of canonical rows."""
-    bounded = paths.log_lml(c.x, c.k, c.mask, c.offsets, solver)
-    free = rows_of(c.x, c.offsets).spread(_free(c, solver, bound))
-    absent = _absent(c)
-    # Infinite entries stay out of the graph: the derivative of logsigmoid is not 0 at -inf.
-    log_y = torch.where(absent, -torch.inf, logsigmoid(torch.where(absent, 0, _wide(c.x))))
-    return torch.where(free, log_y.to(bounded.dtype), bounded)
-
-
-def _canonical(
-    x: Tensor, k: float | Tensor, dim: int, mask: Tensor | None, offsets: Tensor | None, bound: str
-) -> Canonical:
-    check_bound(bound)
-    return canonical(x, k, dim, mask, offsets, any_k=bound == "at_most")
-
-
-def _free(c: Canonical, solver: Bracketing | None, bound: str) -> Tensor:
-    """The rows that keep to the bound by themselves, told by the sign of nu*; a NaN is in none."""
-    values = _wide(c.x) if c.mask is None else torch.where(c.mask, _wide(c.x), -torch.inf)
-    return _keeps(solve(values, c.k, c.offsets, solver), bound)
-
-
-def _keeps(nu: Tensor, bound: str) -> Tensor:
-    total = nu.sum(0)
-    return total >= 0 if bound == "at_most" else total <= 0
-
-
-def _wide(x: Tensor) -> Tensor:
-    return x.to(work_dtype(x.dtype))
-
-
-def _absent(c: Canonical) -> Tensor:
-    absent = c.x == -torch.inf
-    return absent if c.mask is None else absent | ~c.mask
+_RULES = {"at_most": _rule("at_most"), "at_least": _rule("at_least")}

@@ -36,8 +36,8 @@ def sigmoid(z: Tensor) -> Tensor:
     return torch.where(up, 1 - near, near)
 
 
-class DifferentiableRows:
-    """nu of each row as a differentiable number, and the entries it stands beside."""
+class SolvedRows:
+    """Rows whose nu is known, as a differentiable number; `z` is x + nu."""
 
     def __init__(
         self,
@@ -48,7 +48,7 @@ class DifferentiableRows:
         solver: Bracketing | None = None,
     ) -> None:
         self.rows = rows_of(x, offsets, differentiable=True)
-        self.sum, self.spread = self.rows.sum, self.rows.spread
+        self.spread = self.rows.spread
         x = x.to(work_dtype(x.dtype))
         self._x = x
         if mask is not None:
@@ -61,7 +61,7 @@ class DifferentiableRows:
         base = (torch.where(self.absent | self.infinite, 0, x) + self.spread(hi)) + self.spread(self.lo)
         self.correction = self._implicit_step(base, k)
         self.z = base + self.spread(self.correction)
-        count = self.sum(self.infinite.to(x.dtype))
+        count = self.rows.sum(self.infinite.to(x.dtype))
         follows_k = (self.hi == -torch.inf) & (k > 0) & (k < count)
         # What a +inf entry gets: k/p where there are p > k of them; otherwise 1, but 0 when k is 0.
         fixed = (k > 0).to(x.dtype)
@@ -70,7 +70,7 @@ class DifferentiableRows:
     def dual(self) -> Tensor:
         """nu itself."""
         nu = (self.hi + self.lo) + self.correction
-        return torch.where(self.hi.isnan(), self.sum(self._undefined()), nu)
+        return torch.where(self.hi.isnan(), self.rows.sum(self._undefined()), nu)
 
     def _undefined(self) -> Tensor:
         """NaN with NaN as its derivative, in the rows that have no answer."""
@@ -100,10 +100,10 @@ class DifferentiableRows:
             log_t, scale = logsigmoid(toward_zero), self.spread(largest)
             t = torch.where(live, torch.exp(torch.where(live, log_t - scale, 0)), 0)
             w = t * sigmoid(-toward_zero)
-            total = self.sum(torch.where(up, -t, t))
+            total = self.rows.sum(torch.where(up, -t, t))
             # At the solution the excess is 0: of its value only rounding is left, of k's not even that.
             excess = (total - total.detach()) - (k - k.detach()).to(base.dtype) * unit
-            slope = self.sum(w)
+            slope = self.rows.sum(w)
             step = step - torch.where(self.hi.isinf(), 0, excess / torch.where(slope > 0, slope, 1))
         return step
 
@@ -118,8 +118,12 @@ def solve(x: Tensor, k: Tensor, offsets: Tensor | None, solver: Bracketing | Non
     )
 
 
-def _never_alone(function: _Rowwise) -> _Rowwise:
-    """Give a single row a twin: torch splits the sum of a lone row among its threads, and so its bits."""
+def _in_two_rows(function: _Rowwise) -> _Rowwise:
+    """Compute a single dense row as two equal ones.
+
+    torch splits a single row among its threads and treats what is left over at the end of each part by other
+    instructions, so that the last bits would depend on the number of threads.
+    """
 
     @functools.wraps(function)
     def wrapped(
@@ -134,30 +138,30 @@ def _never_alone(function: _Rowwise) -> _Rowwise:
     return wrapped
 
 
-@_never_alone
+@_in_two_rows
 def lml(
     x: Tensor, k: Tensor, mask: Tensor | None, offsets: Tensor | None, solver: Bracketing | None = None
 ) -> Tensor:
     """y of each row."""
-    rows = DifferentiableRows(x, k, mask, offsets, solver)
+    rows = SolvedRows(x, k, mask, offsets, solver)
     return rows.fill(sigmoid(rows.z), 0.0, 1.0, rows.share).to(x.dtype)
 
 
-@_never_alone
+@_in_two_rows
 def log_lml(
     x: Tensor, k: Tensor, mask: Tensor | None, offsets: Tensor | None, solver: Bracketing | None = None
 ) -> Tensor:
     """log y of each row."""
-    rows = DifferentiableRows(x, k, mask, offsets, solver)
+    rows = SolvedRows(x, k, mask, offsets, solver)
     positive = torch.where(rows.share > 0, rows.share, 1)
     log_share = torch.where(rows.share > 0, positive.log(), -torch.inf)
     return rows.fill(logsigmoid(rows.z), -torch.inf, 0.0, log_share).to(x.dtype)
 
 
-@_never_alone
+@_in_two_rows
 def lml_dual(
     x: Tensor, k: Tensor, mask: Tensor | None, offsets: Tensor | None, solver: Bracketing | None = None
 ) -> Tensor:
     """nu of each row."""
-    rows = DifferentiableRows(x, k, mask, offsets, solver)
+    rows = SolvedRows(x, k, mask, offsets, solver)
     return rows.dual().to(x.dtype)

@@ -1,17 +1,16 @@
 """How a call reaches its kernel: the fast path with a hand-written backward, or the differentiable one.
 
-Plain eager and compiled calls go through one `torch.autograd.Function` around the operators. Under the
-transforms of `torch.func` and under forward-mode differentiation, and for the derivative of a derivative, the
-same numbers come from `differentiable.py`; a backward pass that is differentiated itself gets there by
-`differentiate_again`, which every `torch.autograd.Function` of the package can use. (In torch 2.13 compiling
-a `torch.func.grad` silently ignores the backward of a `torch.autograd.Function`, so that combination must
-never meet one.)
+Plain eager and compiled calls go through one `torch.autograd.Function` around the operators, or straight to
+the operator where nobody asks for a gradient. Under the transforms of `torch.func` and under forward-mode
+differentiation, and for the derivative of a derivative, the same numbers come from `differentiable.py`. (In
+torch 2.13 compiling a `torch.func.grad` silently ignores the backward of a `torch.autograd.Function`, so that
+combination must never meet one.)
 """
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -22,14 +21,59 @@ from torchlml._core import differentiable, operators
 from torchlml.solvers.bracketing import Bracketing
 
 
+@dataclass(frozen=True)
+class Rule:
+    """A function of rows and its derivative, written out by operators. Call it with canonical arguments.
+
+    Args:
+        forward: gives the result and a tuple of what else `backward` needs.
+        backward: of the gradient, the arguments and that tuple: the gradients of the first arguments, that of
+            k with one number per row.
+        differentiable: the result in operations that torch can differentiate, map and compile.
+        inputs: how many arguments, from the first on, have a gradient; the second is k.
+    """
+
+    forward: Callable[..., tuple[Tensor, tuple[Tensor, ...]]]
+    backward: Callable[..., tuple[Tensor | None, ...]]
+    differentiable: Callable[..., Tensor]
+    inputs: int = 2
+
+    def __call__(self, *arguments: Tensor | None) -> Tensor:
+        if not is_plain():
+            return self.differentiable(*arguments)
+        if needs_no_graph(*arguments[: self.inputs]):
+            return self.forward(*arguments)[0]
+        return _Apply.apply(self, *arguments)
+
+
+class _Apply(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, rule: Rule, *arguments: Tensor | None) -> Tensor:
+        result, kept = rule.forward(*arguments)
+        ctx.save_for_backward(*arguments, *kept)
+        ctx.rule, ctx.number = rule, len(arguments)
+        return result
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        rule, saved = ctx.rule, ctx.saved_tensors
+        arguments, kept = saved[: ctx.number], saved[ctx.number :]
+        inputs, rest = arguments[: rule.inputs], arguments[rule.inputs :]
+        found: Any
+        if wants_graph():
+            found = differentiate_again(lambda *inputs: rule.differentiable(*inputs, *rest), grad, *inputs)
+        else:
+            dx, dk, *others = rule.backward(grad.contiguous(), *arguments, *kept)
+            found = (dx, gradient_of_k(dk, arguments[1]), *others)
+        return (None, *found, *(None for _ in rest))
+
+
 def lml(
     x: Tensor, k: Tensor, mask: Tensor | None, offsets: Tensor | None, solver: Bracketing | None
 ) -> Tensor:
     """y of each row."""
-    if solver is None and is_plain():
-        if needs_no_graph(x, k):
-            return operators.forward(x, k, mask, offsets)[0]
-        return _Projection.apply(x, k, mask, offsets)
+    if solver is None:
+        return _lml(x, k, mask, offsets)
     return differentiable.lml(x, k, mask, offsets, solver)
 
 
@@ -37,10 +81,8 @@ def log_lml(
     x: Tensor, k: Tensor, mask: Tensor | None, offsets: Tensor | None, solver: Bracketing | None
 ) -> Tensor:
     """log y of each row."""
-    if solver is None and is_plain():
-        if needs_no_graph(x, k):
-            return operators.log_forward(x, k, mask, offsets)[0]
-        return _LogProjection.apply(x, k, mask, offsets)
+    if solver is None:
+        return _log_lml(x, k, mask, offsets)
     return differentiable.log_lml(x, k, mask, offsets, solver)
 
 
@@ -48,9 +90,56 @@ def lml_dual(
     x: Tensor, k: Tensor, mask: Tensor | None, offsets: Tensor | None, solver: Bracketing | None
 ) -> Tensor:
     """nu of each row."""
-    if solver is None and is_plain():
-        return _Dual.apply(x, k, mask, offsets)
+    if solver is None:
+        return _dual(x, k, mask, offsets)
     return differentiable.lml_dual(x, k, mask, offsets, solver)
+
+
+def keeps_both(operator: Callable[..., tuple[Tensor, Tensor]]) -> Callable[..., Any]:
+    """The `forward` of a rule from an operator that gives (y, nu), both of which `backward` needs."""
+
+    def forward(*arguments: Any) -> tuple[Tensor, tuple[Tensor, ...]]:
+        y, nu = operator(*arguments)
+        return y, (y, nu)
+
+    return forward
+
+
+def from_values(operator: Callable[..., tuple[Tensor, Tensor]]) -> Callable[..., Any]:
+    """The `backward` of a rule from an operator that takes (grad, x, y, nu, mask, offsets)."""
+
+    def backward(
+        grad: Tensor,
+        x: Tensor,
+        k: Tensor,
+        mask: Tensor | None,
+        offsets: Tensor | None,
+        y: Tensor,
+        nu: Tensor,
+    ) -> tuple[Tensor, Tensor]:
+        return operator(grad, x, y, nu, mask, offsets)
+
+    return backward
+
+
+def _dual_forward(*arguments: Tensor | None) -> tuple[Tensor, tuple[Tensor, ...]]:
+    nu = operators.solve(*arguments)
+    x, *_ = arguments
+    assert x is not None
+    return nu.sum(0).to(x.dtype), (nu,)
+
+
+def _dual_backward(
+    grad: Tensor, x: Tensor, k: Tensor, mask: Tensor | None, offsets: Tensor | None, nu: Tensor
+) -> Any:
+    return operators.dual_backward(grad.to(nu.dtype), x, nu, mask, offsets)
+
+
+_lml = Rule(keeps_both(operators.forward), from_values(operators.backward), differentiable.lml)
+_log_lml = Rule(
+    keeps_both(operators.log_forward), from_values(operators.log_backward), differentiable.log_lml
+)
+_dual = Rule(_dual_forward, _dual_backward, differentiable.lml_dual)
 
 
 def is_plain() -> bool:
@@ -58,64 +147,16 @@ def is_plain() -> bool:
     return not torch._C._are_functorch_transforms_active() and forward_ad._current_level < 0
 
 
-def needs_no_graph(*inputs: Tensor) -> bool:
+def needs_no_graph(*inputs: Any) -> bool:
     """Does nobody ask for a gradient? At 256 x 100 a Function costs as much as the projection."""
     return not (torch.is_grad_enabled() and any(t.requires_grad for t in inputs))
 
 
-class _Projection(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, k: Tensor, mask: Tensor | None, offsets: Tensor | None) -> Tensor:
-        y, nu = operators.forward(x, k, mask, offsets)
-        ctx.save_for_backward(x, k, mask, offsets, y, nu)
-        return y
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        x, k, mask, offsets, y, nu = ctx.saved_tensors
-        if wants_graph():
-            again = functools.partial(differentiable.lml, mask=mask, offsets=offsets)
-            return (*differentiate_again(again, grad, x, k), None, None)
-        dx, dk = operators.backward(grad.contiguous(), x, y, nu, mask, offsets)
-        return dx, gradient_of_k(dk, k), None, None
-
-
-class _LogProjection(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, k: Tensor, mask: Tensor | None, offsets: Tensor | None) -> Tensor:
-        log_y, nu = operators.log_forward(x, k, mask, offsets)
-        ctx.save_for_backward(x, k, mask, offsets, log_y, nu)
-        return log_y
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        x, k, mask, offsets, log_y, nu = ctx.saved_tensors
-        if wants_graph():
-            again = functools.partial(differentiable.log_lml, mask=mask, offsets=offsets)
-            return (*differentiate_again(again, grad, x, k), None, None)
-        dx, dk = operators.log_backward(grad.contiguous(), x, log_y, nu, mask, offsets)
-        return dx, gradient_of_k(dk, k), None, None
-
-
-class _Dual(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, k: Tensor, mask: Tensor | None, offsets: Tensor | None) -> Tensor:
-        nu = operators.solve(x, k, mask, offsets)
-        ctx.save_for_backward(x, k, mask, offsets, nu)
-        return nu.sum(0).to(x.dtype)
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        x, k, mask, offsets, nu = ctx.saved_tensors
-        if wants_graph():
-            again = functools.partial(differentiable.lml_dual, mask=mask, offsets=offsets)
-            return (*differentiate_again(again, grad, x, k), None, None)
-        dx, dk = operators.dual_backward(grad.to(nu.dtype).contiguous(), x, nu, mask, offsets)
-        return dx, gradient_of_k(dk, k), None, None
-
-
 def wants_graph() -> bool:
-    """Is this backward pass to be differentiated or mapped itself? The compiler only looks like it."""
+    """Is this backward pass to be differentiated or mapped itself?
+
+    The compiler traces a backward pass with gradients enabled, but does not differentiate what it traced.
+    """
     return (torch.is_grad_enabled() or not is_plain()) and not torch.compiler.is_compiling()
 
 

@@ -1,9 +1,10 @@
 """What the two constrained projections share: their arguments, their operators and the rows without a search.
 
 Both map a row onto {0 <= y <= upper, sum y = k} by y = clip(f(x + nu), 0, upper), with f the exponential or
-the identity. Once it is known which entries stop at a bound, nu is an explicit formula of the others: an
-operator finds the first as a constant, and plain autograd through the second is exact at every order. Calls
-without transforms go through operators of their own, with the gradients written out.
+the identity; `upper` is the cap of an entry, and an entry that has reached it is called saturated. Once it is
+known which entries are saturated, nu is an explicit formula of the others: an operator finds the first as a
+constant, and plain autograd through the second is exact at every order. Calls without transforms go through
+operators of their own, with the gradients written out.
 
 In plain torch everything runs in double precision and is rounded once, at the end.
 """
@@ -18,8 +19,8 @@ from torch import Tensor
 
 from torchlml._core import operators
 from torchlml._core.arguments import NUMBERS, Canonical, canonical, readable
-from torchlml._core.operators import library, operator
-from torchlml._core.paths import differentiate_again, gradient_of_k, is_plain, needs_no_graph, wants_graph
+from torchlml._core.operators import ROWS, empty_nu, operator
+from torchlml._core.paths import Rule
 from torchlml._core.rows import DenseRows, Rows, rows_of, wide_dtype
 from torchlml.solvers.newton import add
 from torchlml.solvers.residual import shifted
@@ -27,16 +28,16 @@ from torchlml.solvers.residual import shifted
 _Solver = Callable[[Tensor, Tensor, Tensor, "Tensor | None"], Tensor]
 
 
-class Projection:
-    """One of the two projections, made of three functions; it defines the operators NAME_forward and so on.
+class ConstrainedProjection:
+    """One of the two constrained projections: three functions make its operators and its gradient.
 
     Args:
-        name: what it is called.
-        solve: a function of x (-inf: absent, +inf: at its bound), k (R,), upper (like x, or 0-d) and
-            offsets, all wide, whose rows all have 0 < k < sum of upper and a finite entry, or are empty. It
-            gives nu as a pair (2, R).
+        name: the operators are called NAME_forward, NAME_backward and NAME_dual.
+        solve: a function of x (-inf: absent, +inf: saturated), k (R,), upper (like x, or 0-d) and offsets,
+            all wide, whose rows all have 0 < k < sum of upper and a finite entry, or are empty. It gives nu
+            as a pair (2, R).
         values: y of `CappedRows`, in differentiable operations.
-        moves: dy/dz of each entry of `CappedRows`, and where it is at its bound.
+        moves: dy/dz of each entry of `CappedRows`, and where it is saturated.
     """
 
     def __init__(
@@ -48,51 +49,67 @@ class Projection:
     ) -> None:
         self._solve, self._values, self._moves = solve, values, moves
         entries = "Tensor x, Tensor k, Tensor upper"
-        rows = "Tensor? mask, Tensor? offsets"
         self.forward = operator(
-            f"{name}_forward({entries}, {rows}) -> (Tensor, Tensor)", self._forward, _fake_forward
+            f"{name}_forward({entries}, {ROWS}) -> (Tensor, Tensor)",
+            self.reference_forward,
+            lambda x, k, upper, mask, offsets: (torch.empty_like(x), empty_nu(x, offsets).to(k.dtype)),
         )
         self.backward = operator(
-            f"{name}_backward(Tensor grad, {entries}, Tensor nu, {rows}, bool for_upper)"
+            f"{name}_backward(Tensor grad, {entries}, Tensor nu, {ROWS}, bool for_upper)"
             " -> (Tensor, Tensor, Tensor)",
-            self._backward,
-            _fake_backward,
+            self.reference_backward,
+            _empty_gradients,
         )
+        # For vmap `upper` is what the mask is to `solve`: both have one number beside each entry.
         self.dual = operator(
             f"{name}_dual({entries}, Tensor? offsets) -> Tensor",
             solve,
             lambda x, k, upper, offsets: x.new_empty((2, k.shape[0])),
+            vmap=True,
         )
-        # `upper` travels as a mask does: both have one number beside each entry.
-        torch.library.register_vmap(
-            f"torchlml::{name}_dual",
-            lambda info, in_dims, *arguments: operators._vmap_solve(self.dual, info, in_dims, *arguments),
-            lib=library,
-        )
+        self._rule = Rule(self._forward, self._backward, self._differentiable, inputs=3)
 
     def __call__(self, c: Canonical, upper: Tensor) -> Tensor:
         """y of canonical rows; `upper` is 0-d or like x."""
-        if not is_plain():
-            return self.differentiable(c, upper)
-        if needs_no_graph(c.x, c.k, upper):
-            return self.forward(c.x, c.k, upper, c.mask, c.offsets)[0]
-        return _Apply.apply(c.x, c.k, upper, c.mask, c.offsets, self)
+        return self._rule(c.x, c.k, upper, c.mask, c.offsets)
 
-    def differentiable(self, c: Canonical, upper: Tensor) -> Tensor:
+    def _forward(self, *arguments: Tensor | None) -> tuple[Tensor, tuple[Tensor, ...]]:
+        y, nu = self.forward(*arguments)
+        return y, (nu,)
+
+    def _backward(
+        self,
+        grad: Tensor,
+        x: Tensor,
+        k: Tensor,
+        upper: Tensor,
+        mask: Tensor | None,
+        offsets: Tensor | None,
+        nu: Tensor,
+    ) -> tuple[Tensor | None, ...]:
+        for_upper = upper.requires_grad
+        dx, dk, d_upper = self.backward(grad, x, k, upper, nu, mask, offsets, for_upper)
+        if not for_upper:
+            return dx, dk, None
+        return dx, dk, d_upper.sum() if upper.dim() == 0 else d_upper
+
+    def _differentiable(
+        self, x: Tensor, k: Tensor, upper: Tensor, mask: Tensor | None, offsets: Tensor | None
+    ) -> Tensor:
         """y in ordinary operations, for every transform."""
-        return self._values(CappedRows(c, upper, self.dual))
+        return self._values(CappedRows(Canonical(x, k, mask, offsets, None), upper, self.dual))
 
-    def _forward(
+    def reference_forward(
         self, x: Tensor, k: Tensor, upper: Tensor, mask: Tensor | None, offsets: Tensor | None
     ) -> tuple[Tensor, Tensor]:
-        """(y, nu); the nu of a row of zeros is -inf, of one at its bounds +inf, and NaN without an answer."""
+        """(y, nu); nu is -inf for a row of zeros, +inf for a saturated one, NaN without an answer."""
         r = CappedRows(Canonical(x, k, mask, offsets, None), upper, self._solve)
         limit = torch.where(r.nothing, -torch.inf, torch.inf)
         limit = torch.where(r.undefined, torch.nan, limit).to(r.nu.dtype)
         nu = torch.where(r.ordinary, r.nu, torch.stack([limit, torch.zeros_like(limit)]))
         return self._values(r), nu
 
-    def _backward(
+    def reference_backward(
         self,
         grad: Tensor,
         x: Tensor,
@@ -103,21 +120,21 @@ class Projection:
         offsets: Tensor | None,
         for_upper: bool,
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """(dx, dk, d_upper), the last summed over a row where all entries have one bound.
+        """(dx, dk, d_upper), the last summed over a row where all entries have one cap.
 
-        dy = weight (dx + dnu) + at_bound dupper, with dnu such that the sum moves with k.
+        dy = weight (dx + dnu) + saturated dupper, with dnu such that the sum moves with k.
         """
         found = torch.where(nu[0].isfinite(), nu, 0)
         r = CappedRows(Canonical(x, k, mask, offsets, None), upper, lambda *_: found)
         rows, ordinary = r.rows, r.rows.spread(r.ordinary)
-        weight, at_bound = self._moves(r)
+        weight, saturated = self._moves(r)
         weight = torch.where(ordinary & (weight > 0), weight, 0)
-        at_bound = torch.where(ordinary, at_bound, rows.spread(r.everything & ~r.nothing) & ~r.absent)
-        g = torch.where((weight > 0) | at_bound, grad.to(rows.wide), 0)
+        saturated = torch.where(ordinary, saturated, rows.spread(r.everything & ~r.nothing) & ~r.absent)
+        g = torch.where((weight > 0) | saturated, grad.to(rows.wide), 0)
         dk = rows.sum(weight * g) / rows.sum(weight).clamp(min=torch.finfo(g.dtype).tiny) * r.spoil
         felt = g - rows.spread(dk)
         dx = torch.where(r.moving, weight * felt, 0) * rows.spread(r.spoil)
-        d_upper = torch.where(at_bound, felt, 0) * rows.spread(r.spoil)
+        d_upper = torch.where(saturated, felt, 0) * rows.spread(r.spoil)
         if not for_upper:
             d_upper = d_upper.new_empty(0)
         elif upper.dim() == 0:
@@ -125,56 +142,10 @@ class Projection:
         return dx.to(x.dtype), dk, d_upper
 
 
-class _Apply(torch.autograd.Function):
-    @staticmethod
-    def forward(
-        ctx: Any,
-        x: Tensor,
-        k: Tensor,
-        upper: Tensor,
-        mask: Tensor | None,
-        offsets: Tensor | None,
-        projection: Projection,
-    ) -> Tensor:
-        y, nu = projection.forward(x, k, upper, mask, offsets)
-        ctx.save_for_backward(x, k, upper, mask, offsets, nu)
-        ctx.projection = projection
-        return y
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        x, k, upper, mask, offsets, nu = ctx.saved_tensors
-        if wants_graph():
-
-            def again(x: Tensor, k: Tensor, upper: Tensor) -> Tensor:
-                return ctx.projection.differentiable(Canonical(x, k, mask, offsets, None), upper)
-
-            return (*differentiate_again(again, grad, x, k, upper), None, None, None)
-        for_upper = ctx.needs_input_grad[2]
-        dx, dk, d_upper = ctx.projection.backward(
-            grad.contiguous(), x, k, upper, nu, mask, offsets, for_upper
-        )
-        if for_upper and upper.dim() == 0:
-            d_upper = d_upper.sum()
-        return dx, gradient_of_k(dk, k), d_upper if for_upper else None, None, None, None
-
-
-def _fake_forward(
-    x: Tensor, k: Tensor, upper: Tensor, mask: Tensor | None, offsets: Tensor | None
-) -> tuple[Tensor, Tensor]:
-    return torch.empty_like(x), operators._fake_nu(x, offsets).to(k.dtype)
-
-
-def _fake_backward(
-    grad: Tensor,
-    x: Tensor,
-    k: Tensor,
-    upper: Tensor,
-    nu: Tensor,
-    mask: Tensor | None,
-    offsets: Tensor | None,
-    for_upper: bool,
+def _empty_gradients(
+    grad: Tensor, x: Tensor, k: Tensor, upper: Tensor, nu: Tensor, *rest: Any
 ) -> tuple[Tensor, Tensor, Tensor]:
+    *_, for_upper = rest
     per_row = nu.new_empty(nu.shape[1])
     d_upper = per_row if upper.dim() == 0 else torch.empty_like(upper)
     return torch.empty_like(x), per_row, d_upper.clone() if for_upper else nu.new_empty(0)
@@ -185,15 +156,15 @@ def pair(hi: Tensor, lo: Tensor) -> Tensor:
     return add(torch.stack([hi, torch.zeros_like(hi)]), lo)
 
 
-def at_bounds(saturated: Tensor, limit: Tensor, rows: Rows) -> Tensor:
+def sum_at_caps(saturated: Tensor, limit: Tensor, rows: Rows) -> Tensor:
     """What the saturated entries of each row sum to; `limit` is like x, or (R, 1) where it is one per row."""
     if isinstance(rows, DenseRows) and limit.shape[-1] == 1:
         return rows.sum(saturated) * limit.squeeze(-1)
     return rows.sum(saturated * limit)
 
 
-def mean_bound(k: Tensor, upper: Tensor, rows: Rows) -> Tensor:
-    """The mean bound of each row, as far as it can matter: no entry gets more than k."""
+def mean_cap(k: Tensor, upper: Tensor, rows: Rows) -> Tensor:
+    """The mean cap of each row, as far as it can matter: no entry gets more than k."""
     mean = upper if upper.dim() == 0 else rows.sum(upper) / rows.sum(torch.ones_like(upper)).clamp(min=1)
     return torch.minimum(mean, 2 * k)
 
@@ -205,11 +176,11 @@ def start(x: Tensor, k: Tensor, offsets: Tensor | None) -> Tensor:
 
 
 class CappedRows:
-    """Rows with a bound beside each entry, and the nu that an operator found for them.
+    """Rows with a cap beside each entry, and the nu that an operator found for them.
 
     `z` is x + nu for the `finite` entries of `ordinary` rows, `upper` is 0 at entries that are `absent`, and
-    entries of +inf, `infinite`, are at their bounds. Where the bounds of those make up k or more, they share
-    it as if they were tied, and the finite entries are absent.
+    entries of +inf, `infinite`, are saturated. Where the caps of those make up k or more, they share it as if
+    they were tied, and the finite entries are absent.
     """
 
     def __init__(self, c: Canonical, upper: Tensor, solve: _Solver) -> None:
@@ -251,7 +222,7 @@ class CappedRows:
         return solve(x.detach(), k.detach(), upper.detach(), offsets)
 
     def finish(self, y: Tensor) -> Tensor:
-        """Put the limits where the formula has none, hold rounding inside the bounds, and round."""
+        """Put the limits where the formula has none, keep y between 0 and the caps, and round."""
         rows = self.rows
         y = y - (y - y.clamp(min=0).minimum(self.upper)).detach()
         y = torch.where(self.absent | rows.spread(self.nothing), 0, y)
@@ -279,28 +250,28 @@ def read(
     elif isinstance(upper, bool) or not isinstance(upper, NUMBERS):
         raise TypeError(f"`upper` must be a number or a tensor, but it is {upper!r}.")
     wide = wide_dtype(x.device)
-    bounds = torch.as_tensor(upper, device=x.device).to(wide)
-    if bounds.dim() > 0:
+    caps = torch.as_tensor(upper, device=x.device).to(wide)
+    if caps.dim() > 0:
         try:
-            bounds = bounds.expand(x.shape)
+            caps = caps.expand(x.shape)
         except RuntimeError:
             raise ValueError(
                 f"`upper` must be a number or broadcast to the shape of `x`, {tuple(x.shape)}, "
-                f"but its shape is {tuple(bounds.shape)}."
+                f"but its shape is {tuple(caps.shape)}."
             ) from None
-        bounds = bounds.movedim(dim, -1).reshape(c.x.shape).contiguous()
-    if bounds.numel() > 0 and readable(bounds):
-        smallest = bounds.detach().amin().item()
+        caps = caps.movedim(dim, -1).reshape(c.x.shape).contiguous()
+    if caps.numel() > 0 and readable(caps):
+        smallest = caps.detach().amin().item()
         if not smallest >= 0:
             raise ValueError(f"`upper` must hold numbers from 0 on, but {smallest:g} is in it.")
         if mask is None and offsets is None and readable(c.k):
-            room = bounds.detach() * c.x.shape[-1] if bounds.dim() == 0 else bounds.detach().sum(-1)
+            room = caps.detach() * c.x.shape[-1] if caps.dim() == 0 else caps.detach().sum(-1)
             _check_room(c.k.detach(), room, upper)
-    return c, bounds
+    return c, caps
 
 
 def _check_room(k: Tensor, room: Tensor, upper: float | Tensor) -> None:
-    """Refuse bounds that leave no room for k; bounds that should sum to k are forgiven their rounding."""
+    """Refuse caps that leave no room for k; those that sum to k but for rounding pass."""
     dtype = upper.dtype if isinstance(upper, Tensor) and upper.is_floating_point() else room.dtype
     missing = k - room * (1 + 16 * torch.finfo(dtype).eps)
     if missing.numel() and bool((missing > 0).any()):

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from torchlml._core.rows import Rows, rows_of
-from torchlml.family.capped import CappedRows, Projection, at_bounds, mean_bound, pair, read, start
+from torchlml.family.capped import CappedRows, ConstrainedProjection, mean_cap, pair, read, start, sum_at_caps
 from torchlml.solvers.newton import add
 from torchlml.solvers.residual import shifted
 
@@ -78,7 +78,7 @@ def _sets(r: CappedRows) -> tuple[Tensor, Tensor]:
 
 
 def _solve(x: Tensor, k: Tensor, upper: Tensor, offsets: Tensor | None) -> Tensor:
-    """nu of every row, by saturating more and more entries; see `capped.Projection`.
+    """nu of every row, by saturating more and more entries; see `capped.ConstrainedProjection`.
 
     For any set of saturated entries, sum of their bounds + sum of exp(x + nu) over the others = k has a root
     that is at most nu, because each term is at least min(upper, exp(x + nu)). So the entries that exceed
@@ -94,7 +94,7 @@ def _solve(x: Tensor, k: Tensor, upper: Tensor, offsets: Tensor | None) -> Tenso
     limit = bound.log()
     edge = _edge(limit)
     # Far below the bounds lml is an exponential as well.
-    unit = mean_bound(k, upper, rows)
+    unit = mean_cap(k, upper, rows)
     nu = add(start(x, k / unit, offsets), unit.log())
     infinite = x == torch.inf
     largest = rows.max(torch.where(infinite, -torch.inf, x)) if bool(infinite.any()) else rows.max(x)
@@ -102,7 +102,7 @@ def _solve(x: Tensor, k: Tensor, upper: Tensor, offsets: Tensor | None) -> Tenso
     nu = torch.where(busy, nu, 0)
     # How far it is from nu to what is proven to be below and above the root. Where no entry exceeds its part
     # of what the finite ones share, it is below.
-    below = ((nu[0] + largest) + nu[1]) - ((k - at_bounds(infinite, bound, rows)) / x.shape[-1]).log()
+    below = ((nu[0] + largest) + nu[1]) - ((k - sum_at_caps(infinite, bound, rows)) / x.shape[-1]).log()
     above = torch.full_like(k, torch.inf)
     count = torch.full_like(k, -1)
     rooted = torch.zeros_like(busy)
@@ -110,7 +110,7 @@ def _solve(x: Tensor, k: Tensor, upper: Tensor, offsets: Tensor | None) -> Tenso
         z = shifted(x, nu, rows)
         saturated = z > edge
         previous, count = count, rows.sum(saturated)
-        taken = at_bounds(saturated, bound, rows)
+        taken = sum_at_caps(saturated, bound, rows)
         rest, filled = k - taken, rows.sum(torch.minimum(z, limit).exp_()) - taken
         # The sum's excess over k is filled - rest. The root for this set is a step of log(rest / filled).
         root, step = add(nu, (rest / filled).log()), (rest / filled).log()
@@ -162,4 +162,4 @@ def _edge(limit: Tensor) -> Tensor:
     return limit + 8 * torch.finfo(limit.dtype).eps * (1 + limit.abs().clamp(max=1000))
 
 
-_project = Projection("constrained_softmax", _solve, _values, _moves)
+_project = ConstrainedProjection("constrained_softmax", _solve, _values, _moves)

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from torchlml._core.rows import Rows, rows_of
-from torchlml.family.capped import CappedRows, Projection, at_bounds, mean_bound, pair, read, start
+from torchlml.family.capped import CappedRows, ConstrainedProjection, mean_cap, pair, read, start, sum_at_caps
 from torchlml.solvers.newton import add
 from torchlml.solvers.residual import shifted
 
@@ -66,7 +66,7 @@ def _sets(r: CappedRows) -> tuple[Tensor, Tensor]:
 
 
 def _solve(x: Tensor, k: Tensor, upper: Tensor, offsets: Tensor | None) -> Tensor:
-    """nu of every row, by Newton's method on a piecewise linear function; see `capped.Projection`.
+    """nu of every row, by Newton's method on a piecewise linear function; see `capped.ConstrainedProjection`.
 
     A step is exact once it does not change which entries are at which bound, and there are finitely many
     ways to be so. Where the function is flat, nu goes to the next entry that would change it; a step that
@@ -79,7 +79,7 @@ def _solve(x: Tensor, k: Tensor, upper: Tensor, offsets: Tensor | None) -> Tenso
     # No entry gets more than k, so a bound of 2 k is none, and is finite.
     limit = torch.minimum(upper, rows.spread(2 * k))
     # A sigmoid four times as steep is close to a clip.
-    unit = mean_bound(k, upper, rows)
+    unit = mean_cap(k, upper, rows)
     nu = add(start(x * rows.spread(4 / unit), k / unit, offsets) * (unit / 4), unit / 2)
     infinite = x == torch.inf
     largest = rows.max(torch.where(infinite, -torch.inf, x)) if bool(infinite.any()) else rows.max(x)
@@ -87,7 +87,7 @@ def _solve(x: Tensor, k: Tensor, upper: Tensor, offsets: Tensor | None) -> Tenso
     nu = torch.where(busy, nu, 0)
     # How far it is from nu to what is proven to be below and above the root. Where no entry exceeds its part
     # of what the finite ones share, it is below.
-    below = ((nu[0] + largest) + nu[1]) - (k - at_bounds(infinite, limit, rows)) / x.shape[-1]
+    below = ((nu[0] + largest) + nu[1]) - (k - sum_at_caps(infinite, limit, rows)) / x.shape[-1]
     above = torch.full_like(k, torch.inf)
     counts = torch.full_like(nu, -1)
     whole = torch.zeros_like(busy)
@@ -139,4 +139,4 @@ def _root(
     return pair(-largest, (k - rows.sum(terms)) / rows.sum(free).clamp(min=1)), inside
 
 
-_project = Projection("constrained_sparsemax", _solve, _values, _moves)
+_project = ConstrainedProjection("constrained_sparsemax", _solve, _values, _moves)

@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from torchlml._core import differentiable, operators, paths
+from torchlml._core import paths
 from torchlml._core.arguments import Canonical, canonical, readable
 from torchlml._core.operators import operator
-from torchlml._core.paths import differentiate_again, gradient_of_k, needs_no_graph, wants_graph
 from torchlml._core.rows import DenseRows
 
 
@@ -73,26 +71,7 @@ def check_whole(k: Any, c: Canonical) -> None:
 
 def with_gradient(choose: Callable[[], Tensor], c: Canonical) -> Tensor:
     """A hard choice with the derivatives of `lml`."""
-    if not paths.is_plain():
-        y = paths.lml(c.x, c.k, c.mask, None, None)
-        return choose() + (y - y.detach())
-    if needs_no_graph(c.x, c.k):
+    if paths.is_plain() and paths.needs_no_graph(c.x, c.k):
         return choose()
-    return _StraightThrough.apply(c.x, c.k, c.mask, choose)
-
-
-class _StraightThrough(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, k: Tensor, mask: Tensor | None, choose: Callable[[], Tensor]) -> Tensor:
-        ctx.save_for_backward(x, k, mask)
-        return choose()
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        x, k, mask = ctx.saved_tensors
-        if wants_graph():
-            again = functools.partial(differentiable.lml, mask=mask, offsets=None)
-            return (*differentiate_again(again, grad, x, k), None, None)
-        y, nu = operators.forward(x, k, mask, None)
-        dx, dk = operators.backward(grad.contiguous(), x, y, nu, mask, None)
-        return dx, gradient_of_k(dk, k), None, None
+    y = paths.lml(c.x, c.k, c.mask, None, None)
+    return choose() + (y - y.detach())

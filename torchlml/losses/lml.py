@@ -7,13 +7,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from torchlml._core import bounds, operators
+from torchlml._core import operators
 from torchlml._core.arguments import Canonical, check_k
+from torchlml._core.bounds import Bound, check_bound, log_lml
 from torchlml._core.paths import (
     differentiate_again,
     gradient_of_k,
     is_plain,
-    log_lml,
     needs_no_graph,
     wants_graph,
 )
@@ -32,7 +32,7 @@ def lml_loss(
     reduction: str = "mean",
     mask: Tensor | None = None,
     offsets: Tensor | None = None,
-    bound: str = "exactly",
+    bound: Bound = "exactly",
 ) -> Tensor:
     """The loss that makes the k predictions of a model recall the labels that were observed.
 
@@ -61,7 +61,7 @@ def lml_loss(
     keeps its size however far a label is behind.
     """
     check_reduction(reduction)
-    bounds.check_bound(bound)
+    check_bound(bound)
     rows = read_logits(logits, mask, offsets)
     unlimited = mask is not None or offsets is not None or bound == "at_most"
     most = None if unlimited else logits.shape[-1]
@@ -83,10 +83,10 @@ class LMLLoss(TopKLoss):
         weight: Tensor | None = None,
         ignore_index: int = -100,
         reduction: str = "mean",
-        bound: str = "exactly",
+        bound: Bound = "exactly",
     ) -> None:
         super().__init__(k, weight, ignore_index, reduction)
-        bounds.check_bound(bound)
+        check_bound(bound)
         self.bound = bound
 
     def forward(
@@ -110,7 +110,7 @@ class LMLLoss(TopKLoss):
         return settings if self.bound == "exactly" else f"{settings}, bound={self.bound!r}"
 
 
-def _through_log_lml(rows: LogitRows, k: Tensor, labels: Labels, bound: str = "exactly") -> Tensor:
+def _through_log_lml(rows: LogitRows, k: Tensor, labels: Labels, bound: Bound = "exactly") -> Tensor:
     """One loss per row from all of log y: for a `bound`, for label weights and every transform of PyTorch."""
     # Half precision is float32 from here on, and rounded once at the end.
     x, offsets = rows.x.to(work_dtype(rows.x.dtype)), rows.offsets
@@ -118,10 +118,7 @@ def _through_log_lml(rows: LogitRows, k: Tensor, labels: Labels, bound: str = "e
         # A row without labels counts for nothing, even if it holds a NaN.
         row = None if offsets is None else row_index(offsets, x.shape[0])
         x = torch.where(_spread(labels.has_label, row), x, 0)
-    if bound == "exactly":
-        log_y = log_lml(x, k, rows.mask, offsets, None)
-    else:
-        log_y = bounds.log_rows(Canonical(x, k, rows.mask, offsets, None), None, bound)
+    log_y = log_lml(Canonical(x, k, rows.mask, offsets, None), None, bound)
     is_label = labels.observed
     if labels.listed is not None:
         log_y, is_label = log_y.gather(-1, labels.listed.clamp(min=0)), labels.listed >= 0

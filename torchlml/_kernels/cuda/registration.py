@@ -15,26 +15,21 @@ from typing import Any
 
 import torch
 
-from torchlml._kernels import reference, reference_loss
-
-_LAYER = ("solve", "forward", "log_forward", "backward", "log_backward", "dual_backward")
-_LOSS = ("loss_forward", "loss_backward")
-OPERATORS = (*_LAYER, *_LOSS)
+# What a GPU calls for each operator that has a kernel there, by name.
+OPERATORS: dict[str, Callable[..., Any]] = {}
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 # Places in a row are int32 in the kernels, a block past the end included.
 _LONGEST_ROW = 2**31 - 2**15
 
 
-def register(library: torch.library.Library, key: str = "CUDA") -> None:
-    """Make the kernels the implementation of the operators under a dispatch key."""
-    for name in OPERATORS:
-        library.impl(name, implementation(name), key)
+def by_triton(name: str, place_of_x: int, plain: Callable[..., Any]) -> Callable[..., Any]:
+    """The operator `name` by Triton where that is possible, else in plain torch.
 
-
-def implementation(name: str) -> Callable[..., Any]:
-    """The operator `name`: by Triton where that is possible, else in plain torch."""
-    place_of_x = 1 if name.endswith("backward") else 0
-    plain = getattr(reference_loss if name in _LOSS else reference, name)
+    Args:
+        name: its name here and in `triton_operators.py`.
+        place_of_x: which of its arguments is x.
+        plain: the operator in plain torch.
+    """
 
     def run(*arguments: Any) -> Any:
         x = arguments[place_of_x]
@@ -42,6 +37,7 @@ def implementation(name: str) -> Callable[..., Any]:
             return getattr(_kernels(), name)(*arguments)
         return plain(*arguments)
 
+    OPERATORS[name] = run
     return run
 
 
@@ -52,13 +48,13 @@ def available() -> bool:
         return False
     try:
         _kernels()
-    except ImportError:  # a Triton that does not work here is no Triton
+    except ImportError:  # a Triton that is installed but cannot be loaded on this machine
         return False
     return True
 
 
 def description() -> str:
-    """Names what tensors on a GPU use: `triton 3.7.1` or `torch`."""
+    """What tensors on a GPU use: `triton 3.7.1` or `torch`."""
     return f"triton {metadata.version('triton')}" if available() else "torch (Triton is not installed)"
 
 
