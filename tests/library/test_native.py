@@ -201,6 +201,14 @@ def test_import_keeps_subnormals() -> None:
     assert run(code).stdout.split() == ["True"] * 3
 
 
+def test_coefficients_are_those_of_the_script() -> None:
+    script = ROOT / "tools" / "fit_vmath.py"
+    if not script.exists():
+        pytest.skip("not a checkout")
+    result = build(ROOT, str(script))
+    assert result.returncode == 0, result.stdout + result.stderr
+
+
 # ---------------------------------------------------------------------------------------- agreement
 
 

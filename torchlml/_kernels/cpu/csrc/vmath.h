@@ -1,4 +1,7 @@
 // exp, log(1 + t) and the logistic function on vectors.
+//
+// The coefficients are those of Chebyshev interpolants: tools/fit_vmath.py computes them, compares them with the
+// digits here and gives their relative errors (exp 1e-7 and 8e-18, log1p 4e-9 and 2e-18, before rounding).
 #pragma once
 
 #include "simd.h"

@@ -1,0 +1,85 @@
+"""Fits the polynomials of csrc/vmath.h and compares every digit with those that stand there.
+
+    python tools/fit_vmath.py
+
+Each is the Chebyshev interpolant of its function on the interval to which vmath.h reduces the argument,
+computed by mpmath with 40 digits. In double precision the leading coefficients are then set to what they are
+in exact arithmetic (2, or 1 and 1), which keeps the function exact at 0. The largest relative error of each
+polynomial is printed beside it; rounding comes on top.
+"""
+
+from __future__ import annotations
+
+import re
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import mpmath
+
+VMATH = Path(__file__).resolve().parents[1] / "torchlml" / "_kernels" / "cpu" / "csrc" / "vmath.h"
+
+
+class Polynomial(NamedTuple):
+    """One polynomial of vmath.h: its function and interval, its coefficients and their digits."""
+
+    name: str
+    function: Callable[[Any], Any]
+    interval: tuple[Any, Any]
+    terms: int
+    digits: int
+    fixed: tuple[int, ...] = ()  # the leading coefficients, from the constant on
+
+
+def atanh_series(q: Any) -> Any:
+    """2 atanh(s) / s as a function of q = s * s; log(1 + t) is s times that, with s = t / (2 + t)."""
+    s = mpmath.sqrt(q)
+    return 2 * mpmath.atanh(s) / s if q > 0 else mpmath.mpf(2)
+
+
+def polynomials() -> list[Polynomial]:
+    """All of them, in the order of vmath.h."""
+    half = mpmath.log(2) / 2  # exp: what is left of a after the nearest multiple of log 2
+    exponents, squares = (-half, half), (mpmath.mpf(0), mpmath.mpf(1) / 9)  # 0 <= t <= 1 gives s <= 1 / 3
+    return [
+        Polynomial("exp, float", mpmath.exp, exponents, 6, 17),
+        Polynomial("exp, double", mpmath.exp, exponents, 12, 20, (1, 1)),
+        Polynomial("log1p, float", atanh_series, squares, 5, 17),
+        Polynomial("log1p, double", atanh_series, squares, 11, 20, (2,)),
+    ]
+
+
+def coefficients(p: Polynomial) -> list[Any]:
+    """From the highest power down to the constant."""
+    fitted = mpmath.chebyfit(p.function, list(p.interval), p.terms)
+    return fitted[: p.terms - len(p.fixed)] + [mpmath.mpf(a) for a in reversed(p.fixed)]
+
+
+def largest_error(p: Polynomial, values: list[Any]) -> float:
+    """The largest relative error on 2001 points, closer together near the ends."""
+    low, high = p.interval
+    points = [low + (high - low) * (1 - mpmath.cos(mpmath.pi * i / 2000)) / 2 for i in range(2001)]
+    return max(float(abs(mpmath.polyval(values, x) / p.function(x) - 1)) for x in points)
+
+
+def main() -> int:
+    """Prints every polynomial with its error; 1 if vmath.h has other digits."""
+    mpmath.mp.dps = 40
+    source = VMATH.read_text()
+    missing = []
+    for p in polynomials():
+        values = coefficients(p)
+        print(f"{p.name}: degree {p.terms - 1}, relative error {largest_error(p, values):.1e}")
+        for value in values[: p.terms - len(p.fixed)]:
+            digits = mpmath.nstr(value, p.digits)
+            print(f"  {digits}")
+            if not re.search(rf"(?<![\d.]){re.escape(digits)}f?\b", source):
+                missing.append(f"{p.name}: {digits}")
+    if missing:
+        print(f"{VMATH.name} has other digits than these:", *missing, sep="\n  ")
+    return 1 if missing else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
