@@ -217,7 +217,8 @@ def test_words_stand_out_from_their_ground(browser: Any, scheme: str) -> None:
     page.goto(PLAYGROUND.as_uri())
     names = ["ink", "soft", "lml", "sigmoid", "softmax", "csoftmax", "csparsemax", "shift", "card", "column"]
     colours = page.evaluate(
-        "names => names.map(name => getComputedStyle(document.documentElement).getPropertyValue('--' + name).trim())",
+        "names => { const style = getComputedStyle(document.documentElement);"
+        " return names.map(name => style.getPropertyValue(`--${name}`).trim()); }",
         names,
     )
     page.close()
