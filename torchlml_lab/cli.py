@@ -2,20 +2,25 @@
 
 Exit codes: 0 when all went well, 1 when something failed on the way, 2 when what was asked for cannot be
 done, 130 when the user interrupted. A subcommand is a module with `main(arguments)`; it is imported only when
-it is called, so that `torchlml info` needs nothing but torch.
+it is called, so that `torchlml info` needs nothing but torch, and `torchlml --help` not even that.
 """
 
-import contextlib
+import codecs
 import importlib
+import inspect
 import io
 import os
+import shutil
 import sys
+import textwrap
 import traceback
 from collections.abc import Mapping, Sequence
-from typing import NamedTuple, TypeVar
+from contextlib import AbstractContextManager, nullcontext
+from importlib import metadata
+from typing import Any, NamedTuple, TypeVar
 
-import torchlml
-from torchlml_lab.errors import BadInput
+from torchlml_lab.errors import BadInput, did_you_mean, sentence
+from torchlml_lab.refusals import options, refusal
 
 Settings = TypeVar("Settings")
 
@@ -32,8 +37,8 @@ COMMANDS = {
         "torchlml_lab.tasks.hidden_labels.demo", "learn the labels nobody wrote down, with five losses"
     ),
     "info": Command("torchlml_lab.info", "print versions, the kernel in use, threads, devices, extras"),
-    "gpu-check": Command("torchlml_lab.gpu_check.command", "check and time the kernels on your GPU"),
-    "bench": Command("torchlml_lab.bench.command", "time lml beside softmax, topk, sort and sigmoid"),
+    "gpu-check": Command("torchlml_lab.gpu_check.check_gpu", "check and time the kernels on your GPU"),
+    "bench": Command("torchlml_lab.bench.benchmarks", "time the layer, its relatives and the losses"),
     "train": Command("torchlml_lab.train", "train a network: a run that can be continued when killed"),
     "sweep": Command("torchlml_lab.sweep", "run a grid of training runs on all cores, into one CSV"),
     "evaluate": Command("torchlml_lab.tasks.scene_graph.evaluate", "all recalls of a scene-graph run"),
@@ -43,14 +48,18 @@ COMMANDS = {
     "step-time": Command(
         "torchlml_lab.tasks.scene_graph.step_time", "time a training step of each scene-graph objective"
     ),
-    "figures": Command("torchlml_lab.figures.command", "draw a figure of the documentation or a study"),
+    "figures": Command("torchlml_lab.figures.gallery", "draw a figure of the documentation or a study"),
 }
+
+# What stands for a character that the output's encoding does not have; any other becomes a question mark.
+_PLAIN = {"±": "+-", "µ": "u", "×": "x", "…": "...", "│": "|", "─": "-", "━": "-"} | dict.fromkeys(
+    "╭╮╰╯", "+"
+)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Runs the command line and returns its exit code.
+    """Run the command line and return its exit code.
 
-    Example:
         >>> main(["--version"])
         torchlml 0.1.0
         0
@@ -65,6 +74,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     debug = "--debug" in words
     if debug:
         words.remove("--debug")
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        codecs.register_error("torchlml-plain", _plain)
+        sys.stdout.reconfigure(errors="torchlml-plain")
     try:
         _dispatch(words)
         sys.stdout.flush()
@@ -80,22 +92,20 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except BadInput as error:
         return _fail(str(error), 2, debug)
     except ModuleNotFoundError as error:
-        if error.name is None or error.name.partition(".")[0] == "torchlml":
-            return _fail(_sentence(error), 1, debug)
-        return _fail(
-            f"`torchlml {words[0]}` needs the package `{error.name}`, which is not installed: "
-            "run `pip install 'torchlml[lab]'`.",
-            2,
-            debug,
-        )
+        package = (error.name or "torchlml").partition(".")[0]
+        if package in ("torchlml", "torchlml_lab"):
+            return _fail(sentence(error), 1, debug)
+        install = "torch" if package == "torch" else "'torchlml[lab]'"
+        said = f"`torchlml {words[0]}` needs the package `{package}`, which is not installed: "
+        return _fail(f"{said}run `pip install {install}`.", 2, debug)
     except Exception as error:
-        return _fail(_sentence(error), 1, debug)
+        return _fail(sentence(error), 1, debug)
 
 
 def parse_settings(
     kind: type[Settings], command: str, arguments: Sequence[str], default: Settings
 ) -> Settings:
-    """Reads the options of a subcommand into its settings.
+    """Read the options of a subcommand into its settings.
 
     Args:
         kind: A dataclass whose docstrings are the help.
@@ -108,28 +118,26 @@ def parse_settings(
     """
     import tyro
 
-    # tyro explains a wrong option in a box of several lines; its first paragraph is the sentence we want.
-    box = io.StringIO()
-    try:
-        with contextlib.redirect_stderr(box):
-            return tyro.cli(
-                kind,
-                prog=f"torchlml {command}",
-                args=arguments,
-                default=default,
-                config=(tyro.conf.FlagCreatePairsOff, tyro.conf.DisallowNone),
-            )
-    except SystemExit as stop:
-        if not stop.code:
-            raise
-        lines = [line.strip("│ ") for line in box.getvalue().splitlines() if not line.startswith(("╭", "╰"))]
-        rule = next((i for i, line in enumerate(lines) if set(line) == {"─"}), len(lines))
-        said = " ".join(lines[:rule]).rstrip(".")
-        raise BadInput(f"{said} (`torchlml {command} --help` explains every option).") from None
+    def refuse(event: Any) -> None:
+        said = refusal(event, arguments, list(options(default)))
+        if said:
+            more = f" (`torchlml {command} --help` explains every option)."
+            raise BadInput(said if said.endswith("?") else said + more)
+
+    with _refusing(refuse):
+        return tyro.cli(
+            kind,
+            prog=f"torchlml {command}",
+            # tyro folds everything to the width of the terminal but this.
+            description=_folded(kind.__doc__ or ""),
+            args=arguments,
+            default=default,
+            config=(tyro.conf.FlagCreatePairsOff, tyro.conf.DisallowNone),
+        )
 
 
 def choose(command: str, table: Mapping[str, Command], arguments: Sequence[str]) -> None:
-    """Runs the one of a command's parts that its first argument names, as in `torchlml train cifar100`.
+    """Run the one of a command's parts that its first argument names, as in `torchlml train cifar100`.
 
     Args:
         command: The subcommand's name.
@@ -142,8 +150,11 @@ def choose(command: str, table: Mapping[str, Command], arguments: Sequence[str])
         sys.stdout.write(f"usage: torchlml {command} NAME [OPTIONS]\n\nnames:\n{parts}\n")
     elif name in table:
         importlib.import_module(table[name].module).main(arguments[1:])
+    elif name.startswith("-"):
+        names = ", ".join(table)
+        raise BadInput(f"`torchlml {command}` takes a name before options like `{name}`: one of {names}.")
     else:
-        raise BadInput(f"`torchlml {command}` has no `{name}`: the names are {', '.join(table)}.")
+        raise BadInput(_unknown(f"`torchlml {command}` has no `{name}`", name, "names", table))
 
 
 def _dispatch(words: list[str]) -> None:
@@ -151,18 +162,36 @@ def _dispatch(words: list[str]) -> None:
     if name in ("-h", "--help"):
         sys.stdout.write(_help())
     elif name == "--version":
-        sys.stdout.write(f"torchlml {torchlml.__version__}\n")
+        sys.stdout.write(f"torchlml {_version()}\n")
     elif name in COMMANDS:
         importlib.import_module(COMMANDS[name].module).main(words[1:])
     else:
-        raise BadInput(f"`torchlml` has no command `{name}`: the commands are {', '.join(COMMANDS)}.")
+        said = f"`torchlml` has no command `{name}`"
+        raise BadInput(_unknown(said, name, "commands", [*COMMANDS, "--help", "--version"]))
+
+
+def _unknown(said: str, name: str, what: str, known: Mapping[str, object] | Sequence[str]) -> str:
+    near = did_you_mean(name, known)
+    listed = ", ".join(one for one in known if not one.startswith("-"))
+    return f"{said}{near}" if near else f"{said}: the {what} are {listed}."
+
+
+def _version() -> str:
+    """The version, from what pip recorded: importing torchlml would import torch, which takes seconds."""
+    try:
+        return metadata.version("torchlml")
+    except metadata.PackageNotFoundError:  # run from a folder of sources
+        return str(importlib.import_module("torchlml").__version__)
 
 
 def _help() -> str:
     commands = "\n".join(f"  {name:<10}{command.summary}" for name, command in COMMANDS.items())
+    about = (
+        "The Limited Multi-Label projection: like softmax, but a row sums to k and every entry is in (0, 1)."
+    )
     return f"""usage: torchlml COMMAND [OPTIONS]
 
-The Limited Multi-Label projection: like softmax, but a row sums to k and every entry is in (0, 1).
+{_folded(about)}
 
 commands (`torchlml COMMAND --help` explains the options of each):
 {commands}
@@ -174,9 +203,29 @@ options:
 """
 
 
-def _sentence(error: Exception) -> str:
-    said = " ".join(str(error).split()) or type(error).__name__
-    return said if said.endswith((".", "!", "?")) else f"{said}."
+def _folded(text: str) -> str:
+    width = shutil.get_terminal_size().columns
+    paragraphs = inspect.cleandoc(text).split("\n\n")
+    return "\n\n".join(textwrap.fill(paragraph, width) for paragraph in paragraphs)
+
+
+def _refusing(refuse: Any) -> AbstractContextManager[None]:
+    """Have tyro hand what is wrong to `refuse` before it draws a box around it.
+
+    The hook is not part of tyro's stable interface: a version without it draws the box and exits with 2.
+    """
+    try:
+        from tyro._errors import on_parse_error
+    except ImportError:
+        return nullcontext()
+    return on_parse_error(refuse)
+
+
+def _plain(error: UnicodeError) -> tuple[str, int]:
+    if not isinstance(error, UnicodeEncodeError):
+        raise error
+    missing = error.object[error.start : error.end]
+    return "".join(_PLAIN.get(character, "?") for character in missing), error.end
 
 
 def _fail(message: str, code: int, debug: bool) -> int:

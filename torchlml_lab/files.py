@@ -1,4 +1,4 @@
-"""Files that are whole or not there: written beside their place and then moved into it; and reading JSON."""
+"""Files that are whole or not there: their place is checked before the work, and they are moved into it."""
 
 import json
 import os
@@ -8,7 +8,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TypeVar
 
-from torchlml_lab.errors import BadInput
+from torchlml_lab.errors import BadInput, reason
 
 Kind = TypeVar("Kind", dict, list)  # type: ignore[type-arg]
 
@@ -24,6 +24,28 @@ def read_json(path: Path, kind: type[Kind]) -> Kind:
         wanted = "object" if kind is dict else "list"
         raise BadInput(f"`{path}` cannot be read: it holds no JSON {wanted}.")
     return values
+
+
+def check_writable(path: Path, option: str) -> None:
+    """Refuse a path where no file can be written, before any work is done for it.
+
+        >>> check_writable(Path("results/rows.csv"), "--csv")
+
+    Args:
+        path: The file to make or replace later; folders that are missing may be made then.
+        option: The option that named it, for the error.
+    """
+    if path.is_dir():
+        raise BadInput(f"`{option}` names `{path}`, which is a folder: give a file.")
+    try:
+        if path.exists() and not path.is_file():
+            raise BadInput(f"`{option}` names `{path}`, which is a device and not a file: give a file.")
+        folder = next(parent for parent in path.absolute().parents if parent.exists())
+        # Rights, a file system that is read-only and a full disk show only when something is written.
+        with tempfile.NamedTemporaryFile(dir=folder, prefix=".torchlml-") as probe:
+            probe.write(b"0")
+    except OSError as error:
+        raise BadInput(f"`{option}` names `{path}`, which cannot be written: {reason(error)}.") from error
 
 
 @contextmanager

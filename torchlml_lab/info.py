@@ -16,8 +16,9 @@ from torchlml_lab.errors import BadInput
 
 USAGE = """usage: torchlml info
 
-Prints the versions of torchlml, torch and Python, which kernel is in use and for which instruction set, how
-many threads torch uses, the devices it sees, and which of the package's extras are installed.
+Prints the versions of torchlml, torch and Python, which kernel is in use and
+for which instruction set, how many threads torch uses, the devices it sees,
+and which of the package's extras are installed.
 
 options:
   -h, --help  print this help
@@ -25,7 +26,7 @@ options:
 
 
 def main(arguments: Sequence[str]) -> None:
-    """Prints what `report` found, one line each."""
+    """Print what `report` found, one line each."""
     if list(arguments) in (["-h"], ["--help"]):
         sys.stdout.write(USAGE)
         return
@@ -37,11 +38,10 @@ def main(arguments: Sequence[str]) -> None:
 
 
 def report() -> dict[str, list[str]]:
-    """Collects what `torchlml info` prints.
+    """Collect what `torchlml info` prints.
 
-    Example:
-        >>> report()["threads"]
-        ['2 of 2']
+        >>> report()["python"]
+        ['3.12.4']
 
     Returns:
         For each subject one or more lines.
@@ -60,7 +60,7 @@ def report() -> dict[str, list[str]]:
 
 
 def kernel() -> str:
-    """Names the kernel that CPU tensors use: `native (x86-64-v3)` or `torch`."""
+    """Name the kernel that CPU tensors use: `native (x86-64-v3)` or `torch`."""
     return f"native ({native.instruction_set()})" if native.loaded() else "torch"
 
 

@@ -10,12 +10,12 @@ from dataclasses import replace
 import numpy
 import pytest
 import torch
+from torchlml_lab.bench.timing import Quantiles, race
 
 import torchlml
 from torchlml_lab import cli
 from torchlml_lab.bench import command, memory, records, timing
 from torchlml_lab.bench.cases import BASELINE, MODES, PROJECTION, Case, call_of
-from torchlml_lab.bench.timing import Quantiles, race
 
 TINY = ["--sizes", "8", "24", "--ks", "n/2", "--batches", "3", "--scales", "1", "--repetitions", "2"]
 HERE = [provider.name for provider in PROJECTION if provider.absent() is None]

@@ -6,12 +6,12 @@ from dataclasses import replace
 
 import pytest
 import torch
+from torchlml_lab.bench.records import Record
 
 import torchlml
 from torchlml_lab import cli
 from torchlml_lab.bench import command, paper, paper_words, records, timing
 from torchlml_lab.bench.cases import Case
-from torchlml_lab.bench.records import Record
 
 TINY = ["--paper", "--sizes", "12", "30", "--ks", "2", "5", "--batches", "4", "--repetitions", "2"]
 TIMED = {(name, "forward") for name in paper_words.NAMES} | {

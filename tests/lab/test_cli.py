@@ -11,11 +11,11 @@ from pathlib import Path
 
 import pytest
 import torch
+from torchlml_lab.bench.command import BenchSettings
 
 import torchlml
 from torchlml._kernels.cpu import native
 from torchlml_lab import cli, info
-from torchlml_lab.bench.command import BenchSettings
 from torchlml_lab.files import replacing
 from torchlml_lab.tasks.hidden_labels.demo import DemoSettings
 

@@ -18,7 +18,7 @@ import torch
 from torchlml._kernels.cuda import registration
 from torchlml._kernels.cuda.plan import plan
 from torchlml_lab import cli, info
-from torchlml_lab.gpu_check import accuracy, command, timing
+from torchlml_lab.gpu_check import check_gpu, comparisons, gpu_timing
 
 ROOT = Path(__file__).parents[2]
 needs_triton = pytest.mark.skipif(not registration.available(), reason="Triton cannot be imported here.")
@@ -132,31 +132,31 @@ def test_gpu_check_without_a_gpu_is_one_sentence(capsys: pytest.CaptureFixture[s
 
 def test_gpu_check_finds_a_wrong_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
     """Its comparisons hold for what is right, here the CPU, and fail for what is 3e-6 off."""
-    monkeypatch.setattr(accuracy, "_DTYPES", (torch.float32,))
-    few = [case for case in accuracy.cases() if case.x.numel() < 10_000]
-    monkeypatch.setattr(accuracy, "cases", lambda: few)
-    losses = [case for case in accuracy.losses() if case.x.numel() < 100_000]
-    monkeypatch.setattr(accuracy, "losses", lambda: losses)
-    assert all(check.passed for check in accuracy.checks("cpu"))
-    right = accuracy._results
+    monkeypatch.setattr(comparisons, "_DTYPES", (torch.float32,))
+    few = [case for case in comparisons.cases() if case.x.numel() < 10_000]
+    monkeypatch.setattr(comparisons, "cases", lambda: few)
+    losses = [case for case in comparisons.losses() if case.x.numel() < 100_000]
+    monkeypatch.setattr(comparisons, "losses", lambda: losses)
+    assert all(check.passed for check in comparisons.checks("cpu"))
+    right = comparisons._results
 
     def wrong(case, x, g):
         found = right(case, x, g)
         return found if x.dtype == torch.float64 else {**found, "y": found["y"] + 3e-6}
 
-    monkeypatch.setattr(accuracy, "_results", wrong)
+    monkeypatch.setattr(comparisons, "_results", wrong)
     assert not any(
-        accuracy._compare(case, torch.float32, "cpu").passed for case in few if "special" not in case.name
+        comparisons._compare(case, torch.float32, "cpu").passed for case in few if "special" not in case.name
     )
 
 
 def test_gpu_check_prints_and_writes_what_it_found() -> None:
-    found = [accuracy.Check("good", 0.5, 1.0), accuracy.Check("bad", 2.0, 1.0)]
-    times = [timing.Measurement("lml", "softmax", (256, 1000), "float32", "forward", 20.0, 10.0, 1.0)]
-    table = command.accuracy_table(found)
+    found = [comparisons.Check("good", 0.5, 1.0), comparisons.Check("bad", 2.0, 1.0)]
+    times = [gpu_timing.GpuTiming("lml", "softmax", (256, 1000), "float32", "forward", 20.0, 10.0, 1.0)]
+    table = check_gpu.accuracy_table(found)
     assert "WRONG  bad" in table
     assert "1 of 2" in table
-    assert "2.00" in command.timing_table(times)
-    written = json.loads(json.dumps(command.as_json(found, times)))
+    assert "2.00" in check_gpu.timing_table(times)
+    written = json.loads(json.dumps(check_gpu.as_json(found, times)))
     assert [check["passed"] for check in written["accuracy"]] == [True, False]
     assert written["timings"][0]["ratio"] == 2.0

@@ -1,22 +1,17 @@
-"""What is timed: a case (a shape, a k, a scale, a type), the providers that compete on it, and the calls.
+"""The problems of a benchmark: a shape, a k, a scale, a type and a number of threads, and grids of them."""
 
-A suite is a list of providers that answer the same question; a further suite (losses, say) is a further list.
-"""
-
-import importlib.util
-from collections.abc import Callable
+import re
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from itertools import product
 
 import torch
 from torch import Tensor
 
-import torchlml
-from torchlml._kernels import reference
-from torchlml._kernels.cpu import native
+from torchlml_lab.errors import BadInput
 
-Mode = Literal["forward", "backward", "forward+backward"]
-MODES: tuple[Mode, ...] = ("forward", "backward", "forward+backward")
+DTYPES = ("float32", "float64", "bfloat16", "float16")
+MOST_ENTRIES = 4_000_000
 
 
 @dataclass(frozen=True)
@@ -37,88 +32,51 @@ class Case:
         return logits.to(getattr(torch, self.dtype))
 
 
-@dataclass(frozen=True)
-class Provider:
-    """A competitor: a differentiable function of the logits and k; `absent` says why it cannot run here."""
+def case_grid(
+    sizes: Sequence[int],
+    ks: Sequence[str],
+    batches: Sequence[int],
+    scales: Sequence[float],
+    dtypes: Sequence[str],
+    threads: Sequence[int],
+) -> list[Case]:
+    """Every combination once; k as numbers, `n/NUMBER` or `n-NUMBER`.
 
-    name: str
-    function: Callable[[Tensor, int], Tensor]
-    absent: Callable[[], str | None] = lambda: None
-
-
-class _PlainTorch(torch.autograd.Function):
-    """lml by the pure-torch kernel, also in a process where the native one has taken its place."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, k: int) -> Tensor:
-        y, nu = reference.forward(x, torch.tensor(k, dtype=torch.float64), None, None)
-        ctx.save_for_backward(x, y, nu)
-        return y
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
-        x, y, nu = ctx.saved_tensors
-        dx, _ = reference.backward(grads[0], x, y, nu, None, None)
-        return dx, None
-
-
-def _budget_bisect(x: Tensor, k: int) -> Tensor:
-    from entmax import budget_bisect
-
-    answer: Tensor = budget_bisect(x, budget=k, dim=-1)
-    return answer
-
-
-def _without_native() -> str | None:
-    return None if native.loaded() else "the native kernel is not loaded (`torchlml info`)"
-
-
-def _without_entmax() -> str | None:
-    return None if importlib.util.find_spec("entmax") else "the package `entmax` is not installed"
-
-
-BASELINE = "softmax"
-PROJECTION = (
-    Provider(BASELINE, lambda x, k: torch.softmax(x, -1)),
-    Provider("lml-native", lambda x, k: torchlml.lml(x, k), _without_native),
-    Provider("lml-torch", lambda x, k: _PlainTorch.apply(x, k)),
-    Provider("lml-bracketing", lambda x, k: torchlml.lml(x, k, solver="bracketing")),
-    Provider("sigmoid", lambda x, k: torch.sigmoid(x)),
-    Provider("topk", lambda x, k: torch.topk(x, k, dim=-1).values),
-    Provider("sort", lambda x, k: torch.sort(x, dim=-1).values),
-    Provider("entmax", _budget_bisect, _without_entmax),
-)
-FAMILY = (
-    Provider(BASELINE, lambda x, k: torch.softmax(x, -1)),
-    Provider("lml", lambda x, k: torchlml.lml(x, k)),
-    Provider("lml-at-most", lambda x, k: torchlml.lml(x, k, bound="at_most")),
-    Provider("lml-value", lambda x, k: torchlml.lml_value(x, k)),
-    Provider("constrained-softmax", lambda x, k: torchlml.constrained_softmax(x, k)),
-    Provider("constrained-sparsemax", lambda x, k: torchlml.constrained_sparsemax(x, k)),
-    Provider("topk-mask", lambda x, k: torchlml.topk_mask(x, k)),
-    Provider("sample-subset", lambda x, k: torchlml.sample_subset(x, k, straight_through=True)),
-    Provider("sort", lambda x, k: torch.sort(x, dim=-1).values),
-)
-SUITES = {"projection": PROJECTION, "family": FAMILY}
-
-
-def call_of(provider: Provider, case: Case, mode: Mode) -> Callable[[], Tensor]:
-    """The call to measure: everything it needs exists before, and nothing is kept after.
-
-    Args:
-        provider: Who answers.
-        case: The problem.
-        mode: "forward" without a graph; "backward" alone, through a graph made beforehand; or both together.
+        >>> [(case.n, case.k) for case in case_grid((4, 10), ("5", "n/2"), (3,), (1.0,), ("float32",), (1,))]
+        [(4, 2), (10, 5)]
 
     Returns:
-        A function without arguments; its result is the output or the gradient.
+        The cases whose k is between 1 and n - 1, with fewer rows where a tensor would have more
+        than 4,000,000 entries; `BadInput` when there are none.
     """
-    x = case.logits()
-    if mode == "forward":
-        return lambda: provider.function(x, case.k)
-    x.requires_grad_()
-    y = provider.function(x, case.k)
-    grad = torch.randn(y.shape, generator=torch.Generator().manual_seed(case.n)).to(y.dtype)
-    if mode == "backward":
-        return lambda: torch.autograd.grad(y, x, grad, retain_graph=True)[0]
-    return lambda: torch.autograd.grad(provider.function(x, case.k), x, grad)[0]
+    found = dict.fromkeys(_cases(sizes, ks, batches, scales, dtypes, threads))
+    if not found:
+        raise BadInput(
+            f"`--ks` is {' '.join(ks)}, and none of it lies between 1 and n - 1 for any of `--sizes`."
+        )
+    return list(found)
+
+
+def _cases(
+    sizes: Sequence[int],
+    ks: Sequence[str],
+    batches: Sequence[int],
+    scales: Sequence[float],
+    dtypes: Sequence[str],
+    threads: Sequence[int],
+) -> Iterator[Case]:
+    for number, dtype, scale, batch, n, text in product(threads, dtypes, scales, batches, sizes, ks):
+        k = _k(text, n)
+        if 0 < k < n:
+            yield Case(n, k, min(batch, max(1, MOST_ENTRIES // n)), scale, dtype, number)
+
+
+def _k(text: str, n: int) -> int:
+    """`5`, `n/2` or `n-1` for a row of n."""
+    found = re.fullmatch(r"(?:n([/-]))?(\d{1,18})", text)
+    if found is None:
+        raise BadInput(f"`--ks` has `{text}`, which is neither a number nor `n/NUMBER` nor `n-NUMBER`.")
+    sign, number = found[1], int(found[2])
+    if sign == "/":
+        return n // number if number else 0
+    return n - number if sign == "-" else number

@@ -1,25 +1,39 @@
-"""The losses, timed forward and backward beside what they compete with: `torchlml bench --losses`."""
+"""`torchlml bench losses`: the losses, forward and backward, beside what they compete with."""
 
-import json
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from datetime import datetime, timezone
 from pathlib import Path
 
 import torch
 from rich.console import Console
-from rich.table import Table
 from torch import Tensor
 from torch.nn import functional as F
 
 import torchlml
-from torchlml_lab.bench import records
 from torchlml_lab.bench.cases import Case
-from torchlml_lab.bench.records import Record
-from torchlml_lab.bench.timing import Timing, race
-from torchlml_lab.info import kernel
+from torchlml_lab.bench.measurements import RowFile, measured
+from torchlml_lab.bench.option_checks import check_numbers
+from torchlml_lab.bench.race import race
+from torchlml_lab.cli import parse_settings
+from torchlml_lab.engine.progress import ProgressBar
+from torchlml_lab.engine.table import plain_table
+from torchlml_lab.engine.threads import cores, use_threads
 
 _MODE = "forward+backward"
+
+
+@dataclass(frozen=True)
+class LossesSettings:
+    """Time the losses with their gradients, in turn, on problems of their own, as ratios to a baseline."""
+
+    threads: tuple[int, ...] = (1,)
+    """Numbers of threads torch may use."""
+    repetitions: int = 100
+    """Rounds at most; in each one every loss is timed once, and the ratios are formed."""
+    seconds: float = 4.0
+    """Time for one problem, shared fairly by the losses; the slowest may be timed only once."""
+    csv: Path = Path("torchlml-bench.csv")
+    """The CSV that the rows are appended to; it is made when it is missing."""
 
 
 @dataclass(frozen=True)
@@ -31,44 +45,66 @@ class Comparison:
     calls: dict[str, Callable[[], Tensor]]
 
 
-def comparisons(threads: int) -> Iterator[Comparison]:
-    """Everything that is compared; a problem is made when its turn comes."""
-    for n, k in ((1000, 5), (1000, 100), (10_000, 5), (10_000, 100)):
-        yield _single_label(n, k, threads)
-    yield _ragged(threads)
+# Each makes its problem when its turn comes, for a number of threads.
+COMPARISONS: tuple[Callable[[int], Comparison], ...] = (
+    lambda threads: _single_label(1000, 5, threads),
+    lambda threads: _single_label(1000, 100, threads),
+    lambda threads: _single_label(10_000, 5, threads),
+    lambda threads: _single_label(10_000, 100, threads),
+    lambda threads: _ragged(threads),
+)
 
 
-def run(threads: tuple[int, ...], repetitions: int, seconds: float, csv: Path, console: Console) -> None:
-    """Measures every comparison, appends its rows to the CSV and shows one table.
+def main(arguments: Sequence[str]) -> None:
+    """Read the options and run the benchmark."""
+    run(parse_settings(LossesSettings, "bench losses", arguments, LossesSettings()), Console())
 
-    Args:
-        threads: Numbers of threads torch may use.
-        repetitions: Rounds at most; in each one every loss is timed once.
-        seconds: Time for one comparison.
-        csv: The CSV that the rows are appended to.
-        console: Where the table goes.
-    """
-    table = Table(title=f"{_MODE}: time", title_justify="left")
-    for name in ("loss", "batch", "n", "k", "threads", "ms", "ratio", "to"):
-        table.add_column(name, justify="left" if name in ("loss", "to") else "right")
-    csv.parent.mkdir(parents=True, exist_ok=True)
-    before = torch.get_num_threads()
-    try:
-        for number in dict.fromkeys(threads):
-            torch.set_num_threads(number)
-            for comparison in comparisons(number):
-                baseline = next(iter(comparison.calls))
-                timings = race(comparison.calls, baseline, repetitions, seconds)
-                records.append(csv, [_record(comparison, *item) for item in timings.items()])
-                for name, timing in timings.items():
-                    case = comparison.case
-                    row = (name, case.batch, case.n, case.k, number)
-                    time, ratio = f"{timing.seconds.p50 * 1e3:.3g}", f"{timing.ratio.p50:.2f}"
-                    table.add_row(*map(str, row), time, ratio, baseline)
-    finally:
-        torch.set_num_threads(before)
+
+def run(settings: LossesSettings, console: Console) -> None:
+    """Measure every comparison, append its rows to the CSV and show one table."""
+    check_numbers("--threads", settings.threads, 1, cores())
+    check_numbers("--repetitions", (settings.repetitions,), 1)
+    check_numbers("--seconds", (settings.seconds,), 0)
+    file = RowFile(settings.csv)
+    jobs = [(number, make) for number in dict.fromkeys(settings.threads) for make in COMPARISONS]
+    console.print(
+        f"{len(jobs)} comparisons of about {settings.seconds:g} s each; the rows go to {settings.csv}.",
+        soft_wrap=True,
+        highlight=False,
+    )
+    heads = ("loss", "ratio to", "batch", "n", "k", "threads", "ms", "ratio")
+    table = plain_table(f"{_MODE}: time of a call in ms, and as a ratio to another loss's", heads, left=2)
+    with ProgressBar(console) as progress:
+        task = progress.add_task("losses", total=len(jobs))
+        for done, (number, make) in enumerate(jobs):
+            try:
+                with use_threads(number):
+                    for row in _add(file, make(number), settings):
+                        table.add_row(*row)
+            except KeyboardInterrupt:
+                raise KeyboardInterrupt(
+                    f"Interrupted: {done} of {len(jobs)} comparisons are in {settings.csv}."
+                ) from None
+            progress.advance(task)
     console.print(table)
-    console.print(f"The rows are in {csv}.", soft_wrap=True)
+    if lacks := file.lacks():
+        raise RuntimeError(lacks)
+    console.print(f"The rows are in {settings.csv}.", soft_wrap=True)
+
+
+def _add(file: RowFile, comparison: Comparison, settings: LossesSettings) -> Iterator[tuple[str, ...]]:
+    """Time a comparison into the file; yields the lines of the table."""
+    case, baseline = comparison.case, next(iter(comparison.calls))
+    timings = race(comparison.calls, baseline, settings.repetitions, settings.seconds)
+    file.add(
+        measured(
+            comparison.operator, name, _MODE, case, timing.seconds.times(1e6), timing.ratio, timing.rounds
+        )
+        for name, timing in timings.items()
+    )
+    problem = (f"{case.batch}", f"{case.n}", f"{case.k}", f"{case.threads}")
+    for name, timing in timings.items():
+        yield name, baseline, *problem, f"{timing.seconds.p50 * 1e3:.3g}", f"{timing.ratio.p50:.2f}"
 
 
 def _single_label(n: int, k: int, threads: int) -> Comparison:
@@ -107,22 +143,3 @@ def _ragged(threads: int) -> Comparison:
 
 def _both(loss: Callable[[Tensor], Tensor], x: Tensor) -> Callable[[], Tensor]:
     return lambda: torch.autograd.grad(loss(x), x)[0]
-
-
-def _record(comparison: Comparison, name: str, timing: Timing) -> Record:
-    seconds, ratio = timing.seconds, timing.ratio
-    return Record(
-        operator=comparison.operator,
-        provider=name,
-        mode=_MODE,
-        metric="time",
-        unit="us",
-        **vars(comparison.case),
-        **{quantile: 1e6 * value for quantile, value in vars(seconds).items()},
-        **{f"ratio_{quantile}": value for quantile, value in vars(ratio).items()},
-        config=json.dumps({"rounds": timing.rounds, "kernel": kernel()}),
-        machine=records.machine(),
-        torch=str(torch.__version__),
-        torchlml=torchlml.__version__,
-        date=datetime.now(timezone.utc).isoformat(timespec="seconds"),
-    )

@@ -1,4 +1,4 @@
-"""The timing study of the paper's section 5.1: `torchlml bench --paper`.
+"""`torchlml bench paper`: the timing study of the paper's section 5.1.
 
 The paper timed the forward pass of the Smooth SVM by two algorithms, its backward pass, the truncated entropy
 and LML, for a minibatch of 256 and 50 trials. Here every competitor is the loss of one label per row, so that
@@ -6,105 +6,139 @@ they answer the same question.
 """
 
 import json
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import replace
-from datetime import datetime, timezone
-from itertools import groupby
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 from rich.console import Console
-from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeRemainingColumn
 from torch import Tensor
 
 import torchlml
-from torchlml_lab.bench import paper_words, records
+from torchlml_lab.bench import paper_figure, paper_tables, report
 from torchlml_lab.bench.cases import Case
-from torchlml_lab.bench.paper_words import BACKWARD, OPERATOR
-from torchlml_lab.bench.records import Record
-from torchlml_lab.bench.timing import race
-from torchlml_lab.figures import timing as timing_figure
-from torchlml_lab.figures.style import check_picture
-from torchlml_lab.info import kernel
+from torchlml_lab.bench.measurements import Measurement, RowFile, machine, measured
+from torchlml_lab.bench.option_checks import check_numbers
+from torchlml_lab.bench.paper_tables import BACKWARD, OPERATOR
+from torchlml_lab.bench.race import Stopped, Timing, race
+from torchlml_lab.cli import parse_settings
+from torchlml_lab.engine.progress import ProgressBar
+from torchlml_lab.engine.threads import cores, use_threads
+from torchlml_lab.errors import BadInput
+from torchlml_lab.style import check_picture
 
 # The slow competitors leave cold caches and returned memory behind; a sample is long enough to forget them.
 SAMPLE_SECONDS = 10e-3
 
 
-def run(cases: Sequence[Case], trials: int, csv: Path, plot: Path, console: Console) -> None:
-    """Measures everything; then writes all rows together, the figure, a table and what follows from it.
+@dataclass(frozen=True)
+class PaperSettings:
+    """Repeat the timing study of the paper's section 5.1, and compare its claims with the numbers.
+
+    Every competitor is timed once in each of the trials, for every k, in turn. The rows of a length are in
+    the CSV when it is done; an interrupted study goes on with --resume.
+    """
+
+    sizes: tuple[int, ...] = (1000, 10_000)
+    """Lengths n of a row."""
+    ks: tuple[int, ...] = (5, 50, 100)
+    """How many to choose, below the smallest length."""
+    batch: int = 256
+    """The number of rows."""
+    threads: tuple[int, ...] = (1,)
+    """Numbers of threads torch may use."""
+    trials: int = 50
+    """How often each competitor is timed on each problem."""
+    csv: Path = Path("torchlml-paper-timing.csv")
+    """The CSV that the rows are appended to; it is made when it is missing."""
+    plot: Path | None = None
+    """The PNG or SVG of the figure; by default a PNG beside the CSV, with its name."""
+    resume: bool = False
+    """Go on: lengths whose rows the CSV has, from this machine and these versions, are not timed again."""
+    quick: bool = False
+    """Begin from rows of 1000 and 5 trials, a minute; other options still change it."""
+
+
+class Entry(NamedTuple):
+    """What is timed: a competitor in a mode, on a problem."""
+
+    case: Case
+    provider: str
+    mode: str
+
+
+def main(arguments: Sequence[str]) -> None:
+    """Read the options and run the study."""
+    usual = PaperSettings()
+    settings = parse_settings(PaperSettings, "bench paper", arguments, usual)
+    if settings.quick:
+        small = replace(usual, sizes=(1000,), trials=5)
+        settings = parse_settings(PaperSettings, "bench paper", arguments, small)
+    run(settings, Console())
+
+
+def run(settings: PaperSettings, console: Console) -> None:
+    """Measure length after length; then show the table, the claims and the figure.
 
     Args:
-        cases: The problems; those that differ in k alone stand together.
-        trials: How often each competitor is timed on each problem.
-        csv: The CSV that the rows are added to, whole or not at all.
-        plot: The PNG of the figure, with an SVG beside it.
-        console: Where the progress, the table and the sentences go.
+        settings: What to measure; wrong values raise `BadInput` before anything is measured.
+        console: Where the progress and the tables go.
     """
-    check_picture(plot)
-    if csv.exists():
-        records.read(csv, "--csv")
-    rows: list[Record] = []
-    groups = [list(group) for _, group in groupby(cases, lambda case: replace(case, k=0))]
-    columns = (TextColumn("{task.description}"), BarColumn(), TaskProgressColumn(), TimeRemainingColumn())
-    before = torch.get_num_threads()
-    try:
-        with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as progress:
-            task = progress.add_task("", total=len(groups) * trials)
-            for group in groups:
-                progress.update(task, description=f"{group[0].batch} x {group[0].n}")
-                torch.set_num_threads(group[0].threads)
-                rows += measure(group, trials, lambda: progress.advance(task))
-    finally:
-        torch.set_num_threads(before)
-    csv.parent.mkdir(parents=True, exist_ok=True)
-    records.append(csv, rows)
-    timing_figure.draw(timing_figure.read(csv), plot)
-    console.print(paper_words.table(rows))
-    for said in paper_words.sentences(rows):
-        console.print(f"- {said}", highlight=False)
-    console.print(f"The rows are in {csv}, the figure is {plot}.", soft_wrap=True)
+    groups = _groups(settings)
+    plot = settings.plot or settings.csv.with_suffix(".png")
+    check_picture(plot, "--plot")
+    file = RowFile(settings.csv)
+    kept = [_kept(file.earlier, group, settings.trials) if settings.resume else [] for group in groups]
+    todo = [group for group, rows in zip(groups, kept, strict=True) if not rows]
+    console.print(
+        f"{len(todo)} of {len(groups)} lengths are to be timed, {settings.trials} trials each; "
+        f"the rows go to {settings.csv}.",
+        soft_wrap=True,
+        highlight=False,
+    )
+    with ProgressBar(console) as progress:
+        task = progress.add_task("", total=len(todo) * settings.trials)
+        for done, group in enumerate(todo):
+            progress.update(task, description=f"{group[0].batch} x {group[0].n}, trials")
+            try:
+                with use_threads(group[0].threads):
+                    file.add(measure(group, settings.trials, lambda: progress.advance(task)))
+            except KeyboardInterrupt as stop:
+                if isinstance(stop, Stopped):
+                    file.add(_rows(stop.timings, device()))
+                raise KeyboardInterrupt(
+                    f"Interrupted: {len(groups) - len(todo) + done} of {len(groups)} lengths are done and "
+                    f"{len(file.new)} rows are in {settings.csv}; `--resume` goes on."
+                ) from None
+    rows = [row for part in kept for row in part] + file.new
+    console.print(paper_tables.times(rows))
+    console.print(paper_tables.claims(rows))
+    everything = paper_figure.of_study([*file.earlier, *file.new])
+    report.finish(file, plot, lambda: paper_figure.draw(everything, plot), console)
 
 
 def device() -> torch.device:
-    """Where the study runs: on the GPU if there is one, as in the paper."""
+    """Choose where the study runs: on the GPU if there is one, as in the paper."""
     return torch.device("cuda" if torch.cuda.is_available() else "cpu")
 
 
-def measure(cases: Sequence[Case], trials: int, after_trial: Callable[[], object]) -> Iterator[Record]:
-    """Times every competitor on problems that differ in k alone, in turn, `trials` times.
+def measure(cases: Sequence[Case], trials: int, after_trial: Callable[[], object]) -> Iterator[Measurement]:
+    """Time every competitor on problems that differ in k alone, in turn, `trials` times.
 
     Args:
         cases: The problems; all of them take part in each round, so that times for different k compare.
         trials: How often each competitor is timed on each problem.
         after_trial: Called after each round, for a progress bar.
 
-    Yields:
-        A record for each problem, competitor and mode; ratios are to the forward pass of the truncated
+    Returns:
+        A row for each problem, competitor and mode; ratios are to the forward pass of the truncated
         entropy on the first problem.
     """
     where = device()
-    calls = {
-        f"{i} {name}": call for i, case in enumerate(cases) for name, call in _calls(case, where).items()
-    }
-    baseline = "0 truncated-entropy forward"
-    for key, timing in race(calls, baseline, trials, float("inf"), after_trial, SAMPLE_SECONDS).items():
-        number, provider, mode = key.split(" ")
-        yield Record(
-            operator=OPERATOR,
-            provider=provider,
-            mode=mode,
-            metric="time",
-            unit="us",
-            **vars(cases[int(number)]),
-            **{quantile: 1e6 * value for quantile, value in vars(timing.seconds).items()},
-            **{f"ratio_{quantile}": value for quantile, value in vars(timing.ratio).items()},
-            config=json.dumps({"rounds": timing.rounds, "kernel": kernel(), "device": where.type}),
-            machine=torch.cuda.get_device_name(where) if where.type == "cuda" else records.machine(),
-            torch=str(torch.__version__),
-            torchlml=torchlml.__version__,
-            date=datetime.now(timezone.utc).isoformat(timespec="seconds"),
-        )
+    calls = {entry: call for case in cases for entry, call in _calls(case, where).items()}
+    baseline = Entry(cases[0], "truncated-entropy", "forward")
+    return _rows(race(calls, baseline, trials, float("inf"), after_trial, SAMPLE_SECONDS), where)
 
 
 def losses(target: Tensor, k: int) -> dict[str, Callable[[Tensor], Tensor]]:
@@ -123,16 +157,66 @@ def losses(target: Tensor, k: int) -> dict[str, Callable[[Tensor], Tensor]]:
     }
 
 
-def _calls(case: Case, where: torch.device) -> dict[str, Callable[[], object]]:
+def _groups(settings: PaperSettings) -> list[list[Case]]:
+    """For each number of threads and each length the problems that differ in k alone."""
+    check_numbers("--sizes", settings.sizes, 2)
+    check_numbers("--ks", settings.ks, 1)
+    check_numbers("--batch", (settings.batch,), 1)
+    check_numbers("--threads", settings.threads, 1, cores())
+    check_numbers("--trials", (settings.trials,), 1)
+    if max(settings.ks) >= min(settings.sizes):
+        most = min(settings.sizes)
+        raise BadInput(f"`--ks` has {max(settings.ks)}, and must be below {most}, the smallest of `--sizes`.")
+    return [
+        [Case(n, k, settings.batch, 1.0, "float32", threads) for k in dict.fromkeys(settings.ks)]
+        for threads in dict.fromkeys(settings.threads)
+        for n in dict.fromkeys(settings.sizes)
+    ]
+
+
+def _kept(earlier: Sequence[Measurement], group: Sequence[Case], trials: int) -> list[Measurement]:
+    """The rows of these problems that an interrupted study left, if all of them are there."""
+    where = device()
+    here = (machine_of(where), str(torch.__version__), torchlml.__version__)
+    wanted = {entry for case in group for entry in _entries(case)}
+    found: dict[Entry, Measurement] = {}
+    for row in earlier:
+        entry = Entry(Case(*row.case), row.provider, row.mode)
+        same = row.operator == OPERATOR and (row.machine, row.torch, row.torchlml) == here
+        if same and entry in wanted and json.loads(row.config)["rounds"] == trials:
+            found[entry] = row
+    return list(found.values()) if len(found) == len(wanted) else []
+
+
+def machine_of(where: torch.device) -> str:
+    """Name what the study runs on, as the CSV does."""
+    return torch.cuda.get_device_name(where) if where.type == "cuda" else machine()
+
+
+def _rows(timings: Mapping[Entry, Timing], where: torch.device) -> Iterator[Measurement]:
+    gpu = machine_of(where) if where.type == "cuda" else None
+    for (case, provider, mode), timing in timings.items():
+        micro = timing.seconds.times(1e6)
+        yield measured(OPERATOR, provider, mode, case, micro, timing.ratio, timing.rounds, gpu=gpu)
+
+
+def _entries(case: Case) -> list[Entry]:
+    names = losses(torch.empty(0), case.k)
+    return [Entry(case, name, "forward") for name in names] + [
+        Entry(case, name, "backward") for name in BACKWARD
+    ]
+
+
+def _calls(case: Case, where: torch.device) -> dict[Entry, Callable[[], object]]:
     x = case.logits().to(where)
     labels = torch.randint(case.n, (case.batch,), generator=torch.Generator().manual_seed(case.n))
-    calls: dict[str, Callable[[], object]] = {}
+    calls: dict[Entry, Callable[[], object]] = {}
     for name, loss in losses(labels.to(where), case.k).items():
-        calls[f"{name} forward"] = _forward(loss, x)
+        calls[Entry(case, name, "forward")] = _forward(loss, x)
         if name in BACKWARD:
-            calls[f"{name} backward"] = _backward(loss, x.clone().requires_grad_())
+            calls[Entry(case, name, "backward")] = _backward(loss, x.clone().requires_grad_())
     if where.type == "cuda":  # a call returns before its work is done
-        return {name: _finished(call) for name, call in calls.items()}
+        return {entry: _finished(call) for entry, call in calls.items()}
     return calls
 
 

@@ -11,7 +11,7 @@ from rich.console import Console
 from torch import Tensor
 
 from torchlml_lab.cli import parse_settings
-from torchlml_lab.figures.style import INK, PAGE, new_figure
+from torchlml_lab.style import INK, PAGE, new_figure
 
 _STEPS = 120
 
@@ -21,11 +21,11 @@ class EntropiesSettings:
     """Draw the entropies of sigmoid, softmax, lml and constrained softmax over the sets they project onto."""
 
     out: Path = Path("torchlml-figures/entropies.png")
-    """The PNG to write, with an SVG beside it; its folder is made when it is missing."""
+    """The PNG or SVG to write; its folder is made when it is missing."""
 
 
 def main(arguments: Sequence[str]) -> None:
-    """Reads the options and draws."""
+    """Read the options and draw."""
     settings = parse_settings(EntropiesSettings, "figures entropies", arguments, EntropiesSettings())
     draw(settings.out)
     Console().print(f"The picture is {settings.out}.", soft_wrap=True)

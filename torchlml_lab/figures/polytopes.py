@@ -17,7 +17,7 @@ from torch import Tensor
 
 import torchlml
 from torchlml_lab.cli import parse_settings
-from torchlml_lab.figures.style import (
+from torchlml_lab.style import (
     BLUE,
     DARK_ORANGE,
     GREY,
@@ -39,11 +39,11 @@ class PolytopesSettings:
     """Draw L(3,1), L(3,2) and L(4,2), and where lml sends a row of logits as it is scaled."""
 
     out: Path = Path("torchlml-figures/polytopes.png")
-    """The PNG to write, with an SVG beside it; its folder is made when it is missing."""
+    """The PNG or SVG to write; its folder is made when it is missing."""
 
 
 def main(arguments: Sequence[str]) -> None:
-    """Reads the options and draws."""
+    """Read the options and draw."""
     settings = parse_settings(PolytopesSettings, "figures polytopes", arguments, PolytopesSettings())
     draw(settings.out)
     Console().print(f"The picture is {settings.out}.", soft_wrap=True)
@@ -118,7 +118,7 @@ def _draw_octahedron(axes: Axes3D) -> None:
 
 
 def _draw_names(axes: Axes3D, corners: Tensor, places: Tensor, colour: str) -> None:
-    """Writes each corner's digits beside it, away from the middle of the drawing."""
+    """Write each corner's digits beside it, away from the middle of the drawing."""
     middle = (0.5, 0.5, 0.5) if corners.shape[1] == 3 else (0, 0, 0)
     x0, y0, _ = proj_transform(*middle, axes.get_proj())
     for corner, place in zip(corners.tolist(), places.tolist(), strict=True):

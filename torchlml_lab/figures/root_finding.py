@@ -12,7 +12,7 @@ from torch import Tensor
 import torchlml
 from torchlml.solvers.brackets import order_offsets
 from torchlml_lab.cli import parse_settings
-from torchlml_lab.figures.style import (
+from torchlml_lab.style import (
     BLUE,
     DARK_ORANGE,
     GREY,
@@ -33,11 +33,11 @@ class RootFindingSettings:
     """Draw how the threshold of six logits is found for k = 2, and from which interval."""
 
     out: Path = Path("torchlml-figures/root-finding.png")
-    """The PNG to write, with an SVG beside it; its folder is made when it is missing."""
+    """The PNG or SVG to write; its folder is made when it is missing."""
 
 
 def main(arguments: Sequence[str]) -> None:
-    """Reads the options and draws."""
+    """Read the options and draw."""
     settings = parse_settings(RootFindingSettings, "figures root-finding", arguments, RootFindingSettings())
     draw(settings.out)
     Console().print(f"The picture is {settings.out}.", soft_wrap=True)

@@ -11,7 +11,7 @@ from torch import Tensor
 
 import torchlml
 from torchlml_lab.cli import parse_settings
-from torchlml_lab.figures.style import BLUE, GREEN, GREY, ORANGE, PAGE, SKY, VERMILION, new_figure
+from torchlml_lab.style import BLUE, GREEN, GREY, ORANGE, PAGE, SKY, VERMILION, new_figure
 
 LOGITS = (3.0, 2.4, 1.9, 0.6, 0.2, -0.3, -1.0, -1.4)
 
@@ -31,11 +31,11 @@ class RelaxationSettings:
     """Draw the same logits through five relaxations, as k, the temperature and the gap change."""
 
     out: Path = Path("torchlml-figures/which-relaxation.png")
-    """The PNG to write, with an SVG beside it; its folder is made when it is missing."""
+    """The PNG or SVG to write; its folder is made when it is missing."""
 
 
 def main(arguments: Sequence[str]) -> None:
-    """Reads the options and draws."""
+    """Read the options and draw."""
     settings = parse_settings(RelaxationSettings, "figures which-relaxation", arguments, RelaxationSettings())
     draw(settings.out)
     Console().print(f"The picture is {settings.out}.", soft_wrap=True)

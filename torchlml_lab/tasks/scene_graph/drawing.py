@@ -7,7 +7,7 @@ from typing import NamedTuple
 from matplotlib.axes import Axes
 from matplotlib.patches import FancyArrowPatch, Rectangle
 
-from torchlml_lab.figures.style import BLUE, GREEN, GREY, INK, PAGE, VERMILION, new_figure
+from torchlml_lab.style import BLUE, GREEN, GREY, INK, PAGE, VERMILION, new_figure
 from torchlml_lab.tasks.scene_graph.data import SceneGraphs
 
 _BACK = {"boxstyle": "round,pad=0.15", "facecolor": "white", "edgecolor": "none", "alpha": 0.85}

@@ -12,7 +12,7 @@ from rich.console import Console
 from torchlml_lab.cli import parse_settings
 from torchlml_lab.engine.table import plain_table
 from torchlml_lab.errors import BadInput
-from torchlml_lab.figures.style import check_picture
+from torchlml_lab.style import check_picture
 from torchlml_lab.tasks.scene_graph import objectives
 from torchlml_lab.tasks.scene_graph.batches import GraphBatches
 from torchlml_lab.tasks.scene_graph.command import vision

@@ -13,9 +13,9 @@ from rich.console import Console
 from torchlml_lab.cli import parse_settings
 from torchlml_lab.engine.table import spread
 from torchlml_lab.errors import BadInput
-from torchlml_lab.figures import tables
-from torchlml_lab.figures.style import GREY, METHODS, ORANGE, PAGE, new_figure
+from torchlml_lab.figures import sources
 from torchlml_lab.files import replacing
+from torchlml_lab.style import GREY, METHODS, ORANGE, PAGE, check_picture, new_figure
 from torchlml_lab.tasks.scene_graph import records
 from torchlml_lab.tasks.scene_graph.evaluation import KS, RECALLS
 from torchlml_lab.tasks.scene_graph.records import FREQUENCY, Record, column
@@ -36,14 +36,15 @@ class SceneGraphFigureSettings:
     methods: tuple[str, ...] = ("softmax", "truncated-entropy-20", "lml-20")
     """The methods whose curves are drawn; the tables have all."""
     out: Path = Path("torchlml-figures/scene-graph.png")
-    """The PNG to write, with an SVG and the tables (.md) beside it; its folder is made when it is missing."""
+    """The PNG or SVG to write, with the tables (.md) beside it; its folder is made when it is missing."""
 
 
 def main(arguments: Sequence[str]) -> None:
-    """Reads the options and draws."""
+    """Read the options and draw."""
     default = SceneGraphFigureSettings()
     settings = parse_settings(SceneGraphFigureSettings, "figures scene-graph", arguments, default)
-    path = tables.find(settings.csv, USUAL, "torchlml sweep scene-graph")
+    check_picture(settings.out)
+    path = sources.find(settings.csv, USUAL, "torchlml sweep scene-graph")
     rows = records.read(path, "--csv")
     trained = [row for row in rows if row.method != FREQUENCY]
     for method in {row.method for row in trained}:
@@ -60,12 +61,12 @@ def main(arguments: Sequence[str]) -> None:
 
 
 def draw(rows: Sequence[Record], methods: Sequence[str], picture: Path) -> None:
-    """Draws a panel for train and one for validation, with the graph constraint and without it.
+    """Draw a panel for train and one for validation, with the graph constraint and without it.
 
     Args:
         rows: The evaluations, one recipe for each method.
         methods: Which curves; each is a mean over the seeds.
-        picture: The PNG to write, with an SVG beside it.
+        picture: The PNG or SVG to write.
     """
     with new_figure(picture, PAGE, 5.0) as figure:
         grid = figure.subplots(2, 2, sharex=True, sharey="row")

@@ -18,7 +18,7 @@ _RESET_HIGHEST = "5"
 
 
 def measurable() -> bool:
-    """Whether this system can tell; false outside Linux with the GNU C library."""
+    """Can this system tell? Not outside Linux with the GNU C library."""
     try:
         _RESET.write_text(_RESET_HIGHEST)
         return hasattr(ctypes.CDLL(None), "malloc_trim") and _resident("VmHWM") > 0
@@ -27,12 +27,10 @@ def measurable() -> bool:
 
 
 def added_bytes(call: Callable[[], object]) -> int:
-    """The bytes that a call adds at its highest point, result included.
+    """Measure the bytes that a call adds at its highest point, result included.
 
-    Example:
-        >>> x = torch.zeros(1000, 1000)
-        >>> added_bytes(lambda: x + 1)
-        4001792
+        x = torch.zeros(1000, 1000)
+        added_bytes(lambda: x + 1)  # 4001792
 
     Args:
         call: What to measure; it runs once before, so that what is allocated only once does not count.

@@ -11,7 +11,7 @@ class NotMadeYet(BadInput):
 
 
 def find(named: Path | None, usual: Sequence[Path], command: str) -> Path:
-    """Finds the CSV.
+    """Find the CSV.
 
     Args:
         named: What `--csv` said, if anything.

@@ -13,15 +13,17 @@ import torch
 import torchlml
 from torchlml_lab import info
 from torchlml_lab.errors import BadInput
-from torchlml_lab.files import replacing
-from torchlml_lab.gpu_check.accuracy import Check, checks
-from torchlml_lab.gpu_check.timing import Measurement, measurements
+from torchlml_lab.files import check_writable, replacing
+from torchlml_lab.gpu_check.comparisons import Check, checks
+from torchlml_lab.gpu_check.gpu_timing import GpuTiming, gpu_timings
 
 USAGE = """usage: torchlml gpu-check [FILE]
 
-Projects rows of every kind on the GPU and compares them with float64 on the CPU; captures a projection in a
-CUDA graph; times lml, log_lml and LMLLoss beside softmax, log_softmax and cross_entropy; looks at the peak of
-memory. Prints a verdict, and writes everything to FILE, to attach to an issue. Exits with 1 if a check fails.
+Projects rows of every kind on the GPU and compares them with float64 on the
+CPU; captures a projection in a CUDA graph; times lml, log_lml and LMLLoss
+beside softmax, log_softmax and cross_entropy; looks at the peak of memory.
+Prints a verdict, and writes everything to FILE, to attach to an issue. Exits
+with 1 if a check fails.
 
 arguments:
   FILE        the JSON file to write (torchlml-gpu-check.json)
@@ -32,7 +34,7 @@ options:
 
 
 def main(arguments: Sequence[str]) -> None:
-    """Runs everything, prints the verdicts and writes the file."""
+    """Run everything, print the verdicts and write the file."""
     if list(arguments) in (["-h"], ["--help"]):
         sys.stdout.write(USAGE)
         return
@@ -41,13 +43,14 @@ def main(arguments: Sequence[str]) -> None:
     if not torch.cuda.is_available():
         raise BadInput("`torchlml gpu-check` needs a GPU, and torch sees none here.")
     path = Path(arguments[0] if arguments else "torchlml-gpu-check.json")
-    if not path.absolute().parent.is_dir():
-        raise BadInput(f"`{path}` cannot be written: its folder does not exist.")
+    check_writable(path, "FILE")
     for line in info.report()["gpu kernel"] + info.report()["devices"]:
         sys.stdout.write(f"{line}\n")
+    _say("Comparing with float64 on the CPU; the first call of each kernel compiles it.")
     accuracy = [*checks("cuda"), _graph()]
     sys.stdout.write(accuracy_table(accuracy))
-    timings = list(measurements())
+    _say("Timing beside softmax, log_softmax and cross_entropy.")
+    timings = list(gpu_timings())
     sys.stdout.write(timing_table(timings))
     with replacing(path) as temporary:
         temporary.write_text(json.dumps(as_json(accuracy, timings), indent=1) + "\n")
@@ -57,8 +60,13 @@ def main(arguments: Sequence[str]) -> None:
         raise RuntimeError(f"{failed} checks failed; please attach {path} to an issue.")
 
 
+def _say(line: str) -> None:
+    sys.stdout.write(f"{line}\n")
+    sys.stdout.flush()
+
+
 def accuracy_table(accuracy: Sequence[Check]) -> str:
-    """The verdict on the numbers: every check that failed, and the one nearest to failing."""
+    """Write the verdict on the numbers: every check that failed, and how many are right."""
     wrong = [check for check in accuracy if not check.passed]
     lines = [
         f"  WRONG  {check.name}: error {check.error:.3g}, allowed {check.allowed:.3g}" for check in wrong
@@ -67,8 +75,8 @@ def accuracy_table(accuracy: Sequence[Check]) -> str:
     return "\n".join(["", *lines, verdict, ""])
 
 
-def timing_table(timings: Sequence[Measurement]) -> str:
-    """A line for each pair, shape, dtype and mode."""
+def timing_table(timings: Sequence[GpuTiming]) -> str:
+    """Write a line for each pair, shape, dtype and mode."""
     lines = [
         f"\n{'':<9}{'shape':>15} {'dtype':<9}{'mode':<19}{'µs':>9}{'beside':>9}{'ratio':>7}{'memory':>8}"
     ]
@@ -82,7 +90,7 @@ def timing_table(timings: Sequence[Measurement]) -> str:
     return "\n".join([*lines, ""])
 
 
-def as_json(accuracy: Sequence[Check], timings: Sequence[Measurement]) -> dict[str, Any]:
+def as_json(accuracy: Sequence[Check], timings: Sequence[GpuTiming]) -> dict[str, Any]:
     """What the file holds: versions and devices, every check, every measurement."""
     return {
         "versions": info.report(),

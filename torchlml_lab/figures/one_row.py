@@ -13,7 +13,7 @@ from torch import Tensor
 import torchlml
 from torchlml_lab.cli import parse_settings
 from torchlml_lab.errors import BadInput
-from torchlml_lab.figures.style import (
+from torchlml_lab.style import (
     BLUE,
     GREY,
     ORANGE,
@@ -36,11 +36,11 @@ class ProjectionSettings:
     k: float = 3.0
     """What the projected row sums to: how many of the ten labels to choose, between 0 and 10."""
     out: Path = Path("torchlml-figures/projection.png")
-    """The PNG to write, with an SVG beside it; its folder is made when it is missing."""
+    """The PNG or SVG to write; its folder is made when it is missing."""
 
 
 def main(arguments: Sequence[str]) -> None:
-    """Reads the options, prints the table and draws the picture."""
+    """Read the options, print the table and draw the picture."""
     settings = parse_settings(ProjectionSettings, "figures projection", arguments, ProjectionSettings())
     x = torch.tensor(LOGITS)
     if not 0 < settings.k < len(x):
@@ -79,13 +79,13 @@ def _starred(value: float) -> str:
 
 
 def draw(x: Tensor, answers: dict[str, Tensor], k: float, picture: Path) -> None:
-    """Draws the three answers as bars, and lml as the sigmoid that slides along until its sum is k.
+    """Draw the three answers as bars, and lml as the sigmoid that slides along until its sum is k.
 
     Args:
         x: The logits of one row.
         answers: What softmax, sigmoid and lml make of them, by name.
         k: What the last of them sums to.
-        picture: The PNG to write, with an SVG beside it.
+        picture: The PNG or SVG to write.
     """
     with new_figure(picture, PAGE, 2.7) as figure:
         bars, curve = figure.subplots(1, 2, width_ratios=(1.35, 1))

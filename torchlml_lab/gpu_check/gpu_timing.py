@@ -21,7 +21,7 @@ _ROUNDS = 50
 _MEMORY_ALLOWED = 2.0
 
 
-class Measurement(NamedTuple):
+class GpuTiming(NamedTuple):
     """Median microseconds of a call and of PyTorch's beside it, and the peak of memory it added, over x."""
 
     name: str
@@ -43,7 +43,7 @@ class Measurement(NamedTuple):
         return self.memory <= _MEMORY_ALLOWED or self.shape[0] * self.shape[1] < 250_000
 
 
-def measurements() -> Iterator[Measurement]:
+def gpu_timings() -> Iterator[GpuTiming]:
     """Each pair at each shape, forward alone and with its gradient."""
     for dtype in _DTYPES:
         for rows, n in SHAPES:
@@ -64,7 +64,7 @@ def measurements() -> Iterator[Measurement]:
                 for mode in ("forward", "forward + backward"):
                     first, second = _call(ours, x, mode), _call(theirs, x, mode)
                     taken, taken_beside = _race(first, second)
-                    yield Measurement(
+                    yield GpuTiming(
                         name,
                         beside,
                         (rows, n),

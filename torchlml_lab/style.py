@@ -1,4 +1,4 @@
-"""The one look of all figures: sizes, colours and type, and how a figure becomes a PNG and an SVG."""
+"""The one look of all figures: sizes, colours and type, and how a figure becomes a file."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -9,7 +9,7 @@ import matplotlib
 from matplotlib.figure import Figure
 
 from torchlml_lab.errors import BadInput
-from torchlml_lab.files import replacing
+from torchlml_lab.files import check_writable, replacing
 
 # Inches: the columns and the page of a paper in two columns. Type is 8 points at this size.
 COLUMN, PAGE = 3.4, 7.0
@@ -58,14 +58,13 @@ _LOOK: dict[Any, Any] = {
 
 @contextmanager
 def new_figure(picture: Path, width: float, height: float) -> Iterator[Figure]:
-    """Gives an empty figure in the common look, and writes it when the block ends well.
+    """Give an empty figure in the common look, and write it when the block ends well.
 
-    Example:
-        >>> with new_figure(Path("line.png"), COLUMN, 2) as figure:
-        ...     figure.subplots().plot([0, 1])
+        with new_figure(Path("line.png"), COLUMN, 2) as figure:
+            figure.subplots().plot([0, 1])
 
     Args:
-        picture: The PNG to write; the SVG is beside it, with its name. Its folder is made when it is missing.
+        picture: The PNG or SVG to write, by its suffix. Its folder is made when it is missing.
         width: In inches; `COLUMN` or `PAGE`.
         height: In inches.
 
@@ -77,14 +76,13 @@ def new_figure(picture: Path, width: float, height: float) -> Iterator[Figure]:
         figure = Figure(figsize=(width, height), layout="constrained")
         yield figure
         picture.parent.mkdir(parents=True, exist_ok=True)
-        for path, metadata in ((picture, {}), (picture.with_suffix(".svg"), {"Date": None})):
-            with replacing(path) as temporary:
-                figure.savefig(temporary, format=path.suffix[1:], metadata=metadata)
+        kind = picture.suffix[1:]
+        with replacing(picture) as temporary:
+            figure.savefig(temporary, format=kind, metadata={"Date": None} if kind == "svg" else {})
 
 
-def check_picture(picture: Path) -> None:
-    """Refuses a path that a PNG cannot be written to."""
-    if picture.is_dir():
-        raise BadInput(f"`--out` names `{picture}`, which is a folder: give a file.")
-    if picture.suffix != ".png":
-        raise BadInput(f"`--out` names `{picture}`, which must end in `.png`; the SVG is written beside it.")
+def check_picture(picture: Path, option: str = "--out") -> None:
+    """Refuse a path that a picture cannot be written to."""
+    if picture.suffix not in (".png", ".svg") and not picture.is_dir():
+        raise BadInput(f"`{option}` names `{picture}`, which must end in `.png` or `.svg`.")
+    check_writable(picture, option)

@@ -11,8 +11,8 @@ from rich.console import Console
 
 from torchlml_lab.cli import parse_settings
 from torchlml_lab.errors import BadInput
-from torchlml_lab.figures import tables
-from torchlml_lab.figures.style import METHODS, PAGE, new_figure
+from torchlml_lab.figures import sources
+from torchlml_lab.style import METHODS, PAGE, check_picture, new_figure
 from torchlml_lab.tasks.cifar100 import records
 from torchlml_lab.tasks.cifar100.records import Record
 
@@ -27,14 +27,15 @@ class Cifar100FigureSettings:
     csv: Path | None = None
     """The CSV of `torchlml sweep cifar100`; by default runs/cifar100-sweep/results.csv, else results/'s."""
     out: Path = Path("torchlml-figures/cifar100.png")
-    """The PNG to write, with an SVG beside it; its folder is made when it is missing."""
+    """The PNG or SVG to write; its folder is made when it is missing."""
 
 
 def main(arguments: Sequence[str]) -> None:
-    """Reads the options and draws."""
+    """Read the options and draw."""
     default = Cifar100FigureSettings()
     settings = parse_settings(Cifar100FigureSettings, "figures cifar100", arguments, default)
-    path = tables.find(settings.csv, USUAL, "torchlml sweep cifar100")
+    check_picture(settings.out)
+    path = sources.find(settings.csv, USUAL, "torchlml sweep cifar100")
     rows = records.read(path, "--csv")
     for loss in {row.loss for row in rows}:
         if len({row.recipe for row in rows if row.loss == loss}) > 1:
@@ -46,11 +47,11 @@ def main(arguments: Sequence[str]) -> None:
 
 
 def draw(rows: Sequence[Record], picture: Path) -> None:
-    """Draws one panel for top-1 and one for top-k; bars are standard deviations over the seeds.
+    """Draw one panel for top-1 and one for top-k; bars are standard deviations over the seeds.
 
     Args:
         rows: The runs, one recipe for each loss.
-        picture: The PNG to write, with an SVG beside it.
+        picture: The PNG or SVG to write.
     """
     with new_figure(picture, PAGE, 2.9) as figure:
         panels = figure.subplots(1, 2)

@@ -1,4 +1,4 @@
-"""`torchlml figures timing`: the timing study of the paper's section 5.1, from the CSV of `bench --paper`."""
+"""`torchlml figures timing`: the timing study of the paper's section 5.1, from the CSV of `bench paper`."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -7,13 +7,12 @@ from pathlib import Path
 from matplotlib.axes import Axes
 from rich.console import Console
 
-from torchlml_lab.bench import records
-from torchlml_lab.bench.paper_words import OPERATOR
-from torchlml_lab.bench.records import Record
+from torchlml_lab.bench.measurements import Measurement, latest, read
+from torchlml_lab.bench.paper_tables import OPERATOR
 from torchlml_lab.cli import parse_settings
 from torchlml_lab.errors import BadInput
-from torchlml_lab.figures import tables
-from torchlml_lab.figures.style import INK, METHODS, PAGE, VERMILION, new_figure
+from torchlml_lab.figures import sources
+from torchlml_lab.style import INK, METHODS, PAGE, VERMILION, check_picture, new_figure
 
 USUAL = (Path("torchlml-paper-timing.csv"), Path("results/paper-timing.csv"))
 
@@ -38,40 +37,41 @@ class TimingFigureSettings:
     """Draw the times of the losses against k, one panel for each length of a row."""
 
     csv: Path | None = None
-    """The CSV of `torchlml bench --paper`; by default torchlml-paper-timing.csv, else that in results/."""
+    """The CSV of `torchlml bench paper`; by default torchlml-paper-timing.csv, else that in results/."""
     out: Path = Path("torchlml-figures/timing.png")
-    """The PNG to write, with an SVG beside it; its folder is made when it is missing."""
+    """The PNG or SVG to write; its folder is made when it is missing."""
 
 
 def main(arguments: Sequence[str]) -> None:
-    """Reads the options and draws."""
+    """Read the options and draw."""
     settings = parse_settings(TimingFigureSettings, "figures timing", arguments, TimingFigureSettings())
-    path = tables.find(settings.csv, USUAL, "torchlml bench --paper")
-    draw(read(path), settings.out)
+    check_picture(settings.out)
+    path = sources.find(settings.csv, USUAL, "torchlml bench paper")
+    rows = of_study(read(path, "--csv"))
+    if not rows:
+        raise BadInput(f"`--csv` names `{path}`, which has no row of `torchlml bench paper`.")
+    draw(rows, settings.out)
     Console().print(f"The figure is {settings.out}.", soft_wrap=True)
 
 
-def read(path: Path) -> list[Record]:
-    """The rows of the study in a CSV of benchmarks; `BadInput` when there are none."""
-    rows = [row for row in records.read(path, "--csv") if row.operator == OPERATOR]
-    if not rows:
-        raise BadInput(f"`--csv` names `{path}`, which has no row of `torchlml bench --paper`.")
-    return rows
+def of_study(rows: Sequence[Measurement]) -> list[Measurement]:
+    """Pick the rows of the study from those of all benchmarks."""
+    return [row for row in rows if row.operator == OPERATOR]
 
 
-def draw(rows: Sequence[Record], picture: Path) -> None:
-    """One panel for each length of a row; a point is the median, its band the 20th to 80th percentile.
+def draw(rows: Sequence[Measurement], picture: Path) -> None:
+    """Draw one panel for each length of a row; a point is the median, its band the 20th to 80th percentile.
 
     Args:
-        rows: What `torchlml bench --paper` measured; where a case was measured twice, the last counts.
-        picture: The PNG to write, with an SVG beside it.
+        rows: What `torchlml bench paper` measured; where a case was measured twice, the last counts.
+        picture: The PNG or SVG to write.
     """
-    latest = [row for row in records.latest(rows).values() if row.threads == rows[-1].threads]
-    sizes = sorted({row.n for row in latest})
+    shown = [row for row in latest(rows).values() if row.threads == rows[-1].threads]
+    sizes = sorted({row.n for row in shown})
     with new_figure(picture, PAGE, 3.4) as figure:
         panels = figure.subplots(1, len(sizes), sharey=True, squeeze=False)[0]
         for axes, n in zip(panels, sizes, strict=True):
-            _draw_panel(axes, [row for row in latest if row.n == n])
+            _draw_panel(axes, [row for row in shown if row.n == n])
             axes.set_title(f"n = {n:,}")
         panels[0].set_ylabel("time of a call (ms)")
         handles, labels = panels[0].get_legend_handles_labels()
@@ -82,7 +82,7 @@ def draw(rows: Sequence[Record], picture: Path) -> None:
         figure.supxlabel(where, fontsize=6.5, color="#555555")
 
 
-def _draw_panel(axes: Axes, rows: Sequence[Record]) -> None:
+def _draw_panel(axes: Axes, rows: Sequence[Measurement]) -> None:
     for (provider, mode), (label, colour, marker, line) in LOOK.items():
         series = sorted((r for r in rows if (r.provider, r.mode) == (provider, mode)), key=lambda r: r.k)
         if series:

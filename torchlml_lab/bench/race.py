@@ -6,9 +6,12 @@ samples taken within milliseconds of each other, and the median is taken over th
 
 import gc
 import random
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Hashable, Mapping
 from dataclasses import dataclass
 from time import perf_counter
+from typing import Any, TypeVar
+
+Name = TypeVar("Name", bound=Hashable)
 
 # A sample lasts about this long, by repeating short calls: the clock then costs less than a percent.
 _SAMPLE_SECONDS = 0.5e-3
@@ -25,7 +28,7 @@ class Quantiles:
 
     @classmethod
     def of(cls, samples: list[float]) -> "Quantiles":
-        """Those of the samples, by linear interpolation."""
+        """Compute those of the samples, by linear interpolation."""
         ordered = sorted(samples)
 
         def at(q: float) -> float:
@@ -35,6 +38,10 @@ class Quantiles:
             return ordered[low] + (place - low) * (ordered[high] - ordered[low])
 
         return cls(at(0.2), at(0.5), at(0.8))
+
+    def times(self, factor: float) -> "Quantiles":
+        """Give those of the samples in another unit."""
+        return Quantiles(factor * self.p20, factor * self.p50, factor * self.p80)
 
 
 @dataclass(frozen=True)
@@ -46,15 +53,23 @@ class Timing:
     rounds: int
 
 
+class Stopped(KeyboardInterrupt):
+    """Ctrl-C during a race; `timings` are those of the rounds that were finished."""
+
+    def __init__(self, timings: Mapping[Any, Timing]) -> None:
+        super().__init__()
+        self.timings = timings
+
+
 def race(
-    calls: Mapping[str, Callable[[], object]],
-    baseline: str,
+    calls: Mapping[Name, Callable[[], object]],
+    baseline: Name,
     repetitions: int,
     seconds: float,
     after_round: Callable[[], object] = lambda: None,
     sample_seconds: float | None = None,
-) -> dict[str, Timing]:
-    """Times every call in turn, in a new order each round.
+) -> dict[Name, Timing]:
+    """Time every call in turn, in a new order each round.
 
     A slow competitor runs in the first round, and sits out the later ones when it has used its share of the
     time, so that it cannot starve the others. The baseline never does: every ratio needs it.
@@ -68,12 +83,12 @@ def race(
         sample_seconds: How long a sample lasts at least; longer forgets the cold caches of a call before.
 
     Returns:
-        For each name its timing.
+        For each name its timing. `Stopped` is raised by Ctrl-C when a round was finished before it.
     """
     lasting = _SAMPLE_SECONDS if sample_seconds is None else sample_seconds
     repeats = {name: _repeats(call, lasting) for name, call in calls.items()}
-    samples: dict[str, list[float]] = {name: [] for name in calls}
-    ratios: dict[str, list[float]] = {name: [] for name in calls}
+    samples: dict[Name, list[float]] = {name: [] for name in calls}
+    ratios: dict[Name, list[float]] = {name: [] for name in calls}
     spent = dict.fromkeys(calls, 0.0)
     share = seconds / len(calls)
     shuffler = random.Random(0)
@@ -93,17 +108,25 @@ def race(
                 ratios[name].append(time / sample[baseline])
                 spent[name] += time * repeats[name]
             after_round()
+    except KeyboardInterrupt:
+        if not samples[baseline]:
+            raise
+        raise Stopped(_timings(samples, ratios)) from None
     finally:
         if was_enabled:
             gc.enable()
+    return _timings(samples, ratios)
+
+
+def _timings(samples: Mapping[Name, list[float]], ratios: Mapping[Name, list[float]]) -> dict[Name, Timing]:
     return {
-        name: Timing(Quantiles.of(samples[name]), Quantiles.of(ratios[name]), len(samples[name]))
-        for name in calls
+        name: Timing(Quantiles.of(taken), Quantiles.of(ratios[name]), len(taken))
+        for name, taken in samples.items()
     }
 
 
 def _repeats(call: Callable[[], object], sample_seconds: float) -> int:
-    """How many calls make a sample long enough; found while the call warms up."""
+    """Find how many calls make a sample long enough, while the call warms up."""
     fastest = spent = _sample(call, 1)
     while spent < _WARM_UP_SECONDS:
         once = _sample(call, 1)

@@ -1,4 +1,4 @@
-"""`torchlml figures NAME`: finds the figure; `all` draws every one that can be drawn here."""
+"""`torchlml figures NAME`: the figures by name; a further one is a module with `main` and a line here."""
 
 import importlib
 from collections.abc import Sequence
@@ -9,10 +9,11 @@ from rich.console import Console
 
 from torchlml_lab.cli import Command, choose, parse_settings
 from torchlml_lab.errors import BadInput
-from torchlml_lab.figures.tables import NotMadeYet
+from torchlml_lab.figures.sources import NotMadeYet
+from torchlml_lab.files import check_writable
 
 FIGURES = {
-    "projection": Command("torchlml_lab.figures.projection", "one row through softmax, sigmoid and lml"),
+    "projection": Command("torchlml_lab.figures.one_row", "one row through softmax, sigmoid and lml"),
     "polytopes": Command(
         "torchlml_lab.figures.polytopes", "the sets L(3,1), L(3,2) and L(4,2), and projections"
     ),
@@ -26,10 +27,12 @@ FIGURES = {
     "which-relaxation": Command(
         "torchlml_lab.figures.which_relaxation", "the same logits through five relaxations"
     ),
-    "timing": Command("torchlml_lab.figures.timing", "the paper's timing study, from its CSV"),
-    "cifar100": Command("torchlml_lab.figures.cifar100", "accuracy against label noise, from a sweep"),
+    "timing": Command("torchlml_lab.bench.paper_figure", "the paper's timing study, from its CSV"),
+    "cifar100": Command(
+        "torchlml_lab.figures.accuracy_by_noise", "accuracy against label noise, from a sweep"
+    ),
     "scene-graph": Command(
-        "torchlml_lab.figures.scene_graph", "recall against epochs, and tables, from a sweep"
+        "torchlml_lab.figures.recall_by_epoch", "recall against epochs, and tables, from a sweep"
     ),
 }
 
@@ -39,11 +42,11 @@ class AllSettings:
     """Draw every figure with its usual settings; those whose CSV is not there say what makes it."""
 
     out: Path = Path("torchlml-figures")
-    """The folder for NAME.png and NAME.svg of each figure; it is made when it is missing."""
+    """The folder for NAME.png of each figure; it is made when it is missing."""
 
 
 def main(arguments: Sequence[str]) -> None:
-    """Draws the figure that is named first in the arguments."""
+    """Draw the figure that is named first in the arguments."""
     if arguments and arguments[0] == "all":
         draw_all(parse_settings(AllSettings, "figures all", arguments[1:], AllSettings()))
     else:
@@ -52,9 +55,10 @@ def main(arguments: Sequence[str]) -> None:
 
 
 def draw_all(settings: AllSettings) -> None:
-    """Draws one figure after the other; one that cannot be drawn keeps none of the others from it."""
+    """Draw one figure after the other; one that cannot be drawn keeps none of the others from it."""
     if settings.out.exists() and not settings.out.is_dir():
         raise BadInput(f"`--out` names `{settings.out}`, which is a file: give a folder.")
+    check_writable(settings.out / "projection.png", "--out")
     refused: list[BadInput] = []
     for name, figure in FIGURES.items():
         try:

@@ -1,0 +1,171 @@
+"""The benchmark of a function of the logits and k: every competitor on every case of a grid, over softmax."""
+
+import gc
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from itertools import product
+from pathlib import Path
+from typing import Any, TypeVar, cast
+
+from rich.console import Console
+
+from torchlml_lab.bench import peak_memory, report
+from torchlml_lab.bench.cases import DTYPES, Case, case_grid
+from torchlml_lab.bench.competitors import BASELINE, MODES, Mode, Provider, call_of
+from torchlml_lab.bench.measurements import Measurement, RowFile, latest, measured, read
+from torchlml_lab.bench.option_checks import check_choices, check_numbers
+from torchlml_lab.bench.race import Quantiles, race
+from torchlml_lab.cli import parse_settings
+from torchlml_lab.engine.progress import ProgressBar
+from torchlml_lab.engine.threads import cores, use_threads
+from torchlml_lab.errors import BadInput
+from torchlml_lab.style import check_picture
+
+METRICS = ("time", "memory")
+
+
+def _metrics() -> tuple[str, ...]:
+    return METRICS if peak_memory.measurable() else METRICS[:1]
+
+
+@dataclass(frozen=True)
+class GridSettings:
+    """What the benchmarks on a grid of cases have in common."""
+
+    sizes: tuple[int, ...] = (100, 1000, 10_000, 1_000_000)
+    """Lengths n of a row."""
+    ks: tuple[str, ...] = ("5", "n/2")
+    """How many to choose: numbers, or `n/NUMBER`, or `n-NUMBER`; those outside 1 to n-1 are left out."""
+    batches: tuple[int, ...] = (256,)
+    """Numbers of rows; long rows get fewer, so that no tensor has more than 4,000,000 entries."""
+    scales: tuple[float, ...] = (1.0, 12.0)
+    """Standard deviations of the logits."""
+    dtypes: tuple[str, ...] = ("float32",)
+    """Types of the logits: float32, float64, bfloat16, float16."""
+    threads: tuple[int, ...] = (1,)
+    """Numbers of threads torch may use."""
+    providers: tuple[str, ...] = ()
+    """Who competes; by default all that can run here. Softmax always takes part: the ratios are to it."""
+    modes: tuple[str, ...] = MODES
+    """What is measured: forward without a graph, backward alone, forward+backward through autograd."""
+    metrics: tuple[str, ...] = field(default_factory=_metrics)
+    """`time` of a call, or `memory` (Linux): what a call adds to the process at its highest, result too."""
+    repetitions: int = 100
+    """Rounds; in each one every provider is timed once, and the ratios are formed."""
+    seconds: float = 4.0
+    """Time for one case and mode, shared fairly by the providers; the slowest may be timed only once."""
+    csv: Path = Path("torchlml-bench.csv")
+    """The CSV that the rows are appended to; it is made when it is missing."""
+    plot: Path | None = None
+    """The PNG or SVG of the times in the whole CSV; by default a PNG beside the CSV, with its name."""
+    compare: Path | None = None
+    """The CSV of an earlier run, whose ratios are shown beside the new ones."""
+    quick: bool = False
+    """Begin from a small selection that takes well under a minute; other options still change it."""
+
+
+Kind = TypeVar("Kind", bound=GridSettings)
+
+# What `--quick` begins from.
+QUICK: dict[str, Any] = {
+    "sizes": (100, 1000, 10_000),
+    "ks": ("5",),
+    "batches": (64,),
+    "scales": (3.0,),
+    "metrics": ("time",),
+    "seconds": 1.0,
+}
+
+
+def read_options(kind: type[Kind], command: str, arguments: Sequence[str]) -> Kind:
+    """Read the options of a benchmark on a grid; with `--quick` the others start from the small selection."""
+    usual = kind()
+    settings = parse_settings(kind, command, arguments, usual)
+    if settings.quick:
+        settings = parse_settings(kind, command, arguments, replace(usual, **QUICK))
+    return settings
+
+
+def run(
+    settings: GridSettings, operator: str, competitors: Sequence[Provider], plot: Path, console: Console
+) -> None:
+    """Measure every case, appending its rows to the CSV as soon as it is done.
+
+    Args:
+        settings: What to measure; wrong values raise `BadInput` before anything is measured.
+        operator: The benchmark's name in the CSV.
+        competitors: All that can be named in the settings.
+        plot: The picture to draw.
+        console: Where the progress, the tables and what was written go.
+    """
+    providers = _checked(settings, competitors)
+    cases = case_grid(
+        settings.sizes, settings.ks, settings.batches, settings.scales, settings.dtypes, settings.threads
+    )
+    check_picture(plot, "--plot")
+    earlier = latest(read(settings.compare, "--compare")) if settings.compare else {}
+    file = RowFile(settings.csv)
+    jobs = list(product(cases, cast(tuple[Mode, ...], tuple(dict.fromkeys(settings.modes)))))
+    console.print(
+        f"{len(providers)} competitors take turns in {len(jobs)} measurements of about "
+        f"{settings.seconds:g} s each; the rows go to {settings.csv}.",
+        soft_wrap=True,
+        highlight=False,
+    )
+    with ProgressBar(console) as progress:
+        task = progress.add_task("", total=len(jobs))
+        for done, (case, mode) in enumerate(jobs):
+            progress.update(task, description=f"{mode}, {case.batch} x {case.n}, k {case.k}, {case.dtype}")
+            try:
+                with use_threads(case.threads):
+                    file.add(_measure(providers, case, mode, settings, operator))
+            except KeyboardInterrupt:
+                raise KeyboardInterrupt(
+                    f"Interrupted: {done} of {len(jobs)} measurements are in {settings.csv}."
+                ) from None
+            progress.advance(task)
+    for table in report.tables(file.new, earlier, console.width):
+        console.print(table, "")
+    if settings.compare and not any(row.key in earlier for row in file.new):
+        console.print(f"Nothing that was measured now is in {settings.compare}.", soft_wrap=True)
+    times = [row for row in (*file.earlier, *file.new) if (row.operator, row.metric) == (operator, "time")]
+    report.finish(file, plot, (lambda: report.draw(times, plot)) if times else None, console)
+
+
+def _measure(
+    providers: Sequence[Provider], case: Case, mode: Mode, settings: GridSettings, operator: str
+) -> Iterator[Measurement]:
+    calls = {provider.name: call_of(provider, case, mode) for provider in providers}
+    if "time" in settings.metrics:
+        for name, timing in race(calls, BASELINE, settings.repetitions, settings.seconds).items():
+            micro = timing.seconds.times(1e6)
+            yield measured(operator, name, mode, case, micro, timing.ratio, timing.rounds)
+    if "memory" in settings.metrics:
+        gc.collect()
+        added = {name: peak_memory.added_bytes(call) / 2**20 for name, call in calls.items()}
+        # The tiniest cases may add less than a page for softmax; their ratio says little.
+        one = max(added[BASELINE], peak_memory.PAGE / 2**20)
+        for name, size in added.items():
+            value, ratio = Quantiles.of([size]), Quantiles.of([size / one])
+            yield measured(operator, name, mode, case, value, ratio, 1, metric="memory", unit="MiB")
+
+
+def _checked(settings: GridSettings, competitors: Sequence[Provider]) -> list[Provider]:
+    """The providers that were named, softmax first; wrong options are refused here."""
+    known = {provider.name: provider for provider in competitors}
+    check_choices("--providers", settings.providers, known)
+    check_choices("--modes", settings.modes, MODES)
+    check_choices("--metrics", settings.metrics, METRICS)
+    check_choices("--dtypes", settings.dtypes, DTYPES)
+    check_numbers("--sizes", settings.sizes, 2)
+    check_numbers("--batches", settings.batches, 1)
+    check_numbers("--scales", settings.scales, 0)
+    check_numbers("--threads", settings.threads, 1, cores())
+    check_numbers("--repetitions", (settings.repetitions,), 1)
+    check_numbers("--seconds", (settings.seconds,), 0)
+    for name in settings.providers:
+        if (why := known[name].absent()) is not None:
+            raise BadInput(f"`--providers` names `{name}`, which cannot run here: {why}.")
+    if "memory" in settings.metrics and not peak_memory.measurable():
+        raise BadInput("`--metrics` names `memory`, which needs Linux and the GNU C library.")
+    return [known[name] for name in dict.fromkeys((BASELINE, *settings.providers))]

@@ -1,0 +1,215 @@
+"""A measurement: a row of one CSV, which every run extends and every plot is drawn from."""
+
+import csv
+import io
+import json
+import os
+import platform
+import re
+from collections.abc import Iterable
+from dataclasses import asdict, dataclass, fields
+from datetime import datetime, timezone
+from pathlib import Path
+
+import torch
+
+import torchlml
+from torchlml_lab.bench.cases import Case
+from torchlml_lab.bench.race import Quantiles
+from torchlml_lab.errors import BadInput, reason
+from torchlml_lab.files import check_writable, replacing
+from torchlml_lab.info import kernel
+
+Key = tuple[str, str, str, str, int, int, int, float, str, int]
+
+
+@dataclass(frozen=True)
+class Measurement:
+    """One provider on one case in one mode: percentiles over the rounds, also of the ratio to softmax."""
+
+    operator: str
+    provider: str
+    mode: str
+    metric: str
+    unit: str
+    n: int
+    k: int
+    batch: int
+    scale: float
+    dtype: str
+    threads: int
+    p20: float
+    p50: float
+    p80: float
+    ratio_p20: float
+    ratio_p50: float
+    ratio_p80: float
+    config: str
+    machine: str
+    torch: str
+    torchlml: str
+    date: str
+
+    @property
+    def key(self) -> Key:
+        """What was measured: the same in two rows that may be compared."""
+        return (self.operator, self.provider, self.mode, self.metric, *self.case)
+
+    @property
+    def case(self) -> tuple[int, int, int, float, str, int]:
+        """The problem."""
+        return (self.n, self.k, self.batch, self.scale, self.dtype, self.threads)
+
+
+COLUMNS = [field.name for field in fields(Measurement)]
+_TYPES = {field.name: field.type for field in fields(Measurement)}
+
+
+def measured(
+    operator: str,
+    provider: str,
+    mode: str,
+    case: Case,
+    value: Quantiles,
+    ratio: Quantiles,
+    rounds: int,
+    *,
+    metric: str = "time",
+    unit: str = "us",
+    gpu: str | None = None,
+) -> Measurement:
+    """Make the row of a measurement that was taken just now, on this machine.
+
+    Args:
+        operator: The benchmark it belongs to.
+        provider: Who was measured.
+        mode: What was measured of it.
+        case: The problem.
+        value: The percentiles, in `unit`.
+        ratio: Those of the ratio to the baseline.
+        rounds: How many samples they come from.
+        metric: "time" or "memory".
+        unit: That of `value`.
+        gpu: The name of the GPU, when it ran on one.
+
+    Returns:
+        The row.
+    """
+    config = {"rounds": rounds, "kernel": kernel()}
+    return Measurement(
+        operator=operator,
+        provider=provider,
+        mode=mode,
+        metric=metric,
+        unit=unit,
+        **vars(case),
+        **vars(value),
+        ratio_p20=ratio.p20,
+        ratio_p50=ratio.p50,
+        ratio_p80=ratio.p80,
+        config=json.dumps(config | ({"device": "cuda"} if gpu else {})),
+        machine=gpu or machine(),
+        torch=str(torch.__version__),
+        torchlml=torchlml.__version__,
+        date=datetime.now(timezone.utc).isoformat(timespec="seconds"),
+    )
+
+
+class RowFile:
+    """The CSV of a benchmark, extended while it runs.
+
+    Rows that cannot be written, because the disk is full, wait until they can; the benchmark goes on.
+
+    Args:
+        path: The file; it may be missing. `BadInput` when it is no such CSV or cannot be written.
+        option: The option that named it.
+    """
+
+    def __init__(self, path: Path, option: str = "--csv") -> None:
+        check_writable(path, option)
+        self.path = path
+        self.earlier = read(path, option) if path.exists() else []
+        self.new: list[Measurement] = []
+        self._waiting: list[Measurement] = []
+        self._failure: OSError | None = None
+
+    def add(self, rows: Iterable[Measurement]) -> None:
+        """Append rows to the file, or keep them for the next attempt."""
+        added = list(rows)
+        self.new += added
+        self._waiting += added
+        try:
+            self.path.parent.mkdir(parents=True, exist_ok=True)
+            append(self.path, self._waiting)
+            self._waiting = []
+        except OSError as error:
+            self._failure = error
+
+    def lacks(self) -> str | None:
+        """Say which rows are missing in the file and why, or None."""
+        if not self._waiting or self._failure is None:
+            return None
+        return f"`{self.path}` lacks the last {len(self._waiting)} rows: {reason(self._failure)}."
+
+
+def read(path: Path, option: str) -> list[Measurement]:
+    """Read the rows of a CSV.
+
+    Args:
+        path: The file.
+        option: The option that named it, for the error.
+
+    Returns:
+        The rows in the file's order. A file that cannot be read as such raises `BadInput`.
+    """
+    try:
+        with path.open(newline="", encoding="utf-8") as file:
+            rows = csv.DictReader(file)
+            if rows.fieldnames != COLUMNS:
+                raise ValueError("its columns are not those of this benchmark")
+            return [_row(row) for row in rows]
+    except (OSError, ValueError, TypeError) as error:
+        said = reason(error) if isinstance(error, OSError) else error
+        raise BadInput(f"`{option}` names `{path}`, which cannot be read as benchmarks: {said}.") from error
+
+
+def append(path: Path, rows: Iterable[Measurement]) -> None:
+    """Add rows at the end of a CSV; a reader sees the old file or the new one, never half a row.
+
+    Args:
+        path: The file; it is made with its header when it is missing.
+        rows: What to add.
+    """
+    text = io.StringIO(newline="")
+    writer = csv.DictWriter(text, COLUMNS, lineterminator="\n")
+    if not path.exists():
+        writer.writeheader()
+    writer.writerows({name: _text(value) for name, value in asdict(row).items()} for row in rows)
+    earlier = path.read_text(encoding="utf-8") if path.exists() else ""
+    if earlier and not earlier.endswith("\n"):
+        earlier += "\n"
+    with replacing(path) as temporary:
+        temporary.write_text(earlier + text.getvalue(), encoding="utf-8")
+
+
+def latest(rows: Iterable[Measurement]) -> dict[Key, Measurement]:
+    """Find the last row of each measurement."""
+    return {row.key: row for row in rows}
+
+
+def machine() -> str:
+    """Name the processor and how many of it there are, for instance `Some CPU 9000, 8 CPUs`."""
+    name = platform.processor() or platform.machine()
+    cpuinfo = Path("/proc/cpuinfo")
+    if cpuinfo.exists():
+        found = re.search(r"^model name\s*:\s*(.+)$", cpuinfo.read_text(), re.MULTILINE)
+        name = found[1] if found else name
+    return f"{name}, {os.cpu_count()} CPUs"
+
+
+def _row(row: dict[str, str]) -> Measurement:
+    return Measurement(**{name: _TYPES[name](text) for name, text in row.items()})  # type: ignore[operator]
+
+
+def _text(value: object) -> str:
+    return f"{value:.6g}" if isinstance(value, float) else str(value)
