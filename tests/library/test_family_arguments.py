@@ -5,14 +5,17 @@ from __future__ import annotations
 import math
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
 import torchlml
+from torchlml.solvers import Bracketing
 
 NAN = math.nan
 
 
+MEMBERS = ["lml_value", "constrained_softmax", "constrained_sparsemax", "topk_mask", "sample_subset"]
 WRONG: dict[str, tuple[Any, list[str]]] = {
     "bound": (lambda: torchlml.lml(torch.zeros(3), 1, bound="less"), ["`bound`", "at_most", "'less'"]),
     "bound of the dual": (lambda: torchlml.lml_dual(torch.zeros(3), 1, bound="x"), ["`bound`"]),
@@ -50,6 +53,44 @@ WRONG: dict[str, tuple[Any, list[str]]] = {
         lambda: torchlml.sample_subset(torch.zeros(2, 4), torch.tensor([1, 1.5])),
         ["`k`", "whole"],
     ),
+    "a number as generator": (
+        lambda: torchlml.sample_subset(torch.zeros(4), 1, generator=42),  # type: ignore[arg-type]
+        ["`generator`", "torch.Generator", "42"],
+    ),
+    "a numpy generator": (
+        lambda: torchlml.sample_subset(torch.zeros(4), 1, generator=np.random.default_rng(0)),  # type: ignore[arg-type]
+        ["`generator`", "torch.Generator"],
+    ),
+    "a list of bounds": (
+        lambda: torchlml.constrained_softmax(torch.zeros(2), 1, [1.0, 1.0]),  # type: ignore[arg-type]
+        ["`upper`", "[1.0, 1.0]"],
+    ),
+    "no bounds": (
+        lambda: torchlml.constrained_softmax(torch.zeros(2), 1, None),  # type: ignore[arg-type]
+        ["`upper`", "None"],
+    ),
+    "an array of bounds": (
+        lambda: torchlml.constrained_sparsemax(torch.zeros(2), 1, np.ones(2)),  # type: ignore[arg-type]
+        ["`upper`", "tensor"],
+    ),
+    "a bound beyond every float": (
+        lambda: torchlml.constrained_softmax(torch.zeros(2), 1, 10**400),
+        ["`upper`", "float64"],
+    ),
+    "bounds on another device": (
+        lambda: torchlml.constrained_softmax(torch.zeros(2), 1, torch.ones(2, device="meta")),
+        ["`upper`", "cpu", "meta"],
+    ),
+    "one bound on another device": (
+        lambda: torchlml.constrained_softmax(torch.zeros(2), 1, torch.ones((), device="meta")),
+        ["`upper`", "cpu", "meta"],
+    ),
+    "text as samples": (lambda: Bracketing(samples="3"), ["`samples`", "'3'"]),  # type: ignore[arg-type]
+    "text as tolerance": (lambda: Bracketing(tolerance="1"), ["`tolerance`", "'1'"]),  # type: ignore[arg-type]
+    "text as iterations": (
+        lambda: Bracketing(max_iterations="9"),  # type: ignore[arg-type]
+        ["`max_iterations`", "'9'"],
+    ),
     "k of a mask above n": (lambda: torchlml.topk_mask(torch.zeros(4), 5), ["`k`", "n = 4"]),
 }
 
@@ -61,3 +102,24 @@ def test_wrong_arguments(case: str) -> None:
         call()
     for word in words:
         assert word in str(caught.value)
+
+
+@pytest.mark.parametrize("x", [[1.0, 2.0], None, np.zeros(3), 1.5], ids=["list", "None", "array", "number"])
+@pytest.mark.parametrize("name", MEMBERS)
+def test_what_is_not_a_tensor_is_refused(name: str, x: Any) -> None:
+    with pytest.raises(TypeError, match=r"`x` must be a torch\.Tensor, but it is a"):
+        getattr(torchlml, name)(x, 1)
+
+
+@pytest.mark.parametrize("k", [[1], None, "1", np.ones(1)], ids=["list", "None", "text", "array"])
+@pytest.mark.parametrize("name", MEMBERS)
+def test_a_k_that_is_no_number_is_refused(name: str, k: Any) -> None:
+    with pytest.raises(TypeError, match="`k` must be a number or a tensor, but it is"):
+        getattr(torchlml, name)(torch.zeros(1, 3), k)
+
+
+@pytest.mark.parametrize("mask", [[True, False, True], np.ones(3, bool), 1], ids=["list", "array", "number"])
+@pytest.mark.parametrize("name", MEMBERS)
+def test_a_mask_that_is_no_tensor_is_refused(name: str, mask: Any) -> None:
+    with pytest.raises(TypeError, match="`mask` must be a bool tensor"):
+        getattr(torchlml, name)(torch.zeros(3), 1, mask=mask)

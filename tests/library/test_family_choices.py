@@ -4,10 +4,14 @@ from __future__ import annotations
 
 import itertools
 import math
+from collections.abc import Callable, Iterator
 
 import pytest
 import torch
 from scipy import stats
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.fx.experimental.proxy_tensor import make_fx
 
 import torchlml
 
@@ -132,3 +136,78 @@ def test_reproducible() -> None:
     assert not torch.equal(first, torchlml.sample_subset(x, 7))
     torch.manual_seed(4)
     assert torch.equal(first, torchlml.sample_subset(x, 7))
+
+
+@pytest.fixture
+def _fresh_compiler() -> Iterator[None]:
+    torch._dynamo.reset()
+    yield
+    torch._dynamo.reset()
+
+
+@pytest.mark.usefixtures("_fresh_compiler")
+@pytest.mark.parametrize("options", [{}, {"fullgraph": True}, {"fullgraph": True, "dynamic": True}], ids=str)
+def test_samples_of_any_batch_size_are_compiled(options: dict[str, bool]) -> None:
+    draw = torch.compile(lambda x: torchlml.sample_subset(x, 2), backend="aot_eager", **options)
+    for count in (3, 4, 7):
+        drawn = draw(torch.randn(count, 10))
+        assert bool(((drawn == 0) | (drawn == 1)).all())
+        assert drawn.sum(-1).tolist() == [2] * count
+
+
+@pytest.mark.usefixtures("_fresh_compiler")
+def test_compiled_samples_have_the_right_frequencies() -> None:
+    x, draws = torch.tensor([2.0, 1.0, 0.0, -1.0, 0.5]).double(), 20_000
+    torch.manual_seed(0)
+    draw = torch.compile(lambda x: torchlml.sample_subset(x, 2), fullgraph=True)
+    _assert_frequencies(draw(x.expand(draws, 5).contiguous()), x, 2)
+
+
+def test_every_problem_of_a_vmap_gets_its_own_draw() -> None:
+    x, draws = torch.tensor([2.0, 1.0, 0.0, -1.0, 0.5]).double(), 2000
+    torch.manual_seed(0)
+    draw = torch.vmap(lambda x: torchlml.sample_subset(x, 2), randomness="different")
+    _assert_frequencies(draw(x.expand(draws, 5)), x, 2)
+    several = torch.vmap(lambda x: torchlml.sample_subset(x, 2), randomness="different")(
+        torch.zeros(50, 3, 8)
+    )
+    assert several.sum(-1).tolist() == [[2] * 3] * 50
+    assert len(several.flatten(1).unique(dim=0)) > 40
+    same = torch.vmap(lambda x: torchlml.sample_subset(x, 2), randomness="same")(torch.zeros(50, 8))
+    assert len(same.unique(dim=0)) == 1
+
+
+def _assert_frequencies(drawn: Tensor, x: Tensor, k: int) -> None:
+    y, draws = torchlml.lml(x, k), len(drawn)
+    assert drawn.sum(-1).tolist() == [k] * draws
+    z = (drawn.sum(0) - draws * y) / (draws * y * (1 - y)).sqrt()
+    assert float(z.abs().max()) < 4.5
+
+
+def _in_fake_mode(x: Tensor) -> Tensor:
+    with FakeTensorMode() as mode:
+        choice = torchlml.topk_mask(mode.from_tensor(x), 5)
+    assert choice.shape == x.shape
+    return torchlml.topk_mask(x, 5)
+
+
+class _Choose(torch.nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return torchlml.topk_mask(x, 5)
+
+
+TRACED: dict[str, Callable[[Tensor], Tensor]] = {
+    "compile": lambda x: torch.compile(_Choose(), fullgraph=True, backend="aot_eager")(x),
+    "export": lambda x: torch.export.export(_Choose(), (x,)).module()(x),
+    "make_fx": lambda x: make_fx(_Choose())(x)(x),
+    "symbolic make_fx": lambda x: make_fx(_Choose(), tracing_mode="symbolic")(x)(x),
+    "fake": _in_fake_mode,
+}
+
+
+@pytest.mark.usefixtures("_fresh_compiler")
+@pytest.mark.parametrize("way", TRACED)
+def test_a_number_k_of_a_mask_can_be_traced(way: str) -> None:
+    x = torch.randn(4, 12)
+    expected = torch.zeros_like(x).scatter(-1, x.topk(5).indices, 1)
+    assert torch.equal(TRACED[way](x), expected)

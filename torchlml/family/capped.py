@@ -11,6 +11,7 @@ In plain torch everything runs in double precision and is rounded once, at the e
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -243,12 +244,14 @@ def read(
     if isinstance(upper, Tensor):
         if upper.dtype == torch.bool or upper.dtype.is_complex:
             raise TypeError(f"`upper` must hold real numbers, but its dtype is {upper.dtype}.")
-        if upper.device != x.device and upper.dim() > 0:
+        if upper.device != x.device and (upper.dim() > 0 or upper.device.type != "cpu"):
             raise ValueError(
                 f"`upper` must be on the device of `x`, {x.device}, but it is on {upper.device}."
             )
     elif isinstance(upper, bool) or not isinstance(upper, NUMBERS):
         raise TypeError(f"`upper` must be a number or a tensor, but it is {upper!r}.")
+    elif isinstance(upper, int) and abs(upper) > sys.float_info.max:
+        raise ValueError("`upper` must be a number or a tensor, but it is an int beyond all of float64.")
     wide = wide_dtype(x.device)
     caps = torch.as_tensor(upper, device=x.device).to(wide)
     if caps.dim() > 0:
@@ -273,6 +276,7 @@ def read(
 def _check_room(k: Tensor, room: Tensor, upper: float | Tensor) -> None:
     """Refuse caps that leave no room for k; those that sum to k but for rounding pass."""
     dtype = upper.dtype if isinstance(upper, Tensor) and upper.is_floating_point() else room.dtype
+    # upper = k / n is rounded once, and its sum over n entries a few times more in the dtype it came in.
     missing = k - room * (1 + 16 * torch.finfo(dtype).eps)
     if missing.numel() and bool((missing > 0).any()):
         row = int(missing.argmax())

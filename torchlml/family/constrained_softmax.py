@@ -99,7 +99,7 @@ class _Sums(NamedTuple):
 
     z: Tensor
     saturated: Tensor
-    count: Tensor
+    number: Tensor
     taken: Tensor
     rest: Tensor
     filled: Tensor
@@ -135,7 +135,7 @@ def _solve(x: Tensor, k: Tensor, upper: Tensor, offsets: Tensor | None) -> Tenso
     rooted = torch.zeros_like(busy)
     for number in range(_MAX_PASSES):
         sums = _evaluate(x, k, nu, caps, rows)
-        previous, count = count, sums.count
+        previous, count = count, sums.number
         root, step = _step_to_root(x, nu, sums, busy, rows)
         small = 4 * torch.finfo(x.dtype).eps * (1 + sums.taken / torch.maximum(sums.filled, _VAGUE * k))
         # The sets are nested, so one of the same size is the same; and the root of a set is exact.

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
@@ -47,23 +49,45 @@ def sample_subset(
     """
     c = canonical(x, k, dim, mask, None)
     check_whole(k, c)
+    _check_generator(generator, x.device)
     if straight_through:
         return c.restore(with_gradient(lambda: _draw(c, generator), c), dim)
     return c.restore(_draw(c, generator), dim)
+
+
+def _check_generator(generator: Any, device: torch.device) -> None:
+    if generator is None:
+        return
+    if not isinstance(generator, torch.Generator):
+        raise TypeError(f"`generator` must be a torch.Generator or None, but it is {generator!r}.")
+    if device.type not in (generator.device.type, "meta"):
+        raise ValueError(
+            f"`generator` must be on the device of `x`, {device}, but it is on {generator.device}."
+        )
 
 
 def _draw(c: Canonical, generator: torch.Generator | None) -> Tensor:
     x, k = c.x.detach(), c.k.detach()
     # Half precision cannot hold probabilities that sum to k.
     y = paths.lml(x.to(work_dtype(x.dtype)), k, c.mask, None, None)
-    count, size, device = x.shape[0], x.numel(), x.device
-    # One random byte for each entry: rows are put in the order of these.
-    words = torch.empty(-(-size // 8), dtype=torch.int64, device=device).random_(
-        -(2**63), None, generator=generator
-    )
-    keys = words.view(torch.uint8)[:size].view(x.shape)
-    start = torch.rand(count, dtype=k.dtype, generator=generator, device=device)
+    # The compiler refuses a number of rows that it keeps open beside `generator`, even if that is None.
+    source: dict[str, Any] = {} if generator is None else {"generator": generator}
+    keys = _random_bytes(x, source)
+    start = torch.rand(x.shape[0], dtype=k.dtype, device=x.device, **source)
     return _sample(y, k, keys, start).to(x.dtype)
+
+
+def _random_bytes(x: Tensor, source: dict[str, Any]) -> Tensor:
+    """One random byte for each entry: rows are put in the order of these."""
+    traced = torch.compiler.is_compiling() or torch._C._len_torch_dispatch_stack() > 0
+    if traced or not paths.is_plain():
+        # Neither the compiler nor vmap takes an operation in place for a random one.
+        return torch.randint(256, x.shape, dtype=torch.uint8, device=x.device, **source)
+    # Eight at a time are drawn faster.
+    words = torch.empty(-(-x.numel() // 8), dtype=torch.int64, device=x.device).random_(
+        -(2**63), None, **source
+    )
+    return words.view(torch.uint8)[: x.numel()].view(x.shape)
 
 
 def _reference(p: Tensor, k: Tensor, keys: Tensor, start: Tensor) -> Tensor:

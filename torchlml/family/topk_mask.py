@@ -62,10 +62,12 @@ _choose = operator(
 
 def check_whole(k: Any, c: Canonical) -> None:
     """Refuse a k that is not a whole number, where it may be looked at."""
-    if isinstance(k, Tensor) and not readable(k):
-        return
-    numbers = c.k.detach()
-    if bool((numbers != numbers.round()).any()):
+    if isinstance(k, Tensor):
+        numbers = c.k.detach()
+        whole = not readable(k) or bool((numbers == numbers.round()).all())
+    else:
+        whole = k % 1 == 0
+    if not whole:
         raise ValueError(f"`k` must be a whole number, or a tensor of whole numbers, but it is {k}.")
 
 

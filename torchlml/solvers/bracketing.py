@@ -16,7 +16,9 @@ from torchlml.solvers.residual import residual
 class Bracketing:
     """Algorithm 1 with its settings, for the `solver` argument of the projection.
 
-        torchlml.lml(x, 5, solver=torchlml.solvers.Bracketing(samples=20))
+        >>> solver = torchlml.solvers.Bracketing(samples=20)
+        >>> torchlml.lml(torch.tensor([2.0, 1.0, 0.0, -1.0]), 2, solver=solver)
+        tensor([0.8176, 0.6225, 0.3775, 0.1824])
 
     Args:
         samples: points tried in each iteration, the paper's d; by default 10 on a CPU and 100 elsewhere, as
@@ -33,6 +35,12 @@ class Bracketing:
     max_iterations: int = 100
 
     def __post_init__(self) -> None:
+        for name in ("samples", "max_iterations"):
+            value = getattr(self, name)
+            if not isinstance(value, int) and not (value is None and name == "samples"):
+                raise TypeError(f"`{name}` must be an int, but it is {value!r}.")
+        if not isinstance(self.tolerance, int | float | None):
+            raise TypeError(f"`tolerance` must be a number, but it is {self.tolerance!r}.")
         if self.samples is not None and self.samples < 3:
             raise ValueError(f"`samples` must be at least 3, or nothing narrows, but it is {self.samples}.")
         if self.tolerance is not None and not self.tolerance >= 0:
