@@ -87,7 +87,8 @@ class BuildKernel(build_ext):
             jobs.append(pool.submit(compile, "kernels.cpp", "baseline", []))
             version = ("TORCH_TARGET_VERSION", TARGET)
             jobs.append(pool.submit(compile, "bindings.cpp", "bindings", [*macros, version]))
-            jobs += [pool.submit(compile, f"{name}.cpp", name, []) for name in ("careful", "careful_capped")]
+            plain = [path for path in SOURCES.glob("*.cpp") if path.stem not in ("kernels", "bindings")]
+            jobs += [pool.submit(compile, path.name, path.stem, []) for path in plain]
         objects = [path for job in jobs for path in job.result()]
         self.compiler.link_shared_object(
             objects,

@@ -87,14 +87,15 @@ void run_family(const Kernels& kernels, int dtype, const Batch& batch, const dou
   kernels.value[dtype](ValueArgs{ForwardArgs{batch, k, 1, Output::none, nullptr, const_cast<void*>(nu)}, dk}, 0,
                        batch.rows);
   for (int form = 0; form < 4; ++form) {
-    const CappedProblem problem{batch, (form & 1) != 0, k, 1, form & 2 ? wide(upper) : &one, form & 2 ? 1 : 0};
-    kernels.capped_forward[dtype](CappedForwardArgs{problem, nullptr, wide(pair)}, 0, batch.rows);
-    kernels.capped_forward[dtype](CappedForwardArgs{problem, y, wide(pair)}, 0, batch.rows);
-    kernels.capped_backward[dtype](CappedBackwardArgs{problem, g, wide(pair), dx, dk, wide(d_upper)}, 0, batch.rows);
+    const ConstrainedProblem problem{batch, (form & 1) != 0, k, 1, form & 2 ? wide(upper) : &one, form & 2 ? 1 : 0};
+    kernels.constrained_forward[dtype](ConstrainedForwardArgs{problem, nullptr, wide(pair)}, 0, batch.rows);
+    kernels.constrained_forward[dtype](ConstrainedForwardArgs{problem, y, wide(pair)}, 0, batch.rows);
+    kernels.constrained_backward[dtype](ConstrainedBackwardArgs{problem, g, wide(pair), dx, dk, wide(d_upper)}, 0,
+                                        batch.rows);
   }
   calls += 11;
   if (batch.offsets) return;
-  kernels.choose[dtype](ChoiceArgs{batch, k, 1, y}, 0, batch.rows);
+  kernels.topk_mask[dtype](TopkMaskArgs{batch, k, 1, y}, 0, batch.rows);
   // Probabilities of any kind: the sample may be wrong, but must stay within its row.
   auto keys = block(entries), start = block(8 * rows);
   for (size_t i = 0; i < entries; ++i) keys[i] = static_cast<char>(engine());
@@ -103,8 +104,9 @@ void run_family(const Kernels& kernels, int dtype, const Batch& batch, const dou
   probabilities.mask = nullptr;
   kernels.forward[dtype](ForwardArgs{batch, k, 1, Output::projection, y, const_cast<void*>(nu)}, 0, batch.rows);
   probabilities.x = y;
-  kernels.sample[dtype](SampleArgs{probabilities, k, 1, reinterpret_cast<const uint8_t*>(keys.get()), wide(start), dx},
-                        0, batch.rows);
+  kernels.systematic_sample[dtype](
+      SystematicSampleArgs{probabilities, k, 1, reinterpret_cast<const uint8_t*>(keys.get()), wide(start), dx}, 0,
+      batch.rows);
 }
 
 // The losses, with labels in a list (`hot` false) or as a bool for each entry; some point outside their rows,

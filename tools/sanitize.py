@@ -27,9 +27,8 @@ def main() -> int:
     levels = ["v3", "v4"] if platform.machine().lower() in ("x86_64", "amd64") else []
     macros = ["-DTORCHLML_X86_LEVELS"] if levels else []
     with tempfile.TemporaryDirectory() as folder:
-        jobs = [("driver", HERE / "sanitize.cpp", macros), ("careful", SOURCES / "careful.cpp", [])]
-        jobs.append(("careful_capped", SOURCES / "careful_capped.cpp", []))
-        jobs.append(("baseline", SOURCES / "kernels.cpp", []))
+        jobs = [("driver", HERE / "sanitize.cpp", macros), ("baseline", SOURCES / "kernels.cpp", [])]
+        jobs += [(path.stem, path, []) for path in sorted(SOURCES.glob("careful*.cpp"))]
         for level in levels:
             table = [
                 f"-DLML_KERNELS=kernels_{level}",

@@ -23,11 +23,9 @@ struct BlockSum {
 constexpr int64_t block_vectors = 32;
 
 template <class S>
-struct BackwardRow {
-  using T = typename Work<S>::type;
-  const S* x;
-  const bool* mask;
-  int64_t n;
+struct BackwardRow : Row<S> {
+  using typename Row<S>::T;
+  using Row<S>::x, Row<S>::mask, Row<S>::n;
   const S* grad;
   const S* y;
   S* dx;
@@ -43,17 +41,6 @@ struct BackwardRow {
     if (mask) ok &= load_mask<T>(mask + i, count);
     if (count < lanes<T>) ok &= first_lanes<T>(count);
     return ok;
-  }
-
-  // Calls f for every vector, and flush between blocks of vectors.
-  template <class F, class G>
-  LML_INLINE void blocks(const F& f, const G& flush) const {
-    const int64_t block = block_vectors * lanes<T>;
-    for (int64_t start = 0; start < n; start += block) {
-      const int64_t size = n - start < block ? n - start : block;
-      each_vector<T>(size, [&](int64_t i, int64_t count) __attribute__((always_inline)) { f(start + i, count); });
-      flush();
-    }
   }
 
   void zero() const {
@@ -74,7 +61,7 @@ struct BackwardRow {
     int64_t infinite = 0;
     T value = 0;
     for (int64_t i = 0; i < n; ++i) {
-      if ((mask && !mask[i]) || load_one(x + i) != static_cast<T>(HUGE_VAL)) continue;
+      if (!this->available(i) || load_one(x + i) != static_cast<T>(HUGE_VAL)) continue;
       sum += static_cast<double>(load_one(grad + i));
       value = load_one(y + i);
       ++infinite;
@@ -149,19 +136,18 @@ struct BackwardRow {
   // dx = w (g - mean), dk = mean, mean = sum w g / sum w. The first pass leaves w in `w`.
   LML_INLINE void projection(T* w) const {
     Sums sums;
-    const int64_t block = block_vectors * lanes<T>;
+    const int64_t first = n < block_vectors * lanes<T> ? n : block_vectors * lanes<T>;
     // A half-precision y was rounded: never take w from it. Otherwise the first block tells how many entries
     // are near 1, and with many of them every w is taken from z.
-    const bool from_z = sizeof(S) == 2 || count_near_one(n < block ? n : block) * 64 > (n < block ? n : block);
-    for (int64_t start = 0; start < n; start += block) {
-      const int64_t size = n - start < block ? n - start : block;
+    const bool from_z = sizeof(S) == 2 || count_near_one(first) * 64 > first;
+    each_block<T, block_vectors>(n, [&](int64_t start, int64_t size) __attribute__((always_inline)) {
       if (from_z) {
         block_from_z(w, start, size, sums);
       } else if (block_from_y(w, start, size, sums)) {
         patch(w, start, size, sums);
       }
       sums.weights.flush(), sums.moments.flush();
-    }
+    });
     const double sum = sums.weights.value();
     if (!(sum > 0)) return zero();
     const double mean = sums.moments.value() / sum;
@@ -215,7 +201,8 @@ struct BackwardRow {
       weights.block += at.weight;
       moments.block += at.sigma_minus * gradient(i, count);
     };
-    blocks(add, [&]() __attribute__((always_inline)) { weights.flush(), moments.flush(); });
+    each_vector_in_blocks<T, block_vectors>(n, add,
+                                            [&]() __attribute__((always_inline)) { weights.flush(), moments.flush(); });
     const double sum = weights.value(), moment = moments.value();
     if (!(sum > 0)) return zero();
     *dk = moment == 0 ? 0 : moment / (sum * ::exp(-static_cast<double>(least)));
@@ -230,9 +217,7 @@ struct BackwardRow {
   LML_INLINE double weigh(T* w, T least) const {
     const T factor = static_cast<T>(::exp(-static_cast<double>(least)));
     BlockSum<T> weights;
-    const int64_t block = block_vectors * lanes<T>;
-    for (int64_t start = 0; start < n; start += block) {
-      const int64_t size = n - start < block ? n - start : block;
+    each_block<T, block_vectors>(n, [&](int64_t start, int64_t size) __attribute__((always_inline)) {
       each_vector<T>(size, [&](int64_t i, int64_t count) __attribute__((always_inline)) {
         write(w + start + i, vexp(least - vabs(z_at(start + i, count))), count);
       });
@@ -245,7 +230,7 @@ struct BackwardRow {
         weights.block += out;
       });
       weights.flush();
-    }
+    });
     return weights.value();
   }
 
@@ -271,20 +256,16 @@ void backward_rows(const BackwardArgs& args, int64_t begin, int64_t end) {
   Scratch<T> work;
   for (int64_t r = begin; r < end; ++r) {
     const Span span = row_span(args.batch, r);
-    const auto at = [&](const void* p) { return p ? static_cast<const S*>(p) + span.begin : nullptr; };
     const bool dual = args.kind == Gradient::dual;
     const T* nu = static_cast<const T*>(args.nu) + r;
-    const BackwardRow<S> row{at(args.batch.x),   args.batch.mask ? args.batch.mask + span.begin : nullptr,
-                             span.size,          dual ? nullptr : at(args.grad),
-                             at(args.y),         static_cast<S*>(args.dx) + span.begin,
-                             args.dk + r,        nu[0],
+    const BackwardRow<S> row{{args.batch, span},
+                             dual ? nullptr : part_of<S>(args.grad, span),
+                             part_of<S>(args.y, span),
+                             part_of<S>(args.dx, span),
+                             args.dk + r,
+                             nu[0],
                              nu[args.batch.rows]};
-    T* room;  // for one number per entry: dx itself, unless it is too narrow
-    if constexpr (sizeof(S) == sizeof(T)) {
-      room = reinterpret_cast<T*>(row.dx);
-    } else {
-      room = work.room(span.size);
-    }
+    T* room = work.room_in(row.dx, span.size);
     if (!(nu[0] - nu[0] == 0)) {
       row.special(args.kind);
     } else if (args.bounded && nu[0] == 0 && nu[args.batch.rows] == 0) {

@@ -1,5 +1,6 @@
-// Registers the kernels as CPU implementations of the operators that ops.py defines, through
-// LibTorch's stable ABI: one binary for every torch >= 2.10 and, as no Python header is used, every Python.
+// Registers the kernels as CPU implementations of the operators that torchlml/_core/operators.py and torchlml/family
+// define, through LibTorch's stable ABI: one binary for every torch >= 2.10 and, as no Python header is used, every
+// Python.
 #include <torch/csrc/stable/library.h>
 #include <torch/csrc/stable/ops.h>
 #include <torch/csrc/stable/tensor.h>
@@ -61,7 +62,7 @@ ScalarType work_dtype(const Tensor& x) {
 
 void check(const Tensor& t, const char* name, ScalarType dtype, int64_t numel) {
   STD_TORCH_CHECK(t.is_contiguous() && t.is_cpu() && t.scalar_type() == dtype && t.numel() == numel, "`", name,
-                  "` is not in the canonical form that ops.py describes.");
+                  "` is not in the canonical form that the operator's definition in Python describes.");
 }
 
 Batch make_batch(const Tensor& x, const OptionalTensor& mask, const OptionalTensor& offsets) {
@@ -116,6 +117,12 @@ void each_rows(const Batch& b, const F& f) {
   torch::stable::parallel_for(0, b.rows, grain > 1 ? grain : 1, f);
 }
 
+template <class Args>
+void launch(Kernel<Args> (Kernels::*kernel)[dtype_count], const Tensor& x, const Batch& batch, const Args& args) {
+  const Kernel<Args> chosen = (kernels().*kernel)[dtype_index(x)];
+  each_rows(batch, [&](int64_t begin, int64_t end) { chosen(args, begin, end); });
+}
+
 // k for each row, or one for all of them: then the stride is 0.
 const double* read_k(const Tensor& k, int64_t rows, int64_t& stride) {
   stride = k.dim() == 0 ? 0 : 1;
@@ -135,8 +142,7 @@ std::tuple<Tensor, Tensor> run_forward(const Tensor& x, const Tensor& k, const O
     args.y = y.mutable_data_ptr();
   }
   args.nu = nu.mutable_data_ptr();
-  const auto kernel = kernels().forward[dtype_index(x)];
-  each_rows(args.batch, [&](int64_t begin, int64_t end) { kernel(args, begin, end); });
+  launch(&Kernels::forward, x, args.batch, args);
   return {y, nu};
 }
 
@@ -152,6 +158,20 @@ std::tuple<Tensor, Tensor> log_forward(Tensor x, Tensor k, OptionalTensor mask, 
   return run_forward(x, k, mask, offsets, Output::logarithm);
 }
 
+template <class Args>
+std::tuple<Tensor, Tensor> launch_backward(Kernel<Args> (Kernels::*kernel)[dtype_count], const Tensor& x,
+                                           const Tensor& grad, const Tensor& nu, Args& args) {
+  const int64_t rows = args.batch.rows;
+  check(nu, "nu", work_dtype(x), 2 * rows);
+  Tensor dx = empty_beside(x), dk = empty(&rows, 1, aoti_torch_dtype_float64());
+  args.grad = grad.const_data_ptr();
+  args.nu = nu.const_data_ptr();
+  args.dx = dx.mutable_data_ptr();
+  args.dk = static_cast<double*>(dk.mutable_data_ptr());
+  launch(kernel, x, args.batch, args);
+  return {dx, dk};
+}
+
 std::tuple<Tensor, Tensor> run_backward(const Tensor& grad, const Tensor& x, const Tensor* y, const Tensor& nu,
                                         const OptionalTensor& mask, const OptionalTensor& offsets, Gradient kind,
                                         bool bounded = false) {
@@ -159,19 +179,11 @@ std::tuple<Tensor, Tensor> run_backward(const Tensor& grad, const Tensor& x, con
   const int64_t rows = args.batch.rows, entries = args.batch.total;
   const bool dual = kind == Gradient::dual;
   check(grad, "grad", dual ? work_dtype(x) : x.scalar_type(), dual ? rows : entries);
-  check(nu, "nu", work_dtype(x), 2 * rows);
   if (y) {
     check(*y, "y", x.scalar_type(), entries);
     args.y = y->const_data_ptr();
   }
-  Tensor dx = empty_beside(x), dk = empty(&rows, 1, aoti_torch_dtype_float64());
-  args.grad = grad.const_data_ptr();
-  args.nu = nu.const_data_ptr();
-  args.dx = dx.mutable_data_ptr();
-  args.dk = static_cast<double*>(dk.mutable_data_ptr());
-  const auto kernel = kernels().backward[dtype_index(x)];
-  each_rows(args.batch, [&](int64_t begin, int64_t end) { kernel(args, begin, end); });
-  return {dx, dk};
+  return launch_backward(&Kernels::backward, x, grad, nu, args);
 }
 
 std::tuple<Tensor, Tensor> backward(Tensor grad, Tensor x, Tensor y, Tensor nu, OptionalTensor mask,
@@ -226,8 +238,7 @@ std::tuple<Tensor, Tensor> loss_forward(Tensor x, Tensor k, OptionalTensor mask,
   Tensor nu = empty_nu(x, batch.rows), loss = empty_nu(x, batch.rows);
   args.solve.nu = nu.mutable_data_ptr();
   args.loss = loss.mutable_data_ptr();
-  const auto kernel = kernels().loss_forward[dtype_index(x)];
-  each_rows(batch, [&](int64_t begin, int64_t end) { kernel(args, begin, end); });
+  launch(&Kernels::loss_forward, x, batch, args);
   return {loss, nu};
 }
 
@@ -241,15 +252,7 @@ std::tuple<Tensor, Tensor> loss_backward(Tensor grad, Tensor x, Tensor k, Tensor
   args.k = read_k(k, rows, args.k_stride);
   args.grad_stride = grad.dim() == 0 ? 0 : 1;
   check(grad, "grad", work_dtype(x), args.grad_stride ? rows : 1);
-  check(nu, "nu", work_dtype(x), 2 * rows);
-  Tensor dx = empty_beside(x), dk = empty(&rows, 1, aoti_torch_dtype_float64());
-  args.grad = grad.const_data_ptr();
-  args.nu = nu.const_data_ptr();
-  args.dx = dx.mutable_data_ptr();
-  args.dk = static_cast<double*>(dk.mutable_data_ptr());
-  const auto kernel = kernels().loss_backward[dtype_index(x)];
-  each_rows(args.batch, [&](int64_t begin, int64_t end) { kernel(args, begin, end); });
-  return {dx, dk};
+  return launch_backward(&Kernels::loss_backward, x, grad, nu, args);
 }
 
 // ---------------------------------------------------------------- the family
@@ -271,45 +274,43 @@ std::tuple<Tensor, Tensor> value(Tensor x, Tensor k, OptionalTensor mask, Option
   Tensor nu = empty_nu(x, rows), out = empty(&rows, 1, aoti_torch_dtype_float64());
   solve.nu = nu.mutable_data_ptr();
   const ValueArgs args{solve, static_cast<double*>(out.mutable_data_ptr())};
-  const auto kernel = kernels().value[dtype_index(x)];
-  each_rows(solve.batch, [&](int64_t begin, int64_t end) { kernel(args, begin, end); });
+  launch(&Kernels::value, x, solve.batch, args);
   return {out, nu};
 }
 
-CappedProblem capped_problem(const Tensor& x, const Tensor& k, const Tensor& upper, const OptionalTensor& mask,
-                             const OptionalTensor& offsets, bool euclidean) {
-  CappedProblem problem{make_batch(x, mask, offsets), euclidean, nullptr, 0, nullptr, upper.dim() == 0 ? 0 : 1};
+ConstrainedProblem constrained_problem(const Tensor& x, const Tensor& k, const Tensor& upper,
+                                       const OptionalTensor& mask, const OptionalTensor& offsets, bool sparsemax) {
+  ConstrainedProblem problem{make_batch(x, mask, offsets), sparsemax, nullptr, 0, nullptr, upper.dim() == 0 ? 0 : 1};
   problem.k = read_k(k, problem.batch.rows, problem.k_stride);
   check(upper, "upper", ScalarType::Double, problem.upper_stride ? problem.batch.total : 1);
   problem.upper = static_cast<const double*>(upper.const_data_ptr());
   return problem;
 }
 
-Tensor run_capped(const Tensor& x, const CappedProblem& problem, void* y) {
+Tensor run_constrained(const Tensor& x, const ConstrainedProblem& problem, void* y) {
   const int64_t sizes[] = {2, problem.batch.rows};
   Tensor nu = empty(sizes, 2, aoti_torch_dtype_float64());
-  const CappedForwardArgs args{problem, y, static_cast<double*>(nu.mutable_data_ptr())};
-  const auto kernel = kernels().capped_forward[dtype_index(x)];
-  each_rows(problem.batch, [&](int64_t begin, int64_t end) { kernel(args, begin, end); });
+  const ConstrainedForwardArgs args{problem, y, static_cast<double*>(nu.mutable_data_ptr())};
+  launch(&Kernels::constrained_forward, x, problem.batch, args);
   return nu;
 }
 
-template <bool euclidean>
-std::tuple<Tensor, Tensor> capped_forward(Tensor x, Tensor k, Tensor upper, OptionalTensor mask,
-                                          OptionalTensor offsets) {
+template <bool sparsemax>
+std::tuple<Tensor, Tensor> constrained_forward(Tensor x, Tensor k, Tensor upper, OptionalTensor mask,
+                                               OptionalTensor offsets) {
   Tensor y = empty_beside(x);
-  return {y, run_capped(x, capped_problem(x, k, upper, mask, offsets, euclidean), y.mutable_data_ptr())};
+  return {y, run_constrained(x, constrained_problem(x, k, upper, mask, offsets, sparsemax), y.mutable_data_ptr())};
 }
 
-template <bool euclidean>
-Tensor capped_dual(Tensor x, Tensor k, Tensor upper, OptionalTensor offsets) {
-  return run_capped(x, capped_problem(x, k, upper, std::nullopt, offsets, euclidean), nullptr);
+template <bool sparsemax>
+Tensor constrained_dual(Tensor x, Tensor k, Tensor upper, OptionalTensor offsets) {
+  return run_constrained(x, constrained_problem(x, k, upper, std::nullopt, offsets, sparsemax), nullptr);
 }
 
-template <bool euclidean>
-std::tuple<Tensor, Tensor, Tensor> capped_backward(Tensor grad, Tensor x, Tensor k, Tensor upper, Tensor nu,
-                                                   OptionalTensor mask, OptionalTensor offsets, bool for_upper) {
-  const CappedProblem problem = capped_problem(x, k, upper, mask, offsets, euclidean);
+template <bool sparsemax>
+std::tuple<Tensor, Tensor, Tensor> constrained_backward(Tensor grad, Tensor x, Tensor k, Tensor upper, Tensor nu,
+                                                        OptionalTensor mask, OptionalTensor offsets, bool for_upper) {
+  const ConstrainedProblem problem = constrained_problem(x, k, upper, mask, offsets, sparsemax);
   const int64_t rows = problem.batch.rows, entries = problem.batch.total;
   check(grad, "grad", x.scalar_type(), entries);
   check(nu, "nu", ScalarType::Double, 2 * rows);
@@ -319,29 +320,27 @@ std::tuple<Tensor, Tensor, Tensor> capped_backward(Tensor grad, Tensor x, Tensor
   const bool beside = problem.upper_stride != 0;  // a bound beside each entry
   Tensor d_upper =
       for_upper && beside ? empty(x.sizes().data(), x.dim(), wide) : empty(for_upper ? &rows : &none, 1, wide);
-  const CappedBackwardArgs args{problem,
-                                grad.const_data_ptr(),
-                                static_cast<const double*>(nu.const_data_ptr()),
-                                dx.mutable_data_ptr(),
-                                static_cast<double*>(dk.mutable_data_ptr()),
-                                for_upper ? static_cast<double*>(d_upper.mutable_data_ptr()) : nullptr};
-  const auto kernel = kernels().capped_backward[dtype_index(x)];
-  each_rows(problem.batch, [&](int64_t begin, int64_t end) { kernel(args, begin, end); });
+  const ConstrainedBackwardArgs args{problem,
+                                     grad.const_data_ptr(),
+                                     static_cast<const double*>(nu.const_data_ptr()),
+                                     dx.mutable_data_ptr(),
+                                     static_cast<double*>(dk.mutable_data_ptr()),
+                                     for_upper ? static_cast<double*>(d_upper.mutable_data_ptr()) : nullptr};
+  launch(&Kernels::constrained_backward, x, problem.batch, args);
   return {dx, dk, d_upper};
 }
 
 Tensor topk_mask(Tensor x, Tensor k, OptionalTensor mask) {
-  ChoiceArgs args{make_batch(x, mask, std::nullopt), nullptr, 0, nullptr};
+  TopkMaskArgs args{make_batch(x, mask, std::nullopt), nullptr, 0, nullptr};
   args.k = read_k(k, args.batch.rows, args.k_stride);
   Tensor y = empty_beside(x);
   args.y = y.mutable_data_ptr();
-  const auto kernel = kernels().choose[dtype_index(x)];
-  each_rows(args.batch, [&](int64_t begin, int64_t end) { kernel(args, begin, end); });
+  launch(&Kernels::topk_mask, x, args.batch, args);
   return y;
 }
 
 Tensor systematic_sample(Tensor p, Tensor k, Tensor keys, Tensor start) {
-  SampleArgs args{make_batch(p, std::nullopt, std::nullopt), nullptr, 0, nullptr, nullptr, nullptr};
+  SystematicSampleArgs args{make_batch(p, std::nullopt, std::nullopt), nullptr, 0, nullptr, nullptr, nullptr};
   args.k = read_k(k, args.batch.rows, args.k_stride);
   check(keys, "keys", ScalarType::Byte, args.batch.total);
   check(start, "start", ScalarType::Double, args.batch.rows);
@@ -349,8 +348,7 @@ Tensor systematic_sample(Tensor p, Tensor k, Tensor keys, Tensor start) {
   args.start = static_cast<const double*>(start.const_data_ptr());
   Tensor y = empty_beside(p);
   args.y = y.mutable_data_ptr();
-  const auto kernel = kernels().sample[dtype_index(p)];
-  each_rows(args.batch, [&](int64_t begin, int64_t end) { kernel(args, begin, end); });
+  launch(&Kernels::systematic_sample, p, args.batch, args);
   return y;
 }
 
@@ -367,12 +365,12 @@ STABLE_TORCH_LIBRARY_IMPL(torchlml, CPU, m) {
   m.impl("bounded_forward", TORCH_BOX(&torchlml::bounded_forward));
   m.impl("bounded_backward", TORCH_BOX(&torchlml::bounded_backward));
   m.impl("value", TORCH_BOX(&torchlml::value));
-  m.impl("constrained_softmax_forward", TORCH_BOX(&torchlml::capped_forward<false>));
-  m.impl("constrained_sparsemax_forward", TORCH_BOX(&torchlml::capped_forward<true>));
-  m.impl("constrained_softmax_backward", TORCH_BOX(&torchlml::capped_backward<false>));
-  m.impl("constrained_sparsemax_backward", TORCH_BOX(&torchlml::capped_backward<true>));
-  m.impl("constrained_softmax_dual", TORCH_BOX(&torchlml::capped_dual<false>));
-  m.impl("constrained_sparsemax_dual", TORCH_BOX(&torchlml::capped_dual<true>));
+  m.impl("constrained_softmax_forward", TORCH_BOX(&torchlml::constrained_forward<false>));
+  m.impl("constrained_sparsemax_forward", TORCH_BOX(&torchlml::constrained_forward<true>));
+  m.impl("constrained_softmax_backward", TORCH_BOX(&torchlml::constrained_backward<false>));
+  m.impl("constrained_sparsemax_backward", TORCH_BOX(&torchlml::constrained_backward<true>));
+  m.impl("constrained_softmax_dual", TORCH_BOX(&torchlml::constrained_dual<false>));
+  m.impl("constrained_sparsemax_dual", TORCH_BOX(&torchlml::constrained_dual<true>));
   m.impl("topk_mask", TORCH_BOX(&torchlml::topk_mask));
   m.impl("systematic_sample", TORCH_BOX(&torchlml::systematic_sample));
   m.impl("loss_forward", TORCH_BOX(&torchlml::loss_forward));

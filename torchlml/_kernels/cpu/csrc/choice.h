@@ -59,11 +59,9 @@ T select_largest(const T* x, int64_t n, int64_t k, Target& target, T* room) {
 }
 
 template <class S>
-struct ChoiceRow {
-  using T = typename Work<S>::type;
-  const S* x;
-  const bool* mask;
-  int64_t n;
+struct ChoiceRow : Row<S> {
+  using typename Row<S>::T;
+  using Row<S>::x, Row<S>::mask, Row<S>::n;
   S* y;
 
   void fill(T value) const {
@@ -113,15 +111,13 @@ struct ChoiceRow {
 };
 
 template <class S>
-void choose_rows(const ChoiceArgs& args, int64_t begin, int64_t end) {
+void topk_mask_rows(const TopkMaskArgs& args, int64_t begin, int64_t end) {
   using T = typename Work<S>::type;
   Scratch<T> copy, room;
   Target target;
   for (int64_t r = begin; r < end; ++r) {
     const Span span = row_span(args.batch, r);
-    const bool* mask = args.batch.mask ? args.batch.mask + span.begin : nullptr;
-    const ChoiceRow<S> row{static_cast<const S*>(args.batch.x) + span.begin, mask, span.size,
-                           static_cast<S*>(args.y) + span.begin};
+    const ChoiceRow<S> row{{args.batch, span}, part_of<S>(args.y, span)};
     row.choose(args.k[r * args.k_stride], target, copy, room);
   }
 }
@@ -194,14 +190,14 @@ LML_INLINE void each_place(int64_t n, const F& f) {
 }
 
 template <class S>
-void sample_rows(const SampleArgs& args, int64_t begin, int64_t end) {
+void systematic_sample_rows(const SystematicSampleArgs& args, int64_t begin, int64_t end) {
   using T = typename Work<S>::type;
   Scratch<int64_t> lengths;
   for (int64_t r = begin; r < end; ++r) {
     const Span span = row_span(args.batch, r);
-    const S* p = static_cast<const S*>(args.batch.x) + span.begin;
+    const S* p = part_of<S>(args.batch.x, span);
     const uint8_t* key = args.keys + span.begin;
-    S* y = static_cast<S*>(args.y) + span.begin;
+    S* y = part_of<S>(args.y, span);
     const int64_t n = span.size;
     const double asked = args.k[r * args.k_stride], all = static_cast<double>(n), k = asked < all ? asked : all;
     if (n > 0 && load_one(p) != load_one(p)) {  // a NaN makes the whole row NaN

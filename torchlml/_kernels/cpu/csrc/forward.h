@@ -1,64 +1,15 @@
 // One row forward: special rows, the general row with masks or infinities, and the plain row.
 #pragma once
 
-#include <stdlib.h>
-
-#include <new>
-
 #include "solve.h"
 
 namespace torchlml {
 namespace {
 
-// Room for one row, kept for all the rows of a call.
-template <class T>
-class Scratch {
- public:
-  Scratch() = default;
-  Scratch(const Scratch&) = delete;
-  Scratch& operator=(const Scratch&) = delete;
-  ~Scratch() { ::free(data_); }
-  T* room(int64_t n) {
-    if (n > size_) {
-      ::free(data_);
-      data_ = static_cast<T*>(::malloc(sizeof(T) * static_cast<size_t>(n)));
-      size_ = data_ ? n : 0;
-      if (!data_) throw std::bad_alloc();
-    }
-    return data_;
-  }
-
- private:
-  T* data_ = nullptr;
-  int64_t size_ = 0;
-};
-
-// Calls f(i, count) for every vector of a row; count < lanes only in the last one.
-template <class T, class F>
-LML_INLINE void each_vector(int64_t n, const F& f) {
-  int64_t i = 0;
-  for (; i + lanes<T> <= n; i += lanes<T>) f(i, int64_t{lanes<T>});
-  if (i < n) f(i, n - i);
-}
 template <class S>
-LML_INLINE Vec<typename Work<S>::type> read(const S* p, int64_t count) {
-  return count == lanes<typename Work<S>::type> ? load(p) : load_part(p, count);
-}
-template <class S, class V>
-LML_INLINE void write(S* p, V a, int64_t count) {
-  if (count == lanes<typename Work<S>::type>) {
-    store(p, a);
-  } else {
-    store_part(p, a, count);
-  }
-}
-
-template <class S>
-struct ForwardRow {
-  using T = typename Work<S>::type;
-  const S* x;
-  const bool* mask;
-  int64_t n;
+struct ForwardRow : Row<S> {
+  using typename Row<S>::T;
+  using Row<S>::x, Row<S>::mask, Row<S>::n;
   Output output;
   Bound bound;
   S* y;
@@ -89,8 +40,7 @@ struct ForwardRow {
     const T yes = log ? static_cast<T>(::log(static_cast<double>(value))) : value;
     const T no = log ? -static_cast<T>(HUGE_VAL) : 0;
     for (int64_t i = 0; i < n; ++i) {
-      const bool available = !mask || mask[i];
-      store_one(y + i, available && chosen(load_one(x + i)) ? yes : no);
+      store_one(y + i, this->available(i) && chosen(load_one(x + i)) ? yes : no);
     }
   }
 
@@ -137,7 +87,7 @@ struct ForwardRow {
     int64_t size = 0, infinite = 0;
     bool nan = k != k;
     for (int64_t i = 0; i < n; ++i) {
-      if (mask && !mask[i]) continue;
+      if (!this->available(i)) continue;
       const T a = load_one(x + i);
       nan |= a != a;
       infinite += a == static_cast<T>(HUGE_VAL);
@@ -179,24 +129,17 @@ void forward_rows(const ForwardArgs& args, int64_t begin, int64_t end) {
   Target target;
   for (int64_t r = begin; r < end; ++r) {
     const Span span = row_span(args.batch, r);
-    const bool* mask = args.batch.mask ? args.batch.mask + span.begin : nullptr;
-    S* y = args.y ? static_cast<S*>(args.y) + span.begin : nullptr;
     T* nu = static_cast<T*>(args.nu) + r;
-    const S* x = static_cast<const S*>(args.batch.x) + span.begin;
-    const ForwardRow<S> row{x, mask, span.size, args.output, args.bound, y, nu, nu + args.batch.rows};
+    const ForwardRow<S> row{{args.batch, span},       args.output, args.bound,
+                            part_of<S>(args.y, span), nu,          nu + args.batch.rows};
     const double k = args.k[r * args.k_stride];
-    if (mask || !(k > 0 && k < static_cast<double>(span.size))) {
+    if (row.mask || !(k > 0 && k < static_cast<double>(span.size))) {
       row.general(k, packed, work);
       continue;
     }
     target.set(k, span.size);
     // The output doubles as room for the exponentials when it has the right type.
-    T* e;
-    if constexpr (sizeof(S) == sizeof(T)) {
-      e = y ? reinterpret_cast<T*>(y) : work.room(span.size);
-    } else {
-      e = work.room(span.size);
-    }
+    T* e = work.room_in(row.y, span.size);
     const Fit<T> fit = fit_row(row.x, target, e);
     if (fit.status == Fit<T>::not_finite) {
       row.general(k, packed, work);

@@ -1,5 +1,14 @@
 // What the bindings and the per-instruction-set kernels agree on. No torch header is needed below
 // this line, so that the kernels can be compiled alone (the sanitizer driver does).
+//
+// How to add a kernel NAME, once torchlml defines the operator and does it in plain torch:
+//   1. Here: a struct NameArgs with what it reads and writes, and a line in LML_KERNELS_TABLE.
+//   2. name.h: template <class S> void NAME_rows(const NameArgs&, int64_t begin, int64_t end), which does the rows
+//      [begin, end) of dtype S (see rows.h for the loops). Include it in kernels.cpp.
+//   3. bindings.cpp: a function with the operator's arguments, which checks them, fills in NameArgs and calls
+//      launch(&Kernels::NAME, ...), and a line in STABLE_TORCH_LIBRARY_IMPL.
+//   4. tools/sanitize.cpp: a call with every dtype; tests/library: that it agrees with plain torch.
+// setup.py compiles every .cpp file of this folder, and kernels.cpp once for each instruction set.
 #pragma once
 
 #include <cstddef>
@@ -65,24 +74,24 @@ struct ValueArgs {
   double* value;
 };
 
-// The projection onto {0 <= y <= upper, sum y = k}: entropic, or Euclidean.
-struct CappedProblem {
+// The projection onto {0 <= y <= upper, sum y = k}: constrained_softmax, or constrained_sparsemax.
+struct ConstrainedProblem {
   Batch batch;
-  bool euclidean;
+  bool sparsemax;
   const double* k;
   int64_t k_stride;  // 0 = one k for all rows
   const double* upper;
   int64_t upper_stride;  // 0 = one bound for all entries
 };
 
-struct CappedForwardArgs {
-  CappedProblem problem;
+struct ConstrainedForwardArgs {
+  ConstrainedProblem problem;
   void* y;     // null when only nu is wanted
   double* nu;  // (2, rows)
 };
 
-struct CappedBackwardArgs {
-  CappedProblem problem;
+struct ConstrainedBackwardArgs {
+  ConstrainedProblem problem;
   const void* grad;
   const double* nu;
   void* dx;
@@ -91,7 +100,7 @@ struct CappedBackwardArgs {
 };
 
 // Ones at the k largest entries.
-struct ChoiceArgs {
+struct TopkMaskArgs {
   Batch batch;
   const double* k;
   int64_t k_stride;
@@ -99,7 +108,7 @@ struct ChoiceArgs {
 };
 
 // A systematic sample with the probabilities `batch.x` (dense, no mask), in the order of the keys.
-struct SampleArgs {
+struct SystematicSampleArgs {
   Batch batch;
   const double* k;
   int64_t k_stride;
@@ -136,18 +145,28 @@ struct LossBackwardArgs {
   double* dk;
 };
 
-// One of these per instruction set; every function handles the rows [begin, end).
+// Every kernel, and what it is given.
+#define LML_KERNELS_TABLE(KERNEL)                       \
+  KERNEL(forward, ForwardArgs)                          \
+  KERNEL(backward, BackwardArgs)                        \
+  KERNEL(loss_forward, LossForwardArgs)                 \
+  KERNEL(loss_backward, LossBackwardArgs)               \
+  KERNEL(value, ValueArgs)                              \
+  KERNEL(constrained_forward, ConstrainedForwardArgs)   \
+  KERNEL(constrained_backward, ConstrainedBackwardArgs) \
+  KERNEL(topk_mask, TopkMaskArgs)                       \
+  KERNEL(systematic_sample, SystematicSampleArgs)
+
+// A kernel for each dtype, in the order of enum Dtype; it handles the rows [begin, end).
+template <class Args>
+using Kernel = void (*)(const Args&, int64_t begin, int64_t end);
+
+// One of these per instruction set.
 struct Kernels {
   const char* name;
-  void (*forward[dtype_count])(const ForwardArgs&, int64_t begin, int64_t end);
-  void (*backward[dtype_count])(const BackwardArgs&, int64_t begin, int64_t end);
-  void (*loss_forward[dtype_count])(const LossForwardArgs&, int64_t begin, int64_t end);
-  void (*loss_backward[dtype_count])(const LossBackwardArgs&, int64_t begin, int64_t end);
-  void (*value[dtype_count])(const ValueArgs&, int64_t begin, int64_t end);
-  void (*capped_forward[dtype_count])(const CappedForwardArgs&, int64_t begin, int64_t end);
-  void (*capped_backward[dtype_count])(const CappedBackwardArgs&, int64_t begin, int64_t end);
-  void (*choose[dtype_count])(const ChoiceArgs&, int64_t begin, int64_t end);
-  void (*sample[dtype_count])(const SampleArgs&, int64_t begin, int64_t end);
+#define LML_DECLARE(kernel, Args) Kernel<Args> kernel[dtype_count];
+  LML_KERNELS_TABLE(LML_DECLARE)
+#undef LML_DECLARE
 };
 
 extern const Kernels kernels_baseline;
@@ -156,8 +175,8 @@ extern const Kernels kernels_v3;
 extern const Kernels kernels_v4;
 #endif
 
-// careful.cpp: slow, plain, double precision; for the rows the fast path declines. A threshold is
-// nu = -center + delta.
+// careful.cpp and careful_constrained.cpp: slow, plain, double precision; for the rows that the fast paths decline. A
+// threshold is nu = -center + delta.
 struct Threshold {
   double center, delta;
 };
@@ -177,6 +196,6 @@ T kth_largest(T* x, int64_t n, int64_t k);
 // nu of a projection onto {0 <= y <= upper, sum y = k} for any finite entries, 0 < k < sum of upper. `upper`
 // has one bound for each entry, or `stride` 0 and one for all.
 template <class T>
-Threshold careful_capped(const T* x, const T* upper, int64_t stride, int64_t n, double k, bool euclidean);
+Threshold careful_constrained(const T* x, const T* upper, int64_t stride, int64_t n, double k, bool sparsemax);
 
 }  // namespace torchlml

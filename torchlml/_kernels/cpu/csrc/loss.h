@@ -115,9 +115,7 @@ struct LossRow {
 
   // `room` for one number per entry may be dx itself.
   void gradient(double g, double k, S* dx, double* dk, T* room) const {
-    const S* x = static_cast<const S*>(batch.x) + span.begin;
-    const bool* mask = batch.mask ? batch.mask + span.begin : nullptr;
-    const BackwardRow<S> row{x, mask, span.size, nullptr, nullptr, dx, dk, high, low};
+    const BackwardRow<S> row{{batch, span}, nullptr, nullptr, dx, dk, high, low};
     vdouble sum{};
     double tied = 0, undefined = 0;
     const bool any = vectors([&](Vec<T> z, Vec<T> c, const int64_t*, int64_t)
@@ -169,13 +167,8 @@ void loss_backward_rows(const LossBackwardArgs& args, int64_t begin, int64_t end
   Scratch<T> work;
   for (int64_t r = begin; r < end; ++r) {
     const LossRow<S> row = LossRow<S>::at(args.labels, args.batch, args.nu, r);
-    S* dx = static_cast<S*>(args.dx) + row.span.begin;
-    T* room;
-    if constexpr (sizeof(S) == sizeof(T)) {
-      room = reinterpret_cast<T*>(dx);
-    } else {
-      room = work.room(row.span.size);
-    }
+    S* dx = part_of<S>(args.dx, row.span);
+    T* room = work.room_in(dx, row.span.size);
     const double g = static_cast<double>(static_cast<const T*>(args.grad)[r * args.grad_stride]);
     row.gradient(g, args.k[r * args.k_stride], dx, args.dk + r, room);
   }

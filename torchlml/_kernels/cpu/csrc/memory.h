@@ -110,7 +110,7 @@ LML_INLINE void store_part(S* p, V a, int64_t count) {
   copy_part<lanes<T> / 2>(p, part, count);
 }
 
-// Booleans as lane masks; a null mask is true everywhere.
+// Booleans as lane masks, false beyond `count`.
 template <class T>
 LML_INLINE Mask<T> load_mask(const bool* p, int64_t count) {
   Mask<T> a;

@@ -6,8 +6,7 @@
 
 #include <math.h>
 
-#include "kernels.h"
-#include "memory.h"
+#include "rows.h"
 #include "vmath.h"
 
 namespace torchlml {
@@ -58,13 +57,18 @@ struct Target {
   }
 };
 
-// Sums over a row at one nu: y, w = y (1 - y) and w (1 - 2 y), the derivatives of sum y. Good enough for a
-// first step. `flush` says after how many vectors part[0] is moved to double.
-template <class T>
-struct Sums {
-  static constexpr int size = 3, flush = 32;
+// Sums over a row at one nu. `flush` says after how many vectors part[0] is moved to double.
+template <class T, int parts, int vectors>
+struct Parts {
+  static constexpr int size = parts, flush = vectors;
   Vec<T> part[size] = {};
-  Mask<T> above{};  // unused
+  Mask<T> above{};  // minus the number of z > 0, where a kind counts them
+};
+
+// y, w = y (1 - y) and w (1 - 2 y), the derivatives of sum y. Good enough for a first step.
+template <class T>
+struct Sums : Parts<T, 3, 32> {
+  using Parts<T, 3, 32>::part;
   LML_INLINE void add(Vec<T> odds) {
     const Vec<T> r = reciprocal<true>(1 + odds), y = odds * r, w = y * r;
     part[0] += y;
@@ -76,10 +80,8 @@ struct Sums {
 // With t = sigma(-|z|) and s = -1 where z > 0, else 1: s t instead of y, and -1 for every z > 0. The residual
 // (number of z > 0) - k + sum s t is accurate relative to sum t, even where y rounds to 1.
 template <class T>
-struct SignedSums {
-  static constexpr int size = 3, flush = 16;
-  Vec<T> part[size] = {};
-  Mask<T> above{};
+struct SignedSums : Parts<T, 3, 16> {
+  using Parts<T, 3, 16>::part, Parts<T, 3, 16>::above;
   LML_INLINE void add(Vec<T> odds) {
     const Vec<T> r = reciprocal<true>(1 + odds), y = odds * r, w = y * r;
     const Mask<T> over = greater(odds, T{1});
@@ -92,10 +94,8 @@ struct SignedSums {
 
 // For staircases also the sums of t and of s w, which tell the two sides of a gap apart.
 template <class T>
-struct TwoSidedSums {
-  static constexpr int size = 5, flush = 16;
-  Vec<T> part[size] = {};
-  Mask<T> above{};
+struct TwoSidedSums : Parts<T, 5, 16> {
+  using Parts<T, 5, 16>::part, Parts<T, 5, 16>::above;
   LML_INLINE void add(Vec<T> odds) {
     const Vec<T> r = reciprocal<true>(1 + odds), y = odds * r, w = y * r, t = vmin(y, r);
     const Mask<T> over = greater(odds, T{1});
@@ -366,9 +366,7 @@ class Newton {
 template <class S, class T = typename Work<S>::type>
 __attribute__((noinline)) Fit<T> fit_hard_row(const S* x, const Target& target, T* e) {
   const auto copy = [&]() {
-    int64_t i = 0;
-    for (; i + lanes<T> <= target.n; i += lanes<T>) store(e + i, load(x + i));
-    if (i < target.n) store_part(e + i, load_part(x + i, target.n - i), target.n - i);
+    each_vector<T>(target.n, [&](int64_t i, int64_t count) { write(e + i, read(x + i, count), count); });
   };
   copy();
   Fit<T> fit = Newton<T>(x, target, static_cast<T>(threshold_center(e, target.n, target.k)), e).fit();

@@ -9,32 +9,29 @@ namespace {
 // Each entry's share of nu is taken out of the sum, since for k near n the shares would cancel k nu:
 // the sum of x over z > 0, plus (their number - k) nu, plus the sum of log(1 + exp(-|z|)).
 template <class S>
-double row_value(const S* x, const bool* mask, int64_t n, double k, typename Work<S>::type high,
-                 typename Work<S>::type low) {
+double row_value(const Row<S>& row, double k, typename Work<S>::type high, typename Work<S>::type low) {
   using T = typename Work<S>::type;
+  const auto [x, mask, n] = row;
   Vec<T> block_rest{};
   LongSum<T> rest, tops;
   Mask<T> above{};
-  const int64_t block = block_vectors * lanes<T>;
-  for (int64_t start = 0; start < n; start += block) {
-    const int64_t size = n - start < block ? n - start : block;
-    each_vector<T>(size, [&](int64_t j, int64_t count) __attribute__((always_inline)) {
-      const int64_t i = start + j;
-      const Vec<T> a = read(x + i, count), z = (a + high) + low;
-      Mask<T> up = greater(z, T{0});
-      Vec<T> part = vlog1p(vexp(-vabs(z)));
-      if (mask || count < lanes<T>) {
-        const Mask<T> there = mask ? load_mask<T>(mask + i, count) : first_lanes<T>(count);
-        up &= there;
-        part = keep<T>(there, part);
-      }
-      block_rest += part;
-      above += up;
-      Vec<T> top = keep<T>(up, a);
-      tops.take(top);
-    });
-    rest.take(block_rest);
-  }
+  each_vector_in_blocks<T, block_vectors>(
+      n,
+      [&](int64_t i, int64_t count) __attribute__((always_inline)) {
+        const Vec<T> a = read(x + i, count), z = (a + high) + low;
+        Mask<T> up = greater(z, T{0});
+        Vec<T> part = vlog1p(vexp(-vabs(z)));
+        if (mask || count < lanes<T>) {
+          const Mask<T> there = mask ? load_mask<T>(mask + i, count) : first_lanes<T>(count);
+          up &= there;
+          part = keep<T>(there, part);
+        }
+        block_rest += part;
+        above += up;
+        Vec<T> top = keep<T>(up, a);
+        tops.take(top);
+      },
+      [&]() __attribute__((always_inline)) { rest.take(block_rest); });
   const double nu = static_cast<double>(high) + static_cast<double>(low);
   const double value = total(tops.sum) + (static_cast<double>(-total_lanes(above)) - k) * nu + total(rest.sum);
   return value == value ? value : HUGE_VAL;  // an entry of +inf leaves inf - inf in the carried error
@@ -42,13 +39,13 @@ double row_value(const S* x, const bool* mask, int64_t n, double k, typename Wor
 
 // The limits: 0 for k = 0, the sum of the entries where there are k or fewer, +inf with an entry of +inf.
 template <class S>
-double limit_value(const S* x, const bool* mask, int64_t n, double k, double high) {
+double limit_value(const Row<S>& row, double k, double high) {
   if (high != high) return high;
   if (!(k > 0)) return 0;
   double sum = 0;
-  for (int64_t i = 0; i < n; ++i) {
-    if (mask && !mask[i]) continue;
-    const double a = static_cast<double>(load_one(x + i));
+  for (int64_t i = 0; i < row.n; ++i) {
+    if (!row.available(i)) continue;
+    const double a = static_cast<double>(load_one(row.x + i));
     if (a > -HUGE_VAL) sum += a;
   }
   return high > 0 ? sum : HUGE_VAL;
@@ -64,14 +61,12 @@ void value_rows(const ValueArgs& args, int64_t begin, int64_t end) {
     const int64_t last = end - first < some ? end : first + some;
     forward_rows<S>(args.solve, first, last);
     for (int64_t r = first; r < last; ++r) {
-      const Span span = row_span(batch, r);
-      const S* x = static_cast<const S*>(batch.x) + span.begin;
-      const bool* mask = batch.mask ? batch.mask + span.begin : nullptr;
+      const Row<S> row(batch, row_span(batch, r));
       const T* nu = static_cast<const T*>(args.solve.nu) + r;
       const double k = args.solve.k[r * args.solve.k_stride];
       const bool finite = nu[0] - nu[0] == 0;
-      args.value[r] = finite ? row_value(x, mask, span.size, k, nu[0], nu[batch.rows])
-                             : limit_value(x, mask, span.size, k, static_cast<double>(nu[0]));
+      args.value[r] =
+          finite ? row_value(row, k, nu[0], nu[batch.rows]) : limit_value(row, k, static_cast<double>(nu[0]));
     }
   }
 }

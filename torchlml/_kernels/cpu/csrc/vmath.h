@@ -24,6 +24,16 @@ struct Stored {
   static constexpr double floor(double) { return -900; }
 };
 
+// A polynomial, from the coefficient of the highest power down to the constant.
+template <class V>
+LML_INLINE V horner(V, V p) {
+  return p;
+}
+template <class V, class C, class... Rest>
+LML_INLINE V horner(V x, V p, C next, Rest... rest) {
+  return horner(x, p * x + next, rest...);
+}
+
 template <class Range = Plain>
 LML_INLINE vfloat vexp(vfloat a) {
   constexpr float shift = 12582912.0f;  // 1.5 * 2^23: the integer lands in the low bits
@@ -52,17 +62,11 @@ LML_INLINE vdouble vexp(vdouble a) {
   const vdouble shifted = a * 1.4426950408889634 + shift;
   const vdouble n = shifted - shift;
   const vdouble r = (a - n * 0.693147180369123816490) - n * 1.90821492927058770002e-10;
-  vdouble p = scale * 2.5110037605963777712e-8 * r + scale * 2.7632639639041029749e-7;
-  p = p * r + scale * 2.7557240918578969823e-6;
-  p = p * r + scale * 0.000024801485482328492419;
-  p = p * r + scale * 0.00019841269890047113707;
-  p = p * r + scale * 0.0013888888952314774652;
-  p = p * r + scale * 0.0083333333333196006109;
-  p = p * r + scale * 0.041666666666488095495;
-  p = p * r + scale * 0.16666666666666680806;
-  p = p * r + scale * 0.50000000000000183855;
-  p = p * r + scale;
-  p = p * r + scale;
+  const vdouble p =
+      horner(r, splat(scale * 2.5110037605963777712e-8), scale * 2.7632639639041029749e-7,
+             scale * 2.7557240918578969823e-6, scale * 0.000024801485482328492419, scale * 0.00019841269890047113707,
+             scale * 0.0013888888952314774652, scale * 0.0083333333333196006109, scale * 0.041666666666488095495,
+             scale * 0.16666666666666680806, scale * 0.50000000000000183855, scale, scale);
   const vdouble scaled = cast_bits<vdouble>(cast_bits<idouble>(p) + (cast_bits<idouble>(shifted) << 52));
   return keep<double>(greater(a, Range::floor(0.0)), scaled);
 }
@@ -71,25 +75,14 @@ LML_INLINE vdouble vexp(vdouble a) {
 // number would be subnormal, which is slow, so it is not let be.
 LML_INLINE vfloat vlog1p(vfloat t) {
   const vfloat s = t / (2.0f + t), q = (s + 1e-18f) * (s + 1e-18f);
-  vfloat p = 0.28157778363109081f * q + 0.27965157745197269f;
-  p = p * q + 0.40024595230703748f;
-  p = p * q + 0.66666321641377773f;
-  p = p * q + 2.0000000076817589f;
-  return p * s;
+  return s * horner(q, splat(0.28157778363109081f), 0.27965157745197269f, 0.40024595230703748f, 0.66666321641377773f,
+                    2.0000000076817589f);
 }
 LML_INLINE vdouble vlog1p(vdouble t) {
   const vdouble s = t / (2.0 + t), q = (s + 1e-150) * (s + 1e-150);
-  vdouble p = 0.17044163562781398129 * q + 0.083245065118608205757;
-  p = p * q + 0.12110168728069217655;
-  p = p * q + 0.13300374032674624337;
-  p = p * q + 0.15386614042304007762;
-  p = p * q + 0.1818174083250480451;
-  p = p * q + 0.22222224080747673173;
-  p = p * q + 0.28571428545454114534;
-  p = p * q + 0.40000000000185747468;
-  p = p * q + 0.66666666666666149594;
-  p = p * q + 2.0;
-  return p * s;
+  return s * horner(q, splat(0.17044163562781398129), 0.083245065118608205757, 0.12110168728069217655,
+                    0.13300374032674624337, 0.15386614042304007762, 0.1818174083250480451, 0.22222224080747673173,
+                    0.28571428545454114534, 0.40000000000185747468, 0.66666666666666149594, 2.0);
 }
 
 // What every formula needs of z: a = exp(-|z|) and r = 1 / (1 + a). Then sigma(-|z|) = a r and w = a r^2

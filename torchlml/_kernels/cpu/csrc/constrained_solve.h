@@ -1,7 +1,8 @@
 // nu of the projections onto {0 <= y <= upper, sum y = k}, for finite entries and 0 < k < sum of upper.
 //
 // Both functions of nu are pieces of one kind put together: as soon as a step of Newton's method does not
-// change which entries are at a bound, it was exact. Rows where that takes too long go to careful.cpp.
+// change which entries are at a bound, it was exact. Rows where that takes too long go to
+// careful_constrained.cpp.
 #pragma once
 
 #include "backward.h"
@@ -16,8 +17,8 @@ struct OneBound {
   T all;
   LML_INLINE Vec<T> at(int64_t, int64_t) const { return splat(all); }
   LML_INLINE T of(int64_t) const { return all; }
-  Threshold careful(const T* x, int64_t n, double k, bool euclidean) const {
-    return careful_capped(x, &all, 0, n, k, euclidean);
+  Threshold careful(const T* x, int64_t n, double k, bool sparsemax) const {
+    return careful_constrained(x, &all, 0, n, k, sparsemax);
   }
 };
 template <class T>
@@ -26,8 +27,8 @@ struct EachBound {
   const T* each;
   LML_INLINE Vec<T> at(int64_t i, int64_t count) const { return read(each + i, count); }
   LML_INLINE T of(int64_t i) const { return each[i]; }
-  Threshold careful(const T* x, int64_t n, double k, bool euclidean) const {
-    return careful_capped(x, each, 1, n, k, euclidean);
+  Threshold careful(const T* x, int64_t n, double k, bool sparsemax) const {
+    return careful_constrained(x, each, 1, n, k, sparsemax);
   }
 };
 
@@ -62,31 +63,23 @@ struct LevelSums {
   }
 };
 
-// Calls f for every vector, and flush between blocks so short that sums of floats stay exact enough.
-template <class T, class F, class G>
-LML_INLINE void each_short_block(int64_t n, const F& f, const G& flush) {
-  const int64_t block = 16 * lanes<T>;
-  for (int64_t start = 0; start < n; start += block) {
-    const int64_t size = n - start < block ? n - start : block;
-    each_vector<T>(size, [&](int64_t i, int64_t count) __attribute__((always_inline)) { f(start + i, count); });
-    flush();
-  }
-}
+// Blocks so short that sums of floats stay exact enough.
+constexpr int64_t short_block = 16;
 
 // An entry that reaches its bound up to rounding still counts as free: it is the one that k moves.
 template <class T>
 constexpr T edge = sizeof(T) == 4 ? T(1 + 1e-6) : T(1 + 4e-15);
 
-// The entropic search: e = exp(x - center) is stored, and its factor s found for which sum min(upper, e s) = k.
+// The softmax's search: e = exp(x - center) is stored, and its factor s found for which sum min(upper, e s) = k.
 template <class T, class Bounds>
-class SoftSearch {
+class SoftmaxSearch {
   static constexpr T unscale = 1 / Stored::scale(T{});
 
  public:
   double factor = unscale;
 
   template <class S>
-  LML_INLINE SoftSearch(const S* x, int64_t n, double k, const Bounds& bounds, double guess, T* e)
+  LML_INLINE SoftmaxSearch(const S* x, int64_t n, double k, const Bounds& bounds, double guess, T* e)
       : n_(n), k_(k), center_(static_cast<T>(-guess)), bounds_(bounds), e_(e) {
     Vec<T> check{};
     const T c = center_;
@@ -134,7 +127,7 @@ class SoftSearch {
     const T* e = e_;
     const Bounds bounds = bounds_;
     LevelSums<T, Bounds> sums;
-    each_short_block<T>(
+    each_vector_in_blocks<T, short_block>(
         n_,
         [&](int64_t i, int64_t count) __attribute__((always_inline)) {
           const Vec<T> a = read(e + i, count), u = bounds.at(i, count);
@@ -163,13 +156,13 @@ struct Split {
   }
 };
 
-// The Euclidean search: sum clip(x + nu, 0, upper) = k is piecewise linear in nu.
+// The sparsemax's search: sum clip(x + nu, 0, upper) = k is piecewise linear in nu.
 template <class S, class Bounds>
-class LinearSearch {
+class SparsemaxSearch {
   using T = typename Work<S>::type;
 
  public:
-  LML_INLINE LinearSearch(const S* x, int64_t n, double k, const Bounds& bounds, double guess, double unit)
+  LML_INLINE SparsemaxSearch(const S* x, int64_t n, double k, const Bounds& bounds, double guess, double unit)
       : n_(n), k_(k), unit_(unit), x_(x), bounds_(bounds), nu_{static_cast<double>(static_cast<T>(-guess)), 0} {
     Vec<T> check{};
     const T c = static_cast<T>(nu_.center);
@@ -237,7 +230,7 @@ class LinearSearch {
     const Split<T> nu(nu_);
     const Bounds bounds = bounds_;
     LevelSums<T, Bounds> sums;
-    each_short_block<T>(
+    each_vector_in_blocks<T, short_block>(
         n_,
         [&](int64_t i, int64_t count) __attribute__((always_inline)) {
           const Vec<T> z = z_at(nu, i, count), u = bounds.at(i, count);

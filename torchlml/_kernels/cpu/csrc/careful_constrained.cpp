@@ -15,8 +15,8 @@ namespace {
 template <class T>
 class Row {
  public:
-  Row(const T* x, const T* upper, int64_t stride, int64_t n, double k, bool euclidean)
-      : x_(x), upper_(upper), stride_(stride), n_(n), k_(k), euclidean_(euclidean) {}
+  Row(const T* x, const T* upper, int64_t stride, int64_t n, double k, bool sparsemax)
+      : x_(x), upper_(upper), stride_(stride), n_(n), k_(k), sparsemax_(sparsemax) {}
 
   Threshold solve() const {
     const std::vector<Threshold> events = sorted_events();
@@ -55,30 +55,30 @@ class Row {
   double bound(int64_t i) const { return static_cast<double>(upper_[i * stride_]); }
   double z(int64_t i, const Threshold& nu) const { return (static_cast<double>(x_[i]) - nu.center) + nu.delta; }
 
-  // Above nu, which may be where an entry starts or ends. But an entropic one that reaches its bound up to
+  // Above nu, which may be where an entry starts or ends. But one of the softmax that reaches its bound up to
   // rounding counts as free: it is the one that k moves.
   bool is_over(double z, double bound) const {
-    if (euclidean_) return z >= bound;
+    if (sparsemax_) return z >= bound;
     const double limit = std::log(bound);
     return z > limit + 4e-15 * (1 + std::min(std::fabs(limit), 1000.0));
   }
-  bool is_free(double z, double bound) const { return !is_over(z, bound) && (!euclidean_ || z >= 0); }
+  bool is_free(double z, double bound) const { return !is_over(z, bound) && (!sparsemax_ || z >= 0); }
 
   // At most the root: no entry is above its part of k.
   Threshold lowest() const {
     const T largest = *std::max_element(x_, x_ + n_);
     const double part = k_ / static_cast<double>(n_);
-    return {static_cast<double>(largest), euclidean_ ? part : std::log(part)};
+    return {static_cast<double>(largest), sparsemax_ ? part : std::log(part)};
   }
 
   std::vector<Threshold> sorted_events() const {
     std::vector<Threshold> events;
-    events.reserve(static_cast<size_t>(euclidean_ ? 2 * n_ : n_));
+    events.reserve(static_cast<size_t>(sparsemax_ ? 2 * n_ : n_));
     for (int64_t i = 0; i < n_; ++i) {
       const double x = static_cast<double>(x_[i]), u = bound(i);
       if (!(u > 0)) continue;
-      if (euclidean_) events.push_back({x, 0});
-      events.push_back({x, euclidean_ ? u : std::log(u)});
+      if (sparsemax_) events.push_back({x, 0});
+      events.push_back({x, sparsemax_ ? u : std::log(u)});
     }
     // Beside an entry of 1e38 a bound of 1 is rounded away: then by the entries, and by the bounds.
     std::sort(events.begin(), events.end(), [](const Threshold& a, const Threshold& b) {
@@ -101,7 +101,7 @@ class Row {
         taken = next;
         ++sums.over;
       } else if (is_free(at, u)) {
-        sum += euclidean_ ? at : std::min(std::exp(at), u);
+        sum += sparsemax_ ? at : std::min(std::exp(at), u);
         sums.largest = std::max(sums.largest, static_cast<double>(x_[i]));
         ++sums.free;
       }
@@ -117,9 +117,9 @@ class Row {
     for (int64_t i = 0; i < n_; ++i) {
       if (!is_free(z(i, nu), bound(i))) continue;
       const double distance = static_cast<double>(x_[i]) - at.largest;
-      sum += euclidean_ ? distance : std::exp(distance);
+      sum += sparsemax_ ? distance : std::exp(distance);
     }
-    if (euclidean_) return {at.largest, (at.rest - sum) / static_cast<double>(at.free)};
+    if (sparsemax_) return {at.largest, (at.rest - sum) / static_cast<double>(at.free)};
     return {at.largest, std::log(at.rest) - std::log(sum)};
   }
 
@@ -127,17 +127,17 @@ class Row {
   const T* upper_;
   int64_t stride_, n_;
   double k_;
-  bool euclidean_;
+  bool sparsemax_;
 };
 
 }  // namespace
 
 template <class T>
-Threshold careful_capped(const T* x, const T* upper, int64_t stride, int64_t n, double k, bool euclidean) {
-  return Row<T>(x, upper, stride, n, k, euclidean).solve();
+Threshold careful_constrained(const T* x, const T* upper, int64_t stride, int64_t n, double k, bool sparsemax) {
+  return Row<T>(x, upper, stride, n, k, sparsemax).solve();
 }
 
-template Threshold careful_capped(const float*, const float*, int64_t, int64_t, double, bool);
-template Threshold careful_capped(const double*, const double*, int64_t, int64_t, double, bool);
+template Threshold careful_constrained(const float*, const float*, int64_t, int64_t, double, bool);
+template Threshold careful_constrained(const double*, const double*, int64_t, int64_t, double, bool);
 
 }  // namespace torchlml

@@ -1,13 +1,13 @@
 // One row of the projections onto {0 <= y <= upper, sum y = k}, forward.
 #pragma once
 
-#include "capped_solve.h"
+#include "constrained_solve.h"
 
 namespace torchlml {
 namespace {
 
 template <class S, class Y, class Bounds>
-LML_INLINE void write_linear(const S* x, int64_t n, const Bounds& bounds, const Threshold& nu, Y* y) {
+LML_INLINE void write_sparsemax(const S* x, int64_t n, const Bounds& bounds, const Threshold& nu, Y* y) {
   using T = typename Work<S>::type;
   const Split<T> at(nu);
   each_vector<T>(n, [&](int64_t i, int64_t count) __attribute__((always_inline)) {
@@ -17,12 +17,12 @@ LML_INLINE void write_linear(const S* x, int64_t n, const Bounds& bounds, const 
 }
 
 template <class S, class Y, class Bounds, class T = typename Work<S>::type>
-__attribute__((noinline)) void project_carefully(const S* x, int64_t n, double k, const Bounds& bounds, bool euclidean,
+__attribute__((noinline)) void project_carefully(const S* x, int64_t n, double k, const Bounds& bounds, bool sparsemax,
                                                  T* work, Y* y, Threshold& nu) {
   for (int64_t i = 0; i < n; ++i) work[i] = load_one(x + i);
-  nu = bounds.careful(work, n, k, euclidean);
+  nu = bounds.careful(work, n, k, sparsemax);
   if (!y) return;
-  if (euclidean) return write_linear(x, n, bounds, nu, y);
+  if (sparsemax) return write_sparsemax(x, n, bounds, nu, y);
   for (int64_t i = 0; i < n; ++i) {
     const double a = ::exp((static_cast<double>(load_one(x + i)) - nu.center) + nu.delta);
     const double u = static_cast<double>(bounds.of(i));
@@ -33,7 +33,7 @@ __attribute__((noinline)) void project_carefully(const S* x, int64_t n, double k
 // Where nu would be were the entries normally distributed, for bounds of 1. Far below the bounds lml is an
 // exponential as well. Elsewhere min(1, exp(z)) is a step at z = -1, smoothed by a distribution of variance 1.
 template <class S>
-LML_INLINE double soft_guess(const S* x, const Target& target) {
+LML_INLINE double softmax_guess(const S* x, const Target& target) {
   const double part = target.k * target.inverse;
   if (part < 0.1) return guess(x, target);
   const Moments row = moments(x, target);
@@ -44,11 +44,11 @@ LML_INLINE double soft_guess(const S* x, const Target& target) {
 // y of finite entries, and nu. The search keeps exponentials in `work`, which may be y itself if it has that
 // type. False if the sums are not finite: then there are infinities or NaN in the row, or values near 1e38.
 template <class S, class Y, class Bounds, class T = typename Work<S>::type>
-bool project(const S* x, int64_t n, double k, const Bounds& bounds, double unit, bool euclidean, Target& target,
+bool project(const S* x, int64_t n, double k, const Bounds& bounds, double unit, bool sparsemax, Target& target,
              T* work, Y* y, Threshold& nu) {
   target.set(k / unit, n);
-  if (!euclidean) {
-    SoftSearch<T, Bounds> search(x, n, k, bounds, soft_guess(x, target) + ::log(unit), work);
+  if (!sparsemax) {
+    SoftmaxSearch<T, Bounds> search(x, n, k, bounds, softmax_guess(x, target) + ::log(unit), work);
     if (!search.finite()) return false;
     if (search.solve()) {
       nu = search.nu();
@@ -63,39 +63,36 @@ bool project(const S* x, int64_t n, double k, const Bounds& bounds, double unit,
   } else {
     const Moments row = moments(x, target);
     const double start = target.probit * ::sqrt(row.variance + unit * unit / 12) + unit / 2 - row.mean;
-    LinearSearch<S, Bounds> search(x, n, k, bounds, start, unit);
+    SparsemaxSearch<S, Bounds> search(x, n, k, bounds, start, unit);
     if (!search.finite()) return false;
     if (search.solve()) {
       nu = search.nu();
-      if (y) write_linear(x, n, bounds, nu, y);
+      if (y) write_sparsemax(x, n, bounds, nu, y);
       return true;
     }
   }
-  project_carefully(x, n, k, bounds, euclidean, work, y, nu);
+  project_carefully(x, n, k, bounds, sparsemax, work, y, nu);
   return true;
 }
 
 template <class T>
-struct CappedScratch {
+struct ConstrainedScratch {
   Scratch<T> packed, bounds, work;
   Target target;
 };
 
 template <class S>
-struct CappedRow {
-  using T = typename Work<S>::type;
-  const S* x;
-  const bool* mask;
-  int64_t n;
+struct ConstrainedRow : Row<S> {
+  using typename Row<S>::T;
+  using Row<S>::x, Row<S>::mask, Row<S>::n, Row<S>::available;
   double k;
-  bool euclidean;
+  bool sparsemax;
   const double* upper;
   int64_t stride;  // of `upper`
   S* y;            // or null
   double* nu_high;
   double* nu_low;
 
-  bool available(int64_t i) const { return !mask || mask[i]; }
   void set_nu(double high, double low) const { *nu_high = high, *nu_low = low; }
   void set_nu(const Threshold& nu) const {
     const Split<T> split(nu);
@@ -114,33 +111,28 @@ struct CappedRow {
   }
 
   // Rows without a mask that turn out finite and feasible; false for the others.
-  bool plain(CappedScratch<T>& scratch) const {
+  bool plain(ConstrainedScratch<T>& scratch) const {
     if (mask || !(k > 0) || n == 0) return false;
-    T* work;
-    if constexpr (sizeof(S) == sizeof(T)) {
-      work = y ? reinterpret_cast<T*>(y) : scratch.work.room(n);
-    } else {
-      work = scratch.work.room(n);
-    }
+    T* work = scratch.work.room_in(y, n);
     Threshold nu;
     if (stride == 0) {
       const double u = static_cast<double>(bound(0));
       if (!(k < u * static_cast<double>(n))) return false;
-      if (!project(x, n, k, OneBound<T>{bound(0)}, u, euclidean, scratch.target, work, y, nu)) return false;
+      if (!project(x, n, k, OneBound<T>{bound(0)}, u, sparsemax, scratch.target, work, y, nu)) return false;
     } else {
       T* bounds = scratch.bounds.room(n);
       double room = 0, sum = 0;
       for (int64_t i = 0; i < n; ++i) bounds[i] = bound(i), room += upper[i], sum += static_cast<double>(bounds[i]);
       if (!(k < room && k < sum)) return false;
       const double unit = sum / static_cast<double>(n);
-      if (!project(x, n, k, EachBound<T>{bounds}, unit, euclidean, scratch.target, work, y, nu)) return false;
+      if (!project(x, n, k, EachBound<T>{bounds}, unit, sparsemax, scratch.target, work, y, nu)) return false;
     }
     set_nu(nu);
     return true;
   }
 
   // Masks, infinities, NaN, k <= 0 and bounds that leave no choice: the finite entries are solved apart.
-  void general(CappedScratch<T>& scratch) const {
+  void general(ConstrainedScratch<T>& scratch) const {
     T* packed = scratch.packed.room(n);
     T* bounds = scratch.bounds.room(n);
     const T infinity = static_cast<T>(HUGE_VAL);
@@ -187,8 +179,8 @@ struct CappedRow {
     // Rounding may leave nothing to search for.
     if (rest > 0 && rest < sum) {
       const double unit = sum / static_cast<double>(size);
-      if (!project(packed, size, rest, each, unit, euclidean, scratch.target, work, work, nu)) {
-        project_carefully(packed, size, rest, each, euclidean, work, work, nu);
+      if (!project(packed, size, rest, each, unit, sparsemax, scratch.target, work, work, nu)) {
+        project_carefully(packed, size, rest, each, sparsemax, work, work, nu);
       }
     } else {
       for (int64_t i = 0; i < size; ++i) work[i] = rest > 0 ? bounds[i] : 0;
@@ -209,26 +201,20 @@ struct CappedRow {
 };
 
 template <class S>
-CappedRow<S> capped_row(const CappedProblem& p, int64_t r) {
+ConstrainedRow<S> constrained_row(const ConstrainedProblem& p, int64_t r) {
   const Span span = row_span(p.batch, r);
-  return {static_cast<const S*>(p.batch.x) + span.begin,
-          p.batch.mask ? p.batch.mask + span.begin : nullptr,
-          span.size,
-          p.k[r * p.k_stride],
-          p.euclidean,
-          p.upper + span.begin * p.upper_stride,
-          p.upper_stride,
-          nullptr,
-          nullptr,
-          nullptr};
+  return {{p.batch, span}, p.k[r * p.k_stride],
+          p.sparsemax,     p.upper + span.begin * p.upper_stride,
+          p.upper_stride,  nullptr,
+          nullptr,         nullptr};
 }
 
 template <class S>
-void capped_rows(const CappedForwardArgs& args, int64_t begin, int64_t end) {
-  CappedScratch<typename Work<S>::type> scratch;
+void constrained_forward_rows(const ConstrainedForwardArgs& args, int64_t begin, int64_t end) {
+  ConstrainedScratch<typename Work<S>::type> scratch;
   for (int64_t r = begin; r < end; ++r) {
-    CappedRow<S> row = capped_row<S>(args.problem, r);
-    if (args.y) row.y = static_cast<S*>(args.y) + row_span(args.problem.batch, r).begin;
+    ConstrainedRow<S> row = constrained_row<S>(args.problem, r);
+    row.y = part_of<S>(args.y, row_span(args.problem.batch, r));
     row.nu_high = args.nu + r;
     row.nu_low = args.nu + args.problem.batch.rows + r;
     if (!row.plain(scratch)) row.general(scratch);

@@ -4,7 +4,7 @@
 // the sum moves with k: dk = sum w g / sum w, dx = w (g - dk), d upper = b (g - dk).
 #pragma once
 
-#include "capped.h"
+#include "constrained.h"
 
 namespace torchlml {
 namespace {
@@ -16,8 +16,8 @@ struct Slope {
 };
 
 template <class T>
-LML_INLINE Slope<T> slope_of(Vec<T> z, Vec<T> bound, bool euclidean) {
-  if (euclidean) {
+LML_INLINE Slope<T> slope_of(Vec<T> z, Vec<T> bound, bool sparsemax) {
+  if (sparsemax) {
     const Mask<T> over = greater(z, bound);
     return {keep<T>(greater(z, T{0}) & ~over, splat(T{1})), over};
   }
@@ -32,9 +32,9 @@ struct EntrySlope {
 };
 
 template <class S>
-struct CappedBackwardRow {
+struct ConstrainedBackwardRow {
   using T = typename Work<S>::type;
-  const CappedRow<S> row;
+  const ConstrainedRow<S> row;
   const S* grad;
   T high, low;
   S* dx;
@@ -54,16 +54,16 @@ struct CappedBackwardRow {
   template <class Bounds>
   LML_INLINE bool plain(const Bounds& bounds, T* work) const {
     const int64_t n = row.n;
-    const bool euclidean = row.euclidean;
+    const bool sparsemax = row.sparsemax;
     BlockSum<T> weights, moments;
     Vec<T> check{};
-    each_short_block<T>(
+    each_vector_in_blocks<T, short_block>(
         n,
         [&](int64_t i, int64_t count) __attribute__((always_inline)) {
           Vec<T> z = z_at(i, count);
           if (count < lanes<T>) z = select<T>(first_lanes<T>(count), z, splat(T{-1000}));
           check += z;
-          const Vec<T> w = slope_of<T>(z, bounds.at(i, count), euclidean).weight;
+          const Vec<T> w = slope_of<T>(z, bounds.at(i, count), sparsemax).weight;
           write(work + i, w, count);
           weights.block += w;
           moments.block += w * keep<T>(greater(w, T{0}), read(grad + i, count));
@@ -85,7 +85,7 @@ struct CappedBackwardRow {
   void bound_gradient(const Bounds& bounds, T shift) const {
     double sum = 0;
     each_vector<T>(row.n, [&](int64_t i, int64_t count) {
-      const Slope<T> slope = slope_of<T>(z_at(i, count), bounds.at(i, count), row.euclidean);
+      const Slope<T> slope = slope_of<T>(z_at(i, count), bounds.at(i, count), row.sparsemax);
       const Vec<T> felt = keep<T>(slope.at_bound, read(grad + i, count) - shift);
       for (int64_t j = 0; j < count; ++j) {
         if (Bounds::one) {
@@ -116,7 +116,7 @@ struct CappedBackwardRow {
       if (a == -infinity || (shared && a < infinity) || high == -infinity) return EntrySlope{0, false};
       if ((a == infinity && !shared) || high == infinity) return EntrySlope{0, true};
       const Vec<T> z = splat((shared ? high : a + high) + low), u = splat(static_cast<T>(row.upper[i * row.stride]));
-      const Slope<T> at = slope_of<T>(z, u, row.euclidean);
+      const Slope<T> at = slope_of<T>(z, u, row.sparsemax);
       return EntrySlope{static_cast<double>(at.weight[0]), at.at_bound[0] != 0};
     };
     double sum = 0, moment = 0;
@@ -138,27 +138,22 @@ struct CappedBackwardRow {
 };
 
 template <class S>
-void capped_backward_rows(const CappedBackwardArgs& args, int64_t begin, int64_t end) {
+void constrained_backward_rows(const ConstrainedBackwardArgs& args, int64_t begin, int64_t end) {
   using T = typename Work<S>::type;
   Scratch<T> room, bound_room;
-  const CappedProblem& problem = args.problem;
+  const ConstrainedProblem& problem = args.problem;
   for (int64_t r = begin; r < end; ++r) {
-    const int64_t first = row_span(problem.batch, r).begin;
-    double* d_upper = args.d_upper ? args.d_upper + (problem.upper_stride ? first : r) : nullptr;
-    const CappedBackwardRow<S> back{capped_row<S>(problem, r),
-                                    static_cast<const S*>(args.grad) + first,
-                                    static_cast<T>(args.nu[r]),
-                                    static_cast<T>(args.nu[problem.batch.rows + r]),
-                                    static_cast<S*>(args.dx) + first,
-                                    args.dk + r,
-                                    d_upper};
-    const CappedRow<S>& row = back.row;
-    T* work;  // for one number per entry: dx itself, unless it is too narrow
-    if constexpr (sizeof(S) == sizeof(T)) {
-      work = reinterpret_cast<T*>(back.dx);
-    } else {
-      work = room.room(row.n);
-    }
+    const Span span = row_span(problem.batch, r);
+    double* d_upper = args.d_upper ? args.d_upper + (problem.upper_stride ? span.begin : r) : nullptr;
+    const ConstrainedBackwardRow<S> back{constrained_row<S>(problem, r),
+                                         part_of<S>(args.grad, span),
+                                         static_cast<T>(args.nu[r]),
+                                         static_cast<T>(args.nu[problem.batch.rows + r]),
+                                         part_of<S>(args.dx, span),
+                                         args.dk + r,
+                                         d_upper};
+    const ConstrainedRow<S>& row = back.row;
+    T* work = room.room_in(back.dx, row.n);
     bool done = false;
     if (!row.mask && back.high - back.high == 0) {
       if (row.stride == 0) {

@@ -1,0 +1,108 @@
+// The rows of a batch, vector by vector, and room to work in.
+#pragma once
+
+#include <stdlib.h>
+
+#include <new>
+
+#include "kernels.h"
+#include "memory.h"
+
+namespace torchlml {
+namespace {
+
+// Room for one row, kept for all the rows of a call.
+template <class T>
+class Scratch {
+ public:
+  Scratch() = default;
+  Scratch(const Scratch&) = delete;
+  Scratch& operator=(const Scratch&) = delete;
+  ~Scratch() { ::free(data_); }
+  T* room(int64_t n) {
+    if (n > size_) {
+      ::free(data_);
+      data_ = static_cast<T*>(::malloc(sizeof(T) * static_cast<size_t>(n)));
+      size_ = data_ ? n : 0;
+      if (!data_) throw std::bad_alloc();
+    }
+    return data_;
+  }
+  // Room for one number per entry: the output itself, where there is one and it has that type.
+  template <class S>
+  T* room_in(S* output, int64_t n) {
+    if constexpr (sizeof(S) == sizeof(T)) {
+      if (output) return reinterpret_cast<T*>(output);
+    }
+    return room(n);
+  }
+
+ private:
+  T* data_ = nullptr;
+  int64_t size_ = 0;
+};
+
+// One row: its entries, and which of them are available (all of them where the mask is null).
+template <class S>
+struct Row {
+  using T = typename Work<S>::type;
+  const S* x;
+  const bool* mask;
+  int64_t n;
+
+  Row(const Batch& batch, const Span& span)
+      : x(static_cast<const S*>(batch.x) + span.begin),
+        mask(batch.mask ? batch.mask + span.begin : nullptr),
+        n(span.size) {}
+  bool available(int64_t i) const { return !mask || mask[i]; }
+};
+
+// The part of an output that belongs to a row, or null where there is no such output.
+template <class S>
+S* part_of(void* output, const Span& span) {
+  return output ? static_cast<S*>(output) + span.begin : nullptr;
+}
+template <class S>
+const S* part_of(const void* input, const Span& span) {
+  return input ? static_cast<const S*>(input) + span.begin : nullptr;
+}
+
+// Calls f(i, count) for every vector of a row; count < lanes only in the last one.
+template <class T, class F>
+LML_INLINE void each_vector(int64_t n, const F& f) {
+  int64_t i = 0;
+  for (; i + lanes<T> <= n; i += lanes<T>) f(i, int64_t{lanes<T>});
+  if (i < n) f(i, n - i);
+}
+
+// Calls f(start, size) for every block of so many vectors.
+template <class T, int64_t vectors, class F>
+LML_INLINE void each_block(int64_t n, const F& f) {
+  const int64_t block = vectors * lanes<T>;
+  for (int64_t start = 0; start < n; start += block) f(start, n - start < block ? n - start : block);
+}
+
+// Calls f for every vector, and flush after every block of them.
+template <class T, int64_t vectors, class F, class G>
+LML_INLINE void each_vector_in_blocks(int64_t n, const F& f, const G& flush) {
+  each_block<T, vectors>(n, [&](int64_t start, int64_t size) __attribute__((always_inline)) {
+    each_vector<T>(size, [&](int64_t i, int64_t count) __attribute__((always_inline)) { f(start + i, count); });
+    flush();
+  });
+}
+
+template <class S>
+LML_INLINE Vec<typename Work<S>::type> read(const S* p, int64_t count) {
+  return count == lanes<typename Work<S>::type> ? load(p) : load_part(p, count);
+}
+template <class S, class V>
+LML_INLINE void write(S* p, V a, int64_t count) {
+  if (count == lanes<typename Work<S>::type>) {
+    store(p, a);
+  } else {
+    store_part(p, a, count);
+  }
+}
+
+}  // namespace
+}  // namespace torchlml
