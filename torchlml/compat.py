@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import operator
+from typing import Any
+
 import torch
 from torch import Tensor, nn
 
@@ -12,35 +15,47 @@ class LML(nn.Module):
     """The layer with the arguments of the paper's release.
 
         >>> from torchlml.compat import LML
-        >>> y = LML(N=5)(x)
+        >>> LML(N=2)(torch.tensor([2.0, 1.0, 0.0, -1.0]))
+        tensor([0.8176, 0.6225, 0.3775, 0.1824])
 
     Args:
-        N: how many to choose, the paper's k.
+        N: how many to choose, the paper's k: a whole number, also one of numpy's or a 0-d tensor.
         eps, n_iter, branch, verbose: settings of the original's search. They are accepted, so that no call
             has to change, and not needed: the answer is exact, and nothing is printed.
 
     `forward` takes logits of shape (n,) or (batch, n). Where n <= N every entry is 1 (the original gave
-    1 - 1e-5) and the gradient is 0.
+    1 - 1e-5) and the gradient is 0. `torch.jit.script` keeps the call in Python: the scripted module runs,
+    but `torch.jit.save` needs `torch.jit.trace` or `torch.export`.
     """
 
     def __init__(
         self, N: int, eps: float = 1e-4, n_iter: int = 100, branch: int | None = None, verbose: int = 0
     ) -> None:
         super().__init__()
-        if isinstance(N, bool) or not isinstance(N, int) or N < 0:
-            raise ValueError(f"`N` must be a whole number from 0 on, but it is {N!r}.")
-        self.N = N
+        self.N = _whole(N)
         self.eps = eps
         self.n_iter = n_iter
         self.branch = branch
         self.verbose = verbose
 
     def forward(self, x: Tensor) -> Tensor:
+        return self._project(x)
+
+    @torch.jit.ignore  # type: ignore[untyped-decorator]
+    def _project(self, x: Tensor) -> Tensor:
         if x.dim() not in (1, 2):
             raise ValueError(f"`x` must have one or two dimensions, but it has {x.dim()}.")
-        # With a mask, even one that hides nothing, lml takes N > n and returns the closest point, all ones.
-        everything = torch.ones((), dtype=torch.bool, device=x.device) if x.shape[-1] < self.N else None
-        return lml(x, self.N, mask=everything)
+        return lml(x, min(self.N, x.shape[-1]))
 
     def extra_repr(self) -> str:
         return f"N={self.N}"
+
+
+def _whole(N: Any) -> int:
+    try:
+        number = operator.index(N)
+    except TypeError:
+        number = -1
+    if number < 0 or isinstance(N, bool) or (isinstance(N, Tensor) and N.dtype == torch.bool):
+        raise ValueError(f"`N` must be a whole number from 0 on, but it is {N!r}.")
+    return number

@@ -5,9 +5,16 @@ from __future__ import annotations
 from torch import Tensor, nn
 
 from torchlml._core import bounds
-from torchlml._core.arguments import canonical, check_solver, check_temperature
-from torchlml._core.bounds import Bound, check_bound
-from torchlml.solvers.bracketing import Bracketing
+from torchlml._core.arguments import (
+    Bound,
+    Solver,
+    canonical,
+    check_bound,
+    check_limit,
+    check_solver,
+    check_temperature,
+    check_tensor,
+)
 
 
 def lml(
@@ -17,7 +24,7 @@ def lml(
     *,
     mask: Tensor | None = None,
     offsets: Tensor | None = None,
-    solver: str | Bracketing = "newton",
+    solver: Solver = "newton",
     bound: Bound = "exactly",
 ) -> Tensor:
     """Project logits onto the points of the unit cube that sum to k: like softmax, but the rows sum to k.
@@ -58,7 +65,7 @@ def log_lml(
     *,
     mask: Tensor | None = None,
     offsets: Tensor | None = None,
-    solver: str | Bracketing = "newton",
+    solver: Solver = "newton",
     bound: Bound = "exactly",
 ) -> Tensor:
     """The logarithm of `lml`, as log_softmax is to softmax: right also where lml rounds to 0 or 1.
@@ -83,7 +90,7 @@ def lml_dual(
     *,
     mask: Tensor | None = None,
     offsets: Tensor | None = None,
-    solver: str | Bracketing = "newton",
+    solver: Solver = "newton",
     bound: Bound = "exactly",
 ) -> Tensor:
     """The dual variable of `lml`: the number nu for which sigmoid(x + nu) sums to k. -nu is the threshold.
@@ -106,6 +113,8 @@ class LML(nn.Module):
     """The projection as a layer: the last layer of a network that must choose k of n things.
 
         >>> model = nn.Sequential(nn.Linear(64, 100), torchlml.LML(k=5))
+        >>> model(torch.randn(3, 64)).shape
+        torch.Size([3, 100])
 
     Args:
         k: how many to choose, as for `lml`.
@@ -122,10 +131,11 @@ class LML(nn.Module):
         k: float | Tensor,
         dim: int = -1,
         temperature: float = 1.0,
-        solver: str | Bracketing = "newton",
+        solver: Solver = "newton",
         bound: Bound = "exactly",
     ) -> None:
         super().__init__()
+        check_limit(k)
         check_temperature(temperature)
         check_solver(solver)
         check_bound(bound)
@@ -136,6 +146,7 @@ class LML(nn.Module):
         self.bound = bound
 
     def forward(self, x: Tensor, *, mask: Tensor | None = None, offsets: Tensor | None = None) -> Tensor:
+        check_tensor(x, "x")
         scaled = x if self.temperature == 1 else x / self.temperature
         return lml(scaled, self.k, self.dim, mask=mask, offsets=offsets, solver=self.solver, bound=self.bound)
 

@@ -270,7 +270,7 @@ FIRST_MASKED = torch.arange(6) > 0
         (ValueError, "`target` must hold class indices from 0 to 5", (ROWS, LABELS + 4, 2), {}),
         (ValueError, "-1 is in it", (ROWS, LABELS - 1, 2), {}),
         (ValueError, "`target` must", (ROWS, LABELS[:2], 2), {}),
-        (TypeError, "`logits` must be a floating tensor", (ROWS.long(), LABELS, 2), {}),
+        (TypeError, "`logits` must be float32, float64", (ROWS.long(), LABELS, 2), {}),
         (ValueError, "`logits` must have at least one dimension", (ROWS[0, 0], LABELS, 2), {}),
         (ValueError, "`k` must be", (ROWS, LABELS, 7), {}),
         (ValueError, "`k` must be", (ROWS, LABELS, -1), {}),
@@ -294,12 +294,12 @@ def test_what_is_wrong_is_said_in_one_sentence(loss, error, words, arguments, se
 @pytest.mark.parametrize(
     ("words", "target", "settings"),
     [
-        ("`target` must be int64 (class indices)", LABELS.int(), {}),
+        ("`target` must be int64 or uint8 (class indices", LABELS.int(), {}),
         ("a multi-hot, and must have the logits' shape (3, 6)", ROWS[:, 1:], {}),
-        ("`target` has a negative entry", ROWS - 1, {}),
+        ("`target` must hold weights from 0 on", ROWS - 1, {}),
         ("give `target.bool()`", F.one_hot(LABELS, 6), {}),
         ("`target` has a label where `mask` is False", ROWS == 0, {"mask": torch.arange(6) > 0}),
-        ("`logits` must be flat with `offsets`", LABELS, {"offsets": torch.tensor([0, 18])}),
+        ("With `offsets`, `logits` must be a 1-d tensor", LABELS, {"offsets": torch.tensor([0, 18])}),
     ],
 )
 @multi_label
@@ -316,9 +316,9 @@ def test_what_is_wrong_with_a_multi_label_target_is_said_too(loss, words, target
         ("`target` must be flat with `offsets`", LABELS[:, None], {}),
         ("`weight` is one number per class", LABELS, {"weight": torch.ones(18)}),
         ("`target` has a label where `mask` is False", LABELS, {"mask": torch.arange(18) > 0}),
-        ("`offsets` must rise from 0", LABELS, {"offsets": torch.tensor([0, 5])}),
-        ("`offsets` must rise from 0", LABELS, {"offsets": torch.tensor([0, 9, 5, 18])}),
-        ("`offsets` must be a flat int64 tensor", LABELS, {"offsets": torch.tensor([0.0, 18])}),
+        ("`offsets` must start at 0", LABELS, {"offsets": torch.tensor([0, 5])}),
+        ("`offsets` must not decrease", LABELS, {"offsets": torch.tensor([0, 9, 5, 18])}),
+        ("`offsets` must be an int64 or int32 tensor", LABELS, {"offsets": torch.tensor([0.0, 18])}),
         ("give `target.bool()`", torch.zeros(18, dtype=torch.int64), {}),
     ],
 )

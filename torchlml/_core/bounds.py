@@ -8,29 +8,19 @@ on k.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Literal
 
 import torch
 from torch import Tensor
 from torch.nn.functional import logsigmoid
 
 from torchlml._core import paths
-from torchlml._core.arguments import Canonical
+from torchlml._core.arguments import Bound, Canonical
 from torchlml._core.differentiable import sigmoid, solve
 from torchlml._core.operators import ROWS, empty_gradients, empty_values, operator
 from torchlml._core.paths import Rule, from_values, keeps_both
 from torchlml._core.rows import rows_of, work_dtype
 from torchlml._kernels import reference
 from torchlml.solvers.bracketing import Bracketing
-
-Bound = Literal["exactly", "at_most", "at_least"]
-
-
-def check_bound(bound: Bound) -> Bound:
-    """Refuse a `bound` that is none of the three, and give it back."""
-    if bound not in ("exactly", "at_most", "at_least"):
-        raise ValueError(f'`bound` must be "exactly", "at_most" or "at_least", but it is {bound!r}.')
-    return bound
 
 
 def lml(c: Canonical, solver: Bracketing | None, bound: Bound) -> Tensor:

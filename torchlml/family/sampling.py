@@ -26,8 +26,8 @@ def sample_subset(
     """Draw k different entries of every row, so that each is drawn with probability lml(x, k).
 
         >>> torchlml.sample_subset(torch.zeros(2, 4), 2, generator=torch.Generator().manual_seed(0))
-        tensor([[1., 0., 1., 0.],
-                [0., 0., 1., 1.]])
+        tensor([[0., 0., 1., 1.],
+                [0., 1., 0., 1.]])
 
     Args:
         x: logits, of any shape.

@@ -5,9 +5,11 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from torchlml._core.arguments import canonical, check_number, check_whole_k
 from torchlml._core.rows import work_dtype
-from torchlml.losses.reduction import TopKLoss, check_reduction, reduce_single
-from torchlml.losses.targets import read_k, read_logits, read_single_label
+from torchlml.losses.module import TopKLoss
+from torchlml.losses.reduction import Reduction, check_reduction, reduce_single
+from torchlml.losses.targets import read_single_label
 
 
 def topk_svm_loss(
@@ -18,17 +20,19 @@ def topk_svm_loss(
     alpha: float = 1.0,
     weight: Tensor | None = None,
     ignore_index: int = -100,
-    reduction: str = "mean",
+    reduction: Reduction = "mean",
     mask: Tensor | None = None,
     offsets: Tensor | None = None,
 ) -> Tensor:
     """The top-k hinge loss: 0 once the label is `alpha * k` above its k-th strongest competitor.
 
-        loss = torchlml.topk_svm_loss(logits, target, k=5)
+        >>> logits = torch.tensor([[3.0, 2.0, 1.0, 0.0]])
+        >>> torchlml.topk_svm_loss(logits, torch.tensor([2]), k=2)  # 1 + (2 - 1) / 2
+        tensor(1.5000)
 
     Args:
         logits: (..., n).
-        target: one class index per row, int64 of shape (...).
+        target: one class index per row, int64 or uint8 of shape (...).
         k: how many guesses are allowed, from 1 to n - 1.
         alpha: the margin.
         weight: one weight per class, for the rows with that label.
@@ -49,24 +53,28 @@ def topk_svm_loss(
     which is why the smooth loss exists.
     """
     check_reduction(reduction)
-    if not 0 <= alpha < float("inf"):
-        raise ValueError(f"`alpha` must be a number from 0 on, but it is {alpha}.")
-    rows = read_logits(logits, mask, offsets)
-    labels, place = read_single_label(rows, target, weight, ignore_index, "topk_svm_loss")
-    k = read_k(k, logits.shape[-1] - 1)
-    x = rows.x.to(work_dtype(rows.x.dtype)).masked_fill(~labels.has_label.unsqueeze(-1), 0)
-    others = x if rows.mask is None else x.masked_fill(~rows.mask, -torch.inf)
+    check_alpha(alpha)
+    k = check_whole_k(k)
+    c = canonical(logits, k, -1, mask, offsets, any_k=True, name="logits")
+    labels, place = read_single_label(c, target, weight, ignore_index, "topk_svm_loss")
+    check_whole_k(k, c.x.shape[-1] - 1)
+    x = c.x.to(work_dtype(c.x.dtype)).masked_fill(~labels.has_label.unsqueeze(-1), 0)
+    others = x if c.mask is None else x.masked_fill(~c.mask, -torch.inf)
     top = others.scatter(-1, place, -torch.inf).topk(k, dim=-1).values
     loss = (alpha + (top[:, -1:] - x.gather(-1, place)) / k).relu()
-    # topk counts NaN as the largest value: it stands first, and the k-th does not know of it.
+    # topk counts NaN as the largest value: a NaN anywhere in the row is the first of the k, not the k-th.
     loss = torch.where(top[:, :1].isnan(), torch.nan, loss)
-    return reduce_single(loss, labels, reduction, rows)
+    return reduce_single(loss, labels, reduction, c)
 
 
 class TopKSVMLoss(TopKLoss):
-    """The module of `topk_svm_loss`: `TopKSVMLoss(k=5)(logits, target)`."""
+    """The module of `topk_svm_loss`, with its arguments.
 
-    k: int
+    >>> torchlml.TopKSVMLoss(k=2)(torch.tensor([[3.0, 2.0, 1.0, 0.0]]), torch.tensor([2]))
+    tensor(1.5000)
+    """
+
+    function = staticmethod(topk_svm_loss)
 
     def __init__(
         self,
@@ -75,26 +83,16 @@ class TopKSVMLoss(TopKLoss):
         alpha: float = 1.0,
         weight: Tensor | None = None,
         ignore_index: int = -100,
-        reduction: str = "mean",
+        reduction: Reduction = "mean",
     ) -> None:
-        super().__init__(read_k(k, None), weight, ignore_index, reduction)
-        self.alpha = alpha
-
-    def forward(
-        self, logits: Tensor, target: Tensor, mask: Tensor | None = None, offsets: Tensor | None = None
-    ) -> Tensor:
-        """One loss; the arguments are those of `topk_svm_loss`."""
-        return topk_svm_loss(
-            logits,
-            target,
-            self.k,
-            alpha=self.alpha,
-            weight=self.weight,
-            ignore_index=self.ignore_index,
-            reduction=self.reduction,
-            mask=mask,
-            offsets=offsets,
+        check_alpha(alpha)
+        super().__init__(
+            check_whole_k(k), weight, ignore_index=ignore_index, reduction=reduction, alpha=alpha
         )
 
-    def extra_repr(self) -> str:
-        return f"{super().extra_repr()}, alpha={self.alpha}"
+
+def check_alpha(alpha: float) -> None:
+    """A margin from 0 on, or an error."""
+    check_number(alpha, "alpha", "a number from 0 on")
+    if not 0 <= alpha < float("inf"):
+        raise ValueError(f"`alpha` must be a number from 0 on, but it is {alpha}.")

@@ -7,9 +7,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from torchlml._core import operators
-from torchlml._core.arguments import Canonical, check_k
-from torchlml._core.bounds import Bound, check_bound, log_lml
+from torchlml._core import bounds, operators
+from torchlml._core.arguments import Bound, Canonical, canonical, check_bound
 from torchlml._core.paths import (
     differentiate_again,
     gradient_of_k,
@@ -17,9 +16,10 @@ from torchlml._core.paths import (
     needs_no_graph,
     wants_graph,
 )
-from torchlml._core.rows import row_index, work_dtype
-from torchlml.losses.reduction import TopKLoss, check_reduction, reduce
-from torchlml.losses.targets import Labels, LogitRows, read_labels, read_logits
+from torchlml._core.rows import rows_of, work_dtype
+from torchlml.losses.module import TopKLoss
+from torchlml.losses.reduction import Reduction, check_reduction, reduce, row_divisor
+from torchlml.losses.targets import LabelReduction, Labels, read_labels
 
 
 def lml_loss(
@@ -29,25 +29,32 @@ def lml_loss(
     *,
     weight: Tensor | None = None,
     ignore_index: int = -100,
-    reduction: str = "mean",
+    reduction: Reduction = "mean",
+    label_reduction: LabelReduction = "sum",
     mask: Tensor | None = None,
     offsets: Tensor | None = None,
     bound: Bound = "exactly",
 ) -> Tensor:
     """The loss that makes the k predictions of a model recall the labels that were observed.
 
-        loss = torchlml.lml_loss(logits, target, k=5)                # one label, or a padded list, per row
-        loss = torchlml.lml_loss(scores, relations, k=20, offsets=off)   # images with any numbers of edges
+        >>> logits = torch.tensor([[2.0, 1.0, 0.0, -1.0]])
+        >>> torchlml.lml_loss(logits, torch.tensor([1]), k=2)  # -log of lml(logits, 2)[0, 1]
+        tensor(0.4741)
+        >>> torchlml.lml_loss(logits, torch.tensor([[0, 1, -100]]), k=2)  # a padded list of labels
+        tensor(0.6755)
 
     Args:
         logits: (..., n), or flat values with `offsets`.
-        target: class indices (...), padded lists of class indices (..., L), or a bool or floating multi-hot
-            of the logits' shape, whose floats are label weights. With `offsets`: a flat multi-hot, or
-            positions into the values.
+        target: class indices (...), lists of class indices (..., L) padded with `ignore_index`, or a bool or
+            floating multi-hot of the logits' shape, whose floats are label weights. With `offsets`: a flat
+            multi-hot, or positions into the values. Integers in the logits' own shape are refused, since
+            they could be either: give `target.bool()`, or a list that is one wider.
         k: how many labels are predicted, as in `torchlml.lml`: a number or one per row; differentiable.
         weight: one weight per class, for the labels of that class.
         ignore_index: the class index that means "no label".
         reduction: "mean" over the rows that have a label (0 if there are none), "sum" or "none".
+        label_reduction: the loss of a row is the "sum" over its labels, or their "mean", so that rows with
+            many labels do not outweigh the others. Weights do not change what the mean divides by.
         mask: bool, broadcasts to the logits; False entries cannot be chosen, and no label may point at one.
         offsets: int64 row boundaries of a ragged batch, as in `torchlml.lml`.
         bound: "exactly", or "at_most" or "at_least" k labels are predicted, as in `torchlml.lml`.
@@ -60,21 +67,25 @@ def lml_loss(
     The gradient, `A w_i / sum w - (1 - y_i) [i in Y]` with w = y (1 - y) and A = sum_{j in Y} (1 - y_j),
     keeps its size however far a label is behind.
     """
-    check_reduction(reduction)
+    check_reduction(reduction, label_reduction)
     check_bound(bound)
-    rows = read_logits(logits, mask, offsets)
-    unlimited = mask is not None or offsets is not None or bound == "at_most"
-    most = None if unlimited else logits.shape[-1]
-    k = check_k(k, rows.shape, most, logits.device)
-    labels = read_labels(rows, target, weight, ignore_index)
+    c = canonical(logits, k, -1, mask, offsets, any_k=bound == "at_most", name="logits")
+    labels = read_labels(c, target, weight, ignore_index)
+    divisor = row_divisor(labels, label_reduction)
     weighted = labels.weight is not None and labels.weight.requires_grad
     if bound == "exactly" and is_plain() and not weighted:
-        return _fused(rows, k, labels, reduction)
-    return reduce(_through_log_lml(rows, k, labels, bound), labels, reduction, rows)
+        return _fused(c, labels, divisor, reduction)
+    return reduce(_through_log_lml(c, labels, bound), labels, divisor, reduction, c)
 
 
 class LMLLoss(TopKLoss):
-    """The module of `lml_loss`: `LMLLoss(k=5)(logits, target)`."""
+    """The module of `lml_loss`, with its arguments.
+
+    >>> torchlml.LMLLoss(k=2)(torch.tensor([[2.0, 1.0, 0.0, -1.0]]), torch.tensor([1]))
+    tensor(0.4741)
+    """
+
+    function = staticmethod(lml_loss)
 
     def __init__(
         self,
@@ -82,72 +93,59 @@ class LMLLoss(TopKLoss):
         *,
         weight: Tensor | None = None,
         ignore_index: int = -100,
-        reduction: str = "mean",
+        reduction: Reduction = "mean",
+        label_reduction: LabelReduction = "sum",
         bound: Bound = "exactly",
     ) -> None:
-        super().__init__(k, weight, ignore_index, reduction)
         check_bound(bound)
-        self.bound = bound
-
-    def forward(
-        self, logits: Tensor, target: Tensor, mask: Tensor | None = None, offsets: Tensor | None = None
-    ) -> Tensor:
-        """One loss; the arguments are those of `lml_loss`."""
-        return lml_loss(
-            logits,
-            target,
-            self.k,
-            weight=self.weight,
-            ignore_index=self.ignore_index,
-            reduction=self.reduction,
-            mask=mask,
-            offsets=offsets,
-            bound=self.bound,
+        super().__init__(
+            k,
+            weight,
+            ignore_index=ignore_index,
+            reduction=reduction,
+            label_reduction=label_reduction,
+            bound=bound,
         )
 
-    def extra_repr(self) -> str:
-        settings = super().extra_repr()
-        return settings if self.bound == "exactly" else f"{settings}, bound={self.bound!r}"
 
-
-def _through_log_lml(rows: LogitRows, k: Tensor, labels: Labels, bound: Bound = "exactly") -> Tensor:
+def _through_log_lml(c: Canonical, labels: Labels, bound: Bound = "exactly") -> Tensor:
     """One loss per row from all of log y: for a `bound`, for label weights and every transform of PyTorch."""
     # Half precision is float32 from here on, and rounded once at the end.
-    x, offsets = rows.x.to(work_dtype(rows.x.dtype)), rows.offsets
+    x = c.x.to(work_dtype(c.x.dtype))
     if not labels.in_every_row:
         # A row without labels counts for nothing, even if it holds a NaN.
-        row = None if offsets is None else row_index(offsets, x.shape[0])
-        x = torch.where(_spread(labels.has_label, row), x, 0)
-    log_y = log_lml(Canonical(x, k, rows.mask, offsets, None), None, bound)
-    is_label = labels.observed
+        x = torch.where(rows_of(x, c.offsets).spread(labels.has_label), x, 0)
+    log_y = bounds.log_lml(c._replace(x=x), None, bound)
     if labels.listed is not None:
-        log_y, is_label = log_y.gather(-1, labels.listed.clamp(min=0)), labels.listed >= 0
-    assert is_label is not None
+        log_y = log_y.gather(-1, labels.listed.clamp(min=0))
+    is_label = labels.found
     if labels.weight is not None:
         log_y, is_label = log_y * labels.weight, is_label & (labels.weight != 0)
-    return -_sum(torch.where(is_label, log_y, 0), labels.row, rows.number)
+    return -labels.rows.sum(torch.where(is_label, log_y, 0))
 
 
-def _fused(rows: LogitRows, k: Tensor, labels: Labels, reduction: str) -> Tensor:
+def _fused(c: Canonical, labels: Labels, divisor: Tensor | None, reduction: Reduction) -> Tensor:
     """The reduced loss by one operator, and its gradient by another: nothing of the size of x between."""
     observed = labels.observed if labels.listed is None else labels.listed
     assert observed is not None
     weight = None if labels.weight is None else labels.weight.contiguous()
-    arguments = (rows.x, k, rows.mask, rows.offsets, observed.contiguous(), labels.starts, weight)
-    if needs_no_graph(rows.x, k):
+    arguments = (c.x, c.k, c.mask, c.offsets, observed.contiguous(), labels.starts, weight, divisor)
+    if needs_no_graph(c.x, c.k):
         loss, _, _ = _forward(*arguments, reduction, labels.complete)
     else:
         loss = _Loss.apply(*arguments, reduction, labels.complete)
-    return loss.reshape(rows.shape) if reduction == "none" and len(rows.shape) != 1 else loss
+    return c.restore_rows(loss) if reduction == "none" else loss
 
 
 def _forward(x: Tensor, *rest: Any) -> tuple[Tensor, Tensor, Tensor | int]:
-    """(the reduced loss in the dtype of x, nu, the number that a mean is over).
+    """(the reduced loss in the dtype of x, nu, what the loss of each row was divided by).
 
     A mean is over the rows that have a label, and 0 without any, as `reduction.reduce` says.
     """
-    *arguments, reduction, complete = rest
+    *arguments, divisor, reduction, complete = rest
     losses, nu = operators.loss_forward(x, *arguments)
+    if divisor is not None:
+        losses = torch.stack([losses[0] / divisor, losses[1]])
     count: Tensor | int = 1
     if reduction == "none":
         loss = losses[0]
@@ -160,44 +158,36 @@ def _forward(x: Tensor, *rest: Any) -> tuple[Tensor, Tensor, Tensor | int]:
         loss, labelled = losses.sum(1)
         count = labelled.clamp(min=1)
         loss = loss / count
-    return loss.to(x.dtype), nu, count
+    return loss.to(x.dtype), nu, count if divisor is None else count * divisor
 
 
 class _Loss(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, *arguments: Any) -> Tensor:
-        loss, nu, count = _forward(*arguments)
+        loss, nu, total = _forward(*arguments)
         *tensors, ctx.reduction, ctx.complete = arguments
-        ctx.count = count
-        ctx.save_for_backward(*tensors, nu)
+        # Compiled autograd looks for tensors only among those that are saved.
+        saved, ctx.total = (total, None) if isinstance(total, Tensor) else (None, total)
+        ctx.save_for_backward(*tensors, nu, saved)
         return loss
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        x, k, mask, offsets, observed, starts, weight, nu = ctx.saved_tensors
-        rest = (None,) * 7
+        x, k, mask, offsets, observed, starts, weight, divisor, nu, total = ctx.saved_tensors
+        rest = (None,) * 8
         if wants_graph():
             hot = observed.dtype == torch.bool
             listed, several = (None, observed) if hot else (observed, None)
             labels = Labels(listed, starts, several, weight, offsets, ctx.complete)
 
             def loss(x: Tensor, k: Tensor) -> Tensor:
-                rows = LogitRows(x, mask, offsets, nu.shape[1:])
-                return reduce(_through_log_lml(rows, k, labels), labels, ctx.reduction, rows)
+                c = Canonical(x, k, mask, offsets, None)
+                return reduce(_through_log_lml(c, labels), labels, divisor, ctx.reduction, c)
 
             return (*differentiate_again(loss, grad, x, k), *rest)
+        total = ctx.total if total is None else total
         grad = grad.to(nu.dtype)
-        if ctx.reduction == "mean":
-            grad = grad / ctx.count
+        if isinstance(total, Tensor) or total != 1:
+            grad = grad / total
         dx, dk = operators.loss_backward(grad.contiguous(), x, k, nu, mask, offsets, observed, starts, weight)
         return (dx, gradient_of_k(dk, k), *rest)
-
-
-def _spread(per_row: Tensor, row: Tensor | None) -> Tensor:
-    """The number of each row beside its labels or entries."""
-    return per_row.unsqueeze(-1) if row is None else per_row[row]
-
-
-def _sum(t: Tensor, row: Tensor | None, count: int) -> Tensor:
-    """The sum over the labels or entries of each row."""
-    return t.sum(-1) if row is None else t.new_zeros(count).index_add(0, row, t)

@@ -8,12 +8,15 @@ import torch
 from torch import Tensor
 from torch.nn.functional import logsigmoid, pad
 
-from torchlml.losses.reduction import TopKLoss, check_reduction, reduce_single
-from torchlml.losses.targets import read_k, read_logits, read_single_label
+from torchlml._core.arguments import canonical, check_number, check_whole_k
+from torchlml._core.rows import wide_dtype
+from torchlml.losses.hard_svm import check_alpha
+from torchlml.losses.module import TopKLoss
+from torchlml.losses.reduction import Reduction, check_reduction, reduce_single
+from torchlml.losses.targets import read_single_label
 from torchlml.projection import lml_dual
 
 Algorithm = Literal["divide_and_conquer", "summation"]
-ALGORITHMS = ("divide_and_conquer", "summation")
 
 
 def smooth_topk_svm_loss(
@@ -26,17 +29,19 @@ def smooth_topk_svm_loss(
     algorithm: Algorithm = "divide_and_conquer",
     weight: Tensor | None = None,
     ignore_index: int = -100,
-    reduction: str = "mean",
+    reduction: Reduction = "mean",
     mask: Tensor | None = None,
     offsets: Tensor | None = None,
 ) -> Tensor:
     """The top-k hinge loss, smoothed by a temperature.
 
-        loss = torchlml.smooth_topk_svm_loss(logits, target, k=5, tau=1.0)
+        >>> logits = torch.tensor([[3.0, 2.0, 1.0, 0.0]])
+        >>> torchlml.smooth_topk_svm_loss(logits, torch.tensor([2]), k=2, tau=1.0)
+        tensor(1.5886)
 
     Args:
         logits: (..., n).
-        target: one class index per row, int64 of shape (...).
+        target: one class index per row, int64 or uint8 of shape (...).
         k: how many guesses are allowed, from 1 to n - 1.
         tau: the temperature; towards 0 the loss becomes `topk_svm_loss`.
         alpha: the margin.
@@ -67,23 +72,28 @@ def smooth_topk_svm_loss(
     """
     check_reduction(reduction)
     _check_settings(tau, alpha, algorithm)
-    rows = read_logits(logits, mask, offsets)
-    labels, place = read_single_label(rows, target, weight, ignore_index, "smooth_topk_svm_loss")
-    k = read_k(k, logits.shape[-1] - 1)
+    k = check_whole_k(k)
+    c = canonical(logits, k, -1, mask, offsets, any_k=True, name="logits")
+    labels, place = read_single_label(c, target, weight, ignore_index, "smooth_topk_svm_loss")
+    check_whole_k(k, c.x.shape[-1] - 1)
     # Float64 inside costs little and keeps the gradients, differences of two probabilities, exact.
-    x = rows.x.to(torch.float32 if rows.x.device.type == "mps" else torch.float64) / (k * tau)
+    x = c.x.to(wide_dtype(c.x.device)) / (k * tau)
     x = x.masked_fill(~labels.has_label.unsqueeze(-1), 0)
-    others = x if rows.mask is None else x.masked_fill(~rows.mask, -torch.inf)
+    others = x if c.mask is None else x.masked_fill(~c.mask, -torch.inf)
     others = others.scatter(-1, place, -torch.inf)
     ratio = log_ratio(others, k, algorithm)
     loss = -tau * logsigmoid(x.gather(-1, place) - ratio.unsqueeze(-1) - alpha / tau)
-    return reduce_single(loss, labels, reduction, rows)
+    return reduce_single(loss, labels, reduction, c)
 
 
 class SmoothTopKSVMLoss(TopKLoss):
-    """The module of `smooth_topk_svm_loss`: `SmoothTopKSVMLoss(k=5, tau=1.0)(logits, target)`."""
+    """The module of `smooth_topk_svm_loss`, with its arguments.
 
-    k: int
+    >>> torchlml.SmoothTopKSVMLoss(k=2)(torch.tensor([[3.0, 2.0, 1.0, 0.0]]), torch.tensor([2]))
+    tensor(1.5886)
+    """
+
+    function = staticmethod(smooth_topk_svm_loss)
 
     def __init__(
         self,
@@ -94,34 +104,11 @@ class SmoothTopKSVMLoss(TopKLoss):
         algorithm: Algorithm = "divide_and_conquer",
         weight: Tensor | None = None,
         ignore_index: int = -100,
-        reduction: str = "mean",
+        reduction: Reduction = "mean",
     ) -> None:
         _check_settings(tau, alpha, algorithm)
-        super().__init__(read_k(k, None), weight, ignore_index, reduction)
-        self.tau = tau
-        self.alpha = alpha
-        self.algorithm: Algorithm = algorithm
-
-    def forward(
-        self, logits: Tensor, target: Tensor, mask: Tensor | None = None, offsets: Tensor | None = None
-    ) -> Tensor:
-        """One loss; the arguments are those of `smooth_topk_svm_loss`."""
-        return smooth_topk_svm_loss(
-            logits,
-            target,
-            self.k,
-            tau=self.tau,
-            alpha=self.alpha,
-            algorithm=self.algorithm,
-            weight=self.weight,
-            ignore_index=self.ignore_index,
-            reduction=self.reduction,
-            mask=mask,
-            offsets=offsets,
-        )
-
-    def extra_repr(self) -> str:
-        return f"{super().extra_repr()}, tau={self.tau}, alpha={self.alpha}, algorithm={self.algorithm!r}"
+        settings = {"tau": tau, "alpha": alpha, "algorithm": algorithm}
+        super().__init__(check_whole_k(k), weight, ignore_index=ignore_index, reduction=reduction, **settings)
 
 
 def log_ratio(x: Tensor, k: int, algorithm: Algorithm) -> Tensor:
@@ -178,11 +165,11 @@ def _one_by_one(success: Tensor, failure: Tensor, k: int) -> Tensor:
 
 
 def _check_settings(tau: float, alpha: float, algorithm: str) -> None:
+    check_number(tau, "tau", "a positive number")
     if not 0 < tau < float("inf"):
         raise ValueError(
             f"`tau` must be a positive number, but it is {tau}; for its limit 0 use `topk_svm_loss`."
         )
-    if not 0 <= alpha < float("inf"):
-        raise ValueError(f"`alpha` must be a number from 0 on, but it is {alpha}.")
-    if algorithm not in ALGORITHMS:
+    check_alpha(alpha)
+    if algorithm not in ("divide_and_conquer", "summation"):
         raise ValueError(f'`algorithm` must be "divide_and_conquer" or "summation", but it is {algorithm!r}.')

@@ -6,9 +6,11 @@ import torch
 from torch import Tensor
 from torch.nn.functional import logsigmoid
 
-from torchlml._core.rows import row_index, work_dtype
-from torchlml.losses.reduction import TopKLoss, check_reduction, reduce
-from torchlml.losses.targets import Labels, LogitRows, multi_hot, read_k, read_labels, read_logits
+from torchlml._core.arguments import Canonical, canonical, check_whole_k
+from torchlml._core.rows import PackedRows, work_dtype
+from torchlml.losses.module import TopKLoss
+from torchlml.losses.reduction import Reduction, check_reduction, reduce, row_divisor
+from torchlml.losses.targets import LabelReduction, Labels, read_labels
 
 
 def truncated_entropy_loss(
@@ -18,21 +20,26 @@ def truncated_entropy_loss(
     *,
     weight: Tensor | None = None,
     ignore_index: int = -100,
-    reduction: str = "mean",
+    reduction: Reduction = "mean",
+    label_reduction: LabelReduction = "sum",
     mask: Tensor | None = None,
     offsets: Tensor | None = None,
 ) -> Tensor:
     """Cross entropy that forgives the `k - 1` strongest competitors of a label.
 
-        loss = torchlml.truncated_entropy_loss(logits, target, k=5)   # k=1 is F.cross_entropy
+        >>> logits = torch.tensor([[2.0, 1.0, 0.0, -1.0]])
+        >>> torchlml.truncated_entropy_loss(logits, torch.tensor([1]), k=2)  # k=1 is F.cross_entropy
+        tensor(0.4076)
 
     Args:
         logits: (..., n), or flat values with `offsets`.
-        target: class indices (...), padded lists of class indices (..., L), or a bool or floating multi-hot.
+        target: class indices (...), padded lists of class indices (..., L), or a bool or floating multi-hot,
+            as for `lml_loss`.
         k: how many guesses are allowed, from 1 to n.
         weight: one weight per class, for the labels of that class.
         ignore_index: the class index that means "no label".
         reduction: "mean" over the rows that have a label (0 if there are none), "sum" or "none".
+        label_reduction: the loss of a row is the "sum" over its labels, or their "mean", as for `lml_loss`.
         mask: bool, broadcasts to the logits; False entries do not exist.
         offsets: int64 row boundaries of a ragged batch, as in `torchlml.lml`.
 
@@ -43,54 +50,54 @@ def truncated_entropy_loss(
     holds the n - k smallest logits outside Y, or all of them when there are fewer. A row of at most k entries
     costs nothing.
     """
-    check_reduction(reduction)
-    rows = read_logits(logits, mask, offsets)
-    k = read_k(k, None if offsets is not None else logits.shape[-1])
-    labels = read_labels(rows, target, weight, ignore_index)
-    loss = _dense(rows, labels, k) if offsets is None else _ragged(rows, labels, k)
-    return reduce(loss, labels, reduction, rows)
+    check_reduction(reduction, label_reduction)
+    k = check_whole_k(k)
+    c = canonical(logits, k, -1, mask, offsets, any_k=True, name="logits")
+    if offsets is None:
+        check_whole_k(k, c.x.shape[-1])
+    labels = read_labels(c, target, weight, ignore_index)
+    loss = _dense(c, labels, k) if offsets is None else _ragged(c, labels, k)
+    return reduce(loss, labels, row_divisor(labels, label_reduction), reduction, c)
 
 
 class TruncatedEntropyLoss(TopKLoss):
-    """The module of `truncated_entropy_loss`: `TruncatedEntropyLoss(k=5)(logits, target)`."""
+    """The module of `truncated_entropy_loss`, with its arguments.
 
-    k: int
+    >>> torchlml.TruncatedEntropyLoss(k=2)(torch.tensor([[2.0, 1.0, 0.0, -1.0]]), torch.tensor([1]))
+    tensor(0.4076)
+    """
+
+    function = staticmethod(truncated_entropy_loss)
 
     def __init__(
-        self, k: int, *, weight: Tensor | None = None, ignore_index: int = -100, reduction: str = "mean"
+        self,
+        k: int,
+        *,
+        weight: Tensor | None = None,
+        ignore_index: int = -100,
+        reduction: Reduction = "mean",
+        label_reduction: LabelReduction = "sum",
     ) -> None:
-        super().__init__(read_k(k, None), weight, ignore_index, reduction)
-
-    def forward(
-        self, logits: Tensor, target: Tensor, mask: Tensor | None = None, offsets: Tensor | None = None
-    ) -> Tensor:
-        """One loss; the arguments are those of `truncated_entropy_loss`."""
-        return truncated_entropy_loss(
-            logits,
-            target,
-            self.k,
-            weight=self.weight,
-            ignore_index=self.ignore_index,
-            reduction=self.reduction,
-            mask=mask,
-            offsets=offsets,
-        )
+        settings = {
+            "ignore_index": ignore_index,
+            "reduction": reduction,
+            "label_reduction": label_reduction,
+        }
+        super().__init__(check_whole_k(k), weight, **settings)
 
 
-def _dense(rows: LogitRows, labels: Labels, k: int) -> Tensor:
-    x = rows.x.to(work_dtype(rows.x.dtype))
+def _dense(c: Canonical, labels: Labels, k: int) -> Tensor:
+    x, is_label = c.x.to(work_dtype(c.x.dtype)), labels.found
     if labels.listed is not None:
-        is_label, f = labels.listed >= 0, x.gather(-1, labels.listed.clamp(min=0))
+        f = x.gather(-1, labels.listed.clamp(min=0))
         # Padding points at the row's first label, which is the largest of the sorted list.
         out = torch.where(is_label, labels.listed, labels.listed.amax(-1, keepdim=True).clamp(min=0))
     else:
-        assert labels.observed is not None
-        is_label, f = labels.observed, x
-        out = labels.observed.long().argmax(-1, keepdim=True)
+        f, out = x, is_label.long().argmax(-1, keepdim=True)
     competitors = x
-    if labels.listed is None or rows.mask is not None or not labels.in_every_row:
+    if labels.listed is None or c.mask is not None or not labels.in_every_row:
         observed = is_label if labels.listed is None else None
-        absent = _not_competing(rows, observed, labels.has_label.unsqueeze(-1))
+        absent = _not_competing(c, observed, labels.has_label.unsqueeze(-1))
         competitors = x.masked_fill(absent, -torch.inf)
     # Every row that counts has a label, so it drops at most k - 1 competitors: a selection, not a sort.
     if k > 1:
@@ -108,37 +115,29 @@ def _dense(rows: LogitRows, labels: Labels, k: int) -> Tensor:
     return _entropy(rest, f, is_label, labels.weight).sum(-1)
 
 
-def _ragged(rows: LogitRows, labels: Labels, k: int) -> Tensor:
-    assert rows.offsets is not None
-    x = rows.x.to(work_dtype(rows.x.dtype))
-    observed = multi_hot(rows, labels)
-    row = row_index(rows.offsets, x.numel())
-    competitors = x.masked_fill(_not_competing(rows, observed, labels.has_label[row]), -torch.inf)
-    # The ranks within each row come from sorting everything, by value and then, stably, by row: torch selects
-    # along a dimension only, and padding to one would need the longest row's length on the host.
-    by_value = competitors.detach().argsort(descending=True)
-    order = by_value[row[by_value].argsort(stable=True)]
-    rank = torch.empty_like(order).scatter(
-        0, order, torch.arange(x.numel(), device=x.device) - rows.offsets[row]
-    )
-    allowed = k - torch.zeros(rows.number, dtype=torch.int64, device=x.device).index_add(
-        0, row, observed.long()
-    )
-    dropped = (rank < allowed[row]) & ~competitors.isnan()
+def _ragged(c: Canonical, labels: Labels, k: int) -> Tensor:
+    assert c.offsets is not None
+    x, observed = c.x.to(work_dtype(c.x.dtype)), labels.multi_hot(c.x)
+    rows = PackedRows(x, c.offsets, differentiable=True)
+    absent = _not_competing(c, observed, rows.spread(labels.has_label))
+    competitors = x.masked_fill(absent, -torch.inf)
+    # The ranks within each row come from sorting everything: torch selects along a dimension only, and
+    # padding to one would need the longest row's length on the host.
+    order = rows.order(competitors.detach())
+    place = torch.arange(x.shape[0], device=x.device) - rows.spread(c.offsets[:-1])
+    rank = torch.empty_like(order).scatter(0, order, place)
+    dropped = (rank < rows.spread(k - rows.sum(observed))) & ~competitors.isnan()
     kept = competitors.masked_fill(dropped, -torch.inf)
-    largest = torch.full((rows.number,), -torch.inf, dtype=x.dtype, device=x.device)
-    largest = largest.scatter_reduce(0, row, kept.detach(), "amax")
+    largest = rows.max(kept.detach())
     largest = torch.where(largest.isinf(), 0, largest)
-    total = torch.zeros_like(largest).index_add(0, row, torch.exp(kept - largest[row]))
-    rest = _log(total) + largest
-    loss = _entropy(rest[row], x, observed, labels.weight)
-    return torch.zeros_like(rest).index_add(0, row, loss)
+    rest = _log(rows.sum(torch.exp(kept - rows.spread(largest)))) + largest
+    return rows.sum(_entropy(rows.spread(rest), x, observed, labels.weight))
 
 
-def _not_competing(rows: LogitRows, observed: Tensor | None, has_label: Tensor) -> Tensor:
+def _not_competing(c: Canonical, observed: Tensor | None, has_label: Tensor) -> Tensor:
     """Labels, masked entries, and all of a row that does not count, so that a NaN there is not felt."""
     absent = ~has_label if observed is None else observed | ~has_label
-    return absent if rows.mask is None else absent | ~rows.mask
+    return absent if c.mask is None else absent | ~c.mask
 
 
 def _logsumexp(x: Tensor) -> Tensor:

@@ -2,36 +2,64 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 from torchmetrics import Metric
+from torchmetrics.utilities.distributed import gather_all_tensors
 
-from torchlml.metrics.topk import read_ks
+from torchlml._core.arguments import check_tensor
+from torchlml._core.rows import wide_dtype
+from torchlml.metrics.means import average, by_k, in_units, read_ks
 
 _OVERLAP = 0.5
+Images = Sequence[Mapping[str, Tensor]]
+
+
+def scene_graph_recall(
+    preds: Images,
+    target: Images,
+    k: int | Sequence[int] = (20, 50, 100),
+    constrained: bool = True,
+    mean: bool = False,
+) -> Tensor | dict[str, Tensor]:
+    """The recall of scene graphs in one batch of images: what `SceneGraphRecall` computes from it.
+
+        >>> boxes, labels = torch.tensor([[0.0, 0, 10, 10], [20, 20, 40, 40]]), torch.tensor([3, 7])
+        >>> scores = torch.tensor([[0.9, 0.1], [0.2, 0.3]])
+        >>> predicted = {"boxes": boxes, "labels": labels, "pairs": torch.tensor([[0, 1], [1, 0]])}
+        >>> true = {"boxes": boxes, "labels": labels, "relations": torch.tensor([[0, 1, 0], [1, 0, 0]])}
+        >>> scene_graph_recall([{**predicted, "scores": scores}], [true], k=(1, 2))
+        {'R@1': tensor(0.5000), 'R@2': tensor(0.5000)}
+
+    Arguments as for `SceneGraphRecall` and its `update`.
+    """
+    recall = SceneGraphRecall(k, constrained, mean)
+    recall.update(preds, target)
+    return recall.compute()
 
 
 class SceneGraphRecall(Metric):
     """The part of an image's true relations that is among the K highest-scored predicted ones.
 
-        recall = SceneGraphRecall(k=(20, 50, 100))
-        recall.update(
-            [{
-                "boxes": torch.tensor([[0.0, 0, 10, 10], [20, 20, 40, 40]]),  # (B, 4) x1, y1, x2, y2
-                "labels": torch.tensor([3, 7]),                               # (B,) object classes
-                "pairs": torch.tensor([[0, 1], [1, 0]]),                      # (P, 2) subject box, object box
-                "scores": torch.tensor([[0.9, 0.1], [0.2, 0.3]]),             # (P, C) one per predicate
-            }],
-            [{
-                "boxes": torch.tensor([[0.0, 0, 10, 10], [20, 20, 40, 41]]),  # (G, 4)
-                "labels": torch.tensor([3, 7]),                               # (G,)
-                "relations": torch.tensor([[0, 1, 0]]),         # (T, 3) subject box, object box, predicate
-            }],
-        )
-        recall.compute()        # {"R@20": tensor(1.), "R@50": tensor(1.), "R@100": tensor(1.)}
+        >>> recall = SceneGraphRecall(k=(20, 50))
+        >>> predicted = {
+        ...     "boxes": torch.tensor([[0.0, 0, 10, 10], [20, 20, 40, 40]]),  # (B, 4) x1, y1, x2, y2
+        ...     "labels": torch.tensor([3, 7]),  # (B,) object classes
+        ...     "pairs": torch.tensor([[0, 1], [1, 0]]),  # (P, 2) subject box, object box
+        ...     "scores": torch.tensor([[0.9, 0.1], [0.2, 0.3]]),  # (P, C) one per predicate
+        ... }
+        >>> true = {
+        ...     "boxes": torch.tensor([[0.0, 0, 10, 10], [20, 20, 40, 41]]),  # (G, 4)
+        ...     "labels": torch.tensor([3, 7]),  # (G,)
+        ...     "relations": torch.tensor([[0, 1, 0]]),  # (T, 3) subject box, object box, predicate
+        ... }
+        >>> recall.update([predicted], [true])
+        >>> recall.compute()
+        {'R@20': tensor(1.), 'R@50': tensor(1.)}
 
     Args:
         k: one number, and `compute` returns a scalar; or several, and it returns a dict.
@@ -75,17 +103,24 @@ class SceneGraphRecall(Metric):
         **settings: object,
     ) -> None:
         super().__init__(**settings)
-        self.k = k
         self._ks = read_ks(k)
+        self.k = k
         self.constrained = constrained
         self.mean = mean
         # A column for each predicate, or one without `mean`. How many predicates there are is only known at
         # the first image; zeros of one column add up with any number of columns.
-        self.add_state("recalled", torch.zeros(len(self._ks), 1), dist_reduce_fx="sum")
-        self.add_state("images", torch.zeros(1), dist_reduce_fx="sum")
+        columns = torch.zeros(len(self._ks), 1, dtype=torch.int64)
+        self.add_state("recalled", columns, dist_reduce_fx="sum")
+        self.add_state("images", columns[0].clone(), dist_reduce_fx="sum")
 
-    def update(self, preds: Sequence[Mapping[str, Tensor]], target: Sequence[Mapping[str, Tensor]]) -> None:
+    def update(self, preds: Images, target: Images) -> None:
         """Count a batch of images, one mapping of tensors each, as in the example above."""
+        for name, images in (("preds", preds), ("target", target)):
+            if not isinstance(images, Sequence):
+                raise TypeError(
+                    f"`{name}` must be a list with one mapping of tensors per image, but it is a "
+                    f"{type(images).__name__}."
+                )
         if len(preds) != len(target):
             raise ValueError(
                 "`preds` and `target` must have one entry per image, but their lengths are "
@@ -107,9 +142,9 @@ class SceneGraphRecall(Metric):
             predicates = torch.arange(predicted["scores"].shape[1], device=rank.device)
             counted = true["relations"][:, 2] == predicates.unsqueeze(-1)
         count = counted.sum(-1)
-        recalled = (hits.unsqueeze(1) & counted).sum(-1) / count.clamp(min=1)
-        self.recalled = self.recalled + recalled.to(self.recalled.dtype)
-        self.images = self.images + (count > 0).to(self.images.dtype)
+        found = (hits.unsqueeze(1) & counted).sum(-1).to(wide_dtype(rank.device))
+        self.recalled = self.recalled + in_units(found / count.clamp(min=1))
+        self.images = self.images + (count > 0).long()
 
     def _check_predicates(self, number: int, image: int) -> None:
         before = self.recalled.shape[1]
@@ -119,14 +154,21 @@ class SceneGraphRecall(Metric):
                 f"but it has {number}."
             )
 
+    def _sync_dist(
+        self, dist_sync_fn: Callable[..., Any] = gather_all_tensors, process_group: Any = None
+    ) -> None:
+        # A process that saw no image has one column; torchmetrics stacks states, which must agree.
+        mine = torch.tensor(self.images.shape[0], device=self.images.device)
+        columns = max(int(n) for n in dist_sync_fn(mine, group=process_group or self.process_group))
+        if self.images.shape[0] == 1:
+            self.recalled = pad(self.recalled, (0, columns - 1))
+            self.images = pad(self.images, (0, columns - 1))
+        super()._sync_dist(dist_sync_fn, process_group)
+
     def compute(self) -> Any:
         """The recall for each k, NaN before the first relation; the names say which recall it is."""
-        occurred = self.images > 0
-        recall = (self.recalled / self.images)[:, occurred].mean(-1)
-        if isinstance(self.k, int):
-            return recall[0]
-        name = ("" if self.constrained else "ng-") + ("mR" if self.mean else "R")
-        return {f"{name}@{k}": value for k, value in zip(self._ks, recall, strict=True)}
+        recall = average(self.recalled, self.images)[:, self.images > 0].mean(-1)
+        return by_k(recall, self.k, ("" if self.constrained else "ng-") + ("mR" if self.mean else "R"))
 
 
 def relation_ranks(
@@ -173,11 +215,15 @@ def _check(predicted: Mapping[str, Tensor], true: Mapping[str, Tensor], image: i
         ("target", true, ("boxes", "labels", "relations")),
     ):
         where = f"`{name}[{image}]`"
+        if not isinstance(given, Mapping):
+            raise TypeError(f"{where} must be a mapping of tensors, but it is a {type(given).__name__}.")
         missing = [key for key in keys if key not in given]
         if missing:
             raise ValueError(
                 f"{where} must have the keys {', '.join(keys)}, but {', '.join(missing)} is missing."
             )
+        for key in keys:
+            check_tensor(given[key], f"{name}[{image}]['{key}']")
         boxes, labels = given["boxes"], given["labels"]
         if boxes.dim() != 2 or boxes.shape[1] != 4 or labels.shape != boxes.shape[:1]:
             raise ValueError(

@@ -1,24 +1,132 @@
-"""Recall of the observed labels among the k highest logits of a row."""
+"""Metrics of the k highest scores of a row: recall of the observed labels."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Callable, Sequence
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
 from torchmetrics import Metric
 
-from torchlml._core.rows import row_index
-from torchlml.losses.targets import LogitRows, multi_hot, read_k, read_labels, read_logits
+from torchlml._core.arguments import canonical
+from torchlml._core.rows import rows_of
+from torchlml.losses.targets import read_labels
+from torchlml.metrics.means import average, by_k, in_units, read_ks
 
 
-class TopKRecall(Metric):
-    """The part of a row's observed labels that is among its k highest logits, averaged over rows.
+def topk_recall(
+    preds: Tensor,
+    target: Tensor,
+    k: int | Sequence[int],
+    *,
+    ignore_index: int = -100,
+    mask: Tensor | None = None,
+    offsets: Tensor | None = None,
+) -> Tensor | dict[str, Tensor]:
+    """The part of a row's observed labels that is among its k highest scores, averaged over rows.
 
-        recall = TopKRecall(k=(1, 5))
-        recall.update(logits, target)       # the targets of `torchlml.lml_loss`
-        recall.compute()                    # {"recall@1": tensor(0.71), "recall@5": tensor(0.92)}
+        >>> preds = torch.tensor([[0.1, 0.7, 0.2], [0.5, 0.3, 0.2]])
+        >>> topk_recall(preds, torch.tensor([1, 2]), k=(1, 2, 3))
+        {'recall@1': tensor(0.5000), 'recall@2': tensor(0.5000), 'recall@3': tensor(1.)}
+
+    Args:
+        preds: scores (..., n), or flat values with `offsets`.
+        target: the observed labels, in any form that `torchlml.lml_loss` takes.
+        k: one number, and the result is a scalar; or several, and it is a dict.
+        ignore_index: the class index that means "no label".
+        mask: bool, broadcasts to the scores; False entries cannot be found.
+        offsets: int64 row boundaries of a ragged batch, as in `torchlml.lml`.
+
+    Returns:
+        What `TopKRecall` computes from this one batch.
+    """
+    batch = _Ranked(preds, target, ignore_index, mask, offsets)
+    return by_k(average(*batch.total(TopKRecall.measure, read_ks(k))), k, "recall")
+
+
+class _Ranked:
+    """A batch of rows with their labels, and the chance of each entry to be among the highest."""
+
+    def __init__(
+        self, preds: Tensor, target: Tensor, ignore_index: int, mask: Tensor | None, offsets: Tensor | None
+    ) -> None:
+        c = canonical(preds, 1, -1, mask, offsets, any_k=True, name="preds")
+        labels = read_labels(c._replace(mask=None), target, None, ignore_index)
+        self.labels = labels.multi_hot(c.x)
+        self.rows = rows_of(c.x, c.offsets, differentiable=True)
+        self.count = self.rows.sum(self.labels)
+        self._available = torch.ones_like(c.x, dtype=torch.bool) if c.mask is None else c.mask
+        self._x = c.x.detach().masked_fill(~self._available | c.x.isnan(), -torch.inf)
+
+    def chances(self, k: int) -> Tensor:
+        """The chance of every entry to be among the k highest of its row, 0 or 1 but for ties."""
+        rows = self.rows
+        threshold = rows.spread(rows.largest(self._x, k))
+        above, level = self._available & (self._x > threshold), self._available & (self._x == threshold)
+        places = (k - rows.sum(above)).to(rows.wide)
+        chance = (places / rows.sum(level).clamp(min=1)).clamp(max=1)
+        return torch.where(level, rows.spread(chance), above.to(rows.wide))
+
+    def total(self, measure: Callable[[_Ranked, int], Tensor], ks: Sequence[int]) -> tuple[Tensor, Tensor]:
+        """For each k the sum of a measure over the rows that have a label, and how many these are."""
+        counted = self.count > 0
+        sums = [in_units(torch.where(counted, measure(self, k), 0)).sum() for k in ks]
+        return torch.stack(sums), counted.sum()
+
+
+class TopKMetric(Metric):
+    """The mean over rows of a number from 0 to 1 for each k; a subclass says which number.
+
+    Args:
+        k: one number, and `compute` returns a scalar; or several, and it returns a dict.
+        ignore_index: the class index that means "no label".
+        **settings: for `torchmetrics.Metric`.
+    """
+
+    is_differentiable = False
+    higher_is_better = True
+    full_state_update = False
+
+    name: ClassVar[str]
+    found: Tensor
+    rows: Tensor
+
+    def __init__(self, k: int | Sequence[int] = (1, 5), ignore_index: int = -100, **settings: object) -> None:
+        super().__init__(**settings)
+        self._ks = read_ks(k)
+        self.k = k
+        self.ignore_index = ignore_index
+        self.add_state("found", torch.zeros(len(self._ks), dtype=torch.int64), dist_reduce_fx="sum")
+        self.add_state("rows", torch.tensor(0), dist_reduce_fx="sum")
+
+    @staticmethod
+    def measure(batch: _Ranked, k: int) -> Tensor:
+        """The number of each row of the batch."""
+        raise NotImplementedError
+
+    def update(
+        self, preds: Tensor, target: Tensor, mask: Tensor | None = None, offsets: Tensor | None = None
+    ) -> None:
+        """Count a batch of scores (..., n); the other arguments are those of `torchlml.lml_loss`."""
+        batch = _Ranked(preds, target, self.ignore_index, mask, offsets)
+        found, rows = batch.total(self.measure, self._ks)
+        self.found = self.found + found
+        self.rows = self.rows + rows
+
+    def compute(self) -> Any:
+        """The mean for each k, NaN before the first row that has a label."""
+        return by_k(average(self.found, self.rows), self.k, self.name)
+
+
+class TopKRecall(TopKMetric):
+    """The part of a row's observed labels that is among its k highest scores, averaged over rows.
+
+        >>> recall = TopKRecall(k=(1, 2))
+        >>> recall.update(torch.tensor([[0.1, 0.7, 0.2]]), torch.tensor([1]))
+        >>> recall.update(torch.tensor([[0.5, 0.3, 0.2]]), torch.tensor([2]))
+        >>> recall.compute()
+        {'recall@1': tensor(0.5000), 'recall@2': tensor(0.5000)}
 
     Args:
         k: one number, and `compute` returns a scalar; or several, and it returns a dict.
@@ -33,85 +141,15 @@ class TopKRecall(Metric):
       of all rows, is another number.
     - A row without labels does not count; if there is no other, the result is NaN.
     - Ties: where entries tie for the last places, each gets its chance of a place if the tie is broken at
-      random. A model that gives all n classes the same logit has recall k / n, in whatever order they are.
+      random. A model that gives all n classes the same score has recall k / n, in whatever order they are.
     - A weight in a floating multi-hot only says that the label is there. A label behind a mask is never
       found, and NaN is lower than every number.
     """
 
-    is_differentiable = False
-    higher_is_better = True
-    full_state_update = False
+    name = "recall"
 
-    found: Tensor
-    rows: Tensor
-
-    def __init__(self, k: int | Sequence[int] = (1, 5), ignore_index: int = -100, **settings: object) -> None:
-        super().__init__(**settings)
-        self.k = k
-        self._ks = read_ks(k)
-        self.ignore_index = ignore_index
-        self.add_state("found", torch.zeros(len(self._ks)), dist_reduce_fx="sum")
-        self.add_state("rows", torch.tensor(0), dist_reduce_fx="sum")
-
-    def update(
-        self, logits: Tensor, target: Tensor, mask: Tensor | None = None, offsets: Tensor | None = None
-    ) -> None:
-        """Count a batch; the arguments are those of `torchlml.lml_loss`."""
-        rows = read_logits(logits.detach(), mask, offsets)
-        labels = read_labels(rows._replace(mask=None), target, None, self.ignore_index)
-        observed = multi_hot(rows, labels)
-        row = None if rows.offsets is None else row_index(rows.offsets, observed.numel())
-        number = _sum(observed, row, rows).clamp(min=1)
-        for i, k in enumerate(self._ks):
-            found = _sum(torch.where(observed, _chances(rows, row, k), 0), row, rows)
-            self.found[i] += (found / number).sum()
-        self.rows += labels.has_label.sum()
-
-    def compute(self) -> Any:
-        """The recall for each k."""
-        recall = self.found / self.rows
-        if isinstance(self.k, int):
-            return recall[0]
-        return {f"recall@{k}": value for k, value in zip(self._ks, recall, strict=True)}
-
-
-def read_ks(k: int | Sequence[int]) -> tuple[int, ...]:
-    """The numbers to report, at least one of them."""
-    ks = tuple(k) if isinstance(k, Sequence) else (k,)
-    if not ks:
-        raise ValueError("`k` must be a positive integer or several of them, but it is empty.")
-    return tuple(read_k(each, None) for each in ks)
-
-
-def _chances(rows: LogitRows, row: Tensor | None, k: int) -> Tensor:
-    """The chance of every entry to be among the k highest of its row, 0 or 1 but for ties."""
-    available = torch.ones_like(rows.x, dtype=torch.bool) if rows.mask is None else rows.mask
-    x = rows.x.masked_fill(~available | rows.x.isnan(), -torch.inf)
-    threshold = _kth_largest(x, rows, row, k)
-    threshold = threshold.unsqueeze(-1) if row is None else threshold[row]
-    above, level = available & (x > threshold), available & (x == threshold)
-    places = k - _sum(above, row, rows)
-    chance = (places / _sum(level, row, rows).clamp(min=1)).clamp(max=1)
-    chance = chance.unsqueeze(-1) if row is None else chance[row]
-    return torch.where(level, chance, above.to(chance.dtype))
-
-
-def _kth_largest(x: Tensor, rows: LogitRows, row: Tensor | None, k: int) -> Tensor:
-    """The k-th largest entry of each row, the last one if it is shorter; any number if it is empty."""
-    if rows.offsets is None or row is None:
-        k = min(k, x.shape[-1])
-        return x.topk(k, dim=-1).values[:, -1] if k else x.new_zeros(rows.number)
-    if x.numel() == 0:
-        return x.new_zeros(rows.number)
-    by_value = x.argsort(descending=True)
-    order = by_value[row[by_value].argsort(stable=True)]
-    place = torch.minimum(rows.offsets[:-1] + k, rows.offsets[1:]) - 1
-    return x[order[place.clamp(min=0)]]
-
-
-def _sum(t: Tensor, row: Tensor | None, rows: LogitRows) -> Tensor:
-    """The sum over each row; of a bool, the number."""
-    if row is None:
-        return t.sum(-1)
-    t = t.long() if t.dtype == torch.bool else t
-    return torch.zeros(rows.number, dtype=t.dtype, device=t.device).index_add(0, row, t)
+    @staticmethod
+    def measure(batch: _Ranked, k: int) -> Tensor:
+        """The recall of each row."""
+        found = batch.rows.sum(torch.where(batch.labels, batch.chances(k), 0))
+        return found / batch.count.clamp(min=1)

@@ -1,0 +1,19 @@
+"""The examples in the docstrings of `torchlml`: the names they may use, and the files that have none."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import torchlml
+
+# Kernels that import triton, which not every system has; and the program.
+collect_ignore_glob = ["torchlml/_kernels/cuda/triton_*.py", "torchlml/__main__.py"]
+
+
+@pytest.fixture(autouse=True)
+def _names_in_examples(doctest_namespace: dict[str, Any]) -> None:
+    doctest_namespace.update(torch=torch, torchlml=torchlml, nn=nn)

@@ -1,0 +1,44 @@
+"""Means that are kept in whole numbers, and reported for one k or several.
+
+A metric moves with the model it stands in: `model.to(torch.bfloat16)`, which is Lightning's "bf16-true",
+converts every floating state, and a sum in bfloat16 stops growing at 256. Integers are left alone. They also
+add up to the same in any order, over any batches and processes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from torch import Tensor
+
+from torchlml._core.arguments import check_whole_k
+from torchlml._core.rows import wide_dtype
+
+# What a part of a row or an image counts in: fine enough for seven digits, and 2^33 rows fit into an int64.
+_UNIT = 2**30
+
+
+def in_units(parts: Tensor) -> Tensor:
+    """Numbers from 0 to 1 as int64."""
+    return (parts * _UNIT).round().long()
+
+
+def average(total: Tensor, count: Tensor) -> Tensor:
+    """The mean of numbers whose units sum to `total`, NaN where there are none, in double precision."""
+    return total.to(wide_dtype(total.device)) / _UNIT / count
+
+
+def read_ks(k: int | Sequence[int]) -> tuple[int, ...]:
+    """The numbers to report, at least one of them."""
+    ks = tuple(k) if isinstance(k, Sequence) else (k,)
+    if not ks:
+        raise ValueError("`k` must be a positive integer or several of them, but it is empty.")
+    return tuple(check_whole_k(each) for each in ks)
+
+
+def by_k(values: Tensor, k: int | Sequence[int], name: str) -> Tensor | dict[str, Tensor]:
+    """One value for each k as float32: a scalar if k is one number, else a dict with the keys `name@k`."""
+    values = values.float()
+    if not isinstance(k, Sequence):
+        return values[0]
+    return {f"{name}@{each}": value for each, value in zip(k, values, strict=True)}
