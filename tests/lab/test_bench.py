@@ -1,8 +1,11 @@
 """The benchmark: that its ratios mean what they say, its files are whole, and its options are checked."""
 
 import csv
+import errno
+import io
 import json
 import os
+import re
 import subprocess
 import sys
 from dataclasses import replace
@@ -10,21 +13,23 @@ from dataclasses import replace
 import numpy
 import pytest
 import torch
-from torchlml_lab.bench.timing import Quantiles, race
+from rich.console import Console
 
 import torchlml
 from torchlml_lab import cli
-from torchlml_lab.bench import command, memory, records, timing
-from torchlml_lab.bench.cases import BASELINE, MODES, PROJECTION, Case, call_of
+from torchlml_lab.bench import benchmarks, family, grid, layer, measurements, peak_memory, race, report
+from torchlml_lab.bench.cases import DTYPES, Case, case_grid
+from torchlml_lab.bench.competitors import BASELINE, FAMILY, LAYER, MODES, call_of
+from torchlml_lab.bench.race import Quantiles, Stopped
 
 TINY = ["--sizes", "8", "24", "--ks", "n/2", "--batches", "3", "--scales", "1", "--repetitions", "2"]
-HERE = [provider.name for provider in PROJECTION if provider.absent() is None]
+HERE = [provider.name for provider in LAYER if provider.absent() is None]
 
 
 @pytest.fixture(autouse=True)
 def _short_samples(monkeypatch):
-    monkeypatch.setattr(timing, "_SAMPLE_SECONDS", 1e-6)
-    monkeypatch.setattr(timing, "_WARM_UP_SECONDS", 0.0)
+    monkeypatch.setattr(race, "_SAMPLE_SECONDS", 1e-6)
+    monkeypatch.setattr(race, "_WARM_UP_SECONDS", 0.0)
 
 
 @pytest.fixture
@@ -36,7 +41,7 @@ def one_thread():
 
 
 def bench(capsys, *words):
-    code = cli.main(["bench", *TINY, *words])
+    code = cli.main(["bench", "layer", *TINY, *words])
     captured = capsys.readouterr()
     return code, captured.out, captured.err
 
@@ -47,8 +52,8 @@ def test_run_writes_one_row_per_measurement_and_a_plot(capsys, tmp_path):
     assert (code, err) == (0, "")
     with path.open(newline="") as file:
         rows = list(csv.DictReader(file))
-    assert list(rows[0]) == records.COLUMNS
-    metrics = ["time", "memory"] if memory.measurable() else ["time"]
+    assert list(rows[0]) == measurements.COLUMNS
+    metrics = ["time", "memory"] if peak_memory.measurable() else ["time"]
     expected = {
         (provider, mode, metric, n, k)
         for provider in HERE
@@ -72,7 +77,7 @@ def test_run_writes_one_row_per_measurement_and_a_plot(capsys, tmp_path):
     assert sorted(p.name for p in path.parent.iterdir()) == ["bench.csv", "bench.png"]
     assert path.with_suffix(".png").read_bytes().startswith(b"\x89PNG")
     for mode in MODES:
-        assert f"{mode}: time" in out
+        assert f"{mode}: time as a ratio to that of softmax" in out
     assert str(path) in out
 
 
@@ -87,7 +92,7 @@ def test_second_run_appends_and_compares(capsys, tmp_path):
     assert (code, err) == (0, "")
     assert path.read_text().startswith(first)
     assert path.read_text().count("operator") == 1
-    assert len(records.read(path, "--csv")) == 2 * 4
+    assert len(measurements.read(path, "--csv")) == 2 * 4
     assert out.count("(was ") == 2
     assert plot.exists()
 
@@ -102,7 +107,7 @@ def test_comparing_with_something_else_says_so(capsys, tmp_path):
     assert "(was" not in out
 
 
-@pytest.mark.skipif(not memory.measurable(), reason="memory is measured on Linux with the GNU C library")
+@pytest.mark.skipif(not peak_memory.measurable(), reason="memory is measured on Linux with the GNU C library")
 def test_memory_alone_draws_no_plot(capsys, tmp_path):
     narrow = ["--modes", "forward", "--metrics", "memory", "--providers", "sigmoid"]
     code, out, err = bench(capsys, *narrow, "--csv", str(tmp_path / "b.csv"))
@@ -112,18 +117,19 @@ def test_memory_alone_draws_no_plot(capsys, tmp_path):
 
 
 def test_every_dtype_runs(capsys, tmp_path):
-    words = ["--dtypes", *command.DTYPES, "--modes", "forward+backward", "--csv", str(tmp_path / "b.csv")]
+    words = ["--dtypes", *DTYPES, "--modes", "forward+backward", "--csv", str(tmp_path / "b.csv")]
     assert bench(capsys, *words, "--sizes", "8", "--ks", "n-1", "--metrics", "time")[0] == 0
-    found = {(r.dtype, r.k) for r in records.read(tmp_path / "b.csv", "--csv")}
-    assert found == {(dtype, 7) for dtype in command.DTYPES}
+    found = {(r.dtype, r.k) for r in measurements.read(tmp_path / "b.csv", "--csv")}
+    assert found == {(dtype, 7) for dtype in DTYPES}
 
 
 def test_quick_is_a_start_that_other_options_change(monkeypatch):
     ran = []
-    monkeypatch.setattr(command, "run", lambda settings, console: ran.append(settings))
-    command.main(["--quick", "--sizes", "8"])
-    command.main([])
-    assert ran == [replace(command.QUICK, quick=True, sizes=(8,)), command.BenchSettings()]
+    monkeypatch.setattr(layer, "run", lambda settings, *others: ran.append(settings))
+    layer.main(["--quick", "--sizes", "8"])
+    layer.main([])
+    usual = layer.LayerSettings()
+    assert ran == [replace(usual, **{**grid.QUICK, "sizes": (8,)}, quick=True), usual]
 
 
 @pytest.mark.parametrize(
@@ -156,27 +162,29 @@ def test_quick_is_a_start_that_other_options_change(monkeypatch):
         (["--seconds", "nan"], "`--seconds` has nan"),
         (["--csv", "."], "`--csv` names `.`"),
         (["--csv", __file__], "`--csv` names"),
+        (["--plot", "x.pdf"], "must end in `.png` or `.svg`"),
         (["--plot", "."], "`--plot` names `.`"),
         (["--compare", "no-such-file.csv"], "`--compare` names `no-such-file.csv`"),
         (["--compare", __file__], "`--compare` names"),
         (["--quick", "yes"], "yes"),
-        (["--nonsense"], "--nonsense"),
+        (["--nonsense"], "no option `--nonsense`"),
+        (["--repetition", "3"], "did you mean `--repetitions`?"),
     ],
 )
 def test_bad_input_is_one_sentence_before_any_work(capsys, tmp_path, monkeypatch, words, needle):
-    monkeypatch.setattr(command, "_measure", lambda *a: pytest.fail("measured something"))
+    monkeypatch.setattr(grid, "_measure", lambda *a: pytest.fail("measured something"))
     code, out, err = bench(capsys, "--csv", str(tmp_path / "b.csv"), *words)
     assert (code, out) == (2, "")
     assert needle in err
     assert err.startswith("torchlml: ")
-    assert err.endswith(".\n")
+    assert err.endswith((".\n", "?\n"))
     assert err.count("\n") == 1
     assert not list(tmp_path.iterdir())
 
 
 def test_absent_provider_says_why(capsys, monkeypatch):
-    absent = replace(PROJECTION[1], absent=lambda: "it rains")
-    monkeypatch.setattr(command, "PROJECTION", (PROJECTION[0], absent))
+    absent = replace(LAYER[1], absent=lambda: "it rains")
+    monkeypatch.setattr(layer, "LAYER", (LAYER[0], absent))
     code, _, err = bench(capsys, "--providers", absent.name)
     assert code == 2
     assert err == f"torchlml: `--providers` names `{absent.name}`, which cannot run here: it rains.\n"
@@ -190,24 +198,22 @@ def test_threads_are_given_back_even_after_a_failure(monkeypatch, capsys, tmp_pa
         raise RuntimeError("broken")
 
     before = torch.get_num_threads()
-    monkeypatch.setattr(command, "race", fail)
+    monkeypatch.setattr(grid, "race", fail)
     assert bench(capsys, "--threads", "1", "--csv", str(tmp_path / "b.csv"))[0] == 1
     assert seen == [1]
     assert torch.get_num_threads() == before
 
 
-def test_interrupted_write_leaves_the_old_file(monkeypatch, tmp_path, capsys):
+def test_a_write_that_fails_leaves_the_old_file(monkeypatch, tmp_path, capsys):
     path = tmp_path / "bench.csv"
-    narrow = ["--modes", "forward", "--metrics", "time", "--providers", "sigmoid", "--csv", str(path)]
-    assert bench(capsys, *narrow)[0] == 0
+    assert bench(capsys, *NARROW, "--csv", str(path))[0] == 0
     before = {p.name: p.read_bytes() for p in tmp_path.iterdir()}
 
     def full(*arguments):
         raise OSError("No space left on device")
 
     monkeypatch.setattr(os, "replace", full)
-    code, _, err = bench(capsys, *narrow)
-    assert (code, err) == (1, "torchlml: No space left on device.\n")
+    assert bench(capsys, *NARROW, "--csv", str(path))[0] == 1
     assert {p.name: p.read_bytes() for p in tmp_path.iterdir()} == before
 
 
@@ -230,9 +236,9 @@ class _NoisyMachine:
 
 def test_ratios_survive_a_noisy_machine(monkeypatch):
     machine = _NoisyMachine()
-    monkeypatch.setattr(timing, "perf_counter", lambda: machine.now)
+    monkeypatch.setattr(race, "perf_counter", lambda: machine.now)
     calls = {"base": machine.call("base", 1e-4), "triple": machine.call("triple", 3e-4)}
-    result = race(calls, "base", repetitions=200, seconds=10)
+    result = race.race(calls, "base", repetitions=200, seconds=10)
     assert result["triple"].ratio.p50 == pytest.approx(3)
     assert result["triple"].ratio.p20 == pytest.approx(3)
     assert result["base"].ratio == Quantiles(1, 1, 1)
@@ -243,9 +249,9 @@ def test_ratios_survive_a_noisy_machine(monkeypatch):
 
 def test_slow_competitor_does_not_starve_the_others(monkeypatch):
     machine = _NoisyMachine()
-    monkeypatch.setattr(timing, "perf_counter", lambda: machine.now)
+    monkeypatch.setattr(race, "perf_counter", lambda: machine.now)
     calls = {"base": machine.call("base", 1e-4), "slow": machine.call("slow", 1.0)}
-    result = race(calls, "base", repetitions=50, seconds=1)
+    result = race.race(calls, "base", repetitions=50, seconds=1)
     assert result["base"].rounds == 50
     assert result["slow"].rounds == 1
     assert machine.calls["slow"] == 2  # once to warm up
@@ -255,7 +261,7 @@ def test_garbage_collection_rests_only_meanwhile():
     import gc
 
     states = []
-    race({"base": lambda: states.append(gc.isenabled())}, "base", 2, 1)
+    race.race({"base": lambda: states.append(gc.isenabled())}, "base", 2, 1)
     assert states[-1] is False
     assert gc.isenabled()
 
@@ -266,7 +272,7 @@ def test_quantiles(samples):
     assert [found.p20, found.p50, found.p80] == pytest.approx(list(numpy.percentile(samples, [20, 50, 80])))
 
 
-@pytest.mark.skipif(not memory.measurable(), reason="memory is measured on Linux with the GNU C library")
+@pytest.mark.skipif(not peak_memory.measurable(), reason="memory is measured on Linux with the GNU C library")
 @pytest.mark.parametrize(
     ("call", "mebibytes"),
     [
@@ -279,8 +285,8 @@ def test_quantiles(samples):
 def test_memory_is_what_the_call_adds(call, mebibytes):
     # In a process of its own: this one has a past, and the allocator remembers it.
     program = (
-        "import torch; from torchlml_lab.bench import memory; torch.set_num_threads(1); "
-        f"x = torch.zeros(1024, 1024); print(memory.added_bytes(lambda: {call}))"
+        "import torch; from torchlml_lab.bench import peak_memory; torch.set_num_threads(1); "
+        f"x = torch.zeros(1024, 1024); print(peak_memory.added_bytes(lambda: {call}))"
     )
     printed = subprocess.run(
         [sys.executable, "-c", program], capture_output=True, text=True, check=True
@@ -288,9 +294,7 @@ def test_memory_is_what_the_call_adds(call, mebibytes):
     assert int(printed) / 2**20 == pytest.approx(mebibytes, abs=0.3)
 
 
-@pytest.mark.parametrize(
-    "provider", [p for p in PROJECTION if p.name.startswith("lml")], ids=lambda p: p.name
-)
+@pytest.mark.parametrize("provider", [p for p in LAYER if p.name.startswith("lml")], ids=lambda p: p.name)
 def test_every_lml_is_the_projection(provider, one_thread):
     if (reason := provider.absent()) is not None:
         pytest.skip(reason)
@@ -307,23 +311,136 @@ def test_every_lml_is_the_projection(provider, one_thread):
 
 
 def test_cases_are_every_combination_that_makes_sense_once():
-    settings = replace(
-        command.BenchSettings(),
-        sizes=(4, 10),
-        ks=("5", "n/2", "n-1"),
-        scales=(1.0, 2.0),
-        threads=(2, 1),
-        batches=(3,),
-    )
-    cases = list(command._cases(settings))
+    cases = case_grid((4, 10), ("5", "n/2", "n-1"), (3,), (1.0, 2.0), ("float32",), (2, 1))
     assert {(case.n, case.k) for case in cases} == {(4, 2), (4, 3), (10, 5), (10, 9)}
     assert len(cases) == len(set(cases)) == 4 * 2 * 2
 
 
 def test_long_rows_get_smaller_batches():
-    settings = replace(command.BenchSettings(), sizes=(100, 1_000_000, 8_000_000), ks=("5",), scales=(1.0,))
-    assert [(case.n, case.batch) for case in command._cases(settings)] == [
-        (100, 256),
-        (1_000_000, 4),
-        (8_000_000, 1),
-    ]
+    cases = case_grid((100, 1_000_000, 8_000_000), ("5",), (256,), (1.0,), ("float32",), (1,))
+    assert [(case.n, case.batch) for case in cases] == [(100, 256), (1_000_000, 4), (8_000_000, 1)]
+
+
+def test_bench_alone_lists_the_benchmarks(capsys):
+    assert cli.main(["bench"]) == 0
+    said = capsys.readouterr().out
+    for name, entry in benchmarks.BENCHMARKS.items():
+        assert f"  {name:<18}{entry.summary}\n" in said
+
+
+def test_an_option_before_the_name_says_which_names_there_are(capsys):
+    assert cli.main(["bench", "--paper"]) == 2
+    assert "one of layer, family, losses, paper.\n" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("width", [40, 80, 132])
+def test_no_name_is_cut_and_ratios_are_said(width):
+    def row(provider):
+        value = Quantiles(1, 1, 1)
+        return measurements.measured("family", provider, "forward", CASE, value, value, 1)
+
+    rows = [row(provider.name) for provider in FAMILY]
+    console = Console(width=width, file=io.StringIO())
+    for part in report.tables(rows, {row.key: row for row in rows}, width):
+        console.print(part)
+    said = console.file.getvalue()
+    for provider in FAMILY:
+        assert re.search(rf"(?<![\w-]){provider.name}(?![\w-])", said), provider.name
+    assert "…" not in said
+    assert said.count("1.00 (was 1.00)") == len(FAMILY) - 1
+    assert max(map(len, said.splitlines())) <= width
+    assert "time as a ratio to that of softmax" in " ".join(said.split())
+
+
+CASE = Case(n=10, k=2, batch=3, scale=1.0, dtype="float32", threads=1)
+
+
+def test_the_family_is_timed_with_a_plot_of_its_own(capsys, tmp_path):
+    words = ["--sizes", "8", "--ks", "2", "--batches", "3", "--scales", "1", "--repetitions", "1"]
+    words += ["--modes", "forward", "--metrics", "time", "--csv", str(tmp_path / "b.csv")]
+    assert cli.main(["bench", "family", *words]) == 0
+    assert {row.provider for row in measurements.read(tmp_path / "b.csv", "--csv")} == set(
+        family.FamilySettings().providers
+    )
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["b-family.png", "b.csv"]
+
+
+def test_importing_the_benchmarks_writes_nothing():
+    program = (
+        "import sys; sys.addaudithook(lambda event, args: event == 'open' and 'clear_refs' in str(args[0]) "
+        "and sys.exit('written')); from torchlml_lab.bench import layer, family, losses, paper"
+    )
+    assert subprocess.run([sys.executable, "-c", program], check=False).returncode == 0
+
+
+NARROW = ["--modes", "forward", "--metrics", "time", "--providers", "sigmoid"]
+
+
+@pytest.mark.parametrize("option", ["--csv", "--plot"])
+@pytest.mark.parametrize("place", ["file.txt/x.png", "/proc/x.png", "/dev/full"])
+def test_a_place_that_cannot_be_written_is_refused_before_the_work(
+    capsys, tmp_path, monkeypatch, option, place
+):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "file.txt").touch()
+    monkeypatch.setattr(grid, "_measure", lambda *a: pytest.fail("measured something"))
+    code, out, err = bench(capsys, *NARROW, option, place)
+    assert (code, out) == (2, "")
+    assert f"`{option}` names `{place}`" in err
+    assert [path.name for path in tmp_path.iterdir()] == ["file.txt"]
+
+
+def test_a_full_disk_keeps_the_table_on_the_screen(capsys, tmp_path, monkeypatch):
+    def full(*arguments):
+        raise OSError(errno.ENOSPC, "No space left on device", "x")
+
+    monkeypatch.setattr(os, "replace", full)
+    code, out, err = bench(capsys, *NARROW, "--csv", str(tmp_path / "b.csv"))
+    assert code == 1
+    assert "sigmoid" in out
+    assert "lacks the last 4 rows: there is no space left on the disk." in err
+    assert "was not drawn" in err
+    assert err.count("\n") == 1
+    assert not list(tmp_path.iterdir())
+
+
+def test_rows_that_had_to_wait_are_written_when_there_is_room(tmp_path, monkeypatch):
+    file = measurements.RowFile(tmp_path / "b.csv")
+    value = Quantiles(1, 1, 1)
+    row = measurements.measured("family", "lml", "forward", CASE, value, value, 1)
+    with monkeypatch.context() as patch:
+        patch.setattr(measurements, "append", lambda *a: (_ for _ in ()).throw(OSError(28, "full")))
+        file.add([row])
+    assert file.lacks() is not None
+    file.add([row])
+    assert file.lacks() is None
+    assert len(measurements.read(tmp_path / "b.csv", "--csv")) == 2
+
+
+def test_an_interrupted_race_gives_the_rounds_it_finished():
+    turns = []
+
+    def call():
+        turns.append(None)
+        if len(turns) == 5:
+            raise KeyboardInterrupt
+
+    with pytest.raises(Stopped) as stopped:
+        race.race({"base": call}, "base", 100, 10)
+    assert stopped.value.timings["base"].rounds == 3  # after one call to warm up
+
+
+def test_an_interrupted_benchmark_says_what_it_has(capsys, tmp_path, monkeypatch):
+    real, begun = grid._measure, []
+
+    def interrupted(*arguments):
+        begun.append(arguments)
+        if len(begun) == 2:
+            raise KeyboardInterrupt
+        return real(*arguments)
+
+    monkeypatch.setattr(grid, "_measure", interrupted)
+    path = tmp_path / "b.csv"
+    code, _, err = bench(capsys, *NARROW, "--csv", str(path))
+    assert (code, err) == (130, f"torchlml: Interrupted: 1 of 2 measurements are in {path}.\n")
+    assert len(measurements.read(path, "--csv")) == 2

@@ -1,36 +1,40 @@
-"""The paper's timing study: who is timed, the files, and verdicts that follow from the numbers."""
+"""The paper's timing study: who is timed, the files, and claims that are decided by the numbers."""
 
 import json
 import math
-from dataclasses import replace
 
 import pytest
 import torch
-from torchlml_lab.bench.records import Record
 
 import torchlml
 from torchlml_lab import cli
-from torchlml_lab.bench import command, paper, paper_words, records, timing
+from torchlml_lab.bench import measurements, paper, paper_tables, race
 from torchlml_lab.bench.cases import Case
+from torchlml_lab.bench.measurements import Measurement
+from torchlml_lab.bench.paper import Entry
 
-TINY = ["--paper", "--sizes", "12", "30", "--ks", "2", "5", "--batches", "4", "--repetitions", "2"]
-TIMED = {(name, "forward") for name in paper_words.NAMES} | {
-    (name, "backward") for name in paper_words.BACKWARD
+TINY = ["--sizes", "12", "30", "--ks", "2", "5", "--batch", "4", "--trials", "2"]
+TIMED = {(name, "forward") for name in paper_tables.NAMES} | {
+    (name, "backward") for name in paper_tables.BACKWARD
 }
 
 
 @pytest.fixture(autouse=True)
 def _short_samples(monkeypatch):
     monkeypatch.setattr(paper, "SAMPLE_SECONDS", 0.0)
-    monkeypatch.setattr(timing, "_WARM_UP_SECONDS", 0.0)
+    monkeypatch.setattr(race, "_WARM_UP_SECONDS", 0.0)
 
 
-def test_run_writes_every_competitor_the_figure_and_the_verdicts(capsys, tmp_path):
+def study(*words):
+    return cli.main(["bench", "paper", *TINY, *map(str, words)])
+
+
+def test_run_writes_every_competitor_the_figure_and_the_claims(capsys, tmp_path):
     path = tmp_path / "results" / "timing.csv"
-    assert cli.main(["bench", *TINY, "--csv", str(path)]) == 0
+    assert study("--csv", path) == 0
     captured = capsys.readouterr()
     assert captured.err == ""
-    rows = records.read(path, "--csv")
+    rows = measurements.read(path, "--csv")
     expected = {(name, mode, n, k) for name, mode in TIMED for n in (12, 30) for k in (2, 5)}
     assert {(row.provider, row.mode, row.n, row.k) for row in rows} == expected
     assert len(rows) == len(expected)
@@ -38,42 +42,79 @@ def test_run_writes_every_competitor_the_figure_and_the_verdicts(capsys, tmp_pat
         assert (row.operator, row.batch, row.metric, row.unit) == ("paper", 4, "time", "us")
         assert json.loads(row.config)["rounds"] == 2
         assert 0 < row.p20 <= row.p50 <= row.p80
-    names = sorted(p.name for p in path.parent.iterdir())
-    assert names == ["timing.csv", "timing.png", "timing.svg"]
-    assert captured.out.count("The paper: ") == 4
+    assert sorted(p.name for p in path.parent.iterdir()) == ["timing.csv", "timing.png"]
+    assert "the paper's claims" in captured.out
     picture = tmp_path / "again.png"
     assert cli.main(["figures", "timing", "--csv", str(path), "--out", str(picture)]) == 0
     assert picture.read_bytes() == path.with_suffix(".png").read_bytes()
 
 
-def test_a_run_that_dies_writes_nothing(capsys, tmp_path, monkeypatch):
-    calls = []
+class _Interrupted:
+    """Calls of the study that stand in for the losses, the `stop`-th of which is interrupted."""
 
-    def fail(case, where):
-        calls.append(case)
-        if case.n == 30:
-            raise RuntimeError("out of memory")
-        return {f"{name} {mode}": lambda: None for name, mode in TIMED}
+    def __init__(self, stop, error=KeyboardInterrupt):
+        self.begun, self.stop, self.error = 0, stop, error
 
-    monkeypatch.setattr(paper, "_calls", fail)
+    def calls(self, case, where):
+        return {Entry(case, name, mode): self.call for name, mode in TIMED}
+
+    def call(self):
+        self.begun += 1
+        if self.begun == self.stop:
+            raise self.error
+
+
+# A length has 2 problems of 8 calls, each once to warm up and then in each of the 2 trials: 48 calls.
+def test_an_interrupted_study_keeps_what_it_has_and_goes_on(capsys, tmp_path, monkeypatch):
+    path = tmp_path / "t.csv"
+    with monkeypatch.context() as patch:
+        patch.setattr(paper, "_calls", _Interrupted(48 + 16 + 16 + 3).calls)
+        assert study("--csv", path) == 130
+    said = capsys.readouterr().err
+    assert said == (
+        f"torchlml: Interrupted: 1 of 2 lengths are done and 32 rows are in {path}; `--resume` goes on.\n"
+    )
+    kept = measurements.read(path, "--csv")
+    assert [json.loads(row.config)["rounds"] for row in kept] == [2] * 16 + [1] * 16
+    again = _Interrupted(None)
+    monkeypatch.setattr(paper, "_calls", again.calls)
+    assert study("--csv", path, "--resume") == 0
+    assert again.begun == 48  # the second length alone
+    rows = measurements.read(path, "--csv")
+    assert rows[:32] == kept
+    assert {row.n for row in rows[32:]} == {30}
+    out = capsys.readouterr().out
+    assert "n 12" in out
+    assert "n 30" in out
+
+
+def test_resuming_does_not_take_the_rows_of_other_trials(capsys, tmp_path, monkeypatch):
+    monkeypatch.setattr(paper, "_calls", _Interrupted(None).calls)
+    path = tmp_path / "t.csv"
+    assert study("--csv", path) == 0
+    assert study("--csv", path, "--trials", 3, "--resume") == 0
+    assert "2 of 2 lengths are to be timed, 3 trials each" in capsys.readouterr().out
+
+
+def test_a_length_that_fails_keeps_those_before_it(capsys, tmp_path, monkeypatch):
+    monkeypatch.setattr(paper, "_calls", _Interrupted(50, RuntimeError("out of memory")).calls)
     before = torch.get_num_threads()
-    assert cli.main(["bench", *TINY, "--csv", str(tmp_path / "t.csv")]) == 1
-    assert len(calls) == 3
-    assert not list(tmp_path.iterdir())
+    assert study("--csv", tmp_path / "t.csv") == 1
+    assert {row.n for row in measurements.read(tmp_path / "t.csv", "--csv")} == {12}
     assert torch.get_num_threads() == before
 
 
 def test_the_selection_is_that_of_section_5_1(monkeypatch):
     ran = []
-    monkeypatch.setattr(command, "run", lambda settings, console: ran.append(settings))
-    command.main(["--paper"])
-    command.main(["--paper", "--quick"])
-    cases = list(command._cases(ran[0]))
+    monkeypatch.setattr(paper, "run", lambda settings, console: ran.append(settings))
+    paper.main([])
+    paper.main(["--quick"])
+    cases = [case for group in paper._groups(ran[0]) for case in group]
     assert {(case.batch, case.n, case.k) for case in cases} == {
         (256, n, k) for n in (1000, 10_000) for k in (5, 50, 100)
     }
-    assert ran[0].repetitions == 50
-    assert ran[1] == replace(command.QUICK_PAPER, paper=True, quick=True)
+    assert ran[0].trials == 50
+    assert (ran[1].sizes, ran[1].trials) == ((1000,), 5)
 
 
 @pytest.mark.parametrize(
@@ -81,18 +122,22 @@ def test_the_selection_is_that_of_section_5_1(monkeypatch):
     [
         (["--plot", "x.pdf"], "must end in `.png`"),
         (["--plot", "."], "`--plot` names `.`"),
+        (["--plot", "/proc/x.png"], "`--plot` names `/proc/x.png`"),
+        (["--csv", "/proc/x.csv"], "`--csv` names `/proc/x.csv`"),
+        (["--csv", "."], "`--csv` names `.`"),
         (["--csv", __file__], "`--csv` names"),
-        (["--ks", "0"], "`--ks` must be numbers"),
-        (["--ks", "5", "20"], "below the smallest of `--sizes`"),
-        (["--ks", "n/2"], "`--ks` must be numbers"),
-        (["--batches", "4", "8"], "`--batches` has several values"),
-        (["--scales", "1", "8"], "`--scales` has several values"),
+        (["--ks", "0"], "`--ks` has 0"),
+        (["--ks", "5", "20"], "`--ks` has 20, and must be below 12"),
+        (["--ks", "n/2"], "`--ks` was given `n/2`"),
+        (["--batch", "0"], "`--batch` has 0"),
+        (["--trials", "0"], "`--trials` has 0"),
+        (["--scales", "1"], "no option `--scales`"),
     ],
 )
 def test_bad_input_is_refused_before_the_work(capsys, tmp_path, monkeypatch, words, needle):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(paper, "measure", lambda *a: pytest.fail("measured something"))
-    assert cli.main(["bench", *TINY, *words]) == 2
+    assert study(*words) == 2
     error = capsys.readouterr().err
     assert needle in error
     assert error.count("\n") == 1
@@ -109,7 +154,7 @@ def test_every_competitor_computes_its_loss():
     assert values["smooth-svm"] == pytest.approx(values["smooth-svm-summation"], abs=1e-10)
     assert values["truncated-entropy"] == torchlml.truncated_entropy_loss(x, target, 2).item()
     calls = paper._calls(case, torch.device("cpu"))
-    assert set(calls) == {f"{name} {mode}" for name, mode in TIMED}
+    assert set(calls) == {Entry(case, name, mode) for name, mode in TIMED} == set(paper._entries(case))
     for call in calls.values():
         call()
         call()  # can be repeated
@@ -117,11 +162,11 @@ def test_every_competitor_computes_its_loss():
 
 def measured(**ratios):
     """Rows of a run in which a competitor takes so many times what the baseline takes, for k = 5 and 100."""
-    everything = dict.fromkeys(paper_words.NAMES, (1.0, 1.0)) | {
+    everything = dict.fromkeys(paper_tables.NAMES, (1.0, 1.0)) | {
         name.replace("_", "-"): value for name, value in ratios.items()
     }
     return [
-        Record(
+        Measurement(
             operator="paper",
             provider=name,
             mode="forward",
@@ -150,41 +195,38 @@ def measured(**ratios):
     ]
 
 
+def decided(**ratios):
+    return {
+        claim.says: (paper_tables.span(claim.ratios), paper_tables.verdict(claim))
+        for claim in paper_tables.claims_of(measured(**ratios))
+    }
+
+
 def test_the_papers_numbers_give_the_papers_verdicts():
-    said = paper_words.sentences(
-        measured(smooth_svm_summation=(5, 80), smooth_svm=(4, 40), lml_algorithm_1=(3, 3.1), lml=(2, 2.1))
-    )
-    assert len(said) == 4
-    for sentence in said:
-        assert sentence.endswith("It holds.")
-    assert "16 (Smooth SVM by summation), 10 (Smooth SVM by divide and conquer)" in said[0]
-    assert "5 to 80 (Smooth SVM by summation)" in said[3]
+    said = decided(smooth_svm_summation=(5, 80), smooth_svm=(4, 40), lml_algorithm_1=(3, 3.1), lml=(2, 2.1))
+    assert len(said) == 9
+    assert {verdict for _, verdict in said.values()} == {"yes"}
+    assert said["Smooth SVM by summation grows from k = 5 to 100"] == ("16", "yes")
+    assert said["Smooth SVM by summation is slower than truncated entropy"] == ("5 to 80", "yes")
 
 
 def test_other_numbers_give_other_verdicts():
-    said = paper_words.sentences(
-        measured(
-            truncated_entropy=(1, 6),
-            smooth_svm_summation=(20, 21),
-            smooth_svm=(20, 90),
-            lml_algorithm_1=(100, 400),
-            lml=(0.5, 1),
-        )
+    said = decided(
+        truncated_entropy=(1, 6),
+        smooth_svm_summation=(20, 21),
+        lml_algorithm_1=(100, 400),
+        lml=(0.5, 7),
     )
-    assert "It holds in 1 of 2 cases." in said[0]
-    assert "4 (LML by Algorithm 1), 2 (LML by our kernel). It does not hold." in said[1]
-    assert "6 (truncated entropy). It does not hold." in said[2]
-    assert (
-        "It holds against Smooth SVM by summation, Smooth SVM by divide and conquer, LML by Algorithm 1."
-        in said[3]
-    )
-    assert said[3].endswith("LML by our kernel is faster than it in every case.")
-    said = paper_words.sentences(measured(lml=(0.5, 2)))
-    assert said[3].endswith("It does not hold.")
+    assert said["Smooth SVM by summation grows from k = 5 to 100"] == ("1.1", "no")
+    assert said["LML by Algorithm 1 stays, from k = 5 to 100"] == ("4", "no")
+    assert said["truncated entropy stays, from k = 5 to 100"] == ("6", "no")
+    assert said["LML by our kernel is slower than truncated entropy"] == ("0.5 to 1.2", "in 1 of 2")
 
 
 def test_one_k_says_nothing_about_growth():
-    assert len(paper_words.sentences([row for row in measured() if row.k == 5])) == 1
+    claims = list(paper_tables.claims_of([row for row in measured() if row.k == 5]))
+    assert len(claims) == 4
+    assert all("slower" in claim.says for claim in claims)
 
 
 def test_on_a_gpu_a_call_lasts_until_its_work_is_done(monkeypatch):

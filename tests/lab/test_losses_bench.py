@@ -1,4 +1,4 @@
-"""`torchlml bench --losses`: its rows are whole and its baselines are their own measure."""
+"""`torchlml bench losses`: its rows are whole and its baselines are their own measure."""
 
 from __future__ import annotations
 
@@ -7,15 +7,17 @@ import csv
 import pytest
 
 from torchlml_lab import cli
-from torchlml_lab.bench import timing
+from torchlml_lab.bench import race
 
 
 def test_the_losses_are_timed_into_the_csv(tmp_path, capsys, monkeypatch):
-    monkeypatch.setattr(timing, "_SAMPLE_SECONDS", 1e-6)
-    monkeypatch.setattr(timing, "_WARM_UP_SECONDS", 0.0)
+    monkeypatch.setattr(race, "_SAMPLE_SECONDS", 1e-6)
+    monkeypatch.setattr(race, "_WARM_UP_SECONDS", 0.0)
     path = tmp_path / "losses.csv"
-    assert cli.main(["bench", "--losses", "--repetitions", "1", "--csv", str(path)]) == 0
-    assert "smooth_topk_svm_loss" in capsys.readouterr().out
+    assert cli.main(["bench", "losses", "--repetitions", "1", "--csv", str(path)]) == 0
+    said = capsys.readouterr().out
+    assert "smooth_topk_svm_loss" in said
+    assert max(map(len, said.replace(str(path), "").splitlines())) <= 80
     with path.open(newline="") as file:
         rows = list(csv.DictReader(file))
     compared = {(row["operator"], row["n"], row["k"]) for row in rows}

@@ -19,6 +19,7 @@ from torchlml_lab.cli import parse_settings
 from torchlml_lab.engine.progress import ProgressBar
 from torchlml_lab.engine.threads import cores, use_threads
 from torchlml_lab.errors import BadInput
+from torchlml_lab.files import check_writable
 from torchlml_lab.style import check_picture
 
 METRICS = ("time", "memory")
@@ -83,6 +84,7 @@ def read_options(kind: type[Kind], command: str, arguments: Sequence[str]) -> Ki
     settings = parse_settings(kind, command, arguments, usual)
     if settings.quick:
         settings = parse_settings(kind, command, arguments, replace(usual, **QUICK))
+    check_writable(settings.csv, "--csv")
     return settings
 
 
@@ -124,8 +126,8 @@ def run(
                     f"Interrupted: {done} of {len(jobs)} measurements are in {settings.csv}."
                 ) from None
             progress.advance(task)
-    for table in report.tables(file.new, earlier, console.width):
-        console.print(table, "")
+    for part in report.tables(file.new, earlier, console.width):
+        console.print(part, highlight=False)
     if settings.compare and not any(row.key in earlier for row in file.new):
         console.print(f"Nothing that was measured now is in {settings.compare}.", soft_wrap=True)
     times = [row for row in (*file.earlier, *file.new) if (row.operator, row.metric) == (operator, "time")]

@@ -72,8 +72,8 @@ def run(settings: LossesSettings, console: Console) -> None:
         soft_wrap=True,
         highlight=False,
     )
-    heads = ("loss", "ratio to", "batch", "n", "k", "threads", "ms", "ratio")
-    table = plain_table(f"{_MODE}: time of a call in ms, and as a ratio to another loss's", heads, left=2)
+    heads = ("loss", "batch", "n", "k", "threads", "ms", "ratio")
+    table = plain_table(f"{_MODE}: time of a call, and its ratio to the first loss of the problem", heads)
     with ProgressBar(console) as progress:
         task = progress.add_task("losses", total=len(jobs))
         for done, (number, make) in enumerate(jobs):
@@ -81,6 +81,7 @@ def run(settings: LossesSettings, console: Console) -> None:
                 with use_threads(number):
                     for row in _add(file, make(number), settings):
                         table.add_row(*row)
+                table.add_section()
             except KeyboardInterrupt:
                 raise KeyboardInterrupt(
                     f"Interrupted: {done} of {len(jobs)} comparisons are in {settings.csv}."
@@ -104,7 +105,7 @@ def _add(file: RowFile, comparison: Comparison, settings: LossesSettings) -> Ite
     )
     problem = (f"{case.batch}", f"{case.n}", f"{case.k}", f"{case.threads}")
     for name, timing in timings.items():
-        yield name, baseline, *problem, f"{timing.seconds.p50 * 1e3:.3g}", f"{timing.ratio.p50:.2f}"
+        yield name, *problem, f"{timing.seconds.p50 * 1e3:.3g}", f"{timing.ratio.p50:.2f}"
 
 
 def _single_label(n: int, k: int, threads: int) -> Comparison:

@@ -86,9 +86,9 @@ def run(settings: PaperSettings, console: Console) -> None:
         console: Where the progress and the tables go.
     """
     groups = _groups(settings)
+    file = RowFile(settings.csv)
     plot = settings.plot or settings.csv.with_suffix(".png")
     check_picture(plot, "--plot")
-    file = RowFile(settings.csv)
     kept = [_kept(file.earlier, group, settings.trials) if settings.resume else [] for group in groups]
     todo = [group for group, rows in zip(groups, kept, strict=True) if not rows]
     console.print(

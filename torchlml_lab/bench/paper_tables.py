@@ -11,7 +11,7 @@ from torchlml_lab.engine.table import plain_table
 OPERATOR = "paper"
 NAMES = {
     "smooth-svm-summation": "Smooth SVM by summation",
-    "smooth-svm": "Smooth SVM by halving",
+    "smooth-svm": "Smooth SVM by divide and conquer",
     "truncated-entropy": "truncated entropy",
     "lml-algorithm-1": "LML by Algorithm 1",
     "lml": "LML by our kernel",

@@ -43,7 +43,7 @@ _BETWEEN = 2
 Column = tuple[str, list[str]]  # the head and the cells
 
 
-def tables(rows: Sequence[Measurement], earlier: Mapping[Key, Measurement], width: int) -> list[Table]:
+def tables(rows: Sequence[Measurement], earlier: Mapping[Key, Measurement], width: int) -> list[Table | str]:
     """Make the tables for each metric and mode: a line per case, softmax in its unit, the others as ratios.
 
     Args:
@@ -52,7 +52,7 @@ def tables(rows: Sequence[Measurement], earlier: Mapping[Key, Measurement], widt
         width: Columns of the screen; competitors that do not fit stand in a further table.
 
     Returns:
-        The tables; what is the same in all cases stands in their titles.
+        Titles, each with its tables after it; what is the same in all cases stands in the title.
     """
     groups: dict[tuple[str, str, str], list[Measurement]] = defaultdict(list)
     for row in rows:
@@ -60,11 +60,12 @@ def tables(rows: Sequence[Measurement], earlier: Mapping[Key, Measurement], widt
     values = {name: {getattr(row, name) for row in rows} for name in _CASE}
     fixed = {name: value for name, (value, *others) in values.items() if not others}
     same = "".join(f", {name} {value}" for name, value in fixed.items())
-    shown = []
+    shown: list[Table | str] = []
     for (metric, mode, unit), group in groups.items():
         title = f"{mode}: {metric} as a ratio to that of {BASELINE}, which is in {unit}{same}"
         case_columns, ratios = _columns(group, unit, [name for name in _CASE if name not in fixed], earlier)
-        shown += [_table(title, [*case_columns, *part]) for part in _fitting(case_columns, ratios, width)]
+        parts = _fitting(case_columns, ratios, width)
+        shown += [title, *(_table([*case_columns, *part]) for part in parts)]
     return shown
 
 
@@ -99,8 +100,9 @@ def _width(column: Column) -> int:
     return max(len(head), *(Text.from_markup(cell).cell_len for cell in cells))
 
 
-def _table(title: str, columns: Sequence[Column]) -> Table:
-    table = plain_table(title, [head for head, _ in columns], left=0)
+def _table(columns: Sequence[Column]) -> Table:
+    table = plain_table("", [head for head, _ in columns], left=0)
+    table.title = None
     for cells in zip(*(cells for _, cells in columns), strict=True):
         table.add_row(*cells)
     return table
