@@ -53,7 +53,7 @@ format: $(STAMP)  ## let ruff and clang-format repair and format the code
 	$(BIN)/clang-format -i $(CPP)
 
 bench: $(STAMP)  ## time lml beside softmax and append to results/benchmarks.csv
-	$(BIN)/torchlml bench --csv results/benchmarks.csv
+	$(BIN)/torchlml bench layer --csv results/benchmarks.csv
 
 asan: $(STAMP)  ## run the compiled kernels under AddressSanitizer and UBSan
 	$(BIN)/python tools/sanitize.py

@@ -128,8 +128,8 @@ def parse_settings(
         return tyro.cli(
             kind,
             prog=f"torchlml {command}",
-            # tyro folds everything to the width of the terminal but this.
-            description=_folded(kind.__doc__ or ""),
+            # tyro folds everything to the width of the terminal but this, and joins lines without an indent.
+            description=_folded(kind.__doc__ or "", indent=" "),
             args=arguments,
             default=default,
             config=(tyro.conf.FlagCreatePairsOff, tyro.conf.DisallowNone),
@@ -203,10 +203,10 @@ options:
 """
 
 
-def _folded(text: str) -> str:
+def _folded(text: str, indent: str = "") -> str:
     width = shutil.get_terminal_size().columns
     paragraphs = inspect.cleandoc(text).split("\n\n")
-    return "\n\n".join(textwrap.fill(paragraph, width) for paragraph in paragraphs)
+    return "\n\n".join(textwrap.fill(paragraph, width, subsequent_indent=indent) for paragraph in paragraphs)
 
 
 def _refusing(refuse: Any) -> AbstractContextManager[None]:

@@ -40,20 +40,6 @@ def test_the_readme_names_only_what_there_is() -> None:
     assert {name for name in named if not hasattr(torchlml, name) and name != "metrics"} == set()
 
 
-def test_the_readme_goes_from_what_it_is_for_to_how_to_cite_it() -> None:
-    titles = re.findall(r"^## (.*)$", README.read_text(encoding="utf-8"), re.MULTILINE)
-    assert titles == [
-        "Install",
-        "Quick start",
-        "Which loss?",
-        "Three experiments",
-        "Performance",
-        "Accuracy and special rows",
-        "Limits",
-        "Citing",
-    ]
-
-
 def commands() -> dict[str, list[str]]:
     """Every `torchlml ...` in code on the pages: the words of the command, and the options given to it."""
     found: dict[str, list[str]] = {}

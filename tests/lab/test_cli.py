@@ -1,9 +1,11 @@
-"""The command line: help, exit codes, one sentence for every failure, and `info` and `demo` themselves."""
+"""The command line: help, exit codes, one sentence for every failure, and `info` itself."""
 
+import ast
 import dataclasses
 import importlib
 import os
 import re
+import signal
 import subprocess
 import sys
 from importlib import metadata
@@ -11,11 +13,16 @@ from pathlib import Path
 
 import pytest
 import torch
-from torchlml_lab.bench.command import BenchSettings
 
 import torchlml
+from tests.support.processes import hear_interrupts
 from torchlml._kernels.cpu import native
 from torchlml_lab import cli, info
+from torchlml_lab.bench.family import FamilySettings
+from torchlml_lab.bench.layer import LayerSettings
+from torchlml_lab.bench.losses import LossesSettings
+from torchlml_lab.bench.paper import PaperSettings
+from torchlml_lab.errors import BadInput, sentence
 from torchlml_lab.files import replacing
 from torchlml_lab.tasks.hidden_labels.demo import DemoSettings
 
@@ -29,7 +36,7 @@ def run(capsys, *words):
 
 
 def one_sentence(text):
-    return text.startswith("torchlml: ") and text.endswith(".\n") and text.count("\n") == 1
+    return text.startswith("torchlml: ") and text.endswith((".\n", "?\n")) and text.count("\n") == 1
 
 
 @pytest.mark.parametrize("words", [(), ("--help",), ("-h",)])
@@ -41,9 +48,18 @@ def test_help_lists_every_command(capsys, words):
         assert re.search(rf"^  {name} +{re.escape(command.summary)}$", out, re.MULTILINE)
 
 
-@pytest.mark.parametrize(("command", "settings"), [("demo", DemoSettings), ("bench", BenchSettings)])
+@pytest.mark.parametrize(
+    ("command", "settings"),
+    [
+        ("demo", DemoSettings),
+        ("bench layer", LayerSettings),
+        ("bench family", FamilySettings),
+        ("bench losses", LossesSettings),
+        ("bench paper", PaperSettings),
+    ],
+)
 def test_help_explains_every_option(capsys, command, settings):
-    code, out, err = run(capsys, command, "--help")
+    code, out, err = run(capsys, *command.split(), "--help")
     assert code == 0
     assert err == ""
     words = " ".join(re.sub("[│╭╰─╮╯]", " ", out).split())
@@ -67,7 +83,22 @@ def test_version_is_the_same_everywhere():
 @pytest.mark.parametrize(
     ("words", "needle"),
     [
-        (["trian"], "no command `trian`"),
+        (["trian"], "no command `trian`: did you mean `train`?"),
+        (["nonsense"], "no command `nonsense`: the commands are demo, "),
+        (["--versoin"], "did you mean `--version`?"),
+        (["bench", "layr"], "`torchlml bench` has no `layr`: did you mean `layer`?"),
+        (["bench", "peers-of-mine"], "the names are layer, family, losses, paper."),
+        (["bench", "paper", "--trails", "3"], "no option `--trails`: did you mean `--trials`?"),
+        (["bench", "paper", "--trails=3"], "no option `--trails`: did you mean `--trials`?"),
+        (["bench", "paper", "--trials", "3", "4"], "Nothing was expected where `4` stands"),
+        (
+            ["bench", "paper", "--trials", "a"],
+            "`--trials` was given `a`, and it must be a whole number",
+        ),
+        (["bench", "paper", "--ks=a"], "`--ks` was given `a`, and each value must be a whole number"),
+        (["bench", "losses", "--seconds", "x"], "`--seconds` was given `x`, and it must be a number"),
+        (["bench", "losses", "--csv"], "`--csv` needs a value"),
+        (["train", "cifar100", "--loss", "lmn"], "`--loss` is `lmn`, and must be one of "),
         (["--no-such-option"], "no command `--no-such-option`"),
         (["info", "--json"], "`--json`"),
         (["demo", "--k", "0"], "`--k` is 0"),
@@ -103,6 +134,21 @@ class _Broken:
         (RuntimeError("the disk is full"), 1, "the disk is full."),
         (RuntimeError("line one\nline two."), 1, "line one line two."),
         (ValueError(), 1, "ValueError."),
+        (MemoryError(), 1, "There is not enough memory."),
+        (
+            RuntimeError(
+                "[enforce fail at alloc_cpu.cpp:127] err == 0. DefaultCPUAllocator: can't allocate memory: "
+                "you tried to allocate 400000000000 bytes. Error code 12 (Cannot allocate memory)"
+            ),
+            1,
+            "There is not enough memory: 3.7e+02 GiB more were needed at once.",
+        ),
+        (
+            OSError(28, "No space left on device", "rows.csv"),
+            1,
+            "`rows.csv` cannot be read or written: there is no space left on the disk.",
+        ),
+        (PermissionError(13, "Permission denied"), 1, "Permission denied."),
         (
             ModuleNotFoundError("No module named 'torchlml.x'", name="torchlml.x"),
             1,
@@ -163,28 +209,150 @@ def test_info_says_which_extras_are_incomplete(monkeypatch):
     ]
 
 
+# The program that pip makes of the entry point; `python -m torchlml` imports torch before it can be asked.
+SCRIPT = "import sys; from torchlml_lab.cli import main; sys.exit(main())"
+
+
+def script(*words, before="", **environment):
+    return subprocess.run(
+        [sys.executable, "-W", "ignore", "-c", before + SCRIPT, *words],
+        capture_output=True,
+        text=True,
+        cwd=ROOT,
+        timeout=120,
+        env=os.environ | environment,
+    )
+
+
+@pytest.mark.parametrize("words", [[], ["--version"], ["benhc"], ["bench"], ["bench", "layr"], ["train"]])
+def test_what_needs_no_torch_does_not_wait_for_it(words):
+    absent = "import sys; sys.modules.update(torch=None, numpy=None, rich=None, tyro=None); "
+    done = script(*words, before=absent)
+    assert "torch`" not in done.stderr
+    assert done.returncode == (2 if words[-1:] in (["benhc"], ["layr"]) else 0), done.stderr
+
+
+def test_a_wrong_environment_variable_is_one_sentence():
+    done = script("info", TORCHLML_KERNEL="foo")
+    assert (done.returncode, done.stdout) == (1, "")
+    assert one_sentence(done.stderr)
+    assert "`TORCHLML_KERNEL` must be 'torch' or 'native'" in done.stderr
+
+
+def test_ctrl_c_while_torch_is_imported_is_one_sentence(tmp_path):
+    (tmp_path / "torch.py").write_text("import time; print('importing', flush=True); time.sleep(60)")
+    path = os.pathsep.join([str(tmp_path), str(ROOT)])
+    process = subprocess.Popen(
+        [sys.executable, "-c", SCRIPT, "info"],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        env=os.environ | {"PYTHONPATH": path},
+        preexec_fn=hear_interrupts,
+    )
+    assert process.stdout.readline() == "importing\n"
+    process.send_signal(signal.SIGINT)
+    _, said = process.communicate(timeout=60)
+    assert (process.returncode, said) == (130, "torchlml: Interrupted.\n")
+
+
+@pytest.mark.parametrize("words", [["bench", "layer", "--help"], ["figures", "projection"]])
+def test_a_terminal_without_unicode_can_show_everything(words, tmp_path):
+    words = words if words[-1] == "--help" else [*words, "--out", str(tmp_path / "x.png")]
+    done = script(*words, PYTHONIOENCODING="ascii", LANG="C", LC_ALL="C")
+    assert (done.returncode, done.stderr) == (0, "")
+    assert done.stdout.isascii()
+    assert len(done.stdout) > 500
+
+
+HELPED = [["train", "cifar100"], ["bench", "layer"], ["bench", "paper"], ["sweep", "scene-graph"], ["info"]]
+
+
+@pytest.mark.parametrize("words", [[], ["bench"], ["figures"], ["gpu-check"], *HELPED])
+def test_help_fits_the_terminal(capsys, monkeypatch, words):
+    monkeypatch.setenv("COLUMNS", "80")
+    code, out, _ = run(capsys, *words, "--help")
+    assert code == 0
+    assert max(map(len, out.splitlines())) <= 80
+
+
 WITHOUT_EXTRAS = """
 import sys
+from importlib import machinery
 
-class Absent:
+class TorchAlone:
     def find_spec(self, name, path=None, target=None):
-        package = name.partition(".")[0]
-        if package in {"tyro", "rich", "matplotlib", "numpy", "sklearn", "h5py", "torchmetrics"}:
-            raise ModuleNotFoundError(f"No module named {name!r}", name=package)
+        ours = {"torch", "torchlml", "torchlml_lab", "functorch", "torchgen", *NEEDED}
+        found = name.partition(".")[0] in ours | set(sys.stdlib_module_names)
+        return machinery.PathFinder.find_spec(name, path, target) if found else None
 
-sys.meta_path.insert(0, Absent())
-from torchlml_lab.cli import main
-print(main(["info"]), main(["--help"]), main(["demo"]), main(["bench", "--quick"]))
+sys.meta_path[:] = [machinery.BuiltinImporter, machinery.FrozenImporter, TorchAlone()]
 """
+# Packages that torch itself depends on, and imports.
+NEEDED = ["typing_extensions", "sympy", "mpmath", "networkx", "jinja2", "markupsafe", "fsspec", "filelock"]
 
 
-def test_without_the_extra_info_works_and_the_others_say_what_to_install():
-    # -W ignore: torch itself warns when numpy is missing.
-    command = [sys.executable, "-W", "ignore", "-c", WITHOUT_EXTRAS]
+def test_with_torch_alone_info_works_and_the_others_say_what_to_install():
+    blocked = f"NEEDED = {NEEDED}" + WITHOUT_EXTRAS
+    program = "import torch, torchlml; print(torchlml.lml(torch.zeros(4), 2).sum().item()); "
+    program += "from torchlml_lab.cli import main; print(*(main(words.split()) for words in sys.argv[1:]))"
+    commands = ["info", "--help", "gpu-check", *LAB_COMMANDS]
+    command = [sys.executable, "-W", "ignore", "-c", blocked + program, *commands]
     done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, timeout=120)
-    assert done.stdout.splitlines()[-1] == "0 0 2 2", done.stderr
-    assert done.stderr.count("run `pip install 'torchlml[lab]'`.") == 2
+    assert done.stdout.startswith("2.0\n"), done.stderr
+    assert done.stdout.splitlines()[-1] == "0 0" + " 2" * (1 + len(LAB_COMMANDS)), done.stderr
+    assert done.stderr.count("run `pip install 'torchlml[lab]'`.") == len(LAB_COMMANDS)
     assert "Traceback" not in done.stderr
+
+
+LAB_COMMANDS = [
+    "demo",
+    "bench layer",
+    "bench family",
+    "bench losses",
+    "bench paper",
+    "train cifar100",
+    "sweep scene-graph",
+    "evaluate",
+    "predict",
+    "step-time",
+    "figures all",
+    "figures projection",
+]
+
+
+def imports(path):
+    """The modules that a file imports, wherever in it."""
+    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, path
+            yield node.module or ""
+
+
+def test_the_library_imports_torch_alone_and_never_the_lab():
+    found = {}
+    for path in sorted((ROOT / "torchlml").rglob("*.py")):
+        packages = {name.partition(".")[0] for name in imports(path)} - set(sys.stdlib_module_names)
+        found[str(path.relative_to(ROOT))] = packages - {"torch", "torchlml"}
+    # The command is the lab's; Triton comes with torch for GPUs, torchmetrics with the extra.
+    assert found.pop("torchlml/__main__.py") == {"torchlml_lab"}
+    for path, packages in found.items():
+        optional = {"triton"} if path.startswith("torchlml/_kernels/cuda/") else set()
+        optional |= {"torchmetrics"} if path.startswith("torchlml/metrics/") else set()
+        assert packages <= optional, path
+
+
+def test_no_two_rooms_of_the_measuring_half_import_each_other():
+    def rooms(room):
+        paths = (ROOT / "torchlml_lab" / room).rglob("*.py")
+        return {name for path in paths for name in imports(path) if name.startswith("torchlml_lab.")}
+
+    assert not any(name.startswith("torchlml_lab.bench") for name in rooms("figures"))
+    above = ("torchlml_lab.figures", "torchlml_lab.bench")
+    for room in ("tasks", "engine"):
+        assert not any(name.startswith(above) for name in rooms(room))
 
 
 def test_a_reader_that_leaves_early_is_no_failure():
@@ -193,6 +361,11 @@ def test_a_reader_that_leaves_early_is_no_failure():
         ["bash", "-o", "pipefail", "-c", command], capture_output=True, text=True, cwd=ROOT, timeout=120
     )
     assert (done.returncode, done.stderr) == (0, "")
+
+
+def test_a_sentence_ends_once():
+    assert sentence(BadInput("Stop!")) == "Stop!"
+    assert sentence(RuntimeError("a\nb")) == "a b."
 
 
 def test_a_file_is_replaced_whole_or_not_at_all(tmp_path):

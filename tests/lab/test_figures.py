@@ -1,4 +1,4 @@
-"""The figures: each one is drawn as PNG and SVG, `all` goes on without the tables that are missing."""
+"""The figures: each one is drawn, `all` goes on without the tables that are missing."""
 
 import re
 import struct
@@ -7,11 +7,11 @@ from xml.etree import ElementTree
 
 import pytest
 
-from torchlml_lab import cli
-from torchlml_lab.bench import records
+from torchlml_lab import cli, style
+from torchlml_lab.bench import measurements
 from torchlml_lab.cli import Command
 from torchlml_lab.errors import BadInput
-from torchlml_lab.figures import command, style, tables
+from torchlml_lab.figures import gallery, sources
 
 
 def size(png):
@@ -27,16 +27,13 @@ def test_all_draws_what_needs_no_data_and_names_the_commands_for_the_rest(capsys
     captured = capsys.readouterr()
     assert captured.err == ""
     drawn = {"projection", "polytopes", "root-finding", "entropies", "which-relaxation"}
-    assert {path.name for path in Path("pictures").iterdir()} == {
-        f"{name}.{kind}" for name in drawn for kind in ("png", "svg")
-    }
+    assert {path.name for path in Path("pictures").iterdir()} == {f"{name}.png" for name in drawn}
     for name in drawn:
         # The width of a page at 200 dots per inch, so that type has the same size in all of them.
         assert size(Path("pictures", f"{name}.png"))[0] == 1400
-        assert ElementTree.parse(Path("pictures", f"{name}.svg")).getroot().tag.endswith("svg")
     missing = dict(re.findall(r"Not drawn: (\S+)\. There is no .* to draw: `(.*)` makes it\.", captured.out))
-    assert set(missing) == set(command.FIGURES) - drawn
-    assert missing["timing"] == "torchlml bench --paper"
+    assert set(missing) == set(gallery.FIGURES) - drawn
+    assert missing["timing"] == "torchlml bench paper"
     assert missing["cifar100"] == "torchlml sweep cifar100"
 
 
@@ -49,7 +46,7 @@ def test_all_finishes_the_others_before_it_complains(capsys, tmp_path, monkeypat
             raise BadInput("This table is damaged.")
 
     monkeypatch.setattr(
-        command,
+        gallery,
         "FIGURES",
         {name: Command("torchlml_lab.figures.entropies", "") for name in ("bad", "b")},
     )
@@ -59,11 +56,15 @@ def test_all_finishes_the_others_before_it_complains(capsys, tmp_path, monkeypat
     assert drawn == [["--out", str(tmp_path / f"{name}.png")] for name in ("bad", "b")]
 
 
-def test_the_same_figure_is_the_same_file(capsys, tmp_path):
-    for name in ("a", "b"):
-        assert cli.main(["figures", "root-finding", "--out", str(tmp_path / name / "x.png")]) == 0
-    for kind in ("png", "svg"):
-        assert (tmp_path / "a" / f"x.{kind}").read_bytes() == (tmp_path / "b" / f"x.{kind}").read_bytes()
+@pytest.mark.parametrize("kind", ["png", "svg"])
+def test_the_same_figure_is_the_same_file(capsys, tmp_path, kind):
+    pictures = [tmp_path / name / f"x.{kind}" for name in ("a", "b")]
+    for picture in pictures:
+        assert cli.main(["figures", "root-finding", "--out", str(picture)]) == 0
+        assert [path.name for path in picture.parent.iterdir()] == [picture.name]
+    assert pictures[0].read_bytes() == pictures[1].read_bytes()
+    if kind == "svg":
+        assert ElementTree.parse(pictures[0]).getroot().tag.endswith("svg")
 
 
 def test_a_figure_that_fails_leaves_no_file(tmp_path):
@@ -78,10 +79,14 @@ def test_a_figure_that_fails_leaves_no_file(tmp_path):
         (["all", "--out", __file__], "which is a file: give a folder"),
         (["all", "--k", "3"], "--k"),
         (["entropies", "--out", "."], "`--out` names `.`, which is a folder"),
-        (["polytopes", "--out", "x.pdf"], "`--out` names `x.pdf`, which must end in `.png`"),
-        (["projection", "--out", "x.svg"], "`--out` names `x.svg`, which must end in `.png`"),
+        (["polytopes", "--out", "x.pdf"], "`--out` names `x.pdf`, which must end in `.png` or `.svg`"),
+        (["projection", "--out", "/proc/x.svg"], "`--out` names `/proc/x.svg`, which cannot be written"),
+        (["timing", "--out", "/proc/x.png"], "`--out` names `/proc/x.png`, which cannot be written"),
+        (["cifar100", "--out", "/proc/x.png"], "`--out` names `/proc/x.png`, which cannot be written"),
+        (["scene-graph", "--out", "/proc/x.png"], "`--out` names `/proc/x.png`, which cannot be written"),
+        (["all", "--out", "/proc/pictures"], "cannot be written"),
         (["projection", "--k", "10"], "`--k` is 10"),
-        (["timing", "--csv", "no.csv"], "There is no `no.csv` to draw: `torchlml bench --paper` makes it."),
+        (["timing", "--csv", "no.csv"], "There is no `no.csv` to draw: `torchlml bench paper` makes it."),
         (["timing", "--csv", __file__], "cannot be read as benchmarks"),
         (
             ["cifar100", "--csv", "no.csv"],
@@ -99,17 +104,17 @@ def test_bad_input_is_one_sentence(capsys, tmp_path, monkeypatch, words, needle)
 
 
 def test_timing_refuses_the_table_of_another_benchmark(capsys, tmp_path):
-    records.append(tmp_path / "b.csv", [])
+    measurements.append(tmp_path / "b.csv", [])
     assert cli.main(["figures", "timing", "--csv", str(tmp_path / "b.csv")]) == 2
-    assert "has no row of `torchlml bench --paper`" in capsys.readouterr().err
+    assert "has no row of `torchlml bench paper`" in capsys.readouterr().err
 
 
 def test_ones_own_table_comes_before_that_of_the_study(tmp_path):
     own, study = tmp_path / "own.csv", tmp_path / "study.csv"
-    with pytest.raises(tables.NotMadeYet, match=r"own\.csv` to draw: `make it` makes it"):
-        tables.find(None, (own, study), "make it")
+    with pytest.raises(sources.NotMadeYet, match=r"own\.csv` to draw: `make it` makes it"):
+        sources.find(None, (own, study), "make it")
     study.touch()
-    assert tables.find(None, (own, study), "") == study
+    assert sources.find(None, (own, study), "") == study
     own.touch()
-    assert tables.find(None, (own, study), "") == own
-    assert tables.find(study, (own,), "") == study
+    assert sources.find(None, (own, study), "") == own
+    assert sources.find(study, (own,), "") == study

@@ -103,10 +103,8 @@ def measured(
         metric=metric,
         unit=unit,
         **vars(case),
-        **vars(value),
-        ratio_p20=ratio.p20,
-        ratio_p50=ratio.p50,
-        ratio_p80=ratio.p80,
+        **{name: _rounded(quantile) for name, quantile in vars(value).items()},
+        **{f"ratio_{name}": _rounded(quantile) for name, quantile in vars(ratio).items()},
         config=json.dumps(config | ({"device": "cuda"} if gpu else {})),
         machine=gpu or machine(),
         torch=str(torch.__version__),
@@ -205,6 +203,11 @@ def machine() -> str:
         found = re.search(r"^model name\s*:\s*(.+)$", cpuinfo.read_text(), re.MULTILINE)
         name = found[1] if found else name
     return f"{name}, {os.cpu_count()} CPUs"
+
+
+def _rounded(value: float) -> float:
+    """A number with the digits that the CSV keeps, so that a row read again is the same row."""
+    return float(_text(value))
 
 
 def _row(row: dict[str, str]) -> Measurement:

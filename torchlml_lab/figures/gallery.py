@@ -22,7 +22,7 @@ FIGURES = {
     ),
     "entropies": Command(
         "torchlml_lab.figures.entropies",
-        "the entropies of sigmoid, softmax, lml and constrained softmax",
+        "the entropies of sigmoid, softmax, lml and a relative",
     ),
     "which-relaxation": Command(
         "torchlml_lab.figures.which_relaxation", "the same logits through five relaxations"
