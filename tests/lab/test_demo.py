@@ -151,7 +151,7 @@ def test_figures_projection_prints_the_table_and_draws_the_picture(capsys, tmp_p
     assert cli.main(["figures", "projection", "--k", "2.5", "--out", str(picture)]) == 0
     captured = capsys.readouterr()
     assert re.search(r"sum .*1\.0000 .*2\.5000", captured.out)
-    assert sorted(path.name for path in picture.parent.iterdir()) == ["b.png", "b.svg"]
+    assert sorted(path.name for path in picture.parent.iterdir()) == ["b.png"]
 
 
 def test_figures_lists_its_names_and_refuses_others(capsys):

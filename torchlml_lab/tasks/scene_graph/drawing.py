@@ -33,7 +33,7 @@ def draw(graphs: SceneGraphs, image: int, triples: list[Triple], picture: Path) 
         graphs: The images.
         image: Which one.
         triples: Its predicted relations, best first.
-        picture: The PNG to write, with an SVG beside it.
+        picture: The PNG or SVG to write.
     """
     width, height = graphs.sizes[image].tolist()
     tall = min(6.0, max(0.2 * len(triples) + 0.5, 4.0 * height / width))

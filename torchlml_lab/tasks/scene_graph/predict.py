@@ -31,7 +31,7 @@ class PredictSettings:
     relations: int = 10
     """How many relations are printed and drawn, at least 1."""
     out: Path = Path("torchlml-figures/scene-graph-prediction.png")
-    """The PNG to write, with an SVG beside it; its folder is made when it is missing."""
+    """The PNG or SVG to write; its folder is made when it is missing."""
 
 
 def main(arguments: Sequence[str]) -> None:
