@@ -40,7 +40,7 @@ def reason(error: OSError) -> str:
     """Say why a file cannot be read or written, as the end of a sentence."""
     if error.errno == errno.ENOSPC:
         return "there is no space left on the disk"
-    said = error.strerror or str(error)
+    said = error.strerror or " ".join(str(error).split()).rstrip(".")
     return said[:1].lower() + said[1:]
 
 

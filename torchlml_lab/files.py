@@ -1,4 +1,4 @@
-"""Files that are whole or not there: their place is checked before the work, and they are moved into it."""
+"""Files that are whole or not there, places that can be written, and reading JSON."""
 
 import json
 import os
@@ -14,11 +14,11 @@ Kind = TypeVar("Kind", dict, list)  # type: ignore[type-arg]
 
 
 def read_json(path: Path, kind: type[Kind]) -> Kind:
-    """Reads a JSON file that holds one object (`dict`) or one list; anything else raises `BadInput`."""
+    """Read a JSON file that holds one object (`dict`) or one list; anything else raises `BadInput`."""
     try:
         values = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
-        said = error.strerror if isinstance(error, OSError) else "it is not whole JSON"
+        said = reason(error) if isinstance(error, OSError) else "it is not whole JSON"
         raise BadInput(f"`{path}` cannot be read: {said}.") from error
     if not isinstance(values, kind):
         wanted = "object" if kind is dict else "list"
@@ -26,31 +26,9 @@ def read_json(path: Path, kind: type[Kind]) -> Kind:
     return values
 
 
-def check_writable(path: Path, option: str) -> None:
-    """Refuse a path where no file can be written, before any work is done for it.
-
-        >>> check_writable(Path("results/rows.csv"), "--csv")
-
-    Args:
-        path: The file to make or replace later; folders that are missing may be made then.
-        option: The option that named it, for the error.
-    """
-    if path.is_dir():
-        raise BadInput(f"`{option}` names `{path}`, which is a folder: give a file.")
-    try:
-        if path.exists() and not path.is_file():
-            raise BadInput(f"`{option}` names `{path}`, which is a device and not a file: give a file.")
-        folder = next(parent for parent in path.absolute().parents if parent.exists())
-        # Rights, a file system that is read-only and a full disk show only when something is written.
-        with tempfile.NamedTemporaryFile(dir=folder, prefix=".torchlml-") as probe:
-            probe.write(b"0")
-    except OSError as error:
-        raise BadInput(f"`{option}` names `{path}`, which cannot be written: {reason(error)}.") from error
-
-
 @contextmanager
 def replacing(path: Path) -> Iterator[Path]:
-    """Gives a temporary path in the folder of `path`, and moves it to `path` when the block ends well.
+    """Give a temporary path in the folder of `path`, and move it to `path` when the block ends well.
 
     Example:
         >>> with replacing(Path("answer.txt")) as temporary:
@@ -74,3 +52,50 @@ def replacing(path: Path) -> Iterator[Path]:
         os.replace(temporary, path)
     finally:
         temporary.unlink(missing_ok=True)
+
+
+def check_folder(option: str, folder: Path) -> None:
+    """Refuse a folder that cannot be made or written to, before any work is done for it; nothing is left.
+
+    Args:
+        option: The option that named it, for the sentence.
+        folder: The folder; it and those above it may be missing.
+    """
+    if folder.is_file():
+        raise BadInput(f"`{option}` names `{folder}`, which is a file: give a folder.")
+    _check_place(option, folder, folder)
+
+
+def check_file(option: str, path: Path) -> None:
+    """Refuse a file that cannot be written, before any work is done for it; see `check_folder`."""
+    if path.is_dir():
+        raise BadInput(f"`{option}` names `{path}`, which is a folder: give a file.")
+    if path.exists() and not path.is_file():
+        raise BadInput(f"`{option}` names `{path}`, which is a device: give a file.")
+    _check_place(option, path, path.parent)
+
+
+def _check_place(option: str, named: Path, folder: Path) -> None:
+    folder = folder.absolute()
+    try:
+        there = next(place for place in (folder, *folder.parents) if place.exists())
+        # Rights, a file system that is read-only and a full disk show only when something is written.
+        with tempfile.TemporaryFile(dir=there) as probe:
+            probe.write(b"0")
+    except OSError as error:
+        raise BadInput(f"`{option}` names `{named}`, which cannot be written: {reason(error)}.") from error
+
+
+@contextmanager
+def writing(what: str, path: Path, kept: str) -> Iterator[None]:
+    """Say what is missing when a disk is full or gone, and what is not lost.
+
+    Args:
+        what: What is written in the block, as in "The report".
+        path: Where it goes.
+        kept: What is there nevertheless, as in "the tables above are all of it".
+    """
+    try:
+        yield
+    except OSError as error:
+        raise RuntimeError(f"{what} could not be written to `{path}`: {reason(error)}; {kept}.") from error

@@ -9,7 +9,7 @@ import matplotlib
 from matplotlib.figure import Figure
 
 from torchlml_lab.errors import BadInput
-from torchlml_lab.files import check_writable, replacing
+from torchlml_lab.files import check_file, replacing
 
 # Inches: the columns and the page of a paper in two columns. Type is 8 points at this size.
 COLUMN, PAGE = 3.4, 7.0
@@ -85,4 +85,4 @@ def check_picture(picture: Path, option: str = "--out") -> None:
     """Refuse a path that a picture cannot be written to."""
     if picture.suffix not in (".png", ".svg") and not picture.is_dir():
         raise BadInput(f"`{option}` names `{picture}`, which must end in `.png` or `.svg`.")
-    check_writable(picture, option)
+    check_file(option, picture)

@@ -17,7 +17,16 @@ from rich.console import Console
 
 import torchlml
 from torchlml_lab import cli
-from torchlml_lab.bench import benchmarks, family, grid, layer, measurements, peak_memory, race, report
+from torchlml_lab.bench import (
+    benchmarks,
+    family,
+    layer,
+    measurements,
+    peak_memory,
+    race,
+    report,
+    softmax_ratios,
+)
 from torchlml_lab.bench.cases import DTYPES, Case, case_grid
 from torchlml_lab.bench.competitors import BASELINE, FAMILY, LAYER, MODES, call_of
 from torchlml_lab.bench.race import Quantiles, Stopped
@@ -129,7 +138,7 @@ def test_quick_is_a_start_that_other_options_change(monkeypatch):
     layer.main(["--quick", "--sizes", "8"])
     layer.main([])
     usual = layer.LayerSettings()
-    assert ran == [replace(usual, **{**grid.QUICK, "sizes": (8,)}, quick=True), usual]
+    assert ran == [replace(usual, **{**softmax_ratios.QUICK, "sizes": (8,)}, quick=True), usual]
 
 
 @pytest.mark.parametrize(
@@ -172,7 +181,7 @@ def test_quick_is_a_start_that_other_options_change(monkeypatch):
     ],
 )
 def test_bad_input_is_one_sentence_before_any_work(capsys, tmp_path, monkeypatch, words, needle):
-    monkeypatch.setattr(grid, "_measure", lambda *a: pytest.fail("measured something"))
+    monkeypatch.setattr(softmax_ratios, "_measure", lambda *a: pytest.fail("measured something"))
     code, out, err = bench(capsys, "--csv", str(tmp_path / "b.csv"), *words)
     assert (code, out) == (2, "")
     assert needle in err
@@ -198,7 +207,7 @@ def test_threads_are_given_back_even_after_a_failure(monkeypatch, capsys, tmp_pa
         raise RuntimeError("broken")
 
     before = torch.get_num_threads()
-    monkeypatch.setattr(grid, "race", fail)
+    monkeypatch.setattr(softmax_ratios, "race", fail)
     assert bench(capsys, "--threads", "1", "--csv", str(tmp_path / "b.csv"))[0] == 1
     assert seen == [1]
     assert torch.get_num_threads() == before
@@ -383,7 +392,7 @@ def test_a_place_that_cannot_be_written_is_refused_before_the_work(
 ):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "file.txt").touch()
-    monkeypatch.setattr(grid, "_measure", lambda *a: pytest.fail("measured something"))
+    monkeypatch.setattr(softmax_ratios, "_measure", lambda *a: pytest.fail("measured something"))
     code, out, err = bench(capsys, *NARROW, option, place)
     assert (code, out) == (2, "")
     assert f"`{option}` names `{place}`" in err
@@ -431,7 +440,7 @@ def test_an_interrupted_race_gives_the_rounds_it_finished():
 
 
 def test_an_interrupted_benchmark_says_what_it_has(capsys, tmp_path, monkeypatch):
-    real, begun = grid._measure, []
+    real, begun = softmax_ratios._measure, []
 
     def interrupted(*arguments):
         begun.append(arguments)
@@ -439,7 +448,7 @@ def test_an_interrupted_benchmark_says_what_it_has(capsys, tmp_path, monkeypatch
             raise KeyboardInterrupt
         return real(*arguments)
 
-    monkeypatch.setattr(grid, "_measure", interrupted)
+    monkeypatch.setattr(softmax_ratios, "_measure", interrupted)
     path = tmp_path / "b.csv"
     code, _, err = bench(capsys, *NARROW, "--csv", str(path))
     assert (code, err) == (130, f"torchlml: Interrupted: 1 of 2 measurements are in {path}.\n")

@@ -17,7 +17,7 @@ import torchlml
 from torchlml_lab.bench.cases import Case
 from torchlml_lab.bench.race import Quantiles
 from torchlml_lab.errors import BadInput, reason
-from torchlml_lab.files import check_writable, replacing
+from torchlml_lab.files import check_file, replacing
 from torchlml_lab.info import kernel
 
 Key = tuple[str, str, str, str, int, int, int, float, str, int]
@@ -124,7 +124,7 @@ class RowFile:
     """
 
     def __init__(self, path: Path, option: str = "--csv") -> None:
-        check_writable(path, option)
+        check_file(option, path)
         self.path = path
         self.earlier = read(path, option) if path.exists() else []
         self.new: list[Measurement] = []

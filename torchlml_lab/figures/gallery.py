@@ -10,7 +10,7 @@ from rich.console import Console
 from torchlml_lab.cli import Command, choose, parse_settings
 from torchlml_lab.errors import BadInput
 from torchlml_lab.figures.sources import NotMadeYet
-from torchlml_lab.files import check_writable
+from torchlml_lab.files import check_folder
 
 FIGURES = {
     "projection": Command("torchlml_lab.figures.one_row", "one row through softmax, sigmoid and lml"),
@@ -56,9 +56,7 @@ def main(arguments: Sequence[str]) -> None:
 
 def draw_all(settings: AllSettings) -> None:
     """Draw one figure after the other; one that cannot be drawn keeps none of the others from it."""
-    if settings.out.exists() and not settings.out.is_dir():
-        raise BadInput(f"`--out` names `{settings.out}`, which is a file: give a folder.")
-    check_writable(settings.out / "projection.png", "--out")
+    check_folder("--out", settings.out)
     refused: list[BadInput] = []
     for name, figure in FIGURES.items():
         try:

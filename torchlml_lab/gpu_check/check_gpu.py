@@ -13,7 +13,7 @@ import torch
 import torchlml
 from torchlml_lab import info
 from torchlml_lab.errors import BadInput
-from torchlml_lab.files import check_writable, replacing
+from torchlml_lab.files import check_file, replacing
 from torchlml_lab.gpu_check.comparisons import Check, checks
 from torchlml_lab.gpu_check.gpu_timing import GpuTiming, gpu_timings
 
@@ -43,7 +43,7 @@ def main(arguments: Sequence[str]) -> None:
     if not torch.cuda.is_available():
         raise BadInput("`torchlml gpu-check` needs a GPU, and torch sees none here.")
     path = Path(arguments[0] if arguments else "torchlml-gpu-check.json")
-    check_writable(path, "FILE")
+    check_file("FILE", path)
     for line in info.report()["gpu kernel"] + info.report()["devices"]:
         sys.stdout.write(f"{line}\n")
     _say("Comparing with float64 on the CPU; the first call of each kernel compiles it.")

@@ -19,7 +19,7 @@ from torchlml_lab.cli import parse_settings
 from torchlml_lab.engine.progress import ProgressBar
 from torchlml_lab.engine.threads import cores, use_threads
 from torchlml_lab.errors import BadInput
-from torchlml_lab.files import check_writable
+from torchlml_lab.files import check_file
 from torchlml_lab.style import check_picture
 
 METRICS = ("time", "memory")
@@ -84,7 +84,7 @@ def read_options(kind: type[Kind], command: str, arguments: Sequence[str]) -> Ki
     settings = parse_settings(kind, command, arguments, usual)
     if settings.quick:
         settings = parse_settings(kind, command, arguments, replace(usual, **QUICK))
-    check_writable(settings.csv, "--csv")
+    check_file("--csv", settings.csv)
     return settings
 
 
