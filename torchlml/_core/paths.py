@@ -1,7 +1,7 @@
 """How a call reaches its kernel: the fast path with a hand-written backward, or the differentiable one.
 
 Plain eager and compiled calls go through one `torch.autograd.Function` around the operators, or straight to
-the operator where nobody asks for a gradient. Under the transforms of `torch.func` and under forward-mode
+the operator where no gradient is asked for. Under the transforms of `torch.func` and under forward-mode
 differentiation, and for the derivative of a derivative, the same numbers come from `differentiable.py`. (In
 torch 2.13 compiling a `torch.func.grad` silently ignores the backward of a `torch.autograd.Function`, so that
 combination must never meet one.)
@@ -148,7 +148,7 @@ def is_plain() -> bool:
 
 
 def needs_no_graph(*inputs: Any) -> bool:
-    """Does nobody ask for a gradient? At 256 x 100 a Function costs as much as the projection."""
+    """Is no gradient asked for? At 256 x 100 a Function costs as much as the projection."""
     return not (torch.is_grad_enabled() and any(t.requires_grad for t in inputs))
 
 
@@ -161,7 +161,7 @@ def wants_graph() -> bool:
 
 
 def gradient_of_k(dk: Tensor, k: Tensor) -> Tensor | None:
-    """One number per row, in the form k came in: summed where all rows share it, None where nobody asks."""
+    """The gradient of k in the form k came in: summed where all rows share it, None where it has none."""
     if not k.requires_grad:
         return None
     return dk.sum() if k.dim() == 0 else dk

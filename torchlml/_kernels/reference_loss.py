@@ -1,6 +1,6 @@
 """The LML loss in plain torch, one number per row, with its derivatives: what `reference.py` is to the layer.
 
-Beside the canonical arguments that `reference.py` describes,
+Beside the canonical arguments that `reference.py` describes, both operators take, as `*labels`,
 
 - labels: int64 (R, L), the classes observed in each row, or int64 (P,) with `offsets`, positions into x of
   which those in row i stand from `starts[i]` to `starts[i + 1]`; negative for none, and none twice. Or bool
@@ -8,13 +8,13 @@ Beside the canonical arguments that `reference.py` describes,
 - starts: int64 (R + 1,), from 0 to P, for positions; otherwise None.
 - weight: what each label counts, in the work dtype and the shape of `labels`; None for 1.
 
-A label beyond its row, which nobody could see before, makes that row NaN. A row in which no label counts is
-0 and has no gradient, whatever stands in it.
+A label beyond its row, which is not checked off the CPU, makes that row NaN. A row in which no label counts
+is 0 and has no gradient, even if it holds a NaN.
 """
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -36,19 +36,11 @@ class _Observed(NamedTuple):
     rows: Rows
 
 
-def loss_forward(
-    x: Tensor,
-    k: Tensor,
-    mask: Tensor | None,
-    offsets: Tensor | None,
-    labels: Tensor,
-    starts: Tensor | None,
-    weight: Tensor | None,
-) -> Pair:
+def loss_forward(x: Tensor, k: Tensor, mask: Tensor | None, offsets: Tensor | None, *labels: Any) -> Pair:
     """((2, R): -sum c log y over the labels of each row, and 1 where there is any; nu)."""
     nu = reference.solve(x, k, mask, offsets)
     values, rows = prepare(x, mask, offsets)
-    at = _observe(values, labels, starts, weight, rows)
+    at = _observe(values, rows, *labels)
     log_share = reference.infinite_share(values, k, nu, rows).log()
     log_y = logsigmoid(shifted(at.entries, nu, at.rows))
     log_y = reference.fill(log_y, at.entries, nu, at.rows, absent=-torch.inf, infinite=log_share)
@@ -63,9 +55,7 @@ def loss_backward(
     nu: Tensor,
     mask: Tensor | None,
     offsets: Tensor | None,
-    labels: Tensor,
-    starts: Tensor | None,
-    weight: Tensor | None,
+    *labels: Any,
 ) -> Pair:
     """(dx, dk) for a gradient that is 0-d or (R,).
 
@@ -76,9 +66,7 @@ def loss_backward(
     values, rows = prepare(x, mask, offsets)
     if x.numel() == 0:
         return torch.empty_like(x), nu.new_zeros(nu.shape[1:], dtype=rows.wide)
-    at = _observe(values, labels, starts, weight, rows)
-    # An infinite nu has no derivatives.
-    nu = torch.where(at.rows.sum(at.c != 0) > 0, nu, -torch.inf)
+    at = _observe(values, rows, *labels)
     live = reference.moving(values, nu, rows)
     z = shifted(at.entries, nu, at.rows)
     movable = ~at.entries.isinf() & at.rows.spread(nu[0].isfinite())
@@ -93,11 +81,13 @@ def loss_backward(
     follows_k = (nu[0] == -torch.inf) & (k > 0) & (k < rows.sum(values == torch.inf)) & (tied != 0)
     dk = torch.where(nu[0].isinf() | (change == 0), 0, -change / slope)
     dk = torch.where(follows_k, -grad * tied / k, dk)
-    return reference.finish(dx, dk, x, nu, rows)
+    dx, dk = reference.finish(dx, dk, x, nu, rows)
+    counts = at.rows.sum(at.c != 0) > 0
+    return torch.where(rows.spread(counts), dx, 0), torch.where(counts, dk, 0)
 
 
 def _observe(
-    values: Tensor, labels: Tensor, starts: Tensor | None, weight: Tensor | None, rows: Rows
+    values: Tensor, rows: Rows, labels: Tensor, starts: Tensor | None, weight: Tensor | None
 ) -> _Observed:
     if labels.dtype == torch.bool:
         is_label, entries, place, label_rows = labels, values, None, rows

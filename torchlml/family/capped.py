@@ -133,9 +133,9 @@ class ConstrainedProjection:
         saturated = torch.where(ordinary, saturated, rows.spread(r.everything & ~r.nothing) & ~r.absent)
         g = torch.where((weight > 0) | saturated, grad.to(rows.wide), 0)
         dk = rows.sum(weight * g) / rows.sum(weight).clamp(min=torch.finfo(g.dtype).tiny) * r.spoil
-        felt = g - rows.spread(dk)
-        dx = torch.where(r.moving, weight * felt, 0) * rows.spread(r.spoil)
-        d_upper = torch.where(saturated, felt, 0) * rows.spread(r.spoil)
+        relative = g - rows.spread(dk)
+        dx = torch.where(r.moving, weight * relative, 0) * rows.spread(r.spoil)
+        d_upper = torch.where(saturated, relative, 0) * rows.spread(r.spoil)
         if not for_upper:
             d_upper = d_upper.new_empty(0)
         elif upper.dim() == 0:

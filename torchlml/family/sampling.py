@@ -42,10 +42,10 @@ def sample_subset(
         row, or as many as there are entries that may be drawn. A NaN makes its row NaN.
 
     The draw is a systematic sample in random order (Goodman and Kish, 1950): the probabilities are laid end
-    to end, in an order that is drawn for every row (by six random bits for each entry), and the entries under
-    a comb with teeth one apart and a random start are taken. This fixes the probability of each single entry;
-    those of pairs and larger sets follow from the design, they are not those of independent draws or of any
-    other model.
+    to end, in an order that is drawn for every row (by six random bits for each entry), and the entries that
+    cover one of the points u, u + 1, u + 2, ... are taken, with u drawn between 0 and 1. This fixes the
+    probability of each single entry; those of pairs and larger sets follow from the design, they are not
+    those of independent draws or of any other model.
     """
     c = canonical(x, k, dim, mask, None)
     check_whole(k, c)
@@ -95,6 +95,7 @@ def _reference(p: Tensor, k: Tensor, keys: Tensor, start: Tensor) -> Tensor:
     if p.numel() == 0:
         return torch.zeros_like(p)
     count, n = p.shape
+    # 44 of the 53 bits of a double, 23 of the 24 of a float; fewer where n lengths could sum to 2^60 or more.
     bits = min(44 if start.dtype == torch.float64 else 23, 60 - n.bit_length())
     one = 1 << bits
     undefined = p.isnan()
@@ -112,8 +113,8 @@ def _reference(p: Tensor, k: Tensor, keys: Tensor, start: Tensor) -> Tensor:
     length = ((y + room * grow) * shrink * one).round().long().gather(-1, order)
     length = _stretch(length, wanted.long() << bits, one)
     first = (start * one).long().unsqueeze(-1)
-    teeth = (length.cumsum(-1) + (one - 1 - first)) >> bits  # how many lie before the end of each
-    hit = teeth.diff(dim=-1, prepend=torch.zeros_like(first)).to(p.dtype)
+    points = (length.cumsum(-1) + (one - 1 - first)) >> bits  # how many lie before the end of each
+    hit = points.diff(dim=-1, prepend=torch.zeros_like(first)).to(p.dtype)
     return torch.where(undefined, torch.nan, torch.zeros_like(p).scatter(-1, order, hit))
 
 

@@ -52,7 +52,8 @@ def residual(x: Tensor, k: Tensor, nu: Tensor, scale: Tensor, rows: Rows) -> Res
     """
     z = shifted(x, nu, rows)
     up = z > 0
-    # e^scale e^-|z|. No entry is nearer than `scale`, but z of 1e20 may be rounded to be so, by thousands.
+    # e^scale e^-|z|. No entry is nearer than `scale`, so the exponent is at most 0; but a z of 1e20 may be
+    # rounded to be nearer by thousands, which must not overflow: the exponent is then 1.
     e = torch.exp((rows.spread(scale) - z.abs()).clamp(max=1))
     shrink = rows.spread(torch.exp(-scale))
     t = e / (1 + e * shrink)

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
+from torch import Tensor
+
 # Up to here a row stays on chip, at most 16 entries to a thread. Longer ones are read in blocks of _STREAMED.
 LARGEST_BLOCK = 8192
 _STREAMED = 4096
@@ -28,11 +30,36 @@ class Plan(NamedTuple):
     splits: int = 1
 
 
+class Launch(NamedTuple):
+    """What every launch takes: the plan, the entries, how they fall into rows, and nu (2, R)."""
+
+    plan: Plan
+    x: Tensor
+    mask: Tensor | None
+    offsets: Tensor | None
+    nu: Tensor
+
+    @property
+    def sizes(self) -> tuple[int, int, int]:
+        """The number of rows, the length of a dense one, and the number of entries."""
+        return self.nu.shape[1], self.x.shape[-1], self.x.numel()
+
+    @property
+    def block(self) -> dict[str, int]:
+        """The settings of a kernel that reads blocks."""
+        return {"BLOCK": self.plan.block, "num_warps": self.plan.warps}
+
+
+def stride_of(per_row: Tensor) -> int:
+    """The distance of two numbers per row in memory, 0 where one number stands for all rows."""
+    return per_row.stride(0) if per_row.dim() else 0
+
+
 def plan(rows: int, length: int, ragged: bool, processors: int, lanes: int = 32) -> Plan:
     """Choose for `rows` rows of `length` entries (on average, where ragged) and a GPU.
 
-    >>> plan(256, 1000, False, 108)
-    Plan(block=1024, warps=8, loop=False, splits=1)
+        >>> plan(256, 1000, False, 108)
+        Plan(block=1024, warps=8, loop=False, splits=1)
 
     Args:
         rows: how many rows there are.

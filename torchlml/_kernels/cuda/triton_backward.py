@@ -16,7 +16,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from torchlml._kernels.cuda.plan import Plan
+from torchlml._kernels.cuda.plan import Launch
 from torchlml._kernels.cuda.triton_row import locate, read, write
 
 OF_Y, OF_LOG_Y, OF_NU = 0, 1, 2
@@ -140,21 +140,9 @@ def gradient(x, g, hi, lo, nearest, slope, dot, given, OF: tl.constexpr):
 
 @triton.jit
 def backward_kernel(
-    grad_ptr,
-    x_ptr,
-    y_ptr,
-    nu_ptr,
-    mask_ptr,
-    offsets_ptr,
-    dx_ptr,
-    dk_ptr,
-    rows,
-    n,
-    size,
-    BLOCK: tl.constexpr,
-    LOOP: tl.constexpr,
-    OF: tl.constexpr,
-):
+    grad_ptr, x_ptr, y_ptr, nu_ptr, mask_ptr, offsets_ptr, dx_ptr, dk_ptr, rows, n, size,
+    BLOCK: tl.constexpr, LOOP: tl.constexpr, OF: tl.constexpr,
+):  # fmt: skip
     """dx and dk of row program_id(0)."""
     row = tl.program_id(0)
     start, length = locate(row, offsets_ptr, n, size)
@@ -180,35 +168,11 @@ def backward_kernel(
             write(dx_ptr, dx, start, at, length, BLOCK)
 
 
-def launch(
-    plan: Plan,
-    grad: Tensor,
-    x: Tensor,
-    y: Tensor | None,
-    nu: Tensor,
-    mask: Tensor | None,
-    offsets: Tensor | None,
-    dx: Tensor,
-    dk: Tensor,
-    of: int,
-) -> None:
+def launch(to: Launch, grad: Tensor, y: Tensor | None, dx: Tensor, dk: Tensor, of: int) -> None:
     """Fill `dx` and `dk` with the derivatives of y, log y or nu (`of`)."""
-    rows = nu.shape[1]
-    with torch.cuda.device_of(x):
+    rows, n, size = to.sizes
+    with torch.cuda.device_of(to.x):
         backward_kernel[(rows,)](
-            grad,
-            x,
-            y,
-            nu,
-            mask,
-            offsets,
-            dx,
-            dk,
-            rows,
-            x.shape[-1],
-            x.numel(),
-            BLOCK=plan.block,
-            LOOP=plan.loop,
-            OF=of,
-            num_warps=plan.warps,
-        )
+            grad, to.x, y, to.nu, to.mask, to.offsets, dx, dk, rows, n, size,
+            LOOP=to.plan.loop, OF=of, **to.block,
+        )  # fmt: skip

@@ -17,7 +17,7 @@ import triton.language as tl
 from torch import Tensor
 
 from torchlml._kernels.cuda import triton_split
-from torchlml._kernels.cuda.plan import Plan
+from torchlml._kernels.cuda.plan import Launch, stride_of
 from torchlml._kernels.cuda.triton_backward import _OF_NU, gradient, gradient_of_k, slope
 from torchlml._kernels.cuda.triton_labels import (
     Labels,
@@ -27,9 +27,7 @@ from torchlml._kernels.cuda.triton_labels import (
     read_listed,
     read_observed,
 )
-from torchlml._kernels.cuda.triton_row import begin, iterate, locate, read, survey, write
-
-_WIDTH = triton_split.WIDTH
+from torchlml._kernels.cuda.triton_row import locate, locate_part, read, solve_row, write
 
 
 @triton.jit
@@ -85,18 +83,9 @@ def loss_forward_kernel(
     BLOCK: tl.constexpr, LOOP: tl.constexpr, LABELS: tl.constexpr,
 ):  # fmt: skip
     """nu and the loss of row program_id(0), and whether it has a label."""
-    row = tl.program_id(0)
-    start, length = locate(row, offsets_ptr, n, size)
-    k = tl.load(k_ptr + row * k_stride)
-    x = read(x_ptr, mask_ptr, start, 0, length, BLOCK)
-    side = tl.where(2 * k <= length, 1.0, -1.0)
-    undefined, m, p, top, bottom, total = survey(
-        x, x_ptr, mask_ptr, start, BLOCK, length, BLOCK, side, BLOCK, LOOP
+    row, start, length, x, hi, lo, share = solve_row(
+        x_ptr, k_ptr, mask_ptr, offsets_ptr, nu_ptr, rows, n, size, k_stride, BLOCK, LOOP
     )
-    hi, lo, lower, upper, number, share = begin(k, undefined, m, p, top, bottom, total, side)
-    hi, lo = iterate(x, x_ptr, mask_ptr, start, BLOCK, length, k, hi, lo, lower, upper, number, BLOCK, LOOP)
-    tl.store(nu_ptr + row, hi)
-    tl.store(nu_ptr + rows + row, lo)
     loss, _, _, found, _ = label_sums(
         x, x_ptr, mask_ptr, labels_ptr, starts_ptr, weight_ptr, row, 0, start, length, per_row, hi, lo, share,
         BLOCK, LOOP, 1, LABELS,
@@ -123,7 +112,7 @@ def loss_backward_kernel(
         x, x_ptr, mask_ptr, labels_ptr, starts_ptr, weight_ptr, row, 0, start, length, per_row, hi, lo, 1.0,
         BLOCK, LOOP, 1, LABELS,
     )  # fmt: skip
-    # An infinite nu has no derivatives.
+    # A row in which no label counts gets no gradient: that of an infinite nu is 0.
     hi = tl.where(felt > 0, hi, float("-inf"))
     g = tl.load(grad_ptr + row * grad_stride)
     given = -g * push.to(tl.float32)
@@ -149,9 +138,7 @@ def split_loss_kernel(
     BLOCK: tl.constexpr, SPLITS: tl.constexpr, WIDTH: tl.constexpr, LABELS: tl.constexpr,
 ):  # fmt: skip
     """The part of program (row, split) in the loss of its row."""
-    row, split = tl.program_id(0), tl.program_id(1)
-    start, length = locate(row, offsets_ptr, n, size)
-    hi, lo = tl.load(nu_ptr + row), tl.load(nu_ptr + rows + row)
+    row, split, start, length, hi, lo = locate_part(offsets_ptr, nu_ptr, rows, n, size)
     share = tl.load(state_ptr + row * WIDTH + 5)
     x = read(x_ptr, mask_ptr, start, split * BLOCK, length, BLOCK)
     loss, _, _, found, _ = label_sums(
@@ -179,9 +166,7 @@ def split_slope_kernel(
     BLOCK: tl.constexpr, SPLITS: tl.constexpr, WIDTH: tl.constexpr, LABELS: tl.constexpr,
 ):  # fmt: skip
     """The sums of program (row, split) that the derivatives need."""
-    row, split = tl.program_id(0), tl.program_id(1)
-    start, length = locate(row, offsets_ptr, n, size)
-    hi, lo = tl.load(nu_ptr + row), tl.load(nu_ptr + rows + row)
+    row, split, start, length, hi, lo = locate_part(offsets_ptr, nu_ptr, rows, n, size)
     x = read(x_ptr, mask_ptr, start, split * BLOCK, length, BLOCK)
     _, push, tied, _, felt = label_sums(
         x, x_ptr, mask_ptr, labels_ptr, starts_ptr, weight_ptr, row, split, start, length, per_row,
@@ -206,15 +191,14 @@ def split_gradient_kernel(
     BLOCK: tl.constexpr, SPLITS: tl.constexpr, WIDTH: tl.constexpr, LABELS: tl.constexpr,
 ):  # fmt: skip
     """Every program adds up the parts of its row itself, which is little; the first one writes dk."""
-    row, split = tl.program_id(0), tl.program_id(1)
-    start, length = locate(row, offsets_ptr, n, size)
-    hi, lo = tl.load(nu_ptr + row), tl.load(nu_ptr + rows + row)
+    row, split, start, length, hi, lo = locate_part(offsets_ptr, nu_ptr, rows, n, size)
     k, g = tl.load(k_ptr + row * k_stride), tl.load(grad_ptr + row * grad_stride)
     part = parts_ptr + (row * SPLITS + tl.arange(0, SPLITS)) * WIDTH
     nearests = tl.load(part).to(tl.float32)
     nearest = tl.min(nearests, 0)
     total = tl.sum(tl.load(part + 1) * tl.exp(nearest - nearests), 0)
     push, tied = tl.sum(tl.load(part + 2), 0), tl.sum(tl.load(part + 3), 0)
+    # As above: no gradient where no label counts.
     hi = tl.where(tl.sum(tl.load(part + 4), 0) > 0, hi, float("-inf"))
     given = -g * push.to(tl.float32)
     if split == 0:
@@ -227,59 +211,37 @@ def split_gradient_kernel(
     )  # fmt: skip
 
 
-def launch_forward(
-    plan: Plan,
-    x: Tensor,
-    k: Tensor,
-    mask: Tensor | None,
-    offsets: Tensor | None,
-    labels: Labels,
-    loss: Tensor,
-    nu: Tensor,
-) -> None:
-    """Fill `nu` (2, R) and `loss` (2, R)."""
-    rows, n, size, k_stride = nu.shape[1], x.shape[-1], x.numel(), k.stride(0) if k.dim() else 0
-    settings = {"BLOCK": plan.block, "LABELS": labels.block, "num_warps": plan.warps}
-    if plan.splits == 1:
-        with torch.cuda.device_of(x):
+def launch_forward(to: Launch, k: Tensor, labels: Labels, loss: Tensor) -> None:
+    """Fill `nu` and `loss` (2, R)."""
+    rows, n, size = to.sizes
+    with torch.cuda.device_of(to.x):
+        if to.plan.splits == 1:
             loss_forward_kernel[(rows,)](
-                x, k, mask, offsets, *labels, loss, nu, rows, n, size, k_stride, labels.per_row,
-                LOOP=plan.loop, **settings,
+                to.x, k, to.mask, to.offsets, *labels, loss, to.nu, rows, n, size, stride_of(k),
+                labels.per_row, LOOP=to.plan.loop, LABELS=labels.block, **to.block,
             )  # fmt: skip
-        return
-    state = triton_split.solve(plan, x, k, mask, offsets, nu)
-    parts = x.new_empty((rows, plan.splits, _WIDTH), dtype=torch.float64)
-    split = {"SPLITS": plan.splits, "WIDTH": _WIDTH}
-    with torch.cuda.device_of(x):
-        split_loss_kernel[(rows, plan.splits)](
-            x, mask, offsets, *labels, state, nu, parts, rows, n, size, labels.per_row, **split, **settings
-        )
+            return
+        state, parts, split = triton_split.solve(to, k), triton_split.new_parts(to), triton_split.parts_of(to)
+        split_loss_kernel[(rows, to.plan.splits)](
+            to.x, to.mask, to.offsets, *labels, state, to.nu, parts, rows, n, size, labels.per_row,
+            LABELS=labels.block, **split, **to.block,
+        )  # fmt: skip
         add_loss_kernel[(rows,)](parts, loss, rows, **split, num_warps=1)
 
 
-def launch_backward(
-    plan: Plan,
-    grad: Tensor,
-    x: Tensor,
-    k: Tensor,
-    nu: Tensor,
-    mask: Tensor | None,
-    offsets: Tensor | None,
-    labels: Labels,
-    dx: Tensor,
-    dk: Tensor,
-) -> None:
+def launch_backward(to: Launch, grad: Tensor, k: Tensor, labels: Labels, dx: Tensor, dk: Tensor) -> None:
     """Fill `dx` and `dk` for the gradient of each row's loss, or one for all."""
-    rows, n, size = nu.shape[1], x.shape[-1], x.numel()
-    strides = (k.stride(0) if k.dim() else 0, grad.stride(0) if grad.dim() else 0)
-    settings = {"BLOCK": plan.block, "LABELS": labels.block, "num_warps": plan.warps}
-    before, after = (grad, x, k, nu, mask, offsets, *labels), (rows, n, size, *strides, labels.per_row)
-    with torch.cuda.device_of(x):
-        if plan.splits == 1:
-            loss_backward_kernel[(rows,)](*before, dx, dk, *after, LOOP=plan.loop, **settings)
+    rows, n, size = to.sizes
+    settings = {"LABELS": labels.block, **to.block}
+    before = (grad, to.x, k, to.nu, to.mask, to.offsets, *labels)
+    after = (rows, n, size, stride_of(k), stride_of(grad), labels.per_row)
+    with torch.cuda.device_of(to.x):
+        if to.plan.splits == 1:
+            loss_backward_kernel[(rows,)](*before, dx, dk, *after, LOOP=to.plan.loop, **settings)
             return
-        parts = x.new_empty((rows, plan.splits, _WIDTH), dtype=torch.float64)
-        split = {"SPLITS": plan.splits, "WIDTH": _WIDTH, **settings}
-        grid = (rows, plan.splits)
-        split_slope_kernel[grid](x, nu, mask, offsets, *labels, parts, rows, n, size, labels.per_row, **split)
-        split_gradient_kernel[grid](*before, parts, dx, dk, *after, **split)
+        parts, grid = triton_split.new_parts(to), (rows, to.plan.splits)
+        settings |= triton_split.parts_of(to)
+        split_slope_kernel[grid](
+            to.x, to.nu, to.mask, to.offsets, *labels, parts, rows, n, size, labels.per_row, **settings
+        )
+        split_gradient_kernel[grid](*before, parts, dx, dk, *after, **settings)

@@ -1,4 +1,4 @@
-"""The operators of `ops.py` by Triton: allocate the results, lay out the rows, launch.
+"""The operators of `_core/operators.py` by Triton: allocate the results, lay out the rows, launch.
 
 The arguments are those of `reference.py`, with x of float32, bfloat16 or float16. Nothing here waits for the
 device, so that all of it can be captured in a CUDA graph.
@@ -7,12 +7,13 @@ device, so that all of it can be captured in a CUDA graph.
 from __future__ import annotations
 
 import functools
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from torchlml._kernels.cuda import triton_backward, triton_forward, triton_loss, triton_split
-from torchlml._kernels.cuda.plan import Plan, plan
+from torchlml._kernels.cuda.plan import Launch, Plan, plan
 from torchlml._kernels.cuda.triton_labels import Labels
 
 Pair = tuple[Tensor, Tensor]
@@ -20,59 +21,45 @@ Pair = tuple[Tensor, Tensor]
 
 def solve(x: Tensor, k: Tensor, mask: Tensor | None, offsets: Tensor | None) -> Tensor:
     """nu of every row."""
-    nu = _new_nu(x, offsets)
-    _solve(x, k, mask, offsets, None, nu, log=False)
-    return nu
+    return _solve(x, k, mask, offsets, None, log=False)
 
 
 def forward(x: Tensor, k: Tensor, mask: Tensor | None, offsets: Tensor | None) -> Pair:
     """(y, nu)."""
-    y, nu = torch.empty_like(x), _new_nu(x, offsets)
-    _solve(x, k, mask, offsets, y, nu, log=False)
-    return y, nu
+    y = torch.empty_like(x)
+    return y, _solve(x, k, mask, offsets, y, log=False)
 
 
 def log_forward(x: Tensor, k: Tensor, mask: Tensor | None, offsets: Tensor | None) -> Pair:
     """(log y, nu)."""
-    y, nu = torch.empty_like(x), _new_nu(x, offsets)
-    _solve(x, k, mask, offsets, y, nu, log=True)
-    return y, nu
+    log_y = torch.empty_like(x)
+    return log_y, _solve(x, k, mask, offsets, log_y, log=True)
 
 
 def backward(
     grad: Tensor, x: Tensor, y: Tensor, nu: Tensor, mask: Tensor | None, offsets: Tensor | None
 ) -> Pair:
     """(dx, dk) of `forward`."""
-    return _differentiate(grad, x, y, nu, mask, offsets, triton_backward.OF_Y)
+    return _differentiate(triton_backward.OF_Y, grad, x, y, nu, mask, offsets)
 
 
 def log_backward(
     grad: Tensor, x: Tensor, log_y: Tensor, nu: Tensor, mask: Tensor | None, offsets: Tensor | None
 ) -> Pair:
     """(dx, dk) of `log_forward`."""
-    return _differentiate(grad, x, log_y, nu, mask, offsets, triton_backward.OF_LOG_Y)
+    return _differentiate(triton_backward.OF_LOG_Y, grad, x, log_y, nu, mask, offsets)
 
 
 def dual_backward(grad: Tensor, x: Tensor, nu: Tensor, mask: Tensor | None, offsets: Tensor | None) -> Pair:
     """(dx, dk) of nu itself."""
-    return _differentiate(grad, x, None, nu, mask, offsets, triton_backward.OF_NU)
+    return _differentiate(triton_backward.OF_NU, grad, x, None, nu, mask, offsets)
 
 
-def loss_forward(
-    x: Tensor,
-    k: Tensor,
-    mask: Tensor | None,
-    offsets: Tensor | None,
-    labels: Tensor,
-    starts: Tensor | None,
-    weight: Tensor | None,
-) -> Pair:
+def loss_forward(x: Tensor, k: Tensor, mask: Tensor | None, offsets: Tensor | None, *labels: Any) -> Pair:
     """(the losses and where there are labels, nu)."""
     loss, nu = _new_nu(x, offsets), _new_nu(x, offsets)
     if nu.shape[1] > 0:
-        how = layout(x, nu.shape[1], offsets)
-        given = Labels(labels, starts, weight)
-        triton_loss.launch_forward(how, x, beside(k, x), mask, offsets, given, loss, nu)
+        triton_loss.launch_forward(_launch(x, mask, offsets, nu), beside(k, x), Labels(*labels), loss)
     return loss, nu
 
 
@@ -83,16 +70,13 @@ def loss_backward(
     nu: Tensor,
     mask: Tensor | None,
     offsets: Tensor | None,
-    labels: Tensor,
-    starts: Tensor | None,
-    weight: Tensor | None,
+    *labels: Any,
 ) -> Pair:
     """(dx, dk) of `loss_forward`."""
     dx, dk = torch.empty_like(x), nu.new_empty(nu.shape[1:], dtype=torch.float64)
     if nu.shape[1] > 0:
-        how = layout(x, nu.shape[1], offsets)
-        given = Labels(labels, starts, weight)
-        triton_loss.launch_backward(how, grad, x, beside(k, x), nu, mask, offsets, given, dx, dk)
+        to = _launch(x, mask, offsets, nu)
+        triton_loss.launch_backward(to, grad, beside(k, x), Labels(*labels), dx, dk)
     return dx, dk
 
 
@@ -107,37 +91,36 @@ def beside(k: Tensor, x: Tensor) -> Tensor:
     return k if k.device == x.device else torch.full((), k.item(), dtype=torch.float64, device=x.device)
 
 
+def _launch(x: Tensor, mask: Tensor | None, offsets: Tensor | None, nu: Tensor) -> Launch:
+    return Launch(layout(x, nu.shape[1], offsets), x, mask, offsets, nu)
+
+
 def _solve(
-    x: Tensor,
-    k: Tensor,
-    mask: Tensor | None,
-    offsets: Tensor | None,
-    y: Tensor | None,
-    nu: Tensor,
-    log: bool,
-) -> None:
-    if nu.shape[1] == 0:
-        return
-    how = layout(x, nu.shape[1], offsets)
-    launch = triton_split.launch_forward if how.splits > 1 else triton_forward.launch
-    launch(how, x, beside(k, x), mask, offsets, y, nu, log)
+    x: Tensor, k: Tensor, mask: Tensor | None, offsets: Tensor | None, y: Tensor | None, *, log: bool
+) -> Tensor:
+    """Make nu, and fill `y` with y or log y."""
+    nu = _new_nu(x, offsets)
+    if nu.shape[1] > 0:
+        to = _launch(x, mask, offsets, nu)
+        launch = triton_split.launch_forward if to.plan.splits > 1 else triton_forward.launch
+        launch(to, beside(k, x), y, log)
+    return nu
 
 
 def _differentiate(
+    of: int,
     grad: Tensor,
     x: Tensor,
     y: Tensor | None,
     nu: Tensor,
     mask: Tensor | None,
     offsets: Tensor | None,
-    of: int,
 ) -> Pair:
     dx, dk = torch.empty_like(x), nu.new_empty(nu.shape[1:], dtype=torch.float64)
-    if nu.shape[1] == 0:
-        return dx, dk
-    how = layout(x, nu.shape[1], offsets)
-    launch = triton_split.launch_backward if how.splits > 1 else triton_backward.launch
-    launch(how, grad, x, y, nu, mask, offsets, dx, dk, of)
+    if nu.shape[1] > 0:
+        to = _launch(x, mask, offsets, nu)
+        launch = triton_split.launch_backward if to.plan.splits > 1 else triton_backward.launch
+        launch(to, grad, y, dx, dk, of)
     return dx, dk
 
 

@@ -14,7 +14,7 @@ import triton.language as tl
 # A side of the row whose nearest entry is farther than this from the threshold is summed times e^distance,
 # so that nothing underflows; and 1 + e^-32 is 1, so that there sigmoid(-|z|) is e^-|z|.
 _FAR = tl.constexpr(32.0)
-_LARGEST = tl.constexpr(3.0e38)
+_LARGEST = tl.constexpr(3.0e38)  # a float32 that is finite also when a few units are added to it
 # Newton's step from an error of s leaves less than 4 s^2, since |S''| <= S': what remains here is 4e-8.
 _LAST_STEP = tl.constexpr(1e-4)
 _ROUNDING = tl.constexpr(5e-7)  # of z, relative; it is all that is left of a gap of 1e20
@@ -38,6 +38,14 @@ def locate(row, offsets_ptr, n, size):
         end = tl.minimum(tl.maximum(tl.load(offsets_ptr + row + 1), start), size)
         length = (end - start).to(tl.int32)
     return start, length
+
+
+@triton.jit
+def locate_part(offsets_ptr, nu_ptr, rows, n, size):
+    """(row, split, start, length, hi, lo) of program (row, split), whose row is solved."""
+    row, split = tl.program_id(0), tl.program_id(1)
+    start, length = locate(row, offsets_ptr, n, size)
+    return row, split, start, length, tl.load(nu_ptr + row), tl.load(nu_ptr + rows + row)
 
 
 @triton.jit
@@ -102,6 +110,7 @@ def begin(k, undefined, m, p, top, bottom, total, side):
     mirror image `LSE(-x) - log(m - k)` for side = -1. Entries of +inf are 1 and take as much from k.
     """
     ordinary = (k > p) & (k < m) & (undefined == 0)
+    # 1e-37 is a normal float32: a smaller k would be 0 on GPUs that flush subnormal numbers.
     wanted = tl.maximum(k - p, 1e-37).to(tl.float32)
     rest = tl.maximum(m - k, 1e-37).to(tl.float32)
     middle = tl.log(wanted) - tl.log(rest)
@@ -230,21 +239,9 @@ def two_sum(a, b):
 
 @triton.jit
 def iterate(
-    x,
-    x_ptr,
-    mask_ptr,
-    start,
-    first,
-    length,
-    k,
-    hi,
-    lo,
-    lower,
-    upper,
-    number,
-    BLOCK: tl.constexpr,
-    LOOP: tl.constexpr,
-):
+    x, x_ptr, mask_ptr, start, first, length, k, hi, lo, lower, upper, number,
+    BLOCK: tl.constexpr, LOOP: tl.constexpr,
+):  # fmt: skip
     """Step until nu is settled: (hi, lo)."""
     while number < MAX_STEPS:
         count, below, above, p, q, dp, dq = evaluate(
@@ -257,8 +254,34 @@ def iterate(
 
 
 @triton.jit
+def solve_row(
+    x_ptr, k_ptr, mask_ptr, offsets_ptr, nu_ptr, rows, n, size, k_stride,
+    BLOCK: tl.constexpr, LOOP: tl.constexpr,
+):  # fmt: skip
+    """Solve row program_id(0) and store its nu: (row, start, length, x, hi, lo, share), x its first block."""
+    row = tl.program_id(0)
+    start, length = locate(row, offsets_ptr, n, size)
+    k = tl.load(k_ptr + row * k_stride)
+    x = read(x_ptr, mask_ptr, start, 0, length, BLOCK)
+    # Few or many of the row? The start is nearer on that side.
+    side = tl.where(2 * k <= length, 1.0, -1.0)
+    undefined, m, p, top, bottom, total = survey(
+        x, x_ptr, mask_ptr, start, BLOCK, length, BLOCK, side, BLOCK, LOOP
+    )
+    hi, lo, lower, upper, number, share = begin(k, undefined, m, p, top, bottom, total, side)
+    hi, lo = iterate(x, x_ptr, mask_ptr, start, BLOCK, length, k, hi, lo, lower, upper, number, BLOCK, LOOP)
+    tl.store(nu_ptr + row, hi)
+    tl.store(nu_ptr + rows + row, lo)
+    return row, start, length, x, hi, lo, share
+
+
+@triton.jit
 def log1p(e):
-    """log(1 + e) for 0 <= e <= 1, with full relative accuracy: 2 artanh(e / (2 + e)) as a series."""
+    """log(1 + e) for 0 <= e <= 1, with full relative accuracy: 2 artanh(s), s = e / (2 + e), as a series.
+
+    The series of artanh is s + s^3 / 3 + s^5 / 5 + ...; s is at most 1/3, so that what is left out after
+    s^15 / 15 is less than 1e-9 of the sum.
+    """
     s = e / (2.0 + e)
     s2 = s * s
     series = 1.0 / 13.0 + s2 * (1.0 / 15.0)

@@ -2,8 +2,8 @@
 
 Program (row, split) reads every `splits`-th block of its row. A pass over the rows is a launch that leaves
 the sums of each program in memory, and a launch of one program to a row that adds them in a fixed order and
-moves nu. The number of launches is fixed, so that nobody waits for the device; rows that are settled are not
-read again, and a row that is not settled after `_STEPS` is finished by one program alone.
+moves nu. The number of launches is fixed, so that the host does not wait for the device; rows that are
+settled are not read again, and a row that is not settled after `_STEPS` is finished by one program alone.
 """
 # mypy: disable-error-code="import-not-found,import-untyped,no-untyped-def,misc,untyped-decorator"
 
@@ -14,7 +14,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from torchlml._kernels.cuda.plan import Plan
+from torchlml._kernels.cuda.plan import Launch, stride_of
 from torchlml._kernels.cuda.triton_backward import (
     _OF_LOG_Y,
     _OF_NU,
@@ -30,6 +30,7 @@ from torchlml._kernels.cuda.triton_row import (
     evaluate,
     iterate,
     locate,
+    locate_part,
     move,
     probability,
     read,
@@ -173,9 +174,7 @@ def write_kernel(
     BLOCK: tl.constexpr, SPLITS: tl.constexpr, WIDTH: tl.constexpr, LOG: tl.constexpr,
 ):  # fmt: skip
     """y or log y of the blocks of program (row, split)."""
-    row, split = tl.program_id(0), tl.program_id(1)
-    start, length = locate(row, offsets_ptr, n, size)
-    hi, lo = tl.load(nu_ptr + row), tl.load(nu_ptr + rows + row)
+    row, split, start, length, hi, lo = locate_part(offsets_ptr, nu_ptr, rows, n, size)
     share = tl.load(state_ptr + row * WIDTH + 5)
     for at in range(split * BLOCK, length, SPLITS * BLOCK):
         x = read(x_ptr, mask_ptr, start, at, length, BLOCK)
@@ -188,9 +187,7 @@ def slope_kernel(
     BLOCK: tl.constexpr, SPLITS: tl.constexpr, WIDTH: tl.constexpr, OF: tl.constexpr,
 ):  # fmt: skip
     """The sums over the blocks of program (row, split) that the derivatives need."""
-    row, split = tl.program_id(0), tl.program_id(1)
-    start, length = locate(row, offsets_ptr, n, size)
-    hi, lo = tl.load(nu_ptr + row), tl.load(nu_ptr + rows + row)
+    row, split, start, length, hi, lo = locate_part(offsets_ptr, nu_ptr, rows, n, size)
     first = split * BLOCK
     x = read(x_ptr, mask_ptr, start, first, length, BLOCK)
     g = read_gradient(grad_ptr, x, start, first, length, BLOCK, OF)
@@ -210,9 +207,7 @@ def gradient_kernel(
     BLOCK: tl.constexpr, SPLITS: tl.constexpr, WIDTH: tl.constexpr, OF: tl.constexpr,
 ):  # fmt: skip
     """Every program adds up the parts of its row itself, which is little; the first one writes dk."""
-    row, split = tl.program_id(0), tl.program_id(1)
-    start, length = locate(row, offsets_ptr, n, size)
-    hi, lo = tl.load(nu_ptr + row), tl.load(nu_ptr + rows + row)
+    row, split, start, length, hi, lo = locate_part(offsets_ptr, nu_ptr, rows, n, size)
     part = parts_ptr + (row * SPLITS + tl.arange(0, SPLITS)) * WIDTH
     nearests = tl.load(part).to(tl.float32)
     nearest = tl.min(nearests, 0)
@@ -236,70 +231,50 @@ def gradient_kernel(
         write(dx_ptr, dx, start, at, length, BLOCK)
 
 
-def solve(
-    plan: Plan, x: Tensor, k: Tensor, mask: Tensor | None, offsets: Tensor | None, nu: Tensor
-) -> Tensor:
-    """Fill `nu` (2, R), and give back what is kept for each row, sixth what its +inf entries get."""
-    rows, n, size, k_stride = nu.shape[1], x.shape[-1], x.numel(), k.stride(0) if k.dim() else 0
-    parts = x.new_empty((rows, plan.splits, WIDTH), dtype=torch.float64)
+def solve(to: Launch, k: Tensor) -> Tensor:
+    """Fill `nu`, and give back what is kept for each row, sixth what its +inf entries get."""
+    rows, n, size = to.sizes
+    x, mask, offsets, k_stride = to.x, to.mask, to.offsets, stride_of(k)
+    parts, split = new_parts(to), parts_of(to)
     state = x.new_empty((rows, WIDTH), dtype=torch.float32)
-    each, shared = (rows,), (rows, plan.splits)
-    split = {"SPLITS": plan.splits, "WIDTH": WIDTH}
-    block = {"BLOCK": plan.block, "num_warps": plan.warps}
+    each, shared = (rows,), (rows, to.plan.splits)
     with torch.cuda.device_of(x):
-        survey_kernel[shared](x, k, mask, offsets, parts, n, size, k_stride, **split, **block)
+        survey_kernel[shared](x, k, mask, offsets, parts, n, size, k_stride, **split, **to.block)
         begin_kernel[each](k, offsets, parts, state, n, size, k_stride, **split, num_warps=1)
         for _ in range(_STEPS):
-            evaluate_kernel[shared](x, mask, offsets, state, parts, n, size, **split, **block)
+            evaluate_kernel[shared](x, mask, offsets, state, parts, n, size, **split, **to.block)
             move_kernel[each](k, state, parts, k_stride, **split, num_warps=1)
-        finish_kernel[each](x, k, mask, offsets, state, nu, rows, n, size, k_stride, WIDTH=WIDTH, **block)
+        finish_kernel[each](
+            x, k, mask, offsets, state, to.nu, rows, n, size, k_stride, WIDTH=WIDTH, **to.block
+        )
     return state
 
 
-def launch_forward(
-    plan: Plan,
-    x: Tensor,
-    k: Tensor,
-    mask: Tensor | None,
-    offsets: Tensor | None,
-    y: Tensor | None,
-    nu: Tensor,
-    log: bool,
-) -> None:
-    """Fill `nu` (2, R) and, unless None, `y` with y or log y."""
-    state = solve(plan, x, k, mask, offsets, nu)
+def new_parts(to: Launch) -> Tensor:
+    """Room for the numbers that the programs of every row leave."""
+    return to.x.new_empty((to.sizes[0], to.plan.splits, WIDTH), dtype=torch.float64)
+
+
+def parts_of(to: Launch) -> dict[str, int]:
+    """The settings of a kernel that writes or reads such parts."""
+    return {"SPLITS": to.plan.splits, "WIDTH": WIDTH}
+
+
+def launch_forward(to: Launch, k: Tensor, y: Tensor | None, log: bool) -> None:
+    """Do what `triton_forward.launch` does."""
+    state = solve(to, k)
     if y is None:
         return
-    rows, n, size = nu.shape[1], x.shape[-1], x.numel()
-    settings = {"BLOCK": plan.block, "SPLITS": plan.splits, "WIDTH": WIDTH, "num_warps": plan.warps}
-    with torch.cuda.device_of(x):
-        shared = (rows, plan.splits)
-        write_kernel[shared](x, mask, offsets, state, nu, y, rows, n, size, LOG=log, **settings)
+    with torch.cuda.device_of(to.x):
+        write_kernel[(to.sizes[0], to.plan.splits)](
+            to.x, to.mask, to.offsets, state, to.nu, y, *to.sizes, LOG=log, **parts_of(to), **to.block
+        )
 
 
-def launch_backward(
-    plan: Plan,
-    grad: Tensor,
-    x: Tensor,
-    y: Tensor | None,
-    nu: Tensor,
-    mask: Tensor | None,
-    offsets: Tensor | None,
-    dx: Tensor,
-    dk: Tensor,
-    of: int,
-) -> None:
-    """Fill `dx` and `dk` with the derivatives of y, log y or nu (`of`)."""
-    rows, n, size = nu.shape[1], x.shape[-1], x.numel()
-    parts = x.new_empty((rows, plan.splits, WIDTH), dtype=torch.float64)
-    settings = {
-        "BLOCK": plan.block,
-        "SPLITS": plan.splits,
-        "WIDTH": WIDTH,
-        "OF": of,
-        "num_warps": plan.warps,
-    }
-    with torch.cuda.device_of(x):
-        shared = (rows, plan.splits)
-        slope_kernel[shared](grad, x, nu, mask, offsets, parts, rows, n, size, **settings)
-        gradient_kernel[shared](grad, x, y, nu, mask, offsets, parts, dx, dk, rows, n, size, **settings)
+def launch_backward(to: Launch, grad: Tensor, y: Tensor | None, dx: Tensor, dk: Tensor, of: int) -> None:
+    """Do what `triton_backward.launch` does."""
+    parts, shared = new_parts(to), (to.sizes[0], to.plan.splits)
+    rows, settings = (to.mask, to.offsets, parts), {**parts_of(to), **to.block, "OF": of}
+    with torch.cuda.device_of(to.x):
+        slope_kernel[shared](grad, to.x, to.nu, *rows, *to.sizes, **settings)
+        gradient_kernel[shared](grad, to.x, y, to.nu, *rows, dx, dk, *to.sizes, **settings)
