@@ -1,7 +1,5 @@
 """A drop-in for the class of the paper's own release, for code that says `from lml import LML`."""
 
-from __future__ import annotations
-
 import operator
 from typing import Any
 

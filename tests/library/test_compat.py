@@ -2,6 +2,11 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
+from typing import Any
+
+import numpy as np
 import pytest
 import torch
 
@@ -54,3 +59,29 @@ def test_the_input_that_broke_the_release() -> None:
 def test_nothing_is_printed(capfd: pytest.CaptureFixture[str]) -> None:
     compat.LML(N=3, verbose=2)(torch.randn(4, 10))
     assert capfd.readouterr() == ("", "")
+
+
+@pytest.mark.parametrize("N", [np.int64(3), np.int32(3), torch.tensor(3)], ids=lambda n: str(type(n)))
+def test_n_may_be_any_whole_number(N: Any) -> None:
+    x = torch.randn(4, 10)
+    assert torch.equal(compat.LML(N=N)(x), compat.LML(N=3)(x))
+
+
+def test_the_first_trace_of_a_process_works() -> None:
+    program = (
+        "import torch, torchlml\n"
+        "x = torch.randn(4, 10)\n"
+        "for layer in (torchlml.LML(k=3), torchlml.compat.LML(3)):\n"
+        "    traced = torch.jit.trace(layer, (x,))\n"
+        "    torch.testing.assert_close(traced(2 * x), layer(2 * x))\n"
+    )
+    command = [sys.executable, "-W", "ignore", "-c", "import torchlml.compat\n" + program]
+    done = subprocess.run(command, capture_output=True, text=True)
+    assert (done.returncode, done.stderr) == (0, "")
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+def test_a_scripted_module_runs() -> None:
+    x = torch.randn(4, 10)
+    model = torch.nn.Sequential(torch.nn.Linear(10, 6), compat.LML(N=2))
+    assert torch.equal(torch.jit.script(model)(x), model(x))
