@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import numpy as np
 import pytest
@@ -135,13 +136,14 @@ def test_k_may_have_the_dimension_that_keepdim_keeps():
 
 
 def test_metrics_say_what_is_wrong():
-    box = {"boxes": [[0, 0, 1, 1]], "labels": Y, "pairs": Y, "scores": X}
+    box: Any = {"boxes": [[0, 0, 1, 1]], "labels": Y, "pairs": Y, "scores": X}
+    bare: Any = [[1]]
     for call, words in (
         (lambda: topk_recall([[1.0]], Y, 1), ["`preds`", "list"]),
         (lambda: topk_recall(X, [0, 1, 2], 1), ["`target`", "list", "padded"]),
         (lambda: topk_recall(X, Y, 1, mask=[True]), ["`mask`", "list"]),
         (lambda: SceneGraphRecall().update([box], [box]), ["`preds[0]['boxes']`", "list", "Tensor"]),
-        (lambda: SceneGraphRecall().update([[1]], [box]), ["`preds[0]`", "list", "mapping"]),
+        (lambda: SceneGraphRecall().update(bare, [box]), ["`preds[0]`", "list", "mapping"]),
         (lambda: SceneGraphRecall().update(box, box), ["`preds`", "dict", "list"]),
     ):
         with pytest.raises(TypeError) as caught:
@@ -158,14 +160,15 @@ def test_the_mean_over_the_labels_of_a_row(loss, reduction):
     hot = torch.zeros(4, 10, dtype=torch.bool).scatter(1, lists.where(lists >= 0, 9), True)[:, :9]
     offsets, weight = torch.arange(5) * 9, torch.rand(9, dtype=torch.float64)
     places = torch.where(lists >= 0, lists + offsets[:4, None], -100).flatten()
-    for logits, target, settings in (
+    forms: Any = (
         (x, lists, {}),
         (x, hot, {}),
         (x, hot.double() * 0.3, {"weight": weight}),
         (x, lists, {"weight": weight}),
         (x.flatten(), places, {"offsets": offsets}),
         (x.flatten(), hot.flatten(), {"offsets": offsets}),
-    ):
+    )
+    for logits, target, settings in forms:
         rows = loss(logits, target, 3, reduction="none", **settings) / number
         expected = {"none": rows, "sum": rows.sum(), "mean": rows.sum() / 3}[reduction]
         settings = {**settings, "reduction": reduction, "label_reduction": "mean"}
