@@ -41,13 +41,9 @@ COMMANDS = {
     "bench": Command("torchlml_lab.bench.benchmarks", "time the layer, its relatives and the losses"),
     "train": Command("torchlml_lab.train", "train a network: a run that can be continued when killed"),
     "sweep": Command("torchlml_lab.sweep", "run a grid of training runs on all cores, into one CSV"),
-    "evaluate": Command("torchlml_lab.tasks.scene_graph.evaluate", "all recalls of a scene-graph run"),
-    "predict": Command(
-        "torchlml_lab.tasks.scene_graph.predict", "print and draw the scene graph of an image"
-    ),
-    "step-time": Command(
-        "torchlml_lab.tasks.scene_graph.step_time", "time a training step of each scene-graph objective"
-    ),
+    "evaluate": Command("torchlml_lab.evaluate", "measure a run with its best weights"),
+    "predict": Command("torchlml_lab.predict", "print and draw a prediction of a run"),
+    "step-time": Command("torchlml_lab.step_time", "time a training step with each loss of a task"),
     "figures": Command("torchlml_lab.figures.gallery", "draw a figure of the documentation or a study"),
 }
 

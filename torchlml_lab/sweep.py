@@ -1,15 +1,11 @@
-"""`torchlml sweep NAME`: finds the grid."""
+"""`torchlml sweep NAME`: finds the task."""
 
 from collections.abc import Sequence
 
-from torchlml_lab.cli import Command, choose
-
-SWEEPS = {
-    "cifar100": Command("torchlml_lab.tasks.cifar100.sweep", "losses x noise levels x seeds, and tuning"),
-    "scene-graph": Command("torchlml_lab.tasks.scene_graph.sweep", "methods x seeds, and tuning"),
-}
+from torchlml_lab.cli import choose
+from torchlml_lab.tasks import TASKS
 
 
 def main(arguments: Sequence[str]) -> None:
-    """Runs the grid that is named first in the arguments."""
-    choose("sweep", SWEEPS, arguments)
+    """Run the grid of the task that is named first in the arguments."""
+    choose("sweep", {name: task.sweep for name, task in TASKS.items() if task.sweep}, arguments)

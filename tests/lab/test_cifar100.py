@@ -15,8 +15,8 @@ import torchlml
 from torchlml_lab import cli
 from torchlml_lab.errors import BadInput
 from torchlml_lab.tasks.cifar100 import archive, networks
-from torchlml_lab.tasks.cifar100.command import LOSSES, Cifar100Settings, accuracies, loss_of, task
-from torchlml_lab.tasks.cifar100.data import (
+from torchlml_lab.tasks.cifar100.classification import LOSSES, Cifar100Settings, accuracies, loss_of, task
+from torchlml_lab.tasks.cifar100.samples import (
     Batches,
     Part,
     read_features,
@@ -320,7 +320,7 @@ class OneProcess:
 def test_accuracies_by_hand():
     logits = torch.tensor([[4.0, 3, 2, 1], [1, 2, 3, 4], [1, 2, 3, 4]])
     batches = [(logits[:2], torch.tensor([0, 2])), (logits[2:], torch.tensor([0]))]
-    found = accuracies(torch.nn.Identity(), batches, OneProcess(), 2)
+    found = accuracies(torch.nn.Identity(), batches, OneProcess(), (1, 2))
     assert found == pytest.approx({"top1": 1 / 3, "top2": 2 / 3})
 
 
@@ -329,6 +329,7 @@ def test_accuracies_by_hand():
     [
         ([], "Exactly one of `--data`"),
         (["--data", "x", "--features", "y"], "Exactly one of `--data`"),
+        (["--features", "x", "--network", "densenet-40-40"], "`--network` is for images"),
         (["--features", "x", "--k", "100"], "`--k` is 100"),
         (["--features", "x", "--k", "0"], "`--k` is 0"),
         (["--features", "x", "--noise", "1.1"], "`--noise` is 1.1"),

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from torchlml_lab import cli
-from torchlml_lab.tasks.hidden_labels import images, training, words
+from torchlml_lab.tasks.hidden_labels import images, stacked_networks, words
 from torchlml_lab.tasks.hidden_labels.images import Images
 from torchlml_lab.tasks.hidden_labels.measures import Measured, measure
 
@@ -63,10 +63,10 @@ def test_measures_by_hand():
 
 def test_stacked_networks_do_not_feel_one_another(one_thread):
     sets = [images.make(2, 200, 10, "uniform", seed)[0] for seed in (0, 1)]
-    lml = training.METHODS[-1]
-    both = training.train(lml, sets, [0, 1], 2, 2, lambda: None)
-    alone = training.train(lml, sets[1:], [1], 2, 2, lambda: None)
-    for together, single in zip(both, alone, strict=True):
+    lml = stacked_networks.METHODS[-1]
+    both = stacked_networks.train(lml, sets, [0, 1], 2, 2, lambda: None)
+    alone = stacked_networks.train(lml, sets[1:], [1], 2, 2, lambda: None)
+    for together, single in zip(both.parameters(), alone.parameters(), strict=True):
         torch.testing.assert_close(together[1], single[0], rtol=1e-4, atol=1e-5)
 
 
@@ -77,7 +77,7 @@ def results_where(lml, softmax, count=10.0):
     def measured(value):
         return Measured(value, value, value, count, value, nothing)
 
-    names = [method.name for method in training.METHODS] + [words.SCALED]
+    names = [method.name for method in stacked_networks.METHODS] + [words.SCALED]
     table = {("uniform", name): [measured(0.5 + i / 100) for i in range(3)] for name in names}
     table["uniform", "LML"] = [measured(value) for value in lml]
     table["uniform", "cross-entropy"] = [measured(value) for value in softmax]

@@ -20,10 +20,12 @@ from safetensors.torch import load_model
 import torchlml
 from tests.support.processes import hear_interrupts
 from torchlml_lab import cli
+from torchlml_lab.engine import estimate
+from torchlml_lab.engine import run as run_of_engine
 from torchlml_lab.engine.loop import EpochBatches
 from torchlml_lab.tasks.cifar100 import networks
-from torchlml_lab.tasks.cifar100.command import Cifar100Settings
-from torchlml_lab.tasks.cifar100.data import read_features
+from torchlml_lab.tasks.cifar100.classification import Cifar100Settings
+from torchlml_lab.tasks.cifar100.samples import read_features
 
 ROOT = Path(__file__).parents[2]
 ENVIRONMENT = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
@@ -95,7 +97,7 @@ def test_a_run_is_recorded(whole):
     assert run["git_commit"] is None or re.fullmatch(r"[0-9a-f]{40}\+?", run["git_commit"])
     settings = json.loads((whole / "settings.json").read_text())
     assert settings["noise"] == 0.4
-    assert set(settings) == {f.name for f in dataclasses.fields(Cifar100Settings)} - {"resume"}
+    assert set(settings) == {f.name for f in dataclasses.fields(Cifar100Settings)} - {"resume", "overwrite"}
     lines = [json.loads(line) for line in (whole / "metrics.jsonl").read_text().splitlines()]
     assert [line["epoch"] for line in lines[:-1]] == [1, 2, 3, 4, 5, 6]
     best = max(lines[:-1], key=lambda line: (line["top5"], -line["epoch"]))
@@ -227,6 +229,135 @@ def test_a_damaged_checkpoint_is_refused(capsys, unfinished, name):
     assert "is damaged or of another model" in refused(capsys, "--resume", unfinished)
 
 
+@pytest.mark.parametrize("kept", [0, 100, None])
+def test_damaged_random_states_are_refused(capsys, unfinished, kept):
+    """Without them the random numbers after resuming, and so all metrics, would be others."""
+    path = unfinished / "checkpoints" / "epoch-0006" / "random_states_0.pkl"
+    if kept is None:
+        path.unlink()
+    else:
+        path.write_bytes(path.read_bytes()[:kept])
+    error = refused(capsys, "--resume", unfinished)
+    assert "is damaged or of another model" in error
+    assert "random_states_0.pkl" in error
+
+
+def test_a_run_is_written_by_one_process(features, tmp_path, capsys):
+    out = tmp_path / "run"
+    running = process(words(features, out, "--epochs", "100000"))
+    wait_for_epoch(out, 1, running)
+    try:
+        for arguments in (
+            ["train", "cifar100", "--resume", str(out)],
+            words(features, out),
+            words(features, out, "--overwrite"),
+        ):
+            assert cli.main(arguments) == 2
+            error = capsys.readouterr().err
+            assert f"`{out}` is in use by another process ({running.pid})" in error
+            assert error.count("\n") == 1
+        state = json.loads((out / "state.json").read_text())
+        wait_for_epoch(out, state["epoch"] + 2, running)
+    finally:
+        running.kill()
+        running.communicate()
+    # The lock died with its process.
+    epochs = [json.loads(line)["epoch"] for line in (out / "metrics.jsonl").read_text().splitlines()]
+    assert epochs == list(range(1, len(epochs) + 1))
+    again = process(["train", "cifar100", "--resume", str(out)])
+    wait_for_epoch(out, epochs[-1] + 1, again)
+    again.kill()
+    again.communicate()
+
+
+def test_a_loss_that_became_nan_ends_the_run_for_good(capsys, features, tmp_path):
+    out = tmp_path / "run"
+    huge = ["--loss", "bce", "--learning-rate", "1e30"]
+    assert cli.main(words(features, out, *huge)) == 1
+    assert "The loss became nan in epoch 1" in capsys.readouterr().err
+    # Every way on is named, and leads on.
+    for arguments in (words(features, out), ["train", "cifar100", "--resume", str(out)]):
+        assert cli.main(arguments) == 2
+        error = capsys.readouterr().err
+        assert "became nan in epoch 1" in error
+        assert "a smaller `--learning-rate`" in error
+        assert "`--overwrite`" in error
+        assert "continue it" not in error
+    assert cli.main(words(features, out, "--overwrite", "--epochs", "1")) == 0
+    assert "Test of epoch 1" in capsys.readouterr().out
+    assert not (out / "failed.json").exists()
+
+
+def test_overwrite_removes_the_run_and_nothing_else(capsys, features, unfinished):
+    (unfinished / "notes.txt").write_text("mine")
+    assert cli.main(words(features, unfinished, "--overwrite", "--epochs", "1")) == 0
+    assert (unfinished / "notes.txt").read_text() == "mine"
+    lines = (unfinished / "metrics.jsonl").read_text().splitlines()
+    assert [json.loads(line)["epoch"] for line in lines] == [1, 1]
+    assert cli.main(["train", "cifar100", "--resume", str(unfinished), "--overwrite"]) == 2
+    assert "`--overwrite`" in capsys.readouterr().err
+
+
+def test_paths_are_stored_absolute_and_data_may_move(capsys, features, tmp_path, monkeypatch):
+    monkeypatch.chdir(features.parent)
+    out = tmp_path / "run"
+    assert cli.main(words(Path(features.name), out, "--epochs", "2")) == 0
+    assert json.loads((out / "settings.json").read_text())["features"] == str(features)
+    monkeypatch.chdir(tmp_path)
+    (out / "result.json").unlink()
+    assert cli.main(["train", "cifar100", "--resume", str(out)]) == 0
+    (out / "result.json").unlink()
+    moved = tmp_path / "moved.npz"
+    shutil.copy(features, moved)
+    assert cli.main(["train", "cifar100", "--resume", str(out), "--features", "moved.npz"]) == 0
+    assert json.loads((out / "settings.json").read_text())["features"] == str(moved)
+    capsys.readouterr()
+    assert "`--data` is given" in refused(capsys, "--resume", out, "--data", "x")
+
+
+def test_threads_change_the_speed_alone(features, whole, tmp_path):
+    out = tmp_path / "run"
+    assert cli.main(words(features, out, "--threads", "2")) == 0
+    found, expected = (json.loads((run / "result.json").read_text())["test"] for run in (out, whole))
+    assert found == pytest.approx(expected, abs=0.02)
+
+
+def test_one_unit_on_every_line(capsys, whole, features, tmp_path):
+    assert cli.main(words(features, tmp_path / "run", "--epochs", "2")) == 0
+    lines = [line for line in capsys.readouterr().out.splitlines() if "top5" in line]
+    assert len(lines) == 3
+    for line in lines:
+        assert re.search(r"top1 \d+\.\d\d%, top5 \d+\.\d\d%", line), line
+
+
+def test_a_long_run_says_so_at_the_start(capsys, features, tmp_path, monkeypatch):
+    monkeypatch.setattr(estimate, "LONG", 1e-6)
+    assert cli.main(words(features, tmp_path / "run", "--epochs", "2")) == 0
+    first = capsys.readouterr().out.splitlines()[0]
+    assert re.fullmatch(r"2 epochs of 20 batches will take about .* on this CPU\.", first)
+
+
+def test_the_estimate_changes_no_number(features, tmp_path, monkeypatch):
+    monkeypatch.setattr(run_of_engine, "forecast", lambda *arguments: None)
+    assert cli.main(words(features, tmp_path / "without", "--epochs", "2")) == 0
+    monkeypatch.undo()
+    assert cli.main(words(features, tmp_path / "with", "--epochs", "2")) == 0
+    found = [(tmp_path / name / "metrics.jsonl").read_bytes() for name in ("without", "with")]
+    assert found[0] == found[1]
+
+
+def test_an_out_that_cannot_be_written_is_refused_before_any_work(capsys, features, monkeypatch):
+    def work(*arguments):
+        raise AssertionError("work was done")
+
+    monkeypatch.setattr(run_of_engine, "_Run", work)
+    for out in ("/proc/nothing/run", features / "run"):
+        assert cli.main(words(features, out)) == 2
+        error = capsys.readouterr().err
+        assert f"`--out` names `{out}`, which cannot be written" in error
+        assert error.count("\n") == 1
+
+
 @pytest.mark.parametrize("name", ["state.json", "run.json", "settings.json"])
 def test_a_damaged_record_is_refused(capsys, unfinished, name):
     (unfinished / name).write_text('{"half')
@@ -234,7 +365,7 @@ def test_a_damaged_record_is_refused(capsys, unfinished, name):
 
 
 def test_a_folder_without_a_run_is_refused(capsys, tmp_path):
-    assert "holds no run to continue" in refused(capsys, "--resume", tmp_path)
+    assert "holds no run of this version: No such file" in refused(capsys, "--resume", tmp_path)
 
 
 def test_a_run_is_not_overwritten(capsys, features, whole):
@@ -259,8 +390,8 @@ def test_two_processes(features, tmp_path):
     load_model(model, out / "checkpoints" / state["best"] / "model.safetensors")
     _, test = read_features(features)
     top = model(test.x).topk(5).indices == test.fine.unsqueeze(1)
-    assert lines[-1]["top5"] == top.any(1).double().mean().item()
-    assert lines[-1]["top1"] == top[:, 0].double().mean().item()
+    assert lines[-1]["top5"] == pytest.approx(top.any(1).double().mean().item(), abs=1e-12)
+    assert lines[-1]["top1"] == pytest.approx(top[:, 0].double().mean().item(), abs=1e-12)
     weights = {path.name for path in (out / "checkpoints" / "epoch-0006").iterdir()}
     assert {"random_states_0.pkl", "random_states_1.pkl"} <= weights
 
@@ -295,6 +426,8 @@ def test_help_explains_every_setting(capsys):
         (["--learning-rate", "nan"], "`--learning-rate` is nan"),
         (["--seed", "-1"], "`--seed` is -1"),
         (["--out", __file__], "which is a file"),
+        (["--threads", "0"], "`--threads` is 0"),
+        (["--threads", "1000"], "`--threads` is 1000"),
     ],
 )
 def test_bad_settings(capsys, options, needle):

@@ -13,7 +13,7 @@ from tests.support.scene_graphs import OBJECTS, PREDICATES, Drawn, draw, vg_tabl
 from torchlml_lab.errors import BadInput
 from torchlml_lab.tasks.scene_graph import visual_genome, vrd
 from torchlml_lab.tasks.scene_graph.batches import GraphBatches, candidates
-from torchlml_lab.tasks.scene_graph.data import split
+from torchlml_lab.tasks.scene_graph.graphs import split
 from torchlml_lab.tasks.scene_graph.priors import log_frequencies, word_vectors
 from torchlml_lab.tasks.scene_graph.regions import RegionFeatures
 

@@ -9,11 +9,12 @@ import pytest
 from tests.support.scene_graphs import draw, write_vg
 from torchlml_lab import cli
 from torchlml_lab.errors import BadInput
-from torchlml_lab.tasks.scene_graph import records
-from torchlml_lab.tasks.scene_graph.command import SceneGraphSettings
-from torchlml_lab.tasks.scene_graph.evaluation import RECALLS
-from torchlml_lab.tasks.scene_graph.records import Record
-from torchlml_lab.tasks.scene_graph.sweep import METHODS, SweepSettings, grid, parse_method
+from torchlml_lab.tasks.scene_graph import recall_rows
+from torchlml_lab.tasks.scene_graph.method_sweep import METHODS, SweepSettings, grid
+from torchlml_lab.tasks.scene_graph.methods import parse_method
+from torchlml_lab.tasks.scene_graph.predicate_classification import SceneGraphSettings
+from torchlml_lab.tasks.scene_graph.recall_rows import Record
+from torchlml_lab.tasks.scene_graph.recalls import RECALLS
 
 
 @pytest.fixture(scope="module")
@@ -63,7 +64,7 @@ def test_a_sweep_is_one_table(swept):
         (row,) = (row for row in mine if row["split"] == split and row["chosen"] == "1")
         assert int(row["epoch"]) == result["best_epoch"]
         for name in RECALLS:
-            assert float(row[records.column(name)]) == result[split][name]
+            assert float(row[recall_rows.column(name)]) == result[split][name]
 
 
 def test_finished_runs_are_skipped(capsys, vg, swept):
@@ -94,15 +95,15 @@ def test_tuning_looks_at_the_best_epoch_on_validation(tmp_path):
         record(learning_rate=1e-3, recall=0.9, split="test"),
     ]
     path = tmp_path / "t.csv"
-    records.write(path, found)
-    assert set(records.read(path, "--csv")) == set(found)
+    recall_rows.TABLE.write(path, found)
+    assert set(recall_rows.TABLE.read(path, "--csv")) == set(found)
     common = SceneGraphSettings(vg=tmp_path)
     runs = grid(SweepSettings(methods=("lml-20",), tuned=path, run=common))
     assert [(run.learning_rate, run.seed) for run in runs] == [(2e-3, 0), (2e-3, 1), (2e-3, 2)]
     with pytest.raises(BadInput, match="no run of the method `bce`"):
         grid(SweepSettings(methods=("bce",), tuned=path, run=common))
     with pytest.raises(BadInput, match="same data and seeds"):
-        records.best_rates([*found, record(learning_rate=3e-3, seed=5)], ["lml-20"], path)
+        recall_rows.best_rates([*found, record(learning_rate=3e-3, seed=5)], ["lml-20"], path)
 
 
 def test_a_k_that_was_not_tuned_has_the_learning_rate_of_the_nearest_that_was(tmp_path):
@@ -112,11 +113,11 @@ def test_a_k_that_was_not_tuned_has_the_learning_rate_of_the_nearest_that_was(tm
         record(method="truncated-entropy-50", learning_rate=5e-4),
     ]
     wanted = ["lml-5", "lml-20", "lml-50", "lml-90", "lml-200", "truncated-entropy-20"]
-    best = records.best_rates(found, wanted, tmp_path)
+    best = recall_rows.best_rates(found, wanted, tmp_path)
     assert list(best) == wanted
     assert list(best.values()) == [1e-3, 1e-3, 1e-3, 2e-3, 2e-3, 5e-4]
     with pytest.raises(BadInput, match="no run of the method `softmax`"):
-        records.best_rates(found, ["softmax"], tmp_path)
+        recall_rows.best_rates(found, ["softmax"], tmp_path)
 
 
 def test_methods():
@@ -210,7 +211,7 @@ def test_figure_and_tables(capsys, swept, tmp_path):
         *[["| method", "seeds"], ["| frequency", "1"], ["| softmax", "1"]],
         *[["| lml-3", "2"], ["| truncated-entropy-20", "2"]],
     ] * 2
-    rows = records.read(swept / "results.csv", "--csv")
+    rows = recall_rows.TABLE.read(swept / "results.csv", "--csv")
     (softmax,) = (row for row in rows if (row.method, row.split) == ("softmax", "test"))
     assert f"| softmax | 1 | {100 * softmax.r20:.1f} | {100 * softmax.r50:.1f} |" in "\n".join(lines)
 

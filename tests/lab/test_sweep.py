@@ -16,9 +16,9 @@ import pytest
 from tests.support.processes import hear_interrupts
 from torchlml_lab import cli
 from torchlml_lab.errors import BadInput
-from torchlml_lab.tasks.cifar100 import records
-from torchlml_lab.tasks.cifar100.records import Record
-from torchlml_lab.tasks.cifar100.sweep import SweepSettings, grid
+from torchlml_lab.tasks.cifar100 import accuracy_rows
+from torchlml_lab.tasks.cifar100.accuracy_rows import Record
+from torchlml_lab.tasks.cifar100.noise_sweep import SweepSettings, grid
 
 ROOT = Path(__file__).parents[2]
 
@@ -169,13 +169,13 @@ def tuning(path):
             (0.3, 0.8, 0.5, 0.2),
         )
     ]
-    records.write(path, found)
+    accuracy_rows.TABLE.write(path, found)
     return found
 
 
 def test_tuning_looks_at_the_mean_on_validation(tmp_path):
     found = tuning(tmp_path / "t.csv")
-    assert set(records.read(tmp_path / "t.csv", "--csv")) == set(found)
+    assert set(accuracy_rows.TABLE.read(tmp_path / "t.csv", "--csv")) == set(found)
     runs = grid(
         SweepSettings(
             losses=("lml",), tuned=tmp_path / "t.csv", run=SweepSettings().run.__class__(features=Path("x"))
@@ -188,9 +188,9 @@ def test_tuning_looks_at_the_mean_on_validation(tmp_path):
 def test_unfair_tuning_is_refused(tmp_path):
     found = tuning(tmp_path / "t.csv")
     with pytest.raises(BadInput, match="was not tried on the same noise levels"):
-        records.best_recipes(found[:-1], ["lml"], tmp_path / "t.csv")
+        accuracy_rows.best_recipes(found[:-1], ["lml"], tmp_path / "t.csv")
     with pytest.raises(BadInput, match="no run of the loss `bce`"):
-        records.best_recipes(found, ["lml", "bce"], tmp_path / "t.csv")
+        accuracy_rows.best_recipes(found, ["lml", "bce"], tmp_path / "t.csv")
 
 
 def test_the_figure_is_drawn_from_the_csv(capsys, whole, tmp_path):

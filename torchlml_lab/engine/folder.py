@@ -6,6 +6,8 @@
     checkpoints/        one folder per kept epoch: weights, optimizer, schedule, random states
     state.json          the last whole epoch and which checkpoints are "last" and "best"
     result.json         there when the run is finished
+    failed.json         there when its loss became infinite or NaN
+    .lock               held by the process that writes the folder
 
 A checkpoint is written under a temporary name and renamed; then `state.json` is replaced, and only that makes
 it count. What a killed run left beyond `state.json` is dropped when it is continued.
@@ -24,11 +26,14 @@ import accelerate
 import torch
 
 import torchlml
+from torchlml_lab.engine.lock import locked
 from torchlml_lab.engine.settings import SETTINGS_FILE, TrainSettings, to_json
 from torchlml_lab.errors import BadInput
 from torchlml_lab.files import read_json, replacing
 
-FORMAT = 1
+FORMAT = 2
+# run.json goes first: without it the folder holds no run, whatever else is left of it.
+_RECORD = ("run.json", SETTINGS_FILE, "metrics.jsonl", "state.json", "result.json", "failed.json")
 
 
 @dataclass(frozen=True)
@@ -57,15 +62,41 @@ class RunFolder:
         self.experiment = experiment
         self.partial = path / "checkpoints" / ".partial"
 
-    def create(self, settings: TrainSettings) -> None:
-        """Begins the record of a new run; a folder that holds a run is refused."""
-        if (self.path / "run.json").exists():
+    def check_free(self, overwrite: bool) -> None:
+        """Refuse a folder that holds a run, unless that may be removed."""
+        if not (self.path / "run.json").exists():
+            return
+        with locked(self.path):  # a run that is under way is nobody else's to continue or remove
+            pass
+        if not overwrite:
+            self.check_sound()
             raise BadInput(
                 f"`--out` names `{self.path}`, which holds a run: continue it with `--resume {self.path}`, "
-                "or give another folder."
+                "give another folder, or replace it with `--overwrite`."
             )
-        self.path.mkdir(parents=True, exist_ok=True)
-        self.write(SETTINGS_FILE, to_json(settings))
+
+    def check_sound(self) -> None:
+        """Refuse a run whose loss became infinite or NaN: continued, it would do so again."""
+        if (self.path / "failed.json").exists():
+            failed = self.read("failed.json")
+            raise BadInput(f"`{self.path}`: " + self.failure(failed.get("epoch"), failed.get("loss")))
+
+    def failure(self, epoch: int | None, loss: str | None) -> str:
+        """What is said of a run whose loss became infinite or NaN, when it happens and ever after."""
+        return (
+            f"The loss became {loss} in epoch {epoch}, and would again: begin a new run with a smaller "
+            "`--learning-rate`, in another `--out` or with `--overwrite`."
+        )
+
+    def create(self, settings: TrainSettings) -> None:
+        """Begin the record of a new run; one that is there is refused, or removed with `overwrite`."""
+        if settings.overwrite:
+            for name in _RECORD:
+                (self.path / name).unlink(missing_ok=True)
+            shutil.rmtree(self.path / "checkpoints", ignore_errors=True)
+        elif (self.path / "run.json").exists():
+            raise BadInput(f"`--out` names `{self.path}`, where another process has just begun a run.")
+        self.write_settings(settings)
         run = {
             "format": FORMAT,
             "experiment": self.experiment,
@@ -81,8 +112,12 @@ class RunFolder:
         }
         self.write("run.json", run)
 
+    def write_settings(self, settings: TrainSettings) -> None:
+        """Write the settings, with whole paths."""
+        self.write(SETTINGS_FILE, to_json(settings))
+
     def check(self) -> None:
-        """Refuses to continue what another experiment or another version has written."""
+        """Refuse to continue what another experiment or another version has written."""
         run = self.read("run.json")
         if run.get("experiment") != self.experiment:
             raise BadInput(
@@ -119,7 +154,7 @@ class RunFolder:
         return path
 
     def commit(self, state: State) -> None:
-        """Makes what was saved under `partial` the last checkpoint, and drops those no longer needed."""
+        """Make what was saved under `partial` the last checkpoint, and drop those no longer needed."""
         run = self.read("run.json")
         written = {"run": run["run"], "torchlml": torchlml.__version__, "epoch": state.epoch}
         (self.partial / "checkpoint.json").write_text(json.dumps(written), encoding="utf-8")
@@ -130,13 +165,13 @@ class RunFolder:
         self.drop_checkpoints_beside(state)
 
     def drop_checkpoints_beside(self, state: State) -> None:
-        """Keeps only the last and the best checkpoint."""
+        """Keep only the last and the best checkpoint."""
         for other in (self.path / "checkpoints").iterdir():
             if other.name not in (state.last, state.best):
                 shutil.rmtree(other)
 
     def add_metrics(self, lines: list[dict[str, Any]]) -> None:
-        """Adds lines to `metrics.jsonl`."""
+        """Add lines to `metrics.jsonl`."""
         with (self.path / "metrics.jsonl").open("a", encoding="utf-8") as file:
             file.write("".join(json.dumps(line) + "\n" for line in lines))
 
@@ -147,18 +182,18 @@ class RunFolder:
         return [json.loads(line) for line in text.splitlines(keepends=True) if line.endswith("\n")]
 
     def drop_metrics_after(self, epoch: int) -> None:
-        """Keeps only the lines of whole epochs."""
+        """Keep only the lines of whole epochs."""
         lines = [line for line in self.metrics() if line["epoch"] <= epoch and line["split"] != "test"]
         with replacing(self.path / "metrics.jsonl") as temporary:
             temporary.write_text("".join(json.dumps(line) + "\n" for line in lines), encoding="utf-8")
 
     def write(self, name: str, values: dict[str, Any]) -> None:
-        """Writes a JSON file whole or not at all."""
+        """Write a JSON file whole or not at all."""
         with replacing(self.path / name) as temporary:
             temporary.write_text(json.dumps(values, indent=1) + "\n", encoding="utf-8")
 
     def read(self, name: str) -> dict[str, Any]:
-        """Reads a JSON file; what cannot be read raises `BadInput`."""
+        """Read a JSON file; what cannot be read raises `BadInput`."""
         return read_json(self.path / name, dict)
 
 

@@ -9,17 +9,20 @@ from pathlib import Path
 from typing import Any, Literal, TypeVar, get_type_hints
 
 from torchlml_lab.cli import parse_settings
+from torchlml_lab.engine.threads import check_threads
 from torchlml_lab.errors import BadInput
 
 
 @dataclass(frozen=True)
 class TrainSettings:
-    """What every experiment can be told; an experiment's own settings extend it."""
+    """What every task can be told; a task's own settings extend it."""
 
     out: Path = Path("runs/run")
     """The run's folder: settings, metrics and checkpoints go there. It must not hold another run."""
     resume: Path | None = None
     """Continue the run in this folder after its last whole epoch, with the settings it was started with."""
+    overwrite: bool = False
+    """Remove the run that `--out` holds, and begin a new one there."""
     seed: int = 0
     """Decides the first weights, the order of the data and every other random choice."""
     epochs: int = 10
@@ -32,12 +35,16 @@ class TrainSettings:
     """Compute in half precision where it is safe, keeping the weights in float32; fp16 is meant for GPUs."""
     cpu: bool = False
     """Stay on the CPU even where a GPU is available."""
+    threads: int | None = None
+    """How many threads compute on the CPU, from 1 to the cores; by default as many as the task gains from."""
     tensorboard: bool = False
     """Also write the metrics for TensorBoard, into the run's folder; needs the package `tensorboard`."""
 
 
-# These may change when a run is continued: they do not change its numbers.
-_FREE = {"out", "resume", "tensorboard"}
+# How a run is called, not what it is.
+_CALL = {"resume", "overwrite"}
+# These may change when a run is continued: they do not change its numbers, or only in the last digit.
+FREE = _CALL | {"out", "tensorboard", "threads"}
 SETTINGS_FILE = "settings.json"
 
 Settings = TypeVar("Settings", bound=TrainSettings)
@@ -46,10 +53,10 @@ Settings = TypeVar("Settings", bound=TrainSettings)
 def read_settings(
     kind: type[Settings], command: str, arguments: Sequence[str], default: Settings
 ) -> Settings:
-    """Reads the options; with `--resume FOLDER`, those that the run was started with are the defaults.
+    """Read the options; with `--resume FOLDER`, those that the run was started with are the defaults.
 
     Args:
-        kind: The experiment's settings.
+        kind: The task's settings.
         command: The command's name, for the help and the errors.
         arguments: What followed it.
         default: The settings where an option is not given.
@@ -64,40 +71,47 @@ def read_settings(
         stored = from_json(kind, folder / SETTINGS_FILE)
         settings = parse_settings(kind, command, arguments, stored)
         for field in dataclasses.fields(settings):
-            now, then = getattr(settings, field.name), getattr(stored, field.name)
-            if field.name not in _FREE and now != then:
-                option = "--" + field.name.replace("_", "-")
-                raise BadInput(
-                    f"`{option}` is {now}, but the run `{folder}` was started with {then}: "
-                    "a run is continued with its own settings."
-                )
+            _check_unchanged(folder, field.name, getattr(settings, field.name), getattr(stored, field.name))
+        if settings.overwrite:
+            raise BadInput("`--overwrite` begins a new run, and `--resume` continues one: give one of them.")
     check(settings)
     return settings
 
 
 def to_json(settings: TrainSettings) -> dict[str, Any]:
-    """The settings as JSON's types; without `resume`, which says how it is called, not what it is."""
-    values = {name: value for name, value in dataclasses.asdict(settings).items() if name != "resume"}
-    return {name: str(value) if isinstance(value, Path) else value for name, value in values.items()}
+    """The settings as JSON's types, with whole paths: a run does not depend on the folder it was begun in."""
+    values = {name: value for name, value in dataclasses.asdict(settings).items() if name not in _CALL}
+    return {
+        name: str(value.absolute()) if isinstance(value, Path) else value for name, value in values.items()
+    }
 
 
 def from_json(kind: type[Settings], path: Path) -> Settings:
-    """Reads the settings that `to_json` gave; a file that holds something else raises `BadInput`."""
+    """Read the settings that `to_json` gave; a file that holds something else raises `BadInput`."""
     try:
         values = json.loads(path.read_text(encoding="utf-8"))
         hints = get_type_hints(kind)
-        names = {field.name for field in dataclasses.fields(kind)} - {"resume"}
+        names = {field.name for field in dataclasses.fields(kind)} - _CALL
         if set(values) != names:
-            raise ValueError("its settings are not those of this experiment and version")
+            raise ValueError("its settings are not those of this task and version")
         for name, value in values.items():
             if hints[name] in (Path, Path | None) and value is not None:
                 values[name] = Path(value)
         return kind(**values)
     except (OSError, ValueError, TypeError) as error:
         said = error.strerror if isinstance(error, OSError) else error
-        raise BadInput(
-            f"`--resume` names `{path.parent}`, which holds no run to continue: {said}."
-        ) from error
+        raise BadInput(f"`{path.parent}` holds no run of this version: {said}.") from error
+
+
+def _check_unchanged(folder: Path, name: str, now: object, then: object) -> None:
+    """Refuse an option that would make another run of it; data may lie elsewhere than they did."""
+    option = "--" + name.replace("_", "-")
+    where = f"but the run `{folder}` was started with"
+    if name in FREE or now == then or (isinstance(now, Path) and isinstance(then, Path)):
+        return
+    if then is None:
+        raise BadInput(f"`{option}` is given, {where}out it: a run is continued with its own settings.")
+    raise BadInput(f"`{option}` is {now}, {where} {then}: a run is continued with its own settings.")
 
 
 def _resumed_folder(arguments: Sequence[str]) -> Path | None:
@@ -110,7 +124,9 @@ def _resumed_folder(arguments: Sequence[str]) -> Path | None:
 
 
 def check(settings: TrainSettings) -> None:
-    """Refuses settings that no experiment can be run with."""
+    """Refuse settings that no task can be run with."""
+    if settings.threads is not None:
+        check_threads(settings.threads)
     for name in ("epochs", "batch_size"):
         if getattr(settings, name) < 1:
             option = "--" + name.replace("_", "-")

@@ -2,11 +2,11 @@
 
 import csv
 from collections import defaultdict
-from collections.abc import Hashable, Iterable, Sequence
-from dataclasses import asdict, fields
+from collections.abc import Callable, Hashable, Iterable, Sequence
+from dataclasses import dataclass, fields
 from pathlib import Path
 from statistics import mean, stdev
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, Generic, NamedTuple, TypeVar
 
 from rich import box
 from rich.table import Table
@@ -26,29 +26,39 @@ class Tried(NamedTuple):
     score: float
 
 
-def write_rows(path: Path, kind: type[Any], rows: Iterable[Any]) -> None:
-    """Writes rows of one dataclass whole or not at all; its `seconds` are rounded."""
-    with replacing(path) as temporary, temporary.open("w", newline="", encoding="utf-8") as file:
-        writer = csv.DictWriter(file, [field.name for field in fields(kind)], lineterminator="\n")
-        writer.writeheader()
-        writer.writerows(asdict(row) | {"seconds": f"{row.seconds:.1f}"} for row in rows)
+@dataclass(frozen=True)
+class StudyTable(Generic[Row]):
+    """A CSV whose rows are a dataclass with `seconds`, in an order of its own."""
 
+    kind: type[Row]
+    order: Callable[[Row], Any]
+    """What the rows are sorted by: it must not depend on which run ended first."""
 
-def read_rows(path: Path, kind: type[Row], option: str) -> list[Row]:
-    """Reads a CSV that `write_rows` made; `option` named it, for the error when it is something else."""
-    types: dict[str, Any] = {field.name: field.type for field in fields(kind)}  # type: ignore[arg-type]
-    try:
-        with path.open(newline="", encoding="utf-8") as file:
-            rows = csv.DictReader(file)
-            if rows.fieldnames != list(types):
-                raise ValueError("its columns are not those of a sweep of this version")
-            found = [kind(**{key: types[key](row[key]) for key in types}) for row in rows]
-        if not found:
-            raise ValueError("it has no rows")
-    except (OSError, ValueError, TypeError) as error:
-        said = error.strerror if isinstance(error, OSError) else error
-        raise BadInput(f"`{option}` names `{path}`, which cannot be read as a sweep: {said}.") from error
-    return found
+    def write(self, path: Path, rows: Iterable[Row]) -> None:
+        """Write the CSV whole or not at all; seconds are rounded."""
+        names = [field.name for field in fields(self.kind)]  # type: ignore[arg-type]
+        with replacing(path) as temporary, temporary.open("w", newline="", encoding="utf-8") as file:
+            writer = csv.DictWriter(file, names, lineterminator="\n")
+            writer.writeheader()
+            for row in sorted(rows, key=self.order):
+                values = {name: getattr(row, name) for name in names}
+                writer.writerow(values | {"seconds": f"{values['seconds']:.1f}"})
+
+    def read(self, path: Path, option: str) -> list[Row]:
+        """Read what `write` wrote; `option` named the file, for the error when it is something else."""
+        types: dict[str, Any] = {field.name: field.type for field in fields(self.kind)}  # type: ignore[arg-type]
+        try:
+            with path.open(newline="", encoding="utf-8") as file:
+                rows = csv.DictReader(file)
+                if rows.fieldnames != list(types):
+                    raise ValueError("its columns are not those of a sweep of this version")
+                found = [self.kind(**{key: types[key](row[key]) for key in types}) for row in rows]
+            if not found:
+                raise ValueError("it has no rows")
+        except (OSError, ValueError, TypeError) as error:
+            said = error.strerror if isinstance(error, OSError) else error
+            raise BadInput(f"`{option}` names `{path}`, which cannot be read as a sweep: {said}.") from error
+        return found
 
 
 def best_recipes(

@@ -13,8 +13,8 @@ from torchlml_lab.cli import parse_settings
 from torchlml_lab.errors import BadInput
 from torchlml_lab.figures import sources
 from torchlml_lab.style import METHODS, PAGE, check_picture, new_figure
-from torchlml_lab.tasks.cifar100 import records
-from torchlml_lab.tasks.cifar100.records import Record
+from torchlml_lab.tasks.cifar100 import accuracy_rows
+from torchlml_lab.tasks.cifar100.accuracy_rows import Record
 
 # One's own sweep, or that of the study.
 USUAL = (Path("runs/cifar100-sweep/results.csv"), Path("results/cifar100/features.csv"))
@@ -36,7 +36,7 @@ def main(arguments: Sequence[str]) -> None:
     settings = parse_settings(Cifar100FigureSettings, "figures cifar100", arguments, default)
     check_picture(settings.out)
     path = sources.find(settings.csv, USUAL, "torchlml sweep cifar100")
-    rows = records.read(path, "--csv")
+    rows = accuracy_rows.TABLE.read(path, "--csv")
     for loss in {row.loss for row in rows}:
         if len({row.recipe for row in rows if row.loss == loss}) > 1:
             raise BadInput(f"`--csv` names `{path}`, where `{loss}` has several recipes: it is a tuning.")

@@ -16,9 +16,10 @@ from torchlml_lab.errors import BadInput
 from torchlml_lab.figures import sources
 from torchlml_lab.files import replacing
 from torchlml_lab.style import GREY, METHODS, ORANGE, PAGE, check_picture, new_figure
-from torchlml_lab.tasks.scene_graph import records
-from torchlml_lab.tasks.scene_graph.evaluation import KS, RECALLS
-from torchlml_lab.tasks.scene_graph.records import FREQUENCY, Record, column
+from torchlml_lab.tasks.scene_graph import recall_rows
+from torchlml_lab.tasks.scene_graph.methods import find_method, parse_method
+from torchlml_lab.tasks.scene_graph.recall_rows import FREQUENCY, Record, column
+from torchlml_lab.tasks.scene_graph.recalls import KS, RECALLS
 
 # One's own sweep, or that of the study.
 USUAL = (Path("runs/scene-graph-sweep/results.csv"), Path("results/scene-graph/vg.csv"))
@@ -45,7 +46,7 @@ def main(arguments: Sequence[str]) -> None:
     settings = parse_settings(SceneGraphFigureSettings, "figures scene-graph", arguments, default)
     check_picture(settings.out)
     path = sources.find(settings.csv, USUAL, "torchlml sweep scene-graph")
-    rows = records.read(path, "--csv")
+    rows = recall_rows.TABLE.read(path, "--csv")
     trained = [row for row in rows if row.method != FREQUENCY]
     for method in {row.method for row in trained}:
         if len({(row.learning_rate, row.variant) for row in trained if row.method == method}) > 1:
@@ -84,7 +85,7 @@ def draw(rows: Sequence[Record], methods: Sequence[str], picture: Path) -> None:
 
 def _draw_panel(axes: Axes, rows: Sequence[Record], methods: Sequence[str], mode: str, split: str) -> None:
     for method in methods:
-        colour = ORANGE if method == "softmax" else METHODS[method.rstrip("0123456789").rstrip("-")][0]
+        colour = ORANGE if method == "softmax" else METHODS[parse_method(method).objective][0]
         for k in KS:
             values: dict[int, list[float]] = defaultdict(list)
             for row in rows:
@@ -130,6 +131,7 @@ def page_of(rows: Sequence[Record]) -> str:
 
 def _place(method: str) -> tuple[int, str, int]:
     """The order of the paper: what is known, softmax, then by name and k."""
-    words = method.rsplit("-", 1)
-    k = int(words[1]) if len(words) > 1 and words[1].isdecimal() else 0
-    return ((FREQUENCY, "softmax").index(method) if method in (FREQUENCY, "softmax") else 2, words[0], k)
+    found = find_method(method)
+    if found is None or found.k is None:
+        return ((FREQUENCY, "softmax").index(method) if method in (FREQUENCY, "softmax") else 2, method, 0)
+    return 2, found.objective, found.k

@@ -1,1 +1,36 @@
-"""Demonstrations and experiments; they need the extra `lab`."""
+"""The tasks by name, and the module that does for each what a command asks: a new task is an entry here."""
+
+from typing import NamedTuple
+
+from torchlml_lab.cli import Command
+
+
+class TaskCommands(NamedTuple):
+    """The commands of a task; each names a module with `main(arguments)`, or is None."""
+
+    train: Command
+    sweep: Command | None = None
+    evaluate: str | None = None
+    """Called with the folder of a run first, as are the next two."""
+    predict: str | None = None
+    step_time: str | None = None
+
+
+TASKS = {
+    "cifar100": TaskCommands(
+        train=Command("torchlml_lab.tasks.cifar100.classification", "top-5 classification under label noise"),
+        sweep=Command("torchlml_lab.tasks.cifar100.noise_sweep", "losses x noise levels x seeds, and tuning"),
+        evaluate="torchlml_lab.tasks.cifar100.accuracy_report",
+        step_time="torchlml_lab.tasks.cifar100.loss_times",
+    ),
+    "scene-graph": TaskCommands(
+        train=Command(
+            "torchlml_lab.tasks.scene_graph.predicate_classification",
+            "all relations of an image, on Visual Genome or VRD",
+        ),
+        sweep=Command("torchlml_lab.tasks.scene_graph.method_sweep", "methods x seeds, and tuning"),
+        evaluate="torchlml_lab.tasks.scene_graph.recall_report",
+        predict="torchlml_lab.tasks.scene_graph.graph_prediction",
+        step_time="torchlml_lab.tasks.scene_graph.objective_times",
+    ),
+}

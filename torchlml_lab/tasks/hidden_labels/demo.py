@@ -7,16 +7,18 @@ from pathlib import Path
 import torch
 from rich import box
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 from torch import Tensor
 
 from torchlml_lab.cli import parse_settings
+from torchlml_lab.engine.progress import ProgressBar
+from torchlml_lab.engine.threads import check_threads, use_threads
 from torchlml_lab.errors import BadInput
+from torchlml_lab.files import check_folder, writing
 from torchlml_lab.tasks.hidden_labels import images, page, plots, words
 from torchlml_lab.tasks.hidden_labels.images import CLASSES, CONDITIONS, Images
 from torchlml_lab.tasks.hidden_labels.measures import COLUMNS, Measured, Results, measure, spread, values
-from torchlml_lab.tasks.hidden_labels.training import METHODS, logits_of, train
+from torchlml_lab.tasks.hidden_labels.stacked_networks import METHODS, train
 
 SHOWN = 4
 
@@ -35,20 +37,17 @@ class DemoSettings:
     """How often each network sees each training image, at least once."""
     out: Path = Path("torchlml-demo")
     """The folder for `report.html` and the plots; it is made when it is missing."""
+    threads: int = 1
+    """How many threads compute, from 1 to the cores; matrices this small gain nothing from a second one."""
 
 
 def main(arguments: Sequence[str]) -> None:
-    """Reads the options and runs the demo."""
+    """Read the options and run the demo."""
     settings = parse_settings(DemoSettings, "demo", arguments, DemoSettings())
     _check(settings)
     console = Console()
-    # Matrices this small gain nothing from a second thread, and lose much where another program wants a core.
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    try:
+    with use_threads(settings.threads):
         results, examples, answers = run(settings, console)
-    finally:
-        torch.set_num_threads(threads)
     meanings = {method.name: method.meaning for method in METHODS}
     meanings[words.SCALED] = "the network of cross-entropy again; p is k times the softmax, at most 1"
     findings = {condition: words.sentences(results, condition, settings.k) for condition in CONDITIONS}
@@ -59,21 +58,22 @@ def main(arguments: Sequence[str]) -> None:
             console.print(f"- {said}", highlight=False)
         console.print()
     console.print(limits, highlight=False)
-    settings.out.mkdir(parents=True, exist_ok=True)
     scores, calibration = settings.out / "scores.png", settings.out / "calibration.png"
-    plots.draw_scores(results, settings.k, scores)
-    plots.draw_calibration(results, calibration)
-    page.write(
-        settings.out / "report.html",
-        setting=_setting(settings),
-        results=results,
-        findings=findings,
-        limits=limits,
-        meanings=meanings,
-        plots=(scores, calibration),
-        examples=examples,
-        answers=answers,
-    )
+    with writing("The report", settings.out, "the tables above are all that was measured"):
+        settings.out.mkdir(parents=True, exist_ok=True)
+        plots.draw_scores(results, settings.k, scores)
+        plots.draw_calibration(results, calibration)
+        page.write(
+            settings.out / "report.html",
+            setting=_setting(settings),
+            results=results,
+            findings=findings,
+            limits=limits,
+            meanings=meanings,
+            plots=(scores, calibration),
+            examples=examples,
+            answers=answers,
+        )
     console.print(
         f"\nThe report is {settings.out / 'report.html'}, the plots are {scores} and {calibration}.",
         soft_wrap=True,
@@ -81,7 +81,7 @@ def main(arguments: Sequence[str]) -> None:
 
 
 def run(settings: DemoSettings, console: Console) -> tuple[Results, Images, dict[str, Tensor]]:
-    """Trains every method on every seed and condition and measures it.
+    """Train every method on every seed and condition and measure it.
 
     Args:
         settings: What to run.
@@ -96,16 +96,16 @@ def run(settings: DemoSettings, console: Console) -> tuple[Results, Images, dict
     inputs = torch.stack([test.pixels.flatten(1) for test in tests])
     results: dict[tuple[str, str], list[Measured]] = {}
     answers = {}
-    columns = (TextColumn("{task.description:<19}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
-    with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as progress:
+    with ProgressBar(console) as progress:
         task = progress.add_task("", total=len(METHODS) * settings.epochs)
         for method in METHODS:
-            progress.update(task, description=method.name)
+            progress.update(task, description=f"{method.name:<18}")
             seeds = [seed for _, seed in pairs]
-            weights = train(
+            networks = train(
                 method, training, seeds, settings.k, settings.epochs, lambda: progress.advance(task)
             )
-            logits = logits_of(weights, inputs)
+            with torch.no_grad():
+                logits = networks(inputs)
             p = method.probability(logits, settings.k)
             named = [(method.name, p)]
             if method.name == "cross-entropy":
@@ -125,8 +125,8 @@ def _check(settings: DemoSettings) -> None:
     for name, least in (("seeds", 2), ("images", 100), ("epochs", 1)):
         if getattr(settings, name) < least:
             raise BadInput(f"`--{name}` is {getattr(settings, name)}, and must be at least {least}.")
-    if settings.out.exists() and not settings.out.is_dir():
-        raise BadInput(f"`--out` names `{settings.out}`, which is a file: give a folder.")
+    check_threads(settings.threads)
+    check_folder("--out", settings.out)
 
 
 def _setting(settings: DemoSettings) -> str:

@@ -7,18 +7,19 @@ import torch
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
+from torchlml_lab.style import DARK_ORANGE, GREY, METHODS
 from torchlml_lab.files import replacing
 from torchlml_lab.tasks.hidden_labels.images import CONDITIONS
 from torchlml_lab.tasks.hidden_labels.measures import Results, spread, values
 
-# Okabe and Ito's palette, which people with any colour vision can tell apart, and a marker each.
+# A method looks as in every other figure; those that only the demo has are shades of their relatives.
 LOOK = {
-    "cross-entropy": ("#E69F00", "o"),
-    "cross-entropy x k": ("#8C6100", "s"),
-    "sigmoid likelihood": ("#999999", "v"),
-    "sigmoid BCE": ("#56B4E9", "^"),
-    "truncated entropy": ("#009E73", "D"),
-    "LML": ("#0072B2", "P"),
+    "cross-entropy": METHODS["cross-entropy"],
+    "cross-entropy x k": (DARK_ORANGE, "s"),
+    "sigmoid likelihood": (GREY, "v"),
+    "sigmoid BCE": METHODS["bce"],
+    "truncated entropy": METHODS["truncated-entropy"],
+    "LML": METHODS["lml"],
 }
 
 
@@ -42,8 +43,8 @@ def draw_scores(results: Results, k: int, picture: Path) -> None:
                 _bars(axes, results, condition, measure)
                 axes.set_title(f"{title}\nlabel named: {condition}", loc="left", fontsize=10)
                 if chance is not None:
-                    axes.axvline(chance, color="#555555", linewidth=1, linestyle=(0, (4, 4)))
-                    axes.text(chance + 0.01, 5.42, "chance", color="#555555", fontsize=8, va="center")
+                    axes.axvline(chance, color=GREY, linewidth=1, linestyle=(0, (4, 4)))
+                    axes.text(chance + 0.01, 5.42, "chance", color=GREY, fontsize=8, va="center")
         _save(figure, picture)
 
 
@@ -58,7 +59,7 @@ def draw_calibration(results: Results, picture: Path) -> None:
         figure = Figure(figsize=(10.5, 4.9), dpi=130, layout="constrained")
         panels = figure.subplots(1, len(CONDITIONS), sharey=True)
         for axes, condition in zip(panels, CONDITIONS, strict=True):
-            axes.plot((0, 1), (0, 1), color="#BBBBBB", linewidth=1.2, linestyle=(0, (4, 4)))
+            axes.plot((0, 1), (0, 1), color=GREY, linewidth=1.2, linestyle=(0, (4, 4)))
             for name, (colour, marker) in LOOK.items():
                 said, present = _pooled(results, condition, name)
                 axes.plot(said, present, color=colour, marker=marker, markersize=5, linewidth=1.6, label=name)

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 from torch.utils.data import Dataset
 
-from torchlml_lab.tasks.scene_graph.data import SceneGraphs, members
+from torchlml_lab.tasks.scene_graph.graphs import SceneGraphs, members
 from torchlml_lab.tasks.scene_graph.regions import RegionFeatures
 
 

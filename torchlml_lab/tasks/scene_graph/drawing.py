@@ -8,7 +8,7 @@ from matplotlib.axes import Axes
 from matplotlib.patches import FancyArrowPatch, Rectangle
 
 from torchlml_lab.style import BLUE, GREEN, GREY, INK, PAGE, VERMILION, new_figure
-from torchlml_lab.tasks.scene_graph.data import SceneGraphs
+from torchlml_lab.tasks.scene_graph.graphs import SceneGraphs
 
 _BACK = {"boxstyle": "round,pad=0.15", "facecolor": "white", "edgecolor": "none", "alpha": 0.85}
 _BEND = 0.2  # how far an arrow bends aside, of its length

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from torchlml_lab.errors import BadInput
 from torchlml_lab.tasks.scene_graph.batches import candidates
-from torchlml_lab.tasks.scene_graph.data import SceneGraphs
+from torchlml_lab.tasks.scene_graph.graphs import SceneGraphs
 
 # Added to each frequency before the logarithm, as in Motifs.
 FLOOR = 1e-3

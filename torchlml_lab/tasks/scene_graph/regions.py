@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from torchlml_lab.errors import BadInput
-from torchlml_lab.tasks.scene_graph.data import SceneGraphs
+from torchlml_lab.tasks.scene_graph.graphs import SceneGraphs
 from torchlml_lab.tasks.scene_graph.hdf5 import reading
 
 

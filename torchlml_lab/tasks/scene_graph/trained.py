@@ -1,24 +1,36 @@
-"""A finished or unfinished run, read back: its settings, its images and its network with the best weights."""
+"""A run of scene graphs read back: its settings, its images and its network with the best weights."""
 
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import NamedTuple
 
-from safetensors import SafetensorError
-from safetensors.torch import load_model
-
-from torchlml_lab.engine.folder import RunFolder
-from torchlml_lab.engine.settings import SETTINGS_FILE, from_json
-from torchlml_lab.errors import BadInput
-from torchlml_lab.tasks.scene_graph.command import (
+from torchlml_lab.engine import best_epoch
+from torchlml_lab.tasks.scene_graph.graphs import Splits
+from torchlml_lab.tasks.scene_graph.model import MotifNet
+from torchlml_lab.tasks.scene_graph.predicate_classification import (
     EXPERIMENT,
     SceneGraphSettings,
     network,
     read,
     read_regions,
 )
-from torchlml_lab.tasks.scene_graph.data import Splits
-from torchlml_lab.tasks.scene_graph.model import MotifNet
 from torchlml_lab.tasks.scene_graph.regions import RegionFeatures
+
+
+@dataclass(frozen=True)
+class MovedData:
+    """Where the data of a run are now; an option is only needed for what is not where it was."""
+
+    vg: Path | None = None
+    """The folder with Visual Genome, where it has moved."""
+    vrd: Path | None = None
+    """The folder with VRD, where it has moved."""
+    glove: Path | None = None
+    """The GloVe vectors, where they have moved."""
+    counts: Path | None = None
+    """The counts of the frequency bias, where they have moved."""
+    region_features: Path | None = None
+    """The region features, where they have moved."""
 
 
 class Trained(NamedTuple):
@@ -32,27 +44,21 @@ class Trained(NamedTuple):
     """The epoch the weights are of: the best on validation so far."""
 
 
-def load(run: Path) -> Trained:
-    """Reads a run back; its data are read again from where they were.
+def load(run: Path, moved: MovedData) -> Trained:
+    """Read a run back; its data are read again.
 
     Args:
         run: The folder of a run of `torchlml train scene-graph`; anything else raises `BadInput`.
+        moved: Where its data are now.
 
     Returns:
         The run, with the network on the CPU and ready to predict.
     """
-    folder = RunFolder(run, EXPERIMENT)
-    folder.check()
-    state = folder.state()
-    if state is None:
-        raise BadInput(f"`{run}` has no finished epoch yet.")
-    settings = from_json(SceneGraphSettings, run / SETTINGS_FILE)
+    best = best_epoch.find(EXPERIMENT, run)
+    paths = {field.name: getattr(moved, field.name) for field in fields(MovedData)}
+    settings = best_epoch.read_moved(SceneGraphSettings, run, paths)
     splits = read(settings)
     regions = read_regions(settings, splits)
     model = network(settings, splits, regions)
-    weights = folder.checkpoint(state.best) / "model.safetensors"
-    try:
-        load_model(model, str(weights))
-    except (OSError, RuntimeError, SafetensorError) as error:
-        raise BadInput(f"`{weights}` is damaged or of another model.") from error
-    return Trained(settings, splits, regions, model.eval(), state.best_epoch)
+    best.load(model)
+    return Trained(settings, splits, regions, model, best.epoch)

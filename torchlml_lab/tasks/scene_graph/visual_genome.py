@@ -9,7 +9,7 @@ from numpy.typing import NDArray
 
 from torchlml_lab.errors import BadInput
 from torchlml_lab.files import read_json
-from torchlml_lab.tasks.scene_graph.data import Image, SceneGraphs, collect, damaged
+from torchlml_lab.tasks.scene_graph.graphs import Image, SceneGraphs, collect, damaged
 from torchlml_lab.tasks.scene_graph.hdf5 import reading
 
 SCALE = 1024  # the longer side of every image, in the units of the boxes

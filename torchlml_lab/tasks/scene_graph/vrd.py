@@ -8,7 +8,7 @@ import numpy as np
 
 from torchlml_lab.errors import BadInput
 from torchlml_lab.files import read_json
-from torchlml_lab.tasks.scene_graph.data import Image, SceneGraphs, collect, damaged
+from torchlml_lab.tasks.scene_graph.graphs import Image, SceneGraphs, collect, damaged
 
 
 def read(folder: Path) -> tuple[SceneGraphs, SceneGraphs]:

@@ -5,14 +5,16 @@ exchange anything, and two cores are used well. Every loss starts from the same 
 batches in the same order, with the same optimizer.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
-from torch import Tensor
+from accelerate import Accelerator
+from torch import Tensor, nn
 from torch.nn.functional import binary_cross_entropy_with_logits, cross_entropy, logsigmoid, one_hot
 
 import torchlml
+from torchlml_lab.engine.loop import train_epoch
 from torchlml_lab.tasks.hidden_labels.images import CLASSES, Images
 
 HIDDEN = 128
@@ -74,6 +76,29 @@ METHODS = (
 )
 
 
+class StackedNetworks(nn.Module):
+    """One small network for each data set, as stacked matrices.
+
+    Args:
+        generators: One for each network: it draws the first weights.
+        inputs: How many numbers a network sees.
+    """
+
+    def __init__(self, generators: Sequence[torch.Generator], inputs: int) -> None:
+        super().__init__()
+        first = torch.stack([torch.randn(inputs, HIDDEN, generator=one) for one in generators])
+        second = torch.stack([torch.randn(HIDDEN, CLASSES, generator=one) for one in generators])
+        self.first = nn.Parameter(first * (2 / inputs) ** 0.5)
+        self.first_bias = nn.Parameter(torch.zeros(len(generators), 1, HIDDEN))
+        self.second = nn.Parameter(second * (1 / HIDDEN) ** 0.5)
+        self.second_bias = nn.Parameter(torch.zeros(len(generators), 1, CLASSES))
+
+    def forward(self, x: Tensor) -> Tensor:
+        """The logits (sets, rows, 10) of inputs (sets, rows, inputs)."""
+        hidden = torch.baddbmm(self.first_bias, x, self.first).relu()
+        return torch.baddbmm(self.second_bias, hidden, self.second)
+
+
 def train(
     method: Method,
     sets: Sequence[Images],
@@ -81,8 +106,8 @@ def train(
     k: int,
     epochs: int,
     step: Callable[[], None],
-) -> list[Tensor]:
-    """Trains one network per data set with one loss.
+) -> StackedNetworks:
+    """Train one network per data set with one loss.
 
     Args:
         method: The loss.
@@ -93,44 +118,27 @@ def train(
         step: Called after every epoch.
 
     Returns:
-        The stacked weights: (sets, inputs, hidden), (sets, 1, hidden), (sets, hidden, 10), (sets, 1, 10).
+        The trained networks, one for each data set.
     """
     x = torch.stack([images.pixels.flatten(1) for images in sets])
     named = torch.stack([images.named for images in sets])
     generators = [torch.Generator().manual_seed(seed) for seed in seeds]
-    weights = [weight.requires_grad_() for weight in _first_weights(generators, x.shape[2])]
-    optimizer = torch.optim.Adam(weights, lr=LEARNING_RATE)
-    count = x.shape[1]
+    networks = StackedNetworks(generators, x.shape[2])
+    optimizer = torch.optim.Adam(networks.parameters(), lr=LEARNING_RATE)
     row = torch.arange(len(sets)).unsqueeze(1)
+
+    def batches() -> Iterator[tuple[Tensor, Tensor]]:
+        order = torch.stack([torch.randperm(x.shape[1], generator=one) for one in generators])
+        for batch in order.split(BATCH, 1):
+            yield x[row, batch], named[row, batch]
+
+    def loss(model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
+        values = method.loss(model(batch[0]).flatten(0, 1), batch[1].flatten(), k)
+        # The mean of each network's own batch: the gradient of one does not depend on the others.
+        return values.sum() / batch[1].shape[1]
+
+    accelerator = Accelerator(cpu=True)
     for _ in range(epochs):
-        order = torch.stack([torch.randperm(count, generator=generator) for generator in generators])
-        for start in range(0, count, BATCH):
-            batch = order[:, start : start + BATCH]
-            loss = method.loss(
-                logits_of(weights, x[row, batch]).flatten(0, 1), named[row, batch].flatten(), k
-            )
-            optimizer.zero_grad()
-            # The mean of each network's own batch: the networks do not feel one another.
-            (loss.sum() / batch.shape[1]).backward()
-            optimizer.step()
+        train_epoch(networks, optimizer, loss, batches(), accelerator)
         step()
-    return [weight.detach() for weight in weights]
-
-
-def logits_of(weights: Sequence[Tensor], x: Tensor) -> Tensor:
-    """The logits (sets, rows, 10) of the stacked networks for their inputs (sets, rows, inputs)."""
-    first, first_bias, second, second_bias = weights
-    hidden = torch.baddbmm(first_bias, x, first).relu()
-    return torch.baddbmm(second_bias, hidden, second)
-
-
-def _first_weights(generators: Sequence[torch.Generator], inputs: int) -> list[Tensor]:
-    first = torch.stack([torch.randn(inputs, HIDDEN, generator=generator) for generator in generators])
-    second = torch.stack([torch.randn(HIDDEN, CLASSES, generator=generator) for generator in generators])
-    number = len(generators)
-    return [
-        first * (2 / inputs) ** 0.5,
-        torch.zeros(number, 1, HIDDEN),
-        second * (1 / HIDDEN) ** 0.5,
-        torch.zeros(number, 1, CLASSES),
-    ]
+    return networks.eval()

@@ -13,21 +13,23 @@ from rich.console import Console
 from rich.table import Table
 
 from torchlml_lab.cli import parse_settings
-from torchlml_lab.engine.loop import train
-from torchlml_lab.engine.sweep import Grid, GridSettings, check_grid, resuming, run_grid
+from torchlml_lab.engine.grid import Grid, GridSettings, check_grid, check_places, resuming, run_grid
+from torchlml_lab.engine.run import train
 from torchlml_lab.engine.table import plain_table, spread
 from torchlml_lab.errors import BadInput
-from torchlml_lab.tasks.cifar100 import records
-from torchlml_lab.tasks.cifar100.command import (
+from torchlml_lab.tasks.cifar100 import accuracy_rows
+from torchlml_lab.tasks.cifar100.accuracy_rows import Record
+from torchlml_lab.tasks.cifar100.classification import (
+    EXPERIMENT,
     FEATURES,
     LOSSES,
     Cifar100Settings,
     Loss,
     check,
+    model_name,
     read,
     task,
 )
-from torchlml_lab.tasks.cifar100.records import Record
 
 # These settings of a run are the sweep's to choose.
 _CHOSEN = ("out", "resume", "loss", "noise", "seed")
@@ -55,13 +57,16 @@ class SweepSettings(GridSettings):
 
 
 def main(arguments: Sequence[str]) -> None:
-    """Reads the options and runs what is not done yet."""
+    """Read the options and run what is not done yet."""
     features = any(word.startswith("--run.features") for word in arguments)
     default = SweepSettings(run=FEATURES) if features else SweepSettings()
     settings = parse_settings(SweepSettings, "sweep cifar100", arguments, default)
     runs = grid(settings)
+    check_places(settings)
     read(settings.run.data, settings.run.features)  # so that a bad file is reported once, and at once
-    study = Grid("cifar100", runs, _run_one, lambda one, done: [record(one, done)], records.write, _table)
+    study = Grid(
+        EXPERIMENT, runs, _run_one, lambda one, done: [record(one, done)], accuracy_rows.TABLE.write, _table
+    )
     run_grid(study, settings, Console())
 
 
@@ -76,8 +81,8 @@ def grid(settings: SweepSettings) -> list[Cifar100Settings]:
     if settings.tuned is not None:
         if settings.learning_rates or settings.temperatures:
             raise BadInput("`--tuned` chooses learning rates and temperatures: do not give them too.")
-        rows = records.read(settings.tuned, "--tuned")
-        chosen = records.best_recipes(rows, settings.losses, settings.tuned)
+        rows = accuracy_rows.TABLE.read(settings.tuned, "--tuned")
+        chosen = accuracy_rows.best_recipes(rows, settings.losses, settings.tuned)
         recipes = {loss: [chosen[loss]] for loss in settings.losses}
     runs = []
     # The seed varies slowest: a sweep that is stopped early still has every loss at every noise level.
@@ -102,7 +107,7 @@ def record(settings: Cifar100Settings, result: dict[str, Any]) -> Record:
     """The row of a finished run."""
     topk = f"top{settings.k}"
     return Record(
-        source="features" if settings.features is not None else settings.network,
+        source=model_name(settings),
         loss=settings.loss,
         noise=settings.noise,
         seed=settings.seed,
@@ -123,8 +128,12 @@ _read_once = lru_cache(maxsize=1)(read)
 
 
 def _run_one(settings: Cifar100Settings) -> dict[str, Any]:
-    training, test = _read_once(settings.data, settings.features)
-    return train("cifar100", resuming(settings), lambda: task(settings, training, test), Console(quiet=True))
+    return train(
+        EXPERIMENT,
+        resuming(settings),
+        lambda: task(settings, *_read_once(settings.data, settings.features)),
+        Console(quiet=True),
+    )
 
 
 def _table(rows: Sequence[Record]) -> Table:

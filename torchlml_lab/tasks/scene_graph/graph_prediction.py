@@ -1,4 +1,4 @@
-"""`torchlml predict RUN`: the scene graph of one image, printed and drawn."""
+"""`torchlml predict RUN` of scene graphs: the graph of one image, printed and drawn."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -13,34 +13,41 @@ from torchlml_lab.cli import parse_settings
 from torchlml_lab.engine.table import plain_table
 from torchlml_lab.errors import BadInput
 from torchlml_lab.style import check_picture
+from torchlml_lab.files import check_file, writing
 from torchlml_lab.tasks.scene_graph import objectives
 from torchlml_lab.tasks.scene_graph.batches import GraphBatches
-from torchlml_lab.tasks.scene_graph.command import vision
 from torchlml_lab.tasks.scene_graph.drawing import Triple, draw
-from torchlml_lab.tasks.scene_graph.trained import Trained, load
+from torchlml_lab.tasks.scene_graph.graphs import SceneGraphs
+from torchlml_lab.tasks.scene_graph.predicate_classification import vision
+from torchlml_lab.tasks.scene_graph.trained import MovedData, Trained, load
+
+MOST_RELATIONS = 50  # more arrows cannot be told apart
+FEW_OBJECTS = 8
 
 
 @dataclass(frozen=True)
-class PredictSettings:
+class PredictSettings(MovedData):
     """Print and draw the most probable relations of an image, with the best weights of a scene-graph run."""
 
     run: Annotated[Path, tyro.conf.Positional] = Path("runs/scene-graph")
     """The folder of the run."""
     image: str | None = None
-    """The image, of any split: `image_id` of VG, the file's name of VRD; by default the first of the test."""
+    """The image, of any split: `image_id` of VG, the file's name of VRD; by default the test image with the
+    most relations among those with few objects."""
     relations: int = 10
-    """How many relations are printed and drawn, at least 1."""
+    """How many relations are printed and drawn, from 1 to 50."""
     out: Path = Path("torchlml-figures/scene-graph-prediction.png")
     """The PNG or SVG to write; its folder is made when it is missing."""
 
 
 def main(arguments: Sequence[str]) -> None:
-    """Reads the options, predicts, prints and draws."""
+    """Read the options, predict, print and draw."""
     settings = parse_settings(PredictSettings, "predict", arguments, PredictSettings())
-    if settings.relations < 1:
-        raise BadInput(f"`--relations` is {settings.relations}, and must be at least 1.")
+    if not 1 <= settings.relations <= MOST_RELATIONS:
+        raise BadInput(f"`--relations` is {settings.relations}, and must be from 1 to {MOST_RELATIONS}.")
     check_picture(settings.out)
-    run = load(settings.run)
+    check_file("--out", settings.out)
+    run = load(settings.run, settings)
     split, image = _find(run, settings.image)
     triples = predict(run, split, image, settings.relations)
     graphs = getattr(run.splits, split)
@@ -53,7 +60,8 @@ def main(arguments: Sequence[str]) -> None:
         mark = "*" if triple.observed else ""
         table.add_row(f"{triple.probability:.3f}", mark, ends[0], triple.predicate, ends[1])
     console.print(table)
-    draw(graphs, image, triples, settings.out)
+    with writing("The drawing", settings.out, "the relations above are all of it"):
+        draw(graphs, image, triples, settings.out)
     console.print(f"The drawing is {settings.out}.", soft_wrap=True)
 
 
@@ -76,9 +84,16 @@ def predict(run: Trained, split: str, image: int, count: int) -> list[Triple]:
     return triples
 
 
+def usual_image(graphs: SceneGraphs) -> int:
+    """The image with the most relations among those with few objects."""
+    objects, relations = graphs.box_offsets.diff(), graphs.relation_offsets.diff()
+    few = objects <= max(FEW_OBJECTS, int(objects.min()))
+    return int(torch.where(few, relations, -1).argmax())
+
+
 def _find(run: Trained, name: str | None) -> tuple[str, int]:
     if name is None:
-        return "test", 0
+        return "test", usual_image(run.splits.test)
     for split, graphs in run.splits._asdict().items():
         if name in graphs.names:
             return split, graphs.names.index(name)

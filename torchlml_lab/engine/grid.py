@@ -1,5 +1,6 @@
 """A grid of runs on all cores, one thread each, that can be stopped any time: what all sweeps share."""
 
+import contextlib
 import dataclasses
 import json
 import os
@@ -14,11 +15,13 @@ from typing import Any, Generic, TypeVar
 
 import torch
 from rich.console import Console, RenderableType
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
 from torchlml_lab.engine.folder import RunFolder
-from torchlml_lab.engine.settings import SETTINGS_FILE, TrainSettings, to_json
+from torchlml_lab.engine.lock import locked
+from torchlml_lab.engine.progress import ProgressBar
+from torchlml_lab.engine.settings import FREE, SETTINGS_FILE, TrainSettings, to_json
 from torchlml_lab.errors import BadInput
+from torchlml_lab.files import check_file, check_folder, writing
 
 Settings = TypeVar("Settings", bound=TrainSettings)
 Row = TypeVar("Row")
@@ -49,11 +52,11 @@ class Grid(Generic[Settings, Row]):
     experiment: str
     runs: Sequence[Settings]
     run_one: Callable[[Settings], dict[str, Any]]
-    """Runs or continues one, in a process of its own: a function of a module."""
+    """Run or continue one, in a process of its own: a function of a module."""
     rows: Callable[[Settings, dict[str, Any]], list[Row]]
     """The rows of a finished run."""
     write: Callable[[Path, Iterable[Row]], None]
-    """Writes the CSV."""
+    """Write the CSV."""
     show: Callable[[Sequence[Row]], RenderableType]
     """The rows as a table or several."""
 
@@ -65,7 +68,7 @@ class Grid(Generic[Settings, Row]):
 def check_grid(
     settings: GridSettings, run: TrainSettings, chosen: Sequence[str], lists: Sequence[str]
 ) -> None:
-    """Refuses a sweep that cannot be run.
+    """Refuse a sweep that cannot be run.
 
     Args:
         settings: The sweep.
@@ -85,18 +88,27 @@ def check_grid(
         raise BadInput(f"`--out` names `{settings.out}`, which is a file: give a folder.")
 
 
+def check_places(settings: GridSettings) -> None:
+    """Refuse a sweep whose folder or CSV cannot be written, before any work is done."""
+    check_folder("--out", settings.out)
+    if settings.csv is not None:
+        check_file("--csv", settings.csv)
+
+
 def run_grid(grid: Grid[Any, Any], settings: GridSettings, console: Console) -> None:
-    """Runs what is not done yet, keeps the CSV up to date, prints the table, and raises if runs failed."""
+    """Run what is not done yet, keep the CSV up to date, print the table, and raise if runs failed."""
     settings.out.mkdir(parents=True, exist_ok=True)
     path = settings.csv or settings.out / "results.csv"
     path.parent.mkdir(parents=True, exist_ok=True)
-    done = {one.out: found for one in grid.runs if (found := finished(grid.experiment, one)) is not None}
-    console.print(f"{len(grid.runs)} runs, {len(done)} of them finished before.", highlight=False)
-    grid.write(path, grid.finished_rows(done))
-    failed = _run_all(grid, done, path, settings.workers, console)
-    rows = grid.finished_rows(done)
-    if rows:
-        console.print(grid.show(rows))
+    with locked(settings.out):
+        done = {one.out: found for one in grid.runs if (found := finished(grid.experiment, one)) is not None}
+        console.print(f"{len(grid.runs)} runs, {len(done)} of them finished before.", highlight=False)
+        _write(grid, path, done)
+        failed = _run_all(grid, done, path, settings.workers, console)
+        rows = grid.finished_rows(done)
+        if rows:
+            console.print(grid.show(rows))
+        _write(grid, path, done)
     console.print(f"The rows are in {path}.", soft_wrap=True)
     if failed:
         name, said = next(iter(failed.items()))
@@ -105,13 +117,18 @@ def run_grid(grid: Grid[Any, Any], settings: GridSettings, console: Console) -> 
         )
 
 
+def _write(grid: Grid[Any, Any], path: Path, done: dict[Path, dict[str, Any]]) -> None:
+    with writing("The CSV", path, "the finished runs are kept, and the same command writes it again"):
+        grid.write(path, grid.finished_rows(done))
+
+
 def finished(experiment: str, settings: TrainSettings) -> dict[str, Any] | None:
     """The result of a run that is done, None for one that is not; other settings there are refused."""
     stored = settings.out / SETTINGS_FILE
     if not (settings.out / "run.json").exists():
         return None
     expected, found = to_json(settings), json.loads(stored.read_text(encoding="utf-8"))
-    different = [name for name in expected if name != "out" and expected[name] != found.get(name)]
+    different = [name for name in expected if name not in FREE and expected[name] != found.get(name)]
     if different:
         name = different[0]
         raise BadInput(
@@ -132,12 +149,11 @@ def resuming(settings: Settings) -> Settings:
 def _run_all(
     grid: Grid[Any, Any], done: dict[Path, dict[str, Any]], path: Path, workers: int, console: Console
 ) -> dict[str, str]:
-    """Runs what is missing, adds it to `done` and to the CSV one by one, and returns what failed, and why."""
+    """Run what is missing, add it to `done` and to the CSV one by one, and return what failed, and why."""
     failed: dict[str, str] = {}
-    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
     # Processes that start afresh: a fork would copy the threads of torch in an unknown state.
     pool = ProcessPoolExecutor(workers, get_context("spawn"), _prepare_worker)
-    with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as progress:
+    with ProgressBar(console) as progress:
         bar = progress.add_task("runs", total=len(grid.runs), completed=len(done))
         futures = {pool.submit(grid.run_one, one): one for one in grid.runs if one.out not in done}
         try:
@@ -145,9 +161,11 @@ def _run_all(
                 one = futures[future]
                 try:
                     done[one.out] = future.result()
-                    grid.write(path, grid.finished_rows(done))
                 except Exception as error:
                     failed[one.out.name] = " ".join(str(error).split()) or type(error).__name__
+                # A CSV that cannot be written now is written, or reported, at the end.
+                with contextlib.suppress(OSError):
+                    grid.write(path, grid.finished_rows(done))
                 progress.advance(bar)
         except KeyboardInterrupt:
             # Runs survive being killed, so the workers need not be asked.

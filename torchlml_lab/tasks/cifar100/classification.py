@@ -12,12 +12,14 @@ from torch import Tensor, nn
 from torch.nn.functional import binary_cross_entropy_with_logits, cross_entropy, one_hot
 
 import torchlml
-from torchlml_lab.engine.loop import Task, train
+from torchlml.metrics import TopKRecall
+from torchlml_lab.engine.loop import Task
+from torchlml_lab.engine.run import in_percent, say_test, train
 from torchlml_lab.engine.settings import TrainSettings, read_settings
 from torchlml_lab.engine.settings import check as check_settings
 from torchlml_lab.errors import BadInput
 from torchlml_lab.tasks.cifar100 import networks
-from torchlml_lab.tasks.cifar100.data import (
+from torchlml_lab.tasks.cifar100.samples import (
     CLASSES,
     Batches,
     Part,
@@ -29,7 +31,9 @@ from torchlml_lab.tasks.cifar100.data import (
 
 Loss = Literal["cross-entropy", "smooth-svm", "truncated-entropy", "lml", "bce"]
 LOSSES: tuple[Loss, ...] = get_args(Loss)
-COMMAND = "train cifar100"
+EXPERIMENT = "cifar100"
+COMMAND = f"train {EXPERIMENT}"
+DENSENET = "densenet-40-40"
 
 
 @dataclass(frozen=True)
@@ -48,8 +52,8 @@ class Cifar100Settings(TrainSettings):
     """The official images: the folder `cifar-100-python` or the file `cifar-100-python.tar.gz`."""
     features: Path | None = None
     """Instead of images, an npz of frozen features `x` with `fine`, `coarse` and the bool `test`."""
-    network: Literal["densenet-40-40", "small-cnn"] = "densenet-40-40"
-    """The network for images: the published one, or five convolutions for a machine without a GPU."""
+    network: Literal["densenet-40-40", "small-cnn"] | None = None
+    """The network for images: the published one, which is the default, or five convolutions for a CPU."""
     loss: Loss = "lml"
     """What is minimised; bce counts every label but the observed one as absent."""
     k: int = 5
@@ -66,21 +70,16 @@ class Cifar100Settings(TrainSettings):
     """How many training samples are kept for validation, the same for every seed."""
 
 
+INSTEAD = "That is a network for GPUs: use `--network small-cnn --epochs 6` here, or `--features`."
 FEATURES = Cifar100Settings(epochs=10, batch_size=500)
 
 
 def main(arguments: Sequence[str]) -> None:
-    """Reads the options and trains."""
+    """Read the options, train, and print the test."""
     settings = read_settings(Cifar100Settings, COMMAND, arguments, defaults(arguments))
-    result = run(settings, Console())
-    if Accelerator(cpu=settings.cpu).is_main_process:
-        measures = ", ".join(f"{name} {value:.4f}" for name, value in result["test"].items())
-        Console().print(
-            f"Test of epoch {result['best_epoch']}, chosen on validation: {measures}. "
-            f"The run is in {settings.resume or settings.out}.",
-            soft_wrap=True,
-            highlight=False,
-        )
+    console = Console()
+    result = run(settings, console)
+    say_test(console, settings, result, in_percent(result["test"], list(result["test"])))
 
 
 def defaults(arguments: Sequence[str]) -> Cifar100Settings:
@@ -90,17 +89,22 @@ def defaults(arguments: Sequence[str]) -> Cifar100Settings:
 
 
 def run(settings: Cifar100Settings, console: Console) -> dict[str, Any]:
-    """Trains with these settings; what cannot be done raises `BadInput` before anything is written."""
+    """Train with these settings; what cannot be done raises `BadInput` before anything is written."""
     check(settings)
-    training, test = read(settings.data, settings.features)
-    return train("cifar100", settings, lambda: task(settings, training, test), console)
+    return train(
+        EXPERIMENT, settings, lambda: task(settings, *read(settings.data, settings.features)), console
+    )
 
 
 def check(settings: Cifar100Settings) -> None:
-    """Refuses settings that cannot be run."""
+    """Refuse settings that cannot be run."""
     check_settings(settings)
     if (settings.data is None) == (settings.features is None):
         raise BadInput("Exactly one of `--data` (images) and `--features` (an npz) must be given.")
+    if settings.features is not None and settings.network is not None:
+        raise BadInput(
+            "`--network` is for images: with `--features` a small head is trained, so leave it out."
+        )
     if not 1 <= settings.k < CLASSES:
         raise BadInput(
             f"`--k` is {settings.k}, and must be from 1 to {CLASSES - 1}, one less than the classes."
@@ -123,14 +127,9 @@ def read(data: Path | None, features: Path | None) -> tuple[Part, Part]:
 
 def task(settings: Cifar100Settings, everything: Part, test: Part) -> Task:
     """The task of one run; the seed must be set before, since it makes the network."""
-    training, validation = split_validation(everything, settings.validation)
-    training = with_noise(training, settings.noise, settings.seed)
-    if settings.features is not None:
-        model = networks.feature_head(training.x.shape[1], CLASSES)
-    elif settings.network == "small-cnn":
-        model = networks.small_cnn(CLASSES)
-    else:
-        model = networks.DenseNet(depth=40, growth=40, classes=CLASSES)
+    parts = splits(settings, everything, test)
+    training = parts["training"]
+    model = network(settings, training)
     optimizer = torch.optim.SGD(
         model.parameters(),
         lr=settings.learning_rate,
@@ -145,11 +144,38 @@ def task(settings: Cifar100Settings, everything: Part, test: Part) -> Task:
         optimizer=optimizer,
         scheduler=torch.optim.lr_scheduler.MultiStepLR(optimizer, drops),
         training=Batches(training, augment=True),
-        held_out={"validation": Batches(validation), "test": Batches(test)},
+        held_out={name: Batches(parts[name]) for name in ("validation", "test")},
         loss=lambda network, batch: loss(network(batch[0]).float(), batch[1]),
-        measure=lambda network, batches, accelerator: accuracies(network, batches, accelerator, settings.k),
+        measure=lambda network, batches, accelerator: accuracies(
+            network, batches, accelerator, (1, settings.k)
+        ),
         chosen_by=f"top{settings.k}",
+        printed=tuple(dict.fromkeys(("top1", f"top{settings.k}"))),
+        threads=1 if settings.features is not None else None,
+        instead="" if model_name(settings) != DENSENET else INSTEAD,
     )
+
+
+def splits(settings: Cifar100Settings, everything: Part, test: Part) -> dict[str, Part]:
+    """The samples that the run is trained on, with their noisy labels, chosen by, and tested on."""
+    training, validation = split_validation(everything, settings.validation)
+    training = with_noise(training, settings.noise, settings.seed)
+    return {"training": training, "validation": validation, "test": test}
+
+
+def model_name(settings: Cifar100Settings) -> str:
+    """What is trained: `features` for the head on frozen features, else the network's name."""
+    return "features" if settings.features is not None else settings.network or DENSENET
+
+
+def network(settings: Cifar100Settings, training: Part) -> nn.Module:
+    """The network of a run, with its first weights."""
+    name = model_name(settings)
+    if name == "features":
+        return networks.feature_head(training.x.shape[1], CLASSES)
+    if name == "small-cnn":
+        return networks.small_cnn(CLASSES)
+    return networks.DenseNet(depth=40, growth=40, classes=CLASSES)
 
 
 def loss_of(name: Loss, k: int, temperature: float) -> Callable[[Tensor, Tensor], Tensor]:
@@ -172,12 +198,16 @@ def loss_of(name: Loss, k: int, temperature: float) -> Callable[[Tensor, Tensor]
 
 
 def accuracies(
-    network: nn.Module, batches: Iterable[tuple[Tensor, Tensor]], accelerator: Accelerator, k: int
+    network: nn.Module,
+    batches: Iterable[tuple[Tensor, Tensor]],
+    accelerator: Accelerator,
+    ks: Sequence[int],
 ) -> dict[str, float]:
-    """The shares of samples whose label has the largest logit, or one of the k largest."""
-    hits = []
+    """The shares of samples whose label has one of the k largest logits, for each k."""
+    recall = TopKRecall(tuple(dict.fromkeys(ks)), sync_on_compute=False)
+    recall.set_dtype(torch.float64)
     for x, label in batches:
-        top = network(x).float().topk(k, -1).indices == label.unsqueeze(1)
-        hits.append(accelerator.gather_for_metrics(torch.stack((top[:, 0], top.any(1)), 1)))
-    first, among = torch.cat(hits).double().mean(0).tolist()
-    return {"top1": first, f"top{k}": among}
+        logits, labels = accelerator.gather_for_metrics((network(x).float(), label))
+        recall.to(logits.device).update(logits, labels)
+    found = recall.compute()
+    return {f"top{k}": found[f"recall@{k}"].item() for k in ks}

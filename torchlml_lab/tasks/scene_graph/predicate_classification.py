@@ -1,7 +1,7 @@
 """`torchlml train scene-graph`: one run of the study, on Visual Genome or on VRD."""
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -11,17 +11,18 @@ from accelerate import Accelerator
 from rich.console import Console
 from torch import Tensor
 
-from torchlml_lab.engine.loop import Task, train
+from torchlml_lab.engine.loop import Task
+from torchlml_lab.engine.run import in_percent, say_test, train
 from torchlml_lab.engine.settings import TrainSettings, read_settings
 from torchlml_lab.engine.settings import check as check_settings
 from torchlml_lab.errors import BadInput
 from torchlml_lab.tasks.scene_graph import objectives, visual_genome, vrd
 from torchlml_lab.tasks.scene_graph.batches import Batch, GraphBatches
-from torchlml_lab.tasks.scene_graph.data import Splits, split
-from torchlml_lab.tasks.scene_graph.evaluation import CHOSEN_BY, RECALLS, evaluate
+from torchlml_lab.tasks.scene_graph.graphs import Splits, split
 from torchlml_lab.tasks.scene_graph.model import MotifNet
 from torchlml_lab.tasks.scene_graph.objectives import Objective
 from torchlml_lab.tasks.scene_graph.priors import log_frequencies, word_vectors
+from torchlml_lab.tasks.scene_graph.recalls import CHOSEN_BY, RECALLS, measure, score
 from torchlml_lab.tasks.scene_graph.regions import RegionFeatures
 
 EXPERIMENT = "scene-graph"
@@ -78,25 +79,17 @@ class SceneGraphSettings(TrainSettings):
 
 
 def main(arguments: Sequence[str]) -> None:
-    """Reads the options, trains, and prints the test."""
+    """Read the options, train, and print the test."""
     settings = read_settings(SceneGraphSettings, COMMAND, arguments, SceneGraphSettings())
     console = Console()
     result = run(settings, console)
-    if Accelerator(cpu=settings.cpu).is_main_process:
-        said = ", ".join(f"{name} {100 * result['test'][name]:.1f}%" for name in RECALLS)
-        console.print(
-            f"Test of epoch {result['best_epoch']}, chosen on validation, {vision(settings)}: {said}. "
-            f"The run is in {settings.resume or settings.out}.",
-            highlight=False,
-            soft_wrap=True,
-        )
+    say_test(console, settings, result, f"{in_percent(result['test'], RECALLS)} ({vision(settings)})")
 
 
 def run(settings: SceneGraphSettings, console: Console) -> dict[str, Any]:
-    """Trains with these settings; what cannot be done raises `BadInput` before anything is written."""
+    """Train with these settings; what cannot be done raises `BadInput` before anything is written."""
     check(settings)
-    splits = read(settings)
-    return train(EXPERIMENT, settings, lambda: task(settings, splits), console)
+    return train(EXPERIMENT, settings, lambda: task(settings, read(settings)), console)
 
 
 def vision(settings: SceneGraphSettings) -> str:
@@ -105,7 +98,7 @@ def vision(settings: SceneGraphSettings) -> str:
 
 
 def check(settings: SceneGraphSettings) -> None:
-    """Refuses settings that cannot be run."""
+    """Refuse settings that cannot be run."""
     check_settings(settings)
     if (settings.vg is None) == (settings.vrd is None):
         raise BadInput("Exactly one of `--vg` (Visual Genome) and `--vrd` must be given.")
@@ -142,7 +135,6 @@ def task(settings: SceneGraphSettings, splits: Splits) -> Task:
     optimizer = torch.optim.AdamW(
         model.parameters(), lr=settings.learning_rate, weight_decay=settings.weight_decay, fused=True
     )
-    predicates = len(splits.training.predicates)
     # The training curve is of images that do not change, so that it can be compared between epochs.
     followed = splits.training[torch.arange(min(settings.validation, len(splits.training)))]
     parts = {"train": followed, "validation": splits.validation, "test": splits.test}
@@ -151,15 +143,10 @@ def task(settings: SceneGraphSettings, splits: Splits) -> Task:
         scores = motifs(batch).float()
         return objectives.loss(settings.objective, scores, batch, settings.k, settings.one_per_edge)
 
-    def measure(
+    def measure_all(
         motifs: torch.nn.Module, batches: Iterable[Batch], accelerator: Accelerator
     ) -> dict[str, float]:
-        return evaluate(
-            lambda batch: objectives.ranking(settings.objective, motifs(batch)),
-            batches,
-            predicates,
-            accelerator,
-        ).measures
+        return measure(score(ranker(settings.objective, motifs), batches, accelerator))
 
     return Task(
         model=model,
@@ -168,17 +155,17 @@ def task(settings: SceneGraphSettings, splits: Splits) -> Task:
         training=GraphBatches(splits.training, regions),
         held_out={name: GraphBatches(part, regions) for name, part in parts.items()},
         loss=loss,
-        measure=lambda motifs, batches, accelerator: (
-            evaluate(
-                lambda batch: objectives.ranking(settings.objective, motifs(batch)),
-                batches,
-                predicates,
-                accelerator,
-            ).measures
-        ),
+        measure=measure_all,
         chosen_by=CHOSEN_BY,
+        printed=RECALLS,
         most_gradient=settings.clip,
+        threads=1,
     )
+
+
+def ranker(objective: Objective, motifs: torch.nn.Module) -> Callable[[Batch], Tensor]:
+    """What a network ranks the triples of a batch by."""
+    return lambda batch: objectives.ranking(objective, motifs(batch))
 
 
 def read_regions(settings: SceneGraphSettings, splits: Splits) -> RegionFeatures | None:

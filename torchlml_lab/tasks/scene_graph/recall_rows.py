@@ -1,12 +1,13 @@
 """The table of the study: one row per evaluation of a run, in one CSV for tables, curves and tuning."""
 
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from torchlml_lab.engine import table
-from torchlml_lab.engine.table import Tried
-from torchlml_lab.tasks.scene_graph.evaluation import MEAN_RECALLS, RECALLS
+from torchlml_lab.engine.table import StudyTable, Tried
+from torchlml_lab.tasks.scene_graph.methods import find_method
+from torchlml_lab.tasks.scene_graph.recalls import MEAN_RECALLS, RECALLS
 
 FREQUENCY = "frequency"
 """The method that ranks by the frequencies alone and is not trained."""
@@ -58,14 +59,13 @@ def column(measure: str) -> str:
     return measure.lower().replace("@", "").replace("-", "_")
 
 
-def write(path: Path, records: Iterable[Record]) -> None:
-    """Writes the CSV whole or not at all, in an order that does not depend on which run ended first."""
-    table.write_rows(path, Record, sorted(records, key=_order))
-
-
-def read(path: Path, option: str) -> list[Record]:
-    """Reads a CSV that `write` made; `option` named it, and stands in the error when it is something else."""
-    return table.read_rows(path, Record, option)
+TABLE = StudyTable(
+    Record,
+    lambda row: (
+        *(row.data, row.vision, row.method, row.variant),
+        *(row.learning_rate, row.seed, row.epoch, row.split),
+    ),
+)
 
 
 def best_rates(records: Sequence[Record], methods: Sequence[str], path: Path) -> dict[str, float]:
@@ -93,12 +93,10 @@ def best_rates(records: Sequence[Record], methods: Sequence[str], path: Path) ->
 
 def _nearest(method: str, tuned: Collection[str]) -> str:
     """The tuned method of the same objective with the nearest k; the method itself where there is none."""
-    objective, _, k = method.rpartition("-")
-    others = [name for name in tuned if name.rpartition("-")[0] == objective and k.isdecimal()]
-    if method in tuned or not others:
+    wanted = find_method(method)
+    if method in tuned or wanted is None or wanted.k is None:
         return method
-    return min(others, key=lambda name: (abs(int(name.rpartition("-")[2]) - int(k)), name))
-
-
-def _order(row: Record) -> tuple[object, ...]:
-    return (row.data, row.vision, row.method, row.variant, row.learning_rate, row.seed, row.epoch, row.split)
+    k = wanted.k
+    others = [one for name in tuned if (one := find_method(name)) and one.objective == wanted.objective]
+    nearest = min(others, key=lambda one: (abs((one.k or 0) - k), one.name), default=wanted)
+    return nearest.name

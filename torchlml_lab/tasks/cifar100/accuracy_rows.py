@@ -1,11 +1,11 @@
 """The table of a sweep: one row per finished run, in one CSV that tuning, figures and pages are made from."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from torchlml_lab.engine import table
-from torchlml_lab.engine.table import Tried
+from torchlml_lab.engine.table import StudyTable, Tried
 
 
 @dataclass(frozen=True)
@@ -34,15 +34,7 @@ class Record:
         return self.learning_rate, self.temperature
 
 
-def write(path: Path, records: Iterable[Record]) -> None:
-    """Writes the CSV whole or not at all, in an order that does not depend on which run ended first."""
-    rows = sorted(records, key=lambda r: (r.source, r.loss, r.noise, r.recipe, r.seed))
-    table.write_rows(path, Record, rows)
-
-
-def read(path: Path, option: str) -> list[Record]:
-    """Reads a CSV that `write` made; `option` named it, and stands in the error when it is something else."""
-    return table.read_rows(path, Record, option)
+TABLE = StudyTable(Record, lambda row: (row.source, row.loss, row.noise, row.recipe, row.seed))
 
 
 def best_recipes(

@@ -6,19 +6,21 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
 from pathlib import Path
-from typing import Any, get_args
+from typing import Any
 
 from accelerate import Accelerator
 from rich.console import Console, Group
 
 from torchlml_lab.cli import parse_settings
 from torchlml_lab.engine.folder import RunFolder
-from torchlml_lab.engine.loop import train
-from torchlml_lab.engine.sweep import Grid, GridSettings, check_grid, resuming, run_grid
+from torchlml_lab.engine.grid import Grid, GridSettings, check_grid, check_places, resuming, run_grid
+from torchlml_lab.engine.run import train
 from torchlml_lab.engine.table import plain_table, spread
 from torchlml_lab.errors import BadInput
-from torchlml_lab.tasks.scene_graph import records
-from torchlml_lab.tasks.scene_graph.command import (
+from torchlml_lab.tasks.scene_graph import recall_rows
+from torchlml_lab.tasks.scene_graph.graphs import Splits
+from torchlml_lab.tasks.scene_graph.methods import method_of, parse_method
+from torchlml_lab.tasks.scene_graph.predicate_classification import (
     EXPERIMENT,
     SceneGraphSettings,
     check,
@@ -26,10 +28,8 @@ from torchlml_lab.tasks.scene_graph.command import (
     task,
     vision,
 )
-from torchlml_lab.tasks.scene_graph.data import Splits
-from torchlml_lab.tasks.scene_graph.evaluation import KS, MODES, RECALLS, frequency_recall
-from torchlml_lab.tasks.scene_graph.objectives import OBJECTIVES, Objective, takes_k
-from torchlml_lab.tasks.scene_graph.records import FREQUENCY, Record, column, columns
+from torchlml_lab.tasks.scene_graph.recall_rows import FREQUENCY, Record, column, columns
+from torchlml_lab.tasks.scene_graph.recalls import KS, MODES, RECALLS, frequency_recall
 
 METHODS = ("softmax", *(f"{one}-{k}" for one in ("lml", "truncated-entropy") for k in (20, 50, 100)), "bce")
 # These settings of a run are the sweep's to choose.
@@ -56,13 +56,14 @@ class SweepSettings(GridSettings):
 
 
 def main(arguments: Sequence[str]) -> None:
-    """Reads the options and runs what is not done yet."""
+    """Read the options and run what is not done yet."""
     settings = parse_settings(SweepSettings, f"sweep {EXPERIMENT}", arguments, SweepSettings())
     runs = grid(settings)
+    check_places(settings)
     baseline = frequencies(settings.run, read(settings.run))
 
     def write(path: Path, rows: Iterable[Record]) -> None:
-        records.write(path, [*baseline, *rows])
+        recall_rows.TABLE.write(path, [*baseline, *rows])
 
     study = Grid(EXPERIMENT, runs, _run_one, rows_of, write, lambda rows: _tables([*baseline, *rows]))
     run_grid(study, settings, Console())
@@ -79,8 +80,8 @@ def grid(settings: SweepSettings) -> list[SceneGraphSettings]:
     if settings.tuned is not None:
         if settings.learning_rates:
             raise BadInput("`--tuned` chooses the learning rates: do not give them too.")
-        rows = records.read(settings.tuned, "--tuned")
-        best = records.best_rates(rows, settings.methods, settings.tuned)
+        rows = recall_rows.TABLE.read(settings.tuned, "--tuned")
+        best = recall_rows.best_rates(rows, settings.methods, settings.tuned)
         rates = {method: (rate,) for method, rate in best.items()}
     runs = []
     # The seed varies slowest: a sweep that is stopped early still has every method.
@@ -93,7 +94,7 @@ def grid(settings: SweepSettings) -> list[SceneGraphSettings]:
                     settings.run,
                     out=settings.out / f"{method}_lr{rate:g}_seed{seed}",
                     objective=objective,
-                    k=k,
+                    k=settings.run.k if k is None else k,
                     seed=seed,
                     learning_rate=rate,
                 )
@@ -102,29 +103,12 @@ def grid(settings: SweepSettings) -> list[SceneGraphSettings]:
     return list({one.out: one for one in runs}.values())
 
 
-def parse_method(method: str) -> tuple[Objective, int]:
-    """The objective and the k of a method's name; one that is none raises `BadInput`."""
-    for objective in OBJECTIVES:
-        if not takes_k(objective):
-            if method == objective:
-                return objective, SceneGraphSettings().k
-        elif method.startswith(f"{objective}-") and method.removeprefix(f"{objective}-").isdecimal():
-            return objective, int(method.removeprefix(f"{objective}-"))
-    known = ", ".join(f"{one}-K" if takes_k(one) else one for one in get_args(Objective))
-    raise BadInput(f"`--methods` has `{method}`, and a method is one of {known}, with a number for K.")
-
-
-def method_of(settings: SceneGraphSettings) -> str:
-    """The name of a run's method."""
-    return f"{settings.objective}-{settings.k}" if takes_k(settings.objective) else settings.objective
-
-
 def rows_of(settings: SceneGraphSettings, result: dict[str, Any]) -> list[Record]:
     """The rows of a finished run: train and validation after each epoch, and the test of the best one."""
     return [
         _record(
             settings,
-            method_of(settings),
+            method_of(settings.objective, settings.k).name,
             line["split"],
             line,
             epoch=line["epoch"],
@@ -139,9 +123,7 @@ def frequencies(settings: SceneGraphSettings, splits: Splits) -> list[Record]:
     """The rows of the frequencies alone, on validation and test."""
     accelerator = Accelerator(cpu=True)
     return [
-        _record(
-            settings, FREQUENCY, name, frequency_recall(splits, name, settings.counts, accelerator).measures
-        )
+        _record(settings, FREQUENCY, name, frequency_recall(splits, name, settings.counts, accelerator))
         for name in ("validation", "test")
     ]
 
@@ -186,8 +168,9 @@ def _run_one(settings: SceneGraphSettings) -> dict[str, Any]:
     common = SceneGraphSettings(
         vg=settings.vg, vrd=settings.vrd, validation=settings.validation, split_seed=settings.split_seed
     )
-    splits = _read_once(common)
-    return train(EXPERIMENT, resuming(settings), lambda: task(settings, splits), Console(quiet=True))
+    return train(
+        EXPERIMENT, resuming(settings), lambda: task(settings, _read_once(common)), Console(quiet=True)
+    )
 
 
 def _tables(rows: Sequence[Record]) -> Group:

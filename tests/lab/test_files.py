@@ -1,0 +1,31 @@
+"""Places that can be written or not, and disks that are full."""
+
+import pytest
+
+from torchlml_lab.errors import BadInput
+from torchlml_lab.files import check_file, check_folder, writing
+
+
+def test_a_place_that_can_be_written_stays_as_it_was(tmp_path):
+    check_folder("--out", tmp_path / "a" / "b")
+    check_file("--csv", tmp_path / "a" / "b.csv")
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_places_that_cannot_be_written(tmp_path):
+    (tmp_path / "file").write_text("")
+    for place in (tmp_path / "file" / "x", tmp_path / "file" / "x" / "y"):
+        with pytest.raises(BadInput, match=f"`--out` names `{place}`, which cannot be written: Not a dir"):
+            check_folder("--out", place)
+        with pytest.raises(BadInput, match=f"`--csv` names `{place}`, which cannot be written: "):
+            check_file("--csv", place)
+    with pytest.raises(BadInput, match="which is a file: give a folder"):
+        check_folder("--out", tmp_path / "file")
+    with pytest.raises(BadInput, match="which is a folder: give a file"):
+        check_file("--csv", tmp_path)
+
+
+def test_a_full_disk_is_said_with_what_is_kept(tmp_path):
+    with pytest.raises(RuntimeError, match=r"The table could not .*/x`: No space left on device; the rows"):  # noqa: SIM117
+        with writing("The table", tmp_path / "x", "the rows are above"):
+            raise OSError(28, "No space left on device")

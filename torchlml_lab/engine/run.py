@@ -1,0 +1,319 @@
+"""A run: train an epoch, evaluate, write a line and a checkpoint, and at the end test the best epoch."""
+
+import importlib.util
+import math
+import random
+import shutil
+import time
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+import torch
+from accelerate import Accelerator
+from accelerate.utils import DataLoaderConfiguration, load, set_seed
+from rich.console import Console
+from safetensors.torch import load_model
+from torch.utils.data import DataLoader, Dataset
+
+from torchlml_lab.engine.estimate import forecast
+from torchlml_lab.engine.folder import RunFolder, State
+from torchlml_lab.engine.lock import locked
+from torchlml_lab.engine.loop import EpochBatches, Task, train_epoch
+from torchlml_lab.engine.progress import ProgressBar
+from torchlml_lab.engine.settings import TrainSettings
+from torchlml_lab.engine.threads import use_threads
+from torchlml_lab.errors import BadInput
+from torchlml_lab.files import check_folder
+
+
+def train(
+    experiment: str, settings: TrainSettings, build: Callable[[], Task], console: Console
+) -> dict[str, Any]:
+    """Run or continue a training run.
+
+    Args:
+        experiment: The task's name.
+        settings: Its settings; with `resume`, the folder is taken from there.
+        build: Reads the data and makes the task; called after the seed is set.
+        console: Where progress and results go.
+
+    Returns:
+        What `result.json` holds: the best epoch, its validation and test measures, and the seconds.
+    """
+    accelerator = _accelerator(settings)
+    if settings.batch_size % accelerator.num_processes:
+        raise BadInput(
+            f"`--batch-size` is {settings.batch_size}, and must be a multiple of the "
+            f"{accelerator.num_processes} processes."
+        )
+    folder = RunFolder(settings.resume or settings.out, experiment)
+    main, resumed = accelerator.is_main_process, settings.resume is not None
+    with ExitStack() as held:
+        if resumed:
+            folder.check()
+            if (folder.path / "result.json").exists():
+                return folder.read("result.json")
+            folder.check_sound()
+            if main:
+                held.enter_context(locked(folder.path))
+        elif main:
+            check_folder("--out", folder.path)
+            folder.check_free(settings.overwrite)
+        set_seed(settings.seed)
+        task = build()
+        if main and not resumed:
+            folder.path.mkdir(parents=True, exist_ok=True)
+            held.enter_context(locked(folder.path))
+            folder.create(settings)
+        elif main:
+            folder.write_settings(settings)  # the data may have moved
+        accelerator.wait_for_everyone()
+        # More threads than a process was given (OMP_NUM_THREADS) are never chosen, only asked for.
+        threads = min(task.threads or torch.get_num_threads(), torch.get_num_threads())
+        held.enter_context(use_threads(settings.threads or threads))
+        again = f"torchlml train {experiment} --resume {folder.path}"
+        try:
+            return _Run(task, settings, folder, accelerator, console, again).to_the_end()
+        except KeyboardInterrupt:
+            state = folder.state()
+            done = f"{state.epoch} of {settings.epochs} epochs are" if state else "no epoch is"
+            raise KeyboardInterrupt(f"Interrupted; {done} kept, and `{again}` continues the run.") from None
+        finally:
+            accelerator.end_training()
+            accelerator.free_memory()
+
+
+def say_test(console: Console, settings: TrainSettings, result: dict[str, Any], words: str) -> None:
+    """Print how the test of a finished run went, in the first of its processes.
+
+    Args:
+        console: Where to.
+        settings: The run.
+        result: What `train` gave.
+        words: The measures in words, as `in_percent` gives them.
+    """
+    if Accelerator(cpu=settings.cpu).is_main_process:
+        console.print(
+            f"Test of epoch {result['best_epoch']}, chosen on validation: {words}. "
+            f"The run is in {settings.resume or settings.out}.",
+            soft_wrap=True,
+            highlight=False,
+        )
+
+
+def in_percent(measures: Mapping[str, float], names: Sequence[str]) -> str:
+    """Shares as one reads them: `top1 41.20%, top5 71.30%`."""
+    return ", ".join(f"{name} {100 * measures[name]:.2f}%" for name in names)
+
+
+class _Run:
+    """A run under way: the task in accelerate's hands, and its record."""
+
+    def __init__(
+        self,
+        task: Task,
+        settings: TrainSettings,
+        folder: RunFolder,
+        accelerator: Accelerator,
+        console: Console,
+        again: str,
+    ) -> None:
+        self.task, self.settings, self.folder = task, settings, folder
+        self.accelerator, self.console, self.again = accelerator, console, again
+        self.main = accelerator.is_main_process
+        self.order = EpochBatches(_length(task.training), settings.batch_size, settings.seed, shuffle=True)
+        self.model, self.optimizer, self.scheduler, self.batches = accelerator.prepare(
+            task.model, task.optimizer, task.scheduler, _loader(task.training, self.order)
+        )
+        # Evaluation keeps no gradients, so its batches can be larger.
+        size = 8 * settings.batch_size
+        self.held_out = {
+            name: accelerator.prepare(_loader(data, EpochBatches(_length(data), size, 0, shuffle=False)))
+            for name, data in task.held_out.items()
+        }
+        # From here on each process draws its own random numbers, for instance for dropout.
+        set_seed(settings.seed, device_specific=True)
+        self.state = folder.state() if settings.resume is not None else None
+        if self.state is not None:
+            self._load(self.state)
+        if settings.tensorboard:
+            accelerator.init_trackers("tensorboard")
+
+    def to_the_end(self) -> dict[str, Any]:
+        """Train the epochs that are left, then test."""
+        started = time.monotonic() - (self.state.seconds if self.state else 0)
+        first = self.state.epoch + 1 if self.state else 1
+        self._say_how_long(self.settings.epochs + 1 - first)
+        with ProgressBar(self.console, hidden=not self.main) as progress:
+            epochs = progress.add_task("epochs ", total=self.settings.epochs, completed=first - 1)
+            steps = progress.add_task("batches", total=len(self.batches))
+            for epoch in range(first, self.settings.epochs + 1):
+                progress.reset(steps)
+                loss = self._epoch(epoch, lambda: progress.advance(steps))
+                measures = {name: self._evaluate(name) for name in self.held_out if name != "test"}
+                self._record(epoch, loss, measures, time.monotonic() - started)
+                progress.advance(epochs)
+        return self._finish(time.monotonic() - started)
+
+    def _say_how_long(self, epochs: int) -> None:
+        if self.main and epochs and self.accelerator.device.type == "cpu":
+            size = self.settings.batch_size // self.accelerator.num_processes
+            said = forecast(self.task, size, epochs, len(self.batches))
+            if said is not None:
+                self.console.print(said, highlight=False)
+
+    def _epoch(self, epoch: int, step: Callable[[], None]) -> float:
+        self.order.epoch = epoch
+        most = self.task.most_gradient
+        total = train_epoch(
+            self.model, self.optimizer, self.task.loss, self.batches, self.accelerator, most, step
+        )
+        self.scheduler.step()
+        mean: float = self.accelerator.reduce(total, "mean").item() / len(self.batches)
+        if not math.isfinite(mean):
+            if self.main:
+                self.folder.write("failed.json", {"epoch": epoch, "loss": str(mean)})
+            raise RuntimeError(self.folder.failure(epoch, str(mean)))
+        return mean
+
+    def _evaluate(self, split: str) -> dict[str, float]:
+        self.model.eval()
+        with torch.no_grad(), self.accelerator.autocast():
+            return self.task.measure(self.model, self.held_out[split], self.accelerator)
+
+    def _record(self, epoch: int, loss: float, measures: dict[str, dict[str, float]], seconds: float) -> None:
+        score, name = measures["validation"][self.task.chosen_by], f"epoch-{epoch:04d}"
+        better = self.state is None or score > self.state.best_score
+        kept = self.state
+        state = State(
+            epoch=epoch,
+            last=name,
+            best=name if better or kept is None else kept.best,
+            best_epoch=epoch if better or kept is None else kept.best_epoch,
+            best_score=score if better or kept is None else kept.best_score,
+            processes=self.accelerator.num_processes,
+            seconds=seconds,
+        )
+        lines = [
+            {"epoch": epoch, "split": split, "train_loss": loss, **values}
+            for split, values in measures.items()
+        ]
+        self._save(state, lines)
+        self.state = state
+        for line in lines:
+            prefix = "" if line["split"] == "validation" else f"{line['split']}/"
+            values = {f"{prefix}{key}": value for key, value in line.items() if key != "split"}
+            self.accelerator.log(values, step=epoch)
+        if self.main:
+            said = in_percent(measures["validation"], self.task.printed)
+            self.console.print(f"epoch {epoch}: loss {loss:.4f}, validation {said}", highlight=False)
+
+    def _save(self, state: State, lines: list[dict[str, Any]]) -> None:
+        partial = self.folder.partial
+        try:
+            if self.main:
+                shutil.rmtree(partial, ignore_errors=True)
+                partial.mkdir(parents=True)
+            self.accelerator.wait_for_everyone()
+            self.accelerator.save_state(str(partial))
+            self.accelerator.wait_for_everyone()
+            if self.main:
+                self.folder.add_metrics(lines)
+                self.folder.commit(state)
+            self.accelerator.wait_for_everyone()
+        except Exception as error:
+            if self.main:
+                shutil.rmtree(partial, ignore_errors=True)
+            reason = getattr(error, "strerror", None) or " ".join(str(error).split()).rstrip(".")
+            raise RuntimeError(
+                f"The checkpoint of epoch {state.epoch} could not be written to `{self.folder.path}`: "
+                f"{reason}; the epochs before it are whole, and `{self.again}` continues after them."
+            ) from error
+
+    def _load(self, state: State) -> None:
+        if state.processes != self.accelerator.num_processes:
+            raise BadInput(
+                f"The run `{self.folder.path}` has {state.processes} processes, "
+                f"and cannot be continued with {self.accelerator.num_processes}."
+            )
+        path = self.folder.checkpoint(state.last)
+        try:
+            states = _random_states(path / f"random_states_{self.accelerator.process_index}.pkl")
+            self.accelerator.load_state(str(path))
+            # accelerate passes over random states that it cannot use.
+            if (
+                not torch.equal(torch.get_rng_state(), states["torch_manual_seed"])
+                or random.getstate() != states["random_state"]
+            ):
+                raise ValueError("its random states cannot be used")
+        except Exception as error:
+            said = " ".join(str(error).split())[:200].rstrip(".")
+            raise BadInput(f"The checkpoint `{path}` is damaged or of another model: {said}.") from error
+        if self.main:  # what a killed run left beyond its state
+            self.folder.drop_metrics_after(state.epoch)
+            self.folder.drop_checkpoints_beside(state)
+
+    def _finish(self, seconds: float) -> dict[str, Any]:
+        assert self.state is not None
+        best = self.folder.checkpoint(self.state.best)
+        load_model(self.accelerator.unwrap_model(self.model), str(best / "model.safetensors"))
+        measures = self._evaluate("test")
+        line = {"epoch": self.state.best_epoch, "split": "test", **measures}
+        best_line = (self.state.best_epoch, "validation")
+        chosen = next(
+            (old for old in self.folder.metrics() if (old["epoch"], old["split"]) == best_line), {"epoch": 0}
+        )
+        validation = {key: chosen[key] for key in measures if key in chosen}
+        result = {
+            "best_epoch": self.state.best_epoch,
+            "validation": validation,
+            "test": measures,
+            "seconds": seconds,
+        }
+        if self.main:
+            self.folder.add_metrics([line])
+            self.folder.write("result.json", result)
+        self.accelerator.wait_for_everyone()
+        return result
+
+
+def _random_states(path: Path) -> dict[str, Any]:
+    """The random states of a process, as accelerate wrote them; a file that has none raises `ValueError`."""
+    try:
+        states: dict[str, Any] = load(path)
+        return {name: states[name] for name in ("torch_manual_seed", "random_state")}
+    except Exception as error:  # a damaged pickle can raise anything
+        raise ValueError(f"`{path.name}` cannot be read") from error
+
+
+def _accelerator(settings: TrainSettings) -> Accelerator:
+    if settings.tensorboard and importlib.util.find_spec("tensorboard") is None:
+        raise BadInput("`--tensorboard` needs the package `tensorboard`: run `pip install tensorboard`.")
+    # split_batches: the settings' batch is shared by the processes, so that their number does not change it.
+    data = DataLoaderConfiguration(split_batches=True, dispatch_batches=False)
+    try:
+        return Accelerator(
+            cpu=settings.cpu,
+            mixed_precision=settings.mixed_precision,
+            dataloader_config=data,
+            step_scheduler_with_optimizer=False,
+            log_with="tensorboard" if settings.tensorboard else None,
+            project_dir=settings.resume or settings.out,
+        )
+    except ValueError as error:
+        raise BadInput(f"`--mixed-precision` is {settings.mixed_precision}: {error}.") from error
+
+
+def _loader(data: Dataset[Any], order: EpochBatches) -> DataLoader[Any]:
+    return DataLoader(data, batch_sampler=order, collate_fn=_whole_batch)
+
+
+def _whole_batch(batch: Any) -> Any:
+    """The data sets give whole batches; there is nothing to put together."""
+    return batch
+
+
+def _length(data: Dataset[Any]) -> int:
+    return len(data)  # type: ignore[arg-type]
