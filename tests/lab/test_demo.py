@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from torchlml_lab import cli
-from torchlml_lab.tasks.hidden_labels import images, stacked_networks, words
+from torchlml_lab.tasks.hidden_labels import demo, images, stacked_networks, words
 from torchlml_lab.tasks.hidden_labels.images import Images
 from torchlml_lab.tasks.hidden_labels.measures import Measured, measure
 
@@ -133,9 +133,28 @@ def test_demo_writes_table_plots_and_report(capsys, tmp_path):
         assert f"{middle} ± {'0' * deviation.startswith('.')}{deviation}" in page
 
 
+def test_a_place_that_cannot_be_written_is_refused_before_any_work(capsys, tmp_path, monkeypatch):
+    monkeypatch.setattr(demo, "run", None)
+    (tmp_path / "file").write_text("")
+    assert cli.main(["demo", "--out", str(tmp_path / "file" / "x")]) == 2
+    assert "which cannot be written: Not a directory" in capsys.readouterr().err
+
+
+def test_a_full_disk_keeps_the_tables(capsys, tmp_path, monkeypatch):
+    def full(*arguments):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(demo.plots, "draw_calibration", full)
+    assert cli.main(["demo", "--images", "100", "--epochs", "1", "--seeds", "2", "--out", str(tmp_path)]) == 1
+    captured = capsys.readouterr()
+    assert captured.out.count("LML") > 4
+    assert "No space left on device; the tables above are all that was measured" in captured.err
+
+
 @pytest.mark.parametrize(
     ("options", "needle"),
     [
+        (["--threads", "0"], "`--threads` is 0"),
         (["--k", "1"], "`--k` is 1"),
         (["--seeds", "1"], "`--seeds` is 1"),
         (["--images", "5"], "`--images` is 5"),

@@ -16,15 +16,16 @@ from torchlml_lab.errors import BadInput
 def shown(monkeypatch, terminal, seconds_per_step, steps=20, hidden=False):
     now = [0.0]
     monkeypatch.setattr(progress.time, "monotonic", lambda: now[0])
-    console = Console(file=io.StringIO(), force_terminal=terminal, width=100)
+    written = io.StringIO()
+    console = Console(file=written, force_terminal=terminal, width=100)
     with ProgressBar(console, hidden=hidden) as bar:
-        bar.get_time = lambda: now[0]
+        monkeypatch.setattr(bar, "get_time", lambda: now[0])
         task = bar.add_task("batches", total=100)
         for _ in range(steps):
             now[0] += seconds_per_step
             bar.advance(task)
         bar.refresh()
-    return console.file.getvalue()
+    return written.getvalue()
 
 
 def test_a_terminal_shows_the_time_left(monkeypatch):

@@ -3,13 +3,15 @@
 import csv
 import json
 import re
+import shutil
 
 import pytest
 
 from tests.support.scene_graphs import draw, write_vg
 from torchlml_lab import cli
 from torchlml_lab.errors import BadInput
-from torchlml_lab.tasks.scene_graph import recall_rows
+from torchlml_lab.tasks.scene_graph import recall_rows, visual_genome
+from torchlml_lab.tasks.scene_graph.graph_prediction import usual_image
 from torchlml_lab.tasks.scene_graph.method_sweep import METHODS, SweepSettings, grid
 from torchlml_lab.tasks.scene_graph.methods import parse_method
 from torchlml_lab.tasks.scene_graph.predicate_classification import SceneGraphSettings
@@ -171,7 +173,7 @@ def test_predict_prints_and_draws(capsys, run, tmp_path):
     found = [float(p) for p in re.findall(r"^(0\.\d{3}) ", said, re.MULTILINE)]
     assert len(found) == 5
     assert found == sorted(found, reverse=True)
-    assert "image 1003 (test), vision-free" in said
+    assert re.search(r"image 10\d\d \(test\), vision-free", said)
     assert picture.read_bytes().startswith(b"\x89PNG")
     assert cli.main(["predict", str(run), "--image", "1007", "--out", str(picture)]) == 0
     assert "image 1007 (test)" in capsys.readouterr().out
@@ -182,6 +184,12 @@ def test_predict_prints_and_draws(capsys, run, tmp_path):
     [
         ("predict", ["--image", "7"], "`--image` is 7"),
         ("predict", ["--relations", "0"], "`--relations` is 0"),
+        ("predict", ["--relations", "100000"], "`--relations` is 100000, and must be from 1 to 50"),
+        ("predict", ["--out", "/proc/x/y.png"], "which cannot be written"),
+        ("predict", ["--vrd", "x"], "`--vrd` is given, but the run"),
+        ("evaluate", ["--vrd", "x"], "`--vrd` is given, but the run"),
+        ("step-time", ["--threads", "1000"], "`--threads` is 1000"),
+        ("step-time", ["--batch-size", "100000"], "`--batch-size` is 100000, and must be from 1 to 1024"),
         ("predict", ["--out", "x.jpg"], "must end in `.png`"),
         ("evaluate", ["--split", "all"], "all"),
     ],
@@ -197,6 +205,28 @@ def test_a_folder_without_a_run_is_refused(capsys, tmp_path):
     for command in ("evaluate", "predict"):
         assert cli.main([command, str(tmp_path)]) == 2
         assert "run.json` cannot be read" in capsys.readouterr().err
+
+
+def test_the_usual_image_has_many_relations_and_few_objects(vg):
+    graphs = visual_genome.read(vg)[1].with_relations()
+    objects, relations = graphs.box_offsets.diff(), graphs.relation_offsets.diff()
+    assert relations[usual_image(graphs)] == relations[objects <= 8].max()
+    crowded = graphs[(objects == objects.max()).nonzero().squeeze(1)]
+    assert 0 <= usual_image(crowded) < len(crowded)
+
+
+def test_data_that_moved(capsys, vg, run, tmp_path):
+    moved, copy = tmp_path / "elsewhere", tmp_path / "run"
+    shutil.copytree(vg, moved)
+    shutil.copytree(run, copy)
+    stored = json.loads((copy / "settings.json").read_text())
+    (copy / "settings.json").write_text(json.dumps({**stored, "vg": str(tmp_path / "gone")}))
+    assert cli.main(["evaluate", str(copy)]) == 2
+    assert f"`--vg {tmp_path / 'gone'}`, which is not there any more" in capsys.readouterr().err
+    assert cli.main(["evaluate", str(copy), "--vg", str(moved)]) == 0
+    picture = tmp_path / "x.png"
+    assert cli.main(["predict", str(copy), "--vg", str(moved), "--out", str(picture)]) == 0
+    assert picture.exists()
 
 
 def test_figure_and_tables(capsys, swept, tmp_path):
@@ -222,5 +252,11 @@ def test_step_time(capsys, vg):
     said = capsys.readouterr().out
     assert re.search(r"softmax +[\d.]+ +\+0\.0%", said)
     assert re.search(r"lml +[\d.]+ +[+-][\d.]+%", said)
+    for name, milliseconds, over in re.findall(r"^(\S+) +([\d.]+) +([+-][\d.]+)%", said, re.MULTILINE):
+        softmax = float(re.search(r"softmax +([\d.]+)", said)[1])
+        # The last column is made of the two medians that are printed, up to their rounding.
+        assert float(over) == pytest.approx(
+            100 * (float(milliseconds) / softmax - 1), abs=10 / softmax + 0.1
+        ), name
     assert cli.main(["step-time", "--vg", str(vg), "--steps", "0"]) == 2
     assert "`--steps` is 0" in capsys.readouterr().err

@@ -16,7 +16,7 @@ import pytest
 from tests.support.processes import hear_interrupts
 from torchlml_lab import cli
 from torchlml_lab.errors import BadInput
-from torchlml_lab.tasks.cifar100 import accuracy_rows
+from torchlml_lab.tasks.cifar100 import accuracy_rows, noise_sweep
 from torchlml_lab.tasks.cifar100.accuracy_rows import Record
 from torchlml_lab.tasks.cifar100.noise_sweep import SweepSettings, grid
 
@@ -136,6 +136,51 @@ def test_a_failed_run_is_reported_and_the_others_are_kept(capsys, features, tmp_
 def test_a_folder_of_other_settings_is_refused(capsys, features, whole):
     assert cli.main(words(features, whole, "--run.epochs", "5")) == 2
     assert "holds a run with `epochs` 4 instead of 5" in capsys.readouterr().err
+
+
+def test_two_sweeps_in_one_folder_are_refused(capsys, features, tmp_path):
+    out = tmp_path / "sweep"
+    running = start(words(features, out, "--run.epochs", "100000"))
+    limit = time.monotonic() + 120
+    while time.monotonic() < limit and len(list(out.glob("*/state.json"))) < 1:
+        time.sleep(0.02)
+    assert cli.main(words(features, out, "--run.epochs", "100000")) == 2
+    assert f"`{out}` is in use by another process ({running.pid})" in capsys.readouterr().err
+    assert running.poll() is None
+    running.kill()
+    running.communicate()
+
+
+def test_places_that_cannot_be_written_are_refused_before_any_work(capsys, features, tmp_path, monkeypatch):
+    monkeypatch.setattr(noise_sweep, "run_grid", None)
+    for options, named in (
+        (["--csv", str(features / "x.csv")], f"`--csv` names `{features / 'x.csv'}`"),
+        (["--out", str(features / "sweep")], f"`--out` names `{features / 'sweep'}`"),
+    ):
+        assert cli.main(words(features, tmp_path / "sweep", *options)) == 2
+        error = capsys.readouterr().err
+        assert f"{named}, which cannot be written: Not a directory" in error
+        assert error.count("\n") == 1
+    assert not (tmp_path / "sweep").exists()
+
+
+def test_a_full_disk_keeps_the_table_on_the_screen(capsys, features, whole, monkeypatch):
+    def full(*arguments):
+        raise OSError(28, "No space left on device")
+
+    plain, calls = accuracy_rows.StudyTable.write, []
+
+    def write(self, path, rows):
+        calls.append(path)
+        return plain(self, path, rows) if len(calls) == 1 else full()
+
+    monkeypatch.setattr(accuracy_rows.StudyTable, "write", write)
+    assert cli.main(words(features, whole)) == 1
+    captured = capsys.readouterr()
+    assert "accuracy in %" in captured.out
+    assert "The rows are in" not in captured.out
+    assert "The CSV could not be written to" in captured.err
+    assert "No space left on device; the finished runs are kept" in captured.err
 
 
 def record(**changes):
