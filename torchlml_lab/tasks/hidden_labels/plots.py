@@ -7,8 +7,8 @@ import torch
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-from torchlml_lab.style import DARK_ORANGE, GREY, METHODS
 from torchlml_lab.files import replacing
+from torchlml_lab.style import DARK_ORANGE, GREY, METHODS
 from torchlml_lab.tasks.hidden_labels.images import CONDITIONS
 from torchlml_lab.tasks.hidden_labels.measures import Results, spread, values
 

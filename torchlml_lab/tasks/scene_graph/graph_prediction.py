@@ -12,8 +12,8 @@ from rich.console import Console
 from torchlml_lab.cli import parse_settings
 from torchlml_lab.engine.table import plain_table
 from torchlml_lab.errors import BadInput
+from torchlml_lab.files import writing
 from torchlml_lab.style import check_picture
-from torchlml_lab.files import check_file, writing
 from torchlml_lab.tasks.scene_graph import objectives
 from torchlml_lab.tasks.scene_graph.batches import GraphBatches
 from torchlml_lab.tasks.scene_graph.drawing import Triple, draw
@@ -46,7 +46,6 @@ def main(arguments: Sequence[str]) -> None:
     if not 1 <= settings.relations <= MOST_RELATIONS:
         raise BadInput(f"`--relations` is {settings.relations}, and must be from 1 to {MOST_RELATIONS}.")
     check_picture(settings.out)
-    check_file("--out", settings.out)
     run = load(settings.run, settings)
     split, image = _find(run, settings.image)
     triples = predict(run, split, image, settings.relations)
