@@ -349,10 +349,11 @@ def test_no_name_is_cut_and_ratios_are_said(width):
         return measurements.measured("family", provider, "forward", CASE, value, value, 1)
 
     rows = [row(provider.name) for provider in FAMILY]
-    console = Console(width=width, file=io.StringIO())
+    screen = io.StringIO()
+    console = Console(width=width, file=screen)
     for part in report.tables(rows, {row.key: row for row in rows}, width):
         console.print(part)
-    said = console.file.getvalue()
+    said = screen.getvalue()
     for provider in FAMILY:
         assert re.search(rf"(?<![\w-]){provider.name}(?![\w-])", said), provider.name
     assert "…" not in said
@@ -427,7 +428,7 @@ def test_rows_that_had_to_wait_are_written_when_there_is_room(tmp_path, monkeypa
 
 
 def test_an_interrupted_race_gives_the_rounds_it_finished():
-    turns = []
+    turns: list[None] = []
 
     def call():
         turns.append(None)

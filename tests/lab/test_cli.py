@@ -250,6 +250,7 @@ def test_ctrl_c_while_torch_is_imported_is_one_sentence(tmp_path):
         env=os.environ | {"PYTHONPATH": path},
         preexec_fn=hear_interrupts,
     )
+    assert process.stdout is not None
     assert process.stdout.readline() == "importing\n"
     process.send_signal(signal.SIGINT)
     _, said = process.communicate(timeout=60)
@@ -338,10 +339,10 @@ def test_the_library_imports_torch_alone_and_never_the_lab():
         found[str(path.relative_to(ROOT))] = packages - {"torch", "torchlml"}
     # The command is the lab's; Triton comes with torch for GPUs, torchmetrics with the extra.
     assert found.pop("torchlml/__main__.py") == {"torchlml_lab"}
-    for path, packages in found.items():
-        optional = {"triton"} if path.startswith("torchlml/_kernels/cuda/") else set()
-        optional |= {"torchmetrics"} if path.startswith("torchlml/metrics/") else set()
-        assert packages <= optional, path
+    for name, packages in found.items():
+        optional = {"triton"} if name.startswith("torchlml/_kernels/cuda/") else set()
+        optional |= {"torchmetrics"} if name.startswith("torchlml/metrics/") else set()
+        assert packages <= optional, name
 
 
 def test_no_two_rooms_of_the_measuring_half_import_each_other():
