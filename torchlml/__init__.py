@@ -10,10 +10,12 @@ from torchlml.family.sampling import sample_subset
 from torchlml.family.topk_mask import topk_mask
 from torchlml.family.value import lml_value
 from torchlml.losses import (
+    LinearLMLLoss,
     LMLLoss,
     SmoothTopKSVMLoss,
     TopKSVMLoss,
     TruncatedEntropyLoss,
+    linear_lml_loss,
     lml_loss,
     smooth_topk_svm_loss,
     topk_svm_loss,
@@ -26,11 +28,13 @@ __version__ = "0.1.0"
 __all__ = [
     "LML",
     "LMLLoss",
+    "LinearLMLLoss",
     "SmoothTopKSVMLoss",
     "TopKSVMLoss",
     "TruncatedEntropyLoss",
     "constrained_softmax",
     "constrained_sparsemax",
+    "linear_lml_loss",
     "lml",
     "lml_dual",
     "lml_loss",

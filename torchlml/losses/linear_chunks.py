@@ -1,0 +1,182 @@
+"""A linear layer and a loss of its logits together, a few rows at a time, so that the batch's logits never exist.
+
+A chunk holds whole rows, so every loss that gives one number per row can be used as it is, and no logit is
+computed twice. Three matrix products per chunk, as many as the plain way has: the logits, the gradient of the
+input and that of the weight, which is added up over the chunks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.nn.functional import linear
+
+from torchlml._core.paths import differentiate_again, is_plain, wants_graph
+from torchlml._core.rows import work_dtype
+
+RowLoss = Callable[[Tensor, Tensor, slice], Tensor]
+"""(logits of some rows, their k, which rows of the batch they are) -> one loss for each of these rows."""
+
+
+class LinearRows(NamedTuple):
+    """The work to do: a loss for every row of `linear(input, weight, bias)`, `chunk` rows at a time.
+
+    `seed` is what each row counts in the sum that comes back; None stands for the losses of the rows themselves.
+    """
+
+    loss: RowLoss
+    seed: Tensor | None
+    chunk: int
+    linear_dtype: torch.dtype  # of the logits, which autocast may narrow
+
+    def __call__(self, input: Tensor, weight: Tensor, bias: Tensor | None, k: Tensor) -> Tensor:
+        """The losses (R,) or their sum, by the plain way under the transforms that chunks cannot serve."""
+        if is_plain():
+            return _Chunked.apply(self, input, weight, bias, k)
+        return self.plain(input, weight, bias, k)
+
+    def plain(self, input: Tensor, weight: Tensor, bias: Tensor | None, k: Tensor) -> Tensor:
+        """The same from all logits at once, in ordinary differentiable operations."""
+        logits = linear(*(None if t is None else t.to(self.linear_dtype) for t in (input, weight, bias)))
+        losses = self.loss(logits.to(work_dtype(logits.dtype)), k, slice(0, input.shape[0]))
+        return losses if self.seed is None else (losses * self.seed).sum()
+
+
+def rows_within(memory: int, labels: int, dtype: torch.dtype, copies: int = 2) -> int:
+    """How many rows of logits fit into a budget of bytes, one at least.
+
+    Args:
+        memory: the budget.
+        labels: the length of a row.
+        dtype: of the logits.
+        copies: how many numbers per logit the loss holds in its work dtype, gradient included.
+    """
+    work = work_dtype(dtype)
+    per_label = copies * work.itemsize + (2 * dtype.itemsize if dtype != work else 0)
+    return max(1, memory // max(1, per_label * labels))
+
+
+class _Gradients(NamedTuple):
+    """Of the input, the weight, the bias and k; None where nobody asks."""
+
+    input: Tensor | None
+    weight: Tensor | None
+    bias: Tensor | None
+    k: Tensor | None
+
+
+class _Chunked(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, work: LinearRows, input: Tensor, weight: Tensor, bias: Tensor | None, k: Tensor
+    ) -> Tensor:
+        ctx.work, ctx.early = work, None
+        ctx.save_for_backward(input, weight, bias, k)
+        wanted = ctx.needs_input_grad[1:]
+        if work.seed is None or not any(wanted):
+            return _losses(work, input, weight, bias, k)
+        # What the sum's gradient needs is at hand while the logits are: only its factor is still unknown.
+        loss, ctx.early = _with_gradients(work, input, weight, bias, k, work.seed, wanted)
+        return loss
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        work, (input, weight, bias, k) = ctx.work, ctx.saved_tensors
+        if wants_graph():
+            inputs = [t for t in (input, weight, bias, k) if t is not None]
+
+            def plain(*given: Tensor) -> Tensor:
+                rest = iter(given)
+                return work.plain(*(None if t is None else next(rest) for t in (input, weight, bias, k)))
+
+            found = iter(differentiate_again(plain, grad, *inputs))
+            return (None, *(None if t is None else next(found) for t in (input, weight, bias, k)))
+        wanted = ctx.needs_input_grad[1:]
+        if ctx.early is None:
+            seed = grad if work.seed is None else work.seed * grad
+            _, gradients = _with_gradients(work, input, weight, bias, k, seed, wanted)
+            return (None, *gradients)
+        # They are given away, scaled in place: a copy of the weight's gradient is what there is no room for.
+        # A second backward pass over the same graph computes them again.
+        gradients, ctx.early = ctx.early, None
+        if grad.device.type != "cpu" or float(grad) != 1:
+            for gradient in gradients:
+                if gradient is not None:
+                    gradient.mul_(grad)
+        return (None, *gradients)
+
+
+def _losses(work: LinearRows, input: Tensor, weight: Tensor, bias: Tensor | None, k: Tensor) -> Tensor:
+    """Without gradients."""
+    weight, bias = _narrow(work, weight, bias)
+    parts = []
+    for rows in _chunks(work, input):
+        z = _logits(work, input[rows], weight, bias)
+        parts.append(work.loss(z, k if k.dim() == 0 else k[rows], rows))
+        del z
+    losses = torch.cat(parts) if parts else input.new_zeros(0, dtype=work_dtype(input.dtype))
+    return losses if work.seed is None else (losses * work.seed).sum()
+
+
+def _with_gradients(
+    work: LinearRows,
+    input: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    k: Tensor,
+    seed: Tensor,
+    wanted: tuple[bool, bool, bool, bool],
+) -> tuple[Tensor, _Gradients]:
+    """The sum of `seed` times the losses, and its gradients."""
+    low_weight, low_bias = _narrow(work, weight, bias)
+    # A sum over many chunks is kept in the work dtype, or bfloat16 would lose the later ones.
+    work_type = work_dtype(input.dtype)
+    d_input = torch.empty_like(input) if wanted[0] else None
+    d_weight = torch.zeros_like(weight, dtype=work_type) if wanted[1] else None
+    d_bias = None if bias is None or not wanted[2] else torch.zeros_like(bias, dtype=work_type)
+    d_k = torch.zeros_like(k) if wanted[3] else None
+    total = input.new_zeros((), dtype=work_type)
+    for rows in _chunks(work, input):
+        h = input[rows]
+        z = _logits(work, h, low_weight, low_bias).requires_grad_()
+        k_rows = (k if k.dim() == 0 else k[rows]).detach().requires_grad_(wanted[3])
+        with torch.enable_grad():
+            losses = work.loss(z, k_rows, rows)
+        total += (losses.detach() * seed[rows]).sum()
+        dz, *dk = torch.autograd.grad(losses, [z, k_rows] if wanted[3] else [z], seed[rows].to(losses.dtype))
+        del z, losses
+        if d_input is not None:
+            d_input[rows] = (dz.to(low_weight.dtype) @ low_weight).to(input.dtype)
+        if d_weight is not None:
+            d_weight.addmm_(dz.mT, h.to(work_type))
+        if d_bias is not None:
+            d_bias += dz.sum(0)
+        if d_k is not None and k.dim() == 0:
+            d_k += dk[0]
+        elif d_k is not None:
+            d_k[rows] = dk[0]
+        del dz
+    return total, _Gradients(d_input, _as(d_weight, weight), _as(d_bias, bias), d_k)
+
+
+def _chunks(work: LinearRows, input: Tensor) -> list[slice]:
+    count = input.shape[0]
+    return [slice(i, min(i + work.chunk, count)) for i in range(0, count, work.chunk)]
+
+
+def _narrow(work: LinearRows, weight: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor | None]:
+    """What autocast would do to the weight, once and not with every chunk."""
+    dtype = work.linear_dtype
+    return weight.detach().to(dtype), None if bias is None else bias.detach().to(dtype)
+
+
+def _logits(work: LinearRows, h: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    z = linear(h.detach().to(work.linear_dtype), weight, bias)
+    return z.to(work_dtype(z.dtype))
+
+
+def _as(gradient: Tensor | None, of: Tensor | None) -> Tensor | None:
+    return gradient if gradient is None or of is None else gradient.to(of.dtype)
