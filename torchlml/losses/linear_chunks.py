@@ -31,10 +31,11 @@ class LinearRows(NamedTuple):
     seed: Tensor | None
     chunk: int
     linear_dtype: torch.dtype  # of the logits, which autocast may narrow
+    complete: Callable[[Tensor], Tensor] | None = None  # what makes the input's gradient from this process's part
 
     def __call__(self, input: Tensor, weight: Tensor, bias: Tensor | None, k: Tensor) -> Tensor:
         """The losses (R,) or their sum, by the plain way under the transforms that chunks cannot serve."""
-        if is_plain():
+        if is_plain() or self.complete is not None:
             return _Chunked.apply(self, input, weight, bias, k)
         return self.plain(input, weight, bias, k)
 
@@ -56,7 +57,11 @@ def rows_within(memory: int, labels: int, dtype: torch.dtype, copies: int = 2) -
     """
     work = work_dtype(dtype)
     per_label = copies * work.itemsize + (2 * dtype.itemsize if dtype != work else 0)
-    return max(1, memory // max(1, per_label * labels))
+    row = max(1, per_label * labels)
+    # One row more if it exceeds the budget only a little: for two pieces of 32 MiB, the default, the C library
+    # asks the system and gives back exactly; smaller ones leave holes in its heap that may cost more than a row.
+    rows = -(-memory // row)
+    return max(1, rows if rows * row <= 1.08 * memory else rows - 1)
 
 
 class _Gradients(NamedTuple):
@@ -86,6 +91,8 @@ class _Chunked(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         work, (input, weight, bias, k) = ctx.work, ctx.saved_tensors
         if wants_graph():
+            if work.complete is not None:
+                raise NotImplementedError("With `group`, a derivative of the derivative is not supported.")
             inputs = [t for t in (input, weight, bias, k) if t is not None]
 
             def plain(*given: Tensor) -> Tensor:
@@ -111,12 +118,10 @@ class _Chunked(torch.autograd.Function):
 
 def _losses(work: LinearRows, input: Tensor, weight: Tensor, bias: Tensor | None, k: Tensor) -> Tensor:
     """Without gradients."""
-    weight, bias = _narrow(work, weight, bias)
+    logits = _Logits(work, input, weight, bias)
     parts = []
     for rows in _chunks(work, input):
-        z = _logits(work, input[rows], weight, bias)
-        parts.append(work.loss(z, k if k.dim() == 0 else k[rows], rows))
-        del z
+        parts.append(work.loss(logits[rows], k if k.dim() == 0 else k[rows], rows))
     losses = torch.cat(parts) if parts else input.new_zeros(0, dtype=work_dtype(input.dtype))
     return losses if work.seed is None else (losses * work.seed).sum()
 
@@ -131,7 +136,7 @@ def _with_gradients(
     wanted: tuple[bool, bool, bool, bool],
 ) -> tuple[Tensor, _Gradients]:
     """The sum of `seed` times the losses, and its gradients."""
-    low_weight, low_bias = _narrow(work, weight, bias)
+    logits = _Logits(work, input, weight, bias)
     # A sum over many chunks is kept in the work dtype, or bfloat16 would lose the later ones.
     work_type = work_dtype(input.dtype)
     d_input = torch.empty_like(input) if wanted[0] else None
@@ -140,8 +145,7 @@ def _with_gradients(
     d_k = torch.zeros_like(k) if wanted[3] else None
     total = input.new_zeros((), dtype=work_type)
     for rows in _chunks(work, input):
-        h = input[rows]
-        z = _logits(work, h, low_weight, low_bias).requires_grad_()
+        z = logits[rows].requires_grad_()
         k_rows = (k if k.dim() == 0 else k[rows]).detach().requires_grad_(wanted[3])
         with torch.enable_grad():
             losses = work.loss(z, k_rows, rows)
@@ -149,9 +153,9 @@ def _with_gradients(
         dz, *dk = torch.autograd.grad(losses, [z, k_rows] if wanted[3] else [z], seed[rows].to(losses.dtype))
         del z, losses
         if d_input is not None:
-            d_input[rows] = (dz.to(low_weight.dtype) @ low_weight).to(input.dtype)
+            d_input[rows] = (dz.to(logits.weight.dtype) @ logits.weight).to(input.dtype)
         if d_weight is not None:
-            d_weight.addmm_(dz.mT, h.to(work_type))
+            d_weight.addmm_(dz.mT, input[rows].detach().to(work_type))
         if d_bias is not None:
             d_bias += dz.sum(0)
         if d_k is not None and k.dim() == 0:
@@ -159,6 +163,8 @@ def _with_gradients(
         elif d_k is not None:
             d_k[rows] = dk[0]
         del dz
+    if d_input is not None and work.complete is not None:
+        d_input = work.complete(d_input)
     return total, _Gradients(d_input, _as(d_weight, weight), _as(d_bias, bias), d_k)
 
 
@@ -167,15 +173,25 @@ def _chunks(work: LinearRows, input: Tensor) -> list[slice]:
     return [slice(i, min(i + work.chunk, count)) for i in range(0, count, work.chunk)]
 
 
-def _narrow(work: LinearRows, weight: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor | None]:
-    """What autocast would do to the weight, once and not with every chunk."""
-    dtype = work.linear_dtype
-    return weight.detach().to(dtype), None if bias is None else bias.detach().to(dtype)
+class _Logits:
+    """The logits of one chunk after another, in the same memory: freed pieces of this size are not always reused."""
 
+    def __init__(self, work: LinearRows, input: Tensor, weight: Tensor, bias: Tensor | None) -> None:
+        # What autocast would do to the weight is done once, and not with every chunk.
+        dtype = work.linear_dtype
+        self.weight = weight.detach().to(dtype)
+        self._bias = None if bias is None else bias.detach().to(dtype)
+        self._input = input.detach().to(dtype)
+        self._buffer = self._input.new_empty(min(work.chunk, input.shape[0]), weight.shape[0])
 
-def _logits(work: LinearRows, h: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    z = linear(h.detach().to(work.linear_dtype), weight, bias)
-    return z.to(work_dtype(z.dtype))
+    def __getitem__(self, rows: slice) -> Tensor:
+        h = self._input[rows]
+        z = self._buffer[: h.shape[0]]
+        if self._bias is None:
+            torch.mm(h, self.weight.mT, out=z)
+        else:
+            torch.addmm(self._bias, h, self.weight.mT, out=z)
+        return z.to(work_dtype(z.dtype)).detach()
 
 
 def _as(gradient: Tensor | None, of: Tensor | None) -> Tensor | None:

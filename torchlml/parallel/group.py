@@ -40,6 +40,11 @@ class LabelGroup(NamedTuple):
         """The sum over all processes, the same bits on each: one round."""
         return add_up(self.gather(part))
 
+    def all_reduce(self, part: Tensor) -> Tensor:
+        """The sum in place, for what is too large to be gathered: the gradient of what all processes are given."""
+        dist.all_reduce(part, group=self.handle)
+        return part
+
 
 def add_up(parts: Tensor) -> Tensor:
     """The sum over the first dimension, one after the other."""
@@ -75,8 +80,8 @@ def agree(
     Args:
         group: who takes part.
         device: where messages live.
-        read: reads this process's arguments. It returns them, and what it tells the others: under `labels` its
-            number of labels, and under every other name what must be the same everywhere.
+        read: reads this process's arguments. It returns them and what it tells the others; what stands under
+            `same` must be the same everywhere.
 
     Returns:
         What `read` returned, and what every process told.
@@ -94,12 +99,14 @@ def agree(
     for rank, other in enumerate(everyone):
         if "error" in other:
             raise ValueError(f"Process {rank} of the group has an argument that is refused: {other['error']}")
-    for name in [name for name in everyone[0] if name != "labels"]:
+    first = everyone[0]["same"]
+    for name in first:
         for rank, other in enumerate(everyone):
-            if other.get(name) != everyone[0][name]:
+            found = other["same"].get(name)
+            if found != first[name]:
                 raise ValueError(
-                    f"The processes of the group must have the same {name}, but process 0 has "
-                    f"{everyone[0][name]} and process {rank} has {other.get(name)}."
+                    f"The processes of the group must have the same {name}, but process 0 has {first[name]} and "
+                    f"process {rank} has {found}."
                 )
     assert arguments is not None
     return arguments, everyone

@@ -24,15 +24,17 @@ from torchlml.parallel.sums import ShardLabels, evaluate, evaluate_labels
 from torchlml.solvers.brackets import order_offsets
 
 # Wider intervals, or thresholds further from every entry, are left to the selection.
-_WIDE = 40.0
+_WIDE = 150.0
 _GAP = 80.0
 # The local roots are exact only to their dtype's rounding, and so are the ends of the interval.
 _MARGIN = 1e-3
 # How near a point must be for Taylor's series: the fifth order is then below what the dtype can tell.
 _NEAR = {torch.float32: 0.03, torch.float64: 1e-3}
 _POINTS = 8
+_MANY_POINTS = 16
+_FEW_WIDTH = 10.0
 
-_SURVEY = 13  # m, p, NaN, largest, smallest, nu (two numbers), nearest; at nu = 0: three sums; labels: two
+SURVEY = 20  # numbers of each row in the first round: eight of its entries, one of the shard, three and eight sums
 
 
 class Shard(NamedTuple):
@@ -42,6 +44,7 @@ class Shard(NamedTuple):
     k: Tensor  # (R,), float64
     fraction: float  # of all labels
     labels: ShardLabels | None  # those at finite entries
+    marks: Tensor | None = None  # (R, c), numbers to be summed over the processes with the survey
 
 
 class Solution(NamedTuple):
@@ -49,7 +52,7 @@ class Solution(NamedTuple):
 
     `nu` is a pair (2, R) as in `reference.py`. `log_slope` is log sum w. `share` is what entries of +inf get, and `infinite`
     how many they are. `free` marks rows that keep a bound by themselves: their nu is 0 and does not move. `loss` is
-    the sum of -c log y over the labels at finite entries, `change` that of c (1 - y).
+    the sum of -c log y over the labels at finite entries, `change` that of c (1 - y). `marks` are the sums of the shards' marks.
     """
 
     nu: Tensor
@@ -59,6 +62,7 @@ class Solution(NamedTuple):
     free: Tensor
     loss: Tensor
     change: Tensor
+    marks: Tensor
 
 
 class _Survey(NamedTuple):
@@ -66,8 +70,6 @@ class _Survey(NamedTuple):
     special: Tensor  # nu of the others
     infinite: Tensor
     available: Tensor
-    largest: Tensor
-    smallest: Tensor
     nearest: Tensor
     at_zero: Tensor  # S(0) - k
     base: Tensor
@@ -75,6 +77,7 @@ class _Survey(NamedTuple):
     high: Tensor
     estimate: Tensor
     spread: Tensor  # how far the local roots are from each other
+    marks: Tensor
 
 
 def solve(shard: Shard, group: LabelGroup, bound: str) -> Solution:
@@ -111,7 +114,7 @@ def solve(shard: Shard, group: LabelGroup, bound: str) -> Solution:
     nu = torch.where(to_solve | free, nu, torch.stack([s.special, torch.zeros_like(s.special)]).to(nu.dtype))
     share = (shard.k / s.infinite).clamp(0, 1)
     share = torch.where(nu[0] == -torch.inf, share, 1).to(nu.dtype)
-    return Solution(nu, state.log_slope, share, s.infinite, free, state.loss, state.change)
+    return Solution(nu, state.log_slope, share, s.infinite, free, state.loss, state.change, s.marks)
 
 
 class _State:
@@ -150,7 +153,8 @@ def _survey(shard: Shard, group: LabelGroup) -> _Survey:
         *zero[:, :3].unbind(-1),
         *local.unbind(-1),
     ]
-    parts = group.gather(torch.stack([column.to(torch.float64) for column in message], -1))
+    marks = column[:, None][:, :0] if shard.marks is None else shard.marks
+    parts = group.gather(torch.cat([torch.stack([number.double() for number in message], -1), marks], -1))
     m, p, undefined = (add_up(parts[..., i]) for i in range(3))
     ordinary = (p < k) & (k < m) & (undefined == 0) & ~k.isnan()
     special = torch.where((k > 0) & (k >= m), torch.inf, -torch.inf)
@@ -169,12 +173,23 @@ def _survey(shard: Shard, group: LabelGroup) -> _Survey:
     odds = ((k - p) / (m - k)).log()
     low = torch.maximum(low, (-largest - base) + (odds - _MARGIN))
     high = torch.minimum(high, (-smallest - base) + (odds + _MARGIN))
-    estimate = _estimate(parts[..., 12:], known, place, parts[..., 0], k, low, high)
+    estimate = _estimate(parts[..., 12:20], known, place, parts[..., 0], k, low, high)
     spread = torch.where(known.any(0), high - low, torch.inf)
     nearest = parts[..., 7].amin(0)
     at_zero = (up - k) + (down - above)
     return _Survey(
-        ordinary, special, p, m, largest, smallest, nearest, at_zero, base, low, high, estimate, spread
+        ordinary=ordinary,
+        special=special,
+        infinite=p,
+        available=m,
+        nearest=nearest,
+        at_zero=at_zero,
+        base=base,
+        low=low,
+        high=high,
+        estimate=estimate,
+        spread=spread,
+        marks=add_up(parts[..., 20:]),
     )
 
 
@@ -306,7 +321,11 @@ def _first_points(low: Tensor, high: Tensor, estimate: Tensor, spread: Tensor) -
     if widest <= 1:
         near = torch.tensor([0.0, -0.06, 0.06], dtype=low.dtype, device=low.device)
         return (estimate + near[:, None]).clamp(low, high)
-    return torch.cat([estimate[None], _evenly(low, high, _POINTS - 1)])
+    return torch.cat([estimate[None], _evenly(low, high, _number(widest) - 1)])
+
+
+def _number(width: float) -> int:
+    return _POINTS if width <= _FEW_WIDTH else _MANY_POINTS
 
 
 def _evenly(low: Tensor, high: Tensor, number: int) -> Tensor:
@@ -333,7 +352,7 @@ def _next_points(
     if width <= 1 and number < 8:
         return torch.cat([nearest, from_low, from_high])
     centres = [nearest, from_low, from_high, (from_low + from_high) / 2]
-    return torch.cat([*centres, _evenly(low, high, _POINTS - len(centres))])
+    return torch.cat([*centres, _evenly(low, high, _number(width) - len(centres))])
 
 
 def _pair(base: Tensor, shift: Tensor, dtype: torch.dtype) -> Tensor:

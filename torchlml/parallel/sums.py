@@ -16,8 +16,8 @@ from torch.nn.functional import softplus
 # Small enough that torch does not split a block over its threads, and that it stays in a cache.
 _BLOCK_ON_CPU = 2**15
 _BLOCK = 2**24
-# Beyond it e^-|z| is nothing beside what decides a row whose nearest entry is within 40 of the threshold.
-_FAR = 600.0
+# Beyond it e^-|z| is nothing beside what decides a row whose nearest entry is within 150 of the threshold.
+_FAR = 500.0
 
 UP, P, Q, DP, DQ, D2, D3, D4 = range(8)
 SUMS = 8

@@ -1,0 +1,170 @@
+"""`lml`, `log_lml` and `lml_dual` of rows whose labels are spread over processes.
+
+The arguments are in canonical form, see `_kernels.reference`; every process has its own columns of the same rows.
+Every result is the part that belongs to this process's labels, or a number per row that is the same on all of them.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+from torch.nn.functional import logsigmoid
+
+from torchlml._core.paths import gradient_of_k, is_plain
+from torchlml._core.rows import DenseRows
+from torchlml._kernels import reference
+from torchlml.parallel.group import LabelGroup
+from torchlml.parallel.solve import Shard, Solution, solve
+from torchlml.parallel.sums import ShardLabels
+from torchlml.solvers.residual import shifted
+
+
+def lml(x: Tensor, k: Tensor, mask: Tensor | None, split: Split) -> Tensor:
+    """y of this process's labels."""
+    refuse_transforms()
+    return _Projection.apply(x, k, mask, split)
+
+
+def log_lml(x: Tensor, k: Tensor, mask: Tensor | None, split: Split) -> Tensor:
+    """log y of this process's labels."""
+    refuse_transforms()
+    return _LogProjection.apply(x, k, mask, split)
+
+
+def lml_dual(x: Tensor, k: Tensor, mask: Tensor | None, split: Split) -> Tensor:
+    """nu of each row."""
+    refuse_transforms()
+    return _Dual.apply(x, k, mask, split)
+
+
+class Split:
+    """How the labels are split, and what the sum is bound by."""
+
+    def __init__(self, group: LabelGroup, labels: list[int], bound: str = "exactly") -> None:
+        self.group = group
+        self.bound = bound
+        self.start = sum(labels[: group.rank])
+        self.total = sum(labels)
+        self.fraction = labels[group.rank] / max(1, self.total)
+
+
+class LocalRows:
+    """The entries of this process beside the numbers of their rows."""
+
+    def __init__(self, x: Tensor, mask: Tensor | None, solution: Solution) -> None:
+        self.values, _ = reference.prepare(x, mask, None)
+        self.rows = DenseRows(x)
+        self.solution = solution
+        self.z = shifted(self.values, solution.nu, self.rows)
+        self.live = reference.moving(self.values, solution.nu, self.rows)
+        # Where k < p the +inf entries get k/p each: they follow k like tied entries, but no finite change of x.
+        tied = (solution.share > 0) & (solution.share < 1)
+        self.tied = (self.values == torch.inf) & tied.unsqueeze(-1)
+
+    def fill(self, y: Tensor, absent: float, infinite: Tensor) -> Tensor:
+        return reference.fill(y, self.values, self.solution.nu, self.rows, absent, infinite)
+
+    def shares_of_slope(self) -> Tensor:
+        """w / sum w, right even where every w underflows."""
+        log_w = logsigmoid(self.z) + logsigmoid(-self.z)
+        share = torch.exp(log_w.double() - self.solution.log_slope.unsqueeze(-1))
+        return torch.where(self.live & ~self.solution.free.unsqueeze(-1), share.to(self.values.dtype), 0)
+
+    def finish(self, dx: Tensor, dk: Tensor, x: Tensor) -> tuple[Tensor, Tensor]:
+        dk = torch.where(self.solution.free, 0, dk)
+        return reference.finish(dx, dk, x, self.solution.nu, self.rows)
+
+
+def solve_shard(
+    x: Tensor,
+    k: Tensor,
+    mask: Tensor | None,
+    split: Split,
+    labels: ShardLabels | None = None,
+    marks: Tensor | None = None,
+) -> Solution:
+    """Solve for the canonical arguments of this process."""
+    values, _ = reference.prepare(x, mask, None)
+    k = k.to(torch.float64).expand(x.shape[0])
+    return solve(Shard(values.contiguous(), k, split.fraction, labels, marks), split.group, split.bound)
+
+
+class _Projection(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, k: Tensor, mask: Tensor | None, split: Split) -> Tensor:
+        solution = solve_shard(x, k, mask, split)
+        local = LocalRows(x, mask, solution)
+        ctx.save_for_backward(x, k, mask, *solution)
+        ctx.group = split.group
+        return local.fill(reference.sigmoid(local.z), 0.0, solution.share).to(x.dtype)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        x, k, mask, *solution = ctx.saved_tensors
+        local = LocalRows(x, mask, Solution(*solution))
+        s, g = local.solution, grad.to(local.values.dtype)
+        t = reference.sigmoid(-local.z.abs())
+        w = torch.where(local.live, t * (1 - t), local.tied.to(t.dtype))
+        pull = ctx.group.sum(local.rows.sum(torch.where(local.live | local.tied, w * g, 0)))
+        total = torch.where(s.nu[0].isinf(), s.infinite, s.log_slope.exp())
+        dk = torch.where((total > 0) & ~s.free & (pull != 0), pull / total, 0)
+        dx = torch.where(local.live, w * (g - dk.to(g.dtype).unsqueeze(-1)), 0)
+        dx, dk = local.finish(dx, dk, x)
+        return dx, gradient_of_k(dk, k), None, None
+
+
+class _LogProjection(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, k: Tensor, mask: Tensor | None, split: Split) -> Tensor:
+        solution = solve_shard(x, k, mask, split)
+        local = LocalRows(x, mask, solution)
+        ctx.save_for_backward(x, k, mask, *solution)
+        ctx.group = split.group
+        return local.fill(logsigmoid(local.z), -torch.inf, solution.share.log()).to(x.dtype)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        x, k, mask, *solution = ctx.saved_tensors
+        local = LocalRows(x, mask, Solution(*solution))
+        s, g = local.solution, grad.to(local.values.dtype)
+        a = torch.where(local.live, g * reference.sigmoid(-local.z), 0)
+        of_tied = local.rows.sum(torch.where(local.tied, g, 0))
+        total, of_tied = ctx.group.sum(torch.stack([local.rows.sum(a), of_tied]))
+        dx = torch.where(local.live, a - local.shares_of_slope() * total.to(a.dtype).unsqueeze(-1), 0)
+        # The logarithm of k/p has the derivative 1/k.
+        dk = torch.where(total == 0, 0, total / s.log_slope.exp())
+        dk = torch.where(s.nu[0].isinf(), torch.where(of_tied == 0, 0, of_tied / k), dk)
+        dx, dk = local.finish(dx, dk, x)
+        return dx, gradient_of_k(dk, k), None, None
+
+
+class _Dual(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, k: Tensor, mask: Tensor | None, split: Split) -> Tensor:
+        solution = solve_shard(x, k, mask, split)
+        ctx.save_for_backward(x, k, mask, *solution)
+        return solution.nu.sum(0).to(x.dtype)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        x, k, mask, *solution = ctx.saved_tensors
+        local = LocalRows(x, mask, Solution(*solution))
+        s, g = local.solution, grad.to(local.values.dtype)
+        dx = torch.where(local.live, -local.shares_of_slope() * g.unsqueeze(-1), 0)
+        dk = torch.where(s.nu[0].isinf() | (g == 0), 0, g / s.log_slope.exp())
+        dx, dk = local.finish(dx, dk, x)
+        return dx, gradient_of_k(dk, k), None, None
+
+
+def refuse_transforms() -> None:
+    if not is_plain():
+        raise NotImplementedError(
+            "With `group`, only plain calls and their first derivatives are supported, but a transform of torch.func "
+            "or forward-mode differentiation is at work."
+        )
