@@ -123,7 +123,9 @@ def _loss(function: Call, rows: list[tuple[torch.Tensor, float]]) -> Iterator[by
     for x, k in rows:
         if x.shape[0] < 3 or not 1 <= k < x.shape[0]:
             continue
-        places = torch.tensor([[0, x.shape[0] // 2, x.shape[0] - 1, -100]])
+        # A list must not be as wide as the row; how much padding it has makes no difference.
+        padding = [-100] * (2 if x.shape[0] == 4 else 1)
+        places = torch.tensor([[0, x.shape[0] // 2, x.shape[0] - 1, *padding]])
         hot = torch.zeros(1, x.shape[0]).scatter(1, places[:, :2], torch.tensor([[1.0, 0.5]]))
         for target in (places, hot, hot.bool(), places[:, 0]):
             x_ = x.unsqueeze(0).clone().requires_grad_()
