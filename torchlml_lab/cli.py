@@ -48,9 +48,7 @@ COMMANDS = {
 }
 
 # What stands for a character that the output's encoding does not have; any other becomes a question mark.
-_PLAIN = {"±": "+-", "µ": "u", "×": "x", "…": "...", "│": "|", "─": "-", "━": "-"} | dict.fromkeys(
-    "╭╮╰╯", "+"
-)
+_PLAIN = {"±": "+-", "µ": "u", "×": "x", "…": "..."}
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

@@ -266,6 +266,18 @@ def test_a_terminal_without_unicode_can_show_everything(words, tmp_path):
     assert len(done.stdout) > 500
 
 
+def test_characters_that_the_output_does_not_have_are_written_in_others():
+    program = "from torchlml_lab import cli; cli.main(['--version']); print('1±2 µs é')"
+    done = subprocess.run(
+        [sys.executable, "-c", program],
+        capture_output=True,
+        text=True,
+        check=True,
+        env=os.environ | {"PYTHONIOENCODING": "ascii"},
+    )
+    assert done.stdout.splitlines()[-1] == "1+-2 us ?"
+
+
 HELPED = [["train", "cifar100"], ["bench", "layer"], ["bench", "paper"], ["sweep", "scene-graph"], ["info"]]
 
 
