@@ -1,7 +1,7 @@
 """The problems of a benchmark: a shape, a k, a scale, a type and a number of threads, and grids of them."""
 
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import product
 
@@ -49,26 +49,16 @@ def case_grid(
         The cases whose k is between 1 and n - 1, with fewer rows where a tensor would have more
         than 4,000,000 entries; `BadInput` when there are none.
     """
-    found = dict.fromkeys(_cases(sizes, ks, batches, scales, dtypes, threads))
+    found = dict.fromkeys(
+        Case(n, k, min(batch, max(1, MOST_ENTRIES // n)), scale, dtype, number)
+        for number, dtype, scale, batch, n, text in product(threads, dtypes, scales, batches, sizes, ks)
+        if 0 < (k := _k(text, n)) < n
+    )
     if not found:
         raise BadInput(
             f"`--ks` is {' '.join(ks)}, and none of it lies between 1 and n - 1 for any of `--sizes`."
         )
     return list(found)
-
-
-def _cases(
-    sizes: Sequence[int],
-    ks: Sequence[str],
-    batches: Sequence[int],
-    scales: Sequence[float],
-    dtypes: Sequence[str],
-    threads: Sequence[int],
-) -> Iterator[Case]:
-    for number, dtype, scale, batch, n, text in product(threads, dtypes, scales, batches, sizes, ks):
-        k = _k(text, n)
-        if 0 < k < n:
-            yield Case(n, k, min(batch, max(1, MOST_ENTRIES // n)), scale, dtype, number)
 
 
 def _k(text: str, n: int) -> int:
