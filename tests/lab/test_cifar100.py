@@ -13,6 +13,7 @@ import torch
 
 import torchlml
 from torchlml_lab import cli
+from torchlml_lab.engine import estimate
 from torchlml_lab.errors import BadInput
 from torchlml_lab.tasks.cifar100 import archive, networks
 from torchlml_lab.tasks.cifar100.classification import LOSSES, Cifar100Settings, accuracies, loss_of, task
@@ -355,3 +356,26 @@ def test_a_run_from_images(folder, tmp_path):
     done = subprocess.run(command, capture_output=True, text=True, cwd=root, timeout=120)
     assert done.returncode == 0, done.stderr
     assert "Test of epoch 1" in done.stdout
+
+
+def test_the_published_network_on_a_cpu_says_what_to_use_instead(monkeypatch):
+    part = Part(
+        torch.zeros(200, 3, 32, 32, dtype=torch.uint8), torch.arange(200) % 100, torch.arange(200) % 20
+    )
+    monkeypatch.setattr(networks, "DenseNet", lambda depth, growth, classes: networks.small_cnn(classes))
+    monkeypatch.setattr(estimate, "seconds_per_batch", lambda task, size: 4.0)
+    for network, said in ((None, "use `--network small-cnn --epochs 6` here"), ("small-cnn", None)):
+        settings = Cifar100Settings(data=Path("x"), network=network, validation=50)
+        found = estimate.forecast(task(settings, part, part), 64, 300, 704)
+        assert found is not None
+        assert found.startswith("300 epochs of 704 batches will take about 10 days on this CPU.")
+        assert said is None or said in found
+        assert (said is None) == found.endswith("on this CPU.")
+    assert estimate.forecast(task(settings, part, part), 64, 1, 10) is None
+
+
+@pytest.mark.parametrize(
+    ("seconds", "said"), [(30, "30 seconds"), (60, "1 minute"), (3600, "60 minutes"), (7200, "2 hours")]
+)
+def test_durations_in_words(seconds, said):
+    assert estimate.in_words(seconds) == said

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from torchlml_lab import cli
-from torchlml_lab.tasks.hidden_labels import demo, images, stacked_networks, words
+from torchlml_lab.tasks.hidden_labels import demo, images, plots, stacked_networks, words
 from torchlml_lab.tasks.hidden_labels.images import Images
 from torchlml_lab.tasks.hidden_labels.measures import Measured, measure
 
@@ -144,7 +144,7 @@ def test_a_full_disk_keeps_the_tables(capsys, tmp_path, monkeypatch):
     def full(*arguments):
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(demo.plots, "draw_calibration", full)
+    monkeypatch.setattr(plots, "draw_calibration", full)
     assert cli.main(["demo", "--images", "100", "--epochs", "1", "--seeds", "2", "--out", str(tmp_path)]) == 1
     captured = capsys.readouterr()
     assert captured.out.count("LML") > 4

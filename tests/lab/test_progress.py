@@ -7,7 +7,6 @@ import pytest
 import torch
 from rich.console import Console
 
-from torchlml_lab.engine import progress
 from torchlml_lab.engine.progress import ProgressBar
 from torchlml_lab.engine.threads import check_threads, cores, use_threads
 from torchlml_lab.errors import BadInput
@@ -15,7 +14,7 @@ from torchlml_lab.errors import BadInput
 
 def shown(monkeypatch, terminal, seconds_per_step, steps=20, hidden=False):
     now = [0.0]
-    monkeypatch.setattr(progress.time, "monotonic", lambda: now[0])
+    monkeypatch.setattr("torchlml_lab.engine.progress.time.monotonic", lambda: now[0])
     written = io.StringIO()
     console = Console(file=written, force_terminal=terminal, width=100)
     with ProgressBar(console, hidden=hidden) as bar:

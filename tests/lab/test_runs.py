@@ -30,7 +30,8 @@ def test_evaluate_finds_what_the_run_found(capsys, run):
         said = capsys.readouterr().out
         result = json.loads((run / "result.json").read_text())
         assert f"epoch {result['best_epoch']}" in said
-        numbers = [float(n) for n in re.search(r"^lml +0\.2 +(.*)$", said, re.MULTILINE)[1].split()]
+        (row,) = re.findall(r"^lml +0\.2 +(.*)$", said, re.MULTILINE)
+        numbers = [float(n) for n in row.split()]
         assert [numbers[0], numbers[3]] == [
             pytest.approx(100 * result[split][name], abs=0.006) for name in ("top1", "top5")
         ]

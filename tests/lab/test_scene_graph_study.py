@@ -253,7 +253,7 @@ def test_step_time(capsys, vg):
     assert re.search(r"softmax +[\d.]+ +\+0\.0%", said)
     assert re.search(r"lml +[\d.]+ +[+-][\d.]+%", said)
     for name, milliseconds, over in re.findall(r"^(\S+) +([\d.]+) +([+-][\d.]+)%", said, re.MULTILINE):
-        softmax = float(re.search(r"softmax +([\d.]+)", said)[1])
+        (softmax,) = map(float, re.findall(r"^softmax +([\d.]+)", said, re.MULTILINE))
         # The last column is made of the two medians that are printed, up to their rounding.
         assert float(over) == pytest.approx(
             100 * (float(milliseconds) / softmax - 1), abs=10 / softmax + 0.1

@@ -15,6 +15,7 @@ import pytest
 
 from tests.support.processes import hear_interrupts
 from torchlml_lab import cli
+from torchlml_lab.engine.table import StudyTable
 from torchlml_lab.errors import BadInput
 from torchlml_lab.tasks.cifar100 import accuracy_rows, noise_sweep
 from torchlml_lab.tasks.cifar100.accuracy_rows import Record
@@ -168,13 +169,13 @@ def test_a_full_disk_keeps_the_table_on_the_screen(capsys, features, whole, monk
     def full(*arguments):
         raise OSError(28, "No space left on device")
 
-    plain, calls = accuracy_rows.StudyTable.write, []
+    plain, calls = StudyTable.write, []
 
     def write(self, path, rows):
         calls.append(path)
         return plain(self, path, rows) if len(calls) == 1 else full()
 
-    monkeypatch.setattr(accuracy_rows.StudyTable, "write", write)
+    monkeypatch.setattr(StudyTable, "write", write)
     assert cli.main(words(features, whole)) == 1
     captured = capsys.readouterr()
     assert "accuracy in %" in captured.out

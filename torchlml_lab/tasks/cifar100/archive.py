@@ -46,7 +46,7 @@ _ALLOWED = {
 
 
 class _Unpickler(pickle.Unpickler):
-    """Builds dicts, lists, strings, numbers and numpy arrays of numbers, and refuses every other name."""
+    """Build dicts, lists, strings, numbers and numpy arrays of numbers, and refuse every other name."""
 
     def find_class(self, module: str, name: str) -> Any:
         if (module, name) not in _ALLOWED:
@@ -62,7 +62,7 @@ Part = tuple[npt.NDArray[np.uint8], npt.NDArray[np.int64], npt.NDArray[np.int64]
 
 
 def read(path: Path) -> dict[str, Part]:
-    """Reads the training and the test part.
+    """Read the training and the test part.
 
     Args:
         path: The folder `cifar-100-python`, the folder it lies in, or the file `cifar-100-python.tar.gz`.
@@ -129,7 +129,7 @@ def _part(path: Path, content: bytes) -> Part:
 
 
 def load(content: bytes) -> Any:
-    """Builds what a pickle contains if that is nothing but data, else raises `pickle.UnpicklingError`."""
+    """Build what a pickle contains if that is nothing but data, else raise `pickle.UnpicklingError`."""
 
     return _Unpickler(io.BytesIO(content), encoding="bytes").load()
 

@@ -45,7 +45,7 @@ def read_images(path: Path) -> tuple[Part, Part]:
 
 
 def read_features(path: Path) -> tuple[Part, Part]:
-    """Reads an npz with `x` (N, d), `fine` (N,), `coarse` (N,) and the bool `test` (N,).
+    """Read an npz with `x` (N, d), `fine` (N,), `coarse` (N,) and the bool `test` (N,).
 
     Args:
         path: The file.
@@ -87,7 +87,7 @@ def read_features(path: Path) -> tuple[Part, Part]:
 
 
 def split_validation(train: Part, count: int) -> tuple[Part, Part]:
-    """Sets `count` random training samples aside for validation, the same for every seed."""
+    """Set `count` random training samples aside for validation, the same for every seed."""
     if not 0 < count < len(train):
         raise BadInput(f"`--validation` is {count}, and must be from 1 to {len(train) - 1}.")
     order = torch.randperm(len(train), generator=torch.Generator().manual_seed(SPLIT_SEED))
@@ -95,7 +95,7 @@ def split_validation(train: Part, count: int) -> tuple[Part, Part]:
 
 
 def with_noise(part: Part, probability: float, seed: int) -> Part:
-    """Gives each sample, with a probability, a fine label drawn uniformly from those of its coarse class.
+    """Give each sample, with a probability, a fine label drawn uniformly from those of its coarse class.
 
     Args:
         part: The samples; every fine label must belong to one coarse class.

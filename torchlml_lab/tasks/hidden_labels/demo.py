@@ -5,13 +5,13 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
-from rich import box
 from rich.console import Console
 from rich.table import Table
 from torch import Tensor
 
 from torchlml_lab.cli import parse_settings
 from torchlml_lab.engine.progress import ProgressBar
+from torchlml_lab.engine.table import plain_table
 from torchlml_lab.engine.threads import check_threads, use_threads
 from torchlml_lab.errors import BadInput
 from torchlml_lab.files import check_folder, writing
@@ -143,12 +143,7 @@ def _setting(settings: DemoSettings) -> str:
 def _table(results: Results, condition: str, settings: DemoSettings, names: Sequence[str]) -> Table:
     title = f"label named: {condition}; k = {settings.k}, mean ± standard deviation of {settings.seeds} seeds"
     # Narrow enough for a terminal of 80 columns.
-    table = Table(
-        title=title, title_justify="left", box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0), pad_edge=False
-    )
-    table.add_column("method")
-    for _, heading, _, _ in COLUMNS:
-        table.add_column(heading, justify="right")
+    table = plain_table(title, ("method", *(heading for _, heading, _, _ in COLUMNS)))
     for name in names:
         cells = []
         for column, _, _, digits in COLUMNS:

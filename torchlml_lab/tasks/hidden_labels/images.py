@@ -27,7 +27,7 @@ class Images:
 
 
 def make(k: int, train: int, test: int, condition: str, seed: int) -> tuple[Images, Images]:
-    """Puts the training and the test images together.
+    """Put the training and the test images together.
 
     Example:
         >>> train, test = make(k=3, train=5000, test=2000, condition="uniform", seed=0)
@@ -66,7 +66,7 @@ def make(k: int, train: int, test: int, condition: str, seed: int) -> tuple[Imag
 def _show(
     pixels: Tensor, digits: Tensor, k: int, count: int, generator: torch.Generator
 ) -> tuple[Tensor, Tensor]:
-    """Draws k different digits for each image, a handwritten example of each, and sets them side by side."""
+    """Draw k different digits for each image, a handwritten example of each, and set them side by side."""
     chosen = torch.rand(count, CLASSES, generator=generator).argsort(1)[:, :k]
     examples = torch.empty_like(chosen)
     for digit in range(CLASSES):

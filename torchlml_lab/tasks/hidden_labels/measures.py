@@ -44,7 +44,7 @@ Results = Mapping[tuple[str, str], list[Measured]]
 
 
 def measure(p: Tensor, ranking: Tensor, images: Images, k: int) -> Measured:
-    """Compares predictions with what the images show.
+    """Compare predictions with what the images show.
 
     Args:
         p: (N, 10), the probability that the digit is in the image.

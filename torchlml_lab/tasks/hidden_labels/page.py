@@ -45,7 +45,7 @@ def write(
     examples: Images,
     answers: Mapping[str, Tensor],
 ) -> None:
-    """Writes the report.
+    """Write the report.
 
     Args:
         path: The HTML file.

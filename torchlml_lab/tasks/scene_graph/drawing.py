@@ -42,13 +42,14 @@ def draw(graphs: SceneGraphs, image: int, triples: list[Triple], picture: Path) 
         picture: The PNG or SVG to write.
     """
     names = {box: f"{graphs.objects[label]} {box + 1}" for one in triples for label, box in one.ends}
-    with new_figure(picture, PAGE, max(6.4, _LINE * len(triples) + 0.5)) as figure:
+    tall = max(6.4, _LINE * len(triples) + 0.5)
+    with new_figure(picture, PAGE, tall) as figure:
         panels = figure.subplot_mosaic(
             [["boxes", "words"], ["graph", "words"]], width_ratios=(3, 2), height_ratios=(2, 3)
         )
         _draw_boxes(panels["boxes"], graphs, image, set(names))
         _draw_graph(panels["graph"], names, triples)
-        _write_list(panels["words"], names, triples)
+        _write_list(panels["words"], names, triples, max(tall / _LINE - 3, len(triples)))
 
 
 def _draw_boxes(axes: Axes, graphs: SceneGraphs, image: int, used: set[int]) -> None:
@@ -127,15 +128,14 @@ def _draw_graph(axes: Axes, names: dict[int, str], triples: list[Triple]) -> Non
         axes.text(x, y, said, color=colour, fontsize=6, bbox=_BACK, ha="center", va="center", zorder=5)
 
 
-def _write_list(axes: Axes, names: dict[int, str], triples: list[Triple]) -> None:
+def _write_list(axes: Axes, names: dict[int, str], triples: list[Triple], lines: float) -> None:
     axes.axis("off")
     axes.set_title("relation and p; green: in the file")
-    lines = axes.figure.get_figheight() / _LINE - 3
     for place, triple in enumerate(triples):
         subject, object_ = (names[box] for _, box in triple.ends)
         axes.text(
             0,
-            1 - (place + 0.5) / max(lines, len(triples)),
+            1 - (place + 0.5) / lines,
             f"{place + 1}.  {subject}  {triple.predicate}  {object_}  {triple.probability:.2f}",
             transform=axes.transAxes,
             color=GREEN if triple.observed else INK,

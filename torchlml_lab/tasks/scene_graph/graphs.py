@@ -104,7 +104,7 @@ def members(offsets: Tensor, groups: Tensor) -> tuple[Tensor, Tensor]:
 def collect(
     path: Path, images: Iterable[Image], objects: Sequence[str], predicates: Sequence[str], first: int
 ) -> SceneGraphs:
-    """Checks images and puts them together.
+    """Check images and put them together.
 
     Args:
         path: The file they come from, for the errors.
@@ -145,7 +145,7 @@ def collect(
 
 
 def split(training: SceneGraphs, test: SceneGraphs, validation: int, seed: int) -> Splits:
-    """Sets `validation` random training images aside; images without relations are left out everywhere."""
+    """Set `validation` random training images aside; images without relations are left out everywhere."""
     training, test = training.with_relations(), test.with_relations()
     if not 0 < validation < len(training):
         raise BadInput(

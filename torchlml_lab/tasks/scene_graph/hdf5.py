@@ -12,7 +12,7 @@ from torchlml_lab.errors import BadInput
 
 @contextmanager
 def reading(path: Path) -> Iterator[h5py.File]:
-    """Opens a file; when it cannot be opened or read in the block, that raises `BadInput`."""
+    """Open a file; when it cannot be opened or read in the block, that raises `BadInput`."""
     try:
         with h5py.File(path, "r") as file:
             yield file

@@ -22,7 +22,7 @@ _PER_IMAGE = ("split", "img_to_first_box", "img_to_last_box", "img_to_first_rel"
 
 
 def read(folder: Path) -> tuple[SceneGraphs, SceneGraphs]:
-    """Reads the three files.
+    """Read the three files.
 
     Args:
         folder: Where they are.

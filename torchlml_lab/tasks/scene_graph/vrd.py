@@ -12,7 +12,7 @@ from torchlml_lab.tasks.scene_graph.graphs import Image, SceneGraphs, collect, d
 
 
 def read(folder: Path) -> tuple[SceneGraphs, SceneGraphs]:
-    """Reads `annotations_{train,test}.json`, `objects.json` and `predicates.json`.
+    """Read `annotations_{train,test}.json`, `objects.json` and `predicates.json`.
 
     Args:
         folder: Where they are. `{train,test}_image_metadata.json` may be there too, with the width and height
