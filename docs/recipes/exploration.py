@@ -1,0 +1,32 @@
+"""Exploration: show k of n items, see clicks on these alone, and learn without bias."""
+
+import torch
+
+import torchlml
+
+torch.manual_seed(0)
+items, k = 40, 5
+clicks = torch.rand(items) ** 3  # how likely each item is to be clicked, unknown to the learner
+best = clicks.topk(k).values.sum().item()
+
+
+def learn(explore):
+    """The clicks per slate that the final ranking would get."""
+    logits = torch.zeros(items, requires_grad=True)
+    optimizer = torch.optim.Adam([logits], lr=0.05)
+    for _ in range(400):
+        batch = logits.expand(32, items)
+        y = torchlml.lml(batch, k)
+        shown = torchlml.sample_subset(batch, k) if explore else torchlml.topk_mask(batch, k).detach()
+        clicked = shown * torch.bernoulli(clicks.expand(32, items))
+        # An item is shown with probability y exactly, so dividing by it makes up for what was not shown.
+        reward = (y * clicked / y.detach()).sum(-1).mean()
+        optimizer.zero_grad()
+        (-reward).backward()
+        optimizer.step()
+    return clicks[logits.topk(k).indices].sum().item()
+
+
+print(f"the best five get {best:.2f} clicks per slate, five at random {clicks.mean().item() * k:.2f}")
+print(f"always the top five: {learn(explore=False):.2f}")
+print(f"sample_subset:       {learn(explore=True):.2f}")

@@ -1,0 +1,26 @@
+"""Moving from DEXML: `alpha` multiplies the logits, and the logarithm is a function of its own."""
+
+import torch
+
+import torchlml
+
+torch.manual_seed(0)
+scores = torch.randn(4, 1000)  # of 4 queries and 1000 labels, as a dual encoder gives them
+positive = torch.zeros(4, 1000, dtype=torch.bool)
+positive[torch.arange(4), torch.randint(1000, (4,))] = True
+alpha, k = 20.0, 5
+
+# before: y = topk(scores, k, alpha, 32)
+y = torchlml.lml(alpha * scores, k)
+print("sums:", [round(each, 5) for each in y.sum(-1).tolist()])
+
+# before: log_y = dist_log_topk(scores, k, alpha, 32); loss = -(log_y * positive).sum(1).mean()
+log_y = torchlml.log_lml(alpha * scores, k)
+loss = -(log_y * positive).sum(1).mean()
+print(f"loss from log_lml: {loss.item():.4f}")
+
+# or in one call, which keeps nothing of the size of the scores for the backward pass but the scores
+print(f"lml_loss:          {torchlml.lml_loss(alpha * scores, positive, k).item():.4f}")
+
+# There is no number of halvings to choose, also where alpha is large.
+print("sums:", [round(each, 5) for each in torchlml.lml(1e4 * scores, k).sum(-1).tolist()])
