@@ -7,13 +7,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from torchlml._core import bounds
-from torchlml._core.arguments import check_k
+from torchlml._core.arguments import Bound, Canonical, check_bound, check_k
 from torchlml._core.rows import work_dtype
 from torchlml.losses.linear_chunks import LinearRows, rows_within
 from torchlml.losses.lml import lml_loss
-from torchlml.losses.reduction import TopKLoss, check_reduction
-from torchlml.losses.targets import LogitRows, read_labels
+from torchlml.losses.module import TopKLoss
+from torchlml.losses.reduction import Reduction, check_reduction
+from torchlml.losses.targets import read_labels
 
 MEMORY = 64 * 2**20
 
@@ -29,8 +29,8 @@ def linear_lml_loss(
     linear_bias: Tensor | None = None,
     weight: Tensor | None = None,
     ignore_index: int = -100,
-    reduction: str = "mean",
-    bound: str = "exactly",
+    reduction: Reduction = "mean",
+    bound: Bound = "exactly",
     memory: int = MEMORY,
 ) -> Tensor:
     """`lml_loss` of a linear layer's outputs, a few rows at a time, for very many labels.
@@ -62,7 +62,7 @@ def linear_lml_loss(
     `torch.func` and forward mode take the plain way, with all logits at once.
     """
     check_reduction(reduction)
-    bounds.check_bound(bound)
+    check_bound(bound)
     _check_linear(input, linear_weight, linear_bias, memory)
     shape, n = input.shape[:-1], linear_weight.shape[0]
     k = check_k(k, shape, None if bound == "at_most" else n, input.device)
@@ -117,14 +117,13 @@ class LinearLMLLoss(TopKLoss):
         dtype: torch.dtype | None = None,
         weight: Tensor | None = None,
         ignore_index: int = -100,
-        reduction: str = "mean",
-        bound: str = "exactly",
+        reduction: Reduction = "mean",
+        bound: Bound = "exactly",
         memory: int = MEMORY,
     ) -> None:
-        super().__init__(k, weight, ignore_index, reduction)
-        bounds.check_bound(bound)
+        super().__init__(k, weight, ignore_index=ignore_index, reduction=reduction, bound=bound)
+        check_bound(bound)
         _check_memory(memory)
-        self.bound = bound
         self.memory = memory
         self.linear = nn.Linear(in_features, num_classes, bias, device, dtype)
 
@@ -145,7 +144,6 @@ class LinearLMLLoss(TopKLoss):
 
     def extra_repr(self) -> str:
         settings = super().extra_repr()
-        settings = settings if self.bound == "exactly" else f"{settings}, bound={self.bound!r}"
         return settings if self.memory == MEMORY else f"{settings}, memory={self.memory}"
 
 
@@ -186,12 +184,13 @@ def _read_target(
     """The target with all rows in its first dimension, and which of them have a label."""
     shape = input.shape[:-1]
     # Stands for the logits, of which only the shape, the dtype and the device are looked at here.
-    rows = LogitRows(input.new_zeros(()).expand(shape.numel(), n), None, None, shape)
+    x, k = input.new_zeros(()).expand(shape.numel(), n), torch.tensor(0.0)
+    rows = Canonical(x, k, None, None, torch.Size([*shape, n]))
     multi_hot = isinstance(target, Tensor) and target.dtype != torch.int64
     if multi_hot and target.shape == (*shape, n) and n > 0:
         # The reader would copy a multi-hot, which is as large as all logits: the chunks read it.
         target = target.reshape(shape.numel(), n)
-        none = LogitRows(rows.x[:0], None, None, torch.Size([0]))
+        none = Canonical(x[:0], k, None, None, torch.Size([0, n]))
         read_labels(none, target[:0], weight, ignore_index)
         return target, target.any(-1) if target.dtype == torch.bool else target.amax(-1) != 0
     labels = read_labels(rows, target, weight, ignore_index)
