@@ -326,9 +326,7 @@ LAB_COMMANDS = [
     "bench paper",
     "train cifar100",
     "sweep scene-graph",
-    "evaluate",
-    "predict",
-    "step-time",
+    "step-time scene-graph",
     "figures all",
     "figures projection",
 ]
