@@ -326,7 +326,6 @@ LAB_COMMANDS = [
     "bench paper",
     "train cifar100",
     "sweep scene-graph",
-    "step-time scene-graph",
     "figures all",
     "figures projection",
 ]
