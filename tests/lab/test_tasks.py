@@ -1,0 +1,34 @@
+"""Every task of the table can be trained, has the commands it names, and is shown in the README."""
+
+from __future__ import annotations
+
+import importlib
+from pathlib import Path
+
+import pytest
+
+from torchlml_lab import cli
+from torchlml_lab.tasks import TASKS
+
+README = (Path(__file__).parents[2] / "README.md").read_text(encoding="utf-8")
+
+
+@pytest.mark.parametrize("name", TASKS)
+def test_a_task_has_the_commands_it_names(name: str) -> None:
+    task = TASKS[name]
+    commands = [
+        task.train.module,
+        task.sweep and task.sweep.module,
+        task.evaluate,
+        task.predict,
+        task.step_time,
+    ]
+    for module in filter(None, commands):
+        assert callable(importlib.import_module(module).main)
+
+
+@pytest.mark.parametrize("name", TASKS)
+def test_a_task_is_shown_and_explained(name: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert f"torchlml train {name}" in README
+    assert cli.main(["train", name, "--help"]) == 0
+    assert "--resume" in capsys.readouterr().out

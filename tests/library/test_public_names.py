@@ -1,0 +1,53 @@
+"""Every public name is documented, shown by an example and in the tables of tests that run over all of its kind."""
+
+from __future__ import annotations
+
+import inspect
+from pathlib import Path
+
+import pytest
+
+import torchlml
+from tests.library.test_family_arguments import MEMBERS
+from tests.library.test_losses_modules import MODULES
+from torchlml import losses, metrics
+
+ROOT = Path(__file__).parents[2]
+NAMES = [name for name in torchlml.__all__ if not inspect.ismodule(getattr(torchlml, name))]
+FUNCTIONS = [name for name in losses.__all__ if inspect.isfunction(getattr(losses, name))]
+FAMILY = [name for name in NAMES if getattr(torchlml, name).__module__.startswith("torchlml.family")]
+# Takes the input of a linear layer, not logits: tested in test_linear_loss.py.
+LINEAR = "linear_lml_loss"
+
+
+def text(pattern: str) -> str:
+    """The pages that the pattern finds, one after the other."""
+    pages = sorted(ROOT.glob(pattern))
+    assert pages
+    return "\n".join(page.read_text(encoding="utf-8") for page in pages)
+
+
+@pytest.mark.parametrize("name", [*NAMES, *metrics.__all__])
+def test_every_name_has_an_example_and_a_place_in_the_reference(name: str) -> None:
+    thing = getattr(torchlml, name, None) or getattr(metrics, name)
+    assert ">>>" in (inspect.getdoc(thing) or "")
+    assert name in text("docs/api/*.md")
+
+
+def test_the_losses_are_public() -> None:
+    assert set(losses.__all__) <= set(torchlml.__all__)
+
+
+@pytest.mark.parametrize("name", FUNCTIONS)
+def test_every_loss_is_explained_and_has_a_tested_module(name: str) -> None:
+    modules = {function.__name__: module.__name__ for module, function, _ in MODULES}
+    module = "LinearLMLLoss" if name == LINEAR else modules[name]
+    assert module in losses.__all__
+    assert module in text("README.md")
+    assert module in text("docs/which-loss.md")
+
+
+@pytest.mark.parametrize("name", FAMILY)
+def test_every_relative_is_explained_and_tested_for_wrong_arguments(name: str) -> None:
+    assert name in MEMBERS
+    assert name in text("docs/which-relaxation.md")
