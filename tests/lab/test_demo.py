@@ -137,7 +137,7 @@ def test_a_place_that_cannot_be_written_is_refused_before_any_work(capsys, tmp_p
     monkeypatch.setattr(demo, "run", None)
     (tmp_path / "file").write_text("")
     assert cli.main(["demo", "--out", str(tmp_path / "file" / "x")]) == 2
-    assert "which cannot be written: Not a directory" in capsys.readouterr().err
+    assert "which cannot be written: not a directory" in capsys.readouterr().err
 
 
 def test_a_full_disk_keeps_the_tables(capsys, tmp_path, monkeypatch):
@@ -148,7 +148,7 @@ def test_a_full_disk_keeps_the_tables(capsys, tmp_path, monkeypatch):
     assert cli.main(["demo", "--images", "100", "--epochs", "1", "--seeds", "2", "--out", str(tmp_path)]) == 1
     captured = capsys.readouterr()
     assert captured.out.count("LML") > 4
-    assert "No space left on device; the tables above are all that was measured" in captured.err
+    assert "there is no space left on the disk; the tables above are all that was measured" in captured.err
 
 
 @pytest.mark.parametrize(

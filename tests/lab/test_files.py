@@ -15,7 +15,7 @@ def test_a_place_that_can_be_written_stays_as_it_was(tmp_path):
 def test_places_that_cannot_be_written(tmp_path):
     (tmp_path / "file").write_text("")
     for place in (tmp_path / "file" / "x", tmp_path / "file" / "x" / "y"):
-        with pytest.raises(BadInput, match=f"`--out` names `{place}`, which cannot be written: Not a dir"):
+        with pytest.raises(BadInput, match=f"`--out` names `{place}`, which cannot be written: not a dir"):
             check_folder("--out", place)
         with pytest.raises(BadInput, match=f"`--csv` names `{place}`, which cannot be written: "):
             check_file("--csv", place)
@@ -26,6 +26,8 @@ def test_places_that_cannot_be_written(tmp_path):
 
 
 def test_a_full_disk_is_said_with_what_is_kept(tmp_path):
-    with pytest.raises(RuntimeError, match=r"The table could not .*/x`: No space left on device; the rows"):  # noqa: SIM117
+    with pytest.raises(
+        RuntimeError, match=r"The table could not .*/x`: there is no space left on the disk; the rows"
+    ):  # noqa: SIM117
         with writing("The table", tmp_path / "x", "the rows are above"):
             raise OSError(28, "No space left on device")

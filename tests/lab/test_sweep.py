@@ -160,7 +160,7 @@ def test_places_that_cannot_be_written_are_refused_before_any_work(capsys, featu
     ):
         assert cli.main(words(features, tmp_path / "sweep", *options)) == 2
         error = capsys.readouterr().err
-        assert f"{named}, which cannot be written: Not a directory" in error
+        assert f"{named}, which cannot be written: not a directory" in error
         assert error.count("\n") == 1
     assert not (tmp_path / "sweep").exists()
 
@@ -181,7 +181,7 @@ def test_a_full_disk_keeps_the_table_on_the_screen(capsys, features, whole, monk
     assert "accuracy in %" in captured.out
     assert "The rows are in" not in captured.out
     assert "The CSV could not be written to" in captured.err
-    assert "No space left on device; the finished runs are kept" in captured.err
+    assert "there is no space left on the disk; the finished runs are kept" in captured.err
 
 
 def record(**changes):
