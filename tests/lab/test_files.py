@@ -26,8 +26,6 @@ def test_places_that_cannot_be_written(tmp_path):
 
 
 def test_a_full_disk_is_said_with_what_is_kept(tmp_path):
-    with pytest.raises(
-        RuntimeError, match=r"The table could not .*/x`: there is no space left on the disk; the rows"
-    ):  # noqa: SIM117
+    with pytest.raises(RuntimeError, match="there is no space left on the disk; the rows are above"):  # noqa: SIM117
         with writing("The table", tmp_path / "x", "the rows are above"):
             raise OSError(28, "No space left on device")
