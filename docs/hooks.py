@@ -1,8 +1,8 @@
 """What MkDocs does not do by itself: pages that live elsewhere in the repository, and links between them.
 
-The studies in results/, CHANGELOG.md and the other pages of the root keep their places, where people who read the
-repository find them. Here they become pages of the site, and every relative link is translated: it is written for the
-repository, and must lead to the same file in the site.
+The studies in results/, CHANGELOG.md and the other pages of the root keep their places, where people who read
+the repository find them. Here they become pages of the site, and every relative link is translated: it is
+written for the repository, and must lead to the same file in the site.
 """
 
 from __future__ import annotations
@@ -18,7 +18,11 @@ from mkdocs.structure.pages import Page
 
 ROOT = Path(__file__).parents[1]
 # Pages of the root, and what they are called in the site; README.md is the repository's own front door.
-PAGES = {"CHANGELOG.md": "changelog.md", "CONTRIBUTING.md": "contributing.md", "ARCHITECTURE.md": "architecture.md"}
+PAGES = {
+    "CHANGELOG.md": "changelog.md",
+    "CONTRIBUTING.md": "contributing.md",
+    "ARCHITECTURE.md": "architecture.md",
+}
 FRONT = {"README.md": "index.md"}
 KINDS = {".md", ".png", ".svg", ".csv"}
 LINK = re.compile(r"(!?)\[((?:[^\[\]]|\[[^\[\]]*\])*)\]\(([^()\s]+)\)")

@@ -36,9 +36,9 @@ start = torch.linspace(-1, 1, 16)
 expert = plan(cost(2.0, 0.1), start)
 goal, effort = torch.zeros((), requires_grad=True), torch.ones((), requires_grad=True)
 optimizer = torch.optim.Adam([goal, effort], lr=0.1)
-for step in range(101):
+for step in range(61):
     error = (plan(cost(goal, effort.abs()), start) - expert).square().mean()
-    if step % 50 == 0:
+    if step % 30 == 0:
         print(f"step {step:3d}: error {error.item():.4f}, goal {goal.item():.2f}, effort {effort.item():.2f}")
     optimizer.zero_grad()
     error.backward()

@@ -31,7 +31,7 @@ for noise in (0.0, 0.4):
         torch.manual_seed(1)
         model = nn.Sequential(nn.Linear(20, 128), nn.ReLU(), nn.Linear(128, classes))
         optimizer = torch.optim.AdamW(model.parameters(), lr=2e-3)
-        for _ in range(300):
+        for _ in range(200):
             batch = torch.randint(len(labels), (256,))
             optimizer.zero_grad()
             loss(model(features[batch]), labels[batch]).backward()

@@ -1,0 +1,208 @@
+"""The site: it builds without a warning, fetches nothing, every link leads somewhere, every snippet runs."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import http.server
+import os
+import re
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from html.parser import HTMLParser
+from pathlib import Path
+from typing import Any
+from urllib.parse import unquote, urlsplit
+
+import pytest
+import torch
+
+import torchlml
+import torchlml.metrics
+
+ROOT = Path(__file__).parents[2]
+PAGES = sorted(path for path in (ROOT / "docs").rglob("*.md") if path.parent.name != "recipes")
+
+
+@pytest.fixture(scope="session")
+def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The built site."""
+    pytest.importorskip("mkdocstrings", reason="the extra `docs` is not installed")
+    pytest.importorskip("material", reason="the extra `docs` is not installed")
+    folder = tmp_path_factory.mktemp("site")
+    quiet = {**os.environ, "NO_MKDOCS_2_WARNING": "1"}
+    command = [sys.executable, "-m", "mkdocs", "build", "--strict", "--site-dir", str(folder)]
+    done = subprocess.run(command, cwd=ROOT, env=quiet, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    assert "WARNING" not in done.stderr
+    return folder
+
+
+class Html(HTMLParser):
+    """The links, the anchors and the fetched files of a page."""
+
+    def __init__(self, page: Path) -> None:
+        super().__init__()
+        self.links: list[str] = []
+        self.anchors: set[str] = set()
+        self.fetched: list[str] = []
+        self.feed(page.read_text(encoding="utf-8"))
+
+    def handle_starttag(self, tag: str, attributes: list[tuple[str, str | None]]) -> None:
+        of = {name: value or "" for name, value in attributes}
+        self.anchors |= {of[name] for name in ("id", "name") if name in of}
+        if "src" in of:
+            self.fetched.append(of["src"])
+        if "href" in of:
+            (self.links if tag == "a" else self.fetched).append(of["href"])
+
+
+@pytest.fixture(scope="session")
+def pages(site: Path) -> dict[Path, Html]:
+    return {page: Html(page) for page in sorted(site.rglob("*.html"))}
+
+
+def test_the_site_fetches_nothing_from_elsewhere(site: Path, pages: dict[Path, Html]) -> None:
+    assert len(pages) > 20
+    for page, html in pages.items():
+        for name in html.fetched:
+            parts = urlsplit(name)
+            assert parts.scheme in ("", "data"), (page.name, name)
+            assert not parts.netloc, (page.name, name)
+            if parts.scheme == "" and page.name != "404.html":
+                assert (page.parent / unquote(parts.path)).resolve().is_file(), (page.name, name)
+    for style in site.rglob("*.css"):
+        assert not re.search(r"url\([\"']?(https?:)?//", style.read_text(encoding="utf-8")), style.name
+
+
+def test_every_link_of_the_site_leads_somewhere(site: Path, pages: dict[Path, Html]) -> None:
+    followed = 0
+    for page, html in pages.items():
+        for link in html.links:
+            parts = urlsplit(link)
+            if parts.scheme or page.name == "404.html":  # a page for any address has links from the root
+                assert parts.scheme in ("", "https"), (page.name, link)
+                continue
+            target = (page.parent / unquote(parts.path)).resolve() if parts.path else page
+            assert target.is_relative_to(site.resolve()), (page.name, link)
+            assert target.is_file(), (page.name, link)
+            if parts.fragment and target.suffix == ".html" and "playground" not in target.parts:
+                assert unquote(parts.fragment) in pages[site / target.relative_to(site.resolve())].anchors, (
+                    page.name,
+                    link,
+                )
+            followed += 1
+    assert followed > 500
+
+
+def test_every_public_name_is_in_the_api(site: Path) -> None:
+    anchors = {anchor for page in (site / "api").glob("*.html") for anchor in Html(page).anchors}
+    names = {f"torchlml.{name}" for name in torchlml.__all__ if name not in ("solvers", "metrics")}
+    names |= {f"torchlml.metrics.{name}" for name in torchlml.metrics.__all__ if name[0].isupper()}
+    names |= {"torchlml.solvers.Bracketing", "torchlml.compat.LML"}
+    assert names - anchors == set()
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT / "docs")))
+def test_every_snippet_of_a_page_runs(page: Path) -> None:
+    """The blocks of a page one after the other; those of the recipes are files, with tests of their own."""
+    names: dict[str, object] = {"__name__": "snippet"}
+    for snippet in re.findall(
+        r"^```python\n(.*?)^```", page.read_text(encoding="utf-8"), re.DOTALL | re.MULTILINE
+    ):
+        exec(compile(snippet, page.name, "exec"), names)
+
+
+def test_the_numbers_of_the_first_page_are_right() -> None:
+    text = (ROOT / "docs" / "index.md").read_text(encoding="utf-8")
+    x = torch.tensor([2.0, 1.0, 0.0, -1.0])
+    for name, y in (
+        ("torch.softmax", x.softmax(-1)),
+        ("torch.sigmoid", x.sigmoid()),
+        ("torchlml.lml", torchlml.lml(x, 2)),
+    ):
+        written = re.search(rf"^{re.escape(name)}\(.*# ([\d. ]+)", text, re.MULTILINE)
+        assert written is not None
+        assert [float(each) for each in written[1].split()[:4]] == pytest.approx(y.tolist(), abs=0.006)
+
+
+def test_spelling() -> None:
+    pytest.importorskip("codespell_lib", reason="codespell is not installed")
+    files = [*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*"), *(ROOT / "results").rglob("*.md")]
+    texts = [str(path) for path in files if path.suffix in (".md", ".py", ".html", ".css")]
+    assert len(texts) > 30
+    done = subprocess.run(
+        [sys.executable, "-m", "codespell_lib", *texts], capture_output=True, text=True, check=False
+    )
+    assert done.stdout == ""
+    assert done.returncode == 0
+
+
+class _Quiet(http.server.SimpleHTTPRequestHandler):
+    def log_message(self, *_: Any) -> None:
+        pass
+
+
+@pytest.fixture(scope="session")
+def served(site: Path) -> Iterator[str]:
+    """The address of the site, on this machine."""
+    handler = functools.partial(_Quiet, directory=str(site))
+    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), handler) as server:
+        thread = threading.Thread(target=server.serve_forever, daemon=True)
+        thread.start()
+        yield f"http://127.0.0.1:{server.server_port}"
+        server.shutdown()
+        thread.join()
+
+
+@contextlib.contextmanager
+def visit(browser: Any, address: str, **settings: Any) -> Iterator[Any]:
+    """A page that may fetch from the site alone."""
+    page = browser.new_page(**settings)
+    strangers: list[str] = []
+    host = address.split("/")[2]
+    page.on(
+        "request", lambda request: strangers.append(request.url) if host not in request.url[:40] else None
+    )
+    page.goto(address)
+    yield page
+    page.close()
+    assert [url for url in strangers if not url.startswith(("data:", "blob:"))] == []
+
+
+def test_the_search_finds_and_leads_to_a_page(browser: Any, served: str) -> None:
+    with visit(browser, f"{served}/index.html", viewport={"width": 1300, "height": 900}) as page:
+        for words, where in (("sparsemax", "relatives"), ("gradient accumulation", "trainers")):
+            page.locator("input.md-search__input").click()
+            page.locator("input.md-search__input").fill("")
+            page.locator("input.md-search__input").press_sequentially(words)
+            page.locator(f".md-search-result__link[href*={where}]").first.wait_for(timeout=20000)
+        page.locator(".md-search-result__link[href*=trainers]").first.click()
+        page.wait_for_url("**/recipes/trainers.html**")
+        assert page.locator("h1").inner_text().startswith("Trainers")
+
+
+def test_the_navigation_leads_everywhere(browser: Any, served: str) -> None:
+    with visit(browser, f"{served}/index.html", viewport={"width": 1300, "height": 900}) as page:
+        for name, title in (
+            ("Which loss?", "Which loss?"),
+            ("The projection", "The projection"),
+            ("Playground", "k of n"),
+        ):
+            page.locator("nav.md-nav--primary a", has_text=name).first.click()
+            page.wait_for_function(
+                "title => document.querySelector('h1').innerText.startsWith(title)", arg=title
+            )
+        page.locator("a", has_text="Docs").click()
+        page.wait_for_url("**/index.html")
+        assert page.locator("h1").inner_text().startswith("torchlml in 60 seconds")
+
+
+def test_a_phone_opens_the_navigation_and_scrolls_down_only(browser: Any, served: str) -> None:
+    with visit(browser, f"{served}/which-loss.html", viewport={"width": 390, "height": 800}) as page:
+        assert page.evaluate("document.documentElement.scrollWidth") <= 390
+        page.locator("label.md-header__button[for=__drawer]").click()
+        page.locator("nav.md-nav--primary a", has_text="Which relaxation?").first.click()
+        page.wait_for_url("**/which-relaxation.html")
