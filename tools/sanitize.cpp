@@ -55,6 +55,13 @@ void put(void* memory, int64_t i, int dtype, double a) {
   if (dtype == 3) static_cast<uint16_t*>(memory)[i] = to_float16(narrow);
 }
 
+// Every row; with helpers of a kind, where rows are long: the pieces last first.
+Rows all(int64_t rows) {
+  return {0, rows, [](int64_t pieces, void (*piece)(const void*, int64_t), const void* context) {
+            for (int64_t i = pieces; i-- > 0;) piece(context, i);
+          }};
+}
+
 double value(int style) {
   std::normal_distribution<double> normal;
   const double specials[] = {NAN, INFINITY, -INFINITY, 3.4e38, -3.4e38, 1e-45, 0.0, -0.0, 1e4, -1e9, 1.0};
@@ -80,33 +87,33 @@ void run_family(const Kernels& kernels, int dtype, const Batch& batch, const dou
   }
   const double one = 1;
   for (const Bound bound : {Bound::at_most, Bound::at_least}) {
-    kernels.forward[dtype](ForwardArgs{batch, k, 1, Output::projection, y, const_cast<void*>(nu), bound}, 0,
-                           batch.rows);
-    kernels.backward[dtype](BackwardArgs{batch, Gradient::projection, g, y, nu, dx, dk, true}, 0, batch.rows);
+    kernels.forward[dtype](ForwardArgs{batch, k, 1, Output::projection, y, const_cast<void*>(nu), bound},
+                           all(batch.rows));
+    kernels.backward[dtype](BackwardArgs{batch, Gradient::projection, g, y, nu, dx, dk, true}, all(batch.rows));
   }
-  kernels.value[dtype](ValueArgs{ForwardArgs{batch, k, 1, Output::none, nullptr, const_cast<void*>(nu)}, dk}, 0,
-                       batch.rows);
+  kernels.value[dtype](ValueArgs{ForwardArgs{batch, k, 1, Output::none, nullptr, const_cast<void*>(nu)}, dk},
+                       all(batch.rows));
   for (int form = 0; form < 4; ++form) {
     const ConstrainedProblem problem{batch, (form & 1) != 0, k, 1, form & 2 ? wide(upper) : &one, form & 2 ? 1 : 0};
-    kernels.constrained_forward[dtype](ConstrainedForwardArgs{problem, nullptr, wide(pair)}, 0, batch.rows);
-    kernels.constrained_forward[dtype](ConstrainedForwardArgs{problem, y, wide(pair)}, 0, batch.rows);
-    kernels.constrained_backward[dtype](ConstrainedBackwardArgs{problem, g, wide(pair), dx, dk, wide(d_upper)}, 0,
-                                        batch.rows);
+    kernels.constrained_forward[dtype](ConstrainedForwardArgs{problem, nullptr, wide(pair)}, all(batch.rows));
+    kernels.constrained_forward[dtype](ConstrainedForwardArgs{problem, y, wide(pair)}, all(batch.rows));
+    kernels.constrained_backward[dtype](ConstrainedBackwardArgs{problem, g, wide(pair), dx, dk, wide(d_upper)},
+                                        all(batch.rows));
   }
   calls += 11;
   if (batch.offsets) return;
-  kernels.topk_mask[dtype](TopkMaskArgs{batch, k, 1, y}, 0, batch.rows);
+  kernels.topk_mask[dtype](TopkMaskArgs{batch, k, 1, y}, all(batch.rows));
   // Probabilities of any kind: the sample may be wrong, but must stay within its row.
   auto keys = block(entries), start = block(8 * rows);
   for (size_t i = 0; i < entries; ++i) keys[i] = static_cast<char>(engine());
   for (size_t r = 0; r < rows; ++r) wide(start)[r] = uniform();
   Batch probabilities = batch;
   probabilities.mask = nullptr;
-  kernels.forward[dtype](ForwardArgs{batch, k, 1, Output::projection, y, const_cast<void*>(nu)}, 0, batch.rows);
+  kernels.forward[dtype](ForwardArgs{batch, k, 1, Output::projection, y, const_cast<void*>(nu)}, all(batch.rows));
   probabilities.x = y;
   kernels.systematic_sample[dtype](
-      SystematicSampleArgs{probabilities, k, 1, reinterpret_cast<const uint8_t*>(keys.get()), wide(start), dx}, 0,
-      batch.rows);
+      SystematicSampleArgs{probabilities, k, 1, reinterpret_cast<const uint8_t*>(keys.get()), wide(start), dx},
+      all(batch.rows));
 }
 
 // The losses, with labels in a list (`hot` false) or as a bool for each entry; some point outside their rows,
@@ -140,10 +147,10 @@ void run_loss(const Kernels& kernels, int dtype, const Batch& batch, const doubl
                          per_row,
                          number};
   const ForwardArgs solve{batch, k, 1, Output::none, nullptr, nu.get()};
-  kernels.loss_forward[dtype](LossForwardArgs{solve, labels, loss.get()}, 0, batch.rows);
+  kernels.loss_forward[dtype](LossForwardArgs{solve, labels, loss.get()}, all(batch.rows));
   kernels.loss_backward[dtype](
-      LossBackwardArgs{batch, labels, grad.get(), 1, k, 1, nu.get(), dx.get(), reinterpret_cast<double*>(dk.get())}, 0,
-      batch.rows);
+      LossBackwardArgs{batch, labels, grad.get(), 1, k, 1, nu.get(), dx.get(), reinterpret_cast<double*>(dk.get())},
+      all(batch.rows));
   ++calls;
 }
 
@@ -179,16 +186,17 @@ void run(const Kernels& kernels, int dtype, int64_t rows, int64_t width, bool pa
   for (const Output output : {Output::none, Output::logarithm, Output::projection}) {
     kernels.forward[dtype](ForwardArgs{batch, reinterpret_cast<double*>(k.get()), 1, output,
                                        output == Output::none ? nullptr : y.get(), nu.get()},
-                           0, rows);
+                           all(rows));
     ++calls;
     if (output == Output::none) continue;
     const Gradient kind = output == Output::logarithm ? Gradient::logarithm : Gradient::projection;
     kernels.backward[dtype](
-        BackwardArgs{batch, kind, g.get(), y.get(), nu.get(), dx.get(), reinterpret_cast<double*>(dk.get())}, 0, rows);
+        BackwardArgs{batch, kind, g.get(), y.get(), nu.get(), dx.get(), reinterpret_cast<double*>(dk.get())},
+        all(rows));
   }
   kernels.backward[dtype](BackwardArgs{batch, Gradient::dual, row_grad.get(), nullptr, nu.get(), dx.get(),
                                        reinterpret_cast<double*>(dk.get())},
-                          0, rows);
+                          all(rows));
   run_family(kernels, dtype, batch, reinterpret_cast<double*>(k.get()), g.get(), nu.get(), y.get(), dx.get(),
              reinterpret_cast<double*>(dk.get()), static_cast<size_t>(total));
   for (int form = 0; form < 4; ++form) {

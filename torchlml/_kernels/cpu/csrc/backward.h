@@ -25,12 +25,22 @@ constexpr int64_t block_vectors = 32;
 template <class S>
 struct BackwardRow : Row<S> {
   using typename Row<S>::T;
-  using Row<S>::x, Row<S>::mask, Row<S>::n;
+  using Row<S>::x, Row<S>::mask, Row<S>::n, Row<S>::team;
   const S* grad;
   const S* y;
   S* dx;
   double* dk;
   T high, low;
+
+  // A piece of the row as a row of its own.
+  LML_INLINE BackwardRow part(int64_t begin, int64_t size) const {
+    BackwardRow out = *this;
+    out.x += begin, out.n = size, out.dx += begin;
+    if (mask) out.mask += begin;
+    if (grad) out.grad += begin;
+    if (y) out.y += begin;
+    return out;
+  }
 
   LML_INLINE Vec<T> z_at(int64_t i, int64_t count) const { return (read(x + i, count) + high) + low; }
 
@@ -43,15 +53,21 @@ struct BackwardRow : Row<S> {
     return ok;
   }
 
+  void fill(T value) const {
+    each_part(n, team, [=, dx = dx](int64_t begin, int64_t size) {
+      for (int64_t i = begin; i < begin + size; ++i) store_one(dx + i, value);
+    });
+  }
+
   void zero() const {
-    for (int64_t i = 0; i < n; ++i) store_one(dx + i, T{0});
+    fill(0);
     *dk = 0;
   }
 
   // hi = NaN or +-inf. Only +inf entries that share k (0 < y < 1) move with k.
   void special(Gradient kind) const {
     if (high != high) {
-      for (int64_t i = 0; i < n; ++i) store_one(dx + i, high);
+      fill(high);
       *dk = static_cast<double>(high);
       return;
     }
@@ -133,13 +149,8 @@ struct BackwardRow : Row<S> {
 
   LML_INLINE static Mask<T> near_one(Vec<T> p) { return greater(p, static_cast<T>(0.995)); }
 
-  // dx = w (g - mean), dk = mean, mean = sum w g / sum w. The first pass leaves w in `w`.
-  LML_INLINE void projection(T* w) const {
+  LML_INLINE Totals weighted_sums(T* w, bool from_z) const {
     Sums sums;
-    const int64_t first = n < block_vectors * lanes<T> ? n : block_vectors * lanes<T>;
-    // A half-precision y was rounded: never take w from it. Otherwise the first block tells how many entries
-    // are near 1, and with many of them every w is taken from z.
-    const bool from_z = sizeof(S) == 2 || count_near_one(first) * 64 > first;
     each_block<T, block_vectors>(n, [&](int64_t start, int64_t size) __attribute__((always_inline)) {
       if (from_z) {
         block_from_z(w, start, size, sums);
@@ -148,12 +159,25 @@ struct BackwardRow : Row<S> {
       }
       sums.weights.flush(), sums.moments.flush();
     });
-    const double sum = sums.weights.value();
+    return Totals{{sums.weights.value(), sums.moments.value()}, 0};
+  }
+
+  // dx = w (g - mean), dk = mean, mean = sum w g / sum w. The first pass leaves w in `w`.
+  LML_INLINE void projection(T* w) const {
+    const int64_t first = n < block_vectors * lanes<T> ? n : block_vectors * lanes<T>;
+    // A half-precision y was rounded: never take w from it. Otherwise the first block tells how many entries
+    // are near 1, and with many of them every w is taken from z.
+    const bool from_z = sizeof(S) == 2 || count_near_one(first) * 64 > first;
+    const Totals totals =
+        n <= long_row ? weighted_sums(w, from_z) : sum_of_pieces(n, team, [=, *this](int64_t begin, int64_t size) {
+          return part(begin, size).weighted_sums(w + begin, from_z);
+        });
+    const double sum = totals.part[0];
     if (!(sum > 0)) return zero();
-    const double mean = sums.moments.value() / sum;
+    const double mean = totals.part[1] / sum;
     *dk = mean;
     const T shift = static_cast<T>(mean);
-    each_vector<T>(n, [&](int64_t i, int64_t count) __attribute__((always_inline)) {
+    each_vector<T>(n, team, [=, grad = grad, dx = dx](int64_t i, int64_t count) __attribute__((always_inline)) {
       const Vec<T> a = read(w + i, count);
       write(dx + i, keep<T>(greater(a, T{0}), a * (read(grad + i, count) - shift)), count);
     });
@@ -162,7 +186,7 @@ struct BackwardRow : Row<S> {
   // The derivative of sigma(x) alone, for a row that a bound leaves free.
   LML_INLINE void free_row() const {
     *dk = 0;
-    each_vector<T>(n, [&](int64_t i, int64_t count) __attribute__((always_inline)) {
+    each_vector<T>(n, team, [*this](int64_t i, int64_t count) __attribute__((always_inline)) {
       const Vec<T> w = Logistic<T>(read(x + i, count)).weight();
       write(dx + i, keep<T>(usable(i, count) & greater(w, T{0}), w * read(grad + i, count)), count);
     });
@@ -170,6 +194,16 @@ struct BackwardRow : Row<S> {
 
   // p = w / sum w with everything scaled by exp(nearest), nearest = min |z|: right when all w underflow.
   LML_INLINE T nearest() const {
+    if (n <= long_row) return nearest_part();
+    Scratch<T> scratch;
+    T* pieces = scratch.room((n + piece_size - 1) / piece_size);
+    each_piece(n, team,
+               [=, *this](int64_t i, int64_t begin, int64_t size) { pieces[i] = part(begin, size).nearest_part(); });
+    T least = pieces[0];
+    for (int64_t i = 1; i * piece_size < n; ++i) least = pieces[i] < least ? pieces[i] : least;
+    return least;
+  }
+  LML_INLINE T nearest_part() const {
     Vec<T> least = splat(static_cast<T>(HUGE_VAL));
     each_vector<T>(n, [&](int64_t i, int64_t count) __attribute__((always_inline)) {
       const Vec<T> z = select<T>(usable(i, count), vabs(z_at(i, count)), least);
@@ -189,33 +223,49 @@ struct BackwardRow : Row<S> {
     return {keep<T>(ok, b * r * r), keep<T>(ok, select<T>(greater(z, T{0}), a * r, 1 - a * r))};
   }
 
+  LML_INLINE Vec<T> usable_gradient(int64_t i, int64_t count) const {
+    return keep<T>(usable(i, count), read(grad + i, count));
+  }
+  LML_INLINE Totals scaled_sums(T least, T factor) const {
+    BlockSum<T> weights, moments;
+    each_vector_in_blocks<T, block_vectors>(
+        n,
+        [&](int64_t i, int64_t count) __attribute__((always_inline)) {
+          const Scaled at = scaled(i, count, least, factor);
+          weights.block += at.weight;
+          moments.block += at.sigma_minus * usable_gradient(i, count);
+        },
+        [&]() __attribute__((always_inline)) { weights.flush(), moments.flush(); });
+    return Totals{{weights.value(), moments.value()}, 0};
+  }
+
   // dx = a - p sum a with a = g sigma(-z); dk = sum a / sum w.
   LML_INLINE void logarithm() const {
     const T least = nearest(), factor = static_cast<T>(::exp(-static_cast<double>(least)));
-    BlockSum<T> weights, moments;
-    const auto gradient = [&](int64_t i, int64_t count) __attribute__((always_inline)) {
-      return keep<T>(usable(i, count), read(grad + i, count));
-    };
-    const auto add = [&](int64_t i, int64_t count) __attribute__((always_inline)) {
-      const Scaled at = scaled(i, count, least, factor);
-      weights.block += at.weight;
-      moments.block += at.sigma_minus * gradient(i, count);
-    };
-    each_vector_in_blocks<T, block_vectors>(n, add,
-                                            [&]() __attribute__((always_inline)) { weights.flush(), moments.flush(); });
-    const double sum = weights.value(), moment = moments.value();
+    const Totals totals =
+        n <= long_row ? scaled_sums(least, factor) : sum_of_pieces(n, team, [=, *this](int64_t begin, int64_t size) {
+          return part(begin, size).scaled_sums(least, factor);
+        });
+    const double sum = totals.part[0], moment = totals.part[1];
     if (!(sum > 0)) return zero();
     *dk = moment == 0 ? 0 : moment / (sum * ::exp(-static_cast<double>(least)));
     const T share = static_cast<T>(moment / sum);
-    each_vector<T>(n, [&](int64_t i, int64_t count) __attribute__((always_inline)) {
+    each_vector<T>(n, team, [=, *this](int64_t i, int64_t count) __attribute__((always_inline)) {
       const Scaled at = scaled(i, count, least, factor);
-      write(dx + i, at.sigma_minus * gradient(i, count) - at.weight * share, count);
+      write(dx + i, at.sigma_minus * usable_gradient(i, count) - at.weight * share, count);
     });
   }
 
   // w of every entry, times exp(least), with one exponential per entry; returns their sum.
   LML_INLINE double weigh(T* w, T least) const {
     const T factor = static_cast<T>(::exp(-static_cast<double>(least)));
+    if (n <= long_row) return weigh_part(w, least, factor);
+    const auto piece = [=, *this](int64_t begin, int64_t size) {
+      return Totals{{part(begin, size).weigh_part(w + begin, least, factor)}, 0};
+    };
+    return sum_of_pieces(n, team, piece).part[0];
+  }
+  LML_INLINE double weigh_part(T* w, T least, T factor) const {
     BlockSum<T> weights;
     each_block<T, block_vectors>(n, [&](int64_t start, int64_t size) __attribute__((always_inline)) {
       each_vector<T>(size, [&](int64_t i, int64_t count) __attribute__((always_inline)) {
@@ -244,21 +294,22 @@ struct BackwardRow : Row<S> {
     if (!(sum > 0)) return zero(), T{0};
     *dk = g == 0 ? 0 : g / (sum * ::exp(-static_cast<double>(least)));
     const T share = static_cast<T>(g / sum);
-    each_vector<T>(n, [&](int64_t i, int64_t count)
-                          __attribute__((always_inline)) { write(dx + i, -(read(w + i, count) * share), count); });
+    each_vector<T>(n, team, [=, dx = dx](int64_t i, int64_t count) __attribute__((always_inline)) {
+      write(dx + i, -(read(w + i, count) * share), count);
+    });
     return share;
   }
 };
 
 template <class S>
-void backward_rows(const BackwardArgs& args, int64_t begin, int64_t end) {
+void backward_rows(const BackwardArgs& args, const Rows& rows) {
   using T = typename Work<S>::type;
   Scratch<T> work;
-  for (int64_t r = begin; r < end; ++r) {
+  for (int64_t r = rows.begin; r < rows.end; ++r) {
     const Span span = row_span(args.batch, r);
     const bool dual = args.kind == Gradient::dual;
     const T* nu = static_cast<const T*>(args.nu) + r;
-    const BackwardRow<S> row{{args.batch, span},
+    const BackwardRow<S> row{{args.batch, span, rows.team},
                              dual ? nullptr : part_of<S>(args.grad, span),
                              part_of<S>(args.y, span),
                              part_of<S>(args.dx, span),

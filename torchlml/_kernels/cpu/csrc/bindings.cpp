@@ -113,14 +113,55 @@ template <class F>
 void each_rows(const Batch& b, const F& f) {
   if (b.rows == 0) return;
   const int64_t entries = b.total / b.rows + 1, grain = 8192 / entries;
-  if (b.rows <= grain) return f(int64_t{0}, b.rows);
-  torch::stable::parallel_for(0, b.rows, grain > 1 ? grain : 1, f);
+  if (b.rows <= grain) return f(Rows{0, b.rows, nullptr});
+  torch::stable::parallel_for(0, b.rows, grain > 1 ? grain : 1,
+                              [&](int64_t begin, int64_t end) { f(Rows{begin, end, nullptr}); });
+}
+
+void run_team(int64_t pieces, void (*piece)(const void*, int64_t), const void* context) {
+  torch::stable::parallel_for(0, pieces, 1, [&](int64_t begin, int64_t end) {
+    for (int64_t i = begin; i < end; ++i) piece(context, i);
+  });
+}
+
+// The same for kernels that can split a long row: where those are too few to keep every thread busy, each is worked on
+// by all threads, one after the other, when the short rows are done. The bits are the same either way.
+template <class F>
+void each_rows_or_piece(const Batch& b, const F& f) {
+  const auto is_long = [&](int64_t r) { return row_span(b, r).size > long_row; };
+  int64_t count = b.offsets ? 0 : b.width > long_row ? b.rows : 0;
+  if (b.offsets && b.total > long_row) {
+    for (int64_t r = 0; r < b.rows; ++r) count += is_long(r);
+  }
+  const int64_t threads = count ? torch::stable::get_num_threads() : 1;
+  if (threads == 1 || count >= 4 * threads || (count == b.rows && count % threads == 0)) return each_rows(b, f);
+  if (count < b.rows) {
+    each_rows(b, [&](const Rows& rows) {
+      for (int64_t r = rows.begin; r < rows.end; ++r) {
+        const int64_t begin = r;
+        while (r < rows.end && !is_long(r)) ++r;
+        if (r > begin) f(Rows{begin, r, nullptr});
+      }
+    });
+  }
+  for (int64_t r = 0; r < b.rows; ++r) {
+    if (is_long(r)) f(Rows{r, r + 1, run_team});
+  }
 }
 
 template <class Args>
-void launch(Kernel<Args> (Kernels::*kernel)[dtype_count], const Tensor& x, const Batch& batch, const Args& args) {
+using Table = Kernel<Args> (Kernels::*)[dtype_count];
+
+template <class Args>
+void launch(Table<Args> kernel, const Tensor& x, const Batch& batch, const Args& args) {
   const Kernel<Args> chosen = (kernels().*kernel)[dtype_index(x)];
-  each_rows(batch, [&](int64_t begin, int64_t end) { chosen(args, begin, end); });
+  each_rows(batch, [&](const Rows& rows) { chosen(args, rows); });
+}
+
+template <class Args>
+void launch_split(Table<Args> kernel, const Tensor& x, const Batch& batch, const Args& args) {
+  const Kernel<Args> chosen = (kernels().*kernel)[dtype_index(x)];
+  each_rows_or_piece(batch, [&](const Rows& rows) { chosen(args, rows); });
 }
 
 // k for each row, or one for all of them: then the stride is 0.
@@ -142,7 +183,7 @@ std::tuple<Tensor, Tensor> run_forward(const Tensor& x, const Tensor& k, const O
     args.y = y.mutable_data_ptr();
   }
   args.nu = nu.mutable_data_ptr();
-  launch(&Kernels::forward, x, args.batch, args);
+  launch_split(&Kernels::forward, x, args.batch, args);
   return {y, nu};
 }
 
@@ -159,8 +200,8 @@ std::tuple<Tensor, Tensor> log_forward(Tensor x, Tensor k, OptionalTensor mask, 
 }
 
 template <class Args>
-std::tuple<Tensor, Tensor> launch_backward(Kernel<Args> (Kernels::*kernel)[dtype_count], const Tensor& x,
-                                           const Tensor& grad, const Tensor& nu, Args& args) {
+std::tuple<Tensor, Tensor> launch_backward(Table<Args> kernel, const Tensor& x, const Tensor& grad, const Tensor& nu,
+                                           Args& args) {
   const int64_t rows = args.batch.rows;
   check(nu, "nu", work_dtype(x), 2 * rows);
   Tensor dx = empty_beside(x), dk = empty(&rows, 1, aoti_torch_dtype_float64());
@@ -168,7 +209,7 @@ std::tuple<Tensor, Tensor> launch_backward(Kernel<Args> (Kernels::*kernel)[dtype
   args.nu = nu.const_data_ptr();
   args.dx = dx.mutable_data_ptr();
   args.dk = static_cast<double*>(dk.mutable_data_ptr());
-  launch(kernel, x, args.batch, args);
+  launch_split(kernel, x, args.batch, args);
   return {dx, dk};
 }
 
@@ -238,7 +279,7 @@ std::tuple<Tensor, Tensor> loss_forward(Tensor x, Tensor k, OptionalTensor mask,
   Tensor nu = empty_nu(x, batch.rows), loss = empty_nu(x, batch.rows);
   args.solve.nu = nu.mutable_data_ptr();
   args.loss = loss.mutable_data_ptr();
-  launch(&Kernels::loss_forward, x, batch, args);
+  launch_split(&Kernels::loss_forward, x, batch, args);
   return {loss, nu};
 }
 

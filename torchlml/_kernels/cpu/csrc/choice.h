@@ -111,11 +111,11 @@ struct ChoiceRow : Row<S> {
 };
 
 template <class S>
-void topk_mask_rows(const TopkMaskArgs& args, int64_t begin, int64_t end) {
+void topk_mask_rows(const TopkMaskArgs& args, const Rows& rows) {
   using T = typename Work<S>::type;
   Scratch<T> copy, room;
   Target target;
-  for (int64_t r = begin; r < end; ++r) {
+  for (int64_t r = rows.begin; r < rows.end; ++r) {
     const Span span = row_span(args.batch, r);
     const ChoiceRow<S> row{{args.batch, span}, part_of<S>(args.y, span)};
     row.choose(args.k[r * args.k_stride], target, copy, room);
@@ -190,10 +190,10 @@ LML_INLINE void each_place(int64_t n, const F& f) {
 }
 
 template <class S>
-void systematic_sample_rows(const SystematicSampleArgs& args, int64_t begin, int64_t end) {
+void systematic_sample_rows(const SystematicSampleArgs& args, const Rows& rows) {
   using T = typename Work<S>::type;
   Scratch<int64_t> lengths;
-  for (int64_t r = begin; r < end; ++r) {
+  for (int64_t r = rows.begin; r < rows.end; ++r) {
     const Span span = row_span(args.batch, r);
     const S* p = part_of<S>(args.batch.x, span);
     const uint8_t* key = args.keys + span.begin;

@@ -210,9 +210,9 @@ ConstrainedRow<S> constrained_row(const ConstrainedProblem& p, int64_t r) {
 }
 
 template <class S>
-void constrained_forward_rows(const ConstrainedForwardArgs& args, int64_t begin, int64_t end) {
+void constrained_forward_rows(const ConstrainedForwardArgs& args, const Rows& rows) {
   ConstrainedScratch<typename Work<S>::type> scratch;
-  for (int64_t r = begin; r < end; ++r) {
+  for (int64_t r = rows.begin; r < rows.end; ++r) {
     ConstrainedRow<S> row = constrained_row<S>(args.problem, r);
     row.y = part_of<S>(args.y, row_span(args.problem.batch, r));
     row.nu_high = args.nu + r;

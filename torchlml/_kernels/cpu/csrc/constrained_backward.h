@@ -138,11 +138,11 @@ struct ConstrainedBackwardRow {
 };
 
 template <class S>
-void constrained_backward_rows(const ConstrainedBackwardArgs& args, int64_t begin, int64_t end) {
+void constrained_backward_rows(const ConstrainedBackwardArgs& args, const Rows& rows) {
   using T = typename Work<S>::type;
   Scratch<T> room, bound_room;
   const ConstrainedProblem& problem = args.problem;
-  for (int64_t r = begin; r < end; ++r) {
+  for (int64_t r = rows.begin; r < rows.end; ++r) {
     const Span span = row_span(problem.batch, r);
     double* d_upper = args.d_upper ? args.d_upper + (problem.upper_stride ? span.begin : r) : nullptr;
     const ConstrainedBackwardRow<S> back{constrained_row<S>(problem, r),

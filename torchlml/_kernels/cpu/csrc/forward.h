@@ -9,7 +9,7 @@ namespace {
 template <class S>
 struct ForwardRow : Row<S> {
   using typename Row<S>::T;
-  using Row<S>::x, Row<S>::mask, Row<S>::n;
+  using Row<S>::x, Row<S>::mask, Row<S>::n, Row<S>::team;
   Output output;
   Bound bound;
   S* y;
@@ -39,16 +39,20 @@ struct ForwardRow : Row<S> {
     const bool log = output == Output::logarithm;
     const T yes = log ? static_cast<T>(::log(static_cast<double>(value))) : value;
     const T no = log ? -static_cast<T>(HUGE_VAL) : 0;
-    for (int64_t i = 0; i < n; ++i) {
-      store_one(y + i, this->available(i) && chosen(load_one(x + i)) ? yes : no);
-    }
+    each_part(n, team, [=, *this](int64_t begin, int64_t size) {
+      for (int64_t i = begin; i < begin + size; ++i) {
+        store_one(y + i, this->available(i) && chosen(load_one(x + i)) ? yes : no);
+      }
+    });
   }
 
   void nan_row() const {
     const T nan = static_cast<T>(NAN);
     set_nu(nan, 0);
     if (output == Output::none) return;
-    for (int64_t i = 0; i < n; ++i) store_one(y + i, nan);
+    each_part(n, team, [=, *this](int64_t begin, int64_t size) {
+      for (int64_t i = begin; i < begin + size; ++i) store_one(y + i, nan);
+    });
   }
 
   // y or log y from x and the nu that was just set; infinities and masks come out right.
@@ -56,7 +60,7 @@ struct ForwardRow : Row<S> {
     if (output == Output::none) return;
     const T high = *nu_high, low = *nu_low;
     const bool log = output == Output::logarithm;
-    each_vector<T>(n, [&](int64_t i, int64_t count) __attribute__((always_inline)) {
+    each_vector<T>(n, team, [=, *this](int64_t i, int64_t count) __attribute__((always_inline)) {
       const Vec<T> z = (read(x + i, count) + high) + low;
       const Logistic<T> at(z);
       Vec<T> out = log ? keep<T>(greater(Vec<T>{}, z), z) - vlog1p(at.a) : at.sigma(z);
@@ -72,8 +76,9 @@ struct ForwardRow : Row<S> {
   template <bool flip>
   LML_INLINE void write_from_odds(const T* e, const Fit<T>& fit) const {
     const T u = static_cast<T>(fit.odds);
-    each_vector<T>(n, [&](int64_t i, int64_t count) __attribute__((always_inline)) {
-      const Vec<T> odds = (count == lanes<T> ? load(e + i) : fit.tail) * u;
+    const Vec<T> tail = fit.tail;
+    each_vector<T>(n, team, [=, y = y](int64_t i, int64_t count) __attribute__((always_inline)) {
+      const Vec<T> odds = (count == lanes<T> ? load(e + i) : tail) * u;
       const Vec<T> r = reciprocal(1 + odds), t = odds * r;
       const Mask<T> over = greater(odds, T{1});
       // The smaller of y and 1 - y is the accurate one.
@@ -81,18 +86,45 @@ struct ForwardRow : Row<S> {
     });
   }
 
+  // The finite available entries of [begin, begin + length), moved to `to`, and what else there is.
+  struct Packed {
+    int64_t begin, size, infinite;
+    bool nan;
+  };
+  Packed pack(int64_t begin, int64_t length, T* to) const {
+    Packed found{0, 0, 0, false};
+    for (int64_t i = begin; i < begin + length; ++i) {
+      if (!this->available(i)) continue;
+      const T a = load_one(x + i);
+      found.nan |= a != a;
+      found.infinite += a == static_cast<T>(HUGE_VAL);
+      to[found.size] = a;
+      found.size += a - a == 0;
+    }
+    return found;
+  }
+
   // Masks, infinities, NaN, k <= 0 and k >= m: the finite available entries are solved apart.
   void general(double k, Scratch<T>& packed, Scratch<T>& work) const {
     T* finite = packed.room(n);
+    T* room = work.room(n);
     int64_t size = 0, infinite = 0;
     bool nan = k != k;
-    for (int64_t i = 0; i < n; ++i) {
-      if (!this->available(i)) continue;
-      const T a = load_one(x + i);
-      nan |= a != a;
-      infinite += a == static_cast<T>(HUGE_VAL);
-      finite[size] = a;
-      size += a - a == 0;
+    if (n <= long_row) {
+      const Packed all = pack(0, n, finite);
+      size = all.size, infinite = all.infinite, nan |= all.nan;
+    } else {
+      Scratch<Packed> scratch;
+      Packed* pieces = scratch.room((n + piece_size - 1) / piece_size);
+      each_piece(n, team,
+                 [&](int64_t i, int64_t begin, int64_t length) { pieces[i] = pack(begin, length, room + begin); });
+      for (int64_t i = 0; i * piece_size < n; ++i) {
+        pieces[i].begin = size;
+        size += pieces[i].size, infinite += pieces[i].infinite, nan |= pieces[i].nan;
+      }
+      each_piece(n, team, [&](int64_t i, int64_t begin, int64_t) {
+        ::memcpy(finite + pieces[i].begin, room + begin, sizeof(T) * static_cast<size_t>(pieces[i].size));
+      });
     }
     const T infinity = static_cast<T>(HUGE_VAL);
     const auto is_infinite = [=](T a) { return a == infinity; };
@@ -114,8 +146,8 @@ struct ForwardRow : Row<S> {
     }
     Target target;
     target.set(k - static_cast<double>(infinite), size);
-    Fit<T> fit = fit_row<T>(finite, target, work.room(size));
-    if (fit.status == Fit<T>::not_finite) fit = fit_hard_row<T>(finite, target, work.room(size));
+    Fit<T> fit = fit_row<T>(finite, target, room, team);
+    if (fit.status == Fit<T>::not_finite) fit = fit_hard_row<T>(finite, target, room, team);
     if (is_free(fit.nu.delta - fit.nu.center)) return free_row();
     set_nu(fit.nu);
     write_from_nu();
@@ -123,15 +155,15 @@ struct ForwardRow : Row<S> {
 };
 
 template <class S>
-void forward_rows(const ForwardArgs& args, int64_t begin, int64_t end) {
+void forward_rows(const ForwardArgs& args, const Rows& rows) {
   using T = typename Work<S>::type;
   Scratch<T> packed, work;
   Target target;
-  for (int64_t r = begin; r < end; ++r) {
+  for (int64_t r = rows.begin; r < rows.end; ++r) {
     const Span span = row_span(args.batch, r);
     T* nu = static_cast<T*>(args.nu) + r;
-    const ForwardRow<S> row{{args.batch, span},       args.output, args.bound,
-                            part_of<S>(args.y, span), nu,          nu + args.batch.rows};
+    const ForwardRow<S> row{{args.batch, span, rows.team}, args.output, args.bound,
+                            part_of<S>(args.y, span),      nu,          nu + args.batch.rows};
     const double k = args.k[r * args.k_stride];
     if (row.mask || !(k > 0 && k < static_cast<double>(span.size))) {
       row.general(k, packed, work);
@@ -140,7 +172,7 @@ void forward_rows(const ForwardArgs& args, int64_t begin, int64_t end) {
     target.set(k, span.size);
     // The output doubles as room for the exponentials when it has the right type.
     T* e = work.room_in(row.y, span.size);
-    const Fit<T> fit = fit_row(row.x, target, e);
+    const Fit<T> fit = fit_row(row.x, target, e, rows.team);
     if (fit.status == Fit<T>::not_finite) {
       row.general(k, packed, work);
       continue;

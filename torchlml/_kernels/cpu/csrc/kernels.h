@@ -3,8 +3,8 @@
 //
 // How to add a kernel NAME, once torchlml defines the operator and does it in plain torch:
 //   1. Here: a struct NameArgs with what it reads and writes, and a line in LML_KERNELS_TABLE.
-//   2. name.h: template <class S> void NAME_rows(const NameArgs&, int64_t begin, int64_t end), which does the rows
-//      [begin, end) of dtype S (see rows.h for the loops). Include it in kernels.cpp.
+//   2. name.h: template <class S> void NAME_rows(const NameArgs&, const Rows&), which does these rows of dtype S (see
+//      rows.h for the loops). Include it in kernels.cpp.
 //   3. bindings.cpp: a function with the operator's arguments, which checks them, fills in NameArgs and calls
 //      launch(&Kernels::NAME, ...), and a line in STABLE_TORCH_LIBRARY_IMPL.
 //   4. tools/sanitize.cpp: a call with every dtype; tests/library: that it agrees with plain torch.
@@ -41,6 +41,19 @@ static inline Span row_span(const Batch& b, int64_t row) {
   const int64_t begin = clamp(b.offsets[row]), end = clamp(b.offsets[row + 1]);
   return {begin, end > begin ? end - begin : 0};
 }
+
+// A row of more entries than this is long: it is worked on in pieces, on several threads where there are any. Sums are
+// taken for each piece and added in the order of the pieces, so that the bits depend on the row alone.
+inline constexpr int64_t long_row = 131072, piece_size = 32768;
+
+// Calls piece(context, i) for every i < pieces, on any threads and in any order, and returns when all are done.
+using Team = void (*)(int64_t pieces, void (*piece)(const void* context, int64_t i), const void* context);
+
+// The rows [begin, end), and who helps with the long ones among them: null is nobody.
+struct Rows {
+  int64_t begin, end;
+  Team team;
+};
 
 enum class Output { none, projection, logarithm };
 enum class Bound { exactly, at_most, at_least };  // what k is to the sum
@@ -157,9 +170,9 @@ struct LossBackwardArgs {
   KERNEL(topk_mask, TopkMaskArgs)                       \
   KERNEL(systematic_sample, SystematicSampleArgs)
 
-// A kernel for each dtype, in the order of enum Dtype; it handles the rows [begin, end).
+// There is one for each dtype, in the order of enum Dtype.
 template <class Args>
-using Kernel = void (*)(const Args&, int64_t begin, int64_t end);
+using Kernel = void (*)(const Args&, const Rows&);
 
 // One of these per instruction set.
 struct Kernels {

@@ -114,8 +114,8 @@ struct LossRow {
   static LML_INLINE Vec<T> sigma_minus(Vec<T> z) { return Logistic<T>(z).sigma(-z); }
 
   // `room` for one number per entry may be dx itself.
-  void gradient(double g, double k, S* dx, double* dk, T* room) const {
-    const BackwardRow<S> row{{batch, span}, nullptr, nullptr, dx, dk, high, low};
+  void gradient(double g, double k, S* dx, double* dk, T* room, Team team) const {
+    const BackwardRow<S> row{{batch, span, team}, nullptr, nullptr, dx, dk, high, low};
     vdouble sum{};
     double tied = 0, undefined = 0;
     const bool any = vectors([&](Vec<T> z, Vec<T> c, const int64_t*, int64_t)
@@ -147,12 +147,12 @@ struct LossRow {
 };
 
 template <class S>
-void loss_forward_rows(const LossForwardArgs& args, int64_t begin, int64_t end) {
+void loss_forward_rows(const LossForwardArgs& args, const Rows& rows) {
   using T = typename Work<S>::type;
   const Batch& batch = args.solve.batch;
-  forward_rows<S>(args.solve, begin, end);
+  forward_rows<S>(args.solve, rows);
   T* loss = static_cast<T*>(args.loss);
-  for (int64_t r = begin; r < end; ++r) {
+  for (int64_t r = rows.begin; r < rows.end; ++r) {
     const LossRow<S> row = LossRow<S>::at(args.labels, batch, args.solve.nu, r);
     bool any = false;
     each_label<T>(args.labels, batch, r, row.span, [&](int64_t, T) { any = true; });
@@ -162,15 +162,15 @@ void loss_forward_rows(const LossForwardArgs& args, int64_t begin, int64_t end) 
 }
 
 template <class S>
-void loss_backward_rows(const LossBackwardArgs& args, int64_t begin, int64_t end) {
+void loss_backward_rows(const LossBackwardArgs& args, const Rows& rows) {
   using T = typename Work<S>::type;
   Scratch<T> work;
-  for (int64_t r = begin; r < end; ++r) {
+  for (int64_t r = rows.begin; r < rows.end; ++r) {
     const LossRow<S> row = LossRow<S>::at(args.labels, args.batch, args.nu, r);
     S* dx = part_of<S>(args.dx, row.span);
     T* room = work.room_in(dx, row.span.size);
     const double g = static_cast<double>(static_cast<const T*>(args.grad)[r * args.grad_stride]);
-    row.gradient(g, args.k[r * args.k_stride], dx, args.dk + r, room);
+    row.gradient(g, args.k[r * args.k_stride], dx, args.dk + r, room, rows.team);
   }
 }
 

@@ -49,11 +49,13 @@ struct Row {
   const S* x;
   const bool* mask;
   int64_t n;
+  Team team;
 
-  Row(const Batch& batch, const Span& span)
+  Row(const Batch& batch, const Span& span, Team helpers = nullptr)
       : x(static_cast<const S*>(batch.x) + span.begin),
         mask(batch.mask ? batch.mask + span.begin : nullptr),
-        n(span.size) {}
+        n(span.size),
+        team(helpers) {}
   bool available(int64_t i) const { return !mask || mask[i]; }
 };
 
@@ -89,6 +91,77 @@ LML_INLINE void each_vector_in_blocks(int64_t n, const F& f, const G& flush) {
     each_vector<T>(size, [&](int64_t i, int64_t count) __attribute__((always_inline)) { f(start + i, count); });
     flush();
   });
+}
+
+// Calls f(i, begin, size) for every piece of a long row.
+template <class F>
+__attribute__((noinline)) void each_piece(int64_t n, Team team, const F& f) {
+  struct Context {
+    const F& f;
+    int64_t n;
+  } context{f, n};
+  const auto piece = [](const void* given, int64_t i) {
+    const Context& at = *static_cast<const Context*>(given);
+    const int64_t begin = i * piece_size, rest = at.n - begin;
+    at.f(i, begin, rest < piece_size ? rest : piece_size);
+  };
+  const int64_t pieces = (n + piece_size - 1) / piece_size;
+  if (team) return team(pieces, piece, &context);
+  for (int64_t i = 0; i < pieces; ++i) piece(&context, i);
+}
+
+// For rows of any length there is a short way and a long way. Only a copy of f goes the long way, and f should hold
+// what it needs by value: otherwise the compiler would keep it in memory on the short way too, and read it again after
+// each store.
+
+// Calls f(begin, size) for a row as a whole, or for every piece of a long one.
+template <class F>
+LML_INLINE void each_part(int64_t n, Team team, const F& f) {
+  if (n <= long_row) return f(0, n);
+  each_piece(n, team, [f](int64_t, int64_t begin, int64_t size) { f(begin, size); });
+}
+
+// Calls f(i, count) for every vector of a row.
+template <class T, class F>
+LML_INLINE void each_vector(int64_t n, Team team, const F& f) {
+  if (n <= long_row) return each_vector<T>(n, f);
+  each_piece(n, team, [f](int64_t, int64_t begin, int64_t size) {
+    const F copy = f;
+    each_vector<T>(size, [&](int64_t i, int64_t count) __attribute__((always_inline)) { copy(begin + i, count); });
+  });
+}
+
+// What a pass over a row, or over a piece of it, adds up.
+struct Totals {
+  double part[5];
+  int64_t above;
+};
+
+// What f(0, n) gives, or for a long row the sum of what f(begin, size) gives for its pieces, with the rounding errors
+// carried along.
+template <class F>
+__attribute__((noinline)) Totals sum_of_pieces(int64_t n, Team team, const F f) {
+  Scratch<Totals> scratch;
+  Totals* parts = scratch.room((n + piece_size - 1) / piece_size);
+  each_piece(n, team, [&](int64_t i, int64_t begin, int64_t size) {
+    const F copy = f;
+    parts[i] = copy(begin, size);
+  });
+  Totals sum = parts[0];
+  double carry[5] = {};
+  for (int64_t i = 1; i * piece_size < n; ++i) {
+    for (int j = 0; j < 5; ++j) {
+      const double a = parts[i].part[j] - carry[j], next = sum.part[j] + a;
+      carry[j] = (next - sum.part[j]) - a;
+      sum.part[j] = next;
+    }
+    sum.above += parts[i].above;
+  }
+  return sum;
+}
+template <class F>
+LML_INLINE Totals sum_of_parts(int64_t n, Team team, const F& f) {
+  return n <= long_row ? f(0, n) : sum_of_pieces(n, team, f);
 }
 
 template <class S>

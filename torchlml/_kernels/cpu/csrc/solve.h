@@ -108,11 +108,6 @@ struct TwoSidedSums : Parts<T, 5, 16> {
   }
 };
 
-struct Totals {
-  double part[5];
-  int64_t above;
-};
-
 // A sum in double that carries its rounding error along when T is double itself: a million ties would
 // otherwise all round the same way.
 template <class T>
@@ -218,10 +213,11 @@ class Newton {
 
  public:
   template <class S>
-  LML_INLINE Newton(const S* x, const Target& target, T center, T* e)
+  LML_INLINE Newton(const S* x, const Target& target, T center, T* e, Team team)
       : n_(target.n),
         k_(target.small),
         e_(e),
+        team_(team),
         fit_{Fit<T>::declined, false, {static_cast<double>(center), 0}, unscale, Vec<T>{}} {
     if (target.flip) {
       start<true>(x, [=](Vec<T> a) __attribute__((always_inline)) { return center - a; });
@@ -236,17 +232,32 @@ class Newton {
  private:
   template <bool watch_top, class S, class F>
   LML_INLINE void start(const S* x, const F& centred) {
+    T* e = e_;
+    Vec<T>* tail = &fit_.tail;
+    const Totals sums = sum_of_parts(n_, team_, [=](int64_t begin, int64_t size) __attribute__((always_inline)) {
+      return exponentials<watch_top>(x + begin, e + begin, size, centred, tail);
+    });
+    fit_.clamped = sums.above != 0;
+    if (sums.part[3] - sums.part[3] == 0) {
+      search(sums);
+    } else {
+      fit_.status = Fit<T>::not_finite;
+    }
+  }
+
+  // Stores e of the entries x and gives their sums. part[3] is not finite where an entry is not, and `above` is not 0
+  // where one was clamped. Only the last piece of a row has a tail.
+  template <bool watch_top, class S, class F>
+  static LML_INLINE Totals exponentials(const S* x, T* e, int64_t n, F centred, Vec<T>* last) {
     Vec<T> finite{}, tail{};
     Mask<T> clamped{};
-    const int64_t n = n_;
-    T* e = e_;
     const auto exponential = [&](Vec<T> a) __attribute__((always_inline)) {
       const Vec<T> z = centred(a);
       finite += z;
       if constexpr (watch_top) clamped |= greater(z, L::top);
       return vexp<Stored>(vmin(splat(L::top), z));
     };
-    const Totals sums = evaluate<T, Sums>(
+    Totals sums = evaluate<T, Sums>(
         n,
         [&](int64_t i) __attribute__((always_inline)) { store(e + i * lanes<T>, exponential(load(x + i * lanes<T>))); },
         [&](int64_t i) __attribute__((always_inline)) { return load(e + i * lanes<T>) * unscale; },
@@ -255,14 +266,10 @@ class Newton {
           tail = keep<T>(first_lanes<T>(rest), exponential(load_part(x + n - rest, rest)));
           return tail * unscale;
         });
-    fit_.tail = tail;
-    fit_.clamped = any<T>(clamped);
-    const double check = total(widen(finite));
-    if (check - check == 0) {
-      search(sums);
-    } else {
-      fit_.status = Fit<T>::not_finite;
-    }
+    if (n % lanes<T>) *last = tail;
+    sums.part[3] = total(widen(finite));
+    sums.above = any<T>(clamped);
+    return sums;
   }
 
   // Not inlined: both signs of z come here, and the compiler keeps its loops tidy.
@@ -307,11 +314,14 @@ class Newton {
   template <template <class> class Kind>
   LML_INLINE Totals evaluate_stored() const {
     const T u = static_cast<T>(fit_.odds);
-    const T* e = e_;
+    const T* stored = e_;
     const Vec<T> tail = fit_.tail;
-    return evaluate<T, Kind>(
-        n_, [](int64_t) {}, [=](int64_t i) __attribute__((always_inline)) { return load(e + i * lanes<T>) * u; },
-        [=]() __attribute__((always_inline)) { return tail * u; });
+    return sum_of_parts(n_, team_, [=](int64_t begin, int64_t size) __attribute__((always_inline)) {
+      const T* e = stored + begin;
+      return evaluate<T, Kind>(
+          size, [](int64_t) {}, [=](int64_t i) __attribute__((always_inline)) { return load(e + i * lanes<T>) * u; },
+          [=]() __attribute__((always_inline)) { return tail * u; });
+    });
   }
 
   static bool close_enough(double step) { return step < L::last_step && step > -L::last_step; }
@@ -357,6 +367,7 @@ class Newton {
   int64_t n_;
   double k_;
   T* e_;
+  Team team_;
   Fit<T> fit_;
   double delta_ = 0, low_ = -L::reach, high_ = L::reach;
 };
@@ -364,12 +375,12 @@ class Newton {
 // For entries known to be finite: a centre by selection, then the careful solver; `e` is also room
 // for a copy of the row.
 template <class S, class T = typename Work<S>::type>
-__attribute__((noinline)) Fit<T> fit_hard_row(const S* x, const Target& target, T* e) {
+__attribute__((noinline)) Fit<T> fit_hard_row(const S* x, const Target& target, T* e, Team team) {
   const auto copy = [&]() {
     each_vector<T>(target.n, [&](int64_t i, int64_t count) { write(e + i, read(x + i, count), count); });
   };
   copy();
-  Fit<T> fit = Newton<T>(x, target, static_cast<T>(threshold_center(e, target.n, target.k)), e).fit();
+  Fit<T> fit = Newton<T>(x, target, static_cast<T>(threshold_center(e, target.n, target.k)), e, team).fit();
   if (fit.status == Fit<T>::solved) return fit;
   copy();
   fit.nu = careful_solve(e, target.n, target.k);
@@ -379,9 +390,9 @@ __attribute__((noinline)) Fit<T> fit_hard_row(const S* x, const Target& target, 
 
 // nu of one row. Sums that are not finite are reported: infinite or NaN entries, or values near 1e38.
 template <class S, class T = typename Work<S>::type>
-LML_INLINE Fit<T> fit_row(const S* x, const Target& target, T* e) {
-  const Fit<T> fit = Newton<T>(x, target, static_cast<T>(-guess(x, target)), e).fit();
-  return fit.status != Fit<T>::declined ? fit : fit_hard_row(x, target, e);
+LML_INLINE Fit<T> fit_row(const S* x, const Target& target, T* e, Team team) {
+  const Fit<T> fit = Newton<T>(x, target, static_cast<T>(-guess(x, target)), e, team).fit();
+  return fit.status != Fit<T>::declined ? fit : fit_hard_row(x, target, e, team);
 }
 
 }  // namespace

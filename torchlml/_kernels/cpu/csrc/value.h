@@ -11,12 +11,13 @@ namespace {
 template <class S>
 double row_value(const Row<S>& row, double k, typename Work<S>::type high, typename Work<S>::type low) {
   using T = typename Work<S>::type;
-  const auto [x, mask, n] = row;
+  const S* x = row.x;
+  const bool* mask = row.mask;
   Vec<T> block_rest{};
   LongSum<T> rest, tops;
   Mask<T> above{};
   each_vector_in_blocks<T, block_vectors>(
-      n,
+      row.n,
       [&](int64_t i, int64_t count) __attribute__((always_inline)) {
         const Vec<T> a = read(x + i, count), z = (a + high) + low;
         Mask<T> up = greater(z, T{0});
@@ -52,14 +53,14 @@ double limit_value(const Row<S>& row, double k, double high) {
 }
 
 template <class S>
-void value_rows(const ValueArgs& args, int64_t begin, int64_t end) {
+void value_rows(const ValueArgs& args, const Rows& rows) {
   using T = typename Work<S>::type;
   const Batch& batch = args.solve.batch;
   // A few rows at a time, so that they are still near when their value is taken.
   const int64_t some = batch.rows ? 1 + 8192 / (batch.total / batch.rows + 1) : 1;
-  for (int64_t first = begin; first < end; first += some) {
-    const int64_t last = end - first < some ? end : first + some;
-    forward_rows<S>(args.solve, first, last);
+  for (int64_t first = rows.begin; first < rows.end; first += some) {
+    const int64_t last = rows.end - first < some ? rows.end : first + some;
+    forward_rows<S>(args.solve, {first, last, rows.team});
     for (int64_t r = first; r < last; ++r) {
       const Row<S> row(batch, row_span(batch, r));
       const T* nu = static_cast<const T*>(args.solve.nu) + r;
