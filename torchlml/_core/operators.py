@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from torchlml._core.rows import wide_dtype, work_dtype
-from torchlml._kernels import reference, reference_loss
+from torchlml._kernels import quick, reference, reference_loss
 from torchlml._kernels.cpu import native
 from torchlml._kernels.cuda import registration
 
@@ -102,7 +102,7 @@ native.load()
 
 solve = operator(
     f"solve(Tensor x, Tensor k, {ROWS}) -> Tensor",
-    reference.solve,
+    quick.solve,
     lambda x, k, mask, offsets: empty_nu(x, offsets),
     triton=True,
     vmap=True,
@@ -116,25 +116,25 @@ solve_bracketing = operator(
 )
 forward = operator(
     f"forward(Tensor x, Tensor k, {ROWS}) -> (Tensor, Tensor)",
-    reference.forward,
+    quick.forward,
     empty_values,
     triton=True,
 )
 log_forward = operator(
     f"log_forward(Tensor x, Tensor k, {ROWS}) -> (Tensor, Tensor)",
-    reference.log_forward,
+    quick.log_forward,
     empty_values,
     triton=True,
 )
 backward = operator(
     f"backward(Tensor grad, Tensor x, Tensor y, Tensor nu, {ROWS}) -> (Tensor, Tensor)",
-    reference.backward,
+    quick.backward,
     lambda grad, x, y, nu, *rows: empty_gradients(x, nu),
     triton=True,
 )
 log_backward = operator(
     f"log_backward(Tensor grad, Tensor x, Tensor log_y, Tensor nu, {ROWS}) -> (Tensor, Tensor)",
-    reference.log_backward,
+    quick.log_backward,
     lambda grad, x, log_y, nu, *rows: empty_gradients(x, nu),
     triton=True,
 )

@@ -1,0 +1,191 @@
+"""The solver of the plain path: a few cheap passes over a matrix, and a certificate for each row.
+
+It stores e = exp(c - x) once, c being near the threshold, and searches delta = c + nu. With u = e^delta,
+
+    y = sigmoid(x + nu) = u / (u + e),    t = sigmoid(-|x + nu|) = min(u, e) / (u + e),
+
+so that no evaluation needs another exponential, and an entry at -inf gives 0 by itself. First come Newton's
+steps on the log odds of sum y, which cost little but lose the digits of entries near 1; then steps on the sum
+that `residual` describes, of t with a sign, which is accurate whatever the row. A row is certified when such
+a step is short: the second derivative of sum y never exceeds the first, so the error left is about half its
+square. Whoever calls this solves the other rows by `newton`.
+
+Every operation here rounds an entry the same way wherever it stands, and a row that is done is left alone:
+the bits depend on the row, not on its neighbours.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from torchlml._core.rows import wide_dtype
+
+# Steps on the log odds, and steps on the accurate sum where rows can be looked at; where they cannot, on a
+# GPU, all of these few are taken.
+_ROUGH_STEPS = 4
+_ACCURATE_STEPS = 12
+_BLIND_STEPS = 3
+# How far delta may go: x - c is rounded to half a millionth there.
+_REACH = 16.0
+
+
+class _Limits(NamedTuple):
+    """When a row is done: the last step on the log odds, the last step at all, the least slope per entry."""
+
+    rough: float
+    last: float
+    slope: float
+
+
+# The error left by the last step is below 1.3e-7 and 5e-13.
+_LIMITS = {torch.float32: _Limits(2e-2, 5e-4, 1e-20), torch.float64: _Limits(1e-3, 1e-6, 1e-200)}
+
+
+class Quick(NamedTuple):
+    """What was found: e, u and the centre, and which rows are certified; the rest of a row is worthless."""
+
+    e: Tensor
+    u: Tensor
+    center: Tensor
+    delta: Tensor
+    certified: Tensor
+
+    def y(self) -> Tensor:
+        """The projection; it takes the place of e."""
+        u = self.u.unsqueeze(-1)
+        return torch.div(u, self.e.add_(u), out=self.e)
+
+    def nu(self) -> Tensor:
+        """The dual variable as a pair (2, R), see `newton.add`."""
+        from torchlml.solvers.newton import add
+
+        return add(torch.stack([-self.center, torch.zeros_like(self.center)]), self.delta)
+
+
+def quick(x: Tensor, k: Tensor) -> Quick:
+    """Solve sum sigmoid(x + nu) = k for the rows of a matrix, as many as a few passes can.
+
+    Args:
+        x: (R, n) of float32 or float64, contiguous, -inf where an entry is not available.
+        k: the target sums, 0-d or one per row.
+    """
+    wide = wide_dtype(x.device)
+    if k.device != x.device:
+        k = torch.full((), k.item(), dtype=wide, device=x.device)  # a number: it comes on the CPU
+    k = k.to(wide).reshape(-1)
+    scratch = torch.empty_like(x)
+    m, center = _guess(x, k, scratch)
+    e = torch.sub(center.unsqueeze(-1), x).exp_()
+    delta = _rough_steps(e, k, m, scratch)
+    delta, certified = _accurate_steps(e, k, m, delta, scratch)
+    return Quick(e, delta.exp().to(x.dtype), center, delta, certified & (delta.abs() < _REACH))
+
+
+def _guess(x: Tensor, k: Tensor, scratch: Tensor) -> tuple[Tensor, Tensor]:
+    """(m, c): the available entries of each row, and -nu were its entries normally distributed."""
+    n = x.shape[1]
+    total = _sum(x)
+    m = k.new_full((1,), n)
+    if x.device.type != "cpu" or not bool(total.isfinite().all()):
+        m = _sum((x != -torch.inf).to(x.dtype)).to(k.dtype)
+        torch.nan_to_num(x, nan=0.0, posinf=0.0, neginf=0.0, out=scratch)
+        total = _sum(scratch)
+        x = scratch
+    mean = total.to(k.dtype) / m
+    torch.sub(x, mean.to(x.dtype).unsqueeze(-1), out=scratch)
+    squares = _sum(scratch.mul_(scratch)).to(k.dtype)
+    # What is not available was taken for 0.
+    variance = ((squares - (n - m) * mean * mean) / m).clamp(min=0)
+    small = torch.minimum(k, m - k)
+    p = small / m
+    logit = (k / (m - k)).log()
+    sign = (2 * k - m).sign()
+    # Quantile of the normal distribution, Abramowitz and Stegun 26.2.23.
+    t = (-2 * p.log()).sqrt()
+    q = t - (2.515517 + t * (0.802853 + t * 0.010328)) / (1 + t * (1.432788 + t * (0.189269 + t * 0.001308)))
+    spread = (variance + 8 / math.pi).sqrt() * (sign * q)
+    narrow = logit - variance * (sign * (p - 0.5))
+    nu = spread + (narrow - spread) * (2 / (2 + variance)) - mean
+    return m, -nu.to(x.dtype)
+
+
+def _rough_steps(e: Tensor, k: Tensor, m: Tensor, scratch: Tensor) -> Tensor:
+    """delta to a few digits, by Newton's method on log(S / (m - S))."""
+    limit = _LIMITS[e.dtype].rough
+    delta = k.new_zeros(e.shape[0])
+    moving = torch.ones_like(delta)
+    target = (k / (m - k)).log()
+    for _ in range(_ROUGH_STEPS):
+        u = delta.exp().to(e.dtype).unsqueeze(-1)
+        torch.div(u, torch.add(e, u, out=scratch), out=scratch)
+        s = _sum(scratch).to(k.dtype)
+        slope = s - _sum(scratch.mul_(scratch))
+        rest = m - s
+        step = (target - (s / rest).log()) * (s * rest / (m * slope))
+        delta = (delta + step.nan_to_num_(0.0) * moving).clamp_(-_REACH, _REACH)
+        moving = moving * (step.abs() > limit)
+        if e.device.type == "cpu" and not bool(moving.any()):
+            break
+    return delta
+
+
+def _accurate_steps(e: Tensor, k: Tensor, m: Tensor, delta: Tensor, scratch: Tensor) -> tuple[Tensor, Tensor]:
+    """(delta, certified) by Newton's method on log A - log B, see `newton`, and a last plain step."""
+    look = e.device.type == "cpu"
+    limits = _LIMITS[e.dtype]
+    certified = torch.zeros_like(delta, dtype=torch.bool)
+    where, found = None, delta
+    for _ in range(_ACCURATE_STEPS if look else _BLIND_STEPS):
+        plain, log_ratio, slope = _accurate_step(e, k, m, delta, scratch)
+        done = (plain.abs() <= limits.last) & (slope >= limits.slope * m)
+        step = torch.where(done, plain, log_ratio.clamp(-_REACH, _REACH).nan_to_num_(0.0))
+        if not look:
+            found = torch.where(certified, found, found + step)
+            certified = certified | done
+            delta = found
+            continue
+        delta = delta + step
+        if where is None:
+            found, certified = delta, done
+        else:
+            found[where], certified[where] = delta, done
+        left = (~done & (delta.abs() < _REACH)).nonzero().squeeze(-1)
+        if left.numel() == 0:
+            break
+        # Only the rows that are not done go on.
+        where = left if where is None else where[left]
+        e, delta, scratch = e[left], delta[left], scratch[: left.numel()]
+        k = k if k.numel() == 1 else k[left]
+        m = m if m.numel() == 1 else m[left]
+    return found, certified
+
+
+def _accurate_step(
+    e: Tensor, k: Tensor, m: Tensor, delta: Tensor, scratch: Tensor
+) -> tuple[Tensor, Tensor, Tensor]:
+    """(Newton's step for S = k, that for log A = log B, the slope of S)."""
+    u = delta.exp().to(e.dtype).unsqueeze(-1)
+    t = torch.minimum(e, u)
+    t.div_(torch.add(e, u, out=scratch))
+    sign = torch.sub(e, u, out=scratch).sign_()
+    # How many are above the threshold; one with z = 0 counts half, and has the sign 0.
+    c = (e.shape[1] - _sum(sign)) / 2 - k
+    signed = scratch.mul_(t)
+    total_signed = _sum(signed, k.dtype)
+    total = _sum(t).to(k.dtype)
+    signed_slope = total_signed - _sum(signed.mul_(t))
+    slope = total - _sum(t.mul_(t))
+    least = 1e-8 * total
+    a = torch.maximum((total + total_signed) / 2, least) + c.clamp(min=0)
+    b = torch.maximum((total - total_signed) / 2, least) - c.clamp(max=0)
+    log_ratio = 2 * a * b * (b / a).log() / ((slope + signed_slope) * b + (slope - signed_slope) * a)
+    return -(c + total_signed) / slope, log_ratio, slope
+
+
+def _sum(t: Tensor, dtype: torch.dtype | None = None) -> Tensor:
+    """The sum of each row, the same bits for every number of threads: a lone row's sum would be split."""
+    return t.expand(2, -1).sum(-1, dtype=dtype)[:1] if t.shape[0] == 1 else t.sum(-1, dtype=dtype)
