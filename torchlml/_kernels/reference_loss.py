@@ -21,7 +21,7 @@ from torch import Tensor
 from torch.nn.functional import logsigmoid
 
 from torchlml._core.rows import Rows, rows_of
-from torchlml._kernels import reference
+from torchlml._kernels import quick, reference
 from torchlml._kernels.reference import Pair, prepare
 from torchlml.solvers.residual import shifted
 
@@ -38,7 +38,7 @@ class _Observed(NamedTuple):
 
 def loss_forward(x: Tensor, k: Tensor, mask: Tensor | None, offsets: Tensor | None, *labels: Any) -> Pair:
     """((2, R): -sum c log y over the labels of each row, and 1 where there is any; nu)."""
-    nu = reference.solve(x, k, mask, offsets)
+    nu = quick.solve(x, k, mask, offsets)
     values, rows = prepare(x, mask, offsets)
     at = _observe(values, rows, *labels)
     log_share = reference.infinite_share(values, k, nu, rows).log()
