@@ -60,8 +60,13 @@ def report() -> dict[str, list[str]]:
 
 
 def kernel() -> str:
-    """Name the kernel that CPU tensors use: `native (x86-64-v3)` or `torch`."""
-    return f"native ({native.instruction_set()})" if native.loaded() else "torch"
+    """Name the kernel that CPU tensors use: `native (x86-64-v3)`, or `torch` and why it is not the other."""
+    absence = native.absence()
+    return (
+        f"native ({native.instruction_set()})"
+        if absence is None
+        else f"torch (no compiled kernel: {absence})"
+    )
 
 
 def _devices() -> list[str]:

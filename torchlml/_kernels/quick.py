@@ -19,8 +19,9 @@ from torch.nn.functional import logsigmoid
 
 from torchlml._core.rows import row_index, work_dtype
 from torchlml._kernels import reference
+from torchlml._kernels.cpu import native
 from torchlml._kernels.reference import Pair
-from torchlml.solvers.quick import Quick, quick
+from torchlml.solvers.quick import Quick, can_look, quick
 
 # Packed rows are padded to a power of two, from this one on: the bits of a row then depend on its own length.
 _SHORTEST = 16
@@ -79,6 +80,8 @@ def _project(
     careful: Callable[..., Pair],
 ) -> Pair:
     """(`result` of every row, nu)."""
+    if x.device.type == "cpu":
+        native.warn_of_absence()
     if _too_blind(x, offsets):
         return careful(x, k, mask, offsets)
     values = _values(x, mask)
@@ -115,7 +118,7 @@ def _differentiate(
     careful: Callable[..., Pair],
 ) -> Pair:
     """(dx, dk) of every row."""
-    if _too_blind(x, offsets) or x.device.type != "cpu":
+    if _too_blind(x, offsets) or not can_look(x):
         return careful(grad, x, y, nu, mask, offsets)
     values = _values(x, mask)
     g = grad.to(values.dtype)
@@ -182,7 +185,7 @@ def _values(x: Tensor, mask: Tensor | None) -> Tensor:
 
 def _too_blind(x: Tensor, offsets: Tensor | None) -> bool:
     """Is there nothing to solve, or may the device not be waited for?"""
-    if x.device.type == "cpu":
+    if can_look(x):
         return x.numel() == 0
     capturing = x.device.type == "cuda" and torch.cuda.is_current_stream_capturing()
     return x.numel() == 0 or capturing or offsets is not None

@@ -85,12 +85,17 @@ def quick(x: Tensor, k: Tensor) -> Quick:
     return Quick(e, delta.exp().to(x.dtype), center, delta, certified & (delta.abs() < _REACH))
 
 
+def can_look(x: Tensor) -> bool:
+    """Can numbers be looked at for nothing? A GPU would have to be waited for."""
+    return x.device.type == "cpu"
+
+
 def _guess(x: Tensor, k: Tensor, scratch: Tensor) -> tuple[Tensor, Tensor]:
     """(m, c): the available entries of each row, and -nu were its entries normally distributed."""
     n = x.shape[1]
     total = _sum(x)
     m = k.new_full((1,), n)
-    if x.device.type != "cpu" or not bool(total.isfinite().all()):
+    if not can_look(x) or not bool(total.isfinite().all()):
         m = _sum((x != -torch.inf).to(x.dtype)).to(k.dtype)
         torch.nan_to_num(x, nan=0.0, posinf=0.0, neginf=0.0, out=scratch)
         total = _sum(scratch)
@@ -128,14 +133,14 @@ def _rough_steps(e: Tensor, k: Tensor, m: Tensor, scratch: Tensor) -> Tensor:
         step = (target - (s / rest).log()) * (s * rest / (m * slope))
         delta = (delta + step.nan_to_num_(0.0) * moving).clamp_(-_REACH, _REACH)
         moving = moving * (step.abs() > limit)
-        if e.device.type == "cpu" and not bool(moving.any()):
+        if can_look(e) and not bool(moving.any()):
             break
     return delta
 
 
 def _accurate_steps(e: Tensor, k: Tensor, m: Tensor, delta: Tensor, scratch: Tensor) -> tuple[Tensor, Tensor]:
     """(delta, certified) by Newton's method on log A - log B, see `newton`, and a last plain step."""
-    look = e.device.type == "cpu"
+    look = can_look(e)
     limits = _LIMITS[e.dtype]
     certified = torch.zeros_like(delta, dtype=torch.bool)
     where, found = None, delta

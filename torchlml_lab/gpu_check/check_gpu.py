@@ -11,6 +11,7 @@ from typing import Any
 import torch
 
 import torchlml
+from torchlml._kernels.cuda import trust
 from torchlml_lab import info
 from torchlml_lab.errors import BadInput
 from torchlml_lab.files import check_file, replacing
@@ -42,6 +43,7 @@ def main(arguments: Sequence[str]) -> None:
         raise BadInput(f"`torchlml gpu-check` takes one file name, and `{' '.join(arguments)}` was given.")
     if not torch.cuda.is_available():
         raise BadInput("`torchlml gpu-check` needs a GPU, and torch sees none here.")
+    trust.use_unexamined()  # it is the kernels that are to be examined here, not what stands in for them
     path = Path(arguments[0] if arguments else "torchlml-gpu-check.json")
     check_file("FILE", path)
     for line in info.report()["gpu kernel"] + info.report()["devices"]:

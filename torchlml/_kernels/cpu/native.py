@@ -1,7 +1,8 @@
 """Finding and loading the compiled kernel, where there is one.
 
-`TORCHLML_KERNEL=torch` keeps to plain torch, `TORCHLML_KERNEL=native` insists on the compiled kernel;
-without either, the kernel is used when it is installed and loads. `TORCHLML_ISA=baseline|v3|v4` makes the
+`TORCHLML_KERNEL=torch` keeps to plain torch, on a GPU too; `TORCHLML_KERNEL=native` insists on the compiled
+kernel, and on a GPU uses Triton's without comparing them first (`cuda/trust.py`); without either, a kernel is
+used when it is installed and loads. `TORCHLML_ISA=baseline|v3|v4` makes the
 kernel use a lesser x86-64 level than the processor has, to test it.
 """
 
@@ -14,10 +15,14 @@ from pathlib import Path
 
 import torch
 
+# What gives an installation without the kernel one, in the folder of the sources.
+REPAIR = "pip install --no-build-isolation --force-reinstall --no-deps ."
 _library: ctypes.CDLL | None = None
+_absence = "it was not compiled when torchlml was installed"
+_warned = False
 
 
-def _requested() -> str:
+def requested() -> str:
     """What TORCHLML_KERNEL asks for: "torch", "native", or nothing."""
     choice = os.environ.get("TORCHLML_KERNEL", "")
     if choice not in ("", "torch", "native"):
@@ -35,8 +40,10 @@ def _refusal(sentence: str) -> ImportError:
 
 def load() -> None:
     """Load the compiled kernel, if it is there and wanted."""
-    global _library
-    choice = _requested()
+    global _library, _absence
+    choice = requested()
+    if choice == "torch":
+        _absence = "`TORCHLML_KERNEL` is 'torch'"
     if choice == "torch" or _library is not None:
         return
     path = next(Path(__file__).parent.glob("_C*.so"), None)
@@ -52,6 +59,7 @@ def load() -> None:
         library = ctypes.CDLL(str(path))
     except OSError as error:
         problem = f"its compiled kernel does not load: {error}"
+        _absence = f"it does not load: {error}"
         if choice == "native":
             raise _refusal(f"`TORCHLML_KERNEL` is 'native', but torchlml cannot obey: {problem}") from error
         warnings.warn(f"torchlml falls back to plain torch, as {problem}", stacklevel=2)
@@ -65,9 +73,30 @@ def loaded() -> bool:
     return _library is not None
 
 
+def absence() -> str | None:
+    """Why there is no compiled kernel and what helps, or None if it is in use."""
+    if loaded():
+        return None
+    if requested() == "torch":
+        return _absence
+    return f"{_absence}; in the folder of its sources, with a C++ compiler, `{REPAIR}` compiles it"
+
+
+def warn_of_absence() -> None:
+    """Say once that calls on the CPU are slow for want of the kernel, if nobody asked for plain torch."""
+    global _warned
+    if _warned or loaded() or requested() == "torch":
+        return
+    _warned = True
+    warnings.warn(
+        f"torchlml computes in plain torch, several times slower than with its compiled kernel: {absence()}.",
+        stacklevel=3,
+    )
+
+
 def instruction_set() -> str | None:
     """The instruction set that the compiled kernel uses ("baseline", "v3" or "v4"), or None without one."""
     return None if _library is None else _library.torchlml_instruction_set().decode()
 
 
-_requested()  # before any operator is defined: an import that fails later than that cannot be tried again
+requested()  # before any operator is defined: an import that fails later than that cannot be tried again

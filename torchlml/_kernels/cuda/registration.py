@@ -1,7 +1,8 @@
 """When the Triton kernels run: on CUDA (or ROCm) tensors narrower than float64, where Triton can be imported.
 
-Everything else on such a device falls back to the operators in plain torch. Triton and the kernels are
-imported when the first such tensor arrives, and not before: `import torchlml` costs nothing more.
+They are used there after `trust.py` has compared them. Everything else on such a device falls back to the
+operators in plain torch. Triton and the kernels are imported when the first such tensor arrives, and not
+before: `import torchlml` costs nothing more.
 """
 
 from __future__ import annotations
@@ -15,8 +16,11 @@ from typing import Any
 
 import torch
 
+from torchlml._kernels.cuda import trust
+
 # What a GPU calls for each operator that has a kernel there, by name.
 OPERATORS: dict[str, Callable[..., Any]] = {}
+_plain: dict[str, Callable[..., Any]] = {}
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 # Places in a row are int32 in the kernels, a block past the end included.
 _LONGEST_ROW = 2**31 - 2**15
@@ -33,11 +37,21 @@ def by_triton(name: str, place_of_x: int, plain: Callable[..., Any]) -> Callable
 
     def run(*arguments: Any) -> Any:
         x = arguments[place_of_x]
-        if x.dtype in _DTYPES and x.shape[-1] <= _LONGEST_ROW and available():
+        fits = x.dtype in _DTYPES and x.shape[-1] <= _LONGEST_ROW and available()
+        if not fits or not trust.trusted(x.device, x.dtype, _kernels(), _plain):
+            return plain(*arguments)
+        try:
             return getattr(_kernels(), name)(*arguments)
-        return plain(*arguments)
+        except torch.OutOfMemoryError:
+            raise
+        except Exception as error:  # a layout that does not compile: the others may, but who knows how well
+            if x.device.type == "cpu":
+                raise
+            trust.distrust(x.device, x.dtype, f"failed in `{name}`: {type(error).__name__}: {error}")
+            return plain(*arguments)
 
     OPERATORS[name] = run
+    _plain[name] = plain
     return run
 
 
