@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 import warnings
@@ -82,7 +83,7 @@ def test_only_rows_that_are_not_certified_take_the_careful_path(monkeypatch: pyt
 
     original = reference.forward
     monkeypatch.setattr(reference, "forward", forward)
-    y, nu = operators.forward(x, k, None, None)
+    y, _ = operators.forward(x, k, None, None)
     expected = original(x, k, None, None)
     torch.testing.assert_close(y, expected[0], rtol=0, atol=1e-6, equal_nan=True)
     assert [len(rows) for rows in taken] in ([4], [5])  # the one with +inf has an answer by itself
@@ -169,8 +170,9 @@ def test_the_first_slow_call_says_how_to_repair_it(monkeypatch: pytest.MonkeyPat
 
 
 def test_who_chose_plain_torch_is_not_warned() -> None:
-    code = "import warnings; warnings.simplefilter('error'); import torch, torchlml; torchlml.lml(torch.ones(3), 1)"
-    done = subprocess.run(
-        [sys.executable, "-c", f"import os; os.environ['TORCHLML_KERNEL'] = 'torch'; {code}"]
+    code = "import torch, torchlml; torchlml.lml(torch.ones(3), 1)"
+    environment = {**os.environ, "TORCHLML_KERNEL": "torch"}
+    assert (
+        subprocess.run([sys.executable, "-W", "error::UserWarning", "-c", code], env=environment).returncode
+        == 0
     )
-    assert done.returncode == 0
