@@ -32,14 +32,14 @@ def page(browser: Any) -> Iterator[Any]:
     assert trouble == []
 
 
-def show(page: Any, entry: int = 0, **state: object) -> dict[str, Any]:
+def show(page: Any, entry: int = 0, **state: Any) -> dict[str, Any]:
     """Set the page to a state and a selected entry, and read all its numbers."""
     return page.evaluate(
         "([state, entry]) => { playground.set(state, entry); return playground.read(); }", [state, entry]
     )
 
 
-def layers(k: float, bound: str) -> dict[str, Callable[[Tensor], Tensor]]:
+def layers(k: float, bound: Any) -> dict[str, Callable[[Tensor], Tensor]]:
     """What the page shows, by the library and by torch."""
     return {
         "lml": lambda x: torchlml.lml(x, k, bound=bound),
@@ -67,7 +67,7 @@ def check(shown: dict[str, Any], gradients: bool = True) -> None:
     assert there == pytest.approx(nu, abs=TOLERANCE, rel=TOLERANCE), state
 
 
-def settings() -> list[dict[str, object]]:
+def settings() -> list[dict[str, Any]]:
     """Random logits with every kind of k, temperature, gap and bound."""
     generator = torch.Generator().manual_seed(0)
     ks = (0.05, 0.7, 1, 2.5, 3, 5, 7.3, 9, 9.95)
