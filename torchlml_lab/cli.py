@@ -97,7 +97,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def parse_settings(
-    kind: type[Settings], command: str, arguments: Sequence[str], default: Settings
+    kind: type[Settings],
+    command: str,
+    arguments: Sequence[str],
+    default: Settings,
+    about: str | None = None,
 ) -> Settings:
     """Read the options of a subcommand into its settings.
 
@@ -106,6 +110,7 @@ def parse_settings(
         command: The subcommand's name.
         arguments: What followed the subcommand's name.
         default: The settings where an option is not given.
+        about: What the command does, for the help; by default the docstring of `kind`.
 
     Returns:
         The settings. Wrong options raise `BadInput`; `--help` prints the help and ends the command well.
@@ -123,7 +128,7 @@ def parse_settings(
             kind,
             prog=f"torchlml {command}",
             # tyro folds everything to the width of the terminal but this, and joins lines without an indent.
-            description=_folded(kind.__doc__ or "", indent=" "),
+            description=_folded(about or kind.__doc__ or "", indent=" "),
             args=arguments,
             default=default,
             config=(tyro.conf.FlagCreatePairsOff, tyro.conf.DisallowNone),

@@ -5,14 +5,13 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from matplotlib.axes import Axes
-from rich.console import Console
 
 from torchlml_lab.bench.measurements import Measurement, latest, read
 from torchlml_lab.bench.paper_tables import OPERATOR
-from torchlml_lab.cli import parse_settings
 from torchlml_lab.errors import BadInput
 from torchlml_lab.figures import sources
-from torchlml_lab.style import INK, METHODS, PAGE, VERMILION, check_picture, new_figure
+from torchlml_lab.figures.options import FigureSettings, read_options, say_where
+from torchlml_lab.style import INK, METHODS, PAGE, VERMILION, new_figure
 
 USUAL = (Path("torchlml-paper-timing.csv"), Path("results/paper-timing.csv"))
 
@@ -33,25 +32,22 @@ LOOK = {
 
 
 @dataclass(frozen=True)
-class TimingFigureSettings:
+class TimingFigureSettings(FigureSettings):
     """Draw the times of the losses against k, one panel for each length of a row."""
 
     csv: Path | None = None
     """The CSV of `torchlml bench paper`; by default torchlml-paper-timing.csv, else that in results/."""
-    out: Path = Path("torchlml-figures/timing.png")
-    """The PNG or SVG to write; its folder is made when it is missing."""
 
 
 def main(arguments: Sequence[str]) -> None:
     """Read the options and draw."""
-    settings = parse_settings(TimingFigureSettings, "figures timing", arguments, TimingFigureSettings())
-    check_picture(settings.out)
+    settings = read_options(TimingFigureSettings, "timing", arguments)
     path = sources.find(settings.csv, USUAL, "torchlml bench paper")
     rows = of_study(read(path, "--csv"))
     if not rows:
         raise BadInput(f"`--csv` names `{path}`, which has no row of `torchlml bench paper`.")
     draw(rows, settings.out)
-    Console().print(f"The figure is {settings.out}.", soft_wrap=True)
+    say_where(settings.out)
 
 
 def of_study(rows: Sequence[Measurement]) -> list[Measurement]:

@@ -1,8 +1,10 @@
 """What a training step of several tasks costs, in turns on the same samples."""
 
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from statistics import median
+from typing import TypeVar
 
 import torch
 from accelerate import Accelerator
@@ -12,19 +14,57 @@ from rich.table import Table
 from torchlml_lab.engine.loop import Task, train_step
 from torchlml_lab.engine.progress import ProgressBar
 from torchlml_lab.engine.table import plain_table
-from torchlml_lab.engine.threads import check_threads
+from torchlml_lab.engine.threads import check_threads, use_threads
 from torchlml_lab.errors import BadInput
+
+Name = TypeVar("Name", bound=str)  # one of the losses of a task
 
 MOST_SAMPLES = 1024  # of a step; a scene graph takes about 200 kB
 
 
-def check(steps: int, threads: int, batch_size: int) -> None:
-    """Refuse what cannot be timed, or would take the machine's memory."""
-    if steps < 1:
-        raise BadInput(f"`--steps` is {steps}, and must be at least 1.")
-    check_threads(threads)
-    if not 1 <= batch_size <= MOST_SAMPLES:
-        raise BadInput(f"`--batch-size` is {batch_size}, and must be from 1 to {MOST_SAMPLES}.")
+@dataclass(frozen=True)
+class StepTimeSettings:
+    """How steps are timed; a task's own settings are a subclass, which adds where its data are."""
+
+    batch_size: int | None = None
+    """Samples per step, at most 1024; by default as many as in training."""
+    steps: int = 30
+    """How many batches each loss is timed on, at least 1."""
+    threads: int = 1
+    """How many threads torch may use, from 1 to the cores."""
+
+
+def checked_size(settings: StepTimeSettings, usual: int) -> int:
+    """The samples per step, `usual` by default; refuses what cannot be timed or would take all memory."""
+    if settings.steps < 1:
+        raise BadInput(f"`--steps` is {settings.steps}, and must be at least 1.")
+    check_threads(settings.threads)
+    size = usual if settings.batch_size is None else settings.batch_size
+    if not 1 <= size <= MOST_SAMPLES:
+        raise BadInput(f"`--batch-size` is {size}, and must be from 1 to {MOST_SAMPLES}.")
+    return size
+
+
+def compare(
+    names: Sequence[Name], build: Callable[[Name], Task], settings: StepTimeSettings, size: int, what: str
+) -> None:
+    """Time a step of each task, and print a table of them beside the first.
+
+    Args:
+        names: What is timed, the baseline first.
+        build: Makes the task of a name. Each is made from the same seed, so that they differ in it alone.
+        settings: How many steps, and on how many threads.
+        size: Samples per step.
+        what: What the samples are, for the table's title.
+    """
+    tasks: dict[str, Task] = {}
+    for name in names:
+        torch.manual_seed(0)
+        tasks[name] = build(name)
+    console = Console()
+    with use_threads(settings.threads):
+        seconds = measure(tasks, size, settings.steps, console)
+    console.print(table(seconds, names[0], f"{settings.steps} steps of {size} {what}"))
 
 
 def measure(

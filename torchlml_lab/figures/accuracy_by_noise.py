@@ -7,12 +7,11 @@ from pathlib import Path
 from statistics import mean, stdev
 
 from matplotlib.axes import Axes
-from rich.console import Console
 
-from torchlml_lab.cli import parse_settings
 from torchlml_lab.errors import BadInput
 from torchlml_lab.figures import sources
-from torchlml_lab.style import METHODS, PAGE, check_picture, new_figure
+from torchlml_lab.figures.options import FigureSettings, read_options, say_where
+from torchlml_lab.style import METHODS, PAGE, new_figure
 from torchlml_lab.tasks.cifar100 import accuracy_rows
 from torchlml_lab.tasks.cifar100.accuracy_rows import Record
 
@@ -21,29 +20,22 @@ USUAL = (Path("runs/cifar100-sweep/results.csv"), Path("results/cifar100/feature
 
 
 @dataclass(frozen=True)
-class Cifar100FigureSettings:
+class Cifar100FigureSettings(FigureSettings):
     """Draw the accuracies of a sweep against the label noise, with the spread over the seeds."""
 
     csv: Path | None = None
     """The CSV of `torchlml sweep cifar100`; by default runs/cifar100-sweep/results.csv, else results/'s."""
-    out: Path = Path("torchlml-figures/cifar100.png")
-    """The PNG or SVG to write; its folder is made when it is missing."""
 
 
 def main(arguments: Sequence[str]) -> None:
     """Read the options and draw."""
-    default = Cifar100FigureSettings()
-    settings = parse_settings(Cifar100FigureSettings, "figures cifar100", arguments, default)
-    check_picture(settings.out)
-    path = sources.find(settings.csv, USUAL, "torchlml sweep cifar100")
-    rows = accuracy_rows.TABLE.read(path, "--csv")
-    for loss in {row.loss for row in rows}:
-        if len({row.recipe for row in rows if row.loss == loss}) > 1:
-            raise BadInput(f"`--csv` names `{path}`, where `{loss}` has several recipes: it is a tuning.")
+    settings = read_options(Cifar100FigureSettings, "cifar100", arguments)
+    path, rows = sources.read_sweep(settings.csv, USUAL, "cifar100", accuracy_rows.TABLE)
+    sources.refuse_tuning(path, ((row.loss, row.recipe) for row in rows))
     if len({(row.source, row.k) for row in rows}) > 1:
         raise BadInput(f"`--csv` names `{path}`, which mixes networks or values of k.")
     draw(rows, settings.out)
-    Console().print(f"The figure is {settings.out}.", soft_wrap=True)
+    say_where(settings.out)
 
 
 def draw(rows: Sequence[Record], picture: Path) -> None:

@@ -7,28 +7,20 @@ from pathlib import Path
 import torch
 from matplotlib.axes import Axes
 from matplotlib.tri import TriContourSet
-from rich.console import Console
 from torch import Tensor
 
-from torchlml_lab.cli import parse_settings
+from torchlml_lab.figures.options import draw_only
 from torchlml_lab.style import INK, PAGE, new_figure
 
 _STEPS = 120
 
 
-@dataclass(frozen=True)
-class EntropiesSettings:
-    """Draw the entropies of sigmoid, softmax, lml and constrained softmax over the sets they project onto."""
-
-    out: Path = Path("torchlml-figures/entropies.png")
-    """The PNG or SVG to write; its folder is made when it is missing."""
-
-
 def main(arguments: Sequence[str]) -> None:
-    """Read the options and draw."""
-    settings = parse_settings(EntropiesSettings, "figures entropies", arguments, EntropiesSettings())
-    draw(settings.out)
-    Console().print(f"The picture is {settings.out}.", soft_wrap=True)
+    """Read where the picture goes, and draw it."""
+    about = (
+        "Draw the entropies of sigmoid, softmax, lml and constrained softmax over the sets they project onto."
+    )
+    draw_only("entropies", about, arguments, draw)
 
 
 def entropy(y: Tensor) -> Tensor:

@@ -11,8 +11,8 @@ from rich.table import Table
 from torch import Tensor
 
 import torchlml
-from torchlml_lab.cli import parse_settings
 from torchlml_lab.errors import BadInput
+from torchlml_lab.figures.options import FigureSettings, read_options, say_where
 from torchlml_lab.style import (
     BLUE,
     GREY,
@@ -20,7 +20,6 @@ from torchlml_lab.style import (
     PAGE,
     SKY,
     VERMILION,
-    check_picture,
     new_figure,
 )
 
@@ -30,22 +29,19 @@ COLOURS = {"softmax": ORANGE, "sigmoid": SKY, "lml": BLUE}
 
 
 @dataclass(frozen=True)
-class ProjectionSettings:
+class ProjectionSettings(FigureSettings):
     """Project a row of ten logits, print it beside softmax and sigmoid, and draw the picture."""
 
     k: float = 3.0
     """What the projected row sums to: how many of the ten labels to choose, between 0 and 10."""
-    out: Path = Path("torchlml-figures/projection.png")
-    """The PNG or SVG to write; its folder is made when it is missing."""
 
 
 def main(arguments: Sequence[str]) -> None:
     """Read the options, print the table and draw the picture."""
-    settings = parse_settings(ProjectionSettings, "figures projection", arguments, ProjectionSettings())
+    settings = read_options(ProjectionSettings, "projection", arguments)
     x = torch.tensor(LOGITS)
     if not 0 < settings.k < len(x):
         raise BadInput(f"`--k` is {settings.k:g}, and must be more than 0 and less than {len(x)}.")
-    check_picture(settings.out)
     answers = {
         "softmax": torch.softmax(x, -1),
         "sigmoid": torch.sigmoid(x),
@@ -58,7 +54,7 @@ def main(arguments: Sequence[str]) -> None:
         f"y = sigmoid(x + nu) with nu = {torchlml.lml_dual(x, settings.k).item():.4f}."
     )
     draw(x, answers, settings.k, settings.out)
-    console.print(f"The picture is {settings.out}.", soft_wrap=True)
+    say_where(settings.out)
 
 
 def _table(x: Tensor, answers: dict[str, Tensor], k: float) -> Table:

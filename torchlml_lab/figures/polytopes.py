@@ -1,7 +1,6 @@
 """`torchlml figures polytopes`: the sets lml projects onto, for three and four labels, and a projection."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from itertools import combinations, product
 from math import hypot
 from pathlib import Path
@@ -12,11 +11,10 @@ from matplotlib.figure import Figure
 from mpl_toolkits.mplot3d import Axes3D
 from mpl_toolkits.mplot3d.art3d import Poly3DCollection
 from mpl_toolkits.mplot3d.proj3d import proj_transform
-from rich.console import Console
 from torch import Tensor
 
 import torchlml
-from torchlml_lab.cli import parse_settings
+from torchlml_lab.figures.options import draw_only
 from torchlml_lab.style import (
     BLUE,
     DARK_ORANGE,
@@ -34,19 +32,10 @@ LOGITS = {3: (0.9, 0.2, -1.0), 4: (1.5, 0.5, 0.9, -1.6)}
 _DIRECTIONS = 0.5 * torch.tensor([[1, 1, -1, -1], [1, -1, 1, -1], [1, -1, -1, 1]], dtype=torch.float64)
 
 
-@dataclass(frozen=True)
-class PolytopesSettings:
-    """Draw L(3,1), L(3,2) and L(4,2), and where lml sends a row of logits as it is scaled."""
-
-    out: Path = Path("torchlml-figures/polytopes.png")
-    """The PNG or SVG to write; its folder is made when it is missing."""
-
-
 def main(arguments: Sequence[str]) -> None:
-    """Read the options and draw."""
-    settings = parse_settings(PolytopesSettings, "figures polytopes", arguments, PolytopesSettings())
-    draw(settings.out)
-    Console().print(f"The picture is {settings.out}.", soft_wrap=True)
+    """Read where the picture goes, and draw it."""
+    about = "Draw L(3,1), L(3,2) and L(4,2), and where lml sends a row of logits as it is scaled."
+    draw_only("polytopes", about, arguments, draw)
 
 
 def vertices(n: int, k: int) -> Tensor:

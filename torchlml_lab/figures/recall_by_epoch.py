@@ -10,12 +10,12 @@ from matplotlib.axes import Axes
 from matplotlib.ticker import MaxNLocator
 from rich.console import Console
 
-from torchlml_lab.cli import parse_settings
 from torchlml_lab.engine.table import spread
 from torchlml_lab.errors import BadInput
 from torchlml_lab.figures import sources
+from torchlml_lab.figures.options import FigureSettings, read_options, say_where
 from torchlml_lab.files import replacing
-from torchlml_lab.style import GREY, METHODS, ORANGE, PAGE, check_picture, new_figure
+from torchlml_lab.style import GREY, METHODS, ORANGE, PAGE, new_figure
 from torchlml_lab.tasks.scene_graph import recall_rows
 from torchlml_lab.tasks.scene_graph.methods import find_method, parse_method
 from torchlml_lab.tasks.scene_graph.recall_rows import FREQUENCY, Record, column
@@ -29,28 +29,21 @@ _SPLITS = ("train", "validation")
 
 
 @dataclass(frozen=True)
-class SceneGraphFigureSettings:
-    """Draw the recall curves of a sweep as the paper does, and write its tables of validation and test."""
+class SceneGraphFigureSettings(FigureSettings):
+    """Draw the recall curves of a sweep as the paper does, and write its tables (.md) beside the picture."""
 
     csv: Path | None = None
     """The CSV of `torchlml sweep scene-graph`; by default of runs/scene-graph-sweep, else results/'s."""
     methods: tuple[str, ...] = ("softmax", "truncated-entropy-20", "lml-20")
     """The methods whose curves are drawn; the tables have all."""
-    out: Path = Path("torchlml-figures/scene-graph.png")
-    """The PNG or SVG to write, with the tables (.md) beside it; its folder is made when it is missing."""
 
 
 def main(arguments: Sequence[str]) -> None:
     """Read the options and draw."""
-    default = SceneGraphFigureSettings()
-    settings = parse_settings(SceneGraphFigureSettings, "figures scene-graph", arguments, default)
-    check_picture(settings.out)
-    path = sources.find(settings.csv, USUAL, "torchlml sweep scene-graph")
-    rows = recall_rows.TABLE.read(path, "--csv")
+    settings = read_options(SceneGraphFigureSettings, "scene-graph", arguments)
+    path, rows = sources.read_sweep(settings.csv, USUAL, "scene-graph", recall_rows.TABLE)
     trained = [row for row in rows if row.method != FREQUENCY]
-    for method in {row.method for row in trained}:
-        if len({(row.learning_rate, row.variant) for row in trained if row.method == method}) > 1:
-            raise BadInput(f"`--csv` names `{path}`, where `{method}` has several recipes: it is a tuning.")
+    sources.refuse_tuning(path, ((row.method, (row.learning_rate, row.variant)) for row in trained))
     missing = [name for name in settings.methods if not any(row.method == name for row in trained)]
     if missing:
         raise BadInput(f"`--csv` names `{path}`, which has no run of `{missing[0]}`.")
@@ -58,7 +51,8 @@ def main(arguments: Sequence[str]) -> None:
     page = settings.out.with_suffix(".md")
     with replacing(page) as temporary:
         temporary.write_text(page_of(rows), encoding="utf-8")
-    Console().print(f"The figure is {settings.out}, the tables are {page}.", soft_wrap=True)
+    Console().print(f"The tables are {page}.", soft_wrap=True)
+    say_where(settings.out)
 
 
 def draw(rows: Sequence[Record], methods: Sequence[str], picture: Path) -> None:

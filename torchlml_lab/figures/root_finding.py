@@ -1,17 +1,15 @@
 """`torchlml figures root-finding`: g(nu) = sum sigmoid(x + nu) - k, its parts, and intervals for its root."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 from matplotlib.axes import Axes
-from rich.console import Console
 from torch import Tensor
 
 import torchlml
 from torchlml.solvers.brackets import order_offsets
-from torchlml_lab.cli import parse_settings
+from torchlml_lab.figures.options import draw_only
 from torchlml_lab.style import (
     BLUE,
     DARK_ORANGE,
@@ -28,19 +26,10 @@ LOGITS, K = (3.1, 1.6, 0.9, -0.4, -1.7, -3.0), 2
 PAPERS_OFFSET = 7.0
 
 
-@dataclass(frozen=True)
-class RootFindingSettings:
-    """Draw how the threshold of six logits is found for k = 2, and from which interval."""
-
-    out: Path = Path("torchlml-figures/root-finding.png")
-    """The PNG or SVG to write; its folder is made when it is missing."""
-
-
 def main(arguments: Sequence[str]) -> None:
-    """Read the options and draw."""
-    settings = parse_settings(RootFindingSettings, "figures root-finding", arguments, RootFindingSettings())
-    draw(settings.out)
-    Console().print(f"The picture is {settings.out}.", soft_wrap=True)
+    """Read where the picture goes, and draw it."""
+    about = "Draw how the threshold of six logits is found for k = 2, and from which interval."
+    draw_only("root-finding", about, arguments, draw)
 
 
 def papers_bracket(x: Tensor, k: int) -> tuple[float, float]:

@@ -1,9 +1,13 @@
 """Which CSV a figure is drawn from: the one that is named, one's own, or the one of the study."""
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
+from typing import TypeVar
 
+from torchlml_lab.engine.table import StudyTable
 from torchlml_lab.errors import BadInput
+
+Row = TypeVar("Row")
 
 
 class NotMadeYet(BadInput):
@@ -26,3 +30,24 @@ def find(named: Path | None, usual: Sequence[Path], command: str) -> Path:
         if path.exists():
             return path
     raise NotMadeYet(f"There is no `{places[0]}` to draw: `{command}` makes it.")
+
+
+def read_sweep(
+    named: Path | None, usual: Sequence[Path], task: str, table: StudyTable[Row]
+) -> tuple[Path, list[Row]]:
+    """Find the CSV of `torchlml sweep TASK` as `find` does, and give its path and its rows."""
+    path = find(named, usual, f"torchlml sweep {task}")
+    return path, table.read(path, "--csv")
+
+
+def refuse_tuning(path: Path, recipes: Iterable[tuple[str, object]]) -> None:
+    """Refuse a CSV in which one method has several recipes: their mean would be that of no recipe.
+
+    Args:
+        path: The CSV, for the sentence.
+        recipes: The method and the recipe of each run.
+    """
+    only: dict[str, object] = {}
+    for method, recipe in recipes:
+        if only.setdefault(method, recipe) != recipe:
+            raise BadInput(f"`--csv` names `{path}`, where `{method}` has several recipes: it is a tuning.")

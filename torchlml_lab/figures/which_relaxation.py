@@ -1,16 +1,14 @@
 """`torchlml figures which-relaxation`: the same logits through five relaxations, values and gradients."""
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 from matplotlib.axes import Axes
-from rich.console import Console
 from torch import Tensor
 
 import torchlml
-from torchlml_lab.cli import parse_settings
+from torchlml_lab.figures.options import draw_only
 from torchlml_lab.style import BLUE, GREEN, GREY, ORANGE, PAGE, SKY, VERMILION, new_figure
 
 LOGITS = (3.0, 2.4, 1.9, 0.6, 0.2, -0.3, -1.0, -1.4)
@@ -26,19 +24,10 @@ RELAXATIONS: dict[str, tuple[Callable[[Tensor, float], Tensor], str, str]] = {
 TEMPERATURES, GAPS, SUMS = (2.0, 1.0, 0.25), (0.0, 1.5, 4.0), (1.0, 3.0, 6.0)
 
 
-@dataclass(frozen=True)
-class RelaxationSettings:
-    """Draw the same logits through five relaxations, as k, the temperature and the gap change."""
-
-    out: Path = Path("torchlml-figures/which-relaxation.png")
-    """The PNG or SVG to write; its folder is made when it is missing."""
-
-
 def main(arguments: Sequence[str]) -> None:
-    """Read the options and draw."""
-    settings = parse_settings(RelaxationSettings, "figures which-relaxation", arguments, RelaxationSettings())
-    draw(settings.out)
-    Console().print(f"The picture is {settings.out}.", soft_wrap=True)
+    """Read where the picture goes, and draw it."""
+    about = "Draw the same logits through five relaxations, as k, the temperature and the gap change."
+    draw_only("which-relaxation", about, arguments, draw)
 
 
 def draw(picture: Path) -> None:
