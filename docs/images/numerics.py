@@ -112,7 +112,7 @@ def a_pair(figure: Figure) -> None:
 
 
 if __name__ == "__main__":
-    for draw, width in ((nearer_integer, 8.0), (log_ratio, 8.0), (a_pair, 4.6)):
+    for draw, width in ((nearer_integer, 8.0), (log_ratio, 8.0), (a_pair, 8.0)):
         figure = Figure(figsize=(width, 2.9), layout="constrained")
         draw(figure)
         figure.savefig(HERE / f"numerics-{draw.__name__.replace('_', '-')}.png")
