@@ -1,0 +1,65 @@
+"""The peers: each answers what it says it answers, in float64, against a computation of its own."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+import torchlml
+from torchlml_lab.bench.peers import PEERS, bisection, scaled_softmax, straight_through, successive_softmax
+
+# What cvxpylayers says of numpy's way to copy.
+pytestmark = pytest.mark.filterwarnings("ignore:__array__ implementation:DeprecationWarning")
+
+
+@pytest.mark.parametrize("peer", PEERS, ids=lambda peer: peer.name)
+def test_a_peer_gives_a_number_and_a_gradient_for_each_entry(peer) -> None:
+    if peer.absent() is not None:
+        pytest.skip(peer.absent())
+    x = torch.randn(4, 12, dtype=torch.float64, requires_grad=True)
+    y = peer.function(x, 3)
+    (gradient,) = torch.autograd.grad(y.square().sum(), x)
+    assert y.shape == gradient.shape == x.shape
+    assert gradient.isfinite().all()
+    assert gradient.ne(0).any()
+    # Larger logits never get less, but for the sorting network, which mixes entries that it compared.
+    order = x.argsort(-1)
+    assert peer.name == "difftopk" or (y.gather(-1, order).diff(dim=-1) >= -1e-4).all()
+    loose = {"difftopk": 1e-5, "cvxpylayers": 1e-3}.get(peer.name, 1e-9)
+    torch.testing.assert_close(y.sum(-1), torch.full((4,), 3.0, dtype=torch.float64), atol=loose, rtol=0)
+
+
+def test_bisection_is_lml_where_its_interval_reaches_and_not_beyond() -> None:
+    x = torch.randn(4, 50, dtype=torch.float64, requires_grad=True)
+    for function in (bisection, torchlml.lml):
+        y = function(x, 7)
+        assert torch.allclose(
+            torch.sigmoid(x.detach() + torch.logit(y).detach()[:, :1] - x.detach()[:, :1]), y
+        )
+        (gradient,) = torch.autograd.grad(y[:, 3].sum(), x)
+        torch.testing.assert_close(gradient.sum(-1), torch.zeros(4, dtype=torch.float64))
+    torch.testing.assert_close(bisection(x, 7), torchlml.lml(x, 7))
+    assert bisection(torch.zeros(1, 100_000), 1).sum() > 4
+
+
+def test_the_convex_program_is_lml() -> None:
+    peer = next(peer for peer in PEERS if peer.name == "cvxpylayers")
+    if (why := peer.absent()) is not None:
+        pytest.skip(why)
+    x = torch.randn(3, 8, dtype=torch.float64)
+    torch.testing.assert_close(peer.function(x, 2), torchlml.lml(x, 2), atol=1e-3, rtol=0)
+
+
+def test_successive_softmaxes_take_out_what_was_chosen() -> None:
+    x = torch.tensor([[0.3, 1.2, -0.5]], dtype=torch.float64)
+    first = x.softmax(-1)
+    weights = x.exp() * (1 - first)
+    torch.testing.assert_close(successive_softmax(x, 2), first + weights / weights.sum())
+
+
+def test_straight_through_is_hard_with_the_gradient_of_softmax() -> None:
+    x = torch.tensor([[0.3, 1.2, -0.5]], dtype=torch.float64, requires_grad=True)
+    y = straight_through(x, 2)
+    torch.testing.assert_close(y, torch.tensor([[1.0, 1.0, 0.0]], dtype=torch.float64))
+    gradients = [torch.autograd.grad(f(x, 2)[0, 0], x)[0] for f in (straight_through, scaled_softmax)]
+    torch.testing.assert_close(*gradients)

@@ -1,0 +1,123 @@
+"""Other ways to a differentiable "k of n", with one signature: what `torchlml.lml` can be compared with.
+
+Each maps logits (rows, n) and k to one number for each entry. `absent` says which package is not installed.
+"""
+
+import contextlib
+import functools
+import importlib
+import importlib.util
+import io
+from typing import Any
+
+import torch
+from torch import Tensor
+
+import torchlml
+from torchlml_lab.bench.competitors import Provider
+
+# What the widely copied bisection takes: halvings, and how far from the logits it looks.
+HALVINGS, REACH = 64, 10.0
+
+
+def straight_through(x: Tensor, k: int) -> Tensor:
+    """Ones at the k largest, with the gradient of k softmax(x)."""
+    soft = k * torch.softmax(x, -1)
+    hard = torch.zeros_like(x).scatter(-1, x.topk(k, dim=-1).indices, 1.0)
+    return hard + (soft - soft.detach())
+
+
+def scaled_softmax(x: Tensor, k: int) -> Tensor:
+    """k softmax(x): sums to k, and its entries may exceed 1."""
+    return k * torch.softmax(x, -1)
+
+
+def successive_softmax(x: Tensor, k: int) -> Tensor:
+    """The sum of k softmaxes, each after its predecessor's choice was taken out (Ploetz and Roth, 2018)."""
+    chosen = torch.zeros_like(x)
+    for _ in range(k):
+        p = torch.softmax(x, -1)
+        chosen = chosen + p
+        x = x + torch.log1p(-p.clamp(max=1 - torch.finfo(p.dtype).eps))
+    return chosen
+
+
+class _Bisection(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: torch.autograd.function.FunctionCtx, x: Tensor, k: int) -> Tensor:
+        low = -x.amax(-1, keepdim=True) - REACH
+        high = -x.amin(-1, keepdim=True) + REACH
+        for _ in range(HALVINGS):
+            middle = (low + high) / 2
+            short = torch.sigmoid(x + middle).sum(-1, keepdim=True) < k
+            low, high = torch.where(short, middle, low), torch.where(short, high, middle)
+        y = torch.sigmoid(x + (low + high) / 2)
+        ctx.save_for_backward(y)
+        return y
+
+    @staticmethod
+    def backward(ctx: torch.autograd.function.FunctionCtx, *grads: Tensor) -> tuple[Tensor, None]:
+        (y,) = ctx.saved_tensors  # type: ignore[attr-defined]
+        w = y * (1 - y)
+        felt = w * grads[0]
+        return felt - w * felt.sum(-1, keepdim=True) / w.sum(-1, keepdim=True), None
+
+
+def bisection(x: Tensor, k: int) -> Tensor:
+    """lml as it is often written by hand: 64 halvings of an interval that reaches 10 beyond the logits."""
+    answer: Tensor = _Bisection.apply(x, k)
+    return answer
+
+
+def budget_bisect(x: Tensor, k: int) -> Tensor:
+    """The constrained sparsemax of the package entmax."""
+    from entmax import budget_bisect
+
+    answer: Tensor = budget_bisect(x, budget=k, dim=-1)
+    return answer
+
+
+def sorting_network(x: Tensor, k: int) -> Tensor:
+    """The mask of a relaxed sorting network, by the package difftopk, which knows float32 only."""
+    # Importing it prints whether an optional package of its own is there.
+    with contextlib.redirect_stdout(io.StringIO()):
+        from difftopk import DiffTopkNet
+
+    _, places = DiffTopkNet("odd_even", x.shape[-1], k)(x.float())
+    answer: Tensor = places.sum(-1)
+    return answer.to(x.dtype)
+
+
+@functools.cache
+def _program(n: int, k: int) -> Any:
+    """lml as a convex program of cvxpylayers."""
+    # By their names: their types are not those of their documentation.
+    cvxpy: Any = importlib.import_module("cvxpy")
+    layers: Any = importlib.import_module("cvxpylayers.torch")
+    x, y = cvxpy.Parameter(n), cvxpy.Variable(n)
+    entropy = cvxpy.sum(cvxpy.entr(y)) + cvxpy.sum(cvxpy.entr(1 - y))
+    problem = cvxpy.Problem(cvxpy.Minimize(-x @ y - entropy), [cvxpy.sum(y) == k])
+    return layers.CvxpyLayer(problem, parameters=[x], variables=[y])
+
+
+def convex_program(x: Tensor, k: int) -> Tensor:
+    """lml by a general solver for convex programs, to the accuracy of its defaults; for small n."""
+    answer: Tensor = _program(x.shape[-1], k)(x)[0]
+    return answer
+
+
+def _without(package: str) -> str | None:
+    return None if importlib.util.find_spec(package) else f"the package `{package}` is not installed"
+
+
+PEERS = (
+    Provider("topk-straight-through", straight_through),
+    Provider("softmax-times-k", scaled_softmax),
+    Provider("successive-softmax", successive_softmax),
+    Provider("bisection", bisection),
+    Provider("entmax", budget_bisect, lambda: _without("entmax")),
+    Provider("difftopk", sorting_network, lambda: _without("difftopk")),
+    Provider("cvxpylayers", convex_program, lambda: _without("cvxpylayers")),
+    Provider("paper-bracketing", lambda x, k: torchlml.lml(x, k, solver="bracketing")),
+    Provider("lml", lambda x, k: torchlml.lml(x, k)),
+)
