@@ -172,7 +172,5 @@ def test_the_first_slow_call_says_how_to_repair_it(monkeypatch: pytest.MonkeyPat
 def test_who_chose_plain_torch_is_not_warned() -> None:
     code = "import torch, torchlml; torchlml.lml(torch.ones(3), 1)"
     environment = {**os.environ, "TORCHLML_KERNEL": "torch"}
-    assert (
-        subprocess.run([sys.executable, "-W", "error::UserWarning", "-c", code], env=environment).returncode
-        == 0
-    )
+    command = [sys.executable, "-W", "error::UserWarning", "-c", code]
+    assert subprocess.run(command, env=environment).returncode == 0

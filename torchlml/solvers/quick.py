@@ -16,6 +16,7 @@ the bits depend on the row, not on its neighbours.
 
 from __future__ import annotations
 
+import functools
 import math
 from typing import NamedTuple
 
@@ -81,7 +82,7 @@ def quick(x: Tensor, k: Tensor) -> Quick:
     m, center = _guess(x, k, scratch)
     e = torch.sub(center.unsqueeze(-1), x).exp_()
     delta = _rough_steps(e, k, m, scratch)
-    delta, certified = _accurate_steps(e, k, m, delta, scratch)
+    delta, certified = _accurate_steps(e, k, delta, scratch)
     return Quick(e, delta.exp().to(x.dtype), center, delta, certified & (delta.abs() < _REACH))
 
 
@@ -95,65 +96,84 @@ def _guess(x: Tensor, k: Tensor, scratch: Tensor) -> tuple[Tensor, Tensor]:
     n = x.shape[1]
     total = _sum(x)
     m = k.new_full((1,), n)
-    if not can_look(x) or not bool(total.isfinite().all()):
+    whole = can_look(x) and bool(total.isfinite().all())
+    if not whole:
         m = _sum((x != -torch.inf).to(x.dtype)).to(k.dtype)
         torch.nan_to_num(x, nan=0.0, posinf=0.0, neginf=0.0, out=scratch)
         total = _sum(scratch)
         x = scratch
     mean = total.to(k.dtype) / m
     torch.sub(x, mean.to(x.dtype).unsqueeze(-1), out=scratch)
-    squares = _sum(scratch.mul_(scratch)).to(k.dtype)
-    # What is not available was taken for 0.
-    variance = ((squares - (n - m) * mean * mean) / m).clamp(min=0)
-    small = torch.minimum(k, m - k)
-    p = small / m
-    logit = (k / (m - k)).log()
-    sign = (2 * k - m).sign()
-    # Quantile of the normal distribution, Abramowitz and Stegun 26.2.23.
-    t = (-2 * p.log()).sqrt()
-    q = t - (2.515517 + t * (0.802853 + t * 0.010328)) / (1 + t * (1.432788 + t * (0.189269 + t * 0.001308)))
-    spread = (variance + 8 / math.pi).sqrt() * (sign * q)
-    narrow = logit - variance * (sign * (p - 0.5))
+    variance = _sum(scratch.mul_(scratch)).to(k.dtype)
+    if not whole:
+        variance = variance - (n - m) * mean * mean  # what is not available was taken for 0
+    variance = (variance / m).clamp_(min=0)
+    shared = whole and k.numel() == 1
+    logit, probit, tail = _shared_quantiles(float(k), n, k.dtype) if shared else _quantiles(k, m)
+    spread = (variance + 8 / math.pi).sqrt_() * probit
+    narrow = logit - variance * tail
     nu = spread + (narrow - spread) * (2 / (2 + variance)) - mean
     return m, -nu.to(x.dtype)
 
 
+def _quantiles(k: Tensor, m: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Of k / m: its logit, its quantile of the normal distribution, and how far it is from 1/2."""
+    p = torch.minimum(k, m - k) / m
+    sign = (2 * k - m).sign()
+    # Abramowitz and Stegun 26.2.23.
+    t = (-2 * p.log()).sqrt()
+    q = t - (2.515517 + t * (0.802853 + t * 0.010328)) / (1 + t * (1.432788 + t * (0.189269 + t * 0.001308)))
+    return (k / (m - k)).log(), sign * q, sign * (p - 0.5)
+
+
+@functools.lru_cache(maxsize=256)
+def _shared_quantiles(k: float, n: int, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
+    """The same where all rows share k and m = n, kept from call to call: short rows take no longer."""
+    return _quantiles(torch.tensor([k], dtype=dtype), torch.tensor([n], dtype=dtype))
+
+
 def _rough_steps(e: Tensor, k: Tensor, m: Tensor, scratch: Tensor) -> Tensor:
-    """delta to a few digits, by Newton's method on log(S / (m - S))."""
+    """delta to a few digits, by Newton's method on log(S / (m - S)), all of it in the dtype of e."""
     limit = _LIMITS[e.dtype].rough
-    delta = k.new_zeros(e.shape[0])
-    moving = torch.ones_like(delta)
-    target = (k / (m - k)).log()
+    k, m = k.to(e.dtype), m.to(e.dtype)
+    delta = e.new_zeros(e.shape[0])
+    target = (k / (m - k)).log_()
+    moving: Tensor | None = None
     for _ in range(_ROUGH_STEPS):
-        u = delta.exp().to(e.dtype).unsqueeze(-1)
+        u = delta.exp().unsqueeze_(-1)
         torch.div(u, torch.add(e, u, out=scratch), out=scratch)
-        s = _sum(scratch).to(k.dtype)
+        s = _sum(scratch)
         slope = s - _sum(scratch.mul_(scratch))
         rest = m - s
-        step = (target - (s / rest).log()) * (s * rest / (m * slope))
-        delta = (delta + step.nan_to_num_(0.0) * moving).clamp_(-_REACH, _REACH)
-        moving = moving * (step.abs() > limit)
-        if can_look(e) and not bool(moving.any()):
+        step = (target - (s / rest).log_()).mul_(s).mul_(rest).div_(slope.mul_(m))
+        step = step if moving is None else step.mul_(moving)
+        delta = delta.add_(step).clamp_(-_REACH, _REACH)
+        large = step.abs_() > limit
+        # A row whose step was small is left alone.
+        moving = large.to(e.dtype)
+        if can_look(e) and not bool(large.any()):
             break
     return delta
 
 
-def _accurate_steps(e: Tensor, k: Tensor, m: Tensor, delta: Tensor, scratch: Tensor) -> tuple[Tensor, Tensor]:
+def _accurate_steps(e: Tensor, k: Tensor, delta: Tensor, scratch: Tensor) -> tuple[Tensor, Tensor]:
     """(delta, certified) by Newton's method on log A - log B, see `newton`, and a last plain step."""
     look = can_look(e)
-    limits = _LIMITS[e.dtype]
+    delta = delta.to(k.dtype)
     certified = torch.zeros_like(delta, dtype=torch.bool)
     where, found = None, delta
     for _ in range(_ACCURATE_STEPS if look else _BLIND_STEPS):
-        plain, log_ratio, slope = _accurate_step(e, k, m, delta, scratch)
-        done = (plain.abs() <= limits.last) & (slope >= limits.slope * m)
-        step = torch.where(done, plain, log_ratio.clamp(-_REACH, _REACH).nan_to_num_(0.0))
+        sums = _accurate_sums(e, k, delta, scratch)
+        plain = sums.value / sums.slope
+        done = (plain.abs() <= _LIMITS[e.dtype].last) & (sums.slope >= _LIMITS[e.dtype].slope * e.shape[1])
+        if look and bool(done.all()):
+            delta = delta - plain
+        else:
+            delta = delta - torch.where(done, plain, sums.log_ratio_step())
         if not look:
-            found = torch.where(certified, found, found + step)
+            delta = found = torch.where(certified, found, delta)
             certified = certified | done
-            delta = found
             continue
-        delta = delta + step
         if where is None:
             found, certified = delta, done
         else:
@@ -165,30 +185,42 @@ def _accurate_steps(e: Tensor, k: Tensor, m: Tensor, delta: Tensor, scratch: Ten
         where = left if where is None else where[left]
         e, delta, scratch = e[left], delta[left], scratch[: left.numel()]
         k = k if k.numel() == 1 else k[left]
-        m = m if m.numel() == 1 else m[left]
     return found, certified
 
 
-def _accurate_step(
-    e: Tensor, k: Tensor, m: Tensor, delta: Tensor, scratch: Tensor
-) -> tuple[Tensor, Tensor, Tensor]:
-    """(Newton's step for S = k, that for log A = log B, the slope of S)."""
-    u = delta.exp().to(e.dtype).unsqueeze(-1)
+class _Sums(NamedTuple):
+    """Sums over each row: c, s t, t, and the slopes of S in all and with the sign s, see `residual`."""
+
+    c: Tensor
+    signed: Tensor
+    total: Tensor
+    slope: Tensor
+    signed_slope: Tensor
+
+    @property
+    def value(self) -> Tensor:
+        return self.c + self.signed
+
+    def log_ratio_step(self) -> Tensor:
+        """Newton's step on log A - log B, see `newton`, to be taken from nu; 0 where a side is empty."""
+        least = 1e-8 * self.total
+        a = torch.maximum((self.total + self.signed) / 2, least) + self.c.clamp(min=0)
+        b = torch.maximum((self.total - self.signed) / 2, least) - self.c.clamp(max=0)
+        slope = (self.slope + self.signed_slope) * b + (self.slope - self.signed_slope) * a
+        return (2 * a * b * (a / b).log() / slope).clamp_(-_REACH, _REACH).nan_to_num_(0.0)
+
+
+def _accurate_sums(e: Tensor, k: Tensor, delta: Tensor, scratch: Tensor) -> _Sums:
+    u = delta.exp().to(e.dtype).unsqueeze_(-1)
     t = torch.minimum(e, u)
     t.div_(torch.add(e, u, out=scratch))
     sign = torch.sub(e, u, out=scratch).sign_()
     # How many are above the threshold; one with z = 0 counts half, and has the sign 0.
-    c = (e.shape[1] - _sum(sign)) / 2 - k
-    signed = scratch.mul_(t)
-    total_signed = _sum(signed, k.dtype)
+    c = (e.shape[1] - _sum(sign).to(k.dtype)) / 2 - k
+    signed = _sum(scratch.mul_(t), k.dtype)
+    signed_slope = signed - _sum(scratch.mul_(t))
     total = _sum(t).to(k.dtype)
-    signed_slope = total_signed - _sum(signed.mul_(t))
-    slope = total - _sum(t.mul_(t))
-    least = 1e-8 * total
-    a = torch.maximum((total + total_signed) / 2, least) + c.clamp(min=0)
-    b = torch.maximum((total - total_signed) / 2, least) - c.clamp(max=0)
-    log_ratio = 2 * a * b * (b / a).log() / ((slope + signed_slope) * b + (slope - signed_slope) * a)
-    return -(c + total_signed) / slope, log_ratio, slope
+    return _Sums(c, signed, total, total - _sum(t.mul_(t)), signed_slope)
 
 
 def _sum(t: Tensor, dtype: torch.dtype | None = None) -> Tensor:
