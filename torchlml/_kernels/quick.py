@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import logsigmoid
 
-from torchlml._core.rows import row_index, work_dtype
+from torchlml._core.rows import DenseRows, Rows, row_index, work_dtype
 from torchlml._kernels import reference
 from torchlml._kernels.cpu import native
 from torchlml._kernels.reference import Pair
@@ -57,6 +57,22 @@ def log_backward(
 ) -> Pair:
     """(dx, dk) of `log_forward`."""
     return _differentiate(grad, x, log_y, nu, mask, offsets, _log_gradient, reference.log_backward)
+
+
+def shares_of_slope(x: Tensor, nu: Tensor, live: Tensor, rows: Rows) -> Pair:
+    """(w / sum w, sum w) like `reference.shares_of_slope`; only rows that need it take logarithms."""
+    if rows.count == 0 or not isinstance(rows, DenseRows) or not can_look(x):
+        return reference.shares_of_slope(x, nu, live, rows)
+    e = _shifted(x, nu).abs_().neg_().exp_()
+    scratch = torch.add(e, 1)
+    w = e.div_(scratch).div_(scratch)
+    total = _sum(w)
+    w.div_(total.to(w.dtype).unsqueeze(-1))
+    left = (~(total > _LEAST_SLOPE[x.dtype])).nonzero().squeeze(-1)
+    if left.numel():
+        some = x[left]
+        w[left], total[left] = reference.shares_of_slope(some, nu[:, left], live[left], DenseRows(some))
+    return w, total
 
 
 def _nothing(values: Tensor, found: Quick, nu: Tensor) -> Tensor:

@@ -72,7 +72,7 @@ def loss_backward(
     movable = ~at.entries.isinf() & at.rows.spread(nu[0].isfinite())
     own = torch.where(movable, at.c * reference.sigmoid(-z), 0)
     change = grad * at.rows.sum(own)
-    share, slope = reference.shares_of_slope(values, nu, live, rows)
+    share, slope = quick.shares_of_slope(values, nu, live, rows)
     dx = torch.where(live, share * rows.spread(change.to(share.dtype)), 0)
     own = own * (grad if grad.dim() == 0 else at.rows.spread(grad))
     dx = dx - own if at.place is None else dx.scatter_add(-1, at.place, -own)
