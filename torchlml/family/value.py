@@ -11,7 +11,7 @@ from torchlml._core.differentiable import SolvedRows
 from torchlml._core.operators import ROWS, empty_nu, operator
 from torchlml._core.paths import Rule
 from torchlml._core.rows import Rows, rows_of
-from torchlml._kernels import reference
+from torchlml._kernels import quick, reference
 from torchlml.solvers.residual import shifted
 
 
@@ -61,7 +61,7 @@ def _backward(
 def _reference(x: Tensor, k: Tensor, mask: Tensor | None, offsets: Tensor | None) -> tuple[Tensor, Tensor]:
     """(value, nu): one wide number per row, and nu as `solve` gives it."""
     values, rows = reference.prepare(x, mask, offsets)
-    nu = reference.solve(x, k, mask, offsets)
+    nu = quick.solve(x, k, mask, offsets)
     z = shifted(values, nu, rows)
     up = z > 0
     # Infinite entries need no care here: e^-inf is 0, and +inf belongs in the sum.
