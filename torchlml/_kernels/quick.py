@@ -106,14 +106,16 @@ def _project(
         nu, certified = found.nu(), found.certified
         y = result(values, found, nu).to(x.dtype)
     else:
-        y, nu = torch.empty_like(x), values.new_empty(2, offsets.numel() - 1)
+        nu = values.new_empty(2, offsets.numel() - 1)
         certified = torch.empty_like(nu[0], dtype=torch.bool)
-        for group in _by_length(offsets):
-            padded = group.pad(values, -torch.inf)
+        groups, padded_results = list(_by_length(offsets)), []
+        for group in groups:
+            padded = group.pad(values)
             found = quick(padded, _of(k, group.rows))
             nu[:, group.rows] = own = found.nu()
             certified[group.rows] = found.certified
-            group.put(y, result(padded, found, own))
+            padded_results.append(result(padded, found, own))
+        y = _unpad(groups, padded_results, offsets, x.numel()).to(x.dtype)
     left = (~certified).nonzero().squeeze(-1)
     if left.numel():
         some = _Some(x, offsets, left)
@@ -134,26 +136,16 @@ def _differentiate(
     careful: Callable[..., Pair],
 ) -> Pair:
     """(dx, dk) of every row."""
-    if _too_blind(x, offsets) or not can_look(x):
+    # Padding packed rows costs more than their careful gradient, and a device would have to be waited for.
+    if x.numel() == 0 or offsets is not None or not can_look(x):
         return careful(grad, x, y, nu, mask, offsets)
     values = _values(x, mask)
-    g = grad.to(values.dtype)
-    if offsets is None:
-        dx, dk, certified = gradient(g, values, nu)
-        dx = dx.to(x.dtype)
-    else:
-        dx, dk = torch.empty_like(x), nu.new_empty(nu.shape[1:], dtype=torch.float64)
-        certified = torch.empty_like(dk, dtype=torch.bool)
-        for group in _by_length(offsets):
-            own, own_dk, good = gradient(group.pad(g, 0.0), group.pad(values, -torch.inf), nu[:, group.rows])
-            dk[group.rows], certified[group.rows] = own_dk, good
-            group.put(dx, own)
+    dx, dk, certified = gradient(grad.to(values.dtype), values, nu)
+    dx = dx.to(x.dtype)
     left = (~certified).nonzero().squeeze(-1)
     if left.numel():
-        some = _Some(x, offsets, left)
-        arguments = some(grad), some(x), some(y), nu[:, left], some(mask), some.offsets
-        own_dx, dk[left] = careful(*arguments)
-        some.put(dx, own_dx)
+        own_mask = None if mask is None else mask[left]
+        dx[left], dk[left] = careful(grad[left], x[left], y[left], nu[:, left], own_mask, None)
     return dx, dk
 
 
@@ -212,30 +204,40 @@ def _of(k: Tensor, rows: Tensor) -> Tensor:
 
 
 class _Group(NamedTuple):
-    """Packed rows of about the same length: which, where their entries are, and which places are padding."""
+    """Packed rows of about the same length: which, where they begin, their lengths, and the padded one."""
 
     rows: Tensor
-    place: Tensor
-    valid: Tensor
+    start: Tensor
+    length: Tensor
+    size: int
 
-    def pad(self, t: Tensor, fill: float) -> Tensor:
-        return torch.where(self.valid, t[self.place.clamp(max=t.numel() - 1)], fill)
-
-    def put(self, packed: Tensor, t: Tensor) -> None:
-        packed[self.place[self.valid]] = t[self.valid].to(packed.dtype)
+    def pad(self, values: Tensor) -> Tensor:
+        """The rows as those of a matrix, -inf at their ends."""
+        step = torch.arange(self.size)
+        place = (self.start.unsqueeze(-1) + step).clamp_(max=values.numel() - 1)
+        padded = values.index_select(0, place.view(-1)).view(place.shape)
+        return torch.where(step < self.length.unsqueeze(-1), padded, -torch.inf)
 
 
 def _by_length(offsets: Tensor) -> Iterator[_Group]:
     lengths = offsets.diff()
-    size = _SHORTEST
-    below = lengths < 0
-    while not bool(below.all()):
+    size, shorter = _SHORTEST, torch.zeros_like(lengths, dtype=torch.bool)
+    while not bool(shorter.all()):
         fits = lengths <= size
-        rows = (fits & ~below).nonzero().squeeze(-1)
+        rows = (fits & ~shorter).nonzero().squeeze(-1)
         if rows.numel():
-            step = torch.arange(size)
-            yield _Group(rows, offsets[rows].unsqueeze(-1) + step, step < lengths[rows].unsqueeze(-1))
-        below, size = fits, 2 * size
+            yield _Group(rows, offsets[rows], lengths[rows], size)
+        shorter, size = fits, 2 * size
+
+
+def _unpad(groups: list[_Group], padded: list[Tensor], offsets: Tensor, entries: int) -> Tensor:
+    """The rows of all groups, packed again."""
+    first, begin = torch.empty_like(offsets[1:]), 0
+    for group in groups:
+        first[group.rows] = begin + group.size * torch.arange(group.rows.numel())
+        begin += group.size * group.rows.numel()
+    place = (first - offsets[:-1]).index_select(0, row_index(offsets, entries)).add_(torch.arange(entries))
+    return torch.cat([part.reshape(-1) for part in padded]).index_select(0, place)
 
 
 class _Some:
