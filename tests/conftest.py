@@ -26,3 +26,12 @@ def _same_start() -> Iterator[None]:
     yield
     after = (torch.get_default_dtype(), torch.get_num_threads(), torch.is_grad_enabled())
     assert after == before
+
+
+@pytest.fixture
+def one_thread() -> Iterator[None]:
+    """Torch computes on one thread, so that every sum is added in the same order."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)

@@ -135,6 +135,18 @@ def parse_settings(
         )
 
 
+def answer_help(arguments: Sequence[str], usage: str) -> None:
+    """Print the usage of a command that reads its arguments itself, if that is asked for, and end it well.
+
+    Args:
+        arguments: What followed the command's name.
+        usage: How it is called and what it does; the option `--help` is added.
+    """
+    if list(arguments) in (["-h"], ["--help"]):
+        sys.stdout.write(f"{usage}\noptions:\n  -h, --help  print this help\n")
+        raise SystemExit(0)
+
+
 def choose(command: str, table: Mapping[str, Command], arguments: Sequence[str]) -> None:
     """Run the one of a command's parts that its first argument names, as in `torchlml train cifar100`.
 

@@ -12,6 +12,7 @@ import torch
 import torchlml
 from torchlml._kernels.cpu import native
 from torchlml._kernels.cuda import registration
+from torchlml_lab.cli import answer_help
 from torchlml_lab.errors import BadInput
 
 USAGE = """usage: torchlml info
@@ -19,17 +20,12 @@ USAGE = """usage: torchlml info
 Prints the versions of torchlml, torch and Python, which kernel is in use and
 for which instruction set, how many threads torch uses, the devices it sees,
 and which of the package's extras are installed.
-
-options:
-  -h, --help  print this help
 """
 
 
 def main(arguments: Sequence[str]) -> None:
     """Print what `report` found, one line each."""
-    if list(arguments) in (["-h"], ["--help"]):
-        sys.stdout.write(USAGE)
-        return
+    answer_help(arguments, USAGE)
     if arguments:
         raise BadInput(f"`torchlml info` takes no options, and `{arguments[0]}` was given.")
     for name, values in report().items():

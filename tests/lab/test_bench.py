@@ -16,6 +16,7 @@ import torch
 from rich.console import Console
 
 import torchlml
+from tests.support.command_lines import each_refusal, refusals, refused
 from torchlml_lab import cli
 from torchlml_lab.bench import (
     benchmarks,
@@ -39,14 +40,6 @@ HERE = [provider.name for provider in LAYER if provider.absent() is None]
 def _short_samples(monkeypatch):
     monkeypatch.setattr(race, "_SAMPLE_SECONDS", 1e-6)
     monkeypatch.setattr(race, "_WARM_UP_SECONDS", 0.0)
-
-
-@pytest.fixture
-def one_thread():
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 def bench(capsys, *words):
@@ -141,53 +134,24 @@ def test_quick_is_a_start_that_other_options_change(monkeypatch):
     assert ran == [replace(usual, **{**softmax_ratios.QUICK, "sizes": (8,)}, quick=True), usual]
 
 
-@pytest.mark.parametrize(
-    ("words", "needle"),
-    [
-        (["--sizes", "1"], "`--sizes` has 1"),
-        (["--sizes", "a"], "--sizes"),
-        (["--sizes"], "`--sizes` needs"),
-        (["--ks", "0"], "`--ks` is 0"),
-        (["--ks", "24"], "`--ks` is 24"),
-        (["--ks", "n/0"], "`--ks` is n/0"),
-        (["--ks", "n*2"], "`--ks` has `n*2`"),
-        (["--ks", "2.5"], "`--ks` has `2.5`"),
-        (["--ks"], "`--ks`"),
-        (["--batches", "0"], "`--batches` has 0"),
-        (["--batches", "x"], "--batches"),
-        (["--scales", "-1"], "`--scales` has -1"),
-        (["--scales", "inf"], "`--scales` has inf"),
-        (["--scales", "nan"], "`--scales` has nan"),
-        (["--dtypes", "int8"], "`--dtypes` names `int8`"),
-        (["--threads", "0"], "`--threads` has 0"),
-        (["--threads", "100000"], "`--threads` has 100000"),
-        (["--providers", "softmin"], "`--providers` names `softmin`"),
-        (["--modes", "sideways"], "`--modes` names `sideways`"),
-        (["--modes"], "`--modes` needs"),
-        (["--metrics", "energy"], "`--metrics` names `energy`"),
-        (["--repetitions", "0"], "`--repetitions` has 0"),
-        (["--repetitions", "1.5"], "--repetitions"),
-        (["--seconds", "-1"], "`--seconds` has -1"),
-        (["--seconds", "nan"], "`--seconds` has nan"),
-        (["--csv", "."], "`--csv` names `.`"),
-        (["--csv", __file__], "`--csv` names"),
-        (["--plot", "x.pdf"], "must end in `.png` or `.svg`"),
-        (["--plot", "."], "`--plot` names `.`"),
-        (["--compare", "no-such-file.csv"], "`--compare` names `no-such-file.csv`"),
-        (["--compare", __file__], "`--compare` names"),
-        (["--quick", "yes"], "yes"),
-        (["--nonsense"], "no option `--nonsense`"),
-        (["--repetition", "3"], "did you mean `--repetitions`?"),
-    ],
+@each_refusal(
+    refusals("`{}` has {}", "--sizes 1", "--batches 0", "--scales -1", "--scales inf", "--scales nan"),
+    refusals("`{}` has {}", "--threads 0", "--threads 100000", "--repetitions 0"),
+    refusals("`{}` has {}", "--seconds -1", "--seconds nan"),
+    refusals("`{}` has `{}`", "--ks n*2", "--ks 2.5"),
+    refusals("`{}` is {}", "--ks 0", "--ks 24", "--ks n/0"),
+    refusals("`{}` names `{}`", "--dtypes int8", "--providers softmin", "--modes sideways"),
+    refusals("`{}` names `{}`", "--metrics energy", "--csv .", "--plot .", "--compare no-such-file.csv"),
+    refusals("`{}` needs", "--sizes", "--modes"),
+    refusals("`{}`", "--sizes a", "--ks", "--batches x", "--repetitions 1.5"),
+    {"--nonsense": "no option `--nonsense`", "--repetition 3": "did you mean `--repetitions`?"},
+    {"--plot x.pdf": "must end in `.png` or `.svg`", "--quick yes": "yes"},
+    {f"{option} '{__file__}'": f"`{option}` names" for option in ("--csv", "--compare")},
 )
-def test_bad_input_is_one_sentence_before_any_work(capsys, tmp_path, monkeypatch, words, needle):
+def test_bad_input_is_one_sentence_before_any_work(capsys, tmp_path, monkeypatch, options, needle):
     monkeypatch.setattr(softmax_ratios, "_measure", lambda *a: pytest.fail("measured something"))
-    code, out, err = bench(capsys, "--csv", str(tmp_path / "b.csv"), *words)
-    assert (code, out) == (2, "")
-    assert needle in err
-    assert err.startswith("torchlml: ")
-    assert err.endswith((".\n", "?\n"))
-    assert err.count("\n") == 1
+    arguments = ["bench", "layer", *TINY, "--csv", tmp_path / "b.csv", *options]
+    assert needle in refused(capsys, arguments)
     assert not list(tmp_path.iterdir())
 
 

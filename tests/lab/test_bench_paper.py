@@ -7,6 +7,7 @@ import pytest
 import torch
 
 import torchlml
+from tests.support.command_lines import each_refusal, refusals, refused
 from torchlml_lab import cli
 from torchlml_lab.bench import measurements, paper, paper_tables, race
 from torchlml_lab.bench.cases import Case
@@ -117,30 +118,18 @@ def test_the_selection_is_that_of_section_5_1(monkeypatch):
     assert (ran[1].sizes, ran[1].trials) == ((1000,), 5)
 
 
-@pytest.mark.parametrize(
-    ("words", "needle"),
-    [
-        (["--plot", "x.pdf"], "must end in `.png`"),
-        (["--plot", "."], "`--plot` names `.`"),
-        (["--plot", "/proc/x.png"], "`--plot` names `/proc/x.png`"),
-        (["--csv", "/proc/x.csv"], "`--csv` names `/proc/x.csv`"),
-        (["--csv", "."], "`--csv` names `.`"),
-        (["--csv", __file__], "`--csv` names"),
-        (["--ks", "0"], "`--ks` has 0"),
-        (["--ks", "5", "20"], "`--ks` has 20, and must be below 12"),
-        (["--ks", "n/2"], "`--ks` was given `n/2`"),
-        (["--batch", "0"], "`--batch` has 0"),
-        (["--trials", "0"], "`--trials` has 0"),
-        (["--scales", "1"], "no option `--scales`"),
-    ],
+@each_refusal(
+    refusals("`{}` names `{}`", "--plot .", "--plot /proc/x.png", "--csv /proc/x.csv", "--csv ."),
+    refusals("`{}` has {}", "--ks 0", "--batch 0", "--trials 0"),
+    refusals("`{}` has {}, and must be below 12", "--ks 5 20"),
+    refusals("`{}` was given `{}`", "--ks n/2"),
+    {"--scales 1": "no option `--scales`", "--plot x.pdf": "must end in `.png`"},
+    {f"--csv '{__file__}'": "`--csv` names"},
 )
-def test_bad_input_is_refused_before_the_work(capsys, tmp_path, monkeypatch, words, needle):
+def test_bad_input_is_refused_before_the_work(capsys, tmp_path, monkeypatch, options, needle):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(paper, "measure", lambda *a: pytest.fail("measured something"))
-    assert study(*words) == 2
-    error = capsys.readouterr().err
-    assert needle in error
-    assert error.count("\n") == 1
+    assert needle in refused(capsys, ["bench", "paper", *TINY, *options])
     assert not list(tmp_path.iterdir())
 
 

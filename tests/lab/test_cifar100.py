@@ -15,16 +15,8 @@ import torchlml
 from torchlml_lab import cli
 from torchlml_lab.engine import estimate
 from torchlml_lab.errors import BadInput
-from torchlml_lab.tasks.cifar100 import archive, networks
+from torchlml_lab.tasks.cifar100 import archive, networks, samples
 from torchlml_lab.tasks.cifar100.classification import LOSSES, Cifar100Settings, accuracies, loss_of, task
-from torchlml_lab.tasks.cifar100.samples import (
-    Batches,
-    Part,
-    read_features,
-    read_images,
-    split_validation,
-    with_noise,
-)
 
 
 def batch(count, seed=0):
@@ -60,7 +52,7 @@ def packed(folder):
 def test_folder_parent_and_tar_give_the_same(folder):
     expected = batch(400)
     for path in (folder, folder.parent, packed(folder)):
-        train, test = read_images(path)
+        train, test = samples.read_images(path)
         assert train.x.shape == (400, 3, 32, 32)
         assert train.x.dtype == torch.uint8
         assert np.array_equal(train.x.flatten(1).numpy(), expected[b"data"])
@@ -135,7 +127,7 @@ def changed(**changes):
 def test_damaged_files_are_named(folder, content, needle):
     (folder / "train").write_bytes(content)
     with pytest.raises(BadInput) as error:
-        read_images(folder)
+        samples.read_images(folder)
     assert str(folder / "train") in str(error.value)
     assert needle in str(error.value)
 
@@ -146,17 +138,17 @@ def test_missing_and_truncated_files_are_named(folder):
     for part in (whole[: len(whole) // 2], whole[:10], b"no tar"):
         tar.write_bytes(part)
         with pytest.raises(BadInput, match="is no whole tar file of CIFAR-100") as error:
-            read_images(tar)
+            samples.read_images(tar)
         assert str(tar) in str(error.value)
     with tarfile.open(tar, "w:gz") as file:
         file.add(folder / "train", "cifar-100-python/train")
     with pytest.raises(BadInput, match="it has no `cifar-100-python/test`"):
-        read_images(tar)
+        samples.read_images(tar)
     (folder / "test").unlink()
     with pytest.raises(BadInput, match="test` cannot be read: No such file"):
-        read_images(folder)
+        samples.read_images(folder)
     with pytest.raises(BadInput, match="does not exist"):
-        read_images(folder / "nothing")
+        samples.read_images(folder / "nothing")
 
 
 def features_of(path, **changes):
@@ -182,7 +174,7 @@ def features_of(path, **changes):
 def test_bad_features_are_named(tmp_path, changes, needle):
     path = features_of(tmp_path / "f.npz", **changes)
     with pytest.raises(BadInput) as error:
-        read_features(path)
+        samples.read_features(path)
     assert str(path) in str(error.value)
     assert needle in str(error.value)
 
@@ -191,20 +183,20 @@ def test_features_that_are_no_file(tmp_path):
     for content in (b"", b"PK\x03\x04 half", b"text"):
         (tmp_path / "f.npz").write_bytes(content)
         with pytest.raises(BadInput, match="cannot be read"):
-            read_features(tmp_path / "f.npz")
+            samples.read_features(tmp_path / "f.npz")
     with pytest.raises(BadInput, match="No such file"):
-        read_features(tmp_path / "nothing.npz")
+        samples.read_features(tmp_path / "nothing.npz")
 
 
 def some_part(count=20_000):
     fine = torch.arange(count) % 100
-    return Part(torch.zeros(count, 1), fine, fine % 20)
+    return samples.Part(torch.zeros(count, 1), fine, fine % 20)
 
 
 @pytest.mark.parametrize("probability", [0.0, 0.2, 0.6, 1.0])
 def test_noise_stays_in_the_coarse_class_and_has_the_right_rate(probability):
     part = some_part()
-    noisy = with_noise(part, probability, seed=3)
+    noisy = samples.with_noise(part, probability, seed=3)
     assert (noisy.fine % 20 == part.coarse).all()
     # A label drawn anew is the old one in one of five cases; five deviations of a binomial share around it.
     rate = 0.8 * probability
@@ -217,36 +209,36 @@ def test_noise_stays_in_the_coarse_class_and_has_the_right_rate(probability):
 
 def test_noise_follows_from_the_seed_and_grows_with_the_probability():
     part = some_part()
-    assert torch.equal(with_noise(part, 0.4, 1).fine, with_noise(part, 0.4, 1).fine)
-    assert not torch.equal(with_noise(part, 0.4, 1).fine, with_noise(part, 0.4, 2).fine)
-    less, more = with_noise(part, 0.4, 1).fine, with_noise(part, 0.8, 1).fine
+    assert torch.equal(samples.with_noise(part, 0.4, 1).fine, samples.with_noise(part, 0.4, 1).fine)
+    assert not torch.equal(samples.with_noise(part, 0.4, 1).fine, samples.with_noise(part, 0.4, 2).fine)
+    less, more = samples.with_noise(part, 0.4, 1).fine, samples.with_noise(part, 0.8, 1).fine
     assert (less == more)[less != part.fine].all()
 
 
 def test_labels_that_contradict_each_other_are_refused():
     part = some_part(200)
     with pytest.raises(BadInput, match="several coarse labels"):
-        with_noise(dataclasses.replace(part, coarse=torch.arange(200) % 19), 0.5, 0)
+        samples.with_noise(dataclasses.replace(part, coarse=torch.arange(200) % 19), 0.5, 0)
 
 
 def test_the_split_is_the_same_for_every_seed_and_loses_nothing():
     part = dataclasses.replace(some_part(300), x=torch.arange(300).unsqueeze(1))
-    train, validation = split_validation(part, 50)
+    train, validation = samples.split_validation(part, 50)
     torch.manual_seed(5)
-    again, _ = split_validation(part, 50)
+    again, _ = samples.split_validation(part, 50)
     assert torch.equal(train.x, again.x)
     assert sorted((*train.x.flatten().tolist(), *validation.x.flatten().tolist())) == list(range(300))
     assert len(validation) == 50
     for count in (0, 300):
         with pytest.raises(BadInput, match="`--validation`"):
-            split_validation(part, count)
+            samples.split_validation(part, count)
 
 
 def test_augmented_images_are_crops_and_mirror_images():
     images = torch.randint(1, 256, (64, 3, 32, 32), dtype=torch.uint8)
-    part = Part(images, torch.arange(64), torch.zeros(64, dtype=torch.int64))
-    plain, _ = Batches(part).__getitems__(range(64))
-    augmented, label = Batches(part, augment=True).__getitems__(range(64))
+    part = samples.Part(images, torch.arange(64), torch.zeros(64, dtype=torch.int64))
+    plain, _ = samples.Batches(part).__getitems__(range(64))
+    augmented, label = samples.Batches(part, augment=True).__getitems__(range(64))
     assert torch.equal(label, torch.arange(64))
     mean = torch.tensor((125.3, 123.0, 113.9)).view(3, 1, 1)
     deviation = torch.tensor((63.0, 62.1, 66.7)).view(3, 1, 1)
@@ -359,7 +351,7 @@ def test_a_run_from_images(folder, tmp_path):
 
 
 def test_the_published_network_on_a_cpu_says_what_to_use_instead(monkeypatch):
-    part = Part(
+    part = samples.Part(
         torch.zeros(200, 3, 32, 32, dtype=torch.uint8), torch.arange(200) % 100, torch.arange(200) % 20
     )
     monkeypatch.setattr(networks, "DenseNet", lambda depth, growth, classes: networks.small_cnn(classes))

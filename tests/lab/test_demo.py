@@ -5,18 +5,11 @@ import re
 import pytest
 import torch
 
+from tests.support.command_lines import each_refusal, refusals, refused
 from torchlml_lab import cli
 from torchlml_lab.tasks.hidden_labels import demo, images, plots, stacked_networks, words
 from torchlml_lab.tasks.hidden_labels.images import Images
 from torchlml_lab.tasks.hidden_labels.measures import Measured, measure
-
-
-@pytest.fixture
-def one_thread():
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
 
 
 @pytest.mark.parametrize("condition", images.CONDITIONS)
@@ -151,18 +144,9 @@ def test_a_full_disk_keeps_the_tables(capsys, tmp_path, monkeypatch):
     assert "there is no space left on the disk; the tables above are all that was measured" in captured.err
 
 
-@pytest.mark.parametrize(
-    ("options", "needle"),
-    [
-        (["--threads", "0"], "`--threads` is 0"),
-        (["--k", "1"], "`--k` is 1"),
-        (["--seeds", "1"], "`--seeds` is 1"),
-        (["--images", "5"], "`--images` is 5"),
-    ],
-)
+@each_refusal(refusals("`{}` is {}", "--threads 0", "--k 1", "--seeds 1", "--images 5"))
 def test_bad_options(capsys, options, needle):
-    assert cli.main(["demo", *options]) == 2
-    assert needle in capsys.readouterr().err
+    assert needle in refused(capsys, ["demo", *options])
 
 
 def test_figures_projection_prints_the_table_and_draws_the_picture(capsys, tmp_path):

@@ -2,23 +2,21 @@
 
 import dataclasses
 import json
-import os
 import re
 import resource
 import shutil
 import signal
-import subprocess
-import sys
 import time
 from pathlib import Path
 
-import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_model
 
 import torchlml
-from tests.support.processes import hear_interrupts
+from tests.support.command_lines import each_refusal, refusals, refused
+from tests.support.features import write_features
+from tests.support.processes import output, start, start_two
 from torchlml_lab import cli
 from torchlml_lab.engine import estimate
 from torchlml_lab.engine import run as run_of_engine
@@ -27,37 +25,16 @@ from torchlml_lab.tasks.cifar100 import networks
 from torchlml_lab.tasks.cifar100.classification import Cifar100Settings
 from torchlml_lab.tasks.cifar100.samples import read_features
 
-ROOT = Path(__file__).parents[2]
-ENVIRONMENT = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
-
 
 @pytest.fixture(scope="module")
 def features(tmp_path_factory):
     """A small file of features that can be learned: 100 classes, 20 coarse ones."""
-    path = tmp_path_factory.mktemp("features") / "features.npz"
-    random = np.random.default_rng(0)
-    fine = np.repeat(np.arange(100), 30)
-    centres = random.normal(size=(100, 16))
-    x = (centres[fine] + 0.5 * random.normal(size=(3000, 16))).astype(np.float32)
-    np.savez(path, x=x, fine=fine, coarse=fine // 5, test=np.arange(3000) % 5 == 0)
-    return path
+    return write_features(tmp_path_factory.mktemp("features"), 16)
 
 
 def words(features, out, *more):
     options = ["--features", str(features), "--out", str(out), "--validation", "400", "--batch-size", "100"]
     return ["train", "cifar100", *options, "--epochs", "6", "--noise", "0.4", *more]
-
-
-def process(arguments, **options):
-    command = [sys.executable, "-m", "torchlml", *arguments]
-    return subprocess.Popen(
-        command,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-        env=ENVIRONMENT,
-        **{"preexec_fn": hear_interrupts, **options},
-    )
 
 
 def wait_for_epoch(folder, epoch, running):
@@ -74,11 +51,20 @@ def wait_for_epoch(folder, epoch, running):
 def whole(features, tmp_path_factory):
     """A run that nothing disturbed."""
     out = tmp_path_factory.mktemp("whole") / "run"
-    done = process(words(features, out))
-    output, errors = done.communicate(timeout=120)
-    assert done.returncode == 0, errors
-    assert "Test of epoch" in output
+    assert "Test of epoch" in output(start(words(features, out)))[0]
     return out
+
+
+def killed(features, out):
+    """Start a run, and kill it after its second epoch."""
+    running = start(words(features, out))
+    wait_for_epoch(out, 2, running)
+    running.send_signal(signal.SIGKILL)
+    running.communicate()
+
+
+def resume(out):
+    return ["train", "cifar100", "--resume", str(out)]
 
 
 def same(one, other):
@@ -111,53 +97,40 @@ def test_a_run_is_recorded(whole):
 
 def test_killed_and_resumed_equals_undisturbed(features, whole, tmp_path):
     out = tmp_path / "run"
-    running = process(words(features, out))
-    wait_for_epoch(out, 2, running)
-    running.send_signal(signal.SIGKILL)
-    running.communicate()
+    killed(features, out)
     assert not (out / "result.json").exists(), "the run was over before it was killed"
-    again = process(["train", "cifar100", "--resume", str(out)])
-    _, errors = again.communicate(timeout=120)
-    assert again.returncode == 0, errors
+    output(start(resume(out)))
     same(out, whole)
 
 
 def test_interrupted_says_how_to_continue(features, whole, tmp_path):
     out = tmp_path / "run"
-    running = process(words(features, out))
+    running = start(words(features, out))
     wait_for_epoch(out, 1, running)
     running.send_signal(signal.SIGINT)
-    _, errors = running.communicate(timeout=60)
-    assert running.returncode == 130, errors
+    _, errors = output(running, 130, seconds=60)
     said = re.fullmatch(r"torchlml: Interrupted; .* kept, and `torchlml (.*)` continues the run\.\n", errors)
     assert said, errors
-    again = process(said[1].split())
-    again.communicate(timeout=120)
-    assert again.returncode == 0
+    output(start(said[1].split()))
     same(out, whole)
 
 
 def test_resuming_a_finished_run_changes_nothing(capsys, whole):
     before = (whole / "metrics.jsonl").read_bytes()
-    assert cli.main(["train", "cifar100", "--resume", str(whole)]) == 0
+    assert cli.main(resume(whole)) == 0
     assert "Test of epoch" in capsys.readouterr().out
     assert (whole / "metrics.jsonl").read_bytes() == before
 
 
 def test_a_full_disk_leaves_a_whole_run(features, whole, tmp_path):
     out = tmp_path / "run"
-    running = process(words(features, out))
-    wait_for_epoch(out, 2, running)
-    running.send_signal(signal.SIGKILL)
-    running.communicate()
+    killed(features, out)
     before = (out / "state.json").read_bytes()
     # What a kill just before or just after the state was written leaves: it is dropped, also here.
     shutil.copytree(out / "checkpoints" / json.loads(before)["last"], out / "checkpoints" / "epoch-0000")
     # No file may grow beyond 20 kB: what a write to a full disk does, also to writers outside Python.
     limit = lambda: resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, 20_000))  # noqa: E731
-    failing = process(["train", "cifar100", "--resume", str(out)], preexec_fn=limit)
-    _, errors = failing.communicate(timeout=120)
-    assert failing.returncode == 1
+    _, errors = output(start(resume(out), preexec_fn=limit), 1)
     assert re.fullmatch(r"torchlml: The checkpoint of epoch \d could not be written to .*\.\n", errors), (
         errors
     )
@@ -165,18 +138,8 @@ def test_a_full_disk_leaves_a_whole_run(features, whole, tmp_path):
     state = json.loads(before)
     kept = {path.name for path in (out / "checkpoints").iterdir()}
     assert kept == {state["last"], state["best"]}
-    again = process(["train", "cifar100", "--resume", str(out)])
-    again.communicate(timeout=120)
-    assert again.returncode == 0
+    output(start(resume(out)))
     same(out, whole)
-
-
-def refused(capsys, *arguments):
-    assert cli.main(["train", "cifar100", *map(str, arguments)]) == 2
-    captured = capsys.readouterr()
-    assert captured.err.startswith("torchlml: ")
-    assert captured.err.count("\n") == 1
-    return captured.err
 
 
 @pytest.fixture
@@ -196,28 +159,28 @@ def test_what_was_written_after_the_last_checkpoint_is_dropped(capsys, unfinishe
     with (unfinished / "metrics.jsonl").open("a") as file:
         file.write('{"epoch": 7, "split": "validation"}\n{"epo')
     (unfinished / "checkpoints" / ".partial").mkdir()
-    assert cli.main(["train", "cifar100", "--resume", str(unfinished)]) == 0
+    assert cli.main(resume(unfinished)) == 0
     assert (unfinished / "metrics.jsonl").read_bytes() == (whole / "metrics.jsonl").read_bytes()
 
 
 def test_a_checkpoint_of_another_run_is_refused(capsys, unfinished):
     edit(next((unfinished / "checkpoints").glob("epoch-0006/checkpoint.json")), run="0" * 32)
-    assert "is of another run" in refused(capsys, "--resume", unfinished)
+    assert "is of another run" in refused(capsys, resume(unfinished))
 
 
 def test_a_run_of_another_version_is_refused(capsys, unfinished):
     edit(unfinished / "run.json", versions={"torchlml": "0.0.1"})
-    error = refused(capsys, "--resume", unfinished)
+    error = refused(capsys, resume(unfinished))
     assert f"was written by torchlml 0.0.1, and this is {torchlml.__version__}" in error
 
 
 def test_a_run_of_another_experiment_is_refused(capsys, unfinished):
     edit(unfinished / "run.json", experiment="scene-graph")
-    assert "holds a run of `scene-graph`" in refused(capsys, "--resume", unfinished)
+    assert "holds a run of `scene-graph`" in refused(capsys, resume(unfinished))
 
 
 def test_other_settings_are_refused(capsys, unfinished):
-    error = refused(capsys, "--resume", unfinished, "--noise", "0.8")
+    error = refused(capsys, [*resume(unfinished), "--noise", "0.8"])
     assert "`--noise` is 0.8, but the run" in error
     assert "was started with 0.4" in error
 
@@ -226,7 +189,7 @@ def test_other_settings_are_refused(capsys, unfinished):
 def test_a_damaged_checkpoint_is_refused(capsys, unfinished, name):
     path = unfinished / "checkpoints" / "epoch-0006" / name
     path.write_bytes(path.read_bytes()[:100])
-    assert "is damaged or of another model" in refused(capsys, "--resume", unfinished)
+    assert "is damaged or of another model" in refused(capsys, resume(unfinished))
 
 
 @pytest.mark.parametrize("kept", [0, 100, None])
@@ -237,25 +200,23 @@ def test_damaged_random_states_are_refused(capsys, unfinished, kept):
         path.unlink()
     else:
         path.write_bytes(path.read_bytes()[:kept])
-    error = refused(capsys, "--resume", unfinished)
+    error = refused(capsys, resume(unfinished))
     assert "is damaged or of another model" in error
     assert "random_states_0.pkl" in error
 
 
 def test_a_run_is_written_by_one_process(features, tmp_path, capsys):
     out = tmp_path / "run"
-    running = process(words(features, out, "--epochs", "100000"))
+    running = start(words(features, out, "--epochs", "100000"))
     wait_for_epoch(out, 1, running)
     try:
         for arguments in (
-            ["train", "cifar100", "--resume", str(out)],
+            resume(out),
             words(features, out),
             words(features, out, "--overwrite"),
         ):
-            assert cli.main(arguments) == 2
-            error = capsys.readouterr().err
-            assert f"`{out}` is in use by another process ({running.pid})" in error
-            assert error.count("\n") == 1
+            said = refused(capsys, arguments)
+            assert f"`{out}` is in use by another process ({running.pid})" in said
         state = json.loads((out / "state.json").read_text())
         wait_for_epoch(out, state["epoch"] + 2, running)
     finally:
@@ -264,7 +225,7 @@ def test_a_run_is_written_by_one_process(features, tmp_path, capsys):
     # The lock died with its process.
     epochs = [json.loads(line)["epoch"] for line in (out / "metrics.jsonl").read_text().splitlines()]
     assert epochs == list(range(1, len(epochs) + 1))
-    again = process(["train", "cifar100", "--resume", str(out)])
+    again = start(resume(out))
     wait_for_epoch(out, epochs[-1] + 1, again)
     again.kill()
     again.communicate()
@@ -276,7 +237,7 @@ def test_a_loss_that_became_nan_ends_the_run_for_good(capsys, features, tmp_path
     assert cli.main(words(features, out, *huge)) == 1
     assert "The loss became nan in epoch 1" in capsys.readouterr().err
     # Every way on is named, and leads on.
-    for arguments in (words(features, out), ["train", "cifar100", "--resume", str(out)]):
+    for arguments in (words(features, out), resume(out)):
         assert cli.main(arguments) == 2
         error = capsys.readouterr().err
         assert "became nan in epoch 1" in error
@@ -305,14 +266,14 @@ def test_paths_are_stored_absolute_and_data_may_move(capsys, features, tmp_path,
     assert json.loads((out / "settings.json").read_text())["features"] == str(features)
     monkeypatch.chdir(tmp_path)
     (out / "result.json").unlink()
-    assert cli.main(["train", "cifar100", "--resume", str(out)]) == 0
+    assert cli.main(resume(out)) == 0
     (out / "result.json").unlink()
     moved = tmp_path / "moved.npz"
     shutil.copy(features, moved)
     assert cli.main(["train", "cifar100", "--resume", str(out), "--features", "moved.npz"]) == 0
     assert json.loads((out / "settings.json").read_text())["features"] == str(moved)
     capsys.readouterr()
-    assert "`--data` is given" in refused(capsys, "--resume", out, "--data", "x")
+    assert "`--data` is given" in refused(capsys, [*resume(out), "--data", "x"])
 
 
 def test_threads_change_the_speed_alone(features, whole, tmp_path):
@@ -352,20 +313,18 @@ def test_an_out_that_cannot_be_written_is_refused_before_any_work(capsys, featur
 
     monkeypatch.setattr(run_of_engine, "_Run", work)
     for out in ("/proc/nothing/run", features / "run"):
-        assert cli.main(words(features, out)) == 2
-        error = capsys.readouterr().err
+        error = refused(capsys, words(features, out))
         assert f"`--out` names `{out}`, which cannot be written" in error
-        assert error.count("\n") == 1
 
 
 @pytest.mark.parametrize("name", ["state.json", "run.json", "settings.json"])
 def test_a_damaged_record_is_refused(capsys, unfinished, name):
     (unfinished / name).write_text('{"half')
-    assert str(unfinished) in refused(capsys, "--resume", unfinished)
+    assert str(unfinished) in refused(capsys, resume(unfinished))
 
 
 def test_a_folder_without_a_run_is_refused(capsys, tmp_path):
-    assert "holds no run of this version: No such file" in refused(capsys, "--resume", tmp_path)
+    assert "holds no run of this version: No such file" in refused(capsys, resume(tmp_path))
 
 
 def test_a_run_is_not_overwritten(capsys, features, whole):
@@ -375,11 +334,8 @@ def test_a_run_is_not_overwritten(capsys, features, whole):
 
 def test_two_processes(features, tmp_path):
     out = tmp_path / "run"
-    launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-    arguments = [*launch, "-m", "torchlml", *words(features, out, "--cpu", "--noise", "0")]
-    done = subprocess.run(arguments, capture_output=True, text=True, env=ENVIRONMENT, timeout=180)
-    assert done.returncode == 0, done.stderr
-    assert done.stdout.count("Test of epoch") == 1
+    printed, _ = output(start_two(words(features, out, "--cpu", "--noise", "0")))
+    assert printed.count("Test of epoch") == 1
     state = json.loads((out / "state.json").read_text())
     assert state["processes"] == 2
     lines = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
@@ -418,17 +374,10 @@ def test_help_explains_every_setting(capsys):
         assert re.search(rf"{option} {metavar}[A-Z`][\w`]*(?: \S+){{3,}}\. \(default", said), option
 
 
-@pytest.mark.parametrize(
-    ("options", "needle"),
-    [
-        (["--epochs", "0"], "`--epochs` is 0"),
-        (["--batch-size", "0"], "`--batch-size` is 0"),
-        (["--learning-rate", "nan"], "`--learning-rate` is nan"),
-        (["--seed", "-1"], "`--seed` is -1"),
-        (["--out", __file__], "which is a file"),
-        (["--threads", "0"], "`--threads` is 0"),
-        (["--threads", "1000"], "`--threads` is 1000"),
-    ],
+@each_refusal(
+    refusals("`{}` is {}", "--epochs 0", "--batch-size 0", "--learning-rate nan", "--seed -1"),
+    refusals("`{}` is {}", "--threads 0", "--threads 1000"),
+    {f"--out '{__file__}'": "which is a file"},
 )
 def test_bad_settings(capsys, options, needle):
-    assert needle in refused(capsys, *options)
+    assert needle in refused(capsys, ["train", "cifar100", *options])

@@ -1,11 +1,7 @@
 """Scene graphs end to end: model, objectives, recall, and runs that are killed or have two processes."""
 
 import json
-import os
 import re
-import subprocess
-import sys
-from pathlib import Path
 
 import pytest
 import torch
@@ -13,6 +9,8 @@ from accelerate import Accelerator
 from torch.nn.functional import cross_entropy
 
 import torchlml
+from tests.support.command_lines import each_refusal, refusals, refused
+from tests.support.processes import output, start_two
 from tests.support.scene_graphs import Drawn, draw, write_vg, write_vrd
 from torchlml.metrics import SceneGraphRecall
 from torchlml_lab import cli
@@ -27,9 +25,6 @@ from torchlml_lab.tasks.scene_graph.recalls import (
     measure_predicates,
     score,
 )
-
-ROOT = Path(__file__).parents[2]
-ENVIRONMENT = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
 
 
 @pytest.fixture(scope="module")
@@ -317,11 +312,8 @@ def test_stopped_and_resumed_equals_undisturbed(capsys, vg, whole, tmp_path, mon
 
 def test_two_processes(vg, tmp_path):
     out = tmp_path / "run"
-    launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-    arguments = [*launch, "-m", "torchlml", *words(vg, out, "--cpu", "--epochs", "1")]
-    done = subprocess.run(arguments, capture_output=True, text=True, env=ENVIRONMENT, timeout=180)
-    assert done.returncode == 0, done.stderr
-    assert done.stdout.count("Test of epoch") == 1
+    printed, _ = output(start_two(words(vg, out, "--cpu", "--epochs", "1")))
+    assert printed.count("Test of epoch") == 1
     assert json.loads((out / "state.json").read_text())["processes"] == 2
     result = json.loads((out / "result.json").read_text())
     assert 0 < result["test"]["R@20"] <= 1
@@ -339,27 +331,14 @@ def test_every_objective_trains_on_vrd(capsys, tmp_path, objective):
     )
 
 
-@pytest.mark.parametrize(
-    ("options", "needle"),
-    [
-        (["--vrd", "x"], "Exactly one of `--vg` (Visual Genome) and `--vrd`"),
-        (["--k", "0"], "`--k` is 0"),
-        (["--hidden", "7"], "`--hidden` is 7"),
-        (["--dropout", "1"], "`--dropout` is 1.0"),
-        (["--clip", "0"], "`--clip` is 0.0"),
-        (["--clip", "nan"], "`--clip` is nan"),
-        (["--weight-decay", "-1"], "`--weight-decay` is -1.0"),
-        (["--objective", "hinge"], "hinge"),
-        (["--validation", "45"], "`--validation` is 45"),
-        (["--glove", "no.txt"], "`--glove` names `no.txt`"),
-        (["--counts", "no.npz"], "`--counts` names `no.npz`"),
-        (["--counts", "no.npz", "--without-bias"], "give one"),
-        (["--region-features", "no.h5"], "`no.h5` cannot be read: No such file"),
-    ],
+@each_refusal(
+    refusals("`{}` is {}", "--k 0", "--hidden 7", "--clip nan", "--validation 45"),
+    refusals("`{}` is {}.0", "--dropout 1", "--clip 0", "--weight-decay -1"),
+    refusals("`{}` names `{}`", "--glove no.txt", "--counts no.npz"),
+    {"--vrd x": "Exactly one of `--vg` (Visual Genome) and `--vrd`", "--objective hinge": "hinge"},
+    {"--counts no.npz --without-bias": "give one"},
+    {"--region-features no.h5": "`no.h5` cannot be read: No such file"},
 )
 def test_bad_settings(capsys, vg, tmp_path, options, needle):
-    assert cli.main(words(vg, tmp_path / "run", *options)) == 2
-    error = capsys.readouterr().err
-    assert needle in error
-    assert error.count("\n") == 1
+    assert needle in refused(capsys, words(vg, tmp_path / "run", *options))
     assert not (tmp_path / "run").exists()

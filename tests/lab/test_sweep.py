@@ -2,18 +2,16 @@
 
 import csv
 import json
-import os
 import re
 import signal
-import subprocess
-import sys
 import time
 from pathlib import Path
 
-import numpy as np
 import pytest
 
-from tests.support.processes import hear_interrupts
+from tests.support.command_lines import each_refusal, refusals, refused
+from tests.support.features import write_features
+from tests.support.processes import output, start
 from torchlml_lab import cli
 from torchlml_lab.engine.table import StudyTable
 from torchlml_lab.errors import BadInput
@@ -21,36 +19,16 @@ from torchlml_lab.tasks.cifar100 import accuracy_rows, noise_sweep
 from torchlml_lab.tasks.cifar100.accuracy_rows import Record
 from torchlml_lab.tasks.cifar100.noise_sweep import SweepSettings, grid
 
-ROOT = Path(__file__).parents[2]
-
 
 @pytest.fixture(scope="module")
 def features(tmp_path_factory):
-    path = tmp_path_factory.mktemp("features") / "features.npz"
-    random = np.random.default_rng(0)
-    fine = np.repeat(np.arange(100), 30)
-    x = (random.normal(size=(100, 8))[fine] + 0.5 * random.normal(size=(3000, 8))).astype(np.float32)
-    np.savez(path, x=x, fine=fine, coarse=fine // 5, test=np.arange(3000) % 5 == 0)
-    return path
+    return write_features(tmp_path_factory.mktemp("features"), 8)
 
 
 def words(features, out, *more):
     common = ["--run.features", str(features), "--run.validation", "400", "--run.batch-size", "100"]
     chosen = ["--losses", "lml", "bce", "--noises", "0", "1", "--seeds", "0", "1", "--workers", "2"]
     return ["sweep", "cifar100", *common, "--run.epochs", "4", *chosen, "--out", str(out), *more]
-
-
-def start(arguments):
-    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
-    command = [sys.executable, "-m", "torchlml", *arguments]
-    return subprocess.Popen(
-        command,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-        env=environment,
-        preexec_fn=hear_interrupts,
-    )
 
 
 def rows(path):
@@ -64,10 +42,7 @@ def rows(path):
 def whole(features, tmp_path_factory):
     """A sweep of eight runs that nothing disturbed."""
     out = tmp_path_factory.mktemp("whole") / "sweep"
-    done = start(words(features, out))
-    output, errors = done.communicate(timeout=180)
-    assert done.returncode == 0, errors
-    assert "8 runs, 0 of them finished before" in output
+    assert "8 runs, 0 of them finished before" in output(start(words(features, out)))[0]
     return out
 
 
@@ -96,17 +71,13 @@ def test_interrupted_and_continued_equals_undisturbed(features, whole, tmp_path)
     while time.monotonic() < limit and running.poll() is None and not list(out.glob("*/result.json")):
         time.sleep(0.01)
     running.send_signal(signal.SIGINT)
-    _, errors = running.communicate(timeout=60)
-    assert running.returncode == 130, errors
+    _, errors = output(running, 130, seconds=60)
     said = re.fullmatch(
         r"torchlml: Interrupted; (\d) of 8 runs are finished, and the same command continues\.\n", errors
     )
     assert said, errors
     assert int(said[1]) < 8
-    again = start(words(features, out))
-    output, errors = again.communicate(timeout=180)
-    assert again.returncode == 0, errors
-    assert "8 runs, 0 of them" not in output
+    assert "8 runs, 0 of them" not in output(start(words(features, out)))[0]
     assert rows(out / "results.csv") == rows(whole / "results.csv")
 
 
@@ -158,10 +129,8 @@ def test_places_that_cannot_be_written_are_refused_before_any_work(capsys, featu
         (["--csv", str(features / "x.csv")], f"`--csv` names `{features / 'x.csv'}`"),
         (["--out", str(features / "sweep")], f"`--out` names `{features / 'sweep'}`"),
     ):
-        assert cli.main(words(features, tmp_path / "sweep", *options)) == 2
-        error = capsys.readouterr().err
+        error = refused(capsys, words(features, tmp_path / "sweep", *options))
         assert f"{named}, which cannot be written: not a directory" in error
-        assert error.count("\n") == 1
     assert not (tmp_path / "sweep").exists()
 
 
@@ -248,24 +217,15 @@ def test_the_figure_is_drawn_from_the_csv(capsys, whole, tmp_path):
     assert "has several recipes" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize(
-    ("options", "needle"),
-    [
-        (["--workers", "0"], "`--workers` is 0"),
-        (["--run.loss", "bce"], "`--run.loss` is given"),
-        (["--run.noise", "0.5"], "`--run.noise` is given"),
-        (["--seeds", "-1"], "`--seed` is -1"),
-        (["--learning-rates", "nan"], "`--learning-rate` is nan"),
-        (["--noises", "2"], "`--noise` is 2.0"),
-        (["--tuned", "no.csv"], "`--tuned` names `no.csv`"),
-        (["--losses", "hinge"], "hinge"),
-    ],
+@each_refusal(
+    refusals("`{}` is {}", "--workers 0"),
+    refusals("`{}` is given", "--run.loss bce", "--run.noise 0.5"),
+    refusals("`{}` names `{}`", "--tuned no.csv"),
+    {"--seeds -1": "`--seed` is -1", "--learning-rates nan": "`--learning-rate` is nan"},
+    {"--noises 2": "`--noise` is 2.0", "--losses hinge": "hinge"},
 )
 def test_bad_options(capsys, features, tmp_path, options, needle):
-    assert cli.main(words(features, tmp_path / "sweep", *options)) == 2
-    error = capsys.readouterr().err
-    assert needle in error
-    assert error.count("\n") == 1
+    assert needle in refused(capsys, words(features, tmp_path / "sweep", *options))
     assert not (tmp_path / "sweep").exists()
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from typing import NamedTuple
 
 import numpy as np
 import pytest
@@ -141,13 +142,27 @@ each_problem = pytest.mark.parametrize("problem", PROBLEMS, ids=lambda problem: 
 each_dtype = pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
 
 
+class Compared(NamedTuple):
+    """The gradient of a problem for weights g: as it is found, and as it is."""
+
+    row: truth.Row
+    g: np.ndarray
+    dx: np.ndarray
+    dk: float
+    true_dx: np.ndarray
+    true_dk: float
+
+
+def compared(name: str, problem: Problem, dtype: torch.dtype) -> Compared:
+    row = problem.truth(dtype)
+    g = torch.from_numpy(upstream(row.y.size)).to(dtype).double().numpy()
+    return Compared(row, g, *backward(name, problem, dtype), *getattr(row, f"{name}_gradient")(g))
+
+
 @each_problem
 @each_dtype
 def test_lml_gradient_is_true(problem: Problem, dtype: torch.dtype) -> None:
-    row = problem.truth(dtype)
-    g = torch.from_numpy(upstream(row.y.size)).to(dtype).double().numpy()
-    dx, dk = backward("lml", problem, dtype)
-    expected_dx, expected_dk = row.lml_gradient(g)
+    row, g, dx, dk, expected_dx, expected_dk = compared("lml", problem, dtype)
     limit = (1e-6 if dtype == torch.float32 else 1e-11) * np.abs(g).max()
     assert np.abs(dx - expected_dx).max() <= limit
     if row.sum_w > 1e-30:
@@ -159,10 +174,7 @@ def test_lml_gradient_is_true(problem: Problem, dtype: torch.dtype) -> None:
 @each_problem
 @each_dtype
 def test_log_lml_gradient_is_true(problem: Problem, dtype: torch.dtype) -> None:
-    row = problem.truth(dtype)
-    g = torch.from_numpy(upstream(row.y.size)).to(dtype).double().numpy()
-    dx, dk = backward("log_lml", problem, dtype)
-    expected_dx, expected_dk = row.log_lml_gradient(g)
+    row, g, dx, dk, expected_dx, expected_dk = compared("log_lml", problem, dtype)
     felt = np.abs(g) * (1 - row.y)
     limit = slack(row, dtype) * (felt + row.p * felt.sum()) + 1e-12
     assert bool(np.isfinite(dx).all())

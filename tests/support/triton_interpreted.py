@@ -26,23 +26,25 @@ Force = Callable[[Plan | None], None]
 Row = TypeVar("Row", Problem, Special)
 LOOP = Plan(32, 1, True)
 SPLIT = Plan(16, 1, True, 2)
-SHAPES = [
-    ("chip: one entry", None, 1),
-    ("chip: the smallest block, full", None, 32),
-    ("chip: a block partly filled", None, 33),
-    ("chip: several warps", None, 600),
-    ("loop: everything in the block on chip", LOOP, 20),
-    ("loop: the block on chip is full, nothing is streamed", LOOP, 32),
-    ("loop: one entry is streamed", LOOP, 33),
-    ("loop: many blocks are streamed, the last one partly filled", LOOP, 150),
-    ("split: one program has entries, one has none", SPLIT, 10),
-    ("split: one block each", SPLIT, 32),
-    ("split: the first has two blocks", SPLIT, 33),
-    ("split: all have several blocks", SPLIT, 90),
-]
-VARIANTS = [("chip", None), ("loop", LOOP), ("split", SPLIT)]
-each_shape = pytest.mark.parametrize(("how", "n"), [s[1:] for s in SHAPES], ids=[s[0] for s in SHAPES])
-each_variant = pytest.mark.parametrize("how", [v[1] for v in VARIANTS], ids=[v[0] for v in VARIANTS])
+VARIANTS = {"chip": None, "loop": LOOP, "split": SPLIT}
+LENGTHS = {
+    # One entry; the smallest block, full; a block partly filled; several warps.
+    "chip": (1, 32, 33, 600),
+    # Everything in the block on chip; it is full and nothing is streamed; one entry is streamed; many blocks
+    # are streamed, the last one partly filled.
+    "loop": (20, 32, 33, 150),
+    # One program has entries and one has none; one block each; the first has two; all have several.
+    "split": (10, 32, 33, 90),
+}
+each_shape = pytest.mark.parametrize(
+    ("how", "n"),
+    [
+        pytest.param(VARIANTS[name], n, id=f"{name}, {n}")
+        for name, lengths in LENGTHS.items()
+        for n in lengths
+    ],
+)
+each_variant = pytest.mark.parametrize("how", VARIANTS.values(), ids=VARIANTS)
 
 
 @pytest.fixture

@@ -67,11 +67,7 @@ def run(settings: LossesSettings, console: Console) -> None:
     check_numbers("--seconds", (settings.seconds,), 0)
     file = RowFile(settings.csv)
     jobs = [(number, make) for number in dict.fromkeys(settings.threads) for make in COMPARISONS]
-    console.print(
-        f"{len(jobs)} comparisons of about {settings.seconds:g} s each; the rows go to {settings.csv}.",
-        soft_wrap=True,
-        highlight=False,
-    )
+    file.announce(f"{len(jobs)} comparisons of about {settings.seconds:g} s each", console)
     heads = ("loss", "batch", "n", "k", "threads", "ms", "ratio")
     table = plain_table(f"{_MODE}: time of a call, and its ratio to the first loss of the problem", heads)
     with ProgressBar(console) as progress:

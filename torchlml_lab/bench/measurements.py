@@ -12,6 +12,7 @@ from datetime import datetime, timezone
 from pathlib import Path
 
 import torch
+from rich.console import Console
 
 import torchlml
 from torchlml_lab.bench.cases import Case
@@ -134,6 +135,10 @@ class RowFile:
         self.new: list[Measurement] = []
         self._waiting: list[Measurement] = []
         self._failure: OSError | None = None
+
+    def announce(self, plan: str, console: Console) -> None:
+        """Print what is going to be measured, and that its rows go to this file."""
+        console.print(f"{plan}; the rows go to {self.path}.", soft_wrap=True, highlight=False)
 
     def add(self, rows: Iterable[Measurement]) -> None:
         """Append rows to the file, or keep them for the next attempt."""

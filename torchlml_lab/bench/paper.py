@@ -91,12 +91,8 @@ def run(settings: PaperSettings, console: Console) -> None:
     check_picture(plot, "--plot")
     kept = [_kept(file.earlier, group, settings.trials) if settings.resume else [] for group in groups]
     todo = [group for group, rows in zip(groups, kept, strict=True) if not rows]
-    console.print(
-        f"{len(todo)} of {len(groups)} lengths are to be timed, {settings.trials} trials each; "
-        f"the rows go to {settings.csv}.",
-        soft_wrap=True,
-        highlight=False,
-    )
+    plan = f"{len(todo)} of {len(groups)} lengths are to be timed, {settings.trials} trials each"
+    file.announce(plan, console)
     with ProgressBar(console) as progress:
         task = progress.add_task("", total=len(todo) * settings.trials)
         for done, group in enumerate(todo):

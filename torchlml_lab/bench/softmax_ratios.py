@@ -108,12 +108,8 @@ def run(
     earlier = latest(read(settings.compare, "--compare")) if settings.compare else {}
     file = RowFile(settings.csv)
     jobs = list(product(cases, cast(tuple[Mode, ...], tuple(dict.fromkeys(settings.modes)))))
-    console.print(
-        f"{len(providers)} competitors take turns in {len(jobs)} measurements of about "
-        f"{settings.seconds:g} s each; the rows go to {settings.csv}.",
-        soft_wrap=True,
-        highlight=False,
-    )
+    turns = f"{len(providers)} competitors take turns in {len(jobs)} measurements"
+    file.announce(f"{turns} of about {settings.seconds:g} s each", console)
     with ProgressBar(console) as progress:
         task = progress.add_task("", total=len(jobs))
         for done, (case, mode) in enumerate(jobs):

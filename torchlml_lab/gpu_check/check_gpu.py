@@ -13,6 +13,7 @@ import torch
 import torchlml
 from torchlml._kernels.cuda import trust
 from torchlml_lab import info
+from torchlml_lab.cli import answer_help
 from torchlml_lab.errors import BadInput
 from torchlml_lab.files import check_file, replacing
 from torchlml_lab.gpu_check.comparisons import Check, checks
@@ -28,17 +29,12 @@ with 1 if a check fails.
 
 arguments:
   FILE        the JSON file to write (torchlml-gpu-check.json)
-
-options:
-  -h, --help  print this help
 """
 
 
 def main(arguments: Sequence[str]) -> None:
     """Run everything, print the verdicts and write the file."""
-    if list(arguments) in (["-h"], ["--help"]):
-        sys.stdout.write(USAGE)
-        return
+    answer_help(arguments, USAGE)
     if len(arguments) > 1 or any(argument.startswith("-") for argument in arguments):
         raise BadInput(f"`torchlml gpu-check` takes one file name, and `{' '.join(arguments)}` was given.")
     if not torch.cuda.is_available():

@@ -1,0 +1,17 @@
+"""A small file of frozen features that can be learned."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+
+
+def write_features(folder: Path, width: int) -> Path:
+    """Write an npz of 3000 samples around the centres of 100 classes, 20 coarse ones, a fifth to test."""
+    path = folder / "features.npz"
+    random = np.random.default_rng(0)
+    fine = np.repeat(np.arange(100), 30)
+    x = random.normal(size=(100, width))[fine] + 0.5 * random.normal(size=(3000, width))
+    np.savez(path, x=x.astype(np.float32), fine=fine, coarse=fine // 5, test=np.arange(3000) % 5 == 0)
+    return path
