@@ -1,1 +1,1 @@
-"""The operators three times: in plain torch (`reference*`), in C++ (`cpu`) and in Triton (`cuda`)."""
+"""The operators: plain torch, fast (`quick`) and careful (`reference*`), C++ (`cpu`) and Triton (`cuda`)."""

@@ -1,4 +1,4 @@
-"""The operators in plain torch: the fallback on every device, the reference in tests, and the explanation.
+"""The operators in plain torch, with care: for the rows `quick.py` leaves, for tests, and as the explanation.
 
 Canonical arguments, the same for every operator and every kernel:
 
