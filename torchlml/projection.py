@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from torch import Tensor, nn
 
 from torchlml._core import bounds
@@ -15,6 +17,7 @@ from torchlml._core.arguments import (
     check_temperature,
     check_tensor,
 )
+from torchlml.parallel import is_spread
 
 
 def lml(
@@ -26,6 +29,7 @@ def lml(
     offsets: Tensor | None = None,
     solver: Solver = "newton",
     bound: Bound = "exactly",
+    group: Any = None,
 ) -> Tensor:
     """Project logits onto the points of the unit cube that sum to k: like softmax, but the rows sum to k.
 
@@ -42,6 +46,9 @@ def lml(
         solver: "newton", "bracketing" (Algorithm 1 of the paper) or a `torchlml.solvers.Bracketing`.
         bound: "exactly", or "at_most" or "at_least" where k is only a limit of the sum: rows whose sigmoids
             keep to it by themselves are just these sigmoids. For "at_most", k may exceed n.
+        group: the processes among which the entries of each row are split, a ProcessGroup or a DeviceMesh of
+            one dimension: `x` and `mask` hold this process's entries, in the order of the ranks, and all else
+            is the same everywhere. A DTensor needs no group, and gives a DTensor.
 
     Returns:
         y, with the shape and dtype of `x`.
@@ -53,6 +60,12 @@ def lml(
     Rows without an ordinary answer get its limit: entries of -inf are 0 and do not count; where k or fewer
     entries are left, they are 1; p entries of +inf are 1, or k/p each if p > k; a NaN makes its row NaN.
     """
+    if is_spread(x, group):
+        from torchlml.parallel.calls import spread_projection
+
+        return spread_projection(
+            "lml", x, k, dim, mask=mask, offsets=offsets, solver=solver, bound=bound, group=group
+        )
     c = canonical(x, k, dim, mask, offsets, any_k=check_bound(bound) == "at_most")
     y = bounds.lml(c, check_solver(solver), bound)
     return y if c.outer is None else c.restore(y, dim)
@@ -67,6 +80,7 @@ def log_lml(
     offsets: Tensor | None = None,
     solver: Solver = "newton",
     bound: Bound = "exactly",
+    group: Any = None,
 ) -> Tensor:
     """The logarithm of `lml`, as log_softmax is to softmax: right also where lml rounds to 0 or 1.
 
@@ -78,6 +92,12 @@ def log_lml(
     log y = logsigmoid(x + nu), and its derivative keeps its size however wrong the logits are:
     d log y_j / dx = (1 - y_j) (e_j - w / sum w).
     """
+    if is_spread(x, group):
+        from torchlml.parallel.calls import spread_projection
+
+        return spread_projection(
+            "log_lml", x, k, dim, mask=mask, offsets=offsets, solver=solver, bound=bound, group=group
+        )
     c = canonical(x, k, dim, mask, offsets, any_k=check_bound(bound) == "at_most")
     log_y = bounds.log_lml(c, check_solver(solver), bound)
     return log_y if c.outer is None else c.restore(log_y, dim)
@@ -92,6 +112,7 @@ def lml_dual(
     offsets: Tensor | None = None,
     solver: Solver = "newton",
     bound: Bound = "exactly",
+    group: Any = None,
 ) -> Tensor:
     """The dual variable of `lml`: the number nu for which sigmoid(x + nu) sums to k. -nu is the threshold.
 
@@ -104,6 +125,12 @@ def lml_dual(
         nu, with the shape of `x` without `dim` (with `offsets`: one number per row) and the dtype of `x`;
         -inf for k = 0 and +inf where k entries or fewer are available. With `bound`, 0 where it is kept.
     """
+    if is_spread(x, group):
+        from torchlml.parallel.calls import spread_projection
+
+        return spread_projection(
+            "lml_dual", x, k, dim, mask=mask, offsets=offsets, solver=solver, bound=bound, group=group
+        )
     c = canonical(x, k, dim, mask, offsets, any_k=check_bound(bound) == "at_most")
     nu = bounds.lml_dual(c, check_solver(solver), bound)
     return nu if c.outer is None else c.restore_rows(nu)

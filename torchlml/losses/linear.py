@@ -7,13 +7,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from torchlml._core.arguments import Bound, Canonical, check_bound, check_k
-from torchlml._core.rows import work_dtype
-from torchlml.losses.linear_chunks import LinearRows, rows_within
+from torchlml._core.arguments import Bound, Canonical, check_bound, check_k, check_tensor
+from torchlml.losses.linear_chunks import linear_loss
 from torchlml.losses.lml import lml_loss
 from torchlml.losses.module import TopKLoss
 from torchlml.losses.reduction import Reduction, check_reduction
-from torchlml.losses.targets import read_labels
+from torchlml.losses.targets import LabelReduction, check_weight, read_labels
+from torchlml.parallel import is_spread
 
 MEMORY = 64 * 2**20
 
@@ -30,8 +30,10 @@ def linear_lml_loss(
     weight: Tensor | None = None,
     ignore_index: int = -100,
     reduction: Reduction = "mean",
+    label_reduction: LabelReduction = "sum",
     bound: Bound = "exactly",
     memory: int = MEMORY,
+    group: Any = None,
 ) -> Tensor:
     """`lml_loss` of a linear layer's outputs, a few rows at a time, for very many labels.
 
@@ -50,9 +52,13 @@ def linear_lml_loss(
         weight: one weight per class, for the labels of that class.
         ignore_index: the class index that means "no label".
         reduction: "mean" over the rows that have a label (0 if there are none), "sum" or "none".
+        label_reduction: the loss of a row is the "sum" over its labels, or their "mean".
         bound: "exactly", or "at_most" or "at_least" k labels are predicted, as in `torchlml.lml`.
         memory: how many bytes the logits and their gradient may take at a time. A single row may exceed it;
             the gradients of the input and of the weight are not counted.
+        group: the processes among which the labels are split, as for `lml_loss`: `linear_weight`, `linear_bias`
+            and `weight` are then those of this process's labels, and the input is the same everywhere. A
+            `linear_weight` that is a DTensor, `Shard`ed over its labels, brings its group along.
 
     Returns:
         What `lml_loss(F.linear(input, linear_weight, linear_bias), target, k, ...)` gives.
@@ -61,30 +67,39 @@ def linear_lml_loss(
     in a second backward pass over the same graph, the logits are computed again. Derivatives of derivatives,
     `torch.func` and forward mode take the plain way, with all logits at once.
     """
-    check_reduction(reduction)
+    settings: dict[str, Any] = {"label_reduction": label_reduction, "bound": bound}
+    if is_spread(linear_weight, group):
+        from torchlml.parallel.linear import spread_linear_lml_loss
+
+        return spread_linear_lml_loss(
+            input,
+            linear_weight,
+            linear_bias,
+            target,
+            k,
+            weight,
+            ignore_index,
+            reduction,
+            memory,
+            group,
+            settings,
+        )
+    check_reduction(reduction, label_reduction)
     check_bound(bound)
-    _check_linear(input, linear_weight, linear_bias, memory)
+    check_linear(input, linear_weight, linear_bias, memory)
     shape, n = input.shape[:-1], linear_weight.shape[0]
-    k = check_k(k, shape, None if bound == "at_most" else n, input.device)
-    device = input.device.type
-    autocast = device != "meta" and torch.is_autocast_enabled(device) and input.dtype != torch.float64
-    dtype = torch.get_autocast_dtype(device) if autocast else input.dtype
+    k = check_k(k, shape, None if bound == "at_most" else n, input.device, "input")
     target, labelled = _read_target(target, input, n, weight, ignore_index)
 
     def loss(logits: Tensor, k: Tensor, rows: slice) -> Tensor:
-        settings: dict[str, Any] = {"weight": weight, "ignore_index": ignore_index, "bound": bound}
-        with torch.autocast(device, enabled=False):
-            return lml_loss(logits, target[rows], k, reduction="none", **settings)
+        return lml_loss(
+            logits, target[rows], k, weight=weight, ignore_index=ignore_index, reduction="none", **settings
+        )
 
-    seed = None
-    if reduction != "none":
-        seed = torch.ones(shape.numel(), dtype=work_dtype(dtype), device=input.device)
-    if seed is not None and reduction == "mean":
-        seed = seed / labelled.sum().clamp(min=1)
-    rows = LinearRows(loss, seed, rows_within(memory, n, dtype), dtype)
-    result = rows(input.reshape(shape.numel(), input.shape[-1]), linear_weight, linear_bias, k)
-    result = result.reshape(shape) if reduction == "none" else result
-    return result if autocast else result.to(dtype)
+    # The chunks have no gradients for what is not the linear layer's or k.
+    weighted = any(t is not None and t.requires_grad for t in (weight, target))
+    arguments = (input, linear_weight, linear_bias, k, reduction, memory)
+    return linear_loss(loss, labelled, *arguments, whole=weighted)
 
 
 class LinearLMLLoss(TopKLoss):
@@ -101,7 +116,7 @@ class LinearLMLLoss(TopKLoss):
         k: how many labels are predicted.
         bias: whether the linear layer has one.
         device, dtype: of the linear layer.
-        weight, ignore_index, reduction, bound, memory: as for `linear_lml_loss`.
+        weight, ignore_index, reduction, label_reduction, bound, memory: as for `linear_lml_loss`.
 
     The layer is `self.linear`. To use one that you have, call `linear_lml_loss` with its weight.
     """
@@ -118,37 +133,33 @@ class LinearLMLLoss(TopKLoss):
         weight: Tensor | None = None,
         ignore_index: int = -100,
         reduction: Reduction = "mean",
+        label_reduction: LabelReduction = "sum",
         bound: Bound = "exactly",
         memory: int = MEMORY,
     ) -> None:
-        super().__init__(k, weight, ignore_index=ignore_index, reduction=reduction, bound=bound)
         check_bound(bound)
         _check_memory(memory)
-        self.memory = memory
+        super().__init__(
+            k,
+            weight,
+            ignore_index=ignore_index,
+            reduction=reduction,
+            label_reduction=label_reduction,
+            bound=bound,
+            memory=memory,
+        )
         self.linear = nn.Linear(in_features, num_classes, bias, device, dtype)
 
-    def forward(self, input: Tensor, target: Tensor) -> Tensor:
-        """One loss; the arguments are those of `linear_lml_loss`."""
-        return linear_lml_loss(
-            input,
-            self.linear.weight,
-            target,
-            self.k,
-            linear_bias=self.linear.bias,
-            weight=self.weight,
-            ignore_index=self.ignore_index,
-            reduction=self.reduction,
-            bound=self.bound,
-            memory=self.memory,
-        )
-
-    def extra_repr(self) -> str:
-        settings = super().extra_repr()
-        return settings if self.memory == MEMORY else f"{settings}, memory={self.memory}"
+    def forward(self, input: Tensor, target: Tensor) -> Tensor:  # type: ignore[override]
+        """The loss of a batch; the arguments are those of `linear_lml_loss`."""
+        settings = {name: getattr(self, name) for name in self._names}
+        layer = {"linear_bias": self.linear.bias, "weight": self.weight}
+        return linear_lml_loss(input, self.linear.weight, target, self.k, **layer, **settings)
 
 
-def _check_linear(input: Tensor, weight: Tensor, bias: Tensor | None, memory: int) -> None:
+def check_linear(input: Tensor, weight: Tensor, bias: Tensor | None, memory: int) -> None:
     """Refuse what is no linear layer, or no input for it."""
+    check_tensor(input, "input")
     for name, t in (("input", input), ("linear_weight", weight), ("linear_bias", bias)):
         if t is None and name == "linear_bias":
             continue
@@ -183,15 +194,21 @@ def _read_target(
 ) -> tuple[Tensor, Tensor]:
     """The target with all rows in its first dimension, and which of them have a label."""
     shape = input.shape[:-1]
-    # Stands for the logits, of which only the shape, the dtype and the device are looked at here.
-    x, k = input.new_zeros(()).expand(shape.numel(), n), torch.tensor(0.0)
-    rows = Canonical(x, k, None, None, torch.Size([*shape, n]))
-    multi_hot = isinstance(target, Tensor) and target.dtype != torch.int64
+    c = stand_in(input, n)
+    multi_hot = isinstance(target, Tensor) and (target.dtype == torch.bool or target.is_floating_point())
     if multi_hot and target.shape == (*shape, n) and n > 0:
-        # The reader would copy a multi-hot, which is as large as all logits: the chunks read it.
+        # The reader would copy a multi-hot, which is as large as all logits: only the chunks are read whole.
+        check_tensor(target, "target", input, "`input`")
+        if weight is not None:
+            check_weight(c, weight)
         target = target.reshape(shape.numel(), n)
-        none = Canonical(x[:0], k, None, None, torch.Size([0, n]))
-        read_labels(none, target[:0], weight, ignore_index)
-        return target, target.any(-1) if target.dtype == torch.bool else target.amax(-1) != 0
-    labels = read_labels(rows, target, weight, ignore_index)
+        return target, target.any(-1) if target.dtype == torch.bool else target.detach().amax(-1) != 0
+    labels = read_labels(c, target, weight, ignore_index)
     return target.reshape(shape.numel(), *target.shape[len(shape) :]), labels.has_label
+
+
+def stand_in(input: Tensor, n: int) -> Canonical:
+    """Stands for the logits where only their shape, dtype and device are looked at; takes no memory."""
+    shape = input.shape[:-1]
+    logits = input.detach().new_zeros(()).expand(shape.numel(), n)
+    return Canonical(logits, logits.new_zeros(()), None, None, torch.Size([*shape, n]))

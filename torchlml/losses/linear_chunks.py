@@ -7,6 +7,7 @@ input and that of the weight, which is added up over the chunks.
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -31,7 +32,9 @@ class LinearRows(NamedTuple):
     seed: Tensor | None
     chunk: int
     linear_dtype: torch.dtype  # of the logits, which autocast may narrow
-    complete: Callable[[Tensor], Tensor] | None = None  # what makes the input's gradient from this process's part
+    complete: Callable[[Tensor], Tensor] | None = (
+        None  # what makes the input's gradient from this process's part
+    )
 
     def __call__(self, input: Tensor, weight: Tensor, bias: Tensor | None, k: Tensor) -> Tensor:
         """The losses (R,) or their sum, by the plain way under the transforms that chunks cannot serve."""
@@ -44,6 +47,55 @@ class LinearRows(NamedTuple):
         logits = linear(*(None if t is None else t.to(self.linear_dtype) for t in (input, weight, bias)))
         losses = self.loss(logits.to(work_dtype(logits.dtype)), k, slice(0, input.shape[0]))
         return losses if self.seed is None else (losses * self.seed).sum()
+
+
+def linear_loss(
+    loss: RowLoss,
+    labelled: Tensor,
+    input: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    k: Tensor,
+    reduction: str,
+    memory: int,
+    *,
+    longest: int | None = None,
+    complete: Callable[[Tensor], Tensor] | None = None,
+    whole: bool = False,
+) -> Tensor:
+    """The reduced loss of `linear(input, weight, bias)`, in chunks of rows that fit into a memory budget.
+
+    Args:
+        loss: gives one loss per row of some logits, in their dtype.
+        labelled: (R,), which rows a mean is over.
+        input: (..., d).
+        weight, bias: (n, d) and (n,).
+        k: 0-d or (R,), handed to `loss` with the logits.
+        reduction: "mean", "sum" or "none".
+        memory: how many bytes the logits and their gradient may take.
+        longest: how many labels decide about the chunks, where it is not n.
+        complete: makes the input's gradient from this process's part of it.
+        whole: take the plain way in any case.
+
+    Returns:
+        A scalar, or one number per row, in the dtype of the logits (float32 under autocast).
+    """
+    device = input.device.type
+    autocast = device != "meta" and torch.is_autocast_enabled(device) and input.dtype != torch.float64
+    dtype = torch.get_autocast_dtype(device) if autocast else input.dtype
+    shape = input.shape[:-1]
+    seed = None
+    if reduction != "none":
+        seed = torch.ones(shape.numel(), dtype=work_dtype(dtype), device=input.device)
+        seed = seed / labelled.sum().clamp(min=1) if reduction == "mean" else seed
+    chunk = rows_within(memory, weight.shape[0] if longest is None else longest, dtype)
+    # The casts are done here, in the same way for the chunks and for the plain way.
+    with torch.autocast(device, enabled=False) if autocast else contextlib.nullcontext():
+        rows = LinearRows(loss, seed, chunk, dtype, complete)
+        flat = input.reshape(shape.numel(), input.shape[-1])
+        result = rows.plain(flat, weight, bias, k) if whole else rows(flat, weight, bias, k)
+    result = result.reshape(shape) if reduction == "none" else result
+    return result if autocast else result.to(dtype)
 
 
 def rows_within(memory: int, labels: int, dtype: torch.dtype, copies: int = 2) -> int:

@@ -20,6 +20,7 @@ from torchlml._core.rows import rows_of, work_dtype
 from torchlml.losses.module import TopKLoss
 from torchlml.losses.reduction import Reduction, check_reduction, reduce, row_divisor
 from torchlml.losses.targets import LabelReduction, Labels, read_labels
+from torchlml.parallel import is_spread
 
 
 def lml_loss(
@@ -34,6 +35,7 @@ def lml_loss(
     mask: Tensor | None = None,
     offsets: Tensor | None = None,
     bound: Bound = "exactly",
+    group: Any = None,
 ) -> Tensor:
     """The loss that makes the k predictions of a model recall the labels that were observed.
 
@@ -58,6 +60,9 @@ def lml_loss(
         mask: bool, broadcasts to the logits; False entries cannot be chosen, and no label may point at one.
         offsets: int64 row boundaries of a ragged batch, as in `torchlml.lml`.
         bound: "exactly", or "at_most" or "at_least" k labels are predicted, as in `torchlml.lml`.
+        group: the processes among which the labels are split, as in `torchlml.lml`. Class indices count the
+            labels of all processes; `weight`, `mask` and a multi-hot are those of this process's labels. Every
+            process gets the same loss, and the gradient of its own logits.
 
     Returns:
         The loss in the dtype of the logits (float32 under autocast), a scalar or one number per row.
@@ -67,6 +72,22 @@ def lml_loss(
     The gradient, `A w_i / sum w - (1 - y_i) [i in Y]` with w = y (1 - y) and A = sum_{j in Y} (1 - y_j),
     keeps its size however far a label is behind.
     """
+    if is_spread(logits, group):
+        from torchlml.parallel.calls import spread_lml_loss
+
+        return spread_lml_loss(
+            logits,
+            target,
+            k,
+            weight=weight,
+            ignore_index=ignore_index,
+            reduction=reduction,
+            label_reduction=label_reduction,
+            mask=mask,
+            offsets=offsets,
+            bound=bound,
+            group=group,
+        )
     check_reduction(reduction, label_reduction)
     check_bound(bound)
     c = canonical(logits, k, -1, mask, offsets, any_k=bound == "at_most", name="logits")

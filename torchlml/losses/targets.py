@@ -91,7 +91,7 @@ def read_labels(c: Canonical, target: Tensor, weight: Tensor | None, ignore_inde
     """Check the target and bring it into one of the two forms of `Labels`."""
     _check_target(c, target, ignore_index)
     if weight is not None:
-        _check_weight(c, weight)
+        check_weight(c, weight)
     if target.dtype == torch.bool or target.is_floating_point():
         return _multi_hot(c, target, weight)
     if target.dtype not in (torch.int64, torch.uint8):
@@ -219,7 +219,8 @@ def _positions(c: Canonical, target: Tensor, weight: Tensor | None, ignore_index
     return Labels(listed, starts, None, None, c.offsets, complete=False)
 
 
-def _check_weight(c: Canonical, weight: Tensor) -> None:
+def check_weight(c: Canonical, weight: Tensor) -> None:
+    """One weight per class, from 0 on; or an error."""
     if c.offsets is not None:
         raise ValueError(
             "`weight` is one number per class, but with `offsets` there are none: give a floating target."

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
+import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
@@ -22,6 +23,7 @@ class Layout(NamedTuple):
     placements: tuple[Any, ...]
     dim: int  # the dimension of the labels
     labels: int | None
+    ndim: int  # of x
 
     @property
     def group(self) -> dist.ProcessGroup | None:
@@ -37,25 +39,27 @@ class Layout(NamedTuple):
             for place in self.placements
         )
 
-    def local(self, t: Any, per_row: bool) -> Any:
-        """This process's part of something that belongs to x: a number per row, or per entry."""
+    def entries(self, t: Any) -> Any:
+        """This process's part of something that broadcasts to x."""
+        return self._part(t, self.placements, self.ndim)
+
+    def numbers(self, t: Any) -> Any:
+        """This process's part of something that broadcasts to one number per row."""
+        return self._part(t, self.rows, self.ndim - 1)
+
+    def lists(self, t: Any) -> Any:
+        """This process's part of something that has the rows as its first dimensions."""
+        return self._part(t, self.rows, t.dim()) if isinstance(t, DTensor) else t
+
+    def _part(self, t: Any, placements: tuple[Any, ...], ndim: int) -> Any:
         if not isinstance(t, DTensor):
             return t
-        places = list(self.rows if per_row else self.placements)
-        if not per_row:
+        places = []
+        for place in placements:
+            dim = place.dim - (ndim - t.dim()) if isinstance(place, Shard) else -1
             # What broadcasts over a dimension is not split there.
-            shift = len(self.placements) and t.dim()
-            places = [
-                Replicate() if isinstance(p, Shard) and t.shape[p.dim - self._rank + shift] == 1 else p
-                for p in places
-            ]
-        if per_row and t.dim() == 0:
-            places = [Replicate()] * len(places)
+            places.append(Shard(dim) if dim >= 0 and t.shape[dim] != 1 else Replicate())
         return t.redistribute(self.mesh, places).to_local()
-
-    @property
-    def _rank(self) -> int:
-        return self.dim + 1
 
 
 def layout(x: DTensor, dim: int, name: str = "x") -> Layout:
@@ -75,30 +79,79 @@ def layout(x: DTensor, dim: int, name: str = "x") -> Layout:
             f"`{name}` must have its labels split over one dimension of its mesh, but its placements are "
             f"{x.placements}."
         )
-    return Layout(x.device_mesh, x.placements, dim, split[0] if split else None)
+    return Layout(x.device_mesh, x.placements, dim, split[0] if split else None, x.dim())
 
 
-def project(function: Callable[..., Tensor], x: DTensor, k: Any, dim: int, mask: Any, **settings: Any) -> DTensor:
-    """`lml` or `log_lml` of a DTensor, placed as it is."""
+def is_dtensor(x: Any) -> bool:
+    """Is it one?"""
+    return isinstance(x, DTensor)
+
+
+def refuse_group(group: Any) -> None:
+    """A DTensor says by itself how it is split."""
+    if group is not None:
+        raise ValueError(
+            "`group` must not be given with a DTensor, whose mesh says how the labels are split."
+        )
+
+
+def label_rows(weight: DTensor) -> Layout:
+    """The layout of a linear layer's weight (n, d): split over its labels, if at all."""
+    where = layout(weight, 0, "linear_weight")
+    if any(isinstance(place, Shard) and place.dim != 0 for place in where.placements):
+        raise ValueError(
+            f"`linear_weight` must be split over its labels, Shard(0), but its placements are {where.placements}."
+        )
+    return where
+
+
+def project(
+    function: Callable[..., Tensor], x: DTensor, k: Any, dim: int, mask: Any, *, per_row: bool
+) -> DTensor:
+    """A function of the projection for each part of a DTensor.
+
+    The result is placed as x is; a number per row is replicated where the labels are split.
+    """
     where = layout(x, dim)
-    y = _call(function, where, x, k, dim, mask, settings)
+    y = function(x.to_local(), where.numbers(k), where.entries(mask), where.group)
+    if per_row:
+        return _per_row(y, where, x.shape[: where.dim] + x.shape[where.dim + 1 :])
     return DTensor.from_local(
         y, x.device_mesh, x.placements, run_check=False, shape=x.shape, stride=_strides(x.shape)
     )
 
 
-def dual(function: Callable[..., Tensor], x: DTensor, k: Any, dim: int, mask: Any, **settings: Any) -> DTensor:
-    """`lml_dual` of a DTensor: as x is placed, but replicated where the labels are split."""
-    where = layout(x, dim)
-    nu = _call(function, where, x, k, dim, mask, settings)
-    return _per_row(nu, where, x.shape[: where.dim] + x.shape[where.dim + 1 :])
-
-
-def _call(
-    function: Callable[..., Tensor], where: Layout, x: DTensor, k: Any, dim: int, mask: Any, settings: dict[str, Any]
-) -> Tensor:
-    k, mask = where.local(k, per_row=True), where.local(mask, per_row=False)
-    return function(x.to_local(), k, dim, mask=mask, group=where.group, **settings)
+def loss(
+    function: Callable[..., tuple[Tensor, Tensor]],
+    logits: DTensor,
+    target: Any,
+    k: Any,
+    mask: Any,
+    weight: Any,
+    reduction: str,
+) -> DTensor:
+    """A loss of DTensor logits, from a function that gives the losses of this process's rows, and their labels."""
+    where = layout(logits, -1, "logits")
+    multi_hot = target.dtype == torch.bool or target.is_floating_point()
+    if isinstance(weight, DTensor):
+        weight = weight.redistribute(
+            where.mesh, [Shard(0) if i == where.labels else Replicate() for i in range(where.mesh.ndim)]
+        ).to_local()
+    losses, number = function(
+        logits.to_local(),
+        where.entries(target) if multi_hot else where.lists(target),
+        where.numbers(k),
+        where.entries(mask),
+        weight,
+        where.group,
+    )
+    shape = logits.shape[:-1]
+    if reduction == "none":
+        return _per_row(losses.to(logits.dtype), where, shape)
+    total = _per_row(losses, where, shape).sum()
+    if reduction == "mean":
+        total = total / _per_row((number > 0).to(losses.dtype), where, shape).sum().clamp(min=1)
+    return total.redistribute(where.mesh, [Replicate()] * where.mesh.ndim).to(logits.dtype)
 
 
 def _per_row(t: Tensor, where: Layout, shape: Any) -> DTensor:
@@ -110,29 +163,3 @@ def _strides(shape: Any) -> tuple[int, ...]:
     for size in reversed(shape[1:]):
         strides.insert(0, strides[0] * max(1, size))
     return tuple(strides[: len(shape)])
-
-
-def reduce(
-    losses: Callable[[Tensor, Any, Any, Any, Any], tuple[Tensor, Tensor]],
-    logits: DTensor,
-    target: Any,
-    k: Any,
-    mask: Any,
-    reduction: str,
-) -> DTensor:
-    """The loss of DTensor logits, from a function for this process's rows that also says which have a label."""
-    where = layout(logits, -1, "logits")
-    multi_hot = target.dim() == logits.dim() and target.dtype != _INT64
-    place = where.local(target, per_row=not multi_hot)
-    loss, labelled = losses(
-        logits.to_local(), place, where.local(k, per_row=True), where.local(mask, per_row=False), where.group
-    )
-    shape = logits.shape[:-1]
-    rows = _per_row(loss.to(logits.dtype) if reduction == "none" else loss, where, shape)
-    if reduction == "none":
-        return rows
-    total = rows.sum()
-    if reduction == "mean":
-        total = total / _per_row(labelled, where, shape).sum().clamp(min=1)
-    replicated = [Replicate()] * where.mesh.ndim
-    return total.redistribute(where.mesh, replicated).to(logits.dtype)

@@ -65,7 +65,9 @@ def label_group(group: Any) -> LabelGroup:
             )
         group = group.get_group()
     if not isinstance(group, dist.ProcessGroup):
-        raise TypeError(f"`group` must be a ProcessGroup or a DeviceMesh, but it is a {type(group).__name__}.")
+        raise TypeError(
+            f"`group` must be a ProcessGroup or a DeviceMesh, but it is a {type(group).__name__}."
+        )
     rank = dist.get_rank(group)
     if rank < 0:
         raise ValueError("`group` must contain this process, but it does not.")

@@ -24,7 +24,7 @@ class OwnLabels(NamedTuple):
 
 
 def row_losses(x: Tensor, k: Tensor, mask: Tensor | None, labels: OwnLabels, split: Split) -> Tensor:
-    """(2, R) in the work dtype, the same on every process: the loss of each row, and 1 where it has a label."""
+    """(2, R) in the work dtype, the same on every process: the loss of each row, and how many labels it has."""
     refuse_transforms()
     return _Loss.apply(x, k, mask, *labels, split)
 
@@ -50,7 +50,13 @@ class _Loss(torch.autograd.Function):
         labels = ShardLabels(row[finite], entry[finite], weight[finite])
         # The labels at infinite entries, whose loss is known from the row: 0, infinite, or log k/p.
         behind_mask = torch.zeros_like(counts) if mask is None else ~mask[row, place]
-        kinds = (torch.ones_like(counts), finite, counts & (entry == -torch.inf), entry.isnan() & counts, behind_mask)
+        kinds = (
+            torch.ones_like(counts),
+            finite,
+            counts & (entry == -torch.inf),
+            entry.isnan() & counts,
+            behind_mask,
+        )
         numbers = [*kinds, torch.where(entry == torch.inf, weight, 0)]
         marks = torch.zeros(count, len(numbers), dtype=torch.float64, device=x.device)
         marks.index_add_(0, row, torch.stack([number.double() for number in numbers], -1))
@@ -70,7 +76,7 @@ class _Loss(torch.autograd.Function):
         loss = torch.where(counted, torch.where(hi.isnan(), torch.nan, loss), 0)
         change = torch.where(hi.isfinite() & counted, solution.change, 0)
         ctx.save_for_backward(x, k, mask, row, place, weight, of_infinite, change, counted, *solution)
-        return torch.stack([loss, (any_label > 0).double()]).to(values.dtype)
+        return torch.stack([loss, any_label]).to(values.dtype)
 
     @staticmethod
     @once_differentiable

@@ -45,6 +45,7 @@ class Split:
 
     def __init__(self, group: LabelGroup, labels: list[int], bound: str = "exactly") -> None:
         self.group = group
+        self.labels = labels
         self.bound = bound
         self.start = sum(labels[: group.rank])
         self.total = sum(labels)

@@ -34,7 +34,9 @@ _POINTS = 8
 _MANY_POINTS = 16
 _FEW_WIDTH = 10.0
 
-SURVEY = 20  # numbers of each row in the first round: eight of its entries, one of the shard, three and eight sums
+SURVEY = (
+    20  # numbers of each row in the first round: eight of its entries, one of the shard, three and eight sums
+)
 
 
 class Shard(NamedTuple):

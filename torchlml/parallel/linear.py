@@ -1,0 +1,99 @@
+"""`linear_lml_loss` where each process has the linear layer of its own labels."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from torchlml._core.arguments import Canonical, check_bound, check_k
+from torchlml.losses.linear_chunks import linear_loss
+from torchlml.losses.reduction import Reduction, check_reduction
+from torchlml.parallel import dtensors, labels
+from torchlml.parallel import loss as sharded_loss
+from torchlml.parallel.agreement import same_everywhere, split_labels
+from torchlml.parallel.group import Group, LabelGroup, label_group
+
+
+def spread_linear_lml_loss(
+    input: Tensor,
+    linear_weight: Tensor,
+    linear_bias: Tensor | None,
+    target: Tensor,
+    k: float | Tensor,
+    weight: Tensor | None,
+    ignore_index: int,
+    reduction: Reduction,
+    memory: int,
+    group: Group | None,
+    settings: dict[str, Any],
+) -> Tensor:
+    """`linear_lml_loss` with a `group`, or with a weight that is a DTensor."""
+    if dtensors.is_dtensor(linear_weight):
+        dtensors.refuse_group(group)
+        group = dtensors.label_rows(linear_weight).group
+        input, linear_weight, linear_bias, target, k, weight = (
+            t.to_local() if dtensors.is_dtensor(t) else t
+            for t in (input, linear_weight, linear_bias, target, k, weight)
+        )
+        if group is None:
+            import torchlml
+
+            return torchlml.linear_lml_loss(
+                input,
+                linear_weight,
+                target,
+                k,
+                linear_bias=linear_bias,
+                weight=weight,
+                ignore_index=ignore_index,
+                reduction=reduction,
+                memory=memory,
+                **settings,
+            )
+    from torchlml.losses.linear import check_linear, stand_in
+
+    members, bound = label_group(group), settings["bound"]
+
+    def read() -> tuple[tuple[Canonical, Tensor], dict[str, Any]]:
+        check_reduction(reduction, settings["label_reduction"])
+        check_bound(bound)
+        check_linear(input, linear_weight, linear_bias, memory)
+        c = stand_in(input, linear_weight.shape[0])
+        wide_k = check_k(k, input.shape[:-1], None, input.device, "input")
+        same = same_everywhere("linear_lml_loss", c.row_shape, input, k, bound)
+        same |= {"reduction": reduction, "memory": memory, "in_features": input.shape[-1]}
+        same |= {"label_reduction": settings["label_reduction"]}
+        same |= labels.check_target(c, target, weight, ignore_index)
+        return (c, wide_k), {"labels": linear_weight.shape[0], "masked": False, "same": same}
+
+    (c, k), split = split_labels(members, input, k, bound, read)
+    n = linear_weight.shape[0]
+    rows = labels.listed(c, target, ignore_index, split) if labels.is_listed(target) else target
+    rows = rows.reshape(c.x.shape[0], rows.shape[-1])
+
+    def loss(logits: Tensor, k: Tensor, some: slice) -> Tensor:
+        own = labels.own_labels(rows[some], weight, split, n)
+        losses, number = sharded_loss.row_losses(logits.contiguous(), k, None, own, split)
+        return losses / number.clamp(min=1) if settings["label_reduction"] == "mean" else losses
+
+    return linear_loss(
+        loss,
+        _labelled(rows, members) if reduction == "mean" else rows[:0],
+        input,
+        linear_weight,
+        linear_bias,
+        k,
+        reduction,
+        memory,
+        longest=max(split.labels),
+        complete=members.all_reduce,
+    )
+
+
+def _labelled(rows: Tensor, group: LabelGroup) -> Tensor:
+    """Which rows have a label, on whatever process it lies: a round for a multi-hot."""
+    if rows.dtype == torch.int64:
+        return (rows >= 0).any(-1)
+    return group.sum((rows != 0).any(-1).long()) > 0
