@@ -10,7 +10,7 @@ from torch import Tensor
 from torchmetrics import Metric
 
 from torchlml._core.arguments import canonical
-from torchlml._core.rows import rows_of
+from torchlml._core.rows import Rows, rows_of
 from torchlml.losses.targets import read_labels
 from torchlml.metrics.means import average, by_k, in_units, read_ks
 
@@ -23,6 +23,7 @@ def topk_recall(
     ignore_index: int = -100,
     mask: Tensor | None = None,
     offsets: Tensor | None = None,
+    group: Any = None,
 ) -> Tensor | dict[str, Tensor]:
     """The part of a row's observed labels that is among its k highest scores, averaged over rows.
 
@@ -37,24 +38,39 @@ def topk_recall(
         ignore_index: the class index that means "no label".
         mask: bool, broadcasts to the scores; False entries cannot be found.
         offsets: int64 row boundaries of a ragged batch, as in `torchlml.lml`.
+        group: the processes among which the scores of each row are split, as in `torchlml.lml_loss`.
 
     Returns:
         What `TopKRecall` computes from this one batch.
     """
-    batch = _Ranked(preds, target, ignore_index, mask, offsets)
+    batch = _Ranked(preds, target, ignore_index, mask, offsets, group)
     return by_k(average(*batch.total(TopKRecall.measure, read_ks(k))), k, "recall")
 
 
 class _Ranked:
     """A batch of rows with their labels, and the chance of each entry to be among the highest."""
 
+    rows: Rows
+
     def __init__(
-        self, preds: Tensor, target: Tensor, ignore_index: int, mask: Tensor | None, offsets: Tensor | None
+        self,
+        preds: Tensor,
+        target: Tensor,
+        ignore_index: int,
+        mask: Tensor | None,
+        offsets: Tensor | None,
+        group: Any = None,
     ) -> None:
-        c = canonical(preds, 1, -1, mask, offsets, any_k=True, name="preds")
-        labels = read_labels(c._replace(mask=None), target, None, ignore_index)
-        self.labels = labels.multi_hot(c.x)
-        self.rows = rows_of(c.x, c.offsets, differentiable=True)
+        if group is None:
+            c = canonical(preds, 1, -1, mask, offsets, any_k=True, name="preds")
+            self.labels = read_labels(c._replace(mask=None), target, None, ignore_index).multi_hot(c.x)
+            self.rows = rows_of(c.x, c.offsets, differentiable=True)
+        else:
+            from torchlml.parallel.ranking import spread_ranking
+
+            if offsets is not None:
+                raise ValueError("`offsets` is not accepted with a `group`: give dense rows.")
+            c, self.rows, self.labels = spread_ranking(preds, target, ignore_index, mask, group)
         self.count = self.rows.sum(self.labels)
         self._available = torch.ones_like(c.x, dtype=torch.bool) if c.mask is None else c.mask
         self._x = c.x.detach().masked_fill(~self._available | c.x.isnan(), -torch.inf)
@@ -81,6 +97,7 @@ class TopKMetric(Metric):
     Args:
         k: one number, and `compute` returns a scalar; or several, and it returns a dict.
         ignore_index: the class index that means "no label".
+        group: the processes among which the scores of each row are split, as in `torchlml.lml_loss`.
         **settings: for `torchmetrics.Metric`.
     """
 
@@ -92,8 +109,15 @@ class TopKMetric(Metric):
     found: Tensor
     rows: Tensor
 
-    def __init__(self, k: int | Sequence[int] = (1, 5), ignore_index: int = -100, **settings: object) -> None:
+    def __init__(
+        self,
+        k: int | Sequence[int] = (1, 5),
+        ignore_index: int = -100,
+        group: Any = None,
+        **settings: object,
+    ) -> None:
         super().__init__(**settings)
+        self.group = group
         self._ks = read_ks(k)
         self.k = k
         self.ignore_index = ignore_index
@@ -109,7 +133,7 @@ class TopKMetric(Metric):
         self, preds: Tensor, target: Tensor, mask: Tensor | None = None, offsets: Tensor | None = None
     ) -> None:
         """Count a batch of scores (..., n); the other arguments are those of `torchlml.lml_loss`."""
-        batch = _Ranked(preds, target, self.ignore_index, mask, offsets)
+        batch = _Ranked(preds, target, self.ignore_index, mask, offsets, self.group)
         found, rows = batch.total(self.measure, self._ks)
         self.found = self.found + found
         self.rows = self.rows + rows
@@ -131,6 +155,7 @@ class TopKRecall(TopKMetric):
     Args:
         k: one number, and `compute` returns a scalar; or several, and it returns a dict.
         ignore_index: the class index that means "no label".
+        group: the processes among which the scores of each row are split, as in `torchlml.lml_loss`.
         **settings: for `torchmetrics.Metric`.
 
     For a row with observed labels Y and a predicted set P of k entries, the recall is |Y and P| / |Y|. The

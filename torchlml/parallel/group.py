@@ -20,6 +20,8 @@ Group = dist.ProcessGroup | DeviceMesh
 _Read = TypeVar("_Read")
 # The first message has one size whatever the arguments are: a message of another size than expected may hang.
 _BYTES = 2048
+# The name since torch 2.13.
+_all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 
 
 class LabelGroup(NamedTuple):
@@ -33,7 +35,7 @@ class LabelGroup(NamedTuple):
         """The parts of all processes, (P, ...): one round."""
         part = part.contiguous()
         parts = part.new_empty((self.size, *part.shape))
-        dist.all_gather_into_tensor(parts.flatten(0, 1) if part.dim() else parts, part, group=self.handle)
+        _all_gather(parts.flatten(0, 1) if part.dim() else parts, part, group=self.handle)
         return parts
 
     def sum(self, part: Tensor) -> Tensor:

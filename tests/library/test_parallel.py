@@ -1,0 +1,368 @@
+"""Rows spread over processes: values, gradients, special rows, rounds and bad input, in real processes.
+
+A `check_*` runs in every process of a group; the tests below start them once and ask for each.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.tensor.debug import CommDebugMode
+
+import torchlml
+import torchlml.parallel.group as group_module
+from tests.library.test_special_rows import DENSE, Special
+from tests.support import truth
+from tests.support.problems import SHORT
+from tests.support.spread import part, run, same_on_all, whole
+from torchlml.metrics import TopKRecall, topk_recall
+
+Group = dist.ProcessGroup
+FUNCTIONS = (torchlml.lml, torchlml.log_lml, torchlml.lml_dual)
+BOUNDS = ("exactly", "at_most", "at_least")
+FORMS = ("index", "list", "bool", "float")
+TOLERANCE = {torch.float64: 1e-11, torch.float32: 2e-6}
+
+
+def only_in(*sizes: int) -> Callable[[Any], Any]:
+    def mark(check: Any) -> Any:
+        check.sizes = sizes
+        return check
+
+    return mark
+
+
+def rounds(call: Callable[[], object]) -> int:
+    """How many collectives a call takes; `check_counting` holds this against torch's own count."""
+    number = 0
+
+    def count(*arguments: Any, **more: Any) -> None:
+        nonlocal number
+        number += 1
+        gather(*arguments, **more)
+
+    gather = group_module._all_gather
+    group_module._all_gather = count
+    try:
+        call()
+    finally:
+        group_module._all_gather = gather
+    return number
+
+
+def check_counting(group: Group) -> None:
+    x = part(torch.randn(4, 100), group)
+    with CommDebugMode() as counted:
+        torchlml.lml(x, 5, group=group)
+    assert counted.get_total_counts() == rounds(lambda: torchlml.lml(x, 5, group=group)) > 0
+
+
+def close(found: Tensor, wanted: Tensor, slack: float = 1.0) -> None:
+    limit = TOLERANCE[wanted.dtype] * slack
+    torch.testing.assert_close(found, wanted, rtol=limit, atol=limit * max(1.0, float(wanted.detach().abs().max())))
+
+
+def check_problems_against_the_truth(group: Group) -> None:
+    """Every row of the tests' problems, as they are and with the labels sorted by their logits."""
+    for dtype, limit in ((torch.float32, 1e-6), (torch.float64, 1e-11)):
+        for problem in SHORT:
+            right = problem.truth(dtype)
+            order = np.arange(len(right.y)) if dist.get_world_size(group) != 3 else np.argsort(right.z)
+            x = problem.row(dtype)[torch.from_numpy(order)]
+            nu = torchlml.lml_dual(part(x, group), problem.k, group=group)
+            assert same_on_all(nu, group), problem.name
+            y = whole(torchlml.lml(part(x, group), problem.k, group=group), group).double()
+            error = np.abs(y.numpy() - right.y[order]).max()
+            assert error <= limit, (problem.name, dtype, error)
+            assert abs(float(y.sum()) - problem.k) <= 2 * limit * max(1, problem.k), problem.name
+            log_y = whole(torchlml.log_lml(part(x, group), problem.k, group=group), group)
+            wanted = torch.from_numpy(right.log_y[order]).to(dtype)
+            torch.testing.assert_close(log_y, wanted, rtol=4 * limit, atol=4 * limit, msg=problem.name)
+
+
+def check_like_unsharded(group: Group) -> None:
+    """y, log y and nu with masks, bounds and one k per row, and their gradients."""
+    for dtype in TOLERANCE:
+        for bound in BOUNDS:
+            for masked in (False, True):
+                x, k = torch.randn(5, 3, 23, dtype=dtype) * 3, torch.rand(5, 3) * 6 + 0.5
+                mask = torch.rand(3, 23) < 0.8 if masked else None
+                for function in FUNCTIONS:
+                    _like_unsharded(function, x, k, mask, bound, group)
+
+
+def _like_unsharded(
+    function: Any, x: Tensor, k: Tensor, mask: Tensor | None, bound: str, group: Group
+) -> None:
+    x_whole, k_whole = x.clone().requires_grad_(), k.clone().requires_grad_()
+    wanted = function(x_whole, k_whole, mask=mask, bound=bound)
+    grad = torch.where(wanted.isinf(), 0, torch.randn(wanted.shape, dtype=x.dtype))
+    dx, dk = torch.autograd.grad(wanted, (x_whole, k_whole), grad)
+    own_x, own_k = part(x, group).requires_grad_(), k.clone().requires_grad_()
+    own_mask = None if mask is None else part(mask, group)
+    found = function(own_x, own_k, mask=own_mask, bound=bound, group=group)
+    per_row = function is torchlml.lml_dual
+    own_dx, own_dk = torch.autograd.grad(found, (own_x, own_k), grad if per_row else part(grad, group))
+    close(found, wanted if per_row else part(wanted, group))
+    close(own_dx, part(dx, group), 4)
+    close(own_dk, dk, 16)
+    assert same_on_all(own_dk, group)
+    if per_row:
+        assert same_on_all(found, group)
+
+
+def check_another_dim(group: Group) -> None:
+    x = torch.randn(2, 19, 3, dtype=torch.float64)
+    y = torchlml.lml(part(x, group, 1), 4, dim=1, group=group)
+    close(y, part(torchlml.lml(x, 4, dim=1), group, 1))
+
+
+def check_special_rows(group: Group) -> None:
+    """Infinities, NaN, masks and k at its ends: the limits that test_special_rows.py writes down."""
+    for row in DENSE:
+        for dtype in TOLERANCE:
+            _special(row, dtype, group)
+
+
+def _special(row: Special, dtype: torch.dtype, group: Group) -> None:
+    mask = torch.tensor(row.mask or [True] * len(row.x))
+    x = torch.tensor(row.x, dtype=dtype)
+    wanted = torch.tensor(row.y, dtype=torch.float64)
+    for function in FUNCTIONS:
+        own = part(x, group).requires_grad_()
+        k = torch.tensor(float(row.k), requires_grad=True)
+        found = function(own, k, mask=part(mask, group), group=group)
+        right = {"lml": wanted, "log_lml": wanted.log(), "lml_dual": torch.tensor(row.nu)}[function.__name__]
+        right = right if function is torchlml.lml_dual else part(right, group)
+        torch.testing.assert_close(
+            found.detach().double(), right.double(), rtol=2e-6, atol=2e-6, equal_nan=True, msg=row.name
+        )
+        # The gradients are those of the unsharded call, which test_special_rows.py holds against the limits.
+        x_whole, k_whole = x.clone().requires_grad_(), k.detach().clone().requires_grad_()
+        y = function(x_whole, k_whole, mask=mask)
+        dx, dk = torch.autograd.grad(y, (x_whole, k_whole), torch.ones_like(y))
+        own_dx, own_dk = torch.autograd.grad(found, (own, k), torch.ones_like(found))
+        options = {"rtol": 1e-5, "atol": 1e-6, "equal_nan": True}
+        torch.testing.assert_close(own_dx, part(dx, group), **options, msg=f"{row.name} {function.__name__}")
+        torch.testing.assert_close(own_dk, dk, **options, msg=f"{row.name} {function.__name__}")
+
+
+def _target(form: str, rows: int, n: int) -> Tensor:
+    if form in ("index", "list"):
+        target = torch.randint(n, (rows,) if form == "index" else (rows, 4))
+        target[1] = -100
+        return target
+    hot = torch.rand(rows, n) < 0.2
+    hot[1] = False
+    return hot if form == "bool" else hot.float() * 2
+
+
+def _own(target: Tensor, group: Group) -> Tensor:
+    return target if target.dtype == torch.int64 else part(target, group)
+
+
+def check_losses(group: Group) -> None:
+    """Every form of target, reduction and bound, with class weights: values and gradients as unsharded."""
+    for dtype in TOLERANCE:
+        for bound in BOUNDS:
+            for form in FORMS:
+                for reduction, of_labels in (("mean", "mean"), ("sum", "sum"), ("none", "sum"), ("mean", "sum")):
+                    settings = {"reduction": reduction, "label_reduction": of_labels, "bound": bound}
+                    _loss_like_unsharded(dtype, form, settings, group)
+                    _linear_like_unsharded(dtype, form, settings, group)
+
+
+def _loss_like_unsharded(dtype: torch.dtype, form: str, settings: Any, group: Group) -> None:
+    x, k, weight = torch.randn(6, 23, dtype=dtype) * 3, torch.rand(6) * 6 + 0.5, torch.rand(23)
+    x[1] = math.nan  # without a label, so that nobody feels it
+    target = _target(form, 6, 23)
+    x_whole, k_whole = x.clone().requires_grad_(), k.clone().requires_grad_()
+    wanted = torchlml.lml_loss(x_whole, target, k_whole, weight=weight, **settings)
+    grad = torch.rand(wanted.shape, dtype=dtype)
+    dx, dk = torch.autograd.grad(wanted, (x_whole, k_whole), grad)
+    own_x, own_k = part(x, group).requires_grad_(), k.clone().requires_grad_()
+    loss = torchlml.lml_loss(
+        own_x, _own(target, group), own_k, weight=part(weight, group), **settings, group=group
+    )
+    own_dx, own_dk = torch.autograd.grad(loss, (own_x, own_k), grad)
+    close(loss, wanted)
+    close(own_dx, part(dx, group), 4)
+    close(own_dk, dk, 16)
+    assert same_on_all(loss, group)
+
+
+def _linear_like_unsharded(dtype: torch.dtype, form: str, settings: Any, group: Group) -> None:
+    k, weight = torch.rand(6) * 6 + 0.5, torch.rand(23)
+    tensors = [torch.randn(6, 5, dtype=dtype), torch.randn(23, 5, dtype=dtype), torch.randn(23, dtype=dtype), k]
+    target = _target(form, 6, 23)
+    all_of = [t.clone().requires_grad_() for t in tensors]
+    logits = torch.nn.functional.linear(*all_of[:3])
+    wanted = torchlml.lml_loss(logits, target, all_of[3], weight=weight, **settings)
+    grad = torch.rand(wanted.shape, dtype=dtype)
+    right = torch.autograd.grad(wanted, all_of, grad)
+    own = [tensors[0], part(tensors[1], group, 0), part(tensors[2], group, 0), k]
+    own = [t.clone().requires_grad_() for t in own]
+    loss = torchlml.linear_lml_loss(
+        own[0],
+        own[1],
+        _own(target, group),
+        own[3],
+        linear_bias=own[2],
+        weight=part(weight, group),
+        memory=23 * 2 * 2 * dtype.itemsize,  # two rows at a time
+        **settings,
+        group=group,
+    )
+    found = torch.autograd.grad(loss, own, grad)
+    close(loss, wanted)
+    for mine, theirs, dim in zip(found, right, (None, 0, 0, None), strict=True):
+        close(mine, theirs if dim is None else part(theirs, group, dim), 16)
+    assert same_on_all(found[0], group)
+
+
+def check_half_precision(group: Group) -> None:
+    x = (torch.randn(4, 40) * 3).bfloat16()
+    for function in FUNCTIONS:
+        per_row = function is torchlml.lml_dual
+        wanted = function(x, 5)
+        found = function(part(x, group), 5, group=group)
+        assert found.dtype == torch.bfloat16
+        torch.testing.assert_close(found, wanted if per_row else part(wanted, group))
+    with torch.autocast("cpu"):
+        loss = torchlml.lml_loss(part(x, group), torch.tensor([3, 7, 0, 39]), 5, group=group)
+        assert loss.dtype == torch.float32
+        torch.testing.assert_close(loss, torchlml.lml_loss(x, torch.tensor([3, 7, 0, 39]), 5))
+
+
+def check_rounds(group: Group) -> None:
+    """The promises: 4 rounds for logits of scale 1 to 3, 6 for scale 12; backward 0 for the loss, 1 for the layer."""
+    for scale, most in ((1, 4), (3, 4), (12, 6)):
+        for n in (100, 10_000):
+            for k in (1, 5, 50, n // 10, n - 5):
+                x = part(torch.randn(8, n) * scale, group)
+                target = torch.randint(n, (8,))
+                number = rounds(lambda x=x, k=k: torchlml.lml(x, k, group=group))
+                assert number <= most, (scale, n, k, number)
+                number = rounds(lambda x=x, k=k, t=target: torchlml.lml_loss(x, t, k, group=group))
+                assert number <= most, ("loss", scale, n, k, number)
+    x = part(torch.randn(16, 1000), group).requires_grad_()
+    y = torchlml.lml(x, 5, group=group)
+    assert rounds(lambda: y.sum().backward()) == 1
+    loss = torchlml.lml_loss(x, torch.arange(16), 5, group=group)
+    assert rounds(loss.backward) == 0
+
+
+def check_rounds_of_any_row(group: Group) -> None:
+    worst = 0
+    for problem in SHORT:
+        for order in (False, True):
+            x = problem.row(torch.float32)
+            x = part(x.sort().values if order else x, group)[None]
+            worst = max(worst, rounds(lambda x=x, k=problem.k: torchlml.lml(x, k, group=group)))
+    for scale in (1e2, 1e3, 1e5, 1e30):
+        for k in (1, 7, 1000.5, 1999):
+            x = part((torch.randn(4, 2000) * scale).sort().values, group)
+            worst = max(worst, rounds(lambda x=x, k=k: torchlml.lml(x, k, group=group)))
+    assert worst <= 12, worst
+
+
+def check_refusals(group: Group) -> None:
+    """One sentence, on every process, for what only one of them has wrong."""
+    rank = dist.get_rank(group)
+    last = rank == dist.get_world_size(group) - 1
+    x, target = torch.randn(4, 6), torch.tensor([0, 1, 2, 3])
+    cases: list[tuple[str, Callable[[], object]]] = [
+        ("same k", lambda: torchlml.lml(x, 2 + last, group=group)),
+        ("same k", lambda: torchlml.lml(x, torch.full((4,), 2.0 + last), group=group)),
+        ("same dtype", lambda: torchlml.lml(x.double() if last else x, 2, group=group)),
+        ("same rows", lambda: torchlml.lml(x[:3] if last else x, 2, group=group)),
+        ("same bound", lambda: torchlml.lml(x, 2, bound="at_most" if last else "exactly", group=group)),
+        ("same function", lambda: (torchlml.log_lml if last else torchlml.lml)(x, 2, group=group)),
+        ("same target", lambda: torchlml.lml_loss(x, target.flip(0) if last else target, 2, group=group)),
+        ("`k` must be", lambda: torchlml.lml(x, -1 if last else 2, group=group)),
+        ("`k` must be from 0 to n", lambda: torchlml.lml(x, 1000, group=group)),
+        ("`x` must be", lambda: torchlml.lml(x.long() if last else x, 2, group=group)),
+        ("`target` must hold class indices", lambda: torchlml.lml_loss(x, target + 1000, 2, group=group)),
+        ("`target`", lambda: torchlml.lml_loss(x, target[:3], 2, group=group)),
+        ("`target`", lambda: torchlml.lml_loss(x, (x > 0)[:, : 6 - last], 2, group=group)),
+        ("`weight`", lambda: torchlml.lml_loss(x, target, 2, weight=torch.ones(7), group=group)),
+        ("`linear_weight`", lambda: torchlml.linear_lml_loss(x, torch.ones(9, 5 + last), target, 2, group=group)),
+        ("`offsets`", lambda: torchlml.lml(x[0], 2, offsets=torch.tensor([0, 6]), group=group)),
+        ("`solver`", lambda: torchlml.lml(x, 2, solver="bracketing", group=group)),
+    ]
+    for words, call in cases:
+        try:
+            call()
+        except (ValueError, TypeError) as error:
+            assert words in str(error), error
+            assert str(error).count("\n") == 0
+        else:
+            raise AssertionError(f"nothing was refused: {words}")
+    # After all that, the group still works.
+    close(torchlml.lml(part(x, group), 2, group=group), part(torchlml.lml(x, 2), group))
+
+
+def check_labels_behind_a_mask(group: Group) -> None:
+    x, mask = torch.randn(2, 6), torch.ones(2, 6, dtype=torch.bool)
+    mask[1, 5] = False
+    with pytest.raises(ValueError, match="`mask` is False"):
+        torchlml.lml_loss(part(x, group), torch.tensor([0, 5]), 2, mask=part(mask, group), group=group)
+
+
+def check_transforms_are_refused(group: Group) -> None:
+    x = part(torch.randn(2, 8, dtype=torch.float64), group)
+    with pytest.raises(NotImplementedError):
+        torch.func.grad(lambda x: torchlml.lml(x, 2, group=group).sum())(x)
+    x.requires_grad_()
+    (grad,) = torch.autograd.grad(torchlml.lml(x, 2, group=group).square().sum(), x, create_graph=True)
+    with pytest.raises(RuntimeError, match="once_differentiable"):
+        grad.sum().backward()
+
+
+def check_compiled(group: Group) -> None:
+    x = torch.randn(3, 12)
+    compiled = torch.compile(lambda x: 2 * torchlml.lml(x, 2, group=group), backend="eager")
+    close(compiled(part(x, group)), part(2 * torchlml.lml(x, 2), group))
+
+
+def check_recall(group: Group) -> None:
+    preds = torch.randint(-3, 3, (7, 20)).float()  # with ties
+    mask = torch.rand(7, 20) < 0.9
+    for form in FORMS:
+        target = _target(form, 7, 20)
+        for which in (None, mask):
+            wanted = topk_recall(preds, target, (1, 5, 30), mask=which)
+            metric = TopKRecall((1, 5, 30), group=group)
+            metric.update(part(preds, group), _own(target, group), None if which is None else part(which, group))
+            # Its own synchronisation would ask all four processes.
+            metric.sync = lambda *a, **b: None
+            found = metric.compute()
+            for name, value in wanted.items():
+                torch.testing.assert_close(found[name], value)
+
+
+CHECKS = [name for name in list(globals()) if name.startswith("check_")]
+
+
+@pytest.fixture(scope="module")
+def results() -> Iterator[dict[str, str]]:
+    return run(__name__, CHECKS)
+
+
+@pytest.mark.parametrize("check", CHECKS)
+def test_in_processes(check: str, results: dict[str, str]) -> None:
+    assert not results[check], results[check]
+
+
+def test_no_group_is_initialised() -> None:
+    with pytest.raises(ValueError, match="init_process_group"):
+        torchlml.lml(torch.randn(3), 1, group=object())
+
+
