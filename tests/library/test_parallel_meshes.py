@@ -1,0 +1,219 @@
+"""DTensors, meshes of rows and labels, and what users wrap around: in real processes."""
+
+from __future__ import annotations
+
+import os
+import signal
+import tempfile
+import time
+from collections.abc import Iterator
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import Replicate, Shard, distribute_tensor
+from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
+from torch.nn.parallel import DistributedDataParallel
+
+import torchlml
+import torchlml.parallel.group as group_module
+from tests.support.spread import run, start
+
+Group = dist.ProcessGroup
+PLACEMENTS = [(Shard(0),), (Shard(1),), (Replicate(),)]
+
+
+def all_four(check: Any) -> Any:
+    check.sizes = (4,)
+    return check
+
+
+@all_four
+def check_dtensors(group: Group) -> None:
+    """Split over labels, over rows, or not at all: the functions take them as they are."""
+    mesh = init_device_mesh("cpu", (4,))
+    for placements in PLACEMENTS:
+        _dtensors(mesh, placements)
+
+
+@all_four
+def check_rows_and_labels(group: Group) -> None:
+    """A mesh of two dimensions, in both orders."""
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("rows", "labels"))
+    for placements in ((Shard(0), Shard(1)), (Shard(1), Shard(0)), (Replicate(), Shard(1))):
+        _dtensors(mesh, placements)
+
+
+def _dtensors(mesh: DeviceMesh, placements: Any) -> None:
+    x, k = torch.randn(6, 11, dtype=torch.float64), torch.rand(6, dtype=torch.float64) * 4 + 1
+    mask = torch.rand(1, 11) < 0.8
+    mask[0, :3] = True
+    grad = torch.randn(6, 11, dtype=torch.float64)
+    for function in (torchlml.lml, torchlml.log_lml, torchlml.lml_dual):
+        x_whole = x.clone().requires_grad_()
+        wanted = function(x_whole, k, mask=mask)
+        g = torch.where(wanted.isinf(), 0, grad[..., 0] if wanted.dim() == 1 else grad)
+        (dx,) = torch.autograd.grad(wanted, x_whole, g)
+        leaf = distribute_tensor(x, mesh, placements).requires_grad_()
+        given_k = distribute_tensor(k, mesh, [Replicate()] * mesh.ndim)
+        given_mask = distribute_tensor(mask, mesh, [Replicate()] * mesh.ndim)
+        found = function(leaf, given_k, mask=given_mask)
+        torch.testing.assert_close(found.full_tensor(), wanted)
+        (own_dx,) = torch.autograd.grad(found, leaf, distribute_tensor(g, mesh, found.placements))
+        assert own_dx.placements == leaf.placements
+        torch.testing.assert_close(own_dx.full_tensor(), dx)
+    target = torch.tensor([[0, 10], [3, -100], [-100, -100], [1, 2], [2, 1], [0, 0]])
+    for form in (target, target[:, 0], torch.rand(6, 11) < 0.3):
+        for reduction in ("mean", "sum", "none"):
+            x_whole = x.clone().requires_grad_()
+            wanted = torchlml.lml_loss(x_whole, form, 3, reduction=reduction)
+            (dx,) = torch.autograd.grad(wanted.sum(), x_whole)
+            leaf = distribute_tensor(x, mesh, placements).requires_grad_()
+            loss = torchlml.lml_loss(
+                leaf, distribute_tensor(form, mesh, [Replicate()] * mesh.ndim), 3, reduction=reduction
+            )
+            torch.testing.assert_close(loss.full_tensor(), wanted)
+            (own_dx,) = torch.autograd.grad(loss.sum(), leaf)
+            torch.testing.assert_close(own_dx.full_tensor(), dx)
+
+
+@all_four
+def check_bad_dtensors(group: Group) -> None:
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("rows", "labels"))
+    twice = distribute_tensor(torch.randn(4, 8), mesh, [Shard(1), Shard(1)])
+    with pytest.raises(ValueError, match="one dimension of its mesh"):
+        torchlml.lml(twice, 2)
+    with pytest.raises(ValueError, match="whose mesh says"):
+        torchlml.lml(twice, 2, group=mesh["labels"])
+    with pytest.raises(ValueError, match="DeviceMesh of one dimension"):
+        torchlml.lml(torch.randn(4, 8), 2, group=mesh)
+
+
+@all_four
+def check_mesh_as_group(group: Group) -> None:
+    """A DeviceMesh of one dimension is a group; with rows split by hand over the other one."""
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("rows", "labels"))
+    x = torch.randn(4, 8, dtype=torch.float64)
+    row, label = mesh.get_local_rank("rows"), mesh.get_local_rank("labels")
+    own = x[2 * row : 2 * row + 2, 4 * label : 4 * label + 4]
+    y = torchlml.lml(own, 3, group=mesh["labels"])
+    torch.testing.assert_close(y, torchlml.lml(x, 3)[2 * row : 2 * row + 2, 4 * label : 4 * label + 4])
+
+
+@all_four
+def check_group_of_one(group: Group) -> None:
+    alone = [dist.new_group([rank]) for rank in range(4)][dist.get_rank()]
+    x = torch.randn(3, 9, dtype=torch.float64)
+    torch.testing.assert_close(torchlml.lml(x, 2, group=alone), torchlml.lml(x, 2))
+
+
+def _batch() -> tuple[Tensor, Tensor]:
+    return torch.randn(8, 6), torch.randint(12, (8,))
+
+
+@all_four
+def check_colwise_parallel(group: Group) -> None:
+    """A last layer split by `parallelize_module`: its weight goes to linear_lml_loss as it is."""
+    mesh = init_device_mesh("cpu", (4,))
+    model = nn.Sequential(nn.Linear(6, 5), nn.ReLU(), nn.Linear(5, 12))
+    inputs, target = _batch()
+    wanted = torchlml.lml_loss(model(inputs), target, 3)
+    wanted.backward()
+    right = [p.grad.clone() for p in model.parameters()]
+    model.zero_grad()
+    parallelize_module(model, mesh, {"2": ColwiseParallel()})
+    last = model[2]
+    loss = torchlml.linear_lml_loss(model[:2](inputs), last.weight, target, 3, linear_bias=last.bias)
+    loss.backward()
+    torch.testing.assert_close(loss, wanted)
+    for p, grad in zip(model.parameters(), right, strict=True):
+        found = p.grad.full_tensor() if hasattr(p.grad, "full_tensor") else p.grad
+        torch.testing.assert_close(found, grad, rtol=1e-4, atol=1e-6)
+
+
+@all_four
+def check_data_parallel(group: Group) -> None:
+    """DDP over rows around a layer that is split over labels."""
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("rows", "labels"))
+    row, label = mesh.get_local_rank("rows"), mesh.get_local_rank("labels")
+    body, head = nn.Linear(6, 5), torch.randn(12, 5)
+    inputs, target = _batch()
+    torchlml.lml_loss(body(inputs) @ head.T, target, 3).backward()
+    right = body.weight.grad.clone()
+    body.zero_grad()
+    wrapped = DistributedDataParallel(body, process_group=mesh.get_group("rows"))
+    own, rows = head[6 * label : 6 * label + 6].clone().requires_grad_(), slice(4 * row, 4 * row + 4)
+    torchlml.linear_lml_loss(wrapped(inputs[rows]), own, target[rows], 3, group=mesh["labels"]).backward()
+    torch.testing.assert_close(body.weight.grad, right, rtol=1e-4, atol=1e-6)
+
+
+@all_four
+def check_fully_sharded(group: Group) -> None:
+    """FSDP2 around the module: every process has its own rows, and gathers the weight when it is needed."""
+    mesh, rank = init_device_mesh("cpu", (4,)), dist.get_rank()
+    model = nn.ModuleList([nn.Linear(6, 5), torchlml.LinearLMLLoss(5, 12, 3)])
+    inputs, target = _batch()
+    model[1](model[0](inputs), target).backward()
+    right = [p.grad.clone() for p in model.parameters()]
+    model.zero_grad()
+    for part in model:
+        fully_shard(part, mesh=mesh)
+    rows = slice(2 * rank, 2 * rank + 2)
+    model[1](model[0](inputs[rows]), target[rows]).backward()
+    for p, grad in zip(model.parameters(), right, strict=True):
+        torch.testing.assert_close(p.grad.full_tensor(), grad, rtol=1e-4, atol=1e-6)
+
+
+CHECKS = [name for name in list(globals()) if name.startswith("check_")]
+
+
+@pytest.fixture(scope="module")
+def results() -> Iterator[dict[str, str]]:
+    return run(__name__, CHECKS)
+
+
+@pytest.mark.parametrize("check", CHECKS)
+def test_in_processes(check: str, results: dict[str, str]) -> None:
+    assert not results[check], results[check]
+
+
+def _dies(rank: int, folder: str) -> None:
+    store = dist.FileStore(f"{folder}/store", 2)
+    limit = timedelta(seconds=5)
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=2, timeout=limit)
+    x = torch.randn(2, 50)
+    torchlml.lml(x, 3, group=dist.group.WORLD)
+    if rank == 1:
+        gather, calls = group_module._all_gather, []
+
+        def die(*arguments: Any, **more: Any) -> None:
+            calls.append(1)
+            if len(calls) == 3:  # in the middle of a solve
+                os.kill(os.getpid(), signal.SIGKILL)
+            gather(*arguments, **more)
+
+        group_module._all_gather = die
+    started = time.monotonic()
+    try:
+        torchlml.lml(x, 3, group=dist.group.WORLD)
+    except RuntimeError as error:
+        (Path(folder) / "error").write_text(f"{time.monotonic() - started} {error}")
+    os._exit(0)
+
+
+def test_a_process_that_is_killed_ends_the_others() -> None:
+    with tempfile.TemporaryDirectory() as folder:
+        with pytest.raises(Exception, match="SIGKILL"):
+            start(_dies, (folder,), 2, __name__)
+        deadline = time.monotonic() + 60
+        while not (Path(folder) / "error").exists():
+            assert time.monotonic() < deadline, "the process that was left did not stop"
+            time.sleep(0.05)
+        seconds, _, words = (Path(folder) / "error").read_text().partition(" ")
+    assert float(seconds) < 10, words
