@@ -1,6 +1,6 @@
 """Checks that run in real processes: one start for many of them, since a start takes seconds.
 
-A check is a function of a group; `run` calls it in groups of 2, 3 and 4 of four processes, which talk by gloo.
+A check is a function of a group; `run` calls it in groups of 2, 3 and 4 processes, which talk by gloo.
 """
 
 from __future__ import annotations

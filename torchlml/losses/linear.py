@@ -56,9 +56,9 @@ def linear_lml_loss(
         bound: "exactly", or "at_most" or "at_least" k labels are predicted, as in `torchlml.lml`.
         memory: how many bytes the logits and their gradient may take at a time. A single row may exceed it;
             the gradients of the input and of the weight are not counted.
-        group: the processes among which the labels are split, as for `lml_loss`: `linear_weight`, `linear_bias`
-            and `weight` are then those of this process's labels, and the input is the same everywhere. A
-            `linear_weight` that is a DTensor, `Shard`ed over its labels, brings its group along.
+        group: the processes among which the labels are split, as for `lml_loss`: `linear_weight`,
+            `linear_bias` and `weight` are then those of this process's labels, and the input is the same
+            everywhere. A `linear_weight` that is a DTensor, `Shard`ed over its labels, brings its group.
 
     Returns:
         What `lml_loss(F.linear(input, linear_weight, linear_bias), target, k, ...)` gives.
@@ -71,19 +71,8 @@ def linear_lml_loss(
     if is_spread(linear_weight, group):
         from torchlml.parallel.linear import spread_linear_lml_loss
 
-        return spread_linear_lml_loss(
-            input,
-            linear_weight,
-            linear_bias,
-            target,
-            k,
-            weight,
-            ignore_index,
-            reduction,
-            memory,
-            group,
-            settings,
-        )
+        settings |= {"reduction": reduction, "ignore_index": ignore_index, "memory": memory}
+        return spread_linear_lml_loss(input, linear_weight, linear_bias, target, k, weight, group, **settings)
     check_reduction(reduction, label_reduction)
     check_bound(bound)
     check_linear(input, linear_weight, linear_bias, memory)

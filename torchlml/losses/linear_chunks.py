@@ -1,4 +1,4 @@
-"""A linear layer and a loss of its logits together, a few rows at a time, so that the batch's logits never exist.
+"""A linear layer and a loss of its logits together, a few rows at a time: a batch's logits never exist.
 
 A chunk holds whole rows, so every loss that gives one number per row can be used as it is, and no logit is
 computed twice. Three matrix products per chunk, as many as the plain way has: the logits, the gradient of the
@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import linear
 
-from torchlml._core.paths import differentiate_again, is_plain, wants_graph
+from torchlml._core.paths import differentiate_again, is_plain, needs_no_graph, wants_graph
 from torchlml._core.rows import work_dtype
 
 RowLoss = Callable[[Tensor, Tensor, slice], Tensor]
@@ -25,7 +25,7 @@ RowLoss = Callable[[Tensor, Tensor, slice], Tensor]
 class LinearRows(NamedTuple):
     """The work to do: a loss for every row of `linear(input, weight, bias)`, `chunk` rows at a time.
 
-    `seed` is what each row counts in the sum that comes back; None stands for the losses of the rows themselves.
+    `seed` is what each row counts in the sum that comes back; None stands for the losses of the rows.
     """
 
     loss: RowLoss
@@ -38,6 +38,8 @@ class LinearRows(NamedTuple):
 
     def __call__(self, input: Tensor, weight: Tensor, bias: Tensor | None, k: Tensor) -> Tensor:
         """The losses (R,) or their sum, by the plain way under the transforms that chunks cannot serve."""
+        if is_plain() and needs_no_graph(*(t for t in (input, weight, bias, k) if t is not None)):
+            return _losses(self, input, weight, bias, k)
         if is_plain() or self.complete is not None:
             return _Chunked.apply(self, input, weight, bias, k)
         return self.plain(input, weight, bias, k)
@@ -110,8 +112,9 @@ def rows_within(memory: int, labels: int, dtype: torch.dtype, copies: int = 2) -
     work = work_dtype(dtype)
     per_label = copies * work.itemsize + (2 * dtype.itemsize if dtype != work else 0)
     row = max(1, per_label * labels)
-    # One row more if it exceeds the budget only a little: for two pieces of 32 MiB, the default, the C library
-    # asks the system and gives back exactly; smaller ones leave holes in its heap that may cost more than a row.
+    # One row more if it exceeds the budget only a little: for two pieces of 32 MiB, the default, the C
+    # library asks the system and gives back exactly; smaller ones leave holes in its heap that may cost more
+    # than a row.
     rows = -(-memory // row)
     return max(1, rows if rows * row <= 1.08 * memory else rows - 1)
 
@@ -133,7 +136,7 @@ class _Chunked(torch.autograd.Function):
         ctx.work, ctx.early = work, None
         ctx.save_for_backward(input, weight, bias, k)
         wanted = ctx.needs_input_grad[1:]
-        if work.seed is None or not any(wanted):
+        if work.seed is None:
             return _losses(work, input, weight, bias, k)
         # What the sum's gradient needs is at hand while the logits are: only its factor is still unknown.
         loss, ctx.early = _with_gradients(work, input, weight, bias, k, work.seed, wanted)
@@ -226,7 +229,7 @@ def _chunks(work: LinearRows, input: Tensor) -> list[slice]:
 
 
 class _Logits:
-    """The logits of one chunk after another, in the same memory: freed pieces of this size are not always reused."""
+    """The logits of one chunk after another, in the same memory: freed pieces are not always reused."""
 
     def __init__(self, work: LinearRows, input: Tensor, weight: Tensor, bias: Tensor | None) -> None:
         # What autocast would do to the weight is done once, and not with every chunk.

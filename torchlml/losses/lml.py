@@ -61,8 +61,8 @@ def lml_loss(
         offsets: int64 row boundaries of a ragged batch, as in `torchlml.lml`.
         bound: "exactly", or "at_most" or "at_least" k labels are predicted, as in `torchlml.lml`.
         group: the processes among which the labels are split, as in `torchlml.lml`. Class indices count the
-            labels of all processes; `weight`, `mask` and a multi-hot are those of this process's labels. Every
-            process gets the same loss, and the gradient of its own logits.
+            labels of all processes; `weight`, `mask` and a multi-hot are those of this process's labels.
+            Every process gets the same loss, and the gradient of its own logits.
 
     Returns:
         The loss in the dtype of the logits (float32 under autocast), a scalar or one number per row.

@@ -1,7 +1,8 @@
 """DTensors in, DTensors out: each process works on its part, with the others if the labels are split.
 
-A DTensor may be `Shard`ed over its labels on one dimension of its mesh, and sharded over rows or replicated on the
-others. Plain tensors beside it are what this process needs: for its rows, and of masks and multi-hots its labels.
+A DTensor may be `Shard`ed over its labels on one dimension of its mesh, and sharded over rows or replicated
+on the others. Plain tensors beside it are what this process needs: for its rows, and of masks and multi-hots
+its labels.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 
 
 class Layout(NamedTuple):
-    """Where the parts of a DTensor are: `labels` is the dimension of its mesh that splits the labels, if one does."""
+    """Where the parts of a DTensor are; `labels` is the dimension of its mesh that splits the labels."""
 
     mesh: DeviceMesh
     placements: tuple[Any, ...]
@@ -100,7 +101,8 @@ def label_rows(weight: DTensor) -> Layout:
     where = layout(weight, 0, "linear_weight")
     if any(isinstance(place, Shard) and place.dim != 0 for place in where.placements):
         raise ValueError(
-            f"`linear_weight` must be split over its labels, Shard(0), but its placements are {where.placements}."
+            "`linear_weight` must be split over its labels, Shard(0), but its placements are "
+            f"{where.placements}."
         )
     return where
 
@@ -130,7 +132,7 @@ def loss(
     weight: Any,
     reduction: str,
 ) -> DTensor:
-    """A loss of DTensor logits, from a function that gives the losses of this process's rows, and their labels."""
+    """A loss of DTensor logits; `function` gives the losses of this process's rows and their labels."""
     where = layout(logits, -1, "logits")
     multi_hot = target.dtype == torch.bool or target.is_floating_point()
     if isinstance(weight, DTensor):

@@ -1,7 +1,7 @@
 """A group of processes that hold the labels of the same rows, and the two ways in which they talk.
 
-Every decision is taken from gathered numbers, which are added in the order of the ranks: so all processes have
-the same bits and take the same way.
+Every decision is taken from gathered numbers, which are added in the order of the ranks: so all processes
+have the same bits and take the same way.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ class LabelGroup(NamedTuple):
         return add_up(self.gather(part))
 
     def all_reduce(self, part: Tensor) -> Tensor:
-        """The sum in place, for what is too large to be gathered: the gradient of what all processes are given."""
+        """The sum in place, for what is too large to be gathered: the gradient of a common input."""
         dist.all_reduce(part, group=self.handle)
         return part
 
@@ -57,12 +57,14 @@ def label_group(group: Any) -> LabelGroup:
     """Read the argument `group`."""
     if not dist.is_available() or not dist.is_initialized():
         raise ValueError(
-            "`group` needs torch.distributed to be initialised: call torch.distributed.init_process_group first."
+            "`group` needs torch.distributed to be initialised: "
+            "call torch.distributed.init_process_group first."
         )
     if isinstance(group, DeviceMesh):
         if group.ndim != 1:
             raise ValueError(
-                f"`group` must be a DeviceMesh of one dimension, that of the labels, but it has {group.ndim}: "
+                "`group` must be a DeviceMesh of one dimension, that of the labels, but it has "
+                f"{group.ndim}: "
                 'give one of them, as in `mesh["labels"]`.'
             )
         group = group.get_group()
@@ -109,8 +111,8 @@ def agree(
             found = other["same"].get(name)
             if found != first[name]:
                 raise ValueError(
-                    f"The processes of the group must have the same {name}, but process 0 has {first[name]} and "
-                    f"process {rank} has {found}."
+                    f"The processes of the group must have the same {name}, but process 0 has "
+                    f"{first[name]} and process {rank} has {found}."
                 )
     assert arguments is not None
     return arguments, everyone

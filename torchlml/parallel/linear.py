@@ -7,9 +7,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from torchlml._core.arguments import Canonical, check_bound, check_k
+from torchlml._core.arguments import Bound, Canonical, check_bound, check_k
 from torchlml.losses.linear_chunks import linear_loss
 from torchlml.losses.reduction import Reduction, check_reduction
+from torchlml.losses.targets import LabelReduction
 from torchlml.parallel import dtensors, labels
 from torchlml.parallel import loss as sharded_loss
 from torchlml.parallel.agreement import same_everywhere, split_labels
@@ -23,11 +24,13 @@ def spread_linear_lml_loss(
     target: Tensor,
     k: float | Tensor,
     weight: Tensor | None,
+    group: Group | None,
+    *,
     ignore_index: int,
     reduction: Reduction,
+    label_reduction: LabelReduction,
+    bound: Bound,
     memory: int,
-    group: Group | None,
-    settings: dict[str, Any],
 ) -> Tensor:
     """`linear_lml_loss` with a `group`, or with a weight that is a DTensor."""
     if dtensors.is_dtensor(linear_weight):
@@ -49,22 +52,23 @@ def spread_linear_lml_loss(
                 weight=weight,
                 ignore_index=ignore_index,
                 reduction=reduction,
+                label_reduction=label_reduction,
+                bound=bound,
                 memory=memory,
-                **settings,
             )
     from torchlml.losses.linear import check_linear, stand_in
 
-    members, bound = label_group(group), settings["bound"]
+    members = label_group(group)
 
     def read() -> tuple[tuple[Canonical, Tensor], dict[str, Any]]:
-        check_reduction(reduction, settings["label_reduction"])
+        check_reduction(reduction, label_reduction)
         check_bound(bound)
         check_linear(input, linear_weight, linear_bias, memory)
         c = stand_in(input, linear_weight.shape[0])
         wide_k = check_k(k, input.shape[:-1], None, input.device, "input")
         same = same_everywhere("linear_lml_loss", c.row_shape, input, k, bound)
         same |= {"reduction": reduction, "memory": memory, "in_features": input.shape[-1]}
-        same |= {"label_reduction": settings["label_reduction"]}
+        same |= {"label_reduction": label_reduction}
         same |= labels.check_target(c, target, weight, ignore_index)
         return (c, wide_k), {"labels": linear_weight.shape[0], "masked": False, "same": same}
 
@@ -76,7 +80,7 @@ def spread_linear_lml_loss(
     def loss(logits: Tensor, k: Tensor, some: slice) -> Tensor:
         own = labels.own_labels(rows[some], weight, split, n)
         losses, number = sharded_loss.row_losses(logits.contiguous(), k, None, own, split)
-        return losses / number.clamp(min=1) if settings["label_reduction"] == "mean" else losses
+        return losses / number.clamp(min=1) if label_reduction == "mean" else losses
 
     return linear_loss(
         loss,

@@ -24,7 +24,7 @@ class OwnLabels(NamedTuple):
 
 
 def row_losses(x: Tensor, k: Tensor, mask: Tensor | None, labels: OwnLabels, split: Split) -> Tensor:
-    """(2, R) in the work dtype, the same on every process: the loss of each row, and how many labels it has."""
+    """(2, R) in the work dtype, the same on every process: the losses of the rows, and how many labels."""
     refuse_transforms()
     return _Loss.apply(x, k, mask, *labels, split)
 

@@ -1,7 +1,8 @@
 """`lml`, `log_lml` and `lml_dual` of rows whose labels are spread over processes.
 
-The arguments are in canonical form, see `_kernels.reference`; every process has its own columns of the same rows.
-Every result is the part that belongs to this process's labels, or a number per row that is the same on all of them.
+The arguments are in canonical form, see `_kernels.reference`; every process has its own columns of the same
+rows. Every result is the part that belongs to this process's labels, or a number per row that is the same
+on all of them.
 """
 
 from __future__ import annotations
@@ -61,7 +62,8 @@ class LocalRows:
         self.solution = solution
         self.z = shifted(self.values, solution.nu, self.rows)
         self.live = reference.moving(self.values, solution.nu, self.rows)
-        # Where k < p the +inf entries get k/p each: they follow k like tied entries, but no finite change of x.
+        # Where k < p the +inf entries get k/p each: they follow k like tied entries, but no finite change of
+        # x.
         tied = (solution.share > 0) & (solution.share < 1)
         self.tied = (self.values == torch.inf) & tied.unsqueeze(-1)
 
@@ -164,8 +166,9 @@ class _Dual(torch.autograd.Function):
 
 
 def refuse_transforms() -> None:
+    """Say that there is no path for them, which would be silently wrong otherwise."""
     if not is_plain():
         raise NotImplementedError(
-            "With `group`, only plain calls and their first derivatives are supported, but a transform of torch.func "
-            "or forward-mode differentiation is at work."
+            "With `group`, only plain calls and their first derivatives are supported, but a transform of "
+            "torch.func or forward-mode differentiation is at work."
         )

@@ -15,7 +15,7 @@ from torchlml.parallel.group import Group, LabelGroup, label_group
 
 
 class SpreadRows(DenseRows):
-    """The rows of which this process has some columns: `sum` and `largest` are over all of them, a round each."""
+    """The rows of which this process has some columns; `sum` and `largest` are over all, a round each."""
 
     def __init__(self, x: Tensor, group: LabelGroup) -> None:
         super().__init__(x, differentiable=True)

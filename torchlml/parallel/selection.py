@@ -2,8 +2,8 @@
 
 Each process sorts its part and proposes 128 of its entries, evenly spaced by rank, with their ranks. From all
 proposals everyone knows limits of every proposal's rank in the whole row, and so a window in which the wanted
-entries lie. What the window holds shrinks by a factor of 30 and more with every round, whatever the entries are, and
-once every process can propose all that it has left in the window, the answer is exact.
+entries lie. What the window holds shrinks by a factor of 30 and more with every round, whatever the entries
+are, and once every process can propose all that it has left in the window, the answer is exact.
 """
 
 from __future__ import annotations

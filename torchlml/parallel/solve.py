@@ -1,12 +1,13 @@
 """nu of rows whose labels are spread over processes.
 
-1. Survey, one round. Every process solves its own part with the compiled kernel, for its share k n_p / n of k:
-   since the shares add up to k, the root lies between the smallest and the largest of these nu, whatever the rows
-   are; where the parts are alike, all of them are close to it. Taylor's series of all parts give a first estimate.
+1. Survey, one round. Every process solves its own part with the compiled kernel, for its share k n_p / n of
+   k: since the shares add up to k, the root lies between the smallest and the largest of these nu, whatever
+   the rows are; where the parts are alike, all of them are close to it. Taylor's series of all parts give a
+   first estimate.
 2. Evaluations, one round each: the sums of `sums.py` at one point, or at several where the interval is wide,
    until a point is so near to the root that Taylor's series there gives the rest to rounding.
-3. Rows whose interval is wide, or whose logits leave a wide gap at the threshold, first have the entries at their
-   threshold found by `selection.py`, a few rounds. In a gap wider than 80 the answer has a closed form.
+3. Rows whose interval is wide, or whose logits leave a wide gap at the threshold, first have the entries at
+   their threshold found by `selection.py`, a few rounds. In a gap wider than 80 the answer has a closed form.
 """
 
 from __future__ import annotations
@@ -40,7 +41,7 @@ SURVEY = (
 
 
 class Shard(NamedTuple):
-    """This process's part of the rows: entries in the work dtype, -inf where absent, and what belongs to them."""
+    """This process's part of the rows: entries in the work dtype, -inf where absent, and the labels."""
 
     x: Tensor
     k: Tensor  # (R,), float64
@@ -52,9 +53,10 @@ class Shard(NamedTuple):
 class Solution(NamedTuple):
     """What is the same on every process: one number per row each.
 
-    `nu` is a pair (2, R) as in `reference.py`. `log_slope` is log sum w. `share` is what entries of +inf get, and `infinite`
-    how many they are. `free` marks rows that keep a bound by themselves: their nu is 0 and does not move. `loss` is
-    the sum of -c log y over the labels at finite entries, `change` that of c (1 - y). `marks` are the sums of the shards' marks.
+    `nu` is a pair (2, R) as in `reference.py`. `log_slope` is log sum w. `share` is what entries of +inf get,
+    and `infinite` how many they are. `free` marks rows that keep a bound by themselves: their nu is 0 and
+    does not move. `loss` is the sum of -c log y over the labels at finite entries, `change` that of
+    c (1 - y). `marks` are the sums of the shards' marks.
     """
 
     nu: Tensor
@@ -108,7 +110,8 @@ def solve(shard: Shard, group: LabelGroup, bound: str) -> Solution:
         easy = torch.cat([easy, hard[found.gap <= _GAP]]).sort().values
     _iterate(shard, state, easy, low, high, estimate, spread, group)
     if shard.labels is not None:
-        # A row without an iteration has its labels still to be evaluated: in a closed gap, or where it is free.
+        # A row without an iteration has its labels still to be evaluated: in a closed gap, or where it is
+        # free.
         rest = torch.cat([closed, free.nonzero().flatten()]).sort().values
         if rest.numel():
             _label_round(shard, state, rest, group)
@@ -264,7 +267,7 @@ def _iterate(
     spread: Tensor,
     group: LabelGroup,
 ) -> None:
-    """Evaluate until every row has a point near its root, one round each time; the results go into `state`."""
+    """Evaluate until every row has a point near its root, a round each time; results go into `state`."""
     near = _NEAR[shard.x.dtype]
     points = _first_points(low[rows], high[rows], estimate[rows], spread[rows])
     low, high = low[rows], high[rows]

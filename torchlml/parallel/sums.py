@@ -1,8 +1,8 @@
 """What a process adds up over its own labels: numbers per row, in float64, whatever the logits are.
 
 An entry counts as its nearer integer plus or minus t = sigmoid(-|z|), as in `solvers.residual`, and beside
-the sums stand the first derivatives of S(nu) = sum sigmoid(x + nu): from one evaluation near the root the root
-itself, and everything that depends on it, follow by Taylor's series without another round.
+the sums stand the first derivatives of S(nu) = sum sigmoid(x + nu): from one evaluation near the root the
+root itself, and everything that depends on it, follow by Taylor's series without another round.
 """
 
 from __future__ import annotations
@@ -92,7 +92,7 @@ def _block_sums(v: Tensor) -> Tensor:
 
 
 def evaluate_labels(labels: ShardLabels, base: Tensor, shift: Tensor) -> Tensor:
-    """(D, R, 5): the sum of -c log y over the labels, that of c (1 - y), and of c times y's derivatives 1 to 3."""
+    """(D, R, 5): sums over the labels of -c log y, of c (1 - y), and of c times y's derivatives 1 to 3."""
     points, rows = shift.shape
     z = (labels.x.double() + base[labels.row]) + shift[:, labels.row]
     y, not_y = torch.sigmoid(z), torch.sigmoid(-z)
@@ -105,7 +105,7 @@ def evaluate_labels(labels: ShardLabels, base: Tensor, shift: Tensor) -> Tensor:
 
 
 def gap_sums(x: Tensor, upper: Tensor, lower: Tensor) -> Tensor:
-    """(R, 2): the sum of e^(x - lower) over the entries up to `lower`, and of e^(upper - x) from `upper` on."""
+    """(R, 2): the sums of e^(x - lower) over the entries up to `lower`, of e^(upper - x) from `upper` on."""
     z = x.double()
     below = torch.exp((z - lower[:, None]).clamp(max=0)) * (z <= lower[:, None])
     above = torch.exp((upper[:, None] - z).clamp(max=0)) * ((z >= upper[:, None]) & (z < torch.inf))

@@ -1,0 +1,58 @@
+"""A classifier whose last layer is split by labels over processes: torchrun --nproc-per-node 2 sharded_labels.py
+
+No process ever has the whole last layer, or the logits of all labels. The data are points around centres, one
+per label, of which every row observes one; the model must find it among its k guesses.
+"""
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
+
+import torchlml
+from torchlml.metrics import TopKRecall
+
+LABELS, FEATURES, K = 1000, 16, 5
+
+
+class Classifier(nn.Module):
+    """Two layers; the second has one row per label."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body = nn.Sequential(nn.Linear(FEATURES, 64), nn.ReLU())
+        self.head = nn.Linear(64, LABELS)
+
+    def loss(self, x: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+        hidden = self.body(x)
+        return torchlml.linear_lml_loss(hidden, self.head.weight, target, K, linear_bias=self.head.bias)
+
+
+def main() -> None:
+    """Train, and print the recall among the k guesses."""
+    dist.init_process_group("gloo")
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),), mesh_dim_names=("labels",))
+    torch.manual_seed(0)  # the same first layer and the same batches on every process
+    centres = torch.randn(LABELS, FEATURES)
+    model = Classifier()
+    parallelize_module(model, mesh, {"head": ColwiseParallel(use_local_output=False)})
+    optimizer = torch.optim.Adam(model.parameters(), lr=1e-2)
+    for _ in range(150):
+        target = torch.randint(LABELS, (128,))
+        loss = model.loss(centres[target] + 0.3 * torch.randn(128, FEATURES), target)
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+    with torch.no_grad():
+        logits = model.head(model.body(centres)).to_local()
+    recall = TopKRecall(K, group=mesh)
+    recall.update(logits, torch.arange(LABELS))
+    if dist.get_rank() == 0:
+        print(f"loss {loss.item():.3f}, recall@{K} {recall.compute():.3f}")
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,274 @@
+"""`linear_lml_loss` against `lml_loss(F.linear(...))`: every argument, every derivative, and its memory."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+import torchlml
+from torchlml.losses import linear_chunks
+from torchlml.losses.linear_chunks import rows_within
+from torchlml_lab.bench.peak_memory import added_bytes, measurable
+
+ROWS, LABELS, FEATURES = 11, 30, 7
+FORMS = ("index", "list", "bool", "float")
+TOLERANCE = {torch.float64: 1e-10, torch.float32: 2e-5, torch.bfloat16: 4e-2}
+each_form = pytest.mark.parametrize("form", FORMS)
+each_reduction = pytest.mark.parametrize("reduction", ["mean", "sum", "none"])
+
+
+def _target(form: str) -> Tensor:
+    if form in ("index", "list"):
+        target = torch.randint(LABELS, (ROWS,) if form == "index" else (ROWS, 4))
+        target[2] = -100
+        return target
+    hot = torch.rand(ROWS, LABELS) < 0.1
+    return hot if form == "bool" else hot.float() * 2
+
+
+def _tensors(dtype: torch.dtype = torch.float64, bias: bool = True) -> list[Tensor]:
+    shapes: list[tuple[int, ...]] = [(ROWS, FEATURES), (LABELS, FEATURES), *([(LABELS,)] if bias else [])]
+    return [torch.randn(shape, dtype=dtype).requires_grad_() for shape in shapes]
+
+
+def _plain(tensors: list[Tensor], target: Tensor, k: Any, **settings: Any) -> Tensor:
+    return torchlml.lml_loss(F.linear(*tensors), target, k, **settings)
+
+
+def _chunked(tensors: list[Tensor], target: Tensor, k: Any, *, rows: int = 3, **settings: Any) -> Tensor:
+    size = LABELS * 2 * max(4, tensors[0].dtype.itemsize) * rows
+    if tensors[0].dtype == torch.bfloat16:
+        size += LABELS * 2 * 2 * rows
+    bias = tensors[2] if len(tensors) > 2 else None
+    return torchlml.linear_lml_loss(
+        tensors[0], tensors[1], target, k, linear_bias=bias, memory=size, **settings
+    )
+
+
+def _compare(dtype: torch.dtype, target: Tensor, k: Any, bias: bool = True, **settings: Any) -> None:
+    tensors = _tensors(dtype, bias)
+    inputs = [*tensors, *([k] if isinstance(k, Tensor) and k.requires_grad else [])]
+    wanted, found = _plain(tensors, target, k, **settings), _chunked(tensors, target, k, **settings)
+    assert found.dtype == wanted.dtype
+    assert found.shape == wanted.shape
+    seed = torch.rand(wanted.shape).to(wanted.dtype) + 0.5
+    pairs = zip(
+        (found, *torch.autograd.grad(found, inputs, seed)),
+        (wanted, *torch.autograd.grad(wanted, inputs, seed)),
+        strict=True,
+    )
+    for mine, right in pairs:
+        assert mine.dtype == right.dtype
+        limit = TOLERANCE[dtype]
+        size = max(1.0, float(right.detach().abs().max()))
+        torch.testing.assert_close(mine, right, rtol=limit, atol=limit * size)
+
+
+@each_form
+@each_reduction
+@pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
+def test_every_target(form: str, reduction: str, dtype: torch.dtype) -> None:
+    _compare(dtype, _target(form), 3, reduction=reduction, weight=torch.rand(LABELS))
+
+
+@each_form
+@pytest.mark.parametrize("bound", ["exactly", "at_most", "at_least"])
+@pytest.mark.parametrize("k", [2.5, torch.tensor(4.0), torch.linspace(0, 6, ROWS)], ids=["2.5", "0-d", "row"])
+def test_every_k_and_bound(form: str, bound: str, k: Any) -> None:
+    k = k.clone().requires_grad_() if isinstance(k, Tensor) else k
+    _compare(torch.float64, _target(form), k, bias=False, bound=bound, label_reduction="mean")
+
+
+def test_more_dimensions() -> None:
+    h, w = torch.randn(2, 3, 4, FEATURES), torch.randn(LABELS, FEATURES)
+    target = torch.randint(LABELS, (2, 3, 4))
+    found = torchlml.linear_lml_loss(h, w, target, 3, reduction="none", memory=1)
+    torch.testing.assert_close(found, torchlml.lml_loss(h @ w.T, target, 3, reduction="none"))
+    one = torchlml.linear_lml_loss(h[0, 0, 0], w, target[0, 0, 0], 3, reduction="none")
+    torch.testing.assert_close(one, found[0, 0, 0])
+
+
+def test_no_rows_and_no_labels_in_them() -> None:
+    tensors = _tensors()
+    assert float(_chunked(tensors, torch.full((ROWS,), -100), 3).detach()) == 0
+    empty = torchlml.linear_lml_loss(tensors[0][:0], tensors[1], torch.zeros(0, dtype=torch.int64), 3)
+    empty.backward()
+    assert not tensors[1].grad.any()
+
+
+def test_only_some_gradients() -> None:
+    h, w, b = _tensors()
+    target = _target("index")
+    for needed in ([h], [w], [b], [h, b]):
+        fixed = [t if any(t is n for n in needed) else t.detach() for t in (h, w, b)]
+        wanted = torch.autograd.grad(_plain(fixed, target, 3), needed)
+        found = torch.autograd.grad(_chunked(fixed, target, 3), needed)
+        torch.testing.assert_close(found, wanted)
+    with torch.no_grad():
+        torch.testing.assert_close(_chunked([h, w, b], target, 3), _plain([h, w, b], target, 3))
+
+
+def test_gradients_are_not_computed_without_need(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(linear_chunks, "_with_gradients", lambda *a: pytest.fail("gradients were computed"))
+    with torch.no_grad():
+        _chunked(_tensors(), _target("index"), 3)
+
+
+def test_accumulation_and_a_second_backward() -> None:
+    tensors, target = _tensors(), _target("index")
+    wanted = [2 * g for g in torch.autograd.grad(_plain(tensors, target, 3), tensors)]
+    loss = _chunked(tensors, target, 3)
+    loss.backward(retain_graph=True)
+    loss.backward()
+    for t, right in zip(tensors, wanted, strict=True):
+        torch.testing.assert_close(t.grad, right)
+        t.grad = None
+    for rows in (slice(0, 4), slice(4, ROWS)):
+        loss = torchlml.linear_lml_loss(tensors[0][rows], tensors[1], target[rows], 3, reduction="sum")
+        (2 * loss).backward()
+    whole = torchlml.lml_loss(F.linear(*tensors[:2]), target, 3, reduction="sum")
+    right = torch.autograd.grad(2 * whole, tensors[:2])
+    torch.testing.assert_close([t.grad for t in tensors[:2]], list(right))
+
+
+@each_reduction
+def test_double_backward(reduction: str) -> None:
+    h, w, b = _tensors()
+    k = torch.tensor(3.0, dtype=torch.float64, requires_grad=True)
+    target = _target("list")
+
+    def loss(h: Tensor, w: Tensor, b: Tensor, k: Tensor) -> Tensor:
+        return _chunked([h, w, b], target, k, reduction=reduction)
+
+    assert torch.autograd.gradcheck(loss, (h, w, b, k))
+    assert torch.autograd.gradgradcheck(loss, (h, w, b, k))
+
+
+def test_transforms_take_the_plain_way() -> None:
+    h, w, b = (t.detach() for t in _tensors())
+    target = _target("index")
+
+    def plain(w: Tensor) -> Tensor:
+        return _plain([h, w, b], target, 3)
+
+    def chunked(w: Tensor) -> Tensor:
+        return _chunked([h, w, b], target, 3)
+
+    close = torch.testing.assert_close
+    close(torch.func.grad(chunked)(w), torch.func.grad(plain)(w))
+    tangent = torch.randn_like(w)
+    close(torch.func.jvp(chunked, (w,), (tangent,)), torch.func.jvp(plain, (w,), (tangent,)))
+    several = torch.stack([w, 2 * w])
+    close(torch.func.vmap(chunked)(several), torch.func.vmap(plain)(several))
+    mapped = [torch.func.vmap(torch.func.grad(function))(several) for function in (chunked, plain)]
+    close(*mapped)
+
+
+def test_gradients_of_label_weights() -> None:
+    tensors, weight = _tensors(), torch.rand(LABELS, dtype=torch.float64, requires_grad=True)
+    target = _target("index")
+    (wanted,) = torch.autograd.grad(_plain(tensors, target, 3, weight=weight), weight)
+    (found,) = torch.autograd.grad(_chunked(tensors, target, 3, weight=weight), weight)
+    torch.testing.assert_close(found, wanted)
+
+
+@each_reduction
+def test_autocast(reduction: str) -> None:
+    tensors, target = _tensors(torch.float32), _target("index")
+    with torch.autocast("cpu", torch.bfloat16):
+        wanted = _plain(tensors, target, 3, reduction=reduction)
+        found = _chunked(tensors, target, 3, reduction=reduction)
+    assert found.dtype == wanted.dtype == torch.float32
+    torch.testing.assert_close(found, wanted, rtol=1e-4, atol=1e-4)
+    grads = zip(
+        torch.autograd.grad(found.sum(), tensors), torch.autograd.grad(wanted.sum(), tensors), strict=True
+    )
+    for mine, right in grads:
+        assert mine.dtype == torch.float32
+        torch.testing.assert_close(mine, right, rtol=2e-2, atol=2e-2 * float(right.abs().max()))
+
+
+def test_many_chunks_of_bfloat16_lose_nothing() -> None:
+    """The weight's gradient is a sum over chunks, kept in float32."""
+    h, w = torch.rand(400, 4).bfloat16().requires_grad_(), torch.zeros(6, 4).bfloat16().requires_grad_()
+    target = torch.zeros(400, dtype=torch.int64)
+    torchlml.linear_lml_loss(h, w, target, 1, reduction="sum", memory=1).backward()
+    exact = h.detach().double(), w.detach().double().requires_grad_()
+    torchlml.lml_loss(exact[0] @ exact[1].T, target, 1, reduction="sum").backward()
+    torch.testing.assert_close(w.grad.double(), exact[1].grad, rtol=2**-8, atol=2e-2)
+
+
+@pytest.mark.filterwarnings("ignore:The .grad attribute")  # torch's own, where it breaks the graph
+def test_compile_and_checkpoint() -> None:
+    tensors, target = _tensors(torch.float32), _target("index")
+    wanted = torch.autograd.grad(_plain(tensors, target, 3), tensors)
+
+    def loss(h: Tensor, w: Tensor, b: Tensor) -> Tensor:
+        return 2 * torchlml.linear_lml_loss(h + 0, w, target, 3, linear_bias=b, memory=1000) / 2
+
+    found = torch.autograd.grad(torch.compile(loss, backend="aot_eager")(*tensors), tensors)
+    torch.testing.assert_close(found, wanted)
+    found = torch.autograd.grad(checkpoint(loss, *tensors, use_reentrant=False), tensors)
+    torch.testing.assert_close(found, wanted)
+
+
+def test_module() -> None:
+    module = torchlml.LinearLMLLoss(FEATURES, LABELS, 3, bias=True, label_reduction="mean", memory=5000)
+    h, target = torch.randn(ROWS, FEATURES), _target("list")
+    wanted = torchlml.LMLLoss(3, label_reduction="mean")(module.linear(h), target)
+    torch.testing.assert_close(module(h, target), wanted)
+    assert [name for name, _ in module.named_parameters()] == ["linear.weight", "linear.bias"]
+    assert "k=3" in repr(module)
+    assert isinstance(module.linear, nn.Linear)
+
+
+REFUSED = {
+    "a list": (TypeError, "`input` must be", {"input": [1.0]}),
+    "integers": (TypeError, "`input` must be a floating", {"input": torch.ones(ROWS, FEATURES).long()}),
+    "another dtype": (TypeError, "dtype of `input`", {"linear_weight": torch.ones(LABELS, 7).double()}),
+    "features": (ValueError, "`linear_weight` (n, d)", {"linear_weight": torch.ones(LABELS, FEATURES + 1)}),
+    "bias": (ValueError, "`linear_bias` must have shape", {"linear_bias": torch.ones(3)}),
+    "target": (ValueError, "`target` must hold class indices", {"target": torch.full((ROWS,), LABELS)}),
+    "target's shape": (ValueError, "`target`", {"target": torch.zeros(3, dtype=torch.int64)}),
+    "weight": (ValueError, "`weight` must be", {"weight": torch.ones(3)}),
+    "k": (ValueError, "`k` must be from 0 to n", {"k": LABELS + 1}),
+    "memory": (ValueError, "`memory` must be", {"memory": 0}),
+    "reduction": (ValueError, "`reduction` must be", {"reduction": "max"}),
+    "bound": (ValueError, "`bound` must be", {"bound": "near"}),
+}
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_bad_input(case: str) -> None:
+    kind, words, wrong = REFUSED[case]
+    right = {"input": torch.randn(ROWS, FEATURES), "linear_weight": torch.randn(LABELS, FEATURES), "k": 3}
+    with pytest.raises(kind) as caught:
+        torchlml.linear_lml_loss(**{**right, "target": _target("index"), **wrong})
+    assert words in str(caught.value)
+
+
+def test_rows_within_a_budget() -> None:
+    assert rows_within(1, 10**6, torch.float32) == 1
+    for labels in (1000, 123_457, 200_000, 10**6):
+        rows = rows_within(64 * 2**20, labels, torch.float32)
+        assert rows * labels * 8 <= 1.1 * 64 * 2**20
+        assert (rows + 2) * labels * 8 > 64 * 2**20
+
+
+@pytest.mark.skipif(not measurable(), reason="needs Linux, which tells how much memory a process had")
+@pytest.mark.parametrize("rows", [64, 256])
+def test_memory_beyond_the_weights_gradient(rows: int) -> None:
+    """The default budget of 64 MiB and 10%, whatever the batch; the plain way takes four times as much."""
+    labels, features = 400_000, 8
+    h, w = torch.randn(rows, features, requires_grad=True), torch.randn(labels, features, requires_grad=True)
+    target = torch.randint(labels, (rows,))
+
+    def step() -> tuple[Tensor, ...]:
+        return torch.autograd.grad(torchlml.linear_lml_loss(h, w, target, 5), (h, w))
+
+    assert added_bytes(step) - w.numel() * 4 <= 1.1 * 64 * 2**20
