@@ -1,6 +1,6 @@
-"""A classifier whose last layer is split by labels over processes: torchrun --nproc-per-node 2 sharded_labels.py
+"""A classifier whose last layer is split by labels over processes.
 
-No process ever has the whole last layer, or the logits of all labels. The data are points around centres, one
+`torchrun --nproc-per-node 2 examples/sharded_labels.py` runs it. No process ever has the whole last layer, or the logits of all labels. The data are points around centres, one
 per label, of which every row observes one; the model must find it among its k guesses.
 """
 
@@ -48,9 +48,9 @@ def main() -> None:
         logits = model.head(model.body(centres)).to_local()
     recall = TopKRecall(K, group=mesh)
     recall.update(logits, torch.arange(LABELS))
+    found = recall.compute()
     if dist.get_rank() == 0:
-        print(f"loss {loss.item():.3f}, recall@{K} {recall.compute():.3f}")
-    dist.barrier()
+        print(f"loss {loss.item():.3f}, recall@{K} {found:.3f}")
     dist.destroy_process_group()
 
 

@@ -87,7 +87,7 @@ def test_version_is_the_same_everywhere():
         (["nonsense"], "no command `nonsense`: the commands are demo, "),
         (["--versoin"], "did you mean `--version`?"),
         (["bench", "layr"], "`torchlml bench` has no `layr`: did you mean `layer`?"),
-        (["bench", "peers-of-mine"], "the names are layer, family, losses, paper."),
+        (["bench", "peers-of-mine"], "the names are layer, family, losses, scale, paper."),
         (["bench", "paper", "--trails", "3"], "no option `--trails`: did you mean `--trials`?"),
         (["bench", "paper", "--trails=3"], "no option `--trails`: did you mean `--trials`?"),
         (["bench", "paper", "--trials", "3", "4"], "Nothing was expected where `4` stands"),

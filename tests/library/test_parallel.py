@@ -71,6 +71,7 @@ def close(found: Tensor, wanted: Tensor, slack: float = 1.0) -> None:
     torch.testing.assert_close(found, wanted, rtol=limit, atol=limit * size)
 
 
+@only_in(2, 3)
 def check_problems_against_the_truth(group: Group) -> None:
     """Every row of the tests' problems, as they are and with the labels sorted by their logits."""
     for dtype, limit in ((torch.float32, 1e-6), (torch.float64, 1e-11)):
@@ -126,6 +127,7 @@ def check_another_dim(group: Group) -> None:
     close(y, part(torchlml.lml(x, 4, dim=1), group, 1))
 
 
+@only_in(4)
 def check_special_rows(group: Group) -> None:
     """Infinities, NaN, masks and k at its ends: the limits that test_special_rows.py writes down."""
     for row in DENSE:
@@ -170,6 +172,7 @@ def _own(target: Tensor, group: Group) -> Tensor:
     return target if target.dtype == torch.int64 else part(target, group)
 
 
+@only_in(2, 4)
 def check_losses(group: Group) -> None:
     """Every form of target, reduction and bound, with class weights: values and gradients as unsharded."""
     for dtype in TOLERANCE:
@@ -243,6 +246,7 @@ def check_half_precision(group: Group) -> None:
         torch.testing.assert_close(loss, torchlml.lml_loss(x, torch.tensor([3, 7, 0, 39]), 5))
 
 
+@only_in(2, 4)
 def check_rounds(group: Group) -> None:
     """4 rounds for logits of scale 1 to 3, 6 for scale 12; backward 0 for the loss, 1 for the layer."""
     for scale, most in ((1, 4), (3, 4), (12, 6)):
@@ -261,6 +265,7 @@ def check_rounds(group: Group) -> None:
     assert rounds(loss.backward) == 0
 
 
+@only_in(2, 3)
 def check_rounds_of_any_row(group: Group) -> None:
     worst = 0
     for problem in SHORT:
@@ -273,6 +278,37 @@ def check_rounds_of_any_row(group: Group) -> None:
             x = part((torch.randn(4, 2000) * scale).sort().values, group)
             worst = max(worst, rounds(lambda x=x, k=k: torchlml.lml(x, k, group=group)))
     assert worst <= 12, worst
+
+
+@only_in(3)
+def check_numbers_sent(group: Group) -> None:
+    """The formulas of docs/scale.md, in numbers of 8 bytes for each of R rows, and no round without one."""
+    rows, sent = 16, []
+    gather = group_module._all_gather
+
+    def note(into: Tensor, part: Tensor, **more: Any) -> None:
+        sent.append(part.numel() * part.element_size() / 8)
+        gather(into, part, **more)
+
+    group_module._all_gather = note
+    try:
+        x = part(torch.randn(rows, 999), group).requires_grad_()
+        y = torchlml.lml(x, 5, group=group)
+        assert sent[:2] == [256, 20 * rows]
+        assert all(number / (9 * rows) <= 16 for number in sent[2:])
+        assert sent[2] / (9 * rows) in (1, 3, 8, 16)
+        sent.clear()
+        y.square().sum().backward()
+        assert sent == [rows]
+        sent.clear()
+        torchlml.lml_loss(x, torch.arange(rows), 5, group=group)
+        assert sent[:2] == [256, 26 * rows]
+        assert sent[2] / (14 * rows) in (1, 3, 8, 16)
+        sent.clear()
+        torchlml.lml(x[:1].detach() * 1e6, 5, group=group)
+        assert 385 in sent
+    finally:
+        group_module._all_gather = gather
 
 
 def check_refusals(group: Group) -> None:
@@ -325,6 +361,7 @@ def check_transforms_are_refused(group: Group) -> None:
         grad.sum().backward()
 
 
+@only_in(2)
 def check_compiled(group: Group) -> None:
     x = torch.randn(3, 12)
     compiled = torch.compile(lambda x: 2 * torchlml.lml(x, 2, group=group), backend="eager")

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import os
+import re
 import signal
+import subprocess
+import sys
 import tempfile
 import time
 from collections.abc import Iterator
@@ -217,3 +220,15 @@ def test_a_process_that_is_killed_ends_the_others() -> None:
             time.sleep(0.05)
         seconds, _, words = (Path(folder) / "error").read_text().partition(" ")
     assert float(seconds) < 10, words
+
+
+def test_the_example_trains() -> None:
+    example = Path(__file__).parents[2] / "examples" / "sharded_labels.py"
+    assert len(example.read_text(encoding="utf-8").splitlines()) < 60
+    launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(example.parents[1])}
+    done = subprocess.run([*launch, str(example)], capture_output=True, text=True, env=environment)
+    assert done.returncode == 0, done.stderr
+    found = re.search(r"recall@5 ([0-9.]+)", done.stdout)
+    assert found is not None
+    assert float(found[1]) > 0.9

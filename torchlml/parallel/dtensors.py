@@ -150,7 +150,7 @@ def loss(
     shape = logits.shape[:-1]
     if reduction == "none":
         return _per_row(losses.to(logits.dtype), where, shape)
-    total = _per_row(losses, where, shape).sum()
+    total: Any = _per_row(losses, where, shape).sum()
     if reduction == "mean":
         total = total / _per_row((number > 0).to(losses.dtype), where, shape).sum().clamp(min=1)
     return total.redistribute(where.mesh, [Replicate()] * where.mesh.ndim).to(logits.dtype)

@@ -94,7 +94,8 @@ def agree(
 
     An argument that one process refuses is an error on all of them, and so is one in which they differ.
     """
-    problem, arguments, told = None, None, {}
+    problem: Exception | None = None
+    arguments, told = None, dict[str, Any]()
     try:
         arguments, told = read()
     except (TypeError, ValueError) as error:

@@ -1,0 +1,167 @@
+"""`torchlml bench scale`: very many labels, on one machine and split over two processes."""
+
+import json
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from rich.console import Console
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+import torchlml
+from torchlml_lab.bench.cases import Case
+from torchlml_lab.bench.measurements import Measurement, RowFile, measured
+from torchlml_lab.bench.option_checks import check_numbers
+from torchlml_lab.bench.peak_memory import added_bytes, measurable
+from torchlml_lab.bench.race import Quantiles, race
+from torchlml_lab.cli import parse_settings
+from torchlml_lab.engine.progress import ProgressBar
+from torchlml_lab.engine.table import plain_table
+from torchlml_lab.engine.threads import cores, use_threads
+
+_K = 5
+_BOTH = "forward+backward"
+_SCALES = (1.0, 3.0, 12.0, 100.0)
+_WAYS = ("linear_lml_loss", "lml_loss of linear", "cross_entropy of linear", "linear_cross_entropy")
+
+
+@dataclass(frozen=True)
+class ScaleSettings:
+    """Measure very many labels: time, memory, a long row, and rounds between two processes."""
+
+    threads: int = 2
+    """The number of threads torch may use."""
+    repetitions: int = 10
+    """Rounds at most; in each one every competitor is timed once, and the ratios are formed."""
+    seconds: float = 120.0
+    """Time for one comparison, shared fairly by the competitors; the slowest may be timed only once."""
+    batch: int = 256
+    """Rows of the batch whose time is taken."""
+    labels: int = 200_000
+    """Labels of the linear layer whose time and memory are taken."""
+    features: int = 128
+    """Inputs of the linear layer."""
+    most_labels: int = 1_000_000
+    """Labels of the linear layer that a fresh process trains on 512 rows."""
+    longest_row: int = 10_000_000
+    """The length of the single row."""
+    csv: Path = Path("torchlml-bench.csv")
+    """The CSV that the rows are appended to; it is made when it is missing."""
+
+
+def main(arguments: Sequence[str]) -> None:
+    """Read the options and run the benchmark."""
+    run(parse_settings(ScaleSettings, "bench scale", arguments, ScaleSettings()), Console())
+
+
+def run(settings: ScaleSettings, console: Console) -> None:
+    """Take every measurement, append its rows to the CSV and show one table."""
+    check_numbers("--threads", (settings.threads,), 1, cores())
+    check_numbers("--seconds", (settings.seconds,), 0)
+    for name in ("repetitions", "batch", "labels", "features", "most_labels", "longest_row"):
+        check_numbers(f"--{name.replace('_', '-')}", (getattr(settings, name),), 1)
+    file = RowFile(settings.csv)
+    parts: list[Callable[[ScaleSettings], Iterator[Measurement]]] = [times, long_row, rounds]
+    parts += [memory, peak] if measurable() else []
+    heads = ("measurement", "provider", "batch", "n", "value", "unit", "ratio")
+    table = plain_table("very many labels", heads)
+    with ProgressBar(console) as progress, use_threads(settings.threads):
+        task = progress.add_task("scale", total=len(parts))
+        for part in parts:
+            for row in part(settings):
+                file.add([row])
+                shown = (f"{row.operator}, {row.mode}", row.provider, f"{row.batch}", f"{row.n}")
+                table.add_row(*shown, f"{row.p50:.4g}", row.unit, f"{row.ratio_p50:.2f}")
+            table.add_section()
+            progress.advance(task)
+    console.print(table)
+    if lacks := file.lacks():
+        raise RuntimeError(lacks)
+    console.print(f"The rows are in {settings.csv}.", soft_wrap=True)
+
+
+def steps(batch: int, labels: int, features: int) -> dict[str, Callable[[], tuple[Tensor, ...]]]:
+    """Forward and backward of each way to have a linear layer and its loss; the first is ours."""
+    generator = torch.Generator().manual_seed(0)
+    h = torch.randn(batch, features, generator=generator).requires_grad_()
+    w = (torch.randn(labels, features, generator=generator) / features**0.5).requires_grad_()
+    target = torch.randint(labels, (batch,), generator=generator)
+    losses = (
+        lambda: torchlml.linear_lml_loss(h, w, target, _K),
+        lambda: torchlml.lml_loss(F.linear(h, w), target, _K),
+        lambda: F.cross_entropy(F.linear(h, w), target),
+        lambda: F.linear_cross_entropy(h, w, target, options=nn.LinearCrossEntropyOptions()),
+    )
+    # torch has its own only since 2.13.
+    ways = [way for way in _WAYS if way != "linear_cross_entropy" or hasattr(F, way)]
+    return {way: (lambda loss=loss: torch.autograd.grad(loss(), (h, w))) for way, loss in zip(ways, losses)}
+
+
+def times(settings: ScaleSettings) -> Iterator[Measurement]:
+    """Time of a step, as a ratio to the loss of all logits."""
+    case = Case(settings.labels, _K, settings.batch, 1.0, "float32", settings.threads)
+    calls = steps(case.batch, case.n, settings.features)
+    for name, timing in race(calls, _WAYS[1], settings.repetitions, settings.seconds).items():
+        value = timing.seconds.times(1e6)
+        yield measured("linear loss", name, _BOTH, case, value, timing.ratio, timing.rounds)
+
+
+def memory(settings: ScaleSettings) -> Iterator[Measurement]:
+    """Memory that a step adds beyond the weight's gradient, as a ratio to the default budget."""
+    for batch in (settings.batch // 4 or 1, settings.batch, 4 * settings.batch):
+        calls = steps(batch, settings.labels, settings.features)
+        # All logits of the largest batch, twice, are more than many machines have.
+        ways = _WAYS[:1] if batch > settings.batch else _WAYS[:3]
+        for name in ways:
+            added = (added_bytes(calls[name]) - 4 * settings.labels * settings.features) / 2**20
+            case = Case(settings.labels, _K, batch, 1.0, "float32", settings.threads)
+            yield _number("linear loss", name, "beyond the gradient", case, added, "MiB", added / 64)
+
+
+def peak(settings: ScaleSettings) -> Iterator[Measurement]:
+    """The highest memory of a fresh process that takes one step, as a ratio to 3 GiB."""
+    case = Case(settings.most_labels, _K, 512, 1.0, "float32", settings.threads)
+    arguments = [str(number) for number in (case.batch, case.n, settings.features, case.threads)]
+    command = [sys.executable, "-m", "torchlml_lab.bench.scale_step", *arguments]
+    done = subprocess.run(command, capture_output=True, text=True, check=True)
+    highest = json.loads(done.stdout)["bytes"] / 2**20
+    yield _number("linear loss", _WAYS[0], "whole process", case, highest, "MiB", highest / 3072)
+
+
+def long_row(settings: ScaleSettings) -> Iterator[Measurement]:
+    """Time of one long row beside softmax."""
+    case = Case(settings.longest_row, _K, 1, 3.0, "float32", settings.threads)
+    x = case.logits()
+    calls = {"softmax": lambda: torch.softmax(x, -1), "lml": lambda: torchlml.lml(x, _K)}
+    for name, timing in race(calls, "softmax", settings.repetitions, settings.seconds).items():
+        value = timing.seconds.times(1e6)
+        yield measured("long row", name, "forward", case, value, timing.ratio, timing.rounds)
+
+
+def rounds(settings: ScaleSettings) -> Iterator[Measurement]:
+    """Rounds of `lml` between two processes by the scale of the logits, as a ratio to softmax's two."""
+    with tempfile.TemporaryDirectory() as folder:
+        command = [sys.executable, "-m", "torchlml_lab.bench.scale_rounds", folder, str(settings.labels)]
+        workers = [
+            subprocess.Popen([*command, str(rank), *map(str, _SCALES)], stdout=subprocess.PIPE, text=True)
+            for rank in range(2)
+        ]
+        said = [worker.communicate()[0] for worker in workers]
+    if any(worker.returncode for worker in workers):
+        raise RuntimeError("The processes that count rounds failed.")
+    for scale, number in zip(_SCALES, json.loads(said[0]), strict=True):
+        case = Case(settings.labels, _K, 16, scale, "float32", 1)
+        yield _number("two processes", "lml", "forward", case, number, "rounds", number / 2)
+
+
+def _number(
+    operator: str, name: str, mode: str, case: Case, value: float, unit: str, ratio: float
+) -> Measurement:
+    once, beside = Quantiles(value, value, value), Quantiles(ratio, ratio, ratio)
+    metric = "memory" if unit == "MiB" else "rounds"
+    return measured(operator, name, mode, case, once, beside, 1, metric=metric, unit=unit)
