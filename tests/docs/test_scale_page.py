@@ -1,4 +1,4 @@
-"""docs/scale.md: its table follows from its formulas; `test_parallel.check_numbers_sent` counts their parts."""
+"""docs/scale.md: its table follows from its formulas, which `check_numbers_sent` counts."""
 
 from __future__ import annotations
 

@@ -22,6 +22,7 @@ from torchlml_lab.bench.family import FamilySettings
 from torchlml_lab.bench.layer import LayerSettings
 from torchlml_lab.bench.losses import LossesSettings
 from torchlml_lab.bench.paper import PaperSettings
+from torchlml_lab.bench.scale import ScaleSettings
 from torchlml_lab.errors import BadInput, sentence
 from torchlml_lab.files import replacing
 from torchlml_lab.tasks.hidden_labels.demo import DemoSettings
@@ -55,6 +56,7 @@ def test_help_lists_every_command(capsys, words):
         ("bench layer", LayerSettings),
         ("bench family", FamilySettings),
         ("bench losses", LossesSettings),
+        ("bench scale", ScaleSettings),
         ("bench paper", PaperSettings),
     ],
 )
@@ -323,6 +325,7 @@ LAB_COMMANDS = [
     "bench layer",
     "bench family",
     "bench losses",
+    "bench scale",
     "bench paper",
     "train cifar100",
     "sweep scene-graph",
