@@ -1,8 +1,8 @@
 """A classifier whose last layer is split by labels over processes.
 
-`torchrun --nproc-per-node 2 examples/sharded_labels.py` runs it. No process ever has the whole last layer, or the
-logits of all labels. The data are points around centres, one per label; a row observes the label of its centre,
-and the model must find it among its k guesses.
+`torchrun --nproc-per-node 2 examples/sharded_labels.py` runs it. No process ever has the whole last layer, or
+the logits of all labels. The data are points around centres, one per label; a row observes the label of its
+centre, and the model must find it among its k guesses.
 """
 
 import torch
