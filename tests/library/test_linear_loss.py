@@ -42,8 +42,6 @@ def _plain(tensors: list[Tensor], target: Tensor, k: Any, **settings: Any) -> Te
 
 def _chunked(tensors: list[Tensor], target: Tensor, k: Any, *, rows: int = 3, **settings: Any) -> Tensor:
     size = LABELS * 2 * max(4, tensors[0].dtype.itemsize) * rows
-    if tensors[0].dtype == torch.bfloat16:
-        size += LABELS * 2 * 2 * rows
     bias = tensors[2] if len(tensors) > 2 else None
     return torchlml.linear_lml_loss(
         tensors[0], tensors[1], target, k, linear_bias=bias, memory=size, **settings
@@ -253,11 +251,10 @@ def test_bad_input(case: str) -> None:
 
 
 def test_rows_within_a_budget() -> None:
-    assert rows_within(1, 10**6, torch.float32) == 1
+    assert rows_within(1, 10**6, torch.float32, 8) == 1
     for labels in (1000, 123_457, 200_000, 10**6):
-        rows = rows_within(64 * 2**20, labels, torch.float32)
-        assert rows * labels * 8 <= 1.1 * 64 * 2**20
-        assert (rows + 2) * labels * 8 > 64 * 2**20
+        rows = rows_within(64 * 2**20, labels, torch.float32, 8)
+        assert rows * labels * 4.5 <= 64 * 2**20 < (rows + 2) * labels * 4.5
 
 
 @pytest.mark.skipif(not measurable(), reason="needs Linux, which tells how much memory a process had")

@@ -26,7 +26,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import torchlml
 import torchlml.parallel.group as group_module
-from tests.support.spread import run, start
+from tests.support.spread import FileStore, run, start
 
 Group = dist.ProcessGroup
 PLACEMENTS = [(Shard(0),), (Shard(1),), (Replicate(),)]
@@ -187,7 +187,7 @@ def test_in_processes(check: str, results: dict[str, str]) -> None:
 
 
 def _dies(rank: int, folder: str) -> None:
-    store = dist.FileStore(f"{folder}/store", 2)
+    store = FileStore(f"{folder}/store", 2)
     limit = timedelta(seconds=5)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=2, timeout=limit)
     x = torch.randn(2, 50)

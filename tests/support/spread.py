@@ -18,7 +18,8 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as mp
+from torch.distributed import FileStore  # type: ignore[attr-defined]
+from torch.multiprocessing.spawn import start_processes
 
 PROCESSES = 4
 _TIMEOUT = timedelta(seconds=60)
@@ -40,7 +41,7 @@ def run(module: str, checks: Sequence[str]) -> dict[str, str]:
 def start(work: Callable[..., None], arguments: tuple[object, ...], processes: int, module: str) -> None:
     """Run `work(rank, *arguments)` in processes that share one import of torch and of the module."""
     multiprocessing.set_forkserver_preload(["torch", module])
-    mp.start_processes(work, arguments, processes, start_method="forkserver")
+    start_processes(work, arguments, processes, start_method="forkserver")
 
 
 def _work(rank: int, module: str, checks: list[str], folder: str) -> None:
@@ -48,7 +49,7 @@ def _work(rank: int, module: str, checks: list[str], folder: str) -> None:
     warnings.filterwarnings("ignore", category=DeprecationWarning)
     os.environ["TORCH_DISTRIBUTED_DEBUG"] = "OFF"
     torch.set_num_threads(1)
-    store = dist.FileStore(f"{folder}/store", PROCESSES)
+    store = FileStore(f"{folder}/store", PROCESSES)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=PROCESSES, timeout=_TIMEOUT)
     groups = {size: dist.new_group(list(range(size)), timeout=_TIMEOUT) for size in (2, 3, 4)}
     found = {}

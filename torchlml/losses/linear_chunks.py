@@ -8,6 +8,7 @@ input and that of the weight, which is added up over the chunks.
 from __future__ import annotations
 
 import contextlib
+import math
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -17,6 +18,10 @@ from torch.nn.functional import linear
 
 from torchlml._core.paths import differentiate_again, is_plain, needs_no_graph, wants_graph
 from torchlml._core.rows import work_dtype
+
+# The gradient of a chunk's logits takes their place piece by piece, so that there is hardly more than one of
+# them: the fewer chunks, the less often the weight and its gradient go through the caches.
+_PIECES = 8
 
 RowLoss = Callable[[Tensor, Tensor, slice], Tensor]
 """(logits of some rows, their k, which rows of the batch they are) -> one loss for each of these rows."""
@@ -31,10 +36,10 @@ class LinearRows(NamedTuple):
     loss: RowLoss
     seed: Tensor | None
     chunk: int
+    piece: int  # the rows that the loss is called with where gradients are wanted
     linear_dtype: torch.dtype  # of the logits, which autocast may narrow
-    complete: Callable[[Tensor], Tensor] | None = (
-        None  # what makes the input's gradient from this process's part
-    )
+    # What makes the input's gradient from this process's part of it.
+    complete: Callable[[Tensor], Tensor] | None = None
 
     def __call__(self, input: Tensor, weight: Tensor, bias: Tensor | None, k: Tensor) -> Tensor:
         """The losses (R,) or their sum, by the plain way under the transforms that chunks cannot serve."""
@@ -90,33 +95,31 @@ def linear_loss(
     if reduction != "none":
         seed = torch.ones(shape.numel(), dtype=work_dtype(dtype), device=input.device)
         seed = seed / labelled.sum().clamp(min=1) if reduction == "mean" else seed
-    chunk = rows_within(memory, weight.shape[0] if longest is None else longest, dtype)
+    # Where processes share the rows, every call of the loss takes rounds.
+    pieces = _PIECES if complete is None else 1
+    chunk = rows_within(memory, weight.shape[0] if longest is None else longest, dtype, pieces)
     # The casts are done here, in the same way for the chunks and for the plain way.
     with torch.autocast(device, enabled=False) if autocast else contextlib.nullcontext():
-        rows = LinearRows(loss, seed, chunk, dtype, complete)
+        rows = LinearRows(loss, seed, chunk, -(-chunk // pieces), dtype, complete)
         flat = input.reshape(shape.numel(), input.shape[-1])
         result = rows.plain(flat, weight, bias, k) if whole else rows(flat, weight, bias, k)
     result = result.reshape(shape) if reduction == "none" else result
     return result if autocast else result.to(dtype)
 
 
-def rows_within(memory: int, labels: int, dtype: torch.dtype, copies: int = 2) -> int:
+def rows_within(memory: int, labels: int, dtype: torch.dtype, pieces: int) -> int:
     """How many rows of logits fit into a budget of bytes, one at least.
 
     Args:
         memory: the budget.
         labels: the length of a row.
         dtype: of the logits.
-        copies: how many numbers per logit the loss holds in its work dtype, gradient included.
+        pieces: in how many parts their gradients are computed, each in memory of its own.
     """
     work = work_dtype(dtype)
-    per_label = copies * work.itemsize + (2 * dtype.itemsize if dtype != work else 0)
-    row = max(1, per_label * labels)
-    # One row more if it exceeds the budget only a little: for two pieces of 32 MiB, the default, the C
-    # library asks the system and gives back exactly; smaller ones leave holes in its heap that may cost more
-    # than a row.
-    rows = -(-memory // row)
-    return max(1, rows if rows * row <= 1.08 * memory else rows - 1)
+    per_label = work.itemsize * (1 + 1 / pieces) + (dtype.itemsize if dtype != work else 0)
+    row = max(1, math.ceil(per_label * labels))
+    return max(1, memory // row)
 
 
 class _Gradients(NamedTuple):
@@ -175,7 +178,7 @@ def _losses(work: LinearRows, input: Tensor, weight: Tensor, bias: Tensor | None
     """Without gradients."""
     logits = _Logits(work, input, weight, bias)
     parts = []
-    for rows in _chunks(work, input):
+    for rows in _slices(slice(0, input.shape[0]), work.chunk):
         parts.append(work.loss(logits[rows], k if k.dim() == 0 else k[rows], rows))
     losses = torch.cat(parts) if parts else input.new_zeros(0, dtype=work_dtype(input.dtype))
     return losses if work.seed is None else (losses * work.seed).sum()
@@ -199,37 +202,41 @@ def _with_gradients(
     d_bias = None if bias is None or not wanted[2] else torch.zeros_like(bias, dtype=work_type)
     d_k = torch.zeros_like(k) if wanted[3] else None
     total = input.new_zeros((), dtype=work_type)
-    for rows in _chunks(work, input):
-        z = logits[rows].requires_grad_()
-        k_rows = (k if k.dim() == 0 else k[rows]).detach().requires_grad_(wanted[3])
-        with torch.enable_grad():
-            losses = work.loss(z, k_rows, rows)
-        total += (losses.detach() * seed[rows]).sum()
-        dz, *dk = torch.autograd.grad(losses, [z, k_rows] if wanted[3] else [z], seed[rows].to(losses.dtype))
-        del z, losses
+    for rows in _slices(slice(0, input.shape[0]), work.chunk):
+        dz = logits[rows]  # still the logits
+        for some in _slices(rows, work.piece):
+            own = dz[some.start - rows.start : some.stop - rows.start]
+            z = own.detach().requires_grad_()
+            k_some = (k if k.dim() == 0 else k[some]).detach().requires_grad_(wanted[3])
+            with torch.enable_grad():
+                losses = work.loss(z, k_some, some)
+            total += (losses.detach() * seed[some]).sum()
+            inputs = [z, k_some] if wanted[3] else [z]
+            gradient, *dk = torch.autograd.grad(losses, inputs, seed[some].to(losses.dtype))
+            own.copy_(gradient)
+            if d_k is not None and k.dim() == 0:
+                d_k += dk[0]
+            elif d_k is not None:
+                d_k[some] = dk[0]
+            del z, losses, gradient
         if d_input is not None:
             d_input[rows] = (dz.to(logits.weight.dtype) @ logits.weight).to(input.dtype)
         if d_weight is not None:
             d_weight.addmm_(dz.mT, input[rows].detach().to(work_type))
         if d_bias is not None:
             d_bias += dz.sum(0)
-        if d_k is not None and k.dim() == 0:
-            d_k += dk[0]
-        elif d_k is not None:
-            d_k[rows] = dk[0]
         del dz
     if d_input is not None and work.complete is not None:
         d_input = work.complete(d_input)
     return total, _Gradients(d_input, _as(d_weight, weight), _as(d_bias, bias), d_k)
 
 
-def _chunks(work: LinearRows, input: Tensor) -> list[slice]:
-    count = input.shape[0]
-    return [slice(i, min(i + work.chunk, count)) for i in range(0, count, work.chunk)]
+def _slices(rows: slice, size: int) -> list[slice]:
+    return [slice(i, min(i + size, rows.stop)) for i in range(rows.start, rows.stop, size)]
 
 
 class _Logits:
-    """The logits of one chunk after another, in the same memory: freed pieces are not always reused."""
+    """The logits of one chunk after another, in the same memory: what is freed is not always reused."""
 
     def __init__(self, work: LinearRows, input: Tensor, weight: Tensor, bias: Tensor | None) -> None:
         # What autocast would do to the weight is done once, and not with every chunk.

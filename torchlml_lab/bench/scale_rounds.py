@@ -5,6 +5,7 @@ import sys
 
 import torch
 import torch.distributed as dist
+from torch.distributed import FileStore  # type: ignore[attr-defined]
 from torch.distributed.tensor.debug import CommDebugMode
 
 import torchlml
@@ -14,7 +15,7 @@ def main() -> None:
     """Count; the arguments are a folder to meet in, the number of labels, the rank and the scales."""
     folder, labels, rank, *scales = sys.argv[1:]
     torch.set_num_threads(1)
-    store = dist.FileStore(f"{folder}/store", 2)
+    store = FileStore(f"{folder}/store", 2)
     dist.init_process_group("gloo", store=store, rank=int(rank), world_size=2)
     found = []
     for scale in map(float, scales):
