@@ -18,8 +18,12 @@ from torchlml.parallel import is_spread
 MEMORY = 64 * 2**20
 
 
+# `torch.compiler.disable` imports the whole compiler at once, torch's own use of it when the function is called.
+_not_compiled = getattr(torch, "_disable_dynamo", torch.compiler.disable)
+
+
 # The loop over chunks is nothing to compile: its matrix products and its loss are single operators already.
-@torch.compiler.disable
+@_not_compiled  # type: ignore[untyped-decorator]
 def linear_lml_loss(
     input: Tensor,
     linear_weight: Tensor,
