@@ -23,7 +23,13 @@ PAGES = {
     "CONTRIBUTING.md": "contributing.md",
     "ARCHITECTURE.md": "architecture.md",
 }
-FRONT = {"README.md": "index.md"}
+# Where the site says what a section of README.md says.
+SECTIONS = {
+    "install": "install.md",
+    "which-loss": "which-loss.md",
+    "accuracy-and-special-rows": "numerics.md",
+    "performance": "results/README.md",
+}
 KINDS = {".md", ".png", ".svg", ".csv"}
 LINK = re.compile(r"(!?)\[((?:[^\[\]]|\[[^\[\]]*\])*)\]\(([^()\s]+)\)")
 OUTSIDE = ("https://", "http://", "mailto:", "#")
@@ -80,7 +86,8 @@ def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Fil
             return match.group()
         path, _, anchor = link.partition("#")
         path = posixpath.normpath(posixpath.join(folder, path))
-        target = _site_name(path)
+        target = _site_name(path, anchor)
+        anchor = "" if path == "README.md" else anchor
         if files.get_file_from_path(target) is None:
             if (ROOT / path).exists():
                 return text  # a source file: it is in the repository, not in the site
@@ -92,8 +99,8 @@ def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Fil
     return "".join(part if part.startswith("```") else LINK.sub(translate, part) for part in parts)
 
 
-def _site_name(path: str) -> str:
+def _site_name(path: str, anchor: str) -> str:
     """What a file of the repository is called in the site."""
-    if path.startswith("docs/"):
-        return path.removeprefix("docs/")
-    return {**PAGES, **FRONT}.get(path, path)
+    if path == "README.md":
+        return SECTIONS.get(anchor, "index.md")
+    return PAGES.get(path, path.removeprefix("docs/"))

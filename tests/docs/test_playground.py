@@ -171,7 +171,7 @@ def test_everything_works_from_the_keyboard(page: Any) -> None:
     assert page.evaluate("document.activeElement.getAttribute('aria-label')") == "logit a"
     for key in ("ArrowUp", "ArrowRight", "ArrowRight", "PageUp", "ArrowDown", "ArrowLeft", "End"):
         page.keyboard.press(key)
-    assert page.evaluate("document.activeElement.getAttribute('aria-valuenow')") == "6"
+    page.wait_for_function("document.activeElement.getAttribute('aria-valuenow') === '6'")
     assert page.evaluate("playground.read().state.logits") == [0.1, 6, 0.9, 0, 0, 0, 0, 0, 0, 0]
     for key in ("Tab", "ArrowRight", "Tab", "ArrowLeft", "Tab", "ArrowRight", "Tab", "ArrowRight"):
         page.keyboard.press(key)
