@@ -19,7 +19,7 @@ MEMORY = 64 * 2**20
 
 
 # `torch.compiler.disable` imports the whole compiler at once, torch's own use of it when the function is called.
-_not_compiled = getattr(torch, "_disable_dynamo", torch.compiler.disable)
+_not_compiled = torch._disable_dynamo
 
 
 # The loop over chunks is nothing to compile: its matrix products and its loss are single operators already.
