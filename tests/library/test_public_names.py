@@ -1,4 +1,4 @@
-"""Every public name is documented, shown by an example and in the tables of tests that run over all of its kind."""
+"""Every public name is documented, shown by an example, and in the tables that tests run over."""
 
 from __future__ import annotations
 

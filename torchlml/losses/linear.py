@@ -18,7 +18,7 @@ from torchlml.parallel import is_spread
 MEMORY = 64 * 2**20
 
 
-# `torch.compiler.disable` imports the whole compiler at once, torch's own use of it when the function is called.
+# `torch.compiler.disable` imports the whole compiler now, this one when the function is called.
 _not_compiled = torch._disable_dynamo
 
 
