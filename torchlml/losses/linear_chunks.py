@@ -21,7 +21,9 @@ from torchlml._core.rows import work_dtype
 
 # The gradient of a chunk's logits takes their place piece by piece, so that there is hardly more than one of
 # them: the fewer chunks, the less often the weight and its gradient go through the caches.
-_PIECES = 8
+_PIECES = 24
+# So many pieces have room: what one of them has freed, the next does not always get from the C library.
+_ROOM = 13
 
 RowLoss = Callable[[Tensor, Tensor, slice], Tensor]
 """(logits of some rows, their k, which rows of the batch they are) -> one loss for each of these rows."""
@@ -117,7 +119,7 @@ def rows_within(memory: int, labels: int, dtype: torch.dtype, pieces: int) -> in
         pieces: in how many parts their gradients are computed, each in memory of its own.
     """
     work = work_dtype(dtype)
-    per_label = work.itemsize * (1 + 1 / pieces) + (dtype.itemsize if dtype != work else 0)
+    per_label = work.itemsize * (1 + min(1, _ROOM / pieces)) + (dtype.itemsize if dtype != work else 0)
     row = max(1, math.ceil(per_label * labels))
     return max(1, memory // row)
 
