@@ -96,7 +96,7 @@ def test_no_rows_and_no_labels_in_them() -> None:
     assert float(_chunked(tensors, torch.full((ROWS,), -100), 3).detach()) == 0
     empty = torchlml.linear_lml_loss(tensors[0][:0], tensors[1], torch.zeros(0, dtype=torch.int64), 3)
     empty.backward()
-    assert not tensors[1].grad.any()
+    assert torch.equal(tensors[1].grad, torch.zeros_like(tensors[1]))
 
 
 def test_only_some_gradients() -> None:
@@ -130,8 +130,8 @@ def test_accumulation_and_a_second_backward() -> None:
         loss = torchlml.linear_lml_loss(tensors[0][rows], tensors[1], target[rows], 3, reduction="sum")
         (2 * loss).backward()
     whole = torchlml.lml_loss(F.linear(*tensors[:2]), target, 3, reduction="sum")
-    right = torch.autograd.grad(2 * whole, tensors[:2])
-    torch.testing.assert_close([t.grad for t in tensors[:2]], list(right))
+    both = torch.autograd.grad(2 * whole, tensors[:2])
+    torch.testing.assert_close([t.grad for t in tensors[:2]], list(both))
 
 
 @each_reduction
@@ -198,6 +198,7 @@ def test_many_chunks_of_bfloat16_lose_nothing() -> None:
     torchlml.linear_lml_loss(h, w, target, 1, reduction="sum", memory=1).backward()
     exact = h.detach().double(), w.detach().double().requires_grad_()
     torchlml.lml_loss(exact[0] @ exact[1].T, target, 1, reduction="sum").backward()
+    assert w.grad is not None
     torch.testing.assert_close(w.grad.double(), exact[1].grad, rtol=2**-8, atol=2e-2)
 
 
@@ -225,7 +226,7 @@ def test_module() -> None:
     assert isinstance(module.linear, nn.Linear)
 
 
-REFUSED = {
+REFUSED: dict[str, tuple[Any, str, dict[str, Any]]] = {
     "a list": (TypeError, "`input` must be", {"input": [1.0]}),
     "integers": (TypeError, "`input` must be a floating", {"input": torch.ones(ROWS, FEATURES).long()}),
     "another dtype": (TypeError, "dtype of `input`", {"linear_weight": torch.ones(LABELS, 7).double()}),
@@ -244,7 +245,11 @@ REFUSED = {
 @pytest.mark.parametrize("case", REFUSED)
 def test_bad_input(case: str) -> None:
     kind, words, wrong = REFUSED[case]
-    right = {"input": torch.randn(ROWS, FEATURES), "linear_weight": torch.randn(LABELS, FEATURES), "k": 3}
+    right: dict[str, Any] = {
+        "input": torch.randn(ROWS, FEATURES),
+        "linear_weight": torch.randn(LABELS, FEATURES),
+        "k": 3,
+    }
     with pytest.raises(kind) as caught:
         torchlml.linear_lml_loss(**{**right, "target": _target("index"), **wrong})
     assert words in str(caught.value)

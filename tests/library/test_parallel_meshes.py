@@ -9,7 +9,6 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -18,6 +17,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed import FileStore  # type: ignore[attr-defined]
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
@@ -26,7 +26,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import torchlml
 import torchlml.parallel.group as group_module
-from tests.support.spread import FileStore, run, start
+from tests.support.spread import run, start
 
 Group = dist.ProcessGroup
 PLACEMENTS = [(Shard(0),), (Shard(1),), (Replicate(),)]
@@ -66,8 +66,9 @@ def _dtensors(mesh: DeviceMesh, placements: Any) -> None:
         leaf = distribute_tensor(x, mesh, placements).requires_grad_()
         given_k = distribute_tensor(k, mesh, [Replicate()] * mesh.ndim)
         given_mask = distribute_tensor(mask, mesh, [Replicate()] * mesh.ndim)
-        found = function(leaf, given_k, mask=given_mask)
+        found: Any = function(leaf, given_k, mask=given_mask)
         torch.testing.assert_close(found.full_tensor(), wanted)
+        own_dx: Any
         (own_dx,) = torch.autograd.grad(found, leaf, distribute_tensor(g, mesh, found.placements))
         assert own_dx.placements == leaf.placements
         torch.testing.assert_close(own_dx.full_tensor(), dx)
@@ -78,7 +79,7 @@ def _dtensors(mesh: DeviceMesh, placements: Any) -> None:
             wanted = torchlml.lml_loss(x_whole, form, 3, reduction=reduction)
             (dx,) = torch.autograd.grad(wanted.sum(), x_whole)
             leaf = distribute_tensor(x, mesh, placements).requires_grad_()
-            loss = torchlml.lml_loss(
+            loss: Any = torchlml.lml_loss(
                 leaf, distribute_tensor(form, mesh, [Replicate()] * mesh.ndim), 3, reduction=reduction
             )
             torch.testing.assert_close(loss.full_tensor(), wanted)
@@ -116,6 +117,10 @@ def check_group_of_one(group: Group) -> None:
     torch.testing.assert_close(torchlml.lml(x, 2, group=alone), torchlml.lml(x, 2))
 
 
+def _grad(parameter: Tensor) -> Any:
+    return parameter.grad
+
+
 def _batch() -> tuple[Tensor, Tensor]:
     return torch.randn(8, 6), torch.randint(12, (8,))
 
@@ -128,7 +133,7 @@ def check_colwise_parallel(group: Group) -> None:
     inputs, target = _batch()
     wanted = torchlml.lml_loss(model(inputs), target, 3)
     wanted.backward()
-    right = [p.grad.clone() for p in model.parameters()]
+    right = [_grad(p).clone() for p in model.parameters()]
     model.zero_grad()
     parallelize_module(model, mesh, {"2": ColwiseParallel()})
     last = model[2]
@@ -136,7 +141,7 @@ def check_colwise_parallel(group: Group) -> None:
     loss.backward()
     torch.testing.assert_close(loss, wanted)
     for p, grad in zip(model.parameters(), right, strict=True):
-        found = p.grad.full_tensor() if hasattr(p.grad, "full_tensor") else p.grad
+        found = _grad(p).full_tensor() if hasattr(p.grad, "full_tensor") else p.grad
         torch.testing.assert_close(found, grad, rtol=1e-4, atol=1e-6)
 
 
@@ -148,7 +153,7 @@ def check_data_parallel(group: Group) -> None:
     body, head = nn.Linear(6, 5), torch.randn(12, 5)
     inputs, target = _batch()
     torchlml.lml_loss(body(inputs) @ head.T, target, 3).backward()
-    right = body.weight.grad.clone()
+    right = _grad(body.weight).clone()
     body.zero_grad()
     wrapped = DistributedDataParallel(body, process_group=mesh.get_group("rows"))
     own, rows = head[6 * label : 6 * label + 6].clone().requires_grad_(), slice(4 * row, 4 * row + 4)
@@ -163,21 +168,21 @@ def check_fully_sharded(group: Group) -> None:
     model = nn.ModuleList([nn.Linear(6, 5), torchlml.LinearLMLLoss(5, 12, 3)])
     inputs, target = _batch()
     model[1](model[0](inputs), target).backward()
-    right = [p.grad.clone() for p in model.parameters()]
+    right = [_grad(p).clone() for p in model.parameters()]
     model.zero_grad()
     for part in model:
         fully_shard(part, mesh=mesh)
     rows = slice(2 * rank, 2 * rank + 2)
     model[1](model[0](inputs[rows]), target[rows]).backward()
     for p, grad in zip(model.parameters(), right, strict=True):
-        torch.testing.assert_close(p.grad.full_tensor(), grad, rtol=1e-4, atol=1e-6)
+        torch.testing.assert_close(_grad(p).full_tensor(), grad, rtol=1e-4, atol=1e-6)
 
 
 CHECKS = [name for name in list(globals()) if name.startswith("check_")]
 
 
 @pytest.fixture(scope="module")
-def results() -> Iterator[dict[str, str]]:
+def results() -> dict[str, str]:
     return run(__name__, CHECKS)
 
 

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from torchlml._core.arguments import Bound, Canonical, check_bound, check_k, check_tensor
-from torchlml.losses.linear_chunks import linear_loss
+from torchlml.losses.linear_chunks import linear_loss, not_compiled
 from torchlml.losses.lml import lml_loss
 from torchlml.losses.module import TopKLoss
 from torchlml.losses.reduction import Reduction, check_reduction
@@ -18,12 +18,8 @@ from torchlml.parallel import is_spread
 MEMORY = 64 * 2**20
 
 
-# `torch.compiler.disable` imports the whole compiler now, this one when the function is called.
-_not_compiled = torch._disable_dynamo
-
-
 # The loop over chunks is nothing to compile: its matrix products and its loss are single operators already.
-@_not_compiled  # type: ignore[untyped-decorator]
+@not_compiled
 def linear_lml_loss(
     input: Tensor,
     linear_weight: Tensor,

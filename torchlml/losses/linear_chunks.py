@@ -10,7 +10,7 @@ from __future__ import annotations
 import contextlib
 import math
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
@@ -27,6 +27,14 @@ _ROOM = 13
 
 RowLoss = Callable[[Tensor, Tensor, slice], Tensor]
 """(logits of some rows, their k, which rows of the batch they are) -> one loss for each of these rows."""
+
+
+_Function = TypeVar("_Function", bound=Callable[..., Any])
+
+
+def not_compiled(function: _Function) -> _Function:
+    """Leave a function as it is when the compiler comes to it, keeping its type for those who call it."""
+    return torch.compiler.disable(function)
 
 
 class LinearRows(NamedTuple):
@@ -53,7 +61,8 @@ class LinearRows(NamedTuple):
 
     def plain(self, input: Tensor, weight: Tensor, bias: Tensor | None, k: Tensor) -> Tensor:
         """The same from all logits at once, in ordinary differentiable operations."""
-        logits = linear(*(None if t is None else t.to(self.linear_dtype) for t in (input, weight, bias)))
+        dtype = self.linear_dtype
+        logits = linear(input.to(dtype), weight.to(dtype), None if bias is None else bias.to(dtype))
         losses = self.loss(logits.to(work_dtype(logits.dtype)), k, slice(0, input.shape[0]))
         return losses if self.seed is None else (losses * self.seed).sum()
 

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from torchlml._core.arguments import Bound, Canonical, canonical, check_bound
 from torchlml._core.rows import work_dtype
+from torchlml.losses.linear_chunks import not_compiled
 from torchlml.losses.lml import lml_loss
 from torchlml.losses.reduction import Reduction, check_reduction
 from torchlml.losses.targets import LabelReduction, read_labels
@@ -20,7 +21,7 @@ from torchlml.parallel.group import Group, label_group
 from torchlml.parallel.projection import Split
 
 
-@torch.compiler.disable
+@not_compiled
 def spread_projection(
     name: str,
     x: Tensor,
@@ -71,7 +72,7 @@ def _project(
     return c.restore_rows(result) if function is projection.lml_dual else c.restore(result, dim)
 
 
-@torch.compiler.disable
+@not_compiled
 def spread_lml_loss(
     logits: Tensor,
     target: Tensor,

@@ -8,7 +8,7 @@ its labels.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeGuard
 
 import torch
 import torch.distributed as dist
@@ -83,7 +83,7 @@ def layout(x: DTensor, dim: int, name: str = "x") -> Layout:
     return Layout(x.device_mesh, x.placements, dim, split[0] if split else None, x.dim())
 
 
-def is_dtensor(x: Any) -> bool:
+def is_dtensor(x: Any) -> TypeGuard[DTensor]:
     """Is it one?"""
     return isinstance(x, DTensor)
 

@@ -36,10 +36,9 @@ def spread_linear_lml_loss(
     if dtensors.is_dtensor(linear_weight):
         dtensors.refuse_group(group)
         group = dtensors.label_rows(linear_weight).group
-        input, linear_weight, linear_bias, target, k, weight = (
-            t.to_local() if dtensors.is_dtensor(t) else t
-            for t in (input, linear_weight, linear_bias, target, k, weight)
-        )
+        given: Any = (input, linear_weight, linear_bias, target, k, weight)
+        given = (t.to_local() if dtensors.is_dtensor(t) else t for t in given)
+        input, linear_weight, linear_bias, target, k, weight = given
         if group is None:
             import torchlml
 

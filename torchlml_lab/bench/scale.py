@@ -99,10 +99,11 @@ def steps(batch: int, labels: int, features: int) -> dict[str, Callable[[], tupl
     )
     # torch has its own only since 2.13.
     ways = [way for way in _WAYS if way != "linear_cross_entropy" or hasattr(F, way)]
-    return {
-        way: (lambda loss=loss: torch.autograd.grad(loss(), (h, w)))
-        for way, loss in zip(ways, losses, strict=False)
-    }
+    return {way: _step(loss, h, w) for way, loss in zip(ways, losses, strict=False)}
+
+
+def _step(loss: Callable[[], Tensor], *inputs: Tensor) -> Callable[[], tuple[Tensor, ...]]:
+    return lambda: torch.autograd.grad(loss(), inputs)
 
 
 def times(settings: ScaleSettings) -> Iterator[Measurement]:
