@@ -63,7 +63,7 @@ def _dtensors(mesh: DeviceMesh, placements: Any) -> None:
         wanted = function(x_whole, k, mask=mask)
         g = torch.where(wanted.isinf(), 0, grad[..., 0] if wanted.dim() == 1 else grad)
         (dx,) = torch.autograd.grad(wanted, x_whole, g)
-        leaf = distribute_tensor(x, mesh, placements).requires_grad_()
+        leaf: Any = distribute_tensor(x, mesh, placements).requires_grad_()
         given_k = distribute_tensor(k, mesh, [Replicate()] * mesh.ndim)
         given_mask = distribute_tensor(mask, mesh, [Replicate()] * mesh.ndim)
         found: Any = function(leaf, given_k, mask=given_mask)

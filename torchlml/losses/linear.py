@@ -141,8 +141,8 @@ class LinearLMLLoss(TopKLoss):
 
     def forward(self, input: Tensor, target: Tensor) -> Tensor:  # type: ignore[override]
         """The loss of a batch; the arguments are those of `linear_lml_loss`."""
-        settings = {name: getattr(self, name) for name in self._names}
-        layer = {"linear_bias": self.linear.bias, "weight": self.weight}
+        settings: dict[str, Any] = {name: getattr(self, name) for name in self._names}
+        layer: dict[str, Any] = {"linear_bias": self.linear.bias, "weight": self.weight}
         return linear_lml_loss(input, self.linear.weight, target, self.k, **layer, **settings)
 
 
