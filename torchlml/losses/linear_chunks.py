@@ -35,7 +35,8 @@ _Function = TypeVar("_Function", bound=Callable[..., Any])
 def not_compiled(function: _Function) -> _Function:
     """Leave a function as it is when the compiler comes to it, keeping its type for those who call it."""
     # `torch.compiler.disable` imports the whole compiler now, this one when the function is called.
-    return torch._disable_dynamo(function)
+    disable: Any = torch._disable_dynamo  # type: ignore[attr-defined]
+    return disable(function)
 
 
 class LinearRows(NamedTuple):
