@@ -8,7 +8,6 @@ input and that of the weight, which is added up over the chunks.
 from __future__ import annotations
 
 import contextlib
-import math
 from collections.abc import Callable
 from typing import Any, NamedTuple, TypeVar
 
@@ -18,12 +17,6 @@ from torch.nn.functional import linear
 
 from torchlml._core.paths import differentiate_again, is_plain, needs_no_graph, wants_graph
 from torchlml._core.rows import work_dtype
-
-# The gradient of a chunk's logits takes their place piece by piece, so that there is hardly more than one of
-# them: the fewer chunks, the less often the weight and its gradient go through the caches.
-_PIECES = 24
-# So many pieces have room: what one of them has freed, the next does not always get from the C library.
-_ROOM = 13
 
 RowLoss = Callable[[Tensor, Tensor, slice], Tensor]
 """(logits of some rows, their k, which rows of the batch they are) -> one loss for each of these rows."""
@@ -48,7 +41,6 @@ class LinearRows(NamedTuple):
     loss: RowLoss
     seed: Tensor | None
     chunk: int
-    piece: int  # the rows that the loss is called with where gradients are wanted
     linear_dtype: torch.dtype  # of the logits, which autocast may narrow
     # What makes the input's gradient from this process's part of it.
     complete: Callable[[Tensor], Tensor] | None = None
@@ -108,31 +100,31 @@ def linear_loss(
     if reduction != "none":
         seed = torch.ones(shape.numel(), dtype=work_dtype(dtype), device=input.device)
         seed = seed / labelled.sum().clamp(min=1) if reduction == "mean" else seed
-    # Where processes share the rows, every call of the loss takes rounds.
-    pieces = _PIECES if complete is None else 1
-    chunk = rows_within(memory, weight.shape[0] if longest is None else longest, dtype, pieces)
+    chunk = rows_within(memory, weight.shape[0] if longest is None else longest, dtype)
     # The casts are done here, in the same way for the chunks and for the plain way.
     with torch.autocast(device, enabled=False) if autocast else contextlib.nullcontext():
-        rows = LinearRows(loss, seed, chunk, -(-chunk // pieces), dtype, complete)
+        rows = LinearRows(loss, seed, chunk, dtype, complete)
         flat = input.reshape(shape.numel(), input.shape[-1])
         result = rows.plain(flat, weight, bias, k) if whole else rows(flat, weight, bias, k)
     result = result.reshape(shape) if reduction == "none" else result
     return result if autocast else result.to(dtype)
 
 
-def rows_within(memory: int, labels: int, dtype: torch.dtype, pieces: int) -> int:
+def rows_within(memory: int, labels: int, dtype: torch.dtype) -> int:
     """How many rows of logits fit into a budget of bytes, one at least.
 
     Args:
         memory: the budget.
         labels: the length of a row.
         dtype: of the logits.
-        pieces: in how many parts their gradients are computed, each in memory of its own.
     """
     work = work_dtype(dtype)
-    per_label = work.itemsize * (1 + min(1, _ROOM / pieces)) + (dtype.itemsize if dtype != work else 0)
-    row = max(1, math.ceil(per_label * labels))
-    return max(1, memory // row)
+    per_label = 2 * work.itemsize + (dtype.itemsize if dtype != work else 0)
+    row = max(1, per_label * labels)
+    # One row more if it exceeds the budget only a little: two tensors of 32 MiB, as the default gives, the C
+    # library takes from the system and gives back; smaller ones leave holes in its heap that cost more.
+    rows = -(-memory // row)
+    return max(1, rows if rows * row <= 1.08 * memory else rows - 1)
 
 
 class _Gradients(NamedTuple):
@@ -216,22 +208,18 @@ def _with_gradients(
     d_k = torch.zeros_like(k) if wanted[3] else None
     total = input.new_zeros((), dtype=work_type)
     for rows in _slices(slice(0, input.shape[0]), work.chunk):
-        dz = logits[rows]  # still the logits
-        for some in _slices(rows, work.piece):
-            own = dz[some.start - rows.start : some.stop - rows.start]
-            z = own.detach().requires_grad_()
-            k_some = (k if k.dim() == 0 else k[some]).detach().requires_grad_(wanted[3])
-            with torch.enable_grad():
-                losses = work.loss(z, k_some, some)
-            total += (losses.detach() * seed[some]).sum()
-            inputs = [z, k_some] if wanted[3] else [z]
-            gradient, *dk = torch.autograd.grad(losses, inputs, seed[some].to(losses.dtype))
-            own.copy_(gradient)
-            if d_k is not None and k.dim() == 0:
-                d_k += dk[0]
-            elif d_k is not None:
-                d_k[some] = dk[0]
-            del z, losses, gradient
+        z = logits[rows].requires_grad_()
+        k_rows = (k if k.dim() == 0 else k[rows]).detach().requires_grad_(wanted[3])
+        with torch.enable_grad():
+            losses = work.loss(z, k_rows, rows)
+        total += (losses.detach() * seed[rows]).sum()
+        inputs = [z, k_rows] if wanted[3] else [z]
+        dz, *dk = torch.autograd.grad(losses, inputs, seed[rows].to(losses.dtype))
+        del z, losses, inputs
+        if d_k is not None and k.dim() == 0:
+            d_k += dk[0]
+        elif d_k is not None:
+            d_k[rows] = dk[0]
         if d_input is not None:
             d_input[rows] = (dz.to(logits.weight.dtype) @ logits.weight).to(input.dtype)
         if d_weight is not None:
