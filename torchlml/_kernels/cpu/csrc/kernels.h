@@ -6,7 +6,8 @@
 //   2. name.h: template <class S> void NAME_rows(const NameArgs&, const Rows&), which does these rows of dtype S (see
 //      rows.h for the loops). Include it in kernels.cpp.
 //   3. bindings.cpp: a function with the operator's arguments, which checks them, fills in NameArgs and calls
-//      launch(&Kernels::NAME, ...), and a line in STABLE_TORCH_LIBRARY_IMPL.
+//      launch(&Kernels::NAME, ...), or launch_split if it works on long rows in pieces (sum_of_parts in rows.h), and a
+//      line in STABLE_TORCH_LIBRARY_IMPL.
 //   4. tools/sanitize.cpp: a call with every dtype; tests/library: that it agrees with plain torch.
 // setup.py compiles every .cpp file of this folder, and kernels.cpp once for each instruction set.
 #pragma once
