@@ -117,8 +117,12 @@ KINDS = (
     "shifted",
     "infinite",
     "infinite share",
+    "nan",
+    "mask",
+    "short behind a mask",
+    "all",
+    "none",
 )
-KINDS += ("nan", "mask", "short behind a mask", "all", "none")
 
 
 def canonical(kind: str, n: int, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor | None]:
