@@ -1,6 +1,7 @@
 """Other ways to a differentiable "k of n", with one signature: what `torchlml.lml` can be compared with.
 
-Each maps logits (rows, n) and k to one number for each entry. `absent` says which package is not installed.
+Each maps logits (rows, n) and k to one number for each entry. `absent` says which package is not installed,
+and `longest` up to which length of a row a call takes no more than seconds.
 """
 
 import contextlib
@@ -8,16 +9,27 @@ import functools
 import importlib
 import importlib.util
 import io
+from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
-import torchlml
-from torchlml_lab.bench.competitors import Provider
+from torchlml_lab.bench.competitors import LAYER, Provider
 
 # What the widely copied bisection takes: halvings, and how far from the logits it looks.
 HALVINGS, REACH = 64, 10.0
+# The strength of torchsort's regularisation, times n: three times this, and rows of 32 no longer sum to about k.
+SPREAD = 3.0
+
+
+@dataclass(frozen=True)
+class Peer(Provider):
+    """A provider that may be good for short rows only (`longest`), and for one dtype only."""
+
+    longest: int = 10_000_000
+    float32_only: bool = False
 
 
 def straight_through(x: Tensor, k: int) -> Tensor:
@@ -69,14 +81,6 @@ def bisection(x: Tensor, k: int) -> Tensor:
     return answer
 
 
-def budget_bisect(x: Tensor, k: int) -> Tensor:
-    """The constrained sparsemax of the package entmax."""
-    from entmax import budget_bisect
-
-    answer: Tensor = budget_bisect(x, budget=k, dim=-1)
-    return answer
-
-
 def sorting_network(x: Tensor, k: int) -> Tensor:
     """The mask of a relaxed sorting network, by the package difftopk, which knows float32 only."""
     # Importing it prints whether an optional package of its own is there.
@@ -86,6 +90,22 @@ def sorting_network(x: Tensor, k: int) -> Tensor:
     _, places = DiffTopkNet("odd_even", x.shape[-1], k)(x.float())
     answer: Tensor = places.sum(-1)
     return answer.to(x.dtype)
+
+
+def soft_ranks(x: Tensor, k: int) -> Tensor:
+    """A mask from the soft ranks of the package torchsort: the sigmoid of how far a rank exceeds n - k + 1/2."""
+    torchsort: Any = importlib.import_module("torchsort")
+    n = x.shape[-1]
+    # Ranks grow with x, up to n. To spread that far they need a regularisation that falls with n.
+    ranks: Tensor = torchsort.soft_rank(x, regularization_strength=SPREAD / n)
+    return torch.sigmoid(ranks - (n - k) - 0.5)
+
+
+def soft_index(x: Tensor, k: int) -> Tensor:
+    """The sum of the k soft indices that `topk` of the package softtorch gives, by its default method."""
+    softtorch: Any = importlib.import_module("softtorch")
+    answer: Tensor = softtorch.topk(x, k).indices.sum(-2)
+    return answer
 
 
 @functools.cache
@@ -106,18 +126,25 @@ def convex_program(x: Tensor, k: int) -> Tensor:
     return answer
 
 
-def _without(package: str) -> str | None:
-    return None if importlib.util.find_spec(package) else f"the package `{package}` is not installed"
+def _without(package: str) -> Callable[[], str | None]:
+    said = f"the package `{package}` is not installed"
+    return lambda: None if importlib.util.find_spec(package) else said
 
 
+_OURS = {provider.name: provider for provider in LAYER}
 PEERS = (
-    Provider("topk-straight-through", straight_through),
-    Provider("softmax-times-k", scaled_softmax),
-    Provider("successive-softmax", successive_softmax),
-    Provider("bisection", bisection),
-    Provider("entmax", budget_bisect, lambda: _without("entmax")),
-    Provider("difftopk", sorting_network, lambda: _without("difftopk")),
-    Provider("cvxpylayers", convex_program, lambda: _without("cvxpylayers")),
-    Provider("paper-bracketing", lambda x, k: torchlml.lml(x, k, solver="bracketing")),
-    Provider("lml", lambda x, k: torchlml.lml(x, k)),
+    Peer("topk-straight-through", straight_through),
+    Peer("softmax-times-k", scaled_softmax),
+    Peer("successive-softmax", successive_softmax),
+    Peer("bisection", bisection),
+    Peer("entmax", _OURS["entmax"].function, _OURS["entmax"].absent),
+    Peer("torchsort", soft_ranks, _without("torchsort")),
+    # Its default method compares every entry with every other.
+    Peer("softtorch", soft_index, _without("softtorch"), longest=1000),
+    # A network for n entries has n layers, and is built anew in every call.
+    Peer("difftopk", sorting_network, _without("difftopk"), longest=100, float32_only=True),
+    Peer("cvxpylayers", convex_program, _without("cvxpylayers"), longest=50),
+    Peer("paper-bracketing", _OURS["lml-bracketing"].function),
+    Peer("lml-torch", _OURS["lml-torch"].function),
+    Peer("lml-native", _OURS["lml-native"].function, _OURS["lml-native"].absent),
 )

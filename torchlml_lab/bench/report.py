@@ -109,7 +109,7 @@ def _table(columns: Sequence[Column]) -> Table:
 
 
 def _ratio(row: Measurement, earlier: Mapping[Key, Measurement]) -> str:
-    now = _three_digits(row.ratio_p50)
+    now = three_digits(row.ratio_p50)
     if row.key not in earlier:
         return now
     then = earlier[row.key].ratio_p50
@@ -118,10 +118,11 @@ def _ratio(row: Measurement, earlier: Mapping[Key, Measurement]) -> str:
         colour = "green"
     elif row.ratio_p50 > then * (1 + _NOTABLE):
         colour = "red"
-    return f"[{colour}]{now}[/] [dim](was {_three_digits(then)})[/]"
+    return f"[{colour}]{now}[/] [dim](was {three_digits(then)})[/]"
 
 
-def _three_digits(ratio: float) -> str:
+def three_digits(ratio: float) -> str:
+    """Write a ratio with about three digits."""
     return f"{ratio:.2f}" if ratio < 10 else f"{ratio:.1f}" if ratio < 100 else f"{ratio:,.0f}"
 
 
