@@ -93,12 +93,12 @@ def run(settings: ComparisonSettings, console: Console) -> None:
         ("float32",),
         (settings.threads,),
     )
+    file = RowFile(settings.csv)
     plot = settings.plot or settings.csv.with_suffix(".png")
     check_picture(plot, "--plot")
-    file = RowFile(settings.csv)
-    if missing := [peer.name for peer in PEERS if peer.absent() is not None]:
-        how = '`pip install "torchlml[peers]"` installs what pip can'
-        console.print(f"Cannot run here: {', '.join(missing)}; {how}.", soft_wrap=True, markup=False)
+    if missing := [why for peer in PEERS if (why := peer.absent()) is not None]:
+        said = f'Left out: {", ".join(missing)}. `pip install "torchlml[peers]"` installs the packages.'
+        console.print(said, soft_wrap=True, markup=False, highlight=False)
     file.announce(f"{len(peers)} methods are compared on rows of {len(cases)} lengths", console)
     with ProgressBar(console) as progress, use_threads(settings.threads):
         task = progress.add_task("", total=len(peers) * (1 + len(cases)) + 2 * len(cases))

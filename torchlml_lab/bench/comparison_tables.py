@@ -6,6 +6,7 @@ from pathlib import Path
 
 from matplotlib.axes import Axes
 
+from torchlml_lab.bench.competitors import BASELINE
 from torchlml_lab.bench.measurements import Measurement
 from torchlml_lab.bench.peer_behaviour import ABILITIES, EXACTNESS
 from torchlml_lab.bench.peers import PEERS
@@ -31,7 +32,9 @@ def markdown(rows: Sequence[Measurement]) -> str:
     parts = _table(("method", *ABILITIES), _uses(values))
     for case in _cases(rows):
         n, k, batch, scale, dtype, threads = case
-        said = f"n = {n}: {batch} rows, k = {k}, scale {scale:g}, {dtype}, threads: {threads}"
+        base = values[BASELINE, "forward", "time", n].p50
+        said = f"n = {n}: {batch} rows, k = {k}, scale {scale:g}, {dtype}, threads: {threads}; "
+        said += f"softmax forward takes {base:,.0f} µs"
         heads = ("method", "forward", "forward + backward", "MiB", *EXACTNESS)
         parts += ["", said, "", *_table(heads, _measures(values, n))]
     return "\n".join(parts)
@@ -53,6 +56,9 @@ def draw(rows: Sequence[Measurement], plot: Path) -> None:
         panels = figure.subplots(1, len(widths), sharey=True, squeeze=False, width_ratios=widths)[0]
         for panel, n in zip(panels, sizes, strict=False):
             _draw_times(panel, values, names, n)
+        right = max(panel.get_xlim()[1] for panel in panels[:-1])
+        for panel in panels[:-1]:
+            panel.set_xlim(0.5, right)
         _draw_uses(panels[-1], values, names, sizes)
         panels[0].set_yticks(range(len(names)), names)
         panels[0].set_ylim(-0.6, len(names) - 0.4)
@@ -87,7 +93,7 @@ def _measures(values: Values, n: int) -> Iterator[list[str]]:
         row = values.get((name, mode, metric, n))
         return "-" if row is None else "fails" if math.isnan(row.p50) else write(row)
 
-    for name in _ORDER:
+    for name in (BASELINE, *_ORDER):
         cells = [
             cell(name, "forward", "time", lambda row: three_digits(row.ratio_p50)),
             cell(name, "forward+backward", "time", lambda row: three_digits(row.ratio_p50)),
@@ -129,7 +135,8 @@ def _draw_times(panel: Axes, values: Values, names: Sequence[str], n: int) -> No
     panel.set_xscale("log")
     panel.xaxis.set_major_formatter(lambda ratio, _: f"{ratio:g}x")
     panel.grid(axis="both")
-    panel.set_title(f"n = {n:,}: time / softmax")
+    panel.set_xlabel("time / softmax")
+    panel.set_title(f"n = {n:,}")
 
 
 def _draw_uses(panel: Axes, values: Values, names: Sequence[str], sizes: Sequence[int]) -> None:
@@ -145,4 +152,4 @@ def _draw_uses(panel: Axes, values: Values, names: Sequence[str], sizes: Sequenc
     heads = ("in [0, 1]", *ABILITIES)
     panel.set_xticks(range(len(heads)), heads, rotation=45, ha="right", fontsize=7)
     panel.set_xlim(-0.6, len(heads) - 0.4)
-    panel.set_title("works with (full dot)")
+    panel.set_title("full: works")

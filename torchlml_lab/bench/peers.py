@@ -20,7 +20,7 @@ from torchlml_lab.bench.competitors import LAYER, Provider
 
 # What the widely copied bisection takes: halvings, and how far from the logits it looks.
 HALVINGS, REACH = 64, 10.0
-# The strength of torchsort's regularisation, times n: three times this, and rows of 32 no longer sum to about k.
+# The strength of torchsort's regularisation, times n; with 10 rows of 32 no longer sum to about k.
 SPREAD = 3.0
 
 
@@ -93,7 +93,7 @@ def sorting_network(x: Tensor, k: int) -> Tensor:
 
 
 def soft_ranks(x: Tensor, k: int) -> Tensor:
-    """A mask from the soft ranks of the package torchsort: the sigmoid of how far a rank exceeds n - k + 1/2."""
+    """A mask from the soft ranks of the package torchsort: the sigmoid of a rank less n - k + 1/2."""
     torchsort: Any = importlib.import_module("torchsort")
     n = x.shape[-1]
     # Ranks grow with x, up to n. To spread that far they need a regularisation that falls with n.
@@ -126,8 +126,8 @@ def convex_program(x: Tensor, k: int) -> Tensor:
     return answer
 
 
-def _without(package: str) -> Callable[[], str | None]:
-    said = f"the package `{package}` is not installed"
+def _without(package: str, hint: str = "") -> Callable[[], str | None]:
+    said = f"the package `{package}` is not installed{hint}"
     return lambda: None if importlib.util.find_spec(package) else said
 
 
@@ -138,9 +138,9 @@ PEERS = (
     Peer("successive-softmax", successive_softmax),
     Peer("bisection", bisection),
     Peer("entmax", _OURS["entmax"].function, _OURS["entmax"].absent),
-    Peer("torchsort", soft_ranks, _without("torchsort")),
+    Peer("torchsort", soft_ranks, _without("torchsort", " (`pip install --no-build-isolation torchsort`)")),
     # Its default method compares every entry with every other.
-    Peer("softtorch", soft_index, _without("softtorch"), longest=1000),
+    Peer("softtorch", soft_index, _without("softtorch", " (it needs Python 3.12)"), longest=1000),
     # A network for n entries has n layers, and is built anew in every call.
     Peer("difftopk", sorting_network, _without("difftopk"), longest=100, float32_only=True),
     Peer("cvxpylayers", convex_program, _without("cvxpylayers"), longest=50),
