@@ -17,6 +17,7 @@ MOVES = {
     "bfloat16": lambda model: model.to(torch.bfloat16),  # as Lightning's "bf16-true"
     "float16": lambda model: model.to(torch.float16),
     "half": lambda model: model.half(),
+    "set_dtype": lambda model: [metric.set_dtype(torch.float16) for metric in list(model)[1:]],
 }
 
 

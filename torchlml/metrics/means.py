@@ -9,13 +9,23 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+import torch
 from torch import Tensor
+from torchmetrics import Metric
 
 from torchlml._core.arguments import check_whole_k
 from torchlml._core.rows import wide_dtype
 
 # What a part of a row or an image counts in: fine enough for seven digits, and 2^33 rows fit into an int64.
 _UNIT = 2**30
+
+
+class CountingMetric(Metric):
+    """A metric whose states are whole numbers, whatever dtype is asked for."""
+
+    def set_dtype(self, dst_type: str | torch.dtype) -> CountingMetric:
+        """Nothing: torchmetrics' own would convert the counts, and with them what they can hold."""
+        return self
 
 
 def in_units(parts: Tensor) -> Tensor:

@@ -8,12 +8,11 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.nn.functional import pad
-from torchmetrics import Metric
 from torchmetrics.utilities.distributed import gather_all_tensors
 
 from torchlml._core.arguments import check_tensor
 from torchlml._core.rows import wide_dtype
-from torchlml.metrics.means import average, by_k, in_units, read_ks
+from torchlml.metrics.means import CountingMetric, average, by_k, in_units, read_ks
 
 _OVERLAP = 0.5
 Images = Sequence[Mapping[str, Tensor]]
@@ -42,7 +41,7 @@ def scene_graph_recall(
     return recall.compute()
 
 
-class SceneGraphRecall(Metric):
+class SceneGraphRecall(CountingMetric):
     """The part of an image's true relations that is among the K highest-scored predicted ones.
 
         >>> recall = SceneGraphRecall(k=(20, 50))

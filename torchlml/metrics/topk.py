@@ -7,12 +7,11 @@ from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
-from torchmetrics import Metric
 
 from torchlml._core.arguments import canonical
 from torchlml._core.rows import Rows, rows_of
 from torchlml.losses.targets import read_labels
-from torchlml.metrics.means import average, by_k, in_units, read_ks
+from torchlml.metrics.means import CountingMetric, average, by_k, in_units, read_ks
 
 
 def topk_recall(
@@ -91,7 +90,7 @@ class _Ranked:
         return torch.stack(sums), counted.sum()
 
 
-class TopKMetric(Metric):
+class TopKMetric(CountingMetric):
     """The mean over rows of a number from 0 to 1 for each k; a subclass says which number.
 
     Args:
