@@ -68,9 +68,9 @@ def test_help_explains_every_option(capsys, command, settings):
     for field in dataclasses.fields(settings):
         # After the option and its metavar (in capitals or brackets) comes a sentence.
         metavar = r"(?:[A-Z]+ |\[[^ ]+ \[[^ ]+ \.\.\.\]\] )?"
-        assert re.search(rf"--{field.name} {metavar}[A-Z`][\w`]*(?: \S+){{3,}}\. \(default", words), (
-            field.name
-        )
+        assert re.search(
+            rf"--{field.name.replace('_', '-')} {metavar}[A-Z`][\w`]*(?: \S+){{3,}}\. \(default", words
+        ), field.name
 
 
 def test_version(capsys):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import platform
+import re
 import shutil
 import subprocess
 import sys
@@ -193,6 +194,13 @@ def test_setuptools_too_old(checkout: Path, tmp_path: Path) -> None:
         "torchlml: building needs setuptools 77 or newer, and this is 69.5.1: "
         "run `pip install --upgrade setuptools`.\n"
     )
+
+
+def test_every_kernel_runs_under_the_sanitizers() -> None:
+    table = re.findall(r"^  KERNEL\((\w+), ", (ROOT / SOURCES / "kernels.h").read_text(), re.MULTILINE)
+    called = (ROOT / "tools" / "sanitize.cpp").read_text()
+    assert len(table) > 5
+    assert [name for name in table if f"kernels.{name}[dtype]" not in called] == []
 
 
 def test_import_keeps_subnormals() -> None:
