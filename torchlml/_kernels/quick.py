@@ -32,7 +32,7 @@ _Dense = Callable[..., tuple[Tensor, Tensor, Tensor]]
 
 def solve(x: Tensor, k: Tensor, mask: Tensor | None, offsets: Tensor | None) -> Tensor:
     """nu of every row."""
-    return _project(x, k, mask, offsets, _nothing, lambda *rows: (rows[0], reference.solve(*rows)))[1]
+    return _project(x, k, mask, offsets, None, lambda *rows: (rows[0], reference.solve(*rows)))[1]
 
 
 def forward(x: Tensor, k: Tensor, mask: Tensor | None, offsets: Tensor | None) -> Pair:
@@ -75,10 +75,6 @@ def shares_of_slope(x: Tensor, nu: Tensor, live: Tensor, rows: Rows) -> Pair:
     return w, total
 
 
-def _nothing(values: Tensor, found: Quick, nu: Tensor) -> Tensor:
-    return values
-
-
 def _y(values: Tensor, found: Quick, nu: Tensor) -> Tensor:
     return found.y()
 
@@ -92,10 +88,10 @@ def _project(
     k: Tensor,
     mask: Tensor | None,
     offsets: Tensor | None,
-    result: Callable[[Tensor, Quick, Tensor], Tensor],
+    result: Callable[[Tensor, Quick, Tensor], Tensor] | None,
     careful: Callable[..., Pair],
 ) -> Pair:
-    """(`result` of every row, nu)."""
+    """(`result` of every row, nu); without a `result` x itself, which nothing may be written into, and nu."""
     if x.device.type == "cpu":
         native.warn_of_absence()
     if _too_blind(x, offsets):
@@ -104,7 +100,7 @@ def _project(
     if offsets is None:
         found = quick(values, k)
         nu, certified = found.nu(), found.certified
-        y = result(values, found, nu).to(x.dtype)
+        y = x if result is None else result(values, found, nu).to(x.dtype)
     else:
         nu = values.new_empty(2, offsets.numel() - 1)
         certified = torch.empty_like(nu[0], dtype=torch.bool)
@@ -114,13 +110,15 @@ def _project(
             found = quick(padded, _of(k, group.rows))
             nu[:, group.rows] = own = found.nu()
             certified[group.rows] = found.certified
-            padded_results.append(result(padded, found, own))
-        y = _unpad(groups, padded_results, offsets, x.numel()).to(x.dtype)
+            if result is not None:
+                padded_results.append(result(padded, found, own))
+        y = x if result is None else _unpad(groups, padded_results, offsets, x.numel()).to(x.dtype)
     left = (~certified).nonzero().squeeze(-1)
     if left.numel():
         some = _Some(x, offsets, left)
         own_y, own_nu = careful(some(x), _of(k, left), some(mask), some.offsets)
-        some.put(y, own_y)
+        if result is not None:
+            some.put(y, own_y)
         nu[:, left] = own_nu
     return y, nu
 
