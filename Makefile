@@ -17,7 +17,7 @@ CPP := $(wildcard torchlml/_kernels/cpu/csrc/*.h torchlml/_kernels/cpu/csrc/*.cp
 WORKFLOWS := $(wildcard .github/workflows/*.yml)
 # What breaks first when the library changes: arguments, special rows, accuracy and gradients, every loss.
 QUICK := $(addprefix tests/library/test_,arguments.py special_rows.py losses_definitions.py losses_targets.py \
-	metrics_topk.py compat.py)
+	losses_modules.py metrics_topk.py compat.py public_names.py)
 
 .DEFAULT_GOAL := help
 .PHONY: help demo test test-torch quick quick-tests lint format bench asan fuzz wheel sdist docs docs-serve install clean

@@ -71,7 +71,8 @@ def main() -> None:
     print(f"{len(found)} hashes; all together {_digest(json.dumps(found, sort_keys=True).encode())}")
     if options.compare is not None:
         before = json.loads(options.compare.read_text())
-        moved = [name for name in sorted(before | found) if before.get(name) != found.get(name)]
+        moved = [name for name in sorted(before) if before[name] != found.get(name)]
+        print("".join(f"new: {name}\n" for name in sorted(found) if name not in before), end="")
         print("\n".join(f"moved: {name}" for name in moved) or "no hash moved")
         sys.exit(bool(moved))
 

@@ -12,12 +12,9 @@ from torch.nn import functional as F
 
 import torchlml
 from tests.library.test_arguments import check
+from tests.support.losses import MULTI_LABEL, every, multi_label
 from torchlml.metrics import SceneGraphRecall, TopKRecall, topk_recall
 
-MULTI_LABEL = [torchlml.lml_loss, torchlml.truncated_entropy_loss]
-EVERY = [*MULTI_LABEL, torchlml.smooth_topk_svm_loss, torchlml.topk_svm_loss]
-every = pytest.mark.parametrize("loss", EVERY, ids=lambda loss: loss.__name__)
-multi_label = pytest.mark.parametrize("loss", MULTI_LABEL, ids=lambda loss: loss.__name__)
 X, Y = torch.zeros(3, 6), torch.tensor([0, 1, 2])
 META = torch.device("meta")
 
@@ -188,10 +185,7 @@ def test_the_mean_over_the_labels_of_a_row(loss, reduction):
 
 def test_modules_take_the_mean_over_labels():
     x, lists = torch.randn(2, 5), torch.tensor([[0, 3], [1, -100]])
-    for module, loss in (
-        (torchlml.LMLLoss, torchlml.lml_loss),
-        (torchlml.TruncatedEntropyLoss, torchlml.truncated_entropy_loss),
-    ):
+    for loss, module in MULTI_LABEL.items():
         made = module(2, label_reduction="mean")
         assert torch.equal(made(x, lists), loss(x, lists, 2, label_reduction="mean"))
         assert "label_reduction='mean'" in repr(made)

@@ -9,17 +9,10 @@ import pytest
 import torch
 
 import torchlml
+from tests.support.losses import EVERY, multi_label
 
 SUMMATION = functools.partial(torchlml.smooth_topk_svm_loss, algorithm="summation")
-LOSSES = {
-    "lml": torchlml.lml_loss,
-    "truncated_entropy": torchlml.truncated_entropy_loss,
-    "smooth_svm": torchlml.smooth_topk_svm_loss,
-    "smooth_svm_summation": SUMMATION,
-    "hard_svm": torchlml.topk_svm_loss,
-}
-every = pytest.mark.parametrize("loss", LOSSES.values(), ids=LOSSES)
-multi_label = pytest.mark.parametrize("loss", list(LOSSES.values())[:2], ids=list(LOSSES)[:2])
+every = pytest.mark.parametrize("loss", [*EVERY, SUMMATION], ids=[*(e.__name__ for e in EVERY), "summation"])
 
 
 def logits(*shape, scale=1.0):

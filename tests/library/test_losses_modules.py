@@ -9,16 +9,17 @@ import pytest
 import torch
 
 import torchlml
+from tests.support.losses import EVERY
 
-SMOOTH = {"tau": 0.5, "alpha": 2.0, "algorithm": "summation"}
-MODULES = [
-    (torchlml.LMLLoss, torchlml.lml_loss, {}),
-    (torchlml.TruncatedEntropyLoss, torchlml.truncated_entropy_loss, {}),
-    (torchlml.SmoothTopKSVMLoss, torchlml.smooth_topk_svm_loss, SMOOTH),
-    (torchlml.TopKSVMLoss, torchlml.topk_svm_loss, {"alpha": 2.0}),
-]
+# Settings of their own, unlike the defaults.
+SETTINGS = {
+    torchlml.smooth_topk_svm_loss: {"tau": 0.5, "alpha": 2.0, "algorithm": "summation"},
+    torchlml.topk_svm_loss: {"alpha": 2.0},
+}
 every = pytest.mark.parametrize(
-    ("module", "function", "settings"), MODULES, ids=[m[0].__name__ for m in MODULES]
+    ("module", "function", "settings"),
+    [(module, function, SETTINGS.get(function, {})) for function, module in EVERY.items()],
+    ids=[module.__name__ for module in EVERY.values()],
 )
 
 

@@ -9,15 +9,7 @@ import torch
 from torch.nn import functional as F
 
 import torchlml
-
-MULTI_LABEL = [torchlml.lml_loss, torchlml.truncated_entropy_loss]
-SINGLE_LABEL = [torchlml.smooth_topk_svm_loss, torchlml.topk_svm_loss]
-EVERY = MULTI_LABEL + SINGLE_LABEL
-NAMES = [loss.__name__ for loss in EVERY]
-
-every = pytest.mark.parametrize("loss", EVERY, ids=NAMES)
-multi_label = pytest.mark.parametrize("loss", MULTI_LABEL, ids=NAMES[:2])
-single_label = pytest.mark.parametrize("loss", SINGLE_LABEL, ids=NAMES[2:])
+from tests.support.losses import every, multi_label, single_label
 
 
 def value_and_grad(loss, logits, *arguments, **settings):

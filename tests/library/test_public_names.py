@@ -9,7 +9,7 @@ import pytest
 
 import torchlml
 from tests.library.test_family_arguments import MEMBERS
-from tests.library.test_losses_modules import MODULES
+from tests.support.losses import EVERY
 from torchlml import losses, metrics
 
 ROOT = Path(__file__).parents[2]
@@ -17,7 +17,7 @@ NAMES = [name for name in torchlml.__all__ if not inspect.ismodule(getattr(torch
 FUNCTIONS = [name for name in losses.__all__ if inspect.isfunction(getattr(losses, name))]
 FAMILY = [name for name in NAMES if getattr(torchlml, name).__module__.startswith("torchlml.family")]
 # Takes the input of a linear layer, not logits: tested in test_linear_loss.py.
-LINEAR = "linear_lml_loss"
+LINEAR = {"linear_lml_loss": "LinearLMLLoss"}
 
 
 def text(pattern: str) -> str:
@@ -31,7 +31,7 @@ def text(pattern: str) -> str:
 def test_every_name_has_an_example_and_a_place_in_the_reference(name: str) -> None:
     thing = getattr(torchlml, name, None) or getattr(metrics, name)
     assert ">>>" in (inspect.getdoc(thing) or "")
-    assert name in text("docs/api/*.md")
+    assert name in text("docs/api/*.md"), "enter it in a page of docs/api"
 
 
 def test_the_losses_are_public() -> None:
@@ -40,8 +40,9 @@ def test_the_losses_are_public() -> None:
 
 @pytest.mark.parametrize("name", FUNCTIONS)
 def test_every_loss_is_explained_and_has_a_tested_module(name: str) -> None:
-    modules = {function.__name__: module.__name__ for module, function, _ in MODULES}
-    module = "LinearLMLLoss" if name == LINEAR else modules[name]
+    modules = {function.__name__: module.__name__ for function, module in EVERY.items()} | LINEAR
+    assert name in modules, "enter it in tests/support/losses.py"
+    module = modules[name]
     assert module in losses.__all__
     assert module in text("README.md")
     assert module in text("docs/which-loss.md")

@@ -1,0 +1,21 @@
+"""The losses that every test of losses runs over: a new one is entered here, under what targets it takes."""
+
+from __future__ import annotations
+
+import pytest
+
+import torchlml
+
+MULTI_LABEL = {
+    torchlml.lml_loss: torchlml.LMLLoss,
+    torchlml.truncated_entropy_loss: torchlml.TruncatedEntropyLoss,
+}
+SINGLE_LABEL = {
+    torchlml.smooth_topk_svm_loss: torchlml.SmoothTopKSVMLoss,
+    torchlml.topk_svm_loss: torchlml.TopKSVMLoss,
+}
+EVERY = MULTI_LABEL | SINGLE_LABEL
+
+every = pytest.mark.parametrize("loss", EVERY, ids=lambda loss: loss.__name__)
+multi_label = pytest.mark.parametrize("loss", MULTI_LABEL, ids=lambda loss: loss.__name__)
+single_label = pytest.mark.parametrize("loss", SINGLE_LABEL, ids=lambda loss: loss.__name__)
