@@ -193,7 +193,7 @@ def test_the_navigation_leads_everywhere(browser: Any, served: str) -> None:
         ):
             page.locator("nav.md-nav--primary a", has_text=name).first.click()
             page.wait_for_function(
-                "title => document.querySelector('h1').innerText.startsWith(title)", arg=title
+                "title => document.querySelector('h1')?.innerText.startsWith(title)", arg=title
             )
         page.locator("a", has_text="Docs").click()
         page.wait_for_url("**/index.html")
