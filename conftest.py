@@ -10,8 +10,16 @@ from torch import nn
 
 import torchlml
 
-# Kernels that import triton, which not every system has; and the program.
-collect_ignore_glob = ["torchlml/_kernels/cuda/triton_*.py", "torchlml/__main__.py"]
+# Kernels that import triton, which not every system has, and a plugin that runs them; and the program.
+collect_ignore_glob = [
+    "torchlml/_kernels/cuda/triton_*.py",
+    "torchlml/__main__.py",
+    "tests/support/triton_on_cpu.py",
+]
+    "torchlml/_kernels/cuda/triton_*.py",
+    "torchlml/__main__.py",
+    "tests/support/triton_*.py",
+]
 
 
 @pytest.fixture(autouse=True)
