@@ -16,10 +16,6 @@ collect_ignore_glob = [
     "torchlml/__main__.py",
     "tests/support/triton_on_cpu.py",
 ]
-    "torchlml/_kernels/cuda/triton_*.py",
-    "torchlml/__main__.py",
-    "tests/support/triton_*.py",
-]
 
 
 @pytest.fixture(autouse=True)
