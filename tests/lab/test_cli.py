@@ -18,6 +18,7 @@ import torchlml
 from tests.support.processes import hear_interrupts
 from torchlml._kernels.cpu import native
 from torchlml_lab import cli, info
+from torchlml_lab.bench.benchmarks import BENCHMARKS
 from torchlml_lab.bench.family import FamilySettings
 from torchlml_lab.bench.layer import LayerSettings
 from torchlml_lab.bench.losses import LossesSettings
@@ -89,7 +90,7 @@ def test_version_is_the_same_everywhere():
         (["nonsense"], "no command `nonsense`: the commands are demo, "),
         (["--versoin"], "did you mean `--version`?"),
         (["bench", "layr"], "`torchlml bench` has no `layr`: did you mean `layer`?"),
-        (["bench", "peers-of-mine"], "the names are layer, family, losses, scale, paper."),
+        (["bench", "peers-of-mine"], f"the names are {', '.join(BENCHMARKS)}."),
         (["bench", "paper", "--trails", "3"], "no option `--trails`: did you mean `--trials`?"),
         (["bench", "paper", "--trails=3"], "no option `--trails`: did you mean `--trials`?"),
         (["bench", "paper", "--trials", "3", "4"], "Nothing was expected where `4` stands"),
