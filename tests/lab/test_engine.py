@@ -21,6 +21,7 @@ from torchlml_lab import cli
 from torchlml_lab.engine import estimate
 from torchlml_lab.engine import run as run_of_engine
 from torchlml_lab.engine.loop import EpochBatches
+from torchlml_lab.engine.threads import use_threads
 from torchlml_lab.tasks.cifar100 import networks
 from torchlml_lab.tasks.cifar100.classification import Cifar100Settings
 from torchlml_lab.tasks.cifar100.samples import read_features
@@ -276,11 +277,21 @@ def test_paths_are_stored_absolute_and_data_may_move(capsys, features, tmp_path,
     assert "`--data` is given" in refused(capsys, [*resume(out), "--data", "x"])
 
 
-def test_threads_change_the_speed_alone(features, whole, tmp_path):
-    out = tmp_path / "run"
-    assert cli.main(words(features, out, "--threads", "2")) == 0
-    found, expected = (json.loads((run / "result.json").read_text())["test"] for run in (out, whole))
-    assert found == pytest.approx(expected, abs=0.02)
+def test_small_networks_are_trained_by_one_thread_unless_told(features, whole, tmp_path, monkeypatch):
+    used = []
+
+    def recorded(threads):
+        used.append(threads)
+        return use_threads(threads)
+
+    monkeypatch.setattr(run_of_engine, "use_threads", recorded)
+    with use_threads(2):
+        assert cli.main(words(features, tmp_path / "default", "--epochs", "1")) == 0
+        assert cli.main(words(features, tmp_path / "two", "--threads", "2")) == 0
+    assert used == [1, 2]
+    # They change the speed alone.
+    results = (json.loads((run / "result.json").read_text())["test"] for run in (tmp_path / "two", whole))
+    assert next(results) == pytest.approx(next(results), abs=0.02)
 
 
 def test_one_unit_on_every_line(capsys, whole, features, tmp_path):

@@ -19,8 +19,8 @@ from torchlml.projection import lml_dual
 
 Algorithm = Literal["divide_and_conquer", "summation"]
 
-# Up to this many coefficients, sums of products are faster than Fourier transforms; measured on a CPU.
-_DIRECT = 8
+# Up to about this many coefficients, sums of products are faster than Fourier transforms; measured on a CPU.
+_DIRECT = 16
 _EVEN = 64
 
 
@@ -124,6 +124,8 @@ def log_ratio(x: Tensor, k: int, algorithm: Algorithm) -> Tensor:
     n = x.shape[-1]
     if x.shape[0] == 0:
         return x.sum(-1)  # Fourier transforms of nothing are an error
+    if k == 1:
+        return x.logsumexp(-1)  # E_0 is 1
     # Any nu is right, so it takes no part in the derivatives.
     nu = lml_dual(x.detach(), k - 0.5)
     ordinary = nu.isfinite()
