@@ -68,6 +68,16 @@ def test_smooth_svm_gradient_is_the_difference_of_two_expectations(algorithm):
     torch.testing.assert_close(grad, (every - with_label) / k, rtol=1e-11, atol=1e-13)
 
 
+@pytest.mark.parametrize("k", [1, 2])
+def test_smooth_svm_with_infinite_logits_has_no_nan_in_its_gradient(k):
+    inf = math.inf
+    x = torch.tensor([[1.0, inf, inf], [1.0, -inf, -inf]], requires_grad=True)
+    loss = torchlml.smooth_topk_svm_loss(x, torch.tensor([0, 0]), k, reduction="none")
+    assert loss.tolist() == [inf, 0]
+    (grad,) = torch.autograd.grad(loss.sum(), x)
+    assert grad.tolist() == [[-1 / k, 0, 0], [0, 0, 0]]
+
+
 @pytest.mark.parametrize("k", [1, 5, 100, 500, 900, 999])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 def test_the_two_algorithms_agree_on_a_thousand_classes(k, dtype):

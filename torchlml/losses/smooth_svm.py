@@ -125,7 +125,7 @@ def log_ratio(x: Tensor, k: int, algorithm: Algorithm) -> Tensor:
     if x.shape[0] == 0:
         return x.sum(-1)  # Fourier transforms of nothing are an error
     if k == 1:
-        return x.logsumexp(-1)  # E_0 is 1
+        return _log_sum_exp(x)  # E_0 is 1
     # Any nu is right, so it takes no part in the derivatives.
     nu = lml_dual(x.detach(), k - 0.5)
     ordinary = nu.isfinite()
@@ -140,6 +140,15 @@ def log_ratio(x: Tensor, k: int, algorithm: Algorithm) -> Tensor:
         more, less = chances[:, n - k], chances[:, n - k + 1]
     more, less = (torch.where(ordinary, chance, 1) for chance in (more, less))
     return torch.where(ordinary, more.log() - less.log(), 0) - nu
+
+
+def _log_sum_exp(x: Tensor) -> Tensor:
+    """`x.logsumexp(-1)`, but with a gradient of 0 instead of NaN where it is infinite."""
+    largest = x.detach().amax(-1)
+    ordinary = largest.isfinite()
+    z = x - torch.where(ordinary, largest, 0).unsqueeze(-1)
+    total = z.clamp(max=0).exp().sum(-1)  # z is above 0 only in rows that are not ordinary
+    return torch.where(ordinary, total, 1).log() + largest
 
 
 def _count_chances(success: Tensor, failure: Tensor, k: int, algorithm: Algorithm) -> Tensor:
