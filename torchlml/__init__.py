@@ -4,10 +4,9 @@ y = torchlml.lml(x, k)  # like softmax, but each row sums to k and every entry i
 """
 
 from torchlml import solvers
+from torchlml.family.choices import sample_subset, topk_mask
 from torchlml.family.constrained_softmax import constrained_softmax
 from torchlml.family.constrained_sparsemax import constrained_sparsemax
-from torchlml.family.sampling import sample_subset
-from torchlml.family.topk_mask import topk_mask
 from torchlml.family.value import lml_value
 from torchlml.losses import (
     LinearLMLLoss,

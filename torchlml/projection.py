@@ -60,15 +60,7 @@ def lml(
     Rows without an ordinary answer get its limit: entries of -inf are 0 and do not count; where k or fewer
     entries are left, they are 1; p entries of +inf are 1, or k/p each if p > k; a NaN makes its row NaN.
     """
-    if is_spread(x, group):
-        from torchlml.parallel.calls import spread_projection
-
-        return spread_projection(
-            "lml", x, k, dim, mask=mask, offsets=offsets, solver=solver, bound=bound, group=group
-        )
-    c = canonical(x, k, dim, mask, offsets, any_k=check_bound(bound) == "at_most")
-    y = bounds.lml(c, check_solver(solver), bound)
-    return y if c.outer is None else c.restore(y, dim)
+    return _project("lml", x, k, dim, mask, offsets, solver, bound, group)
 
 
 def log_lml(
@@ -92,15 +84,7 @@ def log_lml(
     log y = logsigmoid(x + nu), and its derivative keeps its size however wrong the logits are:
     d log y_j / dx = (1 - y_j) (e_j - w / sum w).
     """
-    if is_spread(x, group):
-        from torchlml.parallel.calls import spread_projection
-
-        return spread_projection(
-            "log_lml", x, k, dim, mask=mask, offsets=offsets, solver=solver, bound=bound, group=group
-        )
-    c = canonical(x, k, dim, mask, offsets, any_k=check_bound(bound) == "at_most")
-    log_y = bounds.log_lml(c, check_solver(solver), bound)
-    return log_y if c.outer is None else c.restore(log_y, dim)
+    return _project("log_lml", x, k, dim, mask, offsets, solver, bound, group)
 
 
 def lml_dual(
@@ -125,15 +109,31 @@ def lml_dual(
         nu, with the shape of `x` without `dim` (with `offsets`: one number per row) and the dtype of `x`;
         -inf for k = 0 and +inf where k entries or fewer are available. With `bound`, 0 where it is kept.
     """
+    return _project("lml_dual", x, k, dim, mask, offsets, solver, bound, group)
+
+
+def _project(
+    name: str,
+    x: Tensor,
+    k: float | Tensor,
+    dim: int,
+    mask: Tensor | None,
+    offsets: Tensor | None,
+    solver: Solver,
+    bound: Bound,
+    group: Any,
+) -> Tensor:
     if is_spread(x, group):
         from torchlml.parallel.calls import spread_projection
 
         return spread_projection(
-            "lml_dual", x, k, dim, mask=mask, offsets=offsets, solver=solver, bound=bound, group=group
+            name, x, k, dim, mask=mask, offsets=offsets, solver=solver, bound=bound, group=group
         )
     c = canonical(x, k, dim, mask, offsets, any_k=check_bound(bound) == "at_most")
-    nu = bounds.lml_dual(c, check_solver(solver), bound)
-    return nu if c.outer is None else c.restore_rows(nu)
+    result: Tensor = getattr(bounds, name)(c, check_solver(solver), bound)
+    if c.outer is None:
+        return result
+    return c.restore_rows(result) if name == "lml_dual" else c.restore(result, dim)
 
 
 class LML(nn.Module):

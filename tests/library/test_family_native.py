@@ -12,7 +12,7 @@ from torch import Tensor
 import torchlml
 from tests.library.test_native import FORMS, TOLERANCE, assert_close, needs_kernel, problem, run
 from torchlml._core import bounds
-from torchlml.family import constrained_softmax, constrained_sparsemax, sampling, topk_mask, value
+from torchlml.family import choices, constrained_softmax, constrained_sparsemax, value
 
 Case = tuple[Tensor, Tensor, "Tensor | None", "Tensor | None"]
 PROJECTIONS = {
@@ -118,13 +118,13 @@ def test_choices(dtype: torch.dtype, form: str) -> None:
     x = torch.cat([x, (x * 2).round() / 2, x.new_zeros(8, x.shape[1])])  # ties
     k = k if k.dim() == 0 else torch.cat([k, k, k[:8]]).floor()
     mask = None if mask is None else torch.cat([mask, mask, mask[:8]])
-    assert same(OPERATORS.topk_mask(x, k, mask), topk_mask._reference(x, k, mask))
+    assert same(OPERATORS.topk_mask(x, k, mask), choices._choose_reference(x, k, mask))
     if dtype not in (torch.float32, torch.float64):
         return
     p = torchlml.lml(x, k, mask=mask)
     keys = torch.randint(256, x.shape, dtype=torch.uint8)
     start = torch.rand(x.shape[0], dtype=torch.float64)
-    assert same(OPERATORS.systematic_sample(p, k, keys, start), sampling._reference(p, k, keys, start))
+    assert same(OPERATORS.systematic_sample(p, k, keys, start), choices._sample_reference(p, k, keys, start))
 
 
 def every(x: Tensor, k: Tensor) -> list[Tensor]:

@@ -13,7 +13,7 @@ from torch.nn import functional as F
 
 import torchlml
 from tests.support import truth
-from torchlml.losses.smooth_svm import log_ratio
+from torchlml.losses.svm import log_ratio
 
 ALGORITHMS = ["divide_and_conquer", "summation"]
 

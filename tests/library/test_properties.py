@@ -13,7 +13,7 @@ from scipy import optimize
 
 import torchlml
 from tests.support import truth
-from torchlml.solvers import brackets
+from torchlml.solvers.newton import order_offsets
 
 ENTRY = st.one_of(st.floats(-50, 50, width=32), st.sampled_from([0.0, 1.0, -1.0, 300.0, -300.0, 1e4, 1e-3]))
 ROW = st.lists(ENTRY, min_size=1, max_size=40)
@@ -191,7 +191,7 @@ def test_the_brackets_hold_the_threshold(row: list[float], fraction: float) -> N
     x = torch.tensor(row, dtype=torch.float64)
     nu = truth.solve(row, k).nu
     slack = 1e-12 * max(1.0, abs(nu))
-    below, above = brackets.order_offsets(_wide(k), _wide(len(row)))
+    below, above = order_offsets(_wide(k), _wide(len(row)))
     ranked = sorted(row, reverse=True)
     assert -ranked[math.ceil(k) - 1] - float(below) <= nu + slack
     assert nu - slack <= -ranked[math.floor(k)] + float(above)
@@ -208,7 +208,7 @@ def test_the_papers_bracket_fails_where_ours_holds(n: int, k: int) -> None:
     nu = truth.solve(x.numpy(), k).nu
     assert nu == pytest.approx(math.log(k) - math.log(n - k), abs=1e-13)
     assert not -7 <= nu <= 7  # [-pi_k - 7, -pi_{k+1} + 7]
-    below, above = brackets.order_offsets(_wide(k), _wide(n))
+    below, above = order_offsets(_wide(k), _wide(n))
     assert -float(below) <= nu + 1e-12
     assert nu - 1e-12 <= float(above)
     for solver in ("newton", "bracketing"):
@@ -217,6 +217,6 @@ def test_the_papers_bracket_fails_where_ours_holds(n: int, k: int) -> None:
 
 def test_order_offsets_for_integers() -> None:
     k, m = torch.tensor([1.0, 3.0, 9.0]), torch.tensor(10.0)
-    below, above = brackets.order_offsets(k, m)
+    below, above = order_offsets(k, m)
     torch.testing.assert_close(below, (m - k).log())
     torch.testing.assert_close(above, k.log())

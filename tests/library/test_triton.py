@@ -22,7 +22,6 @@ from torchlml_lab.gpu_check import check_gpu, comparisons, gpu_timing
 
 ROOT = Path(__file__).parents[2]
 needs_triton = pytest.mark.skipif(not registration.available(), reason="Triton cannot be imported here.")
-COMMON = 4096  # rows up to this length must not spill registers
 
 
 def run(*words: str, **environment: str) -> str:
@@ -65,15 +64,14 @@ def test_interpreted_kernels_pass_the_checks_of_torch() -> None:
 
 
 @needs_triton
-@pytest.mark.parametrize("targets", [("sm_80", "sm_90"), ("sm_100", "gfx942")], ids=" ".join)
-def test_kernels_compile(targets: tuple[str, str]) -> None:
+@pytest.mark.parametrize("targets", [("sm_80",), ("sm_90", "sm_100", "gfx942")], ids=" ".join)
+def test_kernels_compile(targets: tuple[str, ...]) -> None:
     output = run("-m", "tests.support.triton_compile", *targets)
     report = [json.loads(line) for line in output.splitlines()]
     print(output)  # noqa: T201  the report, for `pytest -rP`
-    assert len(report) > 80
+    assert len(report) > 40
     for variant in report:
-        length = int(variant["variant"].rpartition(" ")[2])
-        assert variant["spilled"] == 0 or length > COMMON, variant
+        assert variant["spilled"] == 0 or not variant["common"], variant
         assert variant["shared"] <= 48 * 1024, variant
         # To nearest, which the interpreter does not do.
         rounds = variant["target"].startswith("sm_") and variant["rounds"]

@@ -16,7 +16,7 @@ import json
 import os
 import re
 import sys
-from typing import Any
+from typing import Any, NamedTuple
 
 # Read when Triton is imported: print what ptxas says, and compile what was compiled before.
 os.environ["TRITON_DUMP_PTXAS_LOG"] = os.environ["TRITON_ALWAYS_COMPILE"] = "1"
@@ -25,7 +25,7 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from torchlml._kernels.cuda import triton_backward, triton_forward, triton_loss, triton_split
+from torchlml._kernels.cuda import triton_layer, triton_loss, triton_split
 from torchlml._kernels.cuda.plan import plan
 
 TARGETS = {
@@ -58,12 +58,24 @@ PACKED: dict[str, None] = {}
 ONE_CLASS = {**DENSE, "starts_ptr": None, "weight_ptr": None, "LABELS": 1}
 MULTI_HOT = {**DENSE, "starts_ptr": None, "LABELS": 0}
 LISTS = {"LABELS": 32}  # in packed rows, with weights and a mask
+COMMON = 4096  # rows up to this length must not spill registers
 
 
-def variants(lanes: int) -> list[tuple[str, Any, dict[str, Any], str, int]]:
-    """(name, kernel, constants, dtype of the entries, warps), in the blocks and warps that `plan` chooses."""
-    forward, backward = triton_forward.forward_kernel, triton_backward.backward_kernel
-    found: list[tuple[str, Any, dict[str, Any], str, int]] = []
+class Variant(NamedTuple):
+    """What is compiled."""
+
+    name: str
+    kernel: Any
+    constants: dict[str, Any]
+    dtype: str
+    warps: int
+    length: int
+
+
+def variants(lanes: int) -> list[Variant]:
+    """Everything that is launched, in the blocks and warps that `plan` chooses."""
+    forward, backward = triton_layer.forward_kernel, triton_layer.backward_kernel
+    found: list[Variant] = []
 
     def add(
         name: str, kernel: Any, length: int, dtype: str = "fp32", rows: int = 1000, **constants: Any
@@ -72,7 +84,7 @@ def variants(lanes: int) -> list[tuple[str, Any, dict[str, Any], str, int]]:
         how = plan(rows, length, packed, 108, lanes)
         known = {"BLOCK": how.block, "LOOP": how.loop, "SPLITS": how.splits, "WIDTH": 8, **constants}
         used = {key: value for key, value in known.items() if key in kernel.arg_names}
-        found.append((f"{name}, {dtype}, n = {length}", kernel, used, dtype, how.warps))
+        found.append(Variant(name, kernel, used, dtype, how.warps, length))
 
     for length in (100, 500, 1000, 2000, 4000, 8000, 100_000):
         add("y", forward, length, LOG=False, **DENSE)
@@ -110,8 +122,9 @@ def variants(lanes: int) -> list[tuple[str, Any, dict[str, Any], str, int]]:
     return found
 
 
-def measure(variant: tuple[str, Any, dict[str, Any], str, int], target: str) -> dict[str, Any]:
-    name, kernel, constants, dtype, warps = variant
+def measure(variant: Variant, target: str) -> dict[str, Any]:
+    """What one takes: registers, bytes spilled and shared, and how it rounds to bfloat16."""
+    name, kernel, constants, dtype, warps, length = variant
     types = {**ARGUMENTS, **dict.fromkeys(ENTRIES, f"*{dtype}")}
     if "LABELS" in constants:  # a loss has one gradient to a row
         types |= {"grad_ptr": "*fp32", "labels_ptr": "*i64" if constants["LABELS"] else "*i1"}
@@ -125,7 +138,8 @@ def measure(variant: tuple[str, Any, dict[str, Any], str, int], target: str) -> 
         compiled = triton.compile(source, target=TARGETS[target], options={"num_warps": warps})
     registers, spilled = _nvidia(said.getvalue()) if target.startswith("sm_") else _amd(compiled)
     return {
-        "variant": name,
+        "variant": f"{name}, {dtype}, n = {length}",
+        "common": length <= COMMON,
         "target": target,
         "warps": warps,
         "registers": registers,
@@ -148,8 +162,17 @@ def _amd(compiled: Any) -> tuple[int, int]:
     return int(registers), sum(int(n) for n in re.findall(r"\.[vs]gpr_spill_count:\s+(\d+)", assembly))
 
 
+def chosen(target: str) -> list[Variant]:
+    """All on sm_80; elsewhere each kernel with each dtype once, in its longest rows that must not spill."""
+    found = variants(TARGETS[target].warp_size)
+    if target == "sm_80":
+        return found
+    found.sort(key=lambda variant: (variant.length <= COMMON, variant.length))
+    return list({(variant.kernel, variant.dtype): variant for variant in found}.values())
+
+
 if __name__ == "__main__":
     for target in sys.argv[1:]:
-        for variant in variants(TARGETS[target].warp_size):
+        for variant in chosen(target):
             sys.stdout.write(json.dumps(measure(variant, target)) + "\n")
             sys.stdout.flush()

@@ -19,7 +19,6 @@ from torchlml._core.rows import rows_of, work_dtype
 from torchlml.solvers.bracketing import Bracketing
 
 _STEPS = 2
-_Rowwise = Callable[..., Tensor]
 
 
 def logsigmoid(z: Tensor) -> Tensor:
@@ -118,50 +117,42 @@ def solve(x: Tensor, k: Tensor, offsets: Tensor | None, solver: Bracketing | Non
     )
 
 
-def _in_two_rows(function: _Rowwise) -> _Rowwise:
-    """Compute a single dense row as two equal ones.
+def _projection(result: Callable[[SolvedRows], Tensor]) -> Callable[..., Tensor]:
+    """A function of canonical rows and a solver from one of their `SolvedRows`.
 
-    torch splits a single row among its threads and treats what is left over at the end of each part by other
-    instructions, so that the last bits would depend on the number of threads.
+    A single dense row is computed as two equal ones: torch splits one row among its threads and treats what
+    is left over at the end of each part by other instructions, so that the last bits would depend on the
+    number of threads.
     """
 
-    @functools.wraps(function)
-    def wrapped(
+    @functools.wraps(result)
+    def project(
         x: Tensor, k: Tensor, mask: Tensor | None, offsets: Tensor | None, solver: Bracketing | None = None
     ) -> Tensor:
         if offsets is not None or x.shape[0] != 1:
-            return function(x, k, mask, offsets, solver)
-        pair_mask = None if mask is None else mask.repeat(2, 1)
-        pair_k = k if k.dim() == 0 else k.repeat(2)
-        return function(x.repeat(2, 1), pair_k, pair_mask, None, solver)[:1]
+            return result(SolvedRows(x, k, mask, offsets, solver)).to(x.dtype)
+        mask = None if mask is None else mask.repeat(2, 1)
+        k = k if k.dim() == 0 else k.repeat(2)
+        return result(SolvedRows(x.repeat(2, 1), k, mask, None, solver)).to(x.dtype)[:1]
 
-    return wrapped
+    return project
 
 
-@_in_two_rows
-def lml(
-    x: Tensor, k: Tensor, mask: Tensor | None, offsets: Tensor | None, solver: Bracketing | None = None
-) -> Tensor:
+@_projection
+def lml(rows: SolvedRows) -> Tensor:
     """y of each row."""
-    rows = SolvedRows(x, k, mask, offsets, solver)
-    return rows.fill(sigmoid(rows.z), 0.0, 1.0, rows.share).to(x.dtype)
+    return rows.fill(sigmoid(rows.z), 0.0, 1.0, rows.share)
 
 
-@_in_two_rows
-def log_lml(
-    x: Tensor, k: Tensor, mask: Tensor | None, offsets: Tensor | None, solver: Bracketing | None = None
-) -> Tensor:
+@_projection
+def log_lml(rows: SolvedRows) -> Tensor:
     """log y of each row."""
-    rows = SolvedRows(x, k, mask, offsets, solver)
     positive = torch.where(rows.share > 0, rows.share, 1)
     log_share = torch.where(rows.share > 0, positive.log(), -torch.inf)
-    return rows.fill(logsigmoid(rows.z), -torch.inf, 0.0, log_share).to(x.dtype)
+    return rows.fill(logsigmoid(rows.z), -torch.inf, 0.0, log_share)
 
 
-@_in_two_rows
-def lml_dual(
-    x: Tensor, k: Tensor, mask: Tensor | None, offsets: Tensor | None, solver: Bracketing | None = None
-) -> Tensor:
+@_projection
+def lml_dual(rows: SolvedRows) -> Tensor:
     """nu of each row."""
-    rows = SolvedRows(x, k, mask, offsets, solver)
-    return rows.dual().to(x.dtype)
+    return rows.dual()

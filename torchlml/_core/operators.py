@@ -94,14 +94,20 @@ def _as_more_rows(operator: Operator, info: Any, in_dims: Any, *arguments: Any) 
     return nu.unflatten(1, (batch, rows)), 1
 
 
-# What most operators take: the rows, and the labels of the loss.
+def _gradients(grad: Tensor, x: Tensor, y: Tensor, nu: Tensor, *rows: Tensor | None) -> tuple[Tensor, Tensor]:
+    return empty_gradients(x, nu)
+
+
+# What most operators take and give.
 ROWS = "Tensor? mask, Tensor? offsets"
+_FORWARD = f"(Tensor x, Tensor k, {ROWS})"
+_BACKWARD = f"(Tensor grad, Tensor x, Tensor y, Tensor nu, {ROWS}) -> (Tensor, Tensor)"
 _LABELS = "Tensor labels, Tensor? starts, Tensor? weight"
 
 native.load()
 
 solve = operator(
-    f"solve(Tensor x, Tensor k, {ROWS}) -> Tensor",
+    f"solve{_FORWARD} -> Tensor",
     quick.solve,
     lambda x, k, mask, offsets: empty_nu(x, offsets),
     triton=True,
@@ -114,30 +120,12 @@ solve_bracketing = operator(
     lambda x, k, mask, offsets, *settings: empty_nu(x, offsets),
     vmap=True,
 )
-forward = operator(
-    f"forward(Tensor x, Tensor k, {ROWS}) -> (Tensor, Tensor)",
-    quick.forward,
-    empty_values,
-    triton=True,
-)
+forward = operator(f"forward{_FORWARD} -> (Tensor, Tensor)", quick.forward, empty_values, triton=True)
 log_forward = operator(
-    f"log_forward(Tensor x, Tensor k, {ROWS}) -> (Tensor, Tensor)",
-    quick.log_forward,
-    empty_values,
-    triton=True,
+    f"log_forward{_FORWARD} -> (Tensor, Tensor)", quick.log_forward, empty_values, triton=True
 )
-backward = operator(
-    f"backward(Tensor grad, Tensor x, Tensor y, Tensor nu, {ROWS}) -> (Tensor, Tensor)",
-    quick.backward,
-    lambda grad, x, y, nu, *rows: empty_gradients(x, nu),
-    triton=True,
-)
-log_backward = operator(
-    f"log_backward(Tensor grad, Tensor x, Tensor log_y, Tensor nu, {ROWS}) -> (Tensor, Tensor)",
-    quick.log_backward,
-    lambda grad, x, log_y, nu, *rows: empty_gradients(x, nu),
-    triton=True,
-)
+backward = operator(f"backward{_BACKWARD}", quick.backward, _gradients, triton=True)
+log_backward = operator(f"log_backward{_BACKWARD}", quick.log_backward, _gradients, triton=True)
 dual_backward = operator(
     f"dual_backward(Tensor grad, Tensor x, Tensor nu, {ROWS}) -> (Tensor, Tensor)",
     reference.dual_backward,
@@ -153,6 +141,6 @@ loss_forward = operator(
 loss_backward = operator(
     f"loss_backward(Tensor grad, Tensor x, Tensor k, Tensor nu, {ROWS}, {_LABELS}) -> (Tensor, Tensor)",
     reference_loss.loss_backward,
-    lambda grad, x, k, nu, *rest: empty_gradients(x, nu),
+    _gradients,
     triton=True,
 )

@@ -68,33 +68,6 @@ class _Apply(torch.autograd.Function):
         return (None, *found, *(None for _ in rest))
 
 
-def lml(
-    x: Tensor, k: Tensor, mask: Tensor | None, offsets: Tensor | None, solver: Bracketing | None
-) -> Tensor:
-    """y of each row."""
-    if solver is None:
-        return _lml(x, k, mask, offsets)
-    return differentiable.lml(x, k, mask, offsets, solver)
-
-
-def log_lml(
-    x: Tensor, k: Tensor, mask: Tensor | None, offsets: Tensor | None, solver: Bracketing | None
-) -> Tensor:
-    """log y of each row."""
-    if solver is None:
-        return _log_lml(x, k, mask, offsets)
-    return differentiable.log_lml(x, k, mask, offsets, solver)
-
-
-def lml_dual(
-    x: Tensor, k: Tensor, mask: Tensor | None, offsets: Tensor | None, solver: Bracketing | None
-) -> Tensor:
-    """nu of each row."""
-    if solver is None:
-        return _dual(x, k, mask, offsets)
-    return differentiable.lml_dual(x, k, mask, offsets, solver)
-
-
 def keeps_both(operator: Callable[..., tuple[Tensor, Tensor]]) -> Callable[..., Any]:
     """The `forward` of a rule from an operator that gives (y, nu), both of which `backward` needs."""
 
@@ -135,11 +108,25 @@ def _dual_backward(
     return operators.dual_backward(grad.to(nu.dtype), x, nu, mask, offsets)
 
 
-_lml = Rule(keeps_both(operators.forward), from_values(operators.backward), differentiable.lml)
-_log_lml = Rule(
-    keeps_both(operators.log_forward), from_values(operators.log_backward), differentiable.log_lml
+def _with_solver(rule: Rule) -> Callable[..., Tensor]:
+    """A function of (x, k, mask, offsets, solver); a solver other than Newton's has no kernel."""
+
+    def project(
+        x: Tensor, k: Tensor, mask: Tensor | None, offsets: Tensor | None, solver: Bracketing | None
+    ) -> Tensor:
+        if solver is None:
+            return rule(x, k, mask, offsets)
+        return rule.differentiable(x, k, mask, offsets, solver)
+
+    return project
+
+
+# y, log y and nu of each row.
+lml = _with_solver(Rule(keeps_both(operators.forward), from_values(operators.backward), differentiable.lml))
+log_lml = _with_solver(
+    Rule(keeps_both(operators.log_forward), from_values(operators.log_backward), differentiable.log_lml)
 )
-_dual = Rule(_dual_forward, _dual_backward, differentiable.lml_dual)
+lml_dual = _with_solver(Rule(_dual_forward, _dual_backward, differentiable.lml_dual))
 
 
 def is_plain() -> bool:

@@ -1,9 +1,8 @@
 """Losses for top-k recall, with the arguments of `F.cross_entropy`."""
 
-from torchlml.losses.hard_svm import TopKSVMLoss, topk_svm_loss
 from torchlml.losses.linear import LinearLMLLoss, linear_lml_loss
 from torchlml.losses.lml import LMLLoss, lml_loss
-from torchlml.losses.smooth_svm import SmoothTopKSVMLoss, smooth_topk_svm_loss
+from torchlml.losses.svm import SmoothTopKSVMLoss, TopKSVMLoss, smooth_topk_svm_loss, topk_svm_loss
 from torchlml.losses.truncated_entropy import TruncatedEntropyLoss, truncated_entropy_loss
 
 __all__ = [

@@ -8,10 +8,9 @@ import torch
 from torch import Tensor, nn
 
 from torchlml._core.arguments import Bound, Canonical, check_bound, check_k, check_tensor
+from torchlml.losses.base import Reduction, TopKLoss, check_reduction
 from torchlml.losses.linear_chunks import linear_loss, not_compiled
 from torchlml.losses.lml import lml_loss
-from torchlml.losses.module import TopKLoss
-from torchlml.losses.reduction import Reduction, check_reduction
 from torchlml.losses.targets import LabelReduction, check_weight, read_labels
 from torchlml.parallel import is_spread
 

@@ -17,8 +17,7 @@ from torchlml._core.paths import (
     wants_graph,
 )
 from torchlml._core.rows import rows_of, work_dtype
-from torchlml.losses.module import TopKLoss
-from torchlml.losses.reduction import Reduction, check_reduction, reduce, row_divisor
+from torchlml.losses.base import Reduction, TopKLoss, check_reduction, reduce, row_divisor
 from torchlml.losses.targets import LabelReduction, Labels, read_labels
 from torchlml.parallel import is_spread
 

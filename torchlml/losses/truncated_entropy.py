@@ -8,8 +8,7 @@ from torch.nn.functional import logsigmoid
 
 from torchlml._core.arguments import Canonical, canonical, check_whole_k
 from torchlml._core.rows import PackedRows, work_dtype
-from torchlml.losses.module import TopKLoss
-from torchlml.losses.reduction import Reduction, check_reduction, reduce, row_divisor
+from torchlml.losses.base import Reduction, TopKLoss, check_reduction, reduce, row_divisor
 from torchlml.losses.targets import LabelReduction, Labels, read_labels
 
 

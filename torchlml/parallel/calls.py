@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -10,15 +9,14 @@ from torch import Tensor
 
 from torchlml._core.arguments import Bound, Canonical, canonical, check_bound
 from torchlml._core.rows import work_dtype
+from torchlml.losses.base import Reduction, check_reduction
 from torchlml.losses.linear_chunks import not_compiled
 from torchlml.losses.lml import lml_loss
-from torchlml.losses.reduction import Reduction, check_reduction
 from torchlml.losses.targets import LabelReduction, read_labels
 from torchlml.parallel import dtensors, labels, projection
 from torchlml.parallel import loss as sharded_loss
 from torchlml.parallel.agreement import same_everywhere, split_labels
 from torchlml.parallel.group import Group, label_group
-from torchlml.parallel.projection import Split
 
 
 @not_compiled
@@ -42,7 +40,7 @@ def spread_projection(
             import torchlml
 
             return getattr(torchlml, name)(x, k, dim, mask=mask, bound=bound)
-        return _project(getattr(projection, name), x, k, dim, mask, bound, group)
+        return _project(name, x, k, dim, mask, bound, group)
 
     if not dtensors.is_dtensor(x):
         return on_parts(x, k, mask, group)
@@ -51,7 +49,7 @@ def spread_projection(
 
 
 def _project(
-    function: Callable[[Tensor, Tensor, Tensor | None, Split], Tensor],
+    name: str,
     x: Tensor,
     k: float | Tensor,
     dim: int,
@@ -64,12 +62,12 @@ def _project(
     def read() -> tuple[Canonical, dict[str, Any]]:
         check_bound(bound)
         c = canonical(x, k, dim, mask, None, any_k=True)
-        same = same_everywhere(function.__name__, c.row_shape, x, k, bound)
+        same = same_everywhere(name, c.row_shape, x, k, bound)
         return c, {"labels": c.x.shape[-1], "masked": mask is not None, "same": same}
 
     c, split = split_labels(members, x, k, bound, read)
-    result = function(c.x, c.k, c.mask, split)
-    return c.restore_rows(result) if function is projection.lml_dual else c.restore(result, dim)
+    result: Tensor = getattr(projection, name)(c.x, c.k, c.mask, split)
+    return c.restore_rows(result) if name == "lml_dual" else c.restore(result, dim)
 
 
 @not_compiled

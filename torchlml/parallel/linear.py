@@ -8,8 +8,8 @@ import torch
 from torch import Tensor
 
 from torchlml._core.arguments import Bound, Canonical, check_bound, check_k
+from torchlml.losses.base import Reduction, check_reduction
 from torchlml.losses.linear_chunks import linear_loss
-from torchlml.losses.reduction import Reduction, check_reduction
 from torchlml.losses.targets import LabelReduction
 from torchlml.parallel import dtensors, labels
 from torchlml.parallel import loss as sharded_loss

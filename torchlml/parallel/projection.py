@@ -7,6 +7,7 @@ on all of them.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -21,24 +22,6 @@ from torchlml.parallel.group import LabelGroup
 from torchlml.parallel.solve import Shard, Solution, solve
 from torchlml.parallel.sums import ShardLabels
 from torchlml.solvers.residual import shifted
-
-
-def lml(x: Tensor, k: Tensor, mask: Tensor | None, split: Split) -> Tensor:
-    """y of this process's labels."""
-    refuse_transforms()
-    return _Projection.apply(x, k, mask, split)
-
-
-def log_lml(x: Tensor, k: Tensor, mask: Tensor | None, split: Split) -> Tensor:
-    """log y of this process's labels."""
-    refuse_transforms()
-    return _LogProjection.apply(x, k, mask, split)
-
-
-def lml_dual(x: Tensor, k: Tensor, mask: Tensor | None, split: Split) -> Tensor:
-    """nu of each row."""
-    refuse_transforms()
-    return _Dual.apply(x, k, mask, split)
 
 
 class Split:
@@ -62,8 +45,7 @@ class LocalRows:
         self.solution = solution
         self.z = shifted(self.values, solution.nu, self.rows)
         self.live = reference.moving(self.values, solution.nu, self.rows)
-        # Where k < p the +inf entries get k/p each: they follow k like tied entries, but no finite change of
-        # x.
+        # Where k < p the +inf entries get k/p each: they follow k like tied entries, but no finite x.
         tied = (solution.share > 0) & (solution.share < 1)
         self.tied = (self.values == torch.inf) & tied.unsqueeze(-1)
 
@@ -95,76 +77,6 @@ def solve_shard(
     return solve(Shard(values.contiguous(), k, split.fraction, labels, marks), split.group, split.bound)
 
 
-class _Projection(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, k: Tensor, mask: Tensor | None, split: Split) -> Tensor:
-        solution = solve_shard(x, k, mask, split)
-        local = LocalRows(x, mask, solution)
-        ctx.save_for_backward(x, k, mask, *solution)
-        ctx.group = split.group
-        return local.fill(reference.sigmoid(local.z), 0.0, solution.share).to(x.dtype)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        x, k, mask, *solution = ctx.saved_tensors
-        local = LocalRows(x, mask, Solution(*solution))
-        s, g = local.solution, grad.to(local.values.dtype)
-        t = reference.sigmoid(-local.z.abs())
-        w = torch.where(local.live, t * (1 - t), local.tied.to(t.dtype))
-        pull = ctx.group.sum(local.rows.sum(torch.where(local.live | local.tied, w * g, 0)))
-        total = torch.where(s.nu[0].isinf(), s.infinite, s.log_slope.exp())
-        dk = torch.where((total > 0) & ~s.free & (pull != 0), pull / total, 0)
-        dx = torch.where(local.live, w * (g - dk.to(g.dtype).unsqueeze(-1)), 0)
-        dx, dk = local.finish(dx, dk, x)
-        return dx, gradient_of_k(dk, k), None, None
-
-
-class _LogProjection(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, k: Tensor, mask: Tensor | None, split: Split) -> Tensor:
-        solution = solve_shard(x, k, mask, split)
-        local = LocalRows(x, mask, solution)
-        ctx.save_for_backward(x, k, mask, *solution)
-        ctx.group = split.group
-        return local.fill(logsigmoid(local.z), -torch.inf, solution.share.log()).to(x.dtype)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        x, k, mask, *solution = ctx.saved_tensors
-        local = LocalRows(x, mask, Solution(*solution))
-        s, g = local.solution, grad.to(local.values.dtype)
-        a = torch.where(local.live, g * reference.sigmoid(-local.z), 0)
-        of_tied = local.rows.sum(torch.where(local.tied, g, 0))
-        total, of_tied = ctx.group.sum(torch.stack([local.rows.sum(a), of_tied]))
-        dx = torch.where(local.live, a - local.shares_of_slope() * total.to(a.dtype).unsqueeze(-1), 0)
-        # The logarithm of k/p has the derivative 1/k.
-        dk = torch.where(total == 0, 0, total / s.log_slope.exp())
-        dk = torch.where(s.nu[0].isinf(), torch.where(of_tied == 0, 0, of_tied / k), dk)
-        dx, dk = local.finish(dx, dk, x)
-        return dx, gradient_of_k(dk, k), None, None
-
-
-class _Dual(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, k: Tensor, mask: Tensor | None, split: Split) -> Tensor:
-        solution = solve_shard(x, k, mask, split)
-        ctx.save_for_backward(x, k, mask, *solution)
-        return solution.nu.sum(0).to(x.dtype)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        x, k, mask, *solution = ctx.saved_tensors
-        local = LocalRows(x, mask, Solution(*solution))
-        s, g = local.solution, grad.to(local.values.dtype)
-        dx = torch.where(local.live, -local.shares_of_slope() * g.unsqueeze(-1), 0)
-        dk = torch.where(s.nu[0].isinf() | (g == 0), 0, g / s.log_slope.exp())
-        dx, dk = local.finish(dx, dk, x)
-        return dx, gradient_of_k(dk, k), None, None
-
-
 def refuse_transforms() -> None:
     """Say that there is no path for them, which would be silently wrong otherwise."""
     if not is_plain():
@@ -172,3 +84,80 @@ def refuse_transforms() -> None:
             "With `group`, only plain calls and their first derivatives are supported, but a transform of "
             "torch.func or forward-mode differentiation is at work."
         )
+
+
+class _Apply(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, result: Any, gradient: Any, x: Tensor, k: Tensor, mask: Tensor | None, split: Split
+    ) -> Tensor:
+        solution = solve_shard(x, k, mask, split)
+        ctx.save_for_backward(x, k, mask, *solution)
+        ctx.gradient, ctx.group = gradient, split.group
+        return result(LocalRows(x, mask, solution)).to(x.dtype)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        x, k, mask, *solution = ctx.saved_tensors
+        local = LocalRows(x, mask, Solution(*solution))
+        dx, dk = local.finish(*ctx.gradient(local, grad.to(local.values.dtype), k, ctx.group), x)
+        return None, None, dx, gradient_of_k(dk, k), None, None
+
+
+def _projection(
+    result: Callable[[LocalRows], Tensor],
+    gradient: Callable[[LocalRows, Tensor, Tensor, LabelGroup], tuple[Tensor, Tensor]],
+) -> Callable[[Tensor, Tensor, Tensor | None, Split], Tensor]:
+    """A function of canonical rows from its result and from (dx, dk) for a gradient of it."""
+
+    def project(x: Tensor, k: Tensor, mask: Tensor | None, split: Split) -> Tensor:
+        refuse_transforms()
+        return _Apply.apply(result, gradient, x, k, mask, split)
+
+    return project
+
+
+def _y(local: LocalRows) -> Tensor:
+    return local.fill(reference.sigmoid(local.z), 0.0, local.solution.share)
+
+
+def _gradient_of_y(local: LocalRows, g: Tensor, k: Tensor, group: LabelGroup) -> tuple[Tensor, Tensor]:
+    s = local.solution
+    t = reference.sigmoid(-local.z.abs())
+    w = torch.where(local.live, t * (1 - t), local.tied.to(t.dtype))
+    pull = group.sum(local.rows.sum(torch.where(local.live | local.tied, w * g, 0)))
+    total = torch.where(s.nu[0].isinf(), s.infinite, s.log_slope.exp())
+    dk = torch.where((total > 0) & ~s.free & (pull != 0), pull / total, 0)
+    return torch.where(local.live, w * (g - dk.to(g.dtype).unsqueeze(-1)), 0), dk
+
+
+def _log_y(local: LocalRows) -> Tensor:
+    return local.fill(logsigmoid(local.z), -torch.inf, local.solution.share.log())
+
+
+def _gradient_of_log_y(local: LocalRows, g: Tensor, k: Tensor, group: LabelGroup) -> tuple[Tensor, Tensor]:
+    s = local.solution
+    a = torch.where(local.live, g * reference.sigmoid(-local.z), 0)
+    of_tied = local.rows.sum(torch.where(local.tied, g, 0))
+    total, of_tied = group.sum(torch.stack([local.rows.sum(a), of_tied]))
+    dx = torch.where(local.live, a - local.shares_of_slope() * total.to(a.dtype).unsqueeze(-1), 0)
+    # The logarithm of k/p has the derivative 1/k.
+    dk = torch.where(total == 0, 0, total / s.log_slope.exp())
+    return dx, torch.where(s.nu[0].isinf(), torch.where(of_tied == 0, 0, of_tied / k), dk)
+
+
+def _nu(local: LocalRows) -> Tensor:
+    return local.solution.nu.sum(0)
+
+
+def _gradient_of_nu(local: LocalRows, g: Tensor, k: Tensor, group: LabelGroup) -> tuple[Tensor, Tensor]:
+    s = local.solution
+    dx = torch.where(local.live, -local.shares_of_slope() * g.unsqueeze(-1), 0)
+    return dx, torch.where(s.nu[0].isinf() | (g == 0), 0, g / s.log_slope.exp())
+
+
+# y and log y of this process's labels, and nu of each row.
+lml = _projection(_y, _gradient_of_y)
+log_lml = _projection(_log_y, _gradient_of_log_y)
+lml_dual = _projection(_nu, _gradient_of_nu)

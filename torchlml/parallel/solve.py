@@ -22,7 +22,7 @@ from torchlml.parallel import sums
 from torchlml.parallel.group import LabelGroup, add_up
 from torchlml.parallel.selection import select
 from torchlml.parallel.sums import ShardLabels, evaluate, evaluate_labels
-from torchlml.solvers.brackets import order_offsets
+from torchlml.solvers.newton import order_offsets
 
 # Wider intervals, or thresholds further from every entry, are left to the selection.
 _WIDE = 150.0

@@ -18,7 +18,6 @@ from torch import Tensor
 
 from torchlml._kernels.cuda import triton_split
 from torchlml._kernels.cuda.plan import Launch, stride_of
-from torchlml._kernels.cuda.triton_backward import _OF_NU, gradient, gradient_of_k, slope
 from torchlml._kernels.cuda.triton_labels import (
     Labels,
     find_labels,
@@ -27,6 +26,7 @@ from torchlml._kernels.cuda.triton_labels import (
     read_listed,
     read_observed,
 )
+from torchlml._kernels.cuda.triton_layer import _OF_NU, gradient, gradient_of_k, slope
 from torchlml._kernels.cuda.triton_row import locate, locate_part, read, solve_row, write
 
 

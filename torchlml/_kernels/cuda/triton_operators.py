@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from torchlml._kernels.cuda import triton_backward, triton_forward, triton_loss, triton_split
+from torchlml._kernels.cuda import triton_layer, triton_loss, triton_split
 from torchlml._kernels.cuda.plan import Launch, Plan, plan
 from torchlml._kernels.cuda.triton_labels import Labels
 
@@ -40,19 +40,19 @@ def backward(
     grad: Tensor, x: Tensor, y: Tensor, nu: Tensor, mask: Tensor | None, offsets: Tensor | None
 ) -> Pair:
     """(dx, dk) of `forward`."""
-    return _differentiate(triton_backward.OF_Y, grad, x, y, nu, mask, offsets)
+    return _differentiate(triton_layer.OF_Y, grad, x, y, nu, mask, offsets)
 
 
 def log_backward(
     grad: Tensor, x: Tensor, log_y: Tensor, nu: Tensor, mask: Tensor | None, offsets: Tensor | None
 ) -> Pair:
     """(dx, dk) of `log_forward`."""
-    return _differentiate(triton_backward.OF_LOG_Y, grad, x, log_y, nu, mask, offsets)
+    return _differentiate(triton_layer.OF_LOG_Y, grad, x, log_y, nu, mask, offsets)
 
 
 def dual_backward(grad: Tensor, x: Tensor, nu: Tensor, mask: Tensor | None, offsets: Tensor | None) -> Pair:
     """(dx, dk) of nu itself."""
-    return _differentiate(triton_backward.OF_NU, grad, x, None, nu, mask, offsets)
+    return _differentiate(triton_layer.OF_NU, grad, x, None, nu, mask, offsets)
 
 
 def loss_forward(x: Tensor, k: Tensor, mask: Tensor | None, offsets: Tensor | None, *labels: Any) -> Pair:
@@ -102,7 +102,7 @@ def _solve(
     nu = _new_nu(x, offsets)
     if nu.shape[1] > 0:
         to = _launch(x, mask, offsets, nu)
-        launch = triton_split.launch_forward if to.plan.splits > 1 else triton_forward.launch
+        launch = (triton_split if to.plan.splits > 1 else triton_layer).launch_forward
         launch(to, beside(k, x), y, log)
     return nu
 
@@ -119,7 +119,7 @@ def _differentiate(
     dx, dk = torch.empty_like(x), nu.new_empty(nu.shape[1:], dtype=torch.float64)
     if nu.shape[1] > 0:
         to = _launch(x, mask, offsets, nu)
-        launch = triton_split.launch_backward if to.plan.splits > 1 else triton_backward.launch
+        launch = (triton_split if to.plan.splits > 1 else triton_layer).launch_backward
         launch(to, grad, y, dx, dk, of)
     return dx, dk
 

@@ -15,7 +15,7 @@ import triton.language as tl
 from torch import Tensor
 
 from torchlml._kernels.cuda.plan import Launch, stride_of
-from torchlml._kernels.cuda.triton_backward import (
+from torchlml._kernels.cuda.triton_layer import (
     _OF_LOG_Y,
     _OF_NU,
     gradient,
@@ -261,7 +261,7 @@ def parts_of(to: Launch) -> dict[str, int]:
 
 
 def launch_forward(to: Launch, k: Tensor, y: Tensor | None, log: bool) -> None:
-    """Do what `triton_forward.launch` does."""
+    """Do what `triton_layer.launch_forward` does."""
     state = solve(to, k)
     if y is None:
         return
@@ -272,7 +272,7 @@ def launch_forward(to: Launch, k: Tensor, y: Tensor | None, log: bool) -> None:
 
 
 def launch_backward(to: Launch, grad: Tensor, y: Tensor | None, dx: Tensor, dk: Tensor, of: int) -> None:
-    """Do what `triton_backward.launch` does."""
+    """Do what `triton_layer.launch_backward` does."""
     parts, shared = new_parts(to), (to.sizes[0], to.plan.splits)
     rows, settings = (to.mask, to.offsets, parts), {**parts_of(to), **to.block, "OF": of}
     with torch.cuda.device_of(to.x):

@@ -1,16 +1,20 @@
-"""From one loss per row to what the caller asked for."""
+"""What all losses share: the way from one loss per row to what the caller asked for, and the `nn.Module`."""
 
 from __future__ import annotations
 
-from typing import Literal
+from collections.abc import Callable
+from typing import Any, ClassVar, Literal
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
-from torchlml._core.arguments import Canonical, readable
+from torchlml._core.arguments import Canonical, check_limit, check_tensor, readable
 from torchlml.losses.targets import LabelReduction, Labels
 
 Reduction = Literal["mean", "sum", "none"]
+
+# Settings that are shown only where they are not these.
+_USUAL = {"ignore_index": -100, "bound": "exactly", "label_reduction": "sum"}
 
 
 def check_reduction(reduction: str, label_reduction: str = "sum") -> None:
@@ -62,3 +66,47 @@ def reduce_single(loss: Tensor, labels: Labels, reduction: Reduction, c: Canonic
     if labels.weight is not None:
         loss = loss * labels.weight
     return reduce(loss.squeeze(-1), labels, None, reduction, c)
+
+
+class TopKLoss(nn.Module):
+    """A loss as a module: `function` with all but its tensors remembered.
+
+    Args:
+        k: how many are predicted.
+        weight: one weight per class. It is a buffer, so that it follows `.to()`.
+        settings: the other arguments of `function`, by name. Each becomes an attribute.
+    """
+
+    function: ClassVar[Callable[..., Tensor]]
+    weight: Tensor | None
+
+    def __init__(self, k: float | Tensor, weight: Tensor | None, **settings: Any) -> None:
+        super().__init__()
+        check_reduction(settings["reduction"], settings.get("label_reduction", "sum"))
+        check_limit(k)
+        if weight is not None:
+            check_tensor(weight, "weight")
+        self.k = k
+        self.register_buffer("weight", weight)
+        self._names = tuple(settings)
+        for name, value in settings.items():
+            setattr(self, name, value)
+
+    def forward(
+        self, logits: Tensor, target: Tensor, mask: Tensor | None = None, offsets: Tensor | None = None
+    ) -> Tensor:
+        """The loss of a batch; the arguments are those of the function."""
+        settings = {name: getattr(self, name) for name in self._names}
+        return type(self).function(
+            logits, target, self.k, weight=self.weight, mask=mask, offsets=offsets, **settings
+        )
+
+    def extra_repr(self) -> str:
+        shown = [f"k={self.k}"]
+        if self.weight is not None:
+            shown.append(f"weight=<{self.weight.numel()} classes>")
+        for name in self._names:
+            value = getattr(self, name)
+            if _USUAL.get(name) != value:
+                shown.append(f"{name}={value!r}")
+        return ", ".join(shown)

@@ -1,17 +1,41 @@
-"""A random choice of exactly k, each entry with the probability that `lml` gives it."""
+"""Hard choices of exactly k entries: the largest, or drawn with the probabilities that `lml` gives them."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from torchlml._core import paths
-from torchlml._core.arguments import Canonical, canonical
+from torchlml._core.arguments import Canonical, canonical, readable
 from torchlml._core.operators import operator
-from torchlml._core.rows import work_dtype
-from torchlml.family.topk_mask import check_whole, with_gradient
+from torchlml._core.rows import DenseRows, work_dtype
+
+
+def topk_mask(x: Tensor, k: int | Tensor, dim: int = -1, *, mask: Tensor | None = None) -> Tensor:
+    """Ones at the k largest entries and zeros elsewhere, with the gradient of `lml`.
+
+        >>> torchlml.topk_mask(torch.tensor([0.5, 2.0, 0.5, -1.0]), 2)
+        tensor([1., 1., 0., 0.])
+
+    Args:
+        x: logits, of any shape.
+        k: how many, a whole number or a tensor of whole numbers that broadcasts to `x` without `dim`.
+        dim: the dimension to choose in.
+        mask: bool, True where an entry may be chosen; broadcasts to `x`.
+
+    Returns:
+        The choice, with the shape and dtype of `x`: exactly k ones in a row, or as many as there are entries
+        that may be chosen (not masked, not -inf). Among equal entries those of lower index are taken.
+
+    The gradient is straight-through: backwards, and for every other derivative, the choice is lml(x, k). A
+    NaN makes its row NaN.
+    """
+    c = canonical(x, k, dim, mask, None)
+    _check_whole(k, c)
+    return c.restore(_with_gradient(lambda: _choose(c.x.detach(), c.k.detach(), c.mask), c), dim)
 
 
 def sample_subset(
@@ -48,11 +72,52 @@ def sample_subset(
     those of independent draws or of any other model.
     """
     c = canonical(x, k, dim, mask, None)
-    check_whole(k, c)
+    _check_whole(k, c)
     _check_generator(generator, x.device)
     if straight_through:
-        return c.restore(with_gradient(lambda: _draw(c, generator), c), dim)
+        return c.restore(_with_gradient(lambda: _draw(c, generator), c), dim)
     return c.restore(_draw(c, generator), dim)
+
+
+def _check_whole(k: Any, c: Canonical) -> None:
+    """Refuse a k that is not a whole number, where it may be looked at."""
+    if isinstance(k, Tensor):
+        numbers = c.k.detach()
+        whole = not readable(k) or bool((numbers == numbers.round()).all())
+    else:
+        whole = k % 1 == 0
+    if not whole:
+        raise ValueError(f"`k` must be a whole number, or a tensor of whole numbers, but it is {k}.")
+
+
+def _with_gradient(choose: Callable[[], Tensor], c: Canonical) -> Tensor:
+    """A hard choice with the derivatives of `lml`."""
+    if paths.is_plain() and paths.needs_no_graph(c.x, c.k):
+        return choose()
+    y = paths.lml(c.x, c.k, c.mask, None, None)
+    return choose() + (y - y.detach())
+
+
+def _choose_reference(x: Tensor, k: Tensor, mask: Tensor | None) -> Tensor:
+    """Ones at the k largest of each row; `k` holds whole numbers."""
+    if x.numel() == 0:
+        return torch.zeros_like(x)
+    values = x if mask is None else torch.where(mask, x, -torch.inf)
+    rows, count = DenseRows(x), k.long()
+    threshold = rows.spread(rows.largest(values, count))
+    count = count.expand(rows.count).unsqueeze(-1)
+    above, tied = values > threshold, values == threshold
+    left = count - above.sum(-1, keepdim=True)
+    chosen = (above | (tied & (tied.cumsum(-1) <= left))) & (values != -torch.inf) & (count > 0)
+    undefined = values.isnan().any(-1, keepdim=True)
+    return torch.where(undefined, torch.nan, chosen.to(x.dtype))
+
+
+_choose = operator(
+    "topk_mask(Tensor x, Tensor k, Tensor? mask) -> Tensor",
+    _choose_reference,
+    lambda x, k, mask: torch.empty_like(x),
+)
 
 
 def _check_generator(generator: Any, device: torch.device) -> None:
@@ -90,7 +155,7 @@ def _random_bytes(x: Tensor, source: dict[str, Any]) -> Tensor:
     return words.view(torch.uint8)[: x.numel()].view(x.shape)
 
 
-def _reference(p: Tensor, k: Tensor, keys: Tensor, start: Tensor) -> Tensor:
+def _sample_reference(p: Tensor, k: Tensor, keys: Tensor, start: Tensor) -> Tensor:
     """The sample in whole numbers, probabilities in units of 2^-bits, so that nothing is rounded."""
     if p.numel() == 0:
         return torch.zeros_like(p)
@@ -130,6 +195,6 @@ def _stretch(length: Tensor, wanted: Tensor, one: int) -> Tensor:
 
 _sample = operator(
     "systematic_sample(Tensor p, Tensor k, Tensor keys, Tensor start) -> Tensor",
-    _reference,
+    _sample_reference,
     lambda p, k, keys, start: torch.empty_like(p),
 )

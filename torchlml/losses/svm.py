@@ -1,4 +1,4 @@
-"""The smooth top-k SVM loss of Berrada, Zisserman and Kumar (2018), in a form that cannot overflow."""
+"""The top-k SVM loss, and the smooth one of Berrada, Zisserman and Kumar (2018), which cannot overflow."""
 
 from __future__ import annotations
 
@@ -9,12 +9,10 @@ import torch
 from torch import Tensor
 from torch.nn.functional import logsigmoid, pad
 
-from torchlml._core.arguments import canonical, check_number, check_whole_k
-from torchlml._core.rows import wide_dtype
-from torchlml.losses.hard_svm import check_alpha
-from torchlml.losses.module import TopKLoss
-from torchlml.losses.reduction import Reduction, check_reduction, reduce_single
-from torchlml.losses.targets import read_single_label
+from torchlml._core.arguments import Canonical, canonical, check_number, check_whole_k
+from torchlml._core.rows import wide_dtype, work_dtype
+from torchlml.losses.base import Reduction, TopKLoss, check_reduction, reduce_single
+from torchlml.losses.targets import Labels, read_single_label
 from torchlml.projection import lml_dual
 
 Algorithm = Literal["divide_and_conquer", "summation"]
@@ -22,6 +20,84 @@ Algorithm = Literal["divide_and_conquer", "summation"]
 # Up to about this many coefficients, sums of products are faster than Fourier transforms; measured on a CPU.
 _DIRECT = 16
 _EVEN = 64
+
+
+def topk_svm_loss(
+    logits: Tensor,
+    target: Tensor,
+    k: int,
+    *,
+    alpha: float = 1.0,
+    weight: Tensor | None = None,
+    ignore_index: int = -100,
+    reduction: Reduction = "mean",
+    mask: Tensor | None = None,
+    offsets: Tensor | None = None,
+) -> Tensor:
+    """The top-k hinge loss: 0 once the label is `alpha * k` above its k-th strongest competitor.
+
+        >>> logits = torch.tensor([[3.0, 2.0, 1.0, 0.0]])
+        >>> torchlml.topk_svm_loss(logits, torch.tensor([2]), k=2)  # 1 + (2 - 1) / 2
+        tensor(1.5000)
+
+    Args:
+        logits: (..., n).
+        target: one class index per row, int64 or uint8 of shape (...).
+        k: how many guesses are allowed, from 1 to n - 1.
+        alpha: the margin.
+        weight: one weight per class, for the rows with that label.
+        ignore_index: the class index that means "no label".
+        reduction: "mean" over the rows that have a label (0 if there are none), "sum" or "none".
+        mask: bool, broadcasts to the logits; False entries do not exist.
+        offsets: accepted by the other losses, an error here: ragged rows have no classes.
+
+    Returns:
+        The loss in the dtype of the logits (float32 under autocast), a scalar or one number per row.
+
+    The definition is `max(0, mean of the k largest of s_j + alpha over j != y, minus (the sum of the k - 1
+    largest s_j, j != y, plus s_y) / k)`. The k - 1 largest stand on both sides, which leaves
+
+        max(0, alpha + (s_(k) - s_y) / k),   s_(k) the k-th largest s_j, j != y.
+
+    It is the limit of `smooth_topk_svm_loss` as tau goes to 0. Only two classes of a row have a gradient,
+    which is why the smooth loss exists.
+    """
+    check_reduction(reduction)
+    _check_alpha(alpha)
+    k = check_whole_k(k)
+    c = canonical(logits, k, -1, mask, offsets, any_k=True, name="logits")
+    labels, place = read_single_label(c, target, weight, ignore_index, "topk_svm_loss")
+    check_whole_k(k, c.x.shape[-1] - 1)
+    own, others = _apart(c, c.x.to(work_dtype(c.x.dtype)), labels, place)
+    top = others.topk(k, dim=-1).values
+    loss = (alpha + (top[:, -1:] - own) / k).relu()
+    # topk counts NaN as the largest value: a NaN anywhere in the row is the first of the k, not the k-th.
+    loss = torch.where(top[:, :1].isnan(), torch.nan, loss)
+    return reduce_single(loss, labels, reduction, c)
+
+
+class TopKSVMLoss(TopKLoss):
+    """The module of `topk_svm_loss`, with its arguments.
+
+    >>> torchlml.TopKSVMLoss(k=2)(torch.tensor([[3.0, 2.0, 1.0, 0.0]]), torch.tensor([2]))
+    tensor(1.5000)
+    """
+
+    function = staticmethod(topk_svm_loss)
+
+    def __init__(
+        self,
+        k: int,
+        *,
+        alpha: float = 1.0,
+        weight: Tensor | None = None,
+        ignore_index: int = -100,
+        reduction: Reduction = "mean",
+    ) -> None:
+        _check_alpha(alpha)
+        super().__init__(
+            check_whole_k(k), weight, ignore_index=ignore_index, reduction=reduction, alpha=alpha
+        )
 
 
 def smooth_topk_svm_loss(
@@ -82,12 +158,9 @@ def smooth_topk_svm_loss(
     labels, place = read_single_label(c, target, weight, ignore_index, "smooth_topk_svm_loss")
     check_whole_k(k, c.x.shape[-1] - 1)
     # Float64 inside costs little and keeps the gradients, differences of two probabilities, exact.
-    x = c.x.to(wide_dtype(c.x.device)) / (k * tau)
-    x = x.masked_fill(~labels.has_label.unsqueeze(-1), 0)
-    others = x if c.mask is None else x.masked_fill(~c.mask, -torch.inf)
-    others = others.scatter(-1, place, -torch.inf)
+    own, others = _apart(c, c.x.to(wide_dtype(c.x.device)) / (k * tau), labels, place)
     ratio = log_ratio(others, k, algorithm)
-    loss = -tau * logsigmoid(x.gather(-1, place) - ratio.unsqueeze(-1) - alpha / tau)
+    loss = -tau * logsigmoid(own - ratio.unsqueeze(-1) - alpha / tau)
     return reduce_single(loss, labels, reduction, c)
 
 
@@ -114,6 +187,13 @@ class SmoothTopKSVMLoss(TopKLoss):
         _check_settings(tau, alpha, algorithm)
         settings = {"tau": tau, "alpha": alpha, "algorithm": algorithm}
         super().__init__(check_whole_k(k), weight, ignore_index=ignore_index, reduction=reduction, **settings)
+
+
+def _apart(c: Canonical, x: Tensor, labels: Labels, place: Tensor) -> tuple[Tensor, Tensor]:
+    """The label's logit of each row (R, 1), and the logits of the other classes, -inf at what is none."""
+    x = x.masked_fill(~labels.has_label.unsqueeze(-1), 0)
+    others = x if c.mask is None else x.masked_fill(~c.mask, -torch.inf)
+    return x.gather(-1, place), others.scatter(-1, place, -torch.inf)
 
 
 def log_ratio(x: Tensor, k: int, algorithm: Algorithm) -> Tensor:
@@ -206,6 +286,13 @@ def _check_settings(tau: float, alpha: float, algorithm: str) -> None:
         raise ValueError(
             f"`tau` must be a positive number, but it is {tau}; for its limit 0 use `topk_svm_loss`."
         )
-    check_alpha(alpha)
+    _check_alpha(alpha)
     if algorithm not in ("divide_and_conquer", "summation"):
         raise ValueError(f'`algorithm` must be "divide_and_conquer" or "summation", but it is {algorithm!r}.')
+
+
+def _check_alpha(alpha: float) -> None:
+    """A margin from 0 on, or an error."""
+    check_number(alpha, "alpha", "a number from 0 on")
+    if not 0 <= alpha < float("inf"):
+        raise ValueError(f"`alpha` must be a number from 0 on, but it is {alpha}.")

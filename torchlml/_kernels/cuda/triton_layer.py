@@ -1,7 +1,8 @@
-"""The derivatives of y, log y and nu, one program to a row: from x, nu and the gradient, in one pass on chip.
+"""y, log y and nu and their derivatives, one program to a row, which is read once and worked on on chip.
 
-With w = sigmoid(z) sigmoid(-z) and p = w / sum w, formed times e^(distance of the nearest entry) so that they
-are right even where every w underflows:
+A row longer than its block keeps its first block on chip and streams the others, once per step. The
+derivatives, with w = sigmoid(z) sigmoid(-z) and p = w / sum w, formed times e^(distance of the nearest entry)
+so that they are right even where every w underflows:
 
     of y:      dx = w (g - dk),             dk = sum p g
     of log y:  dx = a - p sum a,            dk = sum a / sum w,    a = g sigmoid(-z)
@@ -16,11 +17,28 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from torchlml._kernels.cuda.plan import Launch
-from torchlml._kernels.cuda.triton_row import locate, read, write
+from torchlml._kernels.cuda.plan import Launch, stride_of
+from torchlml._kernels.cuda.triton_row import locate, probability, read, solve_row, write
 
 OF_Y, OF_LOG_Y, OF_NU = 0, 1, 2
 _OF_Y, _OF_LOG_Y, _OF_NU = tl.constexpr(OF_Y), tl.constexpr(OF_LOG_Y), tl.constexpr(OF_NU)
+
+
+@triton.jit
+def forward_kernel(
+    x_ptr, k_ptr, mask_ptr, offsets_ptr, y_ptr, nu_ptr, rows, n, size, k_stride,
+    BLOCK: tl.constexpr, LOOP: tl.constexpr, LOG: tl.constexpr,
+):  # fmt: skip
+    """nu of row program_id(0); with `y_ptr` also its y or log y."""
+    _, start, length, x, hi, lo, share = solve_row(
+        x_ptr, k_ptr, mask_ptr, offsets_ptr, nu_ptr, rows, n, size, k_stride, BLOCK, LOOP
+    )
+    if y_ptr is not None:
+        write(y_ptr, probability(x, hi, lo, share, LOG), start, 0, length, BLOCK)
+        if LOOP:
+            for at in range(BLOCK, length, BLOCK):
+                block = read(x_ptr, mask_ptr, start, at, length, BLOCK)
+                write(y_ptr, probability(block, hi, lo, share, LOG), start, at, length, BLOCK)
 
 
 @triton.jit
@@ -168,7 +186,17 @@ def backward_kernel(
             write(dx_ptr, dx, start, at, length, BLOCK)
 
 
-def launch(to: Launch, grad: Tensor, y: Tensor | None, dx: Tensor, dk: Tensor, of: int) -> None:
+def launch_forward(to: Launch, k: Tensor, y: Tensor | None, log: bool) -> None:
+    """Fill `nu` and, unless None, `y` with y or log y."""
+    rows, n, size = to.sizes
+    with torch.cuda.device_of(to.x):
+        forward_kernel[(rows,)](
+            to.x, k, to.mask, to.offsets, y, to.nu, rows, n, size, stride_of(k),
+            LOOP=to.plan.loop, LOG=log, **to.block,
+        )  # fmt: skip
+
+
+def launch_backward(to: Launch, grad: Tensor, y: Tensor | None, dx: Tensor, dk: Tensor, of: int) -> None:
     """Fill `dx` and `dk` with the derivatives of y, log y or nu (`of`)."""
     rows, n, size = to.sizes
     with torch.cuda.device_of(to.x):
