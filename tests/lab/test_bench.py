@@ -1,4 +1,4 @@
-"""The benchmark: that its ratios mean what they say, its files are whole, and its options are checked."""
+"""The benchmark: what it measures, that its files are whole, and that its options are checked."""
 
 import csv
 import errno
@@ -10,7 +10,6 @@ import subprocess
 import sys
 from dataclasses import replace
 
-import numpy
 import pytest
 import torch
 from rich.console import Console
@@ -30,7 +29,7 @@ from torchlml_lab.bench import (
 )
 from torchlml_lab.bench.cases import DTYPES, Case, case_grid
 from torchlml_lab.bench.competitors import BASELINE, FAMILY, LAYER, MODES, call_of
-from torchlml_lab.bench.race import Quantiles, Stopped
+from torchlml_lab.bench.race import Quantiles
 
 TINY = ["--sizes", "8", "24", "--ks", "n/2", "--batches", "3", "--scales", "1", "--repetitions", "2"]
 HERE = [provider.name for provider in LAYER if provider.absent() is None]
@@ -190,83 +189,6 @@ def test_a_write_that_fails_leaves_the_old_file(monkeypatch, tmp_path, capsys):
     assert {p.name: p.read_bytes() for p in tmp_path.iterdir()} == before
 
 
-class _NoisyMachine:
-    """A clock, and calls that take a known time on a machine that becomes slower and faster all the time."""
-
-    def __init__(self):
-        self.now = 0.0
-        self.calls = dict.fromkeys(("base", "triple", "slow"), 0)
-
-    def call(self, name, seconds):
-        def run():
-            # Ten rounds of two calls at one speed, then ten at a tenth of it, as on a shared machine.
-            slowdown = 10 if sum(self.calls.values()) // 20 % 2 else 1
-            self.calls[name] += 1
-            self.now += seconds * slowdown
-
-        return run
-
-
-def test_ratios_survive_a_noisy_machine(monkeypatch):
-    machine = _NoisyMachine()
-    monkeypatch.setattr(race, "perf_counter", lambda: machine.now)
-    calls = {"base": machine.call("base", 1e-4), "triple": machine.call("triple", 3e-4)}
-    result = race.race(calls, "base", repetitions=200, seconds=10)
-    assert result["triple"].ratio.p50 == pytest.approx(3)
-    assert result["triple"].ratio.p20 == pytest.approx(3)
-    assert result["base"].ratio == Quantiles(1, 1, 1)
-    # The absolute time of the same run is not to be trusted: that is the point of the ratio.
-    assert result["base"].seconds.p80 > 5 * result["base"].seconds.p20
-    assert result["base"].rounds == result["triple"].rounds == 200
-
-
-def test_slow_competitor_does_not_starve_the_others(monkeypatch):
-    machine = _NoisyMachine()
-    monkeypatch.setattr(race, "perf_counter", lambda: machine.now)
-    calls = {"base": machine.call("base", 1e-4), "slow": machine.call("slow", 1.0)}
-    result = race.race(calls, "base", repetitions=50, seconds=1)
-    assert result["base"].rounds == 50
-    assert result["slow"].rounds == 1
-    assert machine.calls["slow"] == 2  # once to warm up
-
-
-def test_garbage_collection_rests_only_meanwhile():
-    import gc
-
-    states = []
-    race.race({"base": lambda: states.append(gc.isenabled())}, "base", 2, 1)
-    assert states[-1] is False
-    assert gc.isenabled()
-
-
-@pytest.mark.parametrize("samples", [[3.0], [2.0, 1.0], [5.0, 1.0, 2.0, 9.0, 4.0, 4.5, 0.5]])
-def test_quantiles(samples):
-    found = Quantiles.of(samples)
-    assert [found.p20, found.p50, found.p80] == pytest.approx(list(numpy.percentile(samples, [20, 50, 80])))
-
-
-@pytest.mark.skipif(not peak_memory.measurable(), reason="memory is measured on Linux with the GNU C library")
-@pytest.mark.parametrize(
-    ("call", "mebibytes"),
-    [
-        ("x + 1", 4),  # the result alone
-        ("(x + 1).double()", 12),  # a temporary and a result twice as wide
-        ("x.add_(1)", 0),  # in place
-        ("[x + 1, x + 2, x + 3]", 12),  # everything alive at the highest point
-    ],
-)
-def test_memory_is_what_the_call_adds(call, mebibytes):
-    # In a process of its own: this one has a past, and the allocator remembers it.
-    program = (
-        "import torch; from torchlml_lab.bench import peak_memory; torch.set_num_threads(1); "
-        f"x = torch.zeros(1024, 1024); print(peak_memory.added_bytes(lambda: {call}))"
-    )
-    printed = subprocess.run(
-        [sys.executable, "-c", program], capture_output=True, text=True, check=True
-    ).stdout
-    assert int(printed) / 2**20 == pytest.approx(mebibytes, abs=0.3)
-
-
 @pytest.mark.parametrize("provider", [p for p in LAYER if p.name.startswith("lml")], ids=lambda p: p.name)
 def test_every_lml_is_the_projection(provider, one_thread):
     if (reason := provider.absent()) is not None:
@@ -389,19 +311,6 @@ def test_rows_that_had_to_wait_are_written_when_there_is_room(tmp_path, monkeypa
     file.add([row])
     assert file.lacks() is None
     assert len(measurements.read(tmp_path / "b.csv", "--csv")) == 2
-
-
-def test_an_interrupted_race_gives_the_rounds_it_finished():
-    turns: list[None] = []
-
-    def call():
-        turns.append(None)
-        if len(turns) == 5:
-            raise KeyboardInterrupt
-
-    with pytest.raises(Stopped) as stopped:
-        race.race({"base": call}, "base", 100, 10)
-    assert stopped.value.timings["base"].rounds == 3  # after one call to warm up
 
 
 def test_an_interrupted_benchmark_says_what_it_has(capsys, tmp_path, monkeypatch):

@@ -40,12 +40,12 @@ def words(features, out, *more):
 
 def wait_for_epoch(folder, epoch, running):
     limit = time.monotonic() + 120
-    while time.monotonic() < limit and running.poll() is None:
+    while time.monotonic() < limit and running.running():
         state = folder / "state.json"
         if state.exists() and json.loads(state.read_text())["epoch"] >= epoch:
             return
         time.sleep(0.005)
-    raise AssertionError(running.communicate())
+    raise AssertionError(running.end())
 
 
 @pytest.fixture(scope="module")
@@ -60,8 +60,7 @@ def killed(features, out):
     """Start a run, and kill it after its second epoch."""
     running = start(words(features, out))
     wait_for_epoch(out, 2, running)
-    running.send_signal(signal.SIGKILL)
-    running.communicate()
+    running.kill()
 
 
 def resume(out):
@@ -109,7 +108,7 @@ def test_interrupted_says_how_to_continue(features, whole, tmp_path):
     running = start(words(features, out))
     wait_for_epoch(out, 1, running)
     running.send_signal(signal.SIGINT)
-    _, errors = output(running, 130, seconds=60)
+    _, errors = output(running, code=130, seconds=60)
     said = re.fullmatch(r"torchlml: Interrupted; .* kept, and `torchlml (.*)` continues the run\.\n", errors)
     assert said, errors
     output(start(said[1].split()))
@@ -123,15 +122,18 @@ def test_resuming_a_finished_run_changes_nothing(capsys, whole):
     assert (whole / "metrics.jsonl").read_bytes() == before
 
 
+def full_disk():
+    """No file may grow beyond 20 kB: what a write to a full disk does, also to writers outside Python."""
+    resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, 20_000))
+
+
 def test_a_full_disk_leaves_a_whole_run(features, whole, tmp_path):
     out = tmp_path / "run"
     killed(features, out)
     before = (out / "state.json").read_bytes()
     # What a kill just before or just after the state was written leaves: it is dropped, also here.
     shutil.copytree(out / "checkpoints" / json.loads(before)["last"], out / "checkpoints" / "epoch-0000")
-    # No file may grow beyond 20 kB: what a write to a full disk does, also to writers outside Python.
-    limit = lambda: resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, 20_000))  # noqa: E731
-    _, errors = output(start(resume(out), preexec_fn=limit), 1)
+    _, errors = output(start(resume(out), full_disk), code=1)
     assert re.fullmatch(r"torchlml: The checkpoint of epoch \d could not be written to .*\.\n", errors), (
         errors
     )
@@ -222,14 +224,12 @@ def test_a_run_is_written_by_one_process(features, tmp_path, capsys):
         wait_for_epoch(out, state["epoch"] + 2, running)
     finally:
         running.kill()
-        running.communicate()
     # The lock died with its process.
     epochs = [json.loads(line)["epoch"] for line in (out / "metrics.jsonl").read_text().splitlines()]
     assert epochs == list(range(1, len(epochs) + 1))
     again = start(resume(out))
     wait_for_epoch(out, epochs[-1] + 1, again)
     again.kill()
-    again.communicate()
 
 
 def test_a_loss_that_became_nan_ends_the_run_for_good(capsys, features, tmp_path):
@@ -345,7 +345,7 @@ def test_a_run_is_not_overwritten(capsys, features, whole):
 
 def test_two_processes(features, tmp_path):
     out = tmp_path / "run"
-    printed, _ = output(start_two(words(features, out, "--cpu", "--noise", "0")))
+    printed, _ = output(*start_two(words(features, out, "--cpu", "--noise", "0")))
     assert printed.count("Test of epoch") == 1
     state = json.loads((out / "state.json").read_text())
     assert state["processes"] == 2

@@ -312,7 +312,7 @@ def test_stopped_and_resumed_equals_undisturbed(capsys, vg, whole, tmp_path, mon
 
 def test_two_processes(vg, tmp_path):
     out = tmp_path / "run"
-    printed, _ = output(start_two(words(vg, out, "--cpu", "--epochs", "1")))
+    printed, _ = output(*start_two(words(vg, out, "--cpu", "--epochs", "1")))
     assert printed.count("Test of epoch") == 1
     assert json.loads((out / "state.json").read_text())["processes"] == 2
     result = json.loads((out / "result.json").read_text())

@@ -42,7 +42,7 @@ def rows(path):
 def whole(features, tmp_path_factory):
     """A sweep of eight runs that nothing disturbed."""
     out = tmp_path_factory.mktemp("whole") / "sweep"
-    assert "8 runs, 0 of them finished before" in output(start(words(features, out)))[0]
+    assert cli.main(words(features, out)) == 0
     return out
 
 
@@ -64,32 +64,36 @@ def test_finished_runs_are_skipped(capsys, features, whole):
     assert {path: path.stat().st_mtime_ns for path in whole.glob("*/result.json")} == before
 
 
-def test_interrupted_and_continued_equals_undisturbed(features, whole, tmp_path):
+def test_interrupted_and_continued_equals_undisturbed(capsys, features, whole, tmp_path):
     out = tmp_path / "sweep"
     running = start(words(features, out))
     limit = time.monotonic() + 120
-    while time.monotonic() < limit and running.poll() is None and not list(out.glob("*/result.json")):
+    while time.monotonic() < limit and running.running() and not list(out.glob("*/result.json")):
         time.sleep(0.01)
     running.send_signal(signal.SIGINT)
-    _, errors = output(running, 130, seconds=60)
+    printed, errors = output(running, code=130, seconds=60)
+    assert "8 runs, 0 of them finished before" in printed
     said = re.fullmatch(
         r"torchlml: Interrupted; (\d) of 8 runs are finished, and the same command continues\.\n", errors
     )
     assert said, errors
     assert int(said[1]) < 8
-    assert "8 runs, 0 of them" not in output(start(words(features, out)))[0]
+    assert cli.main(words(features, out)) == 0
+    assert "8 runs, 0 of them" not in capsys.readouterr().out
     assert rows(out / "results.csv") == rows(whole / "results.csv")
 
 
-def test_workers_end_with_a_killed_parent(features, tmp_path):
+def test_a_second_sweep_is_refused_and_workers_end_with_a_killed_parent(capsys, features, tmp_path):
     out = tmp_path / "sweep"
-    running = start(words(features, out, "--run.epochs", "100000"))
+    endless = words(features, out, "--run.epochs", "100000")
+    running = start(endless)
     limit = time.monotonic() + 120
     while time.monotonic() < limit and len(list(out.glob("*/state.json"))) < 2:
         time.sleep(0.02)
-    assert running.poll() is None
+    assert cli.main(endless) == 2
+    assert f"`{out}` is in use by another process ({running.pid})" in capsys.readouterr().err
+    assert running.running()
     running.kill()
-    running.communicate()
     time.sleep(2)
     before = {path: path.read_bytes() for path in out.glob("*/state.json")}
     time.sleep(1)
@@ -108,19 +112,6 @@ def test_a_failed_run_is_reported_and_the_others_are_kept(capsys, features, tmp_
 def test_a_folder_of_other_settings_is_refused(capsys, features, whole):
     assert cli.main(words(features, whole, "--run.epochs", "5")) == 2
     assert "holds a run with `epochs` 4 instead of 5" in capsys.readouterr().err
-
-
-def test_two_sweeps_in_one_folder_are_refused(capsys, features, tmp_path):
-    out = tmp_path / "sweep"
-    running = start(words(features, out, "--run.epochs", "100000"))
-    limit = time.monotonic() + 120
-    while time.monotonic() < limit and len(list(out.glob("*/state.json"))) < 1:
-        time.sleep(0.02)
-    assert cli.main(words(features, out, "--run.epochs", "100000")) == 2
-    assert f"`{out}` is in use by another process ({running.pid})" in capsys.readouterr().err
-    assert running.poll() is None
-    running.kill()
-    running.communicate()
 
 
 def test_places_that_cannot_be_written_are_refused_before_any_work(capsys, features, tmp_path, monkeypatch):

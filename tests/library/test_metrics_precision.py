@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import multiprocessing
 import tempfile
 from pathlib import Path
 
@@ -11,6 +10,7 @@ import torch
 from torch import nn
 
 from tests.library.test_metrics_scene_graph import EXAMPLE
+from tests.support.processes import fork
 from torchlml.metrics import SceneGraphRecall, TopKRecall, scene_graph_recall, topk_recall
 
 MOVES = {
@@ -60,10 +60,7 @@ def process(rank, folder):
 
 def test_a_process_that_saw_no_image():
     with tempfile.TemporaryDirectory() as folder:
-        spawn = multiprocessing.get_context("spawn")
-        processes = [spawn.Process(target=process, args=(rank, folder)) for rank in range(2)]
-        for each in processes:
-            each.start()
+        processes = [fork(process, rank, folder) for rank in range(2)]
         for each in processes:
             each.join(60)
         assert [each.exitcode for each in processes] == [0, 0]

@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-import multiprocessing
 import os
 import re
 import signal
-import subprocess
-import sys
 import tempfile
 import time
 from datetime import timedelta
@@ -27,6 +24,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import torchlml
 import torchlml.parallel.group as group_module
+from tests.support.processes import fork, output, script, start_two
 from tests.support.spread import run
 
 Group = dist.ProcessGroup
@@ -179,17 +177,8 @@ def check_fully_sharded(group: Group) -> None:
         torch.testing.assert_close(_grad(p).full_tensor(), grad, rtol=1e-4, atol=1e-6)
 
 
-CHECKS = [name for name in list(globals()) if name.startswith("check_")]
-
-
-@pytest.fixture(scope="module")
-def results() -> dict[str, str]:
-    return run(__name__, CHECKS)
-
-
-@pytest.mark.parametrize("check", CHECKS)
-def test_in_processes(check: str, results: dict[str, str]) -> None:
-    assert not results[check], results[check]
+def test_in_processes() -> None:
+    run(globals())
 
 
 def _dies(rank: int, folder: str) -> None:
@@ -218,11 +207,7 @@ def _dies(rank: int, folder: str) -> None:
 
 def test_a_process_that_is_killed_ends_the_others() -> None:
     with tempfile.TemporaryDirectory() as folder:
-        # Not by `start`, which ends the others itself when one dies.
-        context = multiprocessing.get_context("forkserver")
-        left, killed = [context.Process(target=_dies, args=(rank, folder)) for rank in (0, 1)]
-        for process in (left, killed):
-            process.start()
+        left, killed = [fork(_dies, rank, folder) for rank in (0, 1)]
         for process in (killed, left):
             process.join(60)
         assert killed.exitcode == -signal.SIGKILL
@@ -234,10 +219,7 @@ def test_a_process_that_is_killed_ends_the_others() -> None:
 def test_the_example_trains() -> None:
     example = Path(__file__).parents[2] / "examples" / "sharded_labels.py"
     assert len(example.read_text(encoding="utf-8").splitlines()) < 60
-    launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(example.parents[1])}
-    done = subprocess.run([*launch, str(example)], capture_output=True, text=True, env=environment)
-    assert done.returncode == 0, done.stderr
-    found = re.search(r"recall@5 ([0-9.]+)", done.stdout)
+    printed, _ = output(*start_two([str(example)], script))
+    found = re.search(r"recall@5 ([0-9.]+)", printed)
     assert found is not None
     assert float(found[1]) > 0.9

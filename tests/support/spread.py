@@ -6,42 +6,33 @@ A check is a function of a group; `run` calls it in groups of 2, 3 and 4 process
 from __future__ import annotations
 
 import importlib
-import multiprocessing
 import os
-import pickle
 import tempfile
 import traceback
 import warnings
-from collections.abc import Callable, Sequence
 from datetime import timedelta
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch.distributed import FileStore  # type: ignore[attr-defined]
-from torch.multiprocessing.spawn import start_processes
+
+from tests.support.processes import fork
 
 PROCESSES = 4
 _TIMEOUT = timedelta(seconds=60)
 
 
-def run(module: str, checks: Sequence[str]) -> dict[str, str]:
-    """What went wrong in each check, on whatever process: an empty text for nothing.
-
-    Args:
-        module: the name of the module that holds the checks.
-        checks: their names.
-    """
+def run(module: dict[str, Any]) -> None:
+    """Call every `check_*` of a module, which gives its `globals()`; the first that fails ends them all."""
+    checks = [name for name in module if name.startswith("check_")]
     with tempfile.TemporaryDirectory() as folder:
-        start(_work, (module, list(checks), folder), PROCESSES, module)
-        found = [pickle.loads((Path(folder) / f"{rank}").read_bytes()) for rank in range(PROCESSES)]
-    return {check: "\n".join(filter(None, (one[check] for one in found))) for check in checks}
-
-
-def start(work: Callable[..., None], arguments: tuple[object, ...], processes: int, module: str) -> None:
-    """Run `work(rank, *arguments)` in processes that share one import of torch and of the module."""
-    multiprocessing.set_forkserver_preload(["torch", module])
-    start_processes(work, arguments, processes, start_method="forkserver")
+        processes = [fork(_work, rank, module["__name__"], checks, folder) for rank in range(PROCESSES)]
+        for process in processes:
+            process.join()
+        wrong = "\n".join(path.read_text() for path in Path(folder).glob("error *"))
+    assert [process.exitcode for process in processes] == [0] * PROCESSES, wrong
 
 
 def _work(rank: int, module: str, checks: list[str], folder: str) -> None:
@@ -52,19 +43,18 @@ def _work(rank: int, module: str, checks: list[str], folder: str) -> None:
     store = FileStore(f"{folder}/store", PROCESSES)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=PROCESSES, timeout=_TIMEOUT)
     groups = {size: dist.new_group(list(range(size)), timeout=_TIMEOUT) for size in (2, 3, 4)}
-    found = {}
-    holder = importlib.import_module(module)
-    for name in checks:
-        check = getattr(holder, name)
-        found[name] = ""
-        for size in getattr(check, "sizes", (2, 3, 4)):
-            if rank < size and not found[name]:
-                torch.manual_seed(0)
-                try:
+    holder, at = importlib.import_module(module), ""
+    try:
+        for name in checks:
+            check = getattr(holder, name)
+            for size in getattr(check, "sizes", (2, 3, 4)):
+                if rank < size:
+                    at = f"{name}, process {rank} of {size}"
+                    torch.manual_seed(0)
                     check(groups[size])
-                except Exception:
-                    found[name] = f"process {rank} of {size}: {traceback.format_exc()}"
-    (Path(folder) / f"{rank}").write_bytes(pickle.dumps(found))
+    except Exception:
+        (Path(folder) / f"error {rank}").write_text(f"{at}: {traceback.format_exc()}")
+        os._exit(1)  # the others, which may wait for this one, see that it is gone
     store.set(f"done {rank}", "")
     store.wait([f"done {other}" for other in range(PROCESSES)])
     dist.destroy_process_group()

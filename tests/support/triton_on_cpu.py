@@ -10,9 +10,11 @@ be short.
 from __future__ import annotations
 
 import os
+from typing import Any
 
 import torch
 from torch import Tensor
+from triton.runtime import interpreter
 
 import torchlml  # noqa: F401  which defines the operators
 from torchlml._kernels.cuda import registration, triton_operators
@@ -31,6 +33,19 @@ def _layout(x: Tensor, rows: int, offsets: Tensor | None) -> Plan:
     return _forced or _choose(x, rows, offsets)
 
 
+_patched: set[str] = set()
+_patch = interpreter._patch_lang
+
+
+def _patch_once(function: Any) -> Any:
+    """Put the interpreter's functions into triton.language for good; at each call it is half of the time."""
+    if function.__module__ not in _patched:
+        _patched.add(function.__module__)
+        _patch(function)
+    return interpreter._LangPatchScope()  # with nothing to restore
+
+
+interpreter._patch_lang = _patch_once
 triton_operators.layout = _layout
 _library = torch.library.Library("torchlml", "IMPL")
 for _name, _run in registration.OPERATORS.items():

@@ -5,11 +5,13 @@ import dataclasses
 import json
 import os
 import signal
+import sys
 import threading
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from dataclasses import dataclass, field
 from multiprocessing import active_children, connection, get_context, parent_process
+from multiprocessing.context import BaseContext
 from pathlib import Path
 from typing import Any, Generic, TypeVar
 
@@ -151,8 +153,7 @@ def _run_all(
 ) -> dict[str, str]:
     """Run what is missing, add it to `done` and to the CSV one by one, and return what failed, and why."""
     failed: dict[str, str] = {}
-    # Processes that start afresh: a fork would copy the threads of torch in an unknown state.
-    pool = ProcessPoolExecutor(workers, get_context("spawn"), _prepare_worker)
+    pool = ProcessPoolExecutor(workers, _fresh_processes(grid), _prepare_worker)
     with ProgressBar(console) as progress:
         bar = progress.add_task("runs", total=len(grid.runs), completed=len(done))
         futures = {pool.submit(grid.run_one, one): one for one in grid.runs if one.out not in done}
@@ -176,6 +177,16 @@ def _run_all(
         finally:
             pool.shutdown(cancel_futures=True)
     return failed
+
+
+def _fresh_processes(grid: Grid[Any, Any]) -> BaseContext:
+    """Processes that start afresh: a fork of this one would copy the threads of torch in an unknown state."""
+    if sys.platform != "linux":
+        return get_context("spawn")
+    # The workers are forks of a server, which has no threads and has imported the task: that takes seconds.
+    context = get_context("forkserver")
+    context.set_forkserver_preload([grid.run_one.__module__, "torch._dynamo"])  # for the optimizers of torch
+    return context
 
 
 def _prepare_worker() -> None:
