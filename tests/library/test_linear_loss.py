@@ -260,11 +260,20 @@ def test_bad_input(case: str) -> None:
 
 
 def test_rows_within_a_budget() -> None:
-    assert rows_within(1, 10**6, torch.float32) == 1
-    for labels in (1000, 123_457, 200_000, 10**6):
-        rows = rows_within(64 * 2**20, labels, torch.float32)
-        assert rows * labels * 8 <= 1.08 * 64 * 2**20
-        assert (rows + 2) * labels * 8 > 64 * 2**20
+    threads = torch.get_num_threads()
+    for in_place, copies, beside in ((False, 2, 0), (True, 1, threads)):
+        assert rows_within(1, 10**6, torch.float32, in_place) == 1
+        for labels in (1000, 123_457, 200_000, 10**6):
+            rows = rows_within(64 * 2**20, labels, torch.float32, in_place)
+            taken = (rows + min(rows, beside)) * labels * 4 * copies
+            assert 0.9 * 64 * 2**20 < taken <= 1.05 * 64 * 2**20
+
+
+@pytest.mark.parametrize(("rows", "most", "sizes"), [(256, 86, [86, 86, 84]), (9, 4, [3, 3, 3]), (0, 4, [])])
+def test_chunks_are_even(rows: int, most: int, sizes: list[int]) -> None:
+    chunks = linear_chunks._chunks(rows, most)
+    assert [len(range(rows)[chunk]) for chunk in chunks] == sizes
+    assert [i for chunk in chunks for i in range(rows)[chunk]] == list(range(rows))
 
 
 @pytest.mark.skipif(not measurable(), reason="needs Linux, which tells how much memory a process had")

@@ -53,6 +53,10 @@ def results(x: Tensor, k: Tensor, mask: Tensor | None = None, offsets: Tensor | 
     loss, _ = ops.loss_forward(x, k, mask, offsets, labels, None, None)
     free, free_nu = ops.bounded_forward(x, k, mask, offsets, True)
     one = torch.ones((), dtype=nu.dtype)
+    dx = x.clone()
+    dk = ops.loss_backward_in_place(one, dx, k, nu, mask, offsets, labels, None, None)
+    both = ops.loss_backward(one, x, k, nu, mask, offsets, labels, None, None)
+    assert_same_bits([dx, dk], both)
     return [
         y,
         nu,
@@ -63,7 +67,7 @@ def results(x: Tensor, k: Tensor, mask: Tensor | None = None, offsets: Tensor | 
         *ops.backward(g, x, y, nu, mask, offsets),
         *ops.log_backward(g, x, log_y, nu, mask, offsets),
         *ops.dual_backward(one.expand(rows).contiguous(), x, nu, mask, offsets),
-        *ops.loss_backward(one, x, k, nu, mask, offsets, labels, None, None),
+        *both,
         *ops.bounded_backward(g, x, free, free_nu, mask, offsets),
     ]
 

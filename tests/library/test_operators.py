@@ -37,6 +37,7 @@ def _inputs(ragged: bool, dtype: torch.dtype) -> dict[str, Arguments]:
         "dual_backward": (row_grad, x, nu, mask, offsets),
         "loss_forward": (x, k, mask, offsets, *labels, weight),
         "loss_backward": (row_grad, x, k, nu, mask, offsets, *labels, weight),
+        "loss_backward_in_place": (row_grad, x.clone(), k, nu, mask, offsets, *labels, weight),
         "bounded_forward": (x, k, mask, offsets, True),
         "bounded_backward": (g, x, y, nu, mask, offsets),
         "value": (x, k, mask, offsets),

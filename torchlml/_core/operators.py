@@ -144,3 +144,17 @@ loss_backward = operator(
     _gradients,
     triton=True,
 )
+
+
+def _loss_backward_in_place(grad: Tensor, x: Tensor, *rest: Any) -> Tensor:
+    dx, dk = loss_backward(grad, x, *rest)
+    x.copy_(dx)
+    return dk
+
+
+# x becomes dx. Only the compiled kernel does that without room for both.
+loss_backward_in_place = operator(
+    f"loss_backward_in_place(Tensor grad, Tensor(a!) x, Tensor k, Tensor nu, {ROWS}, {_LABELS}) -> Tensor",
+    _loss_backward_in_place,
+    lambda grad, x, k, nu, *rest: empty_gradients(x, nu)[1],
+)

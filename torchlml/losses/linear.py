@@ -7,10 +7,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from torchlml._core.arguments import Bound, Canonical, check_bound, check_k, check_tensor
-from torchlml.losses.base import Reduction, TopKLoss, check_reduction
+from torchlml._core.arguments import Bound, Canonical, canonical, check_bound, check_k, check_tensor
+from torchlml._kernels.cpu import native
+from torchlml.losses.base import Reduction, TopKLoss, check_reduction, row_divisor
 from torchlml.losses.linear_chunks import linear_loss, not_compiled
-from torchlml.losses.lml import lml_loss
+from torchlml.losses.lml import reduced_loss
 from torchlml.losses.targets import LabelReduction, check_weight, read_labels
 from torchlml.parallel import is_spread
 
@@ -66,12 +67,23 @@ def linear_lml_loss(
     in a second backward pass over the same graph, the logits are computed again. Derivatives of derivatives,
     `torch.func` and forward mode take the plain way, with all logits at once.
     """
-    settings: dict[str, Any] = {"label_reduction": label_reduction, "bound": bound}
     if is_spread(linear_weight, group):
         from torchlml.parallel.linear import spread_linear_lml_loss
 
-        settings |= {"reduction": reduction, "ignore_index": ignore_index, "memory": memory}
-        return spread_linear_lml_loss(input, linear_weight, linear_bias, target, k, weight, group, **settings)
+        return spread_linear_lml_loss(
+            input,
+            linear_weight,
+            linear_bias,
+            target,
+            k,
+            weight,
+            group,
+            ignore_index=ignore_index,
+            reduction=reduction,
+            label_reduction=label_reduction,
+            bound=bound,
+            memory=memory,
+        )
     check_reduction(reduction, label_reduction)
     check_bound(bound)
     check_linear(input, linear_weight, linear_bias, memory)
@@ -79,15 +91,18 @@ def linear_lml_loss(
     k = check_k(k, shape, None if bound == "at_most" else n, input.device, "input")
     target, labelled = _read_target(target, input, n, weight, ignore_index)
 
-    def loss(logits: Tensor, k: Tensor, rows: slice) -> Tensor:
-        return lml_loss(
-            logits, target[rows], k, weight=weight, ignore_index=ignore_index, reduction="none", **settings
-        )
+    in_place = bound == "exactly" and input.device.type == "cpu" and native.loaded()
+
+    def loss(logits: Tensor, k: Tensor, rows: slice, overwrite: bool) -> Tensor:
+        c = canonical(logits, k, -1, None, None, any_k=bound == "at_most", name="logits")
+        labels = read_labels(c, target[rows], weight, ignore_index)
+        divisor = row_divisor(labels, label_reduction)
+        return reduced_loss(c, labels, divisor, "none", bound, overwrite=overwrite and in_place)
 
     # The chunks have no gradients for what is not the linear layer's or k.
     weighted = any(t is not None and t.requires_grad for t in (weight, target))
     arguments = (input, linear_weight, linear_bias, k, reduction, memory)
-    return linear_loss(loss, labelled, *arguments, whole=weighted)
+    return linear_loss(loss, labelled, *arguments, in_place=in_place, whole=weighted)
 
 
 class LinearLMLLoss(TopKLoss):

@@ -18,8 +18,9 @@ from torch.nn.functional import linear
 from torchlml._core.paths import differentiate_again, is_plain, needs_no_graph, wants_graph
 from torchlml._core.rows import work_dtype
 
-RowLoss = Callable[[Tensor, Tensor, slice], Tensor]
-"""(logits of some rows, their k, which rows of the batch they are) -> one loss for each of these rows."""
+RowLoss = Callable[[Tensor, Tensor, slice, bool], Tensor]
+"""(logits of some rows, their k, which rows of the batch they are, whether the backward pass may put the
+gradient in the place of these logits) -> one loss for each of these rows."""
 
 
 _Function = TypeVar("_Function", bound=Callable[..., Any])
@@ -57,7 +58,7 @@ class LinearRows(NamedTuple):
         """The same from all logits at once, in ordinary differentiable operations."""
         dtype = self.linear_dtype
         logits = linear(input.to(dtype), weight.to(dtype), None if bias is None else bias.to(dtype))
-        losses = self.loss(logits.to(work_dtype(logits.dtype)), k, slice(0, input.shape[0]))
+        losses = self.loss(logits.to(work_dtype(logits.dtype)), k, slice(0, input.shape[0]), False)
         return losses if self.seed is None else (losses * self.seed).sum()
 
 
@@ -73,6 +74,7 @@ def linear_loss(
     *,
     longest: int | None = None,
     complete: Callable[[Tensor], Tensor] | None = None,
+    in_place: bool = False,
     whole: bool = False,
 ) -> Tensor:
     """The reduced loss of `linear(input, weight, bias)`, in chunks of rows that fit into a memory budget.
@@ -87,6 +89,7 @@ def linear_loss(
         memory: how many bytes the logits and their gradient may take.
         longest: how many labels decide about the chunks, where it is not n.
         complete: makes the input's gradient from this process's part of it.
+        in_place: `loss` puts the gradient in the place of the logits where it may.
         whole: take the plain way in any case.
 
     Returns:
@@ -100,7 +103,7 @@ def linear_loss(
     if reduction != "none":
         seed = torch.ones(shape.numel(), dtype=work_dtype(dtype), device=input.device)
         seed = seed / labelled.sum().clamp(min=1) if reduction == "mean" else seed
-    chunk = rows_within(memory, weight.shape[0] if longest is None else longest, dtype)
+    chunk = rows_within(memory, weight.shape[0] if longest is None else longest, dtype, in_place)
     # The casts are done here, in the same way for the chunks and for the plain way.
     with torch.autocast(device, enabled=False) if autocast else contextlib.nullcontext():
         rows = LinearRows(loss, seed, chunk, dtype, complete)
@@ -110,21 +113,20 @@ def linear_loss(
     return result if autocast else result.to(dtype)
 
 
-def rows_within(memory: int, labels: int, dtype: torch.dtype) -> int:
-    """How many rows of logits fit into a budget of bytes, one at least.
+def rows_within(memory: int, labels: int, dtype: torch.dtype, in_place: bool) -> int:
+    """How many rows of logits, with their gradient, fit into a budget of bytes and 5%, one at least.
 
     Args:
         memory: the budget.
         labels: the length of a row.
         dtype: of the logits.
+        in_place: the gradient takes the place of the logits, by way of one row for each thread.
     """
     work = work_dtype(dtype)
-    per_label = 2 * work.itemsize + (dtype.itemsize if dtype != work else 0)
-    row = max(1, per_label * labels)
-    # One row more if it exceeds the budget only a little: two tensors of 32 MiB, as the default gives, the C
-    # library takes from the system and gives back; smaller ones leave holes in its heap that cost more.
-    rows = -(-memory // row)
-    return max(1, rows if rows * row <= 1.08 * memory else rows - 1)
+    copies = 1 if in_place else 2
+    per_label = copies * work.itemsize + (dtype.itemsize if dtype != work else 0)
+    rows = int(1.05 * memory) // max(1, per_label * labels)
+    return max(1, rows - min(torch.get_num_threads(), rows // 2) if in_place else rows)
 
 
 class _Gradients(NamedTuple):
@@ -183,8 +185,8 @@ def _losses(work: LinearRows, input: Tensor, weight: Tensor, bias: Tensor | None
     """Without gradients."""
     logits = _Logits(work, input, weight, bias)
     parts = []
-    for rows in _slices(slice(0, input.shape[0]), work.chunk):
-        parts.append(work.loss(logits[rows], k if k.dim() == 0 else k[rows], rows))
+    for rows in _chunks(input.shape[0], work.chunk):
+        parts.append(work.loss(logits[rows], k if k.dim() == 0 else k[rows], rows, False))
     losses = torch.cat(parts) if parts else input.new_zeros(0, dtype=work_dtype(input.dtype))
     return losses if work.seed is None else (losses * work.seed).sum()
 
@@ -207,11 +209,11 @@ def _with_gradients(
     d_bias = None if bias is None or not wanted[2] else torch.zeros_like(bias, dtype=work_type)
     d_k = torch.zeros_like(k) if wanted[3] else None
     total = input.new_zeros((), dtype=work_type)
-    for rows in _slices(slice(0, input.shape[0]), work.chunk):
+    for rows in _chunks(input.shape[0], work.chunk):
         z = logits[rows].requires_grad_()
         k_rows = (k if k.dim() == 0 else k[rows]).detach().requires_grad_(wanted[3])
         with torch.enable_grad():
-            losses = work.loss(z, k_rows, rows)
+            losses = work.loss(z, k_rows, rows, True)
         total += (losses.detach() * seed[rows]).sum()
         inputs = [z, k_rows] if wanted[3] else [z]
         dz, *dk = torch.autograd.grad(losses, inputs, seed[rows].to(losses.dtype))
@@ -232,8 +234,14 @@ def _with_gradients(
     return total, _Gradients(d_input, _as(d_weight, weight), _as(d_bias, bias), d_k)
 
 
-def _slices(rows: slice, size: int) -> list[slice]:
-    return [slice(i, min(i + size, rows.stop)) for i in range(rows.start, rows.stop, size)]
+def _chunks(rows: int, most: int) -> list[slice]:
+    """As few as can be, of even size: a product with few rows takes nearly as long as one with many."""
+    size = _even(rows, most)
+    return [slice(i, min(i + size, rows)) for i in range(0, rows, size)]
+
+
+def _even(rows: int, most: int) -> int:
+    return -(-rows // max(1, -(-rows // most))) or 1
 
 
 class _Logits:
@@ -245,7 +253,7 @@ class _Logits:
         self.weight = weight.detach().to(dtype)
         self._bias = None if bias is None else bias.detach().to(dtype)
         self._input = input.detach().to(dtype)
-        self._buffer = self._input.new_empty(min(work.chunk, input.shape[0]), weight.shape[0])
+        self._buffer = self._input.new_empty(_even(input.shape[0], work.chunk), weight.shape[0])
 
     def __getitem__(self, rows: slice) -> Tensor:
         h = self._input[rows]

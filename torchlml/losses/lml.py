@@ -91,10 +91,29 @@ def lml_loss(
     check_bound(bound)
     c = canonical(logits, k, -1, mask, offsets, any_k=bound == "at_most", name="logits")
     labels = read_labels(c, target, weight, ignore_index)
-    divisor = row_divisor(labels, label_reduction)
+    return reduced_loss(c, labels, row_divisor(labels, label_reduction), reduction, bound)
+
+
+def reduced_loss(
+    c: Canonical,
+    labels: Labels,
+    divisor: Tensor | None,
+    reduction: Reduction,
+    bound: Bound,
+    *,
+    overwrite: bool = False,
+) -> Tensor:
+    """The loss of arguments that have been read.
+
+    Args:
+        c, labels, bound: the rows, their labels, and what k is to their sum.
+        divisor: what the loss of each row is divided by.
+        reduction: "mean", "sum" or "none".
+        overwrite: the logits are not needed any more: a backward pass may put their gradient in their place.
+    """
     weighted = labels.weight is not None and labels.weight.requires_grad
     if bound == "exactly" and is_plain() and not weighted:
-        return _fused(c, labels, divisor, reduction)
+        return _fused(c, labels, divisor, reduction, overwrite)
     return reduce(_through_log_lml(c, labels, bound), labels, divisor, reduction, c)
 
 
@@ -144,7 +163,9 @@ def _through_log_lml(c: Canonical, labels: Labels, bound: Bound = "exactly") -> 
     return -labels.rows.sum(torch.where(is_label, log_y, 0))
 
 
-def _fused(c: Canonical, labels: Labels, divisor: Tensor | None, reduction: Reduction) -> Tensor:
+def _fused(
+    c: Canonical, labels: Labels, divisor: Tensor | None, reduction: Reduction, overwrite: bool
+) -> Tensor:
     """The reduced loss by one operator, and its gradient by another: nothing of the size of x between."""
     observed = labels.observed if labels.listed is None else labels.listed
     assert observed is not None
@@ -153,7 +174,7 @@ def _fused(c: Canonical, labels: Labels, divisor: Tensor | None, reduction: Redu
     if needs_no_graph(c.x, c.k):
         loss, _, _ = _forward(*arguments, reduction, labels.complete)
     else:
-        loss = _Loss.apply(*arguments, reduction, labels.complete)
+        loss = _Loss.apply(overwrite, *arguments, reduction, labels.complete)
     return c.restore_rows(loss) if reduction == "none" else loss
 
 
@@ -183,8 +204,9 @@ def _forward(x: Tensor, *rest: Any) -> tuple[Tensor, Tensor, Tensor | int]:
 
 class _Loss(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, *arguments: Any) -> Tensor:
+    def forward(ctx: Any, overwrite: bool, *arguments: Any) -> Tensor:
         loss, nu, total = _forward(*arguments)
+        ctx.overwrite = overwrite
         *tensors, ctx.reduction, ctx.complete = arguments
         # Compiled autograd looks for tensors only among those that are saved.
         saved, ctx.total = (total, None) if isinstance(total, Tensor) else (None, total)
@@ -204,10 +226,15 @@ class _Loss(torch.autograd.Function):
                 c = Canonical(x, k, mask, offsets, None)
                 return reduce(_through_log_lml(c, labels), labels, divisor, ctx.reduction, c)
 
-            return (*differentiate_again(loss, grad, x, k), *rest)
+            return (None, *differentiate_again(loss, grad, x, k), *rest)
         total = ctx.total if total is None else total
         grad = grad.to(nu.dtype)
         if isinstance(total, Tensor) or total != 1:
             grad = grad / total
-        dx, dk = operators.loss_backward(grad.contiguous(), x, k, nu, mask, offsets, observed, starts, weight)
-        return (dx, gradient_of_k(dk, k), *rest)
+        known = (k, nu, mask, offsets, observed, starts, weight)
+        if ctx.overwrite:
+            dx = x.detach()
+            dk = operators.loss_backward_in_place(grad.contiguous(), dx, *known)
+        else:
+            dx, dk = operators.loss_backward(grad.contiguous(), x, *known)
+        return (None, dx, gradient_of_k(dk, k), *rest)

@@ -76,7 +76,7 @@ def spread_linear_lml_loss(
     rows = labels.listed(c, target, ignore_index, split) if labels.is_listed(target) else target
     rows = rows.reshape(c.x.shape[0], rows.shape[-1])
 
-    def loss(logits: Tensor, k: Tensor, some: slice) -> Tensor:
+    def loss(logits: Tensor, k: Tensor, some: slice, overwrite: bool) -> Tensor:
         own = labels.own_labels(rows[some], weight, split, n)
         losses, number = sharded_loss.row_losses(logits.contiguous(), k, None, own, split)
         return losses / number.clamp(min=1) if label_reduction == "mean" else losses

@@ -32,7 +32,8 @@ struct BackwardRow : Row<S> {
   double* dk;
   T high, low;
 
-  // A piece of the row as a row of its own.
+  // A piece of the row as a row of its own. The short way takes the whole row like this, too: nobody else knows the
+  // copy's address, so that the compiler keeps nu in registers while it stores other numbers.
   LML_INLINE BackwardRow part(int64_t begin, int64_t size) const {
     BackwardRow out = *this;
     out.x += begin, out.n = size, out.dx += begin;
@@ -169,7 +170,7 @@ struct BackwardRow : Row<S> {
     // are near 1, and with many of them every w is taken from z.
     const bool from_z = sizeof(S) == 2 || count_near_one(first) * 64 > first;
     const Totals totals =
-        n <= long_row ? weighted_sums(w, from_z) : sum_of_pieces(n, team, [=, *this](int64_t begin, int64_t size) {
+        sum_of_parts(n, team, [=, *this](int64_t begin, int64_t size) __attribute__((always_inline)) {
           return part(begin, size).weighted_sums(w + begin, from_z);
         });
     const double sum = totals.part[0];
@@ -243,7 +244,7 @@ struct BackwardRow : Row<S> {
   LML_INLINE void logarithm() const {
     const T least = nearest(), factor = static_cast<T>(::exp(-static_cast<double>(least)));
     const Totals totals =
-        n <= long_row ? scaled_sums(least, factor) : sum_of_pieces(n, team, [=, *this](int64_t begin, int64_t size) {
+        sum_of_parts(n, team, [=, *this](int64_t begin, int64_t size) __attribute__((always_inline)) {
           return part(begin, size).scaled_sums(least, factor);
         });
     const double sum = totals.part[0], moment = totals.part[1];
@@ -259,7 +260,7 @@ struct BackwardRow : Row<S> {
   // w of every entry, times exp(least), with one exponential per entry; returns their sum.
   LML_INLINE double weigh(T* w, T least) const {
     const T factor = static_cast<T>(::exp(-static_cast<double>(least)));
-    if (n <= long_row) return weigh_part(w, least, factor);
+    if (n <= long_row) return part(0, n).weigh_part(w, least, factor);
     const auto piece = [=, *this](int64_t begin, int64_t size) {
       return Totals{{part(begin, size).weigh_part(w + begin, least, factor)}, 0};
     };

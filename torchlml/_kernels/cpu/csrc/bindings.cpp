@@ -201,10 +201,10 @@ std::tuple<Tensor, Tensor> log_forward(Tensor x, Tensor k, OptionalTensor mask, 
 
 template <class Args>
 std::tuple<Tensor, Tensor> launch_backward(Table<Args> kernel, const Tensor& x, const Tensor& grad, const Tensor& nu,
-                                           Args& args) {
+                                           Args& args, bool in_place = false) {
   const int64_t rows = args.batch.rows;
   check(nu, "nu", work_dtype(x), 2 * rows);
-  Tensor dx = empty_beside(x), dk = empty(&rows, 1, aoti_torch_dtype_float64());
+  Tensor dx = in_place ? x : empty_beside(x), dk = empty(&rows, 1, aoti_torch_dtype_float64());
   args.grad = grad.const_data_ptr();
   args.nu = nu.const_data_ptr();
   args.dx = dx.mutable_data_ptr();
@@ -283,9 +283,10 @@ std::tuple<Tensor, Tensor> loss_forward(Tensor x, Tensor k, OptionalTensor mask,
   return {loss, nu};
 }
 
-std::tuple<Tensor, Tensor> loss_backward(Tensor grad, Tensor x, Tensor k, Tensor nu, OptionalTensor mask,
-                                         OptionalTensor offsets, Tensor labels, OptionalTensor starts,
-                                         OptionalTensor weight) {
+std::tuple<Tensor, Tensor> run_loss_backward(const Tensor& grad, const Tensor& x, const Tensor& k, const Tensor& nu,
+                                             const OptionalTensor& mask, const OptionalTensor& offsets,
+                                             const Tensor& labels, const OptionalTensor& starts,
+                                             const OptionalTensor& weight, bool in_place) {
   LossBackwardArgs args{};
   args.batch = make_batch(x, mask, offsets);
   const int64_t rows = args.batch.rows;
@@ -293,7 +294,18 @@ std::tuple<Tensor, Tensor> loss_backward(Tensor grad, Tensor x, Tensor k, Tensor
   args.k = read_k(k, rows, args.k_stride);
   args.grad_stride = grad.dim() == 0 ? 0 : 1;
   check(grad, "grad", work_dtype(x), args.grad_stride ? rows : 1);
-  return launch_backward(&Kernels::loss_backward, x, grad, nu, args);
+  return launch_backward(&Kernels::loss_backward, x, grad, nu, args, in_place);
+}
+
+std::tuple<Tensor, Tensor> loss_backward(Tensor grad, Tensor x, Tensor k, Tensor nu, OptionalTensor mask,
+                                         OptionalTensor offsets, Tensor labels, OptionalTensor starts,
+                                         OptionalTensor weight) {
+  return run_loss_backward(grad, x, k, nu, mask, offsets, labels, starts, weight, false);
+}
+
+Tensor loss_backward_in_place(Tensor grad, Tensor x, Tensor k, Tensor nu, OptionalTensor mask, OptionalTensor offsets,
+                              Tensor labels, OptionalTensor starts, OptionalTensor weight) {
+  return std::get<1>(run_loss_backward(grad, x, k, nu, mask, offsets, labels, starts, weight, true));
 }
 
 // ---------------------------------------------------------------- the family
@@ -416,6 +428,7 @@ STABLE_TORCH_LIBRARY_IMPL(torchlml, CPU, m) {
   m.impl("systematic_sample", TORCH_BOX(&torchlml::systematic_sample));
   m.impl("loss_forward", TORCH_BOX(&torchlml::loss_forward));
   m.impl("loss_backward", TORCH_BOX(&torchlml::loss_backward));
+  m.impl("loss_backward_in_place", TORCH_BOX(&torchlml::loss_backward_in_place));
 }
 
 // For native.py: which table is in use.

@@ -155,7 +155,7 @@ struct LossBackwardArgs {
   const double* k;
   int64_t k_stride;
   const void* nu;
-  void* dx;
+  void* dx;  // may be x itself
   double* dk;
 };
 

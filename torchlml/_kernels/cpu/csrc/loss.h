@@ -162,15 +162,27 @@ void loss_forward_rows(const LossForwardArgs& args, const Rows& rows) {
 }
 
 template <class S>
+__attribute__((noinline)) void copy_row(const S* from, S* to, int64_t n, Team team) {
+  each_part(n, team, [=](int64_t begin, int64_t size) {
+    ::memcpy(to + begin, from + begin, sizeof(S) * static_cast<size_t>(size));
+  });
+}
+
+template <class S>
 void loss_backward_rows(const LossBackwardArgs& args, const Rows& rows) {
   using T = typename Work<S>::type;
   Scratch<T> work;
+  Scratch<S> beside;
+  const bool in_place = args.dx == args.batch.x;  // the gradient replaces the logits, a whole row at a time
   for (int64_t r = rows.begin; r < rows.end; ++r) {
     const LossRow<S> row = LossRow<S>::at(args.labels, args.batch, args.nu, r);
+    const int64_t n = row.span.size;
     S* dx = part_of<S>(args.dx, row.span);
-    T* room = work.room_in(dx, row.span.size);
+    S* out = in_place ? beside.room(n) : dx;
+    T* room = work.room_in(out, n);
     const double g = static_cast<double>(static_cast<const T*>(args.grad)[r * args.grad_stride]);
-    row.gradient(g, args.k[r * args.k_stride], dx, args.dk + r, room, rows.team);
+    row.gradient(g, args.k[r * args.k_stride], out, args.dk + r, room, rows.team);
+    if (in_place) copy_row(out, dx, n, rows.team);
   }
 }
 
