@@ -322,6 +322,7 @@ def check_refusals(group: Group) -> None:
         ("same k", lambda: torchlml.lml(x, 2 + last, group=group)),
         ("same k", lambda: torchlml.lml(x, torch.full((4,), 2.0 + last), group=group)),
         ("same dtype", lambda: torchlml.lml(x.double() if last else x, 2, group=group)),
+        ("same device", lambda: torchlml.lml(x.to("meta" if last else "cpu"), 2, group=group)),
         ("same rows", lambda: torchlml.lml(x[:3] if last else x, 2, group=group)),
         ("same bound", lambda: torchlml.lml(x, 2, bound="at_most" if last else "exactly", group=group)),
         ("same function", lambda: (torchlml.log_lml if last else torchlml.lml)(x, 2, group=group)),

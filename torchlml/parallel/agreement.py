@@ -31,7 +31,9 @@ def split_labels(
         read: gives this process's arguments, and beside what must be the same (`same`) how many labels it has
             (`labels`) and whether some of them are masked (`masked`).
     """
-    device = x.device if isinstance(x, Tensor) else torch.device("cpu")
+    # A tensor without data cannot carry a message, and the others would wait for it.
+    carries = isinstance(x, Tensor) and x.device.type != "meta"
+    device = x.device if carries else torch.device("cpu")
     arguments, everyone = agree(group, device, read)
     labels = [int(told["labels"]) for told in everyone]
     total = sum(labels)
