@@ -15,7 +15,6 @@ from torchlml._core.arguments import (
     check_limit,
     check_solver,
     check_temperature,
-    check_tensor,
 )
 from torchlml.parallel import is_spread
 
@@ -37,7 +36,7 @@ def lml(
         tensor([0.8176, 0.6225, 0.3775, 0.1824])
 
     Args:
-        x: logits, of any shape.
+        x: logits, of any shape; also a nested tensor of the layout `torch.jagged`, which gives one like it.
         k: how many to choose. A number, or a tensor that broadcasts to the shape of `x` without `dim` (with
             `offsets`: one number per row). It need not be whole, and it is differentiable.
         dim: the dimension that sums to k.
@@ -129,7 +128,7 @@ def _project(
         return spread_projection(
             name, x, k, dim, mask=mask, offsets=offsets, solver=solver, bound=bound, group=group
         )
-    c = canonical(x, k, dim, mask, offsets, any_k=check_bound(bound) == "at_most")
+    c = canonical(x, k, dim, mask, offsets, any_k=check_bound(bound) == "at_most", nested=True)
     result: Tensor = getattr(bounds, name)(c, check_solver(solver), bound)
     if c.outer is None:
         return result
@@ -173,8 +172,8 @@ class LML(nn.Module):
         self.bound = bound
 
     def forward(self, x: Tensor, *, mask: Tensor | None = None, offsets: Tensor | None = None) -> Tensor:
-        check_tensor(x, "x")
-        scaled = x if self.temperature == 1 else x / self.temperature
+        # What is no tensor is refused below.
+        scaled = x / self.temperature if self.temperature != 1 and isinstance(x, Tensor) else x
         return lml(scaled, self.k, self.dim, mask=mask, offsets=offsets, solver=self.solver, bound=self.bound)
 
     def extra_repr(self) -> str:

@@ -217,6 +217,18 @@ def test_coefficients_are_those_of_the_script() -> None:
     assert result.returncode == 0, result.stdout + result.stderr
 
 
+@needs_kernel
+def test_schemas() -> None:
+    """The operators that the compiled kernel defines itself are those that are defined in Python."""
+    names = ["solve", "forward", "log_forward", "bounded_forward", "value", "topk_mask"]
+    names += ["constrained_softmax_forward", "constrained_sparsemax_forward"]
+    code = "import torch, torchlml\nfor name in %s: print(getattr(torch.ops.torchlml, name).default._schema)"
+    in_python = run(code % names, TORCHLML_KERNEL="torch").stdout.splitlines()
+    assert in_python == [str(getattr(torch.ops.torchlml, name).default._schema) for name in names]
+    source = (ROOT / SOURCES / "bindings.cpp").read_text(encoding="utf-8")
+    assert source.count("m.def(") == len(names)
+
+
 # ---------------------------------------------------------------------------------------- agreement
 
 

@@ -16,6 +16,8 @@ from typing import Any, Literal, NamedTuple
 import torch
 from torch import Tensor
 
+from torchlml._core.nested import Jagged
+from torchlml._core.nested import read as read_nested
 from torchlml._core.rows import wide_dtype
 from torchlml.solvers.bracketing import Bracketing
 
@@ -36,20 +38,25 @@ class Canonical(NamedTuple):
     mask: Tensor | None  # like x
     offsets: Tensor | None  # (R + 1,)
     outer: torch.Size | None  # the shape with `dim` moved to the end; None where x is taken as it is
+    jagged: Jagged | None = None  # for a nested tensor, whose values the others describe
 
     @property
     def row_shape(self) -> torch.Size:
         """The shape outside of one number per row."""
-        if self.outer is not None:
+        if self.outer is not None and self.offsets is None:
             return self.outer[:-1]
         return torch.Size([self.x.shape[0] if self.offsets is None else self.offsets.shape[0] - 1])
 
     def restore(self, y: Tensor, dim: int) -> Tensor:
         """Entries in rows, back into the shape they came in."""
+        if self.jagged is not None:
+            return self.jagged.wrap(y.reshape(self.outer).movedim(-1, self.jagged.dim))
         return y if self.outer is None else y.reshape(self.outer).movedim(-1, dim)
 
     def restore_rows(self, per_row: Tensor) -> Tensor:
         """One number per row, in the shape of x without `dim`."""
+        if self.jagged is not None:
+            return self.jagged.wrap_rows(per_row.reshape(self.row_shape))
         return per_row if self.outer is None else per_row.reshape(self.outer[:-1])
 
 
@@ -62,13 +69,20 @@ def canonical(
     *,
     any_k: bool = False,
     name: str = "x",
+    nested: bool = False,
 ) -> Canonical:
     """Check the arguments of the projection and bring them into the form of the operators.
 
     With `any_k`, k may exceed the length of a row: it is a limit, or the bound on it is not 1. `name` is what
-    the caller calls x. Under autocast half precision becomes float32, as for torch's own softmax and losses;
-    float32 and float64 stay what they are.
+    the caller calls x, and `nested` says whether it may be a nested tensor. Under autocast half precision
+    becomes float32, as for torch's own softmax and losses; float32 and float64 stay what they are.
     """
+    if isinstance(x, Tensor) and x.is_nested:
+        if not nested:
+            raise TypeError(f"`{name}` must be a dense tensor here, but it is nested.")
+        plain, jagged = read_nested(x, k, dim, mask, offsets, name, readable(x))
+        c = canonical(*plain, any_k=any_k, name=name)
+        return c._replace(outer=c.x.shape if c.outer is None else c.outer, jagged=jagged)
     check_tensor(x, name)
     if x.dtype not in _DTYPES:
         raise TypeError(
@@ -114,8 +128,9 @@ def check_tensor(t: Any, name: str, beside: Tensor | None = None, owner: str = "
     """A tensor with its entries laid out in memory, on the device of another one; or an error."""
     if not isinstance(t, Tensor):
         raise TypeError(f"`{name}` must be a torch.Tensor, but it is a {type(t).__name__}.")
-    if t.layout != torch.strided:
-        raise TypeError(f"`{name}` must be a dense tensor, but its layout is {t.layout}.")
+    if t.layout != torch.strided or (beside is not None and t.is_nested):
+        came = "it is nested" if t.is_nested else f"its layout is {t.layout}"
+        raise TypeError(f"`{name}` must be a dense tensor, but {came}.")
     if beside is not None and t.device != beside.device:
         raise ValueError(
             f"`{name}` must be on the device of {owner}, {beside.device}, but it is on {t.device}."
@@ -221,6 +236,8 @@ def check_k(k: Any, rows: torch.Size, most: int | None, device: torch.device, na
         # The same number comes with every call, and a new tensor for it costs as much as all the checks.
         make = _kept_scalar if _untraced() and not torch.is_inference_mode_enabled() else _scalar
         return make(k, wide_dtype(device))
+    if k.is_nested:
+        raise TypeError(f"`k` must be a dense tensor beside this `{name}`, but it is nested.")
     if k.dtype == torch.bool or k.dtype.is_complex:
         raise TypeError(f"`k` must hold real numbers, but its dtype is {k.dtype}.")
     # A number on the CPU goes along with tensors of every device.

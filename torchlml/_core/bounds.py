@@ -19,7 +19,7 @@ from torchlml._core.differentiable import sigmoid, solve
 from torchlml._core.operators import ROWS, empty_gradients, empty_values, operator
 from torchlml._core.paths import Rule, from_values, keeps_both
 from torchlml._core.rows import rows_of, work_dtype
-from torchlml._kernels import quick, reference
+from torchlml._kernels import exported, quick, reference
 from torchlml.solvers.bracketing import Bracketing
 
 
@@ -79,10 +79,15 @@ def _keeps(nu: Tensor, bound: Bound) -> Tensor:
 
 
 def _reference_forward(
-    x: Tensor, k: Tensor, mask: Tensor | None, offsets: Tensor | None, at_most: bool
+    x: Tensor,
+    k: Tensor,
+    mask: Tensor | None,
+    offsets: Tensor | None,
+    at_most: bool,
+    forward: Callable[..., tuple[Tensor, Tensor]] = quick.forward,
 ) -> tuple[Tensor, Tensor]:
     """(y, nu) like `reference.forward`, with the free rows put in: their nu is exactly 0."""
-    y, nu = quick.forward(x, k, mask, offsets)
+    y, nu = forward(x, k, mask, offsets)
     values, rows = reference.prepare(x, mask, offsets)
     free = _keeps(nu, "at_most" if at_most else "at_least")
     y = torch.where(rows.spread(free), sigmoid(values).to(y.dtype), y)
@@ -105,6 +110,7 @@ _forward = operator(
     f"bounded_forward(Tensor x, Tensor k, {ROWS}, bool at_most) -> (Tensor, Tensor)",
     _reference_forward,
     lambda x, k, mask, offsets, at_most: empty_values(x, k, mask, offsets),
+    exported=lambda *arguments: _reference_forward(*arguments, forward=exported.forward),
 )
 _backward = operator(
     f"bounded_backward(Tensor grad, Tensor x, Tensor y, Tensor nu, {ROWS}) -> (Tensor, Tensor)",

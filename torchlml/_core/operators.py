@@ -13,9 +13,10 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch._decomp import register_decomposition
 
 from torchlml._core.rows import wide_dtype, work_dtype
-from torchlml._kernels import quick, reference, reference_loss
+from torchlml._kernels import exported, quick, reference, reference_loss
 from torchlml._kernels.cpu import native
 from torchlml._kernels.cuda import registration
 
@@ -24,7 +25,13 @@ Operator = Callable[..., Any]
 
 
 def operator(
-    schema: str, reference: Operator, shapes: Operator, *, triton: bool = False, vmap: bool = False
+    schema: str,
+    reference: Operator,
+    shapes: Operator,
+    *,
+    exported: Operator | None = None,
+    triton: bool = False,
+    vmap: bool = False,
 ) -> Operator:
     """Define `torch.ops.torchlml.*` and give it back.
 
@@ -32,15 +39,21 @@ def operator(
         schema: its name and arguments, as in `name(Tensor x) -> Tensor`.
         reference: what it does, in plain torch.
         shapes: empty results of the right shapes and dtypes, for the compiler.
+        exported: what it does, in operations that exporters know, see `_kernels/exported.py`.
         triton: on a GPU the function of this name in `cuda/triton_operators.py` is called.
         vmap: it can be mapped by `torch.vmap`, as one problem with more rows. The operator then takes
             (x, k, a tensor like x or None, offsets, settings...) and gives (2, R), as `solve` does.
     """
     name, _, rest = schema.partition("(")
-    _library.define(schema)
+    if not hasattr(torch.ops.torchlml, name):  # the compiled kernel defines some, for programs without Python
+        _library.define(schema)
     _library.impl(name, reference, "CompositeExplicitAutograd")
     torch.library.register_fake(f"torchlml::{name}", shapes, lib=_library)
     defined: Operator = getattr(torch.ops.torchlml, name).default
+    if exported is not None:
+        register_decomposition(defined)(exported)
+        # The compiler would otherwise take the shapes from there, for sizes that it keeps open.
+        register_decomposition(defined, type="meta")(shapes)
     if triton:
         names = [argument.split()[1] for argument in rest.partition(")")[0].split(", ")]
         _library.impl(name, registration.by_triton(name, names.index("x"), reference), "CUDA")
@@ -110,6 +123,7 @@ solve = operator(
     f"solve{_FORWARD} -> Tensor",
     quick.solve,
     lambda x, k, mask, offsets: empty_nu(x, offsets),
+    exported=exported.solve,
     triton=True,
     vmap=True,
 )
@@ -120,9 +134,19 @@ solve_bracketing = operator(
     lambda x, k, mask, offsets, *settings: empty_nu(x, offsets),
     vmap=True,
 )
-forward = operator(f"forward{_FORWARD} -> (Tensor, Tensor)", quick.forward, empty_values, triton=True)
+forward = operator(
+    f"forward{_FORWARD} -> (Tensor, Tensor)",
+    quick.forward,
+    empty_values,
+    exported=exported.forward,
+    triton=True,
+)
 log_forward = operator(
-    f"log_forward{_FORWARD} -> (Tensor, Tensor)", quick.log_forward, empty_values, triton=True
+    f"log_forward{_FORWARD} -> (Tensor, Tensor)",
+    quick.log_forward,
+    empty_values,
+    exported=exported.log_forward,
+    triton=True,
 )
 backward = operator(f"backward{_BACKWARD}", quick.backward, _gradients, triton=True)
 log_backward = operator(f"log_backward{_BACKWARD}", quick.log_backward, _gradients, triton=True)

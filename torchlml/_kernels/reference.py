@@ -28,7 +28,7 @@ Pair = tuple[Tensor, Tensor]
 def solve(x: Tensor, k: Tensor, mask: Tensor | None, offsets: Tensor | None) -> Tensor:
     """nu of every row, by Newton's method."""
     x, rows = prepare(x, mask, offsets)
-    return _solve(x, k, rows, newton)
+    return solve_rows(x, k, rows, newton)
 
 
 def solve_bracketing(
@@ -43,13 +43,13 @@ def solve_bracketing(
     """nu of every row, by the paper's Algorithm 1."""
     x, rows = prepare(x, mask, offsets)
     settings = Bracketing(samples, tolerance, max_iterations)
-    return _solve(x, k, rows, partial(bracketing, settings=settings))
+    return solve_rows(x, k, rows, partial(bracketing, settings=settings))
 
 
 def forward(x: Tensor, k: Tensor, mask: Tensor | None, offsets: Tensor | None) -> Pair:
     """(y, nu)."""
     values, rows = prepare(x, mask, offsets)
-    nu = _solve(values, k, rows, newton)
+    nu = solve_rows(values, k, rows, newton)
     y = sigmoid(shifted(values, nu, rows))
     share = infinite_share(values, k, nu, rows)
     return fill(y, values, nu, rows, absent=0.0, infinite=share).to(x.dtype), nu
@@ -58,7 +58,7 @@ def forward(x: Tensor, k: Tensor, mask: Tensor | None, offsets: Tensor | None) -
 def log_forward(x: Tensor, k: Tensor, mask: Tensor | None, offsets: Tensor | None) -> Pair:
     """(log y, nu), without ever forming y."""
     values, rows = prepare(x, mask, offsets)
-    nu = _solve(values, k, rows, newton)
+    nu = solve_rows(values, k, rows, newton)
     log_y = logsigmoid(shifted(values, nu, rows))
     share = infinite_share(values, k, nu, rows).log()
     return fill(log_y, values, nu, rows, absent=-torch.inf, infinite=share).to(x.dtype), nu
@@ -124,7 +124,8 @@ def sigmoid(z: Tensor) -> Tensor:
     return torch.where(z > 0, 1, e) / (1 + e)
 
 
-def _solve(x: Tensor, k: Tensor, rows: Rows, solver: Callable[..., Tensor]) -> Tensor:
+def solve_rows(x: Tensor, k: Tensor, rows: Rows, solver: Callable[..., Tensor]) -> Tensor:
+    """nu of prepared rows: what the solver finds, and infinite or NaN where there is nothing to find."""
     m = rows.sum(x != -torch.inf)
     p = rows.sum(x == torch.inf)
     undefined = (rows.sum(x.isnan()) > 0) | k.isnan()

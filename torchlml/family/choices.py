@@ -12,6 +12,7 @@ from torchlml._core import paths
 from torchlml._core.arguments import Canonical, canonical, readable
 from torchlml._core.operators import operator
 from torchlml._core.rows import DenseRows, work_dtype
+from torchlml._kernels.exported import ExportedRows
 
 
 def topk_mask(x: Tensor, k: int | Tensor, dim: int = -1, *, mask: Tensor | None = None) -> Tensor:
@@ -98,12 +99,14 @@ def _with_gradient(choose: Callable[[], Tensor], c: Canonical) -> Tensor:
     return choose() + (y - y.detach())
 
 
-def _choose_reference(x: Tensor, k: Tensor, mask: Tensor | None) -> Tensor:
+def _choose_reference(
+    x: Tensor, k: Tensor, mask: Tensor | None, rows_of: Callable[[Tensor], DenseRows] = DenseRows
+) -> Tensor:
     """Ones at the k largest of each row; `k` holds whole numbers."""
     if x.numel() == 0:
         return torch.zeros_like(x)
     values = x if mask is None else torch.where(mask, x, -torch.inf)
-    rows, count = DenseRows(x), k.long()
+    rows, count = rows_of(x), k.long()
     threshold = rows.spread(rows.largest(values, count))
     count = count.expand(rows.count).unsqueeze(-1)
     above, tied = values > threshold, values == threshold
@@ -117,6 +120,7 @@ _choose = operator(
     "topk_mask(Tensor x, Tensor k, Tensor? mask) -> Tensor",
     _choose_reference,
     lambda x, k, mask: torch.empty_like(x),
+    exported=lambda x, k, mask: _choose_reference(x, k, mask, ExportedRows),
 )
 
 

@@ -38,7 +38,7 @@ def lml_value(
     0, where k entries or fewer are available it is their sum, and k then has no gradient. An entry of +inf
     makes it +inf, unless k is 0.
     """
-    c = canonical(x, k, dim, mask, offsets)
+    c = canonical(x, k, dim, mask, offsets, nested=True)
     return c.restore_rows(_value(c.x, c.k, c.mask, c.offsets))
 
 

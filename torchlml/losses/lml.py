@@ -89,7 +89,7 @@ def lml_loss(
         )
     check_reduction(reduction, label_reduction)
     check_bound(bound)
-    c = canonical(logits, k, -1, mask, offsets, any_k=bound == "at_most", name="logits")
+    c = canonical(logits, k, -1, mask, offsets, any_k=bound == "at_most", name="logits", nested=True)
     labels = read_labels(c, target, weight, ignore_index)
     return reduced_loss(c, labels, row_divisor(labels, label_reduction), reduction, bound)
 

@@ -65,7 +65,7 @@ def topk_svm_loss(
     check_reduction(reduction)
     _check_alpha(alpha)
     k = check_whole_k(k)
-    c = canonical(logits, k, -1, mask, offsets, any_k=True, name="logits")
+    c = canonical(logits, k, -1, mask, offsets, any_k=True, name="logits", nested=True)
     labels, place = read_single_label(c, target, weight, ignore_index, "topk_svm_loss")
     check_whole_k(k, c.x.shape[-1] - 1)
     own, others = _apart(c, c.x.to(work_dtype(c.x.dtype)), labels, place)
@@ -154,7 +154,7 @@ def smooth_topk_svm_loss(
     check_reduction(reduction)
     _check_settings(tau, alpha, algorithm)
     k = check_whole_k(k)
-    c = canonical(logits, k, -1, mask, offsets, any_k=True, name="logits")
+    c = canonical(logits, k, -1, mask, offsets, any_k=True, name="logits", nested=True)
     labels, place = read_single_label(c, target, weight, ignore_index, "smooth_topk_svm_loss")
     check_whole_k(k, c.x.shape[-1] - 1)
     # Float64 inside costs little and keeps the gradients, differences of two probabilities, exact.

@@ -21,6 +21,7 @@ import torch
 from torch import Tensor
 
 from torchlml._core.arguments import Canonical, check_tensor, readable
+from torchlml._core.nested import check_jagged
 from torchlml._core.rows import Rows, rows_of, work_dtype
 
 LabelReduction = Literal["sum", "mean"]
@@ -89,9 +90,15 @@ class Labels(NamedTuple):
 
 def read_labels(c: Canonical, target: Tensor, weight: Tensor | None, ignore_index: int) -> Labels:
     """Check the target and bring it into one of the two forms of `Labels`."""
-    _check_target(c, target, ignore_index)
+    _check_ignore_index(ignore_index)
     if weight is not None:
         check_weight(c, weight)
+    if c.jagged is not None and _lists_labels(c, target):
+        return _positions(c, c.jagged.places(target, ignore_index, readable(target)), weight, -1)
+    return _read_plain(c, _values(c, target), weight, ignore_index)
+
+
+def _read_plain(c: Canonical, target: Tensor, weight: Tensor | None, ignore_index: int) -> Labels:
     if target.dtype == torch.bool or target.is_floating_point():
         return _multi_hot(c, target, weight)
     if target.dtype not in (torch.int64, torch.uint8):
@@ -112,27 +119,55 @@ def read_single_label(
     """The labels and the column (R, 1) of each row's class, 0 for none; more than one label is refused."""
     if c.offsets is not None:
         raise ValueError(f"`offsets` is not accepted by {loss}, which compares the classes of dense rows.")
-    _check_target(c, target, ignore_index)
+    _check_ignore_index(ignore_index)
+    target = _values(c, target)
     if target.dtype not in (torch.int64, torch.uint8) or target.shape != c.row_shape:
         raise ValueError(
             f"`target` must be int64 or uint8 of shape {tuple(c.row_shape)}, one class index per row, "
             f"because {loss} is defined for a single label; it is {target.dtype} of shape "
             f"{tuple(target.shape)}."
         )
-    labels = read_labels(c, target, weight, ignore_index)
+    if weight is not None:
+        check_weight(c, weight)
+    labels = _read_plain(c, target, weight, ignore_index)
     assert labels.listed is not None
     return labels, labels.listed.clamp(min=0)
 
 
-def _check_target(c: Canonical, target: Any, ignore_index: Any) -> None:
+def _check_ignore_index(ignore_index: Any) -> None:
     if isinstance(ignore_index, bool) or not isinstance(ignore_index, (int, torch.SymInt)):
         raise TypeError(f"`ignore_index` must be an int, but it is {ignore_index!r}.")
+
+
+def _values(c: Canonical, target: Any) -> Tensor:
+    """The target as a dense tensor beside the rows: itself, or the values of a nested one."""
     if isinstance(target, (list, tuple)):
         raise TypeError(
             f"`target` must be a torch.Tensor, but it is a {type(target).__name__}: give one class index per "
             "row, lists of labels padded to one width with `ignore_index`, or a bool multi-hot."
         )
+    if c.jagged is not None:
+        target = c.jagged.values(target, "target", c.jagged.ragged, readable(c.x))
     check_tensor(target, "target", c.x, "the logits")
+    return target
+
+
+def _lists_labels(c: Canonical, target: Any) -> bool:
+    """Does the target of ragged rows list labels: integers, one or several for each row, or nested lists?"""
+    if c.offsets is None or not isinstance(target, Tensor) or target.dtype not in (torch.int64, torch.uint8):
+        return False
+    if not target.is_nested:
+        return target.dim() in (1, 2) and target.shape[0] == c.row_shape[0]
+    assert c.jagged is not None
+    check_jagged(target, "target")
+    values: Tensor = target.values()
+    # Where the offsets cannot be compared, as many values as there are logits are taken for the same.
+    if values.shape != c.x.shape or (readable(values) and not c.jagged.is_like(target, looked_at=True)):
+        return True
+    raise ValueError(
+        f"`target` is {target.dtype} and ragged like the logits: give `target.bool()` if it is a multi-hot, "
+        "and a padded list of labels within each row, with `ignore_index`, if it is a list."
+    )
 
 
 def _multi_hot_shape(c: Canonical) -> torch.Size:
@@ -223,7 +258,7 @@ def check_weight(c: Canonical, weight: Tensor) -> None:
     """One weight per class, from 0 on; or an error."""
     if c.offsets is not None:
         raise ValueError(
-            "`weight` is one number per class, but with `offsets` there are none: give a floating target."
+            "`weight` is one number per class, but ragged rows have none: give a floating target."
         )
     check_tensor(weight, "weight", c.x, "the logits")
     n = c.x.shape[-1]

@@ -51,11 +51,11 @@ def truncated_entropy_loss(
     """
     check_reduction(reduction, label_reduction)
     k = check_whole_k(k)
-    c = canonical(logits, k, -1, mask, offsets, any_k=True, name="logits")
-    if offsets is None:
+    c = canonical(logits, k, -1, mask, offsets, any_k=True, name="logits", nested=True)
+    if c.offsets is None:
         check_whole_k(k, c.x.shape[-1])
     labels = read_labels(c, target, weight, ignore_index)
-    loss = _dense(c, labels, k) if offsets is None else _ragged(c, labels, k)
+    loss = _dense(c, labels, k) if c.offsets is None else _ragged(c, labels, k)
     return reduce(loss, labels, row_divisor(labels, label_reduction), reduction, c)
 
 

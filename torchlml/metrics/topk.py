@@ -61,7 +61,7 @@ class _Ranked:
         group: Any = None,
     ) -> None:
         if group is None:
-            c = canonical(preds, 1, -1, mask, offsets, any_k=True, name="preds")
+            c = canonical(preds, 1, -1, mask, offsets, any_k=True, name="preds", nested=True)
             self.labels = read_labels(c._replace(mask=None), target, None, ignore_index).multi_hot(c.x)
             self.rows = rows_of(c.x, c.offsets, differentiable=True)
         else:

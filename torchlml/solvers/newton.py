@@ -12,6 +12,9 @@ the middle, where plain Newton would crawl by 1. Where a step would leave the br
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import NamedTuple
+
 import torch
 from torch import Tensor
 
@@ -21,12 +24,14 @@ from torchlml.solvers.residual import Residual, residual
 # Normal logits, n from 10 to 10,000, take 1 to 6 steps, the rows of the tests up to 7. A step that leaves the
 # bracket is first cut at its end, which is the root itself for ties and k = 1; later the bracket is halved
 # instead, and after the free steps every second step halves it, so that the worst row is bounded too.
-_CUT_STEPS = 4
-_FREE_STEPS = 10
-_MAX_STEPS = 40
+CUT_STEPS = 4
+FREE_STEPS = 10
+MAX_STEPS = 40
 # Off the CPU it is not asked whether the rows have converged, since the answer would stall the device: these
 # are always taken, as many as the rows of the tests need and five more.
 _BLIND_STEPS = 12
+
+Limit = Callable[[Tensor, Tensor, Tensor], Tensor]  # of a step and the bracket below and above
 
 
 def newton(x: Tensor, k: Tensor, m: Tensor, ordinary: Tensor, rows: Rows) -> Tensor:
@@ -42,39 +47,82 @@ def newton(x: Tensor, k: Tensor, m: Tensor, ordinary: Tensor, rows: Rows) -> Ten
     Returns:
         nu as a (2, R) tensor (hi, lo), nu = hi + lo, in the dtype of `x`.
     """
-    nu, half_gap, below, above = start(x, k, m, rows)
-    moved = torch.zeros_like(half_gap)
-    epsilon = torch.finfo(x.dtype).eps
-    best, best_error, settled = nu, torch.full_like(half_gap, torch.inf), ~ordinary
+    half_gap, state = begin(x, k, m, ordinary, rows)
     blind = x.device.type != "cpu"
-    for number in range(_BLIND_STEPS if blind else _MAX_STEPS):
-        nearest = (half_gap - moved.abs()).abs()
-        # Only inside the gap is the nearest entry known to be the nearest; outside nothing underflows.
-        scale = torch.where(moved.abs() < half_gap, nearest, 0.0)
-        r = residual(x, k, nu, scale.to(x.dtype), rows)
-        error = r.value.abs() / r.slope
-        # z is rounded to about epsilon |z|, so a row can stop improving before it reaches the tolerance.
-        stalled = (error >= best_error / 2) & (best_error <= 16 * epsilon * (1 + nearest))
-        # A row is left alone once it has settled, so that it does not depend on how long the others take.
-        better = (error < best_error) & ~settled
-        best, best_error = torch.where(better, nu, best), torch.where(better, error, best_error)
-        settled = settled | stalled | (best_error <= 2 * epsilon * (1 + scale))
-        if not blind and bool(settled.all()):
+    for number in range(_BLIND_STEPS if blind else MAX_STEPS):
+        state, r = look(state, x, k, half_gap, rows)
+        if not blind and bool(state.settled.all()):
             break
-        # nu itself is now one end of the bracket.
-        below = torch.where(r.value < 0, 0.0, below)
-        above = torch.where(r.value > 0, 0.0, above)
-        halving = (above - below) / 2
-        step = log_ratio_step(r)
-        if number < _CUT_STEPS:
-            step = torch.where(step.isnan(), halving, torch.minimum(torch.maximum(step, -below), above))
-        elif number < _FREE_STEPS or number % 2:
-            step = torch.where((-below < step) & (step < above), step, halving)
-        else:
-            step = halving
-        nu = add(nu, step)
-        below, above, moved = below + step, above - step, moved + step
-    return best
+        state = move(state, r, _limit(number))
+    return state.best
+
+
+class State(NamedTuple):
+    """Where the search is: nu, how far it has moved, the bracket around it, and the best nu so far."""
+
+    nu: Tensor
+    moved: Tensor
+    below: Tensor
+    above: Tensor
+    best: Tensor
+    best_error: Tensor
+    settled: Tensor
+
+
+def begin(x: Tensor, k: Tensor, m: Tensor, ordinary: Tensor, rows: Rows) -> tuple[Tensor, State]:
+    """Half the gap around the threshold, and the first state."""
+    nu, half_gap, below, above = start(x, k, m, rows)
+    unknown = torch.full_like(half_gap, torch.inf)
+    return half_gap, State(nu, torch.zeros_like(half_gap), below, above, nu, unknown, ~ordinary)
+
+
+def look(s: State, x: Tensor, k: Tensor, half_gap: Tensor, rows: Rows) -> tuple[State, Residual]:
+    """Evaluate at nu, and see which rows have settled."""
+    epsilon = torch.finfo(x.dtype).eps
+    nearest = (half_gap - s.moved.abs()).abs()
+    # Only inside the gap is the nearest entry known to be the nearest; outside nothing underflows.
+    scale = torch.where(s.moved.abs() < half_gap, nearest, 0.0)
+    r = residual(x, k, s.nu, scale.to(x.dtype), rows)
+    error = r.value.abs() / r.slope
+    # z is rounded to about epsilon |z|, so a row can stop improving before it reaches the tolerance.
+    stalled = (error >= s.best_error / 2) & (s.best_error <= 16 * epsilon * (1 + nearest))
+    # A row is left alone once it has settled, so that it does not depend on how long the others take.
+    better = (error < s.best_error) & ~s.settled
+    best, best_error = torch.where(better, s.nu, s.best), torch.where(better, error, s.best_error)
+    settled = s.settled | stalled | (best_error <= 2 * epsilon * (1 + scale))
+    return s._replace(best=best, best_error=best_error, settled=settled), r
+
+
+def move(s: State, r: Residual, limit: Limit) -> State:
+    """Take Newton's step, as far as the limit lets it go."""
+    # nu itself is now one end of the bracket.
+    below = torch.where(r.value < 0, 0.0, s.below)
+    above = torch.where(r.value > 0, 0.0, s.above)
+    step = limit(log_ratio_step(r), below, above)
+    nu = add(s.nu, step)
+    return s._replace(nu=nu, moved=s.moved + step, below=below + step, above=above - step)
+
+
+def cut(step: Tensor, below: Tensor, above: Tensor) -> Tensor:
+    """The step, to the end of the bracket at most."""
+    inside = torch.minimum(torch.maximum(step, -below), above)
+    return torch.where(step.isnan(), halve(step, below, above), inside)
+
+
+def keep_inside(step: Tensor, below: Tensor, above: Tensor) -> Tensor:
+    """The step, or half the bracket where the step would leave it."""
+    return torch.where((-below < step) & (step < above), step, halve(step, below, above))
+
+
+def halve(step: Tensor, below: Tensor, above: Tensor) -> Tensor:
+    """The middle of the bracket."""
+    return (above - below) / 2
+
+
+def _limit(number: int) -> Limit:
+    if number < CUT_STEPS:
+        return cut
+    return keep_inside if number < FREE_STEPS or number % 2 else halve
 
 
 def start(x: Tensor, k: Tensor, m: Tensor, rows: Rows) -> tuple[Tensor, Tensor, Tensor, Tensor]:

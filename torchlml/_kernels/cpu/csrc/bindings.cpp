@@ -408,6 +408,22 @@ Tensor systematic_sample(Tensor p, Tensor k, Tensor keys, Tensor start) {
 }  // namespace
 }  // namespace torchlml
 
+// The operators of a trained model, for programs without Python (AOTInductor); with it, operators.py defines the rest.
+STABLE_TORCH_LIBRARY_FRAGMENT(torchlml, m) {
+  m.def("solve(Tensor x, Tensor k, Tensor? mask, Tensor? offsets) -> Tensor");
+  m.def("forward(Tensor x, Tensor k, Tensor? mask, Tensor? offsets) -> (Tensor, Tensor)");
+  m.def("log_forward(Tensor x, Tensor k, Tensor? mask, Tensor? offsets) -> (Tensor, Tensor)");
+  m.def("bounded_forward(Tensor x, Tensor k, Tensor? mask, Tensor? offsets, bool at_most) -> (Tensor, Tensor)");
+  m.def(
+      "constrained_softmax_forward(Tensor x, Tensor k, Tensor upper, Tensor? mask, Tensor? offsets) -> (Tensor, "
+      "Tensor)");
+  m.def(
+      "constrained_sparsemax_forward(Tensor x, Tensor k, Tensor upper, Tensor? mask, Tensor? offsets)"
+      " -> (Tensor, Tensor)");
+  m.def("value(Tensor x, Tensor k, Tensor? mask, Tensor? offsets) -> (Tensor, Tensor)");
+  m.def("topk_mask(Tensor x, Tensor k, Tensor? mask) -> Tensor");
+}
+
 STABLE_TORCH_LIBRARY_IMPL(torchlml, CPU, m) {
   m.impl("solve", TORCH_BOX(&torchlml::solve));
   m.impl("forward", TORCH_BOX(&torchlml::forward));
