@@ -28,6 +28,8 @@ def blocks(language: str) -> list[str]:
 @pytest.mark.skipif(not native.loaded(), reason="the compiled kernel is not in use")
 @pytest.mark.skipif(shutil.which("g++") is None, reason="there is no g++")
 def test_the_page(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for package in ("onnxruntime", "onnxscript"):
+        pytest.importorskip(package, reason=f"{package} is not installed")
     monkeypatch.chdir(tmp_path)
     names: dict[str, Any] = {}
     for block in blocks("py"):

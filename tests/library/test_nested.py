@@ -197,6 +197,10 @@ WRONG: dict[str, tuple[Callable[[], Any], str]] = {
         lambda: torchlml.lml_loss(X, torch.tensor([2, 0]), 1),
         "2 is in it, where the row is not that long",
     ),
+    "lists": (
+        lambda: torchlml.lml_loss(X, jagged([torch.tensor([0])] * 3), 1),
+        "`target` must list the labels of 2 rows, but it has 3 rows in 2 dimensions",
+    ),
     "integers": (
         lambda: torchlml.lml_loss(X, beside(X, torch.ones(5).long()), 1),
         "`target` is torch.int64 and ragged like the logits",

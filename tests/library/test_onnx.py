@@ -7,7 +7,6 @@ from collections.abc import Callable, Iterable
 from typing import Any
 
 import numpy as np
-import onnxruntime
 import pytest
 import torch
 from numpy.typing import NDArray
@@ -19,6 +18,8 @@ import torchlml
 from tests.support import truth
 from tests.support.problems import SHORT, Problem
 
+onnxruntime = pytest.importorskip("onnxruntime", reason="onnxruntime is not installed")
+pytest.importorskip("onnxscript", reason="onnxscript is not installed")
 INF, NAN = math.inf, math.nan
 # What torch's exporter says about its own insides.
 pytestmark = pytest.mark.filterwarnings("ignore:.*LeafSpec:FutureWarning")

@@ -45,11 +45,13 @@ def lml_loss(
         tensor(0.6755)
 
     Args:
-        logits: (..., n), or flat values with `offsets`.
+        logits: (..., n), or flat values with `offsets`, or a nested tensor of the layout `torch.jagged`.
         target: class indices (...), lists of class indices (..., L) padded with `ignore_index`, or a bool or
             floating multi-hot of the logits' shape, whose floats are label weights. With `offsets`: a flat
-            multi-hot, or positions into the values. Integers in the logits' own shape are refused, since
-            they could be either: give `target.bool()`, or a list that is one wider.
+            multi-hot, or positions into the values. For ragged nested logits: a nested multi-hot, or the
+            labels counted within each row, as (B,), padded (B, L) or nested lists. Integers in the logits'
+            own shape are refused, since they could be either: give `target.bool()`, or a list that is one
+            wider.
         k: how many labels are predicted, as in `torchlml.lml`: a number or one per row; differentiable.
         weight: one weight per class, for the labels of that class.
         ignore_index: the class index that means "no label".

@@ -6,7 +6,9 @@ Logits are (..., n), one row per leading index, or with `offsets` a flat vector 
 - int64 or uint8 of shape (...): one class index per row, `ignore_index` for none;
 - int64 of shape (..., L), L != n: the observed labels of each row, padded with `ignore_index`;
 - bool or floating of the logits' shape: multi-hot, a float being the weight of its label;
-- with `offsets`: a flat multi-hot, or int64 positions into the flat values, not as many as there are values.
+- with `offsets`: a flat multi-hot, or int64 positions into the flat values, not as many as there are values;
+- for nested logits: the same, nested; where the labels are ragged, numbers of labels within their rows are
+  given as (B,), as padded (B, L) or as a nested tensor of lists.
 
 Integers in the logits' own shape are refused: they are a multi-hot far more often than a list that happens
 to be n wide, and the numbers, which could tell, cannot be looked at on a GPU or while compiling. One more
@@ -157,10 +159,17 @@ def _lists_labels(c: Canonical, target: Any) -> bool:
     if c.offsets is None or not isinstance(target, Tensor) or target.dtype not in (torch.int64, torch.uint8):
         return False
     if not target.is_nested:
+        check_tensor(target, "target", c.x, "the logits")
         return target.dim() in (1, 2) and target.shape[0] == c.row_shape[0]
     assert c.jagged is not None
     check_jagged(target, "target")
     values: Tensor = target.values()
+    check_tensor(values, "target", c.x, "the logits")
+    if target.shape[0] != c.row_shape[0] or values.dim() != 1:
+        raise ValueError(
+            f"`target` must list the labels of {c.row_shape[0]} rows, but it has {target.shape[0]} rows "
+            f"in {target.dim()} dimensions."
+        )
     # Where the offsets cannot be compared, as many values as there are logits are taken for the same.
     if values.shape != c.x.shape or (readable(values) and not c.jagged.is_like(target, looked_at=True)):
         return True

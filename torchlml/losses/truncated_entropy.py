@@ -31,7 +31,7 @@ def truncated_entropy_loss(
         tensor(0.4076)
 
     Args:
-        logits: (..., n), or flat values with `offsets`.
+        logits: (..., n), or flat values with `offsets`, or a nested tensor of the layout `torch.jagged`.
         target: class indices (...), padded lists of class indices (..., L), or a bool or floating multi-hot,
             as for `lml_loss`.
         k: how many guesses are allowed, from 1 to n.

@@ -7,7 +7,7 @@
 //      rows.h for the loops). Include it in kernels.cpp.
 //   3. bindings.cpp: a function with the operator's arguments, which checks them, fills in NameArgs and calls
 //      launch(&Kernels::NAME, ...), or launch_split if it works on long rows in pieces (sum_of_parts in rows.h), and a
-//      line in STABLE_TORCH_LIBRARY_IMPL.
+//      line in STABLE_TORCH_LIBRARY_IMPL; its schema in STABLE_TORCH_LIBRARY_FRAGMENT if trained models call it.
 //   4. tools/sanitize.cpp: a call with every dtype; tests/library: that it agrees with plain torch.
 // setup.py compiles every .cpp file of this folder, and kernels.cpp once for each instruction set.
 #pragma once
