@@ -23,7 +23,16 @@ import torchlml.parallel.group as group_module
 from tests.library.test_special_rows import DENSE, Special
 from tests.support.problems import SHORT
 from tests.support.spread import part, run, same_on_all, whole
-from torchlml.metrics import TopKRecall, topk_recall
+from torchlml.metrics import (
+    PropensityScoredPrecision,
+    TopKNDCG,
+    TopKPrecision,
+    TopKRecall,
+    propensity_scored_precision,
+    topk_ndcg,
+    topk_precision,
+    topk_recall,
+)
 
 Group = dist.ProcessGroup
 FUNCTIONS = (torchlml.lml, torchlml.log_lml, torchlml.lml_dual)
@@ -370,21 +379,33 @@ def check_compiled(group: Group) -> None:
     close(compiled(part(x, group)), part(2 * torchlml.lml(x, 2), group))
 
 
-def check_recall(group: Group) -> None:
+def check_metrics(group: Group) -> None:
     preds = torch.randint(-3, 3, (7, 20)).float()  # with ties
-    mask = torch.rand(7, 20) < 0.9
-    for form in FORMS:
-        target = _target(form, 7, 20)
+    mask, p = torch.rand(7, 20) < 0.9, torch.rand(20).clamp(min=0.01)
+    ks, target = (1, 5, 30), {form: _target(form, 7, 20) for form in FORMS}
+    cases: Any = [(TopKRecall(ks, group=group), topk_recall, form) for form in FORMS]
+    cases += [(TopKPrecision(ks, group=group), topk_precision, "list")]
+    cases += [(TopKNDCG(ks, group=group), topk_ndcg, "list")]
+    psp = PropensityScoredPrecision(part(p, group), ks, group=group)
+    cases += [(psp, lambda x, y, k, mask: propensity_scored_precision(x, y, p, k, mask=mask), "bool")]
+    for metric, function, form in cases:
+        # Its own synchronisation would ask all four processes.
+        setattr(metric, "sync", lambda *a, **b: None)  # noqa: B010
         for which in (None, mask):
-            wanted: Any = topk_recall(preds, target, (1, 5, 30), mask=which)
-            metric = TopKRecall((1, 5, 30), group=group)
+            metric.reset()
             own_mask = None if which is None else part(which, group)
-            metric.update(part(preds, group), _own(target, group), own_mask)
-            # Its own synchronisation would ask all four processes.
-            setattr(metric, "sync", lambda *a, **b: None)  # noqa: B010
-            found = metric.compute()
-            for name, value in wanted.items():
-                torch.testing.assert_close(found[name], value)
+            metric.update(part(preds, group), _own(target[form], group), own_mask)
+            wanted = function(preds, target[form], ks, mask=which)
+            for name, value in metric.compute().items():
+                torch.testing.assert_close(value, wanted[name])
+
+
+def check_metrics_refuse_alike(group: Group) -> None:
+    x, y = torch.zeros(3, 2), torch.zeros(3, dtype=torch.int64)
+    with pytest.raises(ValueError, match="propensities"):
+        propensity_scored_precision(x, y, torch.ones(2 + (dist.get_rank(group) == 1)), 1, group=group)
+    with pytest.raises(ValueError, match="must have the same k"):
+        topk_precision(x, y, 1 + (dist.get_rank(group) == 1), group=group)
 
 
 def test_in_processes() -> None:

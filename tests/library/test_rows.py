@@ -46,6 +46,13 @@ def test_sum_max_spread_and_largest_are_those_of_each_row(make, differentiable: 
         assert rows.largest(x, rank).tolist() == expected
         assert rows.largest(x, torch.tensor(rank)).tolist() == expected
         assert rows.largest(x, torch.full((4,), rank)).tolist() == expected
+        values, doubled = rows.top(x, rank, 2 * x)
+        for i, row in enumerate(each):
+            some = row.sort(descending=True).values[:rank].tolist()
+            missing = rank - len(some)
+            assert values[i].tolist() == some + [-torch.inf] * missing
+            assert doubled[i].tolist() == [2 * value for value in some] + [0.0] * missing
+    assert rows.longest == max(map(len, each))
 
 
 @pytest.mark.parametrize("make", [_packed, _dense])

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
 
 def work_dtype(dtype: torch.dtype) -> torch.dtype:
@@ -35,8 +36,9 @@ def rows_of(x: Tensor, offsets: Tensor | None, *, differentiable: bool = False) 
             a bool) and made of operations that can be differentiated, mapped by vmap, compiled and exported.
 
     Returns:
-        An object with `count`, the number of rows, `wide`, the wide dtype, and the methods `sum`, `max` and
-        `largest` (one number per row) and `spread` (the number of a row beside each of its entries).
+        An object with `count`, the number of rows, `longest`, how many entries the longest has, `wide`, the
+        wide dtype, and the methods `sum`, `max` and `largest` (one number per row), `top` (several) and
+        `spread` (the number of a row beside each of its entries).
     """
     return DenseRows(x, differentiable) if offsets is None else PackedRows(x, offsets, differentiable)
 
@@ -46,6 +48,7 @@ class DenseRows:
 
     def __init__(self, x: Tensor, differentiable: bool = False) -> None:
         self.count, self.length = x.shape
+        self.longest = self.length
         self.wide = wide_dtype(x.device)
         self._sum_dtype = None if differentiable else self.wide
 
@@ -81,6 +84,16 @@ class DenseRows:
             return x.topk(top, sorted=False).values.amin(-1)
         return x.topk(self.length + 1 - top, largest=False, sorted=False).values.amax(-1)
 
+    def top(self, x: Tensor, count: int, beside: Tensor) -> tuple[Tensor, Tensor]:
+        """The `count` largest entries of each row in falling order, and the entries of `beside` there.
+
+        Both are (R, count); past the end of a row they are -inf and 0.
+        """
+        some = min(count, self.length)
+        values, place = x.topk(some)
+        missing = (0, count - some)
+        return pad(values, missing, value=-torch.inf), pad(beside.gather(-1, place), missing)
+
 
 class PackedRows:
     """The rows x[offsets[i]:offsets[i + 1]] of a vector."""
@@ -91,6 +104,11 @@ class PackedRows:
         self.wide = wide_dtype(x.device)
         self.index = row_index(offsets, x.shape[0])
         self._differentiable = differentiable
+
+    @property
+    def longest(self) -> int:
+        """How many entries the longest row has."""
+        return int(self.offsets.diff().max()) if self.count else 0
 
     def sum(self, t: Tensor) -> Tensor:
         """The sum over each row; of a bool, how many are True."""
@@ -126,6 +144,18 @@ class PackedRows:
         place = torch.minimum(self.offsets[:-1] + rank, self.offsets[1:]) - 1
         found = x[self.order(x)[place.clamp(min=0)]]
         return torch.where(self.offsets.diff() > 0, found, -torch.inf)
+
+    def top(self, x: Tensor, count: int, beside: Tensor) -> tuple[Tensor, Tensor]:
+        """The `count` largest entries of each row in falling order, and the entries of `beside` there.
+
+        Both are (R, count); past the end of a row they are -inf and 0.
+        """
+        if x.shape[0] == 0:
+            return x.new_full((self.count, count), -torch.inf), beside.new_zeros((self.count, count))
+        place = self.offsets[:-1, None] + torch.arange(count, device=x.device)
+        at = self.order(x)[place.clamp(max=x.shape[0] - 1)]
+        inside = place < self.offsets[1:, None]
+        return torch.where(inside, x[at], -torch.inf), beside[at] * inside
 
 
 Rows = DenseRows | PackedRows

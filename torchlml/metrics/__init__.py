@@ -1,4 +1,4 @@
-"""Recall, the way it is reported; on `torchmetrics.Metric`, which brings synchronisation over processes.
+"""Recall, precision and nDCG, as they are reported; on `torchmetrics.Metric`, which synchronises processes.
 
 Every metric is there as a class, which adds up batches, and as a function of one batch.
 """
@@ -10,7 +10,26 @@ except ImportError:
         "`torchlml.metrics` needs torchmetrics: install it with `pip install torchmetrics`."
     ) from None
 
+from torchlml.metrics.ndcg import TopKNDCG, topk_ndcg
+from torchlml.metrics.precision import TopKPrecision, topk_precision
+from torchlml.metrics.propensity import (
+    PropensityScoredPrecision,
+    label_propensities,
+    propensity_scored_precision,
+)
+from torchlml.metrics.recall import TopKRecall, topk_recall
 from torchlml.metrics.scene_graph import SceneGraphRecall, scene_graph_recall
-from torchlml.metrics.topk import TopKRecall, topk_recall
 
-__all__ = ["SceneGraphRecall", "TopKRecall", "scene_graph_recall", "topk_recall"]
+__all__ = [
+    "PropensityScoredPrecision",
+    "SceneGraphRecall",
+    "TopKNDCG",
+    "TopKPrecision",
+    "TopKRecall",
+    "label_propensities",
+    "propensity_scored_precision",
+    "scene_graph_recall",
+    "topk_ndcg",
+    "topk_precision",
+    "topk_recall",
+]

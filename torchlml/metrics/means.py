@@ -1,4 +1,4 @@
-"""Means that are kept in whole numbers, and reported for one k or several.
+"""Means and quotients that are kept in whole numbers, and reported for one k or several.
 
 A metric moves with the model it stands in: `model.to(torch.bfloat16)`, which is Lightning's "bf16-true",
 converts every floating state, and a sum in bfloat16 stops growing at 256. Integers are left alone. They also
@@ -36,6 +36,22 @@ def in_units(parts: Tensor) -> Tensor:
 def average(total: Tensor, count: Tensor) -> Tensor:
     """The mean of numbers whose units sum to `total`, NaN where there are none, in double precision."""
     return total.to(wide_dtype(total.device)) / _UNIT / count
+
+
+def add_up(numbers: Tensor) -> Tensor:
+    """The sums over rows of (R, K) numbers from 0 on, in whole numbers: (K, 2), the wholes and the units."""
+    wholes = numbers.floor()
+    return torch.stack([wholes.long().sum(0), in_units(numbers - wholes).sum(0)], dim=-1)
+
+
+def ratio(found: Tensor, possible: Tensor) -> Tensor:
+    """The quotients of sums from `add_up`, NaN for 0 / 0, in double precision."""
+    return _number(found) / _number(possible)
+
+
+def _number(total: Tensor) -> Tensor:
+    wholes, units = total.to(wide_dtype(total.device)).unbind(-1)
+    return wholes + units / _UNIT
 
 
 def read_ks(k: int | Sequence[int]) -> tuple[int, ...]:
