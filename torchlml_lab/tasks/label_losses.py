@@ -105,14 +105,13 @@ def named(text: str, option: str = "--losses") -> LabelLoss:
     Returns:
         The loss; a name that is none raises `BadInput`.
     """
-    found = re.fullmatch(r"(bce|softmax)|(lml|truncated-entropy)-(\d+|labels)", text)
-    if found is None:
-        accepted = "bce, softmax, lml-K, lml-labels or truncated-entropy-K with a number K"
-        raise BadInput(f"`{option}` has `{text}`, and must be {accepted}.")
-    plain, with_k, k = found.groups()
-    if plain:
-        return LabelLoss(plain)
-    return LabelLoss(with_k, "labels" if k == "labels" else int(k))
+    for name in LOSSES:
+        if name not in WITH_K and text == name:
+            return LabelLoss(name)
+        if name in WITH_K and (found := re.fullmatch(rf"{name}-(\d+|labels)", text)):
+            return LabelLoss(name, "labels" if found[1] == "labels" else int(found[1]))
+    accepted = "bce, softmax, lml-K, lml-labels or truncated-entropy-K with a number K"
+    raise BadInput(f"`{option}` has `{text}`, and must be {accepted}.")
 
 
 def padded(rows: list[Tensor]) -> Tensor:
