@@ -2,6 +2,7 @@
 
     run.json            which experiment, run id, versions, seed, git commit
     settings.json       every setting
+    (others)            what a task stores for its predictions
     metrics.jsonl       one line of JSON per evaluation
     checkpoints/        one folder per kept epoch: weights, optimizer, schedule, random states
     state.json          the last whole epoch and which checkpoints are "last" and "best"
@@ -18,6 +19,7 @@ import platform
 import shutil
 import subprocess
 import uuid
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -88,8 +90,13 @@ class RunFolder:
             "`--learning-rate`, in another `--out` or with `--overwrite`."
         )
 
-    def create(self, settings: TrainSettings) -> None:
-        """Begin the record of a new run; one that is there is refused, or removed with `overwrite`."""
+    def create(self, settings: TrainSettings, stored: Mapping[str, dict[str, Any]]) -> None:
+        """Begin the record of a new run; one that is there is refused, or removed with `overwrite`.
+
+        Args:
+            settings: The run.
+            stored: Further JSON files by name.
+        """
         if settings.overwrite:
             for name in _RECORD:
                 (self.path / name).unlink(missing_ok=True)
@@ -97,6 +104,8 @@ class RunFolder:
         elif (self.path / "run.json").exists():
             raise BadInput(f"`--out` names `{self.path}`, where another process has just begun a run.")
         self.write_settings(settings)
+        for name, values in stored.items():
+            self.write(name, values)
         run = {
             "format": FORMAT,
             "experiment": self.experiment,

@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -27,8 +27,8 @@ class Task:
     training: Dataset[Any]
     """Its `__getitems__(indices)` gives a whole batch; its random choices come from torch's generator."""
     held_out: Mapping[str, Dataset[Any]]
-    """`validation`, evaluated after every epoch, and `test`, evaluated once with the best model. `train`, if
-    it is there, is a part of the training data that is also evaluated after every epoch."""
+    """`validation`, evaluated after every epoch, and `test`, if it is there, evaluated once with the best
+    model. `train`, if it is there, is a part of the training data, also evaluated after every epoch."""
     loss: Loss
     measure: Callable[[nn.Module, Iterable[Any], Accelerator], dict[str, float]]
     """The measures of a model on batches, over all processes: shares from 0 to 1."""
@@ -40,6 +40,10 @@ class Task:
     """The norm to which a longer gradient is shortened; None leaves gradients as they are."""
     threads: int | None = None
     """How many threads suit its operators on a CPU; None: as many as there are."""
+    patience: int | None = None
+    """After so many epochs without a better one the training ends; None: all epochs are trained."""
+    stored: Mapping[str, dict[str, Any]] = field(default_factory=dict)
+    """JSON files that go into the run's folder before it begins, by name: what a prediction needs to know."""
     instead: str = ""
     """What to use where the training would take hours: a sentence."""
 

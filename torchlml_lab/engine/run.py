@@ -66,7 +66,7 @@ def train(
         if main and not resumed:
             folder.path.mkdir(parents=True, exist_ok=True)
             held.enter_context(locked(folder.path))
-            folder.create(settings)
+            folder.create(settings, task.stored)
         elif main:
             folder.write_settings(settings)  # the data may have moved
         accelerator.wait_for_everyone()
@@ -150,12 +150,19 @@ class _Run:
             epochs = progress.add_task("epochs ", total=self.settings.epochs, completed=first - 1)
             steps = progress.add_task("batches", total=len(self.batches))
             for epoch in range(first, self.settings.epochs + 1):
+                if self._waited_enough():
+                    break
                 progress.reset(steps)
                 loss = self._epoch(epoch, lambda: progress.advance(steps))
                 measures = {name: self._evaluate(name) for name in self.held_out if name != "test"}
                 self._record(epoch, loss, measures, time.monotonic() - started)
                 progress.advance(epochs)
         return self._finish(time.monotonic() - started)
+
+    def _waited_enough(self) -> bool:
+        """Whether the best epoch is so long ago that a better one is not expected."""
+        patience, state = self.task.patience, self.state
+        return patience is not None and state is not None and state.epoch - state.best_epoch >= patience
 
     def _say_how_long(self, epochs: int) -> None:
         if self.main and epochs and self.accelerator.device.type == "cpu":
@@ -259,13 +266,12 @@ class _Run:
         assert self.state is not None
         best = self.folder.checkpoint(self.state.best)
         load_model(self.accelerator.unwrap_model(self.model), str(best / "model.safetensors"))
-        measures = self._evaluate("test")
-        line = {"epoch": self.state.best_epoch, "split": "test", **measures}
+        measures = self._evaluate("test") if "test" in self.held_out else {}
         best_line = (self.state.best_epoch, "validation")
         chosen = next(
             (old for old in self.folder.metrics() if (old["epoch"], old["split"]) == best_line), {"epoch": 0}
         )
-        validation = {key: chosen[key] for key in measures if key in chosen}
+        validation = {key: chosen[key] for key in chosen if key not in ("epoch", "split", "train_loss")}
         result = {
             "best_epoch": self.state.best_epoch,
             "validation": validation,
@@ -273,7 +279,8 @@ class _Run:
             "seconds": seconds,
         }
         if self.main:
-            self.folder.add_metrics([line])
+            if measures:
+                self.folder.add_metrics([{"epoch": self.state.best_epoch, "split": "test", **measures}])
             self.folder.write("result.json", result)
         self.accelerator.wait_for_everyone()
         return result

@@ -81,9 +81,13 @@ def read_settings(
 def to_json(settings: TrainSettings) -> dict[str, Any]:
     """The settings as JSON's types, with whole paths: a run does not depend on the folder it was begun in."""
     values = {name: value for name, value in dataclasses.asdict(settings).items() if name not in _CALL}
-    return {
-        name: str(value.absolute()) if isinstance(value, Path) else value for name, value in values.items()
-    }
+    return {name: _json_value(value) for name, value in values.items()}
+
+
+def _json_value(value: Any) -> Any:
+    if isinstance(value, Path):
+        return str(value.absolute())
+    return list(value) if isinstance(value, tuple) else value
 
 
 def from_json(kind: type[Settings], path: Path) -> Settings:
@@ -97,6 +101,8 @@ def from_json(kind: type[Settings], path: Path) -> Settings:
         for name, value in values.items():
             if hints[name] in (Path, Path | None) and value is not None:
                 values[name] = Path(value)
+            elif isinstance(value, list):
+                values[name] = tuple(value)
         return kind(**values)
     except (OSError, ValueError, TypeError) as error:
         said = error.strerror if isinstance(error, OSError) else error

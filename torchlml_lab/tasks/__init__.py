@@ -23,6 +23,14 @@ TASKS = {
         evaluate="torchlml_lab.tasks.cifar100.accuracy_report",
         step_time="torchlml_lab.tasks.cifar100.loss_times",
     ),
+    "multilabel": TaskCommands(
+        train=Command(
+            "torchlml_lab.tasks.multilabel.training", "the best labels of texts or features, from your file"
+        ),
+        sweep=Command("torchlml_lab.tasks.multilabel.loss_sweep", "losses x kept labels x seeds, and tuning"),
+        evaluate="torchlml_lab.tasks.multilabel.evaluation",
+        predict="torchlml_lab.tasks.multilabel.prediction",
+    ),
     "scene-graph": TaskCommands(
         train=Command(
             "torchlml_lab.tasks.scene_graph.predicate_classification",

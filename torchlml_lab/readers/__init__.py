@@ -1,0 +1,1 @@
+"""Readers of the files that people have: labels, features, and who bought what."""

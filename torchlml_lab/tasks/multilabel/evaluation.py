@@ -1,0 +1,79 @@
+"""`torchlml evaluate RUN` of multi-label runs: their measures on their own or other rows."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated
+
+import tyro
+from rich.console import Console
+
+from torchlml_lab.cli import parse_settings
+from torchlml_lab.engine import best_epoch
+from torchlml_lab.errors import BadInput
+from torchlml_lab.files import check_folder
+from torchlml_lab.readers.labelled_file import read_labelled
+from torchlml_lab.readers.labelled_rows import LabelledRows
+from torchlml_lab.tasks.multilabel.report import make, write
+from torchlml_lab.tasks.multilabel.run_data import aligned, read
+from torchlml_lab.tasks.multilabel.settings import MultilabelSettings
+from torchlml_lab.tasks.multilabel.trained import Trained, load, prepared_rows
+
+
+@dataclass(frozen=True)
+class EvaluateSettings:
+    """Print P@, nDCG@, PSP@ and R@ of a multi-label run with its best weights, beside the popular labels'."""
+
+    run: Annotated[Path, tyro.conf.Positional] = Path("runs/multilabel")
+    """The folder of the run."""
+    data: Path | None = None
+    """Other rows with labels, in a file of any kind; by default the run's test or validation rows."""
+    data_labels: Path | None = None
+    """Their labels, where they are an .npz."""
+    train: Path | None = None
+    """The training file, where it has moved; the next two likewise."""
+    valid: Path | None = None
+    """The validation file."""
+    test: Path | None = None
+    """The test file."""
+    out: Path | None = None
+    """A folder for `report.md` and `report.png`; by default that of the run."""
+
+
+def main(arguments: Sequence[str]) -> None:
+    """Read the options, measure, and print the table."""
+    settings = parse_settings(EvaluateSettings, "evaluate", arguments, EvaluateSettings())
+    out = settings.out or settings.run
+    trained = load(settings.run)
+    check_folder("--out", out)
+    rows, what, notes = _rows(settings, trained)
+    inputs, more = prepared_rows(trained, rows, settings.data or Path(what))
+    console = Console()
+    for note in [*notes, *more]:
+        console.print(note, soft_wrap=True, highlight=False, markup=False)
+    write(make(trained, inputs, rows, what), trained, out, console)
+
+
+def _rows(settings: EvaluateSettings, trained: Trained) -> tuple[LabelledRows, str, list[str]]:
+    """The rows to measure on, what they are, and notes about them."""
+    if settings.data is None:
+        if settings.data_labels is not None:
+            raise BadInput("`--data-labels` is given without `--data`.")
+        moved = {name: getattr(settings, name) for name in ("train", "valid", "test")}
+        data = read(best_epoch.read_moved(MultilabelSettings, settings.run, moved))
+        rows, what = (data.validation, "validation rows") if data.test is None else (data.test, "test rows")
+        return rows, what, []
+    prepared, notes = trained.preparation, []
+    found, _ = read_labelled(
+        settings.data,
+        "--data",
+        columns=prepared.columns,
+        labels=settings.data_labels,
+        label_names=trained.settings.label_names,
+    )
+    labelled = found.take(found.counts > 0)
+    if not len(labelled):
+        raise BadInput(f"`--data` names `{settings.data}`, where no row has a label to be compared with.")
+    if len(labelled) < len(found):
+        notes.append(f"`{settings.data}`: {len(found) - len(labelled)} rows have no label and are left out.")
+    return aligned(labelled, prepared.labels, settings.data, notes), f"rows of {settings.data.name}", notes

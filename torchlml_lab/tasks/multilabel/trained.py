@@ -1,0 +1,77 @@
+"""A run read back, ready to score rows: its best weights, and what its inputs and labels are."""
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+
+import torchlml
+from torchlml_lab.engine import best_epoch
+from torchlml_lab.engine.settings import SETTINGS_FILE, from_json
+from torchlml_lab.readers.labelled_rows import LabelledRows, Matrix
+from torchlml_lab.tasks.label_losses import LossName
+from torchlml_lab.tasks.multilabel import preparation as prepare
+from torchlml_lab.tasks.multilabel.networks import LabelNetwork
+from torchlml_lab.tasks.multilabel.preparation import Preparation
+from torchlml_lab.tasks.multilabel.run_data import Batches
+from torchlml_lab.tasks.multilabel.settings import EXPERIMENT, MultilabelSettings
+
+ROWS = 512  # scored at a time
+
+
+class Trained(NamedTuple):
+    """A network that is ready to predict."""
+
+    settings: MultilabelSettings
+    preparation: Preparation
+    network: LabelNetwork
+    epoch: int
+
+    def scores(self, inputs: Matrix) -> Iterator[tuple[Tensor, slice]]:
+        """The logits of prepared rows, some rows at a time, and which rows these are."""
+        data = Batches(inputs, inputs[:, :0])
+        with torch.inference_mode():
+            for start in range(0, len(data), ROWS):
+                rows = slice(start, min(start + ROWS, len(data)))
+                yield self.network(data.__getitems__(np.arange(rows.start, rows.stop)).inputs), rows
+
+    def probabilities(self, logits: Tensor) -> Tensor:
+        """The probability of each label to be among the run's k."""
+        return probabilities(logits, self.settings.loss, self.preparation.k)
+
+
+def load(run: Path) -> Trained:
+    """Read a run; a folder that holds none, or a damaged one, raises `BadInput`."""
+    best = best_epoch.find(EXPERIMENT, run)
+    settings = from_json(MultilabelSettings, run / SETTINGS_FILE)
+    prepared = prepare.stored(run)
+    network = LabelNetwork(prepared.inputs, len(prepared.labels), settings.hidden, settings.dropout)
+    best.load(network)
+    return Trained(settings, prepared, network, best.epoch)
+
+
+def probabilities(logits: Tensor, loss: LossName, k: int) -> Tensor:
+    """The probability of each label to be among k: the LML projection of the logits.
+
+    A network that was trained with `bce` has a probability of its own for each label, whatever k is.
+    """
+    return logits.sigmoid() if loss == "bce" else torchlml.lml(logits, k)
+
+
+def prepared_rows(trained: Trained, rows: LabelledRows, path: Path) -> tuple[Matrix, list[str]]:
+    """The inputs of rows, and in sentences what of them the run does not know."""
+    prepared = trained.preparation.apply(rows)
+    notes = []
+    if prepared.unknown:
+        notes.append(
+            f"`{path}`: {prepared.unknown} values are of features that no training row has, and are left out."
+        )
+    if prepared.empty:
+        notes.append(
+            f"`{path}`: {prepared.empty} of {len(rows)} rows have nothing that the run knows; what they get "
+            "are the labels that are frequent in general."
+        )
+    return prepared.inputs, notes
