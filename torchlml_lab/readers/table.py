@@ -16,6 +16,7 @@ from torchlml_lab.readers.content import read_content, shown
 from torchlml_lab.readers.labelled_rows import LabelledRows, label_matrix
 
 USUAL_LABELS = ("labels", "label", "tags", "tag", "categories", "classes")
+_MOST = float(np.finfo(np.float32).max)
 _SEPARATORS = (",", ";", "|", "\t")
 
 
@@ -178,7 +179,7 @@ def _number(cell: Any) -> float | None:
         value = float(cell)
     except (TypeError, ValueError):
         return None
-    return value if math.isfinite(value) and abs(value) <= np.finfo(np.float32).max else None
+    return value if math.isfinite(value) and abs(value) <= _MOST else None
 
 
 def _is_number_column(cells: Sequence[Any]) -> bool:

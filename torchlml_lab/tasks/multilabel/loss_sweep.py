@@ -104,7 +104,7 @@ def record(settings: MultilabelSettings, result: dict[str, Any]) -> Record:
         learning_rate=settings.learning_rate,
         best_epoch=result["best_epoch"],
         validation_ndcg5=round(result["validation"]["ndcg@5"], 6),
-        **study_rows.test_measures(result["test"]),
+        **study_rows.tested(result["test"]),
         seconds=result["seconds"],
     )
 

@@ -89,7 +89,7 @@ def _best(name: str, settings: MultilabelSettings, strengths: Sequence[float]) -
         learning_rate=strength,
         best_epoch=0,
         validation_ndcg5=round(ndcg, 6),
-        **study_rows.test_measures(found),
+        **study_rows.tested(found),
         seconds=time.monotonic() - started,
     )
 

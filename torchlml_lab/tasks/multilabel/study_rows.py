@@ -44,7 +44,7 @@ class Record:
 TABLE = StudyTable(Record, lambda row: (row.data, row.keep, row.loss, row.learning_rate, row.seed))
 
 
-def test_measures(found: Mapping[str, float]) -> dict[str, float]:
+def tested(found: Mapping[str, float]) -> dict[str, float]:
     """The columns of a record from the measures of a run, in the digits that mean something."""
     return {name: round(found[measure], 6) for name, measure in MEASURES.items()}
 
