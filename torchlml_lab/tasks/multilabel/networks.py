@@ -29,7 +29,7 @@ class SparseLinear(nn.Module):
         self.weight = nn.Parameter(torch.empty(inputs, outputs))
         self.bias = nn.Parameter(torch.zeros(outputs))
         # Rows have about length 1, however many columns there are.
-        nn.init.normal_(self.weight, std=0.5)
+        nn.init.normal_(self.weight, std=0.1)
 
     def forward(self, rows: Inputs) -> Tensor:
         """(R, outputs)."""

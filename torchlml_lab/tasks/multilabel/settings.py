@@ -52,20 +52,21 @@ class MultilabelSettings(TrainSettings):
     k: int | PerRow | None = None
     """How many labels are predicted: a number, or for lml `labels`, in training each row's own count. By
     default `labels` for lml, and for the other losses the mean count, which lml also predicts with then."""
-    hidden: int = 512
+    hidden: int = 256
     """The size of the hidden layer; 0 for a linear model."""
     dropout: float = 0.5
     """The share of the hidden layer that is left out in training, from 0 to less than 1."""
     keep: float | Literal["one"] = 1.0
     """The share of the training labels that is kept, at least one in each row, or `one`: for studies."""
-    epochs: int = 50
+    epochs: int = 200
     """How often the training data are seen, at most."""
-    patience: int = 5
-    """After so many epochs without a better one the training ends."""
-    batch_size: int = 64
+    patience: int | None = None
+    """After so many epochs without a better one the training ends; by default as many as make 100 steps, and
+    at least 5."""
+    batch_size: int = 128
     """Rows per step, over all processes together; a multiple of the number of processes."""
-    learning_rate: float = 0.001
-    """The learning rate of Adam at the start; every epoch multiplies it by 0.9."""
+    learning_rate: float = 0.005
+    """The learning rate of Adam."""
 
     @property
     def columns(self) -> Columns:
@@ -85,7 +86,7 @@ def check(settings: MultilabelSettings) -> None:
         raise BadInput("`--separator` is empty: give what stands between two labels.")
     if settings.hidden < 0:
         raise BadInput(f"`--hidden` is {settings.hidden}, and must be at least 0.")
-    if settings.patience < 1:
+    if settings.patience is not None and settings.patience < 1:
         raise BadInput(f"`--patience` is {settings.patience}, and must be at least 1.")
     if not 0 <= settings.dropout < 1:
         raise BadInput(f"`--dropout` is {settings.dropout}, and must be from 0 to less than 1.")

@@ -1,5 +1,6 @@
 """`torchlml train multilabel`: from a file of rows with labels to a run that predicts the best labels."""
 
+import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -24,6 +25,8 @@ from torchlml_lab.tasks.multilabel.settings import (
     check,
     loss_of,
 )
+
+PATIENT_STEPS = 100  # an epoch of few rows has few steps, and tells little
 
 
 def main(arguments: Sequence[str]) -> None:
@@ -64,7 +67,7 @@ def task(settings: MultilabelSettings, data: Data) -> Task:
     return Task(
         model=model,
         optimizer=optimizer,
-        scheduler=torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.9),
+        scheduler=torch.optim.lr_scheduler.ConstantLR(optimizer, 1.0),
         training=Batches(prepared.apply(data.training).inputs, data.training.labels),
         held_out={name: Batches(prepared.apply(part).inputs, part.labels) for name, part in parts.items()},
         loss=lambda net, batch: net(batch.inputs, batch.labels, loss),
@@ -73,7 +76,8 @@ def task(settings: MultilabelSettings, data: Data) -> Task:
         printed=tuple(
             f"{name}@{k}" for name, k in (("precision", 1), ("ndcg", 5)) if k <= len(prepared.labels)
         ),
-        patience=settings.patience,
+        patience=settings.patience
+        or max(5, math.ceil(PATIENT_STEPS * settings.batch_size / len(data.training))),
         stored={prepare.FILE: prepared.to_json()},
     )
 
