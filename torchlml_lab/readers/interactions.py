@@ -1,0 +1,240 @@
+"""Who has what: files of user-item lines, CSV or TSV of pairs, and RecBole's `.inter`, plain or gzipped."""
+
+import csv
+import gzip
+import io
+import zlib
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from torchlml_lab.errors import BadInput, reason
+
+_USER = ("user", "user_id", "userid", "uid")
+_ITEM = ("item", "item_id", "itemid", "iid")
+_SHOWN = 40  # characters of a line that an error shows
+
+
+@dataclass(frozen=True)
+class Interactions:
+    """The items of every user, each once, in the order of the file; all names are kept.
+
+        have = read_interactions(Path("train.txt"), "--train")
+        have.users[0], [have.items[i] for i in have.of(0)]
+    """
+
+    users: list[str]
+    items: list[str]
+    starts: Tensor
+    """int64 (users + 1,): where the items of each user begin in `item`."""
+    item: Tensor
+    """int64, the items of all users, one after the other."""
+    repeated: int = 0
+    """Pairs of the file that had come before; they count once."""
+
+    def __len__(self) -> int:
+        return len(self.item)
+
+    @property
+    def counts(self) -> Tensor:
+        """int64 (users,): how many items each user has."""
+        return self.starts.diff()
+
+    @property
+    def user(self) -> Tensor:
+        """int64, the user of each entry of `item`."""
+        return torch.repeat_interleave(torch.arange(len(self.users)), self.counts)
+
+    def of(self, user: int) -> Tensor:
+        """The items of one user."""
+        return self.item[self.starts[user] : self.starts[user + 1]]
+
+    def keep(self, chosen: Tensor) -> "Interactions":
+        """Only some of the pairs, by a bool for each; users and items keep their numbers."""
+        counts = torch.bincount(self.user[chosen], minlength=len(self.users))
+        return Interactions(self.users, self.items, _starts(counts), self.item[chosen])
+
+
+def read_interactions(path: Path, option: str, columns: tuple[str, str] | None = None) -> Interactions:
+    """Read a file of users and their items; its name says what it is, `.gz` at the end set aside.
+
+    Args:
+        path: `*.csv` and `*.tsv` have a header and a pair of user and item per line, `*.inter` is RecBole's
+            (tabs, a header like `user_id:token`), and any other has lines `user item item ...`.
+        option: The option that named the file, for the sentences.
+        columns: The names of the user's and the item's column; by default those called user and item, or
+            user_id and item_id.
+
+    Returns:
+        The items of every user. What cannot be read raises `BadInput`, which names the file and the line.
+    """
+    data = _read_bytes(path, option)
+    kind = next((end for end in path.suffixes[::-1] if end.lower() != ".gz"), "").lower()
+    if kind in (".csv", ".tsv", ".inter"):
+        users, items = _read_table(path, data, kind, columns)
+        counts = None
+    else:
+        if columns is not None:
+            raise BadInput(f"`--columns` is for CSV, TSV and .inter, but `{path}` has lines `user item item ...`.")
+        users, items, counts = _read_lines(path, data)
+    if not items:
+        raise BadInput(f"`{option}` names `{path}`, which has no pair of a user and an item.")
+    return _number(users, items, counts)
+
+
+def align(have: Interactions, known: Interactions) -> tuple[Interactions, int, int]:
+    """The same pairs with the numbers of other data, usually those that a model was trained on.
+
+    Args:
+        have: What was read.
+        known: The data whose users and items are known.
+
+    Returns:
+        The pairs of known users and items; how many users, and how many items, are not known.
+    """
+    user_of = {name: number for number, name in enumerate(known.users)}
+    item_of = {name: number for number, name in enumerate(known.items)}
+    user = torch.tensor([user_of.get(name, -1) for name in have.users])
+    item = torch.tensor([item_of.get(name, -1) for name in have.items])
+    users, items = user[have.user], item[have.item]
+    both = (users >= 0) & (items >= 0)
+    users, items = users[both], items[both]
+    order = users.argsort(stable=True)
+    counts = torch.bincount(users, minlength=len(known.users))
+    aligned = Interactions(known.users, known.items, _starts(counts), items[order])
+    return aligned, int((user < 0).sum()), int((item < 0).sum())
+
+
+def _starts(counts: Tensor) -> Tensor:
+    return torch.cat([torch.zeros(1, dtype=torch.int64), counts.cumsum(0)])
+
+
+def _read_bytes(path: Path, option: str) -> bytes:
+    """The file's bytes, unpacked where they are gzipped, and known to be UTF-8."""
+    try:
+        data = path.read_bytes()
+        if data[:2] == b"\x1f\x8b":
+            data = gzip.decompress(data)
+    except (EOFError, zlib.error, gzip.BadGzipFile) as error:
+        said = "it ends in the middle" if isinstance(error, EOFError) else "its gzip data are damaged"
+        raise BadInput(f"`{option}` names `{path}`, which cannot be read: {said}.") from error
+    except OSError as error:
+        raise BadInput(f"`{option}` names `{path}`, which cannot be read: {reason(error)}.") from error
+    try:
+        data.decode("utf-8")
+    except UnicodeDecodeError as error:
+        line = data.count(b"\n", 0, error.start) + 1
+        raise BadInput(f"`{path}`, line {line}: the text is not UTF-8.") from error
+    return data.removeprefix(b"\xef\xbb\xbf")
+
+
+def _read_lines(path: Path, data: bytes) -> tuple[list[bytes], list[bytes], list[int]]:
+    """The user of each line, the items of all lines, and how many of them belong to each."""
+    users, items, counts = [], [], []
+    for line in data.split(b"\n"):
+        words = line.split()  # bytes: at spaces and tabs only, so that names may have any other character
+        if words:
+            users.append(words[0])
+            items += words[1:]
+            counts.append(len(words) - 1)
+    if b"\0" in data:
+        line_number = data.count(b"\n", 0, data.index(b"\0")) + 1
+        raise BadInput(f"`{path}`, line {line_number}: a zero byte, so this is no text.")
+    return users, items, counts
+
+
+def _read_table(
+    path: Path, data: bytes, kind: str, columns: tuple[str, str] | None
+) -> tuple[list[str], list[str]]:
+    """The users and the items of the pairs, one of each per line."""
+    text = data.decode("utf-8")
+    header = text.partition("\n")[0].rstrip("\r")
+    if not header:
+        raise BadInput(f"`{path}`, line 1: the header is missing.")
+    tabs = kind != ".csv" or header.count("\t") > max(header.count(","), header.count(";"))
+    separator = "\t" if tabs else ";" if header.count(";") > header.count(",") else ","
+    lines = csv.reader(
+        io.StringIO(text, newline=""),
+        delimiter=separator,
+        quoting=csv.QUOTE_NONE if kind == ".inter" else csv.QUOTE_MINIMAL,
+        strict=True,
+    )
+    users: list[str] = []
+    items: list[str] = []
+    try:
+        names = next(lines)
+        user_column, item_column = _find_columns(path, names, columns)
+        for fields in lines:
+            if len(fields) != len(names):
+                if not fields:
+                    continue
+                raise BadInput(
+                    f"`{path}`, line {lines.line_num}: it has {_fields(len(fields))}, "
+                    f"and the header {len(names)} (`{separator.join(fields)[:_SHOWN]}`)."
+                )
+            user, item = fields[user_column], fields[item_column]
+            if not user or not item:
+                what = "item" if user else "user"
+                raise BadInput(f"`{path}`, line {lines.line_num}: the {what} is empty.")
+            users.append(user)
+            items.append(item)
+    except csv.Error as error:
+        raise BadInput(f"`{path}`, line {lines.line_num}: {error}.") from error
+    return users, items
+
+
+def _fields(count: int) -> str:
+    return f"{count} field" + "s" * (count != 1)
+
+
+def _find_columns(path: Path, header: Sequence[str], columns: tuple[str, str] | None) -> tuple[int, int]:
+    """Where the users and the items are; `.inter` has the type behind a colon."""
+    names = [name.partition(":")[0].strip() for name in header]
+    listed = ", ".join(f"`{name}`" for name in header)
+    if columns is not None:
+        for name in columns:
+            if names.count(name) != 1:
+                often = "no column" if name not in names else "more than one column"
+                raise BadInput(f"`{path}`, line 1: {often} is called `{name}`: there are {listed[:200]}.")
+        return names.index(columns[0]), names.index(columns[1])
+    found = []
+    for what, usual in (("user", _USER), ("item", _ITEM)):
+        places = [place for place, name in enumerate(names) if name.lower() in usual]
+        if len(places) != 1:
+            raise BadInput(
+                f"`{path}`, line 1: {'no' if not places else 'more than one'} column is called `{what}` or "
+                f"`{what}_id`: say with `--columns USER ITEM` which of {listed[:200]} are meant."
+            )
+        found += places
+    return found[0], found[1]
+
+
+def _number(
+    users: Sequence[str] | Sequence[bytes],
+    items: Sequence[str] | Sequence[bytes],
+    counts: list[int] | None,
+) -> Interactions:
+    """Number the names by their first appearance, sort the pairs by user, and keep each once."""
+    user_names, user = _numbers(users)
+    item_names, item = _numbers(items)
+    if counts is not None:
+        user = np.repeat(user, counts)
+    # The first of equal pairs stays, so that items keep the order of the file.
+    _, first = np.unique(user * len(item_names) + item, return_index=True)
+    first.sort()
+    order = first[np.argsort(user[first], kind="stable")]
+    found = torch.from_numpy(np.bincount(user[order], minlength=len(user_names)))
+    return Interactions(
+        user_names, item_names, _starts(found), torch.from_numpy(item[order]), len(item) - len(order)
+    )
+
+
+def _numbers(names: Sequence[str] | Sequence[bytes]) -> "tuple[list[str], np.ndarray]":
+    """Each name once, as text, and the number of every one of them."""
+    number: dict[str | bytes, int] = {name: place for place, name in enumerate(dict.fromkeys(names))}
+    numbers = np.fromiter(map(number.__getitem__, names), np.int64, len(names))
+    return [name if isinstance(name, str) else name.decode("utf-8") for name in number], numbers

@@ -1,0 +1,1 @@
+"""Recommendation: the items a user will take next, from the items that users have."""

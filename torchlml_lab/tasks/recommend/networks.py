@@ -1,0 +1,76 @@
+"""The models of users and items: matrix factorisation with cosine scores, and an autoencoder of histories."""
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import dropout, embedding_bag, linear, normalize
+
+from torchlml_lab.tasks.label_losses import PADDING
+
+
+class Factors(NamedTuple):
+    """The scores of users and all items, as the linear layer that gives them."""
+
+    hidden: Tensor
+    """(R, d), the users."""
+    weight: Tensor
+    """(n, d), the items."""
+    bias: Tensor | None = None
+
+    def scores(self) -> Tensor:
+        """(R, n)."""
+        return linear(self.hidden, self.weight, self.bias)
+
+
+class MatrixFactorisation(nn.Module):
+    """A vector for every user and every item; a score is their cosine divided by a temperature.
+
+    Args:
+        users: How many there are.
+        items: How many there are.
+        dimension: Of the vectors.
+        temperature: More than 0; the published models use about 0.1.
+    """
+
+    def __init__(self, users: int, items: int, dimension: int, temperature: float) -> None:
+        super().__init__()
+        self.temperature = temperature
+        self.user = nn.Parameter(torch.randn(users, dimension) * 0.1)
+        self.item = nn.Parameter(torch.randn(items, dimension) * 0.1)
+
+    def forward(self, users: Tensor, history: Tensor) -> Factors:
+        """The factors of users by their numbers (R,); their history is not looked at."""
+        return Factors(normalize(self.user[users]) / self.temperature, normalize(self.item))
+
+
+class Autoencoder(nn.Module):
+    """The items of a user through one hidden layer to a score for every item, as in Mult-DAE.
+
+    Args:
+        items: How many there are.
+        dimension: Of the hidden layer.
+        dropout: The share of a user's items that is left out of the input in training.
+
+    Any history can be encoded, also that of a user who was not there in training.
+    """
+
+    def __init__(self, items: int, dimension: int, dropout: float) -> None:
+        super().__init__()
+        self.dropout = dropout
+        # The input has length 1 whatever the number of its items, so its rows are drawn as those of an
+        # embedding, and the output's as those of a linear layer.
+        self.encoder = nn.Parameter(torch.randn(items, dimension) / dimension**0.5)
+        self.encoder_bias = nn.Parameter(torch.zeros(dimension))
+        self.decoder = nn.Parameter(torch.randn(items, dimension) / dimension)
+        self.decoder_bias = nn.Parameter(torch.zeros(items))
+
+    def forward(self, users: Tensor, history: Tensor) -> Factors:
+        """The factors of histories (R, L), item numbers filled up with `PADDING`; `users` is not looked at."""
+        there = history != PADDING
+        counts = there.sum(-1)
+        starts = counts.cumsum(0) - counts
+        share = counts.clamp(min=1).to(self.encoder.dtype).rsqrt().repeat_interleave(counts)
+        share = dropout(share, self.dropout, self.training)
+        summed = embedding_bag(history[there], self.encoder, starts, mode="sum", per_sample_weights=share)
+        return Factors(torch.tanh(summed + self.encoder_bias), self.decoder, self.decoder_bias)
