@@ -41,4 +41,10 @@ TASKS = {
         predict="torchlml_lab.tasks.scene_graph.graph_prediction",
         step_time="torchlml_lab.tasks.scene_graph.objective_times",
     ),
+    "recommend": TaskCommands(
+        train=Command(
+            "torchlml_lab.tasks.recommend.recommendation", "what users take next, from your own files"
+        ),
+        sweep=Command("torchlml_lab.tasks.recommend.loss_sweep", "models x losses x seeds, and tuning"),
+    ),
 }

@@ -61,17 +61,19 @@ def some_users(have: Interactions, count: int) -> Interactions:
     return have.keep(chosen[have.user])
 
 
-def set_aside(have: Interactions, count: int) -> tuple[Interactions, Interactions]:
-    """Split off a fifth of the items of some users, for validation, in the same way for every seed.
+def set_aside(have: Interactions, count: int, seed: int) -> tuple[Interactions, Interactions]:
+    """Split off a fifth of the items of some users; it does not depend on the seed of the run.
 
     Args:
         have: All pairs.
-        count: Of how many users; those with a single item keep it, and a user keeps at least one.
+        count: Of how many users, or of all if there are fewer; those with a single item keep it, and every
+            user keeps one.
+        seed: For other users and other items.
 
     Returns:
         What is left to train on, and what was set aside.
     """
-    generator = torch.Generator().manual_seed(1)
+    generator = torch.Generator().manual_seed(seed)
     able = (have.counts > 1).nonzero().squeeze(1)
     users = torch.zeros(len(have.users), dtype=torch.bool)
     users[able[torch.randperm(len(able), generator=generator)[:count]]] = True
@@ -80,6 +82,6 @@ def set_aside(have: Interactions, count: int) -> tuple[Interactions, Interaction
     place = torch.empty(len(have), dtype=torch.int64)
     place[draw.argsort()] = torch.arange(len(have))
     place -= have.starts[have.user]
-    most = (SHARE * have.counts).ceil().long()
+    most = (SHARE * have.counts).ceil().long()  # less than all where there are two or more
     aside = users[have.user] & (place < most[have.user])
     return have.keep(~aside), have.keep(aside)

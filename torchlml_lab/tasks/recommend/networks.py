@@ -16,7 +16,8 @@ class Factors(NamedTuple):
     """(R, d), the users."""
     weight: Tensor
     """(n, d), the items."""
-    bias: Tensor | None = None
+    bias: Tensor
+    """(n,)."""
 
     def scores(self) -> Tensor:
         """(R, n)."""
@@ -31,17 +32,21 @@ class MatrixFactorisation(nn.Module):
         items: How many there are.
         dimension: Of the vectors.
         temperature: More than 0; the published models use about 0.1.
+        level: What is added to all scores at first: the logit of the mean share of the items that a user has.
+            lml and softmax do not see it; bce would need an epoch or more to find it.
     """
 
-    def __init__(self, users: int, items: int, dimension: int, temperature: float) -> None:
+    def __init__(self, users: int, items: int, dimension: int, temperature: float, level: float) -> None:
         super().__init__()
         self.temperature = temperature
+        self.level = nn.Parameter(torch.tensor(level))
         self.user = nn.Parameter(torch.randn(users, dimension) * 0.1)
         self.item = nn.Parameter(torch.randn(items, dimension) * 0.1)
 
     def forward(self, users: Tensor, history: Tensor) -> Factors:
         """The factors of users by their numbers (R,); their history is not looked at."""
-        return Factors(normalize(self.user[users]) / self.temperature, normalize(self.item))
+        hidden, weight = normalize(self.user[users]) / self.temperature, normalize(self.item)
+        return Factors(hidden, weight, self.level.expand(len(weight)))
 
 
 class Autoencoder(nn.Module):
@@ -51,11 +56,12 @@ class Autoencoder(nn.Module):
         items: How many there are.
         dimension: Of the hidden layer.
         dropout: The share of a user's items that is left out of the input in training.
+        level: Of all scores at first, as for `MatrixFactorisation`.
 
     Any history can be encoded, also that of a user who was not there in training.
     """
 
-    def __init__(self, items: int, dimension: int, dropout: float) -> None:
+    def __init__(self, items: int, dimension: int, dropout: float, level: float) -> None:
         super().__init__()
         self.dropout = dropout
         # The input has length 1 whatever the number of its items, so its rows are drawn as those of an
@@ -63,7 +69,7 @@ class Autoencoder(nn.Module):
         self.encoder = nn.Parameter(torch.randn(items, dimension) / dimension**0.5)
         self.encoder_bias = nn.Parameter(torch.zeros(dimension))
         self.decoder = nn.Parameter(torch.randn(items, dimension) / dimension)
-        self.decoder_bias = nn.Parameter(torch.zeros(items))
+        self.decoder_bias = nn.Parameter(torch.full((items,), level))
 
     def forward(self, users: Tensor, history: Tensor) -> Factors:
         """The factors of histories (R, L), item numbers filled up with `PADDING`; `users` is not looked at."""

@@ -1,0 +1,83 @@
+"""`torchlml train recommend`: learn from who has what which items each user takes next."""
+
+import math
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import torch
+from accelerate import Accelerator
+from rich.console import Console
+from torch import Tensor, nn
+
+from torchlml_lab.engine.loop import Task
+from torchlml_lab.engine.run import in_percent, say_test, train
+from torchlml_lab.engine.settings import read_settings
+from torchlml_lab.readers.interactions import Interactions
+from torchlml_lab.tasks.label_losses import LabelLoss
+from torchlml_lab.tasks.recommend.histories import Batch, Users
+from torchlml_lab.tasks.recommend.networks import Autoencoder, MatrixFactorisation
+from torchlml_lab.tasks.recommend.ranking import KS, measures, of_network
+from torchlml_lab.tasks.recommend.run_data import Data, read
+from torchlml_lab.tasks.recommend.settings import RecommendSettings, check, loss_of
+
+EXPERIMENT = "recommend"
+COMMAND = f"train {EXPERIMENT}"
+CHOSEN_BY = "recall@20"
+
+
+def main(arguments: Sequence[str]) -> None:
+    """Read the options, train, and print the test."""
+    settings = read_settings(RecommendSettings, COMMAND, arguments, RecommendSettings())
+    console = Console()
+    result = run(settings, console)
+    say_test(console, settings, result, in_percent(result["test"], (CHOSEN_BY, "ndcg@20")))
+
+
+def run(settings: RecommendSettings, console: Console) -> dict[str, Any]:
+    """Train with these settings; what cannot be done raises `BadInput` before anything is written."""
+    check(settings)
+
+    def build() -> Task:
+        data = read(settings)
+        for note in data.notes:
+            console.print(note, highlight=False, soft_wrap=True)
+        return task(settings, data)
+
+    return train(EXPERIMENT, settings, build, console)
+
+
+def task(settings: RecommendSettings, data: Data) -> Task:
+    """The task of one run; the seed must be set before, since it makes the network."""
+    model = network(settings, data.training)
+    optimizer = torch.optim.Adam(model.parameters(), lr=settings.learning_rate, fused=True)
+    loss = loss_of(settings)
+
+    def measure(network: nn.Module, batches: Iterable[Batch], accelerator: Accelerator) -> dict[str, float]:
+        return measures(of_network(network), batches, accelerator, KS)
+
+    return Task(
+        model=model,
+        optimizer=optimizer,
+        scheduler=torch.optim.lr_scheduler.LambdaLR(optimizer, lambda epoch: 1.0),
+        training=Users(data.training, data.training),
+        held_out={"validation": data.part("validation"), "test": data.part("test")},
+        loss=lambda network, batch: batch_loss(loss, network, batch),
+        measure=measure,
+        chosen_by=CHOSEN_BY,
+        printed=(CHOSEN_BY, "ndcg@20"),
+    )
+
+
+def network(settings: RecommendSettings, training: Interactions) -> nn.Module:
+    """The network of a run, with its first weights."""
+    users, items = len(training.users), len(training.items)
+    level = math.log(len(training) / (int((training.counts > 0).sum()) * items))
+    if settings.model == "autoencoder":
+        return Autoencoder(items, settings.dimension, settings.dropout, level)
+    return MatrixFactorisation(users, items, settings.dimension, settings.temperature, level)
+
+
+def batch_loss(loss: LabelLoss, network: nn.Module, batch: Batch) -> Tensor:
+    """The mean loss over the users of a batch."""
+    factors = network(batch.users, batch.history)
+    return loss(factors.scores().float(), batch.labels)

@@ -1,0 +1,86 @@
+"""The pairs of a run: read, checked, and split into what is trained on, chosen by and tested on."""
+
+from pathlib import Path
+from typing import Literal, NamedTuple
+
+import torch
+
+from torchlml_lab.errors import BadInput
+from torchlml_lab.readers.interactions import Interactions, align, read_interactions
+from torchlml_lab.tasks.recommend.histories import Users, set_aside, some_users
+from torchlml_lab.tasks.recommend.settings import RecommendSettings, loss_of
+
+
+class Data(NamedTuple):
+    """The pairs of a run."""
+
+    training: Interactions
+    validation: Interactions
+    test: Interactions
+    before_test: Interactions
+    """What users have when the test begins: what was trained on, and what was set aside for validation."""
+    notes: list[str]
+    """What a person should know about the files, in sentences."""
+
+    def part(self, split: Literal["validation", "test"]) -> Users:
+        """The users of a split, with what they have and what is to be found."""
+        if split == "validation":
+            return Users(self.training, self.validation)
+        return Users(self.before_test, self.test)
+
+
+def read(settings: RecommendSettings) -> Data:
+    """The pairs to train on, to choose by and to test on."""
+    assert settings.train is not None
+    have = read_interactions(settings.train, "--train", settings.columns)
+    notes = _notes(settings.train, have)
+    loss_of(settings).check_labels(len(have.items))
+    later = None
+    if settings.test is not None:
+        later, said = read_later(settings.test, "--test", settings.columns, have)
+        notes += said
+    if settings.users is not None and settings.users < len(have.users):
+        have = some_users(have, settings.users)
+        later = later and later.keep((have.counts > 0)[later.user])
+    able = int((have.counts > 1).sum())
+    if able < (1 if later is not None else 2):
+        raise BadInput(f"`--train` names `{settings.train}`, where too few users have more than one item.")
+    if later is None:
+        have, later = set_aside(have, min(usual_count(able, settings), able // 2), seed=2)
+    training, validation = set_aside(have, usual_count(able, settings), seed=1)
+    return Data(training, validation, later, have, notes)
+
+
+def usual_count(able: int, settings: RecommendSettings) -> int:
+    """Of how many of the users that have more than one item some are set aside."""
+    return settings.validation or max(min(100, able // 4), min(3000, able // 10), 1)
+
+
+def read_later(
+    path: Path, option: str, columns: tuple[str, str] | None, have: Interactions
+) -> tuple[Interactions, list[str]]:
+    """What the users took later, and what of the file cannot be found by any model, in sentences."""
+    file = read_interactions(path, option, columns)
+    later, users, items = align(file, have)
+    notes = _notes(path, file)
+    if users or items:
+        notes.append(
+            f"`{path}`: {users} users and {items} items are not in the training data; their pairs are left out."
+        )
+    known = torch.isin(later.user * len(have.items) + later.item, have.user * len(have.items) + have.item)
+    if known.any():
+        notes.append(f"`{path}`: {int(known.sum())} pairs are also in the training data, and are left out.")
+        later = later.keep(~known)
+    if not len(later):
+        raise BadInput(f"`{option}` names `{path}`, which has no new pair of a user and an item of the training data.")
+    return later, notes
+
+
+def _notes(path: Path, have: Interactions) -> list[str]:
+    notes = []
+    if have.repeated:
+        notes.append(f"`{path}`: {have.repeated} pairs come more than once, and count once.")
+    empty = int((have.counts == 0).sum())
+    if empty:
+        notes.append(f"`{path}`: {empty} users have no items.")
+    return notes
