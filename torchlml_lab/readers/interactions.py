@@ -4,7 +4,7 @@ import csv
 import gzip
 import io
 import zlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -23,8 +23,8 @@ _SHOWN = 40  # characters of a line that an error shows
 class Interactions:
     """The items of every user, each once, in the order of the file; all names are kept.
 
-        have = read_interactions(Path("train.txt"), "--train")
-        have.users[0], [have.items[i] for i in have.of(0)]
+    have = read_interactions(Path("train.txt"), "--train")
+    have.users[0], [have.items[i] for i in have.of(0)]
     """
 
     users: list[str]
@@ -79,7 +79,9 @@ def read_interactions(path: Path, option: str, columns: tuple[str, str] | None =
         counts = None
     else:
         if columns is not None:
-            raise BadInput(f"`--columns` is for CSV, TSV and .inter, but `{path}` has lines `user item item ...`.")
+            raise BadInput(
+                f"`--columns` is for CSV, TSV and .inter, but `{path}` has lines `user item item ...`."
+            )
         users, items, counts = _read_lines(path, data)
     if not items:
         raise BadInput(f"`{option}` names `{path}`, which has no pair of a user and an item.")

@@ -46,5 +46,7 @@ TASKS = {
             "torchlml_lab.tasks.recommend.recommendation", "what users take next, from your own files"
         ),
         sweep=Command("torchlml_lab.tasks.recommend.loss_sweep", "models x losses x seeds, and tuning"),
+        evaluate="torchlml_lab.tasks.recommend.recall_report",
+        predict="torchlml_lab.tasks.recommend.item_prediction",
     ),
 }

@@ -40,7 +40,9 @@ class Users(Dataset[Batch]):
     def __getitems__(self, indices: list[int]) -> Batch:
         users = self.users[torch.tensor(indices)]
         history = padded_items(self.history, users)
-        return Batch(users, history, history if self.labels is self.history else padded_items(self.labels, users))
+        return Batch(
+            users, history, history if self.labels is self.history else padded_items(self.labels, users)
+        )
 
 
 def padded_items(have: Interactions, users: Tensor) -> Tensor:

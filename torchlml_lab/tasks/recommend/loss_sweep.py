@@ -95,7 +95,9 @@ def _recipes(
     """What is tried for each model and loss: learning rates with temperatures or dropouts, or the best."""
     if settings.tuned is not None:
         if settings.learning_rates or settings.temperatures or settings.dropouts:
-            raise BadInput("`--tuned` chooses learning rates, temperatures and dropouts: do not give them too.")
+            raise BadInput(
+                "`--tuned` chooses learning rates, temperatures and dropouts: do not give them too."
+            )
         rows = recall_rows.TABLE.read(settings.tuned, "--tuned")
         best = recall_rows.best_recipes(rows, [f"{model} {loss}" for model, loss in methods], settings.tuned)
         return {(model, loss): [best[f"{model} {loss}"]] for model, loss in methods}

@@ -72,7 +72,7 @@ class Autoencoder(nn.Module):
         self.decoder_bias = nn.Parameter(torch.full((items,), level))
 
     def forward(self, users: Tensor, history: Tensor) -> Factors:
-        """The factors of histories (R, L), item numbers filled up with `PADDING`; `users` is not looked at."""
+        """The factors of histories (R, L), filled up with `PADDING`; who the users are does not matter."""
         there = history != PADDING
         counts = there.sum(-1)
         starts = counts.cumsum(0) - counts

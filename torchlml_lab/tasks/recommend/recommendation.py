@@ -12,7 +12,6 @@ from torch import Tensor, nn
 from torchlml_lab.engine.loop import Task
 from torchlml_lab.engine.run import in_percent, say_test, train
 from torchlml_lab.engine.settings import read_settings
-from torchlml_lab.readers.interactions import Interactions
 from torchlml_lab.tasks.label_losses import LabelLoss
 from torchlml_lab.tasks.recommend.histories import Batch, Users
 from torchlml_lab.tasks.recommend.networks import Autoencoder, MatrixFactorisation
@@ -23,6 +22,7 @@ from torchlml_lab.tasks.recommend.settings import RecommendSettings, check, loss
 EXPERIMENT = "recommend"
 COMMAND = f"train {EXPERIMENT}"
 CHOSEN_BY = "recall@20"
+PRINTED = (CHOSEN_BY, "ndcg@20")
 
 
 def main(arguments: Sequence[str]) -> None:
@@ -30,7 +30,7 @@ def main(arguments: Sequence[str]) -> None:
     settings = read_settings(RecommendSettings, COMMAND, arguments, RecommendSettings())
     console = Console()
     result = run(settings, console)
-    say_test(console, settings, result, in_percent(result["test"], (CHOSEN_BY, "ndcg@20")))
+    say_test(console, settings, result, in_percent(result["test"], PRINTED))
 
 
 def run(settings: RecommendSettings, console: Console) -> dict[str, Any]:
@@ -48,7 +48,7 @@ def run(settings: RecommendSettings, console: Console) -> dict[str, Any]:
 
 def task(settings: RecommendSettings, data: Data) -> Task:
     """The task of one run; the seed must be set before, since it makes the network."""
-    model = network(settings, data.training)
+    model = network(settings, data)
     optimizer = torch.optim.Adam(model.parameters(), lr=settings.learning_rate, fused=True)
     loss = loss_of(settings)
 
@@ -64,17 +64,22 @@ def task(settings: RecommendSettings, data: Data) -> Task:
         loss=lambda network, batch: batch_loss(loss, network, batch),
         measure=measure,
         chosen_by=CHOSEN_BY,
-        printed=(CHOSEN_BY, "ndcg@20"),
+        printed=PRINTED,
     )
 
 
-def network(settings: RecommendSettings, training: Interactions) -> nn.Module:
-    """The network of a run, with its first weights."""
+def network(settings: RecommendSettings, data: Data) -> nn.Module:
+    """The network of a run, with its first weights, and with a number that tells its data from others."""
+    training = data.training
     users, items = len(training.users), len(training.items)
     level = math.log(len(training) / (int((training.counts > 0).sum()) * items))
+    model: nn.Module
     if settings.model == "autoencoder":
-        return Autoencoder(items, settings.dimension, settings.dropout, level)
-    return MatrixFactorisation(users, items, settings.dimension, settings.temperature, level)
+        model = Autoencoder(items, settings.dimension, settings.dropout, level)
+    else:
+        model = MatrixFactorisation(users, items, settings.dimension, settings.temperature, level)
+    model.register_buffer("fingerprint", torch.tensor(data.fingerprint))
+    return model
 
 
 def batch_loss(loss: LabelLoss, network: nn.Module, batch: Batch) -> Tensor:

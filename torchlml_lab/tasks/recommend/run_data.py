@@ -1,5 +1,6 @@
 """The pairs of a run: read, checked, and split into what is trained on, chosen by and tested on."""
 
+import zlib
 from pathlib import Path
 from typing import Literal, NamedTuple
 
@@ -19,8 +20,17 @@ class Data(NamedTuple):
     test: Interactions
     before_test: Interactions
     """What users have when the test begins: what was trained on, and what was set aside for validation."""
+    everything: Interactions
+    """All pairs of `--train`."""
     notes: list[str]
     """What a person should know about the files, in sentences."""
+
+    @property
+    def fingerprint(self) -> int:
+        """A number that names, numbers and pairs of `--train` decide."""
+        have = self.everything
+        names = zlib.crc32("\n".join([*have.users, "", *have.items]).encode())
+        return zlib.crc32(have.item.numpy().tobytes(), zlib.crc32(have.starts.numpy().tobytes(), names))
 
     def part(self, split: Literal["validation", "test"]) -> Users:
         """The users of a split, with what they have and what is to be found."""
@@ -39,16 +49,19 @@ def read(settings: RecommendSettings) -> Data:
     if settings.test is not None:
         later, said = read_later(settings.test, "--test", settings.columns, have)
         notes += said
+    everything = have
     if settings.users is not None and settings.users < len(have.users):
         have = some_users(have, settings.users)
-        later = later and later.keep((have.counts > 0)[later.user])
+        later = None if later is None else later.keep((have.counts > 0)[later.user])
+        if later is not None and not len(later):
+            raise BadInput(f"`--users` is {settings.users}: none of these has a pair in `{settings.test}`.")
     able = int((have.counts > 1).sum())
     if able < (1 if later is not None else 2):
         raise BadInput(f"`--train` names `{settings.train}`, where too few users have more than one item.")
     if later is None:
         have, later = set_aside(have, min(usual_count(able, settings), able // 2), seed=2)
     training, validation = set_aside(have, usual_count(able, settings), seed=1)
-    return Data(training, validation, later, have, notes)
+    return Data(training, validation, later, have, everything, notes)
 
 
 def usual_count(able: int, settings: RecommendSettings) -> int:
@@ -65,14 +78,16 @@ def read_later(
     notes = _notes(path, file)
     if users or items:
         notes.append(
-            f"`{path}`: {users} users and {items} items are not in the training data; their pairs are left out."
+            f"`{path}`: {users} users and {items} items are not in the training data, and are left out."
         )
     known = torch.isin(later.user * len(have.items) + later.item, have.user * len(have.items) + have.item)
     if known.any():
         notes.append(f"`{path}`: {int(known.sum())} pairs are also in the training data, and are left out.")
         later = later.keep(~known)
     if not len(later):
-        raise BadInput(f"`{option}` names `{path}`, which has no new pair of a user and an item of the training data.")
+        raise BadInput(
+            f"`{option}` names `{path}`, which has no new pair of a user and an item of the training data."
+        )
     return later, notes
 
 

@@ -23,7 +23,7 @@ class RecommendSettings(TrainSettings):
     out: Path = Path("runs/recommend")
     """The run's folder: settings, metrics and checkpoints go there. It must not hold another run."""
     train: Path | None = None
-    """Who has what: lines `user item item ...`, CSV or TSV with a pair per line, or RecBole's .inter; or .gz."""
+    """Who has what: lines `user item item ...`, CSV or TSV of pairs, or RecBole's .inter, plain or .gz."""
     test: Path | None = None
     """What they took later, in a file of the same kinds; by default a part of `--train` that is set aside."""
     columns: tuple[str, str] | None = None
@@ -48,7 +48,7 @@ class RecommendSettings(TrainSettings):
     learning_rate: float = 0.01
     """The learning rate of Adam."""
     validation: int | None = None
-    """Of how many users items are set aside for validation; by default a tenth, at least 100, at most 3000."""
+    """Of how many users items are set aside for validation; by default a tenth, but 100 to 3000."""
     users: int | None = None
     """Take only so many users, the same ones for every seed, for tuning; by default all."""
 

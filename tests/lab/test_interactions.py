@@ -1,0 +1,115 @@
+"""Files of users and their items: what is read, and the one sentence about what is wrong."""
+
+from __future__ import annotations
+
+import gzip
+import time
+
+import pytest
+
+from torchlml_lab.errors import BadInput
+from torchlml_lab.readers.interactions import align, read_interactions
+
+LINES = "ann  apple pear\nbob\nçelik apple\tfig\r\n\nann kiwi apple\n"
+CSV = "when,user,item\n1,ann,apple\n2,ann,pear\n3,çelik,apple\n4,çelik,fig\n5,ann,kiwi\n6,ann,apple\n"
+FILES = {
+    "a.txt": LINES,
+    "a.csv": CSV,
+    "b.csv": CSV.replace(",", ";"),
+    "a.tsv": CSV.replace(",", "\t"),
+    "c.csv": "\ufeff" + CSV.replace(",ann,", ',"ann",').replace("\n", "\r\n"),
+    "a.inter": CSV.replace(",", "\t").replace(
+        "when\tuser\titem", "timestamp:float\tuser_id:token\titem_id:token"
+    ),
+}
+
+
+def names(have):
+    return {user: [have.items[i] for i in have.of(place)] for place, user in enumerate(have.users)}
+
+
+@pytest.mark.parametrize("name", FILES)
+@pytest.mark.parametrize("packed", [False, True])
+def test_every_kind_of_file_is_read_with_its_names(tmp_path, name, packed):
+    path = tmp_path / (name + ".gz" * packed)
+    data = FILES[name].encode()
+    path.write_bytes(gzip.compress(data) if packed else data)
+    have = read_interactions(path, "--train")
+    expected = {"ann": ["apple", "pear", "kiwi"], "çelik": ["apple", "fig"]}
+    assert {user: items for user, items in names(have).items() if items} == expected
+    assert have.repeated == 1
+    assert ("bob" in have.users) == (name == "a.txt")
+    assert have.counts.sum() == len(have) == 5
+    assert [have.users[u] for u in have.user] == ["ann"] * 3 + ["çelik"] * 2
+
+
+def test_columns_are_chosen_by_name(tmp_path):
+    path = tmp_path / "ratings.csv"
+    path.write_text("userId,movieId,rating\n1,31,2.5\n1,29,3\n")
+    assert names(read_interactions(path, "--train", ("userId", "movieId"))) == {"1": ["31", "29"]}
+    assert names(read_interactions(path, "--train", ("rating", "movieId"))) == {"2.5": ["31"], "3": ["29"]}
+
+
+WRONG = {
+    "empty.txt": (b"", "`--train` names `{}`, which has no pair of a user and an item."),
+    "empty.csv": (b"", "`{}`, line 1: the header is missing."),
+    "only-users.txt": (b"ann\nbob\n", "`--train` names `{}`, which has no pair of a user and an item."),
+    "latin.txt": ("ann apple\nbjörn fig\n".encode("latin-1"), "`{}`, line 2: the text is not UTF-8."),
+    "binary.txt": (b"ann apple\n\0\1\n", "`{}`, line 2: a zero byte, so this is no text."),
+    "half.txt.gz": (
+        gzip.compress(LINES.encode())[:-9],
+        "`--train` names `{}`, which cannot be read: it ends in",
+    ),
+    "damaged.txt.gz": (b"\x1f\x8b" + b"x" * 30, "`--train` names `{}`, which cannot be read: its gzip data"),
+    "short.csv": (CSV[:-8].encode(), "`{}`, line 7: it has 2 fields, and the header 3 (`6,an`)."),
+    "no-item.csv": (b"user,item\nann,\n", "`{}`, line 2: the item is empty."),
+    "no-user.csv": (b"user,item\nann,fig\n,fig\n", "`{}`, line 3: the user is empty."),
+    "quote.csv": (b'user,item\nann,"fig\nbob,kiwi\n', "`{}`, line 3: unexpected end of data."),
+    "headless.csv": (b"1,31\n1,29\n", "`{}`, line 1: no column is called `user` or `user_id`: say with"),
+    "twice.csv": (b"user,user_id,item\n1,1,2\n", "`{}`, line 1: more than one column is called `user` or"),
+}
+
+
+@pytest.mark.parametrize("name", WRONG)
+def test_what_is_wrong_is_said_in_a_sentence(tmp_path, name):
+    data, said = WRONG[name]
+    path = tmp_path / name
+    path.write_bytes(data)
+    with pytest.raises(BadInput) as refused:
+        read_interactions(path, "--train")
+    assert str(refused.value).startswith(said.format(path))
+    assert str(refused.value).endswith(".")
+
+
+def test_missing_files_and_columns_are_named(tmp_path):
+    path = tmp_path / "a.csv"
+    with pytest.raises(BadInput, match=r"`--test` names .*, which cannot be read: no such file"):
+        read_interactions(path, "--test")
+    path.write_text(CSV)
+    with pytest.raises(
+        BadInput, match="line 1: no column is called `movie`: there are `when`, `user`, `item`"
+    ):
+        read_interactions(path, "--train", ("user", "movie"))
+    (tmp_path / "a.txt").write_text(LINES)
+    with pytest.raises(BadInput, match=r"`--columns` is for CSV, TSV and \.inter"):
+        read_interactions(tmp_path / "a.txt", "--train", ("user", "item"))
+
+
+def test_aligned_pairs_have_the_numbers_of_the_known_data(tmp_path):
+    (tmp_path / "a.txt").write_text(LINES)
+    (tmp_path / "b.txt").write_text("zoe apple\nçelik kiwi mango pear\nann fig\n")
+    known = read_interactions(tmp_path / "a.txt", "--train")
+    later, users, items = align(read_interactions(tmp_path / "b.txt", "--test"), known)
+    assert names(later) == {"ann": ["fig"], "bob": [], "çelik": ["kiwi", "pear"]}
+    assert (users, items) == (1, 1)
+    assert later.users is known.users
+
+
+def test_a_million_pairs_take_less_than_five_seconds(tmp_path):
+    path = tmp_path / "million.csv"
+    pairs = ((i * 7919 % 30011, i * 104729 % 40009) for i in range(1_000_000))
+    path.write_text("user,item\n" + "".join(f"u{user},i{item}\n" for user, item in pairs))
+    start = time.process_time()
+    have = read_interactions(path, "--train")
+    assert time.process_time() - start < 5
+    assert len(have) + have.repeated == 1_000_000

@@ -1,0 +1,305 @@
+"""Recommendation from files: train, evaluate and predict, runs that are killed, and what is refused."""
+
+from __future__ import annotations
+
+import csv
+import json
+import math
+import random
+import re
+import shutil
+
+import pytest
+import torch
+from accelerate import Accelerator
+
+from tests.support.command_lines import each_refusal, refusals, refused
+from torchlml_lab import cli
+from torchlml_lab.engine import run as engine_run
+from torchlml_lab.readers.interactions import read_interactions
+from torchlml_lab.tasks.label_losses import PADDING, padded
+from torchlml_lab.tasks.recommend import networks
+from torchlml_lab.tasks.recommend.histories import Batch, Users, set_aside, some_users
+from torchlml_lab.tasks.recommend.ranking import measures
+
+GROUPS, SIZE, HAS = 4, 30, 12  # the users of a group have some of the group's items
+
+
+def write_pairs(path, users=120, seed=0):
+    """A file in which users of four groups have items of their group; gives each user's group."""
+    draw = random.Random(seed)
+    lines = []
+    for user in range(users):
+        items = draw.sample(range(SIZE), HAS)
+        lines.append(" ".join([f"u{user}", *(f"g{user % GROUPS}-{item}" for item in items)]))
+    path.write_text("\n".join(lines) + "\n")
+    return path
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    """A file of pairs, and a run of each model on it."""
+    place = tmp_path_factory.mktemp("recommend")
+    train = write_pairs(place / "train.txt")
+    for model, epochs in (("autoencoder", 8), ("matrix-factorisation", 16)):
+        options = ["--model", model, "--epochs", epochs, "--batch-size", 20, "--dimension", 16]
+        words = ["train", "recommend", "--train", train, "--out", place / model, *options]
+        assert cli.main([str(word) for word in words]) == 0
+    return place
+
+
+def run_of(folder, model):
+    return json.loads((folder / model / "result.json").read_text())
+
+
+@pytest.mark.parametrize("model", ["autoencoder", "matrix-factorisation"])
+def test_a_model_finds_the_items_of_a_users_group(folder, model):
+    # Chance is about 20 of 100; all of the 18 to 22 items of the group that a user does not have would be 1.
+    assert run_of(folder, model)["test"]["recall@20"] > 0.8
+
+
+def test_evaluate_finds_what_the_run_found_and_the_popular_items_beside_it(folder, capsys):
+    picture = folder / "recall.png"
+    for split in ("validation", "test"):
+        assert (
+            cli.main(["evaluate", str(folder / "autoencoder"), "--split", split, "--picture", str(picture)])
+            == 0
+        )
+        said = capsys.readouterr().out
+        for measure in ("recall", "precision", "ndcg"):
+            part = said[said.index(measure) :]
+            numbers, baseline = (
+                [float(n) for n in re.findall(rf"^{name} +(.*)$", part, re.MULTILINE)[0].split()]
+                for name in ("lml-labels", "popular items")
+            )
+            found = run_of(folder, "autoencoder")[split]
+            expected = [100 * found[f"{measure}@{k}"] for k in (1, 2, 5, 10, 20, 50, 100)]
+            assert numbers == pytest.approx(expected, abs=0.0051)
+            assert baseline[4] < numbers[4]
+    assert picture.stat().st_size > 10_000
+
+
+def test_evaluate_takes_own_data_and_counts_what_it_cannot_find(folder, capsys, tmp_path):
+    own = tmp_path / "later.csv"
+    have = read_interactions(folder / "train.txt", "--train")
+    old = have.items[have.of(0)[0]]
+    new = next(f"g0-{i}" for i in range(SIZE) if f"g0-{i}" not in [have.items[j] for j in have.of(0)])
+    own.write_text(f"user,item\nu0,{new}\nu0,{old}\nnobody,g0-1\nu1,nothing\n")
+    assert cli.main(["evaluate", str(folder / "autoencoder"), "--data", str(own)]) == 0
+    said = capsys.readouterr().out
+    assert "1 users and 1 items are not in the training data, and are left out." in said
+    assert "1 pairs are also in the training data, and are left out." in said
+    assert "1 users, " in said
+
+
+@pytest.mark.parametrize("model", ["autoencoder", "matrix-factorisation"])
+def test_predict_gives_new_items_of_the_group_with_probabilities(folder, capsys, tmp_path, model):
+    out = tmp_path / "deep" / "best.csv"
+    assert cli.main(["predict", str(folder / model), "--top", "3", "--out", str(out)]) == 0
+    said = capsys.readouterr().out
+    assert "u9" in said
+    assert "The recommendations of 120 users are in" in said.replace("\n", " ")
+    have = read_interactions(folder / "train.txt", "--train")
+    rows = list(csv.DictReader(out.read_text().splitlines()))
+    assert len(rows) == 3 * len(have.users)
+    right = 0
+    for row in rows:
+        user = have.users.index(row["user"])
+        assert row["item"] not in [have.items[i] for i in have.of(user)]
+        assert 0 < float(row["probability"]) < 1
+        right += row["item"].startswith(f"g{user % GROUPS}-")
+    assert right > 0.95 * len(rows)
+    for start in range(0, len(rows), 3):
+        chances = [float(row["probability"]) for row in rows[start : start + 3]]
+        assert chances == sorted(chances, reverse=True)
+
+
+def test_predict_knows_new_users_by_their_items_and_others_get_the_popular_ones(folder, capsys, tmp_path):
+    data, out = tmp_path / "new.csv", tmp_path / "best.jsonl"
+    data.write_text("user,item\nnew,g2-1\nnew,g2-5\nnew,g2-7\nnew,g2-9\nstranger,unheard-of\nu0,g0-0\n")
+    predict = ["predict", str(folder / "autoencoder"), "--data", str(data), "--out", str(out)]
+    assert cli.main(predict) == 0
+    said = capsys.readouterr().out
+    assert "1 items are not in the training data, and are left out." in said
+    assert "1 of 3 users are unknown: they get the items that most users have." in said
+    new, stranger, old = (json.loads(line) for line in out.read_text().splitlines())
+    assert all(item.startswith("g2-") for item in new["items"])
+    assert not {"g2-1", "g2-5", "g2-7", "g2-9"} & set(new["items"])
+    assert "g0-0" not in old["items"]
+    have = read_interactions(folder / "train.txt", "--train")
+    counts = torch.bincount(have.item)
+    assert stranger["probabilities"] is None
+    assert [int(counts[have.items.index(item)]) for item in stranger["items"]] == counts.topk(
+        5
+    ).values.tolist()
+    # Vectors of users say nothing about a new one, whatever it has.
+    assert cli.main(["predict", str(folder / "matrix-factorisation"), "--users", "new", "u3"]) == 0
+    said = capsys.readouterr().out
+    assert "1 of 2 users are unknown" in said
+    assert "(popular)" in said
+
+
+def test_a_user_who_has_almost_everything_gets_the_rest(folder, capsys, tmp_path):
+    have = read_interactions(folder / "train.txt", "--train")
+    data, out = tmp_path / "rich.txt", tmp_path / "best.jsonl"
+    data.write_text(f"rich {' '.join(have.items[2:])}\nall {' '.join(have.items)}\n")
+    assert cli.main(["predict", str(folder / "autoencoder"), "--data", str(data), "--out", str(out)]) == 0
+    rich, everything = (json.loads(line) for line in out.read_text().splitlines())
+    assert sorted(rich["items"]) == sorted(have.items[:2])
+    assert rich["probabilities"] == pytest.approx([1, 1])
+    assert everything["items"] == []
+
+
+def test_other_data_than_those_of_the_run_are_refused(folder, capsys, tmp_path):
+    other = write_pairs(tmp_path / "other.txt", seed=1)
+    for command in ("evaluate", "predict"):
+        said = refused(capsys, [command, folder / "autoencoder", "--train", other])
+        assert "was trained on other data than" in said
+    shutil.copytree(folder / "autoencoder", tmp_path / "run")
+    settings = json.loads((tmp_path / "run" / "settings.json").read_text())
+    settings["train"] = str(tmp_path / "gone.txt")
+    (tmp_path / "run" / "settings.json").write_text(json.dumps(settings))
+    assert "say with `--train` where it is now" in refused(capsys, ["predict", tmp_path / "run"])
+    assert cli.main(["predict", str(tmp_path / "run"), "--train", str(folder / "train.txt")]) == 0
+
+
+def test_a_killed_run_ends_as_if_it_had_not_been(folder, monkeypatch, capsys, tmp_path):
+    words = ["train", "recommend", "--train", str(folder / "train.txt"), "--epochs", "3", "--dimension", "8"]
+    assert cli.main([*words, "--out", str(tmp_path / "whole")]) == 0
+    epoch = engine_run._Run._epoch
+
+    def killed(self, number, step):
+        if number == 3:
+            raise KeyboardInterrupt
+        return epoch(self, number, step)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(engine_run._Run, "_epoch", killed)
+        assert cli.main([*words, "--out", str(tmp_path / "killed")]) == 130
+    assert "2 of 3 epochs are kept" in capsys.readouterr().err
+    assert cli.main(["train", "recommend", "--resume", str(tmp_path / "killed")]) == 0
+    results = [json.loads((tmp_path / name / "result.json").read_text()) for name in ("whole", "killed")]
+    assert [{**one, "seconds": 0} for one in results] == [{**results[0], "seconds": 0}] * 2
+
+
+def test_a_sweep_tunes_and_uses_what_it_found(folder, capsys, tmp_path):
+    common = ["--run.train", folder / "train.txt", "--run.epochs", 1, "--run.dimension", 4, "--workers", 1]
+    common += ["--losses", "softmax", "lml-3", "--models", "matrix-factorisation"]
+    tuned = tmp_path / "tuned.csv"
+    words = ["sweep", "recommend", *common, "--out", tmp_path / "a", "--csv", tuned]
+    assert cli.main([str(word) for word in [*words, "--learning-rates", 0.1, 1e-4]]) == 0
+    rows = list(csv.DictReader(tuned.read_text().splitlines()))
+    assert len(rows) == 4
+    capsys.readouterr()
+    words = ["sweep", "recommend", *common, "--out", tmp_path / "b", "--tuned", tuned, "--seeds", 5]
+    assert cli.main([str(word) for word in words]) == 0
+    for row in csv.DictReader((tmp_path / "b" / "results.csv").read_text().splitlines()):
+        same = [one for one in rows if one["loss"] == row["loss"]]
+        best = max(same, key=lambda one: float(one["validation_recall20"]))
+        assert (row["learning_rate"], row["seed"]) == (best["learning_rate"], "5")
+
+
+REFUSED = {
+    "": "`--train` is missing",
+    "--train FILE --loss softmax --k 3": "The loss `softmax` has no `k`, but it is 3",
+    "--train FILE --loss truncated-entropy --k labels": "which only the loss `lml` can do",
+    "--train FILE --k 120": "`k` is 120, but there are 120 labels",
+    "--train FILE --test EMPTY": "which has no pair of a user and an item",
+    "--train FILE --test FILE": "which has no new pair of a user and an item of the training data",
+    "--train SINGLE": "where too few users have more than one item",
+    "--train FILE --columns user item": "`--columns` is for CSV, TSV and .inter",
+} | {
+    f"--train FILE {line}": said
+    for line, said in refusals(
+        "`{}` is {}, and must be",
+        "--dimension 0",
+        "--temperature 0.0",
+        "--dropout 1.0",
+        "--users 0",
+        "--validation 0",
+    ).items()
+}
+
+
+@each_refusal(REFUSED)
+def test_bad_settings_and_files_are_refused_and_nothing_is_written(folder, capsys, tmp_path, options, needle):
+    (tmp_path / "empty").touch()
+    (tmp_path / "single").write_text("a x\nb y\nc x\n")
+    places = {"FILE": folder / "train.txt", "EMPTY": tmp_path / "empty", "SINGLE": tmp_path / "single"}
+    words = [str(places.get(word, word)) for word in options]
+    assert needle in refused(capsys, ["train", "recommend", "--out", tmp_path / "run", *words])
+    assert not (tmp_path / "run").exists()
+
+
+@each_refusal(
+    {
+        "predict --top 0": "`--top` is 0, and must be at least 1",
+        "predict --top 121": "`--top` is 121, but there are only 120 items",
+        "predict --out x.txt": "must end in `.csv` or `.jsonl`",
+        "predict --data missing.csv": "`--data` names `missing.csv`, which cannot be read",
+        "evaluate --data missing.csv --split validation": "`--split` has nothing to choose",
+        "evaluate --picture x.pdf": "must end in `.png` or `.svg`",
+    }
+)
+def test_bad_requests_of_a_run_are_refused(folder, capsys, options, needle):
+    command, *rest = options
+    assert needle in refused(capsys, [command, folder / "autoencoder", *rest])
+
+
+def test_measures_are_those_of_a_plain_computation():
+    torch.manual_seed(0)
+    users, items, ks = 37, 160, (1, 5, 20, 100)
+    scores = torch.randn(users, items)
+    order = [torch.randperm(items).tolist() for _ in range(users)]
+    history = [order[u][: u % 9 + (90 if u == 5 else 0)] for u in range(users)]
+    labels = [order[u][100 : 100 + 1 + u % 30] for u in range(users)]
+    batch = Batch(
+        torch.arange(users), *(padded([torch.tensor(r).long() for r in lists]) for lists in (history, labels))
+    )
+    found = measures(lambda part: scores[part.users], [batch], Accelerator(cpu=True), ks)
+    for k in ks:
+        recall = precision = ndcg = 0.0
+        for u in range(users):
+            ranking = sorted(set(range(items)) - set(history[u]), key=lambda i: -float(scores[u, i]))[:k]
+            hits = [item in labels[u] for item in ranking]
+            recall += sum(hits) / len(labels[u]) / users
+            precision += sum(hits) / k / users
+            gain = sum(hit / math.log2(place + 2) for place, hit in enumerate(hits))
+            ndcg += gain / sum(1 / math.log2(p + 2) for p in range(min(k, len(labels[u])))) / users
+        for name, value in (("recall", recall), ("precision", precision), ("ndcg", ndcg)):
+            assert found[f"{name}@{k}"] == pytest.approx(value, abs=1e-6), (name, k)
+
+
+def test_what_is_set_aside_is_a_part_of_some_users_and_the_same_every_time(folder):
+    have = read_interactions(folder / "train.txt", "--train")
+    kept, aside = set_aside(have, 40, seed=1)
+    assert int((aside.counts > 0).sum()) == 40
+    assert torch.equal(kept.counts + aside.counts, have.counts)
+    assert set(aside.counts.tolist()) == {0, 3}  # a fifth of 12, rounded up
+    for user in range(len(have.users)):
+        assert sorted([*kept.of(user).tolist(), *aside.of(user).tolist()]) == sorted(have.of(user).tolist())
+    assert torch.equal(set_aside(have, 40, seed=1)[1].item, aside.item)
+    few = some_users(have, 7)
+    assert int((few.counts > 0).sum()) == 7
+    assert len(Users(few, few)) == 7
+
+
+def test_the_autoencoder_is_the_dense_one():
+    torch.manual_seed(0)
+    model = networks.Autoencoder(items=11, dimension=3, dropout=0.5, level=-2.0).eval()
+    lists = [[1, 4, 7], [], [0, 1, 2, 3, 9]]
+    history = padded([torch.tensor(one).long() for one in lists])
+    dense = torch.zeros(3, 11)
+    for row, items in enumerate(lists):
+        dense[row, items] = 1 / max(1, len(items)) ** 0.5
+    expected = torch.tanh(dense @ model.encoder + model.encoder_bias) @ model.decoder.T + model.decoder_bias
+    assert torch.allclose(model(torch.arange(3), history).scores(), expected, atol=1e-6)
+    assert (history == PADDING).sum() == 7
+
+
+def test_matrix_factorisation_scores_are_cosines_over_the_temperature():
+    torch.manual_seed(0)
+    model = networks.MatrixFactorisation(users=5, items=7, dimension=3, temperature=0.2, level=-1.0)
+    scores = model(torch.tensor([4, 0]), torch.full((2, 1), PADDING)).scores()
+    cosine = torch.nn.functional.cosine_similarity(model.user[[4, 0]][:, None], model.item[None], dim=-1)
+    assert torch.allclose(scores, cosine / 0.2 - 1, atol=1e-5)

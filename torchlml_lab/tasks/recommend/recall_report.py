@@ -1,0 +1,96 @@
+"""`torchlml evaluate RUN` of a recommendation: recall, precision and nDCG beside the popular items."""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Literal
+
+import torch
+import tyro
+from accelerate import Accelerator
+from accelerate.utils import send_to_device
+from rich.console import Console
+
+from torchlml_lab.cli import parse_settings
+from torchlml_lab.engine.progress import ProgressBar
+from torchlml_lab.engine.table import plain_table
+from torchlml_lab.errors import BadInput
+from torchlml_lab.style import check_picture
+from torchlml_lab.tasks.recommend import recall_plot
+from torchlml_lab.tasks.recommend.histories import Batch, Users
+from torchlml_lab.tasks.recommend.popularity import by_popularity
+from torchlml_lab.tasks.recommend.ranking import KS, measures, of_network
+from torchlml_lab.tasks.recommend.run_data import read_later
+from torchlml_lab.tasks.recommend.settings import loss_of
+from torchlml_lab.tasks.recommend.trained import load
+
+ROWS = 1024
+
+
+@dataclass(frozen=True)
+class EvaluateSettings:
+    """Rank all items that users do not have, and say how many of those they took later are on top."""
+
+    run: Annotated[Path, tyro.conf.Positional] = Path("runs/recommend")
+    """The folder of the run."""
+    split: Literal["validation", "test"] = "test"
+    """What is to be found: what the best epoch was chosen by, or what the run never saw."""
+    data: Path | None = None
+    """Instead of a split, a file of what users took later, of the same kinds as for `--train`."""
+    picture: Path | None = None
+    """A PNG or SVG of recall against k."""
+    train: Path | None = None
+    """The training data, where they have moved."""
+    test: Path | None = None
+    """The test data, where they have moved."""
+    cpu: bool = False
+    """Stay on the CPU even where a GPU is available."""
+
+
+def main(arguments: Sequence[str]) -> None:
+    """Read the options, evaluate, and print a table."""
+    settings = parse_settings(EvaluateSettings, "evaluate", arguments, EvaluateSettings())
+    if settings.picture is not None:
+        check_picture(settings.picture, "--picture")
+    if settings.data is not None and settings.split != "test":
+        raise BadInput("`--data` is given, so `--split` has nothing to choose: leave it out.")
+    own = settings.data is not None
+    moved = {"train": settings.train} if own else {"train": settings.train, "test": settings.test}
+    trained = load(settings.run, moved, with_test=not own)
+    console = Console()
+    if settings.data is None:
+        users = trained.data.part(settings.split)
+    else:
+        have = trained.data.everything
+        later, notes = read_later(settings.data, "--data", trained.settings.columns, have)
+        users = Users(have, later)
+        for note in notes:
+            console.print(note, highlight=False, soft_wrap=True)
+    accelerator = Accelerator(cpu=settings.cpu)
+    scores = {
+        str(loss_of(trained.settings)): of_network(trained.model.to(accelerator.device)),
+        "popular items": by_popularity(trained.data.training),
+    }
+    found = {}
+    with torch.no_grad(), ProgressBar(console) as progress:
+        bar = progress.add_task("users", total=len(scores) * len(users))
+
+        def batches() -> Iterator[Batch]:
+            for rows in torch.arange(len(users)).split(ROWS):
+                yield send_to_device(users.__getitems__(rows.tolist()), accelerator.device)
+                progress.advance(bar, len(rows))
+
+        for name, score in scores.items():
+            found[name] = measures(score, batches(), accelerator, KS)
+    what = settings.data or settings.split
+    console.print(
+        f"{len(users)} users, {what}, epoch {trained.epoch}, {trained.settings.model}; in %", highlight=False
+    )
+    for measure in ("recall", "precision", "ndcg"):
+        table = plain_table("", (measure, *(f"@{k}" for k in KS)))
+        for name, values in found.items():
+            table.add_row(name, *(f"{100 * values[f'{measure}@{k}']:.2f}" for k in KS))
+        console.print(table)
+    if settings.picture is not None:
+        recall_plot.draw(found, settings.picture)
+        console.print(f"The picture is {settings.picture}.", soft_wrap=True)
