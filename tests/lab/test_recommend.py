@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+import dataclasses
 import json
 import math
 import random
@@ -16,11 +17,13 @@ from accelerate import Accelerator
 from tests.support.command_lines import each_refusal, refusals, refused
 from torchlml_lab import cli
 from torchlml_lab.engine import run as engine_run
+from torchlml_lab.errors import BadInput
 from torchlml_lab.readers.interactions import read_interactions
 from torchlml_lab.tasks.label_losses import PADDING, padded
-from torchlml_lab.tasks.recommend import networks
+from torchlml_lab.tasks.recommend import loss_sweep, networks, recall_rows
 from torchlml_lab.tasks.recommend.histories import Batch, Users, set_aside, some_users
 from torchlml_lab.tasks.recommend.ranking import measures
+from torchlml_lab.tasks.recommend.settings import RecommendSettings
 
 GROUPS, SIZE, HAS = 4, 30, 12  # the users of a group have some of the group's items
 
@@ -182,21 +185,63 @@ def test_a_killed_run_ends_as_if_it_had_not_been(folder, monkeypatch, capsys, tm
     assert [{**one, "seconds": 0} for one in results] == [{**results[0], "seconds": 0}] * 2
 
 
-def test_a_sweep_tunes_and_uses_what_it_found(folder, capsys, tmp_path):
-    common = ["--run.train", folder / "train.txt", "--run.epochs", 1, "--run.dimension", 4, "--workers", 1]
-    common += ["--losses", "softmax", "lml-3", "--models", "matrix-factorisation"]
-    tuned = tmp_path / "tuned.csv"
-    words = ["sweep", "recommend", *common, "--out", tmp_path / "a", "--csv", tuned]
-    assert cli.main([str(word) for word in [*words, "--learning-rates", 0.1, 1e-4]]) == 0
-    rows = list(csv.DictReader(tuned.read_text().splitlines()))
-    assert len(rows) == 4
-    capsys.readouterr()
-    words = ["sweep", "recommend", *common, "--out", tmp_path / "b", "--tuned", tuned, "--seeds", 5]
+def test_a_sweep_is_a_table_and_a_figure(folder, capsys, tmp_path):
+    options = ["--run.train", folder / "train.txt", "--run.epochs", 1, "--run.dimension", 4, "--workers", 1]
+    options += [
+        "--losses",
+        "softmax",
+        "lml-3",
+        "--models",
+        "matrix-factorisation",
+        "--csv",
+        tmp_path / "a.csv",
+    ]
+    words = ["sweep", "recommend", *options, "--out", tmp_path / "runs"]
     assert cli.main([str(word) for word in words]) == 0
-    for row in csv.DictReader((tmp_path / "b" / "results.csv").read_text().splitlines()):
-        same = [one for one in rows if one["loss"] == row["loss"]]
-        best = max(same, key=lambda one: float(one["validation_recall20"]))
-        assert (row["learning_rate"], row["seed"]) == (best["learning_rate"], "5")
+    assert capsys.readouterr().out.count("matrix-factorisation") == 2
+    rows = recall_rows.TABLE.read(tmp_path / "a.csv", "--csv")
+    for row in rows:
+        result = json.loads(next((tmp_path / "runs").glob(f"*_{row.loss}_*/result.json")).read_text())
+        found = {f"recall@{k}": getattr(row, f"test_recall{k}") for k in (5, 10, 20, 50, 100)}
+        assert found == {name: result["test"][name] for name in found}
+        assert (row.validation_recall20, row.users) == (result["validation"]["recall@20"], 120)
+    words = ["figures", "recommend", "--csv", tmp_path / "a.csv", "--out", tmp_path / "a.png", "--published"]
+    assert cli.main([str(word) for word in words]) == 0
+    lines = (tmp_path / "a.md").read_text().splitlines()
+    assert len(lines) == 2 + 6 + 2
+    assert any(
+        line.startswith("| matrix-factorisation | lml-3 | 0.01 | 0.1 | 1 | 1 of 1 |") for line in lines
+    )
+    assert (tmp_path / "a.png").stat().st_size > 10_000
+
+
+def test_a_tuned_sweep_takes_for_each_method_what_is_best_on_validation(folder, tmp_path):
+    usual = dict.fromkeys(
+        (one.name for one in dataclasses.fields(recall_rows.Record) if one.type in (float, "float")), 0.5
+    )
+    whole = {"users": 120, "seed": 0, "dimension": 4, "epochs": 1, "best_epoch": 1}
+    tried = {("autoencoder", "bce", 0.1, 0.3): 0.2, ("autoencoder", "bce", 0.1, 0.6): 0.4}
+    tried |= {("matrix-factorisation", "bce", 0.1, 0.3): 0.3, ("matrix-factorisation", "bce", 0.2, 0.3): 0.1}
+    rows = [
+        recall_rows.Record(
+            **usual
+            | whole
+            | {"validation_recall20": score, "test_recall20": 1 - score}
+            | dict(zip(("model", "loss", "learning_rate", "dropout"), method, strict=True))
+        )
+        for method, score in tried.items()
+    ]
+    recall_rows.TABLE.write(tmp_path / "tuned.csv", rows)
+    run = RecommendSettings(train=folder / "train.txt")
+    sweep = loss_sweep.SweepSettings(losses=("bce",), tuned=tmp_path / "tuned.csv", seeds=(0, 3), run=run)
+    found = [(one.model, one.seed, one.learning_rate, one.dropout) for one in loss_sweep.grid(sweep)]
+    assert found == [
+        (model, seed, 0.1, dropout)
+        for seed in (0, 3)
+        for model, dropout in (("autoencoder", 0.6), ("matrix-factorisation", 0.3))
+    ]
+    with pytest.raises(BadInput, match="do not give them too"):
+        loss_sweep.grid(dataclasses.replace(sweep, temperatures=(0.1,)))
 
 
 REFUSED = {

@@ -34,6 +34,9 @@ FIGURES = {
     "scene-graph": Command(
         "torchlml_lab.figures.recall_by_epoch", "recall against epochs, and tables, from a sweep"
     ),
+    "recommend": Command(
+        "torchlml_lab.figures.recall_by_loss", "recall of models and losses, and a table, from a sweep"
+    ),
 }
 
 
