@@ -13,13 +13,13 @@ import tyro
 from rich.console import Console
 from torch import Tensor
 
-import torchlml
 from torchlml_lab.cli import parse_settings
 from torchlml_lab.engine.table import plain_table
 from torchlml_lab.errors import BadInput
 from torchlml_lab.files import check_file, replacing, writing
 from torchlml_lab.readers.interactions import Interactions, read_interactions
 from torchlml_lab.tasks.label_losses import padded
+from torchlml_lab.tasks.recommend.calibration import probabilities
 from torchlml_lab.tasks.recommend.popularity import popular_items
 from torchlml_lab.tasks.recommend.ranking import ROWS, without
 from torchlml_lab.tasks.recommend.trained import Trained, load
@@ -172,25 +172,15 @@ def recommendations(trained: Trained, people: Sequence[Person], top: int) -> Ite
         history = padded([person.items for person in some])
         users = torch.tensor([max(person.number, 0) for person in some])
         scores = without(trained.model(users, history).scores().float(), history)
-        probabilities = _probabilities(scores, top)
+        chances = probabilities(scores, top)
         best = scores.topk(top).indices
         for row, person in enumerate(some):
             if known(person, trained):
                 chosen = best[row][scores[row, best[row]] > -torch.inf]
-                yield Recommendation(person.name, _names(have, chosen), probabilities[row, chosen].tolist())
+                yield Recommendation(person.name, _names(have, chosen), chances[row, chosen].tolist())
             else:
                 new = popular[~torch.isin(popular, person.items)][:top]
                 yield Recommendation(person.name, _names(have, new), None)
-
-
-def _probabilities(scores: Tensor, top: int) -> Tensor:
-    """The probability of each item to be among the best, of those a user does not have."""
-    new = scores > -torch.inf
-    count = new.sum(-1)
-    k = torch.minimum(count, torch.tensor(top)).double()
-    # A user who has all items gets none; the layer wants at least one entry.
-    mask = new | (count == 0)[:, None]
-    return torchlml.lml(torch.where(mask, scores, 0).masked_fill(~new, 0), k.clamp(min=1), mask=mask)
 
 
 def _names(have: Interactions, items: Tensor) -> list[str]:

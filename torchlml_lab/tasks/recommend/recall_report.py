@@ -16,15 +16,17 @@ from torchlml_lab.engine.progress import ProgressBar
 from torchlml_lab.engine.table import plain_table
 from torchlml_lab.errors import BadInput
 from torchlml_lab.style import check_picture
-from torchlml_lab.tasks.recommend import recall_plot
+from torchlml_lab.tasks.recommend import report_picture
+from torchlml_lab.tasks.recommend.calibration import calibration
 from torchlml_lab.tasks.recommend.histories import Batch, Users
 from torchlml_lab.tasks.recommend.popularity import by_popularity
 from torchlml_lab.tasks.recommend.ranking import KS, measures, of_network
 from torchlml_lab.tasks.recommend.run_data import read_later
 from torchlml_lab.tasks.recommend.settings import loss_of
-from torchlml_lab.tasks.recommend.trained import load
+from torchlml_lab.tasks.recommend.trained import Trained, load
 
 ROWS = 1024
+PICTURE = "recall.png"
 
 
 @dataclass(frozen=True)
@@ -38,7 +40,7 @@ class EvaluateSettings:
     data: Path | None = None
     """Instead of a split, a file of what users took later, of the same kinds as for `--train`."""
     picture: Path | None = None
-    """A PNG or SVG of recall against k."""
+    """A PNG or SVG of recall against k and of calibration."""
     train: Path | None = None
     """The training data, where they have moved."""
     test: Path | None = None
@@ -59,38 +61,70 @@ def main(arguments: Sequence[str]) -> None:
     trained = load(settings.run, moved, with_test=not own)
     console = Console()
     if settings.data is None:
-        users = trained.data.part(settings.split)
+        users, what = trained.data.part(settings.split), settings.split
     else:
         have = trained.data.everything
         later, notes = read_later(settings.data, "--data", trained.settings.columns, have)
-        users = Users(have, later)
+        users, what = Users(have, later), str(settings.data)
         for note in notes:
             console.print(note, highlight=False, soft_wrap=True)
-    accelerator = Accelerator(cpu=settings.cpu)
+    report(trained, users, what, settings.picture, Accelerator(cpu=settings.cpu), console)
+
+
+def report_run(run: Path, console: Console) -> None:
+    """Print the test of a finished run, and draw it into the run's folder."""
+    trained = load(run, {})
+    report(
+        trained,
+        trained.data.part("test"),
+        "test",
+        run / PICTURE,
+        Accelerator(cpu=trained.settings.cpu),
+        console,
+    )
+
+
+def report(
+    trained: Trained,
+    users: Users,
+    what: str,
+    picture: Path | None,
+    accelerator: Accelerator,
+    console: Console,
+) -> None:
+    """Print the measures of a run on some users beside those of the popular items, and draw them.
+
+    Args:
+        trained: The run.
+        users: Who is recommended to, and what is to be found.
+        what: What these are called.
+        picture: The PNG or SVG to write, or None.
+        accelerator: Says where to compute.
+        console: Where to print.
+    """
     scores = {
         str(loss_of(trained.settings)): of_network(trained.model.to(accelerator.device)),
         "popular items": by_popularity(trained.data.training),
     }
-    found = {}
     with torch.no_grad(), ProgressBar(console) as progress:
-        bar = progress.add_task("users", total=len(scores) * len(users))
+        bar = progress.add_task("users", total=(len(scores) + (picture is not None)) * len(users))
 
         def batches() -> Iterator[Batch]:
             for rows in torch.arange(len(users)).split(ROWS):
                 yield send_to_device(users.__getitems__(rows.tolist()), accelerator.device)
                 progress.advance(bar, len(rows))
 
-        for name, score in scores.items():
-            found[name] = measures(score, batches(), accelerator, KS)
-    what = settings.data or settings.split
-    console.print(
-        f"{len(users)} users, {what}, epoch {trained.epoch}, {trained.settings.model}; in %", highlight=False
-    )
+        found = {name: measures(score, batches(), accelerator, KS) for name, score in scores.items()}
+        if picture is not None:
+            mean = len(users.labels) / len(users)
+            bins = calibration(next(iter(scores.values())), batches(), mean)
+            report_picture.draw(found, bins, picture)
+    title = f"{len(users)} users, {what}, epoch {trained.epoch}, {trained.settings.model}; in %"
+    console.print(title, highlight=False, soft_wrap=True)
     for measure in ("recall", "precision", "ndcg"):
         table = plain_table("", (measure, *(f"@{k}" for k in KS)))
         for name, values in found.items():
             table.add_row(name, *(f"{100 * values[f'{measure}@{k}']:.2f}" for k in KS))
         console.print(table)
-    if settings.picture is not None:
-        recall_plot.draw(found, settings.picture)
-        console.print(f"The picture is {settings.picture}.", soft_wrap=True)
+    if picture is not None:
+        console.print(f"The picture is {picture}.", soft_wrap=True)

@@ -5,7 +5,7 @@ from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
-from accelerate import Accelerator
+from accelerate import Accelerator, PartialState
 from rich.console import Console
 from torch import Tensor, nn
 
@@ -26,11 +26,15 @@ PRINTED = (CHOSEN_BY, "ndcg@20")
 
 
 def main(arguments: Sequence[str]) -> None:
-    """Read the options, train, and print the test."""
+    """Read the options, train, and print and draw the test beside the popular items."""
+    from torchlml_lab.tasks.recommend.recall_report import report_run
+
     settings = read_settings(RecommendSettings, COMMAND, arguments, RecommendSettings())
     console = Console()
     result = run(settings, console)
     say_test(console, settings, result, in_percent(result["test"], PRINTED))
+    if PartialState().is_main_process:
+        report_run(settings.resume or settings.out, console)
 
 
 def run(settings: RecommendSettings, console: Console) -> dict[str, Any]:
@@ -39,11 +43,24 @@ def run(settings: RecommendSettings, console: Console) -> dict[str, Any]:
 
     def build() -> Task:
         data = read(settings)
-        for note in data.notes:
-            console.print(note, highlight=False, soft_wrap=True)
-        return task(settings, data)
+        built = task(settings, data)
+        if PartialState().is_main_process:
+            for said in (*data.notes, _introduction(settings, data)):
+                console.print(said, highlight=False, soft_wrap=True, markup=False)
+        return built
 
     return train(EXPERIMENT, settings, build, console)
+
+
+def _introduction(settings: RecommendSettings, data: Data) -> str:
+    """What was read and what was chosen."""
+    training, loss = data.training, loss_of(settings)
+    users = int((training.counts > 0).sum())
+    return (
+        f"{users} users with {len(training) / users:.1f} of {len(training.items)} items each; for validation "
+        f"{len(data.validation)} items of {len(data.part('validation'))} users are set aside. "
+        f"Trained with the loss {loss}."
+    )
 
 
 def task(settings: RecommendSettings, data: Data) -> Task:
