@@ -57,8 +57,8 @@ def run_of(folder, model):
 
 @pytest.mark.parametrize("model", ["autoencoder", "matrix-factorisation"])
 def test_a_model_finds_the_items_of_a_users_group(folder, model):
-    # Chance is about 20 of 100; all of the 18 to 22 items of the group that a user does not have would be 1.
-    assert run_of(folder, model)["test"]["recall@20"] > 0.8
+    # Of the 110 items that a user does not have 20 are recommended: chance is 0.18.
+    assert run_of(folder, model)["test"]["recall@20"] > 0.7
 
 
 def test_evaluate_finds_what_the_run_found_and_the_popular_items_beside_it(folder, capsys):
