@@ -51,8 +51,9 @@ def test_columns_are_chosen_by_name(tmp_path):
 
 
 WRONG = {
-    "empty.txt": (b"", "`--train` names `{}`, which has no pair of a user and an item."),
-    "empty.csv": (b"", "`{}`, line 1: the header is missing."),
+    "empty.txt": (b"", "`--train` names `{}`, which is empty."),
+    "empty.csv": (b" \n", "`--train` names `{}`, which is empty."),
+    "header.csv": (b"user,item\n", "`{}` has a header, but no pair of a user and an item."),
     "only-users.txt": (b"ann\nbob\n", "`--train` names `{}`, which has no pair of a user and an item."),
     "latin.txt": ("ann apple\nbjörn fig\n".encode("latin-1"), "`{}`, line 2: the text is not UTF-8."),
     "binary.txt": (b"ann apple\n\0\1\n", "`{}`, line 2: a zero byte, so this is no text."),
@@ -90,9 +91,6 @@ def test_missing_files_and_columns_are_named(tmp_path):
         BadInput, match="line 1: no column is called `movie`: there are `when`, `user`, `item`"
     ):
         read_interactions(path, "--train", ("user", "movie"))
-    (tmp_path / "a.txt").write_text(LINES)
-    with pytest.raises(BadInput, match=r"`--columns` is for CSV, TSV and \.inter"):
-        read_interactions(tmp_path / "a.txt", "--train", ("user", "item"))
 
 
 def test_aligned_pairs_have_the_numbers_of_the_known_data(tmp_path):

@@ -44,9 +44,25 @@ def folder(tmp_path_factory):
     """A file of pairs, and a run of each model on it."""
     place = tmp_path_factory.mktemp("recommend")
     train = write_pairs(place / "train.txt")
+    draw = random.Random(9)
+    later = [
+        f"u{user} g{user % GROUPS}-{draw.randrange(SIZE)} g{user % GROUPS}-{draw.randrange(SIZE)}"
+        for user in range(50)
+    ]
+    (place / "test.txt").write_text("\n".join(later))
     for model, epochs in (("autoencoder", 8), ("matrix-factorisation", 16)):
         options = ["--model", model, "--epochs", epochs, "--batch-size", 20, "--dimension", 16]
-        words = ["train", "recommend", "--train", train, "--out", place / model, *options]
+        words = [
+            "train",
+            "recommend",
+            "--train",
+            train,
+            "--test",
+            place / "test.txt",
+            "--out",
+            place / model,
+            *options,
+        ]
         assert cli.main([str(word) for word in words]) == 0
     return place
 
@@ -61,12 +77,10 @@ def test_a_model_finds_the_items_of_a_users_group(folder, model):
     assert run_of(folder, model)["test"]["recall@20"] > 0.7
 
 
-def test_evaluate_finds_what_the_run_found_and_the_popular_items_beside_it(folder, capsys):
-    picture = folder / "recall.png"
+def test_evaluate_finds_what_the_run_found_and_the_popular_items_beside_it(folder, capsys, tmp_path):
     for split in ("validation", "test"):
         assert (
-            cli.main(["evaluate", str(folder / "autoencoder"), "--split", split, "--picture", str(picture)])
-            == 0
+            cli.main(["evaluate", str(folder / "autoencoder"), "--split", split, "--out", str(tmp_path)]) == 0
         )
         said = capsys.readouterr().out
         for measure in ("recall", "precision", "ndcg"):
@@ -79,7 +93,8 @@ def test_evaluate_finds_what_the_run_found_and_the_popular_items_beside_it(folde
             expected = [100 * found[f"{measure}@{k}"] for k in (1, 2, 5, 10, 20, 50, 100)]
             assert numbers == pytest.approx(expected, abs=0.0051)
             assert baseline[4] < numbers[4]
-    assert picture.stat().st_size > 10_000
+    for place in (tmp_path, folder / "autoencoder"):
+        assert (place / "report.png").stat().st_size > 10_000
 
 
 def test_evaluate_takes_own_data_and_counts_what_it_cannot_find(folder, capsys, tmp_path):
@@ -168,6 +183,7 @@ def test_other_data_than_those_of_the_run_are_refused(folder, capsys, tmp_path):
 
 def test_a_killed_run_ends_as_if_it_had_not_been(folder, monkeypatch, capsys, tmp_path):
     words = ["train", "recommend", "--train", str(folder / "train.txt"), "--epochs", "3", "--dimension", "8"]
+    words += ["--test", str(folder / "test.txt")]
     assert cli.main([*words, "--out", str(tmp_path / "whole")]) == 0
     epoch = engine_run._Run._epoch
 
@@ -186,7 +202,18 @@ def test_a_killed_run_ends_as_if_it_had_not_been(folder, monkeypatch, capsys, tm
 
 
 def test_a_sweep_is_a_table_and_a_figure(folder, capsys, tmp_path):
-    options = ["--run.train", folder / "train.txt", "--run.epochs", 1, "--run.dimension", 4, "--workers", 1]
+    options = [
+        "--run.train",
+        folder / "train.txt",
+        "--run.test",
+        folder / "test.txt",
+        "--run.epochs",
+        1,
+        "--run.dimension",
+        4,
+        "--workers",
+        1,
+    ]
     options += [
         "--losses",
         "softmax",
@@ -249,9 +276,9 @@ REFUSED = {
     "--train FILE --loss softmax --k 3": "The loss `softmax` has no `k`, but it is 3",
     "--train FILE --loss truncated-entropy --k labels": "which only the loss `lml` can do",
     "--train FILE --k 120": "`k` is 120, but there are 120 labels",
-    "--train FILE --test EMPTY": "which has no pair of a user and an item",
+    "--train FILE --test EMPTY": "which is empty",
     "--train FILE --test FILE": "which has no new pair of a user and an item of the training data",
-    "--train SINGLE": "where too few users have more than one item",
+    "--train SINGLE": "where no user has more than one item",
     "--train FILE --columns user item": "`--columns` is for CSV, TSV and .inter",
 } | {
     f"--train FILE {line}": said
@@ -283,7 +310,7 @@ def test_bad_settings_and_files_are_refused_and_nothing_is_written(folder, capsy
         "predict --out x.txt": "must end in `.csv` or `.jsonl`",
         "predict --data missing.csv": "`--data` names `missing.csv`, which cannot be read",
         "evaluate --data missing.csv --split validation": "`--split` has nothing to choose",
-        "evaluate --picture x.pdf": "must end in `.png` or `.svg`",
+        "evaluate --out /dev/null": "`--out` names `/dev/null`",
     }
 )
 def test_bad_requests_of_a_run_are_refused(folder, capsys, options, needle):
@@ -317,13 +344,13 @@ def test_measures_are_those_of_a_plain_computation():
 
 def test_what_is_set_aside_is_a_part_of_some_users_and_the_same_every_time(folder):
     have = read_interactions(folder / "train.txt", "--train")
-    kept, aside = set_aside(have, 40, seed=1)
+    kept, aside = set_aside(have, 40)
     assert int((aside.counts > 0).sum()) == 40
     assert torch.equal(kept.counts + aside.counts, have.counts)
     assert set(aside.counts.tolist()) == {0, 3}  # a fifth of 12, rounded up
     for user in range(len(have.users)):
         assert sorted([*kept.of(user).tolist(), *aside.of(user).tolist()]) == sorted(have.of(user).tolist())
-    assert torch.equal(set_aside(have, 40, seed=1)[1].item, aside.item)
+    assert torch.equal(set_aside(have, 40)[1].item, aside.item)
     few = some_users(have, 7)
     assert int((few.counts > 0).sum()) == 7
     assert len(Users(few, few)) == 7

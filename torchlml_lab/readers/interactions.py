@@ -1,9 +1,7 @@
 """Who has what: files of user-item lines, CSV or TSV of pairs, and RecBole's `.inter`, plain or gzipped."""
 
 import csv
-import gzip
 import io
-import zlib
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -12,11 +10,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from torchlml_lab.errors import BadInput, reason
+from torchlml_lab.errors import BadInput
+from torchlml_lab.readers.content import read_content, shown
 
 _USER = ("user", "user_id", "userid", "uid")
 _ITEM = ("item", "item_id", "itemid", "iid")
-_SHOWN = 40  # characters of a line that an error shows
 
 
 @dataclass(frozen=True)
@@ -66,26 +64,29 @@ def read_interactions(path: Path, option: str, columns: tuple[str, str] | None =
         path: `*.csv` and `*.tsv` have a header and a pair of user and item per line, `*.inter` is RecBole's
             (tabs, a header like `user_id:token`), and any other has lines `user item item ...`.
         option: The option that named the file, for the sentences.
-        columns: The names of the user's and the item's column; by default those called user and item, or
-            user_id and item_id.
+        columns: The names of the user's and the item's column of a table; by default those called user and
+            item, or user_id and item_id.
 
     Returns:
         The items of every user. What cannot be read raises `BadInput`, which names the file and the line.
     """
-    data = _read_bytes(path, option)
-    kind = next((end for end in path.suffixes[::-1] if end.lower() != ".gz"), "").lower()
-    if kind in (".csv", ".tsv", ".inter"):
-        users, items = _read_table(path, data, kind, columns)
-        counts = None
-    else:
-        if columns is not None:
-            raise BadInput(
-                f"`--columns` is for CSV, TSV and .inter, but `{path}` has lines `user item item ...`."
-            )
-        users, items, counts = _read_lines(path, data)
-    if not items:
+    data = read_content(path, option)
+    if is_table(path):
+        users, items = _read_table(path, data, columns)
+        return _number(users, items, None)
+    names, listed, counts = _read_lines(data)
+    if not listed:
         raise BadInput(f"`{option}` names `{path}`, which has no pair of a user and an item.")
-    return _number(users, items, counts)
+    return _number(names, listed, counts)
+
+
+def is_table(path: Path) -> bool:
+    """Whether a file has columns, by its name."""
+    return _kind(path) in (".csv", ".tsv", ".inter")
+
+
+def _kind(path: Path) -> str:
+    return next((end for end in path.suffixes[::-1] if end.lower() != ".gz"), "").lower()
 
 
 def align(have: Interactions, known: Interactions) -> tuple[Interactions, int, int]:
@@ -115,26 +116,7 @@ def _starts(counts: Tensor) -> Tensor:
     return torch.cat([torch.zeros(1, dtype=torch.int64), counts.cumsum(0)])
 
 
-def _read_bytes(path: Path, option: str) -> bytes:
-    """The file's bytes, unpacked where they are gzipped, and known to be UTF-8."""
-    try:
-        data = path.read_bytes()
-        if data[:2] == b"\x1f\x8b":
-            data = gzip.decompress(data)
-    except (EOFError, zlib.error, gzip.BadGzipFile) as error:
-        said = "it ends in the middle" if isinstance(error, EOFError) else "its gzip data are damaged"
-        raise BadInput(f"`{option}` names `{path}`, which cannot be read: {said}.") from error
-    except OSError as error:
-        raise BadInput(f"`{option}` names `{path}`, which cannot be read: {reason(error)}.") from error
-    try:
-        data.decode("utf-8")
-    except UnicodeDecodeError as error:
-        line = data.count(b"\n", 0, error.start) + 1
-        raise BadInput(f"`{path}`, line {line}: the text is not UTF-8.") from error
-    return data.removeprefix(b"\xef\xbb\xbf")
-
-
-def _read_lines(path: Path, data: bytes) -> tuple[list[bytes], list[bytes], list[int]]:
+def _read_lines(data: bytes) -> tuple[list[bytes], list[bytes], list[int]]:
     """The user of each line, the items of all lines, and how many of them belong to each."""
     users, items, counts = [], [], []
     for line in data.split(b"\n"):
@@ -143,22 +125,14 @@ def _read_lines(path: Path, data: bytes) -> tuple[list[bytes], list[bytes], list
             users.append(words[0])
             items += words[1:]
             counts.append(len(words) - 1)
-    if b"\0" in data:
-        line_number = data.count(b"\n", 0, data.index(b"\0")) + 1
-        raise BadInput(f"`{path}`, line {line_number}: a zero byte, so this is no text.")
     return users, items, counts
 
 
-def _read_table(
-    path: Path, data: bytes, kind: str, columns: tuple[str, str] | None
-) -> tuple[list[str], list[str]]:
+def _read_table(path: Path, data: bytes, columns: tuple[str, str] | None) -> tuple[list[str], list[str]]:
     """The users and the items of the pairs, one of each per line."""
-    text = data.decode("utf-8")
-    header = text.partition("\n")[0].rstrip("\r")
-    if not header:
-        raise BadInput(f"`{path}`, line 1: the header is missing.")
-    tabs = kind != ".csv" or header.count("\t") > max(header.count(","), header.count(";"))
-    separator = "\t" if tabs else ";" if header.count(";") > header.count(",") else ","
+    text, kind = data.decode("utf-8"), _kind(path)
+    header = text.partition("\n")[0]
+    separator = "\t" if kind != ".csv" else max((",", ";", "\t"), key=header.count)
     lines = csv.reader(
         io.StringIO(text, newline=""),
         delimiter=separator,
@@ -176,7 +150,7 @@ def _read_table(
                     continue
                 raise BadInput(
                     f"`{path}`, line {lines.line_num}: it has {_fields(len(fields))}, "
-                    f"and the header {len(names)} (`{separator.join(fields)[:_SHOWN]}`)."
+                    f"and the header {len(names)} (`{shown(separator.join(fields))}`)."
                 )
             user, item = fields[user_column], fields[item_column]
             if not user or not item:
@@ -186,6 +160,8 @@ def _read_table(
             items.append(item)
     except csv.Error as error:
         raise BadInput(f"`{path}`, line {lines.line_num}: {error}.") from error
+    if not items:
+        raise BadInput(f"`{path}` has a header, but no pair of a user and an item.")
     return users, items
 
 

@@ -63,19 +63,18 @@ def some_users(have: Interactions, count: int) -> Interactions:
     return have.keep(chosen[have.user])
 
 
-def set_aside(have: Interactions, count: int, seed: int) -> tuple[Interactions, Interactions]:
+def set_aside(have: Interactions, count: int) -> tuple[Interactions, Interactions]:
     """Split off a fifth of the items of some users; it does not depend on the seed of the run.
 
     Args:
         have: All pairs.
         count: Of how many users, or of all if there are fewer; those with a single item keep it, and every
             user keeps one.
-        seed: For other users and other items.
 
     Returns:
         What is left to train on, and what was set aside.
     """
-    generator = torch.Generator().manual_seed(seed)
+    generator = torch.Generator().manual_seed(1)
     able = (have.counts > 1).nonzero().squeeze(1)
     users = torch.zeros(len(have.users), dtype=torch.bool)
     users[able[torch.randperm(len(able), generator=generator)[:count]]] = True

@@ -1,6 +1,7 @@
 """`torchlml sweep recommend`: models x losses x seeds on all cores, one thread each, stopped any time."""
 
 import dataclasses
+import math
 from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -113,7 +114,8 @@ def _recipes(
 
 def record(settings: RecommendSettings, result: dict[str, Any], users: int) -> Record:
     """The row of a finished run."""
-    test, validation = result["test"], result["validation"]
+    validation = result["validation"]
+    test = result["test"] or dict.fromkeys(validation, math.nan)  # a tuning needs none
     return Record(
         model=settings.model,
         loss=str(loss_of(settings)),

@@ -15,7 +15,7 @@ from torchlml_lab.cli import parse_settings
 from torchlml_lab.engine.progress import ProgressBar
 from torchlml_lab.engine.table import plain_table
 from torchlml_lab.errors import BadInput
-from torchlml_lab.style import check_picture
+from torchlml_lab.files import check_folder
 from torchlml_lab.tasks.recommend import report_picture
 from torchlml_lab.tasks.recommend.calibration import calibration
 from torchlml_lab.tasks.recommend.histories import Batch, Users
@@ -26,7 +26,7 @@ from torchlml_lab.tasks.recommend.settings import loss_of
 from torchlml_lab.tasks.recommend.trained import Trained, load
 
 ROWS = 1024
-PICTURE = "recall.png"
+PICTURE = "report.png"
 
 
 @dataclass(frozen=True)
@@ -35,12 +35,12 @@ class EvaluateSettings:
 
     run: Annotated[Path, tyro.conf.Positional] = Path("runs/recommend")
     """The folder of the run."""
-    split: Literal["validation", "test"] = "test"
-    """What is to be found: what the best epoch was chosen by, or what the run never saw."""
+    split: Literal["validation", "test"] | None = None
+    """What is to be found: what the best epoch was chosen by, or by default the test, if the run has one."""
     data: Path | None = None
     """Instead of a split, a file of what users took later, of the same kinds as for `--train`."""
-    picture: Path | None = None
-    """A PNG or SVG of recall against k and of calibration."""
+    out: Path | None = None
+    """A folder for `report.png`, recall against k and calibration; by default that of the run."""
     train: Path | None = None
     """The training data, where they have moved."""
     test: Path | None = None
@@ -52,43 +52,45 @@ class EvaluateSettings:
 def main(arguments: Sequence[str]) -> None:
     """Read the options, evaluate, and print a table."""
     settings = parse_settings(EvaluateSettings, "evaluate", arguments, EvaluateSettings())
-    if settings.picture is not None:
-        check_picture(settings.picture, "--picture")
-    if settings.data is not None and settings.split != "test":
+    out = settings.out or settings.run
+    if settings.data is not None and settings.split is not None:
         raise BadInput("`--data` is given, so `--split` has nothing to choose: leave it out.")
+    check_folder("--out", out)
     own = settings.data is not None
     moved = {"train": settings.train} if own else {"train": settings.train, "test": settings.test}
     trained = load(settings.run, moved, with_test=not own)
     console = Console()
     if settings.data is None:
-        users, what = trained.data.part(settings.split), settings.split
+        users, what = _of_split(trained, settings.split)
     else:
         have = trained.data.everything
         later, notes = read_later(settings.data, "--data", trained.settings.columns, have)
         users, what = Users(have, later), str(settings.data)
         for note in notes:
-            console.print(note, highlight=False, soft_wrap=True)
-    report(trained, users, what, settings.picture, Accelerator(cpu=settings.cpu), console)
+            console.print(note, highlight=False, soft_wrap=True, markup=False)
+    report(trained, users, what, out, Accelerator(cpu=settings.cpu), console)
 
 
 def report_run(run: Path, console: Console) -> None:
-    """Print the test of a finished run, and draw it into the run's folder."""
+    """Print the measures of a finished run, of the test if it has one, and draw them into its folder."""
     trained = load(run, {})
-    report(
-        trained,
-        trained.data.part("test"),
-        "test",
-        run / PICTURE,
-        Accelerator(cpu=trained.settings.cpu),
-        console,
-    )
+    report(trained, *_of_split(trained, None), run, Accelerator(cpu=trained.settings.cpu), console)
+
+
+def _of_split(trained: Trained, split: str | None) -> tuple[Users, str]:
+    """The users of a split, and its name; by default the last there is."""
+    splits = trained.data.splits
+    name = split or list(splits)[-1]
+    if name not in splits:
+        raise BadInput("`--split` is test, but the run was started without `--test`.")
+    return splits[name], name
 
 
 def report(
     trained: Trained,
     users: Users,
     what: str,
-    picture: Path | None,
+    folder: Path,
     accelerator: Accelerator,
     console: Console,
 ) -> None:
@@ -98,7 +100,7 @@ def report(
         trained: The run.
         users: Who is recommended to, and what is to be found.
         what: What these are called.
-        picture: The PNG or SVG to write, or None.
+        folder: Where the picture goes.
         accelerator: Says where to compute.
         console: Where to print.
     """
@@ -107,7 +109,7 @@ def report(
         "popular items": by_popularity(trained.data.training),
     }
     with torch.no_grad(), ProgressBar(console) as progress:
-        bar = progress.add_task("users", total=(len(scores) + (picture is not None)) * len(users))
+        bar = progress.add_task("users", total=(len(scores) + 1) * len(users))
 
         def batches() -> Iterator[Batch]:
             for rows in torch.arange(len(users)).split(ROWS):
@@ -115,16 +117,18 @@ def report(
                 progress.advance(bar, len(rows))
 
         found = {name: measures(score, batches(), accelerator, KS) for name, score in scores.items()}
-        if picture is not None:
-            mean = len(users.labels) / len(users)
-            bins = calibration(next(iter(scores.values())), batches(), mean)
-            report_picture.draw(found, bins, picture)
+        mean = len(users.labels) / len(users)
+        bins = calibration(next(iter(scores.values())), batches(), mean)
     title = f"{len(users)} users, {what}, epoch {trained.epoch}, {trained.settings.model}; in %"
-    console.print(title, highlight=False, soft_wrap=True)
+    console.print(title, highlight=False, soft_wrap=True, markup=False)
     for measure in ("recall", "precision", "ndcg"):
         table = plain_table("", (measure, *(f"@{k}" for k in KS)))
         for name, values in found.items():
             table.add_row(name, *(f"{100 * values[f'{measure}@{k}']:.2f}" for k in KS))
         console.print(table)
-    if picture is not None:
-        console.print(f"The picture is {picture}.", soft_wrap=True)
+    report_picture.draw(found, bins, folder / PICTURE)
+    console.print(
+        f"The run is in {trained.run}, recall and calibration are drawn in {folder / PICTURE}.",
+        soft_wrap=True,
+        highlight=False,
+    )

@@ -10,7 +10,7 @@ from rich.console import Console
 from torch import Tensor, nn
 
 from torchlml_lab.engine.loop import Task
-from torchlml_lab.engine.run import in_percent, say_test, train
+from torchlml_lab.engine.run import train
 from torchlml_lab.engine.settings import read_settings
 from torchlml_lab.tasks.label_losses import LabelLoss
 from torchlml_lab.tasks.recommend.histories import Batch, Users
@@ -26,13 +26,12 @@ PRINTED = (CHOSEN_BY, "ndcg@20")
 
 
 def main(arguments: Sequence[str]) -> None:
-    """Read the options, train, and print and draw the test beside the popular items."""
+    """Read the options, train, and print and draw the measures beside those of the popular items."""
     from torchlml_lab.tasks.recommend.recall_report import report_run
 
     settings = read_settings(RecommendSettings, COMMAND, arguments, RecommendSettings())
     console = Console()
-    result = run(settings, console)
-    say_test(console, settings, result, in_percent(result["test"], PRINTED))
+    run(settings, console)
     if PartialState().is_main_process:
         report_run(settings.resume or settings.out, console)
 
@@ -58,7 +57,7 @@ def _introduction(settings: RecommendSettings, data: Data) -> str:
     users = int((training.counts > 0).sum())
     return (
         f"{users} users with {len(training) / users:.1f} of {len(training.items)} items each; for validation "
-        f"{len(data.validation)} items of {len(data.part('validation'))} users are set aside. "
+        f"{len(data.validation)} items of {len(data.splits['validation'])} users are set aside. "
         f"Trained with the loss {loss}."
     )
 
@@ -77,11 +76,12 @@ def task(settings: RecommendSettings, data: Data) -> Task:
         optimizer=optimizer,
         scheduler=torch.optim.lr_scheduler.LambdaLR(optimizer, lambda epoch: 1.0),
         training=Users(data.training, data.training),
-        held_out={"validation": data.part("validation"), "test": data.part("test")},
+        held_out=data.splits,
         loss=lambda network, batch: batch_loss(loss, network, batch),
         measure=measure,
         chosen_by=CHOSEN_BY,
         printed=PRINTED,
+        patience=settings.patience,
     )
 
 

@@ -2,7 +2,7 @@
 
 import zlib
 from pathlib import Path
-from typing import Literal, NamedTuple
+from typing import NamedTuple
 
 import torch
 
@@ -17,7 +17,7 @@ class Data(NamedTuple):
 
     training: Interactions
     validation: Interactions
-    test: Interactions
+    test: Interactions | None
     before_test: Interactions
     """What users have when the test begins: what was trained on, and what was set aside for validation."""
     everything: Interactions
@@ -32,11 +32,13 @@ class Data(NamedTuple):
         names = zlib.crc32("\n".join([*have.users, "", *have.items]).encode())
         return zlib.crc32(have.item.numpy().tobytes(), zlib.crc32(have.starts.numpy().tobytes(), names))
 
-    def part(self, split: Literal["validation", "test"]) -> Users:
-        """The users of a split, with what they have and what is to be found."""
-        if split == "validation":
-            return Users(self.training, self.validation)
-        return Users(self.before_test, self.test)
+    @property
+    def splits(self) -> dict[str, Users]:
+        """The users of `validation`, and of `test` if there is one: what they have, what is to be found."""
+        splits = {"validation": Users(self.training, self.validation)}
+        if self.test is not None:
+            splits["test"] = Users(self.before_test, self.test)
+        return splits
 
 
 def read(settings: RecommendSettings) -> Data:
@@ -56,17 +58,11 @@ def read(settings: RecommendSettings) -> Data:
         if later is not None and not len(later):
             raise BadInput(f"`--users` is {settings.users}: none of these has a pair in `{settings.test}`.")
     able = int((have.counts > 1).sum())
-    if able < (1 if later is not None else 2):
-        raise BadInput(f"`--train` names `{settings.train}`, where too few users have more than one item.")
-    if later is None:
-        have, later = set_aside(have, min(usual_count(able, settings), able // 2), seed=2)
-    training, validation = set_aside(have, usual_count(able, settings), seed=1)
+    if not able:
+        raise BadInput(f"`--train` names `{settings.train}`, where no user has more than one item.")
+    count = settings.validation or max(min(100, able // 4), min(3000, able // 10), 1)
+    training, validation = set_aside(have, count)
     return Data(training, validation, later, have, everything, notes)
-
-
-def usual_count(able: int, settings: RecommendSettings) -> int:
-    """Of how many of the users that have more than one item some are set aside."""
-    return settings.validation or max(min(100, able // 4), min(3000, able // 10), 1)
 
 
 def read_later(

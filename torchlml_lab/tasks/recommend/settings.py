@@ -7,6 +7,7 @@ from typing import Literal
 from torchlml_lab.engine.settings import TrainSettings
 from torchlml_lab.engine.settings import check as check_settings
 from torchlml_lab.errors import BadInput
+from torchlml_lab.readers.interactions import is_table
 from torchlml_lab.tasks.label_losses import LabelLoss, LossName, PerRow
 
 Model = Literal["autoencoder", "matrix-factorisation"]
@@ -25,7 +26,7 @@ class RecommendSettings(TrainSettings):
     train: Path | None = None
     """Who has what: lines `user item item ...`, CSV or TSV of pairs, or RecBole's .inter, plain or .gz."""
     test: Path | None = None
-    """What they took later, in a file of the same kinds; by default a part of `--train` that is set aside."""
+    """What they took later, in a file of the same kinds; by default the measures are those of validation."""
     columns: tuple[str, str] | None = None
     """The columns of users and items in CSV, TSV and .inter; by default those called user and item."""
     model: Model = "autoencoder"
@@ -41,8 +42,10 @@ class RecommendSettings(TrainSettings):
     """What the cosines of matrix factorisation are divided by, more than 0."""
     dropout: float = 0.5
     """The share of a user's items that the autoencoder does not see in training, from 0 to less than 1."""
-    epochs: int = 30
-    """How often the training data are seen, at least once."""
+    epochs: int = 50
+    """How often the training data are seen, at most."""
+    patience: int = 5
+    """After so many epochs without a better one the training ends."""
     batch_size: int = 128
     """Users per step, over all processes together; a multiple of the number of processes."""
     learning_rate: float = 0.01
@@ -58,8 +61,12 @@ def check(settings: RecommendSettings) -> None:
     check_settings(settings)
     if settings.train is None:
         raise BadInput("`--train` is missing: give a file of users and their items.")
+    if settings.columns is not None and not any(map(is_table, filter(None, (settings.train, settings.test)))):
+        raise BadInput(
+            f"`--columns` is for CSV, TSV and .inter, but `{settings.train}` has lines `user item item ...`."
+        )
     loss_of(settings)
-    for name in ("dimension", "validation", "users"):
+    for name in ("dimension", "patience", "validation", "users"):
         value = getattr(settings, name)
         if value is not None and value < 1:
             raise BadInput(f"`--{name}` is {value}, and must be at least 1.")

@@ -16,6 +16,7 @@ from torchlml_lab.tasks.recommend.settings import RecommendSettings
 class Trained(NamedTuple):
     """A run, ready to recommend."""
 
+    run: Path
     settings: RecommendSettings
     data: Data
     model: nn.Module
@@ -40,4 +41,4 @@ def load(run: Path, moved: dict[str, Path | None], with_test: bool = True) -> Tr
     best.load(model)
     if int(model.get_buffer("fingerprint")) != data.fingerprint:
         raise BadInput(f"The run `{run}` was trained on other data than `{settings.train}` holds now.")
-    return Trained(settings, data, model, best.epoch)
+    return Trained(run, settings, data, model, best.epoch)
