@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import gzip
+import os
 import time
+from pathlib import Path
 
 import pytest
 
@@ -111,3 +113,12 @@ def test_a_million_pairs_take_less_than_five_seconds(tmp_path):
     have = read_interactions(path, "--train")
     assert time.process_time() - start < 5
     assert len(have) + have.repeated == 1_000_000
+
+
+@pytest.mark.skipif("TORCHLML_DATA" not in os.environ, reason="TORCHLML_DATA does not name real data")
+def test_gowalla_is_read_whole():
+    folder = Path(os.environ["TORCHLML_DATA"]) / "gowalla"
+    have = read_interactions(folder / "train.txt.gz", "--train")
+    assert (len(have.users), len(have.items), len(have), have.repeated) == (29858, 40981, 810128, 0)
+    later, users, items = align(read_interactions(folder / "test.txt.gz", "--test"), have)
+    assert (len(later), users, items) == (217242, 0, 0)
