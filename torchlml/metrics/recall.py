@@ -28,7 +28,7 @@ def topk_recall(
         {'recall@1': tensor(0.5000), 'recall@2': tensor(0.5000), 'recall@3': tensor(1.)}
 
     Args:
-        preds: scores (..., n), or flat values with `offsets`.
+        preds: scores (..., n), or flat values with `offsets`, or a nested tensor, as in `torchlml.lml_loss`.
         target: the observed labels, in any form that `torchlml.lml_loss` takes.
         k: one number, and the result is a scalar; or several, and it is a dict.
         ignore_index: the class index that means "no label".
