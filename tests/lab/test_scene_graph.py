@@ -6,7 +6,8 @@ import re
 import pytest
 import torch
 from accelerate import Accelerator
-from torch.nn.functional import cross_entropy
+from torch import nn
+from torch.nn.functional import conv2d, cross_entropy
 
 import torchlml
 from tests.support.command_lines import each_refusal, refusals, refused
@@ -136,6 +137,41 @@ def test_the_bias_is_added_by_subject_and_object(training):
     biased = MotifNet(5, 4, bias, hidden=16).eval()
     added = bias[batch.labels[batch.edges[:, 0]], batch.labels[batch.edges[:, 1]]]
     torch.testing.assert_close(biased(batch), plain(batch) + added)
+
+
+def test_the_shift_of_the_bias_is_added_to_the_scores(training):
+    batch = GraphBatches(training).__getitems__(range(5))
+    model = MotifNet(5, 4, hidden=16).eval()
+    shift = torch.randn(len(batch.edges), 5)  # of "no relation" too, which only softmax scores
+    torch.testing.assert_close(model(batch._replace(bias_shift=shift)), model(batch) + shift[:, 1:])
+
+
+def test_the_masks_are_convolved(training):
+    """As torch convolves them, one edge at a time."""
+    batch = GraphBatches(training).__getitems__(range(3))
+    drawn = masks(*batch.boxes[batch.edges].unbind(1))
+    model = MotifNet(5, 4, hidden=16)
+    first, _, second, _, last = model.masks
+    for edge in range(3):
+        x = conv2d(drawn[edge], first.weight, first.bias, 2, 1).relu()
+        x = conv2d(x, second.weight, second.bias, 2, 1).relu().flatten()
+        torch.testing.assert_close(model.masks(drawn.flatten(1))[edge], last(x))
+
+
+def test_contexts_are_those_of_a_bidirectional_lstm(training):
+    batch = double(GraphBatches(training).__getitems__(range(6)))
+    model = network(training).eval()
+    inputs = torch.randn(len(batch.labels), 328, dtype=torch.float64)
+    plain = nn.LSTM(328, 8, bidirectional=True, batch_first=True).double()
+    weights = {
+        **model.object_context.onward.state_dict(),
+        **{f"{name}_reverse": one for name, one in model.object_context.back.state_dict().items()},
+    }
+    plain.load_state_dict(weights)
+    for i in range(6):
+        box = slice(*batch.box_offsets[i : i + 2])
+        expected = plain(inputs[box].unsqueeze(0))[0].squeeze(0)
+        torch.testing.assert_close(model.object_context(inputs, batch.box_offsets)[box], expected)
 
 
 def loop_loss(objective, scores, batch, k):
@@ -323,9 +359,9 @@ def test_two_processes(vg, tmp_path):
 def test_every_objective_trains_on_vrd(capsys, tmp_path, objective):
     folder = write_vrd(tmp_path / "vrd", draw(24))
     options = ["--vrd", str(folder), "--objective", objective, "--validation", "4", "--hidden", "16"]
-    more = ["--one-per-edge"] if objective == "bce" else ["--without-bias"]
+    more = {"softmax": "--leave-one-out", "bce": "--one-per-edge"}.get(objective, "--without-bias")
     out = ["--out", str(tmp_path / "run")]
-    assert cli.main(["train", "scene-graph", *options, *more, *out, "--epochs", "1"]) == 0
+    assert cli.main(["train", "scene-graph", *options, more, *out, "--epochs", "1"]) == 0
     assert re.search(
         r"Test of epoch 1, chosen on validation: R@20 \d.*%, .* \(vision-free\)", capsys.readouterr().out
     )
@@ -336,7 +372,8 @@ def test_every_objective_trains_on_vrd(capsys, tmp_path, objective):
     refusals("`{}` is {}.0", "--dropout 1", "--clip 0", "--weight-decay -1"),
     refusals("`{}` names `{}`", "--glove no.txt", "--counts no.npz"),
     {"--vrd x": "Exactly one of `--vg` (Visual Genome) and `--vrd`", "--objective hinge": "hinge"},
-    {"--counts no.npz --without-bias": "give one"},
+    {"--counts no.npz --without-bias": "give one", "--leave-one-out --without-bias": "give one"},
+    {"--counts no.npz --leave-one-out": "nothing to take out"},
     {"--region-features no.h5": "`no.h5` cannot be read: No such file"},
 )
 def test_bad_settings(capsys, vg, tmp_path, options, needle):

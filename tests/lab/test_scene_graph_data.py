@@ -2,6 +2,7 @@
 
 import json
 import os
+from itertools import permutations
 from pathlib import Path
 
 import h5py
@@ -14,7 +15,7 @@ from torchlml_lab.errors import BadInput
 from torchlml_lab.tasks.scene_graph import visual_genome, vrd
 from torchlml_lab.tasks.scene_graph.batches import GraphBatches, candidates
 from torchlml_lab.tasks.scene_graph.graphs import split
-from torchlml_lab.tasks.scene_graph.priors import log_frequencies, word_vectors
+from torchlml_lab.tasks.scene_graph.priors import LeaveOneOut, log_frequencies, word_vectors
 from torchlml_lab.tasks.scene_graph.regions import RegionFeatures
 
 # One pair has two relations and one of them twice; the boxes are not in order; one image has no relation.
@@ -264,18 +265,40 @@ def test_frequencies_are_counted(tmp_path):
 
 
 def test_counts_of_a_file_replace_the_relations(tmp_path):
-    training, _ = visual_genome.read(write_vg(tmp_path, draw(30)))
+    images = draw(30)
+    training, _ = visual_genome.read(write_vg(tmp_path, images))
     path = tmp_path / "counts.npz"
     columns = {"subject": [1, 1], "object": [2, 2], "predicate": [3, 4], "count": [30, 10]}
     np.savez(path, **{name: np.array(values) for name, values in columns.items()})
-    own, given = log_frequencies(training).exp() - 1e-3, log_frequencies(training, path).exp() - 1e-3
-    torch.testing.assert_close(given[0, 1, 0], own[0, 1, 0])
-    torch.testing.assert_close(given[0, 1, 3], 0.75 * own[0, 1, 1:].sum())
-    torch.testing.assert_close(given[1], own[1])
+    pairs = sum(
+        (one.labels[s], one.labels[o]) == (0, 1)
+        for one in images
+        if one.split == 0
+        for s, o in permutations(range(len(one.labels)), 2)
+    )
+    # All relations of the training images are between these classes now, three quarters of them of one kind.
+    relations = len(training.relations)
+    expected = torch.tensor([pairs + 1, 0, 0, 0.75 * relations, 0.25 * relations]) / (pairs + 1 + relations)
+    given = log_frequencies(training, path).exp() - 1e-3
+    torch.testing.assert_close(given[0, 1], expected)
+    torch.testing.assert_close(given[1], torch.eye(5)[0].expand(5, 5))  # of no other classes is any known
     for name, value in (("predicate", 5), ("subject", 0), ("count", -1)):
         np.savez(path, **{key: np.array([value] if key == name else [1]) for key in columns})
         with pytest.raises(BadInput, match=f"`{name}` that is"):
             log_frequencies(training, path)
+
+
+def test_leave_one_out_is_the_bias_of_the_other_images(tmp_path):
+    training, _ = visual_genome.read(write_vg(tmp_path, draw(24)))
+    batch = GraphBatches(training, shift=LeaveOneOut(training)).__getitems__([5, 0, 11, 3])
+    assert (batch.labels[batch.edges[1:]] == batch.labels[batch.edges[:-1]]).all(1).any()  # a pair comes twice
+    subject, object_ = batch.labels[batch.edges].unbind(1)
+    shifted = log_frequencies(training)[subject, object_] + batch.bias_shift
+    for i, image in enumerate(batch.images.tolist()):
+        others = training[torch.tensor([j for j in range(len(training)) if j != image])]
+        edge = slice(*batch.edge_offsets[i : i + 2])
+        torch.testing.assert_close(shifted[edge], log_frequencies(others)[subject[edge], object_[edge]])
+    assert batch.bias_shift.min() < -1  # relations that only their own image had
 
 
 def test_word_vectors(tmp_path):

@@ -4,6 +4,7 @@ import csv
 import json
 import re
 import shutil
+from dataclasses import replace
 
 import pytest
 
@@ -106,7 +107,7 @@ def test_tuning_looks_at_the_best_epoch_on_validation(tmp_path):
     with pytest.raises(BadInput, match="no run of the method `bce`"):
         grid(SweepSettings(methods=("bce",), tuned=path, run=common))
     with pytest.raises(BadInput, match="same data and seeds"):
-        recall_rows.best_rates([*found, record(learning_rate=3e-3, seed=5)], ["lml-20"], path)
+        recall_rows.best_rates([*found, record(learning_rate=3e-3, seed=5)], [("lml-20", "")], path)
 
 
 def test_a_k_that_was_not_tuned_has_the_learning_rate_of_the_nearest_that_was(tmp_path):
@@ -115,12 +116,38 @@ def test_a_k_that_was_not_tuned_has_the_learning_rate_of_the_nearest_that_was(tm
         record(method="lml-100", learning_rate=2e-3),
         record(method="truncated-entropy-50", learning_rate=5e-4),
     ]
-    wanted = ["lml-5", "lml-20", "lml-50", "lml-90", "lml-200", "truncated-entropy-20"]
+    methods = ("lml-5", "lml-20", "lml-50", "lml-90", "lml-200", "truncated-entropy-20")
+    wanted = [(method, "") for method in methods]
     best = recall_rows.best_rates(found, wanted, tmp_path)
     assert list(best) == wanted
     assert list(best.values()) == [1e-3, 1e-3, 1e-3, 2e-3, 2e-3, 5e-4]
     with pytest.raises(BadInput, match="no run of the method `softmax`"):
-        recall_rows.best_rates(found, ["softmax"], tmp_path)
+        recall_rows.best_rates(found, [("softmax", "")], tmp_path)
+
+
+def test_every_bias_is_tuned_for_itself(tmp_path):
+    path = tmp_path / "t.csv"
+    found = [
+        record(variant=variant, learning_rate=rate, recall=recall)
+        for variant, recalls in (("", (0.6, 0.7)), ("without-bias", (0.7, 0.6)), ("counts", (0.5, 0.8)))
+        for rate, recall in zip((1e-3, 2e-3), recalls, strict=True)
+    ]
+    recall_rows.TABLE.write(path, found)
+    common = SceneGraphSettings(vg=tmp_path, counts=tmp_path / "counts.npz")
+    biases = ("counted", "leave-one-out", "outside", "none")
+    settings = SweepSettings(methods=("lml-20",), biases=biases, seeds=(0, 1), tuned=path, run=common)
+    runs = grid(settings)
+    # What was not tuned has the rate of the usual runs.
+    assert [run.learning_rate for run in runs] == [2e-3, 2e-3, 2e-3, 1e-3] * 2
+    assert [run.seed for run in runs] == [0] * 4 + [1] * 4
+    assert [run.counts is not None for run in runs[:4]] == [False, False, True, False]
+    assert [run.leave_one_out for run in runs[:4]] == [False, True, False, False]
+    assert [run.without_bias for run in runs[:4]] == [False, False, False, True]
+    assert len({run.out for run in runs}) == 8
+    # Tuning goes through all biases with the first rate before the next.
+    tuning = grid(replace(settings, tuned=None, learning_rates=(2e-3, 1e-3), seeds=(0,)))
+    assert [run.learning_rate for run in tuning] == [2e-3] * 4 + [1e-3] * 4
+    assert {run.out for run in runs if run.seed == 0} < {run.out for run in tuning}
 
 
 def test_methods():
@@ -138,6 +165,8 @@ def test_methods():
     refusals("`{}` is given", "--run.k 5", "--run.objective bce"),
     refusals("`{}` is {}", "--workers 0"),
     {"--methods lml": "`--methods` has `lml`", "--methods lml-0 --once": "`--k` is 0"},
+    {"--biases none --run.without-bias": "`--run.without-bias` is given"},
+    {"--biases none outside": "`--biases outside` and `--run.counts` go together"},
 )
 def test_bad_sweeps(capsys, vg, tmp_path, options, needle):
     assert needle in refused(capsys, words(vg, tmp_path / "sweep", *options))

@@ -181,7 +181,7 @@ def relation_ranks(
     else:
         flat, number = torch.arange(scores.numel(), device=scores.device), scores.shape[1]
         scores, predicate, pair = scores.flatten(), flat % number, flat // number
-    best = scores.argsort(descending=True, stable=True)[:most]
+    best = _first(scores, most)
     subject, object_ = predicted["pairs"][pair[best]].unbind(-1)
     true_subject, true_object, true_predicate = true["relations"].unbind(-1)
     same_object = (predicted["labels"].unsqueeze(-1) == true["labels"]) & _overlapping(
@@ -195,6 +195,15 @@ def relation_ranks(
     place = torch.arange(len(best), device=match.device).unsqueeze(-1)
     place = torch.where(match, place, most)
     return place.amin(0) if len(best) else place.new_full((match.shape[1],), most)
+
+
+def _first(scores: Tensor, most: int) -> Tensor:
+    """The places of the `most` highest scores, the highest first, of equal ones the earlier first."""
+    if most < len(scores):
+        # Few reach the last of them, so that sorting those alone is quick; topk by itself orders ties at will.
+        kept = (scores >= scores.topk(most).values[-1]).nonzero().squeeze(-1)
+        return kept[scores[kept].argsort(descending=True, stable=True)[:most]]
+    return scores.argsort(descending=True, stable=True)
 
 
 def _overlapping(a: Tensor, b: Tensor) -> Tensor:
@@ -249,7 +258,8 @@ def _check(predicted: Mapping[str, Tensor], true: Mapping[str, Tensor], image: i
     _check_indices(pairs, len(predicted["boxes"]), f"`preds[{image}]['pairs']`", "boxes")
     _check_indices(relations[:, :2], len(true["boxes"]), f"`target[{image}]['relations']`", "boxes")
     _check_indices(relations[:, 2], scores.shape[1], f"`target[{image}]['relations']`", "predicates")
-    if len(pairs) and len(pairs.unique(dim=0)) < len(pairs):
+    subject, object_ = pairs.long().unbind(1)
+    if len((subject * len(predicted["boxes"]) + object_).unique()) < len(pairs):
         raise ValueError(f"`preds[{image}]['pairs']` must list every pair once, but one is in it twice.")
 
 

@@ -1,6 +1,6 @@
 """Scene graphs as the engine reads them: a batch of images in flat tensors, with all candidate edges."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import NamedTuple
 
 import torch
@@ -34,6 +34,8 @@ class Batch(NamedTuple):
     """(B, d): what a detector saw in each box, where the user has that."""
     union_features: Tensor | None
     """(E, d'): what it saw in the union of each pair."""
+    bias_shift: Tensor | None = None
+    """(E, 1 + predicates): what is added to the frequency bias, in training alone."""
 
 
 class GraphBatches(Dataset[Batch]):
@@ -42,10 +44,16 @@ class GraphBatches(Dataset[Batch]):
     Args:
         graphs: The images; each has at least two boxes.
         regions: Their region features, or None.
+        shift: Gives the `bias_shift` of a batch, or is None.
     """
 
-    def __init__(self, graphs: SceneGraphs, regions: RegionFeatures | None = None) -> None:
-        self.graphs, self.regions = graphs, regions
+    def __init__(
+        self,
+        graphs: SceneGraphs,
+        regions: RegionFeatures | None = None,
+        shift: Callable[[Batch], Tensor] | None = None,
+    ) -> None:
+        self.graphs, self.regions, self.shift = graphs, regions, shift
 
     def __len__(self) -> int:
         return len(self.graphs)
@@ -70,7 +78,7 @@ class GraphBatches(Dataset[Batch]):
         place = subject * (counts - 1).repeat_interleave(per_image) + object_ - (object_ > subject).long()
         place, order = (place + edge_offsets[:-1].repeat_interleave(per_image)).sort(stable=True)
         features = None if self.regions is None else self.regions.read(graphs, images)
-        return Batch(
+        batch = Batch(
             images=chosen,
             boxes=graphs.boxes[box] / graphs.sizes[chosen].repeat(1, 2).repeat_interleave(counts, 0),
             labels=graphs.labels[box],
@@ -82,6 +90,7 @@ class GraphBatches(Dataset[Batch]):
             box_features=None if features is None else features[0],
             union_features=None if features is None else features[1],
         )
+        return batch if self.shift is None else batch._replace(bias_shift=self.shift(batch))
 
 
 def candidates(box_offsets: Tensor) -> tuple[Tensor, Tensor]:

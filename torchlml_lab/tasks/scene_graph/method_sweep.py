@@ -1,12 +1,13 @@
-"""`torchlml sweep scene-graph`: the runs of the study and of its tuning, into one CSV."""
+"""`torchlml sweep scene-graph`: the runs of the studies and of their tuning, into one CSV."""
 
 import dataclasses
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
+from itertools import product
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from accelerate import Accelerator
 from rich.console import Console, Group
@@ -32,6 +33,7 @@ from torchlml_lab.tasks.scene_graph.recall_rows import FREQUENCY, Record, column
 from torchlml_lab.tasks.scene_graph.recalls import KS, MODES, RECALLS, frequency_recall
 
 METHODS = ("softmax", *(f"{one}-{k}" for one in ("lml", "truncated-entropy") for k in (20, 50, 100)), "bce")
+Bias = Literal["counted", "leave-one-out", "outside", "none"]
 # These settings of a run are the sweep's to choose.
 _CHOSEN = ("out", "resume", "objective", "k", "seed")
 
@@ -44,13 +46,16 @@ class SweepSettings(GridSettings):
     """The folder for the runs, one folder each; the same command continues what was stopped."""
     methods: tuple[str, ...] = METHODS
     """What is minimised: softmax, bce, and lml-K or truncated-entropy-K with any k."""
+    biases: tuple[Bias, ...] = ()
+    """The kinds of frequency bias of each method: counted on the training images; leave-one-out, where an
+    image is not counted in its own; outside, from the file of `--run.counts`; none. By default the run's."""
     once: tuple[str, ...] = ()
     """Those of the methods that are run with the first seed only."""
     seeds: tuple[int, ...] = (0, 1, 2)
     """The seeds of each method."""
     tuned: Path | None = None
-    """The CSV of an earlier sweep: each method gets the learning rate that was best on validation, and a k
-    that was not tuned that of its objective's nearest k."""
+    """The CSV of an earlier sweep: each method with each bias gets the learning rate that was best on
+    validation, and a k that was not tuned that of its objective's nearest k."""
     run: SceneGraphSettings = field(default_factory=SceneGraphSettings)
     """All that the runs have in common, as for `torchlml train scene-graph`."""
 
@@ -60,7 +65,7 @@ def main(arguments: Sequence[str]) -> None:
     settings = parse_settings(SweepSettings, f"sweep {EXPERIMENT}", arguments, SweepSettings())
     runs = grid(settings)
     check_places(settings)
-    baseline = frequencies(settings.run, read(settings.run))
+    baseline = frequencies(settings, read(settings.run))
 
     def write(path: Path, rows: Iterable[Record]) -> None:
         recall_rows.TABLE.write(path, [*baseline, *rows])
@@ -76,31 +81,57 @@ def grid(settings: SweepSettings) -> list[SceneGraphSettings]:
     for method in settings.once:
         if method not in parsed:
             raise BadInput(f"`--once` names `{method}`, which is none of the `--methods`.")
-    rates = dict.fromkeys(parsed, settings.learning_rates or (settings.run.learning_rate,))
+    kinds = _kinds(settings)
+    cells = [(method, variant(kind)) for kind in kinds for method in parsed]
+    rates = dict.fromkeys(cells, settings.learning_rates or (settings.run.learning_rate,))
     if settings.tuned is not None:
         if settings.learning_rates:
             raise BadInput("`--tuned` chooses the learning rates: do not give them too.")
         rows = recall_rows.TABLE.read(settings.tuned, "--tuned")
-        best = recall_rows.best_rates(rows, settings.methods, settings.tuned)
-        rates = {method: (rate,) for method, rate in best.items()}
+        best = recall_rows.best_rates(rows, cells, settings.tuned)
+        rates = {cell: (rate,) for cell, rate in best.items()}
     runs = []
-    # The seed varies slowest: a sweep that is stopped early still has every method.
-    for seed in settings.seeds:
-        for method, (objective, k) in parsed.items():
-            if method in settings.once and seed != settings.seeds[0]:
-                continue
-            for rate in rates[method]:
-                one = dataclasses.replace(
-                    settings.run,
-                    out=settings.out / f"{method}_lr{rate:g}_seed{seed}",
-                    objective=objective,
-                    k=settings.run.k if k is None else k,
-                    seed=seed,
-                    learning_rate=rate,
-                )
-                check(one)
-                runs.append(one)
+    # The seed varies slowest, then the place in the list of rates: a sweep that is stopped early still has
+    # every method, and the rates that stand first.
+    tries = max(len(found) for found in rates.values())
+    for seed, place, kind, method in product(settings.seeds, range(tries), kinds, parsed):
+        if method in settings.once and seed != settings.seeds[0]:
+            continue
+        found = rates[method, variant(kind)]
+        if place < len(found):
+            objective, k = parsed[method]
+            named = f"{variant(kind) or 'bias'}_" if settings.biases else ""
+            one = dataclasses.replace(
+                kind,
+                out=settings.out / f"{named}{method}_lr{found[place]:g}_seed{seed}",
+                objective=objective,
+                k=settings.run.k if k is None else k,
+                seed=seed,
+                learning_rate=found[place],
+            )
+            check(one)
+            runs.append(one)
     return list({one.out: one for one in runs}.values())
+
+
+def _kinds(settings: SweepSettings) -> list[SceneGraphSettings]:
+    """What the runs have in common, once for each kind of bias."""
+    if not settings.biases:
+        return [settings.run]
+    if settings.run.without_bias or settings.run.leave_one_out:
+        given = "without-bias" if settings.run.without_bias else "leave-one-out"
+        raise BadInput(f"`--run.{given}` is given, but `--biases` chooses it for each run.")
+    if ("outside" in settings.biases) != (settings.run.counts is not None):
+        raise BadInput("`--biases outside` and `--run.counts` go together: give both or none of them.")
+    return [
+        dataclasses.replace(
+            settings.run,
+            counts=settings.run.counts if bias == "outside" else None,
+            leave_one_out=bias == "leave-one-out",
+            without_bias=bias == "none",
+        )
+        for bias in settings.biases
+    ]
 
 
 def rows_of(settings: SceneGraphSettings, result: dict[str, Any]) -> list[Record]:
@@ -119,13 +150,27 @@ def rows_of(settings: SceneGraphSettings, result: dict[str, Any]) -> list[Record
     ]
 
 
-def frequencies(settings: SceneGraphSettings, splits: Splits) -> list[Record]:
-    """The rows of the frequencies alone, on validation and test."""
+def frequencies(settings: SweepSettings, splits: Splits) -> list[Record]:
+    """The rows of the frequencies alone, on validation and test, for each source of counts."""
     accelerator = Accelerator(cpu=True)
+    sources = {kind.counts: kind for kind in _kinds(settings)}
     return [
-        _record(settings, FREQUENCY, name, frequency_recall(splits, name, settings.counts, accelerator))
+        _record(kind, FREQUENCY, name, frequency_recall(splits, name, counts, accelerator))
+        for counts, kind in sources.items()
         for name in ("validation", "test")
     ]
+
+
+def variant(settings: SceneGraphSettings, trained: bool = True) -> str:
+    """What differs from the usual run, for the column of that name; without training only the counts can."""
+    differs = {
+        "one-per-edge": settings.one_per_edge and trained,
+        "without-bias": settings.without_bias and trained,
+        "leave-one-out": settings.leave_one_out and trained,
+        "glove": settings.glove is not None and trained,
+        "counts": settings.counts is not None,
+    }
+    return "+".join(name for name, is_so in differs.items() if is_so)
 
 
 def _record(
@@ -138,17 +183,11 @@ def _record(
     seconds: float = 0.0,
 ) -> Record:
     trained = method != FREQUENCY
-    variant = {
-        "one-per-edge": settings.one_per_edge and trained,
-        "without-bias": settings.without_bias and trained,
-        "glove": settings.glove is not None and trained,
-        "counts": settings.counts is not None,
-    }
     return Record(
         data="vg" if settings.vg is not None else "vrd",
         vision=vision(settings) if trained else "vision-free",
         method=method,
-        variant="+".join(name for name, is_so in variant.items() if is_so),
+        variant=variant(settings, trained),
         seed=settings.seed if trained else 0,
         learning_rate=settings.learning_rate if trained else 0.0,
         epochs=settings.epochs if trained else 0,

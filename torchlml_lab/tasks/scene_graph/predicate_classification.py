@@ -21,7 +21,7 @@ from torchlml_lab.tasks.scene_graph.batches import Batch, GraphBatches
 from torchlml_lab.tasks.scene_graph.graphs import Splits, split
 from torchlml_lab.tasks.scene_graph.model import MotifNet
 from torchlml_lab.tasks.scene_graph.objectives import Objective
-from torchlml_lab.tasks.scene_graph.priors import log_frequencies, word_vectors
+from torchlml_lab.tasks.scene_graph.priors import LeaveOneOut, log_frequencies, word_vectors
 from torchlml_lab.tasks.scene_graph.recalls import CHOSEN_BY, RECALLS, measure, score
 from torchlml_lab.tasks.scene_graph.regions import RegionFeatures
 
@@ -54,6 +54,8 @@ class SceneGraphSettings(TrainSettings):
     """GloVe vectors to start label embeddings from: the official text, or an npz of `names`, `vectors`."""
     counts: Path | None = None
     """An npz of `subject`, `object`, `predicate`, `count` (from 1 on) to make the frequency bias from."""
+    leave_one_out: bool = False
+    """Take an image out of the counts of its own frequency bias, in training."""
     without_bias: bool = False
     """Leave out the frequency bias, which is otherwise counted on the training images."""
     region_features: Path | None = None
@@ -112,9 +114,14 @@ def check(settings: SceneGraphSettings) -> None:
         raise BadInput(f"`--weight-decay` is {settings.weight_decay}, and must be finite and at least 0.")
     if not settings.clip > 0:
         raise BadInput(f"`--clip` is {settings.clip}, and must be more than 0.")
-    if settings.counts is not None and settings.without_bias:
+    if settings.without_bias and (settings.counts is not None or settings.leave_one_out):
+        given = "--leave-one-out" if settings.counts is None else "--counts"
         raise BadInput(
-            "`--counts` makes the frequency bias that `--without-bias` leaves out: give one of them."
+            f"`{given}` makes the frequency bias that `--without-bias` leaves out: give one of them."
+        )
+    if settings.counts is not None and settings.leave_one_out:
+        raise BadInput(
+            "`--counts` are of other images, so `--leave-one-out` has nothing to take out: give one of them."
         )
 
 
@@ -152,7 +159,9 @@ def task(settings: SceneGraphSettings, splits: Splits) -> Task:
         model=model,
         optimizer=optimizer,
         scheduler=torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, settings.epochs),
-        training=GraphBatches(splits.training, regions),
+        training=GraphBatches(
+            splits.training, regions, LeaveOneOut(splits.training) if settings.leave_one_out else None
+        ),
         held_out={name: GraphBatches(part, regions) for name, part in parts.items()},
         loss=loss,
         measure=measure_all,

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from torchlml_lab.errors import BadInput
-from torchlml_lab.tasks.scene_graph.batches import candidates
+from torchlml_lab.tasks.scene_graph.batches import Batch, candidates
 from torchlml_lab.tasks.scene_graph.graphs import SceneGraphs
 
 # Added to each frequency before the logarithm, as in Motifs.
@@ -20,13 +20,55 @@ def log_frequencies(training: SceneGraphs, counts: Path | None = None) -> Tensor
 
     Args:
         training: The images in which pairs and relations are counted.
-        counts: An npz with `subject`, `object`, `predicate` and `count`, numbered from 1 on, that replaces
-            the relations counted there; how often a pair has any relation is still taken from `training`.
+        counts: An npz with `subject`, `object`, `predicate` and `count`, numbered from 1 on, whose relations
+            are taken in place of those of `training`, scaled to as many as there are. How often a pair of
+            classes stands in an image is still counted in `training`.
 
     Returns:
         (objects, objects, 1 + predicates), float32: log(frequency + 0.001), as the bias of Motifs.
     """
-    objects, predicates = len(training.objects), len(training.predicates)
+    none, found = _count(training)
+    if counts is not None:
+        given = _read_counts(counts, *_sizes(training))
+        found = given * (found.sum() / given.sum().clamp(min=1))
+    return _logarithm(none, found).float().unflatten(0, (len(training.objects), -1))
+
+
+class LeaveOneOut:
+    """What must be added to the frequency bias so that an image of the training is not counted in its own.
+
+    A bias that was counted on the images it is trained with has seen the answer: a pair of classes that only
+    one image has is given exactly that image's relation.
+
+    Args:
+        training: The images the bias is counted in.
+    """
+
+    def __init__(self, training: SceneGraphs) -> None:
+        self.none, self.found = _count(training)
+        self.objects = len(training.objects)
+
+    def __call__(self, batch: Batch) -> Tensor:
+        """The shift (E, 1 + predicates) for the edges of some of these images."""
+        pairs, predicates = self.found.shape
+        subject, object_ = batch.labels[batch.edges].unbind(1)
+        image = torch.arange(len(batch.images)).repeat_interleave(batch.edge_offsets.diff())
+        # The edges of an image between the same two classes share their shift.
+        key, group = torch.unique((image * pairs) + subject * self.objects + object_, return_inverse=True)
+        place = group[batch.relation_edges] * predicates + batch.relation_predicates
+        own_none = torch.bincount(group, minlength=len(key))
+        own = torch.bincount(place, minlength=len(key) * predicates).view(-1, predicates)
+        none, found = self.none[key % pairs], self.found[key % pairs]
+        return (_logarithm(none - own_none, found - own) - _logarithm(none, found)).float()[group]
+
+
+def _sizes(graphs: SceneGraphs) -> tuple[int, int]:
+    return len(graphs.objects), len(graphs.predicates)
+
+
+def _count(training: SceneGraphs) -> tuple[Tensor, Tensor]:
+    """How often a pair of classes stands in an image, plus one (objects^2,), and related (.., predicates)."""
+    objects, predicates = _sizes(training)
     edges, _ = candidates(training.box_offsets)
     subject, object_ = training.labels[edges].unbind(1)
     # As in Motifs, every pair counts once as "no relation", and relations count on top of that.
@@ -34,14 +76,13 @@ def log_frequencies(training: SceneGraphs, counts: Path | None = None) -> Tensor
     first = training.box_offsets[:-1].repeat_interleave(training.relation_offsets.diff())
     ends = training.labels[first.unsqueeze(1) + training.relations[:, :2]]
     place = (ends[:, 0] * objects + ends[:, 1]) * predicates + training.relations[:, 2]
-    found = torch.bincount(place, minlength=objects**2 * predicates).double().view(-1, predicates)
-    if counts is not None:
-        given = _read_counts(counts, objects, predicates)
-        seen = found.sum(1, keepdim=True)
-        found = torch.where(given.sum(1, keepdim=True) > 0, given / given.sum(1, keepdim=True) * seen, found)
+    return none, torch.bincount(place, minlength=objects**2 * predicates).double().view(-1, predicates)
+
+
+def _logarithm(none: Tensor, found: Tensor) -> Tensor:
+    """The bias (pairs, 1 + predicates) of counts, float64."""
     table = torch.cat((none.unsqueeze(1), found), 1)
-    table = table / table.sum(1, keepdim=True)
-    return (table + FLOOR).log().float().view(objects, objects, -1)
+    return (table / table.sum(1, keepdim=True) + FLOOR).log()
 
 
 def word_vectors(path: Path, names: tuple[str, ...]) -> Tensor:

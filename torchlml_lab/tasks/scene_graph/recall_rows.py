@@ -68,27 +68,33 @@ TABLE = StudyTable(
 )
 
 
-def best_rates(records: Sequence[Record], methods: Sequence[str], path: Path) -> dict[str, float]:
-    """For each method the learning rate with the best recall on validation.
+def best_rates(
+    records: Sequence[Record], cells: Sequence[tuple[str, str]], path: Path
+) -> dict[tuple[str, str], float]:
+    """For each method and variant the learning rate with the best recall on validation.
 
     Args:
         records: The rows of a tuning sweep; those of the test are not looked at.
-        methods: The methods that are needed.
+        cells: The pairs of method and variant that are needed.
         path: Where the rows come from, for the error.
 
     Returns:
-        The learning rate by method; a k that was not tuned has that of its objective's nearest k. A method
-        that is missing, or learning rates that were not tried with the same seeds, raise `BadInput`.
+        The learning rate by method and variant. A k that was not tuned has that of its objective's nearest k,
+        a variant of which nothing was tuned that of the usual runs. A method that is missing, or learning
+        rates that were not tried with the same seeds, raise `BadInput`.
     """
-    tried = [
-        Tried(row.method, (row.learning_rate,), (row.data, row.seed), row.recall)
-        for row in records
-        if row.split == "validation" and row.chosen
-    ]
-    names = {one.method for one in tried}
-    models = {method: _nearest(method, names) for method in methods}
-    best = table.best_recipes(tried, list(models.values()), path, "method", "learning rate", "data and seeds")
-    return {method: best[model][0] for method, model in models.items()}
+    rates = {}
+    for method, variant in cells:
+        rows = [row for row in records if row.split == "validation" and row.chosen]
+        of_variant = [row for row in rows if row.variant == variant]
+        tried = [
+            Tried(row.method, (row.learning_rate,), (row.data, row.seed), row.recall)
+            for row in of_variant or [row for row in rows if not row.variant]
+        ]
+        model = _nearest(method, {one.method for one in tried})
+        best = table.best_recipes(tried, [model], path, "method", "learning rate", "data and seeds")
+        rates[method, variant] = best[model][0]
+    return rates
 
 
 def _nearest(method: str, tuned: Collection[str]) -> str:
