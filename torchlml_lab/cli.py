@@ -36,6 +36,7 @@ COMMANDS = {
     "demo": Command(
         "torchlml_lab.tasks.hidden_labels.demo", "learn the labels nobody wrote down, with five losses"
     ),
+    "which-k": Command("torchlml_lab.tasks.hidden_labels.which_k", "measure what a wrong k costs"),
     "info": Command("torchlml_lab.info", "print versions, the kernel in use, threads, devices, extras"),
     "gpu-check": Command("torchlml_lab.gpu_check.check_gpu", "check and time the kernels on your GPU"),
     "bench": Command("torchlml_lab.bench.benchmarks", "time the layer, its relatives and the losses"),

@@ -44,7 +44,7 @@ def test_measures_by_hand():
     p = torch.full((2, 10), 0.05)
     p[0, 0], p[0, 1] = 0.95, 0.65  # exactly right
     p[1, 3], p[1, 4] = 0.95, 0.85  # 2 is missed, 4 is wrong
-    found = measure(p, p, shown, k=2)
+    found = measure(p, p, shown)
     assert found.recall == pytest.approx(3 / 4)
     assert found.hidden_recall == pytest.approx(1 / 2)
     assert found.exact == pytest.approx(1 / 2)

@@ -113,7 +113,7 @@ def run(settings: DemoSettings, console: Console) -> tuple[Results, Images, dict
             for name, probability in named:
                 answers[name] = probability[0, :SHOWN]
                 for (condition, _), one, ranking, test in zip(pairs, probability, logits, tests, strict=True):
-                    new = measure(one, ranking, test, settings.k)
+                    new = measure(one, ranking, test)
                     results.setdefault((condition, name), []).append(new)
     shown = Images(tests[0].pixels[:SHOWN], tests[0].present[:SHOWN], tests[0].named[:SHOWN])
     return results, shown, answers

@@ -19,14 +19,16 @@ SKEW = 16.0
 
 @dataclass(frozen=True)
 class Images:
-    """N images of k digits: pixels (N, 8, 8 k), present (N, 10) bool, and the one digit named, (N,) int64."""
+    """N images of up to k digits: pixels (N, 8, 8 k), present (N, 10) bool, the digit named, (N,) int64."""
 
     pixels: Tensor
     present: Tensor
     named: Tensor
 
 
-def make(k: int, train: int, test: int, condition: str, seed: int) -> tuple[Images, Images]:
+def make(
+    k: int, train: int, test: int, condition: str, seed: int, varying: bool = False
+) -> tuple[Images, Images]:
     """Put the training and the test images together.
 
     Example:
@@ -38,6 +40,7 @@ def make(k: int, train: int, test: int, condition: str, seed: int) -> tuple[Imag
         test: How many test images.
         condition: "uniform", each digit of an image is equally likely to be the one named; or "skewed".
         seed: The images depend on it, but not on the condition: both name labels of the same images.
+        varying: Show from 1 to k digits, each number as often; the places of the others are empty.
 
     Returns:
         The training and the test images.
@@ -50,7 +53,7 @@ def make(k: int, train: int, test: int, condition: str, seed: int) -> tuple[Imag
     cut = 2 * len(digits) // 3
     pools = (order[:cut], order[cut:])
     shown = [
-        _show(pixels[pool], digits[pool], k, count, generator)
+        _show(pixels[pool], digits[pool], k, count, generator, varying)
         for pool, count in zip(pools, (train, test), strict=True)
     ]
     odds = torch.ones(CLASSES)
@@ -64,15 +67,20 @@ def make(k: int, train: int, test: int, condition: str, seed: int) -> tuple[Imag
 
 
 def _show(
-    pixels: Tensor, digits: Tensor, k: int, count: int, generator: torch.Generator
+    pixels: Tensor, digits: Tensor, k: int, count: int, generator: torch.Generator, varying: bool
 ) -> tuple[Tensor, Tensor]:
-    """Draw k different digits for each image, a handwritten example of each, and set them side by side."""
+    """Draw up to k different digits for each image, an example of each, and set them side by side."""
     chosen = torch.rand(count, CLASSES, generator=generator).argsort(1)[:, :k]
     examples = torch.empty_like(chosen)
     for digit in range(CLASSES):
         where = chosen == digit
         candidates = (digits == digit).nonzero().squeeze(1)
         examples[where] = candidates[torch.randint(len(candidates), (int(where.sum()),), generator=generator)]
-    side_by_side = pixels[examples].permute(0, 2, 1, 3).reshape(count, SIDE, k * SIDE)
-    present = torch.zeros(count, CLASSES, dtype=torch.bool).scatter(1, chosen, True)
+    shown = torch.ones(count, k, dtype=torch.bool)
+    if varying:
+        number = torch.randint(1, k + 1, (count, 1), generator=generator)
+        shown = torch.rand(count, k, generator=generator).argsort(1) < number
+    one_by_one = pixels[examples] * shown[..., None, None]
+    side_by_side = one_by_one.permute(0, 2, 1, 3).reshape(count, SIDE, k * SIDE)
+    present = torch.zeros(count, CLASSES, dtype=torch.bool).scatter(1, chosen, shown)
     return side_by_side, present

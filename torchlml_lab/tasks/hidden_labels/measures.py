@@ -43,20 +43,20 @@ Results = Mapping[tuple[str, str], list[Measured]]
 """For each (condition, method) one `Measured` per seed, in the order of the seeds."""
 
 
-def measure(p: Tensor, ranking: Tensor, images: Images, k: int) -> Measured:
+def measure(p: Tensor, ranking: Tensor, images: Images) -> Measured:
     """Compare predictions with what the images show.
 
     Args:
         p: (N, 10), the probability that the digit is in the image.
         ranking: (N, 10), what the digits are ranked by: the logits, which still differ where p rounds to 1.
         images: The test images.
-        k: How many digits each shows.
 
     Returns:
-        The measures. Calibration puts all pairs of image and digit into ten bins by their p and averages the
+        The measures, where recall is among as many digits as an image shows. Calibration puts all pairs of image and digit into ten bins by their p and averages the
         distance between the mean p and the share of digits present in a bin, weighted by the bin's size.
     """
-    top = torch.zeros_like(images.present).scatter(-1, ranking.topk(k, -1).indices, True)
+    rank = ranking.argsort(-1, descending=True).argsort(-1)
+    top = rank < images.present.sum(-1, keepdim=True)
     hidden = images.present.scatter(-1, images.named.unsqueeze(-1), False)
     reliability = _reliability(p, images.present)
     number, said, present = reliability

@@ -22,6 +22,10 @@ BATCH = 100
 LEARNING_RATE = 2e-3
 
 
+Index = tuple[Tensor, Tensor]
+"""Which set and which image, each row."""
+
+
 @dataclass(frozen=True)
 class Method:
     """A loss of the logits (rows, 10) and the named label, and its probability of "is in the image"."""
@@ -82,19 +86,20 @@ class StackedNetworks(nn.Module):
     Args:
         generators: One for each network: it draws the first weights.
         inputs: How many numbers a network sees.
+        outputs: How many it gives.
     """
 
-    def __init__(self, generators: Sequence[torch.Generator], inputs: int) -> None:
+    def __init__(self, generators: Sequence[torch.Generator], inputs: int, outputs: int = CLASSES) -> None:
         super().__init__()
         first = torch.stack([torch.randn(inputs, HIDDEN, generator=one) for one in generators])
-        second = torch.stack([torch.randn(HIDDEN, CLASSES, generator=one) for one in generators])
+        second = torch.stack([torch.randn(HIDDEN, outputs, generator=one) for one in generators])
         self.first = nn.Parameter(first * (2 / inputs) ** 0.5)
         self.first_bias = nn.Parameter(torch.zeros(len(generators), 1, HIDDEN))
         self.second = nn.Parameter(second * (1 / HIDDEN) ** 0.5)
-        self.second_bias = nn.Parameter(torch.zeros(len(generators), 1, CLASSES))
+        self.second_bias = nn.Parameter(torch.zeros(len(generators), 1, outputs))
 
     def forward(self, x: Tensor) -> Tensor:
-        """The logits (sets, rows, 10) of inputs (sets, rows, inputs)."""
+        """The outputs (sets, rows, 10) of inputs (sets, rows, inputs)."""
         hidden = torch.baddbmm(self.first_bias, x, self.first).relu()
         return torch.baddbmm(self.second_bias, hidden, self.second)
 
@@ -120,25 +125,53 @@ def train(
     Returns:
         The trained networks, one for each data set.
     """
-    x = torch.stack([images.pixels.flatten(1) for images in sets])
     named = torch.stack([images.named for images in sets])
+
+    def loss(outputs: Tensor, where: Index) -> Tensor:
+        return method.loss(outputs.flatten(0, 1), named[where].flatten(), k)
+
+    return fit(loss, sets, seeds, epochs, step)
+
+
+def fit(
+    loss: Callable[[Tensor, Index], Tensor],
+    sets: Sequence[Images],
+    seeds: Sequence[int],
+    epochs: int,
+    step: Callable[[], None] = lambda: None,
+    outputs: int = CLASSES,
+) -> StackedNetworks:
+    """Train one network per data set.
+
+    Args:
+        loss: The loss of each row, from the outputs (sets, rows, outputs) and which images of which set the
+            rows are, an index into tensors (sets, images, ...).
+        sets: The training images of each data set, all of one size.
+        seeds: The seed of each: it decides the first weights and the order of the batches.
+        epochs: How often each image is seen.
+        step: Called after every epoch.
+        outputs: How many numbers a network gives.
+
+    Returns:
+        The trained networks, one for each data set.
+    """
+    x = torch.stack([images.pixels.flatten(1) for images in sets])
     generators = [torch.Generator().manual_seed(seed) for seed in seeds]
-    networks = StackedNetworks(generators, x.shape[2])
+    networks = StackedNetworks(generators, x.shape[2], outputs)
     optimizer = torch.optim.Adam(networks.parameters(), lr=LEARNING_RATE)
     row = torch.arange(len(sets)).unsqueeze(1)
 
-    def batches() -> Iterator[tuple[Tensor, Tensor]]:
+    def batches() -> Iterator[Index]:
         order = torch.stack([torch.randperm(x.shape[1], generator=one) for one in generators])
         for batch in order.split(BATCH, 1):
-            yield x[row, batch], named[row, batch]
+            yield row, batch
 
-    def loss(model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
-        values = method.loss(model(batch[0]).flatten(0, 1), batch[1].flatten(), k)
+    def mean_loss(model: nn.Module, where: Index) -> Tensor:
         # The mean of each network's own batch: the gradient of one does not depend on the others.
-        return values.sum() / batch[1].shape[1]
+        return loss(model(x[where]), where).sum() / where[1].shape[1]
 
     accelerator = Accelerator(cpu=True)
     for _ in range(epochs):
-        train_epoch(networks, optimizer, loss, batches(), accelerator)
+        train_epoch(networks, optimizer, mean_loss, batches(), accelerator)
         step()
     return networks.eval()
