@@ -1,6 +1,7 @@
 """The CIFAR-100 study: hostile and damaged files, label noise, augmentation, networks, losses, accuracies."""
 
 import dataclasses
+import json
 import pickle
 import subprocess
 import sys
@@ -10,13 +11,22 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from rich.console import Console
 
 import torchlml
+from tests.support.features import write_features
 from torchlml_lab import cli
 from torchlml_lab.engine import estimate
 from torchlml_lab.errors import BadInput
-from torchlml_lab.tasks.cifar100 import archive, networks, samples
-from torchlml_lab.tasks.cifar100.classification import LOSSES, Cifar100Settings, accuracies, loss_of, task
+from torchlml_lab.tasks.cifar100 import archive, networks, noise_sweep, samples
+from torchlml_lab.tasks.cifar100.classification import (
+    LOSSES,
+    Cifar100Settings,
+    accuracies,
+    loss_of,
+    run,
+    task,
+)
 
 
 def batch(count, seed=0):
@@ -371,3 +381,27 @@ def test_the_published_network_on_a_cpu_says_what_to_use_instead(monkeypatch):
 )
 def test_durations_in_words(seconds, said):
     assert estimate.in_words(seconds) == said
+
+
+def test_a_wide_head_learns_wrong_labels_by_heart(tmp_path):
+    """And the row of a sweep says so, beside what that leaves on clean labels."""
+    settings = Cifar100Settings(
+        features=write_features(tmp_path, 16),
+        head="wide",
+        loss="cross-entropy",
+        noise=1.0,
+        samples=300,
+        validation=500,
+        batch_size=50,
+        weight_decay=0.0,
+        epochs=30,
+        out=tmp_path / "run",
+        cpu=True,
+        threads=1,
+    )
+    row = noise_sweep.record(settings, run(settings, Console(quiet=True)))
+    assert row.source == "wide-head"
+    assert row.train_top1 > 0.99
+    assert 0 < row.last_top1 < row.last_topk < 0.8
+    lines = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
+    assert [row.train_topk, row.last_topk] == [line["top5"] for line in lines if line["epoch"] == 30][:2]

@@ -76,6 +76,12 @@ def same(one, other):
     assert weights[0] == weights[1]
 
 
+def lines_of(run):
+    """The metrics of a run on validation and test."""
+    lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    return [line for line in lines if line["split"] != "train"]
+
+
 def test_a_run_is_recorded(whole):
     run = json.loads((whole / "run.json").read_text())
     assert run["experiment"] == "cifar100"
@@ -84,7 +90,7 @@ def test_a_run_is_recorded(whole):
     settings = json.loads((whole / "settings.json").read_text())
     assert settings["noise"] == 0.4
     assert set(settings) == {f.name for f in dataclasses.fields(Cifar100Settings)} - {"resume", "overwrite"}
-    lines = [json.loads(line) for line in (whole / "metrics.jsonl").read_text().splitlines()]
+    lines = lines_of(whole)
     assert [line["epoch"] for line in lines[:-1]] == [1, 2, 3, 4, 5, 6]
     best = max(lines[:-1], key=lambda line: (line["top5"], -line["epoch"]))
     result = json.loads((whole / "result.json").read_text())
@@ -225,7 +231,7 @@ def test_a_run_is_written_by_one_process(features, tmp_path, capsys):
     finally:
         running.kill()
     # The lock died with its process.
-    epochs = [json.loads(line)["epoch"] for line in (out / "metrics.jsonl").read_text().splitlines()]
+    epochs = [line["epoch"] for line in lines_of(out)]
     assert epochs == list(range(1, len(epochs) + 1))
     again = start(resume(out))
     wait_for_epoch(out, epochs[-1] + 1, again)
@@ -254,8 +260,7 @@ def test_overwrite_removes_the_run_and_nothing_else(capsys, features, unfinished
     (unfinished / "notes.txt").write_text("mine")
     assert cli.main(words(features, unfinished, "--overwrite", "--epochs", "1")) == 0
     assert (unfinished / "notes.txt").read_text() == "mine"
-    lines = (unfinished / "metrics.jsonl").read_text().splitlines()
-    assert [json.loads(line)["epoch"] for line in lines] == [1, 1]
+    assert [line["epoch"] for line in lines_of(unfinished)] == [1, 1]
     assert cli.main(["train", "cifar100", "--resume", str(unfinished), "--overwrite"]) == 2
     assert "`--overwrite`" in capsys.readouterr().err
 
@@ -349,7 +354,7 @@ def test_two_processes(features, tmp_path):
     assert printed.count("Test of epoch") == 1
     state = json.loads((out / "state.json").read_text())
     assert state["processes"] == 2
-    lines = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
+    lines = lines_of(out)
     assert [line["epoch"] for line in lines[:-1]] == [1, 2, 3, 4, 5, 6]
     # It learned, and every sample was counted once: the test is that of one process with the same weights.
     assert lines[-1]["top5"] > 0.5

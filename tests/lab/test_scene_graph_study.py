@@ -264,6 +264,39 @@ def test_figure_and_tables(capsys, swept, tmp_path):
     assert f"| softmax | 1 | {100 * softmax.r20:.1f} | {100 * softmax.r50:.1f} |" in "\n".join(lines)
 
 
+def test_the_figure_of_the_biases(capsys, tmp_path):
+    rows = [
+        record(
+            method=method,
+            variant=variant,
+            split=split,
+            seed=seed,
+            learning_rate=rate,
+            r20=recall + 0.02 * seed,
+        )
+        for method, rate in (("softmax", 1e-3), ("lml-20", 2e-3))
+        for variant, recall in (("", 0.4), ("leave-one-out", 0.5), ("counts", 0.6), ("without-bias", 0.7))
+        for split in ("validation", "test")
+        for seed in (0, 1)
+    ]
+    rows += [record(method="frequency", variant=one, split="test", seed=0) for one in ("", "counts")]
+    path, picture = tmp_path / "b.csv", tmp_path / "b.png"
+    recall_rows.TABLE.write(path, rows)
+    words = ["figures", "scene-graph-bias", "--csv", str(path), "--out", str(picture)]
+    assert cli.main(words) == 0
+    assert picture.read_bytes().startswith(b"\x89PNG")
+    lines = picture.with_suffix(".md").read_text().splitlines()
+    assert len([line for line in lines if line.startswith("| lml-20 |")]) == 8
+    assert "| lml-20 | none | 0.002 | 2 | 50.0±0.0 | 71.0±1.4 |" in "\n".join(lines)
+    assert [line.split(" | ")[1] for line in lines if line.startswith("| frequency")] == [
+        "counted",
+        "outside",
+    ]
+    recall_rows.TABLE.write(path, [*rows, record(split="test", learning_rate=5e-3)])
+    assert cli.main(words) == 2
+    assert "it is a tuning" in capsys.readouterr().err
+
+
 def test_step_time(capsys, vg):
     options = ["--vg", str(vg), "--steps", "2", "--batch-size", "2"]
     assert cli.main(["step-time", *options]) == 0

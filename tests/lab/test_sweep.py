@@ -159,6 +159,10 @@ def record(**changes):
         "validation_topk": 0.5,
         "test_top1": 0.4,
         "test_topk": 0.5,
+        "train_top1": 0.4,
+        "train_topk": 0.5,
+        "last_top1": 0.4,
+        "last_topk": 0.5,
         "seconds": 1.0,
     }
     return Record(**{**values, **changes})

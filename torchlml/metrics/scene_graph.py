@@ -200,7 +200,7 @@ def relation_ranks(
 def _first(scores: Tensor, most: int) -> Tensor:
     """The places of the `most` highest scores, the highest first, of equal ones the earlier first."""
     if most < len(scores):
-        # Few reach the last of them, so that sorting those alone is quick; topk by itself orders ties at will.
+        # Few reach the last of them, and are sorted quickly; topk by itself orders ties at will.
         kept = (scores >= scores.topk(most).values[-1]).nonzero().squeeze(-1)
         return kept[scores[kept].argsort(descending=True, stable=True)[:most]]
     return scores.argsort(descending=True, stable=True)

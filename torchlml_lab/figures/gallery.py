@@ -37,6 +37,10 @@ FIGURES = {
     "recommend": Command(
         "torchlml_lab.figures.recall_by_loss", "recall of models and losses, and a table, from a sweep"
     ),
+    "scene-graph-bias": Command(
+        "torchlml_lab.figures.recall_by_bias", "recall against the kind of frequency bias, from a sweep"
+    ),
+    "which-k": Command("torchlml_lab.figures.wrong_k", "what a wrong k costs, from `torchlml which-k`"),
 }
 
 

@@ -26,6 +26,12 @@ class Record:
     validation_topk: float
     test_top1: float
     test_topk: float
+    train_top1: float
+    """After the last epoch, on the noisy labels of training samples: 1 where they were learned by heart."""
+    train_topk: float
+    last_top1: float
+    """After the last epoch, on validation, whose labels are clean."""
+    last_topk: float
     seconds: float
 
     @property

@@ -54,6 +54,9 @@ class Cifar100Settings(TrainSettings):
     """Instead of images, an npz of frozen features `x` with `fine`, `coarse` and the bool `test`."""
     network: Literal["densenet-40-40", "small-cnn"] | None = None
     """The network for images: the published one, which is the default, or five convolutions for a CPU."""
+    head: Literal["small", "wide"] | None = None
+    """The head on features: one hidden layer with dropout, the default, or two wide ones that can learn wrong
+    labels by heart (with `--weight-decay 0` and many epochs)."""
     loss: Loss = "lml"
     """What is minimised; bce counts every label but the observed one as absent."""
     k: int = 5
@@ -68,8 +71,12 @@ class Cifar100Settings(TrainSettings):
     """The weight decay of SGD, at least 0."""
     validation: int = 5000
     """How many training samples are kept for validation, the same for every seed."""
+    samples: int | None = None
+    """How many of the others are trained on; by default all."""
 
 
+# So many training samples, with their noisy labels, are also looked at after every epoch.
+FOLLOWED = 5000
 INSTEAD = "That is a network for GPUs: use `--network small-cnn --epochs 6` here, or `--features`."
 FEATURES = Cifar100Settings(epochs=10, batch_size=500)
 
@@ -105,6 +112,10 @@ def check(settings: Cifar100Settings) -> None:
         raise BadInput(
             "`--network` is for images: with `--features` a small head is trained, so leave it out."
         )
+    if settings.data is not None and settings.head is not None:
+        raise BadInput("`--head` is for `--features`: with images a network is trained, so leave it out.")
+    if settings.samples is not None and settings.samples < 1:
+        raise BadInput(f"`--samples` is {settings.samples}, and must be at least 1.")
     if not 1 <= settings.k < CLASSES:
         raise BadInput(
             f"`--k` is {settings.k}, and must be from 1 to {CLASSES - 1}, one less than the classes."
@@ -144,7 +155,10 @@ def task(settings: Cifar100Settings, everything: Part, test: Part) -> Task:
         optimizer=optimizer,
         scheduler=torch.optim.lr_scheduler.MultiStepLR(optimizer, drops),
         training=Batches(training, augment=True),
-        held_out={name: Batches(parts[name]) for name in ("validation", "test")},
+        held_out={
+            "train": Batches(training[torch.arange(min(FOLLOWED, len(training)))]),
+            **{name: Batches(parts[name]) for name in ("validation", "test")},
+        },
         loss=lambda network, batch: loss(network(batch[0]).float(), batch[1]),
         measure=lambda network, batches, accelerator: accuracies(
             network, batches, accelerator, (1, settings.k)
@@ -159,20 +173,27 @@ def task(settings: Cifar100Settings, everything: Part, test: Part) -> Task:
 def splits(settings: Cifar100Settings, everything: Part, test: Part) -> dict[str, Part]:
     """The samples that the run is trained on, with their noisy labels, chosen by, and tested on."""
     training, validation = split_validation(everything, settings.validation)
+    if settings.samples is not None:
+        if settings.samples > len(training):
+            raise BadInput(f"`--samples` is {settings.samples}, and there are {len(training)} to train on.")
+        training = training[torch.arange(settings.samples)]  # the split has shuffled them
     training = with_noise(training, settings.noise, settings.seed)
     return {"training": training, "validation": validation, "test": test}
 
 
 def model_name(settings: Cifar100Settings) -> str:
-    """What is trained: `features` for the head on frozen features, else the network's name."""
-    return "features" if settings.features is not None else settings.network or DENSENET
+    """What is trained: `features` for the head on frozen features, `wide-head`, else the network's name."""
+    if settings.features is not None:
+        return "wide-head" if settings.head == "wide" else "features"
+    return settings.network or DENSENET
 
 
 def network(settings: Cifar100Settings, training: Part) -> nn.Module:
     """The network of a run, with its first weights."""
     name = model_name(settings)
-    if name == "features":
-        return networks.feature_head(training.x.shape[1], CLASSES)
+    if name in ("features", "wide-head"):
+        head = networks.feature_head if name == "features" else networks.wide_head
+        return head(training.x.shape[1], CLASSES)
     if name == "small-cnn":
         return networks.small_cnn(CLASSES)
     return networks.DenseNet(depth=40, growth=40, classes=CLASSES)

@@ -86,6 +86,15 @@ def feature_head(inputs: int, classes: int) -> nn.Module:
     return nn.Sequential(nn.Linear(inputs, hidden), nn.ReLU(), nn.Dropout(0.2), nn.Linear(hidden, classes))
 
 
+def wide_head(inputs: int, classes: int) -> nn.Module:
+    """A multilayer perceptron on frozen features that can learn wrong labels by heart: wide, no dropout."""
+    hidden = 512
+    return nn.Sequential(
+        *(nn.Linear(inputs, hidden), nn.ReLU(), nn.Linear(hidden, hidden), nn.ReLU()),
+        nn.Linear(hidden, classes),
+    )
+
+
 def _initialise(network: nn.Module) -> None:
     """As the published DenseNet: He et al. by the outputs, and no bias at the start."""
     for part in network.modules():

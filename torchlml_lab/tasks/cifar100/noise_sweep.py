@@ -13,6 +13,7 @@ from rich.console import Console
 from rich.table import Table
 
 from torchlml_lab.cli import parse_settings
+from torchlml_lab.engine.folder import RunFolder
 from torchlml_lab.engine.grid import Grid, GridSettings, check_grid, check_places, resuming, run_grid
 from torchlml_lab.engine.run import train
 from torchlml_lab.engine.table import plain_table, spread
@@ -106,6 +107,8 @@ def grid(settings: SweepSettings) -> list[Cifar100Settings]:
 def record(settings: Cifar100Settings, result: dict[str, Any]) -> Record:
     """The row of a finished run."""
     topk = f"top{settings.k}"
+    lines = RunFolder(settings.out, EXPERIMENT).metrics()
+    last = {line["split"]: line for line in lines if line["epoch"] == settings.epochs}
     return Record(
         source=model_name(settings),
         loss=settings.loss,
@@ -120,6 +123,10 @@ def record(settings: Cifar100Settings, result: dict[str, Any]) -> Record:
         validation_topk=result["validation"][topk],
         test_top1=result["test"]["top1"],
         test_topk=result["test"][topk],
+        train_top1=last["train"]["top1"],
+        train_topk=last["train"][topk],
+        last_top1=last["validation"]["top1"],
+        last_topk=last["validation"][topk],
         seconds=result["seconds"],
     )
 

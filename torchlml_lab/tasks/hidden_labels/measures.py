@@ -52,8 +52,9 @@ def measure(p: Tensor, ranking: Tensor, images: Images) -> Measured:
         images: The test images.
 
     Returns:
-        The measures, where recall is among as many digits as an image shows. Calibration puts all pairs of image and digit into ten bins by their p and averages the
-        distance between the mean p and the share of digits present in a bin, weighted by the bin's size.
+        The measures, where recall is among as many digits as an image shows. Calibration puts all pairs of
+        image and digit into ten bins by their p and averages the distance between the mean p and the share of
+        digits present in a bin, weighted by the bin's size.
     """
     rank = ranking.argsort(-1, descending=True).argsort(-1)
     top = rank < images.present.sum(-1, keepdim=True)

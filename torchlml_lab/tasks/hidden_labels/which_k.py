@@ -76,7 +76,9 @@ class Record:
     seconds: float
 
 
-TABLE = StudyTable(Record, lambda row: (SITUATIONS.index((row.digits, row.named)), row.method, row.k, row.seed))
+TABLE = StudyTable(
+    Record, lambda row: (SITUATIONS.index((row.digits, row.named)), row.method, row.k, row.seed)
+)
 
 
 def main(arguments: Sequence[str]) -> None:
@@ -196,7 +198,9 @@ def _tables(rows: Sequence[Record]) -> Group:
         title = f"\nimages of {digits}, {named} named; means over the seeds"
         table = plain_table(title, ("method", "k", "recall", "exact set", "p > 0.5", "calibration"))
         for name, k in dict.fromkeys((row.method, row.k) for row in rows):
-            group = [row for row in rows if (row.digits, row.named, row.method, row.k) == (digits, named, name, k)]
+            group = [
+                row for row in rows if (row.digits, row.named, row.method, row.k) == (digits, named, name, k)
+            ]
             if group:
                 cells = [mean(getattr(row, one) for row in group) for one in ("recall", "exact", "count")]
                 cells.append(mean(row.calibration_error for row in group))

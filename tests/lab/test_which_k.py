@@ -1,0 +1,78 @@
+"""What a wrong k costs: the images, what each method is told, and the command with its figure."""
+
+import pytest
+import torch
+
+from tests.support.command_lines import each_refusal, refusals, refused
+from torchlml_lab import cli
+from torchlml_lab.tasks.hidden_labels import images, which_k
+from torchlml_lab.tasks.hidden_labels.which_k import AT_MOST, EXACTLY, OF_ROW, PREDICTED, Method
+
+
+def test_images_of_one_to_five_digits():
+    train, test = images.make(5, 2000, 300, "uniform", seed=1, varying=True)
+    for part in (train, test):
+        drawn = part.pixels.unflatten(2, (5, 8)).abs().sum((1, 3)) > 0
+        assert torch.equal(drawn.sum(1), part.present.sum(1))
+        assert part.present.gather(1, part.named.unsqueeze(1)).all()
+    number = train.present.sum(1)
+    assert torch.bincount(number, minlength=6)[1:].min() > 300  # 400 of each are expected
+    # The places of the digits say nothing about how many there are but by being empty.
+    assert (train.pixels.unflatten(2, (5, 8)).abs().sum((1, 3)) > 0).float().mean(0).std() < 0.03
+
+
+def test_what_the_probabilities_sum_to():
+    torch.manual_seed(0)
+    outputs, number = torch.randn(6, 11), torch.tensor([1.0, 2, 3, 4, 5, 2])
+    outputs[:, 10] = torch.tensor([-1.0, 0.5, 2.5, 12, 3, 4])  # the predicted k
+
+    def total(name, k=0):
+        return which_k.probability(Method(name, k), outputs, number).sum(-1)
+
+    torch.testing.assert_close(total(EXACTLY, 7), torch.full((6,), 7.0))
+    torch.testing.assert_close(total(OF_ROW), number)
+    torch.testing.assert_close(total(PREDICTED), outputs[:, 10].clamp(0, 10))
+    free = outputs[:, :10].sigmoid().sum(-1)
+    torch.testing.assert_close(total(AT_MOST, 5), free.clamp(max=5))
+
+
+def test_a_method_is_told_no_more_than_it_says():
+    """The number of digits changes the loss of the two methods that are told it, and of no other."""
+    torch.manual_seed(0)
+    outputs, observed = torch.randn(2, 4, 11), torch.zeros(2, 4, 10, dtype=torch.bool)
+    observed[..., 3] = True
+    one, other = torch.full((2, 4), 2.0), torch.full((2, 4), 3.0)
+    for method in {method for _, _, method in which_k._plan()}:
+        losses = [which_k.loss_of(method, outputs, observed, number) for number in (one, other)]
+        assert losses[0].shape == (2, 4)
+        assert torch.equal(*losses) == (method.name not in (OF_ROW, PREDICTED)), method
+    head = which_k.loss_of(Method(PREDICTED), outputs, observed, one)
+    told = which_k.loss_of(Method(OF_ROW), outputs, observed, one)
+    torch.testing.assert_close(head - told, (outputs[..., 10] - 2).square())
+
+
+def test_the_command_and_its_figure(capsys, tmp_path, monkeypatch):
+    monkeypatch.setattr(which_k, "KS", (1, 3))
+    path, picture = tmp_path / "a" / "k.csv", tmp_path / "k.png"
+    words = ["which-k", "--seeds", "2", "--images", "100", "--epochs", "1", "--csv", str(path)]
+    assert cli.main(words) == 0
+    said = capsys.readouterr().out
+    assert "images of 1 to 5 digits, all named" in said
+    assert max(len(line) for line in said.splitlines() if "The rows are in" not in line) <= 80
+    rows = which_k.TABLE.read(path, "--csv")
+    assert len(rows) == 2 * (6 + 8 + 8)
+    assert {row.seed for row in rows} == {0, 1}
+    assert cli.main(["figures", "which-k", "--csv", str(path), "--out", str(picture)]) == 0
+    assert picture.read_bytes().startswith(b"\x89PNG")
+
+
+@each_refusal(refusals("`{}` is {}", "--seeds 0", "--images 5", "--epochs 0"))
+def test_bad_options(capsys, options, needle):
+    assert needle in refused(capsys, ["which-k", *options])
+
+
+@pytest.mark.parametrize("place", ["file/x.csv"])
+def test_a_place_that_cannot_be_written_is_refused_before_any_work(capsys, tmp_path, monkeypatch, place):
+    monkeypatch.setattr(which_k, "run", None)
+    (tmp_path / "file").write_text("")
+    assert "which cannot be written" in refused(capsys, ["which-k", "--csv", tmp_path / place])

@@ -1,0 +1,78 @@
+"""`torchlml figures which-k`: recall, exact sets and calibration against k, from `torchlml which-k`."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from statistics import mean
+
+from matplotlib.axes import Axes
+
+from torchlml_lab.figures import sources
+from torchlml_lab.figures.options import FigureSettings, read_options, say_where
+from torchlml_lab.style import BLUE, GREEN, ORANGE, PAGE, PURPLE, SKY, VERMILION, new_figure
+from torchlml_lab.tasks.hidden_labels.which_k import (
+    AT_MOST,
+    BCE,
+    EXACTLY,
+    OF_ROW,
+    PREDICTED,
+    SITUATIONS,
+    SOFTMAX,
+    TABLE,
+    Record,
+)
+
+USUAL = (Path("torchlml-which-k.csv"), Path("results/which-k/which-k.csv"))
+_MEASURES = {"recall": "recall", "exact": "exact sets", "calibration_error": "calibration error"}
+_LEVELS = {OF_ROW: (GREEN, "-"), PREDICTED: (PURPLE, "--"), SOFTMAX: (ORANGE, "-."), BCE: (SKY, ":")}
+
+
+@dataclass(frozen=True)
+class WhichKFigureSettings(FigureSettings):
+    """Draw what `torchlml which-k` measured against k; methods without a k of their own are level lines."""
+
+    csv: Path | None = None
+    """The CSV of `torchlml which-k`; by default torchlml-which-k.csv, else results/'s."""
+
+
+def main(arguments: Sequence[str]) -> None:
+    """Read the options and draw."""
+    settings = read_options(WhichKFigureSettings, "which-k", arguments)
+    path = sources.find(settings.csv, USUAL, "torchlml which-k")
+    draw(TABLE.read(path, "--csv"), settings.out)
+    say_where(settings.out)
+
+
+def draw(rows: Sequence[Record], picture: Path) -> None:
+    """Draw a column of panels for each situation, a row for each measure; means over the seeds.
+
+    Args:
+        rows: The networks.
+        picture: The PNG or SVG to write.
+    """
+    with new_figure(picture, PAGE, 6.0) as figure:
+        grid = figure.subplots(len(_MEASURES), len(SITUATIONS), sharex=True, sharey="row")
+        for column, (digits, named) in enumerate(SITUATIONS):
+            here = [row for row in rows if (row.digits, row.named) == (digits, named)]
+            for axes, measure in zip(grid[:, column], _MEASURES, strict=True):
+                _draw_panel(axes, here, measure)
+            grid[0, column].set_title(f"{digits}, {named} named")
+            grid[-1, column].set_xlabel("k")
+        for axes, title in zip(grid[:, 0], _MEASURES.values(), strict=True):
+            axes.set_ylabel(title)
+        handles, labels = grid[0, 1].get_legend_handles_labels()
+        figure.legend(handles, labels, loc="outside lower center", ncols=3)
+
+
+def _draw_panel(axes: Axes, rows: Sequence[Record], measure: str) -> None:
+    for method, colour, marker in ((EXACTLY, BLUE, "P"), (AT_MOST, VERMILION, "v")):
+        ks = sorted({row.k for row in rows if row.method == method})
+        means = [
+            mean(getattr(row, measure) for row in rows if (row.method, row.k) == (method, k)) for k in ks
+        ]
+        axes.plot(ks, means, color=colour, marker=marker, linewidth=1.0, label=method)
+    for method, (colour, line) in _LEVELS.items():
+        found = [getattr(row, measure) for row in rows if row.method == method]
+        if found:
+            axes.axhline(mean(found), color=colour, linestyle=line, linewidth=1.2, label=method)
+    axes.grid()
