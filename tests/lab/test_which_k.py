@@ -1,12 +1,11 @@
 """What a wrong k costs: the images, what each method is told, and the command with its figure."""
 
-import pytest
 import torch
 
 from tests.support.command_lines import each_refusal, refusals, refused
 from torchlml_lab import cli
 from torchlml_lab.tasks.hidden_labels import images, which_k
-from torchlml_lab.tasks.hidden_labels.which_k import AT_MOST, EXACTLY, OF_ROW, PREDICTED, Method
+from torchlml_lab.tasks.hidden_labels.which_k import AT_MOST, EXACTLY, OF_ROW, PREDICTED
 
 
 def test_images_of_one_to_five_digits():
@@ -23,17 +22,20 @@ def test_images_of_one_to_five_digits():
 
 def test_what_the_probabilities_sum_to():
     torch.manual_seed(0)
-    outputs, number = torch.randn(6, 11), torch.tensor([1.0, 2, 3, 4, 5, 2])
-    outputs[:, 10] = torch.tensor([-1.0, 0.5, 2.5, 12, 3, 4])  # the predicted k
-
-    def total(name, k=0):
-        return which_k.probability(Method(name, k), outputs, number).sum(-1)
-
-    torch.testing.assert_close(total(EXACTLY, 7), torch.full((6,), 7.0))
-    torch.testing.assert_close(total(OF_ROW), number)
-    torch.testing.assert_close(total(PREDICTED), outputs[:, 10].clamp(0, 10))
-    free = outputs[:, :10].sigmoid().sum(-1)
-    torch.testing.assert_close(total(AT_MOST, 5), free.clamp(max=5))
+    outputs, number = torch.randn(2, 3, 11), torch.tensor([[1.0, 2, 3], [4, 5, 2]])
+    outputs[..., 10] = torch.tensor([[-1.0, 0.5, 2.5], [12, 3, 4]])  # the predicted k
+    k = torch.tensor([[7.0], [5.0]])
+    free = outputs[..., :10].sigmoid().sum(-1)
+    assert (free < k).any()
+    assert (free > k).any()
+    expected = {
+        EXACTLY: k.expand(2, 3),
+        AT_MOST: free.minimum(k),
+        OF_ROW: number,
+        PREDICTED: outputs[..., 10].clamp(0, 10),
+    }
+    for method, total in expected.items():
+        torch.testing.assert_close(which_k.probability(method, outputs, number, k).sum(-1), total)
 
 
 def test_a_method_is_told_no_more_than_it_says():
@@ -42,12 +44,15 @@ def test_a_method_is_told_no_more_than_it_says():
     outputs, observed = torch.randn(2, 4, 11), torch.zeros(2, 4, 10, dtype=torch.bool)
     observed[..., 3] = True
     one, other = torch.full((2, 4), 2.0), torch.full((2, 4), 3.0)
-    for method in {method for _, _, method in which_k._plan()}:
-        losses = [which_k.loss_of(method, outputs, observed, number) for number in (one, other)]
+    k = torch.tensor([[1.0], [6.0]])
+    for method in {method for _, _, method in which_k.PLAN}:
+        losses = [which_k.loss_of(method, outputs, observed, number, k) for number in (one, other)]
         assert losses[0].shape == (2, 4)
-        assert torch.equal(*losses) == (method.name not in (OF_ROW, PREDICTED)), method
-    head = which_k.loss_of(Method(PREDICTED), outputs, observed, one)
-    told = which_k.loss_of(Method(OF_ROW), outputs, observed, one)
+        assert torch.equal(*losses) == (method not in (OF_ROW, PREDICTED)), method
+        more = which_k.loss_of(method, outputs, observed, one, k + 1)
+        assert torch.equal(more, losses[0]) == (method not in (EXACTLY, AT_MOST)), method
+    head = which_k.loss_of(PREDICTED, outputs, observed, one, k)
+    told = which_k.loss_of(OF_ROW, outputs, observed, one, k)
     torch.testing.assert_close(head - told, (outputs[..., 10] - 2).square())
 
 
@@ -71,8 +76,7 @@ def test_bad_options(capsys, options, needle):
     assert needle in refused(capsys, ["which-k", *options])
 
 
-@pytest.mark.parametrize("place", ["file/x.csv"])
-def test_a_place_that_cannot_be_written_is_refused_before_any_work(capsys, tmp_path, monkeypatch, place):
+def test_a_place_that_cannot_be_written_is_refused_before_any_work(capsys, tmp_path, monkeypatch):
     monkeypatch.setattr(which_k, "run", None)
     (tmp_path / "file").write_text("")
-    assert "which cannot be written" in refused(capsys, ["which-k", "--csv", tmp_path / place])
+    assert "which cannot be written" in refused(capsys, ["which-k", "--csv", tmp_path / "file" / "x.csv"])

@@ -1,11 +1,10 @@
 """`torchlml which-k`: what a wrong k costs, where the number of labels is known and where it varies."""
 
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import mean
-from typing import NamedTuple
 
 import torch
 from rich.console import Console, Group
@@ -31,6 +30,13 @@ SOFTMAX, BCE = "cross-entropy", "bce"
 FIXED, VARYING = "3 digits", "1 to 5 digits"
 ONE, ALL = "one", "all"
 SITUATIONS = ((FIXED, ONE), (VARYING, ONE), (VARYING, ALL))
+# Where every image shows as many digits, the k of the row is k.
+PLAN = tuple(
+    (digits, named, method)
+    for digits, named in SITUATIONS
+    for method in (EXACTLY, AT_MOST, OF_ROW, PREDICTED, SOFTMAX, BCE)
+    if digits == VARYING or method not in (OF_ROW, PREDICTED)
+)
 
 
 @dataclass(frozen=True)
@@ -45,13 +51,6 @@ class WhichKSettings:
     """How often each network sees each training image, at least once."""
     csv: Path = Path("torchlml-which-k.csv")
     """The CSV to write, a row for each network."""
-
-
-class Method(NamedTuple):
-    """A loss and, where it is told one, its k."""
-
-    name: str
-    k: int = 0
 
 
 @dataclass(frozen=True)
@@ -90,9 +89,9 @@ def main(arguments: Sequence[str]) -> None:
     check_file("--csv", settings.csv)
     console = Console()
     with use_threads(1), ProgressBar(console) as progress:
-        task = progress.add_task("networks", total=len(list(_plan())))
+        task = progress.add_task("methods", total=len(PLAN))
         rows = []
-        for digits, named, method in _plan():
+        for digits, named, method in PLAN:
             rows += run(digits, named, method, settings)
             progress.advance(task)
     console.print(_tables(rows))
@@ -102,43 +101,39 @@ def main(arguments: Sequence[str]) -> None:
     console.print(f"The rows are in {settings.csv}.", soft_wrap=True)
 
 
-def _plan() -> Iterator[tuple[str, str, Method]]:
-    for digits, named in SITUATIONS:
-        methods = [Method(name, k) for name in (EXACTLY, AT_MOST) for k in KS]
-        if digits == VARYING:
-            methods += [Method(OF_ROW), Method(PREDICTED)]
-        for method in (*methods, Method(SOFTMAX), Method(BCE)):
-            yield digits, named, method
-
-
-def run(digits: str, named: str, method: Method, settings: WhichKSettings) -> list[Record]:
-    """Train a network for each seed with one method in one situation, and measure them."""
+def run(digits: str, named: str, method: str, settings: WhichKSettings) -> list[Record]:
+    """Train a network for each k and seed with one method in one situation, and measure them."""
     began = time.monotonic()
-    seeds = range(settings.seeds)
     width = MOST if digits == VARYING else 3
     data = [
         images.make(width, settings.images, 2000, "uniform", seed, varying=digits == VARYING)
-        for seed in seeds
+        for seed in range(settings.seeds)
     ]
-    training, tests = [one for one, _ in data], [one for _, one in data]
-    observed = torch.stack([_observed(one, named) for one in training])
-    number = torch.stack([one.present.sum(-1) for one in training])
+    # All of them at once, each with its own k: the same seed is the same images, first weights and batches.
+    cells = [
+        (k, seed) for k in (KS if method in (EXACTLY, AT_MOST) else (0,)) for seed in range(settings.seeds)
+    ]
+    sets, tests = [data[seed][0] for _, seed in cells], [data[seed][1] for _, seed in cells]
+    k = torch.tensor([[float(k)] for k, _ in cells])
+    observed = torch.stack([_observed(one, named) for one in sets])
+    number = torch.stack([one.present.sum(-1).float() for one in sets])
 
     def loss(outputs: Tensor, where: Index) -> Tensor:
-        return loss_of(method, outputs, observed[where], number[where].float())
+        return loss_of(method, outputs, observed[where], number[where], k)
 
-    outputs = CLASSES + (method.name == PREDICTED)
-    networks = fit(loss, training, seeds, settings.epochs, outputs=outputs)
+    networks = fit(
+        loss, sets, [seed for _, seed in cells], settings.epochs, outputs=CLASSES + (method == PREDICTED)
+    )
     with torch.no_grad():
         found = networks(torch.stack([test.pixels.flatten(1) for test in tests]))
-    seconds = (time.monotonic() - began) / len(seeds)
+        p = probability(method, found, torch.stack([test.present.sum(-1).float() for test in tests]), k)
+    seconds = (time.monotonic() - began) / len(cells)
     rows = []
-    for seed, test, output in zip(seeds, tests, found, strict=True):
-        p = probability(method, output, test.present.sum(-1).float())
-        measured = measure(p, output[:, :CLASSES], test)
+    for (told, seed), test, said, output in zip(cells, tests, p, found, strict=True):
+        measured = measure(said, output[:, :CLASSES], test)
         rows.append(
             Record(
-                *(digits, named, method.name, method.k, seed),
+                *(digits, named, method, told, seed),
                 *(measured.recall, measured.exact, measured.count, measured.calibration_error, seconds),
             )
         )
@@ -152,44 +147,49 @@ def _observed(shown: Images, named: str) -> Tensor:
     return torch.zeros_like(shown.present).scatter(1, shown.named.unsqueeze(1), True)
 
 
-def loss_of(method: Method, outputs: Tensor, observed: Tensor, number: Tensor) -> Tensor:
-    """The loss (...,) of each row.
+def loss_of(method: str, outputs: Tensor, observed: Tensor, number: Tensor, k: Tensor) -> Tensor:
+    """The loss of each row.
 
     Args:
         method: Which loss.
-        outputs: (..., 10) logits; for a predicted k one more, which is the prediction.
-        observed: (..., 10) the digits that are named, bool.
-        number: (...,) how many digits the image shows, which only two of the methods are told.
+        outputs: (sets, rows, 10) logits; for a predicted k one more, which is the prediction.
+        observed: (sets, rows, 10) the digits that are named, bool.
+        number: (sets, rows) how many digits the image shows, which only two of the methods are told.
+        k: (sets, 1) the k that two of the others are told.
 
     Returns:
-        The losses; of several labels a sum.
+        (sets, rows); of several labels a sum.
     """
     logits = outputs[..., :CLASSES]
-    if method.name == SOFTMAX:
+    if method == SOFTMAX:
         return -(observed * logits.log_softmax(-1)).sum(-1)
-    if method.name == BCE:
+    if method == BCE:
         return binary_cross_entropy_with_logits(logits, observed.to(logits.dtype), reduction="none").sum(-1)
-    if method.name == PREDICTED:
+    if method == PREDICTED:
         # LML is told the true number: a predicted one would only grow, since a larger k lowers its loss.
         told = torchlml.lml_loss(logits, observed, number, reduction="none")
         return told + (outputs[..., CLASSES] - number).square()
-    k = number if method.name == OF_ROW else method.k
-    bound = "at_most" if method.name == AT_MOST else "exactly"
-    return torchlml.lml_loss(logits, observed, k, reduction="none", bound=bound)
+    return torchlml.lml_loss(
+        logits,
+        observed,
+        number if method == OF_ROW else k,
+        reduction="none",
+        bound="at_most" if method == AT_MOST else "exactly",
+    )
 
 
-def probability(method: Method, outputs: Tensor, number: Tensor) -> Tensor:
-    """What the method says about "is in the image", (..., 10); arguments as for `loss_of`."""
+def probability(method: str, outputs: Tensor, number: Tensor, k: Tensor) -> Tensor:
+    """What the method says about "is in the image", (sets, rows, 10); arguments as for `loss_of`."""
     logits = outputs[..., :CLASSES]
-    if method.name == SOFTMAX:
+    if method == SOFTMAX:
         return logits.softmax(-1)
-    if method.name == BCE:
+    if method == BCE:
         return logits.sigmoid()
-    if method.name == PREDICTED:
+    if method == PREDICTED:
         return torchlml.lml(logits, outputs[..., CLASSES].clamp(0, CLASSES))
-    if method.name == OF_ROW:
+    if method == OF_ROW:
         return torchlml.lml(logits, number)
-    return torchlml.lml(logits, method.k, bound="at_most" if method.name == AT_MOST else "exactly")
+    return torchlml.lml(logits, k, bound="at_most" if method == AT_MOST else "exactly")
 
 
 def _tables(rows: Sequence[Record]) -> Group:
