@@ -51,8 +51,8 @@ def limits(seeds: int, k: int) -> str:
     return (
         f"What this does not show: these are small images and one small network, {seeds} seeds, one "
         f"setting of the optimizer for every loss that was not tuned for any, and every image shows exactly "
-        f"k = {k} digits, which LML and truncated entropy were told. Where the number of labels varies "
-        "or k is wrong, nothing was measured here."
+        f"k = {k} digits, which LML and truncated entropy were told. What it costs when k is wrong or the "
+        "number of labels varies, `torchlml which-k` measures."
     )
 
 
