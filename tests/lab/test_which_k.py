@@ -69,6 +69,10 @@ def test_the_command_and_its_figure(capsys, tmp_path, monkeypatch):
     assert {row.seed for row in rows} == {0, 1}
     assert cli.main(["figures", "which-k", "--csv", str(path), "--out", str(picture)]) == 0
     assert picture.read_bytes().startswith(b"\x89PNG")
+    lines = picture.with_suffix(".md").read_text().splitlines()
+    first = [row for row in rows if (row.digits, row.method, row.k) == ("3 digits", "lml", 3)]
+    recall = 50 * sum(row.recall for row in first)
+    assert [line for line in lines if line.startswith(f"| lml | 3 | 2 | {recall:.1f}±")]
 
 
 @each_refusal(refusals("`{}` is {}", "--seeds 0", "--images 5", "--epochs 0"))

@@ -1,14 +1,18 @@
 """`torchlml figures which-k`: recall, exact sets and calibration against k, from `torchlml which-k`."""
 
+from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import mean
 
 from matplotlib.axes import Axes
+from rich.console import Console
 
+from torchlml_lab.engine.table import spread
 from torchlml_lab.figures import sources
 from torchlml_lab.figures.options import FigureSettings, read_options, say_where
+from torchlml_lab.files import replacing
 from torchlml_lab.style import BLUE, GREEN, ORANGE, PAGE, PURPLE, SKY, VERMILION, new_figure
 from torchlml_lab.tasks.hidden_labels.which_k import (
     AT_MOST,
@@ -29,7 +33,7 @@ _LEVELS = {OF_ROW: (GREEN, "-"), PREDICTED: (PURPLE, "--"), SOFTMAX: (ORANGE, "-
 
 @dataclass(frozen=True)
 class WhichKFigureSettings(FigureSettings):
-    """Draw what `torchlml which-k` measured against k; methods without a k of their own are level lines."""
+    """Draw what `torchlml which-k` measured against k, and write its tables (.md) beside the picture."""
 
     csv: Path | None = None
     """The CSV of `torchlml which-k`; by default torchlml-which-k.csv, else results/'s."""
@@ -39,7 +43,12 @@ def main(arguments: Sequence[str]) -> None:
     """Read the options and draw."""
     settings = read_options(WhichKFigureSettings, "which-k", arguments)
     path = sources.find(settings.csv, USUAL, "torchlml which-k")
-    draw(TABLE.read(path, "--csv"), settings.out)
+    rows = TABLE.read(path, "--csv")
+    draw(rows, settings.out)
+    page = settings.out.with_suffix(".md")
+    with replacing(page) as temporary:
+        temporary.write_text(page_of(rows), encoding="utf-8")
+    Console().print(f"The tables are {page}.", soft_wrap=True)
     say_where(settings.out)
 
 
@@ -76,3 +85,25 @@ def _draw_panel(axes: Axes, rows: Sequence[Record], measure: str) -> None:
         if found:
             axes.axhline(mean(found), color=colour, linestyle=line, linewidth=1.2, label=method)
     axes.grid()
+
+
+def page_of(rows: Sequence[Record]) -> str:
+    """The tables in Markdown, one for each situation: mean and standard deviation over the seeds."""
+    parts = []
+    for digits, named in SITUATIONS:
+        lines = [
+            f"Images of {digits}, {named} named; in %, and how many digits have p > 0.5",
+            "",
+            "| method | k | seeds | recall | exact sets | calibration error | p > 0.5 |",
+            "| --- " * 7 + "|",
+        ]
+        groups: dict[tuple[str, int], list[Record]] = defaultdict(list)
+        for row in rows:
+            if (row.digits, row.named) == (digits, named):
+                groups[row.method, row.k].append(row)
+        for (method, k), group in groups.items():
+            cells = [spread([getattr(row, name) for row in group], 1) for name in _MEASURES]
+            count = f"{mean(row.count for row in group):.2f}"
+            lines.append(f"| {method} | {k or '-'} | {len(group)} | {' | '.join(cells)} | {count} |")
+        parts.append("\n".join(lines))
+    return "\n\n".join(parts) + "\n"
