@@ -3,6 +3,7 @@
 from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
+from math import isfinite
 from pathlib import Path
 from statistics import mean, stdev
 
@@ -42,21 +43,28 @@ def draw(rows: Sequence[Record], picture: Path) -> None:
     """Draw one panel for top-1 and one for top-k; bars are standard deviations over the seeds.
 
     Args:
-        rows: The runs, one recipe for each loss.
+        rows: The runs, one recipe for each loss. Where they say what the last epoch had learned, two more
+            panels show that: top-k on clean labels, and on the noisy ones of the training.
         picture: The PNG or SVG to write.
     """
-    with new_figure(picture, PAGE, 2.9) as figure:
-        panels = figure.subplots(1, 2)
-        for axes, measure, title in zip(
-            panels, ("test_top1", "test_topk"), ("top-1", f"top-{rows[0].k}"), strict=True
-        ):
+    top = f"top-{rows[0].k}"
+    measures = {"test_top1": "top-1, test", "test_topk": f"{top}, test"}
+    if all(isfinite(row.last_topk) for row in rows):
+        measures["last_topk"] = f"{top}, last epoch, validation"
+        measures["train_topk"] = f"{top}, last epoch, noisy training labels"
+    lines = len(measures) // 2
+    with new_figure(picture, PAGE, 0.5 + 2.4 * lines) as figure:
+        panels = figure.subplots(lines, 2, squeeze=False)
+        for axes, (measure, title) in zip(panels.flat, measures.items(), strict=True):
             _draw_panel(axes, rows, measure)
-            axes.set_title(f"{title} accuracy on the test set")
-            axes.set_xlabel("label noise p")
-            axes.set_ylabel("accuracy (%)")
+            axes.set_title(title)
             axes.yaxis.set_major_formatter(lambda share, _: f"{100 * share:g}")
             axes.grid()
-        handles, labels = panels[0].get_legend_handles_labels()
+        for axes in panels[:, 0]:
+            axes.set_ylabel("accuracy (%)")
+        for axes in panels[-1]:
+            axes.set_xlabel("label noise p")
+        handles, labels = panels[0, 0].get_legend_handles_labels()
         figure.legend(handles, labels, loc="outside lower center", ncols=len(METHODS))
 
 
