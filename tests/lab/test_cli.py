@@ -27,6 +27,7 @@ from torchlml_lab.bench.scale import ScaleSettings
 from torchlml_lab.errors import BadInput, sentence
 from torchlml_lab.files import replacing
 from torchlml_lab.tasks.hidden_labels.demo import DemoSettings
+from torchlml_lab.tasks.hidden_labels.which_k import WhichKSettings
 
 ROOT = Path(__file__).parents[2]
 
@@ -54,6 +55,7 @@ def test_help_lists_every_command(capsys, words):
     ("command", "settings"),
     [
         ("demo", DemoSettings),
+        ("which-k", WhichKSettings),
         ("bench layer", LayerSettings),
         ("bench family", FamilySettings),
         ("bench losses", LossesSettings),
