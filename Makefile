@@ -20,7 +20,7 @@ QUICK := $(addprefix tests/library/test_,arguments.py special_rows.py losses_def
 	losses_modules.py metrics_topk.py compat.py public_names.py)
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-torch quick quick-tests lint format bench asan fuzz wheel sdist docs docs-serve install clean
+.PHONY: help demo test test-torch quick quick-tests lint format bench asan fuzz wheel sdist test-wheel cross docs docs-serve install clean
 
 help:  ## list the targets
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## (.*)/\1\t\2/' | awk -F'\t' '{printf "  make %-12s %s\n", $$1, $$2}'
@@ -62,11 +62,28 @@ SECONDS ?= 60
 fuzz: $(STAMP)  ## throw random rows at the kernel and at a float64 truth, for SECONDS=60
 	$(BIN)/python tools/fuzz.py --seconds $(SECONDS)
 
+# auditwheel puts the oldest Linux into the name that the libraries asked for can be found on; torch's own library is
+# found in torch.
 wheel: $(STAMP)  ## build a wheel with the compiled kernel into dist/
-	PYTHONWARNINGS=ignore $(PIP) wheel -q --no-deps --no-build-isolation -w dist .
+	rm -rf build/wheel dist/*.whl
+	PYTHONWARNINGS=ignore $(PIP) wheel -q --no-deps --no-build-isolation -w build/wheel .
+	@mkdir -p dist
+ifeq ($(shell uname -s),Linux)
+	PATH="$(abspath $(BIN)):$$PATH" $(BIN)/auditwheel -q repair --exclude libtorch_cpu.so -w dist build/wheel/*.whl
+else
+	cp build/wheel/*.whl dist/
+endif
 
 sdist: $(STAMP)  ## build the source distribution into dist/
+	rm -f dist/*.tar.gz
 	$(BIN)/python setup.py -q sdist
+
+ENVIRONMENTS ?= build/environments
+test-wheel: wheel sdist  ## audit both, install them into clean environments (kept in ENVIRONMENTS) and test them there
+	$(BIN)/python tools/test_wheel.py dist --environments $(ENVIRONMENTS)
+
+cross:  ## the kernels by other compilers and for other processors, against the truth in float64
+	$(PYTHON) tools/cross.py
 
 docs: $(STAMP)  ## build the site into site/, without a warning or not at all
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
@@ -89,4 +106,4 @@ $(STAMP): $(SOURCES)
 clean:  ## remove what was built and cached, keep .venv
 	rm -rf build dist *.egg-info .mypy_cache .pytest_cache .ruff_cache .hypothesis torchlml-demo
 	find torchlml torchlml_lab tests tools -name __pycache__ -type d -prune -exec rm -rf {} +
-	rm -f torchlml/_kernels/cpu/*.so $(STAMP)
+	rm -f torchlml/_kernels/cpu/*.so torchlml/_kernels/cpu/_absent.txt $(STAMP)

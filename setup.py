@@ -1,7 +1,8 @@
 """Builds the compiled kernel when it can; everything else about the package is in pyproject.toml.
 
-The kernel is optional: without torch in the build environment, without a working compiler, or with
-TORCHLML_NO_NATIVE=1, the installation succeeds with plain torch and says so in one line on stderr.
+The kernel is optional: without torch on the machine, without a compiler that can do it, or with
+TORCHLML_NO_NATIVE=1, the installation succeeds with plain torch. The reason is one line on stderr, which pip
+hides, and a file beside the place of the kernel, from which `torchlml info` and the first slow call quote it.
 """
 
 from __future__ import annotations
@@ -9,7 +10,12 @@ from __future__ import annotations
 import importlib.util
 import os
 import platform
+import re
+import shutil
+import site
 import sys
+import sysconfig
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -26,24 +32,84 @@ from setuptools.command.bdist_wheel import bdist_wheel
 from setuptools.command.build_ext import build_ext
 
 SOURCES = Path("torchlml/_kernels/cpu/csrc")
-# No fast-math: NaN must stay NaN, and linking it would flush subnormals in the whole process.
-FLAGS = ["-std=c++17", "-O3", "-fwrapv", "-fvisibility=hidden", "-ffp-contract=fast"]
-FLAGS += ["-fno-math-errno", "-fno-trapping-math", "-fno-signed-zeros"]
-FLAGS += ["-g0", "-Wno-psabi", "-Wno-maybe-uninitialized", "-Wno-uninitialized"]  # of GCC's own intrinsics
-TARGET = "0x020A000000000000"  # torch 2.10, the oldest whose stable ABI has what bindings.cpp uses
-LEVELS = {"v3": "x86-64-v3", "v4": "x86-64-v4"}
+REASON = "_absent.txt"  # beside the kernel's place; native.py reads it
+OLDEST = (2, 10)  # the first torch whose stable ABI has what bindings.cpp uses
+TARGET = f"0x{OLDEST[0]:02X}{OLDEST[1]:02X}000000000000"
+HEADER = "include/torch/csrc/stable/library.h"
+X86 = platform.machine().lower() in ("x86_64", "amd64")
+LEVELS = {"v3": "x86-64-v3", "v4": "x86-64-v4"} if X86 else {}
+
+# For every compiler: signed integers wrap; products and sums may fuse; nobody reads errno, floating-point
+# exceptions or the sign of a zero. No fast-math: NaN must stay NaN, and linking it would flush subnormals in
+# the whole process.
+ARITHMETIC = ["-fwrapv", "-ffp-contract=fast", "-fno-math-errno", "-fno-trapping-math", "-fno-signed-zeros"]
+UNIX_FLAGS = ["-std=c++17", "-O3", *ARITHMETIC, "-fvisibility=hidden", "-g0"]
+UNIX_FLAGS += ["-Wno-psabi", "-Wno-maybe-uninitialized", "-Wno-uninitialized"]  # of GCC's own intrinsics
+UNIX_FLAGS += ["-Wno-unknown-warning-option"]  # Clang does not know all of these
+# On Windows the compiler is clang-cl: the kernels are written in vectors that Clang and GCC know, and MSVC's
+# cl does not. It reads cl's options, and after /clang: its own; it calls C++ and links as MSVC does.
+#   /O2    for speed; the vectors are written by hand, so that there is little that -O3 would add
+#   /EHsc  C++ exceptions are thrown and unwind
+#   /MD    the C++ runtime is the DLL that torch uses too
+#   /W0    no warnings: Clang for Windows has many about code that is meant for other systems too
+# OpenMP is asked for nowhere: threads come from torch.
+WINDOWS_FLAGS = ["/std:c++17", "/O2", "/EHsc", "/MD", "/W0", *(f"/clang:{flag}" for flag in ARITHMETIC)]
 
 
-def say_plain(why: str) -> None:
-    """One line for the person who installs."""
-    line = f"torchlml: installing without the compiled kernel (plain torch will be used): {why}"
-    print(line, file=sys.stderr)
+class NoKernel(Exception):
+    """Why the kernel cannot be built: a sentence about the time when torchlml was installed."""
 
 
-def torch_home() -> Path | None:
-    """Where torch is installed, without importing it."""
+# ------------------------------------------------------------------------------------------ torch
+
+
+def site_folders() -> Iterator[Path]:
+    """Where torch may be installed, the likeliest place first.
+
+    pip builds in isolation: what is installed beside cannot be imported, but the interpreter is the same and
+    still knows its folders. Other tools (uv, build) make an interpreter of their own for the build, and leave
+    the one installed into on PATH if it was activated. Only headers of the stable ABI are read and only the
+    name of a library is linked to, so torch of any Python will do.
+    """
     spec = importlib.util.find_spec("torch")
-    return Path(spec.origin).parent if spec and spec.origin else None
+    if spec and spec.origin:
+        yield Path(spec.origin).parents[1]
+    yield Path(sysconfig.get_path("platlib"))
+    yield Path(sysconfig.get_path("purelib"))
+    yield from map(Path, site.getsitepackages())
+    yield Path(site.getusersitepackages())
+    homes = [os.environ.get("VIRTUAL_ENV"), os.environ.get("CONDA_PREFIX"), sys.base_prefix]
+    homes += [str(Path(entry).parent) for entry in os.environ.get("PATH", "").split(os.pathsep) if entry]
+    for home in map(Path, filter(None, homes)):
+        yield from sorted(home.glob("lib/python3*/site-packages"), reverse=True)
+        yield home / "Lib" / "site-packages"  # Windows
+
+
+def torch_version(torch: Path) -> str | None:
+    """The version of the torch in this folder, without importing it, or None if there is none."""
+    try:
+        text = (torch / "version.py").read_text(encoding="utf-8")
+    except OSError:
+        return None
+    found = re.search(r"^__version__\s*=\s*['\"]([^'\"]+)", text, re.MULTILINE)
+    return found and found[1]
+
+
+def torch_home() -> Path:
+    """The folder of the first torch that is new enough."""
+    too_old = ""
+    for folder in dict.fromkeys(site_folders()):
+        version = torch_version(folder / "torch")
+        if version is None:
+            continue
+        numbers = tuple(int(number) for number in re.findall(r"\d+", version)[:2])
+        if numbers >= OLDEST and (folder / "torch" / HEADER).exists():
+            return folder / "torch"
+        too_old = too_old or f" (only {version} in {folder})"
+    raise NoKernel(f"no torch {OLDEST[0]}.{OLDEST[1]} or newer was found to compile it with{too_old}")
+
+
+# ------------------------------------------------------------------------------------------ compiling
 
 
 class BuildKernel(build_ext):
@@ -51,22 +117,32 @@ class BuildKernel(build_ext):
 
     def run(self) -> None:
         # Asked for now: a build in place that fails forgets its place.
-        built = [Path(self.get_ext_fullpath(ext.name)) for ext in self.extensions]
+        built = Path(self.get_ext_fullpath(self.extensions[0].name))
+        reason = built.parent / REASON
+        reason.unlink(missing_ok=True)
         try:
+            if os.environ.get("TORCHLML_NO_NATIVE", "0") not in ("", "0"):
+                raise NoKernel("`TORCHLML_NO_NATIVE` was set")
+            self.torch = torch_home()
             super().run()
         except Exception as error:
-            say_plain(f"compiling it failed ({type(error).__name__})")
-            for path in built:  # what an earlier build left would not fit this source
-                path.unlink(missing_ok=True)
+            why = str(error) if isinstance(error, NoKernel) else f"compiling it failed ({first_line(error)})"
+            print(
+                f"torchlml: installing without the compiled kernel (plain torch will be used): {why}",
+                file=sys.stderr,
+            )
+            built.unlink(missing_ok=True)  # what an earlier build left would not fit this source
+            reason.parent.mkdir(parents=True, exist_ok=True)
+            reason.write_text(why + "\n", encoding="utf-8")
             self.extensions = []
             self.distribution.ext_modules = []
 
     def build_extension(self, ext: Extension) -> None:
-        torch = torch_home()
-        assert torch is not None
-        include = [str(torch / "include"), str(torch / "include/torch/csrc/api/include")]
-        levels = LEVELS if platform.machine().lower() in ("x86_64", "amd64") and os.name == "posix" else {}
-        macros = [("TORCHLML_X86_LEVELS", None)] if levels else []
+        windows = self.compiler.compiler_type == "msvc"
+        if windows:
+            use_clang_cl(self.compiler)
+        include = [str(self.torch / "include"), str(self.torch / "include/torch/csrc/api/include")]
+        macros = [("TORCHLML_X86_LEVELS", None)] if LEVELS else []
 
         def compile(source: str, name: str, macros: list[tuple[str, str | None]], *flags: str) -> list[str]:
             return self.compiler.compile(
@@ -74,29 +150,52 @@ class BuildKernel(build_ext):
                 output_dir=str(Path(self.build_temp) / name),
                 include_dirs=include,
                 macros=macros,
-                extra_postargs=[*FLAGS, *flags],
+                extra_postargs=[*(WINDOWS_FLAGS if windows else UNIX_FLAGS), *flags],
                 depends=ext.depends,
             )
 
-        # All at once, those that take longest first: the compiler is a process of its own each time.
-        with ThreadPoolExecutor(max_workers=os.cpu_count()) as pool:
+        # All at once (MAX_JOBS says how many, as in torch's own builds), those that take longest first: the
+        # compiler is a process of its own each time.
+        with ThreadPoolExecutor(max_workers=int(os.environ.get("MAX_JOBS") or os.cpu_count() or 1)) as pool:
             jobs = []
-            for level, arch in levels.items():
+            for level, arch in LEVELS.items():
                 table = [("LML_KERNELS", f"kernels_{level}"), ("LML_KERNELS_NAME", f'"{level}"')]
-                jobs.append(pool.submit(compile, "kernels.cpp", level, [*macros, *table], f"-march={arch}"))
+                march = f"/clang:-march={arch}" if windows else f"-march={arch}"
+                jobs.append(pool.submit(compile, "kernels.cpp", level, [*macros, *table], march))
             jobs.append(pool.submit(compile, "kernels.cpp", "baseline", []))
             version = ("TORCH_TARGET_VERSION", TARGET)
             jobs.append(pool.submit(compile, "bindings.cpp", "bindings", [*macros, version]))
             plain = [path for path in SOURCES.glob("*.cpp") if path.stem not in ("kernels", "bindings")]
-            jobs += [pool.submit(compile, path.name, path.stem, []) for path in plain]
+            jobs += [pool.submit(compile, path.name, path.stem, macros) for path in plain]
         objects = [path for job in jobs for path in job.result()]
+        # By name alone: whoever loads the kernel has imported torch. macOS wants to be told where to look.
+        beside = ["-Wl,-rpath,@loader_path/../../../torch/lib"] if sys.platform == "darwin" else []
         self.compiler.link_shared_object(
             objects,
             self.get_ext_fullpath(ext.name),
             libraries=["torch_cpu"],
-            library_dirs=[str(torch / "lib")],
+            library_dirs=[str(self.torch / "lib")],
+            extra_postargs=beside,
             target_lang="c++",
         )
+
+
+def use_clang_cl(compiler: object) -> None:
+    """Let setuptools' compiler for Windows call clang-cl, with the linker and the headers it found for cl."""
+    if not compiler.initialized:
+        compiler.initialize()
+    found = shutil.which("clang-cl", path=os.pathsep.join([compiler._paths, os.environ.get("PATH", "")]))
+    if found is None:
+        raise NoKernel(
+            "on Windows it is compiled by clang-cl (in the Visual Studio Installer: `C++ Clang tools for "
+            "Windows`), which is not on PATH"
+        )
+    compiler.cc, compiler.compile_options = found, ["/nologo", "/DNDEBUG"]
+
+
+def first_line(error: Exception) -> str:
+    """What an error says, short enough for a sentence."""
+    return (str(error).strip().splitlines() or [type(error).__name__])[0][:200]
 
 
 class Wheel(bdist_wheel):
@@ -108,14 +207,7 @@ class Wheel(bdist_wheel):
             self.root_is_pure = not self.distribution.has_ext_modules()
 
 
-def options() -> dict[str, object]:
-    """What setup() needs to build the kernel, or nothing."""
-    if os.environ.get("TORCHLML_NO_NATIVE", "0") not in ("", "0"):
-        say_plain("TORCHLML_NO_NATIVE is set")
-        return {}
-    if torch_home() is None:
-        say_plain("there is no torch in the build environment; use --no-build-isolation to compile it")
-        return {}
+if __name__ == "__main__":
     sources = sorted(str(path) for path in SOURCES.iterdir())
     kernel = Extension(
         "torchlml._kernels.cpu._C",
@@ -124,11 +216,8 @@ def options() -> dict[str, object]:
         language="c++",
         py_limited_api=True,
     )
-    return {
-        "ext_modules": [kernel],
-        "cmdclass": {"build_ext": BuildKernel, "bdist_wheel": Wheel},
-        "options": {"bdist_wheel": {"py_limited_api": "cp310"}},
-    }
-
-
-setup(**options())
+    setup(
+        ext_modules=[kernel],
+        cmdclass={"build_ext": BuildKernel, "bdist_wheel": Wheel},
+        options={"bdist_wheel": {"py_limited_api": "cp310"}},
+    )

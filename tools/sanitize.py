@@ -12,37 +12,44 @@ import platform
 import subprocess
 import sys
 import tempfile
+from collections.abc import Sequence
 from pathlib import Path
 
 HERE = Path(__file__).resolve().parent
 SOURCES = HERE.parent / "torchlml" / "_kernels" / "cpu" / "csrc"
+LEVELS = ("v3", "v4") if platform.machine().lower() in ("x86_64", "amd64") else ()
+# What of setup.py's flags decides about numbers, without the optimisation.
+LIKE_SETUP = ["-std=c++17", "-fwrapv", "-ffp-contract=fast", "-fno-math-errno", "-fno-trapping-math"]
+LIKE_SETUP += ["-fno-signed-zeros", "-Wno-psabi"]
 SANITIZE = ["-fsanitize=address,undefined", "-fno-sanitize-recover=all", "-fno-omit-frame-pointer"]
-FLAGS = ["-std=c++17", "-O1", "-g1", "-fwrapv", "-ffp-contract=fast", "-fno-math-errno", "-fno-trapping-math"]
-FLAGS += ["-fno-signed-zeros", "-Wno-psabi", *SANITIZE]
+
+
+def compile_driver(
+    compiler: str, driver: Path, program: Path, flags: Sequence[str], levels: Sequence[str]
+) -> None:
+    """Compile the kernels, once for each instruction set, and link them with a driver into a program."""
+    macros = ["-DTORCHLML_X86_LEVELS"] if levels else []
+    jobs = [("driver", driver, macros), ("baseline", SOURCES / "kernels.cpp", [])]
+    plain = [path for path in sorted(SOURCES.glob("*.cpp")) if path.stem not in ("kernels", "bindings")]
+    jobs += [(path.stem, path, macros) for path in plain]
+    for level in levels:
+        table = [f"-DLML_KERNELS=kernels_{level}", f'-DLML_KERNELS_NAME="{level}"', f"-march=x86-64-{level}"]
+        jobs.append((level, SOURCES / "kernels.cpp", [*macros, *table]))
+    objects = []
+    for name, source, more in jobs:
+        objects.append(str(program.with_name(f"{name}.o")))
+        print(f"compiling {source.name} ({name})", flush=True)
+        subprocess.run([compiler, *flags, *more, "-c", str(source), "-o", objects[-1]], check=True)
+    subprocess.run([compiler, *flags, *objects, "-o", str(program)], check=True)
 
 
 def main() -> int:
     """Compiles, runs, and returns the driver's exit status."""
-    compiler = os.environ.get("CXX", "c++")
-    levels = ["v3", "v4"] if platform.machine().lower() in ("x86_64", "amd64") else []
-    macros = ["-DTORCHLML_X86_LEVELS"] if levels else []
     with tempfile.TemporaryDirectory() as folder:
-        jobs = [("driver", HERE / "sanitize.cpp", macros), ("baseline", SOURCES / "kernels.cpp", [])]
-        jobs += [(path.stem, path, []) for path in sorted(SOURCES.glob("careful*.cpp"))]
-        for level in levels:
-            table = [
-                f"-DLML_KERNELS=kernels_{level}",
-                f'-DLML_KERNELS_NAME="{level}"',
-                f"-march=x86-64-{level}",
-            ]
-            jobs.append((level, SOURCES / "kernels.cpp", [*macros, *table]))
-        objects = []
-        for name, source, flags in jobs:
-            objects.append(f"{folder}/{name}.o")
-            print(f"compiling {source.name} ({name})", flush=True)
-            subprocess.run([compiler, *FLAGS, *flags, "-c", str(source), "-o", objects[-1]], check=True)
-        subprocess.run([compiler, *SANITIZE, *objects, "-o", f"{folder}/driver"], check=True)
-        return subprocess.run([f"{folder}/driver"], check=False).returncode
+        program = Path(folder, "driver")
+        flags = [*LIKE_SETUP, "-O1", "-g1", *SANITIZE]
+        compile_driver(os.environ.get("CXX", "c++"), HERE / "sanitize.cpp", program, flags, LEVELS)
+        return subprocess.run([program], check=False).returncode
 
 
 if __name__ == "__main__":

@@ -9,17 +9,32 @@ kernel use a lesser x86-64 level than the processor has, to test it.
 from __future__ import annotations
 
 import ctypes
+import json
 import os
+import re
 import warnings
+from importlib import metadata
 from pathlib import Path
+from urllib.parse import urlparse
+from urllib.request import url2pathname
 
 import torch
 
-# What gives an installation without the kernel one, in the folder of the sources.
-REPAIR = "pip install --no-build-isolation --force-reinstall --no-deps ."
+OLDEST = (2, 10)  # the first torch whose stable ABI has what the kernel uses
+_REASON = "_absent.txt"  # setup.py writes it where there is no kernel
 _library: ctypes.CDLL | None = None
-_absence = "it was not compiled when torchlml was installed"
+_absence = "it is not in this installation"
 _warned = False
+
+
+def check_torch(version: str) -> None:
+    """Refuse a torch that is too old, before anything else can fail for it."""
+    numbers = tuple(int(number) for number in re.findall(r"\d+", version)[:2])
+    if numbers < OLDEST:
+        raise _refusal(
+            f"torchlml needs torch {OLDEST[0]}.{OLDEST[1]} or newer, and this is torch {version}: "
+            "run `pip install --upgrade torch`."
+        )
 
 
 def requested() -> str:
@@ -40,31 +55,32 @@ def _refusal(sentence: str) -> ImportError:
 
 def load() -> None:
     """Load the compiled kernel, if it is there and wanted."""
-    global _library, _absence
+    global _library, _absence, _warned
     choice = requested()
     if choice == "torch":
         _absence = "`TORCHLML_KERNEL` is 'torch'"
     if choice == "torch" or _library is not None:
         return
-    path = next(Path(__file__).parent.glob("_C*.so"), None)
+    folder = Path(__file__).parent
+    path = next((path for path in folder.glob("_C*") if path.suffix in (".so", ".pyd")), None)
     if path is None:
+        reason = folder / _REASON
+        if reason.exists():
+            _absence = f"when torchlml was installed, {reason.read_text(encoding='utf-8').strip()}"
         if choice == "native":
-            raise _refusal(
-                "`TORCHLML_KERNEL` is 'native', but this installation of torchlml has no compiled kernel: "
-                "install it with `pip install --no-build-isolation` beside torch and a C++ compiler."
-            )
+            raise _refusal(f"`TORCHLML_KERNEL` is 'native', but there is no compiled kernel: {absence()}.")
         return
     try:
         torch.ops.load_library(path)
         library = ctypes.CDLL(str(path))
-    except OSError as error:
-        problem = f"its compiled kernel does not load: {error}"
-        _absence = f"it does not load: {error}"
+        library.torchlml_instruction_set.restype = ctypes.c_char_p
+    except (OSError, AttributeError) as error:  # broken, of another platform; not torchlml's
+        _absence = f"{path.name} does not load ({error})"
         if choice == "native":
-            raise _refusal(f"`TORCHLML_KERNEL` is 'native', but torchlml cannot obey: {problem}") from error
-        warnings.warn(f"torchlml falls back to plain torch, as {problem}", stacklevel=2)
+            raise _refusal(f"`TORCHLML_KERNEL` is 'native', but {absence()}.") from error
+        _warned = True
+        warnings.warn(f"torchlml falls back to plain torch, which is slower: {absence()}.", stacklevel=2)
         return
-    library.torchlml_instruction_set.restype = ctypes.c_char_p
     _library = library
 
 
@@ -79,7 +95,24 @@ def absence() -> str | None:
         return None
     if requested() == "torch":
         return _absence
-    return f"{_absence}; in the folder of its sources, with a C++ compiler, `{REPAIR}` compiles it"
+    return f"{_absence}; with a C++ compiler and torch installed, `{_repair()}` compiles it"
+
+
+def _repair() -> str:
+    """The command that installs torchlml anew from where it came: a folder, an archive, or an index."""
+    try:
+        came_from = metadata.distribution("torchlml").read_text("direct_url.json")
+    except metadata.PackageNotFoundError:  # run from a folder of sources
+        return "python setup.py build_ext --inplace"
+    source, editable = "torchlml", ""
+    if came_from is not None:
+        origin = json.loads(came_from)
+        source = origin["url"]
+        if source.startswith("file:"):
+            source = url2pathname(urlparse(source).path)
+        editable = "--editable " if origin.get("dir_info", {}).get("editable") else ""
+    # Not from the cache: there pip keeps the wheel without a kernel that it has built before.
+    return f"pip install --force-reinstall --no-deps --no-cache-dir {editable}{source}"
 
 
 def warn_of_absence() -> None:
@@ -99,4 +132,6 @@ def instruction_set() -> str | None:
     return None if _library is None else _library.torchlml_instruction_set().decode()
 
 
-requested()  # before any operator is defined: an import that fails later than that cannot be tried again
+# Before any operator is defined: an import that fails later than that cannot be tried again.
+check_torch(str(torch.__version__))
+requested()

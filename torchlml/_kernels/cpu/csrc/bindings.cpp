@@ -26,17 +26,11 @@ const Kernels& choose_kernels() {
 #ifdef TORCHLML_X86_LEVELS
   const char* asked = std::getenv("TORCHLML_ISA");
   const auto wanted = [&](const char* name) { return !asked || std::strcmp(asked, name) == 0; };
-  __builtin_cpu_init();
-  const bool v3 = __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") && __builtin_cpu_supports("bmi") &&
-                  __builtin_cpu_supports("bmi2") && __builtin_cpu_supports("f16c") && __builtin_cpu_supports("lzcnt") &&
-                  __builtin_cpu_supports("movbe");
-  const bool v4 = v3 && __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
-                  __builtin_cpu_supports("avx512cd") && __builtin_cpu_supports("avx512dq") &&
-                  __builtin_cpu_supports("avx512vl");
+  const int level = processor_level();
   if (asked && wanted("baseline")) return kernels_baseline;
-  if (asked && v3 && wanted("v3")) return kernels_v3;
-  if (v4) return kernels_v4;
-  if (v3) return kernels_v3;
+  if (asked && level >= 3 && wanted("v3")) return kernels_v3;
+  if (level >= 4) return kernels_v4;
+  if (level >= 3) return kernels_v3;
 #endif
   return kernels_baseline;
 }
@@ -448,6 +442,9 @@ STABLE_TORCH_LIBRARY_IMPL(torchlml, CPU, m) {
 }
 
 // For native.py: which table is in use.
-extern "C" __attribute__((visibility("default"))) const char* torchlml_instruction_set() {
-  return torchlml::kernels().name;
-}
+#ifdef _WIN32
+#define LML_EXPORT __declspec(dllexport)
+#else
+#define LML_EXPORT __attribute__((visibility("default")))
+#endif
+extern "C" LML_EXPORT const char* torchlml_instruction_set() { return torchlml::kernels().name; }

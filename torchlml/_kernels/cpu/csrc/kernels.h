@@ -187,6 +187,7 @@ extern const Kernels kernels_baseline;
 #ifdef TORCHLML_X86_LEVELS
 extern const Kernels kernels_v3;
 extern const Kernels kernels_v4;
+int processor_level();  // 4, 3, or 1 for the baseline
 #endif
 
 // careful.cpp and careful_constrained.cpp: slow, plain, double precision; for the rows that the fast paths decline. A
