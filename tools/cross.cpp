@@ -96,9 +96,13 @@ struct Truth {
     double low = -80, high = 80;
     for (int step = 0; step < 200; ++step) {
       const double middle = (low + high) / 2;
-      double sum = 0;
-      for (size_t i = 0; i < n; ++i) sum += mask[begin + i] ? sigmoid(x[i] + middle) : 0;
-      (sum < k ? low : high) = middle;
+      // What is near one is counted as one and subtracted from: k is reached by tiny numbers in some rows.
+      double whole = -k, rest = 0;
+      for (size_t i = 0; i < n; ++i) {
+        const double z = x[i] + middle;
+        if (mask[begin + i]) whole += z > 0, rest += z > 0 ? -sigmoid(-z) : sigmoid(z);
+      }
+      (whole + rest < 0 ? low : high) = middle;
     }
     const double nu = (low + high) / 2;
     for (size_t i = 0; i < n; ++i) {

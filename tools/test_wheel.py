@@ -118,10 +118,12 @@ def environment(folder: Path, interpreter: str, version: str, torch: str) -> Pat
         return python
     print(f"making {home.name}", flush=True)
     run(interpreter, "-m", "venv", "--clear", home)
-    run(*pip(python), "install", "--no-deps", f"torch=={torch}")
+    # Compiling all of torch's Python beforehand takes longer than everything else here.
+    install = [*pip(python), "install", "--no-compile"]
+    run(*install, "--no-deps", f"torch=={torch}")
     asked = run(python, "-c", "from importlib.metadata import requires; print(*requires('torch'), sep='\\n')")
     light = [line for line in asked.splitlines() if not GIGABYTES.match(line) and "extra ==" not in line]
-    run(*pip(python), "install", *light)
+    run(*install, *light)
     if sys.platform == "linux":
         libraries = run(python, "-c", "import sysconfig; print(sysconfig.get_path('platlib'))").strip()
         add_stand_ins(Path(libraries, "torch", "lib"))
