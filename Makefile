@@ -69,7 +69,7 @@ wheel: $(STAMP)  ## build a wheel with the compiled kernel into dist/
 	PYTHONWARNINGS=ignore $(PIP) wheel -q --no-deps --no-build-isolation -w build/wheel .
 	@mkdir -p dist
 ifeq ($(shell uname -s),Linux)
-	PATH="$(abspath $(BIN)):$$PATH" $(BIN)/auditwheel -q repair --exclude libtorch_cpu.so -w dist build/wheel/*.whl
+	@PATH="$(abspath $(BIN)):$$PATH" $(BIN)/auditwheel repair --exclude libtorch_cpu.so -w dist build/wheel/*.whl
 else
 	cp build/wheel/*.whl dist/
 endif

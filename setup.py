@@ -46,6 +46,10 @@ ARITHMETIC = ["-fwrapv", "-ffp-contract=fast", "-fno-math-errno", "-fno-trapping
 UNIX_FLAGS = ["-std=c++17", "-O3", *ARITHMETIC, "-fvisibility=hidden", "-g0"]
 UNIX_FLAGS += ["-Wno-psabi", "-Wno-maybe-uninitialized", "-Wno-uninitialized"]  # of GCC's own intrinsics
 UNIX_FLAGS += ["-Wno-unknown-warning-option"]  # Clang does not know all of these
+# Functions that would bind the kernel to a new Linux: calls of them go to old_linux.cpp.
+TOO_NEW = ["exp", "log"]
+TOO_NEW += ["_ZNSt7__cxx1118basic_stringstreamIcSt11char_traitsIcESaIcEEC1Ev"]
+TOO_NEW += ["_ZNSt7__cxx1119basic_ostringstreamIcSt11char_traitsIcESaIcEEC1Ev"]
 # On Windows the compiler is clang-cl: the kernels are written in vectors that Clang and GCC know, and MSVC's
 # cl does not. It reads cl's options, and after /clang: its own; it calls C++ and links as MSVC does.
 #   /O2    for speed; the vectors are written by hand, so that there is little that -O3 would add
@@ -168,14 +172,16 @@ class BuildKernel(build_ext):
             plain = [path for path in SOURCES.glob("*.cpp") if path.stem not in ("kernels", "bindings")]
             jobs += [pool.submit(compile, path.name, path.stem, macros) for path in plain]
         objects = [path for job in jobs for path in job.result()]
-        # By name alone: whoever loads the kernel has imported torch. macOS wants to be told where to look.
-        beside = ["-Wl,-rpath,@loader_path/../../../torch/lib"] if sys.platform == "darwin" else []
+        # torch by name alone: whoever loads the kernel has imported it. macOS wants to be told where to look.
+        options = ["-Wl,-rpath,@loader_path/../../../torch/lib"] if sys.platform == "darwin" else []
+        if platform.libc_ver()[0] == "glibc":
+            options += [f"-Wl,--wrap={name}" for name in TOO_NEW]
         self.compiler.link_shared_object(
             objects,
             self.get_ext_fullpath(ext.name),
             libraries=["torch_cpu"],
             library_dirs=[str(self.torch / "lib")],
-            extra_postargs=beside,
+            extra_postargs=options,
             target_lang="c++",
         )
 

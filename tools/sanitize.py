@@ -30,7 +30,8 @@ def compile_driver(
     """Compile the kernels, once for each instruction set, and link them with a driver into a program."""
     macros = ["-DTORCHLML_X86_LEVELS"] if levels else []
     jobs = [("driver", driver, macros), ("baseline", SOURCES / "kernels.cpp", [])]
-    plain = [path for path in sorted(SOURCES.glob("*.cpp")) if path.stem not in ("kernels", "bindings")]
+    others = ("kernels", "bindings", "old_linux")  # the last is for libraries that travel
+    plain = [path for path in sorted(SOURCES.glob("*.cpp")) if path.stem not in others]
     jobs += [(path.stem, path, macros) for path in plain]
     for level in levels:
         table = [f"-DLML_KERNELS=kernels_{level}", f'-DLML_KERNELS_NAME="{level}"', f"-march=x86-64-{level}"]
