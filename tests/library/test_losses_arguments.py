@@ -191,9 +191,9 @@ def test_modules_take_the_mean_over_labels():
         assert "label_reduction='mean'" in repr(made)
 
 
-def test_compiled_autograd(monkeypatch):
+@torch._dynamo.config.patch(compiled_autograd=True)
+def test_compiled_autograd():
     """The backward pass is compiled too, and must find every tensor that the forward pass left for it."""
-    monkeypatch.setattr(torch._dynamo.config, "compiled_autograd", True)
     torch.compiler.reset()
     x = torch.randn(3, 6, requires_grad=True)
 
