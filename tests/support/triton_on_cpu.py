@@ -6,6 +6,7 @@ Triton reads TRITON_INTERPRET when a kernel is decorated, so all of this happens
 is chosen on a GPU by the lengths of the rows is chosen here by `TRITON_VARIANT`, since interpreted rows must
 be short.
 """
+# mypy: disable-error-code="import-not-found,import-untyped"
 
 from __future__ import annotations
 

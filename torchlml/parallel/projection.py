@@ -101,7 +101,8 @@ class _Apply(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         x, k, mask, *solution = ctx.saved_tensors
         local = LocalRows(x, mask, Solution(*solution))
-        dx, dk = local.finish(*ctx.gradient(local, grad.to(local.values.dtype), k, ctx.group), x)
+        dx, dk = ctx.gradient(local, grad.to(local.values.dtype), k, ctx.group)
+        dx, dk = local.finish(dx, dk, x)
         return None, None, dx, gradient_of_k(dk, k), None, None
 
 
