@@ -169,10 +169,9 @@ struct BackwardRow : Row<S> {
     // A half-precision y was rounded: never take w from it. Otherwise the first block tells how many entries
     // are near 1, and with many of them every w is taken from z.
     const bool from_z = sizeof(S) == 2 || count_near_one(first) * 64 > first;
-    const Totals totals =
-        sum_of_parts(n, team, [=, *this](int64_t begin, int64_t size) __attribute__((always_inline)) {
-          return part(begin, size).weighted_sums(w + begin, from_z);
-        });
+    const Totals totals = sum_of_parts(n, team, [=, *this](int64_t begin, int64_t size) __attribute__((always_inline)) {
+      return part(begin, size).weighted_sums(w + begin, from_z);
+    });
     const double sum = totals.part[0];
     if (!(sum > 0)) return zero();
     const double mean = totals.part[1] / sum;
@@ -243,10 +242,9 @@ struct BackwardRow : Row<S> {
   // dx = a - p sum a with a = g sigma(-z); dk = sum a / sum w.
   LML_INLINE void logarithm() const {
     const T least = nearest(), factor = static_cast<T>(::exp(-static_cast<double>(least)));
-    const Totals totals =
-        sum_of_parts(n, team, [=, *this](int64_t begin, int64_t size) __attribute__((always_inline)) {
-          return part(begin, size).scaled_sums(least, factor);
-        });
+    const Totals totals = sum_of_parts(n, team, [=, *this](int64_t begin, int64_t size) __attribute__((always_inline)) {
+      return part(begin, size).scaled_sums(least, factor);
+    });
     const double sum = totals.part[0], moment = totals.part[1];
     if (!(sum > 0)) return zero();
     *dk = moment == 0 ? 0 : moment / (sum * ::exp(-static_cast<double>(least)));
@@ -260,7 +258,7 @@ struct BackwardRow : Row<S> {
   // w of every entry, times exp(least), with one exponential per entry; returns their sum.
   LML_INLINE double weigh(T* w, T least) const {
     const T factor = static_cast<T>(::exp(-static_cast<double>(least)));
-    if (n <= long_row) return part(0, n).weigh_part(w, least, factor);
+    if (n <= long_row) return weigh_part(w, least, factor);
     const auto piece = [=, *this](int64_t begin, int64_t size) {
       return Totals{{part(begin, size).weigh_part(w + begin, least, factor)}, 0};
     };
@@ -287,7 +285,9 @@ struct BackwardRow : Row<S> {
 
   // d nu / dx = -p, d nu / dk = 1 / sum w. Leaves the scaled w in `w`, unless it is dx, and returns by what they
   // are multiplied.
-  LML_INLINE T dual(double g, T* w) const {
+  LML_INLINE T dual(double g, T* w) const { return n > long_row ? long_dual(g, w) : part(0, n).any_dual(g, w); }
+  __attribute__((noinline)) T long_dual(double g, T* w) const { return any_dual(g, w); }
+  LML_INLINE T any_dual(double g, T* w) const {
     T least = 0;
     double sum = weigh(w, least);
     // Where every w is that small, they are scaled, so that none underflows.
