@@ -77,7 +77,11 @@ def right(name: str, target: Target) -> bool:
     began = time.perf_counter()
     with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as folder:
         program = Path(folder, f"cross{target.suffix}")
-        compile_driver(compiler, HERE / "cross.cpp", program, [*FLAGS, *target.flags], target.levels)
+        try:
+            compile_driver(compiler, HERE / "cross.cpp", program, [*FLAGS, *target.flags], target.levels)
+        except subprocess.CalledProcessError:
+            print(f"{name}: {compiler} DOES NOT COMPILE the kernels, as it says above", flush=True)
+            return False
         command = [emulator, program] if emulator else [program]
         quiet = os.environ | {"WINEDEBUG": "-all", "WINEPREFIX": f"{folder}/wine"}
         done = subprocess.run(
