@@ -130,7 +130,7 @@ class BuildKernel(build_ext):
             self.torch = torch_home()
             super().run()
         except Exception as error:
-            why = str(error) if isinstance(error, NoKernel) else f"compiling it failed ({first_line(error)})"
+            why = reason_of(error)
             print(
                 f"torchlml: installing without the compiled kernel (plain torch will be used): {why}",
                 file=sys.stderr,
@@ -199,9 +199,16 @@ def use_clang_cl(compiler: object) -> None:
     compiler.cc, compiler.compile_options = found, ["/nologo", "/DNDEBUG"]
 
 
-def first_line(error: Exception) -> str:
-    """What an error says, short enough for a sentence."""
-    return (str(error).strip().splitlines() or [type(error).__name__])[0][:200]
+def reason_of(error: Exception) -> str:
+    """Why there is no kernel, as a clause about the time when torchlml was installed."""
+    if isinstance(error, NoKernel):
+        return str(error)
+    said = str(error) or type(error).__name__
+    if "No such file or directory" in said:  # not the sources: they are there
+        return f"there was no C++ compiler ({said.splitlines()[0][:100]})"
+    status = re.search(r"exit (?:status|code) (-?\d+)", said)
+    what = f"the compiler ended with {status[0]}" if status else said.splitlines()[0][:100]
+    return f"compiling it failed ({what}; `pip install -v` shows more)"
 
 
 class Wheel(bdist_wheel):

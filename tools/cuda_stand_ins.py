@@ -30,7 +30,7 @@ def add_stand_ins(folder: Path) -> list[str]:
         set
     )  # a library's versions: its own name, or one like NVSHMEM
     for version in wanted:
-        versions[next((name for name in missing if version.lower() in name), "")].add(version)
+        versions[next((name for name in missing if version.lower() in name.lower()), "")].add(version)
     for name in missing:
         # What is asked for without a version may be in any library: all of it is in the first.
         extra = {s for s in loose - defined if OF_NVIDIA.match(s)} if name == missing[0] else set()
