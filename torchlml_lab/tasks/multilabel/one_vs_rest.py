@@ -99,6 +99,10 @@ def _fit(inputs: Matrix, labels: Matrix, strength: float) -> tuple[Any, Any]:
     weights = np.zeros((inputs.shape[1], labels.shape[1]))
     bias = np.full(labels.shape[1], -20.0)  # of a label that no row has
     columns = labels.tocsc()
+    inputs.indices, inputs.indptr = (
+        inputs.indices.astype(np.int32),
+        inputs.indptr.astype(np.int32),
+    )  # liblinear's
     with ProgressBar(Console()) as progress:
         bar = progress.add_task(f"labels, C = {strength:g}", total=labels.shape[1])
         for label in range(labels.shape[1]):

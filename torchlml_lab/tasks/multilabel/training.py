@@ -76,6 +76,8 @@ def task(settings: MultilabelSettings, data: Data) -> Task:
         printed=tuple(
             f"{name}@{k}" for name, k in (("precision", 1), ("ndcg", 5)) if k <= len(prepared.labels)
         ),
+        # The matrices of few labels are too small to be shared by threads.
+        threads=1 if settings.batch_size * len(prepared.labels) < 2**20 else None,
         patience=settings.patience
         or max(5, math.ceil(PATIENT_STEPS * settings.batch_size / len(data.training))),
         stored={prepare.FILE: prepared.to_json()},

@@ -1,0 +1,356 @@
+"""One's own data: from files to the best labels, killed, in two processes, and with everything wrong."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import signal
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from scipy import sparse
+from sklearn.feature_extraction.text import TfidfVectorizer
+
+from tests.support.command_lines import refused
+from tests.support.processes import output, start, start_two
+from tests.support.tagged_texts import WORDS, tagged_texts, write_texts
+from torchlml_lab import cli
+from torchlml_lab.engine.grid import GridSettings
+from torchlml_lab.errors import BadInput
+from torchlml_lab.readers.labelled_rows import LabelledRows, label_matrix
+from torchlml_lab.readers.table import Columns
+from torchlml_lab.tasks.multilabel import loss_sweep, one_vs_rest, preparation, study_rows
+from torchlml_lab.tasks.multilabel.loss_sweep import SweepSettings
+from torchlml_lab.tasks.multilabel.run_data import kept_labels, label_lists
+from torchlml_lab.tasks.multilabel.settings import MultilabelSettings
+
+
+@pytest.fixture(scope="module")
+def texts(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_texts(tmp_path_factory.mktemp("texts") / "train.csv", tagged_texts(300, seed=0))
+
+
+@pytest.fixture(scope="module")
+def run(texts: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str]:
+    """A run that was told the file and nothing else, and what it printed."""
+    out = tmp_path_factory.mktemp("run") / "run"
+    return out, output(start(["train", "multilabel", "--train", str(texts), "--out", str(out)]))[0]
+
+
+def predict(run: Path, data: Path, out: Path, *more: str) -> list[dict]:
+    assert cli.main(["predict", str(run), "--data", str(data), "--out", str(out), *more]) == 0
+    return [json.loads(line) for line in out.read_text(encoding="utf-8").splitlines()]
+
+
+def test_from_a_csv_to_the_best_tags_in_two_commands(run, tmp_path, capsys):
+    out, printed = run
+    assert "270 rows with 1.5 of 6 labels each, 30 more set aside for validation." in printed
+    assert "Columns: texts from `text`, labels from `tags`, separated by ';'." in printed
+    assert "each row's own count of labels as k; predicted are the best k = 2 (the mean count" in printed
+    new = tagged_texts(40, seed=1)
+    data = write_texts(tmp_path / "new.csv", new)
+    rows = predict(out, data, tmp_path / "out.jsonl", "--top", "6")
+    table = capsys.readouterr().out
+    assert "These are 20 of 40 rows." in table
+    assert rows[0]["labels"][0] in table
+    right = [row["labels"][0] in tags for row, (_, tags) in zip(rows, new, strict=True)]
+    assert np.mean(right) > 0.9
+    for number, row in enumerate(rows, 1):
+        assert row["row"] == number
+        assert sorted(row["labels"]) == sorted(WORDS)
+        assert row["probabilities"] == sorted(row["probabilities"], reverse=True)
+        assert sum(row["probabilities"]) == pytest.approx(2, abs=1e-4)  # being among 2
+    # The same as CSV, of rows that have no tags.
+    data.write_text("text\n" + "\n".join(text for text, _ in new) + "\n")
+    assert (
+        cli.main(["predict", str(out), "--data", str(data), "--top", "2", "--out", str(tmp_path / "o.csv")])
+        == 0
+    )
+    lines = (tmp_path / "o.csv").read_text().splitlines()
+    assert lines[0] == "row,rank,label,probability"
+    assert lines[1].startswith(f"1,1,{rows[0]['labels'][0]},0.")
+    assert len(lines) == 81
+
+
+def test_a_run_has_a_report_and_ends_early(run):
+    out, printed = run
+    assert (out / "report.png").read_bytes().startswith(b"\x89PNG")
+    page = (out / "report.md").read_text()
+    assert "| k | P@k | nDCG@k | PSP@k | R@k |" in page
+    assert "30 validation rows" in page
+    result = json.loads((out / "result.json").read_text())
+    assert result["test"] == {}
+    assert result["validation"]["precision@1"] > 0.9
+    epochs = json.loads((out / "state.json").read_text())["epoch"]
+    assert epochs < 200
+    assert printed.count("epoch ") >= epochs
+
+
+def test_evaluate_other_rows(run, tmp_path, capsys):
+    new = [*tagged_texts(50, seed=2), ("a pip of a new kind", ["python", "fruit"]), ("no tags", [])]
+    data = write_texts(tmp_path / "new.csv", new)
+    assert cli.main(["evaluate", str(run[0]), "--data", str(data), "--out", str(tmp_path / "report")]) == 0
+    said = capsys.readouterr().out
+    assert "1 rows have no label and are left out" in said
+    assert "1 label is in no training row (`fruit`) and cannot be predicted" in said
+    page = (tmp_path / "report" / "report.md").read_text()
+    # The measures by hand, from what `predict` says: fruit is missed, and counts in the recall.
+    found = predict(run[0], data, tmp_path / "out.jsonl", "--top", "3")[:-1]
+    hits = [[label in tags for label in row["labels"]] for row, (_, tags) in zip(found, new, strict=False)]
+    precision = 100 * np.mean(hits)
+    recall = 100 * np.mean([sum(row) / len(tags) for row, (_, tags) in zip(hits, new, strict=False)])
+    line = next(line for line in page.splitlines() if line.startswith("| 3 |"))
+    assert f"| {precision:.2f} (" in line
+    assert f"| {recall:.2f} (" in line
+    popular = sorted(WORDS, key=lambda tag: -sum(tag in tags for _, tags in tagged_texts(300, seed=0)))
+    assert len(popular) == 6
+
+
+def test_rows_that_the_run_knows_nothing_of(tmp_path, capsys):
+    rows = "".join(f"{i % 3} {i % 3}:{1 + i % 2} {3 + i % 5}:1\n" for i in range(60))
+    (tmp_path / "train.txt").write_text(rows)
+    (tmp_path / "names.txt").write_text("red\ngreen\nblue\n")
+    out = tmp_path / "run"
+    train = [
+        "train",
+        "multilabel",
+        "--train",
+        tmp_path / "train.txt",
+        "--test",
+        tmp_path / "train.txt",
+        "--out",
+        out,
+    ]
+    options = [
+        "--hidden",
+        0,
+        "--label-names",
+        tmp_path / "names.txt",
+        "--loss",
+        "bce",
+        "--learning-rate",
+        0.1,
+    ]
+    assert cli.main([str(word) for word in (*train, *options, "--epochs", 30)]) == 0
+    assert json.loads((out / "result.json").read_text())["test"]["precision@1"] == 1
+    capsys.readouterr()
+    (tmp_path / "new.txt").write_text("1:1 77:2\n0 9:1 78:1\n")
+    found = predict(out, tmp_path / "new.txt", tmp_path / "out.jsonl", "--top", "1")
+    said = capsys.readouterr().out
+    assert "3 values are of features that no training row has, and are left out" in said
+    assert "1 of 2 rows have nothing that the run knows" in said
+    assert found[0]["labels"] == ["green"]
+
+
+@pytest.fixture(scope="module")
+def undisturbed(texts, tmp_path_factory):
+    out = tmp_path_factory.mktemp("whole") / "run"
+    assert cli.main(steady(texts, out)) == 0
+    return out
+
+
+def steady(texts: Path, out: Path) -> list[str]:
+    return [
+        "train",
+        "multilabel",
+        "--train",
+        str(texts),
+        "--out",
+        str(out),
+        "--epochs",
+        "8",
+        "--threads",
+        "1",
+    ]
+
+
+def test_killed_and_resumed_equals_undisturbed(texts, undisturbed, tmp_path):
+    out = tmp_path / "run"
+    running = start(steady(texts, out))
+    state = out / "state.json"
+    limit = time.monotonic() + 120
+    while not (state.exists() and json.loads(state.read_text())["epoch"] >= 2):
+        assert running.poll() is None, running.communicate()
+        assert time.monotonic() < limit
+        time.sleep(0.005)
+    running.send_signal(signal.SIGKILL)
+    running.communicate()
+    assert not (out / "result.json").exists(), "the run was over before it was killed"
+    assert cli.main(["train", "multilabel", "--resume", str(out)]) == 0
+    assert (out / "metrics.jsonl").read_bytes() == (undisturbed / "metrics.jsonl").read_bytes()
+    weights = [(one / "checkpoints/epoch-0008/model.safetensors").read_bytes() for one in (out, undisturbed)]
+    assert weights[0] == weights[1]
+    assert (out / "report.md").exists()
+
+
+def test_two_processes(texts, tmp_path, capsys):
+    out = tmp_path / "run"
+    printed, _ = output(start_two([*steady(texts, out), "--cpu"]))
+    assert printed.count("set aside for validation") == 1
+    assert printed.count("The report is") == 1
+    assert json.loads((out / "state.json").read_text())["processes"] == 2
+    # Every row was counted once: one process finds the same with the same weights.
+    before = json.loads((out / "result.json").read_text())["validation"]
+    assert cli.main(["evaluate", str(out)]) == 0
+    line = next(line for line in (out / "report.md").read_text().splitlines() if line.startswith("| 3 |"))
+    for name in ("precision@3", "ndcg@3", "psp@3", "recall@3"):
+        assert f"{100 * before[name]:.2f} (" in line
+
+
+def test_preparation_is_that_of_scikit_learn_and_survives_json(tmp_path):
+    texts = ["a cat sat", "a cat ran", "no cat at all", "dogs ran"]
+    numbers = np.array([[1.0, 5], [2, 5], [np.nan, 5], [6, 5]], dtype=np.float32)
+    labels, names = label_matrix([["x"], ["y"], ["x", "y"], ["z"]])
+    rows = LabelledRows(sparse.csr_array(numbers), labels, names, texts, ("size", "same"))
+    fitted = preparation.fit(rows, Columns(("text",), ("size", "same"), "tags", ","), 1)
+    (tmp_path / preparation.FILE).write_text(json.dumps(fitted.to_json()))
+    again = preparation.stored(tmp_path)
+    assert again == fitted
+    found = again.apply(rows).inputs.toarray()
+    vectorizer = TfidfVectorizer(
+        token_pattern=r"(?u)\b\w+\b", ngram_range=(1, 2), sublinear_tf=True, min_df=2
+    )
+    expected = vectorizer.fit_transform(texts).toarray()
+    assert found[:, :-2] == pytest.approx(expected, abs=1e-6)
+    deviation = np.std([1, 2, 6])
+    assert found[:, -2] == pytest.approx([(1 - 3) / deviation, -1 / deviation, 0, 3 / deviation], abs=1e-6)
+    assert not found[:, -1].any()
+    (tmp_path / preparation.FILE).write_text('{"columns": null, "labels": []}')
+    with pytest.raises(BadInput, match="is damaged"):
+        preparation.stored(tmp_path)
+
+
+def test_a_part_of_the_labels_is_kept():
+    labels, _ = label_matrix([[str(j) for j in range(1 + i % 40)] for i in range(2000)])
+    whole = np.diff(labels.indptr)
+    thinner = kept_labels(labels, 0.3, seed=0)
+    counts = np.diff(thinner.indptr)
+    assert (counts >= 1).all()
+    assert counts[whole > 30].sum() / whole[whole > 30].sum() == pytest.approx(0.3, abs=0.01)
+    assert (labels - thinner).min() >= 0  # none that was not there
+    assert (np.diff(kept_labels(labels, "one", seed=0).indptr) == 1).all()
+    assert kept_labels(labels, 1.0, seed=0) is labels
+    assert (kept_labels(labels, 0.3, seed=1) != thinner).nnz
+    assert torch.equal(label_lists(labels[:2]), torch.tensor([[0, -100], [0, 1]]))
+
+
+@pytest.fixture(scope="module")
+def lines(tmp_path_factory):
+    """Sparse rows whose labels are their features, as svmlight."""
+    path = tmp_path_factory.mktemp("lines") / "tiny.train.txt"
+    path.write_text("".join(f"{i % 7},{7 + i % 3} {i % 7}:1 {7 + i % 3}:1\n" for i in range(120)))
+    return path
+
+
+def test_sweep(lines, tmp_path, monkeypatch):
+    common = MultilabelSettings(train=lines, test=lines, epochs=3, batch_size=16)
+    settings = SweepSettings(
+        out=tmp_path,
+        losses=("bce", "lml-2"),
+        keeps=(1.0, "one"),
+        seeds=(0,),
+        learning_rates=(0.01, 1e-6),
+        run=common,
+    )
+    runs = loss_sweep.grid(settings)
+    assert len(runs) == 8
+    records = []
+    for one in runs[:4]:
+        result = loss_sweep._run_one(one)
+        assert loss_sweep._run_one(one) == result  # it is finished, and continued to nothing
+        records.append(loss_sweep.record(one, result))
+    assert {(row.data, row.loss, row.keep) for row in records} == {
+        ("tiny", "bce", "1.0"),
+        ("tiny", "lml-2", "1.0"),
+    }
+    study_rows.TABLE.write(tmp_path / "rows.csv", records)
+    assert study_rows.TABLE.read(tmp_path / "rows.csv", "--tuned")[0].r5 == records[0].r5
+    tuned = loss_sweep.grid(dataclasses.replace(settings, learning_rates=(), tuned=tmp_path / "rows.csv"))
+    assert {(one.loss, one.k, one.learning_rate) for one in tuned} == {("bce", None, 0.01), ("lml", 2, 0.01)}
+    assert loss_sweep._table(records).row_count == 4
+    with pytest.raises(BadInput, match=r"`--run.test` is missing"):
+        loss_sweep.grid(dataclasses.replace(settings, run=dataclasses.replace(common, test=None)))
+    assert isinstance(settings, GridSettings)
+
+
+def test_one_vs_rest(lines, tmp_path):
+    options = [
+        "--train",
+        str(lines),
+        "--test",
+        str(lines),
+        "--csv",
+        str(tmp_path / "o.csv"),
+        "--strengths",
+        "100",
+    ]
+    one_vs_rest.main([*options, "--keeps", "1.0"])
+    one_vs_rest.main([*options, "--keeps", "1.0"])  # it is there already
+    (row,) = study_rows.TABLE.read(tmp_path / "o.csv", "--csv")
+    assert row.p1 == 1
+    assert row.r5 == 1
+
+
+ROWS = "text,tags\n" + "".join(f"word{i % 5} word,{'x' if i % 2 else 'y'};z\n" for i in range(20))
+BAD = {
+    "": ("text,tags\n", "has columns but no rows"),
+    "--labels topic": (ROWS, "has no column `topic`"),
+    "--texts body": (ROWS, "has no column `body`"),
+    "--k 3": (ROWS, "there are 3 labels: it must be from 1 to 2"),
+    "--k 9 --loss softmax": (ROWS, "`--k` is 9, but there are 3 labels: at most 2 can be chosen"),
+    "--k 0": (ROWS, "`k` is 0, and must be at least 1"),
+    "--k labels --loss truncated-entropy": (ROWS, "which only the loss `lml` can do"),
+    "--separator ''": (ROWS, "`--separator` is empty"),
+    "--keep 2.0": (ROWS, "`--keep` is 2.0"),
+    "--hidden -1": (ROWS, "`--hidden` is -1"),
+    "--dropout 1": (ROWS, "`--dropout` is 1"),
+    "--patience 0": (ROWS, "`--patience` is 0"),
+    "--train-labels y.npz": (ROWS, "`--train-labels` is for `.npz` files"),
+    "--test-labels y.npz": (ROWS, "`--test-labels` is given without `--test`"),
+    "--label-names n.txt": (ROWS, "has names already"),
+    "--valid missing.csv": (ROWS, "`--valid` names `missing.csv`, which cannot be read: no such file"),
+    "--epochs 1": ("text,tags\n" + "a,\n" * 20, "which has no label: at least two are needed"),
+    "--epochs 2": ("text,tags\n" + "a,x\n" * 20, "which has the label `x` alone: at least two are needed"),
+    "--epochs 3": ("text,tags\n" + "a,x\nb,y\n", "which has 2 rows with labels: at least 10 are needed"),
+    "--epochs 4": (
+        "text,tags\n" + "!,x\n?,y\n" * 10,
+        "no features and no words: there is nothing to learn from",
+    ),
+}
+
+
+@pytest.mark.parametrize("options", BAD)
+def test_bad_input_is_one_sentence_and_leaves_nothing(options, tmp_path, monkeypatch, capsys):
+    import shlex
+
+    monkeypatch.chdir(tmp_path)
+    text, needle = BAD[options]
+    (tmp_path / "rows.csv").write_text(text)
+    said = refused(
+        capsys, ["train", "multilabel", "--train", "rows.csv", "--out", "run", *shlex.split(options)]
+    )
+    assert needle in said
+    assert not (tmp_path / "run").exists()
+
+
+def test_bad_questions_to_a_run(run, texts, tmp_path, capsys):
+    out = run[0]
+    assert "`--train` is missing" in refused(capsys, ["train", "multilabel"])
+    assert "`--data` is missing" in refused(capsys, ["predict", out])
+    assert "from 1 to 6, the labels of the run" in refused(
+        capsys, ["predict", out, "--data", texts, "--top", 7]
+    )
+    assert "must end in `.csv` or `.jsonl`" in refused(
+        capsys, ["predict", out, "--data", texts, "--out", "a.txt"]
+    )
+    other = tmp_path / "other.csv"
+    other.write_text("title\na\n")
+    assert "has no column `text`" in refused(capsys, ["predict", out, "--data", other])
+    other.write_text("text,tags\na,\n")
+    assert "no row has a label to be compared with" in refused(capsys, ["evaluate", out, "--data", other])
+    (tmp_path / "rows.txt").write_text("1 2:3\n")
+    assert "is no table" in refused(capsys, ["predict", out, "--data", tmp_path / "rows.txt"])
+    assert not list(tmp_path.glob("*.jsonl"))
