@@ -14,6 +14,7 @@ import torch
 from scipy import sparse
 from sklearn.feature_extraction.text import TfidfVectorizer
 
+import torchlml
 from tests.support.command_lines import refused
 from tests.support.processes import output, start, start_two
 from tests.support.tagged_texts import WORDS, tagged_texts, write_texts
@@ -23,6 +24,7 @@ from torchlml_lab.errors import BadInput
 from torchlml_lab.readers.labelled_rows import LabelledRows, label_matrix
 from torchlml_lab.readers.table import Columns
 from torchlml_lab.tasks.multilabel import loss_sweep, one_vs_rest, preparation, study_rows
+from torchlml_lab.tasks.multilabel.calibration import best_temperature
 from torchlml_lab.tasks.multilabel.loss_sweep import SweepSettings
 from torchlml_lab.tasks.multilabel.run_data import kept_labels, label_lists
 from torchlml_lab.tasks.multilabel.settings import MultilabelSettings
@@ -223,6 +225,15 @@ def test_preparation_is_that_of_scikit_learn_and_survives_json(tmp_path):
         preparation.stored(tmp_path)
 
 
+def test_temperature_makes_probabilities_true():
+    """Labels drawn from the projection of logits, which a network then exaggerates or plays down."""
+    logits = torch.randn(3000, 12) * 1.5
+    observed = torch.rand(3000, 12) < torchlml.lml(logits, 3)
+    for factor in (4.0, 0.5):
+        found = best_temperature(factor * logits, observed, "lml", 3)
+        assert found == pytest.approx(factor, rel=0.13)  # one step of the grid
+
+
 def test_a_part_of_the_labels_is_kept():
     labels, _ = label_matrix([[str(j) for j in range(1 + i % 40)] for i in range(2000)])
     whole = np.diff(labels.indptr)
@@ -274,6 +285,26 @@ def test_sweep(lines, tmp_path, monkeypatch):
     with pytest.raises(BadInput, match=r"`--run.test` is missing"):
         loss_sweep.grid(dataclasses.replace(settings, run=dataclasses.replace(common, test=None)))
     assert isinstance(settings, GridSettings)
+
+
+def test_figure_and_tables(tmp_path):
+    rows = [
+        study_rows.Record(
+            data, loss, keep, seed, 0.01, 3, 0.5, 0.6, 0.5, 0.4, value + seed / 100, 0.3, 0.2, 1.0
+        )
+        for data in ("tiny", "other")
+        for loss, value in (("softmax", 0.5), ("lml-labels", 0.52), ("one-vs-rest", 0.4))
+        for keep in ("1.0", "one")
+        for seed in ((0,) if loss == "one-vs-rest" else (0, 1))
+    ]
+    study_rows.TABLE.write(tmp_path / "rows.csv", rows)
+    command = ["figures", "multilabel", "--csv", str(tmp_path / "rows.csv"), "--out", str(tmp_path / "x.png")]
+    assert cli.main(command) == 0
+    assert (tmp_path / "x.png").read_bytes().startswith(b"\x89PNG")
+    page = (tmp_path / "x.md").read_text()
+    assert "| lml-labels less softmax | +2.0±0.0 | +2.0±0.0 |" in page
+    assert "| one-vs-rest less softmax | -10.0 | -10.0 |" in page
+    assert "| lml-labels | 60.0±0.0 | 50.0±0.0 | 40.0±0.0 | 52.5±0.7 | 30.0±0.0 | 20.0±0.0 |" in page
 
 
 def test_one_vs_rest(lines, tmp_path):

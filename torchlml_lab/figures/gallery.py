@@ -31,6 +31,9 @@ FIGURES = {
     "cifar100": Command(
         "torchlml_lab.figures.accuracy_by_noise", "accuracy against label noise, from a sweep"
     ),
+    "multilabel": Command(
+        "torchlml_lab.figures.kept_labels", "losses against the labels kept, and tables, from sweeps"
+    ),
     "scene-graph": Command(
         "torchlml_lab.figures.recall_by_epoch", "recall against epochs, and tables, from a sweep"
     ),

@@ -1,5 +1,6 @@
 """The report of a run on labelled rows: a table beside the popularity baseline, a page, and two plots."""
 
+import json
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,6 +15,7 @@ from torchlml_lab.engine.table import plain_table
 from torchlml_lab.files import replacing
 from torchlml_lab.readers.labelled_rows import LabelledRows, Matrix
 from torchlml_lab.tasks.label_losses import PADDING
+from torchlml_lab.tasks.multilabel import calibration
 from torchlml_lab.tasks.multilabel.measures import NAMES, Measures, popularity
 from torchlml_lab.tasks.multilabel.plots import draw_report
 from torchlml_lab.tasks.multilabel.run_data import label_lists, read
@@ -91,8 +93,10 @@ class Report:
 
 def report_run(run: Path, settings: MultilabelSettings, console: Console) -> None:
     """Measure a finished run on its test rows, or those of validation; print, and write page and plots."""
-    trained = load(run)
-    data = read(settings)
+    trained, data = load(run), read(settings)
+    trained = trained._replace(temperature=calibration.fit(trained, data.validation))
+    with replacing(run / calibration.FILE) as temporary:
+        temporary.write_text(json.dumps({"temperature": trained.temperature}) + "\n", encoding="utf-8")
     rows, what = (data.validation, "validation rows") if data.test is None else (data.test, "test rows")
     inputs, _ = prepared_rows(trained, rows, Path())
     write(make(trained, inputs, rows, what), trained, run, console)

@@ -8,11 +8,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
-import torchlml
 from torchlml_lab.engine import best_epoch
 from torchlml_lab.engine.settings import SETTINGS_FILE, from_json
 from torchlml_lab.readers.labelled_rows import LabelledRows, Matrix
-from torchlml_lab.tasks.label_losses import LossName
+from torchlml_lab.tasks.multilabel import calibration
 from torchlml_lab.tasks.multilabel import preparation as prepare
 from torchlml_lab.tasks.multilabel.networks import LabelNetwork
 from torchlml_lab.tasks.multilabel.preparation import Preparation
@@ -29,6 +28,8 @@ class Trained(NamedTuple):
     preparation: Preparation
     network: LabelNetwork
     epoch: int
+    temperature: float
+    """What the logits are divided by for probabilities."""
 
     def scores(self, inputs: Matrix) -> Iterator[tuple[Tensor, slice]]:
         """The logits of prepared rows, some rows at a time, and which rows these are."""
@@ -40,7 +41,7 @@ class Trained(NamedTuple):
 
     def probabilities(self, logits: Tensor) -> Tensor:
         """The probability of each label to be among the run's k."""
-        return probabilities(logits, self.settings.loss, self.preparation.k)
+        return calibration.probabilities(logits, self.settings.loss, self.preparation.k, self.temperature)
 
 
 def load(run: Path) -> Trained:
@@ -50,15 +51,7 @@ def load(run: Path) -> Trained:
     prepared = prepare.stored(run)
     network = LabelNetwork(prepared.inputs, len(prepared.labels), settings.hidden, settings.dropout)
     best.load(network)
-    return Trained(settings, prepared, network, best.epoch)
-
-
-def probabilities(logits: Tensor, loss: LossName, k: int) -> Tensor:
-    """The probability of each label to be among k: the LML projection of the logits.
-
-    A network that was trained with `bce` has a probability of its own for each label, whatever k is.
-    """
-    return logits.sigmoid() if loss == "bce" else torchlml.lml(logits, k)
+    return Trained(settings, prepared, network, best.epoch, calibration.stored(run))
 
 
 def prepared_rows(trained: Trained, rows: LabelledRows, path: Path) -> tuple[Matrix, list[str]]:
