@@ -1,4 +1,4 @@
-"""`torchlml figures multilabel`: losses against how many training labels were kept, and tables, from sweeps."""
+"""`torchlml figures multilabel`: losses against the training labels that were kept, and tables."""
 
 from collections import defaultdict
 from collections.abc import Sequence
@@ -41,7 +41,7 @@ Group = dict[int, Record]
 
 @dataclass(frozen=True)
 class MultilabelFigureSettings(FigureSettings):
-    """Draw the test nDCG@5 of each loss less that of softmax, and write the tables (.md) beside the picture."""
+    """Draw the test nDCG@5 of each loss less that of softmax, and write tables (.md) beside the picture."""
 
     csv: tuple[Path, ...] = ()
     """The CSVs of `torchlml sweep multilabel`; by default of runs/multilabel-sweep, else results/'s."""
@@ -67,11 +67,10 @@ def main(arguments: Sequence[str]) -> None:
 
 def grouped(rows: Sequence[Record]) -> dict[str, dict[str, dict[str, Group]]]:
     """The runs by data, kept labels and loss."""
-    groups: dict[str, dict[str, dict[str, Group]]] = defaultdict(
-        lambda: defaultdict(lambda: defaultdict(dict))
-    )
+    groups: dict[str, dict[str, dict[str, Group]]] = {}
     for row in rows:
-        groups[row.data][row.keep][row.loss][row.seed] = row
+        by_loss = groups.setdefault(row.data, {}).setdefault(row.keep, defaultdict(dict))
+        by_loss[row.loss][row.seed] = row
     return groups
 
 
