@@ -12,12 +12,11 @@ from torchlml_lab.cli import parse_settings
 from torchlml_lab.engine import best_epoch
 from torchlml_lab.errors import BadInput
 from torchlml_lab.files import check_folder
-from torchlml_lab.readers.labelled_file import read_labelled
 from torchlml_lab.readers.labelled_rows import LabelledRows
 from torchlml_lab.tasks.multilabel.report import make, write
 from torchlml_lab.tasks.multilabel.run_data import aligned, read
 from torchlml_lab.tasks.multilabel.settings import MultilabelSettings
-from torchlml_lab.tasks.multilabel.trained import Trained, load, prepared_rows
+from torchlml_lab.tasks.multilabel.trained import Trained, load, prepared_rows, read_rows
 
 
 @dataclass(frozen=True)
@@ -37,21 +36,25 @@ class EvaluateSettings:
     test: Path | None = None
     """The test file."""
     out: Path | None = None
-    """A folder for `report.md` and `report.png`; by default that of the run."""
+    """A folder for `report.md` and `report.png`; by default that of the run, and none for other rows."""
 
 
 def main(arguments: Sequence[str]) -> None:
     """Read the options, measure, and print the table."""
     settings = parse_settings(EvaluateSettings, "evaluate", arguments, EvaluateSettings())
-    out = settings.out or settings.run
+    out = settings.out or (settings.run if settings.data is None else None)
     trained = load(settings.run)
-    check_folder("--out", out)
+    if out is not None:
+        check_folder("--out", out)
     rows, what, notes = _rows(settings, trained)
     inputs, more = prepared_rows(trained, rows, settings.data or Path(what))
     console = Console()
     for note in [*notes, *more]:
         console.print(note, soft_wrap=True, highlight=False, markup=False)
-    write(make(trained, inputs, rows, what), trained, out, console)
+    report = make(trained, inputs, rows, what)
+    console.print(report.table())
+    if out is not None:
+        write(report, trained, out, console)
 
 
 def _rows(settings: EvaluateSettings, trained: Trained) -> tuple[LabelledRows, str, list[str]]:
@@ -63,17 +66,14 @@ def _rows(settings: EvaluateSettings, trained: Trained) -> tuple[LabelledRows, s
         data = read(best_epoch.read_moved(MultilabelSettings, settings.run, moved))
         rows, what = (data.validation, "validation rows") if data.test is None else (data.test, "test rows")
         return rows, what, []
-    prepared, notes = trained.preparation, []
-    found, _ = read_labelled(
-        settings.data,
-        "--data",
-        columns=prepared.columns,
-        labels=settings.data_labels,
-        label_names=trained.settings.label_names,
-    )
+    found, notes = read_rows(trained, settings.data, settings.data_labels), []
     labelled = found.take(found.counts > 0)
     if not len(labelled):
         raise BadInput(f"`--data` names `{settings.data}`, where no row has a label to be compared with.")
     if len(labelled) < len(found):
         notes.append(f"`{settings.data}`: {len(found) - len(labelled)} rows have no label and are left out.")
-    return aligned(labelled, prepared.labels, settings.data, notes), f"rows of {settings.data.name}", notes
+    return (
+        aligned(labelled, trained.preparation.labels, settings.data, notes),
+        f"rows of {settings.data.name}",
+        notes,
+    )

@@ -3,7 +3,7 @@
 import csv
 import json
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, NamedTuple
 
@@ -16,9 +16,8 @@ from torchlml_lab.engine.table import plain_table
 from torchlml_lab.errors import BadInput
 from torchlml_lab.files import check_file, replacing
 from torchlml_lab.readers.content import shown
-from torchlml_lab.readers.labelled_file import read_labelled
 from torchlml_lab.readers.labelled_rows import Matrix
-from torchlml_lab.tasks.multilabel.trained import Trained, load, prepared_rows
+from torchlml_lab.tasks.multilabel.trained import Trained, load, prepared_rows, read_rows
 
 ON_SCREEN = 20
 
@@ -59,10 +58,7 @@ def main(arguments: Sequence[str]) -> None:
     known = len(trained.preparation.labels)
     if not 1 <= settings.top <= known:
         raise BadInput(f"`--top` is {settings.top}, and must be from 1 to {known}, the labels of the run.")
-    columns = trained.preparation.columns
-    rows, _ = read_labelled(
-        settings.data, "--data", columns=columns and replace(columns, labels=None), labelled=False
-    )
+    rows = read_rows(trained, settings.data, labelled=False)
     inputs, notes = prepared_rows(trained, rows, settings.data)
     console = Console()
     for note in notes:

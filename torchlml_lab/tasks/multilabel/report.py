@@ -99,7 +99,9 @@ def report_run(run: Path, settings: MultilabelSettings, console: Console) -> Non
         temporary.write_text(json.dumps({"temperature": trained.temperature}) + "\n", encoding="utf-8")
     rows, what = (data.validation, "validation rows") if data.test is None else (data.test, "test rows")
     inputs, _ = prepared_rows(trained, rows, Path())
-    write(make(trained, inputs, rows, what), trained, run, console)
+    report = make(trained, inputs, rows, what)
+    console.print(report.table())
+    write(report, trained, run, console)
 
 
 def make(trained: Trained, inputs: Matrix, rows: LabelledRows, what: str) -> Report:
@@ -143,8 +145,7 @@ def make(trained: Trained, inputs: Matrix, rows: LabelledRows, what: str) -> Rep
 
 
 def write(report: Report, trained: Trained, folder: Path, console: Console) -> None:
-    """Print the table, and write `report.md` and `report.png` into a folder."""
-    console.print(report.table())
+    """Write `report.md` and `report.png` into a folder."""
     folder.mkdir(parents=True, exist_ok=True)
     draw_report(report, folder / "report.png")
     with replacing(folder / "report.md") as temporary:

@@ -76,7 +76,12 @@ def read_files(settings: MultilabelSettings) -> Files:
         if path is None:
             others[name] = None
             continue
-        other, _ = _read(settings, name, known)
+        other, its_columns = _read(settings, name, known)
+        if (columns is None) != (its_columns is None):
+            a_table, no_table = (path, settings.train) if columns is None else (settings.train, path)
+            raise BadInput(
+                f"`{a_table}` is a table, but `{no_table}` is none: a run needs files of one kind."
+            )
         other = aligned(_labelled_only(other, path, notes), rows.names, path, notes)
         if not len(other):
             raise BadInput(f"`--{name}` names `{path}`, where no row has a label.")

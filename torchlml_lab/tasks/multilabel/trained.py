@@ -1,6 +1,7 @@
 """A run read back, ready to score rows: its best weights, and what its inputs and labels are."""
 
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import NamedTuple
 
@@ -10,7 +11,10 @@ from torch import Tensor
 
 from torchlml_lab.engine import best_epoch
 from torchlml_lab.engine.settings import SETTINGS_FILE, from_json
+from torchlml_lab.errors import BadInput
+from torchlml_lab.readers.labelled_file import read_labelled
 from torchlml_lab.readers.labelled_rows import LabelledRows, Matrix
+from torchlml_lab.readers.table import is_table
 from torchlml_lab.tasks.multilabel import calibration
 from torchlml_lab.tasks.multilabel import preparation as prepare
 from torchlml_lab.tasks.multilabel.networks import LabelNetwork
@@ -52,6 +56,32 @@ def load(run: Path) -> Trained:
     network = LabelNetwork(prepared.inputs, len(prepared.labels), settings.hidden, settings.dropout)
     best.load(network)
     return Trained(settings, prepared, network, best.epoch, calibration.stored(run))
+
+
+def read_rows(
+    trained: Trained, path: Path, labels: Path | None = None, labelled: bool = True
+) -> LabelledRows:
+    """Read further rows for a run.
+
+    Args:
+        trained: The run.
+        path: What `--data` named: a file like the one that the run was trained on.
+        labels: Its labels, where it is an .npz.
+        labelled: Whether labels are needed.
+
+    Returns:
+        The rows; a file of another kind raises `BadInput`, as does what cannot be read.
+    """
+    columns = trained.preparation.columns
+    if columns is None and is_table(path):
+        raise BadInput(f"`--data` names `{path}`, a table, but the run was trained on sparse features.")
+    if columns is not None and not labelled:
+        columns = replace(columns, labels=None)
+    names = trained.settings.label_names
+    rows, _ = read_labelled(
+        path, "--data", columns=columns, labels=labels, label_names=names, labelled=labelled
+    )
+    return rows
 
 
 def prepared_rows(trained: Trained, rows: LabelledRows, path: Path) -> tuple[Matrix, list[str]]:

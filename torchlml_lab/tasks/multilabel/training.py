@@ -57,13 +57,14 @@ def run(settings: MultilabelSettings, console: Console) -> dict[str, Any]:
 
 def task(settings: MultilabelSettings, data: Data) -> Task:
     """The task of one run; the seed must be set before, since it makes the network."""
-    loss = loss_and_k(settings, data)[0]
-    prepared = prepare.fit(data.training, data.columns, loss_and_k(settings, data)[1])
+    loss, k = loss_and_k(settings, data)
+    prepared = prepare.fit(data.training, data.columns, k)
     model = network(settings, prepared)
     optimizer = torch.optim.Adam(model.parameters(), lr=settings.learning_rate)
     parts = {"validation": data.validation} | ({} if data.test is None else {"test": data.test})
     # One number for all parts: more labels that cannot be found change nothing where there are none.
     labels = max(len(part.names) for part in parts.values())
+    chosen_by = f"ndcg@{max(k for k in KS if k <= len(prepared.labels))}"
     return Task(
         model=model,
         optimizer=optimizer,
@@ -72,10 +73,8 @@ def task(settings: MultilabelSettings, data: Data) -> Task:
         held_out={name: Batches(prepared.apply(part).inputs, part.labels) for name, part in parts.items()},
         loss=lambda net, batch: net(batch.inputs, batch.labels, loss),
         measure=lambda net, batches, accelerator: measure(net, batches, accelerator, prepared, labels),
-        chosen_by=f"ndcg@{max(k for k in KS if k <= len(prepared.labels))}",
-        printed=tuple(
-            f"{name}@{k}" for name, k in (("precision", 1), ("ndcg", 5)) if k <= len(prepared.labels)
-        ),
+        chosen_by=chosen_by,
+        printed=tuple(dict.fromkeys(("precision@1", chosen_by))),
         # The matrices of few labels are too small to be shared by threads.
         threads=1 if settings.batch_size * len(prepared.labels) < 2**20 else None,
         patience=settings.patience
