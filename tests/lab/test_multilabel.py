@@ -131,8 +131,6 @@ def test_rows_that_the_run_knows_nothing_of(tmp_path, capsys):
         tmp_path / "names.txt",
         "--loss",
         "bce",
-        "--learning-rate",
-        0.1,
     ]
     assert cli.main([str(word) for word in (*train, *options, "--epochs", 30)]) == 0
     assert json.loads((out / "result.json").read_text())["test"]["precision@1"] == 1

@@ -3,33 +3,15 @@
 The epoch of a run is chosen by the order of the labels, which says nothing of how sure the network is.
 """
 
-from pathlib import Path
-from typing import TYPE_CHECKING
-
 import torch
 from torch import Tensor
 
-import torchlml
-from torchlml_lab.errors import BadInput
-from torchlml_lab.files import read_json
+from torchlml_lab.readers.labelled_rows import LabelledRows
 from torchlml_lab.tasks.label_losses import LossName
+from torchlml_lab.tasks.multilabel.trained import Trained, probabilities
 
-if TYPE_CHECKING:
-    from torchlml_lab.readers.labelled_rows import LabelledRows
-    from torchlml_lab.tasks.multilabel.trained import Trained
-
-FILE = "calibration.json"
 ENTRIES = 2**21  # logits that are enough to choose by
 TEMPERATURES = torch.logspace(-1, 1, 41).tolist()
-
-
-def probabilities(logits: Tensor, loss: LossName, k: int, temperature: float = 1.0) -> Tensor:
-    """The probability of each label to be among k: the LML projection of the logits.
-
-    A network that was trained with `bce` has a probability of its own for each label, whatever k is.
-    """
-    logits = logits / temperature
-    return logits.sigmoid() if loss == "bce" else torchlml.lml(logits, k)
 
 
 def best_temperature(logits: Tensor, observed: Tensor, loss: LossName, k: int) -> float:
@@ -52,21 +34,10 @@ def best_temperature(logits: Tensor, observed: Tensor, loss: LossName, k: int) -
     return min(TEMPERATURES, key=surprise)
 
 
-def fit(trained: "Trained", rows: "LabelledRows") -> float:
+def fit(trained: Trained, rows: LabelledRows) -> float:
     """The temperature of a run, from some of its validation rows."""
     labels = len(trained.preparation.labels)
     few = rows.take(torch.arange(min(len(rows), max(50, ENTRIES // labels))).numpy())
     logits = torch.cat([found for found, _ in trained.scores(trained.preparation.apply(few).inputs)])
     observed = torch.from_numpy(few.labels[:, :labels].toarray().astype(bool))
     return best_temperature(logits, observed, trained.settings.loss, trained.preparation.k)
-
-
-def stored(run: Path) -> float:
-    """The temperature of a run; 1 where none was chosen."""
-    path = run / FILE
-    if not path.exists():
-        return 1.0
-    temperature = read_json(path, dict).get("temperature")
-    if not isinstance(temperature, float) or not 0 < temperature < float("inf"):
-        raise BadInput(f"`{path}` is damaged: its temperature is {temperature}.")
-    return temperature

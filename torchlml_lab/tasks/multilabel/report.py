@@ -20,7 +20,7 @@ from torchlml_lab.tasks.multilabel.measures import NAMES, Measures, popularity
 from torchlml_lab.tasks.multilabel.plots import draw_report
 from torchlml_lab.tasks.multilabel.run_data import label_lists, read
 from torchlml_lab.tasks.multilabel.settings import MultilabelSettings
-from torchlml_lab.tasks.multilabel.trained import ROWS, Trained, load, prepared_rows
+from torchlml_lab.tasks.multilabel.trained import ROWS, TEMPERATURE, Trained, load, prepared_rows
 
 CURVE = (1, 2, 3, 5, 10, 20, 50, 100)
 BINS = 10
@@ -95,7 +95,7 @@ def report_run(run: Path, settings: MultilabelSettings, console: Console) -> Non
     """Measure a finished run on its test rows, or those of validation; print, and write page and plots."""
     trained, data = load(run), read(settings)
     trained = trained._replace(temperature=calibration.fit(trained, data.validation))
-    with replacing(run / calibration.FILE) as temporary:
+    with replacing(run / TEMPERATURE) as temporary:
         temporary.write_text(json.dumps({"temperature": trained.temperature}) + "\n", encoding="utf-8")
     rows, what = (data.validation, "validation rows") if data.test is None else (data.test, "test rows")
     inputs, _ = prepared_rows(trained, rows, Path())

@@ -9,19 +9,22 @@ import numpy as np
 import torch
 from torch import Tensor
 
+import torchlml
 from torchlml_lab.engine import best_epoch
 from torchlml_lab.engine.settings import SETTINGS_FILE, from_json
 from torchlml_lab.errors import BadInput
+from torchlml_lab.files import read_json
 from torchlml_lab.readers.labelled_file import read_labelled
 from torchlml_lab.readers.labelled_rows import LabelledRows, Matrix
 from torchlml_lab.readers.table import is_table
-from torchlml_lab.tasks.multilabel import calibration
+from torchlml_lab.tasks.label_losses import LossName
 from torchlml_lab.tasks.multilabel import preparation as prepare
 from torchlml_lab.tasks.multilabel.networks import LabelNetwork
 from torchlml_lab.tasks.multilabel.preparation import Preparation
 from torchlml_lab.tasks.multilabel.run_data import Batches
 from torchlml_lab.tasks.multilabel.settings import EXPERIMENT, MultilabelSettings
 
+TEMPERATURE = "calibration.json"
 ROWS = 512  # scored at a time
 
 
@@ -45,7 +48,7 @@ class Trained(NamedTuple):
 
     def probabilities(self, logits: Tensor) -> Tensor:
         """The probability of each label to be among the run's k."""
-        return calibration.probabilities(logits, self.settings.loss, self.preparation.k, self.temperature)
+        return probabilities(logits, self.settings.loss, self.preparation.k, self.temperature)
 
 
 def load(run: Path) -> Trained:
@@ -55,7 +58,27 @@ def load(run: Path) -> Trained:
     prepared = prepare.stored(run)
     network = LabelNetwork(prepared.inputs, len(prepared.labels), settings.hidden, settings.dropout)
     best.load(network)
-    return Trained(settings, prepared, network, best.epoch, calibration.stored(run))
+    return Trained(settings, prepared, network, best.epoch, _temperature(run))
+
+
+def probabilities(logits: Tensor, loss: LossName, k: int, temperature: float = 1.0) -> Tensor:
+    """The probability of each label to be among k: the LML projection of the logits.
+
+    A network that was trained with `bce` has a probability of its own for each label, whatever k is.
+    """
+    logits = logits / temperature
+    return logits.sigmoid() if loss == "bce" else torchlml.lml(logits, k)
+
+
+def _temperature(run: Path) -> float:
+    """The temperature of a run; 1 where none was chosen."""
+    path = run / TEMPERATURE
+    if not path.exists():
+        return 1.0
+    temperature = read_json(path, dict).get("temperature")
+    if not isinstance(temperature, float) or not 0 < temperature < float("inf"):
+        raise BadInput(f"`{path}` is damaged: its temperature is {temperature}.")
+    return temperature
 
 
 def read_rows(

@@ -60,7 +60,8 @@ def task(settings: MultilabelSettings, data: Data) -> Task:
     loss, k = loss_and_k(settings, data)
     prepared = prepare.fit(data.training, data.columns, k)
     model = network(settings, prepared)
-    optimizer = torch.optim.Adam(model.parameters(), lr=settings.learning_rate)
+    rate = settings.learning_rate if settings.hidden else 10 * settings.learning_rate
+    optimizer = torch.optim.Adam(model.parameters(), lr=rate)
     parts = {"validation": data.validation} | ({} if data.test is None else {"test": data.test})
     # One number for all parts: more labels that cannot be found change nothing where there are none.
     labels = max(len(part.names) for part in parts.values())
