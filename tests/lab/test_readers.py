@@ -76,12 +76,12 @@ def test_tables(tmp_path: Path, ending: str) -> None:
         pyarrow = pytest.importorskip("pyarrow")
         from pyarrow import parquet
 
-        columns = {
+        table = {
             "title": [line[0] for line in lines],
             "size": [1.5, None, 3],
             "tags": [["x", "y"], [], ["y"]],
         }
-        parquet.write_table(pyarrow.table(columns), path)
+        parquet.write_table(pyarrow.table(table), path)
     else:
         import csv
 

@@ -76,7 +76,7 @@ def label_matrix(lists: Sequence[Sequence[str]]) -> tuple[Matrix, list[str]]:
         The matrix of `LabelledRows.labels`, and the names of its columns.
     """
     first: dict[str, int] = {}
-    starts, columns = [0], []
+    starts, columns = [0], list[int]()
     for row in lists:
         columns += dict.fromkeys(first.setdefault(name, len(first)) for name in row)
         starts.append(len(columns))

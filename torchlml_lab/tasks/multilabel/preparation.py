@@ -136,7 +136,9 @@ def stored(run: Path) -> Preparation:
     values = read_json(run / FILE, dict)
     try:
         if values["columns"] is not None:
-            given = {name: tuple(v) if isinstance(v, list) else v for name, v in values["columns"].items()}
+            given: dict[str, Any] = {
+                name: tuple(v) if isinstance(v, list) else v for name, v in values["columns"].items()
+            }
             values["columns"] = Columns(**given)
         return Preparation(**values)
     except (KeyError, TypeError) as error:
