@@ -51,7 +51,7 @@ class MultilabelSettings(TrainSettings):
     """What is minimised: lml, softmax, bce or truncated-entropy."""
     k: int | PerRow | None = None
     """How many labels are predicted: a number, or for lml `labels`, in training each row's own count. By
-    default `labels` for lml, and for the other losses the mean count, which lml also predicts with then."""
+    default it is trained with `labels`, truncated-entropy with 1, and the mean count is predicted."""
     hidden: int = 256
     """The size of the hidden layer; 0 for a linear model."""
     dropout: float = 0.5
@@ -93,16 +93,11 @@ def check(settings: MultilabelSettings) -> None:
     if isinstance(settings.keep, float | int) and not 0 < settings.keep <= 1:
         raise BadInput(f"`--keep` is {settings.keep}, and must be more than 0 and at most 1, or `one`.")
     if settings.k is not None:
-        loss_of(settings, 1)
+        loss_of(settings)
 
 
-def loss_of(settings: MultilabelSettings, usual: int) -> LabelLoss:
-    """The loss of a run.
-
-    Args:
-        settings: The run.
-        usual: The k of a truncated entropy, where none is given.
-    """
+def loss_of(settings: MultilabelSettings) -> LabelLoss:
+    """The loss of a run, with the k that suits it where none is given."""
     if settings.loss not in WITH_K:
         # Such a loss has no k; the one that is given is for the predictions.
         if settings.k is not None and (settings.k == "labels" or settings.k < 1):
@@ -110,4 +105,4 @@ def loss_of(settings: MultilabelSettings, usual: int) -> LabelLoss:
         return LabelLoss(settings.loss)
     if settings.k is not None:
         return LabelLoss(settings.loss, settings.k)
-    return LabelLoss(settings.loss, "labels" if settings.loss == "lml" else usual)
+    return LabelLoss(settings.loss, "labels" if settings.loss == "lml" else 1)

@@ -93,7 +93,7 @@ def loss_and_k(settings: MultilabelSettings, data: Data) -> tuple[LabelLoss, int
     """The loss, and how many labels are predicted: the mean count where no number is given."""
     labels = len(data.training.names)
     usual = min(max(1, round(float(data.training.counts.mean()))), labels - 1)
-    loss = loss_of(settings, usual)
+    loss = loss_of(settings)
     loss.check_labels(labels)
     if isinstance(settings.k, int) and settings.k >= labels:
         raise BadInput(
