@@ -48,7 +48,7 @@ def predict(run: Path, data: Path, out: Path, *more: str) -> list[dict]:
 
 def test_from_a_csv_to_the_best_tags_in_two_commands(run, tmp_path, capsys):
     out, printed = run
-    assert "270 rows with 1.5 of 6 labels each, 30 more set aside for validation." in printed
+    assert "270 rows with 1.6 of 6 labels each, 30 more set aside for validation." in printed
     assert "Columns: texts from `text`, labels from `tags`, separated by ';'." in printed
     assert "each row's own count of labels as k; predicted are the best k = 2 (the mean count" in printed
     new = tagged_texts(40, seed=1)
