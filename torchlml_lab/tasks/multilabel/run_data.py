@@ -178,9 +178,10 @@ class Batches(Dataset[Batch]):
         return self.__getitems__([row])
 
     def __getitems__(self, rows: Sequence[int]) -> Batch:
-        x = self.inputs[rows]
+        chosen = np.asarray(rows)
+        x = self.inputs[chosen]
         inputs = Inputs(_long(x.indices), torch.from_numpy(x.data), _long(x.indptr))
-        return Batch(label_lists(self.labels[rows]), inputs)
+        return Batch(label_lists(self.labels[chosen]), inputs)
 
 
 def label_lists(labels: Matrix) -> Tensor:

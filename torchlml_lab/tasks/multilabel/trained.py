@@ -5,7 +5,6 @@ from dataclasses import replace
 from pathlib import Path
 from typing import NamedTuple
 
-import numpy as np
 import torch
 from torch import Tensor
 
@@ -44,7 +43,7 @@ class Trained(NamedTuple):
         with torch.inference_mode():
             for start in range(0, len(data), ROWS):
                 rows = slice(start, min(start + ROWS, len(data)))
-                yield self.network(data.__getitems__(np.arange(rows.start, rows.stop)).inputs), rows
+                yield self.network(data.__getitems__(range(rows.start, rows.stop)).inputs), rows
 
     def probabilities(self, logits: Tensor) -> Tensor:
         """The probability of each label to be among the run's k."""
