@@ -132,7 +132,7 @@ def test_rows_that_the_run_knows_nothing_of(tmp_path, capsys):
         "--loss",
         "bce",
     ]
-    assert cli.main([str(word) for word in (*train, *options, "--epochs", 30)]) == 0
+    assert cli.main([str(word) for word in (*train, *options, "--epochs", 8, "--learning-rate", 0.05)]) == 0
     assert json.loads((out / "result.json").read_text())["test"]["precision@1"] == 1
     capsys.readouterr()
     (tmp_path / "new.txt").write_text("1:1 77:2\n0 9:1 78:1\n")

@@ -30,8 +30,8 @@ class PredictSettings:
     """The folder of the run."""
     data: Path | None = None
     """The rows, in a file like the one that the run was trained on; it needs no labels."""
-    top: int = 5
-    """How many labels of each row are printed."""
+    top: int | None = None
+    """How many labels of each row are printed; by default 5, or all where there are fewer."""
     out: Path | None = None
     """Also write all rows to a file: `*.csv` has a line per label, `*.jsonl` a line of JSON per row."""
 
@@ -56,14 +56,15 @@ def main(arguments: Sequence[str]) -> None:
             raise BadInput(f"`--out` names `{settings.out}`, whose folder does not exist.")
     trained = load(settings.run)
     known = len(trained.preparation.labels)
-    if not 1 <= settings.top <= known:
-        raise BadInput(f"`--top` is {settings.top}, and must be from 1 to {known}, the labels of the run.")
+    top = min(5, known) if settings.top is None else settings.top
+    if not 1 <= top <= known:
+        raise BadInput(f"`--top` is {top}, and must be from 1 to {known}, the labels of the run.")
     rows = read_rows(trained, settings.data, labelled=False)
     inputs, notes = prepared_rows(trained, rows, settings.data)
     console = Console()
     for note in notes:
         console.print(note, soft_wrap=True, highlight=False, markup=False)
-    ranked = best_labels(trained, inputs, settings.top)
+    ranked = best_labels(trained, inputs, top)
     console.print(_table(ranked[:ON_SCREEN], rows.texts, trained.preparation.k))
     if len(ranked) > ON_SCREEN:
         rest = "" if settings.out else "; `--out` writes all to a file"
