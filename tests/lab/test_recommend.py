@@ -181,6 +181,13 @@ def test_other_data_than_those_of_the_run_are_refused(folder, capsys, tmp_path):
     assert cli.main(["predict", str(tmp_path / "run"), "--train", str(folder / "train.txt")]) == 0
 
 
+def test_step_time_has_a_row_for_every_loss(folder, capsys):
+    assert cli.main(["step-time", str(folder / "autoencoder"), "--steps", "2", "--batch-size", "10"]) == 0
+    said = capsys.readouterr().out
+    for loss in ("softmax", "lml", "bce", "truncated-entropy"):
+        assert re.search(rf"^{loss} +[\d.]+ +[+-][\d.]+%", said, re.MULTILINE)
+
+
 def test_a_killed_run_ends_as_if_it_had_not_been(folder, monkeypatch, capsys, tmp_path):
     words = ["train", "recommend", "--train", str(folder / "train.txt"), "--epochs", "3", "--dimension", "8"]
     words += ["--test", str(folder / "test.txt")]

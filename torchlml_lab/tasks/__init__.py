@@ -48,5 +48,6 @@ TASKS = {
         sweep=Command("torchlml_lab.tasks.recommend.loss_sweep", "models x losses x seeds, and tuning"),
         evaluate="torchlml_lab.tasks.recommend.recall_report",
         predict="torchlml_lab.tasks.recommend.item_prediction",
+        step_time="torchlml_lab.tasks.recommend.loss_times",
     ),
 }
