@@ -51,7 +51,18 @@ def folder(tmp_path_factory):
     ]
     (place / "test.txt").write_text("\n".join(later))
     for model, epochs in (("autoencoder", 8), ("matrix-factorisation", 16)):
-        options = ["--model", model, "--epochs", epochs, "--batch-size", 20, "--dimension", 16]
+        options = [
+            "--model",
+            model,
+            "--epochs",
+            epochs,
+            "--batch-size",
+            20,
+            "--dimension",
+            16,
+            "--learning-rate",
+            0.01,
+        ]
         words = [
             "train",
             "recommend",
@@ -244,7 +255,7 @@ def test_a_sweep_is_a_table_and_a_figure(folder, capsys, tmp_path):
     lines = (tmp_path / "a.md").read_text().splitlines()
     assert len(lines) == 2 + 6 + 2
     assert any(
-        line.startswith("| matrix-factorisation | lml-3 | 0.01 | 0.1 | 1 | 1 of 1 |") for line in lines
+        line.startswith("| matrix-factorisation | lml-3 | 0.006 | 0.1 | 1 | 1 of 1 |") for line in lines
     )
     assert (tmp_path / "a.png").stat().st_size > 10_000
 

@@ -40,7 +40,7 @@ class RecommendSettings(TrainSettings):
     """The size of the hidden layer, or of the vectors."""
     temperature: float = 0.1
     """What the cosines of matrix factorisation are divided by, more than 0."""
-    dropout: float = 0.5
+    dropout: float = 0.4
     """The share of a user's items that the autoencoder does not see in training, from 0 to less than 1."""
     epochs: int = 50
     """How often the training data are seen, at most."""
@@ -48,7 +48,7 @@ class RecommendSettings(TrainSettings):
     """After so many epochs without a better one the training ends."""
     batch_size: int = 128
     """Users per step, over all processes together; a multiple of the number of processes."""
-    learning_rate: float = 0.01
+    learning_rate: float = 0.006
     """The learning rate of Adam."""
     validation: int | None = None
     """Of how many users items are set aside for validation; by default a tenth, but 100 to 3000."""
