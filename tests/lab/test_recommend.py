@@ -243,7 +243,9 @@ def test_a_sweep_is_a_table_and_a_figure(folder, capsys, tmp_path):
     ]
     words = ["sweep", "recommend", *options, "--out", tmp_path / "runs"]
     assert cli.main([str(word) for word in words]) == 0
-    assert capsys.readouterr().out.count("matrix-factorisation") == 2
+    said = capsys.readouterr().out
+    assert "matrix-factorisation: in %" in said
+    assert len(re.findall(r"^(?:softmax|lml-3) +0\.006 ", said, re.MULTILINE)) == 2
     rows = recall_rows.TABLE.read(tmp_path / "a.csv", "--csv")
     for row in rows:
         result = json.loads(next((tmp_path / "runs").glob(f"*_{row.loss}_*/result.json")).read_text())

@@ -10,7 +10,7 @@ from itertools import product
 from pathlib import Path
 from typing import Any
 
-from rich.console import Console
+from rich.console import Console, Group
 from rich.table import Table
 
 from torchlml_lab.cli import parse_settings
@@ -60,7 +60,7 @@ def main(arguments: Sequence[str]) -> None:
     def rows(one: RecommendSettings, done: dict[str, Any]) -> list[Record]:
         return [record(one, done, users)]
 
-    run_grid(Grid(EXPERIMENT, runs, _run_one, rows, recall_rows.TABLE.write, _table), settings, Console())
+    run_grid(Grid(EXPERIMENT, runs, _run_one, rows, recall_rows.TABLE.write, _tables), settings, Console())
 
 
 def grid(settings: SweepSettings) -> list[RecommendSettings]:
@@ -155,17 +155,22 @@ def _run_one(settings: RecommendSettings) -> dict[str, Any]:
     )
 
 
-def _table(rows: Sequence[Record]) -> Table:
-    """The means over the seeds; the spread is their standard deviation."""
-    groups: dict[tuple[str, str, tuple[float, ...]], list[Record]] = defaultdict(list)
+def _tables(rows: Sequence[Record]) -> Group:
+    """For each model the means over the seeds; the spread is their standard deviation."""
+    models = sorted({row.model for row in rows})
+    return Group(*(_table(model, [row for row in rows if row.model == model]) for model in models))
+
+
+def _table(model: str, rows: Sequence[Record]) -> Table:
+    groups: dict[tuple[str, tuple[float, ...]], list[Record]] = defaultdict(list)
     for row in rows:
-        groups[row.model, row.loss, row.recipe].append(row)
-    heads = ("model", "loss", "lr", "temp", "drop", "seeds", "val R@20", "test R@20", "test nDCG@20")
-    table = plain_table("in %, mean±standard deviation over the seeds", heads, left=2)
-    for (model, loss, recipe), group in sorted(groups.items()):
+        groups[row.loss, row.recipe].append(row)
+    heads = ("loss", "lr", "temp", "drop", "seeds", "val R@20", "test R@20", "nDCG@20")
+    table = plain_table(f"{model}: in %, mean±standard deviation over the seeds", heads)
+    for (loss, recipe), group in sorted(groups.items()):
         cells = [
             spread([getattr(row, name) for row in group])
             for name in ("validation_recall20", "test_recall20", "test_ndcg20")
         ]
-        table.add_row(model, loss, *(f"{number:g}" for number in recipe), str(len(group)), *cells)
+        table.add_row(loss, *(f"{number:g}" for number in recipe), str(len(group)), *cells)
     return table
