@@ -56,7 +56,18 @@ WRONG = {
     "empty.txt": (b"", "`--train` names `{}`, which is empty."),
     "empty.csv": (b" \n", "`--train` names `{}`, which is empty."),
     "header.csv": (b"user,item\n", "`{}` has a header, but no pair of a user and an item."),
-    "only-users.txt": (b"ann\nbob\n", "`--train` names `{}`, which has no pair of a user and an item."),
+    "only-users.txt": (
+        b"ann\nbob\n",
+        "`--train` names `{}`, which has no pair of a user and an item: give a .csv",
+    ),
+    "commas.txt": (
+        b"ann,fig\nbob,fig\n",
+        "`--train` names `{}`, which has no pair of a user and an item: give a",
+    ),
+    "pairs.jsonl": (
+        b'{"user": 1, "item": 2}',
+        "`--train` names `{}`, and .jsonl is not read: give a .csv, .tsv or",
+    ),
     "latin.txt": ("ann apple\nbjörn fig\n".encode("latin-1"), "`{}`, line 2: the text is not UTF-8."),
     "binary.txt": (b"ann apple\n\0\1\n", "`{}`, line 2: a zero byte, so this is no text."),
     "half.txt.gz": (

@@ -14,6 +14,8 @@ from torchlml_lab.errors import BadInput
 from torchlml_lab.readers.content import read_content, shown
 
 _USER = ("user", "user_id", "userid", "uid")
+_OTHER = (".json", ".jsonl", ".npz", ".npy", ".parquet", ".pkl", ".xlsx", ".zip")
+_READ = "give a .csv, .tsv or .inter of pairs, or text with lines `user item item ...`"
 _ITEM = ("item", "item_id", "itemid", "iid")
 
 
@@ -70,13 +72,15 @@ def read_interactions(path: Path, option: str, columns: tuple[str, str] | None =
     Returns:
         The items of every user. What cannot be read raises `BadInput`, which names the file and the line.
     """
+    if _kind(path) in _OTHER:
+        raise BadInput(f"`{option}` names `{path}`, and {_kind(path)} is not read: {_READ}.")
     data = read_content(path, option)
     if is_table(path):
         users, items = _read_table(path, data, columns)
         return _number(users, items, None)
     names, listed, counts = _read_lines(data)
     if not listed:
-        raise BadInput(f"`{option}` names `{path}`, which has no pair of a user and an item.")
+        raise BadInput(f"`{option}` names `{path}`, which has no pair of a user and an item: {_READ}.")
     return _number(names, listed, counts)
 
 
