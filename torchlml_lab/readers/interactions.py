@@ -14,9 +14,9 @@ from torchlml_lab.errors import BadInput
 from torchlml_lab.readers.content import read_content, shown
 
 _USER = ("user", "user_id", "userid", "uid")
+_ITEM = ("item", "item_id", "itemid", "iid")
 _OTHER = (".json", ".jsonl", ".npz", ".npy", ".parquet", ".pkl", ".xlsx", ".zip")
 _READ = "give a .csv, .tsv or .inter of pairs, or text with lines `user item item ...`"
-_ITEM = ("item", "item_id", "itemid", "iid")
 
 
 @dataclass(frozen=True)
