@@ -27,7 +27,15 @@ def test_all_draws_what_needs_no_data_and_names_the_commands_for_the_rest(capsys
     assert cli.main(["figures", "all", "--out", "pictures"]) == 0
     captured = capsys.readouterr()
     assert captured.err == ""
-    from_tables = {"timing", "cifar100", "multilabel", "recommend", "scene-graph", "scene-graph-bias", "which-k"}
+    from_tables = {
+        "timing",
+        "cifar100",
+        "multilabel",
+        "recommend",
+        "scene-graph",
+        "scene-graph-bias",
+        "which-k",
+    }
     drawn = set(gallery.FIGURES) - from_tables
     assert {path.name for path in Path("pictures").iterdir()} == {f"{name}.png" for name in drawn}
     for name in drawn:
