@@ -1,0 +1,245 @@
+"""`TopKClassifier`: the k best labels of a row, as an estimator of scikit-learn."""
+
+import math
+from numbers import Integral, Real
+from typing import Any, Literal
+
+import numpy as np
+import torch
+from rich.console import Console
+from scipy import sparse
+from sklearn.base import BaseEstimator, ClassifierMixin
+from sklearn.utils import check_random_state
+from sklearn.utils.validation import check_consistent_length, check_is_fitted, validate_data
+
+from torchlml_lab.classifier.fitting import Schedule, fit_network, scores
+from torchlml_lab.classifier.label_forms import Matrix, learn_form
+from torchlml_lab.tasks.label_losses import LOSSES, WITH_K, LabelLoss, LossName
+from torchlml_lab.tasks.multilabel.networks import LabelNetwork
+from torchlml_lab.tasks.multilabel.run_data import Batches
+from torchlml_lab.tasks.multilabel.trained import probabilities
+
+_FEWEST = 100  # rows of which a part is set aside
+
+
+class TopKClassifier(ClassifierMixin, BaseEstimator):  # type: ignore[misc]
+    """Find the k labels of a row, with a linear model or one hidden layer and the LML loss.
+
+        >>> from torchlml_lab import TopKClassifier
+        >>> X = [[0.0, 1.0], [1.0, 0.0], [1.0, 1.0], [0.0, 0.9], [0.9, 0.0]]
+        >>> tags = [["tea"], ["milk", "cup"], ["tea", "milk", "cup"], ["tea"], ["cup", "milk"]]
+        >>> model = TopKClassifier(k=2, random_state=0).fit(X, tags)
+        >>> sorted(model.predict([[1.0, 0.1]])[0])
+        ['cup', 'milk']
+
+    Args:
+        k: how many labels a row has: a number, or "labels": in training each row's own count, and in
+            predictions their mean, rounded. The number is in `k_`.
+        hidden: the size of the hidden layer; 0 for a linear model.
+        dropout: the part of the hidden layer that is left out in training.
+        loss: "lml", or "softmax", "bce", "truncated-entropy".
+        learning_rate: of Adam; None: 0.005 with a hidden layer, 0.05 for a linear model.
+        batch_size: rows per step.
+        epochs: how often the training rows are seen, at most.
+        validation_fraction: the part of the rows that is set aside; the epoch with the best nDCG@5 there is
+            kept. With 0, and where there are fewer than 100 rows, all rows and epochs are trained.
+        patience: after so many epochs without a better one the training ends; None: as many as make 100
+            steps, and at least 5.
+        random_state: decides the first weights, the order of the rows and which are set aside.
+        verbose: print a line after every epoch.
+
+    X is an array or a sparse matrix. Dense columns are brought to mean 0 and spread 1; sparse rows are
+    divided by their mean length. Texts go through `TfidfVectorizer` in a `Pipeline`.
+
+    y is one of
+    - a matrix of 0 and 1 with a column for each label, dense or sparse: `predict` gives such a matrix;
+    - a list of label names for each row: `predict` gives lists of names, the best first. scikit-learn's own
+      splitting by class cannot read them: give `GridSearchCV` a `KFold`, not a number;
+    - one class for each row: `predict` gives the best class, and k is 1 unless you set it.
+
+    A row without labels teaches nothing and is not counted in `score`. Training runs on the CPU.
+
+    Attributes:
+        classes_: (n,), the names of the labels; for a matrix the numbers of its columns.
+        k_: how many labels `predict` gives.
+        n_iter_: how many epochs were trained.
+        network_: the trained `torch.nn.Module`.
+    """
+
+    def __init__(
+        self,
+        k: int | Literal["labels"] = "labels",
+        *,
+        hidden: int = 256,
+        dropout: float = 0.5,
+        loss: LossName = "lml",
+        learning_rate: float | None = None,
+        batch_size: int = 128,
+        epochs: int = 200,
+        validation_fraction: float = 0.1,
+        patience: int | None = None,
+        random_state: Any = None,
+        verbose: bool = False,
+    ) -> None:
+        self.k = k
+        self.hidden = hidden
+        self.dropout = dropout
+        self.loss = loss
+        self.learning_rate = learning_rate
+        self.batch_size = batch_size
+        self.epochs = epochs
+        self.validation_fraction = validation_fraction
+        self.patience = patience
+        self.random_state = random_state
+        self.verbose = verbose
+
+    def fit(self, X: Any, y: Any) -> "TopKClassifier":
+        """Learn from rows and their labels."""
+        self._check_settings()
+        if y is None:
+            raise ValueError(
+                "`TopKClassifier` requires y to be passed, but the target y is None: give the rows' labels."
+            )
+        X = validate_data(self, X, accept_sparse="csr", dtype=(np.float64, np.float32))
+        self._form = learn_form(y)
+        labels = self._form.read(y)
+        check_consistent_length(X, labels)
+        self.classes_ = self._form.classes
+        self._choose_k(labels)
+        self._learn_scale(X)
+        random = check_random_state(self.random_state)
+        seed = int(random.randint(2**31))
+        training, validation = self._parts(Batches(self._inputs(X), labels), random)
+        # Dropout and the first weights come from torch's own generator: the caller's stays as it was.
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(seed)
+            inputs, n = X.shape[1], len(self.classes_)
+            self.network_ = LabelNetwork(inputs, n, int(self.hidden), float(self.dropout))
+            rate = self.learning_rate or (0.005 if self.hidden else 0.05)
+            schedule = Schedule(
+                int(self.epochs), self.patience, int(self.batch_size), float(rate), seed % 2**20
+            )
+            console = Console(quiet=not self.verbose, highlight=False)
+            self.n_iter_ = fit_network(
+                self.network_, self._label_loss(), training, validation, schedule, console.print
+            )
+        return self
+
+    def predict_proba(self, X: Any) -> Any:
+        """The probability of each label to be among the k: (R, n), every row sums to `k_`.
+
+        With the loss "bce" a label has a probability of its own, and rows sum to anything.
+        """
+        logits = self._logits(X)
+        return probabilities(logits.double(), self.loss, self.k_).numpy()
+
+    def predict(self, X: Any, k: int | None = None) -> Any:
+        """The k best labels of each row, in the form of the labels in `fit`.
+
+        Args:
+            X: the rows.
+            k: how many; by default `k_`. In a `Pipeline` too: `pipeline.predict(X, k=5)`.
+        """
+        check_is_fitted(self)
+        k = self.k_ if k is None else k
+        if not isinstance(k, Integral) or not 1 <= k <= len(self.classes_):
+            raise ValueError(f"`k` must be an integer from 1 to {len(self.classes_)}, but it is {k!r}.")
+        # Sorted by rank and then, for ties, by column, so that the answer depends on the row alone.
+        order = self._logits(X).sort(dim=-1, descending=True, stable=True).indices
+        return self._form.write(order[:, : int(k)].numpy())
+
+    def score(self, X: Any, y: Any) -> float:
+        """The part of a row's labels that is found if as many are predicted as it has, averaged over rows.
+
+        It is both the precision and the recall at the row's own count, the accuracy where rows have one
+        label, and does not grow with `k`, so that `GridSearchCV` may compare several. P@k, nDCG@k and others
+        are in `torchlml.metrics`; those of scikit-learn take what `predict` and `predict_proba` give.
+        """
+        logits = self._logits(X)
+        labels = self._form.read(y)
+        check_consistent_length(logits, labels)
+        order = logits.sort(dim=-1, descending=True, stable=True).indices.numpy()
+        # A name that was in no training row cannot be found, but counts.
+        counts = self._form.counts(y)
+        hits = np.take_along_axis(labels.toarray(), order, axis=1) * (
+            np.arange(order.shape[1]) < counts[:, None]
+        )
+        there = counts > 0
+        return float((hits.sum(axis=1)[there] / counts[there]).mean()) if there.any() else math.nan
+
+    def __sklearn_tags__(self) -> Any:
+        tags = super().__sklearn_tags__()
+        tags.classifier_tags.multi_label = True
+        tags.input_tags.sparse = True
+        return tags
+
+    def _check_settings(self) -> None:
+        """Refuse settings before anything is read."""
+        if self.k != "labels" and not (_whole(self.k) and self.k >= 1):
+            raise ValueError(f'`k` must be an integer from 1 on or "labels", but it is {self.k!r}.')
+        if self.loss not in LOSSES:
+            raise ValueError(f"`loss` must be one of {', '.join(LOSSES)}, but it is {self.loss!r}.")
+        for name, least in (("hidden", 0), ("batch_size", 1), ("epochs", 1), ("patience", 1)):
+            value = getattr(self, name)
+            if name == "patience" and value is None:
+                continue
+            if not (_whole(value) and value >= least):
+                raise ValueError(f"`{name}` must be an integer from {least} on, but it is {value!r}.")
+        for name in ("dropout", "validation_fraction"):
+            value = getattr(self, name)
+            if not (isinstance(value, Real) and 0 <= value < 1):
+                raise ValueError(f"`{name}` must be from 0 to less than 1, but it is {value!r}.")
+        rate = self.learning_rate
+        if rate is not None and not (isinstance(rate, Real) and 0 < rate < math.inf):
+            raise ValueError(f"`learning_rate` must be a positive number or None, but it is {rate!r}.")
+
+    def _choose_k(self, labels: Matrix) -> None:
+        n, counts = labels.shape[1], np.diff(labels.indptr)
+        if n < 2:
+            raise ValueError(f"`y` must have at least two labels (classes), but it has {n} class.")
+        if not counts.any():
+            raise ValueError("`y` must have labels, but no row has one.")
+        if self.k != "labels" and self.k >= n:
+            raise ValueError(f"`k` must be less than the number of labels, {n}, but it is {self.k}.")
+        usual = min(max(1, round(float(counts[counts > 0].mean()))), n - 1)
+        self.k_ = usual if self.k == "labels" else int(self.k)
+
+    def _label_loss(self) -> LabelLoss:
+        if self.loss not in WITH_K:
+            return LabelLoss(self.loss)
+        return LabelLoss(self.loss, "labels" if self.loss == "lml" and self.k == "labels" else self.k_)
+
+    def _learn_scale(self, X: Any) -> None:
+        """What rows are shifted and divided by: dense columns each by its own, sparse ones by one number."""
+        if sparse.issparse(X):
+            length = float(np.sqrt(X.multiply(X).sum(axis=1)).mean())
+            self._mean, self._scale = None, np.array(length or 1.0)
+            return
+        spread = X.std(axis=0)
+        # What is left of a constant column is rounding.
+        constant = spread <= 1e-12 * np.abs(X).max(axis=0)
+        self._mean, self._scale = X.mean(axis=0), np.where(constant, 1.0, spread)
+
+    def _inputs(self, X: Any) -> Matrix:
+        if self._mean is not None:
+            X = ((X.toarray() if sparse.issparse(X) else X) - self._mean) / self._scale
+        return sparse.csr_array(X if self._mean is not None else X / float(self._scale), dtype=np.float32)
+
+    def _parts(self, rows: Batches, random: Any) -> tuple[Batches, Batches | None]:
+        """The rows to learn from, and those that are set aside."""
+        count = round(self.validation_fraction * len(rows)) if len(rows) >= _FEWEST else 0
+        if count == 0:
+            return rows, None
+        aside, rest = np.split(random.permutation(len(rows)), [count])
+        training, validation = (Batches(rows.inputs[part], rows.labels[part]) for part in (rest, aside))
+        return training, validation
+
+    def _logits(self, X: Any) -> torch.Tensor:
+        check_is_fitted(self)
+        X = validate_data(self, X, reset=False, accept_sparse="csr", dtype=(np.float64, np.float32))
+        inputs = self._inputs(X)
+        return scores(self.network_, Batches(inputs, inputs[:, :0]))
+
+
+def _whole(value: Any) -> bool:
+    return isinstance(value, Integral) and not isinstance(value, bool)

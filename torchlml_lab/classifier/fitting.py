@@ -1,0 +1,110 @@
+"""The loop of the estimator: without a folder, an Accelerator or other state that outlives the call."""
+
+import copy
+import math
+from collections.abc import Callable
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from torchlml.metrics import topk_ndcg
+from torchlml_lab.engine.loop import EpochBatches
+from torchlml_lab.tasks.label_losses import LabelLoss
+from torchlml_lab.tasks.multilabel.networks import LabelNetwork
+from torchlml_lab.tasks.multilabel.run_data import Batches
+
+# As in `torchlml train multilabel`: the nDCG that chooses an epoch, and how many steps must bring nothing.
+_AT = 5
+_PATIENT_STEPS = 100
+_ROWS = 512  # scored at a time
+
+
+class Schedule(NamedTuple):
+    """How long and how fast is learned."""
+
+    epochs: int
+    patience: int | None
+    """The epochs that must bring nothing; None: as many as make 100 steps, and at least 5."""
+    batch_size: int
+    learning_rate: float
+    seed: int
+
+
+class Judged(NamedTuple):
+    """How good a network is on rows that were set aside: more is better, the loss decides between equals."""
+
+    ndcg: float
+    minus_loss: float
+
+
+def fit_network(
+    network: LabelNetwork,
+    loss: LabelLoss,
+    training: Batches,
+    validation: Batches | None,
+    schedule: Schedule,
+    say: Callable[[str], None],
+) -> int:
+    """Train a network in place; with validation rows it ends as it was after its best epoch.
+
+    Args:
+        network: What is trained.
+        loss: What is minimised.
+        training: The rows to learn from.
+        validation: The rows that choose the epoch; None: all epochs are trained.
+        schedule: How long and how fast.
+        say: Gets a line after every epoch.
+
+    Returns:
+        How many epochs were trained.
+    """
+    optimizer = torch.optim.Adam(network.parameters(), lr=schedule.learning_rate, fused=True)
+    batches = EpochBatches(len(training), schedule.batch_size, schedule.seed, shuffle=True)
+    patience = schedule.patience or max(5, math.ceil(_PATIENT_STEPS / len(batches)))
+    best, weights, best_epoch = Judged(-1.0, 0.0), network.state_dict(), 0
+    for epoch in range(1, schedule.epochs + 1):
+        batches.epoch = epoch
+        network.train()
+        total = 0.0
+        for rows in batches:
+            batch = training.__getitems__(rows)
+            value = network(batch.inputs, batch.labels, loss)
+            optimizer.zero_grad()
+            value.backward()
+            optimizer.step()
+            total += value.item() * len(rows)
+        line = f"epoch {epoch}: loss {total / len(training):.4f}"
+        if validation is None:
+            say(line)
+            continue
+        judged = judge(network, loss, validation)
+        say(f"{line}, validation loss {-judged.minus_loss:.4f}, nDCG@{_AT} {judged.ndcg:.4f}")
+        if judged > best:
+            best, weights, best_epoch = judged, copy.deepcopy(network.state_dict()), epoch
+        elif epoch - best_epoch >= patience:
+            break
+    if validation is not None:
+        network.load_state_dict(weights)
+    network.eval()
+    return epoch
+
+
+def judge(network: LabelNetwork, loss: LabelLoss, rows: Batches) -> Judged:
+    """The nDCG and the loss of rows."""
+    network.eval()
+    labels = rows.__getitems__(range(len(rows))).labels
+    logits = scores(network, rows)
+    if labels.shape[1] == logits.shape[1]:  # a list must not be taken for a multi-hot
+        labels = torch.nn.functional.pad(labels, (0, 1), value=-100)
+    return Judged(topk_ndcg(logits, labels, _AT).item(), -loss(logits, labels).item())
+
+
+def scores(network: LabelNetwork, rows: Batches) -> Tensor:
+    """The logits of all rows."""
+    with torch.inference_mode():
+        parts = [
+            network(rows.__getitems__(range(start, min(start + _ROWS, len(rows)))).inputs)
+            for start in range(0, len(rows), _ROWS)
+        ]
+    return torch.cat(parts)
