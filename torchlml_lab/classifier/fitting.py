@@ -80,9 +80,11 @@ def fit_network(
             continue
         judged = judge(network, loss, validation)
         say(f"{line}, validation loss {-judged.minus_loss:.4f}, nDCG@{_AT} {judged.ndcg:.4f}")
-        if judged > best:
-            best, weights, best_epoch = judged, copy.deepcopy(network.state_dict()), epoch
-        elif epoch - best_epoch >= patience:
+        if judged.ndcg > best.ndcg:
+            best_epoch = epoch
+        if judged > best:  # also where only the loss is better, but that alone does not go on for long
+            best, weights = judged, copy.deepcopy(network.state_dict())
+        if epoch - best_epoch >= patience:
             break
     if validation is not None:
         network.load_state_dict(weights)

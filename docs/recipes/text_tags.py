@@ -1,0 +1,33 @@
+"""From texts and tags to the five best tags of a new text, with scikit-learn."""
+
+import random
+
+from sklearn.feature_extraction.text import TfidfVectorizer
+from sklearn.pipeline import make_pipeline
+
+from torchlml_lab import TopKClassifier
+
+random.seed(0)
+words = {  # your own texts and tags would come from a file
+    "baking": "flour oven yeast dough crust butter",
+    "garden": "soil seeds compost rain pots roots",
+    "hiking": "boots trail summit map ridge hut",
+    "cycling": "pedal chain helmet gears tyre brake",
+    "music": "chord piano tempo melody strings choir",
+    "chess": "knight pawn opening endgame castle mate",
+    "sailing": "mast wind harbour sail anchor tide",
+    "astronomy": "comet planet lens orbit eclipse dome",
+    "painting": "canvas brush oil palette varnish easel",
+    "weather": "cloud storm frost rain wind fog",
+}
+texts, tags = [], []
+for _ in range(1200):
+    tags.append(random.sample(sorted(words), random.randint(1, 4)))
+    said = [word for tag in tags[-1] for word in random.sample(words[tag].split(), 3)]
+    texts.append(" ".join([*said, *random.choices("we had a day with some more of it".split(), k=8)]))
+
+model = make_pipeline(TfidfVectorizer(), TopKClassifier(random_state=0))
+model.fit(texts[:1000], tags[:1000])
+print(f"of the tags of other texts {model.score(texts[1000:], tags[1000:]):.0%} are found")
+new = ["From the hut we saw a comet; a storm tore the sail, but the choir sang of the summit and the tide."]
+print("the five best tags:", ", ".join(sorted(model.predict(new, k=5)[0])))
