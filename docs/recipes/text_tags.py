@@ -24,7 +24,7 @@ texts, tags = [], []
 for _ in range(1200):
     tags.append(random.sample(sorted(words), random.randint(1, 4)))
     said = [word for tag in tags[-1] for word in random.sample(words[tag].split(), 3)]
-    texts.append(" ".join([*said, *random.choices("we had a day with some more of it".split(), k=8)]))
+    texts.append("we had a day with " + ", ".join(random.sample(said, len(said))))
 
 model = make_pipeline(TfidfVectorizer(), TopKClassifier(random_state=0))
 model.fit(texts[:1000], tags[:1000])

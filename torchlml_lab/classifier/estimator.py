@@ -142,7 +142,7 @@ class TopKClassifier(ClassifierMixin, BaseEstimator):  # type: ignore[misc]
         """
         check_is_fitted(self)
         k = self.k_ if k is None else k
-        if not isinstance(k, Integral) or not 1 <= k <= len(self.classes_):
+        if not (_whole(k, 1) and k <= len(self.classes_)):
             raise ValueError(f"`k` must be an integer from 1 to {len(self.classes_)}, but it is {k!r}.")
         # Sorted by rank and then, for ties, by column, so that the answer depends on the row alone.
         order = self._logits(X).sort(dim=-1, descending=True, stable=True).indices
@@ -175,7 +175,7 @@ class TopKClassifier(ClassifierMixin, BaseEstimator):  # type: ignore[misc]
 
     def _check_settings(self) -> None:
         """Refuse settings before anything is read."""
-        if self.k != "labels" and not (_whole(self.k) and self.k >= 1):
+        if self.k != "labels" and not _whole(self.k, 1):
             raise ValueError(f'`k` must be an integer from 1 on or "labels", but it is {self.k!r}.')
         if self.loss not in LOSSES:
             raise ValueError(f"`loss` must be one of {', '.join(LOSSES)}, but it is {self.loss!r}.")
@@ -183,14 +183,14 @@ class TopKClassifier(ClassifierMixin, BaseEstimator):  # type: ignore[misc]
             value = getattr(self, name)
             if name == "patience" and value is None:
                 continue
-            if not (_whole(value) and value >= least):
+            if not _whole(value, least):
                 raise ValueError(f"`{name}` must be an integer from {least} on, but it is {value!r}.")
         for name in ("dropout", "validation_fraction"):
             value = getattr(self, name)
-            if not (isinstance(value, Real) and 0 <= value < 1):
+            if not _real(value) or not 0 <= value < 1:
                 raise ValueError(f"`{name}` must be from 0 to less than 1, but it is {value!r}.")
         rate = self.learning_rate
-        if rate is not None and not (isinstance(rate, Real) and 0 < rate < math.inf):
+        if rate is not None and (not _real(rate) or not 0 < rate < math.inf):
             raise ValueError(f"`learning_rate` must be a positive number or None, but it is {rate!r}.")
 
     def _choose_k(self, labels: Matrix) -> None:
@@ -241,5 +241,9 @@ class TopKClassifier(ClassifierMixin, BaseEstimator):  # type: ignore[misc]
         return scores(self.network_, Batches(inputs, inputs[:, :0]))
 
 
-def _whole(value: Any) -> bool:
-    return isinstance(value, Integral) and not isinstance(value, bool)
+def _whole(value: Any, least: int) -> bool:
+    return isinstance(value, Integral) and not isinstance(value, bool) and int(value) >= least
+
+
+def _real(value: Any) -> bool:
+    return isinstance(value, Real) and not isinstance(value, bool)

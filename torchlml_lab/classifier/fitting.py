@@ -99,7 +99,9 @@ def judge(network: LabelNetwork, loss: LabelLoss, rows: Batches) -> Judged:
     logits = scores(network, rows)
     if labels.shape[1] == logits.shape[1]:  # a list must not be taken for a multi-hot
         labels = torch.nn.functional.pad(labels, (0, 1), value=-100)
-    return Judged(topk_ndcg(logits, labels, _AT).item(), -loss(logits, labels).item())
+    ndcg = topk_ndcg(logits, labels, _AT)
+    assert isinstance(ndcg, Tensor)  # of one k
+    return Judged(ndcg.item(), -loss(logits, labels).item())
 
 
 def scores(network: LabelNetwork, rows: Batches) -> Tensor:
