@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import signal
 import time
 from pathlib import Path
 
@@ -177,11 +176,10 @@ def test_killed_and_resumed_equals_undisturbed(texts, undisturbed, tmp_path):
     state = out / "state.json"
     limit = time.monotonic() + 120
     while not (state.exists() and json.loads(state.read_text())["epoch"] >= 2):
-        assert running.poll() is None, running.communicate()
+        assert running.running(), running.end()
         assert time.monotonic() < limit
         time.sleep(0.005)
-    running.send_signal(signal.SIGKILL)
-    running.communicate()
+    running.kill()
     assert not (out / "result.json").exists(), "the run was over before it was killed"
     assert cli.main(["train", "multilabel", "--resume", str(out)]) == 0
     assert (out / "metrics.jsonl").read_bytes() == (undisturbed / "metrics.jsonl").read_bytes()

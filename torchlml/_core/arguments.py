@@ -50,6 +50,7 @@ class Canonical(NamedTuple):
     def restore(self, y: Tensor, dim: int) -> Tensor:
         """Entries in rows, back into the shape they came in."""
         if self.jagged is not None:
+            assert self.outer is not None
             return self.jagged.wrap(y.reshape(self.outer).movedim(-1, self.jagged.dim))
         return y if self.outer is None else y.reshape(self.outer).movedim(-1, dim)
 

@@ -7,6 +7,7 @@ on k.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 
 import torch
@@ -110,7 +111,7 @@ _forward = operator(
     f"bounded_forward(Tensor x, Tensor k, {ROWS}, bool at_most) -> (Tensor, Tensor)",
     _reference_forward,
     lambda x, k, mask, offsets, at_most: empty_values(x, k, mask, offsets),
-    exported=lambda *arguments: _reference_forward(*arguments, forward=exported.forward),
+    exported=functools.partial(_reference_forward, forward=exported.forward),
 )
 _backward = operator(
     f"bounded_backward(Tensor grad, Tensor x, Tensor y, Tensor nu, {ROWS}) -> (Tensor, Tensor)",

@@ -106,7 +106,7 @@ def _draw_panel(
         if name == FREQUENCY and variant in biases:
             level, place = 100 * getattr(row, measure), biases.index(variant)
             axes.hlines(
-                level, place - 0.3, place + 0.3, color=GREY, label=None if variant else "frequencies alone"
+                level, place - 0.3, place + 0.3, color=GREY, label="" if variant else "frequencies alone"
             )
     axes.grid(axis="y")
 

@@ -104,8 +104,8 @@ def by_method(rows: Sequence[Record]) -> dict[tuple[str, str], list[Record]]:
 
 def table_of(rows: Sequence[Record], published: dict[str, tuple[float, float]]) -> str:
     """The table in Markdown."""
-    heads = ("model", "loss", "learning rate", "temperature or dropout", "seeds", "best epoch")
-    heads += ("Recall@5", "Recall@20", "Recall@100", "nDCG@20")
+    heads = ["model", "loss", "learning rate", "temperature or dropout", "seeds", "best epoch"]
+    heads += ["Recall@5", "Recall@20", "Recall@100", "nDCG@20"]
     lines = [f"| {' | '.join(heads)} |", "| --- " * len(heads) + "|"]
     for name, (recall, ndcg) in published.items():
         lines.append(f"| {name} (published) | | | | | | | {100 * recall:.1f} | | {100 * ndcg:.1f} |")
