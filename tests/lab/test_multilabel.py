@@ -190,7 +190,7 @@ def test_killed_and_resumed_equals_undisturbed(texts, undisturbed, tmp_path):
 
 def test_two_processes(texts, tmp_path, capsys):
     out = tmp_path / "run"
-    printed, _ = output(start_two([*steady(texts, out), "--cpu"]))
+    printed, _ = output(*start_two([*steady(texts, out), "--cpu"]))
     assert printed.count("set aside for validation") == 1
     assert printed.count("The report is") == 1
     assert json.loads((out / "state.json").read_text())["processes"] == 2
