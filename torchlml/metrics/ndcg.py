@@ -45,11 +45,7 @@ class TopKNDCG(TopKMetric):
         >>> ndcg.compute()
         {'ndcg@1': tensor(0.5000), 'ndcg@3': tensor(0.7500)}
 
-    Args:
-        k: one number, and `compute` returns a scalar; or several, and it returns a dict.
-        ignore_index: the class index that means "no label".
-        group: the processes among which the scores of each row are split, as in `torchlml.lml_loss`.
-        **settings: for `torchmetrics.Metric`.
+    Arguments as for `TopKRecall`.
 
     A label at place r of the ranking gains 1 / log2(r + 1). The gain of the first k places is divided by that
     of a ranking with all labels in front: the sum of 1 / log2(r + 1) over r up to min(k, number of labels).

@@ -45,11 +45,7 @@ class TopKPrecision(TopKMetric):
         >>> precision.compute()
         {'precision@1': tensor(0.5000), 'precision@2': tensor(0.5000)}
 
-    Args:
-        k: one number, and `compute` returns a scalar; or several, and it returns a dict.
-        ignore_index: the class index that means "no label".
-        group: the processes among which the scores of each row are split, as in `torchlml.lml_loss`.
-        **settings: for `torchmetrics.Metric`.
+    Arguments as for `TopKRecall`.
 
     For a row with observed labels Y and a predicted set P of k entries, the precision is |Y and P| / k.
 
