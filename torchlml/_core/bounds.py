@@ -7,7 +7,6 @@ on k.
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable
 
 import torch
@@ -111,7 +110,9 @@ _forward = operator(
     f"bounded_forward(Tensor x, Tensor k, {ROWS}, bool at_most) -> (Tensor, Tensor)",
     _reference_forward,
     lambda x, k, mask, offsets, at_most: empty_values(x, k, mask, offsets),
-    exported=functools.partial(_reference_forward, forward=exported.forward),
+    exported=lambda x, k, mask, offsets, at_most: _reference_forward(
+        x, k, mask, offsets, at_most, exported.forward
+    ),
 )
 _backward = operator(
     f"bounded_backward(Tensor grad, Tensor x, Tensor y, Tensor nu, {ROWS}) -> (Tensor, Tensor)",
