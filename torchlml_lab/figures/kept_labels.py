@@ -7,12 +7,10 @@ from pathlib import Path
 from statistics import mean, stdev
 
 from matplotlib.axes import Axes
-from rich.console import Console
 
 from torchlml_lab.engine.table import spread
 from torchlml_lab.figures import sources
-from torchlml_lab.figures.options import FigureSettings, read_options, say_where
-from torchlml_lab.files import replacing
+from torchlml_lab.figures.options import FigureSettings, read_options, write_tables
 from torchlml_lab.style import BLUE, GREEN, GREY, ORANGE, PAGE, PURPLE, SKY, VERMILION, new_figure
 from torchlml_lab.tasks.multilabel import study_rows
 from torchlml_lab.tasks.multilabel.study_rows import Record
@@ -58,11 +56,7 @@ def main(arguments: Sequence[str]) -> None:
         sources.refuse_tuning(path, ((f"{row.data} {row.loss}", row.learning_rate) for row in trained))
         rows += read
     draw(rows, settings.out)
-    page = settings.out.with_suffix(".md")
-    with replacing(page) as temporary:
-        temporary.write_text(page_of(rows), encoding="utf-8")
-    Console().print(f"The tables are {page}.", soft_wrap=True)
-    say_where(settings.out)
+    write_tables(page_of(rows), settings.out)
 
 
 def grouped(rows: Sequence[Record]) -> dict[str, dict[str, dict[str, Group]]]:

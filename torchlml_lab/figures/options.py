@@ -8,6 +8,7 @@ from typing import TypeVar
 from rich.console import Console
 
 from torchlml_lab.cli import parse_settings
+from torchlml_lab.files import replacing
 from torchlml_lab.style import check_picture
 
 
@@ -57,3 +58,12 @@ def draw_only(name: str, about: str, arguments: Sequence[str], draw: Callable[[P
 def say_where(picture: Path) -> None:
     """Print where the picture is, as the last line of a figure's command."""
     Console().print(f"The picture is {picture}.", soft_wrap=True)
+
+
+def write_tables(text: str, picture: Path) -> None:
+    """Write the tables of a figure beside its picture, as Markdown, and print where both are."""
+    page = picture.with_suffix(".md")
+    with replacing(page) as temporary:
+        temporary.write_text(text, encoding="utf-8")
+    Console().print(f"The tables are {page}.", soft_wrap=True)
+    say_where(picture)

@@ -7,12 +7,10 @@ from pathlib import Path
 from statistics import mean, stdev
 
 from matplotlib.axes import Axes
-from rich.console import Console
 
 from torchlml_lab.engine.table import spread
 from torchlml_lab.figures import sources
-from torchlml_lab.figures.options import FigureSettings, read_options, say_where
-from torchlml_lab.files import replacing
+from torchlml_lab.figures.options import FigureSettings, read_options, write_tables
 from torchlml_lab.style import GREY, METHODS, ORANGE, PAGE, new_figure
 from torchlml_lab.tasks.scene_graph import recall_rows
 from torchlml_lab.tasks.scene_graph.methods import parse_method
@@ -41,11 +39,7 @@ def main(arguments: Sequence[str]) -> None:
         path, ((f"{row.method} {row.variant}".strip(), row.learning_rate) for row in trained)
     )
     draw(rows, settings.out)
-    page = settings.out.with_suffix(".md")
-    with replacing(page) as temporary:
-        temporary.write_text(page_of(rows), encoding="utf-8")
-    Console().print(f"The tables are {page}.", soft_wrap=True)
-    say_where(settings.out)
+    write_tables(page_of(rows), settings.out)
 
 
 def cells(rows: Sequence[Record], split: str) -> dict[tuple[str, str], list[Record]]:

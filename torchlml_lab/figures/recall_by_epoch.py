@@ -8,13 +8,11 @@ from statistics import mean
 
 from matplotlib.axes import Axes
 from matplotlib.ticker import MaxNLocator
-from rich.console import Console
 
 from torchlml_lab.engine.table import spread
 from torchlml_lab.errors import BadInput
 from torchlml_lab.figures import sources
-from torchlml_lab.figures.options import FigureSettings, read_options, say_where
-from torchlml_lab.files import replacing
+from torchlml_lab.figures.options import FigureSettings, read_options, write_tables
 from torchlml_lab.style import GREY, METHODS, ORANGE, PAGE, new_figure
 from torchlml_lab.tasks.scene_graph import recall_rows
 from torchlml_lab.tasks.scene_graph.methods import find_method, parse_method
@@ -48,11 +46,7 @@ def main(arguments: Sequence[str]) -> None:
     if missing:
         raise BadInput(f"`--csv` names `{path}`, which has no run of `{missing[0]}`.")
     draw(rows, settings.methods, settings.out)
-    page = settings.out.with_suffix(".md")
-    with replacing(page) as temporary:
-        temporary.write_text(page_of(rows), encoding="utf-8")
-    Console().print(f"The tables are {page}.", soft_wrap=True)
-    say_where(settings.out)
+    write_tables(page_of(rows), settings.out)
 
 
 def draw(rows: Sequence[Record], methods: Sequence[str], picture: Path) -> None:

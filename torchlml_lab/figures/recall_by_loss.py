@@ -6,13 +6,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from statistics import mean, stdev
 
-from rich.console import Console
-
 from torchlml_lab.engine.table import spread
 from torchlml_lab.errors import BadInput
 from torchlml_lab.figures import sources
-from torchlml_lab.figures.options import FigureSettings, read_options, say_where
-from torchlml_lab.files import replacing
+from torchlml_lab.figures.options import FigureSettings, read_options, write_tables
 from torchlml_lab.style import GREY, METHODS, ORANGE, PAGE, new_figure
 from torchlml_lab.tasks.label_losses import named
 from torchlml_lab.tasks.recommend import recall_rows
@@ -52,11 +49,7 @@ def main(arguments: Sequence[str]) -> None:
         raise BadInput(f"`--csv` names `{path}`, which mixes numbers of users.")
     published = settings.published or path == USUAL[1]
     draw(rows, PUBLISHED if published else {}, settings.out)
-    page = settings.out.with_suffix(".md")
-    with replacing(page) as temporary:
-        temporary.write_text(table_of(rows, PUBLISHED if published else {}), encoding="utf-8")
-    Console().print(f"The table is {page}.", soft_wrap=True)
-    say_where(settings.out)
+    write_tables(table_of(rows, PUBLISHED if published else {}), settings.out)
 
 
 def draw(rows: Sequence[Record], published: dict[str, tuple[float, float]], picture: Path) -> None:

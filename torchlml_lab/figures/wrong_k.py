@@ -7,12 +7,10 @@ from pathlib import Path
 from statistics import mean
 
 from matplotlib.axes import Axes
-from rich.console import Console
 
 from torchlml_lab.engine.table import spread
 from torchlml_lab.figures import sources
-from torchlml_lab.figures.options import FigureSettings, read_options, say_where
-from torchlml_lab.files import replacing
+from torchlml_lab.figures.options import FigureSettings, read_options, write_tables
 from torchlml_lab.style import BLUE, GREEN, ORANGE, PAGE, PURPLE, SKY, VERMILION, new_figure
 from torchlml_lab.tasks.hidden_labels.which_k import (
     AT_MOST,
@@ -45,11 +43,7 @@ def main(arguments: Sequence[str]) -> None:
     path = sources.find(settings.csv, USUAL, "torchlml which-k")
     rows = TABLE.read(path, "--csv")
     draw(rows, settings.out)
-    page = settings.out.with_suffix(".md")
-    with replacing(page) as temporary:
-        temporary.write_text(page_of(rows), encoding="utf-8")
-    Console().print(f"The tables are {page}.", soft_wrap=True)
-    say_where(settings.out)
+    write_tables(page_of(rows), settings.out)
 
 
 def draw(rows: Sequence[Record], picture: Path) -> None:
