@@ -278,7 +278,9 @@ def test_sweep(lines, tmp_path, monkeypatch):
         ("tiny", "lml-2", "1.0"),
     }
     study_rows.TABLE.write(tmp_path / "rows.csv", records)
-    assert study_rows.TABLE.read(tmp_path / "rows.csv", "--tuned")[0].r5 == records[0].r5
+    assert (
+        study_rows.TABLE.read(tmp_path / "rows.csv", "--tuned")[0].r5 == records[1].r5
+    )  # the smaller rate first
     tuned = loss_sweep.grid(dataclasses.replace(settings, learning_rates=(), tuned=tmp_path / "rows.csv"))
     assert {(one.loss, one.k, one.learning_rate) for one in tuned} == {("bce", None, 0.01), ("lml", 2, 0.01)}
     assert loss_sweep._table(records).row_count == 4
