@@ -76,7 +76,7 @@ def draw(rows: Sequence[Record], published: dict[str, tuple[float, float]], pict
             axes.xaxis.set_major_formatter(lambda share, _: f"{100 * share:g}")
             axes.grid()
         panels[0].set_yticks(range(len(names)), names)
-        panels[0].invert_yaxis()
+        panels[0].set_ylim(len(names) - 0.5, -0.5)
         for label in panels[0].get_yticklabels()[: len(published)]:
             label.set_color(GREY)
         panels[0].set_title("Recall@20 (%)")
