@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor
 
@@ -122,7 +123,9 @@ def _starts(counts: Tensor) -> Tensor:
 
 def _read_lines(data: bytes) -> tuple[list[bytes], list[bytes], list[int]]:
     """The user of each line, the items of all lines, and how many of them belong to each."""
-    users, items, counts = [], [], []
+    users: list[bytes] = []
+    items: list[bytes] = []
+    counts: list[int] = []
     for line in data.split(b"\n"):
         words = line.split()  # bytes: at spaces and tabs only, so that names may have any other character
         if words:
@@ -215,7 +218,7 @@ def _number(
     )
 
 
-def _numbers(names: Sequence[str] | Sequence[bytes]) -> "tuple[list[str], np.ndarray]":
+def _numbers(names: Sequence[str] | Sequence[bytes]) -> tuple[list[str], npt.NDArray[np.int64]]:
     """Each name once, as text, and the number of every one of them."""
     number: dict[str | bytes, int] = {name: place for place, name in enumerate(dict.fromkeys(names))}
     numbers = np.fromiter(map(number.__getitem__, names), np.int64, len(names))
