@@ -199,8 +199,8 @@ def _find_columns(path: Path, header: Sequence[str], columns: tuple[str, str] | 
 
 
 def _number(
-    users: Sequence[str] | Sequence[bytes],
-    items: Sequence[str] | Sequence[bytes],
+    users: Sequence[str | bytes],
+    items: Sequence[str | bytes],
     counts: list[int] | None,
 ) -> Interactions:
     """Number the names by their first appearance, sort the pairs by user, and keep each once."""
@@ -218,7 +218,7 @@ def _number(
     )
 
 
-def _numbers(names: Sequence[str] | Sequence[bytes]) -> tuple[list[str], npt.NDArray[np.int64]]:
+def _numbers(names: Sequence[str | bytes]) -> tuple[list[str], npt.NDArray[np.int64]]:
     """Each name once, as text, and the number of every one of them."""
     number: dict[str | bytes, int] = {name: place for place, name in enumerate(dict.fromkeys(names))}
     numbers = np.fromiter(map(number.__getitem__, names), np.int64, len(names))
