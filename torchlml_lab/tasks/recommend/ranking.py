@@ -59,7 +59,7 @@ def rank(scores: Tensor, labels: Tensor, most: int) -> Ranked:
 def measures(
     score: Callable[[Batch], Tensor],
     batches: Iterable[Batch],
-    accelerator: Accelerator,
+    accelerator: Accelerator | None,
     ks: Sequence[int],
 ) -> dict[str, float]:
     """Recall, precision and nDCG at each k, means over the users of all processes.
@@ -67,7 +67,7 @@ def measures(
     Args:
         score: The scores (R, n) of all items for a batch.
         batches: Users, what they have and what is to be found.
-        accelerator: Brings the rows of all processes together.
+        accelerator: Brings the rows of all processes together; None where one process has them all.
         ks: How many items are recommended.
 
     Returns:
@@ -81,11 +81,12 @@ def measures(
         ]
         width = max(one.scores.shape[1] for one in rows)
         joined = Ranked(*(torch.cat([_widen(t, width) for t in kind]) for kind in zip(*rows, strict=True)))
-        # The widths are those of the longest list of labels, which processes do not share.
-        joined = Ranked(*accelerator.pad_across_processes(tuple(joined), dim=1))
-        found, is_label, there = accelerator.gather_for_metrics(tuple(joined))
+        if accelerator is not None:
+            # The widths are those of the longest list of labels, which processes do not share.
+            joined = Ranked(*accelerator.pad_across_processes(tuple(joined), dim=1))
+            joined = Ranked(*accelerator.gather_for_metrics(tuple(joined)))
         for metric in metrics:
-            metric.to(found.device).update(found, is_label, mask=there)
+            metric.to(joined.scores.device).update(joined.scores, joined.is_label, mask=joined.there)
     return {name: value.item() for metric in metrics for name, value in metric.compute().items()}
 
 

@@ -101,7 +101,7 @@ def report(
         users: Who is recommended to, and what is to be found.
         what: What these are called.
         folder: Where the picture goes.
-        accelerator: Says where to compute.
+        accelerator: Says where to compute; this process does it alone.
         console: Where to print.
     """
     scores = {
@@ -116,7 +116,7 @@ def report(
                 yield send_to_device(users.__getitems__(rows.tolist()), accelerator.device)
                 progress.advance(bar, len(rows))
 
-        found = {name: measures(score, batches(), accelerator, KS) for name, score in scores.items()}
+        found = {name: measures(score, batches(), None, KS) for name, score in scores.items()}
         mean = len(users.labels) / len(users)
         bins = calibration(next(iter(scores.values())), batches(), mean)
     title = f"{len(users)} users, {what}, epoch {trained.epoch}, {trained.settings.model}; in %"
