@@ -15,6 +15,7 @@ import torch
 from accelerate import Accelerator
 
 from tests.support.command_lines import each_refusal, refusals, refused
+from tests.support.processes import output, start_two
 from torchlml_lab import cli
 from torchlml_lab.engine import run as engine_run
 from torchlml_lab.errors import BadInput
@@ -217,6 +218,20 @@ def test_a_killed_run_ends_as_if_it_had_not_been(folder, monkeypatch, capsys, tm
     assert cli.main(["train", "recommend", "--resume", str(tmp_path / "killed")]) == 0
     results = [json.loads((tmp_path / name / "result.json").read_text()) for name in ("whole", "killed")]
     assert [{**one, "seconds": 0} for one in results] == [{**results[0], "seconds": 0}] * 2
+
+
+def test_two_processes_count_every_user_once(folder, capsys, tmp_path):
+    words = ["train", "recommend", "--train", folder / "train.txt", "--test", folder / "test.txt", "--cpu"]
+    words += ["--out", tmp_path / "run", "--epochs", 1, "--dimension", 8, "--batch-size", 6]
+    printed, _ = output(*start_two([str(word) for word in words]))
+    assert printed.count("popular items") == 3  # the report is one process's
+    result = json.loads((tmp_path / "run" / "result.json").read_text())
+    # One process finds the same with the same weights.
+    assert cli.main(["evaluate", str(tmp_path / "run"), "--cpu"]) == 0
+    said = capsys.readouterr().out
+    numbers = re.findall(r"^lml-labels +(.*)$", said, re.MULTILINE)[0].split()
+    expected = [100 * result["test"][f"recall@{k}"] for k in (1, 2, 5, 10, 20, 50, 100)]
+    assert [float(number) for number in numbers] == pytest.approx(expected, abs=0.0051)
 
 
 def test_a_sweep_is_a_table_and_a_figure(folder, capsys, tmp_path):
