@@ -158,7 +158,8 @@ def smooth_topk_svm_loss(
     labels, place = read_single_label(c, target, weight, ignore_index, "smooth_topk_svm_loss")
     check_whole_k(k, c.x.shape[-1] - 1)
     # Float64 inside costs little and keeps the gradients, differences of two probabilities, exact.
-    own, others = _apart(c, c.x.to(wide_dtype(c.x.device)) / (k * tau), labels, place)
+    x = c.x.to(wide_dtype(c.x.device))
+    own, others = _apart(c, x if k * tau == 1 else x / (k * tau), labels, place)
     ratio = log_ratio(others, k, algorithm)
     loss = -tau * logsigmoid(own - ratio.unsqueeze(-1) - alpha / tau)
     return reduce_single(loss, labels, reduction, c)
@@ -191,7 +192,8 @@ class SmoothTopKSVMLoss(TopKLoss):
 
 def _apart(c: Canonical, x: Tensor, labels: Labels, place: Tensor) -> tuple[Tensor, Tensor]:
     """The label's logit of each row (R, 1), and the logits of the other classes, -inf at what is none."""
-    x = x.masked_fill(~labels.has_label.unsqueeze(-1), 0)
+    if not labels.complete:
+        x = x.masked_fill(~labels.has_label.unsqueeze(-1), 0)
     others = x if c.mask is None else x.masked_fill(~c.mask, -torch.inf)
     return x.gather(-1, place), others.scatter(-1, place, -torch.inf)
 
