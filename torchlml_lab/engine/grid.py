@@ -22,6 +22,7 @@ from torchlml_lab.engine.folder import RunFolder
 from torchlml_lab.engine.lock import locked
 from torchlml_lab.engine.progress import ProgressBar
 from torchlml_lab.engine.settings import FREE, SETTINGS_FILE, TrainSettings, to_json
+from torchlml_lab.engine.table import StudyTable
 from torchlml_lab.errors import BadInput
 from torchlml_lab.files import check_file, check_folder, writing
 
@@ -42,9 +43,26 @@ class GridSettings:
     learning_rates: tuple[float, ...] = ()
     """The learning rates to try; by default the one of `--run.learning-rate`."""
     tuned: Path | None = None
-    """The CSV of an earlier sweep, from which the recipe that is best on validation is taken."""
+    """The CSV of an earlier sweep of these data: each method gets what is best there on validation."""
     workers: int = field(default_factory=lambda: os.cpu_count() or 1)
     """How many runs at a time, at least 1, each on one thread."""
+
+    def read_tuned(self, table: StudyTable[Row], chooses: Sequence[str] = ("learning_rates",)) -> list[Row]:
+        """Read the rows of the CSV that `tuned` names.
+
+        Args:
+            table: The table that such a sweep writes.
+            chooses: The settings that are chosen from these rows: given beside `--tuned` they are refused.
+
+        Returns:
+            The rows; a file that is no such table raises `BadInput`.
+        """
+        assert self.tuned is not None
+        if any(getattr(self, name) for name in chooses):
+            *others, last = (name.replace("_", " ") for name in chooses)
+            said = f"{', '.join(others)} and {last}" if others else f"the {last}"
+            raise BadInput(f"`--tuned` chooses {said}: do not give them too.")
+        return table.read(self.tuned, "--tuned")
 
 
 @dataclass(frozen=True)
@@ -70,7 +88,7 @@ class Grid(Generic[Settings, Row]):
 def check_grid(
     settings: GridSettings, run: TrainSettings, chosen: Sequence[str], lists: Sequence[str]
 ) -> None:
-    """Refuse a sweep that cannot be run.
+    """Refuse a sweep that cannot be run, or whose folder or CSV cannot be written, before any work is done.
 
     Args:
         settings: The sweep.
@@ -86,15 +104,18 @@ def check_grid(
             raise BadInput(f"`--run.{name}` is given, but the sweep itself chooses it for each run.")
     if settings.workers < 1:
         raise BadInput(f"`--workers` is {settings.workers}, and must be at least 1.")
-    if settings.out.exists() and not settings.out.is_dir():
-        raise BadInput(f"`--out` names `{settings.out}`, which is a file: give a folder.")
-
-
-def check_places(settings: GridSettings) -> None:
-    """Refuse a sweep whose folder or CSV cannot be written, before any work is done."""
     check_folder("--out", settings.out)
     if settings.csv is not None:
         check_file("--csv", settings.csv)
+
+
+def checked_runs(runs: Iterable[Settings], check: Callable[[Settings], None]) -> list[Settings]:
+    """The runs of a sweep, one for each folder; `check` raises `BadInput` for one that cannot be run."""
+    found = {}
+    for one in runs:
+        check(one)
+        found[one.out] = one
+    return list(found.values())
 
 
 def run_grid(grid: Grid[Any, Any], settings: GridSettings, console: Console) -> None:

@@ -2,7 +2,7 @@
 
 import dataclasses
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
 from itertools import product
@@ -14,10 +14,9 @@ from rich.table import Table
 
 from torchlml_lab.cli import parse_settings
 from torchlml_lab.engine.folder import RunFolder
-from torchlml_lab.engine.grid import Grid, GridSettings, check_grid, check_places, resuming, run_grid
+from torchlml_lab.engine.grid import Grid, GridSettings, check_grid, checked_runs, resuming, run_grid
 from torchlml_lab.engine.run import train
 from torchlml_lab.engine.table import plain_table, spread
-from torchlml_lab.errors import BadInput
 from torchlml_lab.tasks.cifar100 import accuracy_rows
 from torchlml_lab.tasks.cifar100.accuracy_rows import Record
 from torchlml_lab.tasks.cifar100.classification import (
@@ -51,8 +50,6 @@ class SweepSettings(GridSettings):
     """The seeds of each combination."""
     temperatures: tuple[float, ...] = ()
     """The temperatures to try; by default the one of `--run.temperature`."""
-    tuned: Path | None = None
-    """The CSV of an earlier sweep: each loss gets its learning rate and temperature best on validation."""
     run: Cifar100Settings = field(default_factory=Cifar100Settings)
     """All that the runs have in common, as for `torchlml train cifar100`."""
 
@@ -63,7 +60,6 @@ def main(arguments: Sequence[str]) -> None:
     default = SweepSettings(run=FEATURES) if features else SweepSettings()
     settings = parse_settings(SweepSettings, "sweep cifar100", arguments, default)
     runs = grid(settings)
-    check_places(settings)
     read(settings.run.data, settings.run.features)  # so that a bad file is reported once, and at once
     study = Grid(
         EXPERIMENT, runs, _run_one, lambda one, done: [record(one, done)], accuracy_rows.TABLE.write, _table
@@ -80,28 +76,21 @@ def grid(settings: SweepSettings) -> list[Cifar100Settings]:
         loss: list(product(rates, temperatures)) for loss in settings.losses
     }
     if settings.tuned is not None:
-        if settings.learning_rates or settings.temperatures:
-            raise BadInput("`--tuned` chooses learning rates and temperatures: do not give them too.")
-        rows = accuracy_rows.TABLE.read(settings.tuned, "--tuned")
-        chosen = accuracy_rows.best_recipes(rows, settings.losses, settings.tuned)
-        recipes = {loss: [chosen[loss]] for loss in settings.losses}
-    runs = []
+        rows = settings.read_tuned(accuracy_rows.TABLE, ("learning_rates", "temperatures"))
+        best = accuracy_rows.best_recipes(rows, settings.losses, settings.tuned)
+        recipes = {loss: [recipe] for loss, recipe in best.items()}
+    return checked_runs(_runs(settings, recipes), check)
+
+
+def _runs(
+    settings: SweepSettings, recipes: Mapping[str, Sequence[tuple[float, ...]]]
+) -> Iterator[Cifar100Settings]:
     # The seed varies slowest: a sweep that is stopped early still has every loss at every noise level.
     for seed, noise, loss in product(settings.seeds, settings.noises, settings.losses):
         for rate, temperature in recipes[loss]:
-            name = f"{loss}_noise{noise:g}_lr{rate:g}_t{temperature:g}_seed{seed}"
-            one = dataclasses.replace(
-                settings.run,
-                out=settings.out / name,
-                loss=loss,
-                noise=noise,
-                seed=seed,
-                learning_rate=rate,
-                temperature=temperature,
-            )
-            check(one)
-            runs.append(one)
-    return list({one.out: one for one in runs}.values())
+            out = settings.out / f"{loss}_noise{noise:g}_lr{rate:g}_t{temperature:g}_seed{seed}"
+            one = dataclasses.replace(settings.run, out=out, loss=loss, noise=noise, seed=seed)
+            yield dataclasses.replace(one, learning_rate=rate, temperature=temperature)
 
 
 def record(settings: Cifar100Settings, result: dict[str, Any]) -> Record:

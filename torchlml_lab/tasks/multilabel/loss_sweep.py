@@ -2,7 +2,7 @@
 
 import dataclasses
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
 from itertools import product
@@ -13,7 +13,7 @@ from rich.console import Console
 from rich.table import Table
 
 from torchlml_lab.cli import parse_settings
-from torchlml_lab.engine.grid import Grid, GridSettings, check_grid, check_places, resuming, run_grid
+from torchlml_lab.engine.grid import Grid, GridSettings, check_grid, checked_runs, resuming, run_grid
 from torchlml_lab.engine.run import train
 from torchlml_lab.engine.table import plain_table, spread
 from torchlml_lab.errors import BadInput
@@ -44,8 +44,6 @@ class SweepSettings(GridSettings):
     """The shares of the training labels that are kept, at least one in each row; `one`: no more than one."""
     seeds: tuple[int, ...] = (0, 1, 2)
     """The seeds of each combination."""
-    tuned: Path | None = None
-    """The CSV of an earlier sweep of these data: each loss gets its learning rate best on validation."""
     run: MultilabelSettings = field(default_factory=MultilabelSettings)
     """All that the runs have in common, as for `torchlml train multilabel`."""
 
@@ -54,7 +52,6 @@ def main(arguments: Sequence[str]) -> None:
     """Read the options and run what is not done yet."""
     settings = parse_settings(SweepSettings, "sweep multilabel", arguments, SweepSettings())
     runs = grid(settings)
-    check_places(settings)
     _files_of(runs[0])  # so that a bad file is reported once, and at once
     study = Grid(
         EXPERIMENT, runs, _run_one, lambda one, done: [record(one, done)], study_rows.TABLE.write, _table
@@ -69,28 +66,21 @@ def grid(settings: SweepSettings) -> list[MultilabelSettings]:
         raise BadInput("`--run.test` is missing: a sweep compares the losses on test rows.")
     rates = dict.fromkeys(settings.losses, settings.learning_rates or (settings.run.learning_rate,))
     if settings.tuned is not None:
-        if settings.learning_rates:
-            raise BadInput("`--tuned` chooses the learning rates: do not give them too.")
-        rows = study_rows.TABLE.read(settings.tuned, "--tuned")
-        chosen = study_rows.best_rates(rows, settings.losses, settings.tuned)
-        rates = {loss: (chosen[loss],) for loss in settings.losses}
-    runs = []
+        rows = settings.read_tuned(study_rows.TABLE)
+        best = study_rows.best_rates(rows, settings.losses, settings.tuned)
+        rates = {loss: (rate,) for loss, rate in best.items()}
+    return checked_runs(_runs(settings, rates), check)
+
+
+def _runs(settings: SweepSettings, rates: Mapping[str, Sequence[float]]) -> Iterator[MultilabelSettings]:
     # The seed varies slowest: a sweep that is stopped early still has every loss at every share of labels.
     for seed, keep, loss in product(settings.seeds, settings.keeps, settings.losses):
-        chosen_loss = named(loss)
+        name, k = named(loss).name, named(loss).k
         for rate in rates[loss]:
-            one = dataclasses.replace(
-                settings.run,
-                out=settings.out / f"{loss}_keep{keep}_lr{rate:g}_seed{seed}",
-                loss=chosen_loss.name,
-                k=chosen_loss.k,
-                keep=keep,
-                seed=seed,
-                learning_rate=rate,
+            out = settings.out / f"{loss}_keep{keep}_lr{rate:g}_seed{seed}"
+            yield dataclasses.replace(
+                settings.run, out=out, loss=name, k=k, keep=keep, seed=seed, learning_rate=rate
             )
-            check(one)
-            runs.append(one)
-    return list({one.out: one for one in runs}.values())
 
 
 def record(settings: MultilabelSettings, result: dict[str, Any]) -> Record:

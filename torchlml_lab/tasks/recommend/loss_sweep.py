@@ -3,7 +3,7 @@
 import dataclasses
 import math
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
 from itertools import product
@@ -14,10 +14,9 @@ from rich.console import Console, Group
 from rich.table import Table
 
 from torchlml_lab.cli import parse_settings
-from torchlml_lab.engine.grid import Grid, GridSettings, check_grid, check_places, resuming, run_grid
+from torchlml_lab.engine.grid import Grid, GridSettings, check_grid, checked_runs, resuming, run_grid
 from torchlml_lab.engine.run import train
 from torchlml_lab.engine.table import plain_table, spread
-from torchlml_lab.errors import BadInput
 from torchlml_lab.tasks.label_losses import named
 from torchlml_lab.tasks.recommend import recall_rows
 from torchlml_lab.tasks.recommend.recall_rows import Record
@@ -44,8 +43,6 @@ class SweepSettings(GridSettings):
     """The temperatures to try for matrix factorisation; by default the one of `--run.temperature`."""
     dropouts: tuple[float, ...] = ()
     """The dropouts to try for the autoencoder; by default the one of `--run.dropout`."""
-    tuned: Path | None = None
-    """The CSV of an earlier sweep: each model and loss gets what is best there on validation."""
     run: RecommendSettings = field(default_factory=RecommendSettings)
     """All that the runs have in common, as for `torchlml train recommend`."""
 
@@ -54,7 +51,6 @@ def main(arguments: Sequence[str]) -> None:
     """Read the options and run what is not done yet."""
     settings = parse_settings(SweepSettings, "sweep recommend", arguments, SweepSettings())
     runs = grid(settings)
-    check_places(settings)
     users = int((read(settings.run).training.counts > 0).sum())  # so that a bad file is reported at once
 
     def rows(one: RecommendSettings, done: dict[str, Any]) -> list[Record]:
@@ -66,28 +62,22 @@ def main(arguments: Sequence[str]) -> None:
 def grid(settings: SweepSettings) -> list[RecommendSettings]:
     """The settings of every run; those that cannot be run raise `BadInput`."""
     check_grid(settings, settings.run, _CHOSEN, ("models", "losses", "seeds"))
+    return checked_runs(_runs(settings), check)
+
+
+def _runs(settings: SweepSettings) -> Iterator[RecommendSettings]:
     methods = list(product(settings.models, settings.losses))
     recipes = _recipes(settings, methods)
-    runs = []
     # The seed varies slowest: a sweep that is stopped early still has every model and loss.
     for seed, (model, loss) in product(settings.seeds, methods):
         chosen = named(loss)
         for rate, temperature, dropout in recipes[model, loss]:
             tuned = f"d{dropout:g}" if model == "autoencoder" else f"t{temperature:g}"
+            out = settings.out / f"{model}_{loss}_lr{rate:g}_{tuned}_seed{seed}"
             one = dataclasses.replace(
-                settings.run,
-                out=settings.out / f"{model}_{loss}_lr{rate:g}_{tuned}_seed{seed}",
-                model=model,
-                loss=chosen.name,
-                k=chosen.k,
-                seed=seed,
-                learning_rate=rate,
-                temperature=temperature,
-                dropout=dropout,
+                settings.run, out=out, model=model, loss=chosen.name, k=chosen.k, seed=seed
             )
-            check(one)
-            runs.append(one)
-    return list({one.out: one for one in runs}.values())
+            yield dataclasses.replace(one, learning_rate=rate, temperature=temperature, dropout=dropout)
 
 
 def _recipes(
@@ -95,11 +85,7 @@ def _recipes(
 ) -> dict[tuple[str, str], list[tuple[float, ...]]]:
     """What is tried for each model and loss: learning rates with temperatures or dropouts, or the best."""
     if settings.tuned is not None:
-        if settings.learning_rates or settings.temperatures or settings.dropouts:
-            raise BadInput(
-                "`--tuned` chooses learning rates, temperatures and dropouts: do not give them too."
-            )
-        rows = recall_rows.TABLE.read(settings.tuned, "--tuned")
+        rows = settings.read_tuned(recall_rows.TABLE, ("learning_rates", "temperatures", "dropouts"))
         best = recall_rows.best_recipes(rows, [f"{model} {loss}" for model, loss in methods], settings.tuned)
         return {(model, loss): [best[f"{model} {loss}"]] for model, loss in methods}
     run = settings.run

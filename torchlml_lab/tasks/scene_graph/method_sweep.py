@@ -14,7 +14,7 @@ from rich.console import Console, Group
 
 from torchlml_lab.cli import parse_settings
 from torchlml_lab.engine.folder import RunFolder
-from torchlml_lab.engine.grid import Grid, GridSettings, check_grid, check_places, resuming, run_grid
+from torchlml_lab.engine.grid import Grid, GridSettings, check_grid, checked_runs, resuming, run_grid
 from torchlml_lab.engine.run import train
 from torchlml_lab.engine.table import plain_table, spread
 from torchlml_lab.errors import BadInput
@@ -64,7 +64,6 @@ def main(arguments: Sequence[str]) -> None:
     """Read the options and run what is not done yet."""
     settings = parse_settings(SweepSettings, f"sweep {EXPERIMENT}", arguments, SweepSettings())
     runs = grid(settings)
-    check_places(settings)
     baseline = frequencies(settings, read(settings.run))
 
     def write(path: Path, rows: Iterable[Record]) -> None:
@@ -85,9 +84,7 @@ def grid(settings: SweepSettings) -> list[SceneGraphSettings]:
     cells = [(method, variant(kind)) for kind in kinds for method in parsed]
     rates = dict.fromkeys(cells, settings.learning_rates or (settings.run.learning_rate,))
     if settings.tuned is not None:
-        if settings.learning_rates:
-            raise BadInput("`--tuned` chooses the learning rates: do not give them too.")
-        rows = recall_rows.TABLE.read(settings.tuned, "--tuned")
+        rows = settings.read_tuned(recall_rows.TABLE)
         best = recall_rows.best_rates(rows, cells, settings.tuned)
         rates = {cell: (rate,) for cell, rate in best.items()}
     runs = []
@@ -109,9 +106,8 @@ def grid(settings: SweepSettings) -> list[SceneGraphSettings]:
                 seed=seed,
                 learning_rate=found[place],
             )
-            check(one)
             runs.append(one)
-    return list({one.out: one for one in runs}.values())
+    return checked_runs(runs, check)
 
 
 def _kinds(settings: SweepSettings) -> list[SceneGraphSettings]:
