@@ -10,14 +10,11 @@ except ImportError:
         "`torchlml.metrics` needs torchmetrics: install it with `pip install torchmetrics`."
     ) from None
 
-from torchlml.metrics.ndcg import TopKNDCG, topk_ndcg
-from torchlml.metrics.precision import TopKPrecision, topk_precision
-from torchlml.metrics.propensity import (
-    PropensityScoredPrecision,
-    label_propensities,
-    propensity_scored_precision,
-)
-from torchlml.metrics.recall import TopKRecall, topk_recall
+from torchlml.metrics.ndcg import TopKNDCG
+from torchlml.metrics.one_batch import propensity_scored_precision, topk_ndcg, topk_precision, topk_recall
+from torchlml.metrics.precision import TopKPrecision
+from torchlml.metrics.propensity import PropensityScoredPrecision, label_propensities
+from torchlml.metrics.recall import TopKRecall
 from torchlml.metrics.scene_graph import SceneGraphRecall, scene_graph_recall
 
 __all__ = [

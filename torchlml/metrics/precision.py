@@ -2,38 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any
-
 import torch
 from torch import Tensor
 
 from torchlml.metrics.ranked import Ranked
-from torchlml.metrics.topk import TopKMetric, of_batch
-
-
-def topk_precision(
-    preds: Tensor,
-    target: Tensor,
-    k: int | Sequence[int],
-    *,
-    ignore_index: int = -100,
-    mask: Tensor | None = None,
-    offsets: Tensor | None = None,
-    group: Any = None,
-) -> Tensor | dict[str, Tensor]:
-    """The part of a row's k highest scores that are observed labels (P@k), averaged over rows.
-
-        >>> preds = torch.tensor([[0.1, 0.7, 0.2], [0.5, 0.3, 0.2]])
-        >>> topk_precision(preds, torch.tensor([[1, 2], [2, -100]]), k=(1, 3))
-        {'precision@1': tensor(0.5000), 'precision@3': tensor(0.5000)}
-
-    Arguments as for `topk_recall`.
-
-    Returns:
-        What `TopKPrecision` computes from this one batch.
-    """
-    return of_batch(TopKPrecision, preds, target, k, ignore_index, group, mask=mask, offsets=offsets)
+from torchlml.metrics.topk import TopKMetric
 
 
 class TopKPrecision(TopKMetric):

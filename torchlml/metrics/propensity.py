@@ -11,7 +11,7 @@ from torch import Tensor
 
 from torchlml._core.arguments import Canonical, check_number, check_tensor
 from torchlml._core.rows import wide_dtype
-from torchlml.metrics.topk import TopKMetric, of_batch
+from torchlml.metrics.topk import TopKMetric
 
 # Below this the sums of inverse propensities would leave the whole numbers that they are kept in.
 _SMALLEST = 1e-9
@@ -56,42 +56,6 @@ def label_propensities(counts: Tensor, rows: int, a: float = 0.55, b: float = 1.
         raise ValueError("`b` must be positive where a label has the count 0, but it is 0.")
     c = (math.log(rows) - 1) * (b + 1) ** a
     return 1 / (1 + c * (counts.to(wide_dtype(counts.device)) + b) ** -a)
-
-
-def propensity_scored_precision(
-    preds: Tensor,
-    target: Tensor,
-    propensities: Tensor,
-    k: int | Sequence[int],
-    *,
-    ignore_index: int = -100,
-    mask: Tensor | None = None,
-    offsets: Tensor | None = None,
-    classes: Tensor | None = None,
-    group: Any = None,
-) -> Tensor | dict[str, Tensor]:
-    """The propensity-scored precision (PSP@k) of one batch.
-
-        >>> preds = torch.tensor([[0.1, 0.7, 0.2], [0.5, 0.3, 0.2]])
-        >>> propensities = torch.tensor([1.0, 0.5, 0.25])
-        >>> propensity_scored_precision(preds, torch.tensor([1, 2]), propensities, k=(1, 3))
-        {'psp@1': tensor(0.3333), 'psp@3': tensor(1.)}
-
-    Args:
-        propensities: (n,), one for each class; see `PropensityScoredPrecision`.
-        classes: with `offsets`, int64: the class of each of the flat values.
-
-    The other arguments are those of `topk_recall`.
-
-    Returns:
-        What `PropensityScoredPrecision` computes from this one batch.
-    """
-    more = {"mask": mask, "offsets": offsets, "classes": classes}
-
-    def metric(**settings: Any) -> PropensityScoredPrecision:
-        return PropensityScoredPrecision(propensities, **settings)
-
-    return of_batch(metric, preds, target, k, ignore_index, group, **more)
 
 
 class PropensityScoredPrecision(TopKMetric):

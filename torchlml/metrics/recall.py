@@ -2,44 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any
-
 from torch import Tensor
 
 from torchlml.metrics.ranked import Ranked
-from torchlml.metrics.topk import TopKMetric, of_batch
-
-
-def topk_recall(
-    preds: Tensor,
-    target: Tensor,
-    k: int | Sequence[int],
-    *,
-    ignore_index: int = -100,
-    mask: Tensor | None = None,
-    offsets: Tensor | None = None,
-    group: Any = None,
-) -> Tensor | dict[str, Tensor]:
-    """The part of a row's observed labels that is among its k highest scores, averaged over rows.
-
-        >>> preds = torch.tensor([[0.1, 0.7, 0.2], [0.5, 0.3, 0.2]])
-        >>> topk_recall(preds, torch.tensor([1, 2]), k=(1, 2, 3))
-        {'recall@1': tensor(0.5000), 'recall@2': tensor(0.5000), 'recall@3': tensor(1.)}
-
-    Args:
-        preds: scores (..., n), or flat values with `offsets`, or a nested tensor, as in `torchlml.lml_loss`.
-        target: the observed labels, in any form that `torchlml.lml_loss` takes.
-        k: one number, and the result is a scalar; or several, and it is a dict.
-        ignore_index: the class index that means "no label".
-        mask: bool, broadcasts to the scores; False entries cannot be found.
-        offsets: int64 row boundaries of a ragged batch, as in `torchlml.lml`.
-        group: the processes among which the scores of each row are split, as in `torchlml.lml_loss`.
-
-    Returns:
-        What `TopKRecall` computes from this one batch.
-    """
-    return of_batch(TopKRecall, preds, target, k, ignore_index, group, mask=mask, offsets=offsets)
+from torchlml.metrics.topk import TopKMetric
 
 
 class TopKRecall(TopKMetric):

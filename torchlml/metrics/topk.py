@@ -74,18 +74,3 @@ class TopKMetric(CountingMetric):
     def compute(self) -> Any:
         """The result for each k, NaN before the first row that counts."""
         return by_k(ratio(self.found, self.possible), self.k, self.name)
-
-
-def of_batch(
-    metric: Callable[..., TopKMetric],
-    preds: Tensor,
-    target: Tensor,
-    k: int | Sequence[int],
-    ignore_index: int,
-    group: Any,
-    **more: Tensor | None,
-) -> Tensor | dict[str, Tensor]:
-    """What a metric computes from one batch of this process; `more` are other arguments of its `update`."""
-    one = metric(k=k, ignore_index=ignore_index, group=group, sync_on_compute=False)
-    one.update(preds, target, **more)
-    return one.compute()
