@@ -1,7 +1,6 @@
 """`torchlml figures timing`: the timing study of the paper's section 5.1, from the CSV of `bench paper`."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
 
 from matplotlib.axes import Axes
@@ -10,7 +9,7 @@ from torchlml_lab.bench.measurements import Measurement, latest, read
 from torchlml_lab.bench.paper_tables import OPERATOR
 from torchlml_lab.errors import BadInput
 from torchlml_lab.figures import sources
-from torchlml_lab.figures.options import FigureSettings, read_options, say_where
+from torchlml_lab.figures.options import CsvFigureSettings, read_options, say_where
 from torchlml_lab.style import INK, METHODS, PAGE, VERMILION, new_figure
 
 USUAL = (Path("torchlml-paper-timing.csv"), Path("results/paper-timing.csv"))
@@ -31,17 +30,10 @@ LOOK = {
 }
 
 
-@dataclass(frozen=True)
-class TimingFigureSettings(FigureSettings):
-    """Draw the times of the losses against k, one panel for each length of a row."""
-
-    csv: Path | None = None
-    """The CSV of `torchlml bench paper`; by default torchlml-paper-timing.csv, else that in results/."""
-
-
 def main(arguments: Sequence[str]) -> None:
     """Read the options and draw."""
-    settings = read_options(TimingFigureSettings, "timing", arguments)
+    about = "Draw the times of `torchlml bench paper` against k, one panel for each length of a row."
+    settings = read_options(CsvFigureSettings, "timing", arguments, about)
     path = sources.find(settings.csv, USUAL, "torchlml bench paper")
     rows = of_study(read(path, "--csv"))
     if not rows:

@@ -110,6 +110,12 @@ def plain_table(title: str, heads: Sequence[str], left: int = 1) -> Table:
     return table
 
 
+def markdown_table(title: str, heads: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
+    """A table in Markdown below its title."""
+    lines = [f"| {' | '.join(cells)} |" for cells in (heads, *rows)]
+    return "\n".join([title, "", lines[0], "| --- " * len(heads) + "|", *lines[1:]])
+
+
 def spread(values: Sequence[float], digits: int = 2) -> str:
     """Shares in percent, as mean and, where there are several, standard deviation."""
     deviation = f"±{100 * stdev(values):.{digits}f}" if len(values) > 1 else ""

@@ -2,7 +2,6 @@
 
 from collections import defaultdict
 from collections.abc import Sequence
-from dataclasses import dataclass
 from math import isfinite
 from pathlib import Path
 from statistics import mean, stdev
@@ -11,7 +10,7 @@ from matplotlib.axes import Axes
 
 from torchlml_lab.errors import BadInput
 from torchlml_lab.figures import sources
-from torchlml_lab.figures.options import FigureSettings, read_options, say_where
+from torchlml_lab.figures.options import CsvFigureSettings, read_options, say_where
 from torchlml_lab.style import METHODS, PAGE, new_figure
 from torchlml_lab.tasks.cifar100 import accuracy_rows
 from torchlml_lab.tasks.cifar100.accuracy_rows import Record
@@ -20,17 +19,10 @@ from torchlml_lab.tasks.cifar100.accuracy_rows import Record
 USUAL = (Path("runs/cifar100-sweep/results.csv"), Path("results/cifar100/features.csv"))
 
 
-@dataclass(frozen=True)
-class Cifar100FigureSettings(FigureSettings):
-    """Draw the accuracies of a sweep against the label noise, with the spread over the seeds."""
-
-    csv: Path | None = None
-    """The CSV of `torchlml sweep cifar100`; by default runs/cifar100-sweep/results.csv, else results/'s."""
-
-
 def main(arguments: Sequence[str]) -> None:
     """Read the options and draw."""
-    settings = read_options(Cifar100FigureSettings, "cifar100", arguments)
+    about = "Draw the accuracies of `torchlml sweep cifar100` against the label noise, with their spread."
+    settings = read_options(CsvFigureSettings, "cifar100", arguments, about)
     path, rows = sources.read_sweep(settings.csv, USUAL, "cifar100", accuracy_rows.TABLE)
     sources.refuse_tuning(path, ((row.loss, row.recipe) for row in rows))
     if len({(row.source, row.k) for row in rows}) > 1:

@@ -8,10 +8,10 @@ from statistics import mean, stdev
 
 from matplotlib.axes import Axes
 
-from torchlml_lab.engine.table import spread
+from torchlml_lab.engine.table import markdown_table, spread
 from torchlml_lab.figures import sources
 from torchlml_lab.figures.options import FigureSettings, read_options, write_tables
-from torchlml_lab.style import BLUE, GREEN, GREY, ORANGE, PAGE, PURPLE, SKY, VERMILION, new_figure
+from torchlml_lab.style import GREY, METHODS, PAGE, PURPLE, VERMILION, new_figure
 from torchlml_lab.tasks.multilabel import study_rows
 from torchlml_lab.tasks.multilabel.study_rows import Record
 
@@ -23,10 +23,10 @@ STUDY = tuple(
 BASELINE = "one-vs-rest"
 BESIDE = "softmax"
 _LOOKS = {
-    "bce": (SKY, "^"),
-    "softmax": (ORANGE, "o"),
-    "truncated-entropy-1": (GREEN, "D"),
-    "lml-labels": (BLUE, "P"),
+    "bce": METHODS["bce"],
+    "softmax": METHODS["cross-entropy"],
+    "truncated-entropy-1": METHODS["truncated-entropy"],
+    "lml-labels": METHODS["lml"],
     "lml-5": (PURPLE, "s"),
     "lml-20": (VERMILION, "v"),
 }
@@ -144,6 +144,5 @@ def _difference(one: Group, other: Group) -> str:
 
 
 def _table(title: str, heads: Sequence[str], cells: dict[str, list[str]]) -> str:
-    lines = [f"{title}: in %, mean±standard deviation over the seeds", "", f"| | {' | '.join(heads)} |"]
-    lines.append("| --- " * (1 + len(heads)) + "|")
-    return "\n".join(lines + [f"| {name} | {' | '.join(row)} |" for name, row in cells.items()])
+    lines = [(name, *row) for name, row in cells.items()]
+    return markdown_table(f"{title}: in %, mean±standard deviation over the seeds", ("", *heads), lines)

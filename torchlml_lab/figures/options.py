@@ -20,6 +20,14 @@ class FigureSettings:
     """The PNG or SVG to write; its folder is made when it is missing."""
 
 
+@dataclass(frozen=True)
+class CsvFigureSettings(FigureSettings):
+    """What a figure that is drawn from a CSV is told."""
+
+    csv: Path | None = None
+    """The CSV to draw from; by default your own where its command writes it, else that in results/."""
+
+
 Kind = TypeVar("Kind", bound=FigureSettings)
 
 

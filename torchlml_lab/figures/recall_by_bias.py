@@ -2,19 +2,18 @@
 
 from collections import defaultdict
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from statistics import mean, stdev
 
 from matplotlib.axes import Axes
 
-from torchlml_lab.engine.table import spread
+from torchlml_lab.engine.table import markdown_table, spread
 from torchlml_lab.figures import sources
-from torchlml_lab.figures.options import FigureSettings, read_options, write_tables
+from torchlml_lab.figures.options import CsvFigureSettings, read_options, write_tables
 from torchlml_lab.style import GREY, METHODS, ORANGE, PAGE, new_figure
 from torchlml_lab.tasks.scene_graph import recall_rows
 from torchlml_lab.tasks.scene_graph.methods import parse_method
-from torchlml_lab.tasks.scene_graph.recall_rows import FREQUENCY, Record, column
+from torchlml_lab.tasks.scene_graph.recall_rows import FREQUENCY, Record, column, title_of
 from torchlml_lab.tasks.scene_graph.recalls import KS, MODES, RECALLS
 
 USUAL = (Path("runs/scene-graph-sweep/results.csv"), Path("results/scene-graph/vg-bias.csv"))
@@ -22,17 +21,13 @@ USUAL = (Path("runs/scene-graph-sweep/results.csv"), Path("results/scene-graph/v
 BIASES = {"": "counted", "leave-one-out": "leave-one-out", "counts": "outside", "without-bias": "none"}
 
 
-@dataclass(frozen=True)
-class BiasFigureSettings(FigureSettings):
-    """Draw the test recall of each method against the kind of frequency bias; tables (.md) go beside it."""
-
-    csv: Path | None = None
-    """The CSV of `torchlml sweep scene-graph --biases ...`; by default one's own, else results/'s."""
-
-
 def main(arguments: Sequence[str]) -> None:
     """Read the options and draw."""
-    settings = read_options(BiasFigureSettings, "scene-graph-bias", arguments)
+    about = (
+        "Draw the test recall of `torchlml sweep scene-graph --biases ...` against the frequency bias, "
+        "and write its tables (.md) beside the picture."
+    )
+    settings = read_options(CsvFigureSettings, "scene-graph-bias", arguments, about)
     path, rows = sources.read_sweep(settings.csv, USUAL, "scene-graph", recall_rows.TABLE)
     trained = [row for row in rows if row.method != FREQUENCY]
     sources.refuse_tuning(
@@ -108,22 +103,16 @@ def _draw_panel(
 def page_of(rows: Sequence[Record]) -> str:
     """The tables in Markdown: the best epoch on validation, and its test, with the rate that was tuned."""
     parts = []
-    about = next(row for row in rows if row.method != FREQUENCY)
-    heads = [f"{mode} R@{k}" for mode in MODES for k in KS]
+    heads = ["method", "bias", "learning rate", "seeds", "mean of the six"]
+    heads += [f"{mode} R@{k}" for mode in MODES for k in KS]
     for split in ("validation", "test"):
-        lines = [
-            f"{about.data}, predicate classification, {about.vision}, {split}: recall in %, mean±standard "
-            "deviation over the seeds",
-            "",
-            f"| method | bias | learning rate | seeds | mean of the six | {' | '.join(heads)} |",
-            "| --- " * (5 + len(heads)) + "|",
-        ]
+        lines = []
         for (method, variant), group in cells(rows, split).items():
             found = [
                 spread([getattr(row, column(name)) for row in group], 1) for name in ("recall", *RECALLS)
             ]
             rate = f"{group[0].learning_rate:g}" if method != FREQUENCY else "-"
             seeds = str(len(group)) if method != FREQUENCY else "-"
-            lines.append(f"| {method} | {BIASES[variant]} | {rate} | {seeds} | {' | '.join(found)} |")
-        parts.append("\n".join(lines))
+            lines.append((method, BIASES[variant], rate, seeds, *found))
+        parts.append(markdown_table(title_of(rows, split), heads, lines))
     return "\n\n".join(parts) + "\n"

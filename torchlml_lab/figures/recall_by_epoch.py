@@ -9,14 +9,14 @@ from statistics import mean
 from matplotlib.axes import Axes
 from matplotlib.ticker import MaxNLocator
 
-from torchlml_lab.engine.table import spread
+from torchlml_lab.engine.table import markdown_table, spread
 from torchlml_lab.errors import BadInput
 from torchlml_lab.figures import sources
-from torchlml_lab.figures.options import FigureSettings, read_options, write_tables
+from torchlml_lab.figures.options import CsvFigureSettings, read_options, write_tables
 from torchlml_lab.style import GREY, METHODS, ORANGE, PAGE, new_figure
 from torchlml_lab.tasks.scene_graph import recall_rows
 from torchlml_lab.tasks.scene_graph.methods import find_method, parse_method
-from torchlml_lab.tasks.scene_graph.recall_rows import FREQUENCY, Record, column
+from torchlml_lab.tasks.scene_graph.recall_rows import FREQUENCY, Record, column, title_of
 from torchlml_lab.tasks.scene_graph.recalls import KS, RECALLS
 
 # One's own sweep, or that of the study.
@@ -27,11 +27,9 @@ _SPLITS = ("train", "validation")
 
 
 @dataclass(frozen=True)
-class SceneGraphFigureSettings(FigureSettings):
-    """Draw the recall curves of a sweep as the paper does, and write its tables (.md) beside the picture."""
+class SceneGraphFigureSettings(CsvFigureSettings):
+    """Draw the recall curves of `torchlml sweep scene-graph` as the paper does; tables (.md) go beside it."""
 
-    csv: Path | None = None
-    """The CSV of `torchlml sweep scene-graph`; by default of runs/scene-graph-sweep, else results/'s."""
     methods: tuple[str, ...] = ("softmax", "truncated-entropy-20", "lml-20")
     """The methods whose curves are drawn; the tables have all."""
 
@@ -95,25 +93,18 @@ def _draw_panel(axes: Axes, rows: Sequence[Record], methods: Sequence[str], mode
 def page_of(rows: Sequence[Record]) -> str:
     """The tables of the paper in Markdown: the best epoch on validation, and its test."""
     parts = []
+    heads = ["method", "seeds", *(f"{title} R@{k}" for _, title in _MODES for k in KS)]
     for split in ("validation", "test"):
         groups: dict[tuple[str, str], list[Record]] = defaultdict(list)
         for row in rows:
             if row.split == split and row.chosen:
                 groups[row.method, row.variant].append(row)
-        about = next(row for row in rows if row.method != FREQUENCY)
-        heads = [f"{title} R@{k}" for _, title in _MODES for k in KS]
-        lines = [
-            f"{about.data}, predicate classification, {about.vision}, {split}: recall in %, mean±standard "
-            "deviation over the seeds",
-            "",
-            f"| method | seeds | {' | '.join(heads)} |",
-            "| --- " * (2 + len(heads)) + "|",
-        ]
+        lines = []
         for (method, variant), group in sorted(groups.items(), key=lambda item: _place(item[0][0])):
             cells = [spread([getattr(row, column(name)) for row in group], 1) for name in RECALLS]
             name = f"{method} ({variant})" if variant else method
-            lines.append(f"| {name} | {len(group)} | {' | '.join(cells)} |")
-        parts.append("\n".join(lines))
+            lines.append((name, str(len(group)), *cells))
+        parts.append(markdown_table(title_of(rows, split), heads, lines))
     return "\n\n".join(parts) + "\n"
 
 

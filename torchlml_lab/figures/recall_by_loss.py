@@ -9,7 +9,7 @@ from statistics import mean, stdev
 from torchlml_lab.engine.table import spread
 from torchlml_lab.errors import BadInput
 from torchlml_lab.figures import sources
-from torchlml_lab.figures.options import FigureSettings, read_options, write_tables
+from torchlml_lab.figures.options import CsvFigureSettings, read_options, write_tables
 from torchlml_lab.style import GREY, METHODS, ORANGE, PAGE, new_figure
 from torchlml_lab.tasks.label_losses import named
 from torchlml_lab.tasks.recommend import recall_rows
@@ -31,11 +31,9 @@ _MARKERS = {"autoencoder": "o", "matrix-factorisation": "s"}
 
 
 @dataclass(frozen=True)
-class RecommendFigureSettings(FigureSettings):
-    """Draw what every model and loss of a sweep finds, and write a table (.md) beside the picture."""
+class RecommendFigureSettings(CsvFigureSettings):
+    """Draw what every model and loss of `torchlml sweep recommend` finds; a table (.md) goes beside it."""
 
-    csv: Path | None = None
-    """The CSV of `torchlml sweep recommend`; by default of runs/recommend-sweep, else results/'s."""
     published: bool = False
     """Also show what others report of Gowalla in LightGCN's split; for sweeps on these data."""
 

@@ -2,15 +2,14 @@
 
 from collections import defaultdict
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from statistics import mean
 
 from matplotlib.axes import Axes
 
-from torchlml_lab.engine.table import spread
+from torchlml_lab.engine.table import markdown_table, spread
 from torchlml_lab.figures import sources
-from torchlml_lab.figures.options import FigureSettings, read_options, write_tables
+from torchlml_lab.figures.options import CsvFigureSettings, read_options, write_tables
 from torchlml_lab.style import BLUE, GREEN, ORANGE, PAGE, PURPLE, SKY, VERMILION, new_figure
 from torchlml_lab.tasks.hidden_labels.which_k import (
     AT_MOST,
@@ -29,17 +28,10 @@ _MEASURES = {"recall": "recall", "exact": "exact sets", "calibration_error": "ca
 _LEVELS = {OF_ROW: (GREEN, "-"), PREDICTED: (PURPLE, "--"), SOFTMAX: (ORANGE, "-."), BCE: (SKY, ":")}
 
 
-@dataclass(frozen=True)
-class WhichKFigureSettings(FigureSettings):
-    """Draw what `torchlml which-k` measured against k, and write its tables (.md) beside the picture."""
-
-    csv: Path | None = None
-    """The CSV of `torchlml which-k`; by default torchlml-which-k.csv, else results/'s."""
-
-
 def main(arguments: Sequence[str]) -> None:
     """Read the options and draw."""
-    settings = read_options(WhichKFigureSettings, "which-k", arguments)
+    about = "Draw what `torchlml which-k` measured against k, and write its tables (.md) beside the picture."
+    settings = read_options(CsvFigureSettings, "which-k", arguments, about)
     path = sources.find(settings.csv, USUAL, "torchlml which-k")
     rows = TABLE.read(path, "--csv")
     draw(rows, settings.out)
@@ -84,13 +76,9 @@ def _draw_panel(axes: Axes, rows: Sequence[Record], measure: str) -> None:
 def page_of(rows: Sequence[Record]) -> str:
     """The tables in Markdown, one for each situation: mean and standard deviation over the seeds."""
     parts = []
+    heads = ("method", "k", "seeds", *_MEASURES.values(), "p > 0.5")
     for digits, named in SITUATIONS:
-        lines = [
-            f"Images of {digits}, {named} named; in %, and how many digits have p > 0.5",
-            "",
-            "| method | k | seeds | recall | exact sets | calibration error | p > 0.5 |",
-            "| --- " * 7 + "|",
-        ]
+        lines = []
         groups: dict[tuple[str, int], list[Record]] = defaultdict(list)
         for row in rows:
             if (row.digits, row.named) == (digits, named):
@@ -98,6 +86,7 @@ def page_of(rows: Sequence[Record]) -> str:
         for (method, k), group in groups.items():
             cells = [spread([getattr(row, name) for row in group], 1) for name in _MEASURES]
             count = f"{mean(row.count for row in group):.2f}"
-            lines.append(f"| {method} | {k or '-'} | {len(group)} | {' | '.join(cells)} | {count} |")
-        parts.append("\n".join(lines))
+            lines.append((method, str(k or "-"), str(len(group)), *cells, count))
+        title = f"Images of {digits}, {named} named; in %, and how many digits have p > 0.5"
+        parts.append(markdown_table(title, heads, lines))
     return "\n\n".join(parts) + "\n"

@@ -106,3 +106,12 @@ def _nearest(method: str, tuned: Collection[str]) -> str:
     others = [one for name in tuned if (one := find_method(name)) and one.objective == wanted.objective]
     nearest = min(others, key=lambda one: (abs((one.k or 0) - k), one.name), default=wanted)
     return nearest.name
+
+
+def title_of(rows: Sequence[Record], split: str) -> str:
+    """What stands above a table of the recalls on a split."""
+    about = next(row for row in rows if row.method != FREQUENCY)
+    return (
+        f"{about.data}, predicate classification, {about.vision}, {split}: recall in %, mean±standard "
+        "deviation over the seeds"
+    )
