@@ -14,7 +14,7 @@ from torchlml_lab.bench.cases import Case, case_grid
 from torchlml_lab.bench.comparison_tables import INSTALLED, OPERATOR
 from torchlml_lab.bench.competitors import BASELINE, LAYER, Mode, Provider, call_of
 from torchlml_lab.bench.measurements import Measurement, RowFile, measured
-from torchlml_lab.bench.option_checks import check_choices, check_numbers
+from torchlml_lab.bench.option_checks import TimingSettings, check_choices, check_numbers, check_timing
 from torchlml_lab.bench.peak_memory import PAGE, added_bytes, measurable
 from torchlml_lab.bench.peer_behaviour import EXACTNESS, TRIAL, abilities, abilities_in_plain_torch, exactness
 from torchlml_lab.bench.peers import PEERS, Peer
@@ -34,12 +34,13 @@ def _here() -> tuple[str, ...]:
 
 
 @dataclass(frozen=True)
-class ComparisonSettings:
+class ComparisonSettings(TimingSettings):
     """Compare ways to a differentiable top-k: time beside softmax, memory, exactness, what they work with.
 
     The tables are printed as Markdown.
     """
 
+    csv: Path = Path("torchlml-peers.csv")
     methods: tuple[str, ...] = field(default_factory=_here)
     """Who is compared; by default all that can run here. Those for short rows sit out the long ones."""
     sizes: tuple[int, ...] = (32, 1000, 10_000)
@@ -52,12 +53,6 @@ class ComparisonSettings:
     """The standard deviation of the logits."""
     threads: int = 1
     """The number of threads torch may use."""
-    repetitions: int = 100
-    """Rounds at most; in each one every method is timed once, and the ratios are formed."""
-    seconds: float = 4.0
-    """Time for one length and mode, shared fairly by the methods; the slowest may be timed only once."""
-    csv: Path = Path("torchlml-peers.csv")
-    """The CSV that the rows are appended to; it is made when it is missing."""
     plot: Path | None = None
     """The PNG or SVG of this run; by default a PNG beside the CSV, with its name."""
     quick: bool = False
@@ -136,8 +131,7 @@ def _checked(settings: ComparisonSettings) -> list[Peer]:
     check_numbers("--batch", (settings.batch,), 1)
     check_numbers("--scale", (settings.scale,), 0)
     check_threads(settings.threads)
-    check_numbers("--repetitions", (settings.repetitions,), 1)
-    check_numbers("--seconds", (settings.seconds,), 0)
+    check_timing(settings)
     for name in settings.methods:
         if (why := known[name].absent()) is not None:
             raise BadInput(f"`--methods` names `{name}`, which cannot run here: {why}.")

@@ -2,7 +2,6 @@
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 
 import torch
 from rich.console import Console
@@ -12,7 +11,7 @@ from torch.nn import functional as F
 import torchlml
 from torchlml_lab.bench.cases import Case
 from torchlml_lab.bench.measurements import RowFile, measured
-from torchlml_lab.bench.option_checks import check_numbers
+from torchlml_lab.bench.option_checks import TimingSettings, check_numbers, check_timing
 from torchlml_lab.bench.race import race
 from torchlml_lab.cli import parse_settings
 from torchlml_lab.engine.progress import ProgressBar
@@ -23,17 +22,11 @@ _MODE = "forward+backward"
 
 
 @dataclass(frozen=True)
-class LossesSettings:
+class LossesSettings(TimingSettings):
     """Time the losses with their gradients, in turn, on problems of their own, as ratios to a baseline."""
 
     threads: tuple[int, ...] = (1,)
     """Numbers of threads torch may use."""
-    repetitions: int = 100
-    """Rounds at most; in each one every loss is timed once, and the ratios are formed."""
-    seconds: float = 4.0
-    """Time for one problem, shared fairly by the losses; the slowest may be timed only once."""
-    csv: Path = Path("torchlml-bench.csv")
-    """The CSV that the rows are appended to; it is made when it is missing."""
 
 
 @dataclass(frozen=True)
@@ -63,8 +56,7 @@ def main(arguments: Sequence[str]) -> None:
 def run(settings: LossesSettings, console: Console) -> None:
     """Measure every comparison, append its rows to the CSV and show one table."""
     check_numbers("--threads", settings.threads, 1, cores())
-    check_numbers("--repetitions", (settings.repetitions,), 1)
-    check_numbers("--seconds", (settings.seconds,), 0)
+    check_timing(settings)
     file = RowFile(settings.csv)
     jobs = [(number, make) for number in dict.fromkeys(settings.threads) for make in COMPARISONS]
     file.announce(f"{len(jobs)} comparisons of about {settings.seconds:g} s each", console)

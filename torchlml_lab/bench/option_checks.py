@@ -1,9 +1,29 @@
-"""Checks of options that several benchmarks have; each refuses in one sentence, before anything is timed."""
+"""Options that several benchmarks have, and checks that refuse in one sentence, before anything is timed."""
 
 import math
 from collections.abc import Collection, Sequence
+from dataclasses import dataclass
+from pathlib import Path
 
 from torchlml_lab.errors import BadInput, did_you_mean
+
+
+@dataclass(frozen=True)
+class TimingSettings:
+    """What every benchmark is told whose competitors are timed in rounds."""
+
+    repetitions: int = 100
+    """Rounds at most; in each one every competitor is timed once, and the ratios are formed."""
+    seconds: float = 4.0
+    """Time for one comparison, shared fairly by the competitors; the slowest may be timed only once."""
+    csv: Path = Path("torchlml-bench.csv")
+    """The CSV that the rows are appended to; it is made when it is missing."""
+
+
+def check_timing(settings: TimingSettings) -> None:
+    """Refuse numbers of rounds and seconds that nothing can be timed in."""
+    check_numbers("--repetitions", (settings.repetitions,), 1)
+    check_numbers("--seconds", (settings.seconds,), 0)
 
 
 def check_choices(option: str, values: Sequence[str], known: Collection[str]) -> None:

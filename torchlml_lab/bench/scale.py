@@ -6,7 +6,6 @@ import sys
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 
 import torch
 from rich.console import Console
@@ -16,7 +15,7 @@ from torch.nn import functional as F
 import torchlml
 from torchlml_lab.bench.cases import Case
 from torchlml_lab.bench.measurements import Measurement, RowFile, measured
-from torchlml_lab.bench.option_checks import check_numbers
+from torchlml_lab.bench.option_checks import TimingSettings, check_numbers, check_timing
 from torchlml_lab.bench.peak_memory import added_bytes, measurable
 from torchlml_lab.bench.race import Quantiles, race
 from torchlml_lab.cli import parse_settings
@@ -31,15 +30,13 @@ _WAYS = ("linear_lml_loss", "lml_loss of linear", "cross_entropy of linear", "li
 
 
 @dataclass(frozen=True)
-class ScaleSettings:
+class ScaleSettings(TimingSettings):
     """Measure very many labels: time, memory, a long row, and rounds between two processes."""
 
+    repetitions: int = 10
+    seconds: float = 120.0
     threads: int = 2
     """The number of threads torch may use."""
-    repetitions: int = 10
-    """Rounds at most; in each one every competitor is timed once, and the ratios are formed."""
-    seconds: float = 120.0
-    """Time for one comparison, shared fairly by the competitors; the slowest may be timed only once."""
     batch: int = 256
     """Rows of the batch whose time is taken."""
     labels: int = 200_000
@@ -50,8 +47,6 @@ class ScaleSettings:
     """Labels of the linear layer that a fresh process trains on 512 rows."""
     longest_row: int = 10_000_000
     """The length of the single row."""
-    csv: Path = Path("torchlml-bench.csv")
-    """The CSV that the rows are appended to; it is made when it is missing."""
 
 
 def main(arguments: Sequence[str]) -> None:
@@ -62,8 +57,8 @@ def main(arguments: Sequence[str]) -> None:
 def run(settings: ScaleSettings, console: Console) -> None:
     """Take every measurement, append its rows to the CSV and show one table."""
     check_numbers("--threads", (settings.threads,), 1, cores())
-    check_numbers("--seconds", (settings.seconds,), 0)
-    for name in ("repetitions", "batch", "labels", "features", "most_labels", "longest_row"):
+    check_timing(settings)
+    for name in ("batch", "labels", "features", "most_labels", "longest_row"):
         check_numbers(f"--{name.replace('_', '-')}", (getattr(settings, name),), 1)
     file = RowFile(settings.csv)
     parts: list[Callable[[ScaleSettings], Iterator[Measurement]]] = [times, long_row, rounds]

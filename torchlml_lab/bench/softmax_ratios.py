@@ -13,7 +13,7 @@ from torchlml_lab.bench import peak_memory, report
 from torchlml_lab.bench.cases import DTYPES, Case, case_grid
 from torchlml_lab.bench.competitors import BASELINE, MODES, Mode, Provider, call_of
 from torchlml_lab.bench.measurements import Measurement, RowFile, latest, measured, read
-from torchlml_lab.bench.option_checks import check_choices, check_numbers
+from torchlml_lab.bench.option_checks import TimingSettings, check_choices, check_numbers, check_timing
 from torchlml_lab.bench.race import Quantiles, race
 from torchlml_lab.cli import parse_settings
 from torchlml_lab.engine.progress import ProgressBar
@@ -30,7 +30,7 @@ def _metrics() -> tuple[str, ...]:
 
 
 @dataclass(frozen=True)
-class GridSettings:
+class GridSettings(TimingSettings):
     """What the benchmarks on a grid of cases have in common."""
 
     sizes: tuple[int, ...] = (100, 1000, 10_000, 1_000_000)
@@ -51,12 +51,6 @@ class GridSettings:
     """What is measured: forward without a graph, backward alone, forward+backward through autograd."""
     metrics: tuple[str, ...] = field(default_factory=_metrics)
     """`time` of a call, or `memory` (Linux): what a call adds to the process at its highest, result too."""
-    repetitions: int = 100
-    """Rounds; in each one every provider is timed once, and the ratios are formed."""
-    seconds: float = 4.0
-    """Time for one case and mode, shared fairly by the providers; the slowest may be timed only once."""
-    csv: Path = Path("torchlml-bench.csv")
-    """The CSV that the rows are appended to; it is made when it is missing."""
     plot: Path | None = None
     """The PNG or SVG of the times in the whole CSV; by default a PNG beside the CSV, with its name."""
     compare: Path | None = None
@@ -159,8 +153,7 @@ def _checked(settings: GridSettings, competitors: Sequence[Provider]) -> list[Pr
     check_numbers("--batches", settings.batches, 1)
     check_numbers("--scales", settings.scales, 0)
     check_numbers("--threads", settings.threads, 1, cores())
-    check_numbers("--repetitions", (settings.repetitions,), 1)
-    check_numbers("--seconds", (settings.seconds,), 0)
+    check_timing(settings)
     for name in settings.providers:
         if (why := known[name].absent()) is not None:
             raise BadInput(f"`--providers` names `{name}`, which cannot run here: {why}.")
