@@ -14,7 +14,7 @@ from scipy import sparse
 from sklearn.feature_extraction.text import TfidfVectorizer
 
 import torchlml
-from tests.support.command_lines import refused
+from tests.support.command_lines import made, refused
 from tests.support.processes import output, start, start_two
 from tests.support.tagged_texts import WORDS, tagged_texts, write_texts
 from torchlml_lab import cli
@@ -150,9 +150,7 @@ def test_rows_that_the_run_knows_nothing_of(tmp_path, capsys):
 
 @pytest.fixture(scope="module")
 def undisturbed(texts, tmp_path_factory):
-    out = tmp_path_factory.mktemp("whole") / "run"
-    assert cli.main(steady(texts, out)) == 0
-    return out
+    return made(steady(texts, tmp_path_factory.mktemp("whole") / "run"))
 
 
 def steady(texts: Path, out: Path) -> list[str]:

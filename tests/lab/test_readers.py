@@ -140,15 +140,6 @@ BAD_LINES = {
     "  \n \n": "is empty",
 }
 
-
-@pytest.mark.parametrize("text", BAD_LINES)
-def test_bad_lines(tmp_path: Path, text: str) -> None:
-    with pytest.raises(BadInput) as said:
-        read(tmp_path / "rows.txt", text)
-    assert BAD_LINES[text] in str(said.value)
-    assert str(tmp_path / "rows.txt") in str(said.value)
-
-
 BAD_TABLES = {
     "text,tags\na,x\nb": "line 3: 1 cells, but line 1 has 2",
     'text,tags\na,x\n"b,y\n\n': "line 3: the file ends inside quotes",
@@ -159,14 +150,16 @@ BAD_TABLES = {
     "text,tags\n": "has columns but no rows",
     "": "is empty",
 }
+BAD_FILES = [("rows.txt", *one) for one in BAD_LINES.items()]
+BAD_FILES += [("rows.csv", *one) for one in BAD_TABLES.items()]
 
 
-@pytest.mark.parametrize("text", BAD_TABLES)
-def test_bad_tables(tmp_path: Path, text: str) -> None:
+@pytest.mark.parametrize(("name", "text", "needle"), BAD_FILES)
+def test_bad_files(tmp_path: Path, name: str, text: str, needle: str) -> None:
     with pytest.raises(BadInput) as said:
-        read(tmp_path / "rows.csv", text)
-    assert BAD_TABLES[text] in str(said.value)
-    assert str(tmp_path / "rows.csv") in str(said.value)
+        read(tmp_path / name, text)
+    assert needle in str(said.value)
+    assert str(tmp_path / name) in str(said.value)
 
 
 def test_bad_columns(tmp_path: Path) -> None:

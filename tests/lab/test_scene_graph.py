@@ -10,7 +10,7 @@ from torch import nn
 from torch.nn.functional import conv2d, cross_entropy
 
 import torchlml
-from tests.support.command_lines import each_refusal, refusals, refused
+from tests.support.command_lines import each_refusal, made, refusals, refused
 from tests.support.processes import output, start_two
 from tests.support.scene_graphs import Drawn, draw, write_vg, write_vrd
 from torchlml.metrics import SceneGraphRecall
@@ -294,9 +294,7 @@ def test_lml_learns_ten_images_by_heart(tmp_path):
 @pytest.fixture(scope="module")
 def whole(vg, tmp_path_factory):
     """A run that nothing disturbed."""
-    out = tmp_path_factory.mktemp("whole") / "run"
-    assert cli.main(words(vg, out)) == 0
-    return out
+    return made(words(vg, tmp_path_factory.mktemp("whole") / "run"))
 
 
 def test_a_run_follows_train_and_validation(whole):
@@ -378,4 +376,3 @@ def test_every_objective_trains_on_vrd(capsys, tmp_path, objective):
 )
 def test_bad_settings(capsys, vg, tmp_path, options, needle):
     assert needle in refused(capsys, words(vg, tmp_path / "run", *options))
-    assert not (tmp_path / "run").exists()

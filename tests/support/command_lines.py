@@ -1,25 +1,44 @@
-"""Command lines that must be refused: the options, and a part of the one sentence that comes back."""
+"""Command lines that must do their work, and those that must be refused with one sentence."""
 
 from __future__ import annotations
 
 import shlex
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
+from itertools import pairwise
+from pathlib import Path
 
 import pytest
 
 from torchlml_lab import cli
 
 
+def made(words: Sequence[str]) -> Path:
+    """Run a command line that must succeed, and give what its `--out` names."""
+    assert cli.main(words) == 0
+    return _out(words)
+
+
 def refused(capsys: pytest.CaptureFixture[str], arguments: Iterable[object]) -> str:
-    """Run a command line that must be refused before it prints anything, and give its one sentence."""
+    """Run a command line that must be refused, and give its one sentence.
+
+    Nothing else is printed, and what `--out` names is there only if it was before.
+    """
+    words = [str(argument) for argument in arguments]
+    there = _out(words).exists()
     capsys.readouterr()
-    assert cli.main([str(argument) for argument in arguments]) == 2
+    assert cli.main(words) == 2
+    assert _out(words).exists() == there
     captured = capsys.readouterr()
     assert captured.out == ""
     assert captured.err.startswith("torchlml: ")
     assert captured.err.endswith((".\n", "?\n"))
     assert captured.err.count("\n") == 1
     return captured.err
+
+
+def _out(words: Sequence[str]) -> Path:
+    """What the last `--out` names; without one this folder, which is there."""
+    return Path(next((after for word, after in reversed(list(pairwise(words))) if word == "--out"), "."))
 
 
 def refusals(said: str, *lines: str) -> dict[str, str]:
