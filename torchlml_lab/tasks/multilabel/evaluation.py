@@ -17,6 +17,7 @@ from torchlml_lab.tasks.multilabel.report import make, write
 from torchlml_lab.tasks.multilabel.run_data import aligned, read
 from torchlml_lab.tasks.multilabel.settings import MultilabelSettings
 from torchlml_lab.tasks.multilabel.trained import Trained, load, prepared_rows, read_rows
+from torchlml_lab.tasks.own_files import say
 
 
 @dataclass(frozen=True)
@@ -49,8 +50,7 @@ def main(arguments: Sequence[str]) -> None:
     rows, what, notes = _rows(settings, trained)
     inputs, more = prepared_rows(trained, rows, settings.data or Path(what))
     console = Console()
-    for note in [*notes, *more]:
-        console.print(note, soft_wrap=True, highlight=False, markup=False)
+    say([*notes, *more], console)
     report = make(trained, inputs, rows, what)
     console.print(report.table())
     if out is not None:

@@ -18,6 +18,7 @@ from torchlml_lab.files import check_file, replacing
 from torchlml_lab.readers.content import shown
 from torchlml_lab.readers.labelled_rows import Matrix
 from torchlml_lab.tasks.multilabel.trained import Trained, load, prepared_rows, read_rows
+from torchlml_lab.tasks.own_files import say
 
 ON_SCREEN = 20
 
@@ -62,8 +63,7 @@ def main(arguments: Sequence[str]) -> None:
     rows = read_rows(trained, settings.data, labelled=False)
     inputs, notes = prepared_rows(trained, rows, settings.data)
     console = Console()
-    for note in notes:
-        console.print(note, soft_wrap=True, highlight=False, markup=False)
+    say(notes, console)
     ranked = best_labels(trained, inputs, top)
     console.print(_table(ranked[:ON_SCREEN], rows.texts, trained.preparation.k))
     if len(ranked) > ON_SCREEN:

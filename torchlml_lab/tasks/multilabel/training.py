@@ -9,7 +9,6 @@ from accelerate import PartialState
 from rich.console import Console
 
 from torchlml_lab.engine.loop import Task
-from torchlml_lab.engine.run import train
 from torchlml_lab.engine.settings import read_settings
 from torchlml_lab.errors import BadInput
 from torchlml_lab.tasks.label_losses import LabelLoss
@@ -25,6 +24,7 @@ from torchlml_lab.tasks.multilabel.settings import (
     check,
     loss_of,
 )
+from torchlml_lab.tasks.own_files import train_on_files
 
 PATIENT_STEPS = 100  # an epoch of few rows has few steps, and tells little
 
@@ -43,16 +43,7 @@ def main(arguments: Sequence[str]) -> None:
 def run(settings: MultilabelSettings, console: Console) -> dict[str, Any]:
     """Train with these settings; what cannot be done raises `BadInput` before anything is written."""
     check(settings)
-
-    def build() -> Task:
-        data = read(settings)
-        built = task(settings, data)
-        if PartialState().is_main_process:
-            for said in _introduction(settings, data):
-                console.print(said, soft_wrap=True, highlight=False, markup=False)
-        return built
-
-    return train(EXPERIMENT, settings, build, console)
+    return train_on_files(EXPERIMENT, settings, read, task, _introduction, console)
 
 
 def task(settings: MultilabelSettings, data: Data) -> Task:

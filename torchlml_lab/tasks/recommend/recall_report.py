@@ -16,6 +16,7 @@ from torchlml_lab.engine.progress import ProgressBar
 from torchlml_lab.engine.table import plain_table
 from torchlml_lab.errors import BadInput
 from torchlml_lab.files import check_folder
+from torchlml_lab.tasks.own_files import say
 from torchlml_lab.tasks.recommend import report_picture
 from torchlml_lab.tasks.recommend.calibration import calibration
 from torchlml_lab.tasks.recommend.histories import Batch, Users
@@ -66,8 +67,7 @@ def main(arguments: Sequence[str]) -> None:
         have = trained.data.everything
         later, notes = read_later(settings.data, "--data", trained.settings.columns, have)
         users, what = Users(have, later), str(settings.data)
-        for note in notes:
-            console.print(note, highlight=False, soft_wrap=True, markup=False)
+        say(notes, console)
     report(trained, users, what, out, Accelerator(cpu=settings.cpu), console)
 
 
@@ -120,7 +120,7 @@ def report(
         mean = len(users.labels) / len(users)
         bins = calibration(next(iter(scores.values())), batches(), mean)
     title = f"{len(users)} users, {what}, epoch {trained.epoch}, {trained.settings.model}; in %"
-    console.print(title, highlight=False, soft_wrap=True, markup=False)
+    say([title], console)
     for measure in ("recall", "precision", "ndcg"):
         table = plain_table("", (measure, *(f"@{k}" for k in KS)))
         for name, values in found.items():

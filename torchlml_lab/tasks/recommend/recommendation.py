@@ -10,9 +10,9 @@ from rich.console import Console
 from torch import Tensor, nn
 
 from torchlml_lab.engine.loop import Task
-from torchlml_lab.engine.run import train
 from torchlml_lab.engine.settings import read_settings
 from torchlml_lab.tasks.label_losses import LabelLoss
+from torchlml_lab.tasks.own_files import train_on_files
 from torchlml_lab.tasks.recommend.histories import Batch, Users
 from torchlml_lab.tasks.recommend.networks import Autoencoder, MatrixFactorisation
 from torchlml_lab.tasks.recommend.ranking import KS, measures, of_network
@@ -39,27 +39,19 @@ def main(arguments: Sequence[str]) -> None:
 def run(settings: RecommendSettings, console: Console) -> dict[str, Any]:
     """Train with these settings; what cannot be done raises `BadInput` before anything is written."""
     check(settings)
-
-    def build() -> Task:
-        data = read(settings)
-        built = task(settings, data)
-        if PartialState().is_main_process:
-            for said in (*data.notes, _introduction(settings, data)):
-                console.print(said, highlight=False, soft_wrap=True, markup=False)
-        return built
-
-    return train(EXPERIMENT, settings, build, console)
+    return train_on_files(EXPERIMENT, settings, read, task, _introduction, console)
 
 
-def _introduction(settings: RecommendSettings, data: Data) -> str:
-    """What was read and what was chosen."""
+def _introduction(settings: RecommendSettings, data: Data) -> list[str]:
+    """What was read and what was chosen, in sentences."""
     training, loss = data.training, loss_of(settings)
     users = int((training.counts > 0).sum())
-    return (
+    said = (
         f"{users} users with {len(training) / users:.1f} of {len(training.items)} items each; for validation "
         f"{len(data.validation)} items of {len(data.splits['validation'])} users are set aside. "
         f"Trained with the loss {loss}."
     )
+    return [*data.notes, said]
 
 
 def task(settings: RecommendSettings, data: Data) -> Task:
