@@ -49,13 +49,7 @@ def loss_forward(x: Tensor, k: Tensor, mask: Tensor | None, offsets: Tensor | No
 
 
 def loss_backward(
-    grad: Tensor,
-    x: Tensor,
-    k: Tensor,
-    nu: Tensor,
-    mask: Tensor | None,
-    offsets: Tensor | None,
-    *labels: Any,
+    grad: Tensor, x: Tensor, k: Tensor, nu: Tensor, mask: Tensor | None, offsets: Tensor | None, *labels: Any
 ) -> Pair:
     """(dx, dk) for a gradient that is 0-d or (R,).
 

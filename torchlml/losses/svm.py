@@ -65,9 +65,7 @@ def topk_svm_loss(
     check_reduction(reduction)
     _check_alpha(alpha)
     k = check_whole_k(k)
-    c = canonical(logits, k, -1, mask, offsets, any_k=True, name="logits", nested=True)
-    labels, place = read_single_label(c, target, weight, ignore_index, "topk_svm_loss")
-    check_whole_k(k, c.x.shape[-1] - 1)
+    c, labels, place = _read("topk_svm_loss", logits, target, k, weight, ignore_index, mask, offsets)
     own, others = _apart(c, c.x.to(work_dtype(c.x.dtype)), labels, place)
     top = others.topk(k, dim=-1).values
     loss = (alpha + (top[:, -1:] - own) / k).relu()
@@ -154,9 +152,7 @@ def smooth_topk_svm_loss(
     check_reduction(reduction)
     _check_settings(tau, alpha, algorithm)
     k = check_whole_k(k)
-    c = canonical(logits, k, -1, mask, offsets, any_k=True, name="logits", nested=True)
-    labels, place = read_single_label(c, target, weight, ignore_index, "smooth_topk_svm_loss")
-    check_whole_k(k, c.x.shape[-1] - 1)
+    c, labels, place = _read("smooth_topk_svm_loss", logits, target, k, weight, ignore_index, mask, offsets)
     # Float64 inside costs little and keeps the gradients, differences of two probabilities, exact.
     x = c.x.to(wide_dtype(c.x.device))
     own, others = _apart(c, x if k * tau == 1 else x / (k * tau), labels, place)
@@ -188,6 +184,23 @@ class SmoothTopKSVMLoss(TopKLoss):
         _check_settings(tau, alpha, algorithm)
         settings = {"tau": tau, "alpha": alpha, "algorithm": algorithm}
         super().__init__(check_whole_k(k), weight, ignore_index=ignore_index, reduction=reduction, **settings)
+
+
+def _read(
+    name: str,
+    logits: Tensor,
+    target: Tensor,
+    k: int,
+    weight: Tensor | None,
+    ignore_index: int,
+    mask: Tensor | None,
+    offsets: Tensor | None,
+) -> tuple[Canonical, Labels, Tensor]:
+    """The rows, their labels and the place of each (R, 1); `name` is the loss, for the errors."""
+    c = canonical(logits, k, -1, mask, offsets, any_k=True, name="logits", nested=True)
+    labels, place = read_single_label(c, target, weight, ignore_index, name)
+    check_whole_k(k, c.x.shape[-1] - 1)
+    return c, labels, place
 
 
 def _apart(c: Canonical, x: Tensor, labels: Labels, place: Tensor) -> tuple[Tensor, Tensor]:

@@ -64,13 +64,7 @@ def loss_forward(x: Tensor, k: Tensor, mask: Tensor | None, offsets: Tensor | No
 
 
 def loss_backward(
-    grad: Tensor,
-    x: Tensor,
-    k: Tensor,
-    nu: Tensor,
-    mask: Tensor | None,
-    offsets: Tensor | None,
-    *labels: Any,
+    grad: Tensor, x: Tensor, k: Tensor, nu: Tensor, mask: Tensor | None, offsets: Tensor | None, *labels: Any
 ) -> Pair:
     """(dx, dk) of `loss_forward`."""
     dx, dk = torch.empty_like(x), nu.new_empty(nu.shape[1:], dtype=torch.float64)
