@@ -15,7 +15,7 @@ from torchlml_lab.errors import BadInput
 
 @dataclass(frozen=True)
 class TrainSettings:
-    """What every task can be told; a task's own settings extend it."""
+    """What every task can be told; a task's own settings extend it, and repeat only what differs."""
 
     out: Path = Path("runs/run")
     """The run's folder: settings, metrics and checkpoints go there. It must not hold another run."""

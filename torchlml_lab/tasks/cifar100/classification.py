@@ -47,7 +47,6 @@ class Cifar100Settings(TrainSettings):
     """
 
     out: Path = Path("runs/cifar100")
-    """The run's folder: settings, metrics and checkpoints go there. It must not hold another run."""
     data: Path | None = None
     """The official images: the folder `cifar-100-python` or the file `cifar-100-python.tar.gz`."""
     features: Path | None = None

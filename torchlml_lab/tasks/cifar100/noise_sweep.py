@@ -41,13 +41,11 @@ class SweepSettings(GridSettings):
     """Run all combinations of losses, noise levels, seeds, learning rates, temperatures that are not done."""
 
     out: Path = Path("runs/cifar100-sweep")
-    """The folder for the runs, one folder each; the same command continues what was stopped."""
     losses: tuple[Loss, ...] = LOSSES
     """The losses: cross-entropy, smooth-svm, truncated-entropy, lml, bce."""
     noises: tuple[float, ...] = NOISES
     """The probabilities that a training label is drawn anew within its coarse class."""
     seeds: tuple[int, ...] = (0, 1, 2, 3)
-    """The seeds of each combination."""
     temperatures: tuple[float, ...] = ()
     """The temperatures to try; by default the one of `--run.temperature`."""
     run: Cifar100Settings = field(default_factory=Cifar100Settings)

@@ -37,13 +37,11 @@ class SweepSettings(GridSettings):
     """
 
     out: Path = Path("runs/multilabel-sweep")
-    """The folder for the runs, one folder each; the same command continues what was stopped."""
     losses: tuple[str, ...] = LOSSES
     """The losses with their k: bce, softmax, lml-5, lml-labels, truncated-entropy-1, and so on."""
     keeps: tuple[float | Literal["one"], ...] = (1.0, 0.5, 0.3, "one")
     """The shares of the training labels that are kept, at least one in each row; `one`: no more than one."""
     seeds: tuple[int, ...] = (0, 1, 2)
-    """The seeds of each combination."""
     run: MultilabelSettings = field(default_factory=MultilabelSettings)
     """All that the runs have in common, as for `torchlml train multilabel`."""
 

@@ -24,7 +24,6 @@ class MultilabelSettings(TrainSettings):
     """
 
     out: Path = Path("runs/multilabel")
-    """The run's folder: settings, metrics and checkpoints go there. It must not hold another run."""
     train: Path | None = None
     """The rows to learn from."""
     valid: Path | None = None

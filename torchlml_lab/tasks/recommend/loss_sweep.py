@@ -34,7 +34,6 @@ class SweepSettings(GridSettings):
     """Run all combinations of models, losses, seeds, and what is tuned, as far as they are not done."""
 
     out: Path = Path("runs/recommend-sweep")
-    """The folder for the runs, one folder each; the same command continues what was stopped."""
     models: tuple[Model, ...] = ("autoencoder", "matrix-factorisation")
     """The models."""
     losses: tuple[str, ...] = LOSSES

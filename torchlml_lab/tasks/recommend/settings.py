@@ -22,7 +22,6 @@ class RecommendSettings(TrainSettings):
     """
 
     out: Path = Path("runs/recommend")
-    """The run's folder: settings, metrics and checkpoints go there. It must not hold another run."""
     train: Path | None = None
     """Who has what: lines `user item item ...`, CSV or TSV of pairs, or RecBole's .inter, plain or .gz."""
     test: Path | None = None

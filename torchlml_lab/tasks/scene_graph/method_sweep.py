@@ -43,7 +43,6 @@ class SweepSettings(GridSettings):
     """Run all combinations of methods, seeds and learning rates that are not done, on VG or on VRD."""
 
     out: Path = Path("runs/scene-graph-sweep")
-    """The folder for the runs, one folder each; the same command continues what was stopped."""
     methods: tuple[str, ...] = METHODS
     """What is minimised: softmax, bce, and lml-K or truncated-entropy-K with any k."""
     biases: tuple[Bias, ...] = ()

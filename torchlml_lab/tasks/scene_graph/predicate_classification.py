@@ -39,7 +39,6 @@ class SceneGraphSettings(TrainSettings):
     """
 
     out: Path = Path("runs/scene-graph")
-    """The run's folder: settings, metrics and checkpoints go there. It must not hold another run."""
     vg: Path | None = None
     """The folder with Visual Genome: `VG-SGG.h5`, `VG-SGG-dicts.json` and `image_data.json` of Xu et al."""
     vrd: Path | None = None
