@@ -73,11 +73,11 @@ def grid(settings: SweepSettings) -> list[MultilabelSettings]:
 def _runs(settings: SweepSettings, rates: Mapping[str, Sequence[float]]) -> Iterator[MultilabelSettings]:
     # The seed varies slowest: a sweep that is stopped early still has every loss at every share of labels.
     for seed, keep, loss in product(settings.seeds, settings.keeps, settings.losses):
-        name, k = named(loss).name, named(loss).k
+        chosen = named(loss)
         for rate in rates[loss]:
             out = settings.out / f"{loss}_keep{keep}_lr{rate:g}_seed{seed}"
             yield dataclasses.replace(
-                settings.run, out=out, loss=name, k=k, keep=keep, seed=seed, learning_rate=rate
+                settings.run, out=out, loss=chosen.name, k=chosen.k, keep=keep, seed=seed, learning_rate=rate
             )
 
 
