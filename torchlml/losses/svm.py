@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import logsigmoid, pad
 
-from torchlml._core.arguments import Canonical, canonical, check_number, check_whole_k
+from torchlml._core.arguments import Canonical, canonical, check_number, check_whole_k, readable
 from torchlml._core.rows import wide_dtype, work_dtype
 from torchlml.losses.base import Reduction, TopKLoss, check_reduction, reduce_single
 from torchlml.losses.targets import Labels, read_single_label
@@ -154,8 +154,9 @@ def smooth_topk_svm_loss(
     k = check_whole_k(k)
     c, labels, place = _read("smooth_topk_svm_loss", logits, target, k, weight, ignore_index, mask, offsets)
     # Float64 inside costs little and keeps the gradients, differences of two probabilities, exact.
-    x = c.x.to(wide_dtype(c.x.device))
-    own, others = _apart(c, x if k * tau == 1 else x / (k * tau), labels, place)
+    own, others = (t.to(wide_dtype(c.x.device)) for t in _apart(c, c.x, labels, place))
+    if k * tau != 1:
+        own, others = own / (k * tau), others / (k * tau)
     ratio = log_ratio(others, k, algorithm)
     loss = -tau * logsigmoid(own - ratio.unsqueeze(-1) - alpha / tau)
     return reduce_single(loss, labels, reduction, c)
@@ -242,7 +243,9 @@ def _log_sum_exp(x: Tensor) -> Tensor:
     largest = x.detach().amax(-1)
     ordinary = largest.isfinite()
     z = x - torch.where(ordinary, largest, 0).unsqueeze(-1)
-    total = z.clamp(max=0).exp().sum(-1)  # z is above 0 only in rows that are not ordinary
+    if not (readable(ordinary) and bool(ordinary.all())):
+        z = z.clamp(max=0)  # it is above 0 only in rows that are not ordinary
+    total = z.exp_().sum(-1)
     return torch.where(ordinary, total, 1).log() + largest
 
 
