@@ -164,7 +164,8 @@ void loss_forward_rows(const LossForwardArgs& args, const Rows& rows) {
 template <class S>
 __attribute__((noinline)) void copy_row(const S* from, S* to, int64_t n, Team team) {
   each_part(n, team, [=](int64_t begin, int64_t size) {
-    ::memcpy(to + begin, from + begin, sizeof(S) * static_cast<size_t>(size));
+    // An empty row may have no memory at all, and memcpy must not be given that.
+    if (size > 0) ::memcpy(to + begin, from + begin, sizeof(S) * static_cast<size_t>(size));
   });
 }
 
