@@ -11,8 +11,8 @@ from matplotlib.figure import Figure
 from torchlml_lab.errors import BadInput
 from torchlml_lab.files import check_file, replacing
 
-# Inches: the columns and the page of a paper in two columns. Type is 8 points at this size.
-COLUMN, PAGE = 3.4, 7.0
+# Inches: the width of a page. Type is 8 points at this size.
+PAGE = 7.0
 
 # Okabe and Ito's palette, which people with any colour vision can tell apart.
 ORANGE, SKY, GREEN, BLUE = "#E69F00", "#56B4E9", "#009E73", "#0072B2"
@@ -60,12 +60,12 @@ _LOOK: dict[Any, Any] = {
 def new_figure(picture: Path, width: float, height: float) -> Iterator[Figure]:
     """Give an empty figure in the common look, and write it when the block ends well.
 
-        with new_figure(Path("line.png"), COLUMN, 2) as figure:
+        with new_figure(Path("line.png"), PAGE, 2) as figure:
             figure.subplots().plot([0, 1])
 
     Args:
         picture: The PNG or SVG to write, by its suffix. Its folder is made when it is missing.
-        width: In inches; `COLUMN` or `PAGE`.
+        width: In inches, usually `PAGE`.
         height: In inches.
 
     Yields:

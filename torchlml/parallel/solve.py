@@ -35,10 +35,6 @@ _POINTS = 8
 _MANY_POINTS = 16
 _FEW_WIDTH = 10.0
 
-SURVEY = (
-    20  # numbers of each row in the first round: eight of its entries, one of the shard, three and eight sums
-)
-
 
 class Shard(NamedTuple):
     """This process's part of the rows: entries in the work dtype, -inf where absent, and the labels."""

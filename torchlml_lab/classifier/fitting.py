@@ -1,4 +1,4 @@
-"""The loop of the estimator: without a folder, an Accelerator or other state that outlives the call."""
+"""Epochs for the estimator: without a folder, an Accelerator or other state that outlives the call."""
 
 import copy
 import math
@@ -6,13 +6,13 @@ from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from torchlml.metrics import topk_ndcg
-from torchlml_lab.engine.loop import EpochBatches
-from torchlml_lab.tasks.label_losses import LabelLoss
+from torchlml_lab.engine.loop import EpochBatches, train_epoch
+from torchlml_lab.tasks.label_losses import LabelLoss, unlike_logits
 from torchlml_lab.tasks.multilabel.networks import LabelNetwork
-from torchlml_lab.tasks.multilabel.run_data import Batches
+from torchlml_lab.tasks.multilabel.run_data import Batch, Batches
 
 # As in `torchlml train multilabel`: the nDCG that chooses an epoch, and how many steps must bring nothing.
 _AT = 5
@@ -63,18 +63,15 @@ def fit_network(
     batches = EpochBatches(len(training), schedule.batch_size, schedule.seed, shuffle=True)
     patience = schedule.patience or max(5, math.ceil(_PATIENT_STEPS / len(batches)))
     best, weights, best_epoch = Judged(-1.0, 0.0), network.state_dict(), 0
+
+    def mean_loss(model: nn.Module, batch: Batch) -> Tensor:
+        value: Tensor = model(batch.inputs, batch.labels, loss)
+        return value
+
     for epoch in range(1, schedule.epochs + 1):
         batches.epoch = epoch
-        network.train()
-        total = 0.0
-        for rows in batches:
-            batch = training.__getitems__(rows)
-            value = network(batch.inputs, batch.labels, loss)
-            optimizer.zero_grad()
-            value.backward()
-            optimizer.step()
-            total += value.item() * len(rows)
-        line = f"epoch {epoch}: loss {total / len(training):.4f}"
+        total = train_epoch(network, optimizer, mean_loss, map(training.__getitems__, batches))
+        line = f"epoch {epoch}: loss {total / len(batches):.4f}"
         if validation is None:
             say(line)
             continue
@@ -95,10 +92,8 @@ def fit_network(
 def judge(network: LabelNetwork, loss: LabelLoss, rows: Batches) -> Judged:
     """The nDCG and the loss of rows."""
     network.eval()
-    labels = rows.__getitems__(range(len(rows))).labels
     logits = scores(network, rows)
-    if labels.shape[1] == logits.shape[1]:  # a list must not be taken for a multi-hot
-        labels = torch.nn.functional.pad(labels, (0, 1), value=-100)
+    labels = unlike_logits(rows.__getitems__(range(len(rows))).labels, logits.shape[1])
     ndcg = topk_ndcg(logits, labels, _AT)
     assert isinstance(ndcg, Tensor)  # of one k
     return Judged(ndcg.item(), -loss(logits, labels).item())

@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -73,7 +74,7 @@ def train_step(
     optimizer: Optimizer,
     loss: Loss,
     batch: Any,
-    accelerator: Accelerator,
+    accelerator: Accelerator | None = None,
     most_gradient: float | None = None,
 ) -> Tensor:
     """Forward, loss, backward, clipping and update on one batch.
@@ -83,18 +84,22 @@ def train_step(
         optimizer: Of its parameters.
         loss: The mean loss of a batch.
         batch: What the loss takes.
-        accelerator: Decides the precision and what processes share.
+        accelerator: Decides the precision and what processes share; None: one process, as it is.
         most_gradient: The norm to which a longer gradient is shortened; None leaves gradients as they are.
 
     Returns:
         The loss before the update, detached.
     """
-    with accelerator.autocast():
+    with nullcontext() if accelerator is None else accelerator.autocast():
         value = loss(model, batch)
     optimizer.zero_grad()
-    accelerator.backward(value)
+    if accelerator is None:
+        value.backward()
+    else:
+        accelerator.backward(value)
     if most_gradient is not None:
-        accelerator.clip_grad_norm_(model.parameters(), most_gradient)
+        clip = nn.utils.clip_grad_norm_ if accelerator is None else accelerator.clip_grad_norm_
+        clip(model.parameters(), most_gradient)
     optimizer.step()
     return value.detach()
 
@@ -104,17 +109,17 @@ def train_epoch(
     optimizer: Optimizer,
     loss: Loss,
     batches: Iterable[Any],
-    accelerator: Accelerator,
+    accelerator: Accelerator | None = None,
     most_gradient: float | None = None,
     step: Callable[[], None] = lambda: None,
 ) -> Tensor:
     """Train on every batch once; `step` is called after each, the other arguments are those of `train_step`.
 
     Returns:
-        The sum of the batches' losses, on the accelerator's device.
+        The sum of the batches' losses.
     """
     model.train()
-    total = torch.zeros((), device=accelerator.device)
+    total = torch.zeros((), device=next(model.parameters()).device)
     for batch in batches:
         total += train_step(model, optimizer, loss, batch, accelerator, most_gradient)
         step()

@@ -65,7 +65,7 @@ class LabelLoss:
         Returns:
             The mean loss of the rows that have labels, 0 where there are none.
         """
-        labels = _unlike_logits(labels, logits.shape[-1])
+        labels = unlike_logits(labels, logits.shape[-1])
         if self.name == "lml":
             return torchlml.lml_loss(logits, labels, self._k_of(labels))
         if self.name == "truncated-entropy":
@@ -83,7 +83,7 @@ class LabelLoss:
         """The loss of `layer(hidden)`; that of `lml` never holds the logits of a large batch at once."""
         if self.name != "lml":
             return self(layer(hidden).float(), labels)
-        labels = _unlike_logits(labels, layer.out_features)
+        labels = unlike_logits(labels, layer.out_features)
         k = self._k_of(labels)
         return torchlml.linear_lml_loss(hidden, layer.weight, labels, k, linear_bias=layer.bias)
 
@@ -121,7 +121,7 @@ def padded(rows: list[Tensor]) -> Tensor:
     return nn.utils.rnn.pad_sequence(rows, batch_first=True, padding_value=PADDING).long()
 
 
-def _unlike_logits(labels: Tensor, n: int) -> Tensor:
+def unlike_logits(labels: Tensor, n: int) -> Tensor:
     """The lists, one wider where they are n wide: integers in the logits' own shape could be a multi-hot."""
     return nn.functional.pad(labels, (0, 1), value=PADDING) if labels.shape[-1] == n else labels
 

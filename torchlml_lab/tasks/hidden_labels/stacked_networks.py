@@ -9,7 +9,6 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
-from accelerate import Accelerator
 from torch import Tensor, nn
 from torch.nn.functional import binary_cross_entropy_with_logits, cross_entropy, logsigmoid, one_hot
 
@@ -170,8 +169,7 @@ def fit(
         # The mean of each network's own batch: the gradient of one does not depend on the others.
         return loss(model(x[where]), where).sum() / where[1].shape[1]
 
-    accelerator = Accelerator(cpu=True)
     for _ in range(epochs):
-        train_epoch(networks, optimizer, mean_loss, batches(), accelerator)
+        train_epoch(networks, optimizer, mean_loss, batches())
         step()
     return networks.eval()

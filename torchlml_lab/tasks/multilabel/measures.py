@@ -14,7 +14,7 @@ from torchlml.metrics import (
     TopKRecall,
     label_propensities,
 )
-from torchlml_lab.tasks.label_losses import PADDING
+from torchlml_lab.tasks.label_losses import PADDING, unlike_logits
 from torchlml_lab.tasks.multilabel.preparation import Preparation
 from torchlml_lab.tasks.multilabel.run_data import Batch
 
@@ -49,8 +49,7 @@ class Measures:
     def update(self, scores: Tensor, labels: Tensor) -> None:
         """Count rows with scores (R, known labels) and lists of labels (R, L)."""
         scores = pad(scores, (0, self.more))
-        if labels.shape[-1] == scores.shape[-1]:  # a list must not be taken for a multi-hot
-            labels = pad(labels, (0, 1), value=PADDING)
+        labels = unlike_logits(labels, scores.shape[-1])
         mask = self.may_be_found.to(scores.device) if self.more else None
         for metric in self.metrics:
             metric.to(scores.device).update(scores, labels, mask=mask)
