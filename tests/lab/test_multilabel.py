@@ -19,13 +19,13 @@ from tests.support.processes import output, start, start_two
 from tests.support.tagged_texts import WORDS, tagged_texts, write_texts
 from torchlml_lab import cli
 from torchlml_lab.errors import BadInput
+from torchlml_lab.readers.columns import Columns
 from torchlml_lab.readers.labelled_rows import LabelledRows, label_matrix
-from torchlml_lab.readers.table import Columns
-from torchlml_lab.tasks.multilabel import loss_sweep, one_vs_rest, preparation, study_rows
-from torchlml_lab.tasks.multilabel.calibration import best_temperature
-from torchlml_lab.tasks.multilabel.loss_sweep import SweepSettings
-from torchlml_lab.tasks.multilabel.run_data import kept_labels, label_lists
-from torchlml_lab.tasks.multilabel.settings import MultilabelSettings
+from torchlml_lab.tasks.multilabel import kept_labels_sweep, one_vs_rest, preparation, study_rows
+from torchlml_lab.tasks.multilabel.kept_labels_sweep import SweepSettings
+from torchlml_lab.tasks.multilabel.multilabel_settings import MultilabelSettings
+from torchlml_lab.tasks.multilabel.run_rows import kept_labels, label_lists
+from torchlml_lab.tasks.multilabel.temperature import best_temperature
 
 
 @pytest.fixture(scope="module")
@@ -264,13 +264,13 @@ def test_sweep(lines, tmp_path, monkeypatch):
         learning_rates=(0.01, 1e-6),
         run=common,
     )
-    runs = loss_sweep.grid(settings)
+    runs = kept_labels_sweep.grid(settings)
     assert len(runs) == 8
     records = []
     for one in runs[:4]:
-        result = loss_sweep._run_one(one)
-        assert loss_sweep._run_one(one) == result  # it is finished, and continued to nothing
-        records.append(loss_sweep.record(one, result))
+        result = kept_labels_sweep._run_one(one)
+        assert kept_labels_sweep._run_one(one) == result  # it is finished, and continued to nothing
+        records.append(kept_labels_sweep.record(one, result))
     assert {(row.data, row.loss, row.keep) for row in records} == {
         ("tiny", "bce", "1.0"),
         ("tiny", "lml-2", "1.0"),
@@ -279,11 +279,13 @@ def test_sweep(lines, tmp_path, monkeypatch):
     assert (
         study_rows.TABLE.read(tmp_path / "rows.csv", "--tuned")[0].r5 == records[1].r5
     )  # the smaller rate first
-    tuned = loss_sweep.grid(dataclasses.replace(settings, learning_rates=(), tuned=tmp_path / "rows.csv"))
+    tuned = kept_labels_sweep.grid(
+        dataclasses.replace(settings, learning_rates=(), tuned=tmp_path / "rows.csv")
+    )
     assert {(one.loss, one.k, one.learning_rate) for one in tuned} == {("bce", None, 0.01), ("lml", 2, 0.01)}
-    assert loss_sweep._table(records).row_count == 4
+    assert kept_labels_sweep._table(records).row_count == 4
     with pytest.raises(BadInput, match=r"`--run.test` is missing"):
-        loss_sweep.grid(dataclasses.replace(settings, run=dataclasses.replace(common, test=None)))
+        kept_labels_sweep.grid(dataclasses.replace(settings, run=dataclasses.replace(common, test=None)))
 
 
 def test_figure_and_tables(tmp_path):

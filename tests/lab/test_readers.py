@@ -13,9 +13,9 @@ from scipy import sparse
 from sklearn.datasets import load_svmlight_file
 
 from torchlml_lab.errors import BadInput
+from torchlml_lab.readers.columns import Columns
 from torchlml_lab.readers.labelled_file import read_labelled
 from torchlml_lab.readers.labelled_rows import LabelledRows, label_matrix
-from torchlml_lab.readers.table import Columns
 
 X = np.array([[0, 1.5, 0], [2, 0, -1], [0, 0, 3]], dtype=np.float32)
 LABELS = [["2", "10"], [], ["2"]]
@@ -34,19 +34,19 @@ def names_of(rows: LabelledRows) -> list[list[str]]:
     ]
 
 
-@pytest.mark.parametrize(
-    "text",
-    [
-        SVMLIGHT,
-        "3 3 11\n" + SVMLIGHT,
-        SVMLIGHT.replace("\n", " # a remark\r\n"),
-        "2,10\t1:1.5\n0:2 2:-1\n2 2:3",
-        gzip.compress(("3 3 11\n" + SVMLIGHT).encode()),
-        b"\xef\xbb\xbf" + SVMLIGHT.encode(),
-    ],
-)
-def test_svmlight_and_the_repository_format(tmp_path: Path, text: str | bytes) -> None:
-    rows = read(tmp_path / "rows.txt", text)
+FORMS: dict[str, str | bytes] = {
+    "svmlight": SVMLIGHT,
+    "with a header": "3 3 11\n" + SVMLIGHT,
+    "with remarks": SVMLIGHT.replace("\n", " # a remark\r\n"),
+    "with tabs": "2,10\t1:1.5\n0:2 2:-1\n2 2:3",
+    "packed": gzip.compress(("3 3 11\n" + SVMLIGHT).encode()),
+    "with a byte order mark": b"\xef\xbb\xbf" + SVMLIGHT.encode(),
+}
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_svmlight_and_the_repository_format(tmp_path: Path, form: str) -> None:
+    rows = read(tmp_path / "rows.txt", FORMS[form])
     assert np.array_equal(rows.features.toarray(), X)
     assert names_of(rows) == LABELS
     assert rows.names == ["2", "10"]  # as numbers, not as words

@@ -21,10 +21,10 @@ from torchlml_lab.engine import run as engine_run
 from torchlml_lab.errors import BadInput
 from torchlml_lab.readers.interactions import read_interactions
 from torchlml_lab.tasks.label_losses import PADDING, padded
-from torchlml_lab.tasks.recommend import loss_sweep, networks, recall_rows
+from torchlml_lab.tasks.recommend import ranking_rows, recommender_sweep, recommenders
+from torchlml_lab.tasks.recommend.full_ranking import measures
 from torchlml_lab.tasks.recommend.histories import Batch, Users, set_aside, some_users
-from torchlml_lab.tasks.recommend.ranking import measures
-from torchlml_lab.tasks.recommend.settings import RecommendSettings
+from torchlml_lab.tasks.recommend.recommend_settings import RecommendSettings
 
 GROUPS, SIZE, HAS = 4, 30, 12  # the users of a group have some of the group's items
 
@@ -261,7 +261,7 @@ def test_a_sweep_is_a_table_and_a_figure(folder, capsys, tmp_path):
     said = capsys.readouterr().out
     assert "matrix-factorisation: in %" in said
     assert len(re.findall(r"^(?:softmax|lml-3) +0\.006 ", said, re.MULTILINE)) == 2
-    rows = recall_rows.TABLE.read(tmp_path / "a.csv", "--csv")
+    rows = ranking_rows.TABLE.read(tmp_path / "a.csv", "--csv")
     for row in rows:
         result = json.loads(next((tmp_path / "runs").glob(f"*_{row.loss}_*/result.json")).read_text())
         found = {f"recall@{k}": getattr(row, f"test_recall{k}") for k in (5, 10, 20, 50, 100)}
@@ -279,13 +279,13 @@ def test_a_sweep_is_a_table_and_a_figure(folder, capsys, tmp_path):
 
 def test_a_tuned_sweep_takes_for_each_method_what_is_best_on_validation(folder, tmp_path):
     usual = dict.fromkeys(
-        (one.name for one in dataclasses.fields(recall_rows.Record) if one.type in (float, "float")), 0.5
+        (one.name for one in dataclasses.fields(ranking_rows.Record) if one.type in (float, "float")), 0.5
     )
     whole = {"users": 120, "seed": 0, "dimension": 4, "epochs": 1, "best_epoch": 1}
     tried = {("autoencoder", "bce", 0.1, 0.3): 0.2, ("autoencoder", "bce", 0.1, 0.6): 0.4}
     tried |= {("matrix-factorisation", "bce", 0.1, 0.3): 0.3, ("matrix-factorisation", "bce", 0.2, 0.3): 0.1}
     rows = [
-        recall_rows.Record(
+        ranking_rows.Record(
             **usual
             | whole
             | {"validation_recall20": score, "test_recall20": 1 - score}
@@ -293,17 +293,19 @@ def test_a_tuned_sweep_takes_for_each_method_what_is_best_on_validation(folder, 
         )
         for method, score in tried.items()
     ]
-    recall_rows.TABLE.write(tmp_path / "tuned.csv", rows)
+    ranking_rows.TABLE.write(tmp_path / "tuned.csv", rows)
     run = RecommendSettings(train=folder / "train.txt")
-    sweep = loss_sweep.SweepSettings(losses=("bce",), tuned=tmp_path / "tuned.csv", seeds=(0, 3), run=run)
-    found = [(one.model, one.seed, one.learning_rate, one.dropout) for one in loss_sweep.grid(sweep)]
+    sweep = recommender_sweep.SweepSettings(
+        losses=("bce",), tuned=tmp_path / "tuned.csv", seeds=(0, 3), run=run
+    )
+    found = [(one.model, one.seed, one.learning_rate, one.dropout) for one in recommender_sweep.grid(sweep)]
     assert found == [
         (model, seed, 0.1, dropout)
         for seed in (0, 3)
         for model, dropout in (("autoencoder", 0.6), ("matrix-factorisation", 0.3))
     ]
     with pytest.raises(BadInput, match="do not give them too"):
-        loss_sweep.grid(dataclasses.replace(sweep, temperatures=(0.1,)))
+        recommender_sweep.grid(dataclasses.replace(sweep, temperatures=(0.1,)))
 
 
 REFUSED = {
@@ -393,7 +395,7 @@ def test_what_is_set_aside_is_a_part_of_some_users_and_the_same_every_time(folde
 
 def test_the_autoencoder_is_the_dense_one():
     torch.manual_seed(0)
-    model = networks.Autoencoder(items=11, dimension=3, dropout=0.5, level=-2.0).eval()
+    model = recommenders.Autoencoder(items=11, dimension=3, dropout=0.5, level=-2.0).eval()
     lists = [[1, 4, 7], [], [0, 1, 2, 3, 9]]
     history = padded([torch.tensor(one).long() for one in lists])
     dense = torch.zeros(3, 11)
@@ -406,7 +408,7 @@ def test_the_autoencoder_is_the_dense_one():
 
 def test_matrix_factorisation_scores_are_cosines_over_the_temperature():
     torch.manual_seed(0)
-    model = networks.MatrixFactorisation(users=5, items=7, dimension=3, temperature=0.2, level=-1.0)
+    model = recommenders.MatrixFactorisation(users=5, items=7, dimension=3, temperature=0.2, level=-1.0)
     scores = model(torch.tensor([4, 0]), torch.full((2, 1), PADDING)).scores()
     cosine = torch.nn.functional.cosine_similarity(model.user[[4, 0]][:, None], model.item[None], dim=-1)
     assert torch.allclose(scores, cosine / 0.2 - 1, atol=1e-5)

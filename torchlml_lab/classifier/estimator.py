@@ -12,12 +12,12 @@ from sklearn.base import BaseEstimator, ClassifierMixin
 from sklearn.utils import check_random_state
 from sklearn.utils.validation import check_consistent_length, check_is_fitted, validate_data
 
-from torchlml_lab.classifier.fitting import Schedule, fit_network, scores
+from torchlml_lab.classifier.fitting import Schedule, fit_network
 from torchlml_lab.classifier.label_forms import Matrix, learn_form
 from torchlml_lab.tasks.label_losses import LOSSES, WITH_K, LabelLoss, LossName
-from torchlml_lab.tasks.multilabel.networks import LabelNetwork
-from torchlml_lab.tasks.multilabel.run_data import Batches
-from torchlml_lab.tasks.multilabel.trained import probabilities
+from torchlml_lab.tasks.multilabel.label_network import LabelNetwork
+from torchlml_lab.tasks.multilabel.run_rows import Batches
+from torchlml_lab.tasks.multilabel.trained_labels import probabilities, scores
 
 _FEWEST = 100  # rows of which a part is set aside
 
@@ -237,8 +237,7 @@ class TopKClassifier(ClassifierMixin, BaseEstimator):  # type: ignore[misc]
     def _logits(self, X: Any) -> torch.Tensor:
         check_is_fitted(self)
         X = validate_data(self, X, reset=False, accept_sparse="csr", dtype=(np.float64, np.float32))
-        inputs = self._inputs(X)
-        return scores(self.network_, Batches(inputs, inputs[:, :0]))
+        return torch.cat([found for found, _ in scores(self.network_, self._inputs(X))])
 
 
 def _whole(value: Any, least: int) -> bool:

@@ -11,13 +11,13 @@ from torch import Tensor, nn
 from torchlml.metrics import topk_ndcg
 from torchlml_lab.engine.loop import EpochBatches, train_epoch
 from torchlml_lab.tasks.label_losses import LabelLoss, unlike_logits
-from torchlml_lab.tasks.multilabel.networks import LabelNetwork
-from torchlml_lab.tasks.multilabel.run_data import Batch, Batches
+from torchlml_lab.tasks.multilabel.label_network import LabelNetwork
+from torchlml_lab.tasks.multilabel.run_rows import Batch, Batches
+from torchlml_lab.tasks.multilabel.trained_labels import scores
 
 # As in `torchlml train multilabel`: the nDCG that chooses an epoch, and how many steps must bring nothing.
 _AT = 5
 _PATIENT_STEPS = 100
-_ROWS = 512  # scored at a time
 
 
 class Schedule(NamedTuple):
@@ -92,18 +92,8 @@ def fit_network(
 def judge(network: LabelNetwork, loss: LabelLoss, rows: Batches) -> Judged:
     """The nDCG and the loss of rows."""
     network.eval()
-    logits = scores(network, rows)
+    logits = torch.cat([found for found, _ in scores(network, rows.inputs)])
     labels = unlike_logits(rows.__getitems__(range(len(rows))).labels, logits.shape[1])
     ndcg = topk_ndcg(logits, labels, _AT)
     assert isinstance(ndcg, Tensor)  # of one k
     return Judged(ndcg.item(), -loss(logits, labels).item())
-
-
-def scores(network: LabelNetwork, rows: Batches) -> Tensor:
-    """The logits of all rows."""
-    with torch.inference_mode():
-        parts = [
-            network(rows.__getitems__(range(start, min(start + _ROWS, len(rows)))).inputs)
-            for start in range(0, len(rows), _ROWS)
-        ]
-    return torch.cat(parts)

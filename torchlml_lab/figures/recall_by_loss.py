@@ -12,8 +12,8 @@ from torchlml_lab.figures import sources
 from torchlml_lab.figures.options import CsvFigureSettings, read_options, write_tables
 from torchlml_lab.style import GREY, METHODS, ORANGE, PAGE, new_figure
 from torchlml_lab.tasks.label_losses import named
-from torchlml_lab.tasks.recommend import recall_rows
-from torchlml_lab.tasks.recommend.recall_rows import Record
+from torchlml_lab.tasks.recommend import ranking_rows
+from torchlml_lab.tasks.recommend.ranking_rows import Record
 
 # One's own sweep, or that of the study.
 USUAL = (Path("runs/recommend-sweep/results.csv"), Path("results/recommend/gowalla.csv"))
@@ -41,7 +41,7 @@ class RecommendFigureSettings(CsvFigureSettings):
 def main(arguments: Sequence[str]) -> None:
     """Read the options and draw."""
     settings = read_options(RecommendFigureSettings, "recommend", arguments)
-    path, rows = sources.read_sweep(settings.csv, USUAL, "recommend", recall_rows.TABLE)
+    path, rows = sources.read_sweep(settings.csv, USUAL, "recommend", ranking_rows.TABLE)
     sources.refuse_tuning(path, ((row.method, row.recipe) for row in rows))
     if len({row.users for row in rows}) > 1:
         raise BadInput(f"`--csv` names `{path}`, which mixes numbers of users.")

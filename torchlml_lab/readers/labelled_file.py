@@ -3,10 +3,10 @@
 from pathlib import Path
 
 from torchlml_lab.errors import BadInput
+from torchlml_lab.readers.columns import Columns, is_table, read_table
 from torchlml_lab.readers.csr_pair import read_csr_pair
 from torchlml_lab.readers.labelled_rows import LabelledRows, rename
 from torchlml_lab.readers.svmlight import read_svmlight
-from torchlml_lab.readers.table import Columns, is_table, read_table
 
 
 def read_labelled(

@@ -27,7 +27,9 @@ TASKS = {
         train=Command(
             "torchlml_lab.tasks.multilabel.training", "the best labels of texts or features, from your file"
         ),
-        sweep=Command("torchlml_lab.tasks.multilabel.loss_sweep", "losses x kept labels x seeds, and tuning"),
+        sweep=Command(
+            "torchlml_lab.tasks.multilabel.kept_labels_sweep", "losses x kept labels x seeds, and tuning"
+        ),
         evaluate="torchlml_lab.tasks.multilabel.evaluation",
         predict="torchlml_lab.tasks.multilabel.prediction",
     ),
@@ -45,9 +47,11 @@ TASKS = {
         train=Command(
             "torchlml_lab.tasks.recommend.recommendation", "what users take next, from your own files"
         ),
-        sweep=Command("torchlml_lab.tasks.recommend.loss_sweep", "models x losses x seeds, and tuning"),
-        evaluate="torchlml_lab.tasks.recommend.recall_report",
+        sweep=Command(
+            "torchlml_lab.tasks.recommend.recommender_sweep", "models x losses x seeds, and tuning"
+        ),
+        evaluate="torchlml_lab.tasks.recommend.ranking_report",
         predict="torchlml_lab.tasks.recommend.item_prediction",
-        step_time="torchlml_lab.tasks.recommend.loss_times",
+        step_time="torchlml_lab.tasks.recommend.recommender_times",
     ),
 }

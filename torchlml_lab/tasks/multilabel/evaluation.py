@@ -13,10 +13,10 @@ from torchlml_lab.engine import best_epoch
 from torchlml_lab.errors import BadInput
 from torchlml_lab.files import check_folder
 from torchlml_lab.readers.labelled_rows import LabelledRows
-from torchlml_lab.tasks.multilabel.report import make, write
-from torchlml_lab.tasks.multilabel.run_data import aligned, read
-from torchlml_lab.tasks.multilabel.settings import MultilabelSettings
-from torchlml_lab.tasks.multilabel.trained import Trained, load, prepared_rows, read_rows
+from torchlml_lab.tasks.multilabel.label_report import make, write
+from torchlml_lab.tasks.multilabel.multilabel_settings import MultilabelSettings
+from torchlml_lab.tasks.multilabel.run_rows import aligned, read
+from torchlml_lab.tasks.multilabel.trained_labels import Trained, load, prepared_rows, read_rows
 from torchlml_lab.tasks.own_files import say
 
 

@@ -25,10 +25,10 @@ from torchlml_lab.files import check_file
 from torchlml_lab.readers.labelled_rows import Matrix
 from torchlml_lab.tasks.multilabel import preparation as prepare
 from torchlml_lab.tasks.multilabel import study_rows
-from torchlml_lab.tasks.multilabel.measures import Measures
+from torchlml_lab.tasks.multilabel.label_measures import Measures
+from torchlml_lab.tasks.multilabel.multilabel_settings import MultilabelSettings
 from torchlml_lab.tasks.multilabel.preparation import Preparation
-from torchlml_lab.tasks.multilabel.run_data import label_lists, read_files, split
-from torchlml_lab.tasks.multilabel.settings import MultilabelSettings
+from torchlml_lab.tasks.multilabel.run_rows import label_lists, read_files, split
 from torchlml_lab.tasks.multilabel.study_rows import Record
 
 

@@ -17,7 +17,7 @@ from torchlml_lab.errors import BadInput
 from torchlml_lab.files import check_file, replacing
 from torchlml_lab.readers.content import shown
 from torchlml_lab.readers.labelled_rows import Matrix
-from torchlml_lab.tasks.multilabel.trained import Trained, load, prepared_rows, read_rows
+from torchlml_lab.tasks.multilabel.trained_labels import Trained, load, prepared_rows, read_rows
 from torchlml_lab.tasks.own_files import say
 
 ON_SCREEN = 20

@@ -11,8 +11,8 @@ from sklearn.feature_extraction.text import TfidfVectorizer
 
 from torchlml_lab.errors import BadInput
 from torchlml_lab.files import read_json
+from torchlml_lab.readers.columns import Columns
 from torchlml_lab.readers.labelled_rows import LabelledRows, Matrix
-from torchlml_lab.readers.table import Columns
 
 FILE = "preparation.json"
 MOST_TERMS = 100_000

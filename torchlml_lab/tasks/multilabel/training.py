@@ -13,17 +13,17 @@ from torchlml_lab.engine.settings import read_settings
 from torchlml_lab.errors import BadInput
 from torchlml_lab.tasks.label_losses import LabelLoss
 from torchlml_lab.tasks.multilabel import preparation as prepare
-from torchlml_lab.tasks.multilabel.measures import KS, measure
-from torchlml_lab.tasks.multilabel.networks import LabelNetwork
-from torchlml_lab.tasks.multilabel.preparation import Preparation
-from torchlml_lab.tasks.multilabel.run_data import Batches, Data, read
-from torchlml_lab.tasks.multilabel.settings import (
+from torchlml_lab.tasks.multilabel.label_measures import KS, measure
+from torchlml_lab.tasks.multilabel.label_network import LabelNetwork
+from torchlml_lab.tasks.multilabel.multilabel_settings import (
     COMMAND,
     EXPERIMENT,
     MultilabelSettings,
     check,
     loss_of,
 )
+from torchlml_lab.tasks.multilabel.preparation import Preparation
+from torchlml_lab.tasks.multilabel.run_rows import Batches, Data, read
 from torchlml_lab.tasks.own_files import train_on_files
 
 PATIENT_STEPS = 100  # an epoch of few rows has few steps, and tells little
@@ -31,7 +31,7 @@ PATIENT_STEPS = 100  # an epoch of few rows has few steps, and tells little
 
 def main(arguments: Sequence[str]) -> None:
     """Read the options, train, and write the report."""
-    from torchlml_lab.tasks.multilabel.report import report_run
+    from torchlml_lab.tasks.multilabel.label_report import report_run
 
     settings = read_settings(MultilabelSettings, COMMAND, arguments, MultilabelSettings())
     console = Console()

@@ -6,8 +6,8 @@ import torch
 from torch import Tensor
 
 import torchlml
+from torchlml_lab.tasks.recommend.full_ranking import ROWS, split, without
 from torchlml_lab.tasks.recommend.histories import Batch
-from torchlml_lab.tasks.recommend.ranking import ROWS, split, without
 
 BINS, FIRST = 10, 100
 

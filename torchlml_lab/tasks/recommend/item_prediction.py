@@ -20,9 +20,9 @@ from torchlml_lab.files import check_file, replacing, writing
 from torchlml_lab.readers.interactions import Interactions, read_interactions
 from torchlml_lab.tasks.label_losses import padded
 from torchlml_lab.tasks.recommend.calibration import probabilities
+from torchlml_lab.tasks.recommend.full_ranking import ROWS, without
 from torchlml_lab.tasks.recommend.popularity import popular_items
-from torchlml_lab.tasks.recommend.ranking import ROWS, without
-from torchlml_lab.tasks.recommend.trained import Trained, load
+from torchlml_lab.tasks.recommend.trained_recommender import Trained, load
 
 SHOWN = 10  # users in the table on screen
 

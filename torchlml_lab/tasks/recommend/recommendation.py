@@ -13,11 +13,11 @@ from torchlml_lab.engine.loop import Task
 from torchlml_lab.engine.settings import read_settings
 from torchlml_lab.tasks.label_losses import LabelLoss
 from torchlml_lab.tasks.own_files import train_on_files
+from torchlml_lab.tasks.recommend.full_ranking import KS, measures, of_network
 from torchlml_lab.tasks.recommend.histories import Batch, Users
-from torchlml_lab.tasks.recommend.networks import Autoencoder, MatrixFactorisation
-from torchlml_lab.tasks.recommend.ranking import KS, measures, of_network
-from torchlml_lab.tasks.recommend.run_data import Data, read
-from torchlml_lab.tasks.recommend.settings import RecommendSettings, check, loss_of
+from torchlml_lab.tasks.recommend.recommend_settings import RecommendSettings, check, loss_of
+from torchlml_lab.tasks.recommend.recommenders import Autoencoder, MatrixFactorisation
+from torchlml_lab.tasks.recommend.user_items import Data, read
 
 EXPERIMENT = "recommend"
 COMMAND = f"train {EXPERIMENT}"
@@ -27,7 +27,7 @@ PRINTED = (CHOSEN_BY, "ndcg@20")
 
 def main(arguments: Sequence[str]) -> None:
     """Read the options, train, and print and draw the measures beside those of the popular items."""
-    from torchlml_lab.tasks.recommend.recall_report import report_run
+    from torchlml_lab.tasks.recommend.ranking_report import report_run
 
     settings = read_settings(RecommendSettings, COMMAND, arguments, RecommendSettings())
     console = Console()

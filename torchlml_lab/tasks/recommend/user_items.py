@@ -9,7 +9,7 @@ import torch
 from torchlml_lab.errors import BadInput
 from torchlml_lab.readers.interactions import Interactions, align, read_interactions
 from torchlml_lab.tasks.recommend.histories import Users, set_aside, some_users
-from torchlml_lab.tasks.recommend.settings import RecommendSettings, loss_of
+from torchlml_lab.tasks.recommend.recommend_settings import RecommendSettings, loss_of
 
 
 class Data(NamedTuple):

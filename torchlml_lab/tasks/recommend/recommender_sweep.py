@@ -18,11 +18,11 @@ from torchlml_lab.engine.grid import Grid, GridSettings, check_grid, checked_run
 from torchlml_lab.engine.run import train
 from torchlml_lab.engine.table import plain_table, spread
 from torchlml_lab.tasks.label_losses import named
-from torchlml_lab.tasks.recommend import recall_rows
-from torchlml_lab.tasks.recommend.recall_rows import Record
+from torchlml_lab.tasks.recommend import ranking_rows
+from torchlml_lab.tasks.recommend.ranking_rows import Record
+from torchlml_lab.tasks.recommend.recommend_settings import Model, RecommendSettings, check, loss_of
 from torchlml_lab.tasks.recommend.recommendation import EXPERIMENT, task
-from torchlml_lab.tasks.recommend.run_data import Data, read
-from torchlml_lab.tasks.recommend.settings import Model, RecommendSettings, check, loss_of
+from torchlml_lab.tasks.recommend.user_items import Data, read
 
 # These settings of a run are the sweep's to choose.
 _CHOSEN = ("out", "resume", "model", "loss", "k", "seed")
@@ -55,7 +55,7 @@ def main(arguments: Sequence[str]) -> None:
     def rows(one: RecommendSettings, done: dict[str, Any]) -> list[Record]:
         return [record(one, done, users)]
 
-    run_grid(Grid(EXPERIMENT, runs, _run_one, rows, recall_rows.TABLE.write, _tables), settings, Console())
+    run_grid(Grid(EXPERIMENT, runs, _run_one, rows, ranking_rows.TABLE.write, _tables), settings, Console())
 
 
 def grid(settings: SweepSettings) -> list[RecommendSettings]:
@@ -84,8 +84,8 @@ def _recipes(
 ) -> dict[tuple[str, str], list[tuple[float, ...]]]:
     """What is tried for each model and loss: learning rates with temperatures or dropouts, or the best."""
     if settings.tuned is not None:
-        rows = settings.read_tuned(recall_rows.TABLE, ("learning_rates", "temperatures", "dropouts"))
-        best = recall_rows.best_recipes(rows, [f"{model} {loss}" for model, loss in methods], settings.tuned)
+        rows = settings.read_tuned(ranking_rows.TABLE, ("learning_rates", "temperatures", "dropouts"))
+        best = ranking_rows.best_recipes(rows, [f"{model} {loss}" for model, loss in methods], settings.tuned)
         return {(model, loss): [best[f"{model} {loss}"]] for model, loss in methods}
     run = settings.run
     rates = settings.learning_rates or (run.learning_rate,)

@@ -16,7 +16,7 @@ from torchlml.metrics import (
 )
 from torchlml_lab.tasks.label_losses import PADDING, unlike_logits
 from torchlml_lab.tasks.multilabel.preparation import Preparation
-from torchlml_lab.tasks.multilabel.run_data import Batch
+from torchlml_lab.tasks.multilabel.run_rows import Batch
 
 KS = (1, 3, 5)
 NAMES = {"precision": "P", "ndcg": "nDCG", "psp": "PSP", "recall": "R"}

@@ -10,9 +10,9 @@ import tyro
 from torchlml_lab.cli import parse_settings
 from torchlml_lab.engine import best_epoch, step_times
 from torchlml_lab.tasks.label_losses import LossName
+from torchlml_lab.tasks.recommend.recommend_settings import RecommendSettings
 from torchlml_lab.tasks.recommend.recommendation import task
-from torchlml_lab.tasks.recommend.run_data import read
-from torchlml_lab.tasks.recommend.settings import RecommendSettings
+from torchlml_lab.tasks.recommend.user_items import read
 
 LOSSES: tuple[LossName, ...] = ("softmax", "lml", "bce", "truncated-entropy")
 

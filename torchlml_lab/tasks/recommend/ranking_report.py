@@ -19,12 +19,12 @@ from torchlml_lab.files import check_folder
 from torchlml_lab.tasks.own_files import say
 from torchlml_lab.tasks.recommend import report_picture
 from torchlml_lab.tasks.recommend.calibration import calibration
+from torchlml_lab.tasks.recommend.full_ranking import KS, measures, of_network
 from torchlml_lab.tasks.recommend.histories import Batch, Users
 from torchlml_lab.tasks.recommend.popularity import by_popularity
-from torchlml_lab.tasks.recommend.ranking import KS, measures, of_network
-from torchlml_lab.tasks.recommend.run_data import read_later
-from torchlml_lab.tasks.recommend.settings import loss_of
-from torchlml_lab.tasks.recommend.trained import Trained, load
+from torchlml_lab.tasks.recommend.recommend_settings import loss_of
+from torchlml_lab.tasks.recommend.trained_recommender import Trained, load
+from torchlml_lab.tasks.recommend.user_items import read_later
 
 ROWS = 1024
 PICTURE = "report.png"

@@ -19,8 +19,8 @@ from torchlml_lab.engine.table import plain_table, spread
 from torchlml_lab.errors import BadInput
 from torchlml_lab.tasks.label_losses import named
 from torchlml_lab.tasks.multilabel import study_rows
-from torchlml_lab.tasks.multilabel.run_data import Files, read_files, split
-from torchlml_lab.tasks.multilabel.settings import EXPERIMENT, MultilabelSettings, check
+from torchlml_lab.tasks.multilabel.multilabel_settings import EXPERIMENT, MultilabelSettings, check
+from torchlml_lab.tasks.multilabel.run_rows import Files, read_files, split
 from torchlml_lab.tasks.multilabel.study_rows import Record
 from torchlml_lab.tasks.multilabel.training import task
 

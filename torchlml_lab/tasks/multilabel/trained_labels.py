@@ -13,15 +13,15 @@ from torchlml_lab.engine import best_epoch
 from torchlml_lab.engine.settings import SETTINGS_FILE, from_json
 from torchlml_lab.errors import BadInput
 from torchlml_lab.files import read_json
+from torchlml_lab.readers.columns import is_table
 from torchlml_lab.readers.labelled_file import read_labelled
 from torchlml_lab.readers.labelled_rows import LabelledRows, Matrix
-from torchlml_lab.readers.table import is_table
 from torchlml_lab.tasks.label_losses import LossName
 from torchlml_lab.tasks.multilabel import preparation as prepare
-from torchlml_lab.tasks.multilabel.networks import LabelNetwork
+from torchlml_lab.tasks.multilabel.label_network import LabelNetwork
+from torchlml_lab.tasks.multilabel.multilabel_settings import EXPERIMENT, MultilabelSettings
 from torchlml_lab.tasks.multilabel.preparation import Preparation
-from torchlml_lab.tasks.multilabel.run_data import Batches
-from torchlml_lab.tasks.multilabel.settings import EXPERIMENT, MultilabelSettings
+from torchlml_lab.tasks.multilabel.run_rows import Batches
 
 TEMPERATURE = "calibration.json"
 ROWS = 512  # scored at a time
@@ -39,11 +39,7 @@ class Trained(NamedTuple):
 
     def scores(self, inputs: Matrix) -> Iterator[tuple[Tensor, slice]]:
         """The logits of prepared rows, some rows at a time, and which rows these are."""
-        data = Batches(inputs, inputs[:, :0])
-        with torch.inference_mode():
-            for start in range(0, len(data), ROWS):
-                rows = slice(start, min(start + ROWS, len(data)))
-                yield self.network(data.__getitems__(range(rows.start, rows.stop)).inputs), rows
+        return scores(self.network, inputs)
 
     def probabilities(self, logits: Tensor) -> Tensor:
         """The probability of each label to be among the run's k."""
@@ -58,6 +54,15 @@ def load(run: Path) -> Trained:
     network = LabelNetwork(prepared.inputs, len(prepared.labels), settings.hidden, settings.dropout)
     best.load(network)
     return Trained(settings, prepared, network, best.epoch, _temperature(run))
+
+
+def scores(network: LabelNetwork, inputs: Matrix) -> Iterator[tuple[Tensor, slice]]:
+    """The logits of rows, some rows at a time, and which rows these are."""
+    data = Batches(inputs, inputs[:, :0])
+    with torch.inference_mode():
+        for start in range(0, len(data), ROWS):
+            rows = slice(start, min(start + ROWS, len(data)))
+            yield network(data.__getitems__(range(rows.start, rows.stop)).inputs), rows
 
 
 def probabilities(logits: Tensor, loss: LossName, k: int, temperature: float = 1.0) -> Tensor:

@@ -7,7 +7,7 @@ from typing import Literal
 from torchlml_lab.engine.settings import TrainSettings
 from torchlml_lab.engine.settings import check as check_settings
 from torchlml_lab.errors import BadInput
-from torchlml_lab.readers.table import Columns
+from torchlml_lab.readers.columns import Columns
 from torchlml_lab.tasks.label_losses import WITH_K, LabelLoss, LossName, PerRow
 
 EXPERIMENT = "multilabel"

@@ -15,12 +15,12 @@ from torchlml_lab.engine.table import plain_table
 from torchlml_lab.files import replacing
 from torchlml_lab.readers.labelled_rows import LabelledRows, Matrix
 from torchlml_lab.tasks.label_losses import PADDING
-from torchlml_lab.tasks.multilabel import calibration
-from torchlml_lab.tasks.multilabel.measures import NAMES, Measures, popularity
-from torchlml_lab.tasks.multilabel.plots import draw_report
-from torchlml_lab.tasks.multilabel.run_data import label_lists, read
-from torchlml_lab.tasks.multilabel.settings import MultilabelSettings
-from torchlml_lab.tasks.multilabel.trained import ROWS, TEMPERATURE, Trained, load, prepared_rows
+from torchlml_lab.tasks.multilabel import temperature
+from torchlml_lab.tasks.multilabel.label_measures import NAMES, Measures, popularity
+from torchlml_lab.tasks.multilabel.multilabel_settings import MultilabelSettings
+from torchlml_lab.tasks.multilabel.report_plots import draw_report
+from torchlml_lab.tasks.multilabel.run_rows import label_lists, read
+from torchlml_lab.tasks.multilabel.trained_labels import ROWS, TEMPERATURE, Trained, load, prepared_rows
 
 CURVE = (1, 2, 3, 5, 10, 20, 50, 100)
 BINS = 10
@@ -94,7 +94,7 @@ class Report:
 def report_run(run: Path, settings: MultilabelSettings, console: Console) -> None:
     """Measure a finished run on its test rows, or those of validation; print, and write page and plots."""
     trained, data = load(run), read(settings)
-    trained = trained._replace(temperature=calibration.fit(trained, data.validation))
+    trained = trained._replace(temperature=temperature.fit(trained, data.validation))
     with replacing(run / TEMPERATURE) as temporary:
         temporary.write_text(json.dumps({"temperature": trained.temperature}) + "\n", encoding="utf-8")
     rows, what = (data.validation, "validation rows") if data.test is None else (data.test, "test rows")

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 from torchlml_lab.style import BLUE, GREY, PAGE, new_figure
 
 if TYPE_CHECKING:
-    from torchlml_lab.tasks.multilabel.report import Report
+    from torchlml_lab.tasks.multilabel.label_report import Report
 
 FEWEST = 20  # labels of a bin: the share of fewer says little
 

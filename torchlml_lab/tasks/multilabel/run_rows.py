@@ -11,12 +11,12 @@ from torch import Tensor
 from torch.utils.data import Dataset
 
 from torchlml_lab.errors import BadInput
+from torchlml_lab.readers.columns import Columns
 from torchlml_lab.readers.labelled_file import read_labelled
 from torchlml_lab.readers.labelled_rows import LabelledRows, Matrix
-from torchlml_lab.readers.table import Columns
 from torchlml_lab.tasks.label_losses import PADDING
-from torchlml_lab.tasks.multilabel.networks import Inputs
-from torchlml_lab.tasks.multilabel.settings import MultilabelSettings
+from torchlml_lab.tasks.multilabel.label_network import Inputs
+from torchlml_lab.tasks.multilabel.multilabel_settings import MultilabelSettings
 
 FEWEST = 10  # rows with labels that something can be learned from
 SPLIT_SEED = 1234  # the same rows are set aside for every seed

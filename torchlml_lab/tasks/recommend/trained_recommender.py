@@ -8,9 +8,9 @@ from torch import nn
 
 from torchlml_lab.engine import best_epoch
 from torchlml_lab.errors import BadInput
+from torchlml_lab.tasks.recommend.recommend_settings import RecommendSettings
 from torchlml_lab.tasks.recommend.recommendation import EXPERIMENT, network
-from torchlml_lab.tasks.recommend.run_data import Data, read
-from torchlml_lab.tasks.recommend.settings import RecommendSettings
+from torchlml_lab.tasks.recommend.user_items import Data, read
 
 
 class Trained(NamedTuple):

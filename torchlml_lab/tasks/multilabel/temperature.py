@@ -8,7 +8,7 @@ from torch import Tensor
 
 from torchlml_lab.readers.labelled_rows import LabelledRows
 from torchlml_lab.tasks.label_losses import LossName
-from torchlml_lab.tasks.multilabel.trained import Trained, probabilities
+from torchlml_lab.tasks.multilabel.trained_labels import Trained, probabilities
 
 ENTRIES = 2**21  # logits that are enough to choose by
 TEMPERATURES = torch.logspace(-1, 1, 41).tolist()
