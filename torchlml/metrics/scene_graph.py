@@ -36,7 +36,7 @@ def scene_graph_recall(
 
     Arguments as for `SceneGraphRecall` and its `update`.
     """
-    recall = SceneGraphRecall(k, constrained, mean)
+    recall = SceneGraphRecall(k, constrained, mean, sync_on_compute=False)
     recall.update(preds, target)
     return recall.compute()
 

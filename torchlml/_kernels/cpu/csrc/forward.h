@@ -86,6 +86,13 @@ struct ForwardRow : Row<S> {
     });
   }
 
+  // nu and y or log y of a row that was solved; e as for `write_from_odds`.
+  LML_INLINE void write_solved(const T* e, const Fit<T>& fit, bool flip) const {
+    set_nu(fit.nu);
+    if (fit.status != Fit<T>::solved || fit.clamped || output != Output::projection) return write_from_nu();
+    flip ? write_from_odds<true>(e, fit) : write_from_odds<false>(e, fit);
+  }
+
   // The finite available entries of [begin, begin + length), moved to `to`, and what else there is.
   struct Packed {
     int64_t begin, size, infinite;
@@ -154,11 +161,73 @@ struct ForwardRow : Row<S> {
   }
 };
 
+// Ordinary rows that are solved side by side. Between two passes over a row lies a chain of divisions, and the
+// processor works on the chains of several short rows at once.
+template <class S>
+class SideBySide {
+  using T = typename Work<S>::type;
+  static constexpr int most_rows = 8;
+  static constexpr int64_t most_entries = 2048;  // they stay in the first cache
+
+ public:
+  bool has_room(int64_t n) const { return count_ == 0 || (count_ < most_rows && entries_ + n <= most_entries); }
+
+  void add(const ForwardRow<S>& row, double k) {
+    last_.set(k, row.n);
+    rows_[count_] = row, targets_[count_] = last_;
+    ++count_, entries_ += row.n;
+  }
+
+  // Solves and writes the rows, and begins anew; `general(row, k)` is called for those with infinite entries.
+  template <class F>
+  void finish(const F& general) {
+    T *e[most_rows], center[most_rows];
+    bool going[most_rows];
+    int64_t before = 0;
+    for (int i = 0; i < count_; ++i) {
+      center[i] = static_cast<T>(-guess(rows_[i].x, targets_[i]));
+      // The output doubles as room for the exponentials when it has the right type.
+      e[i] = sizeof(S) == sizeof(T) && rows_[i].y ? reinterpret_cast<T*>(rows_[i].y) : room_.room(entries_) + before;
+      before += rows_[i].n;
+    }
+    for (int i = 0; i < count_; ++i) newton_[i].begin(rows_[i].x, targets_[i], center[i], e[i], rows_[i].team);
+    for (int i = 0; i < count_; ++i) going[i] = newton_[i].advance();
+    for (int i = 0; i < count_; ++i) {
+      if (going[i]) newton_[i].look();
+    }
+    for (int i = 0; i < count_; ++i) {
+      if (going[i]) newton_[i].search();
+    }
+    for (int i = 0; i < count_; ++i) {
+      const ForwardRow<S>& row = rows_[i];
+      Fit<T> fit = newton_[i].fit();
+      if (fit.status == Fit<T>::declined) fit = fit_hard_row(row.x, targets_[i], e[i], row.team);
+      if (fit.status == Fit<T>::not_finite) {
+        general(row, targets_[i].k);
+      } else if (row.is_free(fit.nu.delta - fit.nu.center)) {
+        row.free_row();
+      } else {
+        row.write_solved(e[i], fit, targets_[i].flip);
+      }
+    }
+    count_ = 0, entries_ = 0;
+  }
+
+ private:
+  int count_ = 0;
+  int64_t entries_ = 0;
+  Target last_, targets_[most_rows];
+  ForwardRow<S> rows_[most_rows];
+  Newton<T> newton_[most_rows];
+  Scratch<T> room_;
+};
+
 template <class S>
 void forward_rows(const ForwardArgs& args, const Rows& rows) {
   using T = typename Work<S>::type;
   Scratch<T> packed, work;
-  Target target;
+  SideBySide<S> block;
+  const auto general = [&](const ForwardRow<S>& row, double k) { row.general(k, packed, work); };
   for (int64_t r = rows.begin; r < rows.end; ++r) {
     const Span span = row_span(args.batch, r);
     T* nu = static_cast<T*>(args.nu) + r;
@@ -166,28 +235,13 @@ void forward_rows(const ForwardArgs& args, const Rows& rows) {
                             part_of<S>(args.y, span),      nu,          nu + args.batch.rows};
     const double k = args.k[r * args.k_stride];
     if (row.mask || !(k > 0 && k < static_cast<double>(span.size))) {
-      row.general(k, packed, work);
+      general(row, k);
       continue;
     }
-    target.set(k, span.size);
-    // The output doubles as room for the exponentials when it has the right type.
-    T* e = work.room_in(row.y, span.size);
-    const Fit<T> fit = fit_row(row.x, target, e, rows.team);
-    if (fit.status == Fit<T>::not_finite) {
-      row.general(k, packed, work);
-      continue;
-    }
-    if (row.is_free(fit.nu.delta - fit.nu.center)) {
-      row.free_row();
-      continue;
-    }
-    row.set_nu(fit.nu);
-    if (fit.status == Fit<T>::solved && !fit.clamped && args.output == Output::projection) {
-      target.flip ? row.template write_from_odds<true>(e, fit) : row.template write_from_odds<false>(e, fit);
-    } else {
-      row.write_from_nu();
-    }
+    if (!block.has_room(span.size)) block.finish(general);
+    block.add(row, k);
   }
+  block.finish(general);
 }
 
 }  // namespace

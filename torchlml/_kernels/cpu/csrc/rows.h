@@ -51,6 +51,7 @@ struct Row {
   int64_t n;
   Team team;
 
+  Row() = default;
   Row(const Batch& batch, const Span& span, Team helpers = nullptr)
       : x(static_cast<const S*>(batch.x) + span.begin),
         mask(batch.mask ? batch.mask + span.begin : nullptr),

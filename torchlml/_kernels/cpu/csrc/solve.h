@@ -205,29 +205,64 @@ struct Fit {
 };
 
 // Newton's method from a centre: e = exp(+-(x - center)) is stored once (scaled, see vmath.h) and
-// z = log e + delta searched over delta. `e` has room for n entries and may not alias x.
+// z = log e + delta searched over delta. `begin`, then `advance` and `look` in turn while `advance` says so: in steps,
+// so that several rows can be searched side by side.
 template <class T>
 class Newton {
   using L = Limits<T>;
   static constexpr T unscale = 1 / Stored::scale(T{});
 
  public:
+  // `e` has room for n entries and may not alias x.
   template <class S>
-  LML_INLINE Newton(const S* x, const Target& target, T center, T* e, Team team)
-      : n_(target.n),
-        k_(target.small),
-        e_(e),
-        team_(team),
-        fit_{Fit<T>::declined, false, {static_cast<double>(center), 0}, unscale, Vec<T>{}} {
-    if (target.flip) {
+  LML_INLINE void begin(const S* x, const Target& target, T center, T* e, Team team) {
+    n_ = target.n, k_ = target.small, flip_ = target.flip, e_ = e, team_ = team;
+    iteration_ = 0, delta_ = 0, low_ = -L::reach, high_ = L::reach;
+    fit_ = {Fit<T>::declined, false, {static_cast<double>(center), 0}, unscale, Vec<T>{}};
+    if (flip_) {
       start<true>(x, [=](Vec<T> a) __attribute__((always_inline)) { return center - a; });
-      fit_.nu.delta = -delta_;
     } else {
       start<false>(x, [=](Vec<T> a) __attribute__((always_inline)) { return a - center; });
-      fit_.nu.delta = delta_;
     }
   }
-  LML_INLINE const Fit<T>& fit() const { return fit_; }
+
+  // Takes a step from the sums that are known; false where none is needed any more, or none is possible.
+  __attribute__((noinline)) bool advance() {
+    const double y = k_ + residual_;
+    if (!(w_ >= L::slope * static_cast<double>(n_))) return false;
+    if (iteration_ == 8 || w_ < L::gap * y) {
+      search_gap();
+      return false;
+    }
+    if (close_enough(-residual_ / w_)) {
+      if (iteration_ == 0) return true;  // the first sums are rough
+      finish(-residual_ / w_, bend_ / w_);
+      return false;
+    }
+    (residual_ > 0 ? high_ : low_) = delta_;
+    // Halley's step on log sum y - log k, which is straight where nothing saturates.
+    const double step = -log_ratio(y, k_) * (y / w_), denominator = 1 + 0.5 * step * (bend_ / w_ - w_ / y);
+    return move(step / (denominator < 0.5 ? 0.5 : denominator > 2 ? 2 : denominator));
+  }
+
+  // The sums where the last step led. Not inlined, so that the compiler keeps its loop tidy.
+  __attribute__((noinline)) void look() {
+    const Totals sums = evaluate_stored<SignedSums>();
+    residual_ = (static_cast<double>(sums.above) - k_) + sums.part[0];
+    w_ = sums.part[1], bend_ = sums.part[2];
+    ++iteration_;
+  }
+
+  // To the end.
+  LML_INLINE void search() {
+    while (advance()) look();
+  }
+
+  Fit<T> fit() const {
+    Fit<T> fit = fit_;
+    fit.nu.delta = flip_ ? -delta_ : delta_;
+    return fit;
+  }
 
  private:
   template <bool watch_top, class S, class F>
@@ -238,10 +273,10 @@ class Newton {
       return exponentials<watch_top>(x + begin, e + begin, size, centred, tail);
     });
     fit_.clamped = sums.above != 0;
-    if (sums.part[3] - sums.part[3] == 0) {
-      search(sums);
-    } else {
+    residual_ = sums.part[0] - k_, w_ = sums.part[1], bend_ = sums.part[2];
+    if (!(sums.part[3] - sums.part[3] == 0)) {
       fit_.status = Fit<T>::not_finite;
+      w_ = 0;  // so that there is no step
     }
   }
 
@@ -272,30 +307,7 @@ class Newton {
     return sums;
   }
 
-  // Not inlined: both signs of z come here, and the compiler keeps its loops tidy.
-  __attribute__((noinline)) void search(const Totals& first) {
-    const double n = static_cast<double>(n_);
-    double residual = first.part[0] - k_, w = first.part[1], bend = first.part[2];
-    for (int iteration = 0; iteration < 8; ++iteration) {
-      const double y = k_ + residual;
-      if (!(w >= L::slope * n)) return;
-      if (w < L::gap * y) break;
-      if (close_enough(-residual / w)) {
-        if (iteration > 0) return finish(-residual / w, bend / w);
-      } else {
-        (residual > 0 ? high_ : low_) = delta_;
-        // Halley's step on log sum y - log k, which is straight where nothing saturates.
-        const double step = -log_ratio(y, k_) * (y / w), denominator = 1 + 0.5 * step * (bend / w - w / y);
-        if (!move(step / (denominator < 0.5 ? 0.5 : denominator > 2 ? 2 : denominator))) return;
-      }
-      const Totals sums = evaluate_stored<SignedSums>();
-      residual = (static_cast<double>(sums.above) - k_) + sums.part[0];
-      w = sums.part[1], bend = sums.part[2];
-    }
-    search_gap();
-  }
-
-  void search_gap() {
+  __attribute__((noinline)) void search_gap() {
     for (int iteration = 0; iteration < 16; ++iteration) {
       const Totals sums = evaluate_stored<TwoSidedSums>();
       const double st = sums.part[0], w = sums.part[1], t = sums.part[3], sw = sums.part[4];
@@ -366,10 +378,13 @@ class Newton {
 
   int64_t n_;
   double k_;
+  bool flip_;
   T* e_;
   Team team_;
   Fit<T> fit_;
-  double delta_ = 0, low_ = -L::reach, high_ = L::reach;
+  int iteration_;
+  double delta_, low_, high_;
+  double residual_, w_, bend_;  // the sums at delta
 };
 
 // For entries known to be finite: a centre by selection, then the careful solver; `e` is also room
@@ -380,7 +395,10 @@ __attribute__((noinline)) Fit<T> fit_hard_row(const S* x, const Target& target, 
     each_vector<T>(target.n, [&](int64_t i, int64_t count) { write(e + i, read(x + i, count), count); });
   };
   copy();
-  Fit<T> fit = Newton<T>(x, target, static_cast<T>(threshold_center(e, target.n, target.k)), e, team).fit();
+  Newton<T> newton;
+  newton.begin(x, target, static_cast<T>(threshold_center(e, target.n, target.k)), e, team);
+  newton.search();
+  Fit<T> fit = newton.fit();
   if (fit.status == Fit<T>::solved) return fit;
   copy();
   fit.nu = careful_solve(e, target.n, target.k);
@@ -390,8 +408,11 @@ __attribute__((noinline)) Fit<T> fit_hard_row(const S* x, const Target& target, 
 
 // nu of one row. Sums that are not finite are reported: infinite or NaN entries, or values near 1e38.
 template <class S, class T = typename Work<S>::type>
-LML_INLINE Fit<T> fit_row(const S* x, const Target& target, T* e, Team team) {
-  const Fit<T> fit = Newton<T>(x, target, static_cast<T>(-guess(x, target)), e, team).fit();
+Fit<T> fit_row(const S* x, const Target& target, T* e, Team team) {
+  Newton<T> newton;
+  newton.begin(x, target, static_cast<T>(-guess(x, target)), e, team);
+  newton.search();
+  const Fit<T> fit = newton.fit();
   return fit.status != Fit<T>::declined ? fit : fit_hard_row(x, target, e, team);
 }
 
