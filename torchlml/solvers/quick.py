@@ -25,11 +25,10 @@ from torch import Tensor
 
 from torchlml._core.rows import wide_dtype
 
-# Steps on the log odds, and steps on the accurate sum where rows can be looked at; where they cannot, on a
-# GPU, all of these few are taken.
-_ROUGH_STEPS = 4
-_ACCURATE_STEPS = 12
-_BLIND_STEPS = 3
+# At most so many steps on the log odds, and on the accurate sum, whose evaluation takes three times as many
+# operations. Where rows cannot be looked at, on a GPU, all of the blind ones are taken.
+_ROUGH_STEPS, _ACCURATE_STEPS = 6, 12
+_BLIND_ROUGH_STEPS, _BLIND_ACCURATE_STEPS = 4, 3
 # How far delta may go: x - c is rounded to half a millionth there.
 _REACH = 16.0
 
@@ -139,7 +138,7 @@ def _rough_steps(e: Tensor, k: Tensor, m: Tensor, scratch: Tensor) -> Tensor:
     delta = e.new_zeros(e.shape[0])
     target = (k / (m - k)).log_()
     moving: Tensor | None = None
-    for _ in range(_ROUGH_STEPS):
+    for _ in range(_ROUGH_STEPS if can_look(e) else _BLIND_ROUGH_STEPS):
         u = delta.exp().unsqueeze_(-1)
         torch.div(u, torch.add(e, u, out=scratch), out=scratch)
         s = _sum(scratch)
@@ -162,7 +161,7 @@ def _accurate_steps(e: Tensor, k: Tensor, delta: Tensor, scratch: Tensor) -> tup
     delta = delta.to(k.dtype)
     certified = torch.zeros_like(delta, dtype=torch.bool)
     where, found = None, delta
-    for _ in range(_ACCURATE_STEPS if look else _BLIND_STEPS):
+    for _ in range(_ACCURATE_STEPS if look else _BLIND_ACCURATE_STEPS):
         sums = _accurate_sums(e, k, delta, scratch)
         plain = sums.value / sums.slope
         done = (plain.abs() <= _LIMITS[e.dtype].last) & (sums.slope >= _LIMITS[e.dtype].slope * e.shape[1])
