@@ -106,7 +106,7 @@ def _draw_panel(axes: Axes, by_keep: dict[str, dict[str, Group]]) -> None:
             # Set a little apart, so that bars do not cover one another.
             apart = [x + 0.08 * (place - 2.5) for x in xs]
             axes.errorbar(apart, ys, bars, color=colour, marker=marker, linewidth=1.2, capsize=2, label=loss)
-    names = {"1.0": "all", "0.5": "half", "0.3": "30%", "one": "one per row"}
+    names = {"1.0": "all", "0.5": "half", "0.3": "30%", "one": "one"}
     axes.set_xticks(range(len(keeps)), [names[keep] for keep in keeps])
     axes.grid()
 
