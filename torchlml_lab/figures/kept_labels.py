@@ -48,10 +48,8 @@ class MultilabelFigureSettings(FigureSettings):
 def main(arguments: Sequence[str]) -> None:
     """Read the options and draw."""
     settings = read_options(MultilabelFigureSettings, "multilabel", arguments)
-    found = settings.csv or ((OWN,) if OWN.exists() else tuple(path for path in STUDY if path.exists()))
     rows: list[Record] = []
-    for path in found or (OWN,):
-        _, read = sources.read_sweep(path, (), "multilabel", study_rows.TABLE)
+    for path, read in sources.read_sweeps(settings.csv, OWN, STUDY, "multilabel", study_rows.TABLE):
         trained = (row for row in read if row.loss != BASELINE)
         sources.refuse_tuning(path, ((f"{row.data} {row.loss}", row.learning_rate) for row in trained))
         rows += read

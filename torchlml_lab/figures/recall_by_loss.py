@@ -9,14 +9,15 @@ from statistics import mean, stdev
 from torchlml_lab.engine.table import spread
 from torchlml_lab.errors import BadInput
 from torchlml_lab.figures import sources
-from torchlml_lab.figures.options import CsvFigureSettings, read_options, write_tables
+from torchlml_lab.figures.options import FigureSettings, read_options, write_tables
 from torchlml_lab.style import GREY, METHODS, ORANGE, PAGE, new_figure
 from torchlml_lab.tasks.label_losses import named
 from torchlml_lab.tasks.recommend import ranking_rows
 from torchlml_lab.tasks.recommend.ranking_rows import Record
 
-# One's own sweep, or that of the study.
-USUAL = (Path("runs/recommend-sweep/results.csv"), Path("results/recommend/gowalla.csv"))
+# One's own sweep, or those of the study.
+OWN = Path("runs/recommend-sweep/results.csv")
+STUDY = tuple(Path(f"results/recommend/{model}.csv") for model in ("autoencoder", "matrix-factorisation"))
 # Recall@20 and nDCG@20 on Gowalla in LightGCN's split, as others report them.
 PUBLISHED = {
     "ItemCF": (0.157, 0.121),
@@ -31,9 +32,11 @@ _MARKERS = {"autoencoder": "o", "matrix-factorisation": "s"}
 
 
 @dataclass(frozen=True)
-class RecommendFigureSettings(CsvFigureSettings):
+class RecommendFigureSettings(FigureSettings):
     """Draw what every model and loss of `torchlml sweep recommend` finds; a table (.md) goes beside it."""
 
+    csv: tuple[Path, ...] = ()
+    """The CSVs of `torchlml sweep recommend`; by default of runs/recommend-sweep, else results/'s."""
     published: bool = False
     """Also show what others report of Gowalla in LightGCN's split; for sweeps on these data."""
 
@@ -41,11 +44,13 @@ class RecommendFigureSettings(CsvFigureSettings):
 def main(arguments: Sequence[str]) -> None:
     """Read the options and draw."""
     settings = read_options(RecommendFigureSettings, "recommend", arguments)
-    path, rows = sources.read_sweep(settings.csv, USUAL, "recommend", ranking_rows.TABLE)
-    sources.refuse_tuning(path, ((row.method, row.recipe) for row in rows))
-    if len({row.users for row in rows}) > 1:
-        raise BadInput(f"`--csv` names `{path}`, which mixes numbers of users.")
-    published = settings.published or path == USUAL[1]
+    rows: list[Record] = []
+    for path, read in sources.read_sweeps(settings.csv, OWN, STUDY, "recommend", ranking_rows.TABLE):
+        sources.refuse_tuning(path, ((row.method, row.recipe) for row in read))
+        rows += read
+    if len(users := {row.users for row in rows}) > 1:
+        raise BadInput(f"`--csv` mixes numbers of users: {', '.join(map(str, sorted(users)))}.")
+    published = settings.published or path in STUDY
     draw(rows, PUBLISHED if published else {}, settings.out)
     write_tables(table_of(rows, PUBLISHED if published else {}), settings.out)
 

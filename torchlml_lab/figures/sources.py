@@ -40,6 +40,14 @@ def read_sweep(
     return path, table.read(path, "--csv")
 
 
+def read_sweeps(
+    named: Sequence[Path], own: Path, study: Sequence[Path], task: str, table: StudyTable[Row]
+) -> list[tuple[Path, list[Row]]]:
+    """Read several CSVs of `torchlml sweep TASK`: those that are named, else one's own, else the study's."""
+    found = named or ((own,) if own.exists() else [path for path in study if path.exists()])
+    return [read_sweep(path, (), task, table) for path in found or (own,)]
+
+
 def refuse_tuning(path: Path, recipes: Iterable[tuple[str, object]]) -> None:
     """Refuse a CSV in which one method has several recipes: their mean would be that of no recipe.
 
