@@ -99,7 +99,7 @@ def canonical(
         )
     if mask is not None:
         mask = _check_mask(mask, x, name)
-    if x.dtype in (torch.bfloat16, torch.float16) and _autocasts(x.device.type):
+    if x.dtype in (torch.bfloat16, torch.float16) and autocasts(x.device.type):
         x = x.float()
     if offsets is not None:
         offsets = _check_offsets(offsets, x, name)
@@ -138,10 +138,12 @@ def check_tensor(t: Any, name: str, beside: Tensor | None = None, owner: str = "
         )
 
 
-def check_number(value: Any, name: str, accepted: str) -> None:
-    """A number, or an error that says what is `accepted`."""
+def check_number(value: Any, name: str, accepted: str, least: float | None = None) -> None:
+    """A number, finite and from `least` on if that is given; or an error that says what is `accepted`."""
     if isinstance(value, bool) or not isinstance(value, NUMBERS):
         raise TypeError(f"`{name}` must be {accepted}, but it is {value!r}.")
+    if least is not None and not least <= value < math.inf:
+        raise ValueError(f"`{name}` must be {accepted}, but it is {value}.")
 
 
 def check_whole_k(k: Any, most: int | None = None) -> int:
@@ -302,6 +304,6 @@ def _scalar(k: Any, dtype: torch.dtype) -> Tensor:
 _kept_scalar = functools.lru_cache(maxsize=256)(_scalar)
 
 
-def _autocasts(device: str) -> bool:
-    # torch refuses to answer for tensors without data.
+def autocasts(device: str) -> bool:
+    """Is autocast at work there? Not on "meta", for which torch refuses to answer."""
     return device != "meta" and torch.is_autocast_enabled(device)

@@ -10,12 +10,10 @@ except ImportError:
         "`torchlml.metrics` needs torchmetrics: install it with `pip install torchmetrics`."
     ) from None
 
-from torchlml.metrics.ndcg import TopKNDCG
 from torchlml.metrics.one_batch import propensity_scored_precision, topk_ndcg, topk_precision, topk_recall
-from torchlml.metrics.precision import TopKPrecision
 from torchlml.metrics.propensity import PropensityScoredPrecision, label_propensities
-from torchlml.metrics.recall import TopKRecall
 from torchlml.metrics.scene_graph import SceneGraphRecall, scene_graph_recall
+from torchlml.metrics.topk import TopKNDCG, TopKPrecision, TopKRecall
 
 __all__ = [
     "PropensityScoredPrecision",

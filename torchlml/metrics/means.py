@@ -21,7 +21,26 @@ _UNIT = 2**30
 
 
 class CountingMetric(Metric):
-    """A metric whose states are whole numbers, whatever dtype is asked for."""
+    """A metric for one k or several, whose states are whole numbers, whatever dtype is asked for."""
+
+    is_differentiable = False
+    higher_is_better = True
+    full_state_update = False
+
+    def __init__(self, k: int | Sequence[int], **settings: object) -> None:
+        super().__init__(**settings)
+        self.k = k
+        self._ks = tuple(k) if isinstance(k, Sequence) else (k,)
+        if not self._ks:
+            raise ValueError("`k` must be a positive integer or several of them, but it is empty.")
+        self._ks = tuple(check_whole_k(each) for each in self._ks)
+
+    def by_k(self, values: Tensor, name: str) -> Tensor | dict[str, Tensor]:
+        """A value for each k, as float32: a scalar if k is one number, else a dict with the keys `name@k`."""
+        values = values.float()
+        if not isinstance(self.k, Sequence):
+            return values[0]
+        return {f"{name}@{each}": value for each, value in zip(self.k, values, strict=True)}
 
     def set_dtype(self, dst_type: str | torch.dtype) -> CountingMetric:
         """Nothing: torchmetrics' own would convert the counts, and with them what they can hold."""
@@ -52,19 +71,3 @@ def ratio(found: Tensor, possible: Tensor) -> Tensor:
 def _number(total: Tensor) -> Tensor:
     wholes, units = total.to(wide_dtype(total.device)).unbind(-1)
     return wholes + units / _UNIT
-
-
-def read_ks(k: int | Sequence[int]) -> tuple[int, ...]:
-    """The numbers to report, at least one of them."""
-    ks = tuple(k) if isinstance(k, Sequence) else (k,)
-    if not ks:
-        raise ValueError("`k` must be a positive integer or several of them, but it is empty.")
-    return tuple(check_whole_k(each) for each in ks)
-
-
-def by_k(values: Tensor, k: int | Sequence[int], name: str) -> Tensor | dict[str, Tensor]:
-    """One value for each k as float32: a scalar if k is one number, else a dict with the keys `name@k`."""
-    values = values.float()
-    if not isinstance(k, Sequence):
-        return values[0]
-    return {f"{name}@{each}": value for each, value in zip(k, values, strict=True)}

@@ -7,11 +7,8 @@ from typing import Any
 
 from torch import Tensor
 
-from torchlml.metrics.ndcg import TopKNDCG
-from torchlml.metrics.precision import TopKPrecision
 from torchlml.metrics.propensity import PropensityScoredPrecision
-from torchlml.metrics.recall import TopKRecall
-from torchlml.metrics.topk import TopKMetric
+from torchlml.metrics.topk import TopKMetric, TopKNDCG, TopKPrecision, TopKRecall
 
 
 def topk_recall(

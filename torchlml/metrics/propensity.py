@@ -45,13 +45,9 @@ def label_propensities(counts: Tensor, rows: int, a: float = 0.55, b: float = 1.
             "`counts` must be a tensor of shape (n,) with numbers from 0 on, but it is "
             f"{counts.dtype} of shape {tuple(counts.shape)}, or a negative number or a NaN is in it."
         )
-    check_number(rows, "rows", "a number from 3 on")
-    if not 3 <= rows < math.inf:
-        raise ValueError(f"`rows` must be a number from 3 on, but it is {rows}.")
-    for name, value in (("a", a), ("b", b)):
-        check_number(value, name, "a number from 0 on")
-        if not 0 <= value < math.inf:
-            raise ValueError(f"`{name}` must be a number from 0 on, but it is {value}.")
+    check_number(rows, "rows", "a number from 3 on", 3)
+    check_number(a, "a", "a number from 0 on", 0)
+    check_number(b, "b", "a number from 0 on", 0)
     if b == 0 and bool((counts == 0).any()):
         raise ValueError("`b` must be positive where a label has the count 0, but it is 0.")
     c = (math.log(rows) - 1) * (b + 1) ** a

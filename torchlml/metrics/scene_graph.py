@@ -12,7 +12,7 @@ from torchmetrics.utilities.distributed import gather_all_tensors
 
 from torchlml._core.arguments import check_tensor
 from torchlml._core.rows import wide_dtype
-from torchlml.metrics.means import CountingMetric, average, by_k, in_units, read_ks
+from torchlml.metrics.means import CountingMetric, average, in_units
 
 _OVERLAP = 0.5
 Images = Sequence[Mapping[str, Tensor]]
@@ -87,10 +87,6 @@ class SceneGraphRecall(CountingMetric):
     - code that adds a pixel to the widths and heights of boxes finds slightly higher overlaps.
     """
 
-    is_differentiable = False
-    higher_is_better = True
-    full_state_update = False
-
     recalled: Tensor
     images: Tensor
 
@@ -101,9 +97,7 @@ class SceneGraphRecall(CountingMetric):
         mean: bool = False,
         **settings: object,
     ) -> None:
-        super().__init__(**settings)
-        self._ks = read_ks(k)
-        self.k = k
+        super().__init__(k, **settings)
         self.constrained = constrained
         self.mean = mean
         # A column for each predicate, or one without `mean`. How many predicates there are is only known at
@@ -167,7 +161,7 @@ class SceneGraphRecall(CountingMetric):
     def compute(self) -> Any:
         """The recall for each k, NaN before the first relation; the names say which recall it is."""
         recall = average(self.recalled, self.images)[:, self.images > 0].mean(-1)
-        return by_k(recall, self.k, ("" if self.constrained else "ng-") + ("mR" if self.mean else "R"))
+        return self.by_k(recall, ("" if self.constrained else "ng-") + ("mR" if self.mean else "R"))
 
 
 def relation_ranks(
@@ -233,24 +227,18 @@ def _check(predicted: Mapping[str, Tensor], true: Mapping[str, Tensor], image: i
         for key in keys:
             check_tensor(given[key], f"{name}[{image}]['{key}']")
         boxes, labels = given["boxes"], given["labels"]
-        if boxes.dim() != 2 or boxes.shape[1] != 4 or labels.shape != boxes.shape[:1]:
+        if boxes.shape[1:] != (4,) or labels.shape != boxes.shape[:1]:
             raise ValueError(
                 f"{where} must have `boxes` of shape (B, 4) and `labels` of shape (B,), but their shapes are "
                 f"{tuple(boxes.shape)} and {tuple(labels.shape)}."
             )
     pairs, scores, relations = predicted["pairs"], predicted["scores"], true["relations"]
-    if (
-        pairs.dim() != 2
-        or pairs.shape[1] != 2
-        or scores.dim() != 2
-        or len(scores) != len(pairs)
-        or scores.shape[1] == 0
-    ):
+    if pairs.shape[1:] != (2,) or scores.dim() != 2 or len(scores) != len(pairs) or scores.shape[1] == 0:
         raise ValueError(
             f"`preds[{image}]` must have `pairs` of shape (P, 2) and `scores` of shape (P, predicates), but "
             f"their shapes are {tuple(pairs.shape)} and {tuple(scores.shape)}."
         )
-    if relations.dim() != 2 or relations.shape[1] != 3:
+    if relations.shape[1:] != (3,):
         raise ValueError(
             f"`target[{image}]` must have `relations` of shape (T, 3), subject, object and predicate, but "
             f"the shape is {tuple(relations.shape)}."
