@@ -7,7 +7,15 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from torchlml._core.arguments import Bound, Canonical, canonical, check_bound, check_k, check_tensor
+from torchlml._core.arguments import (
+    Bound,
+    Canonical,
+    autocasts,
+    canonical,
+    check_bound,
+    check_k,
+    check_tensor,
+)
 from torchlml._kernels.cpu import native
 from torchlml.losses.base import Reduction, TopKLoss, check_reduction, row_divisor
 from torchlml.losses.linear_chunks import linear_loss, not_compiled
@@ -45,15 +53,8 @@ def linear_lml_loss(
     Args:
         input: (..., d), what the linear layer is given.
         linear_weight: (n, d), its weight: one row per label.
-        target: as for `lml_loss`: class indices (...), padded lists of them (..., L), or a bool or floating
-            multi-hot (..., n).
-        k: how many labels are predicted, as in `torchlml.lml`: a number or one per row; differentiable.
+        target, k, weight, ignore_index, reduction, label_reduction, bound: as for `lml_loss`.
         linear_bias: (n,), the layer's bias.
-        weight: one weight per class, for the labels of that class.
-        ignore_index: the class index that means "no label".
-        reduction: "mean" over the rows that have a label (0 if there are none), "sum" or "none".
-        label_reduction: the loss of a row is the "sum" over its labels, or their "mean".
-        bound: "exactly", or "at_most" or "at_least" k labels are predicted, as in `torchlml.lml`.
         memory: how many bytes the logits and their gradient may take at a time. A single row may exceed it;
             the gradients of the input and of the weight are not counted.
         group: the processes among which the labels are split, as for `lml_loss`: `linear_weight`,
@@ -70,20 +71,9 @@ def linear_lml_loss(
     if is_spread(linear_weight, group):
         from torchlml.parallel.linear import spread_linear_lml_loss
 
-        return spread_linear_lml_loss(
-            input,
-            linear_weight,
-            linear_bias,
-            target,
-            k,
-            weight,
-            group,
-            ignore_index=ignore_index,
-            reduction=reduction,
-            label_reduction=label_reduction,
-            bound=bound,
-            memory=memory,
-        )
+        tensors = (input, linear_weight, target, k, linear_bias, weight)
+        settings = (ignore_index, reduction, label_reduction, bound, memory)
+        return spread_linear_lml_loss(*tensors, *settings, group)
     check_reduction(reduction, label_reduction)
     check_bound(bound)
     check_linear(input, linear_weight, linear_bias, memory)
@@ -163,14 +153,12 @@ class LinearLMLLoss(TopKLoss):
 def check_linear(input: Tensor, weight: Tensor, bias: Tensor | None, memory: int) -> None:
     """Refuse what is no linear layer, or no input for it."""
     check_tensor(input, "input")
-    for name, t in (("input", input), ("linear_weight", weight), ("linear_bias", bias)):
-        if t is None and name == "linear_bias":
-            continue
+    given = {"input": input, "linear_weight": weight} | ({} if bias is None else {"linear_bias": bias})
+    for name, t in given.items():
         if not isinstance(t, Tensor) or not t.is_floating_point():
             came = t.dtype if isinstance(t, Tensor) else type(t).__name__
             raise TypeError(f"`{name}` must be a floating tensor, but it is {came}.")
-        autocast = t.device.type != "meta" and torch.is_autocast_enabled(t.device.type)
-        if t.dtype != input.dtype and not autocast:
+        if t.dtype != input.dtype and not autocasts(t.device.type):
             raise TypeError(f"`{name}` must have the dtype of `input`, {input.dtype}, but it is {t.dtype}.")
         if t.device != input.device:
             raise ValueError(f"`{name}` must be on the device of `input`, {input.device}, not {t.device}.")

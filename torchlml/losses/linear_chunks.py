@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import linear
 
+from torchlml._core.arguments import autocasts
 from torchlml._core.paths import differentiate_again, is_plain, needs_no_graph, wants_graph
 from torchlml._core.rows import work_dtype
 
@@ -96,7 +97,7 @@ def linear_loss(
         A scalar, or one number per row, in the dtype of the logits (float32 under autocast).
     """
     device = input.device.type
-    autocast = device != "meta" and torch.is_autocast_enabled(device) and input.dtype != torch.float64
+    autocast = autocasts(device) and input.dtype != torch.float64
     dtype = torch.get_autocast_dtype(device) if autocast else input.dtype
     shape = input.shape[:-1]
     seed = None
@@ -129,13 +130,8 @@ def rows_within(memory: int, labels: int, dtype: torch.dtype, in_place: bool) ->
     return max(1, rows - min(torch.get_num_threads(), rows // 2) if in_place else rows)
 
 
-class _Gradients(NamedTuple):
-    """Of the input, the weight, the bias and k; None where nobody asks."""
-
-    input: Tensor | None
-    weight: Tensor | None
-    bias: Tensor | None
-    k: Tensor | None
+# Of the input, the weight, the bias and k; None where nobody asks.
+_Gradients = tuple[Tensor | None, Tensor | None, Tensor | None, Tensor | None]
 
 
 class _Chunked(torch.autograd.Function):
@@ -231,7 +227,7 @@ def _with_gradients(
         del dz
     if d_input is not None and work.complete is not None:
         d_input = work.complete(d_input)
-    return total, _Gradients(d_input, _as(d_weight, weight), _as(d_bias, bias), d_k)
+    return total, (d_input, _as(d_weight, weight), _as(d_bias, bias), d_k)
 
 
 def _chunks(rows: int, most: int) -> list[slice]:

@@ -77,17 +77,7 @@ def lml_loss(
         from torchlml.parallel.calls import spread_lml_loss
 
         return spread_lml_loss(
-            logits,
-            target,
-            k,
-            weight=weight,
-            ignore_index=ignore_index,
-            reduction=reduction,
-            label_reduction=label_reduction,
-            mask=mask,
-            offsets=offsets,
-            bound=bound,
-            group=group,
+            logits, target, k, weight, ignore_index, reduction, label_reduction, mask, offsets, bound, group
         )
     check_reduction(reduction, label_reduction)
     check_bound(bound)

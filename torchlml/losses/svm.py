@@ -63,10 +63,10 @@ def topk_svm_loss(
     which is why the smooth loss exists.
     """
     check_reduction(reduction)
-    _check_alpha(alpha)
+    check_number(alpha, "alpha", "a number from 0 on", 0)
     k = check_whole_k(k)
-    c, labels, place = _read("topk_svm_loss", logits, target, k, weight, ignore_index, mask, offsets)
-    own, others = _apart(c, c.x.to(work_dtype(c.x.dtype)), labels, place)
+    c, labels, *apart = _read("topk_svm_loss", logits, target, k, weight, ignore_index, mask, offsets)
+    own, others = (t.to(work_dtype(t.dtype)) for t in apart)
     top = others.topk(k, dim=-1).values
     loss = (alpha + (top[:, -1:] - own) / k).relu()
     # topk counts NaN as the largest value: a NaN anywhere in the row is the first of the k, not the k-th.
@@ -92,7 +92,7 @@ class TopKSVMLoss(TopKLoss):
         ignore_index: int = -100,
         reduction: Reduction = "mean",
     ) -> None:
-        _check_alpha(alpha)
+        check_number(alpha, "alpha", "a number from 0 on", 0)
         super().__init__(
             check_whole_k(k), weight, ignore_index=ignore_index, reduction=reduction, alpha=alpha
         )
@@ -119,21 +119,11 @@ def smooth_topk_svm_loss(
         tensor(1.5886)
 
     Args:
-        logits: (..., n).
-        target: one class index per row, int64 or uint8 of shape (...).
-        k: how many guesses are allowed, from 1 to n - 1.
         tau: the temperature; towards 0 the loss becomes `topk_svm_loss`.
-        alpha: the margin.
         algorithm: "divide_and_conquer", which is fast, or "summation", one class after the other; the result
             is the same.
-        weight: one weight per class, for the rows with that label.
-        ignore_index: the class index that means "no label".
-        reduction: "mean" over the rows that have a label (0 if there are none), "sum" or "none".
-        mask: bool, broadcasts to the logits; False entries do not exist.
-        offsets: accepted by the other losses, an error here: ragged rows have no classes.
 
-    Returns:
-        The loss in the dtype of the logits (float32 under autocast), a scalar or one number per row.
+    The other arguments, and what is returned, are those of `topk_svm_loss`.
 
     The definition is `tau log sum_A exp((alpha [y not in A] + sum_{j in A} s_j / k) / tau) - tau log
     sum_{A with y} exp(sum_{j in A} s_j / (k tau))` over the sets A of k classes. Let E_i be the i-th
@@ -152,9 +142,9 @@ def smooth_topk_svm_loss(
     check_reduction(reduction)
     _check_settings(tau, alpha, algorithm)
     k = check_whole_k(k)
-    c, labels, place = _read("smooth_topk_svm_loss", logits, target, k, weight, ignore_index, mask, offsets)
+    c, labels, *apart = _read("smooth_topk_svm_loss", logits, target, k, weight, ignore_index, mask, offsets)
     # Float64 inside costs little and keeps the gradients, differences of two probabilities, exact.
-    own, others = (t.to(wide_dtype(c.x.device)) for t in _apart(c, c.x, labels, place))
+    own, others = (t.to(wide_dtype(t.device)) for t in apart)
     if k * tau != 1:
         own, others = own / (k * tau), others / (k * tau)
     ratio = log_ratio(others, k, algorithm)
@@ -196,20 +186,17 @@ def _read(
     ignore_index: int,
     mask: Tensor | None,
     offsets: Tensor | None,
-) -> tuple[Canonical, Labels, Tensor]:
-    """The rows, their labels and the place of each (R, 1); `name` is the loss, for the errors."""
+) -> tuple[Canonical, Labels, Tensor, Tensor]:
+    """The rows, their labels, the labels' logits (R, 1), and the other classes' logits, -inf at what is none.
+
+    `name` is the loss, for the errors.
+    """
     c = canonical(logits, k, -1, mask, offsets, any_k=True, name="logits", nested=True)
     labels, place = read_single_label(c, target, weight, ignore_index, name)
     check_whole_k(k, c.x.shape[-1] - 1)
-    return c, labels, place
-
-
-def _apart(c: Canonical, x: Tensor, labels: Labels, place: Tensor) -> tuple[Tensor, Tensor]:
-    """The label's logit of each row (R, 1), and the logits of the other classes, -inf at what is none."""
-    if not labels.complete:
-        x = x.masked_fill(~labels.has_label.unsqueeze(-1), 0)
+    x = c.x if labels.complete else c.x.masked_fill(~labels.has_label.unsqueeze(-1), 0)
     others = x if c.mask is None else x.masked_fill(~c.mask, -torch.inf)
-    return x.gather(-1, place), others.scatter(-1, place, -torch.inf)
+    return c, labels, x.gather(-1, place), others.scatter(-1, place, -torch.inf)
 
 
 def log_ratio(x: Tensor, k: int, algorithm: Algorithm) -> Tensor:
@@ -227,13 +214,13 @@ def log_ratio(x: Tensor, k: int, algorithm: Algorithm) -> Tensor:
     ordinary = nu.isfinite()
     z = x + torch.where(ordinary, nu, 0).unsqueeze(-1)
     success, failure = torch.sigmoid(z), torch.sigmoid(-z)
+    # P[S = 0] to P[S = most], (R, most + 1), for the number S of successes among the columns.
+    chances_of = _by_halves if algorithm == "divide_and_conquer" else _one_by_one
     if 2 * k <= n:
-        chances = _count_chances(success, failure, k, algorithm)
-        more, less = chances[:, k], chances[:, k - 1]
+        less, more = chances_of(success, failure, k)[:, k - 1 :].unbind(-1)
     else:
         # S = k and n - S = n - k are the same event, and the second needs fewer coefficients.
-        chances = _count_chances(failure, success, n - k + 1, algorithm)
-        more, less = chances[:, n - k], chances[:, n - k + 1]
+        more, less = chances_of(failure, success, n - k + 1)[:, n - k :].unbind(-1)
     more, less = (torch.where(ordinary, chance, 1) for chance in (more, less))
     return torch.where(ordinary, more.log() - less.log(), 0) - nu
 
@@ -247,11 +234,6 @@ def _log_sum_exp(x: Tensor) -> Tensor:
         z = z.clamp(max=0)  # it is above 0 only in rows that are not ordinary
     total = z.exp_().sum(-1)
     return torch.where(ordinary, total, 1).log() + largest
-
-
-def _count_chances(success: Tensor, failure: Tensor, k: int, algorithm: Algorithm) -> Tensor:
-    """P[S = 0] to P[S = k], (R, k + 1), for the number S of successes among the columns."""
-    return (_by_halves if algorithm == "divide_and_conquer" else _one_by_one)(success, failure, k)
 
 
 def _by_halves(success: Tensor, failure: Tensor, k: int) -> Tensor:
@@ -304,13 +286,6 @@ def _check_settings(tau: float, alpha: float, algorithm: str) -> None:
         raise ValueError(
             f"`tau` must be a positive number, but it is {tau}; for its limit 0 use `topk_svm_loss`."
         )
-    _check_alpha(alpha)
+    check_number(alpha, "alpha", "a number from 0 on", 0)
     if algorithm not in ("divide_and_conquer", "summation"):
         raise ValueError(f'`algorithm` must be "divide_and_conquer" or "summation", but it is {algorithm!r}.')
-
-
-def _check_alpha(alpha: float) -> None:
-    """A margin from 0 on, or an error."""
-    check_number(alpha, "alpha", "a number from 0 on")
-    if not 0 <= alpha < float("inf"):
-        raise ValueError(f"`alpha` must be a number from 0 on, but it is {alpha}.")

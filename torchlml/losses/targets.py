@@ -1,18 +1,8 @@
 """What the target of every loss and metric means: labels of rows, whatever form they came in.
 
-Logits are (..., n), one row per leading index, or with `offsets` a flat vector whose row i is
-`values[offsets[i]:offsets[i + 1]]`. A target is one of
-
-- int64 or uint8 of shape (...): one class index per row, `ignore_index` for none;
-- int64 of shape (..., L), L != n: the observed labels of each row, padded with `ignore_index`;
-- bool or floating of the logits' shape: multi-hot, a float being the weight of its label;
-- with `offsets`: a flat multi-hot, or int64 positions into the flat values, not as many as there are values;
-- for nested logits: the same, nested; where the labels are ragged, numbers of labels within their rows are
-  given as (B,), as padded (B, L) or as a nested tensor of lists.
-
-Integers in the logits' own shape are refused: they are a multi-hot far more often than a list that happens
-to be n wide, and the numbers, which could tell, cannot be looked at on a GPU or while compiling. One more
-column of `ignore_index` makes a list of it.
+The forms are those that `lml_loss` takes. Integers in the logits' own shape are refused: they are a multi-hot
+far more often than a list that happens to be n wide, and the numbers, which could tell, cannot be looked at
+on a GPU or while compiling. One more column of `ignore_index` makes a list of it.
 """
 
 from __future__ import annotations

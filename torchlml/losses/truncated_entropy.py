@@ -31,19 +31,9 @@ def truncated_entropy_loss(
         tensor(0.4076)
 
     Args:
-        logits: (..., n), or flat values with `offsets`, or a nested tensor of the layout `torch.jagged`.
-        target: class indices (...), padded lists of class indices (..., L), or a bool or floating multi-hot,
-            as for `lml_loss`.
         k: how many guesses are allowed, from 1 to n.
-        weight: one weight per class, for the labels of that class.
-        ignore_index: the class index that means "no label".
-        reduction: "mean" over the rows that have a label (0 if there are none), "sum" or "none".
-        label_reduction: the loss of a row is the "sum" over its labels, or their "mean", as for `lml_loss`.
-        mask: bool, broadcasts to the logits; False entries do not exist.
-        offsets: int64 row boundaries of a ragged batch, as in `torchlml.lml`.
 
-    Returns:
-        The loss in the dtype of the logits (float32 under autocast), a scalar or one number per row.
+    The other arguments, and what is returned, are those of `lml_loss`.
 
     For observed labels Y the loss of a row is `sum_{i in Y} log(1 + sum_{j in J} exp(f_j - f_i))`, where J
     holds the n - k smallest logits outside Y, or all of them when there are fewer. A row of at most k entries

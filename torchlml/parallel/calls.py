@@ -9,9 +9,9 @@ from torch import Tensor
 
 from torchlml._core.arguments import Bound, Canonical, canonical, check_bound
 from torchlml._core.rows import work_dtype
-from torchlml.losses.base import Reduction, check_reduction
+from torchlml.losses.base import Reduction, check_reduction, row_divisor
 from torchlml.losses.linear_chunks import not_compiled
-from torchlml.losses.lml import lml_loss
+from torchlml.losses.lml import reduced_loss
 from torchlml.losses.targets import LabelReduction, read_labels
 from torchlml.parallel import dtensors, labels, projection
 from torchlml.parallel import loss as sharded_loss
@@ -75,7 +75,6 @@ def spread_lml_loss(
     logits: Tensor,
     target: Tensor,
     k: float | Tensor,
-    *,
     weight: Tensor | None,
     ignore_index: int,
     reduction: Reduction,
@@ -85,7 +84,7 @@ def spread_lml_loss(
     bound: Bound,
     group: Group | None,
 ) -> Tensor:
-    """`lml_loss`."""
+    """`lml_loss`, its arguments in the same order."""
     _refuse(offsets)
     if dtensors.is_dtensor(logits):
         check_reduction(reduction, label_reduction)
@@ -124,20 +123,12 @@ def _row_losses(
     Without a group, this process has all labels.
     """
     if group is None:
+        check_bound(bound)
         c = canonical(logits, k, -1, mask, None, any_k=bound == "at_most", name="logits")
-        number = read_labels(c, target, weight, ignore_index).per_row.reshape(c.row_shape)
-        losses = lml_loss(
-            logits.to(work_dtype(logits.dtype)),
-            target,
-            k,
-            weight=weight,
-            ignore_index=ignore_index,
-            reduction="none",
-            label_reduction=label_reduction,
-            mask=mask,
-            bound=bound,
-        )
-        return losses, number
+        c = c._replace(x=c.x.to(work_dtype(c.x.dtype)))
+        found = read_labels(c, target, weight, ignore_index)
+        losses = reduced_loss(c, found, row_divisor(found, label_reduction), "none", bound)
+        return losses, found.per_row.reshape(c.row_shape)
     members = label_group(group)
 
     def read() -> tuple[Canonical, dict[str, Any]]:

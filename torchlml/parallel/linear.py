@@ -20,19 +20,18 @@ from torchlml.parallel.group import Group, LabelGroup, label_group
 def spread_linear_lml_loss(
     input: Tensor,
     linear_weight: Tensor,
-    linear_bias: Tensor | None,
     target: Tensor,
     k: float | Tensor,
+    linear_bias: Tensor | None,
     weight: Tensor | None,
-    group: Group | None,
-    *,
     ignore_index: int,
     reduction: Reduction,
     label_reduction: LabelReduction,
     bound: Bound,
     memory: int,
+    group: Group | None,
 ) -> Tensor:
-    """`linear_lml_loss` with a `group`, or with a weight that is a DTensor."""
+    """`linear_lml_loss` with a `group`, or a weight that is a DTensor; its arguments in the same order."""
     if dtensors.is_dtensor(linear_weight):
         dtensors.refuse_group(group)
         group = dtensors.label_rows(linear_weight).group
