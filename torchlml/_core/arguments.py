@@ -188,13 +188,7 @@ def _check_mask(mask: Tensor, x: Tensor, name: str) -> Tensor:
         came = mask.dtype if isinstance(mask, Tensor) else f"a {type(mask).__name__}"
         raise TypeError(f"`mask` must be a bool tensor (True: may be chosen), but it is {came}.")
     check_tensor(mask, "mask", x, f"`{name}`")
-    try:
-        return mask.expand(x.shape)
-    except RuntimeError:
-        raise ValueError(
-            f"`mask` must broadcast to the shape of `{name}`, {tuple(x.shape)}, "
-            f"but its shape is {tuple(mask.shape)}."
-        ) from None
+    return expand(mask, "mask", x.shape, f"broadcast to the shape of `{name}`")
 
 
 def _check_offsets(offsets: Tensor, x: Tensor, name: str) -> Tensor:
@@ -241,11 +235,7 @@ def check_k(k: Any, rows: torch.Size, most: int | None, device: torch.device, na
         return make(k, wide_dtype(device))
     if k.is_nested:
         raise TypeError(f"`k` must be a dense tensor beside this `{name}`, but it is nested.")
-    if k.dtype == torch.bool or k.dtype.is_complex:
-        raise TypeError(f"`k` must hold real numbers, but its dtype is {k.dtype}.")
-    # A number on the CPU goes along with tensors of every device.
-    if k.device != device and (k.dim() > 0 or k.device.type != "cpu"):
-        raise ValueError(f"`k` must be on the device of `{name}`, {device}, but it is on {k.device}.")
+    check_real(k, "k", device, name)
     if readable(k) and k.numel() > 0:
         smallest, largest = k.detach().aminmax()
         _check_range(smallest.item(), largest.item(), most)
@@ -254,13 +244,24 @@ def check_k(k: Any, rows: torch.Size, most: int | None, device: torch.device, na
         return k
     if k.dim() == len(rows) + 1 and k.shape[-1] == 1:
         k = k.squeeze(-1)
+    return expand(k, "k", rows, "be a number or broadcast to one number per row").reshape(-1).contiguous()
+
+
+def expand(t: Tensor, name: str, shape: torch.Size, accepted: str) -> Tensor:
+    """A tensor broadcast to a shape, or an error that says what it must do."""
     try:
-        return k.expand(rows).reshape(-1).contiguous()
+        return t.expand(shape)
     except RuntimeError:
-        raise ValueError(
-            f"`k` must be a number or broadcast to one number per row, {tuple(rows)}, "
-            f"but its shape is {tuple(k.shape)}."
-        ) from None
+        came = f"but its shape is {tuple(t.shape)}"
+        raise ValueError(f"`{name}` must {accepted}, {tuple(shape)}, {came}.") from None
+
+
+def check_real(t: Tensor, name: str, device: torch.device, owner: str = "x") -> None:
+    """Real numbers on a device; or an error. A number on the CPU goes along with tensors of every device."""
+    if t.dtype == torch.bool or t.dtype.is_complex:
+        raise TypeError(f"`{name}` must hold real numbers, but its dtype is {t.dtype}.")
+    if t.device != device and (t.dim() > 0 or t.device.type != "cpu"):
+        raise ValueError(f"`{name}` must be on the device of `{owner}`, {device}, but it is on {t.device}.")
 
 
 def _check_range(smallest: Any, largest: Any, most: int | None) -> None:

@@ -89,22 +89,18 @@ def _as_more_rows(operator: Operator, info: Any, in_dims: Any, *arguments: Any) 
         return value.expand(batch, *value.shape) if dim is None else value.movedim(dim, 0)
 
     x = batched(x, in_dims[0])
-    beside = None if beside is None else batched(beside, in_dims[2])
-    if offsets is None:
-        rows = x.shape[1]
-        x, beside = x.flatten(0, 1), None if beside is None else beside.flatten(0, 1)
-    elif in_dims[3] is not None:
+    rows, size = x.shape[1], x.shape[1]  # of dense rows
+    x = x.flatten(0, 1).contiguous()
+    beside = None if beside is None else batched(beside, in_dims[2]).flatten(0, 1).contiguous()
+    if in_dims[3] is not None:
         raise ValueError("`offsets` cannot be mapped over by vmap, only `values`, `k` and `mask` can.")
-    else:
-        rows, size = offsets.shape[0] - 1, x.shape[1]
+    if offsets is not None:
+        rows = offsets.shape[0] - 1
         starts = torch.arange(batch, device=x.device)[:, None] * size + offsets[:-1]
         offsets = torch.cat([starts.flatten(), starts.new_full((1,), batch * size)])
-        x, beside = x.flatten(), None if beside is None else beside.flatten()
-    if k.dim() > (in_dims[1] is not None) or in_dims[1] is not None:
-        k = batched(k, in_dims[1])
-        k = k.reshape(batch, -1).expand(batch, rows).flatten().contiguous()
-    nu = operator(x.contiguous(), k, None if beside is None else beside.contiguous(), offsets, *settings)
-    return nu.unflatten(1, (batch, rows)), 1
+    if k.dim() > 0:
+        k = batched(k, in_dims[1]).reshape(batch, -1).expand(batch, rows).flatten().contiguous()
+    return operator(x, k, beside, offsets, *settings).unflatten(1, (batch, rows)), 1
 
 
 def _gradients(grad: Tensor, x: Tensor, y: Tensor, nu: Tensor, *rows: Tensor | None) -> tuple[Tensor, Tensor]:
@@ -113,14 +109,14 @@ def _gradients(grad: Tensor, x: Tensor, y: Tensor, nu: Tensor, *rows: Tensor | N
 
 # What most operators take and give.
 ROWS = "Tensor? mask, Tensor? offsets"
-_FORWARD = f"(Tensor x, Tensor k, {ROWS})"
+_FORWARD = f"(Tensor x, Tensor k, {ROWS}) -> (Tensor, Tensor)"
 _BACKWARD = f"(Tensor grad, Tensor x, Tensor y, Tensor nu, {ROWS}) -> (Tensor, Tensor)"
 _LABELS = "Tensor labels, Tensor? starts, Tensor? weight"
 
 native.load()
 
 solve = operator(
-    f"solve{_FORWARD} -> Tensor",
+    f"solve(Tensor x, Tensor k, {ROWS}) -> Tensor",
     quick.solve,
     lambda x, k, mask, offsets: empty_nu(x, offsets),
     exported=exported.solve,
@@ -134,19 +130,9 @@ solve_bracketing = operator(
     lambda x, k, mask, offsets, *settings: empty_nu(x, offsets),
     vmap=True,
 )
-forward = operator(
-    f"forward{_FORWARD} -> (Tensor, Tensor)",
-    quick.forward,
-    empty_values,
-    exported=exported.forward,
-    triton=True,
-)
+forward = operator(f"forward{_FORWARD}", quick.forward, empty_values, exported=exported.forward, triton=True)
 log_forward = operator(
-    f"log_forward{_FORWARD} -> (Tensor, Tensor)",
-    quick.log_forward,
-    empty_values,
-    exported=exported.log_forward,
-    triton=True,
+    f"log_forward{_FORWARD}", quick.log_forward, empty_values, exported=exported.log_forward, triton=True
 )
 backward = operator(f"backward{_BACKWARD}", quick.backward, _gradients, triton=True)
 log_backward = operator(f"log_backward{_BACKWARD}", quick.log_backward, _gradients, triton=True)

@@ -21,6 +21,13 @@ def wide_dtype(device: torch.device) -> torch.dtype:
     return torch.float32 if device.type == "mps" else torch.float64
 
 
+def sum_rows(t: Tensor, dtype: torch.dtype | None = None) -> Tensor:
+    """The sum of each row of a matrix, the same bits for every number of threads."""
+    # torch splits the sum of a single row over its threads, and the order of adding with it; of two rows it
+    # does not.
+    return t.expand(2, -1).sum(-1, dtype=dtype)[:1] if t.shape[0] == 1 else t.sum(-1, dtype=dtype)
+
+
 def rows_of(x: Tensor, offsets: Tensor | None, *, differentiable: bool = False) -> Rows:
     """The rows that `x` holds: those of a matrix, or those the `offsets` cut from a vector.
 
@@ -54,11 +61,7 @@ class DenseRows:
 
     def sum(self, t: Tensor) -> Tensor:
         """The sum over each row; of a bool, how many are True."""
-        if self.count == 1:
-            # torch splits the sum of a single row over its threads, and the order of adding with it; of two
-            # rows it does not. A second, equal row keeps the bits for every number of threads.
-            return t.expand(2, -1).sum(-1, dtype=self._sum_dtype)[:1]
-        return t.sum(-1, dtype=self._sum_dtype)
+        return sum_rows(t, self._sum_dtype)
 
     def max(self, t: Tensor) -> Tensor:
         """The largest entry of each row, -inf for an empty one."""
@@ -134,10 +137,7 @@ class PackedRows:
         return by_value[self.index[by_value].argsort(stable=True)]
 
     def largest(self, x: Tensor, rank: int | Tensor) -> Tensor:
-        """The `rank`-th largest entry of each row, past its end the last, and -inf for an empty row.
-
-        `rank` is one for all or one per row.
-        """
+        """As for dense rows."""
         if x.shape[0] == 0:
             return x.new_full((self.count,), -torch.inf)
         rank = rank.clamp(min=1) if isinstance(rank, Tensor) else max(rank, 1)
@@ -146,10 +146,7 @@ class PackedRows:
         return torch.where(self.offsets.diff() > 0, found, -torch.inf)
 
     def top(self, x: Tensor, count: int, beside: Tensor) -> tuple[Tensor, Tensor]:
-        """The `count` largest entries of each row in falling order, and the entries of `beside` there.
-
-        Both are (R, count); past the end of a row they are -inf and 0.
-        """
+        """As for dense rows."""
         if x.shape[0] == 0:
             return x.new_full((self.count, count), -torch.inf), beside.new_zeros((self.count, count))
         place = self.offsets[:-1, None] + torch.arange(count, device=x.device)

@@ -15,7 +15,6 @@ from torchlml._kernels import reference
 from torchlml._kernels.reference import Pair
 from torchlml.solvers import newton as steps
 from torchlml.solvers.newton import State
-from torchlml.solvers.residual import shifted
 
 
 class ExportedRows(DenseRows):
@@ -38,20 +37,12 @@ def solve(x: Tensor, k: Tensor, mask: Tensor | None, offsets: Tensor | None) -> 
 
 def forward(x: Tensor, k: Tensor, mask: Tensor | None, offsets: Tensor | None) -> Pair:
     """(y, nu)."""
-    values, rows = _prepare(x, mask, offsets)
-    nu = reference.solve_rows(values, k, rows, _newton)
-    y = reference.sigmoid(shifted(values, nu, rows))
-    share = reference.infinite_share(values, k, nu, rows)
-    return reference.fill(y, values, nu, rows, absent=0.0, infinite=share).to(x.dtype), nu
+    return reference.project(x, k, *_prepare(x, mask, offsets), _newton)
 
 
 def log_forward(x: Tensor, k: Tensor, mask: Tensor | None, offsets: Tensor | None) -> Pair:
     """(log y, nu)."""
-    values, rows = _prepare(x, mask, offsets)
-    nu = reference.solve_rows(values, k, rows, _newton)
-    log_y = _logsigmoid(shifted(values, nu, rows))
-    share = reference.infinite_share(values, k, nu, rows).log()
-    return reference.fill(log_y, values, nu, rows, absent=-torch.inf, infinite=share).to(x.dtype), nu
+    return reference.project(x, k, *_prepare(x, mask, offsets), _newton, _logsigmoid)
 
 
 def _logsigmoid(z: Tensor) -> Tensor:

@@ -11,13 +11,14 @@ nothing may be waited for, so the careful operators do it all.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 from torch.nn.functional import logsigmoid
 
-from torchlml._core.rows import DenseRows, Rows, row_index, work_dtype
+from torchlml._core.rows import DenseRows, Rows, row_index, sum_rows, work_dtype
 from torchlml._kernels import reference
 from torchlml._kernels.cpu import native
 from torchlml._kernels.reference import Pair
@@ -27,7 +28,7 @@ from torchlml.solvers.quick import Quick, can_look, quick
 _SHORTEST = 16
 # Below this sum of w the shares w / sum w have lost digits to underflow.
 _LEAST_SLOPE = {torch.float32: 1e-20, torch.float64: 1e-200}
-_Dense = Callable[..., tuple[Tensor, Tensor, Tensor]]
+_sum = partial(sum_rows, dtype=torch.float64)
 
 
 def solve(x: Tensor, k: Tensor, mask: Tensor | None, offsets: Tensor | None) -> Tensor:
@@ -37,26 +38,23 @@ def solve(x: Tensor, k: Tensor, mask: Tensor | None, offsets: Tensor | None) -> 
 
 def forward(x: Tensor, k: Tensor, mask: Tensor | None, offsets: Tensor | None) -> Pair:
     """(y, nu)."""
-    return _project(x, k, mask, offsets, _y, reference.forward)
+    return _project(x, k, mask, offsets, lambda values, found, nu: found.y(), reference.forward)
 
 
 def log_forward(x: Tensor, k: Tensor, mask: Tensor | None, offsets: Tensor | None) -> Pair:
     """(log y, nu)."""
-    return _project(x, k, mask, offsets, _log_y, reference.log_forward)
+    careful = reference.log_forward
+    return _project(x, k, mask, offsets, lambda values, found, nu: logsigmoid(_shifted(values, nu)), careful)
 
 
-def backward(
-    grad: Tensor, x: Tensor, y: Tensor, nu: Tensor, mask: Tensor | None, offsets: Tensor | None
-) -> Pair:
+def backward(grad: Tensor, x: Tensor, y: Tensor, nu: Tensor, *rows: Tensor | None) -> Pair:
     """(dx, dk) of `forward`."""
-    return _differentiate(grad, x, y, nu, mask, offsets, _gradient, reference.backward)
+    return _differentiate(_gradient, reference.backward, grad, x, y, nu, *rows)
 
 
-def log_backward(
-    grad: Tensor, x: Tensor, log_y: Tensor, nu: Tensor, mask: Tensor | None, offsets: Tensor | None
-) -> Pair:
+def log_backward(grad: Tensor, x: Tensor, log_y: Tensor, nu: Tensor, *rows: Tensor | None) -> Pair:
     """(dx, dk) of `log_forward`."""
-    return _differentiate(grad, x, log_y, nu, mask, offsets, _log_gradient, reference.log_backward)
+    return _differentiate(_log_gradient, reference.log_backward, grad, x, log_y, nu, *rows)
 
 
 def shares_of_slope(x: Tensor, nu: Tensor, live: Tensor, rows: Rows) -> Pair:
@@ -73,14 +71,6 @@ def shares_of_slope(x: Tensor, nu: Tensor, live: Tensor, rows: Rows) -> Pair:
         some = x[left]
         w[left], total[left] = reference.shares_of_slope(some, nu[:, left], live[left], DenseRows(some))
     return w, total
-
-
-def _y(values: Tensor, found: Quick, nu: Tensor) -> Tensor:
-    return found.y()
-
-
-def _log_y(values: Tensor, found: Quick, nu: Tensor) -> Tensor:
-    return logsigmoid(_shifted(values, nu))
 
 
 def _project(
@@ -124,14 +114,14 @@ def _project(
 
 
 def _differentiate(
+    gradient: Callable[..., tuple[Tensor, Tensor, Tensor]],
+    careful: Callable[..., Pair],
     grad: Tensor,
     x: Tensor,
     y: Tensor,
     nu: Tensor,
     mask: Tensor | None,
     offsets: Tensor | None,
-    gradient: _Dense,
-    careful: Callable[..., Pair],
 ) -> Pair:
     """(dx, dk) of every row."""
     # Padding packed rows costs more than their careful gradient, and a device would have to be waited for.
@@ -177,11 +167,6 @@ def _log_gradient(g: Tensor, x: Tensor, nu: Tensor) -> tuple[Tensor, Tensor, Ten
 def _shifted(x: Tensor, nu: Tensor) -> Tensor:
     """z = (x + hi) + lo of dense rows, as a tensor of its own."""
     return torch.add(x, nu[0].unsqueeze(-1)).add_(nu[1].unsqueeze(-1))
-
-
-def _sum(t: Tensor) -> Tensor:
-    """The sum of each row in float64, the same for every number of threads: a lone row's would be split."""
-    return (t.expand(2, -1) if t.shape[0] == 1 else t).sum(-1, dtype=torch.float64)[: t.shape[0]]
 
 
 def _values(x: Tensor, mask: Tensor | None) -> Tensor:

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -23,6 +24,7 @@ from torchlml.solvers.newton import newton
 from torchlml.solvers.residual import shifted
 
 Pair = tuple[Tensor, Tensor]
+_Function = Callable[..., Tensor]
 
 
 def solve(x: Tensor, k: Tensor, mask: Tensor | None, offsets: Tensor | None) -> Tensor:
@@ -32,36 +34,21 @@ def solve(x: Tensor, k: Tensor, mask: Tensor | None, offsets: Tensor | None) -> 
 
 
 def solve_bracketing(
-    x: Tensor,
-    k: Tensor,
-    mask: Tensor | None,
-    offsets: Tensor | None,
-    samples: int | None,
-    tolerance: float | None,
-    max_iterations: int,
+    x: Tensor, k: Tensor, mask: Tensor | None, offsets: Tensor | None, *settings: Any
 ) -> Tensor:
-    """nu of every row, by the paper's Algorithm 1."""
+    """nu of every row, by the paper's Algorithm 1; the settings are those of `Bracketing`."""
     x, rows = prepare(x, mask, offsets)
-    settings = Bracketing(samples, tolerance, max_iterations)
-    return solve_rows(x, k, rows, partial(bracketing, settings=settings))
+    return solve_rows(x, k, rows, partial(bracketing, settings=Bracketing(*settings)))
 
 
 def forward(x: Tensor, k: Tensor, mask: Tensor | None, offsets: Tensor | None) -> Pair:
     """(y, nu)."""
-    values, rows = prepare(x, mask, offsets)
-    nu = solve_rows(values, k, rows, newton)
-    y = sigmoid(shifted(values, nu, rows))
-    share = infinite_share(values, k, nu, rows)
-    return fill(y, values, nu, rows, absent=0.0, infinite=share).to(x.dtype), nu
+    return project(x, k, *prepare(x, mask, offsets), newton)
 
 
 def log_forward(x: Tensor, k: Tensor, mask: Tensor | None, offsets: Tensor | None) -> Pair:
     """(log y, nu), without ever forming y."""
-    values, rows = prepare(x, mask, offsets)
-    nu = solve_rows(values, k, rows, newton)
-    log_y = logsigmoid(shifted(values, nu, rows))
-    share = infinite_share(values, k, nu, rows).log()
-    return fill(log_y, values, nu, rows, absent=-torch.inf, infinite=share).to(x.dtype), nu
+    return project(x, k, *prepare(x, mask, offsets), newton, logsigmoid)
 
 
 def backward(
@@ -124,7 +111,7 @@ def sigmoid(z: Tensor) -> Tensor:
     return torch.where(z > 0, 1, e) / (1 + e)
 
 
-def solve_rows(x: Tensor, k: Tensor, rows: Rows, solver: Callable[..., Tensor]) -> Tensor:
+def solve_rows(x: Tensor, k: Tensor, rows: Rows, solver: _Function) -> Tensor:
     """nu of prepared rows: what the solver finds, and infinite or NaN where there is nothing to find."""
     m = rows.sum(x != -torch.inf)
     p = rows.sum(x == torch.inf)
@@ -136,6 +123,17 @@ def solve_rows(x: Tensor, k: Tensor, rows: Rows, solver: Callable[..., Tensor]) 
     if x.numel() == 0:
         return nu
     return torch.where(ordinary, solver(x, k, m, ordinary, rows), nu)
+
+
+def project(
+    x: Tensor, k: Tensor, values: Tensor, rows: Rows, solver: _Function, log_sigmoid: _Function | None = None
+) -> Pair:
+    """(y, nu) of prepared values; with a `log_sigmoid`, (log y, nu)."""
+    nu = solve_rows(values, k, rows, solver)
+    z, absent, share = shifted(values, nu, rows), 0.0, infinite_share(values, k, nu, rows)
+    if log_sigmoid is not None:
+        absent, share = -torch.inf, share.log()
+    return fill((log_sigmoid or sigmoid)(z), values, nu, rows, absent, share).to(x.dtype), nu
 
 
 def infinite_share(x: Tensor, k: Tensor, nu: Tensor, rows: Rows) -> Tensor:

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from torchlml._core import operators
-from torchlml._core.arguments import NUMBERS, Canonical, canonical, readable
+from torchlml._core.arguments import Canonical, canonical, check_number, check_real, expand, readable
 from torchlml._core.operators import ROWS, empty_nu, operator
 from torchlml._core.paths import Rule
 from torchlml._core.rows import DenseRows, Rows, rows_of, wide_dtype
@@ -78,55 +78,35 @@ class ConstrainedProjection:
         y, nu = self.forward(*arguments)
         return y, (nu,)
 
-    def _backward(
-        self,
-        grad: Tensor,
-        x: Tensor,
-        k: Tensor,
-        upper: Tensor,
-        mask: Tensor | None,
-        offsets: Tensor | None,
-        nu: Tensor,
-    ) -> tuple[Tensor | None, ...]:
-        for_upper = upper.requires_grad
-        dx, dk, d_upper = self.backward(grad, x, k, upper, nu, mask, offsets, for_upper)
-        if not for_upper:
+    def _backward(self, grad: Tensor, x: Tensor, k: Tensor, upper: Tensor, *rest: Any) -> Any:
+        *rows, nu = rest
+        dx, dk, d_upper = self.backward(grad, x, k, upper, nu, *rows, upper.requires_grad)
+        if not upper.requires_grad:
             return dx, dk, None
         return dx, dk, d_upper.sum() if upper.dim() == 0 else d_upper
 
-    def _differentiable(
-        self, x: Tensor, k: Tensor, upper: Tensor, mask: Tensor | None, offsets: Tensor | None
-    ) -> Tensor:
+    def _differentiable(self, *arguments: Any) -> Tensor:
         """y in ordinary operations, for every transform."""
-        return self._values(CappedRows(Canonical(x, k, mask, offsets, None), upper, self.dual))
+        return self._values(CappedRows(self.dual, *arguments))
 
-    def reference_forward(
-        self, x: Tensor, k: Tensor, upper: Tensor, mask: Tensor | None, offsets: Tensor | None
-    ) -> tuple[Tensor, Tensor]:
+    def reference_forward(self, *arguments: Any) -> tuple[Tensor, Tensor]:
         """(y, nu); nu is -inf for a row of zeros, +inf for a saturated one, NaN without an answer."""
-        r = CappedRows(Canonical(x, k, mask, offsets, None), upper, self._solve)
+        r = CappedRows(self._solve, *arguments)
         limit = torch.where(r.nothing, -torch.inf, torch.inf)
         limit = torch.where(r.undefined, torch.nan, limit).to(r.nu.dtype)
         nu = torch.where(r.ordinary, r.nu, torch.stack([limit, torch.zeros_like(limit)]))
         return self._values(r), nu
 
     def reference_backward(
-        self,
-        grad: Tensor,
-        x: Tensor,
-        k: Tensor,
-        upper: Tensor,
-        nu: Tensor,
-        mask: Tensor | None,
-        offsets: Tensor | None,
-        for_upper: bool,
+        self, grad: Tensor, x: Tensor, k: Tensor, upper: Tensor, nu: Tensor, *rest: Any
     ) -> tuple[Tensor, Tensor, Tensor]:
         """(dx, dk, d_upper), the last summed over a row where all entries have one cap.
 
         dy = weight (dx + dnu) + saturated dupper, with dnu such that the sum moves with k.
         """
+        mask, offsets, for_upper = rest
         found = torch.where(nu[0].isfinite(), nu, 0)
-        r = CappedRows(Canonical(x, k, mask, offsets, None), upper, lambda *_: found)
+        r = CappedRows(lambda *_: found, x, k, upper, mask, offsets)
         rows, ordinary = r.rows, r.rows.spread(r.ordinary)
         weight, saturated = self._moves(r)
         weight = torch.where(ordinary & (weight > 0), weight, 0)
@@ -184,17 +164,24 @@ class CappedRows:
     they were tied, and the finite entries are absent.
     """
 
-    def __init__(self, c: Canonical, upper: Tensor, solve: _Solver) -> None:
-        self.rows = rows_of(c.x, c.offsets, differentiable=True)
-        rows, wide = self.rows, wide_dtype(c.x.device)
-        self.dtype = c.x.dtype
-        upper = upper.expand(c.x.shape)
-        x = c.x.to(wide)
-        x = x if c.mask is None else torch.where(c.mask, x, -torch.inf)
-        self.k = c.k.expand(rows.count)
+    def __init__(
+        self,
+        solve: _Solver,
+        x: Tensor,
+        k: Tensor,
+        upper: Tensor,
+        mask: Tensor | None,
+        offsets: Tensor | None,
+    ) -> None:
+        self.rows = rows_of(x, offsets, differentiable=True)
+        rows, wide = self.rows, wide_dtype(x.device)
+        self.dtype = x.dtype
+        upper = upper.expand(x.shape)
+        x = x.to(wide)
+        x = x if mask is None else torch.where(mask, x, -torch.inf)
+        self.k = k.expand(rows.count)
         self.absent, self.infinite = x == -torch.inf, x == torch.inf
-        undefined = rows.sum((x.isnan() | upper.isnan()) & ~self.absent) > 0
-        undefined = undefined | self.k.isnan()
+        undefined = (rows.sum((x.isnan() | upper.isnan()) & ~self.absent) > 0) | self.k.isnan()
         self.undefined = undefined
         # A factor that makes the value and the gradient of an undefined row NaN.
         self.spoil = torch.where(undefined, torch.nan, 1.0).to(wide)
@@ -210,17 +197,13 @@ class CappedRows:
         # Infinite numbers stay out of the graph: their derivatives would be 0 times infinity.
         self.moving = self.finite & ~shared & rows.spread(self.ordinary | undefined)
         base = torch.where(self.moving, x, 0)
-        self.nu = self._solve(solve, base, c.offsets)
-        self.z = shifted(base * rows.spread(self.spoil), self.nu, rows)
-
-    def _solve(self, solve: _Solver, base: Tensor, offsets: Tensor | None) -> Tensor:
-        """nu as a constant; rows that need no search are replaced by some that are found at once."""
-        ordinary = self.rows.spread(self.ordinary)
+        # nu is a constant; rows that need no search are replaced by some that are found at once.
+        ordinary = rows.spread(self.ordinary)
         x = torch.where(self.infinite, torch.inf, torch.where(self.absent, -torch.inf, base))
-        x = torch.where(ordinary, x, 0)
-        upper = torch.where(ordinary, self.upper, 1)
+        x, upper = torch.where(ordinary, x, 0), torch.where(ordinary, self.upper, 1)
         k = torch.where(self.ordinary, self.k, 0.5)
-        return solve(x.detach(), k.detach(), upper.detach(), offsets)
+        self.nu = solve(x.detach(), k.detach(), upper.detach(), offsets)
+        self.z = shifted(base * rows.spread(self.spoil), self.nu, rows)
 
     def finish(self, y: Tensor) -> Tensor:
         """Put the limits where the formula has none, keep y between 0 and the caps, and round."""
@@ -242,26 +225,15 @@ def read(
     """Check the arguments of a constrained projection and make them rows; `upper` 0-d or with x's shape."""
     c = canonical(x, k, dim, mask, offsets, any_k=True)
     if isinstance(upper, Tensor):
-        if upper.dtype == torch.bool or upper.dtype.is_complex:
-            raise TypeError(f"`upper` must hold real numbers, but its dtype is {upper.dtype}.")
-        if upper.device != x.device and (upper.dim() > 0 or upper.device.type != "cpu"):
-            raise ValueError(
-                f"`upper` must be on the device of `x`, {x.device}, but it is on {upper.device}."
-            )
-    elif isinstance(upper, bool) or not isinstance(upper, NUMBERS):
-        raise TypeError(f"`upper` must be a number or a tensor, but it is {upper!r}.")
-    elif isinstance(upper, int) and abs(upper) > sys.float_info.max:
-        raise ValueError("`upper` must be a number or a tensor, but it is an int beyond all of float64.")
+        check_real(upper, "upper", x.device)
+    else:
+        check_number(upper, "upper", "a number or a tensor")
+        if isinstance(upper, int) and abs(upper) > sys.float_info.max:
+            raise ValueError("`upper` must be a number or a tensor, but it is an int beyond all of float64.")
     wide = wide_dtype(x.device)
     caps = torch.as_tensor(upper, device=x.device).to(wide)
     if caps.dim() > 0:
-        try:
-            caps = caps.expand(x.shape)
-        except RuntimeError:
-            raise ValueError(
-                f"`upper` must be a number or broadcast to the shape of `x`, {tuple(x.shape)}, "
-                f"but its shape is {tuple(caps.shape)}."
-            ) from None
+        caps = expand(caps, "upper", x.shape, "be a number or broadcast to the shape of `x`")
         caps = caps.movedim(dim, -1).reshape(c.x.shape).contiguous()
     if caps.numel() > 0 and readable(caps):
         smallest = caps.detach().amin().item()

@@ -55,10 +55,7 @@ def sample_subset(
                 [0., 1., 0., 1.]])
 
     Args:
-        x: logits, of any shape.
-        k: how many, a whole number or a tensor of whole numbers that broadcasts to `x` without `dim`.
-        dim: the dimension to choose in.
-        mask: bool, True where an entry may be drawn; broadcasts to `x`.
+        x, k, dim, mask: as for `topk_mask`.
         generator: the source of randomness, on the device of `x`; by default torch's own.
         straight_through: give the result the derivatives of lml(x, k); otherwise it is a constant.
 

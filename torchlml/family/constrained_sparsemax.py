@@ -39,8 +39,7 @@ def constrained_sparsemax(
     share what changes: dy/dx is the identity minus the mean on them, and 0 elsewhere. Where there are none of
     them the gradient is 0, for k too.
 
-    Entries of -inf are 0; entries of +inf are at their caps, or share k like ties where it does not
-    suffice; for k = 0 the row is 0, without a gradient; a NaN makes its row NaN.
+    Infinite entries, a NaN and k = 0 are treated as there.
     """
     c, caps = read(x, k, upper, dim, mask, offsets)
     return c.restore(_project(c, caps), dim)

@@ -42,10 +42,8 @@ def lml_value(
     return c.restore_rows(_value(c.x, c.k, c.mask, c.offsets))
 
 
-def _forward(*arguments: Tensor | None) -> tuple[Tensor, tuple[Tensor, ...]]:
-    value, nu = _operator(*arguments)
-    x, *_ = arguments
-    assert x is not None
+def _forward(x: Tensor, *rest: Tensor | None) -> tuple[Tensor, tuple[Tensor, ...]]:
+    value, nu = _operator(x, *rest)
     return value.to(x.dtype), (nu,)
 
 

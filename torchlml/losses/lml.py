@@ -9,13 +9,7 @@ from torch import Tensor
 
 from torchlml._core import bounds, operators
 from torchlml._core.arguments import Bound, Canonical, canonical, check_bound
-from torchlml._core.paths import (
-    differentiate_again,
-    gradient_of_k,
-    is_plain,
-    needs_no_graph,
-    wants_graph,
-)
+from torchlml._core.paths import Rule
 from torchlml._core.rows import rows_of, work_dtype
 from torchlml.losses.base import Reduction, TopKLoss, check_reduction, reduce, row_divisor
 from torchlml.losses.targets import LabelReduction, Labels, read_labels
@@ -103,10 +97,14 @@ def reduced_loss(
         reduction: "mean", "sum" or "none".
         overwrite: the logits are not needed any more: a backward pass may put their gradient in their place.
     """
-    weighted = labels.weight is not None and labels.weight.requires_grad
-    if bound == "exactly" and is_plain() and not weighted:
-        return _fused(c, labels, divisor, reduction, overwrite)
-    return reduce(_through_log_lml(c, labels, bound), labels, divisor, reduction, c)
+    if bound != "exactly" or (labels.weight is not None and labels.weight.requires_grad):
+        return reduce(_through_log_lml(c, labels, bound), labels, divisor, reduction, c)
+    observed = labels.observed if labels.listed is None else labels.listed
+    assert observed is not None
+    weight = None if labels.weight is None else labels.weight.contiguous()
+    rule = _RULES[reduction, labels.complete, overwrite]
+    loss = rule(c.x, c.k, c.mask, c.offsets, observed.contiguous(), labels.starts, weight, divisor)
+    return c.restore_rows(loss) if reduction == "none" else loss
 
 
 class LMLLoss(TopKLoss):
@@ -155,78 +153,59 @@ def _through_log_lml(c: Canonical, labels: Labels, bound: Bound = "exactly") -> 
     return -labels.rows.sum(torch.where(is_label, log_y, 0))
 
 
-def _fused(
-    c: Canonical, labels: Labels, divisor: Tensor | None, reduction: Reduction, overwrite: bool
-) -> Tensor:
+def _rule(reduction: Reduction, complete: bool, overwrite: bool) -> Rule:
     """The reduced loss by one operator, and its gradient by another: nothing of the size of x between."""
-    observed = labels.observed if labels.listed is None else labels.listed
-    assert observed is not None
-    weight = None if labels.weight is None else labels.weight.contiguous()
-    arguments = (c.x, c.k, c.mask, c.offsets, observed.contiguous(), labels.starts, weight, divisor)
-    if needs_no_graph(c.x, c.k):
-        loss, _, _ = _forward(*arguments, reduction, labels.complete)
-    else:
-        loss = _Loss.apply(overwrite, *arguments, reduction, labels.complete)
-    return c.restore_rows(loss) if reduction == "none" else loss
 
+    def forward(x: Tensor, *rest: Any) -> tuple[Tensor, tuple[Any, ...]]:
+        """The loss in the dtype of x; nu, and what the loss of each row was divided by, None for a number.
 
-def _forward(x: Tensor, *rest: Any) -> tuple[Tensor, Tensor, Tensor | int]:
-    """(the reduced loss in the dtype of x, nu, what the loss of each row was divided by).
-
-    A mean is over the rows that have a label, and 0 without any, as `reduction.reduce` says.
-    """
-    *arguments, divisor, reduction, complete = rest
-    losses, nu = operators.loss_forward(x, *arguments)
-    if divisor is not None:
-        losses = torch.stack([losses[0] / divisor, losses[1]])
-    count: Tensor | int = 1
-    if reduction == "none":
-        loss = losses[0]
-    elif reduction == "sum":
-        loss = losses[0].sum()
-    elif complete:
-        count = max(1, losses.shape[1])
-        loss = losses[0].sum() / count
-    else:
-        loss, labelled = losses.sum(1)
-        count = labelled.clamp(min=1)
-        loss = loss / count
-    return loss.to(x.dtype), nu, count if divisor is None else count * divisor
-
-
-class _Loss(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, overwrite: bool, *arguments: Any) -> Tensor:
-        loss, nu, total = _forward(*arguments)
-        ctx.overwrite = overwrite
-        *tensors, ctx.reduction, ctx.complete = arguments
-        # Compiled autograd looks for tensors only among those that are saved.
-        saved, ctx.total = (total, None) if isinstance(total, Tensor) else (None, total)
-        ctx.save_for_backward(*tensors, nu, saved)
-        return loss
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        x, k, mask, offsets, observed, starts, weight, divisor, nu, total = ctx.saved_tensors
-        rest = (None,) * 8
-        if wants_graph():
-            hot = observed.dtype == torch.bool
-            listed, several = (None, observed) if hot else (observed, None)
-            labels = Labels(listed, starts, several, weight, offsets, ctx.complete)
-
-            def loss(x: Tensor, k: Tensor) -> Tensor:
-                c = Canonical(x, k, mask, offsets, None)
-                return reduce(_through_log_lml(c, labels), labels, divisor, ctx.reduction, c)
-
-            return (None, *differentiate_again(loss, grad, x, k), *rest)
-        total = ctx.total if total is None else total
-        grad = grad.to(nu.dtype)
-        if isinstance(total, Tensor) or total != 1:
-            grad = grad / total
-        known = (k, nu, mask, offsets, observed, starts, weight)
-        if ctx.overwrite:
-            dx = x.detach()
-            dk = operators.loss_backward_in_place(grad.contiguous(), dx, *known)
+        A mean is over the rows that have a label, and 0 without any, as `reduce` says.
+        """
+        *arguments, divisor = rest
+        losses, nu = operators.loss_forward(x, *arguments)
+        if divisor is not None:
+            losses = torch.stack([losses[0] / divisor, losses[1]])
+        total = divisor
+        if reduction == "none":
+            loss = losses[0]
+        elif reduction == "sum":
+            loss = losses[0].sum()
+        elif complete:
+            loss = losses[0].sum() / max(1, losses.shape[1])
         else:
-            dx, dk = operators.loss_backward(grad.contiguous(), x, *known)
-        return (None, dx, gradient_of_k(dk, k), *rest)
+            loss, labelled = losses.sum(1)
+            count = labelled.clamp(min=1)
+            loss, total = loss / count, count if divisor is None else count * divisor
+        return loss.to(x.dtype), (nu, total)
+
+    def backward(grad: Tensor, x: Tensor, k: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:
+        mask, offsets, *labels, _, nu, total = rest
+        grad = grad.to(nu.dtype)
+        if total is not None:
+            grad = grad / total
+        elif reduction == "mean" and nu.shape[1] > 1:
+            grad = grad / nu.shape[1]
+        known = (k, nu, mask, offsets, *labels)
+        if not overwrite:
+            return operators.loss_backward(grad.contiguous(), x, *known)
+        dx = x.detach()
+        return dx, operators.loss_backward_in_place(grad.contiguous(), dx, *known)
+
+    def differentiable(x: Tensor, k: Tensor, *rest: Any) -> Tensor:
+        mask, offsets, observed, starts, weight, divisor = rest
+        hot = observed.dtype == torch.bool
+        listed, several = (None, observed) if hot else (observed, None)
+        labels = Labels(listed, starts, several, weight, offsets, complete)
+        c = Canonical(x, k, mask, offsets, None)
+        return reduce(_through_log_lml(c, labels), labels, divisor, reduction, c)
+
+    return Rule(forward, backward, differentiable)
+
+
+_REDUCTIONS: tuple[Reduction, ...] = ("mean", "sum", "none")
+_RULES = {
+    (reduction, complete, overwrite): _rule(reduction, complete, overwrite)
+    for reduction in _REDUCTIONS
+    for complete in (False, True)
+    for overwrite in (False, True)
+}

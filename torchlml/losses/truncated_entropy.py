@@ -88,19 +88,16 @@ def _dense(c: Canonical, labels: Labels, k: int) -> Tensor:
         observed = is_label if labels.listed is None else None
         absent = _not_competing(c, observed, labels.has_label.unsqueeze(-1))
         competitors = x.masked_fill(absent, -torch.inf)
-    # Every row that counts has a label, so it drops at most k - 1 competitors: a selection, not a sort.
+    undefined = None
     if k > 1:
+        # Every row that counts has a label, so it drops at most k - 1 competitors: a selection, not a sort.
         top = competitors.detach().scatter(-1, out, -torch.inf).topk(k - 1, dim=-1)
         dropped = torch.arange(k - 1, device=x.device) < k - is_label.sum(-1, keepdim=True)
-        rest = _logsumexp(
-            competitors.scatter(
-                -1, torch.cat([out, torch.where(dropped, top.indices, out[:, :1])], -1), -torch.inf
-            )
-        )
-        # topk counts NaN as the largest value; it must not be forgiven.
-        rest = torch.where(top.values[:, :1].isnan(), torch.nan, rest)
-    else:
-        rest = _logsumexp(competitors.scatter(-1, out, -torch.inf))
+        out = torch.cat([out, torch.where(dropped, top.indices, out[:, :1])], -1)
+        undefined = top.values[:, :1].isnan()
+    rest = _logsumexp(competitors.scatter(-1, out, -torch.inf))
+    if undefined is not None:  # topk counts NaN as the largest value; it must not be forgiven
+        rest = torch.where(undefined, torch.nan, rest)
     return _entropy(rest, f, is_label, labels.weight).sum(-1)
 
 

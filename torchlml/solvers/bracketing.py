@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from torchlml._core.rows import Rows
-from torchlml.solvers.newton import add, start
+from torchlml.solvers.newton import add, begin
 from torchlml.solvers.residual import residual
 
 
@@ -55,8 +55,8 @@ def bracketing(
     """Solve sum sigmoid(x + nu) = k for every row; arguments and result are those of `newton`."""
     samples = settings.samples or (10 if x.device.type == "cpu" else 100)
     tolerance = 2 * torch.finfo(x.dtype).eps if settings.tolerance is None else settings.tolerance
-    middle, half_gap, below, above = start(x, k, m, rows)
-    lower, upper = -below, above
+    half_gap, first = begin(x, k, m, ordinary, rows)
+    lower, upper = -first.below, first.above
     for _ in range(settings.max_iterations):
         if bool(((upper - lower <= tolerance) | ~ordinary).all()):
             break
@@ -66,9 +66,9 @@ def bracketing(
         found = torch.zeros_like(ordinary)
         for point in points:
             scale = (half_gap - point.abs()).clamp(min=0).to(x.dtype)
-            value = residual(x, k, add(middle, point), scale, rows).value
+            value = residual(x, k, add(first.nu, point), scale, rows).value
             new_lower = torch.where(~found & (value <= 0), point, new_lower)
             new_upper = torch.where(~found & (value >= 0), point, new_upper)
             found = found | (value >= 0)
         lower, upper = new_lower, new_upper
-    return add(middle, (lower + upper) / 2)
+    return add(first.nu, (lower + upper) / 2)

@@ -62,7 +62,7 @@ class State(NamedTuple):
 
     nu: Tensor
     moved: Tensor
-    below: Tensor
+    below: Tensor  # how far it is from nu to the lower end of the bracket
     above: Tensor
     best: Tensor
     best_error: Tensor
@@ -70,8 +70,13 @@ class State(NamedTuple):
 
 
 def begin(x: Tensor, k: Tensor, m: Tensor, ordinary: Tensor, rows: Rows) -> tuple[Tensor, State]:
-    """Half the gap around the threshold, and the first state."""
-    nu, half_gap, below, above = start(x, k, m, rows)
+    """Half the gap between the k-th and the next logit, and the first state: nu is in the middle of them."""
+    upper = rows.largest(x, k.ceil().long())
+    lower = rows.largest(x, k.floor().long() + 1)
+    half_gap = (upper.to(rows.wide) - lower) / 2
+    middle = -(upper / 2 + lower / 2)
+    nu = torch.stack([middle, torch.zeros_like(middle)])
+    below, above = (half_gap + offset for offset in order_offsets(k, m))
     unknown = torch.full_like(half_gap, torch.inf)
     return half_gap, State(nu, torch.zeros_like(half_gap), below, above, nu, unknown, ~ordinary)
 
@@ -123,21 +128,6 @@ def _limit(number: int) -> Limit:
     if number < CUT_STEPS:
         return cut
     return keep_inside if number < FREE_STEPS or number % 2 else halve
-
-
-def start(x: Tensor, k: Tensor, m: Tensor, rows: Rows) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Where to begin: the middle between the k-th and the next logit, and what is known around it.
-
-    Returns:
-        (nu, half_gap, below, above): nu as a pair (2, R); half the distance of the two logits; and how far it
-        is from nu to the lower and to the upper end of the bracket.
-    """
-    upper = rows.largest(x, k.ceil().long())
-    lower = rows.largest(x, k.floor().long() + 1)
-    half_gap = (upper.to(rows.wide) - lower) / 2
-    below, above = order_offsets(k, m)
-    middle = -(upper / 2 + lower / 2)
-    return torch.stack([middle, torch.zeros_like(middle)]), half_gap, half_gap + below, half_gap + above
 
 
 def order_offsets(k: Tensor, m: Tensor) -> tuple[Tensor, Tensor]:

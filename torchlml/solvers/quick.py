@@ -23,7 +23,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from torchlml._core.rows import wide_dtype
+from torchlml._core.rows import sum_rows, wide_dtype
+from torchlml.solvers.newton import add
 
 # At most so many steps on the log odds, and on the accurate sum, whose evaluation takes three times as many
 # operations. Where rows cannot be looked at, on a GPU, all of the blind ones are taken.
@@ -61,8 +62,6 @@ class Quick(NamedTuple):
 
     def nu(self) -> Tensor:
         """The dual variable as a pair (2, R), see `newton.add`."""
-        from torchlml.solvers.newton import add
-
         return add(torch.stack([-self.center, torch.zeros_like(self.center)]), self.delta)
 
 
@@ -93,17 +92,17 @@ def can_look(x: Tensor) -> bool:
 def _guess(x: Tensor, k: Tensor, scratch: Tensor) -> tuple[Tensor, Tensor]:
     """(m, c): the available entries of each row, and -nu were its entries normally distributed."""
     n = x.shape[1]
-    total = _sum(x)
+    total = sum_rows(x)
     m = k.new_full((1,), n)
     whole = can_look(x) and bool(total.isfinite().all())
     if not whole:
-        m = _sum((x != -torch.inf).to(x.dtype)).to(k.dtype)
+        m = sum_rows((x != -torch.inf).to(x.dtype)).to(k.dtype)
         torch.nan_to_num(x, nan=0.0, posinf=0.0, neginf=0.0, out=scratch)
-        total = _sum(scratch)
+        total = sum_rows(scratch)
         x = scratch
     mean = total.to(k.dtype) / m
     torch.sub(x, mean.to(x.dtype).unsqueeze(-1), out=scratch)
-    variance = _sum(scratch.mul_(scratch)).to(k.dtype)
+    variance = sum_rows(scratch.mul_(scratch)).to(k.dtype)
     if not whole:
         variance = variance - (n - m) * mean * mean  # what is not available was taken for 0
     variance = (variance / m).clamp_(min=0)
@@ -141,8 +140,8 @@ def _rough_steps(e: Tensor, k: Tensor, m: Tensor, scratch: Tensor) -> Tensor:
     for _ in range(_ROUGH_STEPS if can_look(e) else _BLIND_ROUGH_STEPS):
         u = delta.exp().unsqueeze_(-1)
         torch.div(u, torch.add(e, u, out=scratch), out=scratch)
-        s = _sum(scratch)
-        slope = s - _sum(scratch.mul_(scratch))
+        s = sum_rows(scratch)
+        slope = s - sum_rows(scratch.mul_(scratch))
         rest = m - s
         step = (target - (s / rest).log_()).mul_(s).mul_(rest).div_(slope.mul_(m))
         step = step if moving is None else step.mul_(moving)
@@ -215,13 +214,8 @@ def _accurate_sums(e: Tensor, k: Tensor, delta: Tensor, scratch: Tensor) -> _Sum
     t.div_(torch.add(e, u, out=scratch))
     sign = torch.sub(e, u, out=scratch).sign_()
     # How many are above the threshold; one with z = 0 counts half, and has the sign 0.
-    c = (e.shape[1] - _sum(sign).to(k.dtype)) / 2 - k
-    signed = _sum(scratch.mul_(t), k.dtype)
-    signed_slope = signed - _sum(scratch.mul_(t))
-    total = _sum(t).to(k.dtype)
-    return _Sums(c, signed, total, total - _sum(t.mul_(t)), signed_slope)
-
-
-def _sum(t: Tensor, dtype: torch.dtype | None = None) -> Tensor:
-    """The sum of each row, the same bits for every number of threads: a lone row's sum would be split."""
-    return t.expand(2, -1).sum(-1, dtype=dtype)[:1] if t.shape[0] == 1 else t.sum(-1, dtype=dtype)
+    c = (e.shape[1] - sum_rows(sign).to(k.dtype)) / 2 - k
+    signed = sum_rows(scratch.mul_(t), k.dtype)
+    signed_slope = signed - sum_rows(scratch.mul_(t))
+    total = sum_rows(t).to(k.dtype)
+    return _Sums(c, signed, total, total - sum_rows(t.mul_(t)), signed_slope)

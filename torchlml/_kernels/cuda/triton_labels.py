@@ -1,7 +1,8 @@
 """The labels of a row, for the kernels of the loss: read them, and sum over them.
 
 They are lists of places in the row, read LABELS at a time, or, with LABELS = 0, a bool beside each entry.
-These are device functions, inlined into the kernels of `triton_loss.py`.
+`labels` is (labels_ptr, starts_ptr, weight_ptr, per_row), `where` the row as in `triton_row.py`. These are
+device functions, inlined into the kernels of `triton_loss.py`.
 """
 # mypy: disable-error-code="import-not-found,import-untyped,no-untyped-def,misc,untyped-decorator"
 
@@ -14,7 +15,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from torchlml._kernels.cuda.triton_row import probability, read
+from torchlml._kernels.cuda.triton_row import LENGTH, probability, read
 
 # A list is read at once up to here, and one label needs no list.
 _LABELS = 32
@@ -40,8 +41,10 @@ class Labels(NamedTuple):
 
 
 @triton.jit
-def find_labels(row, starts_ptr, start, per_row):
+def find_labels(row, where, labels):
     """(first, count, base): the list of a row, and what is subtracted from a label to be a place in it."""
+    _, starts_ptr, _, per_row = labels
+    _, _, start, _ = where
     if starts_ptr is None:
         first = row.to(tl.int64) * per_row
         count = per_row
@@ -54,10 +57,11 @@ def find_labels(row, starts_ptr, start, per_row):
 
 
 @triton.jit
-def read_listed(
-    x_ptr, mask_ptr, labels_ptr, weight_ptr, start, length, first, at, count, base, LABELS: tl.constexpr
-):
+def read_listed(where, labels, listed, at, LABELS: tl.constexpr):
     """(entries, c, is_label, place, exists) of some labels; an entry is NaN where the row has none."""
+    x_ptr, mask_ptr, start, length = where
+    labels_ptr, _, weight_ptr, _ = labels
+    first, count, base = listed
     j = at + tl.arange(0, LABELS)
     label = tl.load(labels_ptr + first + j, mask=j < count, other=-1)
     is_label = label >= 0
@@ -74,8 +78,10 @@ def read_listed(
 
 
 @triton.jit
-def read_observed(labels_ptr, weight_ptr, start, at, length, BLOCK: tl.constexpr):
+def read_observed(where, labels, at, BLOCK: tl.constexpr):
     """(c, is_label) beside each entry of a block."""
+    _, _, start, length = where
+    labels_ptr, _, weight_ptr, _ = labels
     i = at + tl.arange(0, BLOCK)
     is_label = tl.load(labels_ptr + start + i, mask=i < length, other=0) != 0
     c = is_label.to(tl.float32)
@@ -106,28 +112,26 @@ def label_block(x, c, is_label, hi, lo, share):
 
 @triton.jit
 def label_sums(
-    x, x_ptr, mask_ptr, labels_ptr, starts_ptr, weight_ptr, row, split, start, length, per_row, hi, lo, share,
+    x, where, labels, row, split, hi, lo, share,
     BLOCK: tl.constexpr, LOOP: tl.constexpr, SPLITS: tl.constexpr, LABELS: tl.constexpr,
 ):  # fmt: skip
     """`label_block` of all labels that are a program's own; `x` is its block on chip."""
     if LABELS == 0:
-        c, is_label = read_observed(labels_ptr, weight_ptr, start, split * BLOCK, length, BLOCK)
+        c, is_label = read_observed(where, labels, split * BLOCK, BLOCK)
         loss, push, tied, found, felt = label_block(x, c, is_label, hi, lo, share)
         if LOOP:
-            for at in range((split + SPLITS) * BLOCK, length, SPLITS * BLOCK):
-                block = read(x_ptr, mask_ptr, start, at, length, BLOCK)
-                c, is_label = read_observed(labels_ptr, weight_ptr, start, at, length, BLOCK)
+            for at in range((split + SPLITS) * BLOCK, where[LENGTH], SPLITS * BLOCK):
+                block = read(where, at, BLOCK)
+                c, is_label = read_observed(where, labels, at, BLOCK)
                 loss_, push_, tied_, found_, felt_ = label_block(block, c, is_label, hi, lo, share)
                 loss, push, tied = loss + loss_, push + push_, tied + tied_
                 found, felt = found + found_, felt + felt_
     else:
-        first, count, base = find_labels(row, starts_ptr, start, per_row)
+        listed = find_labels(row, where, labels)
         loss, push, tied = tl.zeros([], tl.float64), tl.zeros([], tl.float64), tl.zeros([], tl.float64)
         found, felt = tl.zeros([], tl.int32), tl.zeros([], tl.int32)
-        for at in range(split * LABELS, count, SPLITS * LABELS):
-            entries, c, is_label, _, _ = read_listed(
-                x_ptr, mask_ptr, labels_ptr, weight_ptr, start, length, first, at, count, base, LABELS
-            )
+        for at in range(split * LABELS, listed[1], SPLITS * LABELS):
+            entries, c, is_label, _, _ = read_listed(where, labels, listed, at, LABELS)
             loss_, push_, tied_, found_, felt_ = label_block(entries, c, is_label, hi, lo, share)
             loss, push, tied = loss + loss_, push + push_, tied + tied_
             found, felt = found + found_, felt + felt_

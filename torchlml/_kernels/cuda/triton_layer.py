@@ -18,7 +18,7 @@ import triton.language as tl
 from torch import Tensor
 
 from torchlml._kernels.cuda.plan import Launch, stride_of
-from torchlml._kernels.cuda.triton_row import locate, probability, read, solve_row, write
+from torchlml._kernels.cuda.triton_row import LENGTH, locate_part, probability, read, solve_row, write
 
 OF_Y, OF_LOG_Y, OF_NU = 0, 1, 2
 _OF_Y, _OF_LOG_Y, _OF_NU = tl.constexpr(OF_Y), tl.constexpr(OF_LOG_Y), tl.constexpr(OF_NU)
@@ -30,20 +30,21 @@ def forward_kernel(
     BLOCK: tl.constexpr, LOOP: tl.constexpr, LOG: tl.constexpr,
 ):  # fmt: skip
     """nu of row program_id(0); with `y_ptr` also its y or log y."""
-    _, start, length, x, hi, lo, share = solve_row(
+    _, where, x, hi, lo, share = solve_row(
         x_ptr, k_ptr, mask_ptr, offsets_ptr, nu_ptr, rows, n, size, k_stride, BLOCK, LOOP
     )
     if y_ptr is not None:
-        write(y_ptr, probability(x, hi, lo, share, LOG), start, 0, length, BLOCK)
+        write(y_ptr, probability(x, hi, lo, share, LOG), where, 0, BLOCK)
         if LOOP:
-            for at in range(BLOCK, length, BLOCK):
-                block = read(x_ptr, mask_ptr, start, at, length, BLOCK)
-                write(y_ptr, probability(block, hi, lo, share, LOG), start, at, length, BLOCK)
+            for at in range(BLOCK, where[LENGTH], BLOCK):
+                block = read(where, at, BLOCK)
+                write(y_ptr, probability(block, hi, lo, share, LOG), where, at, BLOCK)
 
 
 @triton.jit
-def read_gradient(grad_ptr, x, start, first, length, BLOCK: tl.constexpr, OF: tl.constexpr):
+def read_gradient(grad_ptr, x, where, first, BLOCK: tl.constexpr, OF: tl.constexpr):
     """The gradient of a block, 0 at entries that are absent: what stands there is ignored, even a NaN."""
+    _, _, start, length = where
     if OF == _OF_NU:
         g = tl.zeros([BLOCK], tl.float32)
     else:
@@ -72,53 +73,24 @@ def slope_block(x, g, hi, lo, OF: tl.constexpr):
 
 
 @triton.jit
-def merge(nearest, slope, dot, nearest_, slope_, dot_, OF: tl.constexpr):
-    """The sums of two parts of a row."""
-    nearer = tl.minimum(nearest, nearest_)
-    old, new = tl.exp(nearer - nearest), tl.exp(nearer - nearest_)
-    slope = slope * old + slope_ * new
-    if OF == _OF_LOG_Y:
-        dot = dot + dot_
-    else:
-        dot = dot * old + dot_ * new
-    return nearer, slope, dot
-
-
-@triton.jit
 def slope(
-    x, g, x_ptr, mask_ptr, grad_ptr, start, first, length, stride, hi, lo,
-    BLOCK: tl.constexpr, LOOP: tl.constexpr, OF: tl.constexpr,
-):  # fmt: skip
+    x, g, where, grad_ptr, first, stride, hi, lo, BLOCK: tl.constexpr, LOOP: tl.constexpr, OF: tl.constexpr
+):
     """`slope_block` of the block that is on chip and of all later ones."""
     nearest, slope, dot = slope_block(x, g, hi, lo, OF)
     if LOOP:
-        for at in range(first, length, stride):
-            block = read(x_ptr, mask_ptr, start, at, length, BLOCK)
-            g_ = read_gradient(grad_ptr, block, start, at, length, BLOCK, OF)
+        for at in range(first, where[LENGTH], stride):
+            block = read(where, at, BLOCK)
+            g_ = read_gradient(grad_ptr, block, where, at, BLOCK, OF)
             nearest_, slope_, dot_ = slope_block(block, g_, hi, lo, OF)
-            nearest, slope, dot = merge(nearest, slope, dot, nearest_, slope_, dot_, OF)
+            nearer = tl.minimum(nearest, nearest_)
+            old, new = tl.exp(nearer - nearest), tl.exp(nearer - nearest_)
+            nearest, slope = nearer, slope * old + slope_ * new
+            if OF == _OF_LOG_Y:
+                dot = dot + dot_
+            else:
+                dot = dot * old + dot_ * new
     return nearest, slope, dot
-
-
-@triton.jit
-def tied_gradient(grad_ptr, x_ptr, mask_ptr, y_ptr, start, length, hi, BLOCK: tl.constexpr, OF: tl.constexpr):
-    """dk of a row in which p > k entries of +inf get k/p each: they follow k like ties, but not x."""
-    total = tl.zeros([], tl.float64)
-    count = tl.zeros([], tl.int32)
-    # For any other row the loop is empty.
-    for at in range(0, tl.where(hi == float("-inf"), length, 0), BLOCK):
-        x = read(x_ptr, mask_ptr, start, at, length, BLOCK)
-        g = read_gradient(grad_ptr, x, start, at, length, BLOCK, OF)
-        i = at + tl.arange(0, BLOCK)
-        y = tl.load(y_ptr + start + i, mask=i < length, other=0.0).to(tl.float32)
-        if OF == _OF_LOG_Y:
-            tied = (x == float("inf")) & (y < 0) & (y > float("-inf"))
-            g *= tl.exp(-y)
-        else:
-            tied = (x == float("inf")) & (y > 0) & (y < 1)
-        total += tl.sum(tl.where(tied, g, 0.0), 0)
-        count += tl.sum(tied.to(tl.int32), 0)
-    return (total.to(tl.float32) / tl.maximum(count, 1).to(tl.float32)).to(tl.float64)
 
 
 @triton.jit
@@ -133,6 +105,33 @@ def gradient_of_k(nearest, slope, dot, hi, given, OF: tl.constexpr):
         dk = tl.where(dk == 0, 0.0, dk * tl.exp(nearest.to(tl.float64)))
     dk = tl.where((slope > 0) & (tl.abs(hi) < float("inf")), dk, 0.0)
     return tl.where(hi != hi, float("nan"), dk)
+
+
+@triton.jit
+def write_dk(
+    dk_ptr, row, grad_ptr, where, y_ptr, hi, nearest, slope, dot, given, BLOCK: tl.constexpr, OF: tl.constexpr
+):
+    """dk of a row; where p > k entries of +inf get k/p each, they follow k like ties, but not x."""
+    dk = gradient_of_k(nearest, slope, dot, hi, given, OF)
+    if OF != _OF_NU:
+        _, _, start, length = where
+        total = tl.zeros([], tl.float64)
+        count = tl.zeros([], tl.int32)
+        # For any other row the loop is empty.
+        for at in range(0, tl.where(hi == float("-inf"), length, 0), BLOCK):
+            x = read(where, at, BLOCK)
+            g = read_gradient(grad_ptr, x, where, at, BLOCK, OF)
+            i = at + tl.arange(0, BLOCK)
+            y = tl.load(y_ptr + start + i, mask=i < length, other=0.0).to(tl.float32)
+            if OF == _OF_LOG_Y:
+                tied = (x == float("inf")) & (y < 0) & (y > float("-inf"))
+                g *= tl.exp(-y)
+            else:
+                tied = (x == float("inf")) & (y > 0) & (y < 1)
+            total += tl.sum(tl.where(tied, g, 0.0), 0)
+            count += tl.sum(tied.to(tl.int32), 0)
+        dk += (total.to(tl.float32) / tl.maximum(count, 1).to(tl.float32)).to(tl.float64)
+    tl.store(dk_ptr + row, dk)
 
 
 @triton.jit
@@ -162,45 +161,34 @@ def backward_kernel(
     BLOCK: tl.constexpr, LOOP: tl.constexpr, OF: tl.constexpr,
 ):  # fmt: skip
     """dx and dk of row program_id(0)."""
-    row = tl.program_id(0)
-    start, length = locate(row, offsets_ptr, n, size)
-    hi, lo = tl.load(nu_ptr + row), tl.load(nu_ptr + rows + row)
-    x = read(x_ptr, mask_ptr, start, 0, length, BLOCK)
-    g = read_gradient(grad_ptr, x, start, 0, length, BLOCK, OF)
-    nearest, total, dot = slope(
-        x, g, x_ptr, mask_ptr, grad_ptr, start, BLOCK, length, BLOCK, hi, lo, BLOCK, LOOP, OF
-    )
+    row, _, where, hi, lo = locate_part(x_ptr, mask_ptr, offsets_ptr, nu_ptr, rows, n, size)
+    x = read(where, 0, BLOCK)
+    g = read_gradient(grad_ptr, x, where, 0, BLOCK, OF)
+    nearest, total, dot = slope(x, g, where, grad_ptr, BLOCK, BLOCK, hi, lo, BLOCK, LOOP, OF)
     given = 0.0
     if OF == _OF_NU:
         given = tl.load(grad_ptr + row).to(tl.float32)
-    dk = gradient_of_k(nearest, total, dot, hi, given, OF)
-    if OF != _OF_NU:
-        dk += tied_gradient(grad_ptr, x_ptr, mask_ptr, y_ptr, start, length, hi, BLOCK, OF)
-    tl.store(dk_ptr + row, dk)
-    write(dx_ptr, gradient(x, g, hi, lo, nearest, total, dot, given, OF), start, 0, length, BLOCK)
+    write_dk(dk_ptr, row, grad_ptr, where, y_ptr, hi, nearest, total, dot, given, BLOCK, OF)
+    write(dx_ptr, gradient(x, g, hi, lo, nearest, total, dot, given, OF), where, 0, BLOCK)
     if LOOP:
-        for at in range(BLOCK, length, BLOCK):
-            block = read(x_ptr, mask_ptr, start, at, length, BLOCK)
-            g_ = read_gradient(grad_ptr, block, start, at, length, BLOCK, OF)
-            dx = gradient(block, g_, hi, lo, nearest, total, dot, given, OF)
-            write(dx_ptr, dx, start, at, length, BLOCK)
+        for at in range(BLOCK, where[LENGTH], BLOCK):
+            block = read(where, at, BLOCK)
+            g_ = read_gradient(grad_ptr, block, where, at, BLOCK, OF)
+            write(dx_ptr, gradient(block, g_, hi, lo, nearest, total, dot, given, OF), where, at, BLOCK)
 
 
 def launch_forward(to: Launch, k: Tensor, y: Tensor | None, log: bool) -> None:
     """Fill `nu` and, unless None, `y` with y or log y."""
-    rows, n, size = to.sizes
     with torch.cuda.device_of(to.x):
-        forward_kernel[(rows,)](
-            to.x, k, to.mask, to.offsets, y, to.nu, rows, n, size, stride_of(k),
+        forward_kernel[to.sizes[:1]](
+            to.x, k, to.mask, to.offsets, y, to.nu, *to.sizes, stride_of(k),
             LOOP=to.plan.loop, LOG=log, **to.block,
         )  # fmt: skip
 
 
 def launch_backward(to: Launch, grad: Tensor, y: Tensor | None, dx: Tensor, dk: Tensor, of: int) -> None:
     """Fill `dx` and `dk` with the derivatives of y, log y or nu (`of`)."""
-    rows, n, size = to.sizes
     with torch.cuda.device_of(to.x):
-        backward_kernel[(rows,)](
-            grad, to.x, y, to.nu, to.mask, to.offsets, dx, dk, rows, n, size,
-            LOOP=to.plan.loop, OF=of, **to.block,
-        )  # fmt: skip
+        backward_kernel[to.sizes[:1]](
+            grad, to.x, y, to.nu, to.mask, to.offsets, dx, dk, *to.sizes, LOOP=to.plan.loop, OF=of, **to.block
+        )

@@ -27,53 +27,51 @@ from torchlml._kernels.cuda.triton_labels import (
     read_observed,
 )
 from torchlml._kernels.cuda.triton_layer import _OF_NU, gradient, gradient_of_k, slope
-from torchlml._kernels.cuda.triton_row import locate, locate_part, read, solve_row, write
+from torchlml._kernels.cuda.triton_row import LENGTH, leave, locate_part, read, solve_row, write
 
 
 @triton.jit
-def tied_gradient(x_ptr, mask_ptr, start, length, k, g, hi, tied, BLOCK: tl.constexpr):
-    """dk of a row in which p > k entries of +inf get k/p each: log(k/p) has the derivative 1/k."""
+def write_dk(dk_ptr, k_ptr, k_stride, row, where, g, given, hi, nearest, total, tied, BLOCK: tl.constexpr):
+    """dk of a row, and where p > k entries of +inf get k/p each that of log(k/p), whose derivative is 1/k."""
+    dk = gradient_of_k(nearest, total, total, hi, given, _OF_NU)
+    k = tl.load(k_ptr + row * k_stride)
     p = tl.zeros([], tl.int32)
     # For any other row the loop is empty.
-    for at in range(0, tl.where((hi == float("-inf")) & (tied != 0), length, 0), BLOCK):
-        x = read(x_ptr, mask_ptr, start, at, length, BLOCK)
-        p += tl.sum((x == float("inf")).to(tl.int32), 0)
-    dk = -g * tied.to(tl.float32) / tl.maximum(k.to(tl.float32), 1e-37)
-    return tl.where((k > 0) & (k < p), dk, 0.0).to(tl.float64)
+    for at in range(0, tl.where((hi == float("-inf")) & (tied != 0), where[LENGTH], 0), BLOCK):
+        p += tl.sum((read(where, at, BLOCK) == float("inf")).to(tl.int32), 0)
+    of_tied = -g * tied.to(tl.float32) / tl.maximum(k.to(tl.float32), 1e-37)
+    tl.store(dk_ptr + row, dk + tl.where((k > 0) & (k < p), of_tied, 0.0).to(tl.float64))
 
 
 @triton.jit
 def write_gradient(
-    x, x_ptr, mask_ptr, labels_ptr, starts_ptr, weight_ptr, dx_ptr, row, split, start, length, per_row,
-    g, given, hi, lo, nearest, total,
+    x, dx_ptr, where, labels, row, split, g, given, hi, lo, nearest, total,
     BLOCK: tl.constexpr, LOOP: tl.constexpr, SPLITS: tl.constexpr, LABELS: tl.constexpr,
 ):  # fmt: skip
     """dx of the blocks that are a program's own; `x` is the one on chip."""
     dx = gradient(x, x, hi, lo, nearest, total, total, given, _OF_NU)
     if LABELS == 0:
-        c, _ = read_observed(labels_ptr, weight_ptr, start, split * BLOCK, length, BLOCK)
+        c, _ = read_observed(where, labels, split * BLOCK, BLOCK)
         dx -= g * own(x, c, hi, lo)
-    write(dx_ptr, dx, start, split * BLOCK, length, BLOCK)
+    write(dx_ptr, dx, where, split * BLOCK, BLOCK)
     if LOOP:
-        for at in range((split + SPLITS) * BLOCK, length, SPLITS * BLOCK):
-            block = read(x_ptr, mask_ptr, start, at, length, BLOCK)
+        for at in range((split + SPLITS) * BLOCK, where[LENGTH], SPLITS * BLOCK):
+            block = read(where, at, BLOCK)
             dx = gradient(block, block, hi, lo, nearest, total, total, given, _OF_NU)
             if LABELS == 0:
-                c, _ = read_observed(labels_ptr, weight_ptr, start, at, length, BLOCK)
+                c, _ = read_observed(where, labels, at, BLOCK)
                 dx -= g * own(block, c, hi, lo)
-            write(dx_ptr, dx, start, at, length, BLOCK)
+            write(dx_ptr, dx, where, at, BLOCK)
     if LABELS > 0:
         # Labels are written over what other threads of this program have just written.
         tl.debug_barrier()
-        first, count, base = find_labels(row, starts_ptr, start, per_row)
-        for at in range(0, count, LABELS):
-            entries, c, _, place, exists = read_listed(
-                x_ptr, mask_ptr, labels_ptr, weight_ptr, start, length, first, at, count, base, LABELS
-            )
+        listed = find_labels(row, where, labels)
+        for at in range(0, listed[1], LABELS):
+            entries, c, _, place, exists = read_listed(where, labels, listed, at, LABELS)
             there = gradient(entries, entries, hi, lo, nearest, total, total, given, _OF_NU)
             there -= g * own(entries, c, hi, lo)
             mine = exists & ((place // BLOCK) % SPLITS == split)
-            tl.store(dx_ptr + start + place, there.to(dx_ptr.dtype.element_ty), mask=mine)
+            tl.store(dx_ptr + where[2] + place, there.to(dx_ptr.dtype.element_ty), mask=mine)
 
 
 @triton.jit
@@ -83,13 +81,11 @@ def loss_forward_kernel(
     BLOCK: tl.constexpr, LOOP: tl.constexpr, LABELS: tl.constexpr,
 ):  # fmt: skip
     """nu and the loss of row program_id(0), and whether it has a label."""
-    row, start, length, x, hi, lo, share = solve_row(
+    row, where, x, hi, lo, share = solve_row(
         x_ptr, k_ptr, mask_ptr, offsets_ptr, nu_ptr, rows, n, size, k_stride, BLOCK, LOOP
     )
-    loss, _, _, found, _ = label_sums(
-        x, x_ptr, mask_ptr, labels_ptr, starts_ptr, weight_ptr, row, 0, start, length, per_row, hi, lo, share,
-        BLOCK, LOOP, 1, LABELS,
-    )  # fmt: skip
+    labels = (labels_ptr, starts_ptr, weight_ptr, per_row)
+    loss, _, _, found, _ = label_sums(x, where, labels, row, 0, hi, lo, share, BLOCK, LOOP, 1, LABELS)
     tl.store(loss_ptr + row, loss.to(tl.float32))
     tl.store(loss_ptr + rows + row, (found > 0).to(tl.float32))
 
@@ -101,34 +97,21 @@ def loss_backward_kernel(
     BLOCK: tl.constexpr, LOOP: tl.constexpr, LABELS: tl.constexpr,
 ):  # fmt: skip
     """dx and dk of row program_id(0)."""
-    row = tl.program_id(0)
-    start, length = locate(row, offsets_ptr, n, size)
-    hi, lo = tl.load(nu_ptr + row), tl.load(nu_ptr + rows + row)
-    x = read(x_ptr, mask_ptr, start, 0, length, BLOCK)
-    nearest, total, _ = slope(
-        x, x, x_ptr, mask_ptr, grad_ptr, start, BLOCK, length, BLOCK, hi, lo, BLOCK, LOOP, _OF_NU
-    )
-    _, push, tied, _, felt = label_sums(
-        x, x_ptr, mask_ptr, labels_ptr, starts_ptr, weight_ptr, row, 0, start, length, per_row, hi, lo, 1.0,
-        BLOCK, LOOP, 1, LABELS,
-    )  # fmt: skip
+    row, _, where, hi, lo = locate_part(x_ptr, mask_ptr, offsets_ptr, nu_ptr, rows, n, size)
+    x = read(where, 0, BLOCK)
+    nearest, total, _ = slope(x, x, where, grad_ptr, BLOCK, BLOCK, hi, lo, BLOCK, LOOP, _OF_NU)
+    labels = (labels_ptr, starts_ptr, weight_ptr, per_row)
+    _, push, tied, _, felt = label_sums(x, where, labels, row, 0, hi, lo, 1.0, BLOCK, LOOP, 1, LABELS)
     # A row in which no label counts gets no gradient: that of an infinite nu is 0.
     hi = tl.where(felt > 0, hi, float("-inf"))
     g = tl.load(grad_ptr + row * grad_stride)
     given = -g * push.to(tl.float32)
     # dk comes first or last: in the other order registers are spilled on sm_80 or sm_90.
     if LOOP:
-        dk = gradient_of_k(nearest, total, total, hi, given, _OF_NU)
-        k = tl.load(k_ptr + row * k_stride)
-        tl.store(dk_ptr + row, dk + tied_gradient(x_ptr, mask_ptr, start, length, k, g, hi, tied, BLOCK))
-    write_gradient(
-        x, x_ptr, mask_ptr, labels_ptr, starts_ptr, weight_ptr, dx_ptr, row, 0, start, length, per_row,
-        g, given, hi, lo, nearest, total, BLOCK, LOOP, 1, LABELS,
-    )  # fmt: skip
+        write_dk(dk_ptr, k_ptr, k_stride, row, where, g, given, hi, nearest, total, tied, BLOCK)
+    write_gradient(x, dx_ptr, where, labels, row, 0, g, given, hi, lo, nearest, total, BLOCK, LOOP, 1, LABELS)
     if not LOOP:
-        dk = gradient_of_k(nearest, total, total, hi, given, _OF_NU)
-        k = tl.load(k_ptr + row * k_stride)
-        tl.store(dk_ptr + row, dk + tied_gradient(x_ptr, mask_ptr, start, length, k, g, hi, tied, BLOCK))
+        write_dk(dk_ptr, k_ptr, k_stride, row, where, g, given, hi, nearest, total, tied, BLOCK)
 
 
 @triton.jit
@@ -138,16 +121,14 @@ def split_loss_kernel(
     BLOCK: tl.constexpr, SPLITS: tl.constexpr, WIDTH: tl.constexpr, LABELS: tl.constexpr,
 ):  # fmt: skip
     """The part of program (row, split) in the loss of its row."""
-    row, split, start, length, hi, lo = locate_part(offsets_ptr, nu_ptr, rows, n, size)
+    row, split, where, hi, lo = locate_part(x_ptr, mask_ptr, offsets_ptr, nu_ptr, rows, n, size)
     share = tl.load(state_ptr + row * WIDTH + 5)
-    x = read(x_ptr, mask_ptr, start, split * BLOCK, length, BLOCK)
+    x = read(where, split * BLOCK, BLOCK)
+    labels = (labels_ptr, starts_ptr, weight_ptr, per_row)
     loss, _, _, found, _ = label_sums(
-        x, x_ptr, mask_ptr, labels_ptr, starts_ptr, weight_ptr, row, split, start, length, per_row,
-        hi, lo, share, BLOCK, True, SPLITS, LABELS,
-    )  # fmt: skip
-    part = parts_ptr + (row * SPLITS + split) * WIDTH
-    tl.store(part, loss)
-    tl.store(part + 1, found.to(tl.float64))
+        x, where, labels, row, split, hi, lo, share, BLOCK, True, SPLITS, LABELS
+    )
+    leave(parts_ptr + (row * SPLITS + split) * WIDTH, (loss, found))
 
 
 @triton.jit
@@ -166,22 +147,15 @@ def split_slope_kernel(
     BLOCK: tl.constexpr, SPLITS: tl.constexpr, WIDTH: tl.constexpr, LABELS: tl.constexpr,
 ):  # fmt: skip
     """The sums of program (row, split) that the derivatives need."""
-    row, split, start, length, hi, lo = locate_part(offsets_ptr, nu_ptr, rows, n, size)
-    x = read(x_ptr, mask_ptr, start, split * BLOCK, length, BLOCK)
+    row, split, where, hi, lo = locate_part(x_ptr, mask_ptr, offsets_ptr, nu_ptr, rows, n, size)
+    x = read(where, split * BLOCK, BLOCK)
+    labels = (labels_ptr, starts_ptr, weight_ptr, per_row)
     _, push, tied, _, felt = label_sums(
-        x, x_ptr, mask_ptr, labels_ptr, starts_ptr, weight_ptr, row, split, start, length, per_row,
-        hi, lo, 1.0, BLOCK, True, SPLITS, LABELS,
-    )  # fmt: skip
-    first, stride = (split + SPLITS) * BLOCK, SPLITS * BLOCK
-    nearest, total, _ = slope(
-        x, x, x_ptr, mask_ptr, x_ptr, start, first, length, stride, hi, lo, BLOCK, True, _OF_NU
+        x, where, labels, row, split, hi, lo, 1.0, BLOCK, True, SPLITS, LABELS
     )
-    part = parts_ptr + (row * SPLITS + split) * WIDTH
-    tl.store(part, nearest.to(tl.float64))
-    tl.store(part + 1, total)
-    tl.store(part + 2, push)
-    tl.store(part + 3, tied)
-    tl.store(part + 4, felt.to(tl.float64))
+    first, stride = (split + SPLITS) * BLOCK, SPLITS * BLOCK
+    nearest, total, _ = slope(x, x, where, x_ptr, first, stride, hi, lo, BLOCK, True, _OF_NU)
+    leave(parts_ptr + (row * SPLITS + split) * WIDTH, (nearest, total, push, tied, felt))
 
 
 @triton.jit
@@ -191,8 +165,8 @@ def split_gradient_kernel(
     BLOCK: tl.constexpr, SPLITS: tl.constexpr, WIDTH: tl.constexpr, LABELS: tl.constexpr,
 ):  # fmt: skip
     """Every program adds up the parts of its row itself, which is little; the first one writes dk."""
-    row, split, start, length, hi, lo = locate_part(offsets_ptr, nu_ptr, rows, n, size)
-    k, g = tl.load(k_ptr + row * k_stride), tl.load(grad_ptr + row * grad_stride)
+    row, split, where, hi, lo = locate_part(x_ptr, mask_ptr, offsets_ptr, nu_ptr, rows, n, size)
+    g = tl.load(grad_ptr + row * grad_stride)
     part = parts_ptr + (row * SPLITS + tl.arange(0, SPLITS)) * WIDTH
     nearests = tl.load(part).to(tl.float32)
     nearest = tl.min(nearests, 0)
@@ -202,13 +176,12 @@ def split_gradient_kernel(
     hi = tl.where(tl.sum(tl.load(part + 4), 0) > 0, hi, float("-inf"))
     given = -g * push.to(tl.float32)
     if split == 0:
-        dk = gradient_of_k(nearest, total, total, hi, given, _OF_NU)
-        tl.store(dk_ptr + row, dk + tied_gradient(x_ptr, mask_ptr, start, length, k, g, hi, tied, BLOCK))
-    x = read(x_ptr, mask_ptr, start, split * BLOCK, length, BLOCK)
+        write_dk(dk_ptr, k_ptr, k_stride, row, where, g, given, hi, nearest, total, tied, BLOCK)
+    x = read(where, split * BLOCK, BLOCK)
+    labels = (labels_ptr, starts_ptr, weight_ptr, per_row)
     write_gradient(
-        x, x_ptr, mask_ptr, labels_ptr, starts_ptr, weight_ptr, dx_ptr, row, split, start, length, per_row,
-        g, given, hi, lo, nearest, total, BLOCK, True, SPLITS, LABELS,
-    )  # fmt: skip
+        x, dx_ptr, where, labels, row, split, g, given, hi, lo, nearest, total, BLOCK, True, SPLITS, LABELS
+    )
 
 
 def launch_forward(to: Launch, k: Tensor, labels: Labels, loss: Tensor) -> None:

@@ -36,30 +36,26 @@ def log_forward(x: Tensor, k: Tensor, mask: Tensor | None, offsets: Tensor | Non
     return log_y, _solve(x, k, mask, offsets, log_y, log=True)
 
 
-def backward(
-    grad: Tensor, x: Tensor, y: Tensor, nu: Tensor, mask: Tensor | None, offsets: Tensor | None
-) -> Pair:
+def backward(grad: Tensor, x: Tensor, y: Tensor, nu: Tensor, *rows: Tensor | None) -> Pair:
     """(dx, dk) of `forward`."""
-    return _differentiate(triton_layer.OF_Y, grad, x, y, nu, mask, offsets)
+    return _differentiate(triton_layer.OF_Y, grad, x, y, nu, *rows)
 
 
-def log_backward(
-    grad: Tensor, x: Tensor, log_y: Tensor, nu: Tensor, mask: Tensor | None, offsets: Tensor | None
-) -> Pair:
+def log_backward(grad: Tensor, x: Tensor, log_y: Tensor, nu: Tensor, *rows: Tensor | None) -> Pair:
     """(dx, dk) of `log_forward`."""
-    return _differentiate(triton_layer.OF_LOG_Y, grad, x, log_y, nu, mask, offsets)
+    return _differentiate(triton_layer.OF_LOG_Y, grad, x, log_y, nu, *rows)
 
 
-def dual_backward(grad: Tensor, x: Tensor, nu: Tensor, mask: Tensor | None, offsets: Tensor | None) -> Pair:
+def dual_backward(grad: Tensor, x: Tensor, nu: Tensor, *rows: Tensor | None) -> Pair:
     """(dx, dk) of nu itself."""
-    return _differentiate(triton_layer.OF_NU, grad, x, None, nu, mask, offsets)
+    return _differentiate(triton_layer.OF_NU, grad, x, None, nu, *rows)
 
 
 def loss_forward(x: Tensor, k: Tensor, mask: Tensor | None, offsets: Tensor | None, *labels: Any) -> Pair:
     """(the losses and where there are labels, nu)."""
     loss, nu = _new_nu(x, offsets), _new_nu(x, offsets)
     if nu.shape[1] > 0:
-        triton_loss.launch_forward(_launch(x, mask, offsets, nu), beside(k, x), Labels(*labels), loss)
+        triton_loss.launch_forward(_launch(x, nu, mask, offsets), beside(k, x), Labels(*labels), loss)
     return loss, nu
 
 
@@ -69,7 +65,7 @@ def loss_backward(
     """(dx, dk) of `loss_forward`."""
     dx, dk = torch.empty_like(x), nu.new_empty(nu.shape[1:], dtype=torch.float64)
     if nu.shape[1] > 0:
-        to = _launch(x, mask, offsets, nu)
+        to = _launch(x, nu, mask, offsets)
         triton_loss.launch_backward(to, grad, beside(k, x), Labels(*labels), dx, dk)
     return dx, dk
 
@@ -85,7 +81,7 @@ def beside(k: Tensor, x: Tensor) -> Tensor:
     return k if k.device == x.device else torch.full((), k.item(), dtype=torch.float64, device=x.device)
 
 
-def _launch(x: Tensor, mask: Tensor | None, offsets: Tensor | None, nu: Tensor) -> Launch:
+def _launch(x: Tensor, nu: Tensor, mask: Tensor | None, offsets: Tensor | None) -> Launch:
     return Launch(layout(x, nu.shape[1], offsets), x, mask, offsets, nu)
 
 
@@ -95,24 +91,18 @@ def _solve(
     """Make nu, and fill `y` with y or log y."""
     nu = _new_nu(x, offsets)
     if nu.shape[1] > 0:
-        to = _launch(x, mask, offsets, nu)
+        to = _launch(x, nu, mask, offsets)
         launch = (triton_split if to.plan.splits > 1 else triton_layer).launch_forward
         launch(to, beside(k, x), y, log)
     return nu
 
 
 def _differentiate(
-    of: int,
-    grad: Tensor,
-    x: Tensor,
-    y: Tensor | None,
-    nu: Tensor,
-    mask: Tensor | None,
-    offsets: Tensor | None,
+    of: int, grad: Tensor, x: Tensor, y: Tensor | None, nu: Tensor, *rows: Tensor | None
 ) -> Pair:
     dx, dk = torch.empty_like(x), nu.new_empty(nu.shape[1:], dtype=torch.float64)
     if nu.shape[1] > 0:
-        to = _launch(x, mask, offsets, nu)
+        to = _launch(x, nu, *rows)
         launch = (triton_split if to.plan.splits > 1 else triton_layer).launch_backward
         launch(to, grad, y, dx, dk, of)
     return dx, dk

@@ -1,8 +1,9 @@
 """What every kernel does with a row: find it, read a block of it, sum over the block, move nu.
 
-These are device functions, inlined into the kernels. A row is read in blocks; what lies outside it, or is
-masked, is read as -inf, which counts for nothing in any of the sums. Entries are float32; sums inside a block
-are trees of float32, at most 16 entries to a thread, and sums over blocks are float64.
+These are device functions, inlined into the kernels. `where` is a row in memory, (x_ptr, mask_ptr, start,
+length). It is read in blocks; what lies outside it, or is masked, is read as -inf, which counts for nothing
+in any of the sums. Entries are float32; sums inside a block are trees of float32, at most 16 entries to a
+thread, and sums over blocks are float64.
 """
 # mypy: disable-error-code="import-not-found,import-untyped,no-untyped-def,misc,untyped-decorator"
 
@@ -25,11 +26,12 @@ _CUT_STEPS = tl.constexpr(4)
 _FREE_STEPS = tl.constexpr(6)
 MAX_STEPS = tl.constexpr(136)
 _SETTLED = tl.constexpr(1000)
+LENGTH = tl.constexpr(3)  # the place of the length in `where`
 
 
 @triton.jit
-def locate(row, offsets_ptr, n, size):
-    """(start, length) of a row, inside the `size` entries whatever the offsets are."""
+def locate(row, x_ptr, mask_ptr, offsets_ptr, n, size):
+    """`where` of a row, inside the `size` entries whatever the offsets are."""
     if offsets_ptr is None:
         start = row.to(tl.int64) * n
         length = n
@@ -37,20 +39,21 @@ def locate(row, offsets_ptr, n, size):
         start = tl.minimum(tl.maximum(tl.load(offsets_ptr + row), 0), size)
         end = tl.minimum(tl.maximum(tl.load(offsets_ptr + row + 1), start), size)
         length = (end - start).to(tl.int32)
-    return start, length
+    return x_ptr, mask_ptr, start, length
 
 
 @triton.jit
-def locate_part(offsets_ptr, nu_ptr, rows, n, size):
-    """(row, split, start, length, hi, lo) of program (row, split), whose row is solved."""
+def locate_part(x_ptr, mask_ptr, offsets_ptr, nu_ptr, rows, n, size):
+    """(row, split, where, hi, lo) of program (row, split), whose row is solved; split is 0 for one alone."""
     row, split = tl.program_id(0), tl.program_id(1)
-    start, length = locate(row, offsets_ptr, n, size)
-    return row, split, start, length, tl.load(nu_ptr + row), tl.load(nu_ptr + rows + row)
+    where = locate(row, x_ptr, mask_ptr, offsets_ptr, n, size)
+    return row, split, where, tl.load(nu_ptr + row), tl.load(nu_ptr + rows + row)
 
 
 @triton.jit
-def read(x_ptr, mask_ptr, start, first, length, BLOCK: tl.constexpr):
-    """The entries first, first + 1, ... of the row that begins at `start`, -inf where there is none."""
+def read(where, first, BLOCK: tl.constexpr):
+    """The entries first, first + 1, ... of a row, -inf where there is none."""
+    x_ptr, mask_ptr, start, length = where
     i = first + tl.arange(0, BLOCK)
     inside = i < length
     x = tl.load(x_ptr + start + i, mask=inside, other=float("-inf")).to(tl.float32)
@@ -61,8 +64,16 @@ def read(x_ptr, mask_ptr, start, first, length, BLOCK: tl.constexpr):
 
 
 @triton.jit
-def write(pointer, values, start, first, length, BLOCK: tl.constexpr):
+def leave(pointer, numbers):
+    """Store some numbers one after the other, in the dtype of the memory."""
+    for i in tl.static_range(len(numbers)):
+        tl.store(pointer + i, numbers[i].to(pointer.dtype.element_ty))
+
+
+@triton.jit
+def write(pointer, values, where, first, BLOCK: tl.constexpr):
     """Store a block, rounded once to the dtype of the memory."""
+    _, _, start, length = where
     i = first + tl.arange(0, BLOCK)
     tl.store(pointer + start + i, values.to(pointer.dtype.element_ty), mask=i < length)
 
@@ -82,12 +93,12 @@ def survey_block(x, side):
 
 
 @triton.jit
-def survey(x, x_ptr, mask_ptr, start, first, length, stride, side, BLOCK: tl.constexpr, LOOP: tl.constexpr):
+def survey(x, where, first, stride, side, BLOCK: tl.constexpr, LOOP: tl.constexpr):
     """`survey_block` of the block `x` that is on chip and of all later ones."""
     undefined, m, p, top, bottom, total = survey_block(x, side)
     if LOOP:
-        for at in range(first, length, stride):
-            block = read(x_ptr, mask_ptr, start, at, length, BLOCK)
+        for at in range(first, where[LENGTH], stride):
+            block = read(where, at, BLOCK)
             undefined_, m_, p_, top_, bottom_, total_ = survey_block(block, side)
             undefined, m, p = undefined + undefined_, m + m_, p + p_
             higher = tl.maximum(top, top_)
@@ -103,12 +114,13 @@ def shrink(old, new):
 
 
 @triton.jit
-def begin(k, undefined, m, p, top, bottom, total, side):
+def begin(k, found, side):
     """(hi, lo, lower, upper, number, share): where the iteration starts, or the answer of a special row.
 
     `logit(k/m) - max x <= nu <= logit(k/m) - min x` is the bracket; the start is `log k - LSE(x)`, or its
     mirror image `LSE(-x) - log(m - k)` for side = -1. Entries of +inf are 1 and take as much from k.
     """
+    undefined, m, p, top, bottom, total = found
     ordinary = (k > p) & (k < m) & (undefined == 0)
     # 1e-37 is a normal float32: a smaller k would be 0 on GPUs that flush subnormal numbers.
     wanted = tl.maximum(k - p, 1e-37).to(tl.float32)
@@ -165,14 +177,12 @@ def evaluate_block(x, hi, lo):
 
 
 @triton.jit
-def evaluate(
-    x, x_ptr, mask_ptr, start, first, length, stride, hi, lo, BLOCK: tl.constexpr, LOOP: tl.constexpr
-):
+def evaluate(x, where, first, stride, hi, lo, BLOCK: tl.constexpr, LOOP: tl.constexpr):
     """`evaluate_block` of the block `x` that is on chip and of all later ones."""
     count, below, above, p, q, dp, dq = evaluate_block(x, hi, lo)
     if LOOP:
-        for at in range(first, length, stride):
-            block = read(x_ptr, mask_ptr, start, at, length, BLOCK)
+        for at in range(first, where[LENGTH], stride):
+            block = read(where, at, BLOCK)
             count_, below_, above_, p_, q_, dp_, dq_ = evaluate_block(block, hi, lo)
             nearer = tl.minimum(below, below_)
             old, new = tl.exp(nearer - below), tl.exp(nearer - below_)
@@ -185,8 +195,9 @@ def evaluate(
 
 
 @triton.jit
-def move(k, hi, lo, lower, upper, number, count, below, above, p, q, dp, dq):
+def move(k, hi, lo, lower, upper, number, found):
     """One safeguarded step of Newton's method for log A = log B, see `solvers/newton.py`."""
+    count, below, above, p, q, dp, dq = found
     surplus = (count - tl.maximum(k, 1e-37)).to(tl.float32)
     fall, rise = tl.exp(-below), tl.exp(-above)
     # A = P + max(c, 0) and B = Q + max(-c, 0), each still times e^distance where nothing was added to it.
@@ -238,18 +249,11 @@ def two_sum(a, b):
 
 
 @triton.jit
-def iterate(
-    x, x_ptr, mask_ptr, start, first, length, k, hi, lo, lower, upper, number,
-    BLOCK: tl.constexpr, LOOP: tl.constexpr,
-):  # fmt: skip
+def iterate(x, where, k, hi, lo, lower, upper, number, BLOCK: tl.constexpr, LOOP: tl.constexpr):
     """Step until nu is settled: (hi, lo)."""
     while number < MAX_STEPS:
-        count, below, above, p, q, dp, dq = evaluate(
-            x, x_ptr, mask_ptr, start, first, length, BLOCK, hi, lo, BLOCK, LOOP
-        )
-        hi, lo, lower, upper, number = move(
-            k, hi, lo, lower, upper, number, count, below, above, p, q, dp, dq
-        )
+        found = evaluate(x, where, BLOCK, BLOCK, hi, lo, BLOCK, LOOP)
+        hi, lo, lower, upper, number = move(k, hi, lo, lower, upper, number, found)
     return hi, lo
 
 
@@ -258,21 +262,19 @@ def solve_row(
     x_ptr, k_ptr, mask_ptr, offsets_ptr, nu_ptr, rows, n, size, k_stride,
     BLOCK: tl.constexpr, LOOP: tl.constexpr,
 ):  # fmt: skip
-    """Solve row program_id(0) and store its nu: (row, start, length, x, hi, lo, share), x its first block."""
+    """Solve row program_id(0) and store its nu: (row, where, x, hi, lo, share), x its first block."""
     row = tl.program_id(0)
-    start, length = locate(row, offsets_ptr, n, size)
+    where = locate(row, x_ptr, mask_ptr, offsets_ptr, n, size)
     k = tl.load(k_ptr + row * k_stride)
-    x = read(x_ptr, mask_ptr, start, 0, length, BLOCK)
+    x = read(where, 0, BLOCK)
     # Few or many of the row? The start is nearer on that side.
-    side = tl.where(2 * k <= length, 1.0, -1.0)
-    undefined, m, p, top, bottom, total = survey(
-        x, x_ptr, mask_ptr, start, BLOCK, length, BLOCK, side, BLOCK, LOOP
-    )
-    hi, lo, lower, upper, number, share = begin(k, undefined, m, p, top, bottom, total, side)
-    hi, lo = iterate(x, x_ptr, mask_ptr, start, BLOCK, length, k, hi, lo, lower, upper, number, BLOCK, LOOP)
+    side = tl.where(2 * k <= where[LENGTH], 1.0, -1.0)
+    found = survey(x, where, BLOCK, BLOCK, side, BLOCK, LOOP)
+    hi, lo, lower, upper, number, share = begin(k, found, side)
+    hi, lo = iterate(x, where, k, hi, lo, lower, upper, number, BLOCK, LOOP)
     tl.store(nu_ptr + row, hi)
     tl.store(nu_ptr + rows + row, lo)
-    return row, start, length, x, hi, lo, share
+    return row, where, x, hi, lo, share
 
 
 @triton.jit

@@ -19,16 +19,17 @@ from torchlml._kernels.cuda.triton_layer import (
     _OF_LOG_Y,
     _OF_NU,
     gradient,
-    gradient_of_k,
     read_gradient,
     slope,
-    tied_gradient,
+    write_dk,
 )
 from torchlml._kernels.cuda.triton_row import (
+    LENGTH,
     MAX_STEPS,
     begin,
     evaluate,
     iterate,
+    leave,
     locate,
     locate_part,
     move,
@@ -51,20 +52,11 @@ def survey_kernel(
 ):  # fmt: skip
     """What the blocks of program (row, split) hold."""
     row, split = tl.program_id(0), tl.program_id(1)
-    start, length = locate(row, offsets_ptr, n, size)
-    side = tl.where(2 * tl.load(k_ptr + row * k_stride) <= length, 1.0, -1.0)
-    first = split * BLOCK
-    x = read(x_ptr, mask_ptr, start, first, length, BLOCK)
-    undefined, m, p, top, bottom, total = survey(
-        x, x_ptr, mask_ptr, start, first + SPLITS * BLOCK, length, SPLITS * BLOCK, side, BLOCK, True
-    )
-    part = parts_ptr + (row * SPLITS + split) * WIDTH
-    tl.store(part, undefined.to(tl.float64))
-    tl.store(part + 1, m.to(tl.float64))
-    tl.store(part + 2, p.to(tl.float64))
-    tl.store(part + 3, top.to(tl.float64))
-    tl.store(part + 4, bottom.to(tl.float64))
-    tl.store(part + 5, total)
+    where = locate(row, x_ptr, mask_ptr, offsets_ptr, n, size)
+    side = tl.where(2 * tl.load(k_ptr + row * k_stride) <= where[LENGTH], 1.0, -1.0)
+    first, stride = split * BLOCK, SPLITS * BLOCK
+    found = survey(read(where, first, BLOCK), where, first + stride, stride, side, BLOCK, True)
+    leave(parts_ptr + (row * SPLITS + split) * WIDTH, found)
 
 
 @triton.jit
@@ -73,7 +65,7 @@ def begin_kernel(
 ):
     """Where the iteration of a row starts, from its parts."""
     row = tl.program_id(0)
-    _, length = locate(row, offsets_ptr, n, size)
+    _, _, _, length = locate(row, None, None, offsets_ptr, n, size)
     k = tl.load(k_ptr + row * k_stride)
     side = tl.where(2 * k <= length, 1.0, -1.0)
     part = parts_ptr + (row * SPLITS + tl.arange(0, SPLITS)) * WIDTH
@@ -83,20 +75,8 @@ def begin_kernel(
     top = tl.max(tops, 0)
     bottom = tl.min(tl.load(part + 4).to(tl.float32), 0)
     total = tl.sum(tl.load(part + 5) * shrink(tops, top), 0)
-    hi, lo, lower, upper, number, share = begin(k, undefined, m, p, top, bottom, total, side)
-    keep(state_ptr, row, hi, lo, lower, upper, number, WIDTH)
-    tl.store(state_ptr + row * WIDTH + 5, share)
-
-
-@triton.jit
-def keep(state_ptr, row, hi, lo, lower, upper, number, WIDTH: tl.constexpr):
-    """Store where the iteration of a row stands."""
-    state = state_ptr + row * WIDTH
-    tl.store(state, hi)
-    tl.store(state + 1, lo)
-    tl.store(state + 2, lower)
-    tl.store(state + 3, upper)
-    tl.store(state + 4, number.to(tl.float32))
+    state = begin(k, (undefined, m, p, top, bottom, total), side)
+    leave(state_ptr + row * WIDTH, state)
 
 
 @triton.jit
@@ -114,22 +94,13 @@ def evaluate_kernel(
 ):  # fmt: skip
     """How far program (row, split) takes its row from k; nothing is read for a settled row."""
     row, split = tl.program_id(0), tl.program_id(1)
-    start, length = locate(row, offsets_ptr, n, size)
+    _, _, start, length = locate(row, x_ptr, mask_ptr, offsets_ptr, n, size)
     hi, lo, _, _, number = kept(state_ptr, row, WIDTH)
     length = tl.where(number < MAX_STEPS, length, 0)
-    first = split * BLOCK
-    x = read(x_ptr, mask_ptr, start, first, length, BLOCK)
-    count, below, above, p, q, dp, dq = evaluate(
-        x, x_ptr, mask_ptr, start, first + SPLITS * BLOCK, length, SPLITS * BLOCK, hi, lo, BLOCK, True
-    )
-    part = parts_ptr + (row * SPLITS + split) * WIDTH
-    tl.store(part, count.to(tl.float64))
-    tl.store(part + 1, below.to(tl.float64))
-    tl.store(part + 2, above.to(tl.float64))
-    tl.store(part + 3, p)
-    tl.store(part + 4, q)
-    tl.store(part + 5, dp.to(tl.float64))
-    tl.store(part + 6, dq.to(tl.float64))
+    first, stride = split * BLOCK, SPLITS * BLOCK
+    where = (x_ptr, mask_ptr, start, length)
+    found = evaluate(read(where, first, BLOCK), where, first + stride, stride, hi, lo, BLOCK, True)
+    leave(parts_ptr + (row * SPLITS + split) * WIDTH, found)
 
 
 @triton.jit
@@ -145,11 +116,10 @@ def move_kernel(k_ptr, state_ptr, parts_ptr, k_stride, SPLITS: tl.constexpr, WID
         fall, rise = tl.exp(below - belows), tl.exp(above - aboves)
         p, q = tl.sum(tl.load(part + 3) * fall, 0), tl.sum(tl.load(part + 4) * rise, 0)
         dp, dq = tl.sum(tl.load(part + 5) * fall, 0), tl.sum(tl.load(part + 6) * rise, 0)
-        hi, lo, lower, upper, number = move(
-            tl.load(k_ptr + row * k_stride), hi, lo, lower, upper, number,
-            count, below, above, p, q, dp.to(tl.float32), dq.to(tl.float32),
-        )  # fmt: skip
-        keep(state_ptr, row, hi, lo, lower, upper, number, WIDTH)
+        k = tl.load(k_ptr + row * k_stride)
+        found = (count, below, above, p, q, dp.to(tl.float32), dq.to(tl.float32))
+        moved = move(k, hi, lo, lower, upper, number, found)
+        leave(state_ptr + row * WIDTH, moved)
 
 
 @triton.jit
@@ -159,11 +129,11 @@ def finish_kernel(
 ):  # fmt: skip
     """Step until nu is settled, which it mostly is already, and write it."""
     row = tl.program_id(0)
-    start, length = locate(row, offsets_ptr, n, size)
+    where = locate(row, x_ptr, mask_ptr, offsets_ptr, n, size)
     hi, lo, lower, upper, number = kept(state_ptr, row, WIDTH)
-    x = read(x_ptr, mask_ptr, start, 0, length, BLOCK)
+    x = read(where, 0, BLOCK)
     k = tl.load(k_ptr + row * k_stride)
-    hi, lo = iterate(x, x_ptr, mask_ptr, start, BLOCK, length, k, hi, lo, lower, upper, number, BLOCK, True)
+    hi, lo = iterate(x, where, k, hi, lo, lower, upper, number, BLOCK, True)
     tl.store(nu_ptr + row, hi)
     tl.store(nu_ptr + rows + row, lo)
 
@@ -174,11 +144,10 @@ def write_kernel(
     BLOCK: tl.constexpr, SPLITS: tl.constexpr, WIDTH: tl.constexpr, LOG: tl.constexpr,
 ):  # fmt: skip
     """y or log y of the blocks of program (row, split)."""
-    row, split, start, length, hi, lo = locate_part(offsets_ptr, nu_ptr, rows, n, size)
+    row, split, where, hi, lo = locate_part(x_ptr, mask_ptr, offsets_ptr, nu_ptr, rows, n, size)
     share = tl.load(state_ptr + row * WIDTH + 5)
-    for at in range(split * BLOCK, length, SPLITS * BLOCK):
-        x = read(x_ptr, mask_ptr, start, at, length, BLOCK)
-        write(y_ptr, probability(x, hi, lo, share, LOG), start, at, length, BLOCK)
+    for at in range(split * BLOCK, where[LENGTH], SPLITS * BLOCK):
+        write(y_ptr, probability(read(where, at, BLOCK), hi, lo, share, LOG), where, at, BLOCK)
 
 
 @triton.jit
@@ -187,18 +156,12 @@ def slope_kernel(
     BLOCK: tl.constexpr, SPLITS: tl.constexpr, WIDTH: tl.constexpr, OF: tl.constexpr,
 ):  # fmt: skip
     """The sums over the blocks of program (row, split) that the derivatives need."""
-    row, split, start, length, hi, lo = locate_part(offsets_ptr, nu_ptr, rows, n, size)
-    first = split * BLOCK
-    x = read(x_ptr, mask_ptr, start, first, length, BLOCK)
-    g = read_gradient(grad_ptr, x, start, first, length, BLOCK, OF)
-    stride = SPLITS * BLOCK
-    nearest, total, dot = slope(
-        x, g, x_ptr, mask_ptr, grad_ptr, start, first + stride, length, stride, hi, lo, BLOCK, True, OF
-    )
-    part = parts_ptr + (row * SPLITS + split) * WIDTH
-    tl.store(part, nearest.to(tl.float64))
-    tl.store(part + 1, total)
-    tl.store(part + 2, dot)
+    row, split, where, hi, lo = locate_part(x_ptr, mask_ptr, offsets_ptr, nu_ptr, rows, n, size)
+    first, stride = split * BLOCK, SPLITS * BLOCK
+    x = read(where, first, BLOCK)
+    g = read_gradient(grad_ptr, x, where, first, BLOCK, OF)
+    found = slope(x, g, where, grad_ptr, first + stride, stride, hi, lo, BLOCK, True, OF)
+    leave(parts_ptr + (row * SPLITS + split) * WIDTH, found)
 
 
 @triton.jit
@@ -207,7 +170,7 @@ def gradient_kernel(
     BLOCK: tl.constexpr, SPLITS: tl.constexpr, WIDTH: tl.constexpr, OF: tl.constexpr,
 ):  # fmt: skip
     """Every program adds up the parts of its row itself, which is little; the first one writes dk."""
-    row, split, start, length, hi, lo = locate_part(offsets_ptr, nu_ptr, rows, n, size)
+    row, split, where, hi, lo = locate_part(x_ptr, mask_ptr, offsets_ptr, nu_ptr, rows, n, size)
     part = parts_ptr + (row * SPLITS + tl.arange(0, SPLITS)) * WIDTH
     nearests = tl.load(part).to(tl.float32)
     nearest = tl.min(nearests, 0)
@@ -220,15 +183,11 @@ def gradient_kernel(
     if OF == _OF_NU:
         given = tl.load(grad_ptr + row).to(tl.float32)
     if split == 0:
-        dk = gradient_of_k(nearest, total, dot, hi, given, OF)
-        if OF != _OF_NU:
-            dk += tied_gradient(grad_ptr, x_ptr, mask_ptr, y_ptr, start, length, hi, BLOCK, OF)
-        tl.store(dk_ptr + row, dk)
-    for at in range(split * BLOCK, length, SPLITS * BLOCK):
-        x = read(x_ptr, mask_ptr, start, at, length, BLOCK)
-        g = read_gradient(grad_ptr, x, start, at, length, BLOCK, OF)
-        dx = gradient(x, g, hi, lo, nearest, total, dot, given, OF)
-        write(dx_ptr, dx, start, at, length, BLOCK)
+        write_dk(dk_ptr, row, grad_ptr, where, y_ptr, hi, nearest, total, dot, given, BLOCK, OF)
+    for at in range(split * BLOCK, where[LENGTH], SPLITS * BLOCK):
+        x = read(where, at, BLOCK)
+        g = read_gradient(grad_ptr, x, where, at, BLOCK, OF)
+        write(dx_ptr, gradient(x, g, hi, lo, nearest, total, dot, given, OF), where, at, BLOCK)
 
 
 def solve(to: Launch, k: Tensor) -> Tensor:
