@@ -89,13 +89,13 @@ def _as_more_rows(operator: Operator, info: Any, in_dims: Any, *arguments: Any) 
         return value.expand(batch, *value.shape) if dim is None else value.movedim(dim, 0)
 
     x = batched(x, in_dims[0])
-    rows, size = x.shape[1], x.shape[1]  # of dense rows
+    size = x.shape[1]  # the rows of each problem, or its packed entries
+    rows = size if offsets is None else offsets.shape[0] - 1
     x = x.flatten(0, 1).contiguous()
     beside = None if beside is None else batched(beside, in_dims[2]).flatten(0, 1).contiguous()
     if in_dims[3] is not None:
         raise ValueError("`offsets` cannot be mapped over by vmap, only `values`, `k` and `mask` can.")
     if offsets is not None:
-        rows = offsets.shape[0] - 1
         starts = torch.arange(batch, device=x.device)[:, None] * size + offsets[:-1]
         offsets = torch.cat([starts.flatten(), starts.new_full((1,), batch * size)])
     if k.dim() > 0:

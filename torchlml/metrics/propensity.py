@@ -66,11 +66,8 @@ class PropensityScoredPrecision(TopKMetric):
     Args:
         propensities: (n,), the chance of each label to be observed where it is true, above 0 and at most 1:
             from `label_propensities`, or your own. They are kept in float64, whatever the model is in.
-        k: one number, and `compute` returns a scalar; or several, and it returns a dict.
-        ignore_index: the class index that means "no label".
-        group: the processes among which the scores of each row are split, as in `torchlml.lml_loss`;
-            `propensities` are then those of this process's labels.
-        **settings: for `torchmetrics.Metric`.
+        k, ignore_index, **settings: as for `TopKRecall`.
+        group: as there; `propensities` are then those of this process's labels.
 
     With observed labels Y, a predicted set P of k entries and propensities p, it is the sum over all rows of
     the sum of 1 / p over Y and P, divided by the same for the best P there is, the k labels of lowest

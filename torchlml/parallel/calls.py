@@ -141,10 +141,8 @@ def _row_losses(
         return c, {"labels": c.x.shape[-1], "masked": mask is not None, "same": same}
 
     c, split = split_labels(members, logits, k, bound, read)
-    rows = target
-    if labels.is_listed(target):
-        rows = labels.listed(c, target, ignore_index, split)
-    own = labels.own_labels(rows.reshape(c.x.shape[0], rows.shape[-1]), weight, split, c.x.shape[-1])
+    rows = labels.target_rows(c, target, ignore_index, split)
+    own = labels.own_labels(rows, weight, split, c.x.shape[-1])
     losses, number = sharded_loss.row_losses(c.x, c.k, c.mask, own, split)
     if label_reduction == "mean":
         losses = losses / number.clamp(min=1)

@@ -118,9 +118,7 @@ def project(
     y = function(x.to_local(), where.numbers(k), where.entries(mask), where.group)
     if per_row:
         return _per_row(y, where, x.shape[: where.dim] + x.shape[where.dim + 1 :])
-    return DTensor.from_local(
-        y, x.device_mesh, x.placements, run_check=False, shape=x.shape, stride=_strides(x.shape)
-    )
+    return _wrap(y, where.mesh, where.placements, x.shape)
 
 
 def loss(
@@ -157,11 +155,12 @@ def loss(
 
 
 def _per_row(t: Tensor, where: Layout, shape: Any) -> DTensor:
-    return DTensor.from_local(t, where.mesh, where.rows, run_check=False, shape=shape, stride=_strides(shape))
+    return _wrap(t, where.mesh, where.rows, shape)
 
 
-def _strides(shape: Any) -> tuple[int, ...]:
+def _wrap(t: Tensor, mesh: DeviceMesh, placements: tuple[Any, ...], shape: Any) -> DTensor:
     strides = [1]
     for size in reversed(shape[1:]):
         strides.insert(0, strides[0] * max(1, size))
-    return tuple(strides[: len(shape)])
+    stride = tuple(strides[: len(shape)])
+    return DTensor.from_local(t, mesh, placements, run_check=False, shape=shape, stride=stride)

@@ -29,20 +29,25 @@ def check_target(c: Canonical, target: Tensor, weight: Tensor | None, ignore_ind
         raise ValueError(
             "`weight` and `target` must not require a gradient where the labels are spread over processes."
         )
-    if is_listed(target):
+    if _is_listed(target):
         return {"target": fingerprint(target), "ignore_index": ignore_index}
     # With no rows, so that a multi-hot is not copied: what is wrong with the rest of it, the chunks see.
     read_labels(c, target, None, ignore_index)
     return {"kind of target": str(target.dtype)}
 
 
-def is_listed(target: Any) -> bool:
+def _is_listed(target: Any) -> bool:
     """Class indices, and not a multi-hot?"""
     return isinstance(target, Tensor) and target.dtype in (torch.int64, torch.uint8)
 
 
-def listed(c: Canonical, target: Tensor, ignore_index: int, split: Split) -> Tensor:
-    """(R, L) int64, every label once and negative numbers for none; an error is the same on every process."""
+def target_rows(c: Canonical, target: Tensor, ignore_index: int, split: Split) -> Tensor:
+    """(R, L) int64, every label once and negative numbers for none, or the rows of a multi-hot.
+
+    An error is the same on every process.
+    """
+    if not _is_listed(target):
+        return target.reshape(c.x.shape[0], target.shape[-1])
     everything = c._replace(
         x=c.x.detach().new_zeros(()).expand(c.x.shape[0], split.total),
         mask=None,
@@ -54,7 +59,7 @@ def listed(c: Canonical, target: Tensor, ignore_index: int, split: Split) -> Ten
 
 
 def own_labels(target: Tensor, weight: Tensor | None, split: Split, n: int) -> OwnLabels:
-    """The labels that lie on this process, from `listed` or from rows of a multi-hot."""
+    """The labels that lie on this process, from `target_rows`."""
     if target.dtype == torch.int64:
         row, column = ((target >= split.start) & (target < split.start + n)).nonzero().unbind(-1)
         place = target[row, column] - split.start

@@ -72,8 +72,7 @@ def spread_linear_lml_loss(
 
     (c, k), split = split_labels(members, input, k, bound, read)
     n = linear_weight.shape[0]
-    rows = labels.listed(c, target, ignore_index, split) if labels.is_listed(target) else target
-    rows = rows.reshape(c.x.shape[0], rows.shape[-1])
+    rows = labels.target_rows(c, target, ignore_index, split)
 
     def loss(logits: Tensor, k: Tensor, some: slice, overwrite: bool) -> Tensor:
         own = labels.own_labels(rows[some], weight, split, n)

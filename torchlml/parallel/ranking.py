@@ -63,8 +63,8 @@ def spread_ranking(
         return c, {"labels": c.x.shape[-1], "masked": True, "same": same}
 
     c, split = split_labels(members, preds, 1, "exactly", read)
-    rows = labels.listed(c, target, ignore_index, split) if labels.is_listed(target) else target
-    own = labels.own_labels(rows.reshape(c.x.shape[0], rows.shape[-1]), None, split, c.x.shape[-1])
+    rows = labels.target_rows(c, target, ignore_index, split)
+    own = labels.own_labels(rows, None, split, c.x.shape[-1])
     observed = torch.zeros_like(c.x, dtype=torch.bool)
     observed[own.row, own.place] = True
     return c, SpreadRows(c.x, members, split.total), observed
