@@ -11,7 +11,7 @@ import torch
 
 import torchlml
 from torchlml._kernels.cpu import native
-from torchlml._kernels.cuda import registration
+from torchlml._kernels.cuda import trust
 from torchlml_lab.cli import answer_help
 from torchlml_lab.errors import BadInput
 
@@ -48,7 +48,7 @@ def report() -> dict[str, list[str]]:
         "python": [platform.python_version()],
         "platform": [platform.platform()],
         "kernel": [kernel()],
-        "gpu kernel": [registration.description()],
+        "gpu kernel": [trust.description()],
         "threads": [f"{torch.get_num_threads()} of {os.cpu_count()}"],
         "devices": _devices(),
         "extras": [f"{extra}: {_state(extra)}" for extra in _extras()],

@@ -13,10 +13,10 @@ from torch import Tensor
 
 from torchlml._kernels import reference, reference_loss
 from torchlml._kernels.cpu import native
-from torchlml._kernels.cuda import registration, trust
+from torchlml._kernels.cuda import trust
 
 CPU = torch.device("cpu")
-NAMES = list(registration.OPERATORS)
+NAMES = list(trust.OPERATORS)
 DTYPES = [torch.float32, torch.float16, torch.bfloat16]
 
 
@@ -50,11 +50,11 @@ def _pretend(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(trust, "_interpreted", lambda device: False)
     monkeypatch.setattr(native, "requested", lambda: "")
     monkeypatch.setattr(native, "_warned", True)
-    monkeypatch.setattr(registration, "available", lambda: True)
+    monkeypatch.setattr(trust, "available", lambda: True)
 
 
 def use(monkeypatch: pytest.MonkeyPatch, kernels: Any) -> None:
-    monkeypatch.setattr(registration, "_kernels", lambda: kernels)
+    monkeypatch.setattr(trust, "_kernels", lambda: kernels)
 
 
 def problem() -> tuple[Tensor, Tensor, None, None]:
@@ -65,38 +65,38 @@ def problem() -> tuple[Tensor, Tensor, None, None]:
 def test_right_kernels_are_used(dtype: torch.dtype) -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        assert trust.difference(CPU, dtype, right(), registration._plain) is None
-        assert trust.trusted(CPU, dtype, right(), registration._plain)
+        assert trust.difference(CPU, dtype, right()) is None
+        assert trust.trusted(CPU, dtype, right())
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("name", NAMES)
 def test_every_lie_is_found(name: str, dtype: torch.dtype) -> None:
-    found = trust.difference(CPU, dtype, lying(name), registration._plain)
+    found = trust.difference(CPU, dtype, lying(name))
     assert found is not None
     assert f"`{name}`" in found
 
 
 def test_a_wrong_gradient_of_k_is_found() -> None:
-    assert trust.difference(CPU, torch.float32, lying("backward", place=1), registration._plain) is not None
+    assert trust.difference(CPU, torch.float32, lying("backward", place=1)) is not None
 
 
 def test_a_nan_is_a_difference() -> None:
     kernels = right()
     kernels.forward = lambda *a: tuple(torch.full_like(part, torch.nan) for part in reference.forward(*a))
-    assert trust.difference(CPU, torch.float32, kernels, registration._plain) is not None
+    assert trust.difference(CPU, torch.float32, kernels) is not None
 
 
 def test_after_a_lie_the_plain_path_answers_and_one_warning_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
     use(monkeypatch, lying("forward"))
     arguments = problem()
     with pytest.warns(UserWarning, match=r"torch.float32 on cpu .* `forward`.*`torchlml gpu-check`"):
-        y, _ = registration.OPERATORS["forward"](*arguments)
-    assert torch.equal(y, registration._plain["forward"](*arguments)[0])
+        y, _ = trust.OPERATORS["forward"](*arguments)
+    assert torch.equal(y, trust._plain["forward"](*arguments)[0])
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        again, _ = registration.OPERATORS["forward"](*arguments)
-        registration.OPERATORS["solve"](*arguments)
+        again, _ = trust.OPERATORS["forward"](*arguments)
+        trust.OPERATORS["solve"](*arguments)
     assert torch.equal(again, y)
 
 
@@ -109,7 +109,7 @@ def test_kernels_that_do_not_compile_are_not_used(monkeypatch: pytest.MonkeyPatc
     kernels.log_backward = fail
     use(monkeypatch, kernels)
     with pytest.warns(UserWarning, match="do not run: RuntimeError: no such instruction"):
-        y, _ = registration.OPERATORS["forward"](*problem())
+        y, _ = trust.OPERATORS["forward"](*problem())
     torch.testing.assert_close(y.sum(-1), torch.full((5,), 4.0))
 
 
@@ -119,7 +119,7 @@ def test_the_comparison_is_made_once(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(trust, "difference", lambda *a: calls.append(a[:2]))
     for dtype in (torch.float32, torch.float32, torch.bfloat16):
         x, k, *rows = problem()
-        registration.OPERATORS["forward"](x.to(dtype), k, *rows)
+        trust.OPERATORS["forward"](x.to(dtype), k, *rows)
     assert calls == [(CPU, torch.float32), (CPU, torch.bfloat16)]
 
 
@@ -131,5 +131,5 @@ def test_the_environment_overrules(monkeypatch: pytest.MonkeyPatch, choice: str,
     use(monkeypatch, kernels)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        y, _ = registration.OPERATORS["forward"](*problem())
+        y, _ = trust.OPERATORS["forward"](*problem())
     assert (y == "the kernel") is used if used else isinstance(y, Tensor)

@@ -19,7 +19,7 @@ from tests.library.test_gradients import resolved, slack, upstream
 from tests.library.test_special_rows import SPECIAL, Special, gradient_of_k
 from tests.support import loss_rows, truth
 from tests.support.problems import SHORT, Problem
-from torchlml._kernels.cuda import registration, triton_operators, triton_split
+from torchlml._kernels.cuda import triton_operators, triton_split, trust
 from torchlml._kernels.cuda.plan import Plan, plan
 
 Force = Callable[[Plan | None], None]
@@ -60,7 +60,7 @@ def force(monkeypatch: pytest.MonkeyPatch) -> Force:
 
 
 def call(name: str, *arguments: Tensor | None) -> tuple[Tensor, Tensor]:
-    return registration.OPERATORS[name](*arguments)
+    return trust.OPERATORS[name](*arguments)
 
 
 def float64(*values: float) -> Tensor:

@@ -18,7 +18,7 @@ from torch import Tensor
 from triton.runtime import interpreter
 
 import torchlml  # noqa: F401  which defines the operators
-from torchlml._kernels.cuda import registration, triton_operators
+from torchlml._kernels.cuda import triton_operators, trust
 from torchlml._kernels.cuda.plan import Plan
 
 PLANS = {
@@ -49,5 +49,5 @@ def _patch_once(function: Any) -> Any:
 interpreter._patch_lang = _patch_once
 triton_operators.layout = _layout
 _library = torch.library.Library("torchlml", "IMPL")
-for _name, _run in registration.OPERATORS.items():
+for _name, _run in trust.OPERATORS.items():
     _library.impl(_name, _run, "CPU")

@@ -18,7 +18,7 @@ from torch._decomp import register_decomposition
 from torchlml._core.rows import wide_dtype, work_dtype
 from torchlml._kernels import exported, quick, reference, reference_loss
 from torchlml._kernels.cpu import native
-from torchlml._kernels.cuda import registration
+from torchlml._kernels.cuda import trust
 
 _library = torch.library.Library("torchlml", "DEF")
 Operator = Callable[..., Any]
@@ -56,7 +56,7 @@ def operator(
         register_decomposition(defined, type="meta")(shapes)
     if triton:
         names = [argument.split()[1] for argument in rest.partition(")")[0].split(", ")]
-        _library.impl(name, registration.by_triton(name, names.index("x"), reference), "CUDA")
+        _library.impl(name, trust.by_triton(name, names.index("x"), reference), "CUDA")
     if vmap:
         torch.library.register_vmap(
             f"torchlml::{name}", lambda info, dims, *a: _as_more_rows(defined, info, dims, *a), lib=_library

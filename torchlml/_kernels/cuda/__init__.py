@@ -1,1 +1,1 @@
-"""The operators on GPUs, as Triton kernels: `registration.py` says when they run, `triton_*.py` are they."""
+"""The operators on GPUs, as Triton kernels: `trust.py` says when they run, `triton_*.py` are they."""

@@ -1,16 +1,23 @@
-"""Whether the Triton kernels may be used: they are compared with plain torch before the first use.
+"""When the Triton kernels run: on CUDA (or ROCm) tensors narrower than float64, where Triton can be imported.
 
-Once for each device and dtype, on a few dozen rows. Where a kernel differs, does not compile or fails, plain
-torch is used from then on, and one warning says so. `TORCHLML_KERNEL=torch` never uses the kernels, and
-`TORCHLML_KERNEL=native` uses them unexamined, as `torchlml gpu-check` does, which examines them itself.
+They are compared with plain torch before the first use, once for each device and dtype, on a few dozen rows.
+Where a kernel differs, does not compile or fails, plain torch is used from then on, and one warning says so.
+`TORCHLML_KERNEL=torch` never uses the kernels, and `TORCHLML_KERNEL=native` uses them unexamined, as
+`torchlml gpu-check` does, which examines them itself. Only the layout of short rows is compared, since every
+other one would have to be compiled for it.
 
-Only the layout of short rows is compared, since every other one would have to be compiled for it.
+Triton and the kernels are imported when the first such tensor arrives, and not before: `import torchlml`
+costs nothing more.
 """
 
 from __future__ import annotations
 
+import functools
+import importlib
 import warnings
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
+from importlib import metadata
+from importlib.util import find_spec
 from typing import Any
 
 import torch
@@ -23,9 +30,64 @@ _Key = tuple[torch.device, torch.dtype]
 # Relative to max(1, |expected|): what two right kernels may differ by, and half types by one rounding more.
 _TOLERANCE = {torch.float32: 2e-5, torch.float16: 2e-3, torch.bfloat16: 1.6e-2}
 _ENTRIES = 40
+# Places in a row are int32 in the kernels, a block past the end included.
+_LONGEST_ROW = 2**31 - 2**15
 
+# What a GPU calls for each operator that has a kernel there, by name.
+OPERATORS: dict[str, Operator] = {}
+_plain: dict[str, Operator] = {}  # the same in plain torch
 _verdicts: dict[_Key, bool] = {}
 _unexamined = False
+
+
+def by_triton(name: str, place_of_x: int, plain: Operator) -> Operator:
+    """The operator `name` by Triton where that is possible, else in plain torch.
+
+    Args:
+        name: its name here and in `triton_operators.py`.
+        place_of_x: which of its arguments is x.
+        plain: the operator in plain torch.
+    """
+
+    def run(*arguments: Any) -> Any:
+        x = arguments[place_of_x]
+        fits = x.dtype in _TOLERANCE and x.shape[-1] <= _LONGEST_ROW and available()
+        if not fits or not trusted(x.device, x.dtype, _kernels()):
+            return plain(*arguments)
+        try:
+            return getattr(_kernels(), name)(*arguments)
+        except torch.OutOfMemoryError:
+            raise
+        except Exception as error:  # a layout that does not compile: the others may, but who knows how well
+            if x.device.type == "cpu":
+                raise
+            distrust(x.device, x.dtype, f"failed in `{name}`: {type(error).__name__}: {error}")
+            return plain(*arguments)
+
+    OPERATORS[name] = run
+    _plain[name] = plain
+    return run
+
+
+@functools.cache
+def available() -> bool:
+    """Is there a Triton to import? torch brings its own wherever it knows GPUs that Triton serves."""
+    if find_spec("triton") is None:
+        return False
+    try:
+        _kernels()
+    except ImportError:  # a Triton that is installed but cannot be loaded on this machine
+        return False
+    return True
+
+
+def description() -> str:
+    """What tensors on a GPU use: `triton 3.7.1` or `torch`."""
+    return f"triton {metadata.version('triton')}" if available() else "torch (Triton is not installed)"
+
+
+def _kernels() -> Any:
+    return importlib.import_module("torchlml._kernels.cuda.triton_operators")
 
 
 def use_unexamined() -> None:
@@ -34,14 +96,13 @@ def use_unexamined() -> None:
     _unexamined = True
 
 
-def trusted(device: torch.device, dtype: torch.dtype, kernels: Any, plain: Mapping[str, Operator]) -> bool:
+def trusted(device: torch.device, dtype: torch.dtype, kernels: Any) -> bool:
     """May the kernels be used there? The first question compares them.
 
     Args:
         device: of the tensors.
         dtype: of x.
         kernels: what holds the kernels, each under the name of its operator.
-        plain: the operators in plain torch, by name.
     """
     choice = native.requested()
     if choice or _unexamined or _interpreted(device):
@@ -52,7 +113,7 @@ def trusted(device: torch.device, dtype: torch.dtype, kernels: Any, plain: Mappi
             return False  # a comparison waits for the device, which a capture forbids
         _verdicts[key] = True
         try:
-            found = difference(device, dtype, kernels, plain)
+            found = difference(device, dtype, kernels)
         except Exception as error:  # a compiler can raise anything
             found = f"do not run: {type(error).__name__}: {error}"
         if found is not None:
@@ -70,12 +131,10 @@ def distrust(device: torch.device, dtype: torch.dtype, found: str) -> None:
     )
 
 
-def difference(
-    device: torch.device, dtype: torch.dtype, kernels: Any, plain: Mapping[str, Operator]
-) -> str | None:
+def difference(device: torch.device, dtype: torch.dtype, kernels: Any) -> str | None:
     """Where the kernels differ from plain torch, in words; None where they do not."""
-    for name, arguments in _calls(device, dtype, plain):
-        expected, got = plain[name](*arguments), getattr(kernels, name)(*arguments)
+    for name, arguments in _calls(device, dtype):
+        expected, got = _plain[name](*arguments), getattr(kernels, name)(*arguments)
         pairs = [(expected, got)] if isinstance(expected, Tensor) else list(zip(expected, got, strict=True))
         for place, (right, found) in enumerate(pairs):
             # nu is a pair, of which only the sum is defined.
@@ -93,9 +152,7 @@ def _distance(expected: Tensor, got: Tensor) -> float:
     return float(torch.where(same, 0.0, apart).nan_to_num(nan=torch.inf).max())
 
 
-def _calls(
-    device: torch.device, dtype: torch.dtype, plain: Mapping[str, Operator]
-) -> Iterator[tuple[str, tuple[Any, ...]]]:
+def _calls(device: torch.device, dtype: torch.dtype) -> Iterator[tuple[str, tuple[Any, ...]]]:
     """Every operator with arguments for it: rows of many scales, masked, special and packed ones."""
     for x, k, mask, offsets, labels in _problems(device, dtype):
         rows = mask, offsets
@@ -103,8 +160,8 @@ def _calls(
         yield "forward", (x, k, *rows)
         yield "log_forward", (x, k, *rows)
         yield "loss_forward", (x, k, *rows, *labels)
-        y, nu = plain["forward"](x, k, *rows)
-        log_y, _ = plain["log_forward"](x, k, *rows)
+        y, nu = _plain["forward"](x, k, *rows)
+        log_y, _ = _plain["log_forward"](x, k, *rows)
         per_row = torch.linspace(-1, 1, nu.shape[1], device=device)
         grad = torch.linspace(-1, 1, x.numel(), device=device).reshape(x.shape).to(dtype)
         yield "backward", (grad, x, y, nu, *rows)
