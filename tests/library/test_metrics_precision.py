@@ -54,7 +54,7 @@ def process(rank, folder):
     if rank == 0:
         recall.update([EXAMPLE[0]], [EXAMPLE[1]])
         # A function is of one process alone: it would otherwise wait here for the other.
-        assert scene_graph_recall([EXAMPLE[0]], [EXAMPLE[1]], 2, mean=True).item() == 0.5
+        assert scene_graph_recall([EXAMPLE[0]], [EXAMPLE[1]], 2, mean=True) == 0.5
     recall._update_count = 1
     Path(folder, str(rank)).write_text(str(recall.compute().item()))
     torch.distributed.destroy_process_group()
