@@ -18,29 +18,6 @@ _OVERLAP = 0.5
 Images = Sequence[Mapping[str, Tensor]]
 
 
-def scene_graph_recall(
-    preds: Images,
-    target: Images,
-    k: int | Sequence[int] = (20, 50, 100),
-    constrained: bool = True,
-    mean: bool = False,
-) -> Tensor | dict[str, Tensor]:
-    """The recall of scene graphs in one batch of images: what `SceneGraphRecall` computes from it.
-
-        >>> boxes, labels = torch.tensor([[0.0, 0, 10, 10], [20, 20, 40, 40]]), torch.tensor([3, 7])
-        >>> scores = torch.tensor([[0.9, 0.1], [0.2, 0.3]])
-        >>> predicted = {"boxes": boxes, "labels": labels, "pairs": torch.tensor([[0, 1], [1, 0]])}
-        >>> true = {"boxes": boxes, "labels": labels, "relations": torch.tensor([[0, 1, 0], [1, 0, 0]])}
-        >>> scene_graph_recall([{**predicted, "scores": scores}], [true], k=(1, 2))
-        {'R@1': tensor(0.5000), 'R@2': tensor(0.5000)}
-
-    Arguments as for `SceneGraphRecall` and its `update`.
-    """
-    recall = SceneGraphRecall(k, constrained, mean, sync_on_compute=False)
-    recall.update(preds, target)
-    return recall.compute()
-
-
 class SceneGraphRecall(CountingMetric):
     """The part of an image's true relations that is among the K highest-scored predicted ones.
 

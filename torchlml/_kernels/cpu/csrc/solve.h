@@ -6,8 +6,7 @@
 
 #include <math.h>
 
-#include "rows.h"
-#include "vmath.h"
+#include "sums.h"
 
 namespace torchlml {
 namespace {
@@ -56,102 +55,6 @@ struct Target {
     probit = flip ? q : -q;
   }
 };
-
-// Sums over a row at one nu. `flush` says after how many vectors part[0] is moved to double.
-template <class T, int parts, int vectors>
-struct Parts {
-  static constexpr int size = parts, flush = vectors;
-  Vec<T> part[size] = {};
-  Mask<T> above{};  // minus the number of z > 0, where a kind counts them
-};
-
-// y, w = y (1 - y) and w (1 - 2 y), the derivatives of sum y. Good enough for a first step.
-template <class T>
-struct Sums : Parts<T, 3, 32> {
-  using Parts<T, 3, 32>::part;
-  LML_INLINE void add(Vec<T> odds) {
-    const Vec<T> r = reciprocal<true>(1 + odds), y = odds * r, w = y * r;
-    part[0] += y;
-    part[1] += w;
-    part[2] += w * (r - y);
-  }
-};
-
-// With t = sigma(-|z|) and s = -1 where z > 0, else 1: s t instead of y, and -1 for every z > 0. The residual
-// (number of z > 0) - k + sum s t is accurate relative to sum t, even where y rounds to 1.
-template <class T>
-struct SignedSums : Parts<T, 3, 16> {
-  using Parts<T, 3, 16>::part, Parts<T, 3, 16>::above;
-  LML_INLINE void add(Vec<T> odds) {
-    const Vec<T> r = reciprocal<true>(1 + odds), y = odds * r, w = y * r;
-    const Mask<T> over = greater(odds, T{1});
-    part[0] += negate_where<T>(over, vmin(y, r));
-    part[1] += w;
-    part[2] += w * (r - y);
-    above += over;
-  }
-};
-
-// For staircases also the sums of t and of s w, which tell the two sides of a gap apart.
-template <class T>
-struct TwoSidedSums : Parts<T, 5, 16> {
-  using Parts<T, 5, 16>::part, Parts<T, 5, 16>::above;
-  LML_INLINE void add(Vec<T> odds) {
-    const Vec<T> r = reciprocal<true>(1 + odds), y = odds * r, w = y * r, t = vmin(y, r);
-    const Mask<T> over = greater(odds, T{1});
-    part[0] += negate_where<T>(over, t);
-    part[1] += w;
-    part[2] += w * (r - y);
-    part[3] += t;
-    part[4] += negate_where<T>(over, w);
-    above += over;
-  }
-};
-
-// A sum in double that carries its rounding error along when T is double itself: a million ties would
-// otherwise all round the same way.
-template <class T>
-struct LongSum {
-  vdouble sum{}, carry{};
-  LML_INLINE void take(Vec<T>& part) {
-    const vdouble a = widen(part);
-    if constexpr (sizeof(T) == 8) {
-      const vdouble b = a - carry, next = sum + b;
-      carry = (next - sum) - b;
-      sum = next;
-    } else {
-      sum += a;
-    }
-    part = Vec<T>{};
-  }
-};
-
-// `odds(i)` gives exp(z) of the i-th whole vector, `odds_tail()` of the rest with zeros beyond it. `prepare`
-// runs over a block before: two short loops overlap far better than one with both dependency chains.
-template <class T, template <class> class Kind, class Prepare, class Odds, class Tail>
-LML_INLINE Totals evaluate(int64_t n, const Prepare& prepare, const Odds& odds, const Tail& odds_tail) {
-  constexpr int size = Kind<T>::size;
-  constexpr int64_t short_block = Kind<T>::flush, long_block = 128;
-  const int64_t whole = n / lanes<T>;
-  LongSum<T> sum[size];
-  Kind<T> block;
-  if (n % lanes<T>) block.add(odds_tail());  // flushed with the first block
-  int64_t i = 0;
-  do {
-    const int64_t long_end = whole - i > long_block ? i + long_block : whole;
-    do {
-      const int64_t end = long_end - i > short_block ? i + short_block : long_end;
-      for (int64_t j = i; j < end; ++j) prepare(j);
-      for (; i < end; ++i) block.add(odds(i));
-      sum[0].take(block.part[0]);
-    } while (i < long_end);
-    for (int j = 1; j < size; ++j) sum[j].take(block.part[j]);
-  } while (i < whole);
-  Totals totals{};
-  for (int j = 0; j < size; ++j) totals.part[j] = total(sum[j].sum);
-  totals.above = -total_lanes(block.above);
-  return totals;
-}
 
 struct Moments {
   double mean, variance;
