@@ -10,11 +10,14 @@ from collections.abc import Callable, Iterator
 import pytest
 import torch
 from torch import Tensor
+from torch._inductor import lowering
+from torch._inductor.utils import fresh_cache
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.func import grad, hessian, jvp, vmap
 from torch.fx.experimental.proxy_tensor import make_fx
 
 import torchlml
+from torchlml._core import operators
 from torchlml.solvers import Bracketing
 
 NAMES = ["lml", "log_lml", "lml_dual"]
@@ -88,6 +91,18 @@ def test_compile_with_inductor(call: str) -> None:
     function = CALLS[call][0](torchlml.log_lml)
     inputs = CALLS[call][1]()
     close(both(compiled(function, "inductor"), *inputs), both(function, *inputs))
+
+
+@each_name
+def test_compile_where_ci_is_set(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Inductor then refuses an operator with a decomposition (ours are for ONNX), unless it knows it."""
+    monkeypatch.setenv("CI", "true")
+    for operator in (operators.solve, operators.forward, operators.log_forward):
+        monkeypatch.delitem(lowering.lowerings, operator, raising=False)
+    function = CALLS["number k"][0](getattr(torchlml, name))
+    x = rows(3, 6)
+    with fresh_cache():
+        close(both(compiled(function, "inductor"), x), both(function, x))
 
 
 @each_name

@@ -8,6 +8,7 @@ canonical, see `reference.py` and `reference_loss.py`; the derivatives are in `p
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -48,12 +49,13 @@ def operator(
     if not hasattr(torch.ops.torchlml, name):  # the compiled kernel defines some, for programs without Python
         _library.define(schema)
     _library.impl(name, reference, "CompositeExplicitAutograd")
-    torch.library.register_fake(f"torchlml::{name}", shapes, lib=_library)
     defined: Operator = getattr(torch.ops.torchlml, name).default
     if exported is not None:
+        shapes = _and_tell_inductor(defined, shapes)
         register_decomposition(defined)(exported)
         # The compiler would otherwise take the shapes from there, for sizes that it keeps open.
         register_decomposition(defined, type="meta")(shapes)
+    torch.library.register_fake(f"torchlml::{name}", shapes, lib=_library)
     if triton:
         names = [argument.split()[1] for argument in rest.partition(")")[0].split(", ")]
         _library.impl(name, trust.by_triton(name, names.index("x"), reference), "CUDA")
@@ -62,6 +64,23 @@ def operator(
             f"torchlml::{name}", lambda info, dims, *a: _as_more_rows(defined, info, dims, *a), lib=_library
         )
     return defined
+
+
+def _and_tell_inductor(defined: Operator, shapes: Operator) -> Operator:
+    """`shapes`, which every compilation calls, and through it Inductor learns to call the operator as it is.
+
+    Where the environment variable CI is set, Inductor refuses an operator that has a decomposition but no
+    lowering: a check that torch made for its own operators. Importing Inductor to say so takes three seconds,
+    so it is said when somebody else has imported it.
+    """
+
+    def shapes_while_compiling(*arguments: Any) -> Any:
+        lowering = sys.modules.get("torch._inductor.lowering")
+        if lowering is not None and defined not in lowering.lowerings:
+            lowering.make_fallback(defined, lowering.constrain_to_fake_tensors, warn=False)
+        return shapes(*arguments)
+
+    return shapes_while_compiling
 
 
 def empty_nu(x: Tensor, offsets: Tensor | None) -> Tensor:
