@@ -14,16 +14,17 @@ from torchlml.metrics import TopKRecall
 from torchlml_lab.engine.table import plain_table
 from torchlml_lab.files import replacing
 from torchlml_lab.readers.labelled_rows import LabelledRows, Matrix
+from torchlml_lab.tasks import recall_and_calibration
 from torchlml_lab.tasks.label_losses import PADDING
 from torchlml_lab.tasks.multilabel import temperature
 from torchlml_lab.tasks.multilabel.label_measures import NAMES, Measures, popularity
 from torchlml_lab.tasks.multilabel.multilabel_settings import MultilabelSettings
-from torchlml_lab.tasks.multilabel.report_plots import draw_report
 from torchlml_lab.tasks.multilabel.run_rows import label_lists, read
 from torchlml_lab.tasks.multilabel.trained_labels import ROWS, TEMPERATURE, Trained, load, prepared_rows
 
 CURVE = (1, 2, 3, 5, 10, 20, 50, 100)
 BINS = 10
+FEWEST = 20  # labels of a bin that is drawn: the share of fewer says little
 
 
 @dataclass(frozen=True)
@@ -147,7 +148,12 @@ def make(trained: Trained, inputs: Matrix, rows: LabelledRows, what: str) -> Rep
 def write(report: Report, trained: Trained, folder: Path, console: Console) -> None:
     """Write `report.md` and `report.png` into a folder."""
     folder.mkdir(parents=True, exist_ok=True)
-    draw_report(report, folder / "report.png")
+    recall_and_calibration.draw(
+        {"this run": report.recalls, "most frequent labels": report.popular_recalls},
+        [(probability, share) for probability, share, count in report.calibration if count >= FEWEST],
+        folder / "report.png",
+        title=f"Recall on {report.rows} {report.what}",
+    )
     with replacing(folder / "report.md") as temporary:
         temporary.write_text(report.page(trained), encoding="utf-8")
     console.print(

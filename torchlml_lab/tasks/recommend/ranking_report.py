@@ -16,8 +16,8 @@ from torchlml_lab.engine.progress import ProgressBar
 from torchlml_lab.engine.table import plain_table
 from torchlml_lab.errors import BadInput
 from torchlml_lab.files import check_folder
+from torchlml_lab.tasks import recall_and_calibration
 from torchlml_lab.tasks.own_files import say
-from torchlml_lab.tasks.recommend import report_picture
 from torchlml_lab.tasks.recommend.calibration import calibration
 from torchlml_lab.tasks.recommend.full_ranking import KS, measures, of_network
 from torchlml_lab.tasks.recommend.histories import Batch, Users
@@ -126,7 +126,10 @@ def report(
         for name, values in found.items():
             table.add_row(name, *(f"{100 * values[f'{measure}@{k}']:.2f}" for k in KS))
         console.print(table)
-    report_picture.draw(found, bins, folder / PICTURE)
+    recalls = {name: {k: values[f"recall@{k}"] for k in KS} for name, values in found.items()}
+    recall_and_calibration.draw(
+        recalls, bins, folder / PICTURE, title=f"Recall of {len(users)} users", rare=True
+    )
     console.print(
         f"The run is in {trained.run}, recall and calibration are drawn in {folder / PICTURE}.",
         soft_wrap=True,
