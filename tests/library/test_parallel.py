@@ -346,6 +346,7 @@ def check_refusals(group: Group) -> None:
         ("`linear_weight`", lambda: linear(x, torch.ones(9, 5 + last), target, 2, group=group)),
         ("`offsets`", lambda: torchlml.lml(x[0], 2, offsets=torch.tensor([0, 6]), group=group)),
         ("`solver`", lambda: torchlml.lml(x, 2, solver="bracketing", group=group)),
+        ("`bound`", lambda: torchlml.lml(x, 2, bound="\u00e9" * 400 if last else "exactly", group=group)),  # type: ignore[arg-type]
     ]
     for words, call in cases:
         with pytest.raises((ValueError, TypeError), match=re.escape(words)) as caught:

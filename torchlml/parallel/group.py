@@ -98,8 +98,9 @@ def agree(
     arguments, told = None, dict[str, Any]()
     try:
         arguments, told = read()
-    except (TypeError, ValueError) as error:
-        problem, told = error, {"error": str(error)[:600]}
+    except Exception as error:  # whatever it is, the others must not wait for a message that never comes
+        # A character takes up to six bytes in the message.
+        problem, told = error, {"error": str(error)[:300]}
     everyone = _exchange(group, device, told)
     if problem is not None:
         raise problem
