@@ -7,6 +7,7 @@ import torch
 
 from tests.support.command_lines import each_refusal, refusals, refused
 from torchlml_lab import cli
+from torchlml_lab.engine.threads import cores, use_threads
 from torchlml_lab.tasks.hidden_labels import demo, images, plots, stacked_networks, words
 from torchlml_lab.tasks.hidden_labels.images import Images
 from torchlml_lab.tasks.hidden_labels.measures import Measured, measure
@@ -142,6 +143,20 @@ def test_a_full_disk_keeps_the_tables(capsys, tmp_path, monkeypatch):
     captured = capsys.readouterr()
     assert captured.out.count("LML") > 4
     assert "there is no space left on the disk; the tables above are all that was measured" in captured.err
+
+
+def test_one_thread_computes_unless_told(tmp_path, monkeypatch):
+    used = []
+
+    def stop(*arguments):
+        used.append(torch.get_num_threads())
+        raise RuntimeError("That is enough.")
+
+    monkeypatch.setattr(demo, "run", stop)
+    with use_threads(cores() + 1):
+        for options in ([], ["--threads", str(cores())]):
+            assert cli.main(["demo", "--out", str(tmp_path), *options]) == 1
+    assert used == [1, cores()]
 
 
 @each_refusal(refusals("`{}` is {}", "--threads 0", "--k 1", "--seeds 1", "--images 5"))

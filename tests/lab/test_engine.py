@@ -211,7 +211,17 @@ def test_damaged_random_states_are_refused(capsys, unfinished, kept):
         path.write_bytes(path.read_bytes()[:kept])
     error = refused(capsys, resume(unfinished))
     assert "is damaged or of another model" in error
-    assert "random_states_0.pkl" in error
+    assert "`random_states_0.pkl` cannot be read" in error
+
+
+def test_random_states_that_accelerate_passes_over_are_refused(capsys, unfinished):
+    """It sets none of them where one is missing, and only logs that."""
+    path = unfinished / "checkpoints" / "epoch-0006" / "random_states_0.pkl"
+    states = torch.load(path, weights_only=False)
+    del states["numpy_random_seed"]
+    torch.save(states, path)
+    error = refused(capsys, resume(unfinished))
+    assert "is damaged or of another model: `random_states_0.pkl` cannot be used." in error
 
 
 def test_a_run_is_written_by_one_process(features, tmp_path, capsys):

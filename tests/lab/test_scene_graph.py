@@ -15,6 +15,7 @@ from tests.support.processes import output, start_two
 from tests.support.scene_graphs import Drawn, draw, write_vg, write_vrd
 from torchlml.metrics import SceneGraphRecall
 from torchlml_lab import cli
+from torchlml_lab.engine.threads import use_threads
 from torchlml_lab.tasks.scene_graph import objectives, visual_genome
 from torchlml_lab.tasks.scene_graph.batches import GraphBatches
 from torchlml_lab.tasks.scene_graph.model import GRID, MotifNet, masks
@@ -324,6 +325,19 @@ def test_gradients_are_clipped(vg, tmp_path, monkeypatch):
     monkeypatch.setattr(Accelerator, "clip_grad_norm_", clip)
     assert cli.main(words(vg, tmp_path / "run", "--epochs", "1", "--clip", "0.01")) == 0
     assert limits == [0.01] * 3  # 35 images in batches of 16
+
+
+def test_one_thread_trains_unless_told(vg, tmp_path, monkeypatch):
+    used, plain = set(), objectives.loss
+
+    def recorded(*arguments):
+        used.add(torch.get_num_threads())
+        return plain(*arguments)
+
+    monkeypatch.setattr(objectives, "loss", recorded)
+    with use_threads(3):
+        assert cli.main(words(vg, tmp_path / "run", "--epochs", "1")) == 0
+    assert used == {1}
 
 
 def test_stopped_and_resumed_equals_undisturbed(capsys, vg, whole, tmp_path, monkeypatch):

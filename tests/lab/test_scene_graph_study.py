@@ -4,7 +4,10 @@ import csv
 import json
 import re
 import shutil
+from contextlib import contextmanager
 from dataclasses import replace
+from itertools import pairwise
+from typing import Any
 
 import pytest
 
@@ -12,7 +15,8 @@ from tests.support.command_lines import each_refusal, made, refusals, refused
 from tests.support.scene_graphs import draw, write_vg
 from torchlml_lab import cli
 from torchlml_lab.errors import BadInput
-from torchlml_lab.tasks.scene_graph import recall_rows, visual_genome
+from torchlml_lab.style import new_figure
+from torchlml_lab.tasks.scene_graph import drawing, graph_prediction, recall_rows, visual_genome
 from torchlml_lab.tasks.scene_graph.graph_prediction import usual_image
 from torchlml_lab.tasks.scene_graph.method_sweep import METHODS, SweepSettings, grid
 from torchlml_lab.tasks.scene_graph.methods import parse_method
@@ -228,6 +232,36 @@ def test_the_usual_image_has_many_relations_and_few_objects(vg):
     assert relations[usual_image(graphs)] == relations[objects <= 8].max()
     crowded = graphs[(objects == objects.max()).nonzero().squeeze(1)]
     assert 0 <= usual_image(crowded) < len(crowded)
+
+
+def test_predict_shows_the_usual_image_unless_told(capsys, run, tmp_path, monkeypatch):
+    monkeypatch.setattr(graph_prediction, "usual_image", lambda graphs: graphs.names.index("1011"))
+    assert cli.main(["predict", str(run), "--out", str(tmp_path / "x.png")]) == 0
+    assert "image 1011 (test)" in capsys.readouterr().out
+
+
+def test_a_crowded_image_can_be_read(vg, tmp_path, monkeypatch):
+    """Every object has a place of its own, and no line of the list covers another."""
+    places: set[Any] = set()
+    lines: list[Any] = []
+
+    @contextmanager
+    def looked_at(*arguments):
+        with new_figure(*arguments) as figure:
+            yield figure
+            figure.canvas.draw()
+            panels: Any = {axes.get_label(): axes for axes in figure.axes}
+            places.update(tuple(dot.get_xydata()[0].round(6)) for dot in panels["graph"].lines)
+            boxes = (text.get_window_extent() for text in panels["words"].texts)
+            lines.extend(sorted((box.y0 / figure.bbox.height, box.y1 / figure.bbox.height) for box in boxes))
+
+    monkeypatch.setattr(drawing, "new_figure", looked_at)
+    pairs = [(subject, object_) for subject in range(20) for object_ in range(20) if subject != object_]
+    triples = [drawing.Triple(((0, a), (1, b)), "near", 0.5, False) for a, b in pairs[::7][:50]]
+    drawing.draw(visual_genome.read(vg)[1], 0, triples, tmp_path / "x.png")
+    assert len(places) == len({box for one in triples for _, box in one.ends})
+    assert len(lines) == 50
+    assert all(below[1] <= above[0] for below, above in pairwise([(0.0, 0.0), *lines, (1.0, 1.0)]))
 
 
 def test_data_that_moved(capsys, vg, run, tmp_path):

@@ -247,14 +247,15 @@ class _Run:
             )
         path = self.folder.checkpoint(state.last)
         try:
-            states = _random_states(path / f"random_states_{self.accelerator.process_index}.pkl")
+            drawn = path / f"random_states_{self.accelerator.process_index}.pkl"
+            states = _random_states(drawn)
             self.accelerator.load_state(str(path))
             # accelerate passes over random states that it cannot use.
             if (
                 not torch.equal(torch.get_rng_state(), states["torch_manual_seed"])
                 or random.getstate() != states["random_state"]
             ):
-                raise ValueError("its random states cannot be used")
+                raise ValueError(f"`{drawn.name}` cannot be used")
         except Exception as error:
             said = " ".join(str(error).split())[:200].rstrip(".")
             raise BadInput(f"The checkpoint `{path}` is damaged or of another model: {said}.") from error
