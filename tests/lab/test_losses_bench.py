@@ -7,7 +7,7 @@ import csv
 import pytest
 
 from torchlml_lab import cli
-from torchlml_lab.bench import race
+from torchlml_lab.bench import measurements, paper_figure, race
 
 
 def test_the_losses_are_timed_into_the_csv(tmp_path, capsys, monkeypatch):
@@ -22,6 +22,8 @@ def test_the_losses_are_timed_into_the_csv(tmp_path, capsys, monkeypatch):
         rows = list(csv.DictReader(file))
     compared = {(row["operator"], row["n"], row["k"]) for row in rows}
     assert len(compared) == 5
+    # In a CSV of the paper's study they are no rows of it.
+    assert not paper_figure.of_study(measurements.read(path, "--csv"))
     for row in rows:
         assert float(row["p50"]) > 0
         if row["provider"] in ("cross_entropy", "lml_loss, dense"):

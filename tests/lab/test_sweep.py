@@ -81,17 +81,21 @@ def test_interrupted_and_continued_equals_undisturbed(capsys, features, whole, t
     assert rows(out / "results.csv") == rows(whole / "results.csv")
 
 
-def test_a_second_sweep_is_refused_and_workers_end_with_a_killed_parent(capsys, features, tmp_path):
+def test_a_second_sweep_is_refused_and_workers_end_with_a_killed_parent(features, tmp_path):
     out = tmp_path / "sweep"
     endless = words(features, out, "--run.epochs", "100000")
     running = start(endless)
     limit = time.monotonic() + 120
     while time.monotonic() < limit and len(list(out.glob("*/state.json"))) < 2:
         time.sleep(0.02)
-    assert cli.main(endless) == 2
-    assert f"`{out}` is in use by another process ({running.pid})" in capsys.readouterr().err
+    second = start(endless)
+    while time.monotonic() < limit and second.running():
+        time.sleep(0.02)
+    code, _, errors = second.kill() if second.running() else second.end()
     assert running.running()
     running.kill()
+    assert code == 2
+    assert f"`{out}` is in use by another process ({running.pid})" in errors
     time.sleep(2)
     before = {path: path.read_bytes() for path in out.glob("*/state.json")}
     time.sleep(1)
