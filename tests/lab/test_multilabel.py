@@ -21,7 +21,14 @@ from torchlml_lab import cli
 from torchlml_lab.errors import BadInput
 from torchlml_lab.readers.columns import Columns
 from torchlml_lab.readers.labelled_rows import LabelledRows, label_matrix
-from torchlml_lab.tasks.multilabel import kept_labels_sweep, one_vs_rest, preparation, study_rows
+from torchlml_lab.tasks.multilabel import (
+    kept_labels_sweep,
+    one_vs_rest,
+    preparation,
+    run_rows,
+    study_rows,
+    training,
+)
 from torchlml_lab.tasks.multilabel.kept_labels_sweep import SweepSettings
 from torchlml_lab.tasks.multilabel.multilabel_settings import MultilabelSettings
 from torchlml_lab.tasks.multilabel.run_rows import kept_labels, label_lists
@@ -184,6 +191,14 @@ def test_killed_and_resumed_equals_undisturbed(texts, undisturbed, tmp_path):
     weights = [(one / "checkpoints/epoch-0008/model.safetensors").read_bytes() for one in (out, undisturbed)]
     assert weights[0] == weights[1]
     assert (out / "report.md").exists()
+
+
+def test_few_labels_are_trained_by_one_thread_unless_told(texts):
+    settings = MultilabelSettings(train=texts)
+    data = run_rows.read(settings)
+    assert training.task(settings, data).threads == 1
+    # The same six labels in batches as large as those of many labels.
+    assert training.task(dataclasses.replace(settings, batch_size=2**18), data).threads is None
 
 
 def test_two_processes(texts, tmp_path, capsys):
