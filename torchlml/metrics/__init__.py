@@ -10,16 +10,13 @@ except ImportError:
         "`torchlml.metrics` needs torchmetrics: install it with `pip install torchmetrics`."
     ) from None
 
-from torchlml.metrics.one_batch import (
+from torchlml.metrics.propensity import (
+    PropensityScoredPrecision,
+    label_propensities,
     propensity_scored_precision,
-    scene_graph_recall,
-    topk_ndcg,
-    topk_precision,
-    topk_recall,
 )
-from torchlml.metrics.propensity import PropensityScoredPrecision, label_propensities
-from torchlml.metrics.scene_graph import SceneGraphRecall
-from torchlml.metrics.topk import TopKNDCG, TopKPrecision, TopKRecall
+from torchlml.metrics.scene_graph import SceneGraphRecall, scene_graph_recall
+from torchlml.metrics.topk import TopKNDCG, TopKPrecision, TopKRecall, topk_ndcg, topk_precision, topk_recall
 
 __all__ = [
     "PropensityScoredPrecision",

@@ -8,6 +8,7 @@ add up to the same in any order, over any batches and processes.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -45,6 +46,12 @@ class CountingMetric(Metric):
     def set_dtype(self, dst_type: str | torch.dtype) -> CountingMetric:
         """Nothing: torchmetrics' own would convert the counts, and with them what they can hold."""
         return self
+
+
+def of_batch(metric: CountingMetric, *batch: Any) -> Any:
+    """What a metric computes from one batch."""
+    metric.update(*batch)
+    return metric.compute()
 
 
 def in_units(parts: Tensor) -> Tensor:

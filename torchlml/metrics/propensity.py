@@ -11,6 +11,7 @@ from torch import Tensor
 
 from torchlml._core.arguments import Canonical, check_number, check_tensor
 from torchlml._core.rows import wide_dtype
+from torchlml.metrics.means import of_batch
 from torchlml.metrics.topk import TopKMetric
 
 # Below this the sums of inverse propensities would leave the whole numbers that they are kept in.
@@ -142,3 +143,31 @@ class PropensityScoredPrecision(TopKMetric):
             )
         if classes.numel() and not 0 <= int(classes.min()) <= int(classes.max()) < n:
             raise ValueError(f"`classes` must be from 0 to {n - 1}, but a number beyond is in it.")
+
+
+def propensity_scored_precision(
+    preds: Tensor,
+    target: Tensor,
+    propensities: Tensor,
+    k: int | Sequence[int],
+    *,
+    ignore_index: int = -100,
+    mask: Tensor | None = None,
+    offsets: Tensor | None = None,
+    classes: Tensor | None = None,
+    group: Any = None,
+) -> Tensor | dict[str, Tensor]:
+    """`PropensityScoredPrecision` of one batch.
+
+        >>> preds = torch.tensor([[0.1, 0.7, 0.2], [0.5, 0.3, 0.2]])
+        >>> propensities = torch.tensor([1.0, 0.5, 0.25])
+        >>> propensity_scored_precision(preds, torch.tensor([1, 2]), propensities, k=(1, 3))
+        {'psp@1': tensor(0.3333), 'psp@3': tensor(1.)}
+
+    Args:
+        propensities: (n,), one for each class; see `PropensityScoredPrecision`.
+        classes: with `offsets`, int64: the class of each of the flat values.
+        preds, target, k, ignore_index, mask, offsets, group: as for `topk_recall`.
+    """
+    metric = PropensityScoredPrecision(propensities, k, ignore_index, group, sync_on_compute=False)
+    return of_batch(metric, preds, target, mask, offsets, classes)

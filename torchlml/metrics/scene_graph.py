@@ -12,7 +12,7 @@ from torchmetrics.utilities.distributed import gather_all_tensors
 
 from torchlml._core.arguments import check_tensor
 from torchlml._core.rows import wide_dtype
-from torchlml.metrics.means import CountingMetric, average, in_units
+from torchlml.metrics.means import CountingMetric, average, in_units, of_batch
 
 _OVERLAP = 0.5
 Images = Sequence[Mapping[str, Tensor]]
@@ -139,6 +139,27 @@ class SceneGraphRecall(CountingMetric):
         """The recall for each k, NaN before the first relation; the names say which recall it is."""
         recall = average(self.recalled, self.images)[:, self.images > 0].mean(-1)
         return self.by_k(recall, ("" if self.constrained else "ng-") + ("mR" if self.mean else "R"))
+
+
+def scene_graph_recall(
+    preds: Images,
+    target: Images,
+    k: int | Sequence[int] = (20, 50, 100),
+    constrained: bool = True,
+    mean: bool = False,
+) -> Tensor | dict[str, Tensor]:
+    """The recall of scene graphs in one batch of images: what `SceneGraphRecall` computes from it.
+
+        >>> boxes, labels = torch.tensor([[0.0, 0, 10, 10], [20, 20, 40, 40]]), torch.tensor([3, 7])
+        >>> scores = torch.tensor([[0.9, 0.1], [0.2, 0.3]])
+        >>> predicted = {"boxes": boxes, "labels": labels, "pairs": torch.tensor([[0, 1], [1, 0]])}
+        >>> true = {"boxes": boxes, "labels": labels, "relations": torch.tensor([[0, 1, 0], [1, 0, 0]])}
+        >>> scene_graph_recall([{**predicted, "scores": scores}], [true], k=(1, 2))
+        {'R@1': tensor(0.5000), 'R@2': tensor(0.5000)}
+
+    Arguments as for `SceneGraphRecall` and its `update`.
+    """
+    return of_batch(SceneGraphRecall(k, constrained, mean, sync_on_compute=False), preds, target)
 
 
 def relation_ranks(

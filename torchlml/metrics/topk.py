@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from torchlml._core.arguments import Canonical
-from torchlml.metrics.means import CountingMetric, add_up, ratio
+from torchlml.metrics.means import CountingMetric, add_up, of_batch, ratio
 from torchlml.metrics.ranked import Ranked
 
 
@@ -104,6 +104,33 @@ class TopKRecall(TopKMetric):
         return recall, (count > 0).to(recall).expand_as(recall)
 
 
+def topk_recall(
+    preds: Tensor,
+    target: Tensor,
+    k: int | Sequence[int],
+    *,
+    ignore_index: int = -100,
+    mask: Tensor | None = None,
+    offsets: Tensor | None = None,
+    group: Any = None,
+) -> Tensor | dict[str, Tensor]:
+    """`TopKRecall` of one batch.
+
+        >>> preds = torch.tensor([[0.1, 0.7, 0.2], [0.5, 0.3, 0.2]])
+        >>> topk_recall(preds, torch.tensor([1, 2]), k=(1, 2, 3))
+        {'recall@1': tensor(0.5000), 'recall@2': tensor(0.5000), 'recall@3': tensor(1.)}
+
+    Args:
+        preds: scores (..., n), or flat values with `offsets`, or a nested tensor, as in `torchlml.lml_loss`.
+        target: the observed labels, in any form that `torchlml.lml_loss` takes.
+        k: one number, and the result is a scalar; or several, and it is a dict.
+        mask: bool, broadcasts to the scores; False entries cannot be found.
+        offsets: int64 row boundaries of a ragged batch, as in `torchlml.lml`.
+        ignore_index, group: as for `TopKRecall`.
+    """
+    return of_batch(TopKRecall(k, ignore_index, group, sync_on_compute=False), preds, target, mask, offsets)
+
+
 class TopKPrecision(TopKMetric):
     """The part of a row's k highest scores that are observed labels (P@k), averaged over rows.
 
@@ -130,6 +157,29 @@ class TopKPrecision(TopKMetric):
         """The precision of each row, and 1 for each."""
         precision = batch.sums(batch.labels) / batch.ks
         return precision, torch.ones_like(precision)
+
+
+def topk_precision(
+    preds: Tensor,
+    target: Tensor,
+    k: int | Sequence[int],
+    *,
+    ignore_index: int = -100,
+    mask: Tensor | None = None,
+    offsets: Tensor | None = None,
+    group: Any = None,
+) -> Tensor | dict[str, Tensor]:
+    """`TopKPrecision` of one batch.
+
+        >>> preds = torch.tensor([[0.1, 0.7, 0.2], [0.5, 0.3, 0.2]])
+        >>> topk_precision(preds, torch.tensor([[1, 2], [2, -100]]), k=(1, 3))
+        {'precision@1': tensor(0.5000), 'precision@3': tensor(0.5000)}
+
+    Arguments as for `topk_recall`.
+    """
+    return of_batch(
+        TopKPrecision(k, ignore_index, group, sync_on_compute=False), preds, target, mask, offsets
+    )
 
 
 class TopKNDCG(TopKMetric):
@@ -164,3 +214,24 @@ class TopKNDCG(TopKMetric):
         best = batch.first(discount * (rank <= batch.count[:, None]))
         ndcg = gain / torch.where(best > 0, best, 1)
         return ndcg, torch.ones_like(ndcg)
+
+
+def topk_ndcg(
+    preds: Tensor,
+    target: Tensor,
+    k: int | Sequence[int],
+    *,
+    ignore_index: int = -100,
+    mask: Tensor | None = None,
+    offsets: Tensor | None = None,
+    group: Any = None,
+) -> Tensor | dict[str, Tensor]:
+    """`TopKNDCG` of one batch.
+
+        >>> preds = torch.tensor([[0.1, 0.7, 0.2], [0.5, 0.3, 0.2]])
+        >>> topk_ndcg(preds, torch.tensor([1, 2]), k=(1, 3))
+        {'ndcg@1': tensor(0.5000), 'ndcg@3': tensor(0.7500)}
+
+    Arguments as for `topk_recall`.
+    """
+    return of_batch(TopKNDCG(k, ignore_index, group, sync_on_compute=False), preds, target, mask, offsets)
