@@ -125,9 +125,7 @@ def _project(
     if is_spread(x, group):
         from torchlml.parallel.calls import spread_projection
 
-        return spread_projection(
-            name, x, k, dim, mask=mask, offsets=offsets, solver=solver, bound=bound, group=group
-        )
+        return spread_projection(name, x, k, dim, mask, offsets, solver, bound, group)
     c = canonical(x, k, dim, mask, offsets, any_k=check_bound(bound) == "at_most", nested=True)
     result: Tensor = getattr(bounds, name)(c, check_solver(solver), bound)
     if c.outer is None:

@@ -26,7 +26,7 @@ from torchlml.solvers.bracketing import Bracketing
 def lml(c: Canonical, solver: Bracketing | None, bound: Bound) -> Tensor:
     """y of canonical rows."""
     if bound == "exactly":
-        return paths.lml(c.x, c.k, c.mask, c.offsets, solver)
+        return paths.lml(c.x, c.k, c.mask, c.offsets, solver=solver)
     if solver is None:
         return _RULES[bound](c.x, c.k, c.mask, c.offsets)
     return _differentiable(c, solver, bound)
@@ -34,7 +34,7 @@ def lml(c: Canonical, solver: Bracketing | None, bound: Bound) -> Tensor:
 
 def log_lml(c: Canonical, solver: Bracketing | None, bound: Bound) -> Tensor:
     """log y of canonical rows."""
-    limited = paths.log_lml(c.x, c.k, c.mask, c.offsets, solver)
+    limited = paths.log_lml(c.x, c.k, c.mask, c.offsets, solver=solver)
     if bound == "exactly":
         return limited
     # Infinite entries stay out of the graph: the derivative of logsigmoid is not 0 at -inf.
@@ -43,7 +43,7 @@ def log_lml(c: Canonical, solver: Bracketing | None, bound: Bound) -> Tensor:
 
 def lml_dual(c: Canonical, solver: Bracketing | None, bound: Bound) -> Tensor:
     """nu of canonical rows."""
-    nu = paths.lml_dual(c.x, c.k, c.mask, c.offsets, solver)
+    nu = paths.lml_dual(c.x, c.k, c.mask, c.offsets, solver=solver)
     if bound == "exactly":
         return nu
     return torch.where(nu >= 0 if bound == "at_most" else nu <= 0, 0, nu)
@@ -51,7 +51,7 @@ def lml_dual(c: Canonical, solver: Bracketing | None, bound: Bound) -> Tensor:
 
 def _differentiable(c: Canonical, solver: Bracketing | None, bound: Bound) -> Tensor:
     """y in ordinary operations, for every transform."""
-    limited = paths.lml(c.x, c.k, c.mask, c.offsets, solver)
+    limited = paths.lml(c.x, c.k, c.mask, c.offsets, solver=solver)
     return _with_free_rows(limited, c, solver, bound, sigmoid, absent=0.0)
 
 
@@ -122,14 +122,11 @@ _backward = operator(
 
 
 def _rule(bound: Bound) -> Rule:
-    def forward(*arguments: Tensor | None) -> tuple[Tensor, Tensor]:
-        y, nu = _forward(*arguments, bound == "at_most")
-        return y, nu
-
     def differentiable(x: Tensor, k: Tensor, mask: Tensor | None, offsets: Tensor | None) -> Tensor:
         return _differentiable(Canonical(x, k, mask, offsets, None), None, bound)
 
-    return Rule(keeps_both(forward), from_values(_backward), differentiable)
+    forward = keeps_both(lambda *arguments: _forward(*arguments, bound == "at_most"))
+    return Rule(forward, from_values(_backward), differentiable)
 
 
 _RULES = {"at_most": _rule("at_most"), "at_least": _rule("at_least")}

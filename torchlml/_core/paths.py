@@ -38,7 +38,9 @@ class Rule:
     differentiable: Callable[..., Tensor]
     inputs: int = 2
 
-    def __call__(self, *arguments: Tensor | None) -> Tensor:
+    def __call__(self, *arguments: Tensor | None, solver: Bracketing | None = None) -> Tensor:
+        if solver is not None:  # it has no kernel
+            return self.differentiable(*arguments, solver)
         if not is_plain():
             return self.differentiable(*arguments)
         if needs_no_graph(*arguments[: self.inputs]):
@@ -80,25 +82,11 @@ def keeps_both(operator: Callable[..., tuple[Tensor, Tensor]]) -> Callable[..., 
 
 def from_values(operator: Callable[..., tuple[Tensor, Tensor]]) -> Callable[..., Any]:
     """The `backward` of a rule from an operator that takes (grad, x, y, nu, mask, offsets)."""
-
-    def backward(
-        grad: Tensor,
-        x: Tensor,
-        k: Tensor,
-        mask: Tensor | None,
-        offsets: Tensor | None,
-        y: Tensor,
-        nu: Tensor,
-    ) -> tuple[Tensor, Tensor]:
-        return operator(grad, x, y, nu, mask, offsets)
-
-    return backward
+    return lambda grad, x, k, mask, offsets, y, nu: operator(grad, x, y, nu, mask, offsets)
 
 
-def _dual_forward(*arguments: Tensor | None) -> tuple[Tensor, tuple[Tensor, ...]]:
-    nu = operators.solve(*arguments)
-    x, *_ = arguments
-    assert x is not None
+def _dual_forward(x: Tensor, *rest: Tensor | None) -> tuple[Tensor, tuple[Tensor, ...]]:
+    nu = operators.solve(x, *rest)
     return nu.sum(0).to(x.dtype), (nu,)
 
 
@@ -108,25 +96,10 @@ def _dual_backward(
     return operators.dual_backward(grad.to(nu.dtype), x, nu, mask, offsets)
 
 
-def _with_solver(rule: Rule) -> Callable[..., Tensor]:
-    """A function of (x, k, mask, offsets, solver); a solver other than Newton's has no kernel."""
-
-    def project(
-        x: Tensor, k: Tensor, mask: Tensor | None, offsets: Tensor | None, solver: Bracketing | None
-    ) -> Tensor:
-        if solver is None:
-            return rule(x, k, mask, offsets)
-        return rule.differentiable(x, k, mask, offsets, solver)
-
-    return project
-
-
 # y, log y and nu of each row.
-lml = _with_solver(Rule(keeps_both(operators.forward), from_values(operators.backward), differentiable.lml))
-log_lml = _with_solver(
-    Rule(keeps_both(operators.log_forward), from_values(operators.log_backward), differentiable.log_lml)
-)
-lml_dual = _with_solver(Rule(_dual_forward, _dual_backward, differentiable.lml_dual))
+lml = Rule(keeps_both(operators.forward), from_values(operators.backward), differentiable.lml)
+log_lml = Rule(keeps_both(operators.log_forward), from_values(operators.log_backward), differentiable.log_lml)
+lml_dual = Rule(_dual_forward, _dual_backward, differentiable.lml_dual)
 
 
 def is_plain() -> bool:
@@ -159,10 +132,7 @@ def differentiate_again(
 ) -> list[Tensor | None]:
     """The gradients of some inputs as a graph, for a backward pass that is differentiated or mapped itself.
 
-    Args:
-        function: of the inputs, in differentiable operations.
-        grad: the gradient of its result.
-        inputs: what came with the forward pass; those without `requires_grad` get None.
+    `function` is in differentiable operations; inputs without `requires_grad` get None.
     """
     wanted = [t for t in inputs if t.requires_grad]
     with torch.enable_grad():

@@ -92,7 +92,7 @@ def _with_gradient(choose: Callable[[], Tensor], c: Canonical) -> Tensor:
     """A hard choice with the derivatives of `lml`."""
     if paths.is_plain() and paths.needs_no_graph(c.x, c.k):
         return choose()
-    y = paths.lml(c.x, c.k, c.mask, None, None)
+    y = paths.lml(c.x, c.k, c.mask, None)
     return choose() + (y - y.detach())
 
 
@@ -135,7 +135,7 @@ def _check_generator(generator: Any, device: torch.device) -> None:
 def _draw(c: Canonical, generator: torch.Generator | None) -> Tensor:
     x, k = c.x.detach(), c.k.detach()
     # Half precision cannot hold probabilities that sum to k.
-    y = paths.lml(x.to(work_dtype(x.dtype)), k, c.mask, None, None)
+    y = paths.lml(x.to(work_dtype(x.dtype)), k, c.mask, None)
     # The compiler refuses a number of rows that it keeps open beside `generator`, even if that is None.
     source: dict[str, Any] = {} if generator is None else {"generator": generator}
     keys = _random_bytes(x, source)

@@ -117,11 +117,7 @@ def linear_loss(
 def rows_within(memory: int, labels: int, dtype: torch.dtype, in_place: bool) -> int:
     """How many rows of logits, with their gradient, fit into a budget of bytes and 5%, one at least.
 
-    Args:
-        memory: the budget.
-        labels: the length of a row.
-        dtype: of the logits.
-        in_place: the gradient takes the place of the logits, by way of one row for each thread.
+    With `in_place` the gradient takes the place of the logits, by way of one row for each thread.
     """
     work = work_dtype(dtype)
     copies = 1 if in_place else 2

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Any
+from itertools import product
+from typing import Any, get_args
 
 import torch
 from torch import Tensor
@@ -89,13 +90,9 @@ def reduced_loss(
     *,
     overwrite: bool = False,
 ) -> Tensor:
-    """The loss of arguments that have been read.
+    """The loss of arguments that have been read; that of each row is divided by the `divisor`.
 
-    Args:
-        c, labels, bound: the rows, their labels, and what k is to their sum.
-        divisor: what the loss of each row is divided by.
-        reduction: "mean", "sum" or "none".
-        overwrite: the logits are not needed any more: a backward pass may put their gradient in their place.
+    With `overwrite` the logits are needed no more: a backward pass may put their gradient in their place.
     """
     if bound != "exactly" or (labels.weight is not None and labels.weight.requires_grad):
         return reduce(_through_log_lml(c, labels, bound), labels, divisor, reduction, c)
@@ -202,10 +199,4 @@ def _rule(reduction: Reduction, complete: bool, overwrite: bool) -> Rule:
     return Rule(forward, backward, differentiable)
 
 
-_REDUCTIONS: tuple[Reduction, ...] = ("mean", "sum", "none")
-_RULES = {
-    (reduction, complete, overwrite): _rule(reduction, complete, overwrite)
-    for reduction in _REDUCTIONS
-    for complete in (False, True)
-    for overwrite in (False, True)
-}
+_RULES = {key: _rule(*key) for key in product(get_args(Reduction), (False, True), (False, True))}

@@ -25,7 +25,6 @@ def spread_projection(
     x: Tensor,
     k: float | Tensor,
     dim: int,
-    *,
     mask: Tensor | None,
     offsets: Tensor | None,
     solver: Any,

@@ -131,7 +131,7 @@ def _limit(number: int) -> Limit:
 
 
 def order_offsets(k: Tensor, m: Tensor) -> tuple[Tensor, Tensor]:
-    """The saturation offsets that make the paper's interval a theorem.
+    """(below, above) of each row: the saturation offsets that make the paper's interval a theorem.
 
     For a row with m available entries, pi its entries in descending order, and any real 0 < k < m,
 
@@ -141,13 +141,6 @@ def order_offsets(k: Tensor, m: Tensor) -> tuple[Tensor, Tensor]:
     log(1097) = 7.0003. At the lower end the entries before rank j = ceil k add at most 1 each, and the other
     m - j + 1 add at most sigmoid(-below) each, which `below` makes add up to k. The upper end is the mirror
     image. For an integer k the two are log(m - k) and log(k).
-
-    Args:
-        k: the target sums, one per row.
-        m: the number of available entries of each row.
-
-    Returns:
-        (below, above), one number per row each.
     """
     rank = k.ceil()
     below = ((m - rank + 1) / (k - rank + 1) - 1).log()

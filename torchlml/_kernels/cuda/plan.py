@@ -61,12 +61,7 @@ def plan(rows: int, length: int, ragged: bool, processors: int, lanes: int = 32)
         >>> plan(256, 1000, False, 108)
         Plan(block=1024, warps=8, loop=False, splits=1)
 
-    Args:
-        rows: how many rows there are.
-        length: how long they are.
-        ragged: whether they differ in length.
-        processors: how many multiprocessors the GPU has.
-        lanes: how many threads a warp has.
+    The GPU has so many multi`processors`, and a warp of it so many `lanes`.
     """
     if length >= _SPLIT_LENGTH and rows < processors:
         splits = min(_power_of_two(-(-4 * processors // max(rows, 1))), _power_of_two(length // _STREAMED))

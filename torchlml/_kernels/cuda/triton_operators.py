@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from torchlml._core.operators import empty_gradients, empty_nu
 from torchlml._kernels.cuda import triton_layer, triton_loss, triton_split
 from torchlml._kernels.cuda.plan import Launch, Plan, plan
 from torchlml._kernels.cuda.triton_labels import Labels
@@ -53,7 +54,7 @@ def dual_backward(grad: Tensor, x: Tensor, nu: Tensor, *rows: Tensor | None) -> 
 
 def loss_forward(x: Tensor, k: Tensor, mask: Tensor | None, offsets: Tensor | None, *labels: Any) -> Pair:
     """(the losses and where there are labels, nu)."""
-    loss, nu = _new_nu(x, offsets), _new_nu(x, offsets)
+    loss, nu = empty_nu(x, offsets), empty_nu(x, offsets)
     if nu.shape[1] > 0:
         triton_loss.launch_forward(_launch(x, nu, mask, offsets), beside(k, x), Labels(*labels), loss)
     return loss, nu
@@ -63,7 +64,7 @@ def loss_backward(
     grad: Tensor, x: Tensor, k: Tensor, nu: Tensor, mask: Tensor | None, offsets: Tensor | None, *labels: Any
 ) -> Pair:
     """(dx, dk) of `loss_forward`."""
-    dx, dk = torch.empty_like(x), nu.new_empty(nu.shape[1:], dtype=torch.float64)
+    dx, dk = empty_gradients(x, nu)
     if nu.shape[1] > 0:
         to = _launch(x, nu, mask, offsets)
         triton_loss.launch_backward(to, grad, beside(k, x), Labels(*labels), dx, dk)
@@ -89,7 +90,7 @@ def _solve(
     x: Tensor, k: Tensor, mask: Tensor | None, offsets: Tensor | None, y: Tensor | None, *, log: bool
 ) -> Tensor:
     """Make nu, and fill `y` with y or log y."""
-    nu = _new_nu(x, offsets)
+    nu = empty_nu(x, offsets)
     if nu.shape[1] > 0:
         to = _launch(x, nu, mask, offsets)
         launch = (triton_split if to.plan.splits > 1 else triton_layer).launch_forward
@@ -100,17 +101,12 @@ def _solve(
 def _differentiate(
     of: int, grad: Tensor, x: Tensor, y: Tensor | None, nu: Tensor, *rows: Tensor | None
 ) -> Pair:
-    dx, dk = torch.empty_like(x), nu.new_empty(nu.shape[1:], dtype=torch.float64)
+    dx, dk = empty_gradients(x, nu)
     if nu.shape[1] > 0:
         to = _launch(x, nu, *rows)
         launch = (triton_split if to.plan.splits > 1 else triton_layer).launch_backward
         launch(to, grad, y, dx, dk, of)
     return dx, dk
-
-
-def _new_nu(x: Tensor, offsets: Tensor | None) -> Tensor:
-    rows = x.shape[0] if offsets is None else offsets.shape[0] - 1
-    return x.new_empty((2, rows), dtype=torch.float32)
 
 
 @functools.cache

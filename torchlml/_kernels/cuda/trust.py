@@ -41,13 +41,7 @@ _unexamined = False
 
 
 def by_triton(name: str, place_of_x: int, plain: Operator) -> Operator:
-    """The operator `name` by Triton where that is possible, else in plain torch.
-
-    Args:
-        name: its name here and in `triton_operators.py`.
-        place_of_x: which of its arguments is x.
-        plain: the operator in plain torch.
-    """
+    """The operator `name` by Triton where that is possible, else in plain torch."""
 
     def run(*arguments: Any) -> Any:
         x = arguments[place_of_x]
@@ -99,10 +93,7 @@ def use_unexamined() -> None:
 def trusted(device: torch.device, dtype: torch.dtype, kernels: Any) -> bool:
     """May the kernels be used there? The first question compares them.
 
-    Args:
-        device: of the tensors.
-        dtype: of x.
-        kernels: what holds the kernels, each under the name of its operator.
+    `kernels` holds each under the name of its operator, as `triton_operators.py` does.
     """
     choice = native.requested()
     if choice or _unexamined or _interpreted(device):
