@@ -165,13 +165,7 @@ class CappedRows:
     """
 
     def __init__(
-        self,
-        solve: _Solver,
-        x: Tensor,
-        k: Tensor,
-        upper: Tensor,
-        mask: Tensor | None,
-        offsets: Tensor | None,
+        self, solve: _Solver, x: Tensor, k: Tensor, upper: Tensor, mask: Tensor | None, offsets: Tensor | None
     ) -> None:
         self.rows = rows_of(x, offsets, differentiable=True)
         rows, wide = self.rows, wide_dtype(x.device)
@@ -215,12 +209,7 @@ class CappedRows:
 
 
 def read(
-    x: Tensor,
-    k: float | Tensor,
-    upper: float | Tensor,
-    dim: int,
-    mask: Tensor | None,
-    offsets: Tensor | None,
+    x: Tensor, k: float | Tensor, upper: float | Tensor, dim: int, mask: Tensor | None, offsets: Tensor | None
 ) -> tuple[Canonical, Tensor]:
     """Check the arguments of a constrained projection and make them rows; `upper` 0-d or with x's shape."""
     c = canonical(x, k, dim, mask, offsets, any_k=True)

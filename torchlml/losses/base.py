@@ -74,15 +74,23 @@ class TopKLoss(nn.Module):
     Args:
         k: how many are predicted.
         weight: one weight per class. It is a buffer, so that it follows `.to()`.
-        settings: the other arguments of `function`, by name. Each becomes an attribute.
+        ignore_index, reduction, **settings: the other arguments of `function`. Each becomes an attribute.
     """
 
     function: ClassVar[Callable[..., Tensor]]
     weight: Tensor | None
 
-    def __init__(self, k: float | Tensor, weight: Tensor | None, **settings: Any) -> None:
+    def __init__(
+        self,
+        k: float | Tensor,
+        weight: Tensor | None,
+        ignore_index: int,
+        reduction: Reduction,
+        **settings: Any,
+    ) -> None:
         super().__init__()
-        check_reduction(settings["reduction"], settings.get("label_reduction", "sum"))
+        settings = {"ignore_index": ignore_index, "reduction": reduction, **settings}
+        check_reduction(reduction, settings.get("label_reduction", "sum"))
         check_limit(k)
         if weight is not None:
             check_tensor(weight, "weight")

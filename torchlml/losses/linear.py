@@ -132,15 +132,8 @@ class LinearLMLLoss(TopKLoss):
     ) -> None:
         check_bound(bound)
         _check_memory(memory)
-        super().__init__(
-            k,
-            weight,
-            ignore_index=ignore_index,
-            reduction=reduction,
-            label_reduction=label_reduction,
-            bound=bound,
-            memory=memory,
-        )
+        settings = {"label_reduction": label_reduction, "bound": bound, "memory": memory}
+        super().__init__(k, weight, ignore_index, reduction, **settings)
         self.linear = nn.Linear(in_features, num_classes, bias, device, dtype)
 
     def forward(self, input: Tensor, target: Tensor) -> Tensor:  # type: ignore[override]

@@ -124,14 +124,7 @@ class LMLLoss(TopKLoss):
         bound: Bound = "exactly",
     ) -> None:
         check_bound(bound)
-        super().__init__(
-            k,
-            weight,
-            ignore_index=ignore_index,
-            reduction=reduction,
-            label_reduction=label_reduction,
-            bound=bound,
-        )
+        super().__init__(k, weight, ignore_index, reduction, label_reduction=label_reduction, bound=bound)
 
 
 def _through_log_lml(c: Canonical, labels: Labels, bound: Bound = "exactly") -> Tensor:

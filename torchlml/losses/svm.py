@@ -93,9 +93,7 @@ class TopKSVMLoss(TopKLoss):
         reduction: Reduction = "mean",
     ) -> None:
         check_number(alpha, "alpha", "a number from 0 on", 0)
-        super().__init__(
-            check_whole_k(k), weight, ignore_index=ignore_index, reduction=reduction, alpha=alpha
-        )
+        super().__init__(check_whole_k(k), weight, ignore_index, reduction, alpha=alpha)
 
 
 def smooth_topk_svm_loss(
@@ -174,7 +172,7 @@ class SmoothTopKSVMLoss(TopKLoss):
     ) -> None:
         _check_settings(tau, alpha, algorithm)
         settings = {"tau": tau, "alpha": alpha, "algorithm": algorithm}
-        super().__init__(check_whole_k(k), weight, ignore_index=ignore_index, reduction=reduction, **settings)
+        super().__init__(check_whole_k(k), weight, ignore_index, reduction, **settings)
 
 
 def _read(

@@ -67,12 +67,7 @@ class TruncatedEntropyLoss(TopKLoss):
         reduction: Reduction = "mean",
         label_reduction: LabelReduction = "sum",
     ) -> None:
-        settings = {
-            "ignore_index": ignore_index,
-            "reduction": reduction,
-            "label_reduction": label_reduction,
-        }
-        super().__init__(check_whole_k(k), weight, **settings)
+        super().__init__(check_whole_k(k), weight, ignore_index, reduction, label_reduction=label_reduction)
 
 
 def _dense(c: Canonical, labels: Labels, k: int) -> Tensor:

@@ -24,11 +24,7 @@ class TopKMetric(CountingMetric):
     possible: Tensor
 
     def __init__(
-        self,
-        k: int | Sequence[int] = (1, 5),
-        ignore_index: int = -100,
-        group: Any = None,
-        **settings: object,
+        self, k: int | Sequence[int] = (1, 5), ignore_index: int = -100, group: Any = None, **settings: object
     ) -> None:
         super().__init__(k, **settings)
         self.group = group

@@ -15,14 +15,7 @@ import triton.language as tl
 from torch import Tensor
 
 from torchlml._kernels.cuda.plan import Launch, stride_of
-from torchlml._kernels.cuda.triton_layer import (
-    _OF_LOG_Y,
-    _OF_NU,
-    gradient,
-    read_gradient,
-    slope,
-    write_dk,
-)
+from torchlml._kernels.cuda.triton_layer import _OF_LOG_Y, _OF_NU, gradient, read_gradient, slope, write_dk
 from torchlml._kernels.cuda.triton_row import (
     LENGTH,
     MAX_STEPS,
