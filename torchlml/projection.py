@@ -16,6 +16,7 @@ from torchlml._core.arguments import (
     check_solver,
     check_temperature,
 )
+from torchlml._core.common_call import common_lml
 from torchlml.parallel import is_spread
 
 
@@ -59,6 +60,10 @@ def lml(
     Rows without an ordinary answer get its limit: entries of -inf are 0 and do not count; where k or fewer
     entries are left, they are 1; p entries of +inf are 1, or k/p each if p > k; a NaN makes its row NaN.
     """
+    if mask is None and offsets is None and group is None and solver == "newton" and bound == "exactly":
+        y = common_lml(x, k, dim)
+        if y is not None:
+            return y
     return _project("lml", x, k, dim, mask, offsets, solver, bound, group)
 
 

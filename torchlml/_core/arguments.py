@@ -231,7 +231,7 @@ def check_k(k: Any, rows: torch.Size, most: int | None, device: torch.device, na
         check_number(k, "k", "a number or a tensor")
         _check_range(k, k, most)
         # The same number comes with every call, and a new tensor for it costs as much as all the checks.
-        make = _kept_scalar if _untraced() and not torch.is_inference_mode_enabled() else _scalar
+        make = kept_scalar if untraced() and not torch.is_inference_mode_enabled() else _scalar
         return make(k, wide_dtype(device))
     if k.is_nested:
         raise TypeError(f"`k` must be a dense tensor beside this `{name}`, but it is nested.")
@@ -283,10 +283,11 @@ def _show(number: Any) -> str:
 
 def readable(*tensors: Tensor | None) -> bool:
     """May the numbers in these tensors be looked at without stalling a device or stopping a trace?"""
-    return _untraced() and all(t is None or t.device.type == "cpu" for t in tensors)
+    return untraced() and all(t is None or t.device.type == "cpu" for t in tensors)
 
 
-def _untraced() -> bool:
+def untraced() -> bool:
+    """Is this an eager call, which no compiler, transform, mode or tracer follows?"""
     return (
         not torch.compiler.is_compiling()
         and not torch._C._are_functorch_transforms_active()
@@ -302,7 +303,7 @@ def _scalar(k: Any, dtype: torch.dtype) -> Tensor:
     return torch.scalar_tensor(k, dtype=dtype, device="cpu")
 
 
-_kept_scalar = functools.lru_cache(maxsize=256)(_scalar)
+kept_scalar = functools.lru_cache(maxsize=256)(_scalar)
 
 
 def autocasts(device: str) -> bool:
