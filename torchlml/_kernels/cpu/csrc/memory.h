@@ -93,7 +93,11 @@ LML_INLINE void copy_part(S* to, const S* from, int64_t count) {
 template <class S>
 LML_INLINE Vec<typename Work<S>::type> load_part(const S* p, int64_t count) {
   using T = typename Work<S>::type;
-#if defined(__AVX2__) && !defined(__AVX512F__)
+#if defined(__AVX512F__)
+  [[maybe_unused]] const __mmask16 there = static_cast<__mmask16>((1u << count) - 1);
+  if constexpr (sizeof(S) == 4) return (Vec<T>)_mm512_maskz_loadu_ps(there, p);
+  if constexpr (sizeof(S) == 8) return (Vec<T>)_mm512_maskz_loadu_pd(static_cast<__mmask8>(there), p);
+#elif defined(__AVX2__)
   if constexpr (sizeof(S) == 4) return (Vec<T>)_mm256_maskload_ps(p, (__m256i)first_lanes<T>(count));
   if constexpr (sizeof(S) == 8) return (Vec<T>)_mm256_maskload_pd(p, (__m256i)first_lanes<T>(count));
 #endif
