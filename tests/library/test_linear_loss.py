@@ -172,6 +172,18 @@ def test_transforms_take_the_plain_way() -> None:
     close(*mapped)
 
 
+@each_reduction
+def test_several_backward_passes_at_once(reduction: str) -> None:
+    """What `is_grads_batched` and `jacobian(..., vectorize=True)` ask for."""
+    (h, w, b), target = _tensors(), _target("index")
+    rows = ROWS if reduction == "none" else 1
+    seeds = torch.randn(4, rows, dtype=torch.float64).reshape(4, *([rows] if reduction == "none" else []))
+    batched = {"grad_outputs": seeds, "is_grads_batched": True}
+    wanted = torch.autograd.grad(_plain([h, w, b], target, 3, reduction=reduction), (h, w, b), **batched)
+    found = torch.autograd.grad(_chunked([h, w, b], target, 3, reduction=reduction), (h, w, b), **batched)
+    torch.testing.assert_close(found, wanted)
+
+
 def test_gradients_of_label_weights() -> None:
     tensors, weight = _tensors(), torch.rand(LABELS, dtype=torch.float64, requires_grad=True)
     target = _target("index")
@@ -194,6 +206,25 @@ def test_autocast(reduction: str) -> None:
     for mine, right in grads:
         assert mine.dtype == torch.float32
         torch.testing.assert_close(mine, right, rtol=2e-2, atol=2e-2 * float(right.abs().max()))
+
+
+@each_reduction
+@pytest.mark.parametrize("autocast", [True, False])
+def test_float16_with_a_scaled_loss(reduction: str, autocast: bool) -> None:
+    """Gradients that float16 rounds to 0 unless the loss is scaled, as `GradScaler` does it."""
+    rows, labels, scale = 64, 20_000, 2.0**12
+    h, w = torch.randn(rows, 4), torch.randn(labels, 4) * 0.1 + 1  # all labels pull the input the same way
+    target = torch.randint(labels, (rows,))
+    seed = torch.full((rows,) if reduction == "none" else (), scale / (1 if reduction == "mean" else rows))
+    exact = [t.half().double().requires_grad_() for t in (h, w)]
+    loss = torchlml.lml_loss(F.linear(*exact), target, 5, reduction=reduction)
+    wanted = torch.autograd.grad(loss, exact, seed.double())
+    half = [(t if autocast else t.half()).requires_grad_() for t in (h, w)]
+    with torch.autocast("cpu", torch.float16, enabled=autocast):
+        loss = torchlml.linear_lml_loss(half[0], half[1], target, 5, reduction=reduction, memory=2**22)
+    found = torch.autograd.grad(loss, half, seed.to(loss.dtype))
+    for mine, right in zip(found, wanted, strict=True):
+        assert float((mine.double() - right).norm() / right.norm()) < 2e-3
 
 
 def test_many_chunks_of_bfloat16_lose_nothing() -> None:

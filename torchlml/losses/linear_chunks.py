@@ -138,7 +138,9 @@ class _Chunked(torch.autograd.Function):
         ctx.work, ctx.early = work, None
         ctx.save_for_backward(input, weight, bias, k)
         wanted = ctx.needs_input_grad[1:]
-        if work.seed is None:
+        # In float16 a gradient must meet its factor first: scaling a loss keeps it from rounding to 0.
+        narrow = torch.float16 in (work.linear_dtype, input.dtype, weight.dtype)
+        if work.seed is None or narrow:
             return _losses(work, input, weight, bias, k)
         # What the sum's gradient needs is at hand while the logits are: only its factor is still unknown.
         loss, ctx.early = _with_gradients(work, input, weight, bias, k, work.seed, wanted)
@@ -147,7 +149,7 @@ class _Chunked(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         work, (input, weight, bias, k) = ctx.work, ctx.saved_tensors
-        if wants_graph():
+        if wants_graph() or _is_batched(grad):
             if work.complete is not None:
                 raise NotImplementedError("With `group`, a derivative of the derivative is not supported.")
             inputs = [t for t in (input, weight, bias, k) if t is not None]
@@ -224,6 +226,11 @@ def _with_gradients(
     if d_input is not None and work.complete is not None:
         d_input = work.complete(d_input)
     return total, (d_input, _as(d_weight, weight), _as(d_bias, bias), d_k)
+
+
+def _is_batched(grad: Tensor) -> bool:
+    """Are these the gradients of several backward passes at once, as `is_grads_batched` makes them?"""
+    return torch._C._functorch.is_legacy_batchedtensor(grad)
 
 
 def _chunks(rows: int, most: int) -> list[slice]:
