@@ -347,6 +347,13 @@ def check_refusals(group: Group) -> None:
         ("`offsets`", lambda: torchlml.lml(x[0], 2, offsets=torch.tensor([0, 6]), group=group)),
         ("`solver`", lambda: torchlml.lml(x, 2, solver="bracketing", group=group)),
         ("`bound`", lambda: torchlml.lml(x, 2, bound="\u00e9" * 400 if last else "exactly", group=group)),  # type: ignore[arg-type]
+        ("`solver`", lambda: torchlml.lml(x, 2, solver="bracketing" if last else "newton", group=group)),
+        ("`offsets`", lambda: torchlml.lml_loss(x, target, 2, offsets=target if last else None, group=group)),
+        ("`offsets`", lambda: topk_recall(x, target, 2, offsets=target if last else None, group=group)),
+        ("`reduction`", lambda: torchlml.lml_loss(x, target, 2, reduction=WORDS[last], group=group)),
+        ("dense", lambda: linear(x, x.to_sparse() if last else x, target, 2, group=group)),
+        ("gradient of the input", lambda: linear(x.clone().requires_grad_(last), x, target, 2, group=group)),
+        ("same autocast", lambda: _under_autocast(last, lambda: linear(x, x, target, 2, group=group))),
     ]
     for words, call in cases:
         with pytest.raises((ValueError, TypeError), match=re.escape(words)) as caught:
@@ -354,6 +361,15 @@ def check_refusals(group: Group) -> None:
         assert "\n" not in str(caught.value)
     # After all that, the group still works.
     close(torchlml.lml(part(x, group), 2, group=group), part(torchlml.lml(x, 2), group))
+
+
+# The second is longer than a message to the others may be.
+WORDS: Any = ("mean", "ü" * 3000)
+
+
+def _under_autocast(enabled: bool, call: Callable[[], Tensor]) -> Tensor:
+    with torch.autocast("cpu", torch.bfloat16, enabled=enabled):
+        return call()
 
 
 def check_labels_behind_a_mask(group: Group) -> None:
@@ -365,12 +381,19 @@ def check_labels_behind_a_mask(group: Group) -> None:
 
 def check_transforms_are_refused(group: Group) -> None:
     x = part(torch.randn(2, 8, dtype=torch.float64), group)
-    with pytest.raises(NotImplementedError):
-        torch.func.grad(lambda x: torchlml.lml(x, 2, group=group).sum())(x)
-    x.requires_grad_()
-    (grad,) = torch.autograd.grad(torchlml.lml(x, 2, group=group).square().sum(), x, create_graph=True)
-    with pytest.raises(RuntimeError, match="once_differentiable"):
-        grad.sum().backward()
+    h, target = torch.randn(2, 3, dtype=torch.float64), torch.tensor([0, 1])
+    calls: list[Callable[[Tensor], Tensor]] = [
+        lambda x: torchlml.lml(x, 2, group=group).sum(),
+        lambda x: torchlml.lml_loss(x, target, 2, group=group),
+        lambda x: torchlml.linear_lml_loss(h, x.mT @ torch.ones_like(h), target, 2, group=group),
+    ]
+    for call in calls:
+        with pytest.raises(NotImplementedError, match="With `group`, only plain calls"):
+            torch.func.grad(call)(x)
+        # Not one without a graph, which would leave a penalty on gradients without effect.
+        with pytest.raises(NotImplementedError, match="With `group`, a derivative of the derivative"):
+            torch.autograd.grad(call(x.requires_grad_()), x, create_graph=True)
+        x.requires_grad_(False)
 
 
 @only_in(2)

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.distributed import FileStore  # type: ignore[attr-defined]
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
-from torch.distributed.tensor import Replicate, Shard, distribute_tensor
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
 from torch.nn.parallel import DistributedDataParallel
 
@@ -71,6 +71,12 @@ def _dtensors(mesh: DeviceMesh, placements: Any) -> None:
         (own_dx,) = torch.autograd.grad(found, leaf, distribute_tensor(g, mesh, found.placements))
         assert own_dx.placements == leaf.placements
         torch.testing.assert_close(own_dx.full_tensor(), dx)
+    one_k = torch.tensor(3.0, dtype=torch.float64, requires_grad=True)
+    (dk,) = torch.autograd.grad(torchlml.lml(x, one_k).square().sum(), one_k)
+    own_k: Any = distribute_tensor(one_k.detach(), mesh, [Replicate()] * mesh.ndim).requires_grad_()
+    y: Any = torchlml.lml(distribute_tensor(x, mesh, placements), own_k)
+    (own_dk,) = torch.autograd.grad(y.square().sum(), own_k)
+    torch.testing.assert_close(own_dk.full_tensor(), dk)
     target = torch.tensor([[0, 10], [3, -100], [-100, -100], [1, 2], [2, 1], [0, 0]])
     for form in (target, target[:, 0], torch.rand(6, 11) < 0.3):
         for reduction in ("mean", "sum", "none"):
@@ -87,6 +93,65 @@ def _dtensors(mesh: DeviceMesh, placements: Any) -> None:
 
 
 @all_four
+def check_linear_dtensors(group: Group) -> None:
+    """A linear layer and the loss: rows split, labels split, both or neither, with everything a DTensor."""
+    line, square = init_device_mesh("cpu", (4,)), init_device_mesh("cpu", (2, 2))
+    none, labels = Replicate(), Shard(0)
+    for mesh, of_input, of_weight in (
+        (line, [none], [labels]),
+        (line, [Shard(0)], [none]),
+        (line, [Shard(0)], [labels]),  # gathered, since one dimension cannot split both
+        (line, [none], [none]),
+        (square, [Shard(0), none], [none, labels]),
+        (square, [none, Shard(0)], [labels, none]),
+    ):
+        for form in FORMS:
+            for reduction in ("mean", "sum", "none"):
+                own_k = (form.dim() == 1) == (reduction == "mean")
+                _linear_dtensors(mesh, of_input, of_weight, form, reduction, own_k)
+
+
+FORMS = (
+    torch.tensor([[0, 10], [3, -100], [-100, -100], [1, 2], [2, 1], [0, 0]]),
+    torch.tensor([0, 3, -100, 1, 2, 0]),
+    torch.arange(66).reshape(6, 11) % 7 == 0,
+)
+
+
+def _linear_dtensors(
+    mesh: DeviceMesh, of_input: Any, of_weight: Any, form: Tensor, reduction: str, own_k: bool
+) -> None:
+    shapes: list[tuple[int, ...]] = [(6, 5), (11, 5), (11,), (6,) if own_k else ()]
+    tensors = [(torch.rand(shape, dtype=torch.float64) + 1).requires_grad_() for shape in shapes]
+    class_weight, everywhere = torch.rand(11, dtype=torch.float64), [Replicate()] * mesh.ndim
+    logits = nn.functional.linear(*tensors[:3])
+    wanted = torchlml.lml_loss(logits, form, tensors[3], weight=class_weight, reduction=reduction)
+    right = torch.autograd.grad(wanted.sum(), tensors)
+    places = (of_input, of_weight, of_weight, everywhere)
+    own: Any = [
+        distribute_tensor(t.detach(), mesh, place).requires_grad_()
+        for t, place in zip(tensors, places, strict=True)
+    ]
+    target, weight = (distribute_tensor(t, mesh, everywhere) for t in (form, class_weight))
+    loss: Any = torchlml.linear_lml_loss(
+        own[0], own[1], target, own[3], linear_bias=own[2], weight=weight, reduction=reduction
+    )
+    torch.testing.assert_close(loss.full_tensor(), wanted)
+    for mine, theirs in zip(torch.autograd.grad(loss.sum(), own), right, strict=True):
+        torch.testing.assert_close(mine.full_tensor(), theirs)
+
+
+@all_four
+def check_an_input_in_parts(group: Group) -> None:
+    """A DTensor that has still to be added up is, and not taken for the input."""
+    mesh = init_device_mesh("cpu", (4,))
+    h, w, target = torch.randn(3, 5), torch.randn(12, 5), torch.tensor([0, 7, 11])
+    in_parts = DTensor.from_local(h / 4, mesh, [Partial()])
+    loss: Any = torchlml.linear_lml_loss(in_parts, distribute_tensor(w, mesh, [Shard(0)]), target, 3)
+    torch.testing.assert_close(loss.full_tensor(), torchlml.lml_loss(h @ w.T, target, 3))
+
+
+@all_four
 def check_bad_dtensors(group: Group) -> None:
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("rows", "labels"))
     twice = distribute_tensor(torch.randn(4, 8), mesh, [Shard(1), Shard(1)])
@@ -94,6 +159,15 @@ def check_bad_dtensors(group: Group) -> None:
         torchlml.lml(twice, 2)
     with pytest.raises(ValueError, match="whose mesh says"):
         torchlml.lml(twice, 2, group=mesh["labels"])
+    rows = distribute_tensor(torch.randn(4, 8), mesh, [Shard(0), Replicate()])
+    with pytest.raises(TypeError, match="`linear_weight` must be a DTensor"):
+        torchlml.linear_lml_loss(rows, torch.randn(3, 8), torch.zeros(4).long(), 2)
+    other = distribute_tensor(torch.randn(3, 8), init_device_mesh("cpu", (4,)), [Replicate()])
+    with pytest.raises(ValueError, match="on the same mesh"):
+        torchlml.linear_lml_loss(rows, other, torch.zeros(4).long(), 2)
+    nothing: Any = None
+    with pytest.raises(TypeError, match="`target` must be a torch"):
+        torchlml.lml_loss(rows, nothing, 2)
     with pytest.raises(ValueError, match="DeviceMesh of one dimension"):
         torchlml.lml(torch.randn(4, 8), 2, group=mesh)
 

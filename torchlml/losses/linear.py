@@ -59,16 +59,19 @@ def linear_lml_loss(
             the gradients of the input and of the weight are not counted.
         group: the processes among which the labels are split, as for `lml_loss`: `linear_weight`,
             `linear_bias` and `weight` are then those of this process's labels, and the input is the same
-            everywhere. A `linear_weight` that is a DTensor, `Shard`ed over its labels, brings its group.
+            everywhere. A `linear_weight` that is a DTensor, `Shard`ed over its labels, brings its group. An
+            input that is one too may be split over rows by another dimension of the mesh; the loss is then
+            that of all rows, a DTensor.
 
     Returns:
         What `lml_loss(F.linear(input, linear_weight, linear_bias), target, k, ...)` gives.
 
-    For "mean" and "sum" the gradients are computed with the loss, while the logits are there; for "none", and
-    in a second backward pass over the same graph, the logits are computed again. Derivatives of derivatives,
-    `torch.func` and forward mode take the plain way, with all logits at once.
+    For "mean" and "sum" the gradients are computed with the loss, while the logits are there; for "none", in
+    float16 (where the scale of the loss must come first) and in a second backward pass over the same graph,
+    the logits are computed again. Derivatives of derivatives, `torch.func` and forward mode take the plain
+    way, with all logits at once.
     """
-    if is_spread(linear_weight, group):
+    if is_spread(linear_weight, group) or is_spread(input, group):
         from torchlml.parallel.linear import spread_linear_lml_loss
 
         tensors = (input, linear_weight, target, k, linear_bias, weight)
@@ -145,12 +148,11 @@ class LinearLMLLoss(TopKLoss):
 
 def check_linear(input: Tensor, weight: Tensor, bias: Tensor | None, memory: int) -> None:
     """Refuse what is no linear layer, or no input for it."""
-    check_tensor(input, "input")
     given = {"input": input, "linear_weight": weight} | ({} if bias is None else {"linear_bias": bias})
     for name, t in given.items():
-        if not isinstance(t, Tensor) or not t.is_floating_point():
-            came = t.dtype if isinstance(t, Tensor) else type(t).__name__
-            raise TypeError(f"`{name}` must be a floating tensor, but it is {came}.")
+        check_tensor(t, name)
+        if not t.is_floating_point():
+            raise TypeError(f"`{name}` must be a floating tensor, but it is {t.dtype}.")
         if t.dtype != input.dtype and not autocasts(t.device.type):
             raise TypeError(f"`{name}` must have the dtype of `input`, {input.dtype}, but it is {t.dtype}.")
         if t.device != input.device:

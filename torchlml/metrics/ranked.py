@@ -53,10 +53,8 @@ class Ranked:
         else:
             from torchlml.parallel.ranking import spread_ranking
 
-            if offsets is not None:
-                raise ValueError("`offsets` is not accepted with a `group`: give dense rows.")
             c, self.rows, self.labels = spread_ranking(
-                function, preds, target, ks, ignore_index, mask, group, check
+                function, preds, target, ks, ignore_index, mask, offsets, group, check
             )
         self.ks = torch.tensor(ks, device=c.x.device)
         self.count = self.rows.sum(self.labels)

@@ -9,8 +9,9 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
+from torchlml._core.arguments import autocasts
 from torchlml.parallel.group import LabelGroup, agree
-from torchlml.parallel.projection import Split
+from torchlml.parallel.projection import Split, refuse_transforms
 
 _Read = TypeVar("_Read")
 
@@ -34,7 +35,12 @@ def split_labels(
     # A tensor without data cannot carry a message, and the others would wait for it.
     carries = isinstance(x, Tensor) and x.device.type != "meta"
     device = x.device if carries else torch.device("cpu")
-    arguments, everyone = agree(group, device, read)
+
+    def read_plain() -> tuple[_Read, dict[str, Any]]:
+        refuse_transforms()
+        return read()
+
+    arguments, everyone = agree(group, device, read_plain)
     labels = [int(told["labels"]) for told in everyone]
     total = sum(labels)
     largest = k.detach().amax().item() if isinstance(k, Tensor) and k.numel() else k
@@ -58,6 +64,7 @@ def same_everywhere(
         "k": fingerprint(k),
         "gradient of k": isinstance(k, Tensor) and k.requires_grad,
         "bound": bound,
+        "autocast": str(torch.get_autocast_dtype(x.device.type)) if autocasts(x.device.type) else "off",
     }
 
 

@@ -32,14 +32,14 @@ def spread_projection(
     group: Group | None,
 ) -> Tensor:
     """`lml`, `log_lml` or `lml_dual` by name."""
-    _refuse(offsets, solver)
 
     def on_parts(x: Tensor, k: Any, mask: Tensor | None, group: Group | None) -> Tensor:
         if group is None:
             import torchlml
 
+            _refuse(offsets, solver)
             return getattr(torchlml, name)(x, k, dim, mask=mask, bound=bound)
-        return _project(name, x, k, dim, mask, bound, group)
+        return _project(name, x, k, dim, mask, offsets, solver, bound, group)
 
     if not dtensors.is_dtensor(x):
         return on_parts(x, k, mask, group)
@@ -53,12 +53,15 @@ def _project(
     k: float | Tensor,
     dim: int,
     mask: Tensor | None,
+    offsets: Tensor | None,
+    solver: Any,
     bound: Bound,
     group: Group,
 ) -> Tensor:
     members = label_group(group)
 
     def read() -> tuple[Canonical, dict[str, Any]]:
+        _refuse(offsets, solver)
         check_bound(bound)
         c = canonical(x, k, dim, mask, None, any_k=True)
         same = same_everywhere(name, c.row_shape, x, k, bound)
@@ -84,18 +87,17 @@ def spread_lml_loss(
     group: Group | None,
 ) -> Tensor:
     """`lml_loss`, its arguments in the same order."""
-    _refuse(offsets)
     if dtensors.is_dtensor(logits):
         check_reduction(reduction, label_reduction)
         dtensors.refuse_group(group)
 
         def on_parts(x: Tensor, t: Tensor, k: Any, m: Tensor | None, w: Tensor | None, g: Any) -> Any:
-            return _row_losses(x, t, k, w, ignore_index, label_reduction, m, bound, g, reduction)
+            return _row_losses(x, t, k, w, ignore_index, label_reduction, m, offsets, bound, g, reduction)
 
         return dtensors.loss(on_parts, logits, target, k, mask, weight, reduction)
     assert group is not None
     losses, number = _row_losses(
-        logits, target, k, weight, ignore_index, label_reduction, mask, bound, group, reduction
+        logits, target, k, weight, ignore_index, label_reduction, mask, offsets, bound, group, reduction
     )
     if reduction == "mean":
         losses = losses.sum() / (number > 0).sum().clamp(min=1)
@@ -113,6 +115,7 @@ def _row_losses(
     ignore_index: int,
     label_reduction: LabelReduction,
     mask: Tensor | None,
+    offsets: Tensor | None,
     bound: Bound,
     group: Group | None,
     reduction: str,
@@ -122,6 +125,7 @@ def _row_losses(
     Without a group, this process has all labels.
     """
     if group is None:
+        _refuse(offsets)
         check_bound(bound)
         c = canonical(logits, k, -1, mask, None, any_k=bound == "at_most", name="logits")
         c = c._replace(x=c.x.to(work_dtype(c.x.dtype)))
@@ -131,6 +135,7 @@ def _row_losses(
     members = label_group(group)
 
     def read() -> tuple[Canonical, dict[str, Any]]:
+        _refuse(offsets)
         check_reduction(reduction, label_reduction)
         check_bound(bound)
         c = canonical(logits, k, -1, mask, None, any_k=True, name="logits")

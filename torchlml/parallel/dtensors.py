@@ -14,7 +14,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
+
+from torchlml._core.arguments import check_tensor
+from torchlml.parallel.group import label_group
 
 
 class Layout(NamedTuple):
@@ -40,6 +43,11 @@ class Layout(NamedTuple):
             for place in self.placements
         )
 
+    @property
+    def of_labels(self) -> tuple[Any, ...]:
+        """The placements of a number per label."""
+        return tuple(Shard(0) if i == self.labels else Replicate() for i in range(self.mesh.ndim))
+
     def entries(self, t: Any) -> Any:
         """This process's part of something that broadcasts to x."""
         return self._part(t, self.placements, self.ndim)
@@ -60,7 +68,7 @@ class Layout(NamedTuple):
             dim = place.dim - (ndim - t.dim()) if isinstance(place, Shard) else -1
             # What broadcasts over a dimension is not split there.
             places.append(Shard(dim) if dim >= 0 and t.shape[dim] != 1 else Replicate())
-        return t.redistribute(self.mesh, places).to_local()
+        return _local(t, self.mesh, places, placements)
 
 
 def layout(x: DTensor, dim: int, name: str = "x") -> Layout:
@@ -132,11 +140,10 @@ def loss(
 ) -> DTensor:
     """A loss of DTensor logits; `function` gives the losses of this process's rows and their labels."""
     where = layout(logits, -1, "logits")
+    check_tensor(target, "target")
     multi_hot = target.dtype == torch.bool or target.is_floating_point()
     if isinstance(weight, DTensor):
-        weight = weight.redistribute(
-            where.mesh, [Shard(0) if i == where.labels else Replicate() for i in range(where.mesh.ndim)]
-        ).to_local()
+        weight = _local(weight, where.mesh, where.of_labels, where.rows)
     losses, number = function(
         logits.to_local(),
         where.entries(target) if multi_hot else where.lists(target),
@@ -152,6 +159,79 @@ def loss(
     if reduction == "mean":
         total = total / _per_row((number > 0).to(losses.dtype), where, shape).sum().clamp(min=1)
     return total.redistribute(where.mesh, [Replicate()] * where.mesh.ndim).to(logits.dtype)
+
+
+def linear_loss(
+    function: Callable[..., Tensor],
+    input: Any,
+    linear_weight: Any,
+    target: Any,
+    k: Any,
+    linear_bias: Any,
+    weight: Any,
+    ignore_index: int,
+    reduction: str,
+) -> Tensor:
+    """A loss of a linear layer whose weight is a DTensor; `function` gives it for this process's rows.
+
+    An input that is no DTensor has this process's rows, and the result is theirs. A DTensor may be split over
+    rows, where the mesh does not split the labels, and the result is a DTensor, of all rows.
+    """
+    check_tensor(input, "input")
+    check_tensor(target, "target")
+    if not isinstance(linear_weight, DTensor):
+        raise TypeError("`linear_weight` must be a DTensor if `input` is one, but it is a plain tensor.")
+    labels = label_rows(linear_weight)
+    mesh, shape = labels.mesh, input.shape[:-1]
+    rows: tuple[Any, ...] = (Replicate(),) * mesh.ndim
+    if isinstance(input, DTensor):
+        if input.device_mesh != mesh:
+            raise ValueError("`input` and `linear_weight` must lie on the same mesh, but theirs differ.")
+        rows = tuple(
+            place if type(place) is Shard and place.dim < len(shape) and i != labels.labels else Replicate()
+            for i, place in enumerate(input.placements)
+        )
+    places = tuple(Shard(len(shape)) if i == labels.labels else place for i, place in enumerate(rows))
+    where = Layout(mesh, places, len(shape), labels.labels, len(shape) + 1)
+    multi_hot = target.dtype == torch.bool or target.is_floating_point()
+    own_target = where.entries(target) if multi_hot else where.lists(target)
+    split = any(isinstance(place, Shard) for place in rows)
+    result = function(
+        _local(input, mesh, rows, rows),
+        _local(linear_weight, mesh, where.of_labels, rows),
+        own_target,
+        where.numbers(k),
+        linear_bias=_local(linear_bias, mesh, where.of_labels, rows),
+        weight=_local(weight, mesh, where.of_labels, rows),
+        reduction="sum" if split and reduction == "mean" else reduction,
+        group=where.group,
+    )
+    if not isinstance(input, DTensor):
+        return result
+    if reduction == "none":
+        return _per_row(result, where, shape)
+    parts = [Partial() if isinstance(place, Shard) else place for place in rows]
+    everywhere = [Replicate()] * mesh.ndim
+    total = DTensor.from_local(result, mesh, parts, run_check=False).redistribute(mesh, everywhere)
+    if not split or reduction == "sum":
+        return total
+    found = own_target != 0 if multi_hot else own_target != ignore_index
+    found = found.any(-1) if found.dim() > len(shape) else found
+    if multi_hot and where.group is not None:
+        found = label_group(where.group).sum(found.long()) > 0
+    number = DTensor.from_local(found.sum(), mesh, parts, run_check=False).redistribute(mesh, everywhere)
+    return (total.double() / number.clamp(min=1)).to(result.dtype)
+
+
+def _local(t: Any, mesh: DeviceMesh, places: Any, rows: Any) -> Any:
+    """This process's part of a DTensor, whose gradient comes from all that have a part of the rows."""
+    if not isinstance(t, DTensor):
+        return t
+    gradient = [
+        Partial() if isinstance(row, Shard) and not isinstance(place, Shard) else place
+        for place, row in zip(places, rows, strict=True)
+    ]
+    return t.redistribute(mesh, places).to_local(grad_placements=gradient)
 
 
 def _per_row(t: Tensor, where: Layout, shape: Any) -> DTensor:

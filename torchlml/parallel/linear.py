@@ -32,28 +32,18 @@ def spread_linear_lml_loss(
     group: Group | None,
 ) -> Tensor:
     """`linear_lml_loss` with a `group`, or a weight that is a DTensor; its arguments in the same order."""
-    if dtensors.is_dtensor(linear_weight):
-        dtensors.refuse_group(group)
-        group = dtensors.label_rows(linear_weight).group
-        given: Any = (input, linear_weight, linear_bias, target, k, weight)
-        given = (t.to_local() if dtensors.is_dtensor(t) else t for t in given)
-        input, linear_weight, linear_bias, target, k, weight = given
-        if group is None:
-            import torchlml
+    if dtensors.is_dtensor(linear_weight) or dtensors.is_dtensor(input):
+        from torchlml.losses import linear_lml_loss
 
-            return torchlml.linear_lml_loss(
-                input,
-                linear_weight,
-                target,
-                k,
-                linear_bias=linear_bias,
-                weight=weight,
-                ignore_index=ignore_index,
-                reduction=reduction,
-                label_reduction=label_reduction,
-                bound=bound,
-                memory=memory,
-            )
+        dtensors.refuse_group(group)
+        check_reduction(reduction, label_reduction)
+
+        def on_parts(h: Tensor, w: Tensor, t: Tensor, k: Any, **more: Any) -> Tensor:
+            settings: Any = {"label_reduction": label_reduction, "bound": bound, "memory": memory}
+            return linear_lml_loss(h, w, t, k, ignore_index=ignore_index, **settings, **more)
+
+        tensors = (input, linear_weight, target, k, linear_bias, weight)
+        return dtensors.linear_loss(on_parts, *tensors, ignore_index, reduction)
     from torchlml.losses.linear import check_linear, stand_in
 
     members = label_group(group)
@@ -66,6 +56,8 @@ def spread_linear_lml_loss(
         wide_k = check_k(k, input.shape[:-1], None, input.device, "input")
         same = same_everywhere("linear_lml_loss", c.row_shape, input, k, bound)
         same |= {"reduction": reduction, "memory": memory, "in_features": input.shape[-1]}
+        # Its parts are added up over all processes, if they are made.
+        same |= {"gradient of the input": torch.is_grad_enabled() and input.requires_grad}
         same |= {"label_reduction": label_reduction}
         same |= labels.check_target(c, target, weight, ignore_index)
         return (c, wide_k), {"labels": linear_weight.shape[0], "masked": False, "same": same}

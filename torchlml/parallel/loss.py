@@ -6,11 +6,10 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from torchlml._core.paths import gradient_of_k
 from torchlml._kernels import reference
-from torchlml.parallel.projection import LocalRows, Split, refuse_transforms, solve_shard
+from torchlml.parallel.projection import LocalRows, Split, refuse_second_derivatives, solve_shard
 from torchlml.parallel.solve import Solution
 from torchlml.parallel.sums import ShardLabels
 
@@ -25,7 +24,6 @@ class OwnLabels(NamedTuple):
 
 def row_losses(x: Tensor, k: Tensor, mask: Tensor | None, labels: OwnLabels, split: Split) -> Tensor:
     """(2, R) in the work dtype, the same on every process: the losses of the rows, and how many labels."""
-    refuse_transforms()
     return _Loss.apply(x, k, mask, *labels, split)
 
 
@@ -79,8 +77,8 @@ class _Loss(torch.autograd.Function):
         return torch.stack([loss, any_label]).to(values.dtype)
 
     @staticmethod
-    @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        refuse_second_derivatives()
         x, k, mask, row, place, weight, of_infinite, change, counted, *solution = ctx.saved_tensors
         local = LocalRows(x, mask, Solution(*solution))
         s, g = local.solution, grad[0].double()

@@ -12,10 +12,9 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 from torch.nn.functional import logsigmoid
 
-from torchlml._core.paths import gradient_of_k, is_plain
+from torchlml._core.paths import gradient_of_k, is_plain, wants_graph
 from torchlml._core.rows import DenseRows
 from torchlml._kernels import reference
 from torchlml.parallel.group import LabelGroup
@@ -86,6 +85,12 @@ def refuse_transforms() -> None:
         )
 
 
+def refuse_second_derivatives() -> None:
+    """In a backward pass: `once_differentiable` gives a loss a gradient without a graph, silently."""
+    if wants_graph():
+        raise NotImplementedError("With `group`, a derivative of the derivative is not supported.")
+
+
 class _Apply(torch.autograd.Function):
     @staticmethod
     def forward(
@@ -97,8 +102,8 @@ class _Apply(torch.autograd.Function):
         return result(LocalRows(x, mask, solution)).to(x.dtype)
 
     @staticmethod
-    @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        refuse_second_derivatives()
         x, k, mask, *solution = ctx.saved_tensors
         local = LocalRows(x, mask, Solution(*solution))
         dx, dk = ctx.gradient(local, grad.to(local.values.dtype), k, ctx.group)
@@ -113,7 +118,6 @@ def _projection(
     """A function of canonical rows from its result and from (dx, dk) for a gradient of it."""
 
     def project(x: Tensor, k: Tensor, mask: Tensor | None, split: Split) -> Tensor:
-        refuse_transforms()
         return _Apply.apply(result, gradient, x, k, mask, split)
 
     return project

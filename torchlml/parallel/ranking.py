@@ -45,6 +45,7 @@ def spread_ranking(
     ks: Sequence[int],
     ignore_index: int,
     mask: Tensor | None,
+    offsets: Tensor | None,
     group: Group,
     check: Callable[[Canonical], None] | None,
 ) -> tuple[Canonical, SpreadRows, Tensor]:
@@ -55,6 +56,8 @@ def spread_ranking(
     members = label_group(group)
 
     def read() -> tuple[Canonical, dict[str, Any]]:
+        if offsets is not None:
+            raise ValueError("`offsets` is not accepted with a `group`: give dense rows.")
         c = canonical(preds, 1, -1, mask, None, any_k=True, name="preds")
         if check is not None:
             check(c)
