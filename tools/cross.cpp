@@ -112,7 +112,7 @@ struct Truth {
       }
       y[i] = sigmoid(x[i] + nu);
       log_y[i] = -(x[i] + nu > 0 ? std::log1p(std::exp(-x[i] - nu)) : std::log1p(std::exp(x[i] + nu)) - x[i] - nu);
-      w[i] = y[i] * (1 - y[i]);
+      w[i] = y[i] * sigmoid(-x[i] - nu);  // 1 - y has no digits left where y is near one
       sum_w += w[i];
     }
   }
