@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import time
+import tracemalloc
 from pathlib import Path
 
 import numpy as np
@@ -117,7 +118,8 @@ def test_evaluate_other_rows(run, tmp_path, capsys):
 
 def test_rows_that_the_run_knows_nothing_of(tmp_path, capsys):
     rows = "".join(f"{i % 3} {i % 3}:{1 + i % 2} {3 + i % 5}:1\n" for i in range(60))
-    (tmp_path / "train.txt").write_text(rows)
+    (tmp_path / "train.txt").write_text(rows + "0\n1\n")
+    (tmp_path / "test.txt").write_text(rows)
     (tmp_path / "names.txt").write_text("red\ngreen\nblue\n")
     out = tmp_path / "run"
     train = [
@@ -126,7 +128,7 @@ def test_rows_that_the_run_knows_nothing_of(tmp_path, capsys):
         "--train",
         tmp_path / "train.txt",
         "--test",
-        tmp_path / "train.txt",
+        tmp_path / "test.txt",
         "--out",
         out,
     ]
@@ -140,7 +142,7 @@ def test_rows_that_the_run_knows_nothing_of(tmp_path, capsys):
     ]
     assert cli.main([str(word) for word in (*train, *options, "--epochs", 8, "--learning-rate", 0.05)]) == 0
     assert json.loads((out / "result.json").read_text())["test"]["precision@1"] == 1
-    capsys.readouterr()
+    assert "2 of 62 rows have no feature and no word" in " ".join(capsys.readouterr().out.split())
     (tmp_path / "new.txt").write_text("1:1 77:2\n0 9:1 78:1\n")
     found = predict(out, tmp_path / "new.txt", tmp_path / "out.jsonl", "--top", "1")
     said = capsys.readouterr().out
@@ -236,6 +238,31 @@ def test_preparation_is_that_of_scikit_learn_and_survives_json(tmp_path):
     (tmp_path / preparation.FILE).write_text('{"columns": null, "labels": []}')
     with pytest.raises(BadInput, match="is damaged"):
         preparation.stored(tmp_path)
+
+
+def test_features_of_large_numbers_take_no_memory():
+    """Hashed features have numbers of up to 2^31; only those that occur count."""
+    labels, names = label_matrix([["x"], ["y"], ["x", "y"]])
+    data, starts = np.array([3, 4, 2, 6], np.float32), [0, 2, 3, 4]
+    found = []
+    for columns in ([0, 3, 3, 7], [0, 300, 300, 10**8]):
+        features = sparse.csr_array((data, columns, starts), shape=(3, columns[-1] + 1))
+        rows = LabelledRows(features, labels, names)
+        tracemalloc.start()
+        fitted = preparation.fit(rows, None, 1)
+        found.append(fitted.apply(rows).inputs.toarray())
+        _, peak = tracemalloc.get_traced_memory()
+        tracemalloc.stop()
+        assert peak < 2**24
+        assert fitted.features == sorted(set(columns))
+    first = np.array([3 / 3, 4 / 4]) / np.sqrt(2)
+    assert found[0] == pytest.approx(np.array([[*first, 0], [0, 1, 0], [0, 0, 1]]))
+    assert np.array_equal(*found)
+    # What the training rows did not have is counted, and not taken for a neighbour.
+    other = sparse.csr_array(([1.0, 1.0, 5.0], [1, 299, 300], [0, 1, 2, 3]), shape=(3, 301), dtype=np.float32)
+    prepared = fitted.apply(LabelledRows(other, labels, names))
+    assert (prepared.unknown, prepared.empty) == (2, 2)
+    assert prepared.inputs.toarray()[2].tolist() == [0, 1, 0]
 
 
 def test_temperature_makes_probabilities_true():
@@ -398,6 +425,10 @@ def test_bad_questions_to_a_run(run, texts, tmp_path, capsys):
     assert "has no column `text`" in refused(capsys, ["predict", out, "--data", other])
     other.write_text("text,tags\na,\n")
     assert "no row has a label to be compared with" in refused(capsys, ["evaluate", out, "--data", other])
+    other.write_text(ROWS)
+    assert "is not the file that the run was trained on" in refused(
+        capsys, ["evaluate", out, "--train", other]
+    )
     (tmp_path / "rows.txt").write_text("1 2:3\n")
     assert "is no table" in refused(capsys, ["predict", out, "--data", tmp_path / "rows.txt"])
     train = ["train", "multilabel", "--train", texts, "--out", tmp_path / "run"]

@@ -41,6 +41,7 @@ FORMS: dict[str, str | bytes] = {
     "with tabs": "2,10\t1:1.5\n0:2 2:-1\n2 2:3",
     "packed": gzip.compress(("3 3 11\n" + SVMLIGHT).encode()),
     "with a byte order mark": b"\xef\xbb\xbf" + SVMLIGHT.encode(),
+    "with the line ends of old": SVMLIGHT.replace("\n", "\r"),
 }
 
 
@@ -136,6 +137,8 @@ BAD_LINES = {
     "3 5 5\n1 1:1\n2 2:1": "line 3: the file ends after 2 rows, but its first line promises 3",
     "1 5 5\n1 5:1": "line 2: feature 5, but the first line promises 5 features, from 0 to 4",
     "1 5 5\n5 1:1": "line 2: label `5`, but the first line promises 5 labels, from 0 to 4",
+    "1 5 5\n² 1:1": "line 2: label `²`, but the first line promises 5 labels, from 0 to 4",
+    "1 99999999999 5\n1 1:1": "line 1: 99999999999 features, but at most 2147483648 can be read",
     "": "is empty",
     "  \n \n": "is empty",
 }
@@ -148,6 +151,9 @@ BAD_TABLES = {
     "text,topic\na,b": "has no column called labels or label or tags or tag: say with `--labels`",
     "tags\na": "has no column beside that of the labels, `tags`",
     "text,tags\n": "has columns but no rows",
+    "size,tags\n1,x\nnan,y": "line 3: column `size` has `nan`, which is no finite number (where one",
+    "size,tags\n1,x\n-inf,y": "line 3: column `size` has `-inf`, which is no finite number",
+    "size,tags\n1,x\n1e99,y": "line 3: column `size` has `1e99`, which is no finite number",
     "": "is empty",
 }
 BAD_FILES = [("rows.txt", *one) for one in BAD_LINES.items()]
@@ -168,6 +174,7 @@ def test_bad_columns(tmp_path: Path) -> None:
         (Columns(("titel",)), "has no column `titel`: did you mean `title`?"),
         (Columns(numbers=("size",)), "line 4: column `size` has `2 cm`, which is no finite number"),
         (Columns(labels="topic"), "has no column `topic`: its columns are `title`, `size`, `tags`."),
+        (Columns(("tags", "title")), "has its labels in the column `tags`"),
     ):
         with pytest.raises(BadInput) as said:
             read(tmp_path / "rows.csv", good, columns=columns)

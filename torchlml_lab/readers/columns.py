@@ -155,6 +155,11 @@ def _resolve(cells: _Cells, columns: Columns, labelled: bool) -> Columns:
                 f"`{cells.path}` has no column `{name}`" + (near or f": its columns are {_listed(cells)}.")
             )
     texts, numbers = columns.texts, columns.numbers
+    if labels in (*texts, *numbers):
+        raise BadInput(
+            f"`{cells.path}` has its labels in the column `{labels}`, so that it cannot be one of texts or "
+            "numbers: `--labels` names another."
+        )
     if not texts and not numbers:
         rest = [name for name in cells.columns if name != labels]
         numbers = tuple(name for name in rest if _is_number_column(cells.columns[name]))
@@ -173,7 +178,7 @@ def _listed(cells: _Cells) -> str:
 
 def _number(cell: Any) -> float | None:
     """The number in a cell, NaN in an empty one, None where it is something else."""
-    if cell is None or cell == "":
+    if cell is None or cell == "" or cell != cell:  # the last is a NaN of Parquet
         return math.nan
     try:
         value = float(cell)
@@ -183,8 +188,20 @@ def _number(cell: Any) -> float | None:
 
 
 def _is_number_column(cells: Sequence[Any]) -> bool:
+    """Whether every cell is a number or empty, and one at least is a number."""
     values = [_number(cell) for cell in cells]
-    return None not in values and not all(value is not None and math.isnan(value) for value in values)
+    # A NaN or an infinity among numbers makes no texts of them: it is refused where they are read.
+    numbers = all(value is not None or _is_infinite(cell) for value, cell in zip(values, cells, strict=True))
+    return numbers and any(value is not None and not math.isnan(value) for value in values)
+
+
+def _is_infinite(cell: Any) -> bool:
+    """Whether a cell that is no finite number is a number all the same."""
+    try:
+        float(cell)
+    except (TypeError, ValueError):
+        return False
+    return True
 
 
 def _numbers(cells: _Cells, name: str) -> list[float]:
@@ -192,7 +209,8 @@ def _numbers(cells: _Cells, name: str) -> list[float]:
     for row, cell in enumerate(cells.columns[name]):
         value = _number(cell)
         if value is None:
-            raise cells.wrong(row, f"column `{name}` has `{shown(str(cell))}`, which is no finite number")
+            said = f"column `{name}` has `{shown(str(cell))}`, which is no finite number"
+            raise cells.wrong(row, said + (" (where one is missing, leave it empty)" * _is_infinite(cell)))
         values.append(value)
     return values
 

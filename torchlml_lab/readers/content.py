@@ -28,6 +28,7 @@ def read_content(path: Path, option: str) -> bytes:
     except OSError as error:
         raise BadInput(f"`{option}` names `{path}`, which cannot be read: {reason(error)}.") from error
     data = data.removeprefix(b"\xef\xbb\xbf").replace(b"\r\n", b"\n")
+    data = data if b"\n" in data else data.replace(b"\r", b"\n")
     if not data.strip():
         raise BadInput(f"`{option}` names `{path}`, which is empty.")
     try:

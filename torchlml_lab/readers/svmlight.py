@@ -35,6 +35,8 @@ def read_svmlight(path: Path, option: str) -> LabelledRows:
     if not lines[-1]:
         lines.pop()
     header = _header(lines[0])
+    if header is not None and header[1] > _LARGEST + 1:
+        raise BadInput(f"`{path}`, line 1: {header[1]} features, but at most {_LARGEST + 1} can be read.")
     at, heads, tails = _divide(lines, header is not None)
     if header is not None and len(at) != header[0]:
         raise BadInput(
@@ -142,7 +144,7 @@ def _labels(
             raise BadInput(f"`{path}`, line {line}: `{shown(head.decode())}` has a label without a name.")
         if header is not None:
             for name in names:
-                if not name.isdigit() or int(name) >= header[2]:
+                if not (name.isascii() and name.isdigit()) or int(name) >= header[2]:
                     raise BadInput(
                         f"`{path}`, line {line}: label `{shown(name)}`, but the first line promises "
                         f"{header[2]} labels, from 0 to {header[2] - 1}."

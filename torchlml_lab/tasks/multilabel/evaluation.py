@@ -64,9 +64,16 @@ def _rows(settings: EvaluateSettings, trained: Trained) -> tuple[LabelledRows, s
             raise BadInput("`--data-labels` is given without `--data`.")
         moved = {name: getattr(settings, name) for name in ("train", "valid", "test")}
         data = read(best_epoch.read_moved(MultilabelSettings, settings.run, moved))
+        known, found = trained.preparation, data.training
+        if (len(found), found.names) != (known.rows, known.labels):
+            raise BadInput(
+                f"`{settings.train or trained.settings.train}` is not the file that the run was trained on: "
+                f"it gives {len(found)} rows to train on with {len(found.names)} labels, and the run had "
+                f"{known.rows} with {len(known.labels)}, or other ones."
+            )
         rows, what = (data.validation, "validation rows") if data.test is None else (data.test, "test rows")
         return rows, what, []
-    found, notes = read_rows(trained, settings.data, settings.data_labels), []
+    found, notes = read_rows(trained, settings.data, settings.data_labels), list[str]()
     labelled = found.take(found.counts > 0)
     if not len(labelled):
         raise BadInput(f"`--data` names `{settings.data}`, where no row has a label to be compared with.")

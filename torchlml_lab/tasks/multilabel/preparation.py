@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
+import numpy.typing as npt
 from scipy import sparse
 from sklearn.feature_extraction.text import TfidfVectorizer
 
@@ -71,9 +72,7 @@ class Preparation:
             numbers = (there[:, chosen].toarray() - np.array(self.means)) / np.array(self.scales)
             blocks.append(sparse.csr_array(np.nan_to_num(numbers, nan=0.0)))  # the mean where there is none
         elif self.features:
-            width = max(there.shape[1], int(chosen[-1]) + 1)
-            known = sparse.csr_array((there.data, there.indices, there.indptr), shape=(len(rows), width))
-            known = known[:, chosen] @ sparse.diags_array(1 / np.array(self.scales))
+            known = _chosen_columns(there, chosen) @ sparse.diags_array(1 / np.array(self.scales))
             length = np.sqrt(known.multiply(known).sum(axis=1))
             blocks.append(sparse.diags_array(1 / np.where(length > 0, length, 1)) @ known)
         inputs = sparse.csr_array(sparse.hstack(blocks, format="csr"), dtype=np.float32)
@@ -114,7 +113,9 @@ def fit(rows: LabelledRows, columns: Columns | None, k: int) -> Preparation:
     else:
         used = np.unique(rows.features.indices)
         means = np.zeros(len(used))
-        scales = abs(rows.features)[:, used].max(axis=0).toarray().ravel() if len(used) else np.empty(0)
+        scales = np.empty(0)
+        if len(used):
+            scales = abs(_chosen_columns(rows.features, used)).max(axis=0).toarray().ravel()
     if not terms and not len(used):
         raise BadInput("The training rows have no features and no words: there is nothing to learn from.")
     return Preparation(
@@ -129,6 +130,15 @@ def fit(rows: LabelledRows, columns: Columns | None, k: int) -> Preparation:
         means=means.tolist(),
         scales=np.where(scales > 0, scales, 1.0).tolist(),
     )
+
+
+def _chosen_columns(matrix: Matrix, columns: npt.NDArray[np.int64]) -> Matrix:
+    """Some columns, by rising numbers. By its own indexing scipy takes memory for all there could be."""
+    place = np.searchsorted(columns, matrix.indices)
+    found = columns[np.minimum(place, len(columns) - 1)] == matrix.indices
+    starts = np.concatenate([[0], np.cumsum(found)])[matrix.indptr]
+    shape = (matrix.shape[0], len(columns))
+    return sparse.csr_array((matrix.data[found], place[found], starts), shape=shape)
 
 
 def stored(run: Path) -> Preparation:

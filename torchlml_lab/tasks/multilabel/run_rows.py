@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
 import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor
 from torch.utils.data import Dataset
@@ -64,6 +65,12 @@ def read_files(settings: MultilabelSettings) -> Files:
         named = f"the label `{rows.names[0]}` alone" if rows.names else "no label"
         raise BadInput(f"`--train` names `{settings.train}`, which has {named}: at least two are needed.")
     rows = _labelled_only(rows, settings.train, notes)
+    bare = int(_without_inputs(rows).sum())
+    if bare:
+        notes.append(
+            f"`{settings.train}`: {bare} of {len(rows)} rows have no feature and no word; only the frequency "
+            "of their labels is learned."
+        )
     if len(rows) < FEWEST:
         raise BadInput(
             f"`--train` names `{settings.train}`, which has {len(rows)} rows with labels: at least "
@@ -105,6 +112,19 @@ def _labelled_only(rows: LabelledRows, path: Path, notes: list[str]) -> Labelled
     if not there.all():
         notes.append(f"`{path}`: {(~there).sum()} of {len(rows)} rows have no label and are left out.")
     return rows.take(there)
+
+
+def _without_inputs(rows: LabelledRows) -> npt.NDArray[np.bool_]:
+    """Which rows have neither a feature nor a text; a table's number is a feature, whatever it is."""
+    if rows.columns:
+        return np.isnan(rows.features.toarray()).all(axis=1) & _blank(rows)
+    return (np.diff(rows.features.indptr) == 0) & _blank(rows)
+
+
+def _blank(rows: LabelledRows) -> npt.NDArray[np.bool_]:
+    if rows.texts is None:
+        return np.ones(len(rows), dtype=bool)
+    return np.array([not text.strip() for text in rows.texts], dtype=bool)
 
 
 def aligned(rows: LabelledRows, names: Sequence[str], path: Path, notes: list[str]) -> LabelledRows:
