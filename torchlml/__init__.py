@@ -3,26 +3,50 @@
 y = torchlml.lml(x, k)  # like softmax, but each row sums to k and every entry is in (0, 1)
 """
 
-from torchlml import losses, solvers
+from torchlml import solvers
 from torchlml.family.choices import sample_subset, topk_mask
 from torchlml.family.constrained_softmax import constrained_softmax
 from torchlml.family.constrained_sparsemax import constrained_sparsemax
 from torchlml.family.value import lml_value
-from torchlml.losses import *  # noqa: F403 what is public there is public here
+from torchlml.losses import (
+    LinearLMLLoss,
+    LinearTruncatedEntropyLoss,
+    LMLLoss,
+    SmoothTopKSVMLoss,
+    TopKSVMLoss,
+    TruncatedEntropyLoss,
+    linear_lml_loss,
+    linear_truncated_entropy_loss,
+    lml_loss,
+    smooth_topk_svm_loss,
+    topk_svm_loss,
+    truncated_entropy_loss,
+)
 from torchlml.projection import LML, lml, lml_dual, log_lml
 
 __version__ = "0.1.0"
 
 __all__ = [
     "LML",
+    "LMLLoss",
+    "LinearLMLLoss",
+    "LinearTruncatedEntropyLoss",
+    "SmoothTopKSVMLoss",
+    "TopKSVMLoss",
+    "TruncatedEntropyLoss",
     "constrained_softmax",
     "constrained_sparsemax",
+    "linear_lml_loss",
+    "linear_truncated_entropy_loss",
     "lml",
     "lml_dual",
+    "lml_loss",
     "lml_value",
     "log_lml",
     "sample_subset",
+    "smooth_topk_svm_loss",
     "solvers",
     "topk_mask",
+    "topk_svm_loss",
+    "truncated_entropy_loss",
 ]
-__all__ += losses.__all__

@@ -262,6 +262,39 @@ def test_module() -> None:
     assert isinstance(module.linear, nn.Linear)
 
 
+@each_form
+@each_reduction
+def test_truncated_entropy(form: str, reduction: str) -> None:
+    """The same chunks for another loss."""
+    tensors, target = _tensors(), _target(form)
+    settings: Any = {"reduction": reduction, "weight": torch.rand(LABELS), "label_reduction": "mean"}
+    wanted = torchlml.truncated_entropy_loss(F.linear(*tensors), target, 3, **settings)
+    found = torchlml.linear_truncated_entropy_loss(
+        tensors[0], tensors[1], target, 3, linear_bias=tensors[2], memory=LABELS * 100, **settings
+    )
+    seed = torch.rand_like(wanted)
+    torch.testing.assert_close(found, wanted)
+    right = torch.autograd.grad(wanted, tensors, seed)
+    torch.testing.assert_close(torch.autograd.grad(found, tensors, seed), right)
+
+
+def test_truncated_entropy_by_its_definition_its_module_and_its_refusals() -> None:
+    module = torchlml.LinearTruncatedEntropyLoss(FEATURES, LABELS, 3, bias=True, memory=5000)
+    h, target = torch.randn(ROWS, FEATURES), torch.randint(LABELS, (ROWS,))
+    logits = module.linear(h).detach().double()
+    label = logits.gather(1, target[:, None])
+    others = logits.scatter(1, target[:, None], -torch.inf).sort(descending=True).values[:, 2:]
+    exact = torch.log1p(torch.exp(others - label).sum(1)).mean()  # without the 2 strongest competitors
+    torch.testing.assert_close(module(h, target).detach().double(), exact, rtol=1e-6, atol=1e-6)
+    assert "k=3" in repr(module)
+    for wrong, words in ((LABELS + 1, "from 1 to 30"), (0, "at least 1|from 1"), (2.5, "must be an integer")):
+        k: Any = wrong
+        with pytest.raises((TypeError, ValueError), match=words):
+            torchlml.linear_truncated_entropy_loss(h, module.linear.weight, target, k)
+    with pytest.raises(ValueError, match="`memory` must be"):
+        torchlml.LinearTruncatedEntropyLoss(FEATURES, LABELS, 3, memory=0)
+
+
 REFUSED: dict[str, tuple[Any, str, dict[str, Any]]] = {
     "a list": (TypeError, "`input` must be", {"input": [1.0]}),
     "integers": (TypeError, "`input` must be a floating", {"input": torch.ones(ROWS, FEATURES).long()}),

@@ -16,8 +16,11 @@ ROOT = Path(__file__).parents[2]
 NAMES = [name for name in torchlml.__all__ if not inspect.ismodule(getattr(torchlml, name))]
 FUNCTIONS = [name for name in losses.__all__ if inspect.isfunction(getattr(losses, name))]
 FAMILY = [name for name in NAMES if getattr(torchlml, name).__module__.startswith("torchlml.family")]
-# Takes the input of a linear layer, not logits: tested in test_linear_loss.py.
-LINEAR = {"linear_lml_loss": "LinearLMLLoss"}
+# They take the input of a linear layer, not logits: tested in test_linear_loss.py.
+LINEAR = {
+    "linear_lml_loss": "LinearLMLLoss",
+    "linear_truncated_entropy_loss": "LinearTruncatedEntropyLoss",
+}
 
 
 def text(pattern: str) -> str:

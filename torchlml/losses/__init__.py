@@ -1,6 +1,10 @@
 """Losses for top-k recall, with the arguments of `F.cross_entropy`."""
 
 from torchlml.losses.linear import LinearLMLLoss, linear_lml_loss
+from torchlml.losses.linear_truncated_entropy import (
+    LinearTruncatedEntropyLoss,
+    linear_truncated_entropy_loss,
+)
 from torchlml.losses.lml import LMLLoss, lml_loss
 from torchlml.losses.svm import SmoothTopKSVMLoss, TopKSVMLoss, smooth_topk_svm_loss, topk_svm_loss
 from torchlml.losses.truncated_entropy import TruncatedEntropyLoss, truncated_entropy_loss
@@ -8,10 +12,12 @@ from torchlml.losses.truncated_entropy import TruncatedEntropyLoss, truncated_en
 __all__ = [
     "LMLLoss",
     "LinearLMLLoss",
+    "LinearTruncatedEntropyLoss",
     "SmoothTopKSVMLoss",
     "TopKSVMLoss",
     "TruncatedEntropyLoss",
     "linear_lml_loss",
+    "linear_truncated_entropy_loss",
     "lml_loss",
     "smooth_topk_svm_loss",
     "topk_svm_loss",

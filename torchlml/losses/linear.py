@@ -82,7 +82,7 @@ def linear_lml_loss(
     check_linear(input, linear_weight, linear_bias, memory)
     shape, n = input.shape[:-1], linear_weight.shape[0]
     k = check_k(k, shape, None if bound == "at_most" else n, input.device, "input")
-    target, labelled = _read_target(target, input, n, weight, ignore_index)
+    target, labelled = target_rows(target, input, n, weight, ignore_index)
 
     in_place = bound == "exactly" and input.device.type == "cpu" and native.loaded()
 
@@ -134,7 +134,7 @@ class LinearLMLLoss(TopKLoss):
         memory: int = MEMORY,
     ) -> None:
         check_bound(bound)
-        _check_memory(memory)
+        check_memory(memory)
         settings = {"label_reduction": label_reduction, "bound": bound, "memory": memory}
         super().__init__(k, weight, ignore_index, reduction, **settings)
         self.linear = nn.Linear(in_features, num_classes, bias, device, dtype)
@@ -167,15 +167,16 @@ def check_linear(input: Tensor, weight: Tensor, bias: Tensor | None, memory: int
             f"`linear_bias` must have shape {tuple(weight.shape[:1])}, one number per label, "
             f"but it has shape {tuple(bias.shape)}."
         )
-    _check_memory(memory)
+    check_memory(memory)
 
 
-def _check_memory(memory: int) -> None:
+def check_memory(memory: int) -> None:
+    """A number of bytes, or an error."""
     if isinstance(memory, bool) or not isinstance(memory, int) or memory <= 0:
         raise ValueError(f"`memory` must be a positive number of bytes, an int, but it is {memory!r}.")
 
 
-def _read_target(
+def target_rows(
     target: Tensor, input: Tensor, n: int, weight: Tensor | None, ignore_index: int
 ) -> tuple[Tensor, Tensor]:
     """The target with all rows in its first dimension, and which of them have a label."""
