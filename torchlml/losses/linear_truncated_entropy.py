@@ -40,7 +40,7 @@ def linear_truncated_entropy_loss(
         k: how many guesses are allowed, as for `truncated_entropy_loss`.
 
     The other arguments, and the derivatives, are those of `linear_lml_loss`; labels on several processes are
-    not supported. Temporaries take about as much as `memory` again.
+    not supported. Temporaries take up to twice as much as `memory` again.
 
     Returns:
         What `truncated_entropy_loss(F.linear(input, linear_weight, linear_bias), target, k, ...)` gives.
