@@ -212,6 +212,12 @@ def test_bad_npz(tmp_path: Path) -> None:
     sparse.save_npz(x, sparse.csr_array(np.array([[0.0, 1], [np.inf, 0]])))
     with pytest.raises(BadInput, match="row 1: a feature is not a finite number"):
         read_labelled(x, "--train", labels=y)
+    for form in (sparse.csr_array, sparse.csc_array):
+        sparse.save_npz(x, form(X))
+        parts = dict(np.load(x))
+        np.savez(x, **{**parts, "indices": parts["indices"] + 1000})
+        with pytest.raises(BadInput, match=r"no whole file of `scipy.sparse.save_npz`"):
+            read_labelled(x, "--train", labels=y)
     np.savez(x, a=np.ones(3))
     with pytest.raises(BadInput, match=r"no whole file of `scipy.sparse.save_npz`"):
         read_labelled(x, "--train", labels=y)

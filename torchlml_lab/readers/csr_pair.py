@@ -41,7 +41,10 @@ def read_csr_pair(path: Path, option: str, labels: Path | None, labels_option: s
 def _read(path: Path, option: str) -> Matrix:
     try:
         with path.open("rb") as file:
-            matrix = sparse.csr_array(sparse.load_npz(file))
+            stored = sparse.load_npz(file)
+        if stored.format in ("csr", "csc", "bsr"):
+            stored.check_format(full_check=True)  # scipy reads memory of others where a number is too large
+        matrix = sparse.csr_array(stored)
     except OSError as error:
         raise BadInput(f"`{option}` names `{path}`, which cannot be read: {reason(error)}.") from error
     except (ValueError, KeyError, EOFError, zipfile.BadZipFile) as error:
