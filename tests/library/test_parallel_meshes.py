@@ -26,6 +26,7 @@ import torchlml
 import torchlml.parallel.group as group_module
 from tests.support.processes import fork, output, script, start_two
 from tests.support.spread import run
+from torchlml.metrics import TopKNDCG, TopKPrecision, TopKRecall, topk_recall
 
 Group = dist.ProcessGroup
 PLACEMENTS = [(Shard(0),), (Shard(1),), (Replicate(),)]
@@ -90,6 +91,30 @@ def _dtensors(mesh: DeviceMesh, placements: Any) -> None:
             torch.testing.assert_close(loss.full_tensor(), wanted)
             (own_dx,) = torch.autograd.grad(loss.sum(), leaf)
             torch.testing.assert_close(own_dx.full_tensor(), dx)
+
+
+@all_four
+def check_metrics_of_dtensors(group: Group) -> None:
+    """Scores split over labels, over rows, over both, or not at all: every row counts alike."""
+    line, square = init_device_mesh("cpu", (4,)), init_device_mesh("cpu", (2, 2))
+    layouts = [(line, one) for one in PLACEMENTS] + [
+        (square, (Shard(0), Shard(1))),
+        (square, (Shard(1), Shard(0))),
+    ]
+    preds = torch.randint(-3, 3, (7, 11)).float()  # with ties
+    mask = torch.rand(1, 11) < 0.8
+    lists = torch.randint(11, (7, 2))
+    for mesh, placements in layouts:
+        everywhere = [Replicate()] * mesh.ndim
+        for target in (lists, lists[:, 0], torch.rand(7, 11) < 0.3):
+            for metric in (TopKRecall((1, 5)), TopKPrecision((1, 5)), TopKNDCG((1, 5))):
+                given = (distribute_tensor(one, mesh, everywhere) for one in (target, mask))
+                metric.update(distribute_tensor(preds, mesh, placements), *given)
+                alone = type(metric)((1, 5), sync_on_compute=False)
+                alone.update(preds, target, mask)
+                torch.testing.assert_close(metric.compute(), alone.compute())
+    with pytest.raises(ValueError, match="must not be given with a DTensor"):
+        topk_recall(distribute_tensor(preds, line, [Shard(1)]), lists, 1, group=group)
 
 
 @all_four

@@ -12,6 +12,7 @@ from torch.nn.functional import pad
 from torchlml._core.arguments import Canonical, canonical
 from torchlml._core.rows import Rows, rows_of
 from torchlml.losses.targets import read_labels
+from torchlml.parallel import is_spread
 
 
 class Ranked:
@@ -44,6 +45,10 @@ class Ranked:
         group: Any = None,
         check: Callable[[Canonical], None] | None = None,
     ) -> None:
+        if is_spread(preds, None):
+            from torchlml.parallel import dtensors
+
+            preds, target, mask, group = dtensors.scores(preds, target, mask, group)  # type: ignore[arg-type]
         if group is None:
             c = canonical(preds, 1, -1, mask, offsets, any_k=True, name="preds", nested=True)
             if check is not None:

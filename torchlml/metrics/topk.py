@@ -74,7 +74,8 @@ class TopKRecall(TopKMetric):
     Args:
         k: one number, and `compute` returns a scalar; or several, and it returns a dict.
         ignore_index: the class index that means "no label".
-        group: the processes among which the scores of each row are split, as in `torchlml.lml_loss`.
+        group: the processes among which the scores of each row are split, as in `torchlml.lml_loss`;
+            a DTensor needs none.
         **settings: for `torchmetrics.Metric`.
 
     For a row with observed labels Y and a predicted set P of k entries, the recall is |Y and P| / |Y|. The

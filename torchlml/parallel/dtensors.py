@@ -56,9 +56,12 @@ class Layout(NamedTuple):
         """This process's part of something that broadcasts to one number per row."""
         return self._part(t, self.rows, self.ndim - 1)
 
-    def lists(self, t: Any) -> Any:
-        """This process's part of something that has the rows as its first dimensions."""
-        return self._part(t, self.rows, t.dim()) if isinstance(t, DTensor) else t
+    def target(self, t: Any) -> Any:
+        """This process's part of a target: of a multi-hot its entries, of class indices those of its rows."""
+        check_tensor(t, "target")
+        if t.dtype == torch.bool or t.is_floating_point():
+            return self.entries(t)
+        return self._part(t, self.rows, t.dim())
 
     def _part(self, t: Any, placements: tuple[Any, ...], ndim: int) -> Any:
         if not isinstance(t, DTensor):
@@ -140,13 +143,11 @@ def loss(
 ) -> DTensor:
     """A loss of DTensor logits; `function` gives the losses of this process's rows and their labels."""
     where = layout(logits, -1, "logits")
-    check_tensor(target, "target")
-    multi_hot = target.dtype == torch.bool or target.is_floating_point()
     if isinstance(weight, DTensor):
         weight = _local(weight, where.mesh, where.of_labels, where.rows)
     losses, number = function(
         logits.to_local(),
-        where.entries(target) if multi_hot else where.lists(target),
+        where.target(target),
         where.numbers(k),
         where.entries(mask),
         weight,
@@ -159,6 +160,13 @@ def loss(
     if reduction == "mean":
         total = total / _per_row((number > 0).to(losses.dtype), where, shape).sum().clamp(min=1)
     return total.redistribute(where.mesh, [Replicate()] * where.mesh.ndim).to(logits.dtype)
+
+
+def scores(preds: DTensor, target: Any, mask: Any, group: Any) -> tuple[Tensor, Any, Any, Any]:
+    """This process's part of scores, their target and mask, and the processes with the other labels."""
+    refuse_group(group)
+    where = layout(preds, -1, "preds")
+    return preds.to_local(), where.target(target), where.entries(mask), where.group
 
 
 def linear_loss(
@@ -178,7 +186,6 @@ def linear_loss(
     rows, where the mesh does not split the labels, and the result is a DTensor, of all rows.
     """
     check_tensor(input, "input")
-    check_tensor(target, "target")
     if not isinstance(linear_weight, DTensor):
         raise TypeError("`linear_weight` must be a DTensor if `input` is one, but it is a plain tensor.")
     labels = label_rows(linear_weight)
@@ -193,8 +200,8 @@ def linear_loss(
         )
     places = tuple(Shard(len(shape)) if i == labels.labels else place for i, place in enumerate(rows))
     where = Layout(mesh, places, len(shape), labels.labels, len(shape) + 1)
+    own_target = where.target(target)
     multi_hot = target.dtype == torch.bool or target.is_floating_point()
-    own_target = where.entries(target) if multi_hot else where.lists(target)
     split = any(isinstance(place, Shard) for place in rows)
     result = function(
         _local(input, mesh, rows, rows),
