@@ -104,6 +104,8 @@ def test_missing_files_and_columns_are_named(tmp_path):
         BadInput, match="line 1: no column is called `movie`: there are `when`, `user`, `item`"
     ):
         read_interactions(path, "--train", ("user", "movie"))
+    with pytest.raises(BadInput, match="`--columns` names `user` for users and for items: give two columns"):
+        read_interactions(path, "--train", ("user", "user"))
 
 
 def test_aligned_pairs_have_the_numbers_of_the_known_data(tmp_path):

@@ -201,6 +201,16 @@ def test_files_that_are_no_such_files(tmp_path: Path, name: str) -> None:
         assert needle in str(said.value)
 
 
+def test_parquet_with_two_columns_of_one_name(tmp_path: Path) -> None:
+    pyarrow = pytest.importorskip("pyarrow")
+    from pyarrow import parquet
+
+    column = pyarrow.array(["a", "b"])
+    parquet.write_table(pyarrow.table([column] * 3, ["text", "text", "tags"]), tmp_path / "rows.parquet")
+    with pytest.raises(BadInput, match=r"rows.parquet`: there are two columns called `text`"):
+        read_labelled(tmp_path / "rows.parquet", "--train")
+
+
 def test_bad_npz(tmp_path: Path) -> None:
     x, y = tmp_path / "x.npz", tmp_path / "y.npz"
     sparse.save_npz(x, sparse.csr_array(X))

@@ -114,11 +114,15 @@ def _read_csv(path: Path, option: str) -> _Cells:
         ends = "unexpected end" in str(error)
         said = "the file ends inside quotes" if ends else f"the quotes are wrong ({error})"
         raise BadInput(f"`{path}`, line {before + 1}: {said}.") from error
-    twice = next((name for place, name in enumerate(header) if name in header[:place]), None)
-    if twice is not None:
-        raise BadInput(f"`{path}`, line 1: there are two columns called `{shown(twice)}`.")
+    _refuse_twins(header, f"`{path}`, line 1")
     cells: list[Sequence[str]] = list(zip(*found, strict=True)) if found else [[] for _ in header]
     return _Cells(path, {name: list(column) for name, column in zip(header, cells, strict=True)}, at, "line")
+
+
+def _refuse_twins(header: Sequence[str], where: str) -> None:
+    twice = next((name for place, name in enumerate(header) if name in header[:place]), None)
+    if twice is not None:
+        raise BadInput(f"{where}: there are two columns called `{shown(twice)}`.")
 
 
 def _read_parquet(path: Path, option: str) -> _Cells:
@@ -130,6 +134,7 @@ def _read_parquet(path: Path, option: str) -> _Cells:
         ) from error
     try:
         with path.open("rb") as file:
+            _refuse_twins(parquet.ParquetFile(file).schema_arrow.names, f"`{path}`")
             table = parquet.read_table(file)
     except (OSError, ArrowException) as error:
         said = reason(error) if getattr(error, "strerror", None) else "it is no whole Parquet file"

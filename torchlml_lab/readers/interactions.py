@@ -185,6 +185,8 @@ def _find_columns(path: Path, header: Sequence[str], columns: tuple[str, str] | 
             if names.count(name) != 1:
                 often = "no column" if name not in names else "more than one column"
                 raise BadInput(f"`{path}`, line 1: {often} is called `{name}`: there are {listed[:200]}.")
+        if columns[0] == columns[1]:
+            raise BadInput(f"`--columns` names `{columns[0]}` for users and for items: give two columns.")
         return names.index(columns[0]), names.index(columns[1])
     found = []
     for what, usual in (("user", _USER), ("item", _ITEM)):
