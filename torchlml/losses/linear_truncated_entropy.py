@@ -90,9 +90,8 @@ class LinearTruncatedEntropyLoss(TopKLoss):
         memory: int = MEMORY,
     ) -> None:
         check_memory(memory)
-        settings: Any = {"ignore_index": ignore_index, "reduction": reduction}
-        settings |= {"label_reduction": label_reduction, "memory": memory}
-        super().__init__(check_whole_k(k), weight, **settings)
+        settings = {"label_reduction": label_reduction, "memory": memory}
+        super().__init__(check_whole_k(k), weight, ignore_index, reduction, **settings)
         self.linear = nn.Linear(in_features, num_classes, bias, device, dtype)
 
     def forward(self, input: Tensor, target: Tensor) -> Tensor:  # type: ignore[override]
