@@ -122,7 +122,7 @@ def agree(
 
 def _exchange(group: LabelGroup, device: torch.device, told: dict[str, Any]) -> list[dict[str, Any]]:
     # Unlike all_gather_object, one collective and not two.
-    text = json.dumps(told, ensure_ascii=False).encode(errors="replace")
+    text = json.dumps(told, ensure_ascii=False).encode()
     assert len(text) <= _BYTES
     message = torch.zeros(_BYTES, dtype=torch.uint8)
     message[: len(text)] = torch.frombuffer(bytearray(text), dtype=torch.uint8)
