@@ -327,7 +327,7 @@ def check_refusals(group: Group) -> None:
     last = rank == dist.get_world_size(group) - 1
     x, target = torch.randn(4, 6), torch.tensor([0, 1, 2, 3])
     linear = torchlml.linear_lml_loss
-    odd: Any = "\u00e9\U0001f600" * 300  # long in bytes
+    odd: Any = "\u00e9\U0001f600" * 600  # long in bytes
     cases: list[tuple[str, Callable[[], object]]] = [
         ("same k", lambda: torchlml.lml(x, 2 + last, group=group)),
         ("same k", lambda: torchlml.lml(x, torch.full((4,), 2.0 + last), group=group)),
