@@ -222,6 +222,13 @@ def test_bad_npz(tmp_path: Path) -> None:
     sparse.save_npz(x, sparse.csr_array(np.array([[0.0, 1], [np.inf, 0]])))
     with pytest.raises(BadInput, match="row 1: a feature is not a finite number"):
         read_labelled(x, "--train", labels=y)
+    sparse.save_npz(x, sparse.csr_array(X))
+    for wrong in (-1.0, np.nan):
+        observed = np.zeros((len(X), 2))
+        observed[0, 1], observed[1, 0] = 1, wrong
+        sparse.save_npz(y, sparse.csr_array(observed))
+        with pytest.raises(BadInput, match=rf"y.npz`, row 1: an entry is {wrong:g}, but a label is a number"):
+            read_labelled(x, "--train", labels=y)
     for form in (sparse.csr_array, sparse.csc_array):
         sparse.save_npz(x, form(X))
         parts = dict(np.load(x))

@@ -4,6 +4,7 @@ import zipfile
 from pathlib import Path
 
 import numpy as np
+import numpy.typing as npt
 from scipy import sparse
 
 from torchlml_lab.errors import BadInput, reason
@@ -16,7 +17,7 @@ def read_csr_pair(path: Path, option: str, labels: Path | None, labels_option: s
     Args:
         path: The features (rows, features), sparse in any of scipy's formats.
         option: The option that named them, for the sentences.
-        labels: The labels (rows, labels): every entry that is not 0 is a label. None: the rows have none.
+        labels: The labels (rows, labels): every entry above 0 is a label. None: the rows have none.
         labels_option: The option that named these.
 
     Returns:
@@ -24,18 +25,30 @@ def read_csr_pair(path: Path, option: str, labels: Path | None, labels_option: s
     """
     features = _read(path, option).astype(np.float32)
     features.sum_duplicates()
-    if not np.isfinite(features.data).all():
-        row = int(np.searchsorted(features.indptr, np.argmin(np.isfinite(features.data)), "right")) - 1
-        raise BadInput(f"`{path}`, row {row}: a feature is not a finite number.")
+    finite = np.isfinite(features.data)
+    if not finite.all():
+        raise BadInput(f"`{path}`, row {_row(features, finite)}: a feature is not a finite number.")
     if labels is None:
         none = sparse.csr_array((features.shape[0], 0), dtype=np.int8)
         return LabelledRows(features, none, [])
     found = _read(labels, labels_option)
     if found.shape[0] != features.shape[0]:
         raise BadInput(f"`{path}` has {features.shape[0]} rows, but `{labels}` has {found.shape[0]}.")
+    positive = found.data >= 0  # False for NaN too
+    if not positive.all():
+        value = found.data[np.argmin(positive)]
+        raise BadInput(
+            f"`{labels}`, row {_row(found, positive)}: an entry is {value:g}, but a label is a number above 0, "
+            "and what is no label is 0 or left out."
+        )
     found = (found != 0).astype(np.int8).tocsr()
     used = np.flatnonzero(np.bincount(found.indices, minlength=found.shape[1]))
     return LabelledRows(features, found[:, used], [str(column) for column in used])
+
+
+def _row(matrix: Matrix, right: npt.NDArray[np.bool_]) -> int:
+    """The row of the first stored entry that is not right."""
+    return int(np.searchsorted(matrix.indptr, np.argmin(right), "right")) - 1
 
 
 def _read(path: Path, option: str) -> Matrix:
