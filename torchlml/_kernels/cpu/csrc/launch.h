@@ -1,0 +1,89 @@
+// Which kernels run here, and how the rows of a call are spread over torch's threads.
+#pragma once
+
+#include <cstdlib>
+#include <cstring>
+
+#include "tensors.h"
+
+namespace torchlml {
+namespace {
+
+// The best table this processor can run. TORCHLML_ISA=baseline|v3|v4 asks for a lesser one (for
+// tests); a level the processor lacks, or an unknown name, changes nothing.
+const Kernels& choose_kernels() {
+#ifdef TORCHLML_X86_LEVELS
+  const char* asked = std::getenv("TORCHLML_ISA");
+  const auto wanted = [&](const char* name) { return !asked || std::strcmp(asked, name) == 0; };
+  const int level = processor_level();
+  if (asked && wanted("baseline")) return kernels_baseline;
+  if (asked && level >= 3 && wanted("v3")) return kernels_v3;
+  if (level >= 4) return kernels_v4;
+  if (level >= 3) return kernels_v3;
+#endif
+  return kernels_baseline;
+}
+
+const Kernels& kernels() {
+  static const Kernels& chosen = choose_kernels();
+  return chosen;
+}
+
+// Rows per task: about 8192 entries, so that small batches are not spread thinner than a thread costs.
+template <class F>
+void each_rows(const Batch& b, const F& f) {
+  if (b.rows == 0) return;
+  const int64_t entries = b.total / b.rows + 1, grain = 8192 / entries;
+  if (b.rows <= grain) return f(Rows{0, b.rows, nullptr});
+  torch::stable::parallel_for(0, b.rows, grain > 1 ? grain : 1,
+                              [&](int64_t begin, int64_t end) { f(Rows{begin, end, nullptr}); });
+}
+
+void run_team(int64_t pieces, void (*piece)(const void*, int64_t), const void* context) {
+  torch::stable::parallel_for(0, pieces, 1, [&](int64_t begin, int64_t end) {
+    for (int64_t i = begin; i < end; ++i) piece(context, i);
+  });
+}
+
+// The same for kernels that can split a long row: where those are too few to keep every thread busy, each is worked on
+// by all threads, one after the other, when the short rows are done. The bits are the same either way.
+template <class F>
+void each_rows_or_piece(const Batch& b, const F& f) {
+  const auto is_long = [&](int64_t r) { return row_span(b, r).size > long_row; };
+  int64_t count = b.offsets ? 0 : b.width > long_row ? b.rows : 0;
+  if (b.offsets && b.total > long_row) {
+    for (int64_t r = 0; r < b.rows; ++r) count += is_long(r);
+  }
+  const int64_t threads = count ? torch::stable::get_num_threads() : 1;
+  if (threads == 1 || count >= 4 * threads || (count == b.rows && count % threads == 0)) return each_rows(b, f);
+  if (count < b.rows) {
+    each_rows(b, [&](const Rows& rows) {
+      for (int64_t r = rows.begin; r < rows.end; ++r) {
+        const int64_t begin = r;
+        while (r < rows.end && !is_long(r)) ++r;
+        if (r > begin) f(Rows{begin, r, nullptr});
+      }
+    });
+  }
+  for (int64_t r = 0; r < b.rows; ++r) {
+    if (is_long(r)) f(Rows{r, r + 1, run_team});
+  }
+}
+
+template <class Args>
+using Table = Kernel<Args> (Kernels::*)[dtype_count];
+
+template <class Args>
+void launch(Table<Args> kernel, const Tensor& x, const Batch& batch, const Args& args) {
+  const Kernel<Args> chosen = (kernels().*kernel)[dtype_index(x)];
+  each_rows(batch, [&](const Rows& rows) { chosen(args, rows); });
+}
+
+template <class Args>
+void launch_split(Table<Args> kernel, const Tensor& x, const Batch& batch, const Args& args) {
+  const Kernel<Args> chosen = (kernels().*kernel)[dtype_index(x)];
+  each_rows_or_piece(batch, [&](const Rows& rows) { chosen(args, rows); });
+}
+
+}  // namespace
+}  // namespace torchlml
