@@ -38,8 +38,8 @@ def read_csr_pair(path: Path, option: str, labels: Path | None, labels_option: s
     if not positive.all():
         value = found.data[np.argmin(positive)]
         raise BadInput(
-            f"`{labels}`, row {_row(found, positive)}: an entry is {value:g}, but a label is a number above 0, "
-            "and what is no label is 0 or left out."
+            f"`{labels}`, row {_row(found, positive)}: an entry is {value:g}, but a label is a number above "
+            "0, and what is no label is 0 or left out."
         )
     found = (found != 0).astype(np.int8).tocsr()
     used = np.flatnonzero(np.bincount(found.indices, minlength=found.shape[1]))
