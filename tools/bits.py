@@ -3,9 +3,9 @@
     python tools/bits.py --out before.json      # then change the code, and
     python tools/bits.py --compare before.json  # names every hash that is another one now
 
-Forward, logarithm, dual, backward, loss, the gradient of the loss and every member of the family are computed
-over the rows of the tests in four dtypes, by both kernels. A hash belongs to a machine and a torch: compare
-only what was made on the same ones.
+Forward, logarithm, dual, backward, the losses with their gradients, also joined to the last linear layer, and
+every member of the family are computed over the rows of the tests in four dtypes, by both kernels. A hash
+belongs to a machine and a torch: compare only what was made on the same ones.
 """
 
 from __future__ import annotations
@@ -53,6 +53,10 @@ SINGLE: dict[str, Call] = {
     "smooth_topk_svm_loss": torchlml.smooth_topk_svm_loss,
     "topk_svm_loss": torchlml.topk_svm_loss,
 }
+LINEAR: dict[str, Call] = {
+    "linear_lml_loss": torchlml.linear_lml_loss,
+    "linear_truncated_entropy_loss": torchlml.linear_truncated_entropy_loss,
+}
 
 
 def main() -> None:
@@ -96,6 +100,8 @@ def _hashes() -> Iterator[tuple[str, str]]:
             yield f"{call}, {name}", _digest(*_loss(function, rows))
         for call, function in SINGLE.items():
             yield f"{call}, {name}", _digest(*_single(function, dtype))
+        for call, function in LINEAR.items():
+            yield f"{call}, {name}", _digest(*_linear(function, dtype))
         yield f"choices, {name}", _digest(*_choices(rows))
 
 
@@ -147,6 +153,22 @@ def _single(function: Call, dtype: torch.dtype) -> Iterator[bytes]:
         loss = function(x, torch.arange(8), k, reduction="none")
         loss.sum().backward()
         yield from (_bytes(t) for t in (loss, x.grad))
+
+
+def _linear(function: Call, dtype: torch.dtype) -> Iterator[bytes]:
+    """With all rows in one chunk, and with one row in each; the gradients of input, weight and bias."""
+    generator = torch.Generator().manual_seed(0)
+    shapes = ((6, 16), (1000, 16), (1000,))
+    parts = [torch.randn(shape, generator=generator, dtype=torch.float64).to(dtype) for shape in shapes]
+    target = torch.randint(1000, (6, 3), generator=generator)
+    for budget in (2**20, 1):
+        for reduction in ("mean", "none"):
+            hidden, weight, bias = (part.clone().requires_grad_() for part in parts)
+            loss = function(
+                *(hidden, weight, target, 5), linear_bias=bias, reduction=reduction, memory=budget
+            )
+            loss.sum().backward()
+            yield from (_bytes(t) for t in (loss, hidden.grad, weight.grad, bias.grad))
 
 
 def _choices(rows: list[tuple[torch.Tensor, float]]) -> Iterator[bytes]:
