@@ -1,0 +1,217 @@
+"""The tables of the result pages: every number in them is that of the CSV beside them."""
+
+from __future__ import annotations
+
+import csv
+from collections import defaultdict
+from collections.abc import Iterable
+from pathlib import Path
+from statistics import mean, stdev
+from typing import NamedTuple
+
+import pytest
+
+RESULTS = Path(__file__).parents[2] / "results"
+SCENES, CIFAR, K = (RESULTS / name for name in ("scene-graph", "cifar100", "which-k"))
+RECALLS = ("r20", "r50", "r100", "ng_r20", "ng_r50", "ng_r100")
+Row = dict[str, str]
+
+
+class Table(NamedTuple):
+    """A table of a page below the heading that it stands under, without bold face."""
+
+    section: str
+    heads: list[str]
+    lines: list[list[str]]
+
+
+def tables(page: Path) -> list[Table]:
+    found, section, block = list[Table](), "", list[list[str]]()
+    for line in [*page.read_text(encoding="utf-8").splitlines(), ""]:
+        if line.startswith("#"):
+            section = line.lstrip("# ")
+        if line.startswith("|"):
+            block.append([cell.strip().replace("**", "") for cell in line.strip("|").split("|")])
+        elif block:
+            found.append(Table(section, block[0], block[2:]))
+            block = []
+    return found
+
+
+def of_section(page: Path, section: str, first_head: str | None = None) -> list[Table]:
+    found = [
+        one
+        for one in tables(page)
+        if one.section == section and (first_head is None or one.heads[0].startswith(first_head))
+    ]
+    assert found
+    return found
+
+
+def rows(path: Path) -> list[Row]:
+    with path.open(newline="", encoding="utf-8") as file:
+        return list(csv.DictReader(file))
+
+
+def spread(values: Iterable[str], digits: int) -> str:
+    shares = [100 * float(value) for value in values]
+    deviation = f" ± {stdev(shares):.{digits}f}" if len(shares) > 1 else ""
+    return f"{mean(shares):.{digits}f}{deviation}"
+
+
+def method(title: str) -> str:
+    if title.startswith("frequencies"):
+        return "frequency"
+    return title.removesuffix(" (Motifs)").lower().replace(" ", "-")
+
+
+def check_cells(line: list[str], found: list[Row], measures: Iterable[str], digits: int) -> None:
+    """The cells of a line are the means and deviations of these rows."""
+    assert line == [spread((row[measure] for row in found), digits) for measure in measures]
+
+
+# ------------------------------------------------------------------------------------ scene graphs
+
+
+@pytest.mark.parametrize(
+    ("section", "place", "name", "split"),
+    [
+        ("Visual Genome", 0, "vg", "validation"),
+        ("Visual Genome", 1, "vg", "test"),
+        ("Visual Genome", 2, "vg-8-epochs", "test"),
+        ("VRD", 0, "vrd", "validation"),
+        ("VRD", 1, "vrd", "test"),
+    ],
+)
+def test_scene_graphs(section: str, place: int, name: str, split: str) -> None:
+    table = of_section(SCENES / "README.md", section, "method")[place]
+    chosen = [row for row in rows(SCENES / f"{name}.csv") if row["split"] == split and row["chosen"] == "1"]
+    assert {method(line[0]) for line in table.lines} == {row["method"] for row in chosen}
+    for title, seeds, *cells in table.lines:
+        found = [row for row in chosen if row["method"] == method(title)]
+        assert seeds in ("-", str(len(found)))
+        check_cells(cells, found, RECALLS, 1)
+
+
+BIASES = {"": "counted", "leave-one-out": "leave-one-out", "counts": "outside", "without-bias": "none"}
+
+
+@pytest.mark.parametrize(("place", "name"), list(enumerate(["vg"])))
+def test_the_frequency_bias(place: int, name: str) -> None:
+    table = [
+        t for t in of_section(SCENES / "README.md", "The frequency bias, as a study") if "seeds" in t.heads
+    ][place]
+    found = defaultdict(list)
+    for row in rows(SCENES / f"{name}-bias.csv"):
+        if row["split"] == "test":
+            found[BIASES[row["variant"]], row["method"]].append(row)
+    assert {(line[0], method(line[1])) for line in table.lines} == set(found)
+    for bias, title, rate, seeds, *cells in table.lines:
+        group = found[bias, method(title)]
+        if rate != "-":
+            assert {float(rate)} == {float(row["learning_rate"]) for row in group}
+            assert int(seeds) == len(group)
+        check_cells(cells, group, RECALLS, 1)
+
+
+@pytest.mark.parametrize(("place", "name"), list(enumerate(["vg"])))
+def test_the_tuning_of_the_frequency_bias(place: int, name: str) -> None:
+    table = [
+        t for t in of_section(SCENES / "README.md", "The frequency bias, as a study") if "0.0005" in t.heads
+    ][place]
+    found = {
+        (
+            BIASES[row["variant"]],
+            row["method"],
+            float(row["learning_rate"]),
+        ): f"{100 * float(row['recall']):.1f}"
+        for row in rows(SCENES / f"{name}-bias-tuning.csv")
+        if row["split"] == "validation" and row["chosen"] == "1" and row["method"] != "frequency"
+    }
+    assert found == {
+        (bias, title, float(rate)): cell
+        for bias, title, *cells in table.lines
+        for rate, cell in zip(table.heads[2:], cells, strict=True)
+        if cell
+    }
+
+
+# ------------------------------------------------------------------------------------ CIFAR-100
+
+LOSSES = {
+    "cross-entropy": "cross-entropy",
+    "binary cross-entropy": "bce",
+    "smooth SVM": "smooth-svm",
+    "truncated entropy": "truncated-entropy",
+    "LML": "lml",
+}
+
+
+def check_noises(table: Table, columns: list[tuple[str, str, str]], digits: int) -> None:
+    """Each column of a table of losses is a measure (CSV, noise, measure) of one sweep."""
+    for title, *cells in table.lines:
+        for (name, noise, measure), cell in zip(columns, cells, strict=True):
+            found = [
+                row[measure]
+                for row in rows(CIFAR / name)
+                if row["loss"] == LOSSES[title] and float(row["noise"]) == float(noise)
+            ]
+            assert cell == spread(found, digits), (title, name, noise)
+
+
+def test_cifar100_features() -> None:
+    for table in of_section(CIFAR / "README.md", "Frozen features"):
+        measure = "test_topk" if table.heads[0].startswith("top-5") else "test_top1"
+        check_noises(table, [("features.csv", noise, measure) for noise in table.heads[1:]], 2)
+
+
+@pytest.mark.parametrize(
+    ("place", "measure"), list(enumerate(["train_top1", "last_topk", "last_top1", "test_topk"]))
+)
+def test_cifar100_labels_learned_by_heart(place: int, measure: str) -> None:
+    table = of_section(CIFAR / "README.md", "Labels learned by heart", "noise p")[place]
+    noises = [head.rpartition(" ")[2] for head in table.heads[1:]]
+    names = ["wide.csv"] * 4 + ["small.csv"] * 4
+    check_noises(table, [(name, noise, measure) for name, noise in zip(names, noises, strict=True)], 1)
+
+
+def test_cifar100_tuning_of_the_wide_head() -> None:
+    table = of_section(CIFAR / "README.md", "Labels learned by heart", "loss")[0]
+    found = {(row["loss"], float(row["learning_rate"])): row for row in rows(CIFAR / "tuning-wide.csv")}
+    assert len(found) == len(table.lines)
+    measures = ("train_top1", "train_topk", "validation_topk", "last_topk", "last_top1")
+    for title, rate, *cells in table.lines:
+        check_cells(cells, [found[LOSSES[title], float(rate)]], measures, 1)
+
+
+def test_cifar100_images() -> None:
+    (table,) = of_section(CIFAR / "README.md", "From scratch, on images")
+    noises = [head.rpartition(" ")[2] for head in table.heads[1:]]
+    measures = ["test_topk"] * 3 + ["test_top1"] * 3
+    columns = [("images.csv", noise, measure) for noise, measure in zip(noises, measures, strict=True)]
+    check_noises(table, columns, 2)
+
+
+# ------------------------------------------------------------------------------------ which k
+
+SAYS = {"recall": "recall", "exact sets": "exact", "calibration error": "calibration_error"}
+METHODS = {"k of the row": "lml, k of the row", "k predicted": "lml, k predicted", "BCE": "bce"}
+
+
+@pytest.mark.parametrize(
+    ("section", "place", "situation"),
+    [
+        ("The number is known, and k is wrong", 0, ("3 digits", "one")),
+        ("The number varies from 1 to 5", 0, ("1 to 5 digits", "one")),
+        ("The number varies from 1 to 5", 1, ("1 to 5 digits", "all")),
+    ],
+)
+def test_which_k(section: str, place: int, situation: tuple[str, str]) -> None:
+    table = of_section(K / "README.md", section)[place]
+    here = [row for row in rows(K / "which-k.csv") if (row["digits"], row["named"]) == situation]
+    for title, *cells in table.lines:
+        for head, cell in zip(table.heads[1:], cells, strict=True):
+            k = head.removeprefix("k = ")
+            wanted = ("lml", k) if k.isdigit() else (METHODS.get(head, head), "0")
+            found = [float(row[SAYS[title]]) for row in here if (row["method"], row["k"]) == wanted]
+            assert cell == f"{100 * mean(found):.1f}", (title, head)
