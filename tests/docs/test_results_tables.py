@@ -194,6 +194,8 @@ def test_cifar100_images() -> None:
 
 # ------------------------------------------------------------------------------------ which k
 
+LISTED = ["lml-labels", "lml-5", "lml-20", "bce", "truncated-entropy-1"]
+
 SAYS = {"recall": "recall", "exact sets": "exact", "calibration error": "calibration_error"}
 METHODS = {"k of the row": "lml, k of the row", "k predicted": "lml, k predicted", "BCE": "bce"}
 
@@ -215,3 +217,12 @@ def test_which_k(section: str, place: int, situation: tuple[str, str]) -> None:
             wanted = ("lml", k) if k.isdigit() else (METHODS.get(head, head), "0")
             found = [float(row[SAYS[title]]) for row in here if (row["method"], row["k"]) == wanted]
             assert cell == f"{100 * mean(found):.1f}", (title, head)
+
+
+def test_which_k_of_lists_of_labels() -> None:
+    (table,) = of_section(K / "README.md", "Lists of labels")
+    for title, *cells in table.lines:
+        found = [
+            row for row in rows(RESULTS / "multilabel" / f"{title.split(',')[0]}.csv") if row["keep"] == "1.0"
+        ]
+        assert cells == [spread((row["p1"] for row in found if row["loss"] == loss), 1) for loss in LISTED]
