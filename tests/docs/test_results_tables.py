@@ -96,11 +96,9 @@ def test_scene_graphs(section: str, place: int, name: str, split: str) -> None:
 BIASES = {"": "counted", "leave-one-out": "leave-one-out", "counts": "outside", "without-bias": "none"}
 
 
-@pytest.mark.parametrize(("place", "name"), list(enumerate(["vg"])))
-def test_the_frequency_bias(place: int, name: str) -> None:
-    table = [
-        t for t in of_section(SCENES / "README.md", "The frequency bias, as a study") if "seeds" in t.heads
-    ][place]
+@pytest.mark.parametrize(("section", "name"), [("On Visual Genome", "vg"), ("On VRD", "vrd")])
+def test_the_frequency_bias(section: str, name: str) -> None:
+    (table,) = of_section(SCENES / "README.md", section)
     found = defaultdict(list)
     for row in rows(SCENES / f"{name}-bias.csv"):
         if row["split"] == "test":
@@ -114,11 +112,9 @@ def test_the_frequency_bias(place: int, name: str) -> None:
         check_cells(cells, group, RECALLS, 1)
 
 
-@pytest.mark.parametrize(("place", "name"), list(enumerate(["vg"])))
+@pytest.mark.parametrize(("place", "name"), [(0, "vg"), (1, "vrd")])
 def test_the_tuning_of_the_frequency_bias(place: int, name: str) -> None:
-    table = [
-        t for t in of_section(SCENES / "README.md", "The frequency bias, as a study") if "0.0005" in t.heads
-    ][place]
+    table = of_section(SCENES / "README.md", "What tuning chose for each bias")[place]
     found = {
         (
             BIASES[row["variant"]],

@@ -82,7 +82,7 @@ def _draw_panel(
         values = [[100 * getattr(row, measure) for row in groups[method, one]] for one in known]
         axes.errorbar(
             # Set a little apart, so that bars of one bias do not cover one another.
-            [biases.index(one) + 0.06 * (place - (len(methods) - 1) / 2) for one in known],
+            [biases.index(one) + 0.1 * (place - (len(methods) - 1) / 2) for one in known],
             [mean(found) for found in values],
             [stdev(found) if len(found) > 1 else 0.0 for found in values],
             color=colour,
