@@ -132,6 +132,22 @@ def test_the_tuning_of_the_frequency_bias(place: int, name: str) -> None:
     }
 
 
+def test_glove_vectors() -> None:
+    (table,) = of_section(SCENES / "README.md", "GloVe vectors")
+    variants = {("none", "no"): "without-bias", ("none", "yes"): "without-bias+glove"}
+    variants |= {("outside", "no"): "counts", ("outside", "yes"): "glove+counts"}
+    for data, bias, title, glove, rate, seeds, *cells in table.lines:
+        name = ("vrd" if data == "VRD" else "vg") + ("-glove" if glove == "yes" else "-bias")
+        wanted = (method(title), variants[bias, glove], float(rate), "test")
+        found = [
+            row
+            for row in rows(SCENES / f"{name}.csv")
+            if (row["method"], row["variant"], float(row["learning_rate"]), row["split"]) == wanted
+        ]
+        assert int(seeds) == len(found)
+        check_cells(cells, found, RECALLS, 1)
+
+
 # ------------------------------------------------------------------------------------ CIFAR-100
 
 LOSSES = {
