@@ -196,12 +196,34 @@ def test_cifar100_tuning_of_the_wide_head() -> None:
         check_cells(cells, [found[LOSSES[title], float(rate)]], measures, 1)
 
 
-def test_cifar100_images() -> None:
-    (table,) = of_section(CIFAR / "README.md", "From scratch, on images")
+IMAGES = [
+    ("Sixteen epochs", 0, "images-16.csv", "test"),
+    ("Sixteen epochs", 1, "images-16.csv", "train"),
+    ("Six epochs", 0, "images.csv", "test"),
+]
+
+
+@pytest.mark.parametrize(("section", "place", "name", "split"), IMAGES)
+def test_cifar100_images(section: str, place: int, name: str, split: str) -> None:
+    table = of_section(CIFAR / "README.md", section, "")[place]
     noises = [head.rpartition(" ")[2] for head in table.heads[1:]]
-    measures = ["test_topk"] * 3 + ["test_top1"] * 3
-    columns = [("images.csv", noise, measure) for noise, measure in zip(noises, measures, strict=True)]
+    measures = [f"{split}_topk"] * 3 + [f"{split}_top1"] * 3
+    columns = [(name, noise, measure) for noise, measure in zip(noises, measures, strict=True)]
     check_noises(table, columns, 2)
+
+
+def test_cifar100_tuning_of_sixteen_epochs() -> None:
+    (table,) = of_section(CIFAR / "README.md", "Sixteen epochs", "loss")
+    found = {
+        (row["loss"], float(row["learning_rate"])): spread([row["validation_topk"]], 1)
+        for row in rows(CIFAR / "tuning-images-16.csv")
+    }
+    assert found == {
+        (LOSSES[title], float(rate)): cell
+        for title, *cells in table.lines
+        for rate, cell in zip(table.heads[1:], cells, strict=True)
+        if cell
+    }
 
 
 # ------------------------------------------------------------------------------------ which k
