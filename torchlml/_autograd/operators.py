@@ -145,13 +145,6 @@ solve = operator(
     triton=True,
     vmap=True,
 )
-solve_bracketing = operator(
-    f"solve_bracketing(Tensor x, Tensor k, {ROWS}, int? samples, float? tolerance, int max_iterations)"
-    " -> Tensor",
-    reference.solve_bracketing,
-    lambda x, k, mask, offsets, *settings: empty_nu(x, offsets),
-    vmap=True,
-)
 forward = operator(f"forward{_FORWARD}", quick.forward, empty_values, exported=exported.forward, triton=True)
 log_forward = operator(
     f"log_forward{_FORWARD}", quick.log_forward, empty_values, exported=exported.log_forward, triton=True
