@@ -86,7 +86,8 @@ def test_compile(name: str, call: str) -> None:
 
 def test_compile_bracketing() -> None:
     function = lambda x: torchlml.lml_bracketing(x, 2, samples=20)  # noqa: E731
-    close(both(compiled(function), rows(3, 6)), both(function, rows(3, 6)))
+    x = rows(3, 6)
+    close(both(compiled(function), x), both(function, x))
 
 
 @pytest.mark.parametrize("call", ["number k", "ragged, mask, k"])

@@ -17,9 +17,9 @@ from torchlml._arguments import Bound, Canonical
 from torchlml._autograd import operators
 from torchlml._autograd import rule as paths
 from torchlml._autograd.implicit import sigmoid
-from torchlml._autograd.operators import ROWS, empty_gradients, empty_values, operator
+from torchlml._autograd.operators import ROWS, empty_values, operator
 from torchlml._autograd.rule import Rule, from_values, keeps_both
-from torchlml._rows import rows_of, work_dtype
+from torchlml._rows import empty_gradients, rows_of, work_dtype
 from torchlml._torch import careful as reference
 from torchlml._torch import fast as quick
 from torchlml._torch import onnx as exported
