@@ -19,7 +19,7 @@ from torchlml._distributed.group import LabelGroup
 from torchlml._distributed.solve import Shard, Solution, solve
 from torchlml._distributed.sums import ShardLabels
 from torchlml._rows import DenseRows
-from torchlml._solve.residual import shifted
+from torchlml._solve.newton import shifted
 from torchlml._torch import careful as reference
 
 
