@@ -14,8 +14,7 @@ from torchlml._arguments import (
     check_limit,
     check_temperature,
 )
-from torchlml._autograd import inequality as bounds
-from torchlml._autograd import operators
+from torchlml._autograd import inequality, operators
 from torchlml._autograd.fast_path import common_lml
 from torchlml._autograd.implicit import SolvedRows
 from torchlml._autograd.operators import ROWS, operator
@@ -69,7 +68,12 @@ def lml(
         y = common_lml(x, k, dim)
         if y is not None:
             return y
-    return _project("lml", x, k, dim, mask, offsets, bound, group)
+    if is_spread(x, group):
+        from torchlml._distributed.calls import spread_projection
+
+        return spread_projection("lml", x, k, dim, mask, offsets, bound, group)
+    c = canonical(x, k, dim, mask, offsets, any_k=check_bound(bound) == "at_most", nested=True)
+    return c.restore(inequality.LML[bound](c.x, c.k, c.mask, c.offsets), dim)
 
 
 def log_lml(
@@ -92,7 +96,12 @@ def log_lml(
     log y = logsigmoid(x + nu), and its derivative keeps its size however wrong the logits are:
     d log y_j / dx = (1 - y_j) (e_j - w / sum w).
     """
-    return _project("log_lml", x, k, dim, mask, offsets, bound, group)
+    if is_spread(x, group):
+        from torchlml._distributed.calls import spread_projection
+
+        return spread_projection("log_lml", x, k, dim, mask, offsets, bound, group)
+    c = canonical(x, k, dim, mask, offsets, any_k=check_bound(bound) == "at_most", nested=True)
+    return c.restore(inequality.LOG_LML[bound](c.x, c.k, c.mask, c.offsets), dim)
 
 
 def lml_dual(
@@ -116,7 +125,12 @@ def lml_dual(
         nu, with the shape of `x` without `dim` (with `offsets`: one number per row) and the dtype of `x`;
         -inf for k = 0 and +inf where k entries or fewer are available. With `bound`, 0 where it is kept.
     """
-    return _project("lml_dual", x, k, dim, mask, offsets, bound, group)
+    if is_spread(x, group):
+        from torchlml._distributed.calls import spread_projection
+
+        return spread_projection("lml_dual", x, k, dim, mask, offsets, bound, group)
+    c = canonical(x, k, dim, mask, offsets, any_k=check_bound(bound) == "at_most", nested=True)
+    return c.restore_rows(inequality.LML_DUAL[bound](c.x, c.k, c.mask, c.offsets))
 
 
 def lml_value(
@@ -144,27 +158,6 @@ def lml_value(
     """
     c = canonical(x, k, dim, mask, offsets, nested=True)
     return c.restore_rows(_value(c.x, c.k, c.mask, c.offsets))
-
-
-def _project(
-    name: str,
-    x: Tensor,
-    k: float | Tensor,
-    dim: int,
-    mask: Tensor | None,
-    offsets: Tensor | None,
-    bound: Bound,
-    group: Any,
-) -> Tensor:
-    if is_spread(x, group):
-        from torchlml._distributed.calls import spread_projection
-
-        return spread_projection(name, x, k, dim, mask, offsets, bound, group)
-    c = canonical(x, k, dim, mask, offsets, any_k=check_bound(bound) == "at_most", nested=True)
-    result: Tensor = getattr(bounds, name)(c, bound)
-    if c.outer is None:
-        return result
-    return c.restore_rows(result) if name == "lml_dual" else c.restore(result, dim)
 
 
 class LML(nn.Module):

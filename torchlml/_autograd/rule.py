@@ -39,11 +39,13 @@ class Rule:
     inputs: int = 2
 
     def __call__(self, *arguments: Tensor | None) -> Tensor:
-        if not is_plain():
+        if torch._C._are_functorch_transforms_active() or forward_ad._current_level >= 0:
             return self.differentiable(*arguments)
-        if needs_no_graph(*arguments[: self.inputs]):
-            return self.forward(*arguments)[0]
-        return _Apply.apply(self, *arguments)
+        if torch.is_grad_enabled() and any(
+            t.requires_grad for t in arguments[: self.inputs] if t is not None
+        ):
+            return _Apply.apply(self, *arguments)
+        return self.forward(*arguments)[0]
 
 
 class _Apply(torch.autograd.Function):
