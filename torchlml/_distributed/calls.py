@@ -8,15 +8,15 @@ import torch
 from torch import Tensor
 
 from torchlml._arguments import Bound, Canonical, canonical, check_bound
+from torchlml._autograd.chunked_linear import not_compiled
 from torchlml._distributed import dtensors, labels, projection
 from torchlml._distributed import loss as sharded_loss
 from torchlml._distributed.agreement import same_everywhere, split_labels
 from torchlml._distributed.group import Group, label_group
 from torchlml._rows import work_dtype
+from torchlml._targets import LabelReduction, read_labels
 from torchlml.losses.base import Reduction, check_reduction, row_divisor
-from torchlml.losses.linear_chunks import not_compiled
 from torchlml.losses.lml import reduced_loss
-from torchlml.losses.targets import LabelReduction, read_labels
 
 
 @not_compiled

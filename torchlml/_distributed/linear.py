@@ -8,13 +8,13 @@ import torch
 from torch import Tensor
 
 from torchlml._arguments import Bound, Canonical, check_bound, check_k
+from torchlml._autograd.chunked_linear import linear_loss
 from torchlml._distributed import dtensors, labels
 from torchlml._distributed import loss as sharded_loss
 from torchlml._distributed.agreement import same_everywhere, split_labels
 from torchlml._distributed.group import Group, LabelGroup, label_group
+from torchlml._targets import LabelReduction
 from torchlml.losses.base import Reduction, check_reduction
-from torchlml.losses.linear_chunks import linear_loss
-from torchlml.losses.targets import LabelReduction
 
 
 def spread_linear_lml_loss(

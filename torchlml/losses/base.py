@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from torchlml._arguments import Canonical, check_limit, check_tensor, readable
-from torchlml.losses.targets import LabelReduction, Labels
+from torchlml._targets import LabelReduction, Labels
 
 Reduction = Literal["mean", "sum", "none"]
 

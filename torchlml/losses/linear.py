@@ -16,12 +16,12 @@ from torchlml._arguments import (
     check_k,
     check_tensor,
 )
+from torchlml._autograd.chunked_linear import linear_loss, not_compiled
 from torchlml._cpu import loader as native
 from torchlml._distributed import is_spread
+from torchlml._targets import LabelReduction, check_weight, read_labels
 from torchlml.losses.base import Reduction, TopKLoss, check_reduction, row_divisor
-from torchlml.losses.linear_chunks import linear_loss, not_compiled
 from torchlml.losses.lml import reduced_loss
-from torchlml.losses.targets import LabelReduction, check_weight, read_labels
 
 MEMORY = 64 * 2**20
 

@@ -14,8 +14,8 @@ from torchlml._autograd import operators
 from torchlml._autograd.rule import Rule
 from torchlml._distributed import is_spread
 from torchlml._rows import rows_of, work_dtype
+from torchlml._targets import LabelReduction, Labels, read_labels
 from torchlml.losses.base import Reduction, TopKLoss, check_reduction, reduce, row_divisor
-from torchlml.losses.targets import LabelReduction, Labels, read_labels
 
 
 def lml_loss(

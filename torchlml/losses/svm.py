@@ -11,8 +11,8 @@ from torch.nn.functional import logsigmoid, pad
 
 from torchlml._arguments import Canonical, canonical, check_number, check_whole_k, readable
 from torchlml._rows import wide_dtype, work_dtype
+from torchlml._targets import Labels, read_single_label
 from torchlml.losses.base import Reduction, TopKLoss, check_reduction, reduce_single
-from torchlml.losses.targets import Labels, read_single_label
 from torchlml.projection import lml_dual
 
 Algorithm = Literal["divide_and_conquer", "summation"]

@@ -8,8 +8,8 @@ from torch.nn.functional import logsigmoid
 
 from torchlml._arguments import Canonical, canonical, check_whole_k
 from torchlml._rows import PackedRows, work_dtype
+from torchlml._targets import LabelReduction, Labels, read_labels
 from torchlml.losses.base import Reduction, TopKLoss, check_reduction, reduce, row_divisor
-from torchlml.losses.targets import LabelReduction, Labels, read_labels
 
 
 def truncated_entropy_loss(

@@ -12,7 +12,7 @@ from torch.nn.functional import pad
 from torchlml._arguments import Canonical, canonical
 from torchlml._distributed import is_spread
 from torchlml._rows import Rows, rows_of
-from torchlml.losses.targets import read_labels
+from torchlml._targets import read_labels
 
 
 class Ranked:
