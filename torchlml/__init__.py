@@ -3,9 +3,9 @@
 y = torchlml.lml(x, k)  # like softmax, but each row sums to k and every entry is in (0, 1)
 """
 
-from torchlml import solvers
 from torchlml._constrained.softmax import constrained_softmax
 from torchlml._constrained.sparsemax import constrained_sparsemax
+from torchlml.bracketing import lml_bracketing
 from torchlml.choices import sample_subset, topk_mask
 from torchlml.losses import (
     LinearLMLLoss,
@@ -39,13 +39,13 @@ __all__ = [
     "linear_lml_loss",
     "linear_truncated_entropy_loss",
     "lml",
+    "lml_bracketing",
     "lml_dual",
     "lml_loss",
     "lml_value",
     "log_lml",
     "sample_subset",
     "smooth_topk_svm_loss",
-    "solvers",
     "topk_mask",
     "topk_svm_loss",
     "truncated_entropy_loss",

@@ -19,10 +19,8 @@ from torch import Tensor
 from torchlml._nested import Jagged
 from torchlml._nested import read as read_nested
 from torchlml._rows import wide_dtype
-from torchlml.solvers.bracketing import Bracketing
 
 Bound = Literal["exactly", "at_most", "at_least"]
-Solver = Literal["newton", "bracketing"] | Bracketing
 
 # The last two are what the compiler passes for a number it keeps open.
 NUMBERS: tuple[Any, ...] = (int, float, numbers.Real, torch.SymInt, torch.SymFloat)
@@ -163,17 +161,6 @@ def check_bound(bound: Bound) -> Bound:
     if bound not in ("exactly", "at_most", "at_least"):
         raise ValueError(f'`bound` must be "exactly", "at_most" or "at_least", but it is {bound!r}.')
     return bound
-
-
-def check_solver(solver: str | Bracketing) -> Bracketing | None:
-    """The settings of the bracketing method, or None for Newton's."""
-    if isinstance(solver, Bracketing):
-        return solver
-    if solver == "newton":
-        return None
-    if solver == "bracketing":
-        return Bracketing()
-    raise ValueError(f"`solver` must be 'newton', 'bracketing' or a Bracketing, but it is {solver!r}.")
 
 
 def check_temperature(temperature: Any) -> None:

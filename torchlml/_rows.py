@@ -21,6 +21,17 @@ def wide_dtype(device: torch.device) -> torch.dtype:
     return torch.float32 if device.type == "mps" else torch.float64
 
 
+def empty_nu(x: Tensor, offsets: Tensor | None) -> Tensor:
+    """An uninitialized nu, (2, R)."""
+    rows = x.shape[0] if offsets is None else offsets.shape[0] - 1
+    return x.new_empty((2, rows), dtype=work_dtype(x.dtype))
+
+
+def empty_gradients(x: Tensor, nu: Tensor) -> tuple[Tensor, Tensor]:
+    """Uninitialized dx and dk, the gradients of x and of each row's k."""
+    return torch.empty_like(x), nu.new_empty(nu.shape[1:], dtype=wide_dtype(x.device))
+
+
 def sum_rows(t: Tensor, dtype: torch.dtype | None = None) -> Tensor:
     """The sum of each row of a matrix, the same bits for every number of threads."""
     # torch splits the sum of a single row over its threads, and the order of adding with it; of two rows it

@@ -8,11 +8,9 @@ from torch import Tensor, nn
 
 from torchlml._arguments import (
     Bound,
-    Solver,
     canonical,
     check_bound,
     check_limit,
-    check_solver,
     check_temperature,
 )
 from torchlml._autograd import inequality as bounds
@@ -27,7 +25,6 @@ def lml(
     *,
     mask: Tensor | None = None,
     offsets: Tensor | None = None,
-    solver: Solver = "newton",
     bound: Bound = "exactly",
     group: Any = None,
 ) -> Tensor:
@@ -43,7 +40,6 @@ def lml(
         dim: the dimension that sums to k.
         mask: bool, True where an entry may be chosen; broadcasts to `x`. The others are exactly 0.
         offsets: for packed rows of different lengths: `x` is 1-d and row i is `x[offsets[i]:offsets[i + 1]]`.
-        solver: "newton", "bracketing" (Algorithm 1 of the paper) or a `torchlml.solvers.Bracketing`.
         bound: "exactly", or "at_most" or "at_least" where k is only a limit of the sum: rows whose sigmoids
             keep to it by themselves are just these sigmoids. For "at_most", k may exceed n.
         group: the processes among which the entries of each row are split, a ProcessGroup or a DeviceMesh of
@@ -60,11 +56,11 @@ def lml(
     Rows without an ordinary answer get its limit: entries of -inf are 0 and do not count; where k or fewer
     entries are left, they are 1; p entries of +inf are 1, or k/p each if p > k; a NaN makes its row NaN.
     """
-    if mask is None and offsets is None and group is None and solver == "newton" and bound == "exactly":
+    if mask is None and offsets is None and group is None and bound == "exactly":
         y = common_lml(x, k, dim)
         if y is not None:
             return y
-    return _project("lml", x, k, dim, mask, offsets, solver, bound, group)
+    return _project("lml", x, k, dim, mask, offsets, bound, group)
 
 
 def log_lml(
@@ -74,7 +70,6 @@ def log_lml(
     *,
     mask: Tensor | None = None,
     offsets: Tensor | None = None,
-    solver: Solver = "newton",
     bound: Bound = "exactly",
     group: Any = None,
 ) -> Tensor:
@@ -88,7 +83,7 @@ def log_lml(
     log y = logsigmoid(x + nu), and its derivative keeps its size however wrong the logits are:
     d log y_j / dx = (1 - y_j) (e_j - w / sum w).
     """
-    return _project("log_lml", x, k, dim, mask, offsets, solver, bound, group)
+    return _project("log_lml", x, k, dim, mask, offsets, bound, group)
 
 
 def lml_dual(
@@ -98,7 +93,6 @@ def lml_dual(
     *,
     mask: Tensor | None = None,
     offsets: Tensor | None = None,
-    solver: Solver = "newton",
     bound: Bound = "exactly",
     group: Any = None,
 ) -> Tensor:
@@ -113,7 +107,7 @@ def lml_dual(
         nu, with the shape of `x` without `dim` (with `offsets`: one number per row) and the dtype of `x`;
         -inf for k = 0 and +inf where k entries or fewer are available. With `bound`, 0 where it is kept.
     """
-    return _project("lml_dual", x, k, dim, mask, offsets, solver, bound, group)
+    return _project("lml_dual", x, k, dim, mask, offsets, bound, group)
 
 
 def _project(
@@ -123,16 +117,15 @@ def _project(
     dim: int,
     mask: Tensor | None,
     offsets: Tensor | None,
-    solver: Solver,
     bound: Bound,
     group: Any,
 ) -> Tensor:
     if is_spread(x, group):
         from torchlml._distributed.calls import spread_projection
 
-        return spread_projection(name, x, k, dim, mask, offsets, solver, bound, group)
+        return spread_projection(name, x, k, dim, mask, offsets, bound, group)
     c = canonical(x, k, dim, mask, offsets, any_k=check_bound(bound) == "at_most", nested=True)
-    result: Tensor = getattr(bounds, name)(c, check_solver(solver), bound)
+    result: Tensor = getattr(bounds, name)(c, bound)
     if c.outer is None:
         return result
     return c.restore_rows(result) if name == "lml_dual" else c.restore(result, dim)
@@ -149,7 +142,6 @@ class LML(nn.Module):
         k: how many to choose, as for `lml`.
         dim: the dimension that sums to k.
         temperature: the logits are divided by it: towards 0 the layer becomes a hard top-k.
-        solver: "newton" or "bracketing", as for `lml`.
         bound: "exactly", "at_most" or "at_least", as for `lml`.
 
     `forward` takes the logits and, by keyword, `mask` and `offsets` as `lml` does.
@@ -160,25 +152,22 @@ class LML(nn.Module):
         k: float | Tensor,
         dim: int = -1,
         temperature: float = 1.0,
-        solver: Solver = "newton",
         bound: Bound = "exactly",
     ) -> None:
         super().__init__()
         check_limit(k)
         check_temperature(temperature)
-        check_solver(solver)
         check_bound(bound)
         self.k = k
         self.dim = dim
         self.temperature = temperature
-        self.solver = solver
         self.bound = bound
 
     def forward(self, x: Tensor, *, mask: Tensor | None = None, offsets: Tensor | None = None) -> Tensor:
         # What is no tensor is refused below.
         scaled = x / self.temperature if self.temperature != 1 and isinstance(x, Tensor) else x
-        return lml(scaled, self.k, self.dim, mask=mask, offsets=offsets, solver=self.solver, bound=self.bound)
+        return lml(scaled, self.k, self.dim, mask=mask, offsets=offsets, bound=self.bound)
 
     def extra_repr(self) -> str:
-        settings = f"k={self.k}, dim={self.dim}, temperature={self.temperature}, solver={self.solver!r}"
+        settings = f"k={self.k}, dim={self.dim}, temperature={self.temperature}"
         return settings if self.bound == "exactly" else f"{settings}, bound={self.bound!r}"

@@ -8,9 +8,9 @@ from torch import Tensor
 from torchlml._arguments import canonical
 from torchlml._autograd import operators
 from torchlml._autograd.implicit import SolvedRows
-from torchlml._autograd.operators import ROWS, empty_nu, operator
+from torchlml._autograd.operators import ROWS, operator
 from torchlml._autograd.rule import Rule
-from torchlml._rows import Rows, rows_of
+from torchlml._rows import Rows, empty_nu, rows_of
 from torchlml._solve.residual import shifted
 from torchlml._torch import careful as reference
 from torchlml._torch import fast as quick

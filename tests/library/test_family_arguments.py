@@ -10,7 +10,6 @@ import pytest
 import torch
 
 import torchlml
-from torchlml.solvers import Bracketing
 
 NAN = math.nan
 
@@ -85,10 +84,16 @@ WRONG: dict[str, tuple[Any, list[str]]] = {
         lambda: torchlml.constrained_softmax(torch.zeros(2), 1, torch.ones((), device="meta")),
         ["`upper`", "cpu", "meta"],
     ),
-    "text as samples": (lambda: Bracketing(samples="3"), ["`samples`", "'3'"]),  # type: ignore[arg-type]
-    "text as tolerance": (lambda: Bracketing(tolerance="1"), ["`tolerance`", "'1'"]),  # type: ignore[arg-type]
+    "text as samples": (
+        lambda: torchlml.lml_bracketing(torch.zeros(3), 1, samples="3"),  # type: ignore[arg-type]
+        ["`samples`", "'3'"],
+    ),
+    "text as tolerance": (
+        lambda: torchlml.lml_bracketing(torch.zeros(3), 1, tolerance="1"),  # type: ignore[arg-type]
+        ["`tolerance`", "'1'"],
+    ),
     "text as iterations": (
-        lambda: Bracketing(max_iterations="9"),  # type: ignore[arg-type]
+        lambda: torchlml.lml_bracketing(torch.zeros(3), 1, max_iterations="9"),  # type: ignore[arg-type]
         ["`max_iterations`", "'9'"],
     ),
     "k of a mask above n": (lambda: torchlml.topk_mask(torch.zeros(4), 5), ["`k`", "n = 4"]),

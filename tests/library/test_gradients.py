@@ -48,7 +48,6 @@ CASES: dict[str, Case] = {
         lambda: (_double(11), _per_row(1.0, 0.5, 0.5, 2.5)),
         lambda f, x, k: _finite(f(x, k, mask=_ragged_mask(), offsets=OFFSETS), _ragged_mask()),
     ),
-    "bracketing": (lambda: (_double(2, 5), _per_row(1.5, 3.0)), lambda f, x, k: f(x, k, solver="bracketing")),
 }
 
 
@@ -73,10 +72,15 @@ def _select(name: str, case: str) -> Callable[..., Tensor]:
 @pytest.mark.parametrize("case", CASES)
 def test_first_derivatives(name: str, case: str) -> None:
     inputs = CASES[case][0]()
-    slow = case == "bracketing"
+    assert gradcheck(_select(name, case), inputs, check_forward_ad=True, check_batched_grad=True)
+
+
+def test_derivatives_of_bracketing() -> None:
+    inputs = _double(2, 5), _per_row(1.5, 3.0)
     assert gradcheck(
-        _select(name, case), inputs, check_forward_ad=True, check_batched_grad=True, fast_mode=slow
+        torchlml.lml_bracketing, inputs, check_forward_ad=True, check_batched_grad=True, fast_mode=True
     )
+    assert gradgradcheck(torchlml.lml_bracketing, inputs, check_fwd_over_rev=True, fast_mode=True)
 
 
 @each_name

@@ -16,9 +16,9 @@ from torch.nn.functional import softplus
 
 from torchlml._autograd import operators
 from torchlml._rows import rows_of, work_dtype
-from torchlml.solvers.bracketing import Bracketing
 
 _STEPS = 2
+Solve = Callable[..., Tensor]  # nu (2, R) of (x, k, mask, offsets)
 
 
 def logsigmoid(z: Tensor) -> Tensor:
@@ -44,7 +44,7 @@ class SolvedRows:
         k: Tensor,
         mask: Tensor | None,
         offsets: Tensor | None,
-        solver: Bracketing | None = None,
+        solve: Solve = operators.solve,
     ) -> None:
         self.rows = rows_of(x, offsets, differentiable=True)
         self.spread = self.rows.spread
@@ -52,7 +52,7 @@ class SolvedRows:
         self._x = x
         if mask is not None:
             x = torch.where(mask, x, -torch.inf)
-        self.hi, self.lo = solve(x, k, offsets, solver)
+        self.hi, self.lo = solve(x.detach(), k.detach(), None, offsets)
         self.absent, self.infinite = x == -torch.inf, x == torch.inf
         # Infinite numbers stay out of the graph: their derivatives would be 0 times infinity.
         self._live = ~(self.absent | self.infinite | self.spread(self.hi.isinf()))
@@ -107,18 +107,8 @@ class SolvedRows:
         return step
 
 
-def solve(x: Tensor, k: Tensor, offsets: Tensor | None, solver: Bracketing | None) -> Tensor:
-    """nu of each row as a constant, by Newton's method unless a solver is given."""
-    x, k = x.detach(), k.detach()
-    if solver is None:
-        return operators.solve(x, k, None, offsets)
-    return operators.solve_bracketing(
-        x, k, None, offsets, solver.samples, solver.tolerance, solver.max_iterations
-    )
-
-
 def _projection(result: Callable[[SolvedRows], Tensor]) -> Callable[..., Tensor]:
-    """A function of canonical rows and a solver from one of their `SolvedRows`.
+    """A function of canonical rows from one of their `SolvedRows`; `solve` finds nu.
 
     A single dense row is computed as two equal ones: torch splits one row among its threads and treats what
     is left over at the end of each part by other instructions, so that the last bits would depend on the
@@ -127,13 +117,13 @@ def _projection(result: Callable[[SolvedRows], Tensor]) -> Callable[..., Tensor]
 
     @functools.wraps(result)
     def project(
-        x: Tensor, k: Tensor, mask: Tensor | None, offsets: Tensor | None, solver: Bracketing | None = None
+        x: Tensor, k: Tensor, mask: Tensor | None, offsets: Tensor | None, solve: Solve = operators.solve
     ) -> Tensor:
         if offsets is not None or x.shape[0] != 1:
-            return result(SolvedRows(x, k, mask, offsets, solver)).to(x.dtype)
+            return result(SolvedRows(x, k, mask, offsets, solve)).to(x.dtype)
         mask = None if mask is None else mask.repeat(2, 1)
         k = k if k.dim() == 0 else k.repeat(2)
-        return result(SolvedRows(x.repeat(2, 1), k, mask, None, solver)).to(x.dtype)[:1]
+        return result(SolvedRows(x.repeat(2, 1), k, mask, None, solve)).to(x.dtype)[:1]
 
     return project
 

@@ -14,53 +14,50 @@ from torch import Tensor
 from torch.nn.functional import logsigmoid
 
 from torchlml._arguments import Bound, Canonical
+from torchlml._autograd import operators
 from torchlml._autograd import rule as paths
-from torchlml._autograd.implicit import sigmoid, solve
-from torchlml._autograd.operators import ROWS, empty_gradients, empty_values, operator
+from torchlml._autograd.implicit import sigmoid
+from torchlml._autograd.operators import ROWS, empty_values, operator
 from torchlml._autograd.rule import Rule, from_values, keeps_both
-from torchlml._rows import rows_of, work_dtype
+from torchlml._rows import empty_gradients, rows_of, work_dtype
 from torchlml._torch import careful as reference
 from torchlml._torch import fast as quick
 from torchlml._torch import onnx as exported
-from torchlml.solvers.bracketing import Bracketing
 
 
-def lml(c: Canonical, solver: Bracketing | None, bound: Bound) -> Tensor:
+def lml(c: Canonical, bound: Bound) -> Tensor:
     """y of canonical rows."""
     if bound == "exactly":
-        return paths.lml(c.x, c.k, c.mask, c.offsets, solver=solver)
-    if solver is None:
-        return _RULES[bound](c.x, c.k, c.mask, c.offsets)
-    return _differentiable(c, solver, bound)
+        return paths.lml(c.x, c.k, c.mask, c.offsets)
+    return _RULES[bound](c.x, c.k, c.mask, c.offsets)
 
 
-def log_lml(c: Canonical, solver: Bracketing | None, bound: Bound) -> Tensor:
+def log_lml(c: Canonical, bound: Bound) -> Tensor:
     """log y of canonical rows."""
-    limited = paths.log_lml(c.x, c.k, c.mask, c.offsets, solver=solver)
+    limited = paths.log_lml(c.x, c.k, c.mask, c.offsets)
     if bound == "exactly":
         return limited
     # Infinite entries stay out of the graph: the derivative of logsigmoid is not 0 at -inf.
-    return _with_free_rows(limited, c, solver, bound, logsigmoid, absent=-torch.inf)
+    return _with_free_rows(limited, c, bound, logsigmoid, absent=-torch.inf)
 
 
-def lml_dual(c: Canonical, solver: Bracketing | None, bound: Bound) -> Tensor:
+def lml_dual(c: Canonical, bound: Bound) -> Tensor:
     """nu of canonical rows."""
-    nu = paths.lml_dual(c.x, c.k, c.mask, c.offsets, solver=solver)
+    nu = paths.lml_dual(c.x, c.k, c.mask, c.offsets)
     if bound == "exactly":
         return nu
     return torch.where(nu >= 0 if bound == "at_most" else nu <= 0, 0, nu)
 
 
-def _differentiable(c: Canonical, solver: Bracketing | None, bound: Bound) -> Tensor:
+def _differentiable(c: Canonical, bound: Bound) -> Tensor:
     """y in ordinary operations, for every transform."""
-    limited = paths.lml(c.x, c.k, c.mask, c.offsets, solver=solver)
-    return _with_free_rows(limited, c, solver, bound, sigmoid, absent=0.0)
+    limited = paths.lml(c.x, c.k, c.mask, c.offsets)
+    return _with_free_rows(limited, c, bound, sigmoid, absent=0.0)
 
 
 def _with_free_rows(
     limited: Tensor,
     c: Canonical,
-    solver: Bracketing | None,
     bound: Bound,
     function: Callable[[Tensor], Tensor],
     absent: float,
@@ -68,7 +65,7 @@ def _with_free_rows(
     """The rows that do not keep to the bound by themselves from `limited`, the others by the function."""
     x = c.x.to(work_dtype(c.x.dtype))
     x = x if c.mask is None else torch.where(c.mask, x, -torch.inf)
-    free = _keeps(solve(x, c.k, c.offsets, solver), bound)
+    free = _keeps(operators.solve(x.detach(), c.k.detach(), None, c.offsets), bound)
     there = x != -torch.inf
     own = torch.where(there, function(torch.where(there, x, 0)), absent)
     return torch.where(rows_of(c.x, c.offsets).spread(free), own.to(limited.dtype), limited)
@@ -125,7 +122,7 @@ _backward = operator(
 
 def _rule(bound: Bound) -> Rule:
     def differentiable(x: Tensor, k: Tensor, mask: Tensor | None, offsets: Tensor | None) -> Tensor:
-        return _differentiable(Canonical(x, k, mask, offsets, None), None, bound)
+        return _differentiable(Canonical(x, k, mask, offsets, None), bound)
 
     forward = keeps_both(lambda *arguments: _forward(*arguments, bound == "at_most"))
     return Rule(forward, from_values(_backward), differentiable)

@@ -72,7 +72,7 @@ def _through_log_lml(c: Canonical, labels: Labels, bound: Bound = "exactly") -> 
     if not labels.in_every_row:
         # A row without labels contributes nothing, even if it contains a NaN.
         x = torch.where(rows_of(x, c.offsets).spread(labels.has_label), x, 0)
-    log_y = bounds.log_lml(c._replace(x=x), None, bound)
+    log_y = bounds.log_lml(c._replace(x=x), bound)
     if labels.listed is not None:
         log_y = log_y.gather(-1, labels.listed.clamp(min=0))
     is_label = labels.found

@@ -17,7 +17,7 @@ from torch import Tensor
 from torch._decomp import register_decomposition
 
 from torchlml._cpu import loader as native
-from torchlml._rows import wide_dtype, work_dtype
+from torchlml._rows import empty_gradients, empty_nu
 from torchlml._torch import careful as reference
 from torchlml._torch import fast as quick
 from torchlml._torch import loss as reference_loss
@@ -86,20 +86,9 @@ def _and_tell_inductor(defined: Operator, shapes: Operator) -> Operator:
     return shapes_while_compiling
 
 
-def empty_nu(x: Tensor, offsets: Tensor | None) -> Tensor:
-    """Room for nu of each row, (2, R)."""
-    rows = x.shape[0] if offsets is None else offsets.shape[0] - 1
-    return x.new_empty((2, rows), dtype=work_dtype(x.dtype))
-
-
 def empty_values(x: Tensor, k: Tensor, mask: Tensor | None, offsets: Tensor | None) -> tuple[Tensor, Tensor]:
     """Room for y or log y, and nu."""
     return torch.empty_like(x), empty_nu(x, offsets)
-
-
-def empty_gradients(x: Tensor, nu: Tensor) -> tuple[Tensor, Tensor]:
-    """Room for dx and dk."""
-    return torch.empty_like(x), nu.new_empty(nu.shape[1:], dtype=wide_dtype(x.device))
 
 
 def _as_more_rows(operator: Operator, info: Any, in_dims: Any, *arguments: Any) -> tuple[Tensor, int]:
@@ -143,13 +132,6 @@ solve = operator(
     lambda x, k, mask, offsets: empty_nu(x, offsets),
     exported=exported.solve,
     triton=True,
-    vmap=True,
-)
-solve_bracketing = operator(
-    f"solve_bracketing(Tensor x, Tensor k, {ROWS}, int? samples, float? tolerance, int max_iterations)"
-    " -> Tensor",
-    reference.solve_bracketing,
-    lambda x, k, mask, offsets, *settings: empty_nu(x, offsets),
     vmap=True,
 )
 forward = operator(f"forward{_FORWARD}", quick.forward, empty_values, exported=exported.forward, triton=True)

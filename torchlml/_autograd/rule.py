@@ -19,7 +19,6 @@ from torch.autograd import forward_ad
 
 from torchlml._autograd import implicit as differentiable
 from torchlml._autograd import operators
-from torchlml.solvers.bracketing import Bracketing
 
 
 @dataclass(frozen=True)
@@ -39,9 +38,7 @@ class Rule:
     differentiable: Callable[..., Tensor]
     inputs: int = 2
 
-    def __call__(self, *arguments: Tensor | None, solver: Bracketing | None = None) -> Tensor:
-        if solver is not None:  # it has no kernel
-            return self.differentiable(*arguments, solver)
+    def __call__(self, *arguments: Tensor | None) -> Tensor:
         if not is_plain():
             return self.differentiable(*arguments)
         if needs_no_graph(*arguments[: self.inputs]):

@@ -20,9 +20,9 @@ from torch import Tensor
 
 from torchlml._arguments import Canonical, canonical, check_number, check_real, expand, readable
 from torchlml._autograd import operators
-from torchlml._autograd.operators import ROWS, empty_nu, operator
+from torchlml._autograd.operators import ROWS, operator
 from torchlml._autograd.rule import Rule
-from torchlml._rows import DenseRows, Rows, rows_of, wide_dtype
+from torchlml._rows import DenseRows, Rows, empty_nu, rows_of, wide_dtype
 from torchlml._solve.newton import add
 from torchlml._solve.residual import shifted
 

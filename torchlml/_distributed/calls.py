@@ -27,7 +27,6 @@ def spread_projection(
     dim: int,
     mask: Tensor | None,
     offsets: Tensor | None,
-    solver: Any,
     bound: Bound,
     group: Group | None,
 ) -> Tensor:
@@ -37,9 +36,9 @@ def spread_projection(
         if group is None:
             import torchlml
 
-            _refuse(offsets, solver)
+            _refuse(offsets)
             return getattr(torchlml, name)(x, k, dim, mask=mask, bound=bound)
-        return _project(name, x, k, dim, mask, offsets, solver, bound, group)
+        return _project(name, x, k, dim, mask, offsets, bound, group)
 
     if not dtensors.is_dtensor(x):
         return on_parts(x, k, mask, group)
@@ -54,14 +53,13 @@ def _project(
     dim: int,
     mask: Tensor | None,
     offsets: Tensor | None,
-    solver: Any,
     bound: Bound,
     group: Group,
 ) -> Tensor:
     members = label_group(group)
 
     def read() -> tuple[Canonical, dict[str, Any]]:
-        _refuse(offsets, solver)
+        _refuse(offsets)
         check_bound(bound)
         c = canonical(x, k, dim, mask, None, any_k=True)
         same = same_everywhere(name, c.row_shape, x, k, bound)
@@ -150,10 +148,6 @@ def _row_losses(
     return losses.reshape(c.row_shape), number.reshape(c.row_shape)
 
 
-def _refuse(offsets: Tensor | None, solver: Any = "newton") -> None:
+def _refuse(offsets: Tensor | None) -> None:
     if offsets is not None:
         raise ValueError("`offsets` is not accepted where rows are spread over processes: give dense rows.")
-    if solver != "newton":
-        raise ValueError(
-            f'`solver` must be "newton" where rows are spread over processes, but it is {solver!r}.'
-        )

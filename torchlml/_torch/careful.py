@@ -11,8 +11,6 @@ A row has m available entries (True in the mask, not -inf), p of them +inf.
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import partial
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -21,7 +19,6 @@ from torch.nn.functional import logsigmoid
 from torchlml._rows import Rows, rows_of, work_dtype
 from torchlml._solve.newton import newton
 from torchlml._solve.residual import shifted
-from torchlml.solvers.bracketing import Bracketing, bracketing
 
 Pair = tuple[Tensor, Tensor]
 _Function = Callable[..., Tensor]
@@ -31,14 +28,6 @@ def solve(x: Tensor, k: Tensor, mask: Tensor | None, offsets: Tensor | None) -> 
     """nu of every row, by Newton's method."""
     x, rows = prepare(x, mask, offsets)
     return solve_rows(x, k, rows, newton)
-
-
-def solve_bracketing(
-    x: Tensor, k: Tensor, mask: Tensor | None, offsets: Tensor | None, *settings: Any
-) -> Tensor:
-    """nu of every row, by the paper's Algorithm 1; the settings are those of `Bracketing`."""
-    x, rows = prepare(x, mask, offsets)
-    return solve_rows(x, k, rows, partial(bracketing, settings=Bracketing(*settings)))
 
 
 def forward(x: Tensor, k: Tensor, mask: Tensor | None, offsets: Tensor | None) -> Pair:

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from torchlml._autograd.operators import empty_gradients, empty_nu
+from torchlml._rows import empty_gradients, empty_nu
 from torchlml._triton import layer as triton_layer
 from torchlml._triton import loss as triton_loss
 from torchlml._triton import split as triton_split

@@ -141,7 +141,7 @@ def losses(target: Tensor, k: int) -> dict[str, Callable[[Tensor], Tensor]]:
     """The competitors, each the mean loss of logits (batch, n) for one label per row."""
 
     def by_algorithm_1(x: Tensor) -> Tensor:
-        log_y = torchlml.log_lml(x, k, solver="bracketing")
+        log_y = torch.nn.functional.logsigmoid(x + torchlml.lml_bracketing(x, k).unsqueeze(-1))
         return -log_y.gather(1, target.unsqueeze(1)).mean()
 
     return {

@@ -1,4 +1,4 @@
-"""`python -m torchlml` is the command `torchlml`."""
+"""`python -m torchlml_lab` is the command `torchlml`."""
 
 import sys
 
