@@ -15,9 +15,9 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 import torchlml
+from torchlml._autograd import chunked_linear
+from torchlml._autograd.chunked_linear import rows_within
 from torchlml._cpu import loader as native
-from torchlml.losses import linear_chunks
-from torchlml.losses.linear_chunks import rows_within
 from torchlml_lab.bench.peak_memory import measurable
 
 ROWS, LABELS, FEATURES = 11, 30, 7
@@ -117,7 +117,7 @@ def test_only_some_gradients() -> None:
 
 
 def test_gradients_are_not_computed_without_need(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(linear_chunks, "_with_gradients", lambda *a: pytest.fail("gradients were computed"))
+    monkeypatch.setattr(chunked_linear, "_with_gradients", lambda *a: pytest.fail("gradients were computed"))
     with torch.no_grad():
         _chunked(_tensors(), _target("index"), 3)
 
@@ -336,7 +336,7 @@ def test_rows_within_a_budget() -> None:
 
 @pytest.mark.parametrize(("rows", "most", "sizes"), [(256, 86, [86, 86, 84]), (9, 4, [3, 3, 3]), (0, 4, [])])
 def test_chunks_are_even(rows: int, most: int, sizes: list[int]) -> None:
-    chunks = linear_chunks._chunks(rows, most)
+    chunks = chunked_linear._chunks(rows, most)
     assert [len(range(rows)[chunk]) for chunk in chunks] == sizes
     assert [i for chunk in chunks for i in range(rows)[chunk]] == list(range(rows))
 

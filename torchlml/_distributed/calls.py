@@ -8,15 +8,15 @@ import torch
 from torch import Tensor
 
 from torchlml._arguments import Bound, Canonical, canonical, check_bound
+from torchlml._autograd import loss as rule
+from torchlml._autograd.chunked_linear import not_compiled
 from torchlml._distributed import dtensors, labels, projection
 from torchlml._distributed import loss as sharded_loss
 from torchlml._distributed.agreement import same_everywhere, split_labels
 from torchlml._distributed.group import Group, label_group
+from torchlml._reductions import LabelReduction, Reduction, check_reduction, label_divisor, reduce
 from torchlml._rows import work_dtype
-from torchlml.losses.base import Reduction, check_reduction, row_divisor
-from torchlml.losses.linear_chunks import not_compiled
-from torchlml.losses.lml import reduced_loss
-from torchlml.losses.targets import LabelReduction, read_labels
+from torchlml._targets import read_labels
 
 
 @not_compiled
@@ -97,10 +97,7 @@ def spread_lml_loss(
     losses, number = _row_losses(
         logits, target, k, weight, ignore_index, label_reduction, mask, offsets, bound, group, reduction
     )
-    if reduction == "mean":
-        losses = losses.sum() / (number > 0).sum().clamp(min=1)
-    elif reduction == "sum":
-        losses = losses.sum()
+    losses = reduce(losses, (number > 0).sum(), reduction)
     half = logits.dtype in (torch.bfloat16, torch.float16)
     return losses if half and torch.is_autocast_enabled(logits.device.type) else losses.to(logits.dtype)
 
@@ -128,7 +125,7 @@ def _row_losses(
         c = canonical(logits, k, -1, mask, None, any_k=bound == "at_most", name="logits")
         c = c._replace(x=c.x.to(work_dtype(c.x.dtype)))
         found = read_labels(c, target, weight, ignore_index)
-        losses = reduced_loss(c, found, row_divisor(found, label_reduction), "none", bound)
+        losses = rule.lml_loss(c, found, label_divisor(found, label_reduction), "none", bound)
         return losses, found.per_row.reshape(c.row_shape)
     members = label_group(group)
 

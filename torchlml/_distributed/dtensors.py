@@ -18,6 +18,7 @@ from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 
 from torchlml._arguments import check_tensor
 from torchlml._distributed.group import label_group
+from torchlml._reductions import Reduction, mean_divisor, reduce
 
 
 class Layout(NamedTuple):
@@ -139,7 +140,7 @@ def loss(
     k: Any,
     mask: Any,
     weight: Any,
-    reduction: str,
+    reduction: Reduction,
 ) -> DTensor:
     """A loss of DTensor logits; `function` gives the losses of this process's rows and their labels."""
     where = layout(logits, -1, "logits")
@@ -156,9 +157,8 @@ def loss(
     shape = logits.shape[:-1]
     if reduction == "none":
         return _per_row(losses.to(logits.dtype), where, shape)
-    total: Any = _per_row(losses, where, shape).sum()
-    if reduction == "mean":
-        total = total / _per_row((number > 0).to(losses.dtype), where, shape).sum().clamp(min=1)
+    labeled = _per_row((number > 0).to(losses.dtype), where, shape).sum() if reduction == "mean" else 1
+    total: Any = reduce(_per_row(losses, where, shape), labeled, reduction)
     return total.redistribute(where.mesh, [Replicate()] * where.mesh.ndim).to(logits.dtype)
 
 
@@ -227,7 +227,7 @@ def linear_loss(
     if multi_hot and where.group is not None:
         found = label_group(where.group).sum(found.long()) > 0
     number = DTensor.from_local(found.sum(), mesh, parts, run_check=False).redistribute(mesh, everywhere)
-    return (total.double() / number.clamp(min=1)).to(result.dtype)
+    return (total.double() / mean_divisor(number)).to(result.dtype)
 
 
 def _local(t: Any, mesh: DeviceMesh, places: Any, rows: Any) -> Any:

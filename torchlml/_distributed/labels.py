@@ -15,7 +15,7 @@ from torchlml._arguments import Canonical
 from torchlml._distributed.agreement import fingerprint
 from torchlml._distributed.loss import OwnLabels
 from torchlml._distributed.projection import Split
-from torchlml.losses.targets import check_weight, read_labels
+from torchlml._targets import check_weight, read_labels
 
 
 def check_target(c: Canonical, target: Tensor, weight: Tensor | None, ignore_index: int) -> dict[str, Any]:

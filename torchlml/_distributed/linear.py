@@ -8,13 +8,12 @@ import torch
 from torch import Tensor
 
 from torchlml._arguments import Bound, Canonical, check_bound, check_k
+from torchlml._autograd.chunked_linear import ChunkedLoss, check_linear, logits_like
 from torchlml._distributed import dtensors, labels
 from torchlml._distributed import loss as sharded_loss
 from torchlml._distributed.agreement import same_everywhere, split_labels
 from torchlml._distributed.group import Group, LabelGroup, label_group
-from torchlml.losses.base import Reduction, check_reduction
-from torchlml.losses.linear_chunks import linear_loss
-from torchlml.losses.targets import LabelReduction
+from torchlml._reductions import LabelReduction, Reduction, check_reduction
 
 
 def spread_linear_lml_loss(
@@ -44,15 +43,13 @@ def spread_linear_lml_loss(
 
         tensors = (input, linear_weight, target, k, linear_bias, weight)
         return dtensors.linear_loss(on_parts, *tensors, ignore_index, reduction)
-    from torchlml.losses.linear import check_linear, stand_in
-
     members = label_group(group)
 
     def read() -> tuple[tuple[Canonical, Tensor], dict[str, Any]]:
         check_reduction(reduction, label_reduction)
         check_bound(bound)
         check_linear(input, linear_weight, linear_bias, memory)
-        c = stand_in(input, linear_weight.shape[0])
+        c = logits_like(input, linear_weight.shape[0])
         wide_k = check_k(k, input.shape[:-1], None, input.device, "input")
         same = same_everywhere("linear_lml_loss", c.row_shape, input, k, bound)
         same |= {"reduction": reduction, "memory": memory, "in_features": input.shape[-1]}
@@ -71,18 +68,14 @@ def spread_linear_lml_loss(
         losses, number = sharded_loss.row_losses(logits.contiguous(), k, None, own, split)
         return losses / number.clamp(min=1) if label_reduction == "mean" else losses
 
-    return linear_loss(
+    return ChunkedLoss(
         loss,
         _labelled(rows, members) if reduction == "mean" else rows[:0],
-        input,
-        linear_weight,
-        linear_bias,
-        k,
         reduction,
         memory,
-        longest=max(split.labels),
-        complete=members.all_reduce,
-    )
+        labels=max(split.labels),
+        sum_over_group=members.all_reduce,
+    )(input, linear_weight, linear_bias, k)
 
 
 def _labelled(rows: Tensor, group: LabelGroup) -> Tensor:

@@ -1,27 +1,27 @@
-"""The LML loss of a linear layer's outputs, without ever holding the logits of the batch."""
+"""Losses of the outputs of a linear layer that never materialize the logits of a batch."""
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from torchlml._arguments import (
-    Bound,
-    Canonical,
-    autocasts,
-    canonical,
-    check_bound,
-    check_k,
-    check_tensor,
+from torchlml._arguments import Bound, Canonical, check_bound, check_k, check_whole_k
+from torchlml._autograd.chunked_linear import (
+    ChunkedLoss,
+    check_linear,
+    check_memory,
+    logits_like,
+    not_compiled,
 )
-from torchlml._cpu import loader as native
+from torchlml._autograd.loss import LMLRowLoss
 from torchlml._distributed import is_spread
-from torchlml.losses.base import Reduction, TopKLoss, check_reduction, row_divisor
-from torchlml.losses.linear_chunks import linear_loss, not_compiled
-from torchlml.losses.lml import reduced_loss
-from torchlml.losses.targets import LabelReduction, check_weight, read_labels
+from torchlml._reductions import LabelReduction, Reduction, check_reduction, label_divisor, reduce_losses
+from torchlml._targets import TargetRows, read_target_rows
+from torchlml.losses.base import TopKLoss
+from torchlml.losses.truncated_entropy import dense_entropy
 
 MEMORY = 64 * 2**20
 
@@ -80,22 +80,18 @@ def linear_lml_loss(
     check_reduction(reduction, label_reduction)
     check_bound(bound)
     check_linear(input, linear_weight, linear_bias, memory)
-    shape, n = input.shape[:-1], linear_weight.shape[0]
-    k = check_k(k, shape, None if bound == "at_most" else n, input.device, "input")
-    target, labelled = target_rows(target, input, n, weight, ignore_index)
-
-    in_place = bound == "exactly" and input.device.type == "cpu" and native.loaded()
-
-    def loss(logits: Tensor, k: Tensor, rows: slice, overwrite: bool) -> Tensor:
-        c = canonical(logits, k, -1, None, None, any_k=bound == "at_most", name="logits")
-        labels = read_labels(c, target[rows], weight, ignore_index)
-        divisor = row_divisor(labels, label_reduction)
-        return reduced_loss(c, labels, divisor, "none", bound, overwrite=overwrite and in_place)
-
-    # The chunks have no gradients for what is not the linear layer's or k.
-    weighted = any(t is not None and t.requires_grad for t in (weight, target))
-    arguments = (input, linear_weight, linear_bias, k, reduction, memory)
-    return linear_loss(loss, labelled, *arguments, in_place=in_place, whole=weighted)
+    n = linear_weight.shape[0]
+    k = check_k(k, input.shape[:-1], None if bound == "at_most" else n, input.device, "input")
+    rows = read_target_rows(logits_like(input, n), target, weight, ignore_index)
+    loss = LMLRowLoss(rows, label_reduction, bound)
+    return ChunkedLoss(
+        loss,
+        rows.has_label,
+        reduction,
+        memory,
+        in_place=loss.in_place(input),
+        at_once=rows.weights_need_gradient,
+    )(input, linear_weight, linear_bias, k)
 
 
 class LinearLMLLoss(TopKLoss):
@@ -146,56 +142,96 @@ class LinearLMLLoss(TopKLoss):
         return linear_lml_loss(input, self.linear.weight, target, self.k, **layer, **settings)
 
 
-def check_linear(input: Tensor, weight: Tensor, bias: Tensor | None, memory: int) -> None:
-    """Refuse what is no linear layer, or no input for it."""
-    given = {"input": input, "linear_weight": weight} | ({} if bias is None else {"linear_bias": bias})
-    for name, t in given.items():
-        check_tensor(t, name)
-        if not t.is_floating_point():
-            raise TypeError(f"`{name}` must be a floating tensor, but it is {t.dtype}.")
-        if t.dtype != input.dtype and not autocasts(t.device.type):
-            raise TypeError(f"`{name}` must have the dtype of `input`, {input.dtype}, but it is {t.dtype}.")
-        if t.device != input.device:
-            raise ValueError(f"`{name}` must be on the device of `input`, {input.device}, not {t.device}.")
-    if input.dim() == 0 or weight.dim() != 2 or input.shape[-1] != weight.shape[1]:
-        raise ValueError(
-            "`input` must have shape (..., d) and `linear_weight` (n, d), but they have shapes "
-            f"{tuple(input.shape)} and {tuple(weight.shape)}."
+@not_compiled
+def linear_truncated_entropy_loss(
+    input: Tensor,
+    linear_weight: Tensor,
+    target: Tensor,
+    k: int,
+    *,
+    linear_bias: Tensor | None = None,
+    weight: Tensor | None = None,
+    ignore_index: int = -100,
+    reduction: Reduction = "mean",
+    label_reduction: LabelReduction = "sum",
+    memory: int = MEMORY,
+) -> Tensor:
+    """`truncated_entropy_loss` of a linear layer's outputs, a few rows at a time, for very many labels.
+
+        >>> hidden, layer = torch.randn(32, 16), nn.Linear(16, 1000, bias=False)
+        >>> target = torch.randint(1000, (32,))
+        >>> torchlml.linear_truncated_entropy_loss(hidden, layer.weight, target, k=5).backward()
+
+    Args:
+        k: how many guesses are allowed, as for `truncated_entropy_loss`.
+
+    The other arguments, and the derivatives, are those of `linear_lml_loss`; labels on several processes are
+    not supported. Temporaries take up to twice as much as `memory` again.
+
+    Returns:
+        What `truncated_entropy_loss(F.linear(input, linear_weight, linear_bias), target, k, ...)` gives.
+    """
+    check_reduction(reduction, label_reduction)
+    check_linear(input, linear_weight, linear_bias, memory)
+    if is_spread(input, None) or is_spread(linear_weight, None):
+        raise TypeError(
+            "`input` and `linear_weight` must be plain tensors here, but a DTensor is among them."
         )
-    if bias is not None and bias.shape != weight.shape[:1]:
-        raise ValueError(
-            f"`linear_bias` must have shape {tuple(weight.shape[:1])}, one number per label, "
-            f"but it has shape {tuple(bias.shape)}."
-        )
-    check_memory(memory)
+    n = linear_weight.shape[0]
+    k = check_whole_k(k, n)
+    rows = read_target_rows(logits_like(input, n), target, weight, ignore_index)
+    loss = _EntropyRowLoss(rows, label_reduction, k)
+    chunked = ChunkedLoss(loss, rows.has_label, reduction, memory, at_once=rows.weights_need_gradient)
+    no_k = input.detach().new_zeros((), dtype=torch.float64)  # has no gradient
+    return chunked(input, linear_weight, linear_bias, no_k)
 
 
-def check_memory(memory: int) -> None:
-    """A number of bytes, or an error."""
-    if isinstance(memory, bool) or not isinstance(memory, int) or memory <= 0:
-        raise ValueError(f"`memory` must be a positive number of bytes, an int, but it is {memory!r}.")
+@dataclass(frozen=True)
+class _EntropyRowLoss:
+    """The truncated entropy as a row loss of `chunked_linear`."""
+
+    target: TargetRows
+    label_reduction: LabelReduction
+    k: int
+
+    def __call__(self, logits: Tensor, _: Tensor, rows: slice, overwrite: bool) -> Tensor:
+        c, labels = Canonical(logits, logits, None, None, None), self.target[rows]
+        losses = dense_entropy(c, labels, self.k)
+        return reduce_losses(losses, labels, label_divisor(labels, self.label_reduction), "none", c)
 
 
-def target_rows(
-    target: Tensor, input: Tensor, n: int, weight: Tensor | None, ignore_index: int
-) -> tuple[Tensor, Tensor]:
-    """The target with all rows in its first dimension, and which of them have a label."""
-    shape = input.shape[:-1]
-    c = stand_in(input, n)
-    multi_hot = isinstance(target, Tensor) and (target.dtype == torch.bool or target.is_floating_point())
-    if multi_hot and target.shape == (*shape, n) and n > 0:
-        # The reader would copy a multi-hot, which is as large as all logits: only the chunks are read whole.
-        check_tensor(target, "target", input, "`input`")
-        if weight is not None:
-            check_weight(c, weight)
-        target = target.reshape(shape.numel(), n)
-        return target, target.any(-1) if target.dtype == torch.bool else target.detach().amax(-1) != 0
-    labels = read_labels(c, target, weight, ignore_index)
-    return target.reshape(shape.numel(), *target.shape[len(shape) :]), labels.has_label
+class LinearTruncatedEntropyLoss(TopKLoss):
+    """The last linear layer, `self.linear`, and `linear_truncated_entropy_loss` in one.
 
+        >>> loss = torchlml.LinearTruncatedEntropyLoss(16, 1000, k=5)
+        >>> loss(torch.randn(32, 16), torch.randint(1000, (32,))).backward()
 
-def stand_in(input: Tensor, n: int) -> Canonical:
-    """Stands for the logits where only their shape, dtype and device are looked at; takes no memory."""
-    shape = input.shape[:-1]
-    logits = input.detach().new_zeros(()).expand(shape.numel(), n)
-    return Canonical(logits, logits.new_zeros(()), None, None, torch.Size([*shape, n]))
+    The arguments are those of `LinearLMLLoss`, without `bound`.
+    """
+
+    def __init__(
+        self,
+        in_features: int,
+        num_classes: int,
+        k: int,
+        *,
+        bias: bool = False,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+        weight: Tensor | None = None,
+        ignore_index: int = -100,
+        reduction: Reduction = "mean",
+        label_reduction: LabelReduction = "sum",
+        memory: int = MEMORY,
+    ) -> None:
+        check_memory(memory)
+        settings = {"label_reduction": label_reduction, "memory": memory}
+        super().__init__(check_whole_k(k), weight, ignore_index, reduction, **settings)
+        self.linear = nn.Linear(in_features, num_classes, bias, device, dtype)
+
+    def forward(self, input: Tensor, target: Tensor) -> Tensor:  # type: ignore[override]
+        """The loss of a batch; the arguments are those of `linear_truncated_entropy_loss`."""
+        settings: dict[str, Any] = {name: getattr(self, name) for name in self._names}
+        layer: dict[str, Any] = {"linear_bias": self.linear.bias, "weight": self.weight}
+        k: Any = self.k
+        return linear_truncated_entropy_loss(input, self.linear.weight, target, k, **layer, **settings)

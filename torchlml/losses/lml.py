@@ -2,19 +2,16 @@
 
 from __future__ import annotations
 
-from itertools import product
-from typing import Any, get_args
+from typing import Any
 
-import torch
 from torch import Tensor
 
-from torchlml._arguments import Bound, Canonical, canonical, check_bound
-from torchlml._autograd import inequality, operators
-from torchlml._autograd.rule import Rule
+from torchlml._arguments import Bound, canonical, check_bound
+from torchlml._autograd import loss as rule
 from torchlml._distributed import is_spread
-from torchlml._rows import rows_of, work_dtype
-from torchlml.losses.base import Reduction, TopKLoss, check_reduction, reduce, row_divisor
-from torchlml.losses.targets import LabelReduction, Labels, read_labels
+from torchlml._reductions import LabelReduction, Reduction, check_reduction, label_divisor
+from torchlml._targets import read_labels
+from torchlml.losses.base import TopKLoss
 
 
 def lml_loss(
@@ -78,30 +75,7 @@ def lml_loss(
     check_bound(bound)
     c = canonical(logits, k, -1, mask, offsets, any_k=bound == "at_most", name="logits", nested=True)
     labels = read_labels(c, target, weight, ignore_index)
-    return reduced_loss(c, labels, row_divisor(labels, label_reduction), reduction, bound)
-
-
-def reduced_loss(
-    c: Canonical,
-    labels: Labels,
-    divisor: Tensor | None,
-    reduction: Reduction,
-    bound: Bound,
-    *,
-    overwrite: bool = False,
-) -> Tensor:
-    """The loss of arguments that have been read; that of each row is divided by the `divisor`.
-
-    With `overwrite` the logits are needed no more: a backward pass may put their gradient in their place.
-    """
-    if bound != "exactly" or (labels.weight is not None and labels.weight.requires_grad):
-        return reduce(_through_log_lml(c, labels, bound), labels, divisor, reduction, c)
-    observed = labels.observed if labels.listed is None else labels.listed
-    assert observed is not None
-    weight = None if labels.weight is None else labels.weight.contiguous()
-    rule = _RULES[reduction, labels.complete, overwrite]
-    loss = rule(c.x, c.k, c.mask, c.offsets, observed.contiguous(), labels.starts, weight, divisor)
-    return c.restore_rows(loss) if reduction == "none" else loss
+    return rule.lml_loss(c, labels, label_divisor(labels, label_reduction), reduction, bound)
 
 
 class LMLLoss(TopKLoss):
@@ -125,71 +99,3 @@ class LMLLoss(TopKLoss):
     ) -> None:
         check_bound(bound)
         super().__init__(k, weight, ignore_index, reduction, label_reduction=label_reduction, bound=bound)
-
-
-def _through_log_lml(c: Canonical, labels: Labels, bound: Bound = "exactly") -> Tensor:
-    """One loss per row from all of log y: for a `bound`, for label weights and every transform of PyTorch."""
-    # Half precision is float32 from here on, and rounded once at the end.
-    x = c.x.to(work_dtype(c.x.dtype))
-    if not labels.in_every_row:
-        # A row without labels counts for nothing, even if it holds a NaN.
-        x = torch.where(rows_of(x, c.offsets).spread(labels.has_label), x, 0)
-    log_y = inequality.LOG_LML[bound](x, c.k, c.mask, c.offsets)
-    if labels.listed is not None:
-        log_y = log_y.gather(-1, labels.listed.clamp(min=0))
-    is_label = labels.found
-    if labels.weight is not None:
-        log_y, is_label = log_y * labels.weight, is_label & (labels.weight != 0)
-    return -labels.rows.sum(torch.where(is_label, log_y, 0))
-
-
-def _rule(reduction: Reduction, complete: bool, overwrite: bool) -> Rule:
-    """The reduced loss by one operator, and its gradient by another: nothing of the size of x between."""
-
-    def forward(x: Tensor, *rest: Any) -> tuple[Tensor, tuple[Any, ...]]:
-        """The loss in the dtype of x; nu, and what the loss of each row was divided by, None for a number.
-
-        A mean is over the rows that have a label, and 0 without any, as `reduce` says.
-        """
-        *arguments, divisor = rest
-        losses, nu = operators.loss_forward(x, *arguments)
-        if divisor is not None:
-            losses = torch.stack([losses[0] / divisor, losses[1]])
-        total = divisor
-        if reduction == "none":
-            loss = losses[0]
-        elif reduction == "sum":
-            loss = losses[0].sum()
-        elif complete:
-            loss = losses[0].sum() / max(1, losses.shape[1])
-        else:
-            loss, labelled = losses.sum(1)
-            count = labelled.clamp(min=1)
-            loss, total = loss / count, count if divisor is None else count * divisor
-        return loss.to(x.dtype), (nu, total)
-
-    def backward(grad: Tensor, x: Tensor, k: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:
-        mask, offsets, *labels, _, nu, total = rest
-        grad = grad.to(nu.dtype)
-        if total is not None:
-            grad = grad / total
-        elif reduction == "mean" and nu.shape[1] > 1:
-            grad = grad / nu.shape[1]
-        known = (k, nu, mask, offsets, *labels)
-        if not overwrite:
-            return operators.loss_backward(grad.contiguous(), x, *known)
-        dx = x.detach()
-        return dx, operators.loss_backward_in_place(grad.contiguous(), dx, *known)
-
-    def differentiable(x: Tensor, k: Tensor, *rest: Any) -> Tensor:
-        mask, offsets, observed, starts, weight, divisor = rest
-        hot = observed.dtype == torch.bool
-        listed, several = (None, observed) if hot else (observed, None)
-        labels = Labels(listed, starts, several, weight, offsets, complete)
-        c = Canonical(x, k, mask, offsets, None)
-        return reduce(_through_log_lml(c, labels), labels, divisor, reduction, c)
-
-    return Rule(forward, backward, differentiable)
-
-
-_RULES = {key: _rule(*key) for key in product(get_args(Reduction), (False, True), (False, True))}

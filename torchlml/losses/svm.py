@@ -10,9 +10,10 @@ from torch import Tensor
 from torch.nn.functional import logsigmoid, pad
 
 from torchlml._arguments import Canonical, canonical, check_number, check_whole_k, readable
+from torchlml._reductions import Reduction, check_reduction, reduce_losses
 from torchlml._rows import wide_dtype, work_dtype
-from torchlml.losses.base import Reduction, TopKLoss, check_reduction, reduce_single
-from torchlml.losses.targets import Labels, read_single_label
+from torchlml._targets import Labels, read_single_label
+from torchlml.losses.base import TopKLoss
 from torchlml.projection import lml_dual
 
 Algorithm = Literal["divide_and_conquer", "summation"]
@@ -71,7 +72,7 @@ def topk_svm_loss(
     loss = (alpha + (top[:, -1:] - own) / k).relu()
     # topk counts NaN as the largest value: a NaN anywhere in the row is the first of the k, not the k-th.
     loss = torch.where(top[:, :1].isnan(), torch.nan, loss)
-    return reduce_single(loss, labels, reduction, c)
+    return _reduce(loss, labels, reduction, c)
 
 
 class TopKSVMLoss(TopKLoss):
@@ -147,7 +148,7 @@ def smooth_topk_svm_loss(
         own, others = own / (k * tau), others / (k * tau)
     ratio = log_ratio(others, k, algorithm)
     loss = -tau * logsigmoid(own - ratio.unsqueeze(-1) - alpha / tau)
-    return reduce_single(loss, labels, reduction, c)
+    return _reduce(loss, labels, reduction, c)
 
 
 class SmoothTopKSVMLoss(TopKLoss):
@@ -195,6 +196,15 @@ def _read(
     x = c.x if labels.complete else c.x.masked_fill(~labels.has_label.unsqueeze(-1), 0)
     others = x if c.mask is None else x.masked_fill(~c.mask, -torch.inf)
     return c, labels, x.gather(-1, place), others.scatter(-1, place, -torch.inf)
+
+
+def _reduce(loss: Tensor, labels: Labels, reduction: Reduction, c: Canonical) -> Tensor:
+    """Weight and reduce a loss (R, 1), which is undefined for rows without a label."""
+    if not labels.complete:
+        loss = torch.where(labels.has_label.unsqueeze(-1), loss, 0)
+    if labels.weight is not None:
+        loss = loss * labels.weight
+    return reduce_losses(loss.squeeze(-1), labels, None, reduction, c)
 
 
 def log_ratio(x: Tensor, k: int, algorithm: Algorithm) -> Tensor:

@@ -7,9 +7,10 @@ from torch import Tensor
 from torch.nn.functional import logsigmoid
 
 from torchlml._arguments import Canonical, canonical, check_whole_k
+from torchlml._reductions import LabelReduction, Reduction, check_reduction, label_divisor, reduce_losses
 from torchlml._rows import PackedRows, work_dtype
-from torchlml.losses.base import Reduction, TopKLoss, check_reduction, reduce, row_divisor
-from torchlml.losses.targets import LabelReduction, Labels, read_labels
+from torchlml._targets import Labels, read_labels
+from torchlml.losses.base import TopKLoss
 
 
 def truncated_entropy_loss(
@@ -45,8 +46,8 @@ def truncated_entropy_loss(
     if c.offsets is None:
         check_whole_k(k, c.x.shape[-1])
     labels = read_labels(c, target, weight, ignore_index)
-    loss = _dense(c, labels, k) if c.offsets is None else _ragged(c, labels, k)
-    return reduce(loss, labels, row_divisor(labels, label_reduction), reduction, c)
+    loss = dense_entropy(c, labels, k) if c.offsets is None else _ragged(c, labels, k)
+    return reduce_losses(loss, labels, label_divisor(labels, label_reduction), reduction, c)
 
 
 class TruncatedEntropyLoss(TopKLoss):
@@ -70,7 +71,8 @@ class TruncatedEntropyLoss(TopKLoss):
         super().__init__(check_whole_k(k), weight, ignore_index, reduction, label_reduction=label_reduction)
 
 
-def _dense(c: Canonical, labels: Labels, k: int) -> Tensor:
+def dense_entropy(c: Canonical, labels: Labels, k: int) -> Tensor:
+    """The loss of each dense row, in the work dtype."""
     x, is_label = c.x.to(work_dtype(c.x.dtype)), labels.found
     if labels.listed is not None:
         f = x.gather(-1, labels.listed.clamp(min=0))

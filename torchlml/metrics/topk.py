@@ -18,7 +18,7 @@ from torchmetrics import Metric
 from torchlml._arguments import Canonical, canonical, check_whole_k
 from torchlml._distributed import is_spread
 from torchlml._rows import Rows, rows_of, wide_dtype
-from torchlml.losses.targets import read_labels
+from torchlml._targets import read_labels
 
 # A fraction is counted in units of 2^-30: seven digits, and the sum of 2^33 rows fits into an int64.
 _UNIT = 2**30

@@ -1,13 +1,14 @@
-"""What the target of every loss and metric means: labels of rows, whatever form they came in.
+"""Targets of the losses and metrics: the labels of each row, in one form whatever form they came in.
 
-The forms are those that `lml_loss` takes. Integers in the logits' own shape are refused: they are a multi-hot
-far more often than a list that happens to be n wide, and the numbers, which could tell, cannot be looked at
-on a GPU or while compiling. One more column of `ignore_index` makes a list of it.
+The accepted forms are those of `lml_loss`. Integers in the shape of the logits raise an error: they are a
+multi-hot far more often than a list that happens to be n wide, and their values cannot be read on a GPU or
+while compiling. One more column of `ignore_index` turns them into a list.
 """
 
 from __future__ import annotations
 
-from typing import Any, Literal, NamedTuple
+from dataclasses import dataclass
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -16,7 +17,6 @@ from torchlml._arguments import Canonical, check_tensor, readable
 from torchlml._nested import check_jagged
 from torchlml._rows import Rows, rows_of, work_dtype
 
-LabelReduction = Literal["sum", "mean"]
 _FORMS = (
     "int64 or uint8 (class indices, lists of them padded with `ignore_index`), bool or floating (a multi-hot)"
 )
@@ -25,9 +25,9 @@ _FORMS = (
 class Labels(NamedTuple):
     """The observed labels, as a list or as a multi-hot; exactly one of `listed` and `observed` is given.
 
-    `listed` is (R, L), classes, or with offsets (P,), positions in rising order, those of row i from
-    `starts[i]` to `starts[i + 1]`: every label once, a negative number for none. `observed` is a bool of the
-    shape of `x`. `weight` has the shape of the one that is given; None means 1 for every label.
+    `listed` is (R, L), classes, or with offsets (P,), positions in ascending order, those of row i from
+    `starts[i]` to `starts[i + 1]`. It has every label once and negative numbers for padding. `observed` is a
+    bool of the shape of `x`. `weight` has the shape of the one that is given; None means 1 for every label.
     """
 
     listed: Tensor | None
@@ -35,11 +35,11 @@ class Labels(NamedTuple):
     observed: Tensor | None
     weight: Tensor | None
     offsets: Tensor | None  # of the logits
-    complete: bool  # nothing in `listed` is negative, which is known only where the target may be looked at
+    complete: bool  # `listed` is known to have no padding; False where the target cannot be read
 
     @property
     def found(self) -> Tensor:
-        """Where a label is: a bool of the shape of `listed` or `observed`."""
+        """The positions of labels, as a bool of the shape of `listed` or `observed`."""
         if self.listed is not None:
             return self.listed >= 0
         assert self.observed is not None
@@ -47,18 +47,18 @@ class Labels(NamedTuple):
 
     @property
     def rows(self) -> Rows:
-        """The rows that `listed` or `observed` holds, for sums over the labels of a row."""
+        """The rows of `listed` or `observed`, for sums over the labels of a row."""
         offsets = self.offsets if self.listed is None else self.starts
         return rows_of(self.found, offsets, differentiable=True)
 
     @property
     def per_row(self) -> Tensor:
-        """How many labels each row has."""
+        """The number of labels of each row."""
         return self.rows.sum(self.found)
 
     @property
     def has_label(self) -> Tensor:
-        """A bool for each row."""
+        """Whether each row has a label, as a bool (R,)."""
         return self.found.any(-1) if self.offsets is None else self.per_row > 0
 
     @property
@@ -70,14 +70,52 @@ class Labels(NamedTuple):
         return readable(has_label) and bool(has_label.all())
 
     def multi_hot(self, x: Tensor) -> Tensor:
-        """The observed labels as a bool of the shape of `x`, whatever form they came in."""
+        """The observed labels as a bool of the shape of `x`."""
         if self.listed is None:
             return self.found
         *outer, n = x.shape
-        # One entry more than there are receives the padding.
+        # One extra entry receives the padding.
         place = torch.where(self.listed < 0, n, self.listed)
         observed = torch.zeros(*outer, n + 1, dtype=torch.bool, device=x.device)
         return observed.scatter(-1, place, True)[..., :n]
+
+
+@dataclass(frozen=True)
+class TargetRows:
+    """The target of dense rows, checked as a whole, for losses that read a few rows at a time.
+
+    A multi-hot is kept as given and converted with the rows that are read: with its weights it would take as
+    much memory as all logits.
+    """
+
+    listed: Labels | None
+    multi_hot: Tensor | None  # (R, n)
+    weight: Tensor | None  # of each class
+    dtype: torch.dtype  # of the weights of the labels
+
+    def __getitem__(self, rows: slice) -> Labels:
+        """The labels of some rows."""
+        if self.multi_hot is not None:
+            return _hot_labels(self.multi_hot[rows], self.weight, self.dtype)
+        assert self.listed is not None
+        assert self.listed.listed is not None
+        weight = None if self.listed.weight is None else self.listed.weight[rows]
+        return self.listed._replace(listed=self.listed.listed[rows], weight=weight)
+
+    @property
+    def has_label(self) -> Tensor:
+        """Whether each row has a label, as a bool (R,)."""
+        if self.multi_hot is None:
+            assert self.listed is not None
+            return self.listed.has_label
+        if self.multi_hot.shape[1] == 0 or self.multi_hot.dtype == torch.bool:
+            return self.multi_hot.any(-1)
+        return self.multi_hot.detach().amax(-1) != 0
+
+    @property
+    def weights_need_gradient(self) -> bool:
+        """Whether a gradient is requested for class weights or for the weights in a multi-hot."""
+        return any(t is not None and t.requires_grad for t in (self.weight, self.multi_hot))
 
 
 def read_labels(c: Canonical, target: Tensor, weight: Tensor | None, ignore_index: int) -> Labels:
@@ -87,12 +125,35 @@ def read_labels(c: Canonical, target: Tensor, weight: Tensor | None, ignore_inde
         check_weight(c, weight)
     if c.jagged is not None and _lists_labels(c, target):
         return _positions(c, c.jagged.places(target, ignore_index, readable(target)), weight, -1)
-    return _read_plain(c, _values(c, target), weight, ignore_index)
+    target = _values(c, target)
+    if is_multi_hot(target):
+        _check_multi_hot(c, target)
+        labels = _hot_labels(target.reshape(c.x.shape), weight, work_dtype(c.x.dtype), c.offsets)
+        if c.mask is not None and readable(target, c.mask):
+            _check_available(labels.found & ~c.mask)
+        return labels
+    return _read_indices(c, target, weight, ignore_index)
 
 
-def _read_plain(c: Canonical, target: Tensor, weight: Tensor | None, ignore_index: int) -> Labels:
-    if target.dtype == torch.bool or target.is_floating_point():
-        return _multi_hot(c, target, weight)
+def read_target_rows(c: Canonical, target: Tensor, weight: Tensor | None, ignore_index: int) -> TargetRows:
+    """Check the target of dense rows without a mask, and class weights, for reading a few rows at a time."""
+    dtype = work_dtype(c.x.dtype)
+    if not is_multi_hot(target):
+        return TargetRows(read_labels(c, target, weight, ignore_index), None, weight, dtype)
+    _check_ignore_index(ignore_index)
+    if weight is not None:
+        check_weight(c, weight)
+    check_tensor(target, "target", c.x, "the logits")
+    _check_multi_hot(c, target)
+    return TargetRows(None, target.reshape(c.x.shape), weight, dtype)
+
+
+def is_multi_hot(target: Any) -> bool:
+    """Whether a target has the dtype of a multi-hot, bool or floating, and not that of class indices."""
+    return isinstance(target, Tensor) and (target.dtype == torch.bool or target.is_floating_point())
+
+
+def _read_indices(c: Canonical, target: Tensor, weight: Tensor | None, ignore_index: int) -> Labels:
     if target.dtype not in (torch.int64, torch.uint8):
         raise TypeError(f"`target` must be {_FORMS}, but it is {target.dtype}.")
     shape = _multi_hot_shape(c)
@@ -108,7 +169,7 @@ def _read_plain(c: Canonical, target: Tensor, weight: Tensor | None, ignore_inde
 def read_single_label(
     c: Canonical, target: Tensor, weight: Tensor | None, ignore_index: int, loss: str
 ) -> tuple[Labels, Tensor]:
-    """The labels and the column (R, 1) of each row's class, 0 for none; more than one label is refused."""
+    """The labels and the column (R, 1) of each row's class, 0 for none; several labels raise an error."""
     if c.offsets is not None:
         raise ValueError(f"`offsets` is not accepted by {loss}, which compares the classes of dense rows.")
     _check_ignore_index(ignore_index)
@@ -121,7 +182,7 @@ def read_single_label(
         )
     if weight is not None:
         check_weight(c, weight)
-    labels = _read_plain(c, target, weight, ignore_index)
+    labels = _read_indices(c, target, weight, ignore_index)
     assert labels.listed is not None
     return labels, labels.listed.clamp(min=0)
 
@@ -132,7 +193,7 @@ def _check_ignore_index(ignore_index: Any) -> None:
 
 
 def _values(c: Canonical, target: Any) -> Tensor:
-    """The target as a dense tensor beside the rows: itself, or the values of a nested one."""
+    """The target as a dense tensor: itself, or the values of a nested one."""
     if isinstance(target, (list, tuple)):
         raise TypeError(
             f"`target` must be a torch.Tensor, but it is a {type(target).__name__}: give one class index per "
@@ -145,7 +206,7 @@ def _values(c: Canonical, target: Any) -> Tensor:
 
 
 def _lists_labels(c: Canonical, target: Any) -> bool:
-    """Does the target of ragged rows list labels: integers, one or several for each row, or nested lists?"""
+    """Whether the target of ragged rows lists labels: one or several integers per row, or nested lists."""
     if c.offsets is None or not isinstance(target, Tensor) or target.dtype not in (torch.int64, torch.uint8):
         return False
     if not target.is_nested:
@@ -160,7 +221,7 @@ def _lists_labels(c: Canonical, target: Any) -> bool:
             f"`target` must list the labels of {c.row_shape[0]} rows, but it has {target.shape[0]} rows "
             f"in {target.dim()} dimensions."
         )
-    # Where the offsets cannot be compared, as many values as there are logits are taken for the same.
+    # If the offsets cannot be read, a target with as many values as logits is assumed to have the same ones.
     if values.shape != c.x.shape or (readable(values) and not c.jagged.is_like(target, looked_at=True)):
         return True
     raise ValueError(
@@ -189,7 +250,7 @@ def _class_indices(c: Canonical, target: Tensor, weight: Tensor | None, ignore_i
     listed = given
     if given.shape[1] > 1:
         listed = _each_once(_negative(given, ignore_index).sort(-1).values)
-        complete = False  # removing what is repeated leaves gaps
+        complete = False  # removing repeated labels leaves gaps
     elif not complete:
         listed = _negative(given, ignore_index)
     if c.mask is not None and readable(target, c.mask):
@@ -201,34 +262,36 @@ def _class_indices(c: Canonical, target: Tensor, weight: Tensor | None, ignore_i
 
 
 def _negative(target: Tensor, ignore_index: int) -> Tensor:
-    """The target with a negative number for none, as `ignore_index` mostly is already."""
+    """The target with negative padding; `ignore_index` is usually negative already."""
     return target if ignore_index < 0 else torch.where(target == ignore_index, -1, target)
 
 
 def _each_once(ordered: Tensor) -> Tensor:
-    """Make a repeated label of the sorted last dim -1, so that it counts once, in whatever order it came."""
+    """Replace repetitions in the sorted last dimension by -1, so that every label counts once."""
     repeated = ordered[..., 1:] == ordered[..., :-1]
     return torch.cat([ordered[..., :1], ordered[..., 1:].masked_fill(repeated, -1)], dim=-1)
 
 
-def _multi_hot(c: Canonical, target: Tensor, weight: Tensor | None) -> Labels:
+def _check_multi_hot(c: Canonical, target: Tensor) -> None:
     expected = _multi_hot_shape(c)
     if target.shape != expected:
         raise ValueError(
             f"`target` is {target.dtype}, a multi-hot, and must have the logits' shape {tuple(expected)}, "
             f"but it has shape {tuple(target.shape)}."
         )
-    target = target.reshape(c.x.shape)
-    observed = target if target.dtype == torch.bool else target != 0
     if target.is_floating_point():
         _check_not_negative(target, "target")
-    if c.mask is not None and readable(target, c.mask):
-        _check_available(observed & ~c.mask)
-    work = work_dtype(c.x.dtype)
+
+
+def _hot_labels(
+    target: Tensor, weight: Tensor | None, work: torch.dtype, offsets: Tensor | None = None
+) -> Labels:
+    """The labels of a multi-hot in the shape of the logits, and their weights in the work dtype."""
+    observed = target if target.dtype == torch.bool else target != 0
     label_weight = None if target.dtype == torch.bool and weight is None else target.to(work)
     if weight is not None and label_weight is not None:
         label_weight = label_weight * weight.to(work)
-    return Labels(None, None, observed, label_weight, c.offsets, complete=False)
+    return Labels(None, None, observed, label_weight, offsets, complete=False)
 
 
 def _positions(c: Canonical, target: Tensor, weight: Tensor | None, ignore_index: int) -> Labels:
@@ -241,8 +304,8 @@ def _positions(c: Canonical, target: Tensor, weight: Tensor | None, ignore_index
     if readable(target):
         _check_values(target, ignore_index, c.x.shape[0], "positions")
     ordered = _negative(target, ignore_index).sort().values
-    # What is in no row counts for the first one where it is negative, and makes the last one NaN where it is
-    # too large, which is seen here only where the target may be looked at.
+    # Padding is counted with the first row. A position that is too large makes the last row NaN; it raises an
+    # error only where the target can be read.
     starts = torch.searchsorted(ordered, c.offsets[1:-1])
     starts = torch.cat([starts.new_zeros(1), starts, starts.new_full((1,), target.shape[0])])
     if c.offsets.shape[0] == 1:
@@ -254,7 +317,7 @@ def _positions(c: Canonical, target: Tensor, weight: Tensor | None, ignore_index
 
 
 def check_weight(c: Canonical, weight: Tensor) -> None:
-    """One weight per class, from 0 on; or an error."""
+    """Raise unless `weight` has one nonnegative weight per class."""
     if c.offsets is not None:
         raise ValueError(
             "`weight` is one number per class, but ragged rows have none: give a floating target."
@@ -270,12 +333,13 @@ def check_weight(c: Canonical, weight: Tensor) -> None:
 
 
 def _check_not_negative(weights: Tensor, name: str) -> None:
-    if readable(weights) and not bool((weights >= 0).all()):  # a NaN is not >= 0 either
+    # A NaN is not >= 0 either. The smallest entry, because a comparison of all would allocate a copy.
+    if readable(weights) and weights.numel() and not bool(weights.detach().amin() >= 0):
         raise ValueError(f"`{name}` must hold weights from 0 on, but a negative entry or a NaN is in it.")
 
 
 def _check_values(target: Tensor, ignore_index: int, n: int, what: str) -> bool:
-    """Refuse what is out of range. True means that every number is a label."""
+    """Raise on values out of range; return whether every value is a label."""
     if target.numel() == 0:
         return True
     smallest, largest = (int(value) for value in target.aminmax())
