@@ -11,7 +11,7 @@ from torchlml._autograd.rule import gradient_of_k
 from torchlml._distributed.projection import LocalRows, Split, refuse_second_derivatives, solve_shard
 from torchlml._distributed.solve import Solution
 from torchlml._distributed.sums import ShardLabels
-from torchlml._torch import careful as reference
+from torchlml._torch import careful
 
 
 class OwnLabels(NamedTuple):
@@ -39,7 +39,7 @@ class _Loss(torch.autograd.Function):
         weight: Tensor,
         split: Split,
     ) -> Tensor:
-        values, _ = reference.prepare(x, mask, None)
+        values, _ = careful.prepare(x, mask, None)
         count = x.shape[0]
         entry = values[row, place].double()
         weight = weight.double()

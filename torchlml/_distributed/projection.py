@@ -20,7 +20,7 @@ from torchlml._distributed.solve import Shard, Solution, solve
 from torchlml._distributed.sums import ShardLabels
 from torchlml._rows import DenseRows
 from torchlml._solve.newton import shifted
-from torchlml._torch import careful as reference
+from torchlml._torch import careful
 
 
 class Split:
@@ -39,17 +39,17 @@ class LocalRows:
     """The entries of this process beside the numbers of their rows."""
 
     def __init__(self, x: Tensor, mask: Tensor | None, solution: Solution) -> None:
-        self.values, _ = reference.prepare(x, mask, None)
+        self.values, _ = careful.prepare(x, mask, None)
         self.rows = DenseRows(x)
         self.solution = solution
         self.z = shifted(self.values, solution.nu, self.rows)
-        self.live = reference.moving(self.values, solution.nu, self.rows)
+        self.live = careful.moving(self.values, solution.nu, self.rows)
         # Where k < p the +inf entries get k/p each: they follow k like tied entries, but no finite x.
         tied = (solution.share > 0) & (solution.share < 1)
         self.tied = (self.values == torch.inf) & tied.unsqueeze(-1)
 
     def fill(self, y: Tensor, absent: float, infinite: Tensor) -> Tensor:
-        return reference.fill(y, self.values, self.solution.nu, self.rows, absent, infinite)
+        return careful.fill(y, self.values, self.solution.nu, self.rows, absent, infinite)
 
     def shares_of_slope(self) -> Tensor:
         """w / sum w, right even where every w underflows."""
@@ -59,7 +59,7 @@ class LocalRows:
 
     def finish(self, dx: Tensor, dk: Tensor, x: Tensor) -> tuple[Tensor, Tensor]:
         dk = torch.where(self.solution.free, 0, dk)
-        return reference.finish(dx, dk, x, self.solution.nu, self.rows)
+        return careful.finish(dx, dk, x, self.solution.nu, self.rows)
 
 
 def solve_shard(
@@ -71,7 +71,7 @@ def solve_shard(
     marks: Tensor | None = None,
 ) -> Solution:
     """Solve for the canonical arguments of this process."""
-    values, _ = reference.prepare(x, mask, None)
+    values, _ = careful.prepare(x, mask, None)
     k = k.to(torch.float64).expand(x.shape[0])
     return solve(Shard(values.contiguous(), k, split.fraction, labels, marks), split.group, split.bound)
 
@@ -124,12 +124,12 @@ def _projection(
 
 
 def _y(local: LocalRows) -> Tensor:
-    return local.fill(reference.sigmoid(local.z), 0.0, local.solution.share)
+    return local.fill(careful.sigmoid(local.z), 0.0, local.solution.share)
 
 
 def _gradient_of_y(local: LocalRows, g: Tensor, k: Tensor, group: LabelGroup) -> tuple[Tensor, Tensor]:
     s = local.solution
-    t = reference.sigmoid(-local.z.abs())
+    t = careful.sigmoid(-local.z.abs())
     w = torch.where(local.live, t * (1 - t), local.tied.to(t.dtype))
     pull = group.sum(local.rows.sum(torch.where(local.live | local.tied, w * g, 0)))
     total = torch.where(s.nu[0].isinf(), s.infinite, s.log_slope.exp())
@@ -143,7 +143,7 @@ def _log_y(local: LocalRows) -> Tensor:
 
 def _gradient_of_log_y(local: LocalRows, g: Tensor, k: Tensor, group: LabelGroup) -> tuple[Tensor, Tensor]:
     s = local.solution
-    a = torch.where(local.live, g * reference.sigmoid(-local.z), 0)
+    a = torch.where(local.live, g * careful.sigmoid(-local.z), 0)
     of_tied = local.rows.sum(torch.where(local.tied, g, 0))
     total, of_tied = group.sum(torch.stack([local.rows.sum(a), of_tied]))
     dx = torch.where(local.live, a - local.shares_of_slope() * total.to(a.dtype).unsqueeze(-1), 0)

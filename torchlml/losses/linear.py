@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from torchlml._arguments import Bound, Canonical, check_bound, check_k, check_whole_k
+from torchlml._arguments import Bound, Canonical, check_bound, check_integer_k, check_k
 from torchlml._autograd.chunked_linear import (
     ChunkedLoss,
     check_linear,
@@ -178,7 +178,7 @@ def linear_truncated_entropy_loss(
             "`input` and `linear_weight` must be plain tensors here, but a DTensor is among them."
         )
     n = linear_weight.shape[0]
-    k = check_whole_k(k, n)
+    k = check_integer_k(k, n)
     rows = read_target_rows(logits_like(input, n), target, weight, ignore_index)
     loss = _EntropyRowLoss(rows, label_reduction, k)
     chunked = ChunkedLoss(loss, rows.has_label, reduction, memory, at_once=rows.weights_need_gradient)
@@ -226,7 +226,7 @@ class LinearTruncatedEntropyLoss(TopKLoss):
     ) -> None:
         check_memory(memory)
         settings = {"label_reduction": label_reduction, "memory": memory}
-        super().__init__(check_whole_k(k), weight, ignore_index, reduction, **settings)
+        super().__init__(check_integer_k(k), weight, ignore_index, reduction, **settings)
         self.linear = nn.Linear(in_features, num_classes, bias, device, dtype)
 
     def forward(self, input: Tensor, target: Tensor) -> Tensor:  # type: ignore[override]
