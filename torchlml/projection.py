@@ -15,7 +15,7 @@ from torchlml._arguments import (
 )
 from torchlml._autograd import inequality as bounds
 from torchlml._autograd.fast_path import common_lml
-from torchlml._distributed import is_spread
+from torchlml._distributed import is_sharded
 
 
 def lml(
@@ -120,10 +120,10 @@ def _project(
     bound: Bound,
     group: Any,
 ) -> Tensor:
-    if is_spread(x, group):
-        from torchlml._distributed.calls import spread_projection
+    if is_sharded(x, group):
+        from torchlml._distributed import calls
 
-        return spread_projection(name, x, k, dim, mask, offsets, bound, group)
+        return calls.project(name, x, k, dim, mask, offsets, bound, group)
     c = canonical(x, k, dim, mask, offsets, any_k=check_bound(bound) == "at_most", nested=True)
     result: Tensor = getattr(bounds, name)(c, bound)
     if c.outer is None:

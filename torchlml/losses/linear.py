@@ -8,7 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from torchlml._arguments import Bound, Canonical, check_bound, check_k, check_whole_k
+from torchlml._arguments import Bound, Canonical, check_bound, check_whole_k
+from torchlml._autograd import loss as rule
 from torchlml._autograd.chunked_linear import (
     ChunkedLoss,
     check_linear,
@@ -16,9 +17,15 @@ from torchlml._autograd.chunked_linear import (
     logits_like,
     not_compiled,
 )
-from torchlml._autograd.loss import LMLRowLoss
-from torchlml._distributed import is_spread
-from torchlml._reductions import LabelReduction, Reduction, check_reduction, label_divisor, reduce_losses
+from torchlml._distributed import is_sharded
+from torchlml._reductions import (
+    LabelReduction,
+    LossSettings,
+    Reduction,
+    check_reduction,
+    label_divisor,
+    reduce_losses,
+)
 from torchlml._targets import TargetRows, read_target_rows
 from torchlml.losses.base import TopKLoss
 from torchlml.losses.truncated_entropy import dense_entropy
@@ -71,27 +78,13 @@ def linear_lml_loss(
     the logits are computed again. Derivatives of derivatives, `torch.func` and forward mode take the plain
     way, with all logits at once.
     """
-    if is_spread(linear_weight, group) or is_spread(input, group):
-        from torchlml._distributed.linear import spread_linear_lml_loss
+    settings = LossSettings(ignore_index, reduction, label_reduction, bound)
+    arguments = (input, linear_weight, linear_bias, target, k, weight, settings, memory)
+    if is_sharded(linear_weight, group) or is_sharded(input):
+        from torchlml._distributed import calls
 
-        tensors = (input, linear_weight, target, k, linear_bias, weight)
-        settings = (ignore_index, reduction, label_reduction, bound, memory)
-        return spread_linear_lml_loss(*tensors, *settings, group)
-    check_reduction(reduction, label_reduction)
-    check_bound(bound)
-    check_linear(input, linear_weight, linear_bias, memory)
-    n = linear_weight.shape[0]
-    k = check_k(k, input.shape[:-1], None if bound == "at_most" else n, input.device, "input")
-    rows = read_target_rows(logits_like(input, n), target, weight, ignore_index)
-    loss = LMLRowLoss(rows, label_reduction, bound)
-    return ChunkedLoss(
-        loss,
-        rows.has_label,
-        reduction,
-        memory,
-        in_place=loss.in_place(input),
-        at_once=rows.weights_need_gradient,
-    )(input, linear_weight, linear_bias, k)
+        return calls.linear_lml_loss(*arguments, group)
+    return rule.linear_lml_loss(*arguments)
 
 
 class LinearLMLLoss(TopKLoss):
@@ -173,7 +166,7 @@ def linear_truncated_entropy_loss(
     """
     check_reduction(reduction, label_reduction)
     check_linear(input, linear_weight, linear_bias, memory)
-    if is_spread(input, None) or is_spread(linear_weight, None):
+    if is_sharded(input) or is_sharded(linear_weight):
         raise TypeError(
             "`input` and `linear_weight` must be plain tensors here, but a DTensor is among them."
         )

@@ -8,8 +8,8 @@ from torch import Tensor
 
 from torchlml._arguments import Bound, canonical, check_bound
 from torchlml._autograd import loss as rule
-from torchlml._distributed import is_spread
-from torchlml._reductions import LabelReduction, Reduction, check_reduction, label_divisor
+from torchlml._distributed import is_sharded
+from torchlml._reductions import LabelReduction, LossSettings, Reduction, label_divisor
 from torchlml._targets import read_labels
 from torchlml.losses.base import TopKLoss
 
@@ -65,14 +65,12 @@ def lml_loss(
     The gradient, `A w_i / sum w - (1 - y_i) [i in Y]` with w = y (1 - y) and A = sum_{j in Y} (1 - y_j),
     keeps its size however far a label is behind.
     """
-    if is_spread(logits, group):
-        from torchlml._distributed.calls import spread_lml_loss
+    settings = LossSettings(ignore_index, reduction, label_reduction, bound)
+    if is_sharded(logits, group):
+        from torchlml._distributed import calls
 
-        return spread_lml_loss(
-            logits, target, k, weight, ignore_index, reduction, label_reduction, mask, offsets, bound, group
-        )
-    check_reduction(reduction, label_reduction)
-    check_bound(bound)
+        return calls.lml_loss(logits, target, k, weight, mask, offsets, settings, group)
+    settings.check()
     c = canonical(logits, k, -1, mask, offsets, any_k=bound == "at_most", name="logits", nested=True)
     labels = read_labels(c, target, weight, ignore_index)
     return rule.lml_loss(c, labels, label_divisor(labels, label_reduction), reduction, bound)
