@@ -71,7 +71,7 @@ class _Survey(NamedTuple):
     infinite: Tensor
     available: Tensor
     nearest: Tensor
-    at_zero: Tensor  # S(0) - k
+    at_zero: Tensor | None  # S(0) - k, for a bound
     base: Tensor
     low: Tensor
     high: Tensor
@@ -82,13 +82,12 @@ class _Survey(NamedTuple):
 
 def solve(part: LocalPart, group: LabelGroup, bound: str) -> Solution:
     """Solve sum sigmoid(x + nu) = k for every row, or find the nu of a `bound`."""
-    s = _survey(part, group)
+    s = _survey(part, group, bound)
     rows = part.k.shape[0]
     free = torch.zeros_like(s.ordinary)
-    if bound == "at_most":
-        free = ((s.special == torch.inf) & ~s.ordinary) | (s.ordinary & (s.at_zero <= 0))
-    elif bound == "at_least":
-        free = ((s.special == -torch.inf) & ~s.ordinary) | (s.ordinary & (s.at_zero >= 0))
+    if s.at_zero is not None:
+        limit, keeps = (torch.inf, s.at_zero <= 0) if bound == "at_most" else (-torch.inf, s.at_zero >= 0)
+        free = torch.where(s.ordinary, keeps, s.special == limit)
     state = _State(rows, part.x)
     state.base[:] = torch.where(s.ordinary & ~free, s.base, 0)
     to_solve = s.ordinary & ~free
@@ -128,7 +127,7 @@ class _State:
         self.base, self.shift, self.log_slope, self.loss, self.change = (zeros() for _ in range(5))
 
 
-def _survey(part: LocalPart, group: LabelGroup) -> _Survey:
+def _survey(part: LocalPart, group: LabelGroup, bound: str) -> _Survey:
     x, k = part.x, part.k
     rows, labels = x.shape
     finite = x.isfinite()
@@ -138,7 +137,6 @@ def _survey(part: LocalPart, group: LabelGroup) -> _Survey:
         nu = operators.solve(x, k * part.fraction, None, None)
     root = torch.where(nu.isfinite().all(0), nu, 0).double()
     local = evaluate(x, root[0], root[1:])[0]
-    zero = evaluate(x, torch.zeros_like(column), torch.zeros_like(root[1:]))[0]
     shifted = (x.double() + root[0, :, None]) + root[1, :, None]
     nearest = torch.where(finite, shifted.abs(), torch.inf)
     message = [
@@ -151,9 +149,11 @@ def _survey(part: LocalPart, group: LabelGroup) -> _Survey:
         nu[1],
         nearest.amin(-1) if labels else column + torch.inf,
         column + float(labels > 0),
-        *zero[:, :3].unbind(-1),
         *local.unbind(-1),
     ]
+    if bound != "exactly":  # another pass over the entries, which only a bound needs
+        zero = evaluate(x, torch.zeros_like(column), torch.zeros_like(root[1:]))[0]
+        message += zero[:, : sums.DP].unbind(-1)
     marks = column[:, None][:, :0] if part.marks is None else part.marks
     parts = group.gather(torch.cat([torch.stack([number.double() for number in message], -1), marks], -1))
     m, p, undefined = (add_up(parts[..., i]) for i in range(3))
@@ -161,7 +161,6 @@ def _survey(part: LocalPart, group: LabelGroup) -> _Survey:
     special = torch.where((k > 0) & (k >= m), torch.inf, -torch.inf)
     special = torch.where((undefined > 0) | k.isnan(), torch.nan, special)
     largest, smallest = parts[..., 3].amax(0), parts[..., 4].amin(0)
-    up, down, above = (add_up(parts[..., i]) for i in (9, 10, 11))
     hi, lo, here = parts[..., 5], parts[..., 6], parts[..., 8] > 0
     known = here & hi.isfinite()
     # The first process with a finite root gives the number that all others are counted from.
@@ -174,10 +173,13 @@ def _survey(part: LocalPart, group: LabelGroup) -> _Survey:
     odds = ((k - p) / (m - k)).log()
     low = torch.maximum(low, (-largest - base) + (odds - _MARGIN))
     high = torch.minimum(high, (-smallest - base) + (odds + _MARGIN))
-    estimate = _estimate(parts[..., 12:20], known, place, parts[..., 0], k, low, high)
+    estimate = _estimate(parts[..., 9:17], known, place, parts[..., 0], k, low, high)
     spread = torch.where(known.any(0), high - low, torch.inf)
     nearest = parts[..., 7].amin(0)
-    at_zero = (up - k) + (down - above)
+    at_zero = None
+    if bound != "exactly":
+        up, down, above = (add_up(parts[..., i]) for i in (17, 18, 19))
+        at_zero = (up - k) + (down - above)
     return _Survey(
         ordinary=ordinary,
         special=special,
@@ -190,7 +192,7 @@ def _survey(part: LocalPart, group: LabelGroup) -> _Survey:
         high=high,
         estimate=estimate,
         spread=spread,
-        marks=add_up(parts[..., 20:]),
+        marks=add_up(parts[..., len(message) :]),
     )
 
 
