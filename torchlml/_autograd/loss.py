@@ -81,11 +81,11 @@ def linear_lml_loss(
     k: float | Tensor,
     weight: Tensor | None,
     settings: LossSettings,
-    memory: int,
+    memory_limit: int,
 ) -> Tensor:
     """Check the arguments of the loss of a linear layer, and compute it in chunks."""
     settings.check()
-    check_linear(input, linear_weight, linear_bias, memory)
+    check_linear(input, linear_weight, linear_bias, memory_limit)
     n = linear_weight.shape[0]
     k = check_k(k, input.shape[:-1], None if settings.bound == "at_most" else n, input.device, "input")
     rows = read_target_rows(logits_like(input, n), target, weight, settings.ignore_index)
@@ -94,7 +94,7 @@ def linear_lml_loss(
         loss,
         rows.has_label,
         settings.reduction,
-        memory,
+        memory_limit,
         in_place=loss.in_place(input),
         at_once=rows.weights_need_gradient,
     )

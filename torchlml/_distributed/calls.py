@@ -118,12 +118,12 @@ def linear_lml_loss(
     k: float | Tensor,
     weight: Tensor | None,
     settings: LossSettings,
-    memory: int,
+    memory_limit: int,
     group: Group | None,
 ) -> Tensor:
     """`linear_lml_loss`."""
     if not isinstance(linear_weight, DTensor) and not isinstance(input, DTensor):
-        return _linear(input, linear_weight, linear_bias, target, k, weight, settings, memory, group)
+        return _linear(input, linear_weight, linear_bias, target, k, weight, settings, memory_limit, group)
     layout = read_linear_layout(input, linear_weight, group)
     settings.check()
     target, reduction = layout.target(target), settings.reduction
@@ -137,7 +137,7 @@ def linear_lml_loss(
         layout.per_row(k),
         layout.per_label(weight),
         settings._replace(reduction="sum") if mean_of_shards else settings,
-        memory,
+        memory_limit,
         layout.group,
     )
     if not isinstance(input, DTensor):
@@ -155,19 +155,21 @@ def _linear(
     k: float | Tensor,
     weight: Tensor | None,
     settings: LossSettings,
-    memory: int,
+    memory_limit: int,
     group: Group | None,
 ) -> Tensor:
     """The loss of local tensors."""
     if group is None:
-        return rule.linear_lml_loss(input, linear_weight, linear_bias, target, k, weight, settings, memory)
+        return rule.linear_lml_loss(
+            input, linear_weight, linear_bias, target, k, weight, settings, memory_limit
+        )
     with Agreement(group, input) as agreement:
         settings.check()
-        check_linear(input, linear_weight, linear_bias, memory)
+        check_linear(input, linear_weight, linear_bias, memory_limit)
         n = linear_weight.shape[0]
         c = logits_like(input, n)
         wide_k = check_k(k, input.shape[:-1], None, input.device, "input")
-        same = _matching(settings) | {"memory": memory, "in_features": input.shape[-1]}
+        same = _matching(settings) | {"memory_limit": memory_limit, "in_features": input.shape[-1]}
         # The gradient of the input is summed over all processes if it is computed.
         same |= {"gradient of the input": torch.is_grad_enabled() and input.requires_grad}
         same |= check_target(c, target, weight, settings.ignore_index)
@@ -178,7 +180,7 @@ def _linear(
         _ShardedRowLoss(observed, settings.label_reduction == "mean"),
         observed.has_label() if mean else observed.rows[:0],
         settings.reduction,
-        memory,
+        memory_limit,
         labels=max(agreement.split.labels),
         sum_over_group=agreement.group.all_reduce,
     )
