@@ -6,7 +6,6 @@ from typing import Any, Literal
 
 import numpy as np
 import torch
-from rich.console import Console
 from scipy import sparse
 from sklearn.base import BaseEstimator, ClassifierMixin
 from sklearn.utils import check_random_state
@@ -14,6 +13,7 @@ from sklearn.utils.validation import check_consistent_length, check_is_fitted, v
 
 from torchlml_lab.classifier.fitting import Schedule, fit_network
 from torchlml_lab.classifier.label_forms import Matrix, learn_form
+from torchlml_lab.screen import new_console
 from torchlml_lab.tasks.label_losses import LOSSES, WITH_K, LabelLoss, LossName
 from torchlml_lab.tasks.multilabel.label_network import LabelNetwork
 from torchlml_lab.tasks.multilabel.run_rows import Batches
@@ -119,7 +119,7 @@ class TopKClassifier(ClassifierMixin, BaseEstimator):  # type: ignore[misc]
             schedule = Schedule(
                 int(self.epochs), self.patience, int(self.batch_size), float(rate), seed % 2**20
             )
-            console = Console(quiet=not self.verbose, highlight=False)
+            console = new_console(quiet=not self.verbose, highlight=False)
             self.n_iter_ = fit_network(
                 self.network_, self._label_loss(), training, validation, schedule, console.print
             )

@@ -6,13 +6,13 @@ from pathlib import Path
 from typing import Annotated
 
 import tyro
-from rich.console import Console
 
 from torchlml_lab.cli import parse_settings
 from torchlml_lab.engine import best_epoch
 from torchlml_lab.errors import BadInput
 from torchlml_lab.files import check_folder
 from torchlml_lab.readers.labelled_rows import LabelledRows
+from torchlml_lab.screen import new_console
 from torchlml_lab.tasks.multilabel.label_report import make, write
 from torchlml_lab.tasks.multilabel.multilabel_settings import MultilabelSettings
 from torchlml_lab.tasks.multilabel.run_rows import aligned, read
@@ -49,7 +49,7 @@ def main(arguments: Sequence[str]) -> None:
         check_folder("--out", out)
     rows, what, notes = _rows(settings, trained)
     inputs, more = prepared_rows(trained, rows, settings.data or Path(what))
-    console = Console()
+    console = new_console()
     say([*notes, *more], console)
     report = make(trained, inputs, rows, what)
     console.print(report.table())

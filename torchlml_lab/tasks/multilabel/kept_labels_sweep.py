@@ -9,7 +9,6 @@ from itertools import product
 from pathlib import Path
 from typing import Any, Literal
 
-from rich.console import Console
 from rich.table import Table
 
 from torchlml_lab.cli import parse_settings
@@ -17,6 +16,7 @@ from torchlml_lab.engine.grid import Grid, GridSettings, check_grid, checked_run
 from torchlml_lab.engine.run import train
 from torchlml_lab.engine.table import plain_table, spread
 from torchlml_lab.errors import BadInput
+from torchlml_lab.screen import new_console
 from torchlml_lab.tasks.label_losses import named
 from torchlml_lab.tasks.multilabel import study_rows
 from torchlml_lab.tasks.multilabel.multilabel_settings import EXPERIMENT, MultilabelSettings, check
@@ -54,7 +54,7 @@ def main(arguments: Sequence[str]) -> None:
     study = Grid(
         EXPERIMENT, runs, _run_one, lambda one, done: [record(one, done)], study_rows.TABLE.write, _table
     )
-    run_grid(study, settings, Console())
+    run_grid(study, settings, new_console())
 
 
 def grid(settings: SweepSettings) -> list[MultilabelSettings]:
@@ -112,7 +112,7 @@ def _run_one(settings: MultilabelSettings) -> dict[str, Any]:
         EXPERIMENT,
         resuming(settings),
         lambda: task(settings, split(settings, _files_of(settings))),
-        Console(quiet=True),
+        new_console(quiet=True),
     )
 
 

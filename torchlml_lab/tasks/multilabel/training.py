@@ -11,6 +11,7 @@ from rich.console import Console
 from torchlml_lab.engine.loop import Task
 from torchlml_lab.engine.settings import read_settings
 from torchlml_lab.errors import BadInput
+from torchlml_lab.screen import new_console
 from torchlml_lab.tasks.label_losses import LabelLoss
 from torchlml_lab.tasks.multilabel import preparation as prepare
 from torchlml_lab.tasks.multilabel.label_measures import KS, measure
@@ -34,7 +35,7 @@ def main(arguments: Sequence[str]) -> None:
     from torchlml_lab.tasks.multilabel.label_report import report_run
 
     settings = read_settings(MultilabelSettings, COMMAND, arguments, MultilabelSettings())
-    console = Console()
+    console = new_console()
     run(settings, console)
     if PartialState().is_main_process:
         report_run(settings.resume or settings.out, settings, console)

@@ -16,6 +16,7 @@ from torchlml_lab.engine.progress import ProgressBar
 from torchlml_lab.engine.table import plain_table
 from torchlml_lab.errors import BadInput
 from torchlml_lab.files import check_folder
+from torchlml_lab.screen import new_console
 from torchlml_lab.tasks import recall_and_calibration
 from torchlml_lab.tasks.own_files import say
 from torchlml_lab.tasks.recommend.calibration import calibration
@@ -60,7 +61,7 @@ def main(arguments: Sequence[str]) -> None:
     own = settings.data is not None
     moved = {"train": settings.train} if own else {"train": settings.train, "test": settings.test}
     trained = load(settings.run, moved, with_test=not own)
-    console = Console()
+    console = new_console()
     if settings.data is None:
         users, what = _of_split(trained, settings.split)
     else:

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from torchlml_lab.engine.loop import Task
 from torchlml_lab.engine.settings import read_settings
+from torchlml_lab.screen import new_console
 from torchlml_lab.tasks.label_losses import LabelLoss
 from torchlml_lab.tasks.own_files import train_on_files
 from torchlml_lab.tasks.recommend.full_ranking import KS, measures, of_network
@@ -30,7 +31,7 @@ def main(arguments: Sequence[str]) -> None:
     from torchlml_lab.tasks.recommend.ranking_report import report_run
 
     settings = read_settings(RecommendSettings, COMMAND, arguments, RecommendSettings())
-    console = Console()
+    console = new_console()
     run(settings, console)
     if PartialState().is_main_process:
         report_run(settings.resume or settings.out, console)
