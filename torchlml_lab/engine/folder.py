@@ -190,6 +190,10 @@ class RunFolder:
         text = path.read_text(encoding="utf-8") if path.exists() else ""
         return [json.loads(line) for line in text.splitlines(keepends=True) if line.endswith("\n")]
 
+    def drop_metrics(self) -> None:
+        """Remove all metrics: without a state no epoch is whole."""
+        (self.path / "metrics.jsonl").unlink(missing_ok=True)
+
     def drop_metrics_after(self, epoch: int) -> None:
         """Keep only the lines of whole epochs."""
         lines = [line for line in self.metrics() if line["epoch"] <= epoch and line["split"] != "test"]
