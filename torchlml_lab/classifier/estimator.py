@@ -119,7 +119,7 @@ class TopKClassifier(ClassifierMixin, BaseEstimator):  # type: ignore[misc]
             schedule = Schedule(
                 int(self.epochs), self.patience, int(self.batch_size), float(rate), seed % 2**20
             )
-            console = new_console(quiet=not self.verbose, highlight=False)
+            console = new_console(quiet=not self.verbose)
             self.n_iter_ = fit_network(
                 self.network_, self._label_loss(), training, validation, schedule, console.print
             )
