@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import shutil
 import time
 import tracemalloc
 from pathlib import Path
@@ -11,6 +12,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from scipy import sparse
 from sklearn.feature_extraction.text import TfidfVectorizer
 
@@ -336,3 +338,17 @@ def test_bad_questions_to_a_run(run, texts, tmp_path, capsys):
     assert "is no table" in refused(capsys, [*train, "--test", tmp_path / "rows.txt"])
     assert not (tmp_path / "run").exists()
     assert not list(tmp_path.glob("*.jsonl"))
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+@pytest.mark.parametrize("command", ["predict", "evaluate"])
+def test_weights_that_are_not_finite_are_an_error(run, texts, tmp_path, capsys, value, command):
+    out = tmp_path / "run"
+    shutil.copytree(run[0], out)
+    best = json.loads((out / "state.json").read_text())["best"]
+    path = out / "checkpoints" / best / "model.safetensors"
+    weights = load_file(path)
+    weights["last.weight"][0, 0] = value
+    save_file(weights, path)
+    said = refused(capsys, [command, str(out), "--data", str(texts)])
+    assert f"`{path}` is damaged: `last.weight` holds {value}." in said
