@@ -25,6 +25,7 @@ from torchlml_lab.errors import BadInput
 from torchlml_lab.readers.columns import Columns
 from torchlml_lab.readers.labelled_rows import LabelledRows, label_matrix
 from torchlml_lab.tasks.multilabel import (
+    label_report,
     preparation,
     run_rows,
     training,
@@ -352,3 +353,19 @@ def test_weights_that_are_not_finite_are_an_error(run, texts, tmp_path, capsys, 
     save_file(weights, path)
     said = refused(capsys, [command, str(out), "--data", str(texts)])
     assert f"`{path}` is damaged: `last.weight` holds {value}." in said
+
+
+def test_a_report_does_not_widen_label_lists_to_all_labels(run, texts, capsys, tmp_path, monkeypatch):
+    """A column for each label would take gigabytes where there are hundreds of thousands of them."""
+    widths = []
+
+    class Spied(label_report.TopKRecall):
+        def update(self, preds, target, **more):
+            widths.append(target.shape[-1])
+            super().update(preds, target, **more)
+
+    monkeypatch.setattr(label_report, "TopKRecall", Spied)
+    assert cli.main(["evaluate", str(run[0]), "--data", str(texts), "--out", str(tmp_path)]) == 0
+    longest = max(len(tags) for _, tags in tagged_texts(300, seed=0))
+    assert widths
+    assert max(widths) <= longest + 1

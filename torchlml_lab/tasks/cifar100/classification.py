@@ -226,7 +226,6 @@ def accuracies(
 ) -> dict[str, float]:
     """The shares of samples whose label has one of the k largest logits, for each k."""
     recall = TopKRecall(tuple(dict.fromkeys(ks)), sync_on_compute=False)
-    recall.set_dtype(torch.float64)
     for x, label in batches:
         logits, labels = accelerator.gather_for_metrics((network(x).float(), label))
         recall.to(logits.device).update(logits, labels)
