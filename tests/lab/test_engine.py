@@ -189,7 +189,7 @@ def die_before_the_first_commit():
     def commit(self, state):
         os.kill(os.getpid(), signal.SIGKILL)
 
-    RunFolder.commit = commit
+    RunFolder.commit = commit  # type: ignore[method-assign]
 
 
 @pytest.mark.parametrize("half", [False, True])

@@ -359,7 +359,7 @@ def test_a_report_does_not_widen_label_lists_to_all_labels(run, texts, capsys, t
     """A column for each label would take gigabytes where there are hundreds of thousands of them."""
     widths = []
 
-    class Spied(label_report.TopKRecall):
+    class Spied(torchlml.metrics.TopKRecall):
         def update(self, preds, target, **more):
             widths.append(target.shape[-1])
             super().update(preds, target, **more)

@@ -56,7 +56,7 @@ def train(
         if resumed:
             folder.check()
             if (folder.path / "result.json").exists():
-                return folder.read("result.json")
+                return folder.result()
             folder.check_sound()
             if main:
                 held.enter_context(locked(folder.path))
@@ -273,9 +273,11 @@ class _Run:
         load_model(self.accelerator.unwrap_model(self.model), str(best / "model.safetensors"))
         measures = self._evaluate("test") if "test" in self.held_out else {}
         best_line = (self.state.best_epoch, "validation")
-        chosen = next(
-            (old for old in self.folder.metrics() if (old["epoch"], old["split"]) == best_line), {"epoch": 0}
-        )
+        lines = self.folder.metrics()
+        chosen = next((old for old in lines if (old["epoch"], old["split"]) == best_line), None)
+        if chosen is None:
+            path = self.folder.path / "metrics.jsonl"
+            raise BadInput(f"`{path}` is damaged: the validation of epoch {best_line[0]} is missing.")
         validation = {key: chosen[key] for key in chosen if key not in ("epoch", "split", "train_loss")}
         result = {
             "best_epoch": self.state.best_epoch,
