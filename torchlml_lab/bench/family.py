@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from torchlml_lab.bench.competitors import FAMILY
-from torchlml_lab.bench.softmax_ratios import GridSettings, read_options, run
+from torchlml_lab.bench.grid_benchmark import GridSettings, read_options, run
 from torchlml_lab.screen import new_console
 
 

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from torchlml_lab.bench.competitors import LAYER
-from torchlml_lab.bench.softmax_ratios import GridSettings, read_options, run
+from torchlml_lab.bench.grid_benchmark import GridSettings, read_options, run
 from torchlml_lab.screen import new_console
 
 

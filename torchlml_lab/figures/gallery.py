@@ -7,7 +7,7 @@ from pathlib import Path
 
 from torchlml_lab.cli import Command, choose, parse_settings
 from torchlml_lab.errors import BadInput
-from torchlml_lab.figures.sources import NotMadeYet
+from torchlml_lab.figures.find_csv import NotMadeYet
 from torchlml_lab.files import check_folder
 from torchlml_lab.screen import new_console
 
