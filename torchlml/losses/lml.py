@@ -12,7 +12,7 @@ from torchlml._core import bounds, operators
 from torchlml._core.arguments import Bound, Canonical, canonical, check_bound
 from torchlml._core.paths import Rule
 from torchlml._core.rows import rows_of, work_dtype
-from torchlml.losses.base import Reduction, TopKLoss, check_reduction, reduce, row_divisor
+from torchlml.losses.base import Reduction, TopKLoss, check_labelled_k, check_reduction, reduce, row_divisor
 from torchlml.losses.targets import LabelReduction, Labels, read_labels
 from torchlml.parallel import is_spread
 
@@ -47,7 +47,9 @@ def lml_loss(
             labels counted within each row, as (B,), padded (B, L) or nested lists. Integers in the logits'
             own shape are refused, since they could be either: give `target.bool()`, or a list that is one
             wider.
-        k: how many labels are predicted, as in `torchlml.lml`: a number or one per row; differentiable.
+        k: how many labels are predicted, as in `torchlml.lml`: a number or one per row; differentiable. It must
+            be positive in rows that have a label, or the loss would be infinite. This raises a ValueError on the
+            CPU; on other devices, where the check would synchronize, the loss is infinite.
         weight: one weight per class, for the labels of that class.
         ignore_index: the class index that means "no label".
         reduction: "mean" over the rows that have a label (0 if there are none), "sum" or "none".
@@ -78,6 +80,7 @@ def lml_loss(
     check_bound(bound)
     c = canonical(logits, k, -1, mask, offsets, any_k=bound == "at_most", name="logits", nested=True)
     labels = read_labels(c, target, weight, ignore_index)
+    check_labelled_k(c.k, lambda: labels.has_label, bound)
     return reduced_loss(c, labels, row_divisor(labels, label_reduction), reduction, bound)
 
 
