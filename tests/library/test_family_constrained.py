@@ -122,8 +122,8 @@ def test_bounds_that_should_sum_to_k_are_forgiven_their_rounding() -> None:
 @pytest.mark.parametrize("excess", [1e-15, 1e-9, 3e-8, 1e-7, 9e-7])
 @each_dtype
 def test_many_entries_that_barely_exceed_their_caps(dtype: torch.dtype, excess: float, ties: int) -> None:
-    # Without caps, exp(x + nu) of the tied entries would be 1 + excess. The amount by which the caps shorten them
-    # belongs to the one entry that is free.
+    # Without caps, exp(x + nu) of the tied entries would be 1 + excess. The amount by which the caps shorten
+    # them belongs to the one entry that is free.
     x = torch.zeros(ties + 1, dtype=dtype)
     x[-1] = -1.0
     k = ties + math.exp(-1) + (ties + math.exp(-1)) * excess

@@ -369,5 +369,6 @@ def test_backward_of_fake_tensors(loss: Any) -> None:
         hidden = torch.randn(4, 3, requires_grad=True)
         weight = torch.randn(6, 3, requires_grad=True)
         loss(hidden, weight, torch.zeros(4, dtype=torch.int64), 2).backward()
-    assert hidden.grad is not None and hidden.grad.shape == hidden.shape
-    assert weight.grad is not None and weight.grad.shape == weight.shape
+    for t in (hidden, weight):
+        assert t.grad is not None
+        assert t.grad.shape == t.shape

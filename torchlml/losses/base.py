@@ -28,8 +28,8 @@ def check_reduction(reduction: str, label_reduction: str = "sum") -> None:
 def check_labelled_k(k: Tensor, labelled: Callable[[], Tensor], bound: Bound) -> None:
     """Raise if k is 0 in a row that has a label: y is 0 there, and the loss would be infinite.
 
-    Nothing is read from a device that would have to be synchronized. `labelled` gives a bool for each row, and is
-    called only if some k is 0.
+    Nothing is read from a device that would have to be synchronized. `labelled` gives a bool for each row,
+    and is called only if some k is 0.
     """
     if bound == "at_least" or not readable(k) or bool((k.detach() > 0).all()):
         return

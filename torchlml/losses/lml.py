@@ -47,9 +47,9 @@ def lml_loss(
             labels counted within each row, as (B,), padded (B, L) or nested lists. Integers in the logits'
             own shape are refused, since they could be either: give `target.bool()`, or a list that is one
             wider.
-        k: how many labels are predicted, as in `torchlml.lml`: a number or one per row; differentiable. It must
-            be positive in rows that have a label, or the loss would be infinite. This raises a ValueError on the
-            CPU; on other devices, where the check would synchronize, the loss is infinite.
+        k: how many labels are predicted, as in `torchlml.lml`: a number or one per row; differentiable.
+            In a row that has a label, k = 0 raises a ValueError on the CPU. On other devices, where the check
+            would synchronize, the loss is infinite.
         weight: one weight per class, for the labels of that class.
         ignore_index: the class index that means "no label".
         reduction: "mean" over the rows that have a label (0 if there are none), "sum" or "none".

@@ -75,7 +75,7 @@ class Layout(NamedTuple):
         places = []
         for place in placements:
             dim = place.dim - (len(shape) - t.dim()) if isinstance(place, Shard) else -1
-            # A dimension that broadcasts is not split. One of size 1 does not broadcast if x has size 1 there too.
+            # A dimension that broadcasts is not split, but size 1 does not broadcast if x has size 1 too.
             split = dim >= 0 and t.shape[dim] == shape[place.dim]
             places.append(Shard(dim) if split else Replicate())
         return _local(t, self.mesh, places, placements)
