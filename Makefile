@@ -11,9 +11,9 @@ BIN := $(VENV)/bin
 endif
 PIP := $(BIN)/python -m pip --disable-pip-version-check
 STAMP := $(VENV)/.installed
-SOURCES := pyproject.toml constraints.txt $(wildcard setup.py) $(shell find torchlml/_kernels/cpu/csrc -type f 2>/dev/null)
+SOURCES := pyproject.toml constraints.txt $(wildcard setup.py) $(shell find torchlml/_cpu/csrc -type f 2>/dev/null)
 
-CPP := $(wildcard torchlml/_kernels/cpu/csrc/*.h torchlml/_kernels/cpu/csrc/*.cpp tools/*.cpp)
+CPP := $(wildcard torchlml/_cpu/csrc/*.h torchlml/_cpu/csrc/*.cpp tools/*.cpp)
 WORKFLOWS := $(wildcard .github/workflows/*.yml)
 # What breaks first when the library changes: arguments, special rows, accuracy and gradients, every loss.
 QUICK := $(addprefix tests/library/test_,arguments.py special_rows.py losses_definitions.py losses_targets.py \
@@ -106,4 +106,4 @@ $(STAMP): $(SOURCES)
 clean:  ## remove what was built and cached, keep .venv
 	rm -rf build dist *.egg-info .mypy_cache .pytest_cache .ruff_cache .hypothesis torchlml-demo
 	find torchlml torchlml_lab tests tools -name __pycache__ -type d -prune -exec rm -rf {} +
-	rm -f torchlml/_kernels/cpu/*.so torchlml/_kernels/cpu/_absent.txt $(STAMP)
+	rm -f torchlml/_cpu/*.so torchlml/_cpu/_absent.txt $(STAMP)

@@ -12,7 +12,7 @@ import torchlml
 
 # Kernels that import triton, which not every system has, and a plugin that runs them; and the program.
 collect_ignore_glob = [
-    "torchlml/_kernels/cuda/triton_*.py",
+    "torchlml/_triton/triton_*.py",
     "torchlml/__main__.py",
     "tests/support/triton_on_cpu.py",
 ]

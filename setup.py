@@ -31,8 +31,8 @@ from setuptools import Extension, setup
 from setuptools.command.bdist_wheel import bdist_wheel
 from setuptools.command.build_ext import build_ext
 
-SOURCES = Path("torchlml/_kernels/cpu/csrc")
-REASON = "_absent.txt"  # beside the kernel's place; native.py reads it
+SOURCES = Path("torchlml/_cpu/csrc")
+REASON = "_absent.txt"  # beside the kernel's place; loader.py reads it
 OLDEST = (2, 10)  # the first torch whose stable ABI has what bindings.cpp uses
 TARGET = f"0x{OLDEST[0]:02X}{OLDEST[1]:02X}000000000000"
 HEADER = "include/torch/csrc/stable/library.h"
@@ -223,7 +223,7 @@ class Wheel(bdist_wheel):
 if __name__ == "__main__":
     sources = sorted(str(path) for path in SOURCES.iterdir())
     kernel = Extension(
-        "torchlml._kernels.cpu._C",
+        "torchlml._cpu._C",
         [path for path in sources if path.endswith(".cpp")],
         depends=[path for path in sources if path.endswith(".h")],
         language="c++",

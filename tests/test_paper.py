@@ -15,9 +15,9 @@ from scipy.spatial import ConvexHull
 
 import torchlml
 from tests.support import truth
+from torchlml._solve.residual import residual
 from torchlml.metrics import TopKRecall
 from torchlml.solvers import bracketing
-from torchlml.solvers.residual import residual
 from torchlml_lab.figures.entropies import SURFACES, binary_entropy, entropy, points
 from torchlml_lab.figures.polytopes import in_space, vertices
 from torchlml_lab.figures.root_finding import papers_bracket, proven_bracket

@@ -78,7 +78,9 @@ def right(name: str, target: Target) -> bool:
     with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as folder:
         program = Path(folder, f"cross{target.suffix}")
         try:
-            compile_driver(compiler, HERE / "cross.cpp", program, [*FLAGS, *target.flags], target.levels)
+            compile_driver(
+                compiler, HERE / "cross_compile_check.cpp", program, [*FLAGS, *target.flags], target.levels
+            )
         except subprocess.CalledProcessError:
             print(f"{name}: {compiler} DOES NOT COMPILE the kernels, as it says above", flush=True)
             return False

@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 
 import mpmath
 
-VMATH = Path(__file__).resolve().parents[1] / "torchlml" / "_kernels" / "cpu" / "csrc" / "vmath.h"
+VMATH = Path(__file__).resolve().parents[1] / "torchlml" / "_cpu" / "csrc" / "vmath.h"
 
 
 class Polynomial(NamedTuple):

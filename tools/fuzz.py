@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 import torchlml
-from torchlml._kernels.cpu import native
+from torchlml._cpu import loader as native
 
 DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
 INF = math.inf

@@ -9,7 +9,7 @@
 #include <random>
 #include <vector>
 
-#include "../torchlml/_kernels/cpu/csrc/kernels.h"
+#include "../torchlml/_cpu/csrc/kernels.h"
 
 using namespace torchlml;
 

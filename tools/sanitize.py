@@ -16,7 +16,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 HERE = Path(__file__).resolve().parent
-SOURCES = HERE.parent / "torchlml" / "_kernels" / "cpu" / "csrc"
+SOURCES = HERE.parent / "torchlml" / "_cpu" / "csrc"
 LEVELS = ("v3", "v4") if platform.machine().lower() in ("x86_64", "amd64") else ()
 # What of setup.py's flags decides about numbers, without the optimisation.
 LIKE_SETUP = ["-std=c++17", "-fwrapv", "-ffp-contract=fast", "-fno-math-errno", "-fno-trapping-math"]

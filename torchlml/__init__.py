@@ -4,10 +4,9 @@ y = torchlml.lml(x, k)  # like softmax, but each row sums to k and every entry i
 """
 
 from torchlml import solvers
-from torchlml.family.choices import sample_subset, topk_mask
-from torchlml.family.constrained_softmax import constrained_softmax
-from torchlml.family.constrained_sparsemax import constrained_sparsemax
-from torchlml.family.value import lml_value
+from torchlml._constrained.softmax import constrained_softmax
+from torchlml._constrained.sparsemax import constrained_sparsemax
+from torchlml.choices import sample_subset, topk_mask
 from torchlml.losses import (
     LinearLMLLoss,
     LinearTruncatedEntropyLoss,
@@ -23,6 +22,7 @@ from torchlml.losses import (
     truncated_entropy_loss,
 )
 from torchlml.projection import LML, lml, lml_dual, log_lml
+from torchlml.value import lml_value
 
 __version__ = "0.1.0"
 

@@ -6,8 +6,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from torchlml._core import bounds
-from torchlml._core.arguments import (
+from torchlml._arguments import (
     Bound,
     Solver,
     canonical,
@@ -16,8 +15,9 @@ from torchlml._core.arguments import (
     check_solver,
     check_temperature,
 )
-from torchlml._core.common_call import common_lml
-from torchlml.parallel import is_spread
+from torchlml._autograd import inequality as bounds
+from torchlml._autograd.fast_path import common_lml
+from torchlml._distributed import is_spread
 
 
 def lml(
@@ -128,7 +128,7 @@ def _project(
     group: Any,
 ) -> Tensor:
     if is_spread(x, group):
-        from torchlml.parallel.calls import spread_projection
+        from torchlml._distributed.calls import spread_projection
 
         return spread_projection(name, x, k, dim, mask, offsets, solver, bound, group)
     c = canonical(x, k, dim, mask, offsets, any_k=check_bound(bound) == "at_most", nested=True)

@@ -19,8 +19,8 @@ from contextlib import AbstractContextManager, nullcontext
 from importlib import metadata
 from typing import Any, NamedTuple, TypeVar
 
+from torchlml_lab.cli_errors import options, refusal
 from torchlml_lab.errors import BadInput, did_you_mean, sentence
-from torchlml_lab.refusals import options, refusal
 
 Settings = TypeVar("Settings")
 
@@ -34,9 +34,9 @@ class Command(NamedTuple):
 
 COMMANDS = {
     "demo": Command(
-        "torchlml_lab.tasks.hidden_labels.demo", "learn the labels nobody wrote down, with five losses"
+        "torchlml_lab.studies.digits.demo", "learn the labels nobody wrote down, with five losses"
     ),
-    "which-k": Command("torchlml_lab.tasks.hidden_labels.which_k", "measure what a wrong k costs"),
+    "which-k": Command("torchlml_lab.studies.digits.which_k", "measure what a wrong k costs"),
     "info": Command("torchlml_lab.info", "print versions, the kernel in use, threads, devices, extras"),
     "gpu-check": Command("torchlml_lab.gpu_check.check_gpu", "check and time the kernels on your GPU"),
     "bench": Command("torchlml_lab.bench.benchmarks", "time the layer, its relatives and the losses"),

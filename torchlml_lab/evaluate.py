@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 
-from torchlml_lab.runs import ask_task
+from torchlml_lab.commands import ask_task
 from torchlml_lab.tasks import TASKS
 
 

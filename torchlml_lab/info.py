@@ -10,8 +10,8 @@ from importlib import metadata
 import torch
 
 import torchlml
-from torchlml._kernels.cpu import native
-from torchlml._kernels.cuda import trust
+from torchlml._cpu import loader as native
+from torchlml._triton import self_test as trust
 from torchlml_lab.cli import answer_help
 from torchlml_lab.errors import BadInput
 

@@ -3,7 +3,7 @@
 import importlib
 from collections.abc import Sequence
 
-from torchlml_lab.runs import ask_task
+from torchlml_lab.commands import ask_task
 from torchlml_lab.tasks import TASKS
 
 WITHOUT_RUN = "scene-graph"

@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from tests.support import truth
-from torchlml._kernels.cpu import native
+from torchlml._cpu import loader as native
 
 PAGE = (Path(__file__).parents[2] / "docs" / "deploy.md").read_text(encoding="utf-8")
 

@@ -17,16 +17,8 @@ from rich.console import Console
 import torchlml
 from tests.support.command_lines import each_refusal, refusals, refused
 from torchlml_lab import cli
-from torchlml_lab.bench import (
-    benchmarks,
-    family,
-    layer,
-    measurements,
-    peak_memory,
-    race,
-    report,
-    softmax_ratios,
-)
+from torchlml_lab.bench import benchmarks, family, layer, measurements, peak_memory, race, report
+from torchlml_lab.bench import grid_benchmark as softmax_ratios
 from torchlml_lab.bench.cases import DTYPES, Case, case_grid
 from torchlml_lab.bench.competitors import BASELINE, FAMILY, LAYER, MODES, call_of
 from torchlml_lab.bench.race import Quantiles

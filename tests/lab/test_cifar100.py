@@ -13,8 +13,8 @@ from tests.support.features import write_features
 from torchlml_lab import cli
 from torchlml_lab.engine import estimate
 from torchlml_lab.errors import BadInput
-from torchlml_lab.tasks.cifar100 import networks, noise_sweep, samples
-from torchlml_lab.tasks.cifar100.classification import (
+from torchlml_lab.studies.cifar100 import networks, noise_sweep, samples
+from torchlml_lab.studies.cifar100.classification import (
     LOSSES,
     Cifar100Settings,
     accuracies,

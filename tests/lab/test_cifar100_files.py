@@ -12,7 +12,7 @@ import torch
 
 from torchlml_lab import cli
 from torchlml_lab.errors import BadInput
-from torchlml_lab.tasks.cifar100 import archive, samples
+from torchlml_lab.studies.cifar100 import archive, samples
 
 
 def batch(count, seed=0):

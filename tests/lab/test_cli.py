@@ -16,7 +16,7 @@ import torch
 
 import torchlml
 from tests.support.processes import hear_interrupts
-from torchlml._kernels.cpu import native
+from torchlml._cpu import loader as native
 from torchlml_lab import cli, info
 from torchlml_lab.bench.benchmarks import BENCHMARKS
 from torchlml_lab.bench.family import FamilySettings
@@ -26,8 +26,8 @@ from torchlml_lab.bench.paper import PaperSettings
 from torchlml_lab.bench.scale import ScaleSettings
 from torchlml_lab.errors import BadInput, sentence
 from torchlml_lab.files import replacing
-from torchlml_lab.tasks.hidden_labels.demo import DemoSettings
-from torchlml_lab.tasks.hidden_labels.which_k import WhichKSettings
+from torchlml_lab.studies.digits.demo import DemoSettings
+from torchlml_lab.studies.digits.which_k import WhichKSettings
 
 ROOT = Path(__file__).parents[2]
 
@@ -355,7 +355,7 @@ def test_the_library_imports_torch_alone_and_never_the_lab():
     # The command is the lab's; Triton comes with torch for GPUs, torchmetrics with the extra.
     assert found.pop("torchlml/__main__.py") == {"torchlml_lab"}
     for name, packages in found.items():
-        optional = {"triton"} if name.startswith("torchlml/_kernels/cuda/") else set()
+        optional = {"triton"} if name.startswith("torchlml/_triton/") else set()
         optional |= {"torchmetrics"} if name.startswith("torchlml/metrics/") else set()
         assert packages <= optional, name
 

@@ -8,9 +8,9 @@ import torch
 from tests.support.command_lines import each_refusal, refusals, refused
 from torchlml_lab import cli
 from torchlml_lab.engine.threads import cores, use_threads
-from torchlml_lab.tasks.hidden_labels import demo, images, plots, stacked_networks, words
-from torchlml_lab.tasks.hidden_labels.images import Images
-from torchlml_lab.tasks.hidden_labels.measures import Measured, measure
+from torchlml_lab.studies.digits import demo, images, plots, stacked_networks, words
+from torchlml_lab.studies.digits.images import Images
+from torchlml_lab.studies.digits.measures import Measured, measure
 
 
 @pytest.mark.parametrize("condition", images.CONDITIONS)

@@ -22,9 +22,9 @@ from torchlml_lab.engine import estimate
 from torchlml_lab.engine import run as run_of_engine
 from torchlml_lab.engine.loop import EpochBatches
 from torchlml_lab.engine.threads import use_threads
-from torchlml_lab.tasks.cifar100 import networks
-from torchlml_lab.tasks.cifar100.classification import Cifar100Settings
-from torchlml_lab.tasks.cifar100.samples import read_features
+from torchlml_lab.studies.cifar100 import networks
+from torchlml_lab.studies.cifar100.classification import Cifar100Settings
+from torchlml_lab.studies.cifar100.samples import read_features
 
 
 @pytest.fixture(scope="module")

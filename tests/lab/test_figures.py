@@ -12,7 +12,8 @@ from torchlml_lab import cli, style
 from torchlml_lab.bench import measurements
 from torchlml_lab.cli import Command
 from torchlml_lab.errors import BadInput
-from torchlml_lab.figures import gallery, sources
+from torchlml_lab.figures import find_csv as sources
+from torchlml_lab.figures import gallery
 
 
 def size(png):

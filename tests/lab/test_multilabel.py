@@ -19,16 +19,12 @@ from tests.support.command_lines import made, refused
 from tests.support.processes import output, start, start_two
 from tests.support.tagged_texts import WORDS, tagged_texts, write_texts
 from torchlml_lab import cli
+from torchlml_lab.data.labelled_rows import LabelledRows, label_matrix
+from torchlml_lab.data.tables import Columns
 from torchlml_lab.errors import BadInput
-from torchlml_lab.readers.columns import Columns
-from torchlml_lab.readers.labelled_rows import LabelledRows, label_matrix
-from torchlml_lab.tasks.multilabel import (
-    preparation,
-    run_rows,
-    training,
-)
-from torchlml_lab.tasks.multilabel.multilabel_settings import MultilabelSettings
-from torchlml_lab.tasks.multilabel.temperature import best_temperature
+from torchlml_lab.multilabel import preparation, run_rows, training
+from torchlml_lab.multilabel.multilabel_settings import MultilabelSettings
+from torchlml_lab.multilabel.temperature import best_temperature
 
 
 @pytest.fixture(scope="module")

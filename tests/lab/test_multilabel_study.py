@@ -9,12 +9,12 @@ import pytest
 import torch
 
 from torchlml_lab import cli
+from torchlml_lab.data.labelled_rows import label_matrix
 from torchlml_lab.errors import BadInput
-from torchlml_lab.readers.labelled_rows import label_matrix
-from torchlml_lab.tasks.multilabel import kept_labels_sweep, one_vs_rest, study_rows
-from torchlml_lab.tasks.multilabel.kept_labels_sweep import SweepSettings
-from torchlml_lab.tasks.multilabel.multilabel_settings import MultilabelSettings
-from torchlml_lab.tasks.multilabel.run_rows import kept_labels, label_lists
+from torchlml_lab.multilabel import kept_labels_sweep, one_vs_rest, study_rows
+from torchlml_lab.multilabel.kept_labels_sweep import SweepSettings
+from torchlml_lab.multilabel.multilabel_settings import MultilabelSettings
+from torchlml_lab.multilabel.run_rows import kept_labels, label_lists
 
 
 def test_a_part_of_the_labels_is_kept():

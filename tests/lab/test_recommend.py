@@ -15,12 +15,12 @@ import torch
 from tests.support.command_lines import each_refusal, refusals, refused
 from tests.support.processes import output, start_two
 from torchlml_lab import cli
+from torchlml_lab.data.interactions import read_interactions
 from torchlml_lab.engine import run as engine_run
 from torchlml_lab.errors import BadInput
-from torchlml_lab.readers.interactions import read_interactions
-from torchlml_lab.tasks.recommend import ranking_rows, recommender_sweep
-from torchlml_lab.tasks.recommend.histories import Users, set_aside, some_users
-from torchlml_lab.tasks.recommend.recommend_settings import RecommendSettings
+from torchlml_lab.recommend import ranking_rows, recommender_sweep
+from torchlml_lab.recommend.histories import Users, set_aside, some_users
+from torchlml_lab.recommend.recommend_settings import RecommendSettings
 
 GROUPS, SIZE, HAS = 4, 30, 12  # the users of a group have some of the group's items
 

@@ -8,10 +8,10 @@ import pytest
 import torch
 from accelerate import Accelerator
 
+from torchlml_lab.recommend import recommenders
+from torchlml_lab.recommend.full_ranking import measures
+from torchlml_lab.recommend.histories import Batch
 from torchlml_lab.tasks.label_losses import PADDING, padded
-from torchlml_lab.tasks.recommend import recommenders
-from torchlml_lab.tasks.recommend.full_ranking import measures
-from torchlml_lab.tasks.recommend.histories import Batch
 
 
 def test_measures_are_those_of_a_plain_computation():

@@ -16,10 +16,10 @@ from tests.support.scene_graphs import Drawn, draw, write_vg, write_vrd
 from torchlml.metrics import SceneGraphRecall
 from torchlml_lab import cli
 from torchlml_lab.engine.threads import use_threads
-from torchlml_lab.tasks.scene_graph import objectives, visual_genome
-from torchlml_lab.tasks.scene_graph.batches import GraphBatches
-from torchlml_lab.tasks.scene_graph.model import GRID, MotifNet, masks
-from torchlml_lab.tasks.scene_graph.recalls import (
+from torchlml_lab.studies.scene_graph import objectives, visual_genome
+from torchlml_lab.studies.scene_graph.batches import GraphBatches
+from torchlml_lab.studies.scene_graph.model import GRID, MotifNet, masks
+from torchlml_lab.studies.scene_graph.recalls import (
     KS,
     MEAN_RECALLS,
     RECALLS,

@@ -12,11 +12,11 @@ import torch
 
 from tests.support.scene_graphs import OBJECTS, PREDICATES, Drawn, draw, vg_tables, write_vg, write_vrd
 from torchlml_lab.errors import BadInput
-from torchlml_lab.tasks.scene_graph import visual_genome, vrd
-from torchlml_lab.tasks.scene_graph.batches import GraphBatches, candidates
-from torchlml_lab.tasks.scene_graph.graphs import split
-from torchlml_lab.tasks.scene_graph.priors import LeaveOneOut, log_frequencies, word_vectors
-from torchlml_lab.tasks.scene_graph.regions import RegionFeatures
+from torchlml_lab.studies.scene_graph import visual_genome, vrd
+from torchlml_lab.studies.scene_graph.batches import GraphBatches, candidates
+from torchlml_lab.studies.scene_graph.graphs import split
+from torchlml_lab.studies.scene_graph.priors import LeaveOneOut, log_frequencies, word_vectors
+from torchlml_lab.studies.scene_graph.regions import RegionFeatures
 
 # One pair has two relations and one of them twice; the boxes are not in order; one image has no relation.
 SMALL = [

@@ -15,14 +15,14 @@ from tests.support.command_lines import each_refusal, made, refusals, refused
 from tests.support.scene_graphs import draw, write_vg
 from torchlml_lab import cli
 from torchlml_lab.errors import BadInput
+from torchlml_lab.studies.scene_graph import drawing, graph_prediction, recall_rows, visual_genome
+from torchlml_lab.studies.scene_graph.graph_prediction import usual_image
+from torchlml_lab.studies.scene_graph.method_sweep import METHODS, SweepSettings, grid
+from torchlml_lab.studies.scene_graph.methods import parse_method
+from torchlml_lab.studies.scene_graph.predicate_classification import SceneGraphSettings
+from torchlml_lab.studies.scene_graph.recall_rows import Record
+from torchlml_lab.studies.scene_graph.recalls import RECALLS
 from torchlml_lab.style import new_figure
-from torchlml_lab.tasks.scene_graph import drawing, graph_prediction, recall_rows, visual_genome
-from torchlml_lab.tasks.scene_graph.graph_prediction import usual_image
-from torchlml_lab.tasks.scene_graph.method_sweep import METHODS, SweepSettings, grid
-from torchlml_lab.tasks.scene_graph.methods import parse_method
-from torchlml_lab.tasks.scene_graph.predicate_classification import SceneGraphSettings
-from torchlml_lab.tasks.scene_graph.recall_rows import Record
-from torchlml_lab.tasks.scene_graph.recalls import RECALLS
 
 
 @pytest.fixture(scope="module")

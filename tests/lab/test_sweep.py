@@ -15,9 +15,9 @@ from tests.support.processes import output, start
 from torchlml_lab import cli
 from torchlml_lab.engine.table import StudyTable
 from torchlml_lab.errors import BadInput
-from torchlml_lab.tasks.cifar100 import accuracy_rows, noise_sweep
-from torchlml_lab.tasks.cifar100.accuracy_rows import Record
-from torchlml_lab.tasks.cifar100.noise_sweep import SweepSettings, grid
+from torchlml_lab.studies.cifar100 import accuracy_rows, noise_sweep
+from torchlml_lab.studies.cifar100.accuracy_rows import Record
+from torchlml_lab.studies.cifar100.noise_sweep import SweepSettings, grid
 
 
 @pytest.fixture(scope="module")

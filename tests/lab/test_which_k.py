@@ -4,8 +4,8 @@ import torch
 
 from tests.support.command_lines import each_refusal, refusals, refused
 from torchlml_lab import cli
-from torchlml_lab.tasks.hidden_labels import images, which_k
-from torchlml_lab.tasks.hidden_labels.which_k import AT_MOST, EXACTLY, OF_ROW, PREDICTED
+from torchlml_lab.studies.digits import images, which_k
+from torchlml_lab.studies.digits.which_k import AT_MOST, EXACTLY, OF_ROW, PREDICTED
 
 
 def test_images_of_one_to_five_digits():

@@ -17,7 +17,7 @@ from torch.func import grad, hessian, jvp, vmap
 from torch.fx.experimental.proxy_tensor import make_fx
 
 import torchlml
-from torchlml._core import operators
+from torchlml._autograd import operators
 from torchlml.solvers import Bracketing
 
 NAMES = ["lml", "log_lml", "lml_dual"]

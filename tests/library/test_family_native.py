@@ -11,8 +11,10 @@ from torch import Tensor
 
 import torchlml
 from tests.library.test_native import FORMS, TOLERANCE, assert_close, needs_kernel, problem, run
-from torchlml._core import bounds
-from torchlml.family import choices, constrained_softmax, constrained_sparsemax, value
+from torchlml import choices, value
+from torchlml._autograd import inequality as bounds
+from torchlml._constrained import softmax as constrained_softmax
+from torchlml._constrained import sparsemax as constrained_sparsemax
 
 Case = tuple[Tensor, Tensor, "Tensor | None", "Tensor | None"]
 PROJECTIONS = {

@@ -1,4 +1,4 @@
-"""How torchlml gets its kernel: setup.py builds it if it can and says why if not; native.py loads it."""
+"""How torchlml gets its kernel: setup.py builds it if it can and says why if not; loader.py loads it."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ import pytest
 import torch
 
 from tests.library.test_native import ROOT, SOURCES, run
-from torchlml._kernels.cpu import native
+from torchlml._cpu import loader as native
 
 # ---------------------------------------------------------------------------------------- loading
 
 
 def test_torch_by_request() -> None:
-    code = "from torchlml._kernels.cpu import native; print(native.loaded(), native.instruction_set())"
+    code = "from torchlml._cpu import loader as native; print(native.loaded(), native.instruction_set())"
     result = run(code, TORCHLML_KERNEL="torch")
     assert result.stdout.split() == ["False", "None"]
 
@@ -51,7 +51,7 @@ import torchlml
 
 def installed_at(folder: Path, monkeypatch: pytest.MonkeyPatch, choice: str) -> None:
     """As if torchlml were installed in `folder`, with nothing loaded yet."""
-    monkeypatch.setattr(native, "__file__", str(folder / "native.py"))
+    monkeypatch.setattr(native, "__file__", str(folder / "loader.py"))
     monkeypatch.setattr(native, "_library", None)
     monkeypatch.setattr(native, "_absence", native._absence)  # what loading changes is put back
     monkeypatch.setattr(native, "_warned", False)
@@ -241,7 +241,7 @@ def test_a_wheel_without_the_kernel_is_for_every_machine_and_says_why(checkout: 
     wheel = run_hooks(checkout, "wheel", TORCHLML_NO_NATIVE="1")
     assert wheel.endswith("-py3-none-any.whl")
     with zipfile.ZipFile(checkout / "out" / wheel) as archive:
-        assert archive.read("torchlml/_kernels/cpu/_absent.txt") == b"`TORCHLML_NO_NATIVE` was set\n"
+        assert archive.read("torchlml/_cpu/_absent.txt") == b"`TORCHLML_NO_NATIVE` was set\n"
 
 
 def test_setuptools_too_old(checkout: Path, tmp_path: Path) -> None:

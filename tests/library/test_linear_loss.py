@@ -16,7 +16,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils.checkpoint import checkpoint
 
 import torchlml
-from torchlml._kernels.cpu import native
+from torchlml._cpu import loader as native
 from torchlml.losses import linear_chunks
 from torchlml.losses.linear_chunks import rows_within
 from torchlml_lab.bench.peak_memory import measurable

@@ -16,7 +16,7 @@ from torch import Tensor
 
 import torchlml
 from tests.support import truth
-from torchlml._kernels.cpu import native
+from torchlml._cpu import loader as native
 
 pytestmark = [
     pytest.mark.skipif(not native.loaded(), reason="the compiled kernel is not in use"),

@@ -12,8 +12,8 @@ from tests.library.test_special_rows import SPECIAL
 from tests.support import loss_rows
 from tests.support.loss_rows import FORMS, LabelledRow, batch, draw
 from tests.support.problems import SHORT
-from torchlml._core import operators
-from torchlml._kernels import reference_loss
+from torchlml._autograd import operators
+from torchlml._torch import loss as reference_loss
 
 DTYPES = [torch.float32, torch.float64, torch.bfloat16, torch.float16]
 each_dtype = pytest.mark.parametrize("dtype", DTYPES, ids=str)

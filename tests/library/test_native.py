@@ -13,11 +13,11 @@ import torch
 from torch import Tensor
 
 import torchlml
-from torchlml._kernels import reference
-from torchlml._kernels.cpu import native
+from torchlml._cpu import loader as native
+from torchlml._torch import careful as reference
 
 ROOT = Path(__file__).resolve().parents[2]
-SOURCES = Path("torchlml/_kernels/cpu/csrc")
+SOURCES = Path("torchlml/_cpu/csrc")
 INF, NAN = float("inf"), float("nan")
 needs_kernel = pytest.mark.skipif(not native.loaded(), reason="the compiled kernel is not in use")
 
@@ -139,8 +139,8 @@ def test_instruction_sets(level: str) -> None:
 import itertools
 import torch
 from tests.library.test_native import FORMS, TOLERANCE, assert_close, problem
-from torchlml._kernels.cpu import native
-from torchlml._kernels import reference, reference_loss
+from torchlml._cpu import loader as native
+from torchlml._torch import careful as reference, loss as reference_loss
 print(native.instruction_set())
 for dtype, form in itertools.product(TOLERANCE, FORMS):
     arguments = problem(dtype, form)

@@ -17,7 +17,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 import torchlml
 from tests.support import truth
 from tests.support.problems import SHORT, Problem
-from torchlml._kernels import reference
+from torchlml._torch import careful as reference
 
 onnxruntime = pytest.importorskip("onnxruntime", reason="onnxruntime is not installed")
 pytest.importorskip("onnxscript", reason="onnxscript is not installed")

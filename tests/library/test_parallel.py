@@ -19,7 +19,7 @@ from torch import Tensor
 from torch.distributed.tensor.debug import CommDebugMode
 
 import torchlml
-import torchlml.parallel.group as group_module
+import torchlml._distributed.group as group_module
 from tests.library.test_special_rows import DENSE, Special
 from tests.support.problems import SHORT
 from tests.support.spread import part, run, same_on_all, whole

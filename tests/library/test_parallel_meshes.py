@@ -23,7 +23,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_modul
 from torch.nn.parallel import DistributedDataParallel
 
 import torchlml
-import torchlml.parallel.group as group_module
+import torchlml._distributed.group as group_module
 from tests.support.processes import fork, output, script, start_two
 from tests.support.spread import run
 from torchlml.metrics import TopKNDCG, TopKPrecision, TopKRecall, topk_recall

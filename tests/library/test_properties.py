@@ -13,7 +13,7 @@ from scipy import optimize
 
 import torchlml
 from tests.support import truth
-from torchlml.solvers.newton import order_offsets
+from torchlml._solve.newton import order_offsets
 
 ENTRY = st.one_of(st.floats(-50, 50, width=32), st.sampled_from([0.0, 1.0, -1.0, 300.0, -300.0, 1e4, 1e-3]))
 ROW = st.lists(ENTRY, min_size=1, max_size=40)

@@ -15,7 +15,7 @@ from torchlml import losses, metrics
 ROOT = Path(__file__).parents[2]
 NAMES = [name for name in torchlml.__all__ if not inspect.ismodule(getattr(torchlml, name))]
 FUNCTIONS = [name for name in losses.__all__ if inspect.isfunction(getattr(losses, name))]
-FAMILY = [name for name in NAMES if getattr(torchlml, name).__module__.startswith("torchlml.family")]
+FAMILY = [name for name in NAMES if getattr(torchlml, name).__module__.startswith("torchlml._constrained")]
 # They take the input of a linear layer, not logits: tested in test_linear_loss.py.
 LINEAR = {
     "linear_lml_loss": "LinearLMLLoss",

@@ -17,10 +17,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from tests.support import truth
 from tests.support.problems import BY_NAME, PROBLEMS, Problem
-from torchlml._kernels import quick as operators
-from torchlml._kernels import reference
-from torchlml._kernels.cpu import native
-from torchlml.solvers import quick as solver
+from torchlml._cpu import loader as native
+from torchlml._solve import fast as solver
+from torchlml._torch import careful as reference
+from torchlml._torch import fast as operators
 
 ENTRY = {torch.float32: 1e-6, torch.float64: 1e-11}
 each_dtype = pytest.mark.parametrize("dtype", ENTRY, ids=str)

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from torchlml._core.rows import rows_of
+from torchlml._rows import rows_of
 
 LENGTHS = [3, 1, 0, 5]
 OFFSETS = torch.tensor([0, 3, 4, 4, 9])

@@ -15,8 +15,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from torchlml._kernels.cuda import trust
-from torchlml._kernels.cuda.plan import plan
+from torchlml._triton import self_test as trust
+from torchlml._triton.plan import plan
 from torchlml_lab import cli, info
 from torchlml_lab.gpu_check import check_gpu, comparisons, gpu_timing
 
@@ -108,7 +108,7 @@ def test_without_triton_the_torch_path_answers(monkeypatch: pytest.MonkeyPatch) 
 
 @needs_triton
 def test_a_number_k_is_brought_to_the_device() -> None:
-    from torchlml._kernels.cuda import triton_operators
+    from torchlml._triton import operators as triton_operators
 
     x, k = torch.empty(2, 3, device="meta"), torch.tensor(2.5, dtype=torch.float64)
     moved = triton_operators.beside(k, x)

@@ -11,9 +11,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from torchlml._kernels import reference, reference_loss
-from torchlml._kernels.cpu import native
-from torchlml._kernels.cuda import trust
+from torchlml._cpu import loader as native
+from torchlml._torch import careful as reference
+from torchlml._torch import loss as reference_loss
+from torchlml._triton import self_test as trust
 
 CPU = torch.device("cpu")
 NAMES = list(trust.OPERATORS)

@@ -25,8 +25,10 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from torchlml._kernels.cuda import triton_layer, triton_loss, triton_split
-from torchlml._kernels.cuda.plan import plan
+from torchlml._triton import layer as triton_layer
+from torchlml._triton import loss as triton_loss
+from torchlml._triton import split as triton_split
+from torchlml._triton.plan import plan
 
 TARGETS = {
     "sm_80": GPUTarget("cuda", 80, 32),

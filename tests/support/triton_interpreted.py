@@ -19,8 +19,10 @@ from tests.library.test_gradients import resolved, slack, upstream
 from tests.library.test_special_rows import SPECIAL, Special, gradient_of_k
 from tests.support import loss_rows, truth
 from tests.support.problems import SHORT, Problem
-from torchlml._kernels.cuda import triton_operators, triton_split, trust
-from torchlml._kernels.cuda.plan import Plan, plan
+from torchlml._triton import operators as triton_operators
+from torchlml._triton import self_test as trust
+from torchlml._triton import split as triton_split
+from torchlml._triton.plan import Plan, plan
 
 Force = Callable[[Plan | None], None]
 Row = TypeVar("Row", Problem, Special)

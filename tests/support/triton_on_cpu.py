@@ -18,8 +18,9 @@ from torch import Tensor
 from triton.runtime import interpreter
 
 import torchlml  # noqa: F401  which defines the operators
-from torchlml._kernels.cuda import triton_operators, trust
-from torchlml._kernels.cuda.plan import Plan
+from torchlml._triton import operators as triton_operators
+from torchlml._triton import self_test as trust
+from torchlml._triton.plan import Plan
 
 PLANS = {
     "chip": None,  # the one of a GPU, which keeps such short rows on chip

@@ -8,7 +8,7 @@ from typing import Any, ClassVar, Literal
 import torch
 from torch import Tensor, nn
 
-from torchlml._core.arguments import Bound, Canonical, check_limit, check_tensor, readable
+from torchlml._arguments import Bound, Canonical, check_limit, check_tensor, readable
 from torchlml.losses.targets import LabelReduction, Labels
 
 Reduction = Literal["mean", "sum", "none"]

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from torchlml._core.arguments import (
+from torchlml._arguments import (
     Bound,
     Canonical,
     autocasts,
@@ -16,12 +16,12 @@ from torchlml._core.arguments import (
     check_k,
     check_tensor,
 )
-from torchlml._kernels.cpu import native
+from torchlml._cpu import loader as native
+from torchlml._distributed import is_spread
 from torchlml.losses.base import Reduction, TopKLoss, check_labelled_k, check_reduction, row_divisor
 from torchlml.losses.linear_chunks import linear_loss, not_compiled
 from torchlml.losses.lml import reduced_loss
 from torchlml.losses.targets import LabelReduction, check_weight, read_labels
-from torchlml.parallel import is_spread
 
 MEMORY = 64 * 2**20
 
@@ -72,7 +72,7 @@ def linear_lml_loss(
     way, with all logits at once.
     """
     if is_spread(linear_weight, group) or is_spread(input, group):
-        from torchlml.parallel.linear import spread_linear_lml_loss
+        from torchlml._distributed.linear import spread_linear_lml_loss
 
         tensors = (input, linear_weight, target, k, linear_bias, weight)
         settings = (ignore_index, reduction, label_reduction, bound, memory)

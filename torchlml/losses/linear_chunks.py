@@ -15,9 +15,9 @@ import torch
 from torch import Tensor
 from torch.nn.functional import linear
 
-from torchlml._core.arguments import autocasts, readable
-from torchlml._core.paths import differentiate_again, is_plain, needs_no_graph, wants_graph
-from torchlml._core.rows import work_dtype
+from torchlml._arguments import autocasts, readable
+from torchlml._autograd.rule import differentiate_again, is_plain, needs_no_graph, wants_graph
+from torchlml._rows import work_dtype
 
 RowLoss = Callable[[Tensor, Tensor, slice, bool], Tensor]
 """(logits of some rows, their k, which rows of the batch they are, whether the backward pass may put the

@@ -7,13 +7,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from torchlml._core.arguments import check_whole_k
+from torchlml._arguments import check_whole_k
+from torchlml._distributed import is_spread
 from torchlml.losses.base import Reduction, TopKLoss, check_reduction
 from torchlml.losses.linear import MEMORY, check_linear, check_memory, target_rows
 from torchlml.losses.linear_chunks import linear_loss, not_compiled
 from torchlml.losses.targets import LabelReduction
 from torchlml.losses.truncated_entropy import truncated_entropy_loss
-from torchlml.parallel import is_spread
 
 
 @not_compiled

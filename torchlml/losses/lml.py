@@ -8,13 +8,14 @@ from typing import Any, get_args
 import torch
 from torch import Tensor
 
-from torchlml._core import bounds, operators
-from torchlml._core.arguments import Bound, Canonical, canonical, check_bound
-from torchlml._core.paths import Rule
-from torchlml._core.rows import rows_of, work_dtype
+from torchlml._arguments import Bound, Canonical, canonical, check_bound
+from torchlml._autograd import inequality as bounds
+from torchlml._autograd import operators
+from torchlml._autograd.rule import Rule
+from torchlml._distributed import is_spread
+from torchlml._rows import rows_of, work_dtype
 from torchlml.losses.base import Reduction, TopKLoss, check_labelled_k, check_reduction, reduce, row_divisor
 from torchlml.losses.targets import LabelReduction, Labels, read_labels
-from torchlml.parallel import is_spread
 
 
 def lml_loss(
@@ -71,7 +72,7 @@ def lml_loss(
     keeps its size however far a label is behind.
     """
     if is_spread(logits, group):
-        from torchlml.parallel.calls import spread_lml_loss
+        from torchlml._distributed.calls import spread_lml_loss
 
         return spread_lml_loss(
             logits, target, k, weight, ignore_index, reduction, label_reduction, mask, offsets, bound, group

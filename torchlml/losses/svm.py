@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 from torch.nn.functional import logsigmoid, pad
 
-from torchlml._core.arguments import Canonical, canonical, check_number, check_whole_k, readable
-from torchlml._core.rows import wide_dtype, work_dtype
+from torchlml._arguments import Canonical, canonical, check_number, check_whole_k, readable
+from torchlml._rows import wide_dtype, work_dtype
 from torchlml.losses.base import Reduction, TopKLoss, check_reduction, reduce_single
 from torchlml.losses.targets import Labels, read_single_label
 from torchlml.projection import lml_dual

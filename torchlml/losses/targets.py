@@ -12,9 +12,9 @@ from typing import Any, Literal, NamedTuple
 import torch
 from torch import Tensor
 
-from torchlml._core.arguments import Canonical, check_tensor, readable
-from torchlml._core.nested import check_jagged
-from torchlml._core.rows import Rows, rows_of, work_dtype
+from torchlml._arguments import Canonical, check_tensor, readable
+from torchlml._nested import check_jagged
+from torchlml._rows import Rows, rows_of, work_dtype
 
 LabelReduction = Literal["sum", "mean"]
 _FORMS = (

@@ -6,8 +6,8 @@ import torch
 from torch import Tensor
 from torch.nn.functional import logsigmoid
 
-from torchlml._core.arguments import Canonical, canonical, check_whole_k
-from torchlml._core.rows import PackedRows, work_dtype
+from torchlml._arguments import Canonical, canonical, check_whole_k
+from torchlml._rows import PackedRows, work_dtype
 from torchlml.losses.base import Reduction, TopKLoss, check_reduction, reduce, row_divisor
 from torchlml.losses.targets import LabelReduction, Labels, read_labels
 

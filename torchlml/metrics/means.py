@@ -14,8 +14,8 @@ import torch
 from torch import Tensor
 from torchmetrics import Metric
 
-from torchlml._core.arguments import check_whole_k
-from torchlml._core.rows import wide_dtype
+from torchlml._arguments import check_whole_k
+from torchlml._rows import wide_dtype
 
 # What a part of a row or an image counts in: fine enough for seven digits, and 2^33 rows fit into an int64.
 _UNIT = 2**30

@@ -9,8 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from torchlml._core.arguments import Canonical, check_number, check_tensor
-from torchlml._core.rows import wide_dtype
+from torchlml._arguments import Canonical, check_number, check_tensor
+from torchlml._rows import wide_dtype
 from torchlml.metrics.means import of_batch
 from torchlml.metrics.topk import TopKMetric
 

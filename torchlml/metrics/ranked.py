@@ -9,10 +9,10 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from torchlml._core.arguments import Canonical, canonical
-from torchlml._core.rows import Rows, rows_of
+from torchlml._arguments import Canonical, canonical
+from torchlml._distributed import is_spread
+from torchlml._rows import Rows, rows_of
 from torchlml.losses.targets import read_labels
-from torchlml.parallel import is_spread
 
 
 class Ranked:
@@ -46,7 +46,7 @@ class Ranked:
         check: Callable[[Canonical], None] | None = None,
     ) -> None:
         if is_spread(preds, None):
-            from torchlml.parallel import dtensors
+            from torchlml._distributed import dtensors
 
             preds, target, mask, group = dtensors.scores(preds, target, mask, group)  # type: ignore[arg-type]
         if group is None:
@@ -56,7 +56,7 @@ class Ranked:
             self.labels = read_labels(c._replace(mask=None), target, None, ignore_index).multi_hot(c.x)
             self.rows = rows_of(c.x, c.offsets, differentiable=True)
         else:
-            from torchlml.parallel.ranking import spread_ranking
+            from torchlml._distributed.ranking import spread_ranking
 
             c, self.rows, self.labels = spread_ranking(
                 function, preds, target, ks, ignore_index, mask, offsets, group, check

@@ -10,8 +10,8 @@ from torch import Tensor
 from torch.nn.functional import pad
 from torchmetrics.utilities.distributed import gather_all_tensors
 
-from torchlml._core.arguments import check_tensor
-from torchlml._core.rows import wide_dtype
+from torchlml._arguments import check_tensor
+from torchlml._rows import wide_dtype
 from torchlml.metrics.means import CountingMetric, average, in_units, of_batch
 
 _OVERLAP = 0.5

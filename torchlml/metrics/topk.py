@@ -8,7 +8,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from torchlml._core.arguments import Canonical
+from torchlml._arguments import Canonical
 from torchlml.metrics.means import CountingMetric, add_up, of_batch, ratio
 from torchlml.metrics.ranked import Ranked
 

@@ -7,9 +7,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from torchlml._core.rows import Rows
-from torchlml.solvers.newton import add, begin
-from torchlml.solvers.residual import residual
+from torchlml._rows import Rows
+from torchlml._solve.newton import add, begin
+from torchlml._solve.residual import residual
 
 
 @dataclass(frozen=True)

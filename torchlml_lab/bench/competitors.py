@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 
 import torchlml
-from torchlml._kernels import quick
-from torchlml._kernels.cpu import native
+from torchlml._cpu import loader as native
+from torchlml._torch import fast as quick
 from torchlml_lab.bench.cases import Case
 
 Mode = Literal["forward", "backward", "forward+backward"]

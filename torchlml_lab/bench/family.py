@@ -7,7 +7,7 @@ from pathlib import Path
 from rich.console import Console
 
 from torchlml_lab.bench.competitors import FAMILY
-from torchlml_lab.bench.softmax_ratios import GridSettings, read_options, run
+from torchlml_lab.bench.grid_benchmark import GridSettings, read_options, run
 
 
 @dataclass(frozen=True)

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from rich.console import Console
 
 from torchlml_lab.bench.competitors import LAYER
-from torchlml_lab.bench.softmax_ratios import GridSettings, read_options, run
+from torchlml_lab.bench.grid_benchmark import GridSettings, read_options, run
 
 
 def _here() -> tuple[str, ...]:

@@ -8,7 +8,7 @@ from matplotlib.axes import Axes
 from torchlml_lab.bench.measurements import Measurement, latest, read
 from torchlml_lab.bench.paper_tables import OPERATOR
 from torchlml_lab.errors import BadInput
-from torchlml_lab.figures import sources
+from torchlml_lab.figures import find_csv as sources
 from torchlml_lab.figures.options import CsvFigureSettings, read_options, say_where
 from torchlml_lab.style import INK, METHODS, PAGE, VERMILION, new_figure
 

@@ -14,10 +14,10 @@ from sklearn.utils.validation import check_consistent_length, check_is_fitted, v
 
 from torchlml_lab.classifier.fitting import Schedule, fit_network
 from torchlml_lab.classifier.label_forms import Matrix, learn_form
+from torchlml_lab.multilabel.label_network import LabelNetwork
+from torchlml_lab.multilabel.run_rows import Batches
+from torchlml_lab.multilabel.trained_labels import probabilities, scores
 from torchlml_lab.tasks.label_losses import LOSSES, WITH_K, LabelLoss, LossName
-from torchlml_lab.tasks.multilabel.label_network import LabelNetwork
-from torchlml_lab.tasks.multilabel.run_rows import Batches
-from torchlml_lab.tasks.multilabel.trained_labels import probabilities, scores
 
 _FEWEST = 100  # rows of which a part is set aside
 

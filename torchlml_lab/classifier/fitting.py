@@ -10,10 +10,10 @@ from torch import Tensor, nn
 
 from torchlml.metrics import topk_ndcg
 from torchlml_lab.engine.loop import EpochBatches, train_epoch
+from torchlml_lab.multilabel.label_network import LabelNetwork
+from torchlml_lab.multilabel.run_rows import Batch, Batches
+from torchlml_lab.multilabel.trained_labels import scores
 from torchlml_lab.tasks.label_losses import LabelLoss, unlike_logits
-from torchlml_lab.tasks.multilabel.label_network import LabelNetwork
-from torchlml_lab.tasks.multilabel.run_rows import Batch, Batches
-from torchlml_lab.tasks.multilabel.trained_labels import scores
 
 # As in `torchlml train multilabel`: the nDCG that chooses an epoch, and how many steps must bring nothing.
 _AT = 5

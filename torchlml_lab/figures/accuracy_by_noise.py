@@ -9,11 +9,11 @@ from statistics import mean, stdev
 from matplotlib.axes import Axes
 
 from torchlml_lab.errors import BadInput
-from torchlml_lab.figures import sources
+from torchlml_lab.figures import find_csv as sources
 from torchlml_lab.figures.options import CsvFigureSettings, read_options, say_where
+from torchlml_lab.studies.cifar100 import accuracy_rows
+from torchlml_lab.studies.cifar100.accuracy_rows import Record
 from torchlml_lab.style import METHODS, PAGE, new_figure
-from torchlml_lab.tasks.cifar100 import accuracy_rows
-from torchlml_lab.tasks.cifar100.accuracy_rows import Record
 
 # One's own sweep, or that of the study.
 USUAL = (Path("runs/cifar100-sweep/results.csv"), Path("results/cifar100/features.csv"))

@@ -9,7 +9,7 @@ from rich.console import Console
 
 from torchlml_lab.cli import Command, choose, parse_settings
 from torchlml_lab.errors import BadInput
-from torchlml_lab.figures.sources import NotMadeYet
+from torchlml_lab.figures.find_csv import NotMadeYet
 from torchlml_lab.files import check_folder
 
 FIGURES = {

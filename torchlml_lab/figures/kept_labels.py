@@ -9,11 +9,11 @@ from statistics import mean, stdev
 from matplotlib.axes import Axes
 
 from torchlml_lab.engine.table import markdown_table, spread
-from torchlml_lab.figures import sources
+from torchlml_lab.figures import find_csv as sources
 from torchlml_lab.figures.options import FigureSettings, read_options, write_tables
+from torchlml_lab.multilabel import study_rows
+from torchlml_lab.multilabel.study_rows import Record
 from torchlml_lab.style import GREY, METHODS, PAGE, PURPLE, VERMILION, new_figure
-from torchlml_lab.tasks.multilabel import study_rows
-from torchlml_lab.tasks.multilabel.study_rows import Record
 
 # One's own sweep, or those of the study, with the baseline.
 OWN = Path("runs/multilabel-sweep/results.csv")

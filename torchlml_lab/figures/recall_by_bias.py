@@ -8,13 +8,13 @@ from statistics import mean, stdev
 from matplotlib.axes import Axes
 
 from torchlml_lab.engine.table import markdown_table, spread
-from torchlml_lab.figures import sources
+from torchlml_lab.figures import find_csv as sources
 from torchlml_lab.figures.options import CsvFigureSettings, read_options, write_tables
+from torchlml_lab.studies.scene_graph import recall_rows
+from torchlml_lab.studies.scene_graph.methods import parse_method
+from torchlml_lab.studies.scene_graph.recall_rows import FREQUENCY, Record, column, title_of
+from torchlml_lab.studies.scene_graph.recalls import KS, MODES, RECALLS
 from torchlml_lab.style import GREY, METHODS, ORANGE, PAGE, new_figure
-from torchlml_lab.tasks.scene_graph import recall_rows
-from torchlml_lab.tasks.scene_graph.methods import parse_method
-from torchlml_lab.tasks.scene_graph.recall_rows import FREQUENCY, Record, column, title_of
-from torchlml_lab.tasks.scene_graph.recalls import KS, MODES, RECALLS
 
 USUAL = (Path("runs/scene-graph-sweep/results.csv"), Path("results/scene-graph/vg-bias.csv"))
 # The variants of a sweep over `--biases`, from the bias that knows the training images best to none.

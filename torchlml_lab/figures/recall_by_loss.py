@@ -8,12 +8,12 @@ from statistics import mean, stdev
 
 from torchlml_lab.engine.table import spread
 from torchlml_lab.errors import BadInput
-from torchlml_lab.figures import sources
+from torchlml_lab.figures import find_csv as sources
 from torchlml_lab.figures.options import FigureSettings, read_options, write_tables
+from torchlml_lab.recommend import ranking_rows
+from torchlml_lab.recommend.ranking_rows import Record
 from torchlml_lab.style import GREY, METHODS, ORANGE, PAGE, new_figure
 from torchlml_lab.tasks.label_losses import named
-from torchlml_lab.tasks.recommend import ranking_rows
-from torchlml_lab.tasks.recommend.ranking_rows import Record
 
 # One's own sweep, or those of the study.
 OWN = Path("runs/recommend-sweep/results.csv")

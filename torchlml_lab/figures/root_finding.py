@@ -8,7 +8,7 @@ from matplotlib.axes import Axes
 from torch import Tensor
 
 import torchlml
-from torchlml.solvers.newton import order_offsets
+from torchlml._solve.newton import order_offsets
 from torchlml_lab.figures.options import draw_only
 from torchlml_lab.style import (
     BLUE,

@@ -8,10 +8,9 @@ from statistics import mean
 from matplotlib.axes import Axes
 
 from torchlml_lab.engine.table import markdown_table, spread
-from torchlml_lab.figures import sources
+from torchlml_lab.figures import find_csv as sources
 from torchlml_lab.figures.options import CsvFigureSettings, read_options, write_tables
-from torchlml_lab.style import BLUE, GREEN, ORANGE, PAGE, PURPLE, SKY, VERMILION, new_figure
-from torchlml_lab.tasks.hidden_labels.which_k import (
+from torchlml_lab.studies.digits.which_k import (
     AT_MOST,
     BCE,
     EXACTLY,
@@ -22,6 +21,7 @@ from torchlml_lab.tasks.hidden_labels.which_k import (
     TABLE,
     Record,
 )
+from torchlml_lab.style import BLUE, GREEN, ORANGE, PAGE, PURPLE, SKY, VERMILION, new_figure
 
 USUAL = (Path("torchlml-which-k.csv"), Path("results/which-k/which-k.csv"))
 _MEASURES = {"recall": "recall", "exact": "exact sets", "calibration_error": "calibration error"}

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 import torchlml
-from torchlml._kernels.cuda import trust
+from torchlml._triton import self_test as trust
 from torchlml_lab import info
 from torchlml_lab.cli import answer_help
 from torchlml_lab.errors import BadInput

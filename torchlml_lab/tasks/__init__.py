@@ -18,40 +18,40 @@ class TaskCommands(NamedTuple):
 
 TASKS = {
     "cifar100": TaskCommands(
-        train=Command("torchlml_lab.tasks.cifar100.classification", "top-5 classification under label noise"),
-        sweep=Command("torchlml_lab.tasks.cifar100.noise_sweep", "losses x noise levels x seeds, and tuning"),
-        evaluate="torchlml_lab.tasks.cifar100.accuracy_report",
-        step_time="torchlml_lab.tasks.cifar100.loss_times",
+        train=Command(
+            "torchlml_lab.studies.cifar100.classification", "top-5 classification under label noise"
+        ),
+        sweep=Command(
+            "torchlml_lab.studies.cifar100.noise_sweep", "losses x noise levels x seeds, and tuning"
+        ),
+        evaluate="torchlml_lab.studies.cifar100.accuracy_report",
+        step_time="torchlml_lab.studies.cifar100.loss_times",
     ),
     "multilabel": TaskCommands(
         train=Command(
-            "torchlml_lab.tasks.multilabel.training", "the best labels of texts or features, from your file"
+            "torchlml_lab.multilabel.training", "the best labels of texts or features, from your file"
         ),
         sweep=Command(
-            "torchlml_lab.tasks.multilabel.kept_labels_sweep", "losses x kept labels x seeds, and tuning"
+            "torchlml_lab.multilabel.kept_labels_sweep", "losses x kept labels x seeds, and tuning"
         ),
-        evaluate="torchlml_lab.tasks.multilabel.evaluation",
-        predict="torchlml_lab.tasks.multilabel.prediction",
+        evaluate="torchlml_lab.multilabel.evaluation",
+        predict="torchlml_lab.multilabel.prediction",
     ),
     "scene-graph": TaskCommands(
         train=Command(
-            "torchlml_lab.tasks.scene_graph.predicate_classification",
+            "torchlml_lab.studies.scene_graph.predicate_classification",
             "all relations of an image, on Visual Genome or VRD",
         ),
-        sweep=Command("torchlml_lab.tasks.scene_graph.method_sweep", "methods x seeds, and tuning"),
-        evaluate="torchlml_lab.tasks.scene_graph.recall_report",
-        predict="torchlml_lab.tasks.scene_graph.graph_prediction",
-        step_time="torchlml_lab.tasks.scene_graph.objective_times",
+        sweep=Command("torchlml_lab.studies.scene_graph.method_sweep", "methods x seeds, and tuning"),
+        evaluate="torchlml_lab.studies.scene_graph.recall_report",
+        predict="torchlml_lab.studies.scene_graph.graph_prediction",
+        step_time="torchlml_lab.studies.scene_graph.objective_times",
     ),
     "recommend": TaskCommands(
-        train=Command(
-            "torchlml_lab.tasks.recommend.recommendation", "what users take next, from your own files"
-        ),
-        sweep=Command(
-            "torchlml_lab.tasks.recommend.recommender_sweep", "models x losses x seeds, and tuning"
-        ),
-        evaluate="torchlml_lab.tasks.recommend.ranking_report",
-        predict="torchlml_lab.tasks.recommend.item_prediction",
-        step_time="torchlml_lab.tasks.recommend.recommender_times",
+        train=Command("torchlml_lab.recommend.recommendation", "what users take next, from your own files"),
+        sweep=Command("torchlml_lab.recommend.recommender_sweep", "models x losses x seeds, and tuning"),
+        evaluate="torchlml_lab.recommend.ranking_report",
+        predict="torchlml_lab.recommend.item_prediction",
+        step_time="torchlml_lab.recommend.recommender_times",
     ),
 }

@@ -1,0 +1,311 @@
+"""The one reader of `x`, `k`, `mask` and `offsets`, for the layer, the family, the losses and the metrics.
+
+Everything wrong is said here, in one sentence, before anything is computed. The numbers inside `k` and
+`offsets` are looked at only in eager calls on the CPU: anywhere else that would stall or stop a trace.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+import numbers
+import operator
+import sys
+from typing import Any, Literal, NamedTuple
+
+import torch
+from torch import Tensor
+
+from torchlml._nested import Jagged
+from torchlml._nested import read as read_nested
+from torchlml._rows import wide_dtype
+from torchlml.solvers.bracketing import Bracketing
+
+Bound = Literal["exactly", "at_most", "at_least"]
+Solver = Literal["newton", "bracketing"] | Bracketing
+
+# The last two are what the compiler passes for a number it keeps open.
+NUMBERS: tuple[Any, ...] = (int, float, numbers.Real, torch.SymInt, torch.SymFloat)
+_DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
+_LARGEST = sys.float_info.max  # a larger int is no float
+
+
+class Canonical(NamedTuple):
+    """Arguments as the operators take them, and the shape that the entries have outside."""
+
+    x: Tensor  # (R, n), or (N,) with offsets
+    k: Tensor  # 0-d or (R,)
+    mask: Tensor | None  # like x
+    offsets: Tensor | None  # (R + 1,)
+    outer: torch.Size | None  # the shape with `dim` moved to the end; None where x is taken as it is
+    jagged: Jagged | None = None  # for a nested tensor, whose values the others describe
+
+    @property
+    def row_shape(self) -> torch.Size:
+        """The shape outside of one number per row."""
+        if self.outer is not None and self.offsets is None:
+            return self.outer[:-1]
+        return torch.Size([self.x.shape[0] if self.offsets is None else self.offsets.shape[0] - 1])
+
+    def restore(self, y: Tensor, dim: int) -> Tensor:
+        """Entries in rows, back into the shape they came in."""
+        if self.jagged is not None:
+            assert self.outer is not None
+            return self.jagged.wrap(y.reshape(self.outer).movedim(-1, self.jagged.dim))
+        return y if self.outer is None else y.reshape(self.outer).movedim(-1, dim)
+
+    def restore_rows(self, per_row: Tensor) -> Tensor:
+        """One number per row, in the shape of x without `dim`."""
+        if self.jagged is not None:
+            return self.jagged.wrap_rows(per_row.reshape(self.row_shape))
+        return per_row if self.outer is None else per_row.reshape(self.outer[:-1])
+
+
+def canonical(
+    x: Tensor,
+    k: float | Tensor,
+    dim: int,
+    mask: Tensor | None,
+    offsets: Tensor | None,
+    *,
+    any_k: bool = False,
+    name: str = "x",
+    nested: bool = False,
+) -> Canonical:
+    """Check the arguments of the projection and bring them into the form of the operators.
+
+    With `any_k`, k may exceed the length of a row: it is a limit, or the bound on it is not 1. `name` is what
+    the caller calls x, and `nested` says whether it may be a nested tensor. Under autocast half precision
+    becomes float32, as for torch's own softmax and losses; float32 and float64 stay what they are.
+    """
+    if isinstance(x, Tensor) and x.is_nested:
+        if not nested:
+            raise TypeError(f"`{name}` must be a dense tensor here, but it is nested.")
+        plain, jagged = read_nested(x, k, dim, mask, offsets, name, readable(x))
+        c = canonical(*plain, any_k=any_k, name=name)
+        return c._replace(outer=c.x.shape if c.outer is None else c.outer, jagged=jagged)
+    check_tensor(x, name)
+    if x.dtype not in _DTYPES:
+        raise TypeError(
+            f"`{name}` must be float32, float64, bfloat16 or float16, but its dtype is {x.dtype}."
+        )
+    if x.dim() == 0:
+        raise ValueError(f"`{name}` must have at least one dimension, but it is a 0-d tensor.")
+    if not isinstance(dim, int) or isinstance(dim, bool):
+        raise TypeError(f"`dim` must be an int, but it is {dim!r}.")
+    if not -x.dim() <= dim < x.dim():
+        raise ValueError(
+            f"`dim` must be from {-x.dim()} to {x.dim() - 1} for this `{name}`, but it is {dim}."
+        )
+    if mask is not None:
+        mask = _check_mask(mask, x, name)
+    if x.dtype in (torch.bfloat16, torch.float16) and autocasts(x.device.type):
+        x = x.float()
+    if offsets is not None:
+        offsets = _check_offsets(offsets, x, name)
+        rows = torch.Size([offsets.shape[0] - 1])
+        k = check_k(k, rows, None, x.device, name)
+        return Canonical(x.contiguous(), k, mask if mask is None else mask.contiguous(), offsets, None)
+    n = x.shape[dim]
+    if isinstance(k, Tensor) and k.dim() == x.dim() and k.shape[dim] == 1:
+        k = k.squeeze(dim)  # as a reduction with keepdim=True gives it
+    if dim not in (-1, x.dim() - 1):
+        x = x.movedim(dim, -1)
+        mask = None if mask is None else mask.movedim(dim, -1)
+    # A mask may leave fewer than k entries, and then k may exceed n as well: all that is left is chosen.
+    unlimited = any_k or mask is not None or n == 0
+    k = check_k(k, x.shape[:-1], None if unlimited else n, x.device, name)
+    if x.dim() == 2 and x.is_contiguous() and mask is None:
+        return Canonical(x, k, None, None, None if dim in (-1, 1) else x.shape)
+    outer = x.shape
+    rows_shape = (math.prod(outer[:-1]), n)
+    flat_mask = None if mask is None else mask.reshape(rows_shape).contiguous()
+    # A view of what is already in rows would only cost a node in the graph.
+    flat = x if x.dim() == 2 else x.reshape(rows_shape)
+    return Canonical(flat.contiguous(), k, flat_mask, None, outer)
+
+
+def check_tensor(t: Any, name: str, beside: Tensor | None = None, owner: str = "`x`") -> None:
+    """A tensor with its entries laid out in memory, on the device of another one; or an error."""
+    if not isinstance(t, Tensor):
+        raise TypeError(f"`{name}` must be a torch.Tensor, but it is a {type(t).__name__}.")
+    if t.layout != torch.strided or (beside is not None and t.is_nested):
+        came = "it is nested" if t.is_nested else f"its layout is {t.layout}"
+        raise TypeError(f"`{name}` must be a dense tensor, but {came}.")
+    if beside is not None and t.device != beside.device:
+        raise ValueError(
+            f"`{name}` must be on the device of {owner}, {beside.device}, but it is on {t.device}."
+        )
+
+
+def check_number(value: Any, name: str, accepted: str, least: float | None = None) -> None:
+    """A number, finite and from `least` on if that is given; or an error that says what is `accepted`."""
+    if isinstance(value, bool) or not isinstance(value, NUMBERS):
+        raise TypeError(f"`{name}` must be {accepted}, but it is {value!r}.")
+    if least is not None and not least <= value < math.inf:
+        raise ValueError(f"`{name}` must be {accepted}, but it is {value}.")
+
+
+def check_whole_k(k: Any, most: int | None = None) -> int:
+    """A whole k from 1 to `most`, for what counts entries."""
+    try:
+        k = operator.index(k)
+    except TypeError:
+        raise TypeError(f"`k` must be an integer, but it is {k!r}.") from None
+    if k < 1 or (most is not None and k > most):
+        accepted = "at least 1" if most is None else f"from 1 to {most} for these logits"
+        raise ValueError(f"`k` must be {accepted}, but it is {_show(k)}.")
+    return k
+
+
+def check_bound(bound: Bound) -> Bound:
+    """Refuse a `bound` that is none of the three, and give it back."""
+    if bound not in ("exactly", "at_most", "at_least"):
+        raise ValueError(f'`bound` must be "exactly", "at_most" or "at_least", but it is {bound!r}.')
+    return bound
+
+
+def check_solver(solver: str | Bracketing) -> Bracketing | None:
+    """The settings of the bracketing method, or None for Newton's."""
+    if isinstance(solver, Bracketing):
+        return solver
+    if solver == "newton":
+        return None
+    if solver == "bracketing":
+        return Bracketing()
+    raise ValueError(f"`solver` must be 'newton', 'bracketing' or a Bracketing, but it is {solver!r}.")
+
+
+def check_temperature(temperature: Any) -> None:
+    """A positive number, or an error."""
+    check_number(temperature, "temperature", "a positive number")
+    if not 0 < temperature < math.inf:
+        raise ValueError(f"`temperature` must be a positive number, but it is {temperature!r}.")
+
+
+def _check_mask(mask: Tensor, x: Tensor, name: str) -> Tensor:
+    if not isinstance(mask, Tensor) or mask.dtype != torch.bool:
+        came = mask.dtype if isinstance(mask, Tensor) else f"a {type(mask).__name__}"
+        raise TypeError(f"`mask` must be a bool tensor (True: may be chosen), but it is {came}.")
+    check_tensor(mask, "mask", x, f"`{name}`")
+    return expand(mask, "mask", x.shape, f"broadcast to the shape of `{name}`")
+
+
+def _check_offsets(offsets: Tensor, x: Tensor, name: str) -> Tensor:
+    if x.dim() != 1:
+        raise ValueError(
+            f"With `offsets`, `{name}` must be a 1-d tensor of packed rows, but it is {x.dim()}-d."
+        )
+    if not isinstance(offsets, Tensor) or offsets.dtype not in (torch.int64, torch.int32):
+        came = offsets.dtype if isinstance(offsets, Tensor) else f"a {type(offsets).__name__}"
+        raise TypeError(f"`offsets` must be an int64 or int32 tensor, but it is {came}.")
+    check_tensor(offsets, "offsets", x, f"`{name}`")
+    if offsets.dim() != 1 or offsets.shape[0] == 0:
+        raise ValueError(
+            "`offsets` must be a 1-d tensor with one more number than there are rows, "
+            f"but its shape is {tuple(offsets.shape)}."
+        )
+    if readable(offsets):
+        first, last = int(offsets[0]), int(offsets[-1])
+        if first != 0 or last != x.numel():
+            raise ValueError(
+                f"`offsets` must start at 0 and end at the length of `{name}`, {x.numel()}, "
+                f"but it goes from {first} to {last}."
+            )
+        if bool((offsets.diff() < 0).any()):
+            raise ValueError("`offsets` must not decrease, but it does.")
+    return offsets.long().contiguous()
+
+
+def check_limit(k: Any) -> None:
+    """A k that may be right for some input: a number or a tensor of numbers, from 0 on and finite."""
+    if isinstance(k, Tensor):
+        check_k(k, k.shape, None, k.device)
+    else:
+        check_k(k, torch.Size(), None, torch.device("cpu"))
+
+
+def check_k(k: Any, rows: torch.Size, most: int | None, device: torch.device, name: str = "x") -> Tensor:
+    """k as a wide tensor, 0-d or flat with one number per row; `most` is the largest k allowed."""
+    if not isinstance(k, Tensor):
+        check_number(k, "k", "a number or a tensor")
+        _check_range(k, k, most)
+        # The same number comes with every call, and a new tensor for it costs as much as all the checks.
+        make = kept_scalar if untraced() and not torch.is_inference_mode_enabled() else _scalar
+        return make(k, wide_dtype(device))
+    if k.is_nested:
+        raise TypeError(f"`k` must be a dense tensor beside this `{name}`, but it is nested.")
+    check_real(k, "k", device, name)
+    if readable(k) and k.numel() > 0:
+        smallest, largest = k.detach().aminmax()
+        _check_range(smallest.item(), largest.item(), most)
+    k = k.to(wide_dtype(device))
+    if k.dim() == 0:
+        return k
+    if k.dim() == len(rows) + 1 and k.shape[-1] == 1:
+        k = k.squeeze(-1)
+    return expand(k, "k", rows, "be a number or broadcast to one number per row").reshape(-1).contiguous()
+
+
+def expand(t: Tensor, name: str, shape: torch.Size, accepted: str) -> Tensor:
+    """A tensor broadcast to a shape, or an error that says what it must do."""
+    try:
+        return t.expand(shape)
+    except RuntimeError:
+        came = f"but its shape is {tuple(t.shape)}"
+        raise ValueError(f"`{name}` must {accepted}, {tuple(shape)}, {came}.") from None
+
+
+def check_real(t: Tensor, name: str, device: torch.device, owner: str = "x") -> None:
+    """Real numbers on a device; or an error. A number on the CPU goes along with tensors of every device."""
+    if t.dtype == torch.bool or t.dtype.is_complex:
+        raise TypeError(f"`{name}` must hold real numbers, but its dtype is {t.dtype}.")
+    if t.device != device and (t.dim() > 0 or t.device.type != "cpu"):
+        raise ValueError(f"`{name}` must be on the device of `{owner}`, {device}, but it is on {t.device}.")
+
+
+def _check_range(smallest: Any, largest: Any, most: int | None) -> None:
+    # A NaN fails every comparison, so it is caught by asking for what is allowed.
+    if smallest >= 0 and largest <= (_LARGEST if most is None else most):
+        return
+    came = _show(smallest)
+    if smallest != largest and smallest == smallest:
+        came = f"{came} to {_show(largest)}"
+    allowed = "a finite number from 0 on" if most is None else f"from 0 to n = {most}"
+    raise ValueError(f"`k` must be {allowed}, but k is {came}.")
+
+
+def _show(number: Any) -> str:
+    if isinstance(number, int) and abs(number) > _LARGEST:
+        return f"an integer of {number.bit_length()} bits"
+    return f"{number:g}"
+
+
+def readable(*tensors: Tensor | None) -> bool:
+    """May the numbers in these tensors be looked at without stalling a device or stopping a trace?"""
+    return untraced() and all(t is None or t.device.type == "cpu" for t in tensors)
+
+
+def untraced() -> bool:
+    """Is this an eager call, which no compiler, transform, mode or tracer follows?"""
+    return (
+        not torch.compiler.is_compiling()
+        and not torch._C._are_functorch_transforms_active()
+        and torch._C._len_torch_dispatch_stack() == 0
+        and not torch._C._is_tracing()
+    )
+
+
+def _scalar(k: Any, dtype: torch.dtype) -> Tensor:
+    if not isinstance(k, (int, float, torch.SymInt, torch.SymFloat)):
+        k = float(k)  # a fraction, or a number of numpy's
+    # On the CPU whatever the default device: a 0-d tensor goes along with tensors of every device.
+    return torch.scalar_tensor(k, dtype=dtype, device="cpu")
+
+
+kept_scalar = functools.lru_cache(maxsize=256)(_scalar)
+
+
+def autocasts(device: str) -> bool:
+    """Is autocast at work there? Not on "meta", for which torch refuses to answer."""
+    return device != "meta" and torch.is_autocast_enabled(device)

@@ -1,0 +1,1 @@
+"""The operators `torch.ops.torchlml.*` and their derivatives."""

@@ -1,0 +1,71 @@
+"""The commonest call of `lml`, with as little as possible between it and the kernel.
+
+That is: a matrix of float32 or float64 on the CPU, a plain number k, nothing else, in an eager call. At
+256 x 100, reading all that the arguments might be and a Function for all that there might be cost as much as
+the backward pass of the projection itself.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd import forward_ad
+
+from torchlml._arguments import kept_scalar, untraced
+from torchlml._autograd import implicit as differentiable
+from torchlml._autograd import operators
+from torchlml._autograd.rule import differentiate_again, wants_graph
+
+
+def common_lml(x: Any, k: Any, dim: Any) -> Tensor | None:
+    """lml(x, k, dim), or None where the call is another one or wrong: then it must be read with care.
+
+    Types are compared and not asked for: a tensor, or a number, of another class may be anything.
+    """
+    if not (
+        untraced()
+        and type(x) is Tensor
+        and (type(k) is int or type(k) is float)
+        and (type(dim) is int and dim == -1)
+        and (x.dtype is torch.float32 or x.dtype is torch.float64)
+        and x.is_cpu
+        and x.layout is torch.strided
+        and not x.is_nested
+        and x.dim() == 2
+        and 0 <= k <= x.shape[1]
+        and x.is_contiguous()
+        and forward_ad._current_level < 0
+        and not torch.is_inference_mode_enabled()
+    ):
+        return None
+    number = kept_scalar(k, torch.float64)
+    if x.requires_grad and torch.is_grad_enabled():
+        return _apply(x, number)
+    y: Tensor = operators.forward(x, number, None, None)[0]
+    return y
+
+
+class _Apply(torch.autograd.Function):
+    """The rule of `paths.lml` for x alone."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, k: Tensor) -> Tensor:
+        y: Tensor
+        y, nu = operators.forward(x, k, None, None)
+        ctx.save_for_backward(x, k, y, nu)
+        return y
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, None]:
+        x, k, y, nu = ctx.saved_tensors
+        if wants_graph():
+            dx = differentiate_again(lambda x: differentiable.lml(x, k, None, None), grad, x)[0]
+        else:
+            dx = operators.backward(grad.contiguous(), x, y, nu, None, None)[0]
+        return dx, None
+
+
+# Function's own `apply` first looks for transforms of torch.func, which are none here.
+_apply = super(torch.autograd.Function, _Apply).apply

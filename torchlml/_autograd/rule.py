@@ -1,0 +1,143 @@
+"""How a call reaches its kernel: the fast path with a hand-written backward, or the differentiable one.
+
+Plain eager and compiled calls go through one `torch.autograd.Function` around the operators, or straight to
+the operator where no gradient is asked for. Under the transforms of `torch.func` and under forward-mode
+differentiation, and for the derivative of a derivative, the same numbers come from `differentiable.py`. (In
+torch 2.13 compiling a `torch.func.grad` silently ignores the backward of a `torch.autograd.Function`, so that
+combination must never meet one.)
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd import forward_ad
+
+from torchlml._autograd import implicit as differentiable
+from torchlml._autograd import operators
+from torchlml.solvers.bracketing import Bracketing
+
+
+@dataclass(frozen=True)
+class Rule:
+    """A function of rows and its derivative, written out by operators. Call it with canonical arguments.
+
+    Args:
+        forward: gives the result and a tuple of what else `backward` needs.
+        backward: of the gradient, the arguments and that tuple: the gradients of the first arguments, that of
+            k with one number per row.
+        differentiable: the result in operations that torch can differentiate, map and compile.
+        inputs: how many arguments, from the first on, have a gradient; the second is k.
+    """
+
+    forward: Callable[..., tuple[Tensor, tuple[Tensor, ...]]]
+    backward: Callable[..., tuple[Tensor | None, ...]]
+    differentiable: Callable[..., Tensor]
+    inputs: int = 2
+
+    def __call__(self, *arguments: Tensor | None, solver: Bracketing | None = None) -> Tensor:
+        if solver is not None:  # it has no kernel
+            return self.differentiable(*arguments, solver)
+        # `torch.jit.trace` cannot save a call of a Python function, and it compares its graph with one that
+        # it traces without gradients: both must come from the same operations.
+        if not is_plain() or torch._C._is_tracing():
+            return self.differentiable(*arguments)
+        if needs_no_graph(*arguments[: self.inputs]):
+            return self.forward(*arguments)[0]
+        return _Apply.apply(self, *arguments)
+
+
+class _Apply(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, rule: Rule, *arguments: Tensor | None) -> Tensor:
+        result, kept = rule.forward(*arguments)
+        ctx.save_for_backward(*arguments, *kept)
+        ctx.rule, ctx.number = rule, len(arguments)
+        return result
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        rule, saved = ctx.rule, ctx.saved_tensors
+        arguments, kept = saved[: ctx.number], saved[ctx.number :]
+        inputs, rest = arguments[: rule.inputs], arguments[rule.inputs :]
+        found: Any
+        if wants_graph():
+            found = differentiate_again(lambda *inputs: rule.differentiable(*inputs, *rest), grad, *inputs)
+        else:
+            dx, dk, *others = rule.backward(grad.contiguous(), *arguments, *kept)
+            found = (dx, gradient_of_k(dk, arguments[1]), *others)
+        return (None, *found, *(None for _ in rest))
+
+
+def keeps_both(operator: Callable[..., tuple[Tensor, Tensor]]) -> Callable[..., Any]:
+    """The `forward` of a rule from an operator that gives (y, nu), both of which `backward` needs."""
+
+    def forward(*arguments: Any) -> tuple[Tensor, tuple[Tensor, ...]]:
+        y, nu = operator(*arguments)
+        return y, (y, nu)
+
+    return forward
+
+
+def from_values(operator: Callable[..., tuple[Tensor, Tensor]]) -> Callable[..., Any]:
+    """The `backward` of a rule from an operator that takes (grad, x, y, nu, mask, offsets)."""
+    return lambda grad, x, k, mask, offsets, y, nu: operator(grad, x, y, nu, mask, offsets)
+
+
+def _dual_forward(x: Tensor, *rest: Tensor | None) -> tuple[Tensor, tuple[Tensor, ...]]:
+    nu = operators.solve(x, *rest)
+    return nu.sum(0).to(x.dtype), (nu,)
+
+
+def _dual_backward(
+    grad: Tensor, x: Tensor, k: Tensor, mask: Tensor | None, offsets: Tensor | None, nu: Tensor
+) -> Any:
+    return operators.dual_backward(grad.to(nu.dtype), x, nu, mask, offsets)
+
+
+# y, log y and nu of each row.
+lml = Rule(keeps_both(operators.forward), from_values(operators.backward), differentiable.lml)
+log_lml = Rule(keeps_both(operators.log_forward), from_values(operators.log_backward), differentiable.log_lml)
+lml_dual = Rule(_dual_forward, _dual_backward, differentiable.lml_dual)
+
+
+def is_plain() -> bool:
+    """Is no transform of `torch.func` and no forward-mode level at work?"""
+    return not torch._C._are_functorch_transforms_active() and forward_ad._current_level < 0
+
+
+def needs_no_graph(*inputs: Any) -> bool:
+    """Is no gradient asked for? At 256 x 100 a Function costs as much as the projection."""
+    return not (torch.is_grad_enabled() and any(t.requires_grad for t in inputs))
+
+
+def wants_graph() -> bool:
+    """Is this backward pass to be differentiated or mapped itself?
+
+    The compiler traces a backward pass with gradients enabled, but does not differentiate what it traced.
+    """
+    return (torch.is_grad_enabled() or not is_plain()) and not torch.compiler.is_compiling()
+
+
+def gradient_of_k(dk: Tensor, k: Tensor) -> Tensor | None:
+    """The gradient of k in the form k came in: summed where all rows share it, None where it has none."""
+    if not k.requires_grad:
+        return None
+    return dk.sum() if k.dim() == 0 else dk
+
+
+def differentiate_again(
+    function: Callable[..., Tensor], grad: Tensor, *inputs: Tensor
+) -> list[Tensor | None]:
+    """The gradients of some inputs as a graph, for a backward pass that is differentiated or mapped itself.
+
+    `function` is in differentiable operations; inputs without `requires_grad` get None.
+    """
+    wanted = [t for t in inputs if t.requires_grad]
+    with torch.enable_grad():
+        found = iter(torch.autograd.grad(function(*inputs), wanted, grad, create_graph=True))
+    return [next(found) if t.requires_grad else None for t in inputs]

@@ -1,0 +1,1 @@
+"""Constrained softmax and constrained sparsemax."""

@@ -1,1 +1,0 @@
-"""The operators: plain torch, fast (`quick`) and careful (`reference*`), C++ (`cpu`) and Triton (`cuda`)."""

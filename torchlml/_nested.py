@@ -1,0 +1,130 @@
+"""Nested tensors of the layout `torch.jagged`, read as the plain arguments that everything else takes.
+
+Where the ragged dimension holds the labels, (B, j), the rows are packed: the values, cut by the offsets.
+Where each of a ragged number of rows has n labels, (B, j, n), the values are dense rows. Results are wrapped
+with the same offsets, so that they go along with the tensor that came in.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from torchlml._rows import row_index
+
+Plain = tuple[Tensor, Any, int, Tensor | None, Tensor | None]
+
+
+class Jagged(NamedTuple):
+    """The nested tensor that came in, and where its labels are."""
+
+    like: Any  # a NestedTensor, whose methods torch does not declare
+    name: str
+    dim: int  # of the labels, among the dimensions of the values
+
+    @property
+    def ragged(self) -> int:
+        """The dimension of `like` whose lengths differ."""
+        return self.like._ragged_idx
+
+    @property
+    def labels_are_ragged(self) -> bool:
+        """Are the rows packed, so that results for rows are dense?"""
+        return self.dim + 1 == self.ragged
+
+    def wrap(self, values: Tensor) -> Tensor:
+        """Values of all entries as a nested tensor."""
+        return torch.nested.nested_tensor_from_jagged(values, self.like.offsets(), jagged_dim=self.ragged)
+
+    def wrap_rows(self, per_row: Tensor) -> Tensor:
+        """One number for each row: a dense (B,), or nested without the dimension of the labels."""
+        if self.labels_are_ragged:
+            return per_row
+        offsets, ragged = self.like.offsets(), self.ragged_of_rows
+        return torch.nested.nested_tensor_from_jagged(per_row, offsets, jagged_dim=ragged)
+
+    @property
+    def ragged_of_rows(self) -> int:
+        """The ragged dimension when that of the labels is taken out."""
+        return self.ragged - (self.dim + 1 < self.ragged)
+
+    def values(self, t: Any, name: str, ragged: int, looked_at: bool) -> Tensor:
+        """The values of a nested tensor that must be as ragged as the one that came in."""
+        check_jagged(t, name)
+        if t._ragged_idx == ragged and self.is_like(t, looked_at):
+            return t.values()
+        raise ValueError(
+            f"`{name}` must be ragged like `{self.name}`, but its offsets are others: make it by "
+            f"`torch.nested.nested_tensor_from_jagged(values, {self.name}.offsets())`."
+        )
+
+    def is_like(self, t: Any, looked_at: bool) -> bool:
+        """Does a nested tensor have the same offsets?"""
+        offsets, own = t.offsets(), self.like.offsets()
+        return offsets is own or (looked_at and torch.equal(offsets, own))
+
+    def places(self, target: Any, ignore_index: int, looked_at: bool) -> Tensor:
+        """The labels of packed rows, given as numbers within their rows, as places among all values.
+
+        What is `ignore_index` becomes -1, what is in no row a place past the end.
+        """
+        offsets = self.like.offsets()
+        if target.is_nested:
+            check_jagged(target, "target")
+            label = target.values()
+            row = row_index(target.offsets(), label.shape[0])
+        else:
+            row = torch.arange(target.shape[0], device=target.device)
+            row, label = row.view(-1, *(1,) * (target.dim() - 1)), target
+        label = label.long()
+        ignored = label == ignore_index
+        wrong = ~ignored & ((label < 0) | (label >= offsets.diff()[row]))
+        if looked_at and bool(wrong.any()):
+            raise ValueError(
+                "`target` must hold numbers of labels within their rows, or `ignore_index` = "
+                f"{ignore_index}, but {int(label[wrong][0])} is in it, where the row is not that long."
+            )
+        place = torch.where(wrong, self.like.values().shape[0], offsets[row] + label)
+        return torch.where(ignored, -1, place).flatten()
+
+
+def check_jagged(t: Any, name: str) -> None:
+    """A nested tensor of the jagged layout without holes; or an error."""
+    if not isinstance(t, Tensor) or t.layout != torch.jagged:
+        kind = f"one of {t.layout}" if isinstance(t, Tensor) and t.is_nested else "not nested"
+        raise TypeError(
+            f"`{name}` must be a nested tensor made with `layout=torch.jagged`, but it is {kind}."
+        )
+    if t.lengths() is not None:  # type: ignore[attr-defined]
+        raise ValueError(f"`{name}` has holes between its rows: give `{name}.contiguous()`, which has none.")
+
+
+def read(
+    x: Any, k: Any, dim: Any, mask: Any, offsets: Tensor | None, name: str, looked_at: bool
+) -> tuple[Plain, Jagged]:
+    """The arguments of a plain call on the values, and what wraps its results.
+
+    `looked_at` says whether offsets may be compared; where they may not, they must be the same tensor.
+    """
+    check_jagged(x, name)
+    if offsets is not None:
+        raise ValueError(f"`offsets` is for packed values, but `{name}` is nested and has its own.")
+    if not isinstance(dim, int) or isinstance(dim, bool):
+        raise TypeError(f"`dim` must be an int, but it is {dim!r}.")
+    place = dim + x.dim() if dim < 0 else dim
+    jagged = Jagged(x, name, place - 1)
+    packed = jagged.labels_are_ragged
+    if not 0 < place < x.dim() or (packed and x.dim() > 2):
+        raise ValueError(
+            f"`dim` must be the ragged dimension of a nested `{name}` with two, or one of fixed size behind "
+            f"the first, but it is {dim} of {x.dim()}, and the ragged one is {jagged.ragged}."
+        )
+    if mask is not None and (packed or getattr(mask, "is_nested", False)):
+        mask = jagged.values(mask, "mask", jagged.ragged, looked_at)
+    if isinstance(k, Tensor) and k.dim() > 0 and (not packed or k.is_nested):
+        if packed:
+            raise ValueError(f"`k` must be one number for each row of `{name}`, but it is nested.")
+        k = jagged.values(k, "k", jagged.ragged_of_rows, looked_at)
+    return (x.values(), k, jagged.dim, mask, x.offsets() if packed else None), jagged

@@ -1,0 +1,1 @@
+"""Pure-PyTorch solvers of the dual variable."""

@@ -1,0 +1,1 @@
+"""The operators in pure PyTorch, for every device."""

@@ -1,0 +1,172 @@
+"""The operators in plain torch, with care: for the rows `quick.py` leaves, for tests, and as the explanation.
+
+Canonical arguments, the same for every operator and every kernel:
+
+- x: (R, n), or (N,) with `offsets` (R + 1,); mask: bool like x, or None; k: float64, 0-d or (R,).
+- nu: (2, R), the pair (hi, lo) in the work dtype; hi is -inf, +inf or NaN for a row without a finite nu.
+
+A row has m available entries (True in the mask, not -inf), p of them +inf.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn.functional import logsigmoid
+
+from torchlml._rows import Rows, rows_of, work_dtype
+from torchlml._solve.newton import newton
+from torchlml._solve.residual import shifted
+from torchlml.solvers.bracketing import Bracketing, bracketing
+
+Pair = tuple[Tensor, Tensor]
+_Function = Callable[..., Tensor]
+
+
+def solve(x: Tensor, k: Tensor, mask: Tensor | None, offsets: Tensor | None) -> Tensor:
+    """nu of every row, by Newton's method."""
+    x, rows = prepare(x, mask, offsets)
+    return solve_rows(x, k, rows, newton)
+
+
+def solve_bracketing(
+    x: Tensor, k: Tensor, mask: Tensor | None, offsets: Tensor | None, *settings: Any
+) -> Tensor:
+    """nu of every row, by the paper's Algorithm 1; the settings are those of `Bracketing`."""
+    x, rows = prepare(x, mask, offsets)
+    return solve_rows(x, k, rows, partial(bracketing, settings=Bracketing(*settings)))
+
+
+def forward(x: Tensor, k: Tensor, mask: Tensor | None, offsets: Tensor | None) -> Pair:
+    """(y, nu)."""
+    return project(x, k, *prepare(x, mask, offsets), newton)
+
+
+def log_forward(x: Tensor, k: Tensor, mask: Tensor | None, offsets: Tensor | None) -> Pair:
+    """(log y, nu), without ever forming y."""
+    return project(x, k, *prepare(x, mask, offsets), newton, logsigmoid)
+
+
+def backward(
+    grad: Tensor, x: Tensor, y: Tensor, nu: Tensor, mask: Tensor | None, offsets: Tensor | None
+) -> Pair:
+    """(dx, dk) of `forward`: dx = w (g - dk), dk = (w.g) / sum w, w = y (1 - y)."""
+    values, rows = prepare(x, mask, offsets)
+    live = moving(values, nu, rows)
+    g = grad.to(values.dtype)
+    t = sigmoid(-shifted(values, nu, rows).abs())
+    # Where k < p the +inf entries get k/p each: they follow k like tied entries, but no finite change of x.
+    tied = (values == torch.inf) & (y > 0) & (y < 1) & rows.spread(nu[0].isinf())
+    w = torch.where(live, t * (1 - t), tied.to(t.dtype))
+    total = rows.sum(w)
+    dk = torch.where(total > 0, rows.sum(torch.where(live | tied, w * g, 0)) / total, 0)
+    dx = torch.where(live, w * (g - rows.spread(dk.to(g.dtype))), 0)
+    return finish(dx, dk, x, nu, rows)
+
+
+def log_backward(
+    grad: Tensor, x: Tensor, log_y: Tensor, nu: Tensor, mask: Tensor | None, offsets: Tensor | None
+) -> Pair:
+    """(dx, dk) of `log_forward`: with a = g (1 - y), dx = a - (w / sum w) sum a, dk = sum a / sum w."""
+    values, rows = prepare(x, mask, offsets)
+    live = moving(values, nu, rows)
+    g = grad.to(values.dtype)
+    a = torch.where(live, g * sigmoid(-shifted(values, nu, rows)), 0)
+    total_a = rows.sum(a)
+    share, slope = shares_of_slope(values, nu, live, rows)
+    dx = torch.where(live, a - share * rows.spread(total_a.to(a.dtype)), 0)
+    # Where k < p the +inf entries are k/p each, whose logarithm has the derivative 1/k = 1 / (p y).
+    tied = (values == torch.inf) & (log_y < 0) & log_y.isfinite() & rows.spread(nu[0].isinf())
+    tied_dk = rows.sum(torch.where(tied, g * torch.exp(-log_y.to(g.dtype)), 0)) / rows.sum(tied).clamp(min=1)
+    dk = torch.where(nu[0].isinf(), tied_dk, torch.where(total_a == 0, 0, total_a / slope))
+    return finish(dx, dk, x, nu, rows)
+
+
+def dual_backward(grad: Tensor, x: Tensor, nu: Tensor, mask: Tensor | None, offsets: Tensor | None) -> Pair:
+    """(dx, dk) of nu itself: dx = -g w / sum w, dk = g / sum w."""
+    values, rows = prepare(x, mask, offsets)
+    live = moving(values, nu, rows)
+    share, slope = shares_of_slope(values, nu, live, rows)
+    dx = torch.where(live, -share * rows.spread(grad), 0)
+    dk = torch.where(nu[0].isinf() | (grad == 0), 0, grad / slope)
+    return finish(dx, dk, x, nu, rows)
+
+
+def prepare(x: Tensor, mask: Tensor | None, offsets: Tensor | None) -> tuple[Tensor, Rows]:
+    """The entries in the work dtype, -inf where masked, and the rows they form."""
+    values = x.to(work_dtype(x.dtype))
+    if mask is not None:
+        values = torch.where(mask, values, -torch.inf)
+    return values, rows_of(x, offsets)
+
+
+def sigmoid(z: Tensor) -> Tensor:
+    """The logistic function, the same bits wherever an entry stands."""
+    # torch.sigmoid rounds an entry differently by its place in memory; torch.exp does not.
+    e = torch.exp(-z.abs())
+    return torch.where(z > 0, 1, e) / (1 + e)
+
+
+def solve_rows(x: Tensor, k: Tensor, rows: Rows, solver: _Function) -> Tensor:
+    """nu of prepared rows: what the solver finds, and infinite or NaN where there is nothing to find."""
+    m = rows.sum(x != -torch.inf)
+    p = rows.sum(x == torch.inf)
+    undefined = (rows.sum(x.isnan()) > 0) | k.isnan()
+    ordinary = (p < k) & (k < m) & ~undefined
+    hi = torch.where((k > 0) & (k >= m), torch.inf, -torch.inf)
+    hi = torch.where(undefined, torch.nan, hi).to(x.dtype)
+    nu = torch.stack([hi, torch.zeros_like(hi)])
+    if x.numel() == 0:
+        return nu
+    return torch.where(ordinary, solver(x, k, m, ordinary, rows), nu)
+
+
+def project(
+    x: Tensor, k: Tensor, values: Tensor, rows: Rows, solver: _Function, log_sigmoid: _Function | None = None
+) -> Pair:
+    """(y, nu) of prepared values; with a `log_sigmoid`, (log y, nu)."""
+    nu = solve_rows(values, k, rows, solver)
+    z, absent, share = shifted(values, nu, rows), 0.0, infinite_share(values, k, nu, rows)
+    if log_sigmoid is not None:
+        absent, share = -torch.inf, share.log()
+    return fill((log_sigmoid or sigmoid)(z), values, nu, rows, absent, share).to(x.dtype), nu
+
+
+def infinite_share(x: Tensor, k: Tensor, nu: Tensor, rows: Rows) -> Tensor:
+    """What each +inf entry of a row gets: 1, or k/p where there are p >= k of them."""
+    share = (k / rows.sum(x == torch.inf)).clamp(0, 1)
+    return torch.where(nu[0] == -torch.inf, share, 1).to(x.dtype)
+
+
+def fill(y: Tensor, x: Tensor, nu: Tensor, rows: Rows, absent: float, infinite: Tensor) -> Tensor:
+    """Put the limits where the formula has none: infinite entries, absent entries, undefined rows."""
+    y = torch.where(x == torch.inf, rows.spread(infinite), y)
+    y = torch.where(x == -torch.inf, absent, y)
+    return torch.where(rows.spread(nu[0].isnan()), torch.nan, y)
+
+
+def moving(x: Tensor, nu: Tensor, rows: Rows) -> Tensor:
+    """The entries that move when x or k moves: finite ones of rows with a finite nu."""
+    return x.isfinite() & rows.spread(nu[0].isfinite())
+
+
+def shares_of_slope(x: Tensor, nu: Tensor, live: Tensor, rows: Rows) -> Pair:
+    """(w / sum w, sum w), the first right even where every w underflows: it is a softmax of log w."""
+    z = shifted(x, nu, rows)
+    log_w = torch.where(live, logsigmoid(z) + logsigmoid(-z), -torch.inf)
+    largest = rows.max(log_w)
+    largest = torch.where(largest.isfinite(), largest, 0)
+    w = torch.exp(log_w - rows.spread(largest))
+    total = rows.sum(w)
+    return w / rows.spread(total.to(w.dtype)), total * largest.to(total.dtype).exp()
+
+
+def finish(dx: Tensor, dk: Tensor, x: Tensor, nu: Tensor, rows: Rows) -> Pair:
+    """NaN in undefined rows, and each in its dtype."""
+    undefined = nu[0].isnan()
+    dx = torch.where(rows.spread(undefined), torch.nan, dx)
+    return dx.to(x.dtype), torch.where(undefined, torch.nan, dk).to(rows.wide)

@@ -1,0 +1,242 @@
+"""The operators in plain torch, fast: what runs on every device that has no kernel of its own.
+
+Each takes a few passes over the rows and certifies what it found, row by row. The rows that it cannot vouch
+for, among them all special ones, go through the careful operators of `reference.py`, and only they do. The
+arguments are those of `reference.py`.
+
+A GPU is waited for once in a call, to learn whether there are such rows. While a CUDA graph is captured
+nothing may be waited for, so the careful operators do it all.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from functools import partial
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.nn.functional import logsigmoid
+
+from torchlml._cpu import loader as native
+from torchlml._rows import DenseRows, Rows, row_index, sum_rows, work_dtype
+from torchlml._solve.fast import Quick, can_look, quick
+from torchlml._torch import careful as reference
+from torchlml._torch.careful import Pair
+
+# Packed rows are padded to a power of two, from this one on: the bits of a row then depend on its own length.
+_SHORTEST = 16
+# Below this sum of w the shares w / sum w have lost digits to underflow.
+_LEAST_SLOPE = {torch.float32: 1e-20, torch.float64: 1e-200}
+_sum = partial(sum_rows, dtype=torch.float64)
+
+
+def solve(x: Tensor, k: Tensor, mask: Tensor | None, offsets: Tensor | None) -> Tensor:
+    """nu of every row."""
+    return _project(x, k, mask, offsets, None, lambda *rows: (rows[0], reference.solve(*rows)))[1]
+
+
+def forward(x: Tensor, k: Tensor, mask: Tensor | None, offsets: Tensor | None) -> Pair:
+    """(y, nu)."""
+    return _project(x, k, mask, offsets, lambda values, found, nu: found.y(), reference.forward)
+
+
+def log_forward(x: Tensor, k: Tensor, mask: Tensor | None, offsets: Tensor | None) -> Pair:
+    """(log y, nu)."""
+    careful = reference.log_forward
+    return _project(x, k, mask, offsets, lambda values, found, nu: logsigmoid(_shifted(values, nu)), careful)
+
+
+def backward(grad: Tensor, x: Tensor, y: Tensor, nu: Tensor, *rows: Tensor | None) -> Pair:
+    """(dx, dk) of `forward`."""
+    return _differentiate(_gradient, reference.backward, grad, x, y, nu, *rows)
+
+
+def log_backward(grad: Tensor, x: Tensor, log_y: Tensor, nu: Tensor, *rows: Tensor | None) -> Pair:
+    """(dx, dk) of `log_forward`."""
+    return _differentiate(_log_gradient, reference.log_backward, grad, x, log_y, nu, *rows)
+
+
+def shares_of_slope(x: Tensor, nu: Tensor, live: Tensor, rows: Rows) -> Pair:
+    """(w / sum w, sum w) like `reference.shares_of_slope`; only rows that need it take logarithms."""
+    if rows.count == 0 or not isinstance(rows, DenseRows) or not can_look(x):
+        return reference.shares_of_slope(x, nu, live, rows)
+    e = _shifted(x, nu).abs_().neg_().exp_()
+    scratch = torch.add(e, 1)
+    w = e.div_(scratch).div_(scratch)
+    total = _sum(w)
+    w.div_(total.to(w.dtype).unsqueeze(-1))
+    left = (~(total > _LEAST_SLOPE[x.dtype])).nonzero().squeeze(-1)
+    if left.numel():
+        some = x[left]
+        w[left], total[left] = reference.shares_of_slope(some, nu[:, left], live[left], DenseRows(some))
+    return w, total
+
+
+def _project(
+    x: Tensor,
+    k: Tensor,
+    mask: Tensor | None,
+    offsets: Tensor | None,
+    result: Callable[[Tensor, Quick, Tensor], Tensor] | None,
+    careful: Callable[..., Pair],
+) -> Pair:
+    """(`result` of every row, nu); without a `result` x itself, which nothing may be written into, and nu."""
+    if x.device.type == "cpu":
+        native.warn_of_absence()
+    if _too_blind(x, offsets):
+        return careful(x, k, mask, offsets)
+    values = _values(x, mask)
+    if offsets is None:
+        found = quick(values, k)
+        nu, certified = found.nu(), found.certified
+        y = x if result is None else result(values, found, nu).to(x.dtype)
+    else:
+        nu = values.new_empty(2, offsets.numel() - 1)
+        certified = torch.empty_like(nu[0], dtype=torch.bool)
+        groups, padded_results = list(_by_length(offsets)), []
+        for group in groups:
+            padded = group.pad(values)
+            found = quick(padded, _of(k, group.rows))
+            nu[:, group.rows] = own = found.nu()
+            certified[group.rows] = found.certified
+            if result is not None:
+                padded_results.append(result(padded, found, own))
+        y = x if result is None else _unpad(groups, padded_results, offsets, x.numel()).to(x.dtype)
+    left = (~certified).nonzero().squeeze(-1)
+    if left.numel():
+        some = _Some(x, offsets, left)
+        own_y, own_nu = careful(some(x), _of(k, left), some(mask), some.offsets)
+        if result is not None:
+            some.put(y, own_y)
+        nu[:, left] = own_nu
+    return y, nu
+
+
+def _differentiate(
+    gradient: Callable[..., tuple[Tensor, Tensor, Tensor]],
+    careful: Callable[..., Pair],
+    grad: Tensor,
+    x: Tensor,
+    y: Tensor,
+    nu: Tensor,
+    mask: Tensor | None,
+    offsets: Tensor | None,
+) -> Pair:
+    """(dx, dk) of every row."""
+    # Padding packed rows costs more than their careful gradient, and a device would have to be waited for.
+    if x.numel() == 0 or offsets is not None or not can_look(x):
+        return careful(grad, x, y, nu, mask, offsets)
+    values = _values(x, mask)
+    dx, dk, certified = gradient(grad.to(values.dtype), values, nu)
+    dx = dx.to(x.dtype)
+    left = (~certified).nonzero().squeeze(-1)
+    if left.numel():
+        own_mask = None if mask is None else mask[left]
+        dx[left], dk[left] = careful(grad[left], x[left], y[left], nu[:, left], own_mask, None)
+    return dx, dk
+
+
+def _gradient(g: Tensor, x: Tensor, nu: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """(dx, dk, certified): dx = w (g - dk), dk = (w.g) / sum w."""
+    e = _shifted(x, nu).abs_().neg_().exp_()
+    scratch = torch.add(e, 1)
+    w = e.div_(scratch).div_(scratch)
+    total = _sum(w)
+    dk = _sum(torch.mul(w, g, out=scratch)) / total
+    torch.sub(g, dk.to(g.dtype).unsqueeze(-1), out=scratch)
+    return w.mul_(scratch), dk, (total > 0) & dk.isfinite()
+
+
+def _log_gradient(g: Tensor, x: Tensor, nu: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """(dx, dk, certified): with a = g (1 - y), dx = a - (w / sum w) sum a, dk = sum a / sum w."""
+    z = _shifted(x, nu)
+    e = torch.abs(z).neg_().exp_()
+    one = torch.add(e, 1)
+    # 1 - y is 1 / (1 + e) where z <= 0 and e / (1 + e) elsewhere.
+    a = torch.maximum(z.neg_().sign_(), e).div_(one).mul_(g)
+    w = e.div_(one).div_(one)
+    total, total_a = _sum(w), _sum(a)
+    dk = total_a / total
+    a.sub_(w.mul_(dk.to(w.dtype).unsqueeze(-1)))
+    # Entries at -inf would need to be left out of a, and are found by their sum.
+    good = (total > _LEAST_SLOPE[x.dtype]) & dk.isfinite() & _sum(x).isfinite()
+    return a, dk, good
+
+
+def _shifted(x: Tensor, nu: Tensor) -> Tensor:
+    """z = (x + hi) + lo of dense rows, as a tensor of its own."""
+    return torch.add(x, nu[0].unsqueeze(-1)).add_(nu[1].unsqueeze(-1))
+
+
+def _values(x: Tensor, mask: Tensor | None) -> Tensor:
+    values = x.detach().to(work_dtype(x.dtype))
+    return (values if mask is None else torch.where(mask, values, -torch.inf)).contiguous()
+
+
+def _too_blind(x: Tensor, offsets: Tensor | None) -> bool:
+    """Is there nothing to solve, or may the device not be waited for?"""
+    if can_look(x):
+        return x.numel() == 0
+    capturing = x.device.type == "cuda" and torch.cuda.is_current_stream_capturing()
+    return x.numel() == 0 or capturing or offsets is not None
+
+
+def _of(k: Tensor, rows: Tensor) -> Tensor:
+    return k if k.dim() == 0 else k[rows]
+
+
+class _Group(NamedTuple):
+    """Packed rows of about the same length: which, where they begin, their lengths, and the padded one."""
+
+    rows: Tensor
+    start: Tensor
+    length: Tensor
+    size: int
+
+    def pad(self, values: Tensor) -> Tensor:
+        """The rows as those of a matrix, -inf at their ends."""
+        step = torch.arange(self.size)
+        place = (self.start.unsqueeze(-1) + step).clamp_(max=values.numel() - 1)
+        padded = values.index_select(0, place.view(-1)).view(place.shape)
+        return torch.where(step < self.length.unsqueeze(-1), padded, -torch.inf)
+
+
+def _by_length(offsets: Tensor) -> Iterator[_Group]:
+    lengths = offsets.diff()
+    size, shorter = _SHORTEST, torch.zeros_like(lengths, dtype=torch.bool)
+    while not bool(shorter.all()):
+        fits = lengths <= size
+        rows = (fits & ~shorter).nonzero().squeeze(-1)
+        if rows.numel():
+            yield _Group(rows, offsets[rows], lengths[rows], size)
+        shorter, size = fits, 2 * size
+
+
+def _unpad(groups: list[_Group], padded: list[Tensor], offsets: Tensor, entries: int) -> Tensor:
+    """The rows of all groups, packed again."""
+    first, begin = torch.empty_like(offsets[1:]), 0
+    for group in groups:
+        first[group.rows] = begin + group.size * torch.arange(group.rows.numel())
+        begin += group.size * group.rows.numel()
+    place = (first - offsets[:-1]).index_select(0, row_index(offsets, entries)).add_(torch.arange(entries))
+    return torch.cat([part.reshape(-1) for part in padded]).index_select(0, place)
+
+
+class _Some:
+    """Some of the rows of a matrix or of a packed vector."""
+
+    def __init__(self, x: Tensor, offsets: Tensor | None, rows: Tensor) -> None:
+        self._place = rows
+        self.offsets = None
+        if offsets is not None:
+            lengths = offsets.diff()[rows]
+            self.offsets = torch.cat([lengths.new_zeros(1), lengths.cumsum(0)])
+            chosen = torch.zeros_like(offsets[1:], dtype=torch.bool).index_fill_(0, rows, True)
+            self._place = chosen[row_index(offsets, x.numel())].nonzero().squeeze(-1)
+
+    def __call__(self, t: Any) -> Any:
+        return None if t is None else t[self._place]
+
+    def put(self, t: Tensor, own: Tensor) -> None:
+        t[self._place] = own

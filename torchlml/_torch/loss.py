@@ -1,0 +1,96 @@
+"""The LML loss in plain torch, one number per row, with its derivatives: what `reference.py` is to the layer.
+
+Beside the canonical arguments that `reference.py` describes, both operators take, as `*labels`,
+
+- labels: int64 (R, L), the classes observed in each row, or int64 (P,) with `offsets`, positions into x of
+  which those in row i stand from `starts[i]` to `starts[i + 1]`; negative for none, and none twice. Or bool
+  of the shape of x, True where a label was observed.
+- starts: int64 (R + 1,), from 0 to P, for positions; otherwise None.
+- weight: what each label counts, in the work dtype and the shape of `labels`; None for 1.
+
+A label beyond its row, which is not checked off the CPU, makes that row NaN. A row in which no label counts
+is 0 and has no gradient, even if it holds a NaN.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.nn.functional import logsigmoid
+
+from torchlml._rows import Rows, rows_of
+from torchlml._solve.residual import shifted
+from torchlml._torch import careful as reference
+from torchlml._torch import fast as quick
+from torchlml._torch.careful import Pair, prepare
+
+
+class _Observed(NamedTuple):
+    """The entries that are labels: what they are, where, how much they count (0 for none), and their rows."""
+
+    is_label: Tensor
+    entries: Tensor
+    place: Tensor | None
+    c: Tensor
+    rows: Rows
+
+
+def loss_forward(x: Tensor, k: Tensor, mask: Tensor | None, offsets: Tensor | None, *labels: Any) -> Pair:
+    """((2, R): -sum c log y over the labels of each row, and 1 where there is any; nu)."""
+    nu = quick.solve(x, k, mask, offsets)
+    values, rows = prepare(x, mask, offsets)
+    at = _observe(values, rows, *labels)
+    log_share = reference.infinite_share(values, k, nu, rows).log()
+    log_y = logsigmoid(shifted(at.entries, nu, at.rows))
+    log_y = reference.fill(log_y, at.entries, nu, at.rows, absent=-torch.inf, infinite=log_share)
+    loss = at.rows.sum(torch.where(at.c == 0, 0, -at.c * log_y))
+    return torch.stack([loss, (at.rows.sum(at.is_label) > 0).to(loss.dtype)]).to(nu.dtype), nu
+
+
+def loss_backward(
+    grad: Tensor, x: Tensor, k: Tensor, nu: Tensor, mask: Tensor | None, offsets: Tensor | None, *labels: Any
+) -> Pair:
+    """(dx, dk) for a gradient that is 0-d or (R,).
+
+    With A = sum c (1 - y) over the labels of a row,
+
+        dx_i = g (A w_i / sum w - c_i (1 - y_i)),    dk = -g A / sum w.
+    """
+    values, rows = prepare(x, mask, offsets)
+    if x.numel() == 0:
+        return torch.empty_like(x), nu.new_zeros(nu.shape[1:], dtype=rows.wide)
+    at = _observe(values, rows, *labels)
+    live = reference.moving(values, nu, rows)
+    z = shifted(at.entries, nu, at.rows)
+    movable = ~at.entries.isinf() & at.rows.spread(nu[0].isfinite())
+    own = torch.where(movable, at.c * reference.sigmoid(-z), 0)
+    change = grad * at.rows.sum(own)
+    share, slope = quick.shares_of_slope(values, nu, live, rows)
+    dx = torch.where(live, share * rows.spread(change.to(share.dtype)), 0)
+    own = own * (grad if grad.dim() == 0 else at.rows.spread(grad))
+    dx = dx - own if at.place is None else dx.scatter_add(-1, at.place, -own)
+    # Where k < p the +inf entries are k/p each, whose logarithm has the derivative 1/k.
+    tied = at.rows.sum(torch.where(at.entries == torch.inf, at.c, 0))
+    follows_k = (nu[0] == -torch.inf) & (k > 0) & (k < rows.sum(values == torch.inf)) & (tied != 0)
+    dk = torch.where(nu[0].isinf() | (change == 0), 0, -change / slope)
+    dk = torch.where(follows_k, -grad * tied / k, dk)
+    dx, dk = reference.finish(dx, dk, x, nu, rows)
+    counts = at.rows.sum(at.c != 0) > 0
+    return torch.where(rows.spread(counts), dx, 0), torch.where(counts, dk, 0)
+
+
+def _observe(
+    values: Tensor, rows: Rows, labels: Tensor, starts: Tensor | None, weight: Tensor | None
+) -> _Observed:
+    if labels.dtype == torch.bool:
+        is_label, entries, place, label_rows = labels, values, None, rows
+    else:
+        is_label, label_rows = labels >= 0, rows_of(labels, starts)
+        place = labels.clamp(0, max(values.shape[-1] - 1, 0))
+        entries = torch.full_like(labels, torch.nan, dtype=values.dtype)
+        if values.numel():
+            entries = torch.where(labels > place, torch.nan, values.gather(-1, place))
+    c = is_label.to(values.dtype) if weight is None else torch.where(is_label, weight, 0)
+    return _Observed(is_label, entries, place, c, label_rows)

@@ -1,0 +1,194 @@
+"""y, log y and nu and their derivatives, one program to a row, which is read once and worked on on chip.
+
+A row longer than its block keeps its first block on chip and streams the others, once per step. The
+derivatives, with w = sigmoid(z) sigmoid(-z) and p = w / sum w, formed times e^(distance of the nearest entry)
+so that they are right even where every w underflows:
+
+    of y:      dx = w (g - dk),             dk = sum p g
+    of log y:  dx = a - p sum a,            dk = sum a / sum w,    a = g sigmoid(-z)
+    of nu:     dx = -g p,                   dk = g / sum w
+"""
+# mypy: disable-error-code="import-not-found,import-untyped,no-untyped-def,misc,untyped-decorator"
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from torchlml._triton.plan import Launch, stride_of
+from torchlml._triton.row import LENGTH, locate_part, probability, read, solve_row, write
+
+OF_Y, OF_LOG_Y, OF_NU = 0, 1, 2
+_OF_Y, _OF_LOG_Y, _OF_NU = tl.constexpr(OF_Y), tl.constexpr(OF_LOG_Y), tl.constexpr(OF_NU)
+
+
+@triton.jit
+def forward_kernel(
+    x_ptr, k_ptr, mask_ptr, offsets_ptr, y_ptr, nu_ptr, rows, n, size, k_stride,
+    BLOCK: tl.constexpr, LOOP: tl.constexpr, LOG: tl.constexpr,
+):  # fmt: skip
+    """nu of row program_id(0); with `y_ptr` also its y or log y."""
+    _, where, x, hi, lo, share = solve_row(
+        x_ptr, k_ptr, mask_ptr, offsets_ptr, nu_ptr, rows, n, size, k_stride, BLOCK, LOOP
+    )
+    if y_ptr is not None:
+        write(y_ptr, probability(x, hi, lo, share, LOG), where, 0, BLOCK)
+        if LOOP:
+            for at in range(BLOCK, where[LENGTH], BLOCK):
+                block = read(where, at, BLOCK)
+                write(y_ptr, probability(block, hi, lo, share, LOG), where, at, BLOCK)
+
+
+@triton.jit
+def read_gradient(grad_ptr, x, where, first, BLOCK: tl.constexpr, OF: tl.constexpr):
+    """The gradient of a block, 0 at entries that are absent: what stands there is ignored, even a NaN."""
+    _, _, start, length = where
+    if OF == _OF_NU:
+        g = tl.zeros([BLOCK], tl.float32)
+    else:
+        i = first + tl.arange(0, BLOCK)
+        g = tl.load(grad_ptr + start + i, mask=i < length, other=0.0).to(tl.float32)
+        g = tl.where(x == float("-inf"), 0.0, g)
+    return g
+
+
+@triton.jit
+def slope_block(x, g, hi, lo, OF: tl.constexpr):
+    """(nearest, sum w, sum w g or sum a) of a block, the sums with w times e^nearest."""
+    z = (x + hi) + lo
+    live = tl.abs(x) < float("inf")
+    distance = tl.where(live, tl.abs(z), float("inf"))
+    nearest = tl.minimum(tl.min(distance, 0), 3.0e38)
+    e = tl.exp(-distance)
+    other = 1.0 / (1.0 + e)
+    w = tl.exp(nearest - distance) * other * other
+    slope = tl.sum(w, 0).to(tl.float64)
+    if OF == _OF_LOG_Y:
+        dot = tl.sum(tl.where(live, g * tl.where(z > 0, e, 1.0) * other, 0.0), 0).to(tl.float64)
+    else:
+        dot = tl.sum(tl.where(live, w * g, 0.0), 0).to(tl.float64)
+    return nearest, slope, dot
+
+
+@triton.jit
+def slope(
+    x, g, where, grad_ptr, first, stride, hi, lo, BLOCK: tl.constexpr, LOOP: tl.constexpr, OF: tl.constexpr
+):
+    """`slope_block` of the block that is on chip and of all later ones."""
+    nearest, slope, dot = slope_block(x, g, hi, lo, OF)
+    if LOOP:
+        for at in range(first, where[LENGTH], stride):
+            block = read(where, at, BLOCK)
+            g_ = read_gradient(grad_ptr, block, where, at, BLOCK, OF)
+            nearest_, slope_, dot_ = slope_block(block, g_, hi, lo, OF)
+            nearer = tl.minimum(nearest, nearest_)
+            old, new = tl.exp(nearer - nearest), tl.exp(nearer - nearest_)
+            nearest, slope = nearer, slope * old + slope_ * new
+            if OF == _OF_LOG_Y:
+                dot = dot + dot_
+            else:
+                dot = dot * old + dot_ * new
+    return nearest, slope, dot
+
+
+@triton.jit
+def gradient_of_k(nearest, slope, dot, hi, given, OF: tl.constexpr):
+    """dk of a row with a finite nu, from its sums; 0 or NaN for the others."""
+    if OF == _OF_NU:
+        dk = given / slope.to(tl.float32)
+    else:
+        dk = dot.to(tl.float32) / slope.to(tl.float32)
+    dk = dk.to(tl.float64)
+    if OF != _OF_Y:
+        dk = tl.where(dk == 0, 0.0, dk * tl.exp(nearest.to(tl.float64)))
+    dk = tl.where((slope > 0) & (tl.abs(hi) < float("inf")), dk, 0.0)
+    return tl.where(hi != hi, float("nan"), dk)
+
+
+@triton.jit
+def write_dk(
+    dk_ptr, row, grad_ptr, where, y_ptr, hi, nearest, slope, dot, given, BLOCK: tl.constexpr, OF: tl.constexpr
+):
+    """dk of a row; where p > k entries of +inf get k/p each, they follow k like ties, but not x."""
+    dk = gradient_of_k(nearest, slope, dot, hi, given, OF)
+    if OF != _OF_NU:
+        _, _, start, length = where
+        total = tl.zeros([], tl.float64)
+        count = tl.zeros([], tl.int32)
+        # For any other row the loop is empty.
+        for at in range(0, tl.where(hi == float("-inf"), length, 0), BLOCK):
+            x = read(where, at, BLOCK)
+            g = read_gradient(grad_ptr, x, where, at, BLOCK, OF)
+            i = at + tl.arange(0, BLOCK)
+            y = tl.load(y_ptr + start + i, mask=i < length, other=0.0).to(tl.float32)
+            if OF == _OF_LOG_Y:
+                tied = (x == float("inf")) & (y < 0) & (y > float("-inf"))
+                g *= tl.exp(-y)
+            else:
+                tied = (x == float("inf")) & (y > 0) & (y < 1)
+            total += tl.sum(tl.where(tied, g, 0.0), 0)
+            count += tl.sum(tied.to(tl.int32), 0)
+        dk += (total.to(tl.float32) / tl.maximum(count, 1).to(tl.float32)).to(tl.float64)
+    tl.store(dk_ptr + row, dk)
+
+
+@triton.jit
+def gradient(x, g, hi, lo, nearest, slope, dot, given, OF: tl.constexpr):
+    """dx of a block."""
+    z = (x + hi) + lo
+    # Finite entries, and none in a row without a finite nu.
+    live = tl.abs(x) < tl.where(tl.abs(hi) < float("inf"), float("inf"), 0.0)
+    distance = tl.abs(z)
+    e = tl.exp(-distance)
+    other = 1.0 / (1.0 + e)
+    if OF == _OF_Y:
+        dx = e * other * other * (g - dot.to(tl.float32) / slope.to(tl.float32))
+    else:
+        share = tl.exp(nearest - distance) * other * other / slope.to(tl.float32)
+        if OF == _OF_LOG_Y:
+            dx = g * tl.where(z > 0, e, 1.0) * other - share * dot.to(tl.float32)
+        else:
+            dx = -share * given
+    dx = tl.where(live, dx, 0.0)
+    return tl.where(hi != hi, float("nan"), dx)
+
+
+@triton.jit
+def backward_kernel(
+    grad_ptr, x_ptr, y_ptr, nu_ptr, mask_ptr, offsets_ptr, dx_ptr, dk_ptr, rows, n, size,
+    BLOCK: tl.constexpr, LOOP: tl.constexpr, OF: tl.constexpr,
+):  # fmt: skip
+    """dx and dk of row program_id(0)."""
+    row, _, where, hi, lo = locate_part(x_ptr, mask_ptr, offsets_ptr, nu_ptr, rows, n, size)
+    x = read(where, 0, BLOCK)
+    g = read_gradient(grad_ptr, x, where, 0, BLOCK, OF)
+    nearest, total, dot = slope(x, g, where, grad_ptr, BLOCK, BLOCK, hi, lo, BLOCK, LOOP, OF)
+    given = 0.0
+    if OF == _OF_NU:
+        given = tl.load(grad_ptr + row).to(tl.float32)
+    write_dk(dk_ptr, row, grad_ptr, where, y_ptr, hi, nearest, total, dot, given, BLOCK, OF)
+    write(dx_ptr, gradient(x, g, hi, lo, nearest, total, dot, given, OF), where, 0, BLOCK)
+    if LOOP:
+        for at in range(BLOCK, where[LENGTH], BLOCK):
+            block = read(where, at, BLOCK)
+            g_ = read_gradient(grad_ptr, block, where, at, BLOCK, OF)
+            write(dx_ptr, gradient(block, g_, hi, lo, nearest, total, dot, given, OF), where, at, BLOCK)
+
+
+def launch_forward(to: Launch, k: Tensor, y: Tensor | None, log: bool) -> None:
+    """Fill `nu` and, unless None, `y` with y or log y."""
+    with torch.cuda.device_of(to.x):
+        forward_kernel[to.sizes[:1]](
+            to.x, k, to.mask, to.offsets, y, to.nu, *to.sizes, stride_of(k),
+            LOOP=to.plan.loop, LOG=log, **to.block,
+        )  # fmt: skip
+
+
+def launch_backward(to: Launch, grad: Tensor, y: Tensor | None, dx: Tensor, dk: Tensor, of: int) -> None:
+    """Fill `dx` and `dk` with the derivatives of y, log y or nu (`of`)."""
+    with torch.cuda.device_of(to.x):
+        backward_kernel[to.sizes[:1]](
+            grad, to.x, y, to.nu, to.mask, to.offsets, dx, dk, *to.sizes, LOOP=to.plan.loop, OF=of, **to.block
+        )

@@ -1,0 +1,220 @@
+"""The LML loss and its derivatives, one program to a row: the row is solved on chip, and its labels are read.
+
+With c for what a label counts, A = sum c (1 - y) over the labels of a row, and p = w / sum w,
+
+    loss = -sum c log y,    dx_i = g (A p_i - c_i (1 - y_i)),    dk = -g A / sum w.
+
+The first part of dx and dk are those of nu for a gradient of -g A. Of few, very long rows every program reads
+the blocks and labels that are its own, as in `triton_split.py`; a program alone is split 0 of 1.
+"""
+# mypy: disable-error-code="import-not-found,import-untyped,no-untyped-def,misc,untyped-decorator"
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from torchlml._triton import split as triton_split
+from torchlml._triton.labels import (
+    Labels,
+    find_labels,
+    label_sums,
+    own,
+    read_listed,
+    read_observed,
+)
+from torchlml._triton.layer import _OF_NU, gradient, gradient_of_k, slope
+from torchlml._triton.plan import Launch, stride_of
+from torchlml._triton.row import LENGTH, leave, locate_part, read, solve_row, write
+
+
+@triton.jit
+def write_dk(dk_ptr, k_ptr, k_stride, row, where, g, given, hi, nearest, total, tied, BLOCK: tl.constexpr):
+    """dk of a row, and where p > k entries of +inf get k/p each that of log(k/p), whose derivative is 1/k."""
+    dk = gradient_of_k(nearest, total, total, hi, given, _OF_NU)
+    k = tl.load(k_ptr + row * k_stride)
+    p = tl.zeros([], tl.int32)
+    # For any other row the loop is empty.
+    for at in range(0, tl.where((hi == float("-inf")) & (tied != 0), where[LENGTH], 0), BLOCK):
+        p += tl.sum((read(where, at, BLOCK) == float("inf")).to(tl.int32), 0)
+    of_tied = -g * tied.to(tl.float32) / tl.maximum(k.to(tl.float32), 1e-37)
+    tl.store(dk_ptr + row, dk + tl.where((k > 0) & (k < p), of_tied, 0.0).to(tl.float64))
+
+
+@triton.jit
+def write_gradient(
+    x, dx_ptr, where, labels, row, split, g, given, hi, lo, nearest, total,
+    BLOCK: tl.constexpr, LOOP: tl.constexpr, SPLITS: tl.constexpr, LABELS: tl.constexpr,
+):  # fmt: skip
+    """dx of the blocks that are a program's own; `x` is the one on chip."""
+    dx = gradient(x, x, hi, lo, nearest, total, total, given, _OF_NU)
+    if LABELS == 0:
+        c, _ = read_observed(where, labels, split * BLOCK, BLOCK)
+        dx -= g * own(x, c, hi, lo)
+    write(dx_ptr, dx, where, split * BLOCK, BLOCK)
+    if LOOP:
+        for at in range((split + SPLITS) * BLOCK, where[LENGTH], SPLITS * BLOCK):
+            block = read(where, at, BLOCK)
+            dx = gradient(block, block, hi, lo, nearest, total, total, given, _OF_NU)
+            if LABELS == 0:
+                c, _ = read_observed(where, labels, at, BLOCK)
+                dx -= g * own(block, c, hi, lo)
+            write(dx_ptr, dx, where, at, BLOCK)
+    if LABELS > 0:
+        # Labels are written over what other threads of this program have just written.
+        tl.debug_barrier()
+        listed = find_labels(row, where, labels)
+        for at in range(0, listed[1], LABELS):
+            entries, c, _, place, exists = read_listed(where, labels, listed, at, LABELS)
+            there = gradient(entries, entries, hi, lo, nearest, total, total, given, _OF_NU)
+            there -= g * own(entries, c, hi, lo)
+            mine = exists & ((place // BLOCK) % SPLITS == split)
+            tl.store(dx_ptr + where[2] + place, there.to(dx_ptr.dtype.element_ty), mask=mine)
+
+
+@triton.jit
+def loss_forward_kernel(
+    x_ptr, k_ptr, mask_ptr, offsets_ptr, labels_ptr, starts_ptr, weight_ptr, loss_ptr, nu_ptr,
+    rows, n, size, k_stride, per_row,
+    BLOCK: tl.constexpr, LOOP: tl.constexpr, LABELS: tl.constexpr,
+):  # fmt: skip
+    """nu and the loss of row program_id(0), and whether it has a label."""
+    row, where, x, hi, lo, share = solve_row(
+        x_ptr, k_ptr, mask_ptr, offsets_ptr, nu_ptr, rows, n, size, k_stride, BLOCK, LOOP
+    )
+    labels = (labels_ptr, starts_ptr, weight_ptr, per_row)
+    loss, _, _, found, _ = label_sums(x, where, labels, row, 0, hi, lo, share, BLOCK, LOOP, 1, LABELS)
+    tl.store(loss_ptr + row, loss.to(tl.float32))
+    tl.store(loss_ptr + rows + row, (found > 0).to(tl.float32))
+
+
+@triton.jit
+def loss_backward_kernel(
+    grad_ptr, x_ptr, k_ptr, nu_ptr, mask_ptr, offsets_ptr, labels_ptr, starts_ptr, weight_ptr, dx_ptr, dk_ptr,
+    rows, n, size, k_stride, grad_stride, per_row,
+    BLOCK: tl.constexpr, LOOP: tl.constexpr, LABELS: tl.constexpr,
+):  # fmt: skip
+    """dx and dk of row program_id(0)."""
+    row, _, where, hi, lo = locate_part(x_ptr, mask_ptr, offsets_ptr, nu_ptr, rows, n, size)
+    x = read(where, 0, BLOCK)
+    nearest, total, _ = slope(x, x, where, grad_ptr, BLOCK, BLOCK, hi, lo, BLOCK, LOOP, _OF_NU)
+    labels = (labels_ptr, starts_ptr, weight_ptr, per_row)
+    _, push, tied, _, felt = label_sums(x, where, labels, row, 0, hi, lo, 1.0, BLOCK, LOOP, 1, LABELS)
+    # A row in which no label counts gets no gradient: that of an infinite nu is 0.
+    hi = tl.where(felt > 0, hi, float("-inf"))
+    g = tl.load(grad_ptr + row * grad_stride)
+    given = -g * push.to(tl.float32)
+    # dk comes first or last: in the other order registers are spilled on sm_80 or sm_90.
+    if LOOP:
+        write_dk(dk_ptr, k_ptr, k_stride, row, where, g, given, hi, nearest, total, tied, BLOCK)
+    write_gradient(x, dx_ptr, where, labels, row, 0, g, given, hi, lo, nearest, total, BLOCK, LOOP, 1, LABELS)
+    if not LOOP:
+        write_dk(dk_ptr, k_ptr, k_stride, row, where, g, given, hi, nearest, total, tied, BLOCK)
+
+
+@triton.jit
+def split_loss_kernel(
+    x_ptr, mask_ptr, offsets_ptr, labels_ptr, starts_ptr, weight_ptr, state_ptr, nu_ptr, parts_ptr,
+    rows, n, size, per_row,
+    BLOCK: tl.constexpr, SPLITS: tl.constexpr, WIDTH: tl.constexpr, LABELS: tl.constexpr,
+):  # fmt: skip
+    """The part of program (row, split) in the loss of its row."""
+    row, split, where, hi, lo = locate_part(x_ptr, mask_ptr, offsets_ptr, nu_ptr, rows, n, size)
+    share = tl.load(state_ptr + row * WIDTH + 5)
+    x = read(where, split * BLOCK, BLOCK)
+    labels = (labels_ptr, starts_ptr, weight_ptr, per_row)
+    loss, _, _, found, _ = label_sums(
+        x, where, labels, row, split, hi, lo, share, BLOCK, True, SPLITS, LABELS
+    )
+    leave(parts_ptr + (row * SPLITS + split) * WIDTH, (loss, found))
+
+
+@triton.jit
+def add_loss_kernel(parts_ptr, loss_ptr, rows, SPLITS: tl.constexpr, WIDTH: tl.constexpr):
+    """The loss of a row from its parts."""
+    row = tl.program_id(0)
+    part = parts_ptr + (row * SPLITS + tl.arange(0, SPLITS)) * WIDTH
+    tl.store(loss_ptr + row, tl.sum(tl.load(part), 0).to(tl.float32))
+    tl.store(loss_ptr + rows + row, (tl.sum(tl.load(part + 1), 0) > 0).to(tl.float32))
+
+
+@triton.jit
+def split_slope_kernel(
+    x_ptr, nu_ptr, mask_ptr, offsets_ptr, labels_ptr, starts_ptr, weight_ptr, parts_ptr,
+    rows, n, size, per_row,
+    BLOCK: tl.constexpr, SPLITS: tl.constexpr, WIDTH: tl.constexpr, LABELS: tl.constexpr,
+):  # fmt: skip
+    """The sums of program (row, split) that the derivatives need."""
+    row, split, where, hi, lo = locate_part(x_ptr, mask_ptr, offsets_ptr, nu_ptr, rows, n, size)
+    x = read(where, split * BLOCK, BLOCK)
+    labels = (labels_ptr, starts_ptr, weight_ptr, per_row)
+    _, push, tied, _, felt = label_sums(
+        x, where, labels, row, split, hi, lo, 1.0, BLOCK, True, SPLITS, LABELS
+    )
+    first, stride = (split + SPLITS) * BLOCK, SPLITS * BLOCK
+    nearest, total, _ = slope(x, x, where, x_ptr, first, stride, hi, lo, BLOCK, True, _OF_NU)
+    leave(parts_ptr + (row * SPLITS + split) * WIDTH, (nearest, total, push, tied, felt))
+
+
+@triton.jit
+def split_gradient_kernel(
+    grad_ptr, x_ptr, k_ptr, nu_ptr, mask_ptr, offsets_ptr, labels_ptr, starts_ptr, weight_ptr, parts_ptr,
+    dx_ptr, dk_ptr, rows, n, size, k_stride, grad_stride, per_row,
+    BLOCK: tl.constexpr, SPLITS: tl.constexpr, WIDTH: tl.constexpr, LABELS: tl.constexpr,
+):  # fmt: skip
+    """Every program adds up the parts of its row itself, which is little; the first one writes dk."""
+    row, split, where, hi, lo = locate_part(x_ptr, mask_ptr, offsets_ptr, nu_ptr, rows, n, size)
+    g = tl.load(grad_ptr + row * grad_stride)
+    part = parts_ptr + (row * SPLITS + tl.arange(0, SPLITS)) * WIDTH
+    nearests = tl.load(part).to(tl.float32)
+    nearest = tl.min(nearests, 0)
+    total = tl.sum(tl.load(part + 1) * tl.exp(nearest - nearests), 0)
+    push, tied = tl.sum(tl.load(part + 2), 0), tl.sum(tl.load(part + 3), 0)
+    # As above: no gradient where no label counts.
+    hi = tl.where(tl.sum(tl.load(part + 4), 0) > 0, hi, float("-inf"))
+    given = -g * push.to(tl.float32)
+    if split == 0:
+        write_dk(dk_ptr, k_ptr, k_stride, row, where, g, given, hi, nearest, total, tied, BLOCK)
+    x = read(where, split * BLOCK, BLOCK)
+    labels = (labels_ptr, starts_ptr, weight_ptr, per_row)
+    write_gradient(
+        x, dx_ptr, where, labels, row, split, g, given, hi, lo, nearest, total, BLOCK, True, SPLITS, LABELS
+    )
+
+
+def launch_forward(to: Launch, k: Tensor, labels: Labels, loss: Tensor) -> None:
+    """Fill `nu` and `loss` (2, R)."""
+    rows, n, size = to.sizes
+    with torch.cuda.device_of(to.x):
+        if to.plan.splits == 1:
+            loss_forward_kernel[(rows,)](
+                to.x, k, to.mask, to.offsets, *labels, loss, to.nu, rows, n, size, stride_of(k),
+                labels.per_row, LOOP=to.plan.loop, LABELS=labels.block, **to.block,
+            )  # fmt: skip
+            return
+        state, parts, split = triton_split.solve(to, k), triton_split.new_parts(to), triton_split.parts_of(to)
+        split_loss_kernel[(rows, to.plan.splits)](
+            to.x, to.mask, to.offsets, *labels, state, to.nu, parts, rows, n, size, labels.per_row,
+            LABELS=labels.block, **split, **to.block,
+        )  # fmt: skip
+        add_loss_kernel[(rows,)](parts, loss, rows, **split, num_warps=1)
+
+
+def launch_backward(to: Launch, grad: Tensor, k: Tensor, labels: Labels, dx: Tensor, dk: Tensor) -> None:
+    """Fill `dx` and `dk` for the gradient of each row's loss, or one for all."""
+    rows, n, size = to.sizes
+    settings = {"LABELS": labels.block, **to.block}
+    before = (grad, to.x, k, to.nu, to.mask, to.offsets, *labels)
+    after = (rows, n, size, stride_of(k), stride_of(grad), labels.per_row)
+    with torch.cuda.device_of(to.x):
+        if to.plan.splits == 1:
+            loss_backward_kernel[(rows,)](*before, dx, dk, *after, LOOP=to.plan.loop, **settings)
+            return
+        parts, grid = triton_split.new_parts(to), (rows, to.plan.splits)
+        settings |= triton_split.parts_of(to)
+        split_slope_kernel[grid](
+            to.x, to.nu, to.mask, to.offsets, *labels, parts, rows, n, size, labels.per_row, **settings
+        )
+        split_gradient_kernel[grid](*before, parts, dx, dk, *after, **settings)

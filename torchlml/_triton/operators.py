@@ -1,0 +1,120 @@
+"""The operators of `_core/operators.py` by Triton: allocate the results, lay out the rows, launch.
+
+The arguments are those of `reference.py`, with x of float32, bfloat16 or float16. Nothing here waits for the
+device, so that all of it can be captured in a CUDA graph.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from torchlml._autograd.operators import empty_gradients, empty_nu
+from torchlml._triton import layer as triton_layer
+from torchlml._triton import loss as triton_loss
+from torchlml._triton import split as triton_split
+from torchlml._triton.labels import Labels
+from torchlml._triton.plan import Launch, Plan, plan
+
+Pair = tuple[Tensor, Tensor]
+
+
+def solve(x: Tensor, k: Tensor, mask: Tensor | None, offsets: Tensor | None) -> Tensor:
+    """nu of every row."""
+    return _solve(x, k, mask, offsets, None, log=False)
+
+
+def forward(x: Tensor, k: Tensor, mask: Tensor | None, offsets: Tensor | None) -> Pair:
+    """(y, nu)."""
+    y = torch.empty_like(x)
+    return y, _solve(x, k, mask, offsets, y, log=False)
+
+
+def log_forward(x: Tensor, k: Tensor, mask: Tensor | None, offsets: Tensor | None) -> Pair:
+    """(log y, nu)."""
+    log_y = torch.empty_like(x)
+    return log_y, _solve(x, k, mask, offsets, log_y, log=True)
+
+
+def backward(grad: Tensor, x: Tensor, y: Tensor, nu: Tensor, *rows: Tensor | None) -> Pair:
+    """(dx, dk) of `forward`."""
+    return _differentiate(triton_layer.OF_Y, grad, x, y, nu, *rows)
+
+
+def log_backward(grad: Tensor, x: Tensor, log_y: Tensor, nu: Tensor, *rows: Tensor | None) -> Pair:
+    """(dx, dk) of `log_forward`."""
+    return _differentiate(triton_layer.OF_LOG_Y, grad, x, log_y, nu, *rows)
+
+
+def dual_backward(grad: Tensor, x: Tensor, nu: Tensor, *rows: Tensor | None) -> Pair:
+    """(dx, dk) of nu itself."""
+    return _differentiate(triton_layer.OF_NU, grad, x, None, nu, *rows)
+
+
+def loss_forward(x: Tensor, k: Tensor, mask: Tensor | None, offsets: Tensor | None, *labels: Any) -> Pair:
+    """(the losses and where there are labels, nu)."""
+    loss, nu = empty_nu(x, offsets), empty_nu(x, offsets)
+    if nu.shape[1] > 0:
+        triton_loss.launch_forward(_launch(x, nu, mask, offsets), beside(k, x), Labels(*labels), loss)
+    return loss, nu
+
+
+def loss_backward(
+    grad: Tensor, x: Tensor, k: Tensor, nu: Tensor, mask: Tensor | None, offsets: Tensor | None, *labels: Any
+) -> Pair:
+    """(dx, dk) of `loss_forward`."""
+    dx, dk = empty_gradients(x, nu)
+    if nu.shape[1] > 0:
+        to = _launch(x, nu, mask, offsets)
+        triton_loss.launch_backward(to, grad, beside(k, x), Labels(*labels), dx, dk)
+    return dx, dk
+
+
+def layout(x: Tensor, rows: int, offsets: Tensor | None) -> Plan:
+    """The plan for these rows on the device of `x`."""
+    length = x.shape[-1] if offsets is None else -(-x.shape[-1] // max(rows, 1))
+    return plan(rows, length, offsets is not None, *_device(x.device))
+
+
+def beside(k: Tensor, x: Tensor) -> Tensor:
+    """k on the device of `x`. A number comes on the CPU, from where a copy would wait for the device."""
+    return k if k.device == x.device else torch.full((), k.item(), dtype=torch.float64, device=x.device)
+
+
+def _launch(x: Tensor, nu: Tensor, mask: Tensor | None, offsets: Tensor | None) -> Launch:
+    return Launch(layout(x, nu.shape[1], offsets), x, mask, offsets, nu)
+
+
+def _solve(
+    x: Tensor, k: Tensor, mask: Tensor | None, offsets: Tensor | None, y: Tensor | None, *, log: bool
+) -> Tensor:
+    """Make nu, and fill `y` with y or log y."""
+    nu = empty_nu(x, offsets)
+    if nu.shape[1] > 0:
+        to = _launch(x, nu, mask, offsets)
+        launch = (triton_split if to.plan.splits > 1 else triton_layer).launch_forward
+        launch(to, beside(k, x), y, log)
+    return nu
+
+
+def _differentiate(
+    of: int, grad: Tensor, x: Tensor, y: Tensor | None, nu: Tensor, *rows: Tensor | None
+) -> Pair:
+    dx, dk = empty_gradients(x, nu)
+    if nu.shape[1] > 0:
+        to = _launch(x, nu, *rows)
+        launch = (triton_split if to.plan.splits > 1 else triton_layer).launch_backward
+        launch(to, grad, y, dx, dk, of)
+    return dx, dk
+
+
+@functools.cache
+def _device(device: torch.device) -> tuple[int, int]:
+    """(multiprocessors, lanes of a warp); on a CPU, where kernels are interpreted, any will do."""
+    if device.type == "cpu":
+        return 1, 32
+    properties = torch.cuda.get_device_properties(device)
+    return properties.multi_processor_count, properties.warp_size

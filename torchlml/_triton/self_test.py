@@ -1,0 +1,190 @@
+"""When the Triton kernels run: on CUDA (or ROCm) tensors narrower than float64, where Triton can be imported.
+
+They are compared with plain torch before the first use, once for each device and dtype, on a few dozen rows.
+Where a kernel differs, does not compile or fails, plain torch is used from then on, and one warning says so.
+`TORCHLML_KERNEL=torch` never uses the kernels, and `TORCHLML_KERNEL=native` uses them unexamined, as
+`torchlml gpu-check` does, which examines them itself. Only the layout of short rows is compared, since every
+other one would have to be compiled for it.
+
+Triton and the kernels are imported when the first such tensor arrives, and not before: `import torchlml`
+costs nothing more.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import warnings
+from collections.abc import Callable, Iterator
+from importlib import metadata
+from importlib.util import find_spec
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from torchlml._cpu import loader as native
+
+Operator = Callable[..., Any]
+_Key = tuple[torch.device, torch.dtype]
+# Relative to max(1, |expected|): what two right kernels may differ by, and half types by one rounding more.
+_TOLERANCE = {torch.float32: 2e-5, torch.float16: 2e-3, torch.bfloat16: 1.6e-2}
+_ENTRIES = 40
+# Places in a row are int32 in the kernels, a block past the end included.
+_LONGEST_ROW = 2**31 - 2**15
+
+# What a GPU calls for each operator that has a kernel there, by name.
+OPERATORS: dict[str, Operator] = {}
+_plain: dict[str, Operator] = {}  # the same in plain torch
+_verdicts: dict[_Key, bool] = {}
+_unexamined = False
+
+
+def by_triton(name: str, place_of_x: int, plain: Operator) -> Operator:
+    """The operator `name` by Triton where that is possible, else in plain torch."""
+
+    def run(*arguments: Any) -> Any:
+        x = arguments[place_of_x]
+        fits = x.dtype in _TOLERANCE and x.shape[-1] <= _LONGEST_ROW and available()
+        if not fits or not trusted(x.device, x.dtype, _kernels()):
+            return plain(*arguments)
+        try:
+            return getattr(_kernels(), name)(*arguments)
+        except torch.OutOfMemoryError:
+            raise
+        except Exception as error:  # a layout that does not compile: the others may, but who knows how well
+            if x.device.type == "cpu":
+                raise
+            distrust(x.device, x.dtype, f"failed in `{name}`: {type(error).__name__}: {error}")
+            return plain(*arguments)
+
+    OPERATORS[name] = run
+    _plain[name] = plain
+    return run
+
+
+@functools.cache
+def available() -> bool:
+    """Is there a Triton to import? torch brings its own wherever it knows GPUs that Triton serves."""
+    if find_spec("triton") is None:
+        return False
+    try:
+        _kernels()
+    except ImportError:  # a Triton that is installed but cannot be loaded on this machine
+        return False
+    return True
+
+
+def description() -> str:
+    """What tensors on a GPU use: `triton 3.7.1` or `torch`."""
+    return f"triton {metadata.version('triton')}" if available() else "torch (Triton is not installed)"
+
+
+def _kernels() -> Any:
+    return importlib.import_module("torchlml._triton.operators")
+
+
+def use_unexamined() -> None:
+    """Use the kernels in this process whatever a comparison would say."""
+    global _unexamined
+    _unexamined = True
+
+
+def trusted(device: torch.device, dtype: torch.dtype, kernels: Any) -> bool:
+    """May the kernels be used there? The first question compares them.
+
+    `kernels` holds each under the name of its operator, as `triton_operators.py` does.
+    """
+    choice = native.requested()
+    if choice or _unexamined or _interpreted(device):
+        return choice != "torch" or _interpreted(device)
+    key = (device, dtype)
+    if key not in _verdicts:
+        if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+            return False  # a comparison waits for the device, which a capture forbids
+        _verdicts[key] = True
+        try:
+            found = difference(device, dtype, kernels)
+        except Exception as error:  # a compiler can raise anything
+            found = f"do not run: {type(error).__name__}: {error}"
+        if found is not None:
+            distrust(device, dtype, found)
+    return _verdicts[key]
+
+
+def distrust(device: torch.device, dtype: torch.dtype, found: str) -> None:
+    """Use plain torch there from now on, and say why."""
+    _verdicts[device, dtype] = False
+    warnings.warn(
+        f"torchlml uses plain torch for {dtype} on {device} from now on, because its Triton kernels {found}. "
+        "Please run `torchlml gpu-check` and attach the file it writes to an issue.",
+        stacklevel=4,
+    )
+
+
+def difference(device: torch.device, dtype: torch.dtype, kernels: Any) -> str | None:
+    """Where the kernels differ from plain torch, in words; None where they do not."""
+    for name, arguments in _calls(device, dtype):
+        expected, got = _plain[name](*arguments), getattr(kernels, name)(*arguments)
+        pairs = [(expected, got)] if isinstance(expected, Tensor) else list(zip(expected, got, strict=True))
+        for place, (right, found) in enumerate(pairs):
+            # nu is a pair, of which only the sum is defined.
+            nu = name == "solve" or (name.endswith("forward") and place == 1)
+            worst = _distance(right.double().sum(0) if nu else right, found.double().sum(0) if nu else found)
+            if not worst <= _TOLERANCE[dtype]:
+                return f"differ from it in `{name}`, by {worst:.1e}"
+    return None
+
+
+def _distance(expected: Tensor, got: Tensor) -> float:
+    expected, got = expected.double(), got.double()
+    apart = (got - expected).abs() / expected.abs().clamp(min=1)
+    same = (got == expected) | (got.isnan() & expected.isnan())
+    return float(torch.where(same, 0.0, apart).nan_to_num(nan=torch.inf).max())
+
+
+def _calls(device: torch.device, dtype: torch.dtype) -> Iterator[tuple[str, tuple[Any, ...]]]:
+    """Every operator with arguments for it: rows of many scales, masked, special and packed ones."""
+    for x, k, mask, offsets, labels in _problems(device, dtype):
+        rows = mask, offsets
+        yield "solve", (x, k, *rows)
+        yield "forward", (x, k, *rows)
+        yield "log_forward", (x, k, *rows)
+        yield "loss_forward", (x, k, *rows, *labels)
+        y, nu = _plain["forward"](x, k, *rows)
+        log_y, _ = _plain["log_forward"](x, k, *rows)
+        per_row = torch.linspace(-1, 1, nu.shape[1], device=device)
+        grad = torch.linspace(-1, 1, x.numel(), device=device).reshape(x.shape).to(dtype)
+        yield "backward", (grad, x, y, nu, *rows)
+        yield "log_backward", (grad, x, log_y, nu, *rows)
+        yield "dual_backward", (per_row, x, nu, *rows)
+        yield "loss_backward", (per_row, x, k, nu, *rows, *labels)
+
+
+_Problem = tuple[Tensor, Tensor, Tensor | None, Tensor | None, tuple[Tensor, Tensor | None, None]]
+
+
+def _problems(device: torch.device, dtype: torch.dtype) -> Iterator[_Problem]:
+    generator = torch.Generator().manual_seed(0)
+    count = 24
+    scale = torch.tensor([0.01, 1.0, 3.0, 12.0]).repeat(count // 4).unsqueeze(-1)
+    x = (torch.randn(count, _ENTRIES, generator=generator) * scale).to(device, dtype)
+    k = torch.linspace(0.5, _ENTRIES - 0.5, count, dtype=torch.float64).to(device)
+    labels = torch.tensor([[3, 17]]).expand(count, 2).contiguous().to(device)
+    yield x, k, None, None, (labels, None, None)
+    mask = (torch.rand(count, _ENTRIES, generator=generator) > 0.2).index_fill(1, torch.tensor([3, 17]), True)
+    special = x.clone()
+    special[0, 5], special[1, 6], special[2] = torch.nan, -torch.inf, 0.0
+    k = k.clone()
+    k[3], k[4] = 0.0, _ENTRIES
+    yield special, k, mask.to(device), None, (labels, None, None)
+    offsets = torch.tensor([0, 40, 41, 140, 500, 960], device=device)
+    packed_k = torch.tensor([2.0, 0.5, 30.0, 3.0, 400.0], dtype=torch.float64, device=device)
+    positions = torch.tensor([7, 40, 99, 200, 900], device=device)
+    starts = torch.arange(6, device=device)
+    yield x.flatten(), packed_k, None, offsets, (positions, starts, None)
+
+
+def _interpreted(device: torch.device) -> bool:
+    """On the CPU the kernels run in Triton's interpreter only, for tests that compare them themselves."""
+    return device.type == "cpu"

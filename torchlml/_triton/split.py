@@ -1,0 +1,232 @@
+"""Few, very long rows: each is shared by several programs, and a small kernel adds up what they found.
+
+Program (row, split) reads every `splits`-th block of its row. A pass over the rows is a launch that leaves
+the sums of each program in memory, and a launch of one program to a row that adds them in a fixed order and
+moves nu. The number of launches is fixed, so that the host does not wait for the device; rows that are
+settled are not read again, and a row that is not settled after `_STEPS` is finished by one program alone.
+"""
+# mypy: disable-error-code="import-not-found,import-untyped,no-untyped-def,misc,untyped-decorator"
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from torchlml._triton.layer import _OF_LOG_Y, _OF_NU, gradient, read_gradient, slope, write_dk
+from torchlml._triton.plan import Launch, stride_of
+from torchlml._triton.row import (
+    LENGTH,
+    MAX_STEPS,
+    begin,
+    evaluate,
+    iterate,
+    leave,
+    locate,
+    locate_part,
+    move,
+    probability,
+    read,
+    shrink,
+    survey,
+    write,
+)
+
+# Six is what rows of logits take; the next ones cost a launch each, and finishing alone much more.
+_STEPS = 9
+WIDTH = 8  # numbers that a program leaves, and numbers that are kept for a row
+
+
+@triton.jit
+def survey_kernel(
+    x_ptr, k_ptr, mask_ptr, offsets_ptr, parts_ptr, n, size, k_stride,
+    BLOCK: tl.constexpr, SPLITS: tl.constexpr, WIDTH: tl.constexpr,
+):  # fmt: skip
+    """What the blocks of program (row, split) hold."""
+    row, split = tl.program_id(0), tl.program_id(1)
+    where = locate(row, x_ptr, mask_ptr, offsets_ptr, n, size)
+    side = tl.where(2 * tl.load(k_ptr + row * k_stride) <= where[LENGTH], 1.0, -1.0)
+    first, stride = split * BLOCK, SPLITS * BLOCK
+    found = survey(read(where, first, BLOCK), where, first + stride, stride, side, BLOCK, True)
+    leave(parts_ptr + (row * SPLITS + split) * WIDTH, found)
+
+
+@triton.jit
+def begin_kernel(
+    k_ptr, offsets_ptr, parts_ptr, state_ptr, n, size, k_stride, SPLITS: tl.constexpr, WIDTH: tl.constexpr
+):
+    """Where the iteration of a row starts, from its parts."""
+    row = tl.program_id(0)
+    _, _, _, length = locate(row, None, None, offsets_ptr, n, size)
+    k = tl.load(k_ptr + row * k_stride)
+    side = tl.where(2 * k <= length, 1.0, -1.0)
+    part = parts_ptr + (row * SPLITS + tl.arange(0, SPLITS)) * WIDTH
+    undefined = tl.sum(tl.load(part), 0)
+    m, p = tl.sum(tl.load(part + 1), 0), tl.sum(tl.load(part + 2), 0)
+    tops = tl.load(part + 3).to(tl.float32)
+    top = tl.max(tops, 0)
+    bottom = tl.min(tl.load(part + 4).to(tl.float32), 0)
+    total = tl.sum(tl.load(part + 5) * shrink(tops, top), 0)
+    state = begin(k, (undefined, m, p, top, bottom, total), side)
+    leave(state_ptr + row * WIDTH, state)
+
+
+@triton.jit
+def kept(state_ptr, row, WIDTH: tl.constexpr):
+    """(hi, lo, lower, upper, number) of a row."""
+    state = state_ptr + row * WIDTH
+    hi, lo, number = tl.load(state), tl.load(state + 1), tl.load(state + 4).to(tl.int32)
+    return hi, lo, tl.load(state + 2), tl.load(state + 3), number
+
+
+@triton.jit
+def evaluate_kernel(
+    x_ptr, mask_ptr, offsets_ptr, state_ptr, parts_ptr, n, size,
+    BLOCK: tl.constexpr, SPLITS: tl.constexpr, WIDTH: tl.constexpr,
+):  # fmt: skip
+    """How far program (row, split) takes its row from k; nothing is read for a settled row."""
+    row, split = tl.program_id(0), tl.program_id(1)
+    _, _, start, length = locate(row, x_ptr, mask_ptr, offsets_ptr, n, size)
+    hi, lo, _, _, number = kept(state_ptr, row, WIDTH)
+    length = tl.where(number < MAX_STEPS, length, 0)
+    first, stride = split * BLOCK, SPLITS * BLOCK
+    where = (x_ptr, mask_ptr, start, length)
+    found = evaluate(read(where, first, BLOCK), where, first + stride, stride, hi, lo, BLOCK, True)
+    leave(parts_ptr + (row * SPLITS + split) * WIDTH, found)
+
+
+@triton.jit
+def move_kernel(k_ptr, state_ptr, parts_ptr, k_stride, SPLITS: tl.constexpr, WIDTH: tl.constexpr):
+    """Move nu of a row, from its parts."""
+    row = tl.program_id(0)
+    hi, lo, lower, upper, number = kept(state_ptr, row, WIDTH)
+    if number < MAX_STEPS:
+        part = parts_ptr + (row * SPLITS + tl.arange(0, SPLITS)) * WIDTH
+        count = tl.sum(tl.load(part), 0)
+        belows, aboves = tl.load(part + 1).to(tl.float32), tl.load(part + 2).to(tl.float32)
+        below, above = tl.min(belows, 0), tl.min(aboves, 0)
+        fall, rise = tl.exp(below - belows), tl.exp(above - aboves)
+        p, q = tl.sum(tl.load(part + 3) * fall, 0), tl.sum(tl.load(part + 4) * rise, 0)
+        dp, dq = tl.sum(tl.load(part + 5) * fall, 0), tl.sum(tl.load(part + 6) * rise, 0)
+        k = tl.load(k_ptr + row * k_stride)
+        found = (count, below, above, p, q, dp.to(tl.float32), dq.to(tl.float32))
+        moved = move(k, hi, lo, lower, upper, number, found)
+        leave(state_ptr + row * WIDTH, moved)
+
+
+@triton.jit
+def finish_kernel(
+    x_ptr, k_ptr, mask_ptr, offsets_ptr, state_ptr, nu_ptr, rows, n, size, k_stride,
+    BLOCK: tl.constexpr, WIDTH: tl.constexpr,
+):  # fmt: skip
+    """Step until nu is settled, which it mostly is already, and write it."""
+    row = tl.program_id(0)
+    where = locate(row, x_ptr, mask_ptr, offsets_ptr, n, size)
+    hi, lo, lower, upper, number = kept(state_ptr, row, WIDTH)
+    x = read(where, 0, BLOCK)
+    k = tl.load(k_ptr + row * k_stride)
+    hi, lo = iterate(x, where, k, hi, lo, lower, upper, number, BLOCK, True)
+    tl.store(nu_ptr + row, hi)
+    tl.store(nu_ptr + rows + row, lo)
+
+
+@triton.jit
+def write_kernel(
+    x_ptr, mask_ptr, offsets_ptr, state_ptr, nu_ptr, y_ptr, rows, n, size,
+    BLOCK: tl.constexpr, SPLITS: tl.constexpr, WIDTH: tl.constexpr, LOG: tl.constexpr,
+):  # fmt: skip
+    """y or log y of the blocks of program (row, split)."""
+    row, split, where, hi, lo = locate_part(x_ptr, mask_ptr, offsets_ptr, nu_ptr, rows, n, size)
+    share = tl.load(state_ptr + row * WIDTH + 5)
+    for at in range(split * BLOCK, where[LENGTH], SPLITS * BLOCK):
+        write(y_ptr, probability(read(where, at, BLOCK), hi, lo, share, LOG), where, at, BLOCK)
+
+
+@triton.jit
+def slope_kernel(
+    grad_ptr, x_ptr, nu_ptr, mask_ptr, offsets_ptr, parts_ptr, rows, n, size,
+    BLOCK: tl.constexpr, SPLITS: tl.constexpr, WIDTH: tl.constexpr, OF: tl.constexpr,
+):  # fmt: skip
+    """The sums over the blocks of program (row, split) that the derivatives need."""
+    row, split, where, hi, lo = locate_part(x_ptr, mask_ptr, offsets_ptr, nu_ptr, rows, n, size)
+    first, stride = split * BLOCK, SPLITS * BLOCK
+    x = read(where, first, BLOCK)
+    g = read_gradient(grad_ptr, x, where, first, BLOCK, OF)
+    found = slope(x, g, where, grad_ptr, first + stride, stride, hi, lo, BLOCK, True, OF)
+    leave(parts_ptr + (row * SPLITS + split) * WIDTH, found)
+
+
+@triton.jit
+def gradient_kernel(
+    grad_ptr, x_ptr, y_ptr, nu_ptr, mask_ptr, offsets_ptr, parts_ptr, dx_ptr, dk_ptr, rows, n, size,
+    BLOCK: tl.constexpr, SPLITS: tl.constexpr, WIDTH: tl.constexpr, OF: tl.constexpr,
+):  # fmt: skip
+    """Every program adds up the parts of its row itself, which is little; the first one writes dk."""
+    row, split, where, hi, lo = locate_part(x_ptr, mask_ptr, offsets_ptr, nu_ptr, rows, n, size)
+    part = parts_ptr + (row * SPLITS + tl.arange(0, SPLITS)) * WIDTH
+    nearests = tl.load(part).to(tl.float32)
+    nearest = tl.min(nearests, 0)
+    nearer = tl.exp(nearest - nearests)
+    total, dots = tl.sum(tl.load(part + 1) * nearer, 0), tl.load(part + 2)
+    if OF != _OF_LOG_Y:
+        dots = dots * nearer
+    dot = tl.sum(dots, 0)
+    given = 0.0
+    if OF == _OF_NU:
+        given = tl.load(grad_ptr + row).to(tl.float32)
+    if split == 0:
+        write_dk(dk_ptr, row, grad_ptr, where, y_ptr, hi, nearest, total, dot, given, BLOCK, OF)
+    for at in range(split * BLOCK, where[LENGTH], SPLITS * BLOCK):
+        x = read(where, at, BLOCK)
+        g = read_gradient(grad_ptr, x, where, at, BLOCK, OF)
+        write(dx_ptr, gradient(x, g, hi, lo, nearest, total, dot, given, OF), where, at, BLOCK)
+
+
+def solve(to: Launch, k: Tensor) -> Tensor:
+    """Fill `nu`, and give back what is kept for each row, sixth what its +inf entries get."""
+    rows, n, size = to.sizes
+    x, mask, offsets, k_stride = to.x, to.mask, to.offsets, stride_of(k)
+    parts, split = new_parts(to), parts_of(to)
+    state = x.new_empty((rows, WIDTH), dtype=torch.float32)
+    each, shared = (rows,), (rows, to.plan.splits)
+    with torch.cuda.device_of(x):
+        survey_kernel[shared](x, k, mask, offsets, parts, n, size, k_stride, **split, **to.block)
+        begin_kernel[each](k, offsets, parts, state, n, size, k_stride, **split, num_warps=1)
+        for _ in range(_STEPS):
+            evaluate_kernel[shared](x, mask, offsets, state, parts, n, size, **split, **to.block)
+            move_kernel[each](k, state, parts, k_stride, **split, num_warps=1)
+        finish_kernel[each](
+            x, k, mask, offsets, state, to.nu, rows, n, size, k_stride, WIDTH=WIDTH, **to.block
+        )
+    return state
+
+
+def new_parts(to: Launch) -> Tensor:
+    """Room for the numbers that the programs of every row leave."""
+    return to.x.new_empty((to.sizes[0], to.plan.splits, WIDTH), dtype=torch.float64)
+
+
+def parts_of(to: Launch) -> dict[str, int]:
+    """The settings of a kernel that writes or reads such parts."""
+    return {"SPLITS": to.plan.splits, "WIDTH": WIDTH}
+
+
+def launch_forward(to: Launch, k: Tensor, y: Tensor | None, log: bool) -> None:
+    """Do what `triton_layer.launch_forward` does."""
+    state = solve(to, k)
+    if y is None:
+        return
+    with torch.cuda.device_of(to.x):
+        write_kernel[(to.sizes[0], to.plan.splits)](
+            to.x, to.mask, to.offsets, state, to.nu, y, *to.sizes, LOG=log, **parts_of(to), **to.block
+        )
+
+
+def launch_backward(to: Launch, grad: Tensor, y: Tensor | None, dx: Tensor, dk: Tensor, of: int) -> None:
+    """Do what `triton_layer.launch_backward` does."""
+    parts, shared = new_parts(to), (to.sizes[0], to.plan.splits)
+    rows, settings = (to.mask, to.offsets, parts), {**parts_of(to), **to.block, "OF": of}
+    with torch.cuda.device_of(to.x):
+        slope_kernel[shared](grad, to.x, to.nu, *rows, *to.sizes, **settings)
+        gradient_kernel[shared](grad, to.x, y, to.nu, *rows, dx, dk, *to.sizes, **settings)

@@ -1,0 +1,227 @@
+"""Who has what: files of user-item lines, CSV or TSV of pairs, and RecBole's `.inter`, plain or gzipped."""
+
+import csv
+import io
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+from torchlml_lab.data.content import read_content, shown
+from torchlml_lab.errors import BadInput
+
+_USER = ("user", "user_id", "userid", "uid")
+_ITEM = ("item", "item_id", "itemid", "iid")
+_OTHER = (".json", ".jsonl", ".npz", ".npy", ".parquet", ".pkl", ".xlsx", ".zip")
+_READ = "give a .csv, .tsv or .inter of pairs, or text with lines `user item item ...`"
+
+
+@dataclass(frozen=True)
+class Interactions:
+    """The items of every user, each once, in the order of the file; all names are kept.
+
+    have = read_interactions(Path("train.txt"), "--train")
+    have.users[0], [have.items[i] for i in have.of(0)]
+    """
+
+    users: list[str]
+    items: list[str]
+    starts: Tensor
+    """int64 (users + 1,): where the items of each user begin in `item`."""
+    item: Tensor
+    """int64, the items of all users, one after the other."""
+    repeated: int = 0
+    """Pairs of the file that had come before; they count once."""
+
+    def __len__(self) -> int:
+        return len(self.item)
+
+    @property
+    def counts(self) -> Tensor:
+        """int64 (users,): how many items each user has."""
+        return self.starts.diff()
+
+    @property
+    def user(self) -> Tensor:
+        """int64, the user of each entry of `item`."""
+        return torch.repeat_interleave(torch.arange(len(self.users)), self.counts)
+
+    def of(self, user: int) -> Tensor:
+        """The items of one user."""
+        return self.item[self.starts[user] : self.starts[user + 1]]
+
+    def keep(self, chosen: Tensor) -> "Interactions":
+        """Only some of the pairs, by a bool for each; users and items keep their numbers."""
+        counts = torch.bincount(self.user[chosen], minlength=len(self.users))
+        return Interactions(self.users, self.items, _starts(counts), self.item[chosen])
+
+
+def read_interactions(path: Path, option: str, columns: tuple[str, str] | None = None) -> Interactions:
+    """Read a file of users and their items; its name says what it is, `.gz` at the end set aside.
+
+    Args:
+        path: `*.csv` and `*.tsv` have a header and a pair of user and item per line, `*.inter` is RecBole's
+            (tabs, a header like `user_id:token`), and any other has lines `user item item ...`.
+        option: The option that named the file, for the sentences.
+        columns: The names of the user's and the item's column of a table; by default those called user and
+            item, or user_id and item_id.
+
+    Returns:
+        The items of every user. What cannot be read raises `BadInput`, which names the file and the line.
+    """
+    if _kind(path) in _OTHER:
+        raise BadInput(f"`{option}` names `{path}`, and {_kind(path)} is not read: {_READ}.")
+    data = read_content(path, option)
+    if is_table(path):
+        users, items = _read_table(path, data, columns)
+        return _number(users, items, None)
+    names, listed, counts = _read_lines(data)
+    if not listed:
+        raise BadInput(f"`{option}` names `{path}`, which has no pair of a user and an item: {_READ}.")
+    return _number(names, listed, counts)
+
+
+def is_table(path: Path) -> bool:
+    """Whether a file has columns, by its name."""
+    return _kind(path) in (".csv", ".tsv", ".inter")
+
+
+def _kind(path: Path) -> str:
+    return next((end for end in path.suffixes[::-1] if end.lower() != ".gz"), "").lower()
+
+
+def align(have: Interactions, known: Interactions) -> tuple[Interactions, int, int]:
+    """The same pairs with the numbers of other data, usually those that a model was trained on.
+
+    Args:
+        have: What was read.
+        known: The data whose users and items are known.
+
+    Returns:
+        The pairs of known users and items; how many users, and how many items, are not known.
+    """
+    user_of = {name: number for number, name in enumerate(known.users)}
+    item_of = {name: number for number, name in enumerate(known.items)}
+    user = torch.tensor([user_of.get(name, -1) for name in have.users])
+    item = torch.tensor([item_of.get(name, -1) for name in have.items])
+    users, items = user[have.user], item[have.item]
+    both = (users >= 0) & (items >= 0)
+    users, items = users[both], items[both]
+    order = users.argsort(stable=True)
+    counts = torch.bincount(users, minlength=len(known.users))
+    aligned = Interactions(known.users, known.items, _starts(counts), items[order])
+    return aligned, int((user < 0).sum()), int((item < 0).sum())
+
+
+def _starts(counts: Tensor) -> Tensor:
+    return torch.cat([torch.zeros(1, dtype=torch.int64), counts.cumsum(0)])
+
+
+def _read_lines(data: bytes) -> tuple[list[bytes], list[bytes], list[int]]:
+    """The user of each line, the items of all lines, and how many of them belong to each."""
+    users: list[bytes] = []
+    items: list[bytes] = []
+    counts: list[int] = []
+    for line in data.split(b"\n"):
+        words = line.split()  # bytes: at spaces and tabs only, so that names may have any other character
+        if words:
+            users.append(words[0])
+            items += words[1:]
+            counts.append(len(words) - 1)
+    return users, items, counts
+
+
+def _read_table(path: Path, data: bytes, columns: tuple[str, str] | None) -> tuple[list[str], list[str]]:
+    """The users and the items of the pairs, one of each per line."""
+    text, kind = data.decode("utf-8"), _kind(path)
+    header = text.partition("\n")[0]
+    separator = "\t" if kind != ".csv" else max((",", ";", "\t"), key=header.count)
+    lines = csv.reader(
+        io.StringIO(text, newline=""),
+        delimiter=separator,
+        quoting=csv.QUOTE_NONE if kind == ".inter" else csv.QUOTE_MINIMAL,
+        strict=True,
+    )
+    users: list[str] = []
+    items: list[str] = []
+    try:
+        names = next(lines)
+        user_column, item_column = _find_columns(path, names, columns)
+        for fields in lines:
+            if len(fields) != len(names):
+                if not fields:
+                    continue
+                raise BadInput(
+                    f"`{path}`, line {lines.line_num}: it has {_fields(len(fields))}, "
+                    f"and the header {len(names)} (`{shown(separator.join(fields))}`)."
+                )
+            user, item = fields[user_column], fields[item_column]
+            if not user or not item:
+                what = "item" if user else "user"
+                raise BadInput(f"`{path}`, line {lines.line_num}: the {what} is empty.")
+            users.append(user)
+            items.append(item)
+    except csv.Error as error:
+        raise BadInput(f"`{path}`, line {lines.line_num}: {error}.") from error
+    if not items:
+        raise BadInput(f"`{path}` has a header, but no pair of a user and an item.")
+    return users, items
+
+
+def _fields(count: int) -> str:
+    return f"{count} field" + "s" * (count != 1)
+
+
+def _find_columns(path: Path, header: Sequence[str], columns: tuple[str, str] | None) -> tuple[int, int]:
+    """Where the users and the items are; `.inter` has the type behind a colon."""
+    names = [name.partition(":")[0].strip() for name in header]
+    listed = ", ".join(f"`{name}`" for name in header)
+    if columns is not None:
+        for name in columns:
+            if names.count(name) != 1:
+                often = "no column" if name not in names else "more than one column"
+                raise BadInput(f"`{path}`, line 1: {often} is called `{name}`: there are {listed[:200]}.")
+        if columns[0] == columns[1]:
+            raise BadInput(f"`--columns` names `{columns[0]}` for users and for items: give two columns.")
+        return names.index(columns[0]), names.index(columns[1])
+    found = []
+    for what, usual in (("user", _USER), ("item", _ITEM)):
+        places = [place for place, name in enumerate(names) if name.lower() in usual]
+        if len(places) != 1:
+            raise BadInput(
+                f"`{path}`, line 1: {'no' if not places else 'more than one'} column is called `{what}` or "
+                f"`{what}_id`: say with `--columns USER ITEM` which of {listed[:200]} are meant."
+            )
+        found += places
+    return found[0], found[1]
+
+
+def _number(
+    users: Sequence[str | bytes],
+    items: Sequence[str | bytes],
+    counts: list[int] | None,
+) -> Interactions:
+    """Number the names by their first appearance, sort the pairs by user, and keep each once."""
+    user_names, user = _numbers(users)
+    item_names, item = _numbers(items)
+    if counts is not None:
+        user = np.repeat(user, counts)
+    # The first of equal pairs stays, so that items keep the order of the file.
+    _, first = np.unique(user * len(item_names) + item, return_index=True)
+    first.sort()
+    order = first[np.argsort(user[first], kind="stable")]
+    found = torch.from_numpy(np.bincount(user[order], minlength=len(user_names)))
+    return Interactions(
+        user_names, item_names, _starts(found), torch.from_numpy(item[order]), len(item) - len(order)
+    )
+
+
+def _numbers(names: Sequence[str | bytes]) -> tuple[list[str], npt.NDArray[np.int64]]:
+    """Each name once, as text, and the number of every one of them."""
+    number: dict[str | bytes, int] = {name: place for place, name in enumerate(dict.fromkeys(names))}
+    numbers = np.fromiter(map(number.__getitem__, names), np.int64, len(names))
+    return [name if isinstance(name, str) else name.decode("utf-8") for name in number], numbers

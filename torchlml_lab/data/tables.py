@@ -1,0 +1,235 @@
+"""Tables: CSV, TSV (plain or gzipped) and Parquet, with columns of texts, of numbers, and one of labels."""
+
+import csv
+import io
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from scipy import sparse
+
+from torchlml_lab.data.content import read_content, shown
+from torchlml_lab.data.labelled_rows import LabelledRows, label_matrix
+from torchlml_lab.errors import BadInput, did_you_mean, reason
+
+USUAL_LABELS = ("labels", "label", "tags", "tag", "categories", "classes")
+_MOST = float(np.finfo(np.float32).max)
+_SEPARATORS = (",", ";", "|", "\t")
+
+
+@dataclass(frozen=True)
+class Columns:
+    """What the columns of a table are."""
+
+    texts: tuple[str, ...] = ()
+    numbers: tuple[str, ...] = ()
+    """Where neither is named, every other column is of numbers if all its cells are, else of texts."""
+    labels: str | None = None
+    """By default the one called labels, tags, or the like; `None` in a file that is predicted for."""
+    separator: str | None = None
+    """What stands between the labels of a cell; by default that of `, ; |` and tab which most cells have."""
+
+    def __str__(self) -> str:
+        parts = [("texts", self.texts), ("numbers", self.numbers)]
+        said = [f"{what} from {', '.join(f'`{name}`' for name in names)}" for what, names in parts if names]
+        if self.labels is not None:
+            said.append(f"labels from `{self.labels}`, separated by {self.separator!r}")
+        return ", ".join(said)
+
+
+@dataclass(frozen=True)
+class _Cells:
+    """A table in memory: the cells of every column, and the line of the file where each row begins."""
+
+    path: Path
+    columns: dict[str, list[Any]]
+    at: Sequence[int]
+    unit: str  # what `at` counts: lines, or rows
+
+    def wrong(self, row: int, said: str) -> BadInput:
+        return BadInput(f"`{self.path}`, {self.unit} {self.at[row]}: {said}.")
+
+
+def read_table(
+    path: Path, option: str, columns: Columns, labelled: bool = True
+) -> tuple[LabelledRows, Columns]:
+    """Read a table.
+
+    Args:
+        path: `*.csv`, `*.tsv`, either also `.gz`, or `*.parquet`.
+        option: The option that named it, for the sentences.
+        columns: What is known of its columns.
+        labelled: Whether a column of labels is needed; else the rows have none.
+
+    Returns:
+        The rows, and what their columns are. What is wrong raises `BadInput`, which names file and line.
+    """
+    cells = _read_parquet(path, option) if _kind(path) == ".parquet" else _read_csv(path, option)
+    if not cells.at:
+        raise BadInput(f"`{option}` names `{path}`, which has columns but no rows.")
+    columns = _resolve(cells, columns, labelled)
+    texts = None
+    if columns.texts:
+        chosen = [cells.columns[name] for name in columns.texts]
+        texts = [
+            "\n".join("" if cell is None else str(cell) for cell in row) for row in zip(*chosen, strict=True)
+        ]
+    numbers = np.array([_numbers(cells, name) for name in columns.numbers], dtype=np.float32)
+    features = sparse.csr_array(numbers.T.reshape(len(cells.at), len(columns.numbers)))
+    labels, names = label_matrix(_labels(cells, columns) if labelled else [[] for _ in cells.at])
+    return LabelledRows(features, labels, names, texts, columns.numbers), columns
+
+
+def is_table(path: Path) -> bool:
+    """Whether a file is read here, by its name."""
+    return _kind(path) in (".csv", ".tsv", ".parquet")
+
+
+def _kind(path: Path) -> str:
+    return next((end.lower() for end in path.suffixes[::-1] if end.lower() != ".gz"), "")
+
+
+def _read_csv(path: Path, option: str) -> _Cells:
+    text = read_content(path, option).decode()
+    csv.field_size_limit(2**31 - 1)  # texts may be long
+    rows = csv.reader(io.StringIO(text), delimiter="\t" if _kind(path) == ".tsv" else ",", strict=True)
+    at, found = [], []
+    before = 0
+    try:
+        header = next(rows)
+        before = rows.line_num
+        for row in rows:
+            if row:  # an empty line is no row
+                if len(row) != len(header):
+                    raise BadInput(
+                        f"`{path}`, line {before + 1}: {len(row)} cells, but line 1 has {len(header)}."
+                    )
+                at.append(before + 1)
+                found.append(row)
+            before = rows.line_num
+    except csv.Error as error:
+        ends = "unexpected end" in str(error)
+        said = "the file ends inside quotes" if ends else f"the quotes are wrong ({error})"
+        raise BadInput(f"`{path}`, line {before + 1}: {said}.") from error
+    _refuse_twins(header, f"`{path}`, line 1")
+    cells: list[Sequence[str]] = list(zip(*found, strict=True)) if found else [[] for _ in header]
+    return _Cells(path, {name: list(column) for name, column in zip(header, cells, strict=True)}, at, "line")
+
+
+def _refuse_twins(header: Sequence[str], where: str) -> None:
+    twice = next((name for place, name in enumerate(header) if name in header[:place]), None)
+    if twice is not None:
+        raise BadInput(f"{where}: there are two columns called `{shown(twice)}`.")
+
+
+def _read_parquet(path: Path, option: str) -> _Cells:
+    try:
+        from pyarrow import ArrowException, parquet
+    except ImportError as error:
+        raise BadInput(
+            f"`{path}` needs the package `pyarrow`: run `pip install 'torchlml[parquet]'`."
+        ) from error
+    try:
+        with path.open("rb") as file:
+            _refuse_twins(parquet.ParquetFile(file).schema_arrow.names, f"`{path}`")
+            table = parquet.read_table(file)
+    except (OSError, ArrowException) as error:
+        said = reason(error) if getattr(error, "strerror", None) else "it is no whole Parquet file"
+        raise BadInput(f"`{option}` names `{path}`, which cannot be read: {said}.") from error
+    columns = {name: table.column(name).to_pylist() for name in table.column_names}
+    return _Cells(path, columns, range(1, table.num_rows + 1), "row")
+
+
+def _resolve(cells: _Cells, columns: Columns, labelled: bool) -> Columns:
+    """Check the columns that are named, and choose those that are not."""
+    labels = columns.labels if labelled else None
+    if labelled and labels is None:
+        labels = next((name for name in cells.columns if name.strip().lower() in USUAL_LABELS), None)
+        if labels is None:
+            raise BadInput(
+                f"`{cells.path}` has no column called {' or '.join(USUAL_LABELS[:4])}: say with `--labels` "
+                f"which of its columns it is ({_listed(cells)})."
+            )
+    for name in (*columns.texts, *columns.numbers, *([labels] if labels else [])):
+        if name not in cells.columns:
+            near = did_you_mean(name, cells.columns)
+            raise BadInput(
+                f"`{cells.path}` has no column `{name}`" + (near or f": its columns are {_listed(cells)}.")
+            )
+    texts, numbers = columns.texts, columns.numbers
+    if labels in (*texts, *numbers):
+        raise BadInput(
+            f"`{cells.path}` has its labels in the column `{labels}`, so that it cannot be one of texts or "
+            "numbers: `--labels` names another."
+        )
+    if not texts and not numbers:
+        rest = [name for name in cells.columns if name != labels]
+        numbers = tuple(name for name in rest if _is_number_column(cells.columns[name]))
+        texts = tuple(name for name in rest if name not in numbers)
+        if not rest:
+            raise BadInput(f"`{cells.path}` has no column beside that of the labels, `{labels}`.")
+    separator = columns.separator
+    if separator is None and labels is not None:
+        separator = _usual_separator(cells.columns[labels])
+    return Columns(texts, numbers, labels, separator)
+
+
+def _listed(cells: _Cells) -> str:
+    return ", ".join(f"`{shown(name)}`" for name in cells.columns)
+
+
+def _number(cell: Any) -> float | None:
+    """The number in a cell, NaN in an empty one, None where it is something else."""
+    if cell is None or cell == "" or cell != cell:  # the last is a NaN of Parquet
+        return math.nan
+    try:
+        value = float(cell)
+    except (TypeError, ValueError):
+        return None
+    return value if math.isfinite(value) and abs(value) <= _MOST else None
+
+
+def _is_number_column(cells: Sequence[Any]) -> bool:
+    """Whether every cell is a number or empty, and one at least is a number."""
+    values = [_number(cell) for cell in cells]
+    # A NaN or an infinity among numbers makes no texts of them: it is refused where they are read.
+    numbers = all(value is not None or _is_infinite(cell) for value, cell in zip(values, cells, strict=True))
+    return numbers and any(value is not None and not math.isnan(value) for value in values)
+
+
+def _is_infinite(cell: Any) -> bool:
+    """Whether a cell that is no finite number is a number all the same."""
+    try:
+        float(cell)
+    except (TypeError, ValueError):
+        return False
+    return True
+
+
+def _numbers(cells: _Cells, name: str) -> list[float]:
+    values = []
+    for row, cell in enumerate(cells.columns[name]):
+        value = _number(cell)
+        if value is None:
+            said = f"column `{name}` has `{shown(str(cell))}`, which is no finite number"
+            raise cells.wrong(row, said + (" (where one is missing, leave it empty)" * _is_infinite(cell)))
+        values.append(value)
+    return values
+
+
+def _labels(cells: _Cells, columns: Columns) -> list[list[str]]:
+    """The labels of each row; a column of Parquet may hold lists already."""
+    assert columns.labels is not None
+    lists = []
+    for cell in cells.columns[columns.labels]:
+        parts = cell if isinstance(cell, list) else str("" if cell is None else cell).split(columns.separator)
+        lists.append([name for part in parts if (name := str(part).strip())])
+    return lists
+
+
+def _usual_separator(cells: Sequence[Any]) -> str:
+    """What most cells have of the usual separators: a comma where none has any."""
+    return max(_SEPARATORS, key=lambda mark: sum(isinstance(cell, str) and mark in cell for cell in cells))

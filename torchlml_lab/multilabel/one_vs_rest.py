@@ -1,0 +1,125 @@
+"""The baseline of the study: a logistic regression of scikit-learn for every label, against all others.
+
+    python -m torchlml_lab.multilabel.one_vs_rest --train FILE --test FILE --csv one-vs-rest.csv
+
+It gets the inputs and the split of `torchlml train multilabel`; its C is chosen on validation, as the
+learning rate of the networks is.
+"""
+
+import sys
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+import numpy as np
+import torch
+from rich.console import Console
+from sklearn.linear_model import LogisticRegression
+
+from torchlml_lab.cli import parse_settings
+from torchlml_lab.data.labelled_rows import Matrix
+from torchlml_lab.engine.progress import ProgressBar
+from torchlml_lab.errors import BadInput
+from torchlml_lab.files import check_file
+from torchlml_lab.multilabel import preparation as prepare
+from torchlml_lab.multilabel import study_rows
+from torchlml_lab.multilabel.label_measures import Measures
+from torchlml_lab.multilabel.multilabel_settings import MultilabelSettings
+from torchlml_lab.multilabel.preparation import Preparation
+from torchlml_lab.multilabel.run_rows import label_lists, read_files, split
+from torchlml_lab.multilabel.study_rows import Record
+
+
+@dataclass(frozen=True)
+class BaselineSettings:
+    """Fit a one-vs-rest logistic regression with each C, and write the measures of the best to a CSV."""
+
+    train: Path | None = None
+    """The training file, as for `torchlml train multilabel`."""
+    test: Path | None = None
+    """The test file."""
+    csv: Path = Path("one-vs-rest.csv")
+    """The CSV to write; rows of other data that it has stay."""
+    keeps: tuple[float | Literal["one"], ...] = (1.0, 0.5, 0.3, "one")
+    """The shares of the training labels that are kept."""
+    seed: int = 0
+    """Which labels are kept."""
+    strengths: tuple[float, ...] = (1.0, 10.0, 100.0)
+    """The values of C that are tried, each on all labels."""
+
+
+def main(arguments: Sequence[str]) -> None:
+    """Read the options, fit, and write the rows."""
+    settings = parse_settings(BaselineSettings, "one-vs-rest", arguments, BaselineSettings())
+    if settings.train is None or settings.test is None:
+        raise BadInput("`--train` and `--test` are needed.")
+    check_file("--csv", settings.csv)
+    rows = study_rows.TABLE.read(settings.csv, "--csv") if settings.csv.exists() else []
+    for keep in settings.keeps:
+        one = MultilabelSettings(train=settings.train, test=settings.test, keep=keep, seed=settings.seed)
+        data = settings.train.name.partition(".")[0]
+        if any((row.data, row.keep, row.seed) == (data, str(keep), one.seed) for row in rows):
+            continue
+        rows.append(_best(data, one, settings.strengths))
+        study_rows.TABLE.write(settings.csv, rows)
+
+
+def _best(name: str, settings: MultilabelSettings, strengths: Sequence[float]) -> Record:
+    started = time.monotonic()
+    data = split(settings, read_files(settings))
+    assert data.test is not None
+    prepared = prepare.fit(data.training, data.columns, 1)
+    training, validation, test = (
+        prepared.apply(part).inputs for part in (data.training, data.validation, data.test)
+    )
+    tried = []
+    for strength in strengths:
+        weights, bias = _fit(training, data.training.labels, strength)
+        ndcg = _measures(prepared, validation @ weights + bias, data.validation.labels)["ndcg@5"]
+        tried.append((ndcg, strength, weights, bias))
+    ndcg, strength, weights, bias = max(tried, key=lambda one: one[0])
+    found = _measures(prepared, test @ weights + bias, data.test.labels)
+    return Record(
+        data=name,
+        loss="one-vs-rest",
+        keep=str(settings.keep),
+        seed=settings.seed,
+        learning_rate=strength,
+        best_epoch=0,
+        validation_ndcg5=round(ndcg, 6),
+        **study_rows.tested(found),
+        seconds=time.monotonic() - started,
+    )
+
+
+def _fit(inputs: Matrix, labels: Matrix, strength: float) -> tuple[Any, Any]:
+    """The weights (inputs, labels) and the biases (labels,)."""
+    weights = np.zeros((inputs.shape[1], labels.shape[1]))
+    bias = np.full(labels.shape[1], -20.0)  # of a label that no row has
+    columns = labels.tocsc()
+    inputs.indices, inputs.indptr = (
+        inputs.indices.astype(np.int32),
+        inputs.indptr.astype(np.int32),
+    )  # liblinear's
+    with ProgressBar(Console()) as progress:
+        bar = progress.add_task(f"labels, C = {strength:g}", total=labels.shape[1])
+        for label in range(labels.shape[1]):
+            target = np.zeros(labels.shape[0])
+            target[columns.indices[columns.indptr[label] : columns.indptr[label + 1]]] = 1
+            if target.any():
+                model = LogisticRegression(C=strength, solver="liblinear").fit(inputs, target)
+                weights[:, label], bias[label] = model.coef_[0], model.intercept_[0]
+            progress.advance(bar)
+    return weights, bias
+
+
+def _measures(prepared: Preparation, scores: Any, labels: Matrix) -> dict[str, float]:
+    found = Measures(prepared, labels.shape[1])
+    found.update(torch.from_numpy(np.asarray(scores)), label_lists(labels))
+    return found.result()
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

@@ -1,0 +1,111 @@
+"""`torchlml train multilabel`: from a file of rows with labels to a run that predicts the best labels."""
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from accelerate import PartialState
+from rich.console import Console
+
+from torchlml_lab.engine.loop import Task
+from torchlml_lab.engine.settings import read_settings
+from torchlml_lab.errors import BadInput
+from torchlml_lab.multilabel import preparation as prepare
+from torchlml_lab.multilabel.label_measures import KS, measure
+from torchlml_lab.multilabel.label_network import LabelNetwork
+from torchlml_lab.multilabel.multilabel_settings import (
+    COMMAND,
+    EXPERIMENT,
+    MultilabelSettings,
+    check,
+    loss_of,
+)
+from torchlml_lab.multilabel.preparation import Preparation
+from torchlml_lab.multilabel.run_rows import Batches, Data, read
+from torchlml_lab.tasks.label_losses import LabelLoss
+from torchlml_lab.tasks.own_files import train_on_files
+
+PATIENT_STEPS = 100  # an epoch of few rows has few steps, and tells little
+
+
+def main(arguments: Sequence[str]) -> None:
+    """Read the options, train, and write the report."""
+    from torchlml_lab.multilabel.label_report import report_run
+
+    settings = read_settings(MultilabelSettings, COMMAND, arguments, MultilabelSettings())
+    console = Console()
+    run(settings, console)
+    if PartialState().is_main_process:
+        report_run(settings.resume or settings.out, settings, console)
+
+
+def run(settings: MultilabelSettings, console: Console) -> dict[str, Any]:
+    """Train with these settings; what cannot be done raises `BadInput` before anything is written."""
+    check(settings)
+    return train_on_files(EXPERIMENT, settings, read, task, _introduction, console)
+
+
+def task(settings: MultilabelSettings, data: Data) -> Task:
+    """The task of one run; the seed must be set before, since it makes the network."""
+    loss, k = loss_and_k(settings, data)
+    prepared = prepare.fit(data.training, data.columns, k)
+    model = network(settings, prepared)
+    rate = settings.learning_rate if settings.hidden else 10 * settings.learning_rate
+    optimizer = torch.optim.Adam(model.parameters(), lr=rate)
+    parts = {"validation": data.validation} | ({} if data.test is None else {"test": data.test})
+    # One number for all parts: more labels that cannot be found change nothing where there are none.
+    labels = max(len(part.names) for part in parts.values())
+    chosen_by = f"ndcg@{max(k for k in KS if k <= len(prepared.labels))}"
+    return Task(
+        model=model,
+        optimizer=optimizer,
+        scheduler=torch.optim.lr_scheduler.ConstantLR(optimizer, 1.0),
+        training=Batches(prepared.apply(data.training).inputs, data.training.labels),
+        held_out={name: Batches(prepared.apply(part).inputs, part.labels) for name, part in parts.items()},
+        loss=lambda net, batch: net(batch.inputs, batch.labels, loss),
+        measure=lambda net, batches, accelerator: measure(net, batches, accelerator, prepared, labels),
+        chosen_by=chosen_by,
+        printed=tuple(dict.fromkeys(("precision@1", chosen_by))),
+        # The matrices of few labels are too small to be shared by threads.
+        threads=1 if settings.batch_size * len(prepared.labels) < 2**20 else None,
+        patience=settings.patience
+        or max(5, math.ceil(PATIENT_STEPS * settings.batch_size / len(data.training))),
+        stored={prepare.FILE: prepared.to_json()},
+    )
+
+
+def network(settings: MultilabelSettings, prepared: Preparation) -> LabelNetwork:
+    """The network of a run, with its first weights."""
+    return LabelNetwork(prepared.inputs, len(prepared.labels), settings.hidden, settings.dropout)
+
+
+def loss_and_k(settings: MultilabelSettings, data: Data) -> tuple[LabelLoss, int]:
+    """The loss, and how many labels are predicted: the mean count where no number is given."""
+    labels = len(data.training.names)
+    usual = min(max(1, round(float(data.training.counts.mean()))), labels - 1)
+    loss = loss_of(settings)
+    loss.check_labels(labels)
+    if isinstance(settings.k, int) and settings.k >= labels:
+        raise BadInput(
+            f"`--k` is {settings.k}, but there are {labels} labels: at most {labels - 1} can be chosen."
+        )
+    return loss, settings.k if isinstance(settings.k, int) else usual
+
+
+def _introduction(settings: MultilabelSettings, data: Data) -> list[str]:
+    """What was read and what was chosen, in sentences."""
+    loss, k = loss_and_k(settings, data)
+    rows, mean = len(data.training), float(data.training.counts.mean())
+    aside = "set aside for" if settings.valid is None else "given for"
+    said = [
+        f"{rows} rows with {mean:.1f} of {len(data.training.names)} labels each, "
+        f"{len(data.validation)} more {aside} validation."
+    ]
+    if data.columns is not None:
+        said.append(f"Columns: {data.columns}.")
+    each = "each row's own count of labels as k" if loss.k == "labels" else f"k = {loss.k}"
+    trained = f"the loss {loss.name}" + ("" if loss.k is None else f" with {each}")
+    chosen = "as given" if isinstance(settings.k, int) else "the mean count, chosen here; `--k` sets another"
+    said.append(f"Trained with {trained}; predicted are the best k = {k} ({chosen}).")
+    return [*data.notes, *said]

@@ -1,0 +1,209 @@
+"""`torchlml which-k`: what a wrong k costs, where the number of labels is known and where it varies."""
+
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from statistics import mean
+
+import torch
+from rich.console import Console, Group
+from torch import Tensor
+from torch.nn.functional import binary_cross_entropy_with_logits
+
+import torchlml
+from torchlml_lab.cli import parse_settings
+from torchlml_lab.engine.progress import ProgressBar
+from torchlml_lab.engine.table import StudyTable, plain_table
+from torchlml_lab.engine.threads import use_threads
+from torchlml_lab.errors import BadInput
+from torchlml_lab.files import check_file, writing
+from torchlml_lab.studies.digits import images
+from torchlml_lab.studies.digits.images import CLASSES, Images
+from torchlml_lab.studies.digits.measures import measure
+from torchlml_lab.studies.digits.stacked_networks import Index, fit
+
+KS = tuple(range(1, 9))
+MOST = 5
+EXACTLY, AT_MOST, OF_ROW, PREDICTED = "lml", "lml, at most k", "lml, k of the row", "lml, k predicted"
+SOFTMAX, BCE = "cross-entropy", "bce"
+FIXED, VARYING = "3 digits", "1 to 5 digits"
+ONE, ALL = "one", "all"
+SITUATIONS = ((FIXED, ONE), (VARYING, ONE), (VARYING, ALL))
+# Where every image shows as many digits, the k of the row is k.
+PLAN = tuple(
+    (digits, named, method)
+    for digits, named in SITUATIONS
+    for method in (EXACTLY, AT_MOST, OF_ROW, PREDICTED, SOFTMAX, BCE)
+    if digits == VARYING or method not in (OF_ROW, PREDICTED)
+)
+
+
+@dataclass(frozen=True)
+class WhichKSettings:
+    """Train LML with right and wrong k, on images of 3 digits and of 1 to 5, and measure what it costs."""
+
+    seeds: int = 4
+    """How many times everything is repeated with other images and weights, at least 1."""
+    images: int = 5000
+    """How many training images, at least 100; the test has 2000, in handwriting that was not trained on."""
+    epochs: int = 30
+    """How often each network sees each training image, at least once."""
+    csv: Path = Path("torchlml-which-k.csv")
+    """The CSV to write, a row for each network."""
+
+
+@dataclass(frozen=True)
+class Record:
+    """One network on the test images."""
+
+    digits: str
+    """How many digits an image shows."""
+    named: str
+    """How many of them a training image names: `one` or `all`."""
+    method: str
+    k: int
+    """0 where a method is not told one k for all rows."""
+    seed: int
+    recall: float
+    """The share of the digits that are among as many as the image shows, ranked by the logits."""
+    exact: float
+    """The share of images where p > 0.5 holds for exactly the digits in the image."""
+    count: float
+    """How many digits of an image have p > 0.5, on average."""
+    calibration_error: float
+    seconds: float
+
+
+TABLE = StudyTable(
+    Record, lambda row: (SITUATIONS.index((row.digits, row.named)), row.method, row.k, row.seed)
+)
+
+
+def main(arguments: Sequence[str]) -> None:
+    """Read the options, train, write the CSV and print a table for each situation."""
+    settings = parse_settings(WhichKSettings, "which-k", arguments, WhichKSettings())
+    for name, least in (("seeds", 1), ("images", 100), ("epochs", 1)):
+        if getattr(settings, name) < least:
+            raise BadInput(f"`--{name}` is {getattr(settings, name)}, and must be at least {least}.")
+    check_file("--csv", settings.csv)
+    console = Console()
+    with use_threads(1), ProgressBar(console) as progress:
+        task = progress.add_task("methods", total=len(PLAN))
+        rows = []
+        for digits, named, method in PLAN:
+            rows += run(digits, named, method, settings)
+            progress.advance(task)
+    console.print(_tables(rows))
+    with writing("The CSV", settings.csv, "the tables above are all that was measured"):
+        settings.csv.parent.mkdir(parents=True, exist_ok=True)
+        TABLE.write(settings.csv, rows)
+    console.print(f"The rows are in {settings.csv}.", soft_wrap=True)
+
+
+def run(digits: str, named: str, method: str, settings: WhichKSettings) -> list[Record]:
+    """Train a network for each k and seed with one method in one situation, and measure them."""
+    began = time.monotonic()
+    width = MOST if digits == VARYING else 3
+    data = [
+        images.make(width, settings.images, 2000, "uniform", seed, varying=digits == VARYING)
+        for seed in range(settings.seeds)
+    ]
+    # All of them at once, each with its own k: the same seed is the same images, first weights and batches.
+    cells = [
+        (k, seed) for k in (KS if method in (EXACTLY, AT_MOST) else (0,)) for seed in range(settings.seeds)
+    ]
+    sets, tests = [data[seed][0] for _, seed in cells], [data[seed][1] for _, seed in cells]
+    k = torch.tensor([[float(k)] for k, _ in cells])
+    observed = torch.stack([_observed(one, named) for one in sets])
+    number = torch.stack([one.present.sum(-1).float() for one in sets])
+
+    def loss(outputs: Tensor, where: Index) -> Tensor:
+        return loss_of(method, outputs, observed[where], number[where], k)
+
+    networks = fit(
+        loss, sets, [seed for _, seed in cells], settings.epochs, outputs=CLASSES + (method == PREDICTED)
+    )
+    with torch.no_grad():
+        found = networks(torch.stack([test.pixels.flatten(1) for test in tests]))
+        p = probability(method, found, torch.stack([test.present.sum(-1).float() for test in tests]), k)
+    seconds = (time.monotonic() - began) / len(cells)
+    rows = []
+    for (told, seed), test, said, output in zip(cells, tests, p, found, strict=True):
+        measured = measure(said, output[:, :CLASSES], test)
+        rows.append(
+            Record(
+                *(digits, named, method, told, seed),
+                *(measured.recall, measured.exact, measured.count, measured.calibration_error, seconds),
+            )
+        )
+    return rows
+
+
+def _observed(shown: Images, named: str) -> Tensor:
+    """The digits (N, 10) that the training is told."""
+    if named == ALL:
+        return shown.present
+    return torch.zeros_like(shown.present).scatter(1, shown.named.unsqueeze(1), True)
+
+
+def loss_of(method: str, outputs: Tensor, observed: Tensor, number: Tensor, k: Tensor) -> Tensor:
+    """The loss of each row.
+
+    Args:
+        method: Which loss.
+        outputs: (sets, rows, 10) logits; for a predicted k one more, which is the prediction.
+        observed: (sets, rows, 10) the digits that are named, bool.
+        number: (sets, rows) how many digits the image shows, which only two of the methods are told.
+        k: (sets, 1) the k that two of the others are told.
+
+    Returns:
+        (sets, rows); of several labels a sum.
+    """
+    logits = outputs[..., :CLASSES]
+    if method == SOFTMAX:
+        return -(observed * logits.log_softmax(-1)).sum(-1)
+    if method == BCE:
+        return binary_cross_entropy_with_logits(logits, observed.to(logits.dtype), reduction="none").sum(-1)
+    if method == PREDICTED:
+        # LML is told the true number: a predicted one would only grow, since a larger k lowers its loss.
+        told = torchlml.lml_loss(logits, observed, number, reduction="none")
+        return told + (outputs[..., CLASSES] - number).square()
+    return torchlml.lml_loss(
+        logits,
+        observed,
+        number if method == OF_ROW else k,
+        reduction="none",
+        bound="at_most" if method == AT_MOST else "exactly",
+    )
+
+
+def probability(method: str, outputs: Tensor, number: Tensor, k: Tensor) -> Tensor:
+    """What the method says about "is in the image", (sets, rows, 10); arguments as for `loss_of`."""
+    logits = outputs[..., :CLASSES]
+    if method == SOFTMAX:
+        return logits.softmax(-1)
+    if method == BCE:
+        return logits.sigmoid()
+    if method == PREDICTED:
+        return torchlml.lml(logits, outputs[..., CLASSES].clamp(0, CLASSES))
+    if method == OF_ROW:
+        return torchlml.lml(logits, number)
+    return torchlml.lml(logits, k, bound="at_most" if method == AT_MOST else "exactly")
+
+
+def _tables(rows: Sequence[Record]) -> Group:
+    tables = []
+    for digits, named in SITUATIONS:
+        title = f"\nimages of {digits}, {named} named; means over the seeds"
+        table = plain_table(title, ("method", "k", "recall", "exact set", "p > 0.5", "calibration"))
+        for name, k in dict.fromkeys((row.method, row.k) for row in rows):
+            group = [
+                row for row in rows if (row.digits, row.named, row.method, row.k) == (digits, named, name, k)
+            ]
+            if group:
+                cells = [mean(getattr(row, one) for row in group) for one in ("recall", "exact", "count")]
+                cells.append(mean(row.calibration_error for row in group))
+                table.add_row(name, str(k or ""), *(f"{cell:.3f}" for cell in cells))
+        tables.append(table)
+    return Group(*tables)

@@ -1,0 +1,96 @@
+"""What is minimised: Motifs' softmax on every edge, or one loss over all relations of an image."""
+
+from typing import Literal, get_args
+
+import torch
+from torch import Tensor
+from torch.nn.functional import binary_cross_entropy_with_logits, cross_entropy
+
+import torchlml
+from torchlml_lab.studies.scene_graph.batches import Batch
+
+Objective = Literal["softmax", "lml", "truncated-entropy", "bce"]
+OBJECTIVES: tuple[Objective, ...] = get_args(Objective)
+# Motifs trains on at most so many edges per image of a batch; those without a relation are sampled.
+EDGES_PER_IMAGE = 1024
+
+
+def has_background(objective: Objective) -> bool:
+    """Whether an edge gets a score for "no relation", before those of the predicates."""
+    return objective == "softmax"
+
+
+def takes_k(objective: Objective) -> bool:
+    """Whether the objective knows how many relations are predicted."""
+    return objective in ("lml", "truncated-entropy")
+
+
+def loss(objective: Objective, scores: Tensor, batch: Batch, k: int, one_per_edge: bool = False) -> Tensor:
+    """The mean loss of a batch of images.
+
+    Args:
+        objective: Which loss.
+        scores: (E, predicates), with "no relation" first for `softmax`.
+        batch: The images.
+        k: How many relations of an image `lml` and `truncated-entropy` predict.
+        one_per_edge: Observe one random relation of each edge, as `softmax` must, instead of all.
+
+    Returns:
+        A scalar. `softmax` is a mean over edges as in Motifs; for the others the loss of an image is a sum
+        over its relations (`bce`: over all its candidates), and the mean is over images.
+    """
+    edge, predicate = batch.relation_edges, batch.relation_predicates
+    if one_per_edge or objective == "softmax":
+        edge, predicate = _one_of_each(edge, predicate)
+    if objective == "softmax":
+        return _softmax(scores, edge, predicate, len(batch.images))
+    count = scores.shape[1]
+    flat, offsets, positions = scores.flatten(), batch.edge_offsets * count, edge * count + predicate
+    if objective == "lml":
+        return torchlml.lml_loss(flat, positions, k, offsets=offsets)
+    if objective == "truncated-entropy":
+        return torchlml.truncated_entropy_loss(flat, positions, k, offsets=offsets)
+    observed = torch.zeros_like(flat).scatter(0, positions, 1.0)
+    return binary_cross_entropy_with_logits(flat, observed, reduction="sum") / len(batch.images)
+
+
+def ranking(objective: Objective, scores: Tensor) -> Tensor:
+    """What the triples (E, predicates) of an image are ranked by: the probabilities, or what orders alike."""
+    return scores.softmax(1)[:, 1:] if has_background(objective) else scores
+
+
+def probabilities(objective: Objective, scores: Tensor, k: int) -> Tensor:
+    """The probability (E, predicates) of each triple of one image, as the objective understands it."""
+    if has_background(objective):
+        return scores.softmax(1)[:, 1:]
+    if objective == "bce":
+        return scores.sigmoid()
+    flat = scores.flatten()
+    k = min(k, flat.numel())
+    if objective == "lml":
+        return torchlml.lml(flat, k).view_as(scores)
+    # A label's likelihood against the competitors that the loss does not forgive.
+    rest = flat.topk(flat.numel() - k, largest=False).values.logsumexp(0)
+    return (scores - rest).sigmoid()
+
+
+def _softmax(scores: Tensor, edge: Tensor, predicate: Tensor, images: int) -> Tensor:
+    """Cross-entropy of the edges with a relation, and of so many without one as Motifs' limit allows."""
+    label = torch.zeros(len(scores), dtype=torch.int64, device=scores.device)
+    label[edge] = predicate + 1
+    most = EDGES_PER_IMAGE * images
+    if len(label) > most:
+        without = (label == 0).nonzero().squeeze(1)
+        without = without[torch.randperm(len(without), device=scores.device)[: max(0, most - len(edge))]]
+        kept = torch.cat((edge, without))
+        scores, label = scores[kept], label[kept]
+    return cross_entropy(scores, label)
+
+
+def _one_of_each(edge: Tensor, predicate: Tensor) -> tuple[Tensor, Tensor]:
+    """One random relation of each edge; `edge` rises."""
+    order = torch.randperm(len(edge), device=edge.device)
+    order = order[edge[order].argsort(stable=True)]
+    first = torch.ones_like(edge, dtype=torch.bool)
+    first[1:] = edge[1:] != edge[:-1]
+    return edge[first], predicate[order][first]
