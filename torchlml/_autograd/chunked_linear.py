@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import linear
 
-from torchlml._arguments import Canonical, autocasts, check_tensor
+from torchlml._arguments import Canonical, autocasts, check_tensor, readable
 from torchlml._autograd.rule import differentiate_again, is_plain, needs_no_graph, wants_graph
 from torchlml._reductions import Reduction, mean_divisor
 from torchlml._rows import work_dtype
@@ -204,7 +204,7 @@ class _Chunked(torch.autograd.Function):
         # Scale in place and hand over: a copy of the weight's gradient would not fit in memory. A second
         # backward pass over the same graph computes them again.
         gradients, ctx.early = ctx.early, None
-        if grad.device.type != "cpu" or float(grad) != 1:
+        if not readable(grad) or float(grad) != 1:
             for gradient in gradients:
                 if gradient is not None:
                     gradient.mul_(grad)

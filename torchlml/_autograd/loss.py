@@ -23,6 +23,8 @@ from torchlml._reductions import (
     LabelReduction,
     LossSettings,
     Reduction,
+    check_labeled_k,
+    has_zero,
     label_divisor,
     mean_divisor,
     reduce_losses,
@@ -89,6 +91,8 @@ def linear_lml_loss(
     n = linear_weight.shape[0]
     k = check_k(k, input.shape[:-1], None if settings.bound == "at_most" else n, input.device, "input")
     rows = read_target_rows(logits_like(input, n), target, weight, settings.ignore_index)
+    if has_zero(k, settings.bound):
+        check_labeled_k(k, rows.has_label)
     loss = LMLRowLoss(rows, settings.label_reduction, settings.bound)
     chunked = ChunkedLoss(
         loss,

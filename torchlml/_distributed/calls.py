@@ -22,7 +22,7 @@ from torchlml._distributed import autograd
 from torchlml._distributed.dtensor import Layout, read_layout, read_linear_layout
 from torchlml._distributed.group import Agreement, Group, label_group
 from torchlml._distributed.targets import ShardedRows, ShardedTarget, check_target, read_target
-from torchlml._reductions import LossSettings, label_divisor, reduce
+from torchlml._reductions import LossSettings, check_labeled_k, has_zero, label_divisor, reduce
 from torchlml._rows import Rows, rows_of, work_dtype
 from torchlml._targets import is_multi_hot, read_labels
 
@@ -85,6 +85,8 @@ def lml_loss(
         c = canonical(logits, k, -1, mask, None, any_k=settings.bound == "at_most", name="logits")
         c = c._replace(x=c.x.to(work_dtype(c.x.dtype)))
         labels = read_labels(c, target, weight, settings.ignore_index)
+        if has_zero(c.k, settings.bound):
+            check_labeled_k(c.k, labels.has_label)
         divisor = label_divisor(labels, settings.label_reduction)
         losses, number = rule.lml_loss(c, labels, divisor, "none", settings.bound), labels.per_row
     else:
@@ -99,6 +101,9 @@ def lml_loss(
             )
         observed = read_target(c, target, weight, settings.ignore_index, agreement.split)
         losses, number = autograd.row_losses(c.x, c.k, c.mask, observed.own(), agreement.split)
+        # k and the number of labels are the same on all processes, and so is the outcome.
+        if has_zero(c.k, settings.bound):
+            check_labeled_k(c.k, number > 0)
         if settings.label_reduction == "mean":
             losses = losses / number.clamp(min=1)
     losses, has_label = losses.reshape(c.row_shape), number.reshape(c.row_shape) > 0
@@ -175,6 +180,9 @@ def _linear(
         same |= check_target(c, target, weight, settings.ignore_index)
         agreement.tell("linear_lml_loss", input, k, settings.bound, rows=c.row_shape, labels=n, same=same)
     observed = read_target(c, target, weight, settings.ignore_index, agreement.split)
+    # k is the same on all processes, so all of them take part in the round of `has_label`, or none.
+    if has_zero(wide_k, settings.bound):
+        check_labeled_k(wide_k, observed.has_label())
     mean = settings.reduction == "mean"
     chunked = ChunkedLoss(
         _ShardedRowLoss(observed, settings.label_reduction == "mean"),

@@ -51,11 +51,11 @@ class Layout(NamedTuple):
 
     def entries(self, t: Any) -> Any:
         """The local part of an argument that broadcasts to the shape of the DTensor."""
-        return self._broadcast(t, self.placements, len(self.shape))
+        return self._broadcast(t, self.placements, self.shape)
 
     def per_row(self, t: Any) -> Any:
         """The local part of an argument that broadcasts to one number per row."""
-        return self._broadcast(t, self.row_placements, len(self.shape) - 1)
+        return self._broadcast(t, self.row_placements, self.row_shape)
 
     def per_label(self, t: Any) -> Any:
         """The local part of an argument with one entry, or one row of a matrix, per label."""
@@ -64,7 +64,7 @@ class Layout(NamedTuple):
     def target(self, t: Any) -> Any:
         """The local part of a target: the entries of a multi-hot, the rows of class indices."""
         check_tensor(t, "target")
-        return self.entries(t) if is_multi_hot(t) else self._broadcast(t, self.row_placements, t.dim())
+        return self.entries(t) if is_multi_hot(t) else self._broadcast(t, self.row_placements, t.shape)
 
     def local(self, t: Any, placements: Any) -> Any:
         """The local part of a DTensor, whose gradient is summed over all processes that share the rows."""
@@ -106,14 +106,15 @@ class Layout(NamedTuple):
         total = DTensor.from_local(t, self.mesh, parts, run_check=False)
         return total.redistribute(self.mesh, [Replicate()] * self.mesh.ndim)
 
-    def _broadcast(self, t: Any, placements: tuple[Any, ...], ndim: int) -> Any:
+    def _broadcast(self, t: Any, placements: tuple[Any, ...], shape: torch.Size) -> Any:
         if not isinstance(t, DTensor):
             return t
         places = []
         for place in placements:
-            dim = place.dim - (ndim - t.dim()) if isinstance(place, Shard) else -1
-            # A dimension that broadcasts is not sharded.
-            places.append(Shard(dim) if dim >= 0 and t.shape[dim] != 1 else Replicate())
+            dim = place.dim - (len(shape) - t.dim()) if isinstance(place, Shard) else -1
+            # A dimension that broadcasts is not sharded. Size 1 does not broadcast if the shape has it too.
+            sharded = dim >= 0 and t.shape[dim] == shape[place.dim]
+            places.append(Shard(dim) if sharded else Replicate())
         return _to_local(t, self.mesh, places, placements)
 
     def _wrap(self, t: Tensor, placements: tuple[Any, ...], shape: torch.Size) -> DTensor:

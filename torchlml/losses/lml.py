@@ -9,7 +9,14 @@ from torch import Tensor
 from torchlml._arguments import Bound, canonical, check_bound
 from torchlml._autograd import loss as rule
 from torchlml._distributed import is_sharded
-from torchlml._reductions import LabelReduction, LossSettings, Reduction, label_divisor
+from torchlml._reductions import (
+    LabelReduction,
+    LossSettings,
+    Reduction,
+    check_labeled_k,
+    has_zero,
+    label_divisor,
+)
 from torchlml._targets import read_labels
 from torchlml.losses.base import TopKLoss
 
@@ -45,6 +52,8 @@ def lml_loss(
             own shape raise an error, since they could be either: pass `target.bool()`, or a list that is one
             column wider.
         k: the number of labels to predict, as in `torchlml.lml`: one number or one per row; differentiable.
+            In a row that has a label, k = 0 raises a ValueError on the CPU. On other devices, where the check
+            would synchronize, the loss is infinite.
         weight: one weight per class, for the labels of that class.
         ignore_index: the class index that means "no label".
         reduction: "mean" over the rows that have a label (0 if there are none), "sum" or "none".
@@ -73,6 +82,8 @@ def lml_loss(
     settings.check()
     c = canonical(logits, k, -1, mask, offsets, any_k=bound == "at_most", name="logits", nested=True)
     labels = read_labels(c, target, weight, ignore_index)
+    if has_zero(c.k, bound):
+        check_labeled_k(c.k, labels.has_label)
     return rule.lml_loss(c, labels, label_divisor(labels, label_reduction), reduction, bound)
 
 

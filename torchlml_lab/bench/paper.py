@@ -26,6 +26,7 @@ from torchlml_lab.cli import parse_settings
 from torchlml_lab.engine.progress import ProgressBar
 from torchlml_lab.engine.threads import cores, use_threads
 from torchlml_lab.errors import BadInput
+from torchlml_lab.screen import new_console
 from torchlml_lab.style import check_picture
 
 # The slow competitors leave cold caches and returned memory behind; a sample is long enough to forget them.
@@ -75,7 +76,7 @@ def main(arguments: Sequence[str]) -> None:
     if settings.quick:
         small = replace(usual, sizes=(1000,), trials=5)
         settings = parse_settings(PaperSettings, "bench paper", arguments, small)
-    run(settings, Console())
+    run(settings, new_console())
 
 
 def run(settings: PaperSettings, console: Console) -> None:
