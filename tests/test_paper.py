@@ -16,7 +16,7 @@ from scipy.spatial import ConvexHull
 import torchlml
 import torchlml.bracketing
 from tests.support import truth
-from torchlml._solve.residual import residual
+from torchlml._solve.newton import residual
 from torchlml.metrics import TopKRecall
 from torchlml_lab.figures.entropies import SURFACES, binary_entropy, entropy, points
 from torchlml_lab.figures.polytopes import in_space, vertices

@@ -3,10 +3,9 @@
 y = torchlml.lml(x, k)  # like softmax, but each row sums to k and every entry is in (0, 1)
 """
 
-from torchlml._constrained.softmax import constrained_softmax
-from torchlml._constrained.sparsemax import constrained_sparsemax
 from torchlml.bracketing import lml_bracketing
 from torchlml.choices import sample_subset, topk_mask
+from torchlml.constrained import constrained_softmax, constrained_sparsemax
 from torchlml.losses import (
     LinearLMLLoss,
     LinearTruncatedEntropyLoss,
@@ -21,8 +20,7 @@ from torchlml.losses import (
     topk_svm_loss,
     truncated_entropy_loss,
 )
-from torchlml.projection import LML, lml, lml_dual, log_lml
-from torchlml.value import lml_value
+from torchlml.projection import LML, lml, lml_dual, lml_value, log_lml
 
 __version__ = "0.1.0"
 

@@ -11,8 +11,7 @@ from torchlml._arguments import canonical
 from torchlml._autograd import implicit
 from torchlml._autograd.operators import ROWS, operator
 from torchlml._rows import Rows, empty_nu
-from torchlml._solve.newton import add, begin
-from torchlml._solve.residual import residual
+from torchlml._solve.newton import add, begin, residual
 from torchlml._torch.careful import prepare, solve_rows
 
 

@@ -11,15 +11,13 @@ from torch import Tensor
 
 import torchlml
 from tests.library.test_native import FORMS, TOLERANCE, assert_close, needs_kernel, problem, run
-from torchlml import choices, value
-from torchlml._autograd import inequality as bounds
-from torchlml._constrained import softmax as constrained_softmax
-from torchlml._constrained import sparsemax as constrained_sparsemax
+from torchlml import choices, constrained, projection
+from torchlml._autograd import inequality
 
 Case = tuple[Tensor, Tensor, "Tensor | None", "Tensor | None"]
 PROJECTIONS = {
-    "constrained_softmax": constrained_softmax._project,
-    "constrained_sparsemax": constrained_sparsemax._project,
+    "constrained_softmax": constrained._softmax_project,
+    "constrained_sparsemax": constrained._sparsemax_project,
 }
 each_dtype = pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
 each_form = pytest.mark.parametrize("form", FORMS)
@@ -96,17 +94,17 @@ def test_bounds_and_value(dtype: torch.dtype, form: str) -> None:
     x, k, mask, offsets = problem(dtype, form)
     for at_most in (True, False):
         y, nu = OPERATORS.bounded_forward(x, k, mask, offsets, at_most)
-        want, nu_want = bounds._reference_forward(x, k, mask, offsets, at_most)
+        want, nu_want = inequality._reference_forward(x, k, mask, offsets, at_most)
         assert_close(y, want, dtype)
         assert torch.equal((nu == 0).all(0), (nu_want == 0).all(0))
         arguments = (gradient_for(x), x, want, nu_want, mask, offsets)
         for got, wanted in zip(
-            OPERATORS.bounded_backward(*arguments), bounds._reference_backward(*arguments), strict=True
+            OPERATORS.bounded_backward(*arguments), inequality._reference_backward(*arguments), strict=True
         ):
             close = wanted.isnan() | (wanted.abs() < 1e6)
             assert_close(got[close], wanted[close], dtype if got.dtype == dtype else torch.float32, 100)
     got, _ = OPERATORS.value(x, k, mask, offsets)
-    wanted, _ = value._reference(x, k, mask, offsets)
+    wanted, _ = projection._value_reference(x, k, mask, offsets)
     size = wanted.abs().nan_to_num(0, 0, 0).clamp(min=100)
     wide = torch.float64 if dtype == torch.float64 else torch.float32
     assert_close(got / size, wanted / size, wide)

@@ -41,11 +41,17 @@ class Rule:
     def __call__(self, *arguments: Tensor | None) -> Tensor:
         # `torch.jit.trace` cannot save a call of a Python function, and it compares its graph with one that
         # it traces without gradients: both must come from the same operations.
-        if not is_plain() or torch._C._is_tracing():
+        if (
+            torch._C._are_functorch_transforms_active()
+            or forward_ad._current_level >= 0
+            or torch._C._is_tracing()
+        ):
             return self.differentiable(*arguments)
-        if needs_no_graph(*arguments[: self.inputs]):
-            return self.forward(*arguments)[0]
-        return _Apply.apply(self, *arguments)
+        if torch.is_grad_enabled() and any(
+            t.requires_grad for t in arguments[: self.inputs] if t is not None
+        ):
+            return _Apply.apply(self, *arguments)
+        return self.forward(*arguments)[0]
 
 
 class _Apply(torch.autograd.Function):

@@ -20,11 +20,11 @@ from torchlml._distributed.solve import LocalPart, Solution, solve
 from torchlml._distributed.sums import FiniteLabels
 from torchlml._distributed.targets import OwnLabels
 from torchlml._rows import DenseRows
-from torchlml._solve.residual import shifted
+from torchlml._solve.newton import shifted
 from torchlml._torch import careful as reference
 
 
-class SolvedRows:
+class SolvedPart:
     """The entries of this process, with the solution of their rows."""
 
     def __init__(self, x: Tensor, mask: Tensor | None, solution: Solution) -> None:
@@ -75,8 +75,8 @@ def _check_first_derivative() -> None:
 class _Formula(NamedTuple):
     """A result of solved rows, and (dx, dk) for a gradient of it."""
 
-    result: Callable[[SolvedRows], Tensor]
-    gradient: Callable[[SolvedRows, Tensor, Tensor, LabelGroup], tuple[Tensor, Tensor]]
+    result: Callable[[SolvedPart], Tensor]
+    gradient: Callable[[SolvedPart, Tensor, Tensor, LabelGroup], tuple[Tensor, Tensor]]
 
 
 def project(name: str, x: Tensor, k: Tensor, mask: Tensor | None, split: LabelSplit) -> Tensor:
@@ -92,23 +92,23 @@ class _Project(torch.autograd.Function):
         solution = _solve(x, k, mask, split)
         ctx.save_for_backward(x, k, mask, *solution)
         ctx.gradient, ctx.group = formula.gradient, split.group
-        return formula.result(SolvedRows(x, mask, solution)).to(x.dtype)
+        return formula.result(SolvedPart(x, mask, solution)).to(x.dtype)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         _check_first_derivative()
         x, k, mask, *solution = ctx.saved_tensors
-        local = SolvedRows(x, mask, Solution(*solution))
+        local = SolvedPart(x, mask, Solution(*solution))
         dx, dk = ctx.gradient(local, grad.to(local.values.dtype), k, ctx.group)
         dx, dk = local.finish(dx, dk, x)
         return None, dx, gradient_of_k(dk, k), None, None
 
 
-def _y(local: SolvedRows) -> Tensor:
+def _y(local: SolvedPart) -> Tensor:
     return local.fill(reference.sigmoid(local.z), 0.0, local.solution.share)
 
 
-def _gradient_of_y(local: SolvedRows, g: Tensor, k: Tensor, group: LabelGroup) -> tuple[Tensor, Tensor]:
+def _gradient_of_y(local: SolvedPart, g: Tensor, k: Tensor, group: LabelGroup) -> tuple[Tensor, Tensor]:
     s = local.solution
     t = reference.sigmoid(-local.z.abs())
     w = torch.where(local.live, t * (1 - t), local.tied.to(t.dtype))
@@ -118,11 +118,11 @@ def _gradient_of_y(local: SolvedRows, g: Tensor, k: Tensor, group: LabelGroup) -
     return torch.where(local.live, w * (g - dk.to(g.dtype).unsqueeze(-1)), 0), dk
 
 
-def _log_y(local: SolvedRows) -> Tensor:
+def _log_y(local: SolvedPart) -> Tensor:
     return local.fill(logsigmoid(local.z), -torch.inf, local.solution.share.log())
 
 
-def _gradient_of_log_y(local: SolvedRows, g: Tensor, k: Tensor, group: LabelGroup) -> tuple[Tensor, Tensor]:
+def _gradient_of_log_y(local: SolvedPart, g: Tensor, k: Tensor, group: LabelGroup) -> tuple[Tensor, Tensor]:
     s = local.solution
     a = torch.where(local.live, g * reference.sigmoid(-local.z), 0)
     of_tied = local.rows.sum(torch.where(local.tied, g, 0))
@@ -133,11 +133,11 @@ def _gradient_of_log_y(local: SolvedRows, g: Tensor, k: Tensor, group: LabelGrou
     return dx, torch.where(s.nu[0].isinf(), torch.where(of_tied == 0, 0, of_tied / k), dk)
 
 
-def _nu(local: SolvedRows) -> Tensor:
+def _nu(local: SolvedPart) -> Tensor:
     return local.solution.nu.sum(0)
 
 
-def _gradient_of_nu(local: SolvedRows, g: Tensor, k: Tensor, group: LabelGroup) -> tuple[Tensor, Tensor]:
+def _gradient_of_nu(local: SolvedPart, g: Tensor, k: Tensor, group: LabelGroup) -> tuple[Tensor, Tensor]:
     s = local.solution
     dx = torch.where(local.live, -local.shares_of_slope() * g.unsqueeze(-1), 0)
     return dx, torch.where(s.nu[0].isinf() | (g == 0), 0, g / s.log_slope.exp())
@@ -208,7 +208,7 @@ class _Loss(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         _check_first_derivative()
         x, k, mask, row, place, weight, of_infinite, change, counted, *solution = ctx.saved_tensors
-        local = SolvedRows(x, mask, Solution(*solution))
+        local = SolvedPart(x, mask, Solution(*solution))
         s, g = local.solution, grad[0].double()
         dx = local.shares_of_slope() * (g * change).to(local.values.dtype).unsqueeze(-1)
         own = torch.where(local.live[row, place], weight * torch.sigmoid(-local.z[row, place].double()), 0)

@@ -26,6 +26,8 @@ from torchlml._reductions import LossSettings, check_labeled_k, has_zero, label_
 from torchlml._rows import Rows, rows_of, work_dtype
 from torchlml._targets import is_multi_hot, read_labels
 
+_LOCAL = {"lml": inequality.LML, "log_lml": inequality.LOG_LML, "lml_dual": inequality.LML_DUAL}
+
 
 @not_compiled
 def project(
@@ -46,7 +48,7 @@ def project(
     if group is None:
         _check_no_offsets(offsets)
         c = canonical(x, k, dim, mask, None, any_k=check_bound(bound) == "at_most")
-        result: Tensor = getattr(inequality, name)(c, bound)
+        result = _LOCAL[name][bound](c.x, c.k, c.mask, None)
     else:
         with Agreement(group, x) as agreement:
             _check_no_offsets(offsets)

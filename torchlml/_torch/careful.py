@@ -17,8 +17,7 @@ from torch import Tensor
 from torch.nn.functional import logsigmoid
 
 from torchlml._rows import Rows, rows_of, work_dtype
-from torchlml._solve.newton import newton
-from torchlml._solve.residual import shifted
+from torchlml._solve.newton import newton, shifted
 
 Pair = tuple[Tensor, Tensor]
 _Function = Callable[..., Tensor]

@@ -21,7 +21,7 @@ from torch import Tensor
 from torch.nn.functional import logsigmoid
 
 from torchlml._rows import Rows, rows_of
-from torchlml._solve.residual import shifted
+from torchlml._solve.newton import shifted
 from torchlml._torch import careful as reference
 from torchlml._torch import fast as quick
 from torchlml._torch.careful import Pair, prepare

@@ -11,8 +11,7 @@ from torch import Tensor
 
 from torchlml._arguments import Canonical, check_number, check_tensor
 from torchlml._rows import wide_dtype
-from torchlml.metrics.means import of_batch
-from torchlml.metrics.topk import TopKMetric
+from torchlml.metrics.topk import TopKMetric, of_batch
 
 # Below this the sums of inverse propensities would leave the whole numbers that they are kept in.
 _SMALLEST = 1e-9

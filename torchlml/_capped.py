@@ -23,8 +23,7 @@ from torchlml._autograd import operators
 from torchlml._autograd.operators import ROWS, operator
 from torchlml._autograd.rule import Rule
 from torchlml._rows import DenseRows, Rows, empty_nu, rows_of, wide_dtype
-from torchlml._solve.newton import add
-from torchlml._solve.residual import shifted
+from torchlml._solve.newton import add, shifted
 
 _Solver = Callable[[Tensor, Tensor, Tensor, "Tensor | None"], Tensor]
 
