@@ -179,7 +179,7 @@ def _linear(function: Call, dtype: torch.dtype) -> Iterator[bytes]:
         for reduction in ("mean", "none"):
             hidden, weight, bias = (part.clone().requires_grad_() for part in parts)
             loss = function(
-                *(hidden, weight, target, 5), linear_bias=bias, reduction=reduction, memory=budget
+                *(hidden, weight, target, 5), linear_bias=bias, reduction=reduction, memory_limit=budget
             )
             loss.sum().backward()
             yield from (_bytes(t) for t in (loss, hidden.grad, weight.grad, bias.grad))

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Literal, NamedTuple
 
 from torch import Tensor
 
-from torchlml._arguments import Canonical, readable
+from torchlml._arguments import Bound, Canonical, check_bound, readable
 from torchlml._targets import Labels
 
 Reduction = Literal["mean", "sum", "none"]
@@ -19,6 +19,20 @@ def check_reduction(reduction: str, label_reduction: str = "sum") -> None:
         raise ValueError(f'`reduction` must be "mean", "sum" or "none", but it is {reduction!r}.')
     if label_reduction not in ("sum", "mean"):
         raise ValueError(f'`label_reduction` must be "sum" or "mean", but it is {label_reduction!r}.')
+
+
+class LossSettings(NamedTuple):
+    """The settings of the LML loss that do not depend on the batch."""
+
+    ignore_index: int
+    reduction: Reduction
+    label_reduction: LabelReduction
+    bound: Bound
+
+    def check(self) -> None:
+        """Raise unless all settings are among the accepted values."""
+        check_reduction(self.reduction, self.label_reduction)
+        check_bound(self.bound)
 
 
 def mean_divisor(labeled: int | Tensor) -> int | Tensor:
@@ -36,6 +50,17 @@ def reduce(losses: Tensor, labeled: int | Tensor, reduction: Reduction) -> Tenso
         return losses
     total = losses.sum()
     return total / mean_divisor(labeled) if reduction == "mean" else total
+
+
+def check_labeled_k(k: Tensor, has_label: Tensor) -> None:
+    """Raise if k is 0 in a row that has a label: y is 0 there, and the loss would be infinite."""
+    if readable(has_label) and bool((has_label & ~(k.detach() > 0)).any()):
+        raise ValueError("`k` must be positive in every row that has a label, but it is 0 in one of them.")
+
+
+def has_zero(k: Tensor, bound: Bound) -> bool:
+    """Whether some k is 0 and y may be 0, so that labels must be checked; False if k cannot be read."""
+    return bound != "at_least" and readable(k) and not bool((k.detach() > 0).all())
 
 
 def label_divisor(labels: Labels, label_reduction: LabelReduction) -> Tensor | None:

@@ -8,7 +8,7 @@ while compiling. One more column of `ignore_index` turns them into a list.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, NoReturn
 
 import torch
 from torch import Tensor
@@ -126,13 +126,19 @@ def read_labels(c: Canonical, target: Tensor, weight: Tensor | None, ignore_inde
     if c.jagged is not None and _lists_labels(c, target):
         return _positions(c, c.jagged.places(target, ignore_index, readable(target)), weight, -1)
     target = _values(c, target)
-    if is_multi_hot(target):
+    if target.dtype == torch.bool or target.is_floating_point():
         _check_multi_hot(c, target)
         labels = _hot_labels(target.reshape(c.x.shape), weight, work_dtype(c.x.dtype), c.offsets)
         if c.mask is not None and readable(target, c.mask):
             _check_available(labels.found & ~c.mask)
         return labels
-    return _read_indices(c, target, weight, ignore_index)
+    if target.dtype not in (torch.int64, torch.uint8):
+        raise TypeError(f"`target` must be {_FORMS}, but it is {target.dtype}.")
+    if c.offsets is None:
+        return _class_indices(c, target.long(), weight, ignore_index)
+    if target.shape == c.x.shape:
+        _raise_ambiguous(target)
+    return _positions(c, target.long(), weight, ignore_index)
 
 
 def read_target_rows(c: Canonical, target: Tensor, weight: Tensor | None, ignore_index: int) -> TargetRows:
@@ -153,25 +159,12 @@ def is_multi_hot(target: Any) -> bool:
     return isinstance(target, Tensor) and (target.dtype == torch.bool or target.is_floating_point())
 
 
-def _read_indices(c: Canonical, target: Tensor, weight: Tensor | None, ignore_index: int) -> Labels:
-    if target.dtype not in (torch.int64, torch.uint8):
-        raise TypeError(f"`target` must be {_FORMS}, but it is {target.dtype}.")
-    shape = _multi_hot_shape(c)
-    if target.shape == shape:
-        raise ValueError(
-            f"`target` is {target.dtype} in the logits' own shape, {tuple(shape)}: give `target.bool()` if "
-            "it is a multi-hot, and one more column of `ignore_index` if it is a list of labels."
-        )
-    read = _class_indices if c.offsets is None else _positions
-    return read(c, target.long(), weight, ignore_index)
-
-
 def read_single_label(
     c: Canonical, target: Tensor, weight: Tensor | None, ignore_index: int, loss: str
 ) -> tuple[Labels, Tensor]:
     """The labels and the column (R, 1) of each row's class, 0 for none; several labels raise an error."""
     if c.offsets is not None:
-        raise ValueError(f"`offsets` is not accepted by {loss}, which compares the classes of dense rows.")
+        raise ValueError(f"`logits` must have rows of equal length for {loss}, but they are ragged.")
     _check_ignore_index(ignore_index)
     target = _values(c, target)
     if target.dtype not in (torch.int64, torch.uint8) or target.shape != c.row_shape:
@@ -182,7 +175,7 @@ def read_single_label(
         )
     if weight is not None:
         check_weight(c, weight)
-    labels = _read_indices(c, target, weight, ignore_index)
+    labels = _class_indices(c, target.long(), weight, ignore_index)
     assert labels.listed is not None
     return labels, labels.listed.clamp(min=0)
 
@@ -230,15 +223,13 @@ def _lists_labels(c: Canonical, target: Any) -> bool:
     )
 
 
-def _multi_hot_shape(c: Canonical) -> torch.Size:
-    return c.x.shape if c.offsets is not None else torch.Size([*c.row_shape, c.x.shape[-1]])
-
-
 def _class_indices(c: Canonical, target: Tensor, weight: Tensor | None, ignore_index: int) -> Labels:
     n, rows = c.x.shape[-1], c.row_shape
     if target.shape == rows:
         given = target.reshape(-1, 1)
     elif target.dim() == len(rows) + 1 and target.shape[:-1] == rows:
+        if target.shape[-1] == n:
+            _raise_ambiguous(target)
         given = target.reshape(c.x.shape[0], target.shape[-1])
     else:
         padded = ", ".join([*map(str, rows), "L"])
@@ -261,6 +252,13 @@ def _class_indices(c: Canonical, target: Tensor, weight: Tensor | None, ignore_i
     return Labels(listed, None, None, label_weight, None, complete)
 
 
+def _raise_ambiguous(target: Tensor) -> NoReturn:
+    raise ValueError(
+        f"`target` has integers in the logits' own shape, {tuple(target.shape)}: give `target.bool()` if it "
+        "is a multi-hot, and one more column of `ignore_index` if it is a list of labels."
+    )
+
+
 def _negative(target: Tensor, ignore_index: int) -> Tensor:
     """The target with negative padding; `ignore_index` is usually negative already."""
     return target if ignore_index < 0 else torch.where(target == ignore_index, -1, target)
@@ -273,7 +271,7 @@ def _each_once(ordered: Tensor) -> Tensor:
 
 
 def _check_multi_hot(c: Canonical, target: Tensor) -> None:
-    expected = _multi_hot_shape(c)
+    expected = c.x.shape if c.offsets is not None else torch.Size([*c.row_shape, c.x.shape[-1]])
     if target.shape != expected:
         raise ValueError(
             f"`target` is {target.dtype}, a multi-hot, and must have the logits' shape {tuple(expected)}, "
@@ -342,7 +340,8 @@ def _check_values(target: Tensor, ignore_index: int, n: int, what: str) -> bool:
     """Raise on values out of range; return whether every value is a label."""
     if target.numel() == 0:
         return True
-    smallest, largest = (int(value) for value in target.aminmax())
+    low, high = target.aminmax()
+    smallest, largest = int(low), int(high)
     if smallest >= 0 and largest < n:
         return not smallest <= ignore_index <= largest
     wrong = target[((target < 0) | (target >= n)) & (target != ignore_index)]

@@ -19,7 +19,7 @@ from torchlml._autograd.fast_path import fast_lml
 from torchlml._autograd.implicit import SolvedRows
 from torchlml._autograd.operators import ROWS, operator
 from torchlml._autograd.rule import Rule
-from torchlml._distributed import is_spread
+from torchlml._distributed import is_sharded
 from torchlml._rows import Rows, empty_nu, rows_of
 from torchlml._solve.newton import shifted
 from torchlml._torch import careful, fast
@@ -67,10 +67,10 @@ def lml(
         y = fast_lml(x, k, dim)
         if y is not None:
             return y
-    if is_spread(x, group):
-        from torchlml._distributed.calls import spread_projection
+    if is_sharded(x, group):
+        from torchlml._distributed import calls
 
-        return spread_projection("lml", x, k, dim, mask, offsets, bound, group)
+        return calls.project("lml", x, k, dim, mask, offsets, bound, group)
     c = canonical(x, k, dim, mask, offsets, any_k=check_bound(bound) == "at_most", nested=True)
     return c.restore(inequality.LML[bound](c.x, c.k, c.mask, c.offsets), dim)
 
@@ -95,10 +95,10 @@ def log_lml(
     log y = logsigmoid(x + nu), and its derivative keeps its size however wrong the logits are:
     d log y_j / dx = (1 - y_j) (e_j - w / sum w).
     """
-    if is_spread(x, group):
-        from torchlml._distributed.calls import spread_projection
+    if is_sharded(x, group):
+        from torchlml._distributed import calls
 
-        return spread_projection("log_lml", x, k, dim, mask, offsets, bound, group)
+        return calls.project("log_lml", x, k, dim, mask, offsets, bound, group)
     c = canonical(x, k, dim, mask, offsets, any_k=check_bound(bound) == "at_most", nested=True)
     return c.restore(inequality.LOG_LML[bound](c.x, c.k, c.mask, c.offsets), dim)
 
@@ -124,10 +124,10 @@ def lml_dual(
         nu, with the shape of `x` without `dim` (with `offsets`: one number per row) and the dtype of `x`;
         -inf for k = 0 and +inf where k entries or fewer are available. With `bound`, 0 where it is kept.
     """
-    if is_spread(x, group):
-        from torchlml._distributed.calls import spread_projection
+    if is_sharded(x, group):
+        from torchlml._distributed import calls
 
-        return spread_projection("lml_dual", x, k, dim, mask, offsets, bound, group)
+        return calls.project("lml_dual", x, k, dim, mask, offsets, bound, group)
     c = canonical(x, k, dim, mask, offsets, any_k=check_bound(bound) == "at_most", nested=True)
     return c.restore_rows(inequality.LML_DUAL[bound](c.x, c.k, c.mask, c.offsets))
 

@@ -27,7 +27,10 @@ def ask_task(command: str, modules: Mapping[str, str | None], cannot: str, argum
         raise BadInput(
             f"`torchlml {command}` needs the folder of a run, and first: `torchlml {command} RUN`."
         )
-    experiment = read_json(Path(run) / "run.json", dict).get("experiment")
+    path = Path(run) / "run.json"
+    experiment = read_json(path, dict).get("experiment")
+    if not isinstance(experiment, str):
+        raise BadInput(f"`{path}` is damaged: it does not name an experiment.")
     if experiment not in TASKS:
         raise BadInput(f"`{run}` is a run of `{experiment}`, which is no task of this version.")
     module = modules[experiment]

@@ -38,8 +38,6 @@ LAYERS = [
 ]
 # Packages from outside that a part of the library needs in addition to torch.
 OPTIONAL = {"_triton": {"triton"}, "metrics": {"torchmetrics"}}
-# Still to be removed by the rewrite of `_distributed`; `test_direction` fails when one of them is gone.
-PENDING = {("_distributed", "losses"), ("_distributed", "__init__")}
 Edge = tuple[str, str]
 
 
@@ -125,12 +123,11 @@ def test_every_package_has_a_layer() -> None:
 
 
 def test_no_cycles() -> None:
-    assert cycles({edge: where for edge, where in EDGES.items() if edge not in PENDING}) == []
+    assert cycles(EDGES) == []
 
 
 def test_direction() -> None:
-    assert set(EDGES) >= PENDING
-    assert against({edge: where for edge, where in EDGES.items() if edge not in PENDING}, LAYERS) == []
+    assert against(EDGES, LAYERS) == []
 
 
 def test_torch_is_the_only_dependency() -> None:

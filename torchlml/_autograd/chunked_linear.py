@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import linear
 
-from torchlml._arguments import Canonical, autocasts, check_tensor
+from torchlml._arguments import Canonical, autocasts, check_tensor, readable
 from torchlml._autograd.rule import differentiate_again, is_plain, needs_no_graph, wants_graph
 from torchlml._reductions import Reduction, mean_divisor
 from torchlml._rows import work_dtype
@@ -47,7 +47,7 @@ class ChunkedLoss:
         loss: gives one loss per row of some logits, in their dtype.
         has_label: bool (R,), the rows that a mean is over.
         reduction: "mean", "sum" or "none".
-        memory: the number of bytes that the logits and their gradient may take.
+        memory_limit: the number of bytes that the logits and their gradient may take.
         labels: the number of labels that determines the size of a chunk, if it is not the number of logits.
         sum_over_group: adds up the gradient of the input over all processes.
         in_place: `loss` overwrites logits by their gradient where it is allowed to.
@@ -57,7 +57,7 @@ class ChunkedLoss:
     loss: RowLoss
     has_label: Tensor
     reduction: Reduction
-    memory: int
+    memory_limit: int
     labels: int | None = None
     sum_over_group: Callable[[Tensor], Tensor] | None = None
     in_place: bool = False
@@ -73,7 +73,7 @@ class ChunkedLoss:
             seed = torch.ones(shape.numel(), dtype=work_dtype(dtype), device=input.device)
             seed = seed / mean_divisor(self.has_label.sum()) if self.reduction == "mean" else seed
         labels = weight.shape[0] if self.labels is None else self.labels
-        chunk = rows_within(self.memory, labels, dtype, self.in_place)
+        chunk = rows_within(self.memory_limit, labels, dtype, self.in_place)
         # The casts of autocast are made here, in the same way for chunks and for all logits at once.
         with torch.autocast(device, enabled=False) if autocast else contextlib.nullcontext():
             work = _Work(self.loss, seed, chunk, dtype, self.sum_over_group)
@@ -111,7 +111,7 @@ class _Work(NamedTuple):
         return losses if self.seed is None else (losses * self.seed).sum()
 
 
-def check_linear(input: Tensor, weight: Tensor, bias: Tensor | None, memory: int) -> None:
+def check_linear(input: Tensor, weight: Tensor, bias: Tensor | None, memory_limit: int) -> None:
     """Raise unless these are the weight and bias of a linear layer, and an input for it."""
     given = {"input": input, "linear_weight": weight} | ({} if bias is None else {"linear_bias": bias})
     for name, t in given.items():
@@ -134,13 +134,13 @@ def check_linear(input: Tensor, weight: Tensor, bias: Tensor | None, memory: int
             f"`linear_bias` must have shape {tuple(weight.shape[:1])}, one number per label, "
             f"but it has shape {tuple(bias.shape)}."
         )
-    check_memory(memory)
+    check_memory_limit(memory_limit)
 
 
-def check_memory(memory: int) -> None:
-    """Raise unless `memory` is a positive number of bytes."""
-    if isinstance(memory, bool) or not isinstance(memory, int) or memory <= 0:
-        raise ValueError(f"`memory` must be a positive number of bytes, an int, but it is {memory!r}.")
+def check_memory_limit(limit: int) -> None:
+    """Raise unless `memory_limit` is a positive number of bytes."""
+    if isinstance(limit, bool) or not isinstance(limit, int) or limit <= 0:
+        raise ValueError(f"`memory_limit` must be a positive number of bytes, an int, but it is {limit!r}.")
 
 
 def logits_like(input: Tensor, n: int) -> Canonical:
@@ -204,7 +204,7 @@ class _Chunked(torch.autograd.Function):
         # Scale in place and hand over: a copy of the weight's gradient would not fit in memory. A second
         # backward pass over the same graph computes them again.
         gradients, ctx.early = ctx.early, None
-        if grad.device.type != "cpu" or float(grad) != 1:
+        if not readable(grad) or float(grad) != 1:
             for gradient in gradients:
                 if gradient is not None:
                     gradient.mul_(grad)

@@ -13,13 +13,23 @@ from typing import Any, get_args
 import torch
 from torch import Tensor
 
-from torchlml._arguments import Bound, Canonical
+from torchlml._arguments import Bound, Canonical, check_k
 from torchlml._autograd import inequality, operators
+from torchlml._autograd.chunked_linear import ChunkedLoss, check_linear, logits_like
 from torchlml._autograd.rule import Rule
 from torchlml._cpu import loader
-from torchlml._reductions import LabelReduction, Reduction, label_divisor, mean_divisor, reduce_losses
+from torchlml._reductions import (
+    LabelReduction,
+    LossSettings,
+    Reduction,
+    check_labeled_k,
+    has_zero,
+    label_divisor,
+    mean_divisor,
+    reduce_losses,
+)
 from torchlml._rows import rows_of, work_dtype
-from torchlml._targets import Labels, TargetRows
+from torchlml._targets import Labels, TargetRows, read_target_rows
 
 
 def lml_loss(
@@ -62,6 +72,36 @@ class LMLRowLoss:
     def in_place(self, like: Tensor) -> bool:
         """Whether logits on the device of a tensor can be overwritten by their gradient."""
         return self.bound == "exactly" and like.device.type == "cpu" and loader.loaded()
+
+
+def linear_lml_loss(
+    input: Tensor,
+    linear_weight: Tensor,
+    linear_bias: Tensor | None,
+    target: Tensor,
+    k: float | Tensor,
+    weight: Tensor | None,
+    settings: LossSettings,
+    memory_limit: int,
+) -> Tensor:
+    """Check the arguments of the loss of a linear layer, and compute it in chunks."""
+    settings.check()
+    check_linear(input, linear_weight, linear_bias, memory_limit)
+    n = linear_weight.shape[0]
+    k = check_k(k, input.shape[:-1], None if settings.bound == "at_most" else n, input.device, "input")
+    rows = read_target_rows(logits_like(input, n), target, weight, settings.ignore_index)
+    if has_zero(k, settings.bound):
+        check_labeled_k(k, rows.has_label)
+    loss = LMLRowLoss(rows, settings.label_reduction, settings.bound)
+    chunked = ChunkedLoss(
+        loss,
+        rows.has_label,
+        settings.reduction,
+        memory_limit,
+        in_place=loss.in_place(input),
+        at_once=rows.weights_need_gradient,
+    )
+    return chunked(input, linear_weight, linear_bias, k)
 
 
 def _through_log_lml(c: Canonical, labels: Labels, bound: Bound = "exactly") -> Tensor:

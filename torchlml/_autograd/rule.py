@@ -38,7 +38,13 @@ class Rule:
     inputs: int = 2
 
     def __call__(self, *arguments: Tensor | None) -> Tensor:
-        if torch._C._are_functorch_transforms_active() or forward_ad._current_level >= 0:
+        # `torch.jit.trace` cannot save a call of a Python function, and it compares its graph with one that
+        # it traces without gradients: both must come from the same operations.
+        if (
+            torch._C._are_functorch_transforms_active()
+            or forward_ad._current_level >= 0
+            or torch._C._is_tracing()
+        ):
             return self.differentiable(*arguments)
         if torch.is_grad_enabled() and any(
             t.requires_grad for t in arguments[: self.inputs] if t is not None

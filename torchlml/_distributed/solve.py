@@ -21,7 +21,7 @@ from torchlml._autograd import operators
 from torchlml._distributed import sums
 from torchlml._distributed.group import LabelGroup, add_up
 from torchlml._distributed.selection import select
-from torchlml._distributed.sums import ShardLabels, evaluate, evaluate_labels
+from torchlml._distributed.sums import FiniteLabels, evaluate, evaluate_labels
 from torchlml._solve.newton import order_offsets
 
 # Wider intervals, or thresholds further from every entry, are left to the selection.
@@ -36,13 +36,13 @@ _MANY_POINTS = 16
 _FEW_WIDTH = 10.0
 
 
-class Shard(NamedTuple):
-    """This process's part of the rows: entries in the work dtype, -inf where absent, and the labels."""
+class LocalPart(NamedTuple):
+    """The columns of this process: entries in the work dtype, -inf where absent, and the labels."""
 
     x: Tensor
     k: Tensor  # (R,), float64
     fraction: float  # of all labels
-    labels: ShardLabels | None  # those at finite entries
+    labels: FiniteLabels | None  # those at finite entries
     marks: Tensor | None = None  # (R, c), numbers to be summed over the processes with the survey
 
 
@@ -71,7 +71,7 @@ class _Survey(NamedTuple):
     infinite: Tensor
     available: Tensor
     nearest: Tensor
-    at_zero: Tensor  # S(0) - k
+    at_zero: Tensor | None  # S(0) - k, for a bound
     base: Tensor
     low: Tensor
     high: Tensor
@@ -80,16 +80,15 @@ class _Survey(NamedTuple):
     marks: Tensor
 
 
-def solve(shard: Shard, group: LabelGroup, bound: str) -> Solution:
+def solve(part: LocalPart, group: LabelGroup, bound: str) -> Solution:
     """Solve sum sigmoid(x + nu) = k for every row, or find the nu of a `bound`."""
-    s = _survey(shard, group)
-    rows = shard.k.shape[0]
+    s = _survey(part, group, bound)
+    rows = part.k.shape[0]
     free = torch.zeros_like(s.ordinary)
-    if bound == "at_most":
-        free = ((s.special == torch.inf) & ~s.ordinary) | (s.ordinary & (s.at_zero <= 0))
-    elif bound == "at_least":
-        free = ((s.special == -torch.inf) & ~s.ordinary) | (s.ordinary & (s.at_zero >= 0))
-    state = _State(rows, shard.x)
+    if s.at_zero is not None:
+        limit, keeps = (torch.inf, s.at_zero <= 0) if bound == "at_most" else (-torch.inf, s.at_zero >= 0)
+        free = torch.where(s.ordinary, keeps, s.special == limit)
+    state = _State(rows, part.x)
     state.base[:] = torch.where(s.ordinary & ~free, s.base, 0)
     to_solve = s.ordinary & ~free
     narrow = (s.high - s.low <= _WIDE) & (s.nearest <= _WIDE)
@@ -97,23 +96,23 @@ def solve(shard: Shard, group: LabelGroup, bound: str) -> Solution:
     low, high, estimate, spread = s.low.clone(), s.high.clone(), s.estimate.clone(), s.spread.clone()
     closed = hard[:0]
     if hard.numel():
-        found = _at_threshold(shard, s, hard, group)
+        found = _at_threshold(part, s, hard, group)
         state.base[hard], low[hard], high[hard] = found.base, found.low, found.high
         estimate[hard], spread[hard] = (found.low + found.high) / 2, found.high - found.low
         closed = hard[found.gap > _GAP]
         if closed.numel():
-            _close(shard, state, closed, found, group)
+            _close(part, state, closed, found, group)
         easy = torch.cat([easy, hard[found.gap <= _GAP]]).sort().values
-    _iterate(shard, state, easy, low, high, estimate, spread, group)
-    if shard.labels is not None:
+    _iterate(part, state, easy, low, high, estimate, spread, group)
+    if part.labels is not None:
         # A row without an iteration has its labels still to be evaluated: in a closed gap, or where it is
         # free.
         rest = torch.cat([closed, free.nonzero().flatten()]).sort().values
         if rest.numel():
-            _label_round(shard, state, rest, group)
-    nu = _pair(state.base, state.shift, shard.x.dtype)
+            _label_round(part, state, rest, group)
+    nu = _pair(state.base, state.shift, part.x.dtype)
     nu = torch.where(to_solve | free, nu, torch.stack([s.special, torch.zeros_like(s.special)]).to(nu.dtype))
-    share = (shard.k / s.infinite).clamp(0, 1)
+    share = (part.k / s.infinite).clamp(0, 1)
     share = torch.where(nu[0] == -torch.inf, share, 1).to(nu.dtype)
     return Solution(nu, state.log_slope, share, s.infinite, free, state.loss, state.change, s.marks)
 
@@ -128,17 +127,16 @@ class _State:
         self.base, self.shift, self.log_slope, self.loss, self.change = (zeros() for _ in range(5))
 
 
-def _survey(shard: Shard, group: LabelGroup) -> _Survey:
-    x, k = shard.x, shard.k
+def _survey(part: LocalPart, group: LabelGroup, bound: str) -> _Survey:
+    x, k = part.x, part.k
     rows, labels = x.shape
     finite = x.isfinite()
     column = x.new_zeros(rows, dtype=torch.float64)
     nu = torch.stack([column, column]).to(x.dtype)
     if labels:
-        nu = operators.solve(x, k * shard.fraction, None, None)
+        nu = operators.solve(x, k * part.fraction, None, None)
     root = torch.where(nu.isfinite().all(0), nu, 0).double()
     local = evaluate(x, root[0], root[1:])[0]
-    zero = evaluate(x, torch.zeros_like(column), torch.zeros_like(root[1:]))[0]
     shifted = (x.double() + root[0, :, None]) + root[1, :, None]
     nearest = torch.where(finite, shifted.abs(), torch.inf)
     message = [
@@ -151,17 +149,18 @@ def _survey(shard: Shard, group: LabelGroup) -> _Survey:
         nu[1],
         nearest.amin(-1) if labels else column + torch.inf,
         column + float(labels > 0),
-        *zero[:, :3].unbind(-1),
         *local.unbind(-1),
     ]
-    marks = column[:, None][:, :0] if shard.marks is None else shard.marks
+    if bound != "exactly":  # another pass over the entries, which only a bound needs
+        zero = evaluate(x, torch.zeros_like(column), torch.zeros_like(root[1:]))[0]
+        message += zero[:, : sums.DP].unbind(-1)
+    marks = column[:, None][:, :0] if part.marks is None else part.marks
     parts = group.gather(torch.cat([torch.stack([number.double() for number in message], -1), marks], -1))
     m, p, undefined = (add_up(parts[..., i]) for i in range(3))
     ordinary = (p < k) & (k < m) & (undefined == 0) & ~k.isnan()
     special = torch.where((k > 0) & (k >= m), torch.inf, -torch.inf)
     special = torch.where((undefined > 0) | k.isnan(), torch.nan, special)
     largest, smallest = parts[..., 3].amax(0), parts[..., 4].amin(0)
-    up, down, above = (add_up(parts[..., i]) for i in (9, 10, 11))
     hi, lo, here = parts[..., 5], parts[..., 6], parts[..., 8] > 0
     known = here & hi.isfinite()
     # The first process with a finite root gives the number that all others are counted from.
@@ -174,10 +173,13 @@ def _survey(shard: Shard, group: LabelGroup) -> _Survey:
     odds = ((k - p) / (m - k)).log()
     low = torch.maximum(low, (-largest - base) + (odds - _MARGIN))
     high = torch.minimum(high, (-smallest - base) + (odds + _MARGIN))
-    estimate = _estimate(parts[..., 12:20], known, place, parts[..., 0], k, low, high)
+    estimate = _estimate(parts[..., 9:17], known, place, parts[..., 0], k, low, high)
     spread = torch.where(known.any(0), high - low, torch.inf)
     nearest = parts[..., 7].amin(0)
-    at_zero = (up - k) + (down - above)
+    at_zero = None
+    if bound != "exactly":
+        up, down, above = (add_up(parts[..., i]) for i in (17, 18, 19))
+        at_zero = (up - k) + (down - above)
     return _Survey(
         ordinary=ordinary,
         special=special,
@@ -190,7 +192,7 @@ def _survey(shard: Shard, group: LabelGroup) -> _Survey:
         high=high,
         estimate=estimate,
         spread=spread,
-        marks=add_up(parts[..., 20:]),
+        marks=add_up(parts[..., len(message) :]),
     )
 
 
@@ -223,38 +225,38 @@ class _Threshold(NamedTuple):
     high: Tensor
 
 
-def _at_threshold(shard: Shard, s: _Survey, rows: Tensor, group: LabelGroup) -> _Threshold:
+def _at_threshold(part: LocalPart, s: _Survey, rows: Tensor, group: LabelGroup) -> _Threshold:
     """The entries around the threshold, and the interval that follows from them."""
-    k, m = (shard.k - s.infinite)[rows], (s.available - s.infinite)[rows]
-    upper, lower = select(shard.x[rows], k.ceil().long(), (k.floor() + 1).long(), group)
+    k, m = (part.k - s.infinite)[rows], (s.available - s.infinite)[rows]
+    upper, lower = select(part.x[rows], k.ceil().long(), (k.floor() + 1).long(), group)
     below, above = order_offsets(k, m)
     half = upper / 2 - lower / 2
     base = -(upper / 2 + lower / 2)
     return _Threshold(upper, lower, 2 * half, base, -half - below - _MARGIN, half + above + _MARGIN)
 
 
-def _close(shard: Shard, state: _State, rows: Tensor, found: _Threshold, group: LabelGroup) -> None:
+def _close(part: LocalPart, state: _State, rows: Tensor, found: _Threshold, group: LabelGroup) -> None:
     """nu in a gap: there S - k = P e^nu - Q e^-nu to rounding, one round for P and Q.
 
     Only a whole k has its threshold in a gap, so that as many entries as k are above it.
     """
     upper, lower = found.upper[found.gap > _GAP], found.lower[found.gap > _GAP]
-    p, q = group.sum(sums.gap_sums(shard.x[rows], upper, lower)).unbind(-1)
+    p, q = group.sum(sums.gap_sums(part.x[rows], upper, lower)).unbind(-1)
     state.shift[rows] = (q.log() - p.log()) / 2
     half = upper / 2 - lower / 2
     state.log_slope[rows] = (p.log() + q.log()) / 2 + torch.log(torch.full_like(p, 2)) - half
 
 
-def _label_round(shard: Shard, state: _State, rows: Tensor, group: LabelGroup) -> None:
+def _label_round(part: LocalPart, state: _State, rows: Tensor, group: LabelGroup) -> None:
     """The labels' sums of rows whose nu is known, one round."""
-    assert shard.labels is not None
-    labels = shard.labels.of(rows, shard.k.shape[0])
+    assert part.labels is not None
+    labels = part.labels.of(rows, part.k.shape[0])
     found = group.sum(evaluate_labels(labels, state.base[rows], state.shift[None, rows])[0])
     state.loss[rows], state.change[rows] = found[:, sums.F], found[:, sums.A]
 
 
 def _iterate(
-    shard: Shard,
+    part: LocalPart,
     state: _State,
     rows: Tensor,
     low: Tensor,
@@ -264,18 +266,18 @@ def _iterate(
     group: LabelGroup,
 ) -> None:
     """Evaluate until every row has a point near its root, a round each time; results go into `state`."""
-    near = _NEAR[shard.x.dtype]
+    near = _NEAR[part.x.dtype]
     points = _first_points(low[rows], high[rows], estimate[rows], spread[rows])
     low, high = low[rows], high[rows]
     number = 0
     while rows.numel():
         number += 1
-        x, base, k = shard.x[rows], state.base[rows], shard.k[rows]
-        part = [evaluate(x, base, points)]
-        if shard.labels is not None:
-            part.append(evaluate_labels(shard.labels.of(rows, shard.k.shape[0]), base, points))
-        # The points travel along, so that all processes go on from the same bits.
-        parts = group.gather(torch.cat([*part, points[..., None]], -1))
+        x, base, k = part.x[rows], state.base[rows], part.k[rows]
+        own = [evaluate(x, base, points)]
+        if part.labels is not None:
+            own.append(evaluate_labels(part.labels.of(rows, part.k.shape[0]), base, points))
+        # The points are part of the message, so that all processes continue from the same bits.
+        parts = group.gather(torch.cat([*own, points[..., None]], -1))
         total, points = add_up(parts[..., :-1]), parts[0, ..., -1]
         r = (total[..., sums.UP] - k) + (total[..., sums.P] - total[..., sums.Q])
         slope = total[..., sums.DP] + total[..., sums.DQ]

@@ -25,20 +25,20 @@ F, A, B, C, E = range(5)
 LABEL_SUMS = 5
 
 
-class ShardLabels(NamedTuple):
+class FiniteLabels(NamedTuple):
     """The labels of some rows that lie on this process: their rows, logits and weights, one after another."""
 
     row: Tensor
     x: Tensor
     weight: Tensor
 
-    def of(self, rows: Tensor, count: int) -> ShardLabels:
+    def of(self, rows: Tensor, count: int) -> FiniteLabels:
         """Those of the selected rows, which are numbered anew."""
         number = torch.full((count,), -1, dtype=torch.int64, device=rows.device)
         number[rows] = torch.arange(rows.numel(), device=rows.device)
         found = number[self.row]
         here = found >= 0
-        return ShardLabels(found[here], self.x[here], self.weight[here])
+        return FiniteLabels(found[here], self.x[here], self.weight[here])
 
 
 def evaluate(x: Tensor, base: Tensor, shift: Tensor) -> Tensor:
@@ -91,7 +91,7 @@ def _block_sums(v: Tensor) -> Tensor:
     return torch.stack([part.double() for part in parts], dim=-1)
 
 
-def evaluate_labels(labels: ShardLabels, base: Tensor, shift: Tensor) -> Tensor:
+def evaluate_labels(labels: FiniteLabels, base: Tensor, shift: Tensor) -> Tensor:
     """(D, R, 5): sums over the labels of -c log y, of c (1 - y), and of c times y's derivatives 1 to 3."""
     points, rows = shift.shape
     z = (labels.x.double() + base[labels.row]) + shift[:, labels.row]

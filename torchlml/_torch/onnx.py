@@ -7,6 +7,8 @@ entry comes from a sort. `operator` in `_autograd/operators.py` registers them a
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
@@ -18,11 +20,13 @@ from torchlml._torch.careful import Pair
 
 
 class OnnxRows(DenseRows):
-    """The rows of a matrix in a graph, whose number is not known when it is exported."""
+    """The rows of a matrix in a graph, whose number is not known."""
 
     def sum(self, t: Tensor) -> Tensor:
         """The sum over each row; of a bool, how many are True."""
-        return t.sum(-1, dtype=self.wide)
+        # A product, because onnxruntime's sum over the entries of no rows has the wrong shape.
+        ones = torch.ones(t.shape[-1], 1, dtype=self.wide, device=t.device)
+        return (t.to(self.wide) @ ones).squeeze(-1)
 
     def largest(self, x: Tensor, rank: int | Tensor) -> Tensor:
         """The `rank`-th largest entry of each row, past its end the last."""
@@ -68,13 +72,13 @@ def _newton(x: Tensor, k: Tensor, m: Tensor, ordinary: Tensor, rows: Rows) -> Te
     half_gap, first = newton.begin(x, k, m, ordinary, rows)
 
     def goes_on(number: Tensor, *rest: Tensor) -> Tensor:
-        unsettled = ~State(*rest[:-3]).settled
+        unsettled = ~_joined(rest[:-3]).settled
         # Not `all`: the exporter's conversion to opset 17 makes an invalid model of it.
         return (number < newton.MAX_STEPS) & (unsettled.sum() > 0)
 
     def step(number: Tensor, *rest: Tensor) -> tuple[Tensor, ...]:
         *carried, x, k, half_gap = rest
-        state, r = newton.evaluate(State(*carried), x, k, half_gap, OnnxRows(x))
+        state, r = newton.evaluate(_joined(carried), x, k, half_gap, OnnxRows(x))
 
         def limit(step: Tensor, below: Tensor, above: Tensor) -> Tensor:
             free = (number < newton.FREE_STEPS) | (number % 2 == 1)
@@ -83,10 +87,21 @@ def _newton(x: Tensor, k: Tensor, m: Tensor, ordinary: Tensor, rows: Rows) -> Te
             )
             return torch.where(number < newton.CUT_STEPS, newton.cut(step, below, above), later)
 
-        return (number + 1, *newton.move(state, r, limit))
+        return (number + 1, *_parts(newton.move(state, r, limit)))
 
     # The loop may not carry one tensor twice.
-    carried = (torch.zeros((), dtype=torch.int64), *first._replace(best=first.best.clone()))
+    carried = (torch.zeros((), dtype=torch.int64), *_parts(first._replace(best=first.best.clone())))
     constants = (x, k.expand(rows.count).contiguous(), half_gap)
     found = torch.ops.higher_order.while_loop(goes_on, step, carried, constants)
-    return State(*found[1:]).best
+    return _joined(found[1:]).best
+
+
+# The loop carries vectors: the stride of a pair (2, R) would be an input of its body, which ONNX lacks.
+def _parts(s: State) -> tuple[Tensor, ...]:
+    return (s.nu[0].clone(), s.nu[1].clone(), *s[1:4], s.best[0].clone(), s.best[1].clone(), *s[5:])
+
+
+def _joined(parts: Sequence[Tensor]) -> State:
+    hi, lo, moved, below, above, best_hi, best_lo, best_error, settled = parts
+    nu, best = torch.stack([hi, lo]), torch.stack([best_hi, best_lo])
+    return State(nu, moved, below, above, best, best_error, settled)

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any, ClassVar
+from typing import Any
 
 from torch import Tensor, nn
 
@@ -11,19 +10,19 @@ from torchlml._arguments import check_limit, check_tensor
 from torchlml._reductions import Reduction, check_reduction
 
 # Settings that `repr` shows only if they differ from these.
-_USUAL = {"ignore_index": -100, "bound": "exactly", "label_reduction": "sum"}
+_USUAL = {"ignore_index": -100, "bound": "exactly", "label_reduction": "sum", "group": None}
 
 
 class TopKLoss(nn.Module):
-    """A loss as a module, which stores all arguments of `function` except the tensors of a batch.
+    """A loss as a module: it stores `settings`, the arguments of the function except `k` and the batch.
 
     Args:
-        k: number of labels to predict.
+        k: the number of labels to predict.
         weight: one weight per class, a buffer, so that it follows `.to()`.
-        ignore_index, reduction, **settings: the other arguments of `function`. Each becomes an attribute.
+        ignore_index, reduction, **settings: the other arguments of the function. Each becomes an attribute.
     """
 
-    function: ClassVar[Callable[..., Tensor]]
+    k: Any
     weight: Tensor | None
 
     def __init__(
@@ -46,14 +45,10 @@ class TopKLoss(nn.Module):
         for name, value in settings.items():
             setattr(self, name, value)
 
-    def forward(
-        self, logits: Tensor, target: Tensor, mask: Tensor | None = None, offsets: Tensor | None = None
-    ) -> Tensor:
-        """The loss of a batch; the arguments are those of the function."""
-        settings = {name: getattr(self, name) for name in self._names}
-        return type(self).function(
-            logits, target, self.k, weight=self.weight, mask=mask, offsets=offsets, **settings
-        )
+    @property
+    def settings(self) -> dict[str, Any]:
+        """The stored arguments of the function by name, without `k`."""
+        return {"weight": self.weight, **{name: getattr(self, name) for name in self._names}}
 
     def extra_repr(self) -> str:
         shown = [f"k={self.k}"]

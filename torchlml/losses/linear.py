@@ -8,25 +8,32 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from torchlml._arguments import Bound, Canonical, check_bound, check_integer_k, check_k
+from torchlml._arguments import Bound, Canonical, check_bound, check_integer_k
+from torchlml._autograd import loss as rule
 from torchlml._autograd.chunked_linear import (
     ChunkedLoss,
     check_linear,
-    check_memory,
+    check_memory_limit,
     logits_like,
     not_compiled,
 )
-from torchlml._autograd.loss import LMLRowLoss
-from torchlml._distributed import is_spread
-from torchlml._reductions import LabelReduction, Reduction, check_reduction, label_divisor, reduce_losses
+from torchlml._distributed import is_sharded
+from torchlml._reductions import (
+    LabelReduction,
+    LossSettings,
+    Reduction,
+    check_reduction,
+    label_divisor,
+    reduce_losses,
+)
 from torchlml._targets import TargetRows, read_target_rows
 from torchlml.losses.base import TopKLoss
 from torchlml.losses.truncated_entropy import dense_entropy
 
-MEMORY = 64 * 2**20
+MEMORY_LIMIT = 64 * 2**20
 
 
-# The loop over chunks is nothing to compile: its matrix products and its loss are single operators already.
+# Compilation cannot improve the loop over chunks: its matrix products and its loss are single operators.
 @not_compiled
 def linear_lml_loss(
     input: Tensor,
@@ -40,10 +47,10 @@ def linear_lml_loss(
     reduction: Reduction = "mean",
     label_reduction: LabelReduction = "sum",
     bound: Bound = "exactly",
-    memory: int = MEMORY,
+    memory_limit: int = MEMORY_LIMIT,
     group: Any = None,
 ) -> Tensor:
-    """`lml_loss` of a linear layer's outputs, a few rows at a time, for very many labels.
+    """`lml_loss` of the outputs of a linear layer, a few rows at a time, for very many labels.
 
         >>> hidden, layer = torch.randn(32, 16), nn.Linear(16, 1000)
         >>> target = torch.randint(1000, (32,))
@@ -51,51 +58,36 @@ def linear_lml_loss(
         >>> loss.backward()
 
     Args:
-        input: (..., d), what the linear layer is given.
-        linear_weight: (n, d), its weight: one row per label.
+        input: (..., d), the input of the linear layer.
+        linear_weight: (n, d), its weight, one row per label.
         target, k, weight, ignore_index, reduction, label_reduction, bound: as for `lml_loss`.
-        linear_bias: (n,), the layer's bias.
-        memory: how many bytes the logits and their gradient may take at a time. A single row may exceed it;
-            the gradients of the input and of the weight are not counted.
-        group: the processes among which the labels are split, as for `lml_loss`: `linear_weight`,
-            `linear_bias` and `weight` are then those of this process's labels, and the input is the same
-            everywhere. A `linear_weight` that is a DTensor, `Shard`ed over its labels, brings its group. An
-            input that is one too may be split over rows by another dimension of the mesh; the loss is then
+        linear_bias: (n,), its bias.
+        memory_limit: the number of bytes that the logits and their gradient may take at a time. A single row
+            may exceed it. The gradients of the input and of the weight are not counted.
+        group: the processes that the labels are sharded across, as for `lml_loss`: `linear_weight`,
+            `linear_bias` and `weight` belong to the labels of this process, and the input is the same on all
+            processes. A `linear_weight` that is a DTensor, `Shard`ed over its labels, implies its group. If
+            the input is a DTensor too, another dimension of the mesh may shard it over rows; the loss is then
             that of all rows, a DTensor.
 
     Returns:
-        What `lml_loss(F.linear(input, linear_weight, linear_bias), target, k, ...)` gives.
+        The same as `lml_loss(F.linear(input, linear_weight, linear_bias), target, k, ...)`.
 
-    For "mean" and "sum" the gradients are computed with the loss, while the logits are there; for "none", in
-    float16 (where the scale of the loss must come first) and in a second backward pass over the same graph,
-    the logits are computed again. Derivatives of derivatives, `torch.func` and forward mode take the plain
-    way, with all logits at once.
+    For "mean" and "sum" the gradients are computed with the loss, while the logits are in memory. The logits
+    are computed again for "none", for float16 (where the loss must be scaled first) and for a second backward
+    pass over the same graph. Second derivatives, `torch.func` and forward mode compute all logits at once.
     """
-    if is_spread(linear_weight, group) or is_spread(input, group):
-        from torchlml._distributed.linear import spread_linear_lml_loss
+    settings = LossSettings(ignore_index, reduction, label_reduction, bound)
+    arguments = (input, linear_weight, linear_bias, target, k, weight, settings, memory_limit)
+    if is_sharded(linear_weight, group) or is_sharded(input):
+        from torchlml._distributed import calls
 
-        tensors = (input, linear_weight, target, k, linear_bias, weight)
-        settings = (ignore_index, reduction, label_reduction, bound, memory)
-        return spread_linear_lml_loss(*tensors, *settings, group)
-    check_reduction(reduction, label_reduction)
-    check_bound(bound)
-    check_linear(input, linear_weight, linear_bias, memory)
-    n = linear_weight.shape[0]
-    k = check_k(k, input.shape[:-1], None if bound == "at_most" else n, input.device, "input")
-    rows = read_target_rows(logits_like(input, n), target, weight, ignore_index)
-    loss = LMLRowLoss(rows, label_reduction, bound)
-    return ChunkedLoss(
-        loss,
-        rows.has_label,
-        reduction,
-        memory,
-        in_place=loss.in_place(input),
-        at_once=rows.weights_need_gradient,
-    )(input, linear_weight, linear_bias, k)
+        return calls.linear_lml_loss(*arguments, group)
+    return rule.linear_lml_loss(*arguments)
 
 
 class LinearLMLLoss(TopKLoss):
-    """The last linear layer and `linear_lml_loss` in one, as `nn.LinearCrossEntropyLoss` is.
+    """The last linear layer and `linear_lml_loss` in one module, like `nn.LinearCrossEntropyLoss`.
 
         >>> loss = torchlml.LinearLMLLoss(16, 1000, k=5)
         >>> loss(torch.randn(32, 16), torch.randint(1000, (32,))).backward()
@@ -104,13 +96,14 @@ class LinearLMLLoss(TopKLoss):
 
     Args:
         in_features: the size of an input.
-        num_classes: how many labels there are.
-        k: how many labels are predicted.
-        bias: whether the linear layer has one.
+        num_classes: the number of labels; with a `group`, of the labels of this process.
+        k: the number of labels to predict.
+        bias: whether the linear layer has a bias.
         device, dtype: of the linear layer.
-        weight, ignore_index, reduction, label_reduction, bound, memory: as for `linear_lml_loss`.
+        weight, ignore_index, reduction, label_reduction, bound, memory_limit, group: as for
+            `linear_lml_loss`.
 
-    The layer is `self.linear`. To use one that you have, call `linear_lml_loss` with its weight.
+    The layer is `self.linear`. To use an existing layer, call `linear_lml_loss` with its weight.
     """
 
     def __init__(
@@ -127,19 +120,20 @@ class LinearLMLLoss(TopKLoss):
         reduction: Reduction = "mean",
         label_reduction: LabelReduction = "sum",
         bound: Bound = "exactly",
-        memory: int = MEMORY,
+        memory_limit: int = MEMORY_LIMIT,
+        group: Any = None,
     ) -> None:
         check_bound(bound)
-        check_memory(memory)
-        settings = {"label_reduction": label_reduction, "bound": bound, "memory": memory}
+        check_memory_limit(memory_limit)
+        settings: dict[str, Any] = {"bound": bound, "memory_limit": memory_limit, "group": group}
+        settings["label_reduction"] = label_reduction
         super().__init__(k, weight, ignore_index, reduction, **settings)
         self.linear = nn.Linear(in_features, num_classes, bias, device, dtype)
 
-    def forward(self, input: Tensor, target: Tensor) -> Tensor:  # type: ignore[override]
+    def forward(self, input: Tensor, target: Tensor) -> Tensor:
         """The loss of a batch; the arguments are those of `linear_lml_loss`."""
-        settings: dict[str, Any] = {name: getattr(self, name) for name in self._names}
-        layer: dict[str, Any] = {"linear_bias": self.linear.bias, "weight": self.weight}
-        return linear_lml_loss(input, self.linear.weight, target, self.k, **layer, **settings)
+        layer = self.linear
+        return linear_lml_loss(input, layer.weight, target, self.k, linear_bias=layer.bias, **self.settings)
 
 
 @not_compiled
@@ -154,34 +148,34 @@ def linear_truncated_entropy_loss(
     ignore_index: int = -100,
     reduction: Reduction = "mean",
     label_reduction: LabelReduction = "sum",
-    memory: int = MEMORY,
+    memory_limit: int = MEMORY_LIMIT,
 ) -> Tensor:
-    """`truncated_entropy_loss` of a linear layer's outputs, a few rows at a time, for very many labels.
+    """`truncated_entropy_loss` of the outputs of a linear layer, a few rows at a time, for very many labels.
 
         >>> hidden, layer = torch.randn(32, 16), nn.Linear(16, 1000, bias=False)
         >>> target = torch.randint(1000, (32,))
         >>> torchlml.linear_truncated_entropy_loss(hidden, layer.weight, target, k=5).backward()
 
     Args:
-        k: how many guesses are allowed, as for `truncated_entropy_loss`.
+        k: the number of allowed guesses, as for `truncated_entropy_loss`.
 
-    The other arguments, and the derivatives, are those of `linear_lml_loss`; labels on several processes are
-    not supported. Temporaries take up to twice as much as `memory` again.
+    The other arguments, and the derivatives, are those of `linear_lml_loss`. Labels that are sharded across
+    processes are not supported. Temporaries take up to twice `memory_limit` in addition.
 
     Returns:
-        What `truncated_entropy_loss(F.linear(input, linear_weight, linear_bias), target, k, ...)` gives.
+        The same as `truncated_entropy_loss(F.linear(input, linear_weight, linear_bias), target, k, ...)`.
     """
     check_reduction(reduction, label_reduction)
-    check_linear(input, linear_weight, linear_bias, memory)
-    if is_spread(input, None) or is_spread(linear_weight, None):
+    check_linear(input, linear_weight, linear_bias, memory_limit)
+    if is_sharded(input) or is_sharded(linear_weight):
         raise TypeError(
-            "`input` and `linear_weight` must be plain tensors here, but a DTensor is among them."
+            "`input` and `linear_weight` must be plain tensors for this loss, but one of them is a DTensor."
         )
     n = linear_weight.shape[0]
     k = check_integer_k(k, n)
     rows = read_target_rows(logits_like(input, n), target, weight, ignore_index)
     loss = _EntropyRowLoss(rows, label_reduction, k)
-    chunked = ChunkedLoss(loss, rows.has_label, reduction, memory, at_once=rows.weights_need_gradient)
+    chunked = ChunkedLoss(loss, rows.has_label, reduction, memory_limit, at_once=rows.weights_need_gradient)
     no_k = input.detach().new_zeros((), dtype=torch.float64)  # has no gradient
     return chunked(input, linear_weight, linear_bias, no_k)
 
@@ -201,12 +195,12 @@ class _EntropyRowLoss:
 
 
 class LinearTruncatedEntropyLoss(TopKLoss):
-    """The last linear layer, `self.linear`, and `linear_truncated_entropy_loss` in one.
+    """The last linear layer, `self.linear`, and `linear_truncated_entropy_loss` in one module.
 
         >>> loss = torchlml.LinearTruncatedEntropyLoss(16, 1000, k=5)
         >>> loss(torch.randn(32, 16), torch.randint(1000, (32,))).backward()
 
-    The arguments are those of `LinearLMLLoss`, without `bound`.
+    The arguments are those of `LinearLMLLoss`, without `bound` and `group`.
     """
 
     def __init__(
@@ -222,16 +216,14 @@ class LinearTruncatedEntropyLoss(TopKLoss):
         ignore_index: int = -100,
         reduction: Reduction = "mean",
         label_reduction: LabelReduction = "sum",
-        memory: int = MEMORY,
+        memory_limit: int = MEMORY_LIMIT,
     ) -> None:
-        check_memory(memory)
-        settings = {"label_reduction": label_reduction, "memory": memory}
+        check_memory_limit(memory_limit)
+        settings = {"label_reduction": label_reduction, "memory_limit": memory_limit}
         super().__init__(check_integer_k(k), weight, ignore_index, reduction, **settings)
         self.linear = nn.Linear(in_features, num_classes, bias, device, dtype)
 
-    def forward(self, input: Tensor, target: Tensor) -> Tensor:  # type: ignore[override]
+    def forward(self, input: Tensor, target: Tensor) -> Tensor:
         """The loss of a batch; the arguments are those of `linear_truncated_entropy_loss`."""
-        settings: dict[str, Any] = {name: getattr(self, name) for name in self._names}
-        layer: dict[str, Any] = {"linear_bias": self.linear.bias, "weight": self.weight}
-        k: Any = self.k
-        return linear_truncated_entropy_loss(input, self.linear.weight, target, k, **layer, **settings)
+        weight, bias = self.linear.weight, self.linear.bias
+        return linear_truncated_entropy_loss(input, weight, target, self.k, linear_bias=bias, **self.settings)

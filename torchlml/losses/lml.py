@@ -8,8 +8,15 @@ from torch import Tensor
 
 from torchlml._arguments import Bound, canonical, check_bound
 from torchlml._autograd import loss as rule
-from torchlml._distributed import is_spread
-from torchlml._reductions import LabelReduction, Reduction, check_reduction, label_divisor
+from torchlml._distributed import is_sharded
+from torchlml._reductions import (
+    LabelReduction,
+    LossSettings,
+    Reduction,
+    check_labeled_k,
+    has_zero,
+    label_divisor,
+)
 from torchlml._targets import read_labels
 from torchlml.losses.base import TopKLoss
 
@@ -28,7 +35,7 @@ def lml_loss(
     bound: Bound = "exactly",
     group: Any = None,
 ) -> Tensor:
-    """The loss that makes the k predictions of a model recall the labels that were observed.
+    """Train the k predictions of a model to recall the observed labels: -log y of each, y = lml(logits, k).
 
         >>> logits = torch.tensor([[2.0, 1.0, 0.0, -1.0]])
         >>> torchlml.lml_loss(logits, torch.tensor([1]), k=2)  # -log of lml(logits, 2)[0, 1]
@@ -42,19 +49,21 @@ def lml_loss(
             floating multi-hot of the logits' shape, whose floats are label weights. With `offsets`: a flat
             multi-hot, or positions into the values. For ragged nested logits: a nested multi-hot, or the
             labels counted within each row, as (B,), padded (B, L) or nested lists. Integers in the logits'
-            own shape are refused, since they could be either: give `target.bool()`, or a list that is one
-            wider.
-        k: how many labels are predicted, as in `torchlml.lml`: a number or one per row; differentiable.
+            own shape raise an error, since they could be either: pass `target.bool()`, or a list that is one
+            column wider.
+        k: the number of labels to predict, as in `torchlml.lml`: one number or one per row; differentiable.
+            In a row that has a label, k = 0 raises a ValueError on the CPU. On other devices, where the check
+            would synchronize, the loss is infinite.
         weight: one weight per class, for the labels of that class.
         ignore_index: the class index that means "no label".
         reduction: "mean" over the rows that have a label (0 if there are none), "sum" or "none".
         label_reduction: the loss of a row is the "sum" over its labels, or their "mean", so that rows with
-            many labels do not outweigh the others. Weights do not change what the mean divides by.
+            many labels do not outweigh the others. Weights do not change the divisor of the mean.
         mask: bool, broadcasts to the logits; False entries cannot be chosen, and no label may point at one.
         offsets: int64 row boundaries of a ragged batch, as in `torchlml.lml`.
         bound: "exactly", or "at_most" or "at_least" k labels are predicted, as in `torchlml.lml`.
-        group: the processes among which the labels are split, as in `torchlml.lml`. Class indices count the
-            labels of all processes; `weight`, `mask` and a multi-hot are those of this process's labels.
+        group: the processes that the labels are sharded across, as in `torchlml.lml`. Class indices count the
+            labels of all processes; `weight`, `mask` and a multi-hot belong to the labels of this process.
             Every process gets the same loss, and the gradient of its own logits.
 
     Returns:
@@ -63,18 +72,18 @@ def lml_loss(
     For observed labels Y the loss of a row is `-sum_{j in Y} log y_j`, `y = lml(logits, k)`. Unlike
     `F.cross_entropy`, the mean with a `weight` divides by the number of rows and not by the sum of weights.
     The gradient, `A w_i / sum w - (1 - y_i) [i in Y]` with w = y (1 - y) and A = sum_{j in Y} (1 - y_j),
-    keeps its size however far a label is behind.
+    does not vanish however low the logit of a label is.
     """
-    if is_spread(logits, group):
-        from torchlml._distributed.calls import spread_lml_loss
+    settings = LossSettings(ignore_index, reduction, label_reduction, bound)
+    if is_sharded(logits, group):
+        from torchlml._distributed import calls
 
-        return spread_lml_loss(
-            logits, target, k, weight, ignore_index, reduction, label_reduction, mask, offsets, bound, group
-        )
-    check_reduction(reduction, label_reduction)
-    check_bound(bound)
+        return calls.lml_loss(logits, target, k, weight, mask, offsets, settings, group)
+    settings.check()
     c = canonical(logits, k, -1, mask, offsets, any_k=bound == "at_most", name="logits", nested=True)
     labels = read_labels(c, target, weight, ignore_index)
+    if has_zero(c.k, bound):
+        check_labeled_k(c.k, labels.has_label)
     return rule.lml_loss(c, labels, label_divisor(labels, label_reduction), reduction, bound)
 
 
@@ -85,8 +94,6 @@ class LMLLoss(TopKLoss):
     tensor(0.4741)
     """
 
-    function = staticmethod(lml_loss)
-
     def __init__(
         self,
         k: float | Tensor,
@@ -96,6 +103,14 @@ class LMLLoss(TopKLoss):
         reduction: Reduction = "mean",
         label_reduction: LabelReduction = "sum",
         bound: Bound = "exactly",
+        group: Any = None,
     ) -> None:
         check_bound(bound)
-        super().__init__(k, weight, ignore_index, reduction, label_reduction=label_reduction, bound=bound)
+        settings = {"label_reduction": label_reduction, "bound": bound, "group": group}
+        super().__init__(k, weight, ignore_index, reduction, **settings)
+
+    def forward(
+        self, logits: Tensor, target: Tensor, *, mask: Tensor | None = None, offsets: Tensor | None = None
+    ) -> Tensor:
+        """The loss of a batch; the arguments are those of `lml_loss`."""
+        return lml_loss(logits, target, self.k, mask=mask, offsets=offsets, **self.settings)

@@ -32,9 +32,9 @@ def truncated_entropy_loss(
         tensor(0.4076)
 
     Args:
-        k: how many guesses are allowed, from 1 to n.
+        k: the number of allowed guesses, from 1 to n.
 
-    The other arguments, and what is returned, are those of `lml_loss`.
+    The other arguments and the result are those of `lml_loss`, without `bound` and `group`.
 
     For observed labels Y the loss of a row is `sum_{i in Y} log(1 + sum_{j in J} exp(f_j - f_i))`, where J
     holds the n - k smallest logits outside Y, or all of them when there are fewer. A row of at most k entries
@@ -57,8 +57,6 @@ class TruncatedEntropyLoss(TopKLoss):
     tensor(0.4076)
     """
 
-    function = staticmethod(truncated_entropy_loss)
-
     def __init__(
         self,
         k: int,
@@ -69,6 +67,12 @@ class TruncatedEntropyLoss(TopKLoss):
         label_reduction: LabelReduction = "sum",
     ) -> None:
         super().__init__(check_integer_k(k), weight, ignore_index, reduction, label_reduction=label_reduction)
+
+    def forward(
+        self, logits: Tensor, target: Tensor, *, mask: Tensor | None = None, offsets: Tensor | None = None
+    ) -> Tensor:
+        """The loss of a batch; the arguments are those of `truncated_entropy_loss`."""
+        return truncated_entropy_loss(logits, target, self.k, mask=mask, offsets=offsets, **self.settings)
 
 
 def dense_entropy(c: Canonical, labels: Labels, k: int) -> Tensor:
@@ -93,7 +97,7 @@ def dense_entropy(c: Canonical, labels: Labels, k: int) -> Tensor:
         out = torch.cat([out, torch.where(dropped, top.indices, out[:, :1])], -1)
         undefined = top.values[:, :1].isnan()
     rest = _logsumexp(competitors.scatter(-1, out, -torch.inf))
-    if undefined is not None:  # topk counts NaN as the largest value; it must not be forgiven
+    if undefined is not None:  # topk counts NaN as the largest value; it must not be dropped
         rest = torch.where(undefined, torch.nan, rest)
     return _entropy(rest, f, is_label, labels.weight).sum(-1)
 
@@ -118,7 +122,7 @@ def _ragged(c: Canonical, labels: Labels, k: int) -> Tensor:
 
 
 def _not_competing(c: Canonical, observed: Tensor | None, has_label: Tensor) -> Tensor:
-    """Labels, masked entries, and all of a row that does not count, so that a NaN there is not felt."""
+    """Labels, masked entries, and rows without labels, so that a NaN there has no effect."""
     absent = ~has_label if observed is None else observed | ~has_label
     return absent if c.mask is None else absent | ~c.mask
 

@@ -16,7 +16,7 @@ from torch.nn.functional import pad
 from torchmetrics import Metric
 
 from torchlml._arguments import Canonical, canonical, check_integer_k
-from torchlml._distributed import is_spread
+from torchlml._distributed import is_sharded
 from torchlml._rows import Rows, rows_of, wide_dtype
 from torchlml._targets import read_labels
 
@@ -113,22 +113,18 @@ class Ranked:
         group: Any = None,
         check: Callable[[Canonical], None] | None = None,
     ) -> None:
-        if is_spread(preds, None):
-            from torchlml._distributed import dtensors
+        if is_sharded(preds, group):
+            from torchlml._distributed import calls
 
-            preds, target, mask, group = dtensors.scores(preds, target, mask, group)  # type: ignore[arg-type]
-        if group is None:
+            c, self.rows, self.labels = calls.rank(
+                function, preds, target, ks, ignore_index, mask, offsets, group, check
+            )
+        else:
             c = canonical(preds, 1, -1, mask, offsets, any_k=True, name="preds", nested=True)
             if check is not None:
                 check(c)
             self.labels = read_labels(c._replace(mask=None), target, None, ignore_index).multi_hot(c.x)
             self.rows = rows_of(c.x, c.offsets, differentiable=True)
-        else:
-            from torchlml._distributed.ranking import spread_ranking
-
-            c, self.rows, self.labels = spread_ranking(
-                function, preds, target, ks, ignore_index, mask, offsets, group, check
-            )
         self.ks = torch.tensor(ks, device=c.x.device)
         self.count = self.rows.sum(self.labels)
         # No row has more places than entries, however large k is.

@@ -23,6 +23,7 @@ from torchlml_lab.cli import parse_settings
 from torchlml_lab.engine.progress import ProgressBar
 from torchlml_lab.engine.threads import check_threads, use_threads
 from torchlml_lab.errors import BadInput
+from torchlml_lab.screen import new_console
 from torchlml_lab.style import check_picture
 
 _MODES: tuple[Mode, ...] = ("forward", "forward+backward")
@@ -69,7 +70,7 @@ def main(arguments: Sequence[str]) -> None:
     settings = parse_settings(ComparisonSettings, "bench peers", arguments, usual)
     if settings.quick:
         settings = parse_settings(ComparisonSettings, "bench peers", arguments, replace(usual, **QUICK))
-    run(settings, Console())
+    run(settings, new_console())
 
 
 def run(settings: ComparisonSettings, console: Console) -> None:

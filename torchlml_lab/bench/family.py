@@ -4,10 +4,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from rich.console import Console
-
 from torchlml_lab.bench.competitors import FAMILY
 from torchlml_lab.bench.grid_benchmark import GridSettings, read_options, run
+from torchlml_lab.screen import new_console
 
 
 @dataclass(frozen=True)
@@ -24,4 +23,4 @@ def main(arguments: Sequence[str]) -> None:
     """Read the options and run the benchmark."""
     settings = read_options(FamilySettings, "bench family", arguments)
     plot = settings.plot or settings.csv.with_name(f"{settings.csv.stem}-family.png")
-    run(settings, "family", FAMILY, plot, Console())
+    run(settings, "family", FAMILY, plot, new_console())

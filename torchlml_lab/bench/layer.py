@@ -3,10 +3,9 @@
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from rich.console import Console
-
 from torchlml_lab.bench.competitors import LAYER
 from torchlml_lab.bench.grid_benchmark import GridSettings, read_options, run
+from torchlml_lab.screen import new_console
 
 
 def _here() -> tuple[str, ...]:
@@ -28,4 +27,4 @@ def main(arguments: Sequence[str]) -> None:
     """Read the options and run the benchmark."""
     settings = read_options(LayerSettings, "bench layer", arguments)
     plot = settings.plot or settings.csv.with_suffix(".png")
-    run(settings, "projection", LAYER, plot, Console())
+    run(settings, "projection", LAYER, plot, new_console())

@@ -17,6 +17,7 @@ from torchlml_lab.cli import parse_settings
 from torchlml_lab.engine.progress import ProgressBar
 from torchlml_lab.engine.table import plain_table
 from torchlml_lab.engine.threads import cores, use_threads
+from torchlml_lab.screen import new_console
 
 _MODE = "forward+backward"
 
@@ -50,7 +51,7 @@ COMPARISONS: tuple[Callable[[int], Comparison], ...] = (
 
 def main(arguments: Sequence[str]) -> None:
     """Read the options and run the benchmark."""
-    run(parse_settings(LossesSettings, "bench losses", arguments, LossesSettings()), Console())
+    run(parse_settings(LossesSettings, "bench losses", arguments, LossesSettings()), new_console())
 
 
 def run(settings: LossesSettings, console: Console) -> None:

@@ -22,6 +22,7 @@ from torchlml_lab.cli import parse_settings
 from torchlml_lab.engine.progress import ProgressBar
 from torchlml_lab.engine.table import plain_table
 from torchlml_lab.engine.threads import cores, use_threads
+from torchlml_lab.screen import new_console
 
 _K = 5
 _BOTH = "forward+backward"
@@ -52,7 +53,7 @@ class ScaleSettings(TimingSettings):
 
 def main(arguments: Sequence[str]) -> None:
     """Read the options and run the benchmark."""
-    run(parse_settings(ScaleSettings, "bench scale", arguments, ScaleSettings()), Console())
+    run(parse_settings(ScaleSettings, "bench scale", arguments, ScaleSettings()), new_console())
 
 
 def run(settings: ScaleSettings, console: Console) -> None:

@@ -6,17 +6,17 @@ from typing import Any, Literal
 
 import numpy as np
 import torch
-from rich.console import Console
 from scipy import sparse
 from sklearn.base import BaseEstimator, ClassifierMixin
 from sklearn.utils import check_random_state
 from sklearn.utils.validation import check_consistent_length, check_is_fitted, validate_data
 
 from torchlml_lab.classifier.fitting import Schedule, fit_network
-from torchlml_lab.classifier.label_forms import Matrix, learn_form
+from torchlml_lab.classifier.label_forms import NO_LABELS, Matrix, learn_form
 from torchlml_lab.multilabel.label_network import LabelNetwork
 from torchlml_lab.multilabel.run_rows import Batches
 from torchlml_lab.multilabel.trained_labels import probabilities, scores
+from torchlml_lab.screen import new_console
 from torchlml_lab.tasks.label_losses import LOSSES, WITH_K, LabelLoss, LossName
 
 _FEWEST = 100  # rows of which a part is set aside
@@ -119,7 +119,7 @@ class TopKClassifier(ClassifierMixin, BaseEstimator):  # type: ignore[misc]
             schedule = Schedule(
                 int(self.epochs), self.patience, int(self.batch_size), float(rate), seed % 2**20
             )
-            console = Console(quiet=not self.verbose, highlight=False)
+            console = new_console(quiet=not self.verbose)
             self.n_iter_ = fit_network(
                 self.network_, self._label_loss(), training, validation, schedule, console.print
             )
@@ -198,7 +198,7 @@ class TopKClassifier(ClassifierMixin, BaseEstimator):  # type: ignore[misc]
         if n < 2:
             raise ValueError(f"`y` must have at least two labels (classes), but it has {n} class.")
         if not counts.any():
-            raise ValueError("`y` must have labels, but no row has one.")
+            raise ValueError(NO_LABELS)
         if self.k != "labels" and self.k >= n:
             raise ValueError(f"`k` must be less than the number of labels, {n}, but it is {self.k}.")
         usual = min(max(1, round(float(counts[counts > 0].mean()))), n - 1)
@@ -230,6 +230,11 @@ class TopKClassifier(ClassifierMixin, BaseEstimator):  # type: ignore[misc]
         count = round(self.validation_fraction * len(rows)) if len(rows) >= _FEWEST else 0
         if count == 0:
             return rows, None
+        if count == len(rows):
+            raise ValueError(
+                "`validation_fraction` must leave at least one row to train on, "
+                f"but {self.validation_fraction} of {len(rows)} rows are {count}."
+            )
         aside, rest = np.split(random.permutation(len(rows)), [count])
         training, validation = (Batches(rows.inputs[part], rows.labels[part]) for part in (rest, aside))
         return training, validation

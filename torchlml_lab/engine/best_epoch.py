@@ -22,11 +22,18 @@ class BestEpoch(NamedTuple):
     weights: Path
 
     def load(self, model: nn.Module) -> None:
-        """Read the weights into a network that is ready to predict afterwards."""
+        """Read the weights into a network that is ready to predict afterwards.
+
+        A file of another model, or with weights that are NaN or infinite, raises `BadInput`.
+        """
         try:
             load_model(model, str(self.weights))
         except (OSError, RuntimeError, SafetensorError) as error:
             raise BadInput(f"`{self.weights}` is damaged or of another model.") from error
+        for name, values in model.named_parameters():
+            wrong = values[~values.isfinite()]
+            if wrong.numel():
+                raise BadInput(f"`{self.weights}` is damaged: `{name}` holds {wrong[0].item()}.")
         model.eval()
 
 

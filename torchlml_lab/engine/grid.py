@@ -2,7 +2,6 @@
 
 import contextlib
 import dataclasses
-import json
 import os
 import signal
 import sys
@@ -24,7 +23,7 @@ from torchlml_lab.engine.progress import ProgressBar
 from torchlml_lab.engine.settings import FREE, SETTINGS_FILE, TrainSettings, to_json
 from torchlml_lab.engine.table import StudyTable
 from torchlml_lab.errors import BadInput
-from torchlml_lab.files import check_file, check_folder, writing
+from torchlml_lab.files import check_file, check_folder, read_json, writing
 
 Settings = TypeVar("Settings", bound=TrainSettings)
 Row = TypeVar("Row")
@@ -150,7 +149,7 @@ def finished(experiment: str, settings: TrainSettings) -> dict[str, Any] | None:
     stored = settings.out / SETTINGS_FILE
     if not (settings.out / "run.json").exists():
         return None
-    expected, found = to_json(settings), json.loads(stored.read_text(encoding="utf-8"))
+    expected, found = to_json(settings), read_json(stored, dict)
     different = [name for name in expected if name not in FREE and expected[name] != found.get(name)]
     if different:
         name = different[0]
@@ -159,7 +158,7 @@ def finished(experiment: str, settings: TrainSettings) -> dict[str, Any] | None:
             "give another `--out`."
         )
     folder = RunFolder(settings.out, experiment)
-    return folder.read("result.json") if (settings.out / "result.json").exists() else None
+    return folder.result() if (settings.out / "result.json").exists() else None
 
 
 def resuming(settings: Settings) -> Settings:

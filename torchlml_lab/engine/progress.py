@@ -35,7 +35,7 @@ class ProgressBar(Progress):
 
     def __init__(self, console: Console, hidden: bool = False) -> None:
         super().__init__(
-            TextColumn("{task.description}"),
+            TextColumn("{task.description}", markup=False),
             BarColumn(),
             MofNCompleteColumn(),
             TimeElapsedColumn(),

@@ -16,6 +16,7 @@ from torchlml_lab.engine.progress import ProgressBar
 from torchlml_lab.engine.table import plain_table
 from torchlml_lab.engine.threads import check_threads, use_threads
 from torchlml_lab.errors import BadInput
+from torchlml_lab.screen import new_console
 
 Name = TypeVar("Name", bound=str)  # one of the losses of a task
 
@@ -61,7 +62,7 @@ def compare(
     for name in names:
         torch.manual_seed(0)
         tasks[name] = build(name)
-    console = Console()
+    console = new_console()
     with use_threads(settings.threads):
         seconds = measure(tasks, size, settings.steps, console)
     console.print(table(seconds, names[0], f"{settings.steps} steps of {size} {what}"))

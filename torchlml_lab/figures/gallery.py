@@ -5,12 +5,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from rich.console import Console
-
 from torchlml_lab.cli import Command, choose, parse_settings
 from torchlml_lab.errors import BadInput
 from torchlml_lab.figures.find_csv import NotMadeYet
 from torchlml_lab.files import check_folder
+from torchlml_lab.screen import new_console
 
 FIGURES = {
     "projection": Command("torchlml_lab.figures.one_row", "one row through softmax, sigmoid and lml"),
@@ -72,7 +71,7 @@ def draw_all(settings: AllSettings) -> None:
         try:
             importlib.import_module(figure.module).main(["--out", str(settings.out / f"{name}.png")])
         except NotMadeYet as missing:
-            Console().print(f"Not drawn: {name}. {missing}", soft_wrap=True, markup=False)
+            new_console().print(f"Not drawn: {name}. {missing}", soft_wrap=True, markup=False)
         except BadInput as error:
             refused.append(error)
     if refused:

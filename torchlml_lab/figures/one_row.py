@@ -6,13 +6,14 @@ from pathlib import Path
 
 import torch
 from matplotlib.axes import Axes
-from rich.console import Console
 from rich.table import Table
+from rich.text import Text
 from torch import Tensor
 
 import torchlml
 from torchlml_lab.errors import BadInput
 from torchlml_lab.figures.options import FigureSettings, read_options, say_where
+from torchlml_lab.screen import new_console
 from torchlml_lab.style import (
     BLUE,
     GREY,
@@ -47,7 +48,7 @@ def main(arguments: Sequence[str]) -> None:
         "sigmoid": torch.sigmoid(x),
         "lml": torchlml.lml(x, settings.k),
     }
-    console = Console()
+    console = new_console()
     console.print(_table(x, answers, settings.k))
     console.print(
         f"lml shifts the whole row by one number, its threshold, until the sigmoids sum to k: "
@@ -70,8 +71,8 @@ def _table(x: Tensor, answers: dict[str, Tensor], k: float) -> Table:
     return table
 
 
-def _starred(value: float) -> str:
-    return f"[bold]{value:.4f} *[/bold]" if value > 0.5 else f"{value:.4f}  "
+def _starred(value: float) -> Text:
+    return Text(f"{value:.4f} *", style="bold") if value > 0.5 else Text(f"{value:.4f}  ")
 
 
 def draw(x: Tensor, answers: dict[str, Tensor], k: float, picture: Path) -> None:

@@ -5,10 +5,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TypeVar
 
-from rich.console import Console
-
 from torchlml_lab.cli import parse_settings
 from torchlml_lab.files import replacing
+from torchlml_lab.screen import new_console
 from torchlml_lab.style import check_picture
 
 
@@ -65,7 +64,7 @@ def draw_only(name: str, about: str, arguments: Sequence[str], draw: Callable[[P
 
 def say_where(picture: Path) -> None:
     """Print where the picture is, as the last line of a figure's command."""
-    Console().print(f"The picture is {picture}.", soft_wrap=True)
+    new_console().print(f"The picture is {picture}.", soft_wrap=True)
 
 
 def write_tables(text: str, picture: Path) -> None:
@@ -73,5 +72,5 @@ def write_tables(text: str, picture: Path) -> None:
     page = picture.with_suffix(".md")
     with replacing(page) as temporary:
         temporary.write_text(text, encoding="utf-8")
-    Console().print(f"The tables are {page}.", soft_wrap=True)
+    new_console().print(f"The tables are {page}.", soft_wrap=True)
     say_where(picture)

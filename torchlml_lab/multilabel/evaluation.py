@@ -6,7 +6,6 @@ from pathlib import Path
 from typing import Annotated
 
 import tyro
-from rich.console import Console
 
 from torchlml_lab.cli import parse_settings
 from torchlml_lab.data.labelled_rows import LabelledRows
@@ -17,6 +16,7 @@ from torchlml_lab.multilabel.label_report import make, write
 from torchlml_lab.multilabel.multilabel_settings import MultilabelSettings
 from torchlml_lab.multilabel.run_rows import aligned, read
 from torchlml_lab.multilabel.trained_labels import Trained, load, prepared_rows, read_rows
+from torchlml_lab.screen import new_console
 from torchlml_lab.tasks.own_files import say
 
 
@@ -49,7 +49,7 @@ def main(arguments: Sequence[str]) -> None:
         check_folder("--out", out)
     rows, what, notes = _rows(settings, trained)
     inputs, more = prepared_rows(trained, rows, settings.data or Path(what))
-    console = Console()
+    console = new_console()
     say([*notes, *more], console)
     report = make(trained, inputs, rows, what)
     console.print(report.table())

@@ -9,7 +9,6 @@ from itertools import product
 from pathlib import Path
 from typing import Any, Literal
 
-from rich.console import Console
 from rich.table import Table
 
 from torchlml_lab.cli import parse_settings
@@ -22,6 +21,7 @@ from torchlml_lab.multilabel.multilabel_settings import EXPERIMENT, MultilabelSe
 from torchlml_lab.multilabel.run_rows import Files, read_files, split
 from torchlml_lab.multilabel.study_rows import Record
 from torchlml_lab.multilabel.training import task
+from torchlml_lab.screen import new_console
 from torchlml_lab.tasks.label_losses import named
 
 # These settings of a run are the sweep's to choose.
@@ -54,7 +54,7 @@ def main(arguments: Sequence[str]) -> None:
     study = Grid(
         EXPERIMENT, runs, _run_one, lambda one, done: [record(one, done)], study_rows.TABLE.write, _table
     )
-    run_grid(study, settings, Console())
+    run_grid(study, settings, new_console())
 
 
 def grid(settings: SweepSettings) -> list[MultilabelSettings]:
@@ -112,7 +112,7 @@ def _run_one(settings: MultilabelSettings) -> dict[str, Any]:
         EXPERIMENT,
         resuming(settings),
         lambda: task(settings, split(settings, _files_of(settings))),
-        Console(quiet=True),
+        new_console(quiet=True),
     )
 
 

@@ -20,7 +20,7 @@ from torchlml_lab.multilabel.multilabel_settings import MultilabelSettings
 from torchlml_lab.multilabel.run_rows import label_lists, read
 from torchlml_lab.multilabel.trained_labels import ROWS, TEMPERATURE, Trained, load, prepared_rows
 from torchlml_lab.tasks import recall_and_calibration
-from torchlml_lab.tasks.label_losses import PADDING
+from torchlml_lab.tasks.label_losses import unlike_logits
 
 CURVE = (1, 2, 3, 5, 10, 20, 50, 100)
 BINS = 10
@@ -124,10 +124,9 @@ def make(trained: Trained, inputs: Matrix, rows: LabelledRows, what: str) -> Rep
     for logits, part in trained.scores(inputs):
         lists = label_lists(rows.labels[part])
         found.update(logits, lists)
-        # One column more: integers in the scores' own shape could be a multi-hot.
-        wide = torch.nn.functional.pad(lists, (0, labels + 1), value=PADDING)
+        listed = unlike_logits(lists, labels)
         for curve, scores in zip(curves, (logits, popular.expand_as(logits)), strict=True):
-            curve.update(torch.nn.functional.pad(scores, (0, found.more)), wide, mask=found.may_be_found)
+            curve.update(torch.nn.functional.pad(scores, (0, found.more)), listed, mask=found.may_be_found)
         bins += _binned(trained.probabilities(logits), lists)
     chunks = [slice(start, start + ROWS) for start in range(0, len(rows), ROWS)]
     return Report(

@@ -15,7 +15,6 @@ from typing import Any, Literal
 
 import numpy as np
 import torch
-from rich.console import Console
 from sklearn.linear_model import LogisticRegression
 
 from torchlml_lab.cli import parse_settings
@@ -30,6 +29,7 @@ from torchlml_lab.multilabel.multilabel_settings import MultilabelSettings
 from torchlml_lab.multilabel.preparation import Preparation
 from torchlml_lab.multilabel.run_rows import label_lists, read_files, split
 from torchlml_lab.multilabel.study_rows import Record
+from torchlml_lab.screen import new_console
 
 
 @dataclass(frozen=True)
@@ -103,7 +103,7 @@ def _fit(inputs: Matrix, labels: Matrix, strength: float) -> tuple[Any, Any]:
         inputs.indices.astype(np.int32),
         inputs.indptr.astype(np.int32),
     )  # liblinear's
-    with ProgressBar(Console()) as progress:
+    with ProgressBar(new_console()) as progress:
         bar = progress.add_task(f"labels, C = {strength:g}", total=labels.shape[1])
         for label in range(labels.shape[1]):
             target = np.zeros(labels.shape[0])

@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Annotated, NamedTuple
 
 import tyro
-from rich.console import Console
 from rich.table import Table
 
 from torchlml_lab.cli import parse_settings
@@ -16,8 +15,9 @@ from torchlml_lab.data.content import shown
 from torchlml_lab.data.labelled_rows import Matrix
 from torchlml_lab.engine.table import plain_table
 from torchlml_lab.errors import BadInput
-from torchlml_lab.files import check_file, replacing
+from torchlml_lab.files import check_file, replacing, writing
 from torchlml_lab.multilabel.trained_labels import Trained, load, prepared_rows, read_rows
+from torchlml_lab.screen import new_console
 from torchlml_lab.tasks.own_files import say
 
 ON_SCREEN = 20
@@ -45,7 +45,7 @@ class Ranked(NamedTuple):
 
 
 def main(arguments: Sequence[str]) -> None:
-    """Read the options, predict, print the first rows and write all."""
+    """Read the options, predict, write all rows, and print the first."""
     settings = parse_settings(PredictSettings, "predict", arguments, PredictSettings())
     if settings.data is None:
         raise BadInput("`--data` is missing: give a file of rows to predict the labels of.")
@@ -62,15 +62,19 @@ def main(arguments: Sequence[str]) -> None:
         raise BadInput(f"`--top` is {top}, and must be from 1 to {known}, the labels of the run.")
     rows = read_rows(trained, settings.data, labelled=False)
     inputs, notes = prepared_rows(trained, rows, settings.data)
-    console = Console()
+    console = new_console()
     say(notes, console)
     ranked = best_labels(trained, inputs, top)
-    console.print(_table(ranked[:ON_SCREEN], rows.texts, trained.preparation.k))
+    try:
+        if settings.out is not None:
+            with writing("The labels", settings.out, "the table above shows the first rows"):
+                _write(settings.out, ranked)
+    finally:
+        console.print(_table(ranked[:ON_SCREEN], rows.texts, trained.preparation.k))
     if len(ranked) > ON_SCREEN:
         rest = "" if settings.out else "; `--out` writes all to a file"
         console.print(f"These are {ON_SCREEN} of {len(ranked)} rows{rest}.", highlight=False)
     if settings.out is not None:
-        _write(settings.out, ranked)
         console.print(f"The labels of all rows are in {settings.out}.", soft_wrap=True)
 
 

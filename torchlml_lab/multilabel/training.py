@@ -23,6 +23,7 @@ from torchlml_lab.multilabel.multilabel_settings import (
 )
 from torchlml_lab.multilabel.preparation import Preparation
 from torchlml_lab.multilabel.run_rows import Batches, Data, read
+from torchlml_lab.screen import new_console
 from torchlml_lab.tasks.label_losses import LabelLoss
 from torchlml_lab.tasks.own_files import train_on_files
 
@@ -34,7 +35,7 @@ def main(arguments: Sequence[str]) -> None:
     from torchlml_lab.multilabel.label_report import report_run
 
     settings = read_settings(MultilabelSettings, COMMAND, arguments, MultilabelSettings())
-    console = Console()
+    console = new_console()
     run(settings, console)
     if PartialState().is_main_process:
         report_run(settings.resume or settings.out, settings, console)

@@ -23,6 +23,7 @@ from torchlml_lab.recommend.popularity import by_popularity
 from torchlml_lab.recommend.recommend_settings import loss_of
 from torchlml_lab.recommend.trained_recommender import Trained, load
 from torchlml_lab.recommend.user_items import read_later
+from torchlml_lab.screen import new_console
 from torchlml_lab.tasks import recall_and_calibration
 from torchlml_lab.tasks.own_files import say
 
@@ -60,7 +61,7 @@ def main(arguments: Sequence[str]) -> None:
     own = settings.data is not None
     moved = {"train": settings.train} if own else {"train": settings.train, "test": settings.test}
     trained = load(settings.run, moved, with_test=not own)
-    console = Console()
+    console = new_console()
     if settings.data is None:
         users, what = _of_split(trained, settings.split)
     else:

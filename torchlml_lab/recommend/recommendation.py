@@ -16,6 +16,7 @@ from torchlml_lab.recommend.histories import Batch, Users
 from torchlml_lab.recommend.recommend_settings import RecommendSettings, check, loss_of
 from torchlml_lab.recommend.recommenders import Autoencoder, MatrixFactorisation
 from torchlml_lab.recommend.user_items import Data, read
+from torchlml_lab.screen import new_console
 from torchlml_lab.tasks.label_losses import LabelLoss
 from torchlml_lab.tasks.own_files import train_on_files
 
@@ -30,7 +31,7 @@ def main(arguments: Sequence[str]) -> None:
     from torchlml_lab.recommend.ranking_report import report_run
 
     settings = read_settings(RecommendSettings, COMMAND, arguments, RecommendSettings())
-    console = Console()
+    console = new_console()
     run(settings, console)
     if PartialState().is_main_process:
         report_run(settings.resume or settings.out, console)

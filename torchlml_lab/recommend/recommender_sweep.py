@@ -10,7 +10,7 @@ from itertools import product
 from pathlib import Path
 from typing import Any
 
-from rich.console import Console, Group
+from rich.console import Group
 from rich.table import Table
 
 from torchlml_lab.cli import parse_settings
@@ -22,6 +22,7 @@ from torchlml_lab.recommend.ranking_rows import Record
 from torchlml_lab.recommend.recommend_settings import Model, RecommendSettings, check, loss_of
 from torchlml_lab.recommend.recommendation import EXPERIMENT, task
 from torchlml_lab.recommend.user_items import Data, read
+from torchlml_lab.screen import new_console
 from torchlml_lab.tasks.label_losses import named
 
 # These settings of a run are the sweep's to choose.
@@ -55,7 +56,9 @@ def main(arguments: Sequence[str]) -> None:
     def rows(one: RecommendSettings, done: dict[str, Any]) -> list[Record]:
         return [record(one, done, users)]
 
-    run_grid(Grid(EXPERIMENT, runs, _run_one, rows, ranking_rows.TABLE.write, _tables), settings, Console())
+    run_grid(
+        Grid(EXPERIMENT, runs, _run_one, rows, ranking_rows.TABLE.write, _tables), settings, new_console()
+    )
 
 
 def grid(settings: SweepSettings) -> list[RecommendSettings]:
@@ -136,7 +139,7 @@ def _run_one(settings: RecommendSettings) -> dict[str, Any]:
         **{name: getattr(settings, name) for name in ("train", "test", "columns", "validation", "users")},
     )
     return train(
-        EXPERIMENT, resuming(settings), lambda: task(settings, _read_once(files)), Console(quiet=True)
+        EXPERIMENT, resuming(settings), lambda: task(settings, _read_once(files)), new_console(quiet=True)
     )
 
 

@@ -9,12 +9,12 @@ import torch
 import tyro
 from accelerate import Accelerator
 from accelerate.utils import send_to_device
-from rich.console import Console
 
 from torchlml_lab.cli import parse_settings
 from torchlml_lab.engine import best_epoch
 from torchlml_lab.engine.progress import ProgressBar
 from torchlml_lab.engine.table import plain_table
+from torchlml_lab.screen import new_console
 from torchlml_lab.studies.cifar100.classification import (
     EXPERIMENT,
     Cifar100Settings,
@@ -55,7 +55,7 @@ def main(arguments: Sequence[str]) -> None:
     part = splits(run, *read(run.data, run.features))[settings.split]
     model = network(run, part)
     best.load(model)
-    accelerator, console = Accelerator(cpu=settings.cpu), Console()
+    accelerator, console = Accelerator(cpu=settings.cpu), new_console()
     ks = sorted({*KS, run.k})
     with torch.no_grad(), ProgressBar(console) as progress:
         task = progress.add_task("samples", total=len(part))

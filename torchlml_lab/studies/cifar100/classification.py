@@ -18,6 +18,7 @@ from torchlml_lab.engine.run import in_percent, say_test, train
 from torchlml_lab.engine.settings import TrainSettings, read_settings
 from torchlml_lab.engine.settings import check as check_settings
 from torchlml_lab.errors import BadInput
+from torchlml_lab.screen import new_console
 from torchlml_lab.studies.cifar100 import networks
 from torchlml_lab.studies.cifar100.samples import (
     CLASSES,
@@ -83,7 +84,7 @@ FEATURES = Cifar100Settings(epochs=10, batch_size=500)
 def main(arguments: Sequence[str]) -> None:
     """Read the options, train, and print the test."""
     settings = read_settings(Cifar100Settings, COMMAND, arguments, defaults(arguments))
-    console = Console()
+    console = new_console()
     result = run(settings, console)
     say_test(console, settings, result, in_percent(result["test"], list(result["test"])))
 
@@ -225,7 +226,6 @@ def accuracies(
 ) -> dict[str, float]:
     """The shares of samples whose label has one of the k largest logits, for each k."""
     recall = TopKRecall(tuple(dict.fromkeys(ks)), sync_on_compute=False)
-    recall.set_dtype(torch.float64)
     for x, label in batches:
         logits, labels = accelerator.gather_for_metrics((network(x).float(), label))
         recall.to(logits.device).update(logits, labels)

@@ -9,7 +9,6 @@ from itertools import product
 from pathlib import Path
 from typing import Any
 
-from rich.console import Console
 from rich.table import Table
 
 from torchlml_lab.cli import parse_settings
@@ -17,6 +16,7 @@ from torchlml_lab.engine.folder import RunFolder
 from torchlml_lab.engine.grid import Grid, GridSettings, check_grid, checked_runs, resuming, run_grid
 from torchlml_lab.engine.run import train
 from torchlml_lab.engine.table import plain_table, spread
+from torchlml_lab.screen import new_console
 from torchlml_lab.studies.cifar100 import accuracy_rows
 from torchlml_lab.studies.cifar100.accuracy_rows import Record
 from torchlml_lab.studies.cifar100.classification import (
@@ -62,7 +62,7 @@ def main(arguments: Sequence[str]) -> None:
     study = Grid(
         EXPERIMENT, runs, _run_one, lambda one, done: [record(one, done)], accuracy_rows.TABLE.write, _table
     )
-    run_grid(study, settings, Console())
+    run_grid(study, settings, new_console())
 
 
 def grid(settings: SweepSettings) -> list[Cifar100Settings]:
@@ -126,7 +126,7 @@ def _run_one(settings: Cifar100Settings) -> dict[str, Any]:
         EXPERIMENT,
         resuming(settings),
         lambda: task(settings, *_read_once(settings.data, settings.features)),
-        Console(quiet=True),
+        new_console(quiet=True),
     )
 
 

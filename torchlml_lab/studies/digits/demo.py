@@ -15,6 +15,7 @@ from torchlml_lab.engine.table import plain_table
 from torchlml_lab.engine.threads import check_threads, use_threads
 from torchlml_lab.errors import BadInput
 from torchlml_lab.files import check_folder, writing
+from torchlml_lab.screen import new_console
 from torchlml_lab.studies.digits import images, page, plots, words
 from torchlml_lab.studies.digits.images import CLASSES, CONDITIONS, Images
 from torchlml_lab.studies.digits.measures import COLUMNS, Measured, Results, measure, spread, values
@@ -45,7 +46,7 @@ def main(arguments: Sequence[str]) -> None:
     """Read the options and run the demo."""
     settings = parse_settings(DemoSettings, "demo", arguments, DemoSettings())
     _check(settings)
-    console = Console()
+    console = new_console()
     with use_threads(settings.threads):
         results, examples, answers = run(settings, console)
     meanings = {method.name: method.meaning for method in METHODS}

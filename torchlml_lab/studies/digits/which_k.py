@@ -7,7 +7,7 @@ from pathlib import Path
 from statistics import mean
 
 import torch
-from rich.console import Console, Group
+from rich.console import Group
 from torch import Tensor
 from torch.nn.functional import binary_cross_entropy_with_logits
 
@@ -18,6 +18,7 @@ from torchlml_lab.engine.table import StudyTable, plain_table
 from torchlml_lab.engine.threads import use_threads
 from torchlml_lab.errors import BadInput
 from torchlml_lab.files import check_file, writing
+from torchlml_lab.screen import new_console
 from torchlml_lab.studies.digits import images
 from torchlml_lab.studies.digits.images import CLASSES, Images
 from torchlml_lab.studies.digits.measures import measure
@@ -87,7 +88,7 @@ def main(arguments: Sequence[str]) -> None:
         if getattr(settings, name) < least:
             raise BadInput(f"`--{name}` is {getattr(settings, name)}, and must be at least {least}.")
     check_file("--csv", settings.csv)
-    console = Console()
+    console = new_console()
     with use_threads(1), ProgressBar(console) as progress:
         task = progress.add_task("methods", total=len(PLAN))
         rows = []

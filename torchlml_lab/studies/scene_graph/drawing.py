@@ -56,7 +56,8 @@ def _draw_boxes(axes: Axes, graphs: SceneGraphs, image: int, used: set[int]) -> 
     width, height = graphs.sizes[image].tolist()
     first, last = graphs.box_offsets[image : image + 2].tolist()
     axes.set(xlim=(-0.02 * width, 1.02 * width), ylim=(1.02 * height, -0.02 * height), aspect="equal")
-    axes.set(xticks=(), yticks=(), title=f"image {graphs.names[image]}: where the objects are")
+    axes.set(xticks=(), yticks=())
+    axes.set_title(f"image {graphs.names[image]}: where the objects are", parse_math=False)
     axes.spines[:].set_visible(False)
     taken: list[tuple[float, float]] = []
     for number, (x1, y1, x2, y2) in enumerate(graphs.boxes[first:last].tolist()):
@@ -91,6 +92,7 @@ def _draw_graph(axes: Axes, names: dict[int, str], triples: list[Triple]) -> Non
             1.06 * cos(angle),
             1.06 * sin(angle),
             names[box],
+            parse_math=False,
             color=BLUE,
             fontsize=7 if len(names) <= 30 else 5,
             rotation=degrees(angle) + 180 * left,
@@ -137,6 +139,7 @@ def _write_list(axes: Axes, names: dict[int, str], triples: list[Triple], lines:
             0,
             1 - (place + 0.5) / lines,
             f"{place + 1}.  {subject}  {triple.predicate}  {object_}  {triple.probability:.2f}",
+            parse_math=False,
             transform=axes.transAxes,
             color=GREEN if triple.observed else INK,
             verticalalignment="center",

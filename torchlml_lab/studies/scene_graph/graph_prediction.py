@@ -7,12 +7,12 @@ from typing import Annotated
 
 import torch
 import tyro
-from rich.console import Console
 
 from torchlml_lab.cli import parse_settings
 from torchlml_lab.engine.table import plain_table
 from torchlml_lab.errors import BadInput
 from torchlml_lab.files import writing
+from torchlml_lab.screen import new_console
 from torchlml_lab.studies.scene_graph import objectives
 from torchlml_lab.studies.scene_graph.batches import GraphBatches
 from torchlml_lab.studies.scene_graph.drawing import Triple, draw
@@ -41,7 +41,7 @@ class PredictSettings(MovedData):
 
 
 def main(arguments: Sequence[str]) -> None:
-    """Read the options, predict, print and draw."""
+    """Read the options, predict, draw and print."""
     settings = parse_settings(PredictSettings, "predict", arguments, PredictSettings())
     if not 1 <= settings.relations <= MOST_RELATIONS:
         raise BadInput(f"`--relations` is {settings.relations}, and must be from 1 to {MOST_RELATIONS}.")
@@ -51,16 +51,18 @@ def main(arguments: Sequence[str]) -> None:
     triples = predict(run, split, image, settings.relations)
     graphs = getattr(run.splits, split)
     name = graphs.names[image]
-    console = Console()
+    console = new_console()
     title = f"image {name} ({split}), {vision(run.settings)}; * is in the file"
     table = plain_table(title, ("p", "", "subject", "predicate", "object"), left=5)
     for triple in triples:
         ends = [f"{graphs.objects[label]} {box + 1}" for label, box in triple.ends]
         mark = "*" if triple.observed else ""
         table.add_row(f"{triple.probability:.3f}", mark, ends[0], triple.predicate, ends[1])
-    console.print(table)
-    with writing("The drawing", settings.out, "the relations above are all of it"):
-        draw(graphs, image, triples, settings.out)
+    try:
+        with writing("The drawing", settings.out, "the relations above are all of it"):
+            draw(graphs, image, triples, settings.out)
+    finally:
+        console.print(table)
     console.print(f"The drawing is {settings.out}.", soft_wrap=True)
 
 

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from accelerate import Accelerator
-from rich.console import Console, Group
+from rich.console import Group
 
 from torchlml_lab.cli import parse_settings
 from torchlml_lab.engine.folder import RunFolder
@@ -18,6 +18,7 @@ from torchlml_lab.engine.grid import Grid, GridSettings, check_grid, checked_run
 from torchlml_lab.engine.run import train
 from torchlml_lab.engine.table import plain_table, spread
 from torchlml_lab.errors import BadInput
+from torchlml_lab.screen import new_console
 from torchlml_lab.studies.scene_graph import recall_rows
 from torchlml_lab.studies.scene_graph.graphs import Splits
 from torchlml_lab.studies.scene_graph.methods import method_of, parse_method
@@ -69,7 +70,7 @@ def main(arguments: Sequence[str]) -> None:
         recall_rows.TABLE.write(path, [*baseline, *rows])
 
     study = Grid(EXPERIMENT, runs, _run_one, rows_of, write, lambda rows: _tables([*baseline, *rows]))
-    run_grid(study, settings, Console())
+    run_grid(study, settings, new_console())
 
 
 def grid(settings: SweepSettings) -> list[SceneGraphSettings]:
@@ -203,7 +204,7 @@ def _run_one(settings: SceneGraphSettings) -> dict[str, Any]:
         vg=settings.vg, vrd=settings.vrd, validation=settings.validation, split_seed=settings.split_seed
     )
     return train(
-        EXPERIMENT, resuming(settings), lambda: task(settings, _read_once(common)), Console(quiet=True)
+        EXPERIMENT, resuming(settings), lambda: task(settings, _read_once(common)), new_console(quiet=True)
     )
 
 

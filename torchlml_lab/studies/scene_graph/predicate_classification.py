@@ -16,6 +16,7 @@ from torchlml_lab.engine.run import in_percent, say_test, train
 from torchlml_lab.engine.settings import TrainSettings, read_settings
 from torchlml_lab.engine.settings import check as check_settings
 from torchlml_lab.errors import BadInput
+from torchlml_lab.screen import new_console
 from torchlml_lab.studies.scene_graph import objectives, visual_genome, vrd
 from torchlml_lab.studies.scene_graph.batches import Batch, GraphBatches
 from torchlml_lab.studies.scene_graph.graphs import Splits, split
@@ -82,7 +83,7 @@ class SceneGraphSettings(TrainSettings):
 def main(arguments: Sequence[str]) -> None:
     """Read the options, train, and print the test."""
     settings = read_settings(SceneGraphSettings, COMMAND, arguments, SceneGraphSettings())
-    console = Console()
+    console = new_console()
     result = run(settings, console)
     say_test(console, settings, result, f"{in_percent(result['test'], RECALLS)} ({vision(settings)})")
 

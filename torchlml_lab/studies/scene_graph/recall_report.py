@@ -17,6 +17,7 @@ from torchlml_lab.cli import parse_settings
 from torchlml_lab.engine.progress import ProgressBar
 from torchlml_lab.engine.table import plain_table
 from torchlml_lab.engine.threads import use_threads
+from torchlml_lab.screen import new_console
 from torchlml_lab.studies.scene_graph.batches import GraphBatches
 from torchlml_lab.studies.scene_graph.methods import method_of
 from torchlml_lab.studies.scene_graph.predicate_classification import ranker, vision
@@ -49,7 +50,7 @@ class EvaluateSettings(MovedData):
 def main(arguments: Sequence[str]) -> None:
     """Read the options, evaluate, and print two tables."""
     settings = parse_settings(EvaluateSettings, "evaluate", arguments, EvaluateSettings())
-    console = Console()
+    console = new_console()
     accelerator = Accelerator(cpu=settings.cpu)
     with use_threads(1):  # its operators are small, as in training
         run = load(settings.run, settings)
