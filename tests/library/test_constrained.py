@@ -9,7 +9,7 @@ import pytest
 import torch
 
 import torchlml
-from tests.support.family import PROMISE, Member, each_constrained, each_dtype
+from tests.support.related import PROMISE, Member, each_constrained, each_dtype
 
 INF, NAN = math.inf, math.nan
 
