@@ -18,9 +18,9 @@ from torch.distributed.tensor.debug import CommDebugMode
 import torchlml
 import torchlml._distributed.group as group_module
 import torchlml._distributed.solve as solve_module
-from tests.library.test_special_rows import DENSE, Special
 from tests.support.distributed import in_processes, part, same_on_all, whole
 from tests.support.problems import SHORT
+from tests.support.special_rows import DENSE, Special
 from torchlml.metrics import (
     PropensityScoredPrecision,
     TopKNDCG,

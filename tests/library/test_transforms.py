@@ -12,9 +12,9 @@ from torch import Tensor
 from torch.func import grad, hessian, jacfwd, jacrev, jvp, vjp, vmap
 
 import torchlml
-from tests.library.test_special_rows import DENSE, Special
 from tests.support import truth
 from tests.support.problems import PROBLEMS, SHORT, Problem
+from tests.support.special_rows import DENSE, Special
 
 NAMES = ["lml", "log_lml", "lml_dual"]
 each_name = pytest.mark.parametrize("name", NAMES)

@@ -16,9 +16,9 @@ import torch
 from torch import Tensor
 
 from tests.library.test_gradients import resolved, slack, upstream
-from tests.library.test_special_rows import SPECIAL, Special, gradient_of_k
 from tests.support import loss_rows, truth
 from tests.support.problems import SHORT, Problem
+from tests.support.special_rows import SPECIAL, Special, gradient_of_k
 from torchlml._triton import operators as triton_operators
 from torchlml._triton import self_test as trust
 from torchlml._triton import split as triton_split
