@@ -106,15 +106,15 @@ class ConstrainedProjection:
         mask, offsets, for_upper = rest
         found = torch.where(nu[0].isfinite(), nu, 0)
         r = CappedRows(lambda *_: found, x, k, upper, mask, offsets)
-        rows, ordinary = r.rows, r.rows.spread(r.ordinary)
+        rows, ordinary = r.rows, r.rows.broadcast(r.ordinary)
         weight, saturated = self._moves(r)
         weight = torch.where(ordinary & (weight > 0), weight, 0)
-        saturated = torch.where(ordinary, saturated, rows.spread(r.everything & ~r.nothing) & ~r.absent)
+        saturated = torch.where(ordinary, saturated, rows.broadcast(r.everything & ~r.nothing) & ~r.absent)
         g = torch.where((weight > 0) | saturated, grad.to(rows.wide), 0)
         dk = rows.sum(weight * g) / rows.sum(weight).clamp(min=torch.finfo(g.dtype).tiny) * r.spoil
-        relative = g - rows.spread(dk)
-        dx = torch.where(r.moving, weight * relative, 0) * rows.spread(r.spoil)
-        d_upper = torch.where(saturated, relative, 0) * rows.spread(r.spoil)
+        relative = g - rows.broadcast(dk)
+        dx = torch.where(r.moving, weight * relative, 0) * rows.broadcast(r.spoil)
+        d_upper = torch.where(saturated, relative, 0) * rows.broadcast(r.spoil)
         if not for_upper:
             d_upper = d_upper.new_empty(0)
         elif upper.dim() == 0:
@@ -179,7 +179,7 @@ class CappedRows:
         # A factor that makes the value and the gradient of an undefined row NaN.
         self.spoil = torch.where(undefined, torch.nan, 1.0).to(wide)
         shared = rows.sum(torch.where(self.infinite, upper, 0)) >= self.k
-        shared = rows.spread(shared & (rows.sum(self.infinite) > 0))
+        shared = rows.broadcast(shared & (rows.sum(self.infinite) > 0))
         self.absent = self.absent | (shared & ~self.infinite)
         self.infinite = self.infinite & ~shared
         self.finite = ~(self.absent | self.infinite)
@@ -188,23 +188,23 @@ class CappedRows:
         self.everything = self.k >= rows.sum(self.upper)
         self.ordinary = ~(self.nothing | self.everything | undefined)
         # Infinite numbers stay out of the graph: their derivatives would be 0 times infinity.
-        self.moving = self.finite & ~shared & rows.spread(self.ordinary | undefined)
+        self.moving = self.finite & ~shared & rows.broadcast(self.ordinary | undefined)
         base = torch.where(self.moving, x, 0)
         # nu is a constant; rows that need no search are replaced by some that are found at once.
-        ordinary = rows.spread(self.ordinary)
+        ordinary = rows.broadcast(self.ordinary)
         x = torch.where(self.infinite, torch.inf, torch.where(self.absent, -torch.inf, base))
         x, upper = torch.where(ordinary, x, 0), torch.where(ordinary, self.upper, 1)
         k = torch.where(self.ordinary, self.k, 0.5)
         self.nu = solve(x.detach(), k.detach(), upper.detach(), offsets)
-        self.z = shifted(base * rows.spread(self.spoil), self.nu, rows)
+        self.z = shifted(base * rows.broadcast(self.spoil), self.nu, rows)
 
     def finish(self, y: Tensor) -> Tensor:
         """Put the limits where the formula has none, keep y between 0 and the caps, and round."""
         rows = self.rows
         y = y - (y - y.clamp(min=0).minimum(self.upper)).detach()
-        y = torch.where(self.absent | rows.spread(self.nothing), 0, y)
-        y = torch.where(rows.spread(self.everything & ~self.nothing), self.upper, y)
-        return (y * rows.spread(self.spoil)).to(self.dtype)
+        y = torch.where(self.absent | rows.broadcast(self.nothing), 0, y)
+        y = torch.where(rows.broadcast(self.everything & ~self.nothing), self.upper, y)
+        return (y * rows.broadcast(self.spoil)).to(self.dtype)
 
 
 def read(

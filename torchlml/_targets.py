@@ -215,7 +215,7 @@ def _lists_labels(c: Canonical, target: Any) -> bool:
             f"in {target.dim()} dimensions."
         )
     # If the offsets cannot be read, a target with as many values as logits is assumed to have the same ones.
-    if values.shape != c.x.shape or (readable(values) and not c.jagged.is_like(target, looked_at=True)):
+    if values.shape != c.x.shape or (readable(values) and not c.jagged.is_like(target, may_read=True)):
         return True
     raise ValueError(
         f"`target` is {target.dtype} and ragged like the logits: give `target.bool()` if it is a multi-hot, "

@@ -102,7 +102,7 @@ def _softmax_values(r: CappedRows) -> Tensor:
     rest = r.k - rows.sum(torch.where(saturated, r.upper, 0))
     e = torch.where(free, torch.exp(torch.where(free, r.z, 0)), 0)
     total = rows.sum(e)
-    share = e * rows.spread(rest / torch.where(total > 0, total, 1))
+    share = e * rows.broadcast(rest / torch.where(total > 0, total, 1))
     return r.finish(torch.where(saturated, r.upper, share))
 
 
@@ -154,7 +154,7 @@ def _softmax_solve(x: Tensor, k: Tensor, upper: Tensor, offsets: Tensor | None) 
     if x.numel() == 0:
         return x.new_zeros(2, rows.count)
     # No entry gets more than k, so a cap of 2 k is none, and is finite.
-    cap = torch.minimum(upper, rows.spread(2 * k))
+    cap = torch.minimum(upper, rows.broadcast(2 * k))
     caps = _Caps(cap, cap.log(), _edge(cap.log()))
     # Far below the caps lml is an exponential as well.
     unit = mean_cap(k, upper, rows)
@@ -241,7 +241,7 @@ def _softmax_root(x: Tensor, rest: Tensor, taken: Tensor, rows: Rows) -> Tensor:
     """The nu for which the entries that are not taken sum to `rest`; its high part is the largest's."""
     largest = rows.max(torch.where(taken, -torch.inf, x))
     largest = torch.where(largest.isfinite(), largest, 0)
-    total = rows.sum(torch.where(taken, 0, torch.exp(x - rows.spread(largest))))
+    total = rows.sum(torch.where(taken, 0, torch.exp(x - rows.broadcast(largest))))
     return pair(-largest, rest.log() - total.log())
 
 
@@ -262,7 +262,7 @@ def _sparsemax_values(r: CappedRows) -> Tensor:
     saturated, free = _sparsemax_sets(r)
     # One exact step from the solver's nu, on the entries that are known to be inside.
     missing = r.k - rows.sum(torch.where(saturated, r.upper, torch.where(free, r.z, 0)))
-    inside = r.z + rows.spread(missing / rows.sum(free).clamp(min=1))
+    inside = r.z + rows.broadcast(missing / rows.sum(free).clamp(min=1))
     return r.finish(torch.where(saturated, r.upper, torch.where(free, inside, 0)))
 
 
@@ -290,10 +290,10 @@ def _sparsemax_solve(x: Tensor, k: Tensor, upper: Tensor, offsets: Tensor | None
         return x.new_zeros(2, rows.count)
     epsilon = torch.finfo(x.dtype).eps
     # No entry gets more than k, so a cap of 2 k is none, and is finite.
-    limit = torch.minimum(upper, rows.spread(2 * k))
+    limit = torch.minimum(upper, rows.broadcast(2 * k))
     # A sigmoid four times as steep is close to a clip.
     unit = mean_cap(k, upper, rows)
-    nu = add(start(x * rows.spread(4 / unit), k / unit, offsets) * (unit / 4), unit / 2)
+    nu = add(start(x * rows.broadcast(4 / unit), k / unit, offsets) * (unit / 4), unit / 2)
     infinite = x == torch.inf
     largest = rows.max(torch.where(infinite, -torch.inf, x)) if bool(infinite.any()) else rows.max(x)
     busy = largest.isfinite()
@@ -348,7 +348,7 @@ def _sparsemax_root(
     largest = rows.max(torch.where(free, x, -torch.inf))
     inside = largest.isfinite()
     largest = torch.where(inside, largest, 0)
-    terms = torch.where(saturated, limit, torch.where(free, x - rows.spread(largest), 0))
+    terms = torch.where(saturated, limit, torch.where(free, x - rows.broadcast(largest), 0))
     return pair(-largest, (k - rows.sum(terms)) / rows.sum(free).clamp(min=1)), inside
 
 

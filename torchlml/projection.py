@@ -15,15 +15,14 @@ from torchlml._arguments import (
     check_temperature,
 )
 from torchlml._autograd import inequality, operators
-from torchlml._autograd.fast_path import common_lml
+from torchlml._autograd.fast_path import fast_lml
 from torchlml._autograd.implicit import SolvedRows
 from torchlml._autograd.operators import ROWS, operator
 from torchlml._autograd.rule import Rule
 from torchlml._distributed import is_sharded
 from torchlml._rows import Rows, empty_nu, rows_of
 from torchlml._solve.newton import shifted
-from torchlml._torch import careful as reference
-from torchlml._torch import fast as quick
+from torchlml._torch import careful, fast
 
 
 def lml(
@@ -65,7 +64,7 @@ def lml(
     entries are left, they are 1; p entries of +inf are 1, or k/p each if p > k; a NaN makes its row NaN.
     """
     if mask is None and offsets is None and group is None and bound == "exactly":
-        y = common_lml(x, k, dim)
+        y = fast_lml(x, k, dim)
         if y is not None:
             return y
     if is_sharded(x, group):
@@ -213,15 +212,15 @@ def _value_backward(
     """(dx, dk): y and -nu, each times the gradient of its row."""
     y, _ = operators.forward(x, k, mask, offsets)
     dk = torch.where(nu[0].isinf(), 0, -grad * nu.to(k.dtype).sum(0))
-    return y.mul_(rows_of(x, offsets).spread(grad)), dk
+    return y.mul_(rows_of(x, offsets).broadcast(grad)), dk
 
 
 def _value_reference(
     x: Tensor, k: Tensor, mask: Tensor | None, offsets: Tensor | None
 ) -> tuple[Tensor, Tensor]:
     """(value, nu): one wide number per row, and nu as `solve` gives it."""
-    values, rows = reference.prepare(x, mask, offsets)
-    nu = quick.solve(x, k, mask, offsets)
+    values, rows = careful.prepare(x, mask, offsets)
+    nu = fast.solve(x, k, mask, offsets)
     z = shifted(values, nu, rows)
     up = z > 0
     # Infinite entries need no care here: e^-inf is 0, and +inf belongs in the sum.
@@ -244,7 +243,7 @@ def _value_differentiable(x: Tensor, k: Tensor, mask: Tensor | None, offsets: Te
     rows, hi, z = solved.rows, solved.hi, solved.z
     values = x.to(z.dtype)
     values = values if mask is None else torch.where(mask, values, -torch.inf)
-    live = values.isfinite() & rows.spread(hi.isfinite())
+    live = values.isfinite() & rows.broadcast(hi.isfinite())
     nu = (torch.where(hi.isinf(), 0, hi) + solved.lo) + solved.correction
     # sum softplus(z) - k nu, with each entry's share of nu taken out: for k near n they would cancel.
     up = live & (z > 0)

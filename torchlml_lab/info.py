@@ -10,8 +10,8 @@ from importlib import metadata
 import torch
 
 import torchlml
-from torchlml._cpu import loader as native
-from torchlml._triton import self_test as trust
+from torchlml._cpu import loader
+from torchlml._triton import self_test
 from torchlml_lab.cli import answer_help
 from torchlml_lab.errors import BadInput
 
@@ -48,7 +48,7 @@ def report() -> dict[str, list[str]]:
         "python": [platform.python_version()],
         "platform": [platform.platform()],
         "kernel": [kernel()],
-        "gpu kernel": [trust.description()],
+        "gpu kernel": [self_test.description()],
         "threads": [f"{torch.get_num_threads()} of {os.cpu_count()}"],
         "devices": _devices(),
         "extras": [f"{extra}: {_state(extra)}" for extra in _extras()],
@@ -57,9 +57,9 @@ def report() -> dict[str, list[str]]:
 
 def kernel() -> str:
     """Name the kernel that CPU tensors use: `native (x86-64-v3)`, or `torch` and why it is not the other."""
-    absence = native.absence()
+    absence = loader.absence()
     return (
-        f"native ({native.instruction_set()})"
+        f"native ({loader.instruction_set()})"
         if absence is None
         else f"torch (no compiled kernel: {absence})"
     )

@@ -16,7 +16,7 @@ import torch
 
 import torchlml
 from tests.support.processes import hear_interrupts
-from torchlml._cpu import loader as native
+from torchlml._cpu import loader
 from torchlml_lab import cli, info
 from torchlml_lab.bench.benchmarks import BENCHMARKS
 from torchlml_lab.bench.family import FamilySettings
@@ -191,8 +191,8 @@ def test_info_says_what_is_in_use(capsys):
 
 @pytest.mark.parametrize(("loaded", "said"), [(True, "native (v3)"), (False, "torch (no compiled kernel: ")])
 def test_info_names_the_kernel(monkeypatch, loaded, said):
-    monkeypatch.setattr(native, "loaded", lambda: loaded)
-    monkeypatch.setattr(native, "instruction_set", lambda: "v3" if loaded else None)
+    monkeypatch.setattr(loader, "loaded", lambda: loaded)
+    monkeypatch.setattr(loader, "instruction_set", lambda: "v3" if loaded else None)
     assert info.kernel().startswith(said)
 
 

@@ -12,7 +12,7 @@ from torch import Tensor
 from torch._subclasses import FakeTensorMode
 
 import torchlml
-from torchlml._autograd.fast_path import common_lml
+from torchlml._autograd.fast_path import fast_lml
 
 X = torch.randn(7, 11, generator=torch.Generator().manual_seed(0))
 
@@ -26,9 +26,9 @@ def the_long_way(x: Tensor, k: float) -> Tensor:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 def test_both_ways_give_the_same_bits(k: float, dtype: torch.dtype) -> None:
     x, grad = X.to(dtype), X.flip(0).to(dtype)
-    taken = common_lml(x, k, -1)
+    taken = fast_lml(x, k, -1)
     assert taken is not None
-    assert common_lml(x, k, 1) is None
+    assert fast_lml(x, k, 1) is None
     assert torch.equal(torchlml.lml(x, k), the_long_way(x, k))
     assert torch.equal(taken, the_long_way(x, k))
     gradients = []
@@ -48,7 +48,7 @@ def test_a_gradient_that_is_not_laid_out_in_rows() -> None:
 
 def test_derivatives_of_the_derivative() -> None:
     leaf = X[:2, :5].double().requires_grad_()
-    assert common_lml(leaf, 2, -1) is not None
+    assert fast_lml(leaf, 2, -1) is not None
     assert torch.autograd.gradcheck(lambda x: torchlml.lml(x, 2), leaf)
     assert torch.autograd.gradgradcheck(lambda x: torchlml.lml(x, 2), leaf)
 
@@ -98,23 +98,23 @@ OTHERS: dict[str, Callable[[], tuple[Any, Any, Any]]] = {
 @pytest.mark.parametrize("name", OTHERS)
 @pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
 def test_other_calls_are_left_to_the_long_way(name: str) -> None:
-    assert common_lml(*OTHERS[name]()) is None
+    assert fast_lml(*OTHERS[name]()) is None
 
 
 def _is_left(x: Tensor) -> Tensor:
-    assert common_lml(x, 1, -1) is None
+    assert fast_lml(x, 1, -1) is None
     return x
 
 
 def test_modes_and_transforms_are_left_to_the_long_way() -> None:
     with torch.inference_mode():
-        assert common_lml(X, 1, -1) is None
+        assert fast_lml(X, 1, -1) is None
     with torch.autograd.forward_ad.dual_level():
-        assert common_lml(X, 1, -1) is None
+        assert fast_lml(X, 1, -1) is None
     with FakeTensorMode() as mode:
-        assert common_lml(mode.from_tensor(X), 1, -1) is None
+        assert fast_lml(mode.from_tensor(X), 1, -1) is None
     torch.vmap(_is_left)(X.expand(2, 7, 11))
-    assert common_lml(X, 1, -1) is not None
+    assert fast_lml(X, 1, -1) is not None
 
 
 def test_wrong_arguments_still_get_their_sentence() -> None:

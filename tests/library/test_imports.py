@@ -57,6 +57,7 @@ def _targets(tree: ast.AST, module: tuple[str, ...], folder: Path) -> Iterator[t
     """The line and the target of every import, as a package of the library or an outside package."""
     for node in ast.walk(tree):
         names: list[str] = []
+        line = getattr(node, "lineno", 0)
         if isinstance(node, ast.Import):
             names = [alias.name for alias in node.names]
         elif isinstance(node, ast.ImportFrom):
@@ -72,10 +73,10 @@ def _targets(tree: ast.AST, module: tuple[str, ...], folder: Path) -> Iterator[t
         for name in names:
             package, *inside = name.split(".")
             if package != folder.name:
-                yield node.lineno, package
+                yield line, package
             else:
                 own = [part for part in inside[:1] if _is_module(folder / part)]
-                yield node.lineno, own[0] if own else "__init__"
+                yield line, own[0] if own else "__init__"
 
 
 def _is_module(path: Path) -> bool:

@@ -18,7 +18,7 @@ from torch.utils.checkpoint import checkpoint
 import torchlml
 from torchlml._autograd import chunked_linear
 from torchlml._autograd.chunked_linear import rows_within
-from torchlml._cpu import loader as native
+from torchlml._cpu import loader
 from torchlml_lab.bench.peak_memory import measurable
 
 ROWS, LABELS, FEATURES = 11, 30, 7
@@ -343,7 +343,7 @@ def test_chunks_are_even(rows: int, most: int, sizes: list[int]) -> None:
 
 
 @pytest.mark.skipif(not measurable(), reason="needs Linux, which tells how much memory a process had")
-@pytest.mark.skipif(not native.loaded(), reason="plain torch keeps temporaries beside the logits")
+@pytest.mark.skipif(not loader.loaded(), reason="plain torch keeps temporaries beside the logits")
 @pytest.mark.parametrize("rows", [64, 256])
 def test_memory_beyond_the_weights_gradient(rows: int) -> None:
     """The default budget of 64 MiB and 10%, whatever the batch; the plain way takes four times as much."""

@@ -13,13 +13,13 @@ import torch
 from torch import Tensor
 
 import torchlml
-from torchlml._cpu import loader as native
-from torchlml._torch import careful as reference
+from torchlml._cpu import loader
+from torchlml._torch import careful
 
 ROOT = Path(__file__).resolve().parents[2]
 SOURCES = Path("torchlml/_cpu/csrc")
 INF, NAN = float("inf"), float("nan")
-needs_kernel = pytest.mark.skipif(not native.loaded(), reason="the compiled kernel is not in use")
+needs_kernel = pytest.mark.skipif(not loader.loaded(), reason="the compiled kernel is not in use")
 
 
 def run(code: str, **environment: str) -> subprocess.CompletedProcess[str]:
@@ -107,10 +107,10 @@ def assert_close(got: Tensor, want: Tensor, dtype: torch.dtype, factor: float = 
 def test_agrees_with_plain_torch(dtype: torch.dtype, form: str) -> None:
     x, k, mask, offsets = problem(dtype, form)
     y, nu = torch.ops.torchlml.forward(x, k, mask, offsets)
-    y0, nu0 = reference.forward(x, k, mask, offsets)
+    y0, nu0 = careful.forward(x, k, mask, offsets)
     assert_close(y, y0, dtype)
     log_y, _ = torch.ops.torchlml.log_forward(x, k, mask, offsets)
-    log_y0, _ = reference.log_forward(x, k, mask, offsets)
+    log_y0, _ = careful.log_forward(x, k, mask, offsets)
     assert_close(log_y, log_y0, dtype)
     assert torch.equal(torch.ops.torchlml.solve(x, k, mask, offsets).nan_to_num(7), nu.nan_to_num(7))
     assert nu.dtype == nu0.dtype
@@ -123,7 +123,7 @@ def test_agrees_with_plain_torch(dtype: torch.dtype, form: str) -> None:
         "dual_backward": (nu0[1] + 2.0, x, nu0),
     }.items():
         dx, dk = getattr(torch.ops.torchlml, name)(*arguments, mask, offsets)
-        dx0, dk0 = getattr(reference, name)(*arguments, mask, offsets)
+        dx0, dk0 = getattr(careful, name)(*arguments, mask, offsets)
         assert dx.dtype == x.dtype
         assert dk.dtype == torch.float64
         assert_close(dx, dx0, dtype, 10)
@@ -139,19 +139,19 @@ def test_instruction_sets(level: str) -> None:
 import itertools
 import torch
 from tests.library.test_native import FORMS, TOLERANCE, assert_close, problem
-from torchlml._cpu import loader as native
-from torchlml._torch import careful as reference, loss as reference_loss
-print(native.instruction_set())
+from torchlml._cpu import loader
+from torchlml._torch import careful, loss
+print(loader.instruction_set())
 for dtype, form in itertools.product(TOLERANCE, FORMS):
     arguments = problem(dtype, form)
-    assert_close(torch.ops.torchlml.forward(*arguments)[0], reference.forward(*arguments)[0], dtype)
-    assert_close(torch.ops.torchlml.log_forward(*arguments)[0], reference.log_forward(*arguments)[0], dtype)
+    assert_close(torch.ops.torchlml.forward(*arguments)[0], careful.forward(*arguments)[0], dtype)
+    assert_close(torch.ops.torchlml.log_forward(*arguments)[0], careful.log_forward(*arguments)[0], dtype)
     x, k, mask, offsets = arguments
     labels = (torch.arange(x.numel()).view(x.shape) % 7 == 0, None, None)
-    loss, nu = reference_loss.loss_forward(*arguments, *labels)
+    loss, nu = loss.loss_forward(*arguments, *labels)
     assert_close(torch.ops.torchlml.loss_forward(*arguments, *labels)[0], loss, nu.dtype, 10)
     grad = (torch.ones((), dtype=nu.dtype), x, k, nu, mask, offsets, *labels)
-    dx, dx0 = torch.ops.torchlml.loss_backward(*grad)[0], reference_loss.loss_backward(*grad)[0]
+    dx, dx0 = torch.ops.torchlml.loss_backward(*grad)[0], loss.loss_backward(*grad)[0]
     assert_close(dx, dx0, dtype, 10)
 """
     result = run(code, TORCHLML_ISA=level)
@@ -180,9 +180,9 @@ def test_weights_near_one_keep_their_digits(n: int, few: bool) -> None:
     near = max(3, n // 90) if few else n - 4
     x = torch.cat([torch.linspace(5, 22, near), torch.linspace(-6, 3, n - near)])[None]
     k = torch.tensor(near + 1.0, dtype=torch.float64)
-    y, nu = reference.forward(x.double(), k, None, None)
+    y, nu = careful.forward(x.double(), k, None, None)
     g = 1 / torch.special.expit(-(x.double() + nu[0, 0] + nu[1, 0]))  # of -log(1 - y), the hard examples
-    want, _ = reference.backward(g, x.double(), y, nu, None, None)
+    want, _ = careful.backward(g, x.double(), y, nu, None, None)
     y32, nu32 = torch.ops.torchlml.forward(x, k, None, None)
     got, _ = torch.ops.torchlml.backward(g.float(), x, y32, nu32, None, None)
     torch.testing.assert_close(got.double(), want, rtol=3e-5, atol=1e-5)

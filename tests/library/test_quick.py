@@ -17,10 +17,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from tests.support import truth
 from tests.support.problems import BY_NAME, PROBLEMS, Problem
-from torchlml._cpu import loader as native
-from torchlml._solve import fast as solver
-from torchlml._torch import careful as reference
-from torchlml._torch import fast as operators
+from torchlml._cpu import loader
+from torchlml._solve import fast as fast_solver
+from torchlml._torch import careful
+from torchlml._torch import fast as fast_operators
 
 ENTRY = {torch.float32: 1e-6, torch.float64: 1e-11}
 each_dtype = pytest.mark.parametrize("dtype", ENTRY, ids=str)
@@ -47,7 +47,7 @@ def check(y: Tensor, x: Tensor, k: Tensor) -> None:
 @each_dtype
 def test_ordinary_rows_are_certified_and_right(dtype: torch.dtype) -> None:
     x, k = batch(dtype)
-    found = solver.quick(x, k)
+    found = fast_solver.solve_fast(x, k)
     assert bool(found.certified.all())
     check(found.y(), x, k)
 
@@ -56,7 +56,7 @@ def test_ordinary_rows_are_certified_and_right(dtype: torch.dtype) -> None:
 @each_dtype
 def test_what_is_certified_is_right(problem: Problem, dtype: torch.dtype) -> None:
     x = problem.row(dtype).unsqueeze(0)
-    found = solver.quick(x, float64(problem.k))
+    found = fast_solver.solve_fast(x, float64(problem.k))
     if bool(found.certified):
         check(found.y(), x, float64(problem.k))
 
@@ -66,7 +66,7 @@ def test_ties_and_steps_that_round_alike_are_right() -> None:
     levels = torch.tensor([0.0, 0.3, 1.7, 4.0, 9.0, 15.0])
     x = torch.stack([levels[torch.randint(0, 6, (3000,))] for _ in range(30)])
     k = torch.linspace(1, 2999, 30, dtype=torch.float64)
-    found = solver.quick(x, k)
+    found = fast_solver.solve_fast(x, k)
     certified = found.certified
     check(found.y()[certified], x[certified], k[certified])
 
@@ -81,9 +81,9 @@ def test_only_rows_that_are_not_certified_take_the_careful_path(monkeypatch: pyt
         taken.append(x)
         return original(x, *rest)
 
-    original = reference.forward
-    monkeypatch.setattr(reference, "forward", forward)
-    y, _ = operators.forward(x, k, None, None)
+    original = careful.forward
+    monkeypatch.setattr(careful, "forward", forward)
+    y, _ = fast_operators.forward(x, k, None, None)
     expected = original(x, k, None, None)
     torch.testing.assert_close(y, expected[0], rtol=0, atol=1e-6, equal_nan=True)
     assert [len(rows) for rows in taken] in ([4], [5])  # the one with +inf has an answer by itself
@@ -96,14 +96,16 @@ def test_packed_rows_are_the_rows_of_a_matrix(name: str) -> None:
     offsets = torch.tensor([0, *np.cumsum(lengths)])
     x, k = torch.randn(339) * 3, float64(2.5, 0, 3, 40, 0.5, 15)
     mask = torch.rand(339) > 0.1
-    function = getattr(operators, name)
+    function = getattr(fast_operators, name)
     y, nu = function(x, k, mask, offsets)
-    dx, dk = getattr(operators, name.replace("forward", "backward"))(torch.ones(339), x, y, nu, mask, offsets)
+    dx, dk = getattr(fast_operators, name.replace("forward", "backward"))(
+        torch.ones(339), x, y, nu, mask, offsets
+    )
     for i, (a, b) in enumerate(zip(offsets[:-1].tolist(), offsets[1:].tolist(), strict=True)):
         row, here = x[None, a:b], mask[None, a:b]
-        own, own_nu = getattr(reference, name)(row, k[i : i + 1], here, None)
+        own, own_nu = getattr(careful, name)(row, k[i : i + 1], here, None)
         torch.testing.assert_close(y[a:b], own[0], rtol=1e-5, atol=1e-6)
-        backward = getattr(reference, name.replace("forward", "backward"))
+        backward = getattr(careful, name.replace("forward", "backward"))
         own_dx, own_dk = backward(torch.ones(1, b - a), row, own, own_nu, here, None)
         torch.testing.assert_close(dx[a:b], own_dx[0], rtol=1e-4, atol=1e-5)
         torch.testing.assert_close(dk[i], own_dk[0], rtol=1e-4, atol=1e-5)
@@ -129,9 +131,9 @@ class PretendDevice(TorchDispatchMode):
 
 @pytest.fixture
 def _device(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    monkeypatch.setattr(solver, "can_look", lambda x: False)
-    monkeypatch.setattr(operators, "can_look", lambda x: False)
-    monkeypatch.setattr(solver, "wide_dtype", lambda device: torch.float32)
+    monkeypatch.setattr(fast_solver, "on_host", lambda x: False)
+    monkeypatch.setattr(fast_operators, "on_host", lambda x: False)
+    monkeypatch.setattr(fast_solver, "wide_dtype", lambda device: torch.float32)
     yield
     monkeypatch.undo()
 
@@ -140,7 +142,7 @@ def _device(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 def test_a_gpu_without_float64_is_not_waited_for_by_the_solver() -> None:
     x, k = batch(torch.float32)
     with PretendDevice() as device:
-        found = solver.quick(x, k.float())
+        found = fast_solver.solve_fast(x, k.float())
         y = found.y()
         found.nu()
     assert device.waits == []
@@ -152,21 +154,21 @@ def test_a_gpu_without_float64_is_not_waited_for_by_the_solver() -> None:
 def test_a_gpu_is_waited_for_once_in_a_call() -> None:
     x, k = batch(torch.float32)
     with PretendDevice() as device:
-        y, _ = operators.forward(x, k.float(), None, None)
+        y, _ = fast_operators.forward(x, k.float(), None, None)
     assert device.waits == ["nonzero"]
     check(y, x, k.float().double())
 
 
 def test_the_first_slow_call_says_how_to_repair_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(native, "_warned", False)
-    monkeypatch.setattr(native, "loaded", lambda: False)
-    monkeypatch.setattr(native, "requested", lambda: "")
+    monkeypatch.setattr(loader, "_warned", False)
+    monkeypatch.setattr(loader, "loaded", lambda: False)
+    monkeypatch.setattr(loader, "requested", lambda: "")
     x, k = batch(torch.float32)
     with pytest.warns(UserWarning, match="plain torch.*`(pip install|python setup.py) "):
-        operators.forward(x, k, None, None)
+        fast_operators.forward(x, k, None, None)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        operators.forward(x, k, None, None)
+        fast_operators.forward(x, k, None, None)
 
 
 def test_who_chose_plain_torch_is_not_warned() -> None:
@@ -181,6 +183,6 @@ def test_nothing_is_written_into_the_input(offsets: torch.Tensor | None) -> None
     # Logits this far apart are not certified: the careful path puts its rows into the result.
     row = BY_NAME["scale 1e3"].row(torch.float32)
     x = row if offsets is not None else row.unsqueeze(0)
-    for operator in (operators.solve, operators.forward, operators.log_forward):
+    for operator in (fast_operators.solve, fast_operators.forward, fast_operators.log_forward):
         operator(x, torch.tensor(20.0, dtype=torch.float64), None, offsets)
         assert x._version == 0

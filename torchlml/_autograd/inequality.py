@@ -47,7 +47,7 @@ def _with_free_rows(
     # Entries of -inf stay out of the graph: the derivative of logsigmoid is not 0 there.
     present = values != -torch.inf
     own = torch.where(present, function(torch.where(present, values, 0)), absent)
-    return torch.where(rows_of(x, offsets).spread(free), own.to(bounded.dtype), bounded)
+    return torch.where(rows_of(x, offsets).broadcast(free), own.to(bounded.dtype), bounded)
 
 
 def _log_lml(x: Tensor, k: Tensor, mask: Tensor | None, offsets: Tensor | None, *, at_most: bool) -> Tensor:
@@ -72,7 +72,7 @@ def _reference_forward(
     y, nu = forward(x, k, mask, offsets)
     values, rows = careful.prepare(x, mask, offsets)
     free = _is_free(nu, at_most)
-    y = torch.where(rows.spread(free), sigmoid(values).to(y.dtype), y)
+    y = torch.where(rows.broadcast(free), sigmoid(values).to(y.dtype), y)
     return y, torch.where(free, 0, nu)
 
 
@@ -85,14 +85,14 @@ def _reference_backward(
     free = (nu == 0).all(0)
     s = sigmoid(-values.abs())  # not of x: 1 - y has no digits where y rounds to 1
     slope = torch.where(values.isfinite(), s * (1 - s) * grad, 0)
-    return torch.where(rows.spread(free), slope.to(dx.dtype), dx), torch.where(free, 0, dk)
+    return torch.where(rows.broadcast(free), slope.to(dx.dtype), dx), torch.where(free, 0, dk)
 
 
 _forward = operator(
     f"bounded_forward(Tensor x, Tensor k, {ROWS}, bool at_most) -> (Tensor, Tensor)",
     _reference_forward,
     lambda x, k, mask, offsets, at_most: empty_values(x, k, mask, offsets),
-    exported=lambda x, k, mask, offsets, at_most: _reference_forward(
+    for_onnx=lambda x, k, mask, offsets, at_most: _reference_forward(
         x, k, mask, offsets, at_most, onnx.forward
     ),
 )

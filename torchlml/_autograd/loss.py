@@ -17,7 +17,7 @@ from torchlml._arguments import Bound, Canonical, check_k
 from torchlml._autograd import inequality, operators
 from torchlml._autograd.chunked_linear import ChunkedLoss, check_linear, logits_like
 from torchlml._autograd.rule import Rule
-from torchlml._cpu import loader as native
+from torchlml._cpu import loader
 from torchlml._reductions import (
     LabelReduction,
     LossSettings,
@@ -71,7 +71,7 @@ class LMLRowLoss:
 
     def in_place(self, like: Tensor) -> bool:
         """Whether logits on the device of a tensor can be overwritten by their gradient."""
-        return self.bound == "exactly" and like.device.type == "cpu" and native.loaded()
+        return self.bound == "exactly" and like.device.type == "cpu" and loader.loaded()
 
 
 def linear_lml_loss(
@@ -110,7 +110,7 @@ def _through_log_lml(c: Canonical, labels: Labels, bound: Bound = "exactly") -> 
     x = c.x.to(work_dtype(c.x.dtype))
     if not labels.in_every_row:
         # A row without labels contributes nothing, even if it contains a NaN.
-        x = torch.where(rows_of(x, c.offsets).spread(labels.has_label), x, 0)
+        x = torch.where(rows_of(x, c.offsets).broadcast(labels.has_label), x, 0)
     log_y = inequality.LOG_LML[bound](x, c.k, c.mask, c.offsets)
     if labels.listed is not None:
         log_y = log_y.gather(-1, labels.listed.clamp(min=0))

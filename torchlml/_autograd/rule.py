@@ -17,8 +17,7 @@ import torch
 from torch import Tensor
 from torch.autograd import forward_ad
 
-from torchlml._autograd import implicit as differentiable
-from torchlml._autograd import operators
+from torchlml._autograd import implicit, operators
 
 
 @dataclass(frozen=True)
@@ -103,9 +102,9 @@ def _dual_backward(
 
 
 # y, log y and nu of each row.
-lml = Rule(keeps_both(operators.forward), from_values(operators.backward), differentiable.lml)
-log_lml = Rule(keeps_both(operators.log_forward), from_values(operators.log_backward), differentiable.log_lml)
-lml_dual = Rule(_dual_forward, _dual_backward, differentiable.lml_dual)
+lml = Rule(keeps_both(operators.forward), from_values(operators.backward), implicit.lml)
+log_lml = Rule(keeps_both(operators.log_forward), from_values(operators.log_backward), implicit.log_lml)
+lml_dual = Rule(_dual_forward, _dual_backward, implicit.lml_dual)
 
 
 def is_plain() -> bool:

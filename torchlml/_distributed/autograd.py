@@ -21,25 +21,25 @@ from torchlml._distributed.sums import FiniteLabels
 from torchlml._distributed.targets import OwnLabels
 from torchlml._rows import DenseRows
 from torchlml._solve.newton import shifted
-from torchlml._torch import careful as reference
+from torchlml._torch import careful
 
 
 class SolvedPart:
     """The entries of this process, with the solution of their rows."""
 
     def __init__(self, x: Tensor, mask: Tensor | None, solution: Solution) -> None:
-        self.values, _ = reference.prepare(x, mask, None)
+        self.values, _ = careful.prepare(x, mask, None)
         self.rows = DenseRows(x)
         self.solution = solution
         self.z = shifted(self.values, solution.nu, self.rows)
-        self.live = reference.moving(self.values, solution.nu, self.rows)
+        self.live = careful.moving(self.values, solution.nu, self.rows)
         # If k < p, the +inf entries get k/p each. They depend on k like tied entries, but on no finite x.
         tied = (solution.share > 0) & (solution.share < 1)
         self.tied = (self.values == torch.inf) & tied.unsqueeze(-1)
 
     def fill(self, y: Tensor, absent: float, infinite: Tensor) -> Tensor:
         """Replace the entries of y where x is infinite, and everything in rows that are NaN."""
-        return reference.fill(y, self.values, self.solution.nu, self.rows, absent, infinite)
+        return careful.fill(y, self.values, self.solution.nu, self.rows, absent, infinite)
 
     def shares_of_slope(self) -> Tensor:
         """w / sum w, accurate even if every w underflows."""
@@ -50,7 +50,7 @@ class SolvedPart:
     def finish(self, dx: Tensor, dk: Tensor, x: Tensor) -> tuple[Tensor, Tensor]:
         """The gradients in the dtype of x, with those of rows without an ordinary solution."""
         dk = torch.where(self.solution.free, 0, dk)
-        return reference.finish(dx, dk, x, self.solution.nu, self.rows)
+        return careful.finish(dx, dk, x, self.solution.nu, self.rows)
 
 
 def _solve(
@@ -61,7 +61,7 @@ def _solve(
     labels: FiniteLabels | None = None,
     marks: Tensor | None = None,
 ) -> Solution:
-    values, _ = reference.prepare(x, mask, None)
+    values, _ = careful.prepare(x, mask, None)
     k = k.to(torch.float64).expand(x.shape[0])
     return solve(LocalPart(values.contiguous(), k, split.fraction, labels, marks), split.group, split.bound)
 
@@ -105,12 +105,12 @@ class _Project(torch.autograd.Function):
 
 
 def _y(local: SolvedPart) -> Tensor:
-    return local.fill(reference.sigmoid(local.z), 0.0, local.solution.share)
+    return local.fill(careful.sigmoid(local.z), 0.0, local.solution.share)
 
 
 def _gradient_of_y(local: SolvedPart, g: Tensor, k: Tensor, group: LabelGroup) -> tuple[Tensor, Tensor]:
     s = local.solution
-    t = reference.sigmoid(-local.z.abs())
+    t = careful.sigmoid(-local.z.abs())
     w = torch.where(local.live, t * (1 - t), local.tied.to(t.dtype))
     pull = group.sum(local.rows.sum(torch.where(local.live | local.tied, w * g, 0)))
     total = torch.where(s.nu[0].isinf(), s.infinite, s.log_slope.exp())
@@ -124,7 +124,7 @@ def _log_y(local: SolvedPart) -> Tensor:
 
 def _gradient_of_log_y(local: SolvedPart, g: Tensor, k: Tensor, group: LabelGroup) -> tuple[Tensor, Tensor]:
     s = local.solution
-    a = torch.where(local.live, g * reference.sigmoid(-local.z), 0)
+    a = torch.where(local.live, g * careful.sigmoid(-local.z), 0)
     of_tied = local.rows.sum(torch.where(local.tied, g, 0))
     total, of_tied = group.sum(torch.stack([local.rows.sum(a), of_tied]))
     dx = torch.where(local.live, a - local.shares_of_slope() * total.to(a.dtype).unsqueeze(-1), 0)
@@ -167,7 +167,7 @@ class _Loss(torch.autograd.Function):
         weight: Tensor,
         split: LabelSplit,
     ) -> Tensor:
-        values, _ = reference.prepare(x, mask, None)
+        values, _ = careful.prepare(x, mask, None)
         count = x.shape[0]
         entry = values[row, place].double()
         weight = weight.double()

@@ -38,9 +38,9 @@ from torchlml._rows import Rows
 CUT_STEPS = 4
 FREE_STEPS = 10
 MAX_STEPS = 40
-# Off the CPU it is not asked whether the rows have converged, since the answer would stall the device: these
-# are always taken, as many as the rows of the tests need and five more.
-_BLIND_STEPS = 12
+# On other devices than the CPU the loop does not test for convergence, which would synchronize: it takes as
+# many steps as the rows of the tests need, and five more.
+_UNSYNCED_STEPS = 12
 
 Limit = Callable[[Tensor, Tensor, Tensor], Tensor]  # of a step and the bracket below and above
 
@@ -59,10 +59,10 @@ def newton(x: Tensor, k: Tensor, m: Tensor, ordinary: Tensor, rows: Rows) -> Ten
         nu as a (2, R) tensor (hi, lo), nu = hi + lo, in the dtype of `x`.
     """
     half_gap, state = begin(x, k, m, ordinary, rows)
-    blind = x.device.type != "cpu"
-    for number in range(_BLIND_STEPS if blind else MAX_STEPS):
-        state, r = look(state, x, k, half_gap, rows)
-        if not blind and bool(state.settled.all()):
+    unsynced = x.device.type != "cpu"
+    for number in range(_UNSYNCED_STEPS if unsynced else MAX_STEPS):
+        state, r = evaluate(state, x, k, half_gap, rows)
+        if not unsynced and bool(state.settled.all()):
             break
         state = move(state, r, _limit(number))
     return state.best
@@ -92,8 +92,8 @@ def begin(x: Tensor, k: Tensor, m: Tensor, ordinary: Tensor, rows: Rows) -> tupl
     return half_gap, State(nu, torch.zeros_like(half_gap), below, above, nu, unknown, ~ordinary)
 
 
-def look(s: State, x: Tensor, k: Tensor, half_gap: Tensor, rows: Rows) -> tuple[State, Residual]:
-    """Evaluate at nu, and see which rows have settled."""
+def evaluate(s: State, x: Tensor, k: Tensor, half_gap: Tensor, rows: Rows) -> tuple[State, Residual]:
+    """Evaluate the residual at nu, and find the rows that have converged."""
     epsilon = torch.finfo(x.dtype).eps
     nearest = (half_gap - s.moved.abs()).abs()
     # Only inside the gap is the nearest entry known to be the nearest; outside nothing underflows.
@@ -195,7 +195,7 @@ class Residual(NamedTuple):
 def shifted(x: Tensor, nu: Tensor, rows: Rows) -> Tensor:
     """z = x + nu, nu = hi + lo: x + hi is exact near the threshold, so logits shifted by 1e7 lose nothing."""
     hi, lo = nu
-    return (x + rows.spread(hi)) + rows.spread(lo)
+    return (x + rows.broadcast(hi)) + rows.broadcast(lo)
 
 
 def residual(x: Tensor, k: Tensor, nu: Tensor, scale: Tensor, rows: Rows) -> Residual:
@@ -208,8 +208,8 @@ def residual(x: Tensor, k: Tensor, nu: Tensor, scale: Tensor, rows: Rows) -> Res
     up = z > 0
     # e^scale e^-|z|. No entry is nearer than `scale`, so the exponent is at most 0; but a z of 1e20 may be
     # rounded to be nearer by thousands, which must not overflow: the exponent is then 1.
-    e = torch.exp((rows.spread(scale) - z.abs()).clamp(max=1))
-    shrink = rows.spread(torch.exp(-scale))
+    e = torch.exp((rows.broadcast(scale) - z.abs()).clamp(max=1))
+    shrink = rows.broadcast(torch.exp(-scale))
     t = e / (1 + e * shrink)
     w = t / (1 + e * shrink)
     zero = torch.zeros((), dtype=t.dtype, device=t.device)

@@ -1,7 +1,7 @@
-"""The operators of `_core/operators.py` by Triton: allocate the results, lay out the rows, launch.
+"""The operators of `_autograd/operators.py` by Triton: allocate the results, choose the layout, launch.
 
-The arguments are those of `reference.py`, with x of float32, bfloat16 or float16. Nothing here waits for the
-device, so that all of it can be captured in a CUDA graph.
+The arguments are those of `_torch/careful.py`, with x of float32, bfloat16 or float16. Nothing here
+synchronizes the device, so that all of it can be captured in a CUDA graph.
 """
 
 from __future__ import annotations

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from torchlml._arguments import Bound, Canonical, check_bound, check_whole_k
+from torchlml._arguments import Bound, Canonical, check_bound, check_integer_k
 from torchlml._autograd import loss as rule
 from torchlml._autograd.chunked_linear import (
     ChunkedLoss,
@@ -172,7 +172,7 @@ def linear_truncated_entropy_loss(
             "`input` and `linear_weight` must be plain tensors for this loss, but one of them is a DTensor."
         )
     n = linear_weight.shape[0]
-    k = check_whole_k(k, n)
+    k = check_integer_k(k, n)
     rows = read_target_rows(logits_like(input, n), target, weight, ignore_index)
     loss = _EntropyRowLoss(rows, label_reduction, k)
     chunked = ChunkedLoss(loss, rows.has_label, reduction, memory_limit, at_once=rows.weights_need_gradient)
@@ -220,7 +220,7 @@ class LinearTruncatedEntropyLoss(TopKLoss):
     ) -> None:
         check_memory_limit(memory_limit)
         settings = {"label_reduction": label_reduction, "memory_limit": memory_limit}
-        super().__init__(check_whole_k(k), weight, ignore_index, reduction, **settings)
+        super().__init__(check_integer_k(k), weight, ignore_index, reduction, **settings)
         self.linear = nn.Linear(in_features, num_classes, bias, device, dtype)
 
     def forward(self, input: Tensor, target: Tensor) -> Tensor:

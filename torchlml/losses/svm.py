@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import logsigmoid, pad
 
-from torchlml._arguments import Canonical, canonical, check_number, check_whole_k, readable
+from torchlml._arguments import Canonical, canonical, check_integer_k, check_number, readable
 from torchlml._reductions import Reduction, check_reduction, reduce_losses
 from torchlml._rows import wide_dtype, work_dtype
 from torchlml._targets import Labels, read_single_label
@@ -60,7 +60,7 @@ def topk_svm_loss(
     """
     check_reduction(reduction)
     check_number(alpha, "alpha", "a number from 0 on", 0)
-    k = check_whole_k(k)
+    k = check_integer_k(k)
     c, labels, *apart = _read("topk_svm_loss", logits, target, k, weight, ignore_index, mask)
     own, others = (t.to(work_dtype(t.dtype)) for t in apart)
     top = others.topk(k, dim=-1).values
@@ -87,7 +87,7 @@ class TopKSVMLoss(TopKLoss):
         reduction: Reduction = "mean",
     ) -> None:
         check_number(alpha, "alpha", "a number from 0 on", 0)
-        super().__init__(check_whole_k(k), weight, ignore_index, reduction, alpha=alpha)
+        super().__init__(check_integer_k(k), weight, ignore_index, reduction, alpha=alpha)
 
     def forward(self, logits: Tensor, target: Tensor, *, mask: Tensor | None = None) -> Tensor:
         """The loss of a batch; the arguments are those of `topk_svm_loss`."""
@@ -133,7 +133,7 @@ def smooth_topk_svm_loss(
     """
     check_reduction(reduction)
     _check_settings(tau, alpha)
-    k = check_whole_k(k)
+    k = check_integer_k(k)
     c, labels, *apart = _read("smooth_topk_svm_loss", logits, target, k, weight, ignore_index, mask)
     # Float64 inside costs little and keeps the gradients, differences of two probabilities, exact.
     own, others = (t.to(wide_dtype(t.device)) for t in apart)
@@ -162,7 +162,7 @@ class SmoothTopKSVMLoss(TopKLoss):
         reduction: Reduction = "mean",
     ) -> None:
         _check_settings(tau, alpha)
-        super().__init__(check_whole_k(k), weight, ignore_index, reduction, tau=tau, alpha=alpha)
+        super().__init__(check_integer_k(k), weight, ignore_index, reduction, tau=tau, alpha=alpha)
 
     def forward(self, logits: Tensor, target: Tensor, *, mask: Tensor | None = None) -> Tensor:
         """The loss of a batch; the arguments are those of `smooth_topk_svm_loss`."""
@@ -184,7 +184,7 @@ def _read(
     """
     c = canonical(logits, k, -1, mask, None, any_k=True, name="logits", nested=True)
     labels, place = read_single_label(c, target, weight, ignore_index, name)
-    check_whole_k(k, c.x.shape[-1] - 1)
+    check_integer_k(k, c.x.shape[-1] - 1)
     x = c.x if labels.complete else c.x.masked_fill(~labels.has_label.unsqueeze(-1), 0)
     others = x if c.mask is None else x.masked_fill(~c.mask, -torch.inf)
     return c, labels, x.gather(-1, place), others.scatter(-1, place, -torch.inf)

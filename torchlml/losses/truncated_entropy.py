@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import logsigmoid
 
-from torchlml._arguments import Canonical, canonical, check_whole_k
+from torchlml._arguments import Canonical, canonical, check_integer_k
 from torchlml._reductions import LabelReduction, Reduction, check_reduction, label_divisor, reduce_losses
 from torchlml._rows import PackedRows, work_dtype
 from torchlml._targets import Labels, read_labels
@@ -41,10 +41,10 @@ def truncated_entropy_loss(
     costs nothing.
     """
     check_reduction(reduction, label_reduction)
-    k = check_whole_k(k)
+    k = check_integer_k(k)
     c = canonical(logits, k, -1, mask, offsets, any_k=True, name="logits", nested=True)
     if c.offsets is None:
-        check_whole_k(k, c.x.shape[-1])
+        check_integer_k(k, c.x.shape[-1])
     labels = read_labels(c, target, weight, ignore_index)
     loss = dense_entropy(c, labels, k) if c.offsets is None else _ragged(c, labels, k)
     return reduce_losses(loss, labels, label_divisor(labels, label_reduction), reduction, c)
@@ -66,7 +66,7 @@ class TruncatedEntropyLoss(TopKLoss):
         reduction: Reduction = "mean",
         label_reduction: LabelReduction = "sum",
     ) -> None:
-        super().__init__(check_whole_k(k), weight, ignore_index, reduction, label_reduction=label_reduction)
+        super().__init__(check_integer_k(k), weight, ignore_index, reduction, label_reduction=label_reduction)
 
     def forward(
         self, logits: Tensor, target: Tensor, *, mask: Tensor | None = None, offsets: Tensor | None = None
@@ -106,19 +106,19 @@ def _ragged(c: Canonical, labels: Labels, k: int) -> Tensor:
     assert c.offsets is not None
     x, observed = c.x.to(work_dtype(c.x.dtype)), labels.multi_hot(c.x)
     rows = PackedRows(x, c.offsets, differentiable=True)
-    absent = _not_competing(c, observed, rows.spread(labels.has_label))
+    absent = _not_competing(c, observed, rows.broadcast(labels.has_label))
     competitors = x.masked_fill(absent, -torch.inf)
     # The ranks within each row come from sorting everything: torch selects along a dimension only, and
     # padding to one would need the longest row's length on the host.
     order = rows.order(competitors.detach())
-    place = torch.arange(x.shape[0], device=x.device) - rows.spread(c.offsets[:-1])
+    place = torch.arange(x.shape[0], device=x.device) - rows.broadcast(c.offsets[:-1])
     rank = torch.empty_like(order).scatter(0, order, place)
-    dropped = (rank < rows.spread(k - rows.sum(observed))) & ~competitors.isnan()
+    dropped = (rank < rows.broadcast(k - rows.sum(observed))) & ~competitors.isnan()
     kept = competitors.masked_fill(dropped, -torch.inf)
     largest = rows.max(kept.detach())
     largest = torch.where(largest.isinf(), 0, largest)
-    rest = _log(rows.sum(torch.exp(kept - rows.spread(largest)))) + largest
-    return rows.sum(_entropy(rows.spread(rest), x, observed, labels.weight))
+    rest = _log(rows.sum(torch.exp(kept - rows.broadcast(largest)))) + largest
+    return rows.sum(_entropy(rows.broadcast(rest), x, observed, labels.weight))
 
 
 def _not_competing(c: Canonical, observed: Tensor | None, has_label: Tensor) -> Tensor:

@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 from torchmetrics import Metric
 
-from torchlml._arguments import Canonical, canonical, check_whole_k
+from torchlml._arguments import Canonical, canonical, check_integer_k
 from torchlml._distributed import is_sharded
 from torchlml._rows import Rows, rows_of, wide_dtype
 from torchlml._targets import read_labels
@@ -37,7 +37,7 @@ class CountingMetric(Metric):
         self._ks = tuple(k) if isinstance(k, Sequence) else (k,)
         if not self._ks:
             raise ValueError("`k` must be a positive integer or several of them, but it is empty.")
-        self._ks = tuple(check_whole_k(each) for each in self._ks)
+        self._ks = tuple(check_integer_k(each) for each in self._ks)
 
     def by_k(self, values: Tensor, name: str) -> Tensor | dict[str, Tensor]:
         """A value for each k, as float32: a scalar if k is one number, else a dict with the keys `name@k`."""
@@ -144,7 +144,7 @@ class Ranked:
         last = scores[:, -1]
         # A tie above the last score lies in these places as a whole; the one for the last places may go on
         # behind them, and where it is at -inf what is masked stands among it.
-        level = self._available & (self._x == rows.spread(last))
+        level = self._available & (self._x == rows.broadcast(last))
         number, total = rows.sum(level), rows.sum(worth * level)
         above = (scores > last[:, None]).sum(-1, keepdim=True)
         place = torch.arange(self.places, device=scores.device) - above
