@@ -6,6 +6,7 @@ y = torchlml.lml(x, k)  # like softmax, but each row sums to k and every entry i
 from torchlml.bracketing import lml_bracketing
 from torchlml.choices import sample_subset, topk_mask
 from torchlml.constrained import constrained_softmax, constrained_sparsemax
+from torchlml.labels import pad_labels
 from torchlml.losses import (
     LinearLMLLoss,
     LinearTruncatedEntropyLoss,
@@ -42,6 +43,7 @@ __all__ = [
     "lml_loss",
     "lml_value",
     "log_lml",
+    "pad_labels",
     "sample_subset",
     "smooth_topk_svm_loss",
     "topk_mask",

@@ -32,9 +32,9 @@ _LONG_STEP = 1e4
 def constrained_softmax(
     x: Tensor,
     k: float | Tensor,
-    upper: float | Tensor = 1.0,
     dim: int = -1,
     *,
+    upper: float | Tensor = 1.0,
     mask: Tensor | None = None,
     offsets: Tensor | None = None,
 ) -> Tensor:
@@ -47,10 +47,10 @@ def constrained_softmax(
         x: logits, of any shape.
         k: the sum. A number, or a tensor that broadcasts to the shape of `x` without `dim` (with `offsets`:
             one number per row); differentiable.
-        upper: the most that an entry may get. A number from 0 on, infinity among them, or a tensor that
-            broadcasts to `x`; differentiable. Caps that sum to less than k are refused, except with `mask` or
-            `offsets`: there, as in `torchlml.lml`, every entry that is left then is at its cap.
-        dim: the dimension that sums to k.
+        dim: the dimension that sums to k. upper: the cap of each entry. A nonnegative number, which may be
+        infinite, or a tensor that broadcasts to
+            `x`; differentiable. Caps that sum to less than k raise an error, except with `mask` or `offsets`:
+            there, as in `torchlml.lml`, every available entry is then at its cap.
         mask: bool, True where an entry may be positive; broadcasts to `x`.
         offsets: for packed rows of different lengths, as in `torchlml.lml`.
 
@@ -71,9 +71,9 @@ def constrained_softmax(
 def constrained_sparsemax(
     x: Tensor,
     k: float | Tensor,
-    upper: float | Tensor = 1.0,
     dim: int = -1,
     *,
+    upper: float | Tensor = 1.0,
     mask: Tensor | None = None,
     offsets: Tensor | None = None,
 ) -> Tensor:

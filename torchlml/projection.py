@@ -171,6 +171,7 @@ class LML(nn.Module):
         dim: the dimension that sums to k.
         temperature: the logits are divided by it: towards 0 the layer becomes a hard top-k.
         bound: "exactly", "at_most" or "at_least", as for `lml`.
+        group: the processes that share the entries of each row, as for `lml`.
 
     `forward` takes the logits and, by keyword, `mask` and `offsets` as `lml` does.
     """
@@ -181,6 +182,7 @@ class LML(nn.Module):
         dim: int = -1,
         temperature: float = 1.0,
         bound: Bound = "exactly",
+        group: Any = None,
     ) -> None:
         super().__init__()
         check_limit(k)
@@ -190,11 +192,12 @@ class LML(nn.Module):
         self.dim = dim
         self.temperature = temperature
         self.bound = bound
+        self.group = group
 
     def forward(self, x: Tensor, *, mask: Tensor | None = None, offsets: Tensor | None = None) -> Tensor:
-        # What is no tensor is refused below.
+        # `lml` rejects inputs that are not tensors.
         scaled = x / self.temperature if self.temperature != 1 and isinstance(x, Tensor) else x
-        return lml(scaled, self.k, self.dim, mask=mask, offsets=offsets, bound=self.bound)
+        return lml(scaled, self.k, self.dim, mask=mask, offsets=offsets, bound=self.bound, group=self.group)
 
     def extra_repr(self) -> str:
         settings = f"k={self.k}, dim={self.dim}, temperature={self.temperature}"

@@ -31,6 +31,7 @@ LAYERS = [
     "bracketing",
     "constrained",
     "choices",
+    "labels",
     "losses",
     "metrics",
     "compat",

@@ -67,6 +67,13 @@ def test_counting(group: Group) -> None:
     assert counted.get_total_counts() == rounds(lambda: torchlml.lml(x, 5, group=group)) > 0
 
 
+@in_processes(2)
+def test_the_layer(group: Group) -> None:
+    x = part(torch.randn(4, 10), group)
+    layer = torchlml.LML(3, temperature=0.5, bound="at_most", group=group)
+    assert torch.equal(layer(x), torchlml.lml(x / 0.5, 3, bound="at_most", group=group))
+
+
 def close(found: Tensor, wanted: Tensor, slack: float = 1.0) -> None:
     limit = TOLERANCE[wanted.dtype] * slack
     size = max([1.0, *wanted.detach().abs().flatten().tolist()])

@@ -119,10 +119,10 @@ def test_metrics_of_dtensors(group: Group) -> None:
         everywhere = [Replicate()] * mesh.ndim
         for target in (lists, lists[:, 0], torch.rand(7, 11) < 0.3):
             for metric in (TopKRecall((1, 5)), TopKPrecision((1, 5)), TopKNDCG((1, 5))):
-                given = (distribute_tensor(one, mesh, everywhere) for one in (target, mask))
-                metric.update(distribute_tensor(preds, mesh, placements), *given)
+                own_target, own_mask = (distribute_tensor(one, mesh, everywhere) for one in (target, mask))
+                metric.update(distribute_tensor(preds, mesh, placements), own_target, mask=own_mask)
                 alone = type(metric)((1, 5), sync_on_compute=False)
-                alone.update(preds, target, mask)
+                alone.update(preds, target, mask=mask)
                 torch.testing.assert_close(metric.compute(), alone.compute())
     with pytest.raises(ValueError, match="must not be given with a DTensor"):
         topk_recall(distribute_tensor(preds, line, [Shard(1)]), lists, 1, group=group)

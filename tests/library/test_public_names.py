@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 import torchlml
-from tests.library.test_family_arguments import MEMBERS
+from tests.library.test_related_arguments import MEMBERS
 from tests.support.losses import EVERY
 from torchlml import losses, metrics
 

@@ -84,7 +84,7 @@ class PropensityScoredPrecision(TopKMetric):
     def __init__(
         self,
         propensities: Tensor,
-        k: int | Sequence[int] = (1, 5),
+        k: int | Sequence[int],
         ignore_index: int = -100,
         group: Any = None,
         **settings: object,
@@ -107,6 +107,7 @@ class PropensityScoredPrecision(TopKMetric):
         self,
         preds: Tensor,
         target: Tensor,
+        *,
         mask: Tensor | None = None,
         offsets: Tensor | None = None,
         classes: Tensor | None = None,
@@ -169,4 +170,4 @@ def propensity_scored_precision(
         preds, target, k, ignore_index, mask, offsets, group: as for `topk_recall`.
     """
     metric = PropensityScoredPrecision(propensities, k, ignore_index, group, sync_on_compute=False)
-    return of_batch(metric, preds, target, mask, offsets, classes)
+    return of_batch(metric, preds, target, mask=mask, offsets=offsets, classes=classes)

@@ -51,9 +51,9 @@ class CountingMetric(Metric):
         return self
 
 
-def of_batch(metric: CountingMetric, *batch: Any) -> Any:
-    """What a metric computes from one batch."""
-    metric.update(*batch)
+def of_batch(metric: CountingMetric, *batch: Any, **options: Any) -> Any:
+    """The value of a metric on one batch."""
+    metric.update(*batch, **options)
     return metric.compute()
 
 
@@ -185,7 +185,7 @@ class TopKMetric(CountingMetric):
     possible: Tensor
 
     def __init__(
-        self, k: int | Sequence[int] = (1, 5), ignore_index: int = -100, group: Any = None, **settings: object
+        self, k: int | Sequence[int], ignore_index: int = -100, group: Any = None, **settings: object
     ) -> None:
         super().__init__(k, **settings)
         self.group = group
@@ -198,7 +198,7 @@ class TopKMetric(CountingMetric):
         raise NotImplementedError
 
     def update(
-        self, preds: Tensor, target: Tensor, mask: Tensor | None = None, offsets: Tensor | None = None
+        self, preds: Tensor, target: Tensor, *, mask: Tensor | None = None, offsets: Tensor | None = None
     ) -> None:
         """Count a batch of scores (..., n); the other arguments are those of `torchlml.lml_loss`."""
         self._count(*self.measure(self._rank(preds, target, mask, offsets)))
@@ -233,7 +233,7 @@ class TopKRecall(TopKMetric):
         {'recall@1': tensor(0.5000), 'recall@2': tensor(0.5000)}
 
     Args:
-        k: one number, and `compute` returns a scalar; or several, and it returns a dict.
+        k: one number, and `compute` returns a tensor; or several, and it returns a dict with keys `recall@k`.
         ignore_index: the class index that means "no label".
         group: the processes among which the scores of each row are split, as in `torchlml.lml_loss`;
             a DTensor needs none.
@@ -286,7 +286,8 @@ def topk_recall(
         offsets: int64 row boundaries of a ragged batch, as in `torchlml.lml`.
         ignore_index, group: as for `TopKRecall`.
     """
-    return of_batch(TopKRecall(k, ignore_index, group, sync_on_compute=False), preds, target, mask, offsets)
+    metric = TopKRecall(k, ignore_index, group, sync_on_compute=False)
+    return of_batch(metric, preds, target, mask=mask, offsets=offsets)
 
 
 class TopKPrecision(TopKMetric):
@@ -336,7 +337,11 @@ def topk_precision(
     Arguments as for `topk_recall`.
     """
     return of_batch(
-        TopKPrecision(k, ignore_index, group, sync_on_compute=False), preds, target, mask, offsets
+        TopKPrecision(k, ignore_index, group, sync_on_compute=False),
+        preds,
+        target,
+        mask=mask,
+        offsets=offsets,
     )
 
 
@@ -392,4 +397,5 @@ def topk_ndcg(
 
     Arguments as for `topk_recall`.
     """
-    return of_batch(TopKNDCG(k, ignore_index, group, sync_on_compute=False), preds, target, mask, offsets)
+    metric = TopKNDCG(k, ignore_index, group, sync_on_compute=False)
+    return of_batch(metric, preds, target, mask=mask, offsets=offsets)

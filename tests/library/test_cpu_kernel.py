@@ -138,7 +138,7 @@ def test_instruction_sets(level: str) -> None:
     code = """
 import itertools
 import torch
-from tests.library.test_native import FORMS, TOLERANCE, assert_close, problem
+from tests.library.test_cpu_kernel import FORMS, TOLERANCE, assert_close, problem
 from torchlml._cpu import loader
 from torchlml._torch import careful, loss
 print(loader.instruction_set())

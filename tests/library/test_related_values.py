@@ -10,7 +10,8 @@ import pytest
 import torch
 
 from tests.support import family
-from tests.support.family import (
+from tests.support.problems import PROBLEMS, Problem
+from tests.support.related import (
     CONSTRAINED,
     PROMISE,
     SMALL,
@@ -21,7 +22,6 @@ from tests.support.family import (
     each_dtype,
     each_member,
 )
-from tests.support.problems import PROBLEMS, Problem
 
 
 def check(y: torch.Tensor, expected: np.ndarray, k: float | None, dtype: torch.dtype) -> None:

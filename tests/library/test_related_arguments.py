@@ -26,25 +26,30 @@ WRONG: dict[str, tuple[Any, list[str]]] = {
     ),
     "negative k": (lambda: torchlml.lml(torch.zeros(3), -1, bound="at_most"), ["`k`", "-1"]),
     "too little room": (
-        lambda: torchlml.constrained_softmax(torch.zeros(4), 2, 0.3),
+        lambda: torchlml.constrained_softmax(torch.zeros(4), 2, upper=0.3),
         ["`upper`", "1.2", "k is 2"],
     ),
     "too little room in one row": (
-        lambda: torchlml.constrained_sparsemax(torch.zeros(2, 4), 2, torch.tensor([[1.0] * 4, [0.1] * 4])),
+        lambda: torchlml.constrained_sparsemax(
+            torch.zeros(2, 4), 2, upper=torch.tensor([[1.0] * 4, [0.1] * 4])
+        ),
         ["`upper`", "0.4", "k is 2"],
     ),
     "negative bound": (
-        lambda: torchlml.constrained_sparsemax(torch.zeros(4), 1, torch.tensor([1, 1, -0.5, 1])),
+        lambda: torchlml.constrained_sparsemax(torch.zeros(4), 1, upper=torch.tensor([1, 1, -0.5, 1])),
         ["`upper`", "-0.5"],
     ),
-    "NaN bound": (lambda: torchlml.constrained_softmax(torch.zeros(4), 1, NAN), ["`upper`", "nan"]),
+    "NaN bound": (lambda: torchlml.constrained_softmax(torch.zeros(4), 1, upper=NAN), ["`upper`", "nan"]),
     "shape of the bounds": (
-        lambda: torchlml.constrained_softmax(torch.zeros(4), 1, torch.ones(3)),
+        lambda: torchlml.constrained_softmax(torch.zeros(4), 1, upper=torch.ones(3)),
         ["`upper`", "(4,)", "(3,)"],
     ),
-    "text as bounds": (lambda: torchlml.constrained_softmax(torch.zeros(4), 1, "1"), ["`upper`", "'1'"]),
+    "text as bounds": (
+        lambda: torchlml.constrained_softmax(torch.zeros(4), 1, upper="1"),
+        ["`upper`", "'1'"],
+    ),
     "bool as bounds": (
-        lambda: torchlml.constrained_softmax(torch.zeros(4), 1, torch.ones(4) > 0),
+        lambda: torchlml.constrained_softmax(torch.zeros(4), 1, upper=torch.ones(4) > 0),
         ["`upper`", "torch.bool"],
     ),
     "fractional k of a mask": (lambda: torchlml.topk_mask(torch.zeros(4), 1.5), ["`k`", "whole", "1.5"]),
@@ -61,27 +66,27 @@ WRONG: dict[str, tuple[Any, list[str]]] = {
         ["`generator`", "torch.Generator"],
     ),
     "a list of bounds": (
-        lambda: torchlml.constrained_softmax(torch.zeros(2), 1, [1.0, 1.0]),  # type: ignore[arg-type]
+        lambda: torchlml.constrained_softmax(torch.zeros(2), 1, upper=[1.0, 1.0]),  # type: ignore[arg-type]
         ["`upper`", "[1.0, 1.0]"],
     ),
     "no bounds": (
-        lambda: torchlml.constrained_softmax(torch.zeros(2), 1, None),  # type: ignore[arg-type]
+        lambda: torchlml.constrained_softmax(torch.zeros(2), 1, upper=None),  # type: ignore[arg-type]
         ["`upper`", "None"],
     ),
     "an array of bounds": (
-        lambda: torchlml.constrained_sparsemax(torch.zeros(2), 1, np.ones(2)),  # type: ignore[arg-type]
+        lambda: torchlml.constrained_sparsemax(torch.zeros(2), 1, upper=np.ones(2)),  # type: ignore[arg-type]
         ["`upper`", "tensor"],
     ),
     "a bound beyond every float": (
-        lambda: torchlml.constrained_softmax(torch.zeros(2), 1, 10**400),
+        lambda: torchlml.constrained_softmax(torch.zeros(2), 1, upper=10**400),
         ["`upper`", "float64"],
     ),
     "bounds on another device": (
-        lambda: torchlml.constrained_softmax(torch.zeros(2), 1, torch.ones(2, device="meta")),
+        lambda: torchlml.constrained_softmax(torch.zeros(2), 1, upper=torch.ones(2, device="meta")),
         ["`upper`", "cpu", "meta"],
     ),
     "one bound on another device": (
-        lambda: torchlml.constrained_softmax(torch.zeros(2), 1, torch.ones((), device="meta")),
+        lambda: torchlml.constrained_softmax(torch.zeros(2), 1, upper=torch.ones((), device="meta")),
         ["`upper`", "cpu", "meta"],
     ),
     "text as samples": (

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 import torchlml
-from tests.support.family import PROMISE, Member, each_constrained, each_dtype
+from tests.support.related import PROMISE, Member, each_constrained, each_dtype
 
 INF, NAN = math.inf, math.nan
 
@@ -20,7 +20,7 @@ def test_softmax_and_sparsemax_are_members(dtype: torch.dtype) -> None:
     close: dict[str, Any] = {"rtol": 0, "atol": PROMISE[dtype][0] / 10}
     torch.testing.assert_close(torchlml.constrained_softmax(x, 1), x.softmax(-1), **close)
     # The promise is for entries up to 1, so the entries up to 7.5 are brought there.
-    seven = torchlml.constrained_softmax(x, 7.5, INF).double() / 7.5
+    seven = torchlml.constrained_softmax(x, 7.5, upper=INF).double() / 7.5
     torch.testing.assert_close(seven, x.double().softmax(-1), **close)
     # Sparsemax from its definition: the threshold of the largest support that is consistent.
     ordered = x.double().sort(-1, descending=True).values
@@ -29,7 +29,7 @@ def test_softmax_and_sparsemax_are_members(dtype: torch.dtype) -> None:
     tau = (ordered.cumsum(-1).gather(-1, support - 1) - 1) / support
     sparse = (x.double() - tau).clamp(min=0)
     torch.testing.assert_close(torchlml.constrained_sparsemax(x, 1).double(), sparse, **close)
-    torch.testing.assert_close(torchlml.constrained_sparsemax(x, 1, INF).double(), sparse, **close)
+    torch.testing.assert_close(torchlml.constrained_sparsemax(x, 1, upper=INF).double(), sparse, **close)
 
 
 def test_the_entmax_package_agrees() -> None:
@@ -115,7 +115,7 @@ def test_long_staircases_end(member: Member, gap: float, size: int) -> None:
 def test_bounds_that_should_sum_to_k_are_forgiven_their_rounding() -> None:
     upper = torch.rand(50).softmax(0) * 3
     for function in (torchlml.constrained_softmax, torchlml.constrained_sparsemax):
-        torch.testing.assert_close(function(torch.randn(50), 3, upper), upper)
+        torch.testing.assert_close(function(torch.randn(50), 3, upper=upper), upper)
 
 
 @pytest.mark.parametrize("ties", [1000, 100_000])

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 import torchlml
-from tests.library.test_native import FORMS, TOLERANCE, assert_close, needs_kernel, problem, run
+from tests.library.test_cpu_kernel import FORMS, TOLERANCE, assert_close, needs_kernel, problem, run
 from torchlml import choices, constrained, projection
 from torchlml._autograd import inequality
 
@@ -183,8 +183,8 @@ def test_fast_and_transformable_paths_agree(name: str, n: int) -> None:
 def test_instruction_sets(level: str) -> None:
     code = """
 import torch
-from tests.library.test_family_native import FORMS, PROJECTIONS, TOLERANCE
-from tests.library.test_family_native import test_bounds_and_value, test_choices, test_constrained
+from tests.library.test_related_cpu_kernel import FORMS, PROJECTIONS, TOLERANCE
+from tests.library.test_related_cpu_kernel import test_bounds_and_value, test_choices, test_constrained
 for dtype in (torch.float32, torch.float64, torch.float16):
     test_bounds_and_value(dtype, "dense mask")
     test_choices(dtype, "dense")

@@ -14,8 +14,8 @@ from torch.func import grad, hessian, jacfwd, jacrev, jvp, vmap
 
 import torchlml
 from tests.support import family
-from tests.support.family import MEMBERS, Member, each_constrained
 from tests.support.problems import SHORT, Problem
+from tests.support.related import MEMBERS, Member, each_constrained
 
 VALUE = Member("lml_value", torchlml.lml_value, lambda x, k: x)
 DUALS = [

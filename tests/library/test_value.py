@@ -9,8 +9,8 @@ import torch
 
 import torchlml
 from tests.support import family
-from tests.support.family import each, each_dtype
 from tests.support.problems import PROBLEMS, Problem
+from tests.support.related import each, each_dtype
 
 INF, NAN = math.inf, math.nan
 
