@@ -120,7 +120,8 @@ class TargetRows:
 
 def read_labels(c: Canonical, target: Tensor, weight: Tensor | None, ignore_index: int) -> Labels:
     """Check the target and bring it into one of the two forms of `Labels`."""
-    _check_ignore_index(ignore_index)
+    if type(ignore_index) is not int:
+        _check_ignore_index(ignore_index)
     if weight is not None:
         check_weight(c, weight)
     if c.jagged is not None and _lists_labels(c, target):

@@ -294,18 +294,19 @@ def test_rounds_of_any_row(group: Group) -> None:
 def passes(call: Callable[[], object]) -> int:
     """The number of passes over all entries that a call makes."""
     number = 0
-    evaluate = solve_module.evaluate
+    module: Any = solve_module
+    evaluate = module.evaluate
 
     def count(*arguments: Any) -> Tensor:
         nonlocal number
         number += 1
         return evaluate(*arguments)
 
-    solve_module.evaluate = count
+    module.evaluate = count
     try:
         call()
     finally:
-        solve_module.evaluate = evaluate
+        module.evaluate = evaluate
     return number
 
 

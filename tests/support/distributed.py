@@ -94,8 +94,7 @@ class _Pool:
             if not ready:
                 problems.append(f"Processes {sorted(waiting.values())} did not finish in time.")
                 break
-            for pipe in ready:
-                assert isinstance(pipe, Connection)
+            for pipe in [pipe for pipe in waiting if pipe in ready]:
                 rank = waiting.pop(pipe)
                 try:
                     problem = pipe.recv()

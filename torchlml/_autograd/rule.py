@@ -39,11 +39,12 @@ class Rule:
 
     def __call__(self, *arguments: Tensor | None) -> Tensor:
         # `torch.jit.trace` cannot save a call of a Python function, and it compares its graph with one that
-        # it traces without gradients: both must come from the same operations.
+        # it traces without gradients: both must come from the same operations. The compiler cannot read
+        # `_is_tracing`.
         if (
             torch._C._are_functorch_transforms_active()
             or forward_ad._current_level >= 0
-            or torch._C._is_tracing()
+            or (not torch.compiler.is_compiling() and torch._C._is_tracing())
         ):
             return self.differentiable(*arguments)
         if torch.is_grad_enabled() and any(

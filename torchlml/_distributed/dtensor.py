@@ -126,8 +126,11 @@ class Layout(NamedTuple):
 
 
 def read_layout(x: DTensor, dim: int, group: Any, name: str = "x") -> Layout:
-    """Check the placements of a DTensor whose dimension `dim` has the labels."""
-    check_no_group(group)
+    """Check the placements of a DTensor whose dimension `dim` has the labels; a `group` raises an error."""
+    if group is not None:
+        raise ValueError(
+            "`group` must not be given with a DTensor, whose mesh says how the labels are sharded."
+        )
     dim %= x.dim()
     split = []
     for i, place in enumerate(x.placements):
@@ -173,14 +176,6 @@ def read_linear_layout(input: Any, linear_weight: Any, group: Any) -> Layout:
     placements = tuple(Shard(ndim) if i == weight.labels else place for i, place in enumerate(rows))
     shape = torch.Size([*input.shape[:-1], linear_weight.shape[0]])
     return Layout(mesh, placements, shape, ndim, weight.labels)
-
-
-def check_no_group(group: Any) -> None:
-    """Raise if a `group` is passed with a DTensor."""
-    if group is not None:
-        raise ValueError(
-            "`group` must not be given with a DTensor, whose mesh says how the labels are sharded."
-        )
 
 
 def _to_local(t: DTensor, mesh: DeviceMesh, placements: Any, rows: Any) -> Tensor:

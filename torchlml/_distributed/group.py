@@ -149,7 +149,11 @@ class Agreement:
             masked: whether some of them are masked, so that k may exceed their number.
             same: other values that must match, by the name that an error message gives them.
         """
-        check_no_transform()
+        if not is_plain():  # results would be silently wrong
+            raise NotImplementedError(
+                "With `group`, only plain calls and their first derivatives are supported, but a transform "
+                "of torch.func or forward-mode differentiation is active."
+            )
         autocast = torch.get_autocast_dtype(x.device.type) if autocasts(x.device.type) else "off"
         common = {
             "function": function,
@@ -209,15 +213,6 @@ def _check_k(k: float | Tensor, split: LabelSplit) -> None:
     if limited and not isinstance(largest, Tensor) and largest > split.total:
         raise ValueError(
             f"`k` must be from 0 to n = {split.total}, the labels of all processes, but k is {largest:g}."
-        )
-
-
-def check_no_transform() -> None:
-    """Raise under transforms, for which results would be silently wrong."""
-    if not is_plain():
-        raise NotImplementedError(
-            "With `group`, only plain calls and their first derivatives are supported, but a transform of "
-            "torch.func or forward-mode differentiation is active."
         )
 
 

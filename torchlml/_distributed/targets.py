@@ -98,12 +98,12 @@ class ShardedRows(DenseRows):
         """The sum over each row; of a bool, how many are True."""
         return self._group.sum(t.sum(-1))
 
-    def top(self, x: Tensor, count: int, beside: Tensor) -> tuple[Tensor, Tensor]:
-        """The `count` largest entries of each row in falling order, and the entries of `beside` there."""
-        values, found = super().top(x, count, beside.to(self.wide))
-        values, place = self._everyones(values).topk(count)
-        return values, self._everyones(found).gather(-1, place)
+    def top(self, x: Tensor, count: int, values: Tensor) -> tuple[Tensor, Tensor]:
+        """The `count` largest entries of each row in descending order, and the entries of `values` there."""
+        largest, found = super().top(x, count, values.to(self.wide))
+        largest, place = self._all_columns(largest).topk(count)
+        return largest, self._all_columns(found).gather(-1, place)
 
-    def _everyones(self, own: Tensor) -> Tensor:
+    def _all_columns(self, own: Tensor) -> Tensor:
         """The columns of all processes, in order."""
         return self._group.gather(own.contiguous()).movedim(0, 1).flatten(1)
