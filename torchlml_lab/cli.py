@@ -19,17 +19,20 @@ from contextlib import AbstractContextManager, nullcontext
 from importlib import metadata
 from typing import Any, NamedTuple, TypeVar
 
-from torchlml_lab.cli_errors import options, refusal
-from torchlml_lab.errors import BadInput, did_you_mean, sentence
+from torchlml_lab.cli_errors import BadInput, did_you_mean, options, refusal, sentence
 
 Settings = TypeVar("Settings")
 
 
 class Command(NamedTuple):
-    """A subcommand: the module whose `main(arguments)` it runs, and what it does in a few words."""
+    """A subcommand: its function, as `module:function`, and a short description."""
 
-    module: str
+    function: str
     summary: str
+
+    def run(self, arguments: Sequence[str]) -> None:
+        """Import the module and call the function, which is `main` where only a module is named."""
+        run_function(self.function, arguments)
 
 
 COMMANDS = {
@@ -40,11 +43,13 @@ COMMANDS = {
     "info": Command("torchlml_lab.info", "print versions, the kernel in use, threads, devices, extras"),
     "gpu-check": Command("torchlml_lab.gpu_check.check_gpu", "check and time the kernels on your GPU"),
     "bench": Command("torchlml_lab.bench.benchmarks", "time the layer, its relatives and the losses"),
-    "train": Command("torchlml_lab.train", "train a network: a run that can be continued when killed"),
-    "sweep": Command("torchlml_lab.sweep", "run a grid of training runs on all cores, into one CSV"),
-    "evaluate": Command("torchlml_lab.evaluate", "measure a run with its best weights"),
-    "predict": Command("torchlml_lab.predict", "print and draw a prediction of a run"),
-    "step-time": Command("torchlml_lab.step_time", "time a training step with each loss of a task"),
+    "train": Command(
+        "torchlml_lab.commands:train", "train a network: a run that can be continued when killed"
+    ),
+    "sweep": Command("torchlml_lab.commands:sweep", "run a grid of training runs on all cores, into one CSV"),
+    "evaluate": Command("torchlml_lab.commands:evaluate", "measure a run with its best weights"),
+    "predict": Command("torchlml_lab.commands:predict", "print and draw a prediction of a run"),
+    "step-time": Command("torchlml_lab.commands:step_time", "time a training step with each loss of a task"),
     "figures": Command("torchlml_lab.figures.gallery", "draw a figure of the documentation or a study"),
 }
 
@@ -95,6 +100,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return _fail(f"{said}run `pip install {install}`.", 2, debug)
     except Exception as error:
         return _fail(sentence(error), 1, debug)
+
+
+def run_function(name: str, arguments: Sequence[str]) -> None:
+    """Import `module:function` (`main` where only a module is named) and call it with the arguments."""
+    module, _, function = name.partition(":")
+    getattr(importlib.import_module(module), function or "main")(arguments)
 
 
 def parse_settings(
@@ -161,7 +172,7 @@ def choose(command: str, table: Mapping[str, Command], arguments: Sequence[str])
         parts = "\n".join(f"  {part:<18}{entry.summary}" for part, entry in table.items())
         sys.stdout.write(f"usage: torchlml {command} NAME [OPTIONS]\n\nnames:\n{parts}\n")
     elif name in table:
-        importlib.import_module(table[name].module).main(arguments[1:])
+        table[name].run(arguments[1:])
     elif name.startswith("-"):
         names = ", ".join(table)
         raise BadInput(f"`torchlml {command}` takes a name before options like `{name}`: one of {names}.")
@@ -176,7 +187,7 @@ def _dispatch(words: list[str]) -> None:
     elif name == "--version":
         sys.stdout.write(f"torchlml {_version()}\n")
     elif name in COMMANDS:
-        importlib.import_module(COMMANDS[name].module).main(words[1:])
+        COMMANDS[name].run(words[1:])
     else:
         said = f"`torchlml` has no command `{name}`"
         raise BadInput(_unknown(said, name, "commands", [*COMMANDS, "--help", "--version"]))

@@ -13,7 +13,7 @@ import torchlml
 from torchlml._cpu import loader as native
 from torchlml._triton import self_test as trust
 from torchlml_lab.cli import answer_help
-from torchlml_lab.errors import BadInput
+from torchlml_lab.cli_errors import BadInput
 
 USAGE = """usage: torchlml info
 

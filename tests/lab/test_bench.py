@@ -17,11 +17,11 @@ from rich.console import Console
 import torchlml
 from tests.support.command_lines import each_refusal, refusals, refused
 from torchlml_lab import cli
-from torchlml_lab.bench import benchmarks, family, layer, measurements, peak_memory, race, report
+from torchlml_lab.bench import benchmarks, grid_benchmark, measurements, report, timing
 from torchlml_lab.bench import grid_benchmark as softmax_ratios
 from torchlml_lab.bench.cases import DTYPES, Case, case_grid
 from torchlml_lab.bench.competitors import BASELINE, FAMILY, LAYER, MODES, call_of
-from torchlml_lab.bench.race import Quantiles
+from torchlml_lab.bench.timing import Quantiles
 
 TINY = ["--sizes", "8", "24", "--ks", "n/2", "--batches", "3", "--scales", "1", "--repetitions", "2"]
 HERE = [provider.name for provider in LAYER if provider.absent() is None]
@@ -29,8 +29,8 @@ HERE = [provider.name for provider in LAYER if provider.absent() is None]
 
 @pytest.fixture(autouse=True)
 def _short_samples(monkeypatch):
-    monkeypatch.setattr(race, "_SAMPLE_SECONDS", 1e-6)
-    monkeypatch.setattr(race, "_WARM_UP_SECONDS", 0.0)
+    monkeypatch.setattr(timing, "_SAMPLE_SECONDS", 1e-6)
+    monkeypatch.setattr(timing, "_WARM_UP_SECONDS", 0.0)
 
 
 def bench(capsys, *words):
@@ -46,7 +46,7 @@ def test_run_writes_one_row_per_measurement_and_a_plot(capsys, tmp_path):
     with path.open(newline="") as file:
         rows = list(csv.DictReader(file))
     assert list(rows[0]) == measurements.COLUMNS
-    metrics = ["time", "memory"] if peak_memory.measurable() else ["time"]
+    metrics = ["time", "memory"] if timing.measurable() else ["time"]
     expected = {
         (provider, mode, metric, n, k)
         for provider in HERE
@@ -100,7 +100,7 @@ def test_comparing_with_something_else_says_so(capsys, tmp_path):
     assert "(was" not in out
 
 
-@pytest.mark.skipif(not peak_memory.measurable(), reason="memory is measured on Linux with the GNU C library")
+@pytest.mark.skipif(not timing.measurable(), reason="memory is measured on Linux with the GNU C library")
 def test_memory_alone_draws_no_plot(capsys, tmp_path):
     narrow = ["--modes", "forward", "--metrics", "memory", "--providers", "sigmoid"]
     code, out, err = bench(capsys, *narrow, "--csv", str(tmp_path / "b.csv"))
@@ -118,10 +118,10 @@ def test_every_dtype_runs(capsys, tmp_path):
 
 def test_quick_is_a_start_that_other_options_change(monkeypatch):
     ran = []
-    monkeypatch.setattr(layer, "run", lambda settings, *others: ran.append(settings))
-    layer.main(["--quick", "--sizes", "8"])
-    layer.main([])
-    usual = layer.LayerSettings()
+    monkeypatch.setattr(grid_benchmark, "run", lambda settings, *others: ran.append(settings))
+    grid_benchmark.layer(["--quick", "--sizes", "8"])
+    grid_benchmark.layer([])
+    usual = grid_benchmark.LayerSettings()
     assert ran == [replace(usual, **{**softmax_ratios.QUICK, "sizes": (8,)}, quick=True), usual]
 
 
@@ -148,7 +148,7 @@ def test_bad_input_is_one_sentence_before_any_work(capsys, tmp_path, monkeypatch
 
 def test_absent_provider_says_why(capsys, monkeypatch):
     absent = replace(LAYER[1], absent=lambda: "it rains")
-    monkeypatch.setattr(layer, "LAYER", (LAYER[0], absent))
+    monkeypatch.setattr(grid_benchmark, "LAYER", (LAYER[0], absent))
     code, _, err = bench(capsys, "--providers", absent.name)
     assert code == 2
     assert err == f"torchlml: `--providers` names `{absent.name}`, which cannot run here: it rains.\n"
@@ -248,7 +248,7 @@ def test_the_family_is_timed_with_a_plot_of_its_own(capsys, tmp_path):
     words += ["--modes", "forward", "--metrics", "time", "--csv", str(tmp_path / "b.csv")]
     assert cli.main(["bench", "family", *words]) == 0
     assert {row.provider for row in measurements.read(tmp_path / "b.csv", "--csv")} == set(
-        family.FamilySettings().providers
+        grid_benchmark.ConstrainedSettings().providers
     )
     assert sorted(path.name for path in tmp_path.iterdir()) == ["b-family.png", "b.csv"]
 

@@ -6,13 +6,19 @@ import pytest
 import torch
 
 import torchlml
-from torchlml_lab.bench.peers import PEERS, bisection, scaled_softmax, straight_through, successive_softmax
+from torchlml_lab.bench.alternative_operators import (
+    ALTERNATIVES,
+    bisection,
+    scaled_softmax,
+    straight_through,
+    successive_softmax,
+)
 
 # What cvxpylayers says of numpy's way to copy.
 pytestmark = pytest.mark.filterwarnings("ignore:__array__ implementation:DeprecationWarning")
 
 
-@pytest.mark.parametrize("peer", PEERS, ids=lambda peer: peer.name)
+@pytest.mark.parametrize("peer", ALTERNATIVES, ids=lambda peer: peer.name)
 def test_a_peer_gives_a_number_and_a_gradient_for_each_entry(peer) -> None:
     if peer.absent() is not None:
         pytest.skip(peer.absent())
@@ -44,7 +50,7 @@ def test_bisection_is_lml_where_its_interval_reaches_and_not_beyond() -> None:
 
 
 def test_the_convex_program_is_lml() -> None:
-    peer = next(peer for peer in PEERS if peer.name == "cvxpylayers")
+    peer = next(peer for peer in ALTERNATIVES if peer.name == "cvxpylayers")
     if (why := peer.absent()) is not None:
         pytest.skip(why)
     x = torch.randn(3, 8, dtype=torch.float64)
@@ -67,7 +73,7 @@ def test_straight_through_is_hard_with_the_gradient_of_softmax() -> None:
 
 
 def test_the_mask_from_soft_ranks_is_about_the_top_k() -> None:
-    peer = next(peer for peer in PEERS if peer.name == "torchsort")
+    peer = next(peer for peer in ALTERNATIVES if peer.name == "torchsort")
     if (why := peer.absent()) is not None:
         pytest.skip(why)
     x = torch.tensor([[9.0, -4.0, 7.0, -6.0, -9.0]], dtype=torch.float64)

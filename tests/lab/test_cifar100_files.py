@@ -11,8 +11,8 @@ import pytest
 import torch
 
 from torchlml_lab import cli
-from torchlml_lab.errors import BadInput
-from torchlml_lab.studies.cifar100 import archive, samples
+from torchlml_lab.cli_errors import BadInput
+from torchlml_lab.studies.cifar100 import data
 
 
 def batch(count, seed=0):
@@ -48,7 +48,7 @@ def packed(folder):
 def test_folder_parent_and_tar_give_the_same(folder):
     expected = batch(400)
     for path in (folder, folder.parent, packed(folder)):
-        train, test = samples.read_images(path)
+        train, test = data.read_images(path)
         assert train.x.shape == (400, 3, 32, 32)
         assert train.x.dtype == torch.uint8
         assert np.array_equal(train.x.flatten(1).numpy(), expected[b"data"])
@@ -96,7 +96,7 @@ def test_a_hostile_pickle_is_not_executed(capsys, folder, protocol, where):
 )
 def test_only_arrays_may_be_rebuilt(attack):
     with pytest.raises(pickle.UnpicklingError, match="which no CIFAR-100 file does"):
-        archive.load(pickle.dumps(attack, 2))
+        data.load(pickle.dumps(attack, 2))
 
 
 def changed(**changes):
@@ -123,7 +123,7 @@ def changed(**changes):
 def test_damaged_files_are_named(folder, content, needle):
     (folder / "train").write_bytes(content)
     with pytest.raises(BadInput) as error:
-        samples.read_images(folder)
+        data.read_images(folder)
     assert str(folder / "train") in str(error.value)
     assert needle in str(error.value)
 
@@ -134,17 +134,17 @@ def test_missing_and_truncated_files_are_named(folder):
     for part in (whole[: len(whole) // 2], whole[:10], b"no tar"):
         tar.write_bytes(part)
         with pytest.raises(BadInput, match="is no whole tar file of CIFAR-100") as error:
-            samples.read_images(tar)
+            data.read_images(tar)
         assert str(tar) in str(error.value)
     with tarfile.open(tar, "w:gz") as file:
         file.add(folder / "train", "cifar-100-python/train")
     with pytest.raises(BadInput, match="it has no `cifar-100-python/test`"):
-        samples.read_images(tar)
+        data.read_images(tar)
     (folder / "test").unlink()
     with pytest.raises(BadInput, match="test` cannot be read: No such file"):
-        samples.read_images(folder)
+        data.read_images(folder)
     with pytest.raises(BadInput, match="does not exist"):
-        samples.read_images(folder / "nothing")
+        data.read_images(folder / "nothing")
 
 
 def features_of(path, **changes):
@@ -170,7 +170,7 @@ def features_of(path, **changes):
 def test_bad_features_are_named(tmp_path, changes, needle):
     path = features_of(tmp_path / "f.npz", **changes)
     with pytest.raises(BadInput) as error:
-        samples.read_features(path)
+        data.read_features(path)
     assert str(path) in str(error.value)
     assert needle in str(error.value)
 
@@ -179,9 +179,9 @@ def test_features_that_are_no_file(tmp_path):
     for content in (b"", b"PK\x03\x04 half", b"text"):
         (tmp_path / "f.npz").write_bytes(content)
         with pytest.raises(BadInput, match="cannot be read"):
-            samples.read_features(tmp_path / "f.npz")
+            data.read_features(tmp_path / "f.npz")
     with pytest.raises(BadInput, match="No such file"):
-        samples.read_features(tmp_path / "nothing.npz")
+        data.read_features(tmp_path / "nothing.npz")
 
 
 def test_a_run_from_images(folder, tmp_path):

@@ -19,12 +19,11 @@ from tests.support.processes import hear_interrupts
 from torchlml._cpu import loader as native
 from torchlml_lab import cli, info
 from torchlml_lab.bench.benchmarks import BENCHMARKS
-from torchlml_lab.bench.family import FamilySettings
-from torchlml_lab.bench.layer import LayerSettings
+from torchlml_lab.bench.grid_benchmark import ConstrainedSettings, LayerSettings
 from torchlml_lab.bench.losses import LossesSettings
 from torchlml_lab.bench.paper import PaperSettings
 from torchlml_lab.bench.scale import ScaleSettings
-from torchlml_lab.errors import BadInput, sentence
+from torchlml_lab.cli_errors import BadInput, sentence
 from torchlml_lab.files import replacing
 from torchlml_lab.studies.digits.demo import DemoSettings
 from torchlml_lab.studies.digits.which_k import WhichKSettings
@@ -57,7 +56,7 @@ def test_help_lists_every_command(capsys, words):
         ("demo", DemoSettings),
         ("which-k", WhichKSettings),
         ("bench layer", LayerSettings),
-        ("bench family", FamilySettings),
+        ("bench family", ConstrainedSettings),
         ("bench losses", LossesSettings),
         ("bench scale", ScaleSettings),
         ("bench paper", PaperSettings),

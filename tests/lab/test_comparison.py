@@ -12,10 +12,10 @@ from torch import Tensor
 import torchlml
 from tests.support.command_lines import each_refusal, refusals, refused
 from torchlml_lab import cli
-from torchlml_lab.bench import comparison, comparison_tables, measurements, race
+from torchlml_lab.bench import alternatives, measurements, timing
+from torchlml_lab.bench.alternative_behavior import ABILITIES, EXACTNESS, abilities, exactness
+from torchlml_lab.bench.alternative_operators import ALTERNATIVES, Alternative, scaled_softmax
 from torchlml_lab.bench.cases import Case
-from torchlml_lab.bench.peer_behaviour import ABILITIES, EXACTNESS, abilities, exactness
-from torchlml_lab.bench.peers import PEERS, Peer, scaled_softmax
 
 ROOT = Path(__file__).parents[2]
 CASE = Case(n=12, k=3, batch=4, scale=1.0, dtype="float32", threads=1)
@@ -79,11 +79,11 @@ def test_an_ability_that_is_missing_is_found_missing(ability: str) -> None:
 
 @pytest.fixture
 def _short(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(race, "_SAMPLE_SECONDS", 1e-6)
-    monkeypatch.setattr(race, "_WARM_UP_SECONDS", 0.0)
+    monkeypatch.setattr(timing, "_SAMPLE_SECONDS", 1e-6)
+    monkeypatch.setattr(timing, "_WARM_UP_SECONDS", 0.0)
     uses = dict.fromkeys(ABILITIES, True)
-    monkeypatch.setattr(comparison, "abilities", lambda function: uses)
-    monkeypatch.setattr(comparison, "abilities_in_plain_torch", lambda: uses | {"vmap": False})
+    monkeypatch.setattr(alternatives, "abilities", lambda function: uses)
+    monkeypatch.setattr(alternatives, "abilities_in_plain_torch", lambda: uses | {"vmap": False})
 
 
 @pytest.mark.usefixtures("_short")
@@ -98,7 +98,7 @@ def test_the_command_writes_every_measurement_the_tables_and_the_picture(capsys,
             found = {(row.mode, row.metric) for row in rows if (row.provider, row.n) == (name, n)}
             assert found >= {("forward", "time"), ("forward+backward", "time")}
             assert found >= {("behaviour", metric) for metric in EXACTNESS}
-    assert comparison_tables.markdown(rows) in captured.out
+    assert alternatives.markdown(rows) in captured.out
     lines = captured.out.splitlines()
     uses = next(line for line in lines if line.startswith("| lml-torch "))
     assert [cell.strip() for cell in uses.split("|")[2:-1]] == ["yes", "no", "yes", "yes"]
@@ -108,8 +108,10 @@ def test_the_command_writes_every_measurement_the_tables_and_the_picture(capsys,
 
 @pytest.mark.usefixtures("_short")
 def test_what_is_not_there_is_said_once_and_stands_in_the_table(capsys, monkeypatch, tmp_path: Path) -> None:
-    gone = Peer("difftopk", _raises, lambda: "the package `difftopk` is not installed")
-    monkeypatch.setattr(comparison, "PEERS", tuple(gone if p.name == gone.name else p for p in PEERS))
+    gone = Alternative("difftopk", _raises, lambda: "the package `difftopk` is not installed")
+    monkeypatch.setattr(
+        alternatives, "ALTERNATIVES", tuple(gone if p.name == gone.name else p for p in ALTERNATIVES)
+    )
     assert cli.main(["bench", "peers", *TINY, "--csv", str(tmp_path / "rows.csv")]) == 0
     out = capsys.readouterr().out
     assert out.count("the package `difftopk` is not installed") == 1
@@ -122,8 +124,10 @@ def test_what_is_not_there_is_said_once_and_stands_in_the_table(capsys, monkeypa
 
 @pytest.mark.usefixtures("_short")
 def test_a_method_that_fails_is_not_timed(capsys, monkeypatch, tmp_path: Path) -> None:
-    broken = Peer("softmax-times-k", _raises)
-    monkeypatch.setattr(comparison, "PEERS", tuple(broken if p.name == broken.name else p for p in PEERS))
+    broken = Alternative("softmax-times-k", _raises)
+    monkeypatch.setattr(
+        alternatives, "ALTERNATIVES", tuple(broken if p.name == broken.name else p for p in ALTERNATIVES)
+    )
     assert cli.main(["bench", "peers", *TINY, "--csv", str(tmp_path / "rows.csv")]) == 0
     cells = [line for line in capsys.readouterr().out.splitlines() if line.startswith("| softmax-times-k")][
         -1
@@ -146,4 +150,4 @@ def test_wrong_options_are_refused(capsys, options, needle) -> None:
 
 def test_the_page_has_the_tables_of_the_committed_rows() -> None:
     rows = measurements.read(ROOT / "results" / "peers.csv", "--csv")
-    assert comparison_tables.markdown(rows) in (ROOT / "docs" / "peers.md").read_text(encoding="utf-8")
+    assert alternatives.markdown(rows) in (ROOT / "docs" / "peers.md").read_text(encoding="utf-8")

@@ -7,15 +7,15 @@ import torch
 
 from tests.support.command_lines import each_refusal, refusals, refused
 from torchlml_lab import cli
-from torchlml_lab.engine.threads import cores, use_threads
-from torchlml_lab.studies.digits import demo, images, plots, stacked_networks, words
-from torchlml_lab.studies.digits.images import Images
+from torchlml_lab.engine.settings import cores, use_threads
+from torchlml_lab.studies.digits import data, demo, model, report
+from torchlml_lab.studies.digits.data import Images
 from torchlml_lab.studies.digits.measures import Measured, measure
 
 
-@pytest.mark.parametrize("condition", images.CONDITIONS)
+@pytest.mark.parametrize("condition", data.CONDITIONS)
 def test_images_show_k_digits_and_name_one_of_them(condition):
-    train, test = images.make(4, 300, 200, condition, seed=1)
+    train, test = data.make(4, 300, 200, condition, seed=1)
     for part, count in ((train, 300), (test, 200)):
         assert part.pixels.shape == (count, 8, 32)
         assert (part.present.sum(1) == 4).all()
@@ -29,8 +29,8 @@ def digits(part):
 
 
 def test_conditions_differ_only_in_what_is_named():
-    uniform, _ = images.make(3, 4000, 10, "uniform", seed=0)
-    skewed, _ = images.make(3, 4000, 10, "skewed", seed=0)
+    uniform, _ = data.make(3, 4000, 10, "uniform", seed=0)
+    skewed, _ = data.make(3, 4000, 10, "skewed", seed=0)
     assert torch.equal(uniform.pixels, skewed.pixels)
     counts = [torch.bincount(part.named, minlength=10) / part.present.sum(0) for part in (uniform, skewed)]
     assert (counts[0] - 1 / 3).abs().max() < 0.06
@@ -56,10 +56,10 @@ def test_measures_by_hand():
 
 
 def test_stacked_networks_do_not_feel_one_another(one_thread):
-    sets = [images.make(2, 200, 10, "uniform", seed)[0] for seed in (0, 1)]
-    lml = stacked_networks.METHODS[-1]
-    both = stacked_networks.train(lml, sets, [0, 1], 2, 2, lambda: None)
-    alone = stacked_networks.train(lml, sets[1:], [1], 2, 2, lambda: None)
+    sets = [data.make(2, 200, 10, "uniform", seed)[0] for seed in (0, 1)]
+    lml = model.METHODS[-1]
+    both = model.train(lml, sets, [0, 1], 2, 2, lambda: None)
+    alone = model.train(lml, sets[1:], [1], 2, 2, lambda: None)
     for together, single in zip(both.parameters(), alone.parameters(), strict=True):
         torch.testing.assert_close(together[1], single[0], rtol=1e-4, atol=1e-5)
 
@@ -71,7 +71,7 @@ def results_where(lml, softmax, count=10.0):
     def measured(value):
         return Measured(value, value, value, count, value, nothing)
 
-    names = [method.name for method in stacked_networks.METHODS] + [words.SCALED]
+    names = [method.name for method in model.METHODS] + [report.SCALED]
     table = {("uniform", name): [measured(0.5 + i / 100) for i in range(3)] for name in names}
     table["uniform", "LML"] = [measured(value) for value in lml]
     table["uniform", "cross-entropy"] = [measured(value) for value in softmax]
@@ -87,14 +87,14 @@ def results_where(lml, softmax, count=10.0):
     ],
 )
 def test_sentences_follow_the_numbers(lml, softmax, said):
-    ranking = words.sentences(results_where(lml, softmax), "uniform", 3)[0]
+    ranking = report.sentences(results_where(lml, softmax), "uniform", 3)[0]
     assert f"({said}); LML recalls" in ranking
 
 
 def test_collapse_is_said_only_when_measured():
     values = (0.9, 0.8, 0.7)
-    assert "collapses" in words.sentences(results_where(values, values, count=10.0), "uniform", 3)[1]
-    assert "does not collapse" in words.sentences(results_where(values, values, count=3.0), "uniform", 3)[1]
+    assert "collapses" in report.sentences(results_where(values, values, count=10.0), "uniform", 3)[1]
+    assert "does not collapse" in report.sentences(results_where(values, values, count=3.0), "uniform", 3)[1]
 
 
 def test_demo_writes_table_plots_and_report(capsys, tmp_path):
@@ -138,7 +138,7 @@ def test_a_full_disk_keeps_the_tables(capsys, tmp_path, monkeypatch):
     def full(*arguments):
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(plots, "draw_calibration", full)
+    monkeypatch.setattr(report, "draw_calibration", full)
     assert cli.main(["demo", "--images", "100", "--epochs", "1", "--seeds", "2", "--out", str(tmp_path)]) == 1
     captured = capsys.readouterr()
     assert captured.out.count("LML") > 4

@@ -8,12 +8,12 @@ from xml.etree import ElementTree
 import pytest
 
 from tests.support.command_lines import refused
-from torchlml_lab import cli, style
+from torchlml_lab import cli, plots
 from torchlml_lab.bench import measurements
 from torchlml_lab.cli import Command
-from torchlml_lab.errors import BadInput
-from torchlml_lab.figures import find_csv as sources
+from torchlml_lab.cli_errors import BadInput
 from torchlml_lab.figures import gallery
+from torchlml_lab.figures import gallery as sources
 
 
 def size(png):
@@ -59,9 +59,9 @@ def test_all_finishes_the_others_before_it_complains(capsys, tmp_path, monkeypat
     monkeypatch.setattr(
         gallery,
         "FIGURES",
-        {name: Command("torchlml_lab.figures.entropies", "") for name in ("bad", "b")},
+        {name: Command("torchlml_lab.figures.geometry:entropies", "") for name in ("bad", "b")},
     )
-    monkeypatch.setattr("torchlml_lab.figures.entropies.main", draw)
+    monkeypatch.setattr("torchlml_lab.figures.geometry.entropies", draw)
     assert cli.main(["figures", "all", "--out", str(tmp_path)]) == 2
     assert capsys.readouterr().err == "torchlml: This table is damaged.\n"
     assert drawn == [["--out", str(tmp_path / f"{name}.png")] for name in ("bad", "b")]
@@ -79,7 +79,7 @@ def test_the_same_figure_is_the_same_file(capsys, tmp_path, kind):
 
 
 def test_a_figure_that_fails_leaves_no_file(tmp_path):
-    with pytest.raises(RuntimeError, match="broken"), style.new_figure(tmp_path / "a" / "x.png", 2, 2):
+    with pytest.raises(RuntimeError, match="broken"), plots.new_figure(tmp_path / "a" / "x.png", 2, 2):
         raise RuntimeError("broken")
     assert not list(tmp_path.iterdir())
 

@@ -9,8 +9,8 @@ import torch
 from scipy.optimize import brentq
 from torch import nn
 
-from torchlml_lab.errors import BadInput
-from torchlml_lab.tasks.label_losses import PADDING, LabelLoss, named
+from torchlml_lab.cli_errors import BadInput
+from torchlml_lab.multilabel.losses import PADDING, LabelLoss, named
 
 NAMES = ("bce", "softmax", "lml-2", "lml-labels", "truncated-entropy-1", "truncated-entropy-2")
 LISTS = [[0, 3], [], [5], [4, 1, 2]]

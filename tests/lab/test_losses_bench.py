@@ -7,12 +7,12 @@ import csv
 import pytest
 
 from torchlml_lab import cli
-from torchlml_lab.bench import measurements, paper_figure, race
+from torchlml_lab.bench import measurements, paper_report, timing
 
 
 def test_the_losses_are_timed_into_the_csv(tmp_path, capsys, monkeypatch):
-    monkeypatch.setattr(race, "_SAMPLE_SECONDS", 1e-6)
-    monkeypatch.setattr(race, "_WARM_UP_SECONDS", 0.0)
+    monkeypatch.setattr(timing, "_SAMPLE_SECONDS", 1e-6)
+    monkeypatch.setattr(timing, "_WARM_UP_SECONDS", 0.0)
     path = tmp_path / "losses.csv"
     assert cli.main(["bench", "losses", "--repetitions", "1", "--csv", str(path)]) == 0
     said = capsys.readouterr().out
@@ -23,7 +23,7 @@ def test_the_losses_are_timed_into_the_csv(tmp_path, capsys, monkeypatch):
     compared = {(row["operator"], row["n"], row["k"]) for row in rows}
     assert len(compared) == 5
     # In a CSV of the paper's study they are no rows of it.
-    assert not paper_figure.of_study(measurements.read(path, "--csv"))
+    assert not paper_report.of_study(measurements.read(path, "--csv"))
     for row in rows:
         assert float(row["p50"]) > 0
         if row["provider"] in ("cross_entropy", "lml_loss, dense"):

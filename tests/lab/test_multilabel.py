@@ -19,12 +19,12 @@ from tests.support.command_lines import made, refused
 from tests.support.processes import output, start, start_two
 from tests.support.tagged_texts import WORDS, tagged_texts, write_texts
 from torchlml_lab import cli
+from torchlml_lab.cli_errors import BadInput
 from torchlml_lab.data.labelled_rows import LabelledRows, label_matrix
 from torchlml_lab.data.tables import Columns
-from torchlml_lab.errors import BadInput
-from torchlml_lab.multilabel import preparation, run_rows, training
-from torchlml_lab.multilabel.multilabel_settings import MultilabelSettings
-from torchlml_lab.multilabel.temperature import best_temperature
+from torchlml_lab.multilabel import preparation, samples, training
+from torchlml_lab.multilabel.report import best_temperature
+from torchlml_lab.multilabel.settings import MultilabelSettings
 
 
 @pytest.fixture(scope="module")
@@ -188,7 +188,7 @@ def test_killed_and_resumed_equals_undisturbed(texts, undisturbed, tmp_path):
 
 def test_few_labels_are_trained_by_one_thread_unless_told(texts):
     settings = MultilabelSettings(train=texts)
-    data = run_rows.read(settings)
+    data = samples.read(settings)
     assert training.task(settings, data).threads == 1
     # The same six labels in batches as large as those of many labels.
     assert training.task(dataclasses.replace(settings, batch_size=2**18), data).threads is None

@@ -9,12 +9,12 @@ import pytest
 import torch
 
 from torchlml_lab import cli
+from torchlml_lab.cli_errors import BadInput
 from torchlml_lab.data.labelled_rows import label_matrix
-from torchlml_lab.errors import BadInput
-from torchlml_lab.multilabel import kept_labels_sweep, one_vs_rest, study_rows
-from torchlml_lab.multilabel.kept_labels_sweep import SweepSettings
-from torchlml_lab.multilabel.multilabel_settings import MultilabelSettings
-from torchlml_lab.multilabel.run_rows import kept_labels, label_lists
+from torchlml_lab.multilabel import one_vs_rest, sweep
+from torchlml_lab.multilabel.samples import kept_labels, label_lists
+from torchlml_lab.multilabel.settings import MultilabelSettings
+from torchlml_lab.multilabel.sweep import SweepSettings
 
 
 def test_a_part_of_the_labels_is_kept():
@@ -49,33 +49,29 @@ def test_sweep(lines, tmp_path, monkeypatch):
         learning_rates=(0.01, 1e-6),
         run=common,
     )
-    runs = kept_labels_sweep.grid(settings)
+    runs = sweep.grid(settings)
     assert len(runs) == 8
     records = []
     for one in runs[:4]:
-        result = kept_labels_sweep._run_one(one)
-        assert kept_labels_sweep._run_one(one) == result  # it is finished, and continued to nothing
-        records.append(kept_labels_sweep.record(one, result))
+        result = sweep._run_one(one)
+        assert sweep._run_one(one) == result  # it is finished, and continued to nothing
+        records.append(sweep.record(one, result))
     assert {(row.data, row.loss, row.keep) for row in records} == {
         ("tiny", "bce", "1.0"),
         ("tiny", "lml-2", "1.0"),
     }
-    study_rows.TABLE.write(tmp_path / "rows.csv", records)
-    assert (
-        study_rows.TABLE.read(tmp_path / "rows.csv", "--tuned")[0].r5 == records[1].r5
-    )  # the smaller rate first
-    tuned = kept_labels_sweep.grid(
-        dataclasses.replace(settings, learning_rates=(), tuned=tmp_path / "rows.csv")
-    )
+    sweep.TABLE.write(tmp_path / "rows.csv", records)
+    assert sweep.TABLE.read(tmp_path / "rows.csv", "--tuned")[0].r5 == records[1].r5  # the smaller rate first
+    tuned = sweep.grid(dataclasses.replace(settings, learning_rates=(), tuned=tmp_path / "rows.csv"))
     assert {(one.loss, one.k, one.learning_rate) for one in tuned} == {("bce", None, 0.01), ("lml", 2, 0.01)}
-    assert kept_labels_sweep._table(records).row_count == 4
+    assert sweep._table(records).row_count == 4
     with pytest.raises(BadInput, match=r"`--run.test` is missing"):
-        kept_labels_sweep.grid(dataclasses.replace(settings, run=dataclasses.replace(common, test=None)))
+        sweep.grid(dataclasses.replace(settings, run=dataclasses.replace(common, test=None)))
 
 
 def test_figure_and_tables(tmp_path):
     rows = [
-        study_rows.Record(
+        sweep.LabelRecord(
             data, loss, keep, seed, 0.01, 3, 0.5, 0.6, 0.5, 0.4, value + seed / 100, 0.3, 0.2, 1.0
         )
         for data in ("tiny", "other")
@@ -83,7 +79,7 @@ def test_figure_and_tables(tmp_path):
         for keep in ("1.0", "one")
         for seed in ((0,) if loss == "one-vs-rest" else (0, 1))
     ]
-    study_rows.TABLE.write(tmp_path / "rows.csv", rows)
+    sweep.TABLE.write(tmp_path / "rows.csv", rows)
     command = ["figures", "multilabel", "--csv", str(tmp_path / "rows.csv"), "--out", str(tmp_path / "x.png")]
     assert cli.main(command) == 0
     assert (tmp_path / "x.png").read_bytes().startswith(b"\x89PNG")
@@ -106,6 +102,6 @@ def test_one_vs_rest(lines, tmp_path):
     ]
     one_vs_rest.main([*options, "--keeps", "1.0"])
     one_vs_rest.main([*options, "--keeps", "1.0"])  # it is there already
-    (row,) = study_rows.TABLE.read(tmp_path / "o.csv", "--csv")
+    (row,) = sweep.TABLE.read(tmp_path / "o.csv", "--csv")
     assert row.p1 == 1
     assert row.r5 == 1

@@ -7,14 +7,14 @@ import pytest
 import torch
 
 from tests.support.processes import fork
-from torchlml_lab.bench import peak_memory, race
-from torchlml_lab.bench.race import Quantiles, Stopped
+from torchlml_lab.bench import timing
+from torchlml_lab.bench.timing import Quantiles, Stopped
 
 
 @pytest.fixture(autouse=True)
 def _short_samples(monkeypatch):
-    monkeypatch.setattr(race, "_SAMPLE_SECONDS", 1e-6)
-    monkeypatch.setattr(race, "_WARM_UP_SECONDS", 0.0)
+    monkeypatch.setattr(timing, "_SAMPLE_SECONDS", 1e-6)
+    monkeypatch.setattr(timing, "_WARM_UP_SECONDS", 0.0)
 
 
 class _NoisyMachine:
@@ -36,9 +36,9 @@ class _NoisyMachine:
 
 def test_ratios_survive_a_noisy_machine(monkeypatch):
     machine = _NoisyMachine()
-    monkeypatch.setattr(race, "perf_counter", lambda: machine.now)
+    monkeypatch.setattr(timing, "perf_counter", lambda: machine.now)
     calls = {"base": machine.call("base", 1e-4), "triple": machine.call("triple", 3e-4)}
-    result = race.race(calls, "base", repetitions=200, seconds=10)
+    result = timing.race(calls, "base", repetitions=200, seconds=10)
     assert result["triple"].ratio.p50 == pytest.approx(3)
     assert result["triple"].ratio.p20 == pytest.approx(3)
     assert result["base"].ratio == Quantiles(1, 1, 1)
@@ -49,9 +49,9 @@ def test_ratios_survive_a_noisy_machine(monkeypatch):
 
 def test_slow_competitor_does_not_starve_the_others(monkeypatch):
     machine = _NoisyMachine()
-    monkeypatch.setattr(race, "perf_counter", lambda: machine.now)
+    monkeypatch.setattr(timing, "perf_counter", lambda: machine.now)
     calls = {"base": machine.call("base", 1e-4), "slow": machine.call("slow", 1.0)}
-    result = race.race(calls, "base", repetitions=50, seconds=1)
+    result = timing.race(calls, "base", repetitions=50, seconds=1)
     assert result["base"].rounds == 50
     assert result["slow"].rounds == 1
     assert machine.calls["slow"] == 2  # once to warm up
@@ -59,7 +59,7 @@ def test_slow_competitor_does_not_starve_the_others(monkeypatch):
 
 def test_garbage_collection_rests_only_meanwhile():
     states = []
-    race.race({"base": lambda: states.append(gc.isenabled())}, "base", 2, 1)
+    timing.race({"base": lambda: states.append(gc.isenabled())}, "base", 2, 1)
     assert states[-1] is False
     assert gc.isenabled()
 
@@ -70,7 +70,7 @@ def test_quantiles(samples):
     assert [found.p20, found.p50, found.p80] == pytest.approx(list(numpy.percentile(samples, [20, 50, 80])))
 
 
-@pytest.mark.skipif(not peak_memory.measurable(), reason="memory is measured on Linux with the GNU C library")
+@pytest.mark.skipif(not timing.measurable(), reason="memory is measured on Linux with the GNU C library")
 @pytest.mark.parametrize(
     ("call", "mebibytes"),
     [
@@ -91,7 +91,7 @@ def test_memory_is_what_the_call_adds(call, mebibytes, tmp_path):
 def write_added_bytes(call, path):
     torch.set_num_threads(1)
     names = {"x": torch.zeros(1024, 1024)}
-    path.write_text(str(peak_memory.added_bytes(lambda: eval(call, names))))
+    path.write_text(str(timing.added_bytes(lambda: eval(call, names))))
 
 
 def test_an_interrupted_race_gives_the_rounds_it_finished():
@@ -103,5 +103,5 @@ def test_an_interrupted_race_gives_the_rounds_it_finished():
             raise KeyboardInterrupt
 
     with pytest.raises(Stopped) as stopped:
-        race.race({"base": call}, "base", 100, 10)
+        timing.race({"base": call}, "base", 100, 10)
     assert stopped.value.timings["base"].rounds == 3  # after one call to warm up

@@ -12,10 +12,10 @@ import pytest
 from scipy import sparse
 from sklearn.datasets import load_svmlight_file
 
-from torchlml_lab.data.labelled_file import read_labelled
+from torchlml_lab.cli_errors import BadInput
+from torchlml_lab.data.labelled_files import read_labelled
 from torchlml_lab.data.labelled_rows import LabelledRows, label_matrix
 from torchlml_lab.data.tables import Columns
-from torchlml_lab.errors import BadInput
 
 X = np.array([[0, 1.5, 0], [2, 0, -1], [0, 0, 3]], dtype=np.float32)
 LABELS = [["2", "10"], [], ["2"]]

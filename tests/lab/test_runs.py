@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from torchlml_lab import cli
-from torchlml_lab.tasks import TASKS
+from torchlml_lab.commands import TASKS
 
 
 @pytest.fixture(scope="module")

@@ -6,7 +6,7 @@ from pathlib import Path
 
 from torchlml_lab import cli
 from torchlml_lab.bench.measurements import read
-from torchlml_lab.bench.peak_memory import measurable
+from torchlml_lab.bench.timing import measurable
 
 
 def test_every_measurement_is_in_the_file(tmp_path: Path) -> None:

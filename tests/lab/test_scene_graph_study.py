@@ -14,15 +14,14 @@ import pytest
 from tests.support.command_lines import each_refusal, made, refusals, refused
 from tests.support.scene_graphs import draw, write_vg
 from torchlml_lab import cli
-from torchlml_lab.errors import BadInput
-from torchlml_lab.studies.scene_graph import drawing, graph_prediction, recall_rows, visual_genome
-from torchlml_lab.studies.scene_graph.graph_prediction import usual_image
-from torchlml_lab.studies.scene_graph.method_sweep import METHODS, SweepSettings, grid
-from torchlml_lab.studies.scene_graph.methods import parse_method
-from torchlml_lab.studies.scene_graph.predicate_classification import SceneGraphSettings
-from torchlml_lab.studies.scene_graph.recall_rows import Record
+from torchlml_lab.cli_errors import BadInput
+from torchlml_lab.plots import new_figure
+from torchlml_lab.studies.scene_graph import datasets, prediction, sweep
+from torchlml_lab.studies.scene_graph.objectives import parse_method
+from torchlml_lab.studies.scene_graph.prediction import usual_image
 from torchlml_lab.studies.scene_graph.recalls import RECALLS
-from torchlml_lab.style import new_figure
+from torchlml_lab.studies.scene_graph.sweep import METHODS, RecallRecord, SweepSettings, grid
+from torchlml_lab.studies.scene_graph.task import SceneGraphSettings
 
 
 @pytest.fixture(scope="module")
@@ -70,7 +69,7 @@ def test_a_sweep_is_one_table(swept):
         (row,) = (row for row in mine if row["split"] == split and row["chosen"] == "1")
         assert int(row["epoch"]) == result["best_epoch"]
         for name in RECALLS:
-            assert float(row[recall_rows.column(name)]) == result[split][name]
+            assert float(row[sweep.column(name)]) == result[split][name]
 
 
 def test_finished_runs_are_skipped(capsys, vg, swept):
@@ -87,10 +86,10 @@ def test_finished_runs_are_skipped(capsys, vg, swept):
 
 
 def record(**changes):
-    numbers = dict.fromkeys(Record.__dataclass_fields__, 0.5)
+    numbers = dict.fromkeys(RecallRecord.__dataclass_fields__, 0.5)
     words = {"data": "vg", "vision": "vision-free", "method": "lml-20", "variant": "", "split": "validation"}
     counts = {"seed": 100, "epochs": 4, "epoch": 2, "chosen": 1}
-    return Record(**{**numbers, **words, **counts, **changes})
+    return RecallRecord(**{**numbers, **words, **counts, **changes})
 
 
 def test_tuning_looks_at_the_best_epoch_on_validation(tmp_path):
@@ -101,15 +100,15 @@ def test_tuning_looks_at_the_best_epoch_on_validation(tmp_path):
         record(learning_rate=1e-3, recall=0.9, split="test"),
     ]
     path = tmp_path / "t.csv"
-    recall_rows.TABLE.write(path, found)
-    assert set(recall_rows.TABLE.read(path, "--csv")) == set(found)
+    sweep.TABLE.write(path, found)
+    assert set(sweep.TABLE.read(path, "--csv")) == set(found)
     common = SceneGraphSettings(vg=tmp_path)
     runs = grid(SweepSettings(methods=("lml-20",), tuned=path, run=common))
     assert [(run.learning_rate, run.seed) for run in runs] == [(2e-3, 0), (2e-3, 1), (2e-3, 2)]
     with pytest.raises(BadInput, match="no run of the method `bce`"):
         grid(SweepSettings(methods=("bce",), tuned=path, run=common))
     with pytest.raises(BadInput, match="same data and seeds"):
-        recall_rows.best_rates([*found, record(learning_rate=3e-3, seed=5)], [("lml-20", "")], path)
+        sweep.best_rates([*found, record(learning_rate=3e-3, seed=5)], [("lml-20", "")], path)
 
 
 def test_a_k_that_was_not_tuned_has_the_learning_rate_of_the_nearest_that_was(tmp_path):
@@ -120,11 +119,11 @@ def test_a_k_that_was_not_tuned_has_the_learning_rate_of_the_nearest_that_was(tm
     ]
     methods = ("lml-5", "lml-20", "lml-50", "lml-90", "lml-200", "truncated-entropy-20")
     wanted = [(method, "") for method in methods]
-    best = recall_rows.best_rates(found, wanted, tmp_path)
+    best = sweep.best_rates(found, wanted, tmp_path)
     assert list(best) == wanted
     assert list(best.values()) == [1e-3, 1e-3, 1e-3, 2e-3, 2e-3, 5e-4]
     with pytest.raises(BadInput, match="no run of the method `softmax`"):
-        recall_rows.best_rates(found, [("softmax", "")], tmp_path)
+        sweep.best_rates(found, [("softmax", "")], tmp_path)
 
 
 def test_every_bias_is_tuned_for_itself(tmp_path):
@@ -134,7 +133,7 @@ def test_every_bias_is_tuned_for_itself(tmp_path):
         for variant, recalls in (("", (0.6, 0.7)), ("without-bias", (0.7, 0.6)), ("counts", (0.5, 0.8)))
         for rate, recall in zip((1e-3, 2e-3), recalls, strict=True)
     ]
-    recall_rows.TABLE.write(path, found)
+    sweep.TABLE.write(path, found)
     common = SceneGraphSettings(vg=tmp_path, counts=tmp_path / "counts.npz")
     biases = ("counted", "leave-one-out", "outside", "none")
     settings = SweepSettings(methods=("lml-20",), biases=biases, seeds=(0, 1), tuned=path, run=common)
@@ -227,7 +226,7 @@ def test_a_folder_without_a_run_is_refused(capsys, tmp_path):
 
 
 def test_the_usual_image_has_many_relations_and_few_objects(vg):
-    graphs = visual_genome.read(vg)[1].with_relations()
+    graphs = datasets.read_visual_genome(vg)[1].with_relations()
     objects, relations = graphs.box_offsets.diff(), graphs.relation_offsets.diff()
     assert relations[usual_image(graphs)] == relations[objects <= 8].max()
     crowded = graphs[(objects == objects.max()).nonzero().squeeze(1)]
@@ -235,7 +234,7 @@ def test_the_usual_image_has_many_relations_and_few_objects(vg):
 
 
 def test_predict_shows_the_usual_image_unless_told(capsys, run, tmp_path, monkeypatch):
-    monkeypatch.setattr(graph_prediction, "usual_image", lambda graphs: graphs.names.index("1011"))
+    monkeypatch.setattr(prediction, "usual_image", lambda graphs: graphs.names.index("1011"))
     assert cli.main(["predict", str(run), "--out", str(tmp_path / "x.png")]) == 0
     assert "image 1011 (test)" in capsys.readouterr().out
 
@@ -255,10 +254,10 @@ def test_a_crowded_image_can_be_read(vg, tmp_path, monkeypatch):
             boxes = (text.get_window_extent() for text in panels["words"].texts)
             lines.extend(sorted((box.y0 / figure.bbox.height, box.y1 / figure.bbox.height) for box in boxes))
 
-    monkeypatch.setattr(drawing, "new_figure", looked_at)
+    monkeypatch.setattr(prediction, "new_figure", looked_at)
     pairs = [(subject, object_) for subject in range(20) for object_ in range(20) if subject != object_]
-    triples = [drawing.Triple(((0, a), (1, b)), "near", 0.5, False) for a, b in pairs[::7][:50]]
-    drawing.draw(visual_genome.read(vg)[1], 0, triples, tmp_path / "x.png")
+    triples = [prediction.Triple(((0, a), (1, b)), "near", 0.5, False) for a, b in pairs[::7][:50]]
+    prediction.draw(datasets.read_visual_genome(vg)[1], 0, triples, tmp_path / "x.png")
     assert len(places) == len({box for one in triples for _, box in one.ends})
     assert len(lines) == 50
     assert all(below[1] <= above[0] for below, above in pairwise([(0.0, 0.0), *lines, (1.0, 1.0)]))
@@ -290,7 +289,7 @@ def test_figure_and_tables(capsys, swept, tmp_path):
         *[["| method", "seeds"], ["| frequency", "1"], ["| softmax", "1"]],
         *[["| lml-3", "2"], ["| truncated-entropy-20", "2"]],
     ] * 2
-    rows = recall_rows.TABLE.read(swept / "results.csv", "--csv")
+    rows = sweep.TABLE.read(swept / "results.csv", "--csv")
     (softmax,) = (row for row in rows if (row.method, row.split) == ("softmax", "test"))
     assert f"| softmax | 1 | {100 * softmax.r20:.1f} | {100 * softmax.r50:.1f} |" in "\n".join(lines)
 
@@ -312,7 +311,7 @@ def test_the_figure_of_the_biases(capsys, tmp_path):
     ]
     rows += [record(method="frequency", variant=one, split="test", seed=0) for one in ("", "counts")]
     path, picture = tmp_path / "b.csv", tmp_path / "b.png"
-    recall_rows.TABLE.write(path, rows)
+    sweep.TABLE.write(path, rows)
     words = ["figures", "scene-graph-bias", "--csv", str(path), "--out", str(picture)]
     assert cli.main(words) == 0
     assert picture.read_bytes().startswith(b"\x89PNG")
@@ -323,7 +322,7 @@ def test_the_figure_of_the_biases(capsys, tmp_path):
         "counted",
         "outside",
     ]
-    recall_rows.TABLE.write(path, [*rows, record(split="test", learning_rate=5e-3)])
+    sweep.TABLE.write(path, [*rows, record(split="test", learning_rate=5e-3)])
     assert cli.main(words) == 2
     assert "it is a tuning" in capsys.readouterr().err
 

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from torchlml_lab import cli
-from torchlml_lab.tasks import TASKS
+from torchlml_lab.commands import TASKS
 
 README = (Path(__file__).parents[2] / "README.md").read_text(encoding="utf-8")
 
@@ -17,14 +17,15 @@ README = (Path(__file__).parents[2] / "README.md").read_text(encoding="utf-8")
 def test_a_task_has_the_commands_it_names(name: str) -> None:
     task = TASKS[name]
     commands = [
-        task.train.module,
-        task.sweep and task.sweep.module,
+        task.train.function,
+        task.sweep and task.sweep.function,
         task.evaluate,
         task.predict,
         task.step_time,
     ]
-    for module in filter(None, commands):
-        assert callable(importlib.import_module(module).main)
+    for command in filter(None, commands):
+        module, _, function = command.partition(":")
+        assert callable(getattr(importlib.import_module(module), function or "main"))
 
 
 @pytest.mark.parametrize("name", TASKS)

@@ -5,10 +5,10 @@ from collections.abc import Sequence
 from torchlml_lab.cli import Command, choose
 
 BENCHMARKS = {
-    "layer": Command("torchlml_lab.bench.layer", "lml beside softmax, topk, sort and sigmoid"),
-    "family": Command("torchlml_lab.bench.family", "the relatives of lml beside softmax"),
+    "layer": Command("torchlml_lab.bench.grid_benchmark:layer", "lml beside softmax, topk, sort and sigmoid"),
+    "family": Command("torchlml_lab.bench.grid_benchmark:constrained", "the relatives of lml beside softmax"),
     "losses": Command("torchlml_lab.bench.losses", "the losses beside cross-entropy, on fixed problems"),
-    "peers": Command("torchlml_lab.bench.comparison", "other differentiable top-k: cost, exactness, uses"),
+    "peers": Command("torchlml_lab.bench.alternatives", "other differentiable top-k: cost, exactness, uses"),
     "scale": Command("torchlml_lab.bench.scale", "very many labels: time, memory and rounds"),
     "paper": Command("torchlml_lab.bench.paper", "the paper's timing study, with its figure"),
 }

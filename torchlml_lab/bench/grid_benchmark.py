@@ -9,24 +9,31 @@ from typing import Any, TypeVar, cast
 
 from rich.console import Console
 
-from torchlml_lab.bench import peak_memory, report
-from torchlml_lab.bench.cases import DTYPES, Case, case_grid
-from torchlml_lab.bench.competitors import BASELINE, MODES, Mode, Provider, call_of
+from torchlml_lab.bench import report
+from torchlml_lab.bench.cases import (
+    DTYPES,
+    Case,
+    TimingSettings,
+    case_grid,
+    check_choices,
+    check_numbers,
+    check_timing,
+)
+from torchlml_lab.bench.competitors import BASELINE, FAMILY, LAYER, MODES, Mode, Provider, call_of
 from torchlml_lab.bench.measurements import Measurement, RowFile, latest, measured, read
-from torchlml_lab.bench.option_checks import TimingSettings, check_choices, check_numbers, check_timing
-from torchlml_lab.bench.race import Quantiles, race
+from torchlml_lab.bench.timing import PAGE_BYTES, Quantiles, added_bytes, measurable, race
 from torchlml_lab.cli import parse_settings
+from torchlml_lab.cli_errors import BadInput
 from torchlml_lab.engine.progress import ProgressBar
-from torchlml_lab.engine.threads import cores, use_threads
-from torchlml_lab.errors import BadInput
+from torchlml_lab.engine.settings import cores, use_threads
 from torchlml_lab.files import check_file
-from torchlml_lab.style import check_picture
+from torchlml_lab.plots import check_picture
 
 METRICS = ("time", "memory")
 
 
 def _metrics() -> tuple[str, ...]:
-    return METRICS if peak_memory.measurable() else METRICS[:1]
+    return METRICS if measurable() else METRICS[:1]
 
 
 @dataclass(frozen=True)
@@ -134,9 +141,9 @@ def _measure(
             yield measured(operator, name, mode, case, micro, timing.ratio, timing.rounds)
     if "memory" in settings.metrics:
         gc.collect()
-        added = {name: peak_memory.added_bytes(call) / 2**20 for name, call in calls.items()}
+        added = {name: added_bytes(call) / 2**20 for name, call in calls.items()}
         # The tiniest cases may add less than a page for softmax; their ratio says little.
-        one = max(added[BASELINE], peak_memory.PAGE / 2**20)
+        one = max(added[BASELINE], PAGE_BYTES / 2**20)
         for name, size in added.items():
             value, ratio = Quantiles.of([size]), Quantiles.of([size / one])
             yield measured(operator, name, mode, case, value, ratio, 1, metric="memory", unit="MiB")
@@ -157,6 +164,45 @@ def _checked(settings: GridSettings, competitors: Sequence[Provider]) -> list[Pr
     for name in settings.providers:
         if (why := known[name].absent()) is not None:
             raise BadInput(f"`--providers` names `{name}`, which cannot run here: {why}.")
-    if "memory" in settings.metrics and not peak_memory.measurable():
+    if "memory" in settings.metrics and not measurable():
         raise BadInput("`--metrics` names `memory`, which needs Linux and the GNU C library.")
     return [known[name] for name in dict.fromkeys((BASELINE, *settings.providers))]
+
+
+def _here() -> tuple[str, ...]:
+    return tuple(provider.name for provider in LAYER if provider.absent() is None)
+
+
+@dataclass(frozen=True)
+class LayerSettings(GridSettings):
+    """Time lml beside softmax, topk, sort and sigmoid, in turn, as ratios to softmax.
+
+    A ratio is formed from two calls within milliseconds, so that it holds on a noisy machine too.
+    """
+
+    providers: tuple[str, ...] = field(default_factory=_here)
+    """Who competes; by default all that can run here. Softmax always takes part: the ratios are to it."""
+
+
+def layer(arguments: Sequence[str]) -> None:
+    """Read the options and run the benchmark."""
+    settings = read_options(LayerSettings, "bench layer", arguments)
+    plot = settings.plot or settings.csv.with_suffix(".png")
+    run(settings, "projection", LAYER, plot, Console())
+
+
+@dataclass(frozen=True)
+class ConstrainedSettings(GridSettings):
+    """Time the relatives of lml, in turn, as ratios to softmax."""
+
+    providers: tuple[str, ...] = tuple(provider.name for provider in FAMILY)
+    """Who competes. Softmax always takes part: the ratios are to it."""
+    plot: Path | None = None
+    """The PNG or SVG of the times in the whole CSV; by default beside the CSV, as NAME-family.png."""
+
+
+def constrained(arguments: Sequence[str]) -> None:
+    """Read the options and run the benchmark."""
+    settings = read_options(ConstrainedSettings, "bench family", arguments)
+    plot = settings.plot or settings.csv.with_name(f"{settings.csv.stem}-family.png")
+    run(settings, "family", FAMILY, plot, Console())

@@ -9,14 +9,13 @@ from torch import Tensor
 from torch.nn import functional as F
 
 import torchlml
-from torchlml_lab.bench.cases import Case
+from torchlml_lab.bench.cases import Case, TimingSettings, check_numbers, check_timing
 from torchlml_lab.bench.measurements import RowFile, measured
-from torchlml_lab.bench.option_checks import TimingSettings, check_numbers, check_timing
-from torchlml_lab.bench.race import race
+from torchlml_lab.bench.timing import race
 from torchlml_lab.cli import parse_settings
 from torchlml_lab.engine.progress import ProgressBar
+from torchlml_lab.engine.settings import cores, use_threads
 from torchlml_lab.engine.table import plain_table
-from torchlml_lab.engine.threads import cores, use_threads
 
 _MODE = "forward+backward"
 

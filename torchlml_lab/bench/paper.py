@@ -16,17 +16,16 @@ from rich.console import Console
 from torch import Tensor
 
 import torchlml
-from torchlml_lab.bench import paper_figure, paper_tables, report
-from torchlml_lab.bench.cases import Case
+from torchlml_lab.bench import paper_report, report
+from torchlml_lab.bench.cases import Case, check_numbers
 from torchlml_lab.bench.measurements import Measurement, RowFile, machine, measured
-from torchlml_lab.bench.option_checks import check_numbers
-from torchlml_lab.bench.paper_tables import BACKWARD, OPERATOR
-from torchlml_lab.bench.race import Stopped, Timing, race
+from torchlml_lab.bench.paper_report import BACKWARD, OPERATOR
+from torchlml_lab.bench.timing import Stopped, Timing, race
 from torchlml_lab.cli import parse_settings
+from torchlml_lab.cli_errors import BadInput
 from torchlml_lab.engine.progress import ProgressBar
-from torchlml_lab.engine.threads import cores, use_threads
-from torchlml_lab.errors import BadInput
-from torchlml_lab.style import check_picture
+from torchlml_lab.engine.settings import cores, use_threads
+from torchlml_lab.plots import check_picture
 
 # The slow competitors leave cold caches and returned memory behind; a sample is long enough to forget them.
 SAMPLE_SECONDS = 10e-3
@@ -108,10 +107,10 @@ def run(settings: PaperSettings, console: Console) -> None:
                     f"{len(file.new)} rows are in {settings.csv}; `--resume` goes on."
                 ) from None
     rows = [row for part in kept for row in part] + file.new
-    console.print(paper_tables.times(rows))
-    console.print(paper_tables.claims(rows))
-    everything = paper_figure.of_study([*file.earlier, *file.new])
-    report.finish(file, plot, lambda: paper_figure.draw(everything, plot), console)
+    console.print(paper_report.times(rows))
+    console.print(paper_report.claims(rows))
+    everything = paper_report.of_study([*file.earlier, *file.new])
+    report.finish(file, plot, lambda: paper_report.draw(everything, plot), console)
 
 
 def device() -> torch.device:

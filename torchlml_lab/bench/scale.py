@@ -13,15 +13,13 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import torchlml
-from torchlml_lab.bench.cases import Case
+from torchlml_lab.bench.cases import Case, TimingSettings, check_numbers, check_timing
 from torchlml_lab.bench.measurements import Measurement, RowFile, measured
-from torchlml_lab.bench.option_checks import TimingSettings, check_numbers, check_timing
-from torchlml_lab.bench.peak_memory import added_bytes, measurable
-from torchlml_lab.bench.race import Quantiles, race
+from torchlml_lab.bench.timing import Quantiles, added_bytes, measurable, race
 from torchlml_lab.cli import parse_settings
 from torchlml_lab.engine.progress import ProgressBar
+from torchlml_lab.engine.settings import cores, use_threads
 from torchlml_lab.engine.table import plain_table
-from torchlml_lab.engine.threads import cores, use_threads
 
 _K = 5
 _BOTH = "forward+backward"
@@ -128,7 +126,7 @@ def peak(settings: ScaleSettings) -> Iterator[Measurement]:
     """The highest memory of a fresh process that takes one step, as a ratio to 3 GiB."""
     case = Case(settings.most_labels, _K, 512, 1.0, "float32", settings.threads)
     arguments = [str(number) for number in (case.batch, case.n, settings.features, case.threads)]
-    command = [sys.executable, "-m", "torchlml_lab.bench.scale_step", *arguments]
+    command = [sys.executable, "-m", "torchlml_lab.bench.scale_workers", "step", *arguments]
     done = subprocess.run(command, capture_output=True, text=True, check=True)
     highest = json.loads(done.stdout)["bytes"] / 2**20
     yield _number("linear loss", _WAYS[0], "whole process", case, highest, "MiB", highest / 3072)
@@ -147,7 +145,8 @@ def long_row(settings: ScaleSettings) -> Iterator[Measurement]:
 def rounds(settings: ScaleSettings) -> Iterator[Measurement]:
     """Rounds of `lml` between two processes by the scale of the logits, as a ratio to softmax's two."""
     with tempfile.TemporaryDirectory() as folder:
-        command = [sys.executable, "-m", "torchlml_lab.bench.scale_rounds", folder, str(settings.labels)]
+        worker = [sys.executable, "-m", "torchlml_lab.bench.scale_workers", "rounds"]
+        command = [*worker, folder, str(settings.labels)]
         workers = [
             subprocess.Popen([*command, str(rank), *map(str, _SCALES)], stdout=subprocess.PIPE, text=True)
             for rank in range(2)

@@ -1,16 +1,52 @@
-"""The settings that every training run has, and how they are read from the command line or from a run."""
+"""The settings of every training run, sweep and timing, and reading them from options or from a run."""
 
 import dataclasses
 import json
 import math
-from collections.abc import Sequence
+import os
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, TypeVar, get_type_hints
 
+import torch
+
 from torchlml_lab.cli import parse_settings
-from torchlml_lab.engine.threads import check_threads
-from torchlml_lab.errors import BadInput
+from torchlml_lab.cli_errors import BadInput
+
+
+def cores() -> int:
+    """How many cores this process may use."""
+    if hasattr(os, "sched_getaffinity"):
+        return len(os.sched_getaffinity(0))
+    return os.cpu_count() or 1
+
+
+def check_threads(threads: int, option: str = "--threads") -> None:
+    """Refuse less than one thread, and more than there are cores: they would only wait for one another."""
+    if not 1 <= threads <= cores():
+        raise BadInput(
+            f"`{option}` is {threads}, and must be from 1 to {cores()}, the cores of this machine."
+        )
+
+
+@contextmanager
+def use_threads(threads: int) -> Iterator[None]:
+    """Let torch use so many threads within the block, and as many as before after it.
+
+        with use_threads(1):
+            ...
+
+    Args:
+        threads: At least 1.
+    """
+    before = torch.get_num_threads()
+    torch.set_num_threads(threads)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
 
 
 @dataclass(frozen=True)

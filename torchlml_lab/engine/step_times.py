@@ -11,11 +11,11 @@ from accelerate import Accelerator
 from rich.console import Console
 from rich.table import Table
 
+from torchlml_lab.cli_errors import BadInput
 from torchlml_lab.engine.loop import Task, train_step
 from torchlml_lab.engine.progress import ProgressBar
+from torchlml_lab.engine.settings import check_threads, use_threads
 from torchlml_lab.engine.table import plain_table
-from torchlml_lab.engine.threads import check_threads, use_threads
-from torchlml_lab.errors import BadInput
 
 Name = TypeVar("Name", bound=str)  # one of the losses of a task
 

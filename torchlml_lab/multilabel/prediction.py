@@ -12,13 +12,12 @@ from rich.console import Console
 from rich.table import Table
 
 from torchlml_lab.cli import parse_settings
-from torchlml_lab.data.content import shown
+from torchlml_lab.cli_errors import BadInput
 from torchlml_lab.data.labelled_rows import Matrix
+from torchlml_lab.engine.run import say
 from torchlml_lab.engine.table import plain_table
-from torchlml_lab.errors import BadInput
-from torchlml_lab.files import check_file, replacing
-from torchlml_lab.multilabel.trained_labels import Trained, load, prepared_rows, read_rows
-from torchlml_lab.tasks.own_files import say
+from torchlml_lab.files import check_file, replacing, shown
+from torchlml_lab.multilabel.model import TrainedLabels, load, prepared_rows, read_rows
 
 ON_SCREEN = 20
 
@@ -37,7 +36,7 @@ class PredictSettings:
     """Also write all rows to a file: `*.csv` has a line per label, `*.jsonl` a line of JSON per row."""
 
 
-class Ranked(NamedTuple):
+class RankedLabels(NamedTuple):
     """The best labels of one row, the best first."""
 
     labels: list[str]
@@ -74,17 +73,17 @@ def main(arguments: Sequence[str]) -> None:
         console.print(f"The labels of all rows are in {settings.out}.", soft_wrap=True)
 
 
-def best_labels(trained: Trained, inputs: Matrix, top: int) -> list[Ranked]:
+def best_labels(trained: TrainedLabels, inputs: Matrix, top: int) -> list[RankedLabels]:
     """The best labels of prepared rows."""
     names, found = trained.preparation.labels, []
     for logits, _ in trained.scores(inputs):
         best = trained.probabilities(logits).gather(-1, order := logits.topk(top, dim=-1).indices)
         for places, values in zip(order.tolist(), best.tolist(), strict=True):
-            found.append(Ranked([names[place] for place in places], values))
+            found.append(RankedLabels([names[place] for place in places], values))
     return found
 
 
-def _table(ranked: Sequence[Ranked], texts: Sequence[str] | None, k: int) -> Table:
+def _table(ranked: Sequence[RankedLabels], texts: Sequence[str] | None, k: int) -> Table:
     title = f"the best labels, and the probability in percent of each to be among the {k} that the row has"
     heads = ("row", *(["text"] if texts else []), "labels")
     table = plain_table(title, heads, left=len(heads))
@@ -97,7 +96,7 @@ def _table(ranked: Sequence[Ranked], texts: Sequence[str] | None, k: int) -> Tab
     return table
 
 
-def _write(path: Path, ranked: Sequence[Ranked]) -> None:
+def _write(path: Path, ranked: Sequence[RankedLabels]) -> None:
     with replacing(path) as temporary, temporary.open("w", newline="", encoding="utf-8") as file:
         if path.suffix == ".jsonl":
             for number, row in enumerate(ranked, 1):

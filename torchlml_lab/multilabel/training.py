@@ -8,30 +8,24 @@ import torch
 from accelerate import PartialState
 from rich.console import Console
 
+from torchlml_lab.cli_errors import BadInput
 from torchlml_lab.engine.loop import Task
+from torchlml_lab.engine.run import train_on_files
 from torchlml_lab.engine.settings import read_settings
-from torchlml_lab.errors import BadInput
 from torchlml_lab.multilabel import preparation as prepare
-from torchlml_lab.multilabel.label_measures import KS, measure
-from torchlml_lab.multilabel.label_network import LabelNetwork
-from torchlml_lab.multilabel.multilabel_settings import (
-    COMMAND,
-    EXPERIMENT,
-    MultilabelSettings,
-    check,
-    loss_of,
-)
+from torchlml_lab.multilabel.losses import LabelLoss
+from torchlml_lab.multilabel.measures import KS, measure
+from torchlml_lab.multilabel.model import LabelNetwork
 from torchlml_lab.multilabel.preparation import Preparation
-from torchlml_lab.multilabel.run_rows import Batches, Data, read
-from torchlml_lab.tasks.label_losses import LabelLoss
-from torchlml_lab.tasks.own_files import train_on_files
+from torchlml_lab.multilabel.samples import Batches, Data, read
+from torchlml_lab.multilabel.settings import COMMAND, EXPERIMENT, MultilabelSettings, check, loss_of
 
 PATIENT_STEPS = 100  # an epoch of few rows has few steps, and tells little
 
 
 def main(arguments: Sequence[str]) -> None:
     """Read the options, train, and write the report."""
-    from torchlml_lab.multilabel.label_report import report_run
+    from torchlml_lab.multilabel.report import report_run
 
     settings = read_settings(MultilabelSettings, COMMAND, arguments, MultilabelSettings())
     console = Console()

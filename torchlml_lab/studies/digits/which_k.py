@@ -13,15 +13,14 @@ from torch.nn.functional import binary_cross_entropy_with_logits
 
 import torchlml
 from torchlml_lab.cli import parse_settings
+from torchlml_lab.cli_errors import BadInput
 from torchlml_lab.engine.progress import ProgressBar
+from torchlml_lab.engine.settings import use_threads
 from torchlml_lab.engine.table import StudyTable, plain_table
-from torchlml_lab.engine.threads import use_threads
-from torchlml_lab.errors import BadInput
 from torchlml_lab.files import check_file, writing
-from torchlml_lab.studies.digits import images
-from torchlml_lab.studies.digits.images import CLASSES, Images
+from torchlml_lab.studies.digits.data import CLASSES, Images, make
 from torchlml_lab.studies.digits.measures import measure
-from torchlml_lab.studies.digits.stacked_networks import Index, fit
+from torchlml_lab.studies.digits.model import Index, fit
 
 KS = tuple(range(1, 9))
 MOST = 5
@@ -54,7 +53,7 @@ class WhichKSettings:
 
 
 @dataclass(frozen=True)
-class Record:
+class WhichKRecord:
     """One network on the test images."""
 
     digits: str
@@ -76,7 +75,7 @@ class Record:
 
 
 TABLE = StudyTable(
-    Record, lambda row: (SITUATIONS.index((row.digits, row.named)), row.method, row.k, row.seed)
+    WhichKRecord, lambda row: (SITUATIONS.index((row.digits, row.named)), row.method, row.k, row.seed)
 )
 
 
@@ -101,12 +100,12 @@ def main(arguments: Sequence[str]) -> None:
     console.print(f"The rows are in {settings.csv}.", soft_wrap=True)
 
 
-def run(digits: str, named: str, method: str, settings: WhichKSettings) -> list[Record]:
+def run(digits: str, named: str, method: str, settings: WhichKSettings) -> list[WhichKRecord]:
     """Train a network for each k and seed with one method in one situation, and measure them."""
     began = time.monotonic()
     width = MOST if digits == VARYING else 3
     data = [
-        images.make(width, settings.images, 2000, "uniform", seed, varying=digits == VARYING)
+        make(width, settings.images, 2000, "uniform", seed, varying=digits == VARYING)
         for seed in range(settings.seeds)
     ]
     # All of them at once, each with its own k: the same seed is the same images, first weights and batches.
@@ -132,7 +131,7 @@ def run(digits: str, named: str, method: str, settings: WhichKSettings) -> list[
     for (told, seed), test, said, output in zip(cells, tests, p, found, strict=True):
         measured = measure(said, output[:, :CLASSES], test)
         rows.append(
-            Record(
+            WhichKRecord(
                 *(digits, named, method, told, seed),
                 *(measured.recall, measured.exact, measured.count, measured.calibration_error, seconds),
             )
@@ -192,7 +191,7 @@ def probability(method: str, outputs: Tensor, number: Tensor, k: Tensor) -> Tens
     return torchlml.lml(logits, k, bound="at_most" if method == AT_MOST else "exactly")
 
 
-def _tables(rows: Sequence[Record]) -> Group:
+def _tables(rows: Sequence[WhichKRecord]) -> Group:
     tables = []
     for digits, named in SITUATIONS:
         title = f"\nimages of {digits}, {named} named; means over the seeds"

@@ -1,0 +1,199 @@
+"""`torchlml sweep cifar100`: losses x noise levels x seeds, and the table of its results."""
+
+import dataclasses
+from collections import defaultdict
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import lru_cache
+from itertools import product
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+
+from torchlml_lab.cli import parse_settings
+from torchlml_lab.engine import table
+from torchlml_lab.engine.run import train
+from torchlml_lab.engine.run_directory import RunFolder
+from torchlml_lab.engine.sweep import Grid, GridSettings, check_grid, checked_runs, resuming, run_grid
+from torchlml_lab.engine.table import StudyTable, Tried, plain_table, spread
+from torchlml_lab.studies.cifar100.task import (
+    EXPERIMENT,
+    FEATURES,
+    LOSSES,
+    Cifar100Settings,
+    Loss,
+    check,
+    model_name,
+    read,
+    task,
+)
+
+
+@dataclass(frozen=True)
+class AccuracyRecord:
+    """One run: what it was told, and the accuracies of the epoch chosen on validation."""
+
+    source: str
+    """`features`, or the network that was trained on images."""
+    loss: str
+    noise: float
+    seed: int
+    k: int
+    learning_rate: float
+    temperature: float
+    epochs: int
+    best_epoch: int
+    validation_top1: float
+    validation_topk: float
+    test_top1: float
+    test_topk: float
+    train_top1: float
+    """After the last epoch, on the noisy labels of training samples: 1 where they were learned by heart."""
+    train_topk: float
+    last_top1: float
+    """After the last epoch, on validation, whose labels are clean."""
+    last_topk: float
+    seconds: float
+
+    @property
+    def recipe(self) -> tuple[float, float]:
+        """What was tuned: the learning rate and the temperature."""
+        return self.learning_rate, self.temperature
+
+
+TABLE = StudyTable(AccuracyRecord, lambda row: (row.source, row.loss, row.noise, row.recipe, row.seed))
+
+
+def best_recipes(
+    records: Sequence[AccuracyRecord], losses: Sequence[str], path: Path
+) -> dict[str, tuple[float, ...]]:
+    """For each loss the learning rate and temperature with the best mean top-k accuracy on validation.
+
+    Args:
+        records: The rows of a tuning sweep; the test accuracies are not looked at.
+        losses: The losses that are needed.
+        path: Where the rows come from, for the error.
+
+    Returns:
+        (learning rate, temperature) by loss. A loss that is missing, or recipes that were not tried on the
+        same noise levels and seeds, raise `BadInput`.
+    """
+    tried = [Tried(row.loss, row.recipe, (row.noise, row.seed), row.validation_topk) for row in records]
+    tuned = "learning rate and temperature"
+    return table.best_recipes(tried, losses, path, "loss", tuned, "noise levels and seeds")
+
+
+# These settings of a run are the sweep's to choose.
+_CHOSEN = ("out", "resume", "loss", "noise", "seed")
+NOISES = (0.0, 0.2, 0.4, 0.6, 0.8, 1.0)
+
+
+@dataclass(frozen=True)
+class SweepSettings(GridSettings):
+    """Run all combinations of losses, noise levels, seeds, learning rates, temperatures that are not done."""
+
+    out: Path = Path("runs/cifar100-sweep")
+    losses: tuple[Loss, ...] = LOSSES
+    """The losses: cross-entropy, smooth-svm, truncated-entropy, lml, bce."""
+    noises: tuple[float, ...] = NOISES
+    """The probabilities that a training label is drawn anew within its coarse class."""
+    seeds: tuple[int, ...] = (0, 1, 2, 3)
+    temperatures: tuple[float, ...] = ()
+    """The temperatures to try; by default the one of `--run.temperature`."""
+    run: Cifar100Settings = field(default_factory=Cifar100Settings)
+    """All that the runs have in common, as for `torchlml train cifar100`."""
+
+
+def main(arguments: Sequence[str]) -> None:
+    """Read the options and run what is not done yet."""
+    features = any(word.startswith("--run.features") for word in arguments)
+    default = SweepSettings(run=FEATURES) if features else SweepSettings()
+    settings = parse_settings(SweepSettings, "sweep cifar100", arguments, default)
+    runs = grid(settings)
+    read(settings.run.data, settings.run.features)  # so that a bad file is reported once, and at once
+    study = Grid(EXPERIMENT, runs, _run_one, lambda one, done: [record(one, done)], TABLE.write, _table)
+    run_grid(study, settings, Console())
+
+
+def grid(settings: SweepSettings) -> list[Cifar100Settings]:
+    """The settings of every run; those that cannot be run raise `BadInput`."""
+    check_grid(settings, settings.run, _CHOSEN, ("losses", "noises", "seeds"))
+    rates = settings.learning_rates or (settings.run.learning_rate,)
+    temperatures = settings.temperatures or (settings.run.temperature,)
+    recipes: dict[str, list[tuple[float, ...]]] = {
+        loss: list(product(rates, temperatures)) for loss in settings.losses
+    }
+    if settings.tuned is not None:
+        rows = settings.read_tuned(TABLE, ("learning_rates", "temperatures"))
+        best = best_recipes(rows, settings.losses, settings.tuned)
+        recipes = {loss: [recipe] for loss, recipe in best.items()}
+    return checked_runs(_runs(settings, recipes), check)
+
+
+def _runs(
+    settings: SweepSettings, recipes: Mapping[str, Sequence[tuple[float, ...]]]
+) -> Iterator[Cifar100Settings]:
+    # The seed varies slowest: a sweep that is stopped early still has every loss at every noise level.
+    for seed, noise, loss in product(settings.seeds, settings.noises, settings.losses):
+        for rate, temperature in recipes[loss]:
+            out = settings.out / f"{loss}_noise{noise:g}_lr{rate:g}_t{temperature:g}_seed{seed}"
+            one = dataclasses.replace(settings.run, out=out, loss=loss, noise=noise, seed=seed)
+            yield dataclasses.replace(one, learning_rate=rate, temperature=temperature)
+
+
+def record(settings: Cifar100Settings, result: dict[str, Any]) -> AccuracyRecord:
+    """The row of a finished run."""
+    topk = f"top{settings.k}"
+    lines = RunFolder(settings.out, EXPERIMENT).metrics()
+    last = {line["split"]: line for line in lines if line["epoch"] == settings.epochs}
+    return AccuracyRecord(
+        source=model_name(settings),
+        loss=settings.loss,
+        noise=settings.noise,
+        seed=settings.seed,
+        k=settings.k,
+        learning_rate=settings.learning_rate,
+        temperature=settings.temperature,
+        epochs=settings.epochs,
+        best_epoch=result["best_epoch"],
+        validation_top1=result["validation"]["top1"],
+        validation_topk=result["validation"][topk],
+        test_top1=result["test"]["top1"],
+        test_topk=result["test"][topk],
+        train_top1=last["train"]["top1"],
+        train_topk=last["train"][topk],
+        last_top1=last["validation"]["top1"],
+        last_topk=last["validation"][topk],
+        seconds=result["seconds"],
+    )
+
+
+_read_once = lru_cache(maxsize=1)(read)
+
+
+def _run_one(settings: Cifar100Settings) -> dict[str, Any]:
+    return train(
+        EXPERIMENT,
+        resuming(settings),
+        lambda: task(settings, *_read_once(settings.data, settings.features)),
+        Console(quiet=True),
+    )
+
+
+def _table(rows: Sequence[AccuracyRecord]) -> Table:
+    """The mean accuracies over the seeds; the spread is their standard deviation."""
+    groups: dict[tuple[str, float, float, float], list[AccuracyRecord]] = defaultdict(list)
+    for row in rows:
+        groups[(row.loss, row.noise, *row.recipe)].append(row)
+    # Narrow enough for a terminal of 80 columns.
+    heads = ("loss", "noise", "lr", "temp", "seeds", "val top-k", "test top-1", "test top-k")
+    table = plain_table("accuracy in %, mean±standard deviation over the seeds", heads)
+    for (loss, *numbers), group in sorted(groups.items()):
+        cells = [
+            spread([getattr(row, name) for row in group])
+            for name in ("validation_topk", "test_top1", "test_topk")
+        ]
+        table.add_row(loss, *(f"{number:g}" for number in numbers), str(len(group)), *cells)
+    return table

@@ -1,0 +1,192 @@
+"""`torchlml evaluate` and `step-time` of scene-graph runs, and a run read back."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, fields, replace
+from pathlib import Path
+from typing import Annotated, Literal, NamedTuple
+
+import torch
+import tyro
+from accelerate import Accelerator
+from accelerate.utils import send_to_device
+from rich.console import Console
+from rich.table import Table
+from torch import Tensor
+
+from torchlml_lab.cli import parse_settings
+from torchlml_lab.engine import run_directory, step_times
+from torchlml_lab.engine.progress import ProgressBar
+from torchlml_lab.engine.settings import use_threads
+from torchlml_lab.engine.table import plain_table
+from torchlml_lab.studies.scene_graph.batches import GraphBatches, RegionFeatures
+from torchlml_lab.studies.scene_graph.graphs import Splits
+from torchlml_lab.studies.scene_graph.model import MotifNet
+from torchlml_lab.studies.scene_graph.objectives import OBJECTIVES, method_of
+from torchlml_lab.studies.scene_graph.recalls import (
+    BATCH,
+    KS,
+    MEAN_RECALLS,
+    RECALLS,
+    Scored,
+    frequency_recall,
+    measure,
+    measure_predicates,
+    score,
+)
+from torchlml_lab.studies.scene_graph.task import (
+    EXPERIMENT,
+    SceneGraphSettings,
+    check,
+    network,
+    ranker,
+    read,
+    read_regions,
+    task,
+    vision,
+)
+
+
+@dataclass(frozen=True)
+class MovedData:
+    """Where the data of a run are now; an option is only needed for what is not where it was."""
+
+    vg: Path | None = None
+    """The folder with Visual Genome, where it has moved."""
+    vrd: Path | None = None
+    """The folder with VRD, where it has moved."""
+    glove: Path | None = None
+    """The GloVe vectors, where they have moved."""
+    counts: Path | None = None
+    """The counts of the frequency bias, where they have moved."""
+    region_features: Path | None = None
+    """The region features, where they have moved."""
+
+
+class TrainedGraphs(NamedTuple):
+    """What a run was told, what it saw, and what it learned."""
+
+    settings: SceneGraphSettings
+    splits: Splits
+    regions: RegionFeatures | None
+    model: MotifNet
+    epoch: int
+    """The epoch the weights are of: the best on validation so far."""
+
+
+def load(run: Path, moved: MovedData) -> TrainedGraphs:
+    """Read a run back; its data are read again.
+
+    Args:
+        run: The folder of a run of `torchlml train scene-graph`; anything else raises `BadInput`.
+        moved: Where its data are now.
+
+    Returns:
+        The run, with the network on the CPU and ready to predict.
+    """
+    best = run_directory.find_best_epoch(EXPERIMENT, run)
+    paths = {field.name: getattr(moved, field.name) for field in fields(MovedData)}
+    settings = run_directory.read_moved(SceneGraphSettings, run, paths)
+    splits = read(settings)
+    regions = read_regions(settings, splits)
+    model = network(settings, splits, regions)
+    best.load(model)
+    return TrainedGraphs(settings, splits, regions, model, best.epoch)
+
+
+@dataclass(frozen=True)
+class EvaluateSettings(MovedData):
+    """Print the recalls of a scene-graph run with its best weights, and of the frequencies alone."""
+
+    run: Annotated[Path, tyro.conf.Positional] = Path("runs/scene-graph")
+    """The folder of the run."""
+    split: Literal["training", "validation", "test"] = "test"
+    """The images: those it was trained on, chosen by, or never saw."""
+    cpu: bool = False
+    """Stay on the CPU even where a GPU is available."""
+
+
+def main(arguments: Sequence[str]) -> None:
+    """Read the options, evaluate, and print two tables."""
+    settings = parse_settings(EvaluateSettings, "evaluate", arguments, EvaluateSettings())
+    console = Console()
+    accelerator = Accelerator(cpu=settings.cpu)
+    with use_threads(1):  # its operators are small, as in training
+        run = load(settings.run, settings)
+        graphs = getattr(run.splits, settings.split)
+        scored = _score(run, settings.split, accelerator, console)
+        rows = {
+            "frequencies alone": frequency_recall(
+                run.splits, settings.split, run.settings.counts, accelerator
+            ),
+            method_of(run.settings.objective, run.settings.k).name: measure(scored),
+        }
+        alone = measure_predicates(scored, len(graphs.predicates))
+    said = f"{len(graphs)} {settings.split} images, epoch {run.epoch}, {vision(run.settings)}; recall in %"
+    console.print(_recalls(said, rows))
+    console.print(_predicates(*alone, graphs.predicates))
+
+
+def _score(run: TrainedGraphs, split: str, accelerator: Accelerator, console: Console) -> list[Scored]:
+    graphs = getattr(run.splits, split)
+    rank_by = ranker(run.settings.objective, run.model.to(accelerator.device))
+    batches = GraphBatches(graphs, run.regions).in_order(BATCH)
+    found = []
+    with torch.no_grad(), ProgressBar(console) as progress:
+        task = progress.add_task("images", total=len(graphs))
+        sent = (send_to_device(batch, accelerator.device) for batch in batches)
+        for scored in score(rank_by, sent, accelerator):
+            found.append(scored)
+            progress.advance(task, len(scored[0]))
+    return found
+
+
+def _recalls(title: str, rows: dict[str, dict[str, float]]) -> Table:
+    table = plain_table(title, ("", *(f"@{k}" for k in KS)))
+    modes = ("constrained R", "unconstrained R", "constrained mR", "unconstrained mR")
+    names = RECALLS + MEAN_RECALLS
+    for name, recall in rows.items():
+        for place, mode in enumerate(modes):
+            measures = names[place * len(KS) : (place + 1) * len(KS)]
+            table.add_row(f"{name}, {mode}", *(f"{100 * recall[one]:.1f}" for one in measures))
+    return table
+
+
+def _predicates(recall: Tensor, images: Tensor, predicates: tuple[str, ...]) -> Table:
+    heads = (f"@{KS[0]}", f"@{KS[-1]}", f"ng@{KS[0]}", f"ng@{KS[-1]}")
+    chosen = [RECALLS.index(f"{mode}R@{k}") for mode in ("", "ng-") for k in (KS[0], KS[-1])]
+    table = plain_table("recall of each predicate in %", ("predicate", "images", *heads))
+    for i in images.argsort(descending=True, stable=True).tolist():
+        cells = [f"{100 * recall[j, i]:.1f}" if images[i] else "-" for j in chosen]
+        table.add_row(predicates[i], str(int(images[i])), *cells)
+    return table
+
+
+@dataclass(frozen=True)
+class ObjectiveTimesSettings(step_times.StepTimeSettings):
+    """Time whole training steps of all objectives in turns, on the same images: a run's, or --vg or --vrd."""
+
+    run: Annotated[Path | None, tyro.conf.Positional] = None
+    """The folder of a run, whose data and settings are used; none is needed with --vg or --vrd."""
+    vg: Path | None = None
+    """The folder with Visual Genome, as for `torchlml train scene-graph`."""
+    vrd: Path | None = None
+    """The folder with VRD, as for `torchlml train scene-graph`."""
+    k: int | None = None
+    """The k of lml and truncated-entropy, at least 1; by default the run's, or 20."""
+
+
+def step_time(arguments: Sequence[str]) -> None:
+    """Read the options, time, and print a table."""
+    settings = parse_settings(ObjectiveTimesSettings, "step-time", arguments, ObjectiveTimesSettings())
+    common = SceneGraphSettings(vg=settings.vg, vrd=settings.vrd, validation=1)
+    if settings.run is not None:
+        moved = {"vg": settings.vg, "vrd": settings.vrd}
+        common = run_directory.read_moved(SceneGraphSettings, settings.run, moved)
+    k = common.k if settings.k is None else settings.k
+    size = step_times.checked_size(settings, common.batch_size)
+    common = replace(common, k=k, batch_size=size)
+    check(common)
+    splits = read(common)
+    step_times.compare(
+        OBJECTIVES, lambda name: task(replace(common, objective=name), splits), settings, size, "images"
+    )
