@@ -2,6 +2,7 @@
 
 import errno
 import re
+import sys
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import fields, is_dataclass
 from difflib import get_close_matches
@@ -50,6 +51,18 @@ def did_you_mean(word: str, known: Iterable[str]) -> str:
     """End a sentence about an unknown name: with the known one that resembles it, if there is one."""
     near = get_close_matches(word, list(known), n=1)
     return f": did you mean `{near[0]}`?" if near else ""
+
+
+def answer_help(arguments: Sequence[str], usage: str) -> None:
+    """Print the usage of a command that reads its arguments itself, if that is asked for, and exit.
+
+    Args:
+        arguments: What followed the command's name.
+        usage: How it is called and what it does; the option `--help` is added.
+    """
+    if list(arguments) in (["-h"], ["--help"]):
+        sys.stdout.write(f"{usage}\noptions:\n  -h, --help  print this help\n")
+        raise SystemExit(0)
 
 
 def _capital(words: str) -> str:

@@ -142,3 +142,10 @@ def shown(text: str) -> str:
     """A cell or a word of a file for a sentence: not longer than 40 characters, in one line."""
     text = " ".join(text.split())
     return text if len(text) <= 40 else f"{text[:37]}..."
+
+
+def check_picture(picture: Path, option: str = "--out") -> None:
+    """Refuse a path that a picture cannot be written to."""
+    if picture.suffix not in (".png", ".svg") and not picture.is_dir():
+        raise BadInput(f"`{option}` names `{picture}`, which must end in `.png` or `.svg`.")
+    check_file(option, picture)

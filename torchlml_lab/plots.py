@@ -9,8 +9,7 @@ import matplotlib
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-from torchlml_lab.cli_errors import BadInput
-from torchlml_lab.files import check_file, replacing
+from torchlml_lab.files import check_picture, replacing
 
 # Inches: the width of a page. Type is 8 points at this size.
 PAGE = 7.0
@@ -80,13 +79,6 @@ def new_figure(picture: Path, width: float, height: float) -> Iterator[Figure]:
         kind = picture.suffix[1:]
         with replacing(picture) as temporary:
             figure.savefig(temporary, format=kind, metadata={"Date": None} if kind == "svg" else {})
-
-
-def check_picture(picture: Path, option: str = "--out") -> None:
-    """Refuse a path that a picture cannot be written to."""
-    if picture.suffix not in (".png", ".svg") and not picture.is_dir():
-        raise BadInput(f"`{option}` names `{picture}`, which must end in `.png` or `.svg`.")
-    check_file(option, picture)
 
 
 def draw_recall_and_calibration(

@@ -16,11 +16,10 @@ from rich.console import Console
 
 import torchlml
 from tests.support.command_lines import each_refusal, refusals, refused
-from torchlml_lab import cli
-from torchlml_lab.bench import benchmarks, grid_benchmark, measurements, report, timing
-from torchlml_lab.bench import grid_benchmark as softmax_ratios
-from torchlml_lab.bench.cases import DTYPES, Case, case_grid
-from torchlml_lab.bench.competitors import BASELINE, FAMILY, LAYER, MODES, call_of
+from torchlml_lab import cli, commands
+from torchlml_lab.bench import grid_benchmark, measurements, report, timing
+from torchlml_lab.bench.cases import BASELINE, DTYPES, FAMILY, LAYER, Case, call_of, case_grid
+from torchlml_lab.bench.settings import MODES, QUICK, LayerSettings
 from torchlml_lab.bench.timing import Quantiles
 
 TINY = ["--sizes", "8", "24", "--ks", "n/2", "--batches", "3", "--scales", "1", "--repetitions", "2"]
@@ -119,10 +118,10 @@ def test_every_dtype_runs(capsys, tmp_path):
 def test_quick_is_a_start_that_other_options_change(monkeypatch):
     ran = []
     monkeypatch.setattr(grid_benchmark, "run", lambda settings, *others: ran.append(settings))
-    grid_benchmark.layer(["--quick", "--sizes", "8"])
-    grid_benchmark.layer([])
-    usual = grid_benchmark.LayerSettings()
-    assert ran == [replace(usual, **{**softmax_ratios.QUICK, "sizes": (8,)}, quick=True), usual]
+    assert cli.main(["bench", "layer", "--quick", "--sizes", "8"]) == 0
+    assert cli.main(["bench", "layer"]) == 0
+    usual = LayerSettings()
+    assert ran == [replace(usual, **{**QUICK, "sizes": (8,)}, quick=True), usual]
 
 
 @each_refusal(
@@ -140,7 +139,7 @@ def test_quick_is_a_start_that_other_options_change(monkeypatch):
     {f"{option} '{__file__}'": f"`{option}` names" for option in ("--csv", "--compare")},
 )
 def test_bad_input_is_one_sentence_before_any_work(capsys, tmp_path, monkeypatch, options, needle):
-    monkeypatch.setattr(softmax_ratios, "_measure", lambda *a: pytest.fail("measured something"))
+    monkeypatch.setattr(grid_benchmark, "_measure", lambda *a: pytest.fail("measured something"))
     arguments = ["bench", "layer", *TINY, "--csv", tmp_path / "b.csv", *options]
     assert needle in refused(capsys, arguments)
     assert not list(tmp_path.iterdir())
@@ -162,7 +161,7 @@ def test_threads_are_given_back_even_after_a_failure(monkeypatch, capsys, tmp_pa
         raise RuntimeError("broken")
 
     before = torch.get_num_threads()
-    monkeypatch.setattr(softmax_ratios, "race", fail)
+    monkeypatch.setattr(grid_benchmark, "race", fail)
     assert bench(capsys, "--threads", "1", "--csv", str(tmp_path / "b.csv"))[0] == 1
     assert seen == [1]
     assert torch.get_num_threads() == before
@@ -211,13 +210,13 @@ def test_long_rows_get_smaller_batches():
 def test_bench_alone_lists_the_benchmarks(capsys):
     assert cli.main(["bench"]) == 0
     said = capsys.readouterr().out
-    for name, entry in benchmarks.BENCHMARKS.items():
+    for name, entry in commands.BENCHMARKS.items():
         assert f"  {name:<18}{entry.summary}\n" in said
 
 
 def test_an_option_before_the_name_says_which_names_there_are(capsys):
     assert cli.main(["bench", "--paper"]) == 2
-    assert f"one of {', '.join(benchmarks.BENCHMARKS)}.\n" in capsys.readouterr().err
+    assert f"one of {', '.join(commands.BENCHMARKS)}.\n" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("width", [40, 80, 132])
@@ -247,16 +246,16 @@ def test_the_family_is_timed_with_a_plot_of_its_own(capsys, tmp_path):
     words = ["--sizes", "8", "--ks", "2", "--batches", "3", "--scales", "1", "--repetitions", "1"]
     words += ["--modes", "forward", "--metrics", "time", "--csv", str(tmp_path / "b.csv")]
     assert cli.main(["bench", "family", *words]) == 0
-    assert {row.provider for row in measurements.read(tmp_path / "b.csv", "--csv")} == set(
-        grid_benchmark.ConstrainedSettings().providers
-    )
+    assert {row.provider for row in measurements.read(tmp_path / "b.csv", "--csv")} == {
+        provider.name for provider in FAMILY if provider.absent() is None
+    }
     assert sorted(path.name for path in tmp_path.iterdir()) == ["b-family.png", "b.csv"]
 
 
 def test_importing_the_benchmarks_writes_nothing():
     program = (
         "import sys; sys.addaudithook(lambda event, args: event == 'open' and 'clear_refs' in str(args[0]) "
-        "and sys.exit('written')); from torchlml_lab.bench import layer, family, losses, paper"
+        "and sys.exit('written')); from torchlml_lab.bench import grid_benchmark, losses, paper"
     )
     assert subprocess.run([sys.executable, "-c", program], check=False).returncode == 0
 
@@ -271,7 +270,7 @@ def test_a_place_that_cannot_be_written_is_refused_before_the_work(
 ):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "file.txt").touch()
-    monkeypatch.setattr(softmax_ratios, "_measure", lambda *a: pytest.fail("measured something"))
+    monkeypatch.setattr(grid_benchmark, "_measure", lambda *a: pytest.fail("measured something"))
     code, out, err = bench(capsys, *NARROW, option, place)
     assert (code, out) == (2, "")
     assert f"`{option}` names `{place}`" in err
@@ -306,7 +305,7 @@ def test_rows_that_had_to_wait_are_written_when_there_is_room(tmp_path, monkeypa
 
 
 def test_an_interrupted_benchmark_says_what_it_has(capsys, tmp_path, monkeypatch):
-    real, begun = softmax_ratios._measure, []
+    real, begun = grid_benchmark._measure, []
 
     def interrupted(*arguments):
         begun.append(arguments)
@@ -314,7 +313,7 @@ def test_an_interrupted_benchmark_says_what_it_has(capsys, tmp_path, monkeypatch
             raise KeyboardInterrupt
         return real(*arguments)
 
-    monkeypatch.setattr(softmax_ratios, "_measure", interrupted)
+    monkeypatch.setattr(grid_benchmark, "_measure", interrupted)
     path = tmp_path / "b.csv"
     code, _, err = bench(capsys, *NARROW, "--csv", str(path))
     assert (code, err) == (130, f"torchlml: Interrupted: 1 of 2 measurements are in {path}.\n")

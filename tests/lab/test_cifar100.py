@@ -14,7 +14,8 @@ from torchlml_lab import cli
 from torchlml_lab.cli_errors import BadInput
 from torchlml_lab.engine import loop
 from torchlml_lab.studies.cifar100 import data, model, sweep
-from torchlml_lab.studies.cifar100.task import LOSSES, Cifar100Settings, accuracies, loss_of, run, task
+from torchlml_lab.studies.cifar100.settings import LOSSES, Cifar100Settings
+from torchlml_lab.studies.cifar100.task import accuracies, loss_of, run, task
 
 
 def some_part(count=20_000):

@@ -13,8 +13,15 @@ import torchlml
 from tests.support.command_lines import each_refusal, refusals, refused
 from torchlml_lab import cli
 from torchlml_lab.bench import alternatives, measurements, timing
-from torchlml_lab.bench.alternative_behavior import ABILITIES, EXACTNESS, abilities, exactness
-from torchlml_lab.bench.alternative_operators import ALTERNATIVES, Alternative, scaled_softmax
+from torchlml_lab.bench.alternative_operators import (
+    ABILITIES,
+    ALTERNATIVES,
+    EXACTNESS,
+    Alternative,
+    abilities,
+    exactness,
+    scaled_softmax,
+)
 from torchlml_lab.bench.cases import Case
 
 ROOT = Path(__file__).parents[2]

@@ -24,7 +24,7 @@ from torchlml_lab.engine.loop import EpochBatches
 from torchlml_lab.engine.settings import use_threads
 from torchlml_lab.studies.cifar100 import model
 from torchlml_lab.studies.cifar100.data import read_features
-from torchlml_lab.studies.cifar100.task import Cifar100Settings
+from torchlml_lab.studies.cifar100.settings import Cifar100Settings
 
 
 @pytest.fixture(scope="module")

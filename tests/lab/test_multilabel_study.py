@@ -13,8 +13,7 @@ from torchlml_lab.cli_errors import BadInput
 from torchlml_lab.data.labelled_rows import label_matrix
 from torchlml_lab.multilabel import one_vs_rest, sweep
 from torchlml_lab.multilabel.samples import kept_labels, label_lists
-from torchlml_lab.multilabel.settings import MultilabelSettings
-from torchlml_lab.multilabel.sweep import SweepSettings
+from torchlml_lab.multilabel.settings import MultilabelSettings, SweepSettings
 
 
 def test_a_part_of_the_labels_is_kept():

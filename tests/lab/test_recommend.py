@@ -20,7 +20,7 @@ from torchlml_lab.data.interactions import read_interactions
 from torchlml_lab.engine import run as engine_run
 from torchlml_lab.recommend import sweep
 from torchlml_lab.recommend.histories import Users, set_aside, some_users
-from torchlml_lab.recommend.settings import RecommendSettings
+from torchlml_lab.recommend.settings import RecommendSettings, SweepSettings
 
 GROUPS, SIZE, HAS = 4, 30, 12  # the users of a group have some of the group's items
 
@@ -291,7 +291,7 @@ def test_a_tuned_sweep_takes_for_each_method_what_is_best_on_validation(folder, 
     ]
     sweep.TABLE.write(tmp_path / "tuned.csv", rows)
     run = RecommendSettings(train=folder / "train.txt")
-    settings = sweep.SweepSettings(losses=("bce",), tuned=tmp_path / "tuned.csv", seeds=(0, 3), run=run)
+    settings = SweepSettings(losses=("bce",), tuned=tmp_path / "tuned.csv", seeds=(0, 3), run=run)
     found = [(one.model, one.seed, one.learning_rate, one.dropout) for one in sweep.grid(settings)]
     assert found == [
         (model, seed, 0.1, dropout)

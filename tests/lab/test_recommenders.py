@@ -9,8 +9,8 @@ import torch
 from accelerate import Accelerator
 
 from torchlml_lab.multilabel.losses import PADDING, padded
-from torchlml_lab.recommend import training
 from torchlml_lab.recommend.histories import Batch
+from torchlml_lab.recommend.model import Autoencoder, MatrixFactorisation
 from torchlml_lab.recommend.ranking import measures
 
 
@@ -40,7 +40,7 @@ def test_measures_are_those_of_a_plain_computation():
 
 def test_the_autoencoder_is_the_dense_one():
     torch.manual_seed(0)
-    model = training.Autoencoder(items=11, dimension=3, dropout=0.5, level=-2.0).eval()
+    model = Autoencoder(items=11, dimension=3, dropout=0.5, level=-2.0).eval()
     lists = [[1, 4, 7], [], [0, 1, 2, 3, 9]]
     history = padded([torch.tensor(one).long() for one in lists])
     dense = torch.zeros(3, 11)
@@ -53,7 +53,7 @@ def test_the_autoencoder_is_the_dense_one():
 
 def test_matrix_factorisation_scores_are_cosines_over_the_temperature():
     torch.manual_seed(0)
-    model = training.MatrixFactorisation(users=5, items=7, dimension=3, temperature=0.2, level=-1.0)
+    model = MatrixFactorisation(users=5, items=7, dimension=3, temperature=0.2, level=-1.0)
     scores = model(torch.tensor([4, 0]), torch.full((2, 1), PADDING)).scores()
     cosine = torch.nn.functional.cosine_similarity(model.user[[4, 0]][:, None], model.item[None], dim=-1)
     assert torch.allclose(scores, cosine / 0.2 - 1, atol=1e-5)

@@ -27,6 +27,7 @@ from torchlml_lab.studies.scene_graph.recalls import (
     measure_predicates,
     score,
 )
+from torchlml_lab.studies.scene_graph.settings import OBJECTIVES
 
 
 @pytest.fixture(scope="module")
@@ -252,7 +253,7 @@ def test_softmax_is_motifs(training, monkeypatch):
     assert value.item() == pytest.approx(40 * len(possible) / kept)
 
 
-@pytest.mark.parametrize("objective", objectives.OBJECTIVES)
+@pytest.mark.parametrize("objective", OBJECTIVES)
 def test_probabilities_order_as_the_ranking(objective):
     scores = torch.randn(12, 5 if objectives.has_background(objective) else 4, dtype=torch.float64)
     p = objectives.probabilities(objective, scores, 7)

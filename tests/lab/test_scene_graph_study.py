@@ -20,8 +20,8 @@ from torchlml_lab.studies.scene_graph import datasets, prediction, sweep
 from torchlml_lab.studies.scene_graph.objectives import parse_method
 from torchlml_lab.studies.scene_graph.prediction import usual_image
 from torchlml_lab.studies.scene_graph.recalls import RECALLS
-from torchlml_lab.studies.scene_graph.sweep import METHODS, RecallRecord, SweepSettings, grid
-from torchlml_lab.studies.scene_graph.task import SceneGraphSettings
+from torchlml_lab.studies.scene_graph.settings import METHODS, SceneGraphSettings, SweepSettings
+from torchlml_lab.studies.scene_graph.sweep import RecallRecord, grid
 
 
 @pytest.fixture(scope="module")

@@ -16,7 +16,8 @@ from torchlml_lab import cli
 from torchlml_lab.cli_errors import BadInput
 from torchlml_lab.engine.table import StudyTable
 from torchlml_lab.studies.cifar100 import sweep
-from torchlml_lab.studies.cifar100.sweep import AccuracyRecord, SweepSettings, grid
+from torchlml_lab.studies.cifar100.settings import SweepSettings
+from torchlml_lab.studies.cifar100.sweep import AccuracyRecord, grid
 
 
 @pytest.fixture(scope="module")

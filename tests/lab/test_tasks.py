@@ -16,16 +16,10 @@ README = (Path(__file__).parents[2] / "README.md").read_text(encoding="utf-8")
 @pytest.mark.parametrize("name", TASKS)
 def test_a_task_has_the_commands_it_names(name: str) -> None:
     task = TASKS[name]
-    commands = [
-        task.train.function,
-        task.sweep and task.sweep.function,
-        task.evaluate,
-        task.predict,
-        task.step_time,
-    ]
-    for command in filter(None, commands):
-        module, _, function = command.partition(":")
-        assert callable(getattr(importlib.import_module(module), function or "main"))
+    for command in filter(None, task):
+        for place in (command.settings, command.function):
+            module, _, function = place.partition(":")
+            assert callable(getattr(importlib.import_module(f"torchlml_lab.{module}"), function))
 
 
 @pytest.mark.parametrize("name", TASKS)

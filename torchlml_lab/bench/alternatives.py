@@ -3,40 +3,38 @@
 import gc
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
 
 from matplotlib.axes import Axes
 from rich.console import Console
 
 from torchlml_lab.bench import report
-from torchlml_lab.bench.alternative_behavior import (
+from torchlml_lab.bench.alternative_operators import (
     ABILITIES,
+    ALTERNATIVES,
     EXACTNESS,
     TRIAL,
+    Alternative,
     abilities,
     abilities_in_plain_torch,
     exactness,
 )
-from torchlml_lab.bench.alternative_operators import ALTERNATIVES, Alternative
-from torchlml_lab.bench.cases import (
-    Case,
-    TimingSettings,
-    case_grid,
+from torchlml_lab.bench.cases import BASELINE, LAYER, Case, Provider, call_of, case_grid
+from torchlml_lab.bench.measurements import Measurement, RowFile, measured
+from torchlml_lab.bench.report import three_digits
+from torchlml_lab.bench.settings import (
+    ComparisonSettings,
+    Mode,
     check_choices,
     check_numbers,
     check_timing,
 )
-from torchlml_lab.bench.competitors import BASELINE, LAYER, Mode, Provider, call_of
-from torchlml_lab.bench.measurements import Measurement, RowFile, measured
-from torchlml_lab.bench.report import three_digits
 from torchlml_lab.bench.timing import PAGE_BYTES, Quantiles, added_bytes, measurable, race
-from torchlml_lab.cli import parse_settings
 from torchlml_lab.cli_errors import BadInput
 from torchlml_lab.engine.progress import ProgressBar
 from torchlml_lab.engine.settings import check_threads, use_threads
-from torchlml_lab.plots import BLUE, GREY, INK, ORANGE, PAGE, check_picture, new_figure
+from torchlml_lab.files import check_picture
+from torchlml_lab.plots import BLUE, GREY, INK, ORANGE, PAGE, new_figure
 
 OPERATOR, INSTALLED = "peers", "installed"
 _ORDER = [peer.name for peer in ALTERNATIVES]
@@ -184,46 +182,8 @@ _MODES: tuple[Mode, ...] = ("forward", "forward+backward")
 _SOFTMAX = next(provider for provider in LAYER if provider.name == BASELINE)
 
 
-def _here() -> tuple[str, ...]:
-    return tuple(peer.name for peer in ALTERNATIVES if peer.absent() is None)
-
-
-@dataclass(frozen=True)
-class ComparisonSettings(TimingSettings):
-    """Compare ways to a differentiable top-k: time beside softmax, memory, exactness, what they work with.
-
-    The tables are printed as Markdown.
-    """
-
-    csv: Path = Path("torchlml-peers.csv")
-    methods: tuple[str, ...] = field(default_factory=_here)
-    """Who is compared; by default all that can run here. Those for short rows sit out the long ones."""
-    sizes: tuple[int, ...] = (32, 1000, 10_000)
-    """Lengths n of a row."""
-    k: int = 5
-    """How many to choose."""
-    batch: int = 64
-    """The number of rows."""
-    scale: float = 3.0
-    """The standard deviation of the logits."""
-    threads: int = 1
-    """The number of threads torch may use."""
-    plot: Path | None = None
-    """The PNG or SVG of this run; by default a PNG beside the CSV, with its name."""
-    quick: bool = False
-    """Begin from a small selection that takes well under a minute; other options still change it."""
-
-
-# What `--quick` begins from.
-QUICK: dict[str, Any] = {"sizes": (1000,), "batch": 16, "seconds": 1.0}
-
-
-def main(arguments: Sequence[str]) -> None:
-    """Read the options and run the comparison."""
-    usual = ComparisonSettings()
-    settings = parse_settings(ComparisonSettings, "bench peers", arguments, usual)
-    if settings.quick:
-        settings = parse_settings(ComparisonSettings, "bench peers", arguments, replace(usual, **QUICK))
+def main(settings: ComparisonSettings) -> None:
+    """Run the comparison."""
     run(settings, Console())
 
 
@@ -280,17 +240,18 @@ def run(settings: ComparisonSettings, console: Console) -> None:
 def _checked(settings: ComparisonSettings) -> list[Alternative]:
     """The methods that were named, in their order here; wrong options are refused."""
     known = {peer.name: peer for peer in ALTERNATIVES}
-    check_choices("--methods", settings.methods, known)
+    methods = settings.methods or [peer.name for peer in ALTERNATIVES if peer.absent() is None]
+    check_choices("--methods", methods, known)
     check_numbers("--sizes", settings.sizes, 2)
     check_numbers("--k", (settings.k,), 1, min(settings.sizes) - 1)
     check_numbers("--batch", (settings.batch,), 1)
     check_numbers("--scale", (settings.scale,), 0)
     check_threads(settings.threads)
     check_timing(settings)
-    for name in settings.methods:
+    for name in methods:
         if (why := known[name].absent()) is not None:
             raise BadInput(f"`--methods` names `{name}`, which cannot run here: {why}.")
-    return [peer for peer in ALTERNATIVES if peer.name in settings.methods]
+    return [peer for peer in ALTERNATIVES if peer.name in methods]
 
 
 def _uses(peer: Alternative) -> Iterator[Measurement]:

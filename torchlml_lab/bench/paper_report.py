@@ -10,8 +10,10 @@ from rich.table import Table
 from torchlml_lab.bench.measurements import Measurement, latest, read
 from torchlml_lab.cli_errors import BadInput
 from torchlml_lab.engine.table import plain_table
-from torchlml_lab.figures import gallery as sources
-from torchlml_lab.figures.gallery import CsvFigureSettings, read_options, say_where
+from torchlml_lab.figures import files as sources
+from torchlml_lab.figures.files import say_where
+from torchlml_lab.figures.settings import TimingFigureSettings
+from torchlml_lab.files import check_picture
 from torchlml_lab.plots import INK, METHODS, PAGE, VERMILION, new_figure
 
 OPERATOR = "paper"
@@ -142,10 +144,9 @@ LOOK = {
 }
 
 
-def main(arguments: Sequence[str]) -> None:
-    """Read the options and draw."""
-    about = "Draw the times of `torchlml bench paper` against k, one panel for each length of a row."
-    settings = read_options(CsvFigureSettings, "timing", arguments, about)
+def main(settings: TimingFigureSettings) -> None:
+    """Draw, and print where the files are."""
+    check_picture(settings.out)
     path = sources.find(settings.csv, USUAL, "torchlml bench paper")
     rows = of_study(read(path, "--csv"))
     if not rows:

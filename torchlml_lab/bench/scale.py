@@ -4,8 +4,7 @@ import json
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator
 
 import torch
 from rich.console import Console
@@ -13,10 +12,10 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import torchlml
-from torchlml_lab.bench.cases import Case, TimingSettings, check_numbers, check_timing
+from torchlml_lab.bench.cases import Case
 from torchlml_lab.bench.measurements import Measurement, RowFile, measured
+from torchlml_lab.bench.settings import ScaleSettings, check_numbers, check_timing
 from torchlml_lab.bench.timing import Quantiles, added_bytes, measurable, race
-from torchlml_lab.cli import parse_settings
 from torchlml_lab.engine.progress import ProgressBar
 from torchlml_lab.engine.settings import cores, use_threads
 from torchlml_lab.engine.table import plain_table
@@ -28,29 +27,9 @@ _TORCH = "linear_cross_entropy"  # only since 2.13
 _WAYS = ("linear_lml_loss", "lml_loss of linear", "cross_entropy of linear", _TORCH)
 
 
-@dataclass(frozen=True)
-class ScaleSettings(TimingSettings):
-    """Measure very many labels: time, memory, a long row, and rounds between two processes."""
-
-    repetitions: int = 10
-    seconds: float = 120.0
-    threads: int = 2
-    """The number of threads torch may use."""
-    batch: int = 256
-    """Rows of the batch whose time is taken."""
-    labels: int = 200_000
-    """Labels of the linear layer whose time and memory are taken."""
-    features: int = 128
-    """Inputs of the linear layer."""
-    most_labels: int = 1_000_000
-    """Labels of the linear layer that a fresh process trains on 512 rows."""
-    longest_row: int = 10_000_000
-    """The length of the single row."""
-
-
-def main(arguments: Sequence[str]) -> None:
-    """Read the options and run the benchmark."""
-    run(parse_settings(ScaleSettings, "bench scale", arguments, ScaleSettings()), Console())
+def main(settings: ScaleSettings) -> None:
+    """Run the benchmark."""
+    run(settings, Console())
 
 
 def run(settings: ScaleSettings, console: Console) -> None:

@@ -18,9 +18,10 @@ from torch import Tensor, nn
 from torchlml.metrics import topk_ndcg
 from torchlml_lab.classifier.label_forms import Matrix, learn_form
 from torchlml_lab.engine.loop import EpochBatches, train_epoch
-from torchlml_lab.multilabel.losses import LOSSES, WITH_K, LabelLoss, LossName, unlike_logits
+from torchlml_lab.multilabel.losses import LabelLoss, unlike_logits
 from torchlml_lab.multilabel.model import LabelNetwork, probabilities, scores
 from torchlml_lab.multilabel.samples import Batch, Batches
+from torchlml_lab.multilabel.settings import LOSSES, WITH_K, LossName
 
 # As in `torchlml train multilabel`: the nDCG that chooses an epoch, and how many steps must bring nothing.
 _AT = 5

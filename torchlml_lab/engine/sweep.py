@@ -9,7 +9,7 @@ import sys
 import threading
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from multiprocessing import active_children, connection, get_context, parent_process
 from multiprocessing.context import BaseContext
 from pathlib import Path
@@ -21,47 +21,12 @@ from rich.console import Console, RenderableType
 from torchlml_lab.cli_errors import BadInput
 from torchlml_lab.engine.progress import ProgressBar
 from torchlml_lab.engine.run_directory import RunFolder, locked
-from torchlml_lab.engine.settings import FREE, SETTINGS_FILE, TrainSettings, to_json
+from torchlml_lab.engine.settings import FREE, SETTINGS_FILE, GridSettings, TrainSettings, to_json
 from torchlml_lab.engine.table import StudyTable
 from torchlml_lab.files import check_file, check_folder, writing
 
 Settings = TypeVar("Settings", bound=TrainSettings)
 Row = TypeVar("Row")
-
-
-@dataclass(frozen=True)
-class GridSettings:
-    """What every sweep can be told; an experiment's own sweep extends it."""
-
-    out: Path = Path("runs/sweep")
-    """The folder for the runs, one folder each; the same command continues what was stopped."""
-    csv: Path | None = None
-    """The CSV of the finished runs; by default `results.csv` in `--out`."""
-    seeds: tuple[int, ...] = (0,)
-    """The seeds of each combination."""
-    learning_rates: tuple[float, ...] = ()
-    """The learning rates to try; by default the one of `--run.learning-rate`."""
-    tuned: Path | None = None
-    """The CSV of an earlier sweep of these data: each method gets what is best there on validation."""
-    workers: int = field(default_factory=lambda: os.cpu_count() or 1)
-    """How many runs at a time, at least 1, each on one thread."""
-
-    def read_tuned(self, table: StudyTable[Row], chooses: Sequence[str] = ("learning_rates",)) -> list[Row]:
-        """Read the rows of the CSV that `tuned` names.
-
-        Args:
-            table: The table that such a sweep writes.
-            chooses: The settings that are chosen from these rows: given beside `--tuned` they are refused.
-
-        Returns:
-            The rows; a file that is no such table raises `BadInput`.
-        """
-        assert self.tuned is not None
-        if any(getattr(self, name) for name in chooses):
-            *others, last = (name.replace("_", " ") for name in chooses)
-            said = f"{', '.join(others)} and {last}" if others else f"the {last}"
-            raise BadInput(f"`--tuned` chooses {said}: do not give them too.")
-        return table.read(self.tuned, "--tuned")
 
 
 @dataclass(frozen=True)
@@ -82,6 +47,27 @@ class Grid(Generic[Settings, Row]):
     def finished_rows(self, done: dict[Path, dict[str, Any]]) -> list[Row]:
         """The rows of the runs that are done."""
         return [row for one in self.runs if one.out in done for row in self.rows(one, done[one.out])]
+
+
+def read_tuned(
+    settings: GridSettings, table: StudyTable[Row], chooses: Sequence[str] = ("learning_rates",)
+) -> list[Row]:
+    """Read the rows of the CSV that `--tuned` names.
+
+    Args:
+        settings: The sweep.
+        table: The table that such a sweep writes.
+        chooses: The settings that are chosen from these rows; giving one of them too is an error.
+
+    Returns:
+        The rows; a file that is not such a table raises `BadInput`.
+    """
+    assert settings.tuned is not None
+    if any(getattr(settings, name) for name in chooses):
+        *others, last = (name.replace("_", " ") for name in chooses)
+        said = f"{', '.join(others)} and {last}" if others else f"the {last}"
+        raise BadInput(f"`--tuned` chooses {said}: do not give them too.")
+    return table.read(settings.tuned, "--tuned")
 
 
 def check_grid(

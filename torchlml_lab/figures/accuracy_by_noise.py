@@ -9,8 +9,10 @@ from statistics import mean, stdev
 from matplotlib.axes import Axes
 
 from torchlml_lab.cli_errors import BadInput
-from torchlml_lab.figures import gallery as sources
-from torchlml_lab.figures.gallery import CsvFigureSettings, read_options, say_where
+from torchlml_lab.figures import files as sources
+from torchlml_lab.figures.files import say_where
+from torchlml_lab.figures.settings import NoiseFigureSettings
+from torchlml_lab.files import check_picture
 from torchlml_lab.plots import METHODS, PAGE, new_figure
 from torchlml_lab.studies.cifar100 import sweep
 from torchlml_lab.studies.cifar100.sweep import AccuracyRecord
@@ -19,10 +21,9 @@ from torchlml_lab.studies.cifar100.sweep import AccuracyRecord
 USUAL = (Path("runs/cifar100-sweep/results.csv"), Path("results/cifar100/features.csv"))
 
 
-def main(arguments: Sequence[str]) -> None:
-    """Read the options and draw."""
-    about = "Draw the accuracies of `torchlml sweep cifar100` against the label noise, with their spread."
-    settings = read_options(CsvFigureSettings, "cifar100", arguments, about)
+def main(settings: NoiseFigureSettings) -> None:
+    """Draw, and print where the files are."""
+    check_picture(settings.out)
     path, rows = sources.read_sweep(settings.csv, USUAL, "cifar100", sweep.TABLE)
     sources.refuse_tuning(path, ((row.loss, row.recipe) for row in rows))
     if len({(row.source, row.k) for row in rows}) > 1:

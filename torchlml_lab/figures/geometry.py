@@ -1,6 +1,6 @@
 """Figures of the sets that rows are projected onto: the polytopes, and entropies over them."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from itertools import combinations, product
 from math import hypot
@@ -17,7 +17,8 @@ from mpl_toolkits.mplot3d.proj3d import proj_transform
 from torch import Tensor
 
 import torchlml
-from torchlml_lab.figures.gallery import draw_only
+from torchlml_lab.figures.files import draw_only
+from torchlml_lab.figures.settings import EntropiesSettings, PolytopesSettings
 from torchlml_lab.plots import BLUE, DARK_ORANGE, GREY, INK, ORANGE, PAGE, VERMILION, new_figure
 
 LOGITS = {3: (0.9, 0.2, -1.0), 4: (1.5, 0.5, 0.9, -1.6)}
@@ -27,10 +28,9 @@ LOGITS = {3: (0.9, 0.2, -1.0), 4: (1.5, 0.5, 0.9, -1.6)}
 _DIRECTIONS = 0.5 * torch.tensor([[1, 1, -1, -1], [1, -1, 1, -1], [1, -1, -1, 1]], dtype=torch.float64)
 
 
-def polytopes(arguments: Sequence[str]) -> None:
-    """Read where the picture goes, and draw it."""
-    about = "Draw L(3,1), L(3,2) and L(4,2), and where lml sends a row of logits as it is scaled."
-    draw_only("polytopes", about, arguments, draw_polytopes)
+def polytopes(settings: PolytopesSettings) -> None:
+    """Draw it, and print where it is."""
+    draw_only(draw_polytopes, settings.out)
 
 
 def vertices(n: int, k: int) -> Tensor:
@@ -128,12 +128,9 @@ def _draw_path(axes: Axes3D, path: Tensor) -> None:
 _STEPS = 120
 
 
-def entropies(arguments: Sequence[str]) -> None:
-    """Read where the picture goes, and draw it."""
-    about = (
-        "Draw the entropies of sigmoid, softmax, lml and constrained softmax over the sets they project onto."
-    )
-    draw_only("entropies", about, arguments, draw_entropies)
+def entropies(settings: EntropiesSettings) -> None:
+    """Draw it, and print where it is."""
+    draw_only(draw_entropies, settings.out)
 
 
 def entropy(y: Tensor) -> Tensor:

@@ -2,15 +2,16 @@
 
 from collections import defaultdict
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from statistics import mean, stdev
 
 from matplotlib.axes import Axes
 
 from torchlml_lab.engine.table import markdown_table, spread
-from torchlml_lab.figures import gallery as sources
-from torchlml_lab.figures.gallery import FigureSettings, read_options, write_tables
+from torchlml_lab.figures import files as sources
+from torchlml_lab.figures.files import write_tables
+from torchlml_lab.figures.settings import MultilabelFigureSettings
+from torchlml_lab.files import check_picture
 from torchlml_lab.multilabel import sweep
 from torchlml_lab.multilabel.sweep import LabelRecord
 from torchlml_lab.plots import GREY, METHODS, PAGE, PURPLE, VERMILION, new_figure
@@ -37,17 +38,9 @@ Group = dict[int, LabelRecord]
 """The runs of a loss by their seeds."""
 
 
-@dataclass(frozen=True)
-class MultilabelFigureSettings(FigureSettings):
-    """Draw the test nDCG@5 of each loss less that of softmax, and write tables (.md) beside the picture."""
-
-    csv: tuple[Path, ...] = ()
-    """The CSVs of `torchlml sweep multilabel`; by default of runs/multilabel-sweep, else results/'s."""
-
-
-def main(arguments: Sequence[str]) -> None:
-    """Read the options and draw."""
-    settings = read_options(MultilabelFigureSettings, "multilabel", arguments)
+def main(settings: MultilabelFigureSettings) -> None:
+    """Draw, and print where the files are."""
+    check_picture(settings.out)
     rows: list[LabelRecord] = []
     for path, read in sources.read_sweeps(settings.csv, OWN, STUDY, "multilabel", sweep.TABLE):
         trained = (row for row in read if row.loss != BASELINE)

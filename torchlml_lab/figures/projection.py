@@ -1,7 +1,6 @@
 """Figures of the projection of one row: its threshold, how that is found, and other relaxations."""
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable
 from pathlib import Path
 
 import torch
@@ -13,7 +12,9 @@ from torch import Tensor
 import torchlml
 from torchlml._solve.newton import order_offsets
 from torchlml_lab.cli_errors import BadInput
-from torchlml_lab.figures.gallery import FigureSettings, draw_only, read_options, say_where
+from torchlml_lab.figures.files import draw_only, say_where
+from torchlml_lab.figures.settings import ProjectionSettings, RelaxationsSettings, RootFindingSettings
+from torchlml_lab.files import check_picture
 from torchlml_lab.plots import (
     BLUE,
     DARK_ORANGE,
@@ -33,17 +34,9 @@ ROW = (3.7, -1.2, 0.7, 4.6, -0.4, 2.9, -2.8, 0.2, -2.0, 1.3)
 COLOURS = {"softmax": ORANGE, "sigmoid": SKY, "lml": BLUE}
 
 
-@dataclass(frozen=True)
-class ProjectionSettings(FigureSettings):
-    """Project a row of ten logits, print it beside softmax and sigmoid, and draw the picture."""
-
-    k: float = 3.0
-    """What the projected row sums to: how many of the ten labels to choose, between 0 and 10."""
-
-
-def projection(arguments: Sequence[str]) -> None:
-    """Read the options, print the table and draw the picture."""
-    settings = read_options(ProjectionSettings, "projection", arguments)
+def projection(settings: ProjectionSettings) -> None:
+    """Print the table and draw the picture."""
+    check_picture(settings.out)
     x = torch.tensor(ROW)
     if not 0 < settings.k < len(x):
         raise BadInput(f"`--k` is {settings.k:g}, and must be more than 0 and less than {len(x)}.")
@@ -138,10 +131,9 @@ ROOT_FINDING_ROW, K = (3.1, 1.6, 0.9, -0.4, -1.7, -3.0), 2
 PAPERS_OFFSET = 7.0
 
 
-def root_finding(arguments: Sequence[str]) -> None:
-    """Read where the picture goes, and draw it."""
-    about = "Draw how the threshold of six logits is found for k = 2, and from which interval."
-    draw_only("root-finding", about, arguments, draw_root_finding)
+def root_finding(settings: RootFindingSettings) -> None:
+    """Draw it, and print where it is."""
+    draw_only(draw_root_finding, settings.out)
 
 
 def papers_bracket(x: Tensor, k: int) -> tuple[float, float]:
@@ -242,10 +234,9 @@ RELAXATIONS: dict[str, tuple[Callable[[Tensor, float], Tensor], str, str]] = {
 TEMPERATURES, GAPS, SUMS = (2.0, 1.0, 0.25), (0.0, 1.5, 4.0), (1.0, 3.0, 6.0)
 
 
-def which_relaxation(arguments: Sequence[str]) -> None:
-    """Read where the picture goes, and draw it."""
-    about = "Draw the same logits through five relaxations, as k, the temperature and the gap change."
-    draw_only("which-relaxation", about, arguments, draw_relaxations)
+def which_relaxation(settings: RelaxationsSettings) -> None:
+    """Draw it, and print where it is."""
+    draw_only(draw_relaxations, settings.out)
 
 
 def draw_relaxations(picture: Path) -> None:

@@ -2,14 +2,15 @@
 
 from collections import defaultdict
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from statistics import mean, stdev
 
 from torchlml_lab.cli_errors import BadInput
 from torchlml_lab.engine.table import spread
-from torchlml_lab.figures import gallery as sources
-from torchlml_lab.figures.gallery import FigureSettings, read_options, write_tables
+from torchlml_lab.figures import files as sources
+from torchlml_lab.figures.files import write_tables
+from torchlml_lab.figures.settings import RecommendFigureSettings
+from torchlml_lab.files import check_picture
 from torchlml_lab.multilabel.losses import named
 from torchlml_lab.plots import GREY, METHODS, ORANGE, PAGE, new_figure
 from torchlml_lab.recommend import sweep
@@ -31,19 +32,9 @@ _MEASURES = ("test_recall20", "test_ndcg20")
 _MARKERS = {"autoencoder": "o", "matrix-factorisation": "s"}
 
 
-@dataclass(frozen=True)
-class RecommendFigureSettings(FigureSettings):
-    """Draw what every model and loss of `torchlml sweep recommend` finds; a table (.md) goes beside it."""
-
-    csv: tuple[Path, ...] = ()
-    """The CSVs of `torchlml sweep recommend`; by default of runs/recommend-sweep, else results/'s."""
-    published: bool = False
-    """Also show what others report of Gowalla in LightGCN's split; for sweeps on these data."""
-
-
-def main(arguments: Sequence[str]) -> None:
-    """Read the options and draw."""
-    settings = read_options(RecommendFigureSettings, "recommend", arguments)
+def main(settings: RecommendFigureSettings) -> None:
+    """Draw, and print where the files are."""
+    check_picture(settings.out)
     rows: list[RankingRecord] = []
     for path, read in sources.read_sweeps(settings.csv, OWN, STUDY, "recommend", sweep.TABLE):
         sources.refuse_tuning(path, ((row.method, row.recipe) for row in read))

@@ -2,7 +2,6 @@
 
 from collections import defaultdict
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from statistics import mean, stdev
 
@@ -11,8 +10,10 @@ from matplotlib.ticker import MaxNLocator
 
 from torchlml_lab.cli_errors import BadInput
 from torchlml_lab.engine.table import markdown_table, spread
-from torchlml_lab.figures import gallery as sources
-from torchlml_lab.figures.gallery import CsvFigureSettings, read_options, write_tables
+from torchlml_lab.figures import files as sources
+from torchlml_lab.figures.files import write_tables
+from torchlml_lab.figures.settings import BiasFigureSettings, SceneGraphFigureSettings
+from torchlml_lab.files import check_picture
 from torchlml_lab.plots import GREY, METHODS, ORANGE, PAGE, new_figure
 from torchlml_lab.studies.scene_graph import sweep
 from torchlml_lab.studies.scene_graph.objectives import find_method, parse_method
@@ -26,17 +27,9 @@ _LINES = {20: "-", 50: "--", 100: ":"}
 _SPLITS = ("train", "validation")
 
 
-@dataclass(frozen=True)
-class SceneGraphFigureSettings(CsvFigureSettings):
-    """Draw the recall curves of `torchlml sweep scene-graph` as the paper does; tables (.md) go beside it."""
-
-    methods: tuple[str, ...] = ("softmax", "truncated-entropy-20", "lml-20")
-    """The methods whose curves are drawn; the tables have all."""
-
-
-def by_epoch(arguments: Sequence[str]) -> None:
-    """Read the options and draw."""
-    settings = read_options(SceneGraphFigureSettings, "scene-graph", arguments)
+def by_epoch(settings: SceneGraphFigureSettings) -> None:
+    """Draw, and print where the files are."""
+    check_picture(settings.out)
     path, rows = sources.read_sweep(settings.csv, BY_EPOCH, "scene-graph", sweep.TABLE)
     trained = [row for row in rows if row.method != FREQUENCY]
     sources.refuse_tuning(path, ((row.method, (row.learning_rate, row.variant)) for row in trained))
@@ -123,13 +116,9 @@ BY_BIAS = (Path("runs/scene-graph-sweep/results.csv"), Path("results/scene-graph
 BIASES = {"": "counted", "leave-one-out": "leave-one-out", "counts": "outside", "without-bias": "none"}
 
 
-def by_bias(arguments: Sequence[str]) -> None:
-    """Read the options and draw."""
-    about = (
-        "Draw the test recall of `torchlml sweep scene-graph --biases ...` against the frequency bias, "
-        "and write its tables (.md) beside the picture."
-    )
-    settings = read_options(CsvFigureSettings, "scene-graph-bias", arguments, about)
+def by_bias(settings: BiasFigureSettings) -> None:
+    """Draw, and print where the files are."""
+    check_picture(settings.out)
     path, rows = sources.read_sweep(settings.csv, BY_BIAS, "scene-graph", sweep.TABLE)
     trained = [row for row in rows if row.method != FREQUENCY]
     sources.refuse_tuning(

@@ -8,8 +8,10 @@ from statistics import mean
 from matplotlib.axes import Axes
 
 from torchlml_lab.engine.table import markdown_table, spread
-from torchlml_lab.figures import gallery as sources
-from torchlml_lab.figures.gallery import CsvFigureSettings, read_options, write_tables
+from torchlml_lab.figures import files as sources
+from torchlml_lab.figures.files import write_tables
+from torchlml_lab.figures.settings import WhichKFigureSettings
+from torchlml_lab.files import check_picture
 from torchlml_lab.plots import BLUE, GREEN, ORANGE, PAGE, PURPLE, SKY, VERMILION, new_figure
 from torchlml_lab.studies.digits.which_k import (
     AT_MOST,
@@ -28,10 +30,9 @@ _MEASURES = {"recall": "recall", "exact": "exact sets", "calibration_error": "ca
 _LEVELS = {OF_ROW: (GREEN, "-"), PREDICTED: (PURPLE, "--"), SOFTMAX: (ORANGE, "-."), BCE: (SKY, ":")}
 
 
-def main(arguments: Sequence[str]) -> None:
-    """Read the options and draw."""
-    about = "Draw what `torchlml which-k` measured against k, and write its tables (.md) beside the picture."
-    settings = read_options(CsvFigureSettings, "which-k", arguments, about)
+def main(settings: WhichKFigureSettings) -> None:
+    """Draw, and print where the files are."""
+    check_picture(settings.out)
     path = sources.find(settings.csv, USUAL, "torchlml which-k")
     rows = TABLE.read(path, "--csv")
     draw(rows, settings.out)

@@ -17,7 +17,6 @@ from torch.nn.functional import cross_entropy
 import torchlml
 from torchlml._triton import self_test as trust
 from torchlml_lab import info
-from torchlml_lab.cli import answer_help
 from torchlml_lab.cli_errors import BadInput
 from torchlml_lab.files import check_file, replacing
 from torchlml_lab.gpu_check.comparisons import Check, checks
@@ -119,28 +118,11 @@ def _peak(call: Callable[[], object]) -> float:
     return float(torch.cuda.max_memory_allocated() - before)
 
 
-USAGE = """usage: torchlml gpu-check [FILE]
-
-Projects rows of every kind on the GPU and compares them with float64 on the
-CPU; captures a projection in a CUDA graph; times lml, log_lml and LMLLoss
-beside softmax, log_softmax and cross_entropy; looks at the peak of memory.
-Prints a verdict, and writes everything to FILE, to attach to an issue. Exits
-with 1 if a check fails.
-
-arguments:
-  FILE        the JSON file to write (torchlml-gpu-check.json)
-"""
-
-
-def main(arguments: Sequence[str]) -> None:
+def main(path: Path) -> None:
     """Run everything, print the verdicts and write the file."""
-    answer_help(arguments, USAGE)
-    if len(arguments) > 1 or any(argument.startswith("-") for argument in arguments):
-        raise BadInput(f"`torchlml gpu-check` takes one file name, and `{' '.join(arguments)}` was given.")
     if not torch.cuda.is_available():
         raise BadInput("`torchlml gpu-check` needs a GPU, and torch sees none here.")
     trust.use_unexamined()  # it is the kernels that are to be examined here, not what stands in for them
-    path = Path(arguments[0] if arguments else "torchlml-gpu-check.json")
     check_file("FILE", path)
     for line in info.report()["gpu kernel"] + info.report()["devices"]:
         sys.stdout.write(f"{line}\n")

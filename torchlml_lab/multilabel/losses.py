@@ -2,7 +2,6 @@
 
 import re
 from dataclasses import dataclass
-from typing import Literal, get_args
 
 import torch
 from torch import Tensor, nn
@@ -10,11 +9,8 @@ from torch.nn.functional import binary_cross_entropy_with_logits
 
 import torchlml
 from torchlml_lab.cli_errors import BadInput
+from torchlml_lab.multilabel.settings import LOSSES, WITH_K, LossName, PerRow
 
-LossName = Literal["lml", "softmax", "bce", "truncated-entropy"]
-LOSSES: tuple[LossName, ...] = get_args(LossName)
-WITH_K: tuple[LossName, ...] = ("lml", "truncated-entropy")
-PerRow = Literal["labels"]
 PADDING = -100
 """Fills the label lists of a batch up to the longest."""
 
@@ -93,6 +89,12 @@ class LabelLoss:
             return (labels != PADDING).sum(-1).clamp(min=1)
         assert self.k is not None
         return float(self.k)
+
+
+def loss_with_usual_k(name: LossName, k: int | PerRow | None) -> LabelLoss:
+    """The loss; without a k, lml takes each sample's own number of labels and truncated-entropy takes 1."""
+    usual: dict[str, int | PerRow] = {"lml": "labels", "truncated-entropy": 1}
+    return LabelLoss(name, usual.get(name) if k is None else k)
 
 
 def named(text: str, option: str = "--losses") -> LabelLoss:

@@ -18,14 +18,14 @@ import torch
 from rich.console import Console
 from sklearn.linear_model import LogisticRegression
 
-from torchlml_lab.cli import parse_settings
 from torchlml_lab.cli_errors import BadInput
 from torchlml_lab.data.labelled_rows import Matrix
 from torchlml_lab.engine.progress import ProgressBar
+from torchlml_lab.engine.settings import parse_settings
 from torchlml_lab.files import check_file
 from torchlml_lab.multilabel import preparation as prepare
 from torchlml_lab.multilabel import sweep
-from torchlml_lab.multilabel.measures import Measures
+from torchlml_lab.multilabel.model import Measures
 from torchlml_lab.multilabel.preparation import Preparation
 from torchlml_lab.multilabel.samples import label_lists, read_files, split
 from torchlml_lab.multilabel.settings import MultilabelSettings

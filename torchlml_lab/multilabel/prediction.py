@@ -3,37 +3,21 @@
 import csv
 import json
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, NamedTuple
+from typing import NamedTuple
 
-import tyro
 from rich.console import Console
 from rich.table import Table
 
-from torchlml_lab.cli import parse_settings
 from torchlml_lab.cli_errors import BadInput
 from torchlml_lab.data.labelled_rows import Matrix
 from torchlml_lab.engine.run import say
 from torchlml_lab.engine.table import plain_table
 from torchlml_lab.files import check_file, replacing, shown
 from torchlml_lab.multilabel.model import TrainedLabels, load, prepared_rows, read_rows
+from torchlml_lab.multilabel.settings import PredictSettings
 
 ON_SCREEN = 20
-
-
-@dataclass(frozen=True)
-class PredictSettings:
-    """Print the best labels of each row of a file, and the probability that the label is among the k."""
-
-    run: Annotated[Path, tyro.conf.Positional] = Path("runs/multilabel")
-    """The folder of the run."""
-    data: Path | None = None
-    """The rows, in a file like the one that the run was trained on; it needs no labels."""
-    top: int | None = None
-    """How many labels of each row are printed; by default 5, or all where there are fewer."""
-    out: Path | None = None
-    """Also write all rows to a file: `*.csv` has a line per label, `*.jsonl` a line of JSON per row."""
 
 
 class RankedLabels(NamedTuple):
@@ -43,9 +27,8 @@ class RankedLabels(NamedTuple):
     probabilities: list[float]
 
 
-def main(arguments: Sequence[str]) -> None:
-    """Read the options, predict, print the first rows and write all."""
-    settings = parse_settings(PredictSettings, "predict", arguments, PredictSettings())
+def main(settings: PredictSettings) -> None:
+    """Predict, print the first rows and write all."""
     if settings.data is None:
         raise BadInput("`--data` is missing: give a file of rows to predict the labels of.")
     if settings.out is not None:

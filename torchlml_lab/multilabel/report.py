@@ -4,36 +4,35 @@ import json
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated
 
 import torch
-import tyro
 from rich.console import Console
 from rich.table import Table
 from torch import Tensor
 
 from torchlml.metrics import TopKRecall
 from torchlml_lab import plots
-from torchlml_lab.cli import parse_settings
 from torchlml_lab.cli_errors import BadInput
 from torchlml_lab.data.labelled_rows import LabelledRows, Matrix
 from torchlml_lab.engine import run_directory
 from torchlml_lab.engine.run import say
 from torchlml_lab.engine.table import plain_table
 from torchlml_lab.files import check_folder, replacing
-from torchlml_lab.multilabel.losses import PADDING, LossName
-from torchlml_lab.multilabel.measures import NAMES, Measures, popularity
+from torchlml_lab.multilabel.losses import PADDING
 from torchlml_lab.multilabel.model import (
+    NAMES,
     ROWS,
     TEMPERATURE,
+    Measures,
     TrainedLabels,
     load,
+    popularity,
     prepared_rows,
     probabilities,
     read_rows,
 )
 from torchlml_lab.multilabel.samples import aligned, label_lists, read
-from torchlml_lab.multilabel.settings import MultilabelSettings
+from torchlml_lab.multilabel.settings import EvaluateSettings, LossName, MultilabelSettings
 
 ENTRIES = 2**21  # logits that are enough to choose by
 TEMPERATURES = torch.logspace(-1, 1, 41).tolist()
@@ -226,29 +225,8 @@ def _binned(probabilities: Tensor, lists: Tensor) -> Tensor:
     )
 
 
-@dataclass(frozen=True)
-class EvaluateSettings:
-    """Print P@, nDCG@, PSP@ and R@ of a multi-label run with its best weights, beside the popular labels'."""
-
-    run: Annotated[Path, tyro.conf.Positional] = Path("runs/multilabel")
-    """The folder of the run."""
-    data: Path | None = None
-    """Other rows with labels, in a file of any kind; by default the run's test or validation rows."""
-    data_labels: Path | None = None
-    """Their labels, where they are an .npz."""
-    train: Path | None = None
-    """The training file, where it has moved; the next two likewise."""
-    valid: Path | None = None
-    """The validation file."""
-    test: Path | None = None
-    """The test file."""
-    out: Path | None = None
-    """A folder for `report.md` and `report.png`; by default that of the run, and none for other rows."""
-
-
-def main(arguments: Sequence[str]) -> None:
-    """Read the options, measure, and print the table."""
-    settings = parse_settings(EvaluateSettings, "evaluate", arguments, EvaluateSettings())
+def main(settings: EvaluateSettings) -> None:
+    """Measure, and print the table."""
     out = settings.out or (settings.run if settings.data is None else None)
     trained = load(settings.run)
     if out is not None:

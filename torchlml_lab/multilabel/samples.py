@@ -58,7 +58,9 @@ def split(settings: MultilabelSettings, files: Files) -> Data:
 def read_files(settings: MultilabelSettings) -> Files:
     """Read all files of a run; what cannot be used raises `BadInput`."""
     assert settings.train is not None
-    rows, columns = _read(settings, "train", settings.columns)
+    rows, columns = _read(
+        settings, "train", Columns(settings.texts, settings.numbers, settings.labels, settings.separator)
+    )
     notes: list[str] = []
     if len(rows.names) < 2:
         named = f"the label `{rows.names[0]}` alone" if rows.names else "no label"

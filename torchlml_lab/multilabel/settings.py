@@ -1,14 +1,17 @@
 """What a run is told: the files, the model, the loss."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Literal
+from typing import Annotated, Literal, get_args
 
-from torchlml_lab.cli_errors import BadInput
-from torchlml_lab.data.tables import Columns
-from torchlml_lab.engine.settings import TrainSettings
-from torchlml_lab.engine.settings import check as check_settings
-from torchlml_lab.multilabel.losses import WITH_K, LabelLoss, LossName, PerRow
+import tyro
+
+from torchlml_lab.engine.settings import GridSettings, TrainSettings
+
+LossName = Literal["lml", "softmax", "bce", "truncated-entropy"]
+LOSSES: tuple[LossName, ...] = get_args(LossName)
+WITH_K: tuple[LossName, ...] = ("lml", "truncated-entropy")
+PerRow = Literal["labels"]
 
 EXPERIMENT = "multilabel"
 COMMAND = f"train {EXPERIMENT}"
@@ -67,41 +70,53 @@ class MultilabelSettings(TrainSettings):
     learning_rate: float = 0.005
     """The learning rate of Adam; that of a linear model is ten times as large."""
 
-    @property
-    def columns(self) -> Columns:
-        """The columns of the tables, as far as they are named."""
-        return Columns(self.texts, self.numbers, self.labels, self.separator)
+
+@dataclass(frozen=True)
+class EvaluateSettings:
+    """Print P@, nDCG@, PSP@ and R@ of a multi-label run with its best weights, beside the popular labels'."""
+
+    run: Annotated[Path, tyro.conf.Positional] = Path("runs/multilabel")
+    """The folder of the run."""
+    data: Path | None = None
+    """Other rows with labels, in a file of any kind; by default the run's test or validation rows."""
+    data_labels: Path | None = None
+    """Their labels, where they are an .npz."""
+    train: Path | None = None
+    """The training file, where it has moved; the next two likewise."""
+    valid: Path | None = None
+    """The validation file."""
+    test: Path | None = None
+    """The test file."""
+    out: Path | None = None
+    """A folder for `report.md` and `report.png`; by default that of the run, and none for other rows."""
 
 
-def check(settings: MultilabelSettings) -> None:
-    """Refuse settings that cannot be run, as far as that is known without the data."""
-    check_settings(settings)
-    if settings.train is None:
-        raise BadInput("`--train` is missing: give a file of rows with labels.")
-    for name in ("valid", "test"):
-        if getattr(settings, f"{name}_labels") is not None and getattr(settings, name) is None:
-            raise BadInput(f"`--{name}-labels` is given without `--{name}`.")
-    if settings.separator == "":
-        raise BadInput("`--separator` is empty: give what stands between two labels.")
-    if settings.hidden < 0:
-        raise BadInput(f"`--hidden` is {settings.hidden}, and must be at least 0.")
-    if settings.patience is not None and settings.patience < 1:
-        raise BadInput(f"`--patience` is {settings.patience}, and must be at least 1.")
-    if not 0 <= settings.dropout < 1:
-        raise BadInput(f"`--dropout` is {settings.dropout}, and must be from 0 to less than 1.")
-    if isinstance(settings.keep, float | int) and not 0 < settings.keep <= 1:
-        raise BadInput(f"`--keep` is {settings.keep}, and must be more than 0 and at most 1, or `one`.")
-    if settings.k is not None:
-        loss_of(settings)
+@dataclass(frozen=True)
+class PredictSettings:
+    """Print the best labels of each row of a file, and the probability that the label is among the k."""
+
+    run: Annotated[Path, tyro.conf.Positional] = Path("runs/multilabel")
+    """The folder of the run."""
+    data: Path | None = None
+    """The rows, in a file like the one that the run was trained on; it needs no labels."""
+    top: int | None = None
+    """How many labels of each row are printed; by default 5, or all where there are fewer."""
+    out: Path | None = None
+    """Also write all rows to a file: `*.csv` has a line per label, `*.jsonl` a line of JSON per row."""
 
 
-def loss_of(settings: MultilabelSettings) -> LabelLoss:
-    """The loss of a run, with the k that suits it where none is given."""
-    if settings.loss not in WITH_K:
-        # Such a loss has no k; the one that is given is for the predictions.
-        if settings.k is not None and (settings.k == "labels" or settings.k < 1):
-            raise BadInput(f"`--k` is {settings.k}, and with the loss `{settings.loss}` must be at least 1.")
-        return LabelLoss(settings.loss)
-    if settings.k is not None:
-        return LabelLoss(settings.loss, settings.k)
-    return LabelLoss(settings.loss, "labels" if settings.loss == "lml" else 1)
+@dataclass(frozen=True)
+class SweepSettings(GridSettings):
+    """Run all combinations of losses, kept labels, seeds and learning rates that are not done.
+
+    Needs --run.train and --run.test.
+    """
+
+    out: Path = Path("runs/multilabel-sweep")
+    losses: tuple[str, ...] = ("bce", "softmax", "lml-5", "lml-20", "lml-labels", "truncated-entropy-1")
+    """The losses with their k: bce, softmax, lml-5, lml-labels, truncated-entropy-1, and so on."""
+    keeps: tuple[float | Literal["one"], ...] = (1.0, 0.5, 0.3, "one")
+    """The shares of the training labels that are kept, at least one in each row; `one`: no more than one."""
+    seeds: tuple[int, ...] = (0, 1, 2)
+    run: MultilabelSettings = field(default_factory=MultilabelSettings)
+    """All that the runs have in common, as for `torchlml train multilabel`."""

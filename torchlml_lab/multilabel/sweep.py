@@ -3,25 +3,24 @@
 import dataclasses
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import lru_cache
 from itertools import product
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 from rich.console import Console
 from rich.table import Table
 
-from torchlml_lab.cli import parse_settings
 from torchlml_lab.cli_errors import BadInput
 from torchlml_lab.engine import table
 from torchlml_lab.engine.run import train
-from torchlml_lab.engine.sweep import Grid, GridSettings, check_grid, checked_runs, resuming, run_grid
+from torchlml_lab.engine.sweep import Grid, check_grid, checked_runs, read_tuned, resuming, run_grid
 from torchlml_lab.engine.table import StudyTable, Tried, plain_table, spread
 from torchlml_lab.multilabel.losses import named
 from torchlml_lab.multilabel.samples import Files, read_files, split
-from torchlml_lab.multilabel.settings import EXPERIMENT, MultilabelSettings, check
-from torchlml_lab.multilabel.training import task
+from torchlml_lab.multilabel.settings import EXPERIMENT, MultilabelSettings, SweepSettings
+from torchlml_lab.multilabel.training import check, task
 
 MEASURES = {
     "p1": "precision@1",
@@ -87,29 +86,10 @@ def best_rates(records: Sequence[LabelRecord], losses: Sequence[str], path: Path
 
 # These settings of a run are the sweep's to choose.
 _CHOSEN = ("out", "resume", "loss", "k", "keep", "seed")
-LOSSES = ("bce", "softmax", "lml-5", "lml-20", "lml-labels", "truncated-entropy-1")
 
 
-@dataclass(frozen=True)
-class SweepSettings(GridSettings):
-    """Run all combinations of losses, kept labels, seeds and learning rates that are not done.
-
-    Needs --run.train and --run.test.
-    """
-
-    out: Path = Path("runs/multilabel-sweep")
-    losses: tuple[str, ...] = LOSSES
-    """The losses with their k: bce, softmax, lml-5, lml-labels, truncated-entropy-1, and so on."""
-    keeps: tuple[float | Literal["one"], ...] = (1.0, 0.5, 0.3, "one")
-    """The shares of the training labels that are kept, at least one in each row; `one`: no more than one."""
-    seeds: tuple[int, ...] = (0, 1, 2)
-    run: MultilabelSettings = field(default_factory=MultilabelSettings)
-    """All that the runs have in common, as for `torchlml train multilabel`."""
-
-
-def main(arguments: Sequence[str]) -> None:
-    """Read the options and run what is not done yet."""
-    settings = parse_settings(SweepSettings, "sweep multilabel", arguments, SweepSettings())
+def main(settings: SweepSettings) -> None:
+    """Run what is not done yet."""
     runs = grid(settings)
     _files_of(runs[0])  # so that a bad file is reported once, and at once
     study = Grid(EXPERIMENT, runs, _run_one, lambda one, done: [record(one, done)], TABLE.write, _table)
@@ -123,7 +103,7 @@ def grid(settings: SweepSettings) -> list[MultilabelSettings]:
         raise BadInput("`--run.test` is missing: a sweep compares the losses on test rows.")
     rates = dict.fromkeys(settings.losses, settings.learning_rates or (settings.run.learning_rate,))
     if settings.tuned is not None:
-        rows = settings.read_tuned(TABLE)
+        rows = read_tuned(settings, TABLE)
         best = best_rates(rows, settings.losses, settings.tuned)
         rates = {loss: (rate,) for loss, rate in best.items()}
     return checked_runs(_runs(settings, rates), check)

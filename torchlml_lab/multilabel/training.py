@@ -1,7 +1,6 @@
 """`torchlml train multilabel`: from a file of rows with labels to a run that predicts the best labels."""
 
 import math
-from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -11,23 +10,21 @@ from rich.console import Console
 from torchlml_lab.cli_errors import BadInput
 from torchlml_lab.engine.loop import Task
 from torchlml_lab.engine.run import train_on_files
-from torchlml_lab.engine.settings import read_settings
+from torchlml_lab.engine.settings import check as check_settings
 from torchlml_lab.multilabel import preparation as prepare
-from torchlml_lab.multilabel.losses import LabelLoss
-from torchlml_lab.multilabel.measures import KS, measure
-from torchlml_lab.multilabel.model import LabelNetwork
+from torchlml_lab.multilabel.losses import LabelLoss, loss_with_usual_k
+from torchlml_lab.multilabel.model import KS, LabelNetwork, measure
 from torchlml_lab.multilabel.preparation import Preparation
 from torchlml_lab.multilabel.samples import Batches, Data, read
-from torchlml_lab.multilabel.settings import COMMAND, EXPERIMENT, MultilabelSettings, check, loss_of
+from torchlml_lab.multilabel.settings import EXPERIMENT, WITH_K, MultilabelSettings
 
 PATIENT_STEPS = 100  # an epoch of few rows has few steps, and tells little
 
 
-def main(arguments: Sequence[str]) -> None:
-    """Read the options, train, and write the report."""
+def main(settings: MultilabelSettings) -> None:
+    """Train, and write the report."""
     from torchlml_lab.multilabel.report import report_run
 
-    settings = read_settings(MultilabelSettings, COMMAND, arguments, MultilabelSettings())
     console = Console()
     run(settings, console)
     if PartialState().is_main_process:
@@ -103,3 +100,35 @@ def _introduction(settings: MultilabelSettings, data: Data) -> list[str]:
     chosen = "as given" if isinstance(settings.k, int) else "the mean count, chosen here; `--k` sets another"
     said.append(f"Trained with {trained}; predicted are the best k = {k} ({chosen}).")
     return [*data.notes, *said]
+
+
+def check(settings: MultilabelSettings) -> None:
+    """Refuse settings that cannot be run, as far as that is known without the data."""
+    check_settings(settings)
+    if settings.train is None:
+        raise BadInput("`--train` is missing: give a file of rows with labels.")
+    for name in ("valid", "test"):
+        if getattr(settings, f"{name}_labels") is not None and getattr(settings, name) is None:
+            raise BadInput(f"`--{name}-labels` is given without `--{name}`.")
+    if settings.separator == "":
+        raise BadInput("`--separator` is empty: give what stands between two labels.")
+    if settings.hidden < 0:
+        raise BadInput(f"`--hidden` is {settings.hidden}, and must be at least 0.")
+    if settings.patience is not None and settings.patience < 1:
+        raise BadInput(f"`--patience` is {settings.patience}, and must be at least 1.")
+    if not 0 <= settings.dropout < 1:
+        raise BadInput(f"`--dropout` is {settings.dropout}, and must be from 0 to less than 1.")
+    if isinstance(settings.keep, float | int) and not 0 < settings.keep <= 1:
+        raise BadInput(f"`--keep` is {settings.keep}, and must be more than 0 and at most 1, or `one`.")
+    if settings.k is not None:
+        loss_of(settings)
+
+
+def loss_of(settings: MultilabelSettings) -> LabelLoss:
+    """The loss of a run, with the k that suits it where none is given."""
+    if settings.loss not in WITH_K:
+        # Such a loss has no k; the one that is given is for the predictions.
+        if settings.k is not None and (settings.k == "labels" or settings.k < 1):
+            raise BadInput(f"`--k` is {settings.k}, and with the loss `{settings.loss}` must be at least 1.")
+        return LabelLoss(settings.loss)
+    return loss_with_usual_k(settings.loss, settings.k)

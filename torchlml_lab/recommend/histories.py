@@ -11,8 +11,8 @@ from torch.utils.data import Dataset
 
 from torchlml_lab.cli_errors import BadInput
 from torchlml_lab.data.interactions import Interactions, align, read_interactions
-from torchlml_lab.multilabel.losses import PADDING
-from torchlml_lab.recommend.settings import RecommendSettings, loss_of
+from torchlml_lab.multilabel.losses import PADDING, loss_with_usual_k
+from torchlml_lab.recommend.settings import RecommendSettings
 
 SHARE = 0.2  # of the items of a user whose items are set aside
 
@@ -140,7 +140,7 @@ def read(settings: RecommendSettings) -> Data:
     assert settings.train is not None
     have = read_interactions(settings.train, "--train", settings.columns)
     notes = _notes(settings.train, have)
-    loss_of(settings).check_labels(len(have.items))
+    loss_with_usual_k(settings.loss, settings.k).check_labels(len(have.items))
     later = None
     if settings.test is not None:
         later, said = read_later(settings.test, "--test", settings.columns, have)

@@ -3,49 +3,24 @@
 import csv
 import json
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
 from itertools import islice
-from pathlib import Path
-from typing import IO, Annotated, NamedTuple
+from typing import IO, NamedTuple
 
 import torch
-import tyro
 from rich.console import Console
 from torch import Tensor
 
-from torchlml_lab.cli import parse_settings
 from torchlml_lab.cli_errors import BadInput
 from torchlml_lab.data.interactions import Interactions, read_interactions
 from torchlml_lab.engine.table import plain_table
 from torchlml_lab.files import check_file, replacing, writing
 from torchlml_lab.multilabel.losses import padded
 from torchlml_lab.recommend.histories import popular_items
+from torchlml_lab.recommend.model import TrainedRecommender, load
 from torchlml_lab.recommend.ranking import ROWS, probabilities, without
-from torchlml_lab.recommend.training import TrainedRecommender, load
+from torchlml_lab.recommend.settings import PredictSettings
 
 SHOWN = 10  # users in the table on screen
-
-
-@dataclass(frozen=True)
-class PredictSettings:
-    """Recommend items that users do not have, the best first.
-
-    The probability of an item is that of being among the --top: over all items it sums to that number. Users
-    of whom nothing is known get the items that most users have.
-    """
-
-    run: Annotated[Path, tyro.conf.Positional] = Path("runs/recommend")
-    """The folder of the run."""
-    users: tuple[str, ...] = ()
-    """The users, by their names in the training data; by default those of `--data`, or all."""
-    data: Path | None = None
-    """More items that users have, also of new users, in a file of the same kinds as for `--train`."""
-    top: int = 5
-    """How many items each user gets."""
-    out: Path | None = None
-    """A file for the recommendations of all users: CSV, or JSON lines with the suffix .jsonl."""
-    train: Path | None = None
-    """The training data, where they have moved."""
 
 
 class Person(NamedTuple):
@@ -64,9 +39,8 @@ class Recommendation(NamedTuple):
     probabilities: list[float] | None
 
 
-def main(arguments: Sequence[str]) -> None:
-    """Read the options, print a table, and write the file."""
-    settings = parse_settings(PredictSettings, "predict", arguments, PredictSettings())
+def main(settings: PredictSettings) -> None:
+    """Print a table, and write the file."""
     _check(settings)
     trained = load(settings.run, {"train": settings.train}, with_test=False)
     have, console = trained.data.everything, Console()

@@ -1,55 +1,31 @@
 """`torchlml evaluate RUN` of a recommendation: recall, precision and nDCG beside the popular items."""
 
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Annotated, Literal
 
 import torch
-import tyro
 from accelerate import Accelerator
 from accelerate.utils import send_to_device
 from rich.console import Console
 
 from torchlml_lab import plots
-from torchlml_lab.cli import parse_settings
 from torchlml_lab.cli_errors import BadInput
 from torchlml_lab.engine.progress import ProgressBar
 from torchlml_lab.engine.run import say
 from torchlml_lab.engine.table import plain_table
 from torchlml_lab.files import check_folder
+from torchlml_lab.multilabel.losses import loss_with_usual_k
 from torchlml_lab.recommend.histories import Batch, Users, by_popularity, read_later
+from torchlml_lab.recommend.model import TrainedRecommender, load
 from torchlml_lab.recommend.ranking import KS, calibration, measures, of_network
-from torchlml_lab.recommend.settings import loss_of
-from torchlml_lab.recommend.training import TrainedRecommender, load
+from torchlml_lab.recommend.settings import EvaluateSettings
 
 ROWS = 1024
 PICTURE = "report.png"
 
 
-@dataclass(frozen=True)
-class EvaluateSettings:
-    """Rank all items that users do not have, and say how many of those they took later are on top."""
-
-    run: Annotated[Path, tyro.conf.Positional] = Path("runs/recommend")
-    """The folder of the run."""
-    split: Literal["validation", "test"] | None = None
-    """What is to be found: what the best epoch was chosen by, or by default the test, if the run has one."""
-    data: Path | None = None
-    """Instead of a split, a file of what users took later, of the same kinds as for `--train`."""
-    out: Path | None = None
-    """A folder for `report.png`, recall against k and calibration; by default that of the run."""
-    train: Path | None = None
-    """The training data, where they have moved."""
-    test: Path | None = None
-    """The test data, where they have moved."""
-    cpu: bool = False
-    """Stay on the CPU even where a GPU is available."""
-
-
-def main(arguments: Sequence[str]) -> None:
-    """Read the options, evaluate, and print a table."""
-    settings = parse_settings(EvaluateSettings, "evaluate", arguments, EvaluateSettings())
+def main(settings: EvaluateSettings) -> None:
+    """Evaluate, and print a table."""
     out = settings.out or settings.run
     if settings.data is not None and settings.split is not None:
         raise BadInput("`--data` is given, so `--split` has nothing to choose: leave it out.")
@@ -102,7 +78,9 @@ def report(
         console: Where to print.
     """
     scores = {
-        str(loss_of(trained.settings)): of_network(trained.model.to(accelerator.device)),
+        str(loss_with_usual_k(trained.settings.loss, trained.settings.k)): of_network(
+            trained.model.to(accelerator.device)
+        ),
         "popular items": by_popularity(trained.data.training),
     }
     with torch.no_grad(), ProgressBar(console) as progress:

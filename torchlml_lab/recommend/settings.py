@@ -1,14 +1,13 @@
 """What a run is told: the files, the model, the loss."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Literal
+from typing import Annotated, Literal
 
-from torchlml_lab.cli_errors import BadInput
-from torchlml_lab.data.interactions import is_table
-from torchlml_lab.engine.settings import TrainSettings
-from torchlml_lab.engine.settings import check as check_settings
-from torchlml_lab.multilabel.losses import LabelLoss, LossName, PerRow
+import tyro
+
+from torchlml_lab.engine.settings import GridSettings, StepTimeSettings, TrainSettings
+from torchlml_lab.multilabel.settings import LossName, PerRow
 
 Model = Literal["autoencoder", "matrix-factorisation"]
 
@@ -55,27 +54,70 @@ class RecommendSettings(TrainSettings):
     """Take only so many users, the same ones for every seed, for tuning; by default all."""
 
 
-def check(settings: RecommendSettings) -> None:
-    """Refuse settings that cannot be run."""
-    check_settings(settings)
-    if settings.train is None:
-        raise BadInput("`--train` is missing: give a file of users and their items.")
-    if settings.columns is not None and not any(map(is_table, filter(None, (settings.train, settings.test)))):
-        raise BadInput(
-            f"`--columns` is for CSV, TSV and .inter, but `{settings.train}` has lines `user item item ...`."
-        )
-    loss_of(settings)
-    for name in ("dimension", "patience", "validation", "users"):
-        value = getattr(settings, name)
-        if value is not None and value < 1:
-            raise BadInput(f"`--{name}` is {value}, and must be at least 1.")
-    if not 0 < settings.temperature < float("inf"):
-        raise BadInput(f"`--temperature` is {settings.temperature}, and must be finite and more than 0.")
-    if not 0 <= settings.dropout < 1:
-        raise BadInput(f"`--dropout` is {settings.dropout}, and must be from 0 to less than 1.")
+@dataclass(frozen=True)
+class EvaluateSettings:
+    """Rank all items that users do not have, and say how many of those they took later are on top."""
+
+    run: Annotated[Path, tyro.conf.Positional] = Path("runs/recommend")
+    """The folder of the run."""
+    split: Literal["validation", "test"] | None = None
+    """What is to be found: what the best epoch was chosen by, or by default the test, if the run has one."""
+    data: Path | None = None
+    """Instead of a split, a file of what users took later, of the same kinds as for `--train`."""
+    out: Path | None = None
+    """A folder for `report.png`, recall against k and calibration; by default that of the run."""
+    train: Path | None = None
+    """The training data, where they have moved."""
+    test: Path | None = None
+    """The test data, where they have moved."""
+    cpu: bool = False
+    """Stay on the CPU even where a GPU is available."""
 
 
-def loss_of(settings: RecommendSettings) -> LabelLoss:
-    """The loss of a run, with the k that suits it where none is given."""
-    usual: dict[str, int | PerRow] = {"lml": "labels", "truncated-entropy": 1}
-    return LabelLoss(settings.loss, usual.get(settings.loss) if settings.k is None else settings.k)
+@dataclass(frozen=True)
+class PredictSettings:
+    """Recommend items that users do not have, the best first.
+
+    The probability of an item is that of being among the --top: over all items it sums to that number. Users
+    of whom nothing is known get the items that most users have.
+    """
+
+    run: Annotated[Path, tyro.conf.Positional] = Path("runs/recommend")
+    """The folder of the run."""
+    users: tuple[str, ...] = ()
+    """The users, by their names in the training data; by default those of `--data`, or all."""
+    data: Path | None = None
+    """More items that users have, also of new users, in a file of the same kinds as for `--train`."""
+    top: int = 5
+    """How many items each user gets."""
+    out: Path | None = None
+    """A file for the recommendations of all users: CSV, or JSON lines with the suffix .jsonl."""
+    train: Path | None = None
+    """The training data, where they have moved."""
+
+
+@dataclass(frozen=True)
+class SweepSettings(GridSettings):
+    """Run all combinations of models, losses, seeds, and what is tuned, as far as they are not done."""
+
+    out: Path = Path("runs/recommend-sweep")
+    models: tuple[Model, ...] = ("autoencoder", "matrix-factorisation")
+    """The models."""
+    losses: tuple[str, ...] = ("lml-labels", "lml-20", "softmax", "bce", "truncated-entropy-1")
+    """The losses: softmax, bce, lml-K, lml-labels (K as many as the user has), truncated-entropy-K."""
+    temperatures: tuple[float, ...] = ()
+    """The temperatures to try for matrix factorisation; by default the one of `--run.temperature`."""
+    dropouts: tuple[float, ...] = ()
+    """The dropouts to try for the autoencoder; by default the one of `--run.dropout`."""
+    run: RecommendSettings = field(default_factory=RecommendSettings)
+    """All that the runs have in common, as for `torchlml train recommend`."""
+
+
+@dataclass(frozen=True)
+class LossTimesSettings(StepTimeSettings):
+    """Time whole training steps of all losses in turns, on the same users, with the settings of a run."""
+
+    run: Annotated[Path, tyro.conf.Positional] = Path("runs/recommend")
+    """The folder of the run."""
+    train: Path | None = None
+    """The training data, where they have moved."""

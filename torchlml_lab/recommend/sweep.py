@@ -4,7 +4,7 @@ import dataclasses
 import math
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import lru_cache
 from itertools import product
 from pathlib import Path
@@ -13,15 +13,15 @@ from typing import Any
 from rich.console import Console, Group
 from rich.table import Table
 
-from torchlml_lab.cli import parse_settings
 from torchlml_lab.engine import table
 from torchlml_lab.engine.run import train
-from torchlml_lab.engine.sweep import Grid, GridSettings, check_grid, checked_runs, resuming, run_grid
+from torchlml_lab.engine.sweep import Grid, check_grid, checked_runs, read_tuned, resuming, run_grid
 from torchlml_lab.engine.table import StudyTable, Tried, plain_table, spread
-from torchlml_lab.multilabel.losses import named
+from torchlml_lab.multilabel.losses import loss_with_usual_k, named
 from torchlml_lab.recommend.histories import Data, read
-from torchlml_lab.recommend.settings import Model, RecommendSettings, check, loss_of
-from torchlml_lab.recommend.training import EXPERIMENT, task
+from torchlml_lab.recommend.model import EXPERIMENT
+from torchlml_lab.recommend.settings import RecommendSettings, SweepSettings
+from torchlml_lab.recommend.training import check, task
 
 
 @dataclass(frozen=True)
@@ -85,29 +85,10 @@ def best_recipes(
 
 # These settings of a run are the sweep's to choose.
 _CHOSEN = ("out", "resume", "model", "loss", "k", "seed")
-LOSSES = ("lml-labels", "lml-20", "softmax", "bce", "truncated-entropy-1")
 
 
-@dataclass(frozen=True)
-class SweepSettings(GridSettings):
-    """Run all combinations of models, losses, seeds, and what is tuned, as far as they are not done."""
-
-    out: Path = Path("runs/recommend-sweep")
-    models: tuple[Model, ...] = ("autoencoder", "matrix-factorisation")
-    """The models."""
-    losses: tuple[str, ...] = LOSSES
-    """The losses: softmax, bce, lml-K, lml-labels (K as many as the user has), truncated-entropy-K."""
-    temperatures: tuple[float, ...] = ()
-    """The temperatures to try for matrix factorisation; by default the one of `--run.temperature`."""
-    dropouts: tuple[float, ...] = ()
-    """The dropouts to try for the autoencoder; by default the one of `--run.dropout`."""
-    run: RecommendSettings = field(default_factory=RecommendSettings)
-    """All that the runs have in common, as for `torchlml train recommend`."""
-
-
-def main(arguments: Sequence[str]) -> None:
-    """Read the options and run what is not done yet."""
-    settings = parse_settings(SweepSettings, "sweep recommend", arguments, SweepSettings())
+def main(settings: SweepSettings) -> None:
+    """Run what is not done yet."""
     runs = grid(settings)
     users = int((read(settings.run).training.counts > 0).sum())  # so that a bad file is reported at once
 
@@ -143,7 +124,7 @@ def _recipes(
 ) -> dict[tuple[str, str], list[tuple[float, ...]]]:
     """What is tried for each model and loss: learning rates with temperatures or dropouts, or the best."""
     if settings.tuned is not None:
-        rows = settings.read_tuned(TABLE, ("learning_rates", "temperatures", "dropouts"))
+        rows = read_tuned(settings, TABLE, ("learning_rates", "temperatures", "dropouts"))
         best = best_recipes(rows, [f"{model} {loss}" for model, loss in methods], settings.tuned)
         return {(model, loss): [best[f"{model} {loss}"]] for model, loss in methods}
     run = settings.run
@@ -162,7 +143,7 @@ def record(settings: RecommendSettings, result: dict[str, Any], users: int) -> R
     test = result["test"] or dict.fromkeys(validation, math.nan)  # a tuning needs none
     return RankingRecord(
         model=settings.model,
-        loss=str(loss_of(settings)),
+        loss=str(loss_with_usual_k(settings.loss, settings.k)),
         users=users,
         seed=settings.seed,
         dimension=settings.dimension,

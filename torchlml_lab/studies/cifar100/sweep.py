@@ -3,7 +3,7 @@
 import dataclasses
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import lru_cache
 from itertools import product
 from pathlib import Path
@@ -12,23 +12,13 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from torchlml_lab.cli import parse_settings
 from torchlml_lab.engine import table
 from torchlml_lab.engine.run import train
 from torchlml_lab.engine.run_directory import RunFolder
-from torchlml_lab.engine.sweep import Grid, GridSettings, check_grid, checked_runs, resuming, run_grid
+from torchlml_lab.engine.sweep import Grid, check_grid, checked_runs, read_tuned, resuming, run_grid
 from torchlml_lab.engine.table import StudyTable, Tried, plain_table, spread
-from torchlml_lab.studies.cifar100.task import (
-    EXPERIMENT,
-    FEATURES,
-    LOSSES,
-    Cifar100Settings,
-    Loss,
-    check,
-    model_name,
-    read,
-    task,
-)
+from torchlml_lab.studies.cifar100.settings import EXPERIMENT, Cifar100Settings, SweepSettings
+from torchlml_lab.studies.cifar100.task import check, model_name, read, task
 
 
 @dataclass(frozen=True)
@@ -87,30 +77,10 @@ def best_recipes(
 
 # These settings of a run are the sweep's to choose.
 _CHOSEN = ("out", "resume", "loss", "noise", "seed")
-NOISES = (0.0, 0.2, 0.4, 0.6, 0.8, 1.0)
 
 
-@dataclass(frozen=True)
-class SweepSettings(GridSettings):
-    """Run all combinations of losses, noise levels, seeds, learning rates, temperatures that are not done."""
-
-    out: Path = Path("runs/cifar100-sweep")
-    losses: tuple[Loss, ...] = LOSSES
-    """The losses: cross-entropy, smooth-svm, truncated-entropy, lml, bce."""
-    noises: tuple[float, ...] = NOISES
-    """The probabilities that a training label is drawn anew within its coarse class."""
-    seeds: tuple[int, ...] = (0, 1, 2, 3)
-    temperatures: tuple[float, ...] = ()
-    """The temperatures to try; by default the one of `--run.temperature`."""
-    run: Cifar100Settings = field(default_factory=Cifar100Settings)
-    """All that the runs have in common, as for `torchlml train cifar100`."""
-
-
-def main(arguments: Sequence[str]) -> None:
-    """Read the options and run what is not done yet."""
-    features = any(word.startswith("--run.features") for word in arguments)
-    default = SweepSettings(run=FEATURES) if features else SweepSettings()
-    settings = parse_settings(SweepSettings, "sweep cifar100", arguments, default)
+def main(settings: SweepSettings) -> None:
+    """Run what is not done yet."""
     runs = grid(settings)
     read(settings.run.data, settings.run.features)  # so that a bad file is reported once, and at once
     study = Grid(EXPERIMENT, runs, _run_one, lambda one, done: [record(one, done)], TABLE.write, _table)
@@ -126,7 +96,7 @@ def grid(settings: SweepSettings) -> list[Cifar100Settings]:
         loss: list(product(rates, temperatures)) for loss in settings.losses
     }
     if settings.tuned is not None:
-        rows = settings.read_tuned(TABLE, ("learning_rates", "temperatures"))
+        rows = read_tuned(settings, TABLE, ("learning_rates", "temperatures"))
         best = best_recipes(rows, settings.losses, settings.tuned)
         recipes = {loss: [recipe] for loss, recipe in best.items()}
     return checked_runs(_runs(settings, recipes), check)

@@ -1,9 +1,8 @@
 """`torchlml train cifar100`: one run of the study, from images or from frozen features."""
 
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal, get_args
+from typing import Any
 
 import torch
 from accelerate import Accelerator
@@ -16,7 +15,6 @@ from torchlml.metrics import TopKRecall
 from torchlml_lab.cli_errors import BadInput
 from torchlml_lab.engine.loop import Task
 from torchlml_lab.engine.run import in_percent, say_test, train
-from torchlml_lab.engine.settings import TrainSettings, read_settings
 from torchlml_lab.engine.settings import check as check_settings
 from torchlml_lab.studies.cifar100 import model
 from torchlml_lab.studies.cifar100.data import (
@@ -28,70 +26,22 @@ from torchlml_lab.studies.cifar100.data import (
     split_validation,
     with_noise,
 )
+from torchlml_lab.studies.cifar100.settings import EXPERIMENT, Cifar100Settings, Loss
 
-Loss = Literal["cross-entropy", "smooth-svm", "truncated-entropy", "lml", "bce"]
-LOSSES: tuple[Loss, ...] = get_args(Loss)
-EXPERIMENT = "cifar100"
 COMMAND = f"train {EXPERIMENT}"
 DENSENET = "densenet-40-40"
-
-
-@dataclass(frozen=True)
-class Cifar100Settings(TrainSettings):
-    """Train on CIFAR-100 with noisy labels and report top-1 and top-k accuracy; needs --data or --features.
-
-    The defaults are the published recipe (Berrada et al. 2018): DenseNet 40-40, SGD with Nesterov momentum
-    0.9, learning rate 0.1 divided by ten after half and three quarters of 300 epochs, weight decay 1e-4,
-    batches of 64, random crops and mirror images, 5000 training images kept for validation with clean labels,
-    and the epoch with the best top-5 accuracy there is tested. With --features the defaults are ours.
-    """
-
-    out: Path = Path("runs/cifar100")
-    data: Path | None = None
-    """The official images: the folder `cifar-100-python` or the file `cifar-100-python.tar.gz`."""
-    features: Path | None = None
-    """Instead of images, an npz of frozen features `x` with `fine`, `coarse` and the bool `test`."""
-    network: Literal["densenet-40-40", "small-cnn"] | None = None
-    """The network for images: the published one, which is the default, or five convolutions for a CPU."""
-    head: Literal["small", "wide"] | None = None
-    """The head on features: one hidden layer with dropout, the default, or two wide ones that can learn wrong
-    labels by heart (with `--weight-decay 0` and many epochs)."""
-    loss: Loss = "lml"
-    """What is minimised; bce counts every label but the observed one as absent."""
-    k: int = 5
-    """How many labels may be guessed, 1 to 99: the k of the losses and of the top-k accuracy."""
-    noise: float = 0.0
-    """The probability that a training label is drawn anew from the fine labels of its coarse class."""
-    temperature: float = 1.0
-    """The logits are divided by it before the loss; for smooth-svm it is the loss's own tau."""
-    epochs: int = 300
-    """How often the training data are seen, at least once."""
-    weight_decay: float = 1e-4
-    """The weight decay of SGD, at least 0."""
-    validation: int = 5000
-    """How many training samples are kept for validation, the same for every seed."""
-    samples: int | None = None
-    """How many of the others are trained on; by default all."""
 
 
 # So many training samples, with their noisy labels, are also looked at after every epoch.
 FOLLOWED = 5000
 INSTEAD = "That is a network for GPUs: use `--network small-cnn --epochs 6` here, or `--features`."
-FEATURES = Cifar100Settings(epochs=10, batch_size=500)
 
 
-def main(arguments: Sequence[str]) -> None:
-    """Read the options, train, and print the test."""
-    settings = read_settings(Cifar100Settings, COMMAND, arguments, defaults(arguments))
+def main(settings: Cifar100Settings) -> None:
+    """Train, and print the test."""
     console = Console()
     result = run(settings, console)
     say_test(console, settings, result, in_percent(result["test"], list(result["test"])))
-
-
-def defaults(arguments: Sequence[str]) -> Cifar100Settings:
-    """The settings where an option is not given: frozen features have their own."""
-    given = any(word == "--features" or word.startswith("--features=") for word in arguments)
-    return FEATURES if given else Cifar100Settings()
 
 
 def run(settings: Cifar100Settings, console: Console) -> dict[str, Any]:

@@ -1,15 +1,12 @@
 """`torchlml demo`: what five losses learn about labels nobody wrote down, in about a minute."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
-from pathlib import Path
 
 import torch
 from rich.console import Console
 from rich.table import Table
 from torch import Tensor
 
-from torchlml_lab.cli import parse_settings
 from torchlml_lab.cli_errors import BadInput
 from torchlml_lab.engine.progress import ProgressBar
 from torchlml_lab.engine.settings import check_threads, use_threads
@@ -19,31 +16,13 @@ from torchlml_lab.studies.digits import report
 from torchlml_lab.studies.digits.data import CLASSES, CONDITIONS, SKEW, Images, make
 from torchlml_lab.studies.digits.measures import COLUMNS, Measured, Results, measure, spread, values
 from torchlml_lab.studies.digits.model import METHODS, train
+from torchlml_lab.studies.digits.settings import DemoSettings
 
 SHOWN = 4
 
 
-@dataclass(frozen=True)
-class DemoSettings:
-    """Train one small network with five losses on images of k digits that name only one of them."""
-
-    k: int = 3
-    """How many different digits each image shows, from 2 to 9."""
-    seeds: int = 3
-    """How many times everything is repeated with other images and weights, at least 2; 3 or more say more."""
-    images: int = 5000
-    """How many training images, at least 100; the test has 2000, in handwriting that was not trained on."""
-    epochs: int = 30
-    """How often each network sees each training image, at least once."""
-    out: Path = Path("torchlml-demo")
-    """The folder for `report.html` and the plots; it is made when it is missing."""
-    threads: int = 1
-    """How many threads compute, from 1 to the cores; matrices this small gain nothing from a second one."""
-
-
-def main(arguments: Sequence[str]) -> None:
-    """Read the options and run the demo."""
-    settings = parse_settings(DemoSettings, "demo", arguments, DemoSettings())
+def main(settings: DemoSettings) -> None:
+    """Run the demo."""
     _check(settings)
     console = Console()
     with use_threads(settings.threads):

@@ -3,7 +3,6 @@
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from statistics import mean
 
 import torch
@@ -12,7 +11,6 @@ from torch import Tensor
 from torch.nn.functional import binary_cross_entropy_with_logits
 
 import torchlml
-from torchlml_lab.cli import parse_settings
 from torchlml_lab.cli_errors import BadInput
 from torchlml_lab.engine.progress import ProgressBar
 from torchlml_lab.engine.settings import use_threads
@@ -21,6 +19,7 @@ from torchlml_lab.files import check_file, writing
 from torchlml_lab.studies.digits.data import CLASSES, Images, make
 from torchlml_lab.studies.digits.measures import measure
 from torchlml_lab.studies.digits.model import Index, fit
+from torchlml_lab.studies.digits.settings import WhichKSettings
 
 KS = tuple(range(1, 9))
 MOST = 5
@@ -36,20 +35,6 @@ PLAN = tuple(
     for method in (EXACTLY, AT_MOST, OF_ROW, PREDICTED, SOFTMAX, BCE)
     if digits == VARYING or method not in (OF_ROW, PREDICTED)
 )
-
-
-@dataclass(frozen=True)
-class WhichKSettings:
-    """Train LML with right and wrong k, on images of 3 digits and of 1 to 5, and measure what it costs."""
-
-    seeds: int = 4
-    """How many times everything is repeated with other images and weights, at least 1."""
-    images: int = 5000
-    """How many training images, at least 100; the test has 2000, in handwriting that was not trained on."""
-    epochs: int = 30
-    """How often each network sees each training image, at least once."""
-    csv: Path = Path("torchlml-which-k.csv")
-    """The CSV to write, a row for each network."""
 
 
 @dataclass(frozen=True)
@@ -79,9 +64,8 @@ TABLE = StudyTable(
 )
 
 
-def main(arguments: Sequence[str]) -> None:
-    """Read the options, train, write the CSV and print a table for each situation."""
-    settings = parse_settings(WhichKSettings, "which-k", arguments, WhichKSettings())
+def main(settings: WhichKSettings) -> None:
+    """Train, write the CSV and print a table for each situation."""
     for name, least in (("seeds", 1), ("images", 100), ("epochs", 1)):
         if getattr(settings, name) < least:
             raise BadInput(f"`--{name}` is {getattr(settings, name)}, and must be at least {least}.")

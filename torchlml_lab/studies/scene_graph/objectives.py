@@ -1,6 +1,6 @@
 """The objectives that a network is trained with, and the methods of the study by name."""
 
-from typing import Literal, NamedTuple, get_args
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -9,9 +9,8 @@ from torch.nn.functional import binary_cross_entropy_with_logits, cross_entropy
 import torchlml
 from torchlml_lab.cli_errors import BadInput
 from torchlml_lab.studies.scene_graph.batches import Batch
+from torchlml_lab.studies.scene_graph.settings import OBJECTIVES, Objective
 
-Objective = Literal["softmax", "lml", "truncated-entropy", "bce"]
-OBJECTIVES: tuple[Objective, ...] = get_args(Objective)
 # Motifs trains on at most so many edges per image of a batch; those without a relation are sampled.
 EDGES_PER_IMAGE = 1024
 

@@ -1,27 +1,24 @@
 """`torchlml predict` of scene-graph runs: the relations of an image, printed and drawn."""
 
 from collections import defaultdict
-from collections.abc import Sequence
-from dataclasses import dataclass
 from math import cos, degrees, pi, sin
 from pathlib import Path
-from typing import Annotated, NamedTuple
+from typing import NamedTuple
 
 import torch
-import tyro
 from matplotlib.axes import Axes
 from matplotlib.patches import FancyArrowPatch, Rectangle
 from rich.console import Console
 
-from torchlml_lab.cli import parse_settings
 from torchlml_lab.cli_errors import BadInput
 from torchlml_lab.engine.table import plain_table
-from torchlml_lab.files import writing
-from torchlml_lab.plots import BLUE, FAINT, GREEN, INK, PAGE, VERMILION, check_picture, new_figure
+from torchlml_lab.files import check_picture, writing
+from torchlml_lab.plots import BLUE, FAINT, GREEN, INK, PAGE, VERMILION, new_figure
 from torchlml_lab.studies.scene_graph import objectives
 from torchlml_lab.studies.scene_graph.batches import GraphBatches
 from torchlml_lab.studies.scene_graph.graphs import SceneGraphs
-from torchlml_lab.studies.scene_graph.report import MovedData, TrainedGraphs, load
+from torchlml_lab.studies.scene_graph.report import TrainedGraphs, load
+from torchlml_lab.studies.scene_graph.settings import PredictSettings
 from torchlml_lab.studies.scene_graph.task import vision
 
 _BACK = {"boxstyle": "round,pad=0.12", "facecolor": "white", "edgecolor": "none", "alpha": 0.85}
@@ -156,24 +153,8 @@ MOST_RELATIONS = 50  # more arrows cannot be told apart
 FEW_OBJECTS = 8
 
 
-@dataclass(frozen=True)
-class PredictSettings(MovedData):
-    """Print and draw the most probable relations of an image, with the best weights of a scene-graph run."""
-
-    run: Annotated[Path, tyro.conf.Positional] = Path("runs/scene-graph")
-    """The folder of the run."""
-    image: str | None = None
-    """The image, of any split: `image_id` of VG, the file's name of VRD; by default the test image with the
-    most relations among those with few objects."""
-    relations: int = 10
-    """How many relations are printed and drawn, from 1 to 50."""
-    out: Path = Path("torchlml-figures/scene-graph-prediction.png")
-    """The PNG or SVG to write; its folder is made when it is missing."""
-
-
-def main(arguments: Sequence[str]) -> None:
-    """Read the options, predict, print and draw."""
-    settings = parse_settings(PredictSettings, "predict", arguments, PredictSettings())
+def main(settings: PredictSettings) -> None:
+    """Predict, print and draw."""
     if not 1 <= settings.relations <= MOST_RELATIONS:
         raise BadInput(f"`--relations` is {settings.relations}, and must be from 1 to {MOST_RELATIONS}.")
     check_picture(settings.out)

@@ -1,27 +1,24 @@
 """`torchlml evaluate` and `step-time` of scene-graph runs, and a run read back."""
 
-from collections.abc import Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import fields, replace
 from pathlib import Path
-from typing import Annotated, Literal, NamedTuple
+from typing import NamedTuple
 
 import torch
-import tyro
 from accelerate import Accelerator
 from accelerate.utils import send_to_device
 from rich.console import Console
 from rich.table import Table
 from torch import Tensor
 
-from torchlml_lab.cli import parse_settings
-from torchlml_lab.engine import run_directory, step_times
+from torchlml_lab.engine import loop, run_directory
 from torchlml_lab.engine.progress import ProgressBar
 from torchlml_lab.engine.settings import use_threads
 from torchlml_lab.engine.table import plain_table
 from torchlml_lab.studies.scene_graph.batches import GraphBatches, RegionFeatures
 from torchlml_lab.studies.scene_graph.graphs import Splits
 from torchlml_lab.studies.scene_graph.model import MotifNet
-from torchlml_lab.studies.scene_graph.objectives import OBJECTIVES, method_of
+from torchlml_lab.studies.scene_graph.objectives import method_of
 from torchlml_lab.studies.scene_graph.recalls import (
     BATCH,
     KS,
@@ -33,33 +30,15 @@ from torchlml_lab.studies.scene_graph.recalls import (
     measure_predicates,
     score,
 )
-from torchlml_lab.studies.scene_graph.task import (
+from torchlml_lab.studies.scene_graph.settings import (
     EXPERIMENT,
+    OBJECTIVES,
+    EvaluateSettings,
+    MovedData,
+    ObjectiveTimesSettings,
     SceneGraphSettings,
-    check,
-    network,
-    ranker,
-    read,
-    read_regions,
-    task,
-    vision,
 )
-
-
-@dataclass(frozen=True)
-class MovedData:
-    """Where the data of a run are now; an option is only needed for what is not where it was."""
-
-    vg: Path | None = None
-    """The folder with Visual Genome, where it has moved."""
-    vrd: Path | None = None
-    """The folder with VRD, where it has moved."""
-    glove: Path | None = None
-    """The GloVe vectors, where they have moved."""
-    counts: Path | None = None
-    """The counts of the frequency bias, where they have moved."""
-    region_features: Path | None = None
-    """The region features, where they have moved."""
+from torchlml_lab.studies.scene_graph.task import check, network, ranker, read, read_regions, task, vision
 
 
 class TrainedGraphs(NamedTuple):
@@ -93,21 +72,8 @@ def load(run: Path, moved: MovedData) -> TrainedGraphs:
     return TrainedGraphs(settings, splits, regions, model, best.epoch)
 
 
-@dataclass(frozen=True)
-class EvaluateSettings(MovedData):
-    """Print the recalls of a scene-graph run with its best weights, and of the frequencies alone."""
-
-    run: Annotated[Path, tyro.conf.Positional] = Path("runs/scene-graph")
-    """The folder of the run."""
-    split: Literal["training", "validation", "test"] = "test"
-    """The images: those it was trained on, chosen by, or never saw."""
-    cpu: bool = False
-    """Stay on the CPU even where a GPU is available."""
-
-
-def main(arguments: Sequence[str]) -> None:
-    """Read the options, evaluate, and print two tables."""
-    settings = parse_settings(EvaluateSettings, "evaluate", arguments, EvaluateSettings())
+def main(settings: EvaluateSettings) -> None:
+    """Evaluate, and print two tables."""
     console = Console()
     accelerator = Accelerator(cpu=settings.cpu)
     with use_threads(1):  # its operators are small, as in training
@@ -161,32 +127,17 @@ def _predicates(recall: Tensor, images: Tensor, predicates: tuple[str, ...]) -> 
     return table
 
 
-@dataclass(frozen=True)
-class ObjectiveTimesSettings(step_times.StepTimeSettings):
-    """Time whole training steps of all objectives in turns, on the same images: a run's, or --vg or --vrd."""
-
-    run: Annotated[Path | None, tyro.conf.Positional] = None
-    """The folder of a run, whose data and settings are used; none is needed with --vg or --vrd."""
-    vg: Path | None = None
-    """The folder with Visual Genome, as for `torchlml train scene-graph`."""
-    vrd: Path | None = None
-    """The folder with VRD, as for `torchlml train scene-graph`."""
-    k: int | None = None
-    """The k of lml and truncated-entropy, at least 1; by default the run's, or 20."""
-
-
-def step_time(arguments: Sequence[str]) -> None:
-    """Read the options, time, and print a table."""
-    settings = parse_settings(ObjectiveTimesSettings, "step-time", arguments, ObjectiveTimesSettings())
+def step_time(settings: ObjectiveTimesSettings) -> None:
+    """Time, and print a table."""
     common = SceneGraphSettings(vg=settings.vg, vrd=settings.vrd, validation=1)
     if settings.run is not None:
         moved = {"vg": settings.vg, "vrd": settings.vrd}
         common = run_directory.read_moved(SceneGraphSettings, settings.run, moved)
     k = common.k if settings.k is None else settings.k
-    size = step_times.checked_size(settings, common.batch_size)
+    size = loop.checked_size(settings, common.batch_size)
     common = replace(common, k=k, batch_size=size)
     check(common)
     splits = read(common)
-    step_times.compare(
+    loop.compare_steps(
         OBJECTIVES, lambda name: task(replace(common, objective=name), splits), settings, size, "images"
     )

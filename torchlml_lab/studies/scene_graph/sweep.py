@@ -3,26 +3,26 @@
 import dataclasses
 from collections import defaultdict
 from collections.abc import Collection, Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import lru_cache
 from itertools import product
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 from accelerate import Accelerator
 from rich.console import Console, Group
 
-from torchlml_lab.cli import parse_settings
 from torchlml_lab.cli_errors import BadInput
 from torchlml_lab.engine import table
 from torchlml_lab.engine.run import train
 from torchlml_lab.engine.run_directory import RunFolder
-from torchlml_lab.engine.sweep import Grid, GridSettings, check_grid, checked_runs, resuming, run_grid
+from torchlml_lab.engine.sweep import Grid, check_grid, checked_runs, read_tuned, resuming, run_grid
 from torchlml_lab.engine.table import StudyTable, Tried, plain_table, spread
 from torchlml_lab.studies.scene_graph.graphs import Splits
 from torchlml_lab.studies.scene_graph.objectives import find_method, method_of, parse_method
 from torchlml_lab.studies.scene_graph.recalls import KS, MEAN_RECALLS, MODES, RECALLS, frequency_recall
-from torchlml_lab.studies.scene_graph.task import EXPERIMENT, SceneGraphSettings, check, read, task, vision
+from torchlml_lab.studies.scene_graph.settings import EXPERIMENT, SceneGraphSettings, SweepSettings
+from torchlml_lab.studies.scene_graph.task import check, read, task, vision
 
 FREQUENCY = "frequency"
 """The method that ranks by the frequencies alone and is not trained."""
@@ -132,36 +132,12 @@ def title_of(rows: Sequence[RecallRecord], split: str) -> str:
     )
 
 
-METHODS = ("softmax", *(f"{one}-{k}" for one in ("lml", "truncated-entropy") for k in (20, 50, 100)), "bce")
-Bias = Literal["counted", "leave-one-out", "outside", "none"]
 # These settings of a run are the sweep's to choose.
 _CHOSEN = ("out", "resume", "objective", "k", "seed")
 
 
-@dataclass(frozen=True)
-class SweepSettings(GridSettings):
-    """Run all combinations of methods, seeds and learning rates that are not done, on VG or on VRD."""
-
-    out: Path = Path("runs/scene-graph-sweep")
-    methods: tuple[str, ...] = METHODS
-    """What is minimised: softmax, bce, and lml-K or truncated-entropy-K with any k."""
-    biases: tuple[Bias, ...] = ()
-    """The kinds of frequency bias of each method: counted on the training images; leave-one-out, where an
-    image is not counted in its own; outside, from the file of `--run.counts`; none. By default the run's."""
-    once: tuple[str, ...] = ()
-    """Those of the methods that are run with the first seed only."""
-    seeds: tuple[int, ...] = (0, 1, 2)
-    """The seeds of each method."""
-    tuned: Path | None = None
-    """The CSV of an earlier sweep: each method with each bias gets the learning rate that was best on
-    validation, and a k that was not tuned that of its objective's nearest k."""
-    run: SceneGraphSettings = field(default_factory=SceneGraphSettings)
-    """All that the runs have in common, as for `torchlml train scene-graph`."""
-
-
-def main(arguments: Sequence[str]) -> None:
-    """Read the options and run what is not done yet."""
-    settings = parse_settings(SweepSettings, f"sweep {EXPERIMENT}", arguments, SweepSettings())
+def main(settings: SweepSettings) -> None:
+    """Run what is not done yet."""
     runs = grid(settings)
     baseline = frequencies(settings, read(settings.run))
 
@@ -183,7 +159,7 @@ def grid(settings: SweepSettings) -> list[SceneGraphSettings]:
     cells = [(method, variant(kind)) for kind in kinds for method in parsed]
     rates = dict.fromkeys(cells, settings.learning_rates or (settings.run.learning_rate,))
     if settings.tuned is not None:
-        rows = settings.read_tuned(TABLE)
+        rows = read_tuned(settings, TABLE)
         best = best_rates(rows, cells, settings.tuned)
         rates = {cell: (rate,) for cell, rate in best.items()}
     runs = []

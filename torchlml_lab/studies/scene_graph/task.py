@@ -1,9 +1,7 @@
 """`torchlml train scene-graph`: one run of the study, on Visual Genome or on VRD."""
 
 import math
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
-from pathlib import Path
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
@@ -14,73 +12,20 @@ from torch import Tensor
 from torchlml_lab.cli_errors import BadInput
 from torchlml_lab.engine.loop import Task
 from torchlml_lab.engine.run import in_percent, say_test, train
-from torchlml_lab.engine.settings import TrainSettings, read_settings
 from torchlml_lab.engine.settings import check as check_settings
 from torchlml_lab.studies.scene_graph import datasets, objectives
 from torchlml_lab.studies.scene_graph.batches import Batch, GraphBatches, RegionFeatures
 from torchlml_lab.studies.scene_graph.graphs import Splits, split
 from torchlml_lab.studies.scene_graph.model import MotifNet
-from torchlml_lab.studies.scene_graph.objectives import Objective
 from torchlml_lab.studies.scene_graph.priors import LeaveOneOut, log_frequencies, word_vectors
 from torchlml_lab.studies.scene_graph.recalls import CHOSEN_BY, RECALLS, measure, score
+from torchlml_lab.studies.scene_graph.settings import EXPERIMENT, Objective, SceneGraphSettings
 
-EXPERIMENT = "scene-graph"
 COMMAND = f"train {EXPERIMENT}"
 
 
-@dataclass(frozen=True)
-class SceneGraphSettings(TrainSettings):
-    """Train MotifNet-LeftRight to predict the relations between given objects; needs --vg or --vrd.
-
-    Boxes and object labels are given (predicate classification). Without --region-features the model sees no
-    pixels. After every epoch it is evaluated on the validation images and on as many training images; the
-    epoch with the best mean of constrained and unconstrained R@20, R@50, R@100 on validation is tested.
-    """
-
-    out: Path = Path("runs/scene-graph")
-    vg: Path | None = None
-    """The folder with Visual Genome: `VG-SGG.h5`, `VG-SGG-dicts.json` and `image_data.json` of Xu et al."""
-    vrd: Path | None = None
-    """The folder with VRD: `annotations_{train,test}.json`, `objects.json` and `predicates.json`."""
-    objective: Objective = "lml"
-    """What is minimised: softmax on each edge (Motifs), or one of the others on the whole image."""
-    k: int = 20
-    """How many relations of an image lml and truncated-entropy predict in training, at least 1."""
-    one_per_edge: bool = False
-    """Observe only one random relation of each edge in a step, as softmax must, instead of all."""
-    glove: Path | None = None
-    """GloVe vectors to start label embeddings from: the official text, or an npz of `names`, `vectors`."""
-    counts: Path | None = None
-    """An npz of `subject`, `object`, `predicate`, `count` (from 1 on) to make the frequency bias from."""
-    leave_one_out: bool = False
-    """Take an image out of the counts of its own frequency bias, in training."""
-    without_bias: bool = False
-    """Leave out the frequency bias, which is otherwise counted on the training images."""
-    region_features: Path | None = None
-    """An HDF5 file with the group `boxes`, `unions` for each image: features of your own detector."""
-    validation: int = 300
-    """How many training images are set aside to choose the best epoch."""
-    split_seed: int = 0
-    """Decides which training images those are, whatever `--seed` is."""
-    hidden: int = 256
-    """The size of an object's context, an even number; the product of two objects has twice the size."""
-    dropout: float = 0.2
-    """The share of embeddings and contexts that is dropped in training."""
-    epochs: int = 8
-    """How often the training data are seen, at least once; the learning rate falls to 0 along a cosine."""
-    batch_size: int = 16
-    """Images per step, over all processes together; a multiple of the number of processes."""
-    learning_rate: float = 1e-3
-    """The learning rate of AdamW at the start."""
-    weight_decay: float = 1e-4
-    """The weight decay of AdamW."""
-    clip: float = 5.0
-    """The norm to which a longer gradient is shortened."""
-
-
-def main(arguments: Sequence[str]) -> None:
-    """Read the options, train, and print the test."""
-    settings = read_settings(SceneGraphSettings, COMMAND, arguments, SceneGraphSettings())
+def main(settings: SceneGraphSettings) -> None:
+    """Train, and print the test."""
     console = Console()
     result = run(settings, console)
     say_test(console, settings, result, f"{in_percent(result['test'], RECALLS)} ({vision(settings)})")
