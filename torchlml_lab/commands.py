@@ -112,7 +112,7 @@ BENCHMARKS = {
         "bench.grid_benchmark:layer",
         "lml beside softmax, topk, sort and sigmoid",
     ),
-    "family": Command(
+    "constrained": Command(
         "bench.settings:read_constrained",
         "bench.grid_benchmark:constrained",
         "the relatives of lml beside softmax",
@@ -122,8 +122,8 @@ BENCHMARKS = {
         "bench.losses:main",
         "the losses beside cross-entropy, on fixed problems",
     ),
-    "peers": Command(
-        "bench.settings:read_comparison",
+    "alternatives": Command(
+        "bench.settings:read_alternatives",
         "bench.alternatives:main",
         "other differentiable top-k: cost, exactness, uses",
     ),

@@ -245,11 +245,11 @@ CASE = Case(n=10, k=2, batch=3, scale=1.0, dtype="float32", threads=1)
 def test_the_family_is_timed_with_a_plot_of_its_own(capsys, tmp_path):
     words = ["--sizes", "8", "--ks", "2", "--batches", "3", "--scales", "1", "--repetitions", "1"]
     words += ["--modes", "forward", "--metrics", "time", "--csv", str(tmp_path / "b.csv")]
-    assert cli.main(["bench", "family", *words]) == 0
+    assert cli.main(["bench", "constrained", *words]) == 0
     assert {row.provider for row in measurements.read(tmp_path / "b.csv", "--csv")} == {
         provider.name for provider in FAMILY if provider.absent() is None
     }
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["b-family.png", "b.csv"]
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["b-constrained.png", "b.csv"]
 
 
 def test_importing_the_benchmarks_writes_nothing():

@@ -66,7 +66,7 @@ def test_help_lists_every_command(capsys, words):
         ("demo", DemoSettings),
         ("which-k", WhichKSettings),
         ("bench layer", LayerSettings),
-        ("bench family", ConstrainedSettings),
+        ("bench constrained", ConstrainedSettings),
         ("bench losses", LossesSettings),
         ("bench scale", ScaleSettings),
         ("bench paper", PaperSettings),
@@ -356,7 +356,7 @@ def test_with_torch_alone_info_works_and_the_others_say_what_to_install():
 LAB_COMMANDS = [
     "demo",
     "bench layer",
-    "bench family",
+    "bench constrained",
     "bench losses",
     "bench scale",
     "bench paper",

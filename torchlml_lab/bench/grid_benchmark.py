@@ -122,7 +122,7 @@ def layer(settings: LayerSettings) -> None:
 
 
 def constrained(settings: ConstrainedSettings) -> None:
-    """Run `torchlml bench family`."""
+    """Run `torchlml bench constrained`."""
     check_file("--csv", settings.csv)
-    plot = settings.plot or settings.csv.with_name(f"{settings.csv.stem}-family.png")
+    plot = settings.plot or settings.csv.with_name(f"{settings.csv.stem}-constrained.png")
     run(settings, "family", FAMILY, plot, Console())

@@ -115,7 +115,7 @@ class ConstrainedSettings(GridBenchmarkSettings):
     """Time the relatives of lml, in turn, as ratios to softmax."""
 
     plot: Path | None = None
-    """The PNG or SVG of the times in the whole CSV; by default beside the CSV, as NAME-family.png."""
+    """The PNG or SVG of the times in the whole CSV; by default beside the CSV, as NAME-constrained.png."""
 
 
 @dataclass(frozen=True)
@@ -161,7 +161,7 @@ class ComparisonSettings(TimingSettings):
     The tables are printed as Markdown.
     """
 
-    csv: Path = Path("torchlml-peers.csv")
+    csv: Path = Path("torchlml-alternatives.csv")
     methods: tuple[str, ...] = ()
     """Who is compared; by default all that can run here. Those for short rows sit out the long ones."""
     sizes: tuple[int, ...] = (32, 1000, 10_000)
@@ -221,8 +221,8 @@ def read_layer(arguments: Sequence[str]) -> LayerSettings:
 
 
 def read_constrained(arguments: Sequence[str]) -> ConstrainedSettings:
-    """Read the options of `torchlml bench family`."""
-    return _read_quick(ConstrainedSettings, "bench family", arguments, QUICK)
+    """Read the options of `torchlml bench constrained`."""
+    return _read_quick(ConstrainedSettings, "bench constrained", arguments, QUICK)
 
 
 def read_paper(arguments: Sequence[str]) -> PaperSettings:
@@ -230,6 +230,6 @@ def read_paper(arguments: Sequence[str]) -> PaperSettings:
     return _read_quick(PaperSettings, "bench paper", arguments, {"sizes": (1000,), "trials": 5})
 
 
-def read_comparison(arguments: Sequence[str]) -> ComparisonSettings:
-    """Read the options of `torchlml bench peers`."""
-    return _read_quick(ComparisonSettings, "bench peers", arguments, QUICK_COMPARISON)
+def read_alternatives(arguments: Sequence[str]) -> ComparisonSettings:
+    """Read the options of `torchlml bench alternatives`."""
+    return _read_quick(ComparisonSettings, "bench alternatives", arguments, QUICK_COMPARISON)

@@ -1,4 +1,4 @@
-"""`torchlml bench peers`: what it finds out about a method is true, and what it writes says it."""
+"""`torchlml bench alternatives`: what it finds out about a method is true, and what it writes says it."""
 
 from __future__ import annotations
 
@@ -96,7 +96,7 @@ def _short(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.usefixtures("_short")
 def test_the_command_writes_every_measurement_the_tables_and_the_picture(capsys, tmp_path: Path) -> None:
     path = tmp_path / "made" / "peers.csv"
-    assert cli.main(["bench", "peers", *TINY, "--csv", str(path)]) == 0
+    assert cli.main(["bench", "alternatives", *TINY, "--csv", str(path)]) == 0
     captured = capsys.readouterr()
     assert captured.err == ""
     rows = measurements.read(path, "--csv")
@@ -119,13 +119,13 @@ def test_what_is_not_there_is_said_once_and_stands_in_the_table(capsys, monkeypa
     monkeypatch.setattr(
         alternatives, "ALTERNATIVES", tuple(gone if p.name == gone.name else p for p in ALTERNATIVES)
     )
-    assert cli.main(["bench", "peers", *TINY, "--csv", str(tmp_path / "rows.csv")]) == 0
+    assert cli.main(["bench", "alternatives", *TINY, "--csv", str(tmp_path / "rows.csv")]) == 0
     out = capsys.readouterr().out
     assert out.count("the package `difftopk` is not installed") == 1
     assert 'pip install "torchlml[peers]"' in out
     (line,) = (line for line in out.splitlines() if line.startswith("| difftopk"))
     assert line.count("not installed") == len(ABILITIES)
-    words = ["bench", "peers", "--methods", "difftopk"]
+    words = ["bench", "alternatives", "--methods", "difftopk"]
     assert "`--methods` names `difftopk`, which cannot run here: the package" in refused(capsys, words)
 
 
@@ -135,7 +135,7 @@ def test_a_method_that_fails_is_not_timed(capsys, monkeypatch, tmp_path: Path) -
     monkeypatch.setattr(
         alternatives, "ALTERNATIVES", tuple(broken if p.name == broken.name else p for p in ALTERNATIVES)
     )
-    assert cli.main(["bench", "peers", *TINY, "--csv", str(tmp_path / "rows.csv")]) == 0
+    assert cli.main(["bench", "alternatives", *TINY, "--csv", str(tmp_path / "rows.csv")]) == 0
     cells = [line for line in capsys.readouterr().out.splitlines() if line.startswith("| softmax-times-k")][
         -1
     ]
@@ -152,7 +152,7 @@ def test_a_method_that_fails_is_not_timed(capsys, monkeypatch, tmp_path: Path) -
     },
 )
 def test_wrong_options_are_refused(capsys, options, needle) -> None:
-    assert needle in refused(capsys, ["bench", "peers", *options])
+    assert needle in refused(capsys, ["bench", "alternatives", *options])
 
 
 def test_the_page_has_the_tables_of_the_committed_rows() -> None:
