@@ -34,6 +34,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     Returns:
         The exit code.
     """
+    _replace_closed_outputs()
     words = list(sys.argv[1:] if arguments is None else arguments)
     debug = "--debug" in words
     if debug:
@@ -105,6 +106,17 @@ options:
   --version   print the version
   --debug     with any command: print the traceback when something fails
 """
+
+
+def _replace_closed_outputs() -> None:
+    """Send the outputs that the caller closed (`torchlml predict RUN >&-`) to the null device.
+
+    Python sets a closed output to None, which nothing can be printed to. The null device also takes the
+    number of the closed output, so that no file that is opened later does.
+    """
+    for name in ("stdout", "stderr"):
+        if getattr(sys, name) is None:
+            setattr(sys, name, open(os.devnull, "w", encoding="utf-8"))  # noqa: SIM115 - open until the end
 
 
 def _plain(error: UnicodeError) -> tuple[str, int]:

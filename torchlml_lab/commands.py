@@ -267,8 +267,7 @@ def call(name: str, command: Command, arguments: Sequence[str]) -> None:
 
 def draw_all(settings: AllSettings) -> None:
     """Draw one figure after the other; an error in one is raised after the others are drawn."""
-    from rich.console import Console
-
+    from torchlml_lab.engine.progress import new_console
     from torchlml_lab.figures.files import NotMadeYet
 
     check_folder("--out", settings.out)
@@ -277,7 +276,7 @@ def draw_all(settings: AllSettings) -> None:
         try:
             call(f"figures {name}", figure, ["--out", str(settings.out / f"{name}.png")])
         except NotMadeYet as missing:
-            Console().print(f"Not drawn: {name}. {missing}", soft_wrap=True, markup=False)
+            new_console().print(f"Not drawn: {name}. {missing}", soft_wrap=True)
         except BadInput as error:
             errors.append(error)
     if errors:
@@ -327,7 +326,10 @@ def _ask_task(name: str, arguments: Sequence[str]) -> None:
         return
     if run is None:
         raise BadInput(f"`torchlml {name}` needs the folder of a run, and first: `torchlml {name} RUN`.")
-    experiment = read_json(Path(run) / "run.json", dict).get("experiment")
+    path = Path(run) / "run.json"
+    experiment = read_json(path, dict).get("experiment")
+    if not isinstance(experiment, str):
+        raise BadInput(f"`{path}` is damaged: it does not name an experiment.")
     if experiment not in TASKS:
         raise BadInput(f"`{run}` is a run of `{experiment}`, which is no task of this version.")
     command = commands[experiment]

@@ -188,3 +188,71 @@ def test_what_cannot_be_predicted_is_refused_in_a_sentence() -> None:
         model.predict(X, k=7)
     with pytest.raises(ValueError, match="`y` must have 6 columns, as in `fit`, but it has 4"):
         model.score(X, Y[:, :4])
+
+
+def test_a_validation_fraction_must_leave_rows_to_train_on() -> None:
+    with pytest.raises(
+        ValueError, match=r"`validation_fraction` must leave .* but 0.997 of 150 rows are 150"
+    ):
+        TopKClassifier(validation_fraction=0.997, **QUICK).fit(X[:150], Y[:150])
+    TopKClassifier(validation_fraction=0.99, **QUICK).fit(X[:150], Y[:150])
+
+
+BAD_NAMES: dict[str, tuple[list[list[Any]], str]] = {
+    "tuples": ([[("ash", 1)], [("elm", 2), ("ash", 1)]], r"strings or numbers, but \('ash', 1\) is a tuple"),
+    "lists": ([[["ash"]], [["elm"], ["oak"]]], r"strings or numbers, but \['ash'\] is a list"),
+    "None": ([["ash", None], ["elm"]], "strings or numbers, but None is a NoneType"),
+    "NaN": ([[1.0, float("nan")], [2.0]], "must not hold NaN"),
+    "nothing": ([[], []], "`y` must have labels, but no row has one"),
+    "two kinds": ([["ash", 1], ["elm"]], "names of one kind, but they are int and str"),
+}
+
+
+@pytest.mark.parametrize("name", BAD_NAMES)
+def test_names_that_cannot_be_labels(name: str) -> None:
+    lists, needle = BAD_NAMES[name]
+    with pytest.raises(ValueError, match=needle):
+        TopKClassifier(**QUICK).fit(X[:100], lists * 50)
+
+
+def test_a_matrix_without_columns_has_no_labels() -> None:
+    with pytest.raises(ValueError, match="`y` must have labels, but no row has one"):
+        TopKClassifier(**QUICK).fit(X, np.zeros((len(X), 0)))
+
+
+def test_large_integers_stay_integers() -> None:
+    names = [2**63 + 1, 2**63 + 3, -3]  # numpy would make floats of them, the first two the same
+    lists = [[names[i % 3], names[(i + 1) % 3]] if i % 2 else [names[i % 3]] for i in range(len(X))]
+    model = TopKClassifier(k=1, **QUICK).fit(X, lists)
+    assert model.classes_.tolist() == sorted(names)
+    assert all(type(name) is int and name in names for (name,) in model.predict(X))
+    assert model.score(X, lists) > 0
+    with pytest.raises(
+        ValueError, match=f"integers of at most 64 bits, but they range from -3 to {2**63 + 3}"
+    ):
+        TopKClassifier(**QUICK).fit(X, [name for (name, *_) in lists])
+
+
+class Series:
+    """A column of lists whose rows are columns themselves, as that of polars is."""
+
+    def __init__(self, values: list[Any]) -> None:
+        self.values = values
+
+    def __iter__(self) -> Any:
+        return (Series(value) if isinstance(value, list) else value for value in self.values)
+
+    def __len__(self) -> int:
+        return len(self.values)
+
+    def to_list(self) -> list[Any]:
+        return self.values
+
+
+def test_a_series_of_lists() -> None:
+    model = TopKClassifier(k=2, **QUICK).fit(X, Series(NAMES))
+    again = TopKClassifier(k=2, **QUICK).fit(X, NAMES)
+    assert model.predict(X) == again.predict(X)
+    assert model.score(X, Series(NAMES)) == again.score(X, NAMES)
+    single = TopKClassifier(k=1, **QUICK).fit(X, Series([row[0] for row in NAMES]))
+    assert set(single.predict(X)) <= set(LABELS)

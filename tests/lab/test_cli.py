@@ -409,6 +409,25 @@ def test_a_reader_that_leaves_early_is_no_failure():
     assert (done.returncode, done.stderr) == (0, "")
 
 
+def closing(closed, *words):
+    """Run a command line with some of its outputs closed."""
+    command = ["sh", "-c", f'exec "$0" -m torchlml "$@" {closed}', sys.executable, *words]
+    return subprocess.run(command, capture_output=True, text=True, cwd=ROOT, timeout=120)
+
+
+@pytest.mark.parametrize("closed", [">&-", ">&- 2>&-"])
+def test_a_closed_output_is_no_failure(tmp_path, closed):
+    # What is printed must not go into the file that would take the number of the closed output.
+    picture = tmp_path / "picture.png"
+    done = closing(closed, "figures", "projection", "--out", str(picture))
+    assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
+    assert picture.read_bytes().startswith(b"\x89PNG")
+
+
+def test_a_closed_error_output_keeps_the_exit_code():
+    assert closing("2>&-", "trian").returncode == 2
+
+
 def test_a_sentence_ends_once():
     assert sentence(BadInput("Stop!")) == "Stop!"
     assert sentence(RuntimeError("a\nb")) == "a b."

@@ -2,11 +2,13 @@
 
 import dataclasses
 import json
+import os
 import re
 import resource
 import shutil
 import signal
 import time
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -21,6 +23,7 @@ from torchlml_lab import cli
 from torchlml_lab.engine import loop
 from torchlml_lab.engine import run as run_of_engine
 from torchlml_lab.engine.loop import EpochBatches
+from torchlml_lab.engine.run_directory import RunFolder
 from torchlml_lab.engine.settings import use_threads
 from torchlml_lab.studies.cifar100 import model
 from torchlml_lab.studies.cifar100.data import read_features
@@ -128,21 +131,29 @@ def test_resuming_a_finished_run_changes_nothing(capsys, whole):
     assert (whole / "metrics.jsonl").read_bytes() == before
 
 
-def full_disk():
-    """No file may grow beyond 20 kB: what a write to a full disk does, also to writers outside Python."""
-    resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, 20_000))
+def full_disk(size):
+    """No file may grow beyond this size: what a write to a full disk does, also to writers outside Python."""
+    resource.setrlimit(resource.RLIMIT_FSIZE, (size, size))
 
 
-def test_a_full_disk_leaves_a_whole_run(features, whole, tmp_path):
+@pytest.mark.parametrize("kept", ["nothing", "the weights"])
+def test_a_full_disk_leaves_a_whole_run(features, whole, tmp_path, kept):
+    """The weights are written by safetensors, and the optimizer's state by torch."""
     out = tmp_path / "run"
+    weights = (whole / "checkpoints" / "epoch-0006" / "model.safetensors").stat().st_size
     killed(features, out)
     before = (out / "state.json").read_bytes()
     # What a kill just before or just after the state was written leaves: it is dropped, also here.
     shutil.copytree(out / "checkpoints" / json.loads(before)["last"], out / "checkpoints" / "epoch-0000")
-    _, errors = output(start(resume(out), full_disk), code=1)
+    limit = 20_000 if kept == "nothing" else weights + 100
+    _, errors = output(start(resume(out), partial(full_disk, limit)), code=1)
     assert re.fullmatch(r"torchlml: The checkpoint of epoch \d could not be written to .*\.\n", errors), (
         errors
     )
+    why = "file too large" if kept == "nothing" else r"a file was not written completely, with .* GB free"
+    assert re.search(f"`{out}`: {why}[^;]*; the epochs before it are whole", errors), errors
+    assert "enforce" not in errors
+    assert "os error" not in errors
     assert (out / "state.json").read_bytes() == before
     state = json.loads(before)
     kept = {path.name for path in (out / "checkpoints").iterdir()}
@@ -170,6 +181,28 @@ def test_what_was_written_after_the_last_checkpoint_is_dropped(capsys, unfinishe
     (unfinished / "checkpoints" / ".partial").mkdir()
     assert cli.main(resume(unfinished)) == 0
     assert (unfinished / "metrics.jsonl").read_bytes() == (whole / "metrics.jsonl").read_bytes()
+
+
+def die_before_the_first_commit():
+    """Kill this process after the metrics of the first epoch are written, and before its state is."""
+
+    def commit(self, state):
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    RunFolder.commit = commit  # type: ignore[method-assign]
+
+
+@pytest.mark.parametrize("half", [False, True])
+def test_a_kill_before_the_first_state_leaves_no_metrics(features, whole, tmp_path, half):
+    out = tmp_path / "run"
+    output(start(words(features, out), die_before_the_first_commit), code=-signal.SIGKILL)
+    metrics = out / "metrics.jsonl"
+    assert metrics.exists()
+    assert not (out / "state.json").exists()
+    if half:  # the kill came in the middle of the write
+        metrics.write_bytes(metrics.read_bytes()[:-20])
+    output(start(resume(out)))
+    same(out, whole)
 
 
 def test_a_checkpoint_of_another_run_is_refused(capsys, unfinished):

@@ -249,3 +249,61 @@ def test_delicious_in_time_and_as_scikit_learn_reads_it() -> None:
     x, y = load_svmlight_file(path, multilabel=True, zero_based=True)
     assert (abs(x - rows.features)).max() == 0
     assert names_of(rows) == [[str(int(label)) for label in sorted(row)] for row in y]
+
+
+def test_underscores_are_not_digits(tmp_path: Path) -> None:
+    """Python reads `1_23` as 123, but in a table it is text and in svmlight it is an error."""
+    rows = read(tmp_path / "rows.csv", "code,size,tags\n1_23,1,a\n12_3,2,b\n")
+    assert rows.texts == ["1_23", "12_3"]
+    assert rows.columns == ("size",)
+    with pytest.raises(BadInput, match=r"rows.csv`, line 2: column `code` has `1_23`"):
+        read(tmp_path / "rows.csv", "code,tags\n1_23,a\n", columns=Columns(numbers=("code",)))
+    with pytest.raises(BadInput, match=r"line 2: the feature of `1_0:25` is not"):
+        read(tmp_path / "rows.txt", "1 1:2\n1 1_0:25\n")
+    with pytest.raises(BadInput, match=r"line 1: the value of `10:2_5` is not a finite number"):
+        read(tmp_path / "rows.txt", "1 10:2_5\n")
+
+
+def test_nulls_in_parquet_are_not_labels(tmp_path: Path) -> None:
+    import pyarrow
+    from pyarrow import parquet
+
+    path = tmp_path / "rows.parquet"
+    lists = pyarrow.array([["a", None, "b"], [None], None, ["None"]], pyarrow.list_(pyarrow.string()))
+    parquet.write_table(pyarrow.table({"text": ["p", "q", "r", "s"], "tags": lists}), path)
+    assert names_of(read_labelled(path, "--train")[0]) == [["a", "b"], [], [], ["None"]]
+    numbers = pyarrow.array([[1.5, float("nan"), None], [2.5]], pyarrow.list_(pyarrow.float64()))
+    parquet.write_table(pyarrow.table({"text": ["p", "q"], "tags": numbers}), path)
+    assert names_of(read_labelled(path, "--train")[0]) == [["1.5"], ["2.5"]]
+    parquet.write_table(pyarrow.table({"text": ["p", "q"], "tags": [float("nan"), 2.5]}), path)
+    assert names_of(read_labelled(path, "--train")[0]) == [[], ["2.5"]]
+
+
+SEPARATED = {
+    "semicolons": 'text;size;tags\n"one; two";1;a,b\nthree, four;2;b\n',
+    "tabs": "text\tsize\ttags\none; two\t1\ta,b\nthree, four\t2\tb\n",
+    "commas": 'text,size,tags\none; two,1,"a,b"\n"three, four",2,b\n',
+}
+
+
+@pytest.mark.parametrize("form", SEPARATED)
+def test_csv_with_any_usual_separator(tmp_path: Path, form: str) -> None:
+    rows = read(tmp_path / "rows.csv", SEPARATED[form])
+    assert rows.texts == ["one; two", "three, four"]
+    assert rows.features.toarray().tolist() == [[1], [2]]
+    assert names_of(rows) == [["a", "b"], ["b"]]
+
+
+def test_the_separator_of_a_csv_must_fit_its_rows(tmp_path: Path) -> None:
+    rows = read(tmp_path / "rows.csv", "a;b;c,tags\none,p\ntwo,q\n")
+    assert rows.texts == ["one", "two"]
+    # A file to predict for may have one column, whose texts have commas and semicolons in quotes.
+    path = tmp_path / "one.csv"
+    path.write_text('text\n"one; two, three"\nfour\n')
+    columns = Columns(texts=("text",))
+    assert read_labelled(path, "--data", columns=columns, labelled=False)[0].texts == [
+        "one; two, three",
+        "four",
+    ]
+    with pytest.raises(BadInput, match=r"line 3: 1 cells, but line 1 has 2"):
+        read(tmp_path / "rows.csv", "text;tags\none;p\ntwo\n")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import shutil
 import time
 import tracemalloc
 from pathlib import Path
@@ -11,6 +12,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from scipy import sparse
 from sklearn.feature_extraction.text import TfidfVectorizer
 
@@ -22,7 +24,7 @@ from torchlml_lab import cli
 from torchlml_lab.cli_errors import BadInput
 from torchlml_lab.data.labelled_rows import LabelledRows, label_matrix
 from torchlml_lab.data.tables import Columns
-from torchlml_lab.multilabel import preparation, samples, training
+from torchlml_lab.multilabel import preparation, report, samples, training
 from torchlml_lab.multilabel.report import best_temperature
 from torchlml_lab.multilabel.settings import MultilabelSettings
 
@@ -332,3 +334,33 @@ def test_bad_questions_to_a_run(run, texts, tmp_path, capsys):
     assert "is no table" in refused(capsys, [*train, "--test", tmp_path / "rows.txt"])
     assert not (tmp_path / "run").exists()
     assert not list(tmp_path.glob("*.jsonl"))
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+@pytest.mark.parametrize("command", ["predict", "evaluate"])
+def test_weights_that_are_not_finite_are_an_error(run, texts, tmp_path, capsys, value, command):
+    out = tmp_path / "run"
+    shutil.copytree(run[0], out)
+    best = json.loads((out / "state.json").read_text())["best"]
+    path = out / "checkpoints" / best / "model.safetensors"
+    weights = load_file(path)
+    weights["last.weight"][0, 0] = value
+    save_file(weights, path)
+    said = refused(capsys, [command, str(out), "--data", str(texts)])
+    assert f"`{path}` is damaged: `last.weight` holds {value}." in said
+
+
+def test_a_report_does_not_widen_label_lists_to_all_labels(run, texts, capsys, tmp_path, monkeypatch):
+    """A column for each label would take gigabytes where there are hundreds of thousands of them."""
+    widths = []
+
+    class Spied(torchlml.metrics.TopKRecall):
+        def update(self, preds, target, **more):
+            widths.append(target.shape[-1])
+            super().update(preds, target, **more)
+
+    monkeypatch.setattr(report, "TopKRecall", Spied)
+    assert cli.main(["evaluate", str(run[0]), "--data", str(texts), "--out", str(tmp_path)]) == 0
+    longest = max(len(tags) for _, tags in tagged_texts(300, seed=0))
+    assert widths
+    assert max(widths) <= longest + 1

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+import torchlml_lab
 from torchlml_lab import cli
 from torchlml_lab.commands import TASKS
 
@@ -27,3 +28,10 @@ def test_a_task_is_shown_and_explained(name: str, capsys: pytest.CaptureFixture[
     assert f"torchlml train {name}" in README
     assert cli.main(["train", name, "--help"]) == 0
     assert "--resume" in capsys.readouterr().out
+
+
+def test_no_dtype_is_set_that_metrics_ignore() -> None:
+    """The metrics count in integers, so `set_dtype` does nothing: a call of it only seems to matter."""
+    package = Path(torchlml_lab.__file__).parent
+    for path in package.rglob("*.py"):
+        assert ".set_dtype(" not in path.read_text(encoding="utf-8"), path

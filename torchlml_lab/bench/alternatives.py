@@ -31,7 +31,7 @@ from torchlml_lab.bench.settings import (
 )
 from torchlml_lab.bench.timing import PAGE_BYTES, Quantiles, added_bytes, measurable, race
 from torchlml_lab.cli_errors import BadInput
-from torchlml_lab.engine.progress import ProgressBar
+from torchlml_lab.engine.progress import ProgressBar, new_console
 from torchlml_lab.engine.settings import check_threads, use_threads
 from torchlml_lab.files import check_picture
 from torchlml_lab.plots import BLUE, GREY, INK, ORANGE, PAGE, new_figure
@@ -184,7 +184,7 @@ _SOFTMAX = next(provider for provider in LAYER if provider.name == BASELINE)
 
 def main(settings: ComparisonSettings) -> None:
     """Run the comparison."""
-    run(settings, Console())
+    run(settings, new_console())
 
 
 def run(settings: ComparisonSettings, console: Console) -> None:

@@ -24,7 +24,7 @@ from torchlml_lab.bench.settings import (
 )
 from torchlml_lab.bench.timing import PAGE_BYTES, Quantiles, added_bytes, measurable, race
 from torchlml_lab.cli_errors import BadInput
-from torchlml_lab.engine.progress import ProgressBar
+from torchlml_lab.engine.progress import ProgressBar, new_console
 from torchlml_lab.engine.settings import cores, use_threads
 from torchlml_lab.files import check_file, check_picture
 
@@ -118,11 +118,11 @@ def layer(settings: LayerSettings) -> None:
     """Run `torchlml bench layer`."""
     check_file("--csv", settings.csv)
     plot = settings.plot or settings.csv.with_suffix(".png")
-    run(settings, "projection", LAYER, plot, Console())
+    run(settings, "projection", LAYER, plot, new_console())
 
 
 def constrained(settings: ConstrainedSettings) -> None:
     """Run `torchlml bench constrained`."""
     check_file("--csv", settings.csv)
     plot = settings.plot or settings.csv.with_name(f"{settings.csv.stem}-constrained.png")
-    run(settings, "family", FAMILY, plot, Console())
+    run(settings, "family", FAMILY, plot, new_console())

@@ -13,7 +13,7 @@ from torchlml_lab.bench.cases import Case
 from torchlml_lab.bench.measurements import RowFile, measured
 from torchlml_lab.bench.settings import LossesSettings, check_numbers, check_timing
 from torchlml_lab.bench.timing import race
-from torchlml_lab.engine.progress import ProgressBar
+from torchlml_lab.engine.progress import ProgressBar, new_console
 from torchlml_lab.engine.settings import cores, use_threads
 from torchlml_lab.engine.table import plain_table
 
@@ -41,7 +41,7 @@ COMPARISONS: tuple[Callable[[int], Comparison], ...] = (
 
 def main(settings: LossesSettings) -> None:
     """Run the benchmark."""
-    run(settings, Console())
+    run(settings, new_console())
 
 
 def run(settings: LossesSettings, console: Console) -> None:

@@ -6,6 +6,7 @@ from pathlib import Path
 from statistics import median
 
 from matplotlib.axes import Axes
+from rich.cells import cell_len
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
@@ -41,7 +42,7 @@ _LOOK = {
 # The width of a column beyond its longest cell.
 _BETWEEN = 2
 
-Column = tuple[str, list[str]]  # the head and the cells
+Column = tuple[str, Sequence[str | Text]]  # the head and the cells
 
 
 def tables(rows: Sequence[Measurement], earlier: Mapping[Key, Measurement], width: int) -> list[Table | str]:
@@ -78,10 +79,12 @@ def _columns(
     for row in rows:
         by_case[row.case][row.provider] = row
     bases = [by_provider[BASELINE] for by_provider in by_case.values()]
-    left = [(name, [f"{getattr(base, name)}" for base in bases]) for name in varying]
+    left: list[Column] = [(name, [f"{getattr(base, name)}" for base in bases]) for name in varying]
     left.append((f"{BASELINE}, {unit}", [f"{base.p50:,.4g}" for base in bases]))
     names = [name for name in dict.fromkeys(row.provider for row in rows) if name != BASELINE]
-    ratios = [(name, [_ratio(case[name], earlier) for case in by_case.values()]) for name in names]
+    ratios: list[Column] = [
+        (name, [_ratio(case[name], earlier) for case in by_case.values()]) for name in names
+    ]
     return left, ratios
 
 
@@ -98,7 +101,7 @@ def _fitting(left: Sequence[Column], columns: Sequence[Column], width: int) -> I
 
 def _width(column: Column) -> int:
     head, cells = column
-    return max(len(head), *(Text.from_markup(cell).cell_len for cell in cells))
+    return max(len(head), *(cell_len(str(cell)) for cell in cells))
 
 
 def _table(columns: Sequence[Column]) -> Table:
@@ -109,17 +112,17 @@ def _table(columns: Sequence[Column]) -> Table:
     return table
 
 
-def _ratio(row: Measurement, earlier: Mapping[Key, Measurement]) -> str:
+def _ratio(row: Measurement, earlier: Mapping[Key, Measurement]) -> Text:
     now = three_digits(row.ratio_p50)
     if row.key not in earlier:
-        return now
+        return Text(now)
     then = earlier[row.key].ratio_p50
     colour = "default"
     if row.ratio_p50 < then * (1 - _NOTABLE):
         colour = "green"
     elif row.ratio_p50 > then * (1 + _NOTABLE):
         colour = "red"
-    return f"[{colour}]{now}[/] [dim](was {three_digits(then)})[/]"
+    return Text.assemble((now, colour), " ", (f"(was {three_digits(then)})", "dim"))
 
 
 def three_digits(ratio: float) -> str:

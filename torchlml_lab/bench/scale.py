@@ -16,7 +16,7 @@ from torchlml_lab.bench.cases import Case
 from torchlml_lab.bench.measurements import Measurement, RowFile, measured
 from torchlml_lab.bench.settings import ScaleSettings, check_numbers, check_timing
 from torchlml_lab.bench.timing import Quantiles, added_bytes, measurable, race
-from torchlml_lab.engine.progress import ProgressBar
+from torchlml_lab.engine.progress import ProgressBar, new_console
 from torchlml_lab.engine.settings import cores, use_threads
 from torchlml_lab.engine.table import plain_table
 
@@ -29,7 +29,7 @@ _WAYS = ("linear_lml_loss", "lml_loss of linear", "cross_entropy of linear", _TO
 
 def main(settings: ScaleSettings) -> None:
     """Run the benchmark."""
-    run(settings, Console())
+    run(settings, new_console())
 
 
 def run(settings: ScaleSettings, console: Console) -> None:

@@ -8,7 +8,6 @@ from typing import Any, Literal, NamedTuple
 
 import numpy as np
 import torch
-from rich.console import Console
 from scipy import sparse
 from sklearn.base import BaseEstimator, ClassifierMixin
 from sklearn.utils import check_random_state
@@ -16,8 +15,9 @@ from sklearn.utils.validation import check_consistent_length, check_is_fitted, v
 from torch import Tensor, nn
 
 from torchlml.metrics import topk_ndcg
-from torchlml_lab.classifier.label_forms import Matrix, learn_form
+from torchlml_lab.classifier.label_forms import NO_LABELS, Matrix, learn_form
 from torchlml_lab.engine.loop import EpochBatches, train_epoch
+from torchlml_lab.engine.progress import new_console
 from torchlml_lab.multilabel.losses import LabelLoss, unlike_logits
 from torchlml_lab.multilabel.model import LabelNetwork, probabilities, scores
 from torchlml_lab.multilabel.samples import Batch, Batches
@@ -207,7 +207,7 @@ class TopKClassifier(ClassifierMixin, BaseEstimator):  # type: ignore[misc]
             schedule = Schedule(
                 int(self.epochs), self.patience, int(self.batch_size), float(rate), seed % 2**20
             )
-            console = Console(quiet=not self.verbose, highlight=False)
+            console = new_console(quiet=not self.verbose)
             self.n_iter_ = fit_network(
                 self.network_, self._label_loss(), training, validation, schedule, console.print
             )
@@ -286,7 +286,7 @@ class TopKClassifier(ClassifierMixin, BaseEstimator):  # type: ignore[misc]
         if n < 2:
             raise ValueError(f"`y` must have at least two labels (classes), but it has {n} class.")
         if not counts.any():
-            raise ValueError("`y` must have labels, but no row has one.")
+            raise ValueError(NO_LABELS)
         if self.k != "labels" and self.k >= n:
             raise ValueError(f"`k` must be less than the number of labels, {n}, but it is {self.k}.")
         usual = min(max(1, round(float(counts[counts > 0].mean()))), n - 1)
@@ -318,6 +318,11 @@ class TopKClassifier(ClassifierMixin, BaseEstimator):  # type: ignore[misc]
         count = round(self.validation_fraction * len(rows)) if len(rows) >= _FEWEST else 0
         if count == 0:
             return rows, None
+        if count == len(rows):
+            raise ValueError(
+                "`validation_fraction` must leave at least one row to train on, "
+                f"but {self.validation_fraction} of {len(rows)} rows are {count}."
+            )
         aside, rest = np.split(random.permutation(len(rows)), [count])
         training, validation = (Batches(rows.inputs[part], rows.labels[part]) for part in (rest, aside))
         return training, validation

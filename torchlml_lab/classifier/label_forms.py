@@ -11,6 +11,7 @@ from sklearn.utils.validation import check_array, column_or_1d
 
 Form = Literal["indicator", "sparse", "lists", "single"]
 Matrix = Any  # CSR of scipy, which has no types
+NO_LABELS = "`y` must have labels, but no row has one."
 
 
 @dataclass(frozen=True)
@@ -27,6 +28,7 @@ class LabelForm:
 
     def read(self, labels: Any) -> Matrix:
         """Labels of other rows in the same form as a CSR matrix; names that are not known are left out."""
+        labels = _as_list(labels)
         if self.kind in ("indicator", "sparse"):
             matrix = _matrix(labels)
             if matrix.shape[1] != len(self.classes):
@@ -44,6 +46,7 @@ class LabelForm:
 
     def counts(self, labels: Any) -> Any:
         """How many labels each row has, with the names that are not known."""
+        labels = _as_list(labels)
         if self.kind == "lists":
             return np.array([len(set(row)) for row in _rows_of_names(labels)])
         if self.kind == "single":
@@ -73,19 +76,54 @@ class LabelForm:
 
 def learn_form(labels: Any) -> LabelForm:
     """The form of the labels of training rows; what is none raises ValueError."""
+    labels = _as_list(labels)
     if sparse.issparse(labels):
         return LabelForm("sparse", np.arange(labels.shape[1]))
     if _is_lists(labels):
-        names = {name for row in _rows_of_names(labels) for name in row}
-        kinds = sorted({type(name).__name__ for name in names})
-        if len({str if isinstance(name, str) else int for name in names}) > 1:
-            raise ValueError(f"`y` must hold names of one kind, but they are {' and '.join(kinds)}.")
-        return LabelForm("lists", np.array(sorted(names)))
-    shape = np.asarray(labels).shape
-    if len(shape) == 2 and shape[1] != 1:
-        return LabelForm("indicator", np.arange(shape[1]))
+        return LabelForm("lists", _sorted_names(_rows_of_names(labels)))
+    array = np.asarray(labels)
+    if array.ndim == 2 and array.shape[1] == 0:
+        raise ValueError(NO_LABELS)
+    if array.ndim == 2 and array.shape[1] != 1:
+        return LabelForm("indicator", np.arange(array.shape[1]))
+    if isinstance(labels, (list, tuple)) and array.dtype.kind in "fO" and all(map(_is_integer, labels)):
+        raise ValueError(
+            f"`y` must hold integers of at most 64 bits, but they range from {min(labels)} to {max(labels)}: "
+            "give them as strings."
+        )
     check_classification_targets(column_or_1d(labels, warn=True))
     return LabelForm("single", np.unique(column_or_1d(labels)))
+
+
+def _as_list(labels: Any) -> Any:
+    """A column of pandas or polars as a list; anything else as it is."""
+    return labels.to_list() if callable(getattr(labels, "to_list", None)) else labels
+
+
+def _sorted_names(rows: list[list[Any]]) -> Any:
+    """All names in order, as an array; names that cannot be told apart or compared raise ValueError."""
+    for row in rows:
+        for name in row:
+            if not isinstance(name, (str, int, float)):
+                raise ValueError(
+                    "`y` must hold names that are strings or numbers, "
+                    f"but {name!r} is a {type(name).__name__}."
+                )
+            if name != name:
+                raise ValueError("`y` must not hold NaN: leave a missing label out.")
+    names = {name for row in rows for name in row}
+    if not names:
+        raise ValueError(NO_LABELS)
+    if len({isinstance(name, str) for name in names}) > 1:
+        kinds = sorted({type(name).__name__ for name in names})
+        raise ValueError(f"`y` must hold names of one kind, but they are {' and '.join(kinds)}.")
+    # Integers beyond 64 bits stay integers: numpy would make floats of them.
+    large = any(_is_integer(name) and not -(2**63) <= name < 2**63 for name in names)
+    return np.array(sorted(names), dtype=object if large else None)
+
+
+def _is_integer(value: Any) -> bool:
+    return isinstance(value, (int, np.integer))
 
 
 def _is_lists(labels: Any) -> bool:
@@ -98,6 +136,8 @@ def _is_lists(labels: Any) -> bool:
     if not rows or not all(isinstance(row, (list, tuple, set, frozenset, np.ndarray)) for row in rows):
         return False
     same = {len(row) for row in rows}
+    if same == {0}:
+        return True
     return len(same) > 1 or not all(_is_bit(name) for row in rows for name in row)
 
 

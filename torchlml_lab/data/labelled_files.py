@@ -81,7 +81,8 @@ def _features(tails: Sequence[bytes]) -> Matrix:
     pairs = [word.split(b":") for words in rows for word in words]
     if not pairs:
         return sparse.csr_array((len(tails), 0), dtype=np.float32)
-    if any(len(pair) != 2 for pair in pairs):
+    # numpy would read `1_0` as 10.
+    if any(len(pair) != 2 for pair in pairs) or any(b"_" in tail for tail in tails):
         raise ValueError
     columns = np.array([pair[0] for pair in pairs]).astype(np.int64)
     values = np.array([pair[1] for pair in pairs]).astype(np.float64)
@@ -106,7 +107,7 @@ def _explain(path: Path, at: Sequence[int], tails: Sequence[bytes]) -> NoReturn:
                 accepted = f"a whole number from 0 to {_LARGEST}"
                 raise BadInput(f"`{path}`, line {line}: the feature of `{said}` is not {accepted}.")
             try:
-                finite = abs(float(value)) <= _MOST
+                finite = b"_" not in value and abs(float(value)) <= _MOST
             except ValueError:
                 finite = False
             if not finite:

@@ -75,7 +75,8 @@ def read_table(
     if columns.texts:
         chosen = [cells.columns[name] for name in columns.texts]
         texts = [
-            "\n".join("" if cell is None else str(cell) for cell in row) for row in zip(*chosen, strict=True)
+            "\n".join("" if _is_missing(cell) else str(cell) for cell in row)
+            for row in zip(*chosen, strict=True)
         ]
     numbers = np.array([_numbers(cells, name) for name in columns.numbers], dtype=np.float32)
     features = sparse.csr_array(numbers.T.reshape(len(cells.at), len(columns.numbers)))
@@ -95,7 +96,8 @@ def _kind(path: Path) -> str:
 def _read_csv(path: Path, option: str) -> _Cells:
     text = read_content(path, option).decode()
     csv.field_size_limit(2**31 - 1)  # texts may be long
-    rows = csv.reader(io.StringIO(text), delimiter="\t" if _kind(path) == ".tsv" else ",", strict=True)
+    separator = "\t" if _kind(path) == ".tsv" else _cell_separator(text)
+    rows = csv.reader(io.StringIO(text), delimiter=separator, strict=True)
     at, found = [], []
     before = 0
     try:
@@ -117,6 +119,23 @@ def _read_csv(path: Path, option: str) -> _Cells:
     _refuse_twins(header, f"`{path}`, line 1")
     cells: list[Sequence[str]] = list(zip(*found, strict=True)) if found else [[] for _ in header]
     return _Cells(path, {name: list(column) for name, column in zip(header, cells, strict=True)}, at, "line")
+
+
+def _cell_separator(text: str) -> str:
+    """Find the separator of a `.csv`: many spreadsheets write semicolons or tabs instead of commas.
+
+    The separator splits the header into the most cells, and the first row into as many.
+    """
+
+    def fit(separator: str) -> tuple[bool, int]:
+        try:
+            rows = filter(None, csv.reader(io.StringIO(text), delimiter=separator, strict=True))
+            header, first = len(next(rows, [])), len(next(rows, []))
+        except csv.Error:  # reported where the file is read
+            return False, 0
+        return header > 1 and first in (0, header), header
+
+    return max((",", ";", "\t"), key=fit)
 
 
 def _refuse_twins(header: Sequence[str], where: str) -> None:
@@ -183,13 +202,25 @@ def _listed(cells: _Cells) -> str:
 
 def _number(cell: Any) -> float | None:
     """The number in a cell, NaN in an empty one, None where it is something else."""
-    if cell is None or cell == "" or cell != cell:  # the last is a NaN of Parquet
+    if _is_missing(cell) or cell == "":
         return math.nan
+    value = _python_number(cell)
+    return value if value is not None and math.isfinite(value) and abs(value) <= _MOST else None
+
+
+def _is_missing(cell: Any) -> bool:
+    """Whether a cell of Parquet is null or NaN."""
+    return cell is None or bool(cell != cell)
+
+
+def _python_number(cell: Any) -> float | None:
+    """The value of a cell that is a number, possibly an infinite one; None for any other cell."""
+    if isinstance(cell, str) and "_" in cell:  # Python reads `1_23` as 123, but codes may have underscores
+        return None
     try:
-        value = float(cell)
+        return float(cell)
     except (TypeError, ValueError):
         return None
-    return value if math.isfinite(value) and abs(value) <= _MOST else None
 
 
 def _is_number_column(cells: Sequence[Any]) -> bool:
@@ -201,12 +232,8 @@ def _is_number_column(cells: Sequence[Any]) -> bool:
 
 
 def _is_infinite(cell: Any) -> bool:
-    """Whether a cell that is no finite number is a number all the same."""
-    try:
-        float(cell)
-    except (TypeError, ValueError):
-        return False
-    return True
+    """Whether a cell that is not a finite number is still a number."""
+    return _python_number(cell) is not None
 
 
 def _numbers(cells: _Cells, name: str) -> list[float]:
@@ -221,12 +248,14 @@ def _numbers(cells: _Cells, name: str) -> list[float]:
 
 
 def _labels(cells: _Cells, columns: Columns) -> list[list[str]]:
-    """The labels of each row; a column of Parquet may hold lists already."""
+    """The labels of each row; a column of Parquet may hold lists already, with nulls in them."""
     assert columns.labels is not None
-    lists = []
+    lists, separator = [], columns.separator
     for cell in cells.columns[columns.labels]:
-        parts = cell if isinstance(cell, list) else str("" if cell is None else cell).split(columns.separator)
-        lists.append([name for part in parts if (name := str(part).strip())])
+        parts = (
+            cell if isinstance(cell, list) else [cell] if _is_missing(cell) else str(cell).split(separator)
+        )
+        lists.append([name for part in parts if not _is_missing(part) and (name := str(part).strip())])
     return lists
 
 

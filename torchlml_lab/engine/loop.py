@@ -19,7 +19,7 @@ from torch.optim.lr_scheduler import LRScheduler
 from torch.utils.data import Dataset, Sampler
 
 from torchlml_lab.cli_errors import BadInput
-from torchlml_lab.engine.progress import ProgressBar
+from torchlml_lab.engine.progress import ProgressBar, new_console
 from torchlml_lab.engine.settings import StepTimeSettings, check_threads, use_threads
 from torchlml_lab.engine.table import plain_table
 
@@ -222,7 +222,7 @@ def compare_steps(
     for name in names:
         torch.manual_seed(0)
         tasks[name] = build(name)
-    console = Console()
+    console = new_console()
     with use_threads(settings.threads):
         seconds = measure_steps(tasks, size, settings.steps, console)
     console.print(step_table(seconds, names[0], f"{settings.steps} steps of {size} {what}"))

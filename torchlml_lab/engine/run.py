@@ -2,7 +2,9 @@
 
 import importlib.util
 import math
+import os
 import random
+import re
 import shutil
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -17,7 +19,7 @@ from rich.console import Console
 from safetensors.torch import load_model
 from torch.utils.data import DataLoader, Dataset
 
-from torchlml_lab.cli_errors import BadInput
+from torchlml_lab.cli_errors import BadInput, reason
 from torchlml_lab.engine.loop import EpochBatches, Task, forecast, train_epoch
 from torchlml_lab.engine.progress import ProgressBar
 from torchlml_lab.engine.run_directory import RunFolder, State, locked
@@ -51,7 +53,7 @@ def train(
         if resumed:
             folder.check()
             if (folder.path / "result.json").exists():
-                return folder.read("result.json")
+                return folder.result()
             folder.check_sound()
             if main:
                 held.enter_context(locked(folder.path))
@@ -135,6 +137,8 @@ class _Run:
         self.state = folder.state() if settings.resume is not None else None
         if self.state is not None:
             self._load(self.state)
+        elif self.main:  # a run that was killed in its first epoch may have written metrics
+            folder.drop_metrics()
         if settings.tensorboard:
             accelerator.init_trackers("tensorboard")
 
@@ -228,12 +232,12 @@ class _Run:
                 self.folder.commit(state)
             self.accelerator.wait_for_everyone()
         except Exception as error:
+            why = _why_not_written(error, partial)
             if self.main:
                 shutil.rmtree(partial, ignore_errors=True)
-            reason = getattr(error, "strerror", None) or " ".join(str(error).split()).rstrip(".")
             raise RuntimeError(
                 f"The checkpoint of epoch {state.epoch} could not be written to `{self.folder.path}`: "
-                f"{reason}; the epochs before it are whole, and `{self.again}` continues after them."
+                f"{why}; the epochs before it are whole, and `{self.again}` continues after them."
             ) from error
 
     def _load(self, state: State) -> None:
@@ -266,9 +270,11 @@ class _Run:
         load_model(self.accelerator.unwrap_model(self.model), str(best / "model.safetensors"))
         measures = self._evaluate("test") if "test" in self.held_out else {}
         best_line = (self.state.best_epoch, "validation")
-        chosen = next(
-            (old for old in self.folder.metrics() if (old["epoch"], old["split"]) == best_line), {"epoch": 0}
-        )
+        lines = self.folder.metrics()
+        chosen = next((old for old in lines if (old["epoch"], old["split"]) == best_line), None)
+        if chosen is None:
+            path = self.folder.path / "metrics.jsonl"
+            raise BadInput(f"`{path}` is damaged: the validation of epoch {best_line[0]} is missing.")
         validation = {key: chosen[key] for key in chosen if key not in ("epoch", "split", "train_loss")}
         result = {
             "best_epoch": self.state.best_epoch,
@@ -282,6 +288,20 @@ class _Run:
             self.folder.write("result.json", result)
         self.accelerator.wait_for_everyone()
         return result
+
+
+def _why_not_written(error: Exception, folder: Path) -> str:
+    """Say why a checkpoint could not be written, as the end of a sentence."""
+    said = " ".join(str(error).split()).rstrip(".")
+    if isinstance(error, OSError) and error.strerror:
+        return reason(error)
+    if found := re.search(r"os error (\d+)", said):  # safetensors quotes the system's message and its number
+        number = int(found[1])
+        return reason(OSError(number, os.strerror(number)))
+    if "inline_container" in said:  # torch's writer of archives does not keep the system's error
+        free = shutil.disk_usage(folder.parent).free / 1e9
+        return f"a file was not written completely, with {free:,.1f} GB free on the disk"
+    return said
 
 
 def _random_states(path: Path) -> dict[str, Any]:

@@ -38,7 +38,7 @@ from torch import nn
 import torchlml
 from torchlml_lab.cli_errors import BadInput
 from torchlml_lab.engine.settings import SETTINGS_FILE, TrainSettings, from_json, to_json
-from torchlml_lab.files import read_json, replacing
+from torchlml_lab.files import read_record, replacing
 
 if sys.platform == "win32":
     import msvcrt
@@ -107,6 +107,53 @@ class State:
     seconds: float
 
 
+@dataclass(frozen=True)
+class RunRecord:
+    """The entries of `run.json` that are read back."""
+
+    format: int
+    experiment: str
+    run: str
+    versions: dict[str, str]
+
+
+@dataclass(frozen=True)
+class _Written:
+    """The entries of a `checkpoint.json` that are read back."""
+
+    run: str
+    torchlml: str
+
+
+@dataclass(frozen=True)
+class _Failed:
+    """A `failed.json`."""
+
+    epoch: int
+    loss: str
+
+
+@dataclass(frozen=True)
+class _Result:
+    """A `result.json`."""
+
+    best_epoch: int
+    validation: dict[str, float]
+    test: dict[str, float]
+    seconds: float
+
+
+class _Measures(dict[str, float]):
+    """The measures of a `result.json`; one that is missing raises `BadInput`."""
+
+    def __init__(self, values: dict[str, float], path: Path) -> None:
+        super().__init__(values)
+        self.path = path
+
+    def __missing__(self, name: str) -> float:
+        raise BadInput(f"`{self.path}` is damaged: the measure `{name}` is missing.")
+
+
 class RunFolder:
     """The folder of one run.
 
@@ -136,10 +183,10 @@ class RunFolder:
     def check_sound(self) -> None:
         """Refuse a run whose loss became infinite or NaN: continued, it would do so again."""
         if (self.path / "failed.json").exists():
-            failed = self.read("failed.json")
-            raise BadInput(f"`{self.path}`: " + self.failure(failed.get("epoch"), failed.get("loss")))
+            failed = read_record(self.path / "failed.json", _Failed)
+            raise BadInput(f"`{self.path}`: " + self.failure(failed.epoch, failed.loss))
 
-    def failure(self, epoch: int | None, loss: str | None) -> str:
+    def failure(self, epoch: int, loss: str) -> str:
         """What is said of a run whose loss became infinite or NaN, when it happens and ever after."""
         return (
             f"The loss became {loss} in epoch {epoch}, and would again: begin a new run with a smaller "
@@ -183,13 +230,13 @@ class RunFolder:
 
     def check(self) -> None:
         """Refuse to continue what another experiment or another version has written."""
-        run = self.read("run.json")
-        if run.get("experiment") != self.experiment:
-            raise BadInput(
-                f"`{self.path}` holds a run of `{run.get('experiment')}`, not of `{self.experiment}`."
-            )
-        version = run.get("versions", {}).get("torchlml")
-        if run.get("format") != FORMAT or version != torchlml.__version__:
+        run = self.record()
+        if run.experiment != self.experiment:
+            raise BadInput(f"`{self.path}` holds a run of `{run.experiment}`, not of `{self.experiment}`.")
+        version = run.versions.get("torchlml")
+        if version is None:
+            raise BadInput(f"`{self.path / 'run.json'}` is damaged: the version of torchlml is missing.")
+        if run.format != FORMAT or version != torchlml.__version__:
             raise BadInput(
                 f"`{self.path}` was written by torchlml {version}, and this is {torchlml.__version__}: "
                 "a run is continued by the version that began it."
@@ -199,29 +246,34 @@ class RunFolder:
         """How far the run is; None when no epoch was finished."""
         if not (self.path / "state.json").exists():
             return None
-        try:
-            return State(**self.read("state.json"))
-        except TypeError as error:
-            raise BadInput(f"`{self.path / 'state.json'}` is damaged: {error}.") from error
+        return read_record(self.path / "state.json", State)
+
+    def record(self) -> RunRecord:
+        """Which run this is."""
+        return read_record(self.path / "run.json", RunRecord)
+
+    def result(self) -> dict[str, Any]:
+        """The content of `result.json`: the best epoch, its measures, and the seconds."""
+        path = self.path / "result.json"
+        values = asdict(read_record(path, _Result))
+        return values | {split: _Measures(values[split], path) for split in ("validation", "test")}
 
     def checkpoint(self, name: str) -> Path:
         """The folder of a checkpoint, checked to be of this run and version."""
         path = self.path / "checkpoints" / name
-        written = self.read(f"checkpoints/{name}/checkpoint.json")
-        run = self.read("run.json")
-        if written.get("run") != run["run"]:
+        written = read_record(path / "checkpoint.json", _Written)
+        if written.run != self.record().run:
             raise BadInput(f"The checkpoint `{path}` is of another run.")
-        if written.get("torchlml") != torchlml.__version__:
+        if written.torchlml != torchlml.__version__:
             raise BadInput(
-                f"The checkpoint `{path}` was written by torchlml {written.get('torchlml')}, "
+                f"The checkpoint `{path}` was written by torchlml {written.torchlml}, "
                 f"and this is {torchlml.__version__}."
             )
         return path
 
     def commit(self, state: State) -> None:
         """Make what was saved under `partial` the last checkpoint, and drop those no longer needed."""
-        run = self.read("run.json")
-        written = {"run": run["run"], "torchlml": torchlml.__version__, "epoch": state.epoch}
+        written = {"run": self.record().run, "torchlml": torchlml.__version__, "epoch": state.epoch}
         (self.partial / "checkpoint.json").write_text(json.dumps(written), encoding="utf-8")
         place = self.path / "checkpoints" / state.last
         shutil.rmtree(place, ignore_errors=True)  # left by a run that was killed between rename and commit
@@ -244,7 +296,15 @@ class RunFolder:
         """The lines of `metrics.jsonl`; half a line that a killed run left is not one."""
         path = self.path / "metrics.jsonl"
         text = path.read_text(encoding="utf-8") if path.exists() else ""
-        return [json.loads(line) for line in text.splitlines(keepends=True) if line.endswith("\n")]
+        lines = []
+        for number, line in enumerate(text.splitlines(keepends=True), 1):
+            if line.endswith("\n"):
+                lines.append(_metrics_of(line, f"`{path}`, line {number}"))
+        return lines
+
+    def drop_metrics(self) -> None:
+        """Remove all metrics: without a state no epoch is whole."""
+        (self.path / "metrics.jsonl").unlink(missing_ok=True)
 
     def drop_metrics_after(self, epoch: int) -> None:
         """Keep only the lines of whole epochs."""
@@ -257,9 +317,19 @@ class RunFolder:
         with replacing(self.path / name) as temporary:
             temporary.write_text(json.dumps(values, indent=1) + "\n", encoding="utf-8")
 
-    def read(self, name: str) -> dict[str, Any]:
-        """Read a JSON file; what cannot be read raises `BadInput`."""
-        return read_json(self.path / name, dict)
+
+def _metrics_of(line: str, where: str) -> dict[str, Any]:
+    """A line of `metrics.jsonl`; anything else raises `BadInput`."""
+    try:
+        values = json.loads(line)
+    except ValueError as error:
+        raise BadInput(f"{where}: the file is damaged, this is not JSON.") from error
+    numbers = isinstance(values, dict) and all(
+        isinstance(value, (int, float)) for name, value in values.items() if name != "split"
+    )
+    if not numbers or "epoch" not in values or not isinstance(values.get("split"), str):
+        raise BadInput(f"{where}: the file is damaged, this is not a line of metrics.")
+    return dict(values)
 
 
 def git_commit() -> str | None:
@@ -287,11 +357,18 @@ class BestEpoch(NamedTuple):
     weights: Path
 
     def load(self, model: nn.Module) -> None:
-        """Read the weights into a network that is ready to predict afterwards."""
+        """Read the weights into a network that is ready to predict afterwards.
+
+        A file of another model, or with weights that are NaN or infinite, raises `BadInput`.
+        """
         try:
             load_model(model, str(self.weights))
         except (OSError, RuntimeError, SafetensorError) as error:
             raise BadInput(f"`{self.weights}` is damaged or of another model.") from error
+        for name, values in model.named_parameters():
+            wrong = values[~values.isfinite()]
+            if wrong.numel():
+                raise BadInput(f"`{self.weights}` is damaged: `{name}` holds {wrong[0].item()}.")
         model.eval()
 
 

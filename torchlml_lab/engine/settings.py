@@ -2,7 +2,6 @@
 
 import dataclasses
 import inspect
-import json
 import math
 import os
 import shutil
@@ -11,9 +10,10 @@ from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal, TypeVar, get_type_hints
+from typing import Any, Literal, TypeVar
 
 from torchlml_lab.cli_errors import BadInput, options, refusal
+from torchlml_lab.files import read_json, record
 
 
 def cores() -> int:
@@ -130,21 +130,17 @@ def _json_value(value: Any) -> Any:
 
 def from_json(kind: type[Settings], path: Path) -> Settings:
     """Read the settings that `to_json` gave; a file that holds something else raises `BadInput`."""
+    if not path.exists():
+        raise BadInput(f"`{path.parent}` holds no run of this version: No such file or directory.")
+    values = read_json(path, dict)
+    names = {field.name for field in dataclasses.fields(kind)} - _CALL
+    if set(values) != names:
+        raise BadInput(f"`{path}` is damaged: its settings are not those of this task and version.")
+    default = kind()
     try:
-        values = json.loads(path.read_text(encoding="utf-8"))
-        hints = get_type_hints(kind)
-        names = {field.name for field in dataclasses.fields(kind)} - _CALL
-        if set(values) != names:
-            raise ValueError("its settings are not those of this task and version")
-        for name, value in values.items():
-            if hints[name] in (Path, Path | None) and value is not None:
-                values[name] = Path(value)
-            elif isinstance(value, list):
-                values[name] = tuple(value)
-        return kind(**values)
-    except (OSError, ValueError, TypeError) as error:
-        said = error.strerror if isinstance(error, OSError) else error
-        raise BadInput(f"`{path.parent}` holds no run of this version: {said}.") from error
+        return record(values | {name: getattr(default, name) for name in _CALL}, kind)
+    except ValueError as error:
+        raise BadInput(f"`{path}` is damaged: {error}.") from error
 
 
 def _check_unchanged(folder: Path, name: str, now: object, then: object) -> None:

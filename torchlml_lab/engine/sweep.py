@@ -2,7 +2,6 @@
 
 import contextlib
 import dataclasses
-import json
 import os
 import signal
 import sys
@@ -23,7 +22,7 @@ from torchlml_lab.engine.progress import ProgressBar
 from torchlml_lab.engine.run_directory import RunFolder, locked
 from torchlml_lab.engine.settings import FREE, SETTINGS_FILE, GridSettings, TrainSettings, to_json
 from torchlml_lab.engine.table import StudyTable
-from torchlml_lab.files import check_file, check_folder, writing
+from torchlml_lab.files import check_file, check_folder, read_json, writing
 
 Settings = TypeVar("Settings", bound=TrainSettings)
 Row = TypeVar("Row")
@@ -135,7 +134,7 @@ def finished(experiment: str, settings: TrainSettings) -> dict[str, Any] | None:
     stored = settings.out / SETTINGS_FILE
     if not (settings.out / "run.json").exists():
         return None
-    expected, found = to_json(settings), json.loads(stored.read_text(encoding="utf-8"))
+    expected, found = to_json(settings), read_json(stored, dict)
     different = [name for name in expected if name not in FREE and expected[name] != found.get(name)]
     if different:
         name = different[0]
@@ -144,7 +143,7 @@ def finished(experiment: str, settings: TrainSettings) -> dict[str, Any] | None:
             "give another `--out`."
         )
     folder = RunFolder(settings.out, experiment)
-    return folder.read("result.json") if (settings.out / "result.json").exists() else None
+    return folder.result() if (settings.out / "result.json").exists() else None
 
 
 def resuming(settings: Settings) -> Settings:

@@ -4,9 +4,8 @@ from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import TypeVar
 
-from rich.console import Console
-
 from torchlml_lab.cli_errors import BadInput
+from torchlml_lab.engine.progress import new_console
 from torchlml_lab.engine.table import StudyTable
 from torchlml_lab.files import check_picture, replacing
 
@@ -20,7 +19,7 @@ def draw_only(draw: Callable[[Path], None], picture: Path) -> None:
 
 def say_where(picture: Path) -> None:
     """Print where the picture is, as the last line of a figure's command."""
-    Console().print(f"The picture is {picture}.", soft_wrap=True)
+    new_console().print(f"The picture is {picture}.", soft_wrap=True)
 
 
 def write_tables(text: str, picture: Path) -> None:
@@ -28,7 +27,7 @@ def write_tables(text: str, picture: Path) -> None:
     page = picture.with_suffix(".md")
     with replacing(page) as temporary:
         temporary.write_text(text, encoding="utf-8")
-    Console().print(f"The tables are {page}.", soft_wrap=True)
+    new_console().print(f"The tables are {page}.", soft_wrap=True)
     say_where(picture)
 
 

@@ -5,13 +5,14 @@ from pathlib import Path
 
 import torch
 from matplotlib.axes import Axes
-from rich.console import Console
 from rich.table import Table
+from rich.text import Text
 from torch import Tensor
 
 import torchlml
 from torchlml._solve.newton import order_offsets
 from torchlml_lab.cli_errors import BadInput
+from torchlml_lab.engine.progress import new_console
 from torchlml_lab.figures.files import draw_only, say_where
 from torchlml_lab.figures.settings import ProjectionSettings, RelaxationsSettings, RootFindingSettings
 from torchlml_lab.files import check_picture
@@ -45,7 +46,7 @@ def projection(settings: ProjectionSettings) -> None:
         "sigmoid": torch.sigmoid(x),
         "lml": torchlml.lml(x, settings.k),
     }
-    console = Console()
+    console = new_console()
     console.print(_table(x, answers, settings.k))
     console.print(
         f"lml shifts the whole row by one number, its threshold, until the sigmoids sum to k: "
@@ -68,8 +69,8 @@ def _table(x: Tensor, answers: dict[str, Tensor], k: float) -> Table:
     return table
 
 
-def _starred(value: float) -> str:
-    return f"[bold]{value:.4f} *[/bold]" if value > 0.5 else f"{value:.4f}  "
+def _starred(value: float) -> Text:
+    return Text(f"{value:.4f} *", style="bold") if value > 0.5 else Text(f"{value:.4f}  ")
 
 
 def draw_projection(x: Tensor, answers: dict[str, Tensor], k: float, picture: Path) -> None:

@@ -15,12 +15,11 @@ from typing import Any, Literal
 
 import numpy as np
 import torch
-from rich.console import Console
 from sklearn.linear_model import LogisticRegression
 
 from torchlml_lab.cli_errors import BadInput
 from torchlml_lab.data.labelled_rows import Matrix
-from torchlml_lab.engine.progress import ProgressBar
+from torchlml_lab.engine.progress import ProgressBar, new_console
 from torchlml_lab.engine.settings import parse_settings
 from torchlml_lab.files import check_file
 from torchlml_lab.multilabel import preparation as prepare
@@ -103,7 +102,7 @@ def _fit(inputs: Matrix, labels: Matrix, strength: float) -> tuple[Any, Any]:
         inputs.indices.astype(np.int32),
         inputs.indptr.astype(np.int32),
     )  # liblinear's
-    with ProgressBar(Console()) as progress:
+    with ProgressBar(new_console()) as progress:
         bar = progress.add_task(f"labels, C = {strength:g}", total=labels.shape[1])
         for label in range(labels.shape[1]):
             target = np.zeros(labels.shape[0])

@@ -6,14 +6,14 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple
 
-from rich.console import Console
 from rich.table import Table
 
 from torchlml_lab.cli_errors import BadInput
 from torchlml_lab.data.labelled_rows import Matrix
+from torchlml_lab.engine.progress import new_console
 from torchlml_lab.engine.run import say
 from torchlml_lab.engine.table import plain_table
-from torchlml_lab.files import check_file, replacing, shown
+from torchlml_lab.files import check_file, replacing, shown, writing
 from torchlml_lab.multilabel.model import TrainedLabels, load, prepared_rows, read_rows
 from torchlml_lab.multilabel.settings import PredictSettings
 
@@ -28,7 +28,7 @@ class RankedLabels(NamedTuple):
 
 
 def main(settings: PredictSettings) -> None:
-    """Predict, print the first rows and write all."""
+    """Predict, write all rows, and print the first."""
     if settings.data is None:
         raise BadInput("`--data` is missing: give a file of rows to predict the labels of.")
     if settings.out is not None:
@@ -44,15 +44,19 @@ def main(settings: PredictSettings) -> None:
         raise BadInput(f"`--top` is {top}, and must be from 1 to {known}, the labels of the run.")
     rows = read_rows(trained, settings.data, labelled=False)
     inputs, notes = prepared_rows(trained, rows, settings.data)
-    console = Console()
+    console = new_console()
     say(notes, console)
     ranked = best_labels(trained, inputs, top)
-    console.print(_table(ranked[:ON_SCREEN], rows.texts, trained.preparation.k))
+    try:
+        if settings.out is not None:
+            with writing("The labels", settings.out, "the table above shows the first rows"):
+                _write(settings.out, ranked)
+    finally:
+        console.print(_table(ranked[:ON_SCREEN], rows.texts, trained.preparation.k))
     if len(ranked) > ON_SCREEN:
         rest = "" if settings.out else "; `--out` writes all to a file"
         console.print(f"These are {ON_SCREEN} of {len(ranked)} rows{rest}.", highlight=False)
     if settings.out is not None:
-        _write(settings.out, ranked)
         console.print(f"The labels of all rows are in {settings.out}.", soft_wrap=True)
 
 

@@ -13,7 +13,7 @@ from sklearn.feature_extraction.text import TfidfVectorizer
 from torchlml_lab.cli_errors import BadInput
 from torchlml_lab.data.labelled_rows import LabelledRows, Matrix
 from torchlml_lab.data.tables import Columns
-from torchlml_lab.files import read_json
+from torchlml_lab.files import read_record
 
 FILE = "preparation.json"
 MOST_TERMS = 100_000
@@ -143,16 +143,22 @@ def _chosen_columns(matrix: Matrix, columns: npt.NDArray[np.int64]) -> Matrix:
 
 def stored(run: Path) -> Preparation:
     """The preparation of a run; a file that holds something else raises `BadInput`."""
-    values = read_json(run / FILE, dict)
-    try:
-        if values["columns"] is not None:
-            given: dict[str, Any] = {
-                name: tuple(v) if isinstance(v, list) else v for name, v in values["columns"].items()
-            }
-            values["columns"] = Columns(**given)
-        return Preparation(**values)
-    except (KeyError, TypeError) as error:
-        raise BadInput(f"`{run / FILE}` is damaged: {error}.") from error
+    path = run / FILE
+    found = read_record(path, Preparation)
+    for several in (("labels", "counts"), ("terms", "idf"), ("features", "means", "scales")):
+        lengths = [len(getattr(found, name)) for name in several]
+        if len(set(lengths)) > 1:
+            names = ", ".join(f"`{name}`" for name in several)
+            raise BadInput(f"`{path}` is damaged: {names} must be of one length, but they have {lengths}.")
+    for name in ("labels", "terms"):
+        if len(set(getattr(found, name))) < len(getattr(found, name)):
+            raise BadInput(f"`{path}` is damaged: `{name}` has a name twice.")
+    if found.terms and found.columns is None:
+        raise BadInput(f"`{path}` is damaged: it has `terms`, but no `columns` that they come from.")
+    if not found.inputs or len(found.labels) < 2 or not 1 <= found.k < len(found.labels):
+        sizes = f"{found.inputs} inputs, {len(found.labels)} labels and k = {found.k}"
+        raise BadInput(f"`{path}` is damaged: it has {sizes}.")
+    return found
 
 
 def _new_vectorizer(**more: Any) -> TfidfVectorizer:

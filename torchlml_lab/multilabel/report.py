@@ -15,10 +15,11 @@ from torchlml_lab import plots
 from torchlml_lab.cli_errors import BadInput
 from torchlml_lab.data.labelled_rows import LabelledRows, Matrix
 from torchlml_lab.engine import run_directory
+from torchlml_lab.engine.progress import new_console
 from torchlml_lab.engine.run import say
 from torchlml_lab.engine.table import plain_table
 from torchlml_lab.files import check_folder, replacing
-from torchlml_lab.multilabel.losses import PADDING
+from torchlml_lab.multilabel.losses import unlike_logits
 from torchlml_lab.multilabel.model import (
     NAMES,
     ROWS,
@@ -169,10 +170,9 @@ def make(trained: TrainedLabels, inputs: Matrix, rows: LabelledRows, what: str) 
     for logits, part in trained.scores(inputs):
         lists = label_lists(rows.labels[part])
         found.update(logits, lists)
-        # One column more: integers in the scores' own shape could be a multi-hot.
-        wide = torch.nn.functional.pad(lists, (0, labels + 1), value=PADDING)
+        listed = unlike_logits(lists, labels)
         for curve, scores in zip(curves, (logits, popular.expand_as(logits)), strict=True):
-            curve.update(torch.nn.functional.pad(scores, (0, found.more)), wide, mask=found.may_be_found)
+            curve.update(torch.nn.functional.pad(scores, (0, found.more)), listed, mask=found.may_be_found)
         bins += _binned(trained.probabilities(logits), lists)
     chunks = [slice(start, start + ROWS) for start in range(0, len(rows), ROWS)]
     return Report(
@@ -233,7 +233,7 @@ def main(settings: EvaluateSettings) -> None:
         check_folder("--out", out)
     rows, what, notes = _rows(settings, trained)
     inputs, more = prepared_rows(trained, rows, settings.data or Path(what))
-    console = Console()
+    console = new_console()
     say([*notes, *more], console)
     report = make(trained, inputs, rows, what)
     console.print(report.table())

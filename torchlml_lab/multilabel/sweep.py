@@ -9,11 +9,11 @@ from itertools import product
 from pathlib import Path
 from typing import Any
 
-from rich.console import Console
 from rich.table import Table
 
 from torchlml_lab.cli_errors import BadInput
 from torchlml_lab.engine import table
+from torchlml_lab.engine.progress import new_console
 from torchlml_lab.engine.run import train
 from torchlml_lab.engine.sweep import Grid, check_grid, checked_runs, read_tuned, resuming, run_grid
 from torchlml_lab.engine.table import StudyTable, Tried, plain_table, spread
@@ -93,7 +93,7 @@ def main(settings: SweepSettings) -> None:
     runs = grid(settings)
     _files_of(runs[0])  # so that a bad file is reported once, and at once
     study = Grid(EXPERIMENT, runs, _run_one, lambda one, done: [record(one, done)], TABLE.write, _table)
-    run_grid(study, settings, Console())
+    run_grid(study, settings, new_console())
 
 
 def grid(settings: SweepSettings) -> list[MultilabelSettings]:
@@ -151,7 +151,7 @@ def _run_one(settings: MultilabelSettings) -> dict[str, Any]:
         EXPERIMENT,
         resuming(settings),
         lambda: task(settings, split(settings, _files_of(settings))),
-        Console(quiet=True),
+        new_console(quiet=True),
     )
 
 

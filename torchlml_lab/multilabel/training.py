@@ -9,6 +9,7 @@ from rich.console import Console
 
 from torchlml_lab.cli_errors import BadInput
 from torchlml_lab.engine.loop import Task
+from torchlml_lab.engine.progress import new_console
 from torchlml_lab.engine.run import train_on_files
 from torchlml_lab.engine.settings import check as check_settings
 from torchlml_lab.multilabel import preparation as prepare
@@ -25,7 +26,7 @@ def main(settings: MultilabelSettings) -> None:
     """Train, and write the report."""
     from torchlml_lab.multilabel.report import report_run
 
-    console = Console()
+    console = new_console()
     run(settings, console)
     if PartialState().is_main_process:
         report_run(settings.resume or settings.out, settings, console)

@@ -4,14 +4,16 @@ import csv
 import json
 from collections.abc import Iterable, Iterator, Sequence
 from itertools import islice
+from pathlib import Path
 from typing import IO, NamedTuple
 
 import torch
-from rich.console import Console
 from torch import Tensor
 
 from torchlml_lab.cli_errors import BadInput
 from torchlml_lab.data.interactions import Interactions, read_interactions
+from torchlml_lab.engine.progress import new_console
+from torchlml_lab.engine.run import say
 from torchlml_lab.engine.table import plain_table
 from torchlml_lab.files import check_file, replacing, writing
 from torchlml_lab.multilabel.losses import padded
@@ -40,10 +42,10 @@ class Recommendation(NamedTuple):
 
 
 def main(settings: PredictSettings) -> None:
-    """Print a table, and write the file."""
+    """Write the file, and print a table."""
     _check(settings)
     trained = load(settings.run, {"train": settings.train}, with_test=False)
-    have, console = trained.data.everything, Console()
+    have, console = trained.data.everything, new_console()
     if settings.top > len(have.items):
         raise BadInput(f"`--top` is {settings.top}, but there are only {len(have.items)} items.")
     people, notes = find_people(settings, trained)
@@ -52,30 +54,26 @@ def main(settings: PredictSettings) -> None:
         notes.append(
             f"{strangers} of {len(people)} users are unknown: they get the items that most users have."
         )
-    for note in notes:
-        console.print(note, highlight=False, soft_wrap=True)
+    say(notes, console)
     everyone = recommendations(trained, people, settings.top)
     shown = list(islice(everyone, SHOWN))
-    table = plain_table(
-        f"{settings.top} new items, epoch {trained.epoch}", ("user", "items (probability in %)"), left=2
-    )
-    for one in shown:
-        table.add_row(one.user, _cell(one))
-    console.print(table)
-    if settings.out is None:
-        if len(people) > SHOWN:
-            console.print(
-                f"{len(people) - SHOWN} more users: `--out FILE.csv` writes all of them.", highlight=False
-            )
-        return
-    with writing("The recommendations", settings.out, "the table above is all there is"):
-        settings.out.parent.mkdir(parents=True, exist_ok=True)
-        with replacing(settings.out) as temporary, temporary.open("w", newline="", encoding="utf-8") as file:
-            write = _write_lines if settings.out.suffix == ".jsonl" else _write_csv
-            write(file, (one for some in (shown, everyone) for one in some))
-    console.print(
-        f"The recommendations of {len(people)} users are in {settings.out}.", soft_wrap=True, highlight=False
-    )
+    try:
+        if settings.out is not None:
+            with writing("The recommendations", settings.out, "the table above shows the first users"):
+                settings.out.parent.mkdir(parents=True, exist_ok=True)
+                _write(settings.out, (one for some in (shown, everyone) for one in some))
+    finally:
+        title = f"{settings.top} new items, epoch {trained.epoch}"
+        table = plain_table(title, ("user", "items (probability in %)"), left=2)
+        for one in shown:
+            table.add_row(one.user, _cell(one))
+        console.print(table)
+    if settings.out is not None:
+        said = f"The recommendations of {len(people)} users are in {settings.out}."
+        console.print(said, soft_wrap=True, highlight=False)
+    elif len(people) > SHOWN:
+        said = f"{len(people) - SHOWN} more users: `--out FILE.csv` writes all of them."
+        console.print(said, highlight=False)
 
 
 def _check(settings: PredictSettings) -> None:
@@ -166,6 +164,11 @@ def _cell(one: Recommendation) -> str:
     if one.probabilities is None:
         return ", ".join(one.items) + " (popular)"
     return ", ".join(f"{item} ({100 * p:.1f})" for item, p in zip(one.items, one.probabilities, strict=True))
+
+
+def _write(path: Path, everyone: Iterable[Recommendation]) -> None:
+    with replacing(path) as temporary, temporary.open("w", newline="", encoding="utf-8") as file:
+        (_write_lines if path.suffix == ".jsonl" else _write_csv)(file, everyone)
 
 
 def _write_csv(file: IO[str], everyone: Iterable[Recommendation]) -> None:

@@ -10,7 +10,7 @@ from rich.console import Console
 
 from torchlml_lab import plots
 from torchlml_lab.cli_errors import BadInput
-from torchlml_lab.engine.progress import ProgressBar
+from torchlml_lab.engine.progress import ProgressBar, new_console
 from torchlml_lab.engine.run import say
 from torchlml_lab.engine.table import plain_table
 from torchlml_lab.files import check_folder
@@ -33,7 +33,7 @@ def main(settings: EvaluateSettings) -> None:
     own = settings.data is not None
     moved = {"train": settings.train} if own else {"train": settings.train, "test": settings.test}
     trained = load(settings.run, moved, with_test=not own)
-    console = Console()
+    console = new_console()
     if settings.data is None:
         users, what = _of_split(trained, settings.split)
     else:

@@ -10,10 +10,11 @@ from itertools import product
 from pathlib import Path
 from typing import Any
 
-from rich.console import Console, Group
+from rich.console import Group
 from rich.table import Table
 
 from torchlml_lab.engine import table
+from torchlml_lab.engine.progress import new_console
 from torchlml_lab.engine.run import train
 from torchlml_lab.engine.sweep import Grid, check_grid, checked_runs, read_tuned, resuming, run_grid
 from torchlml_lab.engine.table import StudyTable, Tried, plain_table, spread
@@ -95,7 +96,7 @@ def main(settings: SweepSettings) -> None:
     def rows(one: RecommendSettings, done: dict[str, Any]) -> list[RankingRecord]:
         return [record(one, done, users)]
 
-    run_grid(Grid(EXPERIMENT, runs, _run_one, rows, TABLE.write, _tables), settings, Console())
+    run_grid(Grid(EXPERIMENT, runs, _run_one, rows, TABLE.write, _tables), settings, new_console())
 
 
 def grid(settings: SweepSettings) -> list[RecommendSettings]:
@@ -176,7 +177,7 @@ def _run_one(settings: RecommendSettings) -> dict[str, Any]:
         **{name: getattr(settings, name) for name in ("train", "test", "columns", "validation", "users")},
     )
     return train(
-        EXPERIMENT, resuming(settings), lambda: task(settings, _read_once(files)), Console(quiet=True)
+        EXPERIMENT, resuming(settings), lambda: task(settings, _read_once(files)), new_console(quiet=True)
     )
 
 

@@ -7,10 +7,9 @@ from typing import Any
 import torch
 from accelerate import Accelerator
 from accelerate.utils import send_to_device
-from rich.console import Console
 
 from torchlml_lab.engine import loop, run_directory
-from torchlml_lab.engine.progress import ProgressBar
+from torchlml_lab.engine.progress import ProgressBar, new_console
 from torchlml_lab.engine.table import plain_table
 from torchlml_lab.studies.cifar100.data import Batches
 from torchlml_lab.studies.cifar100.settings import (
@@ -34,7 +33,7 @@ def main(settings: EvaluateSettings) -> None:
     part = splits(run, *read(run.data, run.features))[settings.split]
     model = network(run, part)
     best.load(model)
-    accelerator, console = Accelerator(cpu=settings.cpu), Console()
+    accelerator, console = Accelerator(cpu=settings.cpu), new_console()
     ks = sorted({*KS, run.k})
     with torch.no_grad(), ProgressBar(console) as progress:
         task = progress.add_task("samples", total=len(part))

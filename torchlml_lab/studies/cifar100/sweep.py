@@ -9,10 +9,10 @@ from itertools import product
 from pathlib import Path
 from typing import Any
 
-from rich.console import Console
 from rich.table import Table
 
 from torchlml_lab.engine import table
+from torchlml_lab.engine.progress import new_console
 from torchlml_lab.engine.run import train
 from torchlml_lab.engine.run_directory import RunFolder
 from torchlml_lab.engine.sweep import Grid, check_grid, checked_runs, read_tuned, resuming, run_grid
@@ -84,7 +84,7 @@ def main(settings: SweepSettings) -> None:
     runs = grid(settings)
     read(settings.run.data, settings.run.features)  # so that a bad file is reported once, and at once
     study = Grid(EXPERIMENT, runs, _run_one, lambda one, done: [record(one, done)], TABLE.write, _table)
-    run_grid(study, settings, Console())
+    run_grid(study, settings, new_console())
 
 
 def grid(settings: SweepSettings) -> list[Cifar100Settings]:
@@ -148,7 +148,7 @@ def _run_one(settings: Cifar100Settings) -> dict[str, Any]:
         EXPERIMENT,
         resuming(settings),
         lambda: task(settings, *_read_once(settings.data, settings.features)),
-        Console(quiet=True),
+        new_console(quiet=True),
     )
 
 

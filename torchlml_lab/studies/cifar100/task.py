@@ -14,6 +14,7 @@ import torchlml
 from torchlml.metrics import TopKRecall
 from torchlml_lab.cli_errors import BadInput
 from torchlml_lab.engine.loop import Task
+from torchlml_lab.engine.progress import new_console
 from torchlml_lab.engine.run import in_percent, say_test, train
 from torchlml_lab.engine.settings import check as check_settings
 from torchlml_lab.studies.cifar100 import model
@@ -39,7 +40,7 @@ INSTEAD = "That is a network for GPUs: use `--network small-cnn --epochs 6` here
 
 def main(settings: Cifar100Settings) -> None:
     """Train, and print the test."""
-    console = Console()
+    console = new_console()
     result = run(settings, console)
     say_test(console, settings, result, in_percent(result["test"], list(result["test"])))
 
@@ -175,7 +176,6 @@ def accuracies(
 ) -> dict[str, float]:
     """The shares of samples whose label has one of the k largest logits, for each k."""
     recall = TopKRecall(tuple(dict.fromkeys(ks)), sync_on_compute=False)
-    recall.set_dtype(torch.float64)
     for x, label in batches:
         logits, labels = accelerator.gather_for_metrics((network(x).float(), label))
         recall.to(logits.device).update(logits, labels)

@@ -8,7 +8,7 @@ from rich.table import Table
 from torch import Tensor
 
 from torchlml_lab.cli_errors import BadInput
-from torchlml_lab.engine.progress import ProgressBar
+from torchlml_lab.engine.progress import ProgressBar, new_console
 from torchlml_lab.engine.settings import check_threads, use_threads
 from torchlml_lab.engine.table import plain_table
 from torchlml_lab.files import check_folder, writing
@@ -24,7 +24,7 @@ SHOWN = 4
 def main(settings: DemoSettings) -> None:
     """Run the demo."""
     _check(settings)
-    console = Console()
+    console = new_console()
     with use_threads(settings.threads):
         results, examples, answers = run(settings, console)
     meanings = {method.name: method.meaning for method in METHODS}

@@ -6,13 +6,13 @@ from dataclasses import dataclass
 from statistics import mean
 
 import torch
-from rich.console import Console, Group
+from rich.console import Group
 from torch import Tensor
 from torch.nn.functional import binary_cross_entropy_with_logits
 
 import torchlml
 from torchlml_lab.cli_errors import BadInput
-from torchlml_lab.engine.progress import ProgressBar
+from torchlml_lab.engine.progress import ProgressBar, new_console
 from torchlml_lab.engine.settings import use_threads
 from torchlml_lab.engine.table import StudyTable, plain_table
 from torchlml_lab.files import check_file, writing
@@ -70,7 +70,7 @@ def main(settings: WhichKSettings) -> None:
         if getattr(settings, name) < least:
             raise BadInput(f"`--{name}` is {getattr(settings, name)}, and must be at least {least}.")
     check_file("--csv", settings.csv)
-    console = Console()
+    console = new_console()
     with use_threads(1), ProgressBar(console) as progress:
         task = progress.add_task("methods", total=len(PLAN))
         rows = []

@@ -8,9 +8,9 @@ from typing import NamedTuple
 import torch
 from matplotlib.axes import Axes
 from matplotlib.patches import FancyArrowPatch, Rectangle
-from rich.console import Console
 
 from torchlml_lab.cli_errors import BadInput
+from torchlml_lab.engine.progress import new_console
 from torchlml_lab.engine.table import plain_table
 from torchlml_lab.files import check_picture, writing
 from torchlml_lab.plots import BLUE, FAINT, GREEN, INK, PAGE, VERMILION, new_figure
@@ -62,7 +62,8 @@ def _draw_boxes(axes: Axes, graphs: SceneGraphs, image: int, used: set[int]) -> 
     width, height = graphs.sizes[image].tolist()
     first, last = graphs.box_offsets[image : image + 2].tolist()
     axes.set(xlim=(-0.02 * width, 1.02 * width), ylim=(1.02 * height, -0.02 * height), aspect="equal")
-    axes.set(xticks=(), yticks=(), title=f"image {graphs.names[image]}: where the objects are")
+    axes.set(xticks=(), yticks=())
+    axes.set_title(f"image {graphs.names[image]}: where the objects are", parse_math=False)
     axes.spines[:].set_visible(False)
     taken: list[tuple[float, float]] = []
     for number, (x1, y1, x2, y2) in enumerate(graphs.boxes[first:last].tolist()):
@@ -97,6 +98,7 @@ def _draw_graph(axes: Axes, names: dict[int, str], triples: list[Triple]) -> Non
             1.06 * cos(angle),
             1.06 * sin(angle),
             names[box],
+            parse_math=False,
             color=BLUE,
             fontsize=7 if len(names) <= 30 else 5,
             rotation=degrees(angle) + 180 * left,
@@ -143,6 +145,7 @@ def _write_list(axes: Axes, names: dict[int, str], triples: list[Triple], lines:
             0,
             1 - (place + 0.5) / lines,
             f"{place + 1}.  {subject}  {triple.predicate}  {object_}  {triple.probability:.2f}",
+            parse_math=False,
             transform=axes.transAxes,
             color=GREEN if triple.observed else INK,
             verticalalignment="center",
@@ -154,7 +157,7 @@ FEW_OBJECTS = 8
 
 
 def main(settings: PredictSettings) -> None:
-    """Predict, print and draw."""
+    """Predict, draw and print."""
     if not 1 <= settings.relations <= MOST_RELATIONS:
         raise BadInput(f"`--relations` is {settings.relations}, and must be from 1 to {MOST_RELATIONS}.")
     check_picture(settings.out)
@@ -163,16 +166,18 @@ def main(settings: PredictSettings) -> None:
     triples = predict(run, split, image, settings.relations)
     graphs = getattr(run.splits, split)
     name = graphs.names[image]
-    console = Console()
+    console = new_console()
     title = f"image {name} ({split}), {vision(run.settings)}; * is in the file"
     table = plain_table(title, ("p", "", "subject", "predicate", "object"), left=5)
     for triple in triples:
         ends = [f"{graphs.objects[label]} {box + 1}" for label, box in triple.ends]
         mark = "*" if triple.observed else ""
         table.add_row(f"{triple.probability:.3f}", mark, ends[0], triple.predicate, ends[1])
-    console.print(table)
-    with writing("The drawing", settings.out, "the relations above are all of it"):
-        draw(graphs, image, triples, settings.out)
+    try:
+        with writing("The drawing", settings.out, "the relations above are all of it"):
+            draw(graphs, image, triples, settings.out)
+    finally:
+        console.print(table)
     console.print(f"The drawing is {settings.out}.", soft_wrap=True)
 
 

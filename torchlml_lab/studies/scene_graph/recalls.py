@@ -52,8 +52,6 @@ def score(
 def measure(scored: Iterable[Scored]) -> dict[str, float]:
     """The six recalls, their mean as `recall`, and the six mean recalls, from 0 to 1."""
     metrics = [SceneGraphRecall(KS, one, mean, **_HERE) for mean in (False, True) for one in (True, False)]
-    for metric in metrics:
-        metric.set_dtype(torch.float64)
     for predicted, true in scored:
         for metric in metrics:
             metric.to(predicted[0]["scores"].device).update(predicted, true)

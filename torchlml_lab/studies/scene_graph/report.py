@@ -12,7 +12,7 @@ from rich.table import Table
 from torch import Tensor
 
 from torchlml_lab.engine import loop, run_directory
-from torchlml_lab.engine.progress import ProgressBar
+from torchlml_lab.engine.progress import ProgressBar, new_console
 from torchlml_lab.engine.settings import use_threads
 from torchlml_lab.engine.table import plain_table
 from torchlml_lab.studies.scene_graph.batches import GraphBatches, RegionFeatures
@@ -74,7 +74,7 @@ def load(run: Path, moved: MovedData) -> TrainedGraphs:
 
 def main(settings: EvaluateSettings) -> None:
     """Evaluate, and print two tables."""
-    console = Console()
+    console = new_console()
     accelerator = Accelerator(cpu=settings.cpu)
     with use_threads(1):  # its operators are small, as in training
         run = load(settings.run, settings)

@@ -10,10 +10,11 @@ from pathlib import Path
 from typing import Any
 
 from accelerate import Accelerator
-from rich.console import Console, Group
+from rich.console import Group
 
 from torchlml_lab.cli_errors import BadInput
 from torchlml_lab.engine import table
+from torchlml_lab.engine.progress import new_console
 from torchlml_lab.engine.run import train
 from torchlml_lab.engine.run_directory import RunFolder
 from torchlml_lab.engine.sweep import Grid, check_grid, checked_runs, read_tuned, resuming, run_grid
@@ -145,7 +146,7 @@ def main(settings: SweepSettings) -> None:
         TABLE.write(path, [*baseline, *rows])
 
     study = Grid(EXPERIMENT, runs, _run_one, rows_of, write, lambda rows: _tables([*baseline, *rows]))
-    run_grid(study, settings, Console())
+    run_grid(study, settings, new_console())
 
 
 def grid(settings: SweepSettings) -> list[SceneGraphSettings]:
@@ -279,7 +280,7 @@ def _run_one(settings: SceneGraphSettings) -> dict[str, Any]:
         vg=settings.vg, vrd=settings.vrd, validation=settings.validation, split_seed=settings.split_seed
     )
     return train(
-        EXPERIMENT, resuming(settings), lambda: task(settings, _read_once(common)), Console(quiet=True)
+        EXPERIMENT, resuming(settings), lambda: task(settings, _read_once(common)), new_console(quiet=True)
     )
 
 

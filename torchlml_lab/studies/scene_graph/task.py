@@ -11,6 +11,7 @@ from torch import Tensor
 
 from torchlml_lab.cli_errors import BadInput
 from torchlml_lab.engine.loop import Task
+from torchlml_lab.engine.progress import new_console
 from torchlml_lab.engine.run import in_percent, say_test, train
 from torchlml_lab.engine.settings import check as check_settings
 from torchlml_lab.studies.scene_graph import datasets, objectives
@@ -26,7 +27,7 @@ COMMAND = f"train {EXPERIMENT}"
 
 def main(settings: SceneGraphSettings) -> None:
     """Train, and print the test."""
-    console = Console()
+    console = new_console()
     result = run(settings, console)
     say_test(console, settings, result, f"{in_percent(result['test'], RECALLS)} ({vision(settings)})")
 
