@@ -24,6 +24,7 @@ from torchlml_lab import cli
 from torchlml_lab.cli_errors import BadInput
 from torchlml_lab.data.labelled_rows import LabelledRows, label_matrix
 from torchlml_lab.data.tables import Columns
+from torchlml_lab.engine.run_directory import BestEpoch
 from torchlml_lab.multilabel import preparation, report, samples, training
 from torchlml_lab.multilabel.report import best_temperature
 from torchlml_lab.multilabel.settings import MultilabelSettings
@@ -39,6 +40,25 @@ def run(texts: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, st
     """A run that was told the file and nothing else, and what it printed."""
     out = tmp_path_factory.mktemp("run") / "run"
     return out, output(start(["train", "multilabel", "--train", str(texts), "--out", str(out)]))[0]
+
+
+def test_the_report_of_training_reads_no_file_again(texts, tmp_path, capsys, monkeypatch):
+    read, loaded = [], []
+    real = samples.read_labelled
+    monkeypatch.setattr(samples, "read_labelled", lambda *a, **more: read.append(a[0]) or real(*a, **more))
+    monkeypatch.setattr(BestEpoch, "load", lambda self, model: loaded.append(self.weights))
+    out = tmp_path / "run"
+    # In bfloat16 accelerate wraps the network, and the report must not be that of the wrapped one.
+    words = ["train", "multilabel", "--train", str(texts), "--out", str(out), "--epochs", "3"]
+    assert cli.main([*words, "--mixed-precision", "bf16", "--cpu"]) == 0
+    assert (read, loaded) == ([texts], [])
+    printed, report = capsys.readouterr().out, (out / "report.md").read_text()
+    monkeypatch.undo()
+    # `evaluate` reads the run from its folder, and finds the same.
+    assert cli.main(["evaluate", str(out)]) == 0
+    table = capsys.readouterr().out.splitlines()[:-1]
+    assert printed.splitlines()[-len(table) - 1 : -1] == table
+    assert (out / "report.md").read_text() == report
 
 
 def predict(run: Path, data: Path, out: Path, *more: str) -> list[dict]:

@@ -32,7 +32,7 @@ from torchlml_lab.multilabel.model import (
     probabilities,
     read_rows,
 )
-from torchlml_lab.multilabel.samples import aligned, label_lists, read
+from torchlml_lab.multilabel.samples import Data, aligned, label_lists, read
 from torchlml_lab.multilabel.settings import EvaluateSettings, LossName, MultilabelSettings
 
 ENTRIES = 2**21  # logits that are enough to choose by
@@ -138,9 +138,8 @@ class Report:
         )
 
 
-def report_run(run: Path, settings: MultilabelSettings, console: Console) -> None:
+def report_run(run: Path, trained: TrainedLabels, data: Data, console: Console) -> None:
     """Measure a finished run on its test rows, or those of validation; print, and write page and plots."""
-    trained, data = load(run), read(settings)
     trained = trained._replace(temperature=fit_temperature(trained, data.validation))
     with replacing(run / TEMPERATURE) as temporary:
         temporary.write_text(json.dumps({"temperature": trained.temperature}) + "\n", encoding="utf-8")

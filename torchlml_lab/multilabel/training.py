@@ -1,20 +1,21 @@
 """`torchlml train multilabel`: from a file of rows with labels to a run that predicts the best labels."""
 
 import math
-from typing import Any
 
 import torch
 from accelerate import PartialState
 from rich.console import Console
+from torch import nn
 
 from torchlml_lab.cli_errors import BadInput
 from torchlml_lab.engine.loop import Task
 from torchlml_lab.engine.progress import new_console
 from torchlml_lab.engine.run import train_on_files
+from torchlml_lab.engine.settings import SETTINGS_FILE, from_json
 from torchlml_lab.engine.settings import check as check_settings
 from torchlml_lab.multilabel import preparation as prepare
 from torchlml_lab.multilabel.losses import LabelLoss, loss_with_usual_k
-from torchlml_lab.multilabel.model import KS, LabelNetwork, measure
+from torchlml_lab.multilabel.model import KS, LabelNetwork, TrainedLabels, load, measure
 from torchlml_lab.multilabel.preparation import Preparation
 from torchlml_lab.multilabel.samples import Batches, Data, read
 from torchlml_lab.multilabel.settings import EXPERIMENT, WITH_K, MultilabelSettings
@@ -27,19 +28,52 @@ def main(settings: MultilabelSettings) -> None:
     from torchlml_lab.multilabel.report import report_run
 
     console = new_console()
-    run(settings, console)
+    trained, data = run(settings, console)
     if PartialState().is_main_process:
-        report_run(settings.resume or settings.out, settings, console)
+        report_run(settings.resume or settings.out, trained, data, console)
 
 
-def run(settings: MultilabelSettings, console: Console) -> dict[str, Any]:
-    """Train with these settings; what cannot be done raises `BadInput` before anything is written."""
+def run(settings: MultilabelSettings, console: Console) -> tuple[TrainedLabels, Data]:
+    """Train with these settings; wrong ones raise `BadInput` before anything is written.
+
+    Returns:
+        The run with its best weights, and its samples. Files are read again only if the run was finished.
+    """
     check(settings)
-    return train_on_files(EXPERIMENT, settings, read, task, _introduction, console)
+    made: list[tuple[Data, Preparation, nn.Module]] = []
+
+    def build(settings: MultilabelSettings, data: Data) -> Task:
+        prepared, built = prepared_task(settings, data)
+        made.append((data, prepared, built.model))
+        return built
+
+    result = train_on_files(EXPERIMENT, settings, read, build, _introduction, console)
+    folder = settings.resume or settings.out
+    if not made:
+        return load(folder), read(settings)
+    ((data, prepared, model),) = made
+    # A copy, because accelerate may have wrapped the model for its precision and moved it to a GPU.
+    best = network(settings, prepared)
+    best.load_state_dict(model.state_dict())
+    return (
+        TrainedLabels(
+            settings=from_json(MultilabelSettings, folder / SETTINGS_FILE),
+            preparation=prepared,
+            network=best.eval(),
+            epoch=result["best_epoch"],
+            temperature=1.0,
+        ),
+        data,
+    )
 
 
 def task(settings: MultilabelSettings, data: Data) -> Task:
     """The task of one run; the seed must be set before, since it makes the network."""
+    return prepared_task(settings, data)[1]
+
+
+def prepared_task(settings: MultilabelSettings, data: Data) -> tuple[Preparation, Task]:
+    """The task of one run, and before it the inputs and outputs of its network."""
     loss, k = loss_and_k(settings, data)
     prepared = prepare.fit(data.training, data.columns, k)
     model = network(settings, prepared)
@@ -49,7 +83,7 @@ def task(settings: MultilabelSettings, data: Data) -> Task:
     # One number for all parts: more labels that cannot be found change nothing where there are none.
     labels = max(len(part.names) for part in parts.values())
     chosen_by = f"ndcg@{max(k for k in KS if k <= len(prepared.labels))}"
-    return Task(
+    built = Task(
         model=model,
         optimizer=optimizer,
         scheduler=torch.optim.lr_scheduler.ConstantLR(optimizer, 1.0),
@@ -65,6 +99,7 @@ def task(settings: MultilabelSettings, data: Data) -> Task:
         or max(5, math.ceil(PATIENT_STEPS * settings.batch_size / len(data.training))),
         stored={prepare.FILE: prepared.to_json()},
     )
+    return prepared, built
 
 
 def network(settings: MultilabelSettings, prepared: Preparation) -> LabelNetwork:
