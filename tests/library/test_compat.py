@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import subprocess
 import sys
 from typing import Any
@@ -85,3 +86,20 @@ def test_a_scripted_module_runs() -> None:
     x = torch.randn(4, 10)
     model = torch.nn.Sequential(torch.nn.Linear(10, 6), compat.LML(N=2))
     assert torch.equal(torch.jit.script(model)(x), model(x))
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::torch.jit.TracerWarning")
+@pytest.mark.parametrize("layer", [torchlml.LML(k=2), compat.LML(N=2)], ids=["LML", "compat"])
+def test_a_traced_model_with_parameters_is_saved_and_trains(layer: torch.nn.Module) -> None:
+    x = torch.randn(4, 10)
+    model = torch.nn.Sequential(torch.nn.Linear(10, 6), layer)
+    file = io.BytesIO()
+    torch.jit.save(torch.jit.trace(model, (x,)), file)
+    file.seek(0)
+    loaded = torch.jit.load(file)
+    other = torch.randn(7, 10)
+    torch.testing.assert_close(loaded(other), model(other))
+    loaded(other)[:, 0].sum().backward()
+    model(other)[:, 0].sum().backward()
+    for got, want in zip(loaded.parameters(), model.parameters(), strict=True):
+        torch.testing.assert_close(got.grad, want.grad)

@@ -116,3 +116,29 @@ def test_bounds_that_should_sum_to_k_are_forgiven_their_rounding() -> None:
     upper = torch.rand(50).softmax(0) * 3
     for function in (torchlml.constrained_softmax, torchlml.constrained_sparsemax):
         torch.testing.assert_close(function(torch.randn(50), 3, upper), upper)
+
+
+@pytest.mark.parametrize("ties", [1000, 100_000])
+@pytest.mark.parametrize("excess", [1e-15, 1e-9, 3e-8, 1e-7, 9e-7])
+@each_dtype
+def test_many_entries_that_barely_exceed_their_caps(dtype: torch.dtype, excess: float, ties: int) -> None:
+    # Without caps, exp(x + nu) of the tied entries would be 1 + excess. The amount by which the caps shorten
+    # them belongs to the one entry that is free.
+    x = torch.zeros(ties + 1, dtype=dtype)
+    x[-1] = -1.0
+    k = ties + math.exp(-1) + (ties + math.exp(-1)) * excess
+    y = torchlml.constrained_softmax(x, k).double()
+    assert (y[:-1] - 1).abs().max() <= PROMISE[dtype][0]
+    assert abs(float(y[-1]) - (k - ties)) <= 2 * PROMISE[dtype][0]
+
+
+@pytest.mark.parametrize("free", [1, 3])
+@pytest.mark.parametrize("spread", [1e-7, 1e-6, 1e-5])
+def test_entries_within_rounding_of_their_caps(spread: float, free: int) -> None:
+    x = torch.randn(1057, generator=torch.Generator().manual_seed(0)) * spread
+    order = x.double().sort().values
+    # At this nu `free` entries are below 1, and all others at it: k follows from the definition.
+    nu = -(order[free - 1] + order[free]) / 2
+    truth = (x.double() + nu).exp().clamp(max=1)
+    y = torchlml.constrained_softmax(x, float(truth.sum()))
+    torch.testing.assert_close(y.double(), truth, rtol=0, atol=1e-6)

@@ -26,7 +26,7 @@ from torchlml._cpu import loader as native
 
 
 def test_torch_by_request() -> None:
-    code = "from torchlml._cpu import native; print(native.loaded(), native.instruction_set())"
+    code = "from torchlml._cpu import loader as native; print(native.loaded(), native.instruction_set())"
     result = run(code, TORCHLML_KERNEL="torch")
     assert result.stdout.split() == ["False", "None"]
 

@@ -12,6 +12,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils.checkpoint import checkpoint
 
 import torchlml
@@ -360,3 +361,14 @@ print(added_bytes(step) - w.numel() * 4)
         [sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=True
     )
     assert 0 < int(done.stdout) <= 1.1 * 64 * 2**20
+
+
+@pytest.mark.parametrize("loss", [torchlml.linear_lml_loss, torchlml.linear_truncated_entropy_loss])
+def test_backward_of_fake_tensors(loss: Any) -> None:
+    with FakeTensorMode():
+        hidden = torch.randn(4, 3, requires_grad=True)
+        weight = torch.randn(6, 3, requires_grad=True)
+        loss(hidden, weight, torch.zeros(4, dtype=torch.int64), 2).backward()
+    for t in (hidden, weight):
+        assert t.grad is not None
+        assert t.grad.shape == t.shape

@@ -229,3 +229,22 @@ def test_accumulating_gradients_is_the_mean_over_the_whole_step(hot):
     parts = [hugging_face_loss({"logits": a}, b, items) for a, b in zip(x.split(5), y.split(5), strict=True)]
     torch.testing.assert_close(sum(parts), torchlml.lml_loss(x, y, 2))
     torch.testing.assert_close(hugging_face_loss({"logits": x}, y), torchlml.lml_loss(x, y, 2))
+
+
+@pytest.mark.parametrize("k", [0, 0.0, torch.tensor(0), torch.tensor([2.0, 0.0])], ids=str)
+@pytest.mark.parametrize("bound", ["exactly", "at_most"])
+def test_k_of_0_in_a_row_with_a_label(k: Any, bound: Any) -> None:
+    logits, hidden, weight = torch.randn(2, 5), torch.randn(2, 3), torch.randn(5, 3)
+    target = torch.tensor([1, 2])
+    with pytest.raises(ValueError, match="`k` must be positive in every row that has a label"):
+        torchlml.lml_loss(logits, target, k, bound=bound)
+    with pytest.raises(ValueError, match="`k` must be positive in every row that has a label"):
+        torchlml.linear_lml_loss(hidden, weight, target, k, bound=bound)
+
+
+def test_k_of_0_is_accepted_without_labels() -> None:
+    logits, hidden, weight = torch.randn(2, 5), torch.randn(2, 3), torch.randn(5, 3)
+    target, k = torch.tensor([1, -100]), torch.tensor([2.0, 0.0])
+    assert torchlml.lml_loss(logits, target, k).isfinite()
+    assert torchlml.linear_lml_loss(hidden, weight, target, k).isfinite()
+    assert torchlml.lml_loss(logits, torch.tensor([1, 2]), 0, bound="at_least").isfinite()

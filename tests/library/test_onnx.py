@@ -174,3 +174,19 @@ def test_the_compiler_does_not_use_it(monkeypatch: pytest.MonkeyPatch) -> None:
     x = torch.randn(4, 6)
     traced = make_fx(lambda x: torchlml.lml(x, 2), tracing_mode="symbolic")(x)
     torch.testing.assert_close(traced(x), torchlml.lml(x, 2))
+
+
+class PerRow(nn.Module):
+    def forward(self, x: Tensor, k: Tensor) -> Tensor:
+        return torchlml.lml(x, k)
+
+
+@pytest.mark.parametrize("rows", [0, 1, 4])
+def test_k_per_row_with_any_number_of_rows(rows: int) -> None:
+    dynamic = {0: Dim.DYNAMIC}
+    run = session(exported(PerRow(), (torch.randn(3, 5), torch.ones(3)), dynamic_shapes=(dynamic, dynamic)))
+    x, k = torch.randn(rows, 5), torch.rand(rows) * 4
+    (y,) = run(x, k)
+    assert y.shape == (rows, 5)
+    np.testing.assert_allclose(y.sum(1), k.numpy(), rtol=0, atol=1e-5)
+    np.testing.assert_allclose(y, torchlml.lml(x, k).numpy(), rtol=0, atol=1e-6)

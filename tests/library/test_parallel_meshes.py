@@ -46,6 +46,22 @@ def check_dtensors(group: Group) -> None:
 
 
 @all_four
+def check_a_single_row(group: Group) -> None:
+    """The last batch of one sample, sharded over rows: all processes but one have nothing."""
+    mesh = init_device_mesh("cpu", (4,))
+    x, weight = torch.randn(1, 11, dtype=torch.float64), torch.randn(11, 3, dtype=torch.float64)
+    hidden = torch.randn(1, 3, dtype=torch.float64)
+    for target in (torch.tensor([4]), torch.tensor([[4, 2, -100]]), torch.arange(11)[None] == 4):
+        k = torch.tensor([3.0], dtype=torch.float64)
+        parts = [distribute_tensor(t, mesh, [Shard(0)]) for t in (x, target, hidden, k)]
+        loss: Any = torchlml.lml_loss(parts[0], parts[1], parts[3])
+        torch.testing.assert_close(loss.to_local(), torchlml.lml_loss(x, target, k))
+        layer = distribute_tensor(weight, mesh, [Replicate()])
+        linear: Any = torchlml.linear_lml_loss(parts[2], layer, parts[1], parts[3])
+        torch.testing.assert_close(linear.to_local(), torchlml.linear_lml_loss(hidden, weight, target, k))
+
+
+@all_four
 def check_rows_and_labels(group: Group) -> None:
     """A mesh of two dimensions, in both orders."""
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("rows", "labels"))

@@ -42,7 +42,9 @@ class Rule:
     def __call__(self, *arguments: Tensor | None, solver: Bracketing | None = None) -> Tensor:
         if solver is not None:  # it has no kernel
             return self.differentiable(*arguments, solver)
-        if not is_plain():
+        # `torch.jit.trace` cannot save a call of a Python function, and it compares its graph with one that
+        # it traces without gradients: both must come from the same operations.
+        if not is_plain() or torch._C._is_tracing():
             return self.differentiable(*arguments)
         if needs_no_graph(*arguments[: self.inputs]):
             return self.forward(*arguments)[0]

@@ -13,7 +13,7 @@ from torchlml._distributed import loss as sharded_loss
 from torchlml._distributed.agreement import same_everywhere, split_labels
 from torchlml._distributed.group import Group, label_group
 from torchlml._rows import work_dtype
-from torchlml.losses.base import Reduction, check_reduction, row_divisor
+from torchlml.losses.base import Reduction, check_labelled_k, check_reduction, row_divisor
 from torchlml.losses.linear_chunks import not_compiled
 from torchlml.losses.lml import reduced_loss
 from torchlml.losses.targets import LabelReduction, read_labels
@@ -130,6 +130,7 @@ def _row_losses(
         c = canonical(logits, k, -1, mask, None, any_k=bound == "at_most", name="logits")
         c = c._replace(x=c.x.to(work_dtype(c.x.dtype)))
         found = read_labels(c, target, weight, ignore_index)
+        check_labelled_k(c.k, lambda: found.has_label, bound)
         losses = reduced_loss(c, found, row_divisor(found, label_reduction), "none", bound)
         return losses, found.per_row.reshape(c.row_shape)
     members = label_group(group)
@@ -148,6 +149,8 @@ def _row_losses(
     rows = labels.target_rows(c, target, ignore_index, split)
     own = labels.own_labels(rows, weight, split, c.x.shape[-1])
     losses, number = sharded_loss.row_losses(c.x, c.k, c.mask, own, split)
+    # k and the number of labels are the same on all processes, and so is the outcome.
+    check_labelled_k(c.k, lambda: number.reshape(-1) > 0, bound)
     if label_reduction == "mean":
         losses = losses / number.clamp(min=1)
     return losses.reshape(c.row_shape), number.reshape(c.row_shape)

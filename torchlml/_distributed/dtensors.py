@@ -27,7 +27,7 @@ class Layout(NamedTuple):
     placements: tuple[Any, ...]
     dim: int  # the dimension of the labels
     labels: int | None
-    ndim: int  # of x
+    shape: torch.Size  # of x
 
     @property
     def group(self) -> dist.ProcessGroup | None:
@@ -44,33 +44,40 @@ class Layout(NamedTuple):
         )
 
     @property
+    def row_shape(self) -> torch.Size:
+        """The shape of a number per row."""
+        return self.shape[: self.dim] + self.shape[self.dim + 1 :]
+
+    @property
     def of_labels(self) -> tuple[Any, ...]:
         """The placements of a number per label."""
         return tuple(Shard(0) if i == self.labels else Replicate() for i in range(self.mesh.ndim))
 
     def entries(self, t: Any) -> Any:
         """This process's part of something that broadcasts to x."""
-        return self._part(t, self.placements, self.ndim)
+        return self._part(t, self.placements, self.shape)
 
     def numbers(self, t: Any) -> Any:
         """This process's part of something that broadcasts to one number per row."""
-        return self._part(t, self.rows, self.ndim - 1)
+        return self._part(t, self.rows, self.row_shape)
 
     def target(self, t: Any) -> Any:
         """This process's part of a target: of a multi-hot its entries, of class indices those of its rows."""
         check_tensor(t, "target")
         if t.dtype == torch.bool or t.is_floating_point():
             return self.entries(t)
-        return self._part(t, self.rows, t.dim())
+        return self._part(t, self.rows, t.shape)
 
-    def _part(self, t: Any, placements: tuple[Any, ...], ndim: int) -> Any:
+    def _part(self, t: Any, placements: tuple[Any, ...], shape: torch.Size) -> Any:
+        """This process's part of something that broadcasts to `shape`."""
         if not isinstance(t, DTensor):
             return t
         places = []
         for place in placements:
-            dim = place.dim - (ndim - t.dim()) if isinstance(place, Shard) else -1
-            # What broadcasts over a dimension is not split there.
-            places.append(Shard(dim) if dim >= 0 and t.shape[dim] != 1 else Replicate())
+            dim = place.dim - (len(shape) - t.dim()) if isinstance(place, Shard) else -1
+            # A dimension that broadcasts is not split, but size 1 does not broadcast if x has size 1 too.
+            split = dim >= 0 and t.shape[dim] == shape[place.dim]
+            places.append(Shard(dim) if split else Replicate())
         return _local(t, self.mesh, places, placements)
 
 
@@ -91,7 +98,7 @@ def layout(x: DTensor, dim: int, name: str = "x") -> Layout:
             f"`{name}` must have its labels split over one dimension of its mesh, but its placements are "
             f"{x.placements}."
         )
-    return Layout(x.device_mesh, x.placements, dim, split[0] if split else None, x.dim())
+    return Layout(x.device_mesh, x.placements, dim, split[0] if split else None, x.shape)
 
 
 def is_dtensor(x: Any) -> TypeGuard[DTensor]:
@@ -128,7 +135,7 @@ def project(
     where = layout(x, dim)
     y = function(x.to_local(), where.numbers(k), where.entries(mask), where.group)
     if per_row:
-        return _per_row(y, where, x.shape[: where.dim] + x.shape[where.dim + 1 :])
+        return _per_row(y, where, where.row_shape)
     return _wrap(y, where.mesh, where.placements, x.shape)
 
 
@@ -199,7 +206,7 @@ def linear_loss(
             for i, place in enumerate(input.placements)
         )
     places = tuple(Shard(len(shape)) if i == labels.labels else place for i, place in enumerate(rows))
-    where = Layout(mesh, places, len(shape), labels.labels, len(shape) + 1)
+    where = Layout(mesh, places, len(shape), labels.labels, torch.Size([*shape, linear_weight.shape[0]]))
     own_target = where.target(target)
     multi_hot = target.dtype == torch.bool or target.is_floating_point()
     split = any(isinstance(place, Shard) for place in rows)

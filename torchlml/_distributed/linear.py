@@ -12,7 +12,7 @@ from torchlml._distributed import dtensors, labels
 from torchlml._distributed import loss as sharded_loss
 from torchlml._distributed.agreement import same_everywhere, split_labels
 from torchlml._distributed.group import Group, LabelGroup, label_group
-from torchlml.losses.base import Reduction, check_reduction
+from torchlml.losses.base import Reduction, check_labelled_k, check_reduction
 from torchlml.losses.linear_chunks import linear_loss
 from torchlml.losses.targets import LabelReduction
 
@@ -65,6 +65,8 @@ def spread_linear_lml_loss(
     (c, k), split = split_labels(members, input, k, bound, read)
     n = linear_weight.shape[0]
     rows = labels.target_rows(c, target, ignore_index, split)
+    # k is the same on all processes, so all of them take part in the round, or none.
+    check_labelled_k(k, lambda: _labelled(rows, members), bound)
 
     def loss(logits: Tensor, k: Tensor, some: slice, overwrite: bool) -> Tensor:
         own = labels.own_labels(rows[some], weight, split, n)

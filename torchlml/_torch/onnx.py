@@ -7,6 +7,8 @@ those of `reference.py`; `operator` in `_core/operators.py` enters them where th
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
@@ -22,7 +24,9 @@ class ExportedRows(DenseRows):
 
     def sum(self, t: Tensor) -> Tensor:
         """The sum over each row; of a bool, how many are True."""
-        return t.sum(-1, dtype=self.wide)
+        # A product, because onnxruntime's sum over the entries of no rows has the wrong shape.
+        ones = torch.ones(t.shape[-1], 1, dtype=self.wide, device=t.device)
+        return (t.to(self.wide) @ ones).squeeze(-1)
 
     def largest(self, x: Tensor, rank: int | Tensor) -> Tensor:
         """The `rank`-th largest entry of each row, past its end the last."""
@@ -68,23 +72,34 @@ def _newton(x: Tensor, k: Tensor, m: Tensor, ordinary: Tensor, rows: Rows) -> Te
     half_gap, first = steps.begin(x, k, m, ordinary, rows)
 
     def goes_on(number: Tensor, *rest: Tensor) -> Tensor:
-        unsettled = ~State(*rest[:-3]).settled
+        unsettled = ~_joined(rest[:-3]).settled
         # Not `all`: the exporter's conversion to opset 17 makes an invalid model of it.
         return (number < steps.MAX_STEPS) & (unsettled.sum() > 0)
 
     def step(number: Tensor, *rest: Tensor) -> tuple[Tensor, ...]:
         *carried, x, k, half_gap = rest
-        state, r = steps.look(State(*carried), x, k, half_gap, ExportedRows(x))
+        state, r = steps.look(_joined(carried), x, k, half_gap, ExportedRows(x))
 
         def limit(step: Tensor, below: Tensor, above: Tensor) -> Tensor:
             free = (number < steps.FREE_STEPS) | (number % 2 == 1)
             later = torch.where(free, steps.keep_inside(step, below, above), steps.halve(step, below, above))
             return torch.where(number < steps.CUT_STEPS, steps.cut(step, below, above), later)
 
-        return (number + 1, *steps.move(state, r, limit))
+        return (number + 1, *_parts(steps.move(state, r, limit)))
 
     # The loop may not carry one tensor twice.
-    carried = (torch.zeros((), dtype=torch.int64), *first._replace(best=first.best.clone()))
+    carried = (torch.zeros((), dtype=torch.int64), *_parts(first._replace(best=first.best.clone())))
     beside = (x, k.expand(rows.count).contiguous(), half_gap)
     found = torch.ops.higher_order.while_loop(goes_on, step, carried, beside)
-    return State(*found[1:]).best
+    return _joined(found[1:]).best
+
+
+# The loop carries vectors: the stride of a pair (2, R) would be an input of its body, which ONNX does not have.
+def _parts(s: State) -> tuple[Tensor, ...]:
+    return (s.nu[0].clone(), s.nu[1].clone(), *s[1:4], s.best[0].clone(), s.best[1].clone(), *s[5:])
+
+
+def _joined(parts: Sequence[Tensor]) -> State:
+    hi, lo, moved, below, above, best_hi, best_lo, best_error, settled = parts
+    nu, best = torch.stack([hi, lo]), torch.stack([best_hi, best_lo])
+    return State(nu, moved, below, above, best, best_error, settled)

@@ -8,7 +8,7 @@ from typing import Any, ClassVar, Literal
 import torch
 from torch import Tensor, nn
 
-from torchlml._arguments import Canonical, check_limit, check_tensor, readable
+from torchlml._arguments import Bound, Canonical, check_limit, check_tensor, readable
 from torchlml.losses.targets import LabelReduction, Labels
 
 Reduction = Literal["mean", "sum", "none"]
@@ -23,6 +23,19 @@ def check_reduction(reduction: str, label_reduction: str = "sum") -> None:
         raise ValueError(f'`reduction` must be "mean", "sum" or "none", but it is {reduction!r}.')
     if label_reduction not in ("sum", "mean"):
         raise ValueError(f'`label_reduction` must be "sum" or "mean", but it is {label_reduction!r}.')
+
+
+def check_labelled_k(k: Tensor, labelled: Callable[[], Tensor], bound: Bound) -> None:
+    """Raise if k is 0 in a row that has a label: y is 0 there, and the loss would be infinite.
+
+    Nothing is read from a device that would have to be synchronized. `labelled` gives a bool for each row,
+    and is called only if some k is 0.
+    """
+    if bound == "at_least" or not readable(k) or bool((k.detach() > 0).all()):
+        return
+    rows = labelled()
+    if readable(rows) and bool((rows & ~(k.detach() > 0)).any()):
+        raise ValueError("`k` must be positive in every row that has a label, but it is 0 in one of them.")
 
 
 def row_divisor(labels: Labels, label_reduction: LabelReduction) -> Tensor | None:

@@ -18,7 +18,7 @@ from torchlml._arguments import (
 )
 from torchlml._cpu import loader as native
 from torchlml._distributed import is_spread
-from torchlml.losses.base import Reduction, TopKLoss, check_reduction, row_divisor
+from torchlml.losses.base import Reduction, TopKLoss, check_labelled_k, check_reduction, row_divisor
 from torchlml.losses.linear_chunks import linear_loss, not_compiled
 from torchlml.losses.lml import reduced_loss
 from torchlml.losses.targets import LabelReduction, check_weight, read_labels
@@ -84,6 +84,7 @@ def linear_lml_loss(
     k = check_k(k, shape, None if bound == "at_most" else n, input.device, "input")
     target, labelled = target_rows(target, input, n, weight, ignore_index)
 
+    check_labelled_k(k, lambda: labelled, bound)
     in_place = bound == "exactly" and input.device.type == "cpu" and native.loaded()
 
     def loss(logits: Tensor, k: Tensor, rows: slice, overwrite: bool) -> Tensor:

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import linear
 
-from torchlml._arguments import autocasts
+from torchlml._arguments import autocasts, readable
 from torchlml._autograd.rule import differentiate_again, is_plain, needs_no_graph, wants_graph
 from torchlml._rows import work_dtype
 
@@ -168,7 +168,7 @@ class _Chunked(torch.autograd.Function):
         # They are given away, scaled in place: a copy of the weight's gradient is what there is no room for.
         # A second backward pass over the same graph computes them again.
         gradients, ctx.early = ctx.early, None
-        if grad.device.type != "cpu" or float(grad) != 1:
+        if not readable(grad) or float(grad) != 1:
             for gradient in gradients:
                 if gradient is not None:
                     gradient.mul_(grad)

@@ -14,7 +14,7 @@ from torchlml._autograd import operators
 from torchlml._autograd.rule import Rule
 from torchlml._distributed import is_spread
 from torchlml._rows import rows_of, work_dtype
-from torchlml.losses.base import Reduction, TopKLoss, check_reduction, reduce, row_divisor
+from torchlml.losses.base import Reduction, TopKLoss, check_labelled_k, check_reduction, reduce, row_divisor
 from torchlml.losses.targets import LabelReduction, Labels, read_labels
 
 
@@ -49,6 +49,8 @@ def lml_loss(
             own shape are refused, since they could be either: give `target.bool()`, or a list that is one
             wider.
         k: how many labels are predicted, as in `torchlml.lml`: a number or one per row; differentiable.
+            In a row that has a label, k = 0 raises a ValueError on the CPU. On other devices, where the check
+            would synchronize, the loss is infinite.
         weight: one weight per class, for the labels of that class.
         ignore_index: the class index that means "no label".
         reduction: "mean" over the rows that have a label (0 if there are none), "sum" or "none".
@@ -79,6 +81,7 @@ def lml_loss(
     check_bound(bound)
     c = canonical(logits, k, -1, mask, offsets, any_k=bound == "at_most", name="logits", nested=True)
     labels = read_labels(c, target, weight, ignore_index)
+    check_labelled_k(c.k, lambda: labels.has_label, bound)
     return reduced_loss(c, labels, row_divisor(labels, label_reduction), reduction, bound)
 
 

@@ -55,13 +55,8 @@ class Row {
   double bound(int64_t i) const { return static_cast<double>(upper_[i * stride_]); }
   double z(int64_t i, const Threshold& nu) const { return (static_cast<double>(x_[i]) - nu.center) + nu.delta; }
 
-  // Above nu, which may be where an entry starts or ends. But one of the softmax that reaches its bound up to
-  // rounding counts as free: it is the one that k moves.
-  bool is_over(double z, double bound) const {
-    if (sparsemax_) return z >= bound;
-    const double limit = std::log(bound);
-    return z > limit + 4e-15 * (1 + std::min(std::fabs(limit), 1000.0));
-  }
+  // At and above the nu where an entry reaches its bound.
+  bool is_over(double z, double bound) const { return z >= (sparsemax_ ? bound : std::log(bound)); }
   bool is_free(double z, double bound) const { return !is_over(z, bound) && (!sparsemax_ || z >= 0); }
 
   // At most the root: no entry is above its part of k.

@@ -48,10 +48,16 @@ bool project(const S* x, int64_t n, double k, const Bounds& bounds, double unit,
              T* work, Y* y, Threshold& nu) {
   target.set(k / unit, n);
   if (!sparsemax) {
-    SoftmaxSearch<T, Bounds> search(x, n, k, bounds, softmax_guess(x, target) + ::log(unit), work);
-    if (!search.finite()) return false;
-    if (search.solve()) {
+    double guess = softmax_guess(x, target) + ::log(unit);
+    for (int attempt = 0; attempt < 2; ++attempt) {
+      SoftmaxSearch<T, Bounds> search(x, n, k, bounds, guess, work);
+      if (!search.finite()) return false;
+      if (!search.solve()) break;
       nu = search.nu();
+      if (!search.centered()) {
+        guess = nu.delta - nu.center;
+        continue;
+      }
       const T s = static_cast<T>(search.factor);
       if (y) {
         each_vector<T>(n, [&](int64_t i, int64_t count) __attribute__((always_inline)) {
