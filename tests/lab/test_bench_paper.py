@@ -108,8 +108,8 @@ def test_a_length_that_fails_keeps_those_before_it(capsys, tmp_path, monkeypatch
 def test_the_selection_is_that_of_section_5_1(monkeypatch):
     ran = []
     monkeypatch.setattr(paper, "run", lambda settings, console: ran.append(settings))
-    paper.main([])
-    paper.main(["--quick"])
+    assert cli.main(["bench", "paper"]) == 0
+    assert cli.main(["bench", "paper", "--quick"]) == 0
     cases = [case for group in paper._groups(ran[0]) for case in group]
     assert {(case.batch, case.n, case.k) for case in cases} == {
         (256, n, k) for n in (1000, 10_000) for k in (5, 50, 100)

@@ -22,6 +22,7 @@ from tests.support.processes import output, start, start_two
 from tests.support.tagged_texts import WORDS, tagged_texts, write_texts
 from torchlml_lab import cli
 from torchlml_lab.cli_errors import BadInput
+from torchlml_lab.data.labelled_files import read_labelled
 from torchlml_lab.data.labelled_rows import LabelledRows, label_matrix
 from torchlml_lab.data.tables import Columns
 from torchlml_lab.engine.run_directory import BestEpoch
@@ -43,9 +44,14 @@ def run(texts: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, st
 
 
 def test_the_report_of_training_reads_no_file_again(texts, tmp_path, capsys, monkeypatch):
-    read, loaded = [], []
-    real = samples.read_labelled
-    monkeypatch.setattr(samples, "read_labelled", lambda *a, **more: read.append(a[0]) or real(*a, **more))
+    read: list[Path] = []
+    loaded: list[Path] = []
+
+    def counted(path, *others, **more):
+        read.append(path)
+        return read_labelled(path, *others, **more)
+
+    monkeypatch.setattr(samples, "read_labelled", counted)
     monkeypatch.setattr(BestEpoch, "load", lambda self, model: loaded.append(self.weights))
     out = tmp_path / "run"
     # In bfloat16 accelerate wraps the network, and the report must not be that of the wrapped one.
