@@ -52,9 +52,7 @@ TASKS = {
             "losses x noise levels x seeds, and tuning",
         ),
         evaluate=Command("studies.cifar100.settings:EvaluateSettings", "studies.cifar100.report:main"),
-        step_time=Command(
-            "studies.cifar100.settings:LossTimesSettings", "studies.cifar100.report:step_time", ""
-        ),
+        step_time=Command("studies.cifar100.settings:LossTimesSettings", "studies.cifar100.report:step_time"),
     ),
     "multilabel": Task(
         train=Command(
@@ -81,14 +79,12 @@ TASKS = {
             "studies.scene_graph.sweep:main",
             "methods x seeds, and tuning",
         ),
-        evaluate=Command(
-            "studies.scene_graph.settings:EvaluateSettings", "studies.scene_graph.report:main", ""
-        ),
+        evaluate=Command("studies.scene_graph.settings:EvaluateSettings", "studies.scene_graph.report:main"),
         predict=Command(
-            "studies.scene_graph.settings:PredictSettings", "studies.scene_graph.prediction:main", ""
+            "studies.scene_graph.settings:PredictSettings", "studies.scene_graph.prediction:main"
         ),
         step_time=Command(
-            "studies.scene_graph.settings:ObjectiveTimesSettings", "studies.scene_graph.report:step_time", ""
+            "studies.scene_graph.settings:ObjectiveTimesSettings", "studies.scene_graph.report:step_time"
         ),
     ),
     "recommend": Task(

@@ -1,4 +1,4 @@
-"""What a run is told: the files, the model, the loss."""
+"""The settings of the multi-label commands. This module imports nothing slow, so that `--help` is fast."""
 
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -14,7 +14,6 @@ WITH_K: tuple[LossName, ...] = ("lml", "truncated-entropy")
 PerRow = Literal["labels"]
 
 EXPERIMENT = "multilabel"
-COMMAND = f"train {EXPERIMENT}"
 
 
 @dataclass(frozen=True)

@@ -1,4 +1,4 @@
-"""What a run is told: the files, the model, the loss."""
+"""The settings of the recommendation commands. This module imports nothing slow, so that `--help` is fast."""
 
 from dataclasses import dataclass, field
 from pathlib import Path

@@ -73,7 +73,7 @@ def best_recipes(
 
     Args:
         rows: Those of a tuning sweep; the test is not looked at.
-        methods: The models and losses that are needed, as `Record.method` has them.
+        methods: The models and losses that are needed, as `RankingRecord.method` has them.
         path: Where the rows come from, for the errors.
 
     Returns:

@@ -23,7 +23,6 @@ from torchlml_lab.recommend.model import EXPERIMENT, network
 from torchlml_lab.recommend.ranking import KS, measures, of_network
 from torchlml_lab.recommend.settings import LossTimesSettings, RecommendSettings
 
-COMMAND = f"train {EXPERIMENT}"
 CHOSEN_BY = "recall@20"
 PRINTED = (CHOSEN_BY, "ndcg@20")
 

@@ -29,7 +29,6 @@ from torchlml_lab.studies.cifar100.data import (
 )
 from torchlml_lab.studies.cifar100.settings import EXPERIMENT, Cifar100Settings, Loss
 
-COMMAND = f"train {EXPERIMENT}"
 DENSENET = "densenet-40-40"
 
 

@@ -1,4 +1,4 @@
-"""The settings of the scene-graph commands."""
+"""The settings of the scene-graph commands. This module imports nothing slow, so that `--help` is fast."""
 
 from dataclasses import dataclass, field
 from pathlib import Path

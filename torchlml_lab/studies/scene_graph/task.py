@@ -22,8 +22,6 @@ from torchlml_lab.studies.scene_graph.priors import LeaveOneOut, log_frequencies
 from torchlml_lab.studies.scene_graph.recalls import CHOSEN_BY, RECALLS, measure, score
 from torchlml_lab.studies.scene_graph.settings import EXPERIMENT, Objective, SceneGraphSettings
 
-COMMAND = f"train {EXPERIMENT}"
-
 
 def main(settings: SceneGraphSettings) -> None:
     """Train, and print the test."""
