@@ -26,7 +26,7 @@ PAGES = {
 # Where the site says what a section of README.md says.
 SECTIONS = {
     "install": "install.md",
-    "which-loss": "which-loss.md",
+    "which-loss": "choosing-a-loss.md",
     "accuracy-and-special-rows": "numerics.md",
     "performance": "results/README.md",
 }

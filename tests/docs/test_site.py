@@ -201,8 +201,8 @@ def test_the_navigation_leads_everywhere(browser: Any, served: str) -> None:
 
 
 def test_a_phone_opens_the_navigation_and_scrolls_down_only(browser: Any, served: str) -> None:
-    with visit(browser, f"{served}/which-loss.html", viewport={"width": 390, "height": 800}) as page:
+    with visit(browser, f"{served}/choosing-a-loss.html", viewport={"width": 390, "height": 800}) as page:
         assert page.evaluate("document.documentElement.scrollWidth") <= 390
         page.locator("label.md-header__button[for=__drawer]").click()
         page.locator("nav.md-nav--primary a", has_text="Which relaxation?").first.click()
-        page.wait_for_url("**/which-relaxation.html")
+        page.wait_for_url("**/choosing-a-relaxation.html")
