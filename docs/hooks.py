@@ -136,9 +136,9 @@ def _label_cells(match: re.Match[str]) -> str:
 
         return re.sub(r"<td([^>]*)>", label, row[0])
 
-    return re.sub(r"<tr>.*?</tr>", label_row, match[0], flags=re.DOTALL).replace(
-        "<table>", '<table data-cards>', 1
-    )
+    wide = " data-wide" if len(heads) > 8 else ""
+    labeled = re.sub(r"<tr>.*?</tr>", label_row, match[0], flags=re.DOTALL)
+    return labeled.replace("<table>", f"<table data-cards{wide}>", 1)
 
 
 def on_post_build(config: MkDocsConfig) -> None:

@@ -56,7 +56,9 @@ def test_outputs_in_the_example() -> None:
 def test_the_readme_names_only_what_there_is() -> None:
     text = README.read_text(encoding="utf-8")
     named = set(re.findall(r"torchlml\.([A-Za-z_]+)", "\n".join(SNIPPETS)))
-    named |= set(re.findall(r"`torchlml\.([A-Za-z_]+)`", text)) | set(re.findall(r"^\| `(\w+Loss)`", text, re.M))
+    named |= set(re.findall(r"`torchlml\.([A-Za-z_]+)`", text)) | set(
+        re.findall(r"^\| `(\w+Loss)`", text, re.M)
+    )
     assert len(named) > 5
     assert {name for name in named if not hasattr(torchlml, name) and name != "metrics"} == set()
 
