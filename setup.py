@@ -1,8 +1,8 @@
-"""Builds the compiled kernel when it can; everything else about the package is in pyproject.toml.
+"""Build the compiled kernel if possible; all other package settings are in pyproject.toml.
 
-The kernel is optional: without torch on the machine, without a compiler that can do it, or with
-TORCHLML_NO_NATIVE=1, the installation succeeds with plain torch. The reason is one line on stderr, which pip
-hides, and a file beside the place of the kernel, from which `torchlml info` and the first slow call quote it.
+The kernel is optional. Without torch, without a suitable compiler, or with TORCHLML_NO_NATIVE=1, the
+installation succeeds and the library runs in pure PyTorch. The reason is printed to stderr, which pip hides,
+and written to a file next to the kernel, which `torchlml info` and the first slow call quote.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from pathlib import Path
 
 import setuptools
 
-if int(setuptools.__version__.partition(".")[0]) < 77:  # older ones cannot read pyproject.toml either
+if int(setuptools.__version__.partition(".")[0]) < 77:  # older versions cannot read pyproject.toml either
     raise SystemExit(
         f"torchlml: building needs setuptools 77 or newer, and this is {setuptools.__version__}: "
         "run `pip install --upgrade setuptools`."
@@ -32,48 +32,52 @@ from setuptools.command.bdist_wheel import bdist_wheel
 from setuptools.command.build_ext import build_ext
 
 SOURCES = Path("torchlml/_cpu/csrc")
-REASON = "_absent.txt"  # beside the kernel's place; loader.py reads it
-OLDEST = (2, 10)  # the first torch whose stable ABI has what bindings.cpp uses
+REASON = "_absent.txt"  # next to the kernel; loader.py reads it
+OLDEST = (2, 10)  # the first torch whose stable ABI has all functions that bindings.cpp uses
 TARGET = f"0x{OLDEST[0]:02X}{OLDEST[1]:02X}000000000000"
 HEADER = "include/torch/csrc/stable/library.h"
 X86 = platform.machine().lower() in ("x86_64", "amd64")
 LEVELS = {"v3": "x86-64-v3", "v4": "x86-64-v4"} if X86 else {}
 
-# For every compiler: signed integers wrap; products and sums may fuse; nobody reads errno, floating-point
-# exceptions or the sign of a zero. No fast-math: NaN must stay NaN, and linking it would flush subnormals in
+# For every compiler: signed integers wrap, products and sums may fuse, and errno, floating-point exceptions
+# and signed zeros are ignored. No fast-math: NaN must stay NaN, and linking with it would flush subnormals in
 # the whole process.
 ARITHMETIC = ["-fwrapv", "-ffp-contract=fast", "-fno-math-errno", "-fno-trapping-math", "-fno-signed-zeros"]
 UNIX_FLAGS = ["-std=c++17", "-O3", *ARITHMETIC, "-fvisibility=hidden", "-g0"]
-UNIX_FLAGS += ["-Wno-psabi", "-Wno-maybe-uninitialized", "-Wno-uninitialized"]  # of GCC's own intrinsics
+UNIX_FLAGS += [
+    "-Wno-psabi",
+    "-Wno-maybe-uninitialized",
+    "-Wno-uninitialized",
+]  # raised by GCC's own intrinsics
 UNIX_FLAGS += ["-Wno-unknown-warning-option"]  # Clang does not know all of these
-# Functions that would bind the kernel to a new Linux: calls of them go to old_linux.cpp.
+# Functions that would require a recent glibc or libstdc++: old_linux.cpp replaces them.
 TOO_NEW = ["exp", "log"]
 TOO_NEW += ["_ZNSt7__cxx1118basic_stringstreamIcSt11char_traitsIcESaIcEEC1Ev"]
 TOO_NEW += ["_ZNSt7__cxx1119basic_ostringstreamIcSt11char_traitsIcESaIcEEC1Ev"]
-# On Windows the compiler is clang-cl: the kernels are written in vectors that Clang and GCC know, and MSVC's
-# cl does not. It reads cl's options, and after /clang: its own; it calls C++ and links as MSVC does.
-#   /O2    for speed; the vectors are written by hand, so that there is little that -O3 would add
-#   /EHsc  C++ exceptions are thrown and unwind
-#   /MD    the C++ runtime is the DLL that torch uses too
-#   /W0    no warnings: Clang for Windows has many about code that is meant for other systems too
-# OpenMP is asked for nowhere: threads come from torch.
+# On Windows the compiler is clang-cl, because the kernels use vector extensions of Clang and GCC that MSVC
+# lacks. It accepts cl's options, and Clang's own after /clang:.
+#   /O2    optimize for speed; the kernels are vectorized by hand, so -O3 would add little
+#   /EHsc  enable C++ exceptions
+#   /MD    use the C++ runtime DLL that torch uses
+#   /W0    no warnings: Clang for Windows warns about code for other platforms
+# OpenMP is not used: threads come from torch.
 WINDOWS_FLAGS = ["/std:c++17", "/O2", "/EHsc", "/MD", "/W0", *(f"/clang:{flag}" for flag in ARITHMETIC)]
 
 
 class NoKernel(Exception):
-    """Why the kernel cannot be built: a sentence about the time when torchlml was installed."""
+    """The reason why the kernel could not be built, as a clause in the past tense."""
 
 
 # ------------------------------------------------------------------------------------------ torch
 
 
 def site_folders() -> Iterator[Path]:
-    """Where torch may be installed, the likeliest place first.
+    """Directories where torch may be installed, most likely first.
 
-    pip builds in isolation: what is installed beside cannot be imported, but the interpreter is the same and
-    still knows its folders. Other tools (uv, build) make an interpreter of their own for the build, and leave
-    the one installed into on PATH if it was activated. Only headers of the stable ABI are read and only the
-    name of a library is linked to, so torch of any Python will do.
+    With pip's build isolation, installed packages cannot be imported, but the interpreter still knows their
+    directories. Other tools (uv, build) create their own interpreter for the build; the target environment is
+    then on PATH if it was activated. Only stable-ABI headers are read and only the name of a library is linked,
+    so a torch for any Python version works.
     """
     spec = importlib.util.find_spec("torch")
     if spec and spec.origin:
@@ -90,7 +94,7 @@ def site_folders() -> Iterator[Path]:
 
 
 def torch_version(torch: Path) -> str | None:
-    """The version of the torch in this folder, without importing it, or None if there is none."""
+    """The version of the torch in this directory, without importing it, or None if there is none."""
     try:
         text = (torch / "version.py").read_text(encoding="utf-8")
     except OSError:
@@ -100,7 +104,7 @@ def torch_version(torch: Path) -> str | None:
 
 
 def torch_home() -> Path:
-    """The folder of the first torch that is new enough."""
+    """The directory of the first torch that is recent enough."""
     too_old = ""
     for folder in dict.fromkeys(site_folders()):
         version = torch_version(folder / "torch")
@@ -117,10 +121,10 @@ def torch_home() -> Path:
 
 
 class BuildKernel(build_ext):
-    """One object per instruction set from the same source, and a build that may fail."""
+    """Build one object per instruction set from the same source; a failed build is not an error."""
 
     def run(self) -> None:
-        # Asked for now: a build in place that fails forgets its place.
+        # Computed now, because a failed in-place build clears it.
         built = Path(self.get_ext_fullpath(self.extensions[0].name))
         reason = built.parent / REASON
         reason.unlink(missing_ok=True)
@@ -132,10 +136,10 @@ class BuildKernel(build_ext):
         except Exception as error:
             why = reason_of(error)
             print(
-                f"torchlml: installing without the compiled kernel (plain torch will be used): {why}",
+                f"torchlml: installing without the compiled kernel (pure PyTorch will be used): {why}",
                 file=sys.stderr,
             )
-            built.unlink(missing_ok=True)  # what an earlier build left would not fit this source
+            built.unlink(missing_ok=True)  # a kernel of an earlier build would not match this source
             reason.parent.mkdir(parents=True, exist_ok=True)
             reason.write_text(why + "\n", encoding="utf-8")
             self.extensions = []
@@ -158,8 +162,8 @@ class BuildKernel(build_ext):
                 depends=ext.depends,
             )
 
-        # All at once (MAX_JOBS says how many, as in torch's own builds), those that take longest first: the
-        # compiler is a process of its own each time.
+        # Compile in parallel (MAX_JOBS limits the number of processes, as in torch's own builds), longest
+        # jobs first.
         with ThreadPoolExecutor(max_workers=int(os.environ.get("MAX_JOBS") or os.cpu_count() or 1)) as pool:
             jobs = []
             for level, arch in LEVELS.items():
@@ -172,7 +176,7 @@ class BuildKernel(build_ext):
             plain = [path for path in SOURCES.glob("*.cpp") if path.stem not in ("kernels", "bindings")]
             jobs += [pool.submit(compile, path.name, path.stem, macros) for path in plain]
         objects = [path for job in jobs for path in job.result()]
-        # torch by name alone: whoever loads the kernel has imported it. macOS wants to be told where to look.
+        # Link torch by name only, because callers import torch before they load the kernel. macOS needs an rpath.
         options = ["-Wl,-rpath,@loader_path/../../../torch/lib"] if sys.platform == "darwin" else []
         if platform.libc_ver()[0] == "glibc":
             options += [f"-Wl,--wrap={name}" for name in TOO_NEW]
@@ -187,7 +191,7 @@ class BuildKernel(build_ext):
 
 
 def use_clang_cl(compiler: object) -> None:
-    """Let setuptools' compiler for Windows call clang-cl, with the linker and the headers it found for cl."""
+    """Make setuptools' Windows compiler call clang-cl with the linker and headers it found for cl."""
     if not compiler.initialized:
         compiler.initialize()
     found = shutil.which("clang-cl", path=os.pathsep.join([compiler._paths, os.environ.get("PATH", "")]))
@@ -200,11 +204,11 @@ def use_clang_cl(compiler: object) -> None:
 
 
 def reason_of(error: Exception) -> str:
-    """Why there is no kernel, as a clause about the time when torchlml was installed."""
+    """The reason why there is no kernel, as a clause in the past tense."""
     if isinstance(error, NoKernel):
         return str(error)
     said = str(error) or type(error).__name__
-    if "No such file or directory" in said:  # not the sources: they are there
+    if "No such file or directory" in said:  # the compiler, because the sources exist
         return f"there was no C++ compiler ({said.splitlines()[0][:100]})"
     status = re.search(r"exit (?:status|code) (-?\d+)", said)
     what = f"the compiler ended with {status[0]}" if status else said.splitlines()[0][:100]
@@ -212,7 +216,7 @@ def reason_of(error: Exception) -> str:
 
 
 class Wheel(bdist_wheel):
-    """Names the wheel after the build, which may have failed: the name says whether there is a kernel."""
+    """Name the wheel after the build: the name tells whether it contains a kernel."""
 
     def run_command(self, command: str) -> None:
         super().run_command(command)

@@ -1,42 +1,45 @@
-"""What MkDocs does not do by itself: pages that live elsewhere in the repository, and links between them.
+"""MkDocs hooks: pages from other directories, links between them, MathML, and llms.txt.
 
-The studies in results/, CHANGELOG.md and the other pages of the root keep their places, where people who read
-the repository find them. Here they become pages of the site, and every relative link is translated: it is
-written for the repository, and must lead to the same file in the site.
+The studies in results/, CHANGELOG.md and other pages of the root stay where readers of the repository expect
+them. The hooks add them to the site and translate relative links, which are written for the repository.
+Formulas are converted to MathML at build time, so that pages need no script from another host.
 """
 
 from __future__ import annotations
 
+import html
 import posixpath
 import re
 from pathlib import Path
 from typing import Any
 
+from latex2mathml.converter import convert
 from mkdocs.config.defaults import MkDocsConfig
 from mkdocs.structure.files import File, Files
 from mkdocs.structure.pages import Page
 
 ROOT = Path(__file__).parents[1]
-# Pages of the root, and what they are called in the site; README.md is the repository's own front door.
+# Pages of the root and their names in the site. README.md is for the repository only.
 PAGES = {
     "CHANGELOG.md": "changelog.md",
     "CONTRIBUTING.md": "contributing.md",
     "ARCHITECTURE.md": "architecture.md",
 }
-# Where the site says what a section of README.md says.
+# Site pages that correspond to sections of README.md.
 SECTIONS = {
     "install": "install.md",
-    "which-loss": "which-loss.md",
-    "accuracy-and-special-rows": "numerics.md",
-    "performance": "results/README.md",
+    "losses": "choosing-a-loss.md",
+    "benchmarks": "results/README.md",
 }
 KINDS = {".md", ".png", ".svg", ".csv"}
 LINK = re.compile(r"(!?)\[((?:[^\[\]]|\[[^\[\]]*\])*)\]\(([^()\s]+)\)")
+TABLE = re.compile(r"<table>.*?</table>", re.DOTALL)
 OUTSIDE = ("https://", "http://", "mailto:", "#")
+FORMULA = re.compile(r'<(span|div) class="arithmatex">\\([(\[])(.*?)\\[)\]]</\1>', re.DOTALL)
 
 
 def elsewhere() -> dict[str, str]:
-    """The files of the site that are not in docs/: what they are called there, and in the repository."""
+    """Files of the site outside docs/: site name to repository path."""
     found = {site: path for path, site in PAGES.items() if (ROOT / path).is_file()}
     for path in sorted((ROOT / "results").rglob("*")):
         if path.is_file() and path.suffix in KINDS:
@@ -46,7 +49,7 @@ def elsewhere() -> dict[str, str]:
 
 
 def on_config(config: MkDocsConfig) -> MkDocsConfig:
-    """Leave out of the navigation what does not exist."""
+    """Drop navigation entries whose file does not exist."""
     there = elsewhere()
     config.nav = _existing(config.nav, lambda name: name in there or (ROOT / "docs" / name).is_file())
     return config
@@ -68,7 +71,7 @@ def _existing(entries: list[Any] | None, exists: Any) -> list[Any]:
 
 
 def on_files(files: Files, config: MkDocsConfig) -> Files:
-    """Add the files that are elsewhere."""
+    """Add the files from other directories."""
     for site, path in elsewhere().items():
         files.append(File.generated(config, site, abs_src_path=str(ROOT / path)))
     return files
@@ -90,8 +93,8 @@ def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Fil
         anchor = "" if path == "README.md" else anchor
         if files.get_file_from_path(target) is None:
             if (ROOT / path).exists():
-                return text  # a source file: it is in the repository, not in the site
-            return match.group()  # mkdocs says what is wrong with it
+                return text  # a source file, which is not part of the site
+            return match.group()  # mkdocs reports the broken link
         target = posixpath.relpath(target, here or ".")
         return f"{image}[{text}]({target}{'#' + anchor if anchor else ''})"
 
@@ -100,7 +103,61 @@ def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Fil
 
 
 def _site_name(path: str, anchor: str) -> str:
-    """What a file of the repository is called in the site."""
+    """The site name of a file of the repository."""
     if path == "README.md":
         return SECTIONS.get(anchor, "index.md")
     return PAGES.get(path, path.removeprefix("docs/"))
+
+
+def on_page_content(content: str, page: Page, config: MkDocsConfig, files: Files) -> str:
+    """Replace the formulas of a page by MathML, and label the cells of its tables for phones."""
+
+    def formula(match: re.Match[str]) -> str:
+        display = "inline" if match[2] == "(" else "block"
+        return convert(html.unescape(match[3]), display=display)
+
+    return TABLE.sub(_label_cells, FORMULA.sub(formula, content))
+
+
+def _label_cells(match: re.Match[str]) -> str:
+    """A table whose cells, except for the first of a row, carry the name of their column."""
+    heads = [
+        re.sub(r"<[^>]+>", "", head).strip()
+        for head in re.findall(r"<th[^>]*>(.*?)</th>", match[0], re.DOTALL)
+    ]
+
+    def label_row(row: re.Match[str]) -> str:
+        names = iter(heads)
+
+        def label(cell: re.Match[str]) -> str:
+            name = html.escape(html.unescape(next(names, "")), quote=True)
+            first = cell.start() == row[0].index("<td")
+            return cell[0] if first or not name else f'<td data-label="{name}"{cell[1]}>'
+
+        return re.sub(r"<td([^>]*)>", label, row[0])
+
+    wide = " data-wide" if len(heads) > 8 else ""
+    labeled = re.sub(r"<tr>.*?</tr>", label_row, match[0], flags=re.DOTALL)
+    return labeled.replace("<table>", f"<table data-cards{wide}>", 1)
+
+
+def on_post_build(config: MkDocsConfig) -> None:
+    """Write llms.txt: a plain list of the pages for language models."""
+    lines = [f"# {config.site_name}", "", f"> {config.site_description}", ""]
+    for section in config.nav or []:
+        ((title, entries),) = section.items()
+        lines += [f"## {title}", "", *_listed(entries), ""]
+    Path(config.site_dir, "llms.txt").write_text("\n".join(lines), encoding="utf-8")
+
+
+def _listed(entries: list[Any]) -> list[str]:
+    """Markdown links to the pages of a navigation section."""
+    found: list[str] = []
+    for entry in entries:
+        ((title, content),) = entry.items() if isinstance(entry, dict) else (("Overview", entry),)
+        if isinstance(content, list):
+            found += _listed(content)
+        else:
+            address = re.sub(r"README(?=\.md$)", "index", content).removesuffix(".md").removesuffix(".html")
+            found.append(f"- [{title}]({address}.html)")
+    return found

@@ -137,6 +137,11 @@ FIGURES = {
         "figures.projection:projection",
         "one row through softmax, sigmoid and lml",
     ),
+    "sliding-sigmoid": Command(
+        "figures.settings:SlidingSigmoidSettings",
+        "figures.sliding_sigmoid:main",
+        "an animation: a sigmoid slides until its outputs sum to k",
+    ),
     "polytopes": Command(
         "figures.settings:PolytopesSettings",
         "figures.geometry:polytopes",
@@ -270,7 +275,8 @@ def draw_all(settings: AllSettings) -> None:
     errors: list[BadInput] = []
     for name, figure in FIGURES.items():
         try:
-            call(f"figures {name}", figure, ["--out", str(settings.out / f"{name}.png")])
+            suffix = _load(figure.settings)().out.suffix
+            call(f"figures {name}", figure, ["--out", str(settings.out / f"{name}{suffix}")])
         except NotMadeYet as missing:
             new_console().print(f"Not drawn: {name}. {missing}", soft_wrap=True)
         except BadInput as error:

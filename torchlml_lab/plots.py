@@ -29,7 +29,7 @@ METHODS = {
     "lml": (BLUE, "P"),
 }
 
-_LOOK: dict[Any, Any] = {
+LOOK: dict[Any, Any] = {
     "font.size": 8,
     "axes.titlesize": 8.5,
     "axes.titleweight": "bold",
@@ -72,7 +72,7 @@ def new_figure(picture: Path, width: float, height: float) -> Iterator[Figure]:
         The figure to draw on.
     """
     check_picture(picture)
-    with matplotlib.rc_context(_LOOK):
+    with matplotlib.rc_context(LOOK):
         figure = Figure(figsize=(width, height), layout="constrained")
         yield figure
         picture.parent.mkdir(parents=True, exist_ok=True)

@@ -1,9 +1,11 @@
-"""The README and the results page: every snippet runs, every command, link and test they name exists."""
+"""README and results page: snippets run; commands, links and tests exist; numbers match results/."""
 
 from __future__ import annotations
 
+import csv
 import re
 from pathlib import Path
+from statistics import mean
 
 import pytest
 import torch
@@ -26,18 +28,84 @@ SNIPPETS = re.findall(r"```python\n(.*?)```", README.read_text(encoding="utf-8")
 def test_every_snippet_runs() -> None:
     torch.manual_seed(0)
     names: dict[str, object] = {}
+    assert len(SNIPPETS) == 3
     for snippet in SNIPPETS:
         exec(compile(snippet, "README.md", "exec"), names)
-    # The last projection of the quick start is the packed one: both its rows sum to 2.
-    y = names["y"]
-    assert isinstance(y, torch.Tensor)
-    torch.testing.assert_close(torch.stack([y[:3].sum(), y[3:].sum()]), torch.tensor([2.0, 2.0]))
+    assert isinstance(names["loss"], torch.Tensor)
+    assert names["loss"].isfinite()
+
+
+def test_length() -> None:
+    assert len(README.read_text(encoding="utf-8").splitlines()) <= 160
+
+
+def test_outputs_in_the_example() -> None:
+    text = README.read_text(encoding="utf-8")
+    x = torch.tensor([2.0, 1.0, 0.0, -1.0])
+    for name, y in (
+        ("torch.softmax", x.softmax(-1)),
+        ("torch.sigmoid", x.sigmoid()),
+        ("torchlml.lml", torchlml.lml(x, 2)),
+    ):
+        line = re.search(rf"^{re.escape(name)}\(.*# ([\d. ]+) +sums to ([\d.]+)", text, re.MULTILINE)
+        assert line is not None
+        assert [float(each) for each in line[1].split()] == pytest.approx(y.tolist(), abs=0.006)
+        assert float(line[2]) == pytest.approx(y.sum().item(), abs=0.006)
 
 
 def test_the_readme_names_only_what_there_is() -> None:
+    text = README.read_text(encoding="utf-8")
     named = set(re.findall(r"torchlml\.([A-Za-z_]+)", "\n".join(SNIPPETS)))
+    named |= set(re.findall(r"`torchlml\.([A-Za-z_]+)`", text)) | set(
+        re.findall(r"^\| `(\w+Loss)`", text, re.M)
+    )
     assert len(named) > 5
     assert {name for name in named if not hasattr(torchlml, name) and name != "metrics"} == set()
+
+
+def means(path: str, column: str, **wanted: str) -> str:
+    """The mean of a column, in percent, over the rows of a CSV in results/ with the wanted values."""
+    with (ROOT / "results" / path).open(newline="", encoding="utf-8") as file:
+        found = [float(row[column]) for row in csv.DictReader(file) if wanted.items() <= row.items()]
+    assert len(found) >= 3, (path, wanted)
+    return f"{100 * mean(found):.1f}"
+
+
+def evidence() -> list[list[str]]:
+    """The numbers in the last column of the table under "When to use it", row by row."""
+    section = README.read_text(encoding="utf-8").split("## When to use it")[1].split("\n## ")[0]
+    lines = [line for line in section.split("\n") if line.startswith("| ")][2:]
+    return [re.findall(r"\d+\.\d", line.split("|")[3]) for line in lines]
+
+
+def kept(loss: str) -> list[str]:
+    return [means(f"multilabel/{d}.csv", "ndcg5", keep="0.3", loss=loss) for d in ("bibtex", "delicious")]
+
+
+def digits(column: str, method: str, labeled: str, shown: str, k: str = "0") -> str:
+    return means("which-k/which-k.csv", column, method=method, k=k, named=labeled, digits=shown)
+
+
+def cifar(column: str, loss: str, noise: str) -> str:
+    return means("cifar100/features.csv", column, loss=loss, noise=noise)
+
+
+def vg(method: str, variant: str) -> str:
+    return means("scene-graph/vg-bias.csv", "r50", method=method, variant=variant, split="test")
+
+
+def test_the_evidence_is_that_of_the_results() -> None:
+    assert evidence() == [
+        [*kept("lml-labels"), *kept("bce"), *kept("softmax")],
+        [digits("exact", "lml", "one", "3 digits", "3"), digits("exact", "bce", "one", "3 digits")],
+        [
+            digits("recall", "bce", "all", "1 to 5 digits"),
+            digits("recall", "lml, k of the row", "all", "1 to 5 digits"),
+        ],
+        [cifar("test_top1", "cross-entropy", "0.0"), cifar("test_top1", "lml", "0.0")],
+        [cifar("test_topk", "cross-entropy", "0.4"), cifar("test_topk", "lml", "0.4")],
+        [vg("lml-20", "without-bias"), vg("truncated-entropy-20", "without-bias"), vg("softmax", "")],
+    ]
 
 
 def commands() -> dict[str, list[str]]:

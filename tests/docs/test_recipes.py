@@ -112,7 +112,7 @@ def test_the_step_of_the_trainer_is_the_mean_over_all_its_rows(capsys: pytest.Ca
     torch.testing.assert_close(torch.stack(parts).sum(), right)
 
 
-def test_entmax_gives_what_the_page_on_moving_from_it_says() -> None:
+def test_entmax_gives_what_the_page_on_migrating_from_it_says() -> None:
     entmax = pytest.importorskip("entmax", reason="entmax is not installed")
     x = torch.randn(5, 12, dtype=torch.float64)
     torch.testing.assert_close(torchlml.constrained_sparsemax(x, 1), entmax.sparsemax(x, dim=-1))

@@ -114,7 +114,7 @@ def test_the_frequency_bias(section: str, name: str) -> None:
 
 @pytest.mark.parametrize(("place", "name"), [(0, "vg"), (1, "vrd")])
 def test_the_tuning_of_the_frequency_bias(place: int, name: str) -> None:
-    table = of_section(SCENES / "README.md", "What tuning chose for each bias")[place]
+    table = of_section(SCENES / "README.md", "Selected learning rates per bias")[place]
     found = {
         (
             BIASES[row["variant"]],
@@ -180,15 +180,15 @@ def test_cifar100_features() -> None:
 @pytest.mark.parametrize(
     ("place", "measure"), list(enumerate(["train_top1", "last_topk", "last_top1", "test_topk"]))
 )
-def test_cifar100_labels_learned_by_heart(place: int, measure: str) -> None:
-    table = of_section(CIFAR / "README.md", "Labels learned by heart", "noise p")[place]
+def test_cifar100_memorized_labels(place: int, measure: str) -> None:
+    table = of_section(CIFAR / "README.md", "Memorized labels", "noise p")[place]
     noises = [head.rpartition(" ")[2] for head in table.heads[1:]]
     names = ["wide.csv"] * 4 + ["small.csv"] * 4
     check_noises(table, [(name, noise, measure) for name, noise in zip(names, noises, strict=True)], 1)
 
 
 def test_cifar100_tuning_of_the_wide_head() -> None:
-    table = of_section(CIFAR / "README.md", "Labels learned by heart", "loss")[0]
+    table = of_section(CIFAR / "README.md", "Memorized labels", "loss")[0]
     found = {(row["loss"], float(row["learning_rate"])): row for row in rows(CIFAR / "tuning-wide.csv")}
     assert len(found) == len(table.lines)
     measures = ("train_top1", "train_topk", "validation_topk", "last_topk", "last_top1")
@@ -237,9 +237,9 @@ METHODS = {"k of the row": "lml, k of the row", "k predicted": "lml, k predicted
 @pytest.mark.parametrize(
     ("section", "place", "situation"),
     [
-        ("The number is known, and k is wrong", 0, ("3 digits", "one")),
-        ("The number varies from 1 to 5", 0, ("1 to 5 digits", "one")),
-        ("The number varies from 1 to 5", 1, ("1 to 5 digits", "all")),
+        ("Known number of labels, wrong k", 0, ("3 digits", "one")),
+        ("Varying number of labels", 0, ("1 to 5 digits", "one")),
+        ("Varying number of labels", 1, ("1 to 5 digits", "all")),
     ],
 )
 def test_which_k(section: str, place: int, situation: tuple[str, str]) -> None:

@@ -157,4 +157,4 @@ def test_wrong_options_are_refused(capsys, options, needle) -> None:
 
 def test_the_page_has_the_tables_of_the_committed_rows() -> None:
     rows = measurements.read(ROOT / "results" / "peers.csv", "--csv")
-    assert alternatives.markdown(rows) in (ROOT / "docs" / "peers.md").read_text(encoding="utf-8")
+    assert alternatives.markdown(rows) in (ROOT / "docs" / "alternatives.md").read_text(encoding="utf-8")

@@ -49,10 +49,10 @@ def test_every_loss_is_explained_and_has_a_tested_module(name: str) -> None:
     module = modules[name]
     assert module in losses.__all__
     assert module in text("README.md")
-    assert module in text("docs/which-loss.md")
+    assert module in text("docs/choosing-a-loss.md")
 
 
 @pytest.mark.parametrize("name", RELATED)
 def test_every_related_operator_is_explained_and_tested_for_wrong_arguments(name: str) -> None:
     assert name in MEMBERS
-    assert name in text("docs/which-relaxation.md")
+    assert name in text("docs/choosing-a-relaxation.md")

@@ -30,6 +30,14 @@ class ProjectionSettings(FigureSettings):
 
 
 @dataclass(frozen=True)
+class SlidingSigmoidSettings:
+    """Animate the sigmoid that slides along ten logits until its outputs sum to 3."""
+
+    out: Path = Path("torchlml-figures/sliding-sigmoid.gif")
+    """The GIF to write; its directory is created if needed."""
+
+
+@dataclass(frozen=True)
 class PolytopesSettings(FigureSettings):
     """Draw L(3,1), L(3,2) and L(4,2), and where lml sends a row of logits as it is scaled."""
 
