@@ -48,7 +48,7 @@ UNIX_FLAGS += [
     "-Wno-psabi",
     "-Wno-maybe-uninitialized",
     "-Wno-uninitialized",
-]  # raised by GCC's own intrinsics
+]  # from GCC's intrinsics
 UNIX_FLAGS += ["-Wno-unknown-warning-option"]  # Clang does not know all of these
 # Functions that would require a recent glibc or libstdc++: old_linux.cpp replaces them.
 TOO_NEW = ["exp", "log"]
@@ -76,8 +76,8 @@ def site_folders() -> Iterator[Path]:
 
     With pip's build isolation, installed packages cannot be imported, but the interpreter still knows their
     directories. Other tools (uv, build) create their own interpreter for the build; the target environment is
-    then on PATH if it was activated. Only stable-ABI headers are read and only the name of a library is linked,
-    so a torch for any Python version works.
+    then on PATH if it was activated. Only stable-ABI headers are read and only the name of a library is
+    linked, so a torch for any Python version works.
     """
     spec = importlib.util.find_spec("torch")
     if spec and spec.origin:
@@ -176,7 +176,7 @@ class BuildKernel(build_ext):
             plain = [path for path in SOURCES.glob("*.cpp") if path.stem not in ("kernels", "bindings")]
             jobs += [pool.submit(compile, path.name, path.stem, macros) for path in plain]
         objects = [path for job in jobs for path in job.result()]
-        # Link torch by name only, because callers import torch before they load the kernel. macOS needs an rpath.
+        # Link torch by name only: callers import torch before they load the kernel. macOS needs an rpath.
         options = ["-Wl,-rpath,@loader_path/../../../torch/lib"] if sys.platform == "darwin" else []
         if platform.libc_ver()[0] == "glibc":
             options += [f"-Wl,--wrap={name}" for name in TOO_NEW]

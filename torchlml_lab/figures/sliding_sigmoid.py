@@ -12,7 +12,7 @@ from matplotlib.figure import Figure
 import torchlml
 from torchlml_lab.cli_errors import BadInput
 from torchlml_lab.figures.files import say_where
-from torchlml_lab.figures.projection import LOGITS
+from torchlml_lab.figures.projection import ROW
 from torchlml_lab.figures.settings import SlidingSigmoidSettings
 from torchlml_lab.files import check_file, replacing
 from torchlml_lab.plots import BLUE, GREY, INK, LOOK, SKY
@@ -34,7 +34,7 @@ def main(settings: SlidingSigmoidSettings) -> None:
 
 def draw(picture: Path) -> None:
     """Write the animation to a GIF file."""
-    x = torch.tensor(LOGITS)
+    x = torch.tensor(ROW)
     nu = torchlml.lml_dual(x, K).item()
     grid = torch.linspace(x.min().item() - 1, x.max().item() + 1, 300)
     with matplotlib.rc_context(LOOK):
