@@ -18,9 +18,8 @@ import torchlml.bracketing
 from tests.support import truth
 from torchlml._solve.newton import residual
 from torchlml.metrics import TopKRecall
-from torchlml_lab.figures.entropies import SURFACES, binary_entropy, entropy, points
-from torchlml_lab.figures.polytopes import in_space, vertices
-from torchlml_lab.figures.root_finding import papers_bracket, proven_bracket
+from torchlml_lab.figures.geometry import SURFACES, binary_entropy, entropy, in_space, points, vertices
+from torchlml_lab.figures.projection import papers_bracket, proven_bracket
 
 
 def rows(number, n, scale=3.0, seed=0):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -33,7 +34,7 @@ def pad_labels(labels: Iterable[Iterable[int] | Tensor], *, ignore_index: int = 
     return padded if padded.shape[1] else padded.new_full((len(rows), 1), ignore_index)
 
 
-def _row(row: Iterable[int] | Tensor, number: int) -> Tensor:
+def _row(row: Any, number: int) -> Tensor:
     name = f"`labels[{number}]`"
     if not isinstance(row, Tensor):
         if isinstance(row, str) or not isinstance(row, Iterable):
@@ -49,4 +50,5 @@ def _row(row: Iterable[int] | Tensor, number: int) -> Tensor:
         raise TypeError(f"{name} must contain integers, but its dtype is {row.dtype}.")
     if row.numel() and int(row.min()) < 0:
         raise ValueError(f"{name} must contain class indices from 0 on, but it contains {int(row.min())}.")
-    return row.long()
+    indices: Tensor = row.long()
+    return indices

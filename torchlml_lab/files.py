@@ -1,14 +1,18 @@
-"""Files that are whole or not there, places that can be written, and reading JSON."""
+"""Reading and writing files: whole or not at all, checked before any work is done."""
 
+import dataclasses
+import gzip
 import json
 import os
 import tempfile
+import types
+import zlib
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
 
-from torchlml_lab.errors import BadInput, reason
+from torchlml_lab.cli_errors import BadInput, reason
 
 Kind = TypeVar("Kind", dict, list)  # type: ignore[type-arg]
 
@@ -99,3 +103,144 @@ def writing(what: str, path: Path, kept: str) -> Iterator[None]:
         yield
     except OSError as error:
         raise RuntimeError(f"{what} could not be written to `{path}`: {reason(error)}; {kept}.") from error
+
+
+def read_content(path: Path, option: str) -> bytes:
+    """Read a text file.
+
+    Args:
+        path: The file; gzip is known by its first bytes, whatever the name ends in.
+        option: The option that named it, for the sentences.
+
+    Returns:
+        Its text as UTF-8, with line ends `\\n` and no byte order mark. What is no such text, or is empty,
+        raises `BadInput`.
+    """
+    try:
+        data = path.read_bytes()
+        if data[:2] == b"\x1f\x8b":
+            data = gzip.decompress(data)
+    except (EOFError, zlib.error, gzip.BadGzipFile) as error:
+        said = "it ends in the middle" if isinstance(error, EOFError) else "its gzip data are damaged"
+        raise BadInput(f"`{option}` names `{path}`, which cannot be read: {said}.") from error
+    except OSError as error:
+        raise BadInput(f"`{option}` names `{path}`, which cannot be read: {reason(error)}.") from error
+    data = data.removeprefix(b"\xef\xbb\xbf").replace(b"\r\n", b"\n")
+    data = data if b"\n" in data else data.replace(b"\r", b"\n")
+    if not data.strip():
+        raise BadInput(f"`{option}` names `{path}`, which is empty.")
+    try:
+        data.decode("utf-8")
+    except UnicodeDecodeError as error:
+        line = data.count(b"\n", 0, error.start) + 1
+        raise BadInput(f"`{path}`, line {line}: the text is not UTF-8.") from error
+    if b"\0" in data:
+        line = data.count(b"\n", 0, data.index(b"\0")) + 1
+        raise BadInput(f"`{path}`, line {line}: a zero byte, so this is no text.")
+    return data
+
+
+def shown(text: str) -> str:
+    """A cell or a word of a file for a sentence: not longer than 40 characters, in one line."""
+    text = " ".join(text.split())
+    return text if len(text) <= 40 else f"{text[:37]}..."
+
+
+def check_picture(picture: Path, option: str = "--out") -> None:
+    """Refuse a path that a picture cannot be written to."""
+    if picture.suffix not in (".png", ".svg") and not picture.is_dir():
+        raise BadInput(f"`{option}` names `{picture}`, which must end in `.png` or `.svg`.")
+    check_file(option, picture)
+
+
+Stored = TypeVar("Stored")
+
+_NAMES: dict[Any, str] = {
+    int: "an integer",
+    float: "a number",
+    str: "a string",
+    Path: "a path",
+    bool: "true or false",
+    type(None): "null",
+}
+
+
+def read_record(path: Path, kind: type[Stored]) -> Stored:
+    """Read a JSON object into a dataclass; a file that holds anything else raises `BadInput`.
+
+    Args:
+        path: The file.
+        kind: The dataclass; its fields are numbers, strings, paths, literals, lists, tuples, dicts or
+            dataclasses, or unions of these. Other keys of the file are ignored.
+    """
+    values = read_json(path, dict)
+    try:
+        return record(values, kind)
+    except ValueError as error:
+        raise BadInput(f"`{path}` is damaged: {error}.") from error
+
+
+def record(values: dict[str, Any], kind: type[Stored]) -> Stored:
+    """Make a dataclass from JSON values; a value that is missing or of another type raises ValueError."""
+    hints = get_type_hints(kind)
+    found = {}
+    for field in dataclasses.fields(kind):  # type: ignore[arg-type]
+        if field.name not in values:
+            raise ValueError(f"`{field.name}` is missing")
+        found[field.name] = _checked(values[field.name], hints[field.name], field.name)
+    return kind(**found)
+
+
+def _checked(value: Any, hint: Any, name: str) -> Any:
+    """The value as the type that the hint asks for."""
+    try:
+        return _as(value, hint)
+    except TypeError:
+        shown = json.dumps(value)
+        shown = shown if len(shown) <= 40 else f"{shown[:37]}..."
+        raise ValueError(f"`{name}` must be {_described(hint)}, but it is {shown}") from None
+
+
+def _as(value: Any, hint: Any) -> Any:
+    """The same; a value of another type raises TypeError."""
+    origin, parts = get_origin(hint), get_args(hint)
+    if origin in (Union, types.UnionType):
+        for part in parts:
+            try:
+                return _as(value, part)
+            except TypeError:
+                continue
+    elif origin is Literal:
+        if isinstance(value, str) and value in parts:
+            return value
+    elif origin is list and isinstance(value, list):
+        return [_as(one, parts[0]) for one in value]
+    elif origin is tuple and isinstance(value, list):
+        if parts[-1] is Ellipsis:
+            return tuple(_as(one, parts[0]) for one in value)
+        if len(value) == len(parts):
+            return tuple(_as(one, part) for one, part in zip(value, parts, strict=True))
+    elif origin is dict and isinstance(value, dict):
+        return {key: _as(one, parts[1]) for key, one in value.items()}
+    elif dataclasses.is_dataclass(hint) and isinstance(value, dict):
+        return record(value, hint)  # type: ignore[arg-type]
+    elif hint is Path and isinstance(value, str):
+        return Path(value)
+    elif hint is float and isinstance(value, (int, float)) and not isinstance(value, bool):
+        return float(value)
+    elif hint in (int, str, bool, type(None)) and type(value) is hint:
+        return value
+    raise TypeError
+
+
+def _described(hint: Any) -> str:
+    origin, parts = get_origin(hint), get_args(hint)
+    if origin in (Union, types.UnionType):
+        return " or ".join(_described(part) for part in parts)
+    if origin is Literal:
+        return " or ".join(f'"{part}"' for part in parts)
+    if origin is tuple and parts[-1] is not Ellipsis:
+        return f"a list of {len(parts)}"
+    if origin in (list, tuple):
+        return f"a list with {_described(parts[0])} in each place"
+    return _NAMES.get(hint, "an object")

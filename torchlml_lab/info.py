@@ -7,13 +7,7 @@ import sys
 from collections.abc import Sequence
 from importlib import metadata
 
-import torch
-
-import torchlml
-from torchlml._cpu import loader
-from torchlml._triton import self_test
-from torchlml_lab.cli import answer_help
-from torchlml_lab.errors import BadInput
+from torchlml_lab.cli_errors import BadInput, answer_help
 
 USAGE = """usage: torchlml info
 
@@ -23,11 +17,15 @@ and which of the package's extras are installed.
 """
 
 
-def main(arguments: Sequence[str]) -> None:
-    """Print what `report` found, one line each."""
+def read_arguments(arguments: Sequence[str]) -> None:
+    """Print the usage if that is asked for; anything else raises `BadInput`."""
     answer_help(arguments, USAGE)
     if arguments:
         raise BadInput(f"`torchlml info` takes no options, and `{arguments[0]}` was given.")
+
+
+def main(settings: None = None) -> None:
+    """Print what `report` found, one line each."""
     for name, values in report().items():
         for i, value in enumerate(values):
             sys.stdout.write(f"{name if i == 0 else '':<12}{value}\n")
@@ -42,6 +40,11 @@ def report() -> dict[str, list[str]]:
     Returns:
         For each subject one or more lines.
     """
+    import torch  # in functions, so that options are read without it
+
+    import torchlml
+    from torchlml._triton import self_test
+
     return {
         "torchlml": [torchlml.__version__],
         "torch": [str(torch.__version__)],
@@ -57,6 +60,8 @@ def report() -> dict[str, list[str]]:
 
 def kernel() -> str:
     """Name the kernel that CPU tensors use: `native (x86-64-v3)`, or `torch` and why it is not the other."""
+    from torchlml._cpu import loader
+
     absence = loader.absence()
     return (
         f"native ({loader.instruction_set()})"
@@ -66,6 +71,8 @@ def kernel() -> str:
 
 
 def _devices() -> list[str]:
+    import torch
+
     found = ["cpu"]
     if torch.cuda.is_available():
         found += [f"cuda:{i} {torch.cuda.get_device_name(i)}" for i in range(torch.cuda.device_count())]

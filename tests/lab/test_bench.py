@@ -16,12 +16,11 @@ from rich.console import Console
 
 import torchlml
 from tests.support.command_lines import each_refusal, refusals, refused
-from torchlml_lab import cli
-from torchlml_lab.bench import benchmarks, family, layer, measurements, peak_memory, race, report
-from torchlml_lab.bench import grid_benchmark as softmax_ratios
-from torchlml_lab.bench.cases import DTYPES, Case, case_grid
-from torchlml_lab.bench.competitors import BASELINE, FAMILY, LAYER, MODES, call_of
-from torchlml_lab.bench.race import Quantiles
+from torchlml_lab import cli, commands
+from torchlml_lab.bench import grid_benchmark, measurements, report, timing
+from torchlml_lab.bench.cases import BASELINE, DTYPES, FAMILY, LAYER, Case, call_of, case_grid
+from torchlml_lab.bench.settings import MODES, QUICK, LayerSettings
+from torchlml_lab.bench.timing import Quantiles
 
 TINY = ["--sizes", "8", "24", "--ks", "n/2", "--batches", "3", "--scales", "1", "--repetitions", "2"]
 HERE = [provider.name for provider in LAYER if provider.absent() is None]
@@ -29,8 +28,8 @@ HERE = [provider.name for provider in LAYER if provider.absent() is None]
 
 @pytest.fixture(autouse=True)
 def _short_samples(monkeypatch):
-    monkeypatch.setattr(race, "_SAMPLE_SECONDS", 1e-6)
-    monkeypatch.setattr(race, "_WARM_UP_SECONDS", 0.0)
+    monkeypatch.setattr(timing, "_SAMPLE_SECONDS", 1e-6)
+    monkeypatch.setattr(timing, "_WARM_UP_SECONDS", 0.0)
 
 
 def bench(capsys, *words):
@@ -46,7 +45,7 @@ def test_run_writes_one_row_per_measurement_and_a_plot(capsys, tmp_path):
     with path.open(newline="") as file:
         rows = list(csv.DictReader(file))
     assert list(rows[0]) == measurements.COLUMNS
-    metrics = ["time", "memory"] if peak_memory.measurable() else ["time"]
+    metrics = ["time", "memory"] if timing.measurable() else ["time"]
     expected = {
         (provider, mode, metric, n, k)
         for provider in HERE
@@ -100,7 +99,7 @@ def test_comparing_with_something_else_says_so(capsys, tmp_path):
     assert "(was" not in out
 
 
-@pytest.mark.skipif(not peak_memory.measurable(), reason="memory is measured on Linux with the GNU C library")
+@pytest.mark.skipif(not timing.measurable(), reason="memory is measured on Linux with the GNU C library")
 def test_memory_alone_draws_no_plot(capsys, tmp_path):
     narrow = ["--modes", "forward", "--metrics", "memory", "--providers", "sigmoid"]
     code, out, err = bench(capsys, *narrow, "--csv", str(tmp_path / "b.csv"))
@@ -118,11 +117,11 @@ def test_every_dtype_runs(capsys, tmp_path):
 
 def test_quick_is_a_start_that_other_options_change(monkeypatch):
     ran = []
-    monkeypatch.setattr(layer, "run", lambda settings, *others: ran.append(settings))
-    layer.main(["--quick", "--sizes", "8"])
-    layer.main([])
-    usual = layer.LayerSettings()
-    assert ran == [replace(usual, **{**softmax_ratios.QUICK, "sizes": (8,)}, quick=True), usual]
+    monkeypatch.setattr(grid_benchmark, "run", lambda settings, *others: ran.append(settings))
+    assert cli.main(["bench", "layer", "--quick", "--sizes", "8"]) == 0
+    assert cli.main(["bench", "layer"]) == 0
+    usual = LayerSettings()
+    assert ran == [replace(usual, **{**QUICK, "sizes": (8,)}, quick=True), usual]
 
 
 @each_refusal(
@@ -140,7 +139,7 @@ def test_quick_is_a_start_that_other_options_change(monkeypatch):
     {f"{option} '{__file__}'": f"`{option}` names" for option in ("--csv", "--compare")},
 )
 def test_bad_input_is_one_sentence_before_any_work(capsys, tmp_path, monkeypatch, options, needle):
-    monkeypatch.setattr(softmax_ratios, "_measure", lambda *a: pytest.fail("measured something"))
+    monkeypatch.setattr(grid_benchmark, "_measure", lambda *a: pytest.fail("measured something"))
     arguments = ["bench", "layer", *TINY, "--csv", tmp_path / "b.csv", *options]
     assert needle in refused(capsys, arguments)
     assert not list(tmp_path.iterdir())
@@ -148,7 +147,7 @@ def test_bad_input_is_one_sentence_before_any_work(capsys, tmp_path, monkeypatch
 
 def test_absent_provider_says_why(capsys, monkeypatch):
     absent = replace(LAYER[1], absent=lambda: "it rains")
-    monkeypatch.setattr(layer, "LAYER", (LAYER[0], absent))
+    monkeypatch.setattr(grid_benchmark, "LAYER", (LAYER[0], absent))
     code, _, err = bench(capsys, "--providers", absent.name)
     assert code == 2
     assert err == f"torchlml: `--providers` names `{absent.name}`, which cannot run here: it rains.\n"
@@ -162,7 +161,7 @@ def test_threads_are_given_back_even_after_a_failure(monkeypatch, capsys, tmp_pa
         raise RuntimeError("broken")
 
     before = torch.get_num_threads()
-    monkeypatch.setattr(softmax_ratios, "race", fail)
+    monkeypatch.setattr(grid_benchmark, "race", fail)
     assert bench(capsys, "--threads", "1", "--csv", str(tmp_path / "b.csv"))[0] == 1
     assert seen == [1]
     assert torch.get_num_threads() == before
@@ -211,13 +210,13 @@ def test_long_rows_get_smaller_batches():
 def test_bench_alone_lists_the_benchmarks(capsys):
     assert cli.main(["bench"]) == 0
     said = capsys.readouterr().out
-    for name, entry in benchmarks.BENCHMARKS.items():
+    for name, entry in commands.BENCHMARKS.items():
         assert f"  {name:<18}{entry.summary}\n" in said
 
 
 def test_an_option_before_the_name_says_which_names_there_are(capsys):
     assert cli.main(["bench", "--paper"]) == 2
-    assert f"one of {', '.join(benchmarks.BENCHMARKS)}.\n" in capsys.readouterr().err
+    assert f"one of {', '.join(commands.BENCHMARKS)}.\n" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("width", [40, 80, 132])
@@ -246,17 +245,17 @@ CASE = Case(n=10, k=2, batch=3, scale=1.0, dtype="float32", threads=1)
 def test_the_family_is_timed_with_a_plot_of_its_own(capsys, tmp_path):
     words = ["--sizes", "8", "--ks", "2", "--batches", "3", "--scales", "1", "--repetitions", "1"]
     words += ["--modes", "forward", "--metrics", "time", "--csv", str(tmp_path / "b.csv")]
-    assert cli.main(["bench", "family", *words]) == 0
-    assert {row.provider for row in measurements.read(tmp_path / "b.csv", "--csv")} == set(
-        family.FamilySettings().providers
-    )
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["b-family.png", "b.csv"]
+    assert cli.main(["bench", "constrained", *words]) == 0
+    assert {row.provider for row in measurements.read(tmp_path / "b.csv", "--csv")} == {
+        provider.name for provider in FAMILY if provider.absent() is None
+    }
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["b-constrained.png", "b.csv"]
 
 
 def test_importing_the_benchmarks_writes_nothing():
     program = (
         "import sys; sys.addaudithook(lambda event, args: event == 'open' and 'clear_refs' in str(args[0]) "
-        "and sys.exit('written')); from torchlml_lab.bench import layer, family, losses, paper"
+        "and sys.exit('written')); from torchlml_lab.bench import grid_benchmark, losses, paper"
     )
     assert subprocess.run([sys.executable, "-c", program], check=False).returncode == 0
 
@@ -271,7 +270,7 @@ def test_a_place_that_cannot_be_written_is_refused_before_the_work(
 ):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "file.txt").touch()
-    monkeypatch.setattr(softmax_ratios, "_measure", lambda *a: pytest.fail("measured something"))
+    monkeypatch.setattr(grid_benchmark, "_measure", lambda *a: pytest.fail("measured something"))
     code, out, err = bench(capsys, *NARROW, option, place)
     assert (code, out) == (2, "")
     assert f"`{option}` names `{place}`" in err
@@ -306,7 +305,7 @@ def test_rows_that_had_to_wait_are_written_when_there_is_room(tmp_path, monkeypa
 
 
 def test_an_interrupted_benchmark_says_what_it_has(capsys, tmp_path, monkeypatch):
-    real, begun = softmax_ratios._measure, []
+    real, begun = grid_benchmark._measure, []
 
     def interrupted(*arguments):
         begun.append(arguments)
@@ -314,7 +313,7 @@ def test_an_interrupted_benchmark_says_what_it_has(capsys, tmp_path, monkeypatch
             raise KeyboardInterrupt
         return real(*arguments)
 
-    monkeypatch.setattr(softmax_ratios, "_measure", interrupted)
+    monkeypatch.setattr(grid_benchmark, "_measure", interrupted)
     path = tmp_path / "b.csv"
     code, _, err = bench(capsys, *NARROW, "--csv", str(path))
     assert (code, err) == (130, f"torchlml: Interrupted: 1 of 2 measurements are in {path}.\n")

@@ -9,21 +9,21 @@ import torch
 import torchlml
 from tests.support.command_lines import each_refusal, refusals, refused
 from torchlml_lab import cli
-from torchlml_lab.bench import measurements, paper, paper_tables, race
+from torchlml_lab.bench import measurements, paper, paper_report, timing
 from torchlml_lab.bench.cases import Case
 from torchlml_lab.bench.measurements import Measurement
 from torchlml_lab.bench.paper import Entry
 
 TINY = ["--sizes", "12", "30", "--ks", "2", "5", "--batch", "4", "--trials", "2"]
-TIMED = {(name, "forward") for name in paper_tables.NAMES} | {
-    (name, "backward") for name in paper_tables.BACKWARD
+TIMED = {(name, "forward") for name in paper_report.NAMES} | {
+    (name, "backward") for name in paper_report.BACKWARD
 }
 
 
 @pytest.fixture(autouse=True)
 def _short_samples(monkeypatch):
     monkeypatch.setattr(paper, "SAMPLE_SECONDS", 0.0)
-    monkeypatch.setattr(race, "_WARM_UP_SECONDS", 0.0)
+    monkeypatch.setattr(timing, "_WARM_UP_SECONDS", 0.0)
 
 
 def study(*words):
@@ -108,8 +108,8 @@ def test_a_length_that_fails_keeps_those_before_it(capsys, tmp_path, monkeypatch
 def test_the_selection_is_that_of_section_5_1(monkeypatch):
     ran = []
     monkeypatch.setattr(paper, "run", lambda settings, console: ran.append(settings))
-    paper.main([])
-    paper.main(["--quick"])
+    assert cli.main(["bench", "paper"]) == 0
+    assert cli.main(["bench", "paper", "--quick"]) == 0
     cases = [case for group in paper._groups(ran[0]) for case in group]
     assert {(case.batch, case.n, case.k) for case in cases} == {
         (256, n, k) for n in (1000, 10_000) for k in (5, 50, 100)
@@ -151,7 +151,7 @@ def test_every_competitor_computes_its_loss():
 
 def measured(**ratios):
     """Rows of a run in which a competitor takes so many times what the baseline takes, for k = 5 and 100."""
-    everything = dict.fromkeys(paper_tables.NAMES, (1.0, 1.0)) | {
+    everything = dict.fromkeys(paper_report.NAMES, (1.0, 1.0)) | {
         name.replace("_", "-"): value for name, value in ratios.items()
     }
     return [
@@ -186,8 +186,8 @@ def measured(**ratios):
 
 def decided(**ratios):
     return {
-        claim.says: (paper_tables.span(claim.ratios), paper_tables.verdict(claim))
-        for claim in paper_tables.claims_of(measured(**ratios))
+        claim.says: (paper_report.span(claim.ratios), paper_report.verdict(claim))
+        for claim in paper_report.claims_of(measured(**ratios))
     }
 
 
@@ -213,7 +213,7 @@ def test_other_numbers_give_other_verdicts():
 
 
 def test_one_k_says_nothing_about_growth():
-    claims = list(paper_tables.claims_of([row for row in measured() if row.k == 5]))
+    claims = list(paper_report.claims_of([row for row in measured() if row.k == 5]))
     assert len(claims) == 4
     assert all("slower" in claim.says for claim in claims)
 

@@ -11,28 +11,22 @@ from rich.console import Console
 import torchlml
 from tests.support.features import write_features
 from torchlml_lab import cli
-from torchlml_lab.engine import estimate
-from torchlml_lab.errors import BadInput
-from torchlml_lab.studies.cifar100 import networks, noise_sweep, samples
-from torchlml_lab.studies.cifar100.classification import (
-    LOSSES,
-    Cifar100Settings,
-    accuracies,
-    loss_of,
-    run,
-    task,
-)
+from torchlml_lab.cli_errors import BadInput
+from torchlml_lab.engine import loop
+from torchlml_lab.studies.cifar100 import data, model, sweep
+from torchlml_lab.studies.cifar100.settings import LOSSES, Cifar100Settings
+from torchlml_lab.studies.cifar100.task import accuracies, loss_of, run, task
 
 
 def some_part(count=20_000):
     fine = torch.arange(count) % 100
-    return samples.Part(torch.zeros(count, 1), fine, fine % 20)
+    return data.Part(torch.zeros(count, 1), fine, fine % 20)
 
 
 @pytest.mark.parametrize("probability", [0.0, 0.2, 0.6, 1.0])
 def test_noise_stays_in_the_coarse_class_and_has_the_right_rate(probability):
     part = some_part()
-    noisy = samples.with_noise(part, probability, seed=3)
+    noisy = data.with_noise(part, probability, seed=3)
     assert (noisy.fine % 20 == part.coarse).all()
     # A label drawn anew is the old one in one of five cases; five deviations of a binomial share around it.
     rate = 0.8 * probability
@@ -45,36 +39,36 @@ def test_noise_stays_in_the_coarse_class_and_has_the_right_rate(probability):
 
 def test_noise_follows_from_the_seed_and_grows_with_the_probability():
     part = some_part()
-    assert torch.equal(samples.with_noise(part, 0.4, 1).fine, samples.with_noise(part, 0.4, 1).fine)
-    assert not torch.equal(samples.with_noise(part, 0.4, 1).fine, samples.with_noise(part, 0.4, 2).fine)
-    less, more = samples.with_noise(part, 0.4, 1).fine, samples.with_noise(part, 0.8, 1).fine
+    assert torch.equal(data.with_noise(part, 0.4, 1).fine, data.with_noise(part, 0.4, 1).fine)
+    assert not torch.equal(data.with_noise(part, 0.4, 1).fine, data.with_noise(part, 0.4, 2).fine)
+    less, more = data.with_noise(part, 0.4, 1).fine, data.with_noise(part, 0.8, 1).fine
     assert (less == more)[less != part.fine].all()
 
 
 def test_labels_that_contradict_each_other_are_refused():
     part = some_part(200)
     with pytest.raises(BadInput, match="several coarse labels"):
-        samples.with_noise(dataclasses.replace(part, coarse=torch.arange(200) % 19), 0.5, 0)
+        data.with_noise(dataclasses.replace(part, coarse=torch.arange(200) % 19), 0.5, 0)
 
 
 def test_the_split_is_the_same_for_every_seed_and_loses_nothing():
     part = dataclasses.replace(some_part(300), x=torch.arange(300).unsqueeze(1))
-    train, validation = samples.split_validation(part, 50)
+    train, validation = data.split_validation(part, 50)
     torch.manual_seed(5)
-    again, _ = samples.split_validation(part, 50)
+    again, _ = data.split_validation(part, 50)
     assert torch.equal(train.x, again.x)
     assert sorted((*train.x.flatten().tolist(), *validation.x.flatten().tolist())) == list(range(300))
     assert len(validation) == 50
     for count in (0, 300):
         with pytest.raises(BadInput, match="`--validation`"):
-            samples.split_validation(part, count)
+            data.split_validation(part, count)
 
 
 def test_augmented_images_are_crops_and_mirror_images():
     images = torch.randint(1, 256, (64, 3, 32, 32), dtype=torch.uint8)
-    part = samples.Part(images, torch.arange(64), torch.zeros(64, dtype=torch.int64))
-    plain, _ = samples.Batches(part).__getitems__(range(64))
-    augmented, label = samples.Batches(part, augment=True).__getitems__(range(64))
+    part = data.Part(images, torch.arange(64), torch.zeros(64, dtype=torch.int64))
+    plain, _ = data.Batches(part).__getitems__(range(64))
+    augmented, label = data.Batches(part, augment=True).__getitems__(range(64))
     assert torch.equal(label, torch.arange(64))
     mean = torch.tensor((125.3, 123.0, 113.9)).view(3, 1, 1)
     deviation = torch.tensor((63.0, 62.1, 66.7)).view(3, 1, 1)
@@ -94,7 +88,7 @@ def test_augmented_images_are_crops_and_mirror_images():
 
 
 def test_densenet_40_40_has_the_published_shape():
-    network = networks.DenseNet(depth=40, growth=40, classes=100)
+    network = model.DenseNet(depth=40, growth=40, classes=100)
     convolutions = [part for part in network.modules() if isinstance(part, torch.nn.Conv2d)]
     # 40 layers with weights: 1 + 3 blocks of 6 bottlenecks of 2 + 2 transitions + the linear one.
     assert len(convolutions) + 1 == 40
@@ -106,7 +100,7 @@ def test_densenet_40_40_has_the_published_shape():
 
 
 def test_small_cnn_runs():
-    assert networks.small_cnn(100)(torch.zeros(2, 3, 32, 32)).shape == (2, 100)
+    assert model.small_cnn(100)(torch.zeros(2, 3, 32, 32)).shape == (2, 100)
 
 
 def test_losses_are_what_they_say():
@@ -177,26 +171,26 @@ def test_bad_options(capsys, options, needle):
 
 
 def test_the_published_network_on_a_cpu_says_what_to_use_instead(monkeypatch):
-    part = samples.Part(
+    part = data.Part(
         torch.zeros(200, 3, 32, 32, dtype=torch.uint8), torch.arange(200) % 100, torch.arange(200) % 20
     )
-    monkeypatch.setattr(networks, "DenseNet", lambda depth, growth, classes: networks.small_cnn(classes))
-    monkeypatch.setattr(estimate, "seconds_per_batch", lambda task, size: 4.0)
+    monkeypatch.setattr(model, "DenseNet", lambda depth, growth, classes: model.small_cnn(classes))
+    monkeypatch.setattr(loop, "seconds_per_batch", lambda task, size: 4.0)
     for network, said in ((None, "use `--network small-cnn --epochs 6` here"), ("small-cnn", None)):
         settings = Cifar100Settings(data=Path("x"), network=network, validation=50)
-        found = estimate.forecast(task(settings, part, part), 64, 300, 704)
+        found = loop.forecast(task(settings, part, part), 64, 300, 704)
         assert found is not None
         assert found.startswith("300 epochs of 704 batches will take about 10 days on this CPU.")
         assert said is None or said in found
         assert (said is None) == found.endswith("on this CPU.")
-    assert estimate.forecast(task(settings, part, part), 64, 1, 10) is None
+    assert loop.forecast(task(settings, part, part), 64, 1, 10) is None
 
 
 @pytest.mark.parametrize(
     ("seconds", "said"), [(30, "30 seconds"), (60, "1 minute"), (3600, "60 minutes"), (7200, "2 hours")]
 )
 def test_durations_in_words(seconds, said):
-    assert estimate.in_words(seconds) == said
+    assert loop.in_words(seconds) == said
 
 
 def test_a_wide_head_learns_wrong_labels_by_heart(tmp_path):
@@ -215,7 +209,7 @@ def test_a_wide_head_learns_wrong_labels_by_heart(tmp_path):
         cpu=True,
         threads=1,
     )
-    row = noise_sweep.record(settings, run(settings, Console(quiet=True)))
+    row = sweep.record(settings, run(settings, Console(quiet=True)))
     assert row.source == "wide-head"
     assert row.train_top1 > 0.99
     assert 0 < row.last_top1 < row.last_topk < 0.8

@@ -20,7 +20,7 @@ from sklearn.pipeline import make_pipeline
 from sklearn.utils.estimator_checks import check_estimator
 
 from torchlml_lab import TopKClassifier
-from torchlml_lab.classifier import estimator, fitting
+from torchlml_lab.classifier import estimator
 
 LABELS = np.array(["ash", "birch", "cedar", "elm", "fir", "oak"])
 # Small enough for a test, fast enough to learn in few epochs.
@@ -144,8 +144,8 @@ def test_the_best_epoch_is_kept(monkeypatch: pytest.MonkeyPatch, capsys: pytest.
         seen.append((network, loss, aside))
         return real(network, loss, aside)
 
-    real = fitting.judge
-    monkeypatch.setattr(fitting, "judge", judge)
+    real = estimator.judge
+    monkeypatch.setattr(estimator, "judge", judge)
     random = np.random.default_rng(1).permuted(Y, axis=1)  # nothing can be learned, so it ends early
     settings = QUICK | {"epochs": 60, "patience": 3, "verbose": True}
     model = TopKClassifier(**settings).fit(X, random)

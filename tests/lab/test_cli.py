@@ -2,7 +2,6 @@
 
 import ast
 import dataclasses
-import importlib
 import os
 import re
 import signal
@@ -18,16 +17,17 @@ import torchlml
 from tests.support.processes import hear_interrupts
 from torchlml._cpu import loader
 from torchlml_lab import cli, info
-from torchlml_lab.bench.benchmarks import BENCHMARKS
-from torchlml_lab.bench.family import FamilySettings
-from torchlml_lab.bench.layer import LayerSettings
-from torchlml_lab.bench.losses import LossesSettings
-from torchlml_lab.bench.paper import PaperSettings
-from torchlml_lab.bench.scale import ScaleSettings
-from torchlml_lab.errors import BadInput, sentence
+from torchlml_lab.bench.settings import (
+    ConstrainedSettings,
+    LayerSettings,
+    LossesSettings,
+    PaperSettings,
+    ScaleSettings,
+)
+from torchlml_lab.cli_errors import BadInput, sentence
+from torchlml_lab.commands import BENCHMARKS, FIGURES, SUMMARIES, TASKS
 from torchlml_lab.files import replacing
-from torchlml_lab.studies.digits.demo import DemoSettings
-from torchlml_lab.studies.digits.which_k import WhichKSettings
+from torchlml_lab.studies.digits.settings import DemoSettings, WhichKSettings
 
 ROOT = Path(__file__).parents[2]
 
@@ -36,6 +36,15 @@ def run(capsys, *words):
     code = cli.main(words)
     captured = capsys.readouterr()
     return code, captured.out, captured.err
+
+
+def raising(error):
+    """A function that fails."""
+
+    def fail():
+        raise error
+
+    return fail
 
 
 def one_sentence(text):
@@ -47,8 +56,8 @@ def test_help_lists_every_command(capsys, words):
     code, out, err = run(capsys, *words)
     assert code == 0
     assert err == ""
-    for name, command in cli.COMMANDS.items():
-        assert re.search(rf"^  {name} +{re.escape(command.summary)}$", out, re.MULTILINE)
+    for name, summary in SUMMARIES.items():
+        assert re.search(rf"^  {name} +{re.escape(summary)}$", out, re.MULTILINE)
 
 
 @pytest.mark.parametrize(
@@ -57,7 +66,7 @@ def test_help_lists_every_command(capsys, words):
         ("demo", DemoSettings),
         ("which-k", WhichKSettings),
         ("bench layer", LayerSettings),
-        ("bench family", FamilySettings),
+        ("bench constrained", ConstrainedSettings),
         ("bench losses", LossesSettings),
         ("bench scale", ScaleSettings),
         ("bench paper", PaperSettings),
@@ -123,16 +132,6 @@ def test_bad_input_is_one_sentence(capsys, words, needle):
     assert needle in err
 
 
-class _Broken:
-    """A module whose command fails."""
-
-    def __init__(self, error):
-        self.error = error
-
-    def main(self, arguments):
-        raise self.error
-
-
 @pytest.mark.parametrize(
     ("error", "code", "message"),
     [
@@ -163,13 +162,13 @@ class _Broken:
     ],
 )
 def test_failures_are_one_sentence_and_a_code(capsys, monkeypatch, error, code, message):
-    monkeypatch.setattr(importlib, "import_module", lambda name: _Broken(error))
+    monkeypatch.setattr(info, "report", raising(error))
     assert run(capsys, "info") == (code, "", f"torchlml: {message}\n")
 
 
 @pytest.mark.parametrize("words", [("--debug", "info"), ("info", "--debug")])
 def test_debug_prints_the_traceback(capsys, monkeypatch, words):
-    monkeypatch.setattr(importlib, "import_module", lambda name: _Broken(RuntimeError("no")))
+    monkeypatch.setattr(info, "report", raising(RuntimeError("no")))
     code, _, err = run(capsys, *words)
     assert code == 1
     assert err.startswith("Traceback")
@@ -235,6 +234,37 @@ def test_what_needs_no_torch_does_not_wait_for_it(words):
     done = script(*words, before=absent)
     assert "torch`" not in done.stderr
     assert done.returncode == (2 if words[-1:] in (["benhc"], ["layr"]) else 0), done.stderr
+
+
+EVERY_COMMAND = [
+    [],
+    *([name] for name in SUMMARIES),
+    *(["train", task] for task in TASKS),
+    *(["sweep", task] for task in TASKS),
+    *(["bench", name] for name in BENCHMARKS),
+    *(["figures", name] for name in [*FIGURES, "all"]),
+]
+"""Every command and every name that one takes."""
+SLOW = ("torch", "numpy", "scipy", "sklearn", "matplotlib", "accelerate", "h5py")
+
+
+def test_help_and_wrong_options_import_nothing_slow():
+    commands = [[*words, "--help"] for words in EVERY_COMMAND] + [
+        [*words, "--no-such-option"] for words in EVERY_COMMAND
+    ]
+    program = (
+        f"import sys; from torchlml_lab.cli import main; commands, slow = {commands!r}, {SLOW!r}\n"
+        "for words in commands:\n"
+        "    assert main(words) == (0 if words[-1] == '--help' else 2), words\n"
+        "    found = [name for name in slow if name in sys.modules]\n"
+        "    assert not found, (words, found)\n"
+        "print('all', len(commands))"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, timeout=120
+    )
+    assert done.stdout.endswith(f"all {2 * len(EVERY_COMMAND)}\n"), done.stderr
+    assert len(EVERY_COMMAND) > 35
 
 
 def test_a_wrong_environment_variable_is_one_sentence():
@@ -326,7 +356,7 @@ def test_with_torch_alone_info_works_and_the_others_say_what_to_install():
 LAB_COMMANDS = [
     "demo",
     "bench layer",
-    "bench family",
+    "bench constrained",
     "bench losses",
     "bench scale",
     "bench paper",

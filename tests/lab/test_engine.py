@@ -20,14 +20,14 @@ from tests.support.command_lines import each_refusal, refusals, refused
 from tests.support.features import write_features
 from tests.support.processes import output, start, start_two
 from torchlml_lab import cli
-from torchlml_lab.engine import estimate
+from torchlml_lab.engine import loop
 from torchlml_lab.engine import run as run_of_engine
-from torchlml_lab.engine.folder import RunFolder
 from torchlml_lab.engine.loop import EpochBatches
-from torchlml_lab.engine.threads import use_threads
-from torchlml_lab.studies.cifar100 import networks
-from torchlml_lab.studies.cifar100.classification import Cifar100Settings
-from torchlml_lab.studies.cifar100.samples import read_features
+from torchlml_lab.engine.run_directory import RunFolder
+from torchlml_lab.engine.settings import use_threads
+from torchlml_lab.studies.cifar100 import model
+from torchlml_lab.studies.cifar100.data import read_features
+from torchlml_lab.studies.cifar100.settings import Cifar100Settings
 
 
 @pytest.fixture(scope="module")
@@ -351,7 +351,7 @@ def test_one_unit_on_every_line(capsys, whole, features, tmp_path):
 
 
 def test_a_long_run_says_so_at_the_start(capsys, features, tmp_path, monkeypatch):
-    monkeypatch.setattr(estimate, "LONG", 1e-6)
+    monkeypatch.setattr(loop, "LONG", 1e-6)
     assert cli.main(words(features, tmp_path / "run", "--epochs", "2")) == 0
     first = capsys.readouterr().out.splitlines()[0]
     assert re.fullmatch(r"2 epochs of 20 batches will take about .* on this CPU\.", first)
@@ -401,10 +401,10 @@ def test_two_processes(features, tmp_path):
     assert [line["epoch"] for line in lines[:-1]] == [1, 2, 3, 4, 5, 6]
     # It learned, and every sample was counted once: the test is that of one process with the same weights.
     assert lines[-1]["top5"] > 0.5
-    model = networks.feature_head(16, 100).eval()
-    load_model(model, out / "checkpoints" / state["best"] / "model.safetensors")
+    network = model.feature_head(16, 100).eval()
+    load_model(network, out / "checkpoints" / state["best"] / "model.safetensors")
     _, test = read_features(features)
-    top = model(test.x).topk(5).indices == test.fine.unsqueeze(1)
+    top = network(test.x).topk(5).indices == test.fine.unsqueeze(1)
     for name, found in (("top5", top.any(1)), ("top1", top[:, 0])):
         assert lines[-1][name] == found.double().mean().float().item()  # the metric reports float32
     weights = {path.name for path in (out / "checkpoints" / "epoch-0006").iterdir()}

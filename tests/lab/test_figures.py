@@ -8,12 +8,11 @@ from xml.etree import ElementTree
 import pytest
 
 from tests.support.command_lines import refused
-from torchlml_lab import cli, style
+from torchlml_lab import cli, commands, plots
 from torchlml_lab.bench import measurements
-from torchlml_lab.cli import Command
-from torchlml_lab.errors import BadInput
-from torchlml_lab.figures import find_csv as sources
-from torchlml_lab.figures import gallery
+from torchlml_lab.cli_errors import BadInput
+from torchlml_lab.commands import Command
+from torchlml_lab.figures import files as sources
 
 
 def size(png):
@@ -37,13 +36,13 @@ def test_all_draws_what_needs_no_data_and_names_the_commands_for_the_rest(capsys
         "scene-graph-bias",
         "which-k",
     }
-    drawn = set(gallery.FIGURES) - from_tables
+    drawn = set(commands.FIGURES) - from_tables
     assert {path.name for path in Path("pictures").iterdir()} == {f"{name}.png" for name in drawn}
     for name in drawn:
         # The width of a page at 200 dots per inch, so that type has the same size in all of them.
         assert size(Path("pictures", f"{name}.png"))[0] == 1400
     missing = dict(re.findall(r"Not drawn: (\S+)\. There is no .* to draw: `(.*)` makes it\.", captured.out))
-    assert set(missing) == set(gallery.FIGURES) - drawn
+    assert set(missing) == set(commands.FIGURES) - drawn
     assert missing["timing"] == "torchlml bench paper"
     assert missing["cifar100"] == "torchlml sweep cifar100"
 
@@ -51,20 +50,23 @@ def test_all_draws_what_needs_no_data_and_names_the_commands_for_the_rest(capsys
 def test_all_finishes_the_others_before_it_complains(capsys, tmp_path, monkeypatch):
     drawn = []
 
-    def draw(arguments):
-        drawn.append(arguments)
-        if "bad" in arguments[1]:
+    def draw(settings):
+        drawn.append(settings.out)
+        if "bad" in settings.out.name:
             raise BadInput("This table is damaged.")
 
     monkeypatch.setattr(
-        gallery,
+        commands,
         "FIGURES",
-        {name: Command("torchlml_lab.figures.entropies", "") for name in ("bad", "b")},
+        {
+            name: Command("figures.settings:EntropiesSettings", "figures.geometry:entropies")
+            for name in ("bad", "b")
+        },
     )
-    monkeypatch.setattr("torchlml_lab.figures.entropies.main", draw)
+    monkeypatch.setattr("torchlml_lab.figures.geometry.entropies", draw)
     assert cli.main(["figures", "all", "--out", str(tmp_path)]) == 2
     assert capsys.readouterr().err == "torchlml: This table is damaged.\n"
-    assert drawn == [["--out", str(tmp_path / f"{name}.png")] for name in ("bad", "b")]
+    assert drawn == [tmp_path / f"{name}.png" for name in ("bad", "b")]
 
 
 @pytest.mark.parametrize("kind", ["png", "svg"])
@@ -79,7 +81,7 @@ def test_the_same_figure_is_the_same_file(capsys, tmp_path, kind):
 
 
 def test_a_figure_that_fails_leaves_no_file(tmp_path):
-    with pytest.raises(RuntimeError, match="broken"), style.new_figure(tmp_path / "a" / "x.png", 2, 2):
+    with pytest.raises(RuntimeError, match="broken"), plots.new_figure(tmp_path / "a" / "x.png", 2, 2):
         raise RuntimeError("broken")
     assert not list(tmp_path.iterdir())
 

@@ -2,7 +2,7 @@
 
 import pytest
 
-from torchlml_lab.errors import BadInput
+from torchlml_lab.cli_errors import BadInput
 from torchlml_lab.files import check_file, check_folder, writing
 
 

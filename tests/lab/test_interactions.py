@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
+from torchlml_lab.cli_errors import BadInput
 from torchlml_lab.data.interactions import align, read_interactions
-from torchlml_lab.errors import BadInput
 
 LINES = "ann  apple pear\nbob\nçelik apple\tfig\r\n\nann kiwi apple\n"
 CSV = "when,user,item\n1,ann,apple\n2,ann,pear\n3,çelik,apple\n4,çelik,fig\n5,ann,kiwi\n6,ann,apple\n"

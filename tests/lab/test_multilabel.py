@@ -21,12 +21,14 @@ from tests.support.command_lines import made, refused
 from tests.support.processes import output, start, start_two
 from tests.support.tagged_texts import WORDS, tagged_texts, write_texts
 from torchlml_lab import cli
+from torchlml_lab.cli_errors import BadInput
+from torchlml_lab.data.labelled_files import read_labelled
 from torchlml_lab.data.labelled_rows import LabelledRows, label_matrix
 from torchlml_lab.data.tables import Columns
-from torchlml_lab.errors import BadInput
-from torchlml_lab.multilabel import label_report, preparation, run_rows, training
-from torchlml_lab.multilabel.multilabel_settings import MultilabelSettings
-from torchlml_lab.multilabel.temperature import best_temperature
+from torchlml_lab.engine.run_directory import BestEpoch
+from torchlml_lab.multilabel import preparation, report, samples, training
+from torchlml_lab.multilabel.report import best_temperature
+from torchlml_lab.multilabel.settings import MultilabelSettings
 
 
 @pytest.fixture(scope="module")
@@ -39,6 +41,30 @@ def run(texts: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, st
     """A run that was told the file and nothing else, and what it printed."""
     out = tmp_path_factory.mktemp("run") / "run"
     return out, output(start(["train", "multilabel", "--train", str(texts), "--out", str(out)]))[0]
+
+
+def test_the_report_of_training_reads_no_file_again(texts, tmp_path, capsys, monkeypatch):
+    read: list[Path] = []
+    loaded: list[Path] = []
+
+    def counted(path, *others, **more):
+        read.append(path)
+        return read_labelled(path, *others, **more)
+
+    monkeypatch.setattr(samples, "read_labelled", counted)
+    monkeypatch.setattr(BestEpoch, "load", lambda self, model: loaded.append(self.weights))
+    out = tmp_path / "run"
+    # In bfloat16 accelerate wraps the network, and the report must not be that of the wrapped one.
+    words = ["train", "multilabel", "--train", str(texts), "--out", str(out), "--epochs", "3"]
+    assert cli.main([*words, "--mixed-precision", "bf16", "--cpu"]) == 0
+    assert (read, loaded) == ([texts], [])
+    printed, report = capsys.readouterr().out, (out / "report.md").read_text()
+    monkeypatch.undo()
+    # `evaluate` reads the run from its folder, and finds the same.
+    assert cli.main(["evaluate", str(out)]) == 0
+    table = capsys.readouterr().out.splitlines()[:-1]
+    assert printed.splitlines()[-len(table) - 1 : -1] == table
+    assert (out / "report.md").read_text() == report
 
 
 def predict(run: Path, data: Path, out: Path, *more: str) -> list[dict]:
@@ -190,7 +216,7 @@ def test_killed_and_resumed_equals_undisturbed(texts, undisturbed, tmp_path):
 
 def test_few_labels_are_trained_by_one_thread_unless_told(texts):
     settings = MultilabelSettings(train=texts)
-    data = run_rows.read(settings)
+    data = samples.read(settings)
     assert training.task(settings, data).threads == 1
     # The same six labels in batches as large as those of many labels.
     assert training.task(dataclasses.replace(settings, batch_size=2**18), data).threads is None
@@ -359,7 +385,7 @@ def test_a_report_does_not_widen_label_lists_to_all_labels(run, texts, capsys, t
             widths.append(target.shape[-1])
             super().update(preds, target, mask, offsets)
 
-    monkeypatch.setattr(label_report, "TopKRecall", Spied)
+    monkeypatch.setattr(report, "TopKRecall", Spied)
     assert cli.main(["evaluate", str(run[0]), "--data", str(texts), "--out", str(tmp_path)]) == 0
     longest = max(len(tags) for _, tags in tagged_texts(300, seed=0))
     assert widths

@@ -7,9 +7,9 @@ import pytest
 import torch
 from rich.console import Console
 
+from torchlml_lab.cli_errors import BadInput
 from torchlml_lab.engine.progress import ProgressBar
-from torchlml_lab.engine.threads import check_threads, cores, use_threads
-from torchlml_lab.errors import BadInput
+from torchlml_lab.engine.settings import check_threads, cores, use_threads
 
 
 def shown(monkeypatch, terminal, seconds_per_step, steps=20, hidden=False):

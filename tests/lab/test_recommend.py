@@ -15,12 +15,12 @@ import torch
 from tests.support.command_lines import each_refusal, refusals, refused
 from tests.support.processes import output, start_two
 from torchlml_lab import cli
+from torchlml_lab.cli_errors import BadInput
 from torchlml_lab.data.interactions import read_interactions
 from torchlml_lab.engine import run as engine_run
-from torchlml_lab.errors import BadInput
-from torchlml_lab.recommend import ranking_rows, recommender_sweep
+from torchlml_lab.recommend import sweep
 from torchlml_lab.recommend.histories import Users, set_aside, some_users
-from torchlml_lab.recommend.recommend_settings import RecommendSettings
+from torchlml_lab.recommend.settings import RecommendSettings, SweepSettings
 
 GROUPS, SIZE, HAS = 4, 30, 12  # the users of a group have some of the group's items
 
@@ -257,7 +257,7 @@ def test_a_sweep_is_a_table_and_a_figure(folder, capsys, tmp_path):
     said = capsys.readouterr().out
     assert "matrix-factorisation: in %" in said
     assert len(re.findall(r"^(?:softmax|lml-3) +0\.006 ", said, re.MULTILINE)) == 2
-    rows = ranking_rows.TABLE.read(tmp_path / "a.csv", "--csv")
+    rows = sweep.TABLE.read(tmp_path / "a.csv", "--csv")
     for row in rows:
         result = json.loads(next((tmp_path / "runs").glob(f"*_{row.loss}_*/result.json")).read_text())
         found = {f"recall@{k}": getattr(row, f"test_recall{k}") for k in (5, 10, 20, 50, 100)}
@@ -275,13 +275,13 @@ def test_a_sweep_is_a_table_and_a_figure(folder, capsys, tmp_path):
 
 def test_a_tuned_sweep_takes_for_each_method_what_is_best_on_validation(folder, tmp_path):
     usual = dict.fromkeys(
-        (one.name for one in dataclasses.fields(ranking_rows.Record) if one.type in (float, "float")), 0.5
+        (one.name for one in dataclasses.fields(sweep.RankingRecord) if one.type in (float, "float")), 0.5
     )
     whole = {"users": 120, "seed": 0, "dimension": 4, "epochs": 1, "best_epoch": 1}
     tried = {("autoencoder", "bce", 0.1, 0.3): 0.2, ("autoencoder", "bce", 0.1, 0.6): 0.4}
     tried |= {("matrix-factorisation", "bce", 0.1, 0.3): 0.3, ("matrix-factorisation", "bce", 0.2, 0.3): 0.1}
     rows = [
-        ranking_rows.Record(
+        sweep.RankingRecord(
             **usual
             | whole
             | {"validation_recall20": score, "test_recall20": 1 - score}
@@ -289,19 +289,17 @@ def test_a_tuned_sweep_takes_for_each_method_what_is_best_on_validation(folder, 
         )
         for method, score in tried.items()
     ]
-    ranking_rows.TABLE.write(tmp_path / "tuned.csv", rows)
+    sweep.TABLE.write(tmp_path / "tuned.csv", rows)
     run = RecommendSettings(train=folder / "train.txt")
-    sweep = recommender_sweep.SweepSettings(
-        losses=("bce",), tuned=tmp_path / "tuned.csv", seeds=(0, 3), run=run
-    )
-    found = [(one.model, one.seed, one.learning_rate, one.dropout) for one in recommender_sweep.grid(sweep)]
+    settings = SweepSettings(losses=("bce",), tuned=tmp_path / "tuned.csv", seeds=(0, 3), run=run)
+    found = [(one.model, one.seed, one.learning_rate, one.dropout) for one in sweep.grid(settings)]
     assert found == [
         (model, seed, 0.1, dropout)
         for seed in (0, 3)
         for model, dropout in (("autoencoder", 0.6), ("matrix-factorisation", 0.3))
     ]
     with pytest.raises(BadInput, match="do not give them too"):
-        recommender_sweep.grid(dataclasses.replace(sweep, temperatures=(0.1,)))
+        sweep.grid(dataclasses.replace(settings, temperatures=(0.1,)))
 
 
 REFUSED = {

@@ -15,8 +15,8 @@ from tests.support.processes import output, start_two
 from tests.support.scene_graphs import Drawn, draw, write_vg, write_vrd
 from torchlml.metrics import SceneGraphRecall
 from torchlml_lab import cli
-from torchlml_lab.engine.threads import use_threads
-from torchlml_lab.studies.scene_graph import objectives, visual_genome
+from torchlml_lab.engine.settings import use_threads
+from torchlml_lab.studies.scene_graph import datasets, objectives
 from torchlml_lab.studies.scene_graph.batches import GraphBatches
 from torchlml_lab.studies.scene_graph.model import GRID, MotifNet, masks
 from torchlml_lab.studies.scene_graph.recalls import (
@@ -27,6 +27,7 @@ from torchlml_lab.studies.scene_graph.recalls import (
     measure_predicates,
     score,
 )
+from torchlml_lab.studies.scene_graph.settings import OBJECTIVES
 
 
 @pytest.fixture(scope="module")
@@ -36,7 +37,7 @@ def vg(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def training(vg):
-    return visual_genome.read(vg)[0]
+    return datasets.read_visual_genome(vg)[0]
 
 
 def images_of(batch, scores):
@@ -77,7 +78,7 @@ def test_recall_by_hand(tmp_path):
     boxes = [(90 * i, 0, 90 * i + 40, 40) for i in range(5)]
     relations = [(0, 1, 0), (0, 1, 1), (2, 3, 2)]
     image = Drawn("1", boxes, [0, 1, 2, 3, 4], relations)
-    batch = GraphBatches(visual_genome.read(write_vg(tmp_path, [image]))[0])[0]
+    batch = GraphBatches(datasets.read_visual_genome(write_vg(tmp_path, [image]))[0])[0]
     scores = torch.zeros(20, 4)
     scores[:, 3] = torch.arange(20) + 10.0  # an unobserved predicate is first on every edge ...
     scores[0, 0] = 100  # ... but on 0-1 an observed one is,
@@ -252,7 +253,7 @@ def test_softmax_is_motifs(training, monkeypatch):
     assert value.item() == pytest.approx(40 * len(possible) / kept)
 
 
-@pytest.mark.parametrize("objective", objectives.OBJECTIVES)
+@pytest.mark.parametrize("objective", OBJECTIVES)
 def test_probabilities_order_as_the_ranking(objective):
     scores = torch.randn(12, 5 if objectives.has_background(objective) else 4, dtype=torch.float64)
     p = objectives.probabilities(objective, scores, 7)
@@ -272,7 +273,7 @@ def test_lml_learns_ten_images_by_heart(tmp_path):
     images = [image for image in draw(16, seed=3) if image.split == 0][:10]
     for image in images:  # told apart by what stands at the left
         image.boxes[0] = (0, 0, 20, 20)
-    training, _ = visual_genome.read(write_vg(tmp_path, images))
+    training, _ = datasets.read_visual_genome(write_vg(tmp_path, images))
     batch = GraphBatches(training).__getitems__(range(10))
     torch.manual_seed(0)
     model = MotifNet(5, 4, hidden=64, dropout=0.0)

@@ -11,12 +11,11 @@ import pytest
 import torch
 
 from tests.support.scene_graphs import OBJECTS, PREDICATES, Drawn, draw, vg_tables, write_vg, write_vrd
-from torchlml_lab.errors import BadInput
-from torchlml_lab.studies.scene_graph import visual_genome, vrd
-from torchlml_lab.studies.scene_graph.batches import GraphBatches, candidates
+from torchlml_lab.cli_errors import BadInput
+from torchlml_lab.studies.scene_graph import datasets
+from torchlml_lab.studies.scene_graph.batches import GraphBatches, RegionFeatures, candidates
 from torchlml_lab.studies.scene_graph.graphs import split
 from torchlml_lab.studies.scene_graph.priors import LeaveOneOut, log_frequencies, word_vectors
-from torchlml_lab.studies.scene_graph.regions import RegionFeatures
 
 # One pair has two relations and one of them twice; the boxes are not in order; one image has no relation.
 SMALL = [
@@ -56,7 +55,7 @@ def drawn_triples(images):
 
 @pytest.mark.parametrize("images", [SMALL, draw(40)], ids=["small", "random"])
 def test_visual_genome(tmp_path, images):
-    training, test = visual_genome.read(write_vg(tmp_path, images))
+    training, test = datasets.read_visual_genome(write_vg(tmp_path, images))
     assert training.objects == OBJECTS
     assert triples(training) == drawn_triples([one for one in images if one.split == 0])
     assert triples(test) == drawn_triples([one for one in images if one.split == 2])
@@ -68,20 +67,20 @@ def test_visual_genome_knows_the_four_broken_images(tmp_path):
     data = json.loads((tmp_path / "image_data.json").read_text())
     data[1:1] = [{"image_id": 1592, "width": 1, "height": 1}]
     (tmp_path / "image_data.json").write_text(json.dumps(data))
-    assert visual_genome.read(tmp_path)[0].names == ("7", "8")
+    assert datasets.read_visual_genome(tmp_path)[0].names == ("7", "8")
 
 
 @pytest.mark.skipif("TORCHLML_DATA" not in os.environ, reason="TORCHLML_DATA does not name real data")
 def test_real_files():
     folder = Path(os.environ["TORCHLML_DATA"])
-    training, test = visual_genome.read(folder / "vg")
+    training, test = datasets.read_visual_genome(folder / "vg")
     with h5py.File(folder / "vg" / "VG-SGG.h5") as file:
         split, boxes = file["split"][:], len(file["labels"])
         relations = np.unique(np.concatenate((file["relationships"][:], file["predicates"][:]), 1), axis=0)
     assert (len(training), len(test)) == ((split == 0).sum(), (split == 2).sum())
     assert len(training.boxes) + len(test.boxes) == boxes
     assert len(training.relations) + len(test.relations) == len(relations)
-    training, test = vrd.read(folder / "vrd")
+    training, test = datasets.read_vrd(folder / "vrd")
     assert (len(training), len(test), len(training.objects), len(training.predicates)) == (
         4000,
         1000,
@@ -93,7 +92,7 @@ def test_real_files():
 @pytest.mark.parametrize("sizes", [True, False])
 def test_vrd(tmp_path, sizes):
     images = [one for one in draw(40) if one.relations]
-    training, test = vrd.read(write_vrd(tmp_path, images, sizes))
+    training, test = datasets.read_vrd(write_vrd(tmp_path, images, sizes))
     expected = drawn_triples([one for one in images if one.split == 0])
     assert triples(training) == {f"{name}.jpg": found for name, found in expected.items()}
     assert len(test) == 10
@@ -102,7 +101,7 @@ def test_vrd(tmp_path, sizes):
 
 def test_a_box_related_to_itself_gets_a_copy(tmp_path):
     image = Drawn("1", [(50, 0, 60, 10), (0, 0, 10, 10)], [0, 1], [(1, 1, 2), (1, 1, 3), (0, 1, 0)])
-    training, _ = vrd.read(write_vrd(tmp_path, [image]))
+    training, _ = datasets.read_vrd(write_vrd(tmp_path, [image]))
     assert training.labels.tolist() == [1, 1, 0]
     assert training.rows.tolist() == [0, 0, 1]  # in the order in which the file mentions them
     assert training.relations.tolist() == [[0, 1, 2], [0, 1, 3], [2, 0, 0]]
@@ -110,7 +109,7 @@ def test_a_box_related_to_itself_gets_a_copy(tmp_path):
 
 def test_an_image_without_boxes(tmp_path):
     write_vrd(tmp_path, [*SMALL, Drawn("1", [], [], [])])
-    training, test = vrd.read(tmp_path)
+    training, test = datasets.read_vrd(tmp_path)
     assert training.names == ("7.jpg", "8.jpg", "1.jpg")
     assert training.box_offsets.tolist() == [0, 2, 2, 2]
     assert training.with_relations().names == ("7.jpg",)
@@ -144,7 +143,7 @@ def test_damaged_visual_genome_names_file_and_image(tmp_path, damage, image, nee
     tables = vg_tables(SMALL)
     damage(tables)
     with pytest.raises(BadInput) as error:
-        visual_genome.read(write_vg(tmp_path, SMALL, tables))
+        datasets.read_visual_genome(write_vg(tmp_path, SMALL, tables))
     said = str(error.value)
     assert said.startswith(f"`{tmp_path / 'VG-SGG.h5'}` is damaged at the image `{image}`: ")
     assert needle in said
@@ -153,7 +152,7 @@ def test_damaged_visual_genome_names_file_and_image(tmp_path, damage, image, nee
 def test_visual_genome_that_cannot_be_read(tmp_path):
     def refused():
         with pytest.raises(BadInput) as error:
-            visual_genome.read(tmp_path)
+            datasets.read_visual_genome(tmp_path)
         return str(error.value)
 
     assert "VG-SGG.h5` cannot be read: No such file" in refused()
@@ -193,13 +192,13 @@ def test_damaged_vrd_names_file_and_image(tmp_path, damage, needle):
     damage(data["7.jpg"][1])
     path.write_text(json.dumps(data))
     with pytest.raises(BadInput) as error:
-        vrd.read(tmp_path)
+        datasets.read_vrd(tmp_path)
     assert str(error.value).startswith(f"`{path}` is damaged at the image `7.jpg`: ")
     assert needle in str(error.value)
 
 
 def test_validation_is_carved_by_seed(tmp_path):
-    training, test = visual_genome.read(write_vg(tmp_path, draw(40)))
+    training, test = datasets.read_visual_genome(write_vg(tmp_path, draw(40)))
     one, other = split(training, test, 5, 0), split(training, test, 5, 1)
     assert [len(part) for part in one] == [25, 5, 10]
     assert set(one.training.names) | set(one.validation.names) == set(training.names)
@@ -209,7 +208,7 @@ def test_validation_is_carved_by_seed(tmp_path):
 
 
 def test_a_batch_has_all_pairs_and_finds_its_relations(tmp_path):
-    training, _ = visual_genome.read(write_vg(tmp_path, draw(40)))
+    training, _ = datasets.read_visual_genome(write_vg(tmp_path, draw(40)))
     assert candidates(torch.tensor([0, 2, 2, 5]))[0].tolist() == [
         [0, 1],
         [1, 0],
@@ -241,7 +240,7 @@ def test_a_batch_has_all_pairs_and_finds_its_relations(tmp_path):
 
 def test_frequencies_are_counted(tmp_path):
     images = draw(30)
-    training, _ = visual_genome.read(write_vg(tmp_path, images))
+    training, _ = datasets.read_visual_genome(write_vg(tmp_path, images))
     table = log_frequencies(training)
     images = [one for one in images if one.split == 0]
     for subject, object_ in ((0, 1), (2, 2), (4, 0)):
@@ -266,7 +265,7 @@ def test_frequencies_are_counted(tmp_path):
 
 def test_counts_of_a_file_replace_the_relations(tmp_path):
     images = draw(30)
-    training, _ = visual_genome.read(write_vg(tmp_path, images))
+    training, _ = datasets.read_visual_genome(write_vg(tmp_path, images))
     path = tmp_path / "counts.npz"
     columns = {"subject": [1, 1], "object": [2, 2], "predicate": [3, 4], "count": [30, 10]}
     np.savez(path, **{name: np.array(values) for name, values in columns.items()})
@@ -289,7 +288,7 @@ def test_counts_of_a_file_replace_the_relations(tmp_path):
 
 
 def test_leave_one_out_is_the_bias_of_the_other_images(tmp_path):
-    training, _ = visual_genome.read(write_vg(tmp_path, draw(24)))
+    training, _ = datasets.read_visual_genome(write_vg(tmp_path, draw(24)))
     batch = GraphBatches(training, shift=LeaveOneOut(training)).__getitems__([5, 0, 11, 3])
     twice = (batch.labels[batch.edges[1:]] == batch.labels[batch.edges[:-1]]).all(1)
     assert twice.any()  # a pair comes twice
@@ -317,7 +316,7 @@ def test_word_vectors(tmp_path):
 
 def test_region_features_follow_the_boxes(tmp_path):
     images = draw(12)
-    training, _ = visual_genome.read(write_vg(tmp_path, images))
+    training, _ = datasets.read_visual_genome(write_vg(tmp_path, images))
     path = tmp_path / "regions.h5"
     with h5py.File(path, "w") as file:
         for one in images:

@@ -13,11 +13,11 @@ from tests.support.command_lines import each_refusal, made, refusals, refused
 from tests.support.features import write_features
 from tests.support.processes import output, start
 from torchlml_lab import cli
+from torchlml_lab.cli_errors import BadInput
 from torchlml_lab.engine.table import StudyTable
-from torchlml_lab.errors import BadInput
-from torchlml_lab.studies.cifar100 import accuracy_rows, noise_sweep
-from torchlml_lab.studies.cifar100.accuracy_rows import Record
-from torchlml_lab.studies.cifar100.noise_sweep import SweepSettings, grid
+from torchlml_lab.studies.cifar100 import sweep
+from torchlml_lab.studies.cifar100.settings import SweepSettings
+from torchlml_lab.studies.cifar100.sweep import AccuracyRecord, grid
 
 
 @pytest.fixture(scope="module")
@@ -117,7 +117,7 @@ def test_a_folder_of_other_settings_is_refused(capsys, features, whole):
 
 
 def test_places_that_cannot_be_written_are_refused_before_any_work(capsys, features, tmp_path, monkeypatch):
-    monkeypatch.setattr(noise_sweep, "run_grid", None)
+    monkeypatch.setattr(sweep, "run_grid", None)
     for options, named in (
         (["--csv", str(features / "x.csv")], f"`--csv` names `{features / 'x.csv'}`"),
         (["--out", str(features / "sweep")], f"`--out` names `{features / 'sweep'}`"),
@@ -167,7 +167,7 @@ def record(**changes):
         "last_topk": 0.5,
         "seconds": 1.0,
     }
-    return Record(**{**values, **changes})
+    return AccuracyRecord(**{**values, **changes})
 
 
 def tuning(path):
@@ -181,13 +181,13 @@ def tuning(path):
             (0.3, 0.8, 0.5, 0.2),
         )
     ]
-    accuracy_rows.TABLE.write(path, found)
+    sweep.TABLE.write(path, found)
     return found
 
 
 def test_tuning_looks_at_the_mean_on_validation(tmp_path):
     found = tuning(tmp_path / "t.csv")
-    assert set(accuracy_rows.TABLE.read(tmp_path / "t.csv", "--csv")) == set(found)
+    assert set(sweep.TABLE.read(tmp_path / "t.csv", "--csv")) == set(found)
     runs = grid(
         SweepSettings(
             losses=("lml",), tuned=tmp_path / "t.csv", run=SweepSettings().run.__class__(features=Path("x"))
@@ -200,9 +200,9 @@ def test_tuning_looks_at_the_mean_on_validation(tmp_path):
 def test_unfair_tuning_is_refused(tmp_path):
     found = tuning(tmp_path / "t.csv")
     with pytest.raises(BadInput, match="was not tried on the same noise levels"):
-        accuracy_rows.best_recipes(found[:-1], ["lml"], tmp_path / "t.csv")
+        sweep.best_recipes(found[:-1], ["lml"], tmp_path / "t.csv")
     with pytest.raises(BadInput, match="no run of the loss `bce`"):
-        accuracy_rows.best_recipes(found, ["lml", "bce"], tmp_path / "t.csv")
+        sweep.best_recipes(found, ["lml", "bce"], tmp_path / "t.csv")
 
 
 def test_the_figure_is_drawn_from_the_csv(capsys, whole, tmp_path):
@@ -226,7 +226,7 @@ def test_bad_options(capsys, features, tmp_path, options, needle):
 
 
 def test_bad_csv(capsys, tmp_path):
-    for content in ("", "a,b\n1,2\n", (",".join(Record.__dataclass_fields__) + "\n")):
+    for content in ("", "a,b\n1,2\n", (",".join(AccuracyRecord.__dataclass_fields__) + "\n")):
         (tmp_path / "x.csv").write_text(content)
         assert cli.main(["figures", "cifar100", "--csv", str(tmp_path / "x.csv")]) == 2
         assert "cannot be read as a sweep" in capsys.readouterr().err

@@ -9,7 +9,7 @@ import pytest
 
 import torchlml_lab
 from torchlml_lab import cli
-from torchlml_lab.tasks import TASKS
+from torchlml_lab.commands import TASKS
 
 README = (Path(__file__).parents[2] / "README.md").read_text(encoding="utf-8")
 
@@ -17,15 +17,10 @@ README = (Path(__file__).parents[2] / "README.md").read_text(encoding="utf-8")
 @pytest.mark.parametrize("name", TASKS)
 def test_a_task_has_the_commands_it_names(name: str) -> None:
     task = TASKS[name]
-    commands = [
-        task.train.module,
-        task.sweep and task.sweep.module,
-        task.evaluate,
-        task.predict,
-        task.step_time,
-    ]
-    for module in filter(None, commands):
-        assert callable(importlib.import_module(module).main)
+    for command in filter(None, task):
+        for place in (command.settings, command.function):
+            module, _, function = place.partition(":")
+            assert callable(getattr(importlib.import_module(f"torchlml_lab.{module}"), function))
 
 
 @pytest.mark.parametrize("name", TASKS)

@@ -14,8 +14,7 @@ import torchlml_lab
 from tests.support.command_lines import made
 from tests.support.scene_graphs import draw, write_vrd
 from torchlml_lab import cli
-from torchlml_lab.engine.progress import ProgressBar
-from torchlml_lab.screen import new_console
+from torchlml_lab.engine.progress import ProgressBar, new_console
 
 # Rich reads tags in brackets and emoji between colons; matplotlib reads mathematics between dollar signs.
 LABELS = ["list[int]", "[/b]", ":cat:", r"$\frac$", "[red]"]
@@ -118,7 +117,7 @@ def test_a_file_is_written_even_if_the_table_cannot_be_printed(
         ("multilabel.prediction", labels_run, "train.csv", outs[0]),
         ("recommend.item_prediction", items_run, "pairs.txt", outs[1]),
     ):
-        monkeypatch.setattr(f"torchlml_lab.tasks.{module}.plain_table", broken)
+        monkeypatch.setattr(f"torchlml_lab.commands.{module}.plain_table", broken)
         assert cli.main(["predict", str(run), "--data", str(folder / data), "--out", str(out)]) == 1
         assert "the screen is broken" in capsys.readouterr().err
         assert out.stat().st_size > 100

@@ -19,7 +19,7 @@ from types import ModuleType, SimpleNamespace
 import pytest
 import torch
 
-from tests.library.test_cpu_kernel import ROOT, SOURCES, run
+from tests.support.cpu_kernel import ROOT, SOURCES, run
 from torchlml._cpu import loader
 
 # ---------------------------------------------------------------------------------------- loading

@@ -19,7 +19,7 @@ import torchlml
 from torchlml._autograd import chunked_linear
 from torchlml._autograd.chunked_linear import rows_within
 from torchlml._cpu import loader
-from torchlml_lab.bench.peak_memory import measurable
+from torchlml_lab.bench.timing import measurable
 
 ROWS, LABELS, FEATURES = 11, 30, 7
 FORMS = ("index", "list", "bool", "float")
@@ -350,7 +350,7 @@ def test_memory_beyond_the_weights_gradient(rows: int) -> None:
     # In a process of its own: what other tests left in the heap of this one would be counted too.
     code = f"""
 import torch, torchlml
-from torchlml_lab.bench.peak_memory import added_bytes
+from torchlml_lab.bench.timing import added_bytes
 h, w = torch.randn({rows}, 8, requires_grad=True), torch.randn(400_000, 8, requires_grad=True)
 target = torch.randint(400_000, ({rows},))
 step = lambda: torch.autograd.grad(torchlml.linear_lml_loss(h, w, target, 5), (h, w))

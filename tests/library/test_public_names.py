@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 
 import torchlml
-from tests.library.test_related_arguments import MEMBERS
 from tests.support.losses import EVERY
+from tests.support.related_names import MEMBERS
 from torchlml import losses, metrics
 
 ROOT = Path(__file__).parents[2]

@@ -10,11 +10,11 @@ import pytest
 import torch
 
 import torchlml
+from tests.support.related_names import MEMBERS
 
 NAN = math.nan
 
 
-MEMBERS = ["lml_value", "constrained_softmax", "constrained_sparsemax", "topk_mask", "sample_subset"]
 WRONG: dict[str, tuple[Any, list[str]]] = {
     "bound": (lambda: torchlml.lml(torch.zeros(3), 1, bound="less"), ["`bound`", "at_most", "'less'"]),
     "bound of the dual": (lambda: torchlml.lml_dual(torch.zeros(3), 1, bound="x"), ["`bound`"]),

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 import torchlml
-from tests.library.test_cpu_kernel import FORMS, TOLERANCE, assert_close, needs_kernel, problem, run
+from tests.support.cpu_kernel import FORMS, TOLERANCE, assert_close, needs_kernel, problem, run
 from torchlml import choices, constrained, projection
 from torchlml._autograd import inequality
 

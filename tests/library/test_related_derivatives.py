@@ -13,7 +13,7 @@ from torch.autograd import gradcheck, gradgradcheck
 from torch.func import grad, hessian, jacfwd, jacrev, jvp, vmap
 
 import torchlml
-from tests.support import family
+from tests.support import related
 from tests.support.problems import SHORT, Problem
 from tests.support.related import MEMBERS, Member, each_constrained
 
@@ -99,7 +99,7 @@ def formula(name: str, y: np.ndarray, k: float, g: np.ndarray) -> tuple[np.ndarr
 @pytest.mark.parametrize("problem", SHORT, ids=lambda problem: problem.name)
 def test_gradients_are_true(member: Member, problem: Problem, dtype: torch.dtype) -> None:
     x = problem.row(dtype).requires_grad_()
-    y = family.expected(member, problem, dtype)
+    y = related.expected(member, problem, dtype)
     if bool(((y < 1e-9) & (y > 0)).any() or ((y > 1 - 1e-9) & (y < 1)).any()) or k_is_a_vertex(y):
         # Beside a kink the derivative jumps, and the rounding of the truth decides on which side it is: what
         # holds on both is that it is finite.

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 
-from tests.support import family
+from tests.support import related
 from tests.support.problems import PROBLEMS, Problem
 from tests.support.related import (
     CONSTRAINED,
@@ -41,7 +41,7 @@ def test_the_truth_is_true(kind: str, problem: Problem) -> None:
     x = problem.row(torch.float64).numpy()
     upper = bounds_for(x.size, problem.k)
     long = np.concatenate([x, np.zeros(20)]), np.concatenate([upper, np.zeros(20)])
-    short_way, long_way = (family.capped(kind, a, problem.k, u) for a, u in ((x, upper), long))
+    short_way, long_way = (related.capped(kind, a, problem.k, u) for a, u in ((x, upper), long))
     assert np.abs(short_way - long_way[: x.size]).max() <= 1e-15 * max(1.0, float(np.abs(x).max()))
 
 
@@ -50,7 +50,7 @@ def test_the_truth_is_true(kind: str, problem: Problem) -> None:
 @each_dtype
 def test_values(member: Member, problem: Problem, dtype: torch.dtype) -> None:
     y = member.function(problem.row(dtype), problem.k)
-    check(y, family.expected(member, problem, dtype), problem.k if member.fixed_sum else None, dtype)
+    check(y, related.expected(member, problem, dtype), problem.k if member.fixed_sum else None, dtype)
     assert float(y.max()) <= 1
 
 
@@ -61,7 +61,7 @@ def test_bounds_beside_the_entries(member: Member, problem: Problem, dtype: torc
     x = problem.row(dtype)
     upper = torch.from_numpy(bounds_for(x.numel(), problem.k)).to(dtype)
     y = member.function(x, problem.k, upper)
-    truth = family.capped(member.name, x.double().numpy(), problem.k, upper.double().numpy())
+    truth = related.capped(member.name, x.double().numpy(), problem.k, upper.double().numpy())
     scale = max(1.0, float(truth.max()))
     assert np.abs(y.double().numpy() - truth).max() <= scale * PROMISE[dtype][0]
     assert abs(float(y.double().sum()) - problem.k) <= PROMISE[dtype][1] * max(1.0, problem.k)
@@ -84,7 +84,7 @@ def test_packed_and_masked_rows(member: Member, dtype: torch.dtype) -> None:
     masked = member.function(padded, k, mask=mask)
     assert bool((masked[~mask] == 0).all())
     for i, problem in enumerate(SMALL):
-        truth = family.expected(member, problem, dtype)
+        truth = related.expected(member, problem, dtype)
         for y in (packed[i], masked[i][mask[i]]):
             check(y, truth, problem.k if member.fixed_sum else None, dtype)
 
@@ -96,7 +96,7 @@ def test_half_is_rounded_once(member: Member, problem: Problem, dtype: torch.dty
     x = problem.row(dtype)
     y = member.function(x, problem.k)
     assert y.dtype == dtype
-    truth = family.expected(member, problem, dtype)
+    truth = related.expected(member, problem, dtype)
     slack = 1e-6 * truth * max(1.0, float(x.abs().max())) + torch.finfo(torch.float32).tiny
     lowest, highest = (torch.from_numpy(truth + sign * slack).to(dtype) for sign in (-1, 1))
     assert bool(((lowest <= y) & (y <= highest)).all())

@@ -18,7 +18,7 @@ import torch
 from torchlml._triton import self_test
 from torchlml._triton.plan import plan
 from torchlml_lab import cli, info
-from torchlml_lab.gpu_check import check_gpu, comparisons, gpu_timing
+from torchlml_lab.gpu_check import check_gpu, comparisons
 
 ROOT = Path(__file__).parents[2]
 needs_triton = pytest.mark.skipif(not self_test.available(), reason="Triton cannot be imported here.")
@@ -150,7 +150,7 @@ def test_gpu_check_finds_a_wrong_kernel(monkeypatch: pytest.MonkeyPatch) -> None
 
 def test_gpu_check_prints_and_writes_what_it_found() -> None:
     found = [comparisons.Check("good", 0.5, 1.0), comparisons.Check("bad", 2.0, 1.0)]
-    times = [gpu_timing.GpuTiming("lml", "softmax", (256, 1000), "float32", "forward", 20.0, 10.0, 1.0)]
+    times = [check_gpu.GpuTiming("lml", "softmax", (256, 1000), "float32", "forward", 20.0, 10.0, 1.0)]
     table = check_gpu.accuracy_table(found)
     assert "WRONG  bad" in table
     assert "1 of 2" in table

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 import torchlml
-from tests.support import family
+from tests.support import related
 from tests.support.problems import PROBLEMS, Problem
 from tests.support.related import each, each_dtype
 
@@ -19,7 +19,7 @@ INF, NAN = math.inf, math.nan
 @each(PROBLEMS)
 def test_the_value(problem: Problem, dtype: torch.dtype) -> None:
     x = problem.row(dtype)
-    expected, size = family.value(x.double().numpy(), problem.k)
+    expected, size = related.value(x.double().numpy(), problem.k)
     expected = float(torch.tensor(expected, dtype=torch.float64).to(dtype))  # 5e38 is inf in float32
     got = torchlml.lml_value(x, problem.k)
     assert got.dtype == dtype

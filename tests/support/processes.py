@@ -18,8 +18,8 @@ import torch
 
 # torch._dynamo is for the optimizers of torch.
 _IMPORTED = ["torch._dynamo", "torch.distributed.tensor", "torch.distributed.fsdp", "tests.support.problems"]
-_IMPORTED += [f"torchlml_lab.tasks.{task}" for task in ("cifar100.noise_sweep", "scene_graph.method_sweep")]
-_IMPORTED += ["torchlml_lab.multilabel.label_report"]
+_IMPORTED += [f"torchlml_lab.studies.{study}.sweep" for study in ("cifar100", "scene_graph")]
+_IMPORTED += ["torchlml_lab.multilabel.report"]
 
 
 def fork(work: Callable[..., None], *arguments: object) -> BaseProcess:

@@ -15,8 +15,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from tests.library.test_gradients import resolved, slack, upstream
 from tests.support import loss_rows, truth
+from tests.support.gradients import resolved, slack, upstream
 from tests.support.problems import SHORT, Problem
 from tests.support.special_rows import SPECIAL, Special, gradient_of_k
 from torchlml._triton import operators as triton_operators

@@ -2,88 +2,39 @@
 
 import gc
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field, replace
 from itertools import product
 from pathlib import Path
-from typing import Any, TypeVar, cast
+from typing import cast
 
 from rich.console import Console
 
-from torchlml_lab.bench import peak_memory, report
-from torchlml_lab.bench.cases import DTYPES, Case, case_grid
-from torchlml_lab.bench.competitors import BASELINE, MODES, Mode, Provider, call_of
+from torchlml_lab.bench import report
+from torchlml_lab.bench.cases import BASELINE, DTYPES, FAMILY, LAYER, Case, Provider, call_of, case_grid
 from torchlml_lab.bench.measurements import Measurement, RowFile, latest, measured, read
-from torchlml_lab.bench.option_checks import TimingSettings, check_choices, check_numbers, check_timing
-from torchlml_lab.bench.race import Quantiles, race
-from torchlml_lab.cli import parse_settings
-from torchlml_lab.engine.progress import ProgressBar
-from torchlml_lab.engine.threads import cores, use_threads
-from torchlml_lab.errors import BadInput
-from torchlml_lab.files import check_file
-from torchlml_lab.style import check_picture
-
-METRICS = ("time", "memory")
-
-
-def _metrics() -> tuple[str, ...]:
-    return METRICS if peak_memory.measurable() else METRICS[:1]
-
-
-@dataclass(frozen=True)
-class GridSettings(TimingSettings):
-    """What the benchmarks on a grid of cases have in common."""
-
-    sizes: tuple[int, ...] = (100, 1000, 10_000, 1_000_000)
-    """Lengths n of a row."""
-    ks: tuple[str, ...] = ("5", "n/2")
-    """How many to choose: numbers, or `n/NUMBER`, or `n-NUMBER`; those outside 1 to n-1 are left out."""
-    batches: tuple[int, ...] = (256,)
-    """Numbers of rows; long rows get fewer, so that no tensor has more than 4,000,000 entries."""
-    scales: tuple[float, ...] = (1.0, 12.0)
-    """Standard deviations of the logits."""
-    dtypes: tuple[str, ...] = ("float32",)
-    """Types of the logits: float32, float64, bfloat16, float16."""
-    threads: tuple[int, ...] = (1,)
-    """Numbers of threads torch may use."""
-    providers: tuple[str, ...] = ()
-    """Who competes; by default all that can run here. Softmax always takes part: the ratios are to it."""
-    modes: tuple[str, ...] = MODES
-    """What is measured: forward without a graph, backward alone, forward+backward through autograd."""
-    metrics: tuple[str, ...] = field(default_factory=_metrics)
-    """`time` of a call, or `memory` (Linux): what a call adds to the process at its highest, result too."""
-    plot: Path | None = None
-    """The PNG or SVG of the times in the whole CSV; by default a PNG beside the CSV, with its name."""
-    compare: Path | None = None
-    """The CSV of an earlier run, whose ratios are shown beside the new ones."""
-    quick: bool = False
-    """Begin from a small selection that takes well under a minute; other options still change it."""
-
-
-Kind = TypeVar("Kind", bound=GridSettings)
-
-# What `--quick` begins from.
-QUICK: dict[str, Any] = {
-    "sizes": (100, 1000, 10_000),
-    "ks": ("5",),
-    "batches": (64,),
-    "scales": (3.0,),
-    "metrics": ("time",),
-    "seconds": 1.0,
-}
-
-
-def read_options(kind: type[Kind], command: str, arguments: Sequence[str]) -> Kind:
-    """Read the options of a benchmark on a grid; with `--quick` the others start from the small selection."""
-    usual = kind()
-    settings = parse_settings(kind, command, arguments, usual)
-    if settings.quick:
-        settings = parse_settings(kind, command, arguments, replace(usual, **QUICK))
-    check_file("--csv", settings.csv)
-    return settings
+from torchlml_lab.bench.settings import (
+    METRICS,
+    MODES,
+    ConstrainedSettings,
+    GridBenchmarkSettings,
+    LayerSettings,
+    Mode,
+    check_choices,
+    check_numbers,
+    check_timing,
+)
+from torchlml_lab.bench.timing import PAGE_BYTES, Quantiles, added_bytes, measurable, race
+from torchlml_lab.cli_errors import BadInput
+from torchlml_lab.engine.progress import ProgressBar, new_console
+from torchlml_lab.engine.settings import cores, use_threads
+from torchlml_lab.files import check_file, check_picture
 
 
 def run(
-    settings: GridSettings, operator: str, competitors: Sequence[Provider], plot: Path, console: Console
+    settings: GridBenchmarkSettings,
+    operator: str,
+    competitors: Sequence[Provider],
+    plot: Path,
+    console: Console,
 ) -> None:
     """Measure every case, appending its rows to the CSV as soon as it is done.
 
@@ -125,7 +76,7 @@ def run(
 
 
 def _measure(
-    providers: Sequence[Provider], case: Case, mode: Mode, settings: GridSettings, operator: str
+    providers: Sequence[Provider], case: Case, mode: Mode, settings: GridBenchmarkSettings, operator: str
 ) -> Iterator[Measurement]:
     calls = {provider.name: call_of(provider, case, mode) for provider in providers}
     if "time" in settings.metrics:
@@ -134,18 +85,19 @@ def _measure(
             yield measured(operator, name, mode, case, micro, timing.ratio, timing.rounds)
     if "memory" in settings.metrics:
         gc.collect()
-        added = {name: peak_memory.added_bytes(call) / 2**20 for name, call in calls.items()}
+        added = {name: added_bytes(call) / 2**20 for name, call in calls.items()}
         # The tiniest cases may add less than a page for softmax; their ratio says little.
-        one = max(added[BASELINE], peak_memory.PAGE / 2**20)
+        one = max(added[BASELINE], PAGE_BYTES / 2**20)
         for name, size in added.items():
             value, ratio = Quantiles.of([size]), Quantiles.of([size / one])
             yield measured(operator, name, mode, case, value, ratio, 1, metric="memory", unit="MiB")
 
 
-def _checked(settings: GridSettings, competitors: Sequence[Provider]) -> list[Provider]:
+def _checked(settings: GridBenchmarkSettings, competitors: Sequence[Provider]) -> list[Provider]:
     """The providers that were named, softmax first; wrong options are refused here."""
     known = {provider.name: provider for provider in competitors}
-    check_choices("--providers", settings.providers, known)
+    named = settings.providers or [provider.name for provider in competitors if provider.absent() is None]
+    check_choices("--providers", named, known)
     check_choices("--modes", settings.modes, MODES)
     check_choices("--metrics", settings.metrics, METRICS)
     check_choices("--dtypes", settings.dtypes, DTYPES)
@@ -154,9 +106,23 @@ def _checked(settings: GridSettings, competitors: Sequence[Provider]) -> list[Pr
     check_numbers("--scales", settings.scales, 0)
     check_numbers("--threads", settings.threads, 1, cores())
     check_timing(settings)
-    for name in settings.providers:
+    for name in named:
         if (why := known[name].absent()) is not None:
             raise BadInput(f"`--providers` names `{name}`, which cannot run here: {why}.")
-    if "memory" in settings.metrics and not peak_memory.measurable():
+    if "memory" in settings.metrics and not measurable():
         raise BadInput("`--metrics` names `memory`, which needs Linux and the GNU C library.")
-    return [known[name] for name in dict.fromkeys((BASELINE, *settings.providers))]
+    return [known[name] for name in dict.fromkeys((BASELINE, *named))]
+
+
+def layer(settings: LayerSettings) -> None:
+    """Run `torchlml bench layer`."""
+    check_file("--csv", settings.csv)
+    plot = settings.plot or settings.csv.with_suffix(".png")
+    run(settings, "projection", LAYER, plot, new_console())
+
+
+def constrained(settings: ConstrainedSettings) -> None:
+    """Run `torchlml bench constrained`."""
+    check_file("--csv", settings.csv)
+    plot = settings.plot or settings.csv.with_name(f"{settings.csv.stem}-constrained.png")
+    run(settings, "family", FAMILY, plot, new_console())

@@ -1,6 +1,6 @@
 """`torchlml bench losses`: the losses, forward and backward, beside what they compete with."""
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 import torch
@@ -11,23 +11,13 @@ from torch.nn import functional as F
 import torchlml
 from torchlml_lab.bench.cases import Case
 from torchlml_lab.bench.measurements import RowFile, measured
-from torchlml_lab.bench.option_checks import TimingSettings, check_numbers, check_timing
-from torchlml_lab.bench.race import race
-from torchlml_lab.cli import parse_settings
-from torchlml_lab.engine.progress import ProgressBar
+from torchlml_lab.bench.settings import LossesSettings, check_numbers, check_timing
+from torchlml_lab.bench.timing import race
+from torchlml_lab.engine.progress import ProgressBar, new_console
+from torchlml_lab.engine.settings import cores, use_threads
 from torchlml_lab.engine.table import plain_table
-from torchlml_lab.engine.threads import cores, use_threads
-from torchlml_lab.screen import new_console
 
 _MODE = "forward+backward"
-
-
-@dataclass(frozen=True)
-class LossesSettings(TimingSettings):
-    """Time the losses with their gradients, in turn, on problems of their own, as ratios to a baseline."""
-
-    threads: tuple[int, ...] = (1,)
-    """Numbers of threads torch may use."""
 
 
 @dataclass(frozen=True)
@@ -49,9 +39,9 @@ COMPARISONS: tuple[Callable[[int], Comparison], ...] = (
 )
 
 
-def main(arguments: Sequence[str]) -> None:
-    """Read the options and run the benchmark."""
-    run(parse_settings(LossesSettings, "bench losses", arguments, LossesSettings()), new_console())
+def main(settings: LossesSettings) -> None:
+    """Run the benchmark."""
+    run(settings, new_console())
 
 
 def run(settings: LossesSettings, console: Console) -> None:

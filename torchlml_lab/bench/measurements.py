@@ -16,8 +16,8 @@ from rich.console import Console
 
 import torchlml
 from torchlml_lab.bench.cases import Case
-from torchlml_lab.bench.race import Quantiles
-from torchlml_lab.errors import BadInput, reason
+from torchlml_lab.bench.timing import Quantiles
+from torchlml_lab.cli_errors import BadInput, reason
 from torchlml_lab.files import check_file, replacing
 from torchlml_lab.info import kernel
 

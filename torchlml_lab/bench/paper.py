@@ -7,8 +7,6 @@ they answer the same question.
 
 import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import NamedTuple
 
 import torch
@@ -16,49 +14,19 @@ from rich.console import Console
 from torch import Tensor
 
 import torchlml
-from torchlml_lab.bench import paper_figure, paper_tables, report
+from torchlml_lab.bench import paper_report, report
 from torchlml_lab.bench.cases import Case
 from torchlml_lab.bench.measurements import Measurement, RowFile, machine, measured
-from torchlml_lab.bench.option_checks import check_numbers
-from torchlml_lab.bench.paper_tables import BACKWARD, OPERATOR
-from torchlml_lab.bench.race import Stopped, Timing, race
-from torchlml_lab.cli import parse_settings
-from torchlml_lab.engine.progress import ProgressBar
-from torchlml_lab.engine.threads import cores, use_threads
-from torchlml_lab.errors import BadInput
-from torchlml_lab.screen import new_console
-from torchlml_lab.style import check_picture
+from torchlml_lab.bench.paper_report import BACKWARD, OPERATOR
+from torchlml_lab.bench.settings import PaperSettings, check_numbers
+from torchlml_lab.bench.timing import Stopped, Timing, race
+from torchlml_lab.cli_errors import BadInput
+from torchlml_lab.engine.progress import ProgressBar, new_console
+from torchlml_lab.engine.settings import cores, use_threads
+from torchlml_lab.files import check_picture
 
 # The slow competitors leave cold caches and returned memory behind; a sample is long enough to forget them.
 SAMPLE_SECONDS = 10e-3
-
-
-@dataclass(frozen=True)
-class PaperSettings:
-    """Repeat the timing study of the paper's section 5.1, and compare its claims with the numbers.
-
-    Every competitor is timed once in each of the trials, for every k, in turn. The rows of a length are in
-    the CSV when it is done; an interrupted study goes on with --resume.
-    """
-
-    sizes: tuple[int, ...] = (1000, 10_000)
-    """Lengths n of a row."""
-    ks: tuple[int, ...] = (5, 50, 100)
-    """How many to choose, below the smallest length."""
-    batch: int = 256
-    """The number of rows."""
-    threads: tuple[int, ...] = (1,)
-    """Numbers of threads torch may use."""
-    trials: int = 50
-    """How often each competitor is timed on each problem."""
-    csv: Path = Path("torchlml-paper-timing.csv")
-    """The CSV that the rows are appended to; it is made when it is missing."""
-    plot: Path | None = None
-    """The PNG or SVG of the figure; by default a PNG beside the CSV, with its name."""
-    resume: bool = False
-    """Go on: lengths whose rows the CSV has, from this machine and these versions, are not timed again."""
-    quick: bool = False
-    """Begin from rows of 1000 and 5 trials, a minute; other options still change it."""
 
 
 class Entry(NamedTuple):
@@ -69,13 +37,8 @@ class Entry(NamedTuple):
     mode: str
 
 
-def main(arguments: Sequence[str]) -> None:
-    """Read the options and run the study."""
-    usual = PaperSettings()
-    settings = parse_settings(PaperSettings, "bench paper", arguments, usual)
-    if settings.quick:
-        small = replace(usual, sizes=(1000,), trials=5)
-        settings = parse_settings(PaperSettings, "bench paper", arguments, small)
+def main(settings: PaperSettings) -> None:
+    """Run the study."""
     run(settings, new_console())
 
 
@@ -109,10 +72,10 @@ def run(settings: PaperSettings, console: Console) -> None:
                     f"{len(file.new)} rows are in {settings.csv}; `--resume` goes on."
                 ) from None
     rows = [row for part in kept for row in part] + file.new
-    console.print(paper_tables.times(rows))
-    console.print(paper_tables.claims(rows))
-    everything = paper_figure.of_study([*file.earlier, *file.new])
-    report.finish(file, plot, lambda: paper_figure.draw(everything, plot), console)
+    console.print(paper_report.times(rows))
+    console.print(paper_report.claims(rows))
+    everything = paper_report.of_study([*file.earlier, *file.new])
+    report.finish(file, plot, lambda: paper_report.draw(everything, plot), console)
 
 
 def device() -> torch.device:

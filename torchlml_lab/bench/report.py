@@ -11,11 +11,12 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from torchlml_lab.bench.competitors import BASELINE, MODES
+from torchlml_lab.bench.cases import BASELINE
 from torchlml_lab.bench.measurements import Key, Measurement, RowFile, latest
+from torchlml_lab.bench.settings import MODES
+from torchlml_lab.cli_errors import reason
 from torchlml_lab.engine.table import plain_table
-from torchlml_lab.errors import reason
-from torchlml_lab.style import BLUE, GREEN, GREY, INK, ORANGE, PAGE, PURPLE, SKY, VERMILION, new_figure
+from torchlml_lab.plots import BLUE, GREEN, GREY, INK, ORANGE, PAGE, PURPLE, SKY, VERMILION, new_figure
 
 _CASE = ("n", "k", "batch", "scale", "dtype", "threads")
 # A ratio that moved by less than this is noise, and is not coloured.

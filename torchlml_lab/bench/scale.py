@@ -4,8 +4,7 @@ import json
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator
 
 import torch
 from rich.console import Console
@@ -15,14 +14,11 @@ from torch.nn import functional as F
 import torchlml
 from torchlml_lab.bench.cases import Case
 from torchlml_lab.bench.measurements import Measurement, RowFile, measured
-from torchlml_lab.bench.option_checks import TimingSettings, check_numbers, check_timing
-from torchlml_lab.bench.peak_memory import added_bytes, measurable
-from torchlml_lab.bench.race import Quantiles, race
-from torchlml_lab.cli import parse_settings
-from torchlml_lab.engine.progress import ProgressBar
+from torchlml_lab.bench.settings import ScaleSettings, check_numbers, check_timing
+from torchlml_lab.bench.timing import Quantiles, added_bytes, measurable, race
+from torchlml_lab.engine.progress import ProgressBar, new_console
+from torchlml_lab.engine.settings import cores, use_threads
 from torchlml_lab.engine.table import plain_table
-from torchlml_lab.engine.threads import cores, use_threads
-from torchlml_lab.screen import new_console
 
 _K = 5
 _BOTH = "forward+backward"
@@ -31,29 +27,9 @@ _TORCH = "linear_cross_entropy"  # only since 2.13
 _WAYS = ("linear_lml_loss", "lml_loss of linear", "cross_entropy of linear", _TORCH)
 
 
-@dataclass(frozen=True)
-class ScaleSettings(TimingSettings):
-    """Measure very many labels: time, memory, a long row, and rounds between two processes."""
-
-    repetitions: int = 10
-    seconds: float = 120.0
-    threads: int = 2
-    """The number of threads torch may use."""
-    batch: int = 256
-    """Rows of the batch whose time is taken."""
-    labels: int = 200_000
-    """Labels of the linear layer whose time and memory are taken."""
-    features: int = 128
-    """Inputs of the linear layer."""
-    most_labels: int = 1_000_000
-    """Labels of the linear layer that a fresh process trains on 512 rows."""
-    longest_row: int = 10_000_000
-    """The length of the single row."""
-
-
-def main(arguments: Sequence[str]) -> None:
-    """Read the options and run the benchmark."""
-    run(parse_settings(ScaleSettings, "bench scale", arguments, ScaleSettings()), new_console())
+def main(settings: ScaleSettings) -> None:
+    """Run the benchmark."""
+    run(settings, new_console())
 
 
 def run(settings: ScaleSettings, console: Console) -> None:
@@ -129,7 +105,7 @@ def peak(settings: ScaleSettings) -> Iterator[Measurement]:
     """The highest memory of a fresh process that takes one step, as a ratio to 3 GiB."""
     case = Case(settings.most_labels, _K, 512, 1.0, "float32", settings.threads)
     arguments = [str(number) for number in (case.batch, case.n, settings.features, case.threads)]
-    command = [sys.executable, "-m", "torchlml_lab.bench.scale_step", *arguments]
+    command = [sys.executable, "-m", "torchlml_lab.bench.scale_workers", "step", *arguments]
     done = subprocess.run(command, capture_output=True, text=True, check=True)
     highest = json.loads(done.stdout)["bytes"] / 2**20
     yield _number("linear loss", _WAYS[0], "whole process", case, highest, "MiB", highest / 3072)
@@ -148,7 +124,8 @@ def long_row(settings: ScaleSettings) -> Iterator[Measurement]:
 def rounds(settings: ScaleSettings) -> Iterator[Measurement]:
     """Rounds of `lml` between two processes by the scale of the logits, as a ratio to softmax's two."""
     with tempfile.TemporaryDirectory() as folder:
-        command = [sys.executable, "-m", "torchlml_lab.bench.scale_rounds", folder, str(settings.labels)]
+        worker = [sys.executable, "-m", "torchlml_lab.bench.scale_workers", "rounds"]
+        command = [*worker, folder, str(settings.labels)]
         workers = [
             subprocess.Popen([*command, str(rank), *map(str, _SCALES)], stdout=subprocess.PIPE, text=True)
             for rank in range(2)

@@ -1,8 +1,10 @@
-"""`TopKClassifier`: the k best labels of a row, as an estimator of scikit-learn."""
+"""`TopKClassifier`: a scikit-learn estimator that is trained with the losses of torchlml."""
 
+import copy
 import math
+from collections.abc import Callable
 from numbers import Integral, Real
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
 import torch
@@ -10,14 +12,100 @@ from scipy import sparse
 from sklearn.base import BaseEstimator, ClassifierMixin
 from sklearn.utils import check_random_state
 from sklearn.utils.validation import check_consistent_length, check_is_fitted, validate_data
+from torch import Tensor, nn
 
-from torchlml_lab.classifier.fitting import Schedule, fit_network
+from torchlml.metrics import topk_ndcg
 from torchlml_lab.classifier.label_forms import NO_LABELS, Matrix, learn_form
-from torchlml_lab.multilabel.label_network import LabelNetwork
-from torchlml_lab.multilabel.run_rows import Batches
-from torchlml_lab.multilabel.trained_labels import probabilities, scores
-from torchlml_lab.screen import new_console
-from torchlml_lab.tasks.label_losses import LOSSES, WITH_K, LabelLoss, LossName
+from torchlml_lab.engine.loop import EpochBatches, train_epoch
+from torchlml_lab.engine.progress import new_console
+from torchlml_lab.multilabel.losses import LabelLoss, unlike_logits
+from torchlml_lab.multilabel.model import LabelNetwork, probabilities, scores
+from torchlml_lab.multilabel.samples import Batch, Batches
+from torchlml_lab.multilabel.settings import LOSSES, WITH_K, LossName
+
+# As in `torchlml train multilabel`: the nDCG that chooses an epoch, and how many steps must bring nothing.
+_AT = 5
+_PATIENT_STEPS = 100
+
+
+class Schedule(NamedTuple):
+    """How long and how fast is learned."""
+
+    epochs: int
+    patience: int | None
+    """The epochs that must bring nothing; None: as many as make 100 steps, and at least 5."""
+    batch_size: int
+    learning_rate: float
+    seed: int
+
+
+class Judged(NamedTuple):
+    """How good a network is on rows that were set aside: more is better, the loss decides between equals."""
+
+    ndcg: float
+    minus_loss: float
+
+
+def fit_network(
+    network: LabelNetwork,
+    loss: LabelLoss,
+    training: Batches,
+    validation: Batches | None,
+    schedule: Schedule,
+    say: Callable[[str], None],
+) -> int:
+    """Train a network in place; with validation rows it ends as it was after its best epoch.
+
+    Args:
+        network: What is trained.
+        loss: What is minimised.
+        training: The rows to learn from.
+        validation: The rows that choose the epoch; None: all epochs are trained.
+        schedule: How long and how fast.
+        say: Gets a line after every epoch.
+
+    Returns:
+        How many epochs were trained.
+    """
+    optimizer = torch.optim.Adam(network.parameters(), lr=schedule.learning_rate, fused=True)
+    batches = EpochBatches(len(training), schedule.batch_size, schedule.seed, shuffle=True)
+    patience = schedule.patience or max(5, math.ceil(_PATIENT_STEPS / len(batches)))
+    best, weights, best_epoch = Judged(-1.0, 0.0), network.state_dict(), 0
+
+    def mean_loss(model: nn.Module, batch: Batch) -> Tensor:
+        value: Tensor = model(batch.inputs, batch.labels, loss)
+        return value
+
+    for epoch in range(1, schedule.epochs + 1):
+        batches.epoch = epoch
+        total = train_epoch(network, optimizer, mean_loss, map(training.__getitems__, batches))
+        line = f"epoch {epoch}: loss {total / len(batches):.4f}"
+        if validation is None:
+            say(line)
+            continue
+        judged = judge(network, loss, validation)
+        say(f"{line}, validation loss {-judged.minus_loss:.4f}, nDCG@{_AT} {judged.ndcg:.4f}")
+        if judged.ndcg > best.ndcg:
+            best_epoch = epoch
+        if judged > best:  # also where only the loss is better, but that alone does not go on for long
+            best, weights = judged, copy.deepcopy(network.state_dict())
+        if epoch - best_epoch >= patience:
+            break
+    if validation is not None:
+        network.load_state_dict(weights)
+    network.eval()
+    return epoch
+
+
+def judge(network: LabelNetwork, loss: LabelLoss, rows: Batches) -> Judged:
+    """The nDCG and the loss of rows."""
+    network.eval()
+    logits = torch.cat([found for found, _ in scores(network, rows.inputs)])
+    labels = unlike_logits(rows.__getitems__(range(len(rows))).labels, logits.shape[1])
+    ndcg = topk_ndcg(logits, labels, _AT)
+    assert isinstance(ndcg, Tensor)  # of one k
+    return Judged(ndcg.item(), -loss(logits, labels).item())
+
 
 _FEWEST = 100  # rows of which a part is set aside
 

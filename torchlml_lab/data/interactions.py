@@ -11,8 +11,8 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from torchlml_lab.data.content import read_content, shown
-from torchlml_lab.errors import BadInput
+from torchlml_lab.cli_errors import BadInput
+from torchlml_lab.files import read_content, shown
 
 _USER = ("user", "user_id", "userid", "uid")
 _ITEM = ("item", "item_id", "itemid", "iid")

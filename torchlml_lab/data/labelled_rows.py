@@ -9,8 +9,8 @@ import numpy as np
 import numpy.typing as npt
 from scipy import sparse
 
-from torchlml_lab.data.content import read_content
-from torchlml_lab.errors import BadInput
+from torchlml_lab.cli_errors import BadInput
+from torchlml_lab.files import read_content
 
 Matrix = Any
 """A scipy CSR array; scipy has no types."""

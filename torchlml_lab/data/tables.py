@@ -11,9 +11,9 @@ from typing import Any
 import numpy as np
 from scipy import sparse
 
-from torchlml_lab.data.content import read_content, shown
+from torchlml_lab.cli_errors import BadInput, did_you_mean, reason
 from torchlml_lab.data.labelled_rows import LabelledRows, label_matrix
-from torchlml_lab.errors import BadInput, did_you_mean, reason
+from torchlml_lab.files import read_content, shown
 
 USUAL_LABELS = ("labels", "label", "tags", "tag", "categories", "classes")
 _MOST = float(np.finfo(np.float32).max)

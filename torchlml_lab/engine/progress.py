@@ -1,8 +1,4 @@
-"""The one progress bar: what is done, how long it took and how long it will take.
-
-On a terminal it is a bar that vanishes at the end. Without one (a file, a pipe, a batch system) it is a plain
-line now and then, so that nothing is silent for minutes.
-"""
+"""The console that commands print to, and progress bars on it."""
 
 import time
 from typing import Any
@@ -17,6 +13,22 @@ from rich.progress import (
     TimeElapsedColumn,
     TimeRemainingColumn,
 )
+
+
+def new_console(**options: Any) -> Console:
+    """Create a console that prints text verbatim.
+
+    Labels, texts, item names and paths come from users, and Rich would interpret `[int]` as markup and
+    `:cat:` as an emoji. Styled text is passed as `rich.text.Text` instead.
+
+    Args:
+        options: Further arguments of `rich.console.Console`, such as `quiet`.
+
+    Returns:
+        A console that interprets neither markup nor emoji codes and highlights nothing.
+    """
+    return Console(markup=False, emoji=False, highlight=False, **options)
+
 
 FIRST_LINE, LONGEST_SILENCE = 5.0, 60.0
 

@@ -7,26 +7,23 @@ import random
 import re
 import shutil
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import ExitStack
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
-from accelerate import Accelerator
+from accelerate import Accelerator, PartialState
 from accelerate.utils import DataLoaderConfiguration, load, set_seed
 from rich.console import Console
 from safetensors.torch import load_model
 from torch.utils.data import DataLoader, Dataset
 
-from torchlml_lab.engine.estimate import forecast
-from torchlml_lab.engine.folder import RunFolder, State
-from torchlml_lab.engine.lock import locked
-from torchlml_lab.engine.loop import EpochBatches, Task, train_epoch
+from torchlml_lab.cli_errors import BadInput, reason
+from torchlml_lab.engine.loop import EpochBatches, Task, forecast, train_epoch
 from torchlml_lab.engine.progress import ProgressBar
-from torchlml_lab.engine.settings import TrainSettings
-from torchlml_lab.engine.threads import use_threads
-from torchlml_lab.errors import BadInput, reason
+from torchlml_lab.engine.run_directory import RunFolder, State, locked
+from torchlml_lab.engine.settings import TrainSettings, use_threads
 from torchlml_lab.files import check_folder
 
 
@@ -345,3 +342,45 @@ def _whole_batch(batch: Any) -> Any:
 
 def _length(data: Dataset[Any]) -> int:
     return len(data)  # type: ignore[arg-type]
+
+
+Settings = TypeVar("Settings", bound=TrainSettings)
+Data = TypeVar("Data")
+
+
+def train_on_files(
+    experiment: str,
+    settings: Settings,
+    read: Callable[[Settings], Data],
+    task: Callable[[Settings, Data], Task],
+    introduction: Callable[[Settings, Data], Iterable[str]],
+    console: Console,
+) -> dict[str, Any]:
+    """Train on files, as `engine.run.train` does, and say what was read before the first epoch.
+
+    Args:
+        experiment: The task's name.
+        settings: Its settings.
+        read: Reads the files that the settings name.
+        task: Makes the task from what was read.
+        introduction: What was read and what was chosen, in sentences.
+        console: Where sentences, progress and results go.
+
+    Returns:
+        What `result.json` holds.
+    """
+
+    def build() -> Task:
+        data = read(settings)
+        built = task(settings, data)  # what cannot be trained is refused before anything is said
+        if PartialState().is_main_process:
+            say(introduction(settings, data), console)
+        return built
+
+    return train(experiment, settings, build, console)
+
+
+def say(sentences: Iterable[str], console: Console) -> None:
+    """Print sentences as they are: names in files may hold anything, also what rich would take for markup."""
+    for sentence in sentences:
+        console.print(sentence, soft_wrap=True, highlight=False, markup=False)

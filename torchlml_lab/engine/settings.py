@@ -1,17 +1,54 @@
-"""The settings that every training run has, and how they are read from the command line or from a run."""
+"""The settings of every training run, sweep and timing, and reading them from options or from a run."""
 
 import dataclasses
+import inspect
 import math
-from collections.abc import Sequence
-from dataclasses import dataclass
+import os
+import shutil
+import textwrap
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal, TypeVar
 
-from torchlml_lab.cli import parse_settings
-from torchlml_lab.engine.threads import check_threads
-from torchlml_lab.errors import BadInput
-from torchlml_lab.files import read_json
-from torchlml_lab.json_records import record
+from torchlml_lab.cli_errors import BadInput, options, refusal
+from torchlml_lab.files import read_json, record
+
+
+def cores() -> int:
+    """How many cores this process may use."""
+    if hasattr(os, "sched_getaffinity"):
+        return len(os.sched_getaffinity(0))
+    return os.cpu_count() or 1
+
+
+def check_threads(threads: int, option: str = "--threads") -> None:
+    """Refuse less than one thread, and more than there are cores: they would only wait for one another."""
+    if not 1 <= threads <= cores():
+        raise BadInput(
+            f"`{option}` is {threads}, and must be from 1 to {cores()}, the cores of this machine."
+        )
+
+
+@contextmanager
+def use_threads(threads: int) -> Iterator[None]:
+    """Let torch use so many threads within the block, and as many as before after it.
+
+        with use_threads(1):
+            ...
+
+    Args:
+        threads: At least 1.
+    """
+    import torch  # here, since reading options must not wait for it
+
+    before = torch.get_num_threads()
+    torch.set_num_threads(threads)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
 
 
 @dataclass(frozen=True)
@@ -49,6 +86,7 @@ FREE = _CALL | {"out", "tensorboard", "threads"}
 SETTINGS_FILE = "settings.json"
 
 Settings = TypeVar("Settings", bound=TrainSettings)
+Options = TypeVar("Options")
 
 
 def read_settings(
@@ -75,7 +113,6 @@ def read_settings(
             _check_unchanged(folder, field.name, getattr(settings, field.name), getattr(stored, field.name))
         if settings.overwrite:
             raise BadInput("`--overwrite` begins a new run, and `--resume` continues one: give one of them.")
-    check(settings)
     return settings
 
 
@@ -140,3 +177,84 @@ def check(settings: TrainSettings) -> None:
         raise BadInput(f"`--seed` is {settings.seed}, and must be from 0 to 2**32 - 1.")
     if settings.out.exists() and not settings.out.is_dir():
         raise BadInput(f"`--out` names `{settings.out}`, which is a file: give a folder.")
+
+
+def parse_settings(kind: type[Options], command: str, arguments: Sequence[str], default: Options) -> Options:
+    """Read the options of a subcommand into its settings.
+
+    Args:
+        kind: A dataclass whose docstrings are the help.
+        command: The subcommand's name.
+        arguments: What followed the subcommand's name.
+        default: The settings where an option is not given.
+
+    Returns:
+        The settings. Wrong options raise `BadInput`; `--help` prints the help and ends the command well.
+    """
+    import tyro
+
+    def refuse(event: Any) -> None:
+        said = refusal(event, arguments, list(options(default)))
+        if said:
+            more = f" (`torchlml {command} --help` explains every option)."
+            raise BadInput(said if said.endswith("?") else said + more)
+
+    with _refusing(refuse):
+        return tyro.cli(
+            kind,
+            prog=f"torchlml {command}",
+            # tyro folds everything to the width of the terminal but this, and joins lines without an indent.
+            description=folded(kind.__doc__ or "", indent=" "),
+            args=arguments,
+            default=default,
+            config=(tyro.conf.FlagCreatePairsOff, tyro.conf.DisallowNone),
+        )
+
+
+def folded(text: str, indent: str = "") -> str:
+    """Wrap paragraphs to the width of the terminal."""
+    width = shutil.get_terminal_size().columns
+    paragraphs = inspect.cleandoc(text).split("\n\n")
+    return "\n\n".join(textwrap.fill(paragraph, width, subsequent_indent=indent) for paragraph in paragraphs)
+
+
+def _refusing(refuse: Any) -> AbstractContextManager[None]:
+    """Have tyro hand what is wrong to `refuse` before it draws a box around it.
+
+    The hook is not part of tyro's stable interface: a version without it draws the box and exits with 2.
+    """
+    try:
+        from tyro._errors import on_parse_error
+    except ImportError:
+        return nullcontext()
+    return on_parse_error(refuse)
+
+
+@dataclass(frozen=True)
+class GridSettings:
+    """What every sweep can be told; an experiment's own sweep extends it."""
+
+    out: Path = Path("runs/sweep")
+    """The folder for the runs, one folder each; the same command continues what was stopped."""
+    csv: Path | None = None
+    """The CSV of the finished runs; by default `results.csv` in `--out`."""
+    seeds: tuple[int, ...] = (0,)
+    """The seeds of each combination."""
+    learning_rates: tuple[float, ...] = ()
+    """The learning rates to try; by default the one of `--run.learning-rate`."""
+    tuned: Path | None = None
+    """The CSV of an earlier sweep of these data: each method gets what is best there on validation."""
+    workers: int = field(default_factory=lambda: os.cpu_count() or 1)
+    """How many runs at a time, at least 1, each on one thread."""
+
+
+@dataclass(frozen=True)
+class StepTimeSettings:
+    """How steps are timed; a task's own settings are a subclass, which adds where its data are."""
+
+    batch_size: int | None = None
+    """Samples per step, at most 1024; by default as many as in training."""
+    steps: int = 30
+    """How many batches each loss is timed on, at least 1."""
+    threads: int = 1
+    """How many threads torch may use, from 1 to the cores."""

@@ -11,7 +11,7 @@ from typing import Any, Generic, NamedTuple, TypeVar
 from rich import box
 from rich.table import Table
 
-from torchlml_lab.errors import BadInput
+from torchlml_lab.cli_errors import BadInput
 from torchlml_lab.files import replacing
 
 Row = TypeVar("Row")

@@ -8,22 +8,23 @@ from statistics import mean, stdev
 
 from matplotlib.axes import Axes
 
-from torchlml_lab.errors import BadInput
-from torchlml_lab.figures import find_csv as sources
-from torchlml_lab.figures.options import CsvFigureSettings, read_options, say_where
-from torchlml_lab.studies.cifar100 import accuracy_rows
-from torchlml_lab.studies.cifar100.accuracy_rows import Record
-from torchlml_lab.style import METHODS, PAGE, new_figure
+from torchlml_lab.cli_errors import BadInput
+from torchlml_lab.figures import files as sources
+from torchlml_lab.figures.files import say_where
+from torchlml_lab.figures.settings import NoiseFigureSettings
+from torchlml_lab.files import check_picture
+from torchlml_lab.plots import METHODS, PAGE, new_figure
+from torchlml_lab.studies.cifar100 import sweep
+from torchlml_lab.studies.cifar100.sweep import AccuracyRecord
 
 # One's own sweep, or that of the study.
 USUAL = (Path("runs/cifar100-sweep/results.csv"), Path("results/cifar100/features.csv"))
 
 
-def main(arguments: Sequence[str]) -> None:
-    """Read the options and draw."""
-    about = "Draw the accuracies of `torchlml sweep cifar100` against the label noise, with their spread."
-    settings = read_options(CsvFigureSettings, "cifar100", arguments, about)
-    path, rows = sources.read_sweep(settings.csv, USUAL, "cifar100", accuracy_rows.TABLE)
+def main(settings: NoiseFigureSettings) -> None:
+    """Draw, and print where the files are."""
+    check_picture(settings.out)
+    path, rows = sources.read_sweep(settings.csv, USUAL, "cifar100", sweep.TABLE)
     sources.refuse_tuning(path, ((row.loss, row.recipe) for row in rows))
     if len({(row.source, row.k) for row in rows}) > 1:
         raise BadInput(f"`--csv` names `{path}`, which mixes networks or values of k.")
@@ -31,7 +32,7 @@ def main(arguments: Sequence[str]) -> None:
     say_where(settings.out)
 
 
-def draw(rows: Sequence[Record], picture: Path) -> None:
+def draw(rows: Sequence[AccuracyRecord], picture: Path) -> None:
     """Draw one panel for top-1 and one for top-k; bars are standard deviations over the seeds.
 
     Args:
@@ -60,7 +61,7 @@ def draw(rows: Sequence[Record], picture: Path) -> None:
         figure.legend(handles, labels, loc="outside lower center", ncols=len(METHODS))
 
 
-def _draw_panel(axes: Axes, rows: Sequence[Record], measure: str) -> None:
+def _draw_panel(axes: Axes, rows: Sequence[AccuracyRecord], measure: str) -> None:
     names = [loss for loss in METHODS if any(row.loss == loss for row in rows)]
     for place, loss in enumerate(names):
         values: dict[float, list[float]] = defaultdict(list)

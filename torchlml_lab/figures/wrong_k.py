@@ -8,8 +8,11 @@ from statistics import mean
 from matplotlib.axes import Axes
 
 from torchlml_lab.engine.table import markdown_table, spread
-from torchlml_lab.figures import find_csv as sources
-from torchlml_lab.figures.options import CsvFigureSettings, read_options, write_tables
+from torchlml_lab.figures import files as sources
+from torchlml_lab.figures.files import write_tables
+from torchlml_lab.figures.settings import WhichKFigureSettings
+from torchlml_lab.files import check_picture
+from torchlml_lab.plots import BLUE, GREEN, ORANGE, PAGE, PURPLE, SKY, VERMILION, new_figure
 from torchlml_lab.studies.digits.which_k import (
     AT_MOST,
     BCE,
@@ -19,26 +22,24 @@ from torchlml_lab.studies.digits.which_k import (
     SITUATIONS,
     SOFTMAX,
     TABLE,
-    Record,
+    WhichKRecord,
 )
-from torchlml_lab.style import BLUE, GREEN, ORANGE, PAGE, PURPLE, SKY, VERMILION, new_figure
 
 USUAL = (Path("torchlml-which-k.csv"), Path("results/which-k/which-k.csv"))
 _MEASURES = {"recall": "recall", "exact": "exact sets", "calibration_error": "calibration error"}
 _LEVELS = {OF_ROW: (GREEN, "-"), PREDICTED: (PURPLE, "--"), SOFTMAX: (ORANGE, "-."), BCE: (SKY, ":")}
 
 
-def main(arguments: Sequence[str]) -> None:
-    """Read the options and draw."""
-    about = "Draw what `torchlml which-k` measured against k, and write its tables (.md) beside the picture."
-    settings = read_options(CsvFigureSettings, "which-k", arguments, about)
+def main(settings: WhichKFigureSettings) -> None:
+    """Draw, and print where the files are."""
+    check_picture(settings.out)
     path = sources.find(settings.csv, USUAL, "torchlml which-k")
     rows = TABLE.read(path, "--csv")
     draw(rows, settings.out)
     write_tables(page_of(rows), settings.out)
 
 
-def draw(rows: Sequence[Record], picture: Path) -> None:
+def draw(rows: Sequence[WhichKRecord], picture: Path) -> None:
     """Draw a column of panels for each situation, a row for each measure; means over the seeds.
 
     Args:
@@ -59,7 +60,7 @@ def draw(rows: Sequence[Record], picture: Path) -> None:
         figure.legend(handles, labels, loc="outside lower center", ncols=3)
 
 
-def _draw_panel(axes: Axes, rows: Sequence[Record], measure: str) -> None:
+def _draw_panel(axes: Axes, rows: Sequence[WhichKRecord], measure: str) -> None:
     for method, colour, marker in ((EXACTLY, BLUE, "P"), (AT_MOST, VERMILION, "v")):
         ks = sorted({row.k for row in rows if row.method == method})
         means = [
@@ -73,13 +74,13 @@ def _draw_panel(axes: Axes, rows: Sequence[Record], measure: str) -> None:
     axes.grid()
 
 
-def page_of(rows: Sequence[Record]) -> str:
+def page_of(rows: Sequence[WhichKRecord]) -> str:
     """The tables in Markdown, one for each situation: mean and standard deviation over the seeds."""
     parts = []
     heads = ("method", "k", "seeds", *_MEASURES.values(), "p > 0.5")
     for digits, named in SITUATIONS:
         lines = []
-        groups: dict[tuple[str, int], list[Record]] = defaultdict(list)
+        groups: dict[tuple[str, int], list[WhichKRecord]] = defaultdict(list)
         for row in rows:
             if (row.digits, row.named) == (digits, named):
                 groups[row.method, row.k].append(row)

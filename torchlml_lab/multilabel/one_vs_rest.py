@@ -17,19 +17,18 @@ import numpy as np
 import torch
 from sklearn.linear_model import LogisticRegression
 
-from torchlml_lab.cli import parse_settings
+from torchlml_lab.cli_errors import BadInput
 from torchlml_lab.data.labelled_rows import Matrix
-from torchlml_lab.engine.progress import ProgressBar
-from torchlml_lab.errors import BadInput
+from torchlml_lab.engine.progress import ProgressBar, new_console
+from torchlml_lab.engine.settings import parse_settings
 from torchlml_lab.files import check_file
 from torchlml_lab.multilabel import preparation as prepare
-from torchlml_lab.multilabel import study_rows
-from torchlml_lab.multilabel.label_measures import Measures
-from torchlml_lab.multilabel.multilabel_settings import MultilabelSettings
+from torchlml_lab.multilabel import sweep
+from torchlml_lab.multilabel.model import Measures
 from torchlml_lab.multilabel.preparation import Preparation
-from torchlml_lab.multilabel.run_rows import label_lists, read_files, split
-from torchlml_lab.multilabel.study_rows import Record
-from torchlml_lab.screen import new_console
+from torchlml_lab.multilabel.samples import label_lists, read_files, split
+from torchlml_lab.multilabel.settings import MultilabelSettings
+from torchlml_lab.multilabel.sweep import LabelRecord
 
 
 @dataclass(frozen=True)
@@ -56,17 +55,17 @@ def main(arguments: Sequence[str]) -> None:
     if settings.train is None or settings.test is None:
         raise BadInput("`--train` and `--test` are needed.")
     check_file("--csv", settings.csv)
-    rows = study_rows.TABLE.read(settings.csv, "--csv") if settings.csv.exists() else []
+    rows = sweep.TABLE.read(settings.csv, "--csv") if settings.csv.exists() else []
     for keep in settings.keeps:
         one = MultilabelSettings(train=settings.train, test=settings.test, keep=keep, seed=settings.seed)
         data = settings.train.name.partition(".")[0]
         if any((row.data, row.keep, row.seed) == (data, str(keep), one.seed) for row in rows):
             continue
         rows.append(_best(data, one, settings.strengths))
-        study_rows.TABLE.write(settings.csv, rows)
+        sweep.TABLE.write(settings.csv, rows)
 
 
-def _best(name: str, settings: MultilabelSettings, strengths: Sequence[float]) -> Record:
+def _best(name: str, settings: MultilabelSettings, strengths: Sequence[float]) -> LabelRecord:
     started = time.monotonic()
     data = split(settings, read_files(settings))
     assert data.test is not None
@@ -81,7 +80,7 @@ def _best(name: str, settings: MultilabelSettings, strengths: Sequence[float]) -
         tried.append((ndcg, strength, weights, bias))
     ndcg, strength, weights, bias = max(tried, key=lambda one: one[0])
     found = _measures(prepared, test @ weights + bias, data.test.labels)
-    return Record(
+    return LabelRecord(
         data=name,
         loss="one-vs-rest",
         keep=str(settings.keep),
@@ -89,7 +88,7 @@ def _best(name: str, settings: MultilabelSettings, strengths: Sequence[float]) -
         learning_rate=strength,
         best_epoch=0,
         validation_ndcg5=round(ndcg, 6),
-        **study_rows.tested(found),
+        **sweep.tested(found),
         seconds=time.monotonic() - started,
     )
 

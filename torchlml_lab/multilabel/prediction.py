@@ -3,50 +3,32 @@
 import csv
 import json
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, NamedTuple
+from typing import NamedTuple
 
-import tyro
 from rich.table import Table
 
-from torchlml_lab.cli import parse_settings
-from torchlml_lab.data.content import shown
+from torchlml_lab.cli_errors import BadInput
 from torchlml_lab.data.labelled_rows import Matrix
+from torchlml_lab.engine.progress import new_console
+from torchlml_lab.engine.run import say
 from torchlml_lab.engine.table import plain_table
-from torchlml_lab.errors import BadInput
-from torchlml_lab.files import check_file, replacing, writing
-from torchlml_lab.multilabel.trained_labels import Trained, load, prepared_rows, read_rows
-from torchlml_lab.screen import new_console
-from torchlml_lab.tasks.own_files import say
+from torchlml_lab.files import check_file, replacing, shown, writing
+from torchlml_lab.multilabel.model import TrainedLabels, load, prepared_rows, read_rows
+from torchlml_lab.multilabel.settings import PredictSettings
 
 ON_SCREEN = 20
 
 
-@dataclass(frozen=True)
-class PredictSettings:
-    """Print the best labels of each row of a file, and the probability that the label is among the k."""
-
-    run: Annotated[Path, tyro.conf.Positional] = Path("runs/multilabel")
-    """The folder of the run."""
-    data: Path | None = None
-    """The rows, in a file like the one that the run was trained on; it needs no labels."""
-    top: int | None = None
-    """How many labels of each row are printed; by default 5, or all where there are fewer."""
-    out: Path | None = None
-    """Also write all rows to a file: `*.csv` has a line per label, `*.jsonl` a line of JSON per row."""
-
-
-class Ranked(NamedTuple):
+class RankedLabels(NamedTuple):
     """The best labels of one row, the best first."""
 
     labels: list[str]
     probabilities: list[float]
 
 
-def main(arguments: Sequence[str]) -> None:
-    """Read the options, predict, write all rows, and print the first."""
-    settings = parse_settings(PredictSettings, "predict", arguments, PredictSettings())
+def main(settings: PredictSettings) -> None:
+    """Predict, write all rows, and print the first."""
     if settings.data is None:
         raise BadInput("`--data` is missing: give a file of rows to predict the labels of.")
     if settings.out is not None:
@@ -78,17 +60,17 @@ def main(arguments: Sequence[str]) -> None:
         console.print(f"The labels of all rows are in {settings.out}.", soft_wrap=True)
 
 
-def best_labels(trained: Trained, inputs: Matrix, top: int) -> list[Ranked]:
+def best_labels(trained: TrainedLabels, inputs: Matrix, top: int) -> list[RankedLabels]:
     """The best labels of prepared rows."""
     names, found = trained.preparation.labels, []
     for logits, _ in trained.scores(inputs):
         best = trained.probabilities(logits).gather(-1, order := logits.topk(top, dim=-1).indices)
         for places, values in zip(order.tolist(), best.tolist(), strict=True):
-            found.append(Ranked([names[place] for place in places], values))
+            found.append(RankedLabels([names[place] for place in places], values))
     return found
 
 
-def _table(ranked: Sequence[Ranked], texts: Sequence[str] | None, k: int) -> Table:
+def _table(ranked: Sequence[RankedLabels], texts: Sequence[str] | None, k: int) -> Table:
     title = f"the best labels, and the probability in percent of each to be among the {k} that the row has"
     heads = ("row", *(["text"] if texts else []), "labels")
     table = plain_table(title, heads, left=len(heads))
@@ -101,7 +83,7 @@ def _table(ranked: Sequence[Ranked], texts: Sequence[str] | None, k: int) -> Tab
     return table
 
 
-def _write(path: Path, ranked: Sequence[Ranked]) -> None:
+def _write(path: Path, ranked: Sequence[RankedLabels]) -> None:
     with replacing(path) as temporary, temporary.open("w", newline="", encoding="utf-8") as file:
         if path.suffix == ".jsonl":
             for number, row in enumerate(ranked, 1):

@@ -10,10 +10,10 @@ import numpy.typing as npt
 from scipy import sparse
 from sklearn.feature_extraction.text import TfidfVectorizer
 
+from torchlml_lab.cli_errors import BadInput
 from torchlml_lab.data.labelled_rows import LabelledRows, Matrix
 from torchlml_lab.data.tables import Columns
-from torchlml_lab.errors import BadInput
-from torchlml_lab.json_records import read_record
+from torchlml_lab.files import read_record
 
 FILE = "preparation.json"
 MOST_TERMS = 100_000

@@ -1,54 +1,79 @@
 """`torchlml train multilabel`: from a file of rows with labels to a run that predicts the best labels."""
 
 import math
-from collections.abc import Sequence
-from typing import Any
 
 import torch
 from accelerate import PartialState
 from rich.console import Console
+from torch import nn
 
+from torchlml_lab.cli_errors import BadInput
 from torchlml_lab.engine.loop import Task
-from torchlml_lab.engine.settings import read_settings
-from torchlml_lab.errors import BadInput
+from torchlml_lab.engine.progress import new_console
+from torchlml_lab.engine.run import train_on_files
+from torchlml_lab.engine.settings import SETTINGS_FILE, from_json
+from torchlml_lab.engine.settings import check as check_settings
 from torchlml_lab.multilabel import preparation as prepare
-from torchlml_lab.multilabel.label_measures import KS, measure
-from torchlml_lab.multilabel.label_network import LabelNetwork
-from torchlml_lab.multilabel.multilabel_settings import (
-    COMMAND,
-    EXPERIMENT,
-    MultilabelSettings,
-    check,
-    loss_of,
-)
+from torchlml_lab.multilabel.losses import LabelLoss, loss_with_usual_k
+from torchlml_lab.multilabel.model import KS, LabelNetwork, TrainedLabels, load, measure
 from torchlml_lab.multilabel.preparation import Preparation
-from torchlml_lab.multilabel.run_rows import Batches, Data, read
-from torchlml_lab.screen import new_console
-from torchlml_lab.tasks.label_losses import LabelLoss
-from torchlml_lab.tasks.own_files import train_on_files
+from torchlml_lab.multilabel.samples import Batches, Data, read
+from torchlml_lab.multilabel.settings import EXPERIMENT, WITH_K, MultilabelSettings
 
 PATIENT_STEPS = 100  # an epoch of few rows has few steps, and tells little
 
 
-def main(arguments: Sequence[str]) -> None:
-    """Read the options, train, and write the report."""
-    from torchlml_lab.multilabel.label_report import report_run
+def main(settings: MultilabelSettings) -> None:
+    """Train, and write the report."""
+    from torchlml_lab.multilabel.report import report_run
 
-    settings = read_settings(MultilabelSettings, COMMAND, arguments, MultilabelSettings())
     console = new_console()
-    run(settings, console)
+    trained, data = run(settings, console)
     if PartialState().is_main_process:
-        report_run(settings.resume or settings.out, settings, console)
+        report_run(settings.resume or settings.out, trained, data, console)
 
 
-def run(settings: MultilabelSettings, console: Console) -> dict[str, Any]:
-    """Train with these settings; what cannot be done raises `BadInput` before anything is written."""
+def run(settings: MultilabelSettings, console: Console) -> tuple[TrainedLabels, Data]:
+    """Train with these settings; wrong ones raise `BadInput` before anything is written.
+
+    Returns:
+        The run with its best weights, and its samples. Files are read again only if the run was finished.
+    """
     check(settings)
-    return train_on_files(EXPERIMENT, settings, read, task, _introduction, console)
+    made: list[tuple[Data, Preparation, nn.Module]] = []
+
+    def build(settings: MultilabelSettings, data: Data) -> Task:
+        prepared, built = prepared_task(settings, data)
+        made.append((data, prepared, built.model))
+        return built
+
+    result = train_on_files(EXPERIMENT, settings, read, build, _introduction, console)
+    folder = settings.resume or settings.out
+    if not made:
+        return load(folder), read(settings)
+    ((data, prepared, model),) = made
+    # A copy, because accelerate may have wrapped the model for its precision and moved it to a GPU.
+    best = network(settings, prepared)
+    best.load_state_dict(model.state_dict())
+    return (
+        TrainedLabels(
+            settings=from_json(MultilabelSettings, folder / SETTINGS_FILE),
+            preparation=prepared,
+            network=best.eval(),
+            epoch=result["best_epoch"],
+            temperature=1.0,
+        ),
+        data,
+    )
 
 
 def task(settings: MultilabelSettings, data: Data) -> Task:
     """The task of one run; the seed must be set before, since it makes the network."""
+    return prepared_task(settings, data)[1]
+
+
+def prepared_task(settings: MultilabelSettings, data: Data) -> tuple[Preparation, Task]:
+    """The task of one run, and before it the inputs and outputs of its network."""
     loss, k = loss_and_k(settings, data)
     prepared = prepare.fit(data.training, data.columns, k)
     model = network(settings, prepared)
@@ -58,7 +83,7 @@ def task(settings: MultilabelSettings, data: Data) -> Task:
     # One number for all parts: more labels that cannot be found change nothing where there are none.
     labels = max(len(part.names) for part in parts.values())
     chosen_by = f"ndcg@{max(k for k in KS if k <= len(prepared.labels))}"
-    return Task(
+    built = Task(
         model=model,
         optimizer=optimizer,
         scheduler=torch.optim.lr_scheduler.ConstantLR(optimizer, 1.0),
@@ -74,6 +99,7 @@ def task(settings: MultilabelSettings, data: Data) -> Task:
         or max(5, math.ceil(PATIENT_STEPS * settings.batch_size / len(data.training))),
         stored={prepare.FILE: prepared.to_json()},
     )
+    return prepared, built
 
 
 def network(settings: MultilabelSettings, prepared: Preparation) -> LabelNetwork:
@@ -110,3 +136,35 @@ def _introduction(settings: MultilabelSettings, data: Data) -> list[str]:
     chosen = "as given" if isinstance(settings.k, int) else "the mean count, chosen here; `--k` sets another"
     said.append(f"Trained with {trained}; predicted are the best k = {k} ({chosen}).")
     return [*data.notes, *said]
+
+
+def check(settings: MultilabelSettings) -> None:
+    """Refuse settings that cannot be run, as far as that is known without the data."""
+    check_settings(settings)
+    if settings.train is None:
+        raise BadInput("`--train` is missing: give a file of rows with labels.")
+    for name in ("valid", "test"):
+        if getattr(settings, f"{name}_labels") is not None and getattr(settings, name) is None:
+            raise BadInput(f"`--{name}-labels` is given without `--{name}`.")
+    if settings.separator == "":
+        raise BadInput("`--separator` is empty: give what stands between two labels.")
+    if settings.hidden < 0:
+        raise BadInput(f"`--hidden` is {settings.hidden}, and must be at least 0.")
+    if settings.patience is not None and settings.patience < 1:
+        raise BadInput(f"`--patience` is {settings.patience}, and must be at least 1.")
+    if not 0 <= settings.dropout < 1:
+        raise BadInput(f"`--dropout` is {settings.dropout}, and must be from 0 to less than 1.")
+    if isinstance(settings.keep, float | int) and not 0 < settings.keep <= 1:
+        raise BadInput(f"`--keep` is {settings.keep}, and must be more than 0 and at most 1, or `one`.")
+    if settings.k is not None:
+        loss_of(settings)
+
+
+def loss_of(settings: MultilabelSettings) -> LabelLoss:
+    """The loss of a run, with the k that suits it where none is given."""
+    if settings.loss not in WITH_K:
+        # Such a loss has no k; the one that is given is for the predictions.
+        if settings.k is not None and (settings.k == "labels" or settings.k < 1):
+            raise BadInput(f"`--k` is {settings.k}, and with the loss `{settings.loss}` must be at least 1.")
+        return LabelLoss(settings.loss)
+    return loss_with_usual_k(settings.loss, settings.k)

@@ -1,58 +1,36 @@
 """`torchlml demo`: what five losses learn about labels nobody wrote down, in about a minute."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
-from pathlib import Path
 
 import torch
 from rich.console import Console
 from rich.table import Table
 from torch import Tensor
 
-from torchlml_lab.cli import parse_settings
-from torchlml_lab.engine.progress import ProgressBar
+from torchlml_lab.cli_errors import BadInput
+from torchlml_lab.engine.progress import ProgressBar, new_console
+from torchlml_lab.engine.settings import check_threads, use_threads
 from torchlml_lab.engine.table import plain_table
-from torchlml_lab.engine.threads import check_threads, use_threads
-from torchlml_lab.errors import BadInput
 from torchlml_lab.files import check_folder, writing
-from torchlml_lab.screen import new_console
-from torchlml_lab.studies.digits import images, page, plots, words
-from torchlml_lab.studies.digits.images import CLASSES, CONDITIONS, Images
+from torchlml_lab.studies.digits import report
+from torchlml_lab.studies.digits.data import CLASSES, CONDITIONS, SKEW, Images, make
 from torchlml_lab.studies.digits.measures import COLUMNS, Measured, Results, measure, spread, values
-from torchlml_lab.studies.digits.stacked_networks import METHODS, train
+from torchlml_lab.studies.digits.model import METHODS, train
+from torchlml_lab.studies.digits.settings import DemoSettings
 
 SHOWN = 4
 
 
-@dataclass(frozen=True)
-class DemoSettings:
-    """Train one small network with five losses on images of k digits that name only one of them."""
-
-    k: int = 3
-    """How many different digits each image shows, from 2 to 9."""
-    seeds: int = 3
-    """How many times everything is repeated with other images and weights, at least 2; 3 or more say more."""
-    images: int = 5000
-    """How many training images, at least 100; the test has 2000, in handwriting that was not trained on."""
-    epochs: int = 30
-    """How often each network sees each training image, at least once."""
-    out: Path = Path("torchlml-demo")
-    """The folder for `report.html` and the plots; it is made when it is missing."""
-    threads: int = 1
-    """How many threads compute, from 1 to the cores; matrices this small gain nothing from a second one."""
-
-
-def main(arguments: Sequence[str]) -> None:
-    """Read the options and run the demo."""
-    settings = parse_settings(DemoSettings, "demo", arguments, DemoSettings())
+def main(settings: DemoSettings) -> None:
+    """Run the demo."""
     _check(settings)
     console = new_console()
     with use_threads(settings.threads):
         results, examples, answers = run(settings, console)
     meanings = {method.name: method.meaning for method in METHODS}
-    meanings[words.SCALED] = "the network of cross-entropy again; p is k times the softmax, at most 1"
-    findings = {condition: words.sentences(results, condition, settings.k) for condition in CONDITIONS}
-    limits = words.limits(settings.seeds, settings.k)
+    meanings[report.SCALED] = "the network of cross-entropy again; p is k times the softmax, at most 1"
+    findings = {condition: report.sentences(results, condition, settings.k) for condition in CONDITIONS}
+    limits = report.limits(settings.seeds, settings.k)
     for condition in CONDITIONS:
         console.print(_table(results, condition, settings, list(meanings)))
         for said in findings[condition]:
@@ -62,9 +40,9 @@ def main(arguments: Sequence[str]) -> None:
     scores, calibration = settings.out / "scores.png", settings.out / "calibration.png"
     with writing("The report", settings.out, "the tables above are all that was measured"):
         settings.out.mkdir(parents=True, exist_ok=True)
-        plots.draw_scores(results, settings.k, scores)
-        plots.draw_calibration(results, calibration)
-        page.write(
+        report.draw_scores(results, settings.k, scores)
+        report.draw_calibration(results, calibration)
+        report.write(
             settings.out / "report.html",
             setting=_setting(settings),
             results=results,
@@ -92,7 +70,7 @@ def run(settings: DemoSettings, console: Console) -> tuple[Results, Images, dict
         All measurements, a few test images, and the probabilities each method gives them.
     """
     pairs = [(condition, seed) for condition in CONDITIONS for seed in range(settings.seeds)]
-    data = [images.make(settings.k, settings.images, 2000, condition, seed) for condition, seed in pairs]
+    data = [make(settings.k, settings.images, 2000, condition, seed) for condition, seed in pairs]
     training, tests = [pair[0] for pair in data], [pair[1] for pair in data]
     inputs = torch.stack([test.pixels.flatten(1) for test in tests])
     results: dict[tuple[str, str], list[Measured]] = {}
@@ -110,7 +88,7 @@ def run(settings: DemoSettings, console: Console) -> tuple[Results, Images, dict
             p = method.probability(logits, settings.k)
             named = [(method.name, p)]
             if method.name == "cross-entropy":
-                named.append((words.SCALED, (settings.k * p).clamp(max=1)))
+                named.append((report.SCALED, (settings.k * p).clamp(max=1)))
             for name, probability in named:
                 answers[name] = probability[0, :SHOWN]
                 for (condition, _), one, ranking, test in zip(pairs, probability, logits, tests, strict=True):
@@ -137,7 +115,7 @@ def _setting(settings: DemoSettings) -> str:
         f"loss for {settings.epochs} epochs, from the same weights with the same batches, and tested on 2000 "
         f"images in other handwriting, with {settings.seeds} seeds. In the uniform case each digit of "
         f"an image is equally likely to be the one named; in the skewed case a 0 is named "
-        f"{images.SKEW:g} times as readily as a 9."
+        f"{SKEW:g} times as readily as a 9."
     )
 
 

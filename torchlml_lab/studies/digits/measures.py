@@ -7,7 +7,7 @@ from statistics import mean, stdev
 import torch
 from torch import Tensor
 
-from torchlml_lab.studies.digits.images import Images
+from torchlml_lab.studies.digits.data import Images
 
 BINS = 10
 

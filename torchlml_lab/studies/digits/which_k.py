@@ -3,7 +3,6 @@
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from statistics import mean
 
 import torch
@@ -12,17 +11,15 @@ from torch import Tensor
 from torch.nn.functional import binary_cross_entropy_with_logits
 
 import torchlml
-from torchlml_lab.cli import parse_settings
-from torchlml_lab.engine.progress import ProgressBar
+from torchlml_lab.cli_errors import BadInput
+from torchlml_lab.engine.progress import ProgressBar, new_console
+from torchlml_lab.engine.settings import use_threads
 from torchlml_lab.engine.table import StudyTable, plain_table
-from torchlml_lab.engine.threads import use_threads
-from torchlml_lab.errors import BadInput
 from torchlml_lab.files import check_file, writing
-from torchlml_lab.screen import new_console
-from torchlml_lab.studies.digits import images
-from torchlml_lab.studies.digits.images import CLASSES, Images
+from torchlml_lab.studies.digits.data import CLASSES, Images, make
 from torchlml_lab.studies.digits.measures import measure
-from torchlml_lab.studies.digits.stacked_networks import Index, fit
+from torchlml_lab.studies.digits.model import Index, fit
+from torchlml_lab.studies.digits.settings import WhichKSettings
 
 KS = tuple(range(1, 9))
 MOST = 5
@@ -41,21 +38,7 @@ PLAN = tuple(
 
 
 @dataclass(frozen=True)
-class WhichKSettings:
-    """Train LML with right and wrong k, on images of 3 digits and of 1 to 5, and measure what it costs."""
-
-    seeds: int = 4
-    """How many times everything is repeated with other images and weights, at least 1."""
-    images: int = 5000
-    """How many training images, at least 100; the test has 2000, in handwriting that was not trained on."""
-    epochs: int = 30
-    """How often each network sees each training image, at least once."""
-    csv: Path = Path("torchlml-which-k.csv")
-    """The CSV to write, a row for each network."""
-
-
-@dataclass(frozen=True)
-class Record:
+class WhichKRecord:
     """One network on the test images."""
 
     digits: str
@@ -77,13 +60,12 @@ class Record:
 
 
 TABLE = StudyTable(
-    Record, lambda row: (SITUATIONS.index((row.digits, row.named)), row.method, row.k, row.seed)
+    WhichKRecord, lambda row: (SITUATIONS.index((row.digits, row.named)), row.method, row.k, row.seed)
 )
 
 
-def main(arguments: Sequence[str]) -> None:
-    """Read the options, train, write the CSV and print a table for each situation."""
-    settings = parse_settings(WhichKSettings, "which-k", arguments, WhichKSettings())
+def main(settings: WhichKSettings) -> None:
+    """Train, write the CSV and print a table for each situation."""
     for name, least in (("seeds", 1), ("images", 100), ("epochs", 1)):
         if getattr(settings, name) < least:
             raise BadInput(f"`--{name}` is {getattr(settings, name)}, and must be at least {least}.")
@@ -102,12 +84,12 @@ def main(arguments: Sequence[str]) -> None:
     console.print(f"The rows are in {settings.csv}.", soft_wrap=True)
 
 
-def run(digits: str, named: str, method: str, settings: WhichKSettings) -> list[Record]:
+def run(digits: str, named: str, method: str, settings: WhichKSettings) -> list[WhichKRecord]:
     """Train a network for each k and seed with one method in one situation, and measure them."""
     began = time.monotonic()
     width = MOST if digits == VARYING else 3
     data = [
-        images.make(width, settings.images, 2000, "uniform", seed, varying=digits == VARYING)
+        make(width, settings.images, 2000, "uniform", seed, varying=digits == VARYING)
         for seed in range(settings.seeds)
     ]
     # All of them at once, each with its own k: the same seed is the same images, first weights and batches.
@@ -133,7 +115,7 @@ def run(digits: str, named: str, method: str, settings: WhichKSettings) -> list[
     for (told, seed), test, said, output in zip(cells, tests, p, found, strict=True):
         measured = measure(said, output[:, :CLASSES], test)
         rows.append(
-            Record(
+            WhichKRecord(
                 *(digits, named, method, told, seed),
                 *(measured.recall, measured.exact, measured.count, measured.calibration_error, seconds),
             )
@@ -193,7 +175,7 @@ def probability(method: str, outputs: Tensor, number: Tensor, k: Tensor) -> Tens
     return torchlml.lml(logits, k, bound="at_most" if method == AT_MOST else "exactly")
 
 
-def _tables(rows: Sequence[Record]) -> Group:
+def _tables(rows: Sequence[WhichKRecord]) -> Group:
     tables = []
     for digits, named in SITUATIONS:
         title = f"\nimages of {digits}, {named} named; means over the seeds"

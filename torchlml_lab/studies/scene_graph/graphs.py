@@ -1,20 +1,31 @@
-"""Scene graphs in memory: boxes, object labels and relations of many images in a few flat tensors.
+"""Scene graphs of many images in packed tensors, split into parts."""
 
-Both readers describe one image at a time, as an `Image`; `collect` checks it, names the file and the image
-when something is wrong with it, and brings all of them into one form.
-"""
-
-from collections.abc import Iterable, Sequence
+import os
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
 
+import h5py
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from torchlml_lab.errors import BadInput
+from torchlml_lab.cli_errors import BadInput
+
+
+@contextmanager
+def reading_hdf5(path: Path) -> Iterator[h5py.File]:
+    """Open a file; when it cannot be opened or read in the block, that raises `BadInput`."""
+    try:
+        with h5py.File(path, "r") as file:
+            yield file
+    except (OSError, RuntimeError) as error:
+        number = getattr(error, "errno", None)
+        said = os.strerror(number) if number else "it is no whole HDF5 file"
+        raise BadInput(f"`{path}` cannot be read: {said}.") from error
 
 
 class Image(NamedTuple):

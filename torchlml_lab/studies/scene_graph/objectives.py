@@ -1,16 +1,16 @@
-"""What is minimised: Motifs' softmax on every edge, or one loss over all relations of an image."""
+"""The objectives that a network is trained with, and the methods of the study by name."""
 
-from typing import Literal, get_args
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 from torch.nn.functional import binary_cross_entropy_with_logits, cross_entropy
 
 import torchlml
+from torchlml_lab.cli_errors import BadInput
 from torchlml_lab.studies.scene_graph.batches import Batch
+from torchlml_lab.studies.scene_graph.settings import OBJECTIVES, Objective
 
-Objective = Literal["softmax", "lml", "truncated-entropy", "bce"]
-OBJECTIVES: tuple[Objective, ...] = get_args(Objective)
 # Motifs trains on at most so many edges per image of a batch; those without a relation are sampled.
 EDGES_PER_IMAGE = 1024
 
@@ -94,3 +94,45 @@ def _one_of_each(edge: Tensor, predicate: Tensor) -> tuple[Tensor, Tensor]:
     first = torch.ones_like(edge, dtype=torch.bool)
     first[1:] = edge[1:] != edge[:-1]
     return edge[first], predicate[order][first]
+
+
+class Method(NamedTuple):
+    """An objective and, where it takes one, its k."""
+
+    objective: Objective
+    k: int | None
+
+    @property
+    def name(self) -> str:
+        """As in tables and options: `softmax`, `lml-20`."""
+        return self.objective if self.k is None else f"{self.objective}-{self.k}"
+
+
+def method_of(objective: Objective, k: int) -> Method:
+    """The method of a run with these settings; a k that the objective does not take is left out."""
+    return Method(objective, k if takes_k(objective) else None)
+
+
+def find_method(name: str) -> Method | None:
+    """The method of a name, None for a name of none.
+
+    Example:
+        >>> find_method("truncated-entropy-20")
+        Method(objective='truncated-entropy', k=20)
+    """
+    objective, _, k = name.rpartition("-")
+    for one in OBJECTIVES:
+        if takes_k(one) and one == objective and k.isdecimal():
+            return Method(one, int(k))
+        if not takes_k(one) and one == name:
+            return Method(one, None)
+    return None
+
+
+def parse_method(name: str) -> Method:
+    """The method of a name that `--methods` gave; a name of none raises `BadInput`."""
+    method = find_method(name)
+    if method is None:
+        known = ", ".join(f"{one}-K" if takes_k(one) else one for one in OBJECTIVES)
+        raise BadInput(f"`--methods` has `{name}`, and a method is one of {known}, with a number for K.")
+    return method

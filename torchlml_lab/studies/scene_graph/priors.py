@@ -7,7 +7,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from torchlml_lab.errors import BadInput
+from torchlml_lab.cli_errors import BadInput
 from torchlml_lab.studies.scene_graph.batches import Batch, candidates
 from torchlml_lab.studies.scene_graph.graphs import SceneGraphs
 

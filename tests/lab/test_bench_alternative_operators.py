@@ -1,0 +1,80 @@
+"""The peers: each answers what it says it answers, in float64, against a computation of its own."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+import torchlml
+from torchlml_lab.bench.alternative_operators import (
+    ALTERNATIVES,
+    bisection,
+    scaled_softmax,
+    straight_through,
+    successive_softmax,
+)
+
+# What cvxpylayers says of numpy's way to copy.
+pytestmark = pytest.mark.filterwarnings("ignore:__array__ implementation:DeprecationWarning")
+
+
+@pytest.mark.parametrize("peer", ALTERNATIVES, ids=lambda peer: peer.name)
+def test_a_peer_gives_a_number_and_a_gradient_for_each_entry(peer) -> None:
+    if peer.absent() is not None:
+        pytest.skip(peer.absent())
+    x = torch.randn(4, 12, dtype=torch.float64, requires_grad=True)
+    y = peer.function(x, 3)
+    (gradient,) = torch.autograd.grad(y.square().sum(), x)
+    assert y.shape == gradient.shape == x.shape
+    assert gradient.isfinite().all()
+    assert gradient.ne(0).any()
+    # Larger logits never get less, but where entries are compared with each other and then mixed.
+    order = x.argsort(-1)
+    assert peer.name in ("difftopk", "softtorch") or (y.gather(-1, order).diff(dim=-1) >= -1e-4).all()
+    # The mask from soft ranks does not promise a sum.
+    loose = {"difftopk": 1e-5, "cvxpylayers": 1e-3, "torchsort": 1.0}.get(peer.name, 1e-9)
+    torch.testing.assert_close(y.sum(-1), torch.full((4,), 3.0, dtype=torch.float64), atol=loose, rtol=0)
+
+
+def test_bisection_is_lml_where_its_interval_reaches_and_not_beyond() -> None:
+    x = torch.randn(4, 50, dtype=torch.float64, requires_grad=True)
+    for function in (bisection, torchlml.lml):
+        y = function(x, 7)
+        assert torch.allclose(
+            torch.sigmoid(x.detach() + torch.logit(y).detach()[:, :1] - x.detach()[:, :1]), y
+        )
+        (gradient,) = torch.autograd.grad(y[:, 3].sum(), x)
+        torch.testing.assert_close(gradient.sum(-1), torch.zeros(4, dtype=torch.float64))
+    torch.testing.assert_close(bisection(x, 7), torchlml.lml(x, 7))
+    assert bisection(torch.zeros(1, 100_000), 1).sum() > 4
+
+
+def test_the_convex_program_is_lml() -> None:
+    peer = next(peer for peer in ALTERNATIVES if peer.name == "cvxpylayers")
+    if (why := peer.absent()) is not None:
+        pytest.skip(why)
+    x = torch.randn(3, 8, dtype=torch.float64)
+    torch.testing.assert_close(peer.function(x, 2), torchlml.lml(x, 2), atol=1e-3, rtol=0)
+
+
+def test_successive_softmaxes_take_out_what_was_chosen() -> None:
+    x = torch.tensor([[0.3, 1.2, -0.5]], dtype=torch.float64)
+    first = x.softmax(-1)
+    weights = x.exp() * (1 - first)
+    torch.testing.assert_close(successive_softmax(x, 2), first + weights / weights.sum())
+
+
+def test_straight_through_is_hard_with_the_gradient_of_softmax() -> None:
+    x = torch.tensor([[0.3, 1.2, -0.5]], dtype=torch.float64, requires_grad=True)
+    y = straight_through(x, 2)
+    torch.testing.assert_close(y, torch.tensor([[1.0, 1.0, 0.0]], dtype=torch.float64))
+    gradients = [torch.autograd.grad(f(x, 2)[0, 0], x)[0] for f in (straight_through, scaled_softmax)]
+    torch.testing.assert_close(*gradients)
+
+
+def test_the_mask_from_soft_ranks_is_about_the_top_k() -> None:
+    peer = next(peer for peer in ALTERNATIVES if peer.name == "torchsort")
+    if (why := peer.absent()) is not None:
+        pytest.skip(why)
+    x = torch.tensor([[9.0, -4.0, 7.0, -6.0, -9.0]], dtype=torch.float64)
+    torch.testing.assert_close(peer.function(x, 2).round(), torch.tensor([[1.0, 0, 1, 0, 0]]).double())

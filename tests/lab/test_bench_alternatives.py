@@ -1,0 +1,160 @@
+"""`torchlml bench alternatives`: what it finds out about a method is true, and what it writes says it."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+
+import torchlml
+from tests.support.command_lines import each_refusal, refusals, refused
+from torchlml_lab import cli
+from torchlml_lab.bench import alternatives, measurements, timing
+from torchlml_lab.bench.alternative_operators import (
+    ABILITIES,
+    ALTERNATIVES,
+    EXACTNESS,
+    Alternative,
+    abilities,
+    exactness,
+    scaled_softmax,
+)
+from torchlml_lab.bench.cases import Case
+
+ROOT = Path(__file__).parents[2]
+CASE = Case(n=12, k=3, batch=4, scale=1.0, dtype="float32", threads=1)
+TINY = ["--sizes", "8", "24", "--k", "3", "--batch", "3", "--repetitions", "2", "--seconds", "0"]
+TINY += ["--methods", "lml-torch", "softmax-times-k"]
+
+
+def _raises(x: Tensor, k: int) -> Tensor:
+    raise TypeError("of another package")
+
+
+class _SlopeOff(torch.autograd.Function):
+    """The identity, whose gradient in float32 is 1% too large."""
+
+    @staticmethod
+    def forward(ctx, x):
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx, grad):
+        return grad * 1.01 if grad.dtype == torch.float32 else grad
+
+
+def test_exactness_is_that_of_the_numbers() -> None:
+    k_softmax = exactness(scaled_softmax, CASE)
+    right = 3 * torch.softmax(CASE.logits(), -1)
+    assert k_softmax["sum error"] < 1e-5
+    assert k_softmax["outside [0, 1]"] == (right > 1).sum() > 0
+    assert 0 < k_softmax["bfloat16 error"] < 0.02
+    assert 0 < k_softmax["gradient error"] < 1e-5
+    more = exactness(lambda x, k: scaled_softmax(x, k) + 0.25 / x.shape[-1], CASE)
+    assert more["sum error"] == pytest.approx(0.25, abs=1e-5)
+    below = exactness(lambda x, k: scaled_softmax(x, k) - 9, CASE)
+    assert below["outside [0, 1]"] == right.numel()
+    coarse = exactness(lambda x, k: scaled_softmax(x, k) + (x.dtype == torch.bfloat16), CASE)
+    assert coarse["bfloat16 error"] == pytest.approx(1, abs=0.05)
+    steep = exactness(lambda x, k: scaled_softmax(_SlopeOff.apply(x), k), CASE)
+    assert steep["gradient error"] == pytest.approx(0.01, rel=1e-3)
+    assert exactness(lambda x, k: 0 * x, CASE)["gradient error"] == math.inf
+    assert all(math.isnan(value) for value in exactness(_raises, CASE).values())
+
+
+def test_lml_can_all_and_what_raises_can_nothing() -> None:
+    assert abilities(lambda x, k: torchlml.lml(x, k)) == dict.fromkeys(ABILITIES, True)
+    assert abilities(_raises) == dict.fromkeys(ABILITIES, False)
+
+
+# Each loses one ability: by an error, or by another answer, which must count as none.
+LOSES = {
+    "-inf": lambda x, k: scaled_softmax(x, k) + 0 * x.amin(-1, keepdim=True),
+    "vmap": lambda x, k: scaled_softmax(x, k) * (0.5 if torch._C._are_functorch_transforms_active() else 1.0),
+    "compile": lambda x, k: scaled_softmax(x, k) * (0.5 if torch.compiler.is_compiling() else 1.0),
+    "per-row k": lambda x, k: scaled_softmax(x, k if isinstance(k, int) else 2),
+}
+
+
+@pytest.mark.parametrize("ability", LOSES)
+def test_an_ability_that_is_missing_is_found_missing(ability: str) -> None:
+    assert abilities(LOSES[ability]) == {name: name != ability for name in ABILITIES}
+
+
+@pytest.fixture
+def _short(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(timing, "_SAMPLE_SECONDS", 1e-6)
+    monkeypatch.setattr(timing, "_WARM_UP_SECONDS", 0.0)
+    uses = dict.fromkeys(ABILITIES, True)
+    monkeypatch.setattr(alternatives, "abilities", lambda function: uses)
+    monkeypatch.setattr(alternatives, "abilities_in_plain_torch", lambda: uses | {"vmap": False})
+
+
+@pytest.mark.usefixtures("_short")
+def test_the_command_writes_every_measurement_the_tables_and_the_picture(capsys, tmp_path: Path) -> None:
+    path = tmp_path / "made" / "peers.csv"
+    assert cli.main(["bench", "alternatives", *TINY, "--csv", str(path)]) == 0
+    captured = capsys.readouterr()
+    assert captured.err == ""
+    rows = measurements.read(path, "--csv")
+    for n in (8, 24):
+        for name in ("lml-torch", "softmax-times-k"):
+            found = {(row.mode, row.metric) for row in rows if (row.provider, row.n) == (name, n)}
+            assert found >= {("forward", "time"), ("forward+backward", "time")}
+            assert found >= {("behaviour", metric) for metric in EXACTNESS}
+    assert alternatives.markdown(rows) in captured.out
+    lines = captured.out.splitlines()
+    uses = next(line for line in lines if line.startswith("| lml-torch "))
+    assert [cell.strip() for cell in uses.split("|")[2:-1]] == ["yes", "no", "yes", "yes"]
+    assert sum("is not installed" in line for line in lines) <= 1
+    assert sorted(file.name for file in path.parent.iterdir()) == ["peers.csv", "peers.png"]
+
+
+@pytest.mark.usefixtures("_short")
+def test_what_is_not_there_is_said_once_and_stands_in_the_table(capsys, monkeypatch, tmp_path: Path) -> None:
+    gone = Alternative("difftopk", _raises, lambda: "the package `difftopk` is not installed")
+    monkeypatch.setattr(
+        alternatives, "ALTERNATIVES", tuple(gone if p.name == gone.name else p for p in ALTERNATIVES)
+    )
+    assert cli.main(["bench", "alternatives", *TINY, "--csv", str(tmp_path / "rows.csv")]) == 0
+    out = capsys.readouterr().out
+    assert out.count("the package `difftopk` is not installed") == 1
+    assert 'pip install "torchlml[peers]"' in out
+    (line,) = (line for line in out.splitlines() if line.startswith("| difftopk"))
+    assert line.count("not installed") == len(ABILITIES)
+    words = ["bench", "alternatives", "--methods", "difftopk"]
+    assert "`--methods` names `difftopk`, which cannot run here: the package" in refused(capsys, words)
+
+
+@pytest.mark.usefixtures("_short")
+def test_a_method_that_fails_is_not_timed(capsys, monkeypatch, tmp_path: Path) -> None:
+    broken = Alternative("softmax-times-k", _raises)
+    monkeypatch.setattr(
+        alternatives, "ALTERNATIVES", tuple(broken if p.name == broken.name else p for p in ALTERNATIVES)
+    )
+    assert cli.main(["bench", "alternatives", *TINY, "--csv", str(tmp_path / "rows.csv")]) == 0
+    cells = [line for line in capsys.readouterr().out.splitlines() if line.startswith("| softmax-times-k")][
+        -1
+    ]
+    assert [cell.strip() for cell in cells.split("|")[2:-1]] == ["-"] * 3 + ["fails"] * 4
+
+
+@each_refusal(
+    refusals("`{}` has {}", "--k 32", "--k 0", "--sizes 1", "--batch 0", "--scale -1", "--seconds -1"),
+    {
+        "--methods lml-nativ": "did you mean `lml-native`?",
+        "--plot x.pdf": "must end in `.png` or `.svg`",
+        "--csv .": "which is a folder",
+        "--threads 0": "`--threads` is 0",
+    },
+)
+def test_wrong_options_are_refused(capsys, options, needle) -> None:
+    assert needle in refused(capsys, ["bench", "alternatives", *options])
+
+
+def test_the_page_has_the_tables_of_the_committed_rows() -> None:
+    rows = measurements.read(ROOT / "results" / "peers.csv", "--csv")
+    assert alternatives.markdown(rows) in (ROOT / "docs" / "peers.md").read_text(encoding="utf-8")

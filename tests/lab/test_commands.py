@@ -1,0 +1,83 @@
+"""Commands of a run, whichever task made it."""
+
+import json
+import re
+import shutil
+
+import numpy as np
+import pytest
+
+from torchlml_lab import cli
+from torchlml_lab.commands import TASKS
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory):
+    """A run of CIFAR-100 on a few features."""
+    folder = tmp_path_factory.mktemp("runs")
+    random = np.random.default_rng(0)
+    fine = np.repeat(np.arange(100), 10)
+    x = (random.normal(size=(100, 8))[fine] + 0.3 * random.normal(size=(1000, 8))).astype(np.float32)
+    np.savez(folder / "f.npz", x=x, fine=fine, coarse=fine // 5, test=np.arange(1000) % 5 == 0)
+    options = ["--features", str(folder / "f.npz"), "--validation", "100", "--epochs", "2", "--noise", "0.2"]
+    assert cli.main(["train", "cifar100", *options, "--out", str(folder / "run")]) == 0
+    return folder / "run"
+
+
+def test_evaluate_finds_what_the_run_found(capsys, run):
+    for split in ("validation", "test"):
+        assert cli.main(["evaluate", str(run), "--split", split]) == 0
+        said = capsys.readouterr().out
+        result = json.loads((run / "result.json").read_text())
+        assert f"epoch {result['best_epoch']}" in said
+        (row,) = re.findall(r"^lml +0\.2 +(.*)$", said, re.MULTILINE)
+        numbers = [float(n) for n in row.split()]
+        assert [numbers[0], numbers[3]] == [
+            pytest.approx(100 * result[split][name], abs=0.006) for name in ("top1", "top5")
+        ]
+        assert numbers == sorted(numbers)
+
+
+def test_evaluate_finds_moved_data(capsys, run, tmp_path):
+    shutil.copytree(run, tmp_path / "run")
+    shutil.copy(run.parent / "f.npz", tmp_path / "moved.npz")
+    stored = json.loads((run / "settings.json").read_text())
+    changed = json.dumps({**stored, "features": str(tmp_path / "gone.npz")})
+    (tmp_path / "run" / "settings.json").write_text(changed)
+    assert cli.main(["evaluate", str(tmp_path / "run")]) == 2
+    assert "say with `--features` where it is now" in capsys.readouterr().err
+    assert cli.main(["evaluate", str(tmp_path / "run"), "--features", str(tmp_path / "moved.npz")]) == 0
+
+
+def test_step_time_of_a_run(capsys, run):
+    assert cli.main(["step-time", str(run), "--steps", "2", "--batch-size", "10"]) == 0
+    said = capsys.readouterr().out
+    for loss in ("cross-entropy", "smooth-svm", "truncated-entropy", "lml", "bce"):
+        assert re.search(rf"^{loss} +[\d.]+ +[+-][\d.]+%", said, re.MULTILINE)
+
+
+def test_a_task_that_cannot_draw_says_so(capsys, run):
+    assert cli.main(["predict", str(run)]) == 2
+    error = capsys.readouterr().err
+    assert "is a run of `cifar100`, which has nothing to draw" in error
+    assert error.count("\n") == 1
+
+
+@pytest.mark.parametrize("command", ["evaluate", "predict"])
+def test_a_run_is_needed(capsys, tmp_path, command):
+    assert cli.main([command]) == 2
+    assert f"`torchlml {command}` needs the folder of a run" in capsys.readouterr().err
+    assert cli.main([command, "--cpu"]) == 2
+    assert f"`torchlml {command}` needs the folder of a run" in capsys.readouterr().err
+    (tmp_path / "run.json").write_text('{"experiment": "chess"}')
+    assert cli.main([command, str(tmp_path)]) == 2
+    assert "is a run of `chess`, which is no task of this version" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("command", ["evaluate", "predict", "step-time"])
+def test_help_without_a_run_is_that_of_every_task(capsys, command):
+    assert cli.main([command, "--help"]) == 0
+    said = capsys.readouterr().out
+    for name, task in TASKS.items():
+        able = getattr(task, command.replace("-", "_")) is not None
+        assert (f"of a run of {name}:" in said) == able

@@ -1,0 +1,86 @@
+"""What a wrong k costs: the images, what each method is told, and the command with its figure."""
+
+import torch
+
+from tests.support.command_lines import each_refusal, refusals, refused
+from torchlml_lab import cli
+from torchlml_lab.studies.digits import data, which_k
+from torchlml_lab.studies.digits.which_k import AT_MOST, EXACTLY, OF_ROW, PREDICTED
+
+
+def test_images_of_one_to_five_digits():
+    train, test = data.make(5, 2000, 300, "uniform", seed=1, varying=True)
+    for part in (train, test):
+        drawn = part.pixels.unflatten(2, (5, 8)).abs().sum((1, 3)) > 0
+        assert torch.equal(drawn.sum(1), part.present.sum(1))
+        assert part.present.gather(1, part.named.unsqueeze(1)).all()
+    number = train.present.sum(1)
+    assert torch.bincount(number, minlength=6)[1:].min() > 300  # 400 of each are expected
+    # The places of the digits say nothing about how many there are but by being empty.
+    assert (train.pixels.unflatten(2, (5, 8)).abs().sum((1, 3)) > 0).float().mean(0).std() < 0.03
+
+
+def test_what_the_probabilities_sum_to():
+    torch.manual_seed(0)
+    outputs, number = torch.randn(2, 3, 11), torch.tensor([[1.0, 2, 3], [4, 5, 2]])
+    outputs[..., 10] = torch.tensor([[-1.0, 0.5, 2.5], [12, 3, 4]])  # the predicted k
+    k = torch.tensor([[7.0], [5.0]])
+    free = outputs[..., :10].sigmoid().sum(-1)
+    assert (free < k).any()
+    assert (free > k).any()
+    expected = {
+        EXACTLY: k.expand(2, 3),
+        AT_MOST: free.minimum(k),
+        OF_ROW: number,
+        PREDICTED: outputs[..., 10].clamp(0, 10),
+    }
+    for method, total in expected.items():
+        torch.testing.assert_close(which_k.probability(method, outputs, number, k).sum(-1), total)
+
+
+def test_a_method_is_told_no_more_than_it_says():
+    """The number of digits changes the loss of the two methods that are told it, and of no other."""
+    torch.manual_seed(0)
+    outputs, observed = torch.randn(2, 4, 11), torch.zeros(2, 4, 10, dtype=torch.bool)
+    observed[..., 3] = True
+    one, other = torch.full((2, 4), 2.0), torch.full((2, 4), 3.0)
+    k = torch.tensor([[1.0], [6.0]])
+    for method in {method for _, _, method in which_k.PLAN}:
+        losses = [which_k.loss_of(method, outputs, observed, number, k) for number in (one, other)]
+        assert losses[0].shape == (2, 4)
+        assert torch.equal(*losses) == (method not in (OF_ROW, PREDICTED)), method
+        more = which_k.loss_of(method, outputs, observed, one, k + 1)
+        assert torch.equal(more, losses[0]) == (method not in (EXACTLY, AT_MOST)), method
+    head = which_k.loss_of(PREDICTED, outputs, observed, one, k)
+    told = which_k.loss_of(OF_ROW, outputs, observed, one, k)
+    torch.testing.assert_close(head - told, (outputs[..., 10] - 2).square())
+
+
+def test_the_command_and_its_figure(capsys, tmp_path, monkeypatch):
+    monkeypatch.setattr(which_k, "KS", (1, 3))
+    path, picture = tmp_path / "a" / "k.csv", tmp_path / "k.png"
+    words = ["which-k", "--seeds", "2", "--images", "100", "--epochs", "1", "--csv", str(path)]
+    assert cli.main(words) == 0
+    said = capsys.readouterr().out
+    assert "images of 1 to 5 digits, all named" in said
+    assert max(len(line) for line in said.splitlines() if "The rows are in" not in line) <= 80
+    rows = which_k.TABLE.read(path, "--csv")
+    assert len(rows) == 2 * (6 + 8 + 8)
+    assert {row.seed for row in rows} == {0, 1}
+    assert cli.main(["figures", "which-k", "--csv", str(path), "--out", str(picture)]) == 0
+    assert picture.read_bytes().startswith(b"\x89PNG")
+    lines = picture.with_suffix(".md").read_text().splitlines()
+    first = [row for row in rows if (row.digits, row.method, row.k) == ("3 digits", "lml", 3)]
+    recall = 50 * sum(row.recall for row in first)
+    assert [line for line in lines if line.startswith(f"| lml | 3 | 2 | {recall:.1f}±")]
+
+
+@each_refusal(refusals("`{}` is {}", "--seeds 0", "--images 5", "--epochs 0"))
+def test_bad_options(capsys, options, needle):
+    assert needle in refused(capsys, ["which-k", *options])
+
+
+def test_a_place_that_cannot_be_written_is_refused_before_any_work(capsys, tmp_path, monkeypatch):
+    monkeypatch.setattr(which_k, "run", None)
+    (tmp_path / "file").write_text("")
+    assert "which cannot be written" in refused(capsys, ["which-k", "--csv", tmp_path / "file" / "x.csv"])

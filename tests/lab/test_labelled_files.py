@@ -1,0 +1,309 @@
+"""Every reader of labelled rows: the same rows from every format, and what is wrong with bad files."""
+
+from __future__ import annotations
+
+import gzip
+import os
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+from scipy import sparse
+from sklearn.datasets import load_svmlight_file
+
+from torchlml_lab.cli_errors import BadInput
+from torchlml_lab.data.labelled_files import read_labelled
+from torchlml_lab.data.labelled_rows import LabelledRows, label_matrix
+from torchlml_lab.data.tables import Columns
+
+X = np.array([[0, 1.5, 0], [2, 0, -1], [0, 0, 3]], dtype=np.float32)
+LABELS = [["2", "10"], [], ["2"]]
+SVMLIGHT = "2,10 1:1.5\n 0:2 2:-1\n2 2:3\n"
+
+
+def read(path: Path, text: str | bytes, **options) -> LabelledRows:
+    path.write_bytes(text if isinstance(text, bytes) else text.encode())
+    return read_labelled(path, "--train", **options)[0]
+
+
+def names_of(rows: LabelledRows) -> list[list[str]]:
+    return [
+        [rows.names[label] for label in row]
+        for row in np.split(rows.labels.indices, rows.labels.indptr[1:-1])
+    ]
+
+
+FORMS: dict[str, str | bytes] = {
+    "svmlight": SVMLIGHT,
+    "with a header": "3 3 11\n" + SVMLIGHT,
+    "with remarks": SVMLIGHT.replace("\n", " # a remark\r\n"),
+    "with tabs": "2,10\t1:1.5\n0:2 2:-1\n2 2:3",
+    "packed": gzip.compress(("3 3 11\n" + SVMLIGHT).encode()),
+    "with a byte order mark": b"\xef\xbb\xbf" + SVMLIGHT.encode(),
+    "with the line ends of old": SVMLIGHT.replace("\n", "\r"),
+}
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_svmlight_and_the_repository_format(tmp_path: Path, form: str) -> None:
+    rows = read(tmp_path / "rows.txt", FORMS[form])
+    assert np.array_equal(rows.features.toarray(), X)
+    assert names_of(rows) == LABELS
+    assert rows.names == ["2", "10"]  # as numbers, not as words
+    assert rows.counts.tolist() == [2, 0, 1]
+
+
+def test_a_pair_of_npz(tmp_path: Path) -> None:
+    sparse.save_npz(tmp_path / "x.npz", sparse.csr_array(X))
+    observed = np.zeros((3, 11))
+    observed[0, [2, 10]] = observed[2, 2] = 1
+    sparse.save_npz(tmp_path / "y.npz", sparse.csc_array(observed))
+    rows, _ = read_labelled(tmp_path / "x.npz", "--train", labels=tmp_path / "y.npz")
+    assert np.array_equal(rows.features.toarray(), X)
+    assert names_of(rows) == LABELS
+    unlabelled, _ = read_labelled(tmp_path / "x.npz", "--data", labelled=False)
+    assert unlabelled.counts.tolist() == [0, 0, 0]
+
+
+@pytest.mark.parametrize("ending", ["csv", "tsv", "parquet"])
+def test_tables(tmp_path: Path, ending: str) -> None:
+    header, lines = (
+        ["title", "size", "tags"],
+        [["a, b", "1.5", "x|y "], ['say "no"\nor not', "", ""], ["Ü", "3", "y"]],
+    )
+    path = tmp_path / f"rows.{ending}"
+    if ending == "parquet":
+        pyarrow = pytest.importorskip("pyarrow")
+        from pyarrow import parquet
+
+        table = {
+            "title": [line[0] for line in lines],
+            "size": [1.5, None, 3],
+            "tags": [["x", "y"], [], ["y"]],
+        }
+        parquet.write_table(pyarrow.table(table), path)
+    else:
+        import csv
+
+        with path.open("w", newline="", encoding="utf-8") as file:
+            csv.writer(file, delimiter="," if ending == "csv" else "\t").writerows([header, *lines])
+    rows, columns = read_labelled(path, "--train")
+    assert columns == Columns(("title",), ("size",), "tags", "," if ending == "parquet" else "|")
+    assert rows.texts == [line[0] for line in lines]
+    assert np.array_equal(
+        rows.features.toarray(), np.array([[1.5], [np.nan], [3]], np.float32), equal_nan=True
+    )
+    assert names_of(rows) == [["x", "y"], [], ["y"]]
+    # The same file to be predicted for: the labels are not looked at.
+    again, _ = read_labelled(path, "--data", columns=Columns(("title",), ("size",)), labelled=False)
+    assert again.texts == rows.texts
+    assert again.names == []
+
+
+def test_names_of_numbered_labels(tmp_path: Path) -> None:
+    names = tmp_path / "names.txt"
+    names.write_text("".join(f"label {i}\n" for i in range(11)))
+    rows = read(tmp_path / "rows.txt", SVMLIGHT, label_names=names)
+    assert names_of(rows) == [["label 2", "label 10"], [], ["label 2"]]
+    names.write_text("a\nb\na\n")
+    with pytest.raises(BadInput, match="line 3: the name `a` is also in line 1"):
+        read(tmp_path / "rows.txt", SVMLIGHT, label_names=names)
+    names.write_text("a\nb\nc\n")
+    with pytest.raises(
+        BadInput, match="which has 3 names, for labels from 0 to 2, but there is a label `10`"
+    ):
+        read(tmp_path / "rows.txt", SVMLIGHT, label_names=names)
+
+
+def test_labels_of_other_rows_come_after_those_that_are_known() -> None:
+    matrix, names = label_matrix([["b", "new"], ["a"]])
+    rows = LabelledRows(sparse.csr_array((2, 0)), matrix, names).with_labels(["a", "unused", "b"])
+    assert rows.names == ["a", "unused", "b", "new"]
+    assert rows.labels.toarray().tolist() == [[0, 0, 1, 1], [1, 0, 0, 0]]
+
+
+BAD_LINES = {
+    "1 2:x": "line 1: the value of `2:x` is not a finite number",
+    "1 2:nan": "line 1: the value of `2:nan` is not a finite number",
+    "1 2:1e99": "line 1: the value of `2:1e99` is not a finite number",
+    "1 2:1\n1 a:1": "line 2: the feature of `a:1` is not a whole number",
+    "1 -2:1": "line 1: the feature of `-2:1` is not a whole number",
+    "1 2:1 3": "line 1: `3` is no `feature:value`",
+    "1 2:1:4 3": "line 1: the value of `2:1:4` is not",
+    "1 2:": "line 1: the value of `2:` is not",
+    "1 1:2 1:3": "line 1: feature 1 comes twice",
+    "1,,2 2:1": "line 1: `1,,2` has a label without a name",
+    "3 5 5\n1 1:1\n2 2:1": "line 3: the file ends after 2 rows, but its first line promises 3",
+    "1 5 5\n1 5:1": "line 2: feature 5, but the first line promises 5 features, from 0 to 4",
+    "1 5 5\n5 1:1": "line 2: label `5`, but the first line promises 5 labels, from 0 to 4",
+    "1 5 5\n² 1:1": "line 2: label `²`, but the first line promises 5 labels, from 0 to 4",
+    "1 99999999999 5\n1 1:1": "line 1: 99999999999 features, but at most 2147483648 can be read",
+    "": "is empty",
+    "  \n \n": "is empty",
+}
+
+BAD_TABLES = {
+    "text,tags\na,x\nb": "line 3: 1 cells, but line 1 has 2",
+    'text,tags\na,x\n"b,y\n\n': "line 3: the file ends inside quotes",
+    'text,tags\na,x\n"b"c,y\n': "line 3: the quotes are wrong",
+    "text,text,tags\na,b,c": "line 1: there are two columns called `text`",
+    "text,topic\na,b": "has no column called labels or label or tags or tag: say with `--labels`",
+    "tags\na": "has no column beside that of the labels, `tags`",
+    "text,tags\n": "has columns but no rows",
+    "size,tags\n1,x\nnan,y": "line 3: column `size` has `nan`, which is no finite number (where one",
+    "size,tags\n1,x\n-inf,y": "line 3: column `size` has `-inf`, which is no finite number",
+    "size,tags\n1,x\n1e99,y": "line 3: column `size` has `1e99`, which is no finite number",
+    "": "is empty",
+}
+BAD_FILES = [("rows.txt", *one) for one in BAD_LINES.items()]
+BAD_FILES += [("rows.csv", *one) for one in BAD_TABLES.items()]
+
+
+@pytest.mark.parametrize(("name", "text", "needle"), BAD_FILES)
+def test_bad_files(tmp_path: Path, name: str, text: str, needle: str) -> None:
+    with pytest.raises(BadInput) as said:
+        read(tmp_path / name, text)
+    assert needle in str(said.value)
+    assert str(tmp_path / name) in str(said.value)
+
+
+def test_bad_columns(tmp_path: Path) -> None:
+    good = 'title,size,tags\n"a\nb",1,x\nc,2 cm,y\n'
+    for columns, needle in (
+        (Columns(("titel",)), "has no column `titel`: did you mean `title`?"),
+        (Columns(numbers=("size",)), "line 4: column `size` has `2 cm`, which is no finite number"),
+        (Columns(labels="topic"), "has no column `topic`: its columns are `title`, `size`, `tags`."),
+        (Columns(("tags", "title")), "has its labels in the column `tags`"),
+    ):
+        with pytest.raises(BadInput) as said:
+            read(tmp_path / "rows.csv", good, columns=columns)
+        assert needle in str(said.value)
+
+
+@pytest.mark.parametrize("name", ["rows.txt", "rows.csv", "rows.npz", "rows.parquet"])
+def test_files_that_are_no_such_files(tmp_path: Path, name: str) -> None:
+    with pytest.raises(BadInput, match="cannot be read: no such file"):
+        read_labelled(tmp_path / name, "--train", labels=tmp_path / name if name.endswith("npz") else None)
+    binary = name.endswith(("npz", "parquet"))
+    bad: dict[bytes, str] = {
+        gzip.compress(SVMLIGHT.encode() * 99)[:-20]: "no whole" if binary else "it ends in the middle",
+        b"PK\x03\x04 and not more": "no whole" if binary else "",
+    }
+    if not binary:
+        bad |= {
+            b"text,tags\na,\xe4\n": "line 2: the text is not UTF-8",
+            b"text,tags\na\0,b": "line 2: a zero byte",
+        }
+    for content, needle in bad.items():
+        with pytest.raises(BadInput) as said:
+            read(tmp_path / name, content, labels=tmp_path / name if name.endswith("npz") else None)
+        assert needle in str(said.value)
+
+
+def test_parquet_with_two_columns_of_one_name(tmp_path: Path) -> None:
+    pyarrow = pytest.importorskip("pyarrow")
+    from pyarrow import parquet
+
+    column = pyarrow.array(["a", "b"])
+    parquet.write_table(pyarrow.table([column] * 3, ["text", "text", "tags"]), tmp_path / "rows.parquet")
+    with pytest.raises(BadInput, match=r"rows.parquet`: there are two columns called `text`"):
+        read_labelled(tmp_path / "rows.parquet", "--train")
+
+
+def test_bad_npz(tmp_path: Path) -> None:
+    x, y = tmp_path / "x.npz", tmp_path / "y.npz"
+    sparse.save_npz(x, sparse.csr_array(X))
+    with pytest.raises(BadInput, match=r"give its labels, another `.npz`, by `--train-labels`"):
+        read_labelled(x, "--train")
+    sparse.save_npz(y, sparse.csr_array(np.ones((2, 4))))
+    with pytest.raises(BadInput, match=r"has 3 rows, but .* has 2"):
+        read_labelled(x, "--train", labels=y)
+    sparse.save_npz(x, sparse.csr_array(np.array([[0.0, 1], [np.inf, 0]])))
+    with pytest.raises(BadInput, match="row 1: a feature is not a finite number"):
+        read_labelled(x, "--train", labels=y)
+    sparse.save_npz(x, sparse.csr_array(X))
+    for wrong in (-1.0, np.nan):
+        observed = np.zeros((len(X), 2))
+        observed[0, 1], observed[1, 0] = 1, wrong
+        sparse.save_npz(y, sparse.csr_array(observed))
+        with pytest.raises(BadInput, match=rf"y.npz`, row 1: an entry is {wrong:g}, but a label is a number"):
+            read_labelled(x, "--train", labels=y)
+    for form in (sparse.csr_array, sparse.csc_array):
+        sparse.save_npz(x, form(X))
+        parts = dict(np.load(x))
+        np.savez(x, **{**parts, "indices": parts["indices"] + 1000})
+        with pytest.raises(BadInput, match=r"no whole file of `scipy.sparse.save_npz`"):
+            read_labelled(x, "--train", labels=y)
+    np.savez(x, a=np.ones(3))
+    with pytest.raises(BadInput, match=r"no whole file of `scipy.sparse.save_npz`"):
+        read_labelled(x, "--train", labels=y)
+
+
+@pytest.mark.skipif("TORCHLML_DATA" not in os.environ, reason="TORCHLML_DATA names no folder of data sets")
+def test_delicious_in_time_and_as_scikit_learn_reads_it() -> None:
+    path = Path(os.environ["TORCHLML_DATA"]) / "multilabel" / "delicious.train.svm.gz"
+    started = time.process_time()
+    rows, _ = read_labelled(path, "--train")
+    assert time.process_time() - started < 3
+    x, y = load_svmlight_file(path, multilabel=True, zero_based=True)
+    assert (abs(x - rows.features)).max() == 0
+    assert names_of(rows) == [[str(int(label)) for label in sorted(row)] for row in y]
+
+
+def test_underscores_are_not_digits(tmp_path: Path) -> None:
+    """Python reads `1_23` as 123, but in a table it is text and in svmlight it is an error."""
+    rows = read(tmp_path / "rows.csv", "code,size,tags\n1_23,1,a\n12_3,2,b\n")
+    assert rows.texts == ["1_23", "12_3"]
+    assert rows.columns == ("size",)
+    with pytest.raises(BadInput, match=r"rows.csv`, line 2: column `code` has `1_23`"):
+        read(tmp_path / "rows.csv", "code,tags\n1_23,a\n", columns=Columns(numbers=("code",)))
+    with pytest.raises(BadInput, match=r"line 2: the feature of `1_0:25` is not"):
+        read(tmp_path / "rows.txt", "1 1:2\n1 1_0:25\n")
+    with pytest.raises(BadInput, match=r"line 1: the value of `10:2_5` is not a finite number"):
+        read(tmp_path / "rows.txt", "1 10:2_5\n")
+
+
+def test_nulls_in_parquet_are_not_labels(tmp_path: Path) -> None:
+    import pyarrow
+    from pyarrow import parquet
+
+    path = tmp_path / "rows.parquet"
+    lists = pyarrow.array([["a", None, "b"], [None], None, ["None"]], pyarrow.list_(pyarrow.string()))
+    parquet.write_table(pyarrow.table({"text": ["p", "q", "r", "s"], "tags": lists}), path)
+    assert names_of(read_labelled(path, "--train")[0]) == [["a", "b"], [], [], ["None"]]
+    numbers = pyarrow.array([[1.5, float("nan"), None], [2.5]], pyarrow.list_(pyarrow.float64()))
+    parquet.write_table(pyarrow.table({"text": ["p", "q"], "tags": numbers}), path)
+    assert names_of(read_labelled(path, "--train")[0]) == [["1.5"], ["2.5"]]
+    parquet.write_table(pyarrow.table({"text": ["p", "q"], "tags": [float("nan"), 2.5]}), path)
+    assert names_of(read_labelled(path, "--train")[0]) == [[], ["2.5"]]
+
+
+SEPARATED = {
+    "semicolons": 'text;size;tags\n"one; two";1;a,b\nthree, four;2;b\n',
+    "tabs": "text\tsize\ttags\none; two\t1\ta,b\nthree, four\t2\tb\n",
+    "commas": 'text,size,tags\none; two,1,"a,b"\n"three, four",2,b\n',
+}
+
+
+@pytest.mark.parametrize("form", SEPARATED)
+def test_csv_with_any_usual_separator(tmp_path: Path, form: str) -> None:
+    rows = read(tmp_path / "rows.csv", SEPARATED[form])
+    assert rows.texts == ["one; two", "three, four"]
+    assert rows.features.toarray().tolist() == [[1], [2]]
+    assert names_of(rows) == [["a", "b"], ["b"]]
+
+
+def test_the_separator_of_a_csv_must_fit_its_rows(tmp_path: Path) -> None:
+    rows = read(tmp_path / "rows.csv", "a;b;c,tags\none,p\ntwo,q\n")
+    assert rows.texts == ["one", "two"]
+    # A file to predict for may have one column, whose texts have commas and semicolons in quotes.
+    path = tmp_path / "one.csv"
+    path.write_text('text\n"one; two, three"\nfour\n')
+    columns = Columns(texts=("text",))
+    assert read_labelled(path, "--data", columns=columns, labelled=False)[0].texts == [
+        "one; two, three",
+        "four",
+    ]
+    with pytest.raises(BadInput, match=r"line 3: 1 cells, but line 1 has 2"):
+        read(tmp_path / "rows.csv", "text;tags\none;p\ntwo\n")

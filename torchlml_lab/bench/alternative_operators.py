@@ -1,0 +1,298 @@
+"""Other relaxations of top-k behind one signature, how exact they are and what they work with."""
+
+import contextlib
+import functools
+import importlib
+import importlib.util
+import io
+import json
+import os
+import subprocess
+import sys
+import warnings
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+import torchlml
+from torchlml_lab.bench.cases import LAYER, Case, Provider
+
+# What the widely copied bisection takes: halvings, and how far from the logits it looks.
+HALVINGS, REACH = 64, 10.0
+# The strength of torchsort's regularisation, times n; with 10 rows of 32 no longer sum to about k.
+SPREAD = 3.0
+
+
+@dataclass(frozen=True)
+class Alternative(Provider):
+    """A provider that may be good for short rows only (`longest`), and for one dtype only."""
+
+    longest: int = 10_000_000
+    float32_only: bool = False
+
+
+def straight_through(x: Tensor, k: int) -> Tensor:
+    """Ones at the k largest, with the gradient of k softmax(x)."""
+    soft = k * torch.softmax(x, -1)
+    hard = torch.zeros_like(x).scatter(-1, x.topk(k, dim=-1).indices, 1.0)
+    return hard + (soft - soft.detach())
+
+
+def scaled_softmax(x: Tensor, k: int) -> Tensor:
+    """k softmax(x): sums to k, and its entries may exceed 1."""
+    return k * torch.softmax(x, -1)
+
+
+def successive_softmax(x: Tensor, k: int) -> Tensor:
+    """The sum of k softmaxes, each after its predecessor's choice was taken out (Ploetz and Roth, 2018)."""
+    chosen = torch.zeros_like(x)
+    for _ in range(k):
+        p = torch.softmax(x, -1)
+        chosen = chosen + p
+        x = x + torch.log1p(-p.clamp(max=1 - torch.finfo(p.dtype).eps))
+    return chosen
+
+
+class _Bisection(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: torch.autograd.function.FunctionCtx, x: Tensor, k: int) -> Tensor:
+        low = -x.amax(-1, keepdim=True) - REACH
+        high = -x.amin(-1, keepdim=True) + REACH
+        for _ in range(HALVINGS):
+            middle = (low + high) / 2
+            short = torch.sigmoid(x + middle).sum(-1, keepdim=True) < k
+            low, high = torch.where(short, middle, low), torch.where(short, high, middle)
+        y = torch.sigmoid(x + (low + high) / 2)
+        ctx.save_for_backward(y)
+        return y
+
+    @staticmethod
+    def backward(ctx: torch.autograd.function.FunctionCtx, *grads: Tensor) -> tuple[Tensor, None]:
+        (y,) = ctx.saved_tensors  # type: ignore[attr-defined]
+        w = y * (1 - y)
+        felt = w * grads[0]
+        return felt - w * felt.sum(-1, keepdim=True) / w.sum(-1, keepdim=True), None
+
+
+def bisection(x: Tensor, k: int) -> Tensor:
+    """lml as it is often written by hand: 64 halvings of an interval that reaches 10 beyond the logits."""
+    answer: Tensor = _Bisection.apply(x, k)
+    return answer
+
+
+def sorting_network(x: Tensor, k: int) -> Tensor:
+    """The mask of a relaxed sorting network, by the package difftopk, which knows float32 only."""
+    # Importing it prints whether an optional package of its own is there.
+    with contextlib.redirect_stdout(io.StringIO()):
+        from difftopk import DiffTopkNet
+
+    _, places = DiffTopkNet("odd_even", x.shape[-1], k)(x.float())
+    answer: Tensor = places.sum(-1)
+    return answer.to(x.dtype)
+
+
+def soft_ranks(x: Tensor, k: int) -> Tensor:
+    """A mask from the soft ranks of the package torchsort: the sigmoid of a rank less n - k + 1/2."""
+    torchsort: Any = importlib.import_module("torchsort")
+    n = x.shape[-1]
+    # Ranks grow with x, up to n. To spread that far they need a regularisation that falls with n.
+    ranks: Tensor = torchsort.soft_rank(x, regularization_strength=SPREAD / n)
+    return torch.sigmoid(ranks - (n - k) - 0.5)
+
+
+def soft_index(x: Tensor, k: int) -> Tensor:
+    """The sum of the k soft indices that `topk` of the package softtorch gives, by its default method."""
+    softtorch: Any = importlib.import_module("softtorch")
+    answer: Tensor = softtorch.topk(x, k).indices.sum(-2)
+    return answer
+
+
+@functools.cache
+def _program(n: int, k: int) -> Any:
+    """lml as a convex program of cvxpylayers."""
+    # By their names: their types are not those of their documentation.
+    cvxpy: Any = importlib.import_module("cvxpy")
+    layers: Any = importlib.import_module("cvxpylayers.torch")
+    x, y = cvxpy.Parameter(n), cvxpy.Variable(n)
+    entropy = cvxpy.sum(cvxpy.entr(y)) + cvxpy.sum(cvxpy.entr(1 - y))
+    problem = cvxpy.Problem(cvxpy.Minimize(-x @ y - entropy), [cvxpy.sum(y) == k])
+    return layers.CvxpyLayer(problem, parameters=[x], variables=[y])
+
+
+def convex_program(x: Tensor, k: int) -> Tensor:
+    """lml by a general solver for convex programs, to the accuracy of its defaults; for small n."""
+    answer: Tensor = _program(x.shape[-1], k)(x)[0]
+    return answer
+
+
+def _without(package: str, hint: str = "") -> Callable[[], str | None]:
+    said = f"the package `{package}` is not installed{hint}"
+    return lambda: None if importlib.util.find_spec(package) else said
+
+
+_OURS = {provider.name: provider for provider in LAYER}
+ALTERNATIVES = (
+    Alternative("topk-straight-through", straight_through),
+    Alternative("softmax-times-k", scaled_softmax),
+    Alternative("successive-softmax", successive_softmax),
+    Alternative("bisection", bisection),
+    Alternative("entmax", _OURS["entmax"].function, _OURS["entmax"].absent),
+    Alternative(
+        "torchsort", soft_ranks, _without("torchsort", " (`pip install --no-build-isolation torchsort`)")
+    ),
+    # Its default method compares every entry with every other.
+    Alternative("softtorch", soft_index, _without("softtorch", " (it needs Python 3.12)"), longest=1000),
+    # A network for n entries has n layers, and is built anew in every call.
+    Alternative("difftopk", sorting_network, _without("difftopk"), longest=100, float32_only=True),
+    Alternative("cvxpylayers", convex_program, _without("cvxpylayers"), longest=50),
+    Alternative("paper-bracketing", _OURS["lml-bracketing"].function),
+    Alternative("lml-torch", _OURS["lml-torch"].function),
+    Alternative("lml-native", _OURS["lml-native"].function, _OURS["lml-native"].absent),
+)
+
+
+Choice = Callable[[Tensor, int], Tensor]
+
+EXACTNESS = ("sum error", "outside [0, 1]", "bfloat16 error", "gradient error")
+ABILITIES = ("-inf", "vmap", "compile", "per-row k")
+# The rows on which abilities are tried, and how far apart two answers may be that ought to be the same.
+TRIAL = Case(n=16, k=3, batch=4, scale=1.0, dtype="float32", threads=1)
+_SAME = 1e-4
+
+
+def exactness(choose: Choice, case: Case) -> dict[str, float]:
+    """Measure how exact a method is on the rows of a case.
+
+    Args:
+        choose: The method.
+        case: The problem; its dtype is float32.
+
+    Returns:
+        How far the sum of a row is from k at most; how many entries are below 0 or above 1; the largest error
+        of an entry for logits in bfloat16; the largest error of a gradient, as a share of the largest entry
+        of the right one. Errors are to the same method's answer in float64. NaN where the method fails,
+        infinite where the right gradient is zero everywhere.
+    """
+    x, k = case.logits(), case.k
+    coarse = x.bfloat16()
+    answer = functools.cache(lambda: choose(x, k).double())
+
+    def sum_error() -> float:
+        return float((answer().sum(-1) - k).abs().max())
+
+    def outside() -> float:
+        return float(((answer() < 0) | (answer() > 1)).sum()) if answer().isfinite().all() else torch.nan
+
+    def coarse_error() -> float:
+        return float((choose(coarse, k).double() - choose(coarse.double(), k)).abs().max())
+
+    def gradient_error() -> float:
+        right = _gradient(choose, x.double(), k)
+        error = (_gradient(choose, x, k).double() - right).abs().max()
+        return float(error / right.abs().max()) if right.any() else torch.inf
+
+    measures = (sum_error, outside, coarse_error, gradient_error)
+    return {name: _or_nan(measure) for name, measure in zip(EXACTNESS, measures, strict=True)}
+
+
+def abilities(choose: Choice) -> dict[str, bool]:
+    """Try what a method can be used with.
+
+    Args:
+        choose: The method.
+
+    Returns:
+        For each of `ABILITIES` whether it works: entries of -inf get 0 and change nothing else, and every
+        gradient is finite; `torch.func` maps it and its gradient; `torch.compile` takes it in one graph, with
+        its gradient; k may be a tensor with a number for each row.
+    """
+    x, k = TRIAL.logits(), TRIAL.k
+    trials: tuple[Callable[[], bool], ...] = (
+        lambda: _ignores_minus_infinity(choose, x, k),
+        lambda: _maps(choose, x, k),
+        lambda: _compiles(choose, x, k),
+        lambda: any(_takes_a_k_for_each_row(choose, x, shape) for shape in ((-1, 1), (-1,))),
+    )
+    return {name: _works(trial) for name, trial in zip(ABILITIES, trials, strict=True)}
+
+
+def abilities_in_plain_torch() -> dict[str, bool]:
+    """Try what `lml` can be used with where there is no compiled kernel: in a process that refuses it."""
+    command = [sys.executable, "-m", "torchlml_lab.bench.alternative_operators"]
+    environment = {**os.environ, "TORCHLML_KERNEL": "torch"}
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=True)
+    found: dict[str, bool] = json.loads(done.stdout)
+    return found
+
+
+def _ignores_minus_infinity(choose: Choice, x: Tensor, k: int) -> bool:
+    out, inside = x.clone(), slice(2, None)
+    out[:, :2] = -torch.inf
+    y = choose(out, k)
+    fewer = choose(out[:, inside].clone(), k)
+    finite = bool(_gradient(choose, out, k).isfinite().all())
+    return finite and _same(y[:, :2], torch.zeros_like(y[:, :2])) and _same(y[:, inside], fewer)
+
+
+def _maps(choose: Choice, x: Tensor, k: int) -> bool:
+    # Each batch stays a matrix: some methods know nothing else.
+    batches = torch.stack([x, x.flip(0), 2 * x])
+    mapped = torch.func.vmap(lambda one: choose(one, k))(batches)
+    weights = _weights(x)
+    slopes = torch.func.vmap(torch.func.grad(lambda one: (choose(one, k) * weights).sum()))(batches)
+    answers = torch.stack([choose(one, k) for one in batches])
+    return _same(mapped, answers) and _same(slopes, torch.stack([_gradient(choose, b, k) for b in batches]))
+
+
+def _compiles(choose: Choice, x: Tensor, k: int) -> bool:
+    # Without this, the methods before count towards the compiler's limit of variants of one function.
+    torch.compiler.reset()
+    # Whether a graph can be captured and differentiated is decided before a backend writes code for it.
+    compiled = torch.compile(lambda x: choose(x, k), fullgraph=True, backend="aot_eager")
+    same = _same(compiled(x), choose(x, k))
+    return same and _same(_gradient(lambda x, k: compiled(x), x, k), _gradient(choose, x, k))
+
+
+def _takes_a_k_for_each_row(choose: Choice, x: Tensor, shape: tuple[int, ...]) -> bool:
+    ks = range(1, len(x) + 1)
+    try:
+        together = choose(x, torch.tensor(ks).reshape(shape))  # type: ignore[arg-type]
+    except Exception:
+        return False
+    return _same(together, torch.cat([choose(row[None], k) for row, k in zip(x, ks, strict=True)]))
+
+
+def _weights(x: Tensor) -> Tensor:
+    """What the entries of a row are weighted with before their gradient is taken; always the same."""
+    generator = torch.Generator().manual_seed(1)
+    return torch.randn(x.shape[-1], generator=generator, dtype=torch.float64).to(x.dtype)
+
+
+def _gradient(choose: Choice, x: Tensor, k: int) -> Tensor:
+    x = x.detach().clone().requires_grad_()
+    return torch.autograd.grad((choose(x, k) * _weights(x)).sum(), x)[0]
+
+
+def _same(one: Tensor, other: Tensor) -> bool:
+    return one.shape == other.shape and torch.allclose(one, other, atol=_SAME, rtol=0)
+
+
+def _or_nan(measure: Callable[[], float]) -> float:
+    """The measure; NaN when the method fails, whatever another package may raise."""
+    try:
+        with warnings.catch_warnings(), contextlib.redirect_stdout(io.StringIO()):
+            warnings.simplefilter("ignore")
+            return measure()
+    except Exception:
+        return torch.nan
+
+
+def _works(trial: Callable[[], bool]) -> bool:
+    return _or_nan(lambda: float(trial())) == 1
+
+
+if __name__ == "__main__":
+    sys.stdout.write(json.dumps(abilities(lambda x, k: torchlml.lml(x, k))))

@@ -1,0 +1,292 @@
+"""`torchlml bench alternatives`: other relaxations of top-k compared in exactness, abilities and cost."""
+
+import gc
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+
+from matplotlib.axes import Axes
+from rich.console import Console
+
+from torchlml_lab.bench import report
+from torchlml_lab.bench.alternative_operators import (
+    ABILITIES,
+    ALTERNATIVES,
+    EXACTNESS,
+    TRIAL,
+    Alternative,
+    abilities,
+    abilities_in_plain_torch,
+    exactness,
+)
+from torchlml_lab.bench.cases import BASELINE, LAYER, Case, Provider, call_of, case_grid
+from torchlml_lab.bench.measurements import Measurement, RowFile, measured
+from torchlml_lab.bench.report import three_digits
+from torchlml_lab.bench.settings import (
+    ComparisonSettings,
+    Mode,
+    check_choices,
+    check_numbers,
+    check_timing,
+)
+from torchlml_lab.bench.timing import PAGE_BYTES, Quantiles, added_bytes, measurable, race
+from torchlml_lab.cli_errors import BadInput
+from torchlml_lab.engine.progress import ProgressBar, new_console
+from torchlml_lab.engine.settings import check_threads, use_threads
+from torchlml_lab.files import check_picture
+from torchlml_lab.plots import BLUE, GREY, INK, ORANGE, PAGE, new_figure
+
+OPERATOR, INSTALLED = "peers", "installed"
+_ORDER = [peer.name for peer in ALTERNATIVES]
+
+Values = dict[tuple[str, str, str, int], Measurement]  # by method, mode, metric and n
+
+
+def markdown(rows: Sequence[Measurement]) -> str:
+    """Write the tables: what each method works with, then one for each length of a row.
+
+    Args:
+        rows: Those of one run, or of a CSV; the last of each measurement counts.
+
+    Returns:
+        Markdown, padded so that it can be read as it is.
+    """
+    values = _values(rows)
+    parts = _table(("method", *ABILITIES), _use_cells(values))
+    for case in _cases(rows):
+        n, k, batch, scale, dtype, threads = case
+        base = values[BASELINE, "forward", "time", n].p50
+        said = f"n = {n}: {batch} rows, k = {k}, scale {scale:g}, {dtype}, threads: {threads}; "
+        said += f"softmax forward takes {base:,.0f} µs"
+        heads = ("method", "forward", "forward + backward", "MiB", *EXACTNESS)
+        parts += ["", said, "", *_table(heads, _measures(values, n))]
+    return "\n".join(parts)
+
+
+def draw(rows: Sequence[Measurement], plot: Path) -> None:
+    """Draw the times of every method beside softmax, one panel per length, and what it works with.
+
+    Args:
+        rows: As for `markdown`.
+        plot: The picture to write.
+    """
+    values = _values(rows)
+    sizes = [case[0] for case in _cases(rows)]
+    timed = {name for name, _, metric, _ in values if metric == "time"}
+    names = [name for name in _ORDER if name in timed][::-1]
+    with new_figure(plot, PAGE, 1.2 + 0.2 * len(names)) as figure:
+        widths = [1.0] * len(sizes) + [1.2]
+        panels = figure.subplots(1, len(widths), sharey=True, squeeze=False, width_ratios=widths)[0]
+        for panel, n in zip(panels, sizes, strict=False):
+            _draw_times(panel, values, names, n)
+        right = max(panel.get_xlim()[1] for panel in panels[:-1])
+        for panel in panels[:-1]:
+            panel.set_xlim(0.5, right)
+        _draw_uses(panels[-1], values, names, sizes)
+        panels[0].set_yticks(range(len(names)), names)
+        panels[0].set_ylim(-0.6, len(names) - 0.4)
+        handles, labels = panels[0].get_legend_handles_labels()
+        figure.legend(handles, labels, loc="outside upper left", ncols=2, fontsize=7)
+        figure.supxlabel(f"{rows[-1].machine}, torch {rows[-1].torch}", fontsize=6.5, color=GREY)
+
+
+def _values(rows: Sequence[Measurement]) -> Values:
+    ours = [row for row in rows if row.operator == OPERATOR]
+    return {(row.provider, row.mode, row.metric, row.n): row for row in ours}
+
+
+def _cases(rows: Sequence[Measurement]) -> list[tuple[int, int, int, float, str, int]]:
+    """The problems on which time was taken, from the shortest rows on."""
+    return sorted({row.case for row in rows if (row.operator, row.metric) == (OPERATOR, "time")})
+
+
+def _use_cells(values: Values) -> Iterator[list[str]]:
+    found = {(name, metric): row.p50 for (name, _, metric, _), row in values.items()}
+    for name in _ORDER:
+        if found.get((name, INSTALLED)) == 0:
+            yield [name, *("not installed" for _ in ABILITIES)]
+        elif (name, ABILITIES[0]) in found:
+            yield [name, *("yes" if found[name, ability] else "no" for ability in ABILITIES)]
+
+
+def _measures(values: Values, n: int) -> Iterator[list[str]]:
+    """The lines of one length: the methods that were measured there."""
+
+    def cell(name: str, mode: str, metric: str, write: Callable[[Measurement], str]) -> str:
+        row = values.get((name, mode, metric, n))
+        return "-" if row is None else "fails" if math.isnan(row.p50) else write(row)
+
+    for name in (BASELINE, *_ORDER):
+        cells = [
+            cell(name, "forward", "time", lambda row: three_digits(row.ratio_p50)),
+            cell(name, "forward+backward", "time", lambda row: three_digits(row.ratio_p50)),
+            cell(name, "forward+backward", "memory", lambda row: f"{row.p50:.1f}"),
+            *(cell(name, "behaviour", metric, _exact) for metric in EXACTNESS),
+        ]
+        if set(cells) != {"-"}:
+            yield [name, *cells]
+
+
+def _exact(row: Measurement) -> str:
+    """A count as it is; an error with the one digit that means something."""
+    if math.isinf(row.p50):
+        return "zero"
+    if row.p50 == 0 or row.metric == EXACTNESS[1]:
+        return f"{row.p50:,.0f}"
+    return f"{row.p50:.0e}"
+
+
+def _table(heads: Sequence[str], lines: Iterator[list[str]]) -> list[str]:
+    cells = [list(heads), *lines]
+    widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
+    padded = [
+        [cell.ljust(width) if place == 0 else cell.rjust(width) for place, (cell, width) in enumerate(both)]
+        for both in (list(zip(line, widths, strict=True)) for line in cells)
+    ]
+    rule = ["-" * widths[0], *("-" * (width - 1) + ":" for width in widths[1:])]
+    return [f"| {' | '.join(line)} |" for line in (padded[0], rule, *padded[1:])]
+
+
+def _draw_times(panel: Axes, values: Values, names: Sequence[str], n: int) -> None:
+    panel.axvline(1, color=INK, linewidth=1)
+    marks = (("forward", ORANGE, "o", 0.13), ("forward+backward", BLUE, "D", -0.13))
+    for mode, colour, marker, up in marks:
+        there = [(place, values.get((name, mode, "time", n))) for place, name in enumerate(names)]
+        points = [(row.ratio_p50, place + up) for place, row in there if row is not None]
+        if points:
+            panel.plot(*zip(*points, strict=True), marker, color=colour, label=mode)
+    panel.set_xscale("log")
+    panel.xaxis.set_major_formatter(lambda ratio, _: f"{ratio:g}x")
+    panel.grid(axis="both")
+    panel.set_xlabel("time / softmax")
+    panel.set_title(f"n = {n:,}")
+
+
+def _draw_uses(panel: Axes, values: Values, names: Sequence[str], sizes: Sequence[int]) -> None:
+    """A dot where something works; a hollow one where it does not."""
+    works = {(name, metric): row.p50 == 1 for (name, _, metric, _), row in values.items()}
+    inside = EXACTNESS[1]
+    for place, name in enumerate(names):
+        counts = [values[key].p50 for n in sizes if (key := (name, "behaviour", inside, n)) in values]
+        marks = [all(count == 0 for count in counts), *(works[name, ability] for ability in ABILITIES)]
+        for column, mark in enumerate(marks):
+            face = INK if mark else "none"
+            panel.plot(column, place, "o", markerfacecolor=face, markeredgecolor=INK if mark else GREY)
+    heads = ("in [0, 1]", *ABILITIES)
+    panel.set_xticks(range(len(heads)), heads, rotation=45, ha="right", fontsize=7)
+    panel.set_xlim(-0.6, len(heads) - 0.4)
+    panel.set_title("full: works")
+
+
+_MODES: tuple[Mode, ...] = ("forward", "forward+backward")
+_SOFTMAX = next(provider for provider in LAYER if provider.name == BASELINE)
+
+
+def main(settings: ComparisonSettings) -> None:
+    """Run the comparison."""
+    run(settings, new_console())
+
+
+def run(settings: ComparisonSettings, console: Console) -> None:
+    """Try out every method, measure it at every length, and show the tables.
+
+    Args:
+        settings: What to compare; wrong values raise `BadInput` before anything is measured.
+        console: Where the progress, the tables and what was written go.
+    """
+    peers = _checked(settings)
+    cases = case_grid(
+        settings.sizes,
+        (str(settings.k),),
+        (settings.batch,),
+        (settings.scale,),
+        ("float32",),
+        (settings.threads,),
+    )
+    file = RowFile(settings.csv)
+    plot = settings.plot or settings.csv.with_suffix(".png")
+    check_picture(plot, "--plot")
+    if missing := [why for peer in ALTERNATIVES if (why := peer.absent()) is not None]:
+        said = f'Left out: {", ".join(missing)}. `pip install "torchlml[peers]"` installs the packages.'
+        console.print(said, soft_wrap=True, markup=False, highlight=False)
+    file.announce(f"{len(peers)} methods are compared on rows of {len(cases)} lengths", console)
+    with ProgressBar(console) as progress, use_threads(settings.threads):
+        task = progress.add_task("", total=len(peers) * (1 + len(cases)) + 2 * len(cases))
+        try:
+            file.add(_number(peer, INSTALLED, TRIAL, float(peer.absent() is None)) for peer in ALTERNATIVES)
+            for peer in peers:
+                progress.update(task, description=f"uses of {peer.name}")
+                file.add(_uses(peer))
+                progress.advance(task)
+            for case in cases:
+                able = []
+                for peer in peers:
+                    progress.update(task, description=f"exactness of {peer.name}, n {case.n}")
+                    found = _exactness(peer, case)
+                    file.add(_number(peer, name, case, value) for name, value in found.items())
+                    # A method without an answer cannot be timed; the table says that it fails.
+                    able += [peer] if math.isfinite(found.get(EXACTNESS[0], math.nan)) else []
+                    progress.advance(task)
+                for mode in _MODES:
+                    progress.update(task, description=f"{mode}, n {case.n}")
+                    file.add(_costs(able, case, mode, settings))
+                    progress.advance(task)
+        except KeyboardInterrupt:
+            raise KeyboardInterrupt(f"Interrupted: what was measured is in {settings.csv}.") from None
+    console.print(markdown(file.new), soft_wrap=True, markup=False, highlight=False)
+    report.finish(file, plot, lambda: draw(file.new, plot), console)
+
+
+def _checked(settings: ComparisonSettings) -> list[Alternative]:
+    """The methods that were named, in their order here; wrong options are refused."""
+    known = {peer.name: peer for peer in ALTERNATIVES}
+    methods = settings.methods or [peer.name for peer in ALTERNATIVES if peer.absent() is None]
+    check_choices("--methods", methods, known)
+    check_numbers("--sizes", settings.sizes, 2)
+    check_numbers("--k", (settings.k,), 1, min(settings.sizes) - 1)
+    check_numbers("--batch", (settings.batch,), 1)
+    check_numbers("--scale", (settings.scale,), 0)
+    check_threads(settings.threads)
+    check_timing(settings)
+    for name in methods:
+        if (why := known[name].absent()) is not None:
+            raise BadInput(f"`--methods` names `{name}`, which cannot run here: {why}.")
+    return [peer for peer in ALTERNATIVES if peer.name in methods]
+
+
+def _uses(peer: Alternative) -> Iterator[Measurement]:
+    # The kernel of a process cannot be exchanged; and what lml works with depends on its operators' kernel.
+    found = abilities_in_plain_torch() if peer.name == "lml-torch" else abilities(peer.function)
+    for name, works in found.items():
+        yield _number(peer, name, TRIAL, float(works))
+
+
+def _exactness(peer: Alternative, case: Case) -> Mapping[str, float]:
+    if case.n > peer.longest:
+        return {}
+    found = exactness(peer.function, case)
+    # It would be compared with itself.
+    return dict(list(found.items())[:2]) if peer.float32_only else found
+
+
+def _costs(
+    peers: Sequence[Provider], case: Case, mode: Mode, settings: ComparisonSettings
+) -> Iterator[Measurement]:
+    calls = {peer.name: call_of(peer, case, mode) for peer in (_SOFTMAX, *peers)}
+    for name, timing in race(calls, BASELINE, settings.repetitions, settings.seconds).items():
+        micro = timing.seconds.times(1e6)
+        yield measured(OPERATOR, name, mode, case, micro, timing.ratio, timing.rounds)
+    if mode == "forward" or not measurable():
+        return
+    gc.collect()
+    added = {name: added_bytes(call) / 2**20 for name, call in calls.items()}
+    for name, size in added.items():
+        ratio = size / max(added[BASELINE], PAGE_BYTES / 2**20)
+        value, beside = Quantiles(size, size, size), Quantiles(ratio, ratio, ratio)
+        yield measured(OPERATOR, name, mode, case, value, beside, 1, metric="memory", unit="MiB")
+
+
+def _number(peer: Alternative, metric: str, case: Case, value: float) -> Measurement:
+    """The row of something that has no ratio to softmax."""
+    once, none = Quantiles(value, value, value), Quantiles(math.nan, math.nan, math.nan)
+    return measured(OPERATOR, peer.name, "behaviour", case, once, none, 1, metric=metric, unit="1")

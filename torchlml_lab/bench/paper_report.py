@@ -1,0 +1,199 @@
+"""The claims of the paper about speed, checked on the measured times, and the figure of these times."""
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+from matplotlib.axes import Axes
+from rich.table import Table
+
+from torchlml_lab.bench.measurements import Measurement, latest, read
+from torchlml_lab.cli_errors import BadInput
+from torchlml_lab.engine.table import plain_table
+from torchlml_lab.figures import files as sources
+from torchlml_lab.figures.files import say_where
+from torchlml_lab.figures.settings import TimingFigureSettings
+from torchlml_lab.files import check_picture
+from torchlml_lab.plots import INK, METHODS, PAGE, VERMILION, new_figure
+
+OPERATOR = "paper"
+NAMES = {
+    "smooth-svm-summation": "Smooth SVM by summation",
+    "smooth-svm": "Smooth SVM by divide and conquer",
+    "truncated-entropy": "truncated entropy",
+    "lml-algorithm-1": "LML by Algorithm 1",
+    "lml": "LML by our kernel",
+}
+# The backward pass of LML starts from nu and does not ask who found it; that of the Smooth SVM is timed for
+# the algorithm that is fast enough to train with.
+BACKWARD = ("smooth-svm", "truncated-entropy", "lml")
+
+Problem = tuple[int, int, int]  # threads, n, k
+
+# From here on a time grows with k; below, noise and the cache explain it.
+_GROWS = 1.5
+
+
+def times(rows: Sequence[Measurement]) -> Table:
+    """Show the median times in milliseconds: a line for each competitor, a column for each problem."""
+    problems = sorted({(row.threads, row.n, row.k) for row in rows})
+    heads = [
+        f"n {n}\nk {k}" + (f"\nthreads {threads}" if problems[0][0] != problems[-1][0] else "")
+        for threads, n, k in problems
+    ]
+    table = plain_table("median of a call, ms", ("", *heads))
+    taken = {(row.provider, row.mode, (row.threads, row.n, row.k)): row.p50 / 1e3 for row in rows}
+    for provider, name in NAMES.items():
+        for mode in ("forward", "backward") if provider in BACKWARD else ("forward",):
+            cells = (taken[provider, mode, problem] for problem in problems)
+            table.add_row(f"{name}, {mode}", *(f"{t:.3g}" if t < 1000 else f"{t:,.0f}" for t in cells))
+    return table
+
+
+class Claim(NamedTuple):
+    """A claim of the paper about a competitor, the ratios that decide on it, and what they must be."""
+
+    says: str
+    ratios: list[float]
+    holds: Callable[[float], bool]
+
+
+def claims(rows: Sequence[Measurement]) -> Table:
+    """Show what the paper claims of the forward passes, the numbers, and whether they agree.
+
+    Args:
+        rows: Those of one study. Times are compared by their ratios to one baseline, taken in the same round.
+
+    Returns:
+        A line for each claim and competitor: the range of the ratio over lengths and threads, and a verdict.
+    """
+    table = plain_table("the paper's claims about the forward passes", ("claim", "ratio of times", "holds"))
+    for claim in claims_of(rows):
+        table.add_row(claim.says, span(claim.ratios), verdict(claim))
+    return table
+
+
+def claims_of(rows: Sequence[Measurement]) -> Iterator[Claim]:
+    """List the claims with their ratios: of the largest k to the smallest, and to the truncated entropy."""
+    forward: dict[str, dict[Problem, float]] = {name: {} for name in NAMES}
+    for row in rows:
+        if row.mode == "forward":
+            forward[row.provider][row.threads, row.n, row.k] = row.ratio_p50
+    ks = sorted({row.k for row in rows})
+    if len(ks) > 1:
+        for provider, name in NAMES.items():
+            if provider.startswith("smooth-svm"):
+                says, holds = f"{name} grows from k = {ks[0]} to {ks[-1]}", _grows
+            else:
+                says, holds = f"{name} stays, from k = {ks[0]} to {ks[-1]}", _stays
+            yield Claim(says, _growth(forward[provider]), holds)
+    unit = forward.pop("truncated-entropy")
+    for provider, taken in forward.items():
+        says = f"{NAMES[provider]} is slower than truncated entropy"
+        yield Claim(says, [time / unit[problem] for problem, time in taken.items()], _slower)
+
+
+def _grows(ratio: float) -> bool:
+    return ratio >= _GROWS
+
+
+def _stays(ratio: float) -> bool:
+    return ratio < _GROWS
+
+
+def _slower(ratio: float) -> bool:
+    return ratio > 1
+
+
+def _growth(taken: Mapping[Problem, float]) -> list[float]:
+    """The time for the largest k over that for the smallest, for every other setting."""
+    settings = sorted({(threads, n) for threads, n, _ in taken})
+    of_k = [{k: time for (*other, k), time in taken.items() if tuple(other) == one} for one in settings]
+    return [by_k[max(by_k)] / by_k[min(by_k)] for by_k in of_k]
+
+
+def span(ratios: Sequence[float]) -> str:
+    """Write the smallest and the largest ratio with two digits, once where they are the same."""
+    ends = (f"{end:.0f}" if end >= 10 else f"{end:.2g}" for end in (min(ratios), max(ratios)))
+    return " to ".join(dict.fromkeys(ends))
+
+
+def verdict(claim: Claim) -> str:
+    """Say whether a claim holds: in all cases, in some, or in none."""
+    held = sum(claim.holds(ratio) for ratio in claim.ratios)
+    if held in (0, len(claim.ratios)):
+        return "yes" if held else "no"
+    return f"in {held} of {len(claim.ratios)}"
+
+
+USUAL = (Path("torchlml-paper-timing.csv"), Path("results/paper-timing.csv"))
+
+_SVM, _SVM_MARKER = METHODS["smooth-svm"]
+_ENTROPY, _ENTROPY_MARKER = METHODS["truncated-entropy"]
+_LML, _LML_MARKER = METHODS["lml"]
+# Forward solid, backward dashed; the two ways to compute one loss differ in colour or marker.
+LOOK = {
+    ("smooth-svm-summation", "forward"): ("Smooth SVM, summation", VERMILION, "^", "-"),
+    ("smooth-svm", "forward"): ("Smooth SVM, divide and conquer", _SVM, _SVM_MARKER, "-"),
+    ("smooth-svm", "backward"): ("Smooth SVM, backward", _SVM, _SVM_MARKER, "--"),
+    ("truncated-entropy", "forward"): ("truncated entropy", _ENTROPY, _ENTROPY_MARKER, "-"),
+    ("truncated-entropy", "backward"): ("truncated entropy, backward", _ENTROPY, _ENTROPY_MARKER, "--"),
+    ("lml-algorithm-1", "forward"): ("LML, Algorithm 1", INK, "o", "-"),
+    ("lml", "forward"): ("LML, our kernel", _LML, _LML_MARKER, "-"),
+    ("lml", "backward"): ("LML, backward", _LML, _LML_MARKER, "--"),
+}
+
+
+def main(settings: TimingFigureSettings) -> None:
+    """Draw, and print where the files are."""
+    check_picture(settings.out)
+    path = sources.find(settings.csv, USUAL, "torchlml bench paper")
+    rows = of_study(read(path, "--csv"))
+    if not rows:
+        raise BadInput(f"`--csv` names `{path}`, which has no row of `torchlml bench paper`.")
+    draw(rows, settings.out)
+    say_where(settings.out)
+
+
+def of_study(rows: Sequence[Measurement]) -> list[Measurement]:
+    """Pick the rows of the study from those of all benchmarks."""
+    return [row for row in rows if row.operator == OPERATOR]
+
+
+def draw(rows: Sequence[Measurement], picture: Path) -> None:
+    """Draw one panel for each length of a row; a point is the median, its band the 20th to 80th percentile.
+
+    Args:
+        rows: What `torchlml bench paper` measured; where a case was measured twice, the last counts.
+        picture: The PNG or SVG to write.
+    """
+    shown = [row for row in latest(rows).values() if row.threads == rows[-1].threads]
+    sizes = sorted({row.n for row in shown})
+    with new_figure(picture, PAGE, 3.4) as figure:
+        panels = figure.subplots(1, len(sizes), sharey=True, squeeze=False)[0]
+        for axes, n in zip(panels, sizes, strict=True):
+            _draw_panel(axes, [row for row in shown if row.n == n])
+            axes.set_title(f"n = {n:,}")
+        panels[0].set_ylabel("time of a call (ms)")
+        handles, labels = panels[0].get_legend_handles_labels()
+        figure.legend(handles, labels, loc="outside upper center", ncols=3, fontsize=7)
+        last = rows[-1]
+        threads = f"{last.threads} thread" + ("s" if last.threads > 1 else "")
+        where = f"{last.machine}, {threads}, batch {last.batch}, {last.dtype}, torch {last.torch}"
+        figure.supxlabel(where, fontsize=6.5, color="#555555")
+
+
+def _draw_panel(axes: Axes, rows: Sequence[Measurement]) -> None:
+    for (provider, mode), (label, colour, marker, line) in LOOK.items():
+        series = sorted((r for r in rows if (r.provider, r.mode) == (provider, mode)), key=lambda r: r.k)
+        if series:
+            ks = [row.k for row in series]
+            low, high = [row.p20 / 1e3 for row in series], [row.p80 / 1e3 for row in series]
+            axes.fill_between(ks, low, high, color=colour, alpha=0.2, linewidth=0)
+            middle = [row.p50 / 1e3 for row in series]
+            axes.plot(ks, middle, line, marker=marker, color=colour, label=label)
+    axes.set_yscale("log")
+    axes.yaxis.set_major_formatter(lambda value, _: f"{value:g}")
+    axes.set_xticks(sorted({row.k for row in rows}))
+    axes.set_xlabel("k")
+    axes.grid()

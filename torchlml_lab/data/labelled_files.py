@@ -1,0 +1,253 @@
+"""Files of samples with labels: svmlight, pairs of .npz, and the reader that suits a file."""
+
+import zipfile
+from collections.abc import Sequence
+from pathlib import Path
+from typing import NoReturn
+
+import numpy as np
+import numpy.typing as npt
+from scipy import sparse
+
+from torchlml_lab.cli_errors import BadInput, reason
+from torchlml_lab.data.labelled_rows import LabelledRows, Matrix, label_matrix, rename
+from torchlml_lab.data.tables import Columns, is_table, read_table
+from torchlml_lab.files import read_content, shown
+
+_LARGEST = 2**31 - 1
+_MOST = float(np.finfo(np.float32).max)
+
+
+def read_svmlight(path: Path, option: str) -> LabelledRows:
+    """Read a file of sparse rows with labels.
+
+    Args:
+        path: The file.
+        option: The option that named it, for the sentences.
+
+    Returns:
+        The rows; features keep the numbers they have in the file. What is wrong raises `BadInput`, which
+        names the file and the line.
+    """
+    lines = read_content(path, option).replace(b"\t", b" ").split(b"\n")
+    if not lines[-1]:
+        lines.pop()
+    header = _header(lines[0])
+    if header is not None and header[1] > _LARGEST + 1:
+        raise BadInput(f"`{path}`, line 1: {header[1]} features, but at most {_LARGEST + 1} can be read.")
+    at, heads, tails = _divide(lines, header is not None)
+    if header is not None and len(at) != header[0]:
+        raise BadInput(
+            f"`{path}`, line {len(lines)}: the file ends after {len(at)} rows, but its first line promises "
+            f"{header[0]}."
+        )
+    try:
+        features = _features(tails)
+    except ValueError:
+        _explain(path, at, tails)
+    _check_features(path, at, features, header)
+    labels, names = label_matrix(_labels(path, at, heads, header))
+    shape = (len(at), header[1] if header else features.shape[1])
+    return LabelledRows(sparse.csr_array(features, shape=shape), labels, names)
+
+
+def _header(line: bytes) -> tuple[int, int, int] | None:
+    words = line.split()
+    if len(words) != 3 or not all(word.isdigit() for word in words):
+        return None
+    rows, features, labels = map(int, words)
+    return rows, features, labels
+
+
+def _divide(lines: Sequence[bytes], header: bool) -> tuple[list[int], list[bytes], list[bytes]]:
+    """For each row the number of its line, the text of its labels and that of its features."""
+    at, heads, tails = [], [], []
+    for number, line in enumerate(lines[1:] if header else lines, 2 if header else 1):
+        if b"#" in line:
+            line = line.partition(b"#")[0]
+        head, _, tail = line.partition(b" ")
+        if b":" in head:  # a row without labels may begin with its features
+            head, tail = b"", line
+        if head or tail.strip() or header:  # without a header an empty line is no row
+            at.append(number)
+            heads.append(head)
+            tails.append(tail)
+    return at, heads, tails
+
+
+def _features(tails: Sequence[bytes]) -> Matrix:
+    """All features at once; ValueError where a line is wrong."""
+    rows = [tail.split() for tail in tails]
+    pairs = [word.split(b":") for words in rows for word in words]
+    if not pairs:
+        return sparse.csr_array((len(tails), 0), dtype=np.float32)
+    # numpy would read `1_0` as 10.
+    if any(len(pair) != 2 for pair in pairs) or any(b"_" in tail for tail in tails):
+        raise ValueError
+    columns = np.array([pair[0] for pair in pairs]).astype(np.int64)
+    values = np.array([pair[1] for pair in pairs]).astype(np.float64)
+    small = np.abs(values) <= _MOST  # False for NaN
+    if columns.min() < 0 or columns.max() > _LARGEST or not small.all():
+        raise ValueError
+    starts = np.cumsum([0, *map(len, rows)])
+    return sparse.csr_array(
+        (values.astype(np.float32), columns, starts), shape=(len(tails), columns.max() + 1)
+    )
+
+
+def _explain(path: Path, at: Sequence[int], tails: Sequence[bytes]) -> NoReturn:
+    """Find the line that could not be read, and say what is wrong with it."""
+    for line, tail in zip(at, tails, strict=True):
+        for word in tail.split():
+            feature, colon, value = word.partition(b":")
+            said = shown(word.decode())
+            if not colon:
+                raise BadInput(f"`{path}`, line {line}: `{said}` is no `feature:value`.")
+            if not feature.isdigit() or int(feature) > _LARGEST:
+                accepted = f"a whole number from 0 to {_LARGEST}"
+                raise BadInput(f"`{path}`, line {line}: the feature of `{said}` is not {accepted}.")
+            try:
+                finite = b"_" not in value and abs(float(value)) <= _MOST
+            except ValueError:
+                finite = False
+            if not finite:
+                raise BadInput(f"`{path}`, line {line}: the value of `{said}` is not a finite number.")
+    raise BadInput(f"`{path}` cannot be read as rows of `label,label feature:value ...`.")
+
+
+def _check_features(
+    path: Path, at: Sequence[int], features: Matrix, header: tuple[int, int, int] | None
+) -> None:
+    row_of: npt.NDArray[np.int64] = np.repeat(np.arange(len(at)), np.diff(features.indptr))
+    features.sort_indices()
+    columns = features.indices
+    twice = np.flatnonzero((columns[1:] == columns[:-1]) & (row_of[1:] == row_of[:-1]))
+    if len(twice):
+        first = twice[0]
+        raise BadInput(f"`{path}`, line {at[row_of[first]]}: feature {columns[first]} comes twice.")
+    if header is not None and features.shape[1] > header[1]:
+        first = int(np.argmax(columns >= header[1]))
+        raise BadInput(
+            f"`{path}`, line {at[row_of[first]]}: feature {columns[first]}, but the first line promises "
+            f"{header[1]} features, from 0 to {header[1] - 1}."
+        )
+
+
+def _labels(
+    path: Path, at: Sequence[int], heads: Sequence[bytes], header: tuple[int, int, int] | None
+) -> list[list[str]]:
+    lists = []
+    for line, head in zip(at, heads, strict=True):
+        names = head.decode().split(",") if head else []
+        if "" in names:
+            raise BadInput(f"`{path}`, line {line}: `{shown(head.decode())}` has a label without a name.")
+        if header is not None:
+            for name in names:
+                if not (name.isascii() and name.isdigit()) or int(name) >= header[2]:
+                    raise BadInput(
+                        f"`{path}`, line {line}: label `{shown(name)}`, but the first line promises "
+                        f"{header[2]} labels, from 0 to {header[2] - 1}."
+                    )
+        lists.append(names)
+    return lists
+
+
+def read_csr_pair(path: Path, option: str, labels: Path | None, labels_option: str) -> LabelledRows:
+    """Read what `scipy.sparse.save_npz` wrote.
+
+    Args:
+        path: The features (rows, features), sparse in any of scipy's formats.
+        option: The option that named them, for the sentences.
+        labels: The labels (rows, labels): every entry above 0 is a label. None: the rows have none.
+        labels_option: The option that named these.
+
+    Returns:
+        The rows; the labels' names are the numbers of their columns. What is wrong raises `BadInput`.
+    """
+    features = _read(path, option).astype(np.float32)
+    features.sum_duplicates()
+    finite = np.isfinite(features.data)
+    if not finite.all():
+        raise BadInput(f"`{path}`, row {_row(features, finite)}: a feature is not a finite number.")
+    if labels is None:
+        none = sparse.csr_array((features.shape[0], 0), dtype=np.int8)
+        return LabelledRows(features, none, [])
+    found = _read(labels, labels_option)
+    if found.shape[0] != features.shape[0]:
+        raise BadInput(f"`{path}` has {features.shape[0]} rows, but `{labels}` has {found.shape[0]}.")
+    positive = found.data >= 0  # False for NaN too
+    if not positive.all():
+        value = found.data[np.argmin(positive)]
+        raise BadInput(
+            f"`{labels}`, row {_row(found, positive)}: an entry is {value:g}, but a label is a number above "
+            "0, and what is no label is 0 or left out."
+        )
+    found = (found != 0).astype(np.int8).tocsr()
+    used = np.flatnonzero(np.bincount(found.indices, minlength=found.shape[1]))
+    return LabelledRows(features, found[:, used], [str(column) for column in used])
+
+
+def _row(matrix: Matrix, right: npt.NDArray[np.bool_]) -> int:
+    """The row of the first stored entry that is not right."""
+    return int(np.searchsorted(matrix.indptr, np.argmin(right), "right")) - 1
+
+
+def _read(path: Path, option: str) -> Matrix:
+    try:
+        with path.open("rb") as file:
+            stored = sparse.load_npz(file)
+        if stored.format in ("csr", "csc", "bsr"):
+            stored.check_format(full_check=True)  # scipy reads memory of others where a number is too large
+        matrix = sparse.csr_array(stored)
+    except OSError as error:
+        raise BadInput(f"`{option}` names `{path}`, which cannot be read: {reason(error)}.") from error
+    except (ValueError, KeyError, EOFError, zipfile.BadZipFile) as error:
+        said = f"`{option}` names `{path}`, which is no whole file of `scipy.sparse.save_npz`."
+        raise BadInput(said) from error
+    if not matrix.shape[0] or not matrix.shape[1]:
+        raise BadInput(f"`{option}` names `{path}`, which is empty: its shape is {matrix.shape}.")
+    if matrix.dtype.kind not in "biuf":
+        raise BadInput(f"`{option}` names `{path}`, whose entries are {matrix.dtype}, not numbers.")
+    return matrix
+
+
+def read_labelled(
+    path: Path,
+    option: str,
+    *,
+    columns: Columns | None = None,
+    labels: Path | None = None,
+    label_names: Path | None = None,
+    labelled: bool = True,
+) -> tuple[LabelledRows, Columns | None]:
+    """Read rows with their labels.
+
+    Args:
+        path: `*.csv`, `*.tsv` and `*.parquet` are tables, `*.npz` are sparse features, and any other is
+            svmlight or the extreme-classification repository's text format; text may be gzipped.
+        option: The option that named it, for the sentences.
+        columns: What is known of a table's columns.
+        labels: The sparse labels that belong to an `.npz`.
+        label_names: A file with the names of labels that are numbers.
+        labelled: Whether labels are needed.
+
+    Returns:
+        The rows, and the columns of a table. What is wrong raises `BadInput`.
+    """
+    if labels is not None and path.suffix != ".npz":
+        raise BadInput(f"`{option}-labels` is for `.npz` files, but `{option}` names `{path}`.")
+    if is_table(path):
+        if label_names is not None:
+            raise BadInput(f"`--label-names` is for labels that are numbers, and `{path}` has names already.")
+        return read_table(path, option, columns or Columns(), labelled)
+    if columns is not None and columns != Columns():
+        raise BadInput(f"`{path}` is no table, so it has no columns to name.")
+    if path.suffix == ".npz":
+        if labelled and labels is None:
+            raise BadInput(
+                f"`{option}` names `{path}`: give its labels, another `.npz`, by `{option}-labels`."
+            )
+        rows = read_csr_pair(path, option, labels, f"{option}-labels")
+    else:
+        rows = read_svmlight(path, option)
+    return rename(rows, label_names if labelled else None, "--label-names"), None

@@ -1,0 +1,208 @@
+"""A grid of runs on all cores, one thread each, that can be stopped any time: what all sweeps share."""
+
+import contextlib
+import dataclasses
+import os
+import signal
+import sys
+import threading
+from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import ProcessPoolExecutor, as_completed
+from dataclasses import dataclass
+from multiprocessing import active_children, connection, get_context, parent_process
+from multiprocessing.context import BaseContext
+from pathlib import Path
+from typing import Any, Generic, TypeVar
+
+import torch
+from rich.console import Console, RenderableType
+
+from torchlml_lab.cli_errors import BadInput
+from torchlml_lab.engine.progress import ProgressBar
+from torchlml_lab.engine.run_directory import RunFolder, locked
+from torchlml_lab.engine.settings import FREE, SETTINGS_FILE, GridSettings, TrainSettings, to_json
+from torchlml_lab.engine.table import StudyTable
+from torchlml_lab.files import check_file, check_folder, read_json, writing
+
+Settings = TypeVar("Settings", bound=TrainSettings)
+Row = TypeVar("Row")
+
+
+@dataclass(frozen=True)
+class Grid(Generic[Settings, Row]):
+    """The runs of a sweep, and what becomes of them."""
+
+    experiment: str
+    runs: Sequence[Settings]
+    run_one: Callable[[Settings], dict[str, Any]]
+    """Run or continue one, in a process of its own: a function of a module."""
+    rows: Callable[[Settings, dict[str, Any]], list[Row]]
+    """The rows of a finished run."""
+    write: Callable[[Path, Iterable[Row]], None]
+    """Write the CSV."""
+    show: Callable[[Sequence[Row]], RenderableType]
+    """The rows as a table or several."""
+
+    def finished_rows(self, done: dict[Path, dict[str, Any]]) -> list[Row]:
+        """The rows of the runs that are done."""
+        return [row for one in self.runs if one.out in done for row in self.rows(one, done[one.out])]
+
+
+def read_tuned(
+    settings: GridSettings, table: StudyTable[Row], chooses: Sequence[str] = ("learning_rates",)
+) -> list[Row]:
+    """Read the rows of the CSV that `--tuned` names.
+
+    Args:
+        settings: The sweep.
+        table: The table that such a sweep writes.
+        chooses: The settings that are chosen from these rows; giving one of them too is an error.
+
+    Returns:
+        The rows; a file that is not such a table raises `BadInput`.
+    """
+    assert settings.tuned is not None
+    if any(getattr(settings, name) for name in chooses):
+        *others, last = (name.replace("_", " ") for name in chooses)
+        said = f"{', '.join(others)} and {last}" if others else f"the {last}"
+        raise BadInput(f"`--tuned` chooses {said}: do not give them too.")
+    return table.read(settings.tuned, "--tuned")
+
+
+def check_grid(
+    settings: GridSettings, run: TrainSettings, chosen: Sequence[str], lists: Sequence[str]
+) -> None:
+    """Refuse a sweep that cannot be run, or whose folder or CSV cannot be written, before any work is done.
+
+    Args:
+        settings: The sweep.
+        run: What its runs have in common.
+        chosen: The settings of a run that are the sweep's to choose.
+        lists: The settings of the sweep that need at least one value.
+    """
+    for name in lists:
+        if not getattr(settings, name):
+            raise BadInput(f"`--{name}` needs at least one value.")
+    for name in chosen:
+        if getattr(run, name) != getattr(type(run)(), name):
+            raise BadInput(f"`--run.{name}` is given, but the sweep itself chooses it for each run.")
+    if settings.workers < 1:
+        raise BadInput(f"`--workers` is {settings.workers}, and must be at least 1.")
+    check_folder("--out", settings.out)
+    if settings.csv is not None:
+        check_file("--csv", settings.csv)
+
+
+def checked_runs(runs: Iterable[Settings], check: Callable[[Settings], None]) -> list[Settings]:
+    """The runs of a sweep, one for each folder; `check` raises `BadInput` for one that cannot be run."""
+    found = {}
+    for one in runs:
+        check(one)
+        found[one.out] = one
+    return list(found.values())
+
+
+def run_grid(grid: Grid[Any, Any], settings: GridSettings, console: Console) -> None:
+    """Run what is not done yet, keep the CSV up to date, print the table, and raise if runs failed."""
+    settings.out.mkdir(parents=True, exist_ok=True)
+    path = settings.csv or settings.out / "results.csv"
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with locked(settings.out):
+        done = {one.out: found for one in grid.runs if (found := finished(grid.experiment, one)) is not None}
+        console.print(f"{len(grid.runs)} runs, {len(done)} of them finished before.", highlight=False)
+        _write(grid, path, done)
+        failed = _run_all(grid, done, path, settings.workers, console)
+        rows = grid.finished_rows(done)
+        if rows:
+            console.print(grid.show(rows))
+        _write(grid, path, done)
+    console.print(f"The rows are in {path}.", soft_wrap=True)
+    if failed:
+        name, said = next(iter(failed.items()))
+        raise RuntimeError(
+            f"{len(failed)} of {len(grid.runs)} runs failed, the first of them `{name}`: {said}"
+        )
+
+
+def _write(grid: Grid[Any, Any], path: Path, done: dict[Path, dict[str, Any]]) -> None:
+    with writing("The CSV", path, "the finished runs are kept, and the same command writes it again"):
+        grid.write(path, grid.finished_rows(done))
+
+
+def finished(experiment: str, settings: TrainSettings) -> dict[str, Any] | None:
+    """The result of a run that is done, None for one that is not; other settings there are refused."""
+    stored = settings.out / SETTINGS_FILE
+    if not (settings.out / "run.json").exists():
+        return None
+    expected, found = to_json(settings), read_json(stored, dict)
+    different = [name for name in expected if name not in FREE and expected[name] != found.get(name)]
+    if different:
+        name = different[0]
+        raise BadInput(
+            f"`{settings.out}` holds a run with `{name}` {found.get(name)} instead of {expected[name]}: "
+            "give another `--out`."
+        )
+    folder = RunFolder(settings.out, experiment)
+    return folder.result() if (settings.out / "result.json").exists() else None
+
+
+def resuming(settings: Settings) -> Settings:
+    """The same settings, told to continue where a run has begun in its folder."""
+    if (settings.out / "run.json").exists():
+        return dataclasses.replace(settings, resume=settings.out)
+    return settings
+
+
+def _run_all(
+    grid: Grid[Any, Any], done: dict[Path, dict[str, Any]], path: Path, workers: int, console: Console
+) -> dict[str, str]:
+    """Run what is missing, add it to `done` and to the CSV one by one, and return what failed, and why."""
+    failed: dict[str, str] = {}
+    pool = ProcessPoolExecutor(workers, _fresh_processes(grid), _prepare_worker)
+    with ProgressBar(console) as progress:
+        bar = progress.add_task("runs", total=len(grid.runs), completed=len(done))
+        futures = {pool.submit(grid.run_one, one): one for one in grid.runs if one.out not in done}
+        try:
+            for future in as_completed(futures):
+                one = futures[future]
+                try:
+                    done[one.out] = future.result()
+                except Exception as error:
+                    failed[one.out.name] = " ".join(str(error).split()) or type(error).__name__
+                # A CSV that cannot be written now is written, or reported, at the end.
+                with contextlib.suppress(OSError):
+                    grid.write(path, grid.finished_rows(done))
+                progress.advance(bar)
+        except KeyboardInterrupt:
+            # Runs survive being killed, so the workers need not be asked.
+            for worker in active_children():
+                worker.terminate()
+            said = f"{len(done)} of {len(grid.runs)} runs are finished, and the same command continues."
+            raise KeyboardInterrupt(f"Interrupted; {said}") from None
+        finally:
+            pool.shutdown(cancel_futures=True)
+    return failed
+
+
+def _fresh_processes(grid: Grid[Any, Any]) -> BaseContext:
+    """Processes that start afresh: a fork of this one would copy the threads of torch in an unknown state."""
+    if sys.platform != "linux":
+        return get_context("spawn")
+    # The workers are forks of a server, which has no threads and has imported the task: that takes seconds.
+    context = get_context("forkserver")
+    context.set_forkserver_preload([grid.run_one.__module__, "torch._dynamo"])  # for the optimizers of torch
+    return context
+
+
+def _prepare_worker() -> None:
+    torch.set_num_threads(1)
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent decides
+    threading.Thread(target=_end_with_parent, daemon=True).start()
+
+
+def _end_with_parent() -> None:
+    """A worker whose parent was killed would otherwise finish its run and then wait for ever."""
+    parent = parent_process()
+    assert parent is not None
+    connection.wait([parent.sentinel])
+    os._exit(1)

@@ -1,0 +1,209 @@
+"""Figures of the scene-graph study: recall against the epochs, and against the frequency bias."""
+
+from collections import defaultdict
+from collections.abc import Sequence
+from pathlib import Path
+from statistics import mean, stdev
+
+from matplotlib.axes import Axes
+from matplotlib.ticker import MaxNLocator
+
+from torchlml_lab.cli_errors import BadInput
+from torchlml_lab.engine.table import markdown_table, spread
+from torchlml_lab.figures import files as sources
+from torchlml_lab.figures.files import write_tables
+from torchlml_lab.figures.settings import BiasFigureSettings, SceneGraphFigureSettings
+from torchlml_lab.files import check_picture
+from torchlml_lab.plots import GREY, METHODS, ORANGE, PAGE, new_figure
+from torchlml_lab.studies.scene_graph import sweep
+from torchlml_lab.studies.scene_graph.objectives import find_method, parse_method
+from torchlml_lab.studies.scene_graph.recalls import KS, MODES, RECALLS
+from torchlml_lab.studies.scene_graph.sweep import FREQUENCY, RecallRecord, column, title_of
+
+# One's own sweep, or that of the study.
+BY_EPOCH = (Path("runs/scene-graph-sweep/results.csv"), Path("results/scene-graph/vg.csv"))
+_MODES = (("", "constrained"), ("ng-", "unconstrained"))
+_LINES = {20: "-", 50: "--", 100: ":"}
+_SPLITS = ("train", "validation")
+
+
+def by_epoch(settings: SceneGraphFigureSettings) -> None:
+    """Draw, and print where the files are."""
+    check_picture(settings.out)
+    path, rows = sources.read_sweep(settings.csv, BY_EPOCH, "scene-graph", sweep.TABLE)
+    trained = [row for row in rows if row.method != FREQUENCY]
+    sources.refuse_tuning(path, ((row.method, (row.learning_rate, row.variant)) for row in trained))
+    missing = [name for name in settings.methods if not any(row.method == name for row in trained)]
+    if missing:
+        raise BadInput(f"`--csv` names `{path}`, which has no run of `{missing[0]}`.")
+    draw_by_epoch(rows, settings.methods, settings.out)
+    write_tables(page_by_epoch(rows), settings.out)
+
+
+def draw_by_epoch(rows: Sequence[RecallRecord], methods: Sequence[str], picture: Path) -> None:
+    """Draw a panel for train and one for validation, with the graph constraint and without it.
+
+    Args:
+        rows: The evaluations, one recipe for each method.
+        methods: Which curves; each is a mean over the seeds.
+        picture: The PNG or SVG to write.
+    """
+    with new_figure(picture, PAGE, 5.0) as figure:
+        grid = figure.subplots(2, 2, sharex=True, sharey="row")
+        for panels, (mode, title) in zip(grid, _MODES, strict=True):
+            for axes, split in zip(panels, _SPLITS, strict=True):
+                _draw_epoch_panel(axes, rows, methods, mode, split)
+                axes.set_title(f"{split}, {title}")
+            panels[0].set_ylabel("recall (%)")
+        for axes in grid[1]:
+            axes.set_xlabel("epoch")
+            axes.xaxis.set_major_locator(MaxNLocator(integer=True))
+        handles, labels = grid[0][1].get_legend_handles_labels()  # the frequencies alone are on validation
+        figure.legend(handles, labels, loc="outside lower center", ncols=len(methods) + 1)
+
+
+def _draw_epoch_panel(
+    axes: Axes, rows: Sequence[RecallRecord], methods: Sequence[str], mode: str, split: str
+) -> None:
+    for method in methods:
+        colour = ORANGE if method == "softmax" else METHODS[parse_method(method).objective][0]
+        for k in KS:
+            values: dict[int, list[float]] = defaultdict(list)
+            for row in rows:
+                if (row.method, row.split) == (method, split):
+                    values[row.epoch].append(getattr(row, column(f"{mode}R@{k}")))
+            epochs = sorted(values)
+            recall = [100 * mean(values[epoch]) for epoch in epochs]
+            axes.plot(epochs, recall, _LINES[k], color=colour, label=f"{method}, R@{k}")
+    for row in rows:
+        if (row.method, row.split) == (FREQUENCY, split):
+            for k in KS:
+                level = 100 * getattr(row, column(f"{mode}R@{k}"))
+                axes.axhline(
+                    level, color=GREY, linestyle=_LINES[k], linewidth=0.8, label=f"{FREQUENCY}, R@{k}"
+                )
+    axes.grid()
+
+
+def page_by_epoch(rows: Sequence[RecallRecord]) -> str:
+    """The tables of the paper in Markdown: the best epoch on validation, and its test."""
+    parts = []
+    heads = ["method", "seeds", *(f"{title} R@{k}" for _, title in _MODES for k in KS)]
+    for split in ("validation", "test"):
+        groups: dict[tuple[str, str], list[RecallRecord]] = defaultdict(list)
+        for row in rows:
+            if row.split == split and row.chosen:
+                groups[row.method, row.variant].append(row)
+        lines = []
+        for (method, variant), group in sorted(groups.items(), key=lambda item: _place(item[0][0])):
+            cells = [spread([getattr(row, column(name)) for row in group], 1) for name in RECALLS]
+            name = f"{method} ({variant})" if variant else method
+            lines.append((name, str(len(group)), *cells))
+        parts.append(markdown_table(title_of(rows, split), heads, lines))
+    return "\n\n".join(parts) + "\n"
+
+
+def _place(method: str) -> tuple[int, str, int]:
+    """The order of the paper: what is known, softmax, then by name and k."""
+    found = find_method(method)
+    if found is None or found.k is None:
+        return ((FREQUENCY, "softmax").index(method) if method in (FREQUENCY, "softmax") else 2, method, 0)
+    return 2, found.objective, found.k
+
+
+BY_BIAS = (Path("runs/scene-graph-sweep/results.csv"), Path("results/scene-graph/vg-bias.csv"))
+# The variants of a sweep over `--biases`, from the bias that knows the training images best to none.
+BIASES = {"": "counted", "leave-one-out": "leave-one-out", "counts": "outside", "without-bias": "none"}
+
+
+def by_bias(settings: BiasFigureSettings) -> None:
+    """Draw, and print where the files are."""
+    check_picture(settings.out)
+    path, rows = sources.read_sweep(settings.csv, BY_BIAS, "scene-graph", sweep.TABLE)
+    trained = [row for row in rows if row.method != FREQUENCY]
+    sources.refuse_tuning(
+        path, ((f"{row.method} {row.variant}".strip(), row.learning_rate) for row in trained)
+    )
+    draw_by_bias(rows, settings.out)
+    write_tables(page_by_bias(rows), settings.out)
+
+
+def cells(rows: Sequence[RecallRecord], split: str) -> dict[tuple[str, str], list[RecallRecord]]:
+    """The chosen epochs of the runs by method and variant: the methods in the order of their names."""
+    found: dict[tuple[str, str], list[RecallRecord]] = defaultdict(list)
+    for row in rows:
+        if row.split == split and row.chosen and row.variant in BIASES:
+            found[row.method, row.variant].append(row)
+    order = list(BIASES)
+    return dict(
+        sorted(found.items(), key=lambda one: (one[0][0] != FREQUENCY, one[0][0], order.index(one[0][1])))
+    )
+
+
+def draw_by_bias(rows: Sequence[RecallRecord], picture: Path) -> None:
+    """Draw a panel for each recall on the test images; bars are standard deviations over the seeds.
+
+    Args:
+        rows: The evaluations, one recipe for each method with each bias.
+        picture: The PNG or SVG to write.
+    """
+    groups = cells(rows, "test")
+    biases = [one for one in BIASES if any(variant == one and name != FREQUENCY for name, variant in groups)]
+    with new_figure(picture, PAGE, 4.6) as figure:
+        grid = figure.subplots(2, len(KS), sharex=True)
+        for panels, mode, names in zip(grid, MODES, (RECALLS[: len(KS)], RECALLS[len(KS) :]), strict=True):
+            for axes, name, k in zip(panels, names, KS, strict=True):
+                _draw_bias_panel(axes, groups, biases, column(name))
+                axes.set_title(f"R@{k}, {mode}")
+            panels[0].set_ylabel("recall (%)")
+        for axes in grid[1]:
+            axes.set_xticks(range(len(biases)), [BIASES[one] for one in biases], rotation=20)
+            axes.set_xlabel("frequency bias")
+        handles, labels = grid[0][0].get_legend_handles_labels()
+        figure.legend(handles, labels, loc="outside lower center", ncols=len(labels))
+
+
+def _draw_bias_panel(
+    axes: Axes, groups: dict[tuple[str, str], list[RecallRecord]], biases: Sequence[str], measure: str
+) -> None:
+    methods = list(dict.fromkeys(name for name, _ in groups if name != FREQUENCY))
+    for place, method in enumerate(methods):
+        colour, marker = (ORANGE, "o") if method == "softmax" else METHODS[parse_method(method).objective]
+        known = [one for one in biases if (method, one) in groups]
+        values = [[100 * getattr(row, measure) for row in groups[method, one]] for one in known]
+        axes.errorbar(
+            # Set a little apart, so that bars of one bias do not cover one another.
+            [biases.index(one) + 0.1 * (place - (len(methods) - 1) / 2) for one in known],
+            [mean(found) for found in values],
+            [stdev(found) if len(found) > 1 else 0.0 for found in values],
+            color=colour,
+            marker=marker,
+            linewidth=1.0,
+            capsize=2,
+            label=method,
+        )
+    for (name, variant), (row, *_) in groups.items():
+        if name == FREQUENCY and variant in biases:
+            level, place = 100 * getattr(row, measure), biases.index(variant)
+            axes.hlines(
+                level, place - 0.3, place + 0.3, color=GREY, label="" if variant else "frequencies alone"
+            )
+    axes.grid(axis="y")
+
+
+def page_by_bias(rows: Sequence[RecallRecord]) -> str:
+    """The tables in Markdown: the best epoch on validation, and its test, with the rate that was tuned."""
+    parts = []
+    heads = ["method", "bias", "learning rate", "seeds", "mean of the six"]
+    heads += [f"{mode} R@{k}" for mode in MODES for k in KS]
+    for split in ("validation", "test"):
+        lines = []
+        for (method, variant), group in cells(rows, split).items():
+            found = [
+                spread([getattr(row, column(name)) for row in group], 1) for name in ("recall", *RECALLS)
+            ]
+            rate = f"{group[0].learning_rate:g}" if method != FREQUENCY else "-"
+            seeds = str(len(group)) if method != FREQUENCY else "-"
+            lines.append((method, BIASES[variant], rate, seeds, *found))
+        parts.append(markdown_table(title_of(rows, split), heads, lines))
+    return "\n\n".join(parts) + "\n"

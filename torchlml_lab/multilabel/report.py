@@ -1,0 +1,269 @@
+"""The report of a run: measures compared with the most frequent labels, calibration, a page and two plots."""
+
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from rich.console import Console
+from rich.table import Table
+from torch import Tensor
+
+from torchlml.metrics import TopKRecall
+from torchlml_lab import plots
+from torchlml_lab.cli_errors import BadInput
+from torchlml_lab.data.labelled_rows import LabelledRows, Matrix
+from torchlml_lab.engine import run_directory
+from torchlml_lab.engine.progress import new_console
+from torchlml_lab.engine.run import say
+from torchlml_lab.engine.table import plain_table
+from torchlml_lab.files import check_folder, replacing
+from torchlml_lab.multilabel.losses import unlike_logits
+from torchlml_lab.multilabel.model import (
+    NAMES,
+    ROWS,
+    TEMPERATURE,
+    Measures,
+    TrainedLabels,
+    load,
+    popularity,
+    prepared_rows,
+    probabilities,
+    read_rows,
+)
+from torchlml_lab.multilabel.samples import Data, aligned, label_lists, read
+from torchlml_lab.multilabel.settings import EvaluateSettings, LossName, MultilabelSettings
+
+ENTRIES = 2**21  # logits that are enough to choose by
+TEMPERATURES = torch.logspace(-1, 1, 41).tolist()
+
+
+def best_temperature(logits: Tensor, observed: Tensor, loss: LossName, k: int) -> float:
+    """The temperature whose probabilities make the observed labels most likely.
+
+    Args:
+        logits: (R, n).
+        observed: bool (R, n), the labels of each row.
+        loss: What the network was trained with.
+        k: How many labels are predicted.
+
+    Returns:
+        The best of 41 from 0.1 to 10.
+    """
+
+    def surprise(temperature: float) -> float:
+        found = probabilities(logits, loss, k, temperature).double().clamp(1e-9, 1 - 1e-9)
+        return -torch.where(observed, found, 1 - found).log().mean().item()
+
+    return min(TEMPERATURES, key=surprise)
+
+
+def fit_temperature(trained: TrainedLabels, rows: LabelledRows) -> float:
+    """The temperature of a run, from some of its validation rows."""
+    labels = len(trained.preparation.labels)
+    few = rows.take(torch.arange(min(len(rows), max(50, ENTRIES // labels))).numpy())
+    logits = torch.cat([found for found, _ in trained.scores(trained.preparation.apply(few).inputs)])
+    observed = torch.from_numpy(few.labels[:, :labels].toarray().astype(bool))
+    return best_temperature(logits, observed, trained.settings.loss, trained.preparation.k)
+
+
+CURVE = (1, 2, 3, 5, 10, 20, 50, 100)
+BINS = 10
+FEWEST = 20  # labels of a bin that is drawn: the share of fewer says little
+
+
+@dataclass(frozen=True)
+class Report:
+    """What was measured on some rows."""
+
+    rows: int
+    what: str
+    """Which rows these are, as in "validation rows"."""
+    measures: dict[str, float]
+    popular: dict[str, float]
+    """The same of the most frequent labels, said to every row."""
+    recalls: dict[int, float]
+    """The recall for more k, of the run."""
+    popular_recalls: dict[int, float]
+    calibration: list[tuple[float, float, int]]
+    """For each tenth of the probabilities: their mean, the share that is true, and how many they are."""
+
+    def table(self) -> Table:
+        """The measures in percent, beside the baseline."""
+        ks = sorted({int(name.partition("@")[2]) for name in self.measures})
+        title = f"{self.rows} {self.what}, in percent; in brackets the most frequent labels for every row"
+        table = plain_table(title, ("k", *(f"{name}@k" for name in NAMES.values())))
+        for k in ks:
+            cells = [
+                f"{100 * self.measures[f'{name}@{k}']:.1f} ({100 * self.popular[f'{name}@{k}']:.1f})"
+                for name in NAMES
+            ]
+            table.add_row(str(k), *cells)
+        return table
+
+    def page(self, trained: TrainedLabels) -> str:
+        """The same as a page of Markdown, with the plots."""
+        ks = sorted({int(name.partition("@")[2]) for name in self.measures})
+        settings, prepared = trained.settings, trained.preparation
+        lines = [
+            "# Report of a run",
+            "",
+            f"Trained on {prepared.rows} rows of `{settings.train}` with {len(prepared.labels)} labels, with "
+            f"the loss `{settings.loss}`; epoch {trained.epoch} was the best on validation. Measured on "
+            f"{self.rows} {self.what}.",
+            "",
+            "In percent; in brackets what the most frequent labels of the training rows give for every row:",
+            "",
+            "| k | " + " | ".join(f"{name}@k" for name in NAMES.values()) + " |",
+            "| --- |" + " --- |" * len(NAMES),
+        ]
+        for k in ks:
+            cells = [
+                f"{100 * self.measures[f'{name}@{k}']:.2f} ({100 * self.popular[f'{name}@{k}']:.2f})"
+                for name in NAMES
+            ]
+            lines.append(f"| {k} | " + " | ".join(cells) + " |")
+        return "\n".join(
+            [
+                *lines,
+                "",
+                "P@k: the share of the k best labels that is right. nDCG@k: the same with more weight on the "
+                "first places. PSP@k: precision in which rare labels count more. R@k: the share of a row's "
+                "labels that is among the k best.",
+                "",
+                "![Recall against k, and how often labels of a predicted probability are right](report.png)",
+                "",
+            ]
+        )
+
+
+def report_run(run: Path, trained: TrainedLabels, data: Data, console: Console) -> None:
+    """Measure a finished run on its test rows, or those of validation; print, and write page and plots."""
+    trained = trained._replace(temperature=fit_temperature(trained, data.validation))
+    with replacing(run / TEMPERATURE) as temporary:
+        temporary.write_text(json.dumps({"temperature": trained.temperature}) + "\n", encoding="utf-8")
+    rows, what = (data.validation, "validation rows") if data.test is None else (data.test, "test rows")
+    inputs, _ = prepared_rows(trained, rows, Path())
+    report = make(trained, inputs, rows, what)
+    console.print(report.table())
+    write(report, trained, run, console)
+
+
+def make(trained: TrainedLabels, inputs: Matrix, rows: LabelledRows, what: str) -> Report:
+    """Measure a run on rows.
+
+    Args:
+        trained: The run.
+        inputs: The rows, prepared for it.
+        rows: The same rows; their labels begin with those that the run knows.
+        what: Which rows these are, for the titles.
+    """
+    prepared = trained.preparation
+    labels = len(rows.names)
+    found = Measures(prepared, labels)
+    ks = [k for k in CURVE if k <= len(prepared.labels)]
+    curves = [TopKRecall(ks, sync_on_compute=False) for _ in range(2)]
+    popular = torch.tensor(prepared.counts, dtype=torch.float32)
+    bins = torch.zeros(3, BINS, dtype=torch.float64)
+    for logits, part in trained.scores(inputs):
+        lists = label_lists(rows.labels[part])
+        found.update(logits, lists)
+        listed = unlike_logits(lists, labels)
+        for curve, scores in zip(curves, (logits, popular.expand_as(logits)), strict=True):
+            curve.update(torch.nn.functional.pad(scores, (0, found.more)), listed, mask=found.may_be_found)
+        bins += _binned(trained.probabilities(logits), lists)
+    chunks = [slice(start, start + ROWS) for start in range(0, len(rows), ROWS)]
+    return Report(
+        rows=len(rows),
+        what=what,
+        measures=found.result(),
+        popular=popularity(prepared, (label_lists(rows.labels[part]) for part in chunks), labels),
+        recalls=_by_k(curves[0].compute(), ks),
+        popular_recalls=_by_k(curves[1].compute(), ks),
+        calibration=[
+            (float(total / count), float(right / count), int(count))
+            for total, right, count in zip(*bins.tolist(), strict=True)
+            if count
+        ],
+    )
+
+
+def write(report: Report, trained: TrainedLabels, folder: Path, console: Console) -> None:
+    """Write `report.md` and `report.png` into a folder."""
+    folder.mkdir(parents=True, exist_ok=True)
+    plots.draw_recall_and_calibration(
+        {"this run": report.recalls, "most frequent labels": report.popular_recalls},
+        [(probability, share) for probability, share, count in report.calibration if count >= FEWEST],
+        folder / "report.png",
+        title=f"Recall on {report.rows} {report.what}",
+    )
+    with replacing(folder / "report.md") as temporary:
+        temporary.write_text(report.page(trained), encoding="utf-8")
+    console.print(
+        f"The report is {folder / 'report.md'}, its plots are {folder / 'report.png'}.", soft_wrap=True
+    )
+
+
+def _by_k(recalls: dict[str, Tensor], ks: Sequence[int]) -> dict[int, float]:
+    return {k: float(recalls[f"recall@{k}"]) for k in ks}
+
+
+def _binned(probabilities: Tensor, lists: Tensor) -> Tensor:
+    """For each tenth of the probabilities their sum, how many labels are right, and how many there are."""
+    rows, n = probabilities.shape
+    known = torch.where((lists >= 0) & (lists < n), lists, n)
+    right = torch.zeros(rows, n + 1).scatter_(-1, known, 1.0)[:, :n].flatten().double()
+    values = probabilities.flatten().double()
+    place = (values * BINS).long().clamp(max=BINS - 1)
+    return torch.stack(
+        [
+            torch.zeros(BINS, dtype=torch.float64).index_add_(0, place, each)
+            for each in (values, right, torch.ones_like(values))
+        ]
+    )
+
+
+def main(settings: EvaluateSettings) -> None:
+    """Measure, and print the table."""
+    out = settings.out or (settings.run if settings.data is None else None)
+    trained = load(settings.run)
+    if out is not None:
+        check_folder("--out", out)
+    rows, what, notes = _rows(settings, trained)
+    inputs, more = prepared_rows(trained, rows, settings.data or Path(what))
+    console = new_console()
+    say([*notes, *more], console)
+    report = make(trained, inputs, rows, what)
+    console.print(report.table())
+    if out is not None:
+        write(report, trained, out, console)
+
+
+def _rows(settings: EvaluateSettings, trained: TrainedLabels) -> tuple[LabelledRows, str, list[str]]:
+    """The rows to measure on, what they are, and notes about them."""
+    if settings.data is None:
+        if settings.data_labels is not None:
+            raise BadInput("`--data-labels` is given without `--data`.")
+        moved = {name: getattr(settings, name) for name in ("train", "valid", "test")}
+        data = read(run_directory.read_moved(MultilabelSettings, settings.run, moved))
+        known, found = trained.preparation, data.training
+        if (len(found), found.names) != (known.rows, known.labels):
+            raise BadInput(
+                f"`{settings.train or trained.settings.train}` is not the file that the run was trained on: "
+                f"it gives {len(found)} rows to train on with {len(found.names)} labels, and the run had "
+                f"{known.rows} with {len(known.labels)}, or other ones."
+            )
+        rows, what = (data.validation, "validation rows") if data.test is None else (data.test, "test rows")
+        return rows, what, []
+    found, notes = read_rows(trained, settings.data, settings.data_labels), list[str]()
+    labelled = found.take(found.counts > 0)
+    if not len(labelled):
+        raise BadInput(f"`--data` names `{settings.data}`, where no row has a label to be compared with.")
+    if len(labelled) < len(found):
+        notes.append(f"`{settings.data}`: {len(found) - len(labelled)} rows have no label and are left out.")
+    return (
+        aligned(labelled, trained.preparation.labels, settings.data, notes),
+        f"rows of {settings.data.name}",
+        notes,
+    )

@@ -1,0 +1,172 @@
+"""`torchlml sweep multilabel`: losses x kept labels x seeds, and the table of its results."""
+
+import dataclasses
+from collections import defaultdict
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from itertools import product
+from pathlib import Path
+from typing import Any
+
+from rich.table import Table
+
+from torchlml_lab.cli_errors import BadInput
+from torchlml_lab.engine import table
+from torchlml_lab.engine.progress import new_console
+from torchlml_lab.engine.run import train
+from torchlml_lab.engine.sweep import Grid, check_grid, checked_runs, read_tuned, resuming, run_grid
+from torchlml_lab.engine.table import StudyTable, Tried, plain_table, spread
+from torchlml_lab.multilabel.losses import named
+from torchlml_lab.multilabel.samples import Files, read_files, split
+from torchlml_lab.multilabel.settings import EXPERIMENT, MultilabelSettings, SweepSettings
+from torchlml_lab.multilabel.training import check, task
+
+MEASURES = {
+    "p1": "precision@1",
+    "p3": "precision@3",
+    "p5": "precision@5",
+    "ndcg5": "ndcg@5",
+    "psp5": "psp@5",
+    "r5": "recall@5",
+}
+"""The columns of the test measures, and what they are called in a run."""
+
+
+@dataclass(frozen=True)
+class LabelRecord:
+    """One run: what it was told, and the measures of the epoch chosen on validation."""
+
+    data: str
+    """The training file's name without its endings."""
+    loss: str
+    """The loss with its k, as `lml-5`."""
+    keep: str
+    """The share of the training labels that was kept, or `one` per row."""
+    seed: int
+    learning_rate: float
+    best_epoch: int
+    validation_ndcg5: float
+    p1: float
+    p3: float
+    p5: float
+    ndcg5: float
+    psp5: float
+    r5: float
+    seconds: float
+
+
+TABLE = StudyTable(LabelRecord, lambda row: (row.data, row.keep, row.loss, row.learning_rate, row.seed))
+
+
+def tested(found: Mapping[str, float]) -> dict[str, float]:
+    """The columns of a record from the measures of a run, in the digits that mean something."""
+    return {name: round(found[measure], 6) for name, measure in MEASURES.items()}
+
+
+def best_rates(records: Sequence[LabelRecord], losses: Sequence[str], path: Path) -> dict[str, float]:
+    """For each loss the learning rate with the best mean nDCG@5 on validation.
+
+    Args:
+        records: The rows of a tuning sweep; the test measures are not looked at.
+        losses: The losses that are needed.
+        path: Where the rows come from, for the error.
+
+    Returns:
+        The rate by loss. A loss that is missing, or rates that were not tried under the same conditions,
+        raise `BadInput`.
+    """
+    tried = [
+        Tried(row.loss, (row.learning_rate,), (row.data, row.keep, row.seed), row.validation_ndcg5)
+        for row in records
+    ]
+    best = table.best_recipes(tried, losses, path, "loss", "learning rate", "kept labels and seeds")
+    return {loss: rate for loss, (rate,) in best.items()}
+
+
+# These settings of a run are the sweep's to choose.
+_CHOSEN = ("out", "resume", "loss", "k", "keep", "seed")
+
+
+def main(settings: SweepSettings) -> None:
+    """Run what is not done yet."""
+    runs = grid(settings)
+    _files_of(runs[0])  # so that a bad file is reported once, and at once
+    study = Grid(EXPERIMENT, runs, _run_one, lambda one, done: [record(one, done)], TABLE.write, _table)
+    run_grid(study, settings, new_console())
+
+
+def grid(settings: SweepSettings) -> list[MultilabelSettings]:
+    """The settings of every run; those that cannot be run raise `BadInput`."""
+    check_grid(settings, settings.run, _CHOSEN, ("losses", "keeps", "seeds"))
+    if settings.run.test is None:
+        raise BadInput("`--run.test` is missing: a sweep compares the losses on test rows.")
+    rates = dict.fromkeys(settings.losses, settings.learning_rates or (settings.run.learning_rate,))
+    if settings.tuned is not None:
+        rows = read_tuned(settings, TABLE)
+        best = best_rates(rows, settings.losses, settings.tuned)
+        rates = {loss: (rate,) for loss, rate in best.items()}
+    return checked_runs(_runs(settings, rates), check)
+
+
+def _runs(settings: SweepSettings, rates: Mapping[str, Sequence[float]]) -> Iterator[MultilabelSettings]:
+    # The seed varies slowest: a sweep that is stopped early still has every loss at every share of labels.
+    for seed, keep, loss in product(settings.seeds, settings.keeps, settings.losses):
+        chosen = named(loss)
+        for rate in rates[loss]:
+            out = settings.out / f"{loss}_keep{keep}_lr{rate:g}_seed{seed}"
+            yield dataclasses.replace(
+                settings.run, out=out, loss=chosen.name, k=chosen.k, keep=keep, seed=seed, learning_rate=rate
+            )
+
+
+def record(settings: MultilabelSettings, result: dict[str, Any]) -> LabelRecord:
+    """The row of a finished run."""
+    assert settings.train is not None
+    return LabelRecord(
+        data=settings.train.name.partition(".")[0],
+        loss=settings.loss if settings.k is None else f"{settings.loss}-{settings.k}",
+        keep=str(settings.keep),
+        seed=settings.seed,
+        learning_rate=settings.learning_rate,
+        best_epoch=result["best_epoch"],
+        validation_ndcg5=round(result["validation"]["ndcg@5"], 6),
+        **tested(result["test"]),
+        seconds=result["seconds"],
+    )
+
+
+_read_once = lru_cache(maxsize=1)(read_files)
+
+
+def _files_of(settings: MultilabelSettings) -> Files:
+    """The files of a run, read once for all runs of this process: they have the same."""
+    same = MultilabelSettings()
+    kept = {name: getattr(same, name) for name in (*_CHOSEN, "learning_rate")}
+    return _read_once(dataclasses.replace(settings, **kept))
+
+
+def _run_one(settings: MultilabelSettings) -> dict[str, Any]:
+    return train(
+        EXPERIMENT,
+        resuming(settings),
+        lambda: task(settings, split(settings, _files_of(settings))),
+        new_console(quiet=True),
+    )
+
+
+def _table(rows: Sequence[LabelRecord]) -> Table:
+    """The mean measures over the seeds; the spread is their standard deviation."""
+    groups: dict[tuple[str, str, float], list[LabelRecord]] = defaultdict(list)
+    for row in rows:
+        groups[row.keep, row.loss, row.learning_rate].append(row)
+    # Narrow enough for a terminal of 80 columns.
+    heads = ("kept", "loss", "lr", "seeds", "val nDCG@5", "P@1", "P@5", "R@5")
+    table = plain_table("in %, mean±standard deviation over the seeds", heads, left=2)
+    for (keep, loss, rate), group in sorted(groups.items()):
+        cells = [
+            spread([getattr(row, name) for row in group], 1)
+            for name in ("validation_ndcg5", "p1", "p5", "r5")
+        ]
+        table.add_row(keep, loss, f"{rate:g}", str(len(group)), *cells)
+    return table

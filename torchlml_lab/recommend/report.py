@@ -1,0 +1,112 @@
+"""`torchlml evaluate RUN` of a recommendation: recall, precision and nDCG beside the popular items."""
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import torch
+from accelerate import Accelerator
+from accelerate.utils import send_to_device
+from rich.console import Console
+
+from torchlml_lab import plots
+from torchlml_lab.cli_errors import BadInput
+from torchlml_lab.engine.progress import ProgressBar, new_console
+from torchlml_lab.engine.run import say
+from torchlml_lab.engine.table import plain_table
+from torchlml_lab.files import check_folder
+from torchlml_lab.multilabel.losses import loss_with_usual_k
+from torchlml_lab.recommend.histories import Batch, Users, by_popularity, read_later
+from torchlml_lab.recommend.model import TrainedRecommender, load
+from torchlml_lab.recommend.ranking import KS, calibration, measures, of_network
+from torchlml_lab.recommend.settings import EvaluateSettings
+
+ROWS = 1024
+PICTURE = "report.png"
+
+
+def main(settings: EvaluateSettings) -> None:
+    """Evaluate, and print a table."""
+    out = settings.out or settings.run
+    if settings.data is not None and settings.split is not None:
+        raise BadInput("`--data` is given, so `--split` has nothing to choose: leave it out.")
+    check_folder("--out", out)
+    own = settings.data is not None
+    moved = {"train": settings.train} if own else {"train": settings.train, "test": settings.test}
+    trained = load(settings.run, moved, with_test=not own)
+    console = new_console()
+    if settings.data is None:
+        users, what = _of_split(trained, settings.split)
+    else:
+        have = trained.data.everything
+        later, notes = read_later(settings.data, "--data", trained.settings.columns, have)
+        users, what = Users(have, later), str(settings.data)
+        say(notes, console)
+    report(trained, users, what, out, Accelerator(cpu=settings.cpu), console)
+
+
+def report_run(run: Path, console: Console) -> None:
+    """Print the measures of a finished run, of the test if it has one, and draw them into its folder."""
+    trained = load(run, {})
+    report(trained, *_of_split(trained, None), run, Accelerator(cpu=trained.settings.cpu), console)
+
+
+def _of_split(trained: TrainedRecommender, split: str | None) -> tuple[Users, str]:
+    """The users of a split, and its name; by default the last there is."""
+    splits = trained.data.splits
+    name = split or list(splits)[-1]
+    if name not in splits:
+        raise BadInput("`--split` is test, but the run was started without `--test`.")
+    return splits[name], name
+
+
+def report(
+    trained: TrainedRecommender,
+    users: Users,
+    what: str,
+    folder: Path,
+    accelerator: Accelerator,
+    console: Console,
+) -> None:
+    """Print the measures of a run on some users beside those of the popular items, and draw them.
+
+    Args:
+        trained: The run.
+        users: Who is recommended to, and what is to be found.
+        what: What these are called.
+        folder: Where the picture goes.
+        accelerator: Says where to compute; this process does it alone.
+        console: Where to print.
+    """
+    scores = {
+        str(loss_with_usual_k(trained.settings.loss, trained.settings.k)): of_network(
+            trained.model.to(accelerator.device)
+        ),
+        "popular items": by_popularity(trained.data.training),
+    }
+    with torch.no_grad(), ProgressBar(console) as progress:
+        bar = progress.add_task("users", total=(len(scores) + 1) * len(users))
+
+        def batches() -> Iterator[Batch]:
+            for rows in torch.arange(len(users)).split(ROWS):
+                yield send_to_device(users.__getitems__(rows.tolist()), accelerator.device)
+                progress.advance(bar, len(rows))
+
+        found = {name: measures(score, batches(), None, KS) for name, score in scores.items()}
+        mean = len(users.labels) / len(users)
+        bins = calibration(next(iter(scores.values())), batches(), mean)
+    title = f"{len(users)} users, {what}, epoch {trained.epoch}, {trained.settings.model}; in %"
+    say([title], console)
+    for measure in ("recall", "precision", "ndcg"):
+        table = plain_table("", (measure, *(f"@{k}" for k in KS)))
+        for name, values in found.items():
+            table.add_row(name, *(f"{100 * values[f'{measure}@{k}']:.2f}" for k in KS))
+        console.print(table)
+    recalls = {name: {k: values[f"recall@{k}"] for k in KS} for name, values in found.items()}
+    plots.draw_recall_and_calibration(
+        recalls, bins, folder / PICTURE, title=f"Recall of {len(users)} users", rare=True
+    )
+    console.print(
+        f"The run is in {trained.run}, recall and calibration are drawn in {folder / PICTURE}.",
+        soft_wrap=True,
+        highlight=False,
+    )

@@ -1,0 +1,202 @@
+"""`torchlml sweep recommend`: models x losses x seeds, and the table of its results."""
+
+import dataclasses
+import math
+from collections import defaultdict
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from itertools import product
+from pathlib import Path
+from typing import Any
+
+from rich.console import Group
+from rich.table import Table
+
+from torchlml_lab.engine import table
+from torchlml_lab.engine.progress import new_console
+from torchlml_lab.engine.run import train
+from torchlml_lab.engine.sweep import Grid, check_grid, checked_runs, read_tuned, resuming, run_grid
+from torchlml_lab.engine.table import StudyTable, Tried, plain_table, spread
+from torchlml_lab.multilabel.losses import loss_with_usual_k, named
+from torchlml_lab.recommend.histories import Data, read
+from torchlml_lab.recommend.model import EXPERIMENT
+from torchlml_lab.recommend.settings import RecommendSettings, SweepSettings
+from torchlml_lab.recommend.training import check, task
+
+
+@dataclass(frozen=True)
+class RankingRecord:
+    """One run: what it was told, and the measures of the epoch chosen on validation."""
+
+    model: str
+    loss: str
+    """With its k, as in `lml-20`."""
+    users: int
+    """How many were trained on."""
+    seed: int
+    dimension: int
+    learning_rate: float
+    temperature: float
+    """Of matrix factorisation; the autoencoder has none, and the dropout is the autoencoder's alone."""
+    dropout: float
+    epochs: int
+    best_epoch: int
+    validation_recall20: float
+    validation_ndcg20: float
+    test_recall5: float
+    test_recall10: float
+    test_recall20: float
+    test_recall50: float
+    test_recall100: float
+    test_ndcg20: float
+    seconds: float
+
+    @property
+    def method(self) -> str:
+        """The model and the loss."""
+        return f"{self.model} {self.loss}"
+
+    @property
+    def recipe(self) -> tuple[float, float, float]:
+        """What was tuned."""
+        return self.learning_rate, self.temperature, self.dropout
+
+
+TABLE = StudyTable(RankingRecord, lambda row: (row.model, row.loss, row.recipe, row.users, row.seed))
+
+
+def best_recipes(
+    rows: Sequence[RankingRecord], methods: Sequence[str], path: Path
+) -> dict[str, tuple[float, ...]]:
+    """For each model and loss the recipe with the best mean Recall@20 on validation.
+
+    Args:
+        rows: Those of a tuning sweep; the test is not looked at.
+        methods: The models and losses that are needed, as `RankingRecord.method` has them.
+        path: Where the rows come from, for the errors.
+
+    Returns:
+        (learning rate, temperature, dropout) by method. A method that is missing, or recipes that were not
+        tried with the same users and seeds, raise `BadInput`.
+    """
+    tried = [Tried(row.method, row.recipe, (row.users, row.seed), row.validation_recall20) for row in rows]
+    return table.best_recipes(tried, methods, path, "method", "recipe", "users and seeds")
+
+
+# These settings of a run are the sweep's to choose.
+_CHOSEN = ("out", "resume", "model", "loss", "k", "seed")
+
+
+def main(settings: SweepSettings) -> None:
+    """Run what is not done yet."""
+    runs = grid(settings)
+    users = int((read(settings.run).training.counts > 0).sum())  # so that a bad file is reported at once
+
+    def rows(one: RecommendSettings, done: dict[str, Any]) -> list[RankingRecord]:
+        return [record(one, done, users)]
+
+    run_grid(Grid(EXPERIMENT, runs, _run_one, rows, TABLE.write, _tables), settings, new_console())
+
+
+def grid(settings: SweepSettings) -> list[RecommendSettings]:
+    """The settings of every run; those that cannot be run raise `BadInput`."""
+    check_grid(settings, settings.run, _CHOSEN, ("models", "losses", "seeds"))
+    return checked_runs(_runs(settings), check)
+
+
+def _runs(settings: SweepSettings) -> Iterator[RecommendSettings]:
+    methods = list(product(settings.models, settings.losses))
+    recipes = _recipes(settings, methods)
+    # The seed varies slowest: a sweep that is stopped early still has every model and loss.
+    for seed, (model, loss) in product(settings.seeds, methods):
+        chosen = named(loss)
+        for rate, temperature, dropout in recipes[model, loss]:
+            tuned = f"d{dropout:g}" if model == "autoencoder" else f"t{temperature:g}"
+            out = settings.out / f"{model}_{loss}_lr{rate:g}_{tuned}_seed{seed}"
+            one = dataclasses.replace(
+                settings.run, out=out, model=model, loss=chosen.name, k=chosen.k, seed=seed
+            )
+            yield dataclasses.replace(one, learning_rate=rate, temperature=temperature, dropout=dropout)
+
+
+def _recipes(
+    settings: SweepSettings, methods: Sequence[tuple[str, str]]
+) -> dict[tuple[str, str], list[tuple[float, ...]]]:
+    """What is tried for each model and loss: learning rates with temperatures or dropouts, or the best."""
+    if settings.tuned is not None:
+        rows = read_tuned(settings, TABLE, ("learning_rates", "temperatures", "dropouts"))
+        best = best_recipes(rows, [f"{model} {loss}" for model, loss in methods], settings.tuned)
+        return {(model, loss): [best[f"{model} {loss}"]] for model, loss in methods}
+    run = settings.run
+    rates = settings.learning_rates or (run.learning_rate,)
+    of_model = {
+        "autoencoder": product(rates, (run.temperature,), settings.dropouts or (run.dropout,)),
+        "matrix-factorisation": product(rates, settings.temperatures or (run.temperature,), (run.dropout,)),
+    }
+    listed: dict[str, list[tuple[float, ...]]] = {model: list(tried) for model, tried in of_model.items()}
+    return {(model, loss): listed[model] for model, loss in methods}
+
+
+def record(settings: RecommendSettings, result: dict[str, Any], users: int) -> RankingRecord:
+    """The row of a finished run."""
+    validation = result["validation"]
+    test = result["test"] or dict.fromkeys(validation, math.nan)  # a tuning needs none
+    return RankingRecord(
+        model=settings.model,
+        loss=str(loss_with_usual_k(settings.loss, settings.k)),
+        users=users,
+        seed=settings.seed,
+        dimension=settings.dimension,
+        learning_rate=settings.learning_rate,
+        temperature=settings.temperature,
+        dropout=settings.dropout,
+        epochs=settings.epochs,
+        best_epoch=result["best_epoch"],
+        validation_recall20=validation["recall@20"],
+        validation_ndcg20=validation["ndcg@20"],
+        test_recall5=test["recall@5"],
+        test_recall10=test["recall@10"],
+        test_recall20=test["recall@20"],
+        test_recall50=test["recall@50"],
+        test_recall100=test["recall@100"],
+        test_ndcg20=test["ndcg@20"],
+        seconds=result["seconds"],
+    )
+
+
+@lru_cache(maxsize=1)
+def _read_once(run: RecommendSettings) -> Data:
+    return read(run)
+
+
+def _run_one(settings: RecommendSettings) -> dict[str, Any]:
+    # What is read does not depend on what a sweep chooses, so a worker reads it once.
+    files = dataclasses.replace(
+        RecommendSettings(),
+        **{name: getattr(settings, name) for name in ("train", "test", "columns", "validation", "users")},
+    )
+    return train(
+        EXPERIMENT, resuming(settings), lambda: task(settings, _read_once(files)), new_console(quiet=True)
+    )
+
+
+def _tables(rows: Sequence[RankingRecord]) -> Group:
+    """For each model the means over the seeds; the spread is their standard deviation."""
+    models = sorted({row.model for row in rows})
+    return Group(*(_table(model, [row for row in rows if row.model == model]) for model in models))
+
+
+def _table(model: str, rows: Sequence[RankingRecord]) -> Table:
+    groups: dict[tuple[str, tuple[float, ...]], list[RankingRecord]] = defaultdict(list)
+    for row in rows:
+        groups[row.loss, row.recipe].append(row)
+    heads = ("loss", "lr", "temp", "drop", "seeds", "val R@20", "test R@20", "nDCG@20")
+    table = plain_table(f"{model}: in %, mean±standard deviation over the seeds", heads)
+    for (loss, recipe), group in sorted(groups.items()):
+        cells = [
+            spread([getattr(row, name) for row in group])
+            for name in ("validation_recall20", "test_recall20", "test_ndcg20")
+        ]
+        table.add_row(loss, *(f"{number:g}" for number in recipe), str(len(group)), *cells)
+    return table

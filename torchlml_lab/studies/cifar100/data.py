@@ -1,0 +1,281 @@
+"""CIFAR-100: the archive read without running code from it, samples, label noise and batches."""
+
+import io
+import pickle
+import tarfile
+import zipfile
+import zlib
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NoReturn
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+from torch.utils.data import Dataset
+
+from torchlml_lab.cli_errors import BadInput
+
+PARTS = ("train", "test")
+_FOLDER = "cifar-100-python"
+
+
+def _array_reconstructor() -> Any:
+    return np.array(0).__reduce__()[0]
+
+
+def _scalar_reconstructor() -> Any:
+    return np.float64(0).__reduce__()[0]
+
+
+def _encode(text: str, encoding: str) -> bytes:
+    """What Python 2 pickles and protocol 2 use for bytes; only ever Latin-1."""
+    if encoding != "latin1":
+        raise pickle.UnpicklingError(f"it names the encoding `{encoding}`")
+    return text.encode("latin1")
+
+
+# Old files say numpy.core, new ones numpy._core; both mean the two functions that rebuild an array.
+_ALLOWED = {
+    **{(f"numpy.{core}.multiarray", "_reconstruct"): _array_reconstructor() for core in ("core", "_core")},
+    **{(f"numpy.{core}.multiarray", "scalar"): _scalar_reconstructor() for core in ("core", "_core")},
+    ("numpy", "ndarray"): np.ndarray,
+    ("numpy", "dtype"): np.dtype,
+    ("_codecs", "encode"): _encode,
+}
+
+
+class _Unpickler(pickle.Unpickler):
+    """Build dicts, lists, strings, numbers and numpy arrays of numbers, and refuse every other name."""
+
+    def find_class(self, module: str, name: str) -> Any:
+        if (module, name) not in _ALLOWED:
+            raise pickle.UnpicklingError(f"it asks for `{module}.{name}`, which no CIFAR-100 file does")
+        return _ALLOWED[module, name]
+
+    def persistent_load(self, pid: Any) -> NoReturn:
+        raise pickle.UnpicklingError("it asks for an object outside the file, which no CIFAR-100 file does")
+
+
+ArchivePart = tuple[npt.NDArray[np.uint8], npt.NDArray[np.int64], npt.NDArray[np.int64]]
+"""Images (N, 3, 32, 32), fine labels (N,) and coarse labels (N,)."""
+
+
+def read_archive(path: Path) -> dict[str, ArchivePart]:
+    """Read the training and the test part.
+
+    Args:
+        path: The folder `cifar-100-python`, the folder it lies in, or the file `cifar-100-python.tar.gz`.
+
+    Returns:
+        The parts by name. What is missing or damaged raises `BadInput`, which names the file.
+    """
+    if path.is_dir():
+        folder = path if (path / "train").exists() else path / _FOLDER
+        return {name: _part(folder / name, _bytes(folder / name)) for name in PARTS}
+    if not path.exists():
+        raise BadInput(f"`--data` names `{path}`, which does not exist.")
+    return _from_tar(path)
+
+
+def _from_tar(path: Path) -> dict[str, ArchivePart]:
+    found = {}
+    try:
+        with tarfile.open(path, "r:*") as tar:
+            for member in tar:
+                name = member.name.removeprefix("./").removeprefix(f"{_FOLDER}/")
+                if name in PARTS and member.isfile():
+                    file = tar.extractfile(member)
+                    assert file is not None
+                    found[name] = _part(path / _FOLDER / name, file.read())
+    except (tarfile.TarError, EOFError, OSError, zlib.error) as error:
+        raise BadInput(f"`{path}` is no whole tar file of CIFAR-100: {error}.") from error
+    missing = [name for name in PARTS if name not in found]
+    if missing:
+        raise BadInput(f"`{path}` is no whole tar file of CIFAR-100: it has no `{_FOLDER}/{missing[0]}`.")
+    return found
+
+
+def _bytes(path: Path) -> bytes:
+    try:
+        return path.read_bytes()
+    except OSError as error:
+        raise BadInput(f"The CIFAR-100 file `{path}` cannot be read: {error.strerror}.") from error
+
+
+def _part(path: Path, content: bytes) -> ArchivePart:
+    try:
+        values = load(content)
+        data = _entry(values, "data")
+        fine, coarse = (np.asarray(_entry(values, f"{kind}_labels")) for kind in ("fine", "coarse"))
+        if not (isinstance(data, np.ndarray) and data.dtype == np.uint8 and data.ndim == 2):
+            raise ValueError("its `data` is no table of bytes")
+        if data.shape[1] != 3 * 32 * 32 or not len(data) == len(fine) == len(coarse) > 0:
+            raise ValueError(
+                f"its `data` is {data.shape} with {len(fine)} fine and {len(coarse)} coarse labels"
+            )
+        for name, labels, classes in (("fine", fine, 100), ("coarse", coarse, 20)):
+            if (
+                labels.dtype.kind not in "iu"
+                or labels.ndim != 1
+                or labels.min() < 0
+                or labels.max() >= classes
+            ):
+                raise ValueError(f"its {name} labels are not all whole numbers from 0 to {classes - 1}")
+    except Exception as error:  # a damaged pickle can raise anything
+        said = " ".join(str(error).split()).rstrip(".") or type(error).__name__
+        raise BadInput(f"The CIFAR-100 file `{path}` is damaged: {said}.") from error
+    return data.reshape(-1, 3, 32, 32), fine.astype(np.int64), coarse.astype(np.int64)
+
+
+def load(content: bytes) -> Any:
+    """Build what a pickle contains if that is nothing but data, else raise `pickle.UnpicklingError`."""
+
+    return _Unpickler(io.BytesIO(content), encoding="bytes").load()
+
+
+def _entry(values: Any, name: str) -> Any:
+    """The official files were pickled by Python 2, whose strings arrive as bytes."""
+    if not isinstance(values, dict):
+        raise ValueError("it holds no dictionary")
+    for key in (name.encode(), name):
+        if key in values:
+            return values[key]
+    raise ValueError(f"it has no `{name}`")
+
+
+CLASSES = 100
+# The mean and deviation of each colour that the published code subtracts and divides by.
+MEAN = torch.tensor((125.3, 123.0, 113.9)).view(3, 1, 1)
+DEVIATION = torch.tensor((63.0, 62.1, 66.7)).view(3, 1, 1)
+PADDING = 4
+# The published split is drawn once and is the same for every seed; so is ours.
+SPLIT_SEED = 1234
+
+
+@dataclass(frozen=True)
+class Part:
+    """Samples x with fine and coarse labels: images are uint8 (N, 3, 32, 32), features float32 (N, d)."""
+
+    x: Tensor
+    fine: Tensor
+    coarse: Tensor
+
+    def __getitem__(self, rows: Tensor) -> "Part":
+        return Part(self.x[rows], self.fine[rows], self.coarse[rows])
+
+    def __len__(self) -> int:
+        return len(self.fine)
+
+
+def read_images(path: Path) -> tuple[Part, Part]:
+    """The training and the test part of the official files; see `archive.read`."""
+    parts = read_archive(path)
+    train, test = (Part(*(torch.from_numpy(values) for values in parts[name])) for name in PARTS)
+    return train, test
+
+
+def read_features(path: Path) -> tuple[Part, Part]:
+    """Read an npz with `x` (N, d), `fine` (N,), `coarse` (N,) and the bool `test` (N,).
+
+    Args:
+        path: The file.
+
+    Returns:
+        The training and the test part. A file that is anything else raises `BadInput`.
+    """
+    try:
+        with path.open("rb") as stream, np.load(stream, allow_pickle=False) as file:
+            x, fine, coarse, test = (file[name] for name in ("x", "fine", "coarse", "test"))
+    except KeyError as error:
+        raise BadInput(f"`--features` names `{path}`, which has no `{error.args[0].split()[0]}`.") from error
+    except (OSError, ValueError, EOFError, zipfile.BadZipFile) as error:
+        said = getattr(error, "strerror", None) or "it is no whole npz of arrays"
+        raise BadInput(f"`--features` names `{path}`, which cannot be read: {said}.") from error
+    if x.ndim != 2 or x.dtype.kind != "f" or not len(x) == len(fine) == len(coarse) == len(test):
+        raise BadInput(
+            f"`--features` names `{path}`, whose `x` is {x.dtype} of shape {x.shape} with {len(fine)} fine, "
+            f"{len(coarse)} coarse and {len(test)} test marks: a row of numbers for each is needed."
+        )
+    if test.dtype != np.bool_ or test.all() or not test.any():
+        raise BadInput(
+            f"`--features` names `{path}`, whose `test` must be bool, with some True and some False."
+        )
+    if not np.isfinite(x).all():
+        raise BadInput(f"`--features` names `{path}`, whose `x` is not all finite.")
+    for name, labels, classes in (("fine", fine, CLASSES), ("coarse", coarse, 20)):
+        if labels.dtype.kind not in "iu" or labels.min() < 0 or labels.max() >= classes:
+            raise BadInput(
+                f"`--features` names `{path}`, whose `{name}` must be whole numbers from 0 to {classes - 1}."
+            )
+    everything = Part(
+        torch.from_numpy(x.astype(np.float32)),
+        torch.from_numpy(fine.astype(np.int64)),
+        torch.from_numpy(coarse.astype(np.int64)),
+    )
+    chosen = torch.from_numpy(test)
+    return everything[~chosen], everything[chosen]
+
+
+def split_validation(train: Part, count: int) -> tuple[Part, Part]:
+    """Set `count` random training samples aside for validation, the same for every seed."""
+    if not 0 < count < len(train):
+        raise BadInput(f"`--validation` is {count}, and must be from 1 to {len(train) - 1}.")
+    order = torch.randperm(len(train), generator=torch.Generator().manual_seed(SPLIT_SEED))
+    return train[order[count:]], train[order[:count]]
+
+
+def with_noise(part: Part, probability: float, seed: int) -> Part:
+    """Give each sample, with a probability, a fine label drawn uniformly from those of its coarse class.
+
+    Args:
+        part: The samples; every fine label must belong to one coarse class.
+        probability: 0 keeps all labels; 1 leaves nothing but the coarse class.
+        seed: The labels follow from it alone. With a higher probability, the same labels and more change.
+
+    Returns:
+        The samples with their new labels. The label drawn may be the old one.
+    """
+    coarse_of = torch.full((CLASSES,), -1)
+    coarse_of[part.fine] = part.coarse
+    if (coarse_of[part.fine] != part.coarse).any():
+        fine = int(part.fine[coarse_of[part.fine] != part.coarse][0])
+        raise BadInput(f"The fine label {fine} comes with several coarse labels: the labels are damaged.")
+    generator = torch.Generator().manual_seed(seed)
+    resampled = torch.rand(len(part), generator=generator) < probability
+    siblings = (coarse_of.unsqueeze(0) == part.coarse.unsqueeze(1)).float()
+    drawn = torch.multinomial(siblings, 1, generator=generator).squeeze(1)
+    return Part(part.x, torch.where(resampled, drawn, part.fine), part.coarse)
+
+
+class Batches(Dataset[tuple[Tensor, Tensor]]):
+    """A part as the engine reads it: whole batches of inputs and labels; images may be augmented."""
+
+    def __init__(self, part: Part, augment: bool = False) -> None:
+        self.part, self.augment = part, augment
+
+    def __len__(self) -> int:
+        return len(self.part)
+
+    def __getitem__(self, row: int) -> tuple[Tensor, Tensor]:
+        return self.__getitems__([row])
+
+    def __getitems__(self, rows: Sequence[int]) -> tuple[Tensor, Tensor]:
+        x = self.part.x[rows]
+        if x.dtype == torch.uint8:
+            x = (_cropped_and_flipped(x) if self.augment else x).float().sub(MEAN).div(DEVIATION)
+        return x, self.part.fine[rows]
+
+
+def _cropped_and_flipped(x: Tensor) -> Tensor:
+    """A random crop of each image with four black pixels around it, mirrored half of the time."""
+    number, _, height, width = x.shape
+    padded = torch.nn.functional.pad(x, (PADDING,) * 4)
+    top, left = torch.randint(2 * PADDING + 1, (2, number, 1))
+    rows, columns = top + torch.arange(height), left + torch.arange(width)
+    mirrored = torch.rand(number, 1) < 0.5
+    columns = torch.where(mirrored, columns.flip(1), columns)
+    sample = torch.arange(number).view(-1, 1, 1)
+    return padded[sample, :, rows.unsqueeze(2), columns.unsqueeze(1)].permute(0, 3, 1, 2)

@@ -1,0 +1,175 @@
+"""The five losses, and the training of one small network with each of them.
+
+The networks of all data sets (seeds and conditions) are trained at once, as stacked matrices: they never
+exchange anything, and two cores are used well. Every loss starts from the same weights and sees the same
+batches in the same order, with the same optimizer.
+"""
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import binary_cross_entropy_with_logits, cross_entropy, logsigmoid, one_hot
+
+import torchlml
+from torchlml_lab.engine.loop import train_epoch
+from torchlml_lab.studies.digits.data import CLASSES, Images
+
+HIDDEN = 128
+BATCH = 100
+LEARNING_RATE = 2e-3
+
+
+Index = tuple[Tensor, Tensor]
+"""Which set and which image, each row."""
+
+
+@dataclass(frozen=True)
+class Method:
+    """A loss of the logits (rows, 10) and the named label, and its probability of "is in the image"."""
+
+    name: str
+    meaning: str
+    loss: Callable[[Tensor, Tensor, int], Tensor]
+    probability: Callable[[Tensor, int], Tensor]
+
+
+def _softmax(logits: Tensor, k: int) -> Tensor:
+    return torch.softmax(logits, -1)
+
+
+def _sigmoid(logits: Tensor, k: int) -> Tensor:
+    return torch.sigmoid(logits)
+
+
+METHODS = (
+    Method(
+        "cross-entropy",
+        "softmax cross-entropy of the named label; p is the softmax",
+        lambda logits, named, k: cross_entropy(logits, named, reduction="none"),
+        _softmax,
+    ),
+    Method(
+        "sigmoid likelihood",
+        "one sigmoid per digit, likelihood of the named label alone; p is the sigmoid",
+        lambda logits, named, k: -logsigmoid(logits.gather(-1, named.unsqueeze(-1))).squeeze(-1),
+        _sigmoid,
+    ),
+    Method(
+        "sigmoid BCE",
+        "one sigmoid per digit, every digit that is not named counts as absent; p is the sigmoid",
+        lambda logits, named, k: binary_cross_entropy_with_logits(
+            logits, one_hot(named, CLASSES).to(logits.dtype), reduction="none"
+        ).sum(-1),
+        _sigmoid,
+    ),
+    Method(
+        "truncated entropy",
+        "cross-entropy that forgives the k - 1 strongest competitors; p is the softmax",
+        lambda logits, named, k: torchlml.truncated_entropy_loss(logits, named, k, reduction="none"),
+        _softmax,
+    ),
+    Method(
+        "LML",
+        "likelihood of the named label under the projection that sums to k; p is the projection",
+        lambda logits, named, k: torchlml.lml_loss(logits, named, k, reduction="none"),
+        lambda logits, k: torchlml.lml(logits, k),
+    ),
+)
+
+
+class StackedNetworks(nn.Module):
+    """One small network for each data set, as stacked matrices.
+
+    Args:
+        generators: One for each network: it draws the first weights.
+        inputs: How many numbers a network sees.
+        outputs: How many it gives.
+    """
+
+    def __init__(self, generators: Sequence[torch.Generator], inputs: int, outputs: int = CLASSES) -> None:
+        super().__init__()
+        first = torch.stack([torch.randn(inputs, HIDDEN, generator=one) for one in generators])
+        second = torch.stack([torch.randn(HIDDEN, outputs, generator=one) for one in generators])
+        self.first = nn.Parameter(first * (2 / inputs) ** 0.5)
+        self.first_bias = nn.Parameter(torch.zeros(len(generators), 1, HIDDEN))
+        self.second = nn.Parameter(second * (1 / HIDDEN) ** 0.5)
+        self.second_bias = nn.Parameter(torch.zeros(len(generators), 1, outputs))
+
+    def forward(self, x: Tensor) -> Tensor:
+        """The outputs (sets, rows, 10) of inputs (sets, rows, inputs)."""
+        hidden = torch.baddbmm(self.first_bias, x, self.first).relu()
+        return torch.baddbmm(self.second_bias, hidden, self.second)
+
+
+def train(
+    method: Method,
+    sets: Sequence[Images],
+    seeds: Sequence[int],
+    k: int,
+    epochs: int,
+    step: Callable[[], None],
+) -> StackedNetworks:
+    """Train one network per data set with one loss.
+
+    Args:
+        method: The loss.
+        sets: The training images of each data set, all of one size.
+        seeds: The seed of each: it decides the first weights and the order of the batches.
+        k: How many digits an image shows.
+        epochs: How often each image is seen.
+        step: Called after every epoch.
+
+    Returns:
+        The trained networks, one for each data set.
+    """
+    named = torch.stack([images.named for images in sets])
+
+    def loss(outputs: Tensor, where: Index) -> Tensor:
+        return method.loss(outputs.flatten(0, 1), named[where].flatten(), k)
+
+    return fit(loss, sets, seeds, epochs, step)
+
+
+def fit(
+    loss: Callable[[Tensor, Index], Tensor],
+    sets: Sequence[Images],
+    seeds: Sequence[int],
+    epochs: int,
+    step: Callable[[], None] = lambda: None,
+    outputs: int = CLASSES,
+) -> StackedNetworks:
+    """Train one network per data set.
+
+    Args:
+        loss: The loss of each row, from the outputs (sets, rows, outputs) and which images of which set the
+            rows are, an index into tensors (sets, images, ...).
+        sets: The training images of each data set, all of one size.
+        seeds: The seed of each: it decides the first weights and the order of the batches.
+        epochs: How often each image is seen.
+        step: Called after every epoch.
+        outputs: How many numbers a network gives.
+
+    Returns:
+        The trained networks, one for each data set.
+    """
+    x = torch.stack([images.pixels.flatten(1) for images in sets])
+    generators = [torch.Generator().manual_seed(seed) for seed in seeds]
+    networks = StackedNetworks(generators, x.shape[2], outputs)
+    optimizer = torch.optim.Adam(networks.parameters(), lr=LEARNING_RATE)
+    row = torch.arange(len(sets)).unsqueeze(1)
+
+    def batches() -> Iterator[Index]:
+        order = torch.stack([torch.randperm(x.shape[1], generator=one) for one in generators])
+        for batch in order.split(BATCH, 1):
+            yield row, batch
+
+    def mean_loss(model: nn.Module, where: Index) -> Tensor:
+        # The mean of each network's own batch: the gradient of one does not depend on the others.
+        return loss(model(x[where]), where).sum() / where[1].shape[1]
+
+    for _ in range(epochs):
+        train_epoch(networks, optimizer, mean_loss, batches())
+        step()
+    return networks.eval()

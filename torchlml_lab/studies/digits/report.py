@@ -1,0 +1,304 @@
+"""The report of the demo: sentences about the results, two plots, and a page of HTML."""
+
+import base64
+import html
+import io
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+import matplotlib
+import torch
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+from matplotlib.image import imsave
+from torch import Tensor
+
+from torchlml_lab.files import replacing
+from torchlml_lab.plots import DARK_ORANGE, GREY, METHODS
+from torchlml_lab.studies.digits.data import CONDITIONS, Images
+from torchlml_lab.studies.digits.measures import COLUMNS, Results, spread, values
+
+SCALED = "cross-entropy x k"
+
+
+def sentences(results: Results, condition: str, k: int) -> list[str]:
+    """The findings of one condition.
+
+    Args:
+        results: All measurements.
+        condition: "uniform" or "skewed".
+        k: How many digits an image shows.
+
+    Returns:
+        Whole sentences; every number in them is in `results`.
+    """
+
+    def average(method: str, measure: str) -> float:
+        return spread(values(results, condition, method, measure))[0]
+
+    collapsed = average("sigmoid likelihood", "count")
+    softmax, lml = average("cross-entropy", "count"), average("LML", "count")
+    return [
+        f"Ranking the digits nobody named: {_compare(results, condition, 'LML', 'cross-entropy')}; "
+        f"{_compare(results, condition, 'LML', 'sigmoid BCE')}; "
+        f"{_compare(results, condition, 'LML', 'truncated entropy')}.",
+        f"The sigmoid likelihood of the named label {_collapse(collapsed)}: it says p > 0.5 for "
+        f"{collapsed:.1f} of 10 digits, where {k} are there, and recalls "
+        f"{average('sigmoid likelihood', 'hidden_recall'):.2f} of the hidden ones "
+        f"(ranking at random would recall {k / 10:.2f}).",
+        f"What p means: of {k} digits in an image cross-entropy says p > 0.5 for {softmax:.2f} on average, "
+        f"LML for {lml:.2f}; the set is exactly right in {average('cross-entropy', 'exact'):.0%} and "
+        f"{average('LML', 'exact'):.0%} of the images.",
+        f"Calibration: {_calibration(results, condition)}",
+        f"Whoever knows k can also multiply the softmax by k: then the set is exactly right in "
+        f"{average(SCALED, 'exact'):.0%} of the images, against {average('LML', 'exact'):.0%} for LML "
+        f"({_verdict(results, condition, 'exact', 'LML', SCALED)}), and the calibration error is "
+        f"{average(SCALED, 'calibration_error'):.3f} against {average('LML', 'calibration_error'):.3f} "
+        f"({_verdict(results, condition, 'calibration_error', 'LML', SCALED)}).",
+    ]
+
+
+def limits(seeds: int, k: int) -> str:
+    """What the demo did not show."""
+    return (
+        f"What this does not show: these are small images and one small network, {seeds} seeds, one "
+        f"setting of the optimizer for every loss that was not tuned for any, and every image shows exactly "
+        f"k = {k} digits, which LML and truncated entropy were told. What it costs when k is wrong or the "
+        "number of labels varies, `torchlml which-k` measures."
+    )
+
+
+def _compare(results: Results, condition: str, first: str, second: str) -> str:
+    measure = "hidden_recall"
+    one, other = (spread(values(results, condition, name, measure))[0] for name in (first, second))
+    verdict = _verdict(results, condition, measure, first, second)
+    return f"{first} recalls {one:.3f}, {second} {other:.3f} ({verdict})"
+
+
+def _verdict(results: Results, condition: str, measure: str, first: str, second: str) -> str:
+    pairs = zip(
+        values(results, condition, first, measure), values(results, condition, second, measure), strict=True
+    )
+    differences = [one - other for one, other in pairs]
+    middle, deviation = spread(differences)
+    by = f"by {abs(middle):.3f} ± {deviation:.3f}"
+    if all(difference > 0 for difference in differences):
+        return f"{first} is higher in every seed, {by}"
+    if all(difference < 0 for difference in differences):
+        return f"{first} is lower in every seed, {by}"
+    return f"no consistent difference: {middle:+.3f} ± {deviation:.3f}"
+
+
+def _collapse(count: float) -> str:
+    return "collapses, as the paper says it must" if count > 9.5 else "does not collapse here"
+
+
+def _calibration(results: Results, condition: str) -> str:
+    methods = [name for where, name in results if where == condition and name != SCALED]
+    errors = {name: spread(values(results, condition, name, "calibration_error"))[0] for name in methods}
+    order = sorted(errors, key=lambda name: errors[name])
+    ranked = ", ".join(f"{name} {errors[name]:.3f}" for name in order)
+    best, second = order[0], order[1]
+    verdict = _verdict(results, condition, "calibration_error", best, second)
+    return f"the mean distance between p and the truth is {ranked}; of the two smallest, {verdict}."
+
+
+# A method looks as in every other figure; those that only the demo has are shades of their relatives.
+LOOK = {
+    "cross-entropy": METHODS["cross-entropy"],
+    "cross-entropy x k": (DARK_ORANGE, "s"),
+    "sigmoid likelihood": (GREY, "v"),
+    "sigmoid BCE": METHODS["bce"],
+    "truncated entropy": METHODS["truncated-entropy"],
+    "LML": METHODS["lml"],
+}
+
+
+def draw_scores(results: Results, k: int, picture: Path) -> None:
+    """Bars with the spread over the seeds: recall of the hidden digits, and how many sets are exactly right.
+
+    Args:
+        results: All measurements.
+        k: How many digits an image shows.
+        picture: The PNG to write.
+    """
+    panels = (
+        ("hidden_recall", f"recall@{k} of the digits nobody named", k / 10),
+        ("exact", "images whose set {p > 0.5} is exactly right", None),
+    )
+    with matplotlib.rc_context({"axes.spines.top": False, "axes.spines.right": False}):
+        figure = Figure(figsize=(10.5, 6.4), dpi=130, layout="constrained")
+        grid = figure.subplots(len(panels), len(CONDITIONS), sharey=True, sharex=True)
+        for axes_row, (measure, title, chance) in zip(grid, panels, strict=True):
+            for axes, condition in zip(axes_row, CONDITIONS, strict=True):
+                _bars(axes, results, condition, measure)
+                axes.set_title(f"{title}\nlabel named: {condition}", loc="left", fontsize=10)
+                if chance is not None:
+                    axes.axvline(chance, color=GREY, linewidth=1, linestyle=(0, (4, 4)))
+                    axes.text(chance + 0.01, 5.42, "chance", color=GREY, fontsize=8, va="center")
+        _save(figure, picture)
+
+
+def draw_calibration(results: Results, picture: Path) -> None:
+    """Reliability curves: among the digits that got a p near this one, which share was in the image?
+
+    Args:
+        results: All measurements; the seeds are put together.
+        picture: The PNG to write.
+    """
+    with matplotlib.rc_context({"axes.spines.top": False, "axes.spines.right": False}):
+        figure = Figure(figsize=(10.5, 4.9), dpi=130, layout="constrained")
+        panels = figure.subplots(1, len(CONDITIONS), sharey=True)
+        for axes, condition in zip(panels, CONDITIONS, strict=True):
+            axes.plot((0, 1), (0, 1), color=GREY, linewidth=1.2, linestyle=(0, (4, 4)))
+            for name, (colour, marker) in LOOK.items():
+                said, present = _pooled(results, condition, name)
+                axes.plot(said, present, color=colour, marker=marker, markersize=5, linewidth=1.6, label=name)
+            axes.set_xlabel("p that the method gave")
+            axes.set_xlim(-0.03, 1.03)
+            axes.set_ylim(-0.03, 1.03)
+            axes.set_title(f"label named: {condition}", loc="left", fontsize=10)
+        panels[0].set_ylabel("share of these digits that were in the image")
+        handles, labels = panels[0].get_legend_handles_labels()
+        figure.legend(handles, labels, loc="outside lower center", ncols=len(LOOK), frameon=False, fontsize=9)
+        _save(figure, picture)
+
+
+def _bars(axes: Axes, results: Results, condition: str, measure: str) -> None:
+    for place, (name, (colour, _)) in enumerate(reversed(LOOK.items())):
+        middle, deviation = spread(values(results, condition, name, measure))
+        axes.barh(
+            place, middle, xerr=deviation, color=colour, height=0.7, error_kw={"capsize": 3, "linewidth": 1}
+        )
+        axes.text(middle + deviation + 0.015, place, f"{middle:.2f}", va="center", fontsize=9)
+    axes.set_yticks(range(len(LOOK)), list(reversed(LOOK)))
+    axes.tick_params(axis="y", length=0)
+    axes.set_xlim(0, 1.08)
+
+
+def _pooled(results: Results, condition: str, method: str) -> tuple[list[float], list[float]]:
+    """The bins of all seeds together; those with fewer than 50 pairs of image and digit say too little."""
+    number, said, present = torch.stack([m.reliability for m in results[condition, method]]).unbind(1)
+    total = number.sum(0)
+    keep = total >= 50
+    means = [torch.nan_to_num(number * part).sum(0) / total for part in (said, present)]
+    return means[0][keep].tolist(), means[1][keep].tolist()
+
+
+def _save(figure: Figure, picture: Path) -> None:
+    with replacing(picture) as temporary:
+        figure.savefig(temporary, format="png")
+
+
+STYLE = """
+body { font: 16px/1.5 system-ui, sans-serif; color: #222; background: #fff; max-width: 62rem;
+  margin: 2rem auto; padding: 0 1rem; }
+h1 { font-size: 1.6rem; } h2 { font-size: 1.2rem; margin-top: 2.2rem; }
+table { border-collapse: collapse; margin: .6rem 0 1rem; }
+th, td { padding: .22rem .6rem; text-align: right; border-bottom: 1px solid #e5e5e5; white-space: nowrap; }
+th:first-child, td:first-child { text-align: left; }
+th { font-weight: 600; border-bottom: 2px solid #bbb; }
+tr.lml td { font-weight: 600; }
+img.plot { width: 100%; height: auto; }
+.example { display: flex; flex-wrap: wrap; gap: 1.2rem; align-items: center; margin: 1rem 0; }
+.example img { height: 6rem; image-rendering: pixelated; border: 1px solid #ccc; }
+.example table { margin: 0; font-size: .82rem; }
+.example td, .example th { padding: .12rem .38rem; text-align: center; border: 0; }
+.example th:first-child, .example td:first-child { text-align: left; padding-right: .8rem; }
+.present { outline: 2px solid #D55E00; outline-offset: -2px; }
+.small { color: #555; font-size: .88rem; }
+"""
+
+
+def write(
+    path: Path,
+    *,
+    setting: str,
+    results: Results,
+    findings: Mapping[str, Sequence[str]],
+    limits: str,
+    meanings: Mapping[str, str],
+    plots: Sequence[Path],
+    examples: Images,
+    answers: Mapping[str, Tensor],
+) -> None:
+    """Write the report.
+
+    Args:
+        path: The HTML file.
+        setting: A sentence that says what was run.
+        results: All measurements.
+        findings: The sentences of each condition.
+        limits: What was not shown.
+        meanings: What each method is, by its name.
+        plots: The PNG files to put in.
+        examples: A few test images of the uniform condition.
+        answers: The probabilities (images, 10) of each method for them.
+    """
+    parts = [
+        "<h1>What nobody wrote down: learning k labels from one</h1>",
+        f"<p>{html.escape(setting)}</p>",
+        "<ul>"
+        + "".join(f"<li><b>{html.escape(n)}</b>: {html.escape(m)}</li>" for n, m in meanings.items())
+        + "</ul>",
+    ]
+    for condition in CONDITIONS:
+        parts += [f"<h2>Label named: {condition}</h2>", _table(results, condition, meanings)]
+        parts.append(
+            "<ul>" + "".join(f"<li>{html.escape(said)}</li>" for said in findings[condition]) + "</ul>"
+        )
+    columns = "; ".join(f"<b>{html.escape(h)}</b>: {html.escape(m)}" for _, h, m, _ in COLUMNS)
+    parts.append(f'<p class="small">Mean ± standard deviation over the seeds. {columns}.</p>')
+    parts.append(f"<p>{html.escape(limits)}</p><h2>Plots</h2>")
+    parts += [f'<img class="plot" alt="{plot.stem}" src="{_embedded(plot.read_bytes())}">' for plot in plots]
+    parts.append(
+        "<h2>A few test images</h2><p>The probability each method gives to every digit, from the networks "
+        "of the first seed with uniformly named labels. Orange frames are the digits in the image; the "
+        "darker a cell, the larger p.</p>"
+    )
+    parts += [_example(examples, answers, i) for i in range(len(examples.named))]
+    page = (
+        '<!doctype html><html lang="en"><head><meta charset="utf-8"><title>torchlml demo</title>'
+        f"<style>{STYLE}</style></head><body>{''.join(parts)}</body></html>\n"
+    )
+    with replacing(path) as temporary:
+        temporary.write_text(page, encoding="utf-8")
+
+
+def _table(results: Results, condition: str, meanings: Mapping[str, str]) -> str:
+    head = "".join(f"<th>{html.escape(heading)}</th>" for _, heading, _, _ in COLUMNS)
+    rows = []
+    for name in meanings:
+        cells = []
+        for measure, _, _, digits in COLUMNS:
+            middle, deviation = spread(values(results, condition, name, measure))
+            cells.append(f"<td>{middle:.{digits}f} ± {deviation:.{digits}f}</td>")
+        kind = ' class="lml"' if name == "LML" else ""
+        rows.append(f"<tr{kind}><td>{html.escape(name)}</td>{''.join(cells)}</tr>")
+    return f"<table><tr><th>method</th>{head}</tr>{''.join(rows)}</table>"
+
+
+def _example(examples: Images, answers: Mapping[str, Tensor], i: int) -> str:
+    buffer = io.BytesIO()
+    imsave(buffer, examples.pixels[i].numpy(), cmap="gray_r", vmin=0, vmax=1, format="png")
+    present = examples.present[i].tolist()
+    shown = ", ".join(str(digit) for digit, there in enumerate(present) if there)
+    rows = []
+    for name, p in answers.items():
+        cells = "".join(_cell(value, there) for value, there in zip(p[i].tolist(), present, strict=True))
+        rows.append(f"<tr><td>{html.escape(name)}</td>{cells}</tr>")
+    head = "".join(f"<th>{digit}</th>" for digit in range(len(present)))
+    return (
+        f'<div class="example"><img alt="the digits {shown}" src="{_embedded(buffer.getvalue())}">'
+        f"<table><tr><th></th>{head}</tr>{''.join(rows)}</table></div>"
+    )
+
+
+def _cell(p: float, present: bool) -> str:
+    ink = "#fff" if p > 0.55 else "#222"
+    kind = ' class="present"' if present else ""
+    return f'<td{kind} style="background: rgba(0, 114, 178, {p:.3f}); color: {ink}">{p:.2f}</td>'
+
+
+def _embedded(png: bytes) -> str:
+    return f"data:image/png;base64,{base64.b64encode(png).decode()}"

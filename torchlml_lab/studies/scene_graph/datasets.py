@@ -1,0 +1,220 @@
+"""Readers of Visual Genome and VRD."""
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from torchlml_lab.cli_errors import BadInput
+from torchlml_lab.files import read_json
+from torchlml_lab.studies.scene_graph.graphs import Image, SceneGraphs, collect, damaged, reading_hdf5
+
+SCALE = 1024  # the longer side of every image, in the units of the boxes
+TRAINING, TEST = 0, 2
+# The official list of images has four whose files were broken; the official relations leave them out.
+BROKEN = {1592, 1722, 4616, 4617}
+_PER_BOX = ("boxes_1024", "labels")
+_PER_RELATION = ("relationships", "predicates")
+_PER_IMAGE = ("split", "img_to_first_box", "img_to_last_box", "img_to_first_rel", "img_to_last_rel")
+
+
+def read_visual_genome(folder: Path) -> tuple[SceneGraphs, SceneGraphs]:
+    """Read the three files.
+
+    Args:
+        folder: Where they are.
+
+    Returns:
+        The training and the test images. A file that is missing, damaged or at odds with another one raises
+        `BadInput`, which names the file and, where there is one, the image.
+    """
+    path = folder / "VG-SGG.h5"
+    tables = _tables(path)
+    objects, predicates = _names(folder / "VG-SGG-dicts.json")
+    images = _images(folder / "image_data.json", path, len(tables["split"]))
+    wrong = np.flatnonzero(~np.isin(tables["split"], (TRAINING, TEST)))
+    if len(wrong):
+        split = tables["split"][wrong[0]]
+        raise damaged(path, images[wrong[0]][0], f"its split is {split}, and must be 0 (train) or 2 (test)")
+    training, test = (
+        collect(
+            path,
+            _read_visual_genome_images(path, tables, images, np.flatnonzero(tables["split"] == chosen)),
+            objects,
+            predicates,
+            first=1,
+        )
+        for chosen in (TRAINING, TEST)
+    )
+    return training, test
+
+
+def _tables(path: Path) -> dict[str, NDArray[Any]]:
+    """The tables of the HDF5 file, with checked shapes."""
+    names = (*_PER_BOX, *_PER_RELATION, *_PER_IMAGE)
+    with reading_hdf5(path) as file:
+        missing = [name for name in names if name not in file]
+        if missing:
+            raise BadInput(f"`{path}` has no table `{missing[0]}`.")
+        tables = {name: np.asarray(file[name][:]) for name in names}
+    for group in (_PER_BOX, _PER_RELATION, _PER_IMAGE):
+        for name in group:
+            width = {"boxes_1024": 4, "relationships": 2}.get(name)
+            if name in ("labels", "predicates") and tables[name].ndim == 2 and tables[name].shape[1] == 1:
+                tables[name] = tables[name][:, 0]
+            rows = len(tables[group[0]])
+            expected = (rows,) if width is None else (rows, width)
+            if tables[name].shape != expected or tables[name].dtype.kind not in "iu":
+                raise BadInput(
+                    f"`{path}` has a table `{name}` of {tables[name].dtype} with the shape "
+                    f"{tables[name].shape}, and whole numbers of the shape {expected} are needed."
+                )
+            tables[name] = tables[name].astype(np.int64)
+    return tables
+
+
+def _names(path: Path) -> tuple[list[str], list[str]]:
+    """The names of the object classes and of the predicates, which are numbered from 1 on."""
+    dicts = read_json(path, dict)
+    lists = []
+    for key in ("idx_to_label", "idx_to_predicate"):
+        numbered = dicts.get(key)
+        if not isinstance(numbered, dict) or set(numbered) != {str(i + 1) for i in range(len(numbered))}:
+            raise BadInput(f"`{path}` has no `{key}` that gives a name to each number from 1 on.")
+        lists.append([str(numbered[str(i + 1)]) for i in range(len(numbered))])
+    return lists[0], lists[1]
+
+
+def _images(path: Path, tables: Path, count: int) -> list[tuple[str, float, float]]:
+    """The name, the width and the height of each image."""
+    entries = read_json(path, list)
+    try:
+        found = [(entry["image_id"], float(entry["width"]), float(entry["height"])) for entry in entries]
+    except (KeyError, TypeError, ValueError) as error:
+        raise BadInput(f"`{path}` has an image without `image_id`, `width` or `height`.") from error
+    if len(found) != count:
+        found = [entry for entry in found if entry[0] not in BROKEN]
+    if len(found) != count:
+        raise BadInput(f"`{path}` has {len(entries)} images, and `{tables}` has {count}.")
+    return [(str(name), width, height) for name, width, height in found]
+
+
+def _read_visual_genome_images(
+    path: Path, tables: dict[str, NDArray[Any]], images: list[tuple[str, float, float]], chosen: NDArray[Any]
+) -> Iterator[Image]:
+    for i in chosen.tolist():
+        name, width, height = images[i]
+        first_box, boxes = _range(path, name, tables, "box", i, len(tables["labels"]))
+        first_relation, relations = _range(path, name, tables, "rel", i, len(tables["predicates"]))
+        centres = tables["boxes_1024"][first_box : first_box + boxes].astype(np.float64)
+        # The centres are rounded, so a box may stand out by one unit.
+        beyond = (centres[:, :2] < 0) | (centres[:, :2] > SCALE + 1) | (centres[:, 2:] > SCALE + 1)
+        if beyond.any():
+            which = int(np.argmax(beyond.any(1)))
+            said = f"the box {which} (centre and size {centres[which]}) is not within {SCALE} x {SCALE}"
+            raise damaged(path, name, said)
+        corners = np.concatenate(
+            (centres[:, :2] - centres[:, 2:] / 2, centres[:, :2] + centres[:, 2:] / 2), 1
+        )
+        chosen_relations = slice(first_relation, first_relation + relations)
+        pairs = tables["relationships"][chosen_relations] - first_box
+        yield Image(
+            name,
+            width,
+            height,
+            corners * max(width, height) / SCALE,
+            tables["labels"][first_box : first_box + boxes] - 1,
+            np.concatenate((pairs, tables["predicates"][chosen_relations, None] - 1), 1),
+        )
+
+
+def _range(
+    path: Path, name: str, tables: dict[str, NDArray[Any]], kind: str, image: int, most: int
+) -> tuple[int, int]:
+    """The first box or relation of an image, and how many it has; -1 stands for none."""
+    first, last = (int(tables[f"img_to_{end}_{kind}"][image]) for end in ("first", "last"))
+    if first == last == -1:
+        return 0, 0
+    if not 0 <= first <= last < most:
+        raise damaged(
+            path, name, f"`img_to_first_{kind}` to `img_to_last_{kind}` is {first} to {last}, of {most}"
+        )
+    return first, last - first + 1
+
+
+def read_vrd(folder: Path) -> tuple[SceneGraphs, SceneGraphs]:
+    """Read `annotations_{train,test}.json`, `objects.json` and `predicates.json`.
+
+    Args:
+        folder: Where they are. `{train,test}_image_metadata.json` may be there too, with the width and height
+            by image; without it, an image is as large as the extent of its boxes.
+
+    Returns:
+        The training and the test images. The boxes of an image are those its relations mention, each once, in
+        the order of their first mention, the subject before the object. A file that is missing or damaged
+        raises `BadInput`, which names the file and, where there is one, the image.
+    """
+    objects, predicates = (read_json(folder / f"{name}.json", list) for name in ("objects", "predicates"))
+    training, test = (
+        collect(
+            folder / f"annotations_{part}.json",
+            _read_vrd_images(folder / f"annotations_{part}.json", folder / f"{part}_image_metadata.json"),
+            [str(name) for name in objects],
+            [str(name) for name in predicates],
+            first=0,
+        )
+        for part in ("train", "test")
+    )
+    return training, test
+
+
+def _read_vrd_images(path: Path, sizes_path: Path) -> Iterator[Image]:
+    sizes = read_json(sizes_path, dict) if sizes_path.exists() else {}
+    for name, annotations in read_json(path, dict).items():
+        boxes: dict[tuple[int, ...], int] = {}
+        relations = []
+        if not isinstance(annotations, list):
+            raise damaged(path, name, "it has no list of relations")
+        for annotation in annotations:
+            ends = [boxes.setdefault(_box(path, name, annotation, end), len(boxes)) for end in _ENDS]
+            predicate = annotation.get("predicate")
+            if not isinstance(predicate, int):
+                raise damaged(path, name, "a relation has no whole number as `predicate`")
+            relations.append((*ends, predicate))
+        table = np.array(list(boxes), dtype=np.int64).reshape(-1, 5)
+        corners = table[:, [3, 1, 4, 2]].astype(np.float64)  # the file says ymin, ymax, xmin, xmax
+        width, height = _size(sizes_path, name, sizes)
+        extent = corners[:, 2:].max(0, initial=1)  # a few boxes are larger than their image
+        yield Image(
+            name,
+            max(width, extent[0]),
+            max(height, extent[1]),
+            corners,
+            table[:, 0],
+            np.array(relations, dtype=np.int64).reshape(-1, 3),
+        )
+
+
+_ENDS = ("subject", "object")
+
+
+def _box(path: Path, name: str, annotation: Any, end: str) -> tuple[int, ...]:
+    """The class and the box of one end of a relation."""
+    try:
+        numbers = (annotation[end]["category"], *annotation[end]["bbox"])
+    except (KeyError, TypeError) as error:
+        raise damaged(path, name, f"a relation has no `{end}` with `category` and `bbox`") from error
+    if len(numbers) != 5 or not all(isinstance(number, int) for number in numbers):
+        raise damaged(path, name, f"a `{end}` is not one `category` and four whole numbers of `bbox`")
+    return numbers
+
+
+def _size(path: Path, name: str, sizes: dict[str, Any]) -> tuple[float, float]:
+    if name not in sizes:
+        return 0.0, 0.0
+    try:
+        return float(sizes[name]["width"]), float(sizes[name]["height"])
+    except (KeyError, TypeError, ValueError) as error:
+        raise BadInput(f"`{path}` has no `width` and `height` for the image `{name}`.") from error

@@ -1,0 +1,142 @@
+"""`torchlml train scene-graph`: one run of the study, on Visual Genome or on VRD."""
+
+import math
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+from accelerate import Accelerator
+from rich.console import Console
+from torch import Tensor
+
+from torchlml_lab.cli_errors import BadInput
+from torchlml_lab.engine.loop import Task
+from torchlml_lab.engine.progress import new_console
+from torchlml_lab.engine.run import in_percent, say_test, train
+from torchlml_lab.engine.settings import check as check_settings
+from torchlml_lab.studies.scene_graph import datasets, objectives
+from torchlml_lab.studies.scene_graph.batches import Batch, GraphBatches, RegionFeatures
+from torchlml_lab.studies.scene_graph.graphs import Splits, split
+from torchlml_lab.studies.scene_graph.model import MotifNet
+from torchlml_lab.studies.scene_graph.priors import LeaveOneOut, log_frequencies, word_vectors
+from torchlml_lab.studies.scene_graph.recalls import CHOSEN_BY, RECALLS, measure, score
+from torchlml_lab.studies.scene_graph.settings import EXPERIMENT, Objective, SceneGraphSettings
+
+
+def main(settings: SceneGraphSettings) -> None:
+    """Train, and print the test."""
+    console = new_console()
+    result = run(settings, console)
+    say_test(console, settings, result, f"{in_percent(result['test'], RECALLS)} ({vision(settings)})")
+
+
+def run(settings: SceneGraphSettings, console: Console) -> dict[str, Any]:
+    """Train with these settings; what cannot be done raises `BadInput` before anything is written."""
+    check(settings)
+    return train(EXPERIMENT, settings, lambda: task(settings, read(settings)), console)
+
+
+def vision(settings: SceneGraphSettings) -> str:
+    """What the model sees, for every table."""
+    return "vision-free" if settings.region_features is None else "with region features"
+
+
+def check(settings: SceneGraphSettings) -> None:
+    """Refuse settings that cannot be run."""
+    check_settings(settings)
+    if (settings.vg is None) == (settings.vrd is None):
+        raise BadInput("Exactly one of `--vg` (Visual Genome) and `--vrd` must be given.")
+    if settings.k < 1:
+        raise BadInput(f"`--k` is {settings.k}, and must be at least 1.")
+    if settings.hidden < 2 or settings.hidden % 2:
+        raise BadInput(f"`--hidden` is {settings.hidden}, and must be an even number from 2 on.")
+    if not 0 <= settings.dropout < 1:
+        raise BadInput(f"`--dropout` is {settings.dropout}, and must be from 0 to less than 1.")
+    if not 0 <= settings.weight_decay < math.inf:
+        raise BadInput(f"`--weight-decay` is {settings.weight_decay}, and must be finite and at least 0.")
+    if not settings.clip > 0:
+        raise BadInput(f"`--clip` is {settings.clip}, and must be more than 0.")
+    if settings.without_bias and (settings.counts is not None or settings.leave_one_out):
+        given = "--leave-one-out" if settings.counts is None else "--counts"
+        raise BadInput(
+            f"`{given}` makes the frequency bias that `--without-bias` leaves out: give one of them."
+        )
+    if settings.counts is not None and settings.leave_one_out:
+        raise BadInput(
+            "`--counts` are of other images, so `--leave-one-out` has nothing to take out: give one of them."
+        )
+
+
+def read(settings: SceneGraphSettings) -> Splits:
+    """The images of the run's files, in three splits."""
+    if settings.vg is not None:
+        training, test = datasets.read_visual_genome(settings.vg)
+    else:
+        assert settings.vrd is not None
+        training, test = datasets.read_vrd(settings.vrd)
+    return split(training, test, settings.validation, settings.split_seed)
+
+
+def task(settings: SceneGraphSettings, splits: Splits) -> Task:
+    """The task of one run; the seed must be set before, since it makes the network."""
+    regions = read_regions(settings, splits)
+    model = network(settings, splits, regions)
+    optimizer = torch.optim.AdamW(
+        model.parameters(), lr=settings.learning_rate, weight_decay=settings.weight_decay, fused=True
+    )
+    # The training curve is of images that do not change, so that it can be compared between epochs.
+    followed = splits.training[torch.arange(min(settings.validation, len(splits.training)))]
+    parts = {"train": followed, "validation": splits.validation, "test": splits.test}
+
+    def loss(motifs: torch.nn.Module, batch: Batch) -> Tensor:
+        scores = motifs(batch).float()
+        return objectives.loss(settings.objective, scores, batch, settings.k, settings.one_per_edge)
+
+    def measure_all(
+        motifs: torch.nn.Module, batches: Iterable[Batch], accelerator: Accelerator
+    ) -> dict[str, float]:
+        return measure(score(ranker(settings.objective, motifs), batches, accelerator))
+
+    return Task(
+        model=model,
+        optimizer=optimizer,
+        scheduler=torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, settings.epochs),
+        training=GraphBatches(
+            splits.training, regions, LeaveOneOut(splits.training) if settings.leave_one_out else None
+        ),
+        held_out={name: GraphBatches(part, regions) for name, part in parts.items()},
+        loss=loss,
+        measure=measure_all,
+        chosen_by=CHOSEN_BY,
+        printed=RECALLS,
+        most_gradient=settings.clip,
+        threads=1,
+    )
+
+
+def ranker(objective: Objective, motifs: torch.nn.Module) -> Callable[[Batch], Tensor]:
+    """What a network ranks the triples of a batch by."""
+    return lambda batch: objectives.ranking(objective, motifs(batch))
+
+
+def read_regions(settings: SceneGraphSettings, splits: Splits) -> RegionFeatures | None:
+    """The region features of the run, or None."""
+    return None if settings.region_features is None else RegionFeatures(settings.region_features, splits)
+
+
+def network(settings: SceneGraphSettings, splits: Splits, regions: RegionFeatures | None) -> MotifNet:
+    """The network of a run, with its first weights."""
+    training = splits.training
+    background = int(objectives.has_background(settings.objective))
+    bias = None
+    if not settings.without_bias:
+        bias = log_frequencies(training, settings.counts)[..., 1 - background :].contiguous()
+    return MotifNet(
+        len(training.objects),
+        background + len(training.predicates),
+        bias,
+        None if settings.glove is None else word_vectors(settings.glove, training.objects),
+        None if regions is None else (regions.box_size, regions.union_size),
+        settings.hidden,
+        settings.dropout,
+    )
