@@ -11,6 +11,7 @@ belongs to a machine and a torch: compare only what was made on the same ones.
 from __future__ import annotations
 
 import argparse
+import functools
 import hashlib
 import json
 import os
@@ -26,6 +27,9 @@ sys.path.insert(0, str(ROOT))
 
 import torchlml
 from tests.support.problems import SHORT
+from torchlml._arguments import canonical
+from torchlml._autograd import implicit
+from torchlml.bracketing import solve_bracketing
 
 DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
 KERNELS = ("native", "torch")
@@ -39,7 +43,8 @@ LAYER: dict[str, Call] = {
     "lml at_most": lambda x, k, **rows: torchlml.lml(x, k, bound="at_most", **rows),
     "lml at_least": lambda x, k, **rows: torchlml.lml(x, k, bound="at_least", **rows),
     "log_lml at_most": lambda x, k, **rows: torchlml.log_lml(x, k, bound="at_most", **rows),
-    "lml bracketing": lambda x, k, **rows: torchlml.lml(x, k, solver="bracketing", **rows),
+    "lml bracketing": lambda x, k, **rows: _bracketing(x, k, **rows),
+    "lml_bracketing": torchlml.lml_bracketing,
     "lml_value": torchlml.lml_value,
     "constrained_softmax": torchlml.constrained_softmax,
     "constrained_sparsemax": torchlml.constrained_sparsemax,
@@ -126,6 +131,15 @@ def _with_gradients(
     yield from (_bytes(t) for t in (y, x.grad, k.grad))
 
 
+def _bracketing(
+    x: torch.Tensor, k: torch.Tensor, mask: torch.Tensor | None = None, offsets: torch.Tensor | None = None
+) -> torch.Tensor:
+    """y from the dual variable of Algorithm 1 before it is rounded to the dtype of x."""
+    c = canonical(x, k, -1, mask, offsets)
+    solve = functools.partial(solve_bracketing, samples=None, tolerance=None, max_iterations=100)
+    return c.restore(implicit.lml(c.x, c.k, c.mask, c.offsets, solve), -1)
+
+
 def _loss(function: Call, rows: list[tuple[torch.Tensor, float]]) -> Iterator[bytes]:
     for x, k in rows:
         if x.shape[0] < 3 or not 1 <= k < x.shape[0]:
@@ -165,7 +179,7 @@ def _linear(function: Call, dtype: torch.dtype) -> Iterator[bytes]:
         for reduction in ("mean", "none"):
             hidden, weight, bias = (part.clone().requires_grad_() for part in parts)
             loss = function(
-                *(hidden, weight, target, 5), linear_bias=bias, reduction=reduction, memory=budget
+                *(hidden, weight, target, 5), linear_bias=bias, reduction=reduction, memory_limit=budget
             )
             loss.sum().backward()
             yield from (_bytes(t) for t in (loss, hidden.grad, weight.grad, bias.grad))

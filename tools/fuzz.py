@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 import torchlml
-from torchlml._cpu import loader as native
+from torchlml._cpu import loader
 
 DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
 INF = math.inf
@@ -332,7 +332,7 @@ def main() -> int:
     parser.add_argument("--threads", type=int, default=1)
     arguments = parser.parse_args()
     torch.set_num_threads(arguments.threads)
-    kernel = f"native ({native.instruction_set()})" if native.loaded() else "torch"
+    kernel = f"native ({loader.instruction_set()})" if loader.loaded() else "torch"
     print(f"torchlml {torchlml.__version__}, kernel {kernel}, from seed {arguments.seed}")
     errors, rows, entries, seed = Errors(), 0, 0, arguments.seed
     end = time.monotonic() + arguments.seconds

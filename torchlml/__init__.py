@@ -3,10 +3,10 @@
 y = torchlml.lml(x, k)  # like softmax, but each row sums to k and every entry is in (0, 1)
 """
 
-from torchlml import solvers
-from torchlml._constrained.softmax import constrained_softmax
-from torchlml._constrained.sparsemax import constrained_sparsemax
+from torchlml.bracketing import lml_bracketing
 from torchlml.choices import sample_subset, topk_mask
+from torchlml.constrained import constrained_softmax, constrained_sparsemax
+from torchlml.labels import pad_labels
 from torchlml.losses import (
     LinearLMLLoss,
     LinearTruncatedEntropyLoss,
@@ -21,8 +21,7 @@ from torchlml.losses import (
     topk_svm_loss,
     truncated_entropy_loss,
 )
-from torchlml.projection import LML, lml, lml_dual, log_lml
-from torchlml.value import lml_value
+from torchlml.projection import LML, lml, lml_dual, lml_value, log_lml
 
 __version__ = "0.1.0"
 
@@ -39,13 +38,14 @@ __all__ = [
     "linear_lml_loss",
     "linear_truncated_entropy_loss",
     "lml",
+    "lml_bracketing",
     "lml_dual",
     "lml_loss",
     "lml_value",
     "log_lml",
+    "pad_labels",
     "sample_subset",
     "smooth_topk_svm_loss",
-    "solvers",
     "topk_mask",
     "topk_svm_loss",
     "truncated_entropy_loss",

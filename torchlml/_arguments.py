@@ -1,7 +1,7 @@
-"""The one reader of `x`, `k`, `mask` and `offsets`, for the layer, the family, the losses and the metrics.
+"""Validate `x`, `k`, `mask` and `offsets`, and convert them to the form that the operators take.
 
-Everything wrong is said here, in one sentence, before anything is computed. The numbers inside `k` and
-`offsets` are looked at only in eager calls on the CPU: anywhere else that would stall or stop a trace.
+All argument validation happens here, before any computation. The values of `k` and `offsets` are checked only
+in eager calls on the CPU: reading them elsewhere would synchronize the device or break a trace.
 """
 
 from __future__ import annotations
@@ -19,43 +19,41 @@ from torch import Tensor
 from torchlml._nested import Jagged
 from torchlml._nested import read as read_nested
 from torchlml._rows import wide_dtype
-from torchlml.solvers.bracketing import Bracketing
 
 Bound = Literal["exactly", "at_most", "at_least"]
-Solver = Literal["newton", "bracketing"] | Bracketing
 
-# The last two are what the compiler passes for a number it keeps open.
+# The last two are passed by the compiler for dynamic numbers.
 NUMBERS: tuple[Any, ...] = (int, float, numbers.Real, torch.SymInt, torch.SymFloat)
 _DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
-_LARGEST = sys.float_info.max  # a larger int is no float
+_LARGEST = sys.float_info.max  # a larger int cannot be converted to a float
 
 
 class Canonical(NamedTuple):
-    """Arguments as the operators take them, and the shape that the entries have outside."""
+    """Arguments as the operators take them, and the original shape."""
 
     x: Tensor  # (R, n), or (N,) with offsets
     k: Tensor  # 0-d or (R,)
     mask: Tensor | None  # like x
     offsets: Tensor | None  # (R + 1,)
-    outer: torch.Size | None  # the shape with `dim` moved to the end; None where x is taken as it is
+    outer: torch.Size | None  # the shape with `dim` moved to the end; None if x is unchanged
     jagged: Jagged | None = None  # for a nested tensor, whose values the others describe
 
     @property
     def row_shape(self) -> torch.Size:
-        """The shape outside of one number per row."""
+        """The original shape of one number per row."""
         if self.outer is not None and self.offsets is None:
             return self.outer[:-1]
         return torch.Size([self.x.shape[0] if self.offsets is None else self.offsets.shape[0] - 1])
 
     def restore(self, y: Tensor, dim: int) -> Tensor:
-        """Entries in rows, back into the shape they came in."""
+        """Bring one number per entry back to the original shape."""
         if self.jagged is not None:
             assert self.outer is not None
             return self.jagged.wrap(y.reshape(self.outer).movedim(-1, self.jagged.dim))
         return y if self.outer is None else y.reshape(self.outer).movedim(-1, dim)
 
     def restore_rows(self, per_row: Tensor) -> Tensor:
-        """One number per row, in the shape of x without `dim`."""
+        """Bring one number per row to the original shape without `dim`."""
         if self.jagged is not None:
             return self.jagged.wrap_rows(per_row.reshape(self.row_shape))
         return per_row if self.outer is None else per_row.reshape(self.outer[:-1])
@@ -72,11 +70,11 @@ def canonical(
     name: str = "x",
     nested: bool = False,
 ) -> Canonical:
-    """Check the arguments of the projection and bring them into the form of the operators.
+    """Validate the arguments of the projection and convert them to the form that the operators take.
 
-    With `any_k`, k may exceed the length of a row: it is a limit, or the bound on it is not 1. `name` is what
-    the caller calls x, and `nested` says whether it may be a nested tensor. Under autocast half precision
-    becomes float32, as for torch's own softmax and losses; float32 and float64 stay what they are.
+    With `any_k`, k may exceed the length of a row. `name` is the name of x in error messages, and `nested`
+    says whether x may be a nested tensor. Under autocast, half precision becomes float32, as for
+    `torch.softmax`.
     """
     if isinstance(x, Tensor) and x.is_nested:
         if not nested:
@@ -108,11 +106,12 @@ def canonical(
         return Canonical(x.contiguous(), k, mask if mask is None else mask.contiguous(), offsets, None)
     n = x.shape[dim]
     if isinstance(k, Tensor) and k.dim() == x.dim() and k.shape[dim] == 1:
-        k = k.squeeze(dim)  # as a reduction with keepdim=True gives it
+        k = k.squeeze(dim)  # the result of a reduction with keepdim=True
     if dim not in (-1, x.dim() - 1):
         x = x.movedim(dim, -1)
         mask = None if mask is None else mask.movedim(dim, -1)
-    # A mask may leave fewer than k entries, and then k may exceed n as well: all that is left is chosen.
+    # With a mask, fewer than k entries may be available, all of which are then chosen; so k may exceed n as
+    # well.
     unlimited = any_k or mask is not None or n == 0
     k = check_k(k, x.shape[:-1], None if unlimited else n, x.device, name)
     if x.dim() == 2 and x.is_contiguous() and mask is None:
@@ -120,34 +119,34 @@ def canonical(
     outer = x.shape
     rows_shape = (math.prod(outer[:-1]), n)
     flat_mask = None if mask is None else mask.reshape(rows_shape).contiguous()
-    # A view of what is already in rows would only cost a node in the graph.
+    # A view of a matrix would only add a node to the graph.
     flat = x if x.dim() == 2 else x.reshape(rows_shape)
     return Canonical(flat.contiguous(), k, flat_mask, None, outer)
 
 
-def check_tensor(t: Any, name: str, beside: Tensor | None = None, owner: str = "`x`") -> None:
-    """A tensor with its entries laid out in memory, on the device of another one; or an error."""
+def check_tensor(t: Any, name: str, like: Tensor | None = None, owner: str = "`x`") -> None:
+    """Raise unless `t` is a dense tensor, on the device of `like` if that is given."""
     if not isinstance(t, Tensor):
         raise TypeError(f"`{name}` must be a torch.Tensor, but it is a {type(t).__name__}.")
-    if t.layout != torch.strided or (beside is not None and t.is_nested):
+    if t.layout != torch.strided or (like is not None and t.is_nested):
         came = "it is nested" if t.is_nested else f"its layout is {t.layout}"
         raise TypeError(f"`{name}` must be a dense tensor, but {came}.")
-    if beside is not None and t.device != beside.device:
+    if like is not None and t.device != like.device:
         raise ValueError(
-            f"`{name}` must be on the device of {owner}, {beside.device}, but it is on {t.device}."
+            f"`{name}` must be on the device of {owner}, {like.device}, but it is on {t.device}."
         )
 
 
 def check_number(value: Any, name: str, accepted: str, least: float | None = None) -> None:
-    """A number, finite and from `least` on if that is given; or an error that says what is `accepted`."""
+    """Raise unless `value` is a number, finite and at least `least` if that is given."""
     if isinstance(value, bool) or not isinstance(value, NUMBERS):
         raise TypeError(f"`{name}` must be {accepted}, but it is {value!r}.")
     if least is not None and not least <= value < math.inf:
         raise ValueError(f"`{name}` must be {accepted}, but it is {value}.")
 
 
-def check_whole_k(k: Any, most: int | None = None) -> int:
-    """A whole k from 1 to `most`, for what counts entries."""
+def check_integer_k(k: Any, most: int | None = None) -> int:
+    """k as an int from 1 to `most`, for functions that count entries."""
     try:
         k = operator.index(k)
     except TypeError:
@@ -159,25 +158,14 @@ def check_whole_k(k: Any, most: int | None = None) -> int:
 
 
 def check_bound(bound: Bound) -> Bound:
-    """Refuse a `bound` that is none of the three, and give it back."""
+    """Raise unless `bound` is one of the three, and return it."""
     if bound not in ("exactly", "at_most", "at_least"):
         raise ValueError(f'`bound` must be "exactly", "at_most" or "at_least", but it is {bound!r}.')
     return bound
 
 
-def check_solver(solver: str | Bracketing) -> Bracketing | None:
-    """The settings of the bracketing method, or None for Newton's."""
-    if isinstance(solver, Bracketing):
-        return solver
-    if solver == "newton":
-        return None
-    if solver == "bracketing":
-        return Bracketing()
-    raise ValueError(f"`solver` must be 'newton', 'bracketing' or a Bracketing, but it is {solver!r}.")
-
-
 def check_temperature(temperature: Any) -> None:
-    """A positive number, or an error."""
+    """Raise unless `temperature` is a positive number."""
     check_number(temperature, "temperature", "a positive number")
     if not 0 < temperature < math.inf:
         raise ValueError(f"`temperature` must be a positive number, but it is {temperature!r}.")
@@ -218,7 +206,7 @@ def _check_offsets(offsets: Tensor, x: Tensor, name: str) -> Tensor:
 
 
 def check_limit(k: Any) -> None:
-    """A k that may be right for some input: a number or a tensor of numbers, from 0 on and finite."""
+    """Raise if no input could make k valid: it must be finite and at least 0."""
     if isinstance(k, Tensor):
         check_k(k, k.shape, None, k.device)
     else:
@@ -230,11 +218,12 @@ def check_k(k: Any, rows: torch.Size, most: int | None, device: torch.device, na
     if not isinstance(k, Tensor):
         check_number(k, "k", "a number or a tensor")
         _check_range(k, k, most)
-        # The same number comes with every call, and a new tensor for it costs as much as all the checks.
-        make = kept_scalar if untraced() and not torch.is_inference_mode_enabled() else _scalar
+        # Most programs pass the same k in every call, and a new tensor for it costs as much as all the
+        # checks.
+        make = cached_scalar if is_eager() and not torch.is_inference_mode_enabled() else _scalar
         return make(k, wide_dtype(device))
     if k.is_nested:
-        raise TypeError(f"`k` must be a dense tensor beside this `{name}`, but it is nested.")
+        raise TypeError(f"`k` must be a dense tensor with this `{name}`, but it is nested.")
     check_real(k, "k", device, name)
     if readable(k) and k.numel() > 0:
         smallest, largest = k.detach().aminmax()
@@ -248,7 +237,7 @@ def check_k(k: Any, rows: torch.Size, most: int | None, device: torch.device, na
 
 
 def expand(t: Tensor, name: str, shape: torch.Size, accepted: str) -> Tensor:
-    """A tensor broadcast to a shape, or an error that says what it must do."""
+    """`t` broadcast to a shape, or an error that says what is accepted."""
     try:
         return t.expand(shape)
     except RuntimeError:
@@ -257,7 +246,7 @@ def expand(t: Tensor, name: str, shape: torch.Size, accepted: str) -> Tensor:
 
 
 def check_real(t: Tensor, name: str, device: torch.device, owner: str = "x") -> None:
-    """Real numbers on a device; or an error. A number on the CPU goes along with tensors of every device."""
+    """Raise unless `t` holds real numbers on `device`; a 0-d tensor on the CPU works with every device."""
     if t.dtype == torch.bool or t.dtype.is_complex:
         raise TypeError(f"`{name}` must hold real numbers, but its dtype is {t.dtype}.")
     if t.device != device and (t.dim() > 0 or t.device.type != "cpu"):
@@ -265,7 +254,7 @@ def check_real(t: Tensor, name: str, device: torch.device, owner: str = "x") -> 
 
 
 def _check_range(smallest: Any, largest: Any, most: int | None) -> None:
-    # A NaN fails every comparison, so it is caught by asking for what is allowed.
+    # A NaN fails every comparison, so the test is for valid values.
     if smallest >= 0 and largest <= (_LARGEST if most is None else most):
         return
     came = _show(smallest)
@@ -282,12 +271,12 @@ def _show(number: Any) -> str:
 
 
 def readable(*tensors: Tensor | None) -> bool:
-    """May the numbers in these tensors be looked at without stalling a device or stopping a trace?"""
-    return untraced() and all(t is None or t.device.type == "cpu" for t in tensors)
+    """Whether the values of these tensors can be read without synchronizing a device or breaking a trace."""
+    return is_eager() and all(t is None or t.device.type == "cpu" for t in tensors)
 
 
-def untraced() -> bool:
-    """Is this an eager call, which no compiler, transform, mode or tracer follows?"""
+def is_eager() -> bool:
+    """Whether no compiler, transform, dispatch mode or tracer is active."""
     return (
         not torch.compiler.is_compiling()
         and not torch._C._are_functorch_transforms_active()
@@ -298,14 +287,14 @@ def untraced() -> bool:
 
 def _scalar(k: Any, dtype: torch.dtype) -> Tensor:
     if not isinstance(k, (int, float, torch.SymInt, torch.SymFloat)):
-        k = float(k)  # a fraction, or a number of numpy's
-    # On the CPU whatever the default device: a 0-d tensor goes along with tensors of every device.
+        k = float(k)  # a fraction or a NumPy number
+    # On the CPU with every default device: a 0-d tensor works with tensors of every device.
     return torch.scalar_tensor(k, dtype=dtype, device="cpu")
 
 
-kept_scalar = functools.lru_cache(maxsize=256)(_scalar)
+cached_scalar = functools.lru_cache(maxsize=256)(_scalar)
 
 
 def autocasts(device: str) -> bool:
-    """Is autocast at work there? Not on "meta", for which torch refuses to answer."""
+    """Whether autocast is enabled for a device type; False for "meta", for which torch raises."""
     return device != "meta" and torch.is_autocast_enabled(device)

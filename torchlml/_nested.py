@@ -1,8 +1,8 @@
-"""Nested tensors of the layout `torch.jagged`, read as the plain arguments that everything else takes.
+"""Convert nested tensors of the layout `torch.jagged` to values and offsets, and results back.
 
-Where the ragged dimension holds the labels, (B, j), the rows are packed: the values, cut by the offsets.
-Where each of a ragged number of rows has n labels, (B, j, n), the values are dense rows. Results are wrapped
-with the same offsets, so that they go along with the tensor that came in.
+If the ragged dimension is that of the labels, (B, j), the rows are a jagged batch: values and offsets. If
+each of a ragged number of rows has n labels, (B, j, n), the values are dense rows. Results get the offsets of
+the input, so that they can be combined with it.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ Plain = tuple[Tensor, Any, int, Tensor | None, Tensor | None]
 
 
 class Jagged(NamedTuple):
-    """The nested tensor that came in, and where its labels are."""
+    """The nested input tensor, and the dimension of its labels."""
 
     like: Any  # a NestedTensor, whose methods torch does not declare
     name: str
@@ -31,7 +31,7 @@ class Jagged(NamedTuple):
 
     @property
     def labels_are_ragged(self) -> bool:
-        """Are the rows packed, so that results for rows are dense?"""
+        """Whether the rows form a jagged batch, so that results per row are dense."""
         return self.dim + 1 == self.ragged
 
     def wrap(self, values: Tensor) -> Tensor:
@@ -50,22 +50,22 @@ class Jagged(NamedTuple):
         """The ragged dimension when that of the labels is taken out."""
         return self.ragged - (self.dim + 1 < self.ragged)
 
-    def values(self, t: Any, name: str, ragged: int, looked_at: bool) -> Tensor:
-        """The values of a nested tensor that must be as ragged as the one that came in."""
+    def values(self, t: Any, name: str, ragged: int, may_read: bool) -> Tensor:
+        """The values of a nested tensor, which must have the offsets of the input."""
         check_jagged(t, name)
-        if t._ragged_idx == ragged and self.is_like(t, looked_at):
+        if t._ragged_idx == ragged and self.is_like(t, may_read):
             return t.values()
         raise ValueError(
             f"`{name}` must be ragged like `{self.name}`, but its offsets are others: make it by "
             f"`torch.nested.nested_tensor_from_jagged(values, {self.name}.offsets())`."
         )
 
-    def is_like(self, t: Any, looked_at: bool) -> bool:
-        """Does a nested tensor have the same offsets?"""
+    def is_like(self, t: Any, may_read: bool) -> bool:
+        """Whether a nested tensor has the same offsets."""
         offsets, own = t.offsets(), self.like.offsets()
-        return offsets is own or (looked_at and torch.equal(offsets, own))
+        return offsets is own or (may_read and torch.equal(offsets, own))
 
-    def places(self, target: Any, ignore_index: int, looked_at: bool) -> Tensor:
+    def places(self, target: Any, ignore_index: int, may_read: bool) -> Tensor:
         """The labels of packed rows, given as numbers within their rows, as places among all values.
 
         What is `ignore_index` becomes -1, what is in no row a place past the end.
@@ -81,7 +81,7 @@ class Jagged(NamedTuple):
         label = label.long()
         ignored = label == ignore_index
         wrong = ~ignored & ((label < 0) | (label >= offsets.diff()[row]))
-        if looked_at and bool(wrong.any()):
+        if may_read and bool(wrong.any()):
             raise ValueError(
                 "`target` must hold numbers of labels within their rows, or `ignore_index` = "
                 f"{ignore_index}, but {int(label[wrong][0])} is in it, where the row is not that long."
@@ -91,7 +91,7 @@ class Jagged(NamedTuple):
 
 
 def check_jagged(t: Any, name: str) -> None:
-    """A nested tensor of the jagged layout without holes; or an error."""
+    """Raise unless `t` is a nested tensor of the jagged layout without holes."""
     if not isinstance(t, Tensor) or t.layout != torch.jagged:
         kind = f"one of {t.layout}" if isinstance(t, Tensor) and t.is_nested else "not nested"
         raise TypeError(
@@ -102,11 +102,11 @@ def check_jagged(t: Any, name: str) -> None:
 
 
 def read(
-    x: Any, k: Any, dim: Any, mask: Any, offsets: Tensor | None, name: str, looked_at: bool
+    x: Any, k: Any, dim: Any, mask: Any, offsets: Tensor | None, name: str, may_read: bool
 ) -> tuple[Plain, Jagged]:
-    """The arguments of a plain call on the values, and what wraps its results.
+    """The arguments of a dense call on the values, and the object that wraps its results.
 
-    `looked_at` says whether offsets may be compared; where they may not, they must be the same tensor.
+    `may_read` says whether offsets may be compared by value; if not, they must be the same tensor.
     """
     check_jagged(x, name)
     if offsets is not None:
@@ -122,9 +122,9 @@ def read(
             f"the first, but it is {dim} of {x.dim()}, and the ragged one is {jagged.ragged}."
         )
     if mask is not None and (packed or getattr(mask, "is_nested", False)):
-        mask = jagged.values(mask, "mask", jagged.ragged, looked_at)
+        mask = jagged.values(mask, "mask", jagged.ragged, may_read)
     if isinstance(k, Tensor) and k.dim() > 0 and (not packed or k.is_nested):
         if packed:
             raise ValueError(f"`k` must be one number for each row of `{name}`, but it is nested.")
-        k = jagged.values(k, "k", jagged.ragged_of_rows, looked_at)
+        k = jagged.values(k, "k", jagged.ragged_of_rows, may_read)
     return (x.values(), k, jagged.dim, mask, x.offsets() if packed else None), jagged

@@ -1,7 +1,7 @@
-"""Rows of a dense matrix or of a packed (ragged) vector, behind one small interface.
+"""Rows of a dense matrix or of a jagged batch, behind one small interface.
 
-Everything that works on rows is written once, in terms of "a sum over each row" and "the number of a row
-beside each of its entries"; what a row is stands here and nowhere else.
+Code that works on rows is written once, in terms of sums over each row and of broadcasting a number per row
+to the entries. This is the bottom layer of the library: it imports torch alone.
 """
 
 from __future__ import annotations
@@ -17,8 +17,19 @@ def work_dtype(dtype: torch.dtype) -> torch.dtype:
 
 
 def wide_dtype(device: torch.device) -> torch.dtype:
-    """The dtype of k and of sums over a row: float64, but for Apple's GPUs, which have none."""
+    """The dtype of k and of sums over a row: float64, except on Apple GPUs, which do not have it."""
     return torch.float32 if device.type == "mps" else torch.float64
+
+
+def empty_nu(x: Tensor, offsets: Tensor | None) -> Tensor:
+    """An uninitialized nu, (2, R)."""
+    rows = x.shape[0] if offsets is None else offsets.shape[0] - 1
+    return x.new_empty((2, rows), dtype=work_dtype(x.dtype))
+
+
+def empty_gradients(x: Tensor, nu: Tensor) -> tuple[Tensor, Tensor]:
+    """Uninitialized dx and dk, the gradients of x and of each row's k."""
+    return torch.empty_like(x), nu.new_empty(nu.shape[1:], dtype=wide_dtype(x.device))
 
 
 def sum_rows(t: Tensor, dtype: torch.dtype | None = None) -> Tensor:
@@ -45,7 +56,7 @@ def rows_of(x: Tensor, offsets: Tensor | None, *, differentiable: bool = False) 
     Returns:
         An object with `count`, the number of rows, `longest`, how many entries the longest has, `wide`, the
         wide dtype, and the methods `sum`, `max` and `largest` (one number per row), `top` (several) and
-        `spread` (the number of a row beside each of its entries).
+        `broadcast` (the number of a row at each of its entries).
     """
     return DenseRows(x, differentiable) if offsets is None else PackedRows(x, offsets, differentiable)
 
@@ -67,14 +78,14 @@ class DenseRows:
         """The largest entry of each row, -inf for an empty one."""
         return t.amax(-1) if self.length else t.new_full((self.count,), -torch.inf)
 
-    def spread(self, per_row: Tensor) -> Tensor:
+    def broadcast(self, per_row: Tensor) -> Tensor:
         """The number of each row, shaped to broadcast against the entries."""
         return per_row.unsqueeze(-1)
 
     def largest(self, x: Tensor, rank: int | Tensor) -> Tensor:
         """The `rank`-th largest entry of each row, past its end the last, and -inf for an empty row.
 
-        `rank` is one for all, whose value is looked at, or one per row.
+        `rank` is one number for all rows, which is read on the host, or one per row.
         """
         if self.length == 0:
             return self.max(x)
@@ -87,15 +98,15 @@ class DenseRows:
             return x.topk(top, sorted=False).values.amin(-1)
         return x.topk(self.length + 1 - top, largest=False, sorted=False).values.amax(-1)
 
-    def top(self, x: Tensor, count: int, beside: Tensor) -> tuple[Tensor, Tensor]:
-        """The `count` largest entries of each row in falling order, and the entries of `beside` there.
+    def top(self, x: Tensor, count: int, values: Tensor) -> tuple[Tensor, Tensor]:
+        """The `count` largest entries of each row in descending order, and the entries of `values` there.
 
         Both are (R, count); past the end of a row they are -inf and 0.
         """
         some = min(count, self.length)
-        values, place = x.topk(some)
+        largest, place = x.topk(some)
         missing = (0, count - some)
-        return pad(values, missing, value=-torch.inf), pad(beside.gather(-1, place), missing)
+        return pad(largest, missing, value=-torch.inf), pad(values.gather(-1, place), missing)
 
 
 class PackedRows:
@@ -127,8 +138,8 @@ class PackedRows:
             return t.new_full((self.count,), -torch.inf).scatter_reduce(0, self.index, t, "amax")
         return torch.segment_reduce(t, "max", offsets=self.offsets, initial=-torch.inf, unsafe=True)
 
-    def spread(self, per_row: Tensor) -> Tensor:
-        """The number of each row, beside each of its entries."""
+    def broadcast(self, per_row: Tensor) -> Tensor:
+        """The number of each row at each of its entries."""
         return per_row[self.index]
 
     def order(self, x: Tensor) -> Tensor:
@@ -145,14 +156,14 @@ class PackedRows:
         found = x[self.order(x)[place.clamp(min=0)]]
         return torch.where(self.offsets.diff() > 0, found, -torch.inf)
 
-    def top(self, x: Tensor, count: int, beside: Tensor) -> tuple[Tensor, Tensor]:
+    def top(self, x: Tensor, count: int, values: Tensor) -> tuple[Tensor, Tensor]:
         """As for dense rows."""
         if x.shape[0] == 0:
-            return x.new_full((self.count, count), -torch.inf), beside.new_zeros((self.count, count))
+            return x.new_full((self.count, count), -torch.inf), values.new_zeros((self.count, count))
         place = self.offsets[:-1, None] + torch.arange(count, device=x.device)
         at = self.order(x)[place.clamp(max=x.shape[0] - 1)]
         inside = place < self.offsets[1:, None]
-        return torch.where(inside, x[at], -torch.inf), beside[at] * inside
+        return torch.where(inside, x[at], -torch.inf), values[at] * inside
 
 
 Rows = DenseRows | PackedRows
@@ -161,5 +172,5 @@ Rows = DenseRows | PackedRows
 def row_index(offsets: Tensor, size: int) -> Tensor:
     """The row of each of `size` packed entries."""
     rows = torch.arange(offsets.shape[0] - 1, device=offsets.device)
-    # Giving the size keeps the shape known, to the compiler and to a GPU that need not be waited for.
+    # Passing the size keeps the shape known to the compiler, and avoids a synchronization on a GPU.
     return rows.repeat_interleave(offsets.diff(), output_size=size)

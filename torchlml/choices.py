@@ -9,10 +9,10 @@ import torch
 from torch import Tensor
 
 from torchlml._arguments import Canonical, canonical, readable
-from torchlml._autograd import rule as paths
+from torchlml._autograd import rule
 from torchlml._autograd.operators import operator
 from torchlml._rows import DenseRows, work_dtype
-from torchlml._torch.onnx import ExportedRows
+from torchlml._torch.onnx import OnnxRows
 
 
 def topk_mask(x: Tensor, k: int | Tensor, dim: int = -1, *, mask: Tensor | None = None) -> Tensor:
@@ -90,9 +90,9 @@ def _check_whole(k: Any, c: Canonical) -> None:
 
 def _with_gradient(choose: Callable[[], Tensor], c: Canonical) -> Tensor:
     """A hard choice with the derivatives of `lml`."""
-    if paths.is_plain() and paths.needs_no_graph(c.x, c.k):
+    if rule.is_plain() and rule.needs_no_graph(c.x, c.k):
         return choose()
-    y = paths.lml(c.x, c.k, c.mask, None)
+    y = rule.lml(c.x, c.k, c.mask, None)
     return choose() + (y - y.detach())
 
 
@@ -104,7 +104,7 @@ def _choose_reference(
         return torch.zeros_like(x)
     values = x if mask is None else torch.where(mask, x, -torch.inf)
     rows, count = rows_of(x), k.long()
-    threshold = rows.spread(rows.largest(values, count))
+    threshold = rows.broadcast(rows.largest(values, count))
     count = count.expand(rows.count).unsqueeze(-1)
     above, tied = values > threshold, values == threshold
     left = count - above.sum(-1, keepdim=True)
@@ -117,7 +117,7 @@ _choose = operator(
     "topk_mask(Tensor x, Tensor k, Tensor? mask) -> Tensor",
     _choose_reference,
     lambda x, k, mask: torch.empty_like(x),
-    exported=lambda x, k, mask: _choose_reference(x, k, mask, ExportedRows),
+    for_onnx=lambda x, k, mask: _choose_reference(x, k, mask, OnnxRows),
 )
 
 
@@ -135,7 +135,7 @@ def _check_generator(generator: Any, device: torch.device) -> None:
 def _draw(c: Canonical, generator: torch.Generator | None) -> Tensor:
     x, k = c.x.detach(), c.k.detach()
     # Half precision cannot hold probabilities that sum to k.
-    y = paths.lml(x.to(work_dtype(x.dtype)), k, c.mask, None)
+    y = rule.lml(x.to(work_dtype(x.dtype)), k, c.mask, None)
     # The compiler refuses a number of rows that it keeps open beside `generator`, even if that is None.
     source: dict[str, Any] = {} if generator is None else {"generator": generator}
     keys = _random_bytes(x, source)
@@ -146,7 +146,7 @@ def _draw(c: Canonical, generator: torch.Generator | None) -> Tensor:
 def _random_bytes(x: Tensor, source: dict[str, Any]) -> Tensor:
     """One random byte for each entry: rows are put in the order of these."""
     traced = torch.compiler.is_compiling() or torch._C._len_torch_dispatch_stack() > 0
-    if traced or not paths.is_plain():
+    if traced or not rule.is_plain():
         # Neither the compiler nor vmap takes an operation in place for a random one.
         return torch.randint(256, x.shape, dtype=torch.uint8, device=x.device, **source)
     # Eight at a time are drawn faster.

@@ -43,7 +43,7 @@ def report() -> dict[str, list[str]]:
     import torch  # in functions, so that options are read without it
 
     import torchlml
-    from torchlml._triton import self_test as trust
+    from torchlml._triton import self_test
 
     return {
         "torchlml": [torchlml.__version__],
@@ -51,7 +51,7 @@ def report() -> dict[str, list[str]]:
         "python": [platform.python_version()],
         "platform": [platform.platform()],
         "kernel": [kernel()],
-        "gpu kernel": [trust.description()],
+        "gpu kernel": [self_test.description()],
         "threads": [f"{torch.get_num_threads()} of {os.cpu_count()}"],
         "devices": _devices(),
         "extras": [f"{extra}: {_state(extra)}" for extra in _extras()],
@@ -60,11 +60,11 @@ def report() -> dict[str, list[str]]:
 
 def kernel() -> str:
     """Name the kernel that CPU tensors use: `native (x86-64-v3)`, or `torch` and why it is not the other."""
-    from torchlml._cpu import loader as native
+    from torchlml._cpu import loader
 
-    absence = native.absence()
+    absence = loader.absence()
     return (
-        f"native ({native.instruction_set()})"
+        f"native ({loader.instruction_set()})"
         if absence is None
         else f"torch (no compiled kernel: {absence})"
     )

@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from tests.support import truth
-from torchlml._cpu import loader as native
+from torchlml._cpu import loader
 
 PAGE = (Path(__file__).parents[2] / "docs" / "deploy.md").read_text(encoding="utf-8")
 
@@ -25,7 +25,7 @@ def blocks(language: str) -> list[str]:
 
 # What torch's exporter says about its own insides.
 @pytest.mark.filterwarnings("ignore:.*LeafSpec:FutureWarning")
-@pytest.mark.skipif(not native.loaded(), reason="the compiled kernel is not in use")
+@pytest.mark.skipif(not loader.loaded(), reason="the compiled kernel is not in use")
 @pytest.mark.skipif(shutil.which("g++") is None, reason="there is no g++")
 def test_the_page(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for package in ("onnxruntime", "onnxscript"):
@@ -39,7 +39,7 @@ def test_the_page(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (commands,) = (block for block in blocks("sh") if "g++" in block)
     _, build, call = commands.splitlines()
     subprocess.run(shlex.split(build.replace("$TORCH", torch.__path__[0])), check=True)
-    kernel = next(Path(native.__file__).parent.glob("_C*.so"))
+    kernel = next(Path(loader.__file__).parent.glob("_C*.so"))
     # Without an environment, Python's packages are not to be found even if something looked for them.
     command = shlex.split(call.replace("_C.abi3.so", str(kernel)))
     result = subprocess.run(command, env={}, capture_output=True, text=True, check=False)

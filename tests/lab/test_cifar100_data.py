@@ -187,7 +187,7 @@ def test_features_that_are_no_file(tmp_path):
 def test_a_run_from_images(folder, tmp_path):
     out = tmp_path / "run"
     options = ["--data", str(packed(folder)), "--network", "small-cnn", "--out", str(out), "--epochs", "1"]
-    command = [sys.executable, "-m", "torchlml", "train", "cifar100", *options, "--validation", "100"]
+    command = [sys.executable, "-m", "torchlml_lab", "train", "cifar100", *options, "--validation", "100"]
     root = Path(__file__).parents[2]
     done = subprocess.run(command, capture_output=True, text=True, cwd=root, timeout=120)
     assert done.returncode == 0, done.stderr

@@ -245,7 +245,7 @@ def test_a_crowded_image_can_be_read(vg, tmp_path, monkeypatch):
     lines: list[Any] = []
 
     @contextmanager
-    def looked_at(*arguments):
+    def may_read(*arguments):
         with new_figure(*arguments) as figure:
             yield figure
             figure.canvas.draw()
@@ -254,7 +254,7 @@ def test_a_crowded_image_can_be_read(vg, tmp_path, monkeypatch):
             boxes = (text.get_window_extent() for text in panels["words"].texts)
             lines.extend(sorted((box.y0 / figure.bbox.height, box.y1 / figure.bbox.height) for box in boxes))
 
-    monkeypatch.setattr(prediction, "new_figure", looked_at)
+    monkeypatch.setattr(prediction, "new_figure", may_read)
     pairs = [(subject, object_) for subject in range(20) for object_ in range(20) if subject != object_]
     triples = [prediction.Triple(((0, a), (1, b)), "near", 0.5, False) for a, b in pairs[::7][:50]]
     prediction.draw(datasets.read_visual_genome(vg)[1], 0, triples, tmp_path / "x.png")

@@ -11,24 +11,19 @@ import torchlml
 from tests.support import truth
 from tests.support.problems import PROBLEMS, SHORT, Problem
 
-SOLVERS = ["newton", "bracketing"]
 # Every y, and the sum of a row relative to max(1, k).
 PROMISE = {torch.float32: (1e-6, 2e-6), torch.float64: (1e-11, 1e-11)}
 HALF = [torch.bfloat16, torch.float16]
 each_dtype = pytest.mark.parametrize("dtype", PROMISE, ids=str)
-each_solver = pytest.mark.parametrize("solver", SOLVERS)
 
 
 def each(problems: list[Problem]) -> pytest.MarkDecorator:
     return pytest.mark.parametrize("problem", problems, ids=lambda problem: problem.name)
 
 
-# Bracketing takes hundreds of passes, so the longest rows are left to the default solver.
+# Bracketing takes hundreds of passes over a row, so it is tested on short rows only.
 BRIEF = [problem for problem in SHORT if problem.row(torch.float32).numel() <= 2000]
-CASES = [(problem, "newton") for problem in PROBLEMS] + [(problem, "bracketing") for problem in BRIEF]
-each_case = pytest.mark.parametrize(
-    ("problem", "solver"), CASES, ids=[f"{problem.name}-{solver}" for problem, solver in CASES]
-)
+DUALS = [(problem, "lml_dual") for problem in PROBLEMS] + [(problem, "lml_bracketing") for problem in BRIEF]
 
 
 def check_values(y: torch.Tensor, problem: Problem, dtype: torch.dtype) -> None:
@@ -40,6 +35,16 @@ def check_values(y: torch.Tensor, problem: Problem, dtype: torch.dtype) -> None:
     assert abs(got.sum() - problem.k) <= total * max(1.0, problem.k)
     assert got.min() >= 0
     assert got.max() <= 1
+
+
+def check_dual(nu: torch.Tensor, problem: Problem, dtype: torch.dtype) -> None:
+    row = problem.truth(dtype)
+    assert nu.dtype == dtype
+    assert nu.shape == ()
+    # In a very wide gap the gradient with respect to nu vanishes, and any nu inside it is a solution.
+    if row.sum_w > 1e-30:
+        rounding = torch.finfo(dtype).eps * abs(row.nu)
+        assert abs(float(nu) - row.nu) <= threshold_limit(dtype, row.y.size) + rounding
 
 
 def threshold_limit(dtype: torch.dtype, n: int) -> float:
@@ -80,10 +85,10 @@ def test_the_truth_of_gradients_is_true(problem: Problem) -> None:
     assert row.dual_gradient(1.0)[1] == pytest.approx((up.nu - down.nu) / 2e-4, rel=1e-5)
 
 
-@each_case
+@each(PROBLEMS)
 @each_dtype
-def test_values(problem: Problem, dtype: torch.dtype, solver: str) -> None:
-    check_values(torchlml.lml(problem.row(dtype), problem.k, solver=solver), problem, dtype)
+def test_values(problem: Problem, dtype: torch.dtype) -> None:
+    check_values(torchlml.lml(problem.row(dtype), problem.k), problem, dtype)
 
 
 @each(PROBLEMS)
@@ -95,22 +100,33 @@ def test_order(problem: Problem, dtype: torch.dtype) -> None:
         assert bool((y[order][1:] >= y[order][:-1]).all())
 
 
-@each_dtype
-@each_solver
-def test_values_of_ragged_rows(dtype: torch.dtype, solver: str) -> None:
-    # Bracketing goes on until the slowest row is done: with long rows, which are tested alone, for minutes.
-    problems = SHORT if solver == "newton" else [p for p in BRIEF if p.truth(dtype).y.size <= 100]
+def pack(problems: list[Problem], dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """The rows of all problems as a jagged batch: values, k and offsets."""
     rows = [problem.row(dtype) for problem in problems]
     offsets = torch.tensor([0, *np.cumsum([row.numel() for row in rows])])
-    k = torch.tensor([problem.k for problem in problems], dtype=torch.float64)
-    y = torchlml.lml(torch.cat(rows), k, offsets=offsets, solver=solver)
-    for problem, part in zip(problems, y.split([row.numel() for row in rows]), strict=True):
+    return torch.cat(rows), torch.tensor([problem.k for problem in problems], dtype=torch.float64), offsets
+
+
+@each_dtype
+def test_values_of_ragged_rows(dtype: torch.dtype) -> None:
+    x, k, offsets = pack(SHORT, dtype)
+    y = torchlml.lml(x, k, offsets=offsets)
+    for problem, part in zip(SHORT, y.split(offsets.diff().tolist()), strict=True):
         check_values(part, problem, dtype)
 
 
 @each_dtype
-@each_solver
-def test_values_of_masked_rows(dtype: torch.dtype, solver: str) -> None:
+def test_bracketing_of_ragged_rows(dtype: torch.dtype) -> None:
+    # Every row takes as many iterations as the slowest one, so the rows are short.
+    problems = [problem for problem in BRIEF if problem.truth(dtype).y.size <= 100]
+    x, k, offsets = pack(problems, dtype)
+    nu = torchlml.lml_bracketing(x, k, offsets=offsets)
+    for problem, found in zip(problems, nu, strict=True):
+        check_dual(found, problem, dtype)
+
+
+@each_dtype
+def test_masked_rows(dtype: torch.dtype) -> None:
     # All problems as the rows of one matrix, padded with what a mask must hide.
     problems = [problem for problem in SHORT if problem.truth(dtype).y.size <= 200]
     x = torch.full((len(problems), 211), float("nan"), dtype=dtype)
@@ -120,10 +136,12 @@ def test_values_of_masked_rows(dtype: torch.dtype, solver: str) -> None:
         x[i, 3 : 3 + row.numel()] = row
         mask[i, 3 : 3 + row.numel()] = True
     k = torch.tensor([problem.k for problem in problems], dtype=torch.float64)
-    y = torchlml.lml(x, k, mask=mask, solver=solver)
+    y = torchlml.lml(x, k, mask=mask)
+    nu = torchlml.lml_bracketing(x, k, mask=mask)
     assert torch.equal(y[~mask], torch.zeros_like(y[~mask]))
     for i, problem in enumerate(problems):
         check_values(y[i][mask[i]], problem, dtype)
+        check_dual(nu[i], problem, dtype)
 
 
 @each([problem for problem in PROBLEMS if not problem.extreme])
@@ -164,18 +182,12 @@ def test_log_values(problem: Problem, dtype: torch.dtype) -> None:
     assert got.max() <= 0
 
 
-@each_case
+@pytest.mark.parametrize(
+    ("problem", "name"), DUALS, ids=[f"{problem.name}-{name}" for problem, name in DUALS]
+)
 @each_dtype
-def test_dual_values(problem: Problem, dtype: torch.dtype, solver: str) -> None:
-    x = problem.row(dtype)
-    nu = torchlml.lml_dual(x, problem.k, solver=solver)
-    row = problem.truth(dtype)
-    assert nu.dtype == dtype
-    assert nu.shape == ()
-    # In a gap so wide that no entry feels the threshold, it may lie anywhere.
-    if row.sum_w > 1e-30:
-        rounding = torch.finfo(dtype).eps * abs(row.nu)
-        assert abs(float(nu) - row.nu) <= threshold_limit(dtype, x.numel()) + rounding
+def test_dual_values(problem: Problem, dtype: torch.dtype, name: str) -> None:
+    check_dual(getattr(torchlml, name)(problem.row(dtype), problem.k), problem, dtype)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)

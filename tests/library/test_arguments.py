@@ -16,7 +16,6 @@ import torch
 
 import torchlml
 from torchlml import compat
-from torchlml.solvers import Bracketing
 
 X = torch.zeros(3, 5)
 V = torch.zeros(6)
@@ -121,16 +120,6 @@ WRONG: dict[str, tuple[Call, type[Exception], list[str]]] = {
     ),
     "offsets and 2-d x": (lambda f: f(X, 1, offsets=OFF), ValueError, ["`offsets`", "`x`", "2-d", "1-d"]),
     "offsets and dim": (lambda f: f(V, 1, dim=1, offsets=OFF), ValueError, ["`dim`", "1"]),
-    "solver unknown": (
-        lambda f: f(X, 1, solver="bisect"),
-        ValueError,
-        ["`solver`", "'bisect'", "'newton'", "'bracketing'"],
-    ),
-    "solver is None": (
-        lambda f: f(X, 1, solver=None),
-        ValueError,
-        ["`solver`", "None", "'newton'", "'bracketing'"],
-    ),
 }
 
 
@@ -152,9 +141,7 @@ def test_functions(function: Callable[..., Any], case: str) -> None:
     check(str(raised.value), words)
 
 
-@pytest.mark.parametrize(
-    "case", [case for case in WRONG if "dim" not in case and "solver" not in case and "offsets" not in case]
-)
+@pytest.mark.parametrize("case", [case for case in WRONG if "dim" not in case and "offsets" not in case])
 def test_the_layer_says_the_same(case: str) -> None:
     call, exception, words = WRONG[case]
     with pytest.raises(exception) as raised:
@@ -184,12 +171,15 @@ LAYERS: dict[str, tuple[Callable[[], Any], type[Exception], list[str]]] = {
     "k < 0": (lambda: torchlml.LML(-5), ValueError, ["`k`", "-5", "0"]),
     "N is text": (lambda: compat.LML(N="5"), ValueError, ["`N`", "'5'", "whole number"]),
     "N is True": (lambda: compat.LML(N=torch.tensor(True)), ValueError, ["`N`", "True", "whole number"]),
-    "solver": (lambda: torchlml.LML(2, solver="bisect"), ValueError, ["`solver`", "'bisect'", "'newton'"]),
-    "samples": (lambda: Bracketing(samples=1), ValueError, ["`samples`", "1", "at least"]),
-    "tolerance": (lambda: Bracketing(tolerance=-1.0), ValueError, ["`tolerance`", "-1"]),
-    "tolerance NaN": (lambda: Bracketing(tolerance=math.nan), ValueError, ["`tolerance`", "nan"]),
+    "samples": (lambda: torchlml.lml_bracketing(X, 1, samples=1), ValueError, ["`samples`", "1", "at least"]),
+    "tolerance": (lambda: torchlml.lml_bracketing(X, 1, tolerance=-1.0), ValueError, ["`tolerance`", "-1"]),
+    "tolerance NaN": (
+        lambda: torchlml.lml_bracketing(X, 1, tolerance=math.nan),
+        ValueError,
+        ["`tolerance`", "nan"],
+    ),
     "max_iterations": (
-        lambda: Bracketing(max_iterations=0),
+        lambda: torchlml.lml_bracketing(X, 1, max_iterations=0),
         ValueError,
         ["`max_iterations`", "0", "at least 1"],
     ),
@@ -248,6 +238,6 @@ def test_import_is_silent() -> None:
 
 
 def test_calls_are_silent(capfd: pytest.CaptureFixture[str]) -> None:
-    for solver in ("newton", "bracketing"):
-        torchlml.lml(torch.randn(2, 9, requires_grad=True), 3, solver=solver).sum().backward()
+    for function in FUNCTIONS:
+        function(torch.randn(2, 9, requires_grad=True), 3).sum().backward()
     assert capfd.readouterr() == ("", "")

@@ -18,7 +18,6 @@ from torch.fx.experimental.proxy_tensor import make_fx
 
 import torchlml
 from torchlml._autograd import operators
-from torchlml.solvers import Bracketing
 
 NAMES = ["lml", "log_lml", "lml_dual"]
 each_name = pytest.mark.parametrize("name", NAMES)
@@ -74,7 +73,6 @@ CALLS: dict[str, Call] = {
         lambda f: lambda x, k, m, o: f(x, k, mask=m, offsets=o),
         lambda: (rows(12), torch.tensor([1.0, 0.5, 2.5, 2.0]).double(), torch.arange(12) % 4 > 0, OFFSETS),
     ),
-    "bracketing": (lambda f: lambda x: f(x, 2, solver="bracketing"), lambda: (rows(3, 6),)),
 }
 
 
@@ -84,6 +82,12 @@ def test_compile(name: str, call: str) -> None:
     function = CALLS[call][0](getattr(torchlml, name))
     inputs = CALLS[call][1]()
     close(both(compiled(function), *inputs), both(function, *inputs))
+
+
+def test_compile_bracketing() -> None:
+    function = lambda x: torchlml.lml_bracketing(x, 2, samples=20)  # noqa: E731
+    x = rows(3, 6)
+    close(both(compiled(function), x), both(function, x))
 
 
 @pytest.mark.parametrize("call", ["number k", "ragged, mask, k"])
@@ -236,8 +240,8 @@ def test_autocast_in_training() -> None:
 
 LAYERS = [
     torchlml.LML(k=3),
-    torchlml.LML(2.5, dim=0, temperature=0.5, solver="bracketing"),
-    torchlml.LML(torch.tensor([1.0, 2.0, 3.0, 2.0]), solver=Bracketing(samples=20)),
+    torchlml.LML(2.5, dim=0, temperature=0.5),
+    torchlml.LML(torch.tensor([1.0, 2.0, 3.0, 2.0])),
 ]
 
 

@@ -14,6 +14,7 @@ from torch.autograd import gradcheck, gradgradcheck
 
 import torchlml
 from tests.support import truth
+from tests.support.gradients import resolved, slack, upstream
 from tests.support.problems import PROBLEMS, SHORT, Problem
 
 NAMES = ["lml", "log_lml", "lml_dual"]
@@ -48,7 +49,6 @@ CASES: dict[str, Case] = {
         lambda: (_double(11), _per_row(1.0, 0.5, 0.5, 2.5)),
         lambda f, x, k: _finite(f(x, k, mask=_ragged_mask(), offsets=OFFSETS), _ragged_mask()),
     ),
-    "bracketing": (lambda: (_double(2, 5), _per_row(1.5, 3.0)), lambda f, x, k: f(x, k, solver="bracketing")),
 }
 
 
@@ -73,10 +73,15 @@ def _select(name: str, case: str) -> Callable[..., Tensor]:
 @pytest.mark.parametrize("case", CASES)
 def test_first_derivatives(name: str, case: str) -> None:
     inputs = CASES[case][0]()
-    slow = case == "bracketing"
+    assert gradcheck(_select(name, case), inputs, check_forward_ad=True, check_batched_grad=True)
+
+
+def test_derivatives_of_bracketing() -> None:
+    inputs = _double(2, 5), _per_row(1.5, 3.0)
     assert gradcheck(
-        _select(name, case), inputs, check_forward_ad=True, check_batched_grad=True, fast_mode=slow
+        torchlml.lml_bracketing, inputs, check_forward_ad=True, check_batched_grad=True, fast_mode=True
     )
+    assert gradgradcheck(torchlml.lml_bracketing, inputs, check_fwd_over_rev=True, fast_mode=True)
 
 
 @each_name
@@ -110,10 +115,6 @@ def test_third_derivatives(name: str) -> None:
     torch.testing.assert_close(second(x), curvature)
 
 
-def upstream(n: int) -> np.ndarray:
-    return np.cos(np.arange(n) * 0.7) + 0.3
-
-
 def backward(name: str, problem: Problem, dtype: torch.dtype) -> tuple[np.ndarray, float]:
     x = problem.row(dtype).requires_grad_()
     k = torch.tensor(problem.k, dtype=torch.float64, requires_grad=True)
@@ -124,18 +125,6 @@ def backward(name: str, problem: Problem, dtype: torch.dtype) -> tuple[np.ndarra
     assert k.grad is not None
     assert x.grad.dtype == dtype
     return x.grad.double().numpy(), float(k.grad)
-
-
-def slack(row: truth.Row, dtype: torch.dtype) -> np.ndarray:
-    """The relative accuracy of each w: z itself is known to one rounding of |z|."""
-    return (1e-6 if dtype == torch.float32 else 1e-11) * np.maximum(
-        1.0, np.where(row.alive, np.abs(row.z), 1.0)
-    )
-
-
-def resolved(row: truth.Row) -> bool:
-    """Beside a gap of 1e38 the logits 0 and 1 are one number: which of them moves the threshold is lost."""
-    return float(np.abs(row.z[row.alive]).min()) < 1e6
 
 
 each_problem = pytest.mark.parametrize("problem", PROBLEMS, ids=lambda problem: problem.name)

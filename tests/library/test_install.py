@@ -19,14 +19,14 @@ from types import ModuleType, SimpleNamespace
 import pytest
 import torch
 
-from tests.library.test_native import ROOT, SOURCES, run
-from torchlml._cpu import loader as native
+from tests.support.cpu_kernel import ROOT, SOURCES, run
+from torchlml._cpu import loader
 
 # ---------------------------------------------------------------------------------------- loading
 
 
 def test_torch_by_request() -> None:
-    code = "from torchlml._cpu import loader as native; print(native.loaded(), native.instruction_set())"
+    code = "from torchlml._cpu import loader; print(loader.loaded(), loader.instruction_set())"
     result = run(code, TORCHLML_KERNEL="torch")
     assert result.stdout.split() == ["False", "None"]
 
@@ -51,10 +51,10 @@ import torchlml
 
 def installed_at(folder: Path, monkeypatch: pytest.MonkeyPatch, choice: str) -> None:
     """As if torchlml were installed in `folder`, with nothing loaded yet."""
-    monkeypatch.setattr(native, "__file__", str(folder / "loader.py"))
-    monkeypatch.setattr(native, "_library", None)
-    monkeypatch.setattr(native, "_absence", native._absence)  # what loading changes is put back
-    monkeypatch.setattr(native, "_warned", False)
+    monkeypatch.setattr(loader, "__file__", str(folder / "loader.py"))
+    monkeypatch.setattr(loader, "_library", None)
+    monkeypatch.setattr(loader, "_absence", loader._absence)  # what loading changes is put back
+    monkeypatch.setattr(loader, "_warned", False)
     monkeypatch.setenv("TORCHLML_KERNEL", choice)
 
 
@@ -64,15 +64,15 @@ REPAIR = "; with a C++ compiler and torch installed, `"
 def test_absent(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "_absent.txt").write_text("no torch was found\n")  # as setup.py leaves it
     installed_at(tmp_path, monkeypatch, "")
-    native.load()
-    assert not native.loaded()
-    assert native.instruction_set() is None
-    said = native.absence()
+    loader.load()
+    assert not loader.loaded()
+    assert loader.instruction_set() is None
+    said = loader.absence()
     assert said is not None
     assert said.startswith(f"when torchlml was installed, no torch was found{REPAIR}")
     installed_at(tmp_path, monkeypatch, "native")
     with pytest.raises(ImportError, match=r"no compiled kernel: when torchlml was .* no torch") as refusal:
-        native.load()
+        loader.load()
     assert refusal.value.name == "torchlml"
 
 
@@ -94,15 +94,15 @@ def test_a_library_that_is_no_kernel(make, tmp_path: Path, monkeypatch: pytest.M
     with pytest.warns(
         UserWarning, match="falls back to plain torch.*_C.abi3.so does not load .*; with"
     ) as said:
-        native.load()
+        loader.load()
     assert len(said) == 1
-    assert not native.loaded()
+    assert not loader.loaded()
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        native.warn_of_absence()  # it was said
+        loader.warn_of_absence()  # it was said
     installed_at(tmp_path, monkeypatch, "native")
     with pytest.raises(ImportError, match=r"'native', but _C\.abi3\.so does not load"):
-        native.load()
+        loader.load()
 
 
 def came_from(url: str, **more: object) -> SimpleNamespace:
@@ -120,7 +120,7 @@ def came_from(url: str, **more: object) -> SimpleNamespace:
 @pytest.mark.skipif(os.name == "nt", reason="other paths")
 def test_the_repair_starts_from_where_it_came(distribution, target, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(metadata, "distribution", lambda name: distribution)
-    assert native._repair() == f"pip install --force-reinstall --no-deps --no-cache-dir {target}"
+    assert loader._repair() == f"pip install --force-reinstall --no-deps --no-cache-dir {target}"
 
 
 def test_torch_too_old() -> None:

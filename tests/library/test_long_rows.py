@@ -16,10 +16,10 @@ from torch import Tensor
 
 import torchlml
 from tests.support import truth
-from torchlml._cpu import loader as native
+from torchlml._cpu import loader
 
 pytestmark = [
-    pytest.mark.skipif(not native.loaded(), reason="the compiled kernel is not in use"),
+    pytest.mark.skipif(not loader.loaded(), reason="the compiled kernel is not in use"),
     pytest.mark.usefixtures("_threads"),
 ]
 INF, NAN = math.inf, math.nan

@@ -15,8 +15,6 @@ import torchlml
 from tests.support import truth
 from torchlml.losses.svm import log_ratio
 
-ALGORITHMS = ["divide_and_conquer", "summation"]
-
 
 def plain_smooth_svm(s, y, k, tau, alpha):
     """The definition, over all sets of k classes."""
@@ -39,26 +37,22 @@ def plain_truncated_entropy(f, labels, k, available=None):
     return sum(math.log1p(sum(math.exp(value - f[i]) for value in kept)) for i in labels)
 
 
-@pytest.mark.parametrize("algorithm", ALGORITHMS)
 @pytest.mark.parametrize("tau", [0.01, 0.3, 1.0, 100.0])
-def test_smooth_svm_is_its_definition_over_all_subsets(algorithm, tau):
+def test_smooth_svm_is_its_definition_over_all_subsets(tau):
     for n in range(2, 10):
         for k in range(1, n):
             s = torch.randn(2, n, dtype=torch.float64) * 2
             y = torch.randint(n, (2,))
             expected = torch.stack([plain_smooth_svm(s[i], int(y[i]), k, tau, 1.5) for i in range(2)])
-            loss = torchlml.smooth_topk_svm_loss(
-                s, y, k, tau=tau, alpha=1.5, algorithm=algorithm, reduction="none"
-            )
+            loss = torchlml.smooth_topk_svm_loss(s, y, k, tau=tau, alpha=1.5, reduction="none")
             torch.testing.assert_close(loss, expected, rtol=1e-11, atol=1e-13)
 
 
-@pytest.mark.parametrize("algorithm", ALGORITHMS)
-def test_smooth_svm_gradient_is_the_difference_of_two_expectations(algorithm):
+def test_smooth_svm_gradient_is_the_difference_of_two_expectations():
     n, k, tau, alpha, y = 7, 3, 0.4, 0.7, 2
     s = (torch.randn(n, dtype=torch.float64) * 2).requires_grad_()
     (grad,) = torch.autograd.grad(
-        torchlml.smooth_topk_svm_loss(s, torch.tensor(y), k, tau=tau, alpha=alpha, algorithm=algorithm), s
+        torchlml.smooth_topk_svm_loss(s, torch.tensor(y), k, tau=tau, alpha=alpha), s
     )
     sets = list(itertools.combinations(range(n), k))
     member = torch.tensor([[float(j in a) for j in range(n)] for a in sets], dtype=torch.float64)
@@ -80,16 +74,29 @@ def test_smooth_svm_with_infinite_logits_has_no_nan_in_its_gradient(k):
 
 @pytest.mark.parametrize("k", [1, 5, 100, 500, 900, 999])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-def test_the_two_algorithms_agree_on_a_thousand_classes(k, dtype):
+def test_smooth_svm_of_a_thousand_classes_is_its_sum_class_by_class(k, dtype):
     s, y = torch.randn(4, 1000, dtype=dtype) * 3, torch.randint(1000, (4,))
     results = []
-    for algorithm in ALGORITHMS:
+    for function in (torchlml.smooth_topk_svm_loss, summed_smooth_svm):
         x = s.clone().requires_grad_()
-        loss = torchlml.smooth_topk_svm_loss(x, y, k, algorithm=algorithm, reduction="none")
+        loss = function(x, y, k, reduction="none").to(dtype)
         (grad,) = torch.autograd.grad(loss.sum(), x)
         results.append((loss.detach(), grad))
     tolerance = {"rtol": 1e-6, "atol": 1e-9} if dtype == torch.float32 else {"rtol": 1e-9, "atol": 1e-14}
     torch.testing.assert_close(results[0], results[1], **tolerance)
+
+
+def summed_smooth_svm(s, y, k, reduction):
+    """The loss from P[S = k] / P[S = k - 1] of independent coins, which are added one after another."""
+    x = s.double() / k
+    own, others = x.gather(1, y[:, None])[:, 0], x.scatter(1, y[:, None], -math.inf)
+    nu = torchlml.lml_dual(others.detach(), k - 0.5)[:, None]
+    success, failure = torch.sigmoid(others + nu), torch.sigmoid(-others - nu)
+    chances = torch.eye(1, k + 1, dtype=torch.float64).expand(len(s), k + 1)
+    for won, lost in zip(success.split(1, 1), failure.split(1, 1), strict=True):
+        chances = chances * lost + F.pad(chances[:, :-1], (1, 0)) * won
+    ratio = chances[:, k].log() - chances[:, k - 1].log() - nu[:, 0]
+    return -F.logsigmoid(own - ratio - 1)
 
 
 def exact_log_ratio(x, k):
@@ -103,12 +110,11 @@ def exact_log_ratio(x, k):
         return float(mpmath.log(e[k] / e[k - 1]))
 
 
-@pytest.mark.parametrize("algorithm", ALGORITHMS)
 @pytest.mark.parametrize("scale", [1e-3, 1.0, 30.0, 1e3, 1e5])
-def test_the_ratio_of_symmetric_polynomials_against_many_digits(algorithm, scale):
+def test_the_ratio_of_symmetric_polynomials_against_many_digits(scale):
     x = torch.randn(60, dtype=torch.float64) * scale
     for k in (1, 2, 30, 58, 59, 60):
-        found = log_ratio(x[None], k, algorithm)
+        found = log_ratio(x[None], k)
         assert found.item() == pytest.approx(exact_log_ratio(x.tolist(), k), rel=1e-12, abs=1e-12)
 
 

@@ -13,7 +13,7 @@ from tests.support.losses import EVERY
 
 # Settings of their own, unlike the defaults.
 SETTINGS = {
-    torchlml.smooth_topk_svm_loss: {"tau": 0.5, "alpha": 2.0, "algorithm": "summation"},
+    torchlml.smooth_topk_svm_loss: {"tau": 0.5, "alpha": 2.0},
     torchlml.topk_svm_loss: {"alpha": 2.0},
 }
 every = pytest.mark.parametrize(
@@ -53,8 +53,7 @@ def test_modules_say_what_they_are():
         == "TruncatedEntropyLoss(k=5, weight=<9 classes>, ignore_index=-1, reduction='sum')"
     )
     assert (
-        repr(torchlml.SmoothTopKSVMLoss(5))
-        == "SmoothTopKSVMLoss(k=5, reduction='mean', tau=1.0, alpha=1.0, algorithm='divide_and_conquer')"
+        repr(torchlml.SmoothTopKSVMLoss(5)) == "SmoothTopKSVMLoss(k=5, reduction='mean', tau=1.0, alpha=1.0)"
     )
     assert repr(torchlml.TopKSVMLoss(5, alpha=2.0)) == "TopKSVMLoss(k=5, reduction='mean', alpha=2.0)"
 
@@ -66,3 +65,10 @@ def test_wrong_settings_are_refused_at_once(module, function, settings):
     if module is not torchlml.LMLLoss:  # its k may be anything that `lml` takes, and is checked there
         with pytest.raises(ValueError, match="`k` must be at least 1, but it is -1"):
             module(-1)
+
+
+@every
+def test_mask_and_offsets_are_keyword_only(module, function, settings):
+    x, y, mask = torch.randn(5, 8), torch.randint(7, (5,)), torch.arange(8) < 7
+    with pytest.raises(TypeError, match="positional"):
+        module(3, **settings)(x, y, mask)

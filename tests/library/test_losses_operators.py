@@ -8,10 +8,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from tests.library.test_special_rows import SPECIAL
 from tests.support import loss_rows
 from tests.support.loss_rows import FORMS, LabelledRow, batch, draw
 from tests.support.problems import SHORT
+from tests.support.special_rows import SPECIAL
 from torchlml._autograd import operators
 from torchlml._torch import loss as reference_loss
 

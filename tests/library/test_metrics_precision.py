@@ -9,8 +9,8 @@ import pytest
 import torch
 from torch import nn
 
-from tests.library.test_metrics_scene_graph import EXAMPLE
 from tests.support.processes import fork
+from tests.support.scene_graph_example import EXAMPLE
 from torchlml.metrics import SceneGraphRecall, TopKRecall, scene_graph_recall, topk_recall
 
 MOVES = {

@@ -173,7 +173,7 @@ def test_batches_add_up_to_the_function_of_all_rows(name):
     scores, observed, mask = random_rows(ties=True)
     metric = make((1, 3))
     for rows in torch.arange(12).split(5):
-        metric(scores[rows], observed[rows], mask[rows])
+        metric(scores[rows], observed[rows], mask=mask[rows])
     copied = pickle.loads(pickle.dumps(metric))
     assert metric.compute() == function(scores, observed, (1, 3), mask=mask) == copied.compute()
     assert function(scores, observed, 3, mask=mask) == metric.compute()[f"{name}@3"]
@@ -240,10 +240,16 @@ RAGGED = {"target": torch.tensor([0]), "offsets": torch.tensor([0, 2, 3])}
         (lambda: label_propensities(torch.tensor([1]), 2), "`rows` must be a number from 3 on, but it is 2"),
         (lambda: label_propensities(torch.tensor([1]), 9, a=-1), "`a` must be a number from 0 on"),
         (lambda: label_propensities(torch.tensor([0]), 9, b=0), "`b` must be positive"),
-        (lambda: PropensityScoredPrecision([0.5]), "`propensities` must be a torch.Tensor"),
-        (lambda: PropensityScoredPrecision(torch.tensor([2, 3])), "`propensities` must be a floating tensor"),
-        (lambda: PropensityScoredPrecision(torch.tensor([0.0, 1])), "`propensities` must be from .* 0 to 1"),
-        (lambda: PropensityScoredPrecision(torch.tensor([0.5, 3.0])), "`propensities` .* from 0.5 to 3"),
+        (lambda: PropensityScoredPrecision([0.5], 1), "`propensities` must be a torch.Tensor"),
+        (
+            lambda: PropensityScoredPrecision(torch.tensor([2, 3]), 1),
+            "`propensities` must be a floating tensor",
+        ),
+        (
+            lambda: PropensityScoredPrecision(torch.tensor([0.0, 1]), 1),
+            "`propensities` must be from .* 0 to 1",
+        ),
+        (lambda: PropensityScoredPrecision(torch.tensor([0.5, 3.0]), 1), "`propensities` .* from 0.5 to 3"),
         (lambda: psp_of(X[:, :4], Y, 1), "`preds` must have 6 columns.* it has 4"),
         (lambda: psp_of(X, Y, 1, classes=Y), "`classes` is accepted with `offsets` only"),
         (lambda: psp_of(torch.zeros(3), k=1, **RAGGED), "`classes`.* must be given"),

@@ -8,6 +8,7 @@ import itertools
 import pytest
 import torch
 
+from tests.support.scene_graph_example import EXAMPLE
 from torchlml.metrics import SceneGraphRecall
 
 
@@ -117,21 +118,6 @@ def test_batch_values_and_the_total(images):
         value = recall([predicted for predicted, _ in part], [true for _, true in part])
         assert value.item() == pytest.approx(plain_recall(part, 20, True, True), abs=1e-6)
     assert recall.compute().item() == pytest.approx(plain_recall(images, 20, True, True), abs=1e-6)
-
-
-EXAMPLE = (
-    {
-        "boxes": torch.tensor([[0.0, 0, 10, 10], [20, 20, 40, 40]]),
-        "labels": torch.tensor([3, 7]),
-        "pairs": torch.tensor([[0, 1], [1, 0]]),
-        "scores": torch.tensor([[0.9, 0.8], [0.2, 0.3]]),
-    },
-    {
-        "boxes": torch.tensor([[0.0, 0, 10, 10], [20, 20, 40, 41]]),
-        "labels": torch.tensor([3, 7]),
-        "relations": torch.tensor([[0, 1, 0], [0, 1, 1]]),
-    },
-)
 
 
 def recall_of(predicted, true, k, **settings):

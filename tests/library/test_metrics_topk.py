@@ -60,7 +60,8 @@ def test_recall_is_its_definition_in_every_form(ties, k):
         (masked, (scores.flatten(), observed.flatten().nonzero().flatten(), mask.flatten(), offsets)),
     ):
         recall = TopKRecall(k)
-        recall.update(*arguments)
+        given, rows = arguments[:2], dict(zip(("mask", "offsets"), arguments[2:], strict=False))
+        recall.update(*given, **rows)
         assert recall.compute().item() == pytest.approx(value, abs=1e-6)
 
 
@@ -86,6 +87,17 @@ def test_with_one_label_it_is_top_k_accuracy():
     top = scores[20:].topk(5).indices == labels[20:, None]
     assert found["recall@1"].item() == pytest.approx(top[:, :1].any(-1).float().mean().item())
     assert found["recall@5"].item() == pytest.approx(top.any(-1).float().mean().item())
+
+
+def test_one_k_gives_a_tensor_and_several_a_dict():
+    scores, labels = torch.tensor([[0.1, 0.7, 0.2]]), torch.tensor([1])
+    one, several = TopKRecall(k=2), TopKRecall(k=(2,))
+    for metric in (one, several):
+        metric.update(scores, labels)
+    assert one.compute().item() == 1
+    assert {name: value.item() for name, value in several.compute().items()} == {"recall@2": 1}
+    with pytest.raises(TypeError, match="'k'"):
+        TopKRecall()
 
 
 def test_batches_add_up_and_reset_forgets():
@@ -114,7 +126,7 @@ def test_labels_that_cannot_be_found():
     recall = TopKRecall(1)
     scores = torch.tensor([[math.nan, 1.0, 0.0], [5.0, 1.0, 0.0], [math.nan] * 3])
     mask = torch.tensor([[True, True, True], [False, True, True], [False] * 3])
-    recall.update(scores, torch.tensor([1, 0, 2]), mask)
+    recall.update(scores, torch.tensor([1, 0, 2]), mask=mask)
     assert recall.compute().item() == pytest.approx(1 / 3)
     recall.update(scores[:, :0], torch.zeros(3, 0, dtype=torch.bool))
     assert recall.compute().item() == pytest.approx(1 / 3)
@@ -141,5 +153,5 @@ def test_torchmetrics_is_needed_for_the_metrics_only():
     result = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
     assert (
         result.stdout
-        == "`torchlml.metrics` needs torchmetrics: install it with `pip install torchmetrics`.\n"
+        == "`torchlml.metrics` needs torchmetrics: install it with `pip install torchlml[metrics]`.\n"
     )

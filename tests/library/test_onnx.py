@@ -17,7 +17,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 import torchlml
 from tests.support import truth
 from tests.support.problems import SHORT, Problem
-from torchlml._torch import careful as reference
+from torchlml._torch import careful
 
 onnxruntime = pytest.importorskip("onnxruntime", reason="onnxruntime is not installed")
 pytest.importorskip("onnxscript", reason="onnxscript is not installed")
@@ -157,7 +157,7 @@ def test_the_same_steps(problem: Problem) -> None:
     """What is exported for nu, run by torch, is the careful solver to the last bit."""
     x, k = problem.row(torch.float32).repeat(2, 1), torch.tensor(float(problem.k), dtype=torch.float64)
     translate = torch._decomp.decomposition_table[torch.ops.torchlml.solve.default]
-    assert torch.equal(translate(x, k, None, None), reference.solve(x, k, None, None))
+    assert torch.equal(translate(x, k, None, None), careful.solve(x, k, None, None))
 
 
 def test_packed_rows_are_refused() -> None:

@@ -1,7 +1,4 @@
-"""Rows spread over processes: values, gradients, special rows, rounds and bad input, in real processes.
-
-A `check_*` runs in every process of a group; the tests below start them once and ask for each.
-"""
+"""Labels sharded across processes: values, gradients, special rows, rounds and bad input."""
 
 from __future__ import annotations
 
@@ -20,9 +17,10 @@ from torch.distributed.tensor.debug import CommDebugMode
 
 import torchlml
 import torchlml._distributed.group as group_module
-from tests.library.test_special_rows import DENSE, Special
+import torchlml._distributed.solve as solve_module
+from tests.support.distributed import in_processes, part, same_on_all, whole
 from tests.support.problems import SHORT
-from tests.support.spread import part, run, same_on_all, whole
+from tests.support.special_rows import DENSE, Special
 from torchlml.metrics import (
     PropensityScoredPrecision,
     TopKNDCG,
@@ -43,16 +41,8 @@ TOLERANCE = {torch.float64: 1e-11, torch.float32: 2e-6}
 DTYPES = tuple(TOLERANCE)
 
 
-def only_in(*sizes: int) -> Callable[[Any], Any]:
-    def mark(check: Any) -> Any:
-        check.sizes = sizes
-        return check
-
-    return mark
-
-
 def rounds(call: Callable[[], object]) -> int:
-    """How many collectives a call takes; `check_counting` holds this against torch's own count."""
+    """The number of collectives of a call; `test_counting` compares it with torch's own count."""
     number = 0
 
     def count(*arguments: Any, **more: Any) -> None:
@@ -69,11 +59,19 @@ def rounds(call: Callable[[], object]) -> int:
     return number
 
 
-def check_counting(group: Group) -> None:
+@in_processes(2, 3, 4)
+def test_counting(group: Group) -> None:
     x = part(torch.randn(4, 100), group)
     with CommDebugMode() as counted:
         torchlml.lml(x, 5, group=group)
     assert counted.get_total_counts() == rounds(lambda: torchlml.lml(x, 5, group=group)) > 0
+
+
+@in_processes(2)
+def test_the_layer(group: Group) -> None:
+    x = part(torch.randn(4, 10), group)
+    layer = torchlml.LML(3, temperature=0.5, bound="at_most", group=group)
+    assert torch.equal(layer(x), torchlml.lml(x / 0.5, 3, bound="at_most", group=group))
 
 
 def close(found: Tensor, wanted: Tensor, slack: float = 1.0) -> None:
@@ -82,8 +80,8 @@ def close(found: Tensor, wanted: Tensor, slack: float = 1.0) -> None:
     torch.testing.assert_close(found, wanted, rtol=limit, atol=limit * size)
 
 
-@only_in(2, 3)
-def check_problems_against_the_truth(group: Group) -> None:
+@in_processes(2, 3)
+def test_problems_against_the_truth(group: Group) -> None:
     """Every row of the tests' problems, as it is in one dtype and with its labels sorted in the other."""
     size = dist.get_world_size(group)
     for i, problem in enumerate(SHORT):
@@ -102,7 +100,8 @@ def check_problems_against_the_truth(group: Group) -> None:
         torch.testing.assert_close(log_y, wanted, rtol=4 * limit, atol=4 * limit, msg=problem.name)
 
 
-def check_like_unsharded(group: Group) -> None:
+@in_processes(2, 3, 4)
+def test_like_unsharded(group: Group) -> None:
     """y, log y and nu with masks, bounds and one k per row, and their gradients; each pair in both dtypes."""
     for i, (bound, masked, function) in enumerate(itertools.product(BOUNDS, (False, True), FUNCTIONS)):
         dtype = DTYPES[(i + dist.get_world_size(group)) % 2]
@@ -131,14 +130,15 @@ def _like_unsharded(
         assert same_on_all(found, group)
 
 
-def check_another_dim(group: Group) -> None:
+@in_processes(2, 3, 4)
+def test_another_dim(group: Group) -> None:
     x = torch.randn(2, 19, 3, dtype=torch.float64)
     y = torchlml.lml(part(x, group, 1), 4, dim=1, group=group)
     close(y, part(torchlml.lml(x, 4, dim=1), group, 1))
 
 
-@only_in(4)
-def check_special_rows(group: Group) -> None:
+@in_processes(4)
+def test_special_rows(group: Group) -> None:
     """Infinities, NaN, masks and k at its ends: the limits that test_special_rows.py writes down."""
     for row in DENSE:
         for dtype in TOLERANCE:
@@ -182,8 +182,8 @@ def _own(target: Tensor, group: Group) -> Tensor:
     return target if target.dtype == torch.int64 else part(target, group)
 
 
-@only_in(2, 4)
-def check_losses(group: Group) -> None:
+@in_processes(2, 4)
+def test_losses(group: Group) -> None:
     """Every pair of form of target, reduction, bound and dtype, with class weights: as unsharded."""
     size = dist.get_world_size(group)
     for i, form in enumerate(FORMS):
@@ -196,7 +196,7 @@ def check_losses(group: Group) -> None:
 
 def _loss_like_unsharded(dtype: torch.dtype, form: str, settings: Any, group: Group) -> None:
     x, k, weight = torch.randn(6, 23, dtype=dtype) * 3, torch.rand(6) * 6 + 0.5, torch.rand(23)
-    x[1] = math.nan  # without a label, so that nobody feels it
+    x[1] = math.nan  # without a label, so that it has no effect
     target = _target(form, 6, 23)
     x_whole, k_whole = x.clone().requires_grad_(), k.clone().requires_grad_()
     wanted = torchlml.lml_loss(x_whole, target, k_whole, weight=weight, **settings)
@@ -231,7 +231,7 @@ def _linear_like_unsharded(dtype: torch.dtype, form: str, settings: Any, group: 
         own[3],
         linear_bias=own[2],
         weight=part(weight, group),
-        memory=23 * 2 * 2 * dtype.itemsize,  # two rows at a time
+        memory_limit=23 * 2 * 2 * dtype.itemsize,  # two rows at a time
         **settings,
         group=group,
     )
@@ -242,7 +242,8 @@ def _linear_like_unsharded(dtype: torch.dtype, form: str, settings: Any, group: 
     assert same_on_all(found[0], group)
 
 
-def check_half_precision(group: Group) -> None:
+@in_processes(2, 3, 4)
+def test_half_precision(group: Group) -> None:
     x = (torch.randn(4, 40) * 3).bfloat16()
     for function in FUNCTIONS:
         per_row = function is torchlml.lml_dual
@@ -256,8 +257,8 @@ def check_half_precision(group: Group) -> None:
         torch.testing.assert_close(loss, torchlml.lml_loss(x, torch.tensor([3, 7, 0, 39]), 5))
 
 
-@only_in(2, 4)
-def check_rounds(group: Group) -> None:
+@in_processes(2, 4)
+def test_rounds(group: Group) -> None:
     """4 rounds for logits of scale 1 to 3, 6 for scale 12; backward 0 for the loss, 1 for the layer."""
     for scale, most in ((1, 4), (3, 4), (12, 6)):
         for n in (100, 10_000):
@@ -275,8 +276,8 @@ def check_rounds(group: Group) -> None:
     assert rounds(loss.backward) == 0
 
 
-@only_in(2, 3)
-def check_rounds_of_any_row(group: Group) -> None:
+@in_processes(2, 3)
+def test_rounds_of_any_row(group: Group) -> None:
     worst = 0
     for problem in SHORT:
         for order in (False, True):
@@ -290,8 +291,55 @@ def check_rounds_of_any_row(group: Group) -> None:
     assert worst <= 12, worst
 
 
-@only_in(3)
-def check_numbers_sent(group: Group) -> None:
+def passes(call: Callable[[], object]) -> int:
+    """The number of passes over all entries that a call makes."""
+    number = 0
+    module: Any = solve_module
+    evaluate = module.evaluate
+
+    def count(*arguments: Any) -> Tensor:
+        nonlocal number
+        number += 1
+        return evaluate(*arguments)
+
+    module.evaluate = count
+    try:
+        call()
+    finally:
+        module.evaluate = evaluate
+    return number
+
+
+@in_processes(2)
+def test_passes_over_the_entries(group: Group) -> None:
+    """One for each round after the agreement; one more, at nu = 0, only for a bound."""
+    x, target = part(torch.randn(4, 100), group), torch.arange(4)
+    for bound in BOUNDS:
+        calls: list[Callable[[], object]] = [
+            lambda bound=bound: torchlml.lml(x, 5, bound=bound, group=group),
+            lambda bound=bound: torchlml.lml_loss(x, target, 5, bound=bound, group=group),
+        ]
+        for call in calls:
+            found, number = passes(call), rounds(call)
+            if bound == "exactly":
+                assert found == number - 1, (found, number)
+            else:
+                assert found >= 2
+
+
+@in_processes(2)
+def test_modules_with_a_group(group: Group) -> None:
+    logits, target, k = torch.randn(4, 12), torch.tensor([0, 5, 11, -100]), 3
+    loss = torchlml.LMLLoss(k, group=group)
+    close(loss(part(logits, group), target), torchlml.lml_loss(logits, target, k))
+    h, n = torch.randn(4, 5), part(logits, group).shape[1]
+    linear = torchlml.LinearLMLLoss(5, n, k, group=group)
+    weight = whole(linear.linear.weight, group, 0)
+    close(linear(h, target), torchlml.lml_loss(h @ weight.T, target, k))
+
+
+@in_processes(3)
+def test_numbers_sent(group: Group) -> None:
     """The formulas of docs/scale.md, in numbers of 8 bytes for each of R rows, and no round without one."""
     rows, sent = 16, []
     gather = group_module._all_gather
@@ -304,7 +352,7 @@ def check_numbers_sent(group: Group) -> None:
     try:
         x = part(torch.randn(rows, 999), group).requires_grad_()
         y = torchlml.lml(x, 5, group=group)
-        assert sent[:2] == [256, 20 * rows]
+        assert sent[:2] == [256, 17 * rows]
         assert all(number / (9 * rows) <= 16 for number in sent[2:])
         assert sent[2] / (9 * rows) in (1, 3, 8, 16)
         sent.clear()
@@ -312,7 +360,7 @@ def check_numbers_sent(group: Group) -> None:
         assert sent == [rows]
         sent.clear()
         torchlml.lml_loss(x, torch.arange(rows), 5, group=group)
-        assert sent[:2] == [256, 26 * rows]
+        assert sent[:2] == [256, 23 * rows]
         assert sent[2] / (14 * rows) in (1, 3, 8, 16)
         sent.clear()
         torchlml.lml(x[:1].detach() * 1e6, 5, group=group)
@@ -321,8 +369,9 @@ def check_numbers_sent(group: Group) -> None:
         group_module._all_gather = gather
 
 
-def check_refusals(group: Group) -> None:
-    """One sentence, on every process, for what only one of them has wrong."""
+@in_processes(2, 3, 4)
+def test_invalid_arguments(group: Group) -> None:
+    """An invalid argument of one process raises a one-line error on every process."""
     rank = dist.get_rank(group)
     last = rank == dist.get_world_size(group) - 1
     x, target = torch.randn(4, 6), torch.tensor([0, 1, 2, 3])
@@ -346,9 +395,7 @@ def check_refusals(group: Group) -> None:
         ("`weight`", lambda: torchlml.lml_loss(x, target, 2, weight=torch.ones(7), group=group)),
         ("`linear_weight`", lambda: linear(x, torch.ones(9, 5 + last), target, 2, group=group)),
         ("`offsets`", lambda: torchlml.lml(x[0], 2, offsets=torch.tensor([0, 6]), group=group)),
-        ("`solver`", lambda: torchlml.lml(x, 2, solver="bracketing", group=group)),
         ("`bound`", lambda: torchlml.lml(x, 2, bound=odd if last else "exactly", group=group)),
-        ("`solver`", lambda: torchlml.lml(x, 2, solver="bracketing" if last else "newton", group=group)),
         ("`offsets`", lambda: torchlml.lml_loss(x, target, 2, offsets=target if last else None, group=group)),
         ("`offsets`", lambda: topk_recall(x, target, 2, offsets=target if last else None, group=group)),
         ("`reduction`", lambda: torchlml.lml_loss(x, target, 2, reduction=WORDS[last], group=group)),
@@ -373,14 +420,16 @@ def _under_autocast(enabled: bool, call: Callable[[], Tensor]) -> Tensor:
         return call()
 
 
-def check_labels_behind_a_mask(group: Group) -> None:
+@in_processes(2, 3, 4)
+def test_labels_behind_a_mask(group: Group) -> None:
     x, mask = torch.randn(2, 6), torch.ones(2, 6, dtype=torch.bool)
     mask[1, 5] = False
     with pytest.raises(ValueError, match="`mask` is False"):
         torchlml.lml_loss(part(x, group), torch.tensor([0, 5]), 2, mask=part(mask, group), group=group)
 
 
-def check_transforms_are_refused(group: Group) -> None:
+@in_processes(2, 3, 4)
+def test_transforms_raise(group: Group) -> None:
     x = part(torch.randn(2, 8, dtype=torch.float64), group)
     h, target = torch.randn(2, 3, dtype=torch.float64), torch.tensor([0, 1])
     calls: list[Callable[[Tensor], Tensor]] = [
@@ -397,14 +446,15 @@ def check_transforms_are_refused(group: Group) -> None:
         x.requires_grad_(False)
 
 
-@only_in(2)
-def check_compiled(group: Group) -> None:
+@in_processes(2)
+def test_compiled(group: Group) -> None:
     x = torch.randn(3, 12)
     compiled = torch.compile(lambda x: 2 * torchlml.lml(x, 2, group=group), backend="eager")
     close(compiled(part(x, group)), part(2 * torchlml.lml(x, 2), group))
 
 
-def check_metrics(group: Group) -> None:
+@in_processes(2, 3, 4)
+def test_metrics(group: Group) -> None:
     preds = torch.randint(-3, 3, (7, 20)).float()  # with ties
     mask, p = torch.rand(7, 20) < 0.9, torch.rand(20).clamp(min=0.01)
     ks, target = (1, 5, 30), {form: _target(form, 7, 20) for form in FORMS}
@@ -425,16 +475,13 @@ def check_metrics(group: Group) -> None:
                 torch.testing.assert_close(value, wanted[name])
 
 
-def check_metrics_refuse_alike(group: Group) -> None:
+@in_processes(2, 3, 4)
+def test_metrics_raise_on_every_process(group: Group) -> None:
     x, y = torch.zeros(3, 2), torch.zeros(3, dtype=torch.int64)
     with pytest.raises(ValueError, match="propensities"):
         propensity_scored_precision(x, y, torch.ones(2 + (dist.get_rank(group) == 1)), 1, group=group)
     with pytest.raises(ValueError, match="must have the same k"):
         topk_precision(x, y, 1 + (dist.get_rank(group) == 1), group=group)
-
-
-def test_in_processes() -> None:
-    run(globals())
 
 
 def test_no_group_is_initialised() -> None:

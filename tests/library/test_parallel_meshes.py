@@ -1,4 +1,4 @@
-"""DTensors, meshes of rows and labels, and what users wrap around: in real processes."""
+"""DTensors, meshes of rows and labels, and the parallel wrappers of PyTorch."""
 
 from __future__ import annotations
 
@@ -24,29 +24,24 @@ from torch.nn.parallel import DistributedDataParallel
 
 import torchlml
 import torchlml._distributed.group as group_module
+from tests.support.distributed import in_processes
 from tests.support.processes import fork, output, script, start_two
-from tests.support.spread import run
 from torchlml.metrics import TopKNDCG, TopKPrecision, TopKRecall, topk_recall
 
 Group = dist.ProcessGroup
 PLACEMENTS = [(Shard(0),), (Shard(1),), (Replicate(),)]
 
 
-def all_four(check: Any) -> Any:
-    check.sizes = (4,)
-    return check
-
-
-@all_four
-def check_dtensors(group: Group) -> None:
+@in_processes(4)
+def test_dtensors(group: Group) -> None:
     """Split over labels, over rows, or not at all: the functions take them as they are."""
     mesh = init_device_mesh("cpu", (4,))
     for placements in PLACEMENTS:
         _dtensors(mesh, placements)
 
 
-@all_four
-def check_a_single_row(group: Group) -> None:
+@in_processes(4)
+def test_a_single_row(group: Group) -> None:
     """The last batch of one sample, sharded over rows: all processes but one have nothing."""
     mesh = init_device_mesh("cpu", (4,))
     x, weight = torch.randn(1, 11, dtype=torch.float64), torch.randn(11, 3, dtype=torch.float64)
@@ -61,8 +56,8 @@ def check_a_single_row(group: Group) -> None:
         torch.testing.assert_close(linear.to_local(), torchlml.linear_lml_loss(hidden, weight, target, k))
 
 
-@all_four
-def check_rows_and_labels(group: Group) -> None:
+@in_processes(4)
+def test_rows_and_labels(group: Group) -> None:
     """A mesh of two dimensions, in both orders."""
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("rows", "labels"))
     for placements in ((Shard(0), Shard(1)), (Shard(1), Shard(0)), (Replicate(), Shard(1))):
@@ -109,8 +104,8 @@ def _dtensors(mesh: DeviceMesh, placements: Any) -> None:
             torch.testing.assert_close(own_dx.full_tensor(), dx)
 
 
-@all_four
-def check_metrics_of_dtensors(group: Group) -> None:
+@in_processes(4)
+def test_metrics_of_dtensors(group: Group) -> None:
     """Scores split over labels, over rows, over both, or not at all: every row counts alike."""
     line, square = init_device_mesh("cpu", (4,)), init_device_mesh("cpu", (2, 2))
     layouts = [(line, one) for one in PLACEMENTS] + [
@@ -124,17 +119,17 @@ def check_metrics_of_dtensors(group: Group) -> None:
         everywhere = [Replicate()] * mesh.ndim
         for target in (lists, lists[:, 0], torch.rand(7, 11) < 0.3):
             for metric in (TopKRecall((1, 5)), TopKPrecision((1, 5)), TopKNDCG((1, 5))):
-                given = (distribute_tensor(one, mesh, everywhere) for one in (target, mask))
-                metric.update(distribute_tensor(preds, mesh, placements), *given)
+                own_target, own_mask = (distribute_tensor(one, mesh, everywhere) for one in (target, mask))
+                metric.update(distribute_tensor(preds, mesh, placements), own_target, mask=own_mask)
                 alone = type(metric)((1, 5), sync_on_compute=False)
-                alone.update(preds, target, mask)
+                alone.update(preds, target, mask=mask)
                 torch.testing.assert_close(metric.compute(), alone.compute())
     with pytest.raises(ValueError, match="must not be given with a DTensor"):
         topk_recall(distribute_tensor(preds, line, [Shard(1)]), lists, 1, group=group)
 
 
-@all_four
-def check_linear_dtensors(group: Group) -> None:
+@in_processes(4)
+def test_linear_dtensors(group: Group) -> None:
     """A linear layer and the loss: rows split, labels split, both or neither, with everything a DTensor."""
     line, square = init_device_mesh("cpu", (4,)), init_device_mesh("cpu", (2, 2))
     none, labels = Replicate(), Shard(0)
@@ -182,8 +177,8 @@ def _linear_dtensors(
         torch.testing.assert_close(mine.full_tensor(), theirs)
 
 
-@all_four
-def check_an_input_in_parts(group: Group) -> None:
+@in_processes(4)
+def test_an_input_in_parts(group: Group) -> None:
     """A DTensor that has still to be added up is, and not taken for the input."""
     mesh = init_device_mesh("cpu", (4,))
     h, w, target = torch.randn(3, 5), torch.randn(12, 5), torch.tensor([0, 7, 11])
@@ -192,8 +187,8 @@ def check_an_input_in_parts(group: Group) -> None:
     torch.testing.assert_close(loss.full_tensor(), torchlml.lml_loss(h @ w.T, target, 3))
 
 
-@all_four
-def check_bad_dtensors(group: Group) -> None:
+@in_processes(4)
+def test_bad_dtensors(group: Group) -> None:
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("rows", "labels"))
     twice = distribute_tensor(torch.randn(4, 8), mesh, [Shard(1), Shard(1)])
     with pytest.raises(ValueError, match="one dimension of its mesh"):
@@ -213,8 +208,8 @@ def check_bad_dtensors(group: Group) -> None:
         torchlml.lml(torch.randn(4, 8), 2, group=mesh)
 
 
-@all_four
-def check_mesh_as_group(group: Group) -> None:
+@in_processes(4)
+def test_mesh_as_group(group: Group) -> None:
     """A DeviceMesh of one dimension is a group; with rows split by hand over the other one."""
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("rows", "labels"))
     x = torch.randn(4, 8, dtype=torch.float64)
@@ -224,8 +219,8 @@ def check_mesh_as_group(group: Group) -> None:
     torch.testing.assert_close(y, torchlml.lml(x, 3)[2 * row : 2 * row + 2, 4 * label : 4 * label + 4])
 
 
-@all_four
-def check_group_of_one(group: Group) -> None:
+@in_processes(4)
+def test_group_of_one(group: Group) -> None:
     alone = [dist.new_group([rank]) for rank in range(4)][dist.get_rank()]
     x = torch.randn(3, 9, dtype=torch.float64)
     torch.testing.assert_close(torchlml.lml(x, 2, group=alone), torchlml.lml(x, 2))
@@ -239,8 +234,8 @@ def _batch() -> tuple[Tensor, Tensor]:
     return torch.randn(8, 6), torch.randint(12, (8,))
 
 
-@all_four
-def check_colwise_parallel(group: Group) -> None:
+@in_processes(4)
+def test_colwise_parallel(group: Group) -> None:
     """A last layer split by `parallelize_module`: its weight goes to linear_lml_loss as it is."""
     mesh = init_device_mesh("cpu", (4,))
     model = nn.Sequential(nn.Linear(6, 5), nn.ReLU(), nn.Linear(5, 12))
@@ -259,8 +254,8 @@ def check_colwise_parallel(group: Group) -> None:
         torch.testing.assert_close(found, grad, rtol=1e-4, atol=1e-6)
 
 
-@all_four
-def check_data_parallel(group: Group) -> None:
+@in_processes(4)
+def test_data_parallel(group: Group) -> None:
     """DDP over rows around a layer that is split over labels."""
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("rows", "labels"))
     row, label = mesh.get_local_rank("rows"), mesh.get_local_rank("labels")
@@ -275,8 +270,8 @@ def check_data_parallel(group: Group) -> None:
     torch.testing.assert_close(body.weight.grad, right, rtol=1e-4, atol=1e-6)
 
 
-@all_four
-def check_fully_sharded(group: Group) -> None:
+@in_processes(4)
+def test_fully_sharded(group: Group) -> None:
     """FSDP2 around the module: every process has its own rows, and gathers the weight when it is needed."""
     mesh, rank = init_device_mesh("cpu", (4,)), dist.get_rank()
     model = nn.ModuleList([nn.Linear(6, 5), torchlml.LinearLMLLoss(5, 12, 3)])
@@ -290,10 +285,6 @@ def check_fully_sharded(group: Group) -> None:
     model[1](model[0](inputs[rows]), target[rows]).backward()
     for p, grad in zip(model.parameters(), right, strict=True):
         torch.testing.assert_close(_grad(p).full_tensor(), grad, rtol=1e-4, atol=1e-6)
-
-
-def test_in_processes() -> None:
-    run(globals())
 
 
 def _dies(rank: int, folder: str) -> None:

@@ -8,14 +8,15 @@ from pathlib import Path
 import pytest
 
 import torchlml
-from tests.library.test_family_arguments import MEMBERS
 from tests.support.losses import EVERY
+from tests.support.related_names import MEMBERS
 from torchlml import losses, metrics
 
 ROOT = Path(__file__).parents[2]
 NAMES = [name for name in torchlml.__all__ if not inspect.ismodule(getattr(torchlml, name))]
 FUNCTIONS = [name for name in losses.__all__ if inspect.isfunction(getattr(losses, name))]
-FAMILY = [name for name in NAMES if getattr(torchlml, name).__module__.startswith("torchlml._constrained")]
+OTHER_MODULES = ("torchlml.constrained", "torchlml.choices")
+RELATED = [name for name in NAMES if getattr(torchlml, name).__module__ in OTHER_MODULES]
 # They take the input of a linear layer, not logits: tested in test_linear_loss.py.
 LINEAR = {
     "linear_lml_loss": "LinearLMLLoss",
@@ -51,7 +52,7 @@ def test_every_loss_is_explained_and_has_a_tested_module(name: str) -> None:
     assert module in text("docs/which-loss.md")
 
 
-@pytest.mark.parametrize("name", FAMILY)
-def test_every_relative_is_explained_and_tested_for_wrong_arguments(name: str) -> None:
+@pytest.mark.parametrize("name", RELATED)
+def test_every_related_operator_is_explained_and_tested_for_wrong_arguments(name: str) -> None:
     assert name in MEMBERS
     assert name in text("docs/which-relaxation.md")

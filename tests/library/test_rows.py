@@ -37,7 +37,7 @@ def test_sum_max_spread_and_largest_are_those_of_each_row(make, differentiable: 
     assert rows.max(x).tolist() == highest
     per_row = torch.arange(4.0)
     beside = torch.cat([torch.full_like(row, i) for i, row in enumerate(each)])
-    assert torch.equal(rows.spread(per_row).expand(x.shape).reshape(-1), beside)
+    assert torch.equal(rows.broadcast(per_row).expand(x.shape).reshape(-1), beside)
     for rank in (1, 2, 4, 9):
         expected = [
             float(row.sort(descending=True).values[min(rank, len(row)) - 1]) if len(row) else -torch.inf

@@ -12,9 +12,9 @@ from torch import Tensor
 from torch.func import grad, hessian, jacfwd, jacrev, jvp, vjp, vmap
 
 import torchlml
-from tests.library.test_special_rows import DENSE, Special
 from tests.support import truth
 from tests.support.problems import PROBLEMS, SHORT, Problem
+from tests.support.special_rows import DENSE, Special
 
 NAMES = ["lml", "log_lml", "lml_dual"]
 each_name = pytest.mark.parametrize("name", NAMES)
@@ -134,7 +134,6 @@ MAPPED: dict[str, Callable[[Function], Mapped]] = {
         (rows(4, 12), torch.rand(4, 12) > 0.2),
         (0, 0),
     ),
-    "bracketing": lambda f: (lambda x: f(x, 2, solver="bracketing"), (rows(4, 3, 6),), (0,)),
 }
 
 
@@ -145,6 +144,13 @@ def test_vmap(name: str, case: str) -> None:
     got = vmap(call, in_dims=dims)(*inputs)
     for i, out in enumerate(got):
         close(out, call(*[a if d is None else a.select(d, i) for a, d in zip(inputs, dims, strict=True)]))
+
+
+def test_vmap_of_bracketing() -> None:
+    x = rows(4, 3, 6)
+    close(vmap(lambda x: torchlml.lml_bracketing(x, 2, samples=20))(x), torchlml.lml_dual(x, 2))
+    gradient = vmap(grad(lambda x: weigh(torchlml.lml_bracketing(x, 2))))(x)
+    close(gradient, vmap(grad(lambda x: weigh(torchlml.lml_dual(x, 2))))(x))
 
 
 @each_name

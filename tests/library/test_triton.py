@@ -15,13 +15,13 @@ from pathlib import Path
 import pytest
 import torch
 
-from torchlml._triton import self_test as trust
+from torchlml._triton import self_test
 from torchlml._triton.plan import plan
 from torchlml_lab import cli, info
 from torchlml_lab.gpu_check import check_gpu, comparisons
 
 ROOT = Path(__file__).parents[2]
-needs_triton = pytest.mark.skipif(not trust.available(), reason="Triton cannot be imported here.")
+needs_triton = pytest.mark.skipif(not self_test.available(), reason="Triton cannot be imported here.")
 
 
 def run(*words: str, **environment: str) -> str:
@@ -93,15 +93,15 @@ def test_no_row_is_left_out_and_few_long_ones_are_split() -> None:
 
 
 def test_every_operator_has_an_implementation_for_cuda() -> None:
-    assert len(trust.OPERATORS) == 8
-    for name in trust.OPERATORS:
+    assert len(self_test.OPERATORS) == 8
+    for name in self_test.OPERATORS:
         assert torch._C._dispatch_has_kernel_for_dispatch_key(f"torchlml::{name}", "CUDA")
 
 
 def test_without_triton_the_torch_path_answers(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(trust, "available", lambda: False)
+    monkeypatch.setattr(self_test, "available", lambda: False)
     x, k = torch.randn(3, 20), torch.tensor(2.0, dtype=torch.float64)
-    y, _ = trust.OPERATORS["forward"](x, k, None, None)
+    y, _ = self_test.OPERATORS["forward"](x, k, None, None)
     torch.testing.assert_close(y, torch.ops.torchlml.forward(x, k, None, None)[0])
     assert info.report()["gpu kernel"] == ["torch (Triton is not installed)"]
 

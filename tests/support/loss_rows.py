@@ -13,9 +13,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from tests.library.test_gradients import resolved, slack
-from tests.library.test_special_rows import Special
 from tests.support import truth
+from tests.support.gradients import resolved, slack
+from tests.support.special_rows import Special
 
 Call = Callable[..., tuple[Tensor, Tensor]]
 FORMS = ("one class", "list", "weighted list", "multi-hot", "weighted multi-hot")

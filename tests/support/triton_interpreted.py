@@ -15,12 +15,12 @@ import pytest
 import torch
 from torch import Tensor
 
-from tests.library.test_gradients import resolved, slack, upstream
-from tests.library.test_special_rows import SPECIAL, Special, gradient_of_k
 from tests.support import loss_rows, truth
+from tests.support.gradients import resolved, slack, upstream
 from tests.support.problems import SHORT, Problem
+from tests.support.special_rows import SPECIAL, Special, gradient_of_k
 from torchlml._triton import operators as triton_operators
-from torchlml._triton import self_test as trust
+from torchlml._triton import self_test
 from torchlml._triton import split as triton_split
 from torchlml._triton.plan import Plan, plan
 
@@ -62,7 +62,7 @@ def force(monkeypatch: pytest.MonkeyPatch) -> Force:
 
 
 def call(name: str, *arguments: Tensor | None) -> tuple[Tensor, Tensor]:
-    return trust.OPERATORS[name](*arguments)
+    return self_test.OPERATORS[name](*arguments)
 
 
 def float64(*values: float) -> Tensor:

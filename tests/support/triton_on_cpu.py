@@ -19,7 +19,7 @@ from triton.runtime import interpreter
 
 import torchlml  # noqa: F401  which defines the operators
 from torchlml._triton import operators as triton_operators
-from torchlml._triton import self_test as trust
+from torchlml._triton import self_test
 from torchlml._triton.plan import Plan
 
 PLANS = {
@@ -50,5 +50,5 @@ def _patch_once(function: Any) -> Any:
 interpreter._patch_lang = _patch_once
 triton_operators.layout = _layout
 _library = torch.library.Library("torchlml", "IMPL")
-for _name, _run in trust.OPERATORS.items():
+for _name, _run in self_test.OPERATORS.items():
     _library.impl(_name, _run, "CPU")

@@ -13,19 +13,18 @@ import torch
 from torch import Tensor
 from torch.autograd import forward_ad
 
-from torchlml._arguments import kept_scalar, untraced
-from torchlml._autograd import implicit as differentiable
-from torchlml._autograd import operators
+from torchlml._arguments import cached_scalar, is_eager
+from torchlml._autograd import implicit, operators
 from torchlml._autograd.rule import differentiate_again, wants_graph
 
 
-def common_lml(x: Any, k: Any, dim: Any) -> Tensor | None:
+def fast_lml(x: Any, k: Any, dim: Any) -> Tensor | None:
     """lml(x, k, dim), or None where the call is another one or wrong: then it must be read with care.
 
     Types are compared and not asked for: a tensor, or a number, of another class may be anything.
     """
     if not (
-        untraced()
+        is_eager()
         and type(x) is Tensor
         and (type(k) is int or type(k) is float)
         and (type(dim) is int and dim == -1)
@@ -40,7 +39,7 @@ def common_lml(x: Any, k: Any, dim: Any) -> Tensor | None:
         and not torch.is_inference_mode_enabled()
     ):
         return None
-    number = kept_scalar(k, torch.float64)
+    number = cached_scalar(k, torch.float64)
     if x.requires_grad and torch.is_grad_enabled():
         return _apply(x, number)
     y: Tensor = operators.forward(x, number, None, None)[0]
@@ -48,7 +47,7 @@ def common_lml(x: Any, k: Any, dim: Any) -> Tensor | None:
 
 
 class _Apply(torch.autograd.Function):
-    """The rule of `paths.lml` for x alone."""
+    """The rule of `rule.lml` for x alone."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, k: Tensor) -> Tensor:
@@ -61,7 +60,7 @@ class _Apply(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, None]:
         x, k, y, nu = ctx.saved_tensors
         if wants_graph():
-            dx = differentiate_again(lambda x: differentiable.lml(x, k, None, None), grad, x)[0]
+            dx = differentiate_again(lambda x: implicit.lml(x, k, None, None), grad, x)[0]
         else:
             dx = operators.backward(grad.contiguous(), x, y, nu, None, None)[0]
         return dx, None

@@ -16,9 +16,9 @@ from torch.nn.functional import softplus
 
 from torchlml._autograd import operators
 from torchlml._rows import rows_of, work_dtype
-from torchlml.solvers.bracketing import Bracketing
 
 _STEPS = 2
+Solve = Callable[..., Tensor]  # nu (2, R) of (x, k, mask, offsets)
 
 
 def logsigmoid(z: Tensor) -> Tensor:
@@ -44,22 +44,22 @@ class SolvedRows:
         k: Tensor,
         mask: Tensor | None,
         offsets: Tensor | None,
-        solver: Bracketing | None = None,
+        solve: Solve = operators.solve,
     ) -> None:
         self.rows = rows_of(x, offsets, differentiable=True)
-        self.spread = self.rows.spread
+        self.broadcast = self.rows.broadcast
         x = x.to(work_dtype(x.dtype))
         self._x = x
         if mask is not None:
             x = torch.where(mask, x, -torch.inf)
-        self.hi, self.lo = solve(x, k, offsets, solver)
+        self.hi, self.lo = solve(x.detach(), k.detach(), None, offsets)
         self.absent, self.infinite = x == -torch.inf, x == torch.inf
         # Infinite numbers stay out of the graph: their derivatives would be 0 times infinity.
-        self._live = ~(self.absent | self.infinite | self.spread(self.hi.isinf()))
+        self._live = ~(self.absent | self.infinite | self.broadcast(self.hi.isinf()))
         hi = torch.where(self.hi.isinf(), 0, self.hi)
-        base = (torch.where(self.absent | self.infinite, 0, x) + self.spread(hi)) + self.spread(self.lo)
+        base = (torch.where(self.absent | self.infinite, 0, x) + self.broadcast(hi)) + self.broadcast(self.lo)
         self.correction = self._implicit_step(base, k)
-        self.z = base + self.spread(self.correction)
+        self.z = base + self.broadcast(self.correction)
         count = self.rows.sum(self.infinite.to(x.dtype))
         follows_k = (self.hi == -torch.inf) & (k > 0) & (k < count)
         # What a +inf entry gets: k/p where there are p > k of them; otherwise 1, but 0 when k is 0.
@@ -73,13 +73,13 @@ class SolvedRows:
 
     def _undefined(self) -> Tensor:
         """NaN with NaN as its derivative, in the rows that have no answer."""
-        return self.spread(torch.where(self.hi.isnan(), self.hi, 0)) * self._x
+        return self.broadcast(torch.where(self.hi.isnan(), self.hi, 0)) * self._x
 
     def fill(self, y: Tensor, absent: float, present: float, infinite: Tensor) -> Tensor:
         """Put the limits where the formula has none: rows without finite nu, infinite and absent entries."""
-        hi = self.spread(self.hi)
+        hi = self.broadcast(self.hi)
         y = torch.where(hi == torch.inf, present, torch.where(hi == -torch.inf, absent, y))
-        y = torch.where(self.infinite, self.spread(infinite), torch.where(self.absent, absent, y))
+        y = torch.where(self.infinite, self.broadcast(infinite), torch.where(self.absent, absent, y))
         return torch.where(hi.isnan(), self._undefined(), y)
 
     def _implicit_step(self, base: Tensor, k: Tensor) -> Tensor:
@@ -92,11 +92,11 @@ class SolvedRows:
         unit = torch.exp(-largest).clamp(max=torch.finfo(base.dtype).max)
         step = torch.zeros_like(self.hi)
         for _ in range(_STEPS):
-            z = base + self.spread(step)
+            z = base + self.broadcast(step)
             # The sum is that of `residual`: each entry as its distance from the nearer integer.
             up = z > 0
             toward_zero = torch.where(live, torch.where(up, -z, z), -1.0)
-            log_t, scale = logsigmoid(toward_zero), self.spread(largest)
+            log_t, scale = logsigmoid(toward_zero), self.broadcast(largest)
             t = torch.where(live, torch.exp(torch.where(live, log_t - scale, 0)), 0)
             w = t * sigmoid(-toward_zero)
             total = self.rows.sum(torch.where(up, -t, t))
@@ -107,18 +107,8 @@ class SolvedRows:
         return step
 
 
-def solve(x: Tensor, k: Tensor, offsets: Tensor | None, solver: Bracketing | None) -> Tensor:
-    """nu of each row as a constant, by Newton's method unless a solver is given."""
-    x, k = x.detach(), k.detach()
-    if solver is None:
-        return operators.solve(x, k, None, offsets)
-    return operators.solve_bracketing(
-        x, k, None, offsets, solver.samples, solver.tolerance, solver.max_iterations
-    )
-
-
 def _projection(result: Callable[[SolvedRows], Tensor]) -> Callable[..., Tensor]:
-    """A function of canonical rows and a solver from one of their `SolvedRows`.
+    """A function of canonical rows from one of their `SolvedRows`; `solve` finds nu.
 
     A single dense row is computed as two equal ones: torch splits one row among its threads and treats what
     is left over at the end of each part by other instructions, so that the last bits would depend on the
@@ -127,13 +117,13 @@ def _projection(result: Callable[[SolvedRows], Tensor]) -> Callable[..., Tensor]
 
     @functools.wraps(result)
     def project(
-        x: Tensor, k: Tensor, mask: Tensor | None, offsets: Tensor | None, solver: Bracketing | None = None
+        x: Tensor, k: Tensor, mask: Tensor | None, offsets: Tensor | None, solve: Solve = operators.solve
     ) -> Tensor:
         if offsets is not None or x.shape[0] != 1:
-            return result(SolvedRows(x, k, mask, offsets, solver)).to(x.dtype)
+            return result(SolvedRows(x, k, mask, offsets, solve)).to(x.dtype)
         mask = None if mask is None else mask.repeat(2, 1)
         k = k if k.dim() == 0 else k.repeat(2)
-        return result(SolvedRows(x.repeat(2, 1), k, mask, None, solver)).to(x.dtype)[:1]
+        return result(SolvedRows(x.repeat(2, 1), k, mask, None, solve)).to(x.dtype)[:1]
 
     return project
 

@@ -17,9 +17,7 @@ import torch
 from torch import Tensor
 from torch.autograd import forward_ad
 
-from torchlml._autograd import implicit as differentiable
-from torchlml._autograd import operators
-from torchlml.solvers.bracketing import Bracketing
+from torchlml._autograd import implicit, operators
 
 
 @dataclass(frozen=True)
@@ -39,16 +37,21 @@ class Rule:
     differentiable: Callable[..., Tensor]
     inputs: int = 2
 
-    def __call__(self, *arguments: Tensor | None, solver: Bracketing | None = None) -> Tensor:
-        if solver is not None:  # it has no kernel
-            return self.differentiable(*arguments, solver)
+    def __call__(self, *arguments: Tensor | None) -> Tensor:
         # `torch.jit.trace` cannot save a call of a Python function, and it compares its graph with one that
-        # it traces without gradients: both must come from the same operations.
-        if not is_plain() or torch._C._is_tracing():
+        # it traces without gradients: both must come from the same operations. The compiler cannot read
+        # `_is_tracing`.
+        if (
+            torch._C._are_functorch_transforms_active()
+            or forward_ad._current_level >= 0
+            or (not torch.compiler.is_compiling() and torch._C._is_tracing())
+        ):
             return self.differentiable(*arguments)
-        if needs_no_graph(*arguments[: self.inputs]):
-            return self.forward(*arguments)[0]
-        return _Apply.apply(self, *arguments)
+        if torch.is_grad_enabled() and any(
+            t.requires_grad for t in arguments[: self.inputs] if t is not None
+        ):
+            return _Apply.apply(self, *arguments)
+        return self.forward(*arguments)[0]
 
 
 class _Apply(torch.autograd.Function):
@@ -100,9 +103,9 @@ def _dual_backward(
 
 
 # y, log y and nu of each row.
-lml = Rule(keeps_both(operators.forward), from_values(operators.backward), differentiable.lml)
-log_lml = Rule(keeps_both(operators.log_forward), from_values(operators.log_backward), differentiable.log_lml)
-lml_dual = Rule(_dual_forward, _dual_backward, differentiable.lml_dual)
+lml = Rule(keeps_both(operators.forward), from_values(operators.backward), implicit.lml)
+log_lml = Rule(keeps_both(operators.log_forward), from_values(operators.log_backward), implicit.log_lml)
+lml_dual = Rule(_dual_forward, _dual_backward, implicit.lml_dual)
 
 
 def is_plain() -> bool:

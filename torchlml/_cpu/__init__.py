@@ -1,1 +1,1 @@
-"""The compiled kernel of the CPU: finding it (`native`), and its C++ (`csrc`)."""
+"""The compiled kernel of the CPU: finding it (`loader`), and its C++ (`csrc`)."""

@@ -1,9 +1,9 @@
-"""Finding and loading the compiled kernel, where there is one.
+"""Find and load the compiled kernel, if there is one.
 
-`TORCHLML_KERNEL=torch` keeps to plain torch, on a GPU too; `TORCHLML_KERNEL=native` insists on the compiled
-kernel, and on a GPU uses Triton's without comparing them first (`cuda/trust.py`); without either, a kernel is
-used when it is installed and loads. `TORCHLML_ISA=baseline|v3|v4` makes the
-kernel use a lesser x86-64 level than the processor has, to test it.
+`TORCHLML_KERNEL=torch` selects pure PyTorch, on a GPU too. `TORCHLML_KERNEL=native` requires the compiled
+kernel, and on a GPU uses the Triton kernels without their self-test (`_triton/self_test.py`). By default a
+kernel is used if it is installed and loads. `TORCHLML_ISA=baseline|v3|v4` restricts the kernel to a lower
+x86-64 level than the processor has, for tests.
 """
 
 from __future__ import annotations
@@ -28,33 +28,33 @@ _warned = False
 
 
 def check_torch(version: str) -> None:
-    """Refuse a torch that is too old, before anything else can fail for it."""
+    """Raise if torch is too old, before anything else fails because of it."""
     numbers = tuple(int(number) for number in re.findall(r"\d+", version)[:2])
     if numbers < OLDEST:
-        raise _refusal(
+        raise _import_error(
             f"torchlml needs torch {OLDEST[0]}.{OLDEST[1]} or newer, and this is torch {version}: "
             "run `pip install --upgrade torch`."
         )
 
 
 def requested() -> str:
-    """What TORCHLML_KERNEL asks for: "torch", "native", or nothing."""
+    """The kernel that TORCHLML_KERNEL selects: "torch", "native" or "" for the default."""
     choice = os.environ.get("TORCHLML_KERNEL", "")
     if choice not in ("", "torch", "native"):
-        raise _refusal(
+        raise _import_error(
             "The environment variable `TORCHLML_KERNEL` must be 'torch' or 'native', or not be set, "
             f"but it is {choice!r}."
         )
     return choice
 
 
-def _refusal(sentence: str) -> ImportError:
-    """What `import torchlml` raises; its `name` tells it from the absence of another package."""
-    return ImportError(sentence, name="torchlml")
+def _import_error(message: str) -> ImportError:
+    """The error that `import torchlml` raises; its `name` distinguishes it from a missing package."""
+    return ImportError(message, name="torchlml")
 
 
 def load() -> None:
-    """Load the compiled kernel, if it is there and wanted."""
+    """Load the compiled kernel, if it is installed and not disabled."""
     global _library, _absence, _warned
     choice = requested()
     if choice == "torch":
@@ -68,7 +68,9 @@ def load() -> None:
         if reason.exists():
             _absence = f"when torchlml was installed, {reason.read_text(encoding='utf-8').strip()}"
         if choice == "native":
-            raise _refusal(f"`TORCHLML_KERNEL` is 'native', but there is no compiled kernel: {absence()}.")
+            raise _import_error(
+                f"`TORCHLML_KERNEL` is 'native', but there is no compiled kernel: {absence()}."
+            )
         return
     try:
         torch.ops.load_library(path)
@@ -77,7 +79,7 @@ def load() -> None:
     except (OSError, AttributeError) as error:  # broken, of another platform; not torchlml's
         _absence = f"{path.name} does not load ({error})"
         if choice == "native":
-            raise _refusal(f"`TORCHLML_KERNEL` is 'native', but {absence()}.") from error
+            raise _import_error(f"`TORCHLML_KERNEL` is 'native', but {absence()}.") from error
         _warned = True
         warnings.warn(f"torchlml falls back to plain torch, which is slower: {absence()}.", stacklevel=2)
         return
@@ -85,12 +87,12 @@ def load() -> None:
 
 
 def loaded() -> bool:
-    """Is the compiled kernel in use?"""
+    """Whether the compiled kernel is in use."""
     return _library is not None
 
 
 def absence() -> str | None:
-    """Why there is no compiled kernel and what helps, or None if it is in use."""
+    """Why there is no compiled kernel and how to get it, or None if it is in use."""
     if loaded():
         return None
     if requested() == "torch":
@@ -99,7 +101,7 @@ def absence() -> str | None:
 
 
 def _repair() -> str:
-    """The command that installs torchlml anew from where it came: a folder, an archive, or an index."""
+    """The command that reinstalls torchlml from its origin: a folder, an archive, or an index."""
     try:
         came_from = metadata.distribution("torchlml").read_text("direct_url.json")
     except metadata.PackageNotFoundError:  # run from a folder of sources
@@ -116,7 +118,7 @@ def _repair() -> str:
 
 
 def warn_of_absence() -> None:
-    """Say once that calls on the CPU are slow for want of the kernel, if nobody asked for plain torch."""
+    """Warn once that calls on the CPU are slow without the kernel, unless pure PyTorch was requested."""
     global _warned
     if _warned or loaded() or requested() == "torch":
         return

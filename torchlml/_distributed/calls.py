@@ -1,165 +1,270 @@
-"""The functions of the projection and `lml_loss` with a `group` or with DTensors."""
+"""The functions of the library with a `group` or with DTensors.
+
+Each function takes the local part of DTensors, checks that all processes pass matching arguments, computes,
+and wraps the result. A DTensor whose labels are not sharded needs no group: its rows are computed locally.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.distributed.tensor import DTensor
 
-from torchlml._arguments import Bound, Canonical, canonical, check_bound
-from torchlml._distributed import dtensors, labels, projection
-from torchlml._distributed import loss as sharded_loss
-from torchlml._distributed.agreement import same_everywhere, split_labels
-from torchlml._distributed.group import Group, label_group
-from torchlml._rows import work_dtype
-from torchlml.losses.base import Reduction, check_labelled_k, check_reduction, row_divisor
-from torchlml.losses.linear_chunks import not_compiled
-from torchlml.losses.lml import reduced_loss
-from torchlml.losses.targets import LabelReduction, read_labels
+from torchlml._arguments import Bound, Canonical, canonical, check_bound, check_k
+from torchlml._autograd import inequality
+from torchlml._autograd import loss as rule
+from torchlml._autograd.chunked_linear import ChunkedLoss, check_linear, logits_like, not_compiled
+from torchlml._distributed import autograd
+from torchlml._distributed.dtensor import Layout, read_layout, read_linear_layout
+from torchlml._distributed.group import Agreement, Group, label_group
+from torchlml._distributed.targets import ShardedRows, ShardedTarget, check_target, read_target
+from torchlml._reductions import LossSettings, check_labeled_k, has_zero, label_divisor, reduce
+from torchlml._rows import Rows, rows_of, work_dtype
+from torchlml._targets import is_multi_hot, read_labels
+
+_LOCAL = {"lml": inequality.LML, "log_lml": inequality.LOG_LML, "lml_dual": inequality.LML_DUAL}
 
 
 @not_compiled
-def spread_projection(
+def project(
     name: str,
     x: Tensor,
     k: float | Tensor,
     dim: int,
     mask: Tensor | None,
     offsets: Tensor | None,
-    solver: Any,
     bound: Bound,
     group: Group | None,
 ) -> Tensor:
     """`lml`, `log_lml` or `lml_dual` by name."""
-
-    def on_parts(x: Tensor, k: Any, mask: Tensor | None, group: Group | None) -> Tensor:
-        if group is None:
-            import torchlml
-
-            _refuse(offsets, solver)
-            return getattr(torchlml, name)(x, k, dim, mask=mask, bound=bound)
-        return _project(name, x, k, dim, mask, offsets, solver, bound, group)
-
-    if not dtensors.is_dtensor(x):
-        return on_parts(x, k, mask, group)
-    dtensors.refuse_group(group)
-    return dtensors.project(on_parts, x, k, dim, mask, per_row=name == "lml_dual")
-
-
-def _project(
-    name: str,
-    x: Tensor,
-    k: float | Tensor,
-    dim: int,
-    mask: Tensor | None,
-    offsets: Tensor | None,
-    solver: Any,
-    bound: Bound,
-    group: Group,
-) -> Tensor:
-    members = label_group(group)
-
-    def read() -> tuple[Canonical, dict[str, Any]]:
-        _refuse(offsets, solver)
-        check_bound(bound)
-        c = canonical(x, k, dim, mask, None, any_k=True)
-        same = same_everywhere(name, c.row_shape, x, k, bound)
-        return c, {"labels": c.x.shape[-1], "masked": mask is not None, "same": same}
-
-    c, split = split_labels(members, x, k, bound, read)
-    result: Tensor = getattr(projection, name)(c.x, c.k, c.mask, split)
-    return c.restore_rows(result) if name == "lml_dual" else c.restore(result, dim)
+    layout: Layout | None = None
+    if isinstance(x, DTensor):
+        layout = read_layout(x, dim, group)
+        x, k, mask, group = x.to_local(), layout.per_row(k), layout.entries(mask), layout.group
+    if group is None:
+        _check_no_offsets(offsets)
+        c = canonical(x, k, dim, mask, None, any_k=check_bound(bound) == "at_most")
+        result = _LOCAL[name][bound](c.x, c.k, c.mask, None)
+    else:
+        with Agreement(group, x) as agreement:
+            _check_no_offsets(offsets)
+            check_bound(bound)
+            c = canonical(x, k, dim, mask, None, any_k=True)
+            labels, masked = c.x.shape[-1], mask is not None
+            agreement.tell(name, x, k, bound, rows=c.row_shape, labels=labels, masked=masked)
+        result = autograd.project(name, c.x, c.k, c.mask, agreement.split)
+    if name == "lml_dual":
+        result = c.restore_rows(result)
+        return result if layout is None else layout.wrap_rows(result)
+    result = c.restore(result, dim)
+    return result if layout is None else layout.wrap(result)
 
 
 @not_compiled
-def spread_lml_loss(
+def lml_loss(
     logits: Tensor,
     target: Tensor,
     k: float | Tensor,
     weight: Tensor | None,
-    ignore_index: int,
-    reduction: Reduction,
-    label_reduction: LabelReduction,
     mask: Tensor | None,
     offsets: Tensor | None,
-    bound: Bound,
+    settings: LossSettings,
     group: Group | None,
 ) -> Tensor:
-    """`lml_loss`, its arguments in the same order."""
-    if dtensors.is_dtensor(logits):
-        check_reduction(reduction, label_reduction)
-        dtensors.refuse_group(group)
-
-        def on_parts(x: Tensor, t: Tensor, k: Any, m: Tensor | None, w: Tensor | None, g: Any) -> Any:
-            return _row_losses(x, t, k, w, ignore_index, label_reduction, m, offsets, bound, g, reduction)
-
-        return dtensors.loss(on_parts, logits, target, k, mask, weight, reduction)
-    assert group is not None
-    losses, number = _row_losses(
-        logits, target, k, weight, ignore_index, label_reduction, mask, offsets, bound, group, reduction
-    )
-    if reduction == "mean":
-        losses = losses.sum() / (number > 0).sum().clamp(min=1)
-    elif reduction == "sum":
-        losses = losses.sum()
+    """`lml_loss`."""
+    layout: Layout | None = None
+    if isinstance(logits, DTensor):
+        layout = read_layout(logits, -1, group, "logits")
+        logits, target, k = logits.to_local(), layout.target(target), layout.per_row(k)
+        weight, mask, group = layout.per_label(weight), layout.entries(mask), layout.group
+    if group is None:
+        _check_no_offsets(offsets)
+        settings.check()
+        c = canonical(logits, k, -1, mask, None, any_k=settings.bound == "at_most", name="logits")
+        c = c._replace(x=c.x.to(work_dtype(c.x.dtype)))
+        labels = read_labels(c, target, weight, settings.ignore_index)
+        if has_zero(c.k, settings.bound):
+            check_labeled_k(c.k, labels.has_label)
+        divisor = label_divisor(labels, settings.label_reduction)
+        losses, number = rule.lml_loss(c, labels, divisor, "none", settings.bound), labels.per_row
+    else:
+        with Agreement(group, logits) as agreement:
+            _check_no_offsets(offsets)
+            settings.check()
+            c = canonical(logits, k, -1, mask, None, any_k=True, name="logits")
+            same = _matching(settings) | check_target(c, target, weight, settings.ignore_index)
+            n, masked = c.x.shape[-1], mask is not None
+            agreement.tell(
+                "lml_loss", logits, k, settings.bound, rows=c.row_shape, labels=n, masked=masked, same=same
+            )
+        observed = read_target(c, target, weight, settings.ignore_index, agreement.split)
+        losses, number = autograd.row_losses(c.x, c.k, c.mask, observed.own(), agreement.split)
+        # k and the number of labels are the same on all processes, and so is the outcome.
+        if has_zero(c.k, settings.bound):
+            check_labeled_k(c.k, number > 0)
+        if settings.label_reduction == "mean":
+            losses = losses / number.clamp(min=1)
+    losses, has_label = losses.reshape(c.row_shape), number.reshape(c.row_shape) > 0
+    if layout is None:
+        result = reduce(losses, has_label.sum(), settings.reduction)
+    else:
+        result = layout.reduce(losses, has_label, settings.reduction)
     half = logits.dtype in (torch.bfloat16, torch.float16)
-    return losses if half and torch.is_autocast_enabled(logits.device.type) else losses.to(logits.dtype)
+    return result if half and torch.is_autocast_enabled(logits.device.type) else result.to(logits.dtype)
 
 
-def _row_losses(
-    logits: Tensor,
+def linear_lml_loss(
+    input: Tensor,
+    linear_weight: Tensor,
+    linear_bias: Tensor | None,
     target: Tensor,
     k: float | Tensor,
     weight: Tensor | None,
+    settings: LossSettings,
+    memory_limit: int,
+    group: Group | None,
+) -> Tensor:
+    """`linear_lml_loss`."""
+    if not isinstance(linear_weight, DTensor) and not isinstance(input, DTensor):
+        return _linear(input, linear_weight, linear_bias, target, k, weight, settings, memory_limit, group)
+    layout = read_linear_layout(input, linear_weight, group)
+    settings.check()
+    target, reduction = layout.target(target), settings.reduction
+    # The mean over sharded rows divides by their number on all processes, after the sum.
+    mean_of_shards = layout.shards_rows and reduction == "mean"
+    result = _linear(
+        layout.local(input, layout.row_placements),
+        layout.per_label(linear_weight),
+        layout.per_label(linear_bias),
+        target,
+        layout.per_row(k),
+        layout.per_label(weight),
+        settings._replace(reduction="sum") if mean_of_shards else settings,
+        memory_limit,
+        layout.group,
+    )
+    if not isinstance(input, DTensor):
+        return result
+    if reduction == "none":
+        return layout.wrap_rows(result)
+    return layout.reduce_sum(result, _has_label(target, settings, layout) if mean_of_shards else None)
+
+
+def _linear(
+    input: Tensor,
+    linear_weight: Tensor,
+    linear_bias: Tensor | None,
+    target: Tensor,
+    k: float | Tensor,
+    weight: Tensor | None,
+    settings: LossSettings,
+    memory_limit: int,
+    group: Group | None,
+) -> Tensor:
+    """The loss of local tensors."""
+    if group is None:
+        return rule.linear_lml_loss(
+            input, linear_weight, linear_bias, target, k, weight, settings, memory_limit
+        )
+    with Agreement(group, input) as agreement:
+        settings.check()
+        check_linear(input, linear_weight, linear_bias, memory_limit)
+        n = linear_weight.shape[0]
+        c = logits_like(input, n)
+        wide_k = check_k(k, input.shape[:-1], None, input.device, "input")
+        same = _matching(settings) | {"memory_limit": memory_limit, "in_features": input.shape[-1]}
+        # The gradient of the input is summed over all processes if it is computed.
+        same |= {"gradient of the input": torch.is_grad_enabled() and input.requires_grad}
+        same |= check_target(c, target, weight, settings.ignore_index)
+        agreement.tell("linear_lml_loss", input, k, settings.bound, rows=c.row_shape, labels=n, same=same)
+    observed = read_target(c, target, weight, settings.ignore_index, agreement.split)
+    # k is the same on all processes, so all of them take part in the round of `has_label`, or none.
+    if has_zero(wide_k, settings.bound):
+        check_labeled_k(wide_k, observed.has_label())
+    mean = settings.reduction == "mean"
+    chunked = ChunkedLoss(
+        _ShardedRowLoss(observed, settings.label_reduction == "mean"),
+        observed.has_label() if mean else observed.rows[:0],
+        settings.reduction,
+        memory_limit,
+        labels=max(agreement.split.labels),
+        sum_over_group=agreement.group.all_reduce,
+    )
+    return chunked(input, linear_weight, linear_bias, wide_k)
+
+
+@dataclass(frozen=True)
+class _ShardedRowLoss:
+    """The LML loss as a row loss of `chunked_linear`, a few rounds for each chunk."""
+
+    target: ShardedTarget
+    mean_over_labels: bool
+
+    def __call__(self, logits: Tensor, k: Tensor, rows: slice, overwrite: bool) -> Tensor:
+        own = self.target.own(rows)
+        losses, number = autograd.row_losses(logits.contiguous(), k, None, own, self.target.split)
+        return losses / number.clamp(min=1) if self.mean_over_labels else losses
+
+
+def _has_label(target: Tensor, settings: LossSettings, layout: Layout) -> Tensor:
+    """Whether each local row has a label, on any process that shares its labels."""
+    multi_hot = is_multi_hot(target)
+    found = target != 0 if multi_hot else target != settings.ignore_index
+    found = found.any(-1) if found.dim() > len(layout.row_shape) else found
+    if multi_hot and layout.group is not None:
+        return label_group(layout.group).sum(found.long()) > 0
+    return found
+
+
+def rank(
+    function: str,
+    preds: Tensor,
+    target: Tensor,
+    ks: Sequence[int],
     ignore_index: int,
-    label_reduction: LabelReduction,
     mask: Tensor | None,
     offsets: Tensor | None,
-    bound: Bound,
     group: Group | None,
-    reduction: str,
-) -> tuple[Tensor, Tensor]:
-    """The loss of each row in the work dtype and how many labels it has, in the shape of the rows.
+    check: Callable[[Canonical], None] | None,
+) -> tuple[Canonical, Rows, Tensor]:
+    """The local scores of a metric, the rows they belong to, and a bool for each that is an observed label.
 
-    Without a group, this process has all labels.
+    `check` raises on invalid other arguments of the metric; it does so on every process if it does on one.
     """
+    if isinstance(preds, DTensor):
+        layout = read_layout(preds, -1, group, "preds")
+        preds, target = preds.to_local(), layout.target(target)
+        mask, group = layout.entries(mask), layout.group
     if group is None:
-        _refuse(offsets)
-        check_bound(bound)
-        c = canonical(logits, k, -1, mask, None, any_k=bound == "at_most", name="logits")
-        c = c._replace(x=c.x.to(work_dtype(c.x.dtype)))
-        found = read_labels(c, target, weight, ignore_index)
-        check_labelled_k(c.k, lambda: found.has_label, bound)
-        losses = reduced_loss(c, found, row_divisor(found, label_reduction), "none", bound)
-        return losses, found.per_row.reshape(c.row_shape)
-    members = label_group(group)
-
-    def read() -> tuple[Canonical, dict[str, Any]]:
-        _refuse(offsets)
-        check_reduction(reduction, label_reduction)
-        check_bound(bound)
-        c = canonical(logits, k, -1, mask, None, any_k=True, name="logits")
-        same = same_everywhere("lml_loss", c.row_shape, logits, k, bound)
-        same |= {"reduction": reduction, "label_reduction": label_reduction}
-        same |= labels.check_target(c, target, weight, ignore_index)
-        return c, {"labels": c.x.shape[-1], "masked": mask is not None, "same": same}
-
-    c, split = split_labels(members, logits, k, bound, read)
-    rows = labels.target_rows(c, target, ignore_index, split)
-    own = labels.own_labels(rows, weight, split, c.x.shape[-1])
-    losses, number = sharded_loss.row_losses(c.x, c.k, c.mask, own, split)
-    # k and the number of labels are the same on all processes, and so is the outcome.
-    check_labelled_k(c.k, lambda: number.reshape(-1) > 0, bound)
-    if label_reduction == "mean":
-        losses = losses / number.clamp(min=1)
-    return losses.reshape(c.row_shape), number.reshape(c.row_shape)
-
-
-def _refuse(offsets: Tensor | None, solver: Any = "newton") -> None:
-    if offsets is not None:
-        raise ValueError("`offsets` is not accepted where rows are spread over processes: give dense rows.")
-    if solver != "newton":
-        raise ValueError(
-            f'`solver` must be "newton" where rows are spread over processes, but it is {solver!r}.'
+        _check_no_offsets(offsets)
+        c = canonical(preds, 1, -1, mask, None, any_k=True, name="preds")
+        if check is not None:
+            check(c)
+        labels = read_labels(c._replace(mask=None), target, None, ignore_index)
+        return c, rows_of(c.x, None, differentiable=True), labels.multi_hot(c.x)
+    with Agreement(group, preds) as agreement:
+        _check_no_offsets(offsets)
+        c = canonical(preds, 1, -1, mask, None, any_k=True, name="preds")
+        if check is not None:
+            check(c)
+        same, n = check_target(c, target, None, ignore_index), c.x.shape[-1]
+        agreement.tell(
+            function, preds, torch.tensor(ks), "exactly", rows=c.row_shape, labels=n, masked=True, same=same
         )
+    own = read_target(c, target, None, ignore_index, agreement.split).own()
+    observed = torch.zeros_like(c.x, dtype=torch.bool)
+    observed[own.row, own.place] = True
+    return c, ShardedRows(c.x, agreement.group, agreement.split.total), observed
+
+
+def _matching(settings: LossSettings) -> dict[str, Any]:
+    return {"reduction": settings.reduction, "label_reduction": settings.label_reduction}
+
+
+def _check_no_offsets(offsets: Tensor | None) -> None:
+    if offsets is not None:
+        raise ValueError("`offsets` is not accepted if rows are sharded across processes: pass dense rows.")

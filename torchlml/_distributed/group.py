@@ -1,31 +1,33 @@
-"""A group of processes that hold the labels of the same rows, and the two ways in which they talk.
+"""Groups of processes that hold the labels of the same rows: their collectives, and matching arguments.
 
-Every decision is taken from gathered numbers, which are added in the order of the ranks: so all processes
-have the same bits and take the same way.
+All decisions follow from gathered numbers, which are added in the order of the ranks. All processes therefore
+have the same bits and take the same branches.
 """
 
 from __future__ import annotations
 
 import functools
 import json
-from collections.abc import Callable
-from typing import Any, NamedTuple, TypeVar
+import zlib
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
+from torchlml._arguments import autocasts
+from torchlml._autograd.rule import is_plain
+
 Group = dist.ProcessGroup | DeviceMesh
-_Read = TypeVar("_Read")
-# The first message has one size whatever the arguments are: a message of another size than expected may hang.
+# The first message has a fixed size, because a message of an unexpected size may hang.
 _BYTES = 2048
 # The name since torch 2.13.
 _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 
 
 class LabelGroup(NamedTuple):
-    """The processes among which the labels are split: consecutive ones each, in the order of the ranks."""
+    """The processes that the labels are sharded across: consecutive labels each, in rank order."""
 
     handle: dist.ProcessGroup
     rank: int
@@ -43,29 +45,51 @@ class LabelGroup(NamedTuple):
         return add_up(self.gather(part))
 
     def all_reduce(self, part: Tensor) -> Tensor:
-        """The sum in place, for what is too large to be gathered: the gradient of a common input."""
+        """The sum in place, for tensors that are too large to be gathered: the gradient of a common input."""
         dist.all_reduce(part, group=self.handle)
         return part
 
 
+class LabelSplit(NamedTuple):
+    """The number of labels of every process in a group, and the constraint on the sum."""
+
+    group: LabelGroup
+    labels: list[int]
+    bound: str
+
+    @property
+    def start(self) -> int:
+        """The first label of this process."""
+        return sum(self.labels[: self.group.rank])
+
+    @property
+    def total(self) -> int:
+        """The number of labels of all processes."""
+        return sum(self.labels)
+
+    @property
+    def fraction(self) -> float:
+        """The fraction of all labels that this process has."""
+        return self.labels[self.group.rank] / max(1, self.total)
+
+
 def add_up(parts: Tensor) -> Tensor:
-    """The sum over the first dimension, one after the other."""
+    """The sum over the first dimension, in order."""
     return functools.reduce(torch.add, parts.unbind(0))
 
 
 def label_group(group: Any) -> LabelGroup:
-    """Read the argument `group`."""
+    """Check the argument `group`."""
     if not dist.is_available() or not dist.is_initialized():
         raise ValueError(
-            "`group` needs torch.distributed to be initialised: "
+            "`group` needs torch.distributed to be initialized: "
             "call torch.distributed.init_process_group first."
         )
     if isinstance(group, DeviceMesh):
         if group.ndim != 1:
             raise ValueError(
                 "`group` must be a DeviceMesh of one dimension, that of the labels, but it has "
-                f"{group.ndim}: "
-                'give one of them, as in `mesh["labels"]`.'
+                f'{group.ndim}: pass one of them, as in `mesh["labels"]`.'
             )
         group = group.get_group()
     if not isinstance(group, dist.ProcessGroup):
@@ -78,35 +102,100 @@ def label_group(group: Any) -> LabelGroup:
     return LabelGroup(group, rank, dist.get_world_size(group))
 
 
-def agree(
-    group: LabelGroup, device: torch.device, read: Callable[[], tuple[_Read, dict[str, Any]]]
-) -> tuple[_Read, list[dict[str, Any]]]:
-    """Check the arguments on every process before anything is computed: one round.
+class Agreement:
+    """Check that all ranks pass matching arguments, before any computation: one round.
+
+        with Agreement(group, x) as agreement:
+            c = canonical(x, k, ...)
+            agreement.tell("lml", x, k, bound, rows=c.row_shape, labels=c.x.shape[-1])
+        nu = solve(..., agreement.split)
 
     Args:
-        group: who takes part.
-        device: where messages live.
-        read: reads this process's arguments. It returns them and what it tells the others; what stands under
-            `same` must be the same everywhere.
+        group: as the caller passed it.
+        x: a tensor on the device that messages are sent from.
 
-    Returns:
-        What `read` returned, and what every process told.
-
-    An argument that one process refuses is an error on all of them, and so is one in which they differ.
+    An exception inside the `with` block is raised on every process. Arguments that differ raise an error.
     """
-    problem: Exception | None = None
-    arguments, told = None, dict[str, Any]()
-    try:
-        arguments, told = read()
-    except Exception as error:  # whatever it is, the others must not wait for a message that never comes
-        # A character takes up to six bytes in the message.
-        problem, told = error, {"error": str(error)[:300]}
-    everyone = _exchange(group, device, told)
-    if problem is not None:
-        raise problem
+
+    split: LabelSplit
+
+    def __init__(self, group: Any, x: Any) -> None:
+        self.group = label_group(group)
+        # A meta tensor cannot carry a message, and the other processes would wait for it.
+        carries = isinstance(x, Tensor) and x.device.type != "meta"
+        self._device = x.device if carries else torch.device("cpu")
+        self._told: dict[str, Any] = {}
+        self._limit: tuple[float | Tensor, str] = (0, "exactly")
+
+    def tell(
+        self,
+        function: str,
+        x: Tensor,
+        k: float | Tensor,
+        bound: str,
+        *,
+        rows: torch.Size,
+        labels: int,
+        masked: bool = False,
+        same: dict[str, Any] | None = None,
+    ) -> None:
+        """Set the arguments that must match on all processes.
+
+        Args:
+            function: the name of the called function.
+            x, k, bound: its arguments.
+            rows: the shape of the rows.
+            labels: the number of labels of this process.
+            masked: whether some of them are masked, so that k may exceed their number.
+            same: other values that must match, by the name that an error message gives them.
+        """
+        if not is_plain():  # results would be silently wrong
+            raise NotImplementedError(
+                "With `group`, only plain calls and their first derivatives are supported, but a transform "
+                "of torch.func or forward-mode differentiation is active."
+            )
+        autocast = torch.get_autocast_dtype(x.device.type) if autocasts(x.device.type) else "off"
+        common = {
+            "function": function,
+            "dtype": str(x.dtype),
+            "device": x.device.type,
+            "rows": list(rows),
+            "k": fingerprint(k),
+            "gradient of k": isinstance(k, Tensor) and k.requires_grad,
+            "bound": bound,
+            "autocast": str(autocast),
+        }
+        self._told = {"same": common | (same or {}), "labels": labels, "masked": masked}
+        self._limit = (k, bound)
+
+    def __enter__(self) -> Agreement:
+        return self
+
+    def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
+        if error is not None and not isinstance(error, Exception):
+            return  # an interrupt ends this process
+        # After any error, because the others wait for this message. A character takes up to six bytes in it.
+        everyone = self._exchange(self._told if error is None else {"error": str(error)[:300]})
+        if error is None:
+            _check_agreement(everyone)
+            self.split = LabelSplit(self.group, [told["labels"] for told in everyone], self._limit[1])
+            if not any(told["masked"] for told in everyone):
+                _check_k(self._limit[0], self.split)
+
+    def _exchange(self, told: dict[str, Any]) -> list[dict[str, Any]]:
+        # Unlike all_gather_object, one collective and not two.
+        text = json.dumps(told, ensure_ascii=False).encode()
+        assert len(text) <= _BYTES
+        message = torch.zeros(_BYTES, dtype=torch.uint8)
+        message[: len(text)] = torch.frombuffer(bytearray(text), dtype=torch.uint8)
+        parts = self.group.gather(message.to(self._device)).cpu()
+        return [json.loads(bytes(part.tolist()).rstrip(b"\0")) for part in parts]
+
+
+def _check_agreement(everyone: list[dict[str, Any]]) -> None:
     for rank, other in enumerate(everyone):
         if "error" in other:
-            raise ValueError(f"Process {rank} of the group has an argument that is refused: {other['error']}")
+            raise ValueError(f"Process {rank} of the group has an invalid argument: {other['error']}")
     first = everyone[0]["same"]
     for name in first:
         for rank, other in enumerate(everyone):
@@ -116,15 +205,23 @@ def agree(
                     f"The processes of the group must have the same {name}, but process 0 has "
                     f"{first[name]} and process {rank} has {found}."
                 )
-    assert arguments is not None
-    return arguments, everyone
 
 
-def _exchange(group: LabelGroup, device: torch.device, told: dict[str, Any]) -> list[dict[str, Any]]:
-    # Unlike all_gather_object, one collective and not two.
-    text = json.dumps(told, ensure_ascii=False).encode()
-    assert len(text) <= _BYTES
-    message = torch.zeros(_BYTES, dtype=torch.uint8)
-    message[: len(text)] = torch.frombuffer(bytearray(text), dtype=torch.uint8)
-    parts = group.gather(message.to(device)).cpu()
-    return [json.loads(bytes(part.tolist()).rstrip(b"\0")) for part in parts]
+def _check_k(k: float | Tensor, split: LabelSplit) -> None:
+    largest = k.detach().amax().item() if isinstance(k, Tensor) and k.numel() else k
+    limited = split.bound != "at_most" and split.total > 0
+    if limited and not isinstance(largest, Tensor) and largest > split.total:
+        raise ValueError(
+            f"`k` must be from 0 to n = {split.total}, the labels of all processes, but k is {largest:g}."
+        )
+
+
+def fingerprint(value: float | Tensor) -> str:
+    """A number itself; the dtype, shape and checksum of a tensor."""
+    if not isinstance(value, Tensor):
+        return f"{float(value):.17g}"
+    value = value.detach().cpu().contiguous()
+    if value.dim() == 0:
+        return f"{value.item():.17g}"
+    check = zlib.crc32(bytes(value.flatten().view(torch.uint8).tolist()))
+    return f"a {value.dtype} tensor of shape {tuple(value.shape)} with the checksum {check:08x}"

@@ -1,9 +1,9 @@
-"""The entries of two neighbouring ranks of rows that are spread over processes.
+"""The entries of two neighboring ranks in rows that are sharded across processes.
 
-Each process sorts its part and proposes 128 of its entries, evenly spaced by rank, with their ranks. From all
-proposals everyone knows limits of every proposal's rank in the whole row, and so a window in which the wanted
-entries lie. What the window holds shrinks by a factor of 30 and more with every round, whatever the entries
-are, and once every process can propose all that it has left in the window, the answer is exact.
+Each process sorts its part and proposes 128 of its entries, evenly spaced by rank, with their ranks. All
+proposals together bound the rank of each in the whole row, and so a window that contains the wanted entries.
+Every round shrinks the window by a factor of 30 or more, for any entries. Once every process can propose all
+of its entries in the window, the answer is exact.
 """
 
 from __future__ import annotations
@@ -14,21 +14,21 @@ from torch import Tensor
 from torchlml._distributed.group import LabelGroup, add_up
 
 PROPOSALS = 128
-# Newton's method takes it from here: the entries need not be known exactly when they are this close.
+# Entries this close need not be known exactly: iteration solves the rest.
 _CLOSE = 1.0
 
 
 def select(x: Tensor, upper_rank: Tensor, lower_rank: Tensor, group: LabelGroup) -> tuple[Tensor, Tensor]:
-    """Limits of the entries at two ranks: exact ones, or ones that are within 1 of each other.
+    """Bounds of the entries at two ranks: exact, or within 1 of each other.
 
     Args:
-        x: (R, n), this process's part of the rows; what is not finite does not count.
+        x: (R, n), the part of this process; entries that are not finite are ignored.
         upper_rank, lower_rank: (R,), 1 for the largest entry; `lower_rank` is the same or the next one.
-        group: who holds the other parts.
+        group: the processes with the other parts.
 
     Returns:
         (upper, lower): the entry at `upper_rank` is at most `upper`, that at `lower_rank` at least `lower`.
-        Where they are further apart than 1, they are these entries.
+        If they are further apart than 1, they are equal to these entries.
     """
     x = torch.where(x.isfinite(), x.double(), -torch.inf).sort(-1, descending=True).values
     ascending = -x
@@ -49,7 +49,7 @@ def select(x: Tensor, upper_rank: Tensor, lower_rank: Tensor, group: LabelGroup)
 def _propose(x: Tensor, ascending: Tensor, first: Tensor, last: Tensor) -> Tensor:
     """(R, 3, 128): entries of the window, evenly spaced by rank, and how many in it are greater, or not less.
 
-    Repeated at the end where the window is shorter; of an empty one -inf, 0 and 0.
+    A shorter window repeats its last entry; an empty one gives -inf, 0 and 0.
     """
     if x.shape[1] == 0:
         nothing = x.new_full((x.shape[0], PROPOSALS), -torch.inf)
@@ -65,10 +65,10 @@ def _propose(x: Tensor, ascending: Tensor, first: Tensor, last: Tensor) -> Tenso
 
 
 def _limits(proposals: Tensor, upper_rank: Tensor, lower_rank: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Limits of two entries of the window from the proposals (P, R, 3, 128), and whether they are exact."""
+    """Bounds of two entries of the window from the proposals (P, R, 3, 128), and whether they are exact."""
     values, greater, not_less = proposals.unbind(2)
-    # In the order of all proposals, what each of them adds: to the entries that are known not to be less than
-    # it, and to those that may be greater than the next one.
+    # In the order of all proposals, each adds to the number of entries that are known not to be less than it,
+    # and to the number that may be greater than the next one.
     end = not_less[..., -1:]
     at_least = torch.diff(not_less, prepend=torch.zeros_like(end))
     at_most = torch.diff(greater, append=end)

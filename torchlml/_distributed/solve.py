@@ -1,13 +1,12 @@
-"""nu of rows whose labels are spread over processes.
+"""The dual variable nu of rows whose labels are sharded across processes.
 
 1. Survey, one round. Every process solves its own part with the compiled kernel, for its share k n_p / n of
-   k: since the shares add up to k, the root lies between the smallest and the largest of these nu, whatever
-   the rows are; where the parts are alike, all of them are close to it. Taylor's series of all parts give a
-   first estimate.
-2. Evaluations, one round each: the sums of `sums.py` at one point, or at several where the interval is wide,
-   until a point is so near to the root that Taylor's series there gives the rest to rounding.
-3. Rows whose interval is wide, or whose logits leave a wide gap at the threshold, first have the entries at
-   their threshold found by `selection.py`, a few rounds. In a gap wider than 80 the answer has a closed form.
+   k. The shares add up to k, so the root lies between the smallest and the largest of these nu. If the parts
+   are similar, all of them are close to it. The Taylor series of all parts give a first estimate.
+2. Evaluations, one round each: the sums of `sums.py` at one point, or at several if the interval is wide,
+   until a point is so close to the root that the Taylor series there gives the root to rounding.
+3. For rows with a wide interval, or a wide gap between logits at the threshold, `selection.py` first finds
+   the entries at the threshold in a few rounds. In a gap wider than 80 the solution has a closed form.
 """
 
 from __future__ import annotations
@@ -21,38 +20,38 @@ from torchlml._autograd import operators
 from torchlml._distributed import sums
 from torchlml._distributed.group import LabelGroup, add_up
 from torchlml._distributed.selection import select
-from torchlml._distributed.sums import ShardLabels, evaluate, evaluate_labels
+from torchlml._distributed.sums import FiniteLabels, evaluate, evaluate_labels
 from torchlml._solve.newton import order_offsets
 
-# Wider intervals, or thresholds further from every entry, are left to the selection.
+# Selection handles wider intervals, and thresholds further from every entry.
 _WIDE = 150.0
 _GAP = 80.0
-# The local roots are exact only to their dtype's rounding, and so are the ends of the interval.
+# The local roots, and so the ends of the interval, are exact only to the rounding of their dtype.
 _MARGIN = 1e-3
-# How near a point must be for Taylor's series: the fifth order is then below what the dtype can tell.
+# The largest distance for the Taylor series: the fifth order is then below the precision of the dtype.
 _NEAR = {torch.float32: 0.03, torch.float64: 1e-3}
 _POINTS = 8
 _MANY_POINTS = 16
 _FEW_WIDTH = 10.0
 
 
-class Shard(NamedTuple):
-    """This process's part of the rows: entries in the work dtype, -inf where absent, and the labels."""
+class LocalPart(NamedTuple):
+    """The columns of this process: entries in the work dtype, -inf where absent, and the labels."""
 
     x: Tensor
     k: Tensor  # (R,), float64
     fraction: float  # of all labels
-    labels: ShardLabels | None  # those at finite entries
-    marks: Tensor | None = None  # (R, c), numbers to be summed over the processes with the survey
+    labels: FiniteLabels | None  # those at finite entries
+    marks: Tensor | None = None  # (R, c), numbers that the survey sums over the processes
 
 
 class Solution(NamedTuple):
-    """What is the same on every process: one number per row each.
+    """The solution, which is the same on every process: one number per row each.
 
-    `nu` is a pair (2, R) as in `reference.py`. `log_slope` is log sum w. `share` is what entries of +inf get,
-    and `infinite` how many they are. `free` marks rows that keep a bound by themselves: their nu is 0 and
-    does not move. `loss` is the sum of -c log y over the labels at finite entries, `change` that of
-    c (1 - y). `marks` are the sums of the shards' marks.
+    `nu` is a pair (2, R) as in `_torch/careful.py`. `log_slope` is log sum w. `share` is y of +inf entries,
+    `infinite` their number. `free` marks rows that satisfy a bound with nu = 0, which is then constant.
+    `loss` is the sum of -c log y over the labels at finite entries, `change` that of c (1 - y). `marks` are
+    the sums of the marks of all parts.
     """
 
     nu: Tensor
@@ -71,74 +70,69 @@ class _Survey(NamedTuple):
     infinite: Tensor
     available: Tensor
     nearest: Tensor
-    at_zero: Tensor  # S(0) - k
+    at_zero: Tensor | None  # S(0) - k, for a bound
     base: Tensor
     low: Tensor
     high: Tensor
     estimate: Tensor
-    spread: Tensor  # how far the local roots are from each other
+    width: Tensor  # of the interval, infinite if no local root is finite
     marks: Tensor
 
 
-def solve(shard: Shard, group: LabelGroup, bound: str) -> Solution:
+def solve(part: LocalPart, group: LabelGroup, bound: str) -> Solution:
     """Solve sum sigmoid(x + nu) = k for every row, or find the nu of a `bound`."""
-    s = _survey(shard, group)
-    rows = shard.k.shape[0]
+    s = _survey(part, group, bound)
+    rows = part.k.shape[0]
     free = torch.zeros_like(s.ordinary)
-    if bound == "at_most":
-        free = ((s.special == torch.inf) & ~s.ordinary) | (s.ordinary & (s.at_zero <= 0))
-    elif bound == "at_least":
-        free = ((s.special == -torch.inf) & ~s.ordinary) | (s.ordinary & (s.at_zero >= 0))
-    state = _State(rows, shard.x)
+    if s.at_zero is not None:
+        limit, keeps = (torch.inf, s.at_zero <= 0) if bound == "at_most" else (-torch.inf, s.at_zero >= 0)
+        free = torch.where(s.ordinary, keeps, s.special == limit)
+    state = _State(rows, part.x)
     state.base[:] = torch.where(s.ordinary & ~free, s.base, 0)
     to_solve = s.ordinary & ~free
     narrow = (s.high - s.low <= _WIDE) & (s.nearest <= _WIDE)
     easy, hard = (to_solve & narrow).nonzero().flatten(), (to_solve & ~narrow).nonzero().flatten()
-    low, high, estimate, spread = s.low.clone(), s.high.clone(), s.estimate.clone(), s.spread.clone()
+    low, high, estimate, width = s.low.clone(), s.high.clone(), s.estimate.clone(), s.width.clone()
     closed = hard[:0]
     if hard.numel():
-        found = _at_threshold(shard, s, hard, group)
+        found = _at_threshold(part, s, hard, group)
         state.base[hard], low[hard], high[hard] = found.base, found.low, found.high
-        estimate[hard], spread[hard] = (found.low + found.high) / 2, found.high - found.low
+        estimate[hard], width[hard] = (found.low + found.high) / 2, found.high - found.low
         closed = hard[found.gap > _GAP]
         if closed.numel():
-            _close(shard, state, closed, found, group)
+            _close(part, state, closed, found, group)
         easy = torch.cat([easy, hard[found.gap <= _GAP]]).sort().values
-    _iterate(shard, state, easy, low, high, estimate, spread, group)
-    if shard.labels is not None:
-        # A row without an iteration has its labels still to be evaluated: in a closed gap, or where it is
-        # free.
+    _iterate(part, state, easy, low, high, estimate, width, group)
+    if part.labels is not None:
+        # The labels of rows without an iteration are not evaluated yet: in a closed gap, or if free.
         rest = torch.cat([closed, free.nonzero().flatten()]).sort().values
         if rest.numel():
-            _label_round(shard, state, rest, group)
-    nu = _pair(state.base, state.shift, shard.x.dtype)
+            _label_round(part, state, rest, group)
+    nu = _pair(state.base, state.shift, part.x.dtype)
     nu = torch.where(to_solve | free, nu, torch.stack([s.special, torch.zeros_like(s.special)]).to(nu.dtype))
-    share = (shard.k / s.infinite).clamp(0, 1)
+    share = (part.k / s.infinite).clamp(0, 1)
     share = torch.where(nu[0] == -torch.inf, share, 1).to(nu.dtype)
     return Solution(nu, state.log_slope, share, s.infinite, free, state.loss, state.change, s.marks)
 
 
 class _State:
-    """The results as they come in: nu = base + shift."""
+    """Results that rows receive in different steps; nu = base + shift."""
 
     def __init__(self, rows: int, like: Tensor) -> None:
-        def zeros() -> Tensor:
-            return torch.zeros(rows, dtype=torch.float64, device=like.device)
-
-        self.base, self.shift, self.log_slope, self.loss, self.change = (zeros() for _ in range(5))
+        zeros = torch.zeros(5, rows, dtype=torch.float64, device=like.device)
+        self.base, self.shift, self.log_slope, self.loss, self.change = zeros.unbind()
 
 
-def _survey(shard: Shard, group: LabelGroup) -> _Survey:
-    x, k = shard.x, shard.k
+def _survey(part: LocalPart, group: LabelGroup, bound: str) -> _Survey:
+    x, k = part.x, part.k
     rows, labels = x.shape
     finite = x.isfinite()
     column = x.new_zeros(rows, dtype=torch.float64)
     nu = torch.stack([column, column]).to(x.dtype)
     if labels:
-        nu = operators.solve(x, k * shard.fraction, None, None)
+        nu = operators.solve(x, k * part.fraction, None, None)
     root = torch.where(nu.isfinite().all(0), nu, 0).double()
     local = evaluate(x, root[0], root[1:])[0]
-    zero = evaluate(x, torch.zeros_like(column), torch.zeros_like(root[1:]))[0]
     shifted = (x.double() + root[0, :, None]) + root[1, :, None]
     nearest = torch.where(finite, shifted.abs(), torch.inf)
     message = [
@@ -151,33 +145,37 @@ def _survey(shard: Shard, group: LabelGroup) -> _Survey:
         nu[1],
         nearest.amin(-1) if labels else column + torch.inf,
         column + float(labels > 0),
-        *zero[:, :3].unbind(-1),
         *local.unbind(-1),
     ]
-    marks = column[:, None][:, :0] if shard.marks is None else shard.marks
+    if bound != "exactly":  # another pass over the entries, which only a bound needs
+        zero = evaluate(x, torch.zeros_like(column), torch.zeros_like(root[1:]))[0]
+        message += zero[:, : sums.DP].unbind(-1)
+    marks = column[:, None][:, :0] if part.marks is None else part.marks
     parts = group.gather(torch.cat([torch.stack([number.double() for number in message], -1), marks], -1))
     m, p, undefined = (add_up(parts[..., i]) for i in range(3))
     ordinary = (p < k) & (k < m) & (undefined == 0) & ~k.isnan()
     special = torch.where((k > 0) & (k >= m), torch.inf, -torch.inf)
     special = torch.where((undefined > 0) | k.isnan(), torch.nan, special)
     largest, smallest = parts[..., 3].amax(0), parts[..., 4].amin(0)
-    up, down, above = (add_up(parts[..., i]) for i in (9, 10, 11))
     hi, lo, here = parts[..., 5], parts[..., 6], parts[..., 8] > 0
     known = here & hi.isfinite()
-    # The first process with a finite root gives the number that all others are counted from.
+    # Roots are relative to that of the first process with a finite one.
     first = known.to(torch.int8).argmax(0, keepdim=True)
     base = torch.where(known.any(0), hi.gather(0, first).squeeze(0), -(largest / 2 + smallest / 2))
     base = torch.where(base.isfinite(), base, 0)
-    place = torch.where(known, (hi - base) + lo, hi)  # an infinite one stays infinite
+    place = torch.where(known, (hi - base) + lo, hi)  # infinite roots stay infinite
     low = torch.where(here, place, torch.inf).amin(0) - _MARGIN
     high = torch.where(here, place, -torch.inf).amax(0) + _MARGIN
     odds = ((k - p) / (m - k)).log()
     low = torch.maximum(low, (-largest - base) + (odds - _MARGIN))
     high = torch.minimum(high, (-smallest - base) + (odds + _MARGIN))
-    estimate = _estimate(parts[..., 12:20], known, place, parts[..., 0], k, low, high)
-    spread = torch.where(known.any(0), high - low, torch.inf)
+    estimate = _estimate(parts[..., 9:17], known, place, parts[..., 0], k, low, high)
+    width = torch.where(known.any(0), high - low, torch.inf)
     nearest = parts[..., 7].amin(0)
-    at_zero = (up - k) + (down - above)
+    at_zero = None
+    if bound != "exactly":
+        up, down, above = (add_up(parts[..., i]) for i in (17, 18, 19))
+        at_zero = (up - k) + (down - above)
     return _Survey(
         ordinary=ordinary,
         special=special,
@@ -189,15 +187,15 @@ def _survey(shard: Shard, group: LabelGroup) -> _Survey:
         low=low,
         high=high,
         estimate=estimate,
-        spread=spread,
-        marks=add_up(parts[..., 20:]),
+        width=width,
+        marks=add_up(parts[..., len(message) :]),
     )
 
 
 def _estimate(
     parts: Tensor, known: Tensor, place: Tensor, available: Tensor, k: Tensor, low: Tensor, high: Tensor
 ) -> Tensor:
-    """Where Taylor's series of all parts, each around its own root, add up to k."""
+    """The point at which the Taylor series of all parts, each around its own root, add up to k."""
     up, down, above, dp, dq, d2, d3, d4 = parts.unbind(-1)
     slope = torch.where(known, dp + dq, 0)
     place = torch.where(known, place, 0)
@@ -223,59 +221,59 @@ class _Threshold(NamedTuple):
     high: Tensor
 
 
-def _at_threshold(shard: Shard, s: _Survey, rows: Tensor, group: LabelGroup) -> _Threshold:
+def _at_threshold(part: LocalPart, s: _Survey, rows: Tensor, group: LabelGroup) -> _Threshold:
     """The entries around the threshold, and the interval that follows from them."""
-    k, m = (shard.k - s.infinite)[rows], (s.available - s.infinite)[rows]
-    upper, lower = select(shard.x[rows], k.ceil().long(), (k.floor() + 1).long(), group)
+    k, m = (part.k - s.infinite)[rows], (s.available - s.infinite)[rows]
+    upper, lower = select(part.x[rows], k.ceil().long(), (k.floor() + 1).long(), group)
     below, above = order_offsets(k, m)
     half = upper / 2 - lower / 2
     base = -(upper / 2 + lower / 2)
     return _Threshold(upper, lower, 2 * half, base, -half - below - _MARGIN, half + above + _MARGIN)
 
 
-def _close(shard: Shard, state: _State, rows: Tensor, found: _Threshold, group: LabelGroup) -> None:
-    """nu in a gap: there S - k = P e^nu - Q e^-nu to rounding, one round for P and Q.
+def _close(part: LocalPart, state: _State, rows: Tensor, found: _Threshold, group: LabelGroup) -> None:
+    """nu in a gap, where S - k = P e^nu - Q e^-nu to rounding: one round for P and Q.
 
-    Only a whole k has its threshold in a gap, so that as many entries as k are above it.
+    Only an integer k has its threshold in a gap, with k entries above it.
     """
     upper, lower = found.upper[found.gap > _GAP], found.lower[found.gap > _GAP]
-    p, q = group.sum(sums.gap_sums(shard.x[rows], upper, lower)).unbind(-1)
+    p, q = group.sum(sums.gap_sums(part.x[rows], upper, lower)).unbind(-1)
     state.shift[rows] = (q.log() - p.log()) / 2
     half = upper / 2 - lower / 2
     state.log_slope[rows] = (p.log() + q.log()) / 2 + torch.log(torch.full_like(p, 2)) - half
 
 
-def _label_round(shard: Shard, state: _State, rows: Tensor, group: LabelGroup) -> None:
-    """The labels' sums of rows whose nu is known, one round."""
-    assert shard.labels is not None
-    labels = shard.labels.of(rows, shard.k.shape[0])
+def _label_round(part: LocalPart, state: _State, rows: Tensor, group: LabelGroup) -> None:
+    """The label sums of rows whose nu is known: one round."""
+    assert part.labels is not None
+    labels = part.labels.of(rows, part.k.shape[0])
     found = group.sum(evaluate_labels(labels, state.base[rows], state.shift[None, rows])[0])
     state.loss[rows], state.change[rows] = found[:, sums.F], found[:, sums.A]
 
 
 def _iterate(
-    shard: Shard,
+    part: LocalPart,
     state: _State,
     rows: Tensor,
     low: Tensor,
     high: Tensor,
     estimate: Tensor,
-    spread: Tensor,
+    width: Tensor,
     group: LabelGroup,
 ) -> None:
-    """Evaluate until every row has a point near its root, a round each time; results go into `state`."""
-    near = _NEAR[shard.x.dtype]
-    points = _first_points(low[rows], high[rows], estimate[rows], spread[rows])
+    """Evaluate until every row has a point near its root, one round each; results go into `state`."""
+    near = _NEAR[part.x.dtype]
+    points = _first_points(low[rows], high[rows], estimate[rows], width[rows])
     low, high = low[rows], high[rows]
     number = 0
     while rows.numel():
         number += 1
-        x, base, k = shard.x[rows], state.base[rows], shard.k[rows]
-        part = [evaluate(x, base, points)]
-        if shard.labels is not None:
-            part.append(evaluate_labels(shard.labels.of(rows, shard.k.shape[0]), base, points))
-        # The points travel along, so that all processes go on from the same bits.
-        parts = group.gather(torch.cat([*part, points[..., None]], -1))
+        x, base, k = part.x[rows], state.base[rows], part.k[rows]
+        own = [evaluate(x, base, points)]
+        if part.labels is not None:
+            own.append(evaluate_labels(part.labels.of(rows, part.k.shape[0]), base, points))
+        # The points are part of the message, so that all processes continue from the same bits.
+        parts = group.gather(torch.cat([*own, points[..., None]], -1))
         total, points = add_up(parts[..., :-1]), parts[0, ..., -1]
         r = (total[..., sums.UP] - k) + (total[..., sums.P] - total[..., sums.Q])
         slope = total[..., sums.DP] + total[..., sums.DQ]
@@ -291,7 +289,7 @@ def _iterate(
 
 
 def _finish(state: _State, rows: Tensor, total: Tensor, points: Tensor, r: Tensor, best: Tensor) -> None:
-    """The root and all that depends on it, by Taylor's series from the nearest point."""
+    """The root and everything that depends on it, by the Taylor series from the nearest point."""
     t = total.gather(0, best[..., None].expand(1, -1, total.shape[-1]))[0]
     r, point = r.gather(0, best)[0], points.gather(0, best)[0]
     slope, d2, d3, d4 = t[:, sums.DP] + t[:, sums.DQ], t[:, sums.D2], t[:, sums.D3], t[:, sums.D4]
@@ -305,7 +303,7 @@ def _finish(state: _State, rows: Tensor, total: Tensor, points: Tensor, r: Tenso
 
 
 def _taylor_root(r: Tensor, slope: Tensor, d2: Tensor, d3: Tensor, d4: Tensor) -> Tensor:
-    """The step to where the series is 0; with sums, products and quotients only, the same on all machines."""
+    """The step to the root of the series; only with operations that give the same bits on all machines."""
     step = torch.where(r == 0, 0, -r / slope)
     for _ in range(3):
         value = r + step * (slope + step / 2 * (d2 + step / 3 * (d3 + step / 4 * d4)))
@@ -314,9 +312,9 @@ def _taylor_root(r: Tensor, slope: Tensor, d2: Tensor, d3: Tensor, d4: Tensor) -
     return step
 
 
-def _first_points(low: Tensor, high: Tensor, estimate: Tensor, spread: Tensor) -> Tensor:
-    """(D, R): one point where all estimates must be good, three or eight where some may not be."""
-    widest = float(spread.amax()) if spread.numel() else 0.0
+def _first_points(low: Tensor, high: Tensor, estimate: Tensor, width: Tensor) -> Tensor:
+    """(D, R): one point if all estimates must be good, several if some may not be."""
+    widest = float(width.amax()) if width.numel() else 0.0
     if widest <= 0.3:
         return estimate[None]
     if widest <= 1:
@@ -337,9 +335,9 @@ def _evenly(low: Tensor, high: Tensor, number: int) -> Tensor:
 def _next_points(
     total: Tensor, points: Tensor, r: Tensor, slope: Tensor, low: Tensor, high: Tensor, k: Tensor, number: int
 ) -> Tensor:
-    """Where to look next: from the points next to the root on both sides, and between them."""
+    """The next points: from the points closest to the root on both sides, and between them."""
     series = points + _taylor_root(r, slope, total[..., sums.D2], total[..., sums.D3], total[..., sums.D4])
-    # Newton's step on the logarithm of a ratio, as in `solvers.newton`: right also in a gap.
+    # Newton's step on the logarithm of a ratio, as in `_solve/newton.py`, which also works in a gap.
     c = total[..., sums.UP] - k
     a = total[..., sums.P] + c.clamp(min=0)
     b = total[..., sums.Q] + (-c).clamp(min=0)

@@ -1,8 +1,8 @@
-"""What a process adds up over its own labels: numbers per row, in float64, whatever the logits are.
+"""Sums of a process over its own labels: numbers per row, in float64 for every dtype of the logits.
 
-An entry counts as its nearer integer plus or minus t = sigmoid(-|z|), as in `solvers.residual`, and beside
-the sums stand the first derivatives of S(nu) = sum sigmoid(x + nu): from one evaluation near the root the
-root itself, and everything that depends on it, follow by Taylor's series without another round.
+An entry counts as its nearer integer plus or minus t = sigmoid(-|z|), as in `_solve/newton.py`. The sums
+include derivatives of S(nu) = sum sigmoid(x + nu): from one evaluation near the root, the root and everything
+that depends on it follow by Taylor series without another round.
 """
 
 from __future__ import annotations
@@ -13,10 +13,10 @@ import torch
 from torch import Tensor
 from torch.nn.functional import softplus
 
-# Small enough that torch does not split a block over its threads, and that it stays in a cache.
+# Small enough for the cache, and too small for torch to split a block over threads.
 _BLOCK_ON_CPU = 2**15
 _BLOCK = 2**24
-# Beyond it e^-|z| is nothing beside what decides a row whose nearest entry is within 150 of the threshold.
+# Beyond it e^-|z| is negligible in a row whose nearest entry is within 150 of the threshold.
 _FAR = 500.0
 
 UP, P, Q, DP, DQ, D2, D3, D4 = range(8)
@@ -25,20 +25,20 @@ F, A, B, C, E = range(5)
 LABEL_SUMS = 5
 
 
-class ShardLabels(NamedTuple):
-    """The labels of some rows that lie on this process: their rows, logits and weights, one after another."""
+class FiniteLabels(NamedTuple):
+    """The labels of this process at finite entries: their rows, logits and weights."""
 
     row: Tensor
     x: Tensor
     weight: Tensor
 
-    def of(self, rows: Tensor, count: int) -> ShardLabels:
-        """Those of the selected rows, which are numbered anew."""
+    def of(self, rows: Tensor, count: int) -> FiniteLabels:
+        """The labels of the selected rows, which are renumbered."""
         number = torch.full((count,), -1, dtype=torch.int64, device=rows.device)
         number[rows] = torch.arange(rows.numel(), device=rows.device)
         found = number[self.row]
         here = found >= 0
-        return ShardLabels(found[here], self.x[here], self.weight[here])
+        return FiniteLabels(found[here], self.x[here], self.weight[here])
 
 
 def evaluate(x: Tensor, base: Tensor, shift: Tensor) -> Tensor:
@@ -50,8 +50,8 @@ def evaluate(x: Tensor, base: Tensor, shift: Tensor) -> Tensor:
         shift: (D, R), float64: D points at once.
 
     Returns:
-        (D, R, 8): how many z are above 0; the sums of t at z <= 0 and at z > 0, and their slopes; the second,
-        third and fourth derivative of S.
+        (D, R, 8): the number of z above 0; the sums of t at z <= 0 and at z > 0, and their slopes; the
+        second, third and fourth derivative of S.
     """
     points, (rows, labels) = shift.shape[0], x.shape
     total = torch.zeros(points, rows, SUMS, dtype=torch.float64, device=x.device)
@@ -91,13 +91,13 @@ def _block_sums(v: Tensor) -> Tensor:
     return torch.stack([part.double() for part in parts], dim=-1)
 
 
-def evaluate_labels(labels: ShardLabels, base: Tensor, shift: Tensor) -> Tensor:
+def evaluate_labels(labels: FiniteLabels, base: Tensor, shift: Tensor) -> Tensor:
     """(D, R, 5): sums over the labels of -c log y, of c (1 - y), and of c times y's derivatives 1 to 3."""
     points, rows = shift.shape
     z = (labels.x.double() + base[labels.row]) + shift[:, labels.row]
     y, not_y = torch.sigmoid(z), torch.sigmoid(-z)
     w = y * not_y
-    # The threshold is where softplus becomes the identity: e^-40 is beyond even float64.
+    # Above the threshold softplus is the identity: e^-40 is below the precision of float64.
     parts = (softplus(-z, threshold=40), not_y, w, w * (not_y - y), w * (1 - 6 * w))
     found = torch.stack([labels.weight * part for part in parts], dim=-1)
     total = torch.zeros(points, rows, LABEL_SUMS, dtype=torch.float64, device=z.device)

@@ -1,4 +1,4 @@
-"""The solver of the plain path: a few cheap passes over a matrix, and a certificate for each row.
+"""The fast pure-PyTorch solver: a few cheap passes over a matrix, and a certificate for each row.
 
 It stores e = exp(c - x) once, c being near the threshold, and searches delta = c + nu. With u = e^delta,
 
@@ -6,9 +6,9 @@ It stores e = exp(c - x) once, c being near the threshold, and searches delta = 
 
 so that no evaluation needs another exponential, and an entry at -inf gives 0 by itself. First come Halley's
 steps on the log odds of sum y, which cost little but lose the digits of entries near 1; then steps on the sum
-that `residual` describes, of t with a sign, which is accurate whatever the row. A row is certified when such
-a step is short: the second derivative of sum y never exceeds the first, so the error left is about half its
-square. Whoever calls this solves the other rows by `newton`.
+that `newton.residual` describes, of t with a sign, which is accurate for every row. A row is certified when
+such a step is short: the second derivative of sum y never exceeds the first, so the error left is about half
+its square. The caller solves the other rows by `newton`.
 
 Every operation here rounds an entry the same way wherever it stands, and a row that is done is left alone:
 the bits depend on the row, not on its neighbours.
@@ -27,9 +27,9 @@ from torchlml._rows import sum_rows, wide_dtype
 from torchlml._solve.newton import add
 
 # At most so many steps on the log odds, and on the accurate sum, whose evaluation takes three times as many
-# operations. Where rows cannot be looked at, on a GPU, all of the blind ones are taken.
+# operations. On a GPU, where reading the values would synchronize, the unsynced numbers of steps are taken.
 _ROUGH_STEPS, _ACCURATE_STEPS = 6, 12
-_BLIND_ROUGH_STEPS, _BLIND_ACCURATE_STEPS = 4, 3
+_UNSYNCED_ROUGH_STEPS, _UNSYNCED_ACCURATE_STEPS = 4, 3
 # How far delta may go: x - c is rounded to half a millionth there.
 _REACH = 16.0
 
@@ -47,8 +47,8 @@ class _Limits(NamedTuple):
 _LIMITS = {torch.float32: _Limits(0.12, 5e-4, 1e-20), torch.float64: _Limits(1.5e-2, 1e-6, 1e-200)}
 
 
-class Quick(NamedTuple):
-    """What was found: e, u and the centre, and which rows are certified; the rest of a row is worthless."""
+class FastSolution(NamedTuple):
+    """e, u, the center and delta of each row, valid in the certified rows only."""
 
     e: Tensor
     u: Tensor
@@ -57,7 +57,7 @@ class Quick(NamedTuple):
     certified: Tensor
 
     def y(self) -> Tensor:
-        """The projection; it takes the place of e."""
+        """The projection, written in place of e."""
         u = self.u.unsqueeze(-1)
         return torch.div(u, self.e.add_(u), out=self.e)
 
@@ -66,7 +66,7 @@ class Quick(NamedTuple):
         return add(torch.stack([-self.center, torch.zeros_like(self.center)]), self.delta)
 
 
-def quick(x: Tensor, k: Tensor) -> Quick:
+def solve_fast(x: Tensor, k: Tensor) -> FastSolution:
     """Solve sum sigmoid(x + nu) = k for the rows of a matrix, as many as a few passes can.
 
     Args:
@@ -82,11 +82,11 @@ def quick(x: Tensor, k: Tensor) -> Quick:
     e = torch.sub(center.unsqueeze(-1), x).exp_()
     delta = _rough_steps(e, k, m, scratch)
     delta, certified = _accurate_steps(e, k, delta, scratch)
-    return Quick(e, delta.exp().to(x.dtype), center, delta, certified & (delta.abs() < _REACH))
+    return FastSolution(e, delta.exp().to(x.dtype), center, delta, certified & (delta.abs() < _REACH))
 
 
-def can_look(x: Tensor) -> bool:
-    """Can numbers be looked at for nothing? A GPU would have to be waited for."""
+def on_host(x: Tensor) -> bool:
+    """Whether values can be read without synchronizing a device."""
     return x.device.type == "cpu"
 
 
@@ -95,7 +95,7 @@ def _guess(x: Tensor, k: Tensor, scratch: Tensor) -> tuple[Tensor, Tensor]:
     n = x.shape[1]
     total = sum_rows(x)
     m = k.new_full((1,), n)
-    whole = can_look(x) and bool(total.isfinite().all())
+    whole = on_host(x) and bool(total.isfinite().all())
     if not whole:
         m = sum_rows((x != -torch.inf).to(x.dtype)).to(k.dtype)
         torch.nan_to_num(x, nan=0.0, posinf=0.0, neginf=0.0, out=scratch)
@@ -109,9 +109,9 @@ def _guess(x: Tensor, k: Tensor, scratch: Tensor) -> tuple[Tensor, Tensor]:
     variance = (variance / m).clamp_(min=0)
     shared = whole and k.numel() == 1
     logit, probit, tail = _shared_quantiles(float(k), n, k.dtype) if shared else _quantiles(k, m)
-    spread = (variance + 8 / math.pi).sqrt_() * probit
+    wide = (variance + 8 / math.pi).sqrt_() * probit
     narrow = logit - variance * tail
-    nu = spread + (narrow - spread) * (2 / (2 + variance)) - mean
+    nu = wide + (narrow - wide) * (2 / (2 + variance)) - mean
     return m, -nu.to(x.dtype)
 
 
@@ -140,7 +140,7 @@ def _rough_steps(e: Tensor, k: Tensor, m: Tensor, scratch: Tensor) -> Tensor:
     target = (k / (m - k)).log_()
     room, power = scratch.unbind()
     moving: Tensor | None = None
-    for _ in range(_ROUGH_STEPS if can_look(e) else _BLIND_ROUGH_STEPS):
+    for _ in range(_ROUGH_STEPS if on_host(e) else _UNSYNCED_ROUGH_STEPS):
         u = delta.exp().unsqueeze_(-1)
         y = torch.div(u, torch.add(e, u, out=room), out=room)
         s = sum_rows(y)
@@ -159,24 +159,24 @@ def _rough_steps(e: Tensor, k: Tensor, m: Tensor, scratch: Tensor) -> Tensor:
         large = step.abs_() > limit
         # A row whose step was small is left alone.
         moving = large.to(e.dtype)
-        if can_look(e) and not bool(large.any()):
+        if on_host(e) and not bool(large.any()):
             break
     return delta
 
 
 def _accurate_steps(e: Tensor, k: Tensor, delta: Tensor, scratch: Tensor) -> tuple[Tensor, Tensor]:
     """(delta, certified) by Newton's method on log A - log B, see `newton`, and a last plain step."""
-    look = can_look(e)
+    sync = on_host(e)
     delta = delta.to(k.dtype)
     certified = torch.zeros_like(delta, dtype=torch.bool)
     where, found = None, delta
-    for _ in range(_ACCURATE_STEPS if look else _BLIND_ACCURATE_STEPS):
+    for _ in range(_ACCURATE_STEPS if sync else _UNSYNCED_ACCURATE_STEPS):
         sums = _accurate_sums(e, k, delta, scratch)
         plain = sums.value / sums.slope
         done = (plain.abs() <= _LIMITS[e.dtype].last) & (sums.slope >= _LIMITS[e.dtype].slope * e.shape[1])
-        all_done = look and bool(done.all())
+        all_done = sync and bool(done.all())
         delta = delta - (plain if all_done else torch.where(done, plain, sums.log_ratio_step()))
-        if not look:
+        if not sync:
             delta = found = torch.where(certified, found, delta)
             certified = certified | done
             continue

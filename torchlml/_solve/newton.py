@@ -1,13 +1,25 @@
-"""The default solver: Newton's method on the logarithm of a ratio, inside a proven bracket.
+"""The careful solver: Newton's method on the logarithm of a ratio, inside a proven bracket.
 
-With c, P and Q of `residual`, let A = P + max(c, 0) and B = Q + max(-c, 0): the row sums to k where A = B.
-Newton's step on log A - log B is
+The residual S - k must be accurate even when almost every entry is saturated. Adding up y = sigmoid(z) and
+subtracting k fails exactly there: half a million entries at y = 1 - 2e-9 all round to 1, yet together they
+take 1e-3 from the one entry that is undecided. So each entry counts as its nearer integer plus or minus
+t = sigmoid(-|z|), which keeps full relative accuracy:
+
+    S - k = c + P - Q,   c = #(z > 0) - k,   P = sum of t where z <= 0,   Q = sum of t where z > 0.
+
+The slope of S is sum w with w = t (1 - t) >= t / 2, so a relative error of 1e-7 in P and Q is an error of
+2e-7 in nu, for every row.
+
+Let A = P + max(c, 0) and B = Q + max(-c, 0): the row sums to k where A = B. Newton's step on log A - log B is
 
     step = (log B - log A) / (P' / A + Q' / B).
 
-Where nothing saturates, B is k and A is S, which is nearly an exponential of nu: the logarithm makes it a
+If no entry saturates, B is k and A is S, which is nearly an exponential of nu: the logarithm makes it a
 straight line. In a gap between two logits, A and B are exponentials of nu and of -nu, and one step lands in
-the middle, where plain Newton would crawl by 1. Where a step would leave the bracket, the bracket is halved.
+the middle, where Newton's method on S itself would advance by 1 per step. If a step would leave the bracket,
+the bracket is halved instead.
+
+The compiled CPU kernel does not run this code, but Halley's method (`_cpu/csrc/solve.h`).
 """
 
 from __future__ import annotations
@@ -19,7 +31,6 @@ import torch
 from torch import Tensor
 
 from torchlml._rows import Rows
-from torchlml._solve.residual import Residual, residual
 
 # Normal logits, n from 10 to 10,000, take 1 to 6 steps, the rows of the tests up to 7. A step that leaves the
 # bracket is first cut at its end, which is the root itself for ties and k = 1; later the bracket is halved
@@ -27,9 +38,9 @@ from torchlml._solve.residual import Residual, residual
 CUT_STEPS = 4
 FREE_STEPS = 10
 MAX_STEPS = 40
-# Off the CPU it is not asked whether the rows have converged, since the answer would stall the device: these
-# are always taken, as many as the rows of the tests need and five more.
-_BLIND_STEPS = 12
+# On other devices than the CPU the loop does not test for convergence, which would synchronize: it takes as
+# many steps as the rows of the tests need, and five more.
+_UNSYNCED_STEPS = 12
 
 Limit = Callable[[Tensor, Tensor, Tensor], Tensor]  # of a step and the bracket below and above
 
@@ -48,10 +59,10 @@ def newton(x: Tensor, k: Tensor, m: Tensor, ordinary: Tensor, rows: Rows) -> Ten
         nu as a (2, R) tensor (hi, lo), nu = hi + lo, in the dtype of `x`.
     """
     half_gap, state = begin(x, k, m, ordinary, rows)
-    blind = x.device.type != "cpu"
-    for number in range(_BLIND_STEPS if blind else MAX_STEPS):
-        state, r = look(state, x, k, half_gap, rows)
-        if not blind and bool(state.settled.all()):
+    unsynced = x.device.type != "cpu"
+    for number in range(_UNSYNCED_STEPS if unsynced else MAX_STEPS):
+        state, r = evaluate(state, x, k, half_gap, rows)
+        if not unsynced and bool(state.settled.all()):
             break
         state = move(state, r, _limit(number))
     return state.best
@@ -81,8 +92,8 @@ def begin(x: Tensor, k: Tensor, m: Tensor, ordinary: Tensor, rows: Rows) -> tupl
     return half_gap, State(nu, torch.zeros_like(half_gap), below, above, nu, unknown, ~ordinary)
 
 
-def look(s: State, x: Tensor, k: Tensor, half_gap: Tensor, rows: Rows) -> tuple[State, Residual]:
-    """Evaluate at nu, and see which rows have settled."""
+def evaluate(s: State, x: Tensor, k: Tensor, half_gap: Tensor, rows: Rows) -> tuple[State, Residual]:
+    """Evaluate the residual at nu, and find the rows that have converged."""
     epsilon = torch.finfo(x.dtype).eps
     nearest = (half_gap - s.moved.abs()).abs()
     # Only inside the gap is the nearest entry known to be the nearest; outside nothing underflows.
@@ -161,3 +172,54 @@ def add(nu: Tensor, step: Tensor) -> Tensor:
     total = hi + small
     taken = total - hi
     return torch.stack([total, (hi - (total - taken)) + (small - taken)])
+
+
+class Residual(NamedTuple):
+    """The parts of S - k for each row, all times e^scale: `c`, P, Q and the slopes dP/dnu and -dQ/dnu."""
+
+    c: Tensor
+    p: Tensor
+    q: Tensor
+    dp: Tensor
+    dq: Tensor
+
+    @property
+    def value(self) -> Tensor:
+        return self.c + (self.p - self.q)
+
+    @property
+    def slope(self) -> Tensor:
+        return self.dp + self.dq
+
+
+def shifted(x: Tensor, nu: Tensor, rows: Rows) -> Tensor:
+    """z = x + nu, nu = hi + lo: x + hi is exact near the threshold, so logits shifted by 1e7 lose nothing."""
+    hi, lo = nu
+    return (x + rows.broadcast(hi)) + rows.broadcast(lo)
+
+
+def residual(x: Tensor, k: Tensor, nu: Tensor, scale: Tensor, rows: Rows) -> Residual:
+    """Evaluate S - k at `nu` (2, R), with everything multiplied by e^scale.
+
+    In the middle of a gap of 400 between two logits every t underflows, and still it is their balance that
+    defines nu: `scale` (R,), the distance of the nearest entry from the threshold, keeps them in range.
+    """
+    z = shifted(x, nu, rows)
+    up = z > 0
+    # e^scale e^-|z|. No entry is nearer than `scale`, so the exponent is at most 0; but a z of 1e20 may be
+    # rounded to be nearer by thousands, which must not overflow: the exponent is then 1.
+    e = torch.exp((rows.broadcast(scale) - z.abs()).clamp(max=1))
+    shrink = rows.broadcast(torch.exp(-scale))
+    t = e / (1 + e * shrink)
+    w = t / (1 + e * shrink)
+    zero = torch.zeros((), dtype=t.dtype, device=t.device)
+    c = rows.sum(up) - k
+    # 0 times an overflowing e^scale is 0 here, not NaN: the row is on its right step.
+    c = torch.where(c == 0, 0.0, c * scale.to(rows.wide).exp())
+    return Residual(
+        c=c,
+        p=rows.sum(torch.where(up, zero, t)),
+        q=rows.sum(torch.where(up, t, zero)),
+        dp=rows.sum(torch.where(up, zero, w)),
+        dq=rows.sum(torch.where(up, w, zero)),
+    )

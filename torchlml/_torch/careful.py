@@ -1,4 +1,4 @@
-"""The operators in plain torch, with care: for the rows `quick.py` leaves, for tests, and as the explanation.
+"""The operators in pure PyTorch, accurate for every row: for tests, and for rows that `fast.py` leaves.
 
 Canonical arguments, the same for every operator and every kernel:
 
@@ -11,17 +11,13 @@ A row has m available entries (True in the mask, not -inf), p of them +inf.
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import partial
-from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn.functional import logsigmoid
 
 from torchlml._rows import Rows, rows_of, work_dtype
-from torchlml._solve.newton import newton
-from torchlml._solve.residual import shifted
-from torchlml.solvers.bracketing import Bracketing, bracketing
+from torchlml._solve.newton import newton, shifted
 
 Pair = tuple[Tensor, Tensor]
 _Function = Callable[..., Tensor]
@@ -31,14 +27,6 @@ def solve(x: Tensor, k: Tensor, mask: Tensor | None, offsets: Tensor | None) -> 
     """nu of every row, by Newton's method."""
     x, rows = prepare(x, mask, offsets)
     return solve_rows(x, k, rows, newton)
-
-
-def solve_bracketing(
-    x: Tensor, k: Tensor, mask: Tensor | None, offsets: Tensor | None, *settings: Any
-) -> Tensor:
-    """nu of every row, by the paper's Algorithm 1; the settings are those of `Bracketing`."""
-    x, rows = prepare(x, mask, offsets)
-    return solve_rows(x, k, rows, partial(bracketing, settings=Bracketing(*settings)))
 
 
 def forward(x: Tensor, k: Tensor, mask: Tensor | None, offsets: Tensor | None) -> Pair:
@@ -60,11 +48,11 @@ def backward(
     g = grad.to(values.dtype)
     t = sigmoid(-shifted(values, nu, rows).abs())
     # Where k < p the +inf entries get k/p each: they follow k like tied entries, but no finite change of x.
-    tied = (values == torch.inf) & (y > 0) & (y < 1) & rows.spread(nu[0].isinf())
+    tied = (values == torch.inf) & (y > 0) & (y < 1) & rows.broadcast(nu[0].isinf())
     w = torch.where(live, t * (1 - t), tied.to(t.dtype))
     total = rows.sum(w)
     dk = torch.where(total > 0, rows.sum(torch.where(live | tied, w * g, 0)) / total, 0)
-    dx = torch.where(live, w * (g - rows.spread(dk.to(g.dtype))), 0)
+    dx = torch.where(live, w * (g - rows.broadcast(dk.to(g.dtype))), 0)
     return finish(dx, dk, x, nu, rows)
 
 
@@ -78,9 +66,9 @@ def log_backward(
     a = torch.where(live, g * sigmoid(-shifted(values, nu, rows)), 0)
     total_a = rows.sum(a)
     share, slope = shares_of_slope(values, nu, live, rows)
-    dx = torch.where(live, a - share * rows.spread(total_a.to(a.dtype)), 0)
+    dx = torch.where(live, a - share * rows.broadcast(total_a.to(a.dtype)), 0)
     # Where k < p the +inf entries are k/p each, whose logarithm has the derivative 1/k = 1 / (p y).
-    tied = (values == torch.inf) & (log_y < 0) & log_y.isfinite() & rows.spread(nu[0].isinf())
+    tied = (values == torch.inf) & (log_y < 0) & log_y.isfinite() & rows.broadcast(nu[0].isinf())
     tied_dk = rows.sum(torch.where(tied, g * torch.exp(-log_y.to(g.dtype)), 0)) / rows.sum(tied).clamp(min=1)
     dk = torch.where(nu[0].isinf(), tied_dk, torch.where(total_a == 0, 0, total_a / slope))
     return finish(dx, dk, x, nu, rows)
@@ -91,7 +79,7 @@ def dual_backward(grad: Tensor, x: Tensor, nu: Tensor, mask: Tensor | None, offs
     values, rows = prepare(x, mask, offsets)
     live = moving(values, nu, rows)
     share, slope = shares_of_slope(values, nu, live, rows)
-    dx = torch.where(live, -share * rows.spread(grad), 0)
+    dx = torch.where(live, -share * rows.broadcast(grad), 0)
     dk = torch.where(nu[0].isinf() | (grad == 0), 0, grad / slope)
     return finish(dx, dk, x, nu, rows)
 
@@ -144,14 +132,14 @@ def infinite_share(x: Tensor, k: Tensor, nu: Tensor, rows: Rows) -> Tensor:
 
 def fill(y: Tensor, x: Tensor, nu: Tensor, rows: Rows, absent: float, infinite: Tensor) -> Tensor:
     """Put the limits where the formula has none: infinite entries, absent entries, undefined rows."""
-    y = torch.where(x == torch.inf, rows.spread(infinite), y)
+    y = torch.where(x == torch.inf, rows.broadcast(infinite), y)
     y = torch.where(x == -torch.inf, absent, y)
-    return torch.where(rows.spread(nu[0].isnan()), torch.nan, y)
+    return torch.where(rows.broadcast(nu[0].isnan()), torch.nan, y)
 
 
 def moving(x: Tensor, nu: Tensor, rows: Rows) -> Tensor:
     """The entries that move when x or k moves: finite ones of rows with a finite nu."""
-    return x.isfinite() & rows.spread(nu[0].isfinite())
+    return x.isfinite() & rows.broadcast(nu[0].isfinite())
 
 
 def shares_of_slope(x: Tensor, nu: Tensor, live: Tensor, rows: Rows) -> Pair:
@@ -160,13 +148,13 @@ def shares_of_slope(x: Tensor, nu: Tensor, live: Tensor, rows: Rows) -> Pair:
     log_w = torch.where(live, logsigmoid(z) + logsigmoid(-z), -torch.inf)
     largest = rows.max(log_w)
     largest = torch.where(largest.isfinite(), largest, 0)
-    w = torch.exp(log_w - rows.spread(largest))
+    w = torch.exp(log_w - rows.broadcast(largest))
     total = rows.sum(w)
-    return w / rows.spread(total.to(w.dtype)), total * largest.to(total.dtype).exp()
+    return w / rows.broadcast(total.to(w.dtype)), total * largest.to(total.dtype).exp()
 
 
 def finish(dx: Tensor, dk: Tensor, x: Tensor, nu: Tensor, rows: Rows) -> Pair:
     """NaN in undefined rows, and each in its dtype."""
     undefined = nu[0].isnan()
-    dx = torch.where(rows.spread(undefined), torch.nan, dx)
+    dx = torch.where(rows.broadcast(undefined), torch.nan, dx)
     return dx.to(x.dtype), torch.where(undefined, torch.nan, dk).to(rows.wide)

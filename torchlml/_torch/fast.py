@@ -1,11 +1,11 @@
-"""The operators in plain torch, fast: what runs on every device that has no kernel of its own.
+"""The operators in pure PyTorch, fast: they run on every device that has no kernel of its own.
 
-Each takes a few passes over the rows and certifies what it found, row by row. The rows that it cannot vouch
-for, among them all special ones, go through the careful operators of `reference.py`, and only they do. The
-arguments are those of `reference.py`.
+Each takes a few passes over the rows and certifies its result row by row. Rows without a certificate, which
+include all special ones, go through the careful operators of `careful.py`, and only they do. The arguments
+are those of `careful.py`.
 
-A GPU is waited for once in a call, to learn whether there are such rows. While a CUDA graph is captured
-nothing may be waited for, so the careful operators do it all.
+On a GPU, each call synchronizes once, to learn whether there are such rows. During the capture of a CUDA
+graph no synchronization is possible, so the careful operators solve all rows.
 """
 
 from __future__ import annotations
@@ -18,10 +18,10 @@ import torch
 from torch import Tensor
 from torch.nn.functional import logsigmoid
 
-from torchlml._cpu import loader as native
+from torchlml._cpu import loader
 from torchlml._rows import DenseRows, Rows, row_index, sum_rows, work_dtype
-from torchlml._solve.fast import Quick, can_look, quick
-from torchlml._torch import careful as reference
+from torchlml._solve.fast import FastSolution, on_host, solve_fast
+from torchlml._torch import careful
 from torchlml._torch.careful import Pair
 
 # Packed rows are padded to a power of two, from this one on: the bits of a row then depend on its own length.
@@ -33,34 +33,37 @@ _sum = partial(sum_rows, dtype=torch.float64)
 
 def solve(x: Tensor, k: Tensor, mask: Tensor | None, offsets: Tensor | None) -> Tensor:
     """nu of every row."""
-    return _project(x, k, mask, offsets, None, lambda *rows: (rows[0], reference.solve(*rows)))[1]
+    return _project(x, k, mask, offsets, None, lambda *rows: (rows[0], careful.solve(*rows)))[1]
 
 
 def forward(x: Tensor, k: Tensor, mask: Tensor | None, offsets: Tensor | None) -> Pair:
     """(y, nu)."""
-    return _project(x, k, mask, offsets, lambda values, found, nu: found.y(), reference.forward)
+    return _project(x, k, mask, offsets, lambda values, found, nu: found.y(), careful.forward)
 
 
 def log_forward(x: Tensor, k: Tensor, mask: Tensor | None, offsets: Tensor | None) -> Pair:
     """(log y, nu)."""
-    careful = reference.log_forward
-    return _project(x, k, mask, offsets, lambda values, found, nu: logsigmoid(_shifted(values, nu)), careful)
+
+    def result(values: Tensor, found: FastSolution, nu: Tensor) -> Tensor:
+        return logsigmoid(_shifted(values, nu))
+
+    return _project(x, k, mask, offsets, result, careful.log_forward)
 
 
 def backward(grad: Tensor, x: Tensor, y: Tensor, nu: Tensor, *rows: Tensor | None) -> Pair:
     """(dx, dk) of `forward`."""
-    return _differentiate(_gradient, reference.backward, grad, x, y, nu, *rows)
+    return _differentiate(_gradient, careful.backward, grad, x, y, nu, *rows)
 
 
 def log_backward(grad: Tensor, x: Tensor, log_y: Tensor, nu: Tensor, *rows: Tensor | None) -> Pair:
     """(dx, dk) of `log_forward`."""
-    return _differentiate(_log_gradient, reference.log_backward, grad, x, log_y, nu, *rows)
+    return _differentiate(_log_gradient, careful.log_backward, grad, x, log_y, nu, *rows)
 
 
 def shares_of_slope(x: Tensor, nu: Tensor, live: Tensor, rows: Rows) -> Pair:
-    """(w / sum w, sum w) like `reference.shares_of_slope`; only rows that need it take logarithms."""
-    if rows.count == 0 or not isinstance(rows, DenseRows) or not can_look(x):
-        return reference.shares_of_slope(x, nu, live, rows)
+    """(w / sum w, sum w) like `careful.shares_of_slope`; only rows that need it take logarithms."""
+    if rows.count == 0 or not isinstance(rows, DenseRows) or not on_host(x):
+        return careful.shares_of_slope(x, nu, live, rows)
     e = _shifted(x, nu).abs_().neg_().exp_()
     scratch = torch.add(e, 1)
     w = e.div_(scratch).div_(scratch)
@@ -69,7 +72,7 @@ def shares_of_slope(x: Tensor, nu: Tensor, live: Tensor, rows: Rows) -> Pair:
     left = (~(total > _LEAST_SLOPE[x.dtype])).nonzero().squeeze(-1)
     if left.numel():
         some = x[left]
-        w[left], total[left] = reference.shares_of_slope(some, nu[:, left], live[left], DenseRows(some))
+        w[left], total[left] = careful.shares_of_slope(some, nu[:, left], live[left], DenseRows(some))
     return w, total
 
 
@@ -78,17 +81,17 @@ def _project(
     k: Tensor,
     mask: Tensor | None,
     offsets: Tensor | None,
-    result: Callable[[Tensor, Quick, Tensor], Tensor] | None,
-    careful: Callable[..., Pair],
+    result: Callable[[Tensor, FastSolution, Tensor], Tensor] | None,
+    fallback: Callable[..., Pair],
 ) -> Pair:
     """(`result` of every row, nu); without a `result` x itself, which nothing may be written into, and nu."""
     if x.device.type == "cpu":
-        native.warn_of_absence()
-    if _too_blind(x, offsets):
-        return careful(x, k, mask, offsets)
+        loader.warn_of_absence()
+    if _needs_careful(x, offsets):
+        return fallback(x, k, mask, offsets)
     values = _values(x, mask)
     if offsets is None:
-        found = quick(values, k)
+        found = solve_fast(values, k)
         nu, certified = found.nu(), found.certified
         y = x if result is None else result(values, found, nu).to(x.dtype)
     else:
@@ -97,7 +100,7 @@ def _project(
         groups, padded_results = list(_by_length(offsets)), []
         for group in groups:
             padded = group.pad(values)
-            found = quick(padded, _of(k, group.rows))
+            found = solve_fast(padded, _of(k, group.rows))
             nu[:, group.rows] = own = found.nu()
             certified[group.rows] = found.certified
             if result is not None:
@@ -106,7 +109,7 @@ def _project(
     left = (~certified).nonzero().squeeze(-1)
     if left.numel():
         some = _Some(x, offsets, left)
-        own_y, own_nu = careful(some(x), _of(k, left), some(mask), some.offsets)
+        own_y, own_nu = fallback(some(x), _of(k, left), some(mask), some.offsets)
         if result is not None:
             some.put(y, own_y)
         nu[:, left] = own_nu
@@ -115,7 +118,7 @@ def _project(
 
 def _differentiate(
     gradient: Callable[..., tuple[Tensor, Tensor, Tensor]],
-    careful: Callable[..., Pair],
+    fallback: Callable[..., Pair],
     grad: Tensor,
     x: Tensor,
     y: Tensor,
@@ -124,16 +127,16 @@ def _differentiate(
     offsets: Tensor | None,
 ) -> Pair:
     """(dx, dk) of every row."""
-    # Padding packed rows costs more than their careful gradient, and a device would have to be waited for.
-    if x.numel() == 0 or offsets is not None or not can_look(x):
-        return careful(grad, x, y, nu, mask, offsets)
+    # Padding jagged rows costs more than their careful gradient, and on a GPU it would synchronize.
+    if x.numel() == 0 or offsets is not None or not on_host(x):
+        return fallback(grad, x, y, nu, mask, offsets)
     values = _values(x, mask)
     dx, dk, certified = gradient(grad.to(values.dtype), values, nu)
     dx = dx.to(x.dtype)
     left = (~certified).nonzero().squeeze(-1)
     if left.numel():
         own_mask = None if mask is None else mask[left]
-        dx[left], dk[left] = careful(grad[left], x[left], y[left], nu[:, left], own_mask, None)
+        dx[left], dk[left] = fallback(grad[left], x[left], y[left], nu[:, left], own_mask, None)
     return dx, dk
 
 
@@ -174,9 +177,9 @@ def _values(x: Tensor, mask: Tensor | None) -> Tensor:
     return (values if mask is None else torch.where(mask, values, -torch.inf)).contiguous()
 
 
-def _too_blind(x: Tensor, offsets: Tensor | None) -> bool:
-    """Is there nothing to solve, or may the device not be waited for?"""
-    if can_look(x):
+def _needs_careful(x: Tensor, offsets: Tensor | None) -> bool:
+    """Whether there is nothing to solve, or the device must not be synchronized."""
+    if on_host(x):
         return x.numel() == 0
     capturing = x.device.type == "cuda" and torch.cuda.is_current_stream_capturing()
     return x.numel() == 0 or capturing or offsets is not None

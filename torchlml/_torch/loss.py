@@ -1,6 +1,6 @@
-"""The LML loss in plain torch, one number per row, with its derivatives: what `reference.py` is to the layer.
+"""The operators of the LML loss in pure PyTorch: one number per row, and its derivatives.
 
-Beside the canonical arguments that `reference.py` describes, both operators take, as `*labels`,
+In addition to the canonical arguments that `careful.py` describes, both operators take, as `*labels`,
 
 - labels: int64 (R, L), the classes observed in each row, or int64 (P,) with `offsets`, positions into x of
   which those in row i stand from `starts[i]` to `starts[i + 1]`; negative for none, and none twice. Or bool
@@ -21,9 +21,8 @@ from torch import Tensor
 from torch.nn.functional import logsigmoid
 
 from torchlml._rows import Rows, rows_of
-from torchlml._solve.residual import shifted
-from torchlml._torch import careful as reference
-from torchlml._torch import fast as quick
+from torchlml._solve.newton import shifted
+from torchlml._torch import careful, fast
 from torchlml._torch.careful import Pair, prepare
 
 
@@ -39,12 +38,12 @@ class _Observed(NamedTuple):
 
 def loss_forward(x: Tensor, k: Tensor, mask: Tensor | None, offsets: Tensor | None, *labels: Any) -> Pair:
     """((2, R): -sum c log y over the labels of each row, and 1 where there is any; nu)."""
-    nu = quick.solve(x, k, mask, offsets)
+    nu = fast.solve(x, k, mask, offsets)
     values, rows = prepare(x, mask, offsets)
     at = _observe(values, rows, *labels)
-    log_share = reference.infinite_share(values, k, nu, rows).log()
+    log_share = careful.infinite_share(values, k, nu, rows).log()
     log_y = logsigmoid(shifted(at.entries, nu, at.rows))
-    log_y = reference.fill(log_y, at.entries, nu, at.rows, absent=-torch.inf, infinite=log_share)
+    log_y = careful.fill(log_y, at.entries, nu, at.rows, absent=-torch.inf, infinite=log_share)
     loss = at.rows.sum(torch.where(at.c == 0, 0, -at.c * log_y))
     return torch.stack([loss, (at.rows.sum(at.is_label) > 0).to(loss.dtype)]).to(nu.dtype), nu
 
@@ -62,23 +61,23 @@ def loss_backward(
     if x.numel() == 0:
         return torch.empty_like(x), nu.new_zeros(nu.shape[1:], dtype=rows.wide)
     at = _observe(values, rows, *labels)
-    live = reference.moving(values, nu, rows)
+    live = careful.moving(values, nu, rows)
     z = shifted(at.entries, nu, at.rows)
-    movable = ~at.entries.isinf() & at.rows.spread(nu[0].isfinite())
-    own = torch.where(movable, at.c * reference.sigmoid(-z), 0)
+    movable = ~at.entries.isinf() & at.rows.broadcast(nu[0].isfinite())
+    own = torch.where(movable, at.c * careful.sigmoid(-z), 0)
     change = grad * at.rows.sum(own)
-    share, slope = quick.shares_of_slope(values, nu, live, rows)
-    dx = torch.where(live, share * rows.spread(change.to(share.dtype)), 0)
-    own = own * (grad if grad.dim() == 0 else at.rows.spread(grad))
+    share, slope = fast.shares_of_slope(values, nu, live, rows)
+    dx = torch.where(live, share * rows.broadcast(change.to(share.dtype)), 0)
+    own = own * (grad if grad.dim() == 0 else at.rows.broadcast(grad))
     dx = dx - own if at.place is None else dx.scatter_add(-1, at.place, -own)
     # Where k < p the +inf entries are k/p each, whose logarithm has the derivative 1/k.
     tied = at.rows.sum(torch.where(at.entries == torch.inf, at.c, 0))
     follows_k = (nu[0] == -torch.inf) & (k > 0) & (k < rows.sum(values == torch.inf)) & (tied != 0)
     dk = torch.where(nu[0].isinf() | (change == 0), 0, -change / slope)
     dk = torch.where(follows_k, -grad * tied / k, dk)
-    dx, dk = reference.finish(dx, dk, x, nu, rows)
+    dx, dk = careful.finish(dx, dk, x, nu, rows)
     counts = at.rows.sum(at.c != 0) > 0
-    return torch.where(rows.spread(counts), dx, 0), torch.where(counts, dk, 0)
+    return torch.where(rows.broadcast(counts), dx, 0), torch.where(counts, dk, 0)
 
 
 def _observe(

@@ -1,8 +1,8 @@
-"""The operators in operations that exporters know: what `torch.onnx.export` puts in their place.
+"""The operators decomposed into operations that `torch.onnx.export` supports.
 
-Each is the operator of `reference.py` without a look at a number: Newton's method runs in a loop of the
-graph, which ends when every row has settled, and the k-th largest entry comes from a sort. The arguments are
-those of `reference.py`; `operator` in `_core/operators.py` enters them where the exporter finds them.
+Each computes the same as in `careful.py`, with the same arguments, but never reads a value on the host:
+Newton's method runs in a loop of the graph, which ends when every row has converged, and the k-th largest
+entry comes from a sort. `operator` in `_autograd/operators.py` registers them as decompositions.
 """
 
 from __future__ import annotations
@@ -13,13 +13,13 @@ import torch
 from torch import Tensor
 
 from torchlml._rows import DenseRows, Rows
-from torchlml._solve import newton as steps
+from torchlml._solve import newton
 from torchlml._solve.newton import State
-from torchlml._torch import careful as reference
+from torchlml._torch import careful
 from torchlml._torch.careful import Pair
 
 
-class ExportedRows(DenseRows):
+class OnnxRows(DenseRows):
     """The rows of a matrix in a graph, whose number is not known."""
 
     def sum(self, t: Tensor) -> Tensor:
@@ -36,17 +36,17 @@ class ExportedRows(DenseRows):
 def solve(x: Tensor, k: Tensor, mask: Tensor | None, offsets: Tensor | None) -> Tensor:
     """nu of every row."""
     values, rows = _prepare(x, mask, offsets)
-    return reference.solve_rows(values, k, rows, _newton)
+    return careful.solve_rows(values, k, rows, _newton)
 
 
 def forward(x: Tensor, k: Tensor, mask: Tensor | None, offsets: Tensor | None) -> Pair:
     """(y, nu)."""
-    return reference.project(x, k, *_prepare(x, mask, offsets), _newton)
+    return careful.project(x, k, *_prepare(x, mask, offsets), _newton)
 
 
 def log_forward(x: Tensor, k: Tensor, mask: Tensor | None, offsets: Tensor | None) -> Pair:
     """(log y, nu)."""
-    return reference.project(x, k, *_prepare(x, mask, offsets), _newton, _logsigmoid)
+    return careful.project(x, k, *_prepare(x, mask, offsets), _newton, _logsigmoid)
 
 
 def _logsigmoid(z: Tensor) -> Tensor:
@@ -63,38 +63,40 @@ def _prepare(x: Tensor, mask: Tensor | None, offsets: Tensor | None) -> tuple[Te
         raise NotImplementedError(
             "Packed rows (`offsets`) cannot be exported to ONNX: pad the rows to one length, with a `mask`."
         )
-    values, _ = reference.prepare(x, mask, None)
-    return values, ExportedRows(values)
+    values, _ = careful.prepare(x, mask, None)
+    return values, OnnxRows(values)
 
 
 def _newton(x: Tensor, k: Tensor, m: Tensor, ordinary: Tensor, rows: Rows) -> Tensor:
     """`newton` as a loop of the graph; the same steps, and the same nu."""
-    half_gap, first = steps.begin(x, k, m, ordinary, rows)
+    half_gap, first = newton.begin(x, k, m, ordinary, rows)
 
     def goes_on(number: Tensor, *rest: Tensor) -> Tensor:
         unsettled = ~_joined(rest[:-3]).settled
         # Not `all`: the exporter's conversion to opset 17 makes an invalid model of it.
-        return (number < steps.MAX_STEPS) & (unsettled.sum() > 0)
+        return (number < newton.MAX_STEPS) & (unsettled.sum() > 0)
 
     def step(number: Tensor, *rest: Tensor) -> tuple[Tensor, ...]:
         *carried, x, k, half_gap = rest
-        state, r = steps.look(_joined(carried), x, k, half_gap, ExportedRows(x))
+        state, r = newton.evaluate(_joined(carried), x, k, half_gap, OnnxRows(x))
 
         def limit(step: Tensor, below: Tensor, above: Tensor) -> Tensor:
-            free = (number < steps.FREE_STEPS) | (number % 2 == 1)
-            later = torch.where(free, steps.keep_inside(step, below, above), steps.halve(step, below, above))
-            return torch.where(number < steps.CUT_STEPS, steps.cut(step, below, above), later)
+            free = (number < newton.FREE_STEPS) | (number % 2 == 1)
+            later = torch.where(
+                free, newton.keep_inside(step, below, above), newton.halve(step, below, above)
+            )
+            return torch.where(number < newton.CUT_STEPS, newton.cut(step, below, above), later)
 
-        return (number + 1, *_parts(steps.move(state, r, limit)))
+        return (number + 1, *_parts(newton.move(state, r, limit)))
 
     # The loop may not carry one tensor twice.
     carried = (torch.zeros((), dtype=torch.int64), *_parts(first._replace(best=first.best.clone())))
-    beside = (x, k.expand(rows.count).contiguous(), half_gap)
-    found = torch.ops.higher_order.while_loop(goes_on, step, carried, beside)
+    constants = (x, k.expand(rows.count).contiguous(), half_gap)
+    found = torch.ops.higher_order.while_loop(goes_on, step, carried, constants)
     return _joined(found[1:]).best
 
 
-# The loop carries vectors: the stride of a pair (2, R) would be an input of its body, which ONNX does not have.
+# The loop carries vectors: the stride of a pair (2, R) would be an input of its body, which ONNX lacks.
 def _parts(s: State) -> tuple[Tensor, ...]:
     return (s.nu[0].clone(), s.nu[1].clone(), *s[1:4], s.best[0].clone(), s.best[1].clone(), *s[5:])
 

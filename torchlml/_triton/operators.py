@@ -1,7 +1,7 @@
-"""The operators of `_core/operators.py` by Triton: allocate the results, lay out the rows, launch.
+"""The operators of `_autograd/operators.py` by Triton: allocate the results, choose the layout, launch.
 
-The arguments are those of `reference.py`, with x of float32, bfloat16 or float16. Nothing here waits for the
-device, so that all of it can be captured in a CUDA graph.
+The arguments are those of `_torch/careful.py`, with x of float32, bfloat16 or float16. Nothing here
+synchronizes the device, so that all of it can be captured in a CUDA graph.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from torchlml._autograd.operators import empty_gradients, empty_nu
+from torchlml._rows import empty_gradients, empty_nu
 from torchlml._triton import layer as triton_layer
 from torchlml._triton import loss as triton_loss
 from torchlml._triton import split as triton_split

@@ -196,7 +196,7 @@ def evaluate(x, where, first, stride, hi, lo, BLOCK: tl.constexpr, LOOP: tl.cons
 
 @triton.jit
 def move(k, hi, lo, lower, upper, number, found):
-    """One safeguarded step of Newton's method for log A = log B, see `solvers/newton.py`."""
+    """One safeguarded step of Newton's method for log A = log B, see `_solve/newton.py`."""
     count, below, above, p, q, dp, dq = found
     surplus = (count - tl.maximum(k, 1e-37)).to(tl.float32)
     fall, rise = tl.exp(-below), tl.exp(-above)

@@ -1,13 +1,13 @@
-"""When the Triton kernels run: on CUDA (or ROCm) tensors narrower than float64, where Triton can be imported.
+"""Decide whether the Triton kernels run: on CUDA (or ROCm) tensors narrower than float64, with Triton.
 
-They are compared with plain torch before the first use, once for each device and dtype, on a few dozen rows.
-Where a kernel differs, does not compile or fails, plain torch is used from then on, and one warning says so.
-`TORCHLML_KERNEL=torch` never uses the kernels, and `TORCHLML_KERNEL=native` uses them unexamined, as
-`torchlml gpu-check` does, which examines them itself. Only the layout of short rows is compared, since every
-other one would have to be compiled for it.
+Before the first use on a device and dtype, the kernels are compared with pure PyTorch on a few dozen rows. If
+a kernel differs, does not compile or fails, pure PyTorch is used from then on, and one warning says so.
+`TORCHLML_KERNEL=torch` never uses the kernels. `TORCHLML_KERNEL=native` uses them without the self-test, and
+so does `torchlml gpu-check`, which has its own. Only the layout of short rows is compared, because every
+other layout would have to be compiled for the comparison.
 
-Triton and the kernels are imported when the first such tensor arrives, and not before: `import torchlml`
-costs nothing more.
+Triton and the kernels are imported when the first such tensor arrives, so that they do not slow down
+`import torchlml`.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from torchlml._cpu import loader as native
+from torchlml._cpu import loader
 
 Operator = Callable[..., Any]
 _Key = tuple[torch.device, torch.dtype]
@@ -33,20 +33,20 @@ _ENTRIES = 40
 # Places in a row are int32 in the kernels, a block past the end included.
 _LONGEST_ROW = 2**31 - 2**15
 
-# What a GPU calls for each operator that has a kernel there, by name.
+# The function that a GPU calls for each operator that has a Triton kernel, by name.
 OPERATORS: dict[str, Operator] = {}
-_plain: dict[str, Operator] = {}  # the same in plain torch
-_verdicts: dict[_Key, bool] = {}
-_unexamined = False
+_plain: dict[str, Operator] = {}  # the same in pure PyTorch
+_results: dict[_Key, bool] = {}
+_skipped = False
 
 
 def by_triton(name: str, place_of_x: int, plain: Operator) -> Operator:
-    """The operator `name` by Triton where that is possible, else in plain torch."""
+    """The operator `name` by Triton if possible, otherwise in pure PyTorch."""
 
     def run(*arguments: Any) -> Any:
         x = arguments[place_of_x]
         fits = x.dtype in _TOLERANCE and x.shape[-1] <= _LONGEST_ROW and available()
-        if not fits or not trusted(x.device, x.dtype, _kernels()):
+        if not fits or not passes(x.device, x.dtype, _kernels()):
             return plain(*arguments)
         try:
             return getattr(_kernels(), name)(*arguments)
@@ -55,7 +55,7 @@ def by_triton(name: str, place_of_x: int, plain: Operator) -> Operator:
         except Exception as error:  # a layout that does not compile: the others may, but who knows how well
             if x.device.type == "cpu":
                 raise
-            distrust(x.device, x.dtype, f"failed in `{name}`: {type(error).__name__}: {error}")
+            disable(x.device, x.dtype, f"failed in `{name}`: {type(error).__name__}: {error}")
             return plain(*arguments)
 
     OPERATORS[name] = run
@@ -65,7 +65,7 @@ def by_triton(name: str, place_of_x: int, plain: Operator) -> Operator:
 
 @functools.cache
 def available() -> bool:
-    """Is there a Triton to import? torch brings its own wherever it knows GPUs that Triton serves."""
+    """Whether Triton can be imported. PyTorch for GPUs that Triton supports brings its own."""
     if find_spec("triton") is None:
         return False
     try:
@@ -76,7 +76,7 @@ def available() -> bool:
 
 
 def description() -> str:
-    """What tensors on a GPU use: `triton 3.7.1` or `torch`."""
+    """The kernels that tensors on a GPU use: `triton 3.7.1` or `torch`."""
     return f"triton {metadata.version('triton')}" if available() else "torch (Triton is not installed)"
 
 
@@ -84,46 +84,46 @@ def _kernels() -> Any:
     return importlib.import_module("torchlml._triton.operators")
 
 
-def use_unexamined() -> None:
-    """Use the kernels in this process whatever a comparison would say."""
-    global _unexamined
-    _unexamined = True
+def skip() -> None:
+    """Use the kernels in this process without the self-test."""
+    global _skipped
+    _skipped = True
 
 
-def trusted(device: torch.device, dtype: torch.dtype, kernels: Any) -> bool:
-    """May the kernels be used there? The first question compares them.
+def passes(device: torch.device, dtype: torch.dtype, kernels: Any) -> bool:
+    """Whether the kernels passed the self-test on a device and dtype; the first call runs it.
 
-    `kernels` holds each under the name of its operator, as `triton_operators.py` does.
+    `kernels` has each kernel under the name of its operator, as `operators.py` does.
     """
-    choice = native.requested()
-    if choice or _unexamined or _interpreted(device):
+    choice = loader.requested()
+    if choice or _skipped or _interpreted(device):
         return choice != "torch" or _interpreted(device)
     key = (device, dtype)
-    if key not in _verdicts:
+    if key not in _results:
         if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
-            return False  # a comparison waits for the device, which a capture forbids
-        _verdicts[key] = True
+            return False  # the comparison synchronizes, which is not possible during a capture
+        _results[key] = True
         try:
             found = difference(device, dtype, kernels)
         except Exception as error:  # a compiler can raise anything
             found = f"do not run: {type(error).__name__}: {error}"
         if found is not None:
-            distrust(device, dtype, found)
-    return _verdicts[key]
+            disable(device, dtype, found)
+    return _results[key]
 
 
-def distrust(device: torch.device, dtype: torch.dtype, found: str) -> None:
-    """Use plain torch there from now on, and say why."""
-    _verdicts[device, dtype] = False
+def disable(device: torch.device, dtype: torch.dtype, found: str) -> None:
+    """Use pure PyTorch on this device and dtype from now on, and warn."""
+    _results[device, dtype] = False
     warnings.warn(
-        f"torchlml uses plain torch for {dtype} on {device} from now on, because its Triton kernels {found}. "
-        "Please run `torchlml gpu-check` and attach the file it writes to an issue.",
+        f"torchlml uses pure PyTorch for {dtype} on {device} from now on, because its Triton kernels "
+        f"{found}. Please run `torchlml gpu-check` and attach the file it writes to an issue.",
         stacklevel=4,
     )
 
 
 def difference(device: torch.device, dtype: torch.dtype, kernels: Any) -> str | None:
-    """Where the kernels differ from plain torch, in words; None where they do not."""
+    """A description of the first difference from pure PyTorch, or None."""
     for name, arguments in _calls(device, dtype):
         expected, got = _plain[name](*arguments), getattr(kernels, name)(*arguments)
         pairs = [(expected, got)] if isinstance(expected, Tensor) else list(zip(expected, got, strict=True))

@@ -1,8 +1,9 @@
 """Losses for top-k recall, with the arguments of `F.cross_entropy`."""
 
-from torchlml.losses.linear import LinearLMLLoss, linear_lml_loss
-from torchlml.losses.linear_truncated_entropy import (
+from torchlml.losses.linear import (
+    LinearLMLLoss,
     LinearTruncatedEntropyLoss,
+    linear_lml_loss,
     linear_truncated_entropy_loss,
 )
 from torchlml.losses.lml import LMLLoss, lml_loss

@@ -1,32 +1,39 @@
-"""The LML loss of a linear layer's outputs, without ever holding the logits of the batch."""
+"""Losses of the outputs of a linear layer that never materialize the logits of a batch."""
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from torchlml._arguments import (
-    Bound,
-    Canonical,
-    autocasts,
-    canonical,
-    check_bound,
-    check_k,
-    check_tensor,
+from torchlml._arguments import Bound, Canonical, check_bound, check_integer_k
+from torchlml._autograd import loss as rule
+from torchlml._autograd.chunked_linear import (
+    ChunkedLoss,
+    check_linear,
+    check_memory_limit,
+    logits_like,
+    not_compiled,
 )
-from torchlml._cpu import loader as native
-from torchlml._distributed import is_spread
-from torchlml.losses.base import Reduction, TopKLoss, check_labelled_k, check_reduction, row_divisor
-from torchlml.losses.linear_chunks import linear_loss, not_compiled
-from torchlml.losses.lml import reduced_loss
-from torchlml.losses.targets import LabelReduction, check_weight, read_labels
+from torchlml._distributed import is_sharded
+from torchlml._reductions import (
+    LabelReduction,
+    LossSettings,
+    Reduction,
+    check_reduction,
+    label_divisor,
+    reduce_losses,
+)
+from torchlml._targets import TargetRows, read_target_rows
+from torchlml.losses.base import TopKLoss
+from torchlml.losses.truncated_entropy import dense_entropy
 
-MEMORY = 64 * 2**20
+MEMORY_LIMIT = 64 * 2**20
 
 
-# The loop over chunks is nothing to compile: its matrix products and its loss are single operators already.
+# Compilation cannot improve the loop over chunks: its matrix products and its loss are single operators.
 @not_compiled
 def linear_lml_loss(
     input: Tensor,
@@ -40,10 +47,10 @@ def linear_lml_loss(
     reduction: Reduction = "mean",
     label_reduction: LabelReduction = "sum",
     bound: Bound = "exactly",
-    memory: int = MEMORY,
+    memory_limit: int = MEMORY_LIMIT,
     group: Any = None,
 ) -> Tensor:
-    """`lml_loss` of a linear layer's outputs, a few rows at a time, for very many labels.
+    """`lml_loss` of the outputs of a linear layer, a few rows at a time, for very many labels.
 
         >>> hidden, layer = torch.randn(32, 16), nn.Linear(16, 1000)
         >>> target = torch.randint(1000, (32,))
@@ -51,56 +58,36 @@ def linear_lml_loss(
         >>> loss.backward()
 
     Args:
-        input: (..., d), what the linear layer is given.
-        linear_weight: (n, d), its weight: one row per label.
+        input: (..., d), the input of the linear layer.
+        linear_weight: (n, d), its weight, one row per label.
         target, k, weight, ignore_index, reduction, label_reduction, bound: as for `lml_loss`.
-        linear_bias: (n,), the layer's bias.
-        memory: how many bytes the logits and their gradient may take at a time. A single row may exceed it;
-            the gradients of the input and of the weight are not counted.
-        group: the processes among which the labels are split, as for `lml_loss`: `linear_weight`,
-            `linear_bias` and `weight` are then those of this process's labels, and the input is the same
-            everywhere. A `linear_weight` that is a DTensor, `Shard`ed over its labels, brings its group. An
-            input that is one too may be split over rows by another dimension of the mesh; the loss is then
+        linear_bias: (n,), its bias.
+        memory_limit: the number of bytes that the logits and their gradient may take at a time. A single row
+            may exceed it. The gradients of the input and of the weight are not counted.
+        group: the processes that the labels are sharded across, as for `lml_loss`: `linear_weight`,
+            `linear_bias` and `weight` belong to the labels of this process, and the input is the same on all
+            processes. A `linear_weight` that is a DTensor, `Shard`ed over its labels, implies its group. If
+            the input is a DTensor too, another dimension of the mesh may shard it over rows; the loss is then
             that of all rows, a DTensor.
 
     Returns:
-        What `lml_loss(F.linear(input, linear_weight, linear_bias), target, k, ...)` gives.
+        The same as `lml_loss(F.linear(input, linear_weight, linear_bias), target, k, ...)`.
 
-    For "mean" and "sum" the gradients are computed with the loss, while the logits are there; for "none", in
-    float16 (where the scale of the loss must come first) and in a second backward pass over the same graph,
-    the logits are computed again. Derivatives of derivatives, `torch.func` and forward mode take the plain
-    way, with all logits at once.
+    For "mean" and "sum" the gradients are computed with the loss, while the logits are in memory. The logits
+    are computed again for "none", for float16 (where the loss must be scaled first) and for a second backward
+    pass over the same graph. Second derivatives, `torch.func` and forward mode compute all logits at once.
     """
-    if is_spread(linear_weight, group) or is_spread(input, group):
-        from torchlml._distributed.linear import spread_linear_lml_loss
+    settings = LossSettings(ignore_index, reduction, label_reduction, bound)
+    arguments = (input, linear_weight, linear_bias, target, k, weight, settings, memory_limit)
+    if is_sharded(linear_weight, group) or is_sharded(input):
+        from torchlml._distributed import calls
 
-        tensors = (input, linear_weight, target, k, linear_bias, weight)
-        settings = (ignore_index, reduction, label_reduction, bound, memory)
-        return spread_linear_lml_loss(*tensors, *settings, group)
-    check_reduction(reduction, label_reduction)
-    check_bound(bound)
-    check_linear(input, linear_weight, linear_bias, memory)
-    shape, n = input.shape[:-1], linear_weight.shape[0]
-    k = check_k(k, shape, None if bound == "at_most" else n, input.device, "input")
-    target, labelled = target_rows(target, input, n, weight, ignore_index)
-
-    check_labelled_k(k, lambda: labelled, bound)
-    in_place = bound == "exactly" and input.device.type == "cpu" and native.loaded()
-
-    def loss(logits: Tensor, k: Tensor, rows: slice, overwrite: bool) -> Tensor:
-        c = canonical(logits, k, -1, None, None, any_k=bound == "at_most", name="logits")
-        labels = read_labels(c, target[rows], weight, ignore_index)
-        divisor = row_divisor(labels, label_reduction)
-        return reduced_loss(c, labels, divisor, "none", bound, overwrite=overwrite and in_place)
-
-    # The chunks have no gradients for what is not the linear layer's or k.
-    weighted = any(t is not None and t.requires_grad for t in (weight, target))
-    arguments = (input, linear_weight, linear_bias, k, reduction, memory)
-    return linear_loss(loss, labelled, *arguments, in_place=in_place, whole=weighted)
+        return calls.linear_lml_loss(*arguments, group)
+    return rule.linear_lml_loss(*arguments)
 
 
 class LinearLMLLoss(TopKLoss):
-    """The last linear layer and `linear_lml_loss` in one, as `nn.LinearCrossEntropyLoss` is.
+    """The last linear layer and `linear_lml_loss` in one module, like `nn.LinearCrossEntropyLoss`.
 
         >>> loss = torchlml.LinearLMLLoss(16, 1000, k=5)
         >>> loss(torch.randn(32, 16), torch.randint(1000, (32,))).backward()
@@ -109,13 +96,14 @@ class LinearLMLLoss(TopKLoss):
 
     Args:
         in_features: the size of an input.
-        num_classes: how many labels there are.
-        k: how many labels are predicted.
-        bias: whether the linear layer has one.
+        num_classes: the number of labels; with a `group`, of the labels of this process.
+        k: the number of labels to predict.
+        bias: whether the linear layer has a bias.
         device, dtype: of the linear layer.
-        weight, ignore_index, reduction, label_reduction, bound, memory: as for `linear_lml_loss`.
+        weight, ignore_index, reduction, label_reduction, bound, memory_limit, group: as for
+            `linear_lml_loss`.
 
-    The layer is `self.linear`. To use one that you have, call `linear_lml_loss` with its weight.
+    The layer is `self.linear`. To use an existing layer, call `linear_lml_loss` with its weight.
     """
 
     def __init__(
@@ -132,71 +120,110 @@ class LinearLMLLoss(TopKLoss):
         reduction: Reduction = "mean",
         label_reduction: LabelReduction = "sum",
         bound: Bound = "exactly",
-        memory: int = MEMORY,
+        memory_limit: int = MEMORY_LIMIT,
+        group: Any = None,
     ) -> None:
         check_bound(bound)
-        check_memory(memory)
-        settings = {"label_reduction": label_reduction, "bound": bound, "memory": memory}
+        check_memory_limit(memory_limit)
+        settings: dict[str, Any] = {"bound": bound, "memory_limit": memory_limit, "group": group}
+        settings["label_reduction"] = label_reduction
         super().__init__(k, weight, ignore_index, reduction, **settings)
         self.linear = nn.Linear(in_features, num_classes, bias, device, dtype)
 
-    def forward(self, input: Tensor, target: Tensor) -> Tensor:  # type: ignore[override]
+    def forward(self, input: Tensor, target: Tensor) -> Tensor:
         """The loss of a batch; the arguments are those of `linear_lml_loss`."""
-        settings: dict[str, Any] = {name: getattr(self, name) for name in self._names}
-        layer: dict[str, Any] = {"linear_bias": self.linear.bias, "weight": self.weight}
-        return linear_lml_loss(input, self.linear.weight, target, self.k, **layer, **settings)
+        layer = self.linear
+        return linear_lml_loss(input, layer.weight, target, self.k, linear_bias=layer.bias, **self.settings)
 
 
-def check_linear(input: Tensor, weight: Tensor, bias: Tensor | None, memory: int) -> None:
-    """Refuse what is no linear layer, or no input for it."""
-    given = {"input": input, "linear_weight": weight} | ({} if bias is None else {"linear_bias": bias})
-    for name, t in given.items():
-        check_tensor(t, name)
-        if not t.is_floating_point():
-            raise TypeError(f"`{name}` must be a floating tensor, but it is {t.dtype}.")
-        if t.dtype != input.dtype and not autocasts(t.device.type):
-            raise TypeError(f"`{name}` must have the dtype of `input`, {input.dtype}, but it is {t.dtype}.")
-        if t.device != input.device:
-            raise ValueError(f"`{name}` must be on the device of `input`, {input.device}, not {t.device}.")
-    if input.dim() == 0 or weight.dim() != 2 or input.shape[-1] != weight.shape[1]:
-        raise ValueError(
-            "`input` must have shape (..., d) and `linear_weight` (n, d), but they have shapes "
-            f"{tuple(input.shape)} and {tuple(weight.shape)}."
+@not_compiled
+def linear_truncated_entropy_loss(
+    input: Tensor,
+    linear_weight: Tensor,
+    target: Tensor,
+    k: int,
+    *,
+    linear_bias: Tensor | None = None,
+    weight: Tensor | None = None,
+    ignore_index: int = -100,
+    reduction: Reduction = "mean",
+    label_reduction: LabelReduction = "sum",
+    memory_limit: int = MEMORY_LIMIT,
+) -> Tensor:
+    """`truncated_entropy_loss` of the outputs of a linear layer, a few rows at a time, for very many labels.
+
+        >>> hidden, layer = torch.randn(32, 16), nn.Linear(16, 1000, bias=False)
+        >>> target = torch.randint(1000, (32,))
+        >>> torchlml.linear_truncated_entropy_loss(hidden, layer.weight, target, k=5).backward()
+
+    Args:
+        k: the number of allowed guesses, as for `truncated_entropy_loss`.
+
+    The other arguments, and the derivatives, are those of `linear_lml_loss`. Labels that are sharded across
+    processes are not supported. Temporaries take up to twice `memory_limit` in addition.
+
+    Returns:
+        The same as `truncated_entropy_loss(F.linear(input, linear_weight, linear_bias), target, k, ...)`.
+    """
+    check_reduction(reduction, label_reduction)
+    check_linear(input, linear_weight, linear_bias, memory_limit)
+    if is_sharded(input) or is_sharded(linear_weight):
+        raise TypeError(
+            "`input` and `linear_weight` must be plain tensors for this loss, but one of them is a DTensor."
         )
-    if bias is not None and bias.shape != weight.shape[:1]:
-        raise ValueError(
-            f"`linear_bias` must have shape {tuple(weight.shape[:1])}, one number per label, "
-            f"but it has shape {tuple(bias.shape)}."
-        )
-    check_memory(memory)
+    n = linear_weight.shape[0]
+    k = check_integer_k(k, n)
+    rows = read_target_rows(logits_like(input, n), target, weight, ignore_index)
+    loss = _EntropyRowLoss(rows, label_reduction, k)
+    chunked = ChunkedLoss(loss, rows.has_label, reduction, memory_limit, at_once=rows.weights_need_gradient)
+    no_k = input.detach().new_zeros((), dtype=torch.float64)  # has no gradient
+    return chunked(input, linear_weight, linear_bias, no_k)
 
 
-def check_memory(memory: int) -> None:
-    """A number of bytes, or an error."""
-    if isinstance(memory, bool) or not isinstance(memory, int) or memory <= 0:
-        raise ValueError(f"`memory` must be a positive number of bytes, an int, but it is {memory!r}.")
+@dataclass(frozen=True)
+class _EntropyRowLoss:
+    """The truncated entropy as a row loss of `chunked_linear`."""
+
+    target: TargetRows
+    label_reduction: LabelReduction
+    k: int
+
+    def __call__(self, logits: Tensor, _: Tensor, rows: slice, overwrite: bool) -> Tensor:
+        c, labels = Canonical(logits, logits, None, None, None), self.target[rows]
+        losses = dense_entropy(c, labels, self.k)
+        return reduce_losses(losses, labels, label_divisor(labels, self.label_reduction), "none", c)
 
 
-def target_rows(
-    target: Tensor, input: Tensor, n: int, weight: Tensor | None, ignore_index: int
-) -> tuple[Tensor, Tensor]:
-    """The target with all rows in its first dimension, and which of them have a label."""
-    shape = input.shape[:-1]
-    c = stand_in(input, n)
-    multi_hot = isinstance(target, Tensor) and (target.dtype == torch.bool or target.is_floating_point())
-    if multi_hot and target.shape == (*shape, n) and n > 0:
-        # The reader would copy a multi-hot, which is as large as all logits: only the chunks are read whole.
-        check_tensor(target, "target", input, "`input`")
-        if weight is not None:
-            check_weight(c, weight)
-        target = target.reshape(shape.numel(), n)
-        return target, target.any(-1) if target.dtype == torch.bool else target.detach().amax(-1) != 0
-    labels = read_labels(c, target, weight, ignore_index)
-    return target.reshape(shape.numel(), *target.shape[len(shape) :]), labels.has_label
+class LinearTruncatedEntropyLoss(TopKLoss):
+    """The last linear layer, `self.linear`, and `linear_truncated_entropy_loss` in one module.
 
+        >>> loss = torchlml.LinearTruncatedEntropyLoss(16, 1000, k=5)
+        >>> loss(torch.randn(32, 16), torch.randint(1000, (32,))).backward()
 
-def stand_in(input: Tensor, n: int) -> Canonical:
-    """Stands for the logits where only their shape, dtype and device are looked at; takes no memory."""
-    shape = input.shape[:-1]
-    logits = input.detach().new_zeros(()).expand(shape.numel(), n)
-    return Canonical(logits, logits.new_zeros(()), None, None, torch.Size([*shape, n]))
+    The arguments are those of `LinearLMLLoss`, without `bound` and `group`.
+    """
+
+    def __init__(
+        self,
+        in_features: int,
+        num_classes: int,
+        k: int,
+        *,
+        bias: bool = False,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+        weight: Tensor | None = None,
+        ignore_index: int = -100,
+        reduction: Reduction = "mean",
+        label_reduction: LabelReduction = "sum",
+        memory_limit: int = MEMORY_LIMIT,
+    ) -> None:
+        check_memory_limit(memory_limit)
+        settings = {"label_reduction": label_reduction, "memory_limit": memory_limit}
+        super().__init__(check_integer_k(k), weight, ignore_index, reduction, **settings)
+        self.linear = nn.Linear(in_features, num_classes, bias, device, dtype)
+
+    def forward(self, input: Tensor, target: Tensor) -> Tensor:
+        """The loss of a batch; the arguments are those of `linear_truncated_entropy_loss`."""
+        weight, bias = self.linear.weight, self.linear.bias
+        return linear_truncated_entropy_loss(input, weight, target, self.k, linear_bias=bias, **self.settings)

@@ -3,19 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Literal
 
 import torch
 from torch import Tensor
 from torch.nn.functional import logsigmoid, pad
 
-from torchlml._arguments import Canonical, canonical, check_number, check_whole_k, readable
+from torchlml._arguments import Canonical, canonical, check_integer_k, check_number, readable
+from torchlml._reductions import Reduction, check_reduction, reduce_losses
 from torchlml._rows import wide_dtype, work_dtype
-from torchlml.losses.base import Reduction, TopKLoss, check_reduction, reduce_single
-from torchlml.losses.targets import Labels, read_single_label
+from torchlml._targets import Labels, read_single_label
+from torchlml.losses.base import TopKLoss
 from torchlml.projection import lml_dual
-
-Algorithm = Literal["divide_and_conquer", "summation"]
 
 # Up to about this many coefficients, sums of products are faster than Fourier transforms; measured on a CPU.
 _DIRECT = 16
@@ -32,7 +30,6 @@ def topk_svm_loss(
     ignore_index: int = -100,
     reduction: Reduction = "mean",
     mask: Tensor | None = None,
-    offsets: Tensor | None = None,
 ) -> Tensor:
     """The top-k hinge loss: 0 once the label is `alpha * k` above its k-th strongest competitor.
 
@@ -43,13 +40,12 @@ def topk_svm_loss(
     Args:
         logits: (..., n).
         target: one class index per row, int64 or uint8 of shape (...).
-        k: how many guesses are allowed, from 1 to n - 1.
+        k: the number of allowed guesses, from 1 to n - 1.
         alpha: the margin.
         weight: one weight per class, for the rows with that label.
         ignore_index: the class index that means "no label".
         reduction: "mean" over the rows that have a label (0 if there are none), "sum" or "none".
         mask: bool, broadcasts to the logits; False entries do not exist.
-        offsets: accepted by the other losses, an error here: ragged rows have no classes.
 
     Returns:
         The loss in the dtype of the logits (float32 under autocast), a scalar or one number per row.
@@ -64,14 +60,14 @@ def topk_svm_loss(
     """
     check_reduction(reduction)
     check_number(alpha, "alpha", "a number from 0 on", 0)
-    k = check_whole_k(k)
-    c, labels, *apart = _read("topk_svm_loss", logits, target, k, weight, ignore_index, mask, offsets)
+    k = check_integer_k(k)
+    c, labels, *apart = _read("topk_svm_loss", logits, target, k, weight, ignore_index, mask)
     own, others = (t.to(work_dtype(t.dtype)) for t in apart)
     top = others.topk(k, dim=-1).values
     loss = (alpha + (top[:, -1:] - own) / k).relu()
     # topk counts NaN as the largest value: a NaN anywhere in the row is the first of the k, not the k-th.
     loss = torch.where(top[:, :1].isnan(), torch.nan, loss)
-    return reduce_single(loss, labels, reduction, c)
+    return _reduce(loss, labels, reduction, c)
 
 
 class TopKSVMLoss(TopKLoss):
@@ -80,8 +76,6 @@ class TopKSVMLoss(TopKLoss):
     >>> torchlml.TopKSVMLoss(k=2)(torch.tensor([[3.0, 2.0, 1.0, 0.0]]), torch.tensor([2]))
     tensor(1.5000)
     """
-
-    function = staticmethod(topk_svm_loss)
 
     def __init__(
         self,
@@ -93,7 +87,11 @@ class TopKSVMLoss(TopKLoss):
         reduction: Reduction = "mean",
     ) -> None:
         check_number(alpha, "alpha", "a number from 0 on", 0)
-        super().__init__(check_whole_k(k), weight, ignore_index, reduction, alpha=alpha)
+        super().__init__(check_integer_k(k), weight, ignore_index, reduction, alpha=alpha)
+
+    def forward(self, logits: Tensor, target: Tensor, *, mask: Tensor | None = None) -> Tensor:
+        """The loss of a batch; the arguments are those of `topk_svm_loss`."""
+        return topk_svm_loss(logits, target, self.k, mask=mask, **self.settings)
 
 
 def smooth_topk_svm_loss(
@@ -103,12 +101,10 @@ def smooth_topk_svm_loss(
     *,
     tau: float = 1.0,
     alpha: float = 1.0,
-    algorithm: Algorithm = "divide_and_conquer",
     weight: Tensor | None = None,
     ignore_index: int = -100,
     reduction: Reduction = "mean",
     mask: Tensor | None = None,
-    offsets: Tensor | None = None,
 ) -> Tensor:
     """The top-k hinge loss, smoothed by a temperature.
 
@@ -117,11 +113,9 @@ def smooth_topk_svm_loss(
         tensor(1.5886)
 
     Args:
-        tau: the temperature; towards 0 the loss becomes `topk_svm_loss`.
-        algorithm: "divide_and_conquer", which is fast, or "summation", one class after the other; the result
-            is the same.
+        tau: the temperature; in the limit 0 the loss is `topk_svm_loss`.
 
-    The other arguments, and what is returned, are those of `topk_svm_loss`.
+    The other arguments and the result are those of `topk_svm_loss`.
 
     The definition is `tau log sum_A exp((alpha [y not in A] + sum_{j in A} s_j / k) / tau) - tau log
     sum_{A with y} exp(sum_{j in A} s_j / (k tau))` over the sets A of k classes. Let E_i be the i-th
@@ -138,16 +132,16 @@ def smooth_topk_svm_loss(
     the distribution, so nothing overflows or cancels at any temperature.
     """
     check_reduction(reduction)
-    _check_settings(tau, alpha, algorithm)
-    k = check_whole_k(k)
-    c, labels, *apart = _read("smooth_topk_svm_loss", logits, target, k, weight, ignore_index, mask, offsets)
+    _check_settings(tau, alpha)
+    k = check_integer_k(k)
+    c, labels, *apart = _read("smooth_topk_svm_loss", logits, target, k, weight, ignore_index, mask)
     # Float64 inside costs little and keeps the gradients, differences of two probabilities, exact.
     own, others = (t.to(wide_dtype(t.device)) for t in apart)
     if k * tau != 1:
         own, others = own / (k * tau), others / (k * tau)
-    ratio = log_ratio(others, k, algorithm)
+    ratio = log_ratio(others, k)
     loss = -tau * logsigmoid(own - ratio.unsqueeze(-1) - alpha / tau)
-    return reduce_single(loss, labels, reduction, c)
+    return _reduce(loss, labels, reduction, c)
 
 
 class SmoothTopKSVMLoss(TopKLoss):
@@ -157,22 +151,22 @@ class SmoothTopKSVMLoss(TopKLoss):
     tensor(1.5886)
     """
 
-    function = staticmethod(smooth_topk_svm_loss)
-
     def __init__(
         self,
         k: int,
         *,
         tau: float = 1.0,
         alpha: float = 1.0,
-        algorithm: Algorithm = "divide_and_conquer",
         weight: Tensor | None = None,
         ignore_index: int = -100,
         reduction: Reduction = "mean",
     ) -> None:
-        _check_settings(tau, alpha, algorithm)
-        settings = {"tau": tau, "alpha": alpha, "algorithm": algorithm}
-        super().__init__(check_whole_k(k), weight, ignore_index, reduction, **settings)
+        _check_settings(tau, alpha)
+        super().__init__(check_integer_k(k), weight, ignore_index, reduction, tau=tau, alpha=alpha)
+
+    def forward(self, logits: Tensor, target: Tensor, *, mask: Tensor | None = None) -> Tensor:
+        """The loss of a batch; the arguments are those of `smooth_topk_svm_loss`."""
+        return smooth_topk_svm_loss(logits, target, self.k, mask=mask, **self.settings)
 
 
 def _read(
@@ -183,21 +177,29 @@ def _read(
     weight: Tensor | None,
     ignore_index: int,
     mask: Tensor | None,
-    offsets: Tensor | None,
 ) -> tuple[Canonical, Labels, Tensor, Tensor]:
-    """The rows, their labels, the labels' logits (R, 1), and the other classes' logits, -inf at what is none.
+    """The rows, their labels, the logits of the labels (R, 1), and the others, -inf for absent classes.
 
-    `name` is the loss, for the errors.
+    `name` is the name of the loss, for error messages.
     """
-    c = canonical(logits, k, -1, mask, offsets, any_k=True, name="logits", nested=True)
+    c = canonical(logits, k, -1, mask, None, any_k=True, name="logits", nested=True)
     labels, place = read_single_label(c, target, weight, ignore_index, name)
-    check_whole_k(k, c.x.shape[-1] - 1)
+    check_integer_k(k, c.x.shape[-1] - 1)
     x = c.x if labels.complete else c.x.masked_fill(~labels.has_label.unsqueeze(-1), 0)
     others = x if c.mask is None else x.masked_fill(~c.mask, -torch.inf)
     return c, labels, x.gather(-1, place), others.scatter(-1, place, -torch.inf)
 
 
-def log_ratio(x: Tensor, k: int, algorithm: Algorithm) -> Tensor:
+def _reduce(loss: Tensor, labels: Labels, reduction: Reduction, c: Canonical) -> Tensor:
+    """Weight and reduce a loss (R, 1), which is undefined for rows without a label."""
+    if not labels.complete:
+        loss = torch.where(labels.has_label.unsqueeze(-1), loss, 0)
+    if labels.weight is not None:
+        loss = loss * labels.weight
+    return reduce_losses(loss.squeeze(-1), labels, None, reduction, c)
+
+
+def log_ratio(x: Tensor, k: int) -> Tensor:
     """log(E_k / E_{k-1}) of exp(x) for each row of (R, n); an entry of -inf does not exist.
 
     -inf where fewer than k entries exist, +inf where k entries are infinite.
@@ -213,12 +215,11 @@ def log_ratio(x: Tensor, k: int, algorithm: Algorithm) -> Tensor:
     z = x + torch.where(ordinary, nu, 0).unsqueeze(-1)
     success, failure = torch.sigmoid(z), torch.sigmoid(-z)
     # P[S = 0] to P[S = most], (R, most + 1), for the number S of successes among the columns.
-    chances_of = _by_halves if algorithm == "divide_and_conquer" else _one_by_one
     if 2 * k <= n:
-        less, more = chances_of(success, failure, k)[:, k - 1 :].unbind(-1)
+        less, more = _chances(success, failure, k)[:, k - 1 :].unbind(-1)
     else:
         # S = k and n - S = n - k are the same event, and the second needs fewer coefficients.
-        more, less = chances_of(failure, success, n - k + 1)[:, n - k :].unbind(-1)
+        more, less = _chances(failure, success, n - k + 1)[:, n - k :].unbind(-1)
     more, less = (torch.where(ordinary, chance, 1) for chance in (more, less))
     return torch.where(ordinary, more.log() - less.log(), 0) - nu
 
@@ -234,7 +235,7 @@ def _log_sum_exp(x: Tensor) -> Tensor:
     return torch.where(ordinary, total, 1).log() + largest
 
 
-def _by_halves(success: Tensor, failure: Tensor, k: int) -> Tensor:
+def _chances(success: Tensor, failure: Tensor, k: int) -> Tensor:
     """Multiply the polynomials failure + success * t pairwise, dropping powers above k, until one is left."""
     columns = success.shape[1]
     if columns > _EVEN:  # then the first halvings come out even, and only short ones need a copy
@@ -270,20 +271,10 @@ def _convolve(a: Sequence[Tensor], b: Sequence[Tensor], power: int) -> Tensor:
     return total
 
 
-def _one_by_one(success: Tensor, failure: Tensor, k: int) -> Tensor:
-    """Add one coin after the other: P[S = i] becomes P[S = i] * failure + P[S = i-1] * success."""
-    chances = torch.eye(1, k + 1, dtype=success.dtype, device=success.device).expand(success.shape[0], k + 1)
-    for won, lost in zip(success.unsqueeze(-1).unbind(1), failure.unsqueeze(-1).unbind(1), strict=True):
-        chances = torch.addcmul(chances * lost, pad(chances[:, :-1], (1, 0)), won)
-    return chances
-
-
-def _check_settings(tau: float, alpha: float, algorithm: str) -> None:
+def _check_settings(tau: float, alpha: float) -> None:
     check_number(tau, "tau", "a positive number")
     if not 0 < tau < float("inf"):
         raise ValueError(
             f"`tau` must be a positive number, but it is {tau}; for its limit 0 use `topk_svm_loss`."
         )
     check_number(alpha, "alpha", "a number from 0 on", 0)
-    if algorithm not in ("divide_and_conquer", "summation"):
-        raise ValueError(f'`algorithm` must be "divide_and_conquer" or "summation", but it is {algorithm!r}.')

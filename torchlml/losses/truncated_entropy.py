@@ -6,10 +6,11 @@ import torch
 from torch import Tensor
 from torch.nn.functional import logsigmoid
 
-from torchlml._arguments import Canonical, canonical, check_whole_k
+from torchlml._arguments import Canonical, canonical, check_integer_k
+from torchlml._reductions import LabelReduction, Reduction, check_reduction, label_divisor, reduce_losses
 from torchlml._rows import PackedRows, work_dtype
-from torchlml.losses.base import Reduction, TopKLoss, check_reduction, reduce, row_divisor
-from torchlml.losses.targets import LabelReduction, Labels, read_labels
+from torchlml._targets import Labels, read_labels
+from torchlml.losses.base import TopKLoss
 
 
 def truncated_entropy_loss(
@@ -31,22 +32,22 @@ def truncated_entropy_loss(
         tensor(0.4076)
 
     Args:
-        k: how many guesses are allowed, from 1 to n.
+        k: the number of allowed guesses, from 1 to n.
 
-    The other arguments, and what is returned, are those of `lml_loss`.
+    The other arguments and the result are those of `lml_loss`, without `bound` and `group`.
 
     For observed labels Y the loss of a row is `sum_{i in Y} log(1 + sum_{j in J} exp(f_j - f_i))`, where J
     holds the n - k smallest logits outside Y, or all of them when there are fewer. A row of at most k entries
     costs nothing.
     """
     check_reduction(reduction, label_reduction)
-    k = check_whole_k(k)
+    k = check_integer_k(k)
     c = canonical(logits, k, -1, mask, offsets, any_k=True, name="logits", nested=True)
     if c.offsets is None:
-        check_whole_k(k, c.x.shape[-1])
+        check_integer_k(k, c.x.shape[-1])
     labels = read_labels(c, target, weight, ignore_index)
-    loss = _dense(c, labels, k) if c.offsets is None else _ragged(c, labels, k)
-    return reduce(loss, labels, row_divisor(labels, label_reduction), reduction, c)
+    loss = dense_entropy(c, labels, k) if c.offsets is None else _ragged(c, labels, k)
+    return reduce_losses(loss, labels, label_divisor(labels, label_reduction), reduction, c)
 
 
 class TruncatedEntropyLoss(TopKLoss):
@@ -55,8 +56,6 @@ class TruncatedEntropyLoss(TopKLoss):
     >>> torchlml.TruncatedEntropyLoss(k=2)(torch.tensor([[2.0, 1.0, 0.0, -1.0]]), torch.tensor([1]))
     tensor(0.4076)
     """
-
-    function = staticmethod(truncated_entropy_loss)
 
     def __init__(
         self,
@@ -67,10 +66,17 @@ class TruncatedEntropyLoss(TopKLoss):
         reduction: Reduction = "mean",
         label_reduction: LabelReduction = "sum",
     ) -> None:
-        super().__init__(check_whole_k(k), weight, ignore_index, reduction, label_reduction=label_reduction)
+        super().__init__(check_integer_k(k), weight, ignore_index, reduction, label_reduction=label_reduction)
+
+    def forward(
+        self, logits: Tensor, target: Tensor, *, mask: Tensor | None = None, offsets: Tensor | None = None
+    ) -> Tensor:
+        """The loss of a batch; the arguments are those of `truncated_entropy_loss`."""
+        return truncated_entropy_loss(logits, target, self.k, mask=mask, offsets=offsets, **self.settings)
 
 
-def _dense(c: Canonical, labels: Labels, k: int) -> Tensor:
+def dense_entropy(c: Canonical, labels: Labels, k: int) -> Tensor:
+    """The loss of each dense row, in the work dtype."""
     x, is_label = c.x.to(work_dtype(c.x.dtype)), labels.found
     if labels.listed is not None:
         f = x.gather(-1, labels.listed.clamp(min=0))
@@ -91,7 +97,7 @@ def _dense(c: Canonical, labels: Labels, k: int) -> Tensor:
         out = torch.cat([out, torch.where(dropped, top.indices, out[:, :1])], -1)
         undefined = top.values[:, :1].isnan()
     rest = _logsumexp(competitors.scatter(-1, out, -torch.inf))
-    if undefined is not None:  # topk counts NaN as the largest value; it must not be forgiven
+    if undefined is not None:  # topk counts NaN as the largest value; it must not be dropped
         rest = torch.where(undefined, torch.nan, rest)
     return _entropy(rest, f, is_label, labels.weight).sum(-1)
 
@@ -100,23 +106,23 @@ def _ragged(c: Canonical, labels: Labels, k: int) -> Tensor:
     assert c.offsets is not None
     x, observed = c.x.to(work_dtype(c.x.dtype)), labels.multi_hot(c.x)
     rows = PackedRows(x, c.offsets, differentiable=True)
-    absent = _not_competing(c, observed, rows.spread(labels.has_label))
+    absent = _not_competing(c, observed, rows.broadcast(labels.has_label))
     competitors = x.masked_fill(absent, -torch.inf)
     # The ranks within each row come from sorting everything: torch selects along a dimension only, and
     # padding to one would need the longest row's length on the host.
     order = rows.order(competitors.detach())
-    place = torch.arange(x.shape[0], device=x.device) - rows.spread(c.offsets[:-1])
+    place = torch.arange(x.shape[0], device=x.device) - rows.broadcast(c.offsets[:-1])
     rank = torch.empty_like(order).scatter(0, order, place)
-    dropped = (rank < rows.spread(k - rows.sum(observed))) & ~competitors.isnan()
+    dropped = (rank < rows.broadcast(k - rows.sum(observed))) & ~competitors.isnan()
     kept = competitors.masked_fill(dropped, -torch.inf)
     largest = rows.max(kept.detach())
     largest = torch.where(largest.isinf(), 0, largest)
-    rest = _log(rows.sum(torch.exp(kept - rows.spread(largest)))) + largest
-    return rows.sum(_entropy(rows.spread(rest), x, observed, labels.weight))
+    rest = _log(rows.sum(torch.exp(kept - rows.broadcast(largest)))) + largest
+    return rows.sum(_entropy(rows.broadcast(rest), x, observed, labels.weight))
 
 
 def _not_competing(c: Canonical, observed: Tensor | None, has_label: Tensor) -> Tensor:
-    """Labels, masked entries, and all of a row that does not count, so that a NaN there is not felt."""
+    """Labels, masked entries, and rows without labels, so that a NaN there has no effect."""
     absent = ~has_label if observed is None else observed | ~has_label
     return absent if c.mask is None else absent | ~c.mask
 

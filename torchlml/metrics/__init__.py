@@ -7,7 +7,7 @@ try:
     import torchmetrics  # noqa: F401
 except ImportError:
     raise ImportError(
-        "`torchlml.metrics` needs torchmetrics: install it with `pip install torchmetrics`."
+        "`torchlml.metrics` needs torchmetrics: install it with `pip install torchlml[metrics]`."
     ) from None
 
 from torchlml.metrics.propensity import (

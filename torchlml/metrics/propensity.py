@@ -11,8 +11,7 @@ from torch import Tensor
 
 from torchlml._arguments import Canonical, check_number, check_tensor
 from torchlml._rows import wide_dtype
-from torchlml.metrics.means import of_batch
-from torchlml.metrics.topk import TopKMetric
+from torchlml.metrics.topk import TopKMetric, of_batch
 
 # Below this the sums of inverse propensities would leave the whole numbers that they are kept in.
 _SMALLEST = 1e-9
@@ -85,7 +84,7 @@ class PropensityScoredPrecision(TopKMetric):
     def __init__(
         self,
         propensities: Tensor,
-        k: int | Sequence[int] = (1, 5),
+        k: int | Sequence[int],
         ignore_index: int = -100,
         group: Any = None,
         **settings: object,
@@ -108,6 +107,7 @@ class PropensityScoredPrecision(TopKMetric):
         self,
         preds: Tensor,
         target: Tensor,
+        *,
         mask: Tensor | None = None,
         offsets: Tensor | None = None,
         classes: Tensor | None = None,
@@ -170,4 +170,4 @@ def propensity_scored_precision(
         preds, target, k, ignore_index, mask, offsets, group: as for `topk_recall`.
     """
     metric = PropensityScoredPrecision(propensities, k, ignore_index, group, sync_on_compute=False)
-    return of_batch(metric, preds, target, mask, offsets, classes)
+    return of_batch(metric, preds, target, mask=mask, offsets=offsets, classes=classes)

@@ -12,7 +12,7 @@ from torchmetrics.utilities.distributed import gather_all_tensors
 
 from torchlml._arguments import check_tensor
 from torchlml._rows import wide_dtype
-from torchlml.metrics.means import CountingMetric, average, in_units, of_batch
+from torchlml.metrics.topk import CountingMetric, average, in_units, of_batch
 
 _OVERLAP = 0.5
 Images = Sequence[Mapping[str, Tensor]]

@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 
 import torchlml
-from torchlml._cpu import loader as native
-from torchlml._torch import fast as quick
+from torchlml._cpu import loader
+from torchlml._torch import fast
 from torchlml_lab.bench.settings import Mode
 from torchlml_lab.cli_errors import BadInput
 
@@ -92,14 +92,14 @@ class _PlainTorch(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, k: int) -> Tensor:
-        y, nu = quick.forward(x, torch.tensor(k, dtype=torch.float64), None, None)
+        y, nu = fast.forward(x, torch.tensor(k, dtype=torch.float64), None, None)
         ctx.save_for_backward(x, y, nu)
         return y
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
         x, y, nu = ctx.saved_tensors
-        dx, _ = quick.backward(grads[0], x, y, nu, None, None)
+        dx, _ = fast.backward(grads[0], x, y, nu, None, None)
         return dx, None
 
 
@@ -111,7 +111,7 @@ def _budget_bisect(x: Tensor, k: int) -> Tensor:
 
 
 def _without_native() -> str | None:
-    return None if native.loaded() else "the native kernel is not loaded (`torchlml info`)"
+    return None if loader.loaded() else "the native kernel is not loaded (`torchlml info`)"
 
 
 def _without_entmax() -> str | None:
@@ -123,7 +123,7 @@ LAYER = (
     Provider(BASELINE, lambda x, k: torch.softmax(x, -1)),
     Provider("lml-native", lambda x, k: torchlml.lml(x, k), _without_native),
     Provider("lml-torch", lambda x, k: _PlainTorch.apply(x, k)),
-    Provider("lml-bracketing", lambda x, k: torchlml.lml(x, k, solver="bracketing")),
+    Provider("lml-bracketing", lambda x, k: torch.sigmoid(x + torchlml.lml_bracketing(x, k).unsqueeze(-1))),
     Provider("sigmoid", lambda x, k: torch.sigmoid(x)),
     Provider("topk", lambda x, k: torch.topk(x, k, dim=-1).values),
     Provider("sort", lambda x, k: torch.sort(x, dim=-1).values),

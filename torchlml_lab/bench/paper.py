@@ -105,16 +105,31 @@ def losses(target: Tensor, k: int) -> dict[str, Callable[[Tensor], Tensor]]:
     """The competitors, each the mean loss of logits (batch, n) for one label per row."""
 
     def by_algorithm_1(x: Tensor) -> Tensor:
-        log_y = torchlml.log_lml(x, k, solver="bracketing")
+        log_y = torch.nn.functional.logsigmoid(x + torchlml.lml_bracketing(x, k).unsqueeze(-1))
         return -log_y.gather(1, target.unsqueeze(1)).mean()
 
     return {
-        "smooth-svm-summation": lambda x: torchlml.smooth_topk_svm_loss(x, target, k, algorithm="summation"),
+        "smooth-svm-summation": lambda x: smooth_svm_by_summation(x, target, k),
         "smooth-svm": lambda x: torchlml.smooth_topk_svm_loss(x, target, k),
         "truncated-entropy": lambda x: torchlml.truncated_entropy_loss(x, target, k),
         "lml-algorithm-1": by_algorithm_1,
         "lml": lambda x: torchlml.lml_loss(x, target, k),
     }
+
+
+def smooth_svm_by_summation(x: Tensor, target: Tensor, k: int) -> Tensor:
+    """The mean of `smooth_topk_svm_loss`, its coefficients summed one class at a time as in the paper."""
+    label = target.unsqueeze(1)
+    own, others = x.gather(1, label) / k, x.scatter(1, label, -torch.inf).double() / k
+    nu = torchlml.lml_dual(others.detach(), k - 0.5).unsqueeze(1)
+    success, failure = torch.sigmoid(others + nu), torch.sigmoid(-others - nu)
+    # P[S = 0] to P[S = k] for the number S of successes among the classes so far.
+    chances = torch.eye(1, k + 1, dtype=success.dtype, device=x.device).expand(x.shape[0], k + 1)
+    for won, lost in zip(success.unsqueeze(-1).unbind(1), failure.unsqueeze(-1).unbind(1), strict=True):
+        chances = torch.addcmul(chances * lost, torch.nn.functional.pad(chances[:, :-1], (1, 0)), won)
+    less, more = chances[:, k - 1 :].log().unbind(-1)
+    ratio = (more - less).unsqueeze(1) - nu
+    return -torch.nn.functional.logsigmoid(own - ratio - 1).mean()
 
 
 def _groups(settings: PaperSettings) -> list[list[Case]]:

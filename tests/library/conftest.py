@@ -1,0 +1,17 @@
+"""Fixtures of the library tests."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+
+from tests.support.distributed import Pools
+
+
+@pytest.fixture(scope="session")
+def pools() -> Iterator[Pools]:
+    """Worker processes for distributed tests, started when they are first needed."""
+    pools = Pools()
+    yield pools
+    pools.close()

@@ -1,0 +1,79 @@
+"""Count the library functions that a call passes through, and the files they are in.
+
+    python tools/count_hops.py            # the table for all calls
+    python tools/count_hops.py --trace    # with the functions in the order of their calls
+
+Only Python functions of torchlml count, each once per call, comprehensions excluded.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+ROOT = Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(ROOT))
+
+import torch
+
+import torchlml
+
+Hop = tuple[str, str]  # the file and the function
+
+
+def hops(call: Callable[[], Any]) -> list[Hop]:
+    """The distinct library functions that a call enters, in order; caches are warm."""
+    found: dict[Hop, None] = {}
+    library = str(ROOT / "torchlml")
+
+    def watch(frame: FrameType, event: str, _: Any) -> None:
+        code = frame.f_code
+        inside = code.co_filename.startswith(library + "/")
+        if event == "call" and inside and code.co_name not in ("<genexpr>", "<listcomp>"):
+            found[
+                str(Path(code.co_filename).relative_to(ROOT)), getattr(code, "co_qualname", code.co_name)
+            ] = None
+
+    call()
+    # The first call may also fill caches, which later calls do not.
+    sys.setprofile(watch)
+    try:
+        call()
+    finally:
+        sys.setprofile(None)
+    return list(found)
+
+
+def calls() -> dict[str, Callable[[], Any]]:
+    """The calls that the table of the architecture page lists."""
+    x = torch.randn(8, 20)
+    leaf = x.clone().requires_grad_()
+    general = torch.randn(2, 20, 3, dtype=torch.bfloat16)
+    target = torch.randint(20, (8,))
+    return {
+        "lml(x, 5)": lambda: torchlml.lml(x, 5),
+        "lml(x, 5).backward()": lambda: torchlml.lml(leaf, 5).sum().backward(),
+        "lml of a 3-D bfloat16 tensor along dim 1": lambda: torchlml.lml(general, 5, dim=1),
+        "lml_dual(x, 5)": lambda: torchlml.lml_dual(x, 5),
+        "lml_loss(x, target, 5).backward()": lambda: torchlml.lml_loss(leaf, target, 5).backward(),
+    }
+
+
+def main() -> None:
+    """Run the command line."""
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("--trace", action="store_true", help="list the functions")
+    trace = parser.parse_args().trace
+    for name, call in calls().items():
+        found = hops(call)
+        print(f"{name}: {len(found)} functions in {len({file for file, _ in found})} files")
+        if trace:
+            print("".join(f"    {file}: {function}\n" for file, function in found), end="")
+
+
+if __name__ == "__main__":
+    main()

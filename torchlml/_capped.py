@@ -1,0 +1,246 @@
+"""What the two constrained projections share: their arguments, their operators and the rows without a search.
+
+Both map a row onto {0 <= y <= upper, sum y = k} by y = clip(f(x + nu), 0, upper), with f the exponential or
+the identity; `upper` is the cap of an entry, and an entry that has reached it is called saturated. Once it is
+known which entries are saturated, nu is an explicit formula of the others: an operator finds the first as a
+constant, and plain autograd through the second is exact at every order. Calls without transforms go through
+operators of their own, with the gradients written out.
+
+In plain torch everything runs in double precision and is rounded once, at the end.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from torchlml._arguments import Canonical, canonical, check_number, check_real, expand, readable
+from torchlml._autograd import operators
+from torchlml._autograd.operators import ROWS, operator
+from torchlml._autograd.rule import Rule
+from torchlml._rows import DenseRows, Rows, empty_nu, rows_of, wide_dtype
+from torchlml._solve.newton import add, shifted
+
+_Solver = Callable[[Tensor, Tensor, Tensor, "Tensor | None"], Tensor]
+
+
+class ConstrainedProjection:
+    """One of the two constrained projections: three functions make its operators and its gradient.
+
+    Args:
+        name: the operators are called NAME_forward, NAME_backward and NAME_dual.
+        solve: a function of x (-inf: absent, +inf: saturated), k (R,), upper (like x, or 0-d) and offsets,
+            all wide, whose rows all have 0 < k < sum of upper and a finite entry, or are empty. It gives nu
+            as a pair (2, R).
+        values: y of `CappedRows`, in differentiable operations.
+        moves: dy/dz of each entry of `CappedRows`, and where it is saturated.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        solve: _Solver,
+        values: Callable[[CappedRows], Tensor],
+        moves: Callable[[CappedRows], tuple[Tensor, Tensor]],
+    ) -> None:
+        self._solve, self._values, self._moves = solve, values, moves
+        entries = "Tensor x, Tensor k, Tensor upper"
+        self.forward = operator(
+            f"{name}_forward({entries}, {ROWS}) -> (Tensor, Tensor)",
+            self.reference_forward,
+            lambda x, k, upper, mask, offsets: (torch.empty_like(x), empty_nu(x, offsets).to(k.dtype)),
+        )
+        self.backward = operator(
+            f"{name}_backward(Tensor grad, {entries}, Tensor nu, {ROWS}, bool for_upper)"
+            " -> (Tensor, Tensor, Tensor)",
+            self.reference_backward,
+            _empty_gradients,
+        )
+        # For vmap `upper` is what the mask is to `solve`: both have one number beside each entry.
+        self.dual = operator(
+            f"{name}_dual({entries}, Tensor? offsets) -> Tensor",
+            solve,
+            lambda x, k, upper, offsets: x.new_empty((2, k.shape[0])),
+            vmap=True,
+        )
+        self._rule = Rule(self._forward, self._backward, self._differentiable, inputs=3)
+
+    def __call__(self, c: Canonical, upper: Tensor) -> Tensor:
+        """y of canonical rows; `upper` is 0-d or like x."""
+        return self._rule(c.x, c.k, upper, c.mask, c.offsets)
+
+    def _forward(self, *arguments: Tensor | None) -> tuple[Tensor, tuple[Tensor, ...]]:
+        y, nu = self.forward(*arguments)
+        return y, (nu,)
+
+    def _backward(self, grad: Tensor, x: Tensor, k: Tensor, upper: Tensor, *rest: Any) -> Any:
+        *rows, nu = rest
+        dx, dk, d_upper = self.backward(grad, x, k, upper, nu, *rows, upper.requires_grad)
+        if not upper.requires_grad:
+            return dx, dk, None
+        return dx, dk, d_upper.sum() if upper.dim() == 0 else d_upper
+
+    def _differentiable(self, *arguments: Any) -> Tensor:
+        """y in ordinary operations, for every transform."""
+        return self._values(CappedRows(self.dual, *arguments))
+
+    def reference_forward(self, *arguments: Any) -> tuple[Tensor, Tensor]:
+        """(y, nu); nu is -inf for a row of zeros, +inf for a saturated one, NaN without an answer."""
+        r = CappedRows(self._solve, *arguments)
+        limit = torch.where(r.nothing, -torch.inf, torch.inf)
+        limit = torch.where(r.undefined, torch.nan, limit).to(r.nu.dtype)
+        nu = torch.where(r.ordinary, r.nu, torch.stack([limit, torch.zeros_like(limit)]))
+        return self._values(r), nu
+
+    def reference_backward(
+        self, grad: Tensor, x: Tensor, k: Tensor, upper: Tensor, nu: Tensor, *rest: Any
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """(dx, dk, d_upper), the last summed over a row where all entries have one cap.
+
+        dy = weight (dx + dnu) + saturated dupper, with dnu such that the sum moves with k.
+        """
+        mask, offsets, for_upper = rest
+        found = torch.where(nu[0].isfinite(), nu, 0)
+        r = CappedRows(lambda *_: found, x, k, upper, mask, offsets)
+        rows, ordinary = r.rows, r.rows.broadcast(r.ordinary)
+        weight, saturated = self._moves(r)
+        weight = torch.where(ordinary & (weight > 0), weight, 0)
+        saturated = torch.where(ordinary, saturated, rows.broadcast(r.everything & ~r.nothing) & ~r.absent)
+        g = torch.where((weight > 0) | saturated, grad.to(rows.wide), 0)
+        dk = rows.sum(weight * g) / rows.sum(weight).clamp(min=torch.finfo(g.dtype).tiny) * r.spoil
+        relative = g - rows.broadcast(dk)
+        dx = torch.where(r.moving, weight * relative, 0) * rows.broadcast(r.spoil)
+        d_upper = torch.where(saturated, relative, 0) * rows.broadcast(r.spoil)
+        if not for_upper:
+            d_upper = d_upper.new_empty(0)
+        elif upper.dim() == 0:
+            d_upper = rows.sum(d_upper)
+        return dx.to(x.dtype), dk, d_upper
+
+
+def _empty_gradients(
+    grad: Tensor, x: Tensor, k: Tensor, upper: Tensor, nu: Tensor, *rest: Any
+) -> tuple[Tensor, Tensor, Tensor]:
+    *_, for_upper = rest
+    per_row = nu.new_empty(nu.shape[1])
+    d_upper = per_row if upper.dim() == 0 else torch.empty_like(upper)
+    return torch.empty_like(x), per_row, d_upper.clone() if for_upper else nu.new_empty(0)
+
+
+def pair(hi: Tensor, lo: Tensor) -> Tensor:
+    """hi + lo as a nu, (2, R): what fits in the first, the rest in the second."""
+    return add(torch.stack([hi, torch.zeros_like(hi)]), lo)
+
+
+def sum_at_caps(saturated: Tensor, limit: Tensor, rows: Rows) -> Tensor:
+    """What the saturated entries of each row sum to; `limit` is like x, or (R, 1) where it is one per row."""
+    if isinstance(rows, DenseRows) and limit.shape[-1] == 1:
+        return rows.sum(saturated) * limit.squeeze(-1)
+    return rows.sum(saturated * limit)
+
+
+def mean_cap(k: Tensor, upper: Tensor, rows: Rows) -> Tensor:
+    """The mean cap of each row, as far as it can matter: no entry gets more than k."""
+    mean = upper if upper.dim() == 0 else rows.sum(upper) / rows.sum(torch.ones_like(upper)).clamp(min=1)
+    return torch.minimum(mean, 2 * k)
+
+
+def start(x: Tensor, k: Tensor, offsets: Tensor | None) -> Tensor:
+    """Where to begin: the nu of lml where it is finite, elsewhere 0."""
+    nu = operators.solve(x, k, None, offsets)
+    return torch.where(nu.isfinite().all(0), nu, 0)
+
+
+class CappedRows:
+    """Rows with a cap beside each entry, and the nu that an operator found for them.
+
+    `z` is x + nu for the `finite` entries of `ordinary` rows, `upper` is 0 at entries that are `absent`, and
+    entries of +inf, `infinite`, are saturated. Where the caps of those make up k or more, they share it as if
+    they were tied, and the finite entries are absent.
+    """
+
+    def __init__(
+        self, solve: _Solver, x: Tensor, k: Tensor, upper: Tensor, mask: Tensor | None, offsets: Tensor | None
+    ) -> None:
+        self.rows = rows_of(x, offsets, differentiable=True)
+        rows, wide = self.rows, wide_dtype(x.device)
+        self.dtype = x.dtype
+        upper = upper.expand(x.shape)
+        x = x.to(wide)
+        x = x if mask is None else torch.where(mask, x, -torch.inf)
+        self.k = k.expand(rows.count)
+        self.absent, self.infinite = x == -torch.inf, x == torch.inf
+        undefined = (rows.sum((x.isnan() | upper.isnan()) & ~self.absent) > 0) | self.k.isnan()
+        self.undefined = undefined
+        # A factor that makes the value and the gradient of an undefined row NaN.
+        self.spoil = torch.where(undefined, torch.nan, 1.0).to(wide)
+        shared = rows.sum(torch.where(self.infinite, upper, 0)) >= self.k
+        shared = rows.broadcast(shared & (rows.sum(self.infinite) > 0))
+        self.absent = self.absent | (shared & ~self.infinite)
+        self.infinite = self.infinite & ~shared
+        self.finite = ~(self.absent | self.infinite)
+        self.upper = torch.where(self.absent, 0, upper)
+        self.nothing = self.k <= 0
+        self.everything = self.k >= rows.sum(self.upper)
+        self.ordinary = ~(self.nothing | self.everything | undefined)
+        # Infinite numbers stay out of the graph: their derivatives would be 0 times infinity.
+        self.moving = self.finite & ~shared & rows.broadcast(self.ordinary | undefined)
+        base = torch.where(self.moving, x, 0)
+        # nu is a constant; rows that need no search are replaced by some that are found at once.
+        ordinary = rows.broadcast(self.ordinary)
+        x = torch.where(self.infinite, torch.inf, torch.where(self.absent, -torch.inf, base))
+        x, upper = torch.where(ordinary, x, 0), torch.where(ordinary, self.upper, 1)
+        k = torch.where(self.ordinary, self.k, 0.5)
+        self.nu = solve(x.detach(), k.detach(), upper.detach(), offsets)
+        self.z = shifted(base * rows.broadcast(self.spoil), self.nu, rows)
+
+    def finish(self, y: Tensor) -> Tensor:
+        """Put the limits where the formula has none, keep y between 0 and the caps, and round."""
+        rows = self.rows
+        y = y - (y - y.clamp(min=0).minimum(self.upper)).detach()
+        y = torch.where(self.absent | rows.broadcast(self.nothing), 0, y)
+        y = torch.where(rows.broadcast(self.everything & ~self.nothing), self.upper, y)
+        return (y * rows.broadcast(self.spoil)).to(self.dtype)
+
+
+def read(
+    x: Tensor, k: float | Tensor, upper: float | Tensor, dim: int, mask: Tensor | None, offsets: Tensor | None
+) -> tuple[Canonical, Tensor]:
+    """Check the arguments of a constrained projection and make them rows; `upper` 0-d or with x's shape."""
+    c = canonical(x, k, dim, mask, offsets, any_k=True)
+    if isinstance(upper, Tensor):
+        check_real(upper, "upper", x.device)
+    else:
+        check_number(upper, "upper", "a number or a tensor")
+        if isinstance(upper, int) and abs(upper) > sys.float_info.max:
+            raise ValueError("`upper` must be a number or a tensor, but it is an int beyond all of float64.")
+    wide = wide_dtype(x.device)
+    caps = torch.as_tensor(upper, device=x.device).to(wide)
+    if caps.dim() > 0:
+        caps = expand(caps, "upper", x.shape, "be a number or broadcast to the shape of `x`")
+        caps = caps.movedim(dim, -1).reshape(c.x.shape).contiguous()
+    if caps.numel() > 0 and readable(caps):
+        smallest = caps.detach().amin().item()
+        if not smallest >= 0:
+            raise ValueError(f"`upper` must hold numbers from 0 on, but {smallest:g} is in it.")
+        if mask is None and offsets is None and readable(c.k):
+            room = caps.detach() * c.x.shape[-1] if caps.dim() == 0 else caps.detach().sum(-1)
+            _check_room(c.k.detach(), room, upper)
+    return c, caps
+
+
+def _check_room(k: Tensor, room: Tensor, upper: float | Tensor) -> None:
+    """Refuse caps that leave no room for k; those that sum to k but for rounding pass."""
+    dtype = upper.dtype if isinstance(upper, Tensor) and upper.is_floating_point() else room.dtype
+    # upper = k / n is rounded once, and its sum over n entries a few times more in the dtype it came in.
+    missing = k - room * (1 + 16 * torch.finfo(dtype).eps)
+    if missing.numel() and bool((missing > 0).any()):
+        row = int(missing.argmax())
+        room, needed = (t.expand(missing.shape).reshape(-1)[row] for t in (room, k))
+        raise ValueError(
+            f"`upper` must sum to at least k in each row, but it sums to {room:g} where k is {needed:g}."
+        )

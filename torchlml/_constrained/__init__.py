@@ -1,1 +1,0 @@
-"""Constrained softmax and constrained sparsemax."""

@@ -1,0 +1,361 @@
+"""Targets of the losses and metrics: the labels of each row, in one form whatever form they came in.
+
+The accepted forms are those of `lml_loss`. Integers in the shape of the logits raise an error: they are a
+multi-hot far more often than a list that happens to be n wide, and their values cannot be read on a GPU or
+while compiling. One more column of `ignore_index` turns them into a list.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, NamedTuple, NoReturn
+
+import torch
+from torch import Tensor
+
+from torchlml._arguments import Canonical, check_tensor, readable
+from torchlml._nested import check_jagged
+from torchlml._rows import Rows, rows_of, work_dtype
+
+_FORMS = (
+    "int64 or uint8 (class indices, lists of them padded with `ignore_index`), bool or floating (a multi-hot)"
+)
+
+
+class Labels(NamedTuple):
+    """The observed labels, as a list or as a multi-hot; exactly one of `listed` and `observed` is given.
+
+    `listed` is (R, L), classes, or with offsets (P,), positions in ascending order, those of row i from
+    `starts[i]` to `starts[i + 1]`. It has every label once and negative numbers for padding. `observed` is a
+    bool of the shape of `x`. `weight` has the shape of the one that is given; None means 1 for every label.
+    """
+
+    listed: Tensor | None
+    starts: Tensor | None
+    observed: Tensor | None
+    weight: Tensor | None
+    offsets: Tensor | None  # of the logits
+    complete: bool  # `listed` is known to have no padding; False where the target cannot be read
+
+    @property
+    def found(self) -> Tensor:
+        """The positions of labels, as a bool of the shape of `listed` or `observed`."""
+        if self.listed is not None:
+            return self.listed >= 0
+        assert self.observed is not None
+        return self.observed
+
+    @property
+    def rows(self) -> Rows:
+        """The rows of `listed` or `observed`, for sums over the labels of a row."""
+        offsets = self.offsets if self.listed is None else self.starts
+        return rows_of(self.found, offsets, differentiable=True)
+
+    @property
+    def per_row(self) -> Tensor:
+        """The number of labels of each row."""
+        return self.rows.sum(self.found)
+
+    @property
+    def has_label(self) -> Tensor:
+        """Whether each row has a label, as a bool (R,)."""
+        return self.found.any(-1) if self.offsets is None else self.per_row > 0
+
+    @property
+    def in_every_row(self) -> bool:
+        """Whether every row is known to have a label."""
+        if self.complete:
+            return True
+        has_label = self.has_label
+        return readable(has_label) and bool(has_label.all())
+
+    def multi_hot(self, x: Tensor) -> Tensor:
+        """The observed labels as a bool of the shape of `x`."""
+        if self.listed is None:
+            return self.found
+        *outer, n = x.shape
+        # One extra entry receives the padding.
+        place = torch.where(self.listed < 0, n, self.listed)
+        observed = torch.zeros(*outer, n + 1, dtype=torch.bool, device=x.device)
+        return observed.scatter(-1, place, True)[..., :n]
+
+
+@dataclass(frozen=True)
+class TargetRows:
+    """The target of dense rows, checked as a whole, for losses that read a few rows at a time.
+
+    A multi-hot is kept as given and converted with the rows that are read: with its weights it would take as
+    much memory as all logits.
+    """
+
+    listed: Labels | None
+    multi_hot: Tensor | None  # (R, n)
+    weight: Tensor | None  # of each class
+    dtype: torch.dtype  # of the weights of the labels
+
+    def __getitem__(self, rows: slice) -> Labels:
+        """The labels of some rows."""
+        if self.multi_hot is not None:
+            return _hot_labels(self.multi_hot[rows], self.weight, self.dtype)
+        assert self.listed is not None
+        assert self.listed.listed is not None
+        weight = None if self.listed.weight is None else self.listed.weight[rows]
+        return self.listed._replace(listed=self.listed.listed[rows], weight=weight)
+
+    @property
+    def has_label(self) -> Tensor:
+        """Whether each row has a label, as a bool (R,)."""
+        if self.multi_hot is None:
+            assert self.listed is not None
+            return self.listed.has_label
+        if self.multi_hot.shape[1] == 0 or self.multi_hot.dtype == torch.bool:
+            return self.multi_hot.any(-1)
+        return self.multi_hot.detach().amax(-1) != 0
+
+    @property
+    def weights_need_gradient(self) -> bool:
+        """Whether a gradient is requested for class weights or for the weights in a multi-hot."""
+        return any(t is not None and t.requires_grad for t in (self.weight, self.multi_hot))
+
+
+def read_labels(c: Canonical, target: Tensor, weight: Tensor | None, ignore_index: int) -> Labels:
+    """Check the target and bring it into one of the two forms of `Labels`."""
+    if type(ignore_index) is not int:
+        _check_ignore_index(ignore_index)
+    if weight is not None:
+        check_weight(c, weight)
+    if c.jagged is not None and _lists_labels(c, target):
+        return _positions(c, c.jagged.places(target, ignore_index, readable(target)), weight, -1)
+    target = _values(c, target)
+    if target.dtype == torch.bool or target.is_floating_point():
+        _check_multi_hot(c, target)
+        labels = _hot_labels(target.reshape(c.x.shape), weight, work_dtype(c.x.dtype), c.offsets)
+        if c.mask is not None and readable(target, c.mask):
+            _check_available(labels.found & ~c.mask)
+        return labels
+    if target.dtype not in (torch.int64, torch.uint8):
+        raise TypeError(f"`target` must be {_FORMS}, but it is {target.dtype}.")
+    if c.offsets is None:
+        return _class_indices(c, target.long(), weight, ignore_index)
+    if target.shape == c.x.shape:
+        _raise_ambiguous(target)
+    return _positions(c, target.long(), weight, ignore_index)
+
+
+def read_target_rows(c: Canonical, target: Tensor, weight: Tensor | None, ignore_index: int) -> TargetRows:
+    """Check the target of dense rows without a mask, and class weights, for reading a few rows at a time."""
+    dtype = work_dtype(c.x.dtype)
+    if not is_multi_hot(target):
+        return TargetRows(read_labels(c, target, weight, ignore_index), None, weight, dtype)
+    _check_ignore_index(ignore_index)
+    if weight is not None:
+        check_weight(c, weight)
+    check_tensor(target, "target", c.x, "the logits")
+    _check_multi_hot(c, target)
+    return TargetRows(None, target.reshape(c.x.shape), weight, dtype)
+
+
+def is_multi_hot(target: Any) -> bool:
+    """Whether a target has the dtype of a multi-hot, bool or floating, and not that of class indices."""
+    return isinstance(target, Tensor) and (target.dtype == torch.bool or target.is_floating_point())
+
+
+def read_single_label(
+    c: Canonical, target: Tensor, weight: Tensor | None, ignore_index: int, loss: str
+) -> tuple[Labels, Tensor]:
+    """The labels and the column (R, 1) of each row's class, 0 for none; several labels raise an error."""
+    if c.offsets is not None:
+        raise ValueError(f"`logits` must have rows of equal length for {loss}, but they are ragged.")
+    _check_ignore_index(ignore_index)
+    target = _values(c, target)
+    if target.dtype not in (torch.int64, torch.uint8) or target.shape != c.row_shape:
+        raise ValueError(
+            f"`target` must be int64 or uint8 of shape {tuple(c.row_shape)}, one class index per row, "
+            f"because {loss} is defined for a single label; it is {target.dtype} of shape "
+            f"{tuple(target.shape)}."
+        )
+    if weight is not None:
+        check_weight(c, weight)
+    labels = _class_indices(c, target.long(), weight, ignore_index)
+    assert labels.listed is not None
+    return labels, labels.listed.clamp(min=0)
+
+
+def _check_ignore_index(ignore_index: Any) -> None:
+    if isinstance(ignore_index, bool) or not isinstance(ignore_index, (int, torch.SymInt)):
+        raise TypeError(f"`ignore_index` must be an int, but it is {ignore_index!r}.")
+
+
+def _values(c: Canonical, target: Any) -> Tensor:
+    """The target as a dense tensor: itself, or the values of a nested one."""
+    if isinstance(target, (list, tuple)):
+        raise TypeError(
+            f"`target` must be a torch.Tensor, but it is a {type(target).__name__}: give one class index per "
+            "row, lists of labels padded to one width with `ignore_index`, or a bool multi-hot."
+        )
+    if c.jagged is not None:
+        target = c.jagged.values(target, "target", c.jagged.ragged, readable(c.x))
+    check_tensor(target, "target", c.x, "the logits")
+    return target
+
+
+def _lists_labels(c: Canonical, target: Any) -> bool:
+    """Whether the target of ragged rows lists labels: one or several integers per row, or nested lists."""
+    if c.offsets is None or not isinstance(target, Tensor) or target.dtype not in (torch.int64, torch.uint8):
+        return False
+    if not target.is_nested:
+        check_tensor(target, "target", c.x, "the logits")
+        return target.dim() in (1, 2) and target.shape[0] == c.row_shape[0]
+    assert c.jagged is not None
+    check_jagged(target, "target")
+    values: Tensor = target.values()
+    check_tensor(values, "target", c.x, "the logits")
+    if target.shape[0] != c.row_shape[0] or values.dim() != 1:
+        raise ValueError(
+            f"`target` must list the labels of {c.row_shape[0]} rows, but it has {target.shape[0]} rows "
+            f"in {target.dim()} dimensions."
+        )
+    # If the offsets cannot be read, a target with as many values as logits is assumed to have the same ones.
+    if values.shape != c.x.shape or (readable(values) and not c.jagged.is_like(target, may_read=True)):
+        return True
+    raise ValueError(
+        f"`target` is {target.dtype} and ragged like the logits: give `target.bool()` if it is a multi-hot, "
+        "and a padded list of labels within each row, with `ignore_index`, if it is a list."
+    )
+
+
+def _class_indices(c: Canonical, target: Tensor, weight: Tensor | None, ignore_index: int) -> Labels:
+    n, rows = c.x.shape[-1], c.row_shape
+    if target.shape == rows:
+        given = target.reshape(-1, 1)
+    elif target.dim() == len(rows) + 1 and target.shape[:-1] == rows:
+        if target.shape[-1] == n:
+            _raise_ambiguous(target)
+        given = target.reshape(c.x.shape[0], target.shape[-1])
+    else:
+        padded = ", ".join([*map(str, rows), "L"])
+        raise ValueError(
+            f"`target` must have shape {tuple(rows)} (one class per row), ({padded}) (a padded list) or, "
+            f"as bool or floating, {(*rows, n)} (multi-hot), but it has shape {tuple(target.shape)}."
+        )
+    complete = readable(target) and _check_values(given, ignore_index, n, "class indices")
+    listed = given
+    if given.shape[1] > 1:
+        listed = _each_once(_negative(given, ignore_index).sort(-1).values)
+        complete = False  # removing repeated labels leaves gaps
+    elif not complete:
+        listed = _negative(given, ignore_index)
+    if c.mask is not None and readable(target, c.mask):
+        _check_available((listed >= 0) & ~c.mask.gather(-1, listed.clamp(min=0)))
+    label_weight = None
+    if weight is not None:
+        label_weight = weight.to(work_dtype(c.x.dtype))[listed if complete else listed.clamp(min=0)]
+    return Labels(listed, None, None, label_weight, None, complete)
+
+
+def _raise_ambiguous(target: Tensor) -> NoReturn:
+    raise ValueError(
+        f"`target` has integers in the logits' own shape, {tuple(target.shape)}: give `target.bool()` if it "
+        "is a multi-hot, and one more column of `ignore_index` if it is a list of labels."
+    )
+
+
+def _negative(target: Tensor, ignore_index: int) -> Tensor:
+    """The target with negative padding; `ignore_index` is usually negative already."""
+    return target if ignore_index < 0 else torch.where(target == ignore_index, -1, target)
+
+
+def _each_once(ordered: Tensor) -> Tensor:
+    """Replace repetitions in the sorted last dimension by -1, so that every label counts once."""
+    repeated = ordered[..., 1:] == ordered[..., :-1]
+    return torch.cat([ordered[..., :1], ordered[..., 1:].masked_fill(repeated, -1)], dim=-1)
+
+
+def _check_multi_hot(c: Canonical, target: Tensor) -> None:
+    expected = c.x.shape if c.offsets is not None else torch.Size([*c.row_shape, c.x.shape[-1]])
+    if target.shape != expected:
+        raise ValueError(
+            f"`target` is {target.dtype}, a multi-hot, and must have the logits' shape {tuple(expected)}, "
+            f"but it has shape {tuple(target.shape)}."
+        )
+    if target.is_floating_point():
+        _check_not_negative(target, "target")
+
+
+def _hot_labels(
+    target: Tensor, weight: Tensor | None, work: torch.dtype, offsets: Tensor | None = None
+) -> Labels:
+    """The labels of a multi-hot in the shape of the logits, and their weights in the work dtype."""
+    observed = target if target.dtype == torch.bool else target != 0
+    label_weight = None if target.dtype == torch.bool and weight is None else target.to(work)
+    if weight is not None and label_weight is not None:
+        label_weight = label_weight * weight.to(work)
+    return Labels(None, None, observed, label_weight, offsets, complete=False)
+
+
+def _positions(c: Canonical, target: Tensor, weight: Tensor | None, ignore_index: int) -> Labels:
+    if target.dim() != 1:
+        raise ValueError(
+            f"`target` must be flat with `offsets`: int64 positions into the values, or a multi-hot of their "
+            f"shape {tuple(c.x.shape)}; it has shape {tuple(target.shape)}."
+        )
+    assert c.offsets is not None
+    if readable(target):
+        _check_values(target, ignore_index, c.x.shape[0], "positions")
+    ordered = _negative(target, ignore_index).sort().values
+    # Padding is counted with the first row. A position that is too large makes the last row NaN; it raises an
+    # error only where the target can be read.
+    starts = torch.searchsorted(ordered, c.offsets[1:-1])
+    starts = torch.cat([starts.new_zeros(1), starts, starts.new_full((1,), target.shape[0])])
+    if c.offsets.shape[0] == 1:
+        ordered, starts = ordered[:0], starts[:1]
+    listed = _each_once(ordered)
+    if c.mask is not None and readable(target, c.mask):
+        _check_available(~c.mask[listed[listed >= 0]])
+    return Labels(listed, starts, None, None, c.offsets, complete=False)
+
+
+def check_weight(c: Canonical, weight: Tensor) -> None:
+    """Raise unless `weight` has one nonnegative weight per class."""
+    if c.offsets is not None:
+        raise ValueError(
+            "`weight` is one number per class, but ragged rows have none: give a floating target."
+        )
+    check_tensor(weight, "weight", c.x, "the logits")
+    n = c.x.shape[-1]
+    if not weight.is_floating_point() or weight.shape != (n,):
+        raise ValueError(
+            f"`weight` must be a floating tensor of shape ({n},), one per class, but it is {weight.dtype} "
+            f"of shape {tuple(weight.shape)}."
+        )
+    _check_not_negative(weight, "weight")
+
+
+def _check_not_negative(weights: Tensor, name: str) -> None:
+    # A NaN is not >= 0 either. The smallest entry, because a comparison of all would allocate a copy.
+    if readable(weights) and weights.numel() and not bool(weights.detach().amin() >= 0):
+        raise ValueError(f"`{name}` must hold weights from 0 on, but a negative entry or a NaN is in it.")
+
+
+def _check_values(target: Tensor, ignore_index: int, n: int, what: str) -> bool:
+    """Raise on values out of range; return whether every value is a label."""
+    if target.numel() == 0:
+        return True
+    low, high = target.aminmax()
+    smallest, largest = int(low), int(high)
+    if smallest >= 0 and largest < n:
+        return not smallest <= ignore_index <= largest
+    wrong = target[((target < 0) | (target >= n)) & (target != ignore_index)]
+    if wrong.numel():
+        raise ValueError(
+            f"`target` must hold {what} from 0 to {n - 1}, or `ignore_index` = {ignore_index}, but "
+            f"{int(wrong[0])} is in it."
+        )
+    return False
+
+
+def _check_available(masked: Tensor) -> None:
+    if bool(masked.any()):
+        raise ValueError(
+            "`target` has a label where `mask` is False, but a label must be a class that may be chosen."
+        )

@@ -1,0 +1,357 @@
+"""The constrained softmax and the constrained sparsemax: projections onto {0 <= y <= upper, sum y = k}."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from torchlml._capped import (
+    CappedRows,
+    ConstrainedProjection,
+    mean_cap,
+    pair,
+    read,
+    start,
+    sum_at_caps,
+)
+from torchlml._rows import Rows, rows_of
+from torchlml._solve.newton import add, shifted
+
+# Normal logits, n from 10 to 1000, take 1 to 7 passes. After these, every second pass bisects.
+_SOFTMAX_FREE_PASSES, _SPARSEMAX_FREE_PASSES = 8, 16
+# 296 bisections narrow a bracket as wide as 1e70 to the spacing of doubles.
+_MAX_PASSES = 600
+# A difference of sums below this fraction of them has lost three digits, and is computed in another way.
+_VAGUE = 1e-3
+# A longer step loses more than four digits next to entries near 1: the root is then computed without it.
+_LONG_STEP = 1e4
+
+
+def constrained_softmax(
+    x: Tensor,
+    k: float | Tensor,
+    dim: int = -1,
+    *,
+    upper: float | Tensor = 1.0,
+    mask: Tensor | None = None,
+    offsets: Tensor | None = None,
+) -> Tensor:
+    """The softmax that sums to k and in which no entry exceeds `upper`.
+
+        >>> torchlml.constrained_softmax(torch.tensor([3.0, 1.0, 0.0, -1.0]), 2)
+        tensor([1.0000, 0.6652, 0.2447, 0.0900])
+
+    Args:
+        x: logits, of any shape.
+        k: the sum. A number, or a tensor that broadcasts to the shape of `x` without `dim` (with `offsets`:
+            one number per row); differentiable.
+        dim: the dimension that sums to k. upper: the cap of each entry. A nonnegative number, which may be
+        infinite, or a tensor that broadcasts to
+            `x`; differentiable. Caps that sum to less than k raise an error, except with `mask` or `offsets`:
+            there, as in `torchlml.lml`, every available entry is then at its cap.
+        mask: bool, True where an entry may be positive; broadcasts to `x`.
+        offsets: for packed rows of different lengths, as in `torchlml.lml`.
+
+    Returns:
+        y, with the shape and dtype of `x`.
+
+    y maximises x.y + H(y), H the entropy -sum y log y, over 0 <= y <= upper and sum y = k (Martins and
+    Kreutzer, 2017): y = min(upper, exp(x + nu)). With k = 1 and upper >= 1 it is the softmax. Entries at
+    their cap have no gradient for x, the others that of a softmax.
+
+    Entries of -inf are 0; entries of +inf are at their caps, or share k like ties where it does not
+    suffice; for k = 0 the row is 0, without a gradient; a NaN makes its row NaN.
+    """
+    c, caps = read(x, k, upper, dim, mask, offsets)
+    return c.restore(_softmax_project(c, caps), dim)
+
+
+def constrained_sparsemax(
+    x: Tensor,
+    k: float | Tensor,
+    dim: int = -1,
+    *,
+    upper: float | Tensor = 1.0,
+    mask: Tensor | None = None,
+    offsets: Tensor | None = None,
+) -> Tensor:
+    """The point nearest to x that sums to k, with every entry from 0 to `upper`: mostly exact zeros and ones.
+
+        >>> torchlml.constrained_sparsemax(torch.tensor([1.5, 0.75, 0.25, -1.0]), 2)
+        tensor([1.0000, 0.7500, 0.2500, 0.0000])
+
+    Arguments as for `constrained_softmax`. Returns y, with the shape and dtype of `x`.
+
+    y minimises |y - x|^2 over 0 <= y <= upper and sum y = k (Malaviya et al., 2018): y = clip(x + nu, 0,
+    upper). With k = 1 and upper >= 1 it is the sparsemax. The entries strictly between 0 and their caps
+    share what changes: dy/dx is the identity minus the mean on them, and 0 elsewhere. Where there are none of
+    them the gradient is 0, for k too.
+
+    Infinite entries, a NaN and k = 0 are treated as there.
+    """
+    c, caps = read(x, k, upper, dim, mask, offsets)
+    return c.restore(_sparsemax_project(c, caps), dim)
+
+
+def _softmax_values(r: CappedRows) -> Tensor:
+    """y of rows whose nu is known, in ordinary operations."""
+    rows = r.rows
+    saturated, free = _softmax_sets(r)
+    rest = r.k - rows.sum(torch.where(saturated, r.upper, 0))
+    e = torch.where(free, torch.exp(torch.where(free, r.z, 0)), 0)
+    total = rows.sum(e)
+    share = e * rows.broadcast(rest / torch.where(total > 0, total, 1))
+    return r.finish(torch.where(saturated, r.upper, share))
+
+
+def _softmax_moves(r: CappedRows) -> tuple[Tensor, Tensor]:
+    """dy/dz of each entry, and where it is saturated."""
+    saturated, free = _softmax_sets(r)
+    return torch.where(free, torch.minimum(r.z.exp(), r.upper), 0), saturated
+
+
+def _softmax_sets(r: CappedRows) -> tuple[Tensor, Tensor]:
+    """The saturated entries, and the free ones."""
+    saturated = r.infinite | (r.finite & (r.z > _edge(r.upper.detach().log())))
+    return saturated, r.finite & ~saturated
+
+
+class _Caps(NamedTuple):
+    """The caps of the entries, their logarithms, and where an entry counts as saturated."""
+
+    cap: Tensor
+    log: Tensor
+    edge: Tensor
+
+
+class _Sums(NamedTuple):
+    """A row at some nu: its saturated entries, how many they are, and what is left of k.
+
+    The free entries should sum to `rest`, k minus the caps of the saturated ones, and sum to `filled`. That
+    is computed as a difference of sums; where it is small beside k it is `vague`, as few digits are left.
+    """
+
+    z: Tensor
+    saturated: Tensor
+    number: Tensor
+    taken: Tensor
+    rest: Tensor
+    filled: Tensor
+    vague: Tensor
+
+
+def _softmax_solve(x: Tensor, k: Tensor, upper: Tensor, offsets: Tensor | None) -> Tensor:
+    """nu of every row, by saturating more and more entries; see `capped.ConstrainedProjection`.
+
+    For any set of saturated entries, sum of their caps + sum of exp(x + nu) over the others = k has a root
+    that is at most nu, because each term is at least min(upper, exp(x + nu)). So the entries that exceed
+    their caps at a root found so far do so at nu as well: the set grows, at most n times, until it is right.
+    Where entries would be saturated one by one in many passes, every second pass bisects.
+    """
+    rows = rows_of(x, offsets)
+    if x.numel() == 0:
+        return x.new_zeros(2, rows.count)
+    # No entry gets more than k, so a cap of 2 k is none, and is finite.
+    cap = torch.minimum(upper, rows.broadcast(2 * k))
+    caps = _Caps(cap, cap.log(), _edge(cap.log()))
+    # Far below the caps lml is an exponential as well.
+    unit = mean_cap(k, upper, rows)
+    nu = add(start(x, k / unit, offsets), unit.log())
+    infinite = x == torch.inf
+    largest = rows.max(torch.where(infinite, -torch.inf, x)) if bool(infinite.any()) else rows.max(x)
+    busy = largest.isfinite()
+    nu = torch.where(busy, nu, 0)
+    # How far it is from nu to what is proven to be below and above the root. Where no entry exceeds its part
+    # of what the finite ones share, it is below.
+    below = ((nu[0] + largest) + nu[1]) - ((k - sum_at_caps(infinite, cap, rows)) / x.shape[-1]).log()
+    above = torch.full_like(k, torch.inf)
+    count = torch.full_like(k, -1)
+    rooted = torch.zeros_like(busy)
+    for number in range(_MAX_PASSES):
+        sums = _evaluate(x, k, nu, caps, rows)
+        previous, count = count, sums.number
+        root, step = _step_to_root(x, nu, sums, busy, rows)
+        small = 4 * torch.finfo(x.dtype).eps * (1 + sums.taken / torch.maximum(sums.filled, _VAGUE * k))
+        # The sets are nested, so one of the same size is the same; and the root of a set is exact.
+        busy = busy & ~((rooted & (count == previous)) | (step.abs() <= small))
+        if not bool(busy.any()):
+            break
+        if number == _SOFTMAX_FREE_PASSES:
+            above = torch.minimum(above, rows.max(torch.where(x.isfinite(), caps.log - sums.z, -torch.inf)))
+        slack = small + 4 * torch.finfo(x.dtype).eps * torch.where(step.isfinite(), step.abs(), below)
+        # The proof is as good as the arithmetic, which rounds a large step.
+        lower = torch.where(step >= -below - slack, step, -below)
+        top = _highest_step(step, above, sums, caps, busy, infinite, rows)
+        bisect = number >= _SOFTMAX_FREE_PASSES and number % 2 == 1
+        move = (lower + top) / 2 if bisect else _choose_step(k, lower, top, sums)
+        rooted = move == step
+        nu = torch.where(busy, torch.where(rooted, root, add(nu, torch.where(busy, move, 0))), nu)
+        below, above = move - lower + slack, top - move + slack
+    return nu
+
+
+def _evaluate(x: Tensor, k: Tensor, nu: Tensor, caps: _Caps, rows: Rows) -> _Sums:
+    z = shifted(x, nu, rows)
+    saturated = z > caps.edge
+    taken = sum_at_caps(saturated, caps.cap, rows)
+    filled = rows.sum(torch.minimum(z, caps.log).exp_()) - taken
+    return _Sums(z, saturated, rows.sum(saturated), taken, k - taken, filled, ~(filled > _VAGUE * k))
+
+
+def _step_to_root(x: Tensor, nu: Tensor, s: _Sums, busy: Tensor, rows: Rows) -> tuple[Tensor, Tensor]:
+    """The root for these saturated entries and the step to it; -inf where they take more than k alone."""
+    step = (s.rest / s.filled).log()
+    root = add(nu, step)
+    vague = busy & (s.rest > 0) & s.vague
+    if bool(vague.any()):
+        exact = _softmax_root(x, s.rest, s.saturated | ~x.isfinite(), rows)
+        root = torch.where(vague, exact, root)
+        step = torch.where(vague, (exact[0] - nu[0]) + (exact[1] - nu[1]), step)
+    return root, torch.where(s.rest > 0, step, -torch.inf)
+
+
+def _highest_step(
+    step: Tensor, above: Tensor, s: _Sums, caps: _Caps, busy: Tensor, infinite: Tensor, rows: Rows
+) -> Tensor:
+    """The step that is proven to go to the root or past it."""
+    top = torch.where(step > 0, above, 0)
+    overfull = ~(s.rest > 0)
+    if bool((busy & overfull).any()):
+        # At the root the entry that was saturated last is free: the step goes to where it reaches its cap.
+        last = rows.max(torch.where(s.saturated & ~infinite, caps.log - s.z, -torch.inf))
+        top = torch.where(overfull, torch.minimum(top, last), top)
+    return top
+
+
+def _choose_step(k: Tensor, lower: Tensor, top: Tensor, s: _Sums) -> Tensor:
+    """The step to the root of the set, or a longer one where the sum is no exponential of nu.
+
+    Where more than half of k is at the caps, the sum is a staircase in nu with a tangent of slope `filled`:
+    Newton's step is then the better one, if it is long. Both steps are safe: the thresholds change how many
+    passes a row takes, not its root.
+    """
+    straight = torch.where(s.vague, top, torch.minimum((s.rest - s.filled) / s.filled, top))
+    stairs = ~(s.rest > 0) | (~s.vague & (s.taken > k / 2) & (straight.abs() > 0.25))
+    return torch.where(stairs & (straight > lower), straight, lower)
+
+
+def _softmax_root(x: Tensor, rest: Tensor, taken: Tensor, rows: Rows) -> Tensor:
+    """The nu for which the entries that are not taken sum to `rest`; its high part is the largest's."""
+    largest = rows.max(torch.where(taken, -torch.inf, x))
+    largest = torch.where(largest.isfinite(), largest, 0)
+    total = rows.sum(torch.where(taken, 0, torch.exp(x - rows.broadcast(largest))))
+    return pair(-largest, rest.log() - total.log())
+
+
+def _edge(limit: Tensor) -> Tensor:
+    # An entry that reaches its cap up to rounding still counts as free: it is the one that k moves. Rounding
+    # is a few eps of z, which is there the logarithm of the cap; that of a cap of 0, -inf, counts as -1000.
+    return limit + 8 * torch.finfo(limit.dtype).eps * (1 + limit.abs().clamp(max=1000))
+
+
+_softmax_project = ConstrainedProjection(
+    "constrained_softmax", _softmax_solve, _softmax_values, _softmax_moves
+)
+
+
+def _sparsemax_values(r: CappedRows) -> Tensor:
+    """y of rows whose nu is known, in ordinary operations."""
+    rows = r.rows
+    saturated, free = _sparsemax_sets(r)
+    # One exact step from the solver's nu, on the entries that are known to be inside.
+    missing = r.k - rows.sum(torch.where(saturated, r.upper, torch.where(free, r.z, 0)))
+    inside = r.z + rows.broadcast(missing / rows.sum(free).clamp(min=1))
+    return r.finish(torch.where(saturated, r.upper, torch.where(free, inside, 0)))
+
+
+def _sparsemax_moves(r: CappedRows) -> tuple[Tensor, Tensor]:
+    """dy/dz of each entry, and where it is saturated."""
+    saturated, free = _sparsemax_sets(r)
+    return free.to(r.z.dtype), saturated
+
+
+def _sparsemax_sets(r: CappedRows) -> tuple[Tensor, Tensor]:
+    """The saturated entries, and those strictly between 0 and their caps, NaN among them."""
+    saturated = r.infinite | (r.finite & (r.z > r.upper))
+    return saturated, r.finite & ~saturated & ~(r.z <= 0)
+
+
+def _sparsemax_solve(x: Tensor, k: Tensor, upper: Tensor, offsets: Tensor | None) -> Tensor:
+    """nu of every row, by Newton's method on a piecewise linear function; see `capped.ConstrainedProjection`.
+
+    A step is exact once it does not change which entries are at 0 and which at their caps, of which there
+    are finitely many ways. Where the function is flat, nu goes to the next entry that would change it; a step
+    that would leave the proven bracket halves it instead, and in the end every second one does.
+    """
+    rows = rows_of(x, offsets)
+    if x.numel() == 0:
+        return x.new_zeros(2, rows.count)
+    epsilon = torch.finfo(x.dtype).eps
+    # No entry gets more than k, so a cap of 2 k is none, and is finite.
+    limit = torch.minimum(upper, rows.broadcast(2 * k))
+    # A sigmoid four times as steep is close to a clip.
+    unit = mean_cap(k, upper, rows)
+    nu = add(start(x * rows.broadcast(4 / unit), k / unit, offsets) * (unit / 4), unit / 2)
+    infinite = x == torch.inf
+    largest = rows.max(torch.where(infinite, -torch.inf, x)) if bool(infinite.any()) else rows.max(x)
+    busy = largest.isfinite()
+    nu = torch.where(busy, nu, 0)
+    # How far it is from nu to what is proven to be below and above the root. Where no entry exceeds its part
+    # of what the finite ones share, it is below.
+    below = ((nu[0] + largest) + nu[1]) - (k - sum_at_caps(infinite, limit, rows)) / x.shape[-1]
+    above = torch.full_like(k, torch.inf)
+    counts = torch.full_like(nu, -1)
+    whole = torch.zeros_like(busy)
+    for number in range(_MAX_PASSES):
+        z = shifted(x, nu, rows)
+        excess = rows.sum(torch.minimum(z.clamp(min=0), limit)) - k
+        saturated, positive = z > limit, z >= 0
+        previous, counts = counts, torch.stack([rows.sum(saturated), rows.sum(positive)])
+        # The sets are nested, so those of the same sizes are the same. The root of a set is exact.
+        repeated = (counts == previous).all(0)
+        busy = busy & (excess.abs() > 4 * epsilon * k) & ~(whole & repeated)
+        if not bool(busy.any()):
+            break
+        below, above = torch.where(excess < 0, 0, below), torch.where(excess > 0, 0, above)
+        if number == _SPARSEMAX_FREE_PASSES:
+            above = torch.minimum(above, rows.max(torch.where(x.isfinite(), limit - z, -torch.inf)))
+        inside = counts[1] > counts[0]
+        step = -excess / (counts[1] - counts[0])
+        root = add(nu, step)
+        vague = busy & ~(step.abs() < _LONG_STEP)
+        if bool(vague.any()):
+            exact, some = _sparsemax_root(x, k, limit, saturated, positive & ~saturated & x.isfinite(), rows)
+            upwards = -rows.max(torch.where(positive, -torch.inf, z))
+            downwards = rows.max(torch.where(saturated & x.isfinite(), limit - z, -torch.inf))
+            flat = torch.where(excess < 0, upwards, downwards)
+            root, inside = torch.where(vague, exact, root), torch.where(vague, some, inside)
+            far = torch.where(some, (exact[0] - nu[0]) + (exact[1] - nu[1]), flat)
+            step = torch.where(vague, far, step)
+        slack = 4 * epsilon * torch.where(above.isfinite(), above + below, step.abs())
+        whole = (-below - slack <= step) & (step <= above + slack)
+        if number >= _SPARSEMAX_FREE_PASSES and number % 2:
+            whole = torch.zeros_like(whole)
+        move = torch.where(busy, torch.where(whole, step, (above - below) / 2), 0)
+        whole = whole & inside
+        nu = torch.where(whole & busy, root, add(nu, move))
+        # The proof is as good as the arithmetic, which rounds a large step.
+        below, above = below + move + slack, above - move + slack
+    return nu
+
+
+def _sparsemax_root(
+    x: Tensor, k: Tensor, limit: Tensor, saturated: Tensor, free: Tensor, rows: Rows
+) -> tuple[Tensor, Tensor]:
+    """The nu that is right for these sets as a pair, whose high part is a free entry; and if there is one."""
+    largest = rows.max(torch.where(free, x, -torch.inf))
+    inside = largest.isfinite()
+    largest = torch.where(inside, largest, 0)
+    terms = torch.where(saturated, limit, torch.where(free, x - rows.broadcast(largest), 0))
+    return pair(-largest, (k - rows.sum(terms)) / rows.sum(free).clamp(min=1)), inside
+
+
+_sparsemax_project = ConstrainedProjection(
+    "constrained_sparsemax", _sparsemax_solve, _sparsemax_values, _sparsemax_moves
+)
