@@ -21,6 +21,7 @@ LAYERS = (
     ("bench",),
     ("commands",),
     ("cli",),
+    ("__main__",),
 )
 
 

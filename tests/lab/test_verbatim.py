@@ -115,9 +115,9 @@ def test_a_file_is_written_even_if_the_table_cannot_be_printed(
     outs = [folder / "first.csv", folder / "second.csv"]
     for module, run, data, out in (
         ("multilabel.prediction", labels_run, "train.csv", outs[0]),
-        ("recommend.item_prediction", items_run, "pairs.txt", outs[1]),
+        ("recommend.prediction", items_run, "pairs.txt", outs[1]),
     ):
-        monkeypatch.setattr(f"torchlml_lab.commands.{module}.plain_table", broken)
+        monkeypatch.setattr(f"torchlml_lab.{module}.plain_table", broken)
         assert cli.main(["predict", str(run), "--data", str(folder / data), "--out", str(out)]) == 1
         assert "the screen is broken" in capsys.readouterr().err
         assert out.stat().st_size > 100
@@ -140,4 +140,4 @@ def test_every_console_prints_verbatim():
         for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
             if isinstance(node, ast.Call) and getattr(node.func, "id", None) == "Console":
                 calls.append(path.relative_to(package).as_posix())
-    assert calls == ["screen.py"]
+    assert calls == ["engine/progress.py"]
