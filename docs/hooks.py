@@ -142,12 +142,23 @@ def _label_cells(match: re.Match[str]) -> str:
 
 
 def on_post_build(config: MkDocsConfig) -> None:
-    """Write llms.txt: a plain list of the pages for language models."""
+    """Write llms.txt, a plain list of the pages for language models, and complete the playground."""
     lines = [f"# {config.site_name}", "", f"> {config.site_description}", ""]
     for section in config.nav or []:
         ((title, entries),) = section.items()
         lines += [f"## {title}", "", *_listed(entries), ""]
     Path(config.site_dir, "llms.txt").write_text("\n".join(lines), encoding="utf-8")
+    playground = Path(config.site_dir, "playground", "index.html")
+    if config.site_url and playground.is_file():
+        text = playground.read_text(encoding="utf-8")
+        playground.write_text(absolute_preview(text, config.site_url), encoding="utf-8")
+
+
+def absolute_preview(page: str, site_url: str) -> str:
+    """A page in a subdirectory with an absolute address of its preview image, as most services require."""
+    return page.replace(
+        'property="og:image" content="../', f'property="og:image" content="{site_url.rstrip("/")}/'
+    )
 
 
 def _listed(entries: list[Any]) -> list[str]:

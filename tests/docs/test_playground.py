@@ -1,9 +1,11 @@
-"""The playground in a browser: its numbers are the library's, and people reach all of it."""
+"""The playground in a browser: its numbers match the library, and mouse, touch and keyboard control it."""
 
 from __future__ import annotations
 
 import itertools
+import json
 import re
+import struct
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -20,7 +22,7 @@ TOLERANCE = 1e-6
 
 @pytest.fixture(scope="module")
 def page(browser: Any) -> Iterator[Any]:
-    """The page on a desktop, without motion, failing on anything that it fetches or complains about."""
+    """The page on a desktop with reduced motion. Errors and requests fail the test."""
     page = browser.new_page(viewport={"width": 1366, "height": 860}, reduced_motion="reduce")
     trouble: list[str] = []
     page.on("pageerror", lambda error: trouble.append(str(error)))
@@ -32,6 +34,14 @@ def page(browser: Any) -> Iterator[Any]:
     assert trouble == []
 
 
+def opened(browser: Any, width: int, height: int, **options: Any) -> Any:
+    """The page in a new window of a touch device."""
+    options = {"has_touch": True, "reduced_motion": "reduce", **options}
+    page = browser.new_page(viewport={"width": width, "height": height}, **options)
+    page.goto(PLAYGROUND.as_uri())
+    return page
+
+
 def show(page: Any, entry: int = 0, **state: Any) -> dict[str, Any]:
     """Set the page to a state and a selected entry, and read all its numbers."""
     return page.evaluate(
@@ -40,7 +50,7 @@ def show(page: Any, entry: int = 0, **state: Any) -> dict[str, Any]:
 
 
 def layers(k: float, bound: Any) -> dict[str, Callable[[Tensor], Tensor]]:
-    """What the page shows, by the library and by torch."""
+    """The layers of the page, computed by torchlml and torch."""
     return {
         "lml": lambda x: torchlml.lml(x, k, bound=bound),
         "sigmoid": torch.sigmoid,
@@ -173,16 +183,17 @@ def test_everything_works_from_the_keyboard(page: Any) -> None:
         page.keyboard.press(key)
     page.wait_for_function("document.activeElement.getAttribute('aria-valuenow') === '6'")
     assert page.evaluate("playground.read().state.logits") == [0.1, 6, 0.9, 0, 0, 0, 0, 0, 0, 0]
-    for key in ("Tab", "ArrowRight", "Tab", "ArrowLeft", "Tab", "ArrowRight", "Tab", "ArrowRight"):
+    for key in ("Tab", "ArrowRight", "Tab", "Tab", "ArrowLeft", "Tab", "ArrowRight", "Tab", "ArrowRight"):
         page.keyboard.press(key)
     state = page.evaluate("playground.read().state")
     assert (state["k"], state["gap"], state["bound"]) == (3.1, 0.1, "at_most")
     assert 0.9 < state["temperature"] < 1
-    page.keyboard.press("Tab")  # the things to try
+    page.keyboard.press("Tab")  # the examples
     page.keyboard.press("Tab")
     page.keyboard.press("Enter")
-    page.wait_for_function("playground.read().state.logits[0] === 5.5")
-    assert "hatched" in page.inner_text("#look")
+    page.wait_for_function("playground.read().state.logits[0] === 4.2")
+    assert "beach photo" in page.inner_text("#look")
+    assert page.get_attribute('[role="slider"] >> nth=3', "aria-label") == "logit boat"
     check(page.evaluate("playground.read()"))
 
 
@@ -196,16 +207,19 @@ def test_the_entry_under_the_mouse_shows_its_gradient(page: Any) -> None:
 
 def test_a_link_brings_back_a_setting_and_bad_ones_are_ignored(browser: Any) -> None:
     for address, expected in (
-        ("x=1,2,3,4,5,-1,-2,-3,-4,-5&k=2.5&t=0.5&gap=1&bound=at_least", [2.5, 0.5, 1, "at_least", 1]),
-        ("x=1,2&k=cat&t=&gap=-3&bound=never", [3, 1, 0, "exactly", 2.9]),
-        ("x=99,a,,4,5,6,7,8,9,10&k=99&t=1e9", [10, 10, 0, "exactly", 6]),
+        (
+            "x=1,2,3,4,5,-1,-2,-3,-4,-5&k=2.5&t=0.5&gap=1&bound=at_least&labels=photo",
+            [2.5, 0.5, 1, "at_least", "photo", 1],
+        ),
+        ("x=1,2&k=cat&t=&gap=-3&bound=never&labels=toString", [3, 1, 0, "exactly", "letters", 2.9]),
+        ("x=99,a,,4,5,6,7,8,9,10&k=99&t=1e9", [10, 10, 0, "exactly", "letters", 6]),
     ):
         page = browser.new_page()
         page.goto(f"{PLAYGROUND.as_uri()}#{address}")
         state = page.evaluate("playground.read().state")
         page.close()
         assert [
-            *(state[name] for name in ("k", "temperature", "gap", "bound")),
+            *(state[name] for name in ("k", "temperature", "gap", "bound", "labels")),
             state["logits"][0],
         ] == expected
 
@@ -236,21 +250,264 @@ def luminance(colour: str) -> float:
     return 0.2126 * linear[0] + 0.7152 * linear[1] + 0.0722 * linear[2]
 
 
-def test_a_phone_shows_it_without_scrolling_sideways(browser: Any) -> None:
-    for width in (320, 390):
-        page = browser.new_page(
-            viewport={"width": width, "height": 760}, has_touch=True, reduced_motion="reduce"
+def touch(page: Any, x: float, y: float, dy: float) -> None:
+    """Move a finger vertically, through the browser's own input handling, which may scroll instead."""
+    session = page.context.new_cdp_session(page)
+    for step in range(9):
+        kind = "touchStart" if step == 0 else "touchMove"
+        points = [{"x": x, "y": y + dy * step / 8}]
+        session.send("Input.dispatchTouchEvent", {"type": kind, "touchPoints": points})
+    session.send("Input.dispatchTouchEvent", {"type": "touchEnd", "touchPoints": []})
+
+
+def grip(page: Any, entry: int) -> tuple[float, float]:
+    """The middle of the grip of a bar."""
+    box = page.locator(f'[role="slider"][data-entry="{entry}"] .grip').bounding_box()
+    return box["x"] + box["width"] / 2, box["y"] + box["height"] / 2
+
+
+def logits(page: Any) -> list[float]:
+    return page.evaluate("playground.read().state.logits")
+
+
+def test_a_press_selects_a_bar_and_does_not_move_it(page: Any) -> None:
+    show(page, logits=[0.0] * 10, k=3, temperature=1, gap=0, bound="exactly")
+    box = page.locator("#logits").bounding_box()
+    page.mouse.click(box["x"] + box["width"] * 0.75, box["y"] + box["height"] * 0.1)
+    assert page.evaluate("playground.read().selected") == 7
+    assert logits(page) == [0.0] * 10
+
+
+@pytest.mark.parametrize("width", [320, 390])
+def test_fingers_move_grips_and_scroll_elsewhere(browser: Any, width: int) -> None:
+    page = opened(browser, width, 760)
+    assert page.evaluate("document.documentElement.scrollWidth") <= width
+    before = logits(page)
+    x, y = grip(page, 9)
+    page.touchscreen.tap(x, page.locator("#logits").bounding_box()["y"] + 10)
+    page.wait_for_function("playground.read().selected === 9")
+    assert logits(page) == before
+    # Off the grip by less than its handle: no jump, and the logit follows the finger.
+    touch(page, x, y + 15, -60)
+    page.wait_for_function("playground.read().state.logits[9] > 2")
+    unit = page.locator("#logits").bounding_box()["height"] / 180 * 126 / 12
+    assert logits(page)[9] == pytest.approx(before[9] + 60 / unit, abs=0.06)
+    assert logits(page)[:9] == before[:9]
+    assert page.evaluate("scrollY") == 0
+    moved = logits(page)
+    touch(page, grip(page, 2)[0], grip(page, 2)[1] + 110, -90)
+    page.wait_for_function("scrollY > 20")
+    assert logits(page) == moved
+    page.close()
+
+
+def test_logits_and_k_stay_in_view_on_a_phone_held_upright(browser: Any) -> None:
+    page = opened(browser, 390, 760)
+    page.evaluate("scrollTo(0, 900)")
+    page.wait_for_function("scrollY > 500")
+    for name in ("#logits", "#k", "#sweep"):
+        box = page.locator(f".stage {name}").bounding_box()
+        assert 0 <= box["y"] < box["y"] + box["height"] < 300, name
+    page.close()
+
+
+@pytest.mark.parametrize("size", [(844, 390), (932, 430), (667, 375), (568, 320), (1280, 500), (390, 560)])
+def test_the_logits_cover_nothing_in_a_low_window(browser: Any, size: tuple[int, int]) -> None:
+    page = opened(browser, *size)
+    for place in (0, 300, 800):
+        page.evaluate("place => scrollTo(0, place)", place)
+        stage, *others = page.evaluate(
+            "['.stage', '.card:not(.stage)'].flatMap(name => [...document.querySelectorAll(name)])"
+            ".map(each => each.getBoundingClientRect().toJSON())"
         )
-        page.goto(PLAYGROUND.as_uri())
-        assert page.evaluate("document.documentElement.scrollWidth") <= width
-        page.mouse.wheel(0, 900)
-        page.wait_for_function("scrollY > 500")
-        # The logits stay in view, so that what they do can be seen further down.
-        assert page.locator("#logits").bounding_box()["y"] < 60
-        box = page.locator("#logits").bounding_box()
-        page.touchscreen.tap(box["x"] + box["width"] * 0.95, box["y"] + box["height"] * 0.2)
-        page.wait_for_function("playground.read().state.logits[9] > 4")
-        page.close()
+        assert len(others) == 10
+        for other in others:
+            apart = min(other["right"], stage["right"]) - max(other["left"], stage["left"]) <= 0
+            apart |= min(other["bottom"], stage["bottom"]) - max(other["top"], stage["top"]) <= 0
+            assert apart, (size, place)
+        if size[0] >= 640:  # beside the results, and all of it in view
+            assert 0 <= stage["top"] < stage["bottom"] <= size[1]
+    assert page.evaluate("document.documentElement.scrollWidth") <= size[0]
+    page.close()
+
+
+@pytest.mark.parametrize("size", [(320, 640), (390, 844), (844, 390)])
+def test_touch_targets_are_large(browser: Any, size: tuple[int, int]) -> None:
+    """At least 44 by 44 px. The ten bars share the width, so that only their height can be."""
+    page = opened(browser, *size)
+    boxes = page.evaluate(
+        "[...document.querySelectorAll("
+        "'button, header a, input[type=range], .segments label, summary, .handle')]"
+        ".map(each => [each.id || each.textContent || 'handle', each.getBoundingClientRect().toJSON()])"
+    )
+    page.close()
+    assert len(boxes) == 32
+    for name, box in boxes:
+        assert box["height"] >= 44, name
+        assert box["width"] >= (44 if name != "handle" else 29), name
+
+
+def test_captions_of_the_examples_are_true(page: Any) -> None:
+    captions = page.evaluate("PRESETS.map(([name, , caption]) => [name, caption])")
+    shown = {}
+    for place, (name, caption) in enumerate(captions):
+        page.locator("#presets button").nth(place).click()
+        page.wait_for_function(
+            "caption => document.getElementById('look').innerText === caption", arg=caption
+        )
+        shown[name] = page.evaluate("playground.read()")
+        check(shown[name], gradients=name not in ("Wide gap", "k = 2.5"))
+
+    def y(name: str, layer: str = "lml") -> Tensor:
+        return torch.tensor(shown[name]["y"][layer], dtype=torch.float64)
+
+    def slopes(name: str, layer: str) -> Tensor:
+        """The Jacobian of a layer of torchlml at the logits of the page."""
+        x = torch.tensor(shown[name]["x"], dtype=torch.float64)
+        function = layers(shown[name]["state"]["k"], "exactly")[layer]
+        return torch.autograd.functional.jacobian(function, x)  # type: ignore[no-untyped-call]
+
+    start = y("Start")
+    assert start.topk(3).values.min() > 2 * start.topk(4).values.min()
+    assert start.sum().item() == pytest.approx(3)
+    assert slopes("Start", "lml").diagonal().min() > 0
+    assert y("Tag a photo").sum().item() == pytest.approx(4)
+    assert y("Tag a photo").max() < 1
+    photo = page.evaluate("LABELS.photo")
+    above = (y("Tag a photo", "softmax") > 1).tolist()
+    assert [tag for tag, large in zip(photo, above, strict=True) if large] == ["sky", "sea"]
+    assert y("Route a token").sum().item() == pytest.approx(2)
+    assert slopes("Route a token", "lml").abs().min() > 1e-4
+    assert int((y("Softmax above 1", "softmax") > 1).sum()) == 1
+    assert set(y("Wide gap", "csparsemax").tolist()) == {0.0, 1.0}
+    assert slopes("Wide gap", "csparsemax").abs().max() == 0
+    assert 1e-4 < slopes("Wide gap", "lml").diagonal().min() < slopes("Wide gap", "lml").max() < 0.25
+    assert y("Hard top-k").sort(descending=True).values.tolist() == pytest.approx([1] * 3 + [0] * 7, abs=1e-3)
+    assert y("k = 2.5").unique().numel() == 2
+    assert y("At most k").equal(y("At most k", "sigmoid"))
+    assert y("At most k").sum() < 3
+    assert shown["At most k"]["nu"] == 0
+
+
+def test_k_sweeps_up_down_and_back(browser: Any) -> None:
+    page = browser.new_page(reduced_motion="no-preference")
+    page.clock.install()
+    page.goto(PLAYGROUND.as_uri())
+    page.clock.pause_at(page.evaluate("Date.now() + 60000"))
+    before = page.evaluate("playground.read().state")
+    page.click("#sweep")
+    assert page.get_attribute("#sweep", "aria-label") == "Stop the sweep of k"
+    seen = []
+    for _ in range(24):
+        page.clock.run_for(500)
+        seen.append(page.evaluate("playground.read()"))
+    ks = [each["state"]["k"] for each in seen]
+    turns = [ks.index(max(ks)), ks.index(min(ks))]
+    assert max(ks) > 9.4
+    assert min(ks) < 0.6
+    assert ks[: turns[0] + 1] == sorted(ks[: turns[0] + 1])
+    assert ks[turns[0] : turns[1] + 1] == sorted(ks[turns[0] : turns[1] + 1], reverse=True)
+    assert seen[-1]["state"] == before
+    assert page.get_attribute("#sweep", "aria-label") == "Sweep k"
+    for each in seen[:20:4]:
+        check(each)
+    # Any other control takes over, and so does the button itself.
+    for stop in ("document.getElementById('sweep').click()", "setLogit(0, 1)"):
+        page.click("#sweep")
+        page.clock.run_for(1000)
+        page.evaluate(stop)
+        k = page.evaluate("playground.read().state.k")
+        page.clock.run_for(1000)
+        assert page.evaluate("playground.read().state.k") == k != before["k"]
+        assert page.get_attribute("#sweep", "aria-label") == "Sweep k"
+    page.close()
+
+
+def test_reduced_motion_replaces_the_sweep_by_steps(page: Any) -> None:
+    show(page, logits=[0.0] * 10, k=8.5, temperature=1, gap=0, bound="exactly")
+    assert page.get_attribute("#sweep", "aria-label") == "Next integer k"
+    ks = []
+    for _ in range(4):
+        page.click("#sweep")
+        ks.append(page.evaluate("playground.read().state.k"))
+    assert ks == [9, 10, 0, 1]
+
+
+def theme(page: Any) -> str:
+    """The theme on the screen, by the color of the page."""
+    color = page.evaluate("getComputedStyle(document.body).backgroundColor")
+    return {"rgb(246, 247, 249)": "light", "rgb(15, 19, 24)": "dark"}[color]
+
+
+def test_the_theme_is_kept_and_follows_the_site(browser: Any) -> None:
+    page = opened(browser, 1280, 900, color_scheme="light")
+    assert theme(page) == "light"
+    page.click("#theme")
+    assert theme(page) == "dark"
+    page.reload()
+    assert theme(page) == "dark"
+    key = PLAYGROUND.parents[1].as_posix() + "/.__palette"
+    for stored, expected in (
+        ({"index": 0, "color": {"scheme": "default"}}, "light"),
+        ({"index": 1, "color": {"scheme": "slate"}}, "dark"),
+        ({"index": 0}, "light"),
+        ("nonsense", "light"),
+        (None, "light"),
+    ):
+        text = "{" if stored == "nonsense" else json.dumps(stored)
+        page.evaluate("([key, text]) => localStorage.setItem(key, text)", [key, text])
+        page.reload()
+        assert theme(page) == expected, stored
+    page.close()
+
+
+def test_the_first_button_shares_a_link_to_the_settings(browser: Any) -> None:
+    page = opened(browser, 1280, 900)
+    page.evaluate(
+        "Object.defineProperty(navigator, 'clipboard', {configurable: true, value:"
+        " {writeText: async text => { window.written = text; }}})"
+    )
+    show(page, logits=[1.5] * 10, k=4, temperature=1, gap=0, bound="at_most", labels="photo")
+    first = page.locator("button").first
+    assert first.inner_text() == "Share"
+    first.click()
+    page.wait_for_function("document.getElementById('shared').innerText === 'Link copied.'")
+    link = page.evaluate("written")
+    assert link == page.url
+    state = page.evaluate("playground.read().state")
+    other = browser.new_page()
+    other.goto(link)
+    assert other.evaluate("playground.read().state") == state
+    other.close()
+    # A phone opens its own dialog, which the reader may close. Otherwise the address bar has the link.
+    for error, said in (("AbortError", ""), ("NotAllowedError", "The link is in the address bar.")):
+        page.evaluate("document.getElementById('shared').textContent = ''")
+        page.evaluate(
+            "error => { window.shared = null;"
+            " Object.defineProperty(navigator, 'share', {configurable: true, value:"
+            " async data => { window.shared = data.url; throw new DOMException('', error); }}) }",
+            error,
+        )
+        first.click()
+        page.wait_for_function("window.shared !== null")
+        page.evaluate("new Promise(resolve => setTimeout(resolve, 0))")
+        assert page.evaluate("shared") == link
+        assert page.inner_text("#shared") == said
+    page.close()
+
+
+def test_a_shared_link_has_a_preview(page: Any) -> None:
+    text = PLAYGROUND.read_text(encoding="utf-8")
+    tags = dict(re.findall(r'<meta (?:property|name)="((?:og|twitter):[^"]+)" content="([^"]+)">', text))
+    assert {"og:title", "og:description", "og:type", "og:image:alt"} <= set(tags)
+    assert tags["twitter:card"] == "summary_large_image"
+    picture = (PLAYGROUND.parent / tags["og:image"]).read_bytes()
+    assert len(picture) < 300_000
+    assert struct.unpack(">2I", picture[16:24]) == (1200, 630)
+    assert (tags["og:image:width"], tags["og:image:height"]) == ("1200", "630")
+    # Drawn from the logits of the page: if they change, run `python docs/images/social_card.py`.
+    start = [float(value) for value in page.evaluate("START.logits")]
+    assert f"LML of {start} with k = 3".encode() in picture
 
 
 def test_the_page_needs_nothing_else() -> None:

@@ -5,8 +5,10 @@ from __future__ import annotations
 import contextlib
 import functools
 import http.server
+import json
 import os
 import re
+import runpy
 import subprocess
 import sys
 import threading
@@ -200,6 +202,46 @@ def test_tabs_and_sections_lead_to_their_pages(browser: Any, served: str) -> Non
             )
         page.locator("a", has_text="Docs").click()
         page.wait_for_url("**/index.html")
+
+
+def test_site_and_playground_share_a_theme(browser: Any, served: str) -> None:
+    def dark() -> bool:
+        light = page.evaluate("Number(getComputedStyle(document.body).backgroundColor.match(/[0-9]+/)[0])")
+        return light < 128
+
+    with visit(
+        browser,
+        f"{served}/index.html",
+        viewport={"width": 1300, "height": 900},
+        color_scheme="light",
+        reduced_motion="reduce",
+    ) as page:
+        assert not dark()
+        page.locator("label[for=__palette_1]").click()
+        page.wait_for_function("document.body.dataset.mdColorScheme === 'slate'")
+        page.goto(f"{served}/playground/index.html")
+        assert dark()
+        stored = "localStorage.getItem('/.__palette')"
+        written = page.evaluate(stored)
+        page.click("#theme")
+        page.click("#theme")
+        assert page.evaluate(f"JSON.parse({stored})") == json.loads(written)  # as the site writes it
+        page.click("#theme")
+        assert not dark()
+        page.goto(f"{served}/faq.html")
+        page.wait_for_function("document.body.dataset.mdColorScheme === 'default'")
+        page.locator("label[for=__palette_1]").wait_for()  # the button offers the dark theme again
+
+
+def test_the_preview_image_gets_an_absolute_address() -> None:
+    pytest.importorskip("mkdocs", reason="the extra `docs` is not installed")
+    pytest.importorskip("latex2mathml", reason="the extra `docs` is not installed")
+    hooks = runpy.run_path(str(ROOT / "docs" / "hooks.py"))
+    page = (ROOT / "docs" / "playground" / "index.html").read_text(encoding="utf-8")
+    changed = hooks["absolute_preview"](page, "https://example.org/lml/")
+    line = '<meta property="og:image" content="https://example.org/lml/images/social-card.png">'
+    assert line in changed.splitlines()
+    assert len(set(changed.splitlines()) - set(page.splitlines())) == 1
 
 
 def test_a_phone_opens_the_navigation(browser: Any, served: str) -> None:
