@@ -108,6 +108,11 @@ BENCHMARKS = {
         "bench.grid_benchmark:layer",
         "lml beside softmax, topk, sort and sigmoid",
     ),
+    "short": Command(
+        "bench.settings:ShortRowsSettings",
+        "bench.short_rows:main",
+        "many short rows, relative to softmax, with targets",
+    ),
     "constrained": Command(
         "bench.settings:read_constrained",
         "bench.grid_benchmark:constrained",

@@ -127,6 +127,23 @@ class LossesSettings(TimingSettings):
 
 
 @dataclass(frozen=True)
+class ShortRowsSettings(TimingSettings):
+    """Time lml and its loss on many short rows, as ratios to softmax, to cross-entropy and to a plain call.
+
+    `TORCHLML_KERNEL=torch` times pure PyTorch, and `TORCHLML_ISA=v3` the kernel for AVX2.
+    """
+
+    seconds: float = 2.0
+    """Time for one comparison."""
+    scales: tuple[float, ...] = (1.0, 3.0, 12.0)
+    """Standard deviations of the logits; each is a column of the table."""
+    dtypes: tuple[str, ...] = ("float32",)
+    """Types of the logits: float32, float64, bfloat16, float16."""
+    threads: tuple[int, ...] = (1,)
+    """Numbers of threads torch may use."""
+
+
+@dataclass(frozen=True)
 class PaperSettings:
     """Repeat the timing study of the paper's section 5.1, and compare its claims with the numbers.
 
