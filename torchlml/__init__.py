@@ -3,6 +3,7 @@
 y = torchlml.lml(x, k)  # like softmax, but each row sums to k and every entry is in (0, 1)
 """
 
+from torchlml import distributions
 from torchlml.bracketing import lml_bracketing
 from torchlml.choices import sample_subset, topk_mask
 from torchlml.constrained import constrained_softmax, constrained_sparsemax
@@ -12,12 +13,14 @@ from torchlml.losses import (
     LinearTruncatedEntropyLoss,
     LMLLoss,
     SmoothTopKSVMLoss,
+    SubsetLoss,
     TopKSVMLoss,
     TruncatedEntropyLoss,
     linear_lml_loss,
     linear_truncated_entropy_loss,
     lml_loss,
     smooth_topk_svm_loss,
+    subset_loss,
     topk_svm_loss,
     truncated_entropy_loss,
 )
@@ -31,10 +34,12 @@ __all__ = [
     "LinearLMLLoss",
     "LinearTruncatedEntropyLoss",
     "SmoothTopKSVMLoss",
+    "SubsetLoss",
     "TopKSVMLoss",
     "TruncatedEntropyLoss",
     "constrained_softmax",
     "constrained_sparsemax",
+    "distributions",
     "linear_lml_loss",
     "linear_truncated_entropy_loss",
     "lml",
@@ -46,6 +51,7 @@ __all__ = [
     "pad_labels",
     "sample_subset",
     "smooth_topk_svm_loss",
+    "subset_loss",
     "topk_mask",
     "topk_svm_loss",
     "truncated_entropy_loss",

@@ -118,6 +118,11 @@ BENCHMARKS = {
         "bench.grid_benchmark:constrained",
         "the relatives of lml beside softmax",
     ),
+    "subsets": Command(
+        "bench.settings:SubsetSettings",
+        "bench.subsets:main",
+        "the distribution over k-subsets, and other methods",
+    ),
     "losses": Command(
         "bench.settings:LossesSettings",
         "bench.losses:main",
@@ -166,6 +171,11 @@ FIGURES = {
         "figures.settings:RelaxationsSettings",
         "figures.projection:which_relaxation",
         "the same logits through five relaxations",
+    ),
+    "sets": Command(
+        "figures.settings:SetsFigureSettings",
+        "figures.sets:main",
+        "distance of lml from exact inclusion probabilities",
     ),
     "timing": Command(
         "figures.settings:TimingFigureSettings",

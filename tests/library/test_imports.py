@@ -32,6 +32,7 @@ LAYERS = [
     "constrained",
     "choices",
     "labels",
+    "distributions",
     "losses",
     "metrics",
     "compat",

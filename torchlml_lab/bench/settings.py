@@ -144,6 +144,20 @@ class ShortRowsSettings(TimingSettings):
 
 
 @dataclass(frozen=True)
+class SubsetSettings(TimingSettings):
+    """Measure the exact distribution over k-subsets: time, memory and accuracy, next to other methods."""
+
+    repetitions: int = 15
+    seconds: float = 5.0
+    sizes: tuple[int, ...] = (100, 1000, 10_000, 100_000, 1_000_000)
+    """Lengths of the rows in the comparison."""
+    ks: tuple[int, ...] = (10, 1000)
+    """Sizes of the sets in the comparison; those below the length of a row are used."""
+    scale: float = 2.0
+    """The standard deviation of the logits in the comparison."""
+
+
+@dataclass(frozen=True)
 class PaperSettings:
     """Repeat the timing study of the paper's section 5.1, and compare its claims with the numbers.
 
