@@ -4,6 +4,7 @@ y = torchlml.lml(x, k)  # like softmax, but each row sums to k and every entry i
 """
 
 from torchlml import distributions
+from torchlml.balanced import balanced_lml, balanced_lml_dual
 from torchlml.bracketing import lml_bracketing
 from torchlml.choices import sample_subset, topk_mask
 from torchlml.constrained import constrained_softmax, constrained_sparsemax
@@ -25,6 +26,7 @@ from torchlml.losses import (
     truncated_entropy_loss,
 )
 from torchlml.projection import LML, lml, lml_dual, lml_value, log_lml
+from torchlml.router import TopKRouter
 
 __version__ = "0.1.0"
 
@@ -35,8 +37,11 @@ __all__ = [
     "LinearTruncatedEntropyLoss",
     "SmoothTopKSVMLoss",
     "SubsetLoss",
+    "TopKRouter",
     "TopKSVMLoss",
     "TruncatedEntropyLoss",
+    "balanced_lml",
+    "balanced_lml_dual",
     "constrained_softmax",
     "constrained_sparsemax",
     "distributions",

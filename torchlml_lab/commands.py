@@ -123,6 +123,11 @@ BENCHMARKS = {
         "bench.subsets:main",
         "the distribution over k-subsets, and other methods",
     ),
+    "balanced": Command(
+        "bench.settings:BalancedSettings",
+        "bench.balanced:main",
+        "balanced_lml relative to lml, with targets",
+    ),
     "losses": Command(
         "bench.settings:LossesSettings",
         "bench.losses:main",
@@ -220,6 +225,7 @@ ALL_FIGURES = Command(
 SINGLE = {
     "demo": Command("studies.digits.settings:DemoSettings", "studies.digits.demo:main"),
     "which-k": Command("studies.digits.settings:WhichKSettings", "studies.digits.which_k:main"),
+    "routing": Command("studies.routing.settings:RoutingSettings", "studies.routing.task:main"),
     "info": Command("info:read_arguments", "info:main"),
     "gpu-check": Command("gpu_check:read_arguments", "gpu_check.check_gpu:main"),
 }
@@ -228,6 +234,7 @@ SINGLE = {
 SUMMARIES = {
     "demo": "learn the labels nobody wrote down, with five losses",
     "which-k": "measure what a wrong k costs",
+    "routing": "compare routers for mixtures of experts",
     "info": "print versions, the kernel in use, threads, devices, extras",
     "gpu-check": "check and time the kernels on your GPU",
     "bench": "time the layer, its relatives and the losses",

@@ -158,6 +158,18 @@ class SubsetSettings(TimingSettings):
 
 
 @dataclass(frozen=True)
+class BalancedSettings(TimingSettings):
+    """Time balanced_lml on router logits, as ratios to lml on the same matrix in the same round."""
+
+    skews: tuple[float, ...] = (0.0, 1.0, 3.0, 10.0)
+    """Standard deviations of the preference of all tokens for an expert."""
+    dtype: str = "float32"
+    """The dtype of the logits, float32 or float64 or bfloat16."""
+    threads: int = 1
+    """Number of threads torch may use."""
+
+
+@dataclass(frozen=True)
 class PaperSettings:
     """Repeat the timing study of the paper's section 5.1, and compare its claims with the numbers.
 
