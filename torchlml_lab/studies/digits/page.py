@@ -1,4 +1,4 @@
-"""The demo's report: one HTML file that needs nothing beside it."""
+"""The HTML report of the demo, a single file without external resources."""
 
 import base64
 import html
@@ -69,11 +69,11 @@ def write(
 
     Args:
         path: The HTML file.
-        setting: A sentence that says what was run.
+        setting: A description of the run.
         results: All measurements.
         findings: The sentences of each condition.
-        limits: What was not shown.
-        meanings: What each method is, by its name.
+        limits: The limits of the demo.
+        meanings: A description of each method, by name.
         plots: The PNG files to put in.
         examples: A few test images of the uniform condition.
         answers: The probabilities (images, 10) of each method for them.
@@ -145,7 +145,7 @@ def _example(examples: Images, answers: Mapping[str, Tensor], i: int) -> str:
 
 
 def _cell(p: float, present: bool) -> str:
-    ink = "#fff" if p > 0.55 else "#222"
+    ink = "#fff" if p > 0.85 else "#222"  # the color with more contrast
     kind = ' class="present"' if present else ""
     return f'<td{kind} style="background: rgba(0, 114, 178, {p:.3f}); color: {ink}">{p:.2f}</td>'
 
