@@ -205,7 +205,7 @@ WRONG: dict[str, tuple[Callable[[], Any], str]] = {
         lambda: torchlml.lml_loss(X, beside(X, torch.ones(5).long()), 1),
         "`target` is torch.int64 and ragged like the logits",
     ),
-    "svm": (lambda: torchlml.topk_svm_loss(X, torch.tensor([0, 1]), 1), "compares the classes of dense rows"),
+    "svm": (lambda: torchlml.topk_svm_loss(X, torch.tensor([0, 1]), 1), "must have rows of equal length"),
     "topk_mask": (lambda: torchlml.topk_mask(X, 1), "`x` must be a dense tensor here, but it is nested"),
     "strided": (
         lambda: torchlml.lml(strided(), 1),
