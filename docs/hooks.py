@@ -7,7 +7,10 @@ Formulas are converted to MathML at build time, so that pages need no script fro
 
 from __future__ import annotations
 
+import contextlib
 import html
+import io
+import os
 import posixpath
 import re
 from pathlib import Path
@@ -17,6 +20,8 @@ from latex2mathml.converter import convert
 from mkdocs.config.defaults import MkDocsConfig
 from mkdocs.structure.files import File, Files
 from mkdocs.structure.pages import Page
+
+from torchlml_lab import cli, commands
 
 ROOT = Path(__file__).parents[1]
 # Pages of the root and their names in the site. README.md is for the repository only.
@@ -51,7 +56,9 @@ def elsewhere() -> dict[str, str]:
 def on_config(config: MkDocsConfig) -> MkDocsConfig:
     """Drop navigation entries whose file does not exist."""
     there = elsewhere()
-    config.nav = _existing(config.nav, lambda name: name in there or (ROOT / "docs" / name).is_file())
+    config.nav = _existing(
+        config.nav, lambda name: name in there or name == "cli.md" or (ROOT / "docs" / name).is_file()
+    )
     return config
 
 
@@ -70,10 +77,31 @@ def _existing(entries: list[Any] | None, exists: Any) -> list[Any]:
     return kept
 
 
+def command_reference() -> str:
+    """A page with the help of every command of the command line."""
+    os.environ.update(COLUMNS="88", NO_COLOR="1")
+    names = [*commands.SINGLE, *(f"train {task}" for task in commands.TASKS)]
+    names += [f"sweep {task}" for task in commands.TASKS]
+    names += ["evaluate", "predict", "step-time"]
+    names += [f"bench {name}" for name in commands.BENCHMARKS]
+    names += [f"figures {name}" for name in commands.FIGURES]
+    parts = [
+        "# Command line reference",
+        "Generated from the parsers: the output of `torchlml COMMAND --help`.",
+    ]
+    for name in names:
+        output = io.StringIO()
+        with contextlib.redirect_stdout(output):
+            cli.main([*name.split(), "--help"])
+        parts.append(f"## torchlml {name}\n\n```text\n{output.getvalue().strip()}\n```")
+    return "\n\n".join(parts) + "\n"
+
+
 def on_files(files: Files, config: MkDocsConfig) -> Files:
     """Add the files from other directories."""
     for site, path in elsewhere().items():
         files.append(File.generated(config, site, abs_src_path=str(ROOT / path)))
+    files.append(File.generated(config, "cli.md", content=command_reference()))
     return files
 
 
