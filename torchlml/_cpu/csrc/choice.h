@@ -158,8 +158,8 @@ struct Units {
       rooms += keep<double>(greater(a, 0.0), 1 - a);
     });
     const double sum = total(sums), room = total(rooms), missing = k - sum;
-    // Correct the rounding error of the sum: shrink all entries in proportion to y, or grow them in proportion to 1 -
-    // y.
+    // Correct the rounding error of the sum: shrink all entries in proportion to p, or grow them in proportion to
+    // 1 - p.
     const double grow = missing > 0 && room > 0 ? (missing < room ? missing / room : 1) : 0;
     const double factor = (missing < 0 ? k / sum : 1) * static_cast<double>(one());
     constexpr double shift = 6755399441055744.0;  // 1.5 * 2^52: the integer lands in the low bits
