@@ -111,7 +111,7 @@ def _hashes() -> Iterator[tuple[str, str]]:
 
 
 def _layer(function: Call, rows: list[tuple[torch.Tensor, float]]) -> Iterator[bytes]:
-    """Values and gradients of x and k: each row alone, each row with a mask, and a jagged batch of all rows."""
+    """Values and gradients of x and k: each row alone, each row masked, and all rows as a jagged batch."""
     for i, (x, k) in enumerate(rows):
         yield from _with_gradients(function, x.unsqueeze(0), torch.tensor([k], dtype=torch.float64))
         mask = torch.arange(x.shape[0]) % 7 != i % 7

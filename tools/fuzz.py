@@ -265,7 +265,7 @@ def check(batch: Batch, generator: torch.Generator, errors: Errors, where: str) 
 
 
 def solve_capped(batch: Batch, upper: Tensor, euclidean: bool) -> tuple[Tensor, Tensor]:
-    """Project onto {0 <= y <= upper, sum y = k} by bisection in float64, and return which rows are regular."""
+    """Project onto {0 <= y <= upper, sum y = k} by bisection in float64. Also return the regular rows."""
     x, k, valid = batch.x.double(), batch.k[:, None], batch.valid & batch.x.isfinite()
     odd = batch.valid & ~batch.x.isfinite()
     bound = torch.where(valid, upper, 0.0)

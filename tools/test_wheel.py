@@ -77,7 +77,7 @@ def audit(wheel: Path) -> None:
         kernels = [name for name in archive.namelist() if name.endswith((".so", ".pyd", ".dylib"))]
         if [name.rpartition("/")[2].partition(".")[0] for name in kernels] != ["_C"]:
             raise SystemExit(
-                f"torchlml: {wheel.name} must contain only one library, the kernel, but it contains {kernels}."
+                f"torchlml: {wheel.name} must contain the kernel and no other library, but it has {kernels}."
             )
         kernel = archive.extract(kernels[0], folder)
         run(tool("torch-abi-audit"), "--check", "both", kernel)
