@@ -421,6 +421,21 @@ def _under_autocast(enabled: bool, call: Callable[[], Tensor]) -> Tensor:
 
 
 @in_processes(2, 3, 4)
+def test_k_of_0_in_a_row_with_a_label(group: Group) -> None:
+    """All processes raise, also those without the label; the group can still be used."""
+    logits, hidden, weight = torch.randn(2, 11), torch.randn(2, 3), torch.randn(11, 3)
+    k, hot = torch.tensor([2.0, 0.0]), torch.arange(11) == torch.tensor([[4], [10]])
+    for target in (torch.tensor([4, 10]), part(hot, group)):
+        with pytest.raises(ValueError, match="`k` must be positive in every row that has a label"):
+            torchlml.lml_loss(part(logits, group), target, k, group=group)
+        with pytest.raises(ValueError, match="`k` must be positive in every row that has a label"):
+            torchlml.linear_lml_loss(hidden, part(weight, group, 0), target, k, group=group)
+    target = torch.tensor([4, -100])
+    assert torchlml.lml_loss(part(logits, group), target, k, group=group).isfinite()
+    assert torchlml.linear_lml_loss(hidden, part(weight, group, 0), target, k, group=group).isfinite()
+
+
+@in_processes(2, 3, 4)
 def test_labels_behind_a_mask(group: Group) -> None:
     x, mask = torch.randn(2, 6), torch.ones(2, 6, dtype=torch.bool)
     mask[1, 5] = False

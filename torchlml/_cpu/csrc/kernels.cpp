@@ -1,5 +1,5 @@
 // Compiled once per instruction set. LML_KERNELS is the name of the table (see setup.py).
-#include "backward.h"
+#include "backward_rows.h"
 #include "choice.h"
 #include "constrained_backward.h"
 #include "loss.h"
