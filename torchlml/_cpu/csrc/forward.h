@@ -229,14 +229,14 @@ ForwardRow<S> forward_row(const ForwardArgs& args, const Span& span, int64_t r, 
   return {{args.batch, span, team}, args.output, args.bound, part_of<S>(args.y, span), nu, nu + args.batch.rows};
 }
 
-// Short rows that are solved one per lane.
+// A block of short rows that are solved one per lane.
 template <class S>
 class LaneBlock {
  public:
   explicit LaneBlock(const ForwardArgs& args) : args_(args) {}
   static constexpr bool takes(int64_t n) { return n <= short_row; }
 
-  // Adds a row with 0 < k < n. A block that is full is finished.
+  // Adds a row with 0 < k < n. Finishes the block when it is full.
   template <class F>
   LML_INLINE void add(int64_t r, const Span& span, double k, const F& otherwise) {
     rows_[count_] = r, begin_[count_] = span.begin;
@@ -248,7 +248,7 @@ class LaneBlock {
     if (++count_ == block_rows) finish(otherwise);
   }
 
-  // Solves and writes the rows, and begins anew; `otherwise(row, k)` is called for those that need another way.
+  // Solves and writes the rows, and empties the block. Calls `otherwise(row, k)` for rows that were not solved.
   template <class F>
   void finish(const F& otherwise) {
     if (count_ == 0) return;
@@ -280,7 +280,7 @@ class LaneBlock {
   }
 
  private:
-  // Writes a row that is not an ordinary one, unless it turns out to be one.
+  // Writes a row that needs special treatment. Returns false if `LaneSolver::write` should write it after all.
   template <class F>
   __attribute__((noinline)) bool write_alone(int i, const F& otherwise) const {
     const Span span{begin_[i], in_.size[i]};
@@ -302,9 +302,9 @@ class LaneBlock {
   int64_t rows_[block_rows], begin_[block_rows];
   LaneSolver::Input<S> in_;
   LaneSolver solver_;
-  S nowhere_[short_row];  // where lanes write that have nothing to write
+  S nowhere_[short_row];  // the output of lanes whose results are discarded
 };
-// Lanes are float: rows of float64 go the other way.
+// Lanes are float32. Rows of float64 are solved one by one.
 template <>
 class LaneBlock<double> {
  public:

@@ -147,7 +147,7 @@ struct LossRow {
   }
 };
 
-// The labels of several rows, so that their exponentials and logarithms fill whole vectors.
+// Collects the labels of several rows, so that their exponentials and logarithms fill complete vectors.
 template <class S>
 class LabelBlock {
   using T = typename Work<S>::type;
@@ -160,7 +160,7 @@ class LabelBlock {
   int size() const { return size_; }
   void clear() { size_ = 0; }
 
-  // Adds the labels of a row if it is an ordinary one: few labels, and nothing infinite among them.
+  // Adds the labels of a row if the row is ordinary: it has few labels, and their entries are finite.
   LML_INLINE Kind add(const LossRow<S>& row) {
     const int begin = size_;
     Kind kind = none;
@@ -179,7 +179,7 @@ class LabelBlock {
     return other;
   }
 
-  // Computes f(z, c) of all labels.
+  // Computes f(z, c) for all labels.
   template <class F>
   LML_INLINE void compute(const F& f) {
     for (int j = size_; j % lanes<T>; ++j) z_[j] = c_[j] = 0;
@@ -241,7 +241,7 @@ __attribute__((noinline)) void copy_row(const S* from, S* to, int64_t n, Team te
   });
 }
 
-// Several short rows at once, like `BackwardBlock`.
+// Processes several short rows at once, like `BackwardBlock`.
 template <class S>
 class LossBackwardBlock {
   using Short = ShortRow<S>;
@@ -250,7 +250,7 @@ class LossBackwardBlock {
   explicit LossBackwardBlock(bool in_place) : in_place_(in_place) {}
   bool is_full() const { return count_ == block_rows || !labels_.has_room(); }
 
-  // False where the row is not an ordinary one, and was not added.
+  // Returns false, without adding the row, if it is not ordinary.
   LML_INLINE bool add(const LossRow<S>& row, double g, S* dx, double* dk) {
     if (row.span.size > short_row) return false;
     begin_[count_] = labels_.size();
@@ -261,7 +261,7 @@ class LossBackwardBlock {
     return true;
   }
 
-  // `otherwise(r)` is called for rows whose w are too small to be added up.
+  // Calls `otherwise(r)` for rows whose w are too small for an accurate sum.
   template <class F>
   __attribute__((noinline)) void finish(const F& otherwise) {
     if (count_ == 0) return;
@@ -269,7 +269,7 @@ class LossBackwardBlock {
     labels_.compute([](vfloat z, vfloat c) __attribute__((always_inline)) { return c * LossRow<S>::sigma_minus(z); });
     float* w[block_rows];
     vfloat weights[block_rows];
-    const bool aside = in_place_ || sizeof(S) == 2;  // w may not stand in dx
+    const bool aside = in_place_ || sizeof(S) == 2;  // w cannot be stored in dx
     for (int i = 0; i < count_; ++i) {
       w[i] = aside ? scratch_.room(block_rows * short_row) + i * short_row : reinterpret_cast<float*>(rows_[i].dx);
       Short::exponentials(rows_[i], w[i]);
@@ -333,7 +333,7 @@ void loss_backward_rows(const LossBackwardArgs& args, const Rows& rows) {
   using T = typename Work<S>::type;
   Scratch<T> work;
   Scratch<S> beside;
-  const bool in_place = args.dx == args.batch.x;  // the gradient replaces the logits, a whole row at a time
+  const bool in_place = args.dx == args.batch.x;  // the gradient overwrites the logits, one row at a time
   LossBackwardBlock<S> short_rows(in_place);
   const auto gradient = [&](int64_t r) {
     return static_cast<double>(static_cast<const T*>(args.grad)[r * args.grad_stride]);

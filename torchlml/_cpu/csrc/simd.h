@@ -169,8 +169,8 @@ LML_INLINE Mask<T> first_lanes(int64_t count) {
   return greater(splat(static_cast<T>(count)), index);
 }
 
-// 1 / a for 1 <= |a| < 1e37: division is the dear instruction here. To the last digit or so, or with Newton's
-// step alone (`rough`), which leaves the result up to 1e-7 too near to 0.
+// 1 / a for 1 <= |a| < 1e37, because division is the most expensive instruction here. The result is accurate to about
+// the last digit. `rough` takes only Newton's step, which leaves the result up to 1e-7 too close to 0.
 template <bool rough = false>
 LML_INLINE vfloat reciprocal(vfloat a) {
 #if defined(__SSE2__)
@@ -193,10 +193,10 @@ LML_INLINE vdouble reciprocal(vdouble a) {
   return 1.0 / a;
 }
 
-// Turn the rows of a square of numbers into its columns.
+// Transposes a square matrix.
 LML_INLINE void transpose(vfloat (&a)[lanes<float>]) {
 #if defined(__SSE2__)
-  // Squares of 4 x 4 within the 128-bit parts of the vectors, then these parts as wholes.
+  // Transpose the 4 x 4 blocks within the 128-bit parts of the vectors, then exchange these parts.
 #if defined(__AVX512F__)
 #define LML_WITHIN(name) _mm512_##name
   typedef __m512 part_t;
@@ -250,7 +250,7 @@ LML_INLINE void transpose(vfloat (&a)[lanes<float>]) {
 #endif
 }
 
-// The sums over the lanes of as many vectors as there are lanes, in a fixed order.
+// The sum over the lanes of each vector, in a fixed order.
 LML_INLINE vfloat sums_over_lanes(vfloat (&a)[lanes<float>]) {
   transpose(a);
   for (int step = 1; step < lanes<float>; step *= 2) {
