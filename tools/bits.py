@@ -112,7 +112,7 @@ def _hashes() -> Iterator[tuple[str, str]]:
 
 
 def _balanced(dtype: torch.dtype) -> Iterator[bytes]:
-    """Equal and unequal capacities, exact and as limits; the multipliers and the gradients of x and k."""
+    """Values, multipliers and gradients of x and k, with equal, unequal and upper-limit capacities."""
     generator = torch.Generator().manual_seed(0)
     capacity = torch.tensor([20.0, 30.0, 10.0, 40.0, 20.0, 8.0])
     for scale in (0.3, 3.0):
