@@ -20,7 +20,7 @@ const char* const dtype_names[] = {"float32", "float64", "bfloat16", "float16"};
 const double limits[] = {4e-6, 4e-12, 4 / 256.0, 4 / 1024.0};
 long compared = 0, failures = 0;
 
-// ---------------------------------------------------------------- numbers of every dtype
+// ---------------------------------------------------------------- conversion of dtypes
 
 bool is_wide(int dtype) { return dtype == int(Dtype::float64); }
 int work(int dtype) { return is_wide(dtype) ? dtype : int(Dtype::float32); }
@@ -141,7 +141,7 @@ void compare(const char* table, const char* what, int dtype, double got, double 
   }
 }
 
-// ---------------------------------------------------------------- a batch
+// ---------------------------------------------------------------- comparison of a batch
 
 void run(const Kernels& kernels, int dtype, int64_t rows, int64_t width, bool masked, int reach) {
   const auto n = static_cast<size_t>(width), count = static_cast<size_t>(rows), total = n * count;

@@ -12,7 +12,7 @@ template <class S>
 struct ShortRow {
   // Two partial sums for each sum, because a single chain of additions would limit the speed.
   struct Sums {
-    vfloat weights[2] = {}, moments[2] = {};  // w and w g
+    vfloat weights[2] = {}, moments[2] = {};  // sum w and sum w g
     LML_INLINE vfloat weight() const { return weights[0] + weights[1]; }
     LML_INLINE vfloat moment() const { return moments[0] + moments[1]; }
     // The gradient of an entry with w = 0 (masked, infinite or saturated) is ignored, even if it is NaN.

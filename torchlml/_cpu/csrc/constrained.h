@@ -95,7 +95,7 @@ struct ConstrainedRow : Row<S> {
   bool sparsemax;
   const double* upper;
   int64_t stride;  // of `upper`
-  S* y;            // or null
+  S* y;            // may be null
   double* nu_high;
   double* nu_low;
 

@@ -113,7 +113,7 @@ class SoftmaxSearch {
   // below, and it has converged once the sum is no longer below k.
   bool solve() {
     const double smallest = unscale * 1e-7, largest = unscale * 1e7;
-    const double rounding = 0x1p-50 * k_;  // of the sums of bounds
+    const double rounding = 0x1p-50 * k_;  // rounding error of the sums of bounds
     double low = 0, high = HUGE_VAL;
     for (int pass = 0; pass < 24; ++pass) {
       const Filled at = filled(static_cast<T>(factor));
@@ -269,7 +269,7 @@ class SparsemaxSearch {
     nu_ = {center, -((nu_.center - (center - part)) - (shift + part))};
   }
 
-  // z of one vector, and -1 beyond the end of the row.
+  // z of one vector, with -1 past the end of the row.
   LML_INLINE Vec<T> z_at(const Split<T>& nu, int64_t i, int64_t count) const {
     const Vec<T> z = (read(x_ + i, count) + nu.high) + nu.low;
     return count == lanes<T> ? z : select<T>(first_lanes<T>(count), z, splat(T{-1}));

@@ -75,7 +75,7 @@ struct BackwardArgs {
   Batch batch;
   Gradient kind;
   const void* grad;  // like x; for Gradient::dual, one value per row in the work dtype
-  const void* y;     // the forward's output; null for Gradient::dual
+  const void* y;     // output of the forward pass; null for Gradient::dual
   const void* nu;
   void* dx;
   double* dk;
@@ -88,7 +88,7 @@ struct ValueArgs {
   double* value;
 };
 
-// The projection onto {0 <= y <= upper, sum y = k}: constrained_softmax, or constrained_sparsemax.
+// The projection onto {0 <= y <= upper, sum y = k} of constrained_softmax or constrained_sparsemax.
 struct ConstrainedProblem {
   Batch batch;
   bool sparsemax;
@@ -113,7 +113,7 @@ struct ConstrainedBackwardArgs {
   double* d_upper;  // null, or like x, or one value per row if all entries share one bound
 };
 
-// Ones at the k largest entries.
+// Ones at the k largest entries, zeros elsewhere.
 struct TopkMaskArgs {
   Batch batch;
   const double* k;
@@ -150,8 +150,8 @@ struct LossForwardArgs {
 struct LossBackwardArgs {
   Batch batch;
   LabelArgs labels;
-  const void* grad;     // of each row's loss, in the work dtype
-  int64_t grad_stride;  // 0 = one for all rows
+  const void* grad;     // gradient of each row's loss, in the work dtype
+  int64_t grad_stride;  // 0 = one gradient for all rows
   const double* k;
   int64_t k_stride;
   const void* nu;

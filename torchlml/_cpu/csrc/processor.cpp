@@ -42,7 +42,7 @@ int processor_level() {
   if (!all(cpuid(7).b, bmi | avx2 | bmi2) || !all(cpuid(0x80000001).c, lzcnt)) return 1;
   const unsigned saved = saved_registers();
   if (!all(saved, 0x06)) return 1;                             // xmm, ymm
-  return all(cpuid(7).b, avx512) && all(saved, 0xe6) ? 4 : 3;  // and the masks and zmm
+  return all(cpuid(7).b, avx512) && all(saved, 0xe6) ? 4 : 3;  // also mask registers and zmm
 }
 
 }  // namespace torchlml

@@ -70,7 +70,7 @@ const S* part_of(const void* input, const Span& span) {
   return input ? static_cast<const S*>(input) + span.begin : nullptr;
 }
 
-// Calls f(i, count) for every vector of a row; count < lanes only in the last one.
+// Calls f(i, count) for every vector of a row. Only the last vector may have count < lanes.
 template <class T, class F>
 LML_INLINE void each_vector(int64_t n, const F& f) {
   int64_t i = 0;
