@@ -93,7 +93,7 @@ LabelArgs make_labels(const Batch& batch, const Tensor& x, const Tensor& labels,
     check(labels, "labels", ScalarType::Long, args.total);
     args.listed = static_cast<const int64_t*>(labels.const_data_ptr());
     STD_TORCH_CHECK(starts.has_value() == (batch.offsets != nullptr),
-                    "`starts` must be given exactly for jagged rows.");
+                    "`starts` must be given if and only if `offsets` is.");
     if (starts) {
       check(*starts, "starts", ScalarType::Long, batch.rows + 1);
       args.starts = static_cast<const int64_t*>(starts->const_data_ptr());

@@ -152,15 +152,15 @@ struct Units {
   // `length` has space for n entries plus one vector.
   template <class S>
   LML_INLINE void fill(const S* p, int64_t n, double k, int64_t* length) const {
-    vdouble sums{}, rooms{};  // rooms: how far the positive entries are from 1
+    vdouble sums{}, slacks{};  // slacks: how far the positive entries are from 1
     each_double(p, n, [&](vdouble a, int64_t) __attribute__((always_inline)) {
       sums += a;
-      rooms += keep<double>(greater(a, 0.0), 1 - a);
+      slacks += keep<double>(greater(a, 0.0), 1 - a);
     });
-    const double sum = total(sums), room = total(rooms), missing = k - sum;
+    const double sum = total(sums), slack = total(slacks), missing = k - sum;
     // Correct the rounding error of the sum: shrink all entries in proportion to p, or grow them in proportion to
     // 1 - p.
-    const double grow = missing > 0 && room > 0 ? (missing < room ? missing / room : 1) : 0;
+    const double grow = missing > 0 && slack > 0 ? (missing < slack ? missing / slack : 1) : 0;
     const double factor = (missing < 0 ? k / sum : 1) * static_cast<double>(one());
     constexpr double shift = 6755399441055744.0;  // 1.5 * 2^52: the integer lands in the low bits
     idouble lengths{};

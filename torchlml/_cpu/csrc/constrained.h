@@ -146,14 +146,14 @@ struct ConstrainedRow : Row<S> {
     const auto value = [&](int64_t i) { return available(i) ? load_one(x + i) : -infinity; };
     bool nan = k != k;
     int64_t infinite = 0;
-    double held = 0, room = 0;  // sums of the bounds of the entries of +inf and of the finite entries
+    double held = 0, finite = 0;  // sums of the bounds of the entries of +inf and of the finite entries
     for (int64_t i = 0; i < n; ++i) {
       const T a = value(i);
       const double u = upper[i * stride];
       if (a == -infinity) continue;
       nan |= a != a || u != u;
       infinite += a == infinity;
-      (a == infinity ? held : room) += u;
+      (a == infinity ? held : finite) += u;
     }
     if (nan) {
       set_nu(NAN, 0);
@@ -166,7 +166,7 @@ struct ConstrainedRow : Row<S> {
     // If the bounds of the entries of +inf sum to at least k, these entries share k as if they were tied.
     const bool shared = infinite > 0 && held >= k;
     const auto takes_part = [&](T a) { return shared ? a == infinity : a > -infinity; };
-    if (k >= (shared ? held : held + room)) {
+    if (k >= (shared ? held : held + finite)) {
       set_nu(HUGE_VAL, 0);
       return fill([&](int64_t i) { return takes_part(value(i)) ? upper[i * stride] : 0.0; });
     }
