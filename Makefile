@@ -1,7 +1,8 @@
-# Everything runs in .venv, which the first target that needs it creates. Needs Python 3.10 or newer; no compiler.
+# Everything runs in .venv, which is created by the first target that needs it. Requires Python 3.10 or newer, but no
+# compiler.
 PYTHON ?= python3
 VENV ?= .venv
-# Two processes, each with one thread: most tests are small.
+# Two processes with one thread each, because most tests are small.
 PYTEST_ARGS ?= -n 2 --dist worksteal
 
 ifeq ($(OS),Windows_NT)
@@ -15,7 +16,7 @@ SOURCES := pyproject.toml constraints.txt $(wildcard setup.py) $(shell find torc
 
 CPP := $(wildcard torchlml/_cpu/csrc/*.h torchlml/_cpu/csrc/*.cpp tools/*.cpp)
 WORKFLOWS := $(wildcard .github/workflows/*.yml)
-# What breaks first when the library changes: arguments, special rows, accuracy and gradients, every loss.
+# The tests that are most likely to fail after a change: arguments, special rows, losses, metrics and public names.
 QUICK := $(addprefix tests/library/test_,arguments.py special_rows.py losses_definitions.py losses_targets.py \
 	losses_modules.py metrics_topk.py compat.py public_names.py)
 
@@ -25,45 +26,45 @@ QUICK := $(addprefix tests/library/test_,arguments.py special_rows.py losses_def
 help:  ## list the targets
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## (.*)/\1\t\2/' | awk -F'\t' '{printf "  make %-12s %s\n", $$1, $$2}'
 
-demo: $(STAMP)  ## train five losses on images with hidden labels, and report what each learned
+demo: $(STAMP)  ## train five losses on images with missing labels and write a report
 	$(BIN)/torchlml demo
 
-test: lint  ## lint, types and tests
+test: lint  ## run the linters, the type checker and all tests
 	$(BIN)/python -m pytest $(PYTEST_ARGS)
 
-test-torch: $(STAMP)  ## the tests again with the pure-torch kernel
+test-torch: $(STAMP)  ## run all tests with the pure PyTorch kernel
 	TORCHLML_KERNEL=torch $(BIN)/python -m pytest $(PYTEST_ARGS)
 
-quick: $(STAMP)  ## the inner loop: lint, types and the tests that break first, in under a minute
+quick: $(STAMP)  ## run the linters, the type checker and the most important tests in under a minute
 	@$(MAKE) --no-print-directory -j2 --output-sync=target lint quick-tests
 
 quick-tests: $(STAMP)
 	$(BIN)/python -m pytest -q $(QUICK)
 
-lint: $(STAMP)  ## ruff, mypy, clang-format and the workflows' schema
+lint: $(STAMP)  ## run ruff, mypy and clang-format, and check the schema of the workflows
 	$(BIN)/ruff check
 	$(BIN)/ruff format --check
 	$(BIN)/mypy
 	$(BIN)/clang-format --dry-run -Werror $(CPP)
 	$(BIN)/check-jsonschema --builtin-schema vendor.github-workflows $(WORKFLOWS)
 
-format: $(STAMP)  ## let ruff and clang-format repair and format the code
+format: $(STAMP)  ## fix and format the code with ruff and clang-format
 	$(BIN)/ruff check --fix
 	$(BIN)/ruff format
 	$(BIN)/clang-format -i $(CPP)
 
-bench: $(STAMP)  ## time lml beside softmax and append to results/benchmarks.csv
+bench: $(STAMP)  ## compare the speed of lml with softmax and append to results/benchmarks.csv
 	$(BIN)/torchlml bench layer --csv results/benchmarks.csv
 
 asan: $(STAMP)  ## run the compiled kernels under AddressSanitizer and UBSan
 	$(BIN)/python tools/sanitize.py
 
 SECONDS ?= 60
-fuzz: $(STAMP)  ## throw random rows at the kernel and at a float64 truth, for SECONDS=60
+fuzz: $(STAMP)  ## compare the kernel with a float64 reference on random rows, for SECONDS=60
 	$(BIN)/python tools/fuzz.py --seconds $(SECONDS)
 
-# auditwheel puts the oldest Linux into the name that the libraries asked for can be found on; torch's own library is
-# found in torch.
+# auditwheel adds the oldest Linux version that has all required libraries to the file name. torch provides its own
+# library, so it is excluded.
 wheel: $(STAMP)  ## build a wheel with the compiled kernel into dist/
 	rm -rf build/wheel dist/*.whl
 	PYTHONWARNINGS=ignore $(PIP) wheel -q --no-deps --no-build-isolation -w build/wheel .
@@ -79,31 +80,31 @@ sdist: $(STAMP)  ## build the source distribution into dist/
 	$(BIN)/python setup.py -q sdist
 
 ENVIRONMENTS ?= build/environments
-test-wheel: wheel sdist  ## audit both, install them into clean environments (kept in ENVIRONMENTS) and test them there
+test-wheel: wheel sdist  ## audit the wheel and the sdist and test them in clean environments (kept in ENVIRONMENTS)
 	$(BIN)/python tools/test_wheel.py dist --environments $(ENVIRONMENTS)
 
-cross:  ## the kernels by other compilers and for other processors, against the truth in float64
+cross:  ## check the kernels with other compilers and on other processors against a float64 reference
 	$(PYTHON) tools/cross.py
 
-docs: $(STAMP)  ## build the site into site/, without a warning or not at all
+docs: $(STAMP)  ## build the site into site/; warnings are errors
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
 
-docs-serve: $(STAMP)  ## build the site and show it while it is edited
+docs-serve: $(STAMP)  ## build and serve the site, with live reload
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs serve
 
-install: $(STAMP)  ## only create .venv and install the package with everything for development
+install: $(STAMP)  ## create .venv and install the package with all development tools
 
-# torch comes first and from constraints.txt, because the build below compiles against the torch it finds and
-# because any other torch pulls gigabytes. `-c` keeps every later step from replacing it.
+# torch is installed first and from constraints.txt, because the build below compiles against the installed torch and
+# because other builds of torch download gigabytes. `-c` prevents later steps from replacing it.
 $(STAMP): $(SOURCES)
-	@$(PYTHON) -c 'import sys; sys.version_info >= (3, 10) or sys.exit("torchlml needs Python 3.10 or newer, and $(PYTHON) is " + sys.version.split()[0] + ": try make PYTHON=python3.12.")'
+	@$(PYTHON) -c 'import sys; sys.version_info >= (3, 10) or sys.exit("torchlml requires Python 3.10 or newer, but $(PYTHON) is " + sys.version.split()[0] + ". Try make PYTHON=python3.12.")'
 	@$(PIP) --version >/dev/null 2>&1 || $(PYTHON) -m venv $(VENV)
 	$(PIP) install -q -r constraints.txt "setuptools>=77" wheel
-	@# setuptools warns that an editable installation is editable; PYTHONWARNINGS keeps that off the first screen.
+	@# PYTHONWARNINGS hides a setuptools warning about editable installations.
 	PYTHONWARNINGS=ignore $(PIP) install -q -c constraints.txt --no-build-isolation -e ".[dev]"
 	@touch $@
 
-clean:  ## remove what was built and cached, keep .venv
+clean:  ## remove build outputs and caches, but keep .venv
 	rm -rf build dist *.egg-info .mypy_cache .pytest_cache .ruff_cache .hypothesis torchlml-demo
 	find torchlml torchlml_lab tests tools -name __pycache__ -type d -prune -exec rm -rf {} +
 	rm -f torchlml/_cpu/*.so torchlml/_cpu/_absent.txt $(STAMP)

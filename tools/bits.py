@@ -1,11 +1,11 @@
-"""Hashes of every number the library gives, to show that a change moved none of them.
+"""Hash the results of the library, to show that a change affects no bit of them.
 
     python tools/bits.py --out before.json      # then change the code, and
-    python tools/bits.py --compare before.json  # names every hash that is another one now
+    python tools/bits.py --compare before.json  # lists every hash that changed
 
-Forward, logarithm, dual, backward, the losses with their gradients, also joined to the last linear layer, and
-every member of the family are computed over the rows of the tests in four dtypes, by both kernels. A hash
-belongs to a machine and a torch: compare only what was made on the same ones.
+Both kernels compute the projection, its logarithm, the dual variable, the losses (also fused with the last
+linear layer), their gradients and all related operators, on the rows of the tests and in four dtypes. Hashes
+depend on the machine and on the torch version, so compare only hashes from the same machine and version.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
 KERNELS = ("native", "torch")
 Call = Callable[..., torch.Tensor]
 
-# Each takes (x, k) and the keywords of the rows (`mask`, `offsets`) that it knows.
+# Each function takes (x, k) and the keywords `mask` and `offsets`.
 LAYER: dict[str, Call] = {
     "lml": torchlml.lml,
     "log_lml": torchlml.log_lml,
@@ -77,17 +77,17 @@ def main() -> None:
     found = {f"{kernel}: {name}": value for kernel in KERNELS for name, value in _of_kernel(kernel).items()}
     if options.out is not None:
         options.out.write_text(json.dumps(found, indent=1))
-    print(f"{len(found)} hashes; all together {_digest(json.dumps(found, sort_keys=True).encode())}")
+    print(f"{len(found)} hashes; combined hash {_digest(json.dumps(found, sort_keys=True).encode())}")
     if options.compare is not None:
         before = json.loads(options.compare.read_text())
         moved = [name for name in sorted(before) if before[name] != found.get(name)]
         print("".join(f"new: {name}\n" for name in sorted(found) if name not in before), end="")
-        print("\n".join(f"moved: {name}" for name in moved) or "no hash moved")
+        print("\n".join(f"changed: {name}" for name in moved) or "no hash changed")
         sys.exit(bool(moved))
 
 
 def _of_kernel(kernel: str) -> dict[str, str]:
-    """The hashes of one kernel, from a process of its own: the kernel is chosen when torchlml is imported."""
+    """Compute the hashes of one kernel in a new process, because importing torchlml selects the kernel."""
     command = [sys.executable, __file__, "--one-kernel"]
     environment = {**os.environ, "TORCHLML_KERNEL": kernel}
     return json.loads(subprocess.run(command, env=environment, check=True, stdout=subprocess.PIPE).stdout)
@@ -112,7 +112,7 @@ def _hashes() -> Iterator[tuple[str, str]]:
 
 
 def _balanced(dtype: torch.dtype) -> Iterator[bytes]:
-    """Equal and unequal capacities, exact and as limits; the multipliers and the gradients of x and k."""
+    """Values, multipliers and gradients of x and k, with equal, unequal and upper-limit capacities."""
     generator = torch.Generator().manual_seed(0)
     capacity = torch.tensor([20.0, 30.0, 10.0, 40.0, 20.0, 8.0])
     for scale in (0.3, 3.0):
@@ -125,7 +125,7 @@ def _balanced(dtype: torch.dtype) -> Iterator[bytes]:
 
 
 def _layer(function: Call, rows: list[tuple[torch.Tensor, float]]) -> Iterator[bytes]:
-    """Each row alone, then with a mask, then all rows packed; values, and gradients of x and k."""
+    """Values and gradients of x and k: each row alone, each row masked, and all rows as a jagged batch."""
     for i, (x, k) in enumerate(rows):
         yield from _with_gradients(function, x.unsqueeze(0), torch.tensor([k], dtype=torch.float64))
         mask = torch.arange(x.shape[0]) % 7 != i % 7
@@ -148,7 +148,7 @@ def _with_gradients(
 def _bracketing(
     x: torch.Tensor, k: torch.Tensor, mask: torch.Tensor | None = None, offsets: torch.Tensor | None = None
 ) -> torch.Tensor:
-    """y from the dual variable of Algorithm 1 before it is rounded to the dtype of x."""
+    """Compute y from the dual variable of Algorithm 1 before it is rounded to the dtype of x."""
     c = canonical(x, k, -1, mask, offsets)
     solve = functools.partial(solve_bracketing, samples=None, tolerance=None, max_iterations=100)
     return c.restore(implicit.lml(c.x, c.k, c.mask, c.offsets, solve), -1)
@@ -158,7 +158,7 @@ def _loss(function: Call, rows: list[tuple[torch.Tensor, float]]) -> Iterator[by
     for x, k in rows:
         if x.shape[0] < 3 or not 1 <= k < x.shape[0]:
             continue
-        # A list must not be as wide as the row; how much padding it has makes no difference.
+        # A list of labels must not be as wide as the row. The amount of padding makes no difference.
         padding = [-100] * (2 if x.shape[0] == 4 else 1)
         places = torch.tensor([[0, x.shape[0] // 2, x.shape[0] - 1, *padding]])
         hot = torch.zeros(1, x.shape[0]).scatter(1, places[:, :2], torch.tensor([[1.0, 0.5]]))
@@ -184,7 +184,7 @@ def _single(function: Call, dtype: torch.dtype) -> Iterator[bytes]:
 
 
 def _linear(function: Call, dtype: torch.dtype) -> Iterator[bytes]:
-    """With all rows in one chunk, and with one row in each; the gradients of input, weight and bias."""
+    """Losses and gradients of input, weight and bias, with all rows in one chunk and with a row per chunk."""
     generator = torch.Generator().manual_seed(0)
     shapes = ((6, 16), (1000, 16), (1000,))
     parts = [torch.randn(shape, generator=generator, dtype=torch.float64).to(dtype) for shape in shapes]
@@ -212,7 +212,7 @@ def _choices(rows: list[tuple[torch.Tensor, float]]) -> Iterator[bytes]:
 
 def _bytes(t: torch.Tensor | None) -> bytes:
     assert t is not None
-    # -0.0 and 0.0 differ in their bits, and every NaN is as good as another: one form for each.
+    # Zeros may differ in sign and NaNs in payload, so convert both to one form.
     t = torch.where(t.isnan(), torch.nan, t.detach()) + 0.0
     return t.contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
 

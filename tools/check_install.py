@@ -1,9 +1,9 @@
-"""Tests an installed torchlml: where it lies, that its kernel is in use, and its numbers. Needs torch alone.
+"""Test an installed torchlml: its location, its compiled kernel and its results. Needs only torch.
 
     python -I tools/check_install.py
 
-Run it with the Python of the environment; `-I` keeps the sources beside this file from being imported. The
-truth is a bisection in float64 that shares no line with the library.
+Run it with the Python of the environment. `-I` prevents an import from the source tree. The reference is a
+bisection in float64 that uses no library code.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ LIMITS = {torch.float64: 1e-12, torch.float32: 1e-6, torch.bfloat16: 2**-8, torc
 
 
 def threshold(x: torch.Tensor, k: float) -> torch.Tensor:
-    """The nu of each row of float64 `x` with sum sigmoid(x + nu) = k, by halving an interval."""
+    """Find the nu of each row of float64 `x` with sum sigmoid(x + nu) = k, by bisection."""
     low, high = -x.amax(1) - 50, -x.amin(1) + 50
     for _ in range(200):
         middle = (low + high) / 2
@@ -32,18 +32,18 @@ def threshold(x: torch.Tensor, k: float) -> torch.Tensor:
 
 
 def gradient(y: torch.Tensor, g: torch.Tensor) -> torch.Tensor:
-    """What `g` for y means for x: w (g - the mean of g with the weights w), w = y (1 - y)."""
+    """Return the gradient of x for the gradient `g` of y: w (g - mean of g weighted by w), w = y (1 - y)."""
     w = y * (1 - y)
     return w * (g - (w * g).sum(1, keepdim=True) / w.sum(1, keepdim=True))
 
 
 def far(got: torch.Tensor, want: torch.Tensor) -> float:
-    """The largest difference, relative to the larger of 1 and what it should be."""
+    """Return the largest difference, relative to the larger of 1 and the expected magnitude."""
     return float(((got.double() - want).abs() / want.abs().clamp_min(1)).max())
 
 
 def differences(dtype: torch.dtype, n: int, k: float) -> dict[str, float]:
-    """How far projection, gradient, loss and its gradient are from the truth, on `ROWS` rows."""
+    """Return the errors of the projection, the loss and their gradients, on `ROWS` rows."""
     generator = torch.Generator().manual_seed(n)
     x = (4 * torch.randn(ROWS, n, generator=generator, dtype=torch.float64)).to(dtype)
     g = torch.randn(ROWS, n, generator=generator, dtype=torch.float64).to(dtype)
@@ -58,41 +58,41 @@ def differences(dtype: torch.dtype, n: int, k: float) -> dict[str, float]:
     (loss_gradient,) = torch.autograd.grad(loss.sum(), x)
     return {
         "lml": far(got.detach(), y),
-        "its gradient": far(got_gradient, gradient(y, g.double())),
+        "gradient of lml": far(got_gradient, gradient(y, g.double())),
         "lml_loss": far(loss.detach(), -(y * chosen).sum(1).log()),
-        "the loss's gradient": far(loss_gradient, gradient(y, -chosen / y)),
+        "gradient of lml_loss": far(loss_gradient, gradient(y, -chosen / y)),
     }
 
 
 def check_numbers() -> int:
-    """Compare with the truth in every dtype; give back how many rows that were."""
+    """Compare the results in every dtype with the reference, and return the number of rows."""
     for dtype, limit in LIMITS.items():
         for n in SIZES:
             for k in KS:
                 for what, difference in differences(dtype, n, k).items():
                     if not difference <= 4 * limit:
-                        raise SystemExit(f"{what}, {dtype}, n = {n}, k = {k}: off by {difference:.2g}.")
+                        raise SystemExit(f"{what}, {dtype}, n = {n}, k = {k}: the error is {difference:.2g}.")
     return len(LIMITS) * len(SIZES) * len(KS) * ROWS
 
 
 def kernel_line() -> str:
-    """The line about the kernel of `torchlml info`, the command as installed."""
+    """Return the line about the kernel that the installed command `torchlml info` prints."""
     command = Path(sysconfig.get_path("scripts")) / "torchlml"
-    said = subprocess.run([command, "info"], capture_output=True, text=True, check=True).stdout
-    return next(line for line in said.splitlines() if line.startswith("kernel"))
+    output = subprocess.run([command, "info"], capture_output=True, text=True, check=True).stdout
+    return next(line for line in output.splitlines() if line.startswith("kernel"))
 
 
 def main() -> None:
-    """Run every check; the first that fails ends it with a sentence."""
+    """Run every check, and exit with a message at the first failure."""
     home = Path(torchlml.__file__).parent
     if home.parent != Path(sysconfig.get_path("platlib")):
-        raise SystemExit(f"torchlml was imported from {home}, which is not the installation.")
+        raise SystemExit(f"torchlml must be imported from the installation, but it is from {home}.")
     line = kernel_line()
     if "native (" not in line:
         raise SystemExit(f"`torchlml info` does not name the compiled kernel: {line}")
     rows = check_numbers()
     version = sys.version.split()[0]
-    print(f"Python {version}, torch {torch.__version__}: {' '.join(line.split())}, {rows} rows right")
+    print(f"Python {version}, torch {torch.__version__}: {' '.join(line.split())}, {rows} rows correct")
 
 
 if __name__ == "__main__":

@@ -26,7 +26,7 @@ Hop = tuple[str, str]  # the file and the function
 
 
 def hops(call: Callable[[], Any]) -> list[Hop]:
-    """The distinct library functions that a call enters, in order; caches are warm."""
+    """Return the distinct library functions that a call enters, in order and with warm caches."""
     found: dict[Hop, None] = {}
     library = str(ROOT / "torchlml")
 
@@ -39,7 +39,7 @@ def hops(call: Callable[[], Any]) -> list[Hop]:
             ] = None
 
     call()
-    # The first call may also fill caches, which later calls do not.
+    # The call above fills the caches. Only the second call is recorded.
     sys.setprofile(watch)
     try:
         call()
@@ -49,7 +49,7 @@ def hops(call: Callable[[], Any]) -> list[Hop]:
 
 
 def calls() -> dict[str, Callable[[], Any]]:
-    """The calls that the table of the architecture page lists."""
+    """Return the calls of the table."""
     x = torch.randn(8, 20)
     leaf = x.clone().requires_grad_()
     general = torch.randn(2, 20, 3, dtype=torch.bfloat16)

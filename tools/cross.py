@@ -1,9 +1,9 @@
-"""Compiles the kernels by other compilers and for other processors, and compares them with a float64 truth.
+"""Compile the kernels with other compilers and for other processors, and check them in float64.
 
     python tools/cross.py [NAME ...]
 
-Needs no torch, so that an emulator is enough to run what a cross compiler made. A compiler or an emulator
-that is not installed is named with the package of Debian that has it, and the others go on.
+The program compares the results with a reference. It does not need torch, so an emulator can run it. A target
+whose compiler or emulator is not installed is skipped, and the tool prints the Debian packages that it needs.
 """
 
 from __future__ import annotations
@@ -26,11 +26,11 @@ FLAGS = [*LIKE_SETUP, "-O3"]
 
 @dataclass(frozen=True)
 class Target:
-    """A compiler, and what runs its programs: nothing for this machine's own."""
+    """A compiler, and the emulator that runs its programs unless they run natively."""
 
-    compilers: tuple[str, ...]  # the first that is installed
+    compilers: tuple[str, ...]  # the first one that is installed is used
     emulators: tuple[str, ...] = ()
-    packages: str = ""  # of Debian
+    packages: str = ""  # Debian packages
     flags: tuple[str, ...] = ()
     levels: tuple[str, ...] = ()
     suffix: str = ""
@@ -44,8 +44,8 @@ TARGETS = {
         "g++-aarch64-linux-gnu qemu-user",
         ("-static",),
     ),
-    # The baseline alone: GCC for Windows does not align the stack for vectors of 32 bytes (bug 54412). What
-    # setup.py uses on Windows is Clang, which does.
+    # Only the baseline, because GCC for Windows does not align the stack for vectors of 32 bytes (bug 54412).
+    # setup.py uses Clang on Windows, which does.
     "windows": Target(
         ("x86_64-w64-mingw32-g++-posix", "x86_64-w64-mingw32-g++"),
         ("wine64", "wine"),
@@ -57,22 +57,22 @@ TARGETS = {
 
 
 def main() -> int:
-    """Run the targets named, or all; 1 if the numbers of one are wrong or it does not compile."""
+    """Run the given targets, or all. Return 1 if one does not compile or has wrong results."""
     names = sys.argv[1:] or list(TARGETS)
     unknown = [name for name in names if name not in TARGETS]
     if unknown:
-        raise SystemExit(f"torchlml: {unknown[0]!r} is not one of {', '.join(TARGETS)}.")
-    verdicts = [right(name, TARGETS[name]) for name in names]
+        raise SystemExit(f"torchlml: NAME must be one of {', '.join(TARGETS)}, but it is {unknown[0]!r}.")
+    verdicts = [is_correct(name, TARGETS[name]) for name in names]
     return int(not all(verdicts))
 
 
-def right(name: str, target: Target) -> bool:
-    """Compile and run one target; True if it is right or cannot be tried here."""
+def is_correct(name: str, target: Target) -> bool:
+    """Whether a target passes when it is compiled and run, or is skipped because a tool is missing."""
     compiler = next(filter(shutil.which, target.compilers), None)
     emulator = next(filter(shutil.which, target.emulators), None)
     if compiler is None or (target.emulators and emulator is None):
-        what = f"no {target.compilers[0]}" if compiler is None else f"no {target.emulators[0]}"
-        print(f"{name}: not tried, as there is {what} here (Debian: apt-get install {target.packages})")
+        missing = target.compilers[0] if compiler is None else target.emulators[0]
+        print(f"{name}: skipped, {missing} is not installed (Debian: apt-get install {target.packages})")
         return True
     began = time.perf_counter()
     with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as folder:
@@ -82,7 +82,7 @@ def right(name: str, target: Target) -> bool:
                 compiler, HERE / "cross_compile_check.cpp", program, [*FLAGS, *target.flags], target.levels
             )
         except subprocess.CalledProcessError:
-            print(f"{name}: {compiler} DOES NOT COMPILE the kernels, as it says above", flush=True)
+            print(f"{name}: {compiler} FAILED to compile the kernels (see above)", flush=True)
             return False
         command = [emulator, program] if emulator else [program]
         quiet = os.environ | {"WINEDEBUG": "-all", "WINEPREFIX": f"{folder}/wine"}
@@ -92,7 +92,7 @@ def right(name: str, target: Target) -> bool:
     version = subprocess.run([compiler, "-dumpversion"], capture_output=True, text=True).stdout.strip()
     on = f"under {emulator}" if emulator else f"on this {platform.machine()}"
     print(done.stdout.strip())
-    verdict = "right" if done.returncode == 0 else f"WRONG (exit {done.returncode})"
+    verdict = "correct" if done.returncode == 0 else f"WRONG (exit status {done.returncode})"
     print(f"{name}: {compiler} {version}, {on}: {verdict}, {time.perf_counter() - began:.0f} s", flush=True)
     return done.returncode == 0
 

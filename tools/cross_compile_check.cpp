@@ -1,5 +1,5 @@
-// Holds the kernels against a truth in float64, without torch: cross.py compiles it with other compilers and for other
-// processors. Every number that goes in is a multiple of 1/8 below 16, which all dtypes have exactly.
+// Compares the kernels with a float64 reference, without torch. cross.py compiles it with other compilers and for other
+// processors. Every input is a multiple of 1/8 below 16, which all dtypes represent exactly.
 #include <algorithm>
 #include <cmath>
 #include <cstdio>
@@ -20,13 +20,13 @@ const char* const dtype_names[] = {"float32", "float64", "bfloat16", "float16"};
 const double limits[] = {4e-6, 4e-12, 4 / 256.0, 4 / 1024.0};
 long compared = 0, failures = 0;
 
-// ---------------------------------------------------------------- numbers of every dtype
+// ---------------------------------------------------------------- conversion of dtypes
 
 bool is_wide(int dtype) { return dtype == int(Dtype::float64); }
 int work(int dtype) { return is_wide(dtype) ? dtype : int(Dtype::float32); }
 size_t size_of(int dtype) { return is_wide(dtype) ? 8 : dtype == int(Dtype::float32) ? 4 : 2; }
 
-// Exact for zero and for numbers that are normal and have few digits.
+// Exact for zero and for normal numbers with few digits.
 uint16_t to_16_bits(double a, int dtype) {
   if (dtype == int(Dtype::bfloat16)) {
     const float narrow = static_cast<float>(a);
@@ -83,11 +83,11 @@ Numbers eighths(size_t n, int reach) {
   return a;
 }
 
-// ---------------------------------------------------------------- the truth
+// ---------------------------------------------------------------- reference
 
 double sigmoid(double z) { return z > 0 ? 1 / (1 + std::exp(-z)) : std::exp(z) / (1 + std::exp(z)); }
 
-// One row: which entries are available, and the projection by halving an interval around nu.
+// The projection of the available entries of one row, with nu found by bisection.
 struct Truth {
   Numbers y, log_y, w;
   double sum_w = 0;
@@ -96,7 +96,7 @@ struct Truth {
     double low = -80, high = 80;
     for (int step = 0; step < 200; ++step) {
       const double middle = (low + high) / 2;
-      // What is near one is counted as one and subtracted from: k is reached by tiny numbers in some rows.
+      // An entry near 1 is counted as 1 minus a small number, because tiny numbers decide the sum of some rows.
       double whole = -k, rest = 0;
       for (size_t i = 0; i < n; ++i) {
         const double z = x[i] + middle;
@@ -112,11 +112,11 @@ struct Truth {
       }
       y[i] = sigmoid(x[i] + nu);
       log_y[i] = -(x[i] + nu > 0 ? std::log1p(std::exp(-x[i] - nu)) : std::log1p(std::exp(x[i] + nu)) - x[i] - nu);
-      w[i] = y[i] * sigmoid(-x[i] - nu);  // 1 - y has no digits left where y is near one
+      w[i] = y[i] * sigmoid(-x[i] - nu);  // 1 - y would lose all digits if y is near 1
       sum_w += w[i];
     }
   }
-  // Of sum g y.
+  // The gradient of sum g y.
   Numbers gradient(const double* g) const {
     double mean = 0;
     for (size_t i = 0; i < y.size(); ++i) mean += w[i] * g[i] / sum_w;
@@ -124,7 +124,7 @@ struct Truth {
     for (size_t i = 0; i < y.size(); ++i) dx[i] = w[i] * (g[i] - mean);
     return dx;
   }
-  // Of -log y[label].
+  // The gradient of -log y[label].
   Numbers loss_gradient(size_t label) const {
     Numbers dx(y.size());
     for (size_t i = 0; i < y.size(); ++i) dx[i] = (1 - y[label]) * (w[i] / sum_w - (i == label));
@@ -141,7 +141,7 @@ void compare(const char* table, const char* what, int dtype, double got, double 
   }
 }
 
-// ---------------------------------------------------------------- a batch
+// ---------------------------------------------------------------- comparison of a batch
 
 void run(const Kernels& kernels, int dtype, int64_t rows, int64_t width, bool masked, int reach) {
   const auto n = static_cast<size_t>(width), count = static_cast<size_t>(rows), total = n * count;
@@ -152,7 +152,7 @@ void run(const Kernels& kernels, int dtype, int64_t rows, int64_t width, bool ma
   for (size_t r = 0; r < count; ++r) {
     for (size_t i = 0; i < n; ++i) mask[r * n + i] = !masked || i < 2 || engine() % 4;
     const double choices[] = {1, 1.5, 0.25};
-    k[r] = choices[engine() % 3];  // fewer than the two that are always available
+    k[r] = choices[engine() % 3];  // below 2, because only two entries are always available
     labels[r] = static_cast<int64_t>(engine() % 2);
   }
   Array xs(dtype, x), gs(dtype, g), y(dtype, total), log_y(dtype, total), dx(dtype, total), loss_dx(dtype, total);

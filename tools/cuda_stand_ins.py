@@ -1,9 +1,9 @@
-"""Lets a torch that was built for CUDA be imported without NVIDIA's libraries, which are gigabytes.
+"""Make a CUDA build of torch importable without NVIDIA's libraries, which take gigabytes.
 
-Package indexes have torch for Linux mostly as a build for CUDA. Its CPU part is what the CPU kernel is tested
-with, but the dynamic linker wants every library that is named. So each missing one gets a stand-in: a library
-of that name with the functions torch asks it for, which all answer 100, "there is no device". Nothing that
-touches a GPU works with them, and `torch.cuda.is_available()` is False.
+Most package indexes offer torch for Linux only as a CUDA build. Testing the CPU kernel needs only its CPU
+part, but the dynamic linker requires every library that torch is linked to. This module therefore creates a
+stand-in for each missing library, with the functions that torch imports. They all return 100, the error code
+for "no device". GPU functions do not work with them, and `torch.cuda.is_available()` is False.
 """
 
 from __future__ import annotations
@@ -19,35 +19,34 @@ OF_NVIDIA = re.compile(r"cu[A-Z]|cu(da|fft|rand|blas|sparse|solver|dnn|pti)|__cu
 
 
 def add_stand_ins(folder: Path) -> list[str]:
-    """Write what is missing into torch's folder of libraries, and give back the names."""
+    """Write the missing libraries into torch's library directory, and return their names."""
     present = [path for path in folder.iterdir() if ".so" in path.name]
     needed = {name for path in present for name in _needed(path)}
     missing = sorted(name for name in needed if not SYSTEM.match(name) and not (folder / name).exists())
     if not missing:
         return []
     wanted, loose, defined = _symbols(present)
-    versions: dict[str, set[str]] = defaultdict(
-        set
-    )  # a library's versions: its own name, or one like NVSHMEM
+    # The symbol versions of a library: its own name, or one like NVSHMEM.
+    versions: dict[str, set[str]] = defaultdict(set)
     for version in wanted:
         versions[next((name for name in missing if version.lower() in name.lower()), "")].add(version)
     for name in missing:
-        # What is asked for without a version may be in any library: all of it is in the first.
+        # Symbols without a version may be in any library, so the first one defines all of them.
         extra = {s for s in loose - defined if OF_NVIDIA.match(s)} if name == missing[0] else set()
         _compile(folder / name, {version: wanted[version] for version in versions[name]}, extra)
     return missing
 
 
 def _needed(library: Path) -> list[str]:
-    return re.findall(r"NEEDED.*\[(.*)\]", _said("readelf", "-dW", library))
+    return re.findall(r"NEEDED.*\[(.*)\]", _output("readelf", "-dW", library))
 
 
 def _symbols(libraries: list[Path]) -> tuple[dict[str, set[str]], set[str], set[str]]:
-    """What the libraries ask for, by version and without one, and what they have themselves."""
+    """Return the undefined symbols by version, those without a version, and the defined symbols."""
     wanted: dict[str, set[str]] = defaultdict(set)
     loose, defined = set(), set()
     for library in libraries:
-        for line in _said("nm", "-D", library).splitlines():
+        for line in _output("nm", "-D", library).splitlines():
             *_, kind, symbol = line.split()
             name, _, version = symbol.partition("@")
             if kind != "U":
@@ -73,5 +72,5 @@ def _compile(library: Path, versioned: dict[str, set[str]], extra: set[str]) -> 
         subprocess.run([*command, "-o", library], check=True)
 
 
-def _said(*command: str | Path) -> str:
+def _output(*command: str | Path) -> str:
     return subprocess.run(command, capture_output=True, text=True, check=True).stdout

@@ -1,11 +1,11 @@
-"""Fits the polynomials of csrc/vmath.h and compares every digit with those that stand there.
+"""Fit the polynomials of csrc/vmath.h, and compare every coefficient with the file.
 
     python tools/fit_vmath.py
 
-Each is the Chebyshev interpolant of its function on the interval to which vmath.h reduces the argument,
-computed by mpmath with 40 digits. In double precision the leading coefficients are then set to what they are
-in exact arithmetic (2, or 1 and 1), which keeps the function exact at 0. The largest relative error of each
-polynomial is printed beside it; rounding comes on top.
+Each polynomial is the Chebyshev interpolant of its function on the interval to which vmath.h reduces the
+argument, computed by mpmath with 40 digits. In double precision, the coefficients of the lowest powers are
+then set to their exact values (2, or 1 and 1), which makes the function exact at 0. The tool prints the
+largest relative error of each polynomial, without the rounding errors of its evaluation.
 """
 
 from __future__ import annotations
@@ -22,25 +22,25 @@ VMATH = Path(__file__).resolve().parents[1] / "torchlml" / "_cpu" / "csrc" / "vm
 
 
 class Polynomial(NamedTuple):
-    """One polynomial of vmath.h: its function and interval, its coefficients and their digits."""
+    """One polynomial of vmath.h: function, interval, number of coefficients and number of their digits."""
 
     name: str
     function: Callable[[Any], Any]
     interval: tuple[Any, Any]
     terms: int
     digits: int
-    fixed: tuple[int, ...] = ()  # the leading coefficients, from the constant on
+    fixed: tuple[int, ...] = ()  # the exact coefficients of the lowest powers, from the constant up
 
 
 def atanh_series(q: Any) -> Any:
-    """2 atanh(s) / s as a function of q = s * s; log(1 + t) is s times that, with s = t / (2 + t)."""
+    """Return 2 atanh(s) / s for q = s * s. log(1 + t) is s times this, with s = t / (2 + t)."""
     s = mpmath.sqrt(q)
     return 2 * mpmath.atanh(s) / s if q > 0 else mpmath.mpf(2)
 
 
 def polynomials() -> list[Polynomial]:
-    """All of them, in the order of vmath.h."""
-    half = mpmath.log(2) / 2  # exp: what is left of a after the nearest multiple of log 2
+    """Return all polynomials, in the order of vmath.h."""
+    half = mpmath.log(2) / 2  # exp: the largest distance to the nearest multiple of log 2
     exponents, squares = (-half, half), (mpmath.mpf(0), mpmath.mpf(1) / 9)  # 0 <= t <= 1 gives s <= 1 / 3
     return [
         Polynomial("exp, float", mpmath.exp, exponents, 6, 17),
@@ -51,20 +51,20 @@ def polynomials() -> list[Polynomial]:
 
 
 def coefficients(p: Polynomial) -> list[Any]:
-    """From the highest power down to the constant."""
+    """Return the coefficients, from the highest power down to the constant."""
     fitted = mpmath.chebyfit(p.function, list(p.interval), p.terms)
     return fitted[: p.terms - len(p.fixed)] + [mpmath.mpf(a) for a in reversed(p.fixed)]
 
 
 def largest_error(p: Polynomial, values: list[Any]) -> float:
-    """The largest relative error on 2001 points, closer together near the ends."""
+    """Return the largest relative error at 2001 points, which are denser near the ends of the interval."""
     low, high = p.interval
     points = [low + (high - low) * (1 - mpmath.cos(mpmath.pi * i / 2000)) / 2 for i in range(2001)]
     return max(float(abs(mpmath.polyval(values, x) / p.function(x) - 1)) for x in points)
 
 
 def main() -> int:
-    """Prints every polynomial with its error; 1 if vmath.h has other digits."""
+    """Print every polynomial with its error. Return 1 if vmath.h has other digits."""
     mpmath.mp.dps = 40
     source = VMATH.read_text()
     missing = []
@@ -77,7 +77,7 @@ def main() -> int:
             if not re.search(rf"(?<![\d.]){re.escape(digits)}f?\b", source):
                 missing.append(f"{p.name}: {digits}")
     if missing:
-        print(f"{VMATH.name} has other digits than these:", *missing, sep="\n  ")
+        print(f"{VMATH.name} does not have these coefficients:", *missing, sep="\n  ")
     return 1 if missing else 0
 
 

@@ -1,11 +1,11 @@
-"""Throws random rows at the operators and at an independent truth, and prints the worst errors.
+"""Compare the operators with an independent reference on random rows, and print the worst errors.
 
     python tools/fuzz.py --seconds 120
 
-Whichever kernel is in use is tried (TORCHLML_KERNEL, TORCHLML_ISA), in all dtypes, dense and packed, with
-and without masks, one k or a k per row. The truth is bisected in float64 from a point of each row's own,
-without a line of the library. The exit status is 1 when a promise is broken; the failing batch's seed is
-printed.
+The tests run the kernel that the environment selects (TORCHLML_KERNEL, TORCHLML_ISA) on all dtypes, on dense
+and jagged batches, with and without masks, and with one k or a k per row. The reference uses bisection in
+float64 around an anchor chosen for each row, and no library code. If an error exceeds its guaranteed limit,
+the tool prints the seed of the failing batch and exits with status 1.
 """
 
 from __future__ import annotations
@@ -25,26 +25,26 @@ from torchlml._cpu import loader
 
 DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
 INF = math.inf
-# What is promised: every y and log y (relative to max(1, |log y|)), and |sum y - k| / max(1, k).
+# Guaranteed limits of the errors of y, of log y relative to max(1, |log y|), and of |sum y - k| / max(1, k).
 VALUE = {torch.float32: 1e-6, torch.float64: 1e-11}
 SUM = {torch.float32: 2e-6, torch.float64: 2e-11}
-# Gradients, relative to the largest |grad| of the row.
+# Limits of the gradient errors, relative to the largest |grad| of the row.
 GRADIENT = {torch.float32: 5e-6, torch.float64: 1e-11}
 
 
 @dataclass(frozen=True)
 class Batch:
-    """Rows in padded form for the truth, and how the operators get them."""
+    """Rows in padded form for the reference, and the form in which the operators get them."""
 
     x: Tensor  # (R, n) in the dtype under test
     k: Tensor  # (R,) float64
-    valid: Tensor  # (R, n) bool: exists in a packed row and is not masked
-    lengths: Tensor | None  # of packed rows
+    valid: Tensor  # (R, n) bool: whether an entry is part of its row and not masked
+    lengths: Tensor | None  # of jagged rows
     masked: bool
 
 
 def draw(generator: torch.Generator, dtype: torch.dtype) -> Batch:
-    """A random batch; every row has its own kind of difficulty."""
+    """Draw a random batch. The kind of difficulty is drawn for each row."""
 
     def rand(*size: int) -> Tensor:
         return torch.rand(*size, generator=generator, dtype=torch.float64)
@@ -97,18 +97,18 @@ def draw(generator: torch.Generator, dtype: torch.dtype) -> Batch:
 
 @dataclass(frozen=True)
 class Truth:
-    """y, log y and w of every row, and which rows and entries are special."""
+    """y, log y and w of every row, and which rows are special."""
 
     y: Tensor
     log_y: Tensor
     w: Tensor  # 0 on special rows
     share: Tensor  # w / sum w
-    sigma_minus: Tensor  # 1 - y without its rounding
+    sigma_minus: Tensor  # 1 - y without cancellation
     regular: Tensor  # (R,) rows with a finite nu
 
 
 def solve(batch: Batch) -> Truth:
-    """Bisects nu = d - anchor in float64; |d| <= 60 always holds the root for an anchor at the cut."""
+    """Bisect nu = d - anchor in float64. With an anchor at the cut, the root always has |d| <= 60."""
     x, k, valid = batch.x.double(), batch.k[:, None], batch.valid
     nan = (valid & x.isnan()).any(1, keepdim=True)
     up = valid & (x == INF)
@@ -150,7 +150,7 @@ def solve(batch: Batch) -> Truth:
 
 
 class Errors:
-    """The worst error of each kind, and what broke a promise."""
+    """The worst error of each kind, and the errors that exceed their limits."""
 
     def __init__(self) -> None:
         self.worst: dict[tuple[str, torch.dtype], float] = defaultdict(float)
@@ -159,7 +159,7 @@ class Errors:
     def note(
         self, what: str, error: Tensor, of: Tensor, limit: float, dtype: torch.dtype, where: str
     ) -> None:
-        """Notes `error` (one row each) in the rows `of`."""
+        """Record `error`, given for each row, over the rows `of`."""
         error = error if error.dim() == 1 else error.nan_to_num(INF).amax(1)
         error = torch.where(of, error.nan_to_num(INF), 0.0)
         worst = float(error.max())
@@ -170,7 +170,7 @@ class Errors:
 
 
 def check(batch: Batch, generator: torch.Generator, errors: Errors, where: str) -> None:
-    """All eight operators against the truth."""
+    """Compare all eight operators with the reference."""
     dtype = batch.x.dtype
     half = dtype not in VALUE
     base = torch.float32 if half else dtype
@@ -200,7 +200,7 @@ def check(batch: Batch, generator: torch.Generator, errors: Errors, where: str) 
     y, log_y = padded(y_flat, truth.y), padded(log_flat, truth.log_y)
 
     def gap(got: Tensor, want: Tensor, rounding: float, smallest: float) -> Tensor:
-        """The error beyond the one rounding to a half dtype; a NaN or infinity must be met exactly."""
+        """Return the error beyond one rounding to a half dtype. NaN and infinities must match exactly."""
         distance = (got - want).abs()
         distance = torch.where((got == want) | (got.isnan() & want.isnan()), 0.0, distance)
         return (
@@ -218,23 +218,23 @@ def check(batch: Batch, generator: torch.Generator, errors: Errors, where: str) 
     note("y", gap(y, truth.y, eps, tiny), torch.ones(rows, dtype=torch.bool), VALUE[base])
     if not half:
         note("sum", (y.sum(1) - batch.k).abs() / batch.k.clamp(min=1), live, SUM[dtype])
-    # In a gap so wide that no entry feels the threshold, nu may lie anywhere, and so may log y.
+    # If a gap is so wide that no entry depends on the threshold, nu and log y are not determined.
     felt = truth.w.sum(1) > 1e-200
     scale = truth.log_y.abs().nan_to_num(0, 0, 0).clamp(min=1)
     beyond = truth.log_y < -torch.finfo(dtype).max * 0.999
     error = torch.where(beyond, 0.0, gap(log_y, truth.log_y, eps, tiny) / scale)
     note("log y", error, felt | ~live, VALUE[base])
-    # Gradients, with NaN wherever an entry is not available: it must be ignored.
+    # The incoming gradient is NaN for unavailable entries and must be ignored there.
     g = torch.randn(rows, n, generator=generator, dtype=torch.float64).to(dtype)
     g = torch.where(batch.valid & (batch.x != -INF), g, math.nan)
     clean = torch.where(truth.share > 0, g.double(), 0.0)
     largest = clean.abs().amax(1, keepdim=True).clamp(min=1e-3)
-    rounding = 2 * eps  # of y in the forward pass, and of dx
+    rounding = 2 * eps  # one rounding of y in the forward pass, and one of dx
     dx, dk = torch.ops.torchlml.backward(flat(g), x, y_flat, nu, mask, offsets)
     mean = (truth.share * clean).sum(1, keepdim=True)
     want = truth.w * (clean - mean)
     note("dx", gap(padded(dx, want), want, rounding, tiny) / largest, live, GRADIENT[base])
-    held = truth.w.sum(1) > (1e-30 if base == torch.float32 else 1e-200)  # by numbers of this dtype
+    held = truth.w.sum(1) > (1e-30 if base == torch.float32 else 1e-200)  # representable in this dtype
     note("dk", (dk - mean[:, 0]).abs() / largest[:, 0], held, 20 * GRADIENT[base])
     a = torch.where(truth.sigma_minus > 0, g.double(), 0.0) * truth.sigma_minus
     want = a - truth.share * a.sum(1, keepdim=True)
@@ -243,7 +243,7 @@ def check(batch: Batch, generator: torch.Generator, errors: Errors, where: str) 
     note("log dx", error, felt, 20 * GRADIENT[base])
     dx, _ = torch.ops.torchlml.dual_backward(torch.ones(rows, dtype=nu.dtype), x, nu, mask, offsets)
     note("dual dx", gap(padded(dx, -truth.share), -truth.share, rounding, tiny), felt, 20 * GRADIENT[base])
-    # The loss, its labels as a bool beside each entry; some count nothing.
+    # The loss, with labels as a bool for each entry. Some labels have zero weight.
     observed = (torch.rand(rows, n, generator=generator) < 3 / n) & batch.valid
     c = torch.where(observed, torch.randint(4, (rows, n), generator=generator) / 2, 0.0).double()
     weight = flat(c.to(nu.dtype))
@@ -265,13 +265,13 @@ def check(batch: Batch, generator: torch.Generator, errors: Errors, where: str) 
 
 
 def solve_capped(batch: Batch, upper: Tensor, euclidean: bool) -> tuple[Tensor, Tensor]:
-    """y onto {0 <= y <= upper, sum y = k}, bisected in float64 around the k-th place; and for which rows."""
+    """Project onto {0 <= y <= upper, sum y = k} by bisection in float64. Also return the regular rows."""
     x, k, valid = batch.x.double(), batch.k[:, None], batch.valid & batch.x.isfinite()
     odd = batch.valid & ~batch.x.isfinite()
     bound = torch.where(valid, upper, 0.0)
     total = bound.sum(1, keepdim=True)
     regular = ~odd.any(1, keepdim=True) & (k > 0) & (k < total * (1 - 1e-9))
-    # An anchor near the threshold: the entry at which the bounds of the larger ones make up k.
+    # An anchor near the threshold: the entry at which the cumulative sum of the bounds reaches k.
     order = torch.where(valid, x, -INF).argsort(1, descending=True)
     reached = bound.gather(1, order).cumsum(1) >= k
     place = order.gather(1, reached.double().argmax(1, keepdim=True))
@@ -288,7 +288,7 @@ def solve_capped(batch: Batch, upper: Tensor, euclidean: bool) -> tuple[Tensor, 
     for _ in range(90):
         d = (low + high) / 2
         y = values(d)
-        # What is at its bound comes off k first: beside it, the rest may be too small to be seen.
+        # Subtract the entries at their bounds from k first, because the others may be tiny in comparison.
         full = y == bound
         excess = torch.where(full, 0.0, y).sum(1, keepdim=True) > k - torch.where(full, y, 0.0).sum(
             1, keepdim=True
@@ -297,8 +297,8 @@ def solve_capped(batch: Batch, upper: Tensor, euclidean: bool) -> tuple[Tensor, 
     return values((low + high) / 2), regular[:, 0]
 
 
-def check_family(batch: Batch, generator: torch.Generator, errors: Errors, where: str) -> None:
-    """The constrained projections and the hard choice against their definitions, on dense rows."""
+def check_related(batch: Batch, generator: torch.Generator, errors: Errors, where: str) -> None:
+    """Compare the constrained projections and `topk_mask` with their definitions, on dense rows."""
     dtype = batch.x.dtype
     if batch.lengths is not None or dtype not in VALUE:
         return
@@ -323,17 +323,19 @@ def check_family(batch: Batch, generator: torch.Generator, errors: Errors, where
 
 
 def main() -> int:
-    """Runs for a given time; prints rows and worst errors."""
+    """Run for a given time, and print the number of rows and the worst errors."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--seconds", type=float, default=60)
-    parser.add_argument("--seed", type=int, default=0, help="of the first batch; each takes the next")
+    parser.add_argument(
+        "--seed", type=int, default=0, help="seed of the first batch, increased by 1 per batch"
+    )
     parser.add_argument("--threads", type=int, default=1)
     arguments = parser.parse_args()
     torch.set_num_threads(arguments.threads)
     kernel = f"native ({loader.instruction_set()})" if loader.loaded() else "torch"
-    print(f"torchlml {torchlml.__version__}, kernel {kernel}, from seed {arguments.seed}")
+    print(f"torchlml {torchlml.__version__}, kernel {kernel}, first seed {arguments.seed}")
     errors, rows, entries, seed = Errors(), 0, 0, arguments.seed
     end = time.monotonic() + arguments.seconds
     while time.monotonic() < end and len(errors.broken) < 20:
@@ -342,13 +344,13 @@ def main() -> int:
         batch = draw(generator, dtype)
         where = f"seed {seed} ({tuple(batch.x.shape)})"
         check(batch, generator, errors, where)
-        check_family(batch, generator, errors, where)
+        check_related(batch, generator, errors, where)
         rows, entries, seed = rows + batch.x.shape[0], entries + batch.x.numel(), seed + 1
     print(f"{rows:,} rows, {entries:,} entries; worst errors:")
     for (what, dtype), error in sorted(errors.worst.items(), key=lambda item: str(item[0])):
         print(f"  {what:13} {str(dtype).removeprefix('torch.'):9} {error:.2g}")
     for line in errors.broken:
-        print("BROKEN:", line)
+        print("LIMIT EXCEEDED:", line)
     return 1 if errors.broken else 0
 
 

@@ -1,6 +1,6 @@
-// Drives the kernels over special rows and awkward shapes. sanitize.py compiles it with AddressSanitizer and
-// UndefinedBehaviorSanitizer; every buffer is its own heap block of the exact size, so that one
-// entry too far is seen.
+// Runs the kernels on special rows and unusual shapes. sanitize.py compiles it with AddressSanitizer and
+// UndefinedBehaviorSanitizer. Every buffer is a separate heap block of the exact size, so that any access out of bounds
+// is detected.
 #include <cmath>
 #include <cstdio>
 #include <cstring>
@@ -36,7 +36,7 @@ uint16_t to_bfloat16(float a) {
   return static_cast<uint16_t>(bits >> 16);
 }
 
-uint16_t to_float16(float a) {  // good enough for test values: truncated, no subnormals
+uint16_t to_float16(float a) {  // accurate enough for test values: truncates, and flushes subnormals to zero
   uint32_t bits;
   std::memcpy(&bits, &a, 4);
   const uint32_t sign = (bits >> 16) & 0x8000;
@@ -55,7 +55,7 @@ void put(void* memory, int64_t i, int dtype, double a) {
   if (dtype == 3) static_cast<uint16_t*>(memory)[i] = to_float16(narrow);
 }
 
-// Every row; with helpers of a kind, where rows are long: the pieces last first.
+// All rows, with a team that processes the pieces of long rows in reverse order.
 Rows all(int64_t rows) {
   return {0, rows, [](int64_t pieces, void (*piece)(const void*, int64_t), const void* context) {
             for (int64_t i = pieces; i-- > 0;) piece(context, i);
@@ -76,7 +76,7 @@ double value(int style) {
   }
 }
 
-// The relatives of the projection on the same rows; `total` entries, `bytes` each.
+// Runs the operators related to the projection on the same rows.
 void run_family(const Kernels& kernels, int dtype, const Batch& batch, const double* k, const void* g, const void* nu,
                 void* y, void* dx, double* dk, size_t entries) {
   const auto rows = static_cast<size_t>(batch.rows);
@@ -103,7 +103,7 @@ void run_family(const Kernels& kernels, int dtype, const Batch& batch, const dou
   calls += 11;
   if (batch.offsets) return;
   kernels.topk_mask[dtype](TopkMaskArgs{batch, k, 1, y}, all(batch.rows));
-  // Probabilities of any kind: the sample may be wrong, but must stay within its row.
+  // The probabilities may be invalid. The sample may then be wrong, but must stay within its row.
   auto keys = block(entries), start = block(8 * rows);
   for (size_t i = 0; i < entries; ++i) keys[i] = static_cast<char>(engine());
   for (size_t r = 0; r < rows; ++r) wide(start)[r] = uniform();
@@ -116,8 +116,8 @@ void run_family(const Kernels& kernels, int dtype, const Batch& batch, const dou
       all(batch.rows));
 }
 
-// The losses, with labels in a list (`hot` false) or as a bool for each entry; some point outside their rows,
-// and some offsets do, which must stay harmless.
+// Runs the losses, with labels as a list (`hot` is false) or as a bool for each entry. Some labels and some offsets are
+// outside their rows, which must be harmless.
 void run_loss(const Kernels& kernels, int dtype, const Batch& batch, const double* k, bool hot, bool weighted) {
   const size_t wide = dtype == 1 ? 8 : 4, rows = static_cast<size_t>(batch.rows);
   const int64_t per_row = static_cast<int64_t>(engine() % 20);
@@ -151,7 +151,7 @@ void run_loss(const Kernels& kernels, int dtype, const Batch& batch, const doubl
   kernels.loss_backward[dtype](
       LossBackwardArgs{batch, labels, grad.get(), 1, k, 1, nu.get(), dx.get(), reinterpret_cast<double*>(dk.get())},
       all(batch.rows));
-  // Again, with the gradient in the place of a copy of x.
+  // Repeat in place: the gradient overwrites a copy of x.
   Batch overwritten = batch;
   if (batch.total) std::memcpy(dx.get(), batch.x, size_of(dtype) * static_cast<size_t>(batch.total));
   overwritten.x = dx.get();
@@ -170,7 +170,7 @@ void run(const Kernels& kernels, int dtype, int64_t rows, int64_t width, bool pa
     at[r + 1] = at[r] + (packed ? static_cast<int64_t>(uniform() * static_cast<double>(width + 1)) : width);
   }
   const int64_t total = at[rows];
-  // Offsets that Python would have refused must stay harmless.
+  // Offsets that the Python code would reject must be harmless.
   if (packed && uniform() < 0.2) at[engine() % static_cast<size_t>(rows + 1)] = engine() % 2 ? total + 5 : -3;
   auto x = block(size * static_cast<size_t>(total)), y = block(size * static_cast<size_t>(total)),
        g = block(size * static_cast<size_t>(total)), dx = block(size * static_cast<size_t>(total)),

@@ -1,8 +1,9 @@
-"""Compiles the kernels with AddressSanitizer and UBSan and drives them over special rows.
+"""Compile the kernels with AddressSanitizer and UBSan, and run them on special rows.
 
     python tools/sanitize.py
 
-Needs g++ or clang++ (CXX chooses) but neither torch nor Python's headers: the kernels are plain C++.
+This needs g++ or clang++ (set CXX to choose), but neither torch nor the Python headers, because the kernels
+are standalone C++.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from pathlib import Path
 HERE = Path(__file__).resolve().parent
 SOURCES = HERE.parent / "torchlml" / "_cpu" / "csrc"
 LEVELS = ("v3", "v4") if platform.machine().lower() in ("x86_64", "amd64") else ()
-# What of setup.py's flags decides about numbers, without the optimisation.
+# The flags of setup.py that affect numerical results, without optimization.
 LIKE_SETUP = ["-std=c++17", "-fwrapv", "-ffp-contract=fast", "-fno-math-errno", "-fno-trapping-math"]
 LIKE_SETUP += ["-fno-signed-zeros", "-Wno-psabi"]
 SANITIZE = ["-fsanitize=address,undefined", "-fno-sanitize-recover=all", "-fno-omit-frame-pointer"]
@@ -30,7 +31,7 @@ def compile_driver(
     """Compile the kernels, once for each instruction set, and link them with a driver into a program."""
     macros = ["-DTORCHLML_X86_LEVELS"] if levels else []
     jobs = [("driver", driver, macros), ("baseline", SOURCES / "kernels.cpp", [])]
-    others = ("kernels", "bindings", "old_linux")  # the last is for libraries that travel
+    others = ("kernels", "bindings", "old_linux")  # old_linux is only for binaries that are distributed
     plain = [path for path in sorted(SOURCES.glob("*.cpp")) if path.stem not in others]
     jobs += [(path.stem, path, macros) for path in plain]
     for level in levels:
@@ -45,7 +46,7 @@ def compile_driver(
 
 
 def main() -> int:
-    """Compiles, runs, and returns the driver's exit status."""
+    """Compile and run the driver, and return its exit status."""
     with tempfile.TemporaryDirectory() as folder:
         program = Path(folder, "driver")
         flags = [*LIKE_SETUP, "-O1", "-g1", *SANITIZE]

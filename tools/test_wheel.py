@@ -1,10 +1,11 @@
-"""Audits the wheel, installs wheel and sdist into clean environments, tests them there and takes them out.
+"""Audit the wheel, then install the wheel and the sdist into clean environments, test and uninstall them.
 
     python tools/test_wheel.py dist --environments build/environments
 
-An environment is a Python and a torch. It is made once and kept; torchlml is installed into it, checked by
-`check_install.py` and uninstalled each time. The sdist is compiled in the first environment, by a plain `pip
-install` in isolation. A Python that the machine does not have is named at the end and not tested.
+An environment combines a Python version with a torch version. It is created once and kept. Each run installs
+torchlml into it, runs `check_install.py` and uninstalls torchlml. The sdist is compiled in the first
+environment, by a normal `pip install` with build isolation. Python versions that are not installed are
+skipped and listed at the end.
 """
 
 from __future__ import annotations
@@ -24,16 +25,16 @@ sys.path.insert(0, str(Path(__file__).parent))
 from cuda_stand_ins import add_stand_ins
 
 CHECK = Path(__file__).resolve().parent / "check_install.py"
-# Every Python once, and the oldest and the tested torch twice each: the kernel knows nothing of Python.
+# Every Python once, and the oldest and the newest torch twice each. The kernel does not depend on Python.
 MATRIX = ("3.10:2.10.0", "3.11:2.13.0", "3.12:2.10.0", "3.13:2.13.0")
-GIGABYTES = re.compile(r"nvidia|cuda|triton")  # requirements of torch for GPUs that the CPU does not need
+GIGABYTES = re.compile(r"nvidia|cuda|triton")  # requirements of torch that only GPUs need
 
 
 def main() -> None:
-    """Audit, install and test; the first failure ends it with a sentence or the output of what failed."""
+    """Audit, install and test. Exit at the first failure with a message or the failed command's output."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
-    parser.add_argument("dist", type=Path, help="the folder with one wheel and one sdist")
-    parser.add_argument("--environments", type=Path, required=True, help="where the environments are kept")
+    parser.add_argument("dist", type=Path, help="directory with one wheel and one sdist")
+    parser.add_argument("--environments", type=Path, required=True, help="directory of the environments")
     parser.add_argument("--matrix", nargs="+", default=MATRIX, metavar="PYTHON:TORCH")
     options = parser.parse_args()
     wheel, sdist = only(options.dist, "*.whl"), only(options.dist, "*.tar.gz")
@@ -46,22 +47,23 @@ def main() -> None:
             missing.append(version)
             continue
         python = environment(options.environments.resolve(), interpreter, version, torch)
-        artefacts = [wheel] if tested else [wheel, sdist]
-        for artefact in artefacts:
-            try_out(python, artefact)
+        artifacts = [wheel] if tested else [wheel, sdist]
+        for artifact in artifacts:
+            try_out(python, artifact)
         tested += 1
     if missing:
-        print(f"not tested, as this machine does not have them: Python {', '.join(missing)}")
+        print(f"skipped, because they are not installed: Python {', '.join(missing)}")
     if not tested:
-        raise SystemExit("torchlml: nothing was tested: this machine has none of the Pythons asked for.")
+        raise SystemExit("torchlml: nothing was tested, because none of the Python versions is installed.")
 
 
 def only(folder: Path, pattern: str) -> Path:
-    """The one file of this kind in a folder."""
+    """Return the only file in a directory that matches the pattern."""
     found = sorted(folder.glob(pattern))
     if len(found) != 1:
         raise SystemExit(
-            f"torchlml: {folder} must have one {pattern}, and has {len(found)}: run `make wheel sdist`."
+            f"torchlml: {folder} must contain one {pattern} file, but it contains {len(found)}. "
+            "Run `make wheel sdist`."
         )
     return found[0].resolve()
 
@@ -70,27 +72,27 @@ def only(folder: Path, pattern: str) -> Path:
 
 
 def audit(wheel: Path) -> None:
-    """What the wheel says of itself is true: its platform, the stable ABI, and nothing of torch's inside."""
+    """Check the wheel's platform tag, its use of the stable ABI, and that it bundles no other library."""
     with zipfile.ZipFile(wheel) as archive, tempfile.TemporaryDirectory() as folder:
         kernels = [name for name in archive.namelist() if name.endswith((".so", ".pyd", ".dylib"))]
         if [name.rpartition("/")[2].partition(".")[0] for name in kernels] != ["_C"]:
             raise SystemExit(
-                f"torchlml: {wheel.name} must have the kernel and no other library, and has {kernels}."
+                f"torchlml: {wheel.name} must contain the kernel and no other library, but it has {kernels}."
             )
         kernel = archive.extract(kernels[0], folder)
         run(tool("torch-abi-audit"), "--check", "both", kernel)
     print(f"{wheel.name}: {wheel.stat().st_size // 1024} KiB, stable ABI of torch")
     if sys.platform == "linux":
-        said = " ".join(run(tool("auditwheel"), "show", wheel).split())
+        output = " ".join(run(tool("auditwheel"), "show", wheel).split())
         tag = wheel.stem.rpartition("-")[2].partition(".")[0]
-        # The platform of the wheel but for torch's library, which no Linux has.
-        if not tag.startswith("manylinux") or f'constrains the platform tag to "{tag}"' not in said:
-            raise SystemExit(f"torchlml: auditwheel does not confirm the platform {tag}: {said}")
+        # The platform that the wheel would have without torch's library, which no Linux provides.
+        if not tag.startswith("manylinux") or f'constrains the platform tag to "{tag}"' not in output:
+            raise SystemExit(f"torchlml: auditwheel does not confirm the platform {tag}: {output}")
         print(f"auditwheel confirms {tag}")
 
 
 def tool(name: str) -> str:
-    """A program that lies beside this Python."""
+    """Return the path of a program in the directory of this Python."""
     return shutil.which(name, path=str(Path(sys.executable).parent)) or name
 
 
@@ -98,7 +100,7 @@ def tool(name: str) -> str:
 
 
 def find_python(version: str) -> str | None:
-    """An interpreter of this version that runs: on PATH, or one of pyenv's or uv's."""
+    """Find a working interpreter of this version on PATH or among those of pyenv and uv."""
     names = [shutil.which(f"python{version}") or ""]
     homes = [Path(os.environ.get("PYENV_ROOT", "~/.pyenv")).expanduser() / "versions"]
     homes.append(Path("~/.local/share/uv/python").expanduser())
@@ -111,19 +113,21 @@ def find_python(version: str) -> str | None:
 
 
 def environment(folder: Path, interpreter: str, version: str, torch: str) -> Path:
-    """The Python of a clean environment with this torch, made now if it is not there."""
+    """Return the Python of a clean environment with this torch, and create the environment if necessary."""
     home = folder / f"python{version}-torch{torch}"
     python = home / ("Scripts/python.exe" if os.name == "nt" else "bin/python")
     ready = home / ".ready"
     if ready.exists():
         return python
-    print(f"making {home.name}", flush=True)
+    print(f"creating {home.name}", flush=True)
     run(interpreter, "-m", "venv", "--clear", home)
-    # Compiling all of torch's Python beforehand takes longer than everything else here.
+    # Compiling all Python files of torch would take longer than all other steps.
     install = [*pip(python), "install", "--no-compile"]
     run(*install, "--no-deps", f"torch=={torch}")
-    asked = run(python, "-c", "from importlib.metadata import requires; print(*requires('torch'), sep='\\n')")
-    light = [line for line in asked.splitlines() if not GIGABYTES.match(line) and "extra ==" not in line]
+    required = run(
+        python, "-c", "from importlib.metadata import requires; print(*requires('torch'), sep='\\n')"
+    )
+    light = [line for line in required.splitlines() if not GIGABYTES.match(line) and "extra ==" not in line]
     run(*install, *light)
     if sys.platform == "linux":
         libraries = run(python, "-c", "import sysconfig; print(sysconfig.get_path('platlib'))").strip()
@@ -135,28 +139,28 @@ def environment(folder: Path, interpreter: str, version: str, torch: str) -> Pat
 # ---------------------------------------------------------------------------------------- installing
 
 
-def try_out(python: Path, artefact: Path) -> None:
-    """Install, check and uninstall it, and look that nothing is left."""
+def try_out(python: Path, artifact: Path) -> None:
+    """Install, check and uninstall an artifact, and check that no file is left."""
     began = time.perf_counter()
-    # The name of the last run may have other contents.
-    run(*pip(python), "install", "--no-deps", "--no-cache-dir", "--force-reinstall", artefact)
+    # A cached artifact of the same name may have other contents.
+    run(*pip(python), "install", "--no-deps", "--no-cache-dir", "--force-reinstall", artifact)
     print(run(python, "-I", CHECK).strip(), end=", ")
     run(*pip(python), "uninstall", "-y", "torchlml")
     home = python.parents[1]
     left = [str(path.relative_to(home)) for path in home.rglob("*torchlml*")]
     if left:
-        raise SystemExit(f"torchlml: uninstalling {artefact.name} left {', '.join(left)}.")
-    kind = "wheel" if artefact.suffix == ".whl" else "sdist, compiled in isolation"
-    print(f"removed without a trace ({kind}, {time.perf_counter() - began:.0f} s)", flush=True)
+        raise SystemExit(f"torchlml: uninstalling {artifact.name} left {', '.join(left)}.")
+    kind = "wheel" if artifact.suffix == ".whl" else "sdist, compiled in isolation"
+    print(f"uninstalled completely ({kind}, {time.perf_counter() - began:.0f} s)", flush=True)
 
 
 def pip(python: Path) -> list[str]:
-    """How the pip of an environment is called."""
+    """Return the command that runs the pip of an environment."""
     return [str(python), "-m", "pip", "--disable-pip-version-check", "-q"]
 
 
 def run(*command: str | Path) -> str:
-    """What a command says; away from the sources, which must not be imported."""
+    """Run a command outside the source tree, so that the sources are not imported, and return its output."""
     settings = {
         key: value for key, value in os.environ.items() if not key.startswith(("PYTHONPATH", "TORCHLML_"))
     }

@@ -1,4 +1,4 @@
-"""Draws the three pictures of docs/numerics.md beside itself: `python docs/images/numerics.py`."""
+"""Draw the three figures of docs/numerics.md into this directory: `python docs/images/numerics.py`."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from torch import Tensor
 import torchlml
 
 HERE = Path(__file__).parent
-BLUE, VERMILION, SKY, GREY = "#0072B2", "#D55E00", "#56B4E9", "#8A8A8A"
+BLUE, VERMILION, SKY, GRAY = "#0072B2", "#D55E00", "#56B4E9", "#8A8A8A"
 matplotlib.rcParams.update(
     {"font.size": 9, "axes.titlesize": 9.5, "axes.titleweight": "bold", "axes.titlelocation": "left",
      "axes.spines.top": False, "axes.spines.right": False, "legend.frameon": False, "savefig.dpi": 160}
@@ -20,14 +20,14 @@ matplotlib.rcParams.update(
 
 
 def parts(x: Tensor, k: float, nu: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """(c, P, Q) of S - k = c + P - Q, for every nu."""
+    """Return c, P and Q in S - k = c + P - Q, for every nu."""
     z = x + nu.unsqueeze(-1)
     t = torch.sigmoid(-z.abs())
     return (z > 0).sum(-1) - k, (t * (z <= 0)).sum(-1), (t * (z > 0)).sum(-1)
 
 
 def nearer_integer(figure: Figure) -> None:
-    """Entries measured from 0 or 1, and what that does to the residual of a row with a gap."""
+    """Show entries measured from 0 or 1, and the effect on the residual of a row with a gap."""
     left, right = figure.subplots(1, 2)
     x = torch.tensor([4.2, 3.1, 2.2, -1.0, -1.8, -2.6, -3.3, -4.5], dtype=torch.float64)
     y = torchlml.lml(x, 3)
@@ -35,8 +35,8 @@ def nearer_integer(figure: Figure) -> None:
         base = 1.0 if each > 0.5 else 0.0
         left.plot([i, i], [base, each], color=BLUE if base else VERMILION, linewidth=9, solid_capstyle="butt")
         left.plot(i, each, "o", color="black", markersize=4)
-    left.axhline(1, color=GREY, linewidth=0.8)
-    left.axhline(0, color=GREY, linewidth=0.8)
+    left.axhline(1, color=GRAY, linewidth=0.8)
+    left.axhline(0, color=GRAY, linewidth=0.8)
     left.set(title="Count from the nearer integer", xlabel="entry", ylabel="y", ylim=(-0.06, 1.06))
     left.text(2.5, 0.9, "missing from 1: Q", color=BLUE, va="center")
     left.text(4.3, 0.16, "above 0: P", color=VERMILION, va="center")
@@ -65,7 +65,7 @@ def nearer_integer(figure: Figure) -> None:
 
 
 def log_ratio(figure: Figure) -> None:
-    """The sum as a function of nu, and the logarithm whose root Newton's method finds."""
+    """Show the sum as a function of nu, and the log-ratio whose root Newton's method finds."""
     left, right = figure.subplots(1, 2)
     x, k = torch.tensor([20.0, 18.0, 17.0, -16.0, -18.0, -19.0, -21.0], dtype=torch.float64), 3
     nu = torch.linspace(-24, 24, 600, dtype=torch.float64)
@@ -76,7 +76,7 @@ def log_ratio(figure: Figure) -> None:
     right.plot(nu, (p + c.clamp(min=0)).log() - (q + (-c).clamp(min=0)).log(), color=BLUE, linewidth=2)
     right.set(title="log A - log B: a line, one step", xlabel="nu", ylabel="log A - log B")
     for axes in (left, right):
-        axes.axhline(0, color=GREY, linewidth=0.8)
+        axes.axhline(0, color=GRAY, linewidth=0.8)
         axes.plot(root, 0, "o", color="black", markersize=5)
     at = torch.tensor(8.0, dtype=torch.float64, requires_grad=True)
     c, p, q = parts(x, k, at.unsqueeze(0))
@@ -92,14 +92,14 @@ def log_ratio(figure: Figure) -> None:
 
 
 def a_pair(figure: Figure) -> None:
-    """How far a float32 row is from its sum, the further its logits are shifted."""
+    """Show the error of y in float32 as a function of the shift of the logits."""
     axes = figure.subplots()
     torch.manual_seed(0)
     x = torch.randn(1000, dtype=torch.float64)
     shifts = [10.0**e for e in range(8)]
     one, both = [], []
     for shift in shifts:
-        # The row that float32 can hold; its own answer is what both are measured against.
+        # Round the row to float32 first. Both results are compared with the exact y of the rounded row.
         row = (x + shift).float()
         nu = torchlml.lml_dual(row.double(), 5)
         exact = torch.sigmoid(row.double() + nu)

@@ -14,7 +14,7 @@ from matplotlib.figure import Figure
 import torchlml
 
 HERE = Path(__file__).parent
-BLUE, ORANGE, GREY, INK = "#0072B2", "#C77C00", "#8A8A8A", "#1F2328"
+BLUE, ORANGE, GRAY, INK = "#0072B2", "#C77C00", "#8A8A8A", "#1F2328"
 K = 3
 
 
@@ -47,7 +47,7 @@ def draw(picture: Path) -> None:
             if value > 0.5:
                 ground = {"facecolor": "white", "edgecolor": "none", "pad": 1}
                 axes.text(i, value + 0.05, f"{value:.2f}", ha="center", fontsize=19, color=INK, bbox=ground)
-        axes.axhline(1, color=GREY, linewidth=1.5, linestyle=(0, (4, 3)), zorder=2)
+        axes.axhline(1, color=GRAY, linewidth=1.5, linestyle=(0, (4, 3)), zorder=2)
         axes.set_ylim(0, 2)
         axes.set_yticks([0, 1], ["0", "1"], fontsize=18, color="#57606A")
         axes.set_xticks(range(len(x)), "abcdefghij", fontsize=18, color="#57606A")

@@ -1,4 +1,4 @@
-"""A differentiable planner (cross-entropy method) that learns its cost from an expert's actions."""
+"""A differentiable planner (cross-entropy method) that learns its cost function from an expert's actions."""
 
 import torch
 
@@ -8,23 +8,23 @@ HORIZON, SAMPLES, ELITES = 8, 100, 10
 
 
 def roll(start, actions):
-    """The positions of a mass on a line, pushed by `actions` (batch, samples, HORIZON), from rest."""
+    """Return the positions of a mass that starts at rest, for forces `actions` (batch, samples, HORIZON)."""
     velocity = 0.5 * actions.cumsum(-1)
     return start[:, None, None] + 0.5 * velocity.cumsum(-1)
 
 
 def plan(cost, start, rounds=6, temperature=0.1):
-    """Draw plans, let LML choose the elites softly, fit a Gaussian to them, and again."""
+    """Repeatedly sample plans, select the elites softly with LML, and fit a Gaussian to them."""
     noise = torch.Generator().manual_seed(0)
-    mean, spread = torch.zeros(len(start), HORIZON), torch.ones(len(start), HORIZON)
+    mean, std = torch.zeros(len(start), HORIZON), torch.ones(len(start), HORIZON)
     for _ in range(rounds):
         draws = torch.randn(len(start), SAMPLES, HORIZON, generator=noise)
-        plans = mean[:, None] + spread[:, None] * draws
+        plans = mean[:, None] + std[:, None] * draws
         value = cost(roll(start, plans), plans)
         value = (value - value.mean(1, keepdim=True)) / value.std(1, keepdim=True)
         elite = torchlml.lml(-value / temperature, ELITES)[..., None] / ELITES  # sums to 1 over the plans
         mean = (elite * plans).sum(1)
-        spread = (elite * (plans - mean[:, None]) ** 2).sum(1).sqrt() + 1e-3
+        std = (elite * (plans - mean[:, None]) ** 2).sum(1).sqrt() + 1e-3
     return mean
 
 

@@ -1,4 +1,4 @@
-"""Exploration: show k of n items, see clicks on these alone, and learn without bias."""
+"""Exploration: show k of n items, observe clicks only on these, and learn without bias."""
 
 import torch
 
@@ -6,12 +6,12 @@ import torchlml
 
 torch.manual_seed(0)
 items, k = 40, 5
-clicks = torch.rand(items) ** 3  # how likely each item is to be clicked, unknown to the learner
+clicks = torch.rand(items) ** 3  # click probability of each item, unknown to the learner
 best = clicks.topk(k).values.sum().item()
 
 
 def learn(explore):
-    """The clicks per slate that the final ranking would get."""
+    """Train a ranking and return its expected clicks per slate."""
     logits = torch.zeros(items, requires_grad=True)
     optimizer = torch.optim.Adam([logits], lr=0.05)
     for _ in range(400):
@@ -19,7 +19,7 @@ def learn(explore):
         y = torchlml.lml(batch, k)
         shown = torchlml.sample_subset(batch, k) if explore else torchlml.topk_mask(batch, k).detach()
         clicked = shown * torch.bernoulli(clicks.expand(32, items))
-        # An item is shown with probability y exactly, so dividing by it makes up for what was not shown.
+        # An item is shown with probability exactly y, so dividing by y removes the bias of unshown items.
         reward = (y * clicked / y.detach()).sum(-1).mean()
         optimizer.zero_grad()
         (-reward).backward()

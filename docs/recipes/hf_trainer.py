@@ -1,4 +1,4 @@
-"""Hugging Face Trainer: LML as `compute_loss_func`, right also when gradients are accumulated."""
+"""Hugging Face Trainer: LML as `compute_loss_func`, correct with gradient accumulation."""
 
 import tempfile
 
@@ -11,9 +11,10 @@ CLASSES, K = 20, 3
 
 
 def lml_loss(outputs, labels, num_items_in_batch=None):
-    """The mean over all rows of a step, though the Trainer calls this once for each part of it.
+    """Return the contribution of one micro-batch to the mean loss over all samples of a step.
 
-    The Trainer counts entries of `labels` that are not -100: for a multi-hot, CLASSES for each row.
+    `num_items_in_batch` counts the entries of `labels` in the step that are not -100. For multi-hot labels
+    that is CLASSES per sample.
     """
     total = torchlml.lml_loss(outputs["logits"], labels, K, reduction="sum")
     rows = len(labels) if num_items_in_batch is None else num_items_in_batch / CLASSES
@@ -30,7 +31,7 @@ class Model(torch.nn.Module):
 
 
 def train(size, parts):
-    """The weights after an epoch with batches of `size`, `parts` of them for each step."""
+    """Train for an epoch with `parts` batches of `size` per step, and return the weights and the loss."""
     torch.manual_seed(0)
     features, model = torch.randn(96, 8), Model()
     labels = torch.zeros(96, CLASSES).scatter(1, torch.rand(96, CLASSES).topk(K).indices, 1.0)

@@ -1,4 +1,4 @@
-"""Top-5 classification with label noise: a part of the training labels is a random class."""
+"""Top-5 classification with label noise: a fraction of the training labels is random."""
 
 import torch
 from torch import nn
@@ -9,13 +9,13 @@ from torchlml.metrics import TopKRecall
 
 torch.manual_seed(0)
 classes, k = 50, 5
-centres = torch.randn(classes, 20)
+centers = torch.randn(classes, 20)
 
 
 def draw(count, noise):
-    """Points around the centres, and labels of which the part `noise` is drawn anew."""
+    """Draw points around the class centers, and resample a fraction `noise` of their labels."""
     label = torch.randint(classes, (count,))
-    features = centres[label] + 1.5 * torch.randn(count, 20)
+    features = centers[label] + 1.5 * torch.randn(count, 20)
     return features, torch.where(torch.rand(count) < noise, torch.randint(classes, (count,)), label)
 
 

@@ -1,11 +1,11 @@
-"""Moving from DEXML: `alpha` multiplies the logits, and the logarithm is a function of its own."""
+"""Migrating from DEXML: `alpha` multiplies the logits, and the logarithm is a separate function."""
 
 import torch
 
 import torchlml
 
 torch.manual_seed(0)
-scores = torch.randn(4, 1000)  # of 4 queries and 1000 labels, as a dual encoder gives them
+scores = torch.randn(4, 1000)  # scores of 4 queries and 1000 labels from a dual encoder
 positive = torch.zeros(4, 1000, dtype=torch.bool)
 positive[torch.arange(4), torch.randint(1000, (4,))] = True
 alpha, k = 20.0, 5
@@ -19,8 +19,8 @@ log_y = torchlml.log_lml(alpha * scores, k)
 loss = -(log_y * positive).sum(1).mean()
 print(f"loss from log_lml: {loss.item():.4f}")
 
-# or in one call, which keeps nothing of the size of the scores for the backward pass but the scores
+# or in one call, which stores no tensor of that size for the backward pass except the scores
 print(f"lml_loss:          {torchlml.lml_loss(alpha * scores, positive, k).item():.4f}")
 
-# There is no number of halvings to choose, also where alpha is large.
+# No number of bisection steps has to be chosen, even if alpha is large.
 print("sums:", [round(each, 5) for each in torchlml.lml(1e4 * scores, k).sum(-1).tolist()])

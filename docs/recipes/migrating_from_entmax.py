@@ -1,4 +1,4 @@
-"""Moving from entmax: its budget and sparsemax layers, with bounds, masks and half precision that hold."""
+"""Migrating from entmax: its budget and sparsemax layers, with bounds, masks and accurate half precision."""
 
 import torch
 
@@ -20,11 +20,11 @@ show("a budget of 2", torchlml.constrained_sparsemax(x, 2))
 # before: y = entmax.budget_bisect(x, budget=torch.tensor([[1.5], [3.0]]))
 show("a budget for each", torchlml.constrained_sparsemax(x, torch.tensor([1.5, 3.0])))
 
-# entmax has no counterpart of these
+# entmax has no counterpart for these
 show("a bound for each", torchlml.constrained_sparsemax(x, 2, upper=torch.tensor([0.5, 1.0, 1.0, 1.0])))
 show("with -inf", torchlml.constrained_sparsemax(torch.tensor([[1.0, 0.5, -torch.inf]]), 1))
 
-# The layer whose gradient does not vanish once the choice is made:
+# Unlike sparsemax, lml has a nonzero gradient even for a clear decision:
 sharp = torch.tensor([4.0, 3.0, -3.0, -4.0], requires_grad=True)
 for layer in (torchlml.constrained_sparsemax, torchlml.lml):
     (gradient,) = torch.autograd.grad(layer(sharp, 2)[1], sharp)

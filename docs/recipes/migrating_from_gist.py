@@ -1,4 +1,4 @@
-"""Moving from thomasahle's TopK gist: the same operator, without its bracket of 10."""
+"""Migrating from thomasahle's TopK gist: the same operator, without its bracket of ±10."""
 
 import torch
 
@@ -13,11 +13,11 @@ print("y:", [round(each, 4) for each in y[0].tolist()])
 y[0, 0].backward()
 print("gradient of the first:", [round(each, 4) for each in x.grad[0].tolist()])
 
-# The gist looks for the threshold within 10 of the logits: with 100,000 equal ones no answer is that near.
+# The gist searches for the threshold within 10 of the logits. For 100,000 equal logits it is farther away.
 y = torchlml.lml(torch.zeros(1, 100_000), 1)
 print(f"sum over 100,000 equal logits: {y.sum().item():.4f}")
 
-# before: a loop over the rows, for a k of their own
+# before: a loop over the rows, to give each row its own k
 y = torchlml.lml(torch.zeros(3, 4), torch.tensor([1.0, 2.5, 4.0]))
 print("a k for each row:", y.sum(-1).tolist())
 

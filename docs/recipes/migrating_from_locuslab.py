@@ -1,4 +1,4 @@
-"""Moving from locuslab/lml: change the import, or take the function and what it can do more."""
+"""Migrating from locuslab/lml: change the import, or use the function, which has more features."""
 
 import torch
 

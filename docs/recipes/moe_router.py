@@ -1,4 +1,4 @@
-"""A mixture of experts whose router chooses exactly k experts for each token."""
+"""A mixture of experts whose router selects exactly k experts for each token."""
 
 import torch
 from torch import nn
@@ -16,14 +16,14 @@ class Mixture(nn.Module):
 
     def forward(self, tokens):
         scores = self.router(tokens)
-        gate = torchlml.topk_mask(scores, K) * torchlml.lml(scores, K)  # zero for all but k, and not above 1
-        token, expert = gate.nonzero(as_tuple=True)  # only the chosen ones are computed
+        gate = torchlml.topk_mask(scores, K) * torchlml.lml(scores, K)  # k nonzero weights, none above 1
+        token, expert = gate.nonzero(as_tuple=True)  # only the selected experts are computed
         out = torch.einsum("td,tdo->to", tokens[token], self.experts[expert]) * gate[token, expert, None]
         return torch.zeros_like(tokens).index_add(0, token, out), gate
 
 
 torch.manual_seed(0)
-truth = torch.randn(4, WIDTH, WIDTH) / WIDTH**0.5  # four kinds of tokens, a map for each
+truth = torch.randn(4, WIDTH, WIDTH) / WIDTH**0.5  # a linear map for each of four kinds of tokens
 model = Mixture()
 optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
 for step in range(401):
@@ -32,7 +32,7 @@ for step in range(401):
     tokens[:, :4] = 3 * torch.nn.functional.one_hot(kind, 4)
     wanted = torch.einsum("td,tdo->to", tokens, truth[kind])
     found, gate = model(tokens)
-    load = gate.gt(0).float().mean(0) / K  # the part of all choices that each expert got
+    load = gate.gt(0).float().mean(0) / K  # the fraction of all assignments that each expert receives
     loss = (found - wanted).square().mean() + 0.1 * EXPERTS * (load * gate.mean(0) / K).sum()
     if step % 200 == 0:
         error = (found - wanted).square().mean() / wanted.square().mean()

@@ -1,4 +1,4 @@
-"""A multi-label head: four tags are right, the training set names one of them."""
+"""A multi-label head: four tags are correct, but only one of them is observed in training."""
 
 import torch
 from torch import nn
@@ -10,8 +10,8 @@ from torchlml.metrics import TopKRecall
 torch.manual_seed(0)
 tags, k, rows = 60, 4, 3000
 features = torch.randn(rows, 32)
-true = (features @ torch.randn(32, tags)).topk(k).indices  # (rows, 4): all the right tags
-shown = true.gather(1, torch.randint(k, (rows, 1))).squeeze(1)  # the one that somebody wrote down
+true = (features @ torch.randn(32, tags)).topk(k).indices  # (rows, 4): all correct tags
+shown = true.gather(1, torch.randint(k, (rows, 1))).squeeze(1)  # the observed tag
 train, test = slice(0, 2000), slice(2000, rows)
 
 

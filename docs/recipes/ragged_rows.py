@@ -1,4 +1,4 @@
-"""Rows of different lengths: the relations of an image, as many candidates as it has pairs of objects."""
+"""Rows of different lengths: visual relations, where each pair of objects in an image adds candidates."""
 
 import torch
 from torch import nn
@@ -8,16 +8,16 @@ from torchlml.metrics import TopKRecall
 
 torch.manual_seed(0)
 predicates, k = 10, 6
-rule = torch.randn(12, predicates)  # what makes a relation likely, unknown to the model
+rule = torch.randn(12, predicates)  # the true scores of relations, unknown to the model
 
 
 def images(count):
-    """The pairs of all images in one list, where the scores of each end, and observed relations."""
+    """Return the pairs of all images in one list, the offsets of their scores, and the observed relations."""
     pairs, ends, observed = [], [0], []
     for objects in torch.randint(3, 9, (count,)).tolist():
         pair = torch.randn(objects * (objects - 1), 12)
         best = (pair @ rule).flatten().topk(k).indices  # over pairs and predicates together
-        observed.append(ends[-1] + best[torch.randperm(k)[:2]])  # an annotator wrote down two of six
+        observed.append(ends[-1] + best[torch.randperm(k)[:2]])  # two of six relations are observed
         pairs.append(pair)
         ends.append(ends[-1] + pair.shape[0] * predicates)
     return torch.cat(pairs), torch.tensor(ends), torch.cat(observed)

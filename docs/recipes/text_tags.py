@@ -1,4 +1,4 @@
-"""From texts and tags to the five best tags of a new text, with scikit-learn."""
+"""Predict the five best tags of a text with scikit-learn, after training on texts and their tags."""
 
 import random
 
@@ -8,14 +8,14 @@ from sklearn.pipeline import make_pipeline
 from torchlml_lab import TopKClassifier
 
 random.seed(0)
-words = {  # your own texts and tags would come from a file
+words = {  # replace these by your own texts and tags
     "baking": "flour oven yeast dough crust butter",
     "garden": "soil seeds compost rain pots roots",
     "hiking": "boots trail summit map ridge hut",
-    "cycling": "pedal chain helmet gears tyre brake",
+    "cycling": "pedal chain helmet gears tire brake",
     "music": "chord piano tempo melody strings choir",
     "chess": "knight pawn opening endgame castle mate",
-    "sailing": "mast wind harbour sail anchor tide",
+    "sailing": "mast wind harbor sail anchor tide",
     "astronomy": "comet planet lens orbit eclipse dome",
     "painting": "canvas brush oil palette varnish easel",
     "weather": "cloud storm frost rain wind fog",
@@ -23,8 +23,8 @@ words = {  # your own texts and tags would come from a file
 texts, tags = [], []
 for _ in range(1200):
     tags.append(random.sample(sorted(words), random.randint(1, 4)))
-    said = [word for tag in tags[-1] for word in random.sample(words[tag].split(), 3)]
-    texts.append("we had a day with " + ", ".join(random.sample(said, len(said))))
+    drawn = [word for tag in tags[-1] for word in random.sample(words[tag].split(), 3)]
+    texts.append("we had a day with " + ", ".join(random.sample(drawn, len(drawn))))
 
 model = make_pipeline(TfidfVectorizer(), TopKClassifier(random_state=0))
 model.fit(texts[:1000], tags[:1000])

@@ -1,4 +1,4 @@
-"""Token pruning: keep exactly k tokens of a sequence, and learn which ones from the task alone."""
+"""Token pruning: keep exactly k tokens of a sequence, and learn which ones from the task loss alone."""
 
 import torch
 from torch import nn
@@ -12,7 +12,7 @@ marker, words = torch.randn(WIDTH), torch.randn(CLASSES, WIDTH)
 
 
 def sequences(count):
-    """Noise, with the class written into four tokens at random places, which a marker makes known."""
+    """Draw noise, and add the signal of the class and a marker to four tokens at random positions."""
     label = torch.randint(CLASSES, (count,))
     tokens = torch.randn(count, LENGTH, WIDTH)
     places = torch.rand(count, LENGTH).topk(KEEP).indices

@@ -1,4 +1,4 @@
-"""Unknown k: the model says how many labels a row has, and LML which ones."""
+"""Unknown k: the model predicts how many labels a sample has, and LML predicts which ones."""
 
 import torch
 from torch import nn
@@ -12,7 +12,7 @@ rule = torch.randn(width, labels)
 
 
 def draw(count):
-    """Rows with 1 to 10 labels; the first feature says how many."""
+    """Draw samples with 1 to 10 labels. The first feature determines how many."""
     features = torch.randn(count, width)
     number = (5 + 2.5 * features[:, 0]).round().clamp(1, 10)
     rank = (features @ rule).argsort(descending=True).argsort()
@@ -27,7 +27,7 @@ for step in range(401):
     hidden = body(features)
     number = target.sum(-1).float()
     k = F.softplus(counts(hidden)).squeeze(-1).clamp(max=labels)
-    # LML gets the true number of each row. A predicted one would only grow, since a larger k lowers its loss.
+    # LML gets the true k of each sample. A predicted k would only grow, since a larger k lowers the loss.
     loss = torchlml.lml_loss(scores(hidden), target, k=number) + (k - number).square().mean()
     if step % 200 == 0:
         rank = scores(hidden).argsort(descending=True).argsort()
@@ -38,5 +38,5 @@ for step in range(401):
     loss.backward()
     optimizer.step()
 
-y = torchlml.lml(scores(hidden), k)  # one k for each row, not whole
+y = torchlml.lml(scores(hidden), k)  # one fractional k for each row
 print(f"sums of rows equal k within {(y.sum(-1) - k).abs().max().item():.0e}")

@@ -1,4 +1,4 @@
-// One row backward: dx and dk of the projection, of its logarithm and of the dual variable.
+// The backward pass of one row: dx and dk of the projection, of its logarithm and of the dual variable.
 #pragma once
 
 #include "forward.h"
@@ -6,7 +6,7 @@
 namespace torchlml {
 namespace {
 
-// A sum in short float blocks, flushed to double.
+// A sum over short blocks in T, accumulated in double.
 template <class T>
 struct BlockSum {
   Vec<T> block{};
@@ -32,8 +32,8 @@ struct BackwardRow : Row<S> {
   double* dk;
   T high, low;
 
-  // A piece of the row as a row of its own. The short way takes the whole row like this, too: nobody else knows the
-  // copy's address, so that the compiler keeps nu in registers while it stores other numbers.
+  // A piece of the row as a row of its own. The short path also copies the whole row this way: the address of the copy
+  // does not escape, so the compiler can keep nu in registers across stores.
   LML_INLINE BackwardRow part(int64_t begin, int64_t size) const {
     BackwardRow out = *this;
     out.x += begin, out.n = size, out.dx += begin;
@@ -45,7 +45,7 @@ struct BackwardRow : Row<S> {
 
   LML_INLINE Vec<T> z_at(int64_t i, int64_t count) const { return (read(x + i, count) + high) + low; }
 
-  // Lanes that exist, are not masked and have a finite x: all others get no gradient.
+  // Lanes that are inside the row, are not masked and have a finite x. All others have zero gradient.
   LML_INLINE Mask<T> usable(int64_t i, int64_t count) const {
     const Vec<T> a = read(x + i, count);
     Mask<T> ok = greater(splat(static_cast<T>(HUGE_VAL)), vabs(a));
@@ -65,7 +65,7 @@ struct BackwardRow : Row<S> {
     *dk = 0;
   }
 
-  // hi = NaN or +-inf. Only +inf entries that share k (0 < y < 1) move with k.
+  // Handles rows with nu = NaN or +-inf. Only +inf entries that share k (0 < y < 1) depend on k.
   void special(Gradient kind) const {
     if (high != high) {
       fill(high);
@@ -93,15 +93,15 @@ struct BackwardRow : Row<S> {
 
   struct Sums {
     BlockSum<T> weights, moments;  // sum w and sum w g
-    // A gradient where w = 0 (masked, infinite, saturated) is ignored, be it NaN.
+    // The gradient of an entry with w = 0 (masked, infinite or saturated) is ignored, even if it is NaN.
     LML_INLINE void add(Vec<T> w, Vec<T> g) {
       weights.block += w;
       moments.block += w * keep<T>(greater(w, T{0}), g);
     }
   };
 
-  // w of one block from x and nu. Two short loops overlap better than one with both dependency chains.
-  // Infinite entries get 0 by themselves; a masked one may hold anything.
+  // w of one block from x and nu. Two short loops overlap better than one loop with both dependency chains. Infinite
+  // entries yield w = 0 without a special case. A masked entry may have any value.
   LML_INLINE void block_from_z(T* w, int64_t start, int64_t size, Sums& sums) const {
     each_vector<T>(size, [&](int64_t i, int64_t count) __attribute__((always_inline)) {
       write(w + start + i, vexp(-vabs(z_at(start + i, count))), count);
@@ -115,8 +115,8 @@ struct BackwardRow : Row<S> {
     });
   }
 
-  // w = y (1 - y). But 1 - y has lost its digits where y is near 1: such entries are left 0 here. Returns
-  // whether there are any.
+  // w = y (1 - y). If y is near 1, the digits of 1 - y are lost, so w is left 0 here for `patch` to fill in. Returns
+  // whether the block has such entries.
   LML_INLINE bool block_from_y(T* w, int64_t start, int64_t size, Sums& sums) const {
     Mask<T> found{};
     each_vector<T>(size, [&](int64_t i, int64_t count) __attribute__((always_inline)) {
@@ -130,7 +130,7 @@ struct BackwardRow : Row<S> {
     return any<T>(found);
   }
 
-  // Fills in the entries near 1 that block_from_y left, from x and nu.
+  // Computes w from x and nu for the entries near 1 that block_from_y left out.
   LML_INLINE void patch(T* w, int64_t start, int64_t size, Sums& sums) const {
     each_vector<T>(size, [&](int64_t i, int64_t count) __attribute__((always_inline)) {
       const Mask<T> near = near_one(read(y + start + i, count));
@@ -166,8 +166,8 @@ struct BackwardRow : Row<S> {
   // dx = w (g - mean), dk = mean, mean = sum w g / sum w. The first pass leaves w in `w`.
   LML_INLINE void projection(T* w) const {
     const int64_t first = n < block_vectors * lanes<T> ? n : block_vectors * lanes<T>;
-    // A half-precision y was rounded: never take w from it. Otherwise the first block tells how many entries
-    // are near 1, and with many of them every w is taken from z.
+    // A half-precision y was rounded, so w is never computed from it. Otherwise, if many entries of the first block
+    // are near 1, every w is computed from z.
     const bool from_z = sizeof(S) == 2 || count_near_one(first) * 64 > first;
     const Totals totals = sum_of_parts(n, team, [=, *this](int64_t begin, int64_t size) __attribute__((always_inline)) {
       return part(begin, size).weighted_sums(w + begin, from_z);
@@ -185,7 +185,7 @@ struct BackwardRow : Row<S> {
     });
   }
 
-  // The derivative of sigma(x) alone, for a row that a bound leaves free.
+  // The derivative of sigma(x), for a row that the bound does not constrain.
   LML_INLINE void free_row() const {
     *dk = 0;
     each_vector<T>(n, team, [*this](int64_t i, int64_t count) __attribute__((always_inline)) {
@@ -194,7 +194,7 @@ struct BackwardRow : Row<S> {
     });
   }
 
-  // p = w / sum w with everything scaled by exp(nearest), nearest = min |z|: right when all w underflow.
+  // nearest = min |z|. Scaling all w by exp(nearest) keeps p = w / sum w accurate even if every w underflows.
   LML_INLINE T nearest() const {
     if (n <= long_row) return nearest_part();
     Scratch<T> scratch;
@@ -257,7 +257,7 @@ struct BackwardRow : Row<S> {
     });
   }
 
-  // w of every entry, times exp(least), with one exponential per entry; returns their sum.
+  // Computes w exp(least) of every entry, with one exponential per entry, and returns the sum.
   LML_INLINE double weigh(T* w, T least) const {
     const T factor = static_cast<T>(::exp(-static_cast<double>(least)));
     if (n <= long_row) return weigh_part(w, least, factor);
@@ -275,7 +275,7 @@ struct BackwardRow : Row<S> {
       each_vector<T>(size, [&](int64_t i, int64_t count) __attribute__((always_inline)) {
         const Vec<T> b = read(w + start + i, count), r = reciprocal(1 + b * factor);
         Vec<T> out = b * r * r;
-        // Infinite entries get 0 by themselves; a masked one may hold anything.
+        // Infinite entries yield 0 without a special case. A masked entry may have any value.
         if (mask) out = keep<T>(load_mask<T>(mask + start + i, count), out);
         write(w + start + i, out, count);
         weights.block += out;
@@ -285,14 +285,14 @@ struct BackwardRow : Row<S> {
     return weights.value();
   }
 
-  // d nu / dx = -p, d nu / dk = 1 / sum w. Leaves the scaled w in `w`, unless it is dx, and returns by what they
-  // are multiplied.
+  // d nu / dx = -p, d nu / dk = 1 / sum w. Leaves the scaled w in `w`, unless `w` is dx, and returns the factor by
+  // which they are multiplied.
   LML_INLINE T dual(double g, T* w) const { return n > long_row ? long_dual(g, w) : part(0, n).any_dual(g, w); }
   __attribute__((noinline)) T long_dual(double g, T* w) const { return any_dual(g, w); }
   LML_INLINE T any_dual(double g, T* w) const {
     T least = 0;
     double sum = weigh(w, least);
-    // Where every w is that small, they are scaled, so that none underflows.
+    // If the sum is this small, w is scaled so that the largest does not underflow.
     if (!(sum > (sizeof(T) == 8 ? 1e-250 : 1e-20))) sum = weigh(w, least = nearest());
     if (!(sum > 0)) return zero(), T{0};
     *dk = g == 0 ? 0 : g / (sum * ::exp(-static_cast<double>(least)));

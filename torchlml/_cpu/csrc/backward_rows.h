@@ -1,4 +1,4 @@
-// The rows of a call backward: short ones in blocks, the others one by one.
+// The backward pass of all rows of a call: short rows in blocks, the others one by one.
 #pragma once
 
 #include "backward.h"
@@ -6,23 +6,23 @@
 namespace torchlml {
 namespace {
 
-// Several short rows at once. Each phase runs over all rows before the next begins, so that no row waits for the chain
-// of operations of another, and the sums over lanes and the divisions of all rows are done in one vector.
+// Building blocks for several short rows at once. Each phase runs over all rows before the next phase begins, so that
+// the dependency chains of different rows overlap. The sums over lanes and the divisions of all rows share one vector.
 template <class S>
 struct ShortRow {
-  // Two of everything that is added up: a chain of additions would be what takes the time.
+  // Two partial sums for each sum, because a single chain of additions would limit the speed.
   struct Sums {
-    vfloat weights[2] = {}, moments[2] = {};  // w and w g
+    vfloat weights[2] = {}, moments[2] = {};  // sum w and sum w g
     LML_INLINE vfloat weight() const { return weights[0] + weights[1]; }
     LML_INLINE vfloat moment() const { return moments[0] + moments[1]; }
-    // A gradient where w = 0 (masked, infinite, saturated) is ignored, be it NaN.
+    // The gradient of an entry with w = 0 (masked, infinite or saturated) is ignored, even if it is NaN.
     LML_INLINE void add(vfloat w, vfloat g, int into) {
       weights[into] += w;
       moments[into] += w * keep<float>(greater(w, 0.0f), g);
     }
   };
 
-  // Calls f(i, count, into) for every vector, `into` 0 and 1 in turn.
+  // Calls f(i, count, into) for every vector, where `into` alternates between 0 and 1.
   template <class F>
   static LML_INLINE void each(int64_t n, const F& f) {
     constexpr int64_t size = lanes<float>;
@@ -32,13 +32,14 @@ struct ShortRow {
     if (i < n) f(i, n - i, 1);
   }
 
-  // w = exp(-|z|), the first half of what `add_weights` completes.
+  // Computes exp(-|z|), from which `weigh` computes w.
   static LML_INLINE void exponentials(const BackwardRow<S> row, float* w) {
     each_vector<float>(row.n, [=](int64_t i, int64_t count) __attribute__((always_inline)) {
       write(w + i, vexp(-vabs(row.z_at(i, count))), count);
     });
   }
-  // w = y (1 - y) from them. Infinite entries get 0 by themselves; a masked one may hold anything.
+  // Computes w = y (1 - y) from these exponentials. Infinite entries yield 0 without a special case. A masked entry may
+  // have any value.
   template <class F>
   static LML_INLINE void weigh(const BackwardRow<S> row, float* w, const F& add) {
     const auto weight = [=](int64_t i, int64_t count) __attribute__((always_inline)) {
@@ -65,14 +66,14 @@ template <class S>
 class BackwardBlock {
   using Short = ShortRow<S>;
   using Sums = typename Short::Sums;
-  // How w is found: from y; from y, with the entries near 1 from x and nu; from x and nu.
+  // How w is computed: from y, from y except for the entries near 1, or from x and nu.
   enum Way { from_y, patched, from_z };
 
  public:
   static constexpr bool takes(int64_t n) { return n <= short_row; }
 
   LML_INLINE void add(const BackwardArgs& args, const Span& span, double* dk, float high, float low) {
-    BackwardRow<S>& row = rows_[count_];  // written in place: a copy would wait for its parts
+    BackwardRow<S>& row = rows_[count_];  // written in place, because copying a new struct stalls on its stores
     row.x = part_of<S>(args.batch.x, span), row.mask = args.batch.mask ? args.batch.mask + span.begin : nullptr;
     row.n = span.size, row.team = nullptr;
     row.grad = part_of<S>(args.grad, span), row.y = part_of<S>(args.y, span), row.dx = part_of<S>(args.dx, span);
@@ -80,7 +81,7 @@ class BackwardBlock {
     if (++count_ == block_rows) finish();
   }
 
-  // The derivatives of the projection for all rows that were added, see `BackwardRow::projection`.
+  // Computes the derivatives of the projection for all added rows, see `BackwardRow::projection`.
   __attribute__((noinline)) void finish() {
     if (count_ == 0) return;
     vfloat weights[block_rows], moments[block_rows];
@@ -88,11 +89,11 @@ class BackwardBlock {
     Way way[block_rows];
     const auto take = [&](int i, const Sums& sums) { weights[i] = sums.weight(), moments[i] = sums.moment(); };
     for (int i = 0; i < count_; ++i) {
-      // The output itself, where it has the right type.
+      // The output itself if it has the right type.
       w[i] = sizeof(S) == 4 ? reinterpret_cast<float*>(rows_[i].dx)
                             : scratch_.room(block_rows * short_row) + i * short_row;
-      // Most rows are like those before. What is tried first does not change what comes out.
-      way[i] = sizeof(S) == 2 || near_one_ ? choose(rows_[i]) : from_y;  // a narrow y was rounded
+      // Most rows are like the previous row. The first attempt does not affect the result.
+      way[i] = sizeof(S) == 2 || near_one_ ? choose(rows_[i]) : from_y;  // a half-precision y was rounded
       if (way[i] == from_y) {
         ifloat near{};
         take(i, sums_from_y(rows_[i], near));
@@ -120,7 +121,7 @@ class BackwardBlock {
   }
 
  private:
-  // As `BackwardRow::projection` does.
+  // The same choice as in `BackwardRow::projection`.
   static LML_INLINE Way choose(const BackwardRow<S> row) {
     if (sizeof(S) == 2) return from_z;
     ifloat near{};
@@ -138,7 +139,7 @@ class BackwardBlock {
     return sums;
   }
 
-  // Right unless there are entries near 1, which are reported.
+  // The sums are correct unless there are entries near 1, which are marked in `near`.
   static LML_INLINE Sums sums_from_y(const BackwardRow<S> row, ifloat& near) {
     Sums sums;
     Short::each(row.n, [&](int64_t i, int64_t count, int into) __attribute__((always_inline)) {
@@ -166,11 +167,11 @@ class BackwardBlock {
   }
 
   int count_ = 0;
-  bool near_one_ = false;  // had the last row entries near 1?
+  bool near_one_ = false;  // whether the last row had entries near 1
   BackwardRow<S> rows_[block_rows];
   Scratch<float> scratch_;
 };
-// Lanes are float: rows of float64 go the other way.
+// Blocks are only for float32 computation. Rows of float64 are processed one by one.
 template <>
 class BackwardBlock<double> {
  public:

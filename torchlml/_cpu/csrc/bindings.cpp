@@ -1,6 +1,6 @@
-// Registers the kernels as CPU implementations of the operators that torchlml/_autograd/operators.py and torchlml/family
-// define, through LibTorch's stable ABI: one binary for every torch >= 2.10 and, as no Python header is used, every
-// Python.
+// Registers the kernels as CPU implementations of the operators that the Python library defines. LibTorch's stable ABI
+// allows one binary for every torch >= 2.10. The binary also works with every Python version, because no Python header
+// is included.
 #include <tuple>
 
 #include "launch.h"
@@ -92,12 +92,14 @@ LabelArgs make_labels(const Batch& batch, const Tensor& x, const Tensor& labels,
   } else {
     check(labels, "labels", ScalarType::Long, args.total);
     args.listed = static_cast<const int64_t*>(labels.const_data_ptr());
-    STD_TORCH_CHECK(starts.has_value() == (batch.offsets != nullptr), "`starts` belongs to packed rows.");
+    STD_TORCH_CHECK(starts.has_value() == (batch.offsets != nullptr),
+                    "`starts` must be given if and only if `offsets` is.");
     if (starts) {
       check(*starts, "starts", ScalarType::Long, batch.rows + 1);
       args.starts = static_cast<const int64_t*>(starts->const_data_ptr());
     } else {
-      STD_TORCH_CHECK(labels.dim() == 2 && labels.size(0) == batch.rows, "`labels` must have a row for each of `x`.");
+      STD_TORCH_CHECK(labels.dim() == 2 && labels.size(0) == batch.rows,
+                      "`labels` must be a matrix with one row for each row of `x`.");
       args.per_row = labels.size(1);
     }
   }
@@ -146,7 +148,7 @@ Tensor loss_backward_in_place(Tensor grad, Tensor x, Tensor k, Tensor nu, Option
   return std::get<1>(run_loss_backward(grad, x, k, nu, mask, offsets, labels, starts, weight, true));
 }
 
-// ---------------------------------------------------------------- the family
+// ---------------------------------------------------------------- related operators
 
 std::tuple<Tensor, Tensor> bounded_forward(Tensor x, Tensor k, OptionalTensor mask, OptionalTensor offsets,
                                            bool at_most) {
@@ -208,9 +210,9 @@ std::tuple<Tensor, Tensor, Tensor> constrained_backward(Tensor grad, Tensor x, T
   const int32_t wide = aoti_torch_dtype_float64();
   const int64_t none = 0;
   Tensor dx = empty_beside(x), dk = empty(&rows, 1, wide);
-  const bool beside = problem.upper_stride != 0;  // a bound beside each entry
+  const bool each = problem.upper_stride != 0;  // whether each entry has its own bound
   Tensor d_upper =
-      for_upper && beside ? empty(x.sizes().data(), x.dim(), wide) : empty(for_upper ? &rows : &none, 1, wide);
+      for_upper && each ? empty(x.sizes().data(), x.dim(), wide) : empty(for_upper ? &rows : &none, 1, wide);
   const ConstrainedBackwardArgs args{problem,
                                      grad.const_data_ptr(),
                                      static_cast<const double*>(nu.const_data_ptr()),
@@ -246,7 +248,7 @@ Tensor systematic_sample(Tensor p, Tensor k, Tensor keys, Tensor start) {
 }  // namespace
 }  // namespace torchlml
 
-// The operators of a trained model, for programs without Python (AOTInductor); with it, operators.py defines the rest.
+// The operators that a trained model calls, for programs without Python (AOTInductor). Python defines the others.
 STABLE_TORCH_LIBRARY_FRAGMENT(torchlml, m) {
   m.def("solve(Tensor x, Tensor k, Tensor? mask, Tensor? offsets) -> Tensor");
   m.def("forward(Tensor x, Tensor k, Tensor? mask, Tensor? offsets) -> (Tensor, Tensor)");
@@ -285,7 +287,7 @@ STABLE_TORCH_LIBRARY_IMPL(torchlml, CPU, m) {
   m.impl("loss_backward_in_place", TORCH_BOX(&torchlml::loss_backward_in_place));
 }
 
-// For native.py: which table is in use.
+// For loader.py: the instruction set in use.
 #ifdef _WIN32
 #define LML_EXPORT __declspec(dllexport)
 #else

@@ -1,6 +1,6 @@
-// The slow, plain path in double precision for rows the fast one declines: gaps of hundreds or
-// 1e38 between logits, a k within 1e-9 of a whole number, and the like. Compiled once, for the
-// baseline instruction set, because it instantiates the standard library.
+// The slow and simple solver in double precision for rows that the fast solver cannot certify, such as rows with gaps
+// of hundreds or 1e38 between logits, or with a k within 1e-9 of an integer. It is compiled only for the baseline
+// instruction set, because it instantiates templates of the standard library.
 #include <algorithm>
 #include <cmath>
 #include <limits>
@@ -13,11 +13,11 @@ namespace torchlml {
 
 namespace {
 
-// Entries just above and just below the cut: the floor(k)-th and the next largest. For a fractional
-// k the next one is the undecided entry, and for a whole k the threshold lies between the two.
+// The entries just above and just below the cut: the floor(k)-th largest and the next. For a fractional k, the next
+// entry is the undecided one. For an integer k, the threshold is between the two.
 template <class T>
 struct Cut {
-  double above, below;  // above is +inf when k < 1
+  double above, below;  // above is +inf if k < 1
 
   Cut(T* x, int64_t n, double k) {
     const int64_t whole = std::min<int64_t>(static_cast<int64_t>(std::floor(k)), n - 1);
@@ -43,8 +43,8 @@ template <class T>
 Threshold careful_solve(T* x, int64_t n, double k) {
   const Cut<T> cut(x, n, k);
   const double center = cut_center(cut.above, cut.below, k);
-  // The entries from the cut down alone sum to at least k - floor(k) at the root, those down to it to
-  // at most floor(k) + 1; the margin covers log n and any fraction a double can hold.
+  // At the root, the entries from `below` on sum to at least k - floor(k), and those up to and including `below` sum to
+  // at most floor(k) + 1. The margin covers log n and any fraction that a double can represent.
   const double margin = 800;
   const double above = std::isfinite(cut.above) ? cut.above : cut.below;
   const double farthest = std::numeric_limits<double>::max() / 4;
@@ -69,7 +69,7 @@ Threshold careful_solve(T* x, int64_t n, double k) {
     const double a = p + std::max(over, 0.0), b = q + std::max(-over, 0.0);
     double next = delta + (std::log(b) - std::log(a)) / (dp / a + dq / b);
     if (!(next > low && next < high)) next = 0.5 * (low + high);
-    // Also done when the bracket or the step is down to the last digits.
+    // The search has also converged if the bracket or the step is down to the last digits.
     const bool settled =
         std::fabs(next - delta) <= 1e-15 * std::max(1.0, std::fabs(delta)) || next == low || next == high;
     delta = next;

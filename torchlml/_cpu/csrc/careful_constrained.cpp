@@ -1,6 +1,6 @@
-// The slow, plain path in double precision for constrained projections that the fast one declines. Finite: the
-// values of nu at which an entry reaches a bound are sorted, the pair of them around the root is found by
-// halving the list, and between the two there is a formula.
+// The slow and simple solver in double precision for constrained projections that the fast solver cannot certify. It
+// sorts the values of nu at which an entry reaches a bound, finds the two values around the root by binary search, and
+// applies a closed formula between them. It takes a finite number of steps.
 #include <algorithm>
 #include <cmath>
 #include <utility>
@@ -21,7 +21,7 @@ class Row {
   Threshold solve() const {
     const std::vector<Threshold> events = sorted_events();
     if (events.empty()) return {0, 0};
-    // The last event at which the sum has not passed k.
+    // The last event at which the sum is at most k.
     size_t first = 0, count = events.size();
     while (count > 0) {
       const size_t half = count / 2;
@@ -32,7 +32,8 @@ class Row {
       }
     }
     Threshold nu = first > 0 ? events[first - 1] : lowest();
-    // The formula for the entries that are free there. Once more or so, where rounding has sorted them wrongly.
+    // Apply the formula for the entries that are free at nu. Repeat it if rounding led to the wrong set of free
+    // entries.
     int64_t free = -1, over = -1;
     for (int step = 0; step < 8; ++step) {
       const Sums at = sum_at(nu);
@@ -47,19 +48,19 @@ class Row {
 
  private:
   struct Sums {
-    double excess, rest;  // sum - k, and k minus what is at its bounds
+    double excess, rest;  // sum - k, and k minus the entries at their bounds
     int64_t free, over;
-    double largest;  // free entry
+    double largest;  // the largest free entry
   };
 
   double bound(int64_t i) const { return static_cast<double>(upper_[i * stride_]); }
   double z(int64_t i, const Threshold& nu) const { return (static_cast<double>(x_[i]) - nu.center) + nu.delta; }
 
-  // At and above the nu where an entry reaches its bound.
+  // Whether nu is at or above the value at which the entry reaches its bound.
   bool is_over(double z, double bound) const { return z >= (sparsemax_ ? bound : std::log(bound)); }
   bool is_free(double z, double bound) const { return !is_over(z, bound) && (!sparsemax_ || z >= 0); }
 
-  // At most the root: no entry is above its part of k.
+  // A lower bound of the root: no entry exceeds k / n there.
   Threshold lowest() const {
     const T largest = *std::max_element(x_, x_ + n_);
     const double part = k_ / static_cast<double>(n_);
@@ -75,7 +76,7 @@ class Row {
       if (sparsemax_) events.push_back({x, 0});
       events.push_back({x, sparsemax_ ? u : std::log(u)});
     }
-    // Beside an entry of 1e38 a bound of 1 is rounded away: then by the entries, and by the bounds.
+    // A bound of 1 is rounded away next to an entry of 1e38. Break such ties by the entries, then by the bounds.
     std::sort(events.begin(), events.end(), [](const Threshold& a, const Threshold& b) {
       const double first = a.delta - a.center, second = b.delta - b.center;
       if (first != second) return first < second;
@@ -90,7 +91,7 @@ class Row {
     for (int64_t i = 0; i < n_; ++i) {
       const double at = z(i, nu), u = bound(i);
       if (is_over(at, u)) {
-        // With its rounding error carried along: beside k the rest may be tiny.
+        // Compensated summation, because the rest may be tiny compared with k.
         const double a = u - carry, next = taken + a;
         carry = (next - taken) - a;
         taken = next;
@@ -106,7 +107,7 @@ class Row {
     return sums;
   }
 
-  // The nu that is right for the entries that are free at `nu`, from the largest of them.
+  // The root for the set of entries that are free at `nu`, relative to the largest of them.
   Threshold root_of(const Threshold& nu, const Sums& at) const {
     double sum = 0;
     for (int64_t i = 0; i < n_; ++i) {

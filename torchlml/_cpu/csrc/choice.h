@@ -1,4 +1,4 @@
-// Hard and random choices: ones at the k largest entries, and a systematic sample.
+// Hard and random choices: a mask of the k largest entries, and a systematic sample.
 #pragma once
 
 #include "forward.h"
@@ -15,18 +15,18 @@ LML_INLINE int64_t count_above(const T* x, int64_t n, T pivot) {
   return -total_lanes(above);
 }
 
-// The k-th largest of n entries without a NaN, 1 <= k <= n. Counting is many times cheaper than moving entries
-// about: pivots close in on the place, and a selection among the few between them ends the search.
+// The k-th largest of n entries without NaN, 1 <= k <= n. Counting is many times cheaper than moving entries, so pivots
+// bracket the result first, and a selection among the few entries between them finishes the search.
 template <class T>
 T select_largest(const T* x, int64_t n, int64_t k, Target& target, T* room) {
   constexpr int64_t few = 96;
   T low = -static_cast<T>(HUGE_VAL), high = static_cast<T>(HUGE_VAL);
-  int64_t above_low = n, above_high = 0;  // as many are larger: k <= above_low, above_high < k
+  int64_t above_low = n, above_high = 0;  // number of entries above each pivot: above_high < k <= above_low
   if (n > few && k < n) {
     target.set(static_cast<double>(k) - 0.5, n);
     const Moments row = moments(x, target);
     const double deviation = ::sqrt(row.variance);
-    // The density near the place, from the normal distribution: it turns a count into a distance.
+    // The density near the result, if the entries are normally distributed. It converts a count into a distance.
     const double density = static_cast<double>(n) * 0.3989422804 * ::exp(-0.5 * target.probit * target.probit);
     double pivot = row.mean - deviation * target.probit;
     for (int pass = 0; pass < 8 && above_low - above_high > few; ++pass) {
@@ -39,14 +39,14 @@ T select_largest(const T* x, int64_t n, int64_t k, Target& target, T* room) {
         high = at, above_high = above;
       }
       const double l = static_cast<double>(low), h = static_cast<double>(high);
-      // A little beyond the place, so that the next pivot closes the other side.
+      // Aim slightly beyond the result, so that the next pivot tightens the other side of the bracket.
       const double missing = static_cast<double>(above - k), margin = above >= k ? few / 4 : -few / 4;
       pivot = static_cast<double>(at) + deviation * (missing + margin) / density;
       if (!(pivot > l && pivot < h) || pass > 3) pivot = 0.5 * l + 0.5 * h;
     }
   }
   int64_t size = 0;
-  const bool closed = low > -static_cast<T>(HUGE_VAL);  // otherwise entries of -inf take part
+  const bool closed = low > -static_cast<T>(HUGE_VAL);  // otherwise entries of -inf are candidates, too
   each_vector<T>(n, [&](int64_t i, int64_t count) __attribute__((always_inline)) {
     const Vec<T> a = read(x + i, count);
     if (closed && count == lanes<T> && !any<T>(greater(a, low) & ~greater(a, high))) return;
@@ -68,7 +68,7 @@ struct ChoiceRow : Row<S> {
     for (int64_t i = 0; i < n; ++i) store_one(y + i, value);
   }
 
-  // The entries in the work dtype, -inf where masked: the row itself, if it is that already.
+  // The entries in the work dtype, with -inf for masked entries. Returns the row itself if no conversion is needed.
   const T* values(Scratch<T>& copy) const {
     if constexpr (sizeof(S) == sizeof(T)) {
       if (!mask) return x;
@@ -94,7 +94,7 @@ struct ChoiceRow : Row<S> {
     const int64_t wanted = k < static_cast<double>(n) ? static_cast<int64_t>(k) : n;
     const T threshold = select_largest(v, n, wanted, target, room.room(n));
     int64_t left = wanted - count_above(v, n, threshold);
-    // Among equal entries those of lower index are taken; an entry of -inf never is.
+    // Ties are resolved in favor of lower indices. An entry of -inf is never chosen.
     if (!(threshold > -static_cast<T>(HUGE_VAL))) left = 0;
     const Vec<T> one = splat(T{1});
     each_vector<T>(n, [&](int64_t i, int64_t count) __attribute__((always_inline)) {
@@ -122,8 +122,8 @@ void topk_mask_rows(const TopkMaskArgs& args, const Rows& rows) {
   }
 }
 
-// Calls f with the entries of a row in double, one vector after the other (the last filled up with zeros), and
-// their place.
+// Calls f(a, i) for consecutive vectors of a row, converted to double and padded with zeros, where i is the index of
+// the first entry.
 template <class S, class F>
 LML_INLINE void each_double(const S* p, int64_t n, const F& f) {
   using T = typename Work<S>::type;
@@ -140,8 +140,8 @@ LML_INLINE void each_double(const S* p, int64_t n, const F& f) {
   });
 }
 
-// The probabilities of a row in whole units of 2^-bits that sum to k exactly, so that nothing is rounded while
-// they are laid end to end.
+// The probabilities of a row as integer multiples of 2^-bits that sum to k exactly, so that their cumulative sums are
+// exact.
 struct Units {
   int bits = 44;
   explicit Units(int64_t n) {
@@ -149,17 +149,18 @@ struct Units {
   }
   int64_t one() const { return int64_t{1} << bits; }
 
-  // `length` has room for n entries and a vector.
+  // `length` has space for n entries plus one vector.
   template <class S>
   LML_INLINE void fill(const S* p, int64_t n, double k, int64_t* length) const {
-    vdouble sums{}, rooms{};  // rooms: how much the positive ones can grow
+    vdouble sums{}, slacks{};  // slacks: how far the positive entries are from 1
     each_double(p, n, [&](vdouble a, int64_t) __attribute__((always_inline)) {
       sums += a;
-      rooms += keep<double>(greater(a, 0.0), 1 - a);
+      slacks += keep<double>(greater(a, 0.0), 1 - a);
     });
-    const double sum = total(sums), room = total(rooms), missing = k - sum;
-    // What rounding left of k goes to all in proportion: to what they have, or to what they lack.
-    const double grow = missing > 0 && room > 0 ? (missing < room ? missing / room : 1) : 0;
+    const double sum = total(sums), slack = total(slacks), missing = k - sum;
+    // Correct the rounding error of the sum: shrink all entries in proportion to p, or grow them in proportion to
+    // 1 - p.
+    const double grow = missing > 0 && slack > 0 ? (missing < slack ? missing / slack : 1) : 0;
     const double factor = (missing < 0 ? k / sum : 1) * static_cast<double>(one());
     constexpr double shift = 6755399441055744.0;  // 1.5 * 2^52: the integer lands in the low bits
     idouble lengths{};
@@ -169,7 +170,7 @@ struct Units {
       std::memcpy(length + i, &whole, sizeof whole);
       lengths += whole;
     });
-    // A few units may be left still.
+    // Distribute the few units that may remain.
     int64_t left = (static_cast<int64_t>(k) << bits) - total_lanes(lengths);
     for (int64_t i = 0; i < n && left != 0; ++i) {
       if (length[i] == 0) continue;
@@ -181,7 +182,8 @@ struct Units {
   }
 };
 
-// Calls f for every place of a row and its column, one of four: sums of their own seldom wait for each other.
+// Calls f for every index of a row and its column, one of four. Each column has its own sums, which shortens the
+// dependency chains.
 template <class F>
 LML_INLINE void each_place(int64_t n, const F& f) {
   int64_t i = 0;
@@ -200,15 +202,15 @@ void systematic_sample_rows(const SystematicSampleArgs& args, const Rows& rows) 
     S* y = part_of<S>(args.y, span);
     const int64_t n = span.size;
     const double asked = args.k[r * args.k_stride], all = static_cast<double>(n), k = asked < all ? asked : all;
-    if (n > 0 && load_one(p) != load_one(p)) {  // a NaN makes the whole row NaN
+    if (n > 0 && load_one(p) != load_one(p)) {  // a row with NaN is NaN throughout
       for (int64_t i = 0; i < n; ++i) store_one(y + i, static_cast<T>(NAN));
       continue;
     }
     const Units units(n);
     int64_t* length = lengths.room(n + lanes<T>);
     units.fill(p, n, k, length);
-    // The order is that of the keys' six high bits, then of four columns, then of the places. First, where each key
-    // and column begins:
+    // The entries are ordered by the six high bits of their keys, then by column, then by index. First compute where
+    // each pair of key and column begins.
     int64_t at[64][4] = {};
     each_place(n, [&](int64_t i, int column) { at[key[i] >> 2][column] += length[i]; });
     const int64_t fraction = units.one() - 1;
@@ -220,7 +222,7 @@ void systematic_sample_rows(const SystematicSampleArgs& args, const Rows& rows) 
         place += size;
       }
     }
-    // Where an entry's end passes a whole number, it has a tooth of the comb.
+    // An entry is sampled if its interval contains an integer.
     each_place(n, [&](int64_t i, int column) {
       int64_t& end = at[key[i] >> 2][column];
       const int64_t next = end + length[i];

@@ -1,4 +1,4 @@
-// One row of the projections onto {0 <= y <= upper, sum y = k}, forward.
+// The forward pass of one row of the projections onto {0 <= y <= upper, sum y = k}.
 #pragma once
 
 #include "constrained_solve.h"
@@ -30,8 +30,8 @@ __attribute__((noinline)) void project_carefully(const S* x, int64_t n, double k
   }
 }
 
-// Where nu would be were the entries normally distributed, for bounds of 1. Far below the bounds lml is an
-// exponential as well. Elsewhere min(1, exp(z)) is a step at z = -1, smoothed by a distribution of variance 1.
+// The approximate nu of normally distributed entries with bounds of 1. Far below the bounds, lml is an exponential as
+// well. Otherwise min(1, exp(z)) is a step at z = -1, smoothed by a distribution of variance 1.
 template <class S>
 LML_INLINE double softmax_guess(const S* x, const Target& target) {
   const double part = target.k * target.inverse;
@@ -41,8 +41,8 @@ LML_INLINE double softmax_guess(const S* x, const Target& target) {
   return wide + (::log(part) - wide) * (0.1 / (0.1 + row.variance)) - row.mean;
 }
 
-// y of finite entries, and nu. The search keeps exponentials in `work`, which may be y itself if it has that
-// type. False if the sums are not finite: then there are infinities or NaN in the row, or values near 1e38.
+// Computes y and nu of finite entries. The search stores exponentials in `work`, which may be y itself if it has the
+// same type. Returns false if the sums are not finite, because of infinities or NaN in the row, or of values near 1e38.
 template <class S, class Y, class Bounds, class T = typename Work<S>::type>
 bool project(const S* x, int64_t n, double k, const Bounds& bounds, double unit, bool sparsemax, Target& target,
              T* work, Y* y, Threshold& nu) {
@@ -95,7 +95,7 @@ struct ConstrainedRow : Row<S> {
   bool sparsemax;
   const double* upper;
   int64_t stride;  // of `upper`
-  S* y;            // or null
+  S* y;            // may be null
   double* nu_high;
   double* nu_low;
 
@@ -110,13 +110,13 @@ struct ConstrainedRow : Row<S> {
     for (int64_t i = 0; i < n; ++i) store_one(y + i, static_cast<T>(value(i)));
   }
 
-  // No entry gets more than k, so a bound of 2 k is none, and is finite.
+  // No entry exceeds k, so bounds above 2 k can be replaced by 2 k, which is finite.
   T bound(int64_t i) const {
     const double u = upper[i * stride];
     return static_cast<T>(u > 2 * k ? 2 * k : u);
   }
 
-  // Rows without a mask that turn out finite and feasible; false for the others.
+  // Handles finite and feasible rows without a mask. Returns false for all others.
   bool plain(ConstrainedScratch<T>& scratch) const {
     if (mask || !(k > 0) || n == 0) return false;
     T* work = scratch.work.room_in(y, n);
@@ -137,7 +137,8 @@ struct ConstrainedRow : Row<S> {
     return true;
   }
 
-  // Masks, infinities, NaN, k <= 0 and bounds that leave no choice: the finite entries are solved apart.
+  // Handles masks, infinities, NaN, k <= 0 and bounds that determine y. The finite entries are solved as a row of their
+  // own.
   void general(ConstrainedScratch<T>& scratch) const {
     T* packed = scratch.packed.room(n);
     T* bounds = scratch.bounds.room(n);
@@ -145,14 +146,14 @@ struct ConstrainedRow : Row<S> {
     const auto value = [&](int64_t i) { return available(i) ? load_one(x + i) : -infinity; };
     bool nan = k != k;
     int64_t infinite = 0;
-    double held = 0, room = 0;  // by the entries of +inf, and by the finite ones
+    double held = 0, finite = 0;  // sums of the bounds of the entries of +inf and of the finite entries
     for (int64_t i = 0; i < n; ++i) {
       const T a = value(i);
       const double u = upper[i * stride];
       if (a == -infinity) continue;
       nan |= a != a || u != u;
       infinite += a == infinity;
-      (a == infinity ? held : room) += u;
+      (a == infinity ? held : finite) += u;
     }
     if (nan) {
       set_nu(NAN, 0);
@@ -162,10 +163,10 @@ struct ConstrainedRow : Row<S> {
       set_nu(-HUGE_VAL, 0);
       return fill([](int64_t) { return 0.0; });
     }
-    // Where the bounds of the entries of +inf make up k, those share it as if they were tied.
+    // If the bounds of the entries of +inf sum to at least k, these entries share k as if they were tied.
     const bool shared = infinite > 0 && held >= k;
     const auto takes_part = [&](T a) { return shared ? a == infinity : a > -infinity; };
-    if (k >= (shared ? held : held + room)) {
+    if (k >= (shared ? held : held + finite)) {
       set_nu(HUGE_VAL, 0);
       return fill([&](int64_t i) { return takes_part(value(i)) ? upper[i * stride] : 0.0; });
     }
@@ -182,7 +183,7 @@ struct ConstrainedRow : Row<S> {
     const EachBound<T> each{bounds};
     T* work = scratch.work.room(n);
     Threshold nu{0, 0};
-    // Rounding may leave nothing to search for.
+    // After rounding, the problem may be infeasible or determined by the bounds.
     if (rest > 0 && rest < sum) {
       const double unit = sum / static_cast<double>(size);
       if (!project(packed, size, rest, each, unit, sparsemax, scratch.target, work, work, nu)) {

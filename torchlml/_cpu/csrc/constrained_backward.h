@@ -1,7 +1,8 @@
 // The derivatives of the projections onto {0 <= y <= upper, sum y = k}.
 //
-// dy = w (dx + d nu) + b d upper, with w = dy/dz of an entry, b = 1 where it is at its bound, and d nu such that
-// the sum moves with k: dk = sum w g / sum w, dx = w (g - dk), d upper = b (g - dk).
+// dy = w (dx + d nu) + b d upper, where w = dy/dz of an entry, b = 1 if the entry is at its bound and 0 otherwise, and
+// d nu makes the sum equal to k. For an incoming gradient g, this gives dk = sum w g / sum w, dx = w (g - dk) and
+// d upper = b (g - dk).
 #pragma once
 
 #include "constrained.h"
@@ -39,7 +40,7 @@ struct ConstrainedBackwardRow {
   T high, low;
   S* dx;
   double* dk;
-  double* d_upper;  // of this row's entries, or of the row, or null
+  double* d_upper;  // one value per entry of the row, or one value for the row, or null
 
   void fill(T value) const {
     for (int64_t i = 0; i < row.n; ++i) store_one(dx + i, value);
@@ -50,7 +51,7 @@ struct ConstrainedBackwardRow {
 
   LML_INLINE Vec<T> z_at(int64_t i, int64_t count) const { return (read(row.x + i, count) + high) + low; }
 
-  // Finite rows without a mask; the first pass leaves w in `work`. False if a number is not finite after all.
+  // Handles finite rows without a mask. The first pass leaves w in `work`. Returns false if an entry is not finite.
   template <class Bounds>
   LML_INLINE bool plain(const Bounds& bounds, T* work) const {
     const int64_t n = row.n;
@@ -98,7 +99,7 @@ struct ConstrainedBackwardRow {
     if (Bounds::one) *d_upper = sum;
   }
 
-  // Masks, infinities, and rows without a finite nu.
+  // Handles masks, infinities and rows without a finite nu.
   void general() const {
     const T infinity = static_cast<T>(HUGE_VAL);
     if (high != high) return fill(high);
@@ -110,7 +111,7 @@ struct ConstrainedBackwardRow {
       if (value(i) == infinity) held += row.upper[i * row.stride], ++infinite;
     }
     const bool shared = infinite > 0 && held >= row.k;
-    // w of an entry and whether it is at its bound.
+    // w of an entry, and whether the entry is at its bound.
     const auto slope = [&](int64_t i) {
       const T a = value(i);
       if (a == -infinity || (shared && a < infinity) || high == -infinity) return EntrySlope{0, false};
@@ -129,7 +130,7 @@ struct ConstrainedBackwardRow {
     for (int64_t i = 0; i < row.n; ++i) {
       const auto [w, at_bound] = slope(i);
       const double felt = w > 0 || at_bound ? gradient(i) - *dk : 0;
-      // An entry of +inf follows k, but no finite change of x.
+      // An entry of +inf depends on k, but not on finite changes of x.
       store_one(dx + i, static_cast<T>(shared ? 0 : w * felt));
       if (d_upper && row.stride) d_upper[i] = at_bound ? felt : 0;
       if (d_upper && !row.stride && at_bound) *d_upper += felt;

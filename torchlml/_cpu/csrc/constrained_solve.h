@@ -1,8 +1,8 @@
-// nu of the projections onto {0 <= y <= upper, sum y = k}, for finite entries and 0 < k < sum of upper.
+// Solves for nu of the projections onto {0 <= y <= upper, sum y = k}, for finite entries and 0 < k < sum of upper.
 //
-// Both functions of nu are pieces of one kind put together: as soon as a step of Newton's method does not
-// change which entries are at a bound, it was exact. Rows where that takes too long go to
-// careful_constrained.cpp.
+// Between the values of nu at which an entry reaches a bound, the sum is linear in nu (sparsemax) or in exp(nu)
+// (softmax). A step of Newton's method is therefore exact if it does not change which entries are at a bound. Rows that
+// take too many steps are solved by careful_constrained.cpp.
 #pragma once
 
 #include "backward.h"
@@ -10,7 +10,7 @@
 namespace torchlml {
 namespace {
 
-// The bounds of a row: one for all entries, or one beside each.
+// The bounds of a row: one for all entries, or one for each entry.
 template <class T>
 struct OneBound {
   static constexpr bool one = true;
@@ -32,7 +32,7 @@ struct EachBound {
   }
 };
 
-// What is known at one nu: how many entries are over their bounds, how many are free, and their sums.
+// The state at one nu: the number of entries above their bounds, the number of free entries, and the sums of both.
 struct Level {
   int64_t over, free;
   double taken, sum;
@@ -48,7 +48,7 @@ struct LevelSums {
     over += is_over;
     free += is_free;
     sum.block += keep<T>(is_free, a);
-    // k minus this is what is left for the free ones: every digit counts.
+    // The free entries sum to k minus this sum, which must therefore be accurate to the last digit.
     if constexpr (!Bounds::one) taken += widen(keep<T>(is_over, bound));
   }
   LML_INLINE Level level(const Bounds& bounds) {
@@ -63,34 +63,34 @@ struct LevelSums {
   }
 };
 
-// Blocks so short that sums of floats stay exact enough.
+// Blocks are short enough for accurate float sums.
 constexpr int64_t short_block = 16;
 
-// In the backward pass, an entry that reaches its bound up to rounding still counts as free: it is the one that k
-// moves.
+// In the backward pass, an entry that reaches its bound only up to rounding counts as free, because it may be the only
+// entry that depends on k.
 template <class T>
 constexpr T edge = sizeof(T) == 4 ? T(1 + 1e-6) : T(1 + 4e-15);
 
-// The softmax's search: e = exp(x - center) is stored, and its factor s found for which sum min(upper, e s) = k.
+// The search for the softmax: stores e = exp(x - center) and finds the factor s with sum min(upper, e s) = k.
 //
 // Error bound. Let p = e s as rounded, and t = min(p, upper - p) for the entries below their bounds. If s grows by a
-// factor 1 + d, the sum grows by at least d sum t, because each of these entries has room for t. If s shrinks by as
-// much, the sum falls by at least d sum p. So the residual r = sum min(upper, p) - k bounds the relative error of s by
-// -r / sum t or r / sum p, however many entries are close to their bounds. For this the residual must be accurate
-// relative to sum t: an entry above half of its bound counts as its bound, exactly, minus t. Blocks of 8 floats add an
-// error of at most 3.5 eps sum t. Rounding p amounts to changing e by eps / 2. If e has a relative error of a, that of
-// y is at most
+// factor 1 + d, the sum grows by at least d sum t, because each of these entries can grow by t. If s shrinks by the
+// same factor, the sum falls by at least d sum p. The residual r = sum min(upper, p) - k therefore bounds the relative
+// error of s by -r / sum t or r / sum p, regardless of how many entries are close to their bounds. This requires a
+// residual that is accurate relative to sum t, so an entry above half of its bound is counted as its exact bound minus
+// t. Blocks of 8 floats add an error of at most 3.5 eps sum t. Rounding p is equivalent to changing e by eps / 2. If e
+// has a relative error of a, the relative error of y is at most
 //   2 a + eps (p is rounded here and in y) + 3.5 eps (sums) + 3 eps (`fine`, or the width of the bracket).
-// In float32 a <= 4e-7: 1.5e-7 from vexp, and half of the spacing of floats below 8 from x - center, where |log s| < 8
-// (`centered`). With eps = 1.2e-7 the error is below 1.7e-6 y.
+// In float32, a <= 4e-7: 1.5e-7 from vexp, and half of the spacing of floats below 8 from x - center, because
+// |log s| < 8 (`centered`). With eps = 1.2e-7, the error is below 1.7e-6 y.
 template <class T, class Bounds>
 class SoftmaxSearch {
   static constexpr T unscale = 1 / Stored::scale(T{});
   static constexpr double eps = sizeof(T) == 4 ? 0x1p-23 : 0x1p-52;
-  static constexpr double fine = (sizeof(T) == 4 ? 2 : 64) * eps;  // sums of doubles round as the terms do
+  static constexpr double fine = (sizeof(T) == 4 ? 2 : 64) * eps;  // float64 sums have the same rounding as their terms
 
  public:
-  double factor = unscale;  // a T during the search
+  double factor = unscale;  // representable in T during the search
 
   template <class S>
   LML_INLINE SoftmaxSearch(const S* x, int64_t n, double k, const Bounds& bounds, double guess, T* e)
@@ -109,18 +109,19 @@ class SoftmaxSearch {
   Threshold nu() const { return {static_cast<double>(center_), ::log(factor / static_cast<double>(unscale))}; }
   bool centered() const { return factor > unscale * ::exp(-8.0) && factor < unscale * ::exp(8.0); }
 
-  // The sum is concave in s, so the root of a tangent is at most the true one: Newton's steps come from below, and one
-  // that does not leave the sum short of k has arrived.
+  // The sum is concave in s, so the root of a tangent is never above the true root. Newton's method converges from
+  // below, and it has converged once the sum is no longer below k.
   bool solve() {
     const double smallest = unscale * 1e-7, largest = unscale * 1e7;
-    const double rounding = 0x1p-50 * k_;  // of the sums of bounds
+    const double rounding = 0x1p-50 * k_;  // rounding error of the sums of bounds
     double low = 0, high = HUGE_VAL;
     for (int pass = 0; pass < 24; ++pass) {
       const Filled at = filled(static_cast<T>(factor));
       const double proven = fine * (at.excess > 0 ? at.free : at.slack) + rounding;
-      // If nothing is left for the entries below their bounds, one at its bound must come down: the one that k moves.
+      // If the entries at their bounds already sum to k, one of them must decrease: the one that depends on k.
       if (at.rest > 1e-20 && (at.excess > 0 ? at.excess : -at.excess) <= proven) {
-        // Newton's last step ends between here and the root, or at most as far below the root as here is above it.
+        // The last Newton step ends between the current point and the root, or at most as far below the root as the
+        // current point is above it.
         if (at.free > 0) factor *= at.rest / at.free;
         return true;
       }
@@ -128,7 +129,7 @@ class SoftmaxSearch {
       if (high <= low * (1 + 1.5 * fine)) return true;
       const double root = at.rest > 0 && at.free > 0 ? rounded(factor * at.rest / at.free) : 0;
       if (root > 0 && root >= low && root < high && (pass < 12 || pass % 2 || !(high < HUGE_VAL))) {
-        // A step too short to change p would hide that the sum may still be short of k beyond the next bounds.
+        // A step that is too short to change p would hide that the sum may stay below k past the next bounds.
         const double least = factor * (1 + fine);
         factor = at.excess < 0 && root < least ? rounded(least) : root;
         low = root;
@@ -155,7 +156,7 @@ class SoftmaxSearch {
     const T* e = e_;
     const Bounds bounds = bounds_;
     Mask<T> near_count{}, full_count{};
-    LongSum<T> near_bounds, full_bounds;  // k minus these is left for the others: every digit counts
+    LongSum<T> near_bounds, full_bounds;  // subtracted from k, so they must be accurate to the last digit
     BlockSum<T> gaps, low;
     each_vector_in_blocks<T, short_block / 2>(
         n_,
@@ -194,7 +195,7 @@ class SoftmaxSearch {
   bool finite_;
 };
 
-// z = (x + high) + low is x + nu, exactly near the threshold.
+// z = (x + high) + low equals x + nu, and the sum is exact near the threshold.
 template <class T>
 struct Split {
   T high, low;
@@ -204,7 +205,7 @@ struct Split {
   }
 };
 
-// The sparsemax's search: sum clip(x + nu, 0, upper) = k is piecewise linear in nu.
+// The search for the sparsemax: sum clip(x + nu, 0, upper) = k is piecewise linear in nu.
 template <class S, class Bounds>
 class SparsemaxSearch {
   using T = typename Work<S>::type;
@@ -225,7 +226,7 @@ class SparsemaxSearch {
   const Threshold& nu() const { return nu_; }
 
   bool solve() {
-    double place = 0, low = -HUGE_VAL, high = HUGE_VAL;  // all from the first guess on
+    double place = 0, low = -HUGE_VAL, high = HUGE_VAL;  // relative to the first guess
     bool rooted = false;
     Level last{-1, -1, 0, 0};
     for (int pass = 0; pass < 32; ++pass) {
@@ -233,7 +234,7 @@ class SparsemaxSearch {
       const double excess = (at.taken - k_) + at.sum;
       if (excess == 0) return true;
       if (rooted && at.over == last.over && at.free == last.free) {
-        // The step that led here came from sums at another nu, with rounding errors of their size.
+        // The last step was computed from the sums at another nu, whose rounding errors this step corrects.
         move(-excess / static_cast<double>(at.free));
         return true;
       }
@@ -242,7 +243,7 @@ class SparsemaxSearch {
       if (at.free > 0) {
         step = -excess / static_cast<double>(at.free);
       } else {
-        // Flat: on to the next entry that changes the sum, and a little into its slope.
+        // The sum is flat: go to the next entry that changes it, and slightly beyond.
         const double size = excess > 0 ? excess : -excess, into = 0.5 * (size < unit_ ? size : unit_);
         step = excess > 0 ? -(gap<true>() + into) : gap<false>() + into;
       }
@@ -261,14 +262,14 @@ class SparsemaxSearch {
   }
 
  private:
-  // The centre goes along, and what it loses to rounding stays in delta: far from the first guess, too, the last
-  // step counts to its last digit.
+  // Moves the center and keeps its rounding error in delta, so that the last step is exact even far from the first
+  // guess.
   void move(double step) {
     const double shift = nu_.delta + step, center = nu_.center - shift, part = center - nu_.center;
     nu_ = {center, -((nu_.center - (center - part)) - (shift + part))};
   }
 
-  // z of one vector, and -1 beyond the end of the row.
+  // z of one vector, with -1 past the end of the row.
   LML_INLINE Vec<T> z_at(const Split<T>& nu, int64_t i, int64_t count) const {
     const Vec<T> z = (read(x_ + i, count) + nu.high) + nu.low;
     return count == lanes<T> ? z : select<T>(first_lanes<T>(count), z, splat(T{-1}));
@@ -289,7 +290,7 @@ class SparsemaxSearch {
     return sums.level(bounds);
   }
 
-  // The distance to the next entry that would leave its bound, downwards, or 0, upwards.
+  // The distance to the next entry that leaves its upper bound (`down`) or 0 (otherwise).
   template <bool down>
   __attribute__((noinline)) double gap() const {
     const Split<T> nu(nu_);

@@ -1,4 +1,4 @@
-// One row forward: special rows, the general row with masks or infinities, and the plain row.
+// The forward pass of one row: special rows, general rows with masks or infinities, and ordinary rows.
 #pragma once
 
 #include "lanes.h"
@@ -25,14 +25,14 @@ struct ForwardRow : Row<S> {
     set_nu(high, static_cast<T>((-nu.center - static_cast<double>(high)) + nu.delta));
   }
 
-  // In the dual a bound is a clamp: the row is free, with nu = 0, where nu has the other sign.
+  // A bound on the sum clamps nu to one sign. If the nu of sum y = k has the other sign, the row is free, with nu = 0.
   bool is_free(double nu) const { return bound == Bound::at_most ? nu >= 0 : bound == Bound::at_least && nu <= 0; }
   LML_INLINE void free_row() const {
     set_nu(0, 0);
     write_from_nu();
   }
 
-  // y = `value` on the available entries for which `chosen(x)`, 0 on all others.
+  // Sets y to `value` for the available entries with `chosen(x)`, and to 0 for all others.
   template <class F>
   void fill(T value, const F& chosen) const {
     if (output == Output::none) return;
@@ -55,7 +55,7 @@ struct ForwardRow : Row<S> {
     });
   }
 
-  // y or log y from x and the nu that was just set; infinities and masks come out right.
+  // Writes y or log y from x and the current nu. Handles infinities and masks.
   LML_INLINE void write_from_nu() const {
     if (output == Output::none) return;
     const T high = *nu_high, low = *nu_low;
@@ -72,7 +72,7 @@ struct ForwardRow : Row<S> {
     });
   }
 
-  // y = e u / (1 + e u) from the stored exponentials (which may lie in y itself).
+  // Writes y = e u / (1 + e u) from the stored exponentials, which may be in y itself.
   template <bool flip>
   LML_INLINE void write_from_odds(const T* e, const Fit<T>& fit) const {
     const T u = static_cast<T>(fit.odds);
@@ -81,19 +81,19 @@ struct ForwardRow : Row<S> {
       const Vec<T> odds = (count == lanes<T> ? load(e + i) : tail) * u;
       const Vec<T> r = reciprocal(1 + odds), t = odds * r;
       const Mask<T> over = greater(odds, T{1});
-      // The smaller of y and 1 - y is the accurate one.
+      // The smaller of y and 1 - y has full relative accuracy, so the other is computed from it.
       write(y + i, flip ? select<T>(over, r, 1 - t) : select<T>(over, 1 - r, t), count);
     });
   }
 
-  // nu and y or log y of a row that was solved; e as for `write_from_odds`.
+  // Writes nu and y or log y of a solved row. e is as for `write_from_odds`.
   LML_INLINE void write_solved(const T* e, const Fit<T>& fit, bool flip) const {
     set_nu(fit.nu);
     if (fit.status != Fit<T>::solved || fit.clamped || output != Output::projection) return write_from_nu();
     flip ? write_from_odds<true>(e, fit) : write_from_odds<false>(e, fit);
   }
 
-  // The finite available entries of [begin, begin + length), moved to `to`, and what else there is.
+  // Copies the finite available entries of [begin, begin + length) to `to`, and counts the special ones.
   struct Packed {
     int64_t begin, size, infinite;
     bool nan;
@@ -111,7 +111,7 @@ struct ForwardRow : Row<S> {
     return found;
   }
 
-  // Masks, infinities, NaN, k <= 0 and k >= m: the finite available entries are solved apart.
+  // Handles masks, infinities, NaN, k <= 0 and k >= m. The finite available entries are solved as a row of their own.
   void general(double k, Scratch<T>& packed, Scratch<T>& work) const {
     T* finite = packed.room(n);
     T* room = work.room(n);
@@ -161,13 +161,13 @@ struct ForwardRow : Row<S> {
   }
 };
 
-// Ordinary rows that are solved side by side. Between two passes over a row lies a chain of divisions, and the
-// processor works on the chains of several short rows at once.
+// Interleaves the solves of several ordinary rows. A chain of divisions separates two passes over a row, and the
+// processor can overlap the chains of several short rows.
 template <class S>
 class SideBySide {
   using T = typename Work<S>::type;
   static constexpr int most_rows = 8;
-  static constexpr int64_t most_entries = 2048;  // they stay in the first cache
+  static constexpr int64_t most_entries = 2048;  // fits into the L1 cache
 
  public:
   bool has_room(int64_t n) const { return count_ == 0 || (count_ < most_rows && entries_ + n <= most_entries); }
@@ -178,7 +178,7 @@ class SideBySide {
     ++count_, entries_ += row.n;
   }
 
-  // Solves and writes the rows, and begins anew; `general(row, k)` is called for those with infinite entries.
+  // Solves and writes the rows, and empties the block. Calls `general(row, k)` for rows that are not finite.
   template <class F>
   void finish(const F& general) {
     T *e[most_rows], center[most_rows];
@@ -186,7 +186,7 @@ class SideBySide {
     int64_t before = 0;
     for (int i = 0; i < count_; ++i) {
       center[i] = static_cast<T>(-guess(rows_[i].x, targets_[i]));
-      // The output doubles as room for the exponentials when it has the right type.
+      // The output also serves as space for the exponentials if it has the right type.
       e[i] = sizeof(S) == sizeof(T) && rows_[i].y ? reinterpret_cast<T*>(rows_[i].y) : room_.room(entries_) + before;
       before += rows_[i].n;
     }
@@ -229,14 +229,14 @@ ForwardRow<S> forward_row(const ForwardArgs& args, const Span& span, int64_t r, 
   return {{args.batch, span, team}, args.output, args.bound, part_of<S>(args.y, span), nu, nu + args.batch.rows};
 }
 
-// Short rows that are solved one per lane.
+// A block of short rows that are solved one per lane.
 template <class S>
 class LaneBlock {
  public:
   explicit LaneBlock(const ForwardArgs& args) : args_(args) {}
   static constexpr bool takes(int64_t n) { return n <= short_row; }
 
-  // Adds a row with 0 < k < n. A block that is full is finished.
+  // Adds a row with 0 < k < n. Finishes the block when it is full.
   template <class F>
   LML_INLINE void add(int64_t r, const Span& span, double k, const F& otherwise) {
     rows_[count_] = r, begin_[count_] = span.begin;
@@ -248,7 +248,7 @@ class LaneBlock {
     if (++count_ == block_rows) finish(otherwise);
   }
 
-  // Solves and writes the rows, and begins anew; `otherwise(row, k)` is called for those that need another way.
+  // Solves and writes the rows, and empties the block. Calls `otherwise(row, k)` for rows that were not solved.
   template <class F>
   void finish(const F& otherwise) {
     if (count_ == 0) return;
@@ -280,7 +280,7 @@ class LaneBlock {
   }
 
  private:
-  // Writes a row that is not an ordinary one, unless it turns out to be one.
+  // Writes a row that needs special treatment. Returns false if `LaneSolver::write` should write it after all.
   template <class F>
   __attribute__((noinline)) bool write_alone(int i, const F& otherwise) const {
     const Span span{begin_[i], in_.size[i]};
@@ -302,9 +302,9 @@ class LaneBlock {
   int64_t rows_[block_rows], begin_[block_rows];
   LaneSolver::Input<S> in_;
   LaneSolver solver_;
-  S nowhere_[short_row];  // where lanes write that have nothing to write
+  S nowhere_[short_row];  // the output of lanes whose results are discarded
 };
-// Lanes are float: rows of float64 go the other way.
+// Lanes are float32. Rows of float64 are solved one by one.
 template <>
 class LaneBlock<double> {
  public:

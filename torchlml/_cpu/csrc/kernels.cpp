@@ -1,4 +1,4 @@
-// Compiled once per instruction set, with LML_KERNELS naming the table (see setup.py).
+// Compiled once per instruction set. LML_KERNELS is the name of the table (see setup.py).
 #include "backward_rows.h"
 #include "choice.h"
 #include "constrained_backward.h"

@@ -1,15 +1,15 @@
-// What the bindings and the per-instruction-set kernels agree on. No torch header is needed below
-// this line, so that the kernels can be compiled alone (the sanitizer driver does).
+// The interface between the bindings and the kernels of each instruction set. It includes no torch header, so that
+// the kernels can be compiled alone (the sanitizer driver does this).
 //
-// How to add a kernel NAME, once torchlml defines the operator and does it in plain torch:
-//   1. Here: a struct NameArgs with what it reads and writes, and a line in LML_KERNELS_TABLE.
-//   2. name.h: template <class S> void NAME_rows(const NameArgs&, const Rows&), which does these rows of dtype S (see
-//      rows.h for the loops). Include it in kernels.cpp.
-//   3. bindings.cpp: a function with the operator's arguments, which checks them, fills in NameArgs and calls
-//      launch(&Kernels::NAME, ...), or launch_split if it works on long rows in pieces (sum_of_parts in rows.h), and a
-//      line in STABLE_TORCH_LIBRARY_IMPL; its schema in STABLE_TORCH_LIBRARY_FRAGMENT if trained models call it.
-//   4. tools/sanitize.cpp: a call with every dtype; tests/library: that it agrees with plain torch.
-// setup.py compiles every .cpp file of this folder, and kernels.cpp once for each instruction set.
+// To add a kernel NAME after torchlml defines the operator and implements it in pure PyTorch:
+//   1. Here: add a struct NameArgs with the inputs and outputs, and a line in LML_KERNELS_TABLE.
+//   2. name.h: write template <class S> void NAME_rows(const NameArgs&, const Rows&), which processes the given rows
+//      of dtype S (see rows.h for the loops). Include it in kernels.cpp.
+//   3. bindings.cpp: write a function with the operator's arguments that checks them, fills in NameArgs and calls
+//      launch(&Kernels::NAME, ...), or launch_split if it splits long rows into pieces (sum_of_parts in rows.h). Add a
+//      line to STABLE_TORCH_LIBRARY_IMPL, and the schema to STABLE_TORCH_LIBRARY_FRAGMENT if trained models call it.
+//   4. tools/sanitize.cpp: call it with every dtype. tests/library: test that it agrees with pure PyTorch.
+// setup.py compiles every .cpp file in this directory, and kernels.cpp once for each instruction set.
 #pragma once
 
 #include <cstddef>
@@ -20,11 +20,11 @@ namespace torchlml {
 enum class Dtype : int { float32, float64, bfloat16, float16 };
 inline constexpr int dtype_count = 4;
 
-// A batch of rows: dense (`offsets` null, every row has `width` entries) or packed (`offsets` has
-// rows + 1 entries into `total` entries).
+// A batch of rows: dense (`offsets` is null and every row has `width` entries) or jagged (`offsets` has
+// rows + 1 entries, which index the `total` entries).
 struct Batch {
   const void* x;
-  const bool* mask;        // true = available; null = everything is
+  const bool* mask;        // true = available; null = all entries are available
   const int64_t* offsets;  // null = dense
   int64_t rows;
   int64_t width;
@@ -35,7 +35,7 @@ struct Span {
   int64_t begin, size;
 };
 
-// Offsets are checked by the caller in Python; clamping them here keeps even a bad one in bounds.
+// The Python caller checks the offsets. Clamping them here keeps even an invalid offset in bounds.
 static inline Span row_span(const Batch& b, int64_t row) {
   if (!b.offsets) return {row * b.width, b.width};
   const auto clamp = [&](int64_t at) { return at < 0 ? int64_t{0} : at > b.total ? b.total : at; };
@@ -43,21 +43,21 @@ static inline Span row_span(const Batch& b, int64_t row) {
   return {begin, end > begin ? end - begin : 0};
 }
 
-// A row of more entries than this is long: it is worked on in pieces, on several threads where there are any. Sums are
-// taken for each piece and added in the order of the pieces, so that the bits depend on the row alone.
+// A row with more than `long_row` entries is long: it is split into pieces, which may run on several threads. Each
+// piece has its own sums, which are added in the order of the pieces, so that the bits depend on the row alone.
 inline constexpr int64_t long_row = 131072, piece_size = 32768;
 
 // Calls piece(context, i) for every i < pieces, on any threads and in any order, and returns when all are done.
 using Team = void (*)(int64_t pieces, void (*piece)(const void* context, int64_t i), const void* context);
 
-// The rows [begin, end), and who helps with the long ones among them: null is nobody.
+// The rows [begin, end), and the team that processes the pieces of long rows (null = the calling thread alone).
 struct Rows {
   int64_t begin, end;
   Team team;
 };
 
 enum class Output { none, projection, logarithm };
-enum class Bound { exactly, at_most, at_least };  // what k is to the sum
+enum class Bound { exactly, at_most, at_least };  // how k constrains the sum
 
 struct ForwardArgs {
   Batch batch;
@@ -74,21 +74,21 @@ enum class Gradient { projection, logarithm, dual };
 struct BackwardArgs {
   Batch batch;
   Gradient kind;
-  const void* grad;  // like x; for Gradient::dual one number per row in the work dtype
-  const void* y;     // the forward's output; null for Gradient::dual
+  const void* grad;  // like x; for Gradient::dual, one value per row in the work dtype
+  const void* y;     // output of the forward pass; null for Gradient::dual
   const void* nu;
   void* dx;
   double* dk;
-  bool bounded = false;  // a row with nu = 0 is then free: it does not feel k
+  bool bounded = false;  // if true, a row with nu = 0 is free: k does not constrain it
 };
 
-// The value of the projection, one number per row.
+// The optimal value of the projection problem, one value per row.
 struct ValueArgs {
   ForwardArgs solve;  // with Output::none
   double* value;
 };
 
-// The projection onto {0 <= y <= upper, sum y = k}: constrained_softmax, or constrained_sparsemax.
+// The projection onto {0 <= y <= upper, sum y = k} of constrained_softmax or constrained_sparsemax.
 struct ConstrainedProblem {
   Batch batch;
   bool sparsemax;
@@ -100,7 +100,7 @@ struct ConstrainedProblem {
 
 struct ConstrainedForwardArgs {
   ConstrainedProblem problem;
-  void* y;     // null when only nu is wanted
+  void* y;     // null if only nu is needed
   double* nu;  // (2, rows)
 };
 
@@ -110,10 +110,10 @@ struct ConstrainedBackwardArgs {
   const double* nu;
   void* dx;
   double* dk;
-  double* d_upper;  // null, or like x, or one number per row where all entries have one bound
+  double* d_upper;  // null, or like x, or one value per row if all entries share one bound
 };
 
-// Ones at the k largest entries.
+// Ones at the k largest entries, zeros elsewhere.
 struct TopkMaskArgs {
   Batch batch;
   const double* k;
@@ -121,22 +121,22 @@ struct TopkMaskArgs {
   void* y;
 };
 
-// A systematic sample with the probabilities `batch.x` (dense, no mask), in the order of the keys.
+// A systematic sample with the probabilities `batch.x` (dense, no mask). The keys define the order of the entries.
 struct SystematicSampleArgs {
   Batch batch;
   const double* k;
   int64_t k_stride;
   const uint8_t* keys;  // like x
-  const double* start;  // of the comb, one number in [0, 1) per row
+  const double* start;  // offset of the sampling grid, one value in [0, 1) per row
   void* y;
 };
 
-// The labels of every row: a list, or a bool for every entry of x.
+// The labels of every row: a list of labels, or a bool for every entry of x.
 struct LabelArgs {
-  const int64_t* listed;  // `per_row` classes to a dense row; packed: `total` positions. Negative = none
-  const int64_t* starts;  // packed: where the positions of each row begin; else null
-  const bool* observed;   // instead of `listed`
-  const void* weight;     // for each label, in the work dtype; null = 1
+  const int64_t* listed;  // dense: `per_row` classes for each row; jagged: `total` positions. Negative = padding
+  const int64_t* starts;  // jagged: index of the first position of each row; dense: null
+  const bool* observed;   // replaces `listed`
+  const void* weight;     // of each label, in the work dtype; null = 1
   int64_t per_row;
   int64_t total;
 };
@@ -144,14 +144,14 @@ struct LabelArgs {
 struct LossForwardArgs {
   ForwardArgs solve;
   LabelArgs labels;
-  void* loss;  // (2, rows): the losses, then 1 where there is a label
+  void* loss;  // (2, rows): the losses, then 1 for rows that have a label
 };
 
 struct LossBackwardArgs {
   Batch batch;
   LabelArgs labels;
-  const void* grad;     // of each row's loss, in the work dtype
-  int64_t grad_stride;  // 0 = one for all rows
+  const void* grad;     // gradient of each row's loss, in the work dtype
+  int64_t grad_stride;  // 0 = one gradient for all rows
   const double* k;
   int64_t k_stride;
   const void* nu;
@@ -159,7 +159,7 @@ struct LossBackwardArgs {
   double* dk;
 };
 
-// Every kernel, and what it is given.
+// Every kernel and its arguments.
 #define LML_KERNELS_TABLE(KERNEL)                       \
   KERNEL(forward, ForwardArgs)                          \
   KERNEL(backward, BackwardArgs)                        \
@@ -171,11 +171,11 @@ struct LossBackwardArgs {
   KERNEL(topk_mask, TopkMaskArgs)                       \
   KERNEL(systematic_sample, SystematicSampleArgs)
 
-// There is one for each dtype, in the order of enum Dtype.
+// A kernel has one function per dtype, in the order of enum Dtype.
 template <class Args>
 using Kernel = void (*)(const Args&, const Rows&);
 
-// One of these per instruction set.
+// The kernels of one instruction set.
 struct Kernels {
   const char* name;
 #define LML_DECLARE(kernel, Args) Kernel<Args> kernel[dtype_count];
@@ -190,26 +190,26 @@ extern const Kernels kernels_v4;
 int processor_level();  // 4, 3, or 1 for the baseline
 #endif
 
-// careful.cpp and careful_constrained.cpp: slow, plain, double precision; for the rows that the fast paths decline. A
-// threshold is nu = -center + delta.
+// careful.cpp and careful_constrained.cpp: slow and simple solvers in double precision, for rows that the fast solvers
+// cannot certify. A threshold is nu = -center + delta.
 struct Threshold {
   double center, delta;
 };
 
-// A centre near the threshold of the finite entries x (0 < k < n), by selection; reorders `x`.
+// A center near the threshold of the finite entries x (0 < k < n), found by selection. Reorders `x`.
 template <class T>
 double threshold_center(T* x, int64_t n, double k);
 
-// nu of any finite entries, 0 < k < n; reorders `x`.
+// nu of finite entries, 0 < k < n. Reorders `x`.
 template <class T>
 Threshold careful_solve(T* x, int64_t n, double k);
 
-// The k-th largest of n entries, 1 <= k <= n; reorders `x`.
+// The k-th largest of n entries, 1 <= k <= n. Reorders `x`.
 template <class T>
 T kth_largest(T* x, int64_t n, int64_t k);
 
-// nu of a projection onto {0 <= y <= upper, sum y = k} for any finite entries, 0 < k < sum of upper. `upper`
-// has one bound for each entry, or `stride` 0 and one for all.
+// nu of a projection onto {0 <= y <= upper, sum y = k} for finite entries, 0 < k < sum of upper. `upper` has one bound
+// for each entry, or a single bound if `stride` is 0.
 template <class T>
 Threshold careful_constrained(const T* x, const T* upper, int64_t stride, int64_t n, double k, bool sparsemax);
 

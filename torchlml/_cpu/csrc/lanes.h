@@ -1,7 +1,7 @@
-// Short rows, one row per vector lane. A block of rows is transposed when it is read and when it is written, so that
-// moments, exponentials, sums and steps are vertical operations: there are no sums over lanes, and one vector of
-// divisions serves the whole block. The method is that of solve.h. A row's bits do not depend on its neighbors: each
-// lane stops by its own certificate, and lanes that have stopped do not move.
+// Solves short rows, one row per vector lane. A block of rows is transposed when it is read and when it is written, so
+// that moments, exponentials, sums and steps are vertical operations. There are no sums over lanes, and one vector
+// division serves the whole block. The method is that of solve.h. The bits of a row do not depend on its neighbors,
+// because each lane stops when its own certificate holds and does not change afterwards.
 #pragma once
 
 #include "solve.h"
@@ -9,20 +9,20 @@
 namespace torchlml {
 namespace {
 
-constexpr int64_t short_row = 256;  // entries at most: a block stays in the first cache
+constexpr int64_t short_row = 256;  // the longest row for which a block fits into the L1 cache
 constexpr int block_rows = lanes<float>;
-constexpr int64_t columns_per_sum = 16;  // after so many entries a sum is moved to a more precise one
+constexpr int64_t columns_per_sum = 16;  // number of entries that are summed before a compensated addition
 
 // log a to about 7 digits, for normal a > 0.
 LML_INLINE vfloat vlog(vfloat a) {
-  const ifloat exponent = (cast_bits<ifloat>(a) - 0x3f3504f3) >> 23;  // the mantissa is then within sqrt 2 of 1
+  const ifloat exponent = (cast_bits<ifloat>(a) - 0x3f3504f3) >> 23;  // puts the mantissa in [sqrt 1/2, sqrt 2)
   const vfloat mantissa = cast_bits<vfloat>(cast_bits<ifloat>(a) - (exponent << 23));
   const vfloat s = (mantissa - 1.0f) / (mantissa + 1.0f), q = s * s;
   return __builtin_convertvector(exponent, vfloat) * 0.69314718f +
          s * (2.0f + q * (0.66666667f + q * (0.4f + q * 0.28571429f)));
 }
 
-// log(a / b) = log(1 + (a - b) / b), given the difference: relatively exact where it is small.
+// log(a / b) = log(1 + (a - b) / b), given a - b. It has full relative accuracy if the difference is small.
 LML_INLINE vfloat log_ratio(vfloat a, vfloat b, vfloat difference) {
   const vfloat s = difference / (a + b), q = s * s;
   const vfloat near = s * (2.0f + q * (2.0f / 3 + q * (2.0f / 5 + q * (2.0f / 7 + q * (2.0f / 9)))));
@@ -47,7 +47,7 @@ LML_INLINE vfloat clamp(vfloat a, float low, float high) { return vmin(splat(hig
 
 LML_INLINE ifloat is_finite(vfloat a) { return greater(splat(static_cast<float>(HUGE_VAL)), vabs(a)); }
 
-// a + b as the rounded sum and its error, both exact.
+// a + b as the rounded sum and its exact rounding error.
 struct ExactSum {
   vfloat sum, error;
   LML_INLINE ExactSum(vfloat a, vfloat b) : sum(a + b) {
@@ -56,7 +56,7 @@ struct ExactSum {
   }
 };
 
-// A sum over many columns: short float sums, added with their rounding errors.
+// A sum over many columns: short float sums, added with compensation.
 struct ColumnSum {
   vfloat part{}, sum{}, error{};
   LML_INLINE void flush() {
@@ -71,17 +71,17 @@ class LaneSolver {
   static constexpr float infinity = static_cast<float>(HUGE_VAL);
 
  public:
-  // The rows of a block: pointers to their entries, masks (null = all available), sizes and targets. All
-  // `block_rows` lanes must be set; those that are not needed may repeat a row.
+  // The rows of a block: pointers to their entries, masks (null = all entries are available), sizes and targets. All
+  // `block_rows` lanes must be set. Unused lanes may repeat a row.
   template <class S>
   struct Input {
     const S* x[block_rows];
     const bool* mask[block_rows];
     int64_t size[block_rows];
-    float k_high[block_rows], k_low[block_rows];  // k as a sum
+    float k_high[block_rows], k_low[block_rows];  // k as an unevaluated sum
   };
 
-  // Solves the block. Lanes whose `solved` is false must be solved otherwise.
+  // Solves the block. Lanes for which `solved` is false need another solver.
   template <class S>
   void solve(const Input<S>& in) {
     same_size_ = true;
@@ -96,7 +96,7 @@ class LaneSolver {
   }
 
   ifloat solved() const { return solved_; }
-  // Rows whose y cannot be taken from the exponentials: an entry near 0 of a flipped target was clamped.
+  // Rows whose y cannot be computed from the exponentials, because a y near 0 of a flipped target was clamped.
   ifloat clamped() const { return clamped_; }
   void nu(float* high, float* low) const {
     const ExactSum delta(delta_, last_step_);
@@ -106,7 +106,7 @@ class LaneSolver {
     store(low, rounded.error);
   }
 
-  // Writes y of all lanes; y[i] has room for the entries of row i.
+  // Writes y of all lanes. y[i] has space for the entries of row i.
   template <class S>
   void write(S* const (&y)[block_rows], const int64_t (&size)[block_rows]) const {
     if (gaps_) return write_projection<true, true>(y, size);
@@ -125,13 +125,13 @@ class LaneSolver {
       return;
     }
     for (int64_t c = 0; c < size_; c += block_rows) {
-      const int64_t at = c + block_rows <= size_ ? c : size_ - block_rows;  // the last squares may overlap
+      const int64_t at = c + block_rows <= size_ ? c : size_ - block_rows;  // the last two squares may overlap
       for (int i = 0; i < block_rows; ++i) a[i] = load(in.x[i] + at);
       put_columns(at, a);
     }
   }
 
-  // Masked entries, and those beyond the end of a row, become -inf.
+  // Replaces masked entries and those past the end of a row by -inf.
   template <class S>
   LML_INLINE void read_with_gaps(const Input<S>& in) {
     const vfloat absent = splat(-infinity);
@@ -158,11 +158,11 @@ class LaneSolver {
 
   static LML_INLINE ifloat available(vfloat x) { return ~(x == splat(-infinity)); }
 
-  // Once for rows of every dtype.
+  // The part that is common to all dtypes, so that it is compiled once.
   __attribute__((noinline)) void solve_columns(vfloat k, vfloat k_low) {
     if (!gaps_) {
       active_ = find_moments<false>();
-      gaps_ = any<float>(~active_);  // perhaps only entries at -inf, which are absent ones
+      gaps_ = any<float>(~active_);  // the cause may be entries of -inf, which are treated as masked
     }
     if (gaps_) active_ = find_moments<true>();
     set_target(k, k_low);
@@ -170,9 +170,10 @@ class LaneSolver {
     gaps_ ? search<true>() : search<false>();
   }
 
-  // ------------------------------------------------------------------ the first guess
+  // ------------------------------------------------------------------ first guess
 
-  // Mean, variance and number of the available entries; false for rows with entries that are not finite, or huge.
+  // Computes mean, variance and number of the available entries. The result is false for rows with entries that are
+  // huge or not finite.
   template <bool gaps>
   LML_INLINE ifloat find_moments() {
     vfloat origin = x_[0];
@@ -193,25 +194,25 @@ class LaneSolver {
     };
     int64_t j = 0;
     for (; j + 4 <= size_; j += 4) add(j, 0), add(j + 1, 1), add(j + 2, 2), add(j + 3, 3);
-    for (int into = 0; j < size_; ++j, ++into) add(j, into);  // as if there were more columns of nothing
+    for (int into = 0; j < size_; ++j, ++into) add(j, into);  // same result as with added columns of zeros
     count_ = gaps ? __builtin_convertvector(count, vfloat) : splat(static_cast<float>(size_));
     const vfloat inverse = 1.0f / count_, mean = ((sum[0] + sum[1]) + (sum[2] + sum[3])) * inverse;
     const vfloat square = ((squares[0] + squares[1]) + (squares[2] + squares[3])) * inverse;
     const vfloat variance = square - mean * mean;
     mean_ = origin + mean;
     variance_ = keep<float>(greater(variance, 0.0f), variance);
-    return is_finite(mean_) & is_finite(square);  // squares beyond 1e38 say nothing about the variance
+    return is_finite(mean_) & is_finite(square);  // if the squares overflow, the variance is unknown
   }
 
-  // The smaller of k and n - k, and what the guess needs of it (see Target).
+  // Computes the smaller of k and n - k, and the constants that the guess derives from it (see Target).
   LML_INLINE void set_target(vfloat k, vfloat k_low) {
     if (!any<float>((k != given_k_) | (k_low != given_k_low_) | (count_ != given_count_))) return;
     given_k_ = k, given_k_low_ = k_low, given_count_ = count_;
     const vfloat rest = count_ - k;
     flip_ = greater(k, rest);
-    k_ = select<float>(flip_, rest, k);  // exact: k is then more than half of the count
+    k_ = select<float>(flip_, rest, k);  // `rest` is exact if k is more than half of the count
     k_low_ = negate_where<float>(flip_, k_low);
-    possible_ = greater(k_, 1e-3f);  // false also for k >= m
+    possible_ = greater(k_, 1e-3f);  // also false if k is at least the count
     const vfloat p = select<float>(possible_, k_ / count_, splat(0.25f)), t = vsqrt(-2.0f * vlog(p));
     probit_ =
         (2.515517f + t * (0.802853f + t * 0.010328f)) / (1.0f + t * (1.432788f + t * (0.189269f + t * 0.001308f))) - t;
@@ -219,7 +220,7 @@ class LaneSolver {
     tail_ = 0.5f - p;
   }
 
-  // Where -nu would be were the entries normally distributed.
+  // The approximate -nu of normally distributed entries.
   LML_INLINE void set_center() {
     const vfloat wide = vsqrt(variance_ + 2.5464791f) * probit_;  // 8 / pi
     const vfloat narrow = logit_ - variance_ * tail_;
@@ -229,7 +230,7 @@ class LaneSolver {
     center_ = keep<float>(active_, center_);
   }
 
-  // ------------------------------------------------------------------ the search
+  // ------------------------------------------------------------------ search
 
   template <bool gaps>
   LML_INLINE void search() {
@@ -237,7 +238,7 @@ class LaneSolver {
     delta_ = last_step_ = vfloat{};
     low_ = splat(static_cast<float>(-L::reach)), high_ = splat(static_cast<float>(L::reach));
     odds_ = splat(unscale);
-    // No entry is further from the mean than this, and most rows are far from the range of the exponential.
+    // An upper bound of |x - center|. In most rows it is well within the range of the exponential.
     const vfloat furthest = vsqrt(count_ * variance_) + vabs(mean_ - center_);
     if (gaps || any<float>(flip_ | ~greater(splat(0.9f * L::top), furthest))) {
       exponentials<gaps, true>();
@@ -251,7 +252,7 @@ class LaneSolver {
     }
   }
 
-  // Calls f(begin, end) for every few columns.
+  // Calls f(begin, end) for every group of `columns_per_sum` columns.
   template <class F>
   LML_INLINE void each_columns(const F& f) const {
     for (int64_t begin = 0; begin < size_; begin += columns_per_sum) {
@@ -259,9 +260,9 @@ class LaneSolver {
     }
   }
 
-  // Stores exp(+-(x - center)), scaled (see vmath.h), and adds up the powers of r = 1 - y. That loses digits of tiny y,
-  // but the first step needs few. Unless `any_row`, all z are within the range of the exponential and no target is
-  // flipped; the bits are the same.
+  // Stores exp(+-(x - center)), scaled (see vmath.h), and sums the powers of r = 1 - y. This loses digits of a tiny y,
+  // but the first step needs only a few digits. If `any_row` is false, all z must be within the range of the
+  // exponential and no target may be flipped. The bits are the same.
   template <bool gaps, bool any_row>
   LML_INLINE void exponentials() {
     vfloat sum{}, squares{}, cubes[2] = {};
@@ -291,11 +292,11 @@ class LaneSolver {
     });
     clamped_ &= flip_;
     residual_ = (count_ - k_) - sum;
-    w_ = sum - squares;                                     // of r (1 - r)
-    bend_ = (squares - (cubes[0] + cubes[1])) * 2.0f - w_;  // of r (1 - r) (2 r - 1)
+    w_ = sum - squares;                                     // sum of r (1 - r)
+    bend_ = (squares - (cubes[0] + cubes[1])) * 2.0f - w_;  // sum of r (1 - r) (2 r - 1)
   }
 
-  // The sums at delta, see SignedSums.
+  // Computes the sums at delta, see SignedSums.
   LML_INLINE void look() {
     ColumnSum total;
     vfloat w_sum{}, wy_sum[2] = {};
@@ -303,7 +304,7 @@ class LaneSolver {
     const vfloat u = -odds_;
     each_columns([&](int64_t begin, int64_t end) __attribute__((always_inline)) {
       const auto add = [&](int64_t j, vfloat& wy) __attribute__((always_inline)) {
-        // With the sign of the odds turned, r is -(1 - y): where z > 0 that is the term of the sum.
+        // With negated odds, r is -(1 - y), which is the term of the sum if z > 0.
         const vfloat odds = e_[j] * u, r = reciprocal<true>(odds - 1.0f), y = odds * r, w = y * r;
         const ifloat over = greater(splat(-1.0f), odds);
         total.part += select<float>(over, r, y);
@@ -322,8 +323,8 @@ class LaneSolver {
     w_ = w_sum, bend_ = w_sum - 2.0f * (wy_sum[0] + wy_sum[1]);
   }
 
-  // Halley's step on log sum y - log k in the active lanes. A lane whose second-order step is short takes it and is
-  // solved; one that has left the range of its exponentials is given up.
+  // Halley's step on log sum y - log k in the active lanes. A lane whose second-order step is short takes that step and
+  // is solved. A lane that leaves the range of its exponentials becomes inactive without being solved.
   template <bool first>
   LML_INLINE void step() {
     active_ &= greater(w_, splat(static_cast<float>(L::slope)) * count_);
@@ -359,7 +360,7 @@ class LaneSolver {
     if (same_size_ && size_ >= block_rows) {
       for (bool last = false; !last; c += block_rows) {
         last = c + block_rows >= size_;
-        if (last) c = size_ - block_rows;  // the last squares may overlap
+        if (last) c = size_ - block_rows;  // the last two squares may overlap
         for (int j = 0; j < block_rows; ++j) a[j] = projection<gaps, flips>(c + j);
         transpose(a);
         for (int i = 0; i < block_rows; ++i) store(y[i] + c, a[i]);
@@ -389,12 +390,13 @@ class LaneSolver {
   vfloat given_k_{}, given_k_low_{}, given_count_{}, probit_, logit_, tail_;
   ifloat possible_;
   ifloat flip_;       // k > n / 2: solve LML_(n-k)(-x) = 1 - LML_k(x), whose sums are small
-  vfloat k_, k_low_;  // the smaller of k and n - k, as a sum
+  vfloat k_, k_low_;  // the smaller of k and n - k, as an unevaluated sum
   vfloat center_, delta_, last_step_, low_, high_;
-  vfloat odds_;                 // exp(z) = e odds, or its inverse for a flipped target
+  vfloat odds_;                 // exp(z) = e odds, or exp(-z) = e odds for a flipped target
   vfloat residual_, w_, bend_;  // the sums at delta
   ifloat active_, solved_, clamped_;
-  // Apart by more than the processor needs to tell a load from an earlier store: it compares the last 12 bits.
+  // The padding avoids false dependencies: the processor compares only the last 12 bits of the addresses of a load and
+  // an earlier store.
   vfloat x_[short_row + block_rows + 2048 / LML_VECTOR_BYTES], e_[short_row + block_rows];
 };
 

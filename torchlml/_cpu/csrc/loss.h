@@ -6,14 +6,14 @@
 namespace torchlml {
 namespace {
 
-// The labels of one row: calls f(place, c) for each, `place` counted from the row's first entry.
+// Calls f(place, c) for each label of one row, where `place` is relative to the row's first entry and c is the weight.
 template <class T, class F>
 LML_INLINE void each_label(const LabelArgs& labels, const Batch& batch, int64_t r, const Span& span, const F& f) {
   const T* weight = static_cast<const T*>(labels.weight);
   if (labels.observed) {
     const bool* observed = labels.observed + span.begin;
     for (int64_t i = 0; i < span.size; ++i) {
-      // Labels are few: eight entries without one cost as much as one entry.
+      // Labels are sparse, so eight entries without a label are skipped at the cost of one entry.
       for (uint64_t eight = 0; i + 8 <= span.size; i += 8) {
         std::memcpy(&eight, observed + i, 8);
         if (eight) break;
@@ -48,7 +48,7 @@ struct LossRow {
     return {labels, batch, r, row_span(batch, r), pair[0], pair[batch.rows]};
   }
 
-  // An entry, -inf where it is masked, NaN where there is none.
+  // The entry at `place`, or -inf if it is masked, or NaN if `place` is outside the row.
   T entry(int64_t place) const {
     if (place < 0 || place >= span.size) return static_cast<T>(NAN);
     if (batch.mask && !batch.mask[span.begin + place]) return -static_cast<T>(HUGE_VAL);
@@ -61,8 +61,9 @@ struct LossRow {
     return count;
   }
 
-  // The labels that count, in vectors: calls f(z, c, places, count), with z = 0 and c = 0 in the other lanes,
-  // where the entry and nu are finite, and otherwise(a, c) for the rest. Returns whether there were any.
+  // Visits the labels with nonzero weight. Collects those with finite entry and nu in vectors and calls
+  // f(z, c, places, count), with z = 0 and c = 0 in unused lanes. Calls otherwise(a, c) for each of the other labels.
+  // Returns whether there were any labels with nonzero weight.
   template <class F, class G>
   LML_INLINE bool vectors(const F& f, const G& otherwise) const {
     T z[lanes<T>] = {}, c[lanes<T>] = {};
@@ -87,7 +88,7 @@ struct LossRow {
     return any;
   }
 
-  // -c log y where the entry or nu is not finite.
+  // -c log y if the entry or nu is not finite.
   double limit(T a, T c, double k) const {
     const T infinity = static_cast<T>(HUGE_VAL);
     double log_y = a > -infinity && high > 0 ? 0 : -HUGE_VAL;
@@ -113,7 +114,7 @@ struct LossRow {
 
   static LML_INLINE Vec<T> sigma_minus(Vec<T> z) { return Logistic<T>(z).sigma(-z); }
 
-  // `room` for one number per entry may be dx itself.
+  // `room` has space for one value per entry and may be dx itself.
   void gradient(double g, double k, S* dx, double* dk, T* room, Team team) const {
     const BackwardRow<S> row{{batch, span, team}, nullptr, nullptr, dx, dk, high, low};
     vdouble sum{};
@@ -127,7 +128,7 @@ struct LossRow {
     if (!any) return row.zero();
     if (!(high - high == 0)) {
       row.special(Gradient::dual);
-      // Where k < p entries are +inf they get k / p each, whose logarithm has the derivative 1 / k.
+      // If p > k entries are +inf, each gets y = k / p, and the derivative of log y with respect to k is 1 / k.
       if (high < 0 && tied != 0 && k > 0 && k < static_cast<double>(count_infinite())) *dk = -g * tied / k;
       return;
     }
@@ -137,7 +138,7 @@ struct LossRow {
         [&](Vec<T> z, Vec<T> c, const int64_t* places, int64_t count) __attribute__((always_inline)) {
           const Vec<T> own = minus * c * sigma_minus(z);
           for (int64_t j = 0; j < count; ++j) {
-            // Narrow numbers are rounded once: from the room, where w still is.
+            // In half precision, start from the unrounded w in `room`, so that the result is rounded only once.
             const T rest = sizeof(S) == sizeof(T) ? load_one(dx + places[j]) : -(room[places[j]] * share);
             store_one(dx + places[j], rest + own[j]);
           }
@@ -146,7 +147,7 @@ struct LossRow {
   }
 };
 
-// The labels of several rows, so that their exponentials and logarithms fill whole vectors.
+// Collects the labels of several rows, so that their exponentials and logarithms fill complete vectors.
 template <class S>
 class LabelBlock {
   using T = typename Work<S>::type;
@@ -159,7 +160,7 @@ class LabelBlock {
   int size() const { return size_; }
   void clear() { size_ = 0; }
 
-  // Adds the labels of a row if it is an ordinary one: few labels, and nothing infinite among them.
+  // Adds the labels of a row if the row is ordinary: it has few labels, and their entries are finite.
   LML_INLINE Kind add(const LossRow<S>& row) {
     const int begin = size_;
     Kind kind = none;
@@ -178,7 +179,7 @@ class LabelBlock {
     return other;
   }
 
-  // Computes f(z, c) of all labels.
+  // Computes f(z, c) for all labels.
   template <class F>
   LML_INLINE void compute(const F& f) {
     for (int j = size_; j % lanes<T>; ++j) z_[j] = c_[j] = 0;
@@ -235,12 +236,12 @@ void loss_forward_rows(const LossForwardArgs& args, const Rows& rows) {
 template <class S>
 __attribute__((noinline)) void copy_row(const S* from, S* to, int64_t n, Team team) {
   each_part(n, team, [=](int64_t begin, int64_t size) {
-    // An empty row may have no memory at all, and memcpy must not be given that.
+    // The pointers of an empty row may be null, which memcpy does not accept.
     if (size > 0) ::memcpy(to + begin, from + begin, sizeof(S) * static_cast<size_t>(size));
   });
 }
 
-// Several short rows at once, like `BackwardBlock`.
+// Processes several short rows at once, like `BackwardBlock`.
 template <class S>
 class LossBackwardBlock {
   using Short = ShortRow<S>;
@@ -249,7 +250,7 @@ class LossBackwardBlock {
   explicit LossBackwardBlock(bool in_place) : in_place_(in_place) {}
   bool is_full() const { return count_ == block_rows || !labels_.has_room(); }
 
-  // False where the row is not an ordinary one, and was not added.
+  // Returns false, without adding the row, if it is not ordinary.
   LML_INLINE bool add(const LossRow<S>& row, double g, S* dx, double* dk) {
     if (row.span.size > short_row) return false;
     begin_[count_] = labels_.size();
@@ -260,7 +261,7 @@ class LossBackwardBlock {
     return true;
   }
 
-  // `otherwise(r)` is called for rows whose w are too small to be added up.
+  // Calls `otherwise(r)` for rows whose w are too small for an accurate sum.
   template <class F>
   __attribute__((noinline)) void finish(const F& otherwise) {
     if (count_ == 0) return;
@@ -268,7 +269,7 @@ class LossBackwardBlock {
     labels_.compute([](vfloat z, vfloat c) __attribute__((always_inline)) { return c * LossRow<S>::sigma_minus(z); });
     float* w[block_rows];
     vfloat weights[block_rows];
-    const bool aside = in_place_ || sizeof(S) == 2;  // w may not stand in dx
+    const bool aside = in_place_ || sizeof(S) == 2;  // w cannot be stored in dx
     for (int i = 0; i < count_; ++i) {
       w[i] = aside ? scratch_.room(block_rows * short_row) + i * short_row : reinterpret_cast<float*>(rows_[i].dx);
       Short::exponentials(rows_[i], w[i]);
@@ -332,7 +333,7 @@ void loss_backward_rows(const LossBackwardArgs& args, const Rows& rows) {
   using T = typename Work<S>::type;
   Scratch<T> work;
   Scratch<S> beside;
-  const bool in_place = args.dx == args.batch.x;  // the gradient replaces the logits, a whole row at a time
+  const bool in_place = args.dx == args.batch.x;  // the gradient overwrites the logits, one row at a time
   LossBackwardBlock<S> short_rows(in_place);
   const auto gradient = [&](int64_t r) {
     return static_cast<double>(static_cast<const T*>(args.grad)[r * args.grad_stride]);

@@ -1,4 +1,4 @@
-// Reading and writing rows of any dtype as vectors of the work dtype, whole or in part.
+// Loads and stores entries of any dtype as full or partial vectors of the work dtype.
 #pragma once
 
 #include "simd.h"
@@ -56,7 +56,7 @@ LML_INLINE vfloat load(const float16* p) {
 #else
   const ifloat bits = load_bits(p);
   const ifloat magnitude = (bits & 0x7fff) << 13;
-  // Scaling by 2^112 rebiases the exponent and makes subnormals right at once.
+  // Scaling by 2^112 corrects the exponent bias and handles subnormals at the same time.
   const ifloat scaled = cast_bits<ifloat>(cast_bits<vfloat>(magnitude) * 0x1p112f);
   const ifloat value = (bits & 0x7c00) == 0x7c00 ? (magnitude | 0x7f800000) : scaled;
   return cast_bits<vfloat>(value | ((bits & 0x8000) << 16));
@@ -73,7 +73,7 @@ LML_INLINE void store(float16* p, vfloat a) {
   const vfloat magnitude = vabs(a);
   const ifloat bits = cast_bits<ifloat>(magnitude);
   const ifloat normal = ((bits + 0xfff + ((bits >> 13) & 1)) >> 13) - (112 << 10);
-  // A float16 subnormal counts units of 2^-24, the last bit of a float in [0.5, 1).
+  // A float16 subnormal is a multiple of 2^-24, which is the last bit of a float in [0.5, 1).
   const ifloat subnormal = cast_bits<ifloat>(magnitude + 0.5f) - 0x3f000000;
   ifloat h = magnitude < 0x1p-14f ? subnormal : normal;
   h = magnitude >= 65520.0f ? ifloat{} + 0x7c00 : h;
@@ -82,14 +82,14 @@ LML_INLINE void store(float16* p, vfloat a) {
 #endif
 }
 
-// memcpy of count < 2 piece entries in pieces of fixed size: a call would cost more than a short row.
+// Copies count < 2 piece entries in pieces of fixed size, because a call of memcpy would cost more than a short row.
 template <int64_t piece, class S>
 LML_INLINE void copy_part(S* to, const S* from, int64_t count) {
   if (count & piece) std::memcpy(to, from, piece * sizeof(S)), to += piece, from += piece;
   if constexpr (piece > 1) copy_part<piece / 2>(to, from, count);
 }
 
-// The first `count` < lanes entries from memory, zeros beyond.
+// Loads the first `count` < lanes entries, padded with zeros.
 template <class S>
 LML_INLINE Vec<typename Work<S>::type> load_part(const S* p, int64_t count) {
   using T = typename Work<S>::type;
@@ -105,7 +105,7 @@ LML_INLINE Vec<typename Work<S>::type> load_part(const S* p, int64_t count) {
   copy_part<lanes<T> / 2>(part, p, count);
   return load(part);
 }
-// Through memory: masked stores are microcoded on some processors.
+// Stores through a buffer, because masked stores are microcoded on some processors.
 template <class S, class V>
 LML_INLINE void store_part(S* p, V a, int64_t count) {
   using T = typename Work<S>::type;
@@ -114,7 +114,7 @@ LML_INLINE void store_part(S* p, V a, int64_t count) {
   copy_part<lanes<T> / 2>(p, part, count);
 }
 
-// Booleans as lane masks, false beyond `count`.
+// Loads booleans as a lane mask, padded with false.
 template <class T>
 LML_INLINE Mask<T> load_mask(const bool* p, int64_t count) {
   Mask<T> a;

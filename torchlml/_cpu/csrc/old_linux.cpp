@@ -1,8 +1,7 @@
-// Lets a kernel that was compiled on a new Linux load on an old one. Of what the kernels and torch's headers call, a
-// few functions are bound to their newest versions when they are linked, though an older version does the same. The
-// linker sends these here (setup.py: `--wrap=NAME` makes of a call of NAME one of __wrap_NAME), and here the older is
-// called.
-#include <stdlib.h>  // defines __GLIBC__ where it is the one
+// Lets a kernel that was compiled on a new Linux load on an old one. The linker binds a few functions that the kernels
+// and torch's headers call to their newest symbol versions, although an older version does the same. The linker option
+// `--wrap=NAME` (see setup.py) redirects calls of NAME to __wrap_NAME in this file, which calls the older version.
+#include <stdlib.h>  // defines __GLIBC__ if the C library is glibc
 
 #ifdef __GLIBC__
 
@@ -17,7 +16,7 @@
 
 extern "C" {
 
-// New in glibc 2.29: they leave errno alone.
+// New in glibc 2.29: versions that do not set errno.
 double first_exp(double);
 double first_log(double);
 __asm__(".symver first_exp,exp@" LML_FIRST_GLIBC);
@@ -25,7 +24,7 @@ __asm__(".symver first_log,log@" LML_FIRST_GLIBC);
 double __wrap_exp(double x) { return first_exp(x); }
 double __wrap_log(double x) { return first_log(x); }
 
-// New in GCC 9: constructors without the argument that has a default.
+// New in GCC 9: default constructors, without the argument that had a default value.
 void __wrap__ZNSt7__cxx1118basic_stringstreamIcSt11char_traitsIcESaIcEEC1Ev(void* self) {
   new (self) std::stringstream(std::ios_base::in | std::ios_base::out);
 }
@@ -33,8 +32,8 @@ void __wrap__ZNSt7__cxx1119basic_ostringstreamIcSt11char_traitsIcESaIcEEC1Ev(voi
   new (self) std::ostringstream(std::ios_base::out);
 }
 
-// New in glibc 2.32: whether there is but one thread, so that references can be counted without atomic instructions.
-// There may always be several.
+// New in glibc 2.32: whether the process has a single thread, so that reference counts need no atomic instructions.
+// Zero is always safe.
 extern __attribute__((visibility("hidden"))) char __libc_single_threaded;
 char __libc_single_threaded = 0;
 

@@ -1,6 +1,6 @@
-// Which level of x86-64 this processor and its operating system can run. By hand, as __builtin_cpu_supports needs a
-// library of the compiler's that is not linked to on Windows; in a file of its own, as <cpuid.h> defines macros that
-// Windows' headers trip over.
+// Detects the x86-64 level that the processor and the operating system support. It does not use __builtin_cpu_supports,
+// which needs a compiler library that is not linked on Windows. It is a separate file, because the macros of <cpuid.h>
+// break Windows headers.
 #ifdef TORCHLML_X86_LEVELS
 
 #include <cpuid.h>
@@ -14,14 +14,14 @@ struct Registers {
   unsigned a = 0, b = 0, c = 0, d = 0;
 };
 
-// Zeros where the processor does not know the leaf.
+// The registers are zero if the processor does not support the leaf.
 Registers cpuid(unsigned leaf) {
   Registers r;
   __get_cpuid_count(leaf, 0, &r.a, &r.b, &r.c, &r.d);
   return r;
 }
 
-// Which registers the operating system saves when it switches threads.
+// The register sets that the operating system saves on a context switch.
 unsigned saved_registers() {
   unsigned low, high;
   __asm__("xgetbv" : "=a"(low), "=d"(high) : "c"(0));
@@ -42,7 +42,7 @@ int processor_level() {
   if (!all(cpuid(7).b, bmi | avx2 | bmi2) || !all(cpuid(0x80000001).c, lzcnt)) return 1;
   const unsigned saved = saved_registers();
   if (!all(saved, 0x06)) return 1;                             // xmm, ymm
-  return all(cpuid(7).b, avx512) && all(saved, 0xe6) ? 4 : 3;  // and the masks and zmm
+  return all(cpuid(7).b, avx512) && all(saved, 0xe6) ? 4 : 3;  // also mask registers and zmm
 }
 
 }  // namespace torchlml

@@ -1,4 +1,4 @@
-// The rows of a batch, vector by vector, and room to work in.
+// Loops over the vectors of a row, and scratch memory.
 #pragma once
 
 #include <stdlib.h>
@@ -11,7 +11,7 @@
 namespace torchlml {
 namespace {
 
-// Room for one row, kept for all the rows of a call.
+// Scratch memory for one row, reused for all rows of a call.
 template <class T>
 class Scratch {
  public:
@@ -28,7 +28,7 @@ class Scratch {
     }
     return data_;
   }
-  // Room for one number per entry: the output itself, where there is one and it has that type.
+  // Scratch memory for one value per entry: the output itself if it exists and its entries have the same size.
   template <class S>
   T* room_in(S* output, int64_t n) {
     if constexpr (sizeof(S) == sizeof(T)) {
@@ -42,7 +42,7 @@ class Scratch {
   int64_t size_ = 0;
 };
 
-// One row: its entries, and which of them are available (all of them where the mask is null).
+// One row: its entries, and which of them are available (all of them if the mask is null).
 template <class S>
 struct Row {
   using T = typename Work<S>::type;
@@ -60,7 +60,7 @@ struct Row {
   bool available(int64_t i) const { return !mask || mask[i]; }
 };
 
-// The part of an output that belongs to a row, or null where there is no such output.
+// The part of a tensor that belongs to a row, or null if the tensor is null.
 template <class S>
 S* part_of(void* output, const Span& span) {
   return output ? static_cast<S*>(output) + span.begin : nullptr;
@@ -70,7 +70,7 @@ const S* part_of(const void* input, const Span& span) {
   return input ? static_cast<const S*>(input) + span.begin : nullptr;
 }
 
-// Calls f(i, count) for every vector of a row; count < lanes only in the last one.
+// Calls f(i, count) for every vector of a row. Only the last vector may have count < lanes.
 template <class T, class F>
 LML_INLINE void each_vector(int64_t n, const F& f) {
   int64_t i = 0;
@@ -78,14 +78,14 @@ LML_INLINE void each_vector(int64_t n, const F& f) {
   if (i < n) f(i, n - i);
 }
 
-// Calls f(start, size) for every block of so many vectors.
+// Calls f(start, size) for every block of `vectors` vectors.
 template <class T, int64_t vectors, class F>
 LML_INLINE void each_block(int64_t n, const F& f) {
   const int64_t block = vectors * lanes<T>;
   for (int64_t start = 0; start < n; start += block) f(start, n - start < block ? n - start : block);
 }
 
-// Calls f for every vector, and flush after every block of them.
+// Calls f for every vector, and flush after every block of vectors.
 template <class T, int64_t vectors, class F, class G>
 LML_INLINE void each_vector_in_blocks(int64_t n, const F& f, const G& flush) {
   each_block<T, vectors>(n, [&](int64_t start, int64_t size) __attribute__((always_inline)) {
@@ -111,11 +111,11 @@ __attribute__((noinline)) void each_piece(int64_t n, Team team, const F& f) {
   for (int64_t i = 0; i < pieces; ++i) piece(&context, i);
 }
 
-// For rows of any length there is a short way and a long way. Only a copy of f goes the long way, and f should hold
-// what it needs by value: otherwise the compiler would keep it in memory on the short way too, and read it again after
-// each store.
+// The functions below take a short path for rows of up to `long_row` entries and a long path for the others. The long
+// path gets a copy of f, and f should capture by value. Otherwise the captured variables escape, and the compiler would
+// reload them after each store on the short path, too.
 
-// Calls f(begin, size) for a row as a whole, or for every piece of a long one.
+// Calls f(begin, size) once for the whole row, or for every piece of a long row.
 template <class F>
 LML_INLINE void each_part(int64_t n, Team team, const F& f) {
   if (n <= long_row) return f(0, n);
@@ -132,14 +132,13 @@ LML_INLINE void each_vector(int64_t n, Team team, const F& f) {
   });
 }
 
-// What a pass over a row, or over a piece of it, adds up.
+// The sums of one pass over a row or over a piece of it.
 struct Totals {
   double part[5];
   int64_t above;
 };
 
-// What f(0, n) gives, or for a long row the sum of what f(begin, size) gives for its pieces, with the rounding errors
-// carried along.
+// Returns f(0, n), or for a long row the compensated sum of f(begin, size) over its pieces.
 template <class F>
 __attribute__((noinline)) Totals sum_of_pieces(int64_t n, Team team, const F f) {
   Scratch<Totals> scratch;

@@ -1,6 +1,6 @@
-// Vectors of one instruction set: GCC/Clang vector extensions, with intrinsics only where the
-// compilers do not find the instruction themselves. Everything has internal linkage: the same
-// source is compiled once per instruction set and the linker must never merge the copies.
+// Vectors of one instruction set: GCC/Clang vector extensions, with intrinsics only where compilers do not generate the
+// best instruction. Everything has internal linkage, because the same source is compiled once per instruction set and
+// the linker must never merge the copies.
 #pragma once
 
 #include <cstdint>
@@ -56,7 +56,7 @@ using idouble = Mask<double>;
 using vhalf = Lanes<float>::H;
 typedef float half_vfloat __attribute__((vector_size(LML_VECTOR_BYTES / 2)));
 
-// The dtype rows are solved in: float64 for float64, float32 for all others.
+// The dtype of the computation: float64 for float64, float32 for all others.
 template <class S>
 struct Work {
   using type = float;
@@ -73,13 +73,13 @@ LML_INLINE Vec<T> splat(T a) {
 
 template <class To, class From>
 LML_INLINE To cast_bits(From a) {
-  static_assert(sizeof(To) == sizeof(From), "a bit cast keeps its size");
+  static_assert(sizeof(To) == sizeof(From), "a bit cast needs types of equal size");
   To to;
   std::memcpy(&to, &a, sizeof to);
   return to;
 }
 
-// As x86 does it: b when either is NaN.
+// The minimum as x86 defines it: b if either is NaN.
 LML_INLINE vfloat vmin(vfloat a, vfloat b) {
 #if defined(__AVX512F__)
   return (vfloat)_mm512_min_ps((__m512)a, (__m512)b);
@@ -106,7 +106,7 @@ LML_INLINE vdouble vmin(vdouble a, vdouble b) {
 LML_INLINE vfloat vabs(vfloat a) { return cast_bits<vfloat>(cast_bits<ifloat>(a) & 0x7fffffff); }
 LML_INLINE vdouble vabs(vdouble a) { return cast_bits<vdouble>(cast_bits<idouble>(a) & 0x7fffffffffffffffLL); }
 
-// a > b as a lane mask. (Plain `>` and `?:` on 64-bit lanes break GCC 12 without SSE4.1.)
+// a > b as a lane mask. (`>` and `?:` on 64-bit lanes break GCC 12 without SSE4.1.)
 LML_INLINE ifloat greater(vfloat a, vfloat b) { return a > b; }
 LML_INLINE idouble greater(vdouble a, vdouble b) {
 #if defined(__SSE2__) && !defined(__AVX2__)
@@ -169,8 +169,8 @@ LML_INLINE Mask<T> first_lanes(int64_t count) {
   return greater(splat(static_cast<T>(count)), index);
 }
 
-// 1 / a for 1 <= |a| < 1e37: division is the dear instruction here. To the last digit or so, or with Newton's
-// step alone (`rough`), which leaves the result up to 1e-7 too near to 0.
+// 1 / a for 1 <= |a| < 1e37, because division is the most expensive instruction here. The result is accurate to about
+// the last digit. `rough` takes only Newton's step, which leaves the result up to 1e-7 too close to 0.
 template <bool rough = false>
 LML_INLINE vfloat reciprocal(vfloat a) {
 #if defined(__SSE2__)
@@ -193,10 +193,10 @@ LML_INLINE vdouble reciprocal(vdouble a) {
   return 1.0 / a;
 }
 
-// Turn the rows of a square of numbers into its columns.
+// Transposes a square matrix.
 LML_INLINE void transpose(vfloat (&a)[lanes<float>]) {
 #if defined(__SSE2__)
-  // Squares of 4 x 4 within the 128-bit parts of the vectors, then these parts as wholes.
+  // Transpose the 4 x 4 blocks within the 128-bit parts of the vectors, then exchange these parts.
 #if defined(__AVX512F__)
 #define LML_WITHIN(name) _mm512_##name
   typedef __m512 part_t;
@@ -250,7 +250,7 @@ LML_INLINE void transpose(vfloat (&a)[lanes<float>]) {
 #endif
 }
 
-// The sums over the lanes of as many vectors as there are lanes, in a fixed order.
+// The sum over the lanes of each vector, in a fixed order.
 LML_INLINE vfloat sums_over_lanes(vfloat (&a)[lanes<float>]) {
   transpose(a);
   for (int step = 1; step < lanes<float>; step *= 2) {

@@ -1,7 +1,7 @@
-// The threshold of one row of finite entries: sum sigma(x + nu) = k with 0 < k < n.
+// Solves for the threshold nu of one row of finite entries: sum sigma(x + nu) = k with 0 < k < n.
 //
-// One exponential per entry, stored; every later evaluation is sigma = e u / (1 + e u). The first guess
-// and Halley's method in log space make two or three evaluations suffice.
+// The solver stores one exponential e per entry. Every later evaluation is sigma = e u / (1 + e u). With a good first
+// guess and Halley's method in log space, two or three evaluations suffice.
 #pragma once
 
 #include <math.h>
@@ -15,11 +15,11 @@ template <class T>
 struct Limits;
 template <>
 struct Limits<float> {
-  static constexpr float top = 60;           // exp(z) is clamped here, so that nothing overflows
-  static constexpr double reach = 16;        // |delta| allowed before the row is centred again
-  static constexpr double slope = 1e-12;     // smallest sum of w per entry that the clamp cannot disturb
-  static constexpr double last_step = 5e-3;  // the cubic error of the last step is then under 1e-7
-  static constexpr double gap = 0.02;        // sum w / sum y below which the row is rather a staircase
+  static constexpr float top = 60;           // z is clamped here, so that exp(z) does not overflow
+  static constexpr double reach = 16;        // largest |delta| before the row must be centered again
+  static constexpr double slope = 1e-12;     // smallest sum of w per entry that the clamp cannot affect
+  static constexpr double last_step = 5e-3;  // longest last step: its cubic error is below 1e-7
+  static constexpr double gap = 0.02;        // below this sum w / sum y, the sum is treated as a staircase
 };
 template <>
 struct Limits<double> {
@@ -30,7 +30,7 @@ struct Limits<double> {
   static constexpr double gap = 0.02;
 };
 
-// k and what the first guess needs of it; computed once for all rows that share k and n.
+// k and the constants that the first guess derives from it. They are computed once for all rows with the same k and n.
 struct Target {
   double k = 0;
   int64_t n = 0;
@@ -48,7 +48,7 @@ struct Target {
     small = flip ? all - k : k;
     logit = ::log(k / (all - k));
     tail = flip ? p - 0.5 : 0.5 - p;
-    // Quantile of the normal distribution, Abramowitz and Stegun 26.2.23.
+    // Quantile of the normal distribution, from Abramowitz and Stegun 26.2.23.
     const double t = ::sqrt(-2 * ::log(p));
     const double q =
         t - (2.515517 + t * (0.802853 + t * 0.010328)) / (1 + t * (1.432788 + t * (0.189269 + t * 0.001308)));
@@ -60,7 +60,7 @@ struct Moments {
   double mean, variance;
 };
 
-// Of a row; long rows are sampled.
+// The moments of a row. Long rows are sampled.
 template <class S>
 LML_INLINE Moments moments(const S* x, const Target& target) {
   using T = typename Work<S>::type;
@@ -89,7 +89,7 @@ LML_INLINE Moments moments(const S* x, const Target& target) {
   return {static_cast<double>(origin) + mean, variance < 0 ? 0 : variance};
 }
 
-// Where nu would be were the entries normally distributed.
+// The approximate nu of normally distributed entries with the mean and variance of the row.
 template <class S>
 LML_INLINE double guess(const S* x, const Target& target) {
   const Moments row = moments(x, target);
@@ -101,22 +101,22 @@ LML_INLINE double guess(const S* x, const Target& target) {
 template <class T>
 struct Fit {
   enum Status { solved, not_finite, declined, careful } status;
-  bool clamped;  // some exp(z) of a flipped target was clamped: its y, near 0, is not in e
+  bool clamped;  // a flipped target had an entry with a clamped exp(z), whose tiny y cannot be computed from e
   Threshold nu;
-  double odds;  // exp(z) = e odds when solved, or its inverse for a flipped target
+  double odds;  // if solved, exp(z) = e odds, or exp(-z) = e odds for a flipped target
   Vec<T> tail;  // the last, partial vector of e
 };
 
-// Newton's method from a centre: e = exp(+-(x - center)) is stored once (scaled, see vmath.h) and
-// z = log e + delta searched over delta. `begin`, then `advance` and `look` in turn while `advance` says so: in steps,
-// so that several rows can be searched side by side.
+// Newton's method from a center: it stores e = exp(+-(x - center)) once (scaled, see vmath.h) and searches for the
+// delta in z = log e + delta. Call `begin`, then `advance` and `look` in turn as long as `advance` returns true. The
+// separate steps allow the searches of several rows to be interleaved.
 template <class T>
 class Newton {
   using L = Limits<T>;
   static constexpr T unscale = 1 / Stored::scale(T{});
 
  public:
-  // `e` has room for n entries and may not alias x.
+  // `e` has space for n entries and must not alias x.
   template <class S>
   LML_INLINE void begin(const S* x, const Target& target, T center, T* e, Team team) {
     n_ = target.n, k_ = target.small, flip_ = target.flip, e_ = e, team_ = team;
@@ -129,7 +129,7 @@ class Newton {
     }
   }
 
-  // Takes a step from the sums that are known; false where none is needed any more, or none is possible.
+  // Takes a step based on the current sums. Returns false if the search has ended, with or without a solution.
   __attribute__((noinline)) bool advance() {
     const double y = k_ + residual_;
     if (!(w_ >= L::slope * static_cast<double>(n_))) return false;
@@ -138,17 +138,17 @@ class Newton {
       return false;
     }
     if (close_enough(-residual_ / w_)) {
-      if (iteration_ == 0) return true;  // the first sums are rough
+      if (iteration_ == 0) return true;  // the first sums are inaccurate
       finish(-residual_ / w_, bend_ / w_);
       return false;
     }
     (residual_ > 0 ? high_ : low_) = delta_;
-    // Halley's step on log sum y - log k, which is straight where nothing saturates.
+    // Halley's step on log sum y - log k, which is linear in delta unless entries saturate.
     const double step = -log_ratio(y, k_) * (y / w_), denominator = 1 + 0.5 * step * (bend_ / w_ - w_ / y);
     return move(step / (denominator < 0.5 ? 0.5 : denominator > 2 ? 2 : denominator));
   }
 
-  // The sums where the last step led. Not inlined, so that the compiler keeps its loop tidy.
+  // Computes the sums after the last step. Not inlined, because compilers generate a better loop this way.
   __attribute__((noinline)) void look() {
     const Totals sums = evaluate_stored<SignedSums>();
     residual_ = (static_cast<double>(sums.above) - k_) + sums.part[0];
@@ -156,7 +156,7 @@ class Newton {
     ++iteration_;
   }
 
-  // To the end.
+  // Runs the search to its end.
   LML_INLINE void search() {
     while (advance()) look();
   }
@@ -179,12 +179,12 @@ class Newton {
     residual_ = sums.part[0] - k_, w_ = sums.part[1], bend_ = sums.part[2];
     if (!(sums.part[3] - sums.part[3] == 0)) {
       fit_.status = Fit<T>::not_finite;
-      w_ = 0;  // so that there is no step
+      w_ = 0;  // makes `advance` return false
     }
   }
 
-  // Stores e of the entries x and gives their sums. part[3] is not finite where an entry is not, and `above` is not 0
-  // where one was clamped. Only the last piece of a row has a tail.
+  // Stores e of the entries x and returns their sums. part[3] is not finite if an entry is not finite, and `above` is
+  // nonzero if an entry was clamped. Only the last piece of a row has a tail.
   template <bool watch_top, class S, class F>
   static LML_INLINE Totals exponentials(const S* x, T* e, int64_t n, F centred, Vec<T>* last) {
     Vec<T> finite{}, tail{};
@@ -218,7 +218,8 @@ class Newton {
       if (!(w >= L::slope * static_cast<double>(n_))) return;
       if (close_enough(-residual / w)) return finish(-residual / w, sums.part[2] / w);
       (residual > 0 ? high_ : low_) = delta_;
-      // Newton on log A - log B, A - B = residual: exact for exponential tails and across a wide gap.
+      // Newton's step on log A - log B, where A - B = residual. It is exact for exponential tails and across a wide
+      // gap.
       const double least = 1e-8 * t, p = 0.5 * (t + st), q = 0.5 * (t - st);
       const double a = (p > least ? p : least) + (over > 0 ? over : 0);
       const double b = (q > least ? q : least) + (over < 0 ? -over : 0);
@@ -241,8 +242,8 @@ class Newton {
 
   static bool close_enough(double step) { return step < L::last_step && step > -L::last_step; }
 
-  // The second and third derivative of sum y never exceed the first, so this second-order step ends
-  // within 0.7 |step|^3 of the root: the certificate.
+  // The second and third derivatives of sum y never exceed the first. This second-order step therefore ends within
+  // 0.7 |step|^3 of the root, which is the certificate.
   void finish(double step, double curvature) {
     const double s = step * (1 - 0.5 * curvature * step);
     delta_ += s;
@@ -250,7 +251,7 @@ class Newton {
     fit_.status = Fit<T>::solved;
   }
 
-  // False when the root lies beyond what this centre can hold.
+  // Returns false if the root is out of reach of this center.
   bool move(double step) {
     double next = delta_ + step;
     if (!(next > low_ && next < high_)) {
@@ -262,7 +263,7 @@ class Newton {
     return true;
   }
 
-  // exp as accurate as T needs it. A call of the library would cost a short row a tenth of its time.
+  // exp with the accuracy that T needs. A library call would take a tenth of the time of a short row.
   static double exponential_of(double a) {
     if constexpr (sizeof(T) == 8) return ::exp(a);
     const double shifted = a * 1.4426950408889634 + 6755399441055744.0, n = shifted - 6755399441055744.0;
@@ -272,7 +273,7 @@ class Newton {
     return cast_bits<double>(cast_bits<int64_t>(p) + static_cast<int64_t>(cast_bits<uint64_t>(shifted) << 52));
   }
 
-  // log(a / b) to a few digits, which is all a step needs.
+  // log(a / b) to a few digits, which is enough for a step.
   static double log_ratio(double a, double b) {
     const double s = (a - b) / (a + b), q = s * s;
     if (q > 0.2) return ::log(a / b);
@@ -290,8 +291,8 @@ class Newton {
   double residual_, w_, bend_;  // the sums at delta
 };
 
-// For entries known to be finite: a centre by selection, then the careful solver; `e` is also room
-// for a copy of the row.
+// For finite entries: Newton's method from a center found by selection, then the careful solver. `e` also serves as
+// space for a copy of the row.
 template <class S, class T = typename Work<S>::type>
 __attribute__((noinline)) Fit<T> fit_hard_row(const S* x, const Target& target, T* e, Team team) {
   const auto copy = [&]() {
@@ -309,7 +310,8 @@ __attribute__((noinline)) Fit<T> fit_hard_row(const S* x, const Target& target, 
   return fit;
 }
 
-// nu of one row. Sums that are not finite are reported: infinite or NaN entries, or values near 1e38.
+// nu of one row. The status is `not_finite` if a sum is not finite because of infinite or NaN entries, or of values
+// near 1e38.
 template <class S, class T = typename Work<S>::type>
 Fit<T> fit_row(const S* x, const Target& target, T* e, Team team) {
   Newton<T> newton;

@@ -1,4 +1,4 @@
-// Sums over a row of finite entries at one nu: sum y and its derivatives, in blocks that are moved to double.
+// Sums over a row of finite entries at one nu: sum y and its derivatives, in blocks that are accumulated in double.
 #pragma once
 
 #include "rows.h"
@@ -7,15 +7,15 @@
 namespace torchlml {
 namespace {
 
-// Sums over a row at one nu. `flush` says after how many vectors part[0] is moved to double.
+// Sums over a row at one nu. part[0] is accumulated in double after every `flush` vectors.
 template <class T, int parts, int vectors>
 struct Parts {
   static constexpr int size = parts, flush = vectors;
   Vec<T> part[size] = {};
-  Mask<T> above{};  // minus the number of z > 0, where a kind counts them
+  Mask<T> above{};  // minus the number of z > 0, for the kinds that count them
 };
 
-// y, w = y (1 - y) and w (1 - 2 y), the derivatives of sum y. Good enough for a first step.
+// The sums of y and its derivatives w = y (1 - y) and w (1 - 2 y). They are accurate enough for a first step.
 template <class T>
 struct Sums : Parts<T, 3, 32> {
   using Parts<T, 3, 32>::part;
@@ -27,8 +27,8 @@ struct Sums : Parts<T, 3, 32> {
   }
 };
 
-// With t = sigma(-|z|) and s = -1 where z > 0, else 1: s t instead of y, and -1 for every z > 0. The residual
-// (number of z > 0) - k + sum s t is accurate relative to sum t, even where y rounds to 1.
+// Let t = sigma(-|z|), and s = -1 if z > 0, else 1. This sums s t instead of y, and counts the entries with z > 0. The
+// residual (number of z > 0) - k + sum s t is accurate relative to sum t, even if y rounds to 1.
 template <class T>
 struct SignedSums : Parts<T, 3, 16> {
   using Parts<T, 3, 16>::part, Parts<T, 3, 16>::above;
@@ -42,7 +42,7 @@ struct SignedSums : Parts<T, 3, 16> {
   }
 };
 
-// For staircases also the sums of t and of s w, which tell the two sides of a gap apart.
+// For rows whose sum is a staircase in nu: also the sums of t and of s w, which separate the two sides of a gap.
 template <class T>
 struct TwoSidedSums : Parts<T, 5, 16> {
   using Parts<T, 5, 16>::part, Parts<T, 5, 16>::above;
@@ -58,8 +58,8 @@ struct TwoSidedSums : Parts<T, 5, 16> {
   }
 };
 
-// A sum in double that carries its rounding error along when T is double itself: a million ties would
-// otherwise all round the same way.
+// A sum in double. It is compensated if T is double, because the additions of a million ties would otherwise all round
+// in the same direction.
 template <class T>
 struct LongSum {
   vdouble sum{}, carry{};
@@ -76,8 +76,8 @@ struct LongSum {
   }
 };
 
-// `odds(i)` gives exp(z) of the i-th whole vector, `odds_tail()` of the rest with zeros beyond it. `prepare`
-// runs over a block before: two short loops overlap far better than one with both dependency chains.
+// `odds(i)` returns exp(z) of the i-th full vector, and `odds_tail()` that of the remaining entries, padded with zeros.
+// `prepare` runs over a block first: two short loops overlap far better than one loop with both dependency chains.
 template <class T, template <class> class Kind, class Prepare, class Odds, class Tail>
 LML_INLINE Totals evaluate(int64_t n, const Prepare& prepare, const Odds& odds, const Tail& odds_tail) {
   constexpr int size = Kind<T>::size;

@@ -1,4 +1,4 @@
-// The value of the projection, sum softplus(x + nu) - k nu, one number per row.
+// The optimal value of the projection problem, sum softplus(x + nu) - k nu, one value per row.
 #pragma once
 
 #include "backward.h"
@@ -6,8 +6,8 @@
 namespace torchlml {
 namespace {
 
-// Each entry's share of nu is taken out of the sum, since for k near n the shares would cancel k nu:
-// the sum of x over z > 0, plus (their number - k) nu, plus the sum of log(1 + exp(-|z|)).
+// Each entry with z > 0 contributes nu to the sum. For k near n these terms would cancel with k nu, so they are counted
+// separately: the sum of x over z > 0, plus (their number - k) nu, plus the sum of log(1 + exp(-|z|)).
 template <class S>
 double row_value(const Row<S>& row, double k, typename Work<S>::type high, typename Work<S>::type low) {
   using T = typename Work<S>::type;
@@ -35,10 +35,10 @@ double row_value(const Row<S>& row, double k, typename Work<S>::type high, typen
       [&]() __attribute__((always_inline)) { rest.take(block_rest); });
   const double nu = static_cast<double>(high) + static_cast<double>(low);
   const double value = total(tops.sum) + (static_cast<double>(-total_lanes(above)) - k) * nu + total(rest.sum);
-  return value == value ? value : HUGE_VAL;  // an entry of +inf leaves inf - inf in the carried error
+  return value == value ? value : HUGE_VAL;  // an entry of +inf leads to inf - inf in the compensated sum
 }
 
-// The limits: 0 for k = 0, the sum of the entries where there are k or fewer, +inf with an entry of +inf.
+// The limits: 0 for k = 0, the sum of the entries if there are at most k, and +inf if an entry is +inf.
 template <class S>
 double limit_value(const Row<S>& row, double k, double high) {
   if (high != high) return high;
@@ -56,7 +56,7 @@ template <class S>
 void value_rows(const ValueArgs& args, const Rows& rows) {
   using T = typename Work<S>::type;
   const Batch& batch = args.solve.batch;
-  // A few rows at a time, so that they are still near when their value is taken.
+  // A few rows at a time, so that they are still in the cache when their values are computed.
   const int64_t some = batch.rows ? 1 + 8192 / (batch.total / batch.rows + 1) : 1;
   for (int64_t first = rows.begin; first < rows.end; first += some) {
     const int64_t last = rows.end - first < some ? rows.end : first + some;

@@ -1,7 +1,7 @@
 // exp, log(1 + t) and the logistic function on vectors.
 //
-// The coefficients are those of Chebyshev interpolants: tools/fit_vmath.py computes them, compares them with the
-// digits here and gives their relative errors (exp 1e-7 and 8e-18, log1p 4e-9 and 2e-18, before rounding).
+// The polynomials are Chebyshev interpolants. tools/fit_vmath.py computes the coefficients, compares them with the
+// digits below and prints the relative errors (exp 1e-7 and 8e-18, log1p 4e-9 and 2e-18, before rounding).
 #pragma once
 
 #include <math.h>
@@ -11,8 +11,8 @@
 namespace torchlml {
 namespace {
 
-// How exp is scaled and where it becomes exactly 0. Plain: exp(a), a <= 0. Stored: exp(a) times a power
-// of two, which keeps a product with another exponential normal wherever the product itself is.
+// The scale of exp and the argument below which it is exactly 0. Plain: exp(a), a <= 0. Stored: exp(a) times a power of
+// two, so that the stored number is normal whenever its product with another exponential is.
 struct Plain {
   static constexpr float scale(float) { return 1; }
   static constexpr double scale(double) { return 1; }
@@ -26,12 +26,12 @@ struct Stored {
   static constexpr double floor(double) { return -900; }
 };
 
-// The same, where a is known to be above the floor.
+// The same scale, for arguments that are known to be above the floor.
 struct Within : Stored {
   static constexpr float floor(float) { return -HUGE_VALF; }
 };
 
-// A polynomial, from the coefficient of the highest power down to the constant.
+// Evaluates a polynomial, given from the coefficient of the highest power down to the constant.
 template <class V>
 LML_INLINE V horner(V, V p) {
   return p;
@@ -52,7 +52,7 @@ LML_INLINE vfloat vexp(vfloat a) {
 #else
   const vfloat r = (a - n * 0.693359375f) + n * 2.12194440e-4f;
 #endif
-  // Estrin's order: what limits the loops is how many of these chains fit into the reorder buffer.
+  // Estrin's scheme: the speed depends on how many of these dependency chains fit into the reorder buffer.
   const vfloat r2 = r * r;
   const vfloat p01 = scale * 1.0000000107715701f * r + scale * 1.0000000754548972f;
   const vfloat p23 = scale * 0.16666505260408123f * r + scale * 0.49998869378303398f;
@@ -79,8 +79,8 @@ LML_INLINE vdouble vexp(vdouble a) {
   return keep<double>(greater(a, Range::floor(0.0)), scaled);
 }
 
-// log(1 + t) for 0 <= t <= 1, as 2 atanh(t / (2 + t)): relatively exact for tiny t as well. The square of a tiny
-// number would be subnormal, which is slow, so it is not let be.
+// log(1 + t) for 0 <= t <= 1, as 2 atanh(t / (2 + t)), which has full relative accuracy for tiny t as well. The added
+// constant keeps the square of a tiny number from being subnormal, because subnormal arithmetic is slow.
 LML_INLINE vfloat vlog1p(vfloat t) {
   const vfloat s = t / (2.0f + t), q = (s + 1e-18f) * (s + 1e-18f);
   return s * horner(q, splat(0.28157778363109081f), 0.27965157745197269f, 0.40024595230703748f, 0.66666321641377773f,
@@ -93,9 +93,9 @@ LML_INLINE vdouble vlog1p(vdouble t) {
                     0.28571428545454114534, 0.40000000000185747468, 0.66666666666666149594, 2.0);
 }
 
-// What every formula needs of z: a = exp(-|z|) and r = 1 / (1 + a). Then sigma(-|z|) = a r and w = a r^2
-// are relatively exact, and 1 - a r is exactly 1 at infinity (r need not be: it is an approximation, as is a,
-// which must not exceed 1: sigma(0) is a half).
+// The common terms of all formulas in z: a = exp(-|z|) and r = 1 / (1 + a). Then sigma(-|z|) = a r and w = a r^2 have
+// full relative accuracy, and 1 - a r is exactly 1 at infinity, although r is an approximation. The approximation a is
+// clamped to 1, because sigma(0) must be 1/2.
 template <class T>
 struct Logistic {
   Vec<T> a, r;
