@@ -108,6 +108,20 @@ def _hashes() -> Iterator[tuple[str, str]]:
         for call, function in LINEAR.items():
             yield f"{call}, {name}", _digest(*_linear(function, dtype))
         yield f"choices, {name}", _digest(*_choices(rows))
+        yield f"balanced_lml, {name}", _digest(*_balanced(dtype))
+
+
+def _balanced(dtype: torch.dtype) -> Iterator[bytes]:
+    """Equal and unequal capacities, exact and as limits; the multipliers and the gradients of x and k."""
+    generator = torch.Generator().manual_seed(0)
+    capacity = torch.tensor([20.0, 30.0, 10.0, 40.0, 20.0, 8.0])
+    for scale in (0.3, 3.0):
+        x = (scale * torch.randn(64, 6, generator=generator, dtype=torch.float64)).to(dtype).requires_grad_()
+        for limits, options in ((None, {}), (capacity, {}), (capacity + 2, {"bound": "at_most"})):
+            k = torch.full((64,), 2.0, dtype=torch.float64, requires_grad=True)
+            y = torchlml.balanced_lml(x, k, limits, **options)
+            grads = torch.autograd.grad(y.square().sum(), (x, k))
+            yield from (_bytes(t) for t in (y, *torchlml.balanced_lml_dual(x, k, limits, **options), *grads))
 
 
 def _layer(function: Call, rows: list[tuple[torch.Tensor, float]]) -> Iterator[bytes]:

@@ -3,6 +3,8 @@
 y = torchlml.lml(x, k)  # like softmax, but each row sums to k and every entry is in (0, 1)
 """
 
+from torchlml import distributions
+from torchlml.balanced import balanced_lml, balanced_lml_dual
 from torchlml.bracketing import lml_bracketing
 from torchlml.choices import sample_subset, topk_mask
 from torchlml.constrained import constrained_softmax, constrained_sparsemax
@@ -12,16 +14,19 @@ from torchlml.losses import (
     LinearTruncatedEntropyLoss,
     LMLLoss,
     SmoothTopKSVMLoss,
+    SubsetLoss,
     TopKSVMLoss,
     TruncatedEntropyLoss,
     linear_lml_loss,
     linear_truncated_entropy_loss,
     lml_loss,
     smooth_topk_svm_loss,
+    subset_loss,
     topk_svm_loss,
     truncated_entropy_loss,
 )
 from torchlml.projection import LML, lml, lml_dual, lml_value, log_lml
+from torchlml.router import TopKRouter
 
 __version__ = "0.1.0"
 
@@ -31,10 +36,15 @@ __all__ = [
     "LinearLMLLoss",
     "LinearTruncatedEntropyLoss",
     "SmoothTopKSVMLoss",
+    "SubsetLoss",
+    "TopKRouter",
     "TopKSVMLoss",
     "TruncatedEntropyLoss",
+    "balanced_lml",
+    "balanced_lml_dual",
     "constrained_softmax",
     "constrained_sparsemax",
+    "distributions",
     "linear_lml_loss",
     "linear_truncated_entropy_loss",
     "lml",
@@ -46,6 +56,7 @@ __all__ = [
     "pad_labels",
     "sample_subset",
     "smooth_topk_svm_loss",
+    "subset_loss",
     "topk_mask",
     "topk_svm_loss",
     "truncated_entropy_loss",

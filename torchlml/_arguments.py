@@ -220,7 +220,7 @@ def check_k(k: Any, rows: torch.Size, most: int | None, device: torch.device, na
         _check_range(k, k, most)
         # Most programs pass the same k in every call, and a new tensor for it costs as much as all the
         # checks.
-        make = cached_scalar if is_eager() and not torch.is_inference_mode_enabled() else _scalar
+        make = cached_scalar if is_eager() else _scalar
         return make(k, wide_dtype(device))
     if k.is_nested:
         raise TypeError(f"`k` must be a dense tensor with this `{name}`, but it is nested.")
@@ -292,7 +292,12 @@ def _scalar(k: Any, dtype: torch.dtype) -> Tensor:
     return torch.scalar_tensor(k, dtype=dtype, device="cpu")
 
 
-cached_scalar = functools.lru_cache(maxsize=256)(_scalar)
+@functools.lru_cache(maxsize=256)
+def cached_scalar(k: Any, dtype: torch.dtype) -> Tensor:
+    """`k` as a tensor that later calls share."""
+    # A tensor created in inference mode cannot be saved for the backward pass of a later call.
+    with torch.inference_mode(False):
+        return _scalar(k, dtype)
 
 
 def autocasts(device: str) -> bool:

@@ -108,10 +108,25 @@ BENCHMARKS = {
         "bench.grid_benchmark:layer",
         "lml beside softmax, topk, sort and sigmoid",
     ),
+    "short": Command(
+        "bench.settings:ShortRowsSettings",
+        "bench.short_rows:main",
+        "many short rows, relative to softmax, with targets",
+    ),
     "constrained": Command(
         "bench.settings:read_constrained",
         "bench.grid_benchmark:constrained",
         "the relatives of lml beside softmax",
+    ),
+    "subsets": Command(
+        "bench.settings:SubsetSettings",
+        "bench.subsets:main",
+        "the distribution over k-subsets, and other methods",
+    ),
+    "balanced": Command(
+        "bench.settings:BalancedSettings",
+        "bench.balanced:main",
+        "balanced_lml relative to lml, with targets",
     ),
     "losses": Command(
         "bench.settings:LossesSettings",
@@ -162,6 +177,11 @@ FIGURES = {
         "figures.projection:which_relaxation",
         "the same logits through five relaxations",
     ),
+    "sets": Command(
+        "figures.settings:SetsFigureSettings",
+        "figures.sets:main",
+        "distance of lml from exact inclusion probabilities",
+    ),
     "timing": Command(
         "figures.settings:TimingFigureSettings",
         "bench.paper_report:main",
@@ -205,6 +225,7 @@ ALL_FIGURES = Command(
 SINGLE = {
     "demo": Command("studies.digits.settings:DemoSettings", "studies.digits.demo:main"),
     "which-k": Command("studies.digits.settings:WhichKSettings", "studies.digits.which_k:main"),
+    "routing": Command("studies.routing.settings:RoutingSettings", "studies.routing.task:main"),
     "info": Command("info:read_arguments", "info:main"),
     "gpu-check": Command("gpu_check:read_arguments", "gpu_check.check_gpu:main"),
 }
@@ -213,6 +234,7 @@ SINGLE = {
 SUMMARIES = {
     "demo": "learn the labels nobody wrote down, with five losses",
     "which-k": "measure what a wrong k costs",
+    "routing": "compare routers for mixtures of experts",
     "info": "print versions, the kernel in use, threads, devices, extras",
     "gpu-check": "check and time the kernels on your GPU",
     "bench": "time the layer, its relatives and the losses",

@@ -325,7 +325,7 @@ def test_the_logits_cover_nothing_in_a_low_window(browser: Any, size: tuple[int,
             apart = min(other["right"], stage["right"]) - max(other["left"], stage["left"]) <= 0
             apart |= min(other["bottom"], stage["bottom"]) - max(other["top"], stage["top"]) <= 0
             assert apart, (size, place)
-        if size[0] >= 640:  # beside the results, and all of it in view
+        if size[0] >= 640:  # next to the results, and entirely in view
             assert 0 <= stage["top"] < stage["bottom"] <= size[1]
     assert page.evaluate("document.documentElement.scrollWidth") <= size[0]
     page.close()

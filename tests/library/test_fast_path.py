@@ -106,9 +106,22 @@ def _is_left(x: Tensor) -> Tensor:
     return x
 
 
-def test_modes_and_transforms_are_left_to_the_long_way() -> None:
+def test_inference_mode_takes_the_fast_path() -> None:
+    k = 2.71  # no other test has put this number into the cache of scalars
     with torch.inference_mode():
-        assert fast_lml(X, 1, -1) is None
+        inside = fast_lml(X, k, -1)
+        assert inside is not None
+        assert inside.is_inference()
+        assert torch.equal(torchlml.lml(X.clone(), k), inside)
+    assert torch.equal(torchlml.lml(X, k), inside)
+    # The scalar was created in inference mode; a later call must be able to save it for its backward pass.
+    leaf = X.clone().requires_grad_()
+    torchlml.lml(leaf, k).backward(X)
+    assert leaf.grad is not None
+    assert leaf.grad.abs().max() > 0
+
+
+def test_modes_and_transforms_are_left_to_the_long_way() -> None:
     with torch.autograd.forward_ad.dual_level():
         assert fast_lml(X, 1, -1) is None
     with FakeTensorMode() as mode:

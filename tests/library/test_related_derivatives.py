@@ -76,14 +76,14 @@ def test_derivatives_for_the_bounds(member: Member, masked: bool) -> None:
     inputs = (leaf(3, 5), numbers(0.7, 1.1, 1.6), upper)
 
     def call(x: Tensor, k: Tensor, upper: Tensor) -> Tensor:
-        return member.function(x, k, upper, mask=mask)
+        return member.function(x, k, upper=upper, mask=mask)
 
     y = call(*inputs)
     assert 0 < int((y == upper).sum()) < 10  # some are at their bounds, some are not
     assert gradcheck(call, inputs, check_forward_ad=True, check_batched_grad=True)
     assert gradgradcheck(call, inputs)
     one = numbers(0.6)[0]
-    assert gradcheck(lambda x, u: member.function(x, 1.5, u, mask=mask), (inputs[0], one))
+    assert gradcheck(lambda x, u: member.function(x, 1.5, upper=u, mask=mask), (inputs[0], one))
 
 
 def formula(name: str, y: np.ndarray, k: float, g: np.ndarray) -> tuple[np.ndarray, float]:

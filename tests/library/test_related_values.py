@@ -60,7 +60,7 @@ def test_values(member: Member, problem: Problem, dtype: torch.dtype) -> None:
 def test_bounds_beside_the_entries(member: Member, problem: Problem, dtype: torch.dtype) -> None:
     x = problem.row(dtype)
     upper = torch.from_numpy(bounds_for(x.numel(), problem.k)).to(dtype)
-    y = member.function(x, problem.k, upper)
+    y = member.function(x, problem.k, upper=upper)
     truth = related.capped(member.name, x.double().numpy(), problem.k, upper.double().numpy())
     scale = max(1.0, float(truth.max()))
     assert np.abs(y.double().numpy() - truth).max() <= scale * PROMISE[dtype][0]

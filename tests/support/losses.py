@@ -15,6 +15,8 @@ SINGLE_LABEL = {
     torchlml.topk_svm_loss: torchlml.TopKSVMLoss,
 }
 EVERY = MULTI_LABEL | SINGLE_LABEL
+# A set of labels is one event: a loss of this kind is not a sum over labels. Tested in test_subset_loss.py.
+SETS = {torchlml.subset_loss: torchlml.SubsetLoss}
 
 every = pytest.mark.parametrize("loss", EVERY, ids=lambda loss: loss.__name__)
 multi_label = pytest.mark.parametrize("loss", MULTI_LABEL, ids=lambda loss: loss.__name__)

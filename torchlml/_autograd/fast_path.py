@@ -36,7 +36,6 @@ def fast_lml(x: Any, k: Any, dim: Any) -> Tensor | None:
         and 0 <= k <= x.shape[1]
         and x.is_contiguous()
         and forward_ad._current_level < 0
-        and not torch.is_inference_mode_enabled()
     ):
         return None
     number = cached_scalar(k, torch.float64)

@@ -175,24 +175,28 @@ class Agreement:
         if error is not None and not isinstance(error, Exception):
             return  # an interrupt ends this process
         # After any error, because the others wait for this message. A character takes up to six bytes in it.
-        everyone = self._exchange(self._told if error is None else {"error": str(error)[:300]})
+        told = self._told if error is None else {"error": str(error)[:300]}
+        everyone = exchange(self.group, self._device, told)
         if error is None:
-            _check_agreement(everyone)
+            check_agreement(everyone)
             self.split = LabelSplit(self.group, [told["labels"] for told in everyone], self._limit[1])
             if not any(told["masked"] for told in everyone):
                 _check_k(self._limit[0], self.split)
 
-    def _exchange(self, told: dict[str, Any]) -> list[dict[str, Any]]:
-        # Unlike all_gather_object, one collective and not two.
-        text = json.dumps(told, ensure_ascii=False).encode()
-        assert len(text) <= _BYTES
-        message = torch.zeros(_BYTES, dtype=torch.uint8)
-        message[: len(text)] = torch.frombuffer(bytearray(text), dtype=torch.uint8)
-        parts = self.group.gather(message.to(self._device)).cpu()
-        return [json.loads(bytes(part.tolist()).rstrip(b"\0")) for part in parts]
+
+def exchange(group: LabelGroup, device: torch.device, told: dict[str, Any]) -> list[dict[str, Any]]:
+    """Send a short message to all processes and return those of all of them, in rank order: one round."""
+    # Unlike all_gather_object, one collective and not two.
+    text = json.dumps(told, ensure_ascii=False).encode()
+    assert len(text) <= _BYTES
+    message = torch.zeros(_BYTES, dtype=torch.uint8)
+    message[: len(text)] = torch.frombuffer(bytearray(text), dtype=torch.uint8)
+    parts = group.gather(message.to(device)).cpu()
+    return [json.loads(bytes(part.tolist()).rstrip(b"\0")) for part in parts]
 
 
-def _check_agreement(everyone: list[dict[str, Any]]) -> None:
+def check_agreement(everyone: list[dict[str, Any]]) -> None:
+    """Raise the error of any process, or one for values under "same" that differ."""
     for rank, other in enumerate(everyone):
         if "error" in other:
             raise ValueError(f"Process {rank} of the group has an invalid argument: {other['error']}")

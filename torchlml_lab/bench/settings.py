@@ -127,6 +127,49 @@ class LossesSettings(TimingSettings):
 
 
 @dataclass(frozen=True)
+class ShortRowsSettings(TimingSettings):
+    """Time lml and its loss on many short rows, as ratios to softmax, to cross-entropy and to a plain call.
+
+    `TORCHLML_KERNEL=torch` times pure PyTorch, and `TORCHLML_ISA=v3` the kernel for AVX2.
+    """
+
+    seconds: float = 2.0
+    """Time for one comparison."""
+    scales: tuple[float, ...] = (1.0, 3.0, 12.0)
+    """Standard deviations of the logits; each is a column of the table."""
+    dtypes: tuple[str, ...] = ("float32",)
+    """Types of the logits: float32, float64, bfloat16, float16."""
+    threads: tuple[int, ...] = (1,)
+    """Numbers of threads torch may use."""
+
+
+@dataclass(frozen=True)
+class SubsetSettings(TimingSettings):
+    """Measure the exact distribution over k-subsets: time, memory and accuracy, next to other methods."""
+
+    repetitions: int = 15
+    seconds: float = 5.0
+    sizes: tuple[int, ...] = (100, 1000, 10_000, 100_000, 1_000_000)
+    """Lengths of the rows in the comparison."""
+    ks: tuple[int, ...] = (10, 1000)
+    """Sizes of the sets in the comparison; those below the length of a row are used."""
+    scale: float = 2.0
+    """The standard deviation of the logits in the comparison."""
+
+
+@dataclass(frozen=True)
+class BalancedSettings(TimingSettings):
+    """Time balanced_lml on router logits, as ratios to lml on the same matrix in the same round."""
+
+    skews: tuple[float, ...] = (0.0, 1.0, 3.0, 10.0)
+    """Standard deviations of the preference of all tokens for an expert."""
+    dtype: str = "float32"
+    """The dtype of the logits, float32 or float64 or bfloat16."""
+    threads: int = 1
+    """Number of threads torch may use."""
+
+
+@dataclass(frozen=True)
 class PaperSettings:
     """Repeat the timing study of the paper's section 5.1, and compare its claims with the numbers.
 

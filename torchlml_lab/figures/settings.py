@@ -59,6 +59,13 @@ class EntropiesSettings(FigureSettings):
 
 
 @dataclass(frozen=True)
+class SetsFigureSettings(FigureSettings):
+    """Draw the largest difference between lml and the exact inclusion probabilities against n and k."""
+
+    out: Path = Path("torchlml-figures/sets.png")
+
+
+@dataclass(frozen=True)
 class RelaxationsSettings(FigureSettings):
     """Draw the same logits through five relaxations, as k, the temperature and the gap change."""
 

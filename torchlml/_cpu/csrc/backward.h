@@ -176,10 +176,12 @@ struct BackwardRow : Row<S> {
     if (!(sum > 0)) return zero();
     const double mean = totals.part[1] / sum;
     *dk = mean;
-    const T shift = static_cast<T>(mean);
+    write_projection(w, static_cast<T>(mean));
+  }
+  LML_INLINE void write_projection(const T* w, T mean) const {
     each_vector<T>(n, team, [=, grad = grad, dx = dx](int64_t i, int64_t count) __attribute__((always_inline)) {
       const Vec<T> a = read(w + i, count);
-      write(dx + i, keep<T>(greater(a, T{0}), a * (read(grad + i, count) - shift)), count);
+      write(dx + i, keep<T>(greater(a, T{0}), a * (read(grad + i, count) - mean)), count);
     });
   }
 
@@ -301,36 +303,6 @@ struct BackwardRow : Row<S> {
     return share;
   }
 };
-
-template <class S>
-void backward_rows(const BackwardArgs& args, const Rows& rows) {
-  using T = typename Work<S>::type;
-  Scratch<T> work;
-  for (int64_t r = rows.begin; r < rows.end; ++r) {
-    const Span span = row_span(args.batch, r);
-    const bool dual = args.kind == Gradient::dual;
-    const T* nu = static_cast<const T*>(args.nu) + r;
-    const BackwardRow<S> row{{args.batch, span, rows.team},
-                             dual ? nullptr : part_of<S>(args.grad, span),
-                             part_of<S>(args.y, span),
-                             part_of<S>(args.dx, span),
-                             args.dk + r,
-                             nu[0],
-                             nu[args.batch.rows]};
-    T* room = work.room_in(row.dx, span.size);
-    if (!(nu[0] - nu[0] == 0)) {
-      row.special(args.kind);
-    } else if (args.bounded && nu[0] == 0 && nu[args.batch.rows] == 0) {
-      row.free_row();
-    } else if (dual) {
-      row.dual(static_cast<double>(static_cast<const T*>(args.grad)[r]), room);
-    } else if (args.kind == Gradient::logarithm) {
-      row.logarithm();
-    } else {
-      row.projection(room);
-    }
-  }
-}
 
 }  // namespace
 }  // namespace torchlml

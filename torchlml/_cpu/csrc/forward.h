@@ -1,7 +1,7 @@
 // One row forward: special rows, the general row with masks or infinities, and the plain row.
 #pragma once
 
-#include "solve.h"
+#include "lanes.h"
 
 namespace torchlml {
 namespace {
@@ -223,24 +223,123 @@ class SideBySide {
 };
 
 template <class S>
+ForwardRow<S> forward_row(const ForwardArgs& args, const Span& span, int64_t r, Team team) {
+  using T = typename Work<S>::type;
+  T* nu = static_cast<T*>(args.nu) + r;
+  return {{args.batch, span, team}, args.output, args.bound, part_of<S>(args.y, span), nu, nu + args.batch.rows};
+}
+
+// Short rows that are solved one per lane.
+template <class S>
+class LaneBlock {
+ public:
+  explicit LaneBlock(const ForwardArgs& args) : args_(args) {}
+  static constexpr bool takes(int64_t n) { return n <= short_row; }
+
+  // Adds a row with 0 < k < n. A block that is full is finished.
+  template <class F>
+  LML_INLINE void add(int64_t r, const Span& span, double k, const F& otherwise) {
+    rows_[count_] = r, begin_[count_] = span.begin;
+    in_.x[count_] = static_cast<const S*>(args_.batch.x) + span.begin;
+    in_.mask[count_] = args_.batch.mask ? args_.batch.mask + span.begin : nullptr;
+    in_.size[count_] = span.size;
+    in_.k_high[count_] = static_cast<float>(k);
+    in_.k_low[count_] = static_cast<float>(k - static_cast<double>(in_.k_high[count_]));
+    if (++count_ == block_rows) finish(otherwise);
+  }
+
+  // Solves and writes the rows, and begins anew; `otherwise(row, k)` is called for those that need another way.
+  template <class F>
+  void finish(const F& otherwise) {
+    if (count_ == 0) return;
+    for (int i = count_; i < block_rows; ++i) {
+      in_.x[i] = in_.x[0], in_.mask[i] = in_.mask[0], in_.size[i] = in_.size[0];
+      in_.k_high[i] = in_.k_high[0], in_.k_low[i] = in_.k_low[0];
+    }
+    solver_.solve(in_);
+    float high[block_rows], low[block_rows];
+    solver_.nu(high, low);
+    const bool ordinary = args_.bound == Bound::exactly && args_.output != Output::logarithm;
+    ifloat left = ~solver_.solved();
+    if (args_.output == Output::projection) left |= solver_.clamped();
+    if (!ordinary) left = ~ifloat{};
+    S* y[block_rows];
+    for (int i = 0; i < count_; ++i) {
+      static_cast<float*>(args_.nu)[rows_[i]] = high[i];
+      static_cast<float*>(args_.nu)[rows_[i] + args_.batch.rows] = low[i];
+      y[i] = static_cast<S*>(args_.y) + begin_[i];
+    }
+    for (int i = count_; i < block_rows; ++i) y[i] = nowhere_;
+    if (any<float>(left)) {
+      for (int i = 0; i < count_; ++i) {
+        if (left[i]) y[i] = write_alone(i, otherwise) ? nowhere_ : y[i];
+      }
+    }
+    if (args_.output == Output::projection) solver_.write(y, in_.size);
+    count_ = 0;
+  }
+
+ private:
+  // Writes a row that is not an ordinary one, unless it turns out to be one.
+  template <class F>
+  __attribute__((noinline)) bool write_alone(int i, const F& otherwise) const {
+    const Span span{begin_[i], in_.size[i]};
+    const ForwardRow<S> row = forward_row<S>(args_, span, rows_[i], nullptr);
+    if (!solver_.solved()[i]) {
+      otherwise(row, args_.k[rows_[i] * args_.k_stride]);
+    } else if (row.is_free(static_cast<double>(*row.nu_high))) {
+      row.free_row();
+    } else if (args_.output == Output::projection && !solver_.clamped()[i]) {
+      return false;
+    } else {
+      row.write_from_nu();
+    }
+    return true;
+  }
+
+  const ForwardArgs& args_;
+  int count_ = 0;
+  int64_t rows_[block_rows], begin_[block_rows];
+  LaneSolver::Input<S> in_;
+  LaneSolver solver_;
+  S nowhere_[short_row];  // where lanes write that have nothing to write
+};
+// Lanes are float: rows of float64 go the other way.
+template <>
+class LaneBlock<double> {
+ public:
+  explicit LaneBlock(const ForwardArgs&) {}
+  static constexpr bool takes(int64_t) { return false; }
+  template <class F>
+  void add(int64_t, const Span&, double, const F&) {}
+  template <class F>
+  void finish(const F&) {}
+};
+
+template <class S>
 void forward_rows(const ForwardArgs& args, const Rows& rows) {
   using T = typename Work<S>::type;
   Scratch<T> packed, work;
   SideBySide<S> block;
+  LaneBlock<S> short_rows(args);
   const auto general = [&](const ForwardRow<S>& row, double k) { row.general(k, packed, work); };
+  const auto one_by_one = [&](const ForwardRow<S>& row, double k) {
+    if (row.mask) return general(row, k);
+    if (!block.has_room(row.n)) block.finish(general);
+    block.add(row, k);
+  };
   for (int64_t r = rows.begin; r < rows.end; ++r) {
     const Span span = row_span(args.batch, r);
-    T* nu = static_cast<T*>(args.nu) + r;
-    const ForwardRow<S> row{{args.batch, span, rows.team}, args.output, args.bound,
-                            part_of<S>(args.y, span),      nu,          nu + args.batch.rows};
     const double k = args.k[r * args.k_stride];
-    if (row.mask || !(k > 0 && k < static_cast<double>(span.size))) {
-      general(row, k);
+    const bool inside = k > 0 && k < static_cast<double>(span.size);
+    if (inside && LaneBlock<S>::takes(span.size)) {
+      short_rows.add(r, span, k, one_by_one);
       continue;
     }
-    if (!block.has_room(span.size)) block.finish(general);
-    block.add(row, k);
+    const ForwardRow<S> row = forward_row<S>(args, span, r, rows.team);
+    inside ? one_by_one(row, k) : general(row, k);
   }
+  short_rows.finish(one_by_one);
   block.finish(general);
 }
 

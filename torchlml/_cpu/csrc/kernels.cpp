@@ -1,5 +1,5 @@
 // Compiled once per instruction set, with LML_KERNELS naming the table (see setup.py).
-#include "backward.h"
+#include "backward_rows.h"
 #include "choice.h"
 #include "constrained_backward.h"
 #include "loss.h"

@@ -1,7 +1,7 @@
 // The LML loss of one row, -sum c log y over its labels, and its derivatives.
 #pragma once
 
-#include "backward.h"
+#include "backward_rows.h"
 
 namespace torchlml {
 namespace {
@@ -146,19 +146,90 @@ struct LossRow {
   }
 };
 
+// The labels of several rows, so that their exponentials and logarithms fill whole vectors.
+template <class S>
+class LabelBlock {
+  using T = typename Work<S>::type;
+  static constexpr int room = 256, most_per_row = 64;
+
+ public:
+  enum Kind { none, ordinary, other };
+
+  bool has_room() const { return size_ + most_per_row <= room; }
+  int size() const { return size_; }
+  void clear() { size_ = 0; }
+
+  // Adds the labels of a row if it is an ordinary one: few labels, and nothing infinite among them.
+  LML_INLINE Kind add(const LossRow<S>& row) {
+    const int begin = size_;
+    Kind kind = none;
+    bool others = !(row.high - row.high == 0);
+    each_label<T>(row.labels, row.batch, row.r, row.span, [&](int64_t place, T weight) __attribute__((always_inline)) {
+      if (kind == none) kind = ordinary;
+      if (weight == 0) return;
+      const T a = row.entry(place);
+      others |= !(a - a == 0) || size_ - begin == most_per_row;
+      if (others) return;
+      z_[size_] = (a + row.high) + row.low, c_[size_] = weight, place_[size_] = place;
+      ++size_;
+    });
+    if (kind == none || !others) return kind;
+    size_ = begin;
+    return other;
+  }
+
+  // Computes f(z, c) of all labels.
+  template <class F>
+  LML_INLINE void compute(const F& f) {
+    for (int j = size_; j % lanes<T>; ++j) z_[j] = c_[j] = 0;
+    for (int j = 0; j < size_; j += lanes<T>) store(value_ + j, f(load(z_ + j), load(c_ + j)));
+  }
+  double sum(int begin, int end) const {
+    double sum = 0;
+    for (int j = begin; j < end; ++j) sum += static_cast<double>(value_[j]);
+    return sum;
+  }
+  T value(int j) const { return value_[j]; }
+  int64_t place(int j) const { return place_[j]; }
+
+ private:
+  int size_ = 0;
+  T z_[room], c_[room], value_[room];
+  int64_t place_[room];
+};
+
 template <class S>
 void loss_forward_rows(const LossForwardArgs& args, const Rows& rows) {
   using T = typename Work<S>::type;
+  constexpr int most_rows = 32;
   const Batch& batch = args.solve.batch;
   forward_rows<S>(args.solve, rows);
   T* loss = static_cast<T*>(args.loss);
+  LabelBlock<S> labels;
+  int64_t which[most_rows];
+  int begin[most_rows + 1], count = 0;
+  const auto finish = [&]() {
+    labels.compute([](Vec<T> z, Vec<T> c) __attribute__((always_inline)) {
+      return c * (vlog1p(vexp(-vabs(z))) - keep<T>(greater(Vec<T>{}, z), z));
+    });
+    begin[count] = labels.size();
+    for (int i = 0; i < count; ++i) loss[which[i]] = static_cast<T>(labels.sum(begin[i], begin[i + 1]));
+    labels.clear();
+    count = 0;
+  };
   for (int64_t r = rows.begin; r < rows.end; ++r) {
     const LossRow<S> row = LossRow<S>::at(args.labels, batch, args.solve.nu, r);
-    bool any = false;
-    each_label<T>(args.labels, batch, r, row.span, [&](int64_t, T) { any = true; });
-    loss[r] = any ? static_cast<T>(row.loss(args.solve.k[r * args.solve.k_stride])) : 0;
-    loss[batch.rows + r] = any;
+    begin[count] = labels.size();
+    const auto kind = labels.add(row);
+    loss[batch.rows + r] = kind != LabelBlock<S>::none;
+    if (kind == LabelBlock<S>::ordinary) {
+      which[count++] = r;
+      if (count == most_rows || !labels.has_room()) finish();
+    } else {
+      loss[r] = kind == LabelBlock<S>::none ? 0 : static_cast<T>(row.loss(args.solve.k[r * args.solve.k_stride]));
+    }
   }
+  finish();
 }
 
 template <class S>
@@ -169,22 +240,118 @@ __attribute__((noinline)) void copy_row(const S* from, S* to, int64_t n, Team te
   });
 }
 
+// Several short rows at once, like `BackwardBlock`.
+template <class S>
+class LossBackwardBlock {
+  using Short = ShortRow<S>;
+
+ public:
+  explicit LossBackwardBlock(bool in_place) : in_place_(in_place) {}
+  bool is_full() const { return count_ == block_rows || !labels_.has_room(); }
+
+  // False where the row is not an ordinary one, and was not added.
+  LML_INLINE bool add(const LossRow<S>& row, double g, S* dx, double* dk) {
+    if (row.span.size > short_row) return false;
+    begin_[count_] = labels_.size();
+    if (labels_.add(row) != LabelBlock<S>::ordinary) return false;
+    rows_[count_] = {{row.batch, row.span}, nullptr, nullptr, dx, dk, row.high, row.low};
+    which_[count_] = row.r, g_[count_] = g;
+    ++count_;
+    return true;
+  }
+
+  // `otherwise(r)` is called for rows whose w are too small to be added up.
+  template <class F>
+  __attribute__((noinline)) void finish(const F& otherwise) {
+    if (count_ == 0) return;
+    begin_[count_] = labels_.size();
+    labels_.compute([](vfloat z, vfloat c) __attribute__((always_inline)) { return c * LossRow<S>::sigma_minus(z); });
+    float* w[block_rows];
+    vfloat weights[block_rows];
+    const bool aside = in_place_ || sizeof(S) == 2;  // w may not stand in dx
+    for (int i = 0; i < count_; ++i) {
+      w[i] = aside ? scratch_.room(block_rows * short_row) + i * short_row : reinterpret_cast<float*>(rows_[i].dx);
+      Short::exponentials(rows_[i], w[i]);
+    }
+    for (int i = 0; i < count_; ++i) {
+      vfloat sums[2] = {};
+      Short::weigh(rows_[i], w[i],
+                   [&](int64_t, int64_t, int into, vfloat a) __attribute__((always_inline)) { sums[into] += a; });
+      weights[i] = sums[0] + sums[1];
+    }
+    for (int i = count_; i < block_rows; ++i) weights[i] = vfloat{};
+    const vfloat sum = sums_over_lanes(weights);
+    for (int i = 0; i < count_; ++i) {
+      if (!(sum[i] > 1e-20f)) {
+        otherwise(which_[i]);
+        continue;
+      }
+      const double change = -g_[i] * labels_.sum(begin_[i], begin_[i + 1]),
+                   share = change / static_cast<double>(sum[i]);
+      *rows_[i].dk = share;
+      write_row(i, w[i], static_cast<float>(share), aside);
+    }
+    labels_.clear();
+    count_ = 0;
+  }
+
+ private:
+  LML_INLINE void write_row(int i, float* w, float share, bool aside) const {
+    const int64_t n = rows_[i].n;
+    S* dx = rows_[i].dx;
+    each_vector<float>(n, [=](int64_t at, int64_t count)
+                              __attribute__((always_inline)) { write(w + at, -(read(w + at, count) * share), count); });
+    const float minus = static_cast<float>(-g_[i]);
+    for (int j = begin_[i]; j < begin_[i + 1]; ++j) w[labels_.place(j)] += minus * labels_.value(j);
+    if (!aside) return;
+    each_vector<float>(n, [=](int64_t at, int64_t count)
+                              __attribute__((always_inline)) { write(dx + at, read(w + at, count), count); });
+  }
+
+  bool in_place_;
+  int count_ = 0;
+  int begin_[block_rows + 1];
+  int64_t which_[block_rows];
+  double g_[block_rows];
+  BackwardRow<S> rows_[block_rows];
+  LabelBlock<S> labels_;
+  Scratch<float> scratch_;
+};
+template <>
+class LossBackwardBlock<double> {
+ public:
+  explicit LossBackwardBlock(bool) {}
+  bool is_full() const { return false; }
+  bool add(const LossRow<double>&, double, double*, double*) { return false; }
+  template <class F>
+  void finish(const F&) {}
+};
+
 template <class S>
 void loss_backward_rows(const LossBackwardArgs& args, const Rows& rows) {
   using T = typename Work<S>::type;
   Scratch<T> work;
   Scratch<S> beside;
   const bool in_place = args.dx == args.batch.x;  // the gradient replaces the logits, a whole row at a time
-  for (int64_t r = rows.begin; r < rows.end; ++r) {
+  LossBackwardBlock<S> short_rows(in_place);
+  const auto gradient = [&](int64_t r) {
+    return static_cast<double>(static_cast<const T*>(args.grad)[r * args.grad_stride]);
+  };
+  const auto one_by_one = [&](int64_t r) {
     const LossRow<S> row = LossRow<S>::at(args.labels, args.batch, args.nu, r);
     const int64_t n = row.span.size;
     S* dx = part_of<S>(args.dx, row.span);
     S* out = in_place ? beside.room(n) : dx;
     T* room = work.room_in(out, n);
-    const double g = static_cast<double>(static_cast<const T*>(args.grad)[r * args.grad_stride]);
-    row.gradient(g, args.k[r * args.k_stride], out, args.dk + r, room, rows.team);
+    row.gradient(gradient(r), args.k[r * args.k_stride], out, args.dk + r, room, rows.team);
     if (in_place) copy_row(out, dx, n, rows.team);
+  };
+  for (int64_t r = rows.begin; r < rows.end; ++r) {
+    const LossRow<S> row = LossRow<S>::at(args.labels, args.batch, args.nu, r);
+    if (!short_rows.add(row, gradient(r), part_of<S>(args.dx, row.span), args.dk + r)) one_by_one(r);
+    if (short_rows.is_full()) short_rows.finish(one_by_one);
   }
+  short_rows.finish(one_by_one);
 }
 
 }  // namespace

@@ -169,8 +169,8 @@ LML_INLINE Mask<T> first_lanes(int64_t count) {
   return greater(splat(static_cast<T>(count)), index);
 }
 
-// 1 / a for 1 <= a < 1e37: division is the dear instruction here. To the last digit or so, or with Newton's
-// step alone (`rough`), which leaves the result up to 1e-7 low.
+// 1 / a for 1 <= |a| < 1e37: division is the dear instruction here. To the last digit or so, or with Newton's
+// step alone (`rough`), which leaves the result up to 1e-7 too near to 0.
 template <bool rough = false>
 LML_INLINE vfloat reciprocal(vfloat a) {
 #if defined(__SSE2__)
@@ -191,6 +191,72 @@ LML_INLINE vfloat reciprocal(vfloat a) {
 template <bool rough = false>
 LML_INLINE vdouble reciprocal(vdouble a) {
   return 1.0 / a;
+}
+
+// Turn the rows of a square of numbers into its columns.
+LML_INLINE void transpose(vfloat (&a)[lanes<float>]) {
+#if defined(__SSE2__)
+  // Squares of 4 x 4 within the 128-bit parts of the vectors, then these parts as wholes.
+#if defined(__AVX512F__)
+#define LML_WITHIN(name) _mm512_##name
+  typedef __m512 part_t;
+  typedef __m512d pairs_t;
+#elif defined(__AVX2__)
+#define LML_WITHIN(name) _mm256_##name
+  typedef __m256 part_t;
+  typedef __m256d pairs_t;
+#else
+#define LML_WITHIN(name) _mm_##name
+  typedef __m128 part_t;
+  typedef __m128d pairs_t;
+#endif
+  part_t b[lanes<float>];
+  for (int i = 0; i < lanes<float>; i += 4) {
+    const pairs_t low01 = (pairs_t)LML_WITHIN(unpacklo_ps)((part_t)a[i], (part_t)a[i + 1]);
+    const pairs_t high01 = (pairs_t)LML_WITHIN(unpackhi_ps)((part_t)a[i], (part_t)a[i + 1]);
+    const pairs_t low23 = (pairs_t)LML_WITHIN(unpacklo_ps)((part_t)a[i + 2], (part_t)a[i + 3]);
+    const pairs_t high23 = (pairs_t)LML_WITHIN(unpackhi_ps)((part_t)a[i + 2], (part_t)a[i + 3]);
+    b[i] = (part_t)LML_WITHIN(unpacklo_pd)(low01, low23);
+    b[i + 1] = (part_t)LML_WITHIN(unpackhi_pd)(low01, low23);
+    b[i + 2] = (part_t)LML_WITHIN(unpacklo_pd)(high01, high23);
+    b[i + 3] = (part_t)LML_WITHIN(unpackhi_pd)(high01, high23);
+  }
+#undef LML_WITHIN
+  for (int i = 0; i < 4; ++i) {
+#if defined(__AVX512F__)
+    const __m512 even01 = _mm512_shuffle_f32x4(b[i], b[i + 4], 0x88),
+                 odd01 = _mm512_shuffle_f32x4(b[i], b[i + 4], 0xdd);
+    const __m512 even23 = _mm512_shuffle_f32x4(b[i + 8], b[i + 12], 0x88);
+    const __m512 odd23 = _mm512_shuffle_f32x4(b[i + 8], b[i + 12], 0xdd);
+    a[i] = (vfloat)_mm512_shuffle_f32x4(even01, even23, 0x88);
+    a[i + 4] = (vfloat)_mm512_shuffle_f32x4(odd01, odd23, 0x88);
+    a[i + 8] = (vfloat)_mm512_shuffle_f32x4(even01, even23, 0xdd);
+    a[i + 12] = (vfloat)_mm512_shuffle_f32x4(odd01, odd23, 0xdd);
+#elif defined(__AVX2__)
+    a[i] = (vfloat)_mm256_permute2f128_ps(b[i], b[i + 4], 0x20);
+    a[i + 4] = (vfloat)_mm256_permute2f128_ps(b[i], b[i + 4], 0x31);
+#else
+    a[i] = (vfloat)b[i];
+#endif
+  }
+#else
+  for (int i = 0; i < lanes<float>; ++i) {
+    for (int j = 0; j < i; ++j) {
+      const float above = a[j][i];
+      a[j][i] = a[i][j];
+      a[i][j] = above;
+    }
+  }
+#endif
+}
+
+// The sums over the lanes of as many vectors as there are lanes, in a fixed order.
+LML_INLINE vfloat sums_over_lanes(vfloat (&a)[lanes<float>]) {
+  transpose(a);
+  for (int step = 1; step < lanes<float>; step *= 2) {
+    for (int i = 0; i < lanes<float>; i += 2 * step) a[i] += a[i + step];
+  }
+  return a[0];
 }
 
 // Sum over lanes, in double and in a fixed order.

@@ -4,6 +4,8 @@
 // digits here and gives their relative errors (exp 1e-7 and 8e-18, log1p 4e-9 and 2e-18, before rounding).
 #pragma once
 
+#include <math.h>
+
 #include "simd.h"
 
 namespace torchlml {
@@ -22,6 +24,11 @@ struct Stored {
   static constexpr double scale(double) { return 0x1p300; }
   static constexpr float floor(float) { return -104; }
   static constexpr double floor(double) { return -900; }
+};
+
+// The same, where a is known to be above the floor.
+struct Within : Stored {
+  static constexpr float floor(float) { return -HUGE_VALF; }
 };
 
 // A polynomial, from the coefficient of the highest power down to the constant.
@@ -52,6 +59,7 @@ LML_INLINE vfloat vexp(vfloat a) {
   const vfloat p45 = scale * 0.0083691484908563466f * r + scale * 0.041917507249615261f;
   const vfloat p = (p45 * r2 + p23) * r2 + p01;
   const vfloat scaled = cast_bits<vfloat>(cast_bits<ifloat>(p) + (cast_bits<ifloat>(shifted) << 23));
+  if constexpr (Range::floor(0.0f) == -HUGE_VALF) return scaled;
   return keep<float>(greater(a, Range::floor(0.0f)), scaled);
 }
 

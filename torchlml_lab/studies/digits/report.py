@@ -199,7 +199,8 @@ th, td { padding: .22rem .6rem; text-align: right; border-bottom: 1px solid #e5e
 th:first-child, td:first-child { text-align: left; }
 th { font-weight: 600; border-bottom: 2px solid #bbb; }
 tr.lml td { font-weight: 600; }
-img.plot { width: 100%; height: auto; }
+.plot { overflow-x: auto; }
+.plot img { width: 100%; height: auto; }
 .example { display: flex; flex-wrap: wrap; gap: 1.2rem; align-items: center; margin: 1rem 0; }
 .example img { height: 6rem; image-rendering: pixelated; border: 1px solid #ccc; }
 .example table { margin: 0; font-size: .82rem; }
@@ -207,7 +208,26 @@ img.plot { width: 100%; height: auto; }
 .example th:first-child, .example td:first-child { text-align: left; padding-right: .8rem; }
 .present { outline: 2px solid #D55E00; outline-offset: -2px; }
 .small { color: #555; font-size: .88rem; }
+/* Phones: plots scroll inside their frame, and each row of a table of results becomes a list. */
+@media (max-width: 40rem) {
+  body { margin: 1rem auto; }
+  .plot img { width: 44rem; }
+  .results, .results tbody, .results tr, .results td { display: block; }
+  .results tr:first-child { display: none; }
+  .results tr { margin-bottom: .8rem; }
+  .results td { display: flex; justify-content: space-between; padding: .22rem 0; }
+  .results td:first-child { font-weight: 600; border-bottom: 2px solid #bbb; }
+  .results td[data-label]::before { content: attr(data-label); color: #555; font-weight: 400; }
+  .example table { table-layout: fixed; width: 100%; font-size: min(.66rem, 3vw); }
+  .example td, .example th { padding: .12rem 0; }
+  .example th:first-child, .example td:first-child { padding-right: .2rem; white-space: normal; }
+  .example th:first-child { width: 4.1rem; }
+}
 """
+ALTERNATIVES = {
+    "scores": "Bar charts of the recall of hidden digits and of the share of exact sets, by method",
+    "calibration": "Reliability curves of all methods",
+}
 
 
 def write(
@@ -222,26 +242,34 @@ def write(
     examples: Images,
     answers: Mapping[str, Tensor],
 ) -> None:
-    """Write the report.
+    """Write the report: test images and plots first, then the findings and tables.
 
     Args:
         path: The HTML file.
-        setting: A sentence that says what was run.
+        setting: A description of the run.
         results: All measurements.
         findings: The sentences of each condition.
-        limits: What was not shown.
-        meanings: What each method is, by its name.
+        limits: The limits of the demo.
+        meanings: A description of each method, by name.
         plots: The PNG files to put in.
         examples: A few test images of the uniform condition.
         answers: The probabilities (images, 10) of each method for them.
     """
     parts = [
-        "<h1>What nobody wrote down: learning k labels from one</h1>",
+        "<h1>Learning k labels from one label per image</h1>",
         f"<p>{html.escape(setting)}</p>",
-        "<ul>"
-        + "".join(f"<li><b>{html.escape(n)}</b>: {html.escape(m)}</li>" for n, m in meanings.items())
-        + "</ul>",
+        "<h2>Test images</h2><p>The probability p that each method gives to each digit, from the networks of "
+        "the first seed with uniformly named labels. Orange frames mark the digits in the image. A darker "
+        "cell means a larger p.</p>",
     ]
+    parts += [_example(examples, answers, i) for i in range(len(examples.named))]
+    parts.append("<h2>Plots</h2>")
+    for plot in plots:
+        alternative = html.escape(ALTERNATIVES.get(plot.stem, plot.stem))
+        parts.append(
+            f'<div class="plot" tabindex="0" role="region" aria-label="{alternative}">'
+            f'<img alt="{alternative}" src="{_embedded(plot.read_bytes())}"></div>'
+        )
     for condition in CONDITIONS:
         parts += [f"<h2>Label named: {condition}</h2>", _table(results, condition, meanings)]
         parts.append(
@@ -249,16 +277,14 @@ def write(
         )
     columns = "; ".join(f"<b>{html.escape(h)}</b>: {html.escape(m)}" for _, h, m, _ in COLUMNS)
     parts.append(f'<p class="small">Mean ± standard deviation over the seeds. {columns}.</p>')
-    parts.append(f"<p>{html.escape(limits)}</p><h2>Plots</h2>")
-    parts += [f'<img class="plot" alt="{plot.stem}" src="{_embedded(plot.read_bytes())}">' for plot in plots]
     parts.append(
-        "<h2>A few test images</h2><p>The probability each method gives to every digit, from the networks "
-        "of the first seed with uniformly named labels. Orange frames are the digits in the image; the "
-        "darker a cell, the larger p.</p>"
+        "<h2>Methods</h2><ul>"
+        + "".join(f"<li><b>{html.escape(n)}</b>: {html.escape(m)}</li>" for n, m in meanings.items())
+        + f"</ul><h2>Limits</h2><p>{html.escape(limits)}</p>"
     )
-    parts += [_example(examples, answers, i) for i in range(len(examples.named))]
     page = (
-        '<!doctype html><html lang="en"><head><meta charset="utf-8"><title>torchlml demo</title>'
+        '<!doctype html><html lang="en"><head><meta charset="utf-8">'
+        '<meta name="viewport" content="width=device-width, initial-scale=1"><title>torchlml demo</title>'
         f"<style>{STYLE}</style></head><body>{''.join(parts)}</body></html>\n"
     )
     with replacing(path) as temporary:
@@ -270,12 +296,13 @@ def _table(results: Results, condition: str, meanings: Mapping[str, str]) -> str
     rows = []
     for name in meanings:
         cells = []
-        for measure, _, _, digits in COLUMNS:
+        for measure, heading, _, digits in COLUMNS:
             middle, deviation = spread(values(results, condition, name, measure))
-            cells.append(f"<td>{middle:.{digits}f} ± {deviation:.{digits}f}</td>")
+            label = html.escape(heading)
+            cells.append(f'<td data-label="{label}">{middle:.{digits}f} ± {deviation:.{digits}f}</td>')
         kind = ' class="lml"' if name == "LML" else ""
         rows.append(f"<tr{kind}><td>{html.escape(name)}</td>{''.join(cells)}</tr>")
-    return f"<table><tr><th>method</th>{head}</tr>{''.join(rows)}</table>"
+    return f'<table class="results"><tr><th>method</th>{head}</tr>{"".join(rows)}</table>'
 
 
 def _example(examples: Images, answers: Mapping[str, Tensor], i: int) -> str:
@@ -295,7 +322,7 @@ def _example(examples: Images, answers: Mapping[str, Tensor], i: int) -> str:
 
 
 def _cell(p: float, present: bool) -> str:
-    ink = "#fff" if p > 0.55 else "#222"
+    ink = "#fff" if p > 0.85 else "#222"  # the color with more contrast
     kind = ' class="present"' if present else ""
     return f'<td{kind} style="background: rgba(0, 114, 178, {p:.3f}); color: {ink}">{p:.2f}</td>'
 

@@ -1,0 +1,18 @@
+"""Uncertainty of a set: how sure a model is of its k answers together, not of each one."""
+
+import torch
+
+from torchlml.distributions import KSubset
+
+logits = torch.tensor(
+    [
+        [6.0, 6.0, 6.0, 0.0, 0.0, 0.0, 0.0, 0.0],  # three clear answers
+        [6.0, 6.0, 1.0, 1.0, 1.0, 0.0, 0.0, 0.0],  # two clear answers, the third is open
+        [0.5, 0.4, 0.3, 0.2, 0.1, 0.0, 0.0, 0.0],  # nothing is clear
+    ]
+)
+d = KSubset(3, logits=logits)
+best = d.log_prob(d.mode).exp()
+for row in range(3):
+    sizes = f"{d.entropy()[row].exp():.1f} sets of {d.enumerate_support().shape[0]}"
+    print(f"top three right with probability {best[row]:.2f}, effectively {sizes}")

@@ -1,0 +1,158 @@
+"""TopKRouter: balance in training, causality at inference, dropping, dtypes, state and bad arguments."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import torchlml
+
+
+def skewed(tokens: int, experts: int, skew: float = 3.0, seed: int = 0) -> Tensor:
+    generator = torch.Generator().manual_seed(seed)
+    preferred = skew * torch.linspace(-1, 1, experts)
+    return torch.randn(tokens, experts, generator=generator) + preferred
+
+
+def largest_load(indices: Tensor, experts: int) -> float:
+    """The load of the busiest expert, 1 being a fair share."""
+    return float(torch.bincount(indices.flatten(), minlength=experts).max()) * experts / indices.numel()
+
+
+def test_balance_in_training_and_afterwards() -> None:
+    router = torchlml.TopKRouter(16, 2)
+    unbalanced = skewed(2048, 16).topk(2).indices
+    assert largest_load(unbalanced, 16) > 5
+    for seed in range(10):
+        weights, indices, mu = router(skewed(2048, 16, seed=seed))
+        assert largest_load(indices, 16) < 1.25
+        torch.testing.assert_close(weights.sum(-1), torch.ones(2048))
+        assert (indices[:, 0] != indices[:, 1]).all()
+        wanted = torchlml.balanced_lml_dual(skewed(2048, 16, seed=seed), 2)[1]
+        torch.testing.assert_close(mu, wanted, rtol=0, atol=5e-4)
+    router.eval()
+    _, indices, mu = router(skewed(2048, 16, seed=99))
+    assert largest_load(indices, 16) < 1.3
+    assert torch.equal(mu, router.bias)
+
+
+def test_the_bias_is_the_exponential_average() -> None:
+    router = torchlml.TopKRouter(8, 2, decay=0.75)
+    mus = [router(skewed(256, 8, seed=seed)).mu for seed in range(3)]
+    wanted = 0.75 * (0.75 * mus[0] + 0.25 * mus[1]) + 0.25 * mus[2]
+    torch.testing.assert_close(router.bias, wanted)
+    assert int(router.updates) == 3
+
+
+def test_inference_is_causal_and_leaves_the_bias_alone() -> None:
+    router = torchlml.TopKRouter(8, 2)
+    router(skewed(256, 8))
+    router.eval()
+    before, x = router.bias.clone(), skewed(64, 8, seed=1)
+    together = router(x)
+    for i in (0, 17):
+        alone = router(x[i : i + 1])
+        assert torch.equal(alone.indices[0], together.indices[i])
+        torch.testing.assert_close(alone.weights[0], together.weights[i])
+    assert torch.equal(router.bias, before)
+
+
+def test_weights_and_indices_come_from_y() -> None:
+    x = skewed(6 * 20, 8).view(6, 20, 8)
+    weights, indices, _ = torchlml.TopKRouter(8, 3, temperature=0.5, normalize=False)(x)
+    y = torchlml.balanced_lml(x.view(-1, 8) / 0.5, 3)
+    wanted = y.topk(3)
+    assert indices.shape == (6, 20, 3)
+    torch.testing.assert_close(weights.view(-1, 3), wanted.values, rtol=0, atol=1e-4)
+    assert torch.equal(indices.view(-1, 3), wanted.indices)
+
+
+def test_gradients_reach_all_experts_and_sum_to_zero() -> None:
+    x = skewed(64, 8).double().requires_grad_()
+    weights, _, _ = torchlml.TopKRouter(8, 2, normalize=False)(x)
+    (grad,) = torch.autograd.grad(weights.square().sum(), x)
+    assert (grad != 0).all()
+    torch.testing.assert_close(grad.sum(0), torch.zeros(8, dtype=torch.float64), rtol=0, atol=1e-9)
+
+
+def test_dropping_keeps_the_largest_weights() -> None:
+    x = skewed(500, 8)
+    kept = torchlml.TopKRouter(8, 2, normalize=False)(x)
+    dropped = torchlml.TopKRouter(8, 2, normalize=False, capacity_factor=1.0)(x)
+    assert torch.equal(kept.indices, dropped.indices)
+    for expert in range(8):
+        chosen = kept.indices == expert
+        largest = kept.weights[chosen].sort(descending=True).values[:125]
+        now = dropped.weights[chosen]
+        assert int((now > 0).sum()) == min(125, int(chosen.sum()))
+        torch.testing.assert_close(now[now > 0].sort(descending=True).values, largest)
+    assert 0 < int((dropped.weights == 0).sum()) < 100
+
+
+def test_padding_has_no_weight_and_no_influence() -> None:
+    x = skewed(200, 8)
+    mask = torch.arange(200) < 150
+    x_padded = torch.where(mask[:, None], x, 100 * torch.randn(200, 8))
+    found = torchlml.TopKRouter(8, 2)(x_padded.view(2, 100, 8), mask=mask.view(2, 100))
+    wanted = torchlml.TopKRouter(8, 2)(x[:150])
+    assert not found.weights.view(200, 2)[150:].any()
+    assert torch.equal(found.indices.view(200, 2)[:150], wanted.indices)
+    torch.testing.assert_close(found.mu, wanted.mu, rtol=0, atol=5e-4)
+
+
+def test_half_precision() -> None:
+    router = torchlml.TopKRouter(8, 2).bfloat16()
+    assert router.bias.dtype == torch.float32
+    weights, indices, mu = router(skewed(1024, 8).bfloat16())
+    assert weights.dtype == torch.bfloat16
+    assert mu.dtype == torch.float32
+    assert largest_load(indices, 8) < 1.25
+
+
+def test_state_and_representation() -> None:
+    router = torchlml.TopKRouter(8, 2, capacity_factor=1.5)
+    router(skewed(256, 8))
+    other = torchlml.TopKRouter(8, 2)
+    other.load_state_dict(router.state_dict())
+    assert set(router.state_dict()) == {"bias", "updates"}
+    x = skewed(32, 8, seed=1)
+    assert torch.equal(other.eval()(x).indices, router.eval()(x).indices)
+    assert repr(router) == (
+        "TopKRouter(num_experts=8, k=2, temperature=1.0, normalize=True, decay=0.9, capacity_factor=1.5)"
+    )
+
+
+@pytest.mark.parametrize(
+    ("settings", "needles"),
+    [
+        ({"k": 9}, ["`num_experts`", "k = 9", "8"]),
+        ({"k": 0}, ["`k`", "0"]),
+        ({"num_experts": 8.0}, ["`num_experts`", "8.0"]),
+        ({"temperature": 0}, ["`temperature`", "0"]),
+        ({"temperature": math.nan}, ["`temperature`", "nan"]),
+        ({"decay": 1.0}, ["`decay`", "1.0"]),
+        ({"decay": -0.1}, ["`decay`", "-0.1"]),
+        ({"capacity_factor": 0.5}, ["`capacity_factor`", "0.5"]),
+    ],
+)
+def test_wrong_settings(settings: dict[str, Any], needles: list[str]) -> None:
+    with pytest.raises(ValueError) as caught:
+        torchlml.TopKRouter(**{"num_experts": 8, "k": 2, **settings})
+    for needle in needles:
+        assert needle in str(caught.value)
+
+
+def test_wrong_logits() -> None:
+    router = torchlml.TopKRouter(8, 2)
+    with pytest.raises(ValueError, match=r"num_experts = 8.*\(4, 7\)"):
+        router(torch.zeros(4, 7))
+    with pytest.raises(TypeError, match="`logits`"):
+        router([1.0])
+    with pytest.raises(ValueError, match=r"`mask`.*\(4,\).*\(3,\)"):
+        router(torch.zeros(4, 8), mask=torch.ones(3, dtype=torch.bool))
+    with pytest.raises(ValueError, match="NaN"):
+        router(torch.full((4, 8), math.nan))

@@ -1,0 +1,1 @@
+"""The solver behind `torchlml.balanced_lml`. Nothing here is called by users."""

@@ -1,0 +1,402 @@
+// Short rows, one row per vector lane. A block of rows is transposed when it is read and when it is written, so that
+// moments, exponentials, sums and steps are vertical operations: there are no sums over lanes, and one vector of
+// divisions serves the whole block. The method is that of solve.h. A row's bits do not depend on its neighbors: each
+// lane stops by its own certificate, and lanes that have stopped do not move.
+#pragma once
+
+#include "solve.h"
+
+namespace torchlml {
+namespace {
+
+constexpr int64_t short_row = 256;  // entries at most: a block stays in the first cache
+constexpr int block_rows = lanes<float>;
+constexpr int64_t columns_per_sum = 16;  // after so many entries a sum is moved to a more precise one
+
+// log a to about 7 digits, for normal a > 0.
+LML_INLINE vfloat vlog(vfloat a) {
+  const ifloat exponent = (cast_bits<ifloat>(a) - 0x3f3504f3) >> 23;  // the mantissa is then within sqrt 2 of 1
+  const vfloat mantissa = cast_bits<vfloat>(cast_bits<ifloat>(a) - (exponent << 23));
+  const vfloat s = (mantissa - 1.0f) / (mantissa + 1.0f), q = s * s;
+  return __builtin_convertvector(exponent, vfloat) * 0.69314718f +
+         s * (2.0f + q * (0.66666667f + q * (0.4f + q * 0.28571429f)));
+}
+
+// log(a / b) = log(1 + (a - b) / b), given the difference: relatively exact where it is small.
+LML_INLINE vfloat log_ratio(vfloat a, vfloat b, vfloat difference) {
+  const vfloat s = difference / (a + b), q = s * s;
+  const vfloat near = s * (2.0f + q * (2.0f / 3 + q * (2.0f / 5 + q * (2.0f / 7 + q * (2.0f / 9)))));
+  const ifloat far = greater(q, 0.2f);
+  return any<float>(far) ? select<float>(far, vlog(a / b), near) : near;
+}
+
+LML_INLINE vfloat vsqrt(vfloat a) {
+#if defined(__AVX512F__)
+  return (vfloat)_mm512_sqrt_ps((__m512)a);
+#elif defined(__AVX2__)
+  return (vfloat)_mm256_sqrt_ps((__m256)a);
+#elif defined(__SSE2__)
+  return (vfloat)_mm_sqrt_ps((__m128)a);
+#else
+  for (int i = 0; i < block_rows; ++i) a[i] = ::sqrtf(a[i]);
+  return a;
+#endif
+}
+
+LML_INLINE vfloat clamp(vfloat a, float low, float high) { return vmin(splat(high), -vmin(splat(-low), -a)); }
+
+LML_INLINE ifloat is_finite(vfloat a) { return greater(splat(static_cast<float>(HUGE_VAL)), vabs(a)); }
+
+// a + b as the rounded sum and its error, both exact.
+struct ExactSum {
+  vfloat sum, error;
+  LML_INLINE ExactSum(vfloat a, vfloat b) : sum(a + b) {
+    const vfloat c = sum - a;
+    error = (a - (sum - c)) + (b - c);
+  }
+};
+
+// A sum over many columns: short float sums, added with their rounding errors.
+struct ColumnSum {
+  vfloat part{}, sum{}, error{};
+  LML_INLINE void flush() {
+    const ExactSum next(sum, part);
+    sum = next.sum, error += next.error, part = vfloat{};
+  }
+};
+
+class LaneSolver {
+  using L = Limits<float>;
+  static constexpr float unscale = 1 / Stored::scale(0.0f);
+  static constexpr float infinity = static_cast<float>(HUGE_VAL);
+
+ public:
+  // The rows of a block: pointers to their entries, masks (null = all available), sizes and targets. All
+  // `block_rows` lanes must be set; those that are not needed may repeat a row.
+  template <class S>
+  struct Input {
+    const S* x[block_rows];
+    const bool* mask[block_rows];
+    int64_t size[block_rows];
+    float k_high[block_rows], k_low[block_rows];  // k as a sum
+  };
+
+  // Solves the block. Lanes whose `solved` is false must be solved otherwise.
+  template <class S>
+  void solve(const Input<S>& in) {
+    same_size_ = true;
+    size_ = in.size[0];
+    for (int i = 1; i < block_rows; ++i) {
+      same_size_ &= in.size[i] == in.size[0];
+      size_ = in.size[i] > size_ ? in.size[i] : size_;
+    }
+    gaps_ = !same_size_ || in.mask[0];
+    gaps_ ? read_with_gaps(in) : read_whole(in);
+    solve_columns(load(in.k_high), load(in.k_low));
+  }
+
+  ifloat solved() const { return solved_; }
+  // Rows whose y cannot be taken from the exponentials: an entry near 0 of a flipped target was clamped.
+  ifloat clamped() const { return clamped_; }
+  void nu(float* high, float* low) const {
+    const ExactSum delta(delta_, last_step_);
+    const ExactSum nu(negate_where<float>(flip_, delta.sum), -center_);
+    const ExactSum rounded(nu.sum, nu.error + negate_where<float>(flip_, delta.error));
+    store(high, rounded.sum);
+    store(low, rounded.error);
+  }
+
+  // Writes y of all lanes; y[i] has room for the entries of row i.
+  template <class S>
+  void write(S* const (&y)[block_rows], const int64_t (&size)[block_rows]) const {
+    if (gaps_) return write_projection<true, true>(y, size);
+    any<float>(flip_) ? write_projection<false, true>(y, size) : write_projection<false, false>(y, size);
+  }
+
+ private:
+  // ------------------------------------------------------------------ reading
+
+  template <class S>
+  LML_INLINE void read_whole(const Input<S>& in) {
+    vfloat a[block_rows];
+    if (size_ < block_rows) {
+      for (int i = 0; i < block_rows; ++i) a[i] = load_part(in.x[i], size_);
+      put_columns(0, a);
+      return;
+    }
+    for (int64_t c = 0; c < size_; c += block_rows) {
+      const int64_t at = c + block_rows <= size_ ? c : size_ - block_rows;  // the last squares may overlap
+      for (int i = 0; i < block_rows; ++i) a[i] = load(in.x[i] + at);
+      put_columns(at, a);
+    }
+  }
+
+  // Masked entries, and those beyond the end of a row, become -inf.
+  template <class S>
+  LML_INLINE void read_with_gaps(const Input<S>& in) {
+    const vfloat absent = splat(-infinity);
+    vfloat a[block_rows];
+    for (int64_t c = 0; c < size_; c += block_rows) {
+      for (int i = 0; i < block_rows; ++i) {
+        const int64_t rest = in.size[i] - c, count = rest < block_rows ? rest : block_rows;
+        if (count <= 0) {
+          a[i] = absent;
+          continue;
+        }
+        a[i] = read(in.x[i] + c, count);
+        const ifloat available = in.mask[i] ? load_mask<float>(in.mask[i] + c, count) : first_lanes<float>(count);
+        a[i] = select<float>(available, a[i], absent);
+      }
+      put_columns(c, a);
+    }
+  }
+
+  LML_INLINE void put_columns(int64_t c, vfloat (&a)[block_rows]) {
+    transpose(a);
+    for (int i = 0; i < block_rows; ++i) x_[c + i] = a[i];
+  }
+
+  static LML_INLINE ifloat available(vfloat x) { return ~(x == splat(-infinity)); }
+
+  // Once for rows of every dtype.
+  __attribute__((noinline)) void solve_columns(vfloat k, vfloat k_low) {
+    if (!gaps_) {
+      active_ = find_moments<false>();
+      gaps_ = any<float>(~active_);  // perhaps only entries at -inf, which are absent ones
+    }
+    if (gaps_) active_ = find_moments<true>();
+    set_target(k, k_low);
+    set_center();
+    gaps_ ? search<true>() : search<false>();
+  }
+
+  // ------------------------------------------------------------------ the first guess
+
+  // Mean, variance and number of the available entries; false for rows with entries that are not finite, or huge.
+  template <bool gaps>
+  LML_INLINE ifloat find_moments() {
+    vfloat origin = x_[0];
+    ifloat count{};
+    if constexpr (gaps) {
+      origin = splat(-infinity);
+      for (int64_t j = 0; j < size_; ++j) {
+        origin = select<float>(available(origin), origin, x_[j]);
+        count -= available(x_[j]);
+      }
+    }
+    vfloat sum[4] = {}, squares[4] = {};
+    const auto add = [&](int64_t j, int into) __attribute__((always_inline)) {
+      vfloat d = x_[j] - origin;
+      if constexpr (gaps) d = keep<float>(available(x_[j]), d);
+      sum[into] += d;
+      squares[into] += d * d;
+    };
+    int64_t j = 0;
+    for (; j + 4 <= size_; j += 4) add(j, 0), add(j + 1, 1), add(j + 2, 2), add(j + 3, 3);
+    for (int into = 0; j < size_; ++j, ++into) add(j, into);  // as if there were more columns of nothing
+    count_ = gaps ? __builtin_convertvector(count, vfloat) : splat(static_cast<float>(size_));
+    const vfloat inverse = 1.0f / count_, mean = ((sum[0] + sum[1]) + (sum[2] + sum[3])) * inverse;
+    const vfloat square = ((squares[0] + squares[1]) + (squares[2] + squares[3])) * inverse;
+    const vfloat variance = square - mean * mean;
+    mean_ = origin + mean;
+    variance_ = keep<float>(greater(variance, 0.0f), variance);
+    return is_finite(mean_) & is_finite(square);  // squares beyond 1e38 say nothing about the variance
+  }
+
+  // The smaller of k and n - k, and what the guess needs of it (see Target).
+  LML_INLINE void set_target(vfloat k, vfloat k_low) {
+    if (!any<float>((k != given_k_) | (k_low != given_k_low_) | (count_ != given_count_))) return;
+    given_k_ = k, given_k_low_ = k_low, given_count_ = count_;
+    const vfloat rest = count_ - k;
+    flip_ = greater(k, rest);
+    k_ = select<float>(flip_, rest, k);  // exact: k is then more than half of the count
+    k_low_ = negate_where<float>(flip_, k_low);
+    possible_ = greater(k_, 1e-3f);  // false also for k >= m
+    const vfloat p = select<float>(possible_, k_ / count_, splat(0.25f)), t = vsqrt(-2.0f * vlog(p));
+    probit_ =
+        (2.515517f + t * (0.802853f + t * 0.010328f)) / (1.0f + t * (1.432788f + t * (0.189269f + t * 0.001308f))) - t;
+    logit_ = vlog(p / (1.0f - p));
+    tail_ = 0.5f - p;
+  }
+
+  // Where -nu would be were the entries normally distributed.
+  LML_INLINE void set_center() {
+    const vfloat wide = vsqrt(variance_ + 2.5464791f) * probit_;  // 8 / pi
+    const vfloat narrow = logit_ - variance_ * tail_;
+    const vfloat nu = wide + (narrow - wide) * (2.0f / (2.0f + variance_));
+    center_ = mean_ - negate_where<float>(flip_, nu);
+    active_ &= possible_ & is_finite(center_);
+    center_ = keep<float>(active_, center_);
+  }
+
+  // ------------------------------------------------------------------ the search
+
+  template <bool gaps>
+  LML_INLINE void search() {
+    clamped_ = solved_ = ifloat{};
+    delta_ = last_step_ = vfloat{};
+    low_ = splat(static_cast<float>(-L::reach)), high_ = splat(static_cast<float>(L::reach));
+    odds_ = splat(unscale);
+    // No entry is further from the mean than this, and most rows are far from the range of the exponential.
+    const vfloat furthest = vsqrt(count_ * variance_) + vabs(mean_ - center_);
+    if (gaps || any<float>(flip_ | ~greater(splat(0.9f * L::top), furthest))) {
+      exponentials<gaps, true>();
+    } else {
+      exponentials<gaps, false>();
+    }
+    step<true>();
+    for (int iteration = 0; iteration < 8 && any<float>(active_); ++iteration) {
+      look();
+      step<false>();
+    }
+  }
+
+  // Calls f(begin, end) for every few columns.
+  template <class F>
+  LML_INLINE void each_columns(const F& f) const {
+    for (int64_t begin = 0; begin < size_; begin += columns_per_sum) {
+      f(begin, begin + columns_per_sum < size_ ? begin + columns_per_sum : size_);
+    }
+  }
+
+  // Stores exp(+-(x - center)), scaled (see vmath.h), and adds up the powers of r = 1 - y. That loses digits of tiny y,
+  // but the first step needs few. Unless `any_row`, all z are within the range of the exponential and no target is
+  // flipped; the bits are the same.
+  template <bool gaps, bool any_row>
+  LML_INLINE void exponentials() {
+    vfloat sum{}, squares{}, cubes[2] = {};
+    each_columns([&](int64_t begin, int64_t end) __attribute__((always_inline)) {
+      for (int64_t j = begin; j < end; ++j) {
+        vfloat z = x_[j] - center_;
+        if constexpr (any_row) {
+          z = negate_where<float>(flip_, z);
+          if constexpr (gaps) z = select<float>(available(x_[j]), z, splat(-infinity));
+          clamped_ |= greater(z, L::top);
+          e_[j] = vexp<Stored>(vmin(splat(L::top), z));
+        } else {
+          e_[j] = vexp<Within>(z);
+        }
+      }
+      const auto add = [&](int64_t j, vfloat& cube) __attribute__((always_inline)) {
+        vfloat r = reciprocal<true>(1.0f + e_[j] * unscale);
+        if constexpr (gaps) r = keep<float>(available(x_[j]), r);
+        const vfloat r2 = r * r;
+        sum += r;
+        squares += r2;
+        cube += r2 * r;
+      };
+      int64_t j = begin;
+      for (; j + 2 <= end; j += 2) add(j, cubes[0]), add(j + 1, cubes[1]);
+      if (j < end) add(j, cubes[0]);
+    });
+    clamped_ &= flip_;
+    residual_ = (count_ - k_) - sum;
+    w_ = sum - squares;                                     // of r (1 - r)
+    bend_ = (squares - (cubes[0] + cubes[1])) * 2.0f - w_;  // of r (1 - r) (2 r - 1)
+  }
+
+  // The sums at delta, see SignedSums.
+  LML_INLINE void look() {
+    ColumnSum total;
+    vfloat w_sum{}, wy_sum[2] = {};
+    ifloat above{};
+    const vfloat u = -odds_;
+    each_columns([&](int64_t begin, int64_t end) __attribute__((always_inline)) {
+      const auto add = [&](int64_t j, vfloat& wy) __attribute__((always_inline)) {
+        // With the sign of the odds turned, r is -(1 - y): where z > 0 that is the term of the sum.
+        const vfloat odds = e_[j] * u, r = reciprocal<true>(odds - 1.0f), y = odds * r, w = y * r;
+        const ifloat over = greater(splat(-1.0f), odds);
+        total.part += select<float>(over, r, y);
+        w_sum -= w;
+        wy -= w * y;
+        above -= over;
+      };
+      int64_t j = begin;
+      for (; j + 2 <= end; j += 2) add(j, wy_sum[0]), add(j + 1, wy_sum[1]);
+      if (j < end) add(j, wy_sum[0]);
+      total.flush();
+    });
+    const vfloat over = __builtin_convertvector(above, vfloat) - k_;
+    const ExactSum residual(over, total.sum);
+    residual_ = residual.sum + (residual.error + (total.error - k_low_));
+    w_ = w_sum, bend_ = w_sum - 2.0f * (wy_sum[0] + wy_sum[1]);
+  }
+
+  // Halley's step on log sum y - log k in the active lanes. A lane whose second-order step is short takes it and is
+  // solved; one that has left the range of its exponentials is given up.
+  template <bool first>
+  LML_INLINE void step() {
+    active_ &= greater(w_, splat(static_cast<float>(L::slope)) * count_);
+    const vfloat y = k_ + residual_, inverse = 1.0f / w_, newton = -residual_ * inverse, curvature = bend_ * inverse;
+    if constexpr (!first) {
+      const ifloat close = active_ & greater(splat(static_cast<float>(L::last_step)), vabs(newton));
+      const vfloat s = newton * (1.0f - 0.5f * curvature * newton);
+      last_step_ = select<float>(close, s, last_step_);
+      odds_ = select<float>(close, odds_ * (1.0f + s * (1.0f + s * (0.5f + s * (1.0f / 6)))), odds_);
+      solved_ |= close;
+      active_ &= ~close;
+      if (!any<float>(active_)) return;
+    }
+    const ifloat too_high = greater(residual_, 0.0f);
+    high_ = select<float>(too_high, delta_, high_);
+    low_ = select<float>(too_high, low_, delta_);
+    const vfloat wide = -log_ratio(y, k_, residual_) * (y * inverse);
+    const vfloat next_to = delta_ + wide / clamp(1.0f + 0.5f * wide * (curvature - w_ / y), 0.5f, 2.0f);
+    const ifloat inside = greater(next_to, low_) & greater(high_, next_to);
+    const vfloat reach = splat(static_cast<float>(L::reach));
+    active_ &= inside | (greater(low_, -reach) & greater(reach, high_));
+    const vfloat next = select<float>(inside, next_to, 0.5f * (low_ + high_));
+    delta_ = select<float>(active_, next, delta_);
+    odds_ = select<float>(active_, vexp(next) * unscale, odds_);
+  }
+
+  // ------------------------------------------------------------------ writing
+
+  template <bool gaps, bool flips, class S>
+  LML_INLINE void write_projection(S* const (&y)[block_rows], const int64_t (&size)[block_rows]) const {
+    vfloat a[block_rows];
+    int64_t c = 0;
+    if (same_size_ && size_ >= block_rows) {
+      for (bool last = false; !last; c += block_rows) {
+        last = c + block_rows >= size_;
+        if (last) c = size_ - block_rows;  // the last squares may overlap
+        for (int j = 0; j < block_rows; ++j) a[j] = projection<gaps, flips>(c + j);
+        transpose(a);
+        for (int i = 0; i < block_rows; ++i) store(y[i] + c, a[i]);
+      }
+      return;
+    }
+    for (; c < size_; c += block_rows) {
+      for (int j = 0; j < block_rows; ++j) a[j] = projection<gaps, flips>(c + j);
+      transpose(a);
+      for (int i = 0; i < block_rows; ++i) {
+        const int64_t rest = size[i] - c;
+        if (rest > 0) torchlml::write(y[i] + c, a[i], rest < block_rows ? rest : int64_t{block_rows});
+      }
+    }
+  }
+
+  template <bool gaps, bool flips>
+  LML_INLINE vfloat projection(int64_t j) const {
+    const vfloat odds = e_[j] * odds_, r = reciprocal(1.0f + odds);
+    const vfloat y = vmin(flips ? select<float>(flip_, r, odds * r) : odds * r, splat(1.0f));
+    return gaps ? keep<float>(available(x_[j]), y) : y;
+  }
+
+  bool same_size_, gaps_;
+  int64_t size_;  // of the longest row
+  vfloat count_, mean_, variance_;
+  vfloat given_k_{}, given_k_low_{}, given_count_{}, probit_, logit_, tail_;
+  ifloat possible_;
+  ifloat flip_;       // k > n / 2: solve LML_(n-k)(-x) = 1 - LML_k(x), whose sums are small
+  vfloat k_, k_low_;  // the smaller of k and n - k, as a sum
+  vfloat center_, delta_, last_step_, low_, high_;
+  vfloat odds_;                 // exp(z) = e odds, or its inverse for a flipped target
+  vfloat residual_, w_, bend_;  // the sums at delta
+  ifloat active_, solved_, clamped_;
+  // Apart by more than the processor needs to tell a load from an earlier store: it compares the last 12 bits.
+  vfloat x_[short_row + block_rows + 2048 / LML_VECTOR_BYTES], e_[short_row + block_rows];
+};
+
+}  // namespace
+}  // namespace torchlml

@@ -1,0 +1,274 @@
+"""The distribution P(S) ∝ exp(sum_{i in S} x_i) over the sets of exactly k entries of a row, differentiable.
+
+The dual variable nu of `lml` tilts a row: with z = x + nu, independent coins with probabilities sigmoid(z)
+have k successes on average, and given exactly k successes they follow P. `_counts` computes that conditional
+distribution. This module prepares rows, among them those with infinite logits, and provides derivatives.
+"""
+
+from __future__ import annotations
+
+import copy
+import functools
+from collections.abc import Callable
+from typing import Any, TypeVar, cast
+
+import torch
+from torch import Tensor
+
+from torchlml.distributions._counts import conditional
+from torchlml.projection import lml_dual
+
+_Function = TypeVar("_Function", bound=Callable[..., Any])
+
+
+def uncompiled(function: _Function) -> _Function:
+    """Run a function eagerly, also inside `torch.compile`, because its control flow depends on values."""
+    # Importing the compiler takes seconds, so it happens only where something is being compiled.
+    disabled = torch._disable_dynamo(function)  # type: ignore[attr-defined]
+
+    @functools.wraps(function)
+    def call(*arguments: Any, **keywords: Any) -> Any:
+        if torch._C._are_functorch_transforms_active():
+            raise NotImplementedError(
+                "The transforms of `torch.func` are not supported here, because the method depends on the "
+                "values of the logits. Pass a batch instead of using `vmap`, and differentiate by "
+                "`torch.autograd`."
+            )
+        chosen = disabled if torch.compiler.is_compiling() else function
+        return chosen(*arguments, **keywords)
+
+    return cast(_Function, call)
+
+
+class Law:
+    """The distribution of each row of logits.
+
+    Args:
+        x: (R, n) logits. -inf means never chosen, +inf always. Where more than k entries are +inf, the choice
+            is among these alone, with equal probability.
+        k: (R,) int64, the sizes of the sets.
+
+    Rows with a NaN and rows in which fewer than k entries can be chosen give NaN everywhere.
+
+    Attributes:
+        forced: (R, n) bool, the entries that are chosen because their logit is +inf, or None. All other
+            attributes describe the choice of the other entries.
+        k: (R,) int64, the number of entries to choose in addition to the forced ones.
+        nu: (R,) float64, the tilt.
+        above: (R, n) bool, the set A of the entries with z > 0.
+        b: (R, n) float64, the probability of an independent coin being on the other side.
+        d: (R,) float64, k - |A|.
+        log_ratio, tail: as in `_counts`.
+    """
+
+    def __init__(self, x: Tensor, k: Tensor) -> None:
+        self._given, values = x, x.detach().double()
+        self._diverges = (
+            (values == torch.inf).any(-1) & (k > 0) if bool((values == torch.inf).any()) else None
+        )
+        values, self._infinite, self.forced, self.k = _without_infinities(values, k)
+        available = values > -torch.inf
+        most = available.sum(-1)
+        bad = (self.k < 0) | (self.k > most) | values.isnan().any(-1)
+        certain = (self.k <= 0) | (self.k >= most) | bad
+        nu = lml_dual(values, torch.where(bad, 0, self.k).to(values.dtype))
+        self.nu = torch.where(certain, 0, nu)
+        # Rows with one possible set get z = 0 there, so that its probability is 1 exactly.
+        self._certain = certain.unsqueeze(-1) if bool(certain.any()) else None
+        self._bad = bad if bool(bad.any()) else None
+        self._shift: Tensor = self.nu.unsqueeze(-1)
+        if self._certain is not None:
+            self._shift = torch.where(self._certain & available, -values, self._shift)
+        z = values + self._shift
+        self.above = z > 0
+        if self._certain is not None:
+            self.above = torch.where(self._certain, available & (self.k > 0).unsqueeze(-1), self.above)
+        self.d = (self.k - self.above.sum(-1)).to(values.dtype)
+        self._sum_of_a = torch.where(self.above, values, 0).sum(-1)
+        self.b = self._other_side(z)
+        self.log_ratio, self.tail = self._conditional(self.b)
+
+    def of(self, x: Tensor) -> Law:
+        """The same law with derivatives with respect to x, which has the values of the logits."""
+        law = copy.copy(self)
+        law._given = x
+        return law
+
+    @property
+    def z(self) -> Tensor:
+        """(R, n) float64, the tilted logits, differentiable in the logits."""
+        x = self._given.double()
+        return (x if self._infinite is None else torch.where(*self._infinite, x)) + self._shift
+
+    def _other_side(self, z: Tensor) -> Tensor:
+        # The derivative of |z| at 0 is 0, so it is used for values only.
+        folded = torch.where(self.above, -z, z) if z.requires_grad else -z.abs()
+        b = folded.sigmoid()
+        return b if self._certain is None else torch.where(self._certain, 0, b)
+
+    def _conditional(self, b: Tensor) -> tuple[Tensor, Tensor]:
+        log_ratio, tail = conditional(b, self.above, self.d)
+        if self._bad is not None:
+            log_ratio = torch.where(self._bad, torch.nan, log_ratio)
+            tail = torch.where(self._bad.unsqueeze(-1), torch.nan, tail)
+        return log_ratio, tail
+
+    def inclusion_of(self, z: Tensor) -> Tensor:
+        """The inclusion probabilities of tilted logits, by differentiable operations."""
+        tail = self._conditional(self._other_side(z))[1]
+        return torch.where(self.above, 1 - tail, tail)
+
+    @property
+    def inclusion(self) -> Tensor:
+        """(R, n), the probability that an entry is in the set; differentiable."""
+        pi: Tensor = _Inclusion.apply(self.z, self)
+        return pi if self.forced is None else torch.where(self.forced, 1.0, pi)
+
+    @property
+    def variance(self) -> Tensor:
+        """(R, n), inclusion (1 - inclusion), accurate where the inclusion rounds to 1; differentiable."""
+        pi: Tensor = _Inclusion.apply(self.z, self)
+        return _with_value(pi - pi * pi, self.tail - self.tail * self.tail)
+
+    @property
+    def log_normalizer(self) -> Tensor:
+        """(R,), log of the sum of exp(sum_{i in S} x_i) over all sets; differentiable."""
+        value = self._sum_of_a - self.d * self.nu + self.log_ratio
+        value = _with_value(_LogNormalizer.apply(self.z, self), value)
+        return value if self._diverges is None else torch.where(self._diverges, torch.inf, value)
+
+    @property
+    def entropy(self) -> Tensor:
+        """(R,), the expectation of -log P(S); differentiable."""
+        z = self.z
+        # Only the logarithm inside log_ratio can be negative, and it is small next to the sum.
+        value = self.log_ratio + torch.where(self.tail == 0, 0, self.tail * z.detach().abs()).sum(-1)
+        pi: Tensor = _Inclusion.apply(z, self)
+        expected = (pi * torch.where(z.detach() > -torch.inf, z, 0)).sum(-1)
+        return _with_value(_LogNormalizer.apply(z, self) - expected, value)
+
+    def cross_entropy(self, other: Law) -> Tensor:
+        """(R,), the expectation of -log Q(S) for another law Q of rows of the same length; differentiable."""
+        z, pi = other.z, self.inclusion
+        # The probability of an entry not being where Q has it, from whichever of pi and 1 - pi is accurate.
+        pi_value, complement = (
+            torch.where(self.above == side, 1 - self.tail, self.tail) for side in (True, False)
+        )
+        if self.forced is not None:
+            complement = torch.where(self.forced, 0.0, complement)
+            pi_value = torch.where(self.forced, 1.0, pi_value)
+        expected = other.above if other.forced is None else other.above | other.forced
+        value = torch.where(expected, complement, pi_value)
+        deviation = _with_value(torch.where(expected, 1 - pi, pi), value)
+        cost = torch.where(other.above, z, -z)
+        cost = torch.where((value == 0) & cost.isinf(), 0, cost)
+        return (deviation * cost).sum(-1) + other._relative_normalizer(z)
+
+    def log_prob(self, chosen: Tensor) -> Tensor:
+        """(..., R), the log probability of sets given as (..., R, n) bool; differentiable."""
+        z, present = self.z, chosen if self.forced is None else chosen & ~self.forced
+        # All terms of sum_S z - sum_A z are negative: members of A that are missing, others that are there.
+        cost = torch.where(present == self.above, 0, torch.where(self.above, -z, z)).sum(-1)
+        result = cost - self._relative_normalizer(z)
+        if self.forced is None:
+            return result
+        return torch.where((self.forced & ~chosen).any(-1), -torch.inf, result)
+
+    def log_prob_of_indices(self, index: Tensor) -> Tensor:
+        """(..., R), the log probability of sets given as (..., R, L) indices; negative ones are padding."""
+        z, padding, place = self.z, index < 0, index.clamp(min=0)
+        weights = (z if self.forced is None else torch.where(self.forced, 0, z)).expand(*index.shape[:-1], -1)
+        total = torch.where(padding, 0, weights.gather(-1, place)).sum(-1)
+        result = total - _LogNormalizer.apply(z, self)
+        if self.forced is None:
+            return result
+        held = self.forced.expand(*index.shape[:-1], -1).gather(-1, place) & ~padding
+        return torch.where(held.sum(-1) < self.forced.sum(-1), -torch.inf, result)
+
+    def log_prob_containing(self, observed: Tensor) -> Tensor:
+        """(R,), the log probability that the set contains all observed entries (R, n) bool; differentiable.
+
+        It is sum_Y x + log e_{k - |Y|}(x without Y) - log e_k(x). Each normalizer has its own tilt and is
+        taken relative to a set, so that the result is a sum of small terms.
+        """
+        z = self.z
+        if self.forced is not None:
+            observed = observed & ~self.forced
+        left = self.k - observed.sum(-1)
+        others = Law(torch.where(observed, -torch.inf, z), left.clamp(min=0))
+        together, folded = observed | others.above, -z.detach().abs()
+        cost = torch.where(together == self.above, 0, folded).sum(-1)
+        value = cost - others.d * others.nu + others.log_ratio - self.log_ratio
+        value = torch.where(left < 0, -torch.inf, value)
+        exact = torch.where(observed, z, 0).sum(-1) + others.log_normalizer - _LogNormalizer.apply(z, self)
+        return _with_value(exact, value)
+
+    def _relative_normalizer(self, z: Tensor) -> Tensor:
+        """(R,), `log_ratio`, differentiable."""
+        if not z.requires_grad:
+            return self.log_ratio
+        return _with_value(
+            _LogNormalizer.apply(z, self) - torch.where(self.above, z, 0).sum(-1), self.log_ratio
+        )
+
+
+def _without_infinities(
+    x: Tensor, k: Tensor
+) -> tuple[Tensor, tuple[Tensor, Tensor] | None, Tensor | None, Tensor]:
+    """Reduce rows with logits of +inf to the choice that is left.
+
+    Returns:
+        The logits without +inf; which of them were replaced, and by what; the entries that are always chosen;
+        and how many others are.
+    """
+    largest = x == torch.inf
+    if not bool(largest.any()):
+        return x, None, None, k
+    crowded = (largest.sum(-1) > k).unsqueeze(-1)
+    forced = largest & ~crowded
+    replaced, by = largest | crowded, torch.where(largest & crowded, 0.0, -torch.inf).to(x.dtype)
+    return torch.where(replaced, by, x), (replaced, by), forced, k - forced.sum(-1)
+
+
+def _with_value(differentiable: Tensor, value: Tensor) -> Tensor:
+    """A value with the derivatives of a less accurate expression for it."""
+    if not differentiable.requires_grad:
+        return value
+    # Infinite values have no difference to subtract.
+    change = differentiable - differentiable.detach()
+    return value + torch.where(value.isfinite(), change, 0)
+
+
+class _LogNormalizer(torch.autograd.Function):
+    """log sum_S exp(sum_{i in S} z_i), whose gradient is the inclusion probability."""
+
+    @staticmethod
+    def forward(ctx: Any, z: Tensor, law: Law) -> Tensor:
+        ctx.law = law
+        ctx.save_for_backward(z)
+        return law.log_ratio + torch.where(law.above, z, 0).sum(-1)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        (z,) = ctx.saved_tensors
+        return grad.unsqueeze(-1) * _Inclusion.apply(z, ctx.law), None
+
+
+class _Inclusion(torch.autograd.Function):
+    """The inclusion probabilities, whose derivative is the covariance matrix."""
+
+    @staticmethod
+    def forward(ctx: Any, z: Tensor, law: Law) -> Tensor:
+        ctx.law = law
+        ctx.save_for_backward(z)
+        return torch.where(law.above, 1 - law.tail, law.tail)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        (z,) = ctx.saved_tensors
+        higher = torch.is_grad_enabled()
+        if not higher:
+            z = z.detach().requires_grad_()
+        with torch.enable_grad():
+            pi = ctx.law.inclusion_of(z)
+        return torch.autograd.grad(pi, z, grad, create_graph=higher)[0], None

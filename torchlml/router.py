@@ -1,0 +1,174 @@
+"""A router for mixture-of-experts layers that balances the load of its experts."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from torchlml._arguments import check_integer_k, check_number, check_tensor
+from torchlml._balanced.calls import balanced
+from torchlml.projection import lml
+
+
+class Routing(NamedTuple):
+    """The experts of each token: `weights` and `indices` of shape (..., k), and the bias `mu`."""
+
+    weights: Tensor
+    indices: Tensor
+    mu: Tensor
+
+
+class TopKRouter(nn.Module):
+    """Choose exactly k experts for each token, with balanced load and without an auxiliary loss.
+
+        >>> router = torchlml.TopKRouter(num_experts=8, k=2)
+        >>> weights, indices, mu = router(torch.randn(16, 8))
+        >>> weights.shape, indices.shape, mu.shape
+        (torch.Size([16, 2]), torch.Size([16, 2]), torch.Size([8]))
+
+    Args:
+        num_experts: the number of experts.
+        k: how many experts each token uses, an integer.
+        temperature: the logits are divided by it.
+        normalize: whether the weights of a token are scaled to the sum 1. Otherwise each is between 0 and 1.
+        decay: how much of the stored bias each training step keeps, from 0 to 1 (exclusive).
+        capacity_factor: drop the assignments with the smallest weights where an expert has more than
+            `capacity_factor` times its fair share, rounded up: their weights become 0. By default nothing is
+            dropped.
+        group: the data-parallel processes over whose tokens together the load is balanced. By default each
+            process balances its own tokens.
+
+    In training, `balanced_lml` gives every expert the same total weight. Its multipliers mu are the bias that
+    balances this batch: each token uses the k experts with the largest logits plus mu. The weights have the
+    exact gradient of the two-sided projection. The buffer `bias` holds the exponential average of mu, which
+    is also the first guess of the next step.
+
+    In evaluation mode the router is causal: the stored bias replaces mu, and `lml` gives the weights. The
+    routing of a token then does not depend on the other tokens of its batch.
+
+    `forward` takes the logits of shape (..., num_experts), all leading dimensions being tokens, and by
+    keyword `mask`, a bool tensor of the leading dimensions that is False for padding. Padding has the weights
+    0, and the indices of its tokens have no meaning.
+    """
+
+    bias: Tensor
+    updates: Tensor
+
+    def __init__(
+        self,
+        num_experts: int,
+        k: int,
+        *,
+        temperature: float = 1.0,
+        normalize: bool = True,
+        decay: float = 0.9,
+        capacity_factor: float | None = None,
+        group: Any = None,
+    ) -> None:
+        super().__init__()
+        self.k = check_integer_k(k)
+        if not isinstance(num_experts, int) or isinstance(num_experts, bool) or num_experts < self.k:
+            raise ValueError(
+                f"`num_experts` must be an integer of at least k = {self.k}, but it is {num_experts!r}."
+            )
+        check_number(temperature, "temperature", "a finite number above 0", 0)
+        if temperature == 0:
+            raise ValueError("`temperature` must be a finite number above 0, but it is 0.")
+        check_number(decay, "decay", "a number from 0 to 1 (exclusive)", 0)
+        if decay >= 1:
+            raise ValueError(f"`decay` must be a number from 0 to 1 (exclusive), but it is {decay}.")
+        if capacity_factor is not None:
+            check_number(capacity_factor, "capacity_factor", "None or a finite number of at least 1", 1)
+        self.num_experts = num_experts
+        self.temperature = temperature
+        self.normalize = normalize
+        self.decay = decay
+        self.capacity_factor = capacity_factor
+        self.group = group
+        self.register_buffer("bias", torch.zeros(num_experts))
+        self.register_buffer("updates", torch.zeros((), dtype=torch.int64))
+
+    def forward(self, logits: Tensor, *, mask: Tensor | None = None) -> Routing:
+        check_tensor(logits, "logits")
+        if logits.dim() == 0 or logits.shape[-1] != self.num_experts:
+            raise ValueError(
+                f"`logits` must have num_experts = {self.num_experts} as the last dimension, "
+                f"but the shape is {tuple(logits.shape)}."
+            )
+        tokens = logits.reshape(-1, self.num_experts)
+        if tokens.dtype in (torch.bfloat16, torch.float16):
+            tokens = tokens.float()  # logits plus bias would have too many ties
+        tokens = tokens / self.temperature
+        present = self._present(mask, logits)
+        y, mu = self._balance(tokens, present) if self.training else self._apply_bias(tokens)
+        indices = (tokens + mu).detach().topk(self.k, dim=-1).indices
+        weights = y.gather(-1, indices)
+        if self.normalize:
+            weights = weights / weights.sum(-1, keepdim=True)
+        if present is not None:
+            weights = torch.where(present[:, None], weights, 0)
+        if self.capacity_factor is not None:
+            weights = self._drop(weights, indices, present)
+        shape = (*logits.shape[:-1], self.k)
+        return Routing(weights.to(logits.dtype).reshape(shape), indices.reshape(shape), mu.detach())
+
+    def extra_repr(self) -> str:
+        settings = f"num_experts={self.num_experts}, k={self.k}, temperature={self.temperature}"
+        settings += f", normalize={self.normalize}, decay={self.decay}"
+        return (
+            settings
+            if self.capacity_factor is None
+            else f"{settings}, capacity_factor={self.capacity_factor}"
+        )
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> TopKRouter:
+        """Move or cast the module, with the bias in float32 at least: averages in bfloat16 stop moving."""
+        super()._apply(fn, recurse)
+        if self.bias.dtype in (torch.bfloat16, torch.float16):
+            self.bias = self.bias.float()
+        return self
+
+    def _present(self, mask: Tensor | None, logits: Tensor) -> Tensor | None:
+        if mask is None:
+            return None
+        if not isinstance(mask, Tensor) or mask.dtype != torch.bool or mask.shape != logits.shape[:-1]:
+            received = (
+                f"{mask.dtype} {tuple(mask.shape)}" if isinstance(mask, Tensor) else type(mask).__name__
+            )
+            wanted = tuple(logits.shape[:-1])
+            raise ValueError(f"`mask` must be a bool tensor of the shape {wanted}, but it is {received}.")
+        return mask.reshape(-1)
+
+    def _balance(self, tokens: Tensor, present: Tensor | None) -> tuple[Tensor, Tensor]:
+        """Y and mu of this batch, and an update of the stored bias."""
+        k = self.k if present is None else self.k * present.double()
+        start = self.bias if int(self.updates) else None
+        y, _, mu = balanced(tokens, k, None, None, "exactly", start, self.group)
+        with torch.no_grad():
+            keep = self.decay if int(self.updates) else 0.0
+            finite = torch.where(mu.isfinite(), mu, 0).to(self.bias.dtype)
+            self.bias.mul_(keep).add_(finite, alpha=1 - keep)
+            self.updates.add_(1)
+        return y, mu
+
+    def _apply_bias(self, tokens: Tensor) -> tuple[Tensor, Tensor]:
+        mu = self.bias.to(tokens.dtype)
+        return lml(tokens + mu, self.k), mu
+
+    def _drop(self, weights: Tensor, indices: Tensor, present: Tensor | None) -> Tensor:
+        """Set the smallest weights of overfull experts to 0."""
+        count = len(weights) if present is None else int(present.sum())
+        most = math.ceil((self.capacity_factor or 1) * count * self.k / self.num_experts)
+        flat, expert = weights.detach().flatten(), indices.flatten()
+        # By expert, and within each by falling weight: the position there is the rank of an assignment.
+        order = flat.argsort(descending=True, stable=True)
+        order = order[expert[order].argsort(stable=True)]
+        sizes = torch.bincount(expert, minlength=self.num_experts)
+        starts = sizes.cumsum(0) - sizes
+        rank = torch.empty_like(order)
+        rank[order] = torch.arange(len(order), device=order.device) - starts[expert[order]]
+        return torch.where((rank < most).reshape(weights.shape), weights, 0)

@@ -1,0 +1,196 @@
+"""`torchlml bench short`: many short rows, compared with softmax and cross-entropy, and with the targets."""
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+from rich.console import Console
+from torch import Tensor
+from torch.nn import functional as F
+
+import torchlml
+from torchlml_lab.bench.cases import DTYPES, Case
+from torchlml_lab.bench.measurements import RowFile, measured
+from torchlml_lab.bench.settings import ShortRowsSettings, check_choices, check_numbers, check_timing
+from torchlml_lab.bench.timing import race
+from torchlml_lab.engine.progress import ProgressBar, new_console
+from torchlml_lab.engine.settings import cores, use_threads
+from torchlml_lab.engine.table import plain_table
+
+_BOTH = "forward+backward"
+Call = Callable[[Tensor], Tensor]
+
+
+@dataclass(frozen=True)
+class Work:
+    """A line of the table: what is timed on which rows, and the largest ratio that is acceptable."""
+
+    operator: str
+    mode: str
+    batch: int
+    n: int
+    k: int
+    target: float
+
+    def calls(self, case: Case) -> dict[str, Callable[[], object]]:
+        """The baseline and its competitor on the rows of a case, in this order."""
+        x = case.logits()
+        functions = _FUNCTIONS[self.operator](case)
+        if self.mode == "forward":
+            return {name: _forward(function, x) for name, function in functions.items()}
+        grad = torch.randn(x.shape, generator=torch.Generator().manual_seed(case.n)).to(x.dtype)
+        return {
+            name: _both(function, x.clone().requires_grad_(), grad) for name, function in functions.items()
+        }
+
+
+def _layer(case: Case) -> dict[str, Call]:
+    return {"softmax": lambda x: torch.softmax(x, -1), "lml": lambda x: torchlml.lml(x, case.k)}
+
+
+def _loss(case: Case) -> dict[str, Call]:
+    target = torch.randint(case.n, (case.batch,), generator=torch.Generator().manual_seed(case.n))
+    return {
+        "cross_entropy": lambda x: F.cross_entropy(x, target),
+        "lml_loss": lambda x: torchlml.lml_loss(x, target, case.k),
+    }
+
+
+def _k_per_row(case: Case) -> dict[str, Call]:
+    k = torch.arange(case.batch) % case.k + 1
+    return {"lml": lambda x: torchlml.lml(x, case.k), "lml, k per row": lambda x: torchlml.lml(x, k)}
+
+
+def _masked(case: Case) -> dict[str, Call]:
+    mask = torch.rand(case.batch, case.n, generator=torch.Generator().manual_seed(case.n)) < 0.8
+    return {
+        "lml": lambda x: torchlml.lml(x, case.k),
+        "lml, mask": lambda x: torchlml.lml(x, case.k, mask=mask),
+    }
+
+
+_FUNCTIONS: Mapping[str, Callable[[Case], dict[str, Call]]] = {
+    "lml / softmax": _layer,
+    "lml_loss / cross_entropy": _loss,
+    "k per row / one k": _k_per_row,
+    "mask / no mask": _masked,
+}
+
+
+def _forward(function: Call, x: Tensor) -> Callable[[], object]:
+    return lambda: function(x)
+
+
+def _both(function: Call, x: Tensor, grad: Tensor) -> Callable[[], object]:
+    def call() -> object:
+        y = function(x)
+        return torch.autograd.grad(y, x, grad if y.dim() else None)
+
+    return call
+
+
+def _two(batch: int, n: int, k: int, forward: float, both: float) -> tuple[Work, Work]:
+    return (
+        Work("lml / softmax", "forward", batch, n, k, forward),
+        Work("lml / softmax", _BOTH, batch, n, k, both),
+    )
+
+
+WORKS: tuple[Work, ...] = (
+    *_two(4096, 8, 2, 0.7, 0.75),
+    *_two(4096, 32, 4, 1.3, 1.3),
+    *_two(4096, 32, 8, 1.3, 1.3),
+    *_two(4096, 64, 4, 1.3, 1.3),
+    *_two(4096, 64, 8, 1.3, 1.3),
+    *_two(16_384, 128, 8, 1.2, 1.2),
+    *_two(8192, 256, 8, 1.2, 1.2),
+    *_two(256, 100, 5, 1.6, 1.6),
+    *_two(256, 1000, 5, 1.2, 1.3),
+    Work("lml_loss / cross_entropy", _BOTH, 4096, 64, 8, 1.2),
+    Work("lml_loss / cross_entropy", _BOTH, 16_384, 128, 8, 1.2),
+    Work("k per row / one k", "forward", 4096, 64, 8, 1.5),
+    Work("mask / no mask", "forward", 4096, 64, 8, 1.5),
+)
+
+
+def main(settings: ShortRowsSettings) -> None:
+    """Run the benchmark."""
+    run(settings, new_console())
+
+
+def run(settings: ShortRowsSettings, console: Console) -> None:
+    """Measure every line of the table, append the rows to the CSV as they come, and print the table."""
+    check_choices("--dtypes", settings.dtypes, DTYPES)
+    check_numbers("--scales", settings.scales, 0)
+    check_numbers("--threads", settings.threads, 1, cores())
+    check_timing(settings)
+    file = RowFile(settings.csv)
+    jobs = [
+        (dtype, number, work) for dtype in settings.dtypes for number in settings.threads for work in WORKS
+    ]
+    each = len(settings.scales) * settings.seconds
+    file.announce(f"{len(jobs)} lines of about {each:g} s each", console)
+    heads = (
+        "ratio",
+        "rows",
+        "k",
+        "mode",
+        *(f"scale {scale:g}" for scale in settings.scales),
+        "target",
+        "met",
+    )
+    shown = []
+    with ProgressBar(console) as progress:
+        task = progress.add_task("short rows", total=len(jobs))
+        for done, (dtype, number, work) in enumerate(jobs):
+            try:
+                with use_threads(number):
+                    shown.append(
+                        (dtype, number, _line(work, list(_ratios(file, work, dtype, number, settings))))
+                    )
+            except KeyboardInterrupt:
+                raise KeyboardInterrupt(
+                    f"Interrupted: {done} of {len(jobs)} lines are in {settings.csv}."
+                ) from None
+            progress.advance(task)
+    for dtype, number in dict.fromkeys((dtype, number) for dtype, number, _ in shown):
+        title = (
+            f"{dtype}, {number} thread{'s' if number > 1 else ''}: ratios of times, medians over the rounds"
+        )
+        table = plain_table(title, heads)
+        for line in (line for *of, line in shown if tuple(of) == (dtype, number)):
+            table.add_row(*line)
+        console.print(table)
+    if lacks := file.lacks():
+        raise RuntimeError(lacks)
+    console.print(f"The rows are in {settings.csv}.", soft_wrap=True)
+
+
+def _line(work: Work, ratios: Sequence[float]) -> tuple[str, ...]:
+    met = "yes" if max(ratios) <= work.target else "no"
+    cells = (f"{ratio:.2f}" for ratio in ratios)
+    return work.operator, f"{work.batch} x {work.n}", f"{work.k}", work.mode, *cells, f"{work.target:g}", met
+
+
+def _ratios(
+    file: RowFile, work: Work, dtype: str, threads: int, settings: ShortRowsSettings
+) -> Iterator[float]:
+    """Time a line at every scale into the file; yields the ratios."""
+    for scale in settings.scales:
+        case = Case(work.n, work.k, work.batch, scale, dtype, threads)
+        calls = work.calls(case)
+        baseline, competitor = calls
+        timings = race(calls, baseline, settings.repetitions, settings.seconds)
+        file.add(
+            measured(
+                f"short rows, {work.operator}",
+                name,
+                work.mode,
+                case,
+                timing.seconds.times(1e6),
+                timing.ratio,
+                timing.rounds,
+            )
+            for name, timing in timings.items()
+        )
+        yield timings[competitor].ratio.p50

@@ -1,0 +1,63 @@
+"""`torchlml figures sets`: how far `lml` is from the exact inclusion probabilities of k-subsets."""
+
+from pathlib import Path
+
+import torch
+from matplotlib.axes import Axes
+
+import torchlml
+from torchlml.distributions import KSubset
+from torchlml_lab.figures.files import draw_only
+from torchlml_lab.figures.settings import SetsFigureSettings
+from torchlml_lab.plots import BLUE, DARK_ORANGE, GREEN, GREY, PAGE, PURPLE, new_figure
+
+SIZES = (10, 30, 100, 300, 1000, 3000, 10_000, 30_000, 100_000)
+LENGTH = 1000
+KS = (1, 2, 5, 10, 20, 50, 100, 200, 500)  # k and n - k have the same error
+SCALES = (0.5, 1.0, 3.0)
+_SEEDS = 5
+
+
+def main(settings: SetsFigureSettings) -> None:
+    """Draw the figure."""
+    draw_only(draw, settings.out)
+
+
+def gap(n: int, k: int, scale: float = 1.0) -> float:
+    """The largest |inclusion - lml| over a row of n normal logits, on average over five rows."""
+    generator = torch.Generator().manual_seed(n)
+    x = torch.randn(_SEEDS, n, generator=generator, dtype=torch.float64) * scale
+    return (KSubset(k, logits=x).mean - torchlml.lml(x, k)).abs().amax(-1).mean().item()
+
+
+def draw(picture: Path) -> None:
+    """Two panels: against n for several k, and against k for several scales of the logits."""
+    with new_figure(picture, PAGE, 2.6) as figure:
+        by_size, by_k = figure.subplots(1, 2, sharey=True)
+        _draw_sizes(by_size)
+        _draw_ks(by_k)
+
+
+def _draw_sizes(axes: Axes) -> None:
+    ks = {"k = 1": 0.0, "k = 5": 0.0, "k = n/10": 0.1, "k = n/2": 0.5}
+    looks = ((GREY, "o"), (DARK_ORANGE, "s"), (GREEN, "^"), (BLUE, "D"))
+    for (name, share), (color, marker) in zip(ks.items(), looks, strict=True):
+        points = [(n, round(share * n) or int(name[-1])) for n in SIZES]
+        heights = [gap(n, k) for n, k in points]
+        axes.plot([n for n, _ in points], heights, marker=marker, color=color, label=name)
+    axes.set_xscale("log")
+    axes.set_yscale("log")
+    axes.set_xlabel("n, scale 1")
+    axes.set_ylabel("largest |π − y|")
+    axes.set_title("Smaller for longer rows")
+    axes.legend(fontsize=7, loc="lower left")
+
+
+def _draw_ks(axes: Axes) -> None:
+    for scale, color, marker in zip(SCALES, (GREEN, BLUE, PURPLE), "^Ds", strict=True):
+        axes.plot(KS, [gap(LENGTH, k, scale) for k in KS], marker=marker, color=color, label=f"{scale:g}")
+    axes.set_xscale("log")
+    axes.set_yscale("log")
+    axes.set_xlabel(f"k, n = {LENGTH}")
+    axes.set_title("Larger for peaked logits")
+    axes.legend(fontsize=7, title="scale", title_fontsize=7, loc="lower left")

@@ -1,0 +1,1 @@
+"""Routers for mixtures of experts, compared on a small character model."""
