@@ -398,7 +398,7 @@ def test_a_reader_that_leaves_early_is_no_failure():
 
 def closing(closed, *words):
     """Run a command line with some of its outputs closed."""
-    command = ["sh", "-c", f'exec "$0" -m torchlml "$@" {closed}', sys.executable, *words]
+    command = ["sh", "-c", f'exec "$0" -m torchlml_lab "$@" {closed}', sys.executable, *words]
     return subprocess.run(command, capture_output=True, text=True, cwd=ROOT, timeout=120)
 
 
