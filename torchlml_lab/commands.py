@@ -189,7 +189,7 @@ FIGURES = {
     ),
     "cifar100": Command(
         "figures.settings:NoiseFigureSettings",
-        "figures.accuracy_by_noise:main",
+        "figures.classification:by_noise",
         "accuracy against label noise, from a sweep",
     ),
     "multilabel": Command(
@@ -214,7 +214,7 @@ FIGURES = {
     ),
     "which-k": Command(
         "figures.settings:WhichKFigureSettings",
-        "figures.wrong_k:main",
+        "figures.classification:by_k",
         "what a wrong k costs, from `torchlml which-k`",
     ),
 }
@@ -290,7 +290,7 @@ def call(name: str, command: Command, arguments: Sequence[str]) -> None:
 
 def draw_all(settings: AllSettings) -> None:
     """Draw one figure after the other; an error in one is raised after the others are drawn."""
-    from torchlml_lab.engine.progress import new_console
+    from torchlml_lab.engine.output import new_console
     from torchlml_lab.figures.files import NotMadeYet
 
     check_folder("--out", settings.out)

@@ -10,7 +10,7 @@ from torchlml_lab import cli
 from torchlml_lab.engine.settings import cores, use_threads
 from torchlml_lab.studies.digits import data, demo, model, report
 from torchlml_lab.studies.digits.data import Images
-from torchlml_lab.studies.digits.measures import Measured, measure
+from torchlml_lab.studies.digits.model import Measured, measure
 
 
 @pytest.mark.parametrize("condition", data.CONDITIONS)

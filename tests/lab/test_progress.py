@@ -8,13 +8,13 @@ import torch
 from rich.console import Console
 
 from torchlml_lab.cli_errors import BadInput
-from torchlml_lab.engine.progress import ProgressBar
+from torchlml_lab.engine.output import ProgressBar
 from torchlml_lab.engine.settings import check_threads, cores, use_threads
 
 
 def shown(monkeypatch, terminal, seconds_per_step, steps=20, hidden=False):
     now = [0.0]
-    monkeypatch.setattr("torchlml_lab.engine.progress.time.monotonic", lambda: now[0])
+    monkeypatch.setattr("torchlml_lab.engine.output.time.monotonic", lambda: now[0])
     written = io.StringIO()
     console = Console(file=written, force_terminal=terminal, width=100)
     with ProgressBar(console, hidden=hidden) as bar:

@@ -14,7 +14,7 @@ from tests.support.features import write_features
 from tests.support.processes import output, start
 from torchlml_lab import cli
 from torchlml_lab.cli_errors import BadInput
-from torchlml_lab.engine.table import StudyTable
+from torchlml_lab.engine.output import StudyTable
 from torchlml_lab.studies.cifar100 import sweep
 from torchlml_lab.studies.cifar100.settings import SweepSettings
 from torchlml_lab.studies.cifar100.sweep import AccuracyRecord, grid

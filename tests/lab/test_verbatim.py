@@ -14,7 +14,7 @@ import torchlml_lab
 from tests.support.command_lines import made
 from tests.support.scene_graphs import draw, write_vrd
 from torchlml_lab import cli
-from torchlml_lab.engine.progress import ProgressBar, new_console
+from torchlml_lab.engine.output import ProgressBar, new_console
 
 # Rich reads tags in brackets and emoji between colons; matplotlib reads mathematics between dollar signs.
 LABELS = ["list[int]", "[/b]", ":cat:", r"$\frac$", "[red]"]
@@ -140,4 +140,4 @@ def test_every_console_prints_verbatim():
         for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
             if isinstance(node, ast.Call) and getattr(node.func, "id", None) == "Console":
                 calls.append(path.relative_to(package).as_posix())
-    assert calls == ["engine/progress.py"]
+    assert calls == ["engine/output.py"]

@@ -31,7 +31,7 @@ from torchlml_lab.bench.settings import (
 )
 from torchlml_lab.bench.timing import PAGE_BYTES, Quantiles, added_bytes, measurable, race
 from torchlml_lab.cli_errors import BadInput
-from torchlml_lab.engine.progress import ProgressBar, new_console
+from torchlml_lab.engine.output import ProgressBar, new_console
 from torchlml_lab.engine.settings import check_threads, use_threads
 from torchlml_lab.files import check_picture
 from torchlml_lab.plots import BLUE, GREY, INK, ORANGE, PAGE, new_figure

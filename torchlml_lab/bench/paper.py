@@ -21,7 +21,7 @@ from torchlml_lab.bench.paper_report import BACKWARD, OPERATOR
 from torchlml_lab.bench.settings import PaperSettings, check_numbers
 from torchlml_lab.bench.timing import Stopped, Timing, race
 from torchlml_lab.cli_errors import BadInput
-from torchlml_lab.engine.progress import ProgressBar, new_console
+from torchlml_lab.engine.output import ProgressBar, new_console
 from torchlml_lab.engine.settings import cores, use_threads
 from torchlml_lab.files import check_picture
 

@@ -9,7 +9,7 @@ from rich.table import Table
 
 from torchlml_lab.bench.measurements import Measurement, latest, read
 from torchlml_lab.cli_errors import BadInput
-from torchlml_lab.engine.table import plain_table
+from torchlml_lab.engine.output import plain_table
 from torchlml_lab.figures import files as sources
 from torchlml_lab.figures.files import say_where
 from torchlml_lab.figures.settings import TimingFigureSettings

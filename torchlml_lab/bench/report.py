@@ -15,7 +15,7 @@ from torchlml_lab.bench.cases import BASELINE
 from torchlml_lab.bench.measurements import Key, Measurement, RowFile, latest
 from torchlml_lab.bench.settings import MODES
 from torchlml_lab.cli_errors import reason
-from torchlml_lab.engine.table import plain_table
+from torchlml_lab.engine.output import plain_table
 from torchlml_lab.plots import BLUE, GREEN, GREY, INK, ORANGE, PAGE, PURPLE, SKY, VERMILION, new_figure
 
 _CASE = ("n", "k", "batch", "scale", "dtype", "threads")

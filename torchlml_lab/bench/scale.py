@@ -4,7 +4,7 @@ import json
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 
 import torch
 from rich.console import Console
@@ -16,9 +16,8 @@ from torchlml_lab.bench.cases import Case
 from torchlml_lab.bench.measurements import Measurement, RowFile, measured
 from torchlml_lab.bench.settings import ScaleSettings, check_numbers, check_timing
 from torchlml_lab.bench.timing import Quantiles, added_bytes, measurable, race
-from torchlml_lab.engine.progress import ProgressBar, new_console
+from torchlml_lab.engine.output import ProgressBar, new_console, plain_table
 from torchlml_lab.engine.settings import cores, use_threads
-from torchlml_lab.engine.table import plain_table
 
 _K = 5
 _BOTH = "forward+backward"
@@ -105,7 +104,7 @@ def peak(settings: ScaleSettings) -> Iterator[Measurement]:
     """The highest memory of a fresh process that takes one step, as a ratio to 3 GiB."""
     case = Case(settings.most_labels, _K, 512, 1.0, "float32", settings.threads)
     arguments = [str(number) for number in (case.batch, case.n, settings.features, case.threads)]
-    command = [sys.executable, "-m", "torchlml_lab.bench.scale_workers", "step", *arguments]
+    command = [sys.executable, "-m", "torchlml_lab.bench.scale", "step", *arguments]
     done = subprocess.run(command, capture_output=True, text=True, check=True)
     highest = json.loads(done.stdout)["bytes"] / 2**20
     yield _number("linear loss", _WAYS[0], "whole process", case, highest, "MiB", highest / 3072)
@@ -124,7 +123,7 @@ def long_row(settings: ScaleSettings) -> Iterator[Measurement]:
 def rounds(settings: ScaleSettings) -> Iterator[Measurement]:
     """Rounds of `lml` between two processes by the scale of the logits, as a ratio to softmax's two."""
     with tempfile.TemporaryDirectory() as folder:
-        worker = [sys.executable, "-m", "torchlml_lab.bench.scale_workers", "rounds"]
+        worker = [sys.executable, "-m", "torchlml_lab.bench.scale", "rounds"]
         command = [*worker, folder, str(settings.labels)]
         workers = [
             subprocess.Popen([*command, str(rank), *map(str, _SCALES)], stdout=subprocess.PIPE, text=True)
@@ -144,3 +143,40 @@ def _number(
     once, beside = Quantiles(value, value, value), Quantiles(ratio, ratio, ratio)
     metric = "memory" if unit == "MiB" else "rounds"
     return measured(operator, name, mode, case, once, beside, 1, metric=metric, unit=unit)
+
+
+def take_step(arguments: Sequence[str]) -> None:
+    """Take the step; the arguments are rows, labels, features and threads."""
+    import resource  # not there on Windows
+
+    rows, labels, features, threads = map(int, arguments)
+    torch.set_num_threads(threads)
+    steps(rows, labels, features)["linear_lml_loss"]()
+    highest = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+    sys.stdout.write(json.dumps({"bytes": highest}))
+
+
+def count_rounds(arguments: Sequence[str]) -> None:
+    """Count; the arguments are a folder to meet in, the number of labels, the rank and the scales."""
+    # Imported here, because the imports of this module count in the memory that `take_step` reports.
+    import torch.distributed as dist
+    from torch.distributed import FileStore  # type: ignore[attr-defined]
+    from torch.distributed.tensor.debug import CommDebugMode
+
+    folder, labels, rank, *scales = arguments
+    torch.set_num_threads(1)
+    store = FileStore(f"{folder}/store", 2)
+    dist.init_process_group("gloo", store=store, rank=int(rank), world_size=2)
+    found = []
+    for scale in map(float, scales):
+        generator = torch.Generator().manual_seed(int(rank))
+        x = torch.randn(16, int(labels) // 2, generator=generator) * scale
+        with CommDebugMode() as counted:
+            torchlml.lml(x, 5, group=dist.group.WORLD)
+        found.append(counted.get_total_counts())
+    sys.stdout.write(json.dumps(found))
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":  # the processes that `peak` and `rounds` start
+    {"step": take_step, "rounds": count_rounds}[sys.argv[1]](sys.argv[2:])

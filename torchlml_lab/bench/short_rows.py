@@ -13,9 +13,8 @@ from torchlml_lab.bench.cases import DTYPES, Case
 from torchlml_lab.bench.measurements import RowFile, measured
 from torchlml_lab.bench.settings import ShortRowsSettings, check_choices, check_numbers, check_timing
 from torchlml_lab.bench.timing import race
-from torchlml_lab.engine.progress import ProgressBar, new_console
+from torchlml_lab.engine.output import ProgressBar, new_console, plain_table
 from torchlml_lab.engine.settings import cores, use_threads
-from torchlml_lab.engine.table import plain_table
 
 _BOTH = "forward+backward"
 Call = Callable[[Tensor], Tensor]

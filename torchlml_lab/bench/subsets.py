@@ -15,9 +15,8 @@ from torchlml_lab.bench.measurements import Measurement, RowFile, measured
 from torchlml_lab.bench.settings import SubsetSettings, check_numbers, check_timing
 from torchlml_lab.bench.subset_methods import METHODS, SAMPLERS, truth
 from torchlml_lab.bench.timing import Quantiles, added_bytes, measurable
-from torchlml_lab.engine.progress import new_console
+from torchlml_lab.engine.output import new_console, plain_table
 from torchlml_lab.engine.settings import use_threads
-from torchlml_lab.engine.table import plain_table
 
 _OPERATOR = "subsets"
 _QUANTITIES = "normalizer+inclusion"

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torchlml.metrics import topk_ndcg
 from torchlml_lab.classifier.label_forms import NO_LABELS, Matrix, learn_form
 from torchlml_lab.engine.loop import EpochBatches, train_epoch
-from torchlml_lab.engine.progress import new_console
+from torchlml_lab.engine.output import new_console
 from torchlml_lab.multilabel.losses import LabelLoss, unlike_logits
 from torchlml_lab.multilabel.model import LabelNetwork, probabilities, scores
 from torchlml_lab.multilabel.samples import Batch, Batches

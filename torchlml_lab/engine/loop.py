@@ -19,9 +19,8 @@ from torch.optim.lr_scheduler import LRScheduler
 from torch.utils.data import Dataset, Sampler
 
 from torchlml_lab.cli_errors import BadInput
-from torchlml_lab.engine.progress import ProgressBar, new_console
+from torchlml_lab.engine.output import ProgressBar, new_console, plain_table
 from torchlml_lab.engine.settings import StepTimeSettings, check_threads, use_threads
-from torchlml_lab.engine.table import plain_table
 
 Loss = Callable[[nn.Module, Any], Tensor]
 """The mean loss of a model on a batch."""

@@ -21,7 +21,7 @@ from torch.utils.data import DataLoader, Dataset
 
 from torchlml_lab.cli_errors import BadInput, reason
 from torchlml_lab.engine.loop import EpochBatches, Task, forecast, train_epoch
-from torchlml_lab.engine.progress import ProgressBar
+from torchlml_lab.engine.output import ProgressBar
 from torchlml_lab.engine.run_directory import RunFolder, State, locked
 from torchlml_lab.engine.settings import TrainSettings, use_threads
 from torchlml_lab.files import check_folder

@@ -18,10 +18,9 @@ import torch
 from rich.console import Console, RenderableType
 
 from torchlml_lab.cli_errors import BadInput
-from torchlml_lab.engine.progress import ProgressBar
+from torchlml_lab.engine.output import ProgressBar, StudyTable
 from torchlml_lab.engine.run_directory import RunFolder, locked
 from torchlml_lab.engine.settings import FREE, SETTINGS_FILE, GridSettings, TrainSettings, to_json
-from torchlml_lab.engine.table import StudyTable
 from torchlml_lab.files import check_file, check_folder, read_json, writing
 
 Settings = TypeVar("Settings", bound=TrainSettings)

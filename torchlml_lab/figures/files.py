@@ -5,8 +5,7 @@ from pathlib import Path
 from typing import TypeVar
 
 from torchlml_lab.cli_errors import BadInput
-from torchlml_lab.engine.progress import new_console
-from torchlml_lab.engine.table import StudyTable
+from torchlml_lab.engine.output import StudyTable, new_console
 from torchlml_lab.files import check_picture, replacing
 
 

@@ -7,7 +7,7 @@ from statistics import mean, stdev
 
 from matplotlib.axes import Axes
 
-from torchlml_lab.engine.table import markdown_table, spread
+from torchlml_lab.engine.output import markdown_table, spread
 from torchlml_lab.figures import files as sources
 from torchlml_lab.figures.files import write_tables
 from torchlml_lab.figures.settings import MultilabelFigureSettings

@@ -12,7 +12,7 @@ from torch import Tensor
 import torchlml
 from torchlml._solve.newton import order_offsets
 from torchlml_lab.cli_errors import BadInput
-from torchlml_lab.engine.progress import new_console
+from torchlml_lab.engine.output import new_console
 from torchlml_lab.figures.files import draw_only, say_where
 from torchlml_lab.figures.settings import ProjectionSettings, RelaxationsSettings, RootFindingSettings
 from torchlml_lab.files import check_picture

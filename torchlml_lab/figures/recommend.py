@@ -6,7 +6,7 @@ from pathlib import Path
 from statistics import mean, stdev
 
 from torchlml_lab.cli_errors import BadInput
-from torchlml_lab.engine.table import spread
+from torchlml_lab.engine.output import spread
 from torchlml_lab.figures import files as sources
 from torchlml_lab.figures.files import write_tables
 from torchlml_lab.figures.settings import RecommendFigureSettings

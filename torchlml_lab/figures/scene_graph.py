@@ -9,7 +9,7 @@ from matplotlib.axes import Axes
 from matplotlib.ticker import MaxNLocator
 
 from torchlml_lab.cli_errors import BadInput
-from torchlml_lab.engine.table import markdown_table, spread
+from torchlml_lab.engine.output import markdown_table, spread
 from torchlml_lab.figures import files as sources
 from torchlml_lab.figures.files import write_tables
 from torchlml_lab.figures.settings import BiasFigureSettings, SceneGraphFigureSettings

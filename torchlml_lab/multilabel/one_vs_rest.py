@@ -19,7 +19,7 @@ from sklearn.linear_model import LogisticRegression
 
 from torchlml_lab.cli_errors import BadInput
 from torchlml_lab.data.labelled_rows import Matrix
-from torchlml_lab.engine.progress import ProgressBar, new_console
+from torchlml_lab.engine.output import ProgressBar, new_console
 from torchlml_lab.engine.settings import parse_settings
 from torchlml_lab.files import check_file
 from torchlml_lab.multilabel import preparation as prepare

@@ -10,9 +10,8 @@ from rich.table import Table
 
 from torchlml_lab.cli_errors import BadInput
 from torchlml_lab.data.labelled_rows import Matrix
-from torchlml_lab.engine.progress import new_console
+from torchlml_lab.engine.output import new_console, plain_table
 from torchlml_lab.engine.run import say
-from torchlml_lab.engine.table import plain_table
 from torchlml_lab.files import check_file, replacing, shown, writing
 from torchlml_lab.multilabel.model import TrainedLabels, load, prepared_rows, read_rows
 from torchlml_lab.multilabel.settings import PredictSettings

@@ -15,9 +15,8 @@ from torchlml_lab import plots
 from torchlml_lab.cli_errors import BadInput
 from torchlml_lab.data.labelled_rows import LabelledRows, Matrix
 from torchlml_lab.engine import run_directory
-from torchlml_lab.engine.progress import new_console
+from torchlml_lab.engine.output import new_console, plain_table
 from torchlml_lab.engine.run import say
-from torchlml_lab.engine.table import plain_table
 from torchlml_lab.files import check_folder, replacing
 from torchlml_lab.multilabel.losses import unlike_logits
 from torchlml_lab.multilabel.model import (

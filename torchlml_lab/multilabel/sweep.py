@@ -12,11 +12,10 @@ from typing import Any
 from rich.table import Table
 
 from torchlml_lab.cli_errors import BadInput
-from torchlml_lab.engine import table
-from torchlml_lab.engine.progress import new_console
+from torchlml_lab.engine import output
+from torchlml_lab.engine.output import StudyTable, Tried, new_console, plain_table, spread
 from torchlml_lab.engine.run import train
 from torchlml_lab.engine.sweep import Grid, check_grid, checked_runs, read_tuned, resuming, run_grid
-from torchlml_lab.engine.table import StudyTable, Tried, plain_table, spread
 from torchlml_lab.multilabel.losses import named
 from torchlml_lab.multilabel.samples import Files, read_files, split
 from torchlml_lab.multilabel.settings import EXPERIMENT, MultilabelSettings, SweepSettings
@@ -80,7 +79,7 @@ def best_rates(records: Sequence[LabelRecord], losses: Sequence[str], path: Path
         Tried(row.loss, (row.learning_rate,), (row.data, row.keep, row.seed), row.validation_ndcg5)
         for row in records
     ]
-    best = table.best_recipes(tried, losses, path, "loss", "learning rate", "kept labels and seeds")
+    best = output.best_recipes(tried, losses, path, "loss", "learning rate", "kept labels and seeds")
     return {loss: rate for loss, (rate,) in best.items()}
 
 
@@ -162,11 +161,11 @@ def _table(rows: Sequence[LabelRecord]) -> Table:
         groups[row.keep, row.loss, row.learning_rate].append(row)
     # Narrow enough for a terminal of 80 columns.
     heads = ("kept", "loss", "lr", "seeds", "val nDCG@5", "P@1", "P@5", "R@5")
-    table = plain_table("in %, mean±standard deviation over the seeds", heads, left=2)
+    output = plain_table("in %, mean±standard deviation over the seeds", heads, left=2)
     for (keep, loss, rate), group in sorted(groups.items()):
         cells = [
             spread([getattr(row, name) for row in group], 1)
             for name in ("validation_ndcg5", "p1", "p5", "r5")
         ]
-        table.add_row(keep, loss, f"{rate:g}", str(len(group)), *cells)
-    return table
+        output.add_row(keep, loss, f"{rate:g}", str(len(group)), *cells)
+    return output

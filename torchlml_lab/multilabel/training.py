@@ -9,7 +9,7 @@ from torch import nn
 
 from torchlml_lab.cli_errors import BadInput
 from torchlml_lab.engine.loop import Task
-from torchlml_lab.engine.progress import new_console
+from torchlml_lab.engine.output import new_console
 from torchlml_lab.engine.run import train_on_files
 from torchlml_lab.engine.settings import SETTINGS_FILE, from_json
 from torchlml_lab.engine.settings import check as check_settings

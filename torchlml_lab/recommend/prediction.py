@@ -12,9 +12,8 @@ from torch import Tensor
 
 from torchlml_lab.cli_errors import BadInput
 from torchlml_lab.data.interactions import Interactions, read_interactions
-from torchlml_lab.engine.progress import new_console
+from torchlml_lab.engine.output import new_console, plain_table
 from torchlml_lab.engine.run import say
-from torchlml_lab.engine.table import plain_table
 from torchlml_lab.files import check_file, replacing, writing
 from torchlml_lab.multilabel.losses import padded
 from torchlml_lab.recommend.histories import popular_items

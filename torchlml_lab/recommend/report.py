@@ -10,9 +10,8 @@ from rich.console import Console
 
 from torchlml_lab import plots
 from torchlml_lab.cli_errors import BadInput
-from torchlml_lab.engine.progress import ProgressBar, new_console
+from torchlml_lab.engine.output import ProgressBar, new_console, plain_table
 from torchlml_lab.engine.run import say
-from torchlml_lab.engine.table import plain_table
 from torchlml_lab.files import check_folder
 from torchlml_lab.multilabel.losses import loss_with_usual_k
 from torchlml_lab.recommend.histories import Batch, Users, by_popularity, read_later

@@ -13,11 +13,10 @@ from typing import Any
 from rich.console import Group
 from rich.table import Table
 
-from torchlml_lab.engine import table
-from torchlml_lab.engine.progress import new_console
+from torchlml_lab.engine import output
+from torchlml_lab.engine.output import StudyTable, Tried, new_console, plain_table, spread
 from torchlml_lab.engine.run import train
 from torchlml_lab.engine.sweep import Grid, check_grid, checked_runs, read_tuned, resuming, run_grid
-from torchlml_lab.engine.table import StudyTable, Tried, plain_table, spread
 from torchlml_lab.multilabel.losses import loss_with_usual_k, named
 from torchlml_lab.recommend.histories import Data, read
 from torchlml_lab.recommend.model import EXPERIMENT
@@ -81,7 +80,7 @@ def best_recipes(
         tried with the same users and seeds, raise `BadInput`.
     """
     tried = [Tried(row.method, row.recipe, (row.users, row.seed), row.validation_recall20) for row in rows]
-    return table.best_recipes(tried, methods, path, "method", "recipe", "users and seeds")
+    return output.best_recipes(tried, methods, path, "method", "recipe", "users and seeds")
 
 
 # These settings of a run are the sweep's to choose.
@@ -192,11 +191,11 @@ def _table(model: str, rows: Sequence[RankingRecord]) -> Table:
     for row in rows:
         groups[row.loss, row.recipe].append(row)
     heads = ("loss", "lr", "temp", "drop", "seeds", "val R@20", "test R@20", "nDCG@20")
-    table = plain_table(f"{model}: in %, mean±standard deviation over the seeds", heads)
+    output = plain_table(f"{model}: in %, mean±standard deviation over the seeds", heads)
     for (loss, recipe), group in sorted(groups.items()):
         cells = [
             spread([getattr(row, name) for row in group])
             for name in ("validation_recall20", "test_recall20", "test_ndcg20")
         ]
-        table.add_row(loss, *(f"{number:g}" for number in recipe), str(len(group)), *cells)
-    return table
+        output.add_row(loss, *(f"{number:g}" for number in recipe), str(len(group)), *cells)
+    return output

@@ -13,7 +13,7 @@ from torchlml_lab.cli_errors import BadInput
 from torchlml_lab.data.interactions import is_table
 from torchlml_lab.engine import loop, run_directory
 from torchlml_lab.engine.loop import Task
-from torchlml_lab.engine.progress import new_console
+from torchlml_lab.engine.output import new_console
 from torchlml_lab.engine.run import train_on_files
 from torchlml_lab.engine.settings import check as check_settings
 from torchlml_lab.multilabel.losses import LabelLoss, loss_with_usual_k

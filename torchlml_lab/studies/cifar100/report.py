@@ -9,8 +9,7 @@ from accelerate import Accelerator
 from accelerate.utils import send_to_device
 
 from torchlml_lab.engine import loop, run_directory
-from torchlml_lab.engine.progress import ProgressBar, new_console
-from torchlml_lab.engine.table import plain_table
+from torchlml_lab.engine.output import ProgressBar, new_console, plain_table
 from torchlml_lab.studies.cifar100.data import Batches
 from torchlml_lab.studies.cifar100.settings import (
     EXPERIMENT,

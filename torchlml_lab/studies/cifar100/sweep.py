@@ -11,12 +11,11 @@ from typing import Any
 
 from rich.table import Table
 
-from torchlml_lab.engine import table
-from torchlml_lab.engine.progress import new_console
+from torchlml_lab.engine import output
+from torchlml_lab.engine.output import StudyTable, Tried, new_console, plain_table, spread
 from torchlml_lab.engine.run import train
 from torchlml_lab.engine.run_directory import RunFolder
 from torchlml_lab.engine.sweep import Grid, check_grid, checked_runs, read_tuned, resuming, run_grid
-from torchlml_lab.engine.table import StudyTable, Tried, plain_table, spread
 from torchlml_lab.studies.cifar100.settings import EXPERIMENT, Cifar100Settings, SweepSettings
 from torchlml_lab.studies.cifar100.task import check, model_name, read, task
 
@@ -72,7 +71,7 @@ def best_recipes(
     """
     tried = [Tried(row.loss, row.recipe, (row.noise, row.seed), row.validation_topk) for row in records]
     tuned = "learning rate and temperature"
-    return table.best_recipes(tried, losses, path, "loss", tuned, "noise levels and seeds")
+    return output.best_recipes(tried, losses, path, "loss", tuned, "noise levels and seeds")
 
 
 # These settings of a run are the sweep's to choose.
@@ -159,11 +158,11 @@ def _table(rows: Sequence[AccuracyRecord]) -> Table:
         groups[(row.loss, row.noise, *row.recipe)].append(row)
     # Narrow enough for a terminal of 80 columns.
     heads = ("loss", "noise", "lr", "temp", "seeds", "val top-k", "test top-1", "test top-k")
-    table = plain_table("accuracy in %, mean±standard deviation over the seeds", heads)
+    output = plain_table("accuracy in %, mean±standard deviation over the seeds", heads)
     for (loss, *numbers), group in sorted(groups.items()):
         cells = [
             spread([getattr(row, name) for row in group])
             for name in ("validation_topk", "test_top1", "test_topk")
         ]
-        table.add_row(loss, *(f"{number:g}" for number in numbers), str(len(group)), *cells)
-    return table
+        output.add_row(loss, *(f"{number:g}" for number in numbers), str(len(group)), *cells)
+    return output

@@ -14,7 +14,7 @@ import torchlml
 from torchlml.metrics import TopKRecall
 from torchlml_lab.cli_errors import BadInput
 from torchlml_lab.engine.loop import Task
-from torchlml_lab.engine.progress import new_console
+from torchlml_lab.engine.output import new_console
 from torchlml_lab.engine.run import in_percent, say_test, train
 from torchlml_lab.engine.settings import check as check_settings
 from torchlml_lab.studies.cifar100 import model

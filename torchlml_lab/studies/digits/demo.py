@@ -8,14 +8,21 @@ from rich.table import Table
 from torch import Tensor
 
 from torchlml_lab.cli_errors import BadInput
-from torchlml_lab.engine.progress import ProgressBar, new_console
+from torchlml_lab.engine.output import ProgressBar, new_console, plain_table
 from torchlml_lab.engine.settings import check_threads, use_threads
-from torchlml_lab.engine.table import plain_table
 from torchlml_lab.files import check_folder, writing
 from torchlml_lab.studies.digits import report
 from torchlml_lab.studies.digits.data import CLASSES, CONDITIONS, SKEW, Images, make
-from torchlml_lab.studies.digits.measures import COLUMNS, Measured, Results, measure, spread, values
-from torchlml_lab.studies.digits.model import METHODS, train
+from torchlml_lab.studies.digits.model import (
+    COLUMNS,
+    METHODS,
+    Measured,
+    Results,
+    measure,
+    spread,
+    train,
+    values,
+)
 from torchlml_lab.studies.digits.settings import DemoSettings
 
 SHOWN = 4

@@ -12,13 +12,11 @@ from torch.nn.functional import binary_cross_entropy_with_logits
 
 import torchlml
 from torchlml_lab.cli_errors import BadInput
-from torchlml_lab.engine.progress import ProgressBar, new_console
+from torchlml_lab.engine.output import ProgressBar, StudyTable, new_console, plain_table
 from torchlml_lab.engine.settings import use_threads
-from torchlml_lab.engine.table import StudyTable, plain_table
 from torchlml_lab.files import check_file, writing
 from torchlml_lab.studies.digits.data import CLASSES, Images, make
-from torchlml_lab.studies.digits.measures import measure
-from torchlml_lab.studies.digits.model import Index, fit
+from torchlml_lab.studies.digits.model import Index, fit, measure
 from torchlml_lab.studies.digits.settings import WhichKSettings
 
 KS = tuple(range(1, 9))

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from statistics import mean, stdev
 
-from torchlml_lab.engine.table import markdown_table
+from torchlml_lab.engine.output import markdown_table
 from torchlml_lab.files import replacing
 from torchlml_lab.plots import (
     BLUE,

@@ -8,9 +8,8 @@ from rich.console import Console
 from torch.nn import functional as F
 
 from torchlml_lab.cli_errors import BadInput
-from torchlml_lab.engine.progress import ProgressBar, new_console
+from torchlml_lab.engine.output import ProgressBar, StudyTable, new_console, plain_table
 from torchlml_lab.engine.settings import use_threads
-from torchlml_lab.engine.table import StudyTable, plain_table
 from torchlml_lab.files import check_file, check_picture
 from torchlml_lab.studies.routing import report
 from torchlml_lab.studies.routing.model import ROUTERS, Model, batch, text

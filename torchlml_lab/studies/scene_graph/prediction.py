@@ -10,8 +10,7 @@ from matplotlib.axes import Axes
 from matplotlib.patches import FancyArrowPatch, Rectangle
 
 from torchlml_lab.cli_errors import BadInput
-from torchlml_lab.engine.progress import new_console
-from torchlml_lab.engine.table import plain_table
+from torchlml_lab.engine.output import new_console, plain_table
 from torchlml_lab.files import check_picture, writing
 from torchlml_lab.plots import BLUE, FAINT, GREEN, INK, PAGE, VERMILION, new_figure
 from torchlml_lab.studies.scene_graph import objectives

@@ -12,9 +12,8 @@ from rich.table import Table
 from torch import Tensor
 
 from torchlml_lab.engine import loop, run_directory
-from torchlml_lab.engine.progress import ProgressBar, new_console
+from torchlml_lab.engine.output import ProgressBar, new_console, plain_table
 from torchlml_lab.engine.settings import use_threads
-from torchlml_lab.engine.table import plain_table
 from torchlml_lab.studies.scene_graph.batches import GraphBatches, RegionFeatures
 from torchlml_lab.studies.scene_graph.graphs import Splits
 from torchlml_lab.studies.scene_graph.model import MotifNet

@@ -13,12 +13,11 @@ from accelerate import Accelerator
 from rich.console import Group
 
 from torchlml_lab.cli_errors import BadInput
-from torchlml_lab.engine import table
-from torchlml_lab.engine.progress import new_console
+from torchlml_lab.engine import output
+from torchlml_lab.engine.output import StudyTable, Tried, new_console, plain_table, spread
 from torchlml_lab.engine.run import train
 from torchlml_lab.engine.run_directory import RunFolder
 from torchlml_lab.engine.sweep import Grid, check_grid, checked_runs, read_tuned, resuming, run_grid
-from torchlml_lab.engine.table import StudyTable, Tried, plain_table, spread
 from torchlml_lab.studies.scene_graph.graphs import Splits
 from torchlml_lab.studies.scene_graph.objectives import find_method, method_of, parse_method
 from torchlml_lab.studies.scene_graph.recalls import KS, MEAN_RECALLS, MODES, RECALLS, frequency_recall
@@ -108,7 +107,7 @@ def best_rates(
             for row in of_variant or [row for row in rows if not row.variant]
         ]
         model = _nearest(method, {one.method for one in tried})
-        best = table.best_recipes(tried, [model], path, "method", "learning rate", "data and seeds")
+        best = output.best_recipes(tried, [model], path, "method", "learning rate", "data and seeds")
         rates[method, variant] = best[model][0]
     return rates
 
@@ -297,10 +296,10 @@ def _tables(rows: Sequence[RecallRecord]) -> Group:
     shown = []
     for mode, names in zip(MODES, (RECALLS[: len(KS)], RECALLS[len(KS) :]), strict=True):
         title = f"\ntest recall in %, {mode}, mean±deviation over the seeds; {rows[-1].vision}"
-        table = plain_table(title, ("method", "lr", "seeds", "val mean", *names))
+        output = plain_table(title, ("method", "lr", "seeds", "val mean", *names))
         for key, group in sorted(groups.items()):
             cells = [spread([getattr(row, column(name)) for row in group], 1) for name in names]
             name = " ".join(filter(None, key[:2]))
-            table.add_row(name, f"{key[2]:g}", str(len(group)), spread(validation[key], 1), *cells)
-        shown.append(table)
+            output.add_row(name, f"{key[2]:g}", str(len(group)), spread(validation[key], 1), *cells)
+        shown.append(output)
     return Group(*shown)

@@ -1,6 +1,7 @@
-"""The table of a sweep: a CSV whose rows are dataclasses, from which tuning, figures and pages are made."""
+"""Output of commands: the console, progress bars, and tables for the terminal, Markdown and CSV."""
 
 import csv
+import time
 from collections import defaultdict
 from collections.abc import Callable, Hashable, Iterable, Sequence
 from dataclasses import dataclass, fields
@@ -9,10 +10,102 @@ from statistics import mean, stdev
 from typing import Any, Generic, NamedTuple, TypeVar
 
 from rich import box
+from rich.console import Console
+from rich.progress import (
+    BarColumn,
+    MofNCompleteColumn,
+    Progress,
+    TaskID,
+    TextColumn,
+    TimeElapsedColumn,
+    TimeRemainingColumn,
+)
 from rich.table import Table
 
 from torchlml_lab.cli_errors import BadInput
 from torchlml_lab.files import replacing
+
+
+def new_console(**options: Any) -> Console:
+    """Create a console that prints text verbatim.
+
+    Labels, texts, item names and paths come from users, and Rich would interpret `[int]` as markup and
+    `:cat:` as an emoji. Styled text is passed as `rich.text.Text` instead.
+
+    Args:
+        options: Further arguments of `rich.console.Console`, such as `quiet`.
+
+    Returns:
+        A console that interprets neither markup nor emoji codes and highlights nothing.
+    """
+    return Console(markup=False, emoji=False, highlight=False, **options)
+
+
+FIRST_LINE, LONGEST_SILENCE = 5.0, 60.0
+
+
+class ProgressBar(Progress):
+    """A `rich.progress.Progress` with the same columns everywhere, and with plain lines without a terminal.
+
+        with ProgressBar(console) as progress:
+            task = progress.add_task("epochs", total=10)
+            progress.advance(task)
+
+    Args:
+        console: Where it goes; a quiet one shows nothing.
+        hidden: Show nothing at all, for the processes of a run that are not the first.
+    """
+
+    def __init__(self, console: Console, hidden: bool = False) -> None:
+        super().__init__(
+            TextColumn("{task.description}", markup=False),
+            BarColumn(),
+            MofNCompleteColumn(),
+            TimeElapsedColumn(),
+            TextColumn("left"),
+            TimeRemainingColumn(),
+            console=console,
+            transient=True,
+            speed_estimate_period=3600,  # a step may take minutes
+            disable=hidden or not console.is_terminal,
+        )
+        self._plain = not (hidden or console.is_terminal)
+        self._wait = FIRST_LINE
+        self._last_line = time.monotonic()
+
+    def advance(self, task_id: TaskID, advance: float = 1) -> None:
+        """Count a step of a task."""
+        super().advance(task_id, advance)
+        self._say()
+
+    def update(self, task_id: TaskID, **changes: Any) -> None:
+        """Change a task, for instance its `description`."""
+        super().update(task_id, **changes)
+        self._say()
+
+    def _say(self) -> None:
+        """Print a line when the last is long ago; from line to line it waits twice as long."""
+        now = time.monotonic()
+        if not self._plain or now - self._last_line < self._wait:
+            return
+        self._last_line, self._wait = now, min(2 * self._wait, LONGEST_SILENCE)
+        parts = []
+        for task in self.tasks:
+            of = "" if task.total is None else f" of {task.total:g}"
+            left = _clock(task.time_remaining)
+            parts.append(
+                f"{task.description.strip()} {task.completed:g}{of}" + (f", {left} left" if left else "")
+            )
+        self.console.print("; ".join(parts), highlight=False, markup=False)
+
+
+def _clock(seconds: float | None) -> str:
+    if seconds is None:
+        return ""
+    minutes, rest = divmod(round(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours}:{minutes:02d}:{rest:02d}"
+
 
 Row = TypeVar("Row")
 
