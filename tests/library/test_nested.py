@@ -195,7 +195,7 @@ WRONG: dict[str, tuple[Callable[[], Any], str]] = {
     ),
     "label": (
         lambda: torchlml.lml_loss(X, torch.tensor([2, 0]), 1),
-        "2 is in it, where the row is not that long",
+        "it contains 2, which is outside its row",
     ),
     "lists": (
         lambda: torchlml.lml_loss(X, jagged([torch.tensor([0])] * 3), 1),
