@@ -98,7 +98,7 @@ def check_jagged(t: Any, name: str) -> None:
             f"`{name}` must be a nested tensor made with `layout=torch.jagged`, but it is {kind}."
         )
     if t.lengths() is not None:  # type: ignore[attr-defined]
-        raise ValueError(f"`{name}` must have no holes between its rows; pass `{name}.contiguous()`.")
+        raise ValueError(f"`{name}` has holes between its rows; pass `{name}.contiguous()` instead.")
 
 
 def read(
@@ -118,8 +118,8 @@ def read(
     packed = jagged.labels_are_ragged
     if not 0 < place < x.dim() or (packed and x.dim() > 2):
         raise ValueError(
-            f"`dim` must be the ragged dimension of a 2-d nested `{name}`, or a dimension of fixed size after "
-            f"the first, but it is {dim} of {x.dim()}, and the ragged one is {jagged.ragged}."
+            f"`dim` must be the ragged dimension of a 2-d nested `{name}`, or one of fixed size after the "
+            f"first, but it is {dim} of {x.dim()}, and the ragged one is {jagged.ragged}."
         )
     if mask is not None and (packed or getattr(mask, "is_nested", False)):
         mask = jagged.values(mask, "mask", jagged.ragged, may_read)

@@ -202,5 +202,5 @@ def test_batches_must_fit_together():
         SceneGraphRecall(5).update([EXAMPLE[0]], [])
     recall = SceneGraphRecall(5, mean=True)
     recall.update([EXAMPLE[0]], [EXAMPLE[1]])
-    with pytest.raises(ValueError, match="must have 2 columns .* as in earlier images, but it has 3"):
+    with pytest.raises(ValueError, match=r"must have 2 columns .* as in earlier images, but it has 3"):
         recall.update([{**EXAMPLE[0], "scores": torch.zeros(2, 3)}], [EXAMPLE[1]])

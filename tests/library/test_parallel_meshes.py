@@ -124,7 +124,7 @@ def test_metrics_of_dtensors(group: Group) -> None:
                 alone = type(metric)((1, 5), sync_on_compute=False)
                 alone.update(preds, target, mask=mask)
                 torch.testing.assert_close(metric.compute(), alone.compute())
-    with pytest.raises(ValueError, match="must not be given with a DTensor"):
+    with pytest.raises(ValueError, match="must be None with a DTensor"):
         topk_recall(distribute_tensor(preds, line, [Shard(1)]), lists, 1, group=group)
 
 
@@ -204,7 +204,7 @@ def test_bad_dtensors(group: Group) -> None:
     nothing: Any = None
     with pytest.raises(TypeError, match="`target` must be a torch"):
         torchlml.lml_loss(rows, nothing, 2)
-    with pytest.raises(ValueError, match="DeviceMesh of one dimension"):
+    with pytest.raises(ValueError, match="one-dimensional DeviceMesh"):
         torchlml.lml(torch.randn(4, 8), 2, group=mesh)
 
 

@@ -112,7 +112,7 @@ class Layout(NamedTuple):
         places = []
         for place in placements:
             dim = place.dim - (len(shape) - t.dim()) if isinstance(place, Shard) else -1
-            # A dimension that broadcasts is not sharded. Size 1 does not broadcast if the shape has size 1 too.
+            # A dimension that broadcasts is not sharded. Size 1 only broadcasts to other sizes.
             sharded = dim >= 0 and t.shape[dim] == shape[place.dim]
             places.append(Shard(dim) if sharded else Replicate())
         return _to_local(t, self.mesh, places, placements)

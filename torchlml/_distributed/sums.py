@@ -105,7 +105,7 @@ def evaluate_labels(labels: FiniteLabels, base: Tensor, shift: Tensor) -> Tensor
 
 
 def gap_sums(x: Tensor, upper: Tensor, lower: Tensor) -> Tensor:
-    """(R, 2): the sums of e^(x - lower) over entries <= `lower`, and of e^(upper - x) over entries >= `upper`."""
+    """(R, 2): the sums of e^(x - lower) over entries <= lower, and of e^(upper - x) over entries >= upper."""
     z = x.double()
     below = torch.exp((z - lower[:, None]).clamp(max=0)) * (z <= lower[:, None])
     above = torch.exp((upper[:, None] - z).clamp(max=0)) * ((z >= upper[:, None]) & (z < torch.inf))
