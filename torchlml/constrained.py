@@ -133,8 +133,8 @@ class _Sums(NamedTuple):
     """A row at some nu: its saturated entries, their number, and the rest of k.
 
     The free entries should sum to `rest`, which is k minus the caps of the saturated ones; they actually sum
-    to `filled`. `rest` is a difference of sums. If it is small compared with k, it has few correct digits and
-    is flagged as `vague`.
+    to `filled`. `filled` is computed as a difference of sums. If it is small compared with k, it has few
+    correct digits and is flagged as `vague`.
     """
 
     z: Tensor
@@ -167,8 +167,8 @@ def _softmax_solve(x: Tensor, k: Tensor, upper: Tensor, offsets: Tensor | None) 
     largest = rows.max(torch.where(infinite, -torch.inf, x)) if bool(infinite.any()) else rows.max(x)
     busy = largest.isfinite()
     nu = torch.where(busy, nu, 0)
-    # Distances from nu to proven lower and upper bounds of the root. If no entry exceeds an equal share of
-    # the amount left for the finite entries, nu is below the root.
+    # Distances from nu to proven lower and upper bounds of the root. The lower bound is the nu at which the
+    # largest entry equals an equal share of the amount left for the finite entries.
     below = ((nu[0] + largest) + nu[1]) - ((k - sum_at_caps(infinite, cap, rows)) / x.shape[-1]).log()
     above = torch.full_like(k, torch.inf)
     count = torch.full_like(k, -1)
@@ -242,7 +242,7 @@ def _choose_step(k: Tensor, lower: Tensor, top: Tensor, s: _Sums) -> Tensor:
 
 
 def _softmax_root(x: Tensor, rest: Tensor, taken: Tensor, rows: Rows) -> Tensor:
-    """Return the nu for which the entries that are not `taken` sum to `rest`; its high part is -max(x)."""
+    """Return the nu for which the entries not `taken` sum to `rest`; its high part is minus their maximum."""
     largest = rows.max(torch.where(taken, -torch.inf, x))
     largest = torch.where(largest.isfinite(), largest, 0)
     total = rows.sum(torch.where(taken, 0, torch.exp(x - rows.broadcast(largest))))
@@ -304,8 +304,8 @@ def _sparsemax_solve(x: Tensor, k: Tensor, upper: Tensor, offsets: Tensor | None
     largest = rows.max(torch.where(infinite, -torch.inf, x)) if bool(infinite.any()) else rows.max(x)
     busy = largest.isfinite()
     nu = torch.where(busy, nu, 0)
-    # Distances from nu to proven lower and upper bounds of the root. If no entry exceeds an equal share of
-    # the amount left for the finite entries, nu is below the root.
+    # Distances from nu to proven lower and upper bounds of the root. The lower bound is the nu at which the
+    # largest entry equals an equal share of the amount left for the finite entries.
     below = ((nu[0] + largest) + nu[1]) - (k - sum_at_caps(infinite, limit, rows)) / x.shape[-1]
     above = torch.full_like(k, torch.inf)
     counts = torch.full_like(nu, -1)

@@ -20,8 +20,9 @@ _LARGEST = tl.constexpr(3.0e38)  # a float32 that remains finite if a few units 
 _LAST_STEP = tl.constexpr(1e-4)
 _ROUNDING = tl.constexpr(5e-7)  # relative rounding error of z, which dominates in a gap of 1e20
 # Steps that leave the bracket are first cut at its end. Later, and in every second step, the bracket is
-# halved instead: alternately at the midpoint of its ends, which is fast for typical logits, and at the median of all
-# float32 numbers between them. 32 of the latter suffice for any row, whether its entries are 1e-30 or 3e38.
+# halved instead: alternately at the midpoint of its ends, which is fast for typical logits, and at the median
+# of all float32 numbers between them. Of the latter, 32 suffice for any row, even with entries of 1e-30 or
+# 3e38.
 _CUT_STEPS = tl.constexpr(4)
 _FREE_STEPS = tl.constexpr(6)
 MAX_STEPS = tl.constexpr(136)

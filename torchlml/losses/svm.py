@@ -15,7 +15,7 @@ from torchlml._targets import Labels, read_single_label
 from torchlml.losses.base import TopKLoss
 from torchlml.projection import lml_dual
 
-# Below about this many coefficients, direct sums of products are faster than FFTs (measured on a CPU).
+# Up to about this many coefficients, direct sums of products are faster than FFTs (measured on a CPU).
 _DIRECT = 16
 _EVEN = 64
 
@@ -56,7 +56,7 @@ def topk_svm_loss(
         max(0, alpha + (s_(k) - s_y) / k),   s_(k) the k-th largest s_j, j != y.
 
     It is the limit of `smooth_topk_svm_loss` as tau goes to 0. Only two classes of a row have a gradient,
-    which is why the smooth loss exists.
+    whereas the smooth loss has one for every class.
     """
     check_reduction(reduction)
     check_number(alpha, "alpha", "a nonnegative number", 0)

@@ -20,7 +20,7 @@ from torchlml._distributed import is_sharded
 from torchlml._rows import Rows, rows_of, wide_dtype
 from torchlml._targets import read_labels
 
-# Fractions are stored in units of 2^-30: this keeps nine digits, and the sum of 2^33 rows fits in an int64.
+# Fractions are stored in units of 2^-30: the resolution is 1e-9, and the sum of 2^33 rows fits in an int64.
 _UNIT = 2**30
 
 
