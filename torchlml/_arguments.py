@@ -259,7 +259,7 @@ def _check_range(smallest: Any, largest: Any, most: int | None) -> None:
     came = _show(smallest)
     if smallest != largest and smallest == smallest:
         came = f"{came} to {_show(largest)}"
-    allowed = "finite and nonnegative" if most is None else f"from 0 to n = {most}"
+    allowed = "a finite number of at least 0" if most is None else f"from 0 to n = {most}"
     raise ValueError(f"`k` must be {allowed}, but k is {came}.")
 
 

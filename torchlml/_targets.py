@@ -191,7 +191,7 @@ def _values(c: Canonical, target: Any) -> Tensor:
     """Return the target as a dense tensor: itself, or the values of a nested one."""
     if isinstance(target, (list, tuple)):
         raise TypeError(
-            f"`target` must be a torch.Tensor, but it is a {type(target).__name__}. Pass one class index per "
+            f"`target` must be a torch.Tensor, but it is a {type(target).__name__}; pass one class index per "
             "row, lists of labels padded to one width with `ignore_index`, or a bool multi-hot."
         )
     if c.jagged is not None:
@@ -220,7 +220,7 @@ def _lists_labels(c: Canonical, target: Any) -> bool:
     if values.shape != c.x.shape or (readable(values) and not c.jagged.is_like(target, may_read=True)):
         return True
     raise ValueError(
-        f"`target` is {target.dtype} and ragged like the logits, which is ambiguous. Pass `target.bool()` if "
+        f"`target` is {target.dtype} and ragged like the logits, which is ambiguous; pass `target.bool()` if "
         "it is a multi-hot, or a list of the labels within each row, padded with `ignore_index`."
     )
 
@@ -256,8 +256,8 @@ def _class_indices(c: Canonical, target: Tensor, weight: Tensor | None, ignore_i
 
 def _raise_ambiguous(target: Tensor) -> NoReturn:
     raise ValueError(
-        f"`target` has integers in the logits' own shape, {tuple(target.shape)}, which is ambiguous. Pass "
-        "`target.bool()` if it is a multi-hot, or add a column of `ignore_index` if it is a list of labels."
+        f"`target` has integers in the logits' own shape, {tuple(target.shape)}, which is ambiguous; pass "
+        "`target.bool()` if it is a multi-hot, or one more column of `ignore_index` if it is a list of labels."
     )
 
 

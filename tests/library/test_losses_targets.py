@@ -289,7 +289,7 @@ def test_what_is_wrong_is_said_in_one_sentence(loss, error, words, arguments, se
         ("`target` must be int64 or uint8 (class indices", LABELS.int(), {}),
         ("a multi-hot, and must have the logits' shape (3, 6)", ROWS[:, 1:], {}),
         ("`target` must contain nonnegative weights", ROWS - 1, {}),
-        ("Pass `target.bool()`", F.one_hot(LABELS, 6), {}),
+        ("pass `target.bool()`", F.one_hot(LABELS, 6), {}),
         ("`target` has a label where `mask` is False", ROWS == 0, {"mask": torch.arange(6) > 0}),
         ("With `offsets`, `logits` must be a 1-d tensor", LABELS, {"offsets": torch.tensor([0, 18])}),
     ],
@@ -306,12 +306,12 @@ def test_what_is_wrong_with_a_multi_label_target_is_said_too(loss, words, target
     [
         ("`target` must contain positions from 0 to 17", torch.tensor([18]), {}),
         ("`target` must be flat with `offsets`", LABELS[:, None], {}),
-        ("`weight` is one number per class", LABELS, {"weight": torch.ones(18)}),
+        ("`weight` must be None for ragged rows", LABELS, {"weight": torch.ones(18)}),
         ("`target` has a label where `mask` is False", LABELS, {"mask": torch.arange(18) > 0}),
         ("`offsets` must start at 0", LABELS, {"offsets": torch.tensor([0, 5])}),
         ("`offsets` must not decrease", LABELS, {"offsets": torch.tensor([0, 9, 5, 18])}),
         ("`offsets` must be an int64 or int32 tensor", LABELS, {"offsets": torch.tensor([0.0, 18])}),
-        ("Pass `target.bool()`", torch.zeros(18, dtype=torch.int64), {}),
+        ("pass `target.bool()`", torch.zeros(18, dtype=torch.int64), {}),
     ],
 )
 @multi_label

@@ -168,7 +168,7 @@ X = jagged([torch.randn(2), torch.randn(3)])
 OTHER = jagged([torch.ones(3, dtype=torch.bool), torch.ones(2, dtype=torch.bool)])
 WRONG: dict[str, tuple[Callable[[], Any], str]] = {
     "holes": (lambda: torchlml.lml(holes(), 1), "`x` has holes between its rows"),
-    "offsets": (lambda: torchlml.lml(X, 1, offsets=X.offsets()), "`x` is nested and has its own"),
+    "offsets": (lambda: torchlml.lml(X, 1, offsets=X.offsets()), "`offsets` must be None for a nested `x`"),
     "dim": (lambda: torchlml.lml(X, 1, dim=0), "`dim` must be the ragged dimension"),
     "dim beside others": (
         lambda: torchlml.lml(jagged([torch.randn(2, 4)]), 1, dim=1),
