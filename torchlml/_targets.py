@@ -220,8 +220,8 @@ def _lists_labels(c: Canonical, target: Any) -> bool:
     if values.shape != c.x.shape or (readable(values) and not c.jagged.is_like(target, may_read=True)):
         return True
     raise ValueError(
-        f"`target` is {target.dtype} and ragged like the logits, which is ambiguous; pass `target.bool()` if "
-        "it is a multi-hot, or a list of the labels within each row, padded with `ignore_index`."
+        f"`target` is {target.dtype} and ragged like the logits, which is ambiguous; pass `target.bool()` for "
+        "a multi-hot, or a list of the labels within each row, padded with `ignore_index`."
     )
 
 
@@ -257,7 +257,7 @@ def _class_indices(c: Canonical, target: Tensor, weight: Tensor | None, ignore_i
 def _raise_ambiguous(target: Tensor) -> NoReturn:
     raise ValueError(
         f"`target` has integers in the logits' own shape, {tuple(target.shape)}, which is ambiguous; pass "
-        "`target.bool()` if it is a multi-hot, or one more column of `ignore_index` if it is a list of labels."
+        "`target.bool()` for a multi-hot, or add one more column of `ignore_index` to a list of labels."
     )
 
 

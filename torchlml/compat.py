@@ -23,7 +23,7 @@ class LML(nn.Module):
 
     `forward` takes logits of shape (n,) or (batch, n). If n <= N, every entry is 1 (the original returned
     1 - 1e-5) and the gradient is 0. `torch.jit.script` keeps the call in Python, so the scripted module runs
-    but cannot be saved. Use `torch.jit.trace` or `torch.export` instead of `torch.jit.save`.
+    but cannot be saved. To save a model, use `torch.jit.trace` or `torch.export`.
     """
 
     def __init__(
