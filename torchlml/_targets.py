@@ -220,8 +220,8 @@ def _lists_labels(c: Canonical, target: Any) -> bool:
     if values.shape != c.x.shape or (readable(values) and not c.jagged.is_like(target, may_read=True)):
         return True
     raise ValueError(
-        f"`target` is {target.dtype} and ragged like the logits, which is ambiguous; pass `target.bool()` for "
-        "a multi-hot, or a list of the labels within each row, padded with `ignore_index`."
+        f"`target` is {target.dtype} and ragged like the logits, which is ambiguous; pass `target.bool()` "
+        "for a multi-hot, or a list of the labels within each row, padded with `ignore_index`."
     )
 
 

@@ -193,7 +193,7 @@ def test_bad_dtensors(group: Group) -> None:
     twice = distribute_tensor(torch.randn(4, 8), mesh, [Shard(1), Shard(1)])
     with pytest.raises(ValueError, match="one dimension of its mesh"):
         torchlml.lml(twice, 2)
-    with pytest.raises(ValueError, match="whose mesh says"):
+    with pytest.raises(ValueError, match="whose mesh defines"):
         torchlml.lml(twice, 2, group=mesh["labels"])
     rows = distribute_tensor(torch.randn(4, 8), mesh, [Shard(0), Replicate()])
     with pytest.raises(TypeError, match="`linear_weight` must be a DTensor"):
