@@ -1,4 +1,4 @@
-"""The examples in the docstrings of `torchlml`: the names they may use, and the files that have none."""
+"""Doctests of `torchlml`: the names that examples may use, and the files without examples."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from torch import nn
 
 import torchlml
 
-# Kernels that import triton, which not every system has, and a plugin that runs them; and the program.
+# Kernels import triton, which not every system has. The others are a plugin that runs them, and the program.
 collect_ignore_glob = [
     *(f"torchlml/_triton/{name}.py" for name in ("labels", "layer", "loss", "operators", "row", "split")),
     "torchlml/__main__.py",

@@ -1,8 +1,8 @@
-"""A classifier whose last layer is split by labels over processes.
+"""Train a classifier whose last layer is sharded by labels across processes.
 
-`torchrun --nproc-per-node 2 examples/sharded_labels.py` runs it. No process ever has the whole last layer, or
-the logits of all labels. The data are points around centres, one per label; a row observes the label of its
-centre, and the model must find it among its k guesses.
+Run it with `torchrun --nproc-per-node 2 examples/sharded_labels.py`. No process ever holds the whole last
+layer or the logits of all labels. The data are points around centers, one per label. The label of a sample is
+that of its center, and the model must include it in its k predictions.
 """
 
 import torch
@@ -31,22 +31,22 @@ class Classifier(nn.Module):
 
 
 def main() -> None:
-    """Train, and print the recall among the k guesses."""
+    """Train, and print the recall of the k predictions."""
     dist.init_process_group("gloo")
     mesh = init_device_mesh("cpu", (dist.get_world_size(),), mesh_dim_names=("labels",))
     torch.manual_seed(0)  # the same first layer and the same batches on every process
-    centres = torch.randn(LABELS, FEATURES)
+    centers = torch.randn(LABELS, FEATURES)
     model = Classifier()
     parallelize_module(model, mesh, {"head": ColwiseParallel(use_local_output=False)})
     optimizer = torch.optim.Adam(model.parameters(), lr=1e-2)
     for _ in range(150):
         target = torch.randint(LABELS, (128,))
-        loss = model.loss(centres[target] + 0.3 * torch.randn(128, FEATURES), target)
+        loss = model.loss(centers[target] + 0.3 * torch.randn(128, FEATURES), target)
         optimizer.zero_grad()
         loss.backward()
         optimizer.step()
     with torch.no_grad():
-        logits = model.head(model.body(centres)).to_local()
+        logits = model.head(model.body(centers)).to_local()
     recall = TopKRecall(K, group=mesh)
     recall.update(logits, torch.arange(LABELS))
     found = recall.compute()

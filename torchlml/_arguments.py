@@ -29,31 +29,31 @@ _LARGEST = sys.float_info.max  # a larger int cannot be converted to a float
 
 
 class Canonical(NamedTuple):
-    """Arguments as the operators take them, and the original shape."""
+    """Arguments in the form that the operators take, and the original shape."""
 
     x: Tensor  # (R, n), or (N,) with offsets
     k: Tensor  # 0-d or (R,)
     mask: Tensor | None  # like x
     offsets: Tensor | None  # (R + 1,)
     outer: torch.Size | None  # the shape with `dim` moved to the end; None if x is unchanged
-    jagged: Jagged | None = None  # for a nested tensor, whose values the others describe
+    jagged: Jagged | None = None  # the layout of a nested tensor; the other fields then describe its values
 
     @property
     def row_shape(self) -> torch.Size:
-        """The original shape of one number per row."""
+        """The original shape of a tensor with one number per row."""
         if self.outer is not None and self.offsets is None:
             return self.outer[:-1]
         return torch.Size([self.x.shape[0] if self.offsets is None else self.offsets.shape[0] - 1])
 
     def restore(self, y: Tensor, dim: int) -> Tensor:
-        """Bring one number per entry back to the original shape."""
+        """Restore a result with one number per entry to the original shape."""
         if self.jagged is not None:
             assert self.outer is not None
             return self.jagged.wrap(y.reshape(self.outer).movedim(-1, self.jagged.dim))
         return y if self.outer is None else y.reshape(self.outer).movedim(-1, dim)
 
     def restore_rows(self, per_row: Tensor) -> Tensor:
-        """Bring one number per row to the original shape without `dim`."""
+        """Restore a result with one number per row to the original shape without `dim`."""
         if self.jagged is not None:
             return self.jagged.wrap_rows(per_row.reshape(self.row_shape))
         return per_row if self.outer is None else per_row.reshape(self.outer[:-1])
@@ -110,8 +110,8 @@ def canonical(
     if dim not in (-1, x.dim() - 1):
         x = x.movedim(dim, -1)
         mask = None if mask is None else mask.movedim(dim, -1)
-    # With a mask, fewer than k entries may be available, all of which are then chosen; so k may exceed n as
-    # well.
+    # With a mask, fewer than k entries may be available, and all of them are then chosen; so k may also
+    # exceed n.
     unlimited = any_k or mask is not None or n == 0
     k = check_k(k, x.shape[:-1], None if unlimited else n, x.device, name)
     if x.dim() == 2 and x.is_contiguous() and mask is None:
@@ -119,7 +119,7 @@ def canonical(
     outer = x.shape
     rows_shape = (math.prod(outer[:-1]), n)
     flat_mask = None if mask is None else mask.reshape(rows_shape).contiguous()
-    # A view of a matrix would only add a node to the graph.
+    # Viewing a matrix as a matrix would only add a node to the graph.
     flat = x if x.dim() == 2 else x.reshape(rows_shape)
     return Canonical(flat.contiguous(), k, flat_mask, None, outer)
 
@@ -146,7 +146,7 @@ def check_number(value: Any, name: str, accepted: str, least: float | None = Non
 
 
 def check_integer_k(k: Any, most: int | None = None) -> int:
-    """k as an int from 1 to `most`, for functions that count entries."""
+    """Return k as an int from 1 to `most`, for functions that count entries."""
     try:
         k = operator.index(k)
     except TypeError:
@@ -158,7 +158,7 @@ def check_integer_k(k: Any, most: int | None = None) -> int:
 
 
 def check_bound(bound: Bound) -> Bound:
-    """Raise unless `bound` is one of the three, and return it."""
+    """Raise unless `bound` is one of the three options, and return it."""
     if bound not in ("exactly", "at_most", "at_least"):
         raise ValueError(f'`bound` must be "exactly", "at_most" or "at_least", but it is {bound!r}.')
     return bound
@@ -182,7 +182,7 @@ def _check_mask(mask: Tensor, x: Tensor, name: str) -> Tensor:
 def _check_offsets(offsets: Tensor, x: Tensor, name: str) -> Tensor:
     if x.dim() != 1:
         raise ValueError(
-            f"With `offsets`, `{name}` must be a 1-d tensor of packed rows, but it is {x.dim()}-d."
+            f"With `offsets`, `{name}` must be a 1-d tensor of concatenated rows, but it is {x.dim()}-d."
         )
     if not isinstance(offsets, Tensor) or offsets.dtype not in (torch.int64, torch.int32):
         came = offsets.dtype if isinstance(offsets, Tensor) else f"a {type(offsets).__name__}"
@@ -214,7 +214,7 @@ def check_limit(k: Any) -> None:
 
 
 def check_k(k: Any, rows: torch.Size, most: int | None, device: torch.device, name: str = "x") -> Tensor:
-    """k as a wide tensor, 0-d or flat with one number per row; `most` is the largest k allowed."""
+    """Return k as a wide tensor, 0-d or 1-d with one number per row; `most` is the largest valid k."""
     if not isinstance(k, Tensor):
         check_number(k, "k", "a number or a tensor")
         _check_range(k, k, most)
@@ -237,7 +237,7 @@ def check_k(k: Any, rows: torch.Size, most: int | None, device: torch.device, na
 
 
 def expand(t: Tensor, name: str, shape: torch.Size, accepted: str) -> Tensor:
-    """`t` broadcast to a shape, or an error that says what is accepted."""
+    """Broadcast `t` to a shape, or raise an error that names the `accepted` shapes."""
     try:
         return t.expand(shape)
     except RuntimeError:
@@ -246,9 +246,9 @@ def expand(t: Tensor, name: str, shape: torch.Size, accepted: str) -> Tensor:
 
 
 def check_real(t: Tensor, name: str, device: torch.device, owner: str = "x") -> None:
-    """Raise unless `t` holds real numbers on `device`; a 0-d tensor on the CPU works with every device."""
+    """Raise unless `t` is real and on `device`; a 0-d tensor on the CPU is accepted for every device."""
     if t.dtype == torch.bool or t.dtype.is_complex:
-        raise TypeError(f"`{name}` must hold real numbers, but its dtype is {t.dtype}.")
+        raise TypeError(f"`{name}` must contain real numbers, but its dtype is {t.dtype}.")
     if t.device != device and (t.dim() > 0 or t.device.type != "cpu"):
         raise ValueError(f"`{name}` must be on the device of `{owner}`, {device}, but it is on {t.device}.")
 
@@ -260,7 +260,7 @@ def _check_range(smallest: Any, largest: Any, most: int | None) -> None:
     came = _show(smallest)
     if smallest != largest and smallest == smallest:
         came = f"{came} to {_show(largest)}"
-    allowed = "a finite number from 0 on" if most is None else f"from 0 to n = {most}"
+    allowed = "a finite number of at least 0" if most is None else f"from 0 to n = {most}"
     raise ValueError(f"`k` must be {allowed}, but k is {came}.")
 
 
@@ -288,7 +288,7 @@ def is_eager() -> bool:
 def _scalar(k: Any, dtype: torch.dtype) -> Tensor:
     if not isinstance(k, (int, float, torch.SymInt, torch.SymFloat)):
         k = float(k)  # a fraction or a NumPy number
-    # On the CPU with every default device: a 0-d tensor works with tensors of every device.
+    # Always on the CPU, regardless of the default device: a 0-d CPU tensor works with tensors of any device.
     return torch.scalar_tensor(k, dtype=dtype, device="cpu")
 
 

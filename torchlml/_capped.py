@@ -1,12 +1,12 @@
-"""What the two constrained projections share: their arguments, their operators and the rows without a search.
+"""The shared part of the two constrained projections: arguments, operators and rows that need no search.
 
-Both map a row onto {0 <= y <= upper, sum y = k} by y = clip(f(x + nu), 0, upper), with f the exponential or
-the identity; `upper` is the cap of an entry, and an entry that has reached it is called saturated. Once it is
-known which entries are saturated, nu is an explicit formula of the others: an operator finds the first as a
-constant, and plain autograd through the second is exact at every order. Calls without transforms go through
-operators of their own, with the gradients written out.
+Both map a row onto {0 <= y <= upper, sum y = k} by y = clip(f(x + nu), 0, upper), where f is the exponential
+or the identity. `upper` is the cap of an entry, and an entry at its cap is called saturated. Given the set of
+saturated entries, nu is an explicit formula of the others. An operator finds the set as a constant, and plain
+autograd through the formula is exact at every order. Calls outside function transforms use separate operators
+with explicit gradients.
 
-In plain torch everything runs in double precision and is rounded once, at the end.
+The pure PyTorch version computes in double precision and rounds once, at the end.
 """
 
 from __future__ import annotations
@@ -29,15 +29,15 @@ _Solver = Callable[[Tensor, Tensor, Tensor, "Tensor | None"], Tensor]
 
 
 class ConstrainedProjection:
-    """One of the two constrained projections: three functions make its operators and its gradient.
+    """One of the two constrained projections: its operators and its gradient, made from three functions.
 
     Args:
-        name: the operators are called NAME_forward, NAME_backward and NAME_dual.
+        name: the operators are named NAME_forward, NAME_backward and NAME_dual.
         solve: a function of x (-inf: absent, +inf: saturated), k (R,), upper (like x, or 0-d) and offsets,
-            all wide, whose rows all have 0 < k < sum of upper and a finite entry, or are empty. It gives nu
-            as a pair (2, R).
-        values: y of `CappedRows`, in differentiable operations.
-        moves: dy/dz of each entry of `CappedRows`, and where it is saturated.
+            all in the wide dtype. Every row has 0 < k < sum of upper and a finite entry, or is empty. It
+            returns nu as a pair (2, R).
+        values: computes y of `CappedRows`, in differentiable operations.
+        moves: returns dy/dz of each entry of `CappedRows`, and whether it is saturated.
     """
 
     def __init__(
@@ -60,7 +60,7 @@ class ConstrainedProjection:
             self.reference_backward,
             _empty_gradients,
         )
-        # For vmap `upper` is what the mask is to `solve`: both have one number beside each entry.
+        # To vmap, `upper` looks like the mask of `solve`: both have one value per entry.
         self.dual = operator(
             f"{name}_dual({entries}, Tensor? offsets) -> Tensor",
             solve,
@@ -70,7 +70,7 @@ class ConstrainedProjection:
         self._rule = Rule(self._forward, self._backward, self._differentiable, inputs=3)
 
     def __call__(self, c: Canonical, upper: Tensor) -> Tensor:
-        """y of canonical rows; `upper` is 0-d or like x."""
+        """Compute y of canonical rows; `upper` is 0-d or like x."""
         return self._rule(c.x, c.k, upper, c.mask, c.offsets)
 
     def _forward(self, *arguments: Tensor | None) -> tuple[Tensor, tuple[Tensor, ...]]:
@@ -85,11 +85,11 @@ class ConstrainedProjection:
         return dx, dk, d_upper.sum() if upper.dim() == 0 else d_upper
 
     def _differentiable(self, *arguments: Any) -> Tensor:
-        """y in ordinary operations, for every transform."""
+        """Compute y in differentiable operations, which support every transform."""
         return self._values(CappedRows(self.dual, *arguments))
 
     def reference_forward(self, *arguments: Any) -> tuple[Tensor, Tensor]:
-        """(y, nu); nu is -inf for a row of zeros, +inf for a saturated one, NaN without an answer."""
+        """Return (y, nu); nu is -inf for a row of zeros, +inf if all are saturated, NaN if undefined."""
         r = CappedRows(self._solve, *arguments)
         limit = torch.where(r.nothing, -torch.inf, torch.inf)
         limit = torch.where(r.undefined, torch.nan, limit).to(r.nu.dtype)
@@ -99,9 +99,9 @@ class ConstrainedProjection:
     def reference_backward(
         self, grad: Tensor, x: Tensor, k: Tensor, upper: Tensor, nu: Tensor, *rest: Any
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """(dx, dk, d_upper), the last summed over a row where all entries have one cap.
+        """Return (dx, dk, d_upper); the last is summed over a row if all its entries share one cap.
 
-        dy = weight (dx + dnu) + saturated dupper, with dnu such that the sum moves with k.
+        dy = weight (dx + dnu) + saturated dupper, where dnu makes the sum change with k.
         """
         mask, offsets, for_upper = rest
         found = torch.where(nu[0].isfinite(), nu, 0)
@@ -132,35 +132,35 @@ def _empty_gradients(
 
 
 def pair(hi: Tensor, lo: Tensor) -> Tensor:
-    """hi + lo as a nu, (2, R): what fits in the first, the rest in the second."""
+    """Split hi + lo into a nu (2, R): the rounded sum, and its rounding error."""
     return add(torch.stack([hi, torch.zeros_like(hi)]), lo)
 
 
 def sum_at_caps(saturated: Tensor, limit: Tensor, rows: Rows) -> Tensor:
-    """What the saturated entries of each row sum to; `limit` is like x, or (R, 1) where it is one per row."""
+    """Sum the caps of the saturated entries of each row; `limit` is like x, or (R, 1) for one cap per row."""
     if isinstance(rows, DenseRows) and limit.shape[-1] == 1:
         return rows.sum(saturated) * limit.squeeze(-1)
     return rows.sum(saturated * limit)
 
 
 def mean_cap(k: Tensor, upper: Tensor, rows: Rows) -> Tensor:
-    """The mean cap of each row, as far as it can matter: no entry gets more than k."""
+    """The mean cap of each row, at most 2 k, because no entry exceeds k."""
     mean = upper if upper.dim() == 0 else rows.sum(upper) / rows.sum(torch.ones_like(upper)).clamp(min=1)
     return torch.minimum(mean, 2 * k)
 
 
 def start(x: Tensor, k: Tensor, offsets: Tensor | None) -> Tensor:
-    """Where to begin: the nu of lml where it is finite, elsewhere 0."""
+    """The initial nu: that of lml if it is finite, otherwise 0."""
     nu = operators.solve(x, k, None, offsets)
     return torch.where(nu.isfinite().all(0), nu, 0)
 
 
 class CappedRows:
-    """Rows with a cap beside each entry, and the nu that an operator found for them.
+    """Rows with a cap for each entry, and the nu that an operator found for them.
 
-    `z` is x + nu for the `finite` entries of `ordinary` rows, `upper` is 0 at entries that are `absent`, and
-    entries of +inf, `infinite`, are saturated. Where the caps of those make up k or more, they share it as if
-    they were tied, and the finite entries are absent.
+    `z` is x + nu for the `finite` entries of `ordinary` rows. `upper` is 0 for `absent` entries. Entries of
+    +inf (`infinite`) are saturated. If their caps sum to k or more, they share k like tied entries, and the
+    finite entries count as absent.
     """
 
     def __init__(
@@ -187,10 +187,10 @@ class CappedRows:
         self.nothing = self.k <= 0
         self.everything = self.k >= rows.sum(self.upper)
         self.ordinary = ~(self.nothing | self.everything | undefined)
-        # Infinite numbers stay out of the graph: their derivatives would be 0 times infinity.
+        # Keep infinite values out of the graph, because their derivatives would be 0 times infinity.
         self.moving = self.finite & ~shared & rows.broadcast(self.ordinary | undefined)
         base = torch.where(self.moving, x, 0)
-        # nu is a constant; rows that need no search are replaced by some that are found at once.
+        # nu is a constant. Rows that need no search are replaced by trivial ones.
         ordinary = rows.broadcast(self.ordinary)
         x = torch.where(self.infinite, torch.inf, torch.where(self.absent, -torch.inf, base))
         x, upper = torch.where(ordinary, x, 0), torch.where(ordinary, self.upper, 1)
@@ -199,7 +199,7 @@ class CappedRows:
         self.z = shifted(base * rows.broadcast(self.spoil), self.nu, rows)
 
     def finish(self, y: Tensor) -> Tensor:
-        """Put the limits where the formula has none, keep y between 0 and the caps, and round."""
+        """Fill in the limits where the formula fails, clamp y between 0 and the caps, and round."""
         rows = self.rows
         y = y - (y - y.clamp(min=0).minimum(self.upper)).detach()
         y = torch.where(self.absent | rows.broadcast(self.nothing), 0, y)
@@ -210,14 +210,14 @@ class CappedRows:
 def read(
     x: Tensor, k: float | Tensor, upper: float | Tensor, dim: int, mask: Tensor | None, offsets: Tensor | None
 ) -> tuple[Canonical, Tensor]:
-    """Check the arguments of a constrained projection and make them rows; `upper` 0-d or with x's shape."""
+    """Check the arguments of a constrained projection and convert them to rows; `upper` is 0-d or like x."""
     c = canonical(x, k, dim, mask, offsets, any_k=True)
     if isinstance(upper, Tensor):
         check_real(upper, "upper", x.device)
     else:
         check_number(upper, "upper", "a number or a tensor")
         if isinstance(upper, int) and abs(upper) > sys.float_info.max:
-            raise ValueError("`upper` must be a number or a tensor, but it is an int beyond all of float64.")
+            raise ValueError("`upper` must be a number or a tensor, but it is an int too large for float64.")
     wide = wide_dtype(x.device)
     caps = torch.as_tensor(upper, device=x.device).to(wide)
     if caps.dim() > 0:
@@ -226,7 +226,7 @@ def read(
     if caps.numel() > 0 and readable(caps):
         smallest = caps.detach().amin().item()
         if not smallest >= 0:
-            raise ValueError(f"`upper` must hold numbers from 0 on, but {smallest:g} is in it.")
+            raise ValueError(f"`upper` must be nonnegative, but it contains {smallest:g}.")
         if mask is None and offsets is None and readable(c.k):
             room = caps.detach() * c.x.shape[-1] if caps.dim() == 0 else caps.detach().sum(-1)
             _check_room(c.k.detach(), room, upper)
@@ -234,13 +234,13 @@ def read(
 
 
 def _check_room(k: Tensor, room: Tensor, upper: float | Tensor) -> None:
-    """Refuse caps that leave no room for k; those that sum to k but for rounding pass."""
+    """Raise an error if the caps sum to less than k, apart from rounding."""
     dtype = upper.dtype if isinstance(upper, Tensor) and upper.is_floating_point() else room.dtype
-    # upper = k / n is rounded once, and its sum over n entries a few times more in the dtype it came in.
+    # upper = k / n is rounded once, and its sum over n entries a few more times, in the dtype of `upper`.
     missing = k - room * (1 + 16 * torch.finfo(dtype).eps)
     if missing.numel() and bool((missing > 0).any()):
         row = int(missing.argmax())
         room, needed = (t.expand(missing.shape).reshape(-1)[row] for t in (room, k))
         raise ValueError(
-            f"`upper` must sum to at least k in each row, but it sums to {room:g} where k is {needed:g}."
+            f"`upper` must sum to at least k in each row, but it sums to {room:g} for k = {needed:g}."
         )

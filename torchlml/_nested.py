@@ -1,8 +1,8 @@
 """Convert nested tensors of the layout `torch.jagged` to values and offsets, and results back.
 
-If the ragged dimension is that of the labels, (B, j), the rows are a jagged batch: values and offsets. If
-each of a ragged number of rows has n labels, (B, j, n), the values are dense rows. Results get the offsets of
-the input, so that they can be combined with it.
+If the ragged dimension is that of the labels, (B, j), the rows form a ragged batch: values and offsets. If a
+ragged number of rows has n labels each, (B, j, n), the values are dense rows. Results get the offsets of the
+input, so that they can be combined with it.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ class Jagged(NamedTuple):
 
     like: Any  # a NestedTensor, whose methods torch does not declare
     name: str
-    dim: int  # of the labels, among the dimensions of the values
+    dim: int  # the dimension of the labels in the values
 
     @property
     def ragged(self) -> int:
@@ -31,15 +31,15 @@ class Jagged(NamedTuple):
 
     @property
     def labels_are_ragged(self) -> bool:
-        """Whether the rows form a jagged batch, so that results per row are dense."""
+        """Whether the rows form a ragged batch, so that results per row are dense."""
         return self.dim + 1 == self.ragged
 
     def wrap(self, values: Tensor) -> Tensor:
-        """Values of all entries as a nested tensor."""
+        """Wrap the values of all entries as a nested tensor."""
         return torch.nested.nested_tensor_from_jagged(values, self.like.offsets(), jagged_dim=self.ragged)
 
     def wrap_rows(self, per_row: Tensor) -> Tensor:
-        """One number for each row: a dense (B,), or nested without the dimension of the labels."""
+        """Wrap one number per row: as a dense (B,), or nested without the dimension of the labels."""
         if self.labels_are_ragged:
             return per_row
         offsets, ragged = self.like.offsets(), self.ragged_of_rows
@@ -47,16 +47,16 @@ class Jagged(NamedTuple):
 
     @property
     def ragged_of_rows(self) -> int:
-        """The ragged dimension when that of the labels is taken out."""
+        """The ragged dimension after that of the labels is removed."""
         return self.ragged - (self.dim + 1 < self.ragged)
 
     def values(self, t: Any, name: str, ragged: int, may_read: bool) -> Tensor:
-        """The values of a nested tensor, which must have the offsets of the input."""
+        """Return the values of a nested tensor, which must have the offsets of the input."""
         check_jagged(t, name)
         if t._ragged_idx == ragged and self.is_like(t, may_read):
             return t.values()
         raise ValueError(
-            f"`{name}` must be ragged like `{self.name}`, but its offsets are others: make it by "
+            f"`{name}` must be ragged like `{self.name}`, but its offsets differ; create it by "
             f"`torch.nested.nested_tensor_from_jagged(values, {self.name}.offsets())`."
         )
 
@@ -66,9 +66,9 @@ class Jagged(NamedTuple):
         return offsets is own or (may_read and torch.equal(offsets, own))
 
     def places(self, target: Any, ignore_index: int, may_read: bool) -> Tensor:
-        """The labels of packed rows, given as numbers within their rows, as places among all values.
+        """Convert labels that are numbered within their ragged rows to positions among all values.
 
-        What is `ignore_index` becomes -1, what is in no row a place past the end.
+        `ignore_index` becomes -1. A label outside its row becomes a position past the end.
         """
         offsets = self.like.offsets()
         if target.is_nested:
@@ -83,8 +83,8 @@ class Jagged(NamedTuple):
         wrong = ~ignored & ((label < 0) | (label >= offsets.diff()[row]))
         if may_read and bool(wrong.any()):
             raise ValueError(
-                "`target` must hold numbers of labels within their rows, or `ignore_index` = "
-                f"{ignore_index}, but {int(label[wrong][0])} is in it, where the row is not that long."
+                "`target` must contain label numbers within their rows, or `ignore_index` = "
+                f"{ignore_index}, but it contains {int(label[wrong][0])}, which is outside its row."
             )
         place = torch.where(wrong, self.like.values().shape[0], offsets[row] + label)
         return torch.where(ignored, -1, place).flatten()
@@ -98,19 +98,19 @@ def check_jagged(t: Any, name: str) -> None:
             f"`{name}` must be a nested tensor made with `layout=torch.jagged`, but it is {kind}."
         )
     if t.lengths() is not None:  # type: ignore[attr-defined]
-        raise ValueError(f"`{name}` has holes between its rows: give `{name}.contiguous()`, which has none.")
+        raise ValueError(f"`{name}` has holes between its rows; pass `{name}.contiguous()` instead.")
 
 
 def read(
     x: Any, k: Any, dim: Any, mask: Any, offsets: Tensor | None, name: str, may_read: bool
 ) -> tuple[Plain, Jagged]:
-    """The arguments of a dense call on the values, and the object that wraps its results.
+    """Return the arguments of a dense call on the values, and the object that wraps its results.
 
-    `may_read` says whether offsets may be compared by value; if not, they must be the same tensor.
+    `may_read` is whether offsets may be compared by value; if not, they must be the same tensor.
     """
     check_jagged(x, name)
     if offsets is not None:
-        raise ValueError(f"`offsets` is for packed values, but `{name}` is nested and has its own.")
+        raise ValueError(f"`offsets` must be None for a nested `{name}`, which has its own offsets.")
     if not isinstance(dim, int) or isinstance(dim, bool):
         raise TypeError(f"`dim` must be an int, but it is {dim!r}.")
     place = dim + x.dim() if dim < 0 else dim
@@ -118,8 +118,8 @@ def read(
     packed = jagged.labels_are_ragged
     if not 0 < place < x.dim() or (packed and x.dim() > 2):
         raise ValueError(
-            f"`dim` must be the ragged dimension of a nested `{name}` with two, or one of fixed size behind "
-            f"the first, but it is {dim} of {x.dim()}, and the ragged one is {jagged.ragged}."
+            f"`dim` must be the ragged dimension of a 2-d nested `{name}`, or one of fixed size after the "
+            f"first, but it is {dim} of {x.dim()}, and the ragged one is {jagged.ragged}."
         )
     if mask is not None and (packed or getattr(mask, "is_nested", False)):
         mask = jagged.values(mask, "mask", jagged.ragged, may_read)

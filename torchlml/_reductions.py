@@ -1,4 +1,4 @@
-"""Reductions of the losses: from one number per row to the result the caller asked for."""
+"""Reductions of the losses: from one number per row to the requested result."""
 
 from __future__ import annotations
 
@@ -38,8 +38,8 @@ class LossSettings(NamedTuple):
 def mean_divisor(labeled: int | Tensor) -> int | Tensor:
     """The divisor of a mean over `labeled` rows: their number, or 1 if there are none.
 
-    Without any labeled row the mean is therefore 0, with a zero gradient, where `F.cross_entropy` gives NaN:
-    a batch of images without a single relation must not poison a training run.
+    Without any labeled row the mean is therefore 0 with a zero gradient, whereas `F.cross_entropy` returns
+    NaN. A batch of images without a single relation must not break a training run.
     """
     return max(1, labeled) if isinstance(labeled, int) else labeled.clamp(min=1)
 

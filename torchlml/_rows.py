@@ -1,7 +1,7 @@
-"""Rows of a dense matrix or of a jagged batch, behind one small interface.
+"""Rows of a dense matrix or of a ragged batch, behind one small interface.
 
-Code that works on rows is written once, in terms of sums over each row and of broadcasting a number per row
-to the entries. This is the bottom layer of the library: it imports torch alone.
+Code that works on rows is written once, in terms of sums over each row and of broadcasting one number per row
+to the entries. This is the bottom layer of the library: it only imports torch.
 """
 
 from __future__ import annotations
@@ -12,12 +12,12 @@ from torch.nn.functional import pad
 
 
 def work_dtype(dtype: torch.dtype) -> torch.dtype:
-    """The dtype the arithmetic runs in: float64 for float64, float32 for everything narrower."""
+    """The dtype of the arithmetic: float64 for float64, float32 for everything narrower."""
     return torch.float64 if dtype == torch.float64 else torch.float32
 
 
 def wide_dtype(device: torch.device) -> torch.dtype:
-    """The dtype of k and of sums over a row: float64, except on Apple GPUs, which do not have it."""
+    """The dtype of k and of sums over a row: float64, except on Apple GPUs, which do not support it."""
     return torch.float32 if device.type == "mps" else torch.float64
 
 
@@ -33,14 +33,14 @@ def empty_gradients(x: Tensor, nu: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def sum_rows(t: Tensor, dtype: torch.dtype | None = None) -> Tensor:
-    """The sum of each row of a matrix, the same bits for every number of threads."""
-    # torch splits the sum of a single row over its threads, and the order of adding with it; of two rows it
-    # does not.
+    """Sum each row of a matrix, with the same bits for any number of threads."""
+    # torch splits the sum of a single row across threads, which changes the order of additions. It does not
+    # split the sums of two rows.
     return t.expand(2, -1).sum(-1, dtype=dtype)[:1] if t.shape[0] == 1 else t.sum(-1, dtype=dtype)
 
 
 def rows_of(x: Tensor, offsets: Tensor | None, *, differentiable: bool = False) -> Rows:
-    """The rows that `x` holds: those of a matrix, or those the `offsets` cut from a vector.
+    """Return the rows of `x`: those of a matrix, or those that `offsets` define in a vector.
 
         >>> rows = rows_of(torch.tensor([1.0, 2.0, 4.0]), torch.tensor([0, 2, 3]))
         >>> rows.sum(torch.tensor([1.0, 2.0, 4.0]))
@@ -48,15 +48,15 @@ def rows_of(x: Tensor, offsets: Tensor | None, *, differentiable: bool = False) 
 
     Args:
         x: (R, n), or (N,) with `offsets`. Only its shape and its device matter.
-        offsets: (R + 1,) for packed rows, from 0 to N; None for dense ones.
-        differentiable: what the sums are for. False: they are in the wide dtype and added in a fixed order on
-            every device, for kernels in plain torch. True: they are in the dtype of what is summed (int64 for
-            a bool) and made of operations that can be differentiated, mapped by vmap, compiled and exported.
+        offsets: (R + 1,) for ragged rows, from 0 to N; None for dense ones.
+        differentiable: the kind of sums. If False, sums are in the wide dtype, with a fixed order of
+            additions on every device, for the pure PyTorch kernels. If True, sums are in the dtype of the
+            summands (int64 for a bool tensor) and support autograd, vmap, compilation and export.
 
     Returns:
-        An object with `count`, the number of rows, `longest`, how many entries the longest has, `wide`, the
-        wide dtype, and the methods `sum`, `max` and `largest` (one number per row), `top` (several) and
-        `broadcast` (the number of a row at each of its entries).
+        An object with `count`, the number of rows; `longest`, the length of the longest row; `wide`, the wide
+        dtype; and the methods `sum`, `max` and `largest` (one number per row), `top` (several) and
+        `broadcast` (from one number per row to the entries).
     """
     return DenseRows(x, differentiable) if offsets is None else PackedRows(x, offsets, differentiable)
 
@@ -71,19 +71,19 @@ class DenseRows:
         self._sum_dtype = None if differentiable else self.wide
 
     def sum(self, t: Tensor) -> Tensor:
-        """The sum over each row; of a bool, how many are True."""
+        """Sum over each row; for a bool tensor, count the True entries."""
         return sum_rows(t, self._sum_dtype)
 
     def max(self, t: Tensor) -> Tensor:
-        """The largest entry of each row, -inf for an empty one."""
+        """The largest entry of each row, -inf for an empty row."""
         return t.amax(-1) if self.length else t.new_full((self.count,), -torch.inf)
 
     def broadcast(self, per_row: Tensor) -> Tensor:
-        """The number of each row, shaped to broadcast against the entries."""
+        """Reshape one number per row so that it broadcasts against the entries."""
         return per_row.unsqueeze(-1)
 
     def largest(self, x: Tensor, rank: int | Tensor) -> Tensor:
-        """The `rank`-th largest entry of each row, past its end the last, and -inf for an empty row.
+        """The `rank`-th largest entry of each row, the smallest if there are fewer, -inf for an empty row.
 
         `rank` is one number for all rows, which is read on the host, or one per row.
         """
@@ -92,14 +92,14 @@ class DenseRows:
         if isinstance(rank, Tensor) and rank.dim() > 0:
             place = rank.clamp(1, self.length).unsqueeze(-1) - 1
             return x.sort(-1, descending=True).values.gather(-1, place).squeeze(-1)
-        # topk selects faster than kthvalue does, and fastest from the nearer end.
+        # topk is faster than kthvalue, and fastest from the nearer end.
         top = min(max(int(rank), 1), self.length)
         if 2 * top <= self.length:
             return x.topk(top, sorted=False).values.amin(-1)
         return x.topk(self.length + 1 - top, largest=False, sorted=False).values.amax(-1)
 
     def top(self, x: Tensor, count: int, values: Tensor) -> tuple[Tensor, Tensor]:
-        """The `count` largest entries of each row in descending order, and the entries of `values` there.
+        """Return the `count` largest entries of each row, descending, and the `values` at their positions.
 
         Both are (R, count); past the end of a row they are -inf and 0.
         """
@@ -121,11 +121,11 @@ class PackedRows:
 
     @property
     def longest(self) -> int:
-        """How many entries the longest row has."""
+        """The number of entries of the longest row."""
         return int(self.offsets.diff().max()) if self.count else 0
 
     def sum(self, t: Tensor) -> Tensor:
-        """The sum over each row; of a bool, how many are True."""
+        """Sum over each row; for a bool tensor, count the True entries."""
         if self._differentiable:
             t = t.long() if t.dtype == torch.bool else t
             return t.new_zeros(self.count).index_add(0, self.index, t)
@@ -133,22 +133,22 @@ class PackedRows:
         return torch.segment_reduce(t.to(self.wide), "sum", offsets=self.offsets, initial=0, unsafe=True)
 
     def max(self, t: Tensor) -> Tensor:
-        """The largest entry of each row, -inf for an empty one."""
+        """The largest entry of each row, -inf for an empty row."""
         if self._differentiable:
             return t.new_full((self.count,), -torch.inf).scatter_reduce(0, self.index, t, "amax")
         return torch.segment_reduce(t, "max", offsets=self.offsets, initial=-torch.inf, unsafe=True)
 
     def broadcast(self, per_row: Tensor) -> Tensor:
-        """The number of each row at each of its entries."""
+        """Repeat the number of each row for each of its entries."""
         return per_row[self.index]
 
     def order(self, x: Tensor) -> Tensor:
-        """The places of all entries, row by row, in each row from the largest entry to the smallest."""
+        """The positions of all entries, row by row, each row in descending order of its entries."""
         by_value = x.argsort(descending=True)
         return by_value[self.index[by_value].argsort(stable=True)]
 
     def largest(self, x: Tensor, rank: int | Tensor) -> Tensor:
-        """As for dense rows."""
+        """The same as for dense rows."""
         if x.shape[0] == 0:
             return x.new_full((self.count,), -torch.inf)
         rank = rank.clamp(min=1) if isinstance(rank, Tensor) else max(rank, 1)
@@ -157,7 +157,7 @@ class PackedRows:
         return torch.where(self.offsets.diff() > 0, found, -torch.inf)
 
     def top(self, x: Tensor, count: int, values: Tensor) -> tuple[Tensor, Tensor]:
-        """As for dense rows."""
+        """The same as for dense rows."""
         if x.shape[0] == 0:
             return x.new_full((self.count, count), -torch.inf), values.new_zeros((self.count, count))
         place = self.offsets[:-1, None] + torch.arange(count, device=x.device)
@@ -170,7 +170,7 @@ Rows = DenseRows | PackedRows
 
 
 def row_index(offsets: Tensor, size: int) -> Tensor:
-    """The row of each of `size` packed entries."""
+    """The row of each of `size` entries in ragged rows."""
     rows = torch.arange(offsets.shape[0] - 1, device=offsets.device)
-    # Passing the size keeps the shape known to the compiler, and avoids a synchronization on a GPU.
+    # Passing the size keeps the shape static for the compiler, and avoids a synchronization on a GPU.
     return rows.repeat_interleave(offsets.diff(), output_size=size)

@@ -1,6 +1,6 @@
-"""Targets of the losses and metrics: the labels of each row, in one form whatever form they came in.
+"""Targets of the losses and metrics: the labels of each row, converted from any accepted format.
 
-The accepted forms are those of `lml_loss`. Integers in the shape of the logits raise an error: they are a
+The accepted formats are those of `lml_loss`. Integers in the shape of the logits raise an error: they are a
 multi-hot far more often than a list that happens to be n wide, and their values cannot be read on a GPU or
 while compiling. One more column of `ignore_index` turns them into a list.
 """
@@ -23,11 +23,12 @@ _FORMS = (
 
 
 class Labels(NamedTuple):
-    """The observed labels, as a list or as a multi-hot; exactly one of `listed` and `observed` is given.
+    """The observed labels, as a list or as a multi-hot; exactly one of `listed` and `observed` is not None.
 
-    `listed` is (R, L), classes, or with offsets (P,), positions in ascending order, those of row i from
-    `starts[i]` to `starts[i + 1]`. It has every label once and negative numbers for padding. `observed` is a
-    bool of the shape of `x`. `weight` has the shape of the one that is given; None means 1 for every label.
+    `listed` has shape (R, L) and contains classes. With offsets it has shape (P,) and contains positions in
+    ascending order, those of row i from `starts[i]` to `starts[i + 1]`. It contains every label once;
+    negative values are padding. `observed` is a bool tensor with the shape of `x`. `weight` has the shape of
+    the one that is given; None means 1 for every label.
     """
 
     listed: Tensor | None
@@ -35,11 +36,11 @@ class Labels(NamedTuple):
     observed: Tensor | None
     weight: Tensor | None
     offsets: Tensor | None  # of the logits
-    complete: bool  # `listed` is known to have no padding; False where the target cannot be read
+    complete: bool  # whether `listed` is known to have no padding; False if the target cannot be read
 
     @property
     def found(self) -> Tensor:
-        """The positions of labels, as a bool of the shape of `listed` or `observed`."""
+        """The positions of labels, as a bool tensor with the shape of `listed` or `observed`."""
         if self.listed is not None:
             return self.listed >= 0
         assert self.observed is not None
@@ -58,7 +59,7 @@ class Labels(NamedTuple):
 
     @property
     def has_label(self) -> Tensor:
-        """Whether each row has a label, as a bool (R,)."""
+        """Whether each row has a label, as a bool tensor (R,)."""
         return self.found.any(-1) if self.offsets is None else self.per_row > 0
 
     @property
@@ -70,7 +71,7 @@ class Labels(NamedTuple):
         return readable(has_label) and bool(has_label.all())
 
     def multi_hot(self, x: Tensor) -> Tensor:
-        """The observed labels as a bool of the shape of `x`."""
+        """Return the observed labels as a bool tensor with the shape of `x`."""
         if self.listed is None:
             return self.found
         *outer, n = x.shape
@@ -82,19 +83,19 @@ class Labels(NamedTuple):
 
 @dataclass(frozen=True)
 class TargetRows:
-    """The target of dense rows, checked as a whole, for losses that read a few rows at a time.
+    """The validated target of dense rows, for losses that read a few rows at a time.
 
-    A multi-hot is kept as given and converted with the rows that are read: with its weights it would take as
-    much memory as all logits.
+    A multi-hot is stored as given and converted along with the rows that are read: with its weights it would
+    take as much memory as all logits.
     """
 
     listed: Labels | None
     multi_hot: Tensor | None  # (R, n)
-    weight: Tensor | None  # of each class
-    dtype: torch.dtype  # of the weights of the labels
+    weight: Tensor | None  # one per class
+    dtype: torch.dtype  # of the label weights
 
     def __getitem__(self, rows: slice) -> Labels:
-        """The labels of some rows."""
+        """Return the labels of some rows."""
         if self.multi_hot is not None:
             return _hot_labels(self.multi_hot[rows], self.weight, self.dtype)
         assert self.listed is not None
@@ -104,7 +105,7 @@ class TargetRows:
 
     @property
     def has_label(self) -> Tensor:
-        """Whether each row has a label, as a bool (R,)."""
+        """Whether each row has a label, as a bool tensor (R,)."""
         if self.multi_hot is None:
             assert self.listed is not None
             return self.listed.has_label
@@ -119,7 +120,7 @@ class TargetRows:
 
 
 def read_labels(c: Canonical, target: Tensor, weight: Tensor | None, ignore_index: int) -> Labels:
-    """Check the target and bring it into one of the two forms of `Labels`."""
+    """Check the target and convert it to one of the two formats of `Labels`."""
     if type(ignore_index) is not int:
         _check_ignore_index(ignore_index)
     if weight is not None:
@@ -143,7 +144,7 @@ def read_labels(c: Canonical, target: Tensor, weight: Tensor | None, ignore_inde
 
 
 def read_target_rows(c: Canonical, target: Tensor, weight: Tensor | None, ignore_index: int) -> TargetRows:
-    """Check the target of dense rows without a mask, and class weights, for reading a few rows at a time."""
+    """Check the class weights and the target of dense rows without a mask, to read a few rows at a time."""
     dtype = work_dtype(c.x.dtype)
     if not is_multi_hot(target):
         return TargetRows(read_labels(c, target, weight, ignore_index), None, weight, dtype)
@@ -156,14 +157,14 @@ def read_target_rows(c: Canonical, target: Tensor, weight: Tensor | None, ignore
 
 
 def is_multi_hot(target: Any) -> bool:
-    """Whether a target has the dtype of a multi-hot, bool or floating, and not that of class indices."""
+    """Whether the dtype of a target is that of a multi-hot (bool or floating), not that of class indices."""
     return isinstance(target, Tensor) and (target.dtype == torch.bool or target.is_floating_point())
 
 
 def read_single_label(
     c: Canonical, target: Tensor, weight: Tensor | None, ignore_index: int, loss: str
 ) -> tuple[Labels, Tensor]:
-    """The labels and the column (R, 1) of each row's class, 0 for none; several labels raise an error."""
+    """Return the labels, and the class of each row (R, 1), 0 for none; several labels raise an error."""
     if c.offsets is not None:
         raise ValueError(f"`logits` must have rows of equal length for {loss}, but they are ragged.")
     _check_ignore_index(ignore_index)
@@ -171,7 +172,7 @@ def read_single_label(
     if target.dtype not in (torch.int64, torch.uint8) or target.shape != c.row_shape:
         raise ValueError(
             f"`target` must be int64 or uint8 of shape {tuple(c.row_shape)}, one class index per row, "
-            f"because {loss} is defined for a single label; it is {target.dtype} of shape "
+            f"because {loss} is defined for a single label, but it is {target.dtype} of shape "
             f"{tuple(target.shape)}."
         )
     if weight is not None:
@@ -187,10 +188,10 @@ def _check_ignore_index(ignore_index: Any) -> None:
 
 
 def _values(c: Canonical, target: Any) -> Tensor:
-    """The target as a dense tensor: itself, or the values of a nested one."""
+    """Return the target as a dense tensor: itself, or the values of a nested one."""
     if isinstance(target, (list, tuple)):
         raise TypeError(
-            f"`target` must be a torch.Tensor, but it is a {type(target).__name__}: give one class index per "
+            f"`target` must be a torch.Tensor, but it is a {type(target).__name__}; pass one class index per "
             "row, lists of labels padded to one width with `ignore_index`, or a bool multi-hot."
         )
     if c.jagged is not None:
@@ -200,7 +201,7 @@ def _values(c: Canonical, target: Any) -> Tensor:
 
 
 def _lists_labels(c: Canonical, target: Any) -> bool:
-    """Whether the target of ragged rows lists labels: one or several integers per row, or nested lists."""
+    """Whether the target of ragged rows lists labels: one or more integers per row, or nested lists."""
     if c.offsets is None or not isinstance(target, Tensor) or target.dtype not in (torch.int64, torch.uint8):
         return False
     if not target.is_nested:
@@ -219,8 +220,8 @@ def _lists_labels(c: Canonical, target: Any) -> bool:
     if values.shape != c.x.shape or (readable(values) and not c.jagged.is_like(target, may_read=True)):
         return True
     raise ValueError(
-        f"`target` is {target.dtype} and ragged like the logits: give `target.bool()` if it is a multi-hot, "
-        "and a padded list of labels within each row, with `ignore_index`, if it is a list."
+        f"`target` is {target.dtype} and ragged like the logits, which is ambiguous; pass `target.bool()` "
+        "for a multi-hot, or a list of the labels within each row, padded with `ignore_index`."
     )
 
 
@@ -255,13 +256,13 @@ def _class_indices(c: Canonical, target: Tensor, weight: Tensor | None, ignore_i
 
 def _raise_ambiguous(target: Tensor) -> NoReturn:
     raise ValueError(
-        f"`target` has integers in the logits' own shape, {tuple(target.shape)}: give `target.bool()` if it "
-        "is a multi-hot, and one more column of `ignore_index` if it is a list of labels."
+        f"`target` has integers in the logits' own shape, {tuple(target.shape)}, which is ambiguous; pass "
+        "`target.bool()` for a multi-hot, or add one more column of `ignore_index` to a list of labels."
     )
 
 
 def _negative(target: Tensor, ignore_index: int) -> Tensor:
-    """The target with negative padding; `ignore_index` is usually negative already."""
+    """Return the target with negative padding; `ignore_index` is usually negative already."""
     return target if ignore_index < 0 else torch.where(target == ignore_index, -1, target)
 
 
@@ -285,7 +286,7 @@ def _check_multi_hot(c: Canonical, target: Tensor) -> None:
 def _hot_labels(
     target: Tensor, weight: Tensor | None, work: torch.dtype, offsets: Tensor | None = None
 ) -> Labels:
-    """The labels of a multi-hot in the shape of the logits, and their weights in the work dtype."""
+    """Return the labels of a multi-hot in the shape of the logits, with weights in the work dtype."""
     observed = target if target.dtype == torch.bool else target != 0
     label_weight = None if target.dtype == torch.bool and weight is None else target.to(work)
     if weight is not None and label_weight is not None:
@@ -297,14 +298,14 @@ def _positions(c: Canonical, target: Tensor, weight: Tensor | None, ignore_index
     if target.dim() != 1:
         raise ValueError(
             f"`target` must be flat with `offsets`: int64 positions into the values, or a multi-hot of their "
-            f"shape {tuple(c.x.shape)}; it has shape {tuple(target.shape)}."
+            f"shape {tuple(c.x.shape)}, but it has shape {tuple(target.shape)}."
         )
     assert c.offsets is not None
     if readable(target):
         _check_values(target, ignore_index, c.x.shape[0], "positions")
     ordered = _negative(target, ignore_index).sort().values
-    # Padding is counted with the first row. A position that is too large makes the last row NaN; it raises an
-    # error only where the target can be read.
+    # Padding is assigned to the first row. A position that is too large makes the last row NaN; it raises an
+    # error only if the target can be read.
     starts = torch.searchsorted(ordered, c.offsets[1:-1])
     starts = torch.cat([starts.new_zeros(1), starts, starts.new_full((1,), target.shape[0])])
     if c.offsets.shape[0] == 1:
@@ -319,7 +320,7 @@ def check_weight(c: Canonical, weight: Tensor) -> None:
     """Raise unless `weight` has one nonnegative weight per class."""
     if c.offsets is not None:
         raise ValueError(
-            "`weight` is one number per class, but ragged rows have none: give a floating target."
+            "`weight` must be None for ragged rows, which have no classes; pass a floating target instead."
         )
     check_tensor(weight, "weight", c.x, "the logits")
     n = c.x.shape[-1]
@@ -332,9 +333,9 @@ def check_weight(c: Canonical, weight: Tensor) -> None:
 
 
 def _check_not_negative(weights: Tensor, name: str) -> None:
-    # A NaN is not >= 0 either. The smallest entry, because a comparison of all would allocate a copy.
+    # A NaN is not >= 0 either. Check only the smallest entry, because comparing all would allocate a copy.
     if readable(weights) and weights.numel() and not bool(weights.detach().amin() >= 0):
-        raise ValueError(f"`{name}` must hold weights from 0 on, but a negative entry or a NaN is in it.")
+        raise ValueError(f"`{name}` must contain nonnegative weights, but it contains a negative or a NaN.")
 
 
 def _check_values(target: Tensor, ignore_index: int, n: int, what: str) -> bool:
@@ -348,8 +349,8 @@ def _check_values(target: Tensor, ignore_index: int, n: int, what: str) -> bool:
     wrong = target[((target < 0) | (target >= n)) & (target != ignore_index)]
     if wrong.numel():
         raise ValueError(
-            f"`target` must hold {what} from 0 to {n - 1}, or `ignore_index` = {ignore_index}, but "
-            f"{int(wrong[0])} is in it."
+            f"`target` must contain {what} from 0 to {n - 1}, or `ignore_index` = {ignore_index}, but it "
+            f"contains {int(wrong[0])}."
         )
     return False
 

@@ -26,7 +26,7 @@ def lml_bracketing(
     tolerance: float | None = None,
     max_iterations: int = 100,
 ) -> Tensor:
-    """The dual variable of `lml` by the paper's Algorithm 1, for comparison with the paper.
+    """Compute the dual variable of `lml` by the paper's Algorithm 1, for comparison with the paper.
 
         >>> x = torch.tensor([2.0, 1.0, 0.0, -1.0])
         >>> nu = torchlml.lml_bracketing(x, 2, samples=20)
@@ -46,8 +46,8 @@ def lml_bracketing(
     Returns:
         nu, as `torchlml.lml_dual` returns it: differentiable, with the shape of `x` without `dim`.
 
-    The initial bracket is the paper's with corrected offsets: the paper's own does not always contain nu, see
-    `torchlml._solve.newton.order_offsets`.
+    The initial bracket is the paper's with corrected offsets, because the paper's own bracket does not always
+    contain nu; see `torchlml._solve.newton.order_offsets`.
     """
     _check_settings(samples, tolerance, max_iterations)
     c = canonical(x, k, dim, mask, offsets, nested=True)
@@ -81,7 +81,7 @@ def _solve(
     tolerance: float | None,
     max_iterations: int,
 ) -> Tensor:
-    """nu (2, R) of every row."""
+    """Return nu (2, R) of every row."""
     values, rows = prepare(x, mask, offsets)
     samples = samples or (10 if x.device.type == "cpu" else 100)
     tolerance = 2 * torch.finfo(values.dtype).eps if tolerance is None else tolerance
@@ -100,13 +100,13 @@ def _bracket(
     tolerance: float,
     max_iterations: int,
 ) -> Tensor:
-    """Solve sum sigmoid(x + nu) = k for every row. Arguments and result are those of `newton`."""
+    """Solve sum sigmoid(x + nu) = k for every row, with the arguments and the result of `newton`."""
     half_gap, first = begin(x, k, m, ordinary, rows)
     lower, upper = -first.below, first.above
     for _ in range(max_iterations):
         if bool(((upper - lower <= tolerance) | ~ordinary).all()):
             break
-        # One sample at a time: all of them at once would need `samples` copies of x.
+        # Evaluate one sample at a time, because evaluating all at once would need `samples` copies of x.
         points = [lower + (upper - lower) * (i / (samples - 1)) for i in range(samples)]
         new_lower, new_upper = points[0], points[-1]
         found = torch.zeros_like(ordinary)

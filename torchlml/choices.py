@@ -1,4 +1,4 @@
-"""Hard choices of exactly k entries: the largest, or drawn with the probabilities that `lml` gives them."""
+"""Hard choices of exactly k entries: the k largest, or a random sample with the probabilities of `lml`."""
 
 from __future__ import annotations
 
@@ -16,23 +16,24 @@ from torchlml._torch.onnx import OnnxRows
 
 
 def topk_mask(x: Tensor, k: int | Tensor, dim: int = -1, *, mask: Tensor | None = None) -> Tensor:
-    """Ones at the k largest entries and zeros elsewhere, with the gradient of `lml`.
+    """Select the k largest entries: ones there and zeros elsewhere, with the gradient of `lml`.
 
         >>> torchlml.topk_mask(torch.tensor([0.5, 2.0, 0.5, -1.0]), 2)
         tensor([1., 1., 0., 0.])
 
     Args:
         x: logits, of any shape.
-        k: how many, a whole number or a tensor of whole numbers that broadcasts to `x` without `dim`.
-        dim: the dimension to choose in.
-        mask: bool, True where an entry may be chosen; broadcasts to `x`.
+        k: the number of entries to choose, an integer or a tensor of integers that broadcasts to the shape of
+            `x` without `dim`.
+        dim: the dimension to choose along.
+        mask: bool, broadcasts to `x`; True for entries that may be chosen.
 
     Returns:
-        The choice, with the shape and dtype of `x`: exactly k ones in a row, or as many as there are entries
-        that may be chosen (not masked, not -inf). Among equal entries those of lower index are taken.
+        The choice, with the shape and dtype of `x`. Each row has exactly k ones, or one for each available
+        entry (neither masked nor -inf) if there are fewer than k. Ties go to the lower index.
 
-    The gradient is straight-through: backwards, and for every other derivative, the choice is lml(x, k). A
-    NaN makes its row NaN.
+    The gradient is straight-through: in the backward pass, and for all other derivatives, the choice is
+    replaced by lml(x, k). A NaN makes its whole row NaN.
     """
     c = canonical(x, k, dim, mask, None)
     _check_whole(k, c)
@@ -48,7 +49,7 @@ def sample_subset(
     generator: torch.Generator | None = None,
     straight_through: bool = False,
 ) -> Tensor:
-    """Draw k different entries of every row, so that each is drawn with probability lml(x, k).
+    """Sample k different entries of every row, each with the marginal probability that lml(x, k) gives it.
 
         >>> torchlml.sample_subset(torch.zeros(2, 4), 2, generator=torch.Generator().manual_seed(0))
         tensor([[0., 0., 1., 1.],
@@ -56,18 +57,18 @@ def sample_subset(
 
     Args:
         x, k, dim, mask: as for `topk_mask`.
-        generator: the source of randomness, on the device of `x`; by default torch's own.
-        straight_through: give the result the derivatives of lml(x, k); otherwise it is a constant.
+        generator: the source of randomness, on the device of `x`. The default is torch's global generator.
+        straight_through: whether the result has the derivatives of lml(x, k). By default it is a constant.
 
     Returns:
-        Ones at what was drawn and zeros elsewhere, with the shape and dtype of `x`: exactly k ones in every
-        row, or as many as there are entries that may be drawn. A NaN makes its row NaN.
+        Ones at the sampled entries and zeros elsewhere, with the shape and dtype of `x`. Each row has exactly
+        k ones, or one for each available entry if there are fewer than k. A NaN makes its whole row NaN.
 
-    The draw is a systematic sample in random order (Goodman and Kish, 1950): the probabilities are laid end
-    to end, in an order that is drawn for every row (by six random bits for each entry), and the entries that
-    cover one of the points u, u + 1, u + 2, ... are taken, with u drawn between 0 and 1. This fixes the
-    probability of each single entry; those of pairs and larger sets follow from the design, they are not
-    those of independent draws or of any other model.
+    The method is systematic sampling in random order (Goodman and Kish, 1950). The probabilities of a row are
+    laid end to end in a random order (six random bits per entry), and u is drawn uniformly from [0, 1). The
+    sample consists of the entries that cover one of the points u, u + 1, u + 2, ... This design gives each
+    entry its exact marginal probability. The joint probabilities of pairs and larger sets follow from the
+    design; they are not those of independent draws.
     """
     c = canonical(x, k, dim, mask, None)
     _check_whole(k, c)
@@ -78,18 +79,18 @@ def sample_subset(
 
 
 def _check_whole(k: Any, c: Canonical) -> None:
-    """Refuse a k that is not a whole number, where it may be looked at."""
+    """Raise an error if k is not an integer and its value can be read without synchronizing the device."""
     if isinstance(k, Tensor):
         numbers = c.k.detach()
         whole = not readable(k) or bool((numbers == numbers.round()).all())
     else:
         whole = k % 1 == 0
     if not whole:
-        raise ValueError(f"`k` must be a whole number, or a tensor of whole numbers, but it is {k}.")
+        raise ValueError(f"`k` must be an integer or a tensor of integers, but it is {k}.")
 
 
 def _with_gradient(choose: Callable[[], Tensor], c: Canonical) -> Tensor:
-    """A hard choice with the derivatives of `lml`."""
+    """Give a hard choice the derivatives of `lml`."""
     if rule.is_plain() and rule.needs_no_graph(c.x, c.k):
         return choose()
     y = rule.lml(c.x, c.k, c.mask, None)
@@ -99,7 +100,7 @@ def _with_gradient(choose: Callable[[], Tensor], c: Canonical) -> Tensor:
 def _choose_reference(
     x: Tensor, k: Tensor, mask: Tensor | None, rows_of: Callable[[Tensor], DenseRows] = DenseRows
 ) -> Tensor:
-    """Ones at the k largest of each row; `k` holds whole numbers."""
+    """Return ones at the k largest entries of each row; `k` has integer values."""
     if x.numel() == 0:
         return torch.zeros_like(x)
     values = x if mask is None else torch.where(mask, x, -torch.inf)
@@ -136,7 +137,7 @@ def _draw(c: Canonical, generator: torch.Generator | None) -> Tensor:
     x, k = c.x.detach(), c.k.detach()
     # Half precision cannot hold probabilities that sum to k.
     y = rule.lml(x.to(work_dtype(x.dtype)), k, c.mask, None)
-    # The compiler refuses a number of rows that it keeps open beside `generator`, even if that is None.
+    # torch.compile fails on `generator` with a dynamic number of rows, even if the generator is None.
     source: dict[str, Any] = {} if generator is None else {"generator": generator}
     keys = _random_bytes(x, source)
     start = torch.rand(x.shape[0], dtype=k.dtype, device=x.device, **source)
@@ -144,12 +145,12 @@ def _draw(c: Canonical, generator: torch.Generator | None) -> Tensor:
 
 
 def _random_bytes(x: Tensor, source: dict[str, Any]) -> Tensor:
-    """One random byte for each entry: rows are put in the order of these."""
+    """One random byte per entry; sorting by these bytes shuffles the row."""
     traced = torch.compiler.is_compiling() or torch._C._len_torch_dispatch_stack() > 0
     if traced or not rule.is_plain():
-        # Neither the compiler nor vmap takes an operation in place for a random one.
+        # torch.compile and vmap do not support the in-place random operation below.
         return torch.randint(256, x.shape, dtype=torch.uint8, device=x.device, **source)
-    # Eight at a time are drawn faster.
+    # Drawing eight bytes at a time is faster.
     words = torch.empty(-(-x.numel() // 8), dtype=torch.int64, device=x.device).random_(
         -(2**63), None, **source
     )
@@ -157,35 +158,35 @@ def _random_bytes(x: Tensor, source: dict[str, Any]) -> Tensor:
 
 
 def _sample_reference(p: Tensor, k: Tensor, keys: Tensor, start: Tensor) -> Tensor:
-    """The sample in whole numbers, probabilities in units of 2^-bits, so that nothing is rounded."""
+    """Sample in integer arithmetic, with probabilities in units of 2^-bits, to avoid rounding."""
     if p.numel() == 0:
         return torch.zeros_like(p)
     count, n = p.shape
-    # 44 of the 53 bits of a double, 23 of the 24 of a float; fewer where n lengths could sum to 2^60 or more.
+    # 44 of the 53 bits of a double, 23 of the 24 of a float; fewer if n lengths could sum to 2^60 or more.
     bits = min(44 if start.dtype == torch.float64 else 23, 60 - n.bit_length())
     one = 1 << bits
     undefined = p.isnan()
     y = torch.where(undefined, 0, p).to(start.dtype)
     wanted = k.clamp(max=n).expand(count).unsqueeze(-1)
-    # What rounding left of k goes to all in proportion: to what they have, or to what they lack.
+    # Distribute the rounding error of the sum in proportion to 1 - y if it must grow, to y if it must shrink.
     total = y.sum(-1, keepdim=True)
     room = torch.where(y > 0, 1 - y, 0)
     missing, lacking = wanted - total, room.sum(-1, keepdim=True)
     grow = torch.where(lacking > 0, (missing / lacking).clamp(0, 1), 0)
     shrink = torch.where(missing < 0, wanted / total, 1)
-    # By six bits of the keys, then by four columns, then by places: as is fast for a kernel.
+    # Sort by six bits of the keys, then by index modulo 4, then by index: an order that kernels produce fast.
     columns = torch.arange(n, device=p.device) % 4
     order = ((keys & 0xFC) + columns).argsort(stable=True)
     length = ((y + room * grow) * shrink * one).round().long().gather(-1, order)
     length = _stretch(length, wanted.long() << bits, one)
     first = (start * one).long().unsqueeze(-1)
-    points = (length.cumsum(-1) + (one - 1 - first)) >> bits  # how many lie before the end of each
+    points = (length.cumsum(-1) + (one - 1 - first)) >> bits  # the number of points before the end of each
     hit = points.diff(dim=-1, prepend=torch.zeros_like(first)).to(p.dtype)
     return torch.where(undefined, torch.nan, torch.zeros_like(p).scatter(-1, order, hit))
 
 
 def _stretch(length: Tensor, wanted: Tensor, one: int) -> Tensor:
-    """Make the lengths sum to `wanted`: the few units that are left go to the first with room for them."""
+    """Make the lengths sum to `wanted`: the first entries with enough slack absorb the remaining units."""
     missing = wanted - length.sum(-1, keepdim=True)
     for sign in (1, -1):
         room = torch.where(length > 0, one - length if sign > 0 else length, 0)

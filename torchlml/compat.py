@@ -1,4 +1,4 @@
-"""A drop-in for the class of the paper's own release, for code that says `from lml import LML`."""
+"""A drop-in replacement for the class of the paper's release, for code with `from lml import LML`."""
 
 import operator
 from typing import Any
@@ -10,20 +10,20 @@ from torchlml.projection import lml
 
 
 class LML(nn.Module):
-    """The layer with the arguments of the paper's release.
+    """The LML layer with the arguments of the paper's release.
 
         >>> from torchlml.compat import LML
         >>> LML(N=2)(torch.tensor([2.0, 1.0, 0.0, -1.0]))
         tensor([0.8176, 0.6225, 0.3775, 0.1824])
 
     Args:
-        N: how many to choose, the paper's k: a whole number, also one of numpy's or a 0-d tensor.
-        eps, n_iter, branch, verbose: settings of the original's search. They are accepted, so that no call
-            has to change, and not needed: the answer is exact, and nothing is printed.
+        N: the number of entries to choose, the paper's k. An int, a NumPy integer or a 0-d tensor.
+        eps, n_iter, branch, verbose: settings of the original solver, accepted for compatibility and ignored:
+            the result is exact, and nothing is printed.
 
-    `forward` takes logits of shape (n,) or (batch, n). Where n <= N every entry is 1 (the original gave
-    1 - 1e-5) and the gradient is 0. `torch.jit.script` keeps the call in Python: the scripted module runs,
-    but `torch.jit.save` needs `torch.jit.trace` or `torch.export`.
+    `forward` takes logits of shape (n,) or (batch, n). If n <= N, every entry is 1 (the original returned
+    1 - 1e-5) and the gradient is 0. `torch.jit.script` keeps the call in Python, so the scripted module runs
+    but cannot be saved. To save a model, use `torch.jit.trace` or `torch.export`.
     """
 
     def __init__(
@@ -55,5 +55,5 @@ def _whole(N: Any) -> int:
     except TypeError:
         number = -1
     if number < 0 or isinstance(N, bool) or (isinstance(N, Tensor) and N.dtype == torch.bool):
-        raise ValueError(f"`N` must be a whole number from 0 on, but it is {N!r}.")
+        raise ValueError(f"`N` must be a nonnegative integer, but it is {N!r}.")
     return number

@@ -19,13 +19,14 @@ from torchlml._capped import (
 from torchlml._rows import Rows, rows_of
 from torchlml._solve.newton import add, shifted
 
-# Normal logits, n from 10 to 1000, take 1 to 7 passes. After these, every second pass bisects.
+# Normally distributed logits with n from 10 to 1000 take 1 to 7 passes. After this many, every second pass
+# bisects.
 _SOFTMAX_FREE_PASSES, _SPARSEMAX_FREE_PASSES = 8, 16
 # 296 bisections narrow a bracket as wide as 1e70 to the spacing of doubles.
 _MAX_PASSES = 600
-# A difference of sums below this fraction of them has lost three digits, and is computed in another way.
+# A difference of sums below this fraction of them has lost three digits; a different formula is used then.
 _VAGUE = 1e-3
-# A longer step loses more than four digits next to entries near 1: the root is then computed without it.
+# A longer step loses more than four digits next to entries near 1; the root is then recomputed directly.
 _LONG_STEP = 1e4
 
 
@@ -38,7 +39,7 @@ def constrained_softmax(
     mask: Tensor | None = None,
     offsets: Tensor | None = None,
 ) -> Tensor:
-    """The softmax that sums to k and in which no entry exceeds `upper`.
+    """Compute the constrained softmax: it sums to k, and no entry exceeds `upper`.
 
         >>> torchlml.constrained_softmax(torch.tensor([3.0, 1.0, 0.0, -1.0]), 2)
         tensor([1.0000, 0.6652, 0.2447, 0.0900])
@@ -46,23 +47,24 @@ def constrained_softmax(
     Args:
         x: logits, of any shape.
         k: the sum. A number, or a tensor that broadcasts to the shape of `x` without `dim` (with `offsets`:
-            one number per row); differentiable.
-        dim: the dimension that sums to k. upper: the cap of each entry. A nonnegative number, which may be
-        infinite, or a tensor that broadcasts to
-            `x`; differentiable. Caps that sum to less than k raise an error, except with `mask` or `offsets`:
-            there, as in `torchlml.lml`, every available entry is then at its cap.
-        mask: bool, True where an entry may be positive; broadcasts to `x`.
-        offsets: for packed rows of different lengths, as in `torchlml.lml`.
+            one number per row). Differentiable.
+        dim: the dimension that sums to k.
+        upper: the cap of each entry. A nonnegative number, which may be infinite, or a tensor that broadcasts
+            to `x`. Differentiable. Caps that sum to less than k raise an error, except with `mask` or
+            `offsets`: every available entry is then at its cap, as in `torchlml.lml`.
+        mask: bool, broadcasts to `x`; True for entries that may be positive.
+        offsets: row boundaries of a ragged batch, as in `torchlml.lml`.
 
     Returns:
         y, with the shape and dtype of `x`.
 
-    y maximises x.y + H(y), H the entropy -sum y log y, over 0 <= y <= upper and sum y = k (Martins and
-    Kreutzer, 2017): y = min(upper, exp(x + nu)). With k = 1 and upper >= 1 it is the softmax. Entries at
-    their cap have no gradient for x, the others that of a softmax.
+    y maximizes x.y + H(y), where H(y) = -sum y log y is the entropy, subject to 0 <= y <= upper and sum y = k
+    (Martins and Kreutzer, 2017). The solution is y = min(upper, exp(x + nu)). With k = 1 and upper >= 1 it is
+    the softmax. Capped entries have zero gradient with respect to x; the others have the gradient of a
+    softmax.
 
-    Entries of -inf are 0; entries of +inf are at their caps, or share k like ties where it does not
-    suffice; for k = 0 the row is 0, without a gradient; a NaN makes its row NaN.
+    Entries of -inf get 0. Entries of +inf get their caps, or share k like tied entries if k is smaller than
+    the sum of these caps. For k = 0 the row is 0 and has no gradient. A NaN makes its whole row NaN.
     """
     c, caps = read(x, k, upper, dim, mask, offsets)
     return c.restore(_softmax_project(c, caps), dim)
@@ -77,26 +79,27 @@ def constrained_sparsemax(
     mask: Tensor | None = None,
     offsets: Tensor | None = None,
 ) -> Tensor:
-    """The point nearest to x that sums to k, with every entry from 0 to `upper`: mostly exact zeros and ones.
+    """Compute the constrained sparsemax: the point nearest to x that sums to k, with entries in [0, upper].
 
         >>> torchlml.constrained_sparsemax(torch.tensor([1.5, 0.75, 0.25, -1.0]), 2)
         tensor([1.0000, 0.7500, 0.2500, 0.0000])
 
-    Arguments as for `constrained_softmax`. Returns y, with the shape and dtype of `x`.
+    Most entries are exactly 0 or `upper`. The arguments are those of `constrained_softmax`. Returns y, with
+    the shape and dtype of `x`.
 
-    y minimises |y - x|^2 over 0 <= y <= upper and sum y = k (Malaviya et al., 2018): y = clip(x + nu, 0,
-    upper). With k = 1 and upper >= 1 it is the sparsemax. The entries strictly between 0 and their caps
-    share what changes: dy/dx is the identity minus the mean on them, and 0 elsewhere. Where there are none of
-    them the gradient is 0, for k too.
+    y minimizes |y - x|^2 subject to 0 <= y <= upper and sum y = k (Malaviya et al., 2018). The solution is
+    y = clip(x + nu, 0, upper). With k = 1 and upper >= 1 it is the sparsemax. Restricted to the entries
+    strictly between 0 and their caps, dy/dx is the identity minus the mean; all other entries have zero
+    gradient. If no entry is strictly between 0 and its cap, all gradients are 0, including that of k.
 
-    Infinite entries, a NaN and k = 0 are treated as there.
+    Infinite entries, NaN and k = 0 are handled as in `constrained_softmax`.
     """
     c, caps = read(x, k, upper, dim, mask, offsets)
     return c.restore(_sparsemax_project(c, caps), dim)
 
 
 def _softmax_values(r: CappedRows) -> Tensor:
-    """y of rows whose nu is known, in ordinary operations."""
+    """Compute y of rows whose nu is known, in differentiable operations."""
     rows = r.rows
     saturated, free = _softmax_sets(r)
     rest = r.k - rows.sum(torch.where(saturated, r.upper, 0))
@@ -107,19 +110,19 @@ def _softmax_values(r: CappedRows) -> Tensor:
 
 
 def _softmax_moves(r: CappedRows) -> tuple[Tensor, Tensor]:
-    """dy/dz of each entry, and where it is saturated."""
+    """Return dy/dz of each entry, and whether it is saturated."""
     saturated, free = _softmax_sets(r)
     return torch.where(free, torch.minimum(r.z.exp(), r.upper), 0), saturated
 
 
 def _softmax_sets(r: CappedRows) -> tuple[Tensor, Tensor]:
-    """The saturated entries, and the free ones."""
+    """Return masks of the saturated and of the free entries."""
     saturated = r.infinite | (r.finite & (r.z > _edge(r.upper.detach().log())))
     return saturated, r.finite & ~saturated
 
 
 class _Caps(NamedTuple):
-    """The caps of the entries, their logarithms, and where an entry counts as saturated."""
+    """The caps of the entries, their logarithms, and the z from which an entry counts as saturated."""
 
     cap: Tensor
     log: Tensor
@@ -127,10 +130,11 @@ class _Caps(NamedTuple):
 
 
 class _Sums(NamedTuple):
-    """A row at some nu: its saturated entries, how many they are, and what is left of k.
+    """A row at some nu: its saturated entries, their number, and the rest of k.
 
-    The free entries should sum to `rest`, k minus the caps of the saturated ones, and sum to `filled`. That
-    is computed as a difference of sums; where it is small beside k it is `vague`, as few digits are left.
+    The free entries should sum to `rest`, which is k minus the caps of the saturated ones; they actually sum
+    to `filled`. `filled` is computed as a difference of sums. If it is small compared with k, it has few
+    correct digits and is flagged as `vague`.
     """
 
     z: Tensor
@@ -143,28 +147,28 @@ class _Sums(NamedTuple):
 
 
 def _softmax_solve(x: Tensor, k: Tensor, upper: Tensor, offsets: Tensor | None) -> Tensor:
-    """nu of every row, by saturating more and more entries; see `capped.ConstrainedProjection`.
+    """Find nu of every row by saturating more and more entries; see `_capped.ConstrainedProjection`.
 
-    For any set of saturated entries, sum of their caps + sum of exp(x + nu) over the others = k has a root
-    that is at most nu, because each term is at least min(upper, exp(x + nu)). So the entries that exceed
-    their caps at a root found so far do so at nu as well: the set grows, at most n times, until it is right.
-    Where entries would be saturated one by one in many passes, every second pass bisects.
+    For any set of saturated entries, the equation sum of their caps + sum of exp(x + nu) over the others = k
+    has a root that is at most nu, because each term is at least min(upper, exp(x + nu)). Entries that exceed
+    their caps at such a root therefore also exceed them at nu. So the set grows, at most n times, until it is
+    correct. To avoid many passes that each saturate a single entry, every second pass eventually bisects.
     """
     rows = rows_of(x, offsets)
     if x.numel() == 0:
         return x.new_zeros(2, rows.count)
-    # No entry gets more than k, so a cap of 2 k is none, and is finite.
+    # No entry exceeds k, so a cap of 2 k has no effect, and it is finite.
     cap = torch.minimum(upper, rows.broadcast(2 * k))
     caps = _Caps(cap, cap.log(), _edge(cap.log()))
-    # Far below the caps lml is an exponential as well.
+    # Far below the caps, lml is also an exponential.
     unit = mean_cap(k, upper, rows)
     nu = add(start(x, k / unit, offsets), unit.log())
     infinite = x == torch.inf
     largest = rows.max(torch.where(infinite, -torch.inf, x)) if bool(infinite.any()) else rows.max(x)
     busy = largest.isfinite()
     nu = torch.where(busy, nu, 0)
-    # How far it is from nu to what is proven to be below and above the root. Where no entry exceeds its part
-    # of what the finite ones share, it is below.
+    # Distances from nu to proven lower and upper bounds of the root. The lower bound is the nu at which the
+    # largest entry equals an equal share of the amount left for the finite entries.
     below = ((nu[0] + largest) + nu[1]) - ((k - sum_at_caps(infinite, cap, rows)) / x.shape[-1]).log()
     above = torch.full_like(k, torch.inf)
     count = torch.full_like(k, -1)
@@ -174,14 +178,14 @@ def _softmax_solve(x: Tensor, k: Tensor, upper: Tensor, offsets: Tensor | None) 
         previous, count = count, sums.number
         root, step = _step_to_root(x, nu, sums, busy, rows)
         small = 4 * torch.finfo(x.dtype).eps * (1 + sums.taken / torch.maximum(sums.filled, _VAGUE * k))
-        # The sets are nested, so one of the same size is the same; and the root of a set is exact.
+        # The sets are nested, so sets of equal size are equal. The root of a set is exact.
         busy = busy & ~((rooted & (count == previous)) | (step.abs() <= small))
         if not bool(busy.any()):
             break
         if number == _SOFTMAX_FREE_PASSES:
             above = torch.minimum(above, rows.max(torch.where(x.isfinite(), caps.log - sums.z, -torch.inf)))
         slack = small + 4 * torch.finfo(x.dtype).eps * torch.where(step.isfinite(), step.abs(), below)
-        # The proof is as good as the arithmetic, which rounds a large step.
+        # The bound is only as exact as the arithmetic, which rounds a large step.
         lower = torch.where(step >= -below - slack, step, -below)
         top = _highest_step(step, above, sums, caps, busy, infinite, rows)
         bisect = number >= _SOFTMAX_FREE_PASSES and number % 2 == 1
@@ -201,7 +205,7 @@ def _evaluate(x: Tensor, k: Tensor, nu: Tensor, caps: _Caps, rows: Rows) -> _Sum
 
 
 def _step_to_root(x: Tensor, nu: Tensor, s: _Sums, busy: Tensor, rows: Rows) -> tuple[Tensor, Tensor]:
-    """The root for these saturated entries and the step to it; -inf where they take more than k alone."""
+    """Return the root for these saturated entries and the step to it; -inf if their caps exceed k."""
     step = (s.rest / s.filled).log()
     root = add(nu, step)
     vague = busy & (s.rest > 0) & s.vague
@@ -215,22 +219,22 @@ def _step_to_root(x: Tensor, nu: Tensor, s: _Sums, busy: Tensor, rows: Rows) -> 
 def _highest_step(
     step: Tensor, above: Tensor, s: _Sums, caps: _Caps, busy: Tensor, infinite: Tensor, rows: Rows
 ) -> Tensor:
-    """The step that is proven to go to the root or past it."""
+    """Return a step that is guaranteed to reach or pass the root."""
     top = torch.where(step > 0, above, 0)
     overfull = ~(s.rest > 0)
     if bool((busy & overfull).any()):
-        # At the root the entry that was saturated last is free: the step goes to where it reaches its cap.
+        # At the root, the last saturated entry is free: step to the point where it reaches its cap.
         last = rows.max(torch.where(s.saturated & ~infinite, caps.log - s.z, -torch.inf))
         top = torch.where(overfull, torch.minimum(top, last), top)
     return top
 
 
 def _choose_step(k: Tensor, lower: Tensor, top: Tensor, s: _Sums) -> Tensor:
-    """The step to the root of the set, or a longer one where the sum is no exponential of nu.
+    """Return the step to the root of the set, or a longer one if the sum is not exponential in nu.
 
-    Where more than half of k is at the caps, the sum is a staircase in nu with a tangent of slope `filled`:
-    Newton's step is then the better one, if it is long. Both steps are safe: the thresholds change how many
-    passes a row takes, not its root.
+    If the caps make up more than half of k, the sum is a staircase in nu with a tangent of slope `filled`.
+    A long Newton step is then better. Both steps are safe: the thresholds affect the number of passes of a
+    row, not its root.
     """
     straight = torch.where(s.vague, top, torch.minimum((s.rest - s.filled) / s.filled, top))
     stairs = ~(s.rest > 0) | (~s.vague & (s.taken > k / 2) & (straight.abs() > 0.25))
@@ -238,7 +242,7 @@ def _choose_step(k: Tensor, lower: Tensor, top: Tensor, s: _Sums) -> Tensor:
 
 
 def _softmax_root(x: Tensor, rest: Tensor, taken: Tensor, rows: Rows) -> Tensor:
-    """The nu for which the entries that are not taken sum to `rest`; its high part is the largest's."""
+    """Return the nu for which the entries not `taken` sum to `rest`; its high part is minus their maximum."""
     largest = rows.max(torch.where(taken, -torch.inf, x))
     largest = torch.where(largest.isfinite(), largest, 0)
     total = rows.sum(torch.where(taken, 0, torch.exp(x - rows.broadcast(largest))))
@@ -246,8 +250,9 @@ def _softmax_root(x: Tensor, rest: Tensor, taken: Tensor, rows: Rows) -> Tensor:
 
 
 def _edge(limit: Tensor) -> Tensor:
-    # An entry that reaches its cap up to rounding still counts as free: it is the one that k moves. Rounding
-    # is a few eps of z, which is there the logarithm of the cap; that of a cap of 0, -inf, counts as -1000.
+    # An entry that reaches its cap up to rounding still counts as free, because it is the one that k moves.
+    # The rounding error is a few eps of z, which is the logarithm of the cap at that point. The logarithm of
+    # a cap of 0, -inf, counts as -1000.
     return limit + 8 * torch.finfo(limit.dtype).eps * (1 + limit.abs().clamp(max=1000))
 
 
@@ -257,39 +262,40 @@ _softmax_project = ConstrainedProjection(
 
 
 def _sparsemax_values(r: CappedRows) -> Tensor:
-    """y of rows whose nu is known, in ordinary operations."""
+    """Compute y of rows whose nu is known, in differentiable operations."""
     rows = r.rows
     saturated, free = _sparsemax_sets(r)
-    # One exact step from the solver's nu, on the entries that are known to be inside.
+    # One exact step from the solver's nu, on the entries that are known to be free.
     missing = r.k - rows.sum(torch.where(saturated, r.upper, torch.where(free, r.z, 0)))
     inside = r.z + rows.broadcast(missing / rows.sum(free).clamp(min=1))
     return r.finish(torch.where(saturated, r.upper, torch.where(free, inside, 0)))
 
 
 def _sparsemax_moves(r: CappedRows) -> tuple[Tensor, Tensor]:
-    """dy/dz of each entry, and where it is saturated."""
+    """Return dy/dz of each entry, and whether it is saturated."""
     saturated, free = _sparsemax_sets(r)
     return free.to(r.z.dtype), saturated
 
 
 def _sparsemax_sets(r: CappedRows) -> tuple[Tensor, Tensor]:
-    """The saturated entries, and those strictly between 0 and their caps, NaN among them."""
+    """Return masks of the saturated entries and of those strictly between 0 and their caps, including NaN."""
     saturated = r.infinite | (r.finite & (r.z > r.upper))
     return saturated, r.finite & ~saturated & ~(r.z <= 0)
 
 
 def _sparsemax_solve(x: Tensor, k: Tensor, upper: Tensor, offsets: Tensor | None) -> Tensor:
-    """nu of every row, by Newton's method on a piecewise linear function; see `capped.ConstrainedProjection`.
+    """Find nu of every row by Newton's method on a piecewise linear function.
 
-    A step is exact once it does not change which entries are at 0 and which at their caps, of which there
-    are finitely many ways. Where the function is flat, nu goes to the next entry that would change it; a step
-    that would leave the proven bracket halves it instead, and in the end every second one does.
+    A step is exact once it no longer changes which entries are at 0 and which are at their caps; there are
+    finitely many such sets. Where the function is flat, nu moves to the next entry that changes it. A step
+    that would leave the proven bracket bisects it instead. After many passes, every second one bisects. See
+    `_capped.ConstrainedProjection` for the arguments.
     """
     rows = rows_of(x, offsets)
     if x.numel() == 0:
         return x.new_zeros(2, rows.count)
     epsilon = torch.finfo(x.dtype).eps
-    # No entry gets more than k, so a cap of 2 k is none, and is finite.
+    # No entry exceeds k, so a cap of 2 k has no effect, and it is finite.
     limit = torch.minimum(upper, rows.broadcast(2 * k))
     # A sigmoid four times as steep is close to a clip.
     unit = mean_cap(k, upper, rows)
@@ -298,8 +304,8 @@ def _sparsemax_solve(x: Tensor, k: Tensor, upper: Tensor, offsets: Tensor | None
     largest = rows.max(torch.where(infinite, -torch.inf, x)) if bool(infinite.any()) else rows.max(x)
     busy = largest.isfinite()
     nu = torch.where(busy, nu, 0)
-    # How far it is from nu to what is proven to be below and above the root. Where no entry exceeds its part
-    # of what the finite ones share, it is below.
+    # Distances from nu to proven lower and upper bounds of the root. The lower bound is the nu at which the
+    # largest entry equals an equal share of the amount left for the finite entries.
     below = ((nu[0] + largest) + nu[1]) - (k - sum_at_caps(infinite, limit, rows)) / x.shape[-1]
     above = torch.full_like(k, torch.inf)
     counts = torch.full_like(nu, -1)
@@ -309,7 +315,7 @@ def _sparsemax_solve(x: Tensor, k: Tensor, upper: Tensor, offsets: Tensor | None
         excess = rows.sum(torch.minimum(z.clamp(min=0), limit)) - k
         saturated, positive = z > limit, z >= 0
         previous, counts = counts, torch.stack([rows.sum(saturated), rows.sum(positive)])
-        # The sets are nested, so those of the same sizes are the same. The root of a set is exact.
+        # The sets are nested, so sets of equal size are equal. The root of a set is exact.
         repeated = (counts == previous).all(0)
         busy = busy & (excess.abs() > 4 * epsilon * k) & ~(whole & repeated)
         if not bool(busy.any()):
@@ -336,7 +342,7 @@ def _sparsemax_solve(x: Tensor, k: Tensor, upper: Tensor, offsets: Tensor | None
         move = torch.where(busy, torch.where(whole, step, (above - below) / 2), 0)
         whole = whole & inside
         nu = torch.where(whole & busy, root, add(nu, move))
-        # The proof is as good as the arithmetic, which rounds a large step.
+        # The bound is only as exact as the arithmetic, which rounds a large step.
         below, above = below + move + slack, above - move + slack
     return nu
 
@@ -344,7 +350,7 @@ def _sparsemax_solve(x: Tensor, k: Tensor, upper: Tensor, offsets: Tensor | None
 def _sparsemax_root(
     x: Tensor, k: Tensor, limit: Tensor, saturated: Tensor, free: Tensor, rows: Rows
 ) -> tuple[Tensor, Tensor]:
-    """The nu that is right for these sets as a pair, whose high part is a free entry; and if there is one."""
+    """Return the nu for these sets, as a pair whose high part is a free entry, and whether there is one."""
     largest = rows.max(torch.where(free, x, -torch.inf))
     inside = largest.isfinite()
     largest = torch.where(inside, largest, 0)

@@ -41,27 +41,29 @@ def lml(
         tensor([0.8176, 0.6225, 0.3775, 0.1824])
 
     Args:
-        x: logits, of any shape; also a nested tensor of the layout `torch.jagged`, which gives one like it.
-        k: how many to choose. A number, or a tensor that broadcasts to the shape of `x` without `dim` (with
-            `offsets`: one number per row). It need not be whole, and it is differentiable.
+        x: logits of any shape, or a nested tensor with the layout `torch.jagged`; y is then nested too.
+        k: the number of entries to choose. A number, or a tensor that broadcasts to the shape of `x` without
+            `dim` (with `offsets`: one number per row). It may be fractional, and it is differentiable.
         dim: the dimension that sums to k.
-        mask: bool, True where an entry may be chosen; broadcasts to `x`. The others are exactly 0.
-        offsets: for packed rows of different lengths: `x` is 1-d and row i is `x[offsets[i]:offsets[i + 1]]`.
-        bound: "exactly", or "at_most" or "at_least" where k is only a limit of the sum: rows whose sigmoids
-            keep to it by themselves are just these sigmoids. For "at_most", k may exceed n.
-        group: the processes among which the entries of each row are split, a ProcessGroup or a DeviceMesh of
-            one dimension: `x` and `mask` hold this process's entries, in the order of the ranks, and all else
-            is the same everywhere. A DTensor needs no group, and gives a DTensor.
+        mask: bool, broadcasts to `x`; True for entries that may be chosen. All other entries get exactly 0.
+        offsets: row boundaries of a ragged batch: `x` is 1-d, and row i is `x[offsets[i]:offsets[i + 1]]`.
+        bound: "exactly", "at_most" or "at_least". With the last two, k only limits the sum: a row of
+            `sigmoid(x)` that already satisfies the limit is returned unchanged. With "at_most", k may exceed
+            n.
+        group: the processes that the entries of each row are sharded across, as a ProcessGroup or a
+            one-dimensional DeviceMesh. `x` and `mask` hold the entries of this process, in rank order; all
+            other arguments are the same on every process. A DTensor `x` needs no group and gives a DTensor.
 
     Returns:
         y, with the shape and dtype of `x`.
 
-    y minimises -x.y - H(y), H the binary entropy, over 0 <= y <= 1 and sum y = k, which makes it
-    y = sigmoid(x + nu) with one number nu per row. Its derivative is dy/dx = diag(w) - w w' / sum w with
-    w = y (1 - y), and dy/dk = w / sum w. lml(x, 1) is close to a softmax, but not one.
+    y minimizes -x.y - H(y), where H is the binary entropy, subject to 0 <= y <= 1 and sum y = k. The solution
+    is y = sigmoid(x + nu) with one number nu per row. Its derivatives are dy/dx = diag(w) - w w' / sum w with
+    w = y (1 - y), and dy/dk = w / sum w. lml(x, 1) is close to softmax(x), but not equal to it.
 
-    Rows without an ordinary answer get its limit: entries of -inf are 0 and do not count; where k or fewer
-    entries are left, they are 1; p entries of +inf are 1, or k/p each if p > k; a NaN makes its row NaN.
+    Special rows get the limit of the solution. Entries of -inf get 0 and do not count as available. If at
+    most k entries are available, each gets 1. Each of p entries of +inf gets 1, or k/p if p > k. A NaN makes
+    its whole row NaN.
     """
     if mask is None and offsets is None and group is None and bound == "exactly":
         y = fast_lml(x, k, dim)
@@ -85,14 +87,14 @@ def log_lml(
     bound: Bound = "exactly",
     group: Any = None,
 ) -> Tensor:
-    """The logarithm of `lml`, as log_softmax is to softmax: right also where lml rounds to 0 or 1.
+    """Compute the logarithm of `lml`, accurately even where `lml` rounds to 0 or 1.
 
         >>> torchlml.log_lml(torch.tensor([400.0, 0.0]), 1)
         tensor([   0., -200.])
 
-    Arguments as for `lml`. Returns log y, with the shape and dtype of `x`.
+    The arguments are those of `lml`. Returns log y, with the shape and dtype of `x`.
 
-    log y = logsigmoid(x + nu), and its derivative keeps its size however wrong the logits are:
+    log y = logsigmoid(x + nu). Its derivative does not vanish, however wrong the logits are:
     d log y_j / dx = (1 - y_j) (e_j - w / sum w).
     """
     if is_sharded(x, group):
@@ -113,16 +115,17 @@ def lml_dual(
     bound: Bound = "exactly",
     group: Any = None,
 ) -> Tensor:
-    """The dual variable of `lml`: the number nu for which sigmoid(x + nu) sums to k. -nu is the threshold.
+    """Compute the dual variable of `lml`: the nu for which sigmoid(x + nu) sums to k; -nu is the threshold.
 
         >>> torchlml.lml_dual(torch.zeros(4), 1)  # log(1/3)
         tensor(-1.0986)
 
-    Arguments as for `lml`.
+    The arguments are those of `lml`.
 
     Returns:
-        nu, with the shape of `x` without `dim` (with `offsets`: one number per row) and the dtype of `x`;
-        -inf for k = 0 and +inf where k entries or fewer are available. With `bound`, 0 where it is kept.
+        nu, with the shape of `x` without `dim` (with `offsets`: one number per row) and the dtype of `x`. It
+        is -inf if k = 0 and +inf if at most k entries are available. With `bound` "at_most" or "at_least", it
+        is 0 for rows that already satisfy the limit.
     """
     if is_sharded(x, group):
         from torchlml._distributed import calls
@@ -140,40 +143,41 @@ def lml_value(
     mask: Tensor | None = None,
     offsets: Tensor | None = None,
 ) -> Tensor:
-    """The most that x.y + H(y) reaches over 0 <= y <= 1 and sum y = k; its gradient is lml(x, k).
+    """Compute the maximum of x.y + H(y) over 0 <= y <= 1 and sum y = k. Its gradient is lml(x, k).
 
         >>> torchlml.lml_value(torch.zeros(4), 1)  # 4 log 4 - 3 log 3
         tensor(2.2493)
 
-    Arguments as for `torchlml.lml`.
+    The arguments are those of `torchlml.lml`.
 
     Returns:
         The value, with the shape of `x` without `dim` (with `offsets`: one number per row) and the dtype of
-        `x`. Towards small temperatures T, T * lml_value(x / T, k) becomes the sum of the k largest entries.
+        `x`.
 
-    With H the binary entropy it is sum softplus(x + nu) - k nu; the derivative for k is -nu. For k = 0 it is
-    0, where k entries or fewer are available it is their sum, and k then has no gradient. An entry of +inf
-    makes it +inf, unless k is 0.
+    H is the binary entropy. The value equals sum softplus(x + nu) - k nu, and its derivative with respect to
+    k is -nu. As the temperature T goes to 0, T * lml_value(x / T, k) approaches the sum of the k largest
+    entries. The value is 0 for k = 0. If at most k entries are available, it is their sum, and k has no
+    gradient. An entry of +inf makes the value +inf, unless k is 0.
     """
     c = canonical(x, k, dim, mask, offsets, nested=True)
     return c.restore_rows(_value(c.x, c.k, c.mask, c.offsets))
 
 
 class LML(nn.Module):
-    """The projection as a layer: the last layer of a network that must choose k of n things.
+    """The projection as a layer: the last layer of a network that chooses k of n items.
 
         >>> model = nn.Sequential(nn.Linear(64, 100), torchlml.LML(k=5))
         >>> model(torch.randn(3, 64)).shape
         torch.Size([3, 100])
 
     Args:
-        k: how many to choose, as for `lml`.
+        k: the number of entries to choose, as for `lml`.
         dim: the dimension that sums to k.
-        temperature: the logits are divided by it: towards 0 the layer becomes a hard top-k.
+        temperature: a divisor of the logits. As it goes to 0, the layer approaches a hard top-k.
         bound: "exactly", "at_most" or "at_least", as for `lml`.
-        group: the processes that share the entries of each row, as for `lml`.
+        group: the processes that the entries of each row are sharded across, as for `lml`.
 
-    `forward` takes the logits and, by keyword, `mask` and `offsets` as `lml` does.
+    `forward` takes the logits and the keyword arguments `mask` and `offsets` of `lml`.
     """
 
     def __init__(
@@ -212,7 +216,7 @@ def _value_forward(x: Tensor, *rest: Tensor | None) -> tuple[Tensor, tuple[Tenso
 def _value_backward(
     grad: Tensor, x: Tensor, k: Tensor, mask: Tensor | None, offsets: Tensor | None, nu: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """(dx, dk): y and -nu, each times the gradient of its row."""
+    """Return (dx, dk): y and -nu, each times the gradient of its row."""
     y, _ = operators.forward(x, k, mask, offsets)
     dk = torch.where(nu[0].isinf(), 0, -grad * nu.to(k.dtype).sum(0))
     return y.mul_(rows_of(x, offsets).broadcast(grad)), dk
@@ -221,12 +225,12 @@ def _value_backward(
 def _value_reference(
     x: Tensor, k: Tensor, mask: Tensor | None, offsets: Tensor | None
 ) -> tuple[Tensor, Tensor]:
-    """(value, nu): one wide number per row, and nu as `solve` gives it."""
+    """Return (value, nu): one number per row in the wide dtype, and nu in the format of `solve`."""
     values, rows = careful.prepare(x, mask, offsets)
     nu = fast.solve(x, k, mask, offsets)
     z = shifted(values, nu, rows)
     up = z > 0
-    # Infinite entries need no care here: e^-inf is 0, and +inf belongs in the sum.
+    # Infinite entries need no special handling here: e^-inf is 0, and +inf belongs in the sum.
     rest = rows.sum(torch.log1p(torch.exp(-z.abs())))
     tops = rows.sum(torch.where(up, values, 0))
     value = tops + (rows.sum(up) - k) * nu.to(rows.wide).sum(0) + rest
@@ -241,16 +245,16 @@ _value_operator = operator(
 
 
 def _value_differentiable(x: Tensor, k: Tensor, mask: Tensor | None, offsets: Tensor | None) -> Tensor:
-    """The same in ordinary operations. What nu adds to the first derivative is 0, to the second it is not."""
+    """Compute the value in differentiable operations. nu contributes only from the second derivative on."""
     solved = SolvedRows(x, k, mask, offsets)
     rows, hi, z = solved.rows, solved.hi, solved.z
     values = x.to(z.dtype)
     values = values if mask is None else torch.where(mask, values, -torch.inf)
     live = values.isfinite() & rows.broadcast(hi.isfinite())
     nu = (torch.where(hi.isinf(), 0, hi) + solved.lo) + solved.correction
-    # sum softplus(z) - k nu, with each entry's share of nu taken out: for k near n they would cancel.
+    # sum softplus(z) - k nu, rearranged to subtract nu per entry, because the two terms cancel for k near n.
     up = live & (z > 0)
-    # Without abs, which has no derivative at 0.
+    # Avoid abs, which has no derivative at 0.
     rest = torch.log1p(torch.exp(torch.where(z > 0, -z, z)))
     tops = rows.sum(torch.where(up, torch.where(live, values, 0), 0))
     value = tops + (rows.sum(up.to(z.dtype)) - k.to(nu.dtype)) * nu + rows.sum(torch.where(live, rest, 0))
@@ -258,7 +262,7 @@ def _value_differentiable(x: Tensor, k: Tensor, mask: Tensor | None, offsets: Te
 
 
 def _fill_value(value: Tensor, x: Tensor, k: Tensor, hi: Tensor, rows: Rows) -> Tensor:
-    """Put the limits where the formula has none: k = 0, k entries or fewer, entries of +inf."""
+    """Fill in the limits where the formula fails: k = 0, at most k available entries, entries of +inf."""
     available = x != -torch.inf
     value = torch.where(hi == torch.inf, rows.sum(torch.where(available, x, 0)), value)
     value = torch.where(hi == -torch.inf, 0, value)

@@ -169,8 +169,12 @@ LAYERS: dict[str, tuple[Callable[[], Any], type[Exception], list[str]]] = {
     ),  # type: ignore[arg-type]
     "k is text": (lambda: torchlml.LML("a"), TypeError, ["`k`", "'a'", "number"]),
     "k < 0": (lambda: torchlml.LML(-5), ValueError, ["`k`", "-5", "0"]),
-    "N is text": (lambda: compat.LML(N="5"), ValueError, ["`N`", "'5'", "whole number"]),
-    "N is True": (lambda: compat.LML(N=torch.tensor(True)), ValueError, ["`N`", "True", "whole number"]),
+    "N is text": (lambda: compat.LML(N="5"), ValueError, ["`N`", "'5'", "nonnegative integer"]),
+    "N is True": (
+        lambda: compat.LML(N=torch.tensor(True)),
+        ValueError,
+        ["`N`", "True", "nonnegative integer"],
+    ),
     "samples": (lambda: torchlml.lml_bracketing(X, 1, samples=1), ValueError, ["`samples`", "1", "at least"]),
     "tolerance": (lambda: torchlml.lml_bracketing(X, 1, tolerance=-1.0), ValueError, ["`tolerance`", "-1"]),
     "tolerance NaN": (

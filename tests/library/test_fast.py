@@ -164,7 +164,7 @@ def test_the_first_slow_call_says_how_to_repair_it(monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr(loader, "loaded", lambda: False)
     monkeypatch.setattr(loader, "requested", lambda: "")
     x, k = batch(torch.float32)
-    with pytest.warns(UserWarning, match="plain torch.*`(pip install|python setup.py) "):
+    with pytest.warns(UserWarning, match="pure PyTorch.*`(pip install|python setup.py) "):
         fast_operators.forward(x, k, None, None)
     with warnings.catch_warnings():
         warnings.simplefilter("error")

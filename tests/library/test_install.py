@@ -44,7 +44,7 @@ import torchlml
     result = run(code, TORCHLML_KERNEL="cuda")
     assert result.returncode == 0, result.stderr
     assert result.stdout == (
-        "torchlml The environment variable `TORCHLML_KERNEL` must be 'torch' or 'native', or not be set, "
+        "torchlml The environment variable `TORCHLML_KERNEL` must be 'torch', 'native' or unset, "
         "but it is 'cuda'.\n"
     )
 
@@ -92,7 +92,7 @@ def test_a_library_that_is_no_kernel(make, tmp_path: Path, monkeypatch: pytest.M
     make(tmp_path)
     installed_at(tmp_path, monkeypatch, "")
     with pytest.warns(
-        UserWarning, match="falls back to plain torch.*_C.abi3.so does not load .*; with"
+        UserWarning, match="falls back to pure PyTorch.*_C.abi3.so does not load .*; with"
     ) as said:
         loader.load()
     assert len(said) == 1
@@ -127,7 +127,7 @@ def test_torch_too_old() -> None:
     result = run("import torch; torch.__version__ = '2.9.1+cpu'; import torchlml")
     assert result.returncode == 1
     assert result.stderr.splitlines()[-1] == (
-        "ImportError: torchlml needs torch 2.10 or newer, and this is torch 2.9.1+cpu: "
+        "ImportError: torchlml needs torch 2.10 or newer, but this is torch 2.9.1+cpu; "
         "run `pip install --upgrade torch`."
     )
 

@@ -302,7 +302,7 @@ REFUSED: dict[str, tuple[Any, str, dict[str, Any]]] = {
     "another dtype": (TypeError, "dtype of `input`", {"linear_weight": torch.ones(LABELS, 7).double()}),
     "features": (ValueError, "`linear_weight` (n, d)", {"linear_weight": torch.ones(LABELS, FEATURES + 1)}),
     "bias": (ValueError, "`linear_bias` must have shape", {"linear_bias": torch.ones(3)}),
-    "target": (ValueError, "`target` must hold class indices", {"target": torch.full((ROWS,), LABELS)}),
+    "target": (ValueError, "`target` must contain class indices", {"target": torch.full((ROWS,), LABELS)}),
     "target's shape": (ValueError, "`target`", {"target": torch.zeros(3, dtype=torch.int64)}),
     "weight": (ValueError, "`weight` must be", {"weight": torch.ones(3)}),
     "k": (ValueError, "`k` must be from 0 to n", {"k": LABELS + 1}),

@@ -259,8 +259,8 @@ FIRST_MASKED = torch.arange(6) > 0
 @pytest.mark.parametrize(
     ("error", "words", "arguments", "settings"),
     [
-        (ValueError, "`target` must hold class indices from 0 to 5", (ROWS, LABELS + 4, 2), {}),
-        (ValueError, "-1 is in it", (ROWS, LABELS - 1, 2), {}),
+        (ValueError, "`target` must contain class indices from 0 to 5", (ROWS, LABELS + 4, 2), {}),
+        (ValueError, "it contains -1", (ROWS, LABELS - 1, 2), {}),
         (ValueError, "`target` must", (ROWS, LABELS[:2], 2), {}),
         (TypeError, "`logits` must be float32, float64", (ROWS.long(), LABELS, 2), {}),
         (ValueError, "`logits` must have at least one dimension", (ROWS[0, 0], LABELS, 2), {}),
@@ -288,8 +288,8 @@ def test_what_is_wrong_is_said_in_one_sentence(loss, error, words, arguments, se
     [
         ("`target` must be int64 or uint8 (class indices", LABELS.int(), {}),
         ("a multi-hot, and must have the logits' shape (3, 6)", ROWS[:, 1:], {}),
-        ("`target` must hold weights from 0 on", ROWS - 1, {}),
-        ("give `target.bool()`", F.one_hot(LABELS, 6), {}),
+        ("`target` must contain nonnegative weights", ROWS - 1, {}),
+        ("pass `target.bool()`", F.one_hot(LABELS, 6), {}),
         ("`target` has a label where `mask` is False", ROWS == 0, {"mask": torch.arange(6) > 0}),
         ("With `offsets`, `logits` must be a 1-d tensor", LABELS, {"offsets": torch.tensor([0, 18])}),
     ],
@@ -304,14 +304,14 @@ def test_what_is_wrong_with_a_multi_label_target_is_said_too(loss, words, target
 @pytest.mark.parametrize(
     ("words", "target", "settings"),
     [
-        ("`target` must hold positions from 0 to 17", torch.tensor([18]), {}),
+        ("`target` must contain positions from 0 to 17", torch.tensor([18]), {}),
         ("`target` must be flat with `offsets`", LABELS[:, None], {}),
-        ("`weight` is one number per class", LABELS, {"weight": torch.ones(18)}),
+        ("`weight` must be None for ragged rows", LABELS, {"weight": torch.ones(18)}),
         ("`target` has a label where `mask` is False", LABELS, {"mask": torch.arange(18) > 0}),
         ("`offsets` must start at 0", LABELS, {"offsets": torch.tensor([0, 5])}),
         ("`offsets` must not decrease", LABELS, {"offsets": torch.tensor([0, 9, 5, 18])}),
         ("`offsets` must be an int64 or int32 tensor", LABELS, {"offsets": torch.tensor([0.0, 18])}),
-        ("give `target.bool()`", torch.zeros(18, dtype=torch.int64), {}),
+        ("pass `target.bool()`", torch.zeros(18, dtype=torch.int64), {}),
     ],
 )
 @multi_label
@@ -340,7 +340,7 @@ def test_settings_of_the_svms_are_checked():
     for settings, words in (
         ({"tau": 0.0}, "`tau` must be a positive number"),
         ({"tau": math.nan}, "`tau` must be a positive number"),
-        ({"alpha": -1.0}, "`alpha` must be a number from 0 on"),
+        ({"alpha": -1.0}, "`alpha` must be a nonnegative number"),
     ):
         with pytest.raises(ValueError) as caught:
             torchlml.smooth_topk_svm_loss(ROWS, LABELS, 2, **settings)

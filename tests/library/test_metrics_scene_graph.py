@@ -181,11 +181,11 @@ def test_images_without_relations_do_not_count():
         ("`boxes` of shape (B, 4)", {"boxes": torch.zeros(2, 5)}, {}),
         ("`labels` of shape (B,)", {"labels": torch.zeros(3)}, {}),
         ("`scores` of shape (P, predicates)", {"scores": torch.zeros(3, 2)}, {}),
-        ("must point at boxes from 0 to 1", {"pairs": torch.tensor([[0, 1], [1, 2]])}, {}),
-        ("must list every pair once", {"pairs": torch.tensor([[0, 1], [0, 1]])}, {}),
+        ("must contain indices of boxes from 0 to 1", {"pairs": torch.tensor([[0, 1], [1, 2]])}, {}),
+        ("must not repeat a pair", {"pairs": torch.tensor([[0, 1], [0, 1]])}, {}),
         ("`relations` of shape (T, 3)", {}, {"relations": torch.zeros(2, 2)}),
-        ("must point at predicates from 0 to 1", {}, {"relations": torch.tensor([[0, 1, 2]])}),
-        ("must be integer indices", {}, {"relations": torch.zeros(1, 3)}),
+        ("must contain indices of predicates from 0 to 1", {}, {"relations": torch.tensor([[0, 1, 2]])}),
+        ("must contain integer indices", {}, {"relations": torch.zeros(1, 3)}),
     ],
 )
 def test_what_is_wrong_with_an_image_is_said_in_one_sentence(words, changes, true_changes):
@@ -202,5 +202,5 @@ def test_batches_must_fit_together():
         SceneGraphRecall(5).update([EXAMPLE[0]], [])
     recall = SceneGraphRecall(5, mean=True)
     recall.update([EXAMPLE[0]], [EXAMPLE[1]])
-    with pytest.raises(ValueError, match="as many columns as before, 2 predicates, but it has 3"):
+    with pytest.raises(ValueError, match=r"must have 2 columns .* as in earlier images, but it has 3"):
         recall.update([{**EXAMPLE[0], "scores": torch.zeros(2, 3)}], [EXAMPLE[1]])

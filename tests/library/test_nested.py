@@ -168,7 +168,7 @@ X = jagged([torch.randn(2), torch.randn(3)])
 OTHER = jagged([torch.ones(3, dtype=torch.bool), torch.ones(2, dtype=torch.bool)])
 WRONG: dict[str, tuple[Callable[[], Any], str]] = {
     "holes": (lambda: torchlml.lml(holes(), 1), "`x` has holes between its rows"),
-    "offsets": (lambda: torchlml.lml(X, 1, offsets=X.offsets()), "`x` is nested and has its own"),
+    "offsets": (lambda: torchlml.lml(X, 1, offsets=X.offsets()), "`offsets` must be None for a nested `x`"),
     "dim": (lambda: torchlml.lml(X, 1, dim=0), "`dim` must be the ragged dimension"),
     "dim beside others": (
         lambda: torchlml.lml(jagged([torch.randn(2, 4)]), 1, dim=1),
@@ -195,7 +195,7 @@ WRONG: dict[str, tuple[Callable[[], Any], str]] = {
     ),
     "label": (
         lambda: torchlml.lml_loss(X, torch.tensor([2, 0]), 1),
-        "2 is in it, where the row is not that long",
+        "it contains 2, which is outside its row",
     ),
     "lists": (
         lambda: torchlml.lml_loss(X, jagged([torch.tensor([0])] * 3), 1),

@@ -389,7 +389,7 @@ def test_invalid_arguments(group: Group) -> None:
         ("`k` must be", lambda: torchlml.lml(x, -1 if last else 2, group=group)),
         ("`k` must be from 0 to n", lambda: torchlml.lml(x, 1000, group=group)),
         ("`x` must be", lambda: torchlml.lml(x.long() if last else x, 2, group=group)),
-        ("`target` must hold class indices", lambda: torchlml.lml_loss(x, target + 1000, 2, group=group)),
+        ("`target` must contain class indices", lambda: torchlml.lml_loss(x, target + 1000, 2, group=group)),
         ("`target`", lambda: torchlml.lml_loss(x, target[:3], 2, group=group)),
         ("`target`", lambda: torchlml.lml_loss(x, (x > 0)[:, : 6 - last], 2, group=group)),
         ("`weight`", lambda: torchlml.lml_loss(x, target, 2, weight=torch.ones(7), group=group)),

@@ -124,7 +124,7 @@ def test_metrics_of_dtensors(group: Group) -> None:
                 alone = type(metric)((1, 5), sync_on_compute=False)
                 alone.update(preds, target, mask=mask)
                 torch.testing.assert_close(metric.compute(), alone.compute())
-    with pytest.raises(ValueError, match="must not be given with a DTensor"):
+    with pytest.raises(ValueError, match="must be None with a DTensor"):
         topk_recall(distribute_tensor(preds, line, [Shard(1)]), lists, 1, group=group)
 
 
@@ -193,7 +193,7 @@ def test_bad_dtensors(group: Group) -> None:
     twice = distribute_tensor(torch.randn(4, 8), mesh, [Shard(1), Shard(1)])
     with pytest.raises(ValueError, match="one dimension of its mesh"):
         torchlml.lml(twice, 2)
-    with pytest.raises(ValueError, match="whose mesh says"):
+    with pytest.raises(ValueError, match="whose mesh defines"):
         torchlml.lml(twice, 2, group=mesh["labels"])
     rows = distribute_tensor(torch.randn(4, 8), mesh, [Shard(0), Replicate()])
     with pytest.raises(TypeError, match="`linear_weight` must be a DTensor"):
@@ -204,7 +204,7 @@ def test_bad_dtensors(group: Group) -> None:
     nothing: Any = None
     with pytest.raises(TypeError, match="`target` must be a torch"):
         torchlml.lml_loss(rows, nothing, 2)
-    with pytest.raises(ValueError, match="DeviceMesh of one dimension"):
+    with pytest.raises(ValueError, match="one-dimensional DeviceMesh"):
         torchlml.lml(torch.randn(4, 8), 2, group=mesh)
 
 

@@ -27,13 +27,13 @@ WRONG: dict[str, tuple[Any, list[str]]] = {
     "negative k": (lambda: torchlml.lml(torch.zeros(3), -1, bound="at_most"), ["`k`", "-1"]),
     "too little room": (
         lambda: torchlml.constrained_softmax(torch.zeros(4), 2, upper=0.3),
-        ["`upper`", "1.2", "k is 2"],
+        ["`upper`", "1.2", "k = 2"],
     ),
     "too little room in one row": (
         lambda: torchlml.constrained_sparsemax(
             torch.zeros(2, 4), 2, upper=torch.tensor([[1.0] * 4, [0.1] * 4])
         ),
-        ["`upper`", "0.4", "k is 2"],
+        ["`upper`", "0.4", "k = 2"],
     ),
     "negative bound": (
         lambda: torchlml.constrained_sparsemax(torch.zeros(4), 1, upper=torch.tensor([1, 1, -0.5, 1])),
@@ -52,10 +52,10 @@ WRONG: dict[str, tuple[Any, list[str]]] = {
         lambda: torchlml.constrained_softmax(torch.zeros(4), 1, upper=torch.ones(4) > 0),
         ["`upper`", "torch.bool"],
     ),
-    "fractional k of a mask": (lambda: torchlml.topk_mask(torch.zeros(4), 1.5), ["`k`", "whole", "1.5"]),
+    "fractional k of a mask": (lambda: torchlml.topk_mask(torch.zeros(4), 1.5), ["`k`", "integer", "1.5"]),
     "fractional k of a sample": (
         lambda: torchlml.sample_subset(torch.zeros(2, 4), torch.tensor([1, 1.5])),
-        ["`k`", "whole"],
+        ["`k`", "integer"],
     ),
     "a number as generator": (
         lambda: torchlml.sample_subset(torch.zeros(4), 1, generator=42),  # type: ignore[arg-type]

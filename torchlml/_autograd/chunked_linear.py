@@ -1,8 +1,8 @@
-"""A linear layer together with a loss of its logits, a few rows at a time.
+"""A linear layer combined with a loss of its logits, computed for a few rows at a time.
 
-The full logit matrix is never materialized. A chunk contains whole rows, so any loss that gives one number
-per row can be used, and no logit is computed twice. Every chunk takes three matrix products, as many as the
-usual computation: the logits, the gradient of the input, and that of the weight, which is accumulated.
+The full logit matrix is never materialized. A chunk contains whole rows, so any loss with one number per row
+can be used, and no logit is computed twice. Every chunk takes three matrix products, as many as the usual
+computation: the logits, the gradient of the input, and that of the weight, which is accumulated.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ from torchlml._reductions import Reduction, mean_divisor
 from torchlml._rows import work_dtype
 
 RowLoss = Callable[[Tensor, Tensor, slice, bool], Tensor]
-"""(logits of some rows, their k, the rows of the batch they are, whether the backward pass may overwrite the
-logits by their gradient) -> one loss for each of these rows."""
+"""(logits of some rows, their k, the slice of these rows in the batch, whether the backward pass may
+overwrite the logits with their gradient) -> one loss for each of these rows."""
 
 
 _Function = TypeVar("_Function", bound=Callable[..., Any])
@@ -31,7 +31,7 @@ _Function = TypeVar("_Function", bound=Callable[..., Any])
 
 def not_compiled(function: _Function) -> _Function:
     """Exclude a function from compilation, keeping its type."""
-    # `torch.compiler.disable` imports the whole compiler now, this one when the function is called.
+    # `torch.compiler.disable` imports the whole compiler at once, this one when the function is called.
     disable: Any = torch._disable_dynamo  # type: ignore[attr-defined]
     return disable(function)
 
@@ -44,13 +44,13 @@ class ChunkedLoss:
     logits (float32 under autocast).
 
     Args:
-        loss: gives one loss per row of some logits, in their dtype.
-        has_label: bool (R,), the rows that a mean is over.
+        loss: computes one loss per row of some logits, in their dtype.
+        has_label: bool (R,), the rows that a mean is taken over.
         reduction: "mean", "sum" or "none".
-        memory_limit: the number of bytes that the logits and their gradient may take.
+        memory_limit: the number of bytes that the logits and their gradient may occupy.
         labels: the number of labels that determines the size of a chunk, if it is not the number of logits.
-        sum_over_group: adds up the gradient of the input over all processes.
-        in_place: `loss` overwrites logits by their gradient where it is allowed to.
+        sum_over_group: sums the gradient of the input over all processes.
+        in_place: whether `loss` overwrites the logits with their gradient if it is allowed to.
         at_once: compute all logits at once.
     """
 
@@ -74,7 +74,7 @@ class ChunkedLoss:
             seed = seed / mean_divisor(self.has_label.sum()) if self.reduction == "mean" else seed
         labels = weight.shape[0] if self.labels is None else self.labels
         chunk = rows_within(self.memory_limit, labels, dtype, self.in_place)
-        # The casts of autocast are made here, in the same way for chunks and for all logits at once.
+        # Apply the casts of autocast here, in the same way for chunks and for all logits at once.
         with torch.autocast(device, enabled=False) if autocast else contextlib.nullcontext():
             work = _Work(self.loss, seed, chunk, dtype, self.sum_over_group)
             arguments = (input.reshape(shape.numel(), input.shape[-1]), weight, bias, k)
@@ -86,17 +86,17 @@ class ChunkedLoss:
 class _Work(NamedTuple):
     """The chunked computation for a matrix of inputs.
 
-    `seed` is the factor of each row in the sum that is returned; None returns the losses of the rows.
+    `seed` is the factor of each row in the returned sum; if it is None, the losses of the rows are returned.
     """
 
     loss: RowLoss
     seed: Tensor | None
     chunk: int
-    linear_dtype: torch.dtype  # of the logits, which autocast may narrow
+    linear_dtype: torch.dtype  # the dtype of the logits, which autocast may narrow
     sum_over_group: Callable[[Tensor], Tensor] | None
 
     def __call__(self, input: Tensor, weight: Tensor, bias: Tensor | None, k: Tensor) -> Tensor:
-        """The losses (R,) or their sum, in chunks unless a transform of torch.func is active."""
+        """Compute the losses (R,) or their sum, in chunks unless a transform of torch.func is active."""
         if is_plain() and needs_no_graph(*(t for t in (input, weight, bias, k) if t is not None)):
             return _losses(self, input, weight, bias, k)
         if is_plain() or self.sum_over_group is not None:
@@ -104,7 +104,7 @@ class _Work(NamedTuple):
         return self.at_once(input, weight, bias, k)
 
     def at_once(self, input: Tensor, weight: Tensor, bias: Tensor | None, k: Tensor) -> Tensor:
-        """The same from all logits at once, in ordinary differentiable operations."""
+        """Compute the same from all logits at once, in differentiable operations."""
         dtype = self.linear_dtype
         logits = linear(input.to(dtype), weight.to(dtype), None if bias is None else bias.to(dtype))
         losses = self.loss(logits.to(work_dtype(logits.dtype)), k, slice(0, input.shape[0]), False)
@@ -144,7 +144,7 @@ def check_memory_limit(limit: int) -> None:
 
 
 def logits_like(input: Tensor, n: int) -> Canonical:
-    """A substitute for the logits that takes no memory, for code that reads only shape, dtype and device."""
+    """A stand-in for the logits that takes no memory, for code that only reads shape, dtype and device."""
     shape = input.shape[:-1]
     logits = input.detach().new_zeros(()).expand(shape.numel(), n)
     return Canonical(logits, logits.new_zeros(()), None, None, torch.Size([*shape, n]))
@@ -162,7 +162,7 @@ def rows_within(memory: int, labels: int, dtype: torch.dtype, in_place: bool) ->
     return max(1, rows - min(torch.get_num_threads(), rows // 2) if in_place else rows)
 
 
-# Of the input, the weight, the bias and k; None where it is not requested.
+# Gradients of the input, the weight, the bias and k; None if not requested.
 _Gradients = tuple[Tensor | None, Tensor | None, Tensor | None, Tensor | None]
 
 
@@ -174,11 +174,11 @@ class _Chunked(torch.autograd.Function):
         ctx.work, ctx.early = work, None
         ctx.save_for_backward(input, weight, bias, k)
         wanted = ctx.needs_input_grad[1:]
-        # In float16 a gradient must be scaled before it is rounded: loss scaling keeps it from underflow.
+        # In float16 a gradient must be scaled before it is rounded: loss scaling prevents its underflow.
         narrow = torch.float16 in (work.linear_dtype, input.dtype, weight.dtype)
         if work.seed is None or narrow:
             return _losses(work, input, weight, bias, k)
-        # The gradient of the sum is computed while the logits are available; only its factor is unknown.
+        # Compute the gradient of the sum while the logits are available; only its factor is still unknown.
         loss, ctx.early = _with_gradients(work, input, weight, bias, k, work.seed, wanted)
         return loss
 
@@ -201,8 +201,8 @@ class _Chunked(torch.autograd.Function):
             seed = grad if work.seed is None else work.seed * grad
             _, gradients = _with_gradients(work, input, weight, bias, k, seed, wanted)
             return (None, *gradients)
-        # Scale in place and hand over: a copy of the weight's gradient would not fit in memory. A second
-        # backward pass over the same graph computes them again.
+        # Scale in place; a copy of the weight's gradient would not fit in memory. A second backward pass over
+        # the same graph computes the gradients again.
         gradients, ctx.early = ctx.early, None
         if not readable(grad) or float(grad) != 1:
             for gradient in gradients:
@@ -212,7 +212,7 @@ class _Chunked(torch.autograd.Function):
 
 
 def _losses(work: _Work, input: Tensor, weight: Tensor, bias: Tensor | None, k: Tensor) -> Tensor:
-    """Without gradients."""
+    """Compute the losses without gradients."""
     logits = _Logits(work, input, weight, bias)
     parts = []
     for rows in _chunks(input.shape[0], work.chunk):
@@ -230,7 +230,7 @@ def _with_gradients(
     seed: Tensor,
     wanted: tuple[bool, bool, bool, bool],
 ) -> tuple[Tensor, _Gradients]:
-    """The sum of `seed` times the losses, and its gradients."""
+    """Compute the sum of `seed` times the losses, and its gradients."""
     logits = _Logits(work, input, weight, bias)
     # Sums over chunks are in the work dtype, because bfloat16 would lose the later chunks.
     work_type = work_dtype(input.dtype)
@@ -270,7 +270,7 @@ def _is_batched(grad: Tensor) -> bool:
 
 
 def _chunks(rows: int, most: int) -> list[slice]:
-    """As few chunks as possible, of even size: a product of few rows takes nearly as long as a large one."""
+    """Split into the fewest chunks of even size, since small products take nearly as long as large ones."""
     size = _even(rows, most)
     return [slice(i, min(i + size, rows)) for i in range(0, rows, size)]
 
@@ -280,7 +280,7 @@ def _even(rows: int, most: int) -> int:
 
 
 class _Logits:
-    """The logits of one chunk after another in one buffer, because freed memory is not always reused."""
+    """The logits of one chunk after another, in one buffer, because freed memory is not always reused."""
 
     def __init__(self, work: _Work, input: Tensor, weight: Tensor, bias: Tensor | None) -> None:
         # Cast the weight as autocast would, once and not for every chunk.

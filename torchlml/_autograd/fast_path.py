@@ -1,8 +1,8 @@
-"""The commonest call of `lml`, with as little as possible between it and the kernel.
+"""A fast path for the most common call of `lml`, with minimal overhead before the kernel.
 
-That is: a matrix of float32 or float64 on the CPU, a plain number k, nothing else, in an eager call. At
-256 x 100, reading all that the arguments might be and a Function for all that there might be cost as much as
-the backward pass of the projection itself.
+It covers eager calls with a float32 or float64 matrix on the CPU, a plain number k, and no other arguments.
+At 256 x 100, general argument handling and the general autograd Function cost as much as the backward pass of
+the projection itself.
 """
 
 from __future__ import annotations
@@ -19,9 +19,9 @@ from torchlml._autograd.rule import differentiate_again, wants_graph
 
 
 def fast_lml(x: Any, k: Any, dim: Any) -> Tensor | None:
-    """lml(x, k, dim), or None where the call is another one or wrong: then it must be read with care.
+    """Compute lml(x, k, dim), or return None if the fast path does not apply.
 
-    Types are compared and not asked for: a tensor, or a number, of another class may be anything.
+    Type checks are exact, because subclasses of tensors and numbers may override anything.
     """
     if not (
         is_eager()
@@ -46,7 +46,7 @@ def fast_lml(x: Any, k: Any, dim: Any) -> Tensor | None:
 
 
 class _Apply(torch.autograd.Function):
-    """The rule of `rule.lml` for x alone."""
+    """The autograd rule of `rule.lml`, for x only."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, k: Tensor) -> Tensor:
@@ -65,5 +65,5 @@ class _Apply(torch.autograd.Function):
         return dx, None
 
 
-# Function's own `apply` first looks for transforms of torch.func, which are none here.
+# `Function.apply` first checks for transforms of torch.func, which are not active here.
 _apply = super(torch.autograd.Function, _Apply).apply

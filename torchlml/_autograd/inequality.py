@@ -3,7 +3,7 @@
 In the dual, a bound is a clamp: nu = min(nu*, 0) for at most k and max(nu*, 0) for at least k, where nu*
 makes the sum exactly k. A row with nu = 0 is called free: it is sigmoid(x) and does not depend on k.
 
-`LML`, `LOG_LML` and `LML_DUAL` have the function of canonical rows (x, k, mask, offsets) for each bound.
+`LML`, `LOG_LML` and `LML_DUAL` map each bound to a function of canonical rows (x, k, mask, offsets).
 """
 
 from __future__ import annotations
@@ -40,11 +40,11 @@ def _with_free_rows(
     function: Callable[[Tensor], Tensor],
     absent: float,
 ) -> Tensor:
-    """`function` of x in the free rows, and `bounded` in the others."""
+    """Combine `function` of x in the free rows with `bounded` in the others."""
     values = x.to(work_dtype(x.dtype))
     values = values if mask is None else torch.where(mask, values, -torch.inf)
     free = _is_free(operators.solve(values.detach(), k.detach(), None, offsets), at_most)
-    # Entries of -inf stay out of the graph: the derivative of logsigmoid is not 0 there.
+    # Keep entries of -inf out of the graph, because the derivative of logsigmoid is not 0 there.
     present = values != -torch.inf
     own = torch.where(present, function(torch.where(present, values, 0)), absent)
     return torch.where(rows_of(x, offsets).broadcast(free), own.to(bounded.dtype), bounded)
@@ -68,7 +68,7 @@ def _reference_forward(
     at_most: bool,
     forward: Callable[..., tuple[Tensor, Tensor]] = fast.forward,
 ) -> tuple[Tensor, Tensor]:
-    """(y, nu) as `careful.forward` gives them, except that nu is exactly 0 in free rows."""
+    """Return (y, nu) like `careful.forward`, except that nu is exactly 0 in free rows."""
     y, nu = forward(x, k, mask, offsets)
     values, rows = careful.prepare(x, mask, offsets)
     free = _is_free(nu, at_most)
@@ -79,11 +79,11 @@ def _reference_forward(
 def _reference_backward(
     grad: Tensor, x: Tensor, y: Tensor, nu: Tensor, mask: Tensor | None, offsets: Tensor | None
 ) -> tuple[Tensor, Tensor]:
-    """(dx, dk) as `careful.backward` gives them; a free row has the derivative of its sigmoids."""
+    """Return (dx, dk) like `careful.backward`; a free row has the derivative of its sigmoids."""
     dx, dk = fast.backward(grad, x, y, nu, mask, offsets)
     values, rows = careful.prepare(x, mask, offsets)
     free = (nu == 0).all(0)
-    s = sigmoid(-values.abs())  # not of x: 1 - y has no digits where y rounds to 1
+    s = sigmoid(-values.abs())  # not of x, because 1 - y has no correct digits if y rounds to 1
     slope = torch.where(values.isfinite(), s * (1 - s) * grad, 0)
     return torch.where(rows.broadcast(free), slope.to(dx.dtype), dx), torch.where(free, 0, dk)
 

@@ -1,6 +1,6 @@
-"""The LML loss of canonical rows, with the derivative written out by operators.
+"""The LML loss of canonical rows, with an explicit derivative by operators.
 
-The operators `loss_forward` and `loss_backward` work on all rows at once and keep nothing of the size of the
+The operators `loss_forward` and `loss_backward` process all rows at once and store nothing of the size of the
 logits in between.
 """
 
@@ -41,9 +41,9 @@ def lml_loss(
     *,
     overwrite: bool = False,
 ) -> Tensor:
-    """The reduced loss; the loss of each row is divided by `divisor` first.
+    """Compute the reduced loss; the loss of each row is first divided by `divisor`.
 
-    With `overwrite`, the backward pass may replace the logits by their gradient.
+    With `overwrite`, the backward pass may replace the logits with their gradient.
     """
     if bound != "exactly" or (labels.weight is not None and labels.weight.requires_grad):
         return reduce_losses(_through_log_lml(c, labels, bound), labels, divisor, reduction, c)
@@ -64,13 +64,13 @@ class LMLRowLoss:
     bound: Bound
 
     def __call__(self, logits: Tensor, k: Tensor, rows: slice, overwrite: bool) -> Tensor:
-        """The losses of some rows."""
+        """Compute the losses of some rows."""
         c, labels = Canonical(logits, k, None, None, None), self.target[rows]
         divisor = label_divisor(labels, self.label_reduction)
         return lml_loss(c, labels, divisor, "none", self.bound, overwrite=overwrite and self.in_place(logits))
 
     def in_place(self, like: Tensor) -> bool:
-        """Whether logits on the device of a tensor can be overwritten by their gradient."""
+        """Whether logits on the device of `like` can be overwritten with their gradient."""
         return self.bound == "exactly" and like.device.type == "cpu" and loader.loaded()
 
 
@@ -105,8 +105,8 @@ def linear_lml_loss(
 
 
 def _through_log_lml(c: Canonical, labels: Labels, bound: Bound = "exactly") -> Tensor:
-    """One loss per row from all of log y, for a `bound`, for label weights and for every transform."""
-    # Half precision becomes float32 here and is rounded once at the end.
+    """Compute one loss per row from all of log y, to support a `bound`, label weights and every transform."""
+    # Half precision becomes float32 here and is rounded once, at the end.
     x = c.x.to(work_dtype(c.x.dtype))
     if not labels.in_every_row:
         # A row without labels contributes nothing, even if it contains a NaN.

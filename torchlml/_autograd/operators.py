@@ -40,10 +40,10 @@ def operator(
         schema: its name and arguments, as in `name(Tensor x) -> Tensor`.
         implementation: the operator in pure PyTorch.
         shapes: empty results of the right shapes and dtypes, for the compiler.
-        for_onnx: the operator in operations that `torch.onnx.export` supports, see `_torch/onnx.py`.
-        triton: on a GPU the function of this name in `_triton/operators.py` is called.
-        vmap: it can be mapped by `torch.vmap`, as one problem with more rows. The operator then takes
-            (x, k, a tensor like x or None, offsets, settings...) and gives (2, R), as `solve` does.
+        for_onnx: the operator in operations that `torch.onnx.export` supports; see `_torch/onnx.py`.
+        triton: whether the function of this name in `_triton/operators.py` is called on a GPU.
+        vmap: whether `torch.vmap` is supported, as one problem with more rows. The operator must then take
+            (x, k, a tensor like x or None, offsets, settings...) and return (2, R), like `solve`.
     """
     name, _, rest = schema.partition("(")
     if not hasattr(torch.ops.torchlml, name):  # the compiled kernel defines some, for programs without Python
@@ -53,7 +53,7 @@ def operator(
     if for_onnx is not None:
         shapes = _and_tell_inductor(defined, shapes)
         register_decomposition(defined)(for_onnx)
-        # The compiler would otherwise take the shapes from there, for sizes that it keeps open.
+        # Otherwise the compiler would take the shapes from there for dynamic sizes.
         register_decomposition(defined, type="meta")(shapes)
     torch.library.register_fake(f"torchlml::{name}", shapes, lib=_library)
     if triton:
@@ -89,7 +89,7 @@ def empty_values(x: Tensor, k: Tensor, mask: Tensor | None, offsets: Tensor | No
 
 
 def _as_more_rows(operator: Operator, info: Any, in_dims: Any, *arguments: Any) -> tuple[Tensor, int]:
-    """The rule for vmap: a batch of problems is one problem with more rows."""
+    """The vmap rule: a batch of problems is one problem with more rows."""
     x, k, per_entry, offsets, *settings = arguments
     batch = info.batch_size
 
@@ -97,12 +97,12 @@ def _as_more_rows(operator: Operator, info: Any, in_dims: Any, *arguments: Any) 
         return value.expand(batch, *value.shape) if dim is None else value.movedim(dim, 0)
 
     x = batched(x, in_dims[0])
-    size = x.shape[1]  # the rows of each problem, or its packed entries
+    size = x.shape[1]  # the rows of each problem, or its entries if ragged
     rows = size if offsets is None else offsets.shape[0] - 1
     x = x.flatten(0, 1).contiguous()
     per_entry = None if per_entry is None else batched(per_entry, in_dims[2]).flatten(0, 1).contiguous()
     if in_dims[3] is not None:
-        raise ValueError("`offsets` cannot be mapped over by vmap, only `values`, `k` and `mask` can.")
+        raise ValueError("`offsets` must not be batched by vmap; only `values`, `k` and `mask` can be.")
     if offsets is not None:
         starts = torch.arange(batch, device=x.device)[:, None] * size + offsets[:-1]
         offsets = torch.cat([starts.flatten(), starts.new_full((1,), batch * size)])
@@ -115,7 +115,7 @@ def _gradients(grad: Tensor, x: Tensor, y: Tensor, nu: Tensor, *rows: Tensor | N
     return empty_gradients(x, nu)
 
 
-# What most operators take and give.
+# The arguments and results of most operators.
 ROWS = "Tensor? mask, Tensor? offsets"
 _FORWARD = f"(Tensor x, Tensor k, {ROWS}) -> (Tensor, Tensor)"
 _BACKWARD = f"(Tensor grad, Tensor x, Tensor y, Tensor nu, {ROWS}) -> (Tensor, Tensor)"
@@ -163,7 +163,7 @@ def _loss_backward_in_place(grad: Tensor, x: Tensor, *rest: Any) -> Tensor:
     return dk
 
 
-# x becomes dx. Only the compiled kernel does that without room for both.
+# x becomes dx. Only the compiled kernel does so without memory for both.
 loss_backward_in_place = operator(
     f"loss_backward_in_place(Tensor grad, Tensor(a!) x, Tensor k, Tensor nu, {ROWS}, {_LABELS}) -> Tensor",
     _loss_backward_in_place,

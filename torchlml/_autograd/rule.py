@@ -1,10 +1,10 @@
-"""How a call reaches its kernel: the fast path with a hand-written backward, or the differentiable one.
+"""The dispatch of a call to its kernel: the fast path with an explicit backward, or the differentiable one.
 
-Plain eager and compiled calls go through one `torch.autograd.Function` around the operators, or straight to
-the operator where no gradient is asked for. Under the transforms of `torch.func` and under forward-mode
-differentiation, and for the derivative of a derivative, the same numbers come from `differentiable.py`. (In
-torch 2.13 compiling a `torch.func.grad` silently ignores the backward of a `torch.autograd.Function`, so that
-combination must never meet one.)
+Plain eager and compiled calls go through one `torch.autograd.Function` around the operators, or directly to
+the operator if no gradient is requested. Under `torch.func` transforms, in forward-mode differentiation and
+for second derivatives, the same numbers come from `implicit.py`. (In torch 2.13, compiling a
+`torch.func.grad` silently ignores the backward of a `torch.autograd.Function`, so that combination must never
+occur.)
 """
 
 from __future__ import annotations
@@ -22,14 +22,14 @@ from torchlml._autograd import implicit, operators
 
 @dataclass(frozen=True)
 class Rule:
-    """A function of rows and its derivative, written out by operators. Call it with canonical arguments.
+    """A function of rows and its explicit derivative by operators. Call it with canonical arguments.
 
     Args:
-        forward: gives the result and a tuple of what else `backward` needs.
-        backward: of the gradient, the arguments and that tuple: the gradients of the first arguments, that of
-            k with one number per row.
-        differentiable: the result in operations that torch can differentiate, map and compile.
-        inputs: how many arguments, from the first on, have a gradient; the second is k.
+        forward: returns the result and a tuple of the other tensors that `backward` needs.
+        backward: takes the gradient, the arguments and that tuple; returns the gradients of the first
+            arguments, that of k with one number per row.
+        differentiable: computes the result in operations that torch can differentiate, map and compile.
+        inputs: the number of leading arguments that have a gradient; the second is k.
     """
 
     forward: Callable[..., tuple[Tensor, tuple[Tensor, ...]]]
@@ -38,8 +38,8 @@ class Rule:
     inputs: int = 2
 
     def __call__(self, *arguments: Tensor | None) -> Tensor:
-        # `torch.jit.trace` cannot save a call of a Python function, and it compares its graph with one that
-        # it traces without gradients: both must come from the same operations. The compiler cannot read
+        # `torch.jit.trace` cannot save a call of a Python function, and it compares its graph with a second
+        # one traced without gradients, so both must come from the same operations. The compiler cannot read
         # `_is_tracing`.
         if (
             torch._C._are_functorch_transforms_active()
@@ -77,7 +77,7 @@ class _Apply(torch.autograd.Function):
 
 
 def keeps_both(operator: Callable[..., tuple[Tensor, Tensor]]) -> Callable[..., Any]:
-    """The `forward` of a rule from an operator that gives (y, nu), both of which `backward` needs."""
+    """Make the `forward` of a rule from an operator that returns (y, nu), both of which `backward` needs."""
 
     def forward(*arguments: Any) -> tuple[Tensor, tuple[Tensor, ...]]:
         y, nu = operator(*arguments)
@@ -87,7 +87,7 @@ def keeps_both(operator: Callable[..., tuple[Tensor, Tensor]]) -> Callable[..., 
 
 
 def from_values(operator: Callable[..., tuple[Tensor, Tensor]]) -> Callable[..., Any]:
-    """The `backward` of a rule from an operator that takes (grad, x, y, nu, mask, offsets)."""
+    """Make the `backward` of a rule from an operator that takes (grad, x, y, nu, mask, offsets)."""
     return lambda grad, x, k, mask, offsets, y, nu: operator(grad, x, y, nu, mask, offsets)
 
 
@@ -102,32 +102,32 @@ def _dual_backward(
     return operators.dual_backward(grad.to(nu.dtype), x, nu, mask, offsets)
 
 
-# y, log y and nu of each row.
+# Rules for y, log y and nu of each row.
 lml = Rule(keeps_both(operators.forward), from_values(operators.backward), implicit.lml)
 log_lml = Rule(keeps_both(operators.log_forward), from_values(operators.log_backward), implicit.log_lml)
 lml_dual = Rule(_dual_forward, _dual_backward, implicit.lml_dual)
 
 
 def is_plain() -> bool:
-    """Is no transform of `torch.func` and no forward-mode level at work?"""
+    """Whether no `torch.func` transform and no forward-mode level is active."""
     return not torch._C._are_functorch_transforms_active() and forward_ad._current_level < 0
 
 
 def needs_no_graph(*inputs: Any) -> bool:
-    """Is no gradient asked for? At 256 x 100 a Function costs as much as the projection."""
+    """Whether no gradient is requested. At 256 x 100, a Function costs as much as the projection."""
     return not (torch.is_grad_enabled() and any(t.requires_grad for t in inputs))
 
 
 def wants_graph() -> bool:
-    """Is this backward pass to be differentiated or mapped itself?
+    """Whether this backward pass will itself be differentiated or mapped.
 
-    The compiler traces a backward pass with gradients enabled, but does not differentiate what it traced.
+    The compiler traces a backward pass with gradients enabled, but does not differentiate the traced graph.
     """
     return (torch.is_grad_enabled() or not is_plain()) and not torch.compiler.is_compiling()
 
 
 def gradient_of_k(dk: Tensor, k: Tensor) -> Tensor | None:
-    """The gradient of k in the form k came in: summed where all rows share it, None where it has none."""
+    """The gradient of k in its original shape: summed if all rows share k, None if k needs none."""
     if not k.requires_grad:
         return None
     return dk.sum() if k.dim() == 0 else dk
@@ -136,9 +136,9 @@ def gradient_of_k(dk: Tensor, k: Tensor) -> Tensor | None:
 def differentiate_again(
     function: Callable[..., Tensor], grad: Tensor, *inputs: Tensor
 ) -> list[Tensor | None]:
-    """The gradients of some inputs as a graph, for a backward pass that is differentiated or mapped itself.
+    """Compute the gradients of some inputs as a graph, for a backward pass that is differentiated or mapped.
 
-    `function` is in differentiable operations; inputs without `requires_grad` get None.
+    `function` consists of differentiable operations; inputs without `requires_grad` get None.
     """
     wanted = [t for t in inputs if t.requires_grad]
     with torch.enable_grad():

@@ -1,1 +1,1 @@
-"""The compiled kernel of the CPU: finding it (`loader`), and its C++ (`csrc`)."""
+"""The compiled CPU kernel: its loader (`loader`) and its C++ source (`csrc`)."""

@@ -1,4 +1,4 @@
-"""Find and load the compiled kernel, if there is one.
+"""Find and load the compiled kernel, if it is installed.
 
 `TORCHLML_KERNEL=torch` selects pure PyTorch, on a GPU too. `TORCHLML_KERNEL=native` requires the compiled
 kernel, and on a GPU uses the Triton kernels without their self-test (`_triton/self_test.py`). By default a
@@ -20,19 +20,19 @@ from urllib.request import url2pathname
 
 import torch
 
-OLDEST = (2, 10)  # the first torch whose stable ABI has what the kernel uses
-_REASON = "_absent.txt"  # setup.py writes it where there is no kernel
+OLDEST = (2, 10)  # the first torch whose stable ABI has everything the kernel uses
+_REASON = "_absent.txt"  # written by setup.py if it builds no kernel
 _library: ctypes.CDLL | None = None
 _absence = "it is not in this installation"
 _warned = False
 
 
 def check_torch(version: str) -> None:
-    """Raise if torch is too old, before anything else fails because of it."""
+    """Raise if torch is too old, before something else fails because of it."""
     numbers = tuple(int(number) for number in re.findall(r"\d+", version)[:2])
     if numbers < OLDEST:
         raise _import_error(
-            f"torchlml needs torch {OLDEST[0]}.{OLDEST[1]} or newer, and this is torch {version}: "
+            f"torchlml needs torch {OLDEST[0]}.{OLDEST[1]} or newer, but this is torch {version}; "
             "run `pip install --upgrade torch`."
         )
 
@@ -42,7 +42,7 @@ def requested() -> str:
     choice = os.environ.get("TORCHLML_KERNEL", "")
     if choice not in ("", "torch", "native"):
         raise _import_error(
-            "The environment variable `TORCHLML_KERNEL` must be 'torch' or 'native', or not be set, "
+            "The environment variable `TORCHLML_KERNEL` must be 'torch', 'native' or unset, "
             f"but it is {choice!r}."
         )
     return choice
@@ -76,12 +76,12 @@ def load() -> None:
         torch.ops.load_library(path)
         library = ctypes.CDLL(str(path))
         library.torchlml_instruction_set.restype = ctypes.c_char_p
-    except (OSError, AttributeError) as error:  # broken, of another platform; not torchlml's
+    except (OSError, AttributeError) as error:  # broken, for another platform, or not torchlml's
         _absence = f"{path.name} does not load ({error})"
         if choice == "native":
             raise _import_error(f"`TORCHLML_KERNEL` is 'native', but {absence()}.") from error
         _warned = True
-        warnings.warn(f"torchlml falls back to plain torch, which is slower: {absence()}.", stacklevel=2)
+        warnings.warn(f"torchlml falls back to pure PyTorch, which is slower: {absence()}.", stacklevel=2)
         return
     _library = library
 
@@ -104,7 +104,7 @@ def _repair() -> str:
     """The command that reinstalls torchlml from its origin: a folder, an archive, or an index."""
     try:
         came_from = metadata.distribution("torchlml").read_text("direct_url.json")
-    except metadata.PackageNotFoundError:  # run from a folder of sources
+    except metadata.PackageNotFoundError:  # running from a source directory
         return "python setup.py build_ext --inplace"
     source, editable = "torchlml", ""
     if came_from is not None:
@@ -113,7 +113,7 @@ def _repair() -> str:
         if source.startswith("file:"):
             source = url2pathname(urlparse(source).path)
         editable = "--editable " if origin.get("dir_info", {}).get("editable") else ""
-    # Not from the cache: there pip keeps the wheel without a kernel that it has built before.
+    # Bypass the cache, in which pip may have stored a wheel without the kernel.
     return f"pip install --force-reinstall --no-deps --no-cache-dir {editable}{source}"
 
 
@@ -124,7 +124,7 @@ def warn_of_absence() -> None:
         return
     _warned = True
     warnings.warn(
-        f"torchlml computes in plain torch, several times slower than with its compiled kernel: {absence()}.",
+        f"torchlml uses pure PyTorch, several times slower than with its compiled kernel: {absence()}.",
         stacklevel=3,
     )
 
@@ -134,6 +134,6 @@ def instruction_set() -> str | None:
     return None if _library is None else _library.torchlml_instruction_set().decode()
 
 
-# Before any operator is defined: an import that fails later than that cannot be tried again.
+# Check before any operator is defined: an import that fails later than that cannot be retried.
 check_torch(str(torch.__version__))
 requested()

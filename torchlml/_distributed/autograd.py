@@ -1,8 +1,7 @@
 """The projection and its loss on rows whose labels are sharded across processes, with their derivatives.
 
-The arguments are canonical, see `_torch/careful.py`; every process has its own columns of the same rows. A
-result is the part that belongs to the labels of this process, or one number per row that is the same on all
-processes.
+The arguments are canonical (see `_torch/careful.py`); every process has its own columns of the same rows. A
+result is the part for the labels of this process, or one number per row that is the same on all processes.
 """
 
 from __future__ import annotations
@@ -48,7 +47,7 @@ class SolvedPart:
         return torch.where(self.live & ~self.solution.free.unsqueeze(-1), share.to(self.values.dtype), 0)
 
     def finish(self, dx: Tensor, dk: Tensor, x: Tensor) -> tuple[Tensor, Tensor]:
-        """The gradients in the dtype of x, with those of rows without an ordinary solution."""
+        """Convert the gradients to the dtype of x and fill in those of rows without an ordinary solution."""
         dk = torch.where(self.solution.free, 0, dk)
         return careful.finish(dx, dk, x, self.solution.nu, self.rows)
 
@@ -67,7 +66,7 @@ def _solve(
 
 
 def _check_first_derivative() -> None:
-    """Raise in a backward pass with a graph; `once_differentiable` would silently return one without."""
+    """Raise in a backward pass with create_graph; `once_differentiable` would silently drop the graph."""
     if wants_graph():
         raise NotImplementedError("With `group`, a derivative of the derivative is not supported.")
 
@@ -80,7 +79,7 @@ class _Formula(NamedTuple):
 
 
 def project(name: str, x: Tensor, k: Tensor, mask: Tensor | None, split: LabelSplit) -> Tensor:
-    """`lml` or `log_lml` of the labels of this process, or `lml_dual` of each row, by name."""
+    """Compute `lml` or `log_lml` of the labels of this process, or `lml_dual` of each row, by name."""
     return _Project.apply(_FORMULAS[name], x, k, mask, split)
 
 
@@ -174,7 +173,7 @@ class _Loss(torch.autograd.Function):
         counts = weight != 0
         finite = counts & entry.isfinite()
         labels = FiniteLabels(row[finite], entry[finite], weight[finite])
-        # The loss of labels at infinite entries follows from the row: 0, infinite, or log k/p.
+        # The loss of labels at infinite entries depends only on the row: 0, infinite, or log k/p.
         behind_mask = torch.zeros_like(counts) if mask is None else ~mask[row, place]
         kinds = (
             torch.ones_like(counts),

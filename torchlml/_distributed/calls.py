@@ -1,6 +1,6 @@
 """The functions of the library with a `group` or with DTensors.
 
-Each function takes the local part of DTensors, checks that all processes pass matching arguments, computes,
+Each function unwraps the local parts of DTensors, checks that all processes pass matching arguments, computes
 and wraps the result. A DTensor whose labels are not sharded needs no group: its rows are computed locally.
 """
 
@@ -40,7 +40,7 @@ def project(
     bound: Bound,
     group: Group | None,
 ) -> Tensor:
-    """`lml`, `log_lml` or `lml_dual` by name."""
+    """Compute `lml`, `log_lml` or `lml_dual`, by name."""
     layout: Layout | None = None
     if isinstance(x, DTensor):
         layout = read_layout(x, dim, group)
@@ -75,7 +75,7 @@ def lml_loss(
     settings: LossSettings,
     group: Group | None,
 ) -> Tensor:
-    """`lml_loss`."""
+    """Compute `lml_loss`."""
     layout: Layout | None = None
     if isinstance(logits, DTensor):
         layout = read_layout(logits, -1, group, "logits")
@@ -103,7 +103,7 @@ def lml_loss(
             )
         observed = read_target(c, target, weight, settings.ignore_index, agreement.split)
         losses, number = autograd.row_losses(c.x, c.k, c.mask, observed.own(), agreement.split)
-        # k and the number of labels are the same on all processes, and so is the outcome.
+        # k and the number of labels are the same on all processes, so all take the same branch.
         if has_zero(c.k, settings.bound):
             check_labeled_k(c.k, number > 0)
         if settings.label_reduction == "mean":
@@ -128,7 +128,7 @@ def linear_lml_loss(
     memory_limit: int,
     group: Group | None,
 ) -> Tensor:
-    """`linear_lml_loss`."""
+    """Compute `linear_lml_loss`."""
     if not isinstance(linear_weight, DTensor) and not isinstance(input, DTensor):
         return _linear(input, linear_weight, linear_bias, target, k, weight, settings, memory_limit, group)
     layout = read_linear_layout(input, linear_weight, group)
@@ -165,7 +165,7 @@ def _linear(
     memory_limit: int,
     group: Group | None,
 ) -> Tensor:
-    """The loss of local tensors."""
+    """Compute the loss of local tensors."""
     if group is None:
         return rule.linear_lml_loss(
             input, linear_weight, linear_bias, target, k, weight, settings, memory_limit
@@ -177,12 +177,12 @@ def _linear(
         c = logits_like(input, n)
         wide_k = check_k(k, input.shape[:-1], None, input.device, "input")
         same = _matching(settings) | {"memory_limit": memory_limit, "in_features": input.shape[-1]}
-        # The gradient of the input is summed over all processes if it is computed.
+        # The gradient of the input is summed over all processes if it is requested.
         same |= {"gradient of the input": torch.is_grad_enabled() and input.requires_grad}
         same |= check_target(c, target, weight, settings.ignore_index)
         agreement.tell("linear_lml_loss", input, k, settings.bound, rows=c.row_shape, labels=n, same=same)
     observed = read_target(c, target, weight, settings.ignore_index, agreement.split)
-    # k is the same on all processes, so all of them take part in the round of `has_label`, or none.
+    # k is the same on all processes, so either all or none of them take part in the round of `has_label`.
     if has_zero(wide_k, settings.bound):
         check_labeled_k(wide_k, observed.has_label())
     mean = settings.reduction == "mean"
@@ -199,7 +199,7 @@ def _linear(
 
 @dataclass(frozen=True)
 class _ShardedRowLoss:
-    """The LML loss as a row loss of `chunked_linear`, a few rounds for each chunk."""
+    """The LML loss as a row loss of `chunked_linear`, with a few communication rounds per chunk."""
 
     target: ShardedTarget
     mean_over_labels: bool
@@ -231,9 +231,9 @@ def rank(
     group: Group | None,
     check: Callable[[Canonical], None] | None,
 ) -> tuple[Canonical, Rows, Tensor]:
-    """The local scores of a metric, the rows they belong to, and a bool for each that is an observed label.
+    """Return the local scores of a metric, their rows, and whether each score belongs to an observed label.
 
-    `check` raises on invalid other arguments of the metric; it does so on every process if it does on one.
+    `check` validates the other arguments of the metric. If it raises on one process, all processes raise.
     """
     if isinstance(preds, DTensor):
         layout = read_layout(preds, -1, group, "preds")
@@ -267,4 +267,4 @@ def _matching(settings: LossSettings) -> dict[str, Any]:
 
 def _check_no_offsets(offsets: Tensor | None) -> None:
     if offsets is not None:
-        raise ValueError("`offsets` is not accepted if rows are sharded across processes: pass dense rows.")
+        raise ValueError("`offsets` must be None if rows are sharded across processes; pass dense rows.")

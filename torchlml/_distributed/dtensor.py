@@ -1,8 +1,8 @@
-"""DTensors in, DTensors out: the local part of every argument, and the DTensor of a local result.
+"""Conversion between DTensors and local tensors: the local part of every argument, and wrapped results.
 
-A DTensor may be sharded over its labels on one dimension of its mesh, and over rows, or replicated, on the
-others. Plain tensors next to it are local already: they have the rows of this process, and masks and
-multi-hots have its labels.
+A DTensor may be sharded over its labels on one dimension of its mesh, and sharded over rows or replicated on
+the others. Plain tensors passed along with it are local already: they have the rows of this process, and
+masks and multi-hots have its labels.
 """
 
 from __future__ import annotations
@@ -31,17 +31,17 @@ class Layout(NamedTuple):
 
     @property
     def group(self) -> dist.ProcessGroup | None:
-        """The processes that the labels are sharded across, None if they are not."""
+        """The processes that the labels are sharded across, or None if they are not sharded."""
         return None if self.labels is None else self.mesh.get_group(self.labels)
 
     @property
     def row_shape(self) -> torch.Size:
-        """The shape of one number per row."""
+        """The shape of a tensor with one number per row."""
         return self.shape[: self.dim] + self.shape[self.dim + 1 :]
 
     @property
     def row_placements(self) -> tuple[Any, ...]:
-        """The placements of one number per row."""
+        """The placements of a tensor with one number per row."""
         return tuple(
             Shard(place.dim - (place.dim > self.dim))
             if isinstance(place, Shard) and place.dim != self.dim
@@ -67,21 +67,21 @@ class Layout(NamedTuple):
         return self.entries(t) if is_multi_hot(t) else self._broadcast(t, self.row_placements, t.shape)
 
     def local(self, t: Any, placements: Any) -> Any:
-        """The local part of a DTensor, whose gradient is summed over all processes that share the rows."""
+        """The local part of a DTensor; its gradient is summed over all processes that share the rows."""
         if not isinstance(t, DTensor):
             return t
         return _to_local(t, self.mesh, placements, self.row_placements)
 
     def wrap(self, t: Tensor) -> DTensor:
-        """The DTensor of local entries."""
+        """Wrap local entries as a DTensor."""
         return self._wrap(t, self.placements, self.shape)
 
     def wrap_rows(self, t: Tensor) -> DTensor:
-        """The DTensor of one number per local row, replicated where the labels are sharded."""
+        """Wrap one number per local row as a DTensor, replicated across the processes that share labels."""
         return self._wrap(t, self.row_placements, self.row_shape)
 
     def reduce(self, losses: Tensor, has_label: Tensor, reduction: Reduction) -> DTensor:
-        """The reduced losses of all rows, from those of the local rows."""
+        """Reduce the losses of all rows, given those of the local rows."""
         if reduction == "none":
             return self.wrap_rows(losses)
         labeled = self.wrap_rows(has_label.to(losses.dtype)).sum() if reduction == "mean" else 1
@@ -89,7 +89,7 @@ class Layout(NamedTuple):
         return total.redistribute(self.mesh, [Replicate()] * self.mesh.ndim)
 
     def reduce_sum(self, total: Tensor, has_label: Tensor | None) -> DTensor:
-        """The sum of a sum over local rows, or the mean over all rows that have a label."""
+        """Sum a local total over all processes; with `has_label`, divide by the number of labeled rows."""
         result = self._sum_over_rows(total)
         if has_label is None:
             return result
@@ -112,7 +112,7 @@ class Layout(NamedTuple):
         places = []
         for place in placements:
             dim = place.dim - (len(shape) - t.dim()) if isinstance(place, Shard) else -1
-            # A dimension that broadcasts is not sharded. Size 1 does not broadcast if the shape has it too.
+            # A dimension that broadcasts is not sharded. Size 1 only broadcasts to other sizes.
             sharded = dim >= 0 and t.shape[dim] == shape[place.dim]
             places.append(Shard(dim) if sharded else Replicate())
         return _to_local(t, self.mesh, places, placements)
@@ -129,7 +129,7 @@ def read_layout(x: DTensor, dim: int, group: Any, name: str = "x") -> Layout:
     """Check the placements of a DTensor whose dimension `dim` has the labels; a `group` raises an error."""
     if group is not None:
         raise ValueError(
-            "`group` must not be given with a DTensor, whose mesh says how the labels are sharded."
+            "`group` must be None with a DTensor, whose mesh defines how the labels are sharded."
         )
     dim %= x.dim()
     split = []
@@ -137,7 +137,7 @@ def read_layout(x: DTensor, dim: int, group: Any, name: str = "x") -> Layout:
         if type(place) not in (Shard, Replicate):
             raise ValueError(
                 f"`{name}` must be Shard or Replicate on every dimension of its mesh, but its placements are "
-                f"{x.placements}: redistribute it first."
+                f"{x.placements}; redistribute it first."
             )
         if isinstance(place, Shard) and place.dim == dim:
             split.append(i)
@@ -150,7 +150,7 @@ def read_layout(x: DTensor, dim: int, group: Any, name: str = "x") -> Layout:
 
 
 def read_linear_layout(input: Any, linear_weight: Any, group: Any) -> Layout:
-    """The layout of the logits of a linear layer whose weight (n, d) is a DTensor.
+    """Return the layout of the logits of a linear layer whose weight (n, d) is a DTensor.
 
     A plain input has the rows of this process. A DTensor may be sharded over rows, by dimensions of the mesh
     that do not shard the labels; other placements are redistributed.
@@ -179,7 +179,7 @@ def read_linear_layout(input: Any, linear_weight: Any, group: Any) -> Layout:
 
 
 def _to_local(t: DTensor, mesh: DeviceMesh, placements: Any, rows: Any) -> Tensor:
-    """The local part; its gradient is summed over processes that have other rows but the same part."""
+    """Return the local part; its gradient is summed over processes with other rows but the same part."""
     gradient = [
         Partial() if isinstance(row, Shard) and not isinstance(place, Shard) else place
         for place, row in zip(placements, rows, strict=True)

@@ -1,7 +1,7 @@
-"""Groups of processes that hold the labels of the same rows: their collectives, and matching arguments.
+"""Groups of processes that share the labels of the same rows: collectives, and checks of their arguments.
 
-All decisions follow from gathered numbers, which are added in the order of the ranks. All processes therefore
-have the same bits and take the same branches.
+All decisions depend only on gathered numbers, which are added in rank order. All processes therefore compute
+identical bits and take the same branches.
 """
 
 from __future__ import annotations
@@ -20,32 +20,32 @@ from torchlml._arguments import autocasts
 from torchlml._autograd.rule import is_plain
 
 Group = dist.ProcessGroup | DeviceMesh
-# The first message has a fixed size, because a message of an unexpected size may hang.
+# The first message has a fixed size, because messages of mismatched sizes may hang.
 _BYTES = 2048
-# The name since torch 2.13.
+# Renamed in torch 2.13.
 _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 
 
 class LabelGroup(NamedTuple):
-    """The processes that the labels are sharded across: consecutive labels each, in rank order."""
+    """The processes that the labels are sharded across: each has consecutive labels, in rank order."""
 
     handle: dist.ProcessGroup
     rank: int
     size: int
 
     def gather(self, part: Tensor) -> Tensor:
-        """The parts of all processes, (P, ...): one round."""
+        """Gather the parts of all processes, (P, ...), in one round."""
         part = part.contiguous()
         parts = part.new_empty((self.size, *part.shape))
         _all_gather(parts.flatten(0, 1) if part.dim() else parts, part, group=self.handle)
         return parts
 
     def sum(self, part: Tensor) -> Tensor:
-        """The sum over all processes, the same bits on each: one round."""
+        """Sum over all processes in one round; the result has identical bits on each."""
         return add_up(self.gather(part))
 
     def all_reduce(self, part: Tensor) -> Tensor:
-        """The sum in place, for tensors that are too large to be gathered: the gradient of a common input."""
+        """Sum in place, for tensors that are too large to gather, such as the gradient of a shared input."""
         dist.all_reduce(part, group=self.handle)
         return part
 
@@ -88,8 +88,8 @@ def label_group(group: Any) -> LabelGroup:
     if isinstance(group, DeviceMesh):
         if group.ndim != 1:
             raise ValueError(
-                "`group` must be a DeviceMesh of one dimension, that of the labels, but it has "
-                f'{group.ndim}: pass one of them, as in `mesh["labels"]`.'
+                "`group` must be a one-dimensional DeviceMesh, that of the labels, but it has "
+                f'{group.ndim} dimensions; pass one of them, as in `mesh["labels"]`.'
             )
         group = group.get_group()
     if not isinstance(group, dist.ProcessGroup):
@@ -111,7 +111,7 @@ class Agreement:
         nu = solve(..., agreement.split)
 
     Args:
-        group: as the caller passed it.
+        group: the `group` argument of the caller.
         x: a tensor on the device that messages are sent from.
 
     An exception inside the `with` block is raised on every process. Arguments that differ raise an error.
@@ -121,7 +121,7 @@ class Agreement:
 
     def __init__(self, group: Any, x: Any) -> None:
         self.group = label_group(group)
-        # A meta tensor cannot carry a message, and the other processes would wait for it.
+        # A meta tensor cannot carry a message, and the other processes would wait forever.
         carries = isinstance(x, Tensor) and x.device.type != "meta"
         self._device = x.device if carries else torch.device("cpu")
         self._told: dict[str, Any] = {}
@@ -147,7 +147,7 @@ class Agreement:
             rows: the shape of the rows.
             labels: the number of labels of this process.
             masked: whether some of them are masked, so that k may exceed their number.
-            same: other values that must match, by the name that an error message gives them.
+            same: other values that must match, keyed by their names in error messages.
         """
         if not is_plain():  # results would be silently wrong
             raise NotImplementedError(

@@ -1,9 +1,9 @@
 """The entries of two neighboring ranks in rows that are sharded across processes.
 
-Each process sorts its part and proposes 128 of its entries, evenly spaced by rank, with their ranks. All
-proposals together bound the rank of each in the whole row, and so a window that contains the wanted entries.
-Every round shrinks the window by a factor of 30 or more, for any entries. Once every process can propose all
-of its entries in the window, the answer is exact.
+Each process sorts its part and proposes 128 of its entries, evenly spaced by rank, together with their ranks.
+The proposals of all processes bound the rank of each proposed entry in the whole row, and therefore give a
+window that contains the wanted entries. Every round shrinks the window by a factor of 30 or more, regardless
+of the values. Once every process can propose all of its entries in the window, the result is exact.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from torch import Tensor
 from torchlml._distributed.group import LabelGroup, add_up
 
 PROPOSALS = 128
-# Entries this close need not be known exactly: iteration solves the rest.
+# Entries this close need not be determined exactly: the iteration handles the rest.
 _CLOSE = 1.0
 
 
@@ -47,9 +47,9 @@ def select(x: Tensor, upper_rank: Tensor, lower_rank: Tensor, group: LabelGroup)
 
 
 def _propose(x: Tensor, ascending: Tensor, first: Tensor, last: Tensor) -> Tensor:
-    """(R, 3, 128): entries of the window, evenly spaced by rank, and how many in it are greater, or not less.
+    """Propose (R, 3, 128): entries evenly spaced by rank, and how many in the window are > and >= each.
 
-    A shorter window repeats its last entry; an empty one gives -inf, 0 and 0.
+    A window of fewer entries repeats its last one; an empty window gives -inf, 0 and 0.
     """
     if x.shape[1] == 0:
         nothing = x.new_full((x.shape[0], PROPOSALS), -torch.inf)
@@ -67,8 +67,8 @@ def _propose(x: Tensor, ascending: Tensor, first: Tensor, last: Tensor) -> Tenso
 def _limits(proposals: Tensor, upper_rank: Tensor, lower_rank: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """Bounds of two entries of the window from the proposals (P, R, 3, 128), and whether they are exact."""
     values, greater, not_less = proposals.unbind(2)
-    # In the order of all proposals, each adds to the number of entries that are known not to be less than it,
-    # and to the number that may be greater than the next one.
+    # In sorted order, each proposal adds to the number of entries that are known to be >= it, and to the
+    # number of entries that may be > the next proposal.
     end = not_less[..., -1:]
     at_least = torch.diff(not_less, prepend=torch.zeros_like(end))
     at_most = torch.diff(greater, append=end)

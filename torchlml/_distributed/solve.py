@@ -1,10 +1,10 @@
 """The dual variable nu of rows whose labels are sharded across processes.
 
 1. Survey, one round. Every process solves its own part with the compiled kernel, for its share k n_p / n of
-   k. The shares add up to k, so the root lies between the smallest and the largest of these nu. If the parts
-   are similar, all of them are close to it. The Taylor series of all parts give a first estimate.
+   k. The shares sum to k, so the root lies between the smallest and the largest of these nu. If the parts are
+   similar, all of them are close to it. The Taylor series of all parts give an initial estimate.
 2. Evaluations, one round each: the sums of `sums.py` at one point, or at several if the interval is wide,
-   until a point is so close to the root that the Taylor series there gives the root to rounding.
+   until a point is so close to the root that its Taylor series gives the root to machine precision.
 3. For rows with a wide interval, or a wide gap between logits at the threshold, `selection.py` first finds
    the entries at the threshold in a few rounds. In a gap wider than 80 the solution has a closed form.
 """
@@ -23,10 +23,10 @@ from torchlml._distributed.selection import select
 from torchlml._distributed.sums import FiniteLabels, evaluate, evaluate_labels
 from torchlml._solve.newton import order_offsets
 
-# Selection handles wider intervals, and thresholds further from every entry.
+# Selection handles intervals wider than this, and thresholds further than this from every entry.
 _WIDE = 150.0
 _GAP = 80.0
-# The local roots, and so the ends of the interval, are exact only to the rounding of their dtype.
+# The local roots, which bound the interval, are exact only up to the rounding of their dtype.
 _MARGIN = 1e-3
 # The largest distance for the Taylor series: the fifth order is then below the precision of the dtype.
 _NEAR = {torch.float32: 0.03, torch.float64: 1e-3}
@@ -36,17 +36,17 @@ _FEW_WIDTH = 10.0
 
 
 class LocalPart(NamedTuple):
-    """The columns of this process: entries in the work dtype, -inf where absent, and the labels."""
+    """The columns of this process: entries in the work dtype, -inf if absent, and the labels."""
 
     x: Tensor
     k: Tensor  # (R,), float64
-    fraction: float  # of all labels
+    fraction: float  # the fraction of all labels
     labels: FiniteLabels | None  # those at finite entries
-    marks: Tensor | None = None  # (R, c), numbers that the survey sums over the processes
+    marks: Tensor | None = None  # (R, c), values that the survey also sums over the processes
 
 
 class Solution(NamedTuple):
-    """The solution, which is the same on every process: one number per row each.
+    """The solution, identical on every process: one number per row each.
 
     `nu` is a pair (2, R) as in `_torch/careful.py`. `log_slope` is log sum w. `share` is y of +inf entries,
     `infinite` their number. `free` marks rows that satisfy a bound with nu = 0, which is then constant.
@@ -66,7 +66,7 @@ class Solution(NamedTuple):
 
 class _Survey(NamedTuple):
     ordinary: Tensor
-    special: Tensor  # nu of the others
+    special: Tensor  # nu of the other rows
     infinite: Tensor
     available: Tensor
     nearest: Tensor
@@ -75,7 +75,7 @@ class _Survey(NamedTuple):
     low: Tensor
     high: Tensor
     estimate: Tensor
-    width: Tensor  # of the interval, infinite if no local root is finite
+    width: Tensor  # of the interval; infinite if no local root is finite
     marks: Tensor
 
 
@@ -104,7 +104,7 @@ def solve(part: LocalPart, group: LabelGroup, bound: str) -> Solution:
         easy = torch.cat([easy, hard[found.gap <= _GAP]]).sort().values
     _iterate(part, state, easy, low, high, estimate, width, group)
     if part.labels is not None:
-        # The labels of rows without an iteration are not evaluated yet: in a closed gap, or if free.
+        # The labels of rows that were not iterated (in a closed-form gap, or free) are not evaluated yet.
         rest = torch.cat([closed, free.nonzero().flatten()]).sort().values
         if rest.numel():
             _label_round(part, state, rest, group)
@@ -116,7 +116,7 @@ def solve(part: LocalPart, group: LabelGroup, bound: str) -> Solution:
 
 
 class _State:
-    """Results that rows receive in different steps; nu = base + shift."""
+    """The results, which rows receive in different steps; nu = base + shift."""
 
     def __init__(self, rows: int, like: Tensor) -> None:
         zeros = torch.zeros(5, rows, dtype=torch.float64, device=like.device)
@@ -147,7 +147,7 @@ def _survey(part: LocalPart, group: LabelGroup, bound: str) -> _Survey:
         column + float(labels > 0),
         *local.unbind(-1),
     ]
-    if bound != "exactly":  # another pass over the entries, which only a bound needs
+    if bound != "exactly":  # an extra pass over the entries that only a bound needs
         zero = evaluate(x, torch.zeros_like(column), torch.zeros_like(root[1:]))[0]
         message += zero[:, : sums.DP].unbind(-1)
     marks = column[:, None][:, :0] if part.marks is None else part.marks
@@ -159,7 +159,7 @@ def _survey(part: LocalPart, group: LabelGroup, bound: str) -> _Survey:
     largest, smallest = parts[..., 3].amax(0), parts[..., 4].amin(0)
     hi, lo, here = parts[..., 5], parts[..., 6], parts[..., 8] > 0
     known = here & hi.isfinite()
-    # Roots are relative to that of the first process with a finite one.
+    # Roots are stored relative to that of the first process with a finite root.
     first = known.to(torch.int8).argmax(0, keepdim=True)
     base = torch.where(known.any(0), hi.gather(0, first).squeeze(0), -(largest / 2 + smallest / 2))
     base = torch.where(base.isfinite(), base, 0)
@@ -195,7 +195,7 @@ def _survey(part: LocalPart, group: LabelGroup, bound: str) -> _Survey:
 def _estimate(
     parts: Tensor, known: Tensor, place: Tensor, available: Tensor, k: Tensor, low: Tensor, high: Tensor
 ) -> Tensor:
-    """The point at which the Taylor series of all parts, each around its own root, add up to k."""
+    """Estimate the point at which the Taylor series of all parts, each around its own root, sum to k."""
     up, down, above, dp, dq, d2, d3, d4 = parts.unbind(-1)
     slope = torch.where(known, dp + dq, 0)
     place = torch.where(known, place, 0)
@@ -222,7 +222,7 @@ class _Threshold(NamedTuple):
 
 
 def _at_threshold(part: LocalPart, s: _Survey, rows: Tensor, group: LabelGroup) -> _Threshold:
-    """The entries around the threshold, and the interval that follows from them."""
+    """Find the entries around the threshold, and the interval that they imply."""
     k, m = (part.k - s.infinite)[rows], (s.available - s.infinite)[rows]
     upper, lower = select(part.x[rows], k.ceil().long(), (k.floor() + 1).long(), group)
     below, above = order_offsets(k, m)
@@ -232,9 +232,9 @@ def _at_threshold(part: LocalPart, s: _Survey, rows: Tensor, group: LabelGroup) 
 
 
 def _close(part: LocalPart, state: _State, rows: Tensor, found: _Threshold, group: LabelGroup) -> None:
-    """nu in a gap, where S - k = P e^nu - Q e^-nu to rounding: one round for P and Q.
+    """Compute nu in a gap, where S - k = P e^nu - Q e^-nu to machine precision: one round for P and Q.
 
-    Only an integer k has its threshold in a gap, with k entries above it.
+    Only an integer k can have its threshold in a gap, with k entries above it.
     """
     upper, lower = found.upper[found.gap > _GAP], found.lower[found.gap > _GAP]
     p, q = group.sum(sums.gap_sums(part.x[rows], upper, lower)).unbind(-1)
@@ -244,7 +244,7 @@ def _close(part: LocalPart, state: _State, rows: Tensor, found: _Threshold, grou
 
 
 def _label_round(part: LocalPart, state: _State, rows: Tensor, group: LabelGroup) -> None:
-    """The label sums of rows whose nu is known: one round."""
+    """Compute the label sums of rows whose nu is known: one round."""
     assert part.labels is not None
     labels = part.labels.of(rows, part.k.shape[0])
     found = group.sum(evaluate_labels(labels, state.base[rows], state.shift[None, rows])[0])
@@ -261,7 +261,7 @@ def _iterate(
     width: Tensor,
     group: LabelGroup,
 ) -> None:
-    """Evaluate until every row has a point near its root, one round each; results go into `state`."""
+    """Evaluate, one round at a time, until every row has a point near its root; store results in `state`."""
     near = _NEAR[part.x.dtype]
     points = _first_points(low[rows], high[rows], estimate[rows], width[rows])
     low, high = low[rows], high[rows]
@@ -272,7 +272,7 @@ def _iterate(
         own = [evaluate(x, base, points)]
         if part.labels is not None:
             own.append(evaluate_labels(part.labels.of(rows, part.k.shape[0]), base, points))
-        # The points are part of the message, so that all processes continue from the same bits.
+        # Send the points too, so that all processes continue from identical bits.
         parts = group.gather(torch.cat([*own, points[..., None]], -1))
         total, points = add_up(parts[..., :-1]), parts[0, ..., -1]
         r = (total[..., sums.UP] - k) + (total[..., sums.P] - total[..., sums.Q])
@@ -289,7 +289,7 @@ def _iterate(
 
 
 def _finish(state: _State, rows: Tensor, total: Tensor, points: Tensor, r: Tensor, best: Tensor) -> None:
-    """The root and everything that depends on it, by the Taylor series from the nearest point."""
+    """Compute the root and everything that depends on it, by the Taylor series at the nearest point."""
     t = total.gather(0, best[..., None].expand(1, -1, total.shape[-1]))[0]
     r, point = r.gather(0, best)[0], points.gather(0, best)[0]
     slope, d2, d3, d4 = t[:, sums.DP] + t[:, sums.DQ], t[:, sums.D2], t[:, sums.D3], t[:, sums.D4]
@@ -303,7 +303,7 @@ def _finish(state: _State, rows: Tensor, total: Tensor, points: Tensor, r: Tenso
 
 
 def _taylor_root(r: Tensor, slope: Tensor, d2: Tensor, d3: Tensor, d4: Tensor) -> Tensor:
-    """The step to the root of the series; only with operations that give the same bits on all machines."""
+    """The step to the root of the series, using only operations that are bitwise reproducible everywhere."""
     step = torch.where(r == 0, 0, -r / slope)
     for _ in range(3):
         value = r + step * (slope + step / 2 * (d2 + step / 3 * (d3 + step / 4 * d4)))
@@ -313,7 +313,7 @@ def _taylor_root(r: Tensor, slope: Tensor, d2: Tensor, d3: Tensor, d4: Tensor) -
 
 
 def _first_points(low: Tensor, high: Tensor, estimate: Tensor, width: Tensor) -> Tensor:
-    """(D, R): one point if all estimates must be good, several if some may not be."""
+    """(D, R): one point if every row has a good estimate, several otherwise."""
     widest = float(width.amax()) if width.numel() else 0.0
     if widest <= 0.3:
         return estimate[None]
@@ -335,9 +335,9 @@ def _evenly(low: Tensor, high: Tensor, number: int) -> Tensor:
 def _next_points(
     total: Tensor, points: Tensor, r: Tensor, slope: Tensor, low: Tensor, high: Tensor, k: Tensor, number: int
 ) -> Tensor:
-    """The next points: from the points closest to the root on both sides, and between them."""
+    """The next points: Newton steps from the closest points on both sides of the root, and points between."""
     series = points + _taylor_root(r, slope, total[..., sums.D2], total[..., sums.D3], total[..., sums.D4])
-    # Newton's step on the logarithm of a ratio, as in `_solve/newton.py`, which also works in a gap.
+    # Newton's step on the logarithm of a ratio, as in `_solve/newton.py`; it also works in a gap.
     c = total[..., sums.UP] - k
     a = total[..., sums.P] + c.clamp(min=0)
     b = total[..., sums.Q] + (-c).clamp(min=0)
@@ -355,6 +355,6 @@ def _next_points(
 
 
 def _pair(base: Tensor, shift: Tensor, dtype: torch.dtype) -> Tensor:
-    """base + shift as (hi, lo) in the dtype of the entries, without rounding."""
+    """Split base + shift exactly into (hi, lo) in the dtype of the entries."""
     hi = (base + shift).to(dtype)
     return torch.stack([hi, ((base - hi.double()) + shift).to(dtype)])

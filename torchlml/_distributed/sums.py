@@ -1,8 +1,8 @@
-"""Sums of a process over its own labels: numbers per row, in float64 for every dtype of the logits.
+"""Sums of a process over its own labels: numbers per row, always in float64.
 
 An entry counts as its nearer integer plus or minus t = sigmoid(-|z|), as in `_solve/newton.py`. The sums
-include derivatives of S(nu) = sum sigmoid(x + nu): from one evaluation near the root, the root and everything
-that depends on it follow by Taylor series without another round.
+include derivatives of S(nu) = sum sigmoid(x + nu). From one evaluation near the root, Taylor series therefore
+give the root and everything that depends on it without another round.
 """
 
 from __future__ import annotations
@@ -13,10 +13,10 @@ import torch
 from torch import Tensor
 from torch.nn.functional import softplus
 
-# Small enough for the cache, and too small for torch to split a block over threads.
+# Small enough for the cache, and too small for torch to split across threads.
 _BLOCK_ON_CPU = 2**15
 _BLOCK = 2**24
-# Beyond it e^-|z| is negligible in a row whose nearest entry is within 150 of the threshold.
+# Beyond this, e^-|z| is negligible in a row whose nearest entry is within 150 of the threshold.
 _FAR = 500.0
 
 UP, P, Q, DP, DQ, D2, D3, D4 = range(8)
@@ -33,7 +33,7 @@ class FiniteLabels(NamedTuple):
     weight: Tensor
 
     def of(self, rows: Tensor, count: int) -> FiniteLabels:
-        """The labels of the selected rows, which are renumbered."""
+        """Return the labels of the selected rows, which are renumbered."""
         number = torch.full((count,), -1, dtype=torch.int64, device=rows.device)
         number[rows] = torch.arange(rows.numel(), device=rows.device)
         found = number[self.row]
@@ -42,16 +42,16 @@ class FiniteLabels(NamedTuple):
 
 
 def evaluate(x: Tensor, base: Tensor, shift: Tensor) -> Tensor:
-    """The sums at nu = base + shift.
+    """Compute the sums at nu = base + shift.
 
     Args:
-        x: (R, n), -inf where an entry is absent.
+        x: (R, n), -inf for absent entries.
         base: (R,), float64.
-        shift: (D, R), float64: D points at once.
+        shift: (D, R), float64; D points are evaluated at once.
 
     Returns:
-        (D, R, 8): the number of z above 0; the sums of t at z <= 0 and at z > 0, and their slopes; the
-        second, third and fourth derivative of S.
+        (D, R, 8): the number of entries with z > 0; the sums of t over z <= 0 and over z > 0, and their
+        slopes; the second, third and fourth derivative of S.
     """
     points, (rows, labels) = shift.shape[0], x.shape
     total = torch.zeros(points, rows, SUMS, dtype=torch.float64, device=x.device)
@@ -68,7 +68,7 @@ def evaluate(x: Tensor, base: Tensor, shift: Tensor) -> Tensor:
 
 
 def _block_sums(v: Tensor) -> Tensor:
-    """The eight sums over each row of a block, v = e^-z."""
+    """Compute the eight sums over each row of a block; v = e^-z."""
     y = 1 / (1 + v)
     not_y = v * y
     up = v < 1
@@ -97,7 +97,7 @@ def evaluate_labels(labels: FiniteLabels, base: Tensor, shift: Tensor) -> Tensor
     z = (labels.x.double() + base[labels.row]) + shift[:, labels.row]
     y, not_y = torch.sigmoid(z), torch.sigmoid(-z)
     w = y * not_y
-    # Above the threshold softplus is the identity: e^-40 is below the precision of float64.
+    # softplus is the identity above this threshold: e^-40 is below the precision of float64.
     parts = (softplus(-z, threshold=40), not_y, w, w * (not_y - y), w * (1 - 6 * w))
     found = torch.stack([labels.weight * part for part in parts], dim=-1)
     total = torch.zeros(points, rows, LABEL_SUMS, dtype=torch.float64, device=z.device)
@@ -105,7 +105,7 @@ def evaluate_labels(labels: FiniteLabels, base: Tensor, shift: Tensor) -> Tensor
 
 
 def gap_sums(x: Tensor, upper: Tensor, lower: Tensor) -> Tensor:
-    """(R, 2): the sums of e^(x - lower) over the entries up to `lower`, of e^(upper - x) from `upper` on."""
+    """(R, 2): the sums of e^(x - lower) over entries <= lower, and of e^(upper - x) over entries >= upper."""
     z = x.double()
     below = torch.exp((z - lower[:, None]).clamp(max=0)) * (z <= lower[:, None])
     above = torch.exp((upper[:, None] - z).clamp(max=0)) * ((z >= upper[:, None]) & (z < torch.inf))

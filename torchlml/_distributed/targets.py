@@ -1,7 +1,7 @@
 """Targets of rows whose labels are sharded across processes.
 
-Class indices count the labels of all processes and are the same tensor on each of them; a multi-hot contains
-the columns of the labels of this process.
+Class indices number the labels of all processes and are the same tensor on each of them. A multi-hot contains
+the columns for the labels of this process.
 """
 
 from __future__ import annotations
@@ -26,14 +26,14 @@ class OwnLabels(NamedTuple):
 
 
 class ShardedTarget(NamedTuple):
-    """A checked target: (R, L) int64 with every label once and negative padding, or a multi-hot (R, n)."""
+    """A validated target: (R, L) int64 with unique labels and negative padding, or a multi-hot (R, n)."""
 
     rows: Tensor
-    weight: Tensor | None  # of each class of this process
+    weight: Tensor | None  # one per class of this process
     split: LabelSplit
 
     def own(self, some: slice = slice(None)) -> OwnLabels:
-        """The labels of some rows that belong to this process."""
+        """Return the labels of some rows that belong to this process."""
         rows, start = self.rows[some], self.split.start
         if rows.dtype == torch.int64:
             end = start + self.split.labels[self.split.group.rank]
@@ -54,7 +54,7 @@ class ShardedTarget(NamedTuple):
 
 
 def check_target(c: Canonical, target: Tensor, weight: Tensor | None, ignore_index: int) -> dict[str, Any]:
-    """Check the target as far as one process can; return what must match on all processes.
+    """Check the target as far as one process can; return the properties that must match on all processes.
 
     `c` describes the logits of this process.
     """
@@ -73,7 +73,7 @@ def check_target(c: Canonical, target: Tensor, weight: Tensor | None, ignore_ind
 def read_target(
     c: Canonical, target: Tensor, weight: Tensor | None, ignore_index: int, split: LabelSplit
 ) -> ShardedTarget:
-    """Read a checked target. Class indices raise the same error on every process."""
+    """Read a validated target. Invalid class indices raise the same error on every process."""
     if is_multi_hot(target):
         return ShardedTarget(target.reshape(c.x.shape[0], target.shape[-1]), weight, split)
     everything = c._replace(
@@ -87,7 +87,7 @@ def read_target(
 
 
 class ShardedRows(DenseRows):
-    """Rows of which this process has some columns; `sum` and `top` are over all columns, in 1–2 rounds."""
+    """Rows of which this process has some columns; `sum` and `top` cover all columns, in 1–2 rounds."""
 
     def __init__(self, x: Tensor, group: LabelGroup, total: int) -> None:
         super().__init__(x, differentiable=True)
@@ -95,15 +95,15 @@ class ShardedRows(DenseRows):
         self._group = group
 
     def sum(self, t: Tensor) -> Tensor:
-        """The sum over each row; of a bool, how many are True."""
+        """Sum over each row; for a bool tensor, count the True entries."""
         return self._group.sum(t.sum(-1))
 
     def top(self, x: Tensor, count: int, values: Tensor) -> tuple[Tensor, Tensor]:
-        """The `count` largest entries of each row in descending order, and the entries of `values` there."""
+        """Return the `count` largest entries of each row, descending, and the `values` at their positions."""
         largest, found = super().top(x, count, values.to(self.wide))
         largest, place = self._all_columns(largest).topk(count)
         return largest, self._all_columns(found).gather(-1, place)
 
     def _all_columns(self, own: Tensor) -> Tensor:
-        """The columns of all processes, in order."""
+        """Gather the columns of all processes, in order."""
         return self._group.gather(own.contiguous()).movedim(0, 1).flatten(1)

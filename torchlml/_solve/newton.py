@@ -10,16 +10,16 @@ t = sigmoid(-|z|), which keeps full relative accuracy:
 The slope of S is sum w with w = t (1 - t) >= t / 2, so a relative error of 1e-7 in P and Q is an error of
 2e-7 in nu, for every row.
 
-Let A = P + max(c, 0) and B = Q + max(-c, 0): the row sums to k where A = B. Newton's step on log A - log B is
+Let A = P + max(c, 0) and B = Q + max(-c, 0). The row sums to k if A = B. Newton's step on log A - log B is
 
     step = (log B - log A) / (P' / A + Q' / B).
 
-If no entry saturates, B is k and A is S, which is nearly an exponential of nu: the logarithm makes it a
-straight line. In a gap between two logits, A and B are exponentials of nu and of -nu, and one step lands in
-the middle, where Newton's method on S itself would advance by 1 per step. If a step would leave the bracket,
+If no entry saturates, B is k and A is S, which is nearly exponential in nu, so the logarithm is nearly
+linear. In a gap between two logits, A and B are exponentials of nu and of -nu, and one step reaches the
+middle, whereas Newton's method on S itself would advance by 1 per step. If a step would leave the bracket,
 the bracket is halved instead.
 
-The compiled CPU kernel does not run this code, but Halley's method (`_cpu/csrc/solve.h`).
+The compiled CPU kernel uses Halley's method instead of this code (`_cpu/csrc/solve.h`).
 """
 
 from __future__ import annotations
@@ -32,28 +32,28 @@ from torch import Tensor
 
 from torchlml._rows import Rows
 
-# Normal logits, n from 10 to 10,000, take 1 to 6 steps, the rows of the tests up to 7. A step that leaves the
-# bracket is first cut at its end, which is the root itself for ties and k = 1; later the bracket is halved
-# instead, and after the free steps every second step halves it, so that the worst row is bounded too.
+# Normally distributed logits with n from 10 to 10,000 take 1 to 6 steps, the rows of the tests up to 7. A
+# step that leaves the bracket is first cut at its end, which is the root itself for ties and k = 1. Later the
+# bracket is halved instead, and after the free steps every second step halves it, to bound the worst case.
 CUT_STEPS = 4
 FREE_STEPS = 10
 MAX_STEPS = 40
-# On other devices than the CPU the loop does not test for convergence, which would synchronize: it takes as
-# many steps as the rows of the tests need, and five more.
+# On devices other than the CPU, the loop does not test for convergence, because that would synchronize. It
+# takes as many steps as the rows of the tests need, and five more.
 _UNSYNCED_STEPS = 12
 
-Limit = Callable[[Tensor, Tensor, Tensor], Tensor]  # of a step and the bracket below and above
+Limit = Callable[[Tensor, Tensor, Tensor], Tensor]  # of a step and the distances to both ends of the bracket
 
 
 def newton(x: Tensor, k: Tensor, m: Tensor, ordinary: Tensor, rows: Rows) -> Tensor:
     """Solve sum sigmoid(x + nu) = k for every row.
 
     Args:
-        x: the entries in the work dtype, -inf where not available.
+        x: the entries in the work dtype, -inf for unavailable ones.
         k: the target sums, 0-d or one per row.
-        m: how many entries of each row are available.
-        ordinary: the rows to solve, those with a finite nu; what comes back for the others means nothing.
-        rows: how `x` falls into rows.
+        m: the number of available entries of each row.
+        ordinary: the rows to solve, those with a finite nu; the results of other rows are meaningless.
+        rows: the division of `x` into rows.
 
     Returns:
         nu as a (2, R) tensor (hi, lo), nu = hi + lo, in the dtype of `x`.
@@ -69,11 +69,11 @@ def newton(x: Tensor, k: Tensor, m: Tensor, ordinary: Tensor, rows: Rows) -> Ten
 
 
 class State(NamedTuple):
-    """Where the search is: nu, how far it has moved, the bracket around it, and the best nu so far."""
+    """The state of the search: nu, its total movement, the bracket around it, and the best nu so far."""
 
     nu: Tensor
     moved: Tensor
-    below: Tensor  # how far it is from nu to the lower end of the bracket
+    below: Tensor  # the distance from nu to the lower end of the bracket
     above: Tensor
     best: Tensor
     best_error: Tensor
@@ -81,7 +81,7 @@ class State(NamedTuple):
 
 
 def begin(x: Tensor, k: Tensor, m: Tensor, ordinary: Tensor, rows: Rows) -> tuple[Tensor, State]:
-    """Half the gap between the k-th and the next logit, and the first state: nu is in the middle of them."""
+    """Half the gap between the k-th and the next logit, and the initial state, with nu in the middle."""
     upper = rows.largest(x, k.ceil().long())
     lower = rows.largest(x, k.floor().long() + 1)
     half_gap = (upper.to(rows.wide) - lower) / 2
@@ -96,13 +96,13 @@ def evaluate(s: State, x: Tensor, k: Tensor, half_gap: Tensor, rows: Rows) -> tu
     """Evaluate the residual at nu, and find the rows that have converged."""
     epsilon = torch.finfo(x.dtype).eps
     nearest = (half_gap - s.moved.abs()).abs()
-    # Only inside the gap is the nearest entry known to be the nearest; outside nothing underflows.
+    # The nearest entry is only known inside the gap; outside it nothing underflows.
     scale = torch.where(s.moved.abs() < half_gap, nearest, 0.0)
     r = residual(x, k, s.nu, scale.to(x.dtype), rows)
     error = r.value.abs() / r.slope
     # z is rounded to about epsilon |z|, so a row can stop improving before it reaches the tolerance.
     stalled = (error >= s.best_error / 2) & (s.best_error <= 16 * epsilon * (1 + nearest))
-    # A row is left alone once it has settled, so that it does not depend on how long the others take.
+    # Do not change a settled row, so that its result does not depend on how long the others take.
     better = (error < s.best_error) & ~s.settled
     best, best_error = torch.where(better, s.nu, s.best), torch.where(better, error, s.best_error)
     settled = s.settled | stalled | (best_error <= 2 * epsilon * (1 + scale))
@@ -110,8 +110,8 @@ def evaluate(s: State, x: Tensor, k: Tensor, half_gap: Tensor, rows: Rows) -> tu
 
 
 def move(s: State, r: Residual, limit: Limit) -> State:
-    """Take Newton's step, as far as the limit lets it go."""
-    # nu itself is now one end of the bracket.
+    """Take Newton's step, as far as `limit` allows."""
+    # nu itself becomes one end of the bracket.
     below = torch.where(r.value < 0, 0.0, s.below)
     above = torch.where(r.value > 0, 0.0, s.above)
     step = limit(log_ratio_step(r), below, above)
@@ -120,18 +120,18 @@ def move(s: State, r: Residual, limit: Limit) -> State:
 
 
 def cut(step: Tensor, below: Tensor, above: Tensor) -> Tensor:
-    """The step, to the end of the bracket at most."""
+    """The step, at most to the end of the bracket."""
     inside = torch.minimum(torch.maximum(step, -below), above)
     return torch.where(step.isnan(), halve(step, below, above), inside)
 
 
 def keep_inside(step: Tensor, below: Tensor, above: Tensor) -> Tensor:
-    """The step, or half the bracket where the step would leave it."""
+    """The step, or half the bracket if the step would leave it."""
     return torch.where((-below < step) & (step < above), step, halve(step, below, above))
 
 
 def halve(step: Tensor, below: Tensor, above: Tensor) -> Tensor:
-    """The middle of the bracket."""
+    """The step to the middle of the bracket."""
     return (above - below) / 2
 
 
@@ -142,16 +142,16 @@ def _limit(number: int) -> Limit:
 
 
 def order_offsets(k: Tensor, m: Tensor) -> tuple[Tensor, Tensor]:
-    """(below, above) of each row: the saturation offsets that make the paper's interval a theorem.
+    """(below, above) of each row: the saturation offsets for which the paper's interval provably contains nu.
 
-    For a row with m available entries, pi its entries in descending order, and any real 0 < k < m,
+    Consider a row with m available entries, pi its entries in descending order, and any real 0 < k < m. Then
 
         -pi_{ceil k} - below  <=  nu  <=  -pi_{floor k + 1} + above.
 
-    The paper takes 7 for both, a heuristic that fails for zeros(1098) and k = 1097, where nu is
-    log(1097) = 7.0003. At the lower end the entries before rank j = ceil k add at most 1 each, and the other
-    m - j + 1 add at most sigmoid(-below) each, which `below` makes add up to k. The upper end is the mirror
-    image. For an integer k the two are log(m - k) and log(k).
+    The paper uses 7 for both, a heuristic that fails for zeros(1098) and k = 1097, where nu is
+    log(1097) = 7.0003. At the lower end, the entries before rank j = ceil k contribute at most 1 each, and
+    the other m - j + 1 contribute at most sigmoid(-below) each; `below` is such that these bounds sum to k.
+    The upper end is the mirror image. For an integer k the two are log(m - k) and log(k).
     """
     rank = k.ceil()
     below = ((m - rank + 1) / (k - rank + 1) - 1).log()
@@ -160,14 +160,14 @@ def order_offsets(k: Tensor, m: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def log_ratio_step(r: Residual) -> Tensor:
-    """Newton's step for log A = log B; infinite or NaN where a side is empty."""
+    """Newton's step for log A = log B; infinite or NaN if a side is empty."""
     a = r.p + r.c.clamp(min=0)
     b = r.q - r.c.clamp(max=0)
     return (b.log() - a.log()) / (r.dp / a + r.dq / b)
 
 
 def add(nu: Tensor, step: Tensor) -> Tensor:
-    """nu + step as a pair (hi, lo) without rounding: hi takes what fits, lo the rest (Knuth's two-sum)."""
+    """Add exactly: nu + step as a pair (hi, lo), the rounded sum and its error (Knuth's two-sum)."""
     hi, small = nu[0], nu[1] + step.to(nu.dtype)
     total = hi + small
     taken = total - hi
@@ -175,7 +175,7 @@ def add(nu: Tensor, step: Tensor) -> Tensor:
 
 
 class Residual(NamedTuple):
-    """The parts of S - k for each row, all times e^scale: `c`, P, Q and the slopes dP/dnu and -dQ/dnu."""
+    """The terms of S - k for each row, all times e^scale: `c`, P, Q and the slopes dP/dnu and -dQ/dnu."""
 
     c: Tensor
     p: Tensor
@@ -193,7 +193,7 @@ class Residual(NamedTuple):
 
 
 def shifted(x: Tensor, nu: Tensor, rows: Rows) -> Tensor:
-    """z = x + nu, nu = hi + lo: x + hi is exact near the threshold, so logits shifted by 1e7 lose nothing."""
+    """z = x + nu, nu = hi + lo: x + hi is exact near the threshold, so a shift by 1e7 loses no accuracy."""
     hi, lo = nu
     return (x + rows.broadcast(hi)) + rows.broadcast(lo)
 
@@ -201,20 +201,20 @@ def shifted(x: Tensor, nu: Tensor, rows: Rows) -> Tensor:
 def residual(x: Tensor, k: Tensor, nu: Tensor, scale: Tensor, rows: Rows) -> Residual:
     """Evaluate S - k at `nu` (2, R), with everything multiplied by e^scale.
 
-    In the middle of a gap of 400 between two logits every t underflows, and still it is their balance that
-    defines nu: `scale` (R,), the distance of the nearest entry from the threshold, keeps them in range.
+    In the middle of a gap of 400 between two logits every t underflows, but their balance still defines nu.
+    `scale` (R,), the distance of the nearest entry from the threshold, keeps them in range.
     """
     z = shifted(x, nu, rows)
     up = z > 0
-    # e^scale e^-|z|. No entry is nearer than `scale`, so the exponent is at most 0; but a z of 1e20 may be
-    # rounded to be nearer by thousands, which must not overflow: the exponent is then 1.
+    # e^scale e^-|z|. No entry is nearer than `scale`, so the exponent is at most 0. Rounding may however move
+    # a z of 1e20 nearer by thousands, which must not overflow: the exponent is then clamped to 1.
     e = torch.exp((rows.broadcast(scale) - z.abs()).clamp(max=1))
     shrink = rows.broadcast(torch.exp(-scale))
     t = e / (1 + e * shrink)
     w = t / (1 + e * shrink)
     zero = torch.zeros((), dtype=t.dtype, device=t.device)
     c = rows.sum(up) - k
-    # 0 times an overflowing e^scale is 0 here, not NaN: the row is on its right step.
+    # 0 times an overflowing e^scale is 0 here, not NaN: the row is on the correct step of the staircase.
     c = torch.where(c == 0, 0.0, c * scale.to(rows.wide).exp())
     return Residual(
         c=c,

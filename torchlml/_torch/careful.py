@@ -1,4 +1,4 @@
-"""The operators in pure PyTorch, accurate for every row: for tests, and for rows that `fast.py` leaves.
+"""The operators in pure PyTorch, accurate for every row: for tests, and for rows that `fast.py` cannot solve.
 
 Canonical arguments, the same for every operator and every kernel:
 
@@ -24,30 +24,30 @@ _Function = Callable[..., Tensor]
 
 
 def solve(x: Tensor, k: Tensor, mask: Tensor | None, offsets: Tensor | None) -> Tensor:
-    """nu of every row, by Newton's method."""
+    """Compute nu of every row by Newton's method."""
     x, rows = prepare(x, mask, offsets)
     return solve_rows(x, k, rows, newton)
 
 
 def forward(x: Tensor, k: Tensor, mask: Tensor | None, offsets: Tensor | None) -> Pair:
-    """(y, nu)."""
+    """Return (y, nu)."""
     return project(x, k, *prepare(x, mask, offsets), newton)
 
 
 def log_forward(x: Tensor, k: Tensor, mask: Tensor | None, offsets: Tensor | None) -> Pair:
-    """(log y, nu), without ever forming y."""
+    """Return (log y, nu) without computing y."""
     return project(x, k, *prepare(x, mask, offsets), newton, logsigmoid)
 
 
 def backward(
     grad: Tensor, x: Tensor, y: Tensor, nu: Tensor, mask: Tensor | None, offsets: Tensor | None
 ) -> Pair:
-    """(dx, dk) of `forward`: dx = w (g - dk), dk = (w.g) / sum w, w = y (1 - y)."""
+    """Return (dx, dk) of `forward`: dx = w (g - dk), dk = (w.g) / sum w, w = y (1 - y)."""
     values, rows = prepare(x, mask, offsets)
     live = moving(values, nu, rows)
     g = grad.to(values.dtype)
     t = sigmoid(-shifted(values, nu, rows).abs())
-    # Where k < p the +inf entries get k/p each: they follow k like tied entries, but no finite change of x.
+    # If k < p, the +inf entries get k/p each. They depend on k like tied entries, but on no finite x.
     tied = (values == torch.inf) & (y > 0) & (y < 1) & rows.broadcast(nu[0].isinf())
     w = torch.where(live, t * (1 - t), tied.to(t.dtype))
     total = rows.sum(w)
@@ -59,7 +59,7 @@ def backward(
 def log_backward(
     grad: Tensor, x: Tensor, log_y: Tensor, nu: Tensor, mask: Tensor | None, offsets: Tensor | None
 ) -> Pair:
-    """(dx, dk) of `log_forward`: with a = g (1 - y), dx = a - (w / sum w) sum a, dk = sum a / sum w."""
+    """Return (dx, dk) of `log_forward`: a = g (1 - y), dx = a - (w / sum w) sum a, dk = sum a / sum w."""
     values, rows = prepare(x, mask, offsets)
     live = moving(values, nu, rows)
     g = grad.to(values.dtype)
@@ -67,7 +67,7 @@ def log_backward(
     total_a = rows.sum(a)
     share, slope = shares_of_slope(values, nu, live, rows)
     dx = torch.where(live, a - share * rows.broadcast(total_a.to(a.dtype)), 0)
-    # Where k < p the +inf entries are k/p each, whose logarithm has the derivative 1/k = 1 / (p y).
+    # If k < p, the +inf entries get k/p each, whose logarithm has the derivative 1/k = 1 / (p y).
     tied = (values == torch.inf) & (log_y < 0) & log_y.isfinite() & rows.broadcast(nu[0].isinf())
     tied_dk = rows.sum(torch.where(tied, g * torch.exp(-log_y.to(g.dtype)), 0)) / rows.sum(tied).clamp(min=1)
     dk = torch.where(nu[0].isinf(), tied_dk, torch.where(total_a == 0, 0, total_a / slope))
@@ -75,7 +75,7 @@ def log_backward(
 
 
 def dual_backward(grad: Tensor, x: Tensor, nu: Tensor, mask: Tensor | None, offsets: Tensor | None) -> Pair:
-    """(dx, dk) of nu itself: dx = -g w / sum w, dk = g / sum w."""
+    """Return (dx, dk) of nu itself: dx = -g w / sum w, dk = g / sum w."""
     values, rows = prepare(x, mask, offsets)
     live = moving(values, nu, rows)
     share, slope = shares_of_slope(values, nu, live, rows)
@@ -85,7 +85,7 @@ def dual_backward(grad: Tensor, x: Tensor, nu: Tensor, mask: Tensor | None, offs
 
 
 def prepare(x: Tensor, mask: Tensor | None, offsets: Tensor | None) -> tuple[Tensor, Rows]:
-    """The entries in the work dtype, -inf where masked, and the rows they form."""
+    """Return the entries in the work dtype, -inf if masked, and the rows they form."""
     values = x.to(work_dtype(x.dtype))
     if mask is not None:
         values = torch.where(mask, values, -torch.inf)
@@ -93,14 +93,14 @@ def prepare(x: Tensor, mask: Tensor | None, offsets: Tensor | None) -> tuple[Ten
 
 
 def sigmoid(z: Tensor) -> Tensor:
-    """The logistic function, the same bits wherever an entry stands."""
-    # torch.sigmoid rounds an entry differently by its place in memory; torch.exp does not.
+    """The logistic function, with the same bits regardless of an entry's position."""
+    # The rounding of torch.sigmoid depends on the position in memory; that of torch.exp does not.
     e = torch.exp(-z.abs())
     return torch.where(z > 0, 1, e) / (1 + e)
 
 
 def solve_rows(x: Tensor, k: Tensor, rows: Rows, solver: _Function) -> Tensor:
-    """nu of prepared rows: what the solver finds, and infinite or NaN where there is nothing to find."""
+    """Compute nu of prepared rows: by `solver` for ordinary rows, and infinite or NaN for the others."""
     m = rows.sum(x != -torch.inf)
     p = rows.sum(x == torch.inf)
     undefined = (rows.sum(x.isnan()) > 0) | k.isnan()
@@ -116,7 +116,7 @@ def solve_rows(x: Tensor, k: Tensor, rows: Rows, solver: _Function) -> Tensor:
 def project(
     x: Tensor, k: Tensor, values: Tensor, rows: Rows, solver: _Function, log_sigmoid: _Function | None = None
 ) -> Pair:
-    """(y, nu) of prepared values; with a `log_sigmoid`, (log y, nu)."""
+    """Return (y, nu) of prepared values; with a `log_sigmoid`, (log y, nu)."""
     nu = solve_rows(values, k, rows, solver)
     z, absent, share = shifted(values, nu, rows), 0.0, infinite_share(values, k, nu, rows)
     if log_sigmoid is not None:
@@ -125,25 +125,25 @@ def project(
 
 
 def infinite_share(x: Tensor, k: Tensor, nu: Tensor, rows: Rows) -> Tensor:
-    """What each +inf entry of a row gets: 1, or k/p where there are p >= k of them."""
+    """The value of each +inf entry of a row: 1, or k/p if there are p >= k of them."""
     share = (k / rows.sum(x == torch.inf)).clamp(0, 1)
     return torch.where(nu[0] == -torch.inf, share, 1).to(x.dtype)
 
 
 def fill(y: Tensor, x: Tensor, nu: Tensor, rows: Rows, absent: float, infinite: Tensor) -> Tensor:
-    """Put the limits where the formula has none: infinite entries, absent entries, undefined rows."""
+    """Fill in the limits where the formula fails: infinite entries, absent entries, undefined rows."""
     y = torch.where(x == torch.inf, rows.broadcast(infinite), y)
     y = torch.where(x == -torch.inf, absent, y)
     return torch.where(rows.broadcast(nu[0].isnan()), torch.nan, y)
 
 
 def moving(x: Tensor, nu: Tensor, rows: Rows) -> Tensor:
-    """The entries that move when x or k moves: finite ones of rows with a finite nu."""
+    """The entries that depend on x and k: the finite ones in rows with a finite nu."""
     return x.isfinite() & rows.broadcast(nu[0].isfinite())
 
 
 def shares_of_slope(x: Tensor, nu: Tensor, live: Tensor, rows: Rows) -> Pair:
-    """(w / sum w, sum w), the first right even where every w underflows: it is a softmax of log w."""
+    """Return (w / sum w, sum w); the first is a softmax of log w, accurate even if every w underflows."""
     z = shifted(x, nu, rows)
     log_w = torch.where(live, logsigmoid(z) + logsigmoid(-z), -torch.inf)
     largest = rows.max(log_w)
@@ -154,7 +154,7 @@ def shares_of_slope(x: Tensor, nu: Tensor, live: Tensor, rows: Rows) -> Pair:
 
 
 def finish(dx: Tensor, dk: Tensor, x: Tensor, nu: Tensor, rows: Rows) -> Pair:
-    """NaN in undefined rows, and each in its dtype."""
+    """Set undefined rows to NaN, and round each gradient to its dtype."""
     undefined = nu[0].isnan()
     dx = torch.where(rows.broadcast(undefined), torch.nan, dx)
     return dx.to(x.dtype), torch.where(undefined, torch.nan, dk).to(rows.wide)

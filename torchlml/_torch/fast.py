@@ -1,11 +1,11 @@
-"""The operators in pure PyTorch, fast: they run on every device that has no kernel of its own.
+"""The fast operators in pure PyTorch, for every device without a dedicated kernel.
 
 Each takes a few passes over the rows and certifies its result row by row. Rows without a certificate, which
-include all special ones, go through the careful operators of `careful.py`, and only they do. The arguments
-are those of `careful.py`.
+include all special rows, are computed by the careful operators of `careful.py`. The arguments are those of
+`careful.py`.
 
-On a GPU, each call synchronizes once, to learn whether there are such rows. During the capture of a CUDA
-graph no synchronization is possible, so the careful operators solve all rows.
+On a GPU, each call synchronizes once to find out whether there are such rows. During the capture of a CUDA
+graph no synchronization is possible, so the careful operators compute all rows.
 """
 
 from __future__ import annotations
@@ -24,25 +24,25 @@ from torchlml._solve.fast import FastSolution, on_host, solve_fast
 from torchlml._torch import careful
 from torchlml._torch.careful import Pair
 
-# Packed rows are padded to a power of two, from this one on: the bits of a row then depend on its own length.
+# Ragged rows are padded to a power of two of at least this size: bits then depend on a row's own length only.
 _SHORTEST = 16
-# Below this sum of w the shares w / sum w have lost digits to underflow.
+# Below this sum of w, the shares w / sum w have lost digits to underflow.
 _LEAST_SLOPE = {torch.float32: 1e-20, torch.float64: 1e-200}
 _sum = partial(sum_rows, dtype=torch.float64)
 
 
 def solve(x: Tensor, k: Tensor, mask: Tensor | None, offsets: Tensor | None) -> Tensor:
-    """nu of every row."""
+    """Compute nu of every row."""
     return _project(x, k, mask, offsets, None, lambda *rows: (rows[0], careful.solve(*rows)))[1]
 
 
 def forward(x: Tensor, k: Tensor, mask: Tensor | None, offsets: Tensor | None) -> Pair:
-    """(y, nu)."""
+    """Return (y, nu)."""
     return _project(x, k, mask, offsets, lambda values, found, nu: found.y(), careful.forward)
 
 
 def log_forward(x: Tensor, k: Tensor, mask: Tensor | None, offsets: Tensor | None) -> Pair:
-    """(log y, nu)."""
+    """Return (log y, nu)."""
 
     def result(values: Tensor, found: FastSolution, nu: Tensor) -> Tensor:
         return logsigmoid(_shifted(values, nu))
@@ -51,17 +51,17 @@ def log_forward(x: Tensor, k: Tensor, mask: Tensor | None, offsets: Tensor | Non
 
 
 def backward(grad: Tensor, x: Tensor, y: Tensor, nu: Tensor, *rows: Tensor | None) -> Pair:
-    """(dx, dk) of `forward`."""
+    """Return (dx, dk) of `forward`."""
     return _differentiate(_gradient, careful.backward, grad, x, y, nu, *rows)
 
 
 def log_backward(grad: Tensor, x: Tensor, log_y: Tensor, nu: Tensor, *rows: Tensor | None) -> Pair:
-    """(dx, dk) of `log_forward`."""
+    """Return (dx, dk) of `log_forward`."""
     return _differentiate(_log_gradient, careful.log_backward, grad, x, log_y, nu, *rows)
 
 
 def shares_of_slope(x: Tensor, nu: Tensor, live: Tensor, rows: Rows) -> Pair:
-    """(w / sum w, sum w) like `careful.shares_of_slope`; only rows that need it take logarithms."""
+    """Return (w / sum w, sum w) like `careful.shares_of_slope`, with logarithms only in rows that need it."""
     if rows.count == 0 or not isinstance(rows, DenseRows) or not on_host(x):
         return careful.shares_of_slope(x, nu, live, rows)
     e = _shifted(x, nu).abs_().neg_().exp_()
@@ -84,7 +84,7 @@ def _project(
     result: Callable[[Tensor, FastSolution, Tensor], Tensor] | None,
     fallback: Callable[..., Pair],
 ) -> Pair:
-    """(`result` of every row, nu); without a `result` x itself, which nothing may be written into, and nu."""
+    """Return (`result` of every row, nu); without a `result`, (x itself, which must not be modified, nu)."""
     if x.device.type == "cpu":
         loader.warn_of_absence()
     if _needs_careful(x, offsets):
@@ -126,7 +126,7 @@ def _differentiate(
     mask: Tensor | None,
     offsets: Tensor | None,
 ) -> Pair:
-    """(dx, dk) of every row."""
+    """Return (dx, dk) of every row."""
     # Padding jagged rows costs more than their careful gradient, and on a GPU it would synchronize.
     if x.numel() == 0 or offsets is not None or not on_host(x):
         return fallback(grad, x, y, nu, mask, offsets)
@@ -141,7 +141,7 @@ def _differentiate(
 
 
 def _gradient(g: Tensor, x: Tensor, nu: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """(dx, dk, certified): dx = w (g - dk), dk = (w.g) / sum w."""
+    """Return (dx, dk, certified): dx = w (g - dk), dk = (w.g) / sum w."""
     e = _shifted(x, nu).abs_().neg_().exp_()
     scratch = torch.add(e, 1)
     w = e.div_(scratch).div_(scratch)
@@ -152,23 +152,23 @@ def _gradient(g: Tensor, x: Tensor, nu: Tensor) -> tuple[Tensor, Tensor, Tensor]
 
 
 def _log_gradient(g: Tensor, x: Tensor, nu: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """(dx, dk, certified): with a = g (1 - y), dx = a - (w / sum w) sum a, dk = sum a / sum w."""
+    """Return (dx, dk, certified): with a = g (1 - y), dx = a - (w / sum w) sum a, dk = sum a / sum w."""
     z = _shifted(x, nu)
     e = torch.abs(z).neg_().exp_()
     one = torch.add(e, 1)
-    # 1 - y is 1 / (1 + e) where z <= 0 and e / (1 + e) elsewhere.
+    # 1 - y is 1 / (1 + e) if z <= 0 and e / (1 + e) otherwise.
     a = torch.maximum(z.neg_().sign_(), e).div_(one).mul_(g)
     w = e.div_(one).div_(one)
     total, total_a = _sum(w), _sum(a)
     dk = total_a / total
     a.sub_(w.mul_(dk.to(w.dtype).unsqueeze(-1)))
-    # Entries at -inf would need to be left out of a, and are found by their sum.
+    # Rows with entries of -inf, which would have to be excluded from a, are detected by their sum.
     good = (total > _LEAST_SLOPE[x.dtype]) & dk.isfinite() & _sum(x).isfinite()
     return a, dk, good
 
 
 def _shifted(x: Tensor, nu: Tensor) -> Tensor:
-    """z = (x + hi) + lo of dense rows, as a tensor of its own."""
+    """z = (x + hi) + lo of dense rows, as a new tensor."""
     return torch.add(x, nu[0].unsqueeze(-1)).add_(nu[1].unsqueeze(-1))
 
 
@@ -190,7 +190,7 @@ def _of(k: Tensor, rows: Tensor) -> Tensor:
 
 
 class _Group(NamedTuple):
-    """Packed rows of about the same length: which, where they begin, their lengths, and the padded one."""
+    """Ragged rows of similar length: their indices, starts and lengths, and the padded length."""
 
     rows: Tensor
     start: Tensor
@@ -198,7 +198,7 @@ class _Group(NamedTuple):
     size: int
 
     def pad(self, values: Tensor) -> Tensor:
-        """The rows as those of a matrix, -inf at their ends."""
+        """Return the rows as a matrix, padded with -inf."""
         step = torch.arange(self.size)
         place = (self.start.unsqueeze(-1) + step).clamp_(max=values.numel() - 1)
         padded = values.index_select(0, place.view(-1)).view(place.shape)
@@ -217,7 +217,7 @@ def _by_length(offsets: Tensor) -> Iterator[_Group]:
 
 
 def _unpad(groups: list[_Group], padded: list[Tensor], offsets: Tensor, entries: int) -> Tensor:
-    """The rows of all groups, packed again."""
+    """Concatenate the rows of all groups in their original order."""
     first, begin = torch.empty_like(offsets[1:]), 0
     for group in groups:
         first[group.rows] = begin + group.size * torch.arange(group.rows.numel())
@@ -227,7 +227,7 @@ def _unpad(groups: list[_Group], padded: list[Tensor], offsets: Tensor, entries:
 
 
 class _Some:
-    """Some of the rows of a matrix or of a packed vector."""
+    """Some of the rows of a matrix or of a ragged vector."""
 
     def __init__(self, x: Tensor, offsets: Tensor | None, rows: Tensor) -> None:
         self._place = rows

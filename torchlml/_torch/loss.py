@@ -2,14 +2,14 @@
 
 In addition to the canonical arguments that `careful.py` describes, both operators take, as `*labels`,
 
-- labels: int64 (R, L), the classes observed in each row, or int64 (P,) with `offsets`, positions into x of
-  which those in row i stand from `starts[i]` to `starts[i + 1]`; negative for none, and none twice. Or bool
-  of the shape of x, True where a label was observed.
+- labels: int64 (R, L), the observed classes of each row; or int64 (P,) with `offsets`, positions into x,
+  where those of row i are from `starts[i]` to `starts[i + 1]`. Negative values are padding, and no label
+  occurs twice. Or a bool tensor with the shape of x, True for observed labels.
 - starts: int64 (R + 1,), from 0 to P, for positions; otherwise None.
-- weight: what each label counts, in the work dtype and the shape of `labels`; None for 1.
+- weight: the weight of each label, in the work dtype and the shape of `labels`; None for 1.
 
-A label beyond its row, which is not checked off the CPU, makes that row NaN. A row in which no label counts
-is 0 and has no gradient, even if it holds a NaN.
+A label outside its row makes that row NaN; only the CPU checks for it. A row whose labels all have weight 0
+has loss 0 and no gradient, even if it contains a NaN.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from torchlml._torch.careful import Pair, prepare
 
 
 class _Observed(NamedTuple):
-    """The entries that are labels: what they are, where, how much they count (0 for none), and their rows."""
+    """The entries that are labels: their logits, positions and weights (0 for padding), and their rows."""
 
     is_label: Tensor
     entries: Tensor
@@ -37,7 +37,7 @@ class _Observed(NamedTuple):
 
 
 def loss_forward(x: Tensor, k: Tensor, mask: Tensor | None, offsets: Tensor | None, *labels: Any) -> Pair:
-    """((2, R): -sum c log y over the labels of each row, and 1 where there is any; nu)."""
+    """((2, R): -sum c log y over the labels of each row, and 1 if the row has a label, else 0; nu)."""
     nu = fast.solve(x, k, mask, offsets)
     values, rows = prepare(x, mask, offsets)
     at = _observe(values, rows, *labels)
@@ -51,7 +51,7 @@ def loss_forward(x: Tensor, k: Tensor, mask: Tensor | None, offsets: Tensor | No
 def loss_backward(
     grad: Tensor, x: Tensor, k: Tensor, nu: Tensor, mask: Tensor | None, offsets: Tensor | None, *labels: Any
 ) -> Pair:
-    """(dx, dk) for a gradient that is 0-d or (R,).
+    """Return (dx, dk) for a gradient that is 0-d or (R,).
 
     With A = sum c (1 - y) over the labels of a row,
 
@@ -70,7 +70,7 @@ def loss_backward(
     dx = torch.where(live, share * rows.broadcast(change.to(share.dtype)), 0)
     own = own * (grad if grad.dim() == 0 else at.rows.broadcast(grad))
     dx = dx - own if at.place is None else dx.scatter_add(-1, at.place, -own)
-    # Where k < p the +inf entries are k/p each, whose logarithm has the derivative 1/k.
+    # If k < p, the +inf entries get k/p each, whose logarithm has the derivative 1/k.
     tied = at.rows.sum(torch.where(at.entries == torch.inf, at.c, 0))
     follows_k = (nu[0] == -torch.inf) & (k > 0) & (k < rows.sum(values == torch.inf)) & (tied != 0)
     dk = torch.where(nu[0].isinf() | (change == 0), 0, -change / slope)

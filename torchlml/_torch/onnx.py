@@ -1,6 +1,6 @@
 """The operators decomposed into operations that `torch.onnx.export` supports.
 
-Each computes the same as in `careful.py`, with the same arguments, but never reads a value on the host:
+Each computes the same as in `careful.py`, with the same arguments, but never reads a value on the host.
 Newton's method runs in a loop of the graph, which ends when every row has converged, and the k-th largest
 entry comes from a sort. `operator` in `_autograd/operators.py` registers them as decompositions.
 """
@@ -20,39 +20,39 @@ from torchlml._torch.careful import Pair
 
 
 class OnnxRows(DenseRows):
-    """The rows of a matrix in a graph, whose number is not known."""
+    """The rows of a matrix in a graph, whose number is unknown."""
 
     def sum(self, t: Tensor) -> Tensor:
-        """The sum over each row; of a bool, how many are True."""
-        # A product, because onnxruntime's sum over the entries of no rows has the wrong shape.
+        """Sum over each row; for a bool tensor, count the True entries."""
+        # Use a matrix product, because onnxruntime's sum over an empty batch has the wrong shape.
         ones = torch.ones(t.shape[-1], 1, dtype=self.wide, device=t.device)
         return (t.to(self.wide) @ ones).squeeze(-1)
 
     def largest(self, x: Tensor, rank: int | Tensor) -> Tensor:
-        """The `rank`-th largest entry of each row, past its end the last."""
+        """The `rank`-th largest entry of each row, the smallest if there are fewer."""
         return super().largest(x, torch.as_tensor(rank).expand(self.count))
 
 
 def solve(x: Tensor, k: Tensor, mask: Tensor | None, offsets: Tensor | None) -> Tensor:
-    """nu of every row."""
+    """Compute nu of every row."""
     values, rows = _prepare(x, mask, offsets)
     return careful.solve_rows(values, k, rows, _newton)
 
 
 def forward(x: Tensor, k: Tensor, mask: Tensor | None, offsets: Tensor | None) -> Pair:
-    """(y, nu)."""
+    """Return (y, nu)."""
     return careful.project(x, k, *_prepare(x, mask, offsets), _newton)
 
 
 def log_forward(x: Tensor, k: Tensor, mask: Tensor | None, offsets: Tensor | None) -> Pair:
-    """(log y, nu)."""
+    """Return (log y, nu)."""
     return careful.project(x, k, *_prepare(x, mask, offsets), _newton, _logsigmoid)
 
 
 def _logsigmoid(z: Tensor) -> Tensor:
-    """The logarithm of the logistic function; what the exporter makes of torch's own is -inf at z = -104."""
+    """The logarithm of the logistic function; the exporter's version of torch's own is -inf at z = -104."""
     e = torch.exp(-z.abs())
-    # log(1 + e): ONNX has no log1p, and the quotient takes back how 1 + e was rounded.
+    # log(1 + e): ONNX has no log1p, and the quotient compensates the rounding of 1 + e.
     more = 1 + e
     log = torch.where(more == 1, e, more.log() * (e / (more - 1)))
     return z.clamp(max=0) - log
@@ -61,19 +61,19 @@ def _logsigmoid(z: Tensor) -> Tensor:
 def _prepare(x: Tensor, mask: Tensor | None, offsets: Tensor | None) -> tuple[Tensor, Rows]:
     if offsets is not None:
         raise NotImplementedError(
-            "Packed rows (`offsets`) cannot be exported to ONNX: pad the rows to one length, with a `mask`."
+            "Ragged rows (`offsets`) cannot be exported to ONNX; pad the rows to one length, with a `mask`."
         )
     values, _ = careful.prepare(x, mask, None)
     return values, OnnxRows(values)
 
 
 def _newton(x: Tensor, k: Tensor, m: Tensor, ordinary: Tensor, rows: Rows) -> Tensor:
-    """`newton` as a loop of the graph; the same steps, and the same nu."""
+    """Run `newton` as a loop of the graph, with the same steps and the same nu."""
     half_gap, first = newton.begin(x, k, m, ordinary, rows)
 
     def goes_on(number: Tensor, *rest: Tensor) -> Tensor:
         unsettled = ~_joined(rest[:-3]).settled
-        # Not `all`: the exporter's conversion to opset 17 makes an invalid model of it.
+        # Not `all`, because the exporter's conversion to opset 17 turns it into an invalid model.
         return (number < newton.MAX_STEPS) & (unsettled.sum() > 0)
 
     def step(number: Tensor, *rest: Tensor) -> tuple[Tensor, ...]:
@@ -89,14 +89,14 @@ def _newton(x: Tensor, k: Tensor, m: Tensor, ordinary: Tensor, rows: Rows) -> Te
 
         return (number + 1, *_parts(newton.move(state, r, limit)))
 
-    # The loop may not carry one tensor twice.
+    # The loop must not carry the same tensor twice.
     carried = (torch.zeros((), dtype=torch.int64), *_parts(first._replace(best=first.best.clone())))
     constants = (x, k.expand(rows.count).contiguous(), half_gap)
     found = torch.ops.higher_order.while_loop(goes_on, step, carried, constants)
     return _joined(found[1:]).best
 
 
-# The loop carries vectors: the stride of a pair (2, R) would be an input of its body, which ONNX lacks.
+# The loop carries vectors, because the stride of a pair (2, R) would be an input of its body, unlike in ONNX.
 def _parts(s: State) -> tuple[Tensor, ...]:
     return (s.nu[0].clone(), s.nu[1].clone(), *s[1:4], s.best[0].clone(), s.best[1].clone(), *s[5:])
 

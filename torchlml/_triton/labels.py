@@ -1,8 +1,8 @@
-"""The labels of a row, for the kernels of the loss: read them, and sum over them.
+"""The labels of a row in the kernels of the loss: reading them, and sums over them.
 
-They are lists of places in the row, read LABELS at a time, or, with LABELS = 0, a bool beside each entry.
-`labels` is (labels_ptr, starts_ptr, weight_ptr, per_row), `where` the row as in `triton_row.py`. These are
-device functions, inlined into the kernels of `triton_loss.py`.
+Labels are lists of positions in the row, read LABELS at a time, or, with LABELS = 0, one bool per entry.
+`labels` is (labels_ptr, starts_ptr, weight_ptr, per_row), and `where` is the row as in `row.py`. These are
+device functions, inlined into the kernels of `loss.py`.
 """
 # mypy: disable-error-code="import-not-found,import-untyped,no-untyped-def,misc,untyped-decorator"
 
@@ -17,12 +17,12 @@ from torch import Tensor
 
 from torchlml._triton.row import LENGTH, probability, read
 
-# A list is read at once up to here, and one label needs no list.
+# Lists up to this length are read at once, and a single label needs no list.
 _LABELS = 32
 
 
 class Labels(NamedTuple):
-    """The labels as the kernels take them, see `reference_loss.py`."""
+    """The labels in the form that the kernels take; see `_torch/loss.py`."""
 
     labels: Tensor
     starts: Tensor | None
@@ -30,7 +30,7 @@ class Labels(NamedTuple):
 
     @property
     def block(self) -> int:
-        """How many are read at once; 0 for a bool beside each entry."""
+        """The number of labels that are read at once; 0 for one bool per entry."""
         if self.labels.dtype == torch.bool:
             return 0
         return 1 if self.labels.dim() == 2 and self.labels.shape[1] == 1 else _LABELS
@@ -42,7 +42,7 @@ class Labels(NamedTuple):
 
 @triton.jit
 def find_labels(row, where, labels):
-    """(first, count, base): the list of a row, and what is subtracted from a label to be a place in it."""
+    """(first, count, base): the list of a row, and the offset between a label and its position in the row."""
     _, starts_ptr, _, per_row = labels
     _, _, start, _ = where
     if starts_ptr is None:
@@ -58,7 +58,7 @@ def find_labels(row, where, labels):
 
 @triton.jit
 def read_listed(where, labels, listed, at, LABELS: tl.constexpr):
-    """(entries, c, is_label, place, exists) of some labels; an entry is NaN where the row has none."""
+    """(entries, c, is_label, place, exists) of some labels; entries of labels outside the row are NaN."""
     x_ptr, mask_ptr, start, length = where
     labels_ptr, _, weight_ptr, _ = labels
     first, count, base = listed
@@ -79,7 +79,7 @@ def read_listed(where, labels, listed, at, LABELS: tl.constexpr):
 
 @triton.jit
 def read_observed(where, labels, at, BLOCK: tl.constexpr):
-    """(c, is_label) beside each entry of a block."""
+    """(c, is_label) for each entry of a block."""
     _, _, start, length = where
     labels_ptr, _, weight_ptr, _ = labels
     i = at + tl.arange(0, BLOCK)
@@ -92,7 +92,7 @@ def read_observed(where, labels, at, BLOCK: tl.constexpr):
 
 @triton.jit
 def own(x, c, hi, lo):
-    """c (1 - y), 0 where the entry or nu is infinite."""
+    """c (1 - y), or 0 if the entry or nu is infinite."""
     z = (x + hi) + lo
     e = tl.exp(-tl.abs(z))
     share = tl.where(z > 0, e, 1.0) / (1.0 + e)
@@ -102,7 +102,7 @@ def own(x, c, hi, lo):
 
 @triton.jit
 def label_block(x, c, is_label, hi, lo, share):
-    """(loss, sum c (1 - y), sum of c at +inf, number of labels, of those that count) of some labels."""
+    """(loss, sum c (1 - y), sum of c at +inf, number of labels, number with weight) of some labels."""
     counts = c != 0
     loss = tl.sum(tl.where(counts, -c * probability(x, hi, lo, share, True), 0.0), 0).to(tl.float64)
     push = tl.sum(own(x, c, hi, lo), 0).to(tl.float64)
@@ -115,24 +115,24 @@ def label_sums(
     x, where, labels, row, split, hi, lo, share,
     BLOCK: tl.constexpr, LOOP: tl.constexpr, SPLITS: tl.constexpr, LABELS: tl.constexpr,
 ):  # fmt: skip
-    """`label_block` of all labels that are a program's own; `x` is its block on chip."""
+    """`label_block` of all labels that belong to a program; `x` is its block on chip."""
     if LABELS == 0:
         c, is_label = read_observed(where, labels, split * BLOCK, BLOCK)
-        loss, push, tied, found, felt = label_block(x, c, is_label, hi, lo, share)
+        loss, push, tied, found, weighted = label_block(x, c, is_label, hi, lo, share)
         if LOOP:
             for at in range((split + SPLITS) * BLOCK, where[LENGTH], SPLITS * BLOCK):
                 block = read(where, at, BLOCK)
                 c, is_label = read_observed(where, labels, at, BLOCK)
-                loss_, push_, tied_, found_, felt_ = label_block(block, c, is_label, hi, lo, share)
+                loss_, push_, tied_, found_, weighted_ = label_block(block, c, is_label, hi, lo, share)
                 loss, push, tied = loss + loss_, push + push_, tied + tied_
-                found, felt = found + found_, felt + felt_
+                found, weighted = found + found_, weighted + weighted_
     else:
         listed = find_labels(row, where, labels)
         loss, push, tied = tl.zeros([], tl.float64), tl.zeros([], tl.float64), tl.zeros([], tl.float64)
-        found, felt = tl.zeros([], tl.int32), tl.zeros([], tl.int32)
+        found, weighted = tl.zeros([], tl.int32), tl.zeros([], tl.int32)
         for at in range(split * LABELS, listed[1], SPLITS * LABELS):
             entries, c, is_label, _, _ = read_listed(where, labels, listed, at, LABELS)
-            loss_, push_, tied_, found_, felt_ = label_block(entries, c, is_label, hi, lo, share)
+            loss_, push_, tied_, found_, weighted_ = label_block(entries, c, is_label, hi, lo, share)
             loss, push, tied = loss + loss_, push + push_, tied + tied_
-            found, felt = found + found_, felt + felt_
-    return loss, push, tied, found, felt
+            found, weighted = found + found_, weighted + weighted_
+    return loss, push, tied, found, weighted

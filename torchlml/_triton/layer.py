@@ -1,8 +1,8 @@
-"""y, log y and nu and their derivatives, one program to a row, which is read once and worked on on chip.
+"""y, log y and nu and their derivatives, with one program per row, which is read once and kept on chip.
 
-A row longer than its block keeps its first block on chip and streams the others, once per step. The
-derivatives, with w = sigmoid(z) sigmoid(-z) and p = w / sum w, formed times e^(distance of the nearest entry)
-so that they are right even where every w underflows:
+If a row is longer than its block, its first block stays on chip and the others are streamed, once per step.
+The derivatives, with w = sigmoid(z) sigmoid(-z) and p = w / sum w, are computed times e^(distance of the
+nearest entry), so that they are accurate even if every w underflows:
 
     of y:      dx = w (g - dk),             dk = sum p g
     of log y:  dx = a - p sum a,            dk = sum a / sum w,    a = g sigmoid(-z)
@@ -29,7 +29,7 @@ def forward_kernel(
     x_ptr, k_ptr, mask_ptr, offsets_ptr, y_ptr, nu_ptr, rows, n, size, k_stride,
     BLOCK: tl.constexpr, LOOP: tl.constexpr, LOG: tl.constexpr,
 ):  # fmt: skip
-    """nu of row program_id(0); with `y_ptr` also its y or log y."""
+    """Compute nu of row program_id(0) and, with `y_ptr`, its y or log y."""
     _, where, x, hi, lo, share = solve_row(
         x_ptr, k_ptr, mask_ptr, offsets_ptr, nu_ptr, rows, n, size, k_stride, BLOCK, LOOP
     )
@@ -43,7 +43,7 @@ def forward_kernel(
 
 @triton.jit
 def read_gradient(grad_ptr, x, where, first, BLOCK: tl.constexpr, OF: tl.constexpr):
-    """The gradient of a block, 0 at entries that are absent: what stands there is ignored, even a NaN."""
+    """Read the gradient of a block as 0 for absent entries, whose gradient is ignored even if it is NaN."""
     _, _, start, length = where
     if OF == _OF_NU:
         g = tl.zeros([BLOCK], tl.float32)
@@ -56,7 +56,7 @@ def read_gradient(grad_ptr, x, where, first, BLOCK: tl.constexpr, OF: tl.constex
 
 @triton.jit
 def slope_block(x, g, hi, lo, OF: tl.constexpr):
-    """(nearest, sum w, sum w g or sum a) of a block, the sums with w times e^nearest."""
+    """(nearest, sum w, sum w g or sum a) of a block, with sums of w times e^nearest."""
     z = (x + hi) + lo
     live = tl.abs(x) < float("inf")
     distance = tl.where(live, tl.abs(z), float("inf"))
@@ -76,7 +76,7 @@ def slope_block(x, g, hi, lo, OF: tl.constexpr):
 def slope(
     x, g, where, grad_ptr, first, stride, hi, lo, BLOCK: tl.constexpr, LOOP: tl.constexpr, OF: tl.constexpr
 ):
-    """`slope_block` of the block that is on chip and of all later ones."""
+    """`slope_block` of the block on chip and of all later ones."""
     nearest, slope, dot = slope_block(x, g, hi, lo, OF)
     if LOOP:
         for at in range(first, where[LENGTH], stride):
@@ -95,7 +95,7 @@ def slope(
 
 @triton.jit
 def gradient_of_k(nearest, slope, dot, hi, given, OF: tl.constexpr):
-    """dk of a row with a finite nu, from its sums; 0 or NaN for the others."""
+    """dk of a row with a finite nu, from its sums; 0 or NaN for the other rows."""
     if OF == _OF_NU:
         dk = given / slope.to(tl.float32)
     else:
@@ -111,13 +111,13 @@ def gradient_of_k(nearest, slope, dot, hi, given, OF: tl.constexpr):
 def write_dk(
     dk_ptr, row, grad_ptr, where, y_ptr, hi, nearest, slope, dot, given, BLOCK: tl.constexpr, OF: tl.constexpr
 ):
-    """dk of a row; where p > k entries of +inf get k/p each, they follow k like ties, but not x."""
+    """Write dk of a row. If p > k entries of +inf get k/p each, they depend on k like ties, but not on x."""
     dk = gradient_of_k(nearest, slope, dot, hi, given, OF)
     if OF != _OF_NU:
         _, _, start, length = where
         total = tl.zeros([], tl.float64)
         count = tl.zeros([], tl.int32)
-        # For any other row the loop is empty.
+        # The loop is empty for all other rows.
         for at in range(0, tl.where(hi == float("-inf"), length, 0), BLOCK):
             x = read(where, at, BLOCK)
             g = read_gradient(grad_ptr, x, where, at, BLOCK, OF)
@@ -136,9 +136,9 @@ def write_dk(
 
 @triton.jit
 def gradient(x, g, hi, lo, nearest, slope, dot, given, OF: tl.constexpr):
-    """dx of a block."""
+    """Compute dx of a block."""
     z = (x + hi) + lo
-    # Finite entries, and none in a row without a finite nu.
+    # Finite entries, but none in a row without a finite nu.
     live = tl.abs(x) < tl.where(tl.abs(hi) < float("inf"), float("inf"), 0.0)
     distance = tl.abs(z)
     e = tl.exp(-distance)
@@ -160,7 +160,7 @@ def backward_kernel(
     grad_ptr, x_ptr, y_ptr, nu_ptr, mask_ptr, offsets_ptr, dx_ptr, dk_ptr, rows, n, size,
     BLOCK: tl.constexpr, LOOP: tl.constexpr, OF: tl.constexpr,
 ):  # fmt: skip
-    """dx and dk of row program_id(0)."""
+    """Compute dx and dk of row program_id(0)."""
     row, _, where, hi, lo = locate_part(x_ptr, mask_ptr, offsets_ptr, nu_ptr, rows, n, size)
     x = read(where, 0, BLOCK)
     g = read_gradient(grad_ptr, x, where, 0, BLOCK, OF)

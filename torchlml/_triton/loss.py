@@ -1,11 +1,11 @@
-"""The LML loss and its derivatives, one program to a row: the row is solved on chip, and its labels are read.
+"""The LML loss and its derivatives, with one program per row, which solves the row on chip.
 
-With c for what a label counts, A = sum c (1 - y) over the labels of a row, and p = w / sum w,
+With c the weight of a label, A = sum c (1 - y) over the labels of a row, and p = w / sum w,
 
     loss = -sum c log y,    dx_i = g (A p_i - c_i (1 - y_i)),    dk = -g A / sum w.
 
-The first part of dx and dk are those of nu for a gradient of -g A. Of few, very long rows every program reads
-the blocks and labels that are its own, as in `triton_split.py`; a program alone is split 0 of 1.
+The first term of dx, and dk, are those of nu for a gradient of -g A. For few, very long rows, every program
+reads its own blocks and labels, as in `split.py`; a single program is split 0 of 1.
 """
 # mypy: disable-error-code="import-not-found,import-untyped,no-untyped-def,misc,untyped-decorator"
 
@@ -32,11 +32,11 @@ from torchlml._triton.row import LENGTH, leave, locate_part, read, solve_row, wr
 
 @triton.jit
 def write_dk(dk_ptr, k_ptr, k_stride, row, where, g, given, hi, nearest, total, tied, BLOCK: tl.constexpr):
-    """dk of a row, and where p > k entries of +inf get k/p each that of log(k/p), whose derivative is 1/k."""
+    """Write dk of a row; if p > k entries of +inf get k/p each, that of log(k/p), whose derivative is 1/k."""
     dk = gradient_of_k(nearest, total, total, hi, given, _OF_NU)
     k = tl.load(k_ptr + row * k_stride)
     p = tl.zeros([], tl.int32)
-    # For any other row the loop is empty.
+    # The loop is empty for all other rows.
     for at in range(0, tl.where((hi == float("-inf")) & (tied != 0), where[LENGTH], 0), BLOCK):
         p += tl.sum((read(where, at, BLOCK) == float("inf")).to(tl.int32), 0)
     of_tied = -g * tied.to(tl.float32) / tl.maximum(k.to(tl.float32), 1e-37)
@@ -48,7 +48,7 @@ def write_gradient(
     x, dx_ptr, where, labels, row, split, g, given, hi, lo, nearest, total,
     BLOCK: tl.constexpr, LOOP: tl.constexpr, SPLITS: tl.constexpr, LABELS: tl.constexpr,
 ):  # fmt: skip
-    """dx of the blocks that are a program's own; `x` is the one on chip."""
+    """Write dx of the blocks that belong to a program; `x` is the one on chip."""
     dx = gradient(x, x, hi, lo, nearest, total, total, given, _OF_NU)
     if LABELS == 0:
         c, _ = read_observed(where, labels, split * BLOCK, BLOCK)
@@ -63,7 +63,7 @@ def write_gradient(
                 dx -= g * own(block, c, hi, lo)
             write(dx_ptr, dx, where, at, BLOCK)
     if LABELS > 0:
-        # Labels are written over what other threads of this program have just written.
+        # The gradients of labels overwrite values that other threads of this program have just written.
         tl.debug_barrier()
         listed = find_labels(row, where, labels)
         for at in range(0, listed[1], LABELS):
@@ -80,7 +80,7 @@ def loss_forward_kernel(
     rows, n, size, k_stride, per_row,
     BLOCK: tl.constexpr, LOOP: tl.constexpr, LABELS: tl.constexpr,
 ):  # fmt: skip
-    """nu and the loss of row program_id(0), and whether it has a label."""
+    """Compute nu and the loss of row program_id(0), and whether it has a label."""
     row, where, x, hi, lo, share = solve_row(
         x_ptr, k_ptr, mask_ptr, offsets_ptr, nu_ptr, rows, n, size, k_stride, BLOCK, LOOP
     )
@@ -96,17 +96,17 @@ def loss_backward_kernel(
     rows, n, size, k_stride, grad_stride, per_row,
     BLOCK: tl.constexpr, LOOP: tl.constexpr, LABELS: tl.constexpr,
 ):  # fmt: skip
-    """dx and dk of row program_id(0)."""
+    """Compute dx and dk of row program_id(0)."""
     row, _, where, hi, lo = locate_part(x_ptr, mask_ptr, offsets_ptr, nu_ptr, rows, n, size)
     x = read(where, 0, BLOCK)
     nearest, total, _ = slope(x, x, where, grad_ptr, BLOCK, BLOCK, hi, lo, BLOCK, LOOP, _OF_NU)
     labels = (labels_ptr, starts_ptr, weight_ptr, per_row)
-    _, push, tied, _, felt = label_sums(x, where, labels, row, 0, hi, lo, 1.0, BLOCK, LOOP, 1, LABELS)
-    # A row in which no label counts gets no gradient: that of an infinite nu is 0.
-    hi = tl.where(felt > 0, hi, float("-inf"))
+    _, push, tied, _, weighted = label_sums(x, where, labels, row, 0, hi, lo, 1.0, BLOCK, LOOP, 1, LABELS)
+    # A row whose labels all have weight 0 has no gradient; that of an infinite nu is 0.
+    hi = tl.where(weighted > 0, hi, float("-inf"))
     g = tl.load(grad_ptr + row * grad_stride)
     given = -g * push.to(tl.float32)
-    # dk comes first or last: in the other order registers are spilled on sm_80 or sm_90.
+    # Write dk first or last, depending on LOOP: the other order spills registers on sm_80 or sm_90.
     if LOOP:
         write_dk(dk_ptr, k_ptr, k_stride, row, where, g, given, hi, nearest, total, tied, BLOCK)
     write_gradient(x, dx_ptr, where, labels, row, 0, g, given, hi, lo, nearest, total, BLOCK, LOOP, 1, LABELS)
@@ -120,7 +120,7 @@ def split_loss_kernel(
     rows, n, size, per_row,
     BLOCK: tl.constexpr, SPLITS: tl.constexpr, WIDTH: tl.constexpr, LABELS: tl.constexpr,
 ):  # fmt: skip
-    """The part of program (row, split) in the loss of its row."""
+    """Compute the part of program (row, split) in the loss of its row."""
     row, split, where, hi, lo = locate_part(x_ptr, mask_ptr, offsets_ptr, nu_ptr, rows, n, size)
     share = tl.load(state_ptr + row * WIDTH + 5)
     x = read(where, split * BLOCK, BLOCK)
@@ -133,7 +133,7 @@ def split_loss_kernel(
 
 @triton.jit
 def add_loss_kernel(parts_ptr, loss_ptr, rows, SPLITS: tl.constexpr, WIDTH: tl.constexpr):
-    """The loss of a row from its parts."""
+    """Sum the loss of a row from its parts."""
     row = tl.program_id(0)
     part = parts_ptr + (row * SPLITS + tl.arange(0, SPLITS)) * WIDTH
     tl.store(loss_ptr + row, tl.sum(tl.load(part), 0).to(tl.float32))
@@ -146,16 +146,16 @@ def split_slope_kernel(
     rows, n, size, per_row,
     BLOCK: tl.constexpr, SPLITS: tl.constexpr, WIDTH: tl.constexpr, LABELS: tl.constexpr,
 ):  # fmt: skip
-    """The sums of program (row, split) that the derivatives need."""
+    """Compute the sums of program (row, split) that the derivatives need."""
     row, split, where, hi, lo = locate_part(x_ptr, mask_ptr, offsets_ptr, nu_ptr, rows, n, size)
     x = read(where, split * BLOCK, BLOCK)
     labels = (labels_ptr, starts_ptr, weight_ptr, per_row)
-    _, push, tied, _, felt = label_sums(
+    _, push, tied, _, weighted = label_sums(
         x, where, labels, row, split, hi, lo, 1.0, BLOCK, True, SPLITS, LABELS
     )
     first, stride = (split + SPLITS) * BLOCK, SPLITS * BLOCK
     nearest, total, _ = slope(x, x, where, x_ptr, first, stride, hi, lo, BLOCK, True, _OF_NU)
-    leave(parts_ptr + (row * SPLITS + split) * WIDTH, (nearest, total, push, tied, felt))
+    leave(parts_ptr + (row * SPLITS + split) * WIDTH, (nearest, total, push, tied, weighted))
 
 
 @triton.jit
@@ -164,7 +164,7 @@ def split_gradient_kernel(
     dx_ptr, dk_ptr, rows, n, size, k_stride, grad_stride, per_row,
     BLOCK: tl.constexpr, SPLITS: tl.constexpr, WIDTH: tl.constexpr, LABELS: tl.constexpr,
 ):  # fmt: skip
-    """Every program adds up the parts of its row itself, which is little; the first one writes dk."""
+    """Compute dx and dk; every program sums the few parts of its row itself, and the first one writes dk."""
     row, split, where, hi, lo = locate_part(x_ptr, mask_ptr, offsets_ptr, nu_ptr, rows, n, size)
     g = tl.load(grad_ptr + row * grad_stride)
     part = parts_ptr + (row * SPLITS + tl.arange(0, SPLITS)) * WIDTH
@@ -172,7 +172,7 @@ def split_gradient_kernel(
     nearest = tl.min(nearests, 0)
     total = tl.sum(tl.load(part + 1) * tl.exp(nearest - nearests), 0)
     push, tied = tl.sum(tl.load(part + 2), 0), tl.sum(tl.load(part + 3), 0)
-    # As above: no gradient where no label counts.
+    # As above: no gradient if all labels have weight 0.
     hi = tl.where(tl.sum(tl.load(part + 4), 0) > 0, hi, float("-inf"))
     given = -g * push.to(tl.float32)
     if split == 0:
@@ -203,7 +203,7 @@ def launch_forward(to: Launch, k: Tensor, labels: Labels, loss: Tensor) -> None:
 
 
 def launch_backward(to: Launch, grad: Tensor, k: Tensor, labels: Labels, dx: Tensor, dk: Tensor) -> None:
-    """Fill `dx` and `dk` for the gradient of each row's loss, or one for all."""
+    """Fill `dx` and `dk` for the gradient of each row's loss, or a single one for all rows."""
     rows, n, size = to.sizes
     settings = {"LABELS": labels.block, **to.block}
     before = (grad, to.x, k, to.nu, to.mask, to.offsets, *labels)

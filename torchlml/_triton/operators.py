@@ -1,7 +1,7 @@
 """The operators of `_autograd/operators.py` by Triton: allocate the results, choose the layout, launch.
 
 The arguments are those of `_torch/careful.py`, with x of float32, bfloat16 or float16. Nothing here
-synchronizes the device, so that all of it can be captured in a CUDA graph.
+synchronizes the device, so everything can be captured in a CUDA graph.
 """
 
 from __future__ import annotations
@@ -23,53 +23,53 @@ Pair = tuple[Tensor, Tensor]
 
 
 def solve(x: Tensor, k: Tensor, mask: Tensor | None, offsets: Tensor | None) -> Tensor:
-    """nu of every row."""
+    """Compute nu of every row."""
     return _solve(x, k, mask, offsets, None, log=False)
 
 
 def forward(x: Tensor, k: Tensor, mask: Tensor | None, offsets: Tensor | None) -> Pair:
-    """(y, nu)."""
+    """Return (y, nu)."""
     y = torch.empty_like(x)
     return y, _solve(x, k, mask, offsets, y, log=False)
 
 
 def log_forward(x: Tensor, k: Tensor, mask: Tensor | None, offsets: Tensor | None) -> Pair:
-    """(log y, nu)."""
+    """Return (log y, nu)."""
     log_y = torch.empty_like(x)
     return log_y, _solve(x, k, mask, offsets, log_y, log=True)
 
 
 def backward(grad: Tensor, x: Tensor, y: Tensor, nu: Tensor, *rows: Tensor | None) -> Pair:
-    """(dx, dk) of `forward`."""
+    """Return (dx, dk) of `forward`."""
     return _differentiate(triton_layer.OF_Y, grad, x, y, nu, *rows)
 
 
 def log_backward(grad: Tensor, x: Tensor, log_y: Tensor, nu: Tensor, *rows: Tensor | None) -> Pair:
-    """(dx, dk) of `log_forward`."""
+    """Return (dx, dk) of `log_forward`."""
     return _differentiate(triton_layer.OF_LOG_Y, grad, x, log_y, nu, *rows)
 
 
 def dual_backward(grad: Tensor, x: Tensor, nu: Tensor, *rows: Tensor | None) -> Pair:
-    """(dx, dk) of nu itself."""
+    """Return (dx, dk) of nu itself."""
     return _differentiate(triton_layer.OF_NU, grad, x, None, nu, *rows)
 
 
 def loss_forward(x: Tensor, k: Tensor, mask: Tensor | None, offsets: Tensor | None, *labels: Any) -> Pair:
-    """(the losses and where there are labels, nu)."""
+    """Return (the losses and whether rows have labels, nu)."""
     loss, nu = empty_nu(x, offsets), empty_nu(x, offsets)
     if nu.shape[1] > 0:
-        triton_loss.launch_forward(_launch(x, nu, mask, offsets), beside(k, x), Labels(*labels), loss)
+        triton_loss.launch_forward(_launch(x, nu, mask, offsets), on_device_of(k, x), Labels(*labels), loss)
     return loss, nu
 
 
 def loss_backward(
     grad: Tensor, x: Tensor, k: Tensor, nu: Tensor, mask: Tensor | None, offsets: Tensor | None, *labels: Any
 ) -> Pair:
-    """(dx, dk) of `loss_forward`."""
+    """Return (dx, dk) of `loss_forward`."""
     dx, dk = empty_gradients(x, nu)
     if nu.shape[1] > 0:
         to = _launch(x, nu, mask, offsets)
-        triton_loss.launch_backward(to, grad, beside(k, x), Labels(*labels), dx, dk)
+        triton_loss.launch_backward(to, grad, on_device_of(k, x), Labels(*labels), dx, dk)
     return dx, dk
 
 
@@ -79,8 +79,8 @@ def layout(x: Tensor, rows: int, offsets: Tensor | None) -> Plan:
     return plan(rows, length, offsets is not None, *_device(x.device))
 
 
-def beside(k: Tensor, x: Tensor) -> Tensor:
-    """k on the device of `x`. A number comes on the CPU, from where a copy would wait for the device."""
+def on_device_of(k: Tensor, x: Tensor) -> Tensor:
+    """k on the device of `x`. A 0-d k is on the CPU, and copying it would synchronize the device."""
     return k if k.device == x.device else torch.full((), k.item(), dtype=torch.float64, device=x.device)
 
 
@@ -91,12 +91,12 @@ def _launch(x: Tensor, nu: Tensor, mask: Tensor | None, offsets: Tensor | None) 
 def _solve(
     x: Tensor, k: Tensor, mask: Tensor | None, offsets: Tensor | None, y: Tensor | None, *, log: bool
 ) -> Tensor:
-    """Make nu, and fill `y` with y or log y."""
+    """Return nu, and fill `y` with y or log y."""
     nu = empty_nu(x, offsets)
     if nu.shape[1] > 0:
         to = _launch(x, nu, mask, offsets)
         launch = (triton_split if to.plan.splits > 1 else triton_layer).launch_forward
-        launch(to, beside(k, x), y, log)
+        launch(to, on_device_of(k, x), y, log)
     return nu
 
 
@@ -113,7 +113,7 @@ def _differentiate(
 
 @functools.cache
 def _device(device: torch.device) -> tuple[int, int]:
-    """(multiprocessors, lanes of a warp); on a CPU, where kernels are interpreted, any will do."""
+    """(multiprocessors, lanes of a warp); arbitrary on a CPU, where kernels are interpreted."""
     if device.type == "cpu":
         return 1, 32
     properties = torch.cuda.get_device_properties(device)

@@ -1,4 +1,4 @@
-"""How the rows of a tensor are laid over a GPU: blocks, warps, and whether a row is split."""
+"""The layout of rows on a GPU: blocks, warps, and whether a row is split."""
 
 from __future__ import annotations
 
@@ -6,22 +6,22 @@ from typing import NamedTuple
 
 from torch import Tensor
 
-# Up to here a row stays on chip, at most 16 entries to a thread. Longer ones are read in blocks of _STREAMED.
+# Rows up to this length stay on chip, at most 16 entries per thread. Longer ones use blocks of _STREAMED.
 LARGEST_BLOCK = 8192
 _STREAMED = 4096
 _SMALLEST_BLOCK = 32
-# Threads to a block, found by compiling: with these no register is spilled on sm_80, sm_90 and sm_100.
+# Threads per block, found by compiling: these spill no registers on sm_80, sm_90 and sm_100.
 _THREADS = {32: 32, 64: 32, 128: 32, 256: 64, 512: 128, 1024: 256, 2048: 512, 4096: 1024, 8192: 512}
 _THREADS_PACKED = {**_THREADS, 2048: 256}
-# Rows at least this long are split where there are too few of them to occupy the GPU.
+# Rows at least this long are split if there are too few of them to occupy the GPU.
 _SPLIT_LENGTH = 65536
 
 
 class Plan(NamedTuple):
-    """The shape of a launch: entries in a block, warps to a block, and programs to a row.
+    """The shape of a launch: entries per block, warps per block, and programs per row.
 
-    With `loop` a row may be longer than its block: the first block stays on chip, the others are read again
-    in every pass. Packed rows always loop, because their lengths are known only on the device.
+    With `loop` a row may be longer than its block: the first block stays on chip, and the others are read
+    again in every pass. Ragged rows always loop, because their lengths are known only on the device.
     """
 
     block: int
@@ -31,7 +31,7 @@ class Plan(NamedTuple):
 
 
 class Launch(NamedTuple):
-    """What every launch takes: the plan, the entries, how they fall into rows, and nu (2, R)."""
+    """The common arguments of all launches: the plan, the entries, their split into rows, and nu (2, R)."""
 
     plan: Plan
     x: Tensor
@@ -51,22 +51,22 @@ class Launch(NamedTuple):
 
 
 def stride_of(per_row: Tensor) -> int:
-    """The distance of two numbers per row in memory, 0 where one number stands for all rows."""
+    """The stride of a tensor with one number per row in memory, 0 if all rows share one number."""
     return per_row.stride(0) if per_row.dim() else 0
 
 
 def plan(rows: int, length: int, ragged: bool, processors: int, lanes: int = 32) -> Plan:
-    """Choose for `rows` rows of `length` entries (on average, where ragged) and a GPU.
+    """Choose the layout for `rows` rows of `length` entries (the average if ragged) on a GPU.
 
         >>> plan(256, 1000, False, 108)
         Plan(block=1024, warps=8, loop=False, splits=1)
 
-    The GPU has so many multi`processors`, and a warp of it so many `lanes`.
+    `processors` is the number of multiprocessors of the GPU, `lanes` the number of threads of a warp.
     """
     if length >= _SPLIT_LENGTH and rows < processors:
         splits = min(_power_of_two(-(-4 * processors // max(rows, 1))), _power_of_two(length // _STREAMED))
         return Plan(_STREAMED, _THREADS[_STREAMED] // lanes, True, splits)
-    # Packed rows differ in length: most fit where twice the average does.
+    # Ragged rows differ in length: most fit into twice the average.
     block = max(_power_of_two(2 * length if ragged else length), _SMALLEST_BLOCK)
     if block > LARGEST_BLOCK or (ragged and block > _STREAMED):
         return Plan(_STREAMED, _THREADS[_STREAMED] // lanes, True)
@@ -75,5 +75,5 @@ def plan(rows: int, length: int, ragged: bool, processors: int, lanes: int = 32)
 
 
 def _power_of_two(n: int) -> int:
-    """The smallest one that is not less than `n`."""
+    """The smallest power of two that is at least `n`."""
     return 1 << max(n - 1, 0).bit_length()

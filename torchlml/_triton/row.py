@@ -1,9 +1,9 @@
-"""What every kernel does with a row: find it, read a block of it, sum over the block, move nu.
+"""Operations of all kernels on a row: locate it, read a block of it, sum over the block, move nu.
 
 These are device functions, inlined into the kernels. `where` is a row in memory, (x_ptr, mask_ptr, start,
-length). It is read in blocks; what lies outside it, or is masked, is read as -inf, which counts for nothing
-in any of the sums. Entries are float32; sums inside a block are trees of float32, at most 16 entries to a
-thread, and sums over blocks are float64.
+length). It is read in blocks. Masked entries, and entries outside the row, are read as -inf, which does not
+contribute to any of the sums. Entries are float32. Sums inside a block are trees of float32, at most 16
+entries per thread, and sums over blocks are float64.
 """
 # mypy: disable-error-code="import-not-found,import-untyped,no-untyped-def,misc,untyped-decorator"
 
@@ -12,26 +12,27 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-# A side of the row whose nearest entry is farther than this from the threshold is summed times e^distance,
-# so that nothing underflows; and 1 + e^-32 is 1, so that there sigmoid(-|z|) is e^-|z|.
+# If the nearest entry on one side of the threshold is farther away than this, the sums of that side are taken
+# times e^distance, so that nothing underflows. There 1 + e^-32 rounds to 1, so sigmoid(-|z|) is e^-|z|.
 _FAR = tl.constexpr(32.0)
-_LARGEST = tl.constexpr(3.0e38)  # a float32 that is finite also when a few units are added to it
-# Newton's step from an error of s leaves less than 4 s^2, since |S''| <= S': what remains here is 4e-8.
+_LARGEST = tl.constexpr(3.0e38)  # a float32 that remains finite if a few units are added to it
+# Newton's step from an error of s leaves less than 4 s^2, since |S''| <= S': the remaining error is 4e-8.
 _LAST_STEP = tl.constexpr(1e-4)
-_ROUNDING = tl.constexpr(5e-7)  # of z, relative; it is all that is left of a gap of 1e20
-# Steps that leave the bracket are first cut at its end; later, and for every second step, it is halved: in
-# turn at the middle of its ends, which is quick for logits, and at the middle of all float32 numbers between
-# them, of which 32 are enough for any row, be its entries 1e-30 or 3e38.
+_ROUNDING = tl.constexpr(5e-7)  # relative rounding error of z, which dominates in a gap of 1e20
+# Steps that leave the bracket are first cut at its end. Later, and in every second step, the bracket is
+# halved instead: alternately at the midpoint of its ends, which is fast for typical logits, and at the median
+# of all float32 numbers between them. Of the latter, 32 suffice for any row, even with entries of 1e-30 or
+# 3e38.
 _CUT_STEPS = tl.constexpr(4)
 _FREE_STEPS = tl.constexpr(6)
 MAX_STEPS = tl.constexpr(136)
 _SETTLED = tl.constexpr(1000)
-LENGTH = tl.constexpr(3)  # the place of the length in `where`
+LENGTH = tl.constexpr(3)  # the index of the length in `where`
 
 
 @triton.jit
 def locate(row, x_ptr, mask_ptr, offsets_ptr, n, size):
-    """`where` of a row, inside the `size` entries whatever the offsets are."""
+    """`where` of a row, clamped to the `size` entries for any offsets."""
     if offsets_ptr is None:
         start = row.to(tl.int64) * n
         length = n
@@ -44,7 +45,7 @@ def locate(row, x_ptr, mask_ptr, offsets_ptr, n, size):
 
 @triton.jit
 def locate_part(x_ptr, mask_ptr, offsets_ptr, nu_ptr, rows, n, size):
-    """(row, split, where, hi, lo) of program (row, split), whose row is solved; split is 0 for one alone."""
+    """(row, split, where, hi, lo) of program (row, split), whose row is solved; split is 0 without splits."""
     row, split = tl.program_id(0), tl.program_id(1)
     where = locate(row, x_ptr, mask_ptr, offsets_ptr, n, size)
     return row, split, where, tl.load(nu_ptr + row), tl.load(nu_ptr + rows + row)
@@ -52,7 +53,7 @@ def locate_part(x_ptr, mask_ptr, offsets_ptr, nu_ptr, rows, n, size):
 
 @triton.jit
 def read(where, first, BLOCK: tl.constexpr):
-    """The entries first, first + 1, ... of a row, -inf where there is none."""
+    """Read the entries first, first + 1, ... of a row, -inf past its end."""
     x_ptr, mask_ptr, start, length = where
     i = first + tl.arange(0, BLOCK)
     inside = i < length
@@ -65,7 +66,7 @@ def read(where, first, BLOCK: tl.constexpr):
 
 @triton.jit
 def leave(pointer, numbers):
-    """Store some numbers one after the other, in the dtype of the memory."""
+    """Store some numbers one after another, in the dtype of the memory."""
     for i in tl.static_range(len(numbers)):
         tl.store(pointer + i, numbers[i].to(pointer.dtype.element_ty))
 
@@ -80,7 +81,7 @@ def write(pointer, values, where, first, BLOCK: tl.constexpr):
 
 @triton.jit
 def survey_block(x, side):
-    """What has to be known before the first step: the kinds of entries, and a log-sum-exp of side * x."""
+    """Statistics for the first step: the numbers of each kind of entry, and a log-sum-exp of side * x."""
     finite = tl.abs(x) < float("inf")
     undefined = tl.sum((x != x).to(tl.int32), 0)
     m = tl.sum((x != float("-inf")).to(tl.int32), 0)
@@ -94,7 +95,7 @@ def survey_block(x, side):
 
 @triton.jit
 def survey(x, where, first, stride, side, BLOCK: tl.constexpr, LOOP: tl.constexpr):
-    """`survey_block` of the block `x` that is on chip and of all later ones."""
+    """`survey_block` of the block `x` on chip and of all later ones."""
     undefined, m, p, top, bottom, total = survey_block(x, side)
     if LOOP:
         for at in range(first, where[LENGTH], stride):
@@ -109,16 +110,16 @@ def survey(x, where, first, stride, side, BLOCK: tl.constexpr, LOOP: tl.constexp
 
 @triton.jit
 def shrink(old, new):
-    """e^(old - new) for old <= new, 1 where both are the same infinity."""
+    """e^(old - new) for old <= new, 1 if both are the same infinity."""
     return tl.where(old == new, 1.0, tl.exp(old - new))
 
 
 @triton.jit
 def begin(k, found, side):
-    """(hi, lo, lower, upper, number, share): where the iteration starts, or the answer of a special row.
+    """(hi, lo, lower, upper, number, share): the start of the iteration, or the result of a special row.
 
-    `logit(k/m) - max x <= nu <= logit(k/m) - min x` is the bracket; the start is `log k - LSE(x)`, or its
-    mirror image `LSE(-x) - log(m - k)` for side = -1. Entries of +inf are 1 and take as much from k.
+    The bracket is `logit(k/m) - max x <= nu <= logit(k/m) - min x`. The start is `log k - LSE(x)`, or its
+    mirror image `LSE(-x) - log(m - k)` for side = -1. Each entry of +inf gets 1 and reduces k by 1.
     """
     undefined, m, p, top, bottom, total = found
     ordinary = (k > p) & (k < m) & (undefined == 0)
@@ -133,14 +134,14 @@ def begin(k, found, side):
     few = tl.log(wanted) - log_total
     many = log_total - tl.log(rest)
     hi, lo = two_sum(tl.where(side > 0, -largest, -smallest), tl.where(side > 0, few, many))
-    # The bracket is computed in float32: a little wider it is a theorem again.
+    # The bracket is computed in float32: widen it slightly so that it is valid despite rounding.
     lower -= 1e-6 * tl.abs(lower) + 1e-6
     upper += 1e-6 * tl.abs(upper) + 1e-6
     special = tl.where((k > 0) & (k >= m), float("inf"), float("-inf"))
     special = tl.where((undefined > 0) | (k != k), float("nan"), special)
     hi, lo = tl.where(ordinary, hi, special), tl.where(ordinary, lo, 0.0)
     number = tl.where(ordinary, 0, _SETTLED)
-    # In float32: a division of float64 is a call, around which registers are spilled.
+    # In float32, because a float64 division is a function call, around which registers are spilled.
     share = tl.minimum(k.to(tl.float32) / tl.maximum(p, 1).to(tl.float32), 1.0)
     share = tl.where((hi == float("-inf")) & (p > 0), share, 1.0)
     return hi, lo, lower, upper, number, share
@@ -153,10 +154,10 @@ def _far(distance):
 
 @triton.jit
 def evaluate_block(x, hi, lo):
-    """How a block takes part in S - k: (count, below, above, P, Q, P', Q').
+    """The contribution of a block to S - k: (count, below, above, P, Q, P', Q').
 
-    `count` entries are above the threshold, Q and Q' are their sums of t = sigmoid(-|z|) and of w = t (1 - t)
-    times e^above; P and P' those of the others, times e^below.
+    `count` entries are above the threshold. Q and Q' are their sums of t = sigmoid(-|z|) and w = t (1 - t),
+    times e^above. P and P' are the sums over the other entries, times e^below.
     """
     z = (x + hi) + lo
     up = z > 0
@@ -178,7 +179,7 @@ def evaluate_block(x, hi, lo):
 
 @triton.jit
 def evaluate(x, where, first, stride, hi, lo, BLOCK: tl.constexpr, LOOP: tl.constexpr):
-    """`evaluate_block` of the block `x` that is on chip and of all later ones."""
+    """`evaluate_block` of the block `x` on chip and of all later ones."""
     count, below, above, p, q, dp, dq = evaluate_block(x, hi, lo)
     if LOOP:
         for at in range(first, where[LENGTH], stride):
@@ -196,11 +197,11 @@ def evaluate(x, where, first, stride, hi, lo, BLOCK: tl.constexpr, LOOP: tl.cons
 
 @triton.jit
 def move(k, hi, lo, lower, upper, number, found):
-    """One safeguarded step of Newton's method for log A = log B, see `_solve/newton.py`."""
+    """One safeguarded step of Newton's method for log A = log B; see `_solve/newton.py`."""
     count, below, above, p, q, dp, dq = found
     surplus = (count - tl.maximum(k, 1e-37)).to(tl.float32)
     fall, rise = tl.exp(-below), tl.exp(-above)
-    # A = P + max(c, 0) and B = Q + max(-c, 0), each still times e^distance where nothing was added to it.
+    # A = P + max(c, 0) and B = Q + max(-c, 0), each still times e^distance if nothing was added to it.
     p, q = p.to(tl.float32), q.to(tl.float32)
     a = tl.where(surplus > 0, p * fall + surplus, p)
     b = tl.where(surplus < 0, q * rise - surplus, q)
@@ -215,7 +216,7 @@ def move(k, hi, lo, lower, upper, number, found):
     target = hi + step
     outside = (target < lower) | (target > upper) | (target != target)
     end = tl.where(step > 0, upper, lower)
-    # A short step is about to settle the row, whatever its number.
+    # A short step is about to settle the row, regardless of the number of steps so far.
     crawls = (number >= _FREE_STEPS) & (number % 2 == 1) & (tl.abs(step) > 0.5)
     halve = (outside & (number >= _CUT_STEPS)) | crawls
     middle = tl.where(number % 4 == 1, lower * 0.5 + upper * 0.5, _between(lower, upper))
@@ -229,20 +230,20 @@ def move(k, hi, lo, lower, upper, number, found):
 
 @triton.jit
 def _between(lower, upper):
-    """The float32 in the middle of all float32 numbers between two."""
+    """The median of all float32 numbers between two."""
     a, b = _order(lower.to(tl.int32, bitcast=True)), _order(upper.to(tl.int32, bitcast=True))
     return _order((a & b) + ((a ^ b) >> 1)).to(tl.float32, bitcast=True)
 
 
 @triton.jit
 def _order(bits):
-    """Bits of floats <-> integers in the same order; its own inverse."""
+    """Map the bits of floats to integers in the same order, and back: the function is its own inverse."""
     return bits ^ ((bits >> 31) & 0x7FFFFFFF)
 
 
 @triton.jit
 def two_sum(a, b):
-    """a + b without rounding, as a pair (Knuth)."""
+    """a + b as an exact pair, without rounding (Knuth)."""
     total = a + b
     taken = total - a
     return total, (a - (total - taken)) + (b - taken)
@@ -250,7 +251,7 @@ def two_sum(a, b):
 
 @triton.jit
 def iterate(x, where, k, hi, lo, lower, upper, number, BLOCK: tl.constexpr, LOOP: tl.constexpr):
-    """Step until nu is settled: (hi, lo)."""
+    """Step until nu has settled: (hi, lo)."""
     while number < MAX_STEPS:
         found = evaluate(x, where, BLOCK, BLOCK, hi, lo, BLOCK, LOOP)
         hi, lo, lower, upper, number = move(k, hi, lo, lower, upper, number, found)
@@ -262,12 +263,12 @@ def solve_row(
     x_ptr, k_ptr, mask_ptr, offsets_ptr, nu_ptr, rows, n, size, k_stride,
     BLOCK: tl.constexpr, LOOP: tl.constexpr,
 ):  # fmt: skip
-    """Solve row program_id(0) and store its nu: (row, where, x, hi, lo, share), x its first block."""
+    """Solve row program_id(0), store its nu, and return (row, where, its first block x, hi, lo, share)."""
     row = tl.program_id(0)
     where = locate(row, x_ptr, mask_ptr, offsets_ptr, n, size)
     k = tl.load(k_ptr + row * k_stride)
     x = read(where, 0, BLOCK)
-    # Few or many of the row? The start is nearer on that side.
+    # Start on the side of the smaller of k and n - k, where the initial nu is more accurate.
     side = tl.where(2 * k <= where[LENGTH], 1.0, -1.0)
     found = survey(x, where, BLOCK, BLOCK, side, BLOCK, LOOP)
     hi, lo, lower, upper, number, share = begin(k, found, side)
@@ -281,8 +282,8 @@ def solve_row(
 def log1p(e):
     """log(1 + e) for 0 <= e <= 1, with full relative accuracy: 2 artanh(s), s = e / (2 + e), as a series.
 
-    The series of artanh is s + s^3 / 3 + s^5 / 5 + ...; s is at most 1/3, so that what is left out after
-    s^15 / 15 is less than 1e-9 of the sum.
+    The series of artanh is s + s^3 / 3 + s^5 / 5 + ... Since s is at most 1/3, the terms after s^15 / 15 sum
+    to less than 1e-9 of the total.
     """
     s = e / (2.0 + e)
     s2 = s * s
@@ -294,7 +295,7 @@ def log1p(e):
 
 @triton.jit
 def probability(x, hi, lo, share, LOG: tl.constexpr):
-    """y or log y of a block, with the limits where the formula has none."""
+    """y or log y of a block, with the limits where the formula fails."""
     z = (x + hi) + lo
     e = tl.exp(-tl.abs(z))
     if LOG:

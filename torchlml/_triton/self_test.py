@@ -2,9 +2,9 @@
 
 Before the first use on a device and dtype, the kernels are compared with pure PyTorch on a few dozen rows. If
 a kernel differs, does not compile or fails, pure PyTorch is used from then on, and one warning says so.
-`TORCHLML_KERNEL=torch` never uses the kernels. `TORCHLML_KERNEL=native` uses them without the self-test, and
-so does `torchlml gpu-check`, which has its own. Only the layout of short rows is compared, because every
-other layout would have to be compiled for the comparison.
+`TORCHLML_KERNEL=torch` disables the kernels. `TORCHLML_KERNEL=native` uses them without the self-test, and so
+does `torchlml gpu-check`, which has its own. Only the layout of short rows is tested, because every other
+layout would have to be compiled for the test.
 
 Triton and the kernels are imported when the first such tensor arrives, so that they do not slow down
 `import torchlml`.
@@ -27,10 +27,10 @@ from torchlml._cpu import loader
 
 Operator = Callable[..., Any]
 _Key = tuple[torch.device, torch.dtype]
-# Relative to max(1, |expected|): what two right kernels may differ by, and half types by one rounding more.
+# Relative to max(1, |expected|): rounding differences of two correct kernels; half types round once more.
 _TOLERANCE = {torch.float32: 2e-5, torch.float16: 2e-3, torch.bfloat16: 1.6e-2}
 _ENTRIES = 40
-# Places in a row are int32 in the kernels, a block past the end included.
+# Positions in a row are int32 in the kernels, including those up to a block past the end.
 _LONGEST_ROW = 2**31 - 2**15
 
 # The function that a GPU calls for each operator that has a Triton kernel, by name.
@@ -41,7 +41,7 @@ _skipped = False
 
 
 def by_triton(name: str, place_of_x: int, plain: Operator) -> Operator:
-    """The operator `name` by Triton if possible, otherwise in pure PyTorch."""
+    """Return the operator `name`, by Triton if possible, otherwise in pure PyTorch."""
 
     def run(*arguments: Any) -> Any:
         x = arguments[place_of_x]
@@ -52,7 +52,7 @@ def by_triton(name: str, place_of_x: int, plain: Operator) -> Operator:
             return getattr(_kernels(), name)(*arguments)
         except torch.OutOfMemoryError:
             raise
-        except Exception as error:  # a layout that does not compile: the others may, but who knows how well
+        except Exception as error:  # this layout does not compile, so do not trust the others either
             if x.device.type == "cpu":
                 raise
             disable(x.device, x.dtype, f"failed in `{name}`: {type(error).__name__}: {error}")
@@ -65,12 +65,12 @@ def by_triton(name: str, place_of_x: int, plain: Operator) -> Operator:
 
 @functools.cache
 def available() -> bool:
-    """Whether Triton can be imported. PyTorch for GPUs that Triton supports brings its own."""
+    """Whether Triton can be imported. PyTorch builds for GPUs that Triton supports include it."""
     if find_spec("triton") is None:
         return False
     try:
         _kernels()
-    except ImportError:  # a Triton that is installed but cannot be loaded on this machine
+    except ImportError:  # Triton is installed but cannot be loaded on this machine
         return False
     return True
 
@@ -93,7 +93,7 @@ def skip() -> None:
 def passes(device: torch.device, dtype: torch.dtype, kernels: Any) -> bool:
     """Whether the kernels passed the self-test on a device and dtype; the first call runs it.
 
-    `kernels` has each kernel under the name of its operator, as `operators.py` does.
+    `kernels` has an attribute for each kernel, named like its operator, as `operators.py` does.
     """
     choice = loader.requested()
     if choice or _skipped or _interpreted(device):
@@ -105,7 +105,7 @@ def passes(device: torch.device, dtype: torch.dtype, kernels: Any) -> bool:
         _results[key] = True
         try:
             found = difference(device, dtype, kernels)
-        except Exception as error:  # a compiler can raise anything
+        except Exception as error:  # the compiler can raise anything
             found = f"do not run: {type(error).__name__}: {error}"
         if found is not None:
             disable(device, dtype, found)
@@ -128,7 +128,7 @@ def difference(device: torch.device, dtype: torch.dtype, kernels: Any) -> str | 
         expected, got = _plain[name](*arguments), getattr(kernels, name)(*arguments)
         pairs = [(expected, got)] if isinstance(expected, Tensor) else list(zip(expected, got, strict=True))
         for place, (right, found) in enumerate(pairs):
-            # nu is a pair, of which only the sum is defined.
+            # nu is a pair, and only the sum of the pair is defined.
             nu = name == "solve" or (name.endswith("forward") and place == 1)
             worst = _distance(right.double().sum(0) if nu else right, found.double().sum(0) if nu else found)
             if not worst <= _TOLERANCE[dtype]:
@@ -144,7 +144,7 @@ def _distance(expected: Tensor, got: Tensor) -> float:
 
 
 def _calls(device: torch.device, dtype: torch.dtype) -> Iterator[tuple[str, tuple[Any, ...]]]:
-    """Every operator with arguments for it: rows of many scales, masked, special and packed ones."""
+    """Every operator with arguments for it: rows of many scales, masked, special and ragged rows."""
     for x, k, mask, offsets, labels in _problems(device, dtype):
         rows = mask, offsets
         yield "solve", (x, k, *rows)
@@ -186,5 +186,5 @@ def _problems(device: torch.device, dtype: torch.dtype) -> Iterator[_Problem]:
 
 
 def _interpreted(device: torch.device) -> bool:
-    """On the CPU the kernels run in Triton's interpreter only, for tests that compare them themselves."""
+    """Whether the kernels run in Triton's interpreter: on the CPU, for tests that do their own comparison."""
     return device.type == "cpu"

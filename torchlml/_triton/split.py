@@ -1,9 +1,9 @@
-"""Few, very long rows: each is shared by several programs, and a small kernel adds up what they found.
+"""Few, very long rows: several programs share each row, and a small kernel sums their results.
 
-Program (row, split) reads every `splits`-th block of its row. A pass over the rows is a launch that leaves
-the sums of each program in memory, and a launch of one program to a row that adds them in a fixed order and
-moves nu. The number of launches is fixed, so that the host does not wait for the device; rows that are
-settled are not read again, and a row that is not settled after `_STEPS` is finished by one program alone.
+Program (row, split) reads every `splits`-th block of its row. Each pass over the rows is two launches: one
+stores the sums of each program in memory, and one with a single program per row adds them in a fixed order
+and moves nu. The number of launches is fixed, so the host does not synchronize with the device. Settled rows
+are not read again, and a row that has not settled after `_STEPS` is finished by a single program.
 """
 # mypy: disable-error-code="import-not-found,import-untyped,no-untyped-def,misc,untyped-decorator"
 
@@ -33,9 +33,9 @@ from torchlml._triton.row import (
     write,
 )
 
-# Six is what rows of logits take; the next ones cost a launch each, and finishing alone much more.
+# Rows of typical logits take six. Each further one costs a launch; finishing a row alone costs much more.
 _STEPS = 9
-WIDTH = 8  # numbers that a program leaves, and numbers that are kept for a row
+WIDTH = 8  # the number of values stored per program, and per row
 
 
 @triton.jit
@@ -43,7 +43,7 @@ def survey_kernel(
     x_ptr, k_ptr, mask_ptr, offsets_ptr, parts_ptr, n, size, k_stride,
     BLOCK: tl.constexpr, SPLITS: tl.constexpr, WIDTH: tl.constexpr,
 ):  # fmt: skip
-    """What the blocks of program (row, split) hold."""
+    """Compute the statistics of the blocks of program (row, split)."""
     row, split = tl.program_id(0), tl.program_id(1)
     where = locate(row, x_ptr, mask_ptr, offsets_ptr, n, size)
     side = tl.where(2 * tl.load(k_ptr + row * k_stride) <= where[LENGTH], 1.0, -1.0)
@@ -56,7 +56,7 @@ def survey_kernel(
 def begin_kernel(
     k_ptr, offsets_ptr, parts_ptr, state_ptr, n, size, k_stride, SPLITS: tl.constexpr, WIDTH: tl.constexpr
 ):
-    """Where the iteration of a row starts, from its parts."""
+    """Compute the start of the iteration of a row, from its parts."""
     row = tl.program_id(0)
     _, _, _, length = locate(row, None, None, offsets_ptr, n, size)
     k = tl.load(k_ptr + row * k_stride)
@@ -85,7 +85,7 @@ def evaluate_kernel(
     x_ptr, mask_ptr, offsets_ptr, state_ptr, parts_ptr, n, size,
     BLOCK: tl.constexpr, SPLITS: tl.constexpr, WIDTH: tl.constexpr,
 ):  # fmt: skip
-    """How far program (row, split) takes its row from k; nothing is read for a settled row."""
+    """Compute the part of program (row, split) in S - k; settled rows are not read."""
     row, split = tl.program_id(0), tl.program_id(1)
     _, _, start, length = locate(row, x_ptr, mask_ptr, offsets_ptr, n, size)
     hi, lo, _, _, number = kept(state_ptr, row, WIDTH)
@@ -98,7 +98,7 @@ def evaluate_kernel(
 
 @triton.jit
 def move_kernel(k_ptr, state_ptr, parts_ptr, k_stride, SPLITS: tl.constexpr, WIDTH: tl.constexpr):
-    """Move nu of a row, from its parts."""
+    """Move nu of a row, using its parts."""
     row = tl.program_id(0)
     hi, lo, lower, upper, number = kept(state_ptr, row, WIDTH)
     if number < MAX_STEPS:
@@ -120,7 +120,7 @@ def finish_kernel(
     x_ptr, k_ptr, mask_ptr, offsets_ptr, state_ptr, nu_ptr, rows, n, size, k_stride,
     BLOCK: tl.constexpr, WIDTH: tl.constexpr,
 ):  # fmt: skip
-    """Step until nu is settled, which it mostly is already, and write it."""
+    """Step until nu has settled, which it usually has already, and write it."""
     row = tl.program_id(0)
     where = locate(row, x_ptr, mask_ptr, offsets_ptr, n, size)
     hi, lo, lower, upper, number = kept(state_ptr, row, WIDTH)
@@ -136,7 +136,7 @@ def write_kernel(
     x_ptr, mask_ptr, offsets_ptr, state_ptr, nu_ptr, y_ptr, rows, n, size,
     BLOCK: tl.constexpr, SPLITS: tl.constexpr, WIDTH: tl.constexpr, LOG: tl.constexpr,
 ):  # fmt: skip
-    """y or log y of the blocks of program (row, split)."""
+    """Write y or log y of the blocks of program (row, split)."""
     row, split, where, hi, lo = locate_part(x_ptr, mask_ptr, offsets_ptr, nu_ptr, rows, n, size)
     share = tl.load(state_ptr + row * WIDTH + 5)
     for at in range(split * BLOCK, where[LENGTH], SPLITS * BLOCK):
@@ -148,7 +148,7 @@ def slope_kernel(
     grad_ptr, x_ptr, nu_ptr, mask_ptr, offsets_ptr, parts_ptr, rows, n, size,
     BLOCK: tl.constexpr, SPLITS: tl.constexpr, WIDTH: tl.constexpr, OF: tl.constexpr,
 ):  # fmt: skip
-    """The sums over the blocks of program (row, split) that the derivatives need."""
+    """Compute the sums over the blocks of program (row, split) that the derivatives need."""
     row, split, where, hi, lo = locate_part(x_ptr, mask_ptr, offsets_ptr, nu_ptr, rows, n, size)
     first, stride = split * BLOCK, SPLITS * BLOCK
     x = read(where, first, BLOCK)
@@ -162,7 +162,7 @@ def gradient_kernel(
     grad_ptr, x_ptr, y_ptr, nu_ptr, mask_ptr, offsets_ptr, parts_ptr, dx_ptr, dk_ptr, rows, n, size,
     BLOCK: tl.constexpr, SPLITS: tl.constexpr, WIDTH: tl.constexpr, OF: tl.constexpr,
 ):  # fmt: skip
-    """Every program adds up the parts of its row itself, which is little; the first one writes dk."""
+    """Compute dx and dk; every program sums the few parts of its row itself, and the first one writes dk."""
     row, split, where, hi, lo = locate_part(x_ptr, mask_ptr, offsets_ptr, nu_ptr, rows, n, size)
     part = parts_ptr + (row * SPLITS + tl.arange(0, SPLITS)) * WIDTH
     nearests = tl.load(part).to(tl.float32)
@@ -184,7 +184,7 @@ def gradient_kernel(
 
 
 def solve(to: Launch, k: Tensor) -> Tensor:
-    """Fill `nu`, and give back what is kept for each row, sixth what its +inf entries get."""
+    """Fill `nu`, and return the state of each row; its sixth value is y of the +inf entries."""
     rows, n, size = to.sizes
     x, mask, offsets, k_stride = to.x, to.mask, to.offsets, stride_of(k)
     parts, split = new_parts(to), parts_of(to)
@@ -203,17 +203,17 @@ def solve(to: Launch, k: Tensor) -> Tensor:
 
 
 def new_parts(to: Launch) -> Tensor:
-    """Room for the numbers that the programs of every row leave."""
+    """Allocate memory for the results of all programs of every row."""
     return to.x.new_empty((to.sizes[0], to.plan.splits, WIDTH), dtype=torch.float64)
 
 
 def parts_of(to: Launch) -> dict[str, int]:
-    """The settings of a kernel that writes or reads such parts."""
+    """The settings of a kernel that writes or reads these parts."""
     return {"SPLITS": to.plan.splits, "WIDTH": WIDTH}
 
 
 def launch_forward(to: Launch, k: Tensor, y: Tensor | None, log: bool) -> None:
-    """Do what `triton_layer.launch_forward` does."""
+    """Do the same as `layer.launch_forward`."""
     state = solve(to, k)
     if y is None:
         return
@@ -224,7 +224,7 @@ def launch_forward(to: Launch, k: Tensor, y: Tensor | None, log: bool) -> None:
 
 
 def launch_backward(to: Launch, grad: Tensor, y: Tensor | None, dx: Tensor, dk: Tensor, of: int) -> None:
-    """Do what `triton_layer.launch_backward` does."""
+    """Do the same as `layer.launch_backward`."""
     parts, shared = new_parts(to), (to.sizes[0], to.plan.splits)
     rows, settings = (to.mask, to.offsets, parts), {**parts_of(to), **to.block, "OF": of}
     with torch.cuda.device_of(to.x):

@@ -50,7 +50,7 @@ def linear_lml_loss(
     memory_limit: int = MEMORY_LIMIT,
     group: Any = None,
 ) -> Tensor:
-    """`lml_loss` of the outputs of a linear layer, a few rows at a time, for very many labels.
+    """Compute `lml_loss` of the outputs of a linear layer in chunks of rows, for very large label spaces.
 
         >>> hidden, layer = torch.randn(32, 16), nn.Linear(16, 1000)
         >>> target = torch.randint(1000, (32,))
@@ -62,13 +62,13 @@ def linear_lml_loss(
         linear_weight: (n, d), its weight, one row per label.
         target, k, weight, ignore_index, reduction, label_reduction, bound: as for `lml_loss`.
         linear_bias: (n,), its bias.
-        memory_limit: the number of bytes that the logits and their gradient may take at a time. A single row
-            may exceed it. The gradients of the input and of the weight are not counted.
+        memory_limit: the number of bytes that the logits and their gradient may occupy at a time. A single
+            row may exceed it. The gradients of the input and of the weight are not counted.
         group: the processes that the labels are sharded across, as for `lml_loss`: `linear_weight`,
             `linear_bias` and `weight` belong to the labels of this process, and the input is the same on all
             processes. A `linear_weight` that is a DTensor, `Shard`ed over its labels, implies its group. If
-            the input is a DTensor too, another dimension of the mesh may shard it over rows; the loss is then
-            that of all rows, a DTensor.
+            the input is a DTensor too, another dimension of the mesh may shard its rows. The loss is then a
+            DTensor, reduced over all rows.
 
     Returns:
         The same as `lml_loss(F.linear(input, linear_weight, linear_bias), target, k, ...)`.
@@ -131,7 +131,7 @@ class LinearLMLLoss(TopKLoss):
         self.linear = nn.Linear(in_features, num_classes, bias, device, dtype)
 
     def forward(self, input: Tensor, target: Tensor) -> Tensor:
-        """The loss of a batch; the arguments are those of `linear_lml_loss`."""
+        """Compute the loss of a batch; the arguments are those of `linear_lml_loss`."""
         layer = self.linear
         return linear_lml_loss(input, layer.weight, target, self.k, linear_bias=layer.bias, **self.settings)
 
@@ -150,7 +150,7 @@ def linear_truncated_entropy_loss(
     label_reduction: LabelReduction = "sum",
     memory_limit: int = MEMORY_LIMIT,
 ) -> Tensor:
-    """`truncated_entropy_loss` of the outputs of a linear layer, a few rows at a time, for very many labels.
+    """Compute `truncated_entropy_loss` of a linear layer in chunks of rows, for very large label spaces.
 
         >>> hidden, layer = torch.randn(32, 16), nn.Linear(16, 1000, bias=False)
         >>> target = torch.randint(1000, (32,))
@@ -224,6 +224,6 @@ class LinearTruncatedEntropyLoss(TopKLoss):
         self.linear = nn.Linear(in_features, num_classes, bias, device, dtype)
 
     def forward(self, input: Tensor, target: Tensor) -> Tensor:
-        """The loss of a batch; the arguments are those of `linear_truncated_entropy_loss`."""
+        """Compute the loss of a batch; the arguments are those of `linear_truncated_entropy_loss`."""
         weight, bias = self.linear.weight, self.linear.bias
         return linear_truncated_entropy_loss(input, weight, target, self.k, linear_bias=bias, **self.settings)

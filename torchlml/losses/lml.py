@@ -112,5 +112,5 @@ class LMLLoss(TopKLoss):
     def forward(
         self, logits: Tensor, target: Tensor, *, mask: Tensor | None = None, offsets: Tensor | None = None
     ) -> Tensor:
-        """The loss of a batch; the arguments are those of `lml_loss`."""
+        """Compute the loss of a batch; the arguments are those of `lml_loss`."""
         return lml_loss(logits, target, self.k, mask=mask, offsets=offsets, **self.settings)

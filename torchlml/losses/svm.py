@@ -15,7 +15,7 @@ from torchlml._targets import Labels, read_single_label
 from torchlml.losses.base import TopKLoss
 from torchlml.projection import lml_dual
 
-# Up to about this many coefficients, sums of products are faster than Fourier transforms; measured on a CPU.
+# Up to about this many coefficients, direct sums of products are faster than FFTs (measured on a CPU).
 _DIRECT = 16
 _EVEN = 64
 
@@ -31,7 +31,7 @@ def topk_svm_loss(
     reduction: Reduction = "mean",
     mask: Tensor | None = None,
 ) -> Tensor:
-    """The top-k hinge loss: 0 once the label is `alpha * k` above its k-th strongest competitor.
+    """Compute the top-k hinge loss: 0 once the label is `alpha * k` above its k-th strongest competitor.
 
         >>> logits = torch.tensor([[3.0, 2.0, 1.0, 0.0]])
         >>> torchlml.topk_svm_loss(logits, torch.tensor([2]), k=2)  # 1 + (2 - 1) / 2
@@ -45,21 +45,21 @@ def topk_svm_loss(
         weight: one weight per class, for the rows with that label.
         ignore_index: the class index that means "no label".
         reduction: "mean" over the rows that have a label (0 if there are none), "sum" or "none".
-        mask: bool, broadcasts to the logits; False entries do not exist.
+        mask: bool, broadcasts to the logits; False entries are ignored.
 
     Returns:
         The loss in the dtype of the logits (float32 under autocast), a scalar or one number per row.
 
     The definition is `max(0, mean of the k largest of s_j + alpha over j != y, minus (the sum of the k - 1
-    largest s_j, j != y, plus s_y) / k)`. The k - 1 largest stand on both sides, which leaves
+    largest s_j, j != y, plus s_y) / k)`. The k - 1 largest cancel, which leaves
 
         max(0, alpha + (s_(k) - s_y) / k),   s_(k) the k-th largest s_j, j != y.
 
     It is the limit of `smooth_topk_svm_loss` as tau goes to 0. Only two classes of a row have a gradient,
-    which is why the smooth loss exists.
+    whereas the smooth loss has one for every class.
     """
     check_reduction(reduction)
-    check_number(alpha, "alpha", "a number from 0 on", 0)
+    check_number(alpha, "alpha", "a nonnegative number", 0)
     k = check_integer_k(k)
     c, labels, *apart = _read("topk_svm_loss", logits, target, k, weight, ignore_index, mask)
     own, others = (t.to(work_dtype(t.dtype)) for t in apart)
@@ -86,11 +86,11 @@ class TopKSVMLoss(TopKLoss):
         ignore_index: int = -100,
         reduction: Reduction = "mean",
     ) -> None:
-        check_number(alpha, "alpha", "a number from 0 on", 0)
+        check_number(alpha, "alpha", "a nonnegative number", 0)
         super().__init__(check_integer_k(k), weight, ignore_index, reduction, alpha=alpha)
 
     def forward(self, logits: Tensor, target: Tensor, *, mask: Tensor | None = None) -> Tensor:
-        """The loss of a batch; the arguments are those of `topk_svm_loss`."""
+        """Compute the loss of a batch; the arguments are those of `topk_svm_loss`."""
         return topk_svm_loss(logits, target, self.k, mask=mask, **self.settings)
 
 
@@ -106,14 +106,14 @@ def smooth_topk_svm_loss(
     reduction: Reduction = "mean",
     mask: Tensor | None = None,
 ) -> Tensor:
-    """The top-k hinge loss, smoothed by a temperature.
+    """Compute the top-k hinge loss, smoothed by a temperature.
 
         >>> logits = torch.tensor([[3.0, 2.0, 1.0, 0.0]])
         >>> torchlml.smooth_topk_svm_loss(logits, torch.tensor([2]), k=2, tau=1.0)
         tensor(1.5886)
 
     Args:
-        tau: the temperature; in the limit 0 the loss is `topk_svm_loss`.
+        tau: the temperature. As it goes to 0, the loss approaches `topk_svm_loss`.
 
     The other arguments and the result are those of `topk_svm_loss`.
 
@@ -123,19 +123,19 @@ def smooth_topk_svm_loss(
 
         tau softplus((alpha - s_y / k) / tau + log(E_k / E_{k-1})),
 
-    and only the ratio has to be found. For any nu, with S the number of successes of independent coins with
-    probabilities sigmoid(s_j / (k tau) + nu),
+    so only the ratio is needed. For any nu, let S be the number of successes of independent Bernoulli
+    variables with probabilities sigmoid(s_j / (k tau) + nu). Then
 
         log(E_k / E_{k-1}) = log(P[S = k] / P[S = k-1]) - nu.
 
-    Choosing nu such that S is k - 1/2 on average (nu is `lml_dual`) puts both probabilities at the peak of
+    Choosing nu such that the mean of S is k - 1/2 (nu is `lml_dual`) puts both probabilities at the peak of
     the distribution, so nothing overflows or cancels at any temperature.
     """
     check_reduction(reduction)
     _check_settings(tau, alpha)
     k = check_integer_k(k)
     c, labels, *apart = _read("smooth_topk_svm_loss", logits, target, k, weight, ignore_index, mask)
-    # Float64 inside costs little and keeps the gradients, differences of two probabilities, exact.
+    # Float64 costs little here and keeps the gradients, differences of two probabilities, accurate.
     own, others = (t.to(wide_dtype(t.device)) for t in apart)
     if k * tau != 1:
         own, others = own / (k * tau), others / (k * tau)
@@ -165,7 +165,7 @@ class SmoothTopKSVMLoss(TopKLoss):
         super().__init__(check_integer_k(k), weight, ignore_index, reduction, tau=tau, alpha=alpha)
 
     def forward(self, logits: Tensor, target: Tensor, *, mask: Tensor | None = None) -> Tensor:
-        """The loss of a batch; the arguments are those of `smooth_topk_svm_loss`."""
+        """Compute the loss of a batch; the arguments are those of `smooth_topk_svm_loss`."""
         return smooth_topk_svm_loss(logits, target, self.k, mask=mask, **self.settings)
 
 
@@ -200,16 +200,16 @@ def _reduce(loss: Tensor, labels: Labels, reduction: Reduction, c: Canonical) ->
 
 
 def log_ratio(x: Tensor, k: int) -> Tensor:
-    """log(E_k / E_{k-1}) of exp(x) for each row of (R, n); an entry of -inf does not exist.
+    """Compute log(E_k / E_{k-1}) of exp(x) for each row of (R, n); entries of -inf are absent.
 
-    -inf where fewer than k entries exist, +inf where k entries are infinite.
+    The result is -inf if fewer than k entries are present and +inf if k entries are infinite.
     """
     n = x.shape[-1]
     if x.shape[0] == 0:
-        return x.sum(-1)  # Fourier transforms of nothing are an error
+        return x.sum(-1)  # the FFT of an empty tensor is an error
     if k == 1:
         return _log_sum_exp(x)  # E_0 is 1
-    # Any nu is right, so it takes no part in the derivatives.
+    # The result does not depend on nu, so nu needs no derivative.
     nu = lml_dual(x.detach(), k - 0.5)
     ordinary = nu.isfinite()
     z = x + torch.where(ordinary, nu, 0).unsqueeze(-1)
@@ -225,12 +225,12 @@ def log_ratio(x: Tensor, k: int) -> Tensor:
 
 
 def _log_sum_exp(x: Tensor) -> Tensor:
-    """`x.logsumexp(-1)`, but with a gradient of 0 instead of NaN where it is infinite."""
+    """Compute `x.logsumexp(-1)`, but with a gradient of 0 instead of NaN if the result is infinite."""
     largest = x.detach().amax(-1)
     ordinary = largest.isfinite()
     z = x - torch.where(ordinary, largest, 0).unsqueeze(-1)
     if not (readable(ordinary) and bool(ordinary.all())):
-        z = z.clamp(max=0)  # it is above 0 only in rows that are not ordinary
+        z = z.clamp(max=0)  # z exceeds 0 only in rows that are not ordinary
     total = z.exp_().sum(-1)
     return torch.where(ordinary, total, 1).log() + largest
 
@@ -238,13 +238,13 @@ def _log_sum_exp(x: Tensor) -> Tensor:
 def _chances(success: Tensor, failure: Tensor, k: int) -> Tensor:
     """Multiply the polynomials failure + success * t pairwise, dropping powers above k, until one is left."""
     columns = success.shape[1]
-    if columns > _EVEN:  # then the first halvings come out even, and only short ones need a copy
+    if columns > _EVEN:  # the first halvings are then even, and only short ones need a copy
         spare = (0, -columns % _EVEN)
         success, failure = pad(success, spare), pad(failure, spare, value=1)
     # One tensor (polynomials, R) for each power.
     powers = [failure.t().contiguous(), success.t().contiguous()]
     while powers[0].shape[0] > 1 and len(powers) <= _DIRECT:
-        if powers[0].shape[0] % 2:  # a coin that always fails: the polynomial 1
+        if powers[0].shape[0] % 2:  # pad with a variable that always fails: the polynomial 1
             powers = [pad(power, (0, 0, 0, 1), value=float(i == 0)) for i, power in enumerate(powers)]
         firsts, seconds = zip(*(power.chunk(2) for power in powers), strict=True)
         powers = [_convolve(firsts, seconds, i) for i in range(min(2 * len(powers) - 1, k + 1))]
@@ -254,7 +254,7 @@ def _chances(success: Tensor, failure: Tensor, k: int) -> Tensor:
         if count % 2:
             one = torch.eye(1, width, dtype=chances.dtype, device=chances.device)
             chances = torch.cat((chances, one.expand(chances.shape[0], 1, width)), dim=1)
-        # A power of two that holds the whole product, so that nothing wraps around.
+        # A power of two at least as long as the product, so that the circular convolution does not wrap.
         length = 1 << (2 * width - 2).bit_length()
         first, second = torch.fft.rfft(chances, length).unflatten(1, (2, -1)).unbind(1)
         chances = torch.fft.irfft(first * second, length)[..., : min(2 * width - 1, k + 1)]
@@ -263,7 +263,7 @@ def _chances(success: Tensor, failure: Tensor, k: int) -> Tensor:
 
 
 def _convolve(a: Sequence[Tensor], b: Sequence[Tensor], power: int) -> Tensor:
-    """The coefficient of one power in the product of two polynomials."""
+    """Compute the coefficient of one power in the product of two polynomials."""
     total: Tensor | None = None
     for i in range(max(0, power - len(b) + 1), min(power, len(a) - 1) + 1):
         total = a[i] * b[power - i] if total is None else torch.addcmul(total, a[i], b[power - i])
@@ -277,4 +277,4 @@ def _check_settings(tau: float, alpha: float) -> None:
         raise ValueError(
             f"`tau` must be a positive number, but it is {tau}; for its limit 0 use `topk_svm_loss`."
         )
-    check_number(alpha, "alpha", "a number from 0 on", 0)
+    check_number(alpha, "alpha", "a nonnegative number", 0)

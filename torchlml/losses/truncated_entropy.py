@@ -25,7 +25,7 @@ def truncated_entropy_loss(
     mask: Tensor | None = None,
     offsets: Tensor | None = None,
 ) -> Tensor:
-    """Cross entropy that forgives the `k - 1` strongest competitors of a label.
+    """Compute the cross entropy of each label without its `k - 1` strongest competitors.
 
         >>> logits = torch.tensor([[2.0, 1.0, 0.0, -1.0]])
         >>> torchlml.truncated_entropy_loss(logits, torch.tensor([1]), k=2)  # k=1 is F.cross_entropy
@@ -37,8 +37,8 @@ def truncated_entropy_loss(
     The other arguments and the result are those of `lml_loss`, without `bound` and `group`.
 
     For observed labels Y the loss of a row is `sum_{i in Y} log(1 + sum_{j in J} exp(f_j - f_i))`, where J
-    holds the n - k smallest logits outside Y, or all of them when there are fewer. A row of at most k entries
-    costs nothing.
+    holds the n - k smallest logits outside Y, or all of them if there are fewer. The loss of a row with at
+    most k entries is 0.
     """
     check_reduction(reduction, label_reduction)
     k = check_integer_k(k)
@@ -71,12 +71,12 @@ class TruncatedEntropyLoss(TopKLoss):
     def forward(
         self, logits: Tensor, target: Tensor, *, mask: Tensor | None = None, offsets: Tensor | None = None
     ) -> Tensor:
-        """The loss of a batch; the arguments are those of `truncated_entropy_loss`."""
+        """Compute the loss of a batch; the arguments are those of `truncated_entropy_loss`."""
         return truncated_entropy_loss(logits, target, self.k, mask=mask, offsets=offsets, **self.settings)
 
 
 def dense_entropy(c: Canonical, labels: Labels, k: int) -> Tensor:
-    """The loss of each dense row, in the work dtype."""
+    """Compute the loss of each dense row, in the work dtype."""
     x, is_label = c.x.to(work_dtype(c.x.dtype)), labels.found
     if labels.listed is not None:
         f = x.gather(-1, labels.listed.clamp(min=0))
@@ -91,7 +91,7 @@ def dense_entropy(c: Canonical, labels: Labels, k: int) -> Tensor:
         competitors = x.masked_fill(absent, -torch.inf)
     undefined = None
     if k > 1:
-        # Every row that counts has a label, so it drops at most k - 1 competitors: a selection, not a sort.
+        # Every row with a nonzero loss has a label, so it drops at most k - 1 competitors: topk, not a sort.
         top = competitors.detach().scatter(-1, out, -torch.inf).topk(k - 1, dim=-1)
         dropped = torch.arange(k - 1, device=x.device) < k - is_label.sum(-1, keepdim=True)
         out = torch.cat([out, torch.where(dropped, top.indices, out[:, :1])], -1)
@@ -108,8 +108,8 @@ def _ragged(c: Canonical, labels: Labels, k: int) -> Tensor:
     rows = PackedRows(x, c.offsets, differentiable=True)
     absent = _not_competing(c, observed, rows.broadcast(labels.has_label))
     competitors = x.masked_fill(absent, -torch.inf)
-    # The ranks within each row come from sorting everything: torch selects along a dimension only, and
-    # padding to one would need the longest row's length on the host.
+    # Sort all values to get the ranks within each row. topk needs a dense dimension, and padding the rows
+    # would need the length of the longest row on the host.
     order = rows.order(competitors.detach())
     place = torch.arange(x.shape[0], device=x.device) - rows.broadcast(c.offsets[:-1])
     rank = torch.empty_like(order).scatter(0, order, place)
@@ -122,13 +122,13 @@ def _ragged(c: Canonical, labels: Labels, k: int) -> Tensor:
 
 
 def _not_competing(c: Canonical, observed: Tensor | None, has_label: Tensor) -> Tensor:
-    """Labels, masked entries, and rows without labels, so that a NaN there has no effect."""
+    """Mask of labels, masked entries and rows without labels, where a NaN must have no effect."""
     absent = ~has_label if observed is None else observed | ~has_label
     return absent if c.mask is None else absent | ~c.mask
 
 
 def _logsumexp(x: Tensor) -> Tensor:
-    """Over the last dim, which is kept; -inf with a gradient of 0 for an empty sum, twice differentiable."""
+    """Logsumexp that keeps the last dim and is twice differentiable; an empty sum is -inf with gradient 0."""
     largest = x.detach().amax(-1, keepdim=True)
     largest = torch.where(largest.isinf(), 0, largest)
     return _log(torch.exp(x - largest).sum(-1, keepdim=True)) + largest
@@ -139,7 +139,7 @@ def _log(total: Tensor) -> Tensor:
 
 
 def _entropy(rest: Tensor, f: Tensor, is_label: Tensor, weight: Tensor | None) -> Tensor:
-    """log(1 + exp(rest - f)) for the labels, 0 elsewhere. -logsigmoid, since softplus is linear above 20."""
+    """Compute log(1 + exp(rest - f)) for labels, else 0; by logsigmoid, as softplus is linear above 20."""
     gap = torch.where(is_label & (rest != -torch.inf), f - rest, torch.inf)
     loss = -logsigmoid(gap)
     return loss if weight is None else torch.where(is_label, loss * weight, 0)

@@ -1,6 +1,6 @@
-"""Recall, precision and nDCG, as they are reported; on `torchmetrics.Metric`, which synchronises processes.
+"""Recall, precision and nDCG in their usual definitions, as `torchmetrics.Metric`, which syncs processes.
 
-Every metric is there as a class, which adds up batches, and as a function of one batch.
+Every metric exists as a class, which accumulates batches, and as a function of one batch.
 """
 
 try:

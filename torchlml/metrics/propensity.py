@@ -1,4 +1,4 @@
-"""Propensity-scored precision: a label that is rarely noticed counts more."""
+"""Propensity-scored precision, which gives more weight to labels that are rarely observed."""
 
 from __future__ import annotations
 
@@ -13,20 +13,20 @@ from torchlml._arguments import Canonical, check_number, check_tensor
 from torchlml._rows import wide_dtype
 from torchlml.metrics.topk import TopKMetric, of_batch
 
-# Below this the sums of inverse propensities would leave the whole numbers that they are kept in.
+# For smaller propensities, the sums of their inverses would overflow the integers that store them.
 _SMALLEST = 1e-9
 
 
 def label_propensities(counts: Tensor, rows: int, a: float = 0.55, b: float = 1.5) -> Tensor:
-    """The chance of each label to be noticed where it is true, from how often it was in training data.
+    """Estimate the probability that a true label is observed, from its frequency in training data.
 
         >>> label_propensities(torch.tensor([0, 10, 1000]), rows=10_000)
         tensor([0.0842, 0.2199, 0.7669], dtype=torch.float64)
 
     Args:
-        counts: (n,), in how many training rows each label was observed.
-        rows: how many training rows there were, at least 3.
-        a, b: the parameters A and B of the model. Published are 0.5 and 0.4 for WikiLSHTC-325K and
+        counts: (n,), the number of training samples in which each label was observed.
+        rows: the number of training samples, at least 3.
+        a, b: the parameters A and B of the model. The published values are 0.5 and 0.4 for WikiLSHTC-325K and
             Wikipedia-500K, 0.6 and 2.6 for Amazon-670K and Amazon-3M, and the defaults for all others.
 
     Returns:
@@ -42,20 +42,20 @@ def label_propensities(counts: Tensor, rows: int, a: float = 0.55, b: float = 1.
         or not bool((counts >= 0).all())
     ):
         raise ValueError(
-            "`counts` must be a tensor of shape (n,) with numbers from 0 on, but it is "
-            f"{counts.dtype} of shape {tuple(counts.shape)}, or a negative number or a NaN is in it."
+            "`counts` must be a tensor of shape (n,) with nonnegative numbers, but it is "
+            f"{counts.dtype} of shape {tuple(counts.shape)}, or it contains a negative number or a NaN."
         )
-    check_number(rows, "rows", "a number from 3 on", 3)
-    check_number(a, "a", "a number from 0 on", 0)
-    check_number(b, "b", "a number from 0 on", 0)
+    check_number(rows, "rows", "a number of at least 3", 3)
+    check_number(a, "a", "a nonnegative number", 0)
+    check_number(b, "b", "a nonnegative number", 0)
     if b == 0 and bool((counts == 0).any()):
-        raise ValueError("`b` must be positive where a label has the count 0, but it is 0.")
+        raise ValueError("`b` must be positive if the count of a label is 0, but it is 0.")
     c = (math.log(rows) - 1) * (b + 1) ** a
     return 1 / (1 + c * (counts.to(wide_dtype(counts.device)) + b) ** -a)
 
 
 class PropensityScoredPrecision(TopKMetric):
-    """Precision in which a label counts the more the rarer it is noticed (PSP@k), in parts of the best.
+    """Propensity-scored precision (PSP@k): rarely observed labels count more, relative to the best possible.
 
         >>> psp = PropensityScoredPrecision(torch.tensor([1.0, 0.5, 0.25]), k=(1, 3))
         >>> psp.update(torch.tensor([[0.1, 0.7, 0.2]]), torch.tensor([1]))
@@ -64,19 +64,21 @@ class PropensityScoredPrecision(TopKMetric):
         {'psp@1': tensor(0.3333), 'psp@3': tensor(1.)}
 
     Args:
-        propensities: (n,), the chance of each label to be observed where it is true, above 0 and at most 1:
-            from `label_propensities`, or your own. They are kept in float64, whatever the model is in.
+        propensities: (n,), the probability that each label is observed if it is true, above 0 and at most 1.
+            Use `label_propensities` or your own estimate. They are stored in float64, regardless of the dtype
+            of the model.
         k, ignore_index, **settings: as for `TopKRecall`.
-        group: as there; `propensities` are then those of this process's labels.
+        group: as for `TopKRecall`; `propensities` are then those of this process's labels.
 
-    With observed labels Y, a predicted set P of k entries and propensities p, it is the sum over all rows of
-    the sum of 1 / p over Y and P, divided by the same for the best P there is, the k labels of lowest
-    propensity in Y.
+    For observed labels Y, a predicted set P of k entries and propensities p, the gain of a row is the sum of
+    1 / p over the intersection of Y and P. The metric is the sum of the gains of all rows divided by the sum
+    of the highest possible gains, where P holds the k labels of Y with the lowest propensities.
 
-    - It is a quotient of two sums over all rows, as published and as in napkinXC, not a mean of quotients: a
-      row without labels changes nothing.
-    - If all propensities are the same, it is the precision in parts of the best possible precision.
-    - Ties, weights, masks and NaN are treated as in `TopKRecall`; a label behind a mask counts in the best.
+    - The metric is a quotient of two sums over all rows, as published and as in napkinXC. It is not a mean of
+      quotients, so a row without labels changes nothing.
+    - If all propensities are equal, it is the precision divided by the highest possible precision.
+    - Ties, weights, masks and NaN are handled as in `TopKRecall`. A masked label counts in the highest
+      possible gain.
     """
 
     name = "psp"
@@ -98,7 +100,7 @@ class PropensityScoredPrecision(TopKMetric):
             )
         if not bool(((propensities >= _SMALLEST) & (propensities <= 1)).all()):
             raise ValueError(
-                f"`propensities` must be from {_SMALLEST} to 1, but they go from "
+                f"`propensities` must be from {_SMALLEST} to 1, but they range from "
                 f"{float(propensities.min()):.3g} to {float(propensities.max()):.3g}."
             )
         self.propensities = propensities.detach().to(wide_dtype(propensities.device))
@@ -112,9 +114,9 @@ class PropensityScoredPrecision(TopKMetric):
         offsets: Tensor | None = None,
         classes: Tensor | None = None,
     ) -> None:
-        """Count a batch of scores (..., n); the other arguments are those of `torchlml.lml_loss`.
+        """Add a batch of scores (..., n); the other arguments are those of `torchlml.lml_loss`.
 
-        With `offsets`, `classes` (int64) says the class of each of the flat values.
+        With `offsets`, `classes` (int64) is the class of each of the flat values.
         """
         batch = self._rank(preds, target, mask, offsets, lambda c: self._check(c, classes))
         worth = 1 / self.propensities.to(batch.labels.device)
@@ -126,7 +128,7 @@ class PropensityScoredPrecision(TopKMetric):
         if c.offsets is None:
             if classes is not None:
                 raise ValueError(
-                    "`classes` is accepted with `offsets` only: dense rows have one class a column."
+                    "`classes` must be None without `offsets`, because the columns of dense rows are classes."
                 )
             if c.x.shape[-1] != n:
                 raise ValueError(
@@ -134,15 +136,15 @@ class PropensityScoredPrecision(TopKMetric):
                 )
             return
         if classes is None:
-            raise ValueError("`classes`, the class of each of the flat values, must be given with `offsets`.")
+            raise ValueError("`classes`, the class of each of the flat values, is required with `offsets`.")
         check_tensor(classes, "classes", c.x, "`preds`")
         if classes.dtype != torch.int64 or classes.shape != c.x.shape:
             raise ValueError(
-                f"`classes` must be int64 of the shape of `preds`, {tuple(c.x.shape)}, but it is "
+                f"`classes` must be int64 with the shape of `preds`, {tuple(c.x.shape)}, but it is "
                 f"{classes.dtype} of shape {tuple(classes.shape)}."
             )
         if classes.numel() and not 0 <= int(classes.min()) <= int(classes.max()) < n:
-            raise ValueError(f"`classes` must be from 0 to {n - 1}, but a number beyond is in it.")
+            raise ValueError(f"`classes` must be from 0 to {n - 1}, but it contains a value out of range.")
 
 
 def propensity_scored_precision(
@@ -157,7 +159,7 @@ def propensity_scored_precision(
     classes: Tensor | None = None,
     group: Any = None,
 ) -> Tensor | dict[str, Tensor]:
-    """`PropensityScoredPrecision` of one batch.
+    """Compute `PropensityScoredPrecision` of one batch.
 
         >>> preds = torch.tensor([[0.1, 0.7, 0.2], [0.5, 0.3, 0.2]])
         >>> propensities = torch.tensor([1.0, 0.5, 0.25])

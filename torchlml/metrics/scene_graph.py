@@ -19,7 +19,7 @@ Images = Sequence[Mapping[str, Tensor]]
 
 
 class SceneGraphRecall(CountingMetric):
-    """The part of an image's true relations that is among the K highest-scored predicted ones.
+    """The fraction of an image's true relations that are among the K highest-scored predicted ones.
 
         >>> recall = SceneGraphRecall(k=(20, 50))
         >>> predicted = {
@@ -38,30 +38,31 @@ class SceneGraphRecall(CountingMetric):
         {'R@20': tensor(1.), 'R@50': tensor(1.)}
 
     Args:
-        k: one number, and `compute` returns a scalar; or several, and it returns a dict.
-        constrained: True keeps for every pair its best predicate only, the graph constraint: R@K. False lets
-            all predicates of all pairs compete: ng-R@K.
-        mean: False averages over images. True averages over images for each predicate, then over predicates:
-            mR@K, which frequent predicates do not dominate.
-        **settings: for `torchmetrics.Metric`.
+        k: one number or several. For one number `compute` returns a scalar, for several a dict.
+        constrained: if True, every pair keeps only its best predicate (the graph constraint, R@K). If False,
+            all predicates of all pairs compete (ng-R@K).
+        mean: if False, average over images. If True, average over images for each predicate, then over
+            predicates (mR@K), so that frequent predicates do not dominate.
+        **settings: arguments of `torchmetrics.Metric`.
 
-    A predicted triple matches a true one when its predicate and both object classes are equal and both boxes
-    overlap with an IoU of at least 0.5. The recall of an image is the part of its relations that some of the
-    K highest-scored triples match; one triple may match several. Images without relations do not count. Ties
-    go to the earlier pair, then to the lower predicate.
+    A predicted triple matches a true one if the predicate and both object classes are equal and both boxes
+    overlap with an IoU of at least 0.5. The recall of an image is the fraction of its relations that match
+    one of the K highest-scored triples. One triple may match several relations. Images without relations are
+    ignored. Ties go to the earlier pair, then to the lower predicate.
 
-    `scores` holds one column for each real predicate, none for "no relation". They rank the triples of an
-    image, so where the object classes are predicted too, multiply in the scores of both objects first.
+    `scores` has one column for each real predicate and none for "no relation". The scores rank the triples of
+    an image. If the object classes are predicted too, multiply the scores of both objects into them first.
 
-    What this number is not, although it is often put into the same table:
+    Papers often report different metrics in the same table:
 
-    - ng-R@K ("no graph constraint") is usually much higher than R@K of the same scores;
-    - mR@K counts rare predicates as much as frequent ones, and is usually much lower. For a predicate the
-      average is over the images that have it, and the outer average is over the predicates that occurred;
-    - zero-shot recall (zR@K) counts only triples of classes that never occurred in training: leave the others
-      out of `relations`;
-    - a micro average, matched relations of all images over relations of all images, favours crowded images;
-    - code that adds a pixel to the widths and heights of boxes finds slightly higher overlaps.
+    - ng-R@K ("no graph constraint") is usually much higher than R@K of the same scores.
+    - mR@K counts rare predicates as much as frequent ones and is usually much lower. The inner average is
+      over the images that contain a predicate, the outer one over the predicates that occurred.
+    - Zero-shot recall (zR@K) counts only triples of classes that never occurred in training. To compute it,
+      remove the other triples from `relations`.
+    - A micro average divides the matched relations of all images by the relations of all images, and so
+      favors crowded images.
+    - Code that adds a pixel to the widths and heights of boxes gets slightly higher overlaps.
     """
 
     recalled: Tensor
@@ -77,14 +78,14 @@ class SceneGraphRecall(CountingMetric):
         super().__init__(k, **settings)
         self.constrained = constrained
         self.mean = mean
-        # A column for each predicate, or one without `mean`. How many predicates there are is only known at
-        # the first image; zeros of one column add up with any number of columns.
+        # One column for each predicate, or a single one without `mean`. The number of predicates is unknown
+        # until the first image; one column of zeros broadcasts to any number of columns.
         columns = torch.zeros(len(self._ks), 1, dtype=torch.int64)
         self.add_state("recalled", columns, dist_reduce_fx="sum")
         self.add_state("images", columns[0].clone(), dist_reduce_fx="sum")
 
     def update(self, preds: Images, target: Images) -> None:
-        """Count a batch of images, one mapping of tensors each, as in the example above."""
+        """Add a batch of images, one mapping of tensors per image, as in the example above."""
         for name, images in (("preds", preds), ("target", target)):
             if not isinstance(images, Sequence):
                 raise TypeError(
@@ -106,7 +107,7 @@ class SceneGraphRecall(CountingMetric):
     def _add(self, predicted: Mapping[str, Tensor], true: Mapping[str, Tensor]) -> None:
         rank = relation_ranks(predicted, true, max(self._ks), self.constrained)
         hits = rank < torch.tensor(self._ks, device=rank.device).unsqueeze(-1)
-        # Which relations a column counts: those of its predicate, or all.
+        # The relations that each column counts: those of its predicate, or all.
         counted = torch.ones_like(hits[:1])
         if self.mean:
             predicates = torch.arange(predicted["scores"].shape[1], device=rank.device)
@@ -120,14 +121,14 @@ class SceneGraphRecall(CountingMetric):
         before = self.recalled.shape[1]
         if before not in (1, number):
             raise ValueError(
-                f"`preds[{image}]['scores']` must have as many columns as before, {before} predicates, "
+                f"`preds[{image}]['scores']` must have {before} columns (predicates) as in earlier images, "
                 f"but it has {number}."
             )
 
     def _sync_dist(
         self, dist_sync_fn: Callable[..., Any] = gather_all_tensors, process_group: Any = None
     ) -> None:
-        # A process that saw no image has one column; torchmetrics stacks states, which must agree.
+        # A process without images has one column. torchmetrics stacks the states, so pad them to one width.
         mine = torch.tensor(self.images.shape[0], device=self.images.device)
         columns = max(int(n) for n in dist_sync_fn(mine, group=process_group or self.process_group))
         if self.images.shape[0] == 1:
@@ -136,7 +137,7 @@ class SceneGraphRecall(CountingMetric):
         super()._sync_dist(dist_sync_fn, process_group)
 
     def compute(self) -> Any:
-        """The recall for each k, NaN before the first relation; the names say which recall it is."""
+        """Return the recall for each k, NaN without relations; the keys name the kind of recall."""
         recall = average(self.recalled, self.images)[:, self.images > 0].mean(-1)
         return self.by_k(recall, ("" if self.constrained else "ng-") + ("mR" if self.mean else "R"))
 
@@ -148,7 +149,7 @@ def scene_graph_recall(
     constrained: bool = True,
     mean: bool = False,
 ) -> Tensor | dict[str, Tensor]:
-    """The recall of scene graphs in one batch of images: what `SceneGraphRecall` computes from it.
+    """Compute `SceneGraphRecall` of one batch of images.
 
         >>> boxes, labels = torch.tensor([[0.0, 0, 10, 10], [20, 20, 40, 40]]), torch.tensor([3, 7])
         >>> scores = torch.tensor([[0.9, 0.1], [0.2, 0.3]])
@@ -157,7 +158,7 @@ def scene_graph_recall(
         >>> scene_graph_recall([{**predicted, "scores": scores}], [true], k=(1, 2))
         {'R@1': tensor(0.5000), 'R@2': tensor(0.5000)}
 
-    Arguments as for `SceneGraphRecall` and its `update`.
+    The arguments are those of `SceneGraphRecall` and its `update`.
     """
     return of_batch(SceneGraphRecall(k, constrained, mean, sync_on_compute=False), preds, target)
 
@@ -165,7 +166,7 @@ def scene_graph_recall(
 def relation_ranks(
     predicted: Mapping[str, Tensor], true: Mapping[str, Tensor], most: int, constrained: bool
 ) -> Tensor:
-    """For every true relation the place, from 0 on, of the first triple that matches it, else `most`."""
+    """Return the rank, from 0, of the first triple that matches each true relation, or `most` if none."""
     scores = predicted["scores"].nan_to_num(nan=-torch.inf, posinf=torch.inf, neginf=-torch.inf)
     if constrained:
         scores, predicate = scores.max(-1)
@@ -190,9 +191,9 @@ def relation_ranks(
 
 
 def _first(scores: Tensor, most: int) -> Tensor:
-    """The places of the `most` highest scores, the highest first, of equal ones the earlier first."""
+    """Return the indices of the `most` highest scores in descending order; ties go to the earlier index."""
     if most < len(scores):
-        # Few reach the last of them, and are sorted quickly; topk by itself orders ties at will.
+        # Usually few scores pass this threshold, so sorting them is fast; topk alone orders ties arbitrarily.
         kept = (scores >= scores.topk(most).values[-1]).nonzero().squeeze(-1)
         return kept[scores[kept].argsort(descending=True, stable=True)[:most]]
     return scores.argsort(descending=True, stable=True)
@@ -205,7 +206,7 @@ def _overlapping(a: Tensor, b: Tensor) -> Tensor:
     sides = (torch.minimum(a[..., 2:], b[..., 2:]) - torch.maximum(a[..., :2], b[..., :2])).clamp(min=0)
     shared = sides.prod(-1)
     union = (a[..., 2:] - a[..., :2]).prod(-1) + (b[..., 2:] - b[..., :2]).prod(-1) - shared
-    # A box overlaps itself, also when it has no area.
+    # A box overlaps itself, even if its area is 0.
     return ((shared >= _OVERLAP * union) & (union > 0)) | (a == b).all(-1)
 
 
@@ -220,7 +221,7 @@ def _check(predicted: Mapping[str, Tensor], true: Mapping[str, Tensor], image: i
         missing = [key for key in keys if key not in given]
         if missing:
             raise ValueError(
-                f"{where} must have the keys {', '.join(keys)}, but {', '.join(missing)} is missing."
+                f"{where} must have the keys {', '.join(keys)}, but it lacks {', '.join(missing)}."
             )
         for key in keys:
             check_tensor(given[key], f"{name}[{image}]['{key}']")
@@ -239,18 +240,20 @@ def _check(predicted: Mapping[str, Tensor], true: Mapping[str, Tensor], image: i
     if relations.shape[1:] != (3,):
         raise ValueError(
             f"`target[{image}]` must have `relations` of shape (T, 3), subject, object and predicate, but "
-            f"the shape is {tuple(relations.shape)}."
+            f"their shape is {tuple(relations.shape)}."
         )
     _check_indices(pairs, len(predicted["boxes"]), f"`preds[{image}]['pairs']`", "boxes")
     _check_indices(relations[:, :2], len(true["boxes"]), f"`target[{image}]['relations']`", "boxes")
     _check_indices(relations[:, 2], scores.shape[1], f"`target[{image}]['relations']`", "predicates")
     subject, object_ = pairs.long().unbind(1)
     if len((subject * len(predicted["boxes"]) + object_).unique()) < len(pairs):
-        raise ValueError(f"`preds[{image}]['pairs']` must list every pair once, but one is in it twice.")
+        raise ValueError(f"`preds[{image}]['pairs']` must not repeat a pair, but it contains one twice.")
 
 
 def _check_indices(indices: Tensor, number: int, where: str, what: str) -> None:
     if indices.is_floating_point() or indices.dtype == torch.bool:
-        raise TypeError(f"{where} must be integer indices, but it is {indices.dtype}.")
+        raise TypeError(f"{where} must contain integer indices, but its dtype is {indices.dtype}.")
     if indices.numel() and (int(indices.min()) < 0 or int(indices.max()) >= number):
-        raise ValueError(f"{where} must point at {what} from 0 to {number - 1}, but it goes beyond.")
+        raise ValueError(
+            f"{where} must contain indices of {what} from 0 to {number - 1}, but one is out of range."
+        )

@@ -1,4 +1,4 @@
-"""Recall, precision and nDCG of the k highest scores of each row, and the counting and ranking behind them.
+"""Recall, precision and nDCG of the k highest scores of each row, and their counting and ranking.
 
 Sums are kept as integers. A metric moves with its model: `model.to(torch.bfloat16)`, which is Lightning's
 "bf16-true", converts every floating state, and a sum in bfloat16 stops growing at 256. Integer states are not
@@ -20,12 +20,12 @@ from torchlml._distributed import is_sharded
 from torchlml._rows import Rows, rows_of, wide_dtype
 from torchlml._targets import read_labels
 
-# A fraction is counted in units of 2^-30: seven digits, and the sum of 2^33 rows fits into an int64.
+# Fractions are stored in units of 2^-30: the resolution is 1e-9, and the sum of 2^33 rows fits in an int64.
 _UNIT = 2**30
 
 
 class CountingMetric(Metric):
-    """A metric for one k or several, whose states are whole numbers, whatever dtype is asked for."""
+    """A metric for one or several k whose states remain integers, regardless of the requested dtype."""
 
     is_differentiable = False
     higher_is_better = True
@@ -40,41 +40,41 @@ class CountingMetric(Metric):
         self._ks = tuple(check_integer_k(each) for each in self._ks)
 
     def by_k(self, values: Tensor, name: str) -> Tensor | dict[str, Tensor]:
-        """A value for each k, as float32: a scalar if k is one number, else a dict with the keys `name@k`."""
+        """Return a value for each k as float32: a scalar for a single k, or a dict with the keys `name@k`."""
         values = values.float()
         if not isinstance(self.k, Sequence):
             return values[0]
         return {f"{name}@{each}": value for each, value in zip(self.k, values, strict=True)}
 
     def set_dtype(self, dst_type: str | torch.dtype) -> CountingMetric:
-        """Nothing: torchmetrics' own would convert the counts, and with them what they can hold."""
+        """Do nothing: the inherited method would convert the counts and thus limit their range."""
         return self
 
 
 def of_batch(metric: CountingMetric, *batch: Any, **options: Any) -> Any:
-    """The value of a metric on one batch."""
+    """Compute a metric on one batch."""
     metric.update(*batch, **options)
     return metric.compute()
 
 
 def in_units(parts: Tensor) -> Tensor:
-    """Numbers from 0 to 1 as int64."""
+    """Convert numbers from 0 to 1 to int64 units."""
     return (parts * _UNIT).round().long()
 
 
 def average(total: Tensor, count: Tensor) -> Tensor:
-    """The mean of numbers whose units sum to `total`, NaN where there are none, in double precision."""
+    """The mean of numbers whose units sum to `total`, in double precision; NaN if `count` is 0."""
     return total.to(wide_dtype(total.device)) / _UNIT / count
 
 
 def add_up(numbers: Tensor) -> Tensor:
-    """The sums over rows of (R, K) numbers from 0 on, in whole numbers: (K, 2), the wholes and the units."""
+    """Sum (R, K) nonnegative numbers over the rows, in integers: (K, 2), the integer part and the units."""
     wholes = numbers.floor()
     return torch.stack([wholes.long().sum(0), in_units(numbers - wholes).sum(0)], dim=-1)
 
 
 def ratio(found: Tensor, possible: Tensor) -> Tensor:
-    """The quotients of sums from `add_up`, NaN for 0 / 0, in double precision."""
+    """Divide sums from `add_up` in double precision; 0 / 0 is NaN."""
     return _number(found) / _number(possible)
 
 
@@ -84,7 +84,7 @@ def _number(total: Tensor) -> Tensor:
 
 
 class Ranked:
-    """Scores and the observed labels among them.
+    """Scores and their observed labels.
 
         >>> batch = Ranked("example", torch.tensor([[0.5, 0.9, 0.5]]), torch.tensor([0]), (1, 3))
         >>> batch.sums(batch.labels)
@@ -93,10 +93,10 @@ class Ranked:
         tensor([[0.0000, 0.5000, 0.5000]], dtype=torch.float64)
 
     Args:
-        function: the name of the metric, for processes that must all call the same one.
-        preds, target, ignore_index, mask, offsets, group: as `torchlml.metrics.topk_recall` takes them.
-        ks: how many of the highest scores will be looked at.
-        check: refuses other arguments of the metric that do not fit to the scores.
+        function: the name of the metric; all processes of a group must call the same one.
+        preds, target, ignore_index, mask, offsets, group: as for `torchlml.metrics.topk_recall`.
+        ks: the values of k that will be evaluated.
+        check: raises an error if other arguments of the metric do not match the scores.
     """
 
     rows: Rows
@@ -127,23 +127,23 @@ class Ranked:
             self.rows = rows_of(c.x, c.offsets, differentiable=True)
         self.ks = torch.tensor(ks, device=c.x.device)
         self.count = self.rows.sum(self.labels)
-        # No row has more places than entries, however large k is.
+        # A row has at most as many ranks as entries, however large k is.
         self.places = min(max(ks), self.rows.longest)
         self._available = torch.ones_like(c.x, dtype=torch.bool) if c.mask is None else c.mask
         self._x = c.x.detach().masked_fill(~self._available | c.x.isnan(), -torch.inf)
 
     def at_places(self, worth: Tensor) -> Tensor:
-        """What the entry at each place is worth, the mean of all ways to break ties: (R, places).
+        """Return the value of the entry at each rank, averaged over all ways to break ties: (R, places).
 
-        `worth` has the shape of the scores; the labels themselves count 1 each.
+        `worth` is the value of each entry, in the shape of the scores. For the labels it is 1 each.
         """
         rows = self.rows
         if self.places == 0:
             return worth.new_zeros((rows.count, 0), dtype=rows.wide)
         scores, found = rows.top(self._x, self.places, worth)
         last = scores[:, -1]
-        # A tie above the last score lies in these places as a whole; the one for the last places may go on
-        # behind them, and where it is at -inf what is masked stands among it.
+        # Ties above the last score lie within these ranks entirely. The tie at the last score may extend past
+        # them; if that score is -inf, the tie also contains masked entries.
         level = self._available & (self._x == rows.broadcast(last))
         number, total = rows.sum(level), rows.sum(worth * level)
         above = (scores > last[:, None]).sum(-1, keepdim=True)
@@ -153,20 +153,20 @@ class Ranked:
         return torch.where(place < 0, _mean_of_ties(scores, found.to(rows.wide)), at_last)
 
     def sums(self, worth: Tensor) -> Tensor:
-        """What the k highest entries of each row are worth together, for every k: (R, len(ks))."""
+        """Return the total value of the k highest-scored entries of each row, for every k: (R, len(ks))."""
         return self.first(self.at_places(worth))
 
     def best(self, worth: Tensor) -> Tensor:
-        """The most that k entries of each row are worth together, for every k: (R, len(ks))."""
+        """Return the highest total value of any k entries of each row, for every k: (R, len(ks))."""
         return self.first(self.rows.top(worth, self.places, worth)[1])
 
     def first(self, places: Tensor) -> Tensor:
-        """The sum of the first k places, for every k."""
+        """Sum over the first k ranks, for every k."""
         return pad(places.cumsum(-1), (1, 0))[..., self.ks.clamp(max=self.places)]
 
 
 def _mean_of_ties(scores: Tensor, found: Tensor) -> Tensor:
-    """Every number of a row, replaced by the mean of those whose scores, which fall, are the same."""
+    """Replace each number by the mean over the entries of its row with the same score; scores descend."""
     lower = pad(scores[:, 1:] != scores[:, :-1], (1, 0))
     tie = lower.cumsum(-1)
     total = torch.zeros_like(found).scatter_add(-1, tie, found)
@@ -175,9 +175,9 @@ def _mean_of_ties(scores: Tensor, found: Tensor) -> Tensor:
 
 
 class TopKMetric(CountingMetric):
-    """A sum over rows divided by another, for each k; a subclass says of what.
+    """A sum over rows divided by another sum over rows, for each k; subclasses define both.
 
-    Arguments as for `TopKRecall`.
+    The arguments are those of `TopKRecall`.
     """
 
     name: ClassVar[str]
@@ -194,13 +194,13 @@ class TopKMetric(CountingMetric):
             self.add_state(state, torch.zeros(len(self._ks), 2, dtype=torch.int64), dist_reduce_fx="sum")
 
     def measure(self, batch: Ranked) -> tuple[Tensor, Tensor]:
-        """What was found in each row and what was possible, for every k: two of shape (R, len(ks))."""
+        """Return the achieved and the achievable value of each row for every k, both (R, len(ks))."""
         raise NotImplementedError
 
     def update(
         self, preds: Tensor, target: Tensor, *, mask: Tensor | None = None, offsets: Tensor | None = None
     ) -> None:
-        """Count a batch of scores (..., n); the other arguments are those of `torchlml.lml_loss`."""
+        """Add a batch of scores (..., n); the other arguments are those of `torchlml.lml_loss`."""
         self._count(*self.measure(self._rank(preds, target, mask, offsets)))
 
     def _rank(
@@ -219,12 +219,12 @@ class TopKMetric(CountingMetric):
         self.possible = self.possible + add_up(possible)
 
     def compute(self) -> Any:
-        """The result for each k, NaN before the first row that counts."""
+        """Return the result for each k; NaN if no row counts yet."""
         return self.by_k(ratio(self.found, self.possible), self.name)
 
 
 class TopKRecall(TopKMetric):
-    """The part of a row's observed labels that is among its k highest scores, averaged over rows.
+    """The fraction of a row's observed labels that are among its k highest scores, averaged over rows.
 
         >>> recall = TopKRecall(k=(1, 2))
         >>> recall.update(torch.tensor([[0.1, 0.7, 0.2]]), torch.tensor([1]))
@@ -233,30 +233,32 @@ class TopKRecall(TopKMetric):
         {'recall@1': tensor(0.5000), 'recall@2': tensor(0.5000)}
 
     Args:
-        k: one number, and `compute` returns a tensor; or several, and it returns a dict with keys `recall@k`.
+        k: one number or several. For one number `compute` returns a scalar, for several a dict with the keys
+            `recall@k`.
         ignore_index: the class index that means "no label".
-        group: the processes among which the scores of each row are split, as in `torchlml.lml_loss`;
-            a DTensor needs none.
-        **settings: for `torchmetrics.Metric`.
+        group: the processes that the scores of each row are sharded across, as in `torchlml.lml_loss`. A
+            DTensor needs no group.
+        **settings: arguments of `torchmetrics.Metric`.
 
     For a row with observed labels Y and a predicted set P of k entries, the recall is |Y and P| / |Y|. The
-    paper prints the mean over Y of [y_j not in P], which is one minus that: its Iverson bracket is inverted.
+    paper prints the mean over Y of [y_j not in P], which is one minus the recall: its bracket is inverted.
 
-    - With one label per row it is top-k accuracy.
-    - Every row counts the same, however many labels it has. The micro average, hits of all rows over labels
-      of all rows, is another number.
-    - A row without labels does not count; if there is no other, the result is NaN. `TopKPrecision` and
-      `TopKNDCG` count such a row with 0, and so does the recall of napkinXC.
-    - Ties: where entries tie for the last places, each gets its chance of a place if the tie is broken at
-      random. A model that gives all n classes the same score has recall k / n, in whatever order they are.
-    - A weight in a floating multi-hot only says that the label is there. A label behind a mask is never
-      found, and NaN is lower than every number.
+    - With one label per row it is the top-k accuracy.
+    - Every row has the same weight, however many labels it has. The micro average, the hits of all rows
+      divided by the labels of all rows, is a different metric.
+    - Rows without labels are ignored; if there are no others, the result is NaN. `TopKPrecision` and
+      `TopKNDCG` count such a row as 0, and so does the recall of napkinXC.
+    - Ties: entries that tie for the last ranks count with their probability of being selected if the tie is
+      broken at random. A model that gives all n classes the same score has recall k / n, regardless of the
+      order of the classes.
+    - Weights in a floating multi-hot only mark labels as present. A masked label is never found, and NaN
+      ranks below every number.
     """
 
     name = "recall"
 
     def measure(self, batch: Ranked) -> tuple[Tensor, Tensor]:
-        """The recall of each row that has labels, and 1 for each of them."""
+        """Return the recall of each row that has labels, and 1 for each of these rows."""
         count = batch.count[:, None]
         recall = batch.sums(batch.labels) / count.clamp(min=1)
         return recall, (count > 0).to(recall).expand_as(recall)
@@ -272,7 +274,7 @@ def topk_recall(
     offsets: Tensor | None = None,
     group: Any = None,
 ) -> Tensor | dict[str, Tensor]:
-    """`TopKRecall` of one batch.
+    """Compute `TopKRecall` of one batch.
 
         >>> preds = torch.tensor([[0.1, 0.7, 0.2], [0.5, 0.3, 0.2]])
         >>> topk_recall(preds, torch.tensor([1, 2]), k=(1, 2, 3))
@@ -280,9 +282,9 @@ def topk_recall(
 
     Args:
         preds: scores (..., n), or flat values with `offsets`, or a nested tensor, as in `torchlml.lml_loss`.
-        target: the observed labels, in any form that `torchlml.lml_loss` takes.
-        k: one number, and the result is a scalar; or several, and it is a dict.
-        mask: bool, broadcasts to the scores; False entries cannot be found.
+        target: the observed labels, in any format that `torchlml.lml_loss` accepts.
+        k: one number or several. For one number the result is a scalar, for several a dict.
+        mask: bool, broadcasts to the scores; False entries are never found.
         offsets: int64 row boundaries of a ragged batch, as in `torchlml.lml`.
         ignore_index, group: as for `TopKRecall`.
     """
@@ -291,7 +293,7 @@ def topk_recall(
 
 
 class TopKPrecision(TopKMetric):
-    """The part of a row's k highest scores that are observed labels (P@k), averaged over rows.
+    """The fraction of a row's k highest scores that are observed labels (P@k), averaged over rows.
 
         >>> precision = TopKPrecision(k=(1, 2))
         >>> precision.update(torch.tensor([[0.1, 0.7, 0.2]]), torch.tensor([[1, 2]]))
@@ -299,21 +301,21 @@ class TopKPrecision(TopKMetric):
         >>> precision.compute()
         {'precision@1': tensor(0.5000), 'precision@2': tensor(0.5000)}
 
-    Arguments as for `TopKRecall`.
+    The arguments are those of `TopKRecall`.
 
     For a row with observed labels Y and a predicted set P of k entries, the precision is |Y and P| / k.
 
-    - Every row counts, one without labels with 0: these are the numbers of napkinXC and of the tables of the
-      extreme classification repository. (`TopKRecall` leaves such a row out, since its recall is 0 / 0.)
-    - It is divided by k even where a row has fewer than k entries or labels: so the best that can be reached
-      is below 1 where rows have fewer than k labels.
-    - Ties, weights, masks and NaN are treated as in `TopKRecall`.
+    - Every row counts; a row without labels counts as 0. These are the numbers of napkinXC and of the extreme
+      classification repository. (`TopKRecall` ignores such a row, because its recall is 0 / 0.)
+    - The divisor is k even if a row has fewer than k entries or labels. The highest possible precision is
+      therefore below 1 if rows have fewer than k labels.
+    - Ties, weights, masks and NaN are handled as in `TopKRecall`.
     """
 
     name = "precision"
 
     def measure(self, batch: Ranked) -> tuple[Tensor, Tensor]:
-        """The precision of each row, and 1 for each."""
+        """Return the precision of each row, and 1 for each row."""
         precision = batch.sums(batch.labels) / batch.ks
         return precision, torch.ones_like(precision)
 
@@ -328,13 +330,13 @@ def topk_precision(
     offsets: Tensor | None = None,
     group: Any = None,
 ) -> Tensor | dict[str, Tensor]:
-    """`TopKPrecision` of one batch.
+    """Compute `TopKPrecision` of one batch.
 
         >>> preds = torch.tensor([[0.1, 0.7, 0.2], [0.5, 0.3, 0.2]])
         >>> topk_precision(preds, torch.tensor([[1, 2], [2, -100]]), k=(1, 3))
         {'precision@1': tensor(0.5000), 'precision@3': tensor(0.5000)}
 
-    Arguments as for `topk_recall`.
+    The arguments are those of `topk_recall`.
     """
     return of_batch(
         TopKPrecision(k, ignore_index, group, sync_on_compute=False),
@@ -346,7 +348,7 @@ def topk_precision(
 
 
 class TopKNDCG(TopKMetric):
-    """The discounted gain of a row's labels among its k highest scores (nDCG@k), averaged over rows.
+    """The normalized discounted cumulative gain of a row's k highest scores (nDCG@k), averaged over rows.
 
         >>> ndcg = TopKNDCG(k=(1, 3))
         >>> ndcg.update(torch.tensor([[0.1, 0.7, 0.2]]), torch.tensor([1]))
@@ -354,23 +356,22 @@ class TopKNDCG(TopKMetric):
         >>> ndcg.compute()
         {'ndcg@1': tensor(0.5000), 'ndcg@3': tensor(0.7500)}
 
-    Arguments as for `TopKRecall`.
+    The arguments are those of `TopKRecall`.
 
-    A label at place r of the ranking gains 1 / log2(r + 1). The gain of the first k places is divided by that
-    of a ranking with all labels in front: the sum of 1 / log2(r + 1) over r up to min(k, number of labels).
+    A label at rank r gains 1 / log2(r + 1). The gain of the first k ranks is divided by that of a ranking
+    with all labels first: the sum of 1 / log2(r + 1) over r up to min(k, number of labels).
 
-    - Every row counts, one without labels with 0: these are the numbers of napkinXC and of the tables of the
-      extreme classification repository.
-    - Ties: entries of the same score share the mean gain of the places they take together, as if the tie were
-      broken at random.
-    - A weight in a floating multi-hot only says that the label is there, it is no graded relevance. Masks and
-      NaN are treated as in `TopKRecall`.
+    - Every row counts; a row without labels counts as 0. These are the numbers of napkinXC and of the extreme
+      classification repository.
+    - Ties: entries with equal scores share the mean gain of their ranks, as if the tie were broken at random.
+    - Weights in a floating multi-hot only mark labels as present; graded relevance is not supported. Masks
+      and NaN are handled as in `TopKRecall`.
     """
 
     name = "ndcg"
 
     def measure(self, batch: Ranked) -> tuple[Tensor, Tensor]:
-        """The gain of each row in parts of the best, and 1 for each row."""
+        """Return the gain of each row divided by the highest possible gain, and 1 for each row."""
         rank = torch.arange(1, batch.places + 1, dtype=batch.rows.wide, device=batch.count.device)
         discount = 1 / (rank + 1).log2()
         gain = batch.first(batch.at_places(batch.labels) * discount)
@@ -389,13 +390,13 @@ def topk_ndcg(
     offsets: Tensor | None = None,
     group: Any = None,
 ) -> Tensor | dict[str, Tensor]:
-    """`TopKNDCG` of one batch.
+    """Compute `TopKNDCG` of one batch.
 
         >>> preds = torch.tensor([[0.1, 0.7, 0.2], [0.5, 0.3, 0.2]])
         >>> topk_ndcg(preds, torch.tensor([1, 2]), k=(1, 3))
         {'ndcg@1': tensor(0.5000), 'ndcg@3': tensor(0.7500)}
 
-    Arguments as for `topk_recall`.
+    The arguments are those of `topk_recall`.
     """
     metric = TopKNDCG(k, ignore_index, group, sync_on_compute=False)
     return of_batch(metric, preds, target, mask=mask, offsets=offsets)
