@@ -99,7 +99,7 @@ def test_l_n_1_is_the_simplex():
 
 
 @pytest.mark.parametrize("seed", range(4))
-def test_equation_1_is_what_lml_computes(seed):
+def test_lml_solves_equation_1(seed):
     x, k = rows(1, 8, seed=seed)[0], 3
     torch.testing.assert_close(
         torchlml.lml(x, k), torch.from_numpy(argmin(x.numpy(), h_b, dh_b, k)), rtol=0, atol=2e-6
@@ -191,7 +191,7 @@ def test_the_kkt_system_solved_numerically_equals_the_backward(k):
 CONTEXTS, LABELS, K = 12, 8, 3
 
 
-class Realisable:
+class Realizable:
     """Twelve contexts with three true labels of eight each; a sample names one of the three.
 
     The logits are a table and a bias for each label, so that the true model can be represented. Every label
@@ -224,7 +224,7 @@ class Realisable:
 
 
 def test_proposition_2_lml_recovers_the_unobserved_labels():
-    problem = Realisable()
+    problem = Realizable()
     logits, loss = problem.train(lambda x, label: torchlml.lml_loss(x, label, K))
     p = torchlml.lml(logits, K)
     likelihood = torch.where(problem.true, p, 1 - p).prod(1)
@@ -238,7 +238,7 @@ def test_proposition_2_lml_recovers_the_unobserved_labels():
 
 
 def test_proposition_2_fails_for_sigmoids_which_collapse():
-    problem = Realisable()
+    problem = Realizable()
     logits, loss = problem.train(
         lambda x, label: -torch.nn.functional.logsigmoid(x.gather(1, label.unsqueeze(1))).mean()
     )
@@ -248,7 +248,7 @@ def test_proposition_2_fails_for_sigmoids_which_collapse():
     assert torch.where(problem.true, p, 1 - p).prod(1).max() < 0.01
 
 
-def test_a_softmax_on_an_edge_cannot_give_two_relations_their_due():
+def test_a_softmax_on_an_edge_cannot_represent_two_relations():
     # Section 4.2: the likelihood of both is at most 1/4 under a softmax, and near 1 under LML.
     x = torch.tensor([20.0, 20.0, 0.0, 0.0])
     assert torch.softmax(x, 0)[:2].prod() <= 0.25
@@ -315,7 +315,7 @@ def test_the_constrained_softmax_is_the_other_entropy_on_the_same_set(seed):
 
 
 @pytest.mark.parametrize("surface", SURFACES, ids=lambda surface: surface.name)
-def test_the_centre_has_the_highest_entropy_and_the_corners_the_lowest(surface):
+def test_the_center_has_the_highest_entropy_and_the_corners_the_lowest(surface):
     _, y = points(surface)
     heights = surface.height(y)
     centre = torch.tensor(surface.corners, dtype=torch.float64).mean(0)

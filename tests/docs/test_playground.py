@@ -142,7 +142,7 @@ def test_the_code_on_the_page_gives_the_numbers_on_the_page(page: Any) -> None:
         assert shown["nu"] == pytest.approx(names["nu"].item(), abs=TOLERANCE, rel=TOLERANCE)
 
 
-def test_what_is_drawn_and_written_is_what_was_computed(page: Any) -> None:
+def test_drawings_and_captions_show_the_computed_values(page: Any) -> None:
     shown = show(page, entry=3, **{key: value for key, value in settings()[28].items() if key != "entry"})
     for name, values in shown["y"].items():
         cells = page.eval_on_selector_all(
@@ -225,27 +225,27 @@ def test_a_link_brings_back_a_setting_and_bad_ones_are_ignored(browser: Any) -> 
 
 
 @pytest.mark.parametrize("scheme", ["light", "dark"])
-def test_words_stand_out_from_their_ground(browser: Any, scheme: str) -> None:
+def test_text_has_enough_contrast(browser: Any, scheme: str) -> None:
     """Contrast of at least 4.5 to 1 for words, as WCAG asks, in both themes."""
     page = browser.new_page(color_scheme=scheme)
     page.goto(PLAYGROUND.as_uri())
     names = ["ink", "soft", "lml", "sigmoid", "softmax", "csoftmax", "csparsemax", "shift", "card", "column"]
-    colours = page.evaluate(
+    colors = page.evaluate(
         "names => { const style = getComputedStyle(document.documentElement);"
         " return names.map(name => style.getPropertyValue(`--${name}`).trim()); }",
         names,
     )
     page.close()
-    light = {name: luminance(colour) for name, colour in zip(names, colours, strict=True)}
+    light = {name: luminance(color) for name, color in zip(names, colors, strict=True)}
     large = {"sigmoid", "softmax"}  # bold titles
     for name in names[:8]:
         high, low = sorted([light[name], light["card"]], reverse=True)
         assert (high + 0.05) / (low + 0.05) > (3 if name in large else 4.5), name
 
 
-def luminance(colour: str) -> float:
+def luminance(color: str) -> float:
     """The relative luminance of #rrggbb, as WCAG defines it."""
-    parts = [int(part, 16) / 255 for part in re.findall("..", colour.lstrip("#"))]
+    parts = [int(part, 16) / 255 for part in re.findall("..", color.lstrip("#"))]
     linear = [part / 12.92 if part <= 0.04045 else ((part + 0.055) / 1.055) ** 2.4 for part in parts]
     return 0.2126 * linear[0] + 0.7152 * linear[1] + 0.0722 * linear[2]
 

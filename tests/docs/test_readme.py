@@ -53,7 +53,7 @@ def test_outputs_in_the_example() -> None:
         assert float(line[2]) == pytest.approx(y.sum().item(), abs=0.006)
 
 
-def test_the_readme_names_only_what_there_is() -> None:
+def test_the_readme_names_only_existing_files() -> None:
     text = README.read_text(encoding="utf-8")
     named = set(re.findall(r"torchlml\.([A-Za-z_]+)", "\n".join(SNIPPETS)))
     named |= set(re.findall(r"`torchlml\.([A-Za-z_]+)`", text)) | set(

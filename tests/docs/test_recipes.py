@@ -49,7 +49,7 @@ def close(said: str, written: str) -> bool:
 
 
 @pytest.mark.parametrize("recipe", RECIPES, ids=lambda recipe: recipe.stem)
-def test_a_recipe_prints_what_its_page_says_in_seconds(
+def test_a_recipe_prints_the_output_on_its_page_within_seconds(
     recipe: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     before = time.process_time()
@@ -84,7 +84,7 @@ def code_lines(text: str) -> int:
     return len(lines)
 
 
-def test_every_recipe_is_short_and_has_a_page_with_what_came_out() -> None:
+def test_every_recipe_is_short_and_has_a_page_with_its_output() -> None:
     pages = "\n".join(page.read_text(encoding="utf-8") for page in sorted((DOCS / "recipes").glob("*.md")))
     assert len(RECIPES) >= 14
     for recipe in RECIPES:
@@ -112,7 +112,7 @@ def test_the_step_of_the_trainer_is_the_mean_over_all_its_rows(capsys: pytest.Ca
     torch.testing.assert_close(torch.stack(parts).sum(), right)
 
 
-def test_entmax_gives_what_the_page_on_migrating_from_it_says() -> None:
+def test_entmax_matches_the_numbers_on_the_migration_page() -> None:
     entmax = pytest.importorskip("entmax", reason="entmax is not installed")
     x = torch.randn(5, 12, dtype=torch.float64)
     torch.testing.assert_close(torchlml.constrained_sparsemax(x, 1), entmax.sparsemax(x, dim=-1))

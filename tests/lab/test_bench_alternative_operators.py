@@ -57,7 +57,7 @@ def test_the_convex_program_is_lml() -> None:
     torch.testing.assert_close(peer.function(x, 2), torchlml.lml(x, 2), atol=1e-3, rtol=0)
 
 
-def test_successive_softmaxes_take_out_what_was_chosen() -> None:
+def test_successive_softmaxes_remove_chosen_entries() -> None:
     x = torch.tensor([[0.3, 1.2, -0.5]], dtype=torch.float64)
     first = x.softmax(-1)
     weights = x.exp() * (1 - first)

@@ -47,7 +47,7 @@ def test_ratios_survive_a_noisy_machine(monkeypatch):
     assert result["base"].rounds == result["triple"].rounds == 200
 
 
-def test_slow_competitor_does_not_starve_the_others(monkeypatch):
+def test_a_slow_competitor_does_not_starve_the_others(monkeypatch):
     machine = _NoisyMachine()
     monkeypatch.setattr(timing, "perf_counter", lambda: machine.now)
     calls = {"base": machine.call("base", 1e-4), "slow": machine.call("slow", 1.0)}
@@ -57,7 +57,7 @@ def test_slow_competitor_does_not_starve_the_others(monkeypatch):
     assert machine.calls["slow"] == 2  # once to warm up
 
 
-def test_garbage_collection_rests_only_meanwhile():
+def test_garbage_collection_is_paused_only_during_timing():
     states = []
     timing.race({"base": lambda: states.append(gc.isenabled())}, "base", 2, 1)
     assert states[-1] is False
@@ -80,7 +80,7 @@ def test_quantiles(samples):
         ("[x + 1, x + 2, x + 3]", 12),  # everything alive at the highest point
     ],
 )
-def test_memory_is_what_the_call_adds(call, mebibytes, tmp_path):
+def test_memory_is_the_increase_during_the_call(call, mebibytes, tmp_path):
     # In a process of its own: this one has a past, and the allocator remembers it.
     process = fork(write_added_bytes, call, tmp_path / "bytes")
     process.join(60)

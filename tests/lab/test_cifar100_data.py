@@ -175,7 +175,7 @@ def test_bad_features_are_named(tmp_path, changes, needle):
     assert needle in str(error.value)
 
 
-def test_features_that_are_no_file(tmp_path):
+def test_features_that_are_not_a_file(tmp_path):
     for content in (b"", b"PK\x03\x04 half", b"text"):
         (tmp_path / "f.npz").write_bytes(content)
         with pytest.raises(BadInput, match="cannot be read"):

@@ -177,12 +177,12 @@ def test_the_best_epoch_is_kept(monkeypatch: pytest.MonkeyPatch, capsys: pytest.
         ({}, [["oak", 3], *NAMES[1:]], "names of one kind, but they are int and str"),
     ],
 )
-def test_what_cannot_be_learned_is_refused_in_a_sentence(settings: Any, y: Any, words: str) -> None:
+def test_invalid_training_data_is_rejected(settings: Any, y: Any, words: str) -> None:
     with pytest.raises(ValueError, match=words):
         TopKClassifier(**(QUICK | settings)).fit(X, y)
 
 
-def test_what_cannot_be_predicted_is_refused_in_a_sentence() -> None:
+def test_invalid_prediction_input_is_rejected() -> None:
     model = TopKClassifier(**QUICK).fit(X, Y)
     with pytest.raises(ValueError, match="`k` must be an integer from 1 to 6, but it is 7"):
         model.predict(X, k=7)

@@ -5,7 +5,7 @@ import re
 import pytest
 import torch
 
-from tests.support.command_lines import each_refusal, refusals, refused
+from tests.support.command_lines import each_rejection, rejected, rejections
 from torchlml_lab import cli
 from torchlml_lab.engine.settings import cores, use_threads
 from torchlml_lab.studies.digits import data, demo, model, report
@@ -28,7 +28,7 @@ def digits(part):
     return {tuple(digit.flatten().tolist()) for digit in single}
 
 
-def test_conditions_differ_only_in_what_is_named():
+def test_conditions_differ_only_in_the_named_label():
     uniform, _ = data.make(3, 4000, 10, "uniform", seed=0)
     skewed, _ = data.make(3, 4000, 10, "skewed", seed=0)
     assert torch.equal(uniform.pixels, skewed.pixels)
@@ -55,7 +55,7 @@ def test_measures_by_hand():
     assert found.calibration_error == pytest.approx(expected, rel=1e-5)
 
 
-def test_stacked_networks_do_not_feel_one_another(one_thread):
+def test_stacked_networks_are_independent(one_thread):
     sets = [data.make(2, 200, 10, "uniform", seed)[0] for seed in (0, 1)]
     lml = model.METHODS[-1]
     both = model.train(lml, sets, [0, 1], 2, 2, lambda: None)
@@ -91,7 +91,7 @@ def test_sentences_follow_the_numbers(lml, softmax, said):
     assert f"({said}); LML recalls" in ranking
 
 
-def test_collapse_is_said_only_when_measured():
+def test_collapse_is_reported_only_when_measured():
     values = (0.9, 0.8, 0.7)
     assert "collapses" in report.sentences(results_where(values, values, count=10.0), "uniform", 3)[1]
     assert "does not collapse" in report.sentences(results_where(values, values, count=3.0), "uniform", 3)[1]
@@ -127,7 +127,7 @@ def test_demo_writes_table_plots_and_report(capsys, tmp_path):
         assert f"{middle} ± {'0' * deviation.startswith('.')}{deviation}" in page
 
 
-def test_a_place_that_cannot_be_written_is_refused_before_any_work(capsys, tmp_path, monkeypatch):
+def test_a_place_that_cannot_be_written_is_rejected_before_any_work(capsys, tmp_path, monkeypatch):
     monkeypatch.setattr(demo, "run", None)
     (tmp_path / "file").write_text("")
     assert cli.main(["demo", "--out", str(tmp_path / "file" / "x")]) == 2
@@ -159,9 +159,9 @@ def test_one_thread_computes_unless_told(tmp_path, monkeypatch):
     assert used == [1, cores()]
 
 
-@each_refusal(refusals("`{}` is {}", "--threads 0", "--k 1", "--seeds 1", "--images 5"))
+@each_rejection(rejections("`{}` is {}", "--threads 0", "--k 1", "--seeds 1", "--images 5"))
 def test_bad_options(capsys, options, needle):
-    assert needle in refused(capsys, ["demo", *options])
+    assert needle in rejected(capsys, ["demo", *options])
 
 
 def test_figures_projection_prints_the_table_and_draws_the_picture(capsys, tmp_path):
@@ -172,7 +172,7 @@ def test_figures_projection_prints_the_table_and_draws_the_picture(capsys, tmp_p
     assert sorted(path.name for path in picture.parent.iterdir()) == ["b.png"]
 
 
-def test_figures_lists_its_names_and_refuses_others(capsys):
+def test_figures_lists_its_names_and_rejects_others(capsys):
     assert cli.main(["figures"]) == 0
     assert "projection" in capsys.readouterr().out
     assert cli.main(["figures", "nothing"]) == 2

@@ -16,7 +16,7 @@ import torch
 from safetensors.torch import load_model
 
 import torchlml
-from tests.support.command_lines import each_refusal, refusals, refused
+from tests.support.command_lines import each_rejection, rejected, rejections
 from tests.support.features import write_features
 from tests.support.processes import output, start, start_two
 from torchlml_lab import cli
@@ -137,7 +137,7 @@ def full_disk(size):
 
 
 @pytest.mark.parametrize("kept", ["nothing", "the weights"])
-def test_a_full_disk_leaves_a_whole_run(features, whole, tmp_path, kept):
+def test_a_full_disk_leaves_a_usable_run(features, whole, tmp_path, kept):
     """The weights are written by safetensors, and the optimizer's state by torch."""
     out = tmp_path / "run"
     weights = (whole / "checkpoints" / "epoch-0006" / "model.safetensors").stat().st_size
@@ -174,7 +174,7 @@ def edit(path, **changes):
     path.write_text(json.dumps({**json.loads(path.read_text()), **changes}))
 
 
-def test_what_was_written_after_the_last_checkpoint_is_dropped(capsys, unfinished, whole):
+def test_metrics_after_the_last_checkpoint_are_dropped(capsys, unfinished, whole):
     # Killed while it was testing: the line of the test is there, and half of something.
     with (unfinished / "metrics.jsonl").open("a") as file:
         file.write('{"epoch": 7, "split": "validation"}\n{"epo')
@@ -205,55 +205,55 @@ def test_a_kill_before_the_first_state_leaves_no_metrics(features, whole, tmp_pa
     same(out, whole)
 
 
-def test_a_checkpoint_of_another_run_is_refused(capsys, unfinished):
+def test_a_checkpoint_of_another_run_is_rejected(capsys, unfinished):
     edit(next((unfinished / "checkpoints").glob("epoch-0006/checkpoint.json")), run="0" * 32)
-    assert "is of another run" in refused(capsys, resume(unfinished))
+    assert "is of another run" in rejected(capsys, resume(unfinished))
 
 
-def test_a_run_of_another_version_is_refused(capsys, unfinished):
+def test_a_run_of_another_version_is_rejected(capsys, unfinished):
     edit(unfinished / "run.json", versions={"torchlml": "0.0.1"})
-    error = refused(capsys, resume(unfinished))
+    error = rejected(capsys, resume(unfinished))
     assert f"was written by torchlml 0.0.1, and this is {torchlml.__version__}" in error
 
 
-def test_a_run_of_another_experiment_is_refused(capsys, unfinished):
+def test_a_run_of_another_experiment_is_rejected(capsys, unfinished):
     edit(unfinished / "run.json", experiment="scene-graph")
-    assert "holds a run of `scene-graph`" in refused(capsys, resume(unfinished))
+    assert "holds a run of `scene-graph`" in rejected(capsys, resume(unfinished))
 
 
-def test_other_settings_are_refused(capsys, unfinished):
-    error = refused(capsys, [*resume(unfinished), "--noise", "0.8"])
+def test_other_settings_are_rejected(capsys, unfinished):
+    error = rejected(capsys, [*resume(unfinished), "--noise", "0.8"])
     assert "`--noise` is 0.8, but the run" in error
     assert "was started with 0.4" in error
 
 
 @pytest.mark.parametrize("name", ["model.safetensors", "optimizer.bin"])
-def test_a_damaged_checkpoint_is_refused(capsys, unfinished, name):
+def test_a_damaged_checkpoint_is_rejected(capsys, unfinished, name):
     path = unfinished / "checkpoints" / "epoch-0006" / name
     path.write_bytes(path.read_bytes()[:100])
-    assert "is damaged or of another model" in refused(capsys, resume(unfinished))
+    assert "is damaged or of another model" in rejected(capsys, resume(unfinished))
 
 
 @pytest.mark.parametrize("kept", [0, 100, None])
-def test_damaged_random_states_are_refused(capsys, unfinished, kept):
+def test_damaged_random_states_are_rejected(capsys, unfinished, kept):
     """Without them the random numbers after resuming, and so all metrics, would be others."""
     path = unfinished / "checkpoints" / "epoch-0006" / "random_states_0.pkl"
     if kept is None:
         path.unlink()
     else:
         path.write_bytes(path.read_bytes()[:kept])
-    error = refused(capsys, resume(unfinished))
+    error = rejected(capsys, resume(unfinished))
     assert "is damaged or of another model" in error
     assert "`random_states_0.pkl` cannot be read" in error
 
 
-def test_random_states_that_accelerate_passes_over_are_refused(capsys, unfinished):
+def test_random_states_that_accelerate_skips_are_rejected(capsys, unfinished):
     """It sets none of them where one is missing, and only logs that."""
     path = unfinished / "checkpoints" / "epoch-0006" / "random_states_0.pkl"
     states = torch.load(path, weights_only=False)
     del states["numpy_random_seed"]
     torch.save(states, path)
-    error = refused(capsys, resume(unfinished))
+    error = rejected(capsys, resume(unfinished))
     assert "is damaged or of another model: `random_states_0.pkl` cannot be used." in error
 
 
@@ -267,7 +267,7 @@ def test_a_run_is_written_by_one_process(features, tmp_path, capsys):
             words(features, out),
             words(features, out, "--overwrite"),
         ):
-            said = refused(capsys, arguments)
+            said = rejected(capsys, arguments)
             assert f"`{out}` is in use by another process ({running.pid})" in said
         state = json.loads((out / "state.json").read_text())
         wait_for_epoch(out, state["epoch"] + 2, running)
@@ -322,7 +322,7 @@ def test_paths_are_stored_absolute_and_data_may_move(capsys, features, tmp_path,
     assert cli.main(["train", "cifar100", "--resume", str(out), "--features", "moved.npz"]) == 0
     assert json.loads((out / "settings.json").read_text())["features"] == str(moved)
     capsys.readouterr()
-    assert "`--data` is given" in refused(capsys, [*resume(out), "--data", "x"])
+    assert "`--data` is given" in rejected(capsys, [*resume(out), "--data", "x"])
 
 
 def test_small_networks_are_trained_by_one_thread_unless_told(features, whole, tmp_path, monkeypatch):
@@ -366,24 +366,24 @@ def test_the_estimate_changes_no_number(features, tmp_path, monkeypatch):
     assert found[0] == found[1]
 
 
-def test_an_out_that_cannot_be_written_is_refused_before_any_work(capsys, features, monkeypatch):
+def test_an_out_that_cannot_be_written_is_rejected_before_any_work(capsys, features, monkeypatch):
     def work(*arguments):
         raise AssertionError("work was done")
 
     monkeypatch.setattr(run_of_engine, "_Run", work)
     for out in ("/proc/nothing/run", features / "run"):
-        error = refused(capsys, words(features, out))
+        error = rejected(capsys, words(features, out))
         assert f"`--out` names `{out}`, which cannot be written" in error
 
 
 @pytest.mark.parametrize("name", ["state.json", "run.json", "settings.json"])
-def test_a_damaged_record_is_refused(capsys, unfinished, name):
+def test_a_damaged_record_is_rejected(capsys, unfinished, name):
     (unfinished / name).write_text('{"half')
-    assert str(unfinished) in refused(capsys, resume(unfinished))
+    assert str(unfinished) in rejected(capsys, resume(unfinished))
 
 
-def test_a_folder_without_a_run_is_refused(capsys, tmp_path):
-    assert "holds no run of this version: No such file" in refused(capsys, resume(tmp_path))
+def test_a_folder_without_a_run_is_rejected(capsys, tmp_path):
+    assert "holds no run of this version: No such file" in rejected(capsys, resume(tmp_path))
 
 
 def test_a_run_is_not_overwritten(capsys, features, whole):
@@ -433,10 +433,10 @@ def test_help_explains_every_setting(capsys):
         assert re.search(rf"{option} {metavar}[A-Z`][\w`]*(?: \S+){{3,}}\. \(default", said), option
 
 
-@each_refusal(
-    refusals("`{}` is {}", "--epochs 0", "--batch-size 0", "--learning-rate nan", "--seed -1"),
-    refusals("`{}` is {}", "--threads 0", "--threads 1000"),
+@each_rejection(
+    rejections("`{}` is {}", "--epochs 0", "--batch-size 0", "--learning-rate nan", "--seed -1"),
+    rejections("`{}` is {}", "--threads 0", "--threads 1000"),
     {f"--out '{__file__}'": "which is a file"},
 )
 def test_bad_settings(capsys, options, needle):
-    assert needle in refused(capsys, ["train", "cifar100", *options])
+    assert needle in rejected(capsys, ["train", "cifar100", *options])

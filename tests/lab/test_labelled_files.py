@@ -182,7 +182,7 @@ def test_bad_columns(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("name", ["rows.txt", "rows.csv", "rows.npz", "rows.parquet"])
-def test_files_that_are_no_such_files(tmp_path: Path, name: str) -> None:
+def test_files_of_the_wrong_format(tmp_path: Path, name: str) -> None:
     with pytest.raises(BadInput, match="cannot be read: no such file"):
         read_labelled(tmp_path / name, "--train", labels=tmp_path / name if name.endswith("npz") else None)
     binary = name.endswith(("npz", "parquet"))

@@ -17,7 +17,7 @@ from scipy import sparse
 from sklearn.feature_extraction.text import TfidfVectorizer
 
 import torchlml
-from tests.support.command_lines import made, refused
+from tests.support.command_lines import made, rejected
 from tests.support.processes import output, start, start_two
 from tests.support.tagged_texts import WORDS, tagged_texts, write_texts
 from torchlml_lab import cli
@@ -139,7 +139,7 @@ def test_evaluate_other_rows(run, tmp_path, capsys):
     assert (run[0] / "report.md").read_text() != page  # the run keeps its own
 
 
-def test_rows_that_the_run_knows_nothing_of(tmp_path, capsys):
+def test_rows_with_unknown_words_and_labels(tmp_path, capsys):
     rows = "".join(f"{i % 3} {i % 3}:{1 + i % 2} {3 + i % 5}:1\n" for i in range(60))
     (tmp_path / "train.txt").write_text(rows + "0\n1\n")
     (tmp_path / "test.txt").write_text(rows)
@@ -173,11 +173,11 @@ def test_rows_that_the_run_knows_nothing_of(tmp_path, capsys):
     assert "1 of 2 rows have nothing that the run knows" in said
     assert found[0]["labels"] == ["green"]
     write_texts(tmp_path / "new.csv", tagged_texts(3, seed=0))
-    assert "a table, but the run was trained on" in refused(
+    assert "a table, but the run was trained on" in rejected(
         capsys, ["predict", out, "--data", tmp_path / "new.csv"]
     )
     mixed = ["train", "multilabel", "--train", tmp_path / "train.txt", "--test", tmp_path / "new.csv"]
-    assert "a run needs files of one kind" in refused(capsys, mixed)
+    assert "a run needs files of one kind" in rejected(capsys, mixed)
 
 
 @pytest.fixture(scope="module")
@@ -288,7 +288,7 @@ def test_features_of_large_numbers_take_no_memory():
     assert prepared.inputs.toarray()[2].tolist() == [0, 1, 0]
 
 
-def test_temperature_makes_probabilities_true():
+def test_temperature_calibrates_probabilities():
     """Labels drawn from the projection of logits, which a network then exaggerates or plays down."""
     logits = torch.randn(3000, 12) * 1.5
     observed = torch.rand(3000, 12) < torchlml.lml(logits, 3)
@@ -326,42 +326,42 @@ BAD = {
 
 
 @pytest.mark.parametrize("options", BAD)
-def test_bad_input_is_one_sentence_and_leaves_nothing(options, tmp_path, monkeypatch, capsys):
+def test_bad_input_is_a_one_line_error_and_leaves_no_files(options, tmp_path, monkeypatch, capsys):
     import shlex
 
     monkeypatch.chdir(tmp_path)
     text, needle = BAD[options]
     (tmp_path / "rows.csv").write_text(text)
-    said = refused(
+    said = rejected(
         capsys, ["train", "multilabel", "--train", "rows.csv", "--out", "run", *shlex.split(options)]
     )
     assert needle in said
     assert not (tmp_path / "run").exists()
 
 
-def test_bad_questions_to_a_run(run, texts, tmp_path, capsys):
+def test_bad_requests_to_a_run(run, texts, tmp_path, capsys):
     out = run[0]
-    assert "`--train` is missing" in refused(capsys, ["train", "multilabel"])
-    assert "`--data` is missing" in refused(capsys, ["predict", out])
-    assert "from 1 to 6, the labels of the run" in refused(
+    assert "`--train` is missing" in rejected(capsys, ["train", "multilabel"])
+    assert "`--data` is missing" in rejected(capsys, ["predict", out])
+    assert "from 1 to 6, the labels of the run" in rejected(
         capsys, ["predict", out, "--data", texts, "--top", 7]
     )
-    assert "must end in `.csv` or `.jsonl`" in refused(
+    assert "must end in `.csv` or `.jsonl`" in rejected(
         capsys, ["predict", out, "--data", texts, "--out", "a.txt"]
     )
     other = tmp_path / "other.csv"
     other.write_text("title\na\n")
-    assert "has no column `text`" in refused(capsys, ["predict", out, "--data", other])
+    assert "has no column `text`" in rejected(capsys, ["predict", out, "--data", other])
     other.write_text("text,tags\na,\n")
-    assert "no row has a label to be compared with" in refused(capsys, ["evaluate", out, "--data", other])
+    assert "no row has a label to be compared with" in rejected(capsys, ["evaluate", out, "--data", other])
     other.write_text(ROWS)
-    assert "is not the file that the run was trained on" in refused(
+    assert "is not the file that the run was trained on" in rejected(
         capsys, ["evaluate", out, "--train", other]
     )
     (tmp_path / "rows.txt").write_text("1 2:3\n")
-    assert "is no table" in refused(capsys, ["predict", out, "--data", tmp_path / "rows.txt"])
+    assert "is no table" in rejected(capsys, ["predict", out, "--data", tmp_path / "rows.txt"])
     train = ["train", "multilabel", "--train", texts, "--out", tmp_path / "run"]
-    assert "is no table" in refused(capsys, [*train, "--test", tmp_path / "rows.txt"])
+    assert "is no table" in rejected(capsys, [*train, "--test", tmp_path / "rows.txt"])
     assert not (tmp_path / "run").exists()
     assert not list(tmp_path.glob("*.jsonl"))
 
@@ -376,7 +376,7 @@ def test_weights_that_are_not_finite_are_an_error(run, texts, tmp_path, capsys, 
     weights = load_file(path)
     weights["last.weight"][0, 0] = value
     save_file(weights, path)
-    said = refused(capsys, [command, str(out), "--data", str(texts)])
+    said = rejected(capsys, [command, str(out), "--data", str(texts)])
     assert f"`{path}` is damaged: `last.weight` holds {value}." in said
 
 

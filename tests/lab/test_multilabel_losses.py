@@ -54,7 +54,7 @@ def test_through_a_linear_layer(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_a_batch_without_labels_costs_nothing(name: str) -> None:
+def test_a_batch_without_labels_has_zero_loss(name: str) -> None:
     logits = LOGITS.clone().requires_grad_()
     loss = named(name)(logits, torch.full_like(LABELS, PADDING))
     loss.backward()
@@ -63,7 +63,7 @@ def test_a_batch_without_labels_costs_nothing(name: str) -> None:
     assert not logits.grad.any()
 
 
-def test_what_is_no_loss_is_refused() -> None:
+def test_unknown_losses_are_rejected() -> None:
     for text in ("lml", "bce-3", "lml-x", "hinge", ""):
         with pytest.raises(BadInput, match="must be bce, softmax"):
             named(text)

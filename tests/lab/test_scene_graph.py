@@ -10,7 +10,7 @@ from torch import nn
 from torch.nn.functional import conv2d, cross_entropy
 
 import torchlml
-from tests.support.command_lines import each_refusal, made, refusals, refused
+from tests.support.command_lines import each_rejection, made, rejected, rejections
 from tests.support.processes import output, start_two
 from tests.support.scene_graphs import Drawn, draw, write_vg, write_vrd
 from torchlml.metrics import SceneGraphRecall
@@ -104,7 +104,7 @@ def double(batch):
     return batch._replace(boxes=batch.boxes.double())
 
 
-def test_the_network_sees_an_image_alone_as_in_a_batch(training):
+def test_an_image_alone_equals_the_image_in_a_batch(training):
     data = GraphBatches(training)
     model = network(training).eval()
     batch = double(data.__getitems__(range(12)))
@@ -269,7 +269,7 @@ def words(vg, out, *more):
     return ["train", "scene-graph", *options, *more]
 
 
-def test_lml_learns_ten_images_by_heart(tmp_path):
+def test_lml_memorizes_ten_images(tmp_path):
     images = [image for image in draw(16, seed=3) if image.split == 0][:10]
     for image in images:  # told apart by what stands at the left
         image.boxes[0] = (0, 0, 20, 20)
@@ -380,14 +380,14 @@ def test_every_objective_trains_on_vrd(capsys, tmp_path, objective):
     )
 
 
-@each_refusal(
-    refusals("`{}` is {}", "--k 0", "--hidden 7", "--clip nan", "--validation 45"),
-    refusals("`{}` is {}.0", "--dropout 1", "--clip 0", "--weight-decay -1"),
-    refusals("`{}` names `{}`", "--glove no.txt", "--counts no.npz"),
+@each_rejection(
+    rejections("`{}` is {}", "--k 0", "--hidden 7", "--clip nan", "--validation 45"),
+    rejections("`{}` is {}.0", "--dropout 1", "--clip 0", "--weight-decay -1"),
+    rejections("`{}` names `{}`", "--glove no.txt", "--counts no.npz"),
     {"--vrd x": "Exactly one of `--vg` (Visual Genome) and `--vrd`", "--objective hinge": "hinge"},
     {"--counts no.npz --without-bias": "give one", "--leave-one-out --without-bias": "give one"},
     {"--counts no.npz --leave-one-out": "nothing to take out"},
     {"--region-features no.h5": "`no.h5` cannot be read: No such file"},
 )
 def test_bad_settings(capsys, vg, tmp_path, options, needle):
-    assert needle in refused(capsys, words(vg, tmp_path / "run", *options))
+    assert needle in rejected(capsys, words(vg, tmp_path / "run", *options))

@@ -150,29 +150,29 @@ def test_damaged_visual_genome_names_file_and_image(tmp_path, damage, image, nee
 
 
 def test_visual_genome_that_cannot_be_read(tmp_path):
-    def refused():
+    def rejected():
         with pytest.raises(BadInput) as error:
             datasets.read_visual_genome(tmp_path)
         return str(error.value)
 
-    assert "VG-SGG.h5` cannot be read: No such file" in refused()
+    assert "VG-SGG.h5` cannot be read: No such file" in rejected()
     write_vg(tmp_path, SMALL)
     whole = (tmp_path / "VG-SGG.h5").read_bytes()
     (tmp_path / "VG-SGG.h5").write_bytes(whole[:3000])
-    assert "VG-SGG.h5` cannot be read: it is no whole HDF5 file" in refused()
+    assert "VG-SGG.h5` cannot be read: it is no whole HDF5 file" in rejected()
     tables = vg_tables(SMALL)
     write_vg(tmp_path, SMALL, {name: table for name, table in tables.items() if name != "predicates"})
-    assert "VG-SGG.h5` has no table `predicates`" in refused()
+    assert "VG-SGG.h5` has no table `predicates`" in rejected()
     write_vg(tmp_path, SMALL, tables | {"labels": tables["labels"][:-1]})
-    assert "a table `labels` of int64 with the shape (6,)" in refused()
+    assert "a table `labels` of int64 with the shape (6,)" in rejected()
     write_vg(tmp_path, SMALL)
     (tmp_path / "image_data.json").write_text(json.dumps([{"image_id": 7, "width": 5, "height": 5}]))
-    assert "image_data.json` has 1 images, and" in refused()
+    assert "image_data.json` has 1 images, and" in rejected()
     (tmp_path / "image_data.json").write_text('[{"image_id": 7')
-    assert "image_data.json` cannot be read: it is not whole JSON" in refused()
+    assert "image_data.json` cannot be read: it is not whole JSON" in rejected()
     write_vg(tmp_path, SMALL)
     (tmp_path / "VG-SGG-dicts.json").write_text('{"idx_to_label": {"2": "cat"}}')
-    assert "VG-SGG-dicts.json` has no `idx_to_label`" in refused()
+    assert "VG-SGG-dicts.json` has no `idx_to_label`" in rejected()
 
 
 @pytest.mark.parametrize(

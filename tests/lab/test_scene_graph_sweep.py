@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from tests.support.command_lines import each_refusal, made, refusals, refused
+from tests.support.command_lines import each_rejection, made, rejected, rejections
 from tests.support.scene_graphs import draw, write_vg
 from torchlml_lab import cli
 from torchlml_lab.cli_errors import BadInput
@@ -92,7 +92,7 @@ def record(**changes):
     return RecallRecord(**{**numbers, **words, **counts, **changes})
 
 
-def test_tuning_looks_at_the_best_epoch_on_validation(tmp_path):
+def test_tuning_uses_the_best_epoch_on_validation(tmp_path):
     found = [
         record(learning_rate=1e-3, recall=0.6),
         record(learning_rate=2e-3, recall=0.7),
@@ -126,7 +126,7 @@ def test_a_k_that_was_not_tuned_has_the_learning_rate_of_the_nearest_that_was(tm
         sweep.best_rates(found, [("softmax", "")], tmp_path)
 
 
-def test_every_bias_is_tuned_for_itself(tmp_path):
+def test_every_bias_is_tuned_separately(tmp_path):
     path = tmp_path / "t.csv"
     found = [
         record(variant=variant, learning_rate=rate, recall=recall)
@@ -161,19 +161,19 @@ def test_methods():
             parse_method(name)
 
 
-@each_refusal(
-    refusals("`{}` names `{}`", "--once bce", "--tuned no.csv"),
-    refusals("`{}` is given", "--run.k 5", "--run.objective bce"),
-    refusals("`{}` is {}", "--workers 0"),
+@each_rejection(
+    rejections("`{}` names `{}`", "--once bce", "--tuned no.csv"),
+    rejections("`{}` is given", "--run.k 5", "--run.objective bce"),
+    rejections("`{}` is {}", "--workers 0"),
     {"--methods lml": "`--methods` has `lml`", "--methods lml-0 --once": "`--k` is 0"},
     {"--biases none --run.without-bias": "`--run.without-bias` is given"},
     {"--biases none outside": "`--biases outside` and `--run.counts` go together"},
 )
 def test_bad_sweeps(capsys, vg, tmp_path, options, needle):
-    assert needle in refused(capsys, words(vg, tmp_path / "sweep", *options))
+    assert needle in rejected(capsys, words(vg, tmp_path / "sweep", *options))
 
 
-def test_evaluate_prints_what_the_run_found(capsys, run):
+def test_evaluate_repeats_the_results_of_the_run(capsys, run):
     assert cli.main(["evaluate", str(run), "--cpu"]) == 0
     said = capsys.readouterr().out
     result = json.loads((run / "result.json").read_text())
@@ -215,11 +215,11 @@ def test_predict_prints_and_draws(capsys, run, tmp_path):
         ("evaluate", ["--split", "all"], "all"),
     ],
 )
-def test_bad_questions(capsys, run, command, options, needle):
-    assert needle in refused(capsys, [command, run, *options])
+def test_bad_requests(capsys, run, command, options, needle):
+    assert needle in rejected(capsys, [command, run, *options])
 
 
-def test_a_folder_without_a_run_is_refused(capsys, tmp_path):
+def test_a_folder_without_a_run_is_rejected(capsys, tmp_path):
     for command in ("evaluate", "predict"):
         assert cli.main([command, str(tmp_path)]) == 2
         assert "run.json` cannot be read" in capsys.readouterr().err

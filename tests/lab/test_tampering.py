@@ -56,7 +56,7 @@ def tampered(text: str) -> Iterator[str]:
 
 
 @pytest.mark.parametrize("name", FILES)
-def test_a_damaged_file_is_named_in_one_sentence(run, tmp_path, capsys, name):
+def test_a_damaged_file_is_named_in_a_one_line_error(run, tmp_path, capsys, name):
     copy, data = tmp_path / "run", str(run.parent / "train.csv")
     words = ["predict", str(copy), "--data", data]
     if FILES[name] != "predict":

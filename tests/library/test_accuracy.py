@@ -12,9 +12,9 @@ from tests.support import truth
 from tests.support.problems import PROBLEMS, SHORT, Problem
 
 # Every y, and the sum of a row relative to max(1, k).
-PROMISE = {torch.float32: (1e-6, 2e-6), torch.float64: (1e-11, 1e-11)}
+ACCURACY = {torch.float32: (1e-6, 2e-6), torch.float64: (1e-11, 1e-11)}
 HALF = [torch.bfloat16, torch.float16]
-each_dtype = pytest.mark.parametrize("dtype", PROMISE, ids=str)
+each_dtype = pytest.mark.parametrize("dtype", ACCURACY, ids=str)
 
 
 def each(problems: list[Problem]) -> pytest.MarkDecorator:
@@ -27,7 +27,7 @@ DUALS = [(problem, "lml_dual") for problem in PROBLEMS] + [(problem, "lml_bracke
 
 
 def check_values(y: torch.Tensor, problem: Problem, dtype: torch.dtype) -> None:
-    entry, total = PROMISE[dtype]
+    entry, total = ACCURACY[dtype]
     expected = problem.truth(dtype).y
     got = y.double().numpy()
     assert y.dtype == dtype
@@ -54,7 +54,7 @@ def threshold_limit(dtype: torch.dtype, n: int) -> float:
 
 @each([problem for problem in SHORT if problem.row(torch.float64).numel() <= 60])
 @each_dtype
-def test_the_truth_is_true(problem: Problem, dtype: torch.dtype) -> None:
+def test_the_reference_solution_is_right(problem: Problem, dtype: torch.dtype) -> None:
     row = problem.truth(dtype)
     y, nu = truth.solve_with_mpmath(problem.row(dtype).double().tolist(), problem.k)
     assert max(abs(float(a - mpmath.mpf(b))) for a, b in zip(y, row.y.tolist(), strict=True)) < 1e-14
@@ -63,7 +63,7 @@ def test_the_truth_is_true(problem: Problem, dtype: torch.dtype) -> None:
 
 
 @each([PROBLEMS[i] for i in (0, 1, 3, 7, 30)])
-def test_the_truth_of_gradients_is_true(problem: Problem) -> None:
+def test_the_reference_gradients_are_right(problem: Problem) -> None:
     row = problem.truth(torch.float64)
     x = problem.row(torch.float64).tolist()
     g = np.linspace(-1, 1, len(x))
@@ -199,8 +199,8 @@ def test_three_ways(dtype: torch.dtype) -> None:
     expected = torch.from_numpy(np.stack([row.y for row in solved]))
     reference = truth.plain(x, k)
     error = (torchlml.lml(x, k).double() - expected).abs().max()
-    assert error <= PROMISE[dtype][0]
-    assert (reference.double() - expected).abs().max() <= 20 * PROMISE[dtype][0]
+    assert error <= ACCURACY[dtype][0]
+    assert (reference.double() - expected).abs().max() <= 20 * ACCURACY[dtype][0]
     assert error <= 2 * (reference.double() - expected).abs().max()
 
 

@@ -219,7 +219,7 @@ RIGHT: dict[str, Callable[[], Any]] = {
 
 
 @pytest.mark.parametrize("case", RIGHT)
-def test_what_is_accepted(case: str) -> None:
+def test_accepted_arguments(case: str) -> None:
     assert bool(RIGHT[case]().isfinite().all())
 
 

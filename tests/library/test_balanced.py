@@ -202,7 +202,7 @@ def test_half_precision_is_computed_in_float32(dtype: torch.dtype) -> None:
         assert torchlml.balanced_lml(x, 2).dtype == torch.float32
 
 
-def test_a_start_changes_nothing_but_the_time() -> None:
+def test_a_start_changes_only_the_time() -> None:
     x = random(300, 8) + 5 * random(8, seed=1)
     y = torchlml.balanced_lml(x, 2)
     for start in (

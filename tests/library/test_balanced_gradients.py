@@ -121,7 +121,7 @@ def test_half_precision_and_masked_entries() -> None:
     torch.testing.assert_close(found.double(), wanted, rtol=2e-2, atol=2e-3)
 
 
-def test_what_is_not_supported_says_so() -> None:
+def test_unsupported_operations_raise() -> None:
     x, _, _ = inputs()
     y = torchlml.balanced_lml(x, 2)
     with pytest.raises(NotImplementedError, match="first derivatives only"):

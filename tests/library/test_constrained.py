@@ -9,7 +9,7 @@ import pytest
 import torch
 
 import torchlml
-from tests.support.related import PROMISE, Member, each_constrained, each_dtype
+from tests.support.related import ACCURACY, Member, each_constrained, each_dtype
 
 INF, NAN = math.inf, math.nan
 
@@ -17,7 +17,7 @@ INF, NAN = math.inf, math.nan
 @each_dtype
 def test_softmax_and_sparsemax_are_members(dtype: torch.dtype) -> None:
     x = (torch.randn(20, 50, dtype=torch.float64) * 3).to(dtype)
-    close: dict[str, Any] = {"rtol": 0, "atol": PROMISE[dtype][0] / 10}
+    close: dict[str, Any] = {"rtol": 0, "atol": ACCURACY[dtype][0] / 10}
     torch.testing.assert_close(torchlml.constrained_softmax(x, 1), x.softmax(-1), **close)
     # The promise is for entries up to 1, so the entries up to 7.5 are brought there.
     seven = torchlml.constrained_softmax(x, 7.5, upper=INF).double() / 7.5
@@ -128,8 +128,8 @@ def test_many_entries_that_barely_exceed_their_caps(dtype: torch.dtype, excess: 
     x[-1] = -1.0
     k = ties + math.exp(-1) + (ties + math.exp(-1)) * excess
     y = torchlml.constrained_softmax(x, k).double()
-    assert (y[:-1] - 1).abs().max() <= PROMISE[dtype][0]
-    assert abs(float(y[-1]) - (k - ties)) <= 2 * PROMISE[dtype][0]
+    assert (y[:-1] - 1).abs().max() <= ACCURACY[dtype][0]
+    assert abs(float(y[-1]) - (k - ties)) <= 2 * ACCURACY[dtype][0]
 
 
 @pytest.mark.parametrize("free", [1, 3])

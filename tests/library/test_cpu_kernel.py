@@ -53,7 +53,7 @@ def test_schemas() -> None:
 @needs_kernel
 @pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
-def test_agrees_with_plain_torch(dtype: torch.dtype, form: str) -> None:
+def test_agrees_with_pure_pytorch(dtype: torch.dtype, form: str) -> None:
     x, k, mask, offsets = problem(dtype, form)
     y, nu = torch.ops.torchlml.forward(x, k, mask, offsets)
     y0, nu0 = careful.forward(x, k, mask, offsets)

@@ -54,7 +54,7 @@ def test_ordinary_rows_are_certified_and_right(dtype: torch.dtype) -> None:
 
 @pytest.mark.parametrize("problem", PROBLEMS, ids=lambda problem: problem.name)
 @each_dtype
-def test_what_is_certified_is_right(problem: Problem, dtype: torch.dtype) -> None:
+def test_certified_rows_are_right(problem: Problem, dtype: torch.dtype) -> None:
     x = problem.row(dtype).unsqueeze(0)
     found = fast_solver.solve_fast(x, float64(problem.k))
     if bool(found.certified):
@@ -139,7 +139,7 @@ def _device(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 
 @pytest.mark.usefixtures("_device")
-def test_a_gpu_without_float64_is_not_waited_for_by_the_solver() -> None:
+def test_the_solver_does_not_synchronize_a_gpu_without_float64() -> None:
     x, k = batch(torch.float32)
     with PretendDevice() as device:
         found = fast_solver.solve_fast(x, k.float())
@@ -151,7 +151,7 @@ def test_a_gpu_without_float64_is_not_waited_for_by_the_solver() -> None:
 
 
 @pytest.mark.usefixtures("_device")
-def test_a_gpu_is_waited_for_once_in_a_call() -> None:
+def test_a_call_synchronizes_a_gpu_once() -> None:
     x, k = batch(torch.float32)
     with PretendDevice() as device:
         y, _ = fast_operators.forward(x, k.float(), None, None)
@@ -171,7 +171,7 @@ def test_the_first_slow_call_says_how_to_repair_it(monkeypatch: pytest.MonkeyPat
         fast_operators.forward(x, k, None, None)
 
 
-def test_who_chose_plain_torch_is_not_warned() -> None:
+def test_no_warning_if_pure_pytorch_was_requested() -> None:
     code = "import torch, torchlml; torchlml.lml(torch.ones(3), 1)"
     environment = {**os.environ, "TORCHLML_KERNEL": "torch"}
     command = [sys.executable, "-W", "error::UserWarning", "-c", code]

@@ -17,22 +17,22 @@ from torchlml._autograd.fast_path import fast_lml
 X = torch.randn(7, 11, generator=torch.Generator().manual_seed(0))
 
 
-def the_long_way(x: Tensor, k: float) -> Tensor:
+def general_path(x: Tensor, k: float) -> Tensor:
     """The same rows by a call that the short way does not take."""
     return torchlml.lml(x, k, dim=1)
 
 
 @pytest.mark.parametrize("k", [0, 1, 2.5, 5, 11, 11.0])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-def test_both_ways_give_the_same_bits(k: float, dtype: torch.dtype) -> None:
+def test_both_paths_give_the_same_bits(k: float, dtype: torch.dtype) -> None:
     x, grad = X.to(dtype), X.flip(0).to(dtype)
     taken = fast_lml(x, k, -1)
     assert taken is not None
     assert fast_lml(x, k, 1) is None
-    assert torch.equal(torchlml.lml(x, k), the_long_way(x, k))
-    assert torch.equal(taken, the_long_way(x, k))
+    assert torch.equal(torchlml.lml(x, k), general_path(x, k))
+    assert torch.equal(taken, general_path(x, k))
     gradients = []
-    for function in (torchlml.lml, the_long_way):
+    for function in (torchlml.lml, general_path):
         leaf = x.clone().requires_grad_()
         function(leaf, k).backward(grad)
         gradients.append(leaf.grad)
@@ -61,7 +61,7 @@ def test_a_batch_of_gradients() -> None:
     torch.testing.assert_close(batched, torch.stack(single), rtol=0, atol=1e-6)
 
 
-def test_no_graph_where_none_is_asked_for() -> None:
+def test_no_graph_without_requires_grad() -> None:
     leaf = X.clone().requires_grad_()
     assert torchlml.lml(leaf, 3).requires_grad
     assert not torchlml.lml(X, 3).requires_grad
@@ -97,7 +97,7 @@ OTHERS: dict[str, Callable[[], tuple[Any, Any, Any]]] = {
 
 @pytest.mark.parametrize("name", OTHERS)
 @pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
-def test_other_calls_are_left_to_the_long_way(name: str) -> None:
+def test_other_calls_take_the_general_path(name: str) -> None:
     assert fast_lml(*OTHERS[name]()) is None
 
 
@@ -121,7 +121,7 @@ def test_inference_mode_takes_the_fast_path() -> None:
     assert leaf.grad.abs().max() > 0
 
 
-def test_modes_and_transforms_are_left_to_the_long_way() -> None:
+def test_modes_and_transforms_take_the_general_path() -> None:
     with torch.autograd.forward_ad.dual_level():
         assert fast_lml(X, 1, -1) is None
     with FakeTensorMode() as mode:
@@ -130,7 +130,7 @@ def test_modes_and_transforms_are_left_to_the_long_way() -> None:
     assert fast_lml(X, 1, -1) is not None
 
 
-def test_wrong_arguments_still_get_their_sentence() -> None:
+def test_wrong_arguments_still_raise() -> None:
     with pytest.raises(TypeError, match=r"`dim` must be an int, but it is -1\.0\."):
         torchlml.lml(X, 1, -1.0)  # type: ignore[arg-type]
     with pytest.raises(ValueError, match=r"`k` must be from 0 to n = 11, but k is 12\."):

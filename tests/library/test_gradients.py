@@ -150,7 +150,7 @@ def compared(name: str, problem: Problem, dtype: torch.dtype) -> Compared:
 
 @each_problem
 @each_dtype
-def test_lml_gradient_is_true(problem: Problem, dtype: torch.dtype) -> None:
+def test_lml_gradient_is_accurate(problem: Problem, dtype: torch.dtype) -> None:
     row, g, dx, dk, expected_dx, expected_dk = compared("lml", problem, dtype)
     limit = (1e-6 if dtype == torch.float32 else 1e-11) * np.abs(g).max()
     assert np.abs(dx - expected_dx).max() <= limit
@@ -162,19 +162,19 @@ def test_lml_gradient_is_true(problem: Problem, dtype: torch.dtype) -> None:
 
 @each_problem
 @each_dtype
-def test_log_lml_gradient_is_true(problem: Problem, dtype: torch.dtype) -> None:
+def test_log_lml_gradient_is_accurate(problem: Problem, dtype: torch.dtype) -> None:
     row, g, dx, dk, expected_dx, expected_dk = compared("log_lml", problem, dtype)
-    felt = np.abs(g) * (1 - row.y)
-    limit = slack(row, dtype) * (felt + row.p * felt.sum()) + 1e-12
+    effect = np.abs(g) * (1 - row.y)
+    limit = slack(row, dtype) * (effect + row.p * effect.sum()) + 1e-12
     assert bool(np.isfinite(dx).all())
     assert bool((np.abs(dx - expected_dx) <= limit).all()) or not resolved(row)
     if row.sum_w > 1e-30:
-        assert abs(dk - expected_dk) <= 4 * slack(row, dtype).min() * felt.sum() / row.sum_w
+        assert abs(dk - expected_dk) <= 4 * slack(row, dtype).min() * effect.sum() / row.sum_w
 
 
 @each_problem
 @each_dtype
-def test_dual_gradient_is_true(problem: Problem, dtype: torch.dtype) -> None:
+def test_dual_gradient_is_accurate(problem: Problem, dtype: torch.dtype) -> None:
     row = problem.truth(dtype)
     dx, dk = backward("lml_dual", problem, dtype)
     expected_dx, expected_dk = row.dual_gradient(1.0) if row.sum_w else (-row.p, math.inf)
@@ -260,7 +260,7 @@ def test_temperature_divides() -> None:
 
 
 @each_name
-def test_no_graph_is_kept_without_need(name: str) -> None:
+def test_no_graph_is_kept_without_requires_grad(name: str) -> None:
     x = torch.randn(3, 10)
     assert not getattr(torchlml, name)(x, 2).requires_grad
     with torch.no_grad():

@@ -71,9 +71,9 @@ def test_absent(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert said is not None
     assert said.startswith(f"when torchlml was installed, no torch was found{REPAIR}")
     installed_at(tmp_path, monkeypatch, "native")
-    with pytest.raises(ImportError, match=r"no compiled kernel: when torchlml was .* no torch") as refusal:
+    with pytest.raises(ImportError, match=r"no compiled kernel: when torchlml was .* no torch") as raised:
         loader.load()
-    assert refusal.value.name == "torchlml"
+    assert raised.value.name == "torchlml"
 
 
 def broken(folder: Path) -> None:
@@ -88,7 +88,7 @@ def foreign(folder: Path) -> None:
 
 
 @pytest.mark.parametrize("make", [broken, foreign])
-def test_a_library_that_is_no_kernel(make, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_library_without_the_kernel(make, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     make(tmp_path)
     installed_at(tmp_path, monkeypatch, "")
     with pytest.warns(

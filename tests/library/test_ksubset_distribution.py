@@ -84,7 +84,7 @@ def test_expand():
     assert Independent(d, 1).log_prob(d.sample()).shape == ()
 
 
-def test_it_says_what_it_is():
+def test_representation():
     assert repr(KSubset(2, logits=torch.zeros(3, 5))) == "KSubset(k: 2, logits: torch.Size([3, 5]))"
     assert repr(KSubset(2, probs=torch.ones(5) / 2)) == "KSubset(k: 2, probs: torch.Size([5]))"
     assert repr(KSubset(2, logits=torch.zeros(5)).support) == "KHot(k=2)"

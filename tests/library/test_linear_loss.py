@@ -153,7 +153,7 @@ def test_double_backward(reduction: str) -> None:
     assert torch.autograd.gradgradcheck(loss, (h, w, b, k), fast_mode=True)
 
 
-def test_transforms_take_the_plain_way() -> None:
+def test_transforms_take_the_unchunked_path() -> None:
     h, w, b = (t.detach() for t in _tensors())
     target = _target("index")
 
@@ -279,7 +279,7 @@ def test_truncated_entropy(form: str, reduction: str) -> None:
     torch.testing.assert_close(torch.autograd.grad(found, tensors, seed), right)
 
 
-def test_truncated_entropy_by_its_definition_its_module_and_its_refusals() -> None:
+def test_truncated_entropy_definition_module_and_errors() -> None:
     module = torchlml.LinearTruncatedEntropyLoss(FEATURES, LABELS, 3, bias=True, memory_limit=5000)
     h, target = torch.randn(ROWS, FEATURES), torch.randint(LABELS, (ROWS,))
     logits = module.linear(h).detach().double()
@@ -296,7 +296,7 @@ def test_truncated_entropy_by_its_definition_its_module_and_its_refusals() -> No
         torchlml.LinearTruncatedEntropyLoss(FEATURES, LABELS, 3, memory_limit=0)
 
 
-REFUSED: dict[str, tuple[Any, str, dict[str, Any]]] = {
+REJECTED: dict[str, tuple[Any, str, dict[str, Any]]] = {
     "a list": (TypeError, "`input` must be", {"input": [1.0]}),
     "integers": (TypeError, "`input` must be a floating", {"input": torch.ones(ROWS, FEATURES).long()}),
     "another dtype": (TypeError, "dtype of `input`", {"linear_weight": torch.ones(LABELS, 7).double()}),
@@ -312,9 +312,9 @@ REFUSED: dict[str, tuple[Any, str, dict[str, Any]]] = {
 }
 
 
-@pytest.mark.parametrize("case", REFUSED)
+@pytest.mark.parametrize("case", REJECTED)
 def test_bad_input(case: str) -> None:
-    kind, words, wrong = REFUSED[case]
+    kind, words, wrong = REJECTED[case]
     right: dict[str, Any] = {
         "input": torch.randn(ROWS, FEATURES),
         "linear_weight": torch.randn(LABELS, FEATURES),
@@ -327,11 +327,11 @@ def test_bad_input(case: str) -> None:
 
 def test_rows_within_a_budget() -> None:
     threads = torch.get_num_threads()
-    for in_place, copies, beside in ((False, 2, 0), (True, 1, threads)):
+    for in_place, copies, extra in ((False, 2, 0), (True, 1, threads)):
         assert rows_within(1, 10**6, torch.float32, in_place) == 1
         for labels in (1000, 123_457, 200_000, 10**6):
             rows = rows_within(64 * 2**20, labels, torch.float32, in_place)
-            taken = (rows + min(rows, beside)) * labels * 4 * copies
+            taken = (rows + min(rows, extra)) * labels * 4 * copies
             assert 0.9 * 64 * 2**20 < taken <= 1.05 * 64 * 2**20
 
 

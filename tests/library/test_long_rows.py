@@ -192,12 +192,12 @@ def test_long_rows_among_short_ones() -> None:
 
 # ---------------------------------------------------------------------------------------- the truth
 
-PROMISE = {torch.float32: 1e-6, torch.float64: 1e-11}
+ACCURACY = {torch.float32: 1e-6, torch.float64: 1e-11}
 SOLVED = [kind for kind in KINDS if kind not in ("infinite share", "nan", "all", "none")]
 
 
 @pytest.mark.parametrize("kind", SOLVED)
-@pytest.mark.parametrize("dtype", PROMISE, ids=str)
+@pytest.mark.parametrize("dtype", ACCURACY, ids=str)
 def test_truth(kind: str, dtype: torch.dtype) -> None:
     x, k, mask = row_of(kind, LONG + 3 * PIECE + 11)
     x = x.to(dtype)
@@ -205,18 +205,18 @@ def test_truth(kind: str, dtype: torch.dtype) -> None:
     variable = x.clone().requires_grad_()
     y = torchlml.lml(variable, k, mask=mask)
     got = y.detach().double().numpy()
-    assert np.abs(got - row.y).max() <= PROMISE[dtype]
-    assert abs(got.sum() - k) <= 2 * PROMISE[dtype] * max(1.0, k)
+    assert np.abs(got - row.y).max() <= ACCURACY[dtype]
+    assert abs(got.sum() - k) <= 2 * ACCURACY[dtype] * max(1.0, k)
     g = torch.linspace(-1, 1, x.shape[0], dtype=dtype)
     y.backward(g)
     dx = row.lml_gradient(g.double().numpy())[0]
     assert variable.grad is not None
-    assert np.abs(variable.grad.double().numpy() - dx).max() <= 10 * PROMISE[dtype]
+    assert np.abs(variable.grad.double().numpy() - dx).max() <= 10 * ACCURACY[dtype]
     log_y = torchlml.log_lml(x, k, mask=mask).double().numpy()
     there = np.isfinite(row.log_y)
     assert np.array_equal(np.isfinite(log_y), there)
     error = np.abs(log_y[there] - row.log_y[there])
-    assert (error <= PROMISE[dtype] * 10 * np.maximum(1, np.abs(row.log_y[there]))).all()
+    assert (error <= ACCURACY[dtype] * 10 * np.maximum(1, np.abs(row.log_y[there]))).all()
 
 
 def test_limits() -> None:

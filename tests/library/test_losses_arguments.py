@@ -62,7 +62,7 @@ def test_wrong_multi_hots_and_packed_rows(loss):
         check(str(caught.value), words)
 
 
-def test_numbers_that_are_none():
+def test_settings_of_the_wrong_type():
     for call, word in (
         (lambda: torchlml.smooth_topk_svm_loss(X, Y, 2, tau="1"), "`tau`"),
         (lambda: torchlml.topk_svm_loss(X, Y, 2, alpha="1"), "`alpha`"),
@@ -80,7 +80,7 @@ def test_numbers_that_are_none():
         torchlml.lml_loss(X, Y, 2, label_reduction="none")
 
 
-def test_a_number_k_on_another_device_is_refused():
+def test_a_number_k_on_another_device_is_rejected():
     with pytest.raises(ValueError, match="`k` must be on the device of `logits`, cpu, but it is on meta"):
         torchlml.lml_loss(X, Y, torch.tensor(2.0, device=META))
 
@@ -98,7 +98,7 @@ def test_losses_without_data_have_shapes(loss):
 @multi_label
 @pytest.mark.parametrize("compiled", [False, True])
 @pytest.mark.parametrize("dtype", [torch.int64, torch.uint8])
-def test_an_integer_multi_hot_is_refused_by_its_shape(loss, compiled, dtype):
+def test_an_integer_multi_hot_is_rejected_by_its_shape(loss, compiled, dtype):
     torch.compiler.reset()
     call = torch.compile(loss, backend="eager") if compiled else loss
     for n in (2, 6):
@@ -132,7 +132,7 @@ def test_k_may_have_the_dimension_that_keepdim_keeps():
     assert torch.equal(torchlml.lml_loss(x, Y, k[:, None]), torchlml.lml_loss(x, Y, k))
 
 
-def test_metrics_say_what_is_wrong():
+def test_wrong_arguments_of_metrics():
     box: Any = {"boxes": [[0, 0, 1, 1]], "labels": Y, "pairs": Y, "scores": X}
     bare: Any = [[1]]
     for call, words in (

@@ -246,7 +246,7 @@ def test_a_label_that_is_wrong_by_40_logits_keeps_its_gradient():
 
 
 @pytest.mark.parametrize("shift", [0.0, 1e5, -1e7])
-def test_lml_loss_does_not_feel_a_shift(shift):
+def test_lml_loss_is_shift_invariant(shift):
     x = (torch.randn(5, 60) * 4 + shift).requires_grad_()
     y = torch.randint(60, (5,))
     loss = torchlml.lml_loss(x, y, 4, reduction="none")

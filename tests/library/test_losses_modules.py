@@ -33,7 +33,7 @@ def test_a_module_is_its_function(module, function, settings):
 
 
 @every
-def test_a_module_moves_and_travels(module, function, settings):
+def test_a_module_can_be_moved_copied_and_pickled(module, function, settings):
     x, y = torch.randn(5, 8), torch.randint(8, (5,))
     loss = module(3, weight=torch.rand(8), **settings)
     assert [name for name, _ in loss.named_buffers()] == ["weight"]
@@ -46,7 +46,7 @@ def test_a_module_moves_and_travels(module, function, settings):
     assert loss.to("meta").weight.device.type == "meta"
 
 
-def test_modules_say_what_they_are():
+def test_representation_of_modules():
     assert repr(torchlml.LMLLoss(5)) == "LMLLoss(k=5, reduction='mean')"
     assert (
         repr(torchlml.TruncatedEntropyLoss(5, weight=torch.ones(9), ignore_index=-1, reduction="sum"))
@@ -59,7 +59,7 @@ def test_modules_say_what_they_are():
 
 
 @every
-def test_wrong_settings_are_refused_at_once(module, function, settings):
+def test_wrong_settings_are_rejected_at_construction(module, function, settings):
     with pytest.raises(ValueError, match="`reduction`"):
         module(3, reduction="avg")
     if module is not torchlml.LMLLoss:  # its k may be anything that `lml` takes, and is checked there

@@ -209,7 +209,7 @@ def test_no_rows_and_no_columns(name):
         assert empty.item() == pytest.approx({"recall": math.nan}.get(name, 0), nan_ok=True)
 
 
-def test_with_equal_propensities_it_is_precision_in_parts_of_the_best():
+def test_equal_propensities_give_precision_relative_to_the_best():
     scores, observed, _ = random_rows(ties=True)
     for k in KS:
         best = observed.sum(-1).clamp(max=k).double().mean() / k
@@ -259,6 +259,6 @@ RAGGED = {"target": torch.tensor([0]), "offsets": torch.tensor([0, 2, 3])}
         (lambda: topk_ndcg(X, Y, 0), "`k` must be at least 1"),
     ],
 )
-def test_wrong_arguments_are_refused_in_a_sentence(call, words):
+def test_wrong_arguments_are_rejected(call, words):
     with pytest.raises((TypeError, ValueError), match=words):
         call()

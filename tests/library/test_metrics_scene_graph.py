@@ -188,7 +188,7 @@ def test_images_without_relations_do_not_count():
         ("must be integer indices", {}, {"relations": torch.zeros(1, 3)}),
     ],
 )
-def test_what_is_wrong_with_an_image_is_said_in_one_sentence(words, changes, true_changes):
+def test_wrong_images_raise(words, changes, true_changes):
     predicted, true = EXAMPLE
     predicted = {} if changes is None else {**predicted, **changes}
     with pytest.raises((TypeError, ValueError)) as caught:

@@ -160,7 +160,7 @@ def test_the_same_steps(problem: Problem) -> None:
     assert torch.equal(translate(x, k, None, None), careful.solve(x, k, None, None))
 
 
-def test_packed_rows_are_refused() -> None:
+def test_packed_rows_are_rejected() -> None:
     translate = torch._decomp.decomposition_table[torch.ops.torchlml.forward.default]
     with pytest.raises(NotImplementedError, match="cannot be exported to ONNX: pad the rows"):
         translate(torch.randn(5), torch.tensor(1.0), None, torch.tensor([0, 2, 5]))

@@ -499,6 +499,6 @@ def test_metrics_raise_on_every_process(group: Group) -> None:
         topk_precision(x, y, 1 + (dist.get_rank(group) == 1), group=group)
 
 
-def test_no_group_is_initialised() -> None:
+def test_no_group_is_initialized() -> None:
     with pytest.raises(ValueError, match="init_process_group"):
         torchlml.lml(torch.randn(3), 1, group=object())

@@ -116,20 +116,20 @@ def test_wrong_arguments(case: str) -> None:
 
 @pytest.mark.parametrize("x", [[1.0, 2.0], None, np.zeros(3), 1.5], ids=["list", "None", "array", "number"])
 @pytest.mark.parametrize("name", MEMBERS)
-def test_what_is_not_a_tensor_is_refused(name: str, x: Any) -> None:
+def test_x_must_be_a_tensor(name: str, x: Any) -> None:
     with pytest.raises(TypeError, match=r"`x` must be a torch\.Tensor, but it is a"):
         getattr(torchlml, name)(x, 1)
 
 
 @pytest.mark.parametrize("k", [[1], None, "1", np.ones(1)], ids=["list", "None", "text", "array"])
 @pytest.mark.parametrize("name", MEMBERS)
-def test_a_k_that_is_no_number_is_refused(name: str, k: Any) -> None:
+def test_k_must_be_a_number_or_tensor(name: str, k: Any) -> None:
     with pytest.raises(TypeError, match="`k` must be a number or a tensor, but it is"):
         getattr(torchlml, name)(torch.zeros(1, 3), k)
 
 
 @pytest.mark.parametrize("mask", [[True, False, True], np.ones(3, bool), 1], ids=["list", "array", "number"])
 @pytest.mark.parametrize("name", MEMBERS)
-def test_a_mask_that_is_no_tensor_is_refused(name: str, mask: Any) -> None:
+def test_mask_must_be_a_tensor(name: str, mask: Any) -> None:
     with pytest.raises(TypeError, match="`mask` must be a bool tensor"):
         getattr(torchlml, name)(torch.zeros(3), 1, mask=mask)

@@ -60,7 +60,7 @@ def test_constrained(name: str, kind: str, dtype: torch.dtype, form: str) -> Non
     # Everything below starts from the same nu, so that only the gradients are compared.
     arguments = (gradient_for(x), x, k, upper, nu_want, mask, offsets, True)
     got, wanted = projection.backward(*arguments), projection.reference_backward(*arguments)
-    near = beside_a_kink(name, x, nu_want, upper, mask, offsets)
+    near = near_a_kink(name, x, nu_want, upper, mask, offsets)
     assert_close(got[0].masked_fill(near, 0) / scale, wanted[0].masked_fill(near, 0) / scale, dtype, 20)
     wide = torch.float64 if dtype == torch.float64 else torch.float32
     if not bool(near.any()):
@@ -68,7 +68,7 @@ def test_constrained(name: str, kind: str, dtype: torch.dtype, form: str) -> Non
         assert_close(got[2], wanted[2], wide, 50)
 
 
-def beside_a_kink(
+def near_a_kink(
     name: str, x: Tensor, nu: Tensor, upper: Tensor, mask: Tensor | None, offsets: Tensor | None
 ) -> Tensor:
     """The rows with an entry that is within rounding of its bound, or of 0: derivatives jump there."""

@@ -97,7 +97,7 @@ def formula(name: str, y: np.ndarray, k: float, g: np.ndarray) -> tuple[np.ndarr
 @each_constrained
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
 @pytest.mark.parametrize("problem", SHORT, ids=lambda problem: problem.name)
-def test_gradients_are_true(member: Member, problem: Problem, dtype: torch.dtype) -> None:
+def test_gradients_are_accurate(member: Member, problem: Problem, dtype: torch.dtype) -> None:
     x = problem.row(dtype).requires_grad_()
     y = related.expected(member, problem, dtype)
     if bool(((y < 1e-9) & (y > 0)).any() or ((y > 1 - 1e-9) & (y < 1)).any()) or k_is_a_vertex(y):
@@ -191,7 +191,7 @@ def test_compile(function: Callable[..., Tensor]) -> None:
     torch.testing.assert_close(both, results[0][1], rtol=1e-10, atol=1e-12)
 
 
-def test_free_rows_do_not_feel_k() -> None:
+def test_free_rows_do_not_depend_on_k() -> None:
     x = torch.tensor([[-3.0, -4, -5], [3.0, 4, 5]], dtype=torch.float64, requires_grad=True)
     k = torch.tensor([1.0, 1.0], dtype=torch.float64, requires_grad=True)
     y = torchlml.lml(x, k, bound="at_most")

@@ -111,7 +111,7 @@ def all_kinds(n: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
 
 @pytest.mark.parametrize("n", [2, 8, 13, 64, 100, 256])
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_a_row_has_the_same_bits_wherever_it_stands(dtype: torch.dtype, n: int) -> None:
+def test_a_row_has_the_same_bits_at_every_position(dtype: torch.dtype, n: int) -> None:
     x, k = all_kinds(n, dtype)
     for i in range(len(x)):
         alone = results(x[i : i + 1].contiguous(), k[i : i + 1])

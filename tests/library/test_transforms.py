@@ -232,12 +232,12 @@ def test_the_transformable_logarithm_is_as_accurate(problem: Problem, dtype: tor
     log_y, tangent = jvp(lambda x: torchlml.log_lml(x, problem.k), (x,), (v,))
     gradient = grad(lambda x: (torchlml.log_lml(x, problem.k) * v).sum())(x)
     g = v.double().numpy()
-    felt = np.abs(g) * (1 - row.y)
+    effect = np.abs(g) * (1 - row.y)
     logs = torch.from_numpy(row.log_y).to(dtype).double().numpy()  # -6e38 is -inf in float32
     got = log_y.double().numpy()
     with np.errstate(invalid="ignore"):  # -inf - -inf
         assert bool(((got == logs) | (np.abs(got - logs) <= unit * np.maximum(1, np.abs(logs)))).all())
-    limit = unit * (felt + row.p * felt.sum()) + 1e-12
+    limit = unit * (effect + row.p * effect.sum()) + 1e-12
     assert bool((np.abs(gradient.double().numpy() - row.log_lml_gradient(g)[0]) <= limit).all())
     move = (1 - row.y) * (g - row.p @ g)
     assert bool((np.abs(tangent.double().numpy() - move) <= 4 * unit * np.abs(g).max()).all())

@@ -121,7 +121,7 @@ def test_importing_the_package_does_not_import_triton() -> None:
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="There is a GPU here, which gpu-check would use.")
-def test_gpu_check_without_a_gpu_is_one_sentence(capsys: pytest.CaptureFixture[str]) -> None:
+def test_gpu_check_without_a_gpu_prints_one_line(capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["gpu-check"]) == 2
     said = capsys.readouterr()
     assert said.out == ""
@@ -148,7 +148,7 @@ def test_gpu_check_finds_a_wrong_kernel(monkeypatch: pytest.MonkeyPatch) -> None
     )
 
 
-def test_gpu_check_prints_and_writes_what_it_found() -> None:
+def test_gpu_check_prints_and_writes_its_results() -> None:
     found = [comparisons.Check("good", 0.5, 1.0), comparisons.Check("bad", 2.0, 1.0)]
     times = [check_gpu.GpuTiming("lml", "softmax", (256, 1000), "float32", "forward", 20.0, 10.0, 1.0)]
     table = check_gpu.accuracy_table(found)

@@ -18,7 +18,7 @@ def made(words: Sequence[str]) -> Path:
     return _out(words)
 
 
-def refused(capsys: pytest.CaptureFixture[str], arguments: Iterable[object]) -> str:
+def rejected(capsys: pytest.CaptureFixture[str], arguments: Iterable[object]) -> str:
     """Run a command line that must be refused, and give its one sentence.
 
     Nothing else is printed, and what `--out` names is there only if it was before.
@@ -41,16 +41,16 @@ def _out(words: Sequence[str]) -> Path:
     return Path(next((after for word, after in reversed(list(pairwise(words))) if word == "--out"), "."))
 
 
-def refusals(said: str, *lines: str) -> dict[str, str]:
+def rejections(said: str, *lines: str) -> dict[str, str]:
     """What is said of each line: `said` with the line's option and its last value in it.
 
-    >>> refusals("`{}` is {}", "--epochs 0", "--seed -1")
+    >>> rejections("`{}` is {}", "--epochs 0", "--seed -1")
     {'--epochs 0': '`--epochs` is 0', '--seed -1': '`--seed` is -1'}
     """
     return {line: said.format(line.split()[0], line.split()[-1]) for line in lines}
 
 
-def each_refusal(*tables: dict[str, str]) -> pytest.MarkDecorator:
+def each_rejection(*tables: dict[str, str]) -> pytest.MarkDecorator:
     """Run a test for every line of the tables: its words are the `options`, what is said the `needle`."""
     rows = [(shlex.split(line), needle) for table in tables for line, needle in table.items()]
     return pytest.mark.parametrize(("options", "needle"), rows)

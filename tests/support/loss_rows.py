@@ -22,7 +22,7 @@ FORMS = ("one class", "list", "weighted list", "multi-hot", "weighted multi-hot"
 
 
 @dataclass(frozen=True)
-class LabelledRow:
+class LabeledRow:
     """A row, its k and mask, and what each of its labels counts."""
 
     x: Tensor
@@ -35,7 +35,7 @@ class LabelledRow:
 class Batch:
     """Rows as the operators take them."""
 
-    rows: Sequence[LabelledRow]
+    rows: Sequence[LabeledRow]
     x: Tensor
     k: Tensor
     mask: Tensor | None
@@ -48,7 +48,7 @@ class Batch:
         return dx.unbind() if self.offsets is None else dx.tensor_split(self.offsets[1:-1])
 
 
-def draw(form: str, lengths: Sequence[int], dtype: torch.dtype, masked: bool) -> list[LabelledRow]:
+def draw(form: str, lengths: Sequence[int], dtype: torch.dtype, masked: bool) -> list[LabeledRow]:
     """Random rows; the second has no label, and some labels of weighted rows count nothing."""
     g, found = torch.Generator().manual_seed(0), []
     for i, n in enumerate(lengths):
@@ -61,11 +61,11 @@ def draw(form: str, lengths: Sequence[int], dtype: torch.dtype, masked: bool) ->
         number = min(1 if form == "one class" else (1, 0, 40, 3)[i % 4], len(places)) if i != 1 else 0
         chosen = places[torch.randperm(len(places), generator=g)[:number]].tolist()
         counts = [float(torch.randint(4, (), generator=g)) / 2 if "weight" in form else 1.0 for _ in chosen]
-        found.append(LabelledRow(x, k, mask, dict(zip(chosen, counts, strict=True))))
+        found.append(LabeledRow(x, k, mask, dict(zip(chosen, counts, strict=True))))
     return found
 
 
-def batch(rows: Sequence[LabelledRow], form: str, packed: bool) -> Batch:
+def batch(rows: Sequence[LabeledRow], form: str, packed: bool) -> Batch:
     """The rows in canonical form, labels in the order they came, with gaps between them."""
     join = torch.cat if packed else torch.stack
     x = join([row.x for row in rows])
@@ -115,7 +115,7 @@ def check(call: Call, given: Batch) -> None:
             _check_row(row, float(grad[i]), float(loss[0, i]), found, float(dk[i]))
 
 
-def _check_row(row: LabelledRow, g: float, loss: float, dx: Tensor, dk: float) -> None:
+def _check_row(row: LabeledRow, g: float, loss: float, dx: Tensor, dk: float) -> None:
     right = truth.solve(row.x.double().numpy(), row.k, None if row.mask is None else row.mask.tolist())
     if not resolved(right):
         return
@@ -123,7 +123,7 @@ def _check_row(row: LabelledRow, g: float, loss: float, dx: Tensor, dk: float) -
     for place, count in row.labels.items():
         c[place] = count
     work = torch.float64 if row.x.dtype == torch.float64 else torch.float32
-    room = slack(right, work)
+    allowed = slack(right, work)
     log_y = np.where(c > 0, right.log_y, 0.0)
     wanted = -float((c * log_y).sum())
     if max(wanted, -log_y.min()) > torch.finfo(work).max:  # as in `log_lml`
@@ -132,14 +132,14 @@ def _check_row(row: LabelledRow, g: float, loss: float, dx: Tensor, dk: float) -
         size = float((c * np.maximum(1, np.abs(log_y))).sum())
         assert abs(loss - wanted) <= (2e-6 if work == torch.float32 else 1e-11) * size
     wanted_dx, wanted_dk = right.log_lml_gradient(-g * c)
-    felt = g * c * (1 - right.y)
+    effect = g * c * (1 - right.y)
     rounding = 0.0 if row.x.dtype == work else torch.finfo(row.x.dtype).eps / 2
-    limit = room * (felt + right.p * felt.sum()) + rounding * np.abs(wanted_dx)
+    limit = allowed * (effect + right.p * effect.sum()) + rounding * np.abs(wanted_dx)
     limit += 1e-12 if row.x.dtype == work else torch.finfo(row.x.dtype).smallest_normal
     error = np.abs(dx.double().numpy() - wanted_dx)
     assert bool((error <= limit).all()), (row, error.max())
     if right.sum_w > 1e-30:
-        assert abs(dk - wanted_dk) <= 4 * room.min() * felt.sum() / right.sum_w
+        assert abs(dk - wanted_dk) <= 4 * allowed.min() * effect.sum() / right.sum_w
 
 
 def available(row: Special) -> list[int]:
@@ -153,7 +153,7 @@ def check_special(
     """Special rows, each with one of `places` as its only label, all packed beside each other."""
     every = [(row, j) for row in rows for j in places(row)]
     ones = [
-        LabelledRow(
+        LabeledRow(
             torch.tensor(row.x, dtype=dtype),
             row.k,
             torch.tensor(row.mask or [True] * len(row.x)),

@@ -31,7 +31,7 @@ def fork(work: Callable[..., None], *arguments: object) -> BaseProcess:
     return process
 
 
-def hear_interrupts() -> None:
+def restore_interrupts() -> None:
     """Undo, in a new process, what a shell does to its background jobs: their children ignore Ctrl-C."""
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
@@ -56,7 +56,7 @@ class Command:
         self,
         words: Sequence[str],
         program: Callable[[Sequence[str]], int] = torchlml,
-        before: Callable[[], None] = hear_interrupts,
+        before: Callable[[], None] = restore_interrupts,
         **environment: str,
     ) -> None:
         self._folder = Path(tempfile.mkdtemp())
@@ -100,7 +100,7 @@ def _run(
     sys.exit(program(words))
 
 
-def start(words: Sequence[str], before: Callable[[], None] = hear_interrupts) -> Command:
+def start(words: Sequence[str], before: Callable[[], None] = restore_interrupts) -> Command:
     """Start `torchlml` with these arguments; `before`, a function of a module, runs there first."""
     return Command(words, before=before)
 

@@ -135,10 +135,10 @@ def expected(member: Member, problem: Problem, dtype: torch.dtype) -> Array:
     return _expected(member.name, problem.name, dtype)
 
 
-PROMISE = {torch.float32: (1e-6, 2e-6), torch.float64: (1e-11, 1e-11)}  # of an entry, and of the sum
+ACCURACY = {torch.float32: (1e-6, 2e-6), torch.float64: (1e-11, 1e-11)}  # of an entry, and of the sum
 each_member = pytest.mark.parametrize("member", MEMBERS, ids=lambda member: member.name)
 each_constrained = pytest.mark.parametrize("member", CONSTRAINED, ids=lambda member: member.name)
-each_dtype = pytest.mark.parametrize("dtype", PROMISE, ids=str)
+each_dtype = pytest.mark.parametrize("dtype", ACCURACY, ids=str)
 SMALL = [problem for problem in SHORT if problem.row(torch.float64).numel() <= 200]
 
 

@@ -91,11 +91,11 @@ def check_gradients(row: truth.Row, g: np.ndarray, found: dict[str, tuple[Tensor
         return
     dx, dk = (t.double().numpy() for t in found["log_backward"])
     expected_dx, expected_dk = row.log_lml_gradient(g)
-    felt = np.abs(g) * (1 - row.y)
+    effect = np.abs(g) * (1 - row.y)
     room = slack(row, torch.float32)
-    assert bool((np.abs(dx - expected_dx) <= room * (felt + row.p * felt.sum()) + 1e-12).all())
+    assert bool((np.abs(dx - expected_dx) <= room * (effect + row.p * effect.sum()) + 1e-12).all())
     if row.sum_w > 1e-30:
-        assert abs(dk - expected_dk) <= 4 * room.min() * felt.sum() / row.sum_w
+        assert abs(dk - expected_dk) <= 4 * room.min() * effect.sum() / row.sum_w
     dx, dk = (t.double().numpy() for t in found["dual_backward"])
     assert bool((np.abs(dx + row.p) <= 2 * room * row.p + 1e-12).all())
     if row.sum_w > 1e-30:
@@ -232,7 +232,7 @@ def test_half_is_read_as_float32_and_rounded_once(force: Force, how: Plan | None
 
 
 @each_variant
-def test_masked_entries_count_for_nothing(force: Force, how: Plan | None) -> None:
+def test_masked_entries_are_ignored(force: Force, how: Plan | None) -> None:
     force(how)
     x, mask = 3 * torch.randn(2, 90), torch.rand(2, 90) < 0.5
     x[~mask] = torch.tensor([math.nan, math.inf, 1e30]).repeat(90)[: int((~mask).sum())]

@@ -118,19 +118,19 @@ def _row(full: Array, alive: NDArray[np.bool_], anchor: float, d: float) -> Row:
     p_alive = np.exp(log_w - log_w.max())
     p_alive /= _exact_sum(p_alive)
 
-    def spread(values: Array, elsewhere: float) -> Array:
+    def scatter(values: Array, elsewhere: float) -> Array:
         out = np.full(full.shape, elsewhere)
         out[alive] = values
         return out
 
     w = tails * (1.0 - tails)
     return Row(
-        y=spread(np.where(z_alive > 0, 1.0 - tails, tails), 0.0),
-        log_y=spread(np.minimum(z_alive, 0.0) + log_tails, -math.inf),
+        y=scatter(np.where(z_alive > 0, 1.0 - tails, tails), 0.0),
+        log_y=scatter(np.minimum(z_alive, 0.0) + log_tails, -math.inf),
         nu=d - anchor,
-        z=spread(z_alive, -math.inf),
-        w=spread(w, 0.0),
-        p=spread(p_alive, 0.0),
+        z=scatter(z_alive, -math.inf),
+        w=scatter(w, 0.0),
+        p=scatter(p_alive, 0.0),
         sum_w=_exact_sum(w),
         alive=alive,
     )
@@ -155,8 +155,8 @@ def solve_with_mpmath(x: Sequence[float], k: float, digits: int = 120) -> tuple[
     with mpmath.workdps(digits):
         entries = [mpmath.mpf(value) for value in x]
         target, size = mpmath.mpf(k), len(entries)
-        spread = mpmath.log(size / target) + mpmath.log(size / (size - target)) + 1
-        lower, upper = -max(entries) - spread, -min(entries) + spread
+        scatter = mpmath.log(size / target) + mpmath.log(size / (size - target)) + 1
+        lower, upper = -max(entries) - scatter, -min(entries) + scatter
 
         def values(nu: mpmath.mpf) -> list[mpmath.mpf]:
             return [1 / (1 + mpmath.exp(-(entry + nu))) for entry in entries]
