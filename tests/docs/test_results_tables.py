@@ -1,4 +1,4 @@
-"""The tables of the result pages: every number in them is that of the CSV beside them."""
+"""The tables on the result pages: every number matches the corresponding CSV."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ Row = dict[str, str]
 
 
 class Table(NamedTuple):
-    """A table of a page below the heading that it stands under, without bold face."""
+    """A table on a page, with the heading above it and without bold markup."""
 
     section: str
     heads: list[str]
@@ -66,7 +66,7 @@ def method(title: str) -> str:
 
 
 def check_cells(line: list[str], found: list[Row], measures: Iterable[str], digits: int) -> None:
-    """The cells of a line are the means and deviations of these rows."""
+    """Check that the cells of a line are the means and deviations of these rows."""
     assert line == [mean_and_deviation((row[measure] for row in found), digits) for measure in measures]
 
 
@@ -160,7 +160,7 @@ LOSSES = {
 
 
 def check_noises(table: Table, columns: list[tuple[str, str, str]], digits: int) -> None:
-    """Each column of a table of losses is a measure (CSV, noise, measure) of one sweep."""
+    """Check that each column of a table of losses is a measure (CSV, noise, measure) of one sweep."""
     for title, *cells in table.lines:
         for (name, noise, measure), cell in zip(columns, cells, strict=True):
             found = [

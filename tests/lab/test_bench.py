@@ -1,4 +1,4 @@
-"""The benchmark: what it measures, that its files are whole, and that its options are checked."""
+"""The benchmark: its measurements, complete output files and validated options."""
 
 import csv
 import errno

@@ -1,4 +1,4 @@
-"""`torchlml bench alternatives`: what it finds out about a method is true, and what it writes says it."""
+"""`torchlml bench alternatives`: the reported properties of each method are right and written to files."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ def test_lml_has_every_ability_and_a_raising_method_has_none() -> None:
     assert abilities(_raises) == dict.fromkeys(ABILITIES, False)
 
 
-# Each loses one ability: by an error, or by another answer, which must count as none.
+# Each lacks one ability, because it raises or returns a wrong answer. Both must count as missing.
 LOSES = {
     "-inf": lambda x, k: scaled_softmax(x, k) + 0 * x.amin(-1, keepdim=True),
     "vmap": lambda x, k: scaled_softmax(x, k) * (0.5 if torch._C._are_functorch_transforms_active() else 1.0),

@@ -1,4 +1,4 @@
-"""The paper's timing study: who is timed, the files, and claims that are decided by the numbers."""
+"""The paper's timing study: the competitors, the files, and verdicts that follow from the numbers."""
 
 import json
 import math
@@ -51,7 +51,7 @@ def test_run_writes_every_competitor_the_figure_and_the_claims(capsys, tmp_path)
 
 
 class _Interrupted:
-    """Calls of the study that stand in for the losses, the `stop`-th of which is interrupted."""
+    """Calls that replace the losses of the study; the `stop`-th call is interrupted."""
 
     def __init__(self, stop, error=KeyboardInterrupt):
         self.begun, self.stop, self.error = 0, stop, error
@@ -65,7 +65,7 @@ class _Interrupted:
             raise self.error
 
 
-# A length has 2 problems of 8 calls, each once to warm up and then in each of the 2 trials: 48 calls.
+# A length has 2 problems of 8 calls, each called once for warm-up and once in each of the 2 trials: 48 calls.
 def test_an_interrupted_study_keeps_its_results_and_resumes(capsys, tmp_path, monkeypatch):
     path = tmp_path / "t.csv"
     with monkeypatch.context() as patch:
@@ -80,7 +80,7 @@ def test_an_interrupted_study_keeps_its_results_and_resumes(capsys, tmp_path, mo
     again = _Interrupted(None)
     monkeypatch.setattr(paper, "_calls", again.calls)
     assert study("--csv", path, "--resume") == 0
-    assert again.begun == 48  # the second length alone
+    assert again.begun == 48  # only the second length
     rows = measurements.read(path, "--csv")
     assert rows[:32] == kept
     assert {row.n for row in rows[32:]} == {30}
@@ -146,11 +146,11 @@ def test_every_competitor_computes_its_loss():
     assert set(calls) == {Entry(case, name, mode) for name, mode in TIMED} == set(paper._entries(case))
     for call in calls.values():
         call()
-        call()  # can be repeated
+        call()  # it can be called again
 
 
 def measured(**ratios):
-    """Rows of a run in which a competitor takes so many times what the baseline takes, for k = 5 and 100."""
+    """Rows of a run in which each competitor takes the given multiples of the baseline for k = 5 and 100."""
     everything = dict.fromkeys(paper_report.NAMES, (1.0, 1.0)) | {
         name.replace("_", "-"): value for name, value in ratios.items()
     }

@@ -28,7 +28,7 @@ def test_noise_stays_in_the_coarse_class_and_has_the_right_rate(probability):
     part = some_part()
     noisy = data.with_noise(part, probability, seed=3)
     assert (noisy.fine % 20 == part.coarse).all()
-    # A label drawn anew is the old one in one of five cases; five deviations of a binomial share around it.
+    # A resampled label is unchanged in one of five cases. Allow five standard deviations of the binomial.
     rate = 0.8 * probability
     share = (noisy.fine != part.fine).double().mean().item()
     assert abs(share - rate) <= 5 * (rate * (1 - rate) / len(part)) ** 0.5
@@ -90,9 +90,9 @@ def test_augmented_images_are_crops_and_mirror_images():
 def test_densenet_40_40_has_the_published_shape():
     network = model.DenseNet(depth=40, growth=40, classes=100)
     convolutions = [part for part in network.modules() if isinstance(part, torch.nn.Conv2d)]
-    # 40 layers with weights: 1 + 3 blocks of 6 bottlenecks of 2 + 2 transitions + the linear one.
+    # 40 layers with weights: 1 + 3 blocks of 6 bottlenecks of 2 + 2 transitions + 1 linear layer.
     assert len(convolutions) + 1 == 40
-    # A block adds 6 x 40 channels, a transition halves them: 80 -> 320 -> 160 -> 400 -> 200 -> 440.
+    # A block adds 6 x 40 channels and a transition halves them: 80 -> 320 -> 160 -> 400 -> 200 -> 440.
     assert {(320, 160), (400, 200)} <= {(part.in_channels, part.out_channels) for part in convolutions}
     assert network.head.in_features == 440
     with torch.no_grad():
@@ -194,7 +194,7 @@ def test_durations_as_text(seconds, said):
 
 
 def test_a_wide_head_memorizes_wrong_labels(tmp_path):
-    """And the row of a sweep says so, beside what that leaves on clean labels."""
+    """The row of a sweep reports the memorized share next to the accuracy on clean labels."""
     settings = Cifar100Settings(
         features=write_features(tmp_path, 16),
         head="wide",

@@ -1,4 +1,4 @@
-"""The command line: help, exit codes, one sentence for every failure, and `info` itself."""
+"""The command line: help, exit codes, one-line errors, and `info`."""
 
 import ast
 import dataclasses
@@ -39,7 +39,7 @@ def run(capsys, *words):
 
 
 def raising(error):
-    """A function that fails."""
+    """A function that raises."""
 
     def fail():
         raise error
@@ -213,7 +213,7 @@ def test_info_says_which_extras_are_incomplete(monkeypatch):
     ]
 
 
-# The script that pip makes of the entry point.
+# The script that pip creates for the entry point.
 SCRIPT = "import sys; from torchlml_lab.cli import main; sys.exit(main())"
 
 
@@ -336,7 +336,7 @@ class TorchAlone:
 
 sys.meta_path[:] = [machinery.BuiltinImporter, machinery.FrozenImporter, TorchAlone()]
 """
-# Packages that torch itself depends on, and imports.
+# Packages that torch itself depends on and imports.
 NEEDED = ["typing_extensions", "sympy", "mpmath", "networkx", "jinja2", "markupsafe", "fsspec", "filelock"]
 
 
@@ -368,7 +368,7 @@ LAB_COMMANDS = [
 
 
 def imports(path):
-    """The modules that a file imports, wherever in it."""
+    """The modules that a file imports, at any level."""
     for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
         if isinstance(node, ast.Import):
             yield from (alias.name for alias in node.names)
@@ -397,14 +397,14 @@ def test_a_reader_that_closes_early_is_not_a_failure():
 
 
 def closing(closed, *words):
-    """Run a command line with some of its outputs closed."""
+    """Run a command line with some of its output streams closed."""
     command = ["sh", "-c", f'exec "$0" -m torchlml "$@" {closed}', sys.executable, *words]
     return subprocess.run(command, capture_output=True, text=True, cwd=ROOT, timeout=120)
 
 
 @pytest.mark.parametrize("closed", [">&-", ">&- 2>&-"])
 def test_a_closed_output_is_not_a_failure(tmp_path, closed):
-    # What is printed must not go into the file that would take the number of the closed output.
+    # Output must not go into a file that reuses the descriptor of the closed stream.
     picture = tmp_path / "picture.png"
     done = closing(closed, "figures", "projection", "--out", str(picture))
     assert (done.returncode, done.stdout, done.stderr) == (0, "", "")

@@ -1,4 +1,4 @@
-"""Commands of a run, whichever task made it."""
+"""Commands that work on a run of any task."""
 
 import json
 import re

@@ -1,4 +1,4 @@
-"""The demo: its data, its measures against counting by hand, and sentences that follow the numbers."""
+"""The demo: its data, its measures compared with manual counts, and text that follows the numbers."""
 
 import re
 
@@ -38,13 +38,13 @@ def test_conditions_differ_only_in_the_named_label():
 
 
 def test_measures_by_hand():
-    # Digits 0 and 1 are there and 0 is named; then 2 and 3, and 3 is named.
+    # Digits 0 and 1 are present and 0 is labeled; then 2 and 3 are present, and 3 is labeled.
     present = torch.zeros(2, 10, dtype=torch.bool)
     present[0, :2] = present[1, 2:4] = True
     shown = Images(torch.zeros(2, 8, 16), present, torch.tensor([0, 3]))
     p = torch.full((2, 10), 0.05)
     p[0, 0], p[0, 1] = 0.95, 0.65  # exactly right
-    p[1, 3], p[1, 4] = 0.95, 0.85  # 2 is missed, 4 is wrong
+    p[1, 3], p[1, 4] = 0.95, 0.85  # 2 is not predicted, 4 is wrong
     found = measure(p, p, shown)
     assert found.recall == pytest.approx(3 / 4)
     assert found.hidden_recall == pytest.approx(1 / 2)
@@ -65,7 +65,7 @@ def test_stacked_networks_are_independent(one_thread):
 
 
 def results_where(lml, softmax, count=10.0):
-    """Made-up measurements of three seeds, in which only LML and cross-entropy differ."""
+    """Synthetic measurements of three seeds, in which only LML and cross-entropy differ."""
     nothing = torch.zeros(3, 10)
 
     def measured(value):
@@ -119,7 +119,7 @@ def test_demo_writes_table_plots_and_report(capsys, tmp_path):
     page = (out / "report.html").read_text(encoding="utf-8")
     assert not re.search(r"(src|href)=\"(?!data:)", page), "the report needs something beside it"
     assert page.count("data:image/png;base64,") == 2 + 4
-    # Every number of the table on the screen is in the report.
+    # All numbers in the printed table are in the report.
     found = re.findall(r"^ *LML ((?: *[0-9.]+±[0-9.]+){5}) *$", captured.out, re.MULTILINE)
     assert len(found) == 2, "a row of the table does not fit into 80 columns"
     for cell in " ".join(found).split():

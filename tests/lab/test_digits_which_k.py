@@ -1,4 +1,4 @@
-"""What a wrong k costs: the images, what each method is told, and the command with its figure."""
+"""The cost of a wrong k: the images, the information given to each method, the command and its figure."""
 
 import torch
 
@@ -16,7 +16,7 @@ def test_images_of_one_to_five_digits():
         assert part.present.gather(1, part.named.unsqueeze(1)).all()
     number = train.present.sum(1)
     assert torch.bincount(number, minlength=6)[1:].min() > 300  # 400 of each are expected
-    # The places of the digits say nothing about how many there are but by being empty.
+    # The positions of the digits reveal their number only through empty positions.
     assert (train.pixels.unflatten(2, (5, 8)).abs().sum((1, 3)) > 0).float().mean(0).std() < 0.03
 
 
@@ -39,7 +39,7 @@ def test_sums_of_the_probabilities():
 
 
 def test_each_method_uses_only_its_stated_information():
-    """The number of digits changes the loss of the two methods that are told it, and of no other."""
+    """The number of digits changes the loss of the two methods that receive it, and of no other method."""
     torch.manual_seed(0)
     outputs, observed = torch.randn(2, 4, 11), torch.zeros(2, 4, 10, dtype=torch.bool)
     observed[..., 3] = True

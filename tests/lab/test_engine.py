@@ -1,4 +1,4 @@
-"""The training engine: killed, interrupted, short of disk, misled, and in two processes."""
+"""The training engine when it is killed, interrupted, out of disk space, misused, or distributed."""
 
 import dataclasses
 import json
@@ -32,7 +32,7 @@ from torchlml_lab.studies.cifar100.settings import Cifar100Settings
 
 @pytest.fixture(scope="module")
 def features(tmp_path_factory):
-    """A small file of features that can be learned: 100 classes, 20 coarse ones."""
+    """A small file of learnable features with 100 classes and 20 coarse classes."""
     return write_features(tmp_path_factory.mktemp("features"), 16)
 
 
@@ -53,14 +53,14 @@ def wait_for_epoch(folder, epoch, running):
 
 @pytest.fixture(scope="module")
 def whole(features, tmp_path_factory):
-    """A run that nothing disturbed."""
+    """An undisturbed run."""
     out = tmp_path_factory.mktemp("whole") / "run"
     assert "Test of epoch" in output(start(words(features, out)))[0]
     return out
 
 
 def killed(features, out):
-    """Start a run, and kill it after its second epoch."""
+    """Start a run and kill it after its second epoch."""
     running = start(words(features, out))
     wait_for_epoch(out, 2, running)
     running.kill()
@@ -71,7 +71,7 @@ def resume(out):
 
 
 def same(one, other):
-    """The metrics, byte for byte, and the last weights, bit for bit."""
+    """Check that the metrics are equal byte for byte and the last weights bit for bit."""
     assert (one / "metrics.jsonl").read_bytes() == (other / "metrics.jsonl").read_bytes()
     weights = [
         (run / "checkpoints" / "epoch-0006" / "model.safetensors").read_bytes() for run in (one, other)
@@ -132,18 +132,18 @@ def test_resuming_a_finished_run_changes_nothing(capsys, whole):
 
 
 def full_disk(size):
-    """No file may grow beyond this size: what a write to a full disk does, also to writers outside Python."""
+    """Limit the size of files. Larger writes fail as on a full disk, also for writers outside Python."""
     resource.setrlimit(resource.RLIMIT_FSIZE, (size, size))
 
 
 @pytest.mark.parametrize("kept", ["nothing", "the weights"])
 def test_a_full_disk_leaves_a_usable_run(features, whole, tmp_path, kept):
-    """The weights are written by safetensors, and the optimizer's state by torch."""
+    """safetensors writes the weights, and torch writes the optimizer's state."""
     out = tmp_path / "run"
     weights = (whole / "checkpoints" / "epoch-0006" / "model.safetensors").stat().st_size
     killed(features, out)
     before = (out / "state.json").read_bytes()
-    # What a kill just before or just after the state was written leaves: it is dropped, also here.
+    # A kill just before or after the state is written leaves these files. They are dropped here too.
     shutil.copytree(out / "checkpoints" / json.loads(before)["last"], out / "checkpoints" / "epoch-0000")
     limit = 20_000 if kept == "nothing" else weights + 100
     _, errors = output(start(resume(out), partial(full_disk, limit)), code=1)
@@ -164,7 +164,7 @@ def test_a_full_disk_leaves_a_usable_run(features, whole, tmp_path, kept):
 
 @pytest.fixture
 def unfinished(whole, tmp_path):
-    """A copy of the whole run that looks as if it had not been tested yet."""
+    """A copy of the undisturbed run that looks as if it had not been tested yet."""
     shutil.copytree(whole, tmp_path / "run")
     (tmp_path / "run" / "result.json").unlink()
     return tmp_path / "run"
@@ -175,7 +175,7 @@ def edit(path, **changes):
 
 
 def test_metrics_after_the_last_checkpoint_are_dropped(capsys, unfinished, whole):
-    # Killed while it was testing: the line of the test is there, and half of something.
+    # Killed during the test: the metrics have the line of the test and an incomplete line.
     with (unfinished / "metrics.jsonl").open("a") as file:
         file.write('{"epoch": 7, "split": "validation"}\n{"epo')
     (unfinished / "checkpoints" / ".partial").mkdir()
@@ -184,7 +184,7 @@ def test_metrics_after_the_last_checkpoint_are_dropped(capsys, unfinished, whole
 
 
 def die_before_the_first_commit():
-    """Kill this process after the metrics of the first epoch are written, and before its state is."""
+    """Kill this process after the metrics of the first epoch are written, but before its state is."""
 
     def commit(self, state):
         os.kill(os.getpid(), signal.SIGKILL)
@@ -199,7 +199,7 @@ def test_a_kill_before_the_first_state_leaves_no_metrics(features, whole, tmp_pa
     metrics = out / "metrics.jsonl"
     assert metrics.exists()
     assert not (out / "state.json").exists()
-    if half:  # the kill came in the middle of the write
+    if half:  # killed in the middle of the write
         metrics.write_bytes(metrics.read_bytes()[:-20])
     output(start(resume(out)))
     same(out, whole)
@@ -236,7 +236,7 @@ def test_a_damaged_checkpoint_is_rejected(capsys, unfinished, name):
 
 @pytest.mark.parametrize("kept", [0, 100, None])
 def test_damaged_random_states_are_rejected(capsys, unfinished, kept):
-    """Without them the random numbers after resuming, and so all metrics, would be others."""
+    """Without them, the random numbers after resuming would differ, and so would all metrics."""
     path = unfinished / "checkpoints" / "epoch-0006" / "random_states_0.pkl"
     if kept is None:
         path.unlink()
@@ -248,7 +248,7 @@ def test_damaged_random_states_are_rejected(capsys, unfinished, kept):
 
 
 def test_random_states_that_accelerate_skips_are_rejected(capsys, unfinished):
-    """It sets none of them where one is missing, and only logs that."""
+    """If one of them is missing, accelerate sets none and only logs it."""
     path = unfinished / "checkpoints" / "epoch-0006" / "random_states_0.pkl"
     states = torch.load(path, weights_only=False)
     del states["numpy_random_seed"]
@@ -273,7 +273,7 @@ def test_a_run_is_written_by_one_process(features, tmp_path, capsys):
         wait_for_epoch(out, state["epoch"] + 2, running)
     finally:
         running.kill()
-    # The lock died with its process.
+    # The lock ended with its process.
     epochs = [line["epoch"] for line in lines_of(out)]
     assert epochs == list(range(1, len(epochs) + 1))
     again = start(resume(out))
@@ -286,7 +286,7 @@ def test_a_loss_that_became_nan_ends_the_run_for_good(capsys, features, tmp_path
     huge = ["--loss", "bce", "--learning-rate", "1e30"]
     assert cli.main(words(features, out, *huge)) == 1
     assert "The loss became nan in epoch 1" in capsys.readouterr().err
-    # Every way on is named, and leads on.
+    # The message names every way to continue, and each one works.
     for arguments in (words(features, out), resume(out)):
         assert cli.main(arguments) == 2
         error = capsys.readouterr().err
@@ -337,7 +337,7 @@ def test_small_networks_are_trained_by_one_thread_unless_told(features, whole, t
         assert cli.main(words(features, tmp_path / "default", "--epochs", "1")) == 0
         assert cli.main(words(features, tmp_path / "two", "--threads", "2")) == 0
     assert used == [1, 2]
-    # They change the speed alone.
+    # Threads change only the speed.
     results = (json.loads((run / "result.json").read_text())["test"] for run in (tmp_path / "two", whole))
     assert next(results) == pytest.approx(next(results), abs=0.02)
 
@@ -399,7 +399,8 @@ def test_two_processes(features, tmp_path):
     assert state["processes"] == 2
     lines = lines_of(out)
     assert [line["epoch"] for line in lines[:-1]] == [1, 2, 3, 4, 5, 6]
-    # It learned, and every sample was counted once: the test is that of one process with the same weights.
+    # It learned, and every sample was counted once: one process with the same weights gets the same test
+    # result.
     assert lines[-1]["top5"] > 0.5
     network = model.feature_head(16, 100).eval()
     load_model(network, out / "checkpoints" / state["best"] / "model.safetensors")

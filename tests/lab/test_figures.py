@@ -1,4 +1,4 @@
-"""The figures: each one is drawn, `all` goes on without the tables that are missing."""
+"""The figures: each one is drawn, and `all` continues if some tables are missing."""
 
 import re
 import struct
@@ -39,7 +39,7 @@ def test_all_draws_figures_without_data_and_names_the_commands_for_the_rest(caps
     drawn = set(commands.FIGURES) - from_tables
     assert {path.name for path in Path("pictures").iterdir()} == {f"{name}.png" for name in drawn}
     for name in drawn:
-        # The width of a page at 200 dots per inch, so that type has the same size in all of them.
+        # The width of a page at 200 dots per inch, so that text has the same size in all figures.
         assert size(Path("pictures", f"{name}.png"))[0] == 1400
     missing = dict(re.findall(r"Not drawn: (\S+)\. There is no .* to draw: `(.*)` makes it\.", captured.out))
     assert set(missing) == set(commands.FIGURES) - drawn

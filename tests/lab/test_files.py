@@ -1,4 +1,4 @@
-"""Places that can be written or not, and disks that are full."""
+"""Writable and unwritable paths, and full disks."""
 
 import pytest
 

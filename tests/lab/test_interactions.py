@@ -1,4 +1,4 @@
-"""Files of users and their items: what is read, and the one sentence about what is wrong."""
+"""Files of users and their items: supported formats, and one-sentence errors for bad files."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Every reader of labelled rows: the same rows from every format, and what is wrong with bad files."""
+"""The readers of labeled data: all formats give the same rows, and bad files raise clear errors."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def test_svmlight_and_the_repository_format(tmp_path: Path, form: str) -> None:
     rows = read(tmp_path / "rows.txt", FORMS[form])
     assert np.array_equal(rows.features.toarray(), X)
     assert names_of(rows) == LABELS
-    assert rows.names == ["2", "10"]  # as numbers, not as words
+    assert rows.names == ["2", "10"]  # sorted as numbers, not as text
     assert rows.counts.tolist() == [2, 0, 1]
 
 
@@ -95,7 +95,7 @@ def test_tables(tmp_path: Path, ending: str) -> None:
         rows.features.toarray(), np.array([[1.5], [np.nan], [3]], np.float32), equal_nan=True
     )
     assert names_of(rows) == [["x", "y"], [], ["y"]]
-    # The same file to be predicted for: the labels are not looked at.
+    # Read the same file for prediction, which ignores the labels.
     again, _ = read_labelled(path, "--data", columns=Columns(("title",), ("size",)), labelled=False)
     assert again.texts == rows.texts
     assert again.names == []
@@ -297,7 +297,7 @@ def test_csv_with_any_usual_separator(tmp_path: Path, form: str) -> None:
 def test_the_separator_of_a_csv_must_fit_its_rows(tmp_path: Path) -> None:
     rows = read(tmp_path / "rows.csv", "a;b;c,tags\none,p\ntwo,q\n")
     assert rows.texts == ["one", "two"]
-    # A file to predict for may have one column, whose texts have commas and semicolons in quotes.
+    # A file for prediction may have a single column, whose quoted texts contain commas and semicolons.
     path = tmp_path / "one.csv"
     path.write_text('text\n"one; two, three"\nfour\n')
     columns = Columns(texts=("text",))

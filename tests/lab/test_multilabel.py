@@ -1,4 +1,4 @@
-"""One's own data: from files to the best labels, killed, in two processes, and with everything wrong."""
+"""Training on user data: from files to predicted labels, with kills, two processes and bad input."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def texts(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def run(texts: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str]:
-    """A run that was told the file and nothing else, and what it printed."""
+    """A run with default settings, and its output."""
     out = tmp_path_factory.mktemp("run") / "run"
     return out, output(start(["train", "multilabel", "--train", str(texts), "--out", str(out)]))[0]
 
@@ -59,12 +59,12 @@ def test_the_report_of_training_reads_no_file_again(texts, tmp_path, capsys, mon
 
 
 def test_the_report_of_training_is_that_of_evaluate(texts, tmp_path, capsys):
-    # In bfloat16 accelerate wraps the network, and the report must not be that of the wrapped one.
+    # In bfloat16 accelerate wraps the network, and the report must use the unwrapped one.
     out = tmp_path / "run"
     words = ["train", "multilabel", "--train", str(texts), "--out", str(out), "--epochs", "3"]
     printed = output(start([*words, "--mixed-precision", "bf16", "--cpu"]))[0]
     report = (out / "report.md").read_text()
-    # `evaluate` reads the run from its folder.
+    # `evaluate` loads the run from its directory.
     assert cli.main(["evaluate", str(out)]) == 0
     table = capsys.readouterr().out.splitlines()[:-1]
     assert printed.splitlines()[-len(table) - 1 : -1] == table
@@ -93,8 +93,8 @@ def test_from_a_csv_to_the_best_tags_in_two_commands(run, tmp_path, capsys):
         assert row["row"] == number
         assert sorted(row["labels"]) == sorted(WORDS)
         assert row["probabilities"] == sorted(row["probabilities"], reverse=True)
-        assert sum(row["probabilities"]) == pytest.approx(2, abs=1e-4)  # being among 2
-    # The same as CSV, of rows that have no tags.
+        assert sum(row["probabilities"]) == pytest.approx(2, abs=1e-4)  # P(label in top 2)
+    # The same as CSV, for rows without tags.
     data.write_text("text\n" + "\n".join(text for text, _ in new) + "\n")
     assert (
         cli.main(["predict", str(out), "--data", str(data), "--top", "2", "--out", str(tmp_path / "o.csv")])
@@ -128,7 +128,7 @@ def test_evaluate_other_rows(run, tmp_path, capsys):
     assert "1 rows have no label and are left out" in said
     assert "1 label is in no training row (`fruit`) and cannot be predicted" in said
     page = (tmp_path / "report" / "report.md").read_text()
-    # The measures by hand, from what `predict` says: fruit is missed, and counts in the recall.
+    # Compute the measures by hand from the output of `predict`: fruit is unknown, and counts in the recall.
     found = predict(run[0], data, tmp_path / "out.jsonl", "--top", "3")[:-1]
     hits = [[label in tags for label in row["labels"]] for row, (_, tags) in zip(found, new, strict=False)]
     precision = 100 * np.mean(hits)
@@ -136,7 +136,7 @@ def test_evaluate_other_rows(run, tmp_path, capsys):
     line = next(line for line in page.splitlines() if line.startswith("| 3 |"))
     assert f"| {precision:.2f} (" in line
     assert f"| {recall:.2f} (" in line
-    assert (run[0] / "report.md").read_text() != page  # the run keeps its own
+    assert (run[0] / "report.md").read_text() != page  # the run keeps its own report
 
 
 def test_rows_with_unknown_words_and_labels(tmp_path, capsys):
@@ -222,7 +222,7 @@ def test_few_labels_are_trained_by_one_thread_unless_told(texts):
     settings = MultilabelSettings(train=texts)
     data = samples.read(settings)
     assert training.task(settings, data).threads == 1
-    # The same six labels in batches as large as those of many labels.
+    # The same six labels, in batches as large as those used with many labels.
     assert training.task(dataclasses.replace(settings, batch_size=2**18), data).threads is None
 
 
@@ -232,7 +232,7 @@ def test_two_processes(texts, tmp_path, capsys):
     assert printed.count("set aside for validation") == 1
     assert printed.count("The report is") == 1
     assert json.loads((out / "state.json").read_text())["processes"] == 2
-    # Every row was counted once: one process finds the same with the same weights.
+    # Every row was counted once: one process with the same weights gets the same result.
     before = json.loads((out / "result.json").read_text())["validation"]
     assert cli.main(["evaluate", str(out)]) == 0
     line = next(line for line in (out / "report.md").read_text().splitlines() if line.startswith("| 3 |"))
@@ -264,7 +264,7 @@ def test_preparation_is_that_of_scikit_learn_and_survives_json(tmp_path):
 
 
 def test_features_of_large_numbers_take_no_memory():
-    """Hashed features have numbers of up to 2^31; only those that occur count."""
+    """Hashed features have indices up to 2^31, but only indices that occur are stored."""
     labels, names = label_matrix([["x"], ["y"], ["x", "y"]])
     data, starts = np.array([3, 4, 2, 6], np.float32), [0, 2, 3, 4]
     found = []
@@ -281,7 +281,7 @@ def test_features_of_large_numbers_take_no_memory():
     first = np.array([3 / 3, 4 / 4]) / np.sqrt(2)
     assert found[0] == pytest.approx(np.array([[*first, 0], [0, 1, 0], [0, 0, 1]]))
     assert np.array_equal(*found)
-    # What the training rows did not have is counted, and not taken for a neighbour.
+    # Features absent from the training rows are counted, not mapped to a neighbor.
     other = sparse.csr_array(([1.0, 1.0, 5.0], [1, 299, 300], [0, 1, 2, 3]), shape=(3, 301), dtype=np.float32)
     prepared = fitted.apply(LabelledRows(other, labels, names))
     assert (prepared.unknown, prepared.empty) == (2, 2)
@@ -289,7 +289,7 @@ def test_features_of_large_numbers_take_no_memory():
 
 
 def test_temperature_calibrates_probabilities():
-    """Labels drawn from the projection of logits, which a network then exaggerates or plays down."""
+    """Labels drawn from the projection of logits, which a network then scales up or down."""
     logits = torch.randn(3000, 12) * 1.5
     observed = torch.rand(3000, 12) < torchlml.lml(logits, 3)
     for factor in (4.0, 0.5):
@@ -381,7 +381,7 @@ def test_weights_that_are_not_finite_are_an_error(run, texts, tmp_path, capsys, 
 
 
 def test_a_report_does_not_widen_label_lists_to_all_labels(run, texts, capsys, tmp_path, monkeypatch):
-    """A column for each label would take gigabytes where there are hundreds of thousands of them."""
+    """One column per label would take gigabytes with hundreds of thousands of labels."""
     widths = []
 
     class Spied(torchlml.metrics.TopKRecall):

@@ -1,4 +1,4 @@
-"""Every loss of label lists against its definition in float64, with padding, and through a linear layer."""
+"""The losses of label lists compared with their definitions in float64, with padding and a linear layer."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ LABELS = torch.tensor([row + [PADDING] * (3 - len(row)) for row in LISTS])
 
 
 def by_definition(name: str, x: list[float], row: list[int]) -> float:
-    """The loss of one row in plain floats."""
+    """The loss of one row in Python floats."""
     k = len(row) if name.endswith("labels") else int(name[-1]) if name[-1].isdigit() else 0
     if name == "bce":
         return sum(math.log1p(math.exp(-v if j in row else v)) for j, v in enumerate(x))
@@ -37,7 +37,7 @@ def test_a_loss_is_its_definition_over_the_rows_that_have_labels(name: str) -> N
     expected = [by_definition(name, x, row) for x, row in zip(LOGITS.tolist(), LISTS, strict=True) if row]
     found = named(name)(LOGITS, LABELS)
     assert found.item() == pytest.approx(sum(expected) / 3, rel=1e-5)
-    # Neither more padding nor a list as wide as the logits changes anything.
+    # Neither more padding nor a list as wide as the logits changes the loss.
     wide = nn.functional.pad(LABELS, (0, 3), value=PADDING)
     assert torch.equal(named(name)(LOGITS, wide), found)
     assert str(named(name)) == name

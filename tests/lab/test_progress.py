@@ -1,4 +1,4 @@
-"""The progress bar: time left on a terminal, plain lines without one; threads that come back."""
+"""The progress bar: remaining time on a terminal, plain lines elsewhere, and restored thread counts."""
 
 import io
 import re

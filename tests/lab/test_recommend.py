@@ -1,4 +1,4 @@
-"""Recommendation from files: train, evaluate and predict, runs that are killed, and what is refused."""
+"""Recommendation from files: train, evaluate and predict, killed runs, and rejected input."""
 
 from __future__ import annotations
 
@@ -22,11 +22,11 @@ from torchlml_lab.recommend import sweep
 from torchlml_lab.recommend.histories import Users, set_aside, some_users
 from torchlml_lab.recommend.settings import RecommendSettings, SweepSettings
 
-GROUPS, SIZE, HAS = 4, 30, 12  # the users of a group have some of the group's items
+GROUPS, SIZE, HAS = 4, 30, 12  # each user has some of the items of their group
 
 
 def write_pairs(path, users=120, seed=0):
-    """A file in which users of four groups have items of their group; gives each user's group."""
+    """Write a file in which users of four groups have items of their group. Returns each user's group."""
     draw = random.Random(seed)
     lines = []
     for user in range(users):
@@ -81,7 +81,7 @@ def run_of(folder, model):
 
 @pytest.mark.parametrize("model", ["autoencoder", "matrix-factorisation"])
 def test_a_model_finds_the_items_of_a_users_group(folder, model):
-    # Of the 110 items that a user does not have 20 are recommended: chance is 0.18.
+    # Of the 110 items that a user does not have, 20 are recommended, so chance is 0.18.
     assert run_of(folder, model)["test"]["recall@20"] > 0.7
 
 
@@ -158,7 +158,7 @@ def test_predict_knows_new_users_by_their_items_and_others_get_the_popular_ones(
     assert [int(counts[have.items.index(item)]) for item in stranger["items"]] == counts.topk(
         5
     ).values.tolist()
-    # Vectors of users say nothing about a new one, whatever it has.
+    # User embeddings contain no information about a new user, regardless of that user's items.
     assert cli.main(["predict", str(folder / "matrix-factorisation"), "--users", "new", "u3"]) == 0
     said = capsys.readouterr().out
     assert "1 of 2 users are unknown" in said
@@ -220,9 +220,9 @@ def test_two_processes_count_every_user_once(folder, capsys, tmp_path):
     words = ["train", "recommend", "--train", folder / "train.txt", "--test", folder / "test.txt", "--cpu"]
     words += ["--out", tmp_path / "run", "--epochs", 1, "--dimension", 8, "--batch-size", 6]
     printed, _ = output(*start_two([str(word) for word in words]))
-    assert printed.count("popular items") == 3  # the report is one process's
+    assert printed.count("popular items") == 3  # only one process prints the report
     result = json.loads((tmp_path / "run" / "result.json").read_text())
-    # One process finds the same with the same weights.
+    # One process with the same weights gets the same result.
     assert cli.main(["evaluate", str(tmp_path / "run"), "--cpu"]) == 0
     said = capsys.readouterr().out
     numbers = re.findall(r"^lml-labels +(.*)$", said, re.MULTILINE)[0].split()

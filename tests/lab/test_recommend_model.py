@@ -1,4 +1,4 @@
-"""The models and the measures of recommendation, against plain computations."""
+"""The models and metrics of recommendation, compared with direct computations."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What is done with scene-graph runs: sweeps, evaluation, prediction, figures, and the time of a step."""
+"""Commands on scene-graph runs: sweeps, evaluation, prediction, figures, and step times."""
 
 import csv
 import json
@@ -78,7 +78,7 @@ def test_finished_runs_are_skipped(capsys, vg, swept):
     said = capsys.readouterr().out
     assert "5 runs, 5 of them finished before" in said
     assert "vision-free" in said
-    # Every name and number is whole, also on a terminal of 80 columns.
+    # Names and numbers are not truncated, even on a terminal of 80 columns.
     assert "…" not in said
     assert max(len(line) for line in said.split("\n") if not line.startswith("The rows are in")) <= 80
     assert said.count("truncated-entropy-20") == 2
@@ -138,14 +138,14 @@ def test_every_bias_is_tuned_separately(tmp_path):
     biases = ("counted", "leave-one-out", "outside", "none")
     settings = SweepSettings(methods=("lml-20",), biases=biases, seeds=(0, 1), tuned=path, run=common)
     runs = grid(settings)
-    # What was not tuned has the rate of the usual runs.
+    # Combinations that were not tuned use the default learning rate.
     assert [run.learning_rate for run in runs] == [2e-3, 2e-3, 2e-3, 1e-3] * 2
     assert [run.seed for run in runs] == [0] * 4 + [1] * 4
     assert [run.counts is not None for run in runs[:4]] == [False, False, True, False]
     assert [run.leave_one_out for run in runs[:4]] == [False, True, False, False]
     assert [run.without_bias for run in runs[:4]] == [False, False, False, True]
     assert len({run.out for run in runs}) == 8
-    # Tuning goes through all biases with the first rate before the next.
+    # Tuning runs all biases with the first rate before the next rate.
     tuning = grid(replace(settings, tuned=None, learning_rates=(2e-3, 1e-3), seeds=(0,)))
     assert [run.learning_rate for run in tuning] == [2e-3] * 4 + [1e-3] * 4
     assert {run.out for run in runs if run.seed == 0} < {run.out for run in tuning}
@@ -240,7 +240,7 @@ def test_predict_shows_the_usual_image_unless_told(capsys, run, tmp_path, monkey
 
 
 def test_a_crowded_image_can_be_read(vg, tmp_path, monkeypatch):
-    """Every object has a place of its own, and no line of the list covers another."""
+    """Every object has its own position, and no line of the list covers another."""
     places: set[Any] = set()
     lines: list[Any] = []
 
@@ -335,7 +335,7 @@ def test_step_time(capsys, vg):
     assert re.search(r"lml +[\d.]+ +[+-][\d.]+%", said)
     for name, milliseconds, over in re.findall(r"^(\S+) +([\d.]+) +([+-][\d.]+)%", said, re.MULTILINE):
         (softmax,) = map(float, re.findall(r"^softmax +([\d.]+)", said, re.MULTILINE))
-        # The last column is made of the two medians that are printed, up to their rounding.
+        # The last column is computed from the two printed medians, up to rounding.
         assert float(over) == pytest.approx(
             100 * (float(milliseconds) / softmax - 1), abs=10 / softmax + 0.1
         ), name

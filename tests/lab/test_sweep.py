@@ -1,4 +1,4 @@
-"""The sweep: one CSV, finished runs are skipped, interruption is survived, tuning sees validation only."""
+"""The sweep writes one CSV, skips finished runs, survives interruption, and tunes on validation only."""
 
 import csv
 import json
@@ -40,7 +40,7 @@ def rows(path):
 
 @pytest.fixture(scope="module")
 def whole(features, tmp_path_factory):
-    """A sweep of eight runs that nothing disturbed."""
+    """An undisturbed sweep of eight runs."""
     return made(words(features, tmp_path_factory.mktemp("whole") / "sweep"))
 
 
@@ -171,7 +171,7 @@ def record(**changes):
 
 
 def tuning(path):
-    """0.3 is best on validation on average, 0.1 on the test and at one noise level."""
+    """The rate 0.3 is best on average on validation; 0.1 is best on the test and at one noise level."""
     found = [
         record(learning_rate=rate, noise=noise, validation_topk=validation, test_topk=test)
         for rate, noise, validation, test in (
