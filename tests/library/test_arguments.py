@@ -1,4 +1,4 @@
-"""Wrong arguments: the right exception, and one sentence: the name, what came and what is accepted."""
+"""Wrong arguments raise the right exception, which names the argument, its value and accepted values."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ OFF = torch.tensor([0, 2, 6])
 
 FUNCTIONS = [torchlml.lml, torchlml.log_lml, torchlml.lml_dual]
 Call = Callable[[Callable[..., Any]], Any]
-# name -> the call on f, the exception, what its sentence must hold: the argument, what came, what is accepted
+# name -> the call on f, the exception, and parts of its message: the argument, its value, accepted values
 WRONG: dict[str, tuple[Call, type[Exception], list[str]]] = {
     "x is a list": (lambda f: f([1.0, 2.0], 1), TypeError, ["`x`", "list", "Tensor"]),
     "x is an array": (lambda f: f(np.zeros(3), 1), TypeError, ["`x`", "ndarray", "Tensor"]),
@@ -146,7 +146,7 @@ def test_the_layer_says_the_same(case: str) -> None:
     call, exception, words = WRONG[case]
     with pytest.raises(exception) as raised:
         call(lambda x, k, **others: torchlml.LML(k)(x, **others))
-    # What no input makes right is said when the layer is made, before n is known.
+    # Arguments that are wrong for every input raise in the constructor, before n is known.
     check(str(raised.value), [word for word in words if word not in ("5", "n = 5")])
 
 

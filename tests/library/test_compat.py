@@ -1,4 +1,4 @@
-"""`torchlml.compat.LML`: the class of the paper's release, by the same names, and right."""
+"""`torchlml.compat.LML`: the class of the paper's release, with the same argument names and exact values."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The short way of the commonest call gives what the long way gives, and takes no other call."""
+"""The fast path of the most common call gives the results of the general path and takes no other call."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ X = torch.randn(7, 11, generator=torch.Generator().manual_seed(0))
 
 
 def general_path(x: Tensor, k: float) -> Tensor:
-    """The same rows by a call that the short way does not take."""
+    """The same rows through a call that does not take the fast path."""
     return torchlml.lml(x, k, dim=1)
 
 
@@ -43,7 +43,7 @@ def test_a_gradient_that_is_not_laid_out_in_rows() -> None:
     leaf = X.clone().requires_grad_()
     torchlml.lml(leaf, 3).backward(torch.ones(()).expand_as(X))
     assert leaf.grad is not None
-    assert leaf.grad.abs().max() < 1e-6  # the sum of a row is k whatever its logits
+    assert leaf.grad.abs().max() < 1e-6  # the sum of a row is k for all logits
 
 
 def test_derivatives_of_the_derivative() -> None:
@@ -107,7 +107,7 @@ def _is_left(x: Tensor) -> Tensor:
 
 
 def test_inference_mode_takes_the_fast_path() -> None:
-    k = 2.71  # no other test has put this number into the cache of scalars
+    k = 2.71  # no other test puts this number into the cache of scalars
     with torch.inference_mode():
         inside = fast_lml(X, k, -1)
         assert inside is not None

@@ -1,4 +1,4 @@
-"""`linear_lml_loss` against `lml_loss(F.linear(...))`: every argument, every derivative, and its memory."""
+"""`linear_lml_loss` compared with `lml_loss(F.linear(...))`: all arguments, derivatives, and memory."""
 
 from __future__ import annotations
 
@@ -175,7 +175,7 @@ def test_transforms_take_the_unchunked_path() -> None:
 
 @each_reduction
 def test_several_backward_passes_at_once(reduction: str) -> None:
-    """What `is_grads_batched` and `jacobian(..., vectorize=True)` ask for."""
+    """The calls behind `is_grads_batched` and `jacobian(..., vectorize=True)`."""
     (h, w, b), target = _tensors(), _target("index")
     rows = ROWS if reduction == "none" else 1
     seeds = torch.randn(4, rows, dtype=torch.float64).reshape(4, *([rows] if reduction == "none" else []))
@@ -212,9 +212,9 @@ def test_autocast(reduction: str) -> None:
 @each_reduction
 @pytest.mark.parametrize("autocast", [True, False])
 def test_float16_with_a_scaled_loss(reduction: str, autocast: bool) -> None:
-    """Gradients that float16 rounds to 0 unless the loss is scaled, as `GradScaler` does it."""
+    """Gradients that float16 rounds to 0 unless the loss is scaled, as in `GradScaler`."""
     rows, labels, scale = 64, 20_000, 2.0**12
-    h, w = torch.randn(rows, 4), torch.randn(labels, 4) * 0.1 + 1  # all labels pull the input the same way
+    h, w = torch.randn(rows, 4), torch.randn(labels, 4) * 0.1 + 1  # all labels push h the same way
     target = torch.randint(labels, (rows,))
     seed = torch.full((rows,) if reduction == "none" else (), scale / (1 if reduction == "mean" else rows))
     exact = [t.half().double().requires_grad_() for t in (h, w)]
@@ -229,7 +229,7 @@ def test_float16_with_a_scaled_loss(reduction: str, autocast: bool) -> None:
 
 
 def test_many_chunks_of_bfloat16_lose_nothing() -> None:
-    """The weight's gradient is a sum over chunks, kept in float32."""
+    """The weight's gradient is a sum over chunks, accumulated in float32."""
     h, w = torch.rand(400, 4).bfloat16().requires_grad_(), torch.zeros(6, 4).bfloat16().requires_grad_()
     target = torch.zeros(400, dtype=torch.int64)
     torchlml.linear_lml_loss(h, w, target, 1, reduction="sum", memory_limit=1).backward()
@@ -239,7 +239,7 @@ def test_many_chunks_of_bfloat16_lose_nothing() -> None:
     torch.testing.assert_close(w.grad.double(), exact[1].grad, rtol=2**-8, atol=2e-2)
 
 
-@pytest.mark.filterwarnings("ignore:The .grad attribute")  # torch's own, where it breaks the graph
+@pytest.mark.filterwarnings("ignore:The .grad attribute")  # from torch, at a graph break
 def test_compile_and_checkpoint() -> None:
     tensors, target = _tensors(torch.float32), _target("index")
     wanted = torch.autograd.grad(_plain(tensors, target, 3), tensors)
@@ -266,7 +266,7 @@ def test_module() -> None:
 @each_form
 @each_reduction
 def test_truncated_entropy(form: str, reduction: str) -> None:
-    """The same chunks for another loss."""
+    """Truncated entropy uses the same chunks."""
     tensors, target = _tensors(), _target(form)
     settings: Any = {"reduction": reduction, "weight": torch.rand(LABELS), "label_reduction": "mean"}
     wanted = torchlml.truncated_entropy_loss(F.linear(*tensors), target, 3, **settings)
@@ -346,8 +346,8 @@ def test_chunks_are_even(rows: int, most: int, sizes: list[int]) -> None:
 @pytest.mark.skipif(not loader.loaded(), reason="plain torch keeps temporaries beside the logits")
 @pytest.mark.parametrize("rows", [64, 256])
 def test_memory_beyond_the_weights_gradient(rows: int) -> None:
-    """The default budget of 64 MiB and 10%, whatever the batch; the plain way takes four times as much."""
-    # In a process of its own: what other tests left in the heap of this one would be counted too.
+    """Memory stays within 64 MiB plus 10% for every batch size; without chunks it is four times as much."""
+    # In a new process, so that memory left in the heap by other tests is not counted.
     code = f"""
 import torch, torchlml
 from torchlml_lab.bench.timing import added_bytes

@@ -1,4 +1,4 @@
-"""Wrong arguments of losses and metrics get one sentence; what `F.cross_entropy` and lml take, they take."""
+"""Wrong arguments of losses and metrics raise clear errors; arguments of `F.cross_entropy` and lml work."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from torchlml.metrics import SceneGraphRecall, TopKRecall, topk_recall
 X, Y = torch.zeros(3, 6), torch.tensor([0, 1, 2])
 META = torch.device("meta")
 
-# name -> logits, target, settings, the exception, words
+# name -> logits, target, settings, the exception, words in its message
 WRONG = {
     "logits are a list": ([[0.0]], Y, {}, TypeError, ["`logits`", "list", "Tensor"]),
     "logits are None": (None, Y, {}, TypeError, ["`logits`", "NoneType", "Tensor"]),
@@ -193,7 +193,7 @@ def test_modules_take_the_mean_over_labels():
 
 @torch._dynamo.config.patch(compiled_autograd=True)
 def test_compiled_autograd():
-    """The backward pass is compiled too, and must find every tensor that the forward pass left for it."""
+    """The backward pass is compiled too, and must find all tensors saved by the forward pass."""
     torch.compiler.reset()
     x = torch.randn(3, 6, requires_grad=True)
 
@@ -209,10 +209,10 @@ def test_compiled_autograd():
 
 
 def hugging_face_loss(outputs, labels, num_items_in_batch=None):
-    """For `Trainer(compute_loss_func=...)`: the mean over all rows of a step, however it is cut into parts.
+    """For `Trainer(compute_loss_func=...)`: the mean over all rows of a step, for any split into parts.
 
-    The Trainer adds up what this gives for the parts of a step. It counts the entries of all their labels
-    that are not -100, which are rows for one label per row, and n times the rows for a multi-hot.
+    The Trainer adds up the results for the parts of a step. It counts all label entries that are not -100:
+    the number of rows for one label per row, and n times the number of rows for a multi-hot target.
     """
     total = torchlml.lml_loss(outputs["logits"], labels, k=2, reduction="sum")
     if num_items_in_batch is None:  # evaluation, one batch at a time

@@ -1,4 +1,4 @@
-"""The modules: what they remember, how they print, and that they move and travel."""
+"""The loss modules: stored settings, representation, moving, copying and pickling."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import torch
 import torchlml
 from tests.support.losses import EVERY
 
-# Settings of their own, unlike the defaults.
+# Settings that differ from the defaults.
 SETTINGS = {
     torchlml.smooth_topk_svm_loss: {"tau": 0.5, "alpha": 2.0},
     torchlml.topk_svm_loss: {"alpha": 2.0},
@@ -62,7 +62,7 @@ def test_representation_of_modules():
 def test_wrong_settings_are_rejected_at_construction(module, function, settings):
     with pytest.raises(ValueError, match="`reduction`"):
         module(3, reduction="avg")
-    if module is not torchlml.LMLLoss:  # its k may be anything that `lml` takes, and is checked there
+    if module is not torchlml.LMLLoss:  # its k may be anything that `lml` accepts, and is checked there
         with pytest.raises(ValueError, match="`k` must be at least 1, but it is -1"):
             module(-1)
 

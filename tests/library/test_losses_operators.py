@@ -1,4 +1,4 @@
-"""The operators under the LML loss: against float64, in every form of labels, rows and dtypes."""
+"""The operators behind the LML loss, compared with float64 for all forms of labels, rows and dtypes."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Every form of a target, and what the result must not depend on."""
+"""All forms of targets, and invariances of the result."""
 
 from __future__ import annotations
 
@@ -129,7 +129,7 @@ def test_label_weights_and_class_weights_multiply(loss):
     observed = torch.rand(5, 8) < 0.4
     weights = torch.rand(5, 8, dtype=torch.float64) * observed
     by_class = torch.rand(8, dtype=torch.float64)
-    # The loss is a sum over labels, each of which sees the same row: so it is linear in the weights.
+    # The loss is a sum over labels of the same row, so it is linear in the weights.
     single = torch.zeros(5, 8, dtype=torch.float64)
     for i, j in observed.nonzero().tolist():
         only = (observed[i].double() * 1e-300).index_fill(0, torch.tensor(j), 1)
@@ -158,7 +158,7 @@ def test_ragged_rows_are_dense_rows(loss):
         if not lengths[i]:
             expected.append(torch.zeros((), dtype=torch.float64))
             continue
-        mask = torch.ones(lengths[i], dtype=torch.bool)  # with a mask k may exceed the row
+        mask = torch.ones(lengths[i], dtype=torch.bool)  # with a mask, k may exceed the length of the row
         row, row_gradient = value_and_grad(
             loss, *_padded(values[part], observed[part]), 4, mask=F.pad(mask, (0, 40 - lengths[i]))
         )

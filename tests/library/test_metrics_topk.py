@@ -1,4 +1,4 @@
-"""Top-k recall against a loop written from its definition."""
+"""Top-k recall compared with a loop that follows its definition."""
 
 from __future__ import annotations
 

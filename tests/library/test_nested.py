@@ -1,4 +1,4 @@
-"""Nested tensors of the layout `torch.jagged`: the projection, the losses and the metrics, row by row."""
+"""Nested tensors with the layout `torch.jagged`: the projection, the losses and the metrics, row by row."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def ragged_rows() -> list[Tensor]:
 
 
 def ragged_like(x: Any, values: Tensor) -> Any:
-    """A nested tensor that is ragged like another."""
+    """A nested tensor with the same ragged shape as `x`."""
     return torch.nested.nested_tensor_from_jagged(values, x.offsets())
 
 
@@ -37,7 +37,7 @@ def test_ragged_labels(name: str) -> None:
     rows, k = ragged_rows(), torch.tensor([1.0, 2.5, 2.0], dtype=torch.float64)
     x, ks = jagged(rows, requires_grad=True), k.clone().requires_grad_()
     y = getattr(torchlml, name)(x, ks)
-    # Further arithmetic with what came in works, since the offsets are the same.
+    # Arithmetic with the inputs works, because the offsets are the same.
     g = torch.randn(sum(LENGTHS), dtype=torch.float64)
     (y * ragged_like(x, g) + 0 * x).sum().backward()
     assert x.grad is not None
@@ -65,7 +65,7 @@ def test_mask_layer_and_dual() -> None:
 
 @pytest.mark.parametrize("dim", [-1, 1])
 def test_dense_labels_of_ragged_many_rows(dim: int) -> None:
-    """(B, j, n) along its last dimension, and transposed, (B, n, j), along the one before."""
+    """(B, j, n) along its last dimension, and transposed, (B, n, j), along the second to last."""
     parts = [torch.randn(n, 4, dtype=torch.float64) for n in (2, 3)]
     k = torch.tensor([1.0, 2.0, 1.5, 3.0, 0.5], dtype=torch.float64)
     x = jagged(parts, requires_grad=True)
@@ -84,7 +84,7 @@ def test_dense_labels_of_ragged_many_rows(dim: int) -> None:
     assert x.grad.shape == x.shape
 
 
-# The labels 1 of the first row, 0 and 6 of the second, none of the third, in every form that says so.
+# Label 1 of the first row, labels 0 and 6 of the second, none of the third, in all forms of targets.
 HOT = [[False, True, False], [True, *[False] * 5, True], [False] * 5]
 TARGETS: dict[str, Callable[[Any], Any]] = {
     "multi-hot": lambda x: jagged([torch.tensor(row) for row in HOT]),
@@ -123,7 +123,7 @@ def test_losses_of_ragged_labels(target: str) -> None:
 
 
 def test_losses_of_dense_labels() -> None:
-    """Every loss of (B, j, n), whose values are ordinary rows with classes."""
+    """All losses of (B, j, n), whose values are ordinary rows of classes."""
     x = jagged([torch.randn(n, 4, dtype=torch.float64) for n in (2, 3)], requires_grad=True)
     target = torch.tensor([0, 3, -100, 1, 2])
     weight = torch.rand(4, dtype=torch.float64)

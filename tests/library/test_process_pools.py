@@ -1,4 +1,4 @@
-"""The worker pools of the distributed tests: a bad test fails alone."""
+"""The worker pools of the distributed tests: a failing test does not affect others."""
 
 from __future__ import annotations
 

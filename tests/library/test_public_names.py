@@ -1,4 +1,4 @@
-"""Every public name is documented, shown by an example, and in the tables that tests run over."""
+"""All public names are documented, have an example, and are in the tables that parametrize tests."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ NAMES = [name for name in torchlml.__all__ if not inspect.ismodule(getattr(torch
 FUNCTIONS = [name for name in losses.__all__ if inspect.isfunction(getattr(losses, name))]
 OTHER_MODULES = ("torchlml.constrained", "torchlml.choices")
 RELATED = [name for name in NAMES if getattr(torchlml, name).__module__ in OTHER_MODULES]
-# They take the input of a linear layer, not logits: tested in test_linear_loss.py.
+# These take the input of a linear layer instead of logits and are tested in test_linear_loss.py.
 LINEAR = {
     "linear_lml_loss": "LinearLMLLoss",
     "linear_truncated_entropy_loss": "LinearTruncatedEntropyLoss",
@@ -25,7 +25,7 @@ LINEAR = {
 
 
 def text(pattern: str) -> str:
-    """The pages that the pattern finds, one after the other."""
+    """The concatenated pages that match the pattern."""
     pages = sorted(ROOT.glob(pattern))
     assert pages
     return "\n".join(page.read_text(encoding="utf-8") for page in pages)

@@ -1,4 +1,4 @@
-"""Wrong arguments of the family: one sentence that names them."""
+"""Wrong arguments of the related operators raise errors that name them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The values of every member of the family against its truth: the promises that lml itself is held to."""
+"""Values of all related operators compared with exact solutions, with the accuracy guaranteed for lml."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def check(y: torch.Tensor, expected: np.ndarray, k: float | None, dtype: torch.d
 @pytest.mark.parametrize("kind", [member.name for member in CONSTRAINED])
 @each([problem for problem in SMALL if problem.row(torch.float64).numel() <= 12 and not problem.extreme])
 def test_the_reference_solution_is_right(kind: str, problem: Problem) -> None:
-    # Padding by entries with a bound of 0 sends the same row through the other way of computing it.
+    # Padding with entries whose bound is 0 makes the reference use its other algorithm for the same row.
     x = problem.row(torch.float64).numpy()
     upper = bounds_for(x.size, problem.k)
     long = np.concatenate([x, np.zeros(20)]), np.concatenate([upper, np.zeros(20)])

@@ -1,4 +1,4 @@
-"""Kernels of a GPU that lie, fail or are right, on CPU tensors: they are found out before they are used."""
+"""The self-test of GPU kernels, on CPU tensors: wrong or failing kernels are detected before use."""
 
 from __future__ import annotations
 
@@ -25,12 +25,12 @@ def reference(name: str) -> Callable[..., Any]:
 
 
 def right() -> SimpleNamespace:
-    """Kernels that are another implementation than the plain path, and right."""
+    """Correct kernels, implemented differently from the pure-PyTorch path."""
     return SimpleNamespace(**{name: reference(name) for name in NAMES})
 
 
 def faulty(name: str, place: int = 0) -> SimpleNamespace:
-    """Kernels of which one is wrong in the last entry of one of its results."""
+    """Kernels of which one returns a wrong last entry in one of its results."""
 
     def corrupt(*arguments: Any) -> Any:
         result = reference(name)(*arguments)
@@ -45,7 +45,7 @@ def faulty(name: str, place: int = 0) -> SimpleNamespace:
 
 @pytest.fixture(autouse=True)
 def _pretend(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Nothing was compared yet, CPU tensors are taken for those of a GPU, and nobody asked for a kernel."""
+    """Clear the results of earlier comparisons, treat CPU tensors as GPU tensors, and request no kernel."""
     monkeypatch.setattr(self_test, "_results", {})
     monkeypatch.setattr(self_test, "_interpreted", lambda device: False)
     monkeypatch.setattr(loader, "requested", lambda: "")
