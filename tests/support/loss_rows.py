@@ -1,6 +1,6 @@
-"""Rows with labels in every form that the loss operators take, and the truth about them.
+"""Rows with labels in all forms that the loss operators take, and their exact losses.
 
-`test_losses_operators.py` asks the operators of the CPU, `triton_interpreted.py` the interpreted kernels.
+`test_losses_operators.py` tests the CPU operators and `triton_interpreted.py` the interpreted kernels.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ FORMS = ("one class", "list", "weighted list", "multi-hot", "weighted multi-hot"
 
 @dataclass(frozen=True)
 class LabeledRow:
-    """A row, its k and mask, and what each of its labels counts."""
+    """A row, its k and mask, and the weight of each of its labels."""
 
     x: Tensor
     k: float
@@ -33,7 +33,7 @@ class LabeledRow:
 
 @dataclass(frozen=True)
 class Batch:
-    """Rows as the operators take them."""
+    """Rows in the format of the operators."""
 
     rows: Sequence[LabeledRow]
     x: Tensor
@@ -49,7 +49,7 @@ class Batch:
 
 
 def draw(form: str, lengths: Sequence[int], dtype: torch.dtype, masked: bool) -> list[LabeledRow]:
-    """Random rows; the second has no label, and some labels of weighted rows count nothing."""
+    """Draw random rows. The second has no label, and some labels of weighted rows have weight 0."""
     g, found = torch.Generator().manual_seed(0), []
     for i, n in enumerate(lengths):
         x = (3 * torch.randn(n, generator=g, dtype=torch.float64)).to(dtype)
@@ -66,7 +66,7 @@ def draw(form: str, lengths: Sequence[int], dtype: torch.dtype, masked: bool) ->
 
 
 def batch(rows: Sequence[LabeledRow], form: str, packed: bool) -> Batch:
-    """The rows in canonical form, labels in the order they came, with gaps between them."""
+    """The rows in canonical form, with labels in the given order and gaps between them."""
     join = torch.cat if packed else torch.stack
     x = join([row.x for row in rows])
     work = torch.float64 if x.dtype == torch.float64 else torch.float32
@@ -98,7 +98,7 @@ def batch(rows: Sequence[LabeledRow], form: str, packed: bool) -> Batch:
 
 
 def check(call: Call, given: Batch) -> None:
-    """Loss, nu and gradients of every row against float64, as close as the layer's tests ask for."""
+    """Check loss, nu and gradients of every row against float64, with the tolerances of the layer's tests."""
     x = given.x
     rest = (given.mask, given.offsets, given.labels, given.starts, given.weight)
     loss, nu = call("loss_forward", x, given.k, *rest)
@@ -126,7 +126,7 @@ def _check_row(row: LabeledRow, g: float, loss: float, dx: Tensor, dk: float) ->
     allowed = slack(right, work)
     log_y = np.where(c > 0, right.log_y, 0.0)
     wanted = -float((c * log_y).sum())
-    if max(wanted, -log_y.min()) > torch.finfo(work).max:  # as in `log_lml`
+    if max(wanted, -log_y.min()) > torch.finfo(work).max:  # like `log_lml`
         assert loss == math.inf
     else:
         size = float((c * np.maximum(1, np.abs(log_y))).sum())
@@ -143,14 +143,14 @@ def _check_row(row: LabeledRow, g: float, loss: float, dx: Tensor, dk: float) ->
 
 
 def available(row: Special) -> list[int]:
-    """The places of a special row that may be labels."""
+    """The positions of a special row that may be labels."""
     return [j for j in range(len(row.x)) if row.mask is None or row.mask[j]]
 
 
 def check_special(
     call: Call, rows: Sequence[Special], dtype: torch.dtype, places: Callable[[Special], Sequence[int]]
 ) -> None:
-    """Special rows, each with one of `places` as its only label, all packed beside each other."""
+    """Check special rows in one jagged batch, each with one of `places` as its only label."""
     every = [(row, j) for row in rows for j in places(row)]
     ones = [
         LabeledRow(

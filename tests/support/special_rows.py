@@ -1,4 +1,4 @@
-"""Rows without an ordinary solution, with their limits written by hand."""
+"""Rows without an ordinary solution, with their limits derived by hand."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ INF, NAN = math.inf, math.nan
 
 @dataclass(frozen=True)
 class Special:
-    """A row, its limit y (written by hand) and its threshold nu."""
+    """A row, its limit y (derived by hand) and its threshold nu."""
 
     name: str
     x: list[float]
@@ -18,7 +18,7 @@ class Special:
     y: list[float]
     nu: float
     mask: list[bool] | None = None
-    short: bool = False  # k exceeds the length, which only ragged rows may do
+    short: bool = False  # k exceeds the length, which only ragged rows allow
 
 
 SPECIAL = [
@@ -70,6 +70,6 @@ DENSE = [row for row in SPECIAL if not row.short]
 
 
 def gradient_of_k(row: Special, g: list[float]) -> float:
-    """The gradient for k of sum(g y): only if p entries of +inf share k, each changes by 1/p."""
+    """The gradient of sum(g y) for k: nonzero only if p entries of +inf share k, with dy/dk = 1/p for each."""
     above = [gi for xi, gi in zip(row.x, g, strict=True) if xi == INF]
     return sum(above) / len(above) if row.nu == -INF and len(above) > row.k > 0 else 0.0
