@@ -26,7 +26,7 @@ def blocks(language: str) -> list[str]:
 # Warnings of torch's exporter about its own internals.
 @pytest.mark.filterwarnings("ignore:.*LeafSpec:FutureWarning")
 @pytest.mark.skipif(not loader.loaded(), reason="the compiled kernel is not in use")
-@pytest.mark.skipif(shutil.which("g++") is None, reason="there is no g++")
+@pytest.mark.skipif(shutil.which("g++") is None, reason="g++ is not installed")
 def test_the_page(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for package in ("onnxruntime", "onnxscript"):
         pytest.importorskip(package, reason=f"{package} is not installed")

@@ -111,7 +111,7 @@ def test_a_hundred_settings_give_the_numbers_of_the_library(page: Any) -> None:
 @pytest.mark.parametrize(
     "logits",
     [[0.0] * 10, [6.0] * 5 + [-6.0] * 5, [float(i % 2) for i in range(10)], [6.0] + [-6.0] * 9],
-    ids=["equal", "two heights", "ties one apart", "an outlier"],
+    ids=["equal", "two levels", "alternating", "an outlier"],
 )
 def test_ties_and_ends_give_the_numbers_of_the_library(page: Any, logits: list[float], k: float) -> None:
     for temperature in (0.05, 1):

@@ -117,7 +117,7 @@ def test_demo_writes_table_plots_and_report(capsys, tmp_path):
     assert captured.err == ""
     assert sorted(path.name for path in out.iterdir()) == ["calibration.png", "report.html", "scores.png"]
     page = (out / "report.html").read_text(encoding="utf-8")
-    assert not re.search(r"(src|href)=\"(?!data:)", page), "the report needs something beside it"
+    assert not re.search(r"(src|href)=\"(?!data:)", page), "the report needs another file"
     assert page.count("data:image/png;base64,") == 2 + 4
     # All numbers in the printed table are in the report.
     found = re.findall(r"^ *LML ((?: *[0-9.]+±[0-9.]+){5}) *$", captured.out, re.MULTILINE)

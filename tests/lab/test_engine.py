@@ -107,7 +107,7 @@ def test_a_run_is_recorded(whole):
 def test_killed_and_resumed_equals_undisturbed(features, whole, tmp_path):
     out = tmp_path / "run"
     killed(features, out)
-    assert not (out / "result.json").exists(), "the run was over before it was killed"
+    assert not (out / "result.json").exists(), "the run finished before it was killed"
     output(start(resume(out)))
     same(out, whole)
 

@@ -37,7 +37,7 @@ def names_of(rows: LabelledRows) -> list[list[str]]:
 FORMS: dict[str, str | bytes] = {
     "svmlight": SVMLIGHT,
     "with a header": "3 3 11\n" + SVMLIGHT,
-    "with remarks": SVMLIGHT.replace("\n", " # a remark\r\n"),
+    "with comments": SVMLIGHT.replace("\n", " # a remark\r\n"),
     "with tabs": "2,10\t1:1.5\n0:2 2:-1\n2 2:3",
     "packed": gzip.compress(("3 3 11\n" + SVMLIGHT).encode()),
     "with a byte order mark": b"\xef\xbb\xbf" + SVMLIGHT.encode(),
@@ -240,7 +240,7 @@ def test_bad_npz(tmp_path: Path) -> None:
         read_labelled(x, "--train", labels=y)
 
 
-@pytest.mark.skipif("TORCHLML_DATA" not in os.environ, reason="TORCHLML_DATA names no folder of data sets")
+@pytest.mark.skipif("TORCHLML_DATA" not in os.environ, reason="TORCHLML_DATA does not name real data")
 def test_delicious_in_time_and_as_scikit_learn_reads_it() -> None:
     path = Path(os.environ["TORCHLML_DATA"]) / "multilabel" / "delicious.train.svm.gz"
     started = time.process_time()

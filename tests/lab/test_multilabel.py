@@ -210,7 +210,7 @@ def test_killed_and_resumed_equals_undisturbed(texts, undisturbed, tmp_path):
         assert time.monotonic() < limit
         time.sleep(0.005)
     running.kill()
-    assert not (out / "result.json").exists(), "the run was over before it was killed"
+    assert not (out / "result.json").exists(), "the run finished before it was killed"
     assert cli.main(["train", "multilabel", "--resume", str(out)]) == 0
     assert (out / "metrics.jsonl").read_bytes() == (undisturbed / "metrics.jsonl").read_bytes()
     weights = [(one / "checkpoints/epoch-0008/model.safetensors").read_bytes() for one in (out, undisturbed)]

@@ -74,7 +74,7 @@ class Subclass(Tensor):
 
 
 OTHERS: dict[str, Callable[[], tuple[Any, Any, Any]]] = {
-    "no tensor": lambda: ([[1.0, 2.0]], 1, -1),
+    "not a tensor": lambda: ([[1.0, 2.0]], 1, -1),
     "a subclass": lambda: (X.as_subclass(Subclass), 1, -1),
     "integers": lambda: (X.long(), 1, -1),
     "half precision": lambda: (X.half(), 1, -1),
@@ -85,13 +85,13 @@ OTHERS: dict[str, Callable[[], tuple[Any, Any, Any]]] = {
     "one row": lambda: (X[0], 1, -1),
     "columns": lambda: (X.t(), 1, -1),
     "another dim": lambda: (X, 1, 0),
-    "a dim that is no int": lambda: (X, 1, -1.0),
+    "a dim that is not an int": lambda: (X, 1, -1.0),
     "a tensor k": lambda: (X, torch.tensor(1.0), -1),
     "a bool k": lambda: (X, True, -1),
     "a k below 0": lambda: (X, -1, -1),
     "a k above n": lambda: (X, 11.5, -1),
     "a k of NaN": lambda: (X, math.nan, -1),
-    "a k that is no number": lambda: (X, "1", -1),
+    "a k that is not a number": lambda: (X, "1", -1),
 }
 
 

@@ -124,7 +124,7 @@ def test_every_package_has_a_layer() -> None:
     found = {
         path.stem for path in LIBRARY.iterdir() if path.suffix == ".py" or (path / "__init__.py").exists()
     }
-    assert found <= set(LAYERS), "enter it in LAYERS"
+    assert found <= set(LAYERS), "add it to LAYERS"
 
 
 def test_no_cycles() -> None:

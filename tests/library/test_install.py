@@ -83,7 +83,7 @@ def broken(folder: Path) -> None:
 def foreign(folder: Path) -> None:
     other = next(Path(torch.__file__).parent.glob("lib/libshm.so"), None)
     if other is None:
-        pytest.skip("no library of another kind is at hand")
+        pytest.skip("no other shared library is available")
     shutil.copy(other, folder / "_C.abi3.so")
 
 
@@ -117,7 +117,7 @@ def came_from(url: str, **more: object) -> SimpleNamespace:
         (came_from("file:///work", dir_info={"editable": True}), "--editable /work"),
     ],
 )
-@pytest.mark.skipif(os.name == "nt", reason="other paths")
+@pytest.mark.skipif(os.name == "nt", reason="paths differ on Windows")
 def test_the_repair_starts_from_where_it_came(distribution, target, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(metadata, "distribution", lambda name: distribution)
     assert loader._repair() == f"pip install --force-reinstall --no-deps --no-cache-dir {target}"
@@ -316,7 +316,7 @@ def test_windows_needs_clang_cl(setup, tmp_path: Path, monkeypatch: pytest.Monke
     assert compiler.cc == str(program)
 
 
-@pytest.mark.skipif(shutil.which("clang++") is None, reason="there is no clang here")
+@pytest.mark.skipif(shutil.which("clang++") is None, reason="clang is not installed")
 @pytest.mark.parametrize("level", ["", "x86-64-v3", "x86-64-v4"])
 def test_clang_for_windows_takes_the_flags(setup, tmp_path: Path, level: str) -> None:
     # Without the Windows headers, only a file without includes can be compiled.

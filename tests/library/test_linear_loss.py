@@ -342,8 +342,8 @@ def test_chunks_are_even(rows: int, most: int, sizes: list[int]) -> None:
     assert [i for chunk in chunks for i in range(rows)[chunk]] == list(range(rows))
 
 
-@pytest.mark.skipif(not measurable(), reason="needs Linux, which tells how much memory a process had")
-@pytest.mark.skipif(not loader.loaded(), reason="plain torch keeps temporaries beside the logits")
+@pytest.mark.skipif(not measurable(), reason="peak memory can only be read on Linux")
+@pytest.mark.skipif(not loader.loaded(), reason="pure PyTorch keeps temporaries in addition to the logits")
 @pytest.mark.parametrize("rows", [64, 256])
 def test_memory_beyond_the_weights_gradient(rows: int) -> None:
     """Memory stays within 64 MiB plus 10% for every batch size; without chunks it is four times as much."""

@@ -32,9 +32,9 @@ WRONG = {
     "weight is negative": (X, Y, {"weight": torch.arange(6.0) - 1}, ValueError, ["`weight`", "negative"]),
     "weight is NaN": (X, Y, {"weight": X[0] + math.nan}, ValueError, ["`weight`", "NaN"]),
     "ignore_index is text": (X, Y, {"ignore_index": "x"}, TypeError, ["`ignore_index`", "'x'", "int"]),
-    "target elsewhere": (X, Y.to(META), {}, ValueError, ["`target`", "meta", "cpu"]),
-    "mask elsewhere": (X, Y, {"mask": (X == 0).to(META)}, ValueError, ["`mask`", "meta", "cpu"]),
-    "weight elsewhere": (X, Y, {"weight": X[0].to(META)}, ValueError, ["`weight`", "meta", "cpu"]),
+    "target on another device": (X, Y.to(META), {}, ValueError, ["`target`", "meta", "cpu"]),
+    "mask on another device": (X, Y, {"mask": (X == 0).to(META)}, ValueError, ["`mask`", "meta", "cpu"]),
+    "weight on another device": (X, Y, {"weight": X[0].to(META)}, ValueError, ["`weight`", "meta", "cpu"]),
 }
 
 

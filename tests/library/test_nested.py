@@ -170,7 +170,7 @@ WRONG: dict[str, tuple[Callable[[], Any], str]] = {
     "holes": (lambda: torchlml.lml(holes(), 1), "`x` has holes between its rows"),
     "offsets": (lambda: torchlml.lml(X, 1, offsets=X.offsets()), "`x` is nested and has its own"),
     "dim": (lambda: torchlml.lml(X, 1, dim=0), "`dim` must be the ragged dimension"),
-    "dim beside others": (
+    "ragged dim next to a dense one": (
         lambda: torchlml.lml(jagged([torch.randn(2, 4)]), 1, dim=1),
         "`dim` must be the ragged dimension",
     ),

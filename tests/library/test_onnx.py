@@ -168,7 +168,7 @@ def test_packed_rows_are_rejected() -> None:
 
 def test_the_compiler_does_not_use_it(monkeypatch: pytest.MonkeyPatch) -> None:
     def fail(*arguments: Any) -> None:
-        raise AssertionError("The compiler took the shapes from what is for exporters.")
+        raise AssertionError("The compiler used the decomposition that is meant for exporters.")
 
     monkeypatch.setitem(torch._decomp.decomposition_table, torch.ops.torchlml.forward.default, fail)
     x = torch.randn(4, 6)

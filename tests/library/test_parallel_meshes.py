@@ -317,7 +317,7 @@ def test_a_process_that_is_killed_ends_the_others() -> None:
         for process in (killed, left):
             process.join(60)
         assert killed.exitcode == -signal.SIGKILL
-        assert left.exitcode == 0, "the process that was left did not stop"
+        assert left.exitcode == 0, "the remaining process did not stop"
         seconds, _, words = (Path(folder) / "error").read_text().partition(" ")
     assert float(seconds) < 10, words
 

@@ -35,7 +35,7 @@ def text(pattern: str) -> str:
 def test_every_name_has_an_example_and_a_place_in_the_reference(name: str) -> None:
     thing = getattr(torchlml, name, None) or getattr(metrics, name)
     assert ">>>" in (inspect.getdoc(thing) or "")
-    assert name in text("docs/api/*.md"), "enter it in a page of docs/api"
+    assert name in text("docs/api/*.md"), "add it to a page of docs/api"
 
 
 def test_the_losses_are_public() -> None:
@@ -45,7 +45,7 @@ def test_the_losses_are_public() -> None:
 @pytest.mark.parametrize("name", FUNCTIONS)
 def test_every_loss_is_explained_and_has_a_tested_module(name: str) -> None:
     modules = {function.__name__: module.__name__ for function, module in (EVERY | SETS).items()} | LINEAR
-    assert name in modules, "enter it in tests/support/losses.py"
+    assert name in modules, "add it to tests/support/losses.py"
     module = modules[name]
     assert module in losses.__all__
     assert module in text("README.md")

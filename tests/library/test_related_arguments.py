@@ -20,16 +20,16 @@ WRONG: dict[str, tuple[Any, list[str]]] = {
     "bound of the dual": (lambda: torchlml.lml_dual(torch.zeros(3), 1, bound="x"), ["`bound`"]),
     "bound of a layer": (lambda: torchlml.LML(1, bound="x"), ["`bound`"]),
     "bound of a loss": (lambda: torchlml.LMLLoss(1, bound="x"), ["`bound`"]),
-    "at least more than n": (
+    "at_least with k > n": (
         lambda: torchlml.lml(torch.zeros(3), 4, bound="at_least"),
         ["`k`", "n = 3", "4"],
     ),
     "negative k": (lambda: torchlml.lml(torch.zeros(3), -1, bound="at_most"), ["`k`", "-1"]),
-    "too little room": (
+    "bounds sum to less than k": (
         lambda: torchlml.constrained_softmax(torch.zeros(4), 2, upper=0.3),
         ["`upper`", "1.2", "k is 2"],
     ),
-    "too little room in one row": (
+    "bounds sum to less than k in one row": (
         lambda: torchlml.constrained_sparsemax(
             torch.zeros(2, 4), 2, upper=torch.tensor([[1.0] * 4, [0.1] * 4])
         ),
@@ -77,7 +77,7 @@ WRONG: dict[str, tuple[Any, list[str]]] = {
         lambda: torchlml.constrained_sparsemax(torch.zeros(2), 1, upper=np.ones(2)),  # type: ignore[arg-type]
         ["`upper`", "tensor"],
     ),
-    "a bound beyond every float": (
+    "a bound beyond the float range": (
         lambda: torchlml.constrained_softmax(torch.zeros(2), 1, upper=10**400),
         ["`upper`", "float64"],
     ),

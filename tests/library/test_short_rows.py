@@ -145,7 +145,7 @@ def test_one_k_for_each_row_changes_no_bit(dtype: torch.dtype) -> None:
             assert torch.equal(one, other)
 
 
-@pytest.mark.skipif(not loader.loaded(), reason="pure PyTorch pads masked rows in another way")
+@pytest.mark.skipif(not loader.loaded(), reason="pure PyTorch pads masked rows differently")
 @pytest.mark.parametrize("dtype", DTYPES[:3], ids=str)
 def test_a_mask_of_ones_changes_no_bit(dtype: torch.dtype) -> None:
     for n in (8, 30, 64, 200):

@@ -21,7 +21,7 @@ from torchlml_lab import cli, info
 from torchlml_lab.gpu_check import check_gpu, comparisons
 
 ROOT = Path(__file__).parents[2]
-needs_triton = pytest.mark.skipif(not self_test.available(), reason="Triton cannot be imported here.")
+needs_triton = pytest.mark.skipif(not self_test.available(), reason="Triton cannot be imported")
 
 
 def run(*words: str, **environment: str) -> str:
@@ -58,8 +58,8 @@ def test_interpreted_kernels_are_right() -> None:
 
 @needs_triton
 def test_interpreted_kernels_pass_the_checks_of_torch() -> None:
-    of_the_family = "bounded or value or constrained or topk_mask or systematic"  # plain torch on GPUs
-    chosen = f"checks_of_torch and float32 and not ({of_the_family})"
+    related = "bounded or value or constrained or topk_mask or systematic"  # pure PyTorch on GPUs
+    chosen = f"checks_of_torch and float32 and not ({related})"
     interpreted("chip", "tests/library/test_operators.py", "-k", chosen)
 
 
@@ -120,7 +120,7 @@ def test_importing_the_package_does_not_import_triton() -> None:
     assert run("-c", "import torchlml, sys; print('triton' in sys.modules)").strip() == "False"
 
 
-@pytest.mark.skipif(torch.cuda.is_available(), reason="There is a GPU here, which gpu-check would use.")
+@pytest.mark.skipif(torch.cuda.is_available(), reason="gpu-check would use the GPU")
 def test_gpu_check_without_a_gpu_prints_one_line(capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["gpu-check"]) == 2
     said = capsys.readouterr()

@@ -56,20 +56,20 @@ SPECIAL = [
     Special("NaN", [0.0, NAN, 1.0], 1, [NAN] * 3, NAN),
     Special("NaN, k = 0", [0.0, NAN, 1.0], 0, [NAN] * 3, NAN),
     Special("NaN, k = n", [0.0, NAN, 1.0], 3, [NAN] * 3, NAN),
-    Special("NaN beside +inf", [INF, NAN, 1.0], 1, [NAN] * 3, NAN),
-    Special("NaN beside a masked entry", [0.0, NAN, 1.0], 1, [NAN] * 3, NAN, [True, True, False]),
-    Special("packed row as long as k", [1.0, 5.0], 2, [1, 1], INF),
-    Special("packed row shorter than k", [1.0, 5.0], 3, [1, 1], INF, short=True),
-    Special("packed row shorter than k, with NaN", [1.0, NAN], 3, [NAN, NAN], NAN, short=True),
-    Special("empty packed row", [], 3, [], INF, short=True),
-    Special("empty packed row, k = 0", [], 0, [], -INF, short=True),
-    Special("an ordinary neighbour", [0.3, -1.0, 2.0, 0.0], 1.5, [], NAN),
+    Special("NaN next to +inf", [INF, NAN, 1.0], 1, [NAN] * 3, NAN),
+    Special("NaN next to a masked entry", [0.0, NAN, 1.0], 1, [NAN] * 3, NAN, [True, True, False]),
+    Special("ragged row as long as k", [1.0, 5.0], 2, [1, 1], INF),
+    Special("ragged row shorter than k", [1.0, 5.0], 3, [1, 1], INF, short=True),
+    Special("ragged row shorter than k, with NaN", [1.0, NAN], 3, [NAN, NAN], NAN, short=True),
+    Special("empty ragged row", [], 3, [], INF, short=True),
+    Special("empty ragged row, k = 0", [], 0, [], -INF, short=True),
+    Special("an ordinary neighbor", [0.3, -1.0, 2.0, 0.0], 1.5, [], NAN),
 ]
 ORDINARY = SPECIAL.pop()
 DENSE = [row for row in SPECIAL if not row.short]
 
 
 def gradient_of_k(row: Special, g: list[float]) -> float:
-    """The gradient of sum(g y) for k: nonzero only if p entries of +inf share k, with dy/dk = 1/p for each."""
+    """The gradient of sum(g y) for k: nonzero only if p entries of +inf share k, with dy/dk = 1/p."""
     above = [gi for xi, gi in zip(row.x, g, strict=True) if xi == INF]
     return sum(above) / len(above) if row.nu == -INF and len(above) > row.k > 0 else 0.0
