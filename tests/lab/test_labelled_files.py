@@ -62,8 +62,8 @@ def test_a_pair_of_npz(tmp_path: Path) -> None:
     rows, _ = read_labelled(tmp_path / "x.npz", "--train", labels=tmp_path / "y.npz")
     assert np.array_equal(rows.features.toarray(), X)
     assert names_of(rows) == LABELS
-    unlabelled, _ = read_labelled(tmp_path / "x.npz", "--data", labelled=False)
-    assert unlabelled.counts.tolist() == [0, 0, 0]
+    unlabeled, _ = read_labelled(tmp_path / "x.npz", "--data", labelled=False)
+    assert unlabeled.counts.tolist() == [0, 0, 0]
 
 
 @pytest.mark.parametrize("ending", ["csv", "tsv", "parquet"])
