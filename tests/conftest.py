@@ -1,4 +1,4 @@
-"""Strict global modes: the same examples in every run, no leftover default dtype or number of threads."""
+"""Strict global settings: the same examples in every run, and no leftover default dtype or thread count."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from hypothesis import HealthCheck, settings
 settings.register_profile(
     "torchlml",
     deadline=None,  # the first call of an operator may load a library
-    derandomize=True,  # a red test stays red
+    derandomize=True,  # a failing test keeps failing
     max_examples=60,
     suppress_health_check=[HealthCheck.too_slow, HealthCheck.differing_executors],
 )
@@ -20,7 +20,7 @@ settings.load_profile("torchlml")
 
 @pytest.fixture(autouse=True)
 def _same_start() -> Iterator[None]:
-    """Every test starts from one seed and must leave torch's global settings as it found them."""
+    """Start every test from one seed, and check that it restores torch's global settings."""
     torch.manual_seed(0)
     before = (torch.get_default_dtype(), torch.get_num_threads(), torch.is_grad_enabled())
     yield
@@ -30,7 +30,7 @@ def _same_start() -> Iterator[None]:
 
 @pytest.fixture
 def one_thread() -> Iterator[None]:
-    """Torch computes on one thread, so that every sum is added in the same order."""
+    """Run torch on one thread, so that all sums have the same order."""
     before = torch.get_num_threads()
     torch.set_num_threads(1)
     yield

@@ -1,7 +1,7 @@
-"""The claims of the paper (Amos, Koltun and Kolter, 2019), each under its name, each by an independent way.
+"""The claims of the paper (Amos, Koltun and Kolter, 2019), each verified by an independent computation.
 
-"Independent" is a general solver (scipy), a linear system (numpy) or an enumeration: nothing here asks the
-library for the right answer.
+"Independent" means a general solver (scipy), a linear system (numpy) or an enumeration: no expected value
+comes from the library.
 """
 
 import math
@@ -28,7 +28,7 @@ def rows(number, n, scale=3.0, seed=0):
 
 
 def argmin(x, penalty, slope, total=None):
-    """The y in the open unit cube, with the given total, that minimises -x.y - penalty(y), by SLSQP."""
+    """The y in the open unit cube with the given sum that minimizes -x.y - penalty(y), by SLSQP."""
     n = len(x)
     constraints = [] if total is None else [LinearConstraint(np.ones((1, n)), total, total)]
     found = minimize(
@@ -70,7 +70,7 @@ def test_the_corners_of_the_polytope_are_the_sets_of_k_labels(n, k):
     reached = set()
     for _ in range(150):
         c = generator.normal(size=n)
-        # A linear program over the definition {0 <= p <= 1, sum p = k} ends in a corner of it.
+        # A linear program over the definition {0 <= p <= 1, sum p = k} has a solution at a corner.
         best = linprog(-c, A_eq=np.ones((1, n)), b_eq=[k], bounds=(0, 1))
         distance = np.abs(corners.numpy() - best.x).max(1)
         assert distance.min() < 1e-9
@@ -87,19 +87,19 @@ def test_l_4_2_is_an_octahedron():
 
 
 def test_l_n_1_is_the_simplex():
-    # Into it: every row is a point of the simplex. Onto it: every point of its interior is some row's answer.
+    # Into: every row maps to a point of the simplex. Onto: every interior point is the image of some row.
     y = torchlml.lml(rows(50, 7, 10.0), 1)
     assert (y >= 0).all()
     torch.testing.assert_close(y.sum(1), torch.ones(50, dtype=torch.float64), rtol=0, atol=1e-11)
     points = torch.from_numpy(np.random.default_rng(0).dirichlet(np.ones(7), 50))
     torch.testing.assert_close(torchlml.lml(torch.logit(points), 1), points, rtol=0, atol=1e-11)
     assert (vertices(7, 1) == torch.eye(7)).all()
-    # It is the softmax's set, not the softmax.
+    # The set is that of softmax, but the map is not.
     assert (y - torch.softmax(rows(50, 7, 10.0), 1)).abs().max() > 0.01
 
 
 @pytest.mark.parametrize("seed", range(4))
-def test_equation_1_is_what_lml_computes(seed):
+def test_lml_solves_equation_1(seed):
     x, k = rows(1, 8, seed=seed)[0], 3
     torch.testing.assert_close(
         torchlml.lml(x, k), torch.from_numpy(argmin(x.numpy(), h_b, dh_b, k)), rtol=0, atol=2e-6
@@ -116,7 +116,7 @@ def test_proposition_1_the_order_is_preserved(scale, k, dtype):
     order = x.argsort(1, descending=True)
     assert (y.gather(1, order).diff(dim=1) <= 0).all()
     assert (y[:, 7] == y[:, 3]).all()
-    # Rounding may merge neighbours, but where nothing saturates it does not in float64.
+    # Rounding may merge neighbors, but not in float64 without saturation.
     if dtype == torch.float64 and scale <= 1:
         distinct = x.gather(1, order).diff(dim=1) < 0
         assert (y.gather(1, order).diff(dim=1)[distinct] < 0).all()
@@ -186,16 +186,16 @@ def test_the_kkt_system_solved_numerically_equals_the_backward(k):
     torch.testing.assert_close(ours, torch.from_numpy(-d[:n]), rtol=0, atol=1e-12)
 
 
-# Section 4: maximum likelihood recovers the labels nobody wrote down.
+# Section 4: maximum likelihood recovers the unobserved labels.
 
 CONTEXTS, LABELS, K = 12, 8, 3
 
 
-class Realisable:
-    """Twelve contexts with three true labels of eight each; a sample names one of the three.
+class Realizable:
+    """Twelve contexts with three of eight labels each; a sample observes one of the three.
 
-    The logits are a table and a bias for each label, so that the true model can be represented. Every label
-    is true somewhere.
+    The logits are a table plus a bias for each label, so the true model can be represented. Every label is
+    true in some context.
     """
 
     def __init__(self):
@@ -224,32 +224,32 @@ class Realisable:
 
 
 def test_proposition_2_lml_recovers_the_unobserved_labels():
-    problem = Realisable()
+    problem = Realizable()
     logits, loss = problem.train(lambda x, label: torchlml.lml_loss(x, label, K))
     p = torchlml.lml(logits, K)
     likelihood = torch.where(problem.true, p, 1 - p).prod(1)
     assert loss < 0.02
     assert likelihood.min() > 0.9
     assert ((p > 0.5) == problem.true).all()
-    # The corollary: the recall of the observed labels is maximal.
+    # Corollary: the recall of the observed labels is maximal.
     recall = TopKRecall(k=K)
     recall.update(logits[problem.context], problem.observed)
     assert recall.compute() == 1
 
 
 def test_proposition_2_fails_for_sigmoids_which_collapse():
-    problem = Realisable()
+    problem = Realizable()
     logits, loss = problem.train(
         lambda x, label: -torch.nn.functional.logsigmoid(x.gather(1, label.unsqueeze(1))).mean()
     )
     p = torch.sigmoid(logits)
-    assert loss < 0.02  # as likely as LML's
-    assert p.min() > 0.9  # and everything is a label
+    assert loss < 0.02  # the same likelihood as LML
+    assert p.min() > 0.9  # and everything is predicted as a label
     assert torch.where(problem.true, p, 1 - p).prod(1).max() < 0.01
 
 
-def test_a_softmax_on_an_edge_cannot_give_two_relations_their_due():
-    # Section 4.2: the likelihood of both is at most 1/4 under a softmax, and near 1 under LML.
+def test_a_softmax_on_an_edge_cannot_represent_two_relations():
+    # Section 4.2: the likelihood of both is at most 1/4 with softmax, and near 1 with LML.
     x = torch.tensor([20.0, 20.0, 0.0, 0.0])
     assert torch.softmax(x, 0)[:2].prod() <= 0.25
     assert torchlml.lml(x, 2)[:2].prod() > 0.99
@@ -264,7 +264,7 @@ def test_a_scene_graph_row_of_19000_fits_and_is_exact(k):
     y = torchlml.lml(x, k)
     assert abs(y.double().sum().item() - k) <= 2e-6 * k
     torch.testing.assert_close(y.double(), torch.from_numpy(expected.y), rtol=0, atol=1e-6)
-    # Beside a smaller image, as one ragged batch with the loss of the relations that were observed.
+    # Together with a smaller image as a jagged batch, with the loss of the observed relations.
     values = torch.cat([x, torch.zeros(600)])
     offsets = torch.tensor([0, n, n + 600])
     relations = torch.tensor([3, 17, 18_999, n + 5])
@@ -282,7 +282,7 @@ def test_a_scene_graph_row_of_19000_fits_and_is_exact(k):
 def test_appendix_a_the_truncated_entropy_is_small_when_the_top_k_error_is_zero():
     x = torch.zeros(1, 50)
     x[0, :5] = 30.0
-    label = torch.tensor([4])  # tied for the fifth place, which is inside the top 5
+    label = torch.tensor([4])  # tied for fifth place, which is inside the top 5
     assert torchlml.truncated_entropy_loss(x, label, 5).item() < 1e-10
     assert torchlml.truncated_entropy_loss(x, label, 4).item() == pytest.approx(math.log(2))
 
@@ -315,7 +315,7 @@ def test_the_constrained_softmax_is_the_other_entropy_on_the_same_set(seed):
 
 
 @pytest.mark.parametrize("surface", SURFACES, ids=lambda surface: surface.name)
-def test_the_centre_has_the_highest_entropy_and_the_corners_the_lowest(surface):
+def test_the_center_has_the_highest_entropy_and_the_corners_the_lowest(surface):
     _, y = points(surface)
     heights = surface.height(y)
     centre = torch.tensor(surface.corners, dtype=torch.float64).mean(0)
@@ -327,7 +327,7 @@ def test_the_centre_has_the_highest_entropy_and_the_corners_the_lowest(surface):
 
 
 def test_the_surface_of_lml_resembles_that_of_softmax_more_than_constrained_softmax_does():
-    # The corners of L(3,2) are one minus those of the simplex: compare points with the same weights of them.
+    # The corners of L(3,2) are one minus those of the simplex: compare points with the same weights.
     weights, y = points(SURFACES[2])
     q = 1 - y
 

@@ -1,4 +1,4 @@
-"""A headless Chromium for the tests of pages; they are skipped where there is none."""
+"""A headless Chromium for the tests of pages. Without one, these tests are skipped."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def browser() -> Iterator[Any]:
     program = next((path for name in NAMES if (path := shutil.which(name))), None)
     if program is None:
         pytest.skip("no Chromium on this machine (looked for " + ", ".join(NAMES) + ")")
-    # Chromium refuses its sandbox to root, which is who runs in a container.
+    # Chromium's sandbox does not work for root, the usual user in a container.
     arguments = ["--no-sandbox"] if hasattr(os, "geteuid") and os.geteuid() == 0 else []
     with api.sync_playwright() as playwright:
         chromium = playwright.chromium.launch(executable_path=program, args=arguments)

@@ -46,6 +46,6 @@ def test_the_report_fits_a_phone(browser: Any, report: Path, width: int) -> None
     head = page.locator("table.results th").nth(1)
     assert (label == f'"{cell.get_attribute("data-label")}"') == (width < 640)
     assert head.is_visible() == (width >= 640)
-    # A plot is as large as its text needs, and scrolls within its frame.
+    # A plot is as large as its text requires and scrolls within its frame.
     assert page.locator(".plot img").first.bounding_box()["width"] >= 640
     page.close()

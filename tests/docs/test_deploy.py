@@ -1,4 +1,4 @@
-"""docs/deploy.md: what it exports runs in onnxruntime and in a program without Python."""
+"""docs/deploy.md: the exported models run in onnxruntime and in a program without Python."""
 
 from __future__ import annotations
 
@@ -23,10 +23,10 @@ def blocks(language: str) -> list[str]:
     return re.findall(rf"^```{language}\n(.*?)^```", PAGE, re.DOTALL | re.MULTILINE)
 
 
-# What torch's exporter says about its own insides.
+# Warnings of torch's exporter about its own internals.
 @pytest.mark.filterwarnings("ignore:.*LeafSpec:FutureWarning")
 @pytest.mark.skipif(not loader.loaded(), reason="the compiled kernel is not in use")
-@pytest.mark.skipif(shutil.which("g++") is None, reason="there is no g++")
+@pytest.mark.skipif(shutil.which("g++") is None, reason="g++ is not installed")
 def test_the_page(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for package in ("onnxruntime", "onnxscript"):
         pytest.importorskip(package, reason=f"{package} is not installed")
@@ -40,7 +40,7 @@ def test_the_page(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     _, build, call = commands.splitlines()
     subprocess.run(shlex.split(build.replace("$TORCH", torch.__path__[0])), check=True)
     kernel = next(Path(loader.__file__).parent.glob("_C*.so"))
-    # Without an environment, Python's packages are not to be found even if something looked for them.
+    # With an empty environment, Python packages cannot be found.
     command = shlex.split(call.replace("_C.abi3.so", str(kernel)))
     result = subprocess.run(command, env={}, capture_output=True, text=True, check=False)
     assert result.returncode == 0, result.stderr

@@ -35,7 +35,7 @@ def page(browser: Any) -> Iterator[Any]:
 
 
 def opened(browser: Any, width: int, height: int, **options: Any) -> Any:
-    """The page in a new window of a touch device."""
+    """Open the page in a new window of a touch device."""
     options = {"has_touch": True, "reduced_motion": "reduce", **options}
     page = browser.new_page(viewport={"width": width, "height": height}, **options)
     page.goto(PLAYGROUND.as_uri())
@@ -43,7 +43,7 @@ def opened(browser: Any, width: int, height: int, **options: Any) -> Any:
 
 
 def show(page: Any, entry: int = 0, **state: Any) -> dict[str, Any]:
-    """Set the page to a state and a selected entry, and read all its numbers."""
+    """Set the page to a state and a selected entry, and return all its numbers."""
     return page.evaluate(
         "([state, entry]) => { playground.set(state, entry); return playground.read(); }", [state, entry]
     )
@@ -85,7 +85,7 @@ def settings() -> list[dict[str, Any]]:
     found = []
     for i, (k, temperature, bound) in enumerate(kinds):
         scale = (0.3, 2.0, 5.0)[i % 3]
-        # Steps of a hundredth, as the page holds them, and far from a corner of sparsemax.
+        # Steps of 0.01, the resolution of the page, away from the kinks of sparsemax.
         logits = (scale * torch.randn(10, generator=generator, dtype=torch.float64)).clamp(-6, 6)
         gap = (0, 0.5, 3, 8)[i % 4]
         found.append(
@@ -111,12 +111,12 @@ def test_a_hundred_settings_give_the_numbers_of_the_library(page: Any) -> None:
 @pytest.mark.parametrize(
     "logits",
     [[0.0] * 10, [6.0] * 5 + [-6.0] * 5, [float(i % 2) for i in range(10)], [6.0] + [-6.0] * 9],
-    ids=["equal", "two heights", "ties one apart", "an outlier"],
+    ids=["equal", "two levels", "alternating", "an outlier"],
 )
 def test_ties_and_ends_give_the_numbers_of_the_library(page: Any, logits: list[float], k: float) -> None:
     for temperature in (0.05, 1):
         shown = show(page, logits=logits, k=k, temperature=temperature, gap=0, bound="exactly")
-        # Ties that stand exactly on a corner of the constrained layers have no derivative there.
+        # Ties exactly on a kink of the constrained layers have no derivative there.
         check(shown, gradients=logits[1] != 1.0)
 
 
@@ -142,7 +142,7 @@ def test_the_code_on_the_page_gives_the_numbers_on_the_page(page: Any) -> None:
         assert shown["nu"] == pytest.approx(names["nu"].item(), abs=TOLERANCE, rel=TOLERANCE)
 
 
-def test_what_is_drawn_and_written_is_what_was_computed(page: Any) -> None:
+def test_drawings_and_captions_show_the_computed_values(page: Any) -> None:
     shown = show(page, entry=3, **{key: value for key, value in settings()[28].items() if key != "entry"})
     for name, values in shown["y"].items():
         cells = page.eval_on_selector_all(
@@ -225,33 +225,33 @@ def test_a_link_brings_back_a_setting_and_bad_ones_are_ignored(browser: Any) -> 
 
 
 @pytest.mark.parametrize("scheme", ["light", "dark"])
-def test_words_stand_out_from_their_ground(browser: Any, scheme: str) -> None:
-    """Contrast of at least 4.5 to 1 for words, as WCAG asks, in both themes."""
+def test_text_has_enough_contrast(browser: Any, scheme: str) -> None:
+    """Text has a contrast of at least 4.5 to 1 in both themes, as WCAG requires."""
     page = browser.new_page(color_scheme=scheme)
     page.goto(PLAYGROUND.as_uri())
     names = ["ink", "soft", "lml", "sigmoid", "softmax", "csoftmax", "csparsemax", "shift", "card", "column"]
-    colours = page.evaluate(
+    colors = page.evaluate(
         "names => { const style = getComputedStyle(document.documentElement);"
         " return names.map(name => style.getPropertyValue(`--${name}`).trim()); }",
         names,
     )
     page.close()
-    light = {name: luminance(colour) for name, colour in zip(names, colours, strict=True)}
+    light = {name: luminance(color) for name, color in zip(names, colors, strict=True)}
     large = {"sigmoid", "softmax"}  # bold titles
     for name in names[:8]:
         high, low = sorted([light[name], light["card"]], reverse=True)
         assert (high + 0.05) / (low + 0.05) > (3 if name in large else 4.5), name
 
 
-def luminance(colour: str) -> float:
+def luminance(color: str) -> float:
     """The relative luminance of #rrggbb, as WCAG defines it."""
-    parts = [int(part, 16) / 255 for part in re.findall("..", colour.lstrip("#"))]
+    parts = [int(part, 16) / 255 for part in re.findall("..", color.lstrip("#"))]
     linear = [part / 12.92 if part <= 0.04045 else ((part + 0.055) / 1.055) ** 2.4 for part in parts]
     return 0.2126 * linear[0] + 0.7152 * linear[1] + 0.0722 * linear[2]
 
 
 def touch(page: Any, x: float, y: float, dy: float) -> None:
-    """Move a finger vertically, through the browser's own input handling, which may scroll instead."""
+    """Move a finger vertically through the browser's own input handling, which may scroll instead."""
     session = page.context.new_cdp_session(page)
     for step in range(9):
         kind = "touchStart" if step == 0 else "touchMove"
@@ -261,7 +261,7 @@ def touch(page: Any, x: float, y: float, dy: float) -> None:
 
 
 def grip(page: Any, entry: int) -> tuple[float, float]:
-    """The middle of the grip of a bar."""
+    """The center of the grip of a bar."""
     box = page.locator(f'[role="slider"][data-entry="{entry}"] .grip').bounding_box()
     return box["x"] + box["width"] / 2, box["y"] + box["height"] / 2
 
@@ -287,7 +287,7 @@ def test_fingers_move_grips_and_scroll_elsewhere(browser: Any, width: int) -> No
     page.touchscreen.tap(x, page.locator("#logits").bounding_box()["y"] + 10)
     page.wait_for_function("playground.read().selected === 9")
     assert logits(page) == before
-    # Off the grip by less than its handle: no jump, and the logit follows the finger.
+    # Off the grip by less than its handle: the bar does not jump, and the logit follows the finger.
     touch(page, x, y + 15, -60)
     page.wait_for_function("playground.read().state.logits[9] > 2")
     unit = page.locator("#logits").bounding_box()["height"] / 180 * 126 / 12
@@ -333,7 +333,7 @@ def test_the_logits_cover_nothing_in_a_low_window(browser: Any, size: tuple[int,
 
 @pytest.mark.parametrize("size", [(320, 640), (390, 844), (844, 390)])
 def test_touch_targets_are_large(browser: Any, size: tuple[int, int]) -> None:
-    """At least 44 by 44 px. The ten bars share the width, so that only their height can be."""
+    """Targets are at least 44 by 44 px, except for the ten bars: they share the width of the page."""
     page = opened(browser, *size)
     boxes = page.evaluate(
         "[...document.querySelectorAll("
@@ -411,7 +411,7 @@ def test_k_sweeps_up_down_and_back(browser: Any) -> None:
     assert page.get_attribute("#sweep", "aria-label") == "Sweep k"
     for each in seen[:20:4]:
         check(each)
-    # Any other control takes over, and so does the button itself.
+    # Any other control stops the animation, and so does the button itself.
     for stop in ("document.getElementById('sweep').click()", "setLogit(0, 1)"):
         page.click("#sweep")
         page.clock.run_for(1000)
@@ -434,7 +434,7 @@ def test_reduced_motion_replaces_the_sweep_by_steps(page: Any) -> None:
 
 
 def theme(page: Any) -> str:
-    """The theme on the screen, by the color of the page."""
+    """The theme on the screen, judged by the background color of the page."""
     color = page.evaluate("getComputedStyle(document.body).backgroundColor")
     return {"rgb(246, 247, 249)": "light", "rgb(15, 19, 24)": "dark"}[color]
 
@@ -479,7 +479,7 @@ def test_the_first_button_shares_a_link_to_the_settings(browser: Any) -> None:
     other.goto(link)
     assert other.evaluate("playground.read().state") == state
     other.close()
-    # A phone opens its own dialog, which the reader may close. Otherwise the address bar has the link.
+    # A phone opens its own dialog, which the user may close. Otherwise the address bar has the link.
     for error, said in (("AbortError", ""), ("NotAllowedError", "The link is in the address bar.")):
         page.evaluate("document.getElementById('shared').textContent = ''")
         page.evaluate(

@@ -53,7 +53,7 @@ def test_outputs_in_the_example() -> None:
         assert float(line[2]) == pytest.approx(y.sum().item(), abs=0.006)
 
 
-def test_the_readme_names_only_what_there_is() -> None:
+def test_the_readme_names_only_existing_files() -> None:
     text = README.read_text(encoding="utf-8")
     named = set(re.findall(r"torchlml\.([A-Za-z_]+)", "\n".join(SNIPPETS)))
     named |= set(re.findall(r"`torchlml\.([A-Za-z_]+)`", text)) | set(
@@ -109,7 +109,7 @@ def test_the_evidence_is_that_of_the_results() -> None:
 
 
 def commands() -> dict[str, list[str]]:
-    """Every `torchlml ...` in code on the pages: the words of the command, and the options given to it."""
+    """All `torchlml ...` commands in code on the pages: the words of each command and its options."""
     found: dict[str, list[str]] = {}
     for page in PAGES:
         text = page.read_text(encoding="utf-8")
@@ -139,7 +139,7 @@ def test_every_command_exists_with_its_options(name: str, capsys: pytest.Capture
 
 
 def anchors(page: Path) -> set[str]:
-    """The anchors of a page as the web makes them: small letters and digits, a hyphen for a space."""
+    """The anchors of a page as GitHub generates them: lowercase letters and digits, hyphens for spaces."""
     titles = re.findall(r"^#+ (.*)$", page.read_text(encoding="utf-8"), re.MULTILINE)
     return {re.sub(r"[^\w -]", "", title.lower()).replace(" ", "-") for title in titles}
 

@@ -1,4 +1,4 @@
-"""The recipes: each runs, prints what its page says, is short, and is done in seconds."""
+"""The recipes: each one is short, runs within seconds and prints the output shown on its page."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ import torchlml
 
 DOCS = Path(__file__).parents[2] / "docs"
 RECIPES = sorted((DOCS / "recipes").glob("*.py"))
-# Recipes for other packages, which say things about themselves while they train.
+# Recipes for other packages, which emit their own warnings during training.
 NEEDS = {"hf_trainer": "transformers", "lightning_module": "lightning"}
 NUMBER = re.compile(r"-?\d+\.?\d*(?:e[-+]?\d+)?")
 
 
 def run(recipe: Path, capsys: pytest.CaptureFixture[str]) -> tuple[str, dict[str, Any]]:
-    """What a recipe prints, and its names, on one thread."""
+    """Run a recipe on one thread and return its output and its global names."""
     if recipe.stem in NEEDS:
         pytest.importorskip(NEEDS[recipe.stem], reason=f"{NEEDS[recipe.stem]} is not installed")
     names: dict[str, Any] = {"__name__": "__main__"}
@@ -41,7 +41,7 @@ def run(recipe: Path, capsys: pytest.CaptureFixture[str]) -> tuple[str, dict[str
 
 
 def close(said: str, written: str) -> bool:
-    """The same words, and numbers that differ by no more than another version of torch may change them."""
+    """Whether the words are equal and the numbers differ no more than between versions of torch."""
     if NUMBER.sub("#", said).split() != NUMBER.sub("#", written).split():
         return False
     pairs = zip(NUMBER.findall(said), NUMBER.findall(written), strict=True)
@@ -49,7 +49,7 @@ def close(said: str, written: str) -> bool:
 
 
 @pytest.mark.parametrize("recipe", RECIPES, ids=lambda recipe: recipe.stem)
-def test_a_recipe_prints_what_its_page_says_in_seconds(
+def test_a_recipe_prints_the_output_on_its_page_within_seconds(
     recipe: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     before = time.process_time()
@@ -84,7 +84,7 @@ def code_lines(text: str) -> int:
     return len(lines)
 
 
-def test_every_recipe_is_short_and_has_a_page_with_what_came_out() -> None:
+def test_every_recipe_is_short_and_has_a_page_with_its_output() -> None:
     pages = "\n".join(page.read_text(encoding="utf-8") for page in sorted((DOCS / "recipes").glob("*.md")))
     assert len(RECIPES) >= 14
     for recipe in RECIPES:
@@ -94,7 +94,7 @@ def test_every_recipe_is_short_and_has_a_page_with_what_came_out() -> None:
 
 
 def test_the_step_of_the_trainer_is_the_mean_over_all_its_rows(capsys: pytest.CaptureFixture[str]) -> None:
-    """Against a step by hand, and not the Trainer with itself."""
+    """Compare with a step computed by hand, not with the Trainer itself."""
     recipe = DOCS / "recipes" / "hf_trainer.py"
     _, names = run(recipe, capsys)
     logits, labels = (
@@ -112,7 +112,7 @@ def test_the_step_of_the_trainer_is_the_mean_over_all_its_rows(capsys: pytest.Ca
     torch.testing.assert_close(torch.stack(parts).sum(), right)
 
 
-def test_entmax_gives_what_the_page_on_migrating_from_it_says() -> None:
+def test_entmax_matches_the_numbers_on_the_migration_page() -> None:
     entmax = pytest.importorskip("entmax", reason="entmax is not installed")
     x = torch.randn(5, 12, dtype=torch.float64)
     torch.testing.assert_close(torchlml.constrained_sparsemax(x, 1), entmax.sparsemax(x, dim=-1))

@@ -1,4 +1,4 @@
-"""The tables of the result pages: every number in them is that of the CSV beside them."""
+"""The tables on the result pages: every number matches the corresponding CSV."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ Row = dict[str, str]
 
 
 class Table(NamedTuple):
-    """A table of a page below the heading that it stands under, without bold face."""
+    """A table on a page, with the heading above it and without bold markup."""
 
     section: str
     heads: list[str]
@@ -53,7 +53,7 @@ def rows(path: Path) -> list[Row]:
         return list(csv.DictReader(file))
 
 
-def spread(values: Iterable[str], digits: int) -> str:
+def mean_and_deviation(values: Iterable[str], digits: int) -> str:
     shares = [100 * float(value) for value in values]
     deviation = f" ± {stdev(shares):.{digits}f}" if len(shares) > 1 else ""
     return f"{mean(shares):.{digits}f}{deviation}"
@@ -66,8 +66,8 @@ def method(title: str) -> str:
 
 
 def check_cells(line: list[str], found: list[Row], measures: Iterable[str], digits: int) -> None:
-    """The cells of a line are the means and deviations of these rows."""
-    assert line == [spread((row[measure] for row in found), digits) for measure in measures]
+    """Check that the cells of a line are the means and deviations of these rows."""
+    assert line == [mean_and_deviation((row[measure] for row in found), digits) for measure in measures]
 
 
 # ------------------------------------------------------------------------------------ scene graphs
@@ -160,7 +160,7 @@ LOSSES = {
 
 
 def check_noises(table: Table, columns: list[tuple[str, str, str]], digits: int) -> None:
-    """Each column of a table of losses is a measure (CSV, noise, measure) of one sweep."""
+    """Check that each column of a table of losses is a measure (CSV, noise, measure) of one sweep."""
     for title, *cells in table.lines:
         for (name, noise, measure), cell in zip(columns, cells, strict=True):
             found = [
@@ -168,7 +168,7 @@ def check_noises(table: Table, columns: list[tuple[str, str, str]], digits: int)
                 for row in rows(CIFAR / name)
                 if row["loss"] == LOSSES[title] and float(row["noise"]) == float(noise)
             ]
-            assert cell == spread(found, digits), (title, name, noise)
+            assert cell == mean_and_deviation(found, digits), (title, name, noise)
 
 
 def test_cifar100_features() -> None:
@@ -215,7 +215,7 @@ def test_cifar100_images(section: str, place: int, name: str, split: str) -> Non
 def test_cifar100_tuning_of_sixteen_epochs() -> None:
     (table,) = of_section(CIFAR / "README.md", "Sixteen epochs", "loss")
     found = {
-        (row["loss"], float(row["learning_rate"])): spread([row["validation_topk"]], 1)
+        (row["loss"], float(row["learning_rate"])): mean_and_deviation([row["validation_topk"]], 1)
         for row in rows(CIFAR / "tuning-images-16.csv")
     }
     assert found == {
@@ -259,4 +259,6 @@ def test_which_k_of_lists_of_labels() -> None:
         found = [
             row for row in rows(RESULTS / "multilabel" / f"{title.split(',')[0]}.csv") if row["keep"] == "1.0"
         ]
-        assert cells == [spread((row["p1"] for row in found if row["loss"] == loss), 1) for loss in LISTED]
+        assert cells == [
+            mean_and_deviation((row["p1"] for row in found if row["loss"] == loss), 1) for loss in LISTED
+        ]

@@ -1,4 +1,4 @@
-"""docs/scale.md: its table follows from its formulas, which `test_numbers_sent` counts."""
+"""docs/scale.md: its table follows from the formulas that `test_numbers_sent` verifies."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def test_the_table_follows_from_the_formulas(line: tuple[str, ...]) -> None:
     own = labels / processes
     assert float(line[2]) == pytest.approx(2 * own * FEATURES * BYTES / 2**30, rel=0.02)
     assert float(line[3]) == pytest.approx(2 * ROWS * own * BYTES / 2**30, rel=0.02)
-    # The agreement, the survey of the loss and two evaluations at three points.
+    # The agreement, the survey of the loss, and two evaluations at three points.
     sent = 8 * (256 + (23 + 2 * 14 * 3) * ROWS)
     received = processes * sent if processes > 1 else 0
     assert float(line[4]) == pytest.approx(received / 2**20, rel=0.05)

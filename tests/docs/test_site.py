@@ -1,4 +1,4 @@
-"""The site: it builds without a warning, fetches nothing, every link leads somewhere, every snippet runs."""
+"""The site builds without a warning and fetches nothing; every link resolves and every snippet runs."""
 
 from __future__ import annotations
 
@@ -84,7 +84,7 @@ def test_every_link_of_the_site_leads_somewhere(site: Path, pages: dict[Path, Ht
     for page, html in pages.items():
         for link in html.links:
             parts = urlsplit(link)
-            if parts.scheme or page.name == "404.html":  # a page for any address has links from the root
+            if parts.scheme or page.name == "404.html":  # the 404 page has links from the root
                 assert parts.scheme in ("", "https"), (page.name, link)
                 continue
             target = (page.parent / unquote(parts.path)).resolve() if parts.path else page
@@ -110,7 +110,7 @@ def test_every_public_name_is_in_the_api(site: Path) -> None:
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT / "docs")))
 def test_every_snippet_of_a_page_runs(page: Path) -> None:
-    """The blocks of a page one after the other; those of the recipes are files, with tests of their own."""
+    """Run the blocks of a page in order. The blocks of recipes are files with their own tests."""
     names: dict[str, object] = {"__name__": "snippet"}
     for snippet in re.findall(
         r"^```python\n(.*?)^```", page.read_text(encoding="utf-8"), re.DOTALL | re.MULTILINE
@@ -150,7 +150,7 @@ class _Quiet(http.server.SimpleHTTPRequestHandler):
 
 @pytest.fixture(scope="session")
 def served(site: Path) -> Iterator[str]:
-    """The address of the site, on this machine."""
+    """The address of the site on this machine."""
     handler = functools.partial(_Quiet, directory=str(site))
     with http.server.ThreadingHTTPServer(("127.0.0.1", 0), handler) as server:
         thread = threading.Thread(target=server.serve_forever, daemon=True)
@@ -162,7 +162,7 @@ def served(site: Path) -> Iterator[str]:
 
 @contextlib.contextmanager
 def visit(browser: Any, address: str, **settings: Any) -> Iterator[Any]:
-    """A page that may fetch from the site alone."""
+    """Open a page that may fetch from the site only."""
     page = browser.new_page(**settings)
     strangers: list[str] = []
     host = address.split("/")[2]

@@ -1,4 +1,4 @@
-"""The workflows only call the Makefile, so that everything they do can be done on one's own machine."""
+"""The workflows only call the Makefile, so every step can be run on a local machine."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The benchmark: what it measures, that its files are whole, and that its options are checked."""
+"""The benchmark: its measurements, complete output files and validated options."""
 
 import csv
 import errno
@@ -15,7 +15,7 @@ import torch
 from rich.console import Console
 
 import torchlml
-from tests.support.command_lines import each_refusal, refusals, refused
+from tests.support.command_lines import each_rejection, rejected, rejections
 from torchlml_lab import cli, commands
 from torchlml_lab.bench import grid_benchmark, measurements, report, timing
 from torchlml_lab.bench.cases import BASELINE, DTYPES, FAMILY, LAYER, Case, call_of, case_grid
@@ -89,7 +89,7 @@ def test_second_run_appends_and_compares(capsys, tmp_path):
     assert plot.exists()
 
 
-def test_comparing_with_something_else_says_so(capsys, tmp_path):
+def test_comparing_with_another_format_is_an_error(capsys, tmp_path):
     path, other = tmp_path / "bench.csv", tmp_path / "other.csv"
     narrow = ["--modes", "forward", "--metrics", "time", "--providers", "sigmoid"]
     assert bench(capsys, *narrow, "--csv", str(other))[0] == 0
@@ -115,7 +115,7 @@ def test_every_dtype_runs(capsys, tmp_path):
     assert found == {(dtype, 7) for dtype in DTYPES}
 
 
-def test_quick_is_a_start_that_other_options_change(monkeypatch):
+def test_quick_sets_defaults_that_other_options_override(monkeypatch):
     ran = []
     monkeypatch.setattr(grid_benchmark, "run", lambda settings, *others: ran.append(settings))
     assert cli.main(["bench", "layer", "--quick", "--sizes", "8"]) == 0
@@ -124,24 +124,24 @@ def test_quick_is_a_start_that_other_options_change(monkeypatch):
     assert ran == [replace(usual, **{**QUICK, "sizes": (8,)}, quick=True), usual]
 
 
-@each_refusal(
-    refusals("`{}` has {}", "--sizes 1", "--batches 0", "--scales -1", "--scales inf", "--scales nan"),
-    refusals("`{}` has {}", "--threads 0", "--threads 100000", "--repetitions 0"),
-    refusals("`{}` has {}", "--seconds -1", "--seconds nan"),
-    refusals("`{}` has `{}`", "--ks n*2", "--ks 2.5"),
-    refusals("`{}` is {}", "--ks 0", "--ks 24", "--ks n/0"),
-    refusals("`{}` names `{}`", "--dtypes int8", "--providers softmin", "--modes sideways"),
-    refusals("`{}` names `{}`", "--metrics energy", "--csv .", "--plot .", "--compare no-such-file.csv"),
-    refusals("`{}` needs", "--sizes", "--modes"),
-    refusals("`{}`", "--sizes a", "--ks", "--batches x", "--repetitions 1.5"),
+@each_rejection(
+    rejections("`{}` has {}", "--sizes 1", "--batches 0", "--scales -1", "--scales inf", "--scales nan"),
+    rejections("`{}` has {}", "--threads 0", "--threads 100000", "--repetitions 0"),
+    rejections("`{}` has {}", "--seconds -1", "--seconds nan"),
+    rejections("`{}` has `{}`", "--ks n*2", "--ks 2.5"),
+    rejections("`{}` is {}", "--ks 0", "--ks 24", "--ks n/0"),
+    rejections("`{}` names `{}`", "--dtypes int8", "--providers softmin", "--modes sideways"),
+    rejections("`{}` names `{}`", "--metrics energy", "--csv .", "--plot .", "--compare no-such-file.csv"),
+    rejections("`{}` needs", "--sizes", "--modes"),
+    rejections("`{}`", "--sizes a", "--ks", "--batches x", "--repetitions 1.5"),
     {"--nonsense": "no option `--nonsense`", "--repetition 3": "did you mean `--repetitions`?"},
     {"--plot x.pdf": "must end in `.png` or `.svg`", "--quick yes": "yes"},
     {f"{option} '{__file__}'": f"`{option}` names" for option in ("--csv", "--compare")},
 )
-def test_bad_input_is_one_sentence_before_any_work(capsys, tmp_path, monkeypatch, options, needle):
+def test_bad_input_is_a_one_line_error_before_any_work(capsys, tmp_path, monkeypatch, options, needle):
     monkeypatch.setattr(grid_benchmark, "_measure", lambda *a: pytest.fail("measured something"))
     arguments = ["bench", "layer", *TINY, "--csv", tmp_path / "b.csv", *options]
-    assert needle in refused(capsys, arguments)
+    assert needle in rejected(capsys, arguments)
     assert not list(tmp_path.iterdir())
 
 
@@ -153,7 +153,7 @@ def test_absent_provider_says_why(capsys, monkeypatch):
     assert err == f"torchlml: `--providers` names `{absent.name}`, which cannot run here: it rains.\n"
 
 
-def test_threads_are_given_back_even_after_a_failure(monkeypatch, capsys, tmp_path):
+def test_the_thread_count_is_restored_even_after_a_failure(monkeypatch, capsys, tmp_path):
     seen = []
 
     def fail(*arguments):
@@ -220,7 +220,7 @@ def test_an_option_before_the_name_says_which_names_there_are(capsys):
 
 
 @pytest.mark.parametrize("width", [40, 80, 132])
-def test_no_name_is_cut_and_ratios_are_said(width):
+def test_no_name_is_truncated_and_ratios_are_printed(width):
     def row(provider):
         value = Quantiles(1, 1, 1)
         return measurements.measured("family", provider, "forward", CASE, value, value, 1)
@@ -242,7 +242,7 @@ def test_no_name_is_cut_and_ratios_are_said(width):
 CASE = Case(n=10, k=2, batch=3, scale=1.0, dtype="float32", threads=1)
 
 
-def test_the_family_is_timed_with_a_plot_of_its_own(capsys, tmp_path):
+def test_related_operators_are_timed_with_a_separate_plot(capsys, tmp_path):
     words = ["--sizes", "8", "--ks", "2", "--batches", "3", "--scales", "1", "--repetitions", "1"]
     words += ["--modes", "forward", "--metrics", "time", "--csv", str(tmp_path / "b.csv")]
     assert cli.main(["bench", "constrained", *words]) == 0
@@ -265,7 +265,7 @@ NARROW = ["--modes", "forward", "--metrics", "time", "--providers", "sigmoid"]
 
 @pytest.mark.parametrize("option", ["--csv", "--plot"])
 @pytest.mark.parametrize("place", ["file.txt/x.png", "/proc/x.png", "/dev/full"])
-def test_a_place_that_cannot_be_written_is_refused_before_the_work(
+def test_a_place_that_cannot_be_written_is_rejected_before_the_work(
     capsys, tmp_path, monkeypatch, option, place
 ):
     monkeypatch.chdir(tmp_path)
@@ -291,7 +291,7 @@ def test_a_full_disk_keeps_the_table_on_the_screen(capsys, tmp_path, monkeypatch
     assert not list(tmp_path.iterdir())
 
 
-def test_rows_that_had_to_wait_are_written_when_there_is_room(tmp_path, monkeypatch):
+def test_pending_rows_are_written_when_there_is_space(tmp_path, monkeypatch):
     file = measurements.RowFile(tmp_path / "b.csv")
     value = Quantiles(1, 1, 1)
     row = measurements.measured("family", "lml", "forward", CASE, value, value, 1)
@@ -304,7 +304,7 @@ def test_rows_that_had_to_wait_are_written_when_there_is_room(tmp_path, monkeypa
     assert len(measurements.read(tmp_path / "b.csv", "--csv")) == 2
 
 
-def test_an_interrupted_benchmark_says_what_it_has(capsys, tmp_path, monkeypatch):
+def test_an_interrupted_benchmark_reports_its_partial_results(capsys, tmp_path, monkeypatch):
     real, begun = grid_benchmark._measure, []
 
     def interrupted(*arguments):

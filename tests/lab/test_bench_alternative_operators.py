@@ -1,4 +1,4 @@
-"""The peers: each answers what it says it answers, in float64, against a computation of its own."""
+"""The alternative operators: each one matches its definition, computed independently in float64."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from torchlml_lab.bench.alternative_operators import (
     successive_softmax,
 )
 
-# What cvxpylayers says of numpy's way to copy.
+# A warning of cvxpylayers about numpy's copy semantics.
 pytestmark = pytest.mark.filterwarnings("ignore:__array__ implementation:DeprecationWarning")
 
 
@@ -28,10 +28,10 @@ def test_a_peer_gives_a_number_and_a_gradient_for_each_entry(peer) -> None:
     assert y.shape == gradient.shape == x.shape
     assert gradient.isfinite().all()
     assert gradient.ne(0).any()
-    # Larger logits never get less, but where entries are compared with each other and then mixed.
+    # Larger logits never get a smaller value, except in methods that compare and mix entries.
     order = x.argsort(-1)
     assert peer.name in ("difftopk", "softtorch") or (y.gather(-1, order).diff(dim=-1) >= -1e-4).all()
-    # The mask from soft ranks does not promise a sum.
+    # The mask from soft ranks does not guarantee a sum.
     loose = {"difftopk": 1e-5, "cvxpylayers": 1e-3, "torchsort": 1.0}.get(peer.name, 1e-9)
     torch.testing.assert_close(y.sum(-1), torch.full((4,), 3.0, dtype=torch.float64), atol=loose, rtol=0)
 
@@ -57,7 +57,7 @@ def test_the_convex_program_is_lml() -> None:
     torch.testing.assert_close(peer.function(x, 2), torchlml.lml(x, 2), atol=1e-3, rtol=0)
 
 
-def test_successive_softmaxes_take_out_what_was_chosen() -> None:
+def test_successive_softmaxes_remove_chosen_entries() -> None:
     x = torch.tensor([[0.3, 1.2, -0.5]], dtype=torch.float64)
     first = x.softmax(-1)
     weights = x.exp() * (1 - first)

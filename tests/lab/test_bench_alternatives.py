@@ -1,4 +1,4 @@
-"""`torchlml bench alternatives`: what it finds out about a method is true, and what it writes says it."""
+"""`torchlml bench alternatives`: the reported properties of each method are right and written to files."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 import torchlml
-from tests.support.command_lines import each_refusal, refusals, refused
+from tests.support.command_lines import each_rejection, rejected, rejections
 from torchlml_lab import cli
 from torchlml_lab.bench import alternatives, measurements, timing
 from torchlml_lab.bench.alternative_operators import (
@@ -65,12 +65,12 @@ def test_exactness_is_that_of_the_numbers() -> None:
     assert all(math.isnan(value) for value in exactness(_raises, CASE).values())
 
 
-def test_lml_can_all_and_what_raises_can_nothing() -> None:
+def test_lml_has_every_ability_and_a_raising_method_has_none() -> None:
     assert abilities(lambda x, k: torchlml.lml(x, k)) == dict.fromkeys(ABILITIES, True)
     assert abilities(_raises) == dict.fromkeys(ABILITIES, False)
 
 
-# Each loses one ability: by an error, or by another answer, which must count as none.
+# Each lacks one ability, because it raises or returns a wrong answer. Both must count as missing.
 LOSES = {
     "-inf": lambda x, k: scaled_softmax(x, k) + 0 * x.amin(-1, keepdim=True),
     "vmap": lambda x, k: scaled_softmax(x, k) * (0.5 if torch._C._are_functorch_transforms_active() else 1.0),
@@ -114,7 +114,9 @@ def test_the_command_writes_every_measurement_the_tables_and_the_picture(capsys,
 
 
 @pytest.mark.usefixtures("_short")
-def test_what_is_not_there_is_said_once_and_stands_in_the_table(capsys, monkeypatch, tmp_path: Path) -> None:
+def test_missing_packages_are_reported_once_and_listed_in_the_table(
+    capsys, monkeypatch, tmp_path: Path
+) -> None:
     gone = Alternative("difftopk", _raises, lambda: "the package `difftopk` is not installed")
     monkeypatch.setattr(
         alternatives, "ALTERNATIVES", tuple(gone if p.name == gone.name else p for p in ALTERNATIVES)
@@ -126,7 +128,7 @@ def test_what_is_not_there_is_said_once_and_stands_in_the_table(capsys, monkeypa
     (line,) = (line for line in out.splitlines() if line.startswith("| difftopk"))
     assert line.count("not installed") == len(ABILITIES)
     words = ["bench", "alternatives", "--methods", "difftopk"]
-    assert "`--methods` names `difftopk`, which cannot run here: the package" in refused(capsys, words)
+    assert "`--methods` names `difftopk`, which cannot run here: the package" in rejected(capsys, words)
 
 
 @pytest.mark.usefixtures("_short")
@@ -142,8 +144,8 @@ def test_a_method_that_fails_is_not_timed(capsys, monkeypatch, tmp_path: Path) -
     assert [cell.strip() for cell in cells.split("|")[2:-1]] == ["-"] * 3 + ["fails"] * 4
 
 
-@each_refusal(
-    refusals("`{}` has {}", "--k 32", "--k 0", "--sizes 1", "--batch 0", "--scale -1", "--seconds -1"),
+@each_rejection(
+    rejections("`{}` has {}", "--k 32", "--k 0", "--sizes 1", "--batch 0", "--scale -1", "--seconds -1"),
     {
         "--methods lml-nativ": "did you mean `lml-native`?",
         "--plot x.pdf": "must end in `.png` or `.svg`",
@@ -151,8 +153,8 @@ def test_a_method_that_fails_is_not_timed(capsys, monkeypatch, tmp_path: Path) -
         "--threads 0": "`--threads` is 0",
     },
 )
-def test_wrong_options_are_refused(capsys, options, needle) -> None:
-    assert needle in refused(capsys, ["bench", "alternatives", *options])
+def test_wrong_options_are_rejected(capsys, options, needle) -> None:
+    assert needle in rejected(capsys, ["bench", "alternatives", *options])
 
 
 def test_the_page_has_the_tables_of_the_committed_rows() -> None:

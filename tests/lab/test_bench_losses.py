@@ -1,4 +1,4 @@
-"""`torchlml bench losses`: its rows are whole and its baselines are their own measure."""
+"""`torchlml bench losses`: its rows are complete and each baseline is its own reference."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def test_the_losses_are_timed_into_the_csv(tmp_path, capsys, monkeypatch):
         rows = list(csv.DictReader(file))
     compared = {(row["operator"], row["n"], row["k"]) for row in rows}
     assert len(compared) == 5
-    # In a CSV of the paper's study they are no rows of it.
+    # In the CSV of the paper's study they are not rows of that study.
     assert not paper_report.of_study(measurements.read(path, "--csv"))
     for row in rows:
         assert float(row["p50"]) > 0

@@ -1,4 +1,4 @@
-"""The paper's timing study: who is timed, the files, and claims that are decided by the numbers."""
+"""The paper's timing study: the competitors, the files, and verdicts that follow from the numbers."""
 
 import json
 import math
@@ -7,7 +7,7 @@ import pytest
 import torch
 
 import torchlml
-from tests.support.command_lines import each_refusal, refusals, refused
+from tests.support.command_lines import each_rejection, rejected, rejections
 from torchlml_lab import cli
 from torchlml_lab.bench import measurements, paper, paper_report, timing
 from torchlml_lab.bench.cases import Case
@@ -51,7 +51,7 @@ def test_run_writes_every_competitor_the_figure_and_the_claims(capsys, tmp_path)
 
 
 class _Interrupted:
-    """Calls of the study that stand in for the losses, the `stop`-th of which is interrupted."""
+    """Calls that replace the losses of the study; the `stop`-th call is interrupted."""
 
     def __init__(self, stop, error=KeyboardInterrupt):
         self.begun, self.stop, self.error = 0, stop, error
@@ -65,8 +65,8 @@ class _Interrupted:
             raise self.error
 
 
-# A length has 2 problems of 8 calls, each once to warm up and then in each of the 2 trials: 48 calls.
-def test_an_interrupted_study_keeps_what_it_has_and_goes_on(capsys, tmp_path, monkeypatch):
+# A length has 2 problems of 8 calls, each called once for warm-up and once in each of the 2 trials: 48 calls.
+def test_an_interrupted_study_keeps_its_results_and_resumes(capsys, tmp_path, monkeypatch):
     path = tmp_path / "t.csv"
     with monkeypatch.context() as patch:
         patch.setattr(paper, "_calls", _Interrupted(48 + 16 + 16 + 3).calls)
@@ -80,7 +80,7 @@ def test_an_interrupted_study_keeps_what_it_has_and_goes_on(capsys, tmp_path, mo
     again = _Interrupted(None)
     monkeypatch.setattr(paper, "_calls", again.calls)
     assert study("--csv", path, "--resume") == 0
-    assert again.begun == 48  # the second length alone
+    assert again.begun == 48  # only the second length
     rows = measurements.read(path, "--csv")
     assert rows[:32] == kept
     assert {row.n for row in rows[32:]} == {30}
@@ -118,18 +118,18 @@ def test_the_selection_is_that_of_section_5_1(monkeypatch):
     assert (ran[1].sizes, ran[1].trials) == ((1000,), 5)
 
 
-@each_refusal(
-    refusals("`{}` names `{}`", "--plot .", "--plot /proc/x.png", "--csv /proc/x.csv", "--csv ."),
-    refusals("`{}` has {}", "--ks 0", "--batch 0", "--trials 0"),
-    refusals("`{}` has {}, and must be below 12", "--ks 5 20"),
-    refusals("`{}` was given `{}`", "--ks n/2"),
+@each_rejection(
+    rejections("`{}` names `{}`", "--plot .", "--plot /proc/x.png", "--csv /proc/x.csv", "--csv ."),
+    rejections("`{}` has {}", "--ks 0", "--batch 0", "--trials 0"),
+    rejections("`{}` has {}, and must be below 12", "--ks 5 20"),
+    rejections("`{}` was given `{}`", "--ks n/2"),
     {"--scales 1": "no option `--scales`", "--plot x.pdf": "must end in `.png`"},
     {f"--csv '{__file__}'": "`--csv` names"},
 )
-def test_bad_input_is_refused_before_the_work(capsys, tmp_path, monkeypatch, options, needle):
+def test_bad_input_is_rejected_before_the_work(capsys, tmp_path, monkeypatch, options, needle):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(paper, "measure", lambda *a: pytest.fail("measured something"))
-    assert needle in refused(capsys, ["bench", "paper", *TINY, *options])
+    assert needle in rejected(capsys, ["bench", "paper", *TINY, *options])
     assert not list(tmp_path.iterdir())
 
 
@@ -146,11 +146,11 @@ def test_every_competitor_computes_its_loss():
     assert set(calls) == {Entry(case, name, mode) for name, mode in TIMED} == set(paper._entries(case))
     for call in calls.values():
         call()
-        call()  # can be repeated
+        call()  # it can be called again
 
 
 def measured(**ratios):
-    """Rows of a run in which a competitor takes so many times what the baseline takes, for k = 5 and 100."""
+    """Rows of a run in which each competitor takes the given multiples of the baseline for k = 5 and 100."""
     everything = dict.fromkeys(paper_report.NAMES, (1.0, 1.0)) | {
         name.replace("_", "-"): value for name, value in ratios.items()
     }
@@ -212,7 +212,7 @@ def test_other_numbers_give_other_verdicts():
     assert said["LML by our kernel is slower than truncated entropy"] == ("0.5 to 1.2", "in 1 of 2")
 
 
-def test_one_k_says_nothing_about_growth():
+def test_one_k_gives_no_verdict_about_growth():
     claims = list(paper_report.claims_of([row for row in measured() if row.k == 5]))
     assert len(claims) == 4
     assert all("slower" in claim.says for claim in claims)

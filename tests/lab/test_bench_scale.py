@@ -1,4 +1,4 @@
-"""`torchlml bench scale`: every measurement of it, at sizes that take seconds."""
+"""`torchlml bench scale`: all its measurements, at sizes that take seconds."""
 
 from __future__ import annotations
 

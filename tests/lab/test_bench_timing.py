@@ -1,4 +1,4 @@
-"""How the benchmarks measure: races whose ratios mean what they say, and memory."""
+"""Benchmark timing: interleaved comparisons whose ratios are reliable, and memory measurements."""
 
 import gc
 
@@ -18,7 +18,7 @@ def _short_samples(monkeypatch):
 
 
 class _NoisyMachine:
-    """A clock, and calls that take a known time on a machine that becomes slower and faster all the time."""
+    """A clock, and calls of known duration on a machine whose speed changes all the time."""
 
     def __init__(self):
         self.now = 0.0
@@ -26,7 +26,7 @@ class _NoisyMachine:
 
     def call(self, name, seconds):
         def run():
-            # Ten rounds of two calls at one speed, then ten at a tenth of it, as on a shared machine.
+            # Ten rounds of two calls at full speed, then ten at a tenth of it, as on a shared machine.
             slowdown = 10 if sum(self.calls.values()) // 20 % 2 else 1
             self.calls[name] += 1
             self.now += seconds * slowdown
@@ -42,22 +42,22 @@ def test_ratios_survive_a_noisy_machine(monkeypatch):
     assert result["triple"].ratio.p50 == pytest.approx(3)
     assert result["triple"].ratio.p20 == pytest.approx(3)
     assert result["base"].ratio == Quantiles(1, 1, 1)
-    # The absolute time of the same run is not to be trusted: that is the point of the ratio.
+    # The absolute time of the same run is not reliable, which is the reason to use the ratio.
     assert result["base"].seconds.p80 > 5 * result["base"].seconds.p20
     assert result["base"].rounds == result["triple"].rounds == 200
 
 
-def test_slow_competitor_does_not_starve_the_others(monkeypatch):
+def test_a_slow_competitor_does_not_starve_the_others(monkeypatch):
     machine = _NoisyMachine()
     monkeypatch.setattr(timing, "perf_counter", lambda: machine.now)
     calls = {"base": machine.call("base", 1e-4), "slow": machine.call("slow", 1.0)}
     result = timing.race(calls, "base", repetitions=50, seconds=1)
     assert result["base"].rounds == 50
     assert result["slow"].rounds == 1
-    assert machine.calls["slow"] == 2  # once to warm up
+    assert machine.calls["slow"] == 2  # once for warm-up
 
 
-def test_garbage_collection_rests_only_meanwhile():
+def test_garbage_collection_is_paused_only_during_timing():
     states = []
     timing.race({"base": lambda: states.append(gc.isenabled())}, "base", 2, 1)
     assert states[-1] is False
@@ -74,14 +74,14 @@ def test_quantiles(samples):
 @pytest.mark.parametrize(
     ("call", "mebibytes"),
     [
-        ("x + 1", 4),  # the result alone
+        ("x + 1", 4),  # the result only
         ("(x + 1).double()", 12),  # a temporary and a result twice as wide
         ("x.add_(1)", 0),  # in place
-        ("[x + 1, x + 2, x + 3]", 12),  # everything alive at the highest point
+        ("[x + 1, x + 2, x + 3]", 12),  # the peak, when all results are alive
     ],
 )
-def test_memory_is_what_the_call_adds(call, mebibytes, tmp_path):
-    # In a process of its own: this one has a past, and the allocator remembers it.
+def test_memory_is_the_increase_during_the_call(call, mebibytes, tmp_path):
+    # In a new process, because the allocator of this one keeps memory from earlier tests.
     process = fork(write_added_bytes, call, tmp_path / "bytes")
     process.join(60)
     assert process.exitcode == 0
@@ -104,4 +104,4 @@ def test_an_interrupted_race_gives_the_rounds_it_finished():
 
     with pytest.raises(Stopped) as stopped:
         timing.race({"base": call}, "base", 100, 10)
-    assert stopped.value.timings["base"].rounds == 3  # after one call to warm up
+    assert stopped.value.timings["base"].rounds == 3  # after one warm-up call

@@ -28,7 +28,7 @@ def test_noise_stays_in_the_coarse_class_and_has_the_right_rate(probability):
     part = some_part()
     noisy = data.with_noise(part, probability, seed=3)
     assert (noisy.fine % 20 == part.coarse).all()
-    # A label drawn anew is the old one in one of five cases; five deviations of a binomial share around it.
+    # A resampled label is unchanged in one of five cases. Allow five standard deviations of the binomial.
     rate = 0.8 * probability
     share = (noisy.fine != part.fine).double().mean().item()
     assert abs(share - rate) <= 5 * (rate * (1 - rate) / len(part)) ** 0.5
@@ -45,7 +45,7 @@ def test_noise_follows_from_the_seed_and_grows_with_the_probability():
     assert (less == more)[less != part.fine].all()
 
 
-def test_labels_that_contradict_each_other_are_refused():
+def test_labels_that_contradict_each_other_are_rejected():
     part = some_part(200)
     with pytest.raises(BadInput, match="several coarse labels"):
         data.with_noise(dataclasses.replace(part, coarse=torch.arange(200) % 19), 0.5, 0)
@@ -90,9 +90,9 @@ def test_augmented_images_are_crops_and_mirror_images():
 def test_densenet_40_40_has_the_published_shape():
     network = model.DenseNet(depth=40, growth=40, classes=100)
     convolutions = [part for part in network.modules() if isinstance(part, torch.nn.Conv2d)]
-    # 40 layers with weights: 1 + 3 blocks of 6 bottlenecks of 2 + 2 transitions + the linear one.
+    # 40 layers with weights: 1 + 3 blocks of 6 bottlenecks of 2 + 2 transitions + 1 linear layer.
     assert len(convolutions) + 1 == 40
-    # A block adds 6 x 40 channels, a transition halves them: 80 -> 320 -> 160 -> 400 -> 200 -> 440.
+    # A block adds 6 x 40 channels and a transition halves them: 80 -> 320 -> 160 -> 400 -> 200 -> 440.
     assert {(320, 160), (400, 200)} <= {(part.in_channels, part.out_channels) for part in convolutions}
     assert network.head.in_features == 440
     with torch.no_grad():
@@ -103,7 +103,7 @@ def test_small_cnn_runs():
     assert model.small_cnn(100)(torch.zeros(2, 3, 32, 32)).shape == (2, 100)
 
 
-def test_losses_are_what_they_say():
+def test_losses_match_their_definitions():
     logits, label = torch.randn(8, 100, dtype=torch.float64), torch.randint(100, (8,))
     row, t = torch.arange(8), 2.0
     s = logits / t
@@ -170,7 +170,7 @@ def test_bad_options(capsys, options, needle):
     assert error.count("\n") == 1
 
 
-def test_the_published_network_on_a_cpu_says_what_to_use_instead(monkeypatch):
+def test_the_published_network_on_a_cpu_suggests_an_alternative(monkeypatch):
     part = data.Part(
         torch.zeros(200, 3, 32, 32, dtype=torch.uint8), torch.arange(200) % 100, torch.arange(200) % 20
     )
@@ -189,12 +189,12 @@ def test_the_published_network_on_a_cpu_says_what_to_use_instead(monkeypatch):
 @pytest.mark.parametrize(
     ("seconds", "said"), [(30, "30 seconds"), (60, "1 minute"), (3600, "60 minutes"), (7200, "2 hours")]
 )
-def test_durations_in_words(seconds, said):
+def test_durations_as_text(seconds, said):
     assert loop.in_words(seconds) == said
 
 
-def test_a_wide_head_learns_wrong_labels_by_heart(tmp_path):
-    """And the row of a sweep says so, beside what that leaves on clean labels."""
+def test_a_wide_head_memorizes_wrong_labels(tmp_path):
+    """The row of a sweep reports the memorized share next to the accuracy on clean labels."""
     settings = Cifar100Settings(
         features=write_features(tmp_path, 16),
         head="wide",

@@ -1,4 +1,4 @@
-"""What the CIFAR-100 study reads: the official archive, hostile and damaged ones, and files of features."""
+"""The data of the CIFAR-100 study: the official archive, malicious and damaged files, and feature files."""
 
 import pickle
 import subprocess
@@ -16,7 +16,7 @@ from torchlml_lab.studies.cifar100 import data
 
 
 def batch(count, seed=0):
-    """A part of the official files: every fine label as often as the next, coarse = fine mod 20."""
+    """A part of the official files: all fine labels are equally frequent, and coarse = fine mod 20."""
     random = np.random.default_rng(seed)
     fine = np.arange(count) % 100
     return {
@@ -32,7 +32,7 @@ def batch(count, seed=0):
 def folder(tmp_path):
     path = tmp_path / "cifar-100-python"
     path.mkdir()
-    # Protocol 2, as the official files; numpy >= 2 names numpy._core there, the official files numpy.core.
+    # Protocol 2, like the official files. numpy >= 2 writes numpy._core, the official files have numpy.core.
     (path / "train").write_bytes(pickle.dumps(batch(400), 2).replace(b"numpy._core", b"numpy.core"))
     (path / "test").write_bytes(pickle.dumps(batch(200, 1), 2))
     return path
@@ -78,7 +78,7 @@ def test_a_hostile_pickle_is_not_executed(capsys, folder, protocol, where):
     assert str(folder / "train") in error
     assert not marker.exists()
     assert not (folder / "run").exists()
-    # The attack is a real one: Python's own pickle executes it.
+    # The attack is real: Python's own pickle executes it.
     pickle.loads((folder / "train").read_bytes())
     assert marker.exists()
 
@@ -175,7 +175,7 @@ def test_bad_features_are_named(tmp_path, changes, needle):
     assert needle in str(error.value)
 
 
-def test_features_that_are_no_file(tmp_path):
+def test_features_that_are_not_a_file(tmp_path):
     for content in (b"", b"PK\x03\x04 half", b"text"):
         (tmp_path / "f.npz").write_bytes(content)
         with pytest.raises(BadInput, match="cannot be read"):

@@ -1,4 +1,4 @@
-"""`TopKClassifier`: what scikit-learn asks of an estimator, every form of labels, and what it finds."""
+"""`TopKClassifier`: scikit-learn's estimator checks, all forms of labels, and its accuracy."""
 
 from __future__ import annotations
 
@@ -23,12 +23,12 @@ from torchlml_lab import TopKClassifier
 from torchlml_lab.classifier import estimator
 
 LABELS = np.array(["ash", "birch", "cedar", "elm", "fir", "oak"])
-# Small enough for a test, fast enough to learn in few epochs.
+# Small enough for a test, and learns within a few epochs.
 QUICK: Any = {"hidden": 0, "epochs": 8, "learning_rate": 0.1, "batch_size": 32, "random_state": 0}
 
 
 def rows(count: int = 240) -> tuple[Any, Any]:
-    """Features, and the matrix of the one to three labels with the highest linear scores."""
+    """Features, and a multi-hot matrix of the one to three labels with the highest linear scores."""
     random = np.random.default_rng(0)
     x = random.normal(size=(count, 8))
     order = np.argsort(-(x @ random.normal(size=(8, 6))), axis=1)
@@ -45,7 +45,7 @@ NAMES = [LABELS[row > 0].tolist() for row in Y]
 def test_the_checks_of_scikit_learn() -> None:
     model = TopKClassifier(hidden=8, epochs=15, learning_rate=0.05, random_state=0)
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore", RuntimeWarning)  # of its own examples with infinite labels
+        warnings.simplefilter("ignore", RuntimeWarning)  # from scikit-learn's examples with infinite labels
         results = check_estimator(model, on_skip=None)
     passed = {result["check_name"] for result in results if result["status"] == "passed"}
     assert len(passed) > 45
@@ -99,7 +99,7 @@ def test_it_learns_from_dense_and_sparse_rows(loss: Any, hidden: int) -> None:
     settings = QUICK | {"hidden": hidden, "dropout": 0.1}
     for x in (X, sparse.csr_matrix(X)):
         model = TopKClassifier(loss=loss, **settings).fit(x[:180], Y[:180])
-        assert model.score(x[180:], Y[180:]) > 0.7  # a third by chance
+        assert model.score(x[180:], Y[180:]) > 0.7  # chance is one third
         assert model.score(sparse.csr_array(X[180:]), Y[180:]) == model.score(x[180:], Y[180:])
 
 
@@ -146,7 +146,7 @@ def test_the_best_epoch_is_kept(monkeypatch: pytest.MonkeyPatch, capsys: pytest.
 
     real = estimator.judge
     monkeypatch.setattr(estimator, "judge", judge)
-    random = np.random.default_rng(1).permuted(Y, axis=1)  # nothing can be learned, so it ends early
+    random = np.random.default_rng(1).permuted(Y, axis=1)  # nothing can be learned, so training stops early
     settings = QUICK | {"epochs": 60, "patience": 3, "verbose": True}
     model = TopKClassifier(**settings).fit(X, random)
     said = capsys.readouterr().out
@@ -177,12 +177,12 @@ def test_the_best_epoch_is_kept(monkeypatch: pytest.MonkeyPatch, capsys: pytest.
         ({}, [["oak", 3], *NAMES[1:]], "names of one kind, but they are int and str"),
     ],
 )
-def test_what_cannot_be_learned_is_refused_in_a_sentence(settings: Any, y: Any, words: str) -> None:
+def test_invalid_training_data_is_rejected(settings: Any, y: Any, words: str) -> None:
     with pytest.raises(ValueError, match=words):
         TopKClassifier(**(QUICK | settings)).fit(X, y)
 
 
-def test_what_cannot_be_predicted_is_refused_in_a_sentence() -> None:
+def test_invalid_prediction_input_is_rejected() -> None:
     model = TopKClassifier(**QUICK).fit(X, Y)
     with pytest.raises(ValueError, match="`k` must be an integer from 1 to 6, but it is 7"):
         model.predict(X, k=7)
@@ -221,7 +221,7 @@ def test_a_matrix_without_columns_has_no_labels() -> None:
 
 
 def test_large_integers_stay_integers() -> None:
-    names = [2**63 + 1, 2**63 + 3, -3]  # numpy would make floats of them, the first two the same
+    names = [2**63 + 1, 2**63 + 3, -3]  # as numpy floats, the first two would be equal
     lists = [[names[i % 3], names[(i + 1) % 3]] if i % 2 else [names[i % 3]] for i in range(len(X))]
     model = TopKClassifier(k=1, **QUICK).fit(X, lists)
     assert model.classes_.tolist() == sorted(names)
@@ -234,7 +234,7 @@ def test_large_integers_stay_integers() -> None:
 
 
 class Series:
-    """A column of lists whose rows are columns themselves, as that of polars is."""
+    """A column of lists whose rows are columns themselves, like a polars Series."""
 
     def __init__(self, values: list[Any]) -> None:
         self.values = values

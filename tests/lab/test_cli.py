@@ -1,4 +1,4 @@
-"""The command line: help, exit codes, one sentence for every failure, and `info` itself."""
+"""The command line: help, exit codes, one-line errors, and `info`."""
 
 import ast
 import dataclasses
@@ -14,7 +14,7 @@ import pytest
 import torch
 
 import torchlml
-from tests.support.processes import hear_interrupts
+from tests.support.processes import restore_interrupts
 from torchlml._cpu import loader
 from torchlml_lab import cli, info
 from torchlml_lab.bench.settings import (
@@ -39,7 +39,7 @@ def run(capsys, *words):
 
 
 def raising(error):
-    """A function that fails."""
+    """A function that raises."""
 
     def fail():
         raise error
@@ -47,7 +47,7 @@ def raising(error):
     return fail
 
 
-def one_sentence(text):
+def one_line_error(text):
     return text.startswith("torchlml: ") and text.endswith((".\n", "?\n")) and text.count("\n") == 1
 
 
@@ -124,11 +124,11 @@ def test_version_is_the_same_everywhere():
         (["demo", "--kay", "3"], "--kay"),
     ],
 )
-def test_bad_input_is_one_sentence(capsys, words, needle):
+def test_bad_input_is_a_one_line_error(capsys, words, needle):
     code, out, err = run(capsys, *words)
     assert code == 2
     assert out == ""
-    assert one_sentence(err)
+    assert one_line_error(err)
     assert needle in err
 
 
@@ -161,7 +161,7 @@ def test_bad_input_is_one_sentence(capsys, words, needle):
         (KeyboardInterrupt(), 130, "Interrupted."),
     ],
 )
-def test_failures_are_one_sentence_and_a_code(capsys, monkeypatch, error, code, message):
+def test_failures_are_a_one_line_error_and_an_exit_code(capsys, monkeypatch, error, code, message):
     monkeypatch.setattr(info, "report", raising(error))
     assert run(capsys, "info") == (code, "", f"torchlml: {message}\n")
 
@@ -175,7 +175,7 @@ def test_debug_prints_the_traceback(capsys, monkeypatch, words):
     assert err.endswith("torchlml: no.\n")
 
 
-def test_info_says_what_is_in_use(capsys):
+def test_info_names_the_kernel_in_use(capsys):
     code, out, err = run(capsys, "info")
     assert code == 0
     assert err == ""
@@ -213,7 +213,7 @@ def test_info_says_which_extras_are_incomplete(monkeypatch):
     ]
 
 
-# The script that pip makes of the entry point.
+# The script that pip creates for the entry point.
 SCRIPT = "import sys; from torchlml_lab.cli import main; sys.exit(main())"
 
 
@@ -229,7 +229,7 @@ def script(*words, before="", **environment):
 
 
 @pytest.mark.parametrize("words", [[], ["--version"], ["benhc"], ["bench"], ["bench", "layr"], ["train"]])
-def test_what_needs_no_torch_does_not_wait_for_it(words):
+def test_commands_that_do_not_need_torch_do_not_import_it(words):
     absent = "import sys; sys.modules.update(torch=None, numpy=None, rich=None, tyro=None); "
     done = script(*words, before=absent)
     assert "torch`" not in done.stderr
@@ -267,14 +267,14 @@ def test_help_and_wrong_options_import_nothing_slow():
     assert len(EVERY_COMMAND) > 35
 
 
-def test_a_wrong_environment_variable_is_one_sentence():
+def test_a_wrong_environment_variable_is_a_one_line_error():
     done = script("info", TORCHLML_KERNEL="foo")
     assert (done.returncode, done.stdout) == (1, "")
-    assert one_sentence(done.stderr)
+    assert one_line_error(done.stderr)
     assert "`TORCHLML_KERNEL` must be 'torch' or 'native'" in done.stderr
 
 
-def test_ctrl_c_while_torch_is_imported_is_one_sentence(tmp_path):
+def test_ctrl_c_while_torch_is_imported_is_a_one_line_error(tmp_path):
     (tmp_path / "torch.py").write_text("import time; print('importing', flush=True); time.sleep(60)")
     path = os.pathsep.join([str(tmp_path), str(ROOT)])
     process = subprocess.Popen(
@@ -283,7 +283,7 @@ def test_ctrl_c_while_torch_is_imported_is_one_sentence(tmp_path):
         stderr=subprocess.PIPE,
         text=True,
         env=os.environ | {"PYTHONPATH": path},
-        preexec_fn=hear_interrupts,
+        preexec_fn=restore_interrupts,
     )
     assert process.stdout is not None
     assert process.stdout.readline() == "importing\n"
@@ -336,11 +336,11 @@ class TorchAlone:
 
 sys.meta_path[:] = [machinery.BuiltinImporter, machinery.FrozenImporter, TorchAlone()]
 """
-# Packages that torch itself depends on, and imports.
+# Packages that torch itself depends on and imports.
 NEEDED = ["typing_extensions", "sympy", "mpmath", "networkx", "jinja2", "markupsafe", "fsspec", "filelock"]
 
 
-def test_with_torch_alone_info_works_and_the_others_say_what_to_install():
+def test_with_torch_alone_info_works_and_other_commands_name_the_extra():
     blocked = f"NEEDED = {NEEDED}" + WITHOUT_EXTRAS
     program = "import torch, torchlml; print(torchlml.lml(torch.zeros(4), 2).sum().item()); "
     program += "from torchlml_lab.cli import main; print(*(main(words.split()) for words in sys.argv[1:]))"
@@ -368,7 +368,7 @@ LAB_COMMANDS = [
 
 
 def imports(path):
-    """The modules that a file imports, wherever in it."""
+    """The modules that a file imports, at any level."""
     for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
         if isinstance(node, ast.Import):
             yield from (alias.name for alias in node.names)
@@ -377,18 +377,18 @@ def imports(path):
             yield node.module or ""
 
 
-def test_no_two_rooms_of_the_measuring_half_import_each_other():
-    def rooms(room):
-        paths = (ROOT / "torchlml_lab" / room).rglob("*.py")
+def test_measuring_packages_do_not_import_each_other():
+    def imported_by(package):
+        paths = (ROOT / "torchlml_lab" / package).rglob("*.py")
         return {name for path in paths for name in imports(path) if name.startswith("torchlml_lab.")}
 
-    assert not any(name.startswith("torchlml_lab.bench") for name in rooms("figures"))
+    assert not any(name.startswith("torchlml_lab.bench") for name in imported_by("figures"))
     above = ("torchlml_lab.figures", "torchlml_lab.bench")
-    for room in ("tasks", "engine"):
-        assert not any(name.startswith(above) for name in rooms(room))
+    for package in ("tasks", "engine"):
+        assert not any(name.startswith(above) for name in imported_by(package))
 
 
-def test_a_reader_that_leaves_early_is_no_failure():
+def test_a_reader_that_closes_early_is_not_a_failure():
     command = f"{sys.executable} -m torchlml_lab --help | head -n 0"
     done = subprocess.run(
         ["bash", "-o", "pipefail", "-c", command], capture_output=True, text=True, cwd=ROOT, timeout=120
@@ -403,8 +403,8 @@ def closing(closed, *words):
 
 
 @pytest.mark.parametrize("closed", [">&-", ">&- 2>&-"])
-def test_a_closed_output_is_no_failure(tmp_path, closed):
-    # What is printed must not go into the file that would take the number of the closed output.
+def test_a_closed_output_is_not_a_failure(tmp_path, closed):
+    # Output must not go into a file that reuses the descriptor of the closed stream.
     picture = tmp_path / "picture.png"
     done = closing(closed, "figures", "projection", "--out", str(picture))
     assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
@@ -415,12 +415,12 @@ def test_a_closed_error_output_keeps_the_exit_code():
     assert closing("2>&-", "trian").returncode == 2
 
 
-def test_a_sentence_ends_once():
+def test_a_message_ends_with_one_period():
     assert sentence(BadInput("Stop!")) == "Stop!"
     assert sentence(RuntimeError("a\nb")) == "a b."
 
 
-def test_a_file_is_replaced_whole_or_not_at_all(tmp_path):
+def test_a_file_is_replaced_atomically(tmp_path):
     path = tmp_path / "file.txt"
     path.write_text("old")
     with pytest.raises(ZeroDivisionError), replacing(path) as temporary:

@@ -1,4 +1,4 @@
-"""Commands of a run, whichever task made it."""
+"""Commands that work on a run of any task."""
 
 import json
 import re
@@ -24,7 +24,7 @@ def run(tmp_path_factory):
     return folder / "run"
 
 
-def test_evaluate_finds_what_the_run_found(capsys, run):
+def test_evaluate_repeats_the_results_of_the_run(capsys, run):
     for split in ("validation", "test"):
         assert cli.main(["evaluate", str(run), "--split", split]) == 0
         said = capsys.readouterr().out

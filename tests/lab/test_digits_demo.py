@@ -1,11 +1,11 @@
-"""The demo: its data, its measures against counting by hand, and sentences that follow the numbers."""
+"""The demo: its data, its measures compared with manual counts, and text that follows the numbers."""
 
 import re
 
 import pytest
 import torch
 
-from tests.support.command_lines import each_refusal, refusals, refused
+from tests.support.command_lines import each_rejection, rejected, rejections
 from torchlml_lab import cli
 from torchlml_lab.engine.settings import cores, use_threads
 from torchlml_lab.studies.digits import data, demo, model, report
@@ -28,7 +28,7 @@ def digits(part):
     return {tuple(digit.flatten().tolist()) for digit in single}
 
 
-def test_conditions_differ_only_in_what_is_named():
+def test_conditions_differ_only_in_the_named_label():
     uniform, _ = data.make(3, 4000, 10, "uniform", seed=0)
     skewed, _ = data.make(3, 4000, 10, "skewed", seed=0)
     assert torch.equal(uniform.pixels, skewed.pixels)
@@ -38,13 +38,13 @@ def test_conditions_differ_only_in_what_is_named():
 
 
 def test_measures_by_hand():
-    # Digits 0 and 1 are there and 0 is named; then 2 and 3, and 3 is named.
+    # Digits 0 and 1 are present and 0 is labeled; then 2 and 3 are present, and 3 is labeled.
     present = torch.zeros(2, 10, dtype=torch.bool)
     present[0, :2] = present[1, 2:4] = True
     shown = Images(torch.zeros(2, 8, 16), present, torch.tensor([0, 3]))
     p = torch.full((2, 10), 0.05)
     p[0, 0], p[0, 1] = 0.95, 0.65  # exactly right
-    p[1, 3], p[1, 4] = 0.95, 0.85  # 2 is missed, 4 is wrong
+    p[1, 3], p[1, 4] = 0.95, 0.85  # 2 is not predicted, 4 is wrong
     found = measure(p, p, shown)
     assert found.recall == pytest.approx(3 / 4)
     assert found.hidden_recall == pytest.approx(1 / 2)
@@ -55,7 +55,7 @@ def test_measures_by_hand():
     assert found.calibration_error == pytest.approx(expected, rel=1e-5)
 
 
-def test_stacked_networks_do_not_feel_one_another(one_thread):
+def test_stacked_networks_are_independent(one_thread):
     sets = [data.make(2, 200, 10, "uniform", seed)[0] for seed in (0, 1)]
     lml = model.METHODS[-1]
     both = model.train(lml, sets, [0, 1], 2, 2, lambda: None)
@@ -65,7 +65,7 @@ def test_stacked_networks_do_not_feel_one_another(one_thread):
 
 
 def results_where(lml, softmax, count=10.0):
-    """Made-up measurements of three seeds, in which only LML and cross-entropy differ."""
+    """Synthetic measurements of three seeds, in which only LML and cross-entropy differ."""
     nothing = torch.zeros(3, 10)
 
     def measured(value):
@@ -91,7 +91,7 @@ def test_sentences_follow_the_numbers(lml, softmax, said):
     assert f"({said}); LML recalls" in ranking
 
 
-def test_collapse_is_said_only_when_measured():
+def test_collapse_is_reported_only_when_measured():
     values = (0.9, 0.8, 0.7)
     assert "collapses" in report.sentences(results_where(values, values, count=10.0), "uniform", 3)[1]
     assert "does not collapse" in report.sentences(results_where(values, values, count=3.0), "uniform", 3)[1]
@@ -117,9 +117,9 @@ def test_demo_writes_table_plots_and_report(capsys, tmp_path):
     assert captured.err == ""
     assert sorted(path.name for path in out.iterdir()) == ["calibration.png", "report.html", "scores.png"]
     page = (out / "report.html").read_text(encoding="utf-8")
-    assert not re.search(r"(src|href)=\"(?!data:)", page), "the report needs something beside it"
+    assert not re.search(r"(src|href)=\"(?!data:)", page), "the report needs another file"
     assert page.count("data:image/png;base64,") == 2 + 4
-    # Every number of the table on the screen is in the report.
+    # All numbers in the printed table are in the report.
     found = re.findall(r"^ *LML ((?: *[0-9.]+±[0-9.]+){5}) *$", captured.out, re.MULTILINE)
     assert len(found) == 2, "a row of the table does not fit into 80 columns"
     for cell in " ".join(found).split():
@@ -127,7 +127,7 @@ def test_demo_writes_table_plots_and_report(capsys, tmp_path):
         assert f"{middle} ± {'0' * deviation.startswith('.')}{deviation}" in page
 
 
-def test_a_place_that_cannot_be_written_is_refused_before_any_work(capsys, tmp_path, monkeypatch):
+def test_a_place_that_cannot_be_written_is_rejected_before_any_work(capsys, tmp_path, monkeypatch):
     monkeypatch.setattr(demo, "run", None)
     (tmp_path / "file").write_text("")
     assert cli.main(["demo", "--out", str(tmp_path / "file" / "x")]) == 2
@@ -159,9 +159,9 @@ def test_one_thread_computes_unless_told(tmp_path, monkeypatch):
     assert used == [1, cores()]
 
 
-@each_refusal(refusals("`{}` is {}", "--threads 0", "--k 1", "--seeds 1", "--images 5"))
+@each_rejection(rejections("`{}` is {}", "--threads 0", "--k 1", "--seeds 1", "--images 5"))
 def test_bad_options(capsys, options, needle):
-    assert needle in refused(capsys, ["demo", *options])
+    assert needle in rejected(capsys, ["demo", *options])
 
 
 def test_figures_projection_prints_the_table_and_draws_the_picture(capsys, tmp_path):
@@ -172,7 +172,7 @@ def test_figures_projection_prints_the_table_and_draws_the_picture(capsys, tmp_p
     assert sorted(path.name for path in picture.parent.iterdir()) == ["b.png"]
 
 
-def test_figures_lists_its_names_and_refuses_others(capsys):
+def test_figures_lists_its_names_and_rejects_others(capsys):
     assert cli.main(["figures"]) == 0
     assert "projection" in capsys.readouterr().out
     assert cli.main(["figures", "nothing"]) == 2

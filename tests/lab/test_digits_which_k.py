@@ -1,8 +1,8 @@
-"""What a wrong k costs: the images, what each method is told, and the command with its figure."""
+"""The cost of a wrong k: the images, the information given to each method, the command and its figure."""
 
 import torch
 
-from tests.support.command_lines import each_refusal, refusals, refused
+from tests.support.command_lines import each_rejection, rejected, rejections
 from torchlml_lab import cli
 from torchlml_lab.studies.digits import data, which_k
 from torchlml_lab.studies.digits.which_k import AT_MOST, EXACTLY, OF_ROW, PREDICTED
@@ -16,11 +16,11 @@ def test_images_of_one_to_five_digits():
         assert part.present.gather(1, part.named.unsqueeze(1)).all()
     number = train.present.sum(1)
     assert torch.bincount(number, minlength=6)[1:].min() > 300  # 400 of each are expected
-    # The places of the digits say nothing about how many there are but by being empty.
+    # The positions of the digits reveal their number only through empty positions.
     assert (train.pixels.unflatten(2, (5, 8)).abs().sum((1, 3)) > 0).float().mean(0).std() < 0.03
 
 
-def test_what_the_probabilities_sum_to():
+def test_sums_of_the_probabilities():
     torch.manual_seed(0)
     outputs, number = torch.randn(2, 3, 11), torch.tensor([[1.0, 2, 3], [4, 5, 2]])
     outputs[..., 10] = torch.tensor([[-1.0, 0.5, 2.5], [12, 3, 4]])  # the predicted k
@@ -38,8 +38,8 @@ def test_what_the_probabilities_sum_to():
         torch.testing.assert_close(which_k.probability(method, outputs, number, k).sum(-1), total)
 
 
-def test_a_method_is_told_no_more_than_it_says():
-    """The number of digits changes the loss of the two methods that are told it, and of no other."""
+def test_each_method_uses_only_its_stated_information():
+    """The number of digits changes the loss of the two methods that receive it, and of no other method."""
     torch.manual_seed(0)
     outputs, observed = torch.randn(2, 4, 11), torch.zeros(2, 4, 10, dtype=torch.bool)
     observed[..., 3] = True
@@ -75,12 +75,12 @@ def test_the_command_and_its_figure(capsys, tmp_path, monkeypatch):
     assert [line for line in lines if line.startswith(f"| lml | 3 | 2 | {recall:.1f}±")]
 
 
-@each_refusal(refusals("`{}` is {}", "--seeds 0", "--images 5", "--epochs 0"))
+@each_rejection(rejections("`{}` is {}", "--seeds 0", "--images 5", "--epochs 0"))
 def test_bad_options(capsys, options, needle):
-    assert needle in refused(capsys, ["which-k", *options])
+    assert needle in rejected(capsys, ["which-k", *options])
 
 
-def test_a_place_that_cannot_be_written_is_refused_before_any_work(capsys, tmp_path, monkeypatch):
+def test_a_place_that_cannot_be_written_is_rejected_before_any_work(capsys, tmp_path, monkeypatch):
     monkeypatch.setattr(which_k, "run", None)
     (tmp_path / "file").write_text("")
-    assert "which cannot be written" in refused(capsys, ["which-k", "--csv", tmp_path / "file" / "x.csv"])
+    assert "which cannot be written" in rejected(capsys, ["which-k", "--csv", tmp_path / "file" / "x.csv"])

@@ -1,4 +1,4 @@
-"""The training engine: killed, interrupted, short of disk, misled, and in two processes."""
+"""The training engine when it is killed, interrupted, out of disk space, misused, or distributed."""
 
 import dataclasses
 import json
@@ -16,7 +16,7 @@ import torch
 from safetensors.torch import load_model
 
 import torchlml
-from tests.support.command_lines import each_refusal, refusals, refused
+from tests.support.command_lines import each_rejection, rejected, rejections
 from tests.support.features import write_features
 from tests.support.processes import output, start, start_two
 from torchlml_lab import cli
@@ -32,7 +32,7 @@ from torchlml_lab.studies.cifar100.settings import Cifar100Settings
 
 @pytest.fixture(scope="module")
 def features(tmp_path_factory):
-    """A small file of features that can be learned: 100 classes, 20 coarse ones."""
+    """A small file of learnable features with 100 classes and 20 coarse classes."""
     return write_features(tmp_path_factory.mktemp("features"), 16)
 
 
@@ -53,14 +53,14 @@ def wait_for_epoch(folder, epoch, running):
 
 @pytest.fixture(scope="module")
 def whole(features, tmp_path_factory):
-    """A run that nothing disturbed."""
+    """An undisturbed run."""
     out = tmp_path_factory.mktemp("whole") / "run"
     assert "Test of epoch" in output(start(words(features, out)))[0]
     return out
 
 
 def killed(features, out):
-    """Start a run, and kill it after its second epoch."""
+    """Start a run and kill it after its second epoch."""
     running = start(words(features, out))
     wait_for_epoch(out, 2, running)
     running.kill()
@@ -71,7 +71,7 @@ def resume(out):
 
 
 def same(one, other):
-    """The metrics, byte for byte, and the last weights, bit for bit."""
+    """Check that the metrics are equal byte for byte and the last weights bit for bit."""
     assert (one / "metrics.jsonl").read_bytes() == (other / "metrics.jsonl").read_bytes()
     weights = [
         (run / "checkpoints" / "epoch-0006" / "model.safetensors").read_bytes() for run in (one, other)
@@ -107,7 +107,7 @@ def test_a_run_is_recorded(whole):
 def test_killed_and_resumed_equals_undisturbed(features, whole, tmp_path):
     out = tmp_path / "run"
     killed(features, out)
-    assert not (out / "result.json").exists(), "the run was over before it was killed"
+    assert not (out / "result.json").exists(), "the run finished before it was killed"
     output(start(resume(out)))
     same(out, whole)
 
@@ -132,18 +132,18 @@ def test_resuming_a_finished_run_changes_nothing(capsys, whole):
 
 
 def full_disk(size):
-    """No file may grow beyond this size: what a write to a full disk does, also to writers outside Python."""
+    """Limit the size of files. Larger writes fail as on a full disk, also for writers outside Python."""
     resource.setrlimit(resource.RLIMIT_FSIZE, (size, size))
 
 
 @pytest.mark.parametrize("kept", ["nothing", "the weights"])
-def test_a_full_disk_leaves_a_whole_run(features, whole, tmp_path, kept):
-    """The weights are written by safetensors, and the optimizer's state by torch."""
+def test_a_full_disk_leaves_a_usable_run(features, whole, tmp_path, kept):
+    """safetensors writes the weights, and torch writes the optimizer's state."""
     out = tmp_path / "run"
     weights = (whole / "checkpoints" / "epoch-0006" / "model.safetensors").stat().st_size
     killed(features, out)
     before = (out / "state.json").read_bytes()
-    # What a kill just before or just after the state was written leaves: it is dropped, also here.
+    # A kill just before or after the state is written leaves these files. They are dropped here too.
     shutil.copytree(out / "checkpoints" / json.loads(before)["last"], out / "checkpoints" / "epoch-0000")
     limit = 20_000 if kept == "nothing" else weights + 100
     _, errors = output(start(resume(out), partial(full_disk, limit)), code=1)
@@ -164,7 +164,7 @@ def test_a_full_disk_leaves_a_whole_run(features, whole, tmp_path, kept):
 
 @pytest.fixture
 def unfinished(whole, tmp_path):
-    """A copy of the whole run that looks as if it had not been tested yet."""
+    """A copy of the undisturbed run that looks as if it had not been tested yet."""
     shutil.copytree(whole, tmp_path / "run")
     (tmp_path / "run" / "result.json").unlink()
     return tmp_path / "run"
@@ -174,8 +174,8 @@ def edit(path, **changes):
     path.write_text(json.dumps({**json.loads(path.read_text()), **changes}))
 
 
-def test_what_was_written_after_the_last_checkpoint_is_dropped(capsys, unfinished, whole):
-    # Killed while it was testing: the line of the test is there, and half of something.
+def test_metrics_after_the_last_checkpoint_are_dropped(capsys, unfinished, whole):
+    # Killed during the test: the metrics have the line of the test and an incomplete line.
     with (unfinished / "metrics.jsonl").open("a") as file:
         file.write('{"epoch": 7, "split": "validation"}\n{"epo')
     (unfinished / "checkpoints" / ".partial").mkdir()
@@ -184,7 +184,7 @@ def test_what_was_written_after_the_last_checkpoint_is_dropped(capsys, unfinishe
 
 
 def die_before_the_first_commit():
-    """Kill this process after the metrics of the first epoch are written, and before its state is."""
+    """Kill this process after the metrics of the first epoch are written, but before its state is."""
 
     def commit(self, state):
         os.kill(os.getpid(), signal.SIGKILL)
@@ -199,61 +199,61 @@ def test_a_kill_before_the_first_state_leaves_no_metrics(features, whole, tmp_pa
     metrics = out / "metrics.jsonl"
     assert metrics.exists()
     assert not (out / "state.json").exists()
-    if half:  # the kill came in the middle of the write
+    if half:  # killed in the middle of the write
         metrics.write_bytes(metrics.read_bytes()[:-20])
     output(start(resume(out)))
     same(out, whole)
 
 
-def test_a_checkpoint_of_another_run_is_refused(capsys, unfinished):
+def test_a_checkpoint_of_another_run_is_rejected(capsys, unfinished):
     edit(next((unfinished / "checkpoints").glob("epoch-0006/checkpoint.json")), run="0" * 32)
-    assert "is of another run" in refused(capsys, resume(unfinished))
+    assert "is of another run" in rejected(capsys, resume(unfinished))
 
 
-def test_a_run_of_another_version_is_refused(capsys, unfinished):
+def test_a_run_of_another_version_is_rejected(capsys, unfinished):
     edit(unfinished / "run.json", versions={"torchlml": "0.0.1"})
-    error = refused(capsys, resume(unfinished))
+    error = rejected(capsys, resume(unfinished))
     assert f"was written by torchlml 0.0.1, and this is {torchlml.__version__}" in error
 
 
-def test_a_run_of_another_experiment_is_refused(capsys, unfinished):
+def test_a_run_of_another_experiment_is_rejected(capsys, unfinished):
     edit(unfinished / "run.json", experiment="scene-graph")
-    assert "holds a run of `scene-graph`" in refused(capsys, resume(unfinished))
+    assert "holds a run of `scene-graph`" in rejected(capsys, resume(unfinished))
 
 
-def test_other_settings_are_refused(capsys, unfinished):
-    error = refused(capsys, [*resume(unfinished), "--noise", "0.8"])
+def test_other_settings_are_rejected(capsys, unfinished):
+    error = rejected(capsys, [*resume(unfinished), "--noise", "0.8"])
     assert "`--noise` is 0.8, but the run" in error
     assert "was started with 0.4" in error
 
 
 @pytest.mark.parametrize("name", ["model.safetensors", "optimizer.bin"])
-def test_a_damaged_checkpoint_is_refused(capsys, unfinished, name):
+def test_a_damaged_checkpoint_is_rejected(capsys, unfinished, name):
     path = unfinished / "checkpoints" / "epoch-0006" / name
     path.write_bytes(path.read_bytes()[:100])
-    assert "is damaged or of another model" in refused(capsys, resume(unfinished))
+    assert "is damaged or of another model" in rejected(capsys, resume(unfinished))
 
 
 @pytest.mark.parametrize("kept", [0, 100, None])
-def test_damaged_random_states_are_refused(capsys, unfinished, kept):
-    """Without them the random numbers after resuming, and so all metrics, would be others."""
+def test_damaged_random_states_are_rejected(capsys, unfinished, kept):
+    """Without them, the random numbers after resuming would differ, and so would all metrics."""
     path = unfinished / "checkpoints" / "epoch-0006" / "random_states_0.pkl"
     if kept is None:
         path.unlink()
     else:
         path.write_bytes(path.read_bytes()[:kept])
-    error = refused(capsys, resume(unfinished))
+    error = rejected(capsys, resume(unfinished))
     assert "is damaged or of another model" in error
     assert "`random_states_0.pkl` cannot be read" in error
 
 
-def test_random_states_that_accelerate_passes_over_are_refused(capsys, unfinished):
-    """It sets none of them where one is missing, and only logs that."""
+def test_random_states_that_accelerate_skips_are_rejected(capsys, unfinished):
+    """If one of them is missing, accelerate sets none and only logs it."""
     path = unfinished / "checkpoints" / "epoch-0006" / "random_states_0.pkl"
     states = torch.load(path, weights_only=False)
     del states["numpy_random_seed"]
     torch.save(states, path)
-    error = refused(capsys, resume(unfinished))
+    error = rejected(capsys, resume(unfinished))
     assert "is damaged or of another model: `random_states_0.pkl` cannot be used." in error
 
 
@@ -267,13 +267,13 @@ def test_a_run_is_written_by_one_process(features, tmp_path, capsys):
             words(features, out),
             words(features, out, "--overwrite"),
         ):
-            said = refused(capsys, arguments)
+            said = rejected(capsys, arguments)
             assert f"`{out}` is in use by another process ({running.pid})" in said
         state = json.loads((out / "state.json").read_text())
         wait_for_epoch(out, state["epoch"] + 2, running)
     finally:
         running.kill()
-    # The lock died with its process.
+    # The lock ended with its process.
     epochs = [line["epoch"] for line in lines_of(out)]
     assert epochs == list(range(1, len(epochs) + 1))
     again = start(resume(out))
@@ -286,7 +286,7 @@ def test_a_loss_that_became_nan_ends_the_run_for_good(capsys, features, tmp_path
     huge = ["--loss", "bce", "--learning-rate", "1e30"]
     assert cli.main(words(features, out, *huge)) == 1
     assert "The loss became nan in epoch 1" in capsys.readouterr().err
-    # Every way on is named, and leads on.
+    # The message names every way to continue, and each one works.
     for arguments in (words(features, out), resume(out)):
         assert cli.main(arguments) == 2
         error = capsys.readouterr().err
@@ -322,7 +322,7 @@ def test_paths_are_stored_absolute_and_data_may_move(capsys, features, tmp_path,
     assert cli.main(["train", "cifar100", "--resume", str(out), "--features", "moved.npz"]) == 0
     assert json.loads((out / "settings.json").read_text())["features"] == str(moved)
     capsys.readouterr()
-    assert "`--data` is given" in refused(capsys, [*resume(out), "--data", "x"])
+    assert "`--data` is given" in rejected(capsys, [*resume(out), "--data", "x"])
 
 
 def test_small_networks_are_trained_by_one_thread_unless_told(features, whole, tmp_path, monkeypatch):
@@ -337,7 +337,7 @@ def test_small_networks_are_trained_by_one_thread_unless_told(features, whole, t
         assert cli.main(words(features, tmp_path / "default", "--epochs", "1")) == 0
         assert cli.main(words(features, tmp_path / "two", "--threads", "2")) == 0
     assert used == [1, 2]
-    # They change the speed alone.
+    # Threads change only the speed.
     results = (json.loads((run / "result.json").read_text())["test"] for run in (tmp_path / "two", whole))
     assert next(results) == pytest.approx(next(results), abs=0.02)
 
@@ -366,24 +366,24 @@ def test_the_estimate_changes_no_number(features, tmp_path, monkeypatch):
     assert found[0] == found[1]
 
 
-def test_an_out_that_cannot_be_written_is_refused_before_any_work(capsys, features, monkeypatch):
+def test_an_out_that_cannot_be_written_is_rejected_before_any_work(capsys, features, monkeypatch):
     def work(*arguments):
         raise AssertionError("work was done")
 
     monkeypatch.setattr(run_of_engine, "_Run", work)
     for out in ("/proc/nothing/run", features / "run"):
-        error = refused(capsys, words(features, out))
+        error = rejected(capsys, words(features, out))
         assert f"`--out` names `{out}`, which cannot be written" in error
 
 
 @pytest.mark.parametrize("name", ["state.json", "run.json", "settings.json"])
-def test_a_damaged_record_is_refused(capsys, unfinished, name):
+def test_a_damaged_record_is_rejected(capsys, unfinished, name):
     (unfinished / name).write_text('{"half')
-    assert str(unfinished) in refused(capsys, resume(unfinished))
+    assert str(unfinished) in rejected(capsys, resume(unfinished))
 
 
-def test_a_folder_without_a_run_is_refused(capsys, tmp_path):
-    assert "holds no run of this version: No such file" in refused(capsys, resume(tmp_path))
+def test_a_folder_without_a_run_is_rejected(capsys, tmp_path):
+    assert "holds no run of this version: No such file" in rejected(capsys, resume(tmp_path))
 
 
 def test_a_run_is_not_overwritten(capsys, features, whole):
@@ -399,7 +399,8 @@ def test_two_processes(features, tmp_path):
     assert state["processes"] == 2
     lines = lines_of(out)
     assert [line["epoch"] for line in lines[:-1]] == [1, 2, 3, 4, 5, 6]
-    # It learned, and every sample was counted once: the test is that of one process with the same weights.
+    # It learned, and every sample was counted once: one process with the same weights gets the same test
+    # result.
     assert lines[-1]["top5"] > 0.5
     network = model.feature_head(16, 100).eval()
     load_model(network, out / "checkpoints" / state["best"] / "model.safetensors")
@@ -433,10 +434,10 @@ def test_help_explains_every_setting(capsys):
         assert re.search(rf"{option} {metavar}[A-Z`][\w`]*(?: \S+){{3,}}\. \(default", said), option
 
 
-@each_refusal(
-    refusals("`{}` is {}", "--epochs 0", "--batch-size 0", "--learning-rate nan", "--seed -1"),
-    refusals("`{}` is {}", "--threads 0", "--threads 1000"),
+@each_rejection(
+    rejections("`{}` is {}", "--epochs 0", "--batch-size 0", "--learning-rate nan", "--seed -1"),
+    rejections("`{}` is {}", "--threads 0", "--threads 1000"),
     {f"--out '{__file__}'": "which is a file"},
 )
 def test_bad_settings(capsys, options, needle):
-    assert needle in refused(capsys, ["train", "cifar100", *options])
+    assert needle in rejected(capsys, ["train", "cifar100", *options])

@@ -1,4 +1,4 @@
-"""The figures: each one is drawn, `all` goes on without the tables that are missing."""
+"""The figures: each one is drawn, and `all` continues if some tables are missing."""
 
 import re
 import struct
@@ -7,7 +7,7 @@ from xml.etree import ElementTree
 
 import pytest
 
-from tests.support.command_lines import refused
+from tests.support.command_lines import rejected
 from torchlml_lab import cli, commands, plots
 from torchlml_lab.bench import measurements
 from torchlml_lab.cli_errors import BadInput
@@ -22,7 +22,7 @@ def size(png):
     return struct.unpack(">II", data[16:24])
 
 
-def test_all_draws_what_needs_no_data_and_names_the_commands_for_the_rest(capsys, tmp_path, monkeypatch):
+def test_all_draws_figures_without_data_and_names_the_commands_for_the_rest(capsys, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     assert cli.main(["figures", "all", "--out", "pictures"]) == 0
     captured = capsys.readouterr()
@@ -50,7 +50,7 @@ def test_all_draws_what_needs_no_data_and_names_the_commands_for_the_rest(capsys
     assert missing["cifar100"] == "torchlml sweep cifar100"
 
 
-def test_all_finishes_the_others_before_it_complains(capsys, tmp_path, monkeypatch):
+def test_all_finishes_the_others_before_it_reports_an_error(capsys, tmp_path, monkeypatch):
     drawn = []
 
     def draw(settings):
@@ -110,19 +110,19 @@ def test_a_figure_that_fails_leaves_no_file(tmp_path):
         ),
     ],
 )
-def test_bad_input_is_one_sentence(capsys, tmp_path, monkeypatch, words, needle):
+def test_bad_input_is_a_one_line_error(capsys, tmp_path, monkeypatch, words, needle):
     monkeypatch.chdir(tmp_path)
-    assert needle in refused(capsys, ["figures", *words])
+    assert needle in rejected(capsys, ["figures", *words])
     assert not list(tmp_path.iterdir())
 
 
-def test_timing_refuses_the_table_of_another_benchmark(capsys, tmp_path):
+def test_timing_rejects_the_table_of_another_benchmark(capsys, tmp_path):
     measurements.append(tmp_path / "b.csv", [])
     assert cli.main(["figures", "timing", "--csv", str(tmp_path / "b.csv")]) == 2
     assert "has no row of `torchlml bench paper`" in capsys.readouterr().err
 
 
-def test_ones_own_table_comes_before_that_of_the_study(tmp_path):
+def test_a_user_table_takes_precedence_over_the_study(tmp_path):
     own, study = tmp_path / "own.csv", tmp_path / "study.csv"
     with pytest.raises(sources.NotMadeYet, match=r"own\.csv` to draw: `make it` makes it"):
         sources.find(None, (own, study), "make it")

@@ -1,4 +1,4 @@
-"""Places that can be written or not, and disks that are full."""
+"""Writable and unwritable paths, and full disks."""
 
 import pytest
 
@@ -25,7 +25,7 @@ def test_places_that_cannot_be_written(tmp_path):
         check_file("--csv", tmp_path)
 
 
-def test_a_full_disk_is_said_with_what_is_kept(tmp_path):
+def test_a_full_disk_error_names_the_kept_results(tmp_path):
     with pytest.raises(RuntimeError, match="there is no space left on the disk; the rows are above"):  # noqa: SIM117
         with writing("The table", tmp_path / "x", "the rows are above"):
             raise OSError(28, "No space left on device")

@@ -10,7 +10,7 @@ import pytest
 
 ROOT = Path(__file__).parents[2]
 
-# A package may import those on earlier lines, and itself.
+# A package may import itself and those on earlier lines.
 LAYERS = (
     ("cli_errors",),
     ("files",),
@@ -35,7 +35,7 @@ def modules(root: Path) -> dict[str, Path]:
 
 
 def imported(path: Path, known: dict[str, Path]) -> Iterator[str]:
-    """The modules of torchlml_lab that a file imports, anywhere in it, also within functions."""
+    """The modules of torchlml_lab that a file imports, including imports within functions."""
     for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
         names = []
         if isinstance(node, ast.Import):
@@ -51,7 +51,7 @@ def imported(path: Path, known: dict[str, Path]) -> Iterator[str]:
 
 
 def imports(root: Path) -> dict[str, set[str]]:
-    """For each module the modules that it imports; the package itself re-exports a class lazily."""
+    """For each module, the modules that it imports. The package itself re-exports a class lazily."""
     known = modules(root)
     return {
         name: set(imported(path, known)) - {name} for name, path in known.items() if name != "torchlml_lab"
@@ -59,7 +59,7 @@ def imports(root: Path) -> dict[str, set[str]]:
 
 
 def packages(graph: dict[str, set[str]]) -> dict[str, set[str]]:
-    """The same between the parts directly below torchlml_lab, whether these are packages or modules."""
+    """The imports between the direct children of torchlml_lab, which are packages or modules."""
     found: dict[str, set[str]] = {}
     for name, others in graph.items():
         parts = {other.split(".")[1] for other in others if other != "torchlml_lab"}
@@ -68,7 +68,7 @@ def packages(graph: dict[str, set[str]]) -> dict[str, set[str]]:
 
 
 def cycle(graph: dict[str, set[str]]) -> list[str]:
-    """Some cycle of a graph, or an empty list."""
+    """A cycle of a graph, or an empty list."""
     done: set[str] = set()
 
     def visit(name: str, above: list[str]) -> list[str]:

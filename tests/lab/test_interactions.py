@@ -1,4 +1,4 @@
-"""Files of users and their items: what is read, and the one sentence about what is wrong."""
+"""Files of users and their items: supported formats, and one-sentence errors for bad files."""
 
 from __future__ import annotations
 
@@ -85,14 +85,14 @@ WRONG = {
 
 
 @pytest.mark.parametrize("name", WRONG)
-def test_what_is_wrong_is_said_in_a_sentence(tmp_path, name):
+def test_bad_files_raise_a_one_sentence_error(tmp_path, name):
     data, said = WRONG[name]
     path = tmp_path / name
     path.write_bytes(data)
-    with pytest.raises(BadInput) as refused:
+    with pytest.raises(BadInput) as rejected:
         read_interactions(path, "--train")
-    assert str(refused.value).startswith(said.format(path))
-    assert str(refused.value).endswith(".")
+    assert str(rejected.value).startswith(said.format(path))
+    assert str(rejected.value).endswith(".")
 
 
 def test_missing_files_and_columns_are_named(tmp_path):
@@ -129,7 +129,7 @@ def test_a_million_pairs_take_less_than_five_seconds(tmp_path):
 
 
 @pytest.mark.skipif("TORCHLML_DATA" not in os.environ, reason="TORCHLML_DATA does not name real data")
-def test_gowalla_is_read_whole():
+def test_gowalla_is_read_completely():
     folder = Path(os.environ["TORCHLML_DATA"]) / "gowalla"
     have = read_interactions(folder / "train.txt.gz", "--train")
     assert (len(have.users), len(have.items), len(have), have.repeated) == (29858, 40981, 810128, 0)

@@ -1,4 +1,4 @@
-"""Every reader of labelled rows: the same rows from every format, and what is wrong with bad files."""
+"""The readers of labeled data: all formats give the same rows, and bad files raise clear errors."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def names_of(rows: LabelledRows) -> list[list[str]]:
 FORMS: dict[str, str | bytes] = {
     "svmlight": SVMLIGHT,
     "with a header": "3 3 11\n" + SVMLIGHT,
-    "with remarks": SVMLIGHT.replace("\n", " # a remark\r\n"),
+    "with comments": SVMLIGHT.replace("\n", " # a remark\r\n"),
     "with tabs": "2,10\t1:1.5\n0:2 2:-1\n2 2:3",
     "packed": gzip.compress(("3 3 11\n" + SVMLIGHT).encode()),
     "with a byte order mark": b"\xef\xbb\xbf" + SVMLIGHT.encode(),
@@ -50,7 +50,7 @@ def test_svmlight_and_the_repository_format(tmp_path: Path, form: str) -> None:
     rows = read(tmp_path / "rows.txt", FORMS[form])
     assert np.array_equal(rows.features.toarray(), X)
     assert names_of(rows) == LABELS
-    assert rows.names == ["2", "10"]  # as numbers, not as words
+    assert rows.names == ["2", "10"]  # sorted as numbers, not as text
     assert rows.counts.tolist() == [2, 0, 1]
 
 
@@ -62,8 +62,8 @@ def test_a_pair_of_npz(tmp_path: Path) -> None:
     rows, _ = read_labelled(tmp_path / "x.npz", "--train", labels=tmp_path / "y.npz")
     assert np.array_equal(rows.features.toarray(), X)
     assert names_of(rows) == LABELS
-    unlabelled, _ = read_labelled(tmp_path / "x.npz", "--data", labelled=False)
-    assert unlabelled.counts.tolist() == [0, 0, 0]
+    unlabeled, _ = read_labelled(tmp_path / "x.npz", "--data", labelled=False)
+    assert unlabeled.counts.tolist() == [0, 0, 0]
 
 
 @pytest.mark.parametrize("ending", ["csv", "tsv", "parquet"])
@@ -95,7 +95,7 @@ def test_tables(tmp_path: Path, ending: str) -> None:
         rows.features.toarray(), np.array([[1.5], [np.nan], [3]], np.float32), equal_nan=True
     )
     assert names_of(rows) == [["x", "y"], [], ["y"]]
-    # The same file to be predicted for: the labels are not looked at.
+    # Read the same file for prediction, which ignores the labels.
     again, _ = read_labelled(path, "--data", columns=Columns(("title",), ("size",)), labelled=False)
     assert again.texts == rows.texts
     assert again.names == []
@@ -182,7 +182,7 @@ def test_bad_columns(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("name", ["rows.txt", "rows.csv", "rows.npz", "rows.parquet"])
-def test_files_that_are_no_such_files(tmp_path: Path, name: str) -> None:
+def test_files_of_the_wrong_format(tmp_path: Path, name: str) -> None:
     with pytest.raises(BadInput, match="cannot be read: no such file"):
         read_labelled(tmp_path / name, "--train", labels=tmp_path / name if name.endswith("npz") else None)
     binary = name.endswith(("npz", "parquet"))
@@ -240,7 +240,7 @@ def test_bad_npz(tmp_path: Path) -> None:
         read_labelled(x, "--train", labels=y)
 
 
-@pytest.mark.skipif("TORCHLML_DATA" not in os.environ, reason="TORCHLML_DATA names no folder of data sets")
+@pytest.mark.skipif("TORCHLML_DATA" not in os.environ, reason="TORCHLML_DATA does not name real data")
 def test_delicious_in_time_and_as_scikit_learn_reads_it() -> None:
     path = Path(os.environ["TORCHLML_DATA"]) / "multilabel" / "delicious.train.svm.gz"
     started = time.process_time()
@@ -297,7 +297,7 @@ def test_csv_with_any_usual_separator(tmp_path: Path, form: str) -> None:
 def test_the_separator_of_a_csv_must_fit_its_rows(tmp_path: Path) -> None:
     rows = read(tmp_path / "rows.csv", "a;b;c,tags\none,p\ntwo,q\n")
     assert rows.texts == ["one", "two"]
-    # A file to predict for may have one column, whose texts have commas and semicolons in quotes.
+    # A file for prediction may have a single column, whose quoted texts contain commas and semicolons.
     path = tmp_path / "one.csv"
     path.write_text('text\n"one; two, three"\nfour\n')
     columns = Columns(texts=("text",))

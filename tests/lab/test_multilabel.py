@@ -1,4 +1,4 @@
-"""One's own data: from files to the best labels, killed, in two processes, and with everything wrong."""
+"""Training on user data: from files to predicted labels, with kills, two processes and bad input."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from scipy import sparse
 from sklearn.feature_extraction.text import TfidfVectorizer
 
 import torchlml
-from tests.support.command_lines import made, refused
+from tests.support.command_lines import made, rejected
 from tests.support.processes import output, start, start_two
 from tests.support.tagged_texts import WORDS, tagged_texts, write_texts
 from torchlml_lab import cli
@@ -38,7 +38,7 @@ def texts(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def run(texts: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str]:
-    """A run that was told the file and nothing else, and what it printed."""
+    """A run with default settings, and its output."""
     out = tmp_path_factory.mktemp("run") / "run"
     return out, output(start(["train", "multilabel", "--train", str(texts), "--out", str(out)]))[0]
 
@@ -59,12 +59,12 @@ def test_the_report_of_training_reads_no_file_again(texts, tmp_path, capsys, mon
 
 
 def test_the_report_of_training_is_that_of_evaluate(texts, tmp_path, capsys):
-    # In bfloat16 accelerate wraps the network, and the report must not be that of the wrapped one.
+    # In bfloat16 accelerate wraps the network, and the report must use the unwrapped one.
     out = tmp_path / "run"
     words = ["train", "multilabel", "--train", str(texts), "--out", str(out), "--epochs", "3"]
     printed = output(start([*words, "--mixed-precision", "bf16", "--cpu"]))[0]
     report = (out / "report.md").read_text()
-    # `evaluate` reads the run from its folder.
+    # `evaluate` loads the run from its directory.
     assert cli.main(["evaluate", str(out)]) == 0
     table = capsys.readouterr().out.splitlines()[:-1]
     assert printed.splitlines()[-len(table) - 1 : -1] == table
@@ -93,8 +93,8 @@ def test_from_a_csv_to_the_best_tags_in_two_commands(run, tmp_path, capsys):
         assert row["row"] == number
         assert sorted(row["labels"]) == sorted(WORDS)
         assert row["probabilities"] == sorted(row["probabilities"], reverse=True)
-        assert sum(row["probabilities"]) == pytest.approx(2, abs=1e-4)  # being among 2
-    # The same as CSV, of rows that have no tags.
+        assert sum(row["probabilities"]) == pytest.approx(2, abs=1e-4)  # P(label in top 2)
+    # The same as CSV, for rows without tags.
     data.write_text("text\n" + "\n".join(text for text, _ in new) + "\n")
     assert (
         cli.main(["predict", str(out), "--data", str(data), "--top", "2", "--out", str(tmp_path / "o.csv")])
@@ -128,7 +128,7 @@ def test_evaluate_other_rows(run, tmp_path, capsys):
     assert "1 rows have no label and are left out" in said
     assert "1 label is in no training row (`fruit`) and cannot be predicted" in said
     page = (tmp_path / "report" / "report.md").read_text()
-    # The measures by hand, from what `predict` says: fruit is missed, and counts in the recall.
+    # Compute the measures by hand from the output of `predict`: fruit is unknown, and counts in the recall.
     found = predict(run[0], data, tmp_path / "out.jsonl", "--top", "3")[:-1]
     hits = [[label in tags for label in row["labels"]] for row, (_, tags) in zip(found, new, strict=False)]
     precision = 100 * np.mean(hits)
@@ -136,10 +136,10 @@ def test_evaluate_other_rows(run, tmp_path, capsys):
     line = next(line for line in page.splitlines() if line.startswith("| 3 |"))
     assert f"| {precision:.2f} (" in line
     assert f"| {recall:.2f} (" in line
-    assert (run[0] / "report.md").read_text() != page  # the run keeps its own
+    assert (run[0] / "report.md").read_text() != page  # the run keeps its own report
 
 
-def test_rows_that_the_run_knows_nothing_of(tmp_path, capsys):
+def test_rows_with_unknown_words_and_labels(tmp_path, capsys):
     rows = "".join(f"{i % 3} {i % 3}:{1 + i % 2} {3 + i % 5}:1\n" for i in range(60))
     (tmp_path / "train.txt").write_text(rows + "0\n1\n")
     (tmp_path / "test.txt").write_text(rows)
@@ -173,11 +173,11 @@ def test_rows_that_the_run_knows_nothing_of(tmp_path, capsys):
     assert "1 of 2 rows have nothing that the run knows" in said
     assert found[0]["labels"] == ["green"]
     write_texts(tmp_path / "new.csv", tagged_texts(3, seed=0))
-    assert "a table, but the run was trained on" in refused(
+    assert "a table, but the run was trained on" in rejected(
         capsys, ["predict", out, "--data", tmp_path / "new.csv"]
     )
     mixed = ["train", "multilabel", "--train", tmp_path / "train.txt", "--test", tmp_path / "new.csv"]
-    assert "a run needs files of one kind" in refused(capsys, mixed)
+    assert "a run needs files of one kind" in rejected(capsys, mixed)
 
 
 @pytest.fixture(scope="module")
@@ -210,7 +210,7 @@ def test_killed_and_resumed_equals_undisturbed(texts, undisturbed, tmp_path):
         assert time.monotonic() < limit
         time.sleep(0.005)
     running.kill()
-    assert not (out / "result.json").exists(), "the run was over before it was killed"
+    assert not (out / "result.json").exists(), "the run finished before it was killed"
     assert cli.main(["train", "multilabel", "--resume", str(out)]) == 0
     assert (out / "metrics.jsonl").read_bytes() == (undisturbed / "metrics.jsonl").read_bytes()
     weights = [(one / "checkpoints/epoch-0008/model.safetensors").read_bytes() for one in (out, undisturbed)]
@@ -222,7 +222,7 @@ def test_few_labels_are_trained_by_one_thread_unless_told(texts):
     settings = MultilabelSettings(train=texts)
     data = samples.read(settings)
     assert training.task(settings, data).threads == 1
-    # The same six labels in batches as large as those of many labels.
+    # The same six labels, in batches as large as those used with many labels.
     assert training.task(dataclasses.replace(settings, batch_size=2**18), data).threads is None
 
 
@@ -232,7 +232,7 @@ def test_two_processes(texts, tmp_path, capsys):
     assert printed.count("set aside for validation") == 1
     assert printed.count("The report is") == 1
     assert json.loads((out / "state.json").read_text())["processes"] == 2
-    # Every row was counted once: one process finds the same with the same weights.
+    # Every row was counted once: one process with the same weights gets the same result.
     before = json.loads((out / "result.json").read_text())["validation"]
     assert cli.main(["evaluate", str(out)]) == 0
     line = next(line for line in (out / "report.md").read_text().splitlines() if line.startswith("| 3 |"))
@@ -264,7 +264,7 @@ def test_preparation_is_that_of_scikit_learn_and_survives_json(tmp_path):
 
 
 def test_features_of_large_numbers_take_no_memory():
-    """Hashed features have numbers of up to 2^31; only those that occur count."""
+    """Hashed features have indices up to 2^31, but only indices that occur are stored."""
     labels, names = label_matrix([["x"], ["y"], ["x", "y"]])
     data, starts = np.array([3, 4, 2, 6], np.float32), [0, 2, 3, 4]
     found = []
@@ -281,15 +281,15 @@ def test_features_of_large_numbers_take_no_memory():
     first = np.array([3 / 3, 4 / 4]) / np.sqrt(2)
     assert found[0] == pytest.approx(np.array([[*first, 0], [0, 1, 0], [0, 0, 1]]))
     assert np.array_equal(*found)
-    # What the training rows did not have is counted, and not taken for a neighbour.
+    # Features absent from the training rows are counted, not mapped to a neighbor.
     other = sparse.csr_array(([1.0, 1.0, 5.0], [1, 299, 300], [0, 1, 2, 3]), shape=(3, 301), dtype=np.float32)
     prepared = fitted.apply(LabelledRows(other, labels, names))
     assert (prepared.unknown, prepared.empty) == (2, 2)
     assert prepared.inputs.toarray()[2].tolist() == [0, 1, 0]
 
 
-def test_temperature_makes_probabilities_true():
-    """Labels drawn from the projection of logits, which a network then exaggerates or plays down."""
+def test_temperature_calibrates_probabilities():
+    """Labels drawn from the projection of logits, which a network then scales up or down."""
     logits = torch.randn(3000, 12) * 1.5
     observed = torch.rand(3000, 12) < torchlml.lml(logits, 3)
     for factor in (4.0, 0.5):
@@ -326,42 +326,42 @@ BAD = {
 
 
 @pytest.mark.parametrize("options", BAD)
-def test_bad_input_is_one_sentence_and_leaves_nothing(options, tmp_path, monkeypatch, capsys):
+def test_bad_input_is_a_one_line_error_and_leaves_no_files(options, tmp_path, monkeypatch, capsys):
     import shlex
 
     monkeypatch.chdir(tmp_path)
     text, needle = BAD[options]
     (tmp_path / "rows.csv").write_text(text)
-    said = refused(
+    said = rejected(
         capsys, ["train", "multilabel", "--train", "rows.csv", "--out", "run", *shlex.split(options)]
     )
     assert needle in said
     assert not (tmp_path / "run").exists()
 
 
-def test_bad_questions_to_a_run(run, texts, tmp_path, capsys):
+def test_bad_requests_to_a_run(run, texts, tmp_path, capsys):
     out = run[0]
-    assert "`--train` is missing" in refused(capsys, ["train", "multilabel"])
-    assert "`--data` is missing" in refused(capsys, ["predict", out])
-    assert "from 1 to 6, the labels of the run" in refused(
+    assert "`--train` is missing" in rejected(capsys, ["train", "multilabel"])
+    assert "`--data` is missing" in rejected(capsys, ["predict", out])
+    assert "from 1 to 6, the labels of the run" in rejected(
         capsys, ["predict", out, "--data", texts, "--top", 7]
     )
-    assert "must end in `.csv` or `.jsonl`" in refused(
+    assert "must end in `.csv` or `.jsonl`" in rejected(
         capsys, ["predict", out, "--data", texts, "--out", "a.txt"]
     )
     other = tmp_path / "other.csv"
     other.write_text("title\na\n")
-    assert "has no column `text`" in refused(capsys, ["predict", out, "--data", other])
+    assert "has no column `text`" in rejected(capsys, ["predict", out, "--data", other])
     other.write_text("text,tags\na,\n")
-    assert "no row has a label to be compared with" in refused(capsys, ["evaluate", out, "--data", other])
+    assert "no row has a label to be compared with" in rejected(capsys, ["evaluate", out, "--data", other])
     other.write_text(ROWS)
-    assert "is not the file that the run was trained on" in refused(
+    assert "is not the file that the run was trained on" in rejected(
         capsys, ["evaluate", out, "--train", other]
     )
     (tmp_path / "rows.txt").write_text("1 2:3\n")
-    assert "is no table" in refused(capsys, ["predict", out, "--data", tmp_path / "rows.txt"])
+    assert "is no table" in rejected(capsys, ["predict", out, "--data", tmp_path / "rows.txt"])
     train = ["train", "multilabel", "--train", texts, "--out", tmp_path / "run"]
-    assert "is no table" in refused(capsys, [*train, "--test", tmp_path / "rows.txt"])
+    assert "is no table" in rejected(capsys, [*train, "--test", tmp_path / "rows.txt"])
     assert not (tmp_path / "run").exists()
     assert not list(tmp_path.glob("*.jsonl"))
 
@@ -376,12 +376,12 @@ def test_weights_that_are_not_finite_are_an_error(run, texts, tmp_path, capsys, 
     weights = load_file(path)
     weights["last.weight"][0, 0] = value
     save_file(weights, path)
-    said = refused(capsys, [command, str(out), "--data", str(texts)])
+    said = rejected(capsys, [command, str(out), "--data", str(texts)])
     assert f"`{path}` is damaged: `last.weight` holds {value}." in said
 
 
 def test_a_report_does_not_widen_label_lists_to_all_labels(run, texts, capsys, tmp_path, monkeypatch):
-    """A column for each label would take gigabytes where there are hundreds of thousands of them."""
+    """One column per label would take gigabytes with hundreds of thousands of labels."""
     widths = []
 
     class Spied(torchlml.metrics.TopKRecall):

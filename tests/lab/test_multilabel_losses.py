@@ -1,4 +1,4 @@
-"""Every loss of label lists against its definition in float64, with padding, and through a linear layer."""
+"""The losses of label lists compared with their definitions in float64, with padding and a linear layer."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ LABELS = torch.tensor([row + [PADDING] * (3 - len(row)) for row in LISTS])
 
 
 def by_definition(name: str, x: list[float], row: list[int]) -> float:
-    """The loss of one row in plain floats."""
+    """The loss of one row in Python floats."""
     k = len(row) if name.endswith("labels") else int(name[-1]) if name[-1].isdigit() else 0
     if name == "bce":
         return sum(math.log1p(math.exp(-v if j in row else v)) for j, v in enumerate(x))
@@ -37,7 +37,7 @@ def test_a_loss_is_its_definition_over_the_rows_that_have_labels(name: str) -> N
     expected = [by_definition(name, x, row) for x, row in zip(LOGITS.tolist(), LISTS, strict=True) if row]
     found = named(name)(LOGITS, LABELS)
     assert found.item() == pytest.approx(sum(expected) / 3, rel=1e-5)
-    # Neither more padding nor a list as wide as the logits changes anything.
+    # Neither more padding nor a list as wide as the logits changes the loss.
     wide = nn.functional.pad(LABELS, (0, 3), value=PADDING)
     assert torch.equal(named(name)(LOGITS, wide), found)
     assert str(named(name)) == name
@@ -54,7 +54,7 @@ def test_through_a_linear_layer(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_a_batch_without_labels_costs_nothing(name: str) -> None:
+def test_a_batch_without_labels_has_zero_loss(name: str) -> None:
     logits = LOGITS.clone().requires_grad_()
     loss = named(name)(logits, torch.full_like(LABELS, PADDING))
     loss.backward()
@@ -63,7 +63,7 @@ def test_a_batch_without_labels_costs_nothing(name: str) -> None:
     assert not logits.grad.any()
 
 
-def test_what_is_no_loss_is_refused() -> None:
+def test_unknown_losses_are_rejected() -> None:
     for text in ("lml", "bce-3", "lml-x", "hinge", ""):
         with pytest.raises(BadInput, match="must be bce, softmax"):
             named(text)

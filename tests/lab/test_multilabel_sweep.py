@@ -1,4 +1,4 @@
-"""The study of kept labels: what is kept, the sweep, its figure and tables, and one-vs-rest beside it."""
+"""The study of kept labels: sampling, the sweep, its figure and tables, and the one-vs-rest baseline."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def test_a_part_of_the_labels_is_kept():
     counts = np.diff(thinner.indptr)
     assert (counts >= 1).all()
     assert counts[whole > 30].sum() / whole[whole > 30].sum() == pytest.approx(0.3, abs=0.01)
-    assert (labels - thinner).min() >= 0  # none that was not there
+    assert (labels - thinner).min() >= 0  # no label was added
     assert (np.diff(kept_labels(labels, "one", seed=0).indptr) == 1).all()
     assert kept_labels(labels, 1.0, seed=0) is labels
     assert (kept_labels(labels, 0.3, seed=1) != thinner).nnz
@@ -32,7 +32,7 @@ def test_a_part_of_the_labels_is_kept():
 
 @pytest.fixture(scope="module")
 def lines(tmp_path_factory):
-    """Sparse rows whose labels are their features, as svmlight."""
+    """Sparse rows in svmlight format whose labels are their features."""
     path = tmp_path_factory.mktemp("lines") / "tiny.train.txt"
     path.write_text("".join(f"{i % 7},{7 + i % 3} {i % 7}:1 {7 + i % 3}:1\n" for i in range(120)))
     return path
@@ -53,7 +53,7 @@ def test_sweep(lines, tmp_path, monkeypatch):
     records = []
     for one in runs[:4]:
         result = sweep._run_one(one)
-        assert sweep._run_one(one) == result  # it is finished, and continued to nothing
+        assert sweep._run_one(one) == result  # a finished run is not continued
         records.append(sweep.record(one, result))
     assert {(row.data, row.loss, row.keep) for row in records} == {
         ("tiny", "bce", "1.0"),
@@ -100,7 +100,7 @@ def test_one_vs_rest(lines, tmp_path):
         "100",
     ]
     one_vs_rest.main([*options, "--keeps", "1.0"])
-    one_vs_rest.main([*options, "--keeps", "1.0"])  # it is there already
+    one_vs_rest.main([*options, "--keeps", "1.0"])  # the result already exists
     (row,) = sweep.TABLE.read(tmp_path / "o.csv", "--csv")
     assert row.p1 == 1
     assert row.r5 == 1

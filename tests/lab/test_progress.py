@@ -1,4 +1,4 @@
-"""The progress bar: time left on a terminal, plain lines without one; threads that come back."""
+"""The progress bar: remaining time on a terminal, plain lines elsewhere, and restored thread counts."""
 
 import io
 import re
@@ -33,7 +33,7 @@ def test_a_terminal_shows_the_time_left(monkeypatch):
     assert "left 0:01:20" in re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", said)
 
 
-def test_without_a_terminal_lines_come_ever_more_rarely(monkeypatch):
+def test_without_a_terminal_lines_become_less_frequent(monkeypatch):
     lines = shown(monkeypatch, False, 3.0, steps=60).splitlines()
     # After 6 s, 10 more, 20 more, 40 more, 60 more.
     done = [int(line.split()[1]) for line in lines]
@@ -46,14 +46,14 @@ def test_short_work_and_hidden_processes_print_nothing(monkeypatch):
     assert shown(monkeypatch, False, 30.0, hidden=True) == ""
 
 
-def test_threads_come_back():
+def test_the_thread_count_is_restored():
     before = torch.get_num_threads()
     with use_threads(before + 1):
         assert torch.get_num_threads() == before + 1
     assert torch.get_num_threads() == before
 
 
-def test_threads_that_cannot_be_meant():
+def test_invalid_thread_counts():
     check_threads(cores())
     for threads in (0, cores() + 1):
         with pytest.raises(BadInput, match=f"`--threads` is {threads}, and must be from 1 to {cores()}"):

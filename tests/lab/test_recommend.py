@@ -1,4 +1,4 @@
-"""Recommendation from files: train, evaluate and predict, runs that are killed, and what is refused."""
+"""Recommendation from files: train, evaluate and predict, killed runs, and rejected input."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import shutil
 import pytest
 import torch
 
-from tests.support.command_lines import each_refusal, refusals, refused
+from tests.support.command_lines import each_rejection, rejected, rejections
 from tests.support.processes import output, start_two
 from torchlml_lab import cli
 from torchlml_lab.cli_errors import BadInput
@@ -22,11 +22,11 @@ from torchlml_lab.recommend import sweep
 from torchlml_lab.recommend.histories import Users, set_aside, some_users
 from torchlml_lab.recommend.settings import RecommendSettings, SweepSettings
 
-GROUPS, SIZE, HAS = 4, 30, 12  # the users of a group have some of the group's items
+GROUPS, SIZE, HAS = 4, 30, 12  # each user has some of the items of their group
 
 
 def write_pairs(path, users=120, seed=0):
-    """A file in which users of four groups have items of their group; gives each user's group."""
+    """Write a file in which users of four groups have items of their group. Returns each user's group."""
     draw = random.Random(seed)
     lines = []
     for user in range(users):
@@ -81,11 +81,11 @@ def run_of(folder, model):
 
 @pytest.mark.parametrize("model", ["autoencoder", "matrix-factorisation"])
 def test_a_model_finds_the_items_of_a_users_group(folder, model):
-    # Of the 110 items that a user does not have 20 are recommended: chance is 0.18.
+    # Of the 110 items that a user does not have, 20 are recommended, so chance is 0.18.
     assert run_of(folder, model)["test"]["recall@20"] > 0.7
 
 
-def test_evaluate_finds_what_the_run_found_and_the_popular_items_beside_it(folder, capsys, tmp_path):
+def test_evaluate_repeats_the_results_of_the_run_and_adds_popularity(folder, capsys, tmp_path):
     for split in ("validation", "test"):
         assert (
             cli.main(["evaluate", str(folder / "autoencoder"), "--split", split, "--out", str(tmp_path)]) == 0
@@ -105,7 +105,7 @@ def test_evaluate_finds_what_the_run_found_and_the_popular_items_beside_it(folde
         assert (place / "report.png").stat().st_size > 10_000
 
 
-def test_evaluate_takes_own_data_and_counts_what_it_cannot_find(folder, capsys, tmp_path):
+def test_evaluate_takes_other_data_and_counts_unknown_users_and_items(folder, capsys, tmp_path):
     own = tmp_path / "later.csv"
     have = read_interactions(folder / "train.txt", "--train")
     old = have.items[have.of(0)[0]]
@@ -158,7 +158,7 @@ def test_predict_knows_new_users_by_their_items_and_others_get_the_popular_ones(
     assert [int(counts[have.items.index(item)]) for item in stranger["items"]] == counts.topk(
         5
     ).values.tolist()
-    # Vectors of users say nothing about a new one, whatever it has.
+    # User embeddings contain no information about a new user, regardless of that user's items.
     assert cli.main(["predict", str(folder / "matrix-factorisation"), "--users", "new", "u3"]) == 0
     said = capsys.readouterr().out
     assert "1 of 2 users are unknown" in said
@@ -176,16 +176,16 @@ def test_a_user_who_has_almost_everything_gets_the_rest(folder, capsys, tmp_path
     assert everything["items"] == []
 
 
-def test_other_data_than_those_of_the_run_are_refused(folder, capsys, tmp_path):
+def test_other_data_than_those_of_the_run_are_rejected(folder, capsys, tmp_path):
     other = write_pairs(tmp_path / "other.txt", seed=1)
     for command in ("evaluate", "predict"):
-        said = refused(capsys, [command, folder / "autoencoder", "--train", other])
+        said = rejected(capsys, [command, folder / "autoencoder", "--train", other])
         assert "was trained on other data than" in said
     shutil.copytree(folder / "autoencoder", tmp_path / "run")
     settings = json.loads((tmp_path / "run" / "settings.json").read_text())
     settings["train"] = str(tmp_path / "gone.txt")
     (tmp_path / "run" / "settings.json").write_text(json.dumps(settings))
-    assert "say with `--train` where it is now" in refused(capsys, ["predict", tmp_path / "run"])
+    assert "say with `--train` where it is now" in rejected(capsys, ["predict", tmp_path / "run"])
     assert cli.main(["predict", str(tmp_path / "run"), "--train", str(folder / "train.txt")]) == 0
 
 
@@ -196,7 +196,7 @@ def test_step_time_has_a_row_for_every_loss(folder, capsys):
         assert re.search(rf"^{loss} +[\d.]+ +[+-][\d.]+%", said, re.MULTILINE)
 
 
-def test_a_killed_run_ends_as_if_it_had_not_been(folder, monkeypatch, capsys, tmp_path):
+def test_a_killed_and_resumed_run_equals_an_undisturbed_one(folder, monkeypatch, capsys, tmp_path):
     words = ["train", "recommend", "--train", str(folder / "train.txt"), "--epochs", "3", "--dimension", "8"]
     words += ["--test", str(folder / "test.txt")]
     assert cli.main([*words, "--out", str(tmp_path / "whole")]) == 0
@@ -220,9 +220,9 @@ def test_two_processes_count_every_user_once(folder, capsys, tmp_path):
     words = ["train", "recommend", "--train", folder / "train.txt", "--test", folder / "test.txt", "--cpu"]
     words += ["--out", tmp_path / "run", "--epochs", 1, "--dimension", 8, "--batch-size", 6]
     printed, _ = output(*start_two([str(word) for word in words]))
-    assert printed.count("popular items") == 3  # the report is one process's
+    assert printed.count("popular items") == 3  # only one process prints the report
     result = json.loads((tmp_path / "run" / "result.json").read_text())
-    # One process finds the same with the same weights.
+    # One process with the same weights gets the same result.
     assert cli.main(["evaluate", str(tmp_path / "run"), "--cpu"]) == 0
     said = capsys.readouterr().out
     numbers = re.findall(r"^lml-labels +(.*)$", said, re.MULTILINE)[0].split()
@@ -273,7 +273,7 @@ def test_a_sweep_is_a_table_and_a_figure(folder, capsys, tmp_path):
     assert (tmp_path / "a.png").stat().st_size > 10_000
 
 
-def test_a_tuned_sweep_takes_for_each_method_what_is_best_on_validation(folder, tmp_path):
+def test_a_tuned_sweep_uses_the_best_settings_on_validation_per_method(folder, tmp_path):
     usual = dict.fromkeys(
         (one.name for one in dataclasses.fields(sweep.RankingRecord) if one.type in (float, "float")), 0.5
     )
@@ -302,7 +302,7 @@ def test_a_tuned_sweep_takes_for_each_method_what_is_best_on_validation(folder, 
         sweep.grid(dataclasses.replace(settings, temperatures=(0.1,)))
 
 
-REFUSED = {
+REJECTED = {
     "": "`--train` is missing",
     "--train FILE --loss softmax --k 3": "The loss `softmax` has no `k`, but it is 3",
     "--train FILE --loss truncated-entropy --k labels": "which only the loss `lml` can do",
@@ -313,7 +313,7 @@ REFUSED = {
     "--train FILE --columns user item": "`--columns` is for CSV, TSV and .inter",
 } | {
     f"--train FILE {line}": said
-    for line, said in refusals(
+    for line, said in rejections(
         "`{}` is {}, and must be",
         "--dimension 0",
         "--temperature 0.0",
@@ -324,17 +324,19 @@ REFUSED = {
 }
 
 
-@each_refusal(REFUSED)
-def test_bad_settings_and_files_are_refused_and_nothing_is_written(folder, capsys, tmp_path, options, needle):
+@each_rejection(REJECTED)
+def test_bad_settings_and_files_are_rejected_and_nothing_is_written(
+    folder, capsys, tmp_path, options, needle
+):
     (tmp_path / "empty").touch()
     (tmp_path / "single").write_text("a x\nb y\nc x\n")
     places = {"FILE": folder / "train.txt", "EMPTY": tmp_path / "empty", "SINGLE": tmp_path / "single"}
     words = [str(places.get(word, word)) for word in options]
-    assert needle in refused(capsys, ["train", "recommend", "--out", tmp_path / "run", *words])
+    assert needle in rejected(capsys, ["train", "recommend", "--out", tmp_path / "run", *words])
     assert not (tmp_path / "run").exists()
 
 
-@each_refusal(
+@each_rejection(
     {
         "predict --top 0": "`--top` is 0, and must be at least 1",
         "predict --top 121": "`--top` is 121, but there are only 120 items",
@@ -344,12 +346,12 @@ def test_bad_settings_and_files_are_refused_and_nothing_is_written(folder, capsy
         "evaluate --out /dev/null": "`--out` names `/dev/null`",
     }
 )
-def test_bad_requests_of_a_run_are_refused(folder, capsys, options, needle):
+def test_bad_requests_of_a_run_are_rejected(folder, capsys, options, needle):
     command, *rest = options
-    assert needle in refused(capsys, [command, folder / "autoencoder", *rest])
+    assert needle in rejected(capsys, [command, folder / "autoencoder", *rest])
 
 
-def test_what_is_set_aside_is_a_part_of_some_users_and_the_same_every_time(folder):
+def test_the_held_out_pairs_are_a_fixed_part_of_some_users(folder):
     have = read_interactions(folder / "train.txt", "--train")
     kept, aside = set_aside(have, 40)
     assert int((aside.counts > 0).sum()) == 40

@@ -1,4 +1,4 @@
-"""The models and the measures of recommendation, against plain computations."""
+"""The models and metrics of recommendation, compared with direct computations."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def test_the_autoencoder_is_the_dense_one():
     assert (history == PADDING).sum() == 7
 
 
-def test_matrix_factorisation_scores_are_cosines_over_the_temperature():
+def test_matrix_factorization_scores_are_cosines_over_the_temperature():
     torch.manual_seed(0)
     model = MatrixFactorisation(users=5, items=7, dimension=3, temperature=0.2, level=-1.0)
     scores = model(torch.tensor([4, 0]), torch.full((2, 1), PADDING)).scores()

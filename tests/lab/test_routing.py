@@ -41,7 +41,7 @@ def test_the_loss_of_switch_is_smallest_for_equal_loads():
 
 
 def test_balance():
-    """Sinkhorn and the two-sided projection balance a batch, the bias after many steps, and top-k never."""
+    """Sinkhorn and the two-sided projection balance a batch, the bias needs many steps, and top-k fails."""
     bias = model.LossFree(16, 2, 0.01)
     loads = [load(bias(logits(seed))[1]) for seed in range(300)]
     assert loads[0] > 5

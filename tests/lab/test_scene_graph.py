@@ -1,4 +1,4 @@
-"""Scene graphs end to end: model, objectives, recall, and runs that are killed or have two processes."""
+"""Scene graphs end to end: model, objectives, recall, killed runs and runs with two processes."""
 
 import json
 import re
@@ -10,7 +10,7 @@ from torch import nn
 from torch.nn.functional import conv2d, cross_entropy
 
 import torchlml
-from tests.support.command_lines import each_refusal, made, refusals, refused
+from tests.support.command_lines import each_rejection, made, rejected, rejections
 from tests.support.processes import output, start_two
 from tests.support.scene_graphs import Drawn, draw, write_vg, write_vrd
 from torchlml.metrics import SceneGraphRecall
@@ -41,7 +41,7 @@ def training(vg):
 
 
 def images_of(batch, scores):
-    """Predictions and truths as the metric wants them, one image at a time."""
+    """Predictions and targets in the format of the metric, one image at a time."""
     for i in range(len(batch.images)):
         first, last = batch.box_offsets[i : i + 2]
         edge = slice(*batch.edge_offsets[i : i + 2])
@@ -74,20 +74,20 @@ def test_recall_is_that_of_the_metric(training):
 
 
 def test_recall_by_hand(tmp_path):
-    # 5 boxes far apart, so 20 pairs and 80 triples: everything is among the first 100, not among 20.
+    # 5 boxes far apart, so 20 pairs and 80 triples: all of them are among the first 100, but not among 20.
     boxes = [(90 * i, 0, 90 * i + 40, 40) for i in range(5)]
     relations = [(0, 1, 0), (0, 1, 1), (2, 3, 2)]
     image = Drawn("1", boxes, [0, 1, 2, 3, 4], relations)
     batch = GraphBatches(datasets.read_visual_genome(write_vg(tmp_path, [image]))[0])[0]
     scores = torch.zeros(20, 4)
-    scores[:, 3] = torch.arange(20) + 10.0  # an unobserved predicate is first on every edge ...
-    scores[0, 0] = 100  # ... but on 0-1 an observed one is,
-    scores[0, 1] = 50  # and the second observed one is second among all;
-    scores[batch.edges.tolist().index([2, 3]), 2] = 9  # the last one comes after the 20 unobserved.
+    scores[:, 3] = torch.arange(20) + 10.0  # An unobserved predicate is first on every edge,
+    scores[0, 0] = 100  # except on 0-1, where an observed one is first.
+    scores[0, 1] = 50  # The second observed one is second overall.
+    scores[batch.edges.tolist().index([2, 3]), 2] = 9  # The last one comes after the 20 unobserved ones.
     scored = list(score(lambda batch: scores, [batch], Accelerator(cpu=True)))
     found = measure(scored)
     per_predicate, images = measure_predicates(scored, 4)
-    # Constrained: 0-1 keeps predicate 0 only; 2-3 keeps predicate 3. Unconstrained: places 0, 1 and 21.
+    # Constrained: 0-1 keeps only predicate 0, and 2-3 keeps predicate 3. Unconstrained: ranks 0, 1 and 21.
     assert [found[name] for name in RECALLS] == pytest.approx([1 / 3] * 3 + [2 / 3, 1, 1])
     assert per_predicate[:, :3].tolist() == [[1, 0, 0]] * 3 + [[1, 1, 0]] + [[1, 1, 1]] * 2
     assert per_predicate[:, 3].isnan().all()
@@ -104,7 +104,7 @@ def double(batch):
     return batch._replace(boxes=batch.boxes.double())
 
 
-def test_the_network_sees_an_image_alone_as_in_a_batch(training):
+def test_an_image_alone_equals_the_image_in_a_batch(training):
     data = GraphBatches(training)
     model = network(training).eval()
     batch = double(data.__getitems__(range(12)))
@@ -112,7 +112,7 @@ def test_the_network_sees_an_image_alone_as_in_a_batch(training):
     for i in range(12):
         alone = model(double(data.__getitems__([i])))
         torch.testing.assert_close(together[batch.edge_offsets[i] : batch.edge_offsets[i + 1]], alone)
-    # An object's context reaches the edges of the others.
+    # An object's context affects the edges of the others.
     labels = batch.labels.clone()
     labels[0] = (labels[0] + 1) % 5
     moved = (model(batch._replace(labels=labels)) != together).any(1)
@@ -144,12 +144,12 @@ def test_the_bias_is_added_by_subject_and_object(training):
 def test_the_shift_of_the_bias_is_added_to_the_scores(training):
     batch = GraphBatches(training).__getitems__(range(5))
     model = MotifNet(5, 4, hidden=16).eval()
-    shift = torch.randn(len(batch.edges), 5)  # of "no relation" too, which only softmax scores
+    shift = torch.randn(len(batch.edges), 5)  # includes "no relation", which only softmax scores
     torch.testing.assert_close(model(batch._replace(bias_shift=shift)), model(batch) + shift[:, 1:])
 
 
 def test_the_masks_are_convolved(training):
-    """As torch convolves them, one edge at a time."""
+    """Compare with torch's convolution of one edge at a time."""
     batch = GraphBatches(training).__getitems__(range(3))
     drawn = masks(*batch.boxes[batch.edges].unbind(1))
     model = MotifNet(5, 4, hidden=16)
@@ -177,7 +177,7 @@ def test_contexts_are_those_of_a_bidirectional_lstm(training):
 
 
 def loop_loss(objective, scores, batch, k):
-    """The losses from their definitions, one image and one relation at a time."""
+    """The losses computed from their definitions, one image and one relation at a time."""
     losses = []
     for i in range(len(batch.images)):
         start, stop = batch.edge_offsets[i : i + 2].tolist()
@@ -200,7 +200,7 @@ def loop_loss(objective, scores, batch, k):
 @pytest.mark.parametrize("objective", ["lml", "truncated-entropy", "bce"])
 @pytest.mark.parametrize("k", [3, 20])
 def test_an_objective_is_a_loop_over_images(training, objective, k):
-    """Values and the gradients of every weight; some images have fewer than 20 candidates."""
+    """Values and the gradients of all weights agree. Some images have fewer than 20 candidates."""
     batch = double(GraphBatches(training).__getitems__(range(9)))
     assert (batch.edge_offsets.diff() * 4 < 20).any()
     assert (batch.relation_edges[1:] == batch.relation_edges[:-1]).any()  # several relations on an edge
@@ -240,10 +240,10 @@ def test_softmax_is_motifs(training, monkeypatch):
             for total in totals
             for option in options
         }
-    # One of the relations of each edge, at random: all that is seen is possible, and it changes.
+    # Each edge gets one of its relations at random. Every sampled relation is valid, and the choice varies.
     assert len(seen) > 1
     assert seen <= {round(total / len(scores), 10) for total in totals}
-    # With a limit, the edges with a relation stay and those without are sampled.
+    # With a limit, edges with a relation are kept and the others are sampled.
     monkeypatch.setattr(objectives, "EDGES_PER_IMAGE", 10)
     scores = torch.zeros(len(batch.edges), 5, dtype=torch.float64)
     scores[:, 0] = 40
@@ -269,9 +269,9 @@ def words(vg, out, *more):
     return ["train", "scene-graph", *options, *more]
 
 
-def test_lml_learns_ten_images_by_heart(tmp_path):
+def test_lml_memorizes_ten_images(tmp_path):
     images = [image for image in draw(16, seed=3) if image.split == 0][:10]
-    for image in images:  # told apart by what stands at the left
+    for image in images:  # identified by the leftmost box
         image.boxes[0] = (0, 0, 20, 20)
     training, _ = datasets.read_visual_genome(write_vg(tmp_path, images))
     batch = GraphBatches(training).__getitems__(range(10))
@@ -286,7 +286,7 @@ def test_lml_learns_ten_images_by_heart(tmp_path):
     with torch.no_grad():
         found = measure(score(model, [batch], Accelerator(cpu=True)))
     assert found["ng-R@20"] > 0.95
-    # Few images have more than 20 candidates here, so look closer: the observed ones come first.
+    # Few images have more than 20 candidates, so check the ranking directly: observed relations come first.
     first = SceneGraphRecall(5, constrained=False)
     predicted, true = zip(*images_of(batch, model(batch).detach()), strict=True)
     first.update(predicted, true)
@@ -295,7 +295,7 @@ def test_lml_learns_ten_images_by_heart(tmp_path):
 
 @pytest.fixture(scope="module")
 def whole(vg, tmp_path_factory):
-    """A run that nothing disturbed."""
+    """An undisturbed run."""
     return made(words(vg, tmp_path_factory.mktemp("whole") / "run"))
 
 
@@ -380,14 +380,14 @@ def test_every_objective_trains_on_vrd(capsys, tmp_path, objective):
     )
 
 
-@each_refusal(
-    refusals("`{}` is {}", "--k 0", "--hidden 7", "--clip nan", "--validation 45"),
-    refusals("`{}` is {}.0", "--dropout 1", "--clip 0", "--weight-decay -1"),
-    refusals("`{}` names `{}`", "--glove no.txt", "--counts no.npz"),
+@each_rejection(
+    rejections("`{}` is {}", "--k 0", "--hidden 7", "--clip nan", "--validation 45"),
+    rejections("`{}` is {}.0", "--dropout 1", "--clip 0", "--weight-decay -1"),
+    rejections("`{}` names `{}`", "--glove no.txt", "--counts no.npz"),
     {"--vrd x": "Exactly one of `--vg` (Visual Genome) and `--vrd`", "--objective hinge": "hinge"},
     {"--counts no.npz --without-bias": "give one", "--leave-one-out --without-bias": "give one"},
     {"--counts no.npz --leave-one-out": "nothing to take out"},
     {"--region-features no.h5": "`no.h5` cannot be read: No such file"},
 )
 def test_bad_settings(capsys, vg, tmp_path, options, needle):
-    assert needle in refused(capsys, words(vg, tmp_path / "run", *options))
+    assert needle in rejected(capsys, words(vg, tmp_path / "run", *options))

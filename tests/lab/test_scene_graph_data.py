@@ -1,4 +1,4 @@
-"""Scene graphs from files: Xu's Visual Genome and official VRD, whole and damaged, and what follows."""
+"""Scene graphs from files: Visual Genome (Xu et al.) and official VRD, intact and damaged, and batches."""
 
 import json
 import os
@@ -17,7 +17,7 @@ from torchlml_lab.studies.scene_graph.batches import GraphBatches, RegionFeature
 from torchlml_lab.studies.scene_graph.graphs import split
 from torchlml_lab.studies.scene_graph.priors import LeaveOneOut, log_frequencies, word_vectors
 
-# One pair has two relations and one of them twice; the boxes are not in order; one image has no relation.
+# One pair has two relations and a duplicate, the boxes are unordered, and one image has no relation.
 SMALL = [
     Drawn("7", [(200, 0, 300, 50), (0, 0, 100, 100)], [0, 3], [(0, 1, 2), (0, 1, 0), (0, 1, 2)]),
     Drawn("8", [(0, 0, 10, 10), (20, 0, 30, 10)], [1, 1], []),
@@ -26,7 +26,7 @@ SMALL = [
 
 
 def triples(graphs):
-    """The relations of each image as (subject box, object box, predicate) in coordinates and names."""
+    """The relations of each image as (subject box, object box, predicate) with coordinates and names."""
     found = {}
     for i, name in enumerate(graphs.names):
         first, last = graphs.box_offsets[i : i + 2].tolist()
@@ -150,29 +150,29 @@ def test_damaged_visual_genome_names_file_and_image(tmp_path, damage, image, nee
 
 
 def test_visual_genome_that_cannot_be_read(tmp_path):
-    def refused():
+    def rejected():
         with pytest.raises(BadInput) as error:
             datasets.read_visual_genome(tmp_path)
         return str(error.value)
 
-    assert "VG-SGG.h5` cannot be read: No such file" in refused()
+    assert "VG-SGG.h5` cannot be read: No such file" in rejected()
     write_vg(tmp_path, SMALL)
     whole = (tmp_path / "VG-SGG.h5").read_bytes()
     (tmp_path / "VG-SGG.h5").write_bytes(whole[:3000])
-    assert "VG-SGG.h5` cannot be read: it is no whole HDF5 file" in refused()
+    assert "VG-SGG.h5` cannot be read: it is no whole HDF5 file" in rejected()
     tables = vg_tables(SMALL)
     write_vg(tmp_path, SMALL, {name: table for name, table in tables.items() if name != "predicates"})
-    assert "VG-SGG.h5` has no table `predicates`" in refused()
+    assert "VG-SGG.h5` has no table `predicates`" in rejected()
     write_vg(tmp_path, SMALL, tables | {"labels": tables["labels"][:-1]})
-    assert "a table `labels` of int64 with the shape (6,)" in refused()
+    assert "a table `labels` of int64 with the shape (6,)" in rejected()
     write_vg(tmp_path, SMALL)
     (tmp_path / "image_data.json").write_text(json.dumps([{"image_id": 7, "width": 5, "height": 5}]))
-    assert "image_data.json` has 1 images, and" in refused()
+    assert "image_data.json` has 1 images, and" in rejected()
     (tmp_path / "image_data.json").write_text('[{"image_id": 7')
-    assert "image_data.json` cannot be read: it is not whole JSON" in refused()
+    assert "image_data.json` cannot be read: it is not whole JSON" in rejected()
     write_vg(tmp_path, SMALL)
     (tmp_path / "VG-SGG-dicts.json").write_text('{"idx_to_label": {"2": "cat"}}')
-    assert "VG-SGG-dicts.json` has no `idx_to_label`" in refused()
+    assert "VG-SGG-dicts.json` has no `idx_to_label`" in rejected()
 
 
 @pytest.mark.parametrize(
@@ -275,12 +275,12 @@ def test_counts_of_a_file_replace_the_relations(tmp_path):
         if one.split == 0
         for s, o in permutations(range(len(one.labels)), 2)
     )
-    # All relations of the training images are between these classes now, three quarters of them of one kind.
+    # Now all relations of the training images are between these classes, three quarters of them of one kind.
     relations = len(training.relations)
     expected = torch.tensor([pairs + 1, 0, 0, 0.75 * relations, 0.25 * relations]) / (pairs + 1 + relations)
     given = log_frequencies(training, path).exp() - 1e-3
     torch.testing.assert_close(given[0, 1], expected)
-    torch.testing.assert_close(given[1], torch.eye(5)[0].expand(5, 5))  # of no other classes is any known
+    torch.testing.assert_close(given[1], torch.eye(5)[0].expand(5, 5))  # other classes have no relations
     for name, value in (("predicate", 5), ("subject", 0), ("count", -1)):
         np.savez(path, **{key: np.array([value] if key == name else [1]) for key in columns})
         with pytest.raises(BadInput, match=f"`{name}` that is"):
@@ -299,7 +299,7 @@ def test_leave_one_out_is_the_bias_of_the_other_images(tmp_path):
         others = training[torch.tensor([j for j in range(len(training)) if j != image])]
         edge = slice(*batch.edge_offsets[i : i + 2])
         torch.testing.assert_close(shifted[edge], log_frequencies(others)[subject[edge], object_[edge]])
-    assert batch.bias_shift.min() < -1  # relations that only their own image had
+    assert batch.bias_shift.min() < -1  # relations that occur only in their own image
 
 
 def test_word_vectors(tmp_path):

@@ -1,4 +1,4 @@
-"""What is done with scene-graph runs: sweeps, evaluation, prediction, figures, and the time of a step."""
+"""Commands on scene-graph runs: sweeps, evaluation, prediction, figures, and step times."""
 
 import csv
 import json
@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from tests.support.command_lines import each_refusal, made, refusals, refused
+from tests.support.command_lines import each_rejection, made, rejected, rejections
 from tests.support.scene_graphs import draw, write_vg
 from torchlml_lab import cli
 from torchlml_lab.cli_errors import BadInput
@@ -78,7 +78,7 @@ def test_finished_runs_are_skipped(capsys, vg, swept):
     said = capsys.readouterr().out
     assert "5 runs, 5 of them finished before" in said
     assert "vision-free" in said
-    # Every name and number is whole, also on a terminal of 80 columns.
+    # Names and numbers are not truncated, even on a terminal of 80 columns.
     assert "…" not in said
     assert max(len(line) for line in said.split("\n") if not line.startswith("The rows are in")) <= 80
     assert said.count("truncated-entropy-20") == 2
@@ -92,7 +92,7 @@ def record(**changes):
     return RecallRecord(**{**numbers, **words, **counts, **changes})
 
 
-def test_tuning_looks_at_the_best_epoch_on_validation(tmp_path):
+def test_tuning_uses_the_best_epoch_on_validation(tmp_path):
     found = [
         record(learning_rate=1e-3, recall=0.6),
         record(learning_rate=2e-3, recall=0.7),
@@ -126,7 +126,7 @@ def test_a_k_that_was_not_tuned_has_the_learning_rate_of_the_nearest_that_was(tm
         sweep.best_rates(found, [("softmax", "")], tmp_path)
 
 
-def test_every_bias_is_tuned_for_itself(tmp_path):
+def test_every_bias_is_tuned_separately(tmp_path):
     path = tmp_path / "t.csv"
     found = [
         record(variant=variant, learning_rate=rate, recall=recall)
@@ -138,14 +138,14 @@ def test_every_bias_is_tuned_for_itself(tmp_path):
     biases = ("counted", "leave-one-out", "outside", "none")
     settings = SweepSettings(methods=("lml-20",), biases=biases, seeds=(0, 1), tuned=path, run=common)
     runs = grid(settings)
-    # What was not tuned has the rate of the usual runs.
+    # Combinations that were not tuned use the default learning rate.
     assert [run.learning_rate for run in runs] == [2e-3, 2e-3, 2e-3, 1e-3] * 2
     assert [run.seed for run in runs] == [0] * 4 + [1] * 4
     assert [run.counts is not None for run in runs[:4]] == [False, False, True, False]
     assert [run.leave_one_out for run in runs[:4]] == [False, True, False, False]
     assert [run.without_bias for run in runs[:4]] == [False, False, False, True]
     assert len({run.out for run in runs}) == 8
-    # Tuning goes through all biases with the first rate before the next.
+    # Tuning runs all biases with the first rate before the next rate.
     tuning = grid(replace(settings, tuned=None, learning_rates=(2e-3, 1e-3), seeds=(0,)))
     assert [run.learning_rate for run in tuning] == [2e-3] * 4 + [1e-3] * 4
     assert {run.out for run in runs if run.seed == 0} < {run.out for run in tuning}
@@ -161,19 +161,19 @@ def test_methods():
             parse_method(name)
 
 
-@each_refusal(
-    refusals("`{}` names `{}`", "--once bce", "--tuned no.csv"),
-    refusals("`{}` is given", "--run.k 5", "--run.objective bce"),
-    refusals("`{}` is {}", "--workers 0"),
+@each_rejection(
+    rejections("`{}` names `{}`", "--once bce", "--tuned no.csv"),
+    rejections("`{}` is given", "--run.k 5", "--run.objective bce"),
+    rejections("`{}` is {}", "--workers 0"),
     {"--methods lml": "`--methods` has `lml`", "--methods lml-0 --once": "`--k` is 0"},
     {"--biases none --run.without-bias": "`--run.without-bias` is given"},
     {"--biases none outside": "`--biases outside` and `--run.counts` go together"},
 )
 def test_bad_sweeps(capsys, vg, tmp_path, options, needle):
-    assert needle in refused(capsys, words(vg, tmp_path / "sweep", *options))
+    assert needle in rejected(capsys, words(vg, tmp_path / "sweep", *options))
 
 
-def test_evaluate_prints_what_the_run_found(capsys, run):
+def test_evaluate_repeats_the_results_of_the_run(capsys, run):
     assert cli.main(["evaluate", str(run), "--cpu"]) == 0
     said = capsys.readouterr().out
     result = json.loads((run / "result.json").read_text())
@@ -215,11 +215,11 @@ def test_predict_prints_and_draws(capsys, run, tmp_path):
         ("evaluate", ["--split", "all"], "all"),
     ],
 )
-def test_bad_questions(capsys, run, command, options, needle):
-    assert needle in refused(capsys, [command, run, *options])
+def test_bad_requests(capsys, run, command, options, needle):
+    assert needle in rejected(capsys, [command, run, *options])
 
 
-def test_a_folder_without_a_run_is_refused(capsys, tmp_path):
+def test_a_folder_without_a_run_is_rejected(capsys, tmp_path):
     for command in ("evaluate", "predict"):
         assert cli.main([command, str(tmp_path)]) == 2
         assert "run.json` cannot be read" in capsys.readouterr().err
@@ -240,7 +240,7 @@ def test_predict_shows_the_usual_image_unless_told(capsys, run, tmp_path, monkey
 
 
 def test_a_crowded_image_can_be_read(vg, tmp_path, monkeypatch):
-    """Every object has a place of its own, and no line of the list covers another."""
+    """Every object has its own position, and no line of the list covers another."""
     places: set[Any] = set()
     lines: list[Any] = []
 
@@ -335,7 +335,7 @@ def test_step_time(capsys, vg):
     assert re.search(r"lml +[\d.]+ +[+-][\d.]+%", said)
     for name, milliseconds, over in re.findall(r"^(\S+) +([\d.]+) +([+-][\d.]+)%", said, re.MULTILINE):
         (softmax,) = map(float, re.findall(r"^softmax +([\d.]+)", said, re.MULTILINE))
-        # The last column is made of the two medians that are printed, up to their rounding.
+        # The last column is computed from the two printed medians, up to rounding.
         assert float(over) == pytest.approx(
             100 * (float(milliseconds) / softmax - 1), abs=10 / softmax + 0.1
         ), name

@@ -1,4 +1,4 @@
-"""The sweep: one CSV, finished runs are skipped, interruption is survived, tuning sees validation only."""
+"""The sweep writes one CSV, skips finished runs, survives interruption, and tunes on validation only."""
 
 import csv
 import json
@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.command_lines import each_refusal, made, refusals, refused
+from tests.support.command_lines import each_rejection, made, rejected, rejections
 from tests.support.features import write_features
 from tests.support.processes import output, start
 from torchlml_lab import cli
@@ -40,7 +40,7 @@ def rows(path):
 
 @pytest.fixture(scope="module")
 def whole(features, tmp_path_factory):
-    """A sweep of eight runs that nothing disturbed."""
+    """An undisturbed sweep of eight runs."""
     return made(words(features, tmp_path_factory.mktemp("whole") / "sweep"))
 
 
@@ -81,7 +81,7 @@ def test_interrupted_and_continued_equals_undisturbed(capsys, features, whole, t
     assert rows(out / "results.csv") == rows(whole / "results.csv")
 
 
-def test_a_second_sweep_is_refused_and_workers_end_with_a_killed_parent(features, tmp_path):
+def test_a_second_sweep_is_rejected_and_workers_end_with_a_killed_parent(features, tmp_path):
     out = tmp_path / "sweep"
     endless = words(features, out, "--run.epochs", "100000")
     running = start(endless)
@@ -111,18 +111,18 @@ def test_a_failed_run_is_reported_and_the_others_are_kept(capsys, features, tmp_
     assert [row["learning_rate"] for row in rows(out / "results.csv")] == ["0.1"]
 
 
-def test_a_folder_of_other_settings_is_refused(capsys, features, whole):
+def test_a_folder_of_other_settings_is_rejected(capsys, features, whole):
     assert cli.main(words(features, whole, "--run.epochs", "5")) == 2
     assert "holds a run with `epochs` 4 instead of 5" in capsys.readouterr().err
 
 
-def test_places_that_cannot_be_written_are_refused_before_any_work(capsys, features, tmp_path, monkeypatch):
+def test_places_that_cannot_be_written_are_rejected_before_any_work(capsys, features, tmp_path, monkeypatch):
     monkeypatch.setattr(sweep, "run_grid", None)
     for options, named in (
         (["--csv", str(features / "x.csv")], f"`--csv` names `{features / 'x.csv'}`"),
         (["--out", str(features / "sweep")], f"`--out` names `{features / 'sweep'}`"),
     ):
-        error = refused(capsys, words(features, tmp_path / "sweep", *options))
+        error = rejected(capsys, words(features, tmp_path / "sweep", *options))
         assert f"{named}, which cannot be written: not a directory" in error
     assert not (tmp_path / "sweep").exists()
 
@@ -171,7 +171,7 @@ def record(**changes):
 
 
 def tuning(path):
-    """0.3 is best on validation on average, 0.1 on the test and at one noise level."""
+    """The rate 0.3 is best on average on validation; 0.1 is best on the test and at one noise level."""
     found = [
         record(learning_rate=rate, noise=noise, validation_topk=validation, test_topk=test)
         for rate, noise, validation, test in (
@@ -185,7 +185,7 @@ def tuning(path):
     return found
 
 
-def test_tuning_looks_at_the_mean_on_validation(tmp_path):
+def test_tuning_uses_the_mean_on_validation(tmp_path):
     found = tuning(tmp_path / "t.csv")
     assert set(sweep.TABLE.read(tmp_path / "t.csv", "--csv")) == set(found)
     runs = grid(
@@ -197,7 +197,7 @@ def test_tuning_looks_at_the_mean_on_validation(tmp_path):
     assert len(runs) == 6 * 4
 
 
-def test_unfair_tuning_is_refused(tmp_path):
+def test_unfair_tuning_is_rejected(tmp_path):
     found = tuning(tmp_path / "t.csv")
     with pytest.raises(BadInput, match="was not tried on the same noise levels"):
         sweep.best_recipes(found[:-1], ["lml"], tmp_path / "t.csv")
@@ -214,15 +214,15 @@ def test_the_figure_is_drawn_from_the_csv(capsys, whole, tmp_path):
     assert "has several recipes" in capsys.readouterr().err
 
 
-@each_refusal(
-    refusals("`{}` is {}", "--workers 0"),
-    refusals("`{}` is given", "--run.loss bce", "--run.noise 0.5"),
-    refusals("`{}` names `{}`", "--tuned no.csv"),
+@each_rejection(
+    rejections("`{}` is {}", "--workers 0"),
+    rejections("`{}` is given", "--run.loss bce", "--run.noise 0.5"),
+    rejections("`{}` names `{}`", "--tuned no.csv"),
     {"--seeds -1": "`--seed` is -1", "--learning-rates nan": "`--learning-rate` is nan"},
     {"--noises 2": "`--noise` is 2.0", "--losses hinge": "hinge"},
 )
 def test_bad_options(capsys, features, tmp_path, options, needle):
-    assert needle in refused(capsys, words(features, tmp_path / "sweep", *options))
+    assert needle in rejected(capsys, words(features, tmp_path / "sweep", *options))
 
 
 def test_bad_csv(capsys, tmp_path):

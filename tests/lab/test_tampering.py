@@ -1,4 +1,4 @@
-"""Every JSON file of a run, damaged in every way: one sentence that names the file, or no harm."""
+"""Every JSON file of a run, damaged in many ways: a one-line error names the file, or nothing changes."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from tests.support.command_lines import made
 from tests.support.tagged_texts import tagged_texts, write_texts
 from torchlml_lab import cli
 
-# The command that reads each file; a finished run has a result, and is not trained again.
+# The command that reads each file. A finished run has a result and is not trained again.
 FILES = {
     "run.json": "predict",
     "settings.json": "predict",
@@ -26,7 +26,7 @@ FILES = {
     "metrics.jsonl": "resume",
     "failed.json": "resume",
 }
-# Words of Python's own messages, and of those of torch and of json.
+# Words that occur in messages of Python, torch and json.
 RAW = ("NoneType", "object is", "object has", "argument", "Error", "unexpected", "indices", "Expecting")
 
 
@@ -39,7 +39,7 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def tampered(text: str) -> Iterator[str]:
-    """The text cut, of another kind, and with each of its values missing, null, of another type or length."""
+    """The text truncated or replaced, or with each value missing, null, or of another type or length."""
     yield from ("", text[: len(text) // 2], "null\n", "[]\n", "3\n", "{}\n")
     first, *others = text.splitlines() if text.startswith('{"') else [text]
     values: dict[str, Any] = json.loads(first)
@@ -56,7 +56,7 @@ def tampered(text: str) -> Iterator[str]:
 
 
 @pytest.mark.parametrize("name", FILES)
-def test_a_damaged_file_is_named_in_one_sentence(run, tmp_path, capsys, name):
+def test_a_damaged_file_is_named_in_a_one_line_error(run, tmp_path, capsys, name):
     copy, data = tmp_path / "run", str(run.parent / "train.csv")
     words = ["predict", str(copy), "--data", data]
     if FILES[name] != "predict":

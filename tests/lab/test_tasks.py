@@ -1,4 +1,4 @@
-"""Every task of the table can be trained, has the commands it names, and is shown in the README."""
+"""Every task in the table can be trained, has the commands that it names, and is shown in the README."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def test_a_task_is_shown_and_explained(name: str, capsys: pytest.CaptureFixture[
 
 
 def test_no_dtype_is_set_that_metrics_ignore() -> None:
-    """The metrics count in integers, so `set_dtype` does nothing: a call of it only seems to matter."""
+    """The metrics count in integers, so `set_dtype` would have no effect and a call would be misleading."""
     package = Path(torchlml_lab.__file__).parent
     for path in package.rglob("*.py"):
         assert ".set_dtype(" not in path.read_text(encoding="utf-8"), path

@@ -1,4 +1,4 @@
-"""Text from user files reaches the screen and the figures verbatim, whatever markup it resembles."""
+"""Text from user files reaches the screen and the figures verbatim, even if it resembles markup."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Fixtures of the library tests."""
+"""Fixtures for the library tests."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from tests.support.distributed import Pools
 
 @pytest.fixture(scope="session")
 def pools() -> Iterator[Pools]:
-    """Worker processes for distributed tests, started when they are first needed."""
+    """Worker processes for distributed tests, started on first use."""
     pools = Pools()
     yield pools
     pools.close()

@@ -1,4 +1,4 @@
-"""The values, three ways: the implementation, a plain reference in the same dtype, and the truth."""
+"""Values of the implementation, of a simple reference in the same dtype, and of the exact solution."""
 
 from __future__ import annotations
 
@@ -11,23 +11,23 @@ import torchlml
 from tests.support import truth
 from tests.support.problems import PROBLEMS, SHORT, Problem
 
-# Every y, and the sum of a row relative to max(1, k).
-PROMISE = {torch.float32: (1e-6, 2e-6), torch.float64: (1e-11, 1e-11)}
+# The error of each y, and of the sum of a row relative to max(1, k).
+ACCURACY = {torch.float32: (1e-6, 2e-6), torch.float64: (1e-11, 1e-11)}
 HALF = [torch.bfloat16, torch.float16]
-each_dtype = pytest.mark.parametrize("dtype", PROMISE, ids=str)
+each_dtype = pytest.mark.parametrize("dtype", ACCURACY, ids=str)
 
 
 def each(problems: list[Problem]) -> pytest.MarkDecorator:
     return pytest.mark.parametrize("problem", problems, ids=lambda problem: problem.name)
 
 
-# Bracketing takes hundreds of passes over a row, so it is tested on short rows only.
+# Bracketing makes hundreds of passes over a row, so it is tested on short rows only.
 BRIEF = [problem for problem in SHORT if problem.row(torch.float32).numel() <= 2000]
 DUALS = [(problem, "lml_dual") for problem in PROBLEMS] + [(problem, "lml_bracketing") for problem in BRIEF]
 
 
 def check_values(y: torch.Tensor, problem: Problem, dtype: torch.dtype) -> None:
-    entry, total = PROMISE[dtype]
+    entry, total = ACCURACY[dtype]
     expected = problem.truth(dtype).y
     got = y.double().numpy()
     assert y.dtype == dtype
@@ -41,29 +41,29 @@ def check_dual(nu: torch.Tensor, problem: Problem, dtype: torch.dtype) -> None:
     row = problem.truth(dtype)
     assert nu.dtype == dtype
     assert nu.shape == ()
-    # In a very wide gap the gradient with respect to nu vanishes, and any nu inside it is a solution.
+    # In a very wide gap the gradient with respect to nu vanishes, so any nu inside the gap is a solution.
     if row.sum_w > 1e-30:
         rounding = torch.finfo(dtype).eps * abs(row.nu)
         assert abs(float(nu) - row.nu) <= threshold_limit(dtype, row.y.size) + rounding
 
 
 def threshold_limit(dtype: torch.dtype, n: int) -> float:
-    """How far nu may be off: a long row may be summed in float32 lanes, a few hundred entries at a time."""
+    """The allowed error of nu. A long row may be summed in float32 lanes of a few hundred entries."""
     return 1e-11 if dtype == torch.float64 else 1e-6 if n <= 2000 else 1e-5
 
 
 @each([problem for problem in SHORT if problem.row(torch.float64).numel() <= 60])
 @each_dtype
-def test_the_truth_is_true(problem: Problem, dtype: torch.dtype) -> None:
+def test_the_reference_solution_is_right(problem: Problem, dtype: torch.dtype) -> None:
     row = problem.truth(dtype)
     y, nu = truth.solve_with_mpmath(problem.row(dtype).double().tolist(), problem.k)
     assert max(abs(float(a - mpmath.mpf(b))) for a, b in zip(y, row.y.tolist(), strict=True)) < 1e-14
-    if row.sum_w > 1e-90:  # in a wider gap the 120 digits hold no trace of the tails either
+    if row.sum_w > 1e-90:  # in a wider gap, even 120 digits contain no trace of the tails
         assert abs(float(nu) - row.nu) <= 1e-15 * max(1.0, abs(row.nu))
 
 
 @each([PROBLEMS[i] for i in (0, 1, 3, 7, 30)])
-def test_the_truth_of_gradients_is_true(problem: Problem) -> None:
+def test_the_reference_gradients_are_right(problem: Problem) -> None:
     row = problem.truth(torch.float64)
     x = problem.row(torch.float64).tolist()
     g = np.linspace(-1, 1, len(x))
@@ -94,7 +94,7 @@ def test_values(problem: Problem, dtype: torch.dtype) -> None:
 @each(PROBLEMS)
 @each_dtype
 def test_order(problem: Problem, dtype: torch.dtype) -> None:
-    # Proposition 1 of the paper, also among values far below what the accuracy promises.
+    # Proposition 1 of the paper, including values far below the guaranteed accuracy.
     x, order = problem.row(dtype), problem.row(dtype).argsort()
     for y in (torchlml.lml(x, problem.k), torchlml.log_lml(x, problem.k)):
         assert bool((y[order][1:] >= y[order][:-1]).all())
@@ -117,7 +117,7 @@ def test_values_of_ragged_rows(dtype: torch.dtype) -> None:
 
 @each_dtype
 def test_bracketing_of_ragged_rows(dtype: torch.dtype) -> None:
-    # Every row takes as many iterations as the slowest one, so the rows are short.
+    # The slowest row determines the number of iterations for all, so the rows are short.
     problems = [problem for problem in BRIEF if problem.truth(dtype).y.size <= 100]
     x, k, offsets = pack(problems, dtype)
     nu = torchlml.lml_bracketing(x, k, offsets=offsets)
@@ -127,7 +127,7 @@ def test_bracketing_of_ragged_rows(dtype: torch.dtype) -> None:
 
 @each_dtype
 def test_masked_rows(dtype: torch.dtype) -> None:
-    # All problems as the rows of one matrix, padded with what a mask must hide.
+    # All problems as the rows of one matrix. The padding contains values that the mask must hide.
     problems = [problem for problem in SHORT if problem.truth(dtype).y.size <= 200]
     x = torch.full((len(problems), 211), float("nan"), dtype=dtype)
     mask = torch.zeros(len(problems), 211, dtype=torch.bool)
@@ -151,7 +151,7 @@ def test_half_is_rounded_once(problem: Problem, dtype: torch.dtype) -> None:
     row = problem.truth(dtype)
     y = torchlml.lml(x, problem.k)
     assert y.dtype == dtype
-    # A value that is exact in float32 may fall on either side of a rounding boundary, and nowhere else.
+    # A value that is exact in float32 may be rounded to either neighbor only at a rounding boundary.
     slack = 1e-6 * row.y * np.maximum(1.0, np.abs(row.z)) + 1e-20
     lowest, highest = (torch.from_numpy(row.y + sign * slack).to(dtype) for sign in (-1, 1))
     assert bool((lowest <= y).all())
@@ -175,7 +175,7 @@ def test_log_values(problem: Problem, dtype: torch.dtype) -> None:
     )  # -6e38 is -inf in float32
     got = log_y.double().numpy()
     assert log_y.dtype == dtype
-    # Near zero absolutely, far below it relatively: either is the dtype's own resolution of x + nu.
+    # Absolute error near zero, relative error far below it: both are the resolution of x + nu in the dtype.
     limit = threshold_limit(dtype, got.size) * np.maximum(1.0, np.abs(expected))
     with np.errstate(invalid="ignore"):  # -inf - -inf
         assert bool(((got == expected) | (np.abs(got - expected) <= limit)).all())
@@ -192,15 +192,15 @@ def test_dual_values(problem: Problem, dtype: torch.dtype, name: str) -> None:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
 def test_three_ways(dtype: torch.dtype) -> None:
-    # Gentle rows, where the plain reference in the same dtype is right too: all three must meet.
+    # Moderate rows, for which the simple reference in the same dtype is accurate too: all three must agree.
     x = torch.randn(20, 137, dtype=torch.float64).to(dtype) * 3
     k = torch.linspace(0.5, 136.5, 20, dtype=torch.float64)
     solved = [truth.solve(row.double().numpy(), float(target)) for row, target in zip(x, k, strict=True)]
     expected = torch.from_numpy(np.stack([row.y for row in solved]))
     reference = truth.plain(x, k)
     error = (torchlml.lml(x, k).double() - expected).abs().max()
-    assert error <= PROMISE[dtype][0]
-    assert (reference.double() - expected).abs().max() <= 20 * PROMISE[dtype][0]
+    assert error <= ACCURACY[dtype][0]
+    assert (reference.double() - expected).abs().max() <= 20 * ACCURACY[dtype][0]
     assert error <= 2 * (reference.double() - expected).abs().max()
 
 

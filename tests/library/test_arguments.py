@@ -1,4 +1,4 @@
-"""Wrong arguments: the right exception, and one sentence: the name, what came and what is accepted."""
+"""Wrong arguments raise the right exception, which names the argument, its value and accepted values."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ OFF = torch.tensor([0, 2, 6])
 
 FUNCTIONS = [torchlml.lml, torchlml.log_lml, torchlml.lml_dual]
 Call = Callable[[Callable[..., Any]], Any]
-# name -> the call on f, the exception, what its sentence must hold: the argument, what came, what is accepted
+# name -> the call on f, the exception, and parts of its message: the argument, its value, accepted values
 WRONG: dict[str, tuple[Call, type[Exception], list[str]]] = {
     "x is a list": (lambda f: f([1.0, 2.0], 1), TypeError, ["`x`", "list", "Tensor"]),
     "x is an array": (lambda f: f(np.zeros(3), 1), TypeError, ["`x`", "ndarray", "Tensor"]),
@@ -58,14 +58,18 @@ WRONG: dict[str, tuple[Call, type[Exception], list[str]]] = {
     "k is a bool tensor": (lambda f: f(X, torch.tensor(True)), TypeError, ["`k`", "bool", "number"]),
     "k is a complex tensor": (lambda f: f(X, torch.tensor(1j)), TypeError, ["`k`", "complex", "number"]),
     "k per entry": (lambda f: f(X, torch.ones(3, 5)), ValueError, ["`k`", "(3, 5)", "(3,)"]),
-    "k of a wrong length": (lambda f: f(X, torch.ones(4)), ValueError, ["`k`", "(4,)", "(3,)"]),
-    "k of a wrong length, packed": (
+    "k of the wrong length": (lambda f: f(X, torch.ones(4)), ValueError, ["`k`", "(4,)", "(3,)"]),
+    "k of the wrong length, ragged": (
         lambda f: f(V, torch.ones(3), offsets=OFF),
         ValueError,
         ["`k`", "(3,)", "(2,)"],
     ),
-    "k elsewhere": (lambda f: f(X, torch.ones(3, device="meta")), ValueError, ["`k`", "meta", "cpu"]),
-    "0-d k elsewhere": (lambda f: f(X, torch.ones((), device="meta")), ValueError, ["`k`", "meta", "cpu"]),
+    "k on another device": (lambda f: f(X, torch.ones(3, device="meta")), ValueError, ["`k`", "meta", "cpu"]),
+    "0-d k on another device": (
+        lambda f: f(X, torch.ones((), device="meta")),
+        ValueError,
+        ["`k`", "meta", "cpu"],
+    ),
     "k is huge": (lambda f: f(X, 10**400), ValueError, ["`k`", "1329 bits", "n = 5"]),
     "k is huge with mask": (lambda f: f(X, 10**400, mask=X == 0), ValueError, ["`k`", "1329 bits", "finite"]),
     "x is sparse": (lambda f: f(X.to_sparse(), 1), TypeError, ["`x`", "sparse_coo", "dense"]),
@@ -86,7 +90,7 @@ WRONG: dict[str, tuple[Call, type[Exception], list[str]]] = {
         ValueError,
         ["`mask`", "(2, 3, 5)", "(3, 5)"],
     ),
-    "mask elsewhere": (
+    "mask on another device": (
         lambda f: f(X, 1, mask=torch.ones(3, 5, device="meta", dtype=torch.bool)),
         ValueError,
         ["`mask`", "meta", "cpu"],
@@ -113,7 +117,7 @@ WRONG: dict[str, tuple[Call, type[Exception], list[str]]] = {
         ValueError,
         ["`offsets`", "decrease"],
     ),
-    "offsets elsewhere": (
+    "offsets on another device": (
         lambda f: f(V, 1, offsets=OFF.to("meta")),
         ValueError,
         ["`offsets`", "meta", "cpu"],
@@ -146,7 +150,7 @@ def test_the_layer_says_the_same(case: str) -> None:
     call, exception, words = WRONG[case]
     with pytest.raises(exception) as raised:
         call(lambda x, k, **others: torchlml.LML(k)(x, **others))
-    # What no input makes right is said when the layer is made, before n is known.
+    # Arguments that are wrong for every input raise in the constructor, before n is known.
     check(str(raised.value), [word for word in words if word not in ("5", "n = 5")])
 
 
@@ -206,14 +210,14 @@ RIGHT: dict[str, Callable[[], Any]] = {
     "k = n": lambda: torchlml.lml(X, 5),
     "k = 0": lambda: torchlml.lml(X, 0),
     "k > m through a mask": lambda: torchlml.lml(X, 4, mask=torch.tensor([True, False, False, False, False])),
-    "k > the length of a packed row": lambda: torchlml.lml(V, 4, offsets=OFF),
+    "k > the length of a ragged row": lambda: torchlml.lml(V, 4, offsets=OFF),
     "numpy k": lambda: torchlml.lml(X, np.float64(2.5)),
     "numpy integer k": lambda: torchlml.lml(X, np.int64(2)),
     "int tensor k": lambda: torchlml.lml(X, torch.tensor([1, 2, 3])),
     "k with keepdim": lambda: torchlml.lml(X, torch.ones(3, 1)),
     "k with keepdim of another dim": lambda: torchlml.lml(X, torch.ones(1, 5), dim=0),
-    "k with keepdim, packed": lambda: torchlml.lml(V, torch.ones(2, 1), offsets=OFF),
-    "fraction k": lambda: torchlml.lml(X, Fraction(5, 2)),
+    "k with keepdim, ragged": lambda: torchlml.lml(V, torch.ones(2, 1), offsets=OFF),
+    "fractional k": lambda: torchlml.lml(X, Fraction(5, 2)),
     "half k": lambda: torchlml.lml(X, torch.tensor(2.5, dtype=torch.bfloat16)),
     "k that broadcasts": lambda: torchlml.lml(X, torch.tensor([2.0])),
     "int32 offsets": lambda: torchlml.lml(V, 1, offsets=OFF.int()),
@@ -223,7 +227,7 @@ RIGHT: dict[str, Callable[[], Any]] = {
 
 
 @pytest.mark.parametrize("case", RIGHT)
-def test_what_is_accepted(case: str) -> None:
+def test_accepted_arguments(case: str) -> None:
     assert bool(RIGHT[case]().isfinite().all())
 
 

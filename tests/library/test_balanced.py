@@ -23,7 +23,7 @@ def random(*shape: int, seed: int = 0) -> Tensor:
 
 
 def check_sums(y: Tensor, k: Any, capacity: Any, limit: float) -> None:
-    """Row sums to rounding, column sums to the guaranteed relative error, entries in [0, 1]."""
+    """Check row sums to rounding, column sums to the guaranteed relative error, and entries in [0, 1]."""
     y = y.detach().double()
     assert 0 <= float(y.min()) <= float(y.max()) <= 1
     rows = torch.as_tensor(k, dtype=F64)
@@ -83,7 +83,7 @@ def test_sums_for_hostile_inputs(name: str, dtype: torch.dtype) -> None:
 
 
 def tight(last: float) -> tuple[Tensor, Tensor, Tensor]:
-    """32 rows may only use the first four columns, whose capacity is just what these rows need."""
+    """32 rows may use only the first four columns, whose capacity is exactly sufficient for these rows."""
     mask = torch.ones(256, 16, dtype=torch.bool)
     mask[:32, 4:] = False
     first = torch.full((4,), 16.0 + last, dtype=F64)
@@ -153,7 +153,7 @@ def test_the_multipliers_give_y() -> None:
     y = torchlml.balanced_lml(x, 2, capacity)
     torch.testing.assert_close(torch.sigmoid(x + nu[:, None] + mu), y, rtol=0, atol=1e-9)
     assert abs(float(mu.mean())) < 1e-12
-    # A capacity of 0 and one of all rows have infinite multipliers.
+    # Columns with a capacity of 0 or of all rows have infinite multipliers.
     _, mu = torchlml.balanced_lml_dual(random(5, 4), 2, torch.tensor([0.0, 5.0, 2.0, 3.0]))
     assert mu[0] == -math.inf
     assert mu[1] == math.inf
@@ -202,7 +202,7 @@ def test_half_precision_is_computed_in_float32(dtype: torch.dtype) -> None:
         assert torchlml.balanced_lml(x, 2).dtype == torch.float32
 
 
-def test_a_start_changes_nothing_but_the_time() -> None:
+def test_a_start_changes_only_the_time() -> None:
     x = random(300, 8) + 5 * random(8, seed=1)
     y = torchlml.balanced_lml(x, 2)
     for start in (

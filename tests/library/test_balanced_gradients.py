@@ -56,7 +56,7 @@ def test_a_batch_and_known_columns() -> None:
 
 
 def derivative(y: Tensor, grad: Tensor) -> Tensor:
-    """w (grad - p - q) with p and q from the whole linear system of rows and columns."""
+    """w (grad - p - q), with p and q from the full linear system of rows and columns."""
     w = y * (1 - y)
     system = torch.cat([torch.cat([w.sum(1).diag(), w], 1), torch.cat([w.T, w.sum(0).diag()], 1)])
     right = torch.cat([(w * grad).sum(1), (w * grad).sum(0)])
@@ -121,7 +121,7 @@ def test_half_precision_and_masked_entries() -> None:
     torch.testing.assert_close(found.double(), wanted, rtol=2e-2, atol=2e-3)
 
 
-def test_what_is_not_supported_says_so() -> None:
+def test_unsupported_operations_raise() -> None:
     x, _, _ = inputs()
     y = torchlml.balanced_lml(x, 2)
     with pytest.raises(NotImplementedError, match="first derivatives only"):

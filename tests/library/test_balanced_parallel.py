@@ -23,7 +23,7 @@ F64 = torch.float64
 
 @in_processes(2, 3, 4)
 def test_values_and_gradients(group: Group) -> None:
-    """Y, nu, mu and all gradients are those of the whole matrix; parts are uneven, and some are empty."""
+    """Y, nu, mu and all gradients match the unsplit matrix. Parts are uneven, and some are empty."""
     for dtype, limit in ((F64, 1e-8), (torch.float32, 5e-4)):
         for bound in ("exactly", "at_most"):
             for masked in (False, True):
@@ -68,7 +68,7 @@ def _like_unsplit(dtype: torch.dtype, limit: float, bound: str, masked: bool, gr
 
 @in_processes(2, 4)
 def test_rounds(group: Group) -> None:
-    """At most six rounds forwards and one backwards, for every skew; fewer with a start."""
+    """Forward takes at most six rounds for every skew, and fewer with a start; backward takes one."""
     for dtype in (torch.float32, F64):
         for skew in (0, 3, 10):
             x = (torch.randn(4096, 32) + skew * torch.randn(32)).to(dtype)
@@ -91,7 +91,7 @@ def test_rounds(group: Group) -> None:
 
 @in_processes(2)
 def test_unlike_processes(group: Group) -> None:
-    """Each process prefers other columns, gaps are large, and a column has the capacity 0."""
+    """Each process prefers different columns, gaps are large, and a column has the capacity 0."""
     x = torch.randn(400, 8, dtype=F64)
     x[:133, :2] += 20
     x[133:, 4:] += 300
@@ -125,7 +125,7 @@ def test_errors_on_all_processes(group: Group) -> None:
 
 
 class Mixture(nn.Module):
-    """A linear gate and four linear experts, two for each token."""
+    """A linear gate and four linear experts, two per token."""
 
     def __init__(self, group: Group | None) -> None:
         super().__init__()
@@ -138,11 +138,11 @@ class Mixture(nn.Module):
         weights, indices, _ = self.router(self.gate(x))
         return torch.einsum(
             "tkio,ti,tk->to", self.experts[indices], x, weights
-        ).clone()  # FSDP2 warns of views
+        ).clone()  # FSDP2 warns about views
 
 
 def _trained(model: nn.Module, rows: slice) -> list[float]:
-    """Three steps on these rows of fixed batches; the losses."""
+    """Train for three steps on these rows of fixed batches, and return the losses."""
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
     losses = []
     for seed in range(3):
@@ -156,7 +156,7 @@ def _trained(model: nn.Module, rows: slice) -> list[float]:
 
 
 def _check_training(wrapped: nn.Module, inner: Mixture, group: Group) -> None:
-    """Processes with a part of the rows each train as one process with all rows does."""
+    """Processes with a part of the rows each train like one process with all rows."""
     alone = Mixture(None)
     wanted = _trained(alone, slice(None))
     size, rank = dist.get_world_size(group), dist.get_rank(group)

@@ -1,4 +1,4 @@
-"""Limits on the sum: at their own limits, where the sign of nu decides, and in the losses."""
+"""Bounds on the sum: limits, rows in which the sign of nu decides, and losses."""
 
 from __future__ import annotations
 
@@ -41,14 +41,15 @@ def test_special_rows_of_bounds(dtype: torch.dtype) -> None:
 
 
 def test_the_sign_of_the_threshold_decides() -> None:
-    # Half a million entries at 1 - 2e-9: whether k is kept hangs on less than a float32 sum can tell.
+    # Half a million entries at 1 - 2e-9: the difference that decides whether k is exceeded is lost in a
+    # float32 sum.
     x = torch.full((500_001,), 20.0)
     x[0] = 0.0
     missing = 500_000 * math.exp(-20)
     for k, free in ((500_000.5 - 0.9 * missing, True), (500_000.5 - 1.1 * missing, False)):
         assert (float(torchlml.lml_dual(x, k, bound="at_most")) == 0) == free
         assert (float(torchlml.lml_dual(x, k, bound="at_least")) == 0) == (not free)
-        # A free row is its own sigmoid: the first entry is then exactly a half.
+        # A row within its bound is the sigmoid of its logits, so the first entry is exactly 0.5.
         assert (float(torchlml.lml(x, k, bound="at_most")[0]) == 0.5) == free
         assert (float(torchlml.lml(x, k, bound="at_least")[0]) == 0.5) == (not free)
         assert (float(torchlml.log_lml(x, k, bound="at_most")[0].exp()) == 0.5) == free
@@ -60,7 +61,7 @@ def test_losses(bound: str) -> None:
     k = 4
     log_y = torchlml.log_lml(logits, k, bound=bound)
     exact = torchlml.log_lml(logits, k)
-    assert 0 < int((log_y != exact).any(-1).sum()) < 12  # both kinds of rows
+    assert 0 < int((log_y != exact).any(-1).sum()) < 12  # rows of both kinds
     target = torch.randint(9, (12,))
     got = torchlml.lml_loss(logits, target, k, bound=bound, reduction="none")
     torch.testing.assert_close(got, -log_y.gather(-1, target[:, None]).squeeze(-1))

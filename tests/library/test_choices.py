@@ -1,4 +1,4 @@
-"""Hard and random choices: exactly k, the stated ties, the right frequencies, the promised gradient."""
+"""Hard and random choices: exactly k entries, documented tie-breaking, frequencies and gradients."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ DTYPES = [torch.float32, torch.float64, torch.bfloat16, torch.float16]
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("n", [1, 7, 100, 1001])
 def test_a_mask_holds_the_largest(n: int, dtype: torch.dtype) -> None:
-    # Few different values, so that there are ties everywhere; the rule is written out by a stable sort.
+    # Few distinct values, so that there are many ties. A stable sort implements the tie-breaking rule.
     x = torch.randint(-3, 4, (40, n)).to(dtype)
     for k in {0, 1, n // 2, n - 1, n}:
         mask = torchlml.topk_mask(x, k)
@@ -103,7 +103,7 @@ def test_a_sample_is_exactly_k(dtype: torch.dtype) -> None:
 
 
 def test_a_long_sample_is_exactly_k() -> None:
-    # A million probabilities that do not add up to k in any floating-point order.
+    # A million probabilities whose floating-point sum is not k in any order.
     x = torch.randn(1, 1_000_000) * 4
     for k in (1, 1000, 999_999):
         assert float(torchlml.sample_subset(x, k).double().sum()) == k
@@ -116,12 +116,12 @@ def test_inclusion_frequencies(k: int, scale: float) -> None:
     y = torchlml.lml(x, k)
     generator = torch.Generator().manual_seed(7)
     counts = torchlml.sample_subset(x.expand(draws, n), k, generator=generator).sum(0)
-    # The counts of one entry are binomial. All of them sum to k draws, which leaves n - 1 degrees of freedom;
-    # a negative correlation between entries only lowers the statistic.
+    # The counts of one entry are binomial. All counts sum to k draws, which leaves n - 1 degrees of freedom.
+    # A negative correlation between entries only lowers the statistic.
     z = ((counts - draws * y) / (draws * y * (1 - y)).sqrt()).numpy()
     assert (abs(z) < 4.5).all()
     assert stats.chi2.sf((z**2).sum() * (n - 1) / n, n - 1) > 1e-4
-    # Only certain entries are always drawn, and the order does not matter: all pairs can come up.
+    # Only entries with probability 1 are always drawn, and the order does not matter, so all pairs can occur.
     if scale < 2 and k > 1:
         drawn = torchlml.sample_subset(x.expand(4000, n), k, generator=generator)
         assert bool(((drawn.T @ drawn) > 0).all())

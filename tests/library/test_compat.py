@@ -1,4 +1,4 @@
-"""`torchlml.compat.LML`: the class of the paper's release, by the same names, and right."""
+"""`torchlml.compat.LML`: the class of the paper's release, with the same argument names and exact values."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def test_at_most_n_entries_are_all_chosen(n: int, batch: tuple[int, ...]) -> Non
     assert torch.equal(gradient, torch.zeros_like(x))
 
 
-def test_the_input_that_broke_the_release() -> None:
+def test_the_input_that_the_original_release_fails_on() -> None:
     y = compat.LML(N=1097)(torch.zeros(1098))
     torch.testing.assert_close(y, torch.full((1098,), 1097 / 1098))
 
@@ -63,7 +63,7 @@ def test_nothing_is_printed(capfd: pytest.CaptureFixture[str]) -> None:
 
 
 @pytest.mark.parametrize("N", [np.int64(3), np.int32(3), torch.tensor(3)], ids=lambda n: str(type(n)))
-def test_n_may_be_any_whole_number(N: Any) -> None:
+def test_n_may_be_any_integer(N: Any) -> None:
     x = torch.randn(4, 10)
     assert torch.equal(compat.LML(N=N)(x), compat.LML(N=3)(x))
 

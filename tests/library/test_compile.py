@@ -46,7 +46,7 @@ def weigh(out: Tensor) -> Tensor:
 
 
 def both(function: Callable[..., Tensor], *inputs: Tensor) -> list[Tensor]:
-    """The value and the gradients for all floating inputs."""
+    """The value and the gradients with respect to all floating-point inputs."""
     leaves = [t.clone().requires_grad_() if t.is_floating_point() else t for t in inputs]
     out = function(*leaves)
     wanted = [t for t in leaves if t.requires_grad]
@@ -58,7 +58,7 @@ def close(a: list[Tensor] | Tensor, b: list[Tensor] | Tensor) -> None:
     torch.testing.assert_close(a, b, rtol=1e-9, atol=1e-11)
 
 
-# What is compiled, on which inputs. f is lml, log_lml or lml_dual.
+# Compiled calls and their inputs. f is lml, log_lml or lml_dual.
 Call = tuple[Callable[..., Callable[..., Tensor]], Callable[[], tuple[Tensor, ...]]]
 CALLS: dict[str, Call] = {
     "number k": (lambda f: lambda x: f(x, 2), lambda: (rows(3, 6),)),
@@ -99,7 +99,7 @@ def test_compile_with_inductor(call: str) -> None:
 
 @each_name
 def test_compile_where_ci_is_set(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Inductor then refuses an operator with a decomposition (ours are for ONNX), unless it knows it."""
+    """If CI is set, Inductor rejects unknown operators with a decomposition (ours are for ONNX)."""
     monkeypatch.setenv("CI", "true")
     for operator in (operators.solve, operators.forward, operators.log_forward):
         monkeypatch.delitem(lowering.lowerings, operator, raising=False)
@@ -133,7 +133,7 @@ TRANSFORMS: dict[str, Callable[[Callable[[Tensor], Tensor]], Callable[[Tensor], 
 }
 
 
-# Each transform and each function; test_transforms.py has every pair of them, not compiled.
+# Each transform and each function. test_transforms.py tests all pairs without compiling them.
 PAIRS = [("grad", name) for name in NAMES]
 PAIRS += [("vmap", "lml"), ("vmap of grad", "log_lml"), ("jvp", "lml_dual"), ("hessian", "log_lml")]
 
@@ -145,7 +145,7 @@ def test_compile_around_transforms(transform: str, name: str) -> None:
     def project(x: Tensor) -> Tensor:
         return getattr(torchlml, name)(x, 2.5)
 
-    # Truth without any transform: reverse mode, and differences of it for the second derivatives.
+    # The reference uses no transform: reverse mode, and its finite differences for second derivatives.
     def gradient(x: Tensor) -> Tensor:
         return both(project, x)[1]
 

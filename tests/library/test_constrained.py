@@ -1,4 +1,4 @@
-"""The constrained softmax and sparsemax beside what they generalise, at their limits, and on hard rows."""
+"""Constrained softmax and sparsemax: the functions that they generalize, limits, and hard rows."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import pytest
 import torch
 
 import torchlml
-from tests.support.related import PROMISE, Member, each_constrained, each_dtype
+from tests.support.related import ACCURACY, Member, each_constrained, each_dtype
 
 INF, NAN = math.inf, math.nan
 
@@ -17,12 +17,12 @@ INF, NAN = math.inf, math.nan
 @each_dtype
 def test_softmax_and_sparsemax_are_members(dtype: torch.dtype) -> None:
     x = (torch.randn(20, 50, dtype=torch.float64) * 3).to(dtype)
-    close: dict[str, Any] = {"rtol": 0, "atol": PROMISE[dtype][0] / 10}
+    close: dict[str, Any] = {"rtol": 0, "atol": ACCURACY[dtype][0] / 10}
     torch.testing.assert_close(torchlml.constrained_softmax(x, 1), x.softmax(-1), **close)
-    # The promise is for entries up to 1, so the entries up to 7.5 are brought there.
+    # The accuracy is guaranteed for entries up to 1, so entries up to 7.5 are scaled down.
     seven = torchlml.constrained_softmax(x, 7.5, upper=INF).double() / 7.5
     torch.testing.assert_close(seven, x.double().softmax(-1), **close)
-    # Sparsemax from its definition: the threshold of the largest support that is consistent.
+    # Sparsemax from its definition: the threshold of the largest consistent support.
     ordered = x.double().sort(-1, descending=True).values
     places = torch.arange(1, 51, dtype=torch.float64)
     support = (1 + places * ordered > ordered.cumsum(-1)).sum(-1, keepdim=True)
@@ -36,7 +36,7 @@ def test_the_entmax_package_agrees() -> None:
     entmax = pytest.importorskip("entmax", reason="the package entmax is not installed")
     x = torch.randn(20, 50, dtype=torch.float64) * 3
     torch.testing.assert_close(torchlml.constrained_sparsemax(x, 1), entmax.sparsemax(x, -1))
-    # Its budget is a limit of the sum, which binds for these rows.
+    # Its budget is an upper limit of the sum, which is active for these rows.
     budget = entmax.budget_bisect(x, budget=5, dim=-1, n_iter=80)
     assert bool((x.clamp(0, 1).sum(-1) >= 5).all())
     torch.testing.assert_close(torchlml.constrained_sparsemax(x, 5), budget, rtol=0, atol=1e-9)
@@ -91,7 +91,7 @@ def test_special_rows_of_constrained(member: Member, special: Any, dtype: torch.
         assert bool(dx.isfinite().all())
         assert bool(dx[~torch.tensor(row).isfinite()].eq(0).all())
         assert bool(dk.isfinite())
-    # A special row in the middle of ordinary ones touches none of them.
+    # A special row between ordinary rows affects none of them.
     others = torch.randn(2, len(row)).to(dtype)
     batch = torch.stack([others[0], x.detach(), others[1]])
     options = {**tensors, "mask": tensors.get("mask", torch.ones(len(row), dtype=torch.bool))}
@@ -105,7 +105,8 @@ def test_special_rows_of_constrained(member: Member, special: Any, dtype: torch.
 @pytest.mark.parametrize("gap", [3.0, 100.0])
 @each_constrained
 def test_long_staircases_end(member: Member, gap: float, size: int) -> None:
-    # One entry more at its bound each time is the slowest way to saturate half of them: it must not be taken.
+    # Saturating one entry per iteration would take half as many iterations as entries. The solver must not do
+    # that.
     x = torch.arange(size, dtype=torch.float64) * gap
     y = member.function(x, size // 2)
     assert abs(float(y.sum()) - size // 2) <= 1e-6
@@ -122,14 +123,14 @@ def test_bounds_that_should_sum_to_k_are_forgiven_their_rounding() -> None:
 @pytest.mark.parametrize("excess", [1e-15, 1e-9, 3e-8, 1e-7, 9e-7])
 @each_dtype
 def test_many_entries_that_barely_exceed_their_caps(dtype: torch.dtype, excess: float, ties: int) -> None:
-    # Without caps, exp(x + nu) of the tied entries would be 1 + excess. The amount by which the caps shorten
-    # them belongs to the one entry that is free.
+    # Without caps, exp(x + nu) of the tied entries would be 1 + excess. The excess removed by the caps goes
+    # to the one free entry.
     x = torch.zeros(ties + 1, dtype=dtype)
     x[-1] = -1.0
     k = ties + math.exp(-1) + (ties + math.exp(-1)) * excess
     y = torchlml.constrained_softmax(x, k).double()
-    assert (y[:-1] - 1).abs().max() <= PROMISE[dtype][0]
-    assert abs(float(y[-1]) - (k - ties)) <= 2 * PROMISE[dtype][0]
+    assert (y[:-1] - 1).abs().max() <= ACCURACY[dtype][0]
+    assert abs(float(y[-1]) - (k - ties)) <= 2 * ACCURACY[dtype][0]
 
 
 @pytest.mark.parametrize("free", [1, 3])
@@ -137,7 +138,7 @@ def test_many_entries_that_barely_exceed_their_caps(dtype: torch.dtype, excess: 
 def test_entries_within_rounding_of_their_caps(spread: float, free: int) -> None:
     x = torch.randn(1057, generator=torch.Generator().manual_seed(0)) * spread
     order = x.double().sort().values
-    # At this nu `free` entries are below 1, and all others at it: k follows from the definition.
+    # At this nu, `free` entries are below 1 and all others are at 1, so k follows from the definition.
     nu = -(order[free - 1] + order[free]) / 2
     truth = (x.double() + nu).exp().clamp(max=1)
     y = torchlml.constrained_softmax(x, float(truth.sum()))

@@ -1,4 +1,4 @@
-"""The compiled kernel agrees with plain torch on every operator."""
+"""The compiled kernel agrees with pure PyTorch on every operator."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def test_coefficients_are_those_of_the_script() -> None:
 
 @needs_kernel
 def test_schemas() -> None:
-    """The operators that the compiled kernel defines itself are those that are defined in Python."""
+    """The operators that the compiled kernel defines match those defined in Python."""
     names = ["solve", "forward", "log_forward", "bounded_forward", "value", "topk_mask"]
     names += ["constrained_softmax_forward", "constrained_sparsemax_forward"]
     code = "import torch, torchlml\nfor name in %s: print(getattr(torch.ops.torchlml, name).default._schema)"
@@ -53,7 +53,7 @@ def test_schemas() -> None:
 @needs_kernel
 @pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
-def test_agrees_with_plain_torch(dtype: torch.dtype, form: str) -> None:
+def test_agrees_with_pure_pytorch(dtype: torch.dtype, form: str) -> None:
     x, k, mask, offsets = problem(dtype, form)
     y, nu = torch.ops.torchlml.forward(x, k, mask, offsets)
     y0, nu0 = careful.forward(x, k, mask, offsets)
@@ -65,7 +65,7 @@ def test_agrees_with_plain_torch(dtype: torch.dtype, form: str) -> None:
     assert nu.dtype == nu0.dtype
     assert torch.equal(nu[0].isinf(), nu0[0].isinf())
     g = torch.randn(x.shape, generator=torch.Generator().manual_seed(1), dtype=torch.float64).to(dtype)
-    # Everything below starts from the same y and nu, so that only the gradients are compared.
+    # Everything below starts from the same y and nu, so only the gradients are compared.
     for name, arguments in {
         "backward": (g, x, y0, nu0),
         "log_backward": (g, x, log_y0, nu0),
@@ -83,7 +83,7 @@ def test_agrees_with_plain_torch(dtype: torch.dtype, form: str) -> None:
 @needs_kernel
 @pytest.mark.parametrize("level", ["baseline", "v3", "v4"])
 def test_instruction_sets(level: str) -> None:
-    # A level the processor lacks is not an error: the best that it has is used.
+    # An instruction set that the processor lacks is not an error: the best available one is used.
     code = """
 import itertools
 import torch
@@ -125,12 +125,13 @@ def test_a_row_alone_has_the_same_bits(dtype: torch.dtype) -> None:
 @pytest.mark.parametrize("n", [13, 100, 1000])
 @pytest.mark.parametrize("few", [True, False], ids=["few near one", "most near one"])
 def test_weights_near_one_keep_their_digits(n: int, few: bool) -> None:
-    # y (1 - y) from a rounded y would be off by 1e-4 here, and 0 for the last. Both of the kernel's ways.
+    # y (1 - y) from a rounded y would be off by 1e-4 here, and 0 for the last. Tests both paths of the
+    # kernel.
     near = max(3, n // 90) if few else n - 4
     x = torch.cat([torch.linspace(5, 22, near), torch.linspace(-6, 3, n - near)])[None]
     k = torch.tensor(near + 1.0, dtype=torch.float64)
     y, nu = careful.forward(x.double(), k, None, None)
-    g = 1 / torch.special.expit(-(x.double() + nu[0, 0] + nu[1, 0]))  # of -log(1 - y), the hard examples
+    g = 1 / torch.special.expit(-(x.double() + nu[0, 0] + nu[1, 0]))  # gradient of -log(1 - y)
     want, _ = careful.backward(g, x.double(), y, nu, None, None)
     y32, nu32 = torch.ops.torchlml.forward(x, k, None, None)
     got, _ = torch.ops.torchlml.backward(g.float(), x, y32, nu32, None, None)
@@ -140,7 +141,7 @@ def test_weights_near_one_keep_their_digits(n: int, few: bool) -> None:
 @needs_kernel
 @pytest.mark.parametrize("offsets", [[0, 9, 4, 3], [-5, 2, 99, 3], [0, 0, 0, 1 << 60]])
 def test_bad_offsets_stay_in_bounds(offsets: list[int]) -> None:
-    # Python refuses these before; the kernel must not read or write elsewhere all the same.
+    # Python rejects these earlier, but the kernel must not access memory out of bounds either.
     x, k = torch.randn(4), torch.ones(3, dtype=torch.float64)
     y, nu = torch.ops.torchlml.forward(x, k, None, torch.tensor(offsets))
     assert y.shape == x.shape
@@ -161,5 +162,5 @@ def test_canonical_form_is_checked() -> None:
 @needs_kernel
 @pytest.mark.parametrize("n", [2, 4, 8, 64, 1000])
 def test_ties_are_exact(n: int) -> None:
-    # A biased reciprocal shows here first: every entry would be 0.49999997.
+    # A biased reciprocal is most visible here: every entry would be 0.49999997.
     assert torchlml.lml(torch.full((n,), 0.3), n / 2).tolist() == [0.5] * n

@@ -11,7 +11,7 @@ import torch
 import torchlml
 
 NAMES = ["lml", "log_lml", "lml_dual"]
-# Rows x entries: many short rows, rows that are not a multiple of anything, one long row, a few long rows.
+# Rows x entries: many short rows, rows of odd lengths, one long row, and a few long rows.
 SHAPES = [(257, 33), (40, 1001), (1, 150_001), (3, 100_003)]
 DTYPES = [torch.float32, torch.float64]
 
@@ -29,7 +29,7 @@ def make(shape: tuple[int, int], dtype: torch.dtype) -> tuple[torch.Tensor, torc
 
 
 def run(call: Callable[[torch.Tensor], torch.Tensor], x: torch.Tensor) -> list[torch.Tensor]:
-    """Value and gradient for an upstream gradient that depends on the place of an entry alone."""
+    """Value and gradient for an upstream gradient that depends only on the position of an entry."""
     x = x.clone().requires_grad_()
     y = call(x)
     weight = torch.linspace(-1, 1, y.shape[-1], dtype=y.dtype) if y.dim() == x.dim() else torch.ones_like(y)
@@ -42,7 +42,7 @@ def same(a: list[torch.Tensor], b: list[torch.Tensor]) -> bool:
 
 
 def bracketing(x: torch.Tensor, k: torch.Tensor) -> torch.Tensor:
-    """Three iterations of Algorithm 1, thirty passes over x: enough to show in which order it adds."""
+    """Three iterations of Algorithm 1, thirty passes over x: enough to reveal the order of summation."""
     return torchlml.lml_bracketing(x, k, max_iterations=3)
 
 
@@ -111,7 +111,7 @@ def test_a_packed_row_alone_or_in_a_batch(name: str, dtype: torch.dtype) -> None
 
 @pytest.mark.parametrize("name", NAMES)
 def test_layout_does_not_matter(name: str) -> None:
-    # A transposed, a strided and an offset view hold the same rows as their contiguous copies.
+    # Transposed, strided and offset views contain the same rows as their contiguous copies.
     x = torch.randn(6, 40)
     function = getattr(torchlml, name)
     expected = function(x, 3)

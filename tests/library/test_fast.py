@@ -1,4 +1,4 @@
-"""The fast plain path: what it certifies is right, the rest is left, and a device is waited for once."""
+"""The fast pure-PyTorch path: certified rows are right, others are left over, and it synchronizes once."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def float64(*values: float) -> Tensor:
 
 
 def batch(dtype: torch.dtype, n: int = 200) -> tuple[Tensor, Tensor]:
-    """Rows of scales from 0.01 to 12, and k from under 1 to over n - 1."""
+    """Rows of scales from 0.01 to 12, with k from below 1 to above n - 1."""
     scale = float64(0.01, 1, 3, 12).repeat(10).unsqueeze(-1)
     x = torch.randn(40, n, dtype=torch.float64) * scale + torch.linspace(-1e3, 1e3, 40).unsqueeze(-1)
     return x.to(dtype), torch.linspace(0.5, n - 0.5, 40, dtype=torch.float64)
@@ -54,7 +54,7 @@ def test_ordinary_rows_are_certified_and_right(dtype: torch.dtype) -> None:
 
 @pytest.mark.parametrize("problem", PROBLEMS, ids=lambda problem: problem.name)
 @each_dtype
-def test_what_is_certified_is_right(problem: Problem, dtype: torch.dtype) -> None:
+def test_certified_rows_are_right(problem: Problem, dtype: torch.dtype) -> None:
     x = problem.row(dtype).unsqueeze(0)
     found = fast_solver.solve_fast(x, float64(problem.k))
     if bool(found.certified):
@@ -86,7 +86,7 @@ def test_only_rows_that_are_not_certified_take_the_careful_path(monkeypatch: pyt
     y, _ = fast_operators.forward(x, k, None, None)
     expected = original(x, k, None, None)
     torch.testing.assert_close(y, expected[0], rtol=0, atol=1e-6, equal_nan=True)
-    assert [len(rows) for rows in taken] in ([4], [5])  # the one with +inf has an answer by itself
+    assert [len(rows) for rows in taken] in ([4], [5])  # the row with +inf may be solved directly
     assert torch.equal(taken[0][0].isnan(), x[3].isnan())
 
 
@@ -112,7 +112,7 @@ def test_packed_rows_are_the_rows_of_a_matrix(name: str) -> None:
 
 
 class PretendDevice(TorchDispatchMode):
-    """A device without float64 that counts how often it is waited for."""
+    """A device without float64 that counts its synchronizations."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -139,7 +139,7 @@ def _device(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 
 @pytest.mark.usefixtures("_device")
-def test_a_gpu_without_float64_is_not_waited_for_by_the_solver() -> None:
+def test_the_solver_does_not_synchronize_a_gpu_without_float64() -> None:
     x, k = batch(torch.float32)
     with PretendDevice() as device:
         found = fast_solver.solve_fast(x, k.float())
@@ -151,7 +151,7 @@ def test_a_gpu_without_float64_is_not_waited_for_by_the_solver() -> None:
 
 
 @pytest.mark.usefixtures("_device")
-def test_a_gpu_is_waited_for_once_in_a_call() -> None:
+def test_a_call_synchronizes_a_gpu_once() -> None:
     x, k = batch(torch.float32)
     with PretendDevice() as device:
         y, _ = fast_operators.forward(x, k.float(), None, None)
@@ -171,7 +171,7 @@ def test_the_first_slow_call_says_how_to_repair_it(monkeypatch: pytest.MonkeyPat
         fast_operators.forward(x, k, None, None)
 
 
-def test_who_chose_plain_torch_is_not_warned() -> None:
+def test_no_warning_if_pure_pytorch_was_requested() -> None:
     code = "import torch, torchlml; torchlml.lml(torch.ones(3), 1)"
     environment = {**os.environ, "TORCHLML_KERNEL": "torch"}
     command = [sys.executable, "-W", "error::UserWarning", "-c", code]
@@ -180,7 +180,7 @@ def test_who_chose_plain_torch_is_not_warned() -> None:
 
 @pytest.mark.parametrize("offsets", [None, torch.tensor([0, 200])], ids=["dense", "packed"])
 def test_nothing_is_written_into_the_input(offsets: torch.Tensor | None) -> None:
-    # Logits this far apart are not certified: the careful path puts its rows into the result.
+    # Logits this far apart are not certified, so the careful path writes its rows into the result.
     row = BY_NAME["scale 1e3"].row(torch.float32)
     x = row if offsets is not None else row.unsqueeze(0)
     for operator in (fast_operators.solve, fast_operators.forward, fast_operators.log_forward):

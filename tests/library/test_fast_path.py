@@ -1,4 +1,4 @@
-"""The short way of the commonest call gives what the long way gives, and takes no other call."""
+"""The fast path of the most common call gives the results of the general path and takes no other call."""
 
 from __future__ import annotations
 
@@ -17,22 +17,22 @@ from torchlml._autograd.fast_path import fast_lml
 X = torch.randn(7, 11, generator=torch.Generator().manual_seed(0))
 
 
-def the_long_way(x: Tensor, k: float) -> Tensor:
-    """The same rows by a call that the short way does not take."""
+def general_path(x: Tensor, k: float) -> Tensor:
+    """The same rows through a call that does not take the fast path."""
     return torchlml.lml(x, k, dim=1)
 
 
 @pytest.mark.parametrize("k", [0, 1, 2.5, 5, 11, 11.0])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-def test_both_ways_give_the_same_bits(k: float, dtype: torch.dtype) -> None:
+def test_both_paths_give_the_same_bits(k: float, dtype: torch.dtype) -> None:
     x, grad = X.to(dtype), X.flip(0).to(dtype)
     taken = fast_lml(x, k, -1)
     assert taken is not None
     assert fast_lml(x, k, 1) is None
-    assert torch.equal(torchlml.lml(x, k), the_long_way(x, k))
-    assert torch.equal(taken, the_long_way(x, k))
+    assert torch.equal(torchlml.lml(x, k), general_path(x, k))
+    assert torch.equal(taken, general_path(x, k))
     gradients = []
-    for function in (torchlml.lml, the_long_way):
+    for function in (torchlml.lml, general_path):
         leaf = x.clone().requires_grad_()
         function(leaf, k).backward(grad)
         gradients.append(leaf.grad)
@@ -43,7 +43,7 @@ def test_a_gradient_that_is_not_laid_out_in_rows() -> None:
     leaf = X.clone().requires_grad_()
     torchlml.lml(leaf, 3).backward(torch.ones(()).expand_as(X))
     assert leaf.grad is not None
-    assert leaf.grad.abs().max() < 1e-6  # the sum of a row is k whatever its logits
+    assert leaf.grad.abs().max() < 1e-6  # the sum of a row is k for all logits
 
 
 def test_derivatives_of_the_derivative() -> None:
@@ -61,7 +61,7 @@ def test_a_batch_of_gradients() -> None:
     torch.testing.assert_close(batched, torch.stack(single), rtol=0, atol=1e-6)
 
 
-def test_no_graph_where_none_is_asked_for() -> None:
+def test_no_graph_without_requires_grad() -> None:
     leaf = X.clone().requires_grad_()
     assert torchlml.lml(leaf, 3).requires_grad
     assert not torchlml.lml(X, 3).requires_grad
@@ -74,7 +74,7 @@ class Subclass(Tensor):
 
 
 OTHERS: dict[str, Callable[[], tuple[Any, Any, Any]]] = {
-    "no tensor": lambda: ([[1.0, 2.0]], 1, -1),
+    "not a tensor": lambda: ([[1.0, 2.0]], 1, -1),
     "a subclass": lambda: (X.as_subclass(Subclass), 1, -1),
     "integers": lambda: (X.long(), 1, -1),
     "half precision": lambda: (X.half(), 1, -1),
@@ -85,19 +85,19 @@ OTHERS: dict[str, Callable[[], tuple[Any, Any, Any]]] = {
     "one row": lambda: (X[0], 1, -1),
     "columns": lambda: (X.t(), 1, -1),
     "another dim": lambda: (X, 1, 0),
-    "a dim that is no int": lambda: (X, 1, -1.0),
+    "a dim that is not an int": lambda: (X, 1, -1.0),
     "a tensor k": lambda: (X, torch.tensor(1.0), -1),
     "a bool k": lambda: (X, True, -1),
     "a k below 0": lambda: (X, -1, -1),
     "a k above n": lambda: (X, 11.5, -1),
     "a k of NaN": lambda: (X, math.nan, -1),
-    "a k that is no number": lambda: (X, "1", -1),
+    "a k that is not a number": lambda: (X, "1", -1),
 }
 
 
 @pytest.mark.parametrize("name", OTHERS)
 @pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
-def test_other_calls_are_left_to_the_long_way(name: str) -> None:
+def test_other_calls_take_the_general_path(name: str) -> None:
     assert fast_lml(*OTHERS[name]()) is None
 
 
@@ -107,7 +107,7 @@ def _is_left(x: Tensor) -> Tensor:
 
 
 def test_inference_mode_takes_the_fast_path() -> None:
-    k = 2.71  # no other test has put this number into the cache of scalars
+    k = 2.71  # no other test puts this number into the cache of scalars
     with torch.inference_mode():
         inside = fast_lml(X, k, -1)
         assert inside is not None
@@ -121,7 +121,7 @@ def test_inference_mode_takes_the_fast_path() -> None:
     assert leaf.grad.abs().max() > 0
 
 
-def test_modes_and_transforms_are_left_to_the_long_way() -> None:
+def test_modes_and_transforms_take_the_general_path() -> None:
     with torch.autograd.forward_ad.dual_level():
         assert fast_lml(X, 1, -1) is None
     with FakeTensorMode() as mode:
@@ -130,7 +130,7 @@ def test_modes_and_transforms_are_left_to_the_long_way() -> None:
     assert fast_lml(X, 1, -1) is not None
 
 
-def test_wrong_arguments_still_get_their_sentence() -> None:
+def test_wrong_arguments_still_raise() -> None:
     with pytest.raises(TypeError, match=r"`dim` must be an int, but it is -1\.0\."):
         torchlml.lml(X, 1, -1.0)  # type: ignore[arg-type]
     with pytest.raises(ValueError, match=r"`k` must be from 0 to n = 11, but k is 12\."):

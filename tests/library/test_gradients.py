@@ -1,4 +1,4 @@
-"""Backward, double backward, forward mode: against finite differences, or the truth where those fail."""
+"""Backward, double backward and forward mode, compared with finite differences or exact derivatives."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def _per_row(*values: float) -> Tensor:
     return torch.tensor(values, dtype=torch.float64, requires_grad=True)
 
 
-# name -> inputs, and the call that makes of them what is differentiated. `f` is lml, log_lml or lml_dual.
+# name -> inputs, and the call to differentiate. `f` is lml, log_lml or lml_dual.
 Case = tuple[Callable[[], tuple[Tensor, ...]], Callable[..., Tensor]]
 KEEP = torch.tensor([[True, True, False, True, True], [True] * 5, [False, True, True, True, True]])
 OFFSETS = torch.tensor([0, 4, 4, 5, 11])
@@ -57,11 +57,11 @@ def _ragged_mask() -> Tensor:
 
 
 def _finite(out: Tensor, mask: Tensor) -> Tensor:
-    """log y is -inf at masked entries, of which no finite difference can be taken."""
+    """Remove masked entries: log y is -inf there, which finite differences cannot handle."""
     return out[mask] if out.shape == mask.shape else out
 
 
-# A packed row that is empty has an infinite threshold, which finite differences cannot follow.
+# An empty row of a jagged batch has an infinite threshold, which finite differences cannot handle.
 def _select(name: str, case: str) -> Callable[..., Tensor]:
     function, call = getattr(torchlml, name), CASES[case][1]
     if name == "lml_dual" and "ragged" in case:
@@ -132,7 +132,7 @@ each_dtype = pytest.mark.parametrize("dtype", [torch.float32, torch.float64], id
 
 
 class Compared(NamedTuple):
-    """The gradient of a problem for weights g: as it is found, and as it is."""
+    """The computed and the exact gradient of a problem for weights g."""
 
     row: truth.Row
     g: np.ndarray
@@ -150,7 +150,7 @@ def compared(name: str, problem: Problem, dtype: torch.dtype) -> Compared:
 
 @each_problem
 @each_dtype
-def test_lml_gradient_is_true(problem: Problem, dtype: torch.dtype) -> None:
+def test_lml_gradient_is_accurate(problem: Problem, dtype: torch.dtype) -> None:
     row, g, dx, dk, expected_dx, expected_dk = compared("lml", problem, dtype)
     limit = (1e-6 if dtype == torch.float32 else 1e-11) * np.abs(g).max()
     assert np.abs(dx - expected_dx).max() <= limit
@@ -162,19 +162,19 @@ def test_lml_gradient_is_true(problem: Problem, dtype: torch.dtype) -> None:
 
 @each_problem
 @each_dtype
-def test_log_lml_gradient_is_true(problem: Problem, dtype: torch.dtype) -> None:
+def test_log_lml_gradient_is_accurate(problem: Problem, dtype: torch.dtype) -> None:
     row, g, dx, dk, expected_dx, expected_dk = compared("log_lml", problem, dtype)
-    felt = np.abs(g) * (1 - row.y)
-    limit = slack(row, dtype) * (felt + row.p * felt.sum()) + 1e-12
+    effect = np.abs(g) * (1 - row.y)
+    limit = slack(row, dtype) * (effect + row.p * effect.sum()) + 1e-12
     assert bool(np.isfinite(dx).all())
     assert bool((np.abs(dx - expected_dx) <= limit).all()) or not resolved(row)
     if row.sum_w > 1e-30:
-        assert abs(dk - expected_dk) <= 4 * slack(row, dtype).min() * felt.sum() / row.sum_w
+        assert abs(dk - expected_dk) <= 4 * slack(row, dtype).min() * effect.sum() / row.sum_w
 
 
 @each_problem
 @each_dtype
-def test_dual_gradient_is_true(problem: Problem, dtype: torch.dtype) -> None:
+def test_dual_gradient_is_accurate(problem: Problem, dtype: torch.dtype) -> None:
     row = problem.truth(dtype)
     dx, dk = backward("lml_dual", problem, dtype)
     expected_dx, expected_dk = row.dual_gradient(1.0) if row.sum_w else (-row.p, math.inf)
@@ -194,13 +194,13 @@ def test_half_gradients(problem: Problem, dtype: torch.dtype) -> None:
     step = torch.finfo(dtype).eps
     for name, expected in (("lml", row.lml_gradient(g)), ("log_lml", row.log_lml_gradient(g))):
         dx, _ = backward(name, problem, dtype)
-        # y and log y are saved in the narrow dtype, so a few of its roundings are the most one can ask
+        # y and log y are saved in the narrow dtype, which limits the accuracy to a few of its roundings
         assert np.abs(dx - expected[0]).max() <= 2 * step * np.abs(g).max()
 
 
 @each_dtype
 def test_hardest_examples_keep_their_gradient(dtype: torch.dtype) -> None:
-    # n = 100, k = 5, five wrong labels ahead by 40: log(y + 1e-8) would leave 0.0071.
+    # n = 100, k = 5, and five wrong labels lead by 40 logits: log(y + 1e-8) would leave 0.0071.
     x = torch.zeros(100, dtype=dtype)
     x[:5] = 40
     x.requires_grad_()
@@ -213,7 +213,7 @@ def test_hardest_examples_keep_their_gradient(dtype: torch.dtype) -> None:
 @each_dtype
 @pytest.mark.parametrize("gap", [200.0, 400.0, 5000.0])
 def test_saturated_rows(gap: float, dtype: torch.dtype) -> None:
-    # Every w underflows in float32 (and for the last gap in float64): y's gradient is 0, log y's is not.
+    # Every w underflows in float32 (and for the last gap in float64): y has gradient 0, but log y does not.
     x = (torch.tensor([3.0, 2, 1, 0, -1, -2]) * gap).to(dtype).requires_grad_()
     k = torch.tensor(3.0, dtype=torch.float64, requires_grad=True)
     g = torch.arange(1.0, 7.0, dtype=dtype)
@@ -221,14 +221,14 @@ def test_saturated_rows(gap: float, dtype: torch.dtype) -> None:
     assert float(dx.abs().max()) <= 1e-30
     assert bool(dk.isfinite())
     (dx,) = torch.autograd.grad(torchlml.log_lml(x, k), x, g)
-    # The two entries beside the gap share the move of the threshold: d nu/dx = (-1/2, -1/2) there.
+    # The two entries next to the gap share the change of the threshold: d nu/dx = (-1/2, -1/2) there.
     torch.testing.assert_close(dx, torch.tensor([0, 0, -7.5, -3.5, 5, 6], dtype=dtype), rtol=1e-4, atol=1e-4)
     (dx,) = torch.autograd.grad(torchlml.lml_dual(x, k), x)
     torch.testing.assert_close(dx, torch.tensor([0, 0, -0.5, -0.5, 0, 0], dtype=dtype), rtol=1e-4, atol=1e-6)
 
 
 def test_entries_that_round_to_one_count() -> None:
-    # 1e5 entries at z = 17.3: y rounds to 1 in float32, yet together they hold most of sum w.
+    # 1e5 entries at z = 17.3: y rounds to 1 in float32, yet together they contribute most of sum w.
     problem = next(problem for problem in PROBLEMS if problem.name == "one hundred thousand at 17.3")
     x = problem.row(torch.float32).requires_grad_()
     g = torch.zeros(x.shape)
@@ -246,7 +246,7 @@ def test_k_keeps_its_own_dtype_and_shape() -> None:
         k = torch.full((4,), 2.5, dtype=dtype, requires_grad=True)
         (gradient,) = torch.autograd.grad(torchlml.lml(x, k).sum(), k)
         assert gradient.dtype == dtype
-        # d(sum y)/dk = 1 for each of the three rows that share a k
+        # d(sum y)/dk = 1 for each of the three rows that share this k
         torch.testing.assert_close(gradient, torch.full((4,), 3.0, dtype=dtype))
 
 
@@ -260,7 +260,7 @@ def test_temperature_divides() -> None:
 
 
 @each_name
-def test_no_graph_is_kept_without_need(name: str) -> None:
+def test_no_graph_is_kept_without_requires_grad(name: str) -> None:
     x = torch.randn(3, 10)
     assert not getattr(torchlml, name)(x, 2).requires_grad
     with torch.no_grad():

@@ -1,4 +1,4 @@
-"""Calls stay short: how many library functions each passes through, as `tools/count_hops.py` counts them."""
+"""The number of library functions that each call passes through, as counted by `tools/count_hops.py`."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import pytest
 
 from tools.count_hops import calls, hops
 
-# Functions and files. Raise a limit only with a reason in the commit message.
+# Limits for functions and files. Raise a limit only with a reason in the commit message.
 LIMITS = {
     "lml(x, 5)": (3, 3),
     "lml(x, 5).backward()": (7, 4),

@@ -41,13 +41,13 @@ LAYERS = [
     "compat",
     "__init__",
 ]
-# Packages from outside that a part of the library needs in addition to torch.
+# External packages that a part of the library needs in addition to torch.
 OPTIONAL = {"_triton": {"triton"}, "metrics": {"torchmetrics"}}
 Edge = tuple[str, str]
 
 
 def imports(folder: Path) -> dict[Edge, list[str]]:
-    """Which package of a library imports which, with the places in the source."""
+    """Map each package to the packages that it imports, with the locations in the source."""
     found: dict[Edge, list[str]] = {}
     for path in sorted(folder.rglob("*.py")):
         module = path.relative_to(folder).with_suffix("").parts
@@ -59,7 +59,7 @@ def imports(folder: Path) -> dict[Edge, list[str]]:
 
 
 def _targets(tree: ast.AST, module: tuple[str, ...], folder: Path) -> Iterator[tuple[int, str]]:
-    """The line and the target of every import, as a package of the library or an outside package."""
+    """The line and the target of every import, as a package of the library or an external package."""
     for node in ast.walk(tree):
         names: list[str] = []
         line = getattr(node, "lineno", 0)
@@ -89,7 +89,7 @@ def _is_module(path: Path) -> bool:
 
 
 def cycles(edges: dict[Edge, list[str]]) -> list[list[str]]:
-    """Every package that reaches itself, with one way around."""
+    """All packages that reach themselves, each with one cycle."""
     following: dict[str, list[str]] = {}
     for source, target in edges:
         following.setdefault(source, []).append(target)
@@ -124,7 +124,7 @@ def test_every_package_has_a_layer() -> None:
     found = {
         path.stem for path in LIBRARY.iterdir() if path.suffix == ".py" or (path / "__init__.py").exists()
     }
-    assert found <= set(LAYERS), "enter it in LAYERS"
+    assert found <= set(LAYERS), "add it to LAYERS"
 
 
 def test_no_cycles() -> None:

@@ -1,4 +1,4 @@
-"""How torchlml gets its kernel: setup.py builds it if it can and says why if not; loader.py loads it."""
+"""Installing the kernel: setup.py builds it or reports the reason if it cannot, and loader.py loads it."""
 
 from __future__ import annotations
 
@@ -50,10 +50,10 @@ import torchlml
 
 
 def installed_at(folder: Path, monkeypatch: pytest.MonkeyPatch, choice: str) -> None:
-    """As if torchlml were installed in `folder`, with nothing loaded yet."""
+    """Simulate an installation of torchlml in `folder`, with nothing loaded yet."""
     monkeypatch.setattr(loader, "__file__", str(folder / "loader.py"))
     monkeypatch.setattr(loader, "_library", None)
-    monkeypatch.setattr(loader, "_absence", loader._absence)  # what loading changes is put back
+    monkeypatch.setattr(loader, "_absence", loader._absence)  # restore it after the test
     monkeypatch.setattr(loader, "_warned", False)
     monkeypatch.setenv("TORCHLML_KERNEL", choice)
 
@@ -62,7 +62,7 @@ REPAIR = "; with a C++ compiler and torch installed, `"
 
 
 def test_absent(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    (tmp_path / "_absent.txt").write_text("no torch was found\n")  # as setup.py leaves it
+    (tmp_path / "_absent.txt").write_text("no torch was found\n")  # as setup.py writes it
     installed_at(tmp_path, monkeypatch, "")
     loader.load()
     assert not loader.loaded()
@@ -71,9 +71,9 @@ def test_absent(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert said is not None
     assert said.startswith(f"when torchlml was installed, no torch was found{REPAIR}")
     installed_at(tmp_path, monkeypatch, "native")
-    with pytest.raises(ImportError, match=r"no compiled kernel: when torchlml was .* no torch") as refusal:
+    with pytest.raises(ImportError, match=r"no compiled kernel: when torchlml was .* no torch") as raised:
         loader.load()
-    assert refusal.value.name == "torchlml"
+    assert raised.value.name == "torchlml"
 
 
 def broken(folder: Path) -> None:
@@ -83,12 +83,12 @@ def broken(folder: Path) -> None:
 def foreign(folder: Path) -> None:
     other = next(Path(torch.__file__).parent.glob("lib/libshm.so"), None)
     if other is None:
-        pytest.skip("no library of another kind is at hand")
+        pytest.skip("no other shared library is available")
     shutil.copy(other, folder / "_C.abi3.so")
 
 
 @pytest.mark.parametrize("make", [broken, foreign])
-def test_a_library_that_is_no_kernel(make, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_library_without_the_kernel(make, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     make(tmp_path)
     installed_at(tmp_path, monkeypatch, "")
     with pytest.warns(
@@ -99,7 +99,7 @@ def test_a_library_that_is_no_kernel(make, tmp_path: Path, monkeypatch: pytest.M
     assert not loader.loaded()
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        loader.warn_of_absence()  # it was said
+        loader.warn_of_absence()  # the warning was already shown
     installed_at(tmp_path, monkeypatch, "native")
     with pytest.raises(ImportError, match=r"'native', but _C\.abi3\.so does not load"):
         loader.load()
@@ -117,7 +117,7 @@ def came_from(url: str, **more: object) -> SimpleNamespace:
         (came_from("file:///work", dir_info={"editable": True}), "--editable /work"),
     ],
 )
-@pytest.mark.skipif(os.name == "nt", reason="other paths")
+@pytest.mark.skipif(os.name == "nt", reason="paths differ on Windows")
 def test_the_repair_starts_from_where_it_came(distribution, target, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(metadata, "distribution", lambda name: distribution)
     assert loader._repair() == f"pip install --force-reinstall --no-deps --no-cache-dir {target}"
@@ -135,7 +135,7 @@ def test_torch_too_old() -> None:
 # ---------------------------------------------------------------------------------------- building
 
 
-# As much of a compiler as a build needs: notes the call, and leaves an empty file where the output should be.
+# A minimal compiler: it records the call and creates an empty output file.
 STUB = """#!/bin/sh
 echo call >> "$CALLS"
 while [ $# -gt 0 ]; do
@@ -147,7 +147,7 @@ done
 
 @pytest.fixture
 def checkout(tmp_path: Path) -> Path:
-    """As much of a checkout as a build needs."""
+    """A minimal checkout that can be built."""
     if not (ROOT / "setup.py").exists():
         pytest.skip("not a checkout")
     folder = tmp_path / "checkout"
@@ -196,10 +196,10 @@ def test_a_build_that_fails_succeeds_and_says_why(
     said = rf"^torchlml: installing without the compiled kernel \(plain torch will be used\): {why}"
     assert re.search(said, result.stderr, re.MULTILINE)
     assert re.match(why, reason.read_text())
-    assert not old.exists()  # it would not fit these sources
+    assert not old.exists()  # it would not match these sources
 
 
-# The hooks that pip calls, in its order and each in a process of its own.
+# The hooks that pip calls, in its order, each in a new process.
 HOOKS = {
     "wheel": ("prepare_metadata_for_build_wheel", "build_wheel"),
     "editable": ("prepare_metadata_for_build_editable", "build_editable"),
@@ -207,7 +207,7 @@ HOOKS = {
 
 
 def run_hooks(folder: Path, kind: str, **environment: str) -> str:
-    """The name of the wheel that pip would get."""
+    """Run the hooks and return the name of the wheel."""
     name = ""
     for hook in HOOKS[kind]:
         result = build(
@@ -225,15 +225,15 @@ def test_an_installation_compiles_every_file_once(checkout: Path, tmp_path: Path
     compiler.chmod(0o755)
     (checkout / "out").mkdir()
     reason = checkout / SOURCES.parent / "_absent.txt"
-    reason.touch()  # of an earlier build that failed
+    reason.touch()  # left by an earlier failed build
     wheel = run_hooks(checkout, kind, CC=str(compiler), CXX=str(compiler), CALLS=str(calls))
     assert "none-any" not in wheel
     assert kind == "wheel" or not reason.exists()
     levels = 3 if platform.machine().lower() in ("x86_64", "amd64") else 1
     others = (
         len(list((ROOT / SOURCES).glob("*.cpp"))) - 1
-    )  # all but kernels.cpp, which is there for each level
-    assert len(calls.read_text().splitlines()) == levels + others + 1  # and a linker
+    )  # all but kernels.cpp, which is compiled for each level
+    assert len(calls.read_text().splitlines()) == levels + others + 1  # plus one linker call
 
 
 def test_a_wheel_without_the_kernel_is_for_every_machine_and_says_why(checkout: Path) -> None:
@@ -259,7 +259,7 @@ def test_setuptools_too_old(checkout: Path, tmp_path: Path) -> None:
 
 @pytest.fixture
 def setup() -> ModuleType:
-    """setup.py as a module, which then builds nothing."""
+    """setup.py as a module that builds nothing."""
     path = ROOT / "setup.py"
     if not path.exists():
         pytest.skip("not a checkout")
@@ -280,7 +280,7 @@ def pretend_torch(site: Path, version: str) -> Path:
 
 
 def test_torch_is_found_where_it_cannot_be_imported(setup, monkeypatch: pytest.MonkeyPatch) -> None:
-    # As in pip's isolation: the interpreter is the same, its packages are out of sight.
+    # As in pip's build isolation: the interpreter is the same, but its packages are not visible.
     monkeypatch.setattr(setup.importlib.util, "find_spec", lambda name: None)
     assert setup.torch_home() == Path(torch.__file__).parent
 
@@ -316,10 +316,10 @@ def test_windows_needs_clang_cl(setup, tmp_path: Path, monkeypatch: pytest.Monke
     assert compiler.cc == str(program)
 
 
-@pytest.mark.skipif(shutil.which("clang++") is None, reason="there is no clang here")
+@pytest.mark.skipif(shutil.which("clang++") is None, reason="clang is not installed")
 @pytest.mark.parametrize("level", ["", "x86-64-v3", "x86-64-v4"])
 def test_clang_for_windows_takes_the_flags(setup, tmp_path: Path, level: str) -> None:
-    # Without Windows' headers only a file that includes nothing can be compiled.
+    # Without the Windows headers, only a file without includes can be compiled.
     source = tmp_path / "vectors.cpp"
     source.write_text(VECTORS)
     flags = [*setup.WINDOWS_FLAGS, *([f"/clang:-march={level}"] if level else []), "/c", "-Werror"]

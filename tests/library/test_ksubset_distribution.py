@@ -1,4 +1,4 @@
-"""KSubset as users of torch.distributions expect it: shapes, samples, derivatives, errors."""
+"""KSubset as a torch.distributions class: shapes, samples, derivatives and errors."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ INF = math.inf
 
 @pytest.fixture(autouse=True)
 def _validation():
-    """Validate arguments also after a test has compiled something, which turns that off for the process."""
+    """Enable argument validation even after a test has compiled code, which disables it for the process."""
     yield
     Distribution.set_default_validate_args(True)
 
@@ -84,7 +84,7 @@ def test_expand():
     assert Independent(d, 1).log_prob(d.sample()).shape == ()
 
 
-def test_it_says_what_it_is():
+def test_representation():
     assert repr(KSubset(2, logits=torch.zeros(3, 5))) == "KSubset(k: 2, logits: torch.Size([3, 5]))"
     assert repr(KSubset(2, probs=torch.ones(5) / 2)) == "KSubset(k: 2, probs: torch.Size([5]))"
     assert repr(KSubset(2, logits=torch.zeros(5)).support) == "KHot(k=2)"
@@ -134,7 +134,7 @@ def test_samples_have_the_probability_of_their_set(n, k, scale):
     expected = {sum(2**i for i in members): math.exp(float(p)) for members, p in exact.sets.items()}
     found = {key: int((code == key).sum()) for key in expected}
     assert sum(found.values()) == count
-    # Sets that are expected less than five times are counted together.
+    # Sets with an expected count below five are merged.
     common = [key for key, p in expected.items() if p * count >= 5]
     observed = [*(found[key] for key in common), count - sum(found[key] for key in common)]
     chances = [*(expected[key] * count for key in common), count * (1 - sum(expected[key] for key in common))]
@@ -144,12 +144,12 @@ def test_samples_have_the_probability_of_their_set(n, k, scale):
     assert scipy.stats.chisquare(observed, chances).pvalue > 1e-4
 
 
-# The variances are 8, 46, 80 and 250: drawn in one to four blocks.
+# The variances are 8, 46, 80 and 250, which use one to four blocks.
 @pytest.mark.parametrize(
     ("n", "k", "scale"), [(100, 10, 1.0), (1000, 50, 0.5), (400, 200, 1.0), (1000, 500, 0.0)]
 )
 def test_samples_of_long_rows_split_as_they_should(n, k, scale):
-    """How many members fall into a part of the row has a known distribution."""
+    """The number of members in a part of the row has a known distribution."""
     x, count = subsets.long_row(n, scale), 4000
     drawn = KSubset(k, logits=x).sample((count,))
     assert (drawn.sum(-1) == k).all()
@@ -215,7 +215,7 @@ def test_first_and_second_derivatives(name, scale):
     assert torch.autograd.gradgradcheck(FUNCTIONS[name], x, fast_mode=True)
 
 
-# The variances are 0.008 and 40: the derivatives of the other methods.
+# The variances are 0.008 and 40, which use the other methods.
 @pytest.mark.parametrize(("n", "k", "gap"), [(6, 3, 11.0), (200, 60, 0.0)])
 @pytest.mark.parametrize("name", ["mean", "entropy"])
 def test_derivatives_of_the_other_methods(name, n, k, gap):

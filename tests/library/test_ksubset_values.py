@@ -17,7 +17,7 @@ RELATIVE = 1e-10
 
 
 def relative_error(value: float, exact) -> float:
-    """The error as a share of the exact value; numbers that underflow in float64 may be 0."""
+    """The error relative to the exact value. Values that underflow in float64 may be 0."""
     if exact in (mpmath.inf, -mpmath.inf):
         return 0.0 if value == float(exact) else math.inf
     exact = subsets.MP.mpf(str(exact))
@@ -35,7 +35,7 @@ def test_every_quantity_on_hostile_rows(name):
     x, k = subsets.HOSTILE[name]
     exact = subsets.enumerate_sets(x, k)
     d = KSubset(k, logits=x)
-    # Near 0 the logarithm of a sum cannot be more accurate than the logits are.
+    # Near 0 the logarithm of a sum cannot be more accurate than the logits.
     assert abs(float(subsets.MP.mpf(float(d.log_normalizer)) - exact.log_normalizer)) <= RELATIVE * max(
         1, abs(float(exact.log_normalizer))
     )
@@ -57,7 +57,7 @@ def test_the_same_sets_as_indices(name):
     index = torch.tensor(list(exact.sets), dtype=torch.int64).reshape(len(exact.sets), k)
     found = KSubset(k, logits=x).log_prob(index)
     for value, truth in zip(found.tolist(), exact.sets.values(), strict=True):
-        # Indices are summed as they come: the error is relative to the largest logits.
+        # Indices are summed in the given order, so the error is relative to the largest logits.
         assert value == pytest.approx(float(truth), rel=RELATIVE, abs=1e-10)
 
 
@@ -75,7 +75,7 @@ def test_long_rows_against_dynamic_programming(n, k, scale):
 
 
 def two_levels(n: int, first: int, k: int, height: float) -> tuple[float, float]:
-    """log normalizer, and inclusion of the first entries, if their logit is `height` and the others' is 0."""
+    """The log normalizer and the inclusion probability of the first entries, with logits `height` and 0."""
     chosen = np.arange(max(0, k - (n - first)), min(first, k) + 1, dtype=np.longdouble)
     j = chosen[:-1]
     steps = np.log(first - j) + np.log(k - j) - np.log(j + 1) - np.log(n - first - k + j + 1) + height

@@ -1,4 +1,4 @@
-"""`pad_labels` makes the target that losses and metrics take."""
+"""`pad_labels` creates targets for losses and metrics."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`linear_lml_loss` against `lml_loss(F.linear(...))`: every argument, every derivative, and its memory."""
+"""`linear_lml_loss` compared with `lml_loss(F.linear(...))`: all arguments, derivatives, and memory."""
 
 from __future__ import annotations
 
@@ -153,7 +153,7 @@ def test_double_backward(reduction: str) -> None:
     assert torch.autograd.gradgradcheck(loss, (h, w, b, k), fast_mode=True)
 
 
-def test_transforms_take_the_plain_way() -> None:
+def test_transforms_take_the_unchunked_path() -> None:
     h, w, b = (t.detach() for t in _tensors())
     target = _target("index")
 
@@ -175,7 +175,7 @@ def test_transforms_take_the_plain_way() -> None:
 
 @each_reduction
 def test_several_backward_passes_at_once(reduction: str) -> None:
-    """What `is_grads_batched` and `jacobian(..., vectorize=True)` ask for."""
+    """The calls behind `is_grads_batched` and `jacobian(..., vectorize=True)`."""
     (h, w, b), target = _tensors(), _target("index")
     rows = ROWS if reduction == "none" else 1
     seeds = torch.randn(4, rows, dtype=torch.float64).reshape(4, *([rows] if reduction == "none" else []))
@@ -212,9 +212,9 @@ def test_autocast(reduction: str) -> None:
 @each_reduction
 @pytest.mark.parametrize("autocast", [True, False])
 def test_float16_with_a_scaled_loss(reduction: str, autocast: bool) -> None:
-    """Gradients that float16 rounds to 0 unless the loss is scaled, as `GradScaler` does it."""
+    """Gradients that float16 rounds to 0 unless the loss is scaled, as in `GradScaler`."""
     rows, labels, scale = 64, 20_000, 2.0**12
-    h, w = torch.randn(rows, 4), torch.randn(labels, 4) * 0.1 + 1  # all labels pull the input the same way
+    h, w = torch.randn(rows, 4), torch.randn(labels, 4) * 0.1 + 1  # all labels push h the same way
     target = torch.randint(labels, (rows,))
     seed = torch.full((rows,) if reduction == "none" else (), scale / (1 if reduction == "mean" else rows))
     exact = [t.half().double().requires_grad_() for t in (h, w)]
@@ -229,7 +229,7 @@ def test_float16_with_a_scaled_loss(reduction: str, autocast: bool) -> None:
 
 
 def test_many_chunks_of_bfloat16_lose_nothing() -> None:
-    """The weight's gradient is a sum over chunks, kept in float32."""
+    """The weight's gradient is a sum over chunks, accumulated in float32."""
     h, w = torch.rand(400, 4).bfloat16().requires_grad_(), torch.zeros(6, 4).bfloat16().requires_grad_()
     target = torch.zeros(400, dtype=torch.int64)
     torchlml.linear_lml_loss(h, w, target, 1, reduction="sum", memory_limit=1).backward()
@@ -239,7 +239,7 @@ def test_many_chunks_of_bfloat16_lose_nothing() -> None:
     torch.testing.assert_close(w.grad.double(), exact[1].grad, rtol=2**-8, atol=2e-2)
 
 
-@pytest.mark.filterwarnings("ignore:The .grad attribute")  # torch's own, where it breaks the graph
+@pytest.mark.filterwarnings("ignore:The .grad attribute")  # from torch, at a graph break
 def test_compile_and_checkpoint() -> None:
     tensors, target = _tensors(torch.float32), _target("index")
     wanted = torch.autograd.grad(_plain(tensors, target, 3), tensors)
@@ -266,7 +266,7 @@ def test_module() -> None:
 @each_form
 @each_reduction
 def test_truncated_entropy(form: str, reduction: str) -> None:
-    """The same chunks for another loss."""
+    """Truncated entropy uses the same chunks."""
     tensors, target = _tensors(), _target(form)
     settings: Any = {"reduction": reduction, "weight": torch.rand(LABELS), "label_reduction": "mean"}
     wanted = torchlml.truncated_entropy_loss(F.linear(*tensors), target, 3, **settings)
@@ -279,7 +279,7 @@ def test_truncated_entropy(form: str, reduction: str) -> None:
     torch.testing.assert_close(torch.autograd.grad(found, tensors, seed), right)
 
 
-def test_truncated_entropy_by_its_definition_its_module_and_its_refusals() -> None:
+def test_truncated_entropy_definition_module_and_errors() -> None:
     module = torchlml.LinearTruncatedEntropyLoss(FEATURES, LABELS, 3, bias=True, memory_limit=5000)
     h, target = torch.randn(ROWS, FEATURES), torch.randint(LABELS, (ROWS,))
     logits = module.linear(h).detach().double()
@@ -296,7 +296,7 @@ def test_truncated_entropy_by_its_definition_its_module_and_its_refusals() -> No
         torchlml.LinearTruncatedEntropyLoss(FEATURES, LABELS, 3, memory_limit=0)
 
 
-REFUSED: dict[str, tuple[Any, str, dict[str, Any]]] = {
+REJECTED: dict[str, tuple[Any, str, dict[str, Any]]] = {
     "a list": (TypeError, "`input` must be", {"input": [1.0]}),
     "integers": (TypeError, "`input` must be a floating", {"input": torch.ones(ROWS, FEATURES).long()}),
     "another dtype": (TypeError, "dtype of `input`", {"linear_weight": torch.ones(LABELS, 7).double()}),
@@ -312,9 +312,9 @@ REFUSED: dict[str, tuple[Any, str, dict[str, Any]]] = {
 }
 
 
-@pytest.mark.parametrize("case", REFUSED)
+@pytest.mark.parametrize("case", REJECTED)
 def test_bad_input(case: str) -> None:
-    kind, words, wrong = REFUSED[case]
+    kind, words, wrong = REJECTED[case]
     right: dict[str, Any] = {
         "input": torch.randn(ROWS, FEATURES),
         "linear_weight": torch.randn(LABELS, FEATURES),
@@ -327,11 +327,11 @@ def test_bad_input(case: str) -> None:
 
 def test_rows_within_a_budget() -> None:
     threads = torch.get_num_threads()
-    for in_place, copies, beside in ((False, 2, 0), (True, 1, threads)):
+    for in_place, copies, extra in ((False, 2, 0), (True, 1, threads)):
         assert rows_within(1, 10**6, torch.float32, in_place) == 1
         for labels in (1000, 123_457, 200_000, 10**6):
             rows = rows_within(64 * 2**20, labels, torch.float32, in_place)
-            taken = (rows + min(rows, beside)) * labels * 4 * copies
+            taken = (rows + min(rows, extra)) * labels * 4 * copies
             assert 0.9 * 64 * 2**20 < taken <= 1.05 * 64 * 2**20
 
 
@@ -342,12 +342,12 @@ def test_chunks_are_even(rows: int, most: int, sizes: list[int]) -> None:
     assert [i for chunk in chunks for i in range(rows)[chunk]] == list(range(rows))
 
 
-@pytest.mark.skipif(not measurable(), reason="needs Linux, which tells how much memory a process had")
-@pytest.mark.skipif(not loader.loaded(), reason="plain torch keeps temporaries beside the logits")
+@pytest.mark.skipif(not measurable(), reason="peak memory can only be read on Linux")
+@pytest.mark.skipif(not loader.loaded(), reason="pure PyTorch keeps temporaries in addition to the logits")
 @pytest.mark.parametrize("rows", [64, 256])
 def test_memory_beyond_the_weights_gradient(rows: int) -> None:
-    """The default budget of 64 MiB and 10%, whatever the batch; the plain way takes four times as much."""
-    # In a process of its own: what other tests left in the heap of this one would be counted too.
+    """Memory stays within 64 MiB plus 10% for every batch size; without chunks it is four times as much."""
+    # In a new process, so that memory left in the heap by other tests is not counted.
     code = f"""
 import torch, torchlml
 from torchlml_lab.bench.timing import added_bytes

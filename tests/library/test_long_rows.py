@@ -1,7 +1,6 @@
-"""Long rows, which the compiled kernel works on in pieces.
+"""Long rows, which the compiled kernel processes in pieces.
 
-They have the same bits for every number of threads, alone and in a batch, and are as near to the truth as
-short rows.
+They have the same bits for every number of threads, alone and in a batch, and are as accurate as short rows.
 """
 
 from __future__ import annotations
@@ -26,7 +25,7 @@ INF, NAN = math.inf, math.nan
 LONG, PIECE = 131_072, 32_768  # `long_row` and `piece_size` of csrc/kernels.h
 THREADS = (1, 2, 3, 7)
 DTYPES = [torch.float32, torch.float64, torch.bfloat16, torch.float16]
-# Around the length from which a row is long, around a whole number of pieces, and far above.
+# Around the length at which a row becomes long, around a multiple of the piece size, and far above.
 SIZES = [LONG - 1, LONG, LONG + 1, 5 * PIECE - 1, 5 * PIECE, 5 * PIECE + 1, 500_009]
 
 
@@ -42,7 +41,7 @@ def logits(n: int, seed: int = 0) -> Tensor:
 
 
 def results(x: Tensor, k: Tensor, mask: Tensor | None = None, offsets: Tensor | None = None) -> list[Tensor]:
-    """Everything that the kernel computes in pieces, for canonical arguments."""
+    """All results that the kernel computes in pieces, for canonical arguments."""
     ops = torch.ops.torchlml
     rows = x.shape[0] if offsets is None else offsets.shape[0] - 1
     place = torch.arange(x.shape[-1]).expand(x.shape)
@@ -79,7 +78,7 @@ def assert_same_bits(got: list[Tensor], want: list[Tensor]) -> None:
 
 
 def row_of(kind: str, n: int) -> tuple[Tensor, float, Tensor | None]:
-    """One row with its k and mask; every kind takes another way through the kernel."""
+    """One row with its k and mask. Each kind takes a different path through the kernel."""
     x, k, mask = logits(n), n / 1000, None
     if kind == "k near n":
         k = n - 2.5
@@ -160,7 +159,7 @@ def test_threads_for_rows_of_every_kind(kind: str, dtype: torch.dtype) -> None:
 
 @pytest.mark.parametrize("rows", [2, 3, 16])
 def test_a_row_alone_and_in_a_batch(rows: int) -> None:
-    # Few rows are split and many are spread over the threads.
+    # A few rows are split, and many rows are distributed over the threads.
     n = LONG + 13
     x = torch.stack([logits(n, seed) for seed in range(rows)]).float()
     k = torch.linspace(1, n - 1, rows, dtype=torch.float64)
@@ -192,12 +191,12 @@ def test_long_rows_among_short_ones() -> None:
 
 # ---------------------------------------------------------------------------------------- the truth
 
-PROMISE = {torch.float32: 1e-6, torch.float64: 1e-11}
+ACCURACY = {torch.float32: 1e-6, torch.float64: 1e-11}
 SOLVED = [kind for kind in KINDS if kind not in ("infinite share", "nan", "all", "none")]
 
 
 @pytest.mark.parametrize("kind", SOLVED)
-@pytest.mark.parametrize("dtype", PROMISE, ids=str)
+@pytest.mark.parametrize("dtype", ACCURACY, ids=str)
 def test_truth(kind: str, dtype: torch.dtype) -> None:
     x, k, mask = row_of(kind, LONG + 3 * PIECE + 11)
     x = x.to(dtype)
@@ -205,18 +204,18 @@ def test_truth(kind: str, dtype: torch.dtype) -> None:
     variable = x.clone().requires_grad_()
     y = torchlml.lml(variable, k, mask=mask)
     got = y.detach().double().numpy()
-    assert np.abs(got - row.y).max() <= PROMISE[dtype]
-    assert abs(got.sum() - k) <= 2 * PROMISE[dtype] * max(1.0, k)
+    assert np.abs(got - row.y).max() <= ACCURACY[dtype]
+    assert abs(got.sum() - k) <= 2 * ACCURACY[dtype] * max(1.0, k)
     g = torch.linspace(-1, 1, x.shape[0], dtype=dtype)
     y.backward(g)
     dx = row.lml_gradient(g.double().numpy())[0]
     assert variable.grad is not None
-    assert np.abs(variable.grad.double().numpy() - dx).max() <= 10 * PROMISE[dtype]
+    assert np.abs(variable.grad.double().numpy() - dx).max() <= 10 * ACCURACY[dtype]
     log_y = torchlml.log_lml(x, k, mask=mask).double().numpy()
     there = np.isfinite(row.log_y)
     assert np.array_equal(np.isfinite(log_y), there)
     error = np.abs(log_y[there] - row.log_y[there])
-    assert (error <= PROMISE[dtype] * 10 * np.maximum(1, np.abs(row.log_y[there]))).all()
+    assert (error <= ACCURACY[dtype] * 10 * np.maximum(1, np.abs(row.log_y[there]))).all()
 
 
 def test_limits() -> None:

@@ -1,4 +1,4 @@
-"""Wrong arguments of losses and metrics get one sentence; what `F.cross_entropy` and lml take, they take."""
+"""Wrong arguments of losses and metrics raise clear errors; arguments of `F.cross_entropy` and lml work."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from torchlml.metrics import SceneGraphRecall, TopKRecall, topk_recall
 X, Y = torch.zeros(3, 6), torch.tensor([0, 1, 2])
 META = torch.device("meta")
 
-# name -> logits, target, settings, the exception, words
+# name -> logits, target, settings, the exception, words in its message
 WRONG = {
     "logits are a list": ([[0.0]], Y, {}, TypeError, ["`logits`", "list", "Tensor"]),
     "logits are None": (None, Y, {}, TypeError, ["`logits`", "NoneType", "Tensor"]),
@@ -32,9 +32,9 @@ WRONG = {
     "weight is negative": (X, Y, {"weight": torch.arange(6.0) - 1}, ValueError, ["`weight`", "negative"]),
     "weight is NaN": (X, Y, {"weight": X[0] + math.nan}, ValueError, ["`weight`", "NaN"]),
     "ignore_index is text": (X, Y, {"ignore_index": "x"}, TypeError, ["`ignore_index`", "'x'", "int"]),
-    "target elsewhere": (X, Y.to(META), {}, ValueError, ["`target`", "meta", "cpu"]),
-    "mask elsewhere": (X, Y, {"mask": (X == 0).to(META)}, ValueError, ["`mask`", "meta", "cpu"]),
-    "weight elsewhere": (X, Y, {"weight": X[0].to(META)}, ValueError, ["`weight`", "meta", "cpu"]),
+    "target on another device": (X, Y.to(META), {}, ValueError, ["`target`", "meta", "cpu"]),
+    "mask on another device": (X, Y, {"mask": (X == 0).to(META)}, ValueError, ["`mask`", "meta", "cpu"]),
+    "weight on another device": (X, Y, {"weight": X[0].to(META)}, ValueError, ["`weight`", "meta", "cpu"]),
 }
 
 
@@ -62,7 +62,7 @@ def test_wrong_multi_hots_and_packed_rows(loss):
         check(str(caught.value), words)
 
 
-def test_numbers_that_are_none():
+def test_settings_of_the_wrong_type():
     for call, word in (
         (lambda: torchlml.smooth_topk_svm_loss(X, Y, 2, tau="1"), "`tau`"),
         (lambda: torchlml.topk_svm_loss(X, Y, 2, alpha="1"), "`alpha`"),
@@ -80,7 +80,7 @@ def test_numbers_that_are_none():
         torchlml.lml_loss(X, Y, 2, label_reduction="none")
 
 
-def test_a_number_k_on_another_device_is_refused():
+def test_a_number_k_on_another_device_is_rejected():
     with pytest.raises(ValueError, match="`k` must be on the device of `logits`, cpu, but it is on meta"):
         torchlml.lml_loss(X, Y, torch.tensor(2.0, device=META))
 
@@ -98,7 +98,7 @@ def test_losses_without_data_have_shapes(loss):
 @multi_label
 @pytest.mark.parametrize("compiled", [False, True])
 @pytest.mark.parametrize("dtype", [torch.int64, torch.uint8])
-def test_an_integer_multi_hot_is_refused_by_its_shape(loss, compiled, dtype):
+def test_an_integer_multi_hot_is_rejected_by_its_shape(loss, compiled, dtype):
     torch.compiler.reset()
     call = torch.compile(loss, backend="eager") if compiled else loss
     for n in (2, 6):
@@ -132,7 +132,7 @@ def test_k_may_have_the_dimension_that_keepdim_keeps():
     assert torch.equal(torchlml.lml_loss(x, Y, k[:, None]), torchlml.lml_loss(x, Y, k))
 
 
-def test_metrics_say_what_is_wrong():
+def test_wrong_arguments_of_metrics():
     box: Any = {"boxes": [[0, 0, 1, 1]], "labels": Y, "pairs": Y, "scores": X}
     bare: Any = [[1]]
     for call, words in (
@@ -193,7 +193,7 @@ def test_modules_take_the_mean_over_labels():
 
 @torch._dynamo.config.patch(compiled_autograd=True)
 def test_compiled_autograd():
-    """The backward pass is compiled too, and must find every tensor that the forward pass left for it."""
+    """The backward pass is compiled too, and must find all tensors saved by the forward pass."""
     torch.compiler.reset()
     x = torch.randn(3, 6, requires_grad=True)
 
@@ -209,10 +209,10 @@ def test_compiled_autograd():
 
 
 def hugging_face_loss(outputs, labels, num_items_in_batch=None):
-    """For `Trainer(compute_loss_func=...)`: the mean over all rows of a step, however it is cut into parts.
+    """For `Trainer(compute_loss_func=...)`: the mean over all rows of a step, for any split into parts.
 
-    The Trainer adds up what this gives for the parts of a step. It counts the entries of all their labels
-    that are not -100, which are rows for one label per row, and n times the rows for a multi-hot.
+    The Trainer adds up the results for the parts of a step. It counts all label entries that are not -100:
+    the number of rows for one label per row, and n times the number of rows for a multi-hot target.
     """
     total = torchlml.lml_loss(outputs["logits"], labels, k=2, reduction="sum")
     if num_items_in_batch is None:  # evaluation, one batch at a time

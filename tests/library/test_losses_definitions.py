@@ -1,4 +1,4 @@
-"""Every loss against its definition: all subsets for the SVMs, one row at a time for the others."""
+"""The losses compared with their definitions: all subsets for the SVMs, one row at a time for the others."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from torchlml.losses.svm import log_ratio
 
 
 def plain_smooth_svm(s, y, k, tau, alpha):
-    """The definition, over all sets of k classes."""
+    """The definition: a sum over all sets of k classes."""
     sets = list(itertools.combinations(range(len(s)), k))
     mean = s[torch.tensor(sets)].mean(-1)
     has_label = torch.tensor([y in chosen for chosen in sets])
@@ -87,7 +87,7 @@ def test_smooth_svm_of_a_thousand_classes_is_its_sum_class_by_class(k, dtype):
 
 
 def summed_smooth_svm(s, y, k, reduction):
-    """The loss from P[S = k] / P[S = k - 1] of independent coins, which are added one after another."""
+    """The loss from P[S = k] / P[S = k - 1] of independent coin flips, added one at a time."""
     x = s.double() / k
     own, others = x.gather(1, y[:, None])[:, 0], x.scatter(1, y[:, None], -math.inf)
     nu = torchlml.lml_dual(others.detach(), k - 0.5)[:, None]
@@ -100,7 +100,7 @@ def summed_smooth_svm(s, y, k, reduction):
 
 
 def exact_log_ratio(x, k):
-    """log(e_k / e_{k-1}) of exp(x) by the recursion for elementary symmetric polynomials in 200 digits."""
+    """log(e_k / e_{k-1}) of exp(x) by the recursion for elementary symmetric polynomials with 200 digits."""
     with mpmath.workdps(200):
         e = [mpmath.mpf(1)] + [mpmath.mpf(0)] * k
         for value in x:
@@ -150,7 +150,7 @@ def test_the_hard_svm_is_the_limit_of_the_smooth_one(k):
     hard = torchlml.topk_svm_loss(hard_input, y, k, reduction="none")
     for tau in (1e-2, 1e-4):
         smooth = torchlml.smooth_topk_svm_loss(smooth_input, y, k, tau=tau, reduction="none")
-        # The smooth maximum of at most C(9, k) terms is above the largest by at most tau log C(9, k).
+        # The smooth maximum of at most C(9, k) terms exceeds the largest by at most tau log C(9, k).
         assert ((smooth - hard).abs() <= tau * math.log(math.comb(9, k)) + 1e-12).all()
     (hard_grad,) = torch.autograd.grad(hard.sum(), hard_input)
     (smooth_grad,) = torch.autograd.grad(smooth.sum(), smooth_input)
@@ -164,7 +164,7 @@ def test_truncated_entropy_at_every_rank_of_the_label(k):
         loss = torchlml.truncated_entropy_loss(f, torch.tensor(label), k)
         expected = plain_truncated_entropy(f.tolist(), {label}, k)
         assert loss.item() == pytest.approx(expected, rel=1e-12, abs=1e-14)
-        # Behind rank k the loss is at least log 2; dropping k competitors instead of k - 1 would give less.
+        # Beyond rank k the loss is at least log 2. Dropping k competitors instead of k - 1 would give less.
         if 10 - label > k:
             assert loss.item() > math.log(2)
 
@@ -246,7 +246,7 @@ def test_a_label_that_is_wrong_by_40_logits_keeps_its_gradient():
 
 
 @pytest.mark.parametrize("shift", [0.0, 1e5, -1e7])
-def test_lml_loss_does_not_feel_a_shift(shift):
+def test_lml_loss_is_shift_invariant(shift):
     x = (torch.randn(5, 60) * 4 + shift).requires_grad_()
     y = torch.randint(60, (5,))
     loss = torchlml.lml_loss(x, y, 4, reduction="none")

@@ -1,4 +1,4 @@
-"""Derivatives of the losses: finite differences, twice, and through every transform of PyTorch."""
+"""First and second derivatives of the losses, by finite differences and through all transforms of PyTorch."""
 
 from __future__ import annotations
 
@@ -70,9 +70,9 @@ def test_derivatives_of_the_lml_loss_in_special_rows():
     inf = math.inf
     x = torch.tensor(
         [
-            [inf, inf, inf, 0.0, 1.0],  # three tie for two places
-            [inf, 0.0, 1.0, 2.0, -inf],  # one is certain, one does not exist
-            [1.0, -inf, -inf, 2.0, -inf],  # no choice is left
+            [inf, inf, inf, 0.0, 1.0],  # three tie for two positions
+            [inf, 0.0, 1.0, 2.0, -inf],  # one is certain, one is absent
+            [1.0, -inf, -inf, 2.0, -inf],  # no freedom is left
         ],
         dtype=torch.float64,
         requires_grad=True,
@@ -124,7 +124,7 @@ def test_ragged_rows_under_torch_func(loss):
 
 @every
 def test_a_compiled_loss_is_the_loss(loss):
-    # The whole graph is captured, forward and backward; generating code for it is torch's part, and slow.
+    # The full forward and backward graph is captured. Code generation is torch's responsibility, and slow.
     compiled = compile_loss(loss, "aot_eager")
     for shape in ((4, 9), (5, 9)):
         target = torch.randint(9, shape[:1])

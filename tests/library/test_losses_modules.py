@@ -1,4 +1,4 @@
-"""The modules: what they remember, how they print, and that they move and travel."""
+"""The loss modules: stored settings, representation, moving, copying and pickling."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import torch
 import torchlml
 from tests.support.losses import EVERY
 
-# Settings of their own, unlike the defaults.
+# Settings that differ from the defaults.
 SETTINGS = {
     torchlml.smooth_topk_svm_loss: {"tau": 0.5, "alpha": 2.0},
     torchlml.topk_svm_loss: {"alpha": 2.0},
@@ -33,7 +33,7 @@ def test_a_module_is_its_function(module, function, settings):
 
 
 @every
-def test_a_module_moves_and_travels(module, function, settings):
+def test_a_module_can_be_moved_copied_and_pickled(module, function, settings):
     x, y = torch.randn(5, 8), torch.randint(8, (5,))
     loss = module(3, weight=torch.rand(8), **settings)
     assert [name for name, _ in loss.named_buffers()] == ["weight"]
@@ -46,7 +46,7 @@ def test_a_module_moves_and_travels(module, function, settings):
     assert loss.to("meta").weight.device.type == "meta"
 
 
-def test_modules_say_what_they_are():
+def test_representation_of_modules():
     assert repr(torchlml.LMLLoss(5)) == "LMLLoss(k=5, reduction='mean')"
     assert (
         repr(torchlml.TruncatedEntropyLoss(5, weight=torch.ones(9), ignore_index=-1, reduction="sum"))
@@ -59,10 +59,10 @@ def test_modules_say_what_they_are():
 
 
 @every
-def test_wrong_settings_are_refused_at_once(module, function, settings):
+def test_wrong_settings_are_rejected_at_construction(module, function, settings):
     with pytest.raises(ValueError, match="`reduction`"):
         module(3, reduction="avg")
-    if module is not torchlml.LMLLoss:  # its k may be anything that `lml` takes, and is checked there
+    if module is not torchlml.LMLLoss:  # its k may be anything that `lml` accepts, and is checked there
         with pytest.raises(ValueError, match="`k` must be at least 1, but it is -1"):
             module(-1)
 

@@ -1,4 +1,4 @@
-"""The operators under the LML loss: against float64, in every form of labels, rows and dtypes."""
+"""The operators behind the LML loss, compared with float64 for all forms of labels, rows and dtypes."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from tests.support import loss_rows
-from tests.support.loss_rows import FORMS, LabelledRow, batch, draw
+from tests.support.loss_rows import FORMS, LabeledRow, batch, draw
 from tests.support.problems import SHORT
 from tests.support.special_rows import SPECIAL
 from torchlml._autograd import operators
@@ -50,7 +50,7 @@ def test_problems_are_right(dtype: torch.dtype) -> None:
             int(order[-1]): 0.5,
             int(order[min(math.ceil(problem.k), len(x) - 1)]): 2.0,
         }
-        rows.append(LabelledRow(x, problem.k, None, chosen))
+        rows.append(LabeledRow(x, problem.k, None, chosen))
     loss_rows.check(call, batch(rows, "weighted list", packed=True))
 
 
@@ -60,7 +60,7 @@ def test_special_rows(dtype: torch.dtype) -> None:
 
 
 @pytest.mark.parametrize("dtype", DTYPES[:2], ids=str)
-def test_a_label_beyond_its_row_is_loud(dtype: torch.dtype) -> None:
+def test_a_label_beyond_its_row_raises(dtype: torch.dtype) -> None:
     x, k = torch.randn(2, 6, dtype=dtype), torch.tensor(2.0, dtype=torch.float64)
     labels = torch.tensor([[6], [5]])
     loss, nu = operators.loss_forward(x, k, None, None, labels, None, None)
@@ -72,7 +72,7 @@ def test_a_label_beyond_its_row_is_loud(dtype: torch.dtype) -> None:
 @pytest.mark.parametrize(
     "labels", [torch.tensor([[-100]]), torch.zeros(1, 3, dtype=torch.bool)], ids=["list", "hot"]
 )
-def test_a_row_without_labels_counts_for_nothing(labels: Tensor) -> None:
+def test_a_row_without_labels_is_ignored(labels: Tensor) -> None:
     x, k = torch.tensor([[1.0, math.nan, 2.0]]), torch.tensor(1.0, dtype=torch.float64)
     loss, nu = operators.loss_forward(x, k, None, None, labels, None, None)
     assert loss.tolist() == [[0.0], [0.0]]

@@ -1,4 +1,4 @@
-"""Every form of a target, and what the result must not depend on."""
+"""All forms of targets, and invariances of the result."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def test_padding_order_and_repetition_do_not_matter(loss):
 
 
 @every
-def test_ignored_rows_count_for_nothing_even_with_nan_in_them(loss):
+def test_ignored_rows_have_no_effect_even_if_they_contain_nan(loss):
     x, y = torch.randn(5, 12, dtype=torch.float64), torch.tensor([3, -100, 11, -100, 0])
     x[1, 2], x[3, 5], x[3, 6] = math.nan, math.inf, -math.inf
     kept = [0, 2, 4]
@@ -70,7 +70,7 @@ def test_ignored_rows_count_for_nothing_even_with_nan_in_them(loss):
 
 
 @multi_label
-def test_rows_without_labels_count_for_nothing_in_every_form(loss):
+def test_rows_without_labels_are_ignored_in_every_form(loss):
     x = torch.randn(4, 9, dtype=torch.float64)
     x[2, 0] = math.nan
     observed = torch.zeros(4, 9, dtype=torch.bool)
@@ -129,7 +129,7 @@ def test_label_weights_and_class_weights_multiply(loss):
     observed = torch.rand(5, 8) < 0.4
     weights = torch.rand(5, 8, dtype=torch.float64) * observed
     by_class = torch.rand(8, dtype=torch.float64)
-    # The loss is a sum over labels, each of which sees the same row: so it is linear in the weights.
+    # The loss is a sum over labels of the same row, so it is linear in the weights.
     single = torch.zeros(5, 8, dtype=torch.float64)
     for i, j in observed.nonzero().tolist():
         only = (observed[i].double() * 1e-300).index_fill(0, torch.tensor(j), 1)
@@ -138,7 +138,7 @@ def test_label_weights_and_class_weights_multiply(loss):
     same(loss(x, observed, 3, weight=by_class, reduction="none"), (single * by_class).sum(-1))
 
 
-def test_a_label_of_weight_zero_is_no_competitor_of_the_others():
+def test_a_label_of_weight_zero_does_not_compete_with_the_others():
     x = torch.tensor([5.0, 1.0, 0.0, 0.0], dtype=torch.float64)
     weight = torch.tensor([0.0, 1, 1, 1])
     value = torchlml.truncated_entropy_loss(x, torch.tensor([0, 1]), 1, weight=weight)
@@ -158,7 +158,7 @@ def test_ragged_rows_are_dense_rows(loss):
         if not lengths[i]:
             expected.append(torch.zeros((), dtype=torch.float64))
             continue
-        mask = torch.ones(lengths[i], dtype=torch.bool)  # with a mask k may exceed the row
+        mask = torch.ones(lengths[i], dtype=torch.bool)  # with a mask, k may exceed the length of the row
         row, row_gradient = value_and_grad(
             loss, *_padded(values[part], observed[part]), 4, mask=F.pad(mask, (0, 40 - lengths[i]))
         )
@@ -193,7 +193,7 @@ def test_masked_entries_do_not_exist(loss):
 
 
 @every
-def test_a_row_with_fewer_than_k_entries_costs_nothing(loss):
+def test_a_row_with_fewer_than_k_entries_has_zero_loss(loss):
     x = torch.randn(2, 6, dtype=torch.float64)
     mask = torch.tensor([[True, True, True, False, False, False], [True] * 6])
     value, grad = value_and_grad(loss, x, torch.tensor([1, 2]), 4, mask=mask, reduction="none")
@@ -213,7 +213,7 @@ def test_a_nan_makes_its_row_nan_and_no_other(loss):
 
 
 @multi_label
-def test_an_impossible_label_costs_infinitely_much(loss):
+def test_an_impossible_label_has_infinite_loss(loss):
     x = torch.zeros(2, 5)
     x[0, 1] = -math.inf
     value = loss(x, torch.tensor([1, 1]), 2, reduction="none")
@@ -275,7 +275,7 @@ FIRST_MASKED = torch.arange(6) > 0
     ],
 )
 @every
-def test_what_is_wrong_is_said_in_one_sentence(loss, error, words, arguments, settings):
+def test_wrong_targets_raise(loss, error, words, arguments, settings):
     with pytest.raises(error) as caught:
         loss(*arguments, **settings)
     message = str(caught.value)
@@ -295,7 +295,7 @@ def test_what_is_wrong_is_said_in_one_sentence(loss, error, words, arguments, se
     ],
 )
 @multi_label
-def test_what_is_wrong_with_a_multi_label_target_is_said_too(loss, words, target, settings):
+def test_wrong_multi_label_targets_raise(loss, words, target, settings):
     with pytest.raises((TypeError, ValueError)) as caught:
         loss(ROWS, target, 2, **settings)
     assert words in str(caught.value)
@@ -315,7 +315,7 @@ def test_what_is_wrong_with_a_multi_label_target_is_said_too(loss, words, target
     ],
 )
 @multi_label
-def test_what_is_wrong_with_a_ragged_batch_is_said_too(loss, words, target, settings):
+def test_wrong_ragged_batches_raise(loss, words, target, settings):
     with pytest.raises((TypeError, ValueError)) as caught:
         loss(ROWS.flatten(), target, 2, **{"offsets": torch.tensor([0, 6, 18]), **settings})
     assert words in str(caught.value)
@@ -370,7 +370,7 @@ def test_a_bound_on_the_sum_reaches_the_loss_in_every_form(bound):
 @pytest.mark.parametrize(
     "target", [torch.randint(9, (8,)), torch.rand(8, 9) < 0.3, torch.rand(8, 18)[:, ::2]]
 )
-def test_a_target_may_lie_in_memory_as_it_likes(target):
+def test_a_target_may_have_any_memory_layout(target):
     x = torch.randn(4, 9, dtype=torch.float64)
     strided = target[::2]
     assert not strided.is_contiguous()

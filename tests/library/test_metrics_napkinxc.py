@@ -1,4 +1,4 @@
-"""The digits of napkinXC, which are those of the extreme classification repository, on real labels."""
+"""The metrics agree with napkinXC, and so with the extreme classification repository, on real labels."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ K, KS = 20, (1, 3, 5, 20)
 
 @pytest.fixture(scope="module")
 def delicious():
-    """The labels of delicious as multi-hots, and scores for the test rows from all but exact knowledge."""
+    """The labels of delicious as multi-hot matrices, and noisy scores for the test rows."""
     folder = Path(os.environ["TORCHLML_DATA"]) / "multilabel"
     train, test = (
         MultiLabelBinarizer(classes=range(983)).fit_transform(
@@ -51,7 +51,7 @@ def test_precision_and_ndcg(delicious):
     preds, target = torch.from_numpy(scores), torch.from_numpy(test).bool()
     assert_same(topk_precision(preds, target, KS), napkinxc.precision_at_k(test, scores, k=K), "precision")
     assert_same(topk_ndcg(preds, target, KS), napkinxc.ndcg_at_k(test, scores, k=K), "ndcg")
-    # Recall leaves out the rows without labels.
+    # Recall ignores rows without labels.
     some = test.any(1)
     assert_same(topk_recall(preds, target, KS), napkinxc.recall_at_k(test[some], scores[some], k=K), "recall")
 

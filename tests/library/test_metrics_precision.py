@@ -1,4 +1,4 @@
-"""Metrics count right whatever precision their model is in, and over processes that saw nothing."""
+"""Metrics count correctly for every precision of their model, and across processes without samples."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from tests.support.scene_graph_example import EXAMPLE
 from torchlml.metrics import SceneGraphRecall, TopKRecall, scene_graph_recall, topk_recall
 
 MOVES = {
-    "bfloat16": lambda model: model.to(torch.bfloat16),  # as Lightning's "bf16-true"
+    "bfloat16": lambda model: model.to(torch.bfloat16),  # like Lightning's "bf16-true"
     "float16": lambda model: model.to(torch.float16),
     "half": lambda model: model.half(),
     "set_dtype": lambda model: [metric.set_dtype(torch.float16) for metric in list(model)[1:]],
@@ -53,7 +53,7 @@ def process(rank, folder):
     recall = SceneGraphRecall(2, mean=True)
     if rank == 0:
         recall.update([EXAMPLE[0]], [EXAMPLE[1]])
-        # A function is of one process alone: it would otherwise wait here for the other.
+        # The functional form does not communicate: otherwise it would block here.
         assert scene_graph_recall([EXAMPLE[0]], [EXAMPLE[1]], 2, mean=True) == 0.5
     recall._update_count = 1
     Path(folder, str(rank)).write_text(str(recall.compute().item()))

@@ -1,4 +1,4 @@
-"""Recall, precision, nDCG and propensity-scored precision against an enumeration of all rankings."""
+"""Recall, precision, nDCG and propensity-scored precision compared with an enumeration of all rankings."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def psp_of(preds, target, k, **settings):
     return propensity_scored_precision(preds, target, PROPENSITIES, k, **settings)
 
 
-# What it is for one ranking, the class and the function.
+# The value for one ranking, the class and the function.
 METRICS: dict[str, Any] = {
     "recall": (recall, TopKRecall, topk_recall),
     "precision": (precision, TopKPrecision, topk_precision),
@@ -67,7 +67,7 @@ every = pytest.mark.parametrize("name", METRICS)
 
 
 def truth(measure, scores, observed, mask, k):
-    """The quotient of the sums over rows, each the mean over all orders in which the scores do not rise."""
+    """The ratio of the sums over rows, each the mean over all orders with non-increasing scores."""
     found = possible = 0.0
     for row, labels, available in zip(scores.tolist(), observed, mask, strict=True):
         entries = available.nonzero().flatten().tolist()
@@ -151,7 +151,7 @@ def test_one_class_index_per_row(name):
 
 @every
 def test_ragged_rows_of_any_length(name):
-    """A row of a ragged batch is a dense row with the other classes masked."""
+    """A row of a ragged batch equals a dense row with the other classes masked."""
     measure, _, function = METRICS[name]
     lengths = torch.tensor([4, 0, 1, 6, 3])
     offsets = torch.cat([torch.zeros(1, dtype=torch.int64), lengths.cumsum(0)])
@@ -209,7 +209,7 @@ def test_no_rows_and_no_columns(name):
         assert empty.item() == pytest.approx({"recall": math.nan}.get(name, 0), nan_ok=True)
 
 
-def test_with_equal_propensities_it_is_precision_in_parts_of_the_best():
+def test_equal_propensities_give_precision_relative_to_the_best():
     scores, observed, _ = random_rows(ties=True)
     for k in KS:
         best = observed.sum(-1).clamp(max=k).double().mean() / k
@@ -262,6 +262,6 @@ RAGGED = {"target": torch.tensor([0]), "offsets": torch.tensor([0, 2, 3])}
         (lambda: topk_ndcg(X, Y, 0), "`k` must be at least 1"),
     ],
 )
-def test_wrong_arguments_are_refused_in_a_sentence(call, words):
+def test_wrong_arguments_are_rejected(call, words):
     with pytest.raises((TypeError, ValueError), match=words):
         call()

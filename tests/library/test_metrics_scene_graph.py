@@ -1,4 +1,4 @@
-"""Scene-graph recall against a loop over triples, written from the definitions."""
+"""Scene-graph recall compared with a loop over triples that follows the definition."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ def plain_recall(images, k, constrained, mean):
 
 
 def random_image(generator, predicates=5, detected=True):
-    """An image with boxes that overlap and repeat, several relations per pair, and sometimes none at all."""
+    """An image with overlapping and repeated boxes, several relations per pair, and sometimes none at all."""
 
     def draw(high, *shape):
         return torch.randint(high, shape, generator=generator)
@@ -75,7 +75,7 @@ def random_image(generator, predicates=5, detected=True):
     relations = torch.stack([draw(count, 12), draw(count, 12), draw(predicates, 12)], 1)
     relations = relations[relations[:, 0] != relations[:, 1]][: int(draw(10))]
     true = {"boxes": boxes, "labels": labels, "relations": relations}
-    if detected:  # boxes that are a little off, some labels wrong, one box detected twice
+    if detected:  # slightly shifted boxes, some wrong labels, one box detected twice
         boxes = torch.cat([boxes + draw(3, count, 4) - 1, boxes[:1] + 0.25])
         boxes[:, 2:] = torch.maximum(boxes[:, 2:], boxes[:, :2] + 1)
         labels = torch.cat([labels, labels[:1]])
@@ -188,7 +188,7 @@ def test_images_without_relations_do_not_count():
         ("must contain integer indices", {}, {"relations": torch.zeros(1, 3)}),
     ],
 )
-def test_what_is_wrong_with_an_image_is_said_in_one_sentence(words, changes, true_changes):
+def test_wrong_images_raise(words, changes, true_changes):
     predicted, true = EXAMPLE
     predicted = {} if changes is None else {**predicted, **changes}
     with pytest.raises((TypeError, ValueError)) as caught:

@@ -1,4 +1,4 @@
-"""Top-k recall against a loop written from its definition."""
+"""Top-k recall compared with a loop that follows its definition."""
 
 from __future__ import annotations
 
@@ -133,7 +133,7 @@ def test_labels_that_cannot_be_found():
 
 
 @pytest.mark.parametrize("k", [0, (), (1, 0), 2.5, "5"])
-def test_a_wrong_k_is_refused(k):
+def test_a_wrong_k_is_rejected(k):
     with pytest.raises((TypeError, ValueError), match="`k` must be"):
         TopKRecall(k)
 

@@ -1,4 +1,4 @@
-"""Nested tensors of the layout `torch.jagged`: the projection, the losses and the metrics, row by row."""
+"""Nested tensors with the layout `torch.jagged`: the projection, the losses and the metrics, row by row."""
 
 from __future__ import annotations
 
@@ -27,8 +27,8 @@ def ragged_rows() -> list[Tensor]:
     return [torch.randn(n, dtype=torch.float64) * 3 for n in LENGTHS]
 
 
-def beside(x: Any, values: Tensor) -> Any:
-    """A nested tensor that is ragged like another."""
+def ragged_like(x: Any, values: Tensor) -> Any:
+    """A nested tensor with the same ragged shape as `x`."""
     return torch.nested.nested_tensor_from_jagged(values, x.offsets())
 
 
@@ -37,9 +37,9 @@ def test_ragged_labels(name: str) -> None:
     rows, k = ragged_rows(), torch.tensor([1.0, 2.5, 2.0], dtype=torch.float64)
     x, ks = jagged(rows, requires_grad=True), k.clone().requires_grad_()
     y = getattr(torchlml, name)(x, ks)
-    # Further arithmetic with what came in works, since the offsets are the same.
+    # Arithmetic with the inputs works, because the offsets are the same.
     g = torch.randn(sum(LENGTHS), dtype=torch.float64)
-    (y * beside(x, g) + 0 * x).sum().backward()
+    (y * ragged_like(x, g) + 0 * x).sum().backward()
     assert x.grad is not None
     assert ks.grad is not None
     for i, (row, part) in enumerate(zip(rows, g.split(LENGTHS), strict=True)):
@@ -55,7 +55,7 @@ def test_mask_layer_and_dual() -> None:
     x = jagged(rows)
     keep = [torch.arange(n) % 3 > 0 for n in LENGTHS]
     y = torchlml.LML(k=1, temperature=2.0)(x, mask=jagged(keep))
-    nu = torchlml.lml_dual(x / 2, 1, mask=beside(x, torch.cat(keep)))
+    nu = torchlml.lml_dual(x / 2, 1, mask=ragged_like(x, torch.cat(keep)))
     assert nu.shape == (3,)
     for i, (row, mask) in enumerate(zip(rows, keep, strict=True)):
         solved = truth.solve((row / 2).tolist(), 1, mask.tolist())
@@ -65,16 +65,16 @@ def test_mask_layer_and_dual() -> None:
 
 @pytest.mark.parametrize("dim", [-1, 1])
 def test_dense_labels_of_ragged_many_rows(dim: int) -> None:
-    """(B, j, n) along its last dimension, and transposed, (B, n, j), along the one before."""
+    """(B, j, n) along its last dimension, and transposed, (B, n, j), along the second to last."""
     parts = [torch.randn(n, 4, dtype=torch.float64) for n in (2, 3)]
     k = torch.tensor([1.0, 2.0, 1.5, 3.0, 0.5], dtype=torch.float64)
     x = jagged(parts, requires_grad=True)
     turned = x if dim == -1 else x.transpose(1, 2)
     mask = torch.tensor([True, True, False, True])
-    y = torchlml.lml(turned, beside(x, k), dim, mask=mask if dim == -1 else mask[:, None])
-    nu = torchlml.lml_dual(turned, beside(x, k), dim)
+    y = torchlml.lml(turned, ragged_like(x, k), dim, mask=mask if dim == -1 else mask[:, None])
+    nu = torchlml.lml_dual(turned, ragged_like(x, k), dim)
     assert (y + turned).shape == turned.shape
-    assert (nu + beside(x, k)).shape == (2, x.shape[1])
+    assert (nu + ragged_like(x, k)).shape == (2, x.shape[1])
     values = (y if dim == -1 else y.transpose(1, 2)).values()
     for row, target, got, dual in zip(torch.cat(parts), k, values, nu.values(), strict=True):
         expected = truth.projection(row.tolist(), float(target), mask.tolist())
@@ -84,11 +84,11 @@ def test_dense_labels_of_ragged_many_rows(dim: int) -> None:
     assert x.grad.shape == x.shape
 
 
-# The labels 1 of the first row, 0 and 6 of the second, none of the third, in every form that says so.
+# Label 1 of the first row, labels 0 and 6 of the second, none of the third, in all forms of targets.
 HOT = [[False, True, False], [True, *[False] * 5, True], [False] * 5]
 TARGETS: dict[str, Callable[[Any], Any]] = {
     "multi-hot": lambda x: jagged([torch.tensor(row) for row in HOT]),
-    "multi-hot of weights": lambda x: beside(x, torch.cat([torch.tensor(row) for row in HOT]).double()),
+    "multi-hot of weights": lambda x: ragged_like(x, torch.cat([torch.tensor(row) for row in HOT]).double()),
     "padded lists": lambda x: torch.tensor([[1, -100], [6, 0], [-100, -100]]),
     "nested lists": lambda x: jagged([torch.tensor([1]), torch.tensor([0, 6]), torch.tensor([]).long()]),
 }
@@ -123,17 +123,17 @@ def test_losses_of_ragged_labels(target: str) -> None:
 
 
 def test_losses_of_dense_labels() -> None:
-    """Every loss of (B, j, n), whose values are ordinary rows with classes."""
+    """All losses of (B, j, n), whose values are ordinary rows of classes."""
     x = jagged([torch.randn(n, 4, dtype=torch.float64) for n in (2, 3)], requires_grad=True)
     target = torch.tensor([0, 3, -100, 1, 2])
     weight = torch.rand(4, dtype=torch.float64)
     for loss in ("lml_loss", "truncated_entropy_loss", "smooth_topk_svm_loss", "topk_svm_loss"):
         function = getattr(torchlml, loss)
-        each = function(x, beside(x, target), 2, weight=weight, reduction="none")
+        each = function(x, ragged_like(x, target), 2, weight=weight, reduction="none")
         assert each.shape == (2, x.shape[1])
         dense = function(x.values().detach(), target, 2, weight=weight, reduction="none")
         torch.testing.assert_close(each.values().detach(), dense)
-        mean = function(x, beside(x, target), 2, weight=weight)
+        mean = function(x, ragged_like(x, target), 2, weight=weight)
         torch.testing.assert_close(mean.detach(), dense.sum() / 4)
         assert torch.autograd.grad(mean, x)[0].shape == x.shape
 
@@ -141,7 +141,7 @@ def test_losses_of_dense_labels() -> None:
 def test_compiled() -> None:
     rows = ragged_rows()
     x = jagged(rows, requires_grad=True)
-    keep = beside(x, torch.arange(sum(LENGTHS)) % 4 > 0)
+    keep = ragged_like(x, torch.arange(sum(LENGTHS)) % 4 > 0)
 
     def project(x: Any, mask: Any) -> Any:
         return torchlml.lml(x * 2, 1, mask=mask) + x
@@ -170,7 +170,7 @@ WRONG: dict[str, tuple[Callable[[], Any], str]] = {
     "holes": (lambda: torchlml.lml(holes(), 1), "`x` has holes between its rows"),
     "offsets": (lambda: torchlml.lml(X, 1, offsets=X.offsets()), "`offsets` must be None for a nested `x`"),
     "dim": (lambda: torchlml.lml(X, 1, dim=0), "`dim` must be the ragged dimension"),
-    "dim beside others": (
+    "ragged dim next to a dense one": (
         lambda: torchlml.lml(jagged([torch.randn(2, 4)]), 1, dim=1),
         "`dim` must be the ragged dimension",
     ),
@@ -202,7 +202,7 @@ WRONG: dict[str, tuple[Callable[[], Any], str]] = {
         "`target` must list the labels of 2 rows, but it has 3 rows in 2 dimensions",
     ),
     "integers": (
-        lambda: torchlml.lml_loss(X, beside(X, torch.ones(5).long()), 1),
+        lambda: torchlml.lml_loss(X, ragged_like(X, torch.ones(5).long()), 1),
         "`target` is torch.int64 and ragged like the logits",
     ),
     "svm": (lambda: torchlml.topk_svm_loss(X, torch.tensor([0, 1]), 1), "must have rows of equal length"),

@@ -1,4 +1,4 @@
-"""`torch.onnx.export`: models with the projection, run by onnxruntime on standard operators alone."""
+"""`torch.onnx.export`: models with the projection, run by onnxruntime with standard operators only."""
 
 from __future__ import annotations
 
@@ -22,13 +22,13 @@ from torchlml._torch import careful
 onnxruntime = pytest.importorskip("onnxruntime", reason="onnxruntime is not installed")
 pytest.importorskip("onnxscript", reason="onnxscript is not installed")
 INF, NAN = math.inf, math.nan
-# What torch's exporter says about its own insides.
+# Warnings of torch's exporter about its own internals.
 pytestmark = pytest.mark.filterwarnings("ignore:.*LeafSpec:FutureWarning")
 Session = Callable[..., list[NDArray[Any]]]
 
 
 class Everything(nn.Module):
-    """What can be exported, with k and the mask as inputs."""
+    """All exportable functions, with k and the mask as inputs."""
 
     def forward(self, x: Tensor, k: Tensor, mask: Tensor) -> tuple[Tensor, ...]:
         return (
@@ -75,7 +75,7 @@ def nodes(graph: Any) -> Iterable[Any]:
 def test_standard_operators_alone(everything: Any) -> None:
     assert {node.domain for node in nodes(everything.graph)} == {""}
     assert not everything.functions
-    assert any(node.op_type == "Loop" for node in nodes(everything.graph))  # which the walk went into
+    assert any(node.op_type == "Loop" for node in nodes(everything.graph))  # the traversal enters its body
     shapes = [
         [size.dim_param for size in given.type.tensor_type.shape.dim] for given in everything.graph.input
     ]
@@ -90,7 +90,7 @@ def test_rows(run: Session, problem: Problem) -> None:
     expected = truth.solve(x.double().tolist(), float(k))
     assert np.abs(y[0] - expected.y).max() <= 1e-6
     assert abs(y.astype(float).sum() - float(k)) <= 2e-6 * max(1, float(k))
-    with np.errstate(over="ignore"):  # two of the rows reach beyond float32
+    with np.errstate(over="ignore"):  # two of the rows exceed the range of float32
         log_truth = expected.log_y.astype(np.float32)
     np.testing.assert_allclose(log_y[0], log_truth, rtol=1e-6, atol=1e-6)
 
@@ -139,7 +139,7 @@ def test_special_rows(run: Session) -> None:
 
 
 def test_exported_program_at_a_lower_opset() -> None:
-    """By way of `torch.export`, with a number for k, and converted to opset 17."""
+    """Export through `torch.export` with a number for k, converted to opset 17."""
     model = nn.Sequential(nn.Linear(3, 6), torchlml.LML(k=2, temperature=0.5)).eval()
     with torch.no_grad():
         program = torch.export.export(model, (torch.randn(4, 3),), dynamic_shapes=({0: Dim.DYNAMIC},))
@@ -154,13 +154,13 @@ def test_exported_program_at_a_lower_opset() -> None:
 
 @pytest.mark.parametrize("problem", SHORT, ids=lambda problem: problem.name)
 def test_the_same_steps(problem: Problem) -> None:
-    """What is exported for nu, run by torch, is the careful solver to the last bit."""
+    """The exported computation of nu, run by torch, equals the careful solver to the last bit."""
     x, k = problem.row(torch.float32).repeat(2, 1), torch.tensor(float(problem.k), dtype=torch.float64)
     translate = torch._decomp.decomposition_table[torch.ops.torchlml.solve.default]
     assert torch.equal(translate(x, k, None, None), careful.solve(x, k, None, None))
 
 
-def test_packed_rows_are_refused() -> None:
+def test_packed_rows_are_rejected() -> None:
     translate = torch._decomp.decomposition_table[torch.ops.torchlml.forward.default]
     with pytest.raises(NotImplementedError, match="cannot be exported to ONNX; pad the rows"):
         translate(torch.randn(5), torch.tensor(1.0), None, torch.tensor([0, 2, 5]))
@@ -168,7 +168,7 @@ def test_packed_rows_are_refused() -> None:
 
 def test_the_compiler_does_not_use_it(monkeypatch: pytest.MonkeyPatch) -> None:
     def fail(*arguments: Any) -> None:
-        raise AssertionError("The compiler took the shapes from what is for exporters.")
+        raise AssertionError("The compiler used the decomposition that is meant for exporters.")
 
     monkeypatch.setitem(torch._decomp.decomposition_table, torch.ops.torchlml.forward.default, fail)
     x = torch.randn(4, 6)

@@ -1,4 +1,4 @@
-"""Every operator of the library against the checks torch has for operators: schemas, shapes, compilers."""
+"""All operators of the library pass torch's operator checks: schemas, shapes, compilers."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def _capped(x: Tensor, g: Tensor, k: Tensor, mask: Tensor, offsets: Tensor | Non
         nu = forward(x, k, upper, mask, offsets)[1]
         found[f"{name}_forward"] = (x, k, upper, mask, offsets)
         found[f"{name}_backward"] = (g, x, k, upper, nu, mask, offsets, True)
-        if offsets is None:  # of wide rows that all have an answer between their bounds
+        if offsets is None:  # for wide rows that all have a solution between their bounds
             found[f"{name}_dual"] = (x.double(), k, upper, None)
     return found
 

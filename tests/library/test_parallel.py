@@ -42,7 +42,7 @@ DTYPES = tuple(TOLERANCE)
 
 
 def rounds(call: Callable[[], object]) -> int:
-    """The number of collectives of a call; `test_counting` compares it with torch's own count."""
+    """Count the collectives of a call. `test_counting` compares the count with torch's own."""
     number = 0
 
     def count(*arguments: Any, **more: Any) -> None:
@@ -82,7 +82,7 @@ def close(found: Tensor, wanted: Tensor, slack: float = 1.0) -> None:
 
 @in_processes(2, 3)
 def test_problems_against_the_truth(group: Group) -> None:
-    """Every row of the tests' problems, as it is in one dtype and with its labels sorted in the other."""
+    """Every test problem, unchanged in one dtype and with its labels sorted in the other."""
     size = dist.get_world_size(group)
     for i, problem in enumerate(SHORT):
         dtype, limit = ((torch.float32, 1e-6), (torch.float64, 1e-11))[(i + size) % 2]
@@ -139,7 +139,7 @@ def test_another_dim(group: Group) -> None:
 
 @in_processes(4)
 def test_special_rows(group: Group) -> None:
-    """Infinities, NaN, masks and k at its ends: the limits that test_special_rows.py writes down."""
+    """Infinities, NaN, masks and k at its limits, with the results listed in test_special_rows.py."""
     for row in DENSE:
         for dtype in TOLERANCE:
             _special(row, dtype, group)
@@ -158,7 +158,7 @@ def _special(row: Special, dtype: torch.dtype, group: Group) -> None:
         torch.testing.assert_close(
             found.detach().double(), right.double(), rtol=2e-6, atol=2e-6, equal_nan=True, msg=row.name
         )
-        # The gradients are those of the unsharded call, which test_special_rows.py holds against the limits.
+        # The gradients match the unsharded call, which test_special_rows.py compares with the limits.
         x_whole, k_whole = x.clone().requires_grad_(), k.detach().clone().requires_grad_()
         y = function(x_whole, k_whole, mask=mask)
         dx, dk = torch.autograd.grad(y, (x_whole, k_whole), torch.ones_like(y))
@@ -184,7 +184,7 @@ def _own(target: Tensor, group: Group) -> Tensor:
 
 @in_processes(2, 4)
 def test_losses(group: Group) -> None:
-    """Every pair of form of target, reduction, bound and dtype, with class weights: as unsharded."""
+    """All pairs of target form, reduction, bound and dtype, with class weights, match the unsharded loss."""
     size = dist.get_world_size(group)
     for i, form in enumerate(FORMS):
         for j, (reduction, of_labels) in enumerate(REDUCTIONS):
@@ -292,7 +292,7 @@ def test_rounds_of_any_row(group: Group) -> None:
 
 
 def passes(call: Callable[[], object]) -> int:
-    """The number of passes over all entries that a call makes."""
+    """Count the passes over all entries in a call."""
     number = 0
     module: Any = solve_module
     evaluate = module.evaluate
@@ -312,7 +312,7 @@ def passes(call: Callable[[], object]) -> int:
 
 @in_processes(2)
 def test_passes_over_the_entries(group: Group) -> None:
-    """One for each round after the agreement; one more, at nu = 0, only for a bound."""
+    """One pass for each round after the agreement, and one more, at nu = 0, only for a bound."""
     x, target = part(torch.randn(4, 100), group), torch.arange(4)
     for bound in BOUNDS:
         calls: list[Callable[[], object]] = [
@@ -340,7 +340,7 @@ def test_modules_with_a_group(group: Group) -> None:
 
 @in_processes(3)
 def test_numbers_sent(group: Group) -> None:
-    """The formulas of docs/scale.md, in numbers of 8 bytes for each of R rows, and no round without one."""
+    """The formulas of docs/scale.md, in 8-byte numbers for each of R rows, with no empty round."""
     rows, sent = 16, []
     gather = group_module._all_gather
 
@@ -376,7 +376,7 @@ def test_invalid_arguments(group: Group) -> None:
     last = rank == dist.get_world_size(group) - 1
     x, target = torch.randn(4, 6), torch.tensor([0, 1, 2, 3])
     linear = torchlml.linear_lml_loss
-    odd: Any = "\u00e9\U0001f600" * 600  # long in bytes
+    odd: Any = "\u00e9\U0001f600" * 600  # long when encoded
     cases: list[tuple[str, Callable[[], object]]] = [
         ("same k", lambda: torchlml.lml(x, 2 + last, group=group)),
         ("same k", lambda: torchlml.lml(x, torch.full((4,), 2.0 + last), group=group)),
@@ -407,11 +407,11 @@ def test_invalid_arguments(group: Group) -> None:
         with pytest.raises((ValueError, TypeError), match=re.escape(words)) as caught:
             call()
         assert "\n" not in str(caught.value)
-    # After all that, the group still works.
+    # After these errors, the group still works.
     close(torchlml.lml(part(x, group), 2, group=group), part(torchlml.lml(x, 2), group))
 
 
-# The second is longer than a message to the others may be.
+# The second message exceeds the maximum length sent to the others.
 WORDS: Any = ("mean", "ü" * 3000)
 
 
@@ -422,7 +422,7 @@ def _under_autocast(enabled: bool, call: Callable[[], Tensor]) -> Tensor:
 
 @in_processes(2, 3, 4)
 def test_k_of_0_in_a_row_with_a_label(group: Group) -> None:
-    """All processes raise, also those without the label; the group can still be used."""
+    """All processes raise, including those without the label, and the group remains usable."""
     logits, hidden, weight = torch.randn(2, 11), torch.randn(2, 3), torch.randn(11, 3)
     k, hot = torch.tensor([2.0, 0.0]), torch.arange(11) == torch.tensor([[4], [10]])
     for target in (torch.tensor([4, 10]), part(hot, group)):
@@ -455,7 +455,7 @@ def test_transforms_raise(group: Group) -> None:
     for call in calls:
         with pytest.raises(NotImplementedError, match="With `group`, only plain calls"):
             torch.func.grad(call)(x)
-        # Not one without a graph, which would leave a penalty on gradients without effect.
+        # They raise instead of returning a gradient without a graph, which would disable a gradient penalty.
         with pytest.raises(NotImplementedError, match="With `group`, a derivative of the derivative"):
             torch.autograd.grad(call(x.requires_grad_()), x, create_graph=True)
         x.requires_grad_(False)
@@ -479,7 +479,7 @@ def test_metrics(group: Group) -> None:
     psp = PropensityScoredPrecision(part(p, group), ks, group=group)
     cases += [(psp, lambda x, y, k, mask: propensity_scored_precision(x, y, p, k, mask=mask), "bool")]
     for metric, function, form in cases:
-        # Its own synchronisation would ask all four processes.
+        # Its own synchronization would involve all four processes.
         setattr(metric, "sync", lambda *a, **b: None)  # noqa: B010
         for which in (None, mask):
             metric.reset()
@@ -499,6 +499,6 @@ def test_metrics_raise_on_every_process(group: Group) -> None:
         topk_precision(x, y, 1 + (dist.get_rank(group) == 1), group=group)
 
 
-def test_no_group_is_initialised() -> None:
+def test_no_group_is_initialized() -> None:
     with pytest.raises(ValueError, match="init_process_group"):
         torchlml.lml(torch.randn(3), 1, group=object())

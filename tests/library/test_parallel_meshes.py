@@ -34,7 +34,7 @@ PLACEMENTS = [(Shard(0),), (Shard(1),), (Replicate(),)]
 
 @in_processes(4)
 def test_dtensors(group: Group) -> None:
-    """Split over labels, over rows, or not at all: the functions take them as they are."""
+    """The functions take DTensors that are sharded over labels, over rows, or replicated."""
     mesh = init_device_mesh("cpu", (4,))
     for placements in PLACEMENTS:
         _dtensors(mesh, placements)
@@ -42,7 +42,7 @@ def test_dtensors(group: Group) -> None:
 
 @in_processes(4)
 def test_a_single_row(group: Group) -> None:
-    """The last batch of one sample, sharded over rows: all processes but one have nothing."""
+    """A final batch of one sample, sharded over rows: all processes but one have no rows."""
     mesh = init_device_mesh("cpu", (4,))
     x, weight = torch.randn(1, 11, dtype=torch.float64), torch.randn(11, 3, dtype=torch.float64)
     hidden = torch.randn(1, 3, dtype=torch.float64)
@@ -58,7 +58,7 @@ def test_a_single_row(group: Group) -> None:
 
 @in_processes(4)
 def test_rows_and_labels(group: Group) -> None:
-    """A mesh of two dimensions, in both orders."""
+    """A two-dimensional mesh, in both orders."""
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("rows", "labels"))
     for placements in ((Shard(0), Shard(1)), (Shard(1), Shard(0)), (Replicate(), Shard(1))):
         _dtensors(mesh, placements)
@@ -106,7 +106,7 @@ def _dtensors(mesh: DeviceMesh, placements: Any) -> None:
 
 @in_processes(4)
 def test_metrics_of_dtensors(group: Group) -> None:
-    """Scores split over labels, over rows, over both, or not at all: every row counts alike."""
+    """Scores sharded over labels, rows or both, or replicated: every row has the same weight."""
     line, square = init_device_mesh("cpu", (4,)), init_device_mesh("cpu", (2, 2))
     layouts = [(line, one) for one in PLACEMENTS] + [
         (square, (Shard(0), Shard(1))),
@@ -130,13 +130,13 @@ def test_metrics_of_dtensors(group: Group) -> None:
 
 @in_processes(4)
 def test_linear_dtensors(group: Group) -> None:
-    """A linear layer and the loss: rows split, labels split, both or neither, with everything a DTensor."""
+    """A linear layer and the loss with DTensors only: rows sharded, labels sharded, both or neither."""
     line, square = init_device_mesh("cpu", (4,)), init_device_mesh("cpu", (2, 2))
     none, labels = Replicate(), Shard(0)
     for mesh, of_input, of_weight in (
         (line, [none], [labels]),
         (line, [Shard(0)], [none]),
-        (line, [Shard(0)], [labels]),  # gathered, since one dimension cannot split both
+        (line, [Shard(0)], [labels]),  # gathered, because one mesh dimension cannot shard both
         (line, [none], [none]),
         (square, [Shard(0), none], [none, labels]),
         (square, [none, Shard(0)], [labels, none]),
@@ -179,7 +179,7 @@ def _linear_dtensors(
 
 @in_processes(4)
 def test_an_input_in_parts(group: Group) -> None:
-    """A DTensor that has still to be added up is, and not taken for the input."""
+    """A DTensor with partial sums is reduced before it is used as the input."""
     mesh = init_device_mesh("cpu", (4,))
     h, w, target = torch.randn(3, 5), torch.randn(12, 5), torch.tensor([0, 7, 11])
     in_parts = DTensor.from_local(h / 4, mesh, [Partial()])
@@ -210,7 +210,7 @@ def test_bad_dtensors(group: Group) -> None:
 
 @in_processes(4)
 def test_mesh_as_group(group: Group) -> None:
-    """A DeviceMesh of one dimension is a group; with rows split by hand over the other one."""
+    """A one-dimensional DeviceMesh is a group; rows are split manually over the other dimension."""
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("rows", "labels"))
     x = torch.randn(4, 8, dtype=torch.float64)
     row, label = mesh.get_local_rank("rows"), mesh.get_local_rank("labels")
@@ -236,7 +236,7 @@ def _batch() -> tuple[Tensor, Tensor]:
 
 @in_processes(4)
 def test_colwise_parallel(group: Group) -> None:
-    """A last layer split by `parallelize_module`: its weight goes to linear_lml_loss as it is."""
+    """A last layer sharded by `parallelize_module`: its weight is passed to linear_lml_loss unchanged."""
     mesh = init_device_mesh("cpu", (4,))
     model = nn.Sequential(nn.Linear(6, 5), nn.ReLU(), nn.Linear(5, 12))
     inputs, target = _batch()
@@ -256,7 +256,7 @@ def test_colwise_parallel(group: Group) -> None:
 
 @in_processes(4)
 def test_data_parallel(group: Group) -> None:
-    """DDP over rows around a layer that is split over labels."""
+    """DDP over rows around a layer that is sharded over labels."""
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("rows", "labels"))
     row, label = mesh.get_local_rank("rows"), mesh.get_local_rank("labels")
     body, head = nn.Linear(6, 5), torch.randn(12, 5)
@@ -272,7 +272,7 @@ def test_data_parallel(group: Group) -> None:
 
 @in_processes(4)
 def test_fully_sharded(group: Group) -> None:
-    """FSDP2 around the module: every process has its own rows, and gathers the weight when it is needed."""
+    """FSDP2 around the module: every process has its own rows and gathers the weight when needed."""
     mesh, rank = init_device_mesh("cpu", (4,)), dist.get_rank()
     model = nn.ModuleList([nn.Linear(6, 5), torchlml.LinearLMLLoss(5, 12, 3)])
     inputs, target = _batch()
@@ -317,7 +317,7 @@ def test_a_process_that_is_killed_ends_the_others() -> None:
         for process in (killed, left):
             process.join(60)
         assert killed.exitcode == -signal.SIGKILL
-        assert left.exitcode == 0, "the process that was left did not stop"
+        assert left.exitcode == 0, "the remaining process did not stop"
         seconds, _, words = (Path(folder) / "error").read_text().partition(" ")
     assert float(seconds) < 10, words
 

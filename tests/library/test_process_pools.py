@@ -1,4 +1,4 @@
-"""The worker pools of the distributed tests: a bad test fails alone."""
+"""The worker pools of the distributed tests: a failing test does not affect others."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def own_pools() -> Iterator[Pools]:
 
 
 @pytest.mark.parametrize(("name", "words"), [("Fails", "one of two"), ("Dies", "exit code 7")])
-def test_a_bad_test_fails_alone(own_pools: Pools, name: str, words: str) -> None:
+def test_a_failing_test_does_not_affect_others(own_pools: Pools, name: str, words: str) -> None:
     own_pools.run(2, __name__, "Fine")
     with pytest.raises(pytest.fail.Exception, match=words):
         own_pools.run(2, __name__, name)

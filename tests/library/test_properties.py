@@ -1,4 +1,4 @@
-"""What the mathematics promises for every row, on random rows, shapes, masks and offsets."""
+"""Mathematical properties of every row, on random rows, shapes, masks and offsets."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def _wide(value: float) -> torch.Tensor:
 
 
 def target(n: int, fraction: float) -> float:
-    """Half of the examples get an integer k, which is where the staircases are."""
+    """k as a fraction of n, rounded to an integer for half of the examples, where y can be nearly a step."""
     k = fraction * n
     return float(round(k)) if fraction > 0.5 and n > 1 else k
 
@@ -52,7 +52,7 @@ def test_bracketing_agrees_with_the_dual(row: list[float], fraction: float, dtyp
     nu = torchlml.lml_bracketing(x, k)
     y = torch.sigmoid(x.double() + nu.double())
     expected = torch.from_numpy(truth.projection(x.double().numpy(), k))
-    # nu is rounded to the dtype, which moves every y by at most a quarter of that.
+    # nu is rounded to the dtype, which changes every y by at most a quarter of the rounding error.
     rounding = torch.finfo(dtype).eps * nu.abs().nan_to_num(posinf=0, neginf=0)
     assert float((y - expected).abs().max()) <= limit(dtype) + float(rounding)
 
@@ -80,7 +80,7 @@ def test_complement(row: list[float], fraction: float, dtype: torch.dtype) -> No
 @given(ROW, FRACTION, DTYPE, st.sampled_from([-1e7, -4096.0, 0.5, 1e5, 1e7]))
 def test_shift_invariance(row: list[float], fraction: float, dtype: torch.dtype, shift: float) -> None:
     shifted = torch.tensor(row, dtype=dtype) + shift
-    x = (shifted.double() - shift).to(dtype)  # what the shift left of the row
+    x = (shifted.double() - shift).to(dtype)  # the row after rounding by the shift
     k = target(len(row), fraction)
     assert float((torchlml.lml(x, k) - torchlml.lml(shifted, k)).abs().max()) <= 2 * limit(dtype)
 
@@ -92,10 +92,10 @@ def test_a_mask_removes_entries(row: list[float], fraction: float, dtype: torch.
     k = target(len(row), fraction)
     y = torchlml.lml(x, k, mask=mask)
     assert torch.equal(y[~mask], torch.zeros_like(y[~mask]))
-    # The removed row may be shorter than k, which a packed row may be.
+    # The remaining row may be shorter than k, which rows of a jagged batch may be.
     kept = torchlml.lml(x[mask], k, offsets=torch.tensor([0, sum(keep)]))
     assert float((y[mask] - kept).abs().sum()) <= 2 * limit(dtype) * len(row)
-    # -inf is another way to write the same mask
+    # -inf is another way to express the same mask
     hidden = torchlml.lml(x.masked_fill(~mask, -math.inf), k)
     assert float((y - hidden).abs().sum()) <= 2 * limit(dtype) * len(row)
 
@@ -166,7 +166,7 @@ def test_masks_broadcast() -> None:
 @given(st.lists(st.floats(-6, 6), min_size=2, max_size=6), FRACTION)
 @settings(max_examples=25)
 def test_agrees_with_a_convex_solver(row: list[float], fraction: float) -> None:
-    # The definition (eq. 2 of the paper): minimise -x.y - H_b(y) over the y in (0, 1) that sum to k.
+    # The definition (eq. 2 of the paper): minimize -x.y - H_b(y) over the y in (0, 1) that sum to k.
     x, k = np.array(row), max(fraction * len(row), 0.05)
 
     def objective(y: np.ndarray) -> float:
@@ -182,7 +182,7 @@ def test_agrees_with_a_convex_solver(row: list[float], fraction: float) -> None:
         options={"ftol": 1e-14, "maxiter": 500},
     )
     y = torchlml.lml(torch.tensor(row, dtype=torch.float64), k).numpy()
-    # Nothing feasible is better, and what the solver found lies where it should (it stops near 1e-5).
+    # No feasible point is better, and the solver's point is close to ours (the solver stops near 1e-5).
     assert objective(np.clip(y, 1e-300, 1 - 1e-16)) <= objective(solved.x) + 1e-9
     assert np.abs(y - solved.x).max() < 1e-3
 
@@ -203,7 +203,7 @@ def test_the_brackets_hold_the_threshold(row: list[float], fraction: float) -> N
     ranked = sorted(row, reverse=True)
     assert -ranked[math.ceil(k) - 1] - float(below) <= nu + slack
     assert nu - slack <= -ranked[math.floor(k)] + float(above)
-    # the other two need no sort; the compiled kernel starts from them
+    # the other two need no sort, and the compiled kernel starts from them
     middle = math.log(k / (len(row) - k))
     assert middle - max(row) - slack <= nu <= middle - min(row) + slack
     assert math.log(k) - float(x.logsumexp(0)) <= nu + slack

@@ -1,4 +1,4 @@
-"""Wrong arguments of the family: one sentence that names them."""
+"""Wrong arguments of the related operators raise errors that name them."""
 
 from __future__ import annotations
 
@@ -20,16 +20,16 @@ WRONG: dict[str, tuple[Any, list[str]]] = {
     "bound of the dual": (lambda: torchlml.lml_dual(torch.zeros(3), 1, bound="x"), ["`bound`"]),
     "bound of a layer": (lambda: torchlml.LML(1, bound="x"), ["`bound`"]),
     "bound of a loss": (lambda: torchlml.LMLLoss(1, bound="x"), ["`bound`"]),
-    "at least more than n": (
+    "at_least with k > n": (
         lambda: torchlml.lml(torch.zeros(3), 4, bound="at_least"),
         ["`k`", "n = 3", "4"],
     ),
     "negative k": (lambda: torchlml.lml(torch.zeros(3), -1, bound="at_most"), ["`k`", "-1"]),
-    "too little room": (
+    "bounds sum to less than k": (
         lambda: torchlml.constrained_softmax(torch.zeros(4), 2, upper=0.3),
         ["`upper`", "1.2", "k = 2"],
     ),
-    "too little room in one row": (
+    "bounds sum to less than k in one row": (
         lambda: torchlml.constrained_sparsemax(
             torch.zeros(2, 4), 2, upper=torch.tensor([[1.0] * 4, [0.1] * 4])
         ),
@@ -77,7 +77,7 @@ WRONG: dict[str, tuple[Any, list[str]]] = {
         lambda: torchlml.constrained_sparsemax(torch.zeros(2), 1, upper=np.ones(2)),  # type: ignore[arg-type]
         ["`upper`", "tensor"],
     ),
-    "a bound beyond every float": (
+    "a bound beyond the float range": (
         lambda: torchlml.constrained_softmax(torch.zeros(2), 1, upper=10**400),
         ["`upper`", "float64"],
     ),
@@ -116,20 +116,20 @@ def test_wrong_arguments(case: str) -> None:
 
 @pytest.mark.parametrize("x", [[1.0, 2.0], None, np.zeros(3), 1.5], ids=["list", "None", "array", "number"])
 @pytest.mark.parametrize("name", MEMBERS)
-def test_what_is_not_a_tensor_is_refused(name: str, x: Any) -> None:
+def test_x_must_be_a_tensor(name: str, x: Any) -> None:
     with pytest.raises(TypeError, match=r"`x` must be a torch\.Tensor, but it is a"):
         getattr(torchlml, name)(x, 1)
 
 
 @pytest.mark.parametrize("k", [[1], None, "1", np.ones(1)], ids=["list", "None", "text", "array"])
 @pytest.mark.parametrize("name", MEMBERS)
-def test_a_k_that_is_no_number_is_refused(name: str, k: Any) -> None:
+def test_k_must_be_a_number_or_tensor(name: str, k: Any) -> None:
     with pytest.raises(TypeError, match="`k` must be a number or a tensor, but it is"):
         getattr(torchlml, name)(torch.zeros(1, 3), k)
 
 
 @pytest.mark.parametrize("mask", [[True, False, True], np.ones(3, bool), 1], ids=["list", "array", "number"])
 @pytest.mark.parametrize("name", MEMBERS)
-def test_a_mask_that_is_no_tensor_is_refused(name: str, mask: Any) -> None:
+def test_mask_must_be_a_tensor(name: str, mask: Any) -> None:
     with pytest.raises(TypeError, match="`mask` must be a bool tensor"):
         getattr(torchlml, name)(torch.zeros(3), 1, mask=mask)

@@ -1,4 +1,4 @@
-"""The family's operators: the kernel against plain torch, and the same bits however rows are grouped."""
+"""The related operators: the kernel agrees with pure PyTorch, with the same bits for any grouping of rows."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ OPERATORS = torch.ops.torchlml
 
 
 def upper_for(x: Tensor, kind: str) -> Tensor:
-    """One bound for all entries, or one beside each: from 0 to 2, and infinity."""
+    """One bound for all entries, or one per entry: from 0 to 2, and infinity."""
     if kind == "one":
         return torch.tensor(1.25, dtype=torch.float64)
     upper = torch.rand(x.shape, generator=torch.Generator().manual_seed(2), dtype=torch.float64) * 2
@@ -53,14 +53,14 @@ def test_constrained(name: str, kind: str, dtype: torch.dtype, form: str) -> Non
     y, nu = projection.forward(x, k, upper, mask, offsets)
     want, nu_want = projection.reference_forward(x, k, upper, mask, offsets)
     assert y.dtype == dtype
-    # Entries go up to their bounds, which here go up to k.
+    # Entries can be as large as their bounds, which are at most k here.
     scale = want.double().nan_to_num(0).amax().clamp(min=1)
     assert_close(y.double() / scale, want.double() / scale, dtype)
     assert torch.equal(nu[0].isfinite(), nu_want[0].isfinite())
-    # Everything below starts from the same nu, so that only the gradients are compared.
+    # Everything below starts from the same nu, so only the gradients are compared.
     arguments = (gradient_for(x), x, k, upper, nu_want, mask, offsets, True)
     got, wanted = projection.backward(*arguments), projection.reference_backward(*arguments)
-    near = beside_a_kink(name, x, nu_want, upper, mask, offsets)
+    near = near_a_kink(name, x, nu_want, upper, mask, offsets)
     assert_close(got[0].masked_fill(near, 0) / scale, wanted[0].masked_fill(near, 0) / scale, dtype, 20)
     wide = torch.float64 if dtype == torch.float64 else torch.float32
     if not bool(near.any()):
@@ -68,10 +68,10 @@ def test_constrained(name: str, kind: str, dtype: torch.dtype, form: str) -> Non
         assert_close(got[2], wanted[2], wide, 50)
 
 
-def beside_a_kink(
+def near_a_kink(
     name: str, x: Tensor, nu: Tensor, upper: Tensor, mask: Tensor | None, offsets: Tensor | None
 ) -> Tensor:
-    """The rows with an entry that is within rounding of its bound, or of 0: derivatives jump there."""
+    """Mask of the rows with an entry within rounding of its bound or of 0, where derivatives jump."""
     row = torch.arange(nu.shape[1]).repeat_interleave(
         torch.full((nu.shape[1],), x.shape[-1]) if offsets is None else offsets.diff()
     )
@@ -128,7 +128,7 @@ def test_choices(dtype: torch.dtype, form: str) -> None:
 
 
 def every(x: Tensor, k: Tensor) -> list[Tensor]:
-    """What all operators give for dense rows."""
+    """The results of all operators for dense rows."""
     g = torch.linspace(-1, 1, x.shape[1], dtype=x.dtype).expand(x.shape).contiguous()
     found: list[Tensor] = []
     for name in PROJECTIONS:
@@ -147,7 +147,7 @@ def test_rows_do_not_depend_on_each_other(dtype: torch.dtype) -> None:
     before = torch.get_num_threads()
     try:
         torch.set_num_threads(2)
-        together = every(x.repeat(40, 1), k.repeat(40))  # long enough for two threads
+        together = every(x.repeat(40, 1), k.repeat(40))  # enough work for two threads
     finally:
         torch.set_num_threads(before)
     for i in range(0, x.shape[0], 5):

@@ -1,4 +1,4 @@
-"""The derivatives of every member of the family: finite differences, the truth, and every transform."""
+"""Derivatives of all related operators: finite differences, exact values, and all transforms."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def numbers(*values: float) -> Tensor:
 
 
 def finite(out: Tensor) -> Tensor:
-    """log y is -inf at masked entries, of which no finite difference can be taken."""
+    """Remove masked entries: log y is -inf there, which finite differences cannot handle."""
     return out[out.isfinite()]
 
 
@@ -79,7 +79,7 @@ def test_derivatives_for_the_bounds(member: Member, masked: bool) -> None:
         return member.function(x, k, upper=upper, mask=mask)
 
     y = call(*inputs)
-    assert 0 < int((y == upper).sum()) < 10  # some are at their bounds, some are not
+    assert 0 < int((y == upper).sum()) < 10  # some entries are at their bounds, others are not
     assert gradcheck(call, inputs, check_forward_ad=True, check_batched_grad=True)
     assert gradgradcheck(call, inputs)
     one = numbers(0.6)[0]
@@ -87,7 +87,7 @@ def test_derivatives_for_the_bounds(member: Member, masked: bool) -> None:
 
 
 def formula(name: str, y: np.ndarray, k: float, g: np.ndarray) -> tuple[np.ndarray, float]:
-    """The gradients for x and k of `sum g y` from the paper's formulas, given the true y."""
+    """The gradients of `sum g y` for x and k by the paper's formulas, given the exact y."""
     free = (y > 0) & (y < 1)
     weight = np.where(free, y if name == "constrained_softmax" else 1.0, 0.0)
     mean = float(weight @ g / weight.sum()) if weight.sum() else 0.0
@@ -97,12 +97,11 @@ def formula(name: str, y: np.ndarray, k: float, g: np.ndarray) -> tuple[np.ndarr
 @each_constrained
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
 @pytest.mark.parametrize("problem", SHORT, ids=lambda problem: problem.name)
-def test_gradients_are_true(member: Member, problem: Problem, dtype: torch.dtype) -> None:
+def test_gradients_are_accurate(member: Member, problem: Problem, dtype: torch.dtype) -> None:
     x = problem.row(dtype).requires_grad_()
     y = related.expected(member, problem, dtype)
     if bool(((y < 1e-9) & (y > 0)).any() or ((y > 1 - 1e-9) & (y < 1)).any()) or k_is_a_vertex(y):
-        # Beside a kink the derivative jumps, and the rounding of the truth decides on which side it is: what
-        # holds on both is that it is finite.
+        # The derivative jumps at a kink, and rounding decides the side. Only finiteness can be checked there.
         (dx,) = torch.autograd.grad(member.function(x, problem.k), x, torch.ones_like(x))
         assert bool(dx.isfinite().all())
         return
@@ -139,7 +138,7 @@ TRANSFORMS: dict[str, Callable[..., Tensor]] = {
 @each_member
 @pytest.mark.parametrize("transform", TRANSFORMS)
 def test_transforms(member: Member, transform: str) -> None:
-    # Against the same by hand: autograd's own first and second derivatives, which are checked above.
+    # The reference is autograd's own first and second derivatives, which are checked above.
     x, k = torch.randn(3, 5, dtype=torch.float64), torch.tensor([0.5, 1.5, 3.2], dtype=torch.float64)
     got = TRANSFORMS[transform](member.function, x, k)
     expected = BY_HAND[transform](member.function, x, k)
@@ -191,7 +190,7 @@ def test_compile(function: Callable[..., Tensor]) -> None:
     torch.testing.assert_close(both, results[0][1], rtol=1e-10, atol=1e-12)
 
 
-def test_free_rows_do_not_feel_k() -> None:
+def test_free_rows_do_not_depend_on_k() -> None:
     x = torch.tensor([[-3.0, -4, -5], [3.0, 4, 5]], dtype=torch.float64, requires_grad=True)
     k = torch.tensor([1.0, 1.0], dtype=torch.float64, requires_grad=True)
     y = torchlml.lml(x, k, bound="at_most")
@@ -208,6 +207,6 @@ def test_the_gradient_of_the_value() -> None:
         k = torch.tensor([0.5, 3, 10, 29.5], requires_grad=True)
         dx, dk = torch.autograd.grad(torchlml.lml_value(x, k).sum(), (x, k))
         assert torch.equal(dx, torchlml.lml(x, k))
-        # Not rounded to the dtype of x: k has its own.
+        # Not rounded to the dtype of x, because k has its own dtype.
         wide = x.double() if dtype == torch.float64 else x.float()
         torch.testing.assert_close(dk, -torchlml.lml_dual(wide, k).to(dk.dtype))

@@ -1,4 +1,4 @@
-"""The values of every member of the family against its truth: the promises that lml itself is held to."""
+"""Values of all related operators compared with exact solutions, with the accuracy guaranteed for lml."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ import torch
 from tests.support import related
 from tests.support.problems import PROBLEMS, Problem
 from tests.support.related import (
+    ACCURACY,
     CONSTRAINED,
-    PROMISE,
     SMALL,
     Member,
     bounds_for,
@@ -25,7 +25,7 @@ from tests.support.related import (
 
 
 def check(y: torch.Tensor, expected: np.ndarray, k: float | None, dtype: torch.dtype) -> None:
-    entry, total = PROMISE[dtype]
+    entry, total = ACCURACY[dtype]
     assert y.dtype == dtype
     got = y.double().numpy()
     assert np.abs(got - expected).max() <= entry
@@ -36,8 +36,8 @@ def check(y: torch.Tensor, expected: np.ndarray, k: float | None, dtype: torch.d
 
 @pytest.mark.parametrize("kind", [member.name for member in CONSTRAINED])
 @each([problem for problem in SMALL if problem.row(torch.float64).numel() <= 12 and not problem.extreme])
-def test_the_truth_is_true(kind: str, problem: Problem) -> None:
-    # Padding by entries with a bound of 0 sends the same row through the other way of computing it.
+def test_the_reference_solution_is_right(kind: str, problem: Problem) -> None:
+    # Padding with entries whose bound is 0 makes the reference use its other algorithm for the same row.
     x = problem.row(torch.float64).numpy()
     upper = bounds_for(x.size, problem.k)
     long = np.concatenate([x, np.zeros(20)]), np.concatenate([upper, np.zeros(20)])
@@ -57,14 +57,14 @@ def test_values(member: Member, problem: Problem, dtype: torch.dtype) -> None:
 @each_constrained
 @each(SMALL)
 @each_dtype
-def test_bounds_beside_the_entries(member: Member, problem: Problem, dtype: torch.dtype) -> None:
+def test_bounds_per_entry(member: Member, problem: Problem, dtype: torch.dtype) -> None:
     x = problem.row(dtype)
     upper = torch.from_numpy(bounds_for(x.numel(), problem.k)).to(dtype)
     y = member.function(x, problem.k, upper=upper)
     truth = related.capped(member.name, x.double().numpy(), problem.k, upper.double().numpy())
     scale = max(1.0, float(truth.max()))
-    assert np.abs(y.double().numpy() - truth).max() <= scale * PROMISE[dtype][0]
-    assert abs(float(y.double().sum()) - problem.k) <= PROMISE[dtype][1] * max(1.0, problem.k)
+    assert np.abs(y.double().numpy() - truth).max() <= scale * ACCURACY[dtype][0]
+    assert abs(float(y.double().sum()) - problem.k) <= ACCURACY[dtype][1] * max(1.0, problem.k)
     assert bool((y <= upper).all())
 
 

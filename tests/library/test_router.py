@@ -19,7 +19,7 @@ def skewed(tokens: int, experts: int, skew: float = 3.0, seed: int = 0) -> Tenso
 
 
 def largest_load(indices: Tensor, experts: int) -> float:
-    """The load of the busiest expert, 1 being a fair share."""
+    """The load of the busiest expert relative to a fair share."""
     return float(torch.bincount(indices.flatten(), minlength=experts).max()) * experts / indices.numel()
 
 

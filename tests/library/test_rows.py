@@ -1,4 +1,4 @@
-"""The one sum over rows: dense and packed rows, plain and differentiable, against loops over the rows."""
+"""Row reductions of dense and jagged batches, plain and differentiable, compared with loops over rows."""
 
 from __future__ import annotations
 

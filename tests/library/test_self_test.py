@@ -1,4 +1,4 @@
-"""Kernels of a GPU that lie, fail or are right, on CPU tensors: they are found out before they are used."""
+"""The self-test of GPU kernels, on CPU tensors: wrong or failing kernels are detected before use."""
 
 from __future__ import annotations
 
@@ -25,27 +25,27 @@ def reference(name: str) -> Callable[..., Any]:
 
 
 def right() -> SimpleNamespace:
-    """Kernels that are another implementation than the plain path, and right."""
+    """Correct kernels, implemented differently from the pure-PyTorch path."""
     return SimpleNamespace(**{name: reference(name) for name in NAMES})
 
 
-def lying(name: str, place: int = 0) -> SimpleNamespace:
-    """Kernels of which one is wrong in the last entry of one of its results."""
+def faulty(name: str, place: int = 0) -> SimpleNamespace:
+    """Kernels of which one returns a wrong last entry in one of its results."""
 
-    def lie(*arguments: Any) -> Any:
+    def corrupt(*arguments: Any) -> Any:
         result = reference(name)(*arguments)
         results = [result.clone()] if isinstance(result, Tensor) else [part.clone() for part in result]
         results[place].view(-1)[-1] += 0.1
         return results[0] if isinstance(result, Tensor) else tuple(results)
 
     kernels = right()
-    setattr(kernels, name, lie)
+    setattr(kernels, name, corrupt)
     return kernels
 
 
 @pytest.fixture(autouse=True)
 def _pretend(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Nothing was compared yet, CPU tensors are taken for those of a GPU, and nobody asked for a kernel."""
+    """Clear the results of earlier comparisons, treat CPU tensors as GPU tensors, and request no kernel."""
     monkeypatch.setattr(self_test, "_results", {})
     monkeypatch.setattr(self_test, "_interpreted", lambda device: False)
     monkeypatch.setattr(loader, "requested", lambda: "")
@@ -71,14 +71,14 @@ def test_right_kernels_are_used(dtype: torch.dtype) -> None:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("name", NAMES)
-def test_every_lie_is_found(name: str, dtype: torch.dtype) -> None:
-    found = self_test.difference(CPU, dtype, lying(name))
+def test_every_wrong_kernel_is_found(name: str, dtype: torch.dtype) -> None:
+    found = self_test.difference(CPU, dtype, faulty(name))
     assert found is not None
     assert f"`{name}`" in found
 
 
 def test_a_wrong_gradient_of_k_is_found() -> None:
-    assert self_test.difference(CPU, torch.float32, lying("backward", place=1)) is not None
+    assert self_test.difference(CPU, torch.float32, faulty("backward", place=1)) is not None
 
 
 def test_a_nan_is_a_difference() -> None:
@@ -87,8 +87,10 @@ def test_a_nan_is_a_difference() -> None:
     assert self_test.difference(CPU, torch.float32, kernels) is not None
 
 
-def test_after_a_lie_the_plain_path_answers_and_one_warning_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
-    use(monkeypatch, lying("forward"))
+def test_after_a_mismatch_pure_pytorch_is_used_with_one_warning(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    use(monkeypatch, faulty("forward"))
     arguments = problem()
     with pytest.warns(UserWarning, match=r"torch.float32 on cpu .* `forward`.*`torchlml gpu-check`"):
         y, _ = self_test.OPERATORS["forward"](*arguments)

@@ -1,4 +1,4 @@
-"""Short rows share a vector: each must come out right and with the bits that it has alone."""
+"""Short rows share a vector: each result must be right and have the same bits as the row alone."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from torchlml._cpu import loader
 INF, NAN = float("inf"), float("nan")
 SIZES = (1, 2, 3, 7, 8, 9, 15, 16, 17, 31, 33, 64, 100, 255, 256, 257)
 DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
-BLOCK = 16  # the most rows that any instruction set solves together
+BLOCK = 16  # the maximum number of rows that any instruction set solves together
 
 
 def truth(x: Tensor, k: Tensor) -> Tensor:
@@ -35,7 +35,7 @@ def rows(n: int, scale: float, count: int = 40, seed: int = 0) -> Tensor:
 
 
 def some_k(n: int, count: int) -> Tensor:
-    """Targets over the whole range: few and many, integers and fractions."""
+    """Targets over the full range: few and many, integers and fractions."""
     share = torch.linspace(0.02, 0.98, count, dtype=torch.float64)
     return torch.where(torch.arange(count) % 3 > 0, (share * n).round().clamp(1, max(1, n - 1)), share * n)
 
@@ -65,13 +65,13 @@ def test_masks_and_rows_of_any_length(n: int) -> None:
     want = truth(x.masked_fill(~mask, -INF), k)
     assert (y.double() - want).abs().max() <= 1e-6
     assert (y[~mask] == 0).all()
-    # An entry at -inf is an absent one.
+    # An entry at -inf is absent.
     assert torch.equal(torchlml.lml(x.masked_fill(~mask, -INF), k), y)
 
 
 @pytest.mark.parametrize("huge", [1e10, 1e19, 3e19, 3e38])
 def test_one_huge_entry(huge: float) -> None:
-    # The variance of such a row overflows, and then says nothing about the range of its entries.
+    # The variance of such a row overflows, so it gives no bound on the range of its entries.
     for place in range(3):
         x = torch.full((1, 3), 3.0)
         x[0, place] = huge
@@ -86,10 +86,10 @@ def test_one_huge_entry(huge: float) -> None:
 
 
 def results(x: Tensor, k: Tensor, mask: Tensor | None = None, offsets: Tensor | None = None) -> list[Tensor]:
-    """All that the operators give for canonical rows, as tensors with one number per entry or per row."""
+    """All results of the operators for canonical rows, as tensors with one number per entry or per row."""
     y, nu = operators.forward(x, k, mask, offsets)
     log_y, _ = operators.log_forward(x, k, mask, offsets)
-    grad = (x.float() * 0.37).cos().to(x.dtype)  # of the entry itself, so that it goes along with its row
+    grad = (x.float() * 0.37).cos().to(x.dtype)  # a function of the entry, so that it moves with its row
     grad = torch.where(grad.isfinite(), grad, 0)
     labels = ((x.float() * 8).floor() % 5 == 0, None, None)
     losses, _ = operators.loss_forward(x, k, mask, offsets, *labels)
@@ -111,7 +111,7 @@ def all_kinds(n: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
 
 @pytest.mark.parametrize("n", [2, 8, 13, 64, 100, 256])
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_a_row_has_the_same_bits_wherever_it_stands(dtype: torch.dtype, n: int) -> None:
+def test_a_row_has_the_same_bits_at_every_position(dtype: torch.dtype, n: int) -> None:
     x, k = all_kinds(n, dtype)
     for i in range(len(x)):
         alone = results(x[i : i + 1].contiguous(), k[i : i + 1])
@@ -145,7 +145,7 @@ def test_one_k_for_each_row_changes_no_bit(dtype: torch.dtype) -> None:
             assert torch.equal(one, other)
 
 
-@pytest.mark.skipif(not loader.loaded(), reason="pure PyTorch pads masked rows in another way")
+@pytest.mark.skipif(not loader.loaded(), reason="pure PyTorch pads masked rows differently")
 @pytest.mark.parametrize("dtype", DTYPES[:3], ids=str)
 def test_a_mask_of_ones_changes_no_bit(dtype: torch.dtype) -> None:
     for n in (8, 30, 64, 200):

@@ -1,4 +1,4 @@
-"""The limits of the mathematics: k = 0, k = m, infinities, masks, short packed rows, NaN, empty tensors."""
+"""Mathematical limits: k = 0, k = m, infinities, masks, short rows of jagged batches, NaN, empty tensors."""
 
 from __future__ import annotations
 
@@ -80,7 +80,7 @@ def test_gradients(row: Special, dtype: torch.dtype, ragged: bool, name: str) ->
     k = torch.tensor(float(row.k), dtype=torch.float64, requires_grad=True)
     offsets = torch.tensor([0, len(row.x)]) if ragged else None
     out = getattr(torchlml, name)(x, k.expand(1) if ragged else k, mask=mask_of(row), offsets=offsets)
-    # entries that are not available get a gradient too: it must be ignored, not multiplied by log 0
+    # unavailable entries get a gradient too, which must be ignored and not multiplied by log 0
     g = [1.0 + i for i in range(len(row.x))]
     upstream = torch.tensor(g if name != "lml_dual" else 2.0, dtype=dtype).expand(out.shape)
     out.backward(upstream)

@@ -92,7 +92,7 @@ def test_masked_and_ragged_rows():
     y = torch.tensor([1, 4])
     expected = torchlml.subset_loss(x[:, :5], y, 3, reduction="none")
     torch.testing.assert_close(torchlml.subset_loss(x, y, 3, mask=mask, reduction="none"), expected)
-    # A row with at most k entries costs nothing.
+    # A row with at most k entries has zero loss.
     values, offsets = torch.randn(11, dtype=torch.float64), torch.tensor([0, 2, 2, 11])
     rows = torchlml.subset_loss(values, torch.tensor([1, 5]), 3, offsets=offsets, reduction="none")
     assert rows[:2].tolist() == [0, 0]

@@ -1,4 +1,4 @@
-"""`torch.func`: every transform, alone and composed, against plain torch, eager calls and the truth."""
+"""`torch.func`: transforms, alone and composed, compared with pure PyTorch, eager calls and exact values."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ RAGGED_K = torch.tensor([1.0, 0.5, 2.5, 2.0], dtype=torch.float64)
 
 
 def plain(name: str, x: Tensor, k: Tensor) -> Callable[[Tensor, Tensor], Tensor]:
-    """The function near (x, k) in ordinary torch operations: all its derivatives come from autograd."""
+    """The function near (x, k) in differentiable torch operations: autograd computes all its derivatives."""
     pairs = zip(x.reshape(-1, x.shape[-1]).tolist(), k.expand(x.shape[:-1]).flatten().tolist(), strict=True)
     start = torch.tensor([truth.solve(*pair).nu for pair in pairs], dtype=torch.float64).view(x.shape[:-1])
 
@@ -36,7 +36,7 @@ def plain(name: str, x: Tensor, k: Tensor) -> Callable[[Tensor, Tensor], Tensor]
 
 
 def weigh(out: Tensor) -> Tensor:
-    """A scalar that feels every entry differently."""
+    """A scalar that depends differently on each entry."""
     return (out * torch.arange(1, out.numel() + 1, dtype=out.dtype).view(out.shape).cos()).sum()
 
 
@@ -49,7 +49,7 @@ def close(a: Tensor, b: Tensor) -> None:
 
 
 Function = Callable[..., Tensor]
-# Each takes f(x, k) -> tensor, applies a transform and gives back a tensor.
+# Each one takes f(x, k) -> tensor, applies a transform and returns a tensor.
 TRANSFORMS: dict[str, Callable[[Function, Tensor, Tensor], Tensor]] = {
     "grad of x": lambda f, x, k: grad(lambda x: weigh(f(x, k)))(x),
     "grad of k": lambda f, x, k: grad(lambda k: weigh(f(x, k)))(k),
@@ -82,7 +82,7 @@ def test_transforms_of_dense_rows(name: str, transform: str) -> None:
 @pytest.mark.parametrize("transform", TRANSFORMS)
 @pytest.mark.parametrize("form", ["masked", "ragged"])
 def test_transforms_of_other_rows(name: str, transform: str, form: str) -> None:
-    # Three available entries first, then five: as one packed vector, or as a padded matrix with a mask.
+    # Rows of three and five available entries, as a jagged batch and as a padded matrix with a mask.
     x, k = rows(8), torch.tensor([1.5, 3.0], dtype=torch.float64)
     function = getattr(torchlml, name)
     mask = torch.tensor([[True, True, True, False, False], [True] * 5])
@@ -108,7 +108,7 @@ MASKS = torch.tensor(
     [[True, True, False, True, True, True], [True] * 6, [False, True] * 3, [True, False] * 3]
 )
 Mapped = tuple[Callable[..., Tensor], tuple[Tensor, ...], tuple[int | None, ...]]
-# f is the function under test; each entry is a call, its inputs and the dims that vmap goes over.
+# f is the function under test. Each entry has a call, its inputs and the dims for vmap.
 MAPPED: dict[str, Callable[[Function], Mapped]] = {
     "x": lambda f: (lambda x: f(x, 2), (rows(4, 6),), (0,)),
     "x of two dims": lambda f: (lambda x: f(x, 2.5), (rows(4, 3, 6),), (0,)),
@@ -225,19 +225,19 @@ def test_the_transformable_path_is_as_accurate(problem: Problem, dtype: torch.dt
 @pytest.mark.parametrize("problem", SHORT, ids=lambda problem: problem.name)
 def test_the_transformable_logarithm_is_as_accurate(problem: Problem, dtype: torch.dtype) -> None:
     x, row = problem.row(dtype), problem.truth(dtype)
-    if np.abs(row.z).min() > 1e6:  # beside such a gap the logits 0 and 1 are one number
+    if np.abs(row.z).min() > 1e6:  # next to such a gap, logits 0 and 1 are indistinguishable
         return
     unit = (1e-6 if dtype == torch.float32 else 1e-11) * np.maximum(1.0, np.abs(row.z))
     v = upstream(x.numel()).to(dtype)
     log_y, tangent = jvp(lambda x: torchlml.log_lml(x, problem.k), (x,), (v,))
     gradient = grad(lambda x: (torchlml.log_lml(x, problem.k) * v).sum())(x)
     g = v.double().numpy()
-    felt = np.abs(g) * (1 - row.y)
+    effect = np.abs(g) * (1 - row.y)
     logs = torch.from_numpy(row.log_y).to(dtype).double().numpy()  # -6e38 is -inf in float32
     got = log_y.double().numpy()
     with np.errstate(invalid="ignore"):  # -inf - -inf
         assert bool(((got == logs) | (np.abs(got - logs) <= unit * np.maximum(1, np.abs(logs)))).all())
-    limit = unit * (felt + row.p * felt.sum()) + 1e-12
+    limit = unit * (effect + row.p * effect.sum()) + 1e-12
     assert bool((np.abs(gradient.double().numpy() - row.log_lml_gradient(g)[0]) <= limit).all())
     move = (1 - row.y) * (g - row.p @ g)
     assert bool((np.abs(tangent.double().numpy() - move) <= 4 * unit * np.abs(g).max()).all())
@@ -246,7 +246,7 @@ def test_the_transformable_logarithm_is_as_accurate(problem: Problem, dtype: tor
 @each_name
 @pytest.mark.parametrize("special", DENSE, ids=lambda row: row.name)
 def test_special_rows(name: str, special: Special) -> None:
-    # Beside an ordinary row, so that one infinite number could spoil the other.
+    # Next to an ordinary row, which an infinite number could affect.
     x = torch.tensor(special.x, dtype=torch.float64)
     mask = torch.tensor(special.mask or [True] * len(special.x))
     k = torch.tensor(float(special.k), dtype=torch.float64)

@@ -1,7 +1,7 @@
-"""The GPU kernels, as far as a machine without a GPU can vouch for them: interpreted, and compiled.
+"""The GPU kernels, tested as far as possible without a GPU: interpreted, and compiled.
 
-Triton's interpreter runs the kernels on CPU tensors, and its compiler needs no device to make code for one.
-Both happen in processes of their own: the interpreter is chosen when the kernels are imported.
+Triton's interpreter runs the kernels on CPU tensors, and its compiler generates code without a device. Both
+run in separate processes, because the interpreter is chosen when the kernels are imported.
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ from torchlml_lab import cli, info
 from torchlml_lab.gpu_check import check_gpu, comparisons
 
 ROOT = Path(__file__).parents[2]
-needs_triton = pytest.mark.skipif(not self_test.available(), reason="Triton cannot be imported here.")
+needs_triton = pytest.mark.skipif(not self_test.available(), reason="Triton cannot be imported")
 
 
 def run(*words: str, **environment: str) -> str:
-    """The output of a Python process, which must end well."""
+    """The output of a Python process, which must succeed."""
     done = subprocess.run(
         [sys.executable, *words],
         cwd=ROOT,
@@ -39,7 +39,7 @@ def run(*words: str, **environment: str) -> str:
 
 def interpreted(variant: str, *arguments: str) -> None:
     """Run tests with every operator on CPU tensors going through the interpreted kernels."""
-    # numpy, which interprets, warns of the infinities that a GPU computes with in silence.
+    # The interpreter uses numpy, which warns about infinities that a GPU handles silently.
     plugins = ["-p", "tests.support.triton_on_cpu", "-p", "no:cacheprovider", "-W", "ignore::RuntimeWarning"]
     output = run(
         *("-m", "pytest", "-q", "-p", "no:xdist", *plugins, *arguments),
@@ -58,8 +58,8 @@ def test_interpreted_kernels_are_right() -> None:
 
 @needs_triton
 def test_interpreted_kernels_pass_the_checks_of_torch() -> None:
-    of_the_family = "bounded or value or constrained or topk_mask or systematic"  # plain torch on GPUs
-    chosen = f"checks_of_torch and float32 and not ({of_the_family})"
+    related = "bounded or value or constrained or topk_mask or systematic"  # pure PyTorch on GPUs
+    chosen = f"checks_of_torch and float32 and not ({related})"
     interpreted("chip", "tests/library/test_operators.py", "-k", chosen)
 
 
@@ -68,12 +68,12 @@ def test_interpreted_kernels_pass_the_checks_of_torch() -> None:
 def test_kernels_compile(targets: tuple[str, ...]) -> None:
     output = run("-m", "tests.support.triton_compile", *targets)
     report = [json.loads(line) for line in output.splitlines()]
-    print(output)  # noqa: T201  the report, for `pytest -rP`
+    print(output)  # noqa: T201  the report, shown by `pytest -rP`
     assert len(report) > 40
     for variant in report:
         assert variant["spilled"] == 0 or not variant["common"], variant
         assert variant["shared"] <= 48 * 1024, variant
-        # To nearest, which the interpreter does not do.
+        # Rounding to nearest, which the interpreter does not implement.
         rounds = variant["target"].startswith("sm_") and variant["rounds"]
         assert variant["rounding"] == (["rn"] if rounds else []), variant
 
@@ -86,9 +86,9 @@ def test_no_row_is_left_out_and_few_long_ones_are_split() -> None:
     four = plan(4, 1_000_000, False, 108)
     assert 4 * four.splits > 108
     assert plan(10_000, 1_000_000, False, 108).splits == 1
-    # Nobody knows how long a packed row is until it is read.
+    # The length of a row in a jagged batch is unknown until it is read.
     assert all(plan(1000, n, True, 108).loop for n in (1, 100, 100_000))
-    # A block has at most 1024 threads, on AMD too, whose warps have 64 lanes.
+    # A block has at most 1024 threads, including on AMD, where warps have 64 lanes.
     assert all(plan(1000, n, False, 108, lanes=64).warps * 64 <= 1024 for n in (100, 4096, 8192, 10**5))
 
 
@@ -120,8 +120,8 @@ def test_importing_the_package_does_not_import_triton() -> None:
     assert run("-c", "import torchlml, sys; print('triton' in sys.modules)").strip() == "False"
 
 
-@pytest.mark.skipif(torch.cuda.is_available(), reason="There is a GPU here, which gpu-check would use.")
-def test_gpu_check_without_a_gpu_is_one_sentence(capsys: pytest.CaptureFixture[str]) -> None:
+@pytest.mark.skipif(torch.cuda.is_available(), reason="gpu-check would use the GPU")
+def test_gpu_check_without_a_gpu_prints_one_line(capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["gpu-check"]) == 2
     said = capsys.readouterr()
     assert said.out == ""
@@ -129,7 +129,7 @@ def test_gpu_check_without_a_gpu_is_one_sentence(capsys: pytest.CaptureFixture[s
 
 
 def test_gpu_check_finds_a_wrong_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its comparisons hold for what is right, here the CPU, and fail for what is 3e-6 off."""
+    """The check passes for correct results, here from the CPU, and fails for an error of 3e-6."""
     monkeypatch.setattr(comparisons, "_DTYPES", (torch.float32,))
     few = [case for case in comparisons.cases() if case.x.numel() < 10_000]
     monkeypatch.setattr(comparisons, "cases", lambda: few)
@@ -148,7 +148,7 @@ def test_gpu_check_finds_a_wrong_kernel(monkeypatch: pytest.MonkeyPatch) -> None
     )
 
 
-def test_gpu_check_prints_and_writes_what_it_found() -> None:
+def test_gpu_check_prints_and_writes_its_results() -> None:
     found = [comparisons.Check("good", 0.5, 1.0), comparisons.Check("bad", 2.0, 1.0)]
     times = [check_gpu.GpuTiming("lml", "softmax", (256, 1000), "float32", "forward", 20.0, 10.0, 1.0)]
     table = check_gpu.accuracy_table(found)

@@ -1,4 +1,4 @@
-"""The value of the projection, by its definition and at its limits."""
+"""The value of the projection: its definition and its limits."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def test_the_value(problem: Problem, dtype: torch.dtype) -> None:
     if math.isinf(expected):
         assert float(got) == expected
         return
-    # exp(z) is right to |z| roundings, and z is at most 12 where it counts; tied entries all err alike.
+    # exp(z) is accurate to |z| roundings, and relevant z are at most 12. Tied entries have equal errors.
     unit = torch.finfo(dtype).eps
     assert abs(float(got) - expected) <= 12 * unit * max(size, 1.0)
     with torch.no_grad():

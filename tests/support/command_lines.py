@@ -1,4 +1,4 @@
-"""Command lines that must do their work, and those that must be refused with one sentence."""
+"""Run command lines that must succeed, and command lines that must be rejected with a one-line error."""
 
 from __future__ import annotations
 
@@ -13,15 +13,15 @@ from torchlml_lab import cli
 
 
 def made(words: Sequence[str]) -> Path:
-    """Run a command line that must succeed, and give what its `--out` names."""
+    """Run a command line that must succeed, and return the path of its `--out`."""
     assert cli.main(words) == 0
     return _out(words)
 
 
-def refused(capsys: pytest.CaptureFixture[str], arguments: Iterable[object]) -> str:
-    """Run a command line that must be refused, and give its one sentence.
+def rejected(capsys: pytest.CaptureFixture[str], arguments: Iterable[object]) -> str:
+    """Run a command line that must be rejected, and return its one-line error.
 
-    Nothing else is printed, and what `--out` names is there only if it was before.
+    Nothing else is printed, and the path of `--out` exists only if it existed before.
     """
     words = [str(argument) for argument in arguments]
     there = _out(words).exists()
@@ -37,20 +37,20 @@ def refused(capsys: pytest.CaptureFixture[str], arguments: Iterable[object]) -> 
 
 
 def _out(words: Sequence[str]) -> Path:
-    """What the last `--out` names; without one this folder, which is there."""
+    """The path of the last `--out`, or the current directory, which exists."""
     return Path(next((after for word, after in reversed(list(pairwise(words))) if word == "--out"), "."))
 
 
-def refusals(said: str, *lines: str) -> dict[str, str]:
-    """What is said of each line: `said` with the line's option and its last value in it.
+def rejections(said: str, *lines: str) -> dict[str, str]:
+    """Map each line to its expected message: `said`, formatted with the line's option and its last value.
 
-    >>> refusals("`{}` is {}", "--epochs 0", "--seed -1")
+    >>> rejections("`{}` is {}", "--epochs 0", "--seed -1")
     {'--epochs 0': '`--epochs` is 0', '--seed -1': '`--seed` is -1'}
     """
     return {line: said.format(line.split()[0], line.split()[-1]) for line in lines}
 
 
-def each_refusal(*tables: dict[str, str]) -> pytest.MarkDecorator:
-    """Run a test for every line of the tables: its words are the `options`, what is said the `needle`."""
+def each_rejection(*tables: dict[str, str]) -> pytest.MarkDecorator:
+    """Parametrize a test over all lines of the tables: `options` are its words, `needle` its message."""
     rows = [(shlex.split(line), needle) for table in tables for line, needle in table.items()]
     return pytest.mark.parametrize(("options", "needle"), rows)

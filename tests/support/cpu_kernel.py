@@ -34,7 +34,7 @@ def run(code: str, **environment: str) -> subprocess.CompletedProcess[str]:
 def problem(dtype: torch.dtype, form: str) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None]:
     """Rows of every kind in one canonical batch: (x, k, mask, offsets)."""
     generator = torch.Generator().manual_seed(0)
-    n = 37  # not a multiple of any vector
+    n = 37  # not a multiple of any vector length
     x = torch.randn(24, n, generator=generator, dtype=torch.float64) * torch.logspace(-2, 2, 24)[:, None]
     x[3], x[4], x[5] = 1.0, torch.arange(n) * 30.0, x[5] + 1e4
     x[6, 2], x[7, :3], x[8, 5], x[9, 1:9], x[10, 3] = NAN, INF, -INF, INF, INF

@@ -1,8 +1,8 @@
-"""Tests that run in several real processes, which communicate by gloo.
+"""Tests that run in several real processes, which communicate through gloo.
 
-A test decorated by `in_processes(2, 3)` becomes one pytest test per number of processes. Its body runs in
-every process of a pool that is started once per session, because a start takes seconds. A test that fails,
-times out or ends a process discards its pool; the next test starts another one.
+A test decorated with `in_processes(2, 3)` becomes one pytest test per number of processes. Its body runs in
+every process of a pool that is started once per session, because startup takes seconds. A test that fails,
+times out or ends a process discards its pool, and the next test starts a new one.
 """
 
 from __future__ import annotations
@@ -29,12 +29,12 @@ from tests.support.processes import fork
 
 Check = Callable[[dist.ProcessGroup], None]
 _SECONDS = 240.0
-# After the first failure, the time in which the other processes can report theirs.
+# After the first failure, the other processes have this much time to report theirs.
 _GRACE = 5.0
 
 
 def in_processes(*sizes: int) -> Callable[[Check], Any]:
-    """Run a test in every process of groups of these sizes; it is called with the group."""
+    """Run a test in every process of groups of these sizes. The test receives the group."""
 
     def decorate(check: Check) -> Any:
         @pytest.mark.parametrize("size", sizes)
@@ -49,14 +49,14 @@ def in_processes(*sizes: int) -> Callable[[Check], Any]:
 
 
 class Pools:
-    """One pool of worker processes per number of processes, each started by the first test that needs it."""
+    """One pool of worker processes per group size, started by the first test that needs it."""
 
     def __init__(self, seconds: float = _SECONDS) -> None:
         self._seconds = seconds
         self._pools: dict[int, _Pool] = {}
 
     def run(self, size: int, module: str, name: str) -> None:
-        """Run a decorated test of a module in `size` processes; fail with the errors of all of them."""
+        """Run a decorated test of a module in `size` processes, and fail with the errors of all processes."""
         pool = self._pools.pop(size, None) or _Pool(size)
         problems = pool.run(module, name, self._seconds)
         if problems:
@@ -80,10 +80,10 @@ class _Pool:
             own, theirs = multiprocessing.Pipe()
             self._processes.append(fork(_serve, rank, size, self._folder.name, theirs))
             self._pipes.append(own)
-            theirs.close()  # so that the end of the process closes the pipe
+            theirs.close()  # so that the pipe closes when the process ends
 
     def run(self, module: str, name: str, seconds: float) -> list[str]:
-        """The problems of all processes, none if the test passed."""
+        """The errors of all processes, empty if the test passed."""
         waiting = dict(zip(self._pipes, range(len(self._pipes)), strict=True))
         problems = []
         for pipe in self._pipes:
@@ -116,7 +116,7 @@ class _Pool:
 
 
 def _serve(rank: int, size: int, folder: str, pipe: Connection) -> None:
-    """Run the tests that are asked for, one after another, until the pool is killed or pytest ends."""
+    """Run the requested tests in order until the pool is killed or pytest ends."""
     warnings.simplefilter("error")
     warnings.filterwarnings("ignore", category=DeprecationWarning)
     os.environ["TORCH_DISTRIBUTED_DEBUG"] = "OFF"
@@ -134,26 +134,26 @@ def _serve(rank: int, size: int, folder: str, pipe: Connection) -> None:
             torch.manual_seed(0)
             getattr(importlib.import_module(module), name).check(dist.group.WORLD)
             pipe.send("")
-        except BaseException:  # whatever it is, pytest must not wait
+        except BaseException:  # report every failure, so that pytest does not block
             pipe.send(traceback.format_exc())
 
 
 def part(t: torch.Tensor, group: dist.ProcessGroup, dim: int = -1) -> torch.Tensor:
-    """The part of this process: parts are uneven, and one is empty in groups of 3 and 4."""
+    """The shard of this process. Shards are uneven, and one is empty in groups of 3 and 4."""
     n, size, rank = t.shape[dim], dist.get_world_size(group), dist.get_rank(group)
     cuts = {1: [0, n], 2: [0, n // 3, n], 3: [0, n // 2, n // 2, n], 4: [0, 0, n // 5, n - 1, n]}[size]
     return t.narrow(dim, cuts[rank], cuts[rank + 1] - cuts[rank]).clone()
 
 
 def whole(t: torch.Tensor, group: dist.ProcessGroup, dim: int = -1) -> torch.Tensor:
-    """All parts together, on every process."""
+    """Concatenate all shards on every process."""
     parts: list[torch.Tensor] = [t] * dist.get_world_size(group)
     dist.all_gather_object(parts, t.detach(), group=group)
     return torch.cat(parts, dim)
 
 
 def same_on_all(t: torch.Tensor, group: dist.ProcessGroup) -> bool:
-    """Whether every process has the same bits."""
+    """Whether all processes have the same bits."""
     bits = t.detach().contiguous().numpy().tobytes()
     found: list[bytes] = [b""] * dist.get_world_size(group)
     dist.all_gather_object(found, bits, group=group)

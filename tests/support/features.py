@@ -1,4 +1,4 @@
-"""A small file of frozen features that can be learned."""
+"""A small file of learnable frozen features."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import numpy as np
 
 
 def write_features(folder: Path, width: int) -> Path:
-    """Write an npz of 3000 samples around the centres of 100 classes, 20 coarse ones, a fifth to test."""
+    """Write an npz of 3000 samples around the centers of 100 classes (20 coarse), a fifth for testing."""
     path = folder / "features.npz"
     random = np.random.default_rng(0)
     fine = np.repeat(np.arange(100), 30)

@@ -1,4 +1,4 @@
-"""Upstream gradients, and the accuracy that a gradient can have."""
+"""Upstream gradients, and the attainable accuracy of a gradient."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ def upstream(n: int) -> np.ndarray:
 
 
 def slack(row: truth.Row, dtype: torch.dtype) -> np.ndarray:
-    """The relative accuracy of each w: z itself is known to one rounding of |z|."""
+    """The relative accuracy of each w: z itself is accurate to one rounding of |z|."""
     return (1e-6 if dtype == torch.float32 else 1e-11) * np.maximum(
         1.0, np.where(row.alive, np.abs(row.z), 1.0)
     )
 
 
 def resolved(row: truth.Row) -> bool:
-    """Beside a gap of 1e38 the logits 0 and 1 are one number: which of them moves the threshold is lost."""
+    """Whether the threshold is resolved. Next to a gap of 1e38, logits 0 and 1 are indistinguishable."""
     return float(np.abs(row.z[row.alive]).min()) < 1e6

@@ -1,6 +1,6 @@
-"""Rows with labels in every form that the loss operators take, and the truth about them.
+"""Rows with labels in all forms that the loss operators take, and their exact losses.
 
-`test_losses_operators.py` asks the operators of the CPU, `triton_interpreted.py` the interpreted kernels.
+`test_losses_operators.py` tests the CPU operators and `triton_interpreted.py` the interpreted kernels.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ FORMS = ("one class", "list", "weighted list", "multi-hot", "weighted multi-hot"
 
 
 @dataclass(frozen=True)
-class LabelledRow:
-    """A row, its k and mask, and what each of its labels counts."""
+class LabeledRow:
+    """A row, its k and mask, and the weight of each of its labels."""
 
     x: Tensor
     k: float
@@ -33,9 +33,9 @@ class LabelledRow:
 
 @dataclass(frozen=True)
 class Batch:
-    """Rows as the operators take them."""
+    """Rows in the format of the operators."""
 
-    rows: Sequence[LabelledRow]
+    rows: Sequence[LabeledRow]
     x: Tensor
     k: Tensor
     mask: Tensor | None
@@ -48,8 +48,8 @@ class Batch:
         return dx.unbind() if self.offsets is None else dx.tensor_split(self.offsets[1:-1])
 
 
-def draw(form: str, lengths: Sequence[int], dtype: torch.dtype, masked: bool) -> list[LabelledRow]:
-    """Random rows; the second has no label, and some labels of weighted rows count nothing."""
+def draw(form: str, lengths: Sequence[int], dtype: torch.dtype, masked: bool) -> list[LabeledRow]:
+    """Draw random rows. The second has no label, and some labels of weighted rows have weight 0."""
     g, found = torch.Generator().manual_seed(0), []
     for i, n in enumerate(lengths):
         x = (3 * torch.randn(n, generator=g, dtype=torch.float64)).to(dtype)
@@ -61,12 +61,12 @@ def draw(form: str, lengths: Sequence[int], dtype: torch.dtype, masked: bool) ->
         number = min(1 if form == "one class" else (1, 0, 40, 3)[i % 4], len(places)) if i != 1 else 0
         chosen = places[torch.randperm(len(places), generator=g)[:number]].tolist()
         counts = [float(torch.randint(4, (), generator=g)) / 2 if "weight" in form else 1.0 for _ in chosen]
-        found.append(LabelledRow(x, k, mask, dict(zip(chosen, counts, strict=True))))
+        found.append(LabeledRow(x, k, mask, dict(zip(chosen, counts, strict=True))))
     return found
 
 
-def batch(rows: Sequence[LabelledRow], form: str, packed: bool) -> Batch:
-    """The rows in canonical form, labels in the order they came, with gaps between them."""
+def batch(rows: Sequence[LabeledRow], form: str, packed: bool) -> Batch:
+    """The rows in canonical form, with labels in the given order and gaps between them."""
     join = torch.cat if packed else torch.stack
     x = join([row.x for row in rows])
     work = torch.float64 if x.dtype == torch.float64 else torch.float32
@@ -98,7 +98,7 @@ def batch(rows: Sequence[LabelledRow], form: str, packed: bool) -> Batch:
 
 
 def check(call: Call, given: Batch) -> None:
-    """Loss, nu and gradients of every row against float64, as close as the layer's tests ask for."""
+    """Check loss, nu and gradients of every row against float64, with the tolerances of the layer's tests."""
     x = given.x
     rest = (given.mask, given.offsets, given.labels, given.starts, given.weight)
     loss, nu = call("loss_forward", x, given.k, *rest)
@@ -115,7 +115,7 @@ def check(call: Call, given: Batch) -> None:
             _check_row(row, float(grad[i]), float(loss[0, i]), found, float(dk[i]))
 
 
-def _check_row(row: LabelledRow, g: float, loss: float, dx: Tensor, dk: float) -> None:
+def _check_row(row: LabeledRow, g: float, loss: float, dx: Tensor, dk: float) -> None:
     right = truth.solve(row.x.double().numpy(), row.k, None if row.mask is None else row.mask.tolist())
     if not resolved(right):
         return
@@ -123,37 +123,37 @@ def _check_row(row: LabelledRow, g: float, loss: float, dx: Tensor, dk: float) -
     for place, count in row.labels.items():
         c[place] = count
     work = torch.float64 if row.x.dtype == torch.float64 else torch.float32
-    room = slack(right, work)
+    allowed = slack(right, work)
     log_y = np.where(c > 0, right.log_y, 0.0)
     wanted = -float((c * log_y).sum())
-    if max(wanted, -log_y.min()) > torch.finfo(work).max:  # as in `log_lml`
+    if max(wanted, -log_y.min()) > torch.finfo(work).max:  # like `log_lml`
         assert loss == math.inf
     else:
         size = float((c * np.maximum(1, np.abs(log_y))).sum())
         assert abs(loss - wanted) <= (2e-6 if work == torch.float32 else 1e-11) * size
     wanted_dx, wanted_dk = right.log_lml_gradient(-g * c)
-    felt = g * c * (1 - right.y)
+    effect = g * c * (1 - right.y)
     rounding = 0.0 if row.x.dtype == work else torch.finfo(row.x.dtype).eps / 2
-    limit = room * (felt + right.p * felt.sum()) + rounding * np.abs(wanted_dx)
+    limit = allowed * (effect + right.p * effect.sum()) + rounding * np.abs(wanted_dx)
     limit += 1e-12 if row.x.dtype == work else torch.finfo(row.x.dtype).smallest_normal
     error = np.abs(dx.double().numpy() - wanted_dx)
     assert bool((error <= limit).all()), (row, error.max())
     if right.sum_w > 1e-30:
-        assert abs(dk - wanted_dk) <= 4 * room.min() * felt.sum() / right.sum_w
+        assert abs(dk - wanted_dk) <= 4 * allowed.min() * effect.sum() / right.sum_w
 
 
 def available(row: Special) -> list[int]:
-    """The places of a special row that may be labels."""
+    """The positions of a special row that may be labels."""
     return [j for j in range(len(row.x)) if row.mask is None or row.mask[j]]
 
 
 def check_special(
     call: Call, rows: Sequence[Special], dtype: torch.dtype, places: Callable[[Special], Sequence[int]]
 ) -> None:
-    """Special rows, each with one of `places` as its only label, all packed beside each other."""
+    """Check special rows in one jagged batch, each with one of `places` as its only label."""
     every = [(row, j) for row in rows for j in places(row)]
     ones = [
-        LabelledRow(
+        LabeledRow(
             torch.tensor(row.x, dtype=dtype),
             row.k,
             torch.tensor(row.mask or [True] * len(row.x)),

@@ -1,4 +1,4 @@
-"""The losses that every test of losses runs over: a new one is entered here, under what targets it takes."""
+"""The losses that all loss tests run over. Add a new loss here, under the targets that it accepts."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ SINGLE_LABEL = {
     torchlml.topk_svm_loss: torchlml.TopKSVMLoss,
 }
 EVERY = MULTI_LABEL | SINGLE_LABEL
-# A set of labels is one event: a loss of this kind is not a sum over labels. Tested in test_subset_loss.py.
+# These losses treat a set of labels as one event, not as a sum over labels. Tested in test_subset_loss.py.
 SETS = {torchlml.subset_loss: torchlml.SubsetLoss}
 
 every = pytest.mark.parametrize("loss", EVERY, ids=lambda loss: loss.__name__)

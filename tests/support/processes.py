@@ -1,4 +1,4 @@
-"""Processes that tests start: forks of a server that has imported torch and the lab, which takes seconds."""
+"""Processes started by tests: forks of a server that has already imported torch, which takes seconds."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ from pathlib import Path
 
 import torch
 
-# torch._dynamo is for the optimizers of torch.
+# The optimizers of torch import torch._dynamo.
 _IMPORTED = ["torch._dynamo", "torch.distributed.tensor", "torch.distributed.fsdp", "tests.support.problems"]
 _IMPORTED += [f"torchlml_lab.studies.{study}.sweep" for study in ("cifar100", "scene_graph")]
 _IMPORTED += ["torchlml_lab.multilabel.report"]
 
 
 def fork(work: Callable[..., None], *arguments: object) -> BaseProcess:
-    """Start `work(*arguments)`, a function of a module, in a process that need not import torch again."""
+    """Start `work(*arguments)`, a module-level function, in a process that need not import torch again."""
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(_IMPORTED)
     process = context.Process(target=work, args=arguments)
@@ -31,32 +31,32 @@ def fork(work: Callable[..., None], *arguments: object) -> BaseProcess:
     return process
 
 
-def hear_interrupts() -> None:
-    """Undo, in a new process, what a shell does to its background jobs: their children ignore Ctrl-C."""
+def restore_interrupts() -> None:
+    """Restore Ctrl-C in a new process: children of a shell's background jobs ignore it."""
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 def torchlml(words: Sequence[str]) -> int:
-    """The command line."""
+    """Run the command line."""
     from torchlml_lab.cli import main
 
     return main(words)
 
 
 def script(words: Sequence[str]) -> int:
-    """A file that is run as a program."""
+    """Run a file as a program."""
     runpy.run_path(words[0], run_name="__main__")
     return 0
 
 
 class Command:
-    """A program that runs on one thread, in a process of its own; its output goes to files."""
+    """A program on one thread in its own process, with output redirected to files."""
 
     def __init__(
         self,
         words: Sequence[str],
         program: Callable[[Sequence[str]], int] = torchlml,
-        before: Callable[[], None] = hear_interrupts,
+        before: Callable[[], None] = restore_interrupts,
         **environment: str,
     ) -> None:
         self._folder = Path(tempfile.mkdtemp())
@@ -64,23 +64,23 @@ class Command:
         self.pid = self._process.pid
 
     def running(self) -> bool:
-        """Whether it has not ended."""
+        """Whether the process is still running."""
         return self._process.is_alive()
 
     def send_signal(self, number: int) -> None:
-        """Send a signal to it, and to none of its children."""
+        """Send a signal to the process only, not to its children."""
         assert self.pid is not None
         os.kill(self.pid, number)
 
     def end(self, seconds: float = 180) -> tuple[int | None, str, str]:
-        """Wait for it, and give its exit code, what it printed, and what it complained of."""
+        """Wait until it ends, and return its exit code, standard output and standard error."""
         self._process.join(seconds)
         out, err = ((self._folder / name).read_text() for name in ("out", "err"))
         shutil.rmtree(self._folder)
         return self._process.exitcode, out, err
 
     def kill(self) -> tuple[int | None, str, str]:
-        """End it as the system does that runs out of memory."""
+        """Kill it, as the system does when it runs out of memory."""
         self.send_signal(signal.SIGKILL)
         return self.end()
 
@@ -100,15 +100,15 @@ def _run(
     sys.exit(program(words))
 
 
-def start(words: Sequence[str], before: Callable[[], None] = hear_interrupts) -> Command:
-    """Start `torchlml` with these arguments; `before`, a function of a module, runs there first."""
+def start(words: Sequence[str], before: Callable[[], None] = restore_interrupts) -> Command:
+    """Start `torchlml` with these arguments. The module-level function `before` runs in the process first."""
     return Command(words, before=before)
 
 
 def start_two(
     words: Sequence[str], program: Callable[[Sequence[str]], int] = torchlml
 ) -> tuple[Command, Command]:
-    """Start a program in two processes that work together; `torchrun` tells them the same."""
+    """Start a program in two cooperating processes, with the environment that `torchrun` would set."""
     with socket.create_server(("localhost", 0)) as free:
         port = str(free.getsockname()[1])
     both = {"MASTER_ADDR": "localhost", "MASTER_PORT": port, "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2"}
@@ -117,7 +117,7 @@ def start_two(
 
 
 def output(*processes: Command, code: int = 0, seconds: float = 180) -> tuple[str, str]:
-    """Wait for processes that must end in time and with this code; give their two outputs."""
+    """Wait until the processes end in time and with this exit code, and return their two outputs."""
     ends = [process.end(seconds) for process in processes]
     printed, errors = ("".join(end[i] for end in ends) for i in (1, 2))
     assert [end[0] for end in ends] == [code] * len(ends), errors

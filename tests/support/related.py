@@ -1,8 +1,8 @@
-"""The members of the family, each with its truth: one row at a time, without a line of the library.
+"""The related operators with exact solutions: one row at a time, independent of the library.
 
-The two constrained projections are bisected in extended precision (`np.longdouble`), or with 120 digits
-(`mpmath`) where the row is short; a bound on the sum is decided by the definition; and the value is taken
-from the definition, x.y + H(y), not from the dual formula that the library uses.
+The two constrained projections use bisection in extended precision (`np.longdouble`), or with 120 digits
+(`mpmath`) for short rows. The definition decides whether a bound on the sum is active. The value is computed
+from the definition, x.y + H(y), not from the dual formula in the library.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ def capped(kind: str, x: Array, k: float, upper: Array) -> Array:
     """y of `constrained_softmax` or `constrained_sparsemax` for a finite row with 0 < k < sum of upper."""
     if x.size <= 12:
         return _capped_with_mpmath(kind, x, k, upper)
-    # The few very long rows have no large entries, for which double precision would not be enough.
+    # The few very long rows have no large entries, so double precision is sufficient for them.
     precision = Wide if x.size <= 20_000 else np.float64
     entries: Any = x.astype(precision)
     bounds: Any = upper.astype(precision)
@@ -48,7 +48,7 @@ def capped(kind: str, x: Array, k: float, upper: Array) -> Array:
         if middle in (lower, upper_end):
             break
         y = values(middle)
-        # What is at its bound comes off k first: beside it, the rest may be too small to be seen.
+        # Subtract entries at their bounds from k first: in a sum with them, the small rest would be lost.
         missing = k - bounds[y == bounds].sum()
         lower, upper_end = (lower, middle) if y[y < bounds].sum() > missing else (middle, upper_end)
     return np.asarray(values(lower), dtype=np.float64)
@@ -75,7 +75,7 @@ def _capped_with_mpmath(kind: str, x: Array, k: float, upper: Array) -> Array:
 
 
 def bounded(x: Array, k: float, bound: str) -> Array:
-    """y of lml with a bound: the sigmoids where they keep to it."""
+    """y of lml with a bound: the sigmoids if they satisfy it, otherwise the projection."""
     tails = np.exp(-np.abs(x))
     sigmoid = np.where(x > 0, 1.0, tails) / (1.0 + tails)
     kept = math.fsum(sigmoid) <= k if bound == "at_most" else math.fsum(sigmoid) >= k
@@ -83,7 +83,7 @@ def bounded(x: Array, k: float, bound: str) -> Array:
 
 
 def value(x: Array, k: float) -> tuple[float, float]:
-    """x.y + H(y), and the sum of the sizes of its terms."""
+    """x.y + H(y), and the sum of the absolute values of its terms."""
     row = truth.solve(x, k)
     log_rest = np.minimum(-row.z, 0.0) - np.log1p(np.exp(-np.abs(row.z)))
     terms = np.concatenate([row.y * x, -row.y * row.log_y, -np.exp(log_rest) * log_rest])
@@ -92,13 +92,13 @@ def value(x: Array, k: float) -> tuple[float, float]:
 
 @dataclass(frozen=True)
 class Member:
-    """A function of (x, k) that maps a row onto a row, and its truth."""
+    """A function of (x, k) that maps a row to a row, with its exact solution."""
 
     name: str
     function: Callable[..., torch.Tensor]
     truth: Callable[[Array, float], Array]
     fixed_sum: bool = True
-    upper: bool = False  # takes bounds beside the entries
+    upper: bool = False  # takes a bound per entry
 
 
 def _constrained(name: str) -> Member:
@@ -131,24 +131,24 @@ def _expected(member: str, problem: str, dtype: torch.dtype) -> Array:
 
 
 def expected(member: Member, problem: Problem, dtype: torch.dtype) -> Array:
-    """The truth of a member on a problem of the shared table, computed once."""
+    """The exact result of a member on a problem of the shared table, cached."""
     return _expected(member.name, problem.name, dtype)
 
 
-PROMISE = {torch.float32: (1e-6, 2e-6), torch.float64: (1e-11, 1e-11)}  # of an entry, and of the sum
+ACCURACY = {torch.float32: (1e-6, 2e-6), torch.float64: (1e-11, 1e-11)}  # for an entry and for the sum
 each_member = pytest.mark.parametrize("member", MEMBERS, ids=lambda member: member.name)
 each_constrained = pytest.mark.parametrize("member", CONSTRAINED, ids=lambda member: member.name)
-each_dtype = pytest.mark.parametrize("dtype", PROMISE, ids=str)
+each_dtype = pytest.mark.parametrize("dtype", ACCURACY, ids=str)
 SMALL = [problem for problem in SHORT if problem.row(torch.float64).numel() <= 200]
 
 
 def each(problems: list[Problem]) -> pytest.MarkDecorator:
-    """A test for each of the problems."""
+    """Run a test for each of the problems."""
     return pytest.mark.parametrize("problem", problems, ids=lambda problem: problem.name)
 
 
 def bounds_for(n: int, k: float) -> Array:
-    """Bounds from tiny to large, one of them 0, that leave room for k."""
+    """Bounds from tiny to large, one of them 0, whose sum exceeds k."""
     upper = 0.05 + (np.arange(n) * 0.618) % 1.7
     if n > 2:
         upper[1] = 0.0

@@ -1,4 +1,4 @@
-"""Tiny scene graphs, and the files that Visual Genome and VRD would describe them with."""
+"""Tiny scene graphs, and files that describe them in the formats of Visual Genome and VRD."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ PREDICATES = ("on", "has", "near", "of")
 
 @dataclass
 class Drawn:
-    """An image: boxes are x1, y1, x2, y2 in pixels, relations subject, object, predicate, all from 0 on."""
+    """An image: boxes are x1, y1, x2, y2 in pixels; relations are (subject, object, predicate) indices."""
 
     name: str
     boxes: list[tuple[int, int, int, int]]
@@ -27,7 +27,7 @@ class Drawn:
 
 
 def draw(count: int, seed: int = 0) -> list[Drawn]:
-    """Random images of two to six boxes, several relations on some pairs; every fourth is for the test."""
+    """Random images of two to six boxes, several relations on some pairs; every fourth is a test image."""
     random = np.random.default_rng(seed)
     drawn = []
     for i in range(count):
@@ -47,7 +47,7 @@ def draw(count: int, seed: int = 0) -> list[Drawn]:
 
 
 def vg_tables(images: list[Drawn]) -> dict[str, np.ndarray]:
-    """All tables of Xu's file; the longer side of an image is 1024 units."""
+    """All tables of the file by Xu et al., in which the longer side of an image is 1024 units."""
     boxes: list[tuple[float, ...]] = []
     labels: list[int] = []
     relations: list[tuple[int, int]] = []
@@ -83,7 +83,7 @@ def vg_tables(images: list[Drawn]) -> dict[str, np.ndarray]:
 
 
 def write_vg(folder: Path, images: list[Drawn], tables: dict[str, np.ndarray] | None = None) -> Path:
-    """Writes the three files of Visual Genome, if need be with other tables."""
+    """Write the three files of Visual Genome, optionally with some tables replaced."""
     folder.mkdir(exist_ok=True)
     with h5py.File(folder / "VG-SGG.h5", "w") as file:
         for name, table in (vg_tables(images) if tables is None else tables).items():
@@ -101,7 +101,7 @@ def write_vg(folder: Path, images: list[Drawn], tables: dict[str, np.ndarray] | 
 
 
 def vrd_annotations(images: list[Drawn]) -> dict[str, list[dict]]:
-    """The relations of each image, as VRD writes them: bbox is ymin, ymax, xmin, xmax."""
+    """The relations of each image in the format of VRD: bbox is ymin, ymax, xmin, xmax."""
 
     def end(image: Drawn, box: int) -> dict:
         a, b, c, d = image.boxes[box]
@@ -117,7 +117,7 @@ def vrd_annotations(images: list[Drawn]) -> dict[str, list[dict]]:
 
 
 def write_vrd(folder: Path, images: list[Drawn], sizes: bool = True) -> Path:
-    """Writes the official files, and those with the sizes of the images."""
+    """Write the official files, and those with the sizes of the images."""
     folder.mkdir(exist_ok=True)
     (folder / "objects.json").write_text(json.dumps(OBJECTS))
     (folder / "predicates.json").write_text(json.dumps(PREDICATES))

@@ -1,4 +1,4 @@
-"""Rows without an ordinary solution, with their limits written by hand."""
+"""Rows without an ordinary solution, with their limits derived by hand."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ INF, NAN = math.inf, math.nan
 
 @dataclass(frozen=True)
 class Special:
-    """A row, its limit y (written by hand) and its threshold nu."""
+    """A row, its limit y (derived by hand) and its threshold nu."""
 
     name: str
     x: list[float]
@@ -18,7 +18,7 @@ class Special:
     y: list[float]
     nu: float
     mask: list[bool] | None = None
-    short: bool = False  # k exceeds the length, which only ragged rows may do
+    short: bool = False  # k exceeds the length, which only ragged rows allow
 
 
 SPECIAL = [
@@ -56,20 +56,20 @@ SPECIAL = [
     Special("NaN", [0.0, NAN, 1.0], 1, [NAN] * 3, NAN),
     Special("NaN, k = 0", [0.0, NAN, 1.0], 0, [NAN] * 3, NAN),
     Special("NaN, k = n", [0.0, NAN, 1.0], 3, [NAN] * 3, NAN),
-    Special("NaN beside +inf", [INF, NAN, 1.0], 1, [NAN] * 3, NAN),
-    Special("NaN beside a masked entry", [0.0, NAN, 1.0], 1, [NAN] * 3, NAN, [True, True, False]),
-    Special("packed row as long as k", [1.0, 5.0], 2, [1, 1], INF),
-    Special("packed row shorter than k", [1.0, 5.0], 3, [1, 1], INF, short=True),
-    Special("packed row shorter than k, with NaN", [1.0, NAN], 3, [NAN, NAN], NAN, short=True),
-    Special("empty packed row", [], 3, [], INF, short=True),
-    Special("empty packed row, k = 0", [], 0, [], -INF, short=True),
-    Special("an ordinary neighbour", [0.3, -1.0, 2.0, 0.0], 1.5, [], NAN),
+    Special("NaN next to +inf", [INF, NAN, 1.0], 1, [NAN] * 3, NAN),
+    Special("NaN next to a masked entry", [0.0, NAN, 1.0], 1, [NAN] * 3, NAN, [True, True, False]),
+    Special("ragged row as long as k", [1.0, 5.0], 2, [1, 1], INF),
+    Special("ragged row shorter than k", [1.0, 5.0], 3, [1, 1], INF, short=True),
+    Special("ragged row shorter than k, with NaN", [1.0, NAN], 3, [NAN, NAN], NAN, short=True),
+    Special("empty ragged row", [], 3, [], INF, short=True),
+    Special("empty ragged row, k = 0", [], 0, [], -INF, short=True),
+    Special("an ordinary neighbor", [0.3, -1.0, 2.0, 0.0], 1.5, [], NAN),
 ]
 ORDINARY = SPECIAL.pop()
 DENSE = [row for row in SPECIAL if not row.short]
 
 
 def gradient_of_k(row: Special, g: list[float]) -> float:
-    """The gradient for k of sum(g y): only if p entries of +inf share k, each changes by 1/p."""
+    """The gradient of sum(g y) for k: nonzero only if p entries of +inf share k, with dy/dk = 1/p."""
     above = [gi for xi, gi in zip(row.x, g, strict=True) if xi == INF]
     return sum(above) / len(above) if row.nu == -INF and len(above) > row.k > 0 else 0.0

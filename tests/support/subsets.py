@@ -42,7 +42,7 @@ def enumerate_sets(x: torch.Tensor, k: int) -> Exact:
     chances = {members: weight / total for members, weight in weights.items()}
 
     def log(members):
-        """log P, from the sum of the others where P is near 1."""
+        """log P, computed from the sum of the others if P is near 1."""
         if chances[members] == 0:
             return -MP.inf
         others = MP.fsum(w for other, w in weights.items() if other != members)

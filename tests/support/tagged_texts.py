@@ -1,4 +1,4 @@
-"""A CSV of texts and tags that can be learned: every tag has its own words among words that say nothing."""
+"""A CSV of texts and tags that can be learned: every tag has its own words among uninformative words."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def tagged_texts(count: int, seed: int) -> list[tuple[str, list[str]]]:
 
 
 def write_texts(path: Path, rows: list[tuple[str, list[str]]]) -> Path:
-    """Write them as `text,tags` with `;` between the tags."""
+    """Write the texts as `text,tags` with `;` between the tags."""
     with path.open("w", newline="", encoding="utf-8") as file:
         writer = csv.writer(file)
         writer.writerow(("text", "tags"))

@@ -1,9 +1,9 @@
-"""Compiles the Triton kernels for GPUs that need not be there, and reports what they take.
+"""Compile the Triton kernels for GPUs that need not be present, and report their resources.
 
     python -m tests.support.triton_compile sm_80 sm_90 sm_100 gfx942
 
-prints a line of JSON for each variant and target: registers, bytes spilled, bytes of shared memory. The
-numbers of NVIDIA's targets are what ptxas says while Triton compiles, AMD's are in the metadata of the code
+prints a line of JSON for each variant and target: registers, bytes spilled, bytes of shared memory. For
+NVIDIA, ptxas reports these numbers while Triton compiles; for AMD, they are in the metadata of the code
 object.
 """
 # mypy: disable-error-code="import-not-found,import-untyped"
@@ -18,7 +18,7 @@ import re
 import sys
 from typing import Any, NamedTuple
 
-# Read when Triton is imported: print what ptxas says, and compile what was compiled before.
+# Triton reads these on import: print the ptxas log, and ignore the compilation cache.
 os.environ["TRITON_DUMP_PTXAS_LOG"] = os.environ["TRITON_ALWAYS_COMPILE"] = "1"
 
 import triton
@@ -59,12 +59,12 @@ DENSE = {"mask_ptr": None, "offsets_ptr": None}
 PACKED: dict[str, None] = {}
 ONE_CLASS = {**DENSE, "starts_ptr": None, "weight_ptr": None, "LABELS": 1}
 MULTI_HOT = {**DENSE, "starts_ptr": None, "LABELS": 0}
-LISTS = {"LABELS": 32}  # in packed rows, with weights and a mask
+LISTS = {"LABELS": 32}  # in jagged batches, with weights and a mask
 COMMON = 4096  # rows up to this length must not spill registers
 
 
 class Variant(NamedTuple):
-    """What is compiled."""
+    """A compiled variant."""
 
     name: str
     kernel: Any
@@ -75,7 +75,7 @@ class Variant(NamedTuple):
 
 
 def variants(lanes: int) -> list[Variant]:
-    """Everything that is launched, in the blocks and warps that `plan` chooses."""
+    """All launched kernels, with the blocks and warps that `plan` chooses."""
     forward, backward = triton_layer.forward_kernel, triton_layer.backward_kernel
     found: list[Variant] = []
 
@@ -125,10 +125,10 @@ def variants(lanes: int) -> list[Variant]:
 
 
 def measure(variant: Variant, target: str) -> dict[str, Any]:
-    """What one takes: registers, bytes spilled and shared, and how it rounds to bfloat16."""
+    """Resources of a variant: registers, bytes spilled and shared, and its rounding to bfloat16."""
     name, kernel, constants, dtype, warps, length = variant
     types = {**ARGUMENTS, **dict.fromkeys(ENTRIES, f"*{dtype}")}
-    if "LABELS" in constants:  # a loss has one gradient to a row
+    if "LABELS" in constants:  # a loss has one gradient per row
         types |= {"grad_ptr": "*fp32", "labels_ptr": "*i64" if constants["LABELS"] else "*i1"}
     constants = {key: value for key, value in constants.items() if key in kernel.arg_names}
     signature = {
@@ -165,7 +165,7 @@ def _amd(compiled: Any) -> tuple[int, int]:
 
 
 def chosen(target: str) -> list[Variant]:
-    """All on sm_80; elsewhere each kernel with each dtype once, in its longest rows that must not spill."""
+    """All on sm_80; elsewhere each kernel once per dtype, with its longest rows that must not spill."""
     found = variants(TARGETS[target].warp_size)
     if target == "sm_80":
         return found

@@ -1,7 +1,7 @@
-"""The Triton kernels against float64, interpreted; `test_triton.py` runs this in a process of its own.
+"""The interpreted Triton kernels compared with float64. `test_triton.py` runs this in a separate process.
 
-Each shape says which variant of the kernels it reaches. The truth and what may differ from it are those of
-the tests of the CPU.
+Each shape reaches a specific variant of the kernels. The exact solutions and tolerances are those of the
+CPU tests.
 """
 
 from __future__ import annotations
@@ -30,12 +30,12 @@ LOOP = Plan(32, 1, True)
 SPLIT = Plan(16, 1, True, 2)
 VARIANTS = {"chip": None, "loop": LOOP, "split": SPLIT}
 LENGTHS = {
-    # One entry; the smallest block, full; a block partly filled; several warps.
+    # One entry; the smallest block, full; a partly filled block; several warps.
     "chip": (1, 32, 33, 600),
-    # Everything in the block on chip; it is full and nothing is streamed; one entry is streamed; many blocks
-    # are streamed, the last one partly filled.
+    # Everything in the block on chip; a full block and nothing streamed; one entry streamed; many blocks
+    # streamed, the last one partly filled.
     "loop": (20, 32, 33, 150),
-    # One program has entries and one has none; one block each; the first has two; all have several.
+    # One program with entries and one without; one block each; two blocks in the first; several in all.
     "split": (10, 32, 33, 90),
 }
 each_shape = pytest.mark.parametrize(
@@ -51,12 +51,12 @@ each_variant = pytest.mark.parametrize("how", VARIANTS.values(), ids=VARIANTS)
 
 @pytest.fixture
 def force(monkeypatch: pytest.MonkeyPatch) -> Force:
-    """Lay out the rows as one would on a GPU with 100 processors, or as it is given here."""
+    """Lay out the rows as on a GPU with 100 processors, or with the given plan."""
 
     def layout(how: Plan | None) -> Callable[[Tensor, int, Tensor | None], Plan]:
         return lambda x, rows, offsets: how or plan(1000, x.shape[-1], offsets is not None, 100)
 
-    # Rows that take more steps than are shared by the splits reach the kernel that finishes them, too.
+    # Rows that take more steps than the splits share also reach the kernel that finishes them.
     monkeypatch.setattr(triton_split, "_STEPS", 3)
     return lambda how: monkeypatch.setattr(triton_operators, "layout", layout(how))
 
@@ -70,7 +70,7 @@ def float64(*values: float) -> Tensor:
 
 
 def check(row: truth.Row, k: float, y: Tensor, log_y: Tensor, nu: Tensor) -> None:
-    """One row of float32: the promises of y and of its sum, log y and nu to the rounding of z."""
+    """Check one row of float32: the guarantees for y and its sum, and log y and nu to the rounding of z."""
     assert np.abs(y.double().numpy() - row.y).max() <= 1e-6
     assert abs(float(y.double().sum()) - k) <= 2e-6 * max(1, k)
     expected = torch.from_numpy(row.log_y).float().double()  # -6e38 is -inf in float32
@@ -80,7 +80,7 @@ def check(row: truth.Row, k: float, y: Tensor, log_y: Tensor, nu: Tensor) -> Non
 
 
 def check_gradients(row: truth.Row, g: np.ndarray, found: dict[str, tuple[Tensor, Tensor]]) -> None:
-    """dx and dk of y, log y and nu of one row, as close as the tests of the CPU ask for."""
+    """Check dx and dk of y, log y and nu of one row, with the tolerances of the CPU tests."""
     dx, dk = (t.double().numpy() for t in found["backward"])
     expected_dx, expected_dk = row.lml_gradient(g)
     assert np.abs(dx - expected_dx).max() <= 1e-6 * np.abs(g).max()
@@ -91,11 +91,11 @@ def check_gradients(row: truth.Row, g: np.ndarray, found: dict[str, tuple[Tensor
         return
     dx, dk = (t.double().numpy() for t in found["log_backward"])
     expected_dx, expected_dk = row.log_lml_gradient(g)
-    felt = np.abs(g) * (1 - row.y)
+    effect = np.abs(g) * (1 - row.y)
     room = slack(row, torch.float32)
-    assert bool((np.abs(dx - expected_dx) <= room * (felt + row.p * felt.sum()) + 1e-12).all())
+    assert bool((np.abs(dx - expected_dx) <= room * (effect + row.p * effect.sum()) + 1e-12).all())
     if row.sum_w > 1e-30:
-        assert abs(dk - expected_dk) <= 4 * room.min() * felt.sum() / row.sum_w
+        assert abs(dk - expected_dk) <= 4 * room.min() * effect.sum() / row.sum_w
     dx, dk = (t.double().numpy() for t in found["dual_backward"])
     assert bool((np.abs(dx + row.p) <= 2 * room * row.p + 1e-12).all())
     if row.sum_w > 1e-30:
@@ -121,7 +121,7 @@ def test_shapes(force: Force, how: Plan | None, n: int) -> None:
 
 
 def some(rows: list[Row], how: Plan | None) -> list[Row]:
-    """All of them on chip; fewer where interpreting takes longer, and not the same."""
+    """All rows on chip, and different subsets for the variants that are slower to interpret."""
     return rows[how == LOOP :: {None: 1, LOOP: 2, SPLIT: 4}[how]]
 
 
@@ -136,7 +136,7 @@ CHIP = [problem for problem in SHORT if 101 < problem.row(torch.float32).numel()
 
 @each_variant
 def test_problems_in_packed_rows(force: Force, how: Plan | None) -> None:
-    force(how or Plan(128, 1, True))  # chip: all of a packed row in its first block
+    force(how or Plan(128, 1, True))  # chip: a complete row in its first block
     run_problems(some(PACKED, how))
 
 
@@ -170,7 +170,7 @@ def run_problems(problems: list[Problem], dense: bool = False) -> None:
 
 @each_variant
 def test_special_rows(force: Force, how: Plan | None) -> None:
-    """Every limit, packed, with its own k, and beside each other."""
+    """All limits in one jagged batch, each with its own k, and as neighbors."""
     force(how)
     rows = some(SPECIAL, how)
     x, offsets = packed([torch.tensor(row.x) for row in rows])
@@ -206,7 +206,7 @@ def test_special_rows(force: Force, how: Plan | None) -> None:
 
 
 def rounded(wide: Tensor, dtype: torch.dtype) -> Tensor:
-    """As the interpreter rounds: bfloat16 towards zero. Compiled code rounds to nearest: `test_triton`."""
+    """Round like the interpreter: bfloat16 toward zero. Compiled code rounds to nearest (`test_triton`)."""
     if dtype == torch.bfloat16:
         wide = (wide.view(torch.int32) & -0x10000).view(torch.float32)
     return wide.to(dtype)
@@ -232,7 +232,7 @@ def test_half_is_read_as_float32_and_rounded_once(force: Force, how: Plan | None
 
 
 @each_variant
-def test_masked_entries_count_for_nothing(force: Force, how: Plan | None) -> None:
+def test_masked_entries_are_ignored(force: Force, how: Plan | None) -> None:
     force(how)
     x, mask = 3 * torch.randn(2, 90), torch.rand(2, 90) < 0.5
     x[~mask] = torch.tensor([math.nan, math.inf, 1e30]).repeat(90)[: int((~mask).sum())]
@@ -272,8 +272,8 @@ def test_float64_stays_on_the_torch_path() -> None:
     assert np.abs(y[0].numpy() - row.y).max() <= 1e-11
 
 
-# Each form of labels reaches each variant: one label, a list longer than the 32 that are read at once, and a
-# bool beside each entry, in the block on chip, in streamed blocks, and in blocks of several programs.
+# Each form of labels reaches each variant: one label, a list longer than the 32 that are read at once, and
+# one bool per entry, in the block on chip, in streamed blocks, and in blocks of several programs.
 LOSSES = [
     ("one class", False, False),
     ("weighted list", True, True),

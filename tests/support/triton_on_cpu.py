@@ -1,10 +1,10 @@
-"""A plugin for pytest that runs the operators on CPU tensors through the Triton kernels, interpreted.
+"""A pytest plugin that runs the operators on CPU tensors through the interpreted Triton kernels.
 
     TRITON_INTERPRET=1 TORCHLML_KERNEL=torch TRITON_VARIANT=loop pytest -p tests.support.triton_on_cpu ...
 
-Triton reads TRITON_INTERPRET when a kernel is decorated, so all of this happens in a process of its own. What
-is chosen on a GPU by the lengths of the rows is chosen here by `TRITON_VARIANT`, since interpreted rows must
-be short.
+Triton reads TRITON_INTERPRET when a kernel is decorated, so all of this happens in a separate process. On a
+GPU, the lengths of the rows select the variant. Here `TRITON_VARIANT` selects it, because interpreted rows
+must be short.
 """
 # mypy: disable-error-code="import-not-found,import-untyped"
 
@@ -23,9 +23,9 @@ from torchlml._triton import self_test
 from torchlml._triton.plan import Plan
 
 PLANS = {
-    "chip": None,  # the one of a GPU, which keeps such short rows on chip
-    "loop": Plan(32, 1, True),  # rows longer than 32 have a block on chip and blocks that are streamed
-    "split": Plan(16, 1, True, 4),  # four programs to a row; longer than 64, each has several blocks
+    "chip": None,  # as on a GPU, which keeps such short rows on chip
+    "loop": Plan(32, 1, True),  # rows longer than 32 have a block on chip and streamed blocks
+    "split": Plan(16, 1, True, 4),  # four programs per row; in rows longer than 64, each has several blocks
 }
 _choose = triton_operators.layout
 _forced = PLANS[os.environ["TRITON_VARIANT"]]
@@ -40,11 +40,11 @@ _patch = interpreter._patch_lang
 
 
 def _patch_once(function: Any) -> Any:
-    """Put the interpreter's functions into triton.language for good; at each call it is half of the time."""
+    """Patch triton.language permanently. Patching it at each call takes half of the time."""
     if function.__module__ not in _patched:
         _patched.add(function.__module__)
         _patch(function)
-    return interpreter._LangPatchScope()  # with nothing to restore
+    return interpreter._LangPatchScope()  # nothing to restore
 
 
 interpreter._patch_lang = _patch_once

@@ -1,10 +1,9 @@
-"""The truth the projection is tested against: one row at a time, written without a line of the library.
+"""Exact solutions of the projection, one row at a time, independent of the library.
 
 `solve` bisects the dual variable. It writes `nu = d - anchor`, where `anchor` is the row's own entry at the
 threshold, so that `z = (x - anchor) + d` loses nothing when the logits are shifted by 1e7: the difference is
-taken without error and `d` is a small number. The residual is summed from `sigma(-|z|)`, which keeps the
-entries that round to one. `solve_with_mpmath` does the same with 120 digits and no tricks; `test_accuracy`
-holds the two against each other.
+exact and `d` is a small number. The residual is summed from `sigma(-|z|)`, which preserves entries that round
+to one. `solve_with_mpmath` does the same with 120 digits and no tricks; `test_accuracy` compares the two.
 """
 
 from __future__ import annotations
@@ -20,31 +19,31 @@ from numpy.typing import NDArray
 
 Array = NDArray[np.float64]
 
-# What an infinite logit is the limit of: far above every finite test value, with multiples still finite.
+# The stand-in for an infinite logit: far above every finite test value, with finite multiples.
 INFINITY_STAND_IN = 1e60
 
 
 def _difference(x: Array, anchor: float) -> tuple[Array, Array]:
-    """`x - anchor` as an unevaluated sum of two doubles, without error (Knuth)."""
+    """`x - anchor` as an unevaluated sum of two doubles, without rounding error (Knuth)."""
     high = x - anchor
     back = high - x
     return high, (x - (high - back)) - (anchor + back)
 
 
 def _tails(z: Array) -> Array:
-    """`sigma(-|z|)`: the distance of y to the nearer of 0 and 1, to full relative accuracy."""
+    """`sigma(-|z|)`: the distance of y to the nearer of 0 and 1, with full relative accuracy."""
     small = np.exp(-np.abs(z))
     return np.asarray(small / (1.0 + small))
 
 
 def _exact_sum(terms: Array) -> float:
-    """`math.fsum` for rows, numpy's pairwise sum (relative error below 1e-14) for the few very long ones."""
+    """`math.fsum` for rows, and numpy's pairwise sum (relative error below 1e-14) for the longest ones."""
     return math.fsum(terms.tolist()) if terms.size <= 20_000 else float(terms.sum())
 
 
 @dataclass(frozen=True)
 class Row:
-    """A solved row: everything that the tests compare with."""
+    """A solved row: all quantities that the tests compare with."""
 
     y: Array
     log_y: Array
@@ -53,27 +52,27 @@ class Row:
     w: Array
     p: Array  # w / sum w
     sum_w: float
-    alive: NDArray[np.bool_]  # entries that take part: not masked and not -inf
+    alive: NDArray[np.bool_]  # available entries: not masked and not -inf
 
     def lml_gradient(self, g: Array) -> tuple[Array, float]:
-        """Gradients for x and for k of `sum g y`."""
+        """Gradients of `sum g y` for x and k."""
         mean = float(self.p @ np.where(self.alive, g, 0.0))
         return self.w * (g - mean), mean
 
     def log_lml_gradient(self, g: Array) -> tuple[Array, float]:
-        """Gradients for x and for k of `sum g log y` over the entries that take part."""
+        """Gradients of `sum g log y` over the available entries for x and k."""
         upstream = np.where(self.alive, g, 0.0) * np.where(self.z > 0, _tails(self.z), 1.0 - _tails(self.z))
         total = _exact_sum(upstream)
         with np.errstate(divide="ignore", over="ignore"):
             return upstream - self.p * total, float(np.divide(total, self.sum_w)) if total else 0.0
 
     def dual_gradient(self, g: float) -> tuple[Array, float]:
-        """Gradients for x and for k of `g nu`."""
+        """Gradients of `g nu` for x and k."""
         return -g * self.p, g / self.sum_w
 
 
 def solve(x: Sequence[float] | Array, k: float, mask: Sequence[bool] | None = None) -> Row:
-    """The exact projection of one row with 0 < k < m; an entry of +inf is taken as a limit."""
+    """The exact projection of one row with 0 < k < m. An entry of +inf is treated as a limit."""
     full = np.asarray(x, dtype=np.float64)
     alive = full > -math.inf
     if mask is not None:
@@ -82,17 +81,17 @@ def solve(x: Sequence[float] | Array, k: float, mask: Sequence[bool] | None = No
         raise ValueError("solve() is for ordinary rows; use projection() for the special ones.")
     entries = np.minimum(full[alive], INFINITY_STAND_IN)
     anchor = float(np.sort(entries)[::-1][min(math.ceil(k), entries.size) - 1])
-    values, counts = np.unique(entries, return_counts=True)  # ties cost nothing
+    values, counts = np.unique(entries, return_counts=True)  # evaluate tied entries once
     high, low = _difference(values, anchor)
 
     def residual(d: float) -> float:
         z = high + (low + d)
         above = z > 0
         tails = _tails(z) * counts
-        # (number of z > 0) - k is exact where it matters; the tails then cancel against it, not against ones
+        # (number of z > 0) - k is exact when it matters; the tails then cancel against it, not against ones
         surplus = float(counts[above].sum()) - k
         if surplus == 0 and tails.max() < 1e-200:
-            # in the middle of a gap so wide that the tails underflow, their logarithms decide
+            # in a gap so wide that the tails underflow, compare their logarithms
             logs = np.log(counts) - np.abs(z)
             return float(np.logaddexp.reduce(logs[~above]) - np.logaddexp.reduce(logs[above]))
         return surplus + _exact_sum(np.where(above, -tails, tails))
@@ -118,26 +117,26 @@ def _row(full: Array, alive: NDArray[np.bool_], anchor: float, d: float) -> Row:
     p_alive = np.exp(log_w - log_w.max())
     p_alive /= _exact_sum(p_alive)
 
-    def spread(values: Array, elsewhere: float) -> Array:
+    def scatter(values: Array, elsewhere: float) -> Array:
         out = np.full(full.shape, elsewhere)
         out[alive] = values
         return out
 
     w = tails * (1.0 - tails)
     return Row(
-        y=spread(np.where(z_alive > 0, 1.0 - tails, tails), 0.0),
-        log_y=spread(np.minimum(z_alive, 0.0) + log_tails, -math.inf),
+        y=scatter(np.where(z_alive > 0, 1.0 - tails, tails), 0.0),
+        log_y=scatter(np.minimum(z_alive, 0.0) + log_tails, -math.inf),
         nu=d - anchor,
-        z=spread(z_alive, -math.inf),
-        w=spread(w, 0.0),
-        p=spread(p_alive, 0.0),
+        z=scatter(z_alive, -math.inf),
+        w=scatter(w, 0.0),
+        p=scatter(p_alive, 0.0),
         sum_w=_exact_sum(w),
         alive=alive,
     )
 
 
 def projection(x: Sequence[float] | Array, k: float, mask: Sequence[bool] | None = None) -> Array:
-    """The projection of any row, with the limits k -> 0, k -> m and x -> +-inf, and NaN for a NaN."""
+    """The projection of any row, including the limits k -> 0, k -> m, x -> +-inf, and NaN."""
     full = np.asarray(x, dtype=np.float64)
     available = np.ones(full.shape, dtype=bool) if mask is None else np.asarray(mask, dtype=bool)
     if np.isnan(full[available]).any():
@@ -155,8 +154,8 @@ def solve_with_mpmath(x: Sequence[float], k: float, digits: int = 120) -> tuple[
     with mpmath.workdps(digits):
         entries = [mpmath.mpf(value) for value in x]
         target, size = mpmath.mpf(k), len(entries)
-        spread = mpmath.log(size / target) + mpmath.log(size / (size - target)) + 1
-        lower, upper = -max(entries) - spread, -min(entries) + spread
+        scatter = mpmath.log(size / target) + mpmath.log(size / (size - target)) + 1
+        lower, upper = -max(entries) - scatter, -min(entries) + scatter
 
         def values(nu: mpmath.mpf) -> list[mpmath.mpf]:
             return [1 / (1 + mpmath.exp(-(entry + nu))) for entry in entries]
@@ -168,7 +167,7 @@ def solve_with_mpmath(x: Sequence[float], k: float, digits: int = 120) -> tuple[
 
 
 def plain(x: torch.Tensor, k: float | torch.Tensor) -> torch.Tensor:
-    """The first thing one would write, in the dtype of x: bisection over the last dim, for gentle rows."""
+    """The simplest implementation, in the dtype of x: bisection over the last dim, for moderate rows."""
     target = torch.as_tensor(k, dtype=x.dtype).unsqueeze(-1) if isinstance(k, torch.Tensor) else float(k)
     lower = -x.amax(-1, keepdim=True) - 50
     upper = -x.amin(-1, keepdim=True) + 50
@@ -180,7 +179,7 @@ def plain(x: torch.Tensor, k: float | torch.Tensor) -> torch.Tensor:
 
 
 def newton_from(x: torch.Tensor, k: float | torch.Tensor, nu: torch.Tensor, steps: int = 4) -> torch.Tensor:
-    """A threshold made of plain differentiable operations, whose derivatives of low order are autograd's."""
+    """A threshold from differentiable torch operations, whose low-order derivatives come from autograd."""
     for _ in range(steps):
         y = torch.sigmoid(x + nu.unsqueeze(-1))
         nu = nu - (y.sum(-1) - k) / (y * (1 - y)).sum(-1)
