@@ -407,7 +407,7 @@ def test_a_report_does_not_widen_label_lists_to_all_labels(run, texts, capsys, t
     class Spied(torchlml.metrics.TopKRecall):
         def update(self, preds, target, mask=None, offsets=None):
             widths.append(target.shape[-1])
-            super().update(preds, target, mask, offsets)
+            super().update(preds, target, mask=mask, offsets=offsets)
 
     monkeypatch.setattr(report, "TopKRecall", Spied)
     assert cli.main(["evaluate", str(run[0]), "--data", str(texts), "--out", str(tmp_path)]) == 0

@@ -1,4 +1,4 @@
-"""What is measured on the test images, and the mean and spread over the seeds."""
+"""The metrics on the test images, and their mean and standard deviation over the seeds."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -14,7 +14,7 @@ BINS = 10
 
 @dataclass(frozen=True)
 class Measured:
-    """One method on the test images of one seed in one condition."""
+    """The metrics of one method on the test images of one seed and condition."""
 
     recall: float
     hidden_recall: float
@@ -22,39 +22,39 @@ class Measured:
     count: float
     calibration_error: float
     reliability: Tensor
-    """(3, bins): how many (image, digit) pairs have their p in the bin, their mean p, the share present."""
+    """(3, bins): the number of (image, digit) pairs in each bin of p, their mean p, and the share present."""
 
 
-# What the table shows: the name of the measure, its heading, what it means, and the digits after the point.
+# The columns of the table: name of the metric, heading, description, and number of decimals.
 COLUMNS = (
-    ("recall", "recall@k", "share of all digits in an image that are among the k with the largest p", 3),
-    ("hidden_recall", "of hidden", "the same for the digits that nobody named", 3),
-    ("exact", "exact set", "share of images where p > 0.5 holds for exactly the digits in the image", 3),
-    ("count", "p > 0.5", "how many digits of an image have p > 0.5, on average; the truth is k", 2),
+    ("recall", "recall@k", "share of the digits in an image that are among the k with the largest p", 3),
+    ("hidden_recall", "unobserved", "the same for the digits that were not observed", 3),
+    ("exact", "exact set", "share of images where p > 0.5 for exactly the digits in the image", 3),
+    ("count", "p > 0.5", "mean number of digits per image with p > 0.5; the correct value is k", 2),
     (
         "calibration_error",
         "calibration",
-        "how far p is from the share of digits that are present: 0 is best",
+        "mean distance between p and the share of digits that are present; 0 is best",
         3,
     ),
 )
 
 Results = Mapping[tuple[str, str], list[Measured]]
-"""For each (condition, method) one `Measured` per seed, in the order of the seeds."""
+"""For each (condition, method), one `Measured` per seed, in the order of the seeds."""
 
 
 def measure(p: Tensor, ranking: Tensor, images: Images) -> Measured:
-    """Compare predictions with what the images show.
+    """Compare predictions with the digits in the images.
 
     Args:
         p: (N, 10), the probability that the digit is in the image.
-        ranking: (N, 10), what the digits are ranked by: the logits, which still differ where p rounds to 1.
+        ranking: (N, 10), the scores for ranking: the logits, which still differ if p rounds to 1.
         images: The test images.
 
     Returns:
-        The measures, where recall is among as many digits as an image shows. Calibration puts all pairs of
-        image and digit into ten bins by their p and averages the distance between the mean p and the share of
-        digits present in a bin, weighted by the bin's size.
+        The metrics. Recall counts the top m digits of an image with m digits. For the calibration error, all
+        (image, digit) pairs are binned by p into ten bins; it is the distance between the mean p and the
+        share of digits present in a bin, averaged over the bins with weights by size.
     """
     rank = ranking.argsort(-1, descending=True).argsort(-1)
     top = rank < images.present.sum(-1, keepdim=True)
@@ -73,12 +73,12 @@ def measure(p: Tensor, ranking: Tensor, images: Images) -> Measured:
 
 
 def spread(values: list[float]) -> tuple[float, float]:
-    """The mean over the seeds, and their standard deviation."""
+    """The mean and standard deviation over the seeds."""
     return mean(values), stdev(values)
 
 
 def values(results: Results, condition: str, method: str, measure: str) -> list[float]:
-    """One number per seed."""
+    """One value per seed."""
     return [getattr(measured, measure) for measured in results[condition, method]]
 
 
