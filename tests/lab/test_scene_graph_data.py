@@ -203,7 +203,7 @@ def test_validation_is_carved_by_seed(tmp_path):
     assert [len(part) for part in one] == [25, 5, 10]
     assert set(one.training.names) | set(one.validation.names) == set(training.names)
     assert one.validation.names == split(training, test, 5, 0).validation.names != other.validation.names
-    with pytest.raises(BadInput, match="`--validation` must be from 1 to 29, because .* but it is 30"):
+    with pytest.raises(BadInput, match=r"`--validation` must be from 1 to 29, because .* but it is 30"):
         split(training, test, 30, 0)
 
 

@@ -73,7 +73,7 @@ def best_labels(trained: TrainedLabels, inputs: Matrix, top: int) -> list[Ranked
 
 
 def _meaning(trained: TrainedLabels) -> str:
-    """What the predicted probabilities are."""
+    """The name of the predicted probabilities."""
     return f"P(label in top k), k = {trained.preparation.k}" if trained.uses_k else "P(label)"
 
 

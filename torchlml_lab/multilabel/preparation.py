@@ -167,8 +167,8 @@ def stored(run: Path) -> Preparation:
             raise BadInput(f"`{path}` is damaged: `{name}` contains a duplicate.")
     if found.terms and found.columns is None:
         raise BadInput(f"`{path}` is damaged: it has `terms`, but not the `columns` they come from.")
-    if not found.inputs or len(found.labels) < 2 or not 1 <= found.k < len(found.labels):
-        sizes = f"{found.inputs} inputs, {len(found.labels)} labels and k = {found.k}"
+    if not found.inputs or found.rows < 1 or len(found.labels) < 2 or not 1 <= found.k < len(found.labels):
+        sizes = f"{found.inputs} inputs, {found.rows} samples, {len(found.labels)} labels and k = {found.k}"
         raise BadInput(f"`{path}` is damaged: it has {sizes}.")
     return found
 

@@ -124,7 +124,7 @@ def _draw_graph(axes: Axes, names: dict[int, str], triples: list[Triple]) -> Non
                 zorder=3,
             )
         )
-        # The arc is a quadratic Bezier curve with its control point beside the middle.
+        # The arc is a quadratic Bezier curve whose control point is off the middle.
         control = (x1 + x2) / 2 + _BEND * (y2 - y1), (y1 + y2) / 2 - _BEND * (x2 - x1)
         start, aside, end = (
             (1 - _NEAR_SUBJECT) ** 2,
