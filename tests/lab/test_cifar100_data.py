@@ -109,15 +109,15 @@ def changed(**changes):
         (b"", "Ran out of input"),
         (changed()[:1000], "damaged"),
         (b"not a pickle at all", "damaged"),
-        (pickle.dumps([1, 2], 2), "it holds no dictionary"),
+        (pickle.dumps([1, 2], 2), "it does not contain a dictionary"),
         (pickle.dumps({b"data": batch(3)[b"data"]}, 2), "it has no `fine_labels`"),
-        (changed(fine_labels=[100] * 40), "its fine labels are not all whole numbers from 0 to 99"),
-        (changed(fine_labels=[-1] * 40), "its fine labels are not all whole numbers from 0 to 99"),
-        (changed(coarse_labels=[20] * 40), "its coarse labels are not all whole numbers from 0 to 19"),
-        (changed(fine_labels=[0.5] * 40), "its fine labels are not all whole numbers from 0 to 99"),
+        (changed(fine_labels=[100] * 40), "its fine labels are not all integers from 0 to 99"),
+        (changed(fine_labels=[-1] * 40), "its fine labels are not all integers from 0 to 99"),
+        (changed(coarse_labels=[20] * 40), "its coarse labels are not all integers from 0 to 19"),
+        (changed(fine_labels=[0.5] * 40), "its fine labels are not all integers from 0 to 99"),
         (changed(fine_labels=[1] * 39), "39 fine and 40 coarse labels"),
         (changed(data=np.zeros((40, 3071), np.uint8)), "(40, 3071)"),
-        (changed(data=np.zeros((40, 3072), np.float32)), "no table of bytes"),
+        (changed(data=np.zeros((40, 3072), np.float32)), "not a 2-D array of bytes"),
     ],
 )
 def test_damaged_files_are_named(folder, content, needle):
@@ -133,7 +133,7 @@ def test_missing_and_truncated_files_are_named(folder):
     whole = tar.read_bytes()
     for part in (whole[: len(whole) // 2], whole[:10], b"no tar"):
         tar.write_bytes(part)
-        with pytest.raises(BadInput, match="is no whole tar file of CIFAR-100") as error:
+        with pytest.raises(BadInput, match="is not a complete CIFAR-100 tar file") as error:
             data.read_images(tar)
         assert str(tar) in str(error.value)
     with tarfile.open(tar, "w:gz") as file:
@@ -157,13 +157,13 @@ def features_of(path, **changes):
 @pytest.mark.parametrize(
     ("changes", "needle"),
     [
-        ({"coarse": None}, "has no `coarse`"),
+        ({"coarse": None}, "must contain `coarse`"),
         ({"x": np.ones((199, 4), np.float32)}, "of shape (199, 4)"),
-        ({"x": np.full((200, 4), np.nan, np.float32)}, "is not all finite"),
-        ({"fine": np.full(200, 100)}, "`fine` must be whole numbers from 0 to 99"),
-        ({"fine": np.full(200, 0.5)}, "`fine` must be whole numbers from 0 to 99"),
-        ({"coarse": np.full(200, 20)}, "`coarse` must be whole numbers from 0 to 19"),
-        ({"test": np.zeros(200, bool)}, "with some True and some False"),
+        ({"x": np.full((200, 4), np.nan, np.float32)}, "`x` must be finite"),
+        ({"fine": np.full(200, 100)}, "`fine` must contain integers from 0 to 99"),
+        ({"fine": np.full(200, 0.5)}, "`fine` must contain integers from 0 to 99"),
+        ({"coarse": np.full(200, 20)}, "`coarse` must contain integers from 0 to 19"),
+        ({"test": np.zeros(200, bool)}, "must be bool and contain both True and False"),
         ({"x": np.array([object()] * 200)}, "cannot be read"),
     ],
 )

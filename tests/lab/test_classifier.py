@@ -163,18 +163,18 @@ def test_the_best_epoch_is_kept(monkeypatch: pytest.MonkeyPatch, capsys: pytest.
     ("settings", "y", "words"),
     [
         ({"k": 6}, Y, "`k` must be less than the number of labels, 6"),
-        ({"k": 0}, Y, "`k` must be an integer from 1 on"),
-        ({"k": 2.5}, Y, "`k` must be an integer"),
+        ({"k": 0}, Y, '`k` must be a positive integer or "labels", but it is 0'),
+        ({"k": 2.5}, Y, '`k` must be a positive integer or "labels", but it is 2.5'),
         ({"loss": "hinge"}, Y, "`loss` must be one of lml"),
-        ({"hidden": -1}, Y, "`hidden` must be an integer from 0 on"),
-        ({"epochs": 0}, Y, "`epochs` must be an integer from 1 on"),
-        ({"dropout": 1.0}, Y, "`dropout` must be from 0 to less than 1"),
+        ({"hidden": -1}, Y, "`hidden` must be an integer of at least 0"),
+        ({"epochs": 0}, Y, "`epochs` must be an integer of at least 1"),
+        ({"dropout": 1.0}, Y, "`dropout` must be at least 0 and less than 1"),
         ({"learning_rate": 0}, Y, "`learning_rate` must be a positive number"),
         ({}, Y * 2, "`y` must be a matrix of 0 and 1"),
         ({}, Y[:5], "inconsistent numbers of samples"),
         ({}, Y[:, :1].ravel() * 0, "two labels"),
-        ({}, Y * 0, "no row has one"),
-        ({}, [["oak", 3], *NAMES[1:]], "names of one kind, but they are int and str"),
+        ({}, Y * 0, "all samples are without labels"),
+        ({}, [["oak", 3], *NAMES[1:]], "names of one type, but they are int and str"),
     ],
 )
 def test_invalid_training_data_is_rejected(settings: Any, y: Any, words: str) -> None:
@@ -192,19 +192,22 @@ def test_invalid_prediction_input_is_rejected() -> None:
 
 def test_a_validation_fraction_must_leave_rows_to_train_on() -> None:
     with pytest.raises(
-        ValueError, match=r"`validation_fraction` must leave .* but 0.997 of 150 rows are 150"
+        ValueError, match=r"`validation_fraction` must leave .* but 0.997 of 150 samples are 150"
     ):
         TopKClassifier(validation_fraction=0.997, **QUICK).fit(X[:150], Y[:150])
     TopKClassifier(validation_fraction=0.99, **QUICK).fit(X[:150], Y[:150])
 
 
 BAD_NAMES: dict[str, tuple[list[list[Any]], str]] = {
-    "tuples": ([[("ash", 1)], [("elm", 2), ("ash", 1)]], r"strings or numbers, but \('ash', 1\) is a tuple"),
-    "lists": ([[["ash"]], [["elm"], ["oak"]]], r"strings or numbers, but \['ash'\] is a list"),
-    "None": ([["ash", None], ["elm"]], "strings or numbers, but None is a NoneType"),
-    "NaN": ([[1.0, float("nan")], [2.0]], "must not hold NaN"),
-    "nothing": ([[], []], "`y` must have labels, but no row has one"),
-    "two kinds": ([["ash", 1], ["elm"]], "names of one kind, but they are int and str"),
+    "tuples": (
+        [[("ash", 1)], [("elm", 2), ("ash", 1)]],
+        r"strings or numbers, but it contains \('ash', 1\) of type tuple",
+    ),
+    "lists": ([[["ash"]], [["elm"], ["oak"]]], r"but it contains \['ash'\] of type list"),
+    "None": ([["ash", None], ["elm"]], "but it contains None of type NoneType"),
+    "NaN": ([[1.0, float("nan")], [2.0]], "must not contain NaN"),
+    "nothing": ([[], []], "`y` must have labels, but all samples are without labels"),
+    "two types": ([["ash", 1], ["elm"]], "names of one type, but they are int and str"),
 }
 
 
@@ -216,7 +219,7 @@ def test_names_that_cannot_be_labels(name: str) -> None:
 
 
 def test_a_matrix_without_columns_has_no_labels() -> None:
-    with pytest.raises(ValueError, match="`y` must have labels, but no row has one"):
+    with pytest.raises(ValueError, match="`y` must have labels, but all samples are without labels"):
         TopKClassifier(**QUICK).fit(X, np.zeros((len(X), 0)))
 
 

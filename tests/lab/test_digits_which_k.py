@@ -62,8 +62,8 @@ def test_the_command_and_its_figure(capsys, tmp_path, monkeypatch):
     words = ["which-k", "--seeds", "2", "--images", "100", "--epochs", "1", "--csv", str(path)]
     assert cli.main(words) == 0
     said = capsys.readouterr().out
-    assert "images of 1 to 5 digits, all named" in said
-    assert max(len(line) for line in said.splitlines() if "The rows are in" not in line) <= 80
+    assert "images of 1 to 5 digits, all labeled" in said
+    assert max(len(line) for line in said.splitlines() if "The results are in" not in line) <= 80
     rows = which_k.TABLE.read(path, "--csv")
     assert len(rows) == 2 * (6 + 8 + 8)
     assert {row.seed for row in rows} == {0, 1}
@@ -75,7 +75,10 @@ def test_the_command_and_its_figure(capsys, tmp_path, monkeypatch):
     assert [line for line in lines if line.startswith(f"| lml | 3 | 2 | {recall:.1f}±")]
 
 
-@each_rejection(rejections("`{}` is {}", "--seeds 0", "--images 5", "--epochs 0"))
+@each_rejection(
+    rejections("`{}` must be at least 1, but it is {}", "--seeds 0", "--epochs 0"),
+    rejections("`{}` must be at least 100, but it is {}", "--images 5"),
+)
 def test_bad_options(capsys, options, needle):
     assert needle in rejected(capsys, ["which-k", *options])
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import re
 import shutil
 import time
 import tracemalloc
@@ -78,14 +79,20 @@ def predict(run: Path, data: Path, out: Path, *more: str) -> list[dict]:
 
 def test_from_a_csv_to_the_best_tags_in_two_commands(run, tmp_path, capsys):
     out, printed = run
-    assert "270 rows with 1.6 of 6 labels each, 30 more set aside for validation." in printed
+    assert "270 training samples with 1.6 of 6 labels on average; 30 more samples held out" in printed
     assert "Columns: texts from `text`, labels from `tags`, separated by ';'." in printed
-    assert "each row's own count of labels as k; predicted are the best k = 2 (the mean count" in printed
+    assert "Training with the loss `lml` and each sample's number of labels as k." in printed
+    mean = re.search(r"k = 2, the mean number of labels per .*, which is (1\.\d\d) rounded", printed)
+    assert mean is not None
+    counts = json.loads((out / "preparation.json").read_text())["counts"]
+    assert float(mean[1]) == pytest.approx(sum(counts) / 270, abs=0.0051)
     new = tagged_texts(40, seed=1)
     data = write_texts(tmp_path / "new.csv", new)
     rows = predict(out, data, tmp_path / "out.jsonl", "--top", "6")
     table = capsys.readouterr().out
-    assert "These are 20 of 40 rows." in table
+    assert "The table shows 20 of 40 samples." in table
+    assert "P(label in top k), k = 2" in table
+    assert f"which is {mean[1]} rounded to an integer" in " ".join(table.split())
     assert rows[0]["labels"][0] in table
     right = [row["labels"][0] in tags for row, (_, tags) in zip(rows, new, strict=True)]
     assert np.mean(right) > 0.9
@@ -111,7 +118,7 @@ def test_a_run_has_a_report_and_ends_early(run):
     assert (out / "report.png").read_bytes().startswith(b"\x89PNG")
     page = (out / "report.md").read_text()
     assert "| k | P@k | nDCG@k | PSP@k | R@k |" in page
-    assert "30 validation rows" in page
+    assert "on 30 validation samples.**" in page
     result = json.loads((out / "result.json").read_text())
     assert result["test"] == {}
     assert result["validation"]["precision@1"] > 0.9
@@ -125,8 +132,8 @@ def test_evaluate_other_rows(run, tmp_path, capsys):
     data = write_texts(tmp_path / "new.csv", new)
     assert cli.main(["evaluate", str(run[0]), "--data", str(data), "--out", str(tmp_path / "report")]) == 0
     said = capsys.readouterr().out
-    assert "1 rows have no label and are left out" in said
-    assert "1 label is in no training row (`fruit`) and cannot be predicted" in said
+    assert "1 samples have no labels and were skipped" in said
+    assert "1 label does not occur in the training data (`fruit`) and cannot be predicted" in said
     page = (tmp_path / "report" / "report.md").read_text()
     # Compute the measures by hand from the output of `predict`: fruit is unknown, and counts in the recall.
     found = predict(run[0], data, tmp_path / "out.jsonl", "--top", "3")[:-1]
@@ -165,19 +172,23 @@ def test_rows_with_unknown_words_and_labels(tmp_path, capsys):
     ]
     assert cli.main([str(word) for word in (*train, *options, "--epochs", 8, "--learning-rate", 0.05)]) == 0
     assert json.loads((out / "result.json").read_text())["test"]["precision@1"] == 1
-    assert "2 of 62 rows have no feature and no word" in " ".join(capsys.readouterr().out.split())
+    said = " ".join(capsys.readouterr().out.split())
+    assert "2 of 62 samples have no features and no words" in said
     (tmp_path / "new.txt").write_text("1:1 77:2\n0 9:1 78:1\n")
     found = predict(out, tmp_path / "new.txt", tmp_path / "out.jsonl", "--top", "1")
     said = capsys.readouterr().out
-    assert "3 values are of features that no training row has, and are left out" in said
-    assert "1 of 2 rows have nothing that the run knows" in said
+    assert "3 values were skipped because no training sample has their features" in said
+    assert "1 of 2 samples have no known feature" in said
+    # The probabilities of BCE do not depend on k.
+    assert "labels with P(label), in %" in said
+    assert "k =" not in said
     assert found[0]["labels"] == ["green"]
     write_texts(tmp_path / "new.csv", tagged_texts(3, seed=0))
-    assert "a table, but the run was trained on" in rejected(
+    assert "must be sparse features, as in training, but" in rejected(
         capsys, ["predict", out, "--data", tmp_path / "new.csv"]
     )
     mixed = ["train", "multilabel", "--train", tmp_path / "train.txt", "--test", tmp_path / "new.csv"]
-    assert "a run needs files of one kind" in rejected(capsys, mixed)
+    assert "All files of a run must have the same format" in rejected(capsys, mixed)
 
 
 @pytest.fixture(scope="module")
@@ -229,7 +240,7 @@ def test_few_labels_are_trained_by_one_thread_unless_told(texts):
 def test_two_processes(texts, tmp_path, capsys):
     out = tmp_path / "run"
     printed, _ = output(*start_two([*steady(texts, out), "--cpu"]))
-    assert printed.count("set aside for validation") == 1
+    assert printed.count("held out for validation") == 1
     assert printed.count("The report is") == 1
     assert json.loads((out / "state.json").read_text())["processes"] == 2
     # Every row was counted once: one process with the same weights gets the same result.
@@ -302,25 +313,34 @@ BAD = {
     "": ("text,tags\n", "has columns but no rows"),
     "--labels topic": (ROWS, "has no column `topic`"),
     "--texts body": (ROWS, "has no column `body`"),
-    "--k 3": (ROWS, "there are 3 labels: it must be from 1 to 2"),
-    "--k 9 --loss softmax": (ROWS, "`--k` is 9, but there are 3 labels: at most 2 can be chosen"),
-    "--k 0": (ROWS, "`k` is 0, and must be at least 1"),
-    "--k labels --loss truncated-entropy": (ROWS, "which only the loss `lml` can do"),
-    "--separator ''": (ROWS, "`--separator` is empty"),
-    "--keep 2.0": (ROWS, "`--keep` is 2.0"),
-    "--hidden -1": (ROWS, "`--hidden` is -1"),
-    "--dropout 1": (ROWS, "`--dropout` is 1"),
-    "--patience 0": (ROWS, "`--patience` is 0"),
+    "--k 3": (ROWS, "`k` must be from 1 to 2, because there are 3 labels, but it is 3"),
+    "--k 9 --loss softmax": (ROWS, "`--k` must be at most 2, because there are 3 labels, but it is 9"),
+    "--k 0": (ROWS, "`k` must be at least 1, but it is 0"),
+    "--k labels --loss truncated-entropy": (
+        ROWS,
+        "`k` must be an integer for the loss `truncated-entropy`, but it is `labels`",
+    ),
+    "--separator ''": (ROWS, "`--separator` must be the text between two labels, but it is empty"),
+    "--keep 2.0": (ROWS, "`--keep` must be `one` or greater than 0 and at most 1, but it is 2.0"),
+    "--hidden -1": (ROWS, "`--hidden` must be at least 0, but it is -1"),
+    "--dropout 1": (ROWS, "`--dropout` must be at least 0 and less than 1, but it is 1"),
+    "--patience 0": (ROWS, "`--patience` must be at least 1, but it is 0"),
     "--train-labels y.npz": (ROWS, "`--train-labels` is for `.npz` files"),
-    "--test-labels y.npz": (ROWS, "`--test-labels` is given without `--test`"),
+    "--test-labels y.npz": (ROWS, "`--test-labels` requires `--test`"),
     "--label-names n.txt": (ROWS, "has names already"),
     "--valid missing.csv": (ROWS, "`--valid` names `missing.csv`, which cannot be read: no such file"),
-    "--epochs 1": ("text,tags\n" + "a,\n" * 20, "which has no label: at least two are needed"),
-    "--epochs 2": ("text,tags\n" + "a,x\n" * 20, "which has the label `x` alone: at least two are needed"),
-    "--epochs 3": ("text,tags\n" + "a,x\nb,y\n", "which has 2 rows with labels: at least 10 are needed"),
+    "--epochs 1": (
+        "text,tags\n" + "a,\n" * 20,
+        "must have at least two labels, but `rows.csv` has no labels",
+    ),
+    "--epochs 2": (
+        "text,tags\n" + "a,x\n" * 20,
+        "must have at least two labels, but `rows.csv` has only the label `x`",
+    ),
+    "--epochs 3": ("text,tags\n" + "a,x\nb,y\n", "at least 10 samples with labels, but `rows.csv` has 2"),
     "--epochs 4": (
         "text,tags\n" + "!,x\n?,y\n" * 10,
-        "no features and no words: there is nothing to learn from",
+        "The training samples must have features or words, but they have neither",
     ),
 }
 
@@ -343,7 +363,7 @@ def test_bad_requests_to_a_run(run, texts, tmp_path, capsys):
     out = run[0]
     assert "`--train` is missing" in rejected(capsys, ["train", "multilabel"])
     assert "`--data` is missing" in rejected(capsys, ["predict", out])
-    assert "from 1 to 6, the labels of the run" in rejected(
+    assert "must be from 1 to 6, the number of labels, but it is 7" in rejected(
         capsys, ["predict", out, "--data", texts, "--top", 7]
     )
     assert "must end in `.csv` or `.jsonl`" in rejected(
@@ -353,7 +373,7 @@ def test_bad_requests_to_a_run(run, texts, tmp_path, capsys):
     other.write_text("title\na\n")
     assert "has no column `text`" in rejected(capsys, ["predict", out, "--data", other])
     other.write_text("text,tags\na,\n")
-    assert "no row has a label to be compared with" in rejected(capsys, ["evaluate", out, "--data", other])
+    assert "must have at least one sample with labels" in rejected(capsys, ["evaluate", out, "--data", other])
     other.write_text(ROWS)
     assert "is not the file that the run was trained on" in rejected(
         capsys, ["evaluate", out, "--train", other]

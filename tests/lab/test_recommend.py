@@ -113,9 +113,9 @@ def test_evaluate_takes_other_data_and_counts_unknown_users_and_items(folder, ca
     own.write_text(f"user,item\nu0,{new}\nu0,{old}\nnobody,g0-1\nu1,nothing\n")
     assert cli.main(["evaluate", str(folder / "autoencoder"), "--data", str(own)]) == 0
     said = capsys.readouterr().out
-    assert "1 users and 1 items are not in the training data, and are left out." in said
-    assert "1 pairs are also in the training data, and are left out." in said
-    assert "1 users, " in said
+    assert "1 users and 1 items are not in the training data and were skipped." in said
+    assert "1 pairs are also in the training data and were skipped." in said
+    assert "on 1 users (" in said
 
 
 @pytest.mark.parametrize("model", ["autoencoder", "matrix-factorisation"])
@@ -124,6 +124,7 @@ def test_predict_gives_new_items_of_the_group_with_probabilities(folder, capsys,
     assert cli.main(["predict", str(folder / model), "--top", "3", "--out", str(out)]) == 0
     said = capsys.readouterr().out
     assert "u9" in said
+    assert "P(item in top k), k = 3, in %" in said
     assert "The recommendations of 120 users are in" in said.replace("\n", " ")
     have = read_interactions(folder / "train.txt", "--train")
     rows = list(csv.DictReader(out.read_text().splitlines()))
@@ -146,8 +147,8 @@ def test_predict_knows_new_users_by_their_items_and_others_get_the_popular_ones(
     predict = ["predict", str(folder / "autoencoder"), "--data", str(data), "--out", str(out)]
     assert cli.main(predict) == 0
     said = capsys.readouterr().out
-    assert "1 items are not in the training data, and are left out." in said
-    assert "1 of 3 users are unknown: they get the items that most users have." in said
+    assert "1 items are not in the training data and were skipped." in said
+    assert "1 of 3 users are unknown and get the most popular items." in said
     new, stranger, old = (json.loads(line) for line in out.read_text().splitlines())
     assert all(item.startswith("g2-") for item in new["items"])
     assert not {"g2-1", "g2-5", "g2-7", "g2-9"} & set(new["items"])
@@ -180,7 +181,7 @@ def test_other_data_than_those_of_the_run_are_rejected(folder, capsys, tmp_path)
     other = write_pairs(tmp_path / "other.txt", seed=1)
     for command in ("evaluate", "predict"):
         said = rejected(capsys, [command, folder / "autoencoder", "--train", other])
-        assert "was trained on other data than" in said
+        assert "was trained on data that differ from" in said
     shutil.copytree(folder / "autoencoder", tmp_path / "run")
     settings = json.loads((tmp_path / "run" / "settings.json").read_text())
     settings["train"] = str(tmp_path / "gone.txt")
@@ -220,7 +221,7 @@ def test_two_processes_count_every_user_once(folder, capsys, tmp_path):
     words = ["train", "recommend", "--train", folder / "train.txt", "--test", folder / "test.txt", "--cpu"]
     words += ["--out", tmp_path / "run", "--epochs", 1, "--dimension", 8, "--batch-size", 6]
     printed, _ = output(*start_two([str(word) for word in words]))
-    assert printed.count("popular items") == 3  # only one process prints the report
+    assert printed.count("\npopular items ") == 3  # only one process prints the report
     result = json.loads((tmp_path / "run" / "result.json").read_text())
     # One process with the same weights gets the same result.
     assert cli.main(["evaluate", str(tmp_path / "run"), "--cpu"]) == 0
@@ -304,22 +305,21 @@ def test_a_tuned_sweep_uses_the_best_settings_on_validation_per_method(folder, t
 
 REJECTED = {
     "": "`--train` is missing",
-    "--train FILE --loss softmax --k 3": "The loss `softmax` has no `k`, but it is 3",
-    "--train FILE --loss truncated-entropy --k labels": "which only the loss `lml` can do",
-    "--train FILE --k 120": "`k` is 120, but there are 120 labels",
+    "--train FILE --loss softmax --k 3": "The loss `softmax` does not take `k`, but it is 3",
+    "--train FILE --loss truncated-entropy --k labels": (
+        "`k` must be an integer for the loss `truncated-entropy`, but it is `labels`"
+    ),
+    "--train FILE --k 120": "`k` must be from 1 to 119, because there are 120 labels, but it is 120",
     "--train FILE --test EMPTY": "which is empty",
-    "--train FILE --test FILE": "which has no new pair of a user and an item of the training data",
-    "--train SINGLE": "where no user has more than one item",
-    "--train FILE --columns user item": "`--columns` is for CSV, TSV and .inter",
+    "--train FILE --test FILE": "must have a new pair of a known user and a known item",
+    "--train SINGLE": "must have a user with at least two items",
+    "--train FILE --columns user item": "`--columns` applies to CSV, TSV and .inter",
+    "--train FILE --temperature 0.0": "`--temperature` must be finite and positive, but it is 0.0",
+    "--train FILE --dropout 1.0": "`--dropout` must be at least 0 and less than 1, but it is 1.0",
 } | {
     f"--train FILE {line}": said
     for line, said in rejections(
-        "`{}` is {}, and must be",
-        "--dimension 0",
-        "--temperature 0.0",
-        "--dropout 1.0",
-        "--users 0",
-        "--validation 0",
+        "`{}` must be at least 1, but it is {}", "--dimension 0", "--users 0", "--validation 0"
     ).items()
 }
 
@@ -338,11 +338,11 @@ def test_bad_settings_and_files_are_rejected_and_nothing_is_written(
 
 @each_rejection(
     {
-        "predict --top 0": "`--top` is 0, and must be at least 1",
-        "predict --top 121": "`--top` is 121, but there are only 120 items",
+        "predict --top 0": "`--top` must be at least 1, but it is 0",
+        "predict --top 121": "`--top` must be at most 120, the number of items, but it is 121",
         "predict --out x.txt": "must end in `.csv` or `.jsonl`",
         "predict --data missing.csv": "`--data` names `missing.csv`, which cannot be read",
-        "evaluate --data missing.csv --split validation": "`--split` has nothing to choose",
+        "evaluate --data missing.csv --split validation": "`--split` cannot be combined with `--data`",
         "evaluate --out /dev/null": "`--out` names `/dev/null`",
     }
 )

@@ -381,12 +381,17 @@ def test_every_objective_trains_on_vrd(capsys, tmp_path, objective):
 
 
 @each_rejection(
-    rejections("`{}` is {}", "--k 0", "--hidden 7", "--clip nan", "--validation 45"),
-    rejections("`{}` is {}.0", "--dropout 1", "--clip 0", "--weight-decay -1"),
-    rejections("`{}` names `{}`", "--glove no.txt", "--counts no.npz"),
-    {"--vrd x": "Exactly one of `--vg` (Visual Genome) and `--vrd`", "--objective hinge": "hinge"},
-    {"--counts no.npz --without-bias": "give one", "--leave-one-out --without-bias": "give one"},
-    {"--counts no.npz --leave-one-out": "nothing to take out"},
+    rejections("`{}` must be at least 1, but it is {}", "--k 0"),
+    rejections("`{}` must be an even number of at least 2, but it is {}", "--hidden 7"),
+    rejections("`{}` must be positive, but it is {}", "--clip nan", "--clip 0"),
+    rejections("`{}` must be from 1 to ", "--validation 45"),
+    rejections("`{}` must be at least 0 and less than 1, but it is {}.0", "--dropout 1"),
+    rejections("`{}` must be finite and at least 0, but it is {}.0", "--weight-decay -1"),
+    rejections("`{}` is `{}`, which cannot be read", "--glove no.txt", "--counts no.npz"),
+    {"--vrd x": "Pass exactly one of `--vg` (Visual Genome) and `--vrd`", "--objective hinge": "hinge"},
+    {"--counts no.npz --without-bias": "`--counts` cannot be combined with `--without-bias`"},
+    {"--leave-one-out --without-bias": "`--leave-one-out` cannot be combined with `--without-bias`"},
+    {"--counts no.npz --leave-one-out": "`--counts` cannot be combined with `--leave-one-out`"},
     {"--region-features no.h5": "`no.h5` cannot be read: No such file"},
 )
 def test_bad_settings(capsys, vg, tmp_path, options, needle):

@@ -126,17 +126,17 @@ def change(table, row, value):
 @pytest.mark.parametrize(
     ("damage", "image", "needle"),
     [
-        (change("labels", 1, 6), "7", "the object class is 6, and must be from 1 to 5"),
-        (change("labels", 1, 0), "7", "the object class is 0"),
-        (change("predicates", 3, 5), "9", "the predicate is 5, and must be from 1 to 4"),
-        (change("relationships", (3, 0), 2), "9", "the box of a relation is -2, and must be from 0 to 2"),
-        (change("relationships", (0, 1), 2), "7", "the box of a relation is 2, and must be from 0 to 1"),
-        (change("boxes_1024", (2, 2), 0), "8", "the box 0 from"),
+        (change("labels", 1, 6), "7", "the object class must be from 1 to 5, but it is 6"),
+        (change("labels", 1, 0), "7", "the object class must be from 1 to 5, but it is 0"),
+        (change("predicates", 3, 5), "9", "the predicate must be from 1 to 4, but it is 5"),
+        (change("relationships", (3, 0), 2), "9", "the box of a relation must be from 0 to 2, but it is -2"),
+        (change("relationships", (0, 1), 2), "7", "the box of a relation must be from 0 to 1, but it is 2"),
+        (change("boxes_1024", (2, 2), 0), "8", ": box 0 from"),
         (change("boxes_1024", (2, 2), -4), "8", "has no area"),
         (change("boxes_1024", (5, 0), 2000), "9", "is not within 1024 x 1024"),
-        (change("img_to_last_box", 2, 7), "9", "is 4 to 7, of 7"),
+        (change("img_to_last_box", 2, 7), "9", "is 4 to 7, out of 7"),
         (change("img_to_first_rel", 0, -1), "7", "`img_to_first_rel` to `img_to_last_rel` is -1 to 2"),
-        (change("split", 1, 1), "8", "its split is 1, and must be 0 (train) or 2 (test)"),
+        (change("split", 1, 1), "8", "its split must be 0 (train) or 2 (test), but it is 1"),
     ],
 )
 def test_damaged_visual_genome_names_file_and_image(tmp_path, damage, image, needle):
@@ -159,31 +159,31 @@ def test_visual_genome_that_cannot_be_read(tmp_path):
     write_vg(tmp_path, SMALL)
     whole = (tmp_path / "VG-SGG.h5").read_bytes()
     (tmp_path / "VG-SGG.h5").write_bytes(whole[:3000])
-    assert "VG-SGG.h5` cannot be read: it is no whole HDF5 file" in rejected()
+    assert "VG-SGG.h5` cannot be read: it is not a complete HDF5 file" in rejected()
     tables = vg_tables(SMALL)
     write_vg(tmp_path, SMALL, {name: table for name, table in tables.items() if name != "predicates"})
-    assert "VG-SGG.h5` has no table `predicates`" in rejected()
+    assert "VG-SGG.h5` must contain the array `predicates`" in rejected()
     write_vg(tmp_path, SMALL, tables | {"labels": tables["labels"][:-1]})
-    assert "a table `labels` of int64 with the shape (6,)" in rejected()
+    assert "`labels` must be an integer array of shape (7,), but it is int64 of shape (6,)" in rejected()
     write_vg(tmp_path, SMALL)
     (tmp_path / "image_data.json").write_text(json.dumps([{"image_id": 7, "width": 5, "height": 5}]))
-    assert "image_data.json` has 1 images, and" in rejected()
+    assert "image_data.json` has 1 images, but" in rejected()
     (tmp_path / "image_data.json").write_text('[{"image_id": 7')
     assert "image_data.json` cannot be read: it is not whole JSON" in rejected()
     write_vg(tmp_path, SMALL)
     (tmp_path / "VG-SGG-dicts.json").write_text('{"idx_to_label": {"2": "cat"}}')
-    assert "VG-SGG-dicts.json` has no `idx_to_label`" in rejected()
+    assert "VG-SGG-dicts.json`: `idx_to_label` must map" in rejected()
 
 
 @pytest.mark.parametrize(
     ("damage", "needle"),
     [
-        (lambda one: one.update(predicate=4), "the predicate is 4, and must be from 0 to 3"),
-        (lambda one: one.update(predicate=None), "no whole number as `predicate`"),
-        (lambda one: one["object"].update(category=5), "the object class is 5, and must be from 0 to 4"),
+        (lambda one: one.update(predicate=4), "the predicate must be from 0 to 3, but it is 4"),
+        (lambda one: one.update(predicate=None), "the `predicate` of a relation is not an integer"),
+        (lambda one: one["object"].update(category=5), "the object class must be from 0 to 4, but it is 5"),
         (lambda one: one["object"].update(bbox=[5, 5, 0, 9]), "has no area"),
-        (lambda one: one["object"].update(bbox=[5, 9, 0]), "four whole numbers of `bbox`"),
-        (lambda one: one.pop("subject"), "no `subject`"),
+        (lambda one: one["object"].update(bbox=[5, 9, 0]), "four integers in `bbox`"),
+        (lambda one: one.pop("subject"), "a relation lacks a `subject`"),
     ],
 )
 def test_damaged_vrd_names_file_and_image(tmp_path, damage, needle):
@@ -203,7 +203,7 @@ def test_validation_is_carved_by_seed(tmp_path):
     assert [len(part) for part in one] == [25, 5, 10]
     assert set(one.training.names) | set(one.validation.names) == set(training.names)
     assert one.validation.names == split(training, test, 5, 0).validation.names != other.validation.names
-    with pytest.raises(BadInput, match="`--validation` is 30, and must be from 1 to 29"):
+    with pytest.raises(BadInput, match=r"`--validation` must be from 1 to 29, because .* but it is 30"):
         split(training, test, 30, 0)
 
 
@@ -310,7 +310,7 @@ def test_word_vectors(tmp_path):
     assert torch.equal(word_vectors(tmp_path / "glove.npz", ("cat", "dog", "red bus")), expected)
     for content in (b"cat 1 x\n", b"dog\xff", b"fish 1 2\n"):
         (tmp_path / "glove.txt").write_bytes(content)
-        with pytest.raises(BadInput, match="`--glove` names"):
+        with pytest.raises(BadInput, match="`--glove` is"):
             word_vectors(tmp_path / "glove.txt", ("cat",))
 
 
@@ -331,5 +331,5 @@ def test_region_features_follow_the_boxes(tmp_path):
     torch.testing.assert_close(batch.union_features, pairs)
     with h5py.File(path, "a") as file:
         del file[f"{training.names[3]}/unions"]
-    with pytest.raises(BadInput, match=f"image `{training.names[3]}` has no tables"):
+    with pytest.raises(BadInput, match=f"image `{training.names[3]}` has no arrays"):
         RegionFeatures(path, (training,))

@@ -157,17 +157,18 @@ def test_methods():
     runs = grid(SweepSettings(once=METHODS[2:], run=SceneGraphSettings(vrd=SweepSettings().out)))
     assert len(runs) == 3 + 3 + 6
     for name in ("lml", "lml-", "softmax-20", "bce-x", "hinge"):
-        with pytest.raises(BadInput, match="a method is one of softmax, lml-K"):
+        with pytest.raises(BadInput, match="must contain softmax, lml-K"):
             parse_method(name)
 
 
 @each_rejection(
-    rejections("`{}` names `{}`", "--once bce", "--tuned no.csv"),
+    rejections("`{}` must contain only `--methods`, but it contains `{}`", "--once bce"),
+    rejections("`{}` names `{}`", "--tuned no.csv"),
     rejections("`{}` is given", "--run.k 5", "--run.objective bce"),
     rejections("`{}` is {}", "--workers 0"),
-    {"--methods lml": "`--methods` has `lml`", "--methods lml-0 --once": "`--k` is 0"},
-    {"--biases none --run.without-bias": "`--run.without-bias` is given"},
-    {"--biases none outside": "`--biases outside` and `--run.counts` go together"},
+    {"--methods lml": "but it contains `lml`", "--methods lml-0 --once": "`--k` must be at least 1"},
+    {"--biases none --run.without-bias": "`--run.without-bias` cannot be combined with `--biases`"},
+    {"--biases none outside": "`--biases outside` and `--run.counts` must be used together"},
 )
 def test_bad_sweeps(capsys, vg, tmp_path, options, needle):
     assert needle in rejected(capsys, words(vg, tmp_path / "sweep", *options))
@@ -203,9 +204,9 @@ def test_predict_prints_and_draws(capsys, run, tmp_path):
 @pytest.mark.parametrize(
     ("command", "options", "needle"),
     [
-        ("predict", ["--image", "7"], "`--image` is 7"),
-        ("predict", ["--relations", "0"], "`--relations` is 0"),
-        ("predict", ["--relations", "100000"], "`--relations` is 100000, and must be from 1 to 50"),
+        ("predict", ["--image", "7"], "in the data of the run, but it is 7"),
+        ("predict", ["--relations", "0"], "`--relations` must be from 1 to 50, but it is 0"),
+        ("predict", ["--relations", "100000"], "`--relations` must be from 1 to 50, but it is 100000"),
         ("predict", ["--out", "/proc/x/y.png"], "which cannot be written"),
         ("predict", ["--vrd", "x"], "`--vrd` is given, but the run"),
         ("evaluate", ["--vrd", "x"], "`--vrd` is given, but the run"),

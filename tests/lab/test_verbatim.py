@@ -63,7 +63,7 @@ def test_predicted_labels_and_their_texts(labels_run, folder, capsys):
     for name in LABELS:
         assert f"{name} " in printed
     assert "word1 [/b] [bold]text :dog: 1" in printed
-    assert f"The labels of all rows are in {out}." in printed
+    assert f"The labels of all samples are in {out}." in printed
     written = [json.loads(line) for line in out.read_text(encoding="utf-8").splitlines()]
     assert sorted(written[0]["labels"]) == sorted(LABELS)
 
@@ -77,7 +77,7 @@ def test_recommended_items(items_run, folder, capsys):
     printed = capsys.readouterr().out
     assert "stranger[/i] " in printed
     assert "item[/i]" in printed
-    assert f"`{data}`: 1 items are not in the training data" in printed
+    assert f"`{data}`: 1 items are not in the training data and were skipped" in printed
     assert f"are in {out}." in printed
     assert "user[/i]1,1,item[/i]" in out.read_text(encoding="utf-8")
 
@@ -88,7 +88,7 @@ def test_evaluations_name_files_verbatim(labels_run, items_run, folder, capsys):
     words = ["evaluate", str(labels_run), "--data", str(data), "--out", str(folder / "report")]
     assert cli.main(words) == 0
     printed = capsys.readouterr().out
-    assert f"60 rows of {data.name}, in percent" in printed
+    assert f"60 samples of {data.name}, in percent" in printed
     assert f"The report is {folder / 'report' / 'report.md'}" in printed
     assert cli.main(["evaluate", str(items_run)]) == 0
     assert f"The run is in {items_run}" in capsys.readouterr().out

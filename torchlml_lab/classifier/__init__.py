@@ -1,4 +1,4 @@
-"""The k best labels of a row, learned by an estimator like those of scikit-learn."""
+"""A scikit-learn estimator that predicts the top k labels of each sample."""
 
 from torchlml_lab.classifier.estimator import TopKClassifier
 

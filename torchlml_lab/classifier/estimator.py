@@ -1,4 +1,4 @@
-"""`TopKClassifier`: a scikit-learn estimator that is trained with the losses of torchlml."""
+"""`TopKClassifier`: a scikit-learn estimator trained with the losses of torchlml."""
 
 import copy
 import math
@@ -23,24 +23,24 @@ from torchlml_lab.multilabel.model import LabelNetwork, probabilities, scores
 from torchlml_lab.multilabel.samples import Batch, Batches
 from torchlml_lab.multilabel.settings import LOSSES, WITH_K, LossName
 
-# As in `torchlml train multilabel`: the nDCG that chooses an epoch, and how many steps must bring nothing.
+# As in `torchlml train multilabel`: the k of the nDCG that selects an epoch, and the patience in steps.
 _AT = 5
 _PATIENT_STEPS = 100
 
 
 class Schedule(NamedTuple):
-    """How long and how fast is learned."""
+    """The training schedule."""
 
     epochs: int
     patience: int | None
-    """The epochs that must bring nothing; None: as many as make 100 steps, and at least 5."""
+    """Epochs without improvement before training stops; None means as many as make 100 steps, at least 5."""
     batch_size: int
     learning_rate: float
     seed: int
 
 
 class Judged(NamedTuple):
-    """How good a network is on rows that were set aside: more is better, the loss decides between equals."""
+    """The quality of a network on validation samples: higher is better, and the loss breaks ties."""
 
     ndcg: float
     minus_loss: float
@@ -54,18 +54,18 @@ def fit_network(
     schedule: Schedule,
     say: Callable[[str], None],
 ) -> int:
-    """Train a network in place; with validation rows it ends as it was after its best epoch.
+    """Train a network in place; with validation samples, restore the weights of its best epoch.
 
     Args:
-        network: What is trained.
-        loss: What is minimised.
-        training: The rows to learn from.
-        validation: The rows that choose the epoch; None: all epochs are trained.
-        schedule: How long and how fast.
-        say: Gets a line after every epoch.
+        network: The network to train.
+        loss: The loss to minimize.
+        training: The training samples.
+        validation: The samples that select the epoch; None trains all epochs.
+        schedule: The training schedule.
+        say: Called with a line after every epoch.
 
     Returns:
-        How many epochs were trained.
+        The number of epochs that were trained.
     """
     optimizer = torch.optim.Adam(network.parameters(), lr=schedule.learning_rate, fused=True)
     batches = EpochBatches(len(training), schedule.batch_size, schedule.seed, shuffle=True)
@@ -87,7 +87,7 @@ def fit_network(
         say(f"{line}, validation loss {-judged.minus_loss:.4f}, nDCG@{_AT} {judged.ndcg:.4f}")
         if judged.ndcg > best.ndcg:
             best_epoch = epoch
-        if judged > best:  # also where only the loss is better, but that alone does not go on for long
+        if judged > best:  # keep weights with equal nDCG and lower loss, but do not extend the patience
             best, weights = judged, copy.deepcopy(network.state_dict())
         if epoch - best_epoch >= patience:
             break
@@ -98,20 +98,20 @@ def fit_network(
 
 
 def judge(network: LabelNetwork, loss: LabelLoss, rows: Batches) -> Judged:
-    """The nDCG and the loss of rows."""
+    """Compute the nDCG and the loss of samples."""
     network.eval()
     logits = torch.cat([found for found, _ in scores(network, rows.inputs)])
     labels = unlike_logits(rows.__getitems__(range(len(rows))).labels, logits.shape[1])
     ndcg = topk_ndcg(logits, labels, _AT)
-    assert isinstance(ndcg, Tensor)  # of one k
+    assert isinstance(ndcg, Tensor)  # because there is one k
     return Judged(ndcg.item(), -loss(logits, labels).item())
 
 
-_FEWEST = 100  # rows of which a part is set aside
+_FEWEST = 100  # samples needed to hold out a validation set
 
 
 class TopKClassifier(ClassifierMixin, BaseEstimator):  # type: ignore[misc]
-    """Find the k labels of a row, with a linear model or one hidden layer and the LML loss.
+    """Predict the k labels of a sample, with a linear model or one hidden layer and the LML loss.
 
         >>> from torchlml_lab import TopKClassifier
         >>> X = [[0.0, 1.0], [1.0, 0.0], [1.0, 1.0], [0.0, 0.9], [0.9, 0.0]]
@@ -121,36 +121,36 @@ class TopKClassifier(ClassifierMixin, BaseEstimator):  # type: ignore[misc]
         ['cup', 'milk']
 
     Args:
-        k: how many labels a row has: a number, or "labels": in training each row's own count, and in
-            predictions their mean, rounded. The number is in `k_`.
+        k: the number of labels of a sample: an integer, or "labels". With "labels", training uses the number
+            of labels of each sample, and predictions use their mean, rounded to an integer (`k_`).
         hidden: the size of the hidden layer; 0 for a linear model.
-        dropout: the part of the hidden layer that is left out in training.
-        loss: "lml", or "softmax", "bce", "truncated-entropy".
-        learning_rate: of Adam; None: 0.005 with a hidden layer, 0.1 for a linear model.
-        batch_size: rows per step.
-        epochs: how often the training rows are seen, at most.
-        validation_fraction: the part of the rows that is set aside; the epoch with the best nDCG@5 there is
-            kept. With 0, and where there are fewer than 100 rows, all rows and epochs are trained.
-        patience: after so many epochs without a better one the training ends; None: as many as make 100
-            steps, and at least 5.
-        random_state: decides the first weights, the order of the rows and which are set aside.
-        verbose: print a line after every epoch.
+        dropout: the dropout probability of the hidden layer.
+        loss: "lml", "softmax", "bce" or "truncated-entropy".
+        learning_rate: the learning rate of Adam; None means 0.005 with a hidden layer and 0.1 without one.
+        batch_size: the number of samples per step.
+        epochs: the maximum number of epochs.
+        validation_fraction: the fraction of samples held out for validation, to select the epoch with the
+            best nDCG@5. With 0, or with fewer than 100 samples, all samples and epochs are used.
+        patience: stop after this many epochs without improvement; None means as many as make 100 steps, and
+            at least 5.
+        random_state: the seed of the initial weights, the order of the samples and the validation split.
+        verbose: whether to print a line after every epoch.
 
-    X is an array or a sparse matrix. Dense columns are brought to mean 0 and spread 1; sparse rows are
-    divided by their mean length. Texts go through `TfidfVectorizer` in a `Pipeline`.
+    X is an array or a sparse matrix. Dense columns are standardized; sparse rows are divided by their mean
+    norm. For texts, use `TfidfVectorizer` in a `Pipeline`.
 
     y is one of
-    - a matrix of 0 and 1 with a column for each label, dense or sparse: `predict` gives such a matrix;
-    - a list of label names for each row: `predict` gives lists of names, the best first. scikit-learn's own
-      splitting by class cannot read them: give `GridSearchCV` a `KFold`, not a number;
-    - one class for each row: `predict` gives the best class, and k is 1 unless you set it.
+    - a binary matrix with a column for each label, dense or sparse: `predict` returns such a matrix;
+    - a list of label names for each sample: `predict` returns lists of names, best first. The stratified
+      splits of scikit-learn do not support them, so pass a `KFold` to `GridSearchCV`, not a number;
+    - one class for each sample: `predict` returns the best class, and k is 1 unless you set it.
 
-    A row without labels teaches nothing and is not counted in `score`. Training runs on the CPU.
+    Samples without labels are ignored in training and in `score`. Training runs on the CPU.
 
     Attributes:
-        classes_: (n,), the names of the labels; for a matrix the numbers of its columns.
-        k_: how many labels `predict` gives.
-        n_iter_: how many epochs were trained.
+        classes_: (n,), the names of the labels; for a matrix, its column indices.
+        k_: the number of labels that `predict` returns.
+        n_iter_: the number of epochs that were trained.
         network_: the trained `torch.nn.Module`.
     """
 
@@ -182,11 +182,11 @@ class TopKClassifier(ClassifierMixin, BaseEstimator):  # type: ignore[misc]
         self.verbose = verbose
 
     def fit(self, X: Any, y: Any) -> "TopKClassifier":
-        """Learn from rows and their labels."""
+        """Fit the model to samples and their labels."""
         self._check_settings()
         if y is None:
             raise ValueError(
-                "`TopKClassifier` requires y to be passed, but the target y is None: give the rows' labels."
+                "`TopKClassifier` requires y to be passed, but the target y is None: pass the labels."
             )
         X = validate_data(self, X, accept_sparse="csr", dtype=(np.float64, np.float32))
         self._form = learn_form(y)
@@ -198,7 +198,7 @@ class TopKClassifier(ClassifierMixin, BaseEstimator):  # type: ignore[misc]
         random = check_random_state(self.random_state)
         seed = int(random.randint(2**31))
         training, validation = self._parts(Batches(self._inputs(X), labels), random)
-        # Dropout and the first weights come from torch's own generator: the caller's stays as it was.
+        # Dropout and the initial weights use the global generator of torch, so its state is restored.
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(seed)
             inputs, n = X.shape[1], len(self.classes_)
@@ -214,40 +214,40 @@ class TopKClassifier(ClassifierMixin, BaseEstimator):  # type: ignore[misc]
         return self
 
     def predict_proba(self, X: Any) -> Any:
-        """The probability of each label to be among the k: (R, n), every row sums to `k_`.
+        """P(label in top k) for each label and k = `k_`: (R, n), and every row sums to `k_`.
 
-        With the loss "bce" a label has a probability of its own, and rows sum to anything.
+        With the loss "bce", it is the probability of each label on its own, and rows do not have a fixed sum.
         """
         logits = self._logits(X)
         return probabilities(logits.double(), self.loss, self.k_).numpy()
 
     def predict(self, X: Any, k: int | None = None) -> Any:
-        """The k best labels of each row, in the form of the labels in `fit`.
+        """Predict the top k labels of each sample, in the form of the labels passed to `fit`.
 
         Args:
-            X: the rows.
-            k: how many; by default `k_`. In a `Pipeline` too: `pipeline.predict(X, k=5)`.
+            X: the samples.
+            k: the number of labels; `k_` by default. Works in a `Pipeline` too: `pipeline.predict(X, k=5)`.
         """
         check_is_fitted(self)
         k = self.k_ if k is None else k
         if not (_whole(k, 1) and k <= len(self.classes_)):
             raise ValueError(f"`k` must be an integer from 1 to {len(self.classes_)}, but it is {k!r}.")
-        # Sorted by rank and then, for ties, by column, so that the answer depends on the row alone.
+        # The sort is stable, so that ties are broken by column and the result depends on the sample alone.
         order = self._logits(X).sort(dim=-1, descending=True, stable=True).indices
         return self._form.write(order[:, : int(k)].numpy())
 
     def score(self, X: Any, y: Any) -> float:
-        """The part of a row's labels that is found if as many are predicted as it has, averaged over rows.
+        """The mean share of a sample's labels that are in its top m, where m is the number of its labels.
 
-        It is both the precision and the recall at the row's own count, the accuracy where rows have one
-        label, and does not grow with `k`, so that `GridSearchCV` may compare several. P@k, nDCG@k and others
-        are in `torchlml.metrics`; those of scikit-learn take what `predict` and `predict_proba` give.
+        It is both precision and recall at m, and the accuracy if each sample has one label. It does not grow
+        with `k`, so `GridSearchCV` can compare values of k. `torchlml.metrics` has P@k, nDCG@k and others,
+        and the metrics of scikit-learn accept the results of `predict` and `predict_proba`.
         """
         logits = self._logits(X)
         labels = self._form.read(y)
         check_consistent_length(logits, labels)
         order = logits.sort(dim=-1, descending=True, stable=True).indices.numpy()
-        # A name that was in no training row cannot be found, but counts.
+        # A label that is not in the training data cannot be predicted, but it still counts.
         counts = self._form.counts(y)
         hits = np.take_along_axis(labels.toarray(), order, axis=1) * (
             np.arange(order.shape[1]) < counts[:, None]
@@ -262,9 +262,9 @@ class TopKClassifier(ClassifierMixin, BaseEstimator):  # type: ignore[misc]
         return tags
 
     def _check_settings(self) -> None:
-        """Refuse settings before anything is read."""
+        """Validate the settings before any data are read."""
         if self.k != "labels" and not _whole(self.k, 1):
-            raise ValueError(f'`k` must be an integer from 1 on or "labels", but it is {self.k!r}.')
+            raise ValueError(f'`k` must be a positive integer or "labels", but it is {self.k!r}.')
         if self.loss not in LOSSES:
             raise ValueError(f"`loss` must be one of {', '.join(LOSSES)}, but it is {self.loss!r}.")
         for name, least in (("hidden", 0), ("batch_size", 1), ("epochs", 1), ("patience", 1)):
@@ -272,11 +272,11 @@ class TopKClassifier(ClassifierMixin, BaseEstimator):  # type: ignore[misc]
             if name == "patience" and value is None:
                 continue
             if not _whole(value, least):
-                raise ValueError(f"`{name}` must be an integer from {least} on, but it is {value!r}.")
+                raise ValueError(f"`{name}` must be an integer of at least {least}, but it is {value!r}.")
         for name in ("dropout", "validation_fraction"):
             value = getattr(self, name)
             if not _real(value) or not 0 <= value < 1:
-                raise ValueError(f"`{name}` must be from 0 to less than 1, but it is {value!r}.")
+                raise ValueError(f"`{name}` must be at least 0 and less than 1, but it is {value!r}.")
         rate = self.learning_rate
         if rate is not None and (not _real(rate) or not 0 < rate < math.inf):
             raise ValueError(f"`learning_rate` must be a positive number or None, but it is {rate!r}.")
@@ -298,15 +298,15 @@ class TopKClassifier(ClassifierMixin, BaseEstimator):  # type: ignore[misc]
         return LabelLoss(self.loss, "labels" if self.loss == "lml" and self.k == "labels" else self.k_)
 
     def _learn_scale(self, X: Any) -> None:
-        """What rows are shifted and divided by: dense columns each by its own, sparse ones by one number."""
+        """Compute the shift and scale of the inputs: per column for dense X, one number for sparse X."""
         if sparse.issparse(X):
             length = float(np.sqrt(X.multiply(X).sum(axis=1)).mean())
             self._mean, self._scale = None, np.array(length or 1.0)
             return
-        spread = X.std(axis=0)
-        # What is left of a constant column is rounding.
-        constant = spread <= 1e-12 * np.abs(X).max(axis=0)
-        self._mean, self._scale = X.mean(axis=0), np.where(constant, 1.0, spread)
+        deviation = X.std(axis=0)
+        # The deviation of a constant column is only rounding error.
+        constant = deviation <= 1e-12 * np.abs(X).max(axis=0)
+        self._mean, self._scale = X.mean(axis=0), np.where(constant, 1.0, deviation)
 
     def _inputs(self, X: Any) -> Matrix:
         if self._mean is not None:
@@ -314,14 +314,14 @@ class TopKClassifier(ClassifierMixin, BaseEstimator):  # type: ignore[misc]
         return sparse.csr_array(X if self._mean is not None else X / float(self._scale), dtype=np.float32)
 
     def _parts(self, rows: Batches, random: Any) -> tuple[Batches, Batches | None]:
-        """The rows to learn from, and those that are set aside."""
+        """Split into training and validation samples."""
         count = round(self.validation_fraction * len(rows)) if len(rows) >= _FEWEST else 0
         if count == 0:
             return rows, None
         if count == len(rows):
             raise ValueError(
-                "`validation_fraction` must leave at least one row to train on, "
-                f"but {self.validation_fraction} of {len(rows)} rows are {count}."
+                "`validation_fraction` must leave at least one training sample, "
+                f"but {self.validation_fraction} of {len(rows)} samples are {count}."
             )
         aside, rest = np.split(random.permutation(len(rows)), [count])
         training, validation = (Batches(rows.inputs[part], rows.labels[part]) for part in (rest, aside))

@@ -1,4 +1,4 @@
-"""The forms in which labels of rows are given, and in which predictions are given back."""
+"""The supported forms of labels, for training data and for predictions."""
 
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -10,24 +10,24 @@ from sklearn.utils.multiclass import check_classification_targets
 from sklearn.utils.validation import check_array, column_or_1d
 
 Form = Literal["indicator", "sparse", "lists", "single"]
-Matrix = Any  # CSR of scipy, which has no types
-NO_LABELS = "`y` must have labels, but no row has one."
+Matrix = Any  # a scipy CSR array; scipy has no type annotations
+NO_LABELS = "`y` must have labels, but all samples are without labels."
 
 
 @dataclass(frozen=True)
 class LabelForm:
-    """How the labels of the training rows were given.
+    """The form of the training labels.
 
-    `indicator` and `sparse` are matrices with a column for each label, `lists` has a list of names for each
-    row, `single` one class for each row.
+    `indicator` and `sparse` are matrices with a column for each label, `lists` is a list of names per sample,
+    and `single` is one class per sample.
     """
 
     kind: Form
     classes: Any
-    """(n,): the names of the labels, for a matrix the numbers of its columns."""
+    """(n,): the names of the labels; for a matrix, its column indices."""
 
     def read(self, labels: Any) -> Matrix:
-        """Labels of other rows in the same form as a CSR matrix; names that are not known are left out."""
+        """Convert labels in the same form to a CSR matrix; unknown names are left out."""
         labels = _as_list(labels)
         if self.kind in ("indicator", "sparse"):
             matrix = _matrix(labels)
@@ -45,7 +45,7 @@ class LabelForm:
         return sparse.csr_array((np.ones(len(places), dtype=np.int8), places, starts), shape=shape)
 
     def counts(self, labels: Any) -> Any:
-        """How many labels each row has, with the names that are not known."""
+        """The number of labels of each sample, including unknown names."""
         labels = _as_list(labels)
         if self.kind == "lists":
             return np.array([len(set(row)) for row in _rows_of_names(labels)])
@@ -54,13 +54,13 @@ class LabelForm:
         return np.diff(self.read(labels).indptr)
 
     def write(self, best: Any) -> Any:
-        """The best labels (R, k), the best first, in the form of the training rows.
+        """Convert label indices (R, k), best first, to the form of the training labels.
 
         Args:
-            best: Numbers of labels.
+            best: The label indices.
 
         Returns:
-            A matrix of 0 and 1, an array of lists of names, or where rows have one class the best class.
+            A binary matrix, a list of lists of names, or the best class if samples have one class each.
         """
         if self.kind == "single":
             return self.classes[best[:, 0]]
@@ -75,7 +75,7 @@ class LabelForm:
 
 
 def learn_form(labels: Any) -> LabelForm:
-    """The form of the labels of training rows; what is none raises ValueError."""
+    """Determine the form of training labels; unsupported ones raise ValueError."""
     labels = _as_list(labels)
     if sparse.issparse(labels):
         return LabelForm("sparse", np.arange(labels.shape[1]))
@@ -88,36 +88,36 @@ def learn_form(labels: Any) -> LabelForm:
         return LabelForm("indicator", np.arange(array.shape[1]))
     if isinstance(labels, (list, tuple)) and array.dtype.kind in "fO" and all(map(_is_integer, labels)):
         raise ValueError(
-            f"`y` must hold integers of at most 64 bits, but they range from {min(labels)} to {max(labels)}: "
-            "give them as strings."
+            "`y` must contain integers of at most 64 bits, but they range from "
+            f"{min(labels)} to {max(labels)}: pass them as strings."
         )
     check_classification_targets(column_or_1d(labels, warn=True))
     return LabelForm("single", np.unique(column_or_1d(labels)))
 
 
 def _as_list(labels: Any) -> Any:
-    """A column of pandas or polars as a list; anything else as it is."""
+    """Convert a pandas or polars column to a list; return other values unchanged."""
     return labels.to_list() if callable(getattr(labels, "to_list", None)) else labels
 
 
 def _sorted_names(rows: list[list[Any]]) -> Any:
-    """All names in order, as an array; names that cannot be told apart or compared raise ValueError."""
+    """All names in order, as an array; names of unsupported or mixed types raise ValueError."""
     for row in rows:
         for name in row:
             if not isinstance(name, (str, int, float)):
                 raise ValueError(
-                    "`y` must hold names that are strings or numbers, "
-                    f"but {name!r} is a {type(name).__name__}."
+                    "`y` must contain names that are strings or numbers, "
+                    f"but it contains {name!r} of type {type(name).__name__}."
                 )
             if name != name:
-                raise ValueError("`y` must not hold NaN: leave a missing label out.")
+                raise ValueError("`y` must not contain NaN: omit missing labels instead.")
     names = {name for row in rows for name in row}
     if not names:
         raise ValueError(NO_LABELS)
     if len({isinstance(name, str) for name in names}) > 1:
         kinds = sorted({type(name).__name__ for name in names})
-        raise ValueError(f"`y` must hold names of one kind, but they are {' and '.join(kinds)}.")
-    # Integers beyond 64 bits stay integers: numpy would make floats of them.
+        raise ValueError(f"`y` must contain names of one type, but they are {' and '.join(kinds)}.")
+    # numpy would convert integers beyond 64 bits to floats.
     large = any(_is_integer(name) and not -(2**63) <= name < 2**63 for name in names)
     return np.array(sorted(names), dtype=object if large else None)
 
@@ -127,10 +127,10 @@ def _is_integer(value: Any) -> bool:
 
 
 def _is_lists(labels: Any) -> bool:
-    """One list, tuple or set for each row, and not a matrix that is written as lists?"""
+    """Whether there is a list, tuple or set per sample, as opposed to a matrix written as nested lists."""
     if isinstance(labels, np.ndarray) and labels.dtype != object:
         return False
-    if hasattr(labels, "columns"):  # a table of pandas or polars
+    if hasattr(labels, "columns"):  # a pandas or polars table
         return False
     rows = list(labels) if isinstance(labels, Iterable) and not isinstance(labels, (str, bytes)) else []
     if not rows or not all(isinstance(row, (list, tuple, set, frozenset, np.ndarray)) for row in rows):
@@ -147,7 +147,7 @@ def _is_bit(value: Any) -> bool:
 
 def _rows_of_names(labels: Any) -> list[list[Any]]:
     if not _is_lists(labels) and not all(isinstance(row, (list, tuple, set, frozenset)) for row in labels):
-        raise ValueError("`y` must be a list of names for each row, as in `fit`.")
+        raise ValueError("`y` must be a list of names for each sample, as in `fit`.")
     return [[name.item() if isinstance(name, np.generic) else name for name in row] for row in labels]
 
 
@@ -155,7 +155,9 @@ def _matrix(labels: Any) -> Matrix:
     matrix = check_array(labels, accept_sparse="csr", dtype=None, input_name="y")
     matrix = sparse.csr_array(matrix)
     if not np.isin(matrix.data, (0, 1)).all():
-        raise ValueError("`y` must be a matrix of 0 and 1, a column for each label, but others are in it.")
+        raise ValueError(
+            "`y` must be a matrix of 0 and 1 with a column for each label, but it has other values."
+        )
     matrix = matrix.astype(np.int8)
     matrix.sum_duplicates()
     matrix.eliminate_zeros()

@@ -1,1 +1,1 @@
-"""The k best labels of a row, learned from one's own files: texts, numbers or sparse features with labels."""
+"""Multi-label classification on your own files: predict the top k labels from texts, numbers or features."""

@@ -1,4 +1,4 @@
-"""The network, its measures, and a trained run read back: ready to score samples."""
+"""The network, its metrics, and trained runs loaded from disk."""
 
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
@@ -29,26 +29,26 @@ from torchlml_lab.multilabel import preparation as prepare
 from torchlml_lab.multilabel.losses import PADDING, LabelLoss, unlike_logits
 from torchlml_lab.multilabel.preparation import Preparation
 from torchlml_lab.multilabel.samples import Batch, Batches, Inputs
-from torchlml_lab.multilabel.settings import EXPERIMENT, LossName, MultilabelSettings
+from torchlml_lab.multilabel.settings import EXPERIMENT, LossName, MultilabelSettings, PerRow
 
 
 class SparseLinear(nn.Module):
-    """A linear layer of sparse rows.
+    """A linear layer for sparse inputs.
 
     Args:
-        inputs: How many columns a row has.
-        outputs: How many numbers come out.
+        inputs: The number of input columns.
+        outputs: The number of outputs.
     """
 
     def __init__(self, inputs: int, outputs: int) -> None:
         super().__init__()
         self.weight = nn.Parameter(torch.empty(inputs, outputs))
         self.bias = nn.Parameter(torch.zeros(outputs))
-        # Rows have about length 1, however many columns there are.
+        # The standard deviation does not depend on the number of columns, because rows have norm of about 1.
         nn.init.normal_(self.weight, std=0.1)
 
     def forward(self, rows: Inputs) -> Tensor:
-        """(R, outputs)."""
+        """The outputs, (R, outputs)."""
         total = nn.functional.embedding_bag(
             rows.columns,
             self.weight,
@@ -61,13 +61,13 @@ class SparseLinear(nn.Module):
 
 
 class LabelNetwork(nn.Module):
-    """A score for every label.
+    """A network that computes a logit for every label.
 
     Args:
-        inputs: How many columns a row has.
-        labels: How many labels there are.
+        inputs: The number of input columns.
+        labels: The number of labels.
         hidden: The size of the hidden layer; 0 for a linear model.
-        dropout: The share of it that is left out in training.
+        dropout: The dropout probability of the hidden layer.
     """
 
     def __init__(self, inputs: int, labels: int, hidden: int, dropout: float) -> None:
@@ -79,9 +79,10 @@ class LabelNetwork(nn.Module):
         self.last = nn.Linear(hidden, labels) if hidden else None
 
     def forward(self, rows: Inputs, labels: Tensor | None = None, loss: LabelLoss | None = None) -> Tensor:
-        """The logits (R, labels); or with labels and a loss their mean loss.
+        """The logits (R, labels), or the mean loss if labels and a loss are passed.
 
-        The loss is computed here, and not from the logits, since that of `lml` never holds them all.
+        The loss is computed here because `lml` fuses it with the last layer, so that the full logit matrix is
+        never materialized.
         """
         found = self.first(rows)
         if self.last is None or self.between is None:
@@ -93,30 +94,35 @@ class LabelNetwork(nn.Module):
 
 
 TEMPERATURE = "calibration.json"
-ROWS = 512  # scored at a time
+ROWS = 512  # samples per forward pass
 
 
 class TrainedLabels(NamedTuple):
-    """A network that is ready to predict."""
+    """A trained network with everything that prediction needs."""
 
     settings: MultilabelSettings
     preparation: Preparation
     network: LabelNetwork
     epoch: int
     temperature: float
-    """What the logits are divided by for probabilities."""
+    """Logits are divided by it before they become probabilities."""
+
+    @property
+    def uses_k(self) -> bool:
+        """Whether the probabilities depend on k: those of `bce` do not."""
+        return self.settings.loss != "bce"
 
     def scores(self, inputs: Matrix) -> Iterator[tuple[Tensor, slice]]:
-        """The logits of prepared rows, some rows at a time, and which rows these are."""
+        """Yield the logits of prepared samples in chunks, each with the slice of its samples."""
         return scores(self.network, inputs)
 
     def probabilities(self, logits: Tensor) -> Tensor:
-        """The probability of each label to be among the run's k."""
+        """The probability that each label is among the top k of the run."""
         return probabilities(logits, self.settings.loss, self.preparation.k, self.temperature)
 
 
 def load(run: Path) -> TrainedLabels:
-    """Read a run; a folder that holds none, or a damaged one, raises `BadInput`."""
+    """Load a run; raise `BadInput` if the directory does not contain one or if it is damaged."""
     best = run_directory.find_best_epoch(EXPERIMENT, run)
     settings = from_json(MultilabelSettings, run / SETTINGS_FILE)
     prepared = prepare.stored(run)
@@ -126,7 +132,7 @@ def load(run: Path) -> TrainedLabels:
 
 
 def scores(network: LabelNetwork, inputs: Matrix) -> Iterator[tuple[Tensor, slice]]:
-    """The logits of rows, some rows at a time, and which rows these are."""
+    """Yield the logits of prepared samples in chunks, each with the slice of its samples."""
     data = Batches(inputs, inputs[:, :0])
     with torch.inference_mode():
         for start in range(0, len(data), ROWS):
@@ -135,42 +141,59 @@ def scores(network: LabelNetwork, inputs: Matrix) -> Iterator[tuple[Tensor, slic
 
 
 def probabilities(logits: Tensor, loss: LossName, k: int, temperature: float = 1.0) -> Tensor:
-    """The probability of each label to be among k: the LML projection of the logits.
+    """The probability that each label is among the top k: the LML projection of the logits.
 
-    A network that was trained with `bce` has a probability of its own for each label, whatever k is.
+    For `bce` it is the sigmoid of each logit, which does not depend on k.
     """
     logits = logits / temperature
     return logits.sigmoid() if loss == "bce" else torchlml.lml(logits, k)
 
 
 def _temperature(run: Path) -> float:
-    """The temperature of a run; 1 where none was chosen."""
+    """The temperature of a run, or 1 if it has none."""
     path = run / TEMPERATURE
     if not path.exists():
         return 1.0
     temperature = read_json(path, dict).get("temperature")
     if not isinstance(temperature, float) or not 0 < temperature < float("inf"):
-        raise BadInput(f"`{path}` is damaged: its temperature is {temperature}.")
+        raise BadInput(f"`{path}` is damaged: `temperature` must be positive, but it is {temperature}.")
     return temperature
+
+
+def origin_of_k(given: int | PerRow | None, k: int, mean: float) -> str:
+    """A sentence that says how the k of the predictions was chosen.
+
+    Args:
+        given: The setting `--k`.
+        k: The k that predictions use.
+        mean: The mean number of labels per training sample.
+    """
+    if isinstance(given, int):
+        return f"Predictions use k = {k}, as set by `--k` in training."
+    rounded = "" if mean == k else f", which is {mean:.2f} rounded to an integer"
+    return (
+        f"Predictions use k = {k}, the mean number of labels per training sample{rounded}. "
+        "Train with `--k` to use another k."
+    )
 
 
 def read_rows(
     trained: TrainedLabels, path: Path, labels: Path | None = None, labelled: bool = True
 ) -> LabelledRows:
-    """Read further rows for a run.
+    """Read more samples for a run.
 
     Args:
         trained: The run.
-        path: What `--data` named: a file like the one that the run was trained on.
-        labels: Its labels, where it is an .npz.
-        labelled: Whether labels are needed.
+        path: The value of `--data`: a file in the format that the run was trained on.
+        labels: Its labels, if it is an .npz.
+        labelled: Whether labels are required.
 
     Returns:
-        The rows; a file of another kind raises `BadInput`, as does what cannot be read.
+        The samples. A file that is unreadable or of another format raises `BadInput`.
     """
     columns = trained.preparation.columns
     if columns is None and is_table(path):
-        raise BadInput(f"`--data` names `{path}`, a table, but the run was trained on sparse features.")
+        raise BadInput(f"`--data` must be sparse features, as in training, but `{path}` is a table.")
     if columns is not None and not labelled:
         columns = replace(columns, labels=None)
     names = trained.settings.label_names
@@ -181,33 +204,33 @@ def read_rows(
 
 
 def prepared_rows(trained: TrainedLabels, rows: LabelledRows, path: Path) -> tuple[Matrix, list[str]]:
-    """The inputs of rows, and in sentences what of them the run does not know."""
+    """The inputs of samples, and notes about features that the run does not know."""
     prepared = trained.preparation.apply(rows)
     notes = []
     if prepared.unknown:
         notes.append(
-            f"`{path}`: {prepared.unknown} values are of features that no training row has, and are left out."
+            f"`{path}`: {prepared.unknown} values were skipped because no training sample has their features."
         )
     if prepared.empty:
         notes.append(
-            f"`{path}`: {prepared.empty} of {len(rows)} rows have nothing that the run knows; what they get "
-            "are the labels that are frequent in general."
+            f"`{path}`: {prepared.empty} of {len(rows)} samples have no known feature; they get the labels "
+            "that are most frequent overall."
         )
     return prepared.inputs, notes
 
 
 KS = (1, 3, 5)
 NAMES = {"precision": "P", "ndcg": "nDCG", "psp": "PSP", "recall": "R"}
-"""What the measures are called in tables."""
+"""The names of the metrics in tables."""
 
 
 class Measures:
-    """The measures of rows that come in batches; labels that the run does not know are never found.
+    """Accumulates metrics over batches; labels unknown to the run count as false negatives.
 
     Args:
-        preparation: The run's; its counts say how rare a label is.
-        labels: How many labels the rows have, known and unknown.
-        ks: How many of the best labels count.
+        preparation: The preparation of the run; its counts determine the propensities.
+        labels: The number of labels of the samples, known and unknown.
+        ks: The values of k.
     """
 
     def __init__(self, preparation: Preparation, labels: int, ks: Sequence[int] = KS) -> None:
@@ -225,7 +248,7 @@ class Measures:
         ]
 
     def update(self, scores: Tensor, labels: Tensor) -> None:
-        """Count rows with scores (R, known labels) and lists of labels (R, L)."""
+        """Add samples with scores (R, known labels) and padded label lists (R, L)."""
         scores = pad(scores, (0, self.more))
         labels = unlike_logits(labels, scores.shape[-1])
         mask = self.may_be_found.to(scores.device) if self.more else None
@@ -233,7 +256,7 @@ class Measures:
             metric.to(scores.device).update(scores, labels, mask=mask)
 
     def result(self) -> dict[str, float]:
-        """All measures, from 0 to 1, by names like `ndcg@5`."""
+        """All metrics, from 0 to 1, by names like `ndcg@5`."""
         return {name: float(value) for metric in self.metrics for name, value in metric.compute().items()}
 
 
@@ -244,7 +267,7 @@ def measure(
     preparation: Preparation,
     labels: int,
 ) -> dict[str, float]:
-    """The measures of a network over the rows of all processes."""
+    """Evaluate a network on the samples of all processes."""
     found = Measures(preparation, labels)
     for batch in batches:
         lists = accelerator.pad_across_processes(batch.labels, dim=1, pad_index=PADDING)
@@ -253,12 +276,12 @@ def measure(
 
 
 def popularity(preparation: Preparation, rows: Iterable[Tensor], labels: int) -> dict[str, float]:
-    """The measures of saying the most frequent labels of the training rows to every row.
+    """The metrics of always predicting the most frequent training labels.
 
     Args:
-        preparation: The run's.
-        rows: Lists of labels (R, L) in batches.
-        labels: How many labels the rows have, known and unknown.
+        preparation: The preparation of the run.
+        rows: Padded label lists (R, L) in batches.
+        labels: The number of labels of the samples, known and unknown.
     """
     found = Measures(preparation, labels)
     scores = torch.tensor(preparation.counts, dtype=torch.float32)

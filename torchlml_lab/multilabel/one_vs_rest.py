@@ -1,9 +1,9 @@
-"""The baseline of the study: a logistic regression of scikit-learn for every label, against all others.
+"""The baseline of the study: one-vs-rest logistic regression with scikit-learn.
 
     python -m torchlml_lab.multilabel.one_vs_rest --train FILE --test FILE --csv one-vs-rest.csv
 
-It gets the inputs and the split of `torchlml train multilabel`; its C is chosen on validation, as the
-learning rate of the networks is.
+It uses the inputs and the split of `torchlml train multilabel`. Its C is chosen on validation, like the
+learning rate of the networks.
 """
 
 import sys
@@ -33,27 +33,27 @@ from torchlml_lab.multilabel.sweep import LabelRecord
 
 @dataclass(frozen=True)
 class BaselineSettings:
-    """Fit a one-vs-rest logistic regression with each C, and write the measures of the best to a CSV."""
+    """Fit a one-vs-rest logistic regression for each C, and write the metrics of the best one to a CSV."""
 
     train: Path | None = None
     """The training file, as for `torchlml train multilabel`."""
     test: Path | None = None
     """The test file."""
     csv: Path = Path("one-vs-rest.csv")
-    """The CSV to write; rows of other data that it has stay."""
+    """The CSV to write; its rows for other data are kept."""
     keeps: tuple[float | Literal["one"], ...] = (1.0, 0.5, 0.3, "one")
-    """The shares of the training labels that are kept."""
+    """The shares of training labels to keep."""
     seed: int = 0
-    """Which labels are kept."""
+    """The seed that selects the kept labels."""
     strengths: tuple[float, ...] = (1.0, 10.0, 100.0)
-    """The values of C that are tried, each on all labels."""
+    """The values of C to try; one value is chosen for all labels."""
 
 
 def main(arguments: Sequence[str]) -> None:
-    """Read the options, fit, and write the rows."""
+    """Parse the options, fit, and write the CSV."""
     settings = parse_settings(BaselineSettings, "one-vs-rest", arguments, BaselineSettings())
     if settings.train is None or settings.test is None:
-        raise BadInput("`--train` and `--test` are needed.")
+        raise BadInput("`--train` and `--test` are required.")
     check_file("--csv", settings.csv)
     rows = sweep.TABLE.read(settings.csv, "--csv") if settings.csv.exists() else []
     for keep in settings.keeps:
@@ -96,7 +96,7 @@ def _best(name: str, settings: MultilabelSettings, strengths: Sequence[float]) -
 def _fit(inputs: Matrix, labels: Matrix, strength: float) -> tuple[Any, Any]:
     """The weights (inputs, labels) and the biases (labels,)."""
     weights = np.zeros((inputs.shape[1], labels.shape[1]))
-    bias = np.full(labels.shape[1], -20.0)  # of a label that no row has
+    bias = np.full(labels.shape[1], -20.0)  # for labels without samples
     columns = labels.tocsc()
     inputs.indices, inputs.indptr = (
         inputs.indices.astype(np.int32),

@@ -1,4 +1,4 @@
-"""`torchlml predict RUN` of multi-label runs: the best labels of new rows, with their probabilities."""
+"""`torchlml predict RUN` for multi-label runs: the top labels of new samples, with their probabilities."""
 
 import csv
 import json
@@ -13,34 +13,34 @@ from torchlml_lab.data.labelled_rows import Matrix
 from torchlml_lab.engine.output import new_console, plain_table
 from torchlml_lab.engine.run import say
 from torchlml_lab.files import check_file, replacing, shown, writing
-from torchlml_lab.multilabel.model import TrainedLabels, load, prepared_rows, read_rows
+from torchlml_lab.multilabel.model import TrainedLabels, load, origin_of_k, prepared_rows, read_rows
 from torchlml_lab.multilabel.settings import PredictSettings
 
 ON_SCREEN = 20
 
 
 class RankedLabels(NamedTuple):
-    """The best labels of one row, the best first."""
+    """The top labels of one sample, best first."""
 
     labels: list[str]
     probabilities: list[float]
 
 
 def main(settings: PredictSettings) -> None:
-    """Predict, write all rows, and print the first."""
+    """Predict all samples, write them to `--out`, and print the first ones."""
     if settings.data is None:
-        raise BadInput("`--data` is missing: give a file of rows to predict the labels of.")
+        raise BadInput("`--data` is missing: pass a file with the samples to predict.")
     if settings.out is not None:
         check_file("--out", settings.out)
         if settings.out.suffix not in (".csv", ".jsonl"):
-            raise BadInput(f"`--out` names `{settings.out}`, which must end in `.csv` or `.jsonl`.")
+            raise BadInput(f"`--out` must end in `.csv` or `.jsonl`, but it is `{settings.out}`.")
         if not settings.out.parent.is_dir():
-            raise BadInput(f"`--out` names `{settings.out}`, whose folder does not exist.")
+            raise BadInput(f"`--out` must be in an existing directory, but it is `{settings.out}`.")
     trained = load(settings.run)
     known = len(trained.preparation.labels)
     top = min(5, known) if settings.top is None else settings.top
     if not 1 <= top <= known:
-        raise BadInput(f"`--top` is {top}, and must be from 1 to {known}, the labels of the run.")
+        raise BadInput(f"`--top` must be from 1 to {known}, the number of labels, but it is {top}.")
     rows = read_rows(trained, settings.data, labelled=False)
     inputs, notes = prepared_rows(trained, rows, settings.data)
     console = new_console()
@@ -48,19 +48,21 @@ def main(settings: PredictSettings) -> None:
     ranked = best_labels(trained, inputs, top)
     try:
         if settings.out is not None:
-            with writing("The labels", settings.out, "the table above shows the first rows"):
+            with writing("The labels", settings.out, "the table above shows the first samples"):
                 _write(settings.out, ranked)
     finally:
-        console.print(_table(ranked[:ON_SCREEN], rows.texts, trained.preparation.k))
+        console.print(_table(ranked[:ON_SCREEN], rows.texts, _meaning(trained)))
     if len(ranked) > ON_SCREEN:
-        rest = "" if settings.out else "; `--out` writes all to a file"
-        console.print(f"These are {ON_SCREEN} of {len(ranked)} rows{rest}.", highlight=False)
+        rest = "" if settings.out else "; `--out FILE` writes all of them"
+        console.print(f"The table shows {ON_SCREEN} of {len(ranked)} samples{rest}.", highlight=False)
+    if trained.uses_k:
+        say([origin_of_k(trained.settings.k, trained.preparation.k, trained.preparation.mean_count)], console)
     if settings.out is not None:
-        console.print(f"The labels of all rows are in {settings.out}.", soft_wrap=True)
+        console.print(f"The labels of all samples are in {settings.out}.", soft_wrap=True)
 
 
 def best_labels(trained: TrainedLabels, inputs: Matrix, top: int) -> list[RankedLabels]:
-    """The best labels of prepared rows."""
+    """Rank the labels of prepared samples."""
     names, found = trained.preparation.labels, []
     for logits, _ in trained.scores(inputs):
         best = trained.probabilities(logits).gather(-1, order := logits.topk(top, dim=-1).indices)
@@ -69,10 +71,14 @@ def best_labels(trained: TrainedLabels, inputs: Matrix, top: int) -> list[Ranked
     return found
 
 
-def _table(ranked: Sequence[RankedLabels], texts: Sequence[str] | None, k: int) -> Table:
-    title = f"the best labels, and the probability in percent of each to be among the {k} that the row has"
-    heads = ("row", *(["text"] if texts else []), "labels")
-    table = plain_table(title, heads, left=len(heads))
+def _meaning(trained: TrainedLabels) -> str:
+    """The name of the predicted probabilities."""
+    return f"P(label in top k), k = {trained.preparation.k}" if trained.uses_k else "P(label)"
+
+
+def _table(ranked: Sequence[RankedLabels], texts: Sequence[str] | None, meaning: str) -> Table:
+    heads = ("row", *(["text"] if texts else []), f"labels with {meaning}, in %")
+    table = plain_table("Predicted labels, best first", heads, left=len(heads))
     for number, row in enumerate(ranked):
         cells = [
             f"{name} {100 * value:.0f}" for name, value in zip(row.labels, row.probabilities, strict=True)

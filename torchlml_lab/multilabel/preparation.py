@@ -1,4 +1,4 @@
-"""What turns the rows of a file into a network's inputs: fitted on the training rows, stored with the run."""
+"""Turns samples into network inputs: fitted on the training samples and stored with the run."""
 
 import dataclasses
 from dataclasses import dataclass, field
@@ -20,48 +20,57 @@ MOST_TERMS = 100_000
 
 
 class Prepared(NamedTuple):
-    """Rows as a network reads them."""
+    """Samples as network inputs."""
 
     inputs: Matrix
     """CSR float32 (rows, inputs)."""
     unknown: int
-    """How many features of the rows, words not counted, the run does not know."""
+    """The number of feature values that the run does not know, not counting words."""
     empty: int
-    """How many rows have nothing that the run knows."""
+    """The number of samples without any known feature."""
 
 
 @dataclass(frozen=True)
 class Preparation:
-    """The inputs and outputs of a run's network, by name."""
+    """The named inputs and outputs of a run's network."""
 
     labels: list[str]
     """The names of the network's outputs."""
     counts: list[int]
-    """In how many training rows each of them is."""
+    """The number of training samples with each label."""
     rows: int
-    """How many training rows there are."""
+    """The number of training samples."""
     k: int
-    """How many labels are predicted."""
+    """The number of labels that are predicted."""
     columns: Columns | None = None
-    """The columns of the table, where the rows came from one."""
+    """The columns of the table, if the samples come from one."""
     terms: list[str] = field(default_factory=list)
-    """The words and pairs of words of the texts that are inputs."""
+    """The words and word pairs that are inputs."""
     idf: list[float] = field(default_factory=list)
-    """The weight of each term."""
+    """The inverse document frequency of each term."""
     features: list[int] = field(default_factory=list)
-    """The columns of the features that are inputs."""
+    """The feature columns that are inputs."""
     means: list[float] = field(default_factory=list)
-    """What is subtracted from each of them: nothing where they are sparse."""
+    """The mean that is subtracted from each of these features; 0 for sparse features."""
     scales: list[float] = field(default_factory=list)
-    """What each of them is divided by after that."""
+    """The scale that each of these features is then divided by."""
 
     @property
     def inputs(self) -> int:
-        """How many inputs the network has."""
+        """The number of network inputs."""
         return len(self.terms) + len(self.features)
 
+    @property
+    def mean_count(self) -> float:
+        """The mean number of labels per training sample."""
+        return sum(self.counts) / self.rows
+
     def apply(self, rows: LabelledRows) -> Prepared:
-        """The inputs of rows: the TF-IDF of texts, numbers in units of their spread, features of length 1."""
+        """Compute the inputs of samples.
+
+        Texts become TF-IDF vectors, the numbers of a table are standardized, and sparse features are scaled
+        to norm 1.
+        """
         blocks = []
         if self.terms:
             blocks.append(sparse.csr_array(self._vectorizer.transform(rows.texts)))
@@ -70,7 +79,7 @@ class Preparation:
         unknown = int((~np.isin(there.indices, chosen)).sum())
         if self.columns is not None:
             numbers = (there[:, chosen].toarray() - np.array(self.means)) / np.array(self.scales)
-            blocks.append(sparse.csr_array(np.nan_to_num(numbers, nan=0.0)))  # the mean where there is none
+            blocks.append(sparse.csr_array(np.nan_to_num(numbers, nan=0.0)))  # missing numbers get the mean
         elif self.features:
             known = _chosen_columns(there, chosen) @ sparse.diags_array(1 / np.array(self.scales))
             length = np.sqrt(known.multiply(known).sum(axis=1))
@@ -78,7 +87,7 @@ class Preparation:
         inputs = sparse.csr_array(sparse.hstack(blocks, format="csr"), dtype=np.float32)
         inputs.eliminate_zeros()
         inputs.sort_indices()
-        # A row of numbers that are all average has no input that is not 0, and is no row of unknown things.
+        # If every number of a sample is the mean, all its inputs are 0, but they are not unknown.
         empty = 0 if self.columns is not None and self.features else int((np.diff(inputs.indptr) == 0).sum())
         return Prepared(inputs, unknown, empty)
 
@@ -89,20 +98,20 @@ class Preparation:
         return vectorizer
 
     def to_json(self) -> dict[str, Any]:
-        """Everything as JSON's types."""
+        """All fields as JSON types."""
         return dataclasses.asdict(self)
 
 
 def fit(rows: LabelledRows, columns: Columns | None, k: int) -> Preparation:
-    """Learn from training rows what the inputs and the labels are.
+    """Fit the inputs and the labels on training samples.
 
     Args:
-        rows: The training rows.
-        columns: The columns of the table they came from.
-        k: How many labels are predicted.
+        rows: The training samples.
+        columns: The columns of the table that they come from, if any.
+        k: The number of labels to predict.
 
     Returns:
-        The preparation. Rows without anything to learn from raise `BadInput`.
+        The preparation. Samples without features and words raise `BadInput`.
     """
     terms, idf = _fit_texts(rows.texts) if rows.texts is not None else ([], [])
     if columns is not None:
@@ -117,7 +126,7 @@ def fit(rows: LabelledRows, columns: Columns | None, k: int) -> Preparation:
         if len(used):
             scales = abs(_chosen_columns(rows.features, used)).max(axis=0).toarray().ravel()
     if not terms and not len(used):
-        raise BadInput("The training rows have no features and no words: there is nothing to learn from.")
+        raise BadInput("The training samples must have features or words, but they have neither.")
     return Preparation(
         labels=rows.names,
         counts=np.bincount(rows.labels.indices, minlength=len(rows.names)).tolist(),
@@ -133,7 +142,10 @@ def fit(rows: LabelledRows, columns: Columns | None, k: int) -> Preparation:
 
 
 def _chosen_columns(matrix: Matrix, columns: npt.NDArray[np.int64]) -> Matrix:
-    """Some columns, by rising numbers. By its own indexing scipy takes memory for all there could be."""
+    """Select columns in increasing order.
+
+    The indexing of scipy would allocate memory for every possible column.
+    """
     place = np.searchsorted(columns, matrix.indices)
     found = columns[np.minimum(place, len(columns) - 1)] == matrix.indices
     starts = np.concatenate([[0], np.cumsum(found)])[matrix.indptr]
@@ -142,39 +154,39 @@ def _chosen_columns(matrix: Matrix, columns: npt.NDArray[np.int64]) -> Matrix:
 
 
 def stored(run: Path) -> Preparation:
-    """The preparation of a run; a file that holds something else raises `BadInput`."""
+    """Load the preparation of a run; raise `BadInput` if the file is damaged."""
     path = run / FILE
     found = read_record(path, Preparation)
     for several in (("labels", "counts"), ("terms", "idf"), ("features", "means", "scales")):
         lengths = [len(getattr(found, name)) for name in several]
         if len(set(lengths)) > 1:
             names = ", ".join(f"`{name}`" for name in several)
-            raise BadInput(f"`{path}` is damaged: {names} must be of one length, but they have {lengths}.")
+            raise BadInput(f"`{path}` is damaged: {names} must have equal lengths, but they have {lengths}.")
     for name in ("labels", "terms"):
         if len(set(getattr(found, name))) < len(getattr(found, name)):
-            raise BadInput(f"`{path}` is damaged: `{name}` has a name twice.")
+            raise BadInput(f"`{path}` is damaged: `{name}` contains a duplicate.")
     if found.terms and found.columns is None:
-        raise BadInput(f"`{path}` is damaged: it has `terms`, but no `columns` that they come from.")
-    if not found.inputs or len(found.labels) < 2 or not 1 <= found.k < len(found.labels):
-        sizes = f"{found.inputs} inputs, {len(found.labels)} labels and k = {found.k}"
+        raise BadInput(f"`{path}` is damaged: it has `terms`, but not the `columns` they come from.")
+    if not found.inputs or found.rows < 1 or len(found.labels) < 2 or not 1 <= found.k < len(found.labels):
+        sizes = f"{found.inputs} inputs, {found.rows} samples, {len(found.labels)} labels and k = {found.k}"
         raise BadInput(f"`{path}` is damaged: it has {sizes}.")
     return found
 
 
 def _new_vectorizer(**more: Any) -> TfidfVectorizer:
-    # Words of one letter count too ("C", "R"), and pairs of words tell more than words.
+    # Single letters can be words ("C", "R"), and word pairs are more specific than words.
     return TfidfVectorizer(
         token_pattern=r"(?u)\b\w+\b", ngram_range=(1, 2), sublinear_tf=True, dtype=np.float32, **more
     )
 
 
 def _fit_texts(texts: list[str]) -> tuple[list[str], list[float]]:
-    """The terms that are in at least two texts, or in one where no text has another, and their weights."""
+    """The terms that occur in at least two texts (or one, if there are none) and their weights."""
     for least in (2, 1):
         vectorizer = _new_vectorizer(min_df=least, max_features=MOST_TERMS)
         try:
             vectorizer.fit(texts)
-        except ValueError:  # no word is left
+        except ValueError:  # no term is left
             continue
         terms = vectorizer.get_feature_names_out().tolist()
         return terms, [round(float(weight), 7) for weight in vectorizer.idf_]

@@ -1,4 +1,4 @@
-"""The report of a run: measures compared with the most frequent labels, calibration, a page and two plots."""
+"""The report of a multi-label run: metrics, a most-frequent-labels baseline, calibration, and plots."""
 
 import json
 from collections.abc import Sequence
@@ -34,21 +34,21 @@ from torchlml_lab.multilabel.model import (
 from torchlml_lab.multilabel.samples import Data, aligned, label_lists, read
 from torchlml_lab.multilabel.settings import EvaluateSettings, LossName, MultilabelSettings
 
-ENTRIES = 2**21  # logits that are enough to choose by
+ENTRIES = 2**21  # enough logits to choose a temperature
 TEMPERATURES = torch.logspace(-1, 1, 41).tolist()
 
 
 def best_temperature(logits: Tensor, observed: Tensor, loss: LossName, k: int) -> float:
-    """The temperature whose probabilities make the observed labels most likely.
+    """Choose the temperature that maximizes the likelihood of the observed labels.
 
     Args:
         logits: (R, n).
         observed: bool (R, n), the labels of each row.
-        loss: What the network was trained with.
-        k: How many labels are predicted.
+        loss: The training loss.
+        k: The number of labels that are predicted.
 
     Returns:
-        The best of 41 from 0.1 to 10.
+        The best of 41 temperatures from 0.1 to 10.
     """
 
     def surprise(temperature: float) -> float:
@@ -59,7 +59,7 @@ def best_temperature(logits: Tensor, observed: Tensor, loss: LossName, k: int) -
 
 
 def fit_temperature(trained: TrainedLabels, rows: LabelledRows) -> float:
-    """The temperature of a run, from some of its validation rows."""
+    """Choose the temperature of a run on some of its validation samples."""
     labels = len(trained.preparation.labels)
     few = rows.take(torch.arange(min(len(rows), max(50, ENTRIES // labels))).numpy())
     logits = torch.cat([found for found, _ in trained.scores(trained.preparation.apply(few).inputs)])
@@ -69,29 +69,29 @@ def fit_temperature(trained: TrainedLabels, rows: LabelledRows) -> float:
 
 CURVE = (1, 2, 3, 5, 10, 20, 50, 100)
 BINS = 10
-FEWEST = 20  # labels of a bin that is drawn: the share of fewer says little
+FEWEST = 20  # labels in a bin that is plotted: smaller bins are too noisy
 
 
 @dataclass(frozen=True)
 class Report:
-    """What was measured on some rows."""
+    """The metrics of a run on a set of samples."""
 
     rows: int
     what: str
-    """Which rows these are, as in "validation rows"."""
+    """Which samples these are, for example "validation samples"."""
     measures: dict[str, float]
     popular: dict[str, float]
-    """The same of the most frequent labels, said to every row."""
+    """The same metrics for always predicting the most frequent labels."""
     recalls: dict[int, float]
-    """The recall for more k, of the run."""
+    """The recall of the run for more values of k."""
     popular_recalls: dict[int, float]
     calibration: list[tuple[float, float, int]]
-    """For each tenth of the probabilities: their mean, the share that is true, and how many they are."""
+    """For each tenth of the probability range: mean probability, share of correct labels, label count."""
 
     def table(self) -> Table:
-        """The measures in percent, beside the baseline."""
+        """The metrics in percent, next to the baseline."""
         ks = sorted({int(name.partition("@")[2]) for name in self.measures})
-        title = f"{self.rows} {self.what}, in percent; in brackets the most frequent labels for every row"
+        title = f"{self.rows} {self.what}, in percent (in parentheses: always the most frequent labels)"
         table = plain_table(title, ("k", *(f"{name}@k" for name in NAMES.values())))
         for k in ks:
             cells = [
@@ -102,17 +102,21 @@ class Report:
         return table
 
     def page(self, trained: TrainedLabels) -> str:
-        """The same as a page of Markdown, with the plots."""
+        """The report as Markdown, conclusion first."""
         ks = sorted({int(name.partition("@")[2]) for name in self.measures})
         settings, prepared = trained.settings, trained.preparation
         lines = [
-            "# Report of a run",
+            "# Multi-label report",
             "",
-            f"Trained on {prepared.rows} rows of `{settings.train}` with {len(prepared.labels)} labels, with "
-            f"the loss `{settings.loss}`; epoch {trained.epoch} was the best on validation. Measured on "
-            f"{self.rows} {self.what}.",
+            f"**P@1 is {100 * self.measures['precision@1']:.1f}% on {self.rows} {self.what}.** Always "
+            f"predicting the most frequent labels reaches {100 * self.popular['precision@1']:.1f}%.",
             "",
-            "In percent; in brackets what the most frequent labels of the training rows give for every row:",
+            f"The model was trained on {prepared.rows} samples of `{settings.train}` with "
+            f"{len(prepared.labels)} labels and the loss `{settings.loss}`. Its weights are those of epoch "
+            f"{trained.epoch}, the best one on the validation samples.",
+            "",
+            "All values are in percent. The values in parentheses are the baseline, which predicts the most "
+            "frequent training labels for every sample.",
             "",
             "| k | " + " | ".join(f"{name}@k" for name in NAMES.values()) + " |",
             "| --- |" + " --- |" * len(NAMES),
@@ -127,22 +131,24 @@ class Report:
             [
                 *lines,
                 "",
-                "P@k: the share of the k best labels that is right. nDCG@k: the same with more weight on the "
-                "first places. PSP@k: precision in which rare labels count more. R@k: the share of a row's "
-                "labels that is among the k best.",
+                "- **P@k**: share of the top k labels that are correct.",
+                "- **nDCG@k**: the same, with more weight on the first ranks.",
+                "- **PSP@k**: propensity-scored precision, where rare labels have more weight.",
+                "- **R@k**: share of a sample's labels that are among the top k.",
                 "",
-                "![Recall against k, and how often labels of a predicted probability are right](report.png)",
+                "![Left: recall against k. Right: share of correct labels against predicted probability]"
+                "(report.png)",
                 "",
             ]
         )
 
 
 def report_run(run: Path, trained: TrainedLabels, data: Data, console: Console) -> None:
-    """Measure a finished run on its test rows, or those of validation; print, and write page and plots."""
+    """Evaluate a finished run on its test (or else validation) samples; print and write the report."""
     trained = trained._replace(temperature=fit_temperature(trained, data.validation))
     with replacing(run / TEMPERATURE) as temporary:
         temporary.write_text(json.dumps({"temperature": trained.temperature}) + "\n", encoding="utf-8")
-    rows, what = (data.validation, "validation rows") if data.test is None else (data.test, "test rows")
+    rows, what = (data.validation, "validation samples") if data.test is None else (data.test, "test samples")
     inputs, _ = prepared_rows(trained, rows, Path())
     report = make(trained, inputs, rows, what)
     console.print(report.table())
@@ -150,13 +156,13 @@ def report_run(run: Path, trained: TrainedLabels, data: Data, console: Console) 
 
 
 def make(trained: TrainedLabels, inputs: Matrix, rows: LabelledRows, what: str) -> Report:
-    """Measure a run on rows.
+    """Evaluate a run on samples.
 
     Args:
         trained: The run.
-        inputs: The rows, prepared for it.
-        rows: The same rows; their labels begin with those that the run knows.
-        what: Which rows these are, for the titles.
+        inputs: The samples, prepared for the run.
+        rows: The same samples; their labels start with those of the run, in the same order.
+        what: Which samples these are, for the titles.
     """
     prepared = trained.preparation
     labels = len(rows.names)
@@ -200,7 +206,7 @@ def write(report: Report, trained: TrainedLabels, folder: Path, console: Console
     with replacing(folder / "report.md") as temporary:
         temporary.write_text(report.page(trained), encoding="utf-8")
     console.print(
-        f"The report is {folder / 'report.md'}, its plots are {folder / 'report.png'}.", soft_wrap=True
+        f"The report is {folder / 'report.md'}, and its plots are in {folder / 'report.png'}.", soft_wrap=True
     )
 
 
@@ -209,7 +215,7 @@ def _by_k(recalls: dict[str, Tensor], ks: Sequence[int]) -> dict[int, float]:
 
 
 def _binned(probabilities: Tensor, lists: Tensor) -> Tensor:
-    """For each tenth of the probabilities their sum, how many labels are right, and how many there are."""
+    """For each tenth of the probability range: sum of probabilities, correct labels, number of labels."""
     rows, n = probabilities.shape
     known = torch.where((lists >= 0) & (lists < n), lists, n)
     right = torch.zeros(rows, n + 1).scatter_(-1, known, 1.0)[:, :n].flatten().double()
@@ -224,7 +230,7 @@ def _binned(probabilities: Tensor, lists: Tensor) -> Tensor:
 
 
 def main(settings: EvaluateSettings) -> None:
-    """Measure, and print the table."""
+    """Evaluate a run and print the table."""
     out = settings.out or (settings.run if settings.data is None else None)
     trained = load(settings.run)
     if out is not None:
@@ -240,29 +246,32 @@ def main(settings: EvaluateSettings) -> None:
 
 
 def _rows(settings: EvaluateSettings, trained: TrainedLabels) -> tuple[LabelledRows, str, list[str]]:
-    """The rows to measure on, what they are, and notes about them."""
+    """The samples to evaluate on, their name, and notes about them."""
     if settings.data is None:
         if settings.data_labels is not None:
-            raise BadInput("`--data-labels` is given without `--data`.")
+            raise BadInput("`--data-labels` requires `--data`.")
         moved = {name: getattr(settings, name) for name in ("train", "valid", "test")}
         data = read(run_directory.read_moved(MultilabelSettings, settings.run, moved))
         known, found = trained.preparation, data.training
         if (len(found), found.names) != (known.rows, known.labels):
             raise BadInput(
                 f"`{settings.train or trained.settings.train}` is not the file that the run was trained on: "
-                f"it gives {len(found)} rows to train on with {len(found.names)} labels, and the run had "
-                f"{known.rows} with {len(known.labels)}, or other ones."
+                f"it has {len(found)} training samples and {len(found.names)} labels, but the run had "
+                f"{known.rows} samples and {len(known.labels)} labels, or their names differ."
             )
-        rows, what = (data.validation, "validation rows") if data.test is None else (data.test, "test rows")
-        return rows, what, []
+        if data.test is None:
+            return data.validation, "validation samples", []
+        return data.test, "test samples", []
     found, notes = read_rows(trained, settings.data, settings.data_labels), list[str]()
     labelled = found.take(found.counts > 0)
     if not len(labelled):
-        raise BadInput(f"`--data` names `{settings.data}`, where no row has a label to be compared with.")
+        raise BadInput(f"`--data` must have at least one sample with labels, but `{settings.data}` has none.")
     if len(labelled) < len(found):
-        notes.append(f"`{settings.data}`: {len(found) - len(labelled)} rows have no label and are left out.")
+        notes.append(
+            f"`{settings.data}`: {len(found) - len(labelled)} samples have no labels and were skipped."
+        )
     return (
         aligned(labelled, trained.preparation.labels, settings.data, notes),
-        f"rows of {settings.data.name}",
+        f"samples of {settings.data.name}",
         notes,
     )

@@ -1,4 +1,4 @@
-"""The rows of a run: read, checked, and split into what is trained on, chosen by and tested on."""
+"""The samples of a run: read, validated, and split into training, validation and test."""
 
 from collections.abc import Sequence
 from dataclasses import replace
@@ -18,12 +18,12 @@ from torchlml_lab.data.tables import Columns
 from torchlml_lab.multilabel.losses import PADDING
 from torchlml_lab.multilabel.settings import MultilabelSettings
 
-FEWEST = 10  # rows with labels that something can be learned from
-SPLIT_SEED = 1234  # the same rows are set aside for every seed
+FEWEST = 10  # labeled samples needed for training
+SPLIT_SEED = 1234  # fixed, so that every seed has the same validation samples
 
 
 class Files(NamedTuple):
-    """What was read, with all labels that the files have."""
+    """The files of a run, with all their labels."""
 
     train: LabelledRows
     valid: LabelledRows | None
@@ -33,49 +33,49 @@ class Files(NamedTuple):
 
 
 class Data(NamedTuple):
-    """The rows of a run; the labels of all parts begin with those of the training file."""
+    """The splits of a run; their label lists start with the labels of the training file."""
 
     training: LabelledRows
     validation: LabelledRows
     test: LabelledRows | None
     columns: Columns | None
     notes: list[str]
-    """What a person should know about the files, in sentences."""
+    """Sentences about the files that the user should see."""
 
 
 def read(settings: MultilabelSettings) -> Data:
-    """The rows to train on, to choose by and to test on; what cannot be used raises `BadInput`."""
+    """Read the training, validation and test samples; raise `BadInput` if a file cannot be used."""
     return split(settings, read_files(settings))
 
 
 def split(settings: MultilabelSettings, files: Files) -> Data:
-    """The rows of a run, with those for validation set aside and only the labels that are kept."""
+    """Split off validation samples if no file was given, and apply `keep` to the training labels."""
     rows = replace(files.train, labels=kept_labels(files.train.labels, settings.keep, settings.seed))
     training, validation = set_aside(rows) if files.valid is None else (rows, files.valid)
     return Data(training, validation, files.test, files.columns, files.notes)
 
 
 def read_files(settings: MultilabelSettings) -> Files:
-    """Read all files of a run; what cannot be used raises `BadInput`."""
+    """Read all files of a run; raise `BadInput` if one cannot be used."""
     assert settings.train is not None
     rows, columns = _read(
         settings, "train", Columns(settings.texts, settings.numbers, settings.labels, settings.separator)
     )
     notes: list[str] = []
     if len(rows.names) < 2:
-        named = f"the label `{rows.names[0]}` alone" if rows.names else "no label"
-        raise BadInput(f"`--train` names `{settings.train}`, which has {named}: at least two are needed.")
+        named = f"only the label `{rows.names[0]}`" if rows.names else "no labels"
+        raise BadInput(f"`--train` must have at least two labels, but `{settings.train}` has {named}.")
     rows = _labelled_only(rows, settings.train, notes)
     bare = int(_without_inputs(rows).sum())
     if bare:
         notes.append(
-            f"`{settings.train}`: {bare} of {len(rows)} rows have no feature and no word; only the frequency "
-            "of their labels is learned."
+            f"`{settings.train}`: {bare} of {len(rows)} samples have no features and no words; only the "
+            "frequencies of their labels are learned."
         )
     if len(rows) < FEWEST:
         raise BadInput(
-            f"`--train` names `{settings.train}`, which has {len(rows)} rows with labels: at least "
-            f"{FEWEST} are needed."
+            f"`--train` must have at least {FEWEST} samples with labels, but `{settings.train}` has "
+            f"{len(rows)}."
         )
     known = columns or Columns()
     others: dict[str, LabelledRows | None] = {}
@@ -88,11 +88,12 @@ def read_files(settings: MultilabelSettings) -> Files:
         if (columns is None) != (its_columns is None):
             a_table, no_table = (path, settings.train) if columns is None else (settings.train, path)
             raise BadInput(
-                f"`{a_table}` is a table, but `{no_table}` is none: a run needs files of one kind."
+                f"All files of a run must have the same format, but `{a_table}` is a table and "
+                f"`{no_table}` is not."
             )
         other = aligned(_labelled_only(other, path, notes), rows.names, path, notes)
         if not len(other):
-            raise BadInput(f"`--{name}` names `{path}`, where no row has a label.")
+            raise BadInput(f"`--{name}` must have samples with labels, but `{path}` has none.")
         others[name] = other
     return Files(rows, others["valid"], others["test"], columns, notes)
 
@@ -108,15 +109,15 @@ def _read(settings: MultilabelSettings, name: str, columns: Columns) -> tuple[La
 
 
 def _labelled_only(rows: LabelledRows, path: Path, notes: list[str]) -> LabelledRows:
-    """The rows that have labels; how many have none is a note."""
+    """Drop the samples without labels, and add a note if there are any."""
     there = rows.counts > 0
     if not there.all():
-        notes.append(f"`{path}`: {(~there).sum()} of {len(rows)} rows have no label and are left out.")
+        notes.append(f"`{path}`: {(~there).sum()} of {len(rows)} samples have no labels and were skipped.")
     return rows.take(there)
 
 
 def _without_inputs(rows: LabelledRows) -> npt.NDArray[np.bool_]:
-    """Which rows have neither a feature nor a text; a table's number is a feature, whatever it is."""
+    """A mask of the samples with neither features nor text; any number in a table counts as a feature."""
     if rows.columns:
         return np.isnan(rows.features.toarray()).all(axis=1) & _blank(rows)
     return (np.diff(rows.features.indptr) == 0) & _blank(rows)
@@ -129,36 +130,37 @@ def _blank(rows: LabelledRows) -> npt.NDArray[np.bool_]:
 
 
 def aligned(rows: LabelledRows, names: Sequence[str], path: Path, notes: list[str]) -> LabelledRows:
-    """The rows with the labels of the training data first; how many others there are is a note."""
+    """Put the labels of the training data first, and add a note if there are others."""
     rows = rows.with_labels(names)
     more = len(rows.names) - len(names)
     if more:
         one = more == 1
         notes.append(
-            f"`{path}`: {more} label{'' if one else 's'} {'is' if one else 'are'} in no training row (`"
-            f"{rows.names[len(names)]}`{'' if one else ' is the first'}) and cannot be predicted; every row "
-            "that has one counts it as missed."
+            f"`{path}`: {more} label{'' if one else 's'} {'does' if one else 'do'} not occur in the training "
+            f"data ({'' if one else 'the first is '}`{rows.names[len(names)]}`) and cannot be predicted; "
+            f"{'it counts' if one else 'they count'} as false negatives."
         )
     return rows
 
 
 def set_aside(rows: LabelledRows) -> tuple[LabelledRows, LabelledRows]:
-    """A tenth of the rows for validation, at least 5 and at most 5000, and before it the rest."""
+    """Split into training and validation: a tenth is for validation, at least 5 and at most 5000 samples."""
     order = np.random.default_rng(SPLIT_SEED).permutation(len(rows))
     count = min(5000, max(5, len(rows) // 10))
     return rows.take(np.sort(order[count:])), rows.take(np.sort(order[:count]))
 
 
 def kept_labels(labels: Matrix, keep: float | Literal["one"], seed: int) -> Matrix:
-    """Only a part of each row's labels, drawn anew for every seed.
+    """Keep a random subset of each row's labels, resampled for every seed.
 
     Args:
-        labels: CSR, at least one in each row.
-        keep: The chance of each label to be kept; of each row one more label stays, whatever its chance.
-        seed: The choice follows from it alone.
+        labels: CSR, with at least one label in each row.
+        keep: The probability that a label is kept. At least one label of each row always is; with `one`,
+            exactly one.
+        seed: The seed of the subset.
 
     Returns:
-        The labels that are kept.
+        The kept labels.
     """
     if keep == 1:
         return labels
@@ -174,7 +176,7 @@ def kept_labels(labels: Matrix, keep: float | Literal["one"], seed: int) -> Matr
 
 
 class Inputs(NamedTuple):
-    """Sparse rows: row i has `values[starts[i]:starts[i + 1]]` in the columns of the same places."""
+    """Sparse rows: row i has `values[starts[i]:starts[i + 1]]` in the corresponding `columns`."""
 
     columns: Tensor
     values: Tensor
@@ -182,15 +184,15 @@ class Inputs(NamedTuple):
 
 
 class Batch(NamedTuple):
-    """Rows of a batch: their labels, and their inputs."""
+    """The labels and inputs of a batch."""
 
     labels: Tensor
-    """int64 (R, L), filled up with `PADDING`."""
+    """int64 (R, L), padded with `PADDING`."""
     inputs: Inputs
 
 
 class Batches(Dataset[Batch]):
-    """Inputs and labels as the engine reads them: whole batches.
+    """Inputs and labels as a dataset that returns whole batches.
 
     Args:
         inputs: CSR float32 (rows, inputs).
@@ -214,7 +216,7 @@ class Batches(Dataset[Batch]):
 
 
 def label_lists(labels: Matrix) -> Tensor:
-    """The labels of each row as int64 (R, L), L at least 1, filled up with `PADDING`."""
+    """The labels of each row as int64 (R, L), L at least 1, padded with `PADDING`."""
     counts = np.diff(labels.indptr)
     lists = np.full((len(counts), max(1, counts.max(initial=0))), PADDING, dtype=np.int64)
     lists[np.arange(lists.shape[1]) < counts[:, None]] = labels.indices

@@ -1,4 +1,4 @@
-"""The settings of the multi-label commands. This module imports nothing slow, so that `--help` is fast."""
+"""The settings of the multi-label commands. This module has no slow imports, so that `--help` is fast."""
 
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -18,104 +18,104 @@ EXPERIMENT = "multilabel"
 
 @dataclass(frozen=True)
 class MultilabelSettings(TrainSettings):
-    """Learn the labels of texts, numbers or sparse features from your own file; needs --train.
+    """Train a multi-label model on your own file of texts, numbers or sparse features; requires --train.
 
-    A file is a table (CSV, TSV, Parquet: a column of labels, and columns of texts or numbers), lines of
-    svmlight or of the extreme-classification repository, or a pair of scipy's .npz. Text may be gzipped.
-    Without --valid a tenth of the rows is set aside, and the epoch with the best nDCG@5 there is kept.
+    A file is a table (CSV, TSV or Parquet, with a column of labels and columns of texts or numbers), svmlight
+    or extreme-classification text, or a pair of scipy .npz files. Text files may be gzipped. Without --valid,
+    a tenth of the samples is held out for validation. The epoch with the best validation nDCG@5 is kept.
     """
 
     out: Path = Path("runs/multilabel")
     train: Path | None = None
-    """The rows to learn from."""
+    """The training samples."""
     valid: Path | None = None
-    """The rows that the best epoch is chosen by; by default a tenth of `--train` is set aside."""
+    """The validation samples, which select the best epoch; by default a tenth of `--train` is held out."""
     test: Path | None = None
-    """The rows that are measured once, at the end; by default the measures are those of validation."""
+    """The test samples, evaluated once after training; by default the report uses the validation samples."""
     train_labels: Path | None = None
-    """The labels of `--train`, where that is an .npz; the next two are for the other files."""
+    """The labels of `--train`, if that is an .npz file."""
     valid_labels: Path | None = None
-    """The labels of `--valid`."""
+    """The labels of `--valid`, if that is an .npz file."""
     test_labels: Path | None = None
-    """The labels of `--test`."""
+    """The labels of `--test`, if that is an .npz file."""
     label_names: Path | None = None
-    """A file whose line i, from 0 on, is the name of label i, where labels are numbers."""
+    """If labels are numbers: a text file whose line i, counted from 0, is the name of label i."""
     labels: str | None = None
-    """The column of the labels in a table; by default the one called labels, tags, or the like."""
+    """The label column of a table; by default the one named labels, tags or similar."""
     separator: str | None = None
-    """What stands between the labels of a cell; by default that of `, ; |` and tab which most cells have."""
+    """The separator between labels in a cell; by default the most common one of `, ; |` and tab."""
     texts: tuple[str, ...] = ()
-    """The columns of texts; where neither these nor numbers are named, all columns are used."""
+    """The text columns; by default all columns are used, unless `--numbers` is given."""
     numbers: tuple[str, ...] = ()
-    """The columns of numbers."""
+    """The number columns."""
     loss: LossName = "lml"
-    """What is minimised: lml, softmax, bce or truncated-entropy."""
+    """The loss function: lml, softmax, bce or truncated-entropy."""
     k: int | PerRow | None = None
-    """How many labels are predicted: a number, or for lml `labels`, in training each row's own count. By
-    default it is trained with `labels`, truncated-entropy with 1, and the mean count is predicted."""
+    """The number of labels to predict. For lml it may be `labels`: train with each sample's number of labels.
+    By default lml trains with `labels` and truncated-entropy with 1, and predictions use the mean number of
+    labels per sample, rounded to an integer."""
     hidden: int = 256
     """The size of the hidden layer; 0 for a linear model."""
     dropout: float = 0.5
-    """The share of the hidden layer that is left out in training, from 0 to less than 1."""
+    """The dropout probability of the hidden layer, at least 0 and less than 1."""
     keep: float | Literal["one"] = 1.0
-    """The share of the training labels that is kept, at least one in each row, or `one`: for studies."""
+    """For studies: the share of training labels to keep, at least one per sample; `one` keeps exactly one."""
     epochs: int = 200
-    """How often the training data are seen, at most."""
+    """The maximum number of epochs."""
     patience: int | None = None
-    """After so many epochs without a better one the training ends; by default as many as make 100 steps, and
-    at least 5."""
+    """Stop after this many epochs without improvement; by default as many as make 100 steps, at least 5."""
     batch_size: int = 128
-    """Rows per step, over all processes together; a multiple of the number of processes."""
+    """Samples per step over all processes; a multiple of the number of processes."""
     learning_rate: float = 0.005
-    """The learning rate of Adam; that of a linear model is ten times as large."""
+    """The learning rate of Adam; a linear model uses ten times this rate."""
 
 
 @dataclass(frozen=True)
 class EvaluateSettings:
-    """Print P@, nDCG@, PSP@ and R@ of a multi-label run with its best weights, beside the popular labels'."""
+    """Evaluate the best weights of a multi-label run with P@k, nDCG@k, PSP@k and R@k, next to a baseline."""
 
     run: Annotated[Path, tyro.conf.Positional] = Path("runs/multilabel")
-    """The folder of the run."""
+    """The run directory."""
     data: Path | None = None
-    """Other rows with labels, in a file of any kind; by default the run's test or validation rows."""
+    """Other labeled samples, in any supported format; by default the run's test or validation samples."""
     data_labels: Path | None = None
-    """Their labels, where they are an .npz."""
+    """The labels of `--data`, if that is an .npz file."""
     train: Path | None = None
-    """The training file, where it has moved; the next two likewise."""
+    """The training file, if it has moved."""
     valid: Path | None = None
-    """The validation file."""
+    """The validation file, if it has moved."""
     test: Path | None = None
-    """The test file."""
+    """The test file, if it has moved."""
     out: Path | None = None
-    """A folder for `report.md` and `report.png`; by default that of the run, and none for other rows."""
+    """The directory for `report.md` and `report.png`; by default the run, or no files with `--data`."""
 
 
 @dataclass(frozen=True)
 class PredictSettings:
-    """Print the best labels of each row of a file, and the probability that the label is among the k."""
+    """Print the top labels of each sample in a file, with the probability that the label is in the top k."""
 
     run: Annotated[Path, tyro.conf.Positional] = Path("runs/multilabel")
-    """The folder of the run."""
+    """The run directory."""
     data: Path | None = None
-    """The rows, in a file like the one that the run was trained on; it needs no labels."""
+    """The samples, in a file like the training file; labels are not needed."""
     top: int | None = None
-    """How many labels of each row are printed; by default 5, or all where there are fewer."""
+    """The number of labels per sample to print; by default 5, or all if there are fewer."""
     out: Path | None = None
-    """Also write all rows to a file: `*.csv` has a line per label, `*.jsonl` a line of JSON per row."""
+    """Also write all samples to a file: `*.csv` has a line per label, `*.jsonl` a line of JSON per sample."""
 
 
 @dataclass(frozen=True)
 class SweepSettings(GridSettings):
-    """Run all combinations of losses, kept labels, seeds and learning rates that are not done.
+    """Run all combinations of losses, kept labels, seeds and learning rates that are not finished.
 
-    Needs --run.train and --run.test.
+    Requires --run.train and --run.test.
     """
 
     out: Path = Path("runs/multilabel-sweep")
     losses: tuple[str, ...] = ("bce", "softmax", "lml-5", "lml-20", "lml-labels", "truncated-entropy-1")
-    """The losses with their k: bce, softmax, lml-5, lml-labels, truncated-entropy-1, and so on."""
+    """The losses with their k: bce, softmax, lml-5, lml-labels, truncated-entropy-1 and so on."""
     keeps: tuple[float | Literal["one"], ...] = (1.0, 0.5, 0.3, "one")
-    """The shares of the training labels that are kept, at least one in each row; `one`: no more than one."""
+    """The shares of training labels to keep, at least one per sample; `one` keeps exactly one."""
     seeds: tuple[int, ...] = (0, 1, 2)
     run: MultilabelSettings = field(default_factory=MultilabelSettings)
-    """All that the runs have in common, as for `torchlml train multilabel`."""
+    """Settings shared by all runs, as for `torchlml train multilabel`."""

@@ -1,4 +1,4 @@
-"""`torchlml sweep multilabel`: losses x kept labels x seeds, and the table of its results."""
+"""`torchlml sweep multilabel`: losses x kept labels x seeds, and the table of results."""
 
 import dataclasses
 from collections import defaultdict
@@ -29,19 +29,19 @@ MEASURES = {
     "psp5": "psp@5",
     "r5": "recall@5",
 }
-"""The columns of the test measures, and what they are called in a run."""
+"""The test columns of a record, and the names of these metrics in a run."""
 
 
 @dataclass(frozen=True)
 class LabelRecord:
-    """One run: what it was told, and the measures of the epoch chosen on validation."""
+    """One run: its settings, and the metrics of the epoch chosen on validation."""
 
     data: str
-    """The training file's name without its endings."""
+    """The name of the training file without its suffixes."""
     loss: str
-    """The loss with its k, as `lml-5`."""
+    """The loss with its k, such as `lml-5`."""
     keep: str
-    """The share of the training labels that was kept, or `one` per row."""
+    """The share of training labels that is kept, or `one` per sample."""
     seed: int
     learning_rate: float
     best_epoch: int
@@ -59,21 +59,21 @@ TABLE = StudyTable(LabelRecord, lambda row: (row.data, row.keep, row.loss, row.l
 
 
 def tested(found: Mapping[str, float]) -> dict[str, float]:
-    """The columns of a record from the measures of a run, in the digits that mean something."""
+    """The test columns of a record, rounded to the significant digits."""
     return {name: round(found[measure], 6) for name, measure in MEASURES.items()}
 
 
 def best_rates(records: Sequence[LabelRecord], losses: Sequence[str], path: Path) -> dict[str, float]:
-    """For each loss the learning rate with the best mean nDCG@5 on validation.
+    """For each loss, the learning rate with the best mean nDCG@5 on validation.
 
     Args:
-        records: The rows of a tuning sweep; the test measures are not looked at.
-        losses: The losses that are needed.
-        path: Where the rows come from, for the error.
+        records: The records of a tuning sweep; their test metrics are not used.
+        losses: The losses to choose a rate for.
+        path: The file of the records, for the error.
 
     Returns:
-        The rate by loss. A loss that is missing, or rates that were not tried under the same conditions,
-        raise `BadInput`.
+        The learning rate by loss. A missing loss, or rates tried under different conditions, raise
+        `BadInput`.
     """
     tried = [
         Tried(row.loss, (row.learning_rate,), (row.data, row.keep, row.seed), row.validation_ndcg5)
@@ -83,23 +83,23 @@ def best_rates(records: Sequence[LabelRecord], losses: Sequence[str], path: Path
     return {loss: rate for loss, (rate,) in best.items()}
 
 
-# These settings of a run are the sweep's to choose.
+# The sweep sets these options of a run itself.
 _CHOSEN = ("out", "resume", "loss", "k", "keep", "seed")
 
 
 def main(settings: SweepSettings) -> None:
-    """Run what is not done yet."""
+    """Run all combinations that are not finished."""
     runs = grid(settings)
-    _files_of(runs[0])  # so that a bad file is reported once, and at once
+    _files_of(runs[0])  # raises for a bad file once, before any run starts
     study = Grid(EXPERIMENT, runs, _run_one, lambda one, done: [record(one, done)], TABLE.write, _table)
     run_grid(study, settings, new_console())
 
 
 def grid(settings: SweepSettings) -> list[MultilabelSettings]:
-    """The settings of every run; those that cannot be run raise `BadInput`."""
+    """The settings of every run; raises `BadInput` if one of them is invalid."""
     check_grid(settings, settings.run, _CHOSEN, ("losses", "keeps", "seeds"))
     if settings.run.test is None:
-        raise BadInput("`--run.test` is missing: a sweep compares the losses on test rows.")
+        raise BadInput("`--run.test` is missing: a sweep compares losses on test samples.")
     rates = dict.fromkeys(settings.losses, settings.learning_rates or (settings.run.learning_rate,))
     if settings.tuned is not None:
         rows = read_tuned(settings, TABLE)
@@ -109,7 +109,7 @@ def grid(settings: SweepSettings) -> list[MultilabelSettings]:
 
 
 def _runs(settings: SweepSettings, rates: Mapping[str, Sequence[float]]) -> Iterator[MultilabelSettings]:
-    # The seed varies slowest: a sweep that is stopped early still has every loss at every share of labels.
+    # The seed varies slowest, so that a sweep stopped early still has every loss for every share of labels.
     for seed, keep, loss in product(settings.seeds, settings.keeps, settings.losses):
         chosen = named(loss)
         for rate in rates[loss]:
@@ -120,7 +120,7 @@ def _runs(settings: SweepSettings, rates: Mapping[str, Sequence[float]]) -> Iter
 
 
 def record(settings: MultilabelSettings, result: dict[str, Any]) -> LabelRecord:
-    """The row of a finished run."""
+    """The record of a finished run."""
     assert settings.train is not None
     return LabelRecord(
         data=settings.train.name.partition(".")[0],
@@ -139,7 +139,7 @@ _read_once = lru_cache(maxsize=1)(read_files)
 
 
 def _files_of(settings: MultilabelSettings) -> Files:
-    """The files of a run, read once for all runs of this process: they have the same."""
+    """The files of a run, read once per process because all runs share them."""
     same = MultilabelSettings()
     kept = {name: getattr(same, name) for name in (*_CHOSEN, "learning_rate")}
     return _read_once(dataclasses.replace(settings, **kept))
@@ -155,11 +155,11 @@ def _run_one(settings: MultilabelSettings) -> dict[str, Any]:
 
 
 def _table(rows: Sequence[LabelRecord]) -> Table:
-    """The mean measures over the seeds; the spread is their standard deviation."""
+    """The metrics, as mean and standard deviation over the seeds."""
     groups: dict[tuple[str, str, float], list[LabelRecord]] = defaultdict(list)
     for row in rows:
         groups[row.keep, row.loss, row.learning_rate].append(row)
-    # Narrow enough for a terminal of 80 columns.
+    # The columns fit a terminal of 80 characters.
     heads = ("kept", "loss", "lr", "seeds", "val nDCG@5", "P@1", "P@5", "R@5")
     output = plain_table("in %, mean±standard deviation over the seeds", heads, left=2)
     for (keep, loss, rate), group in sorted(groups.items()):

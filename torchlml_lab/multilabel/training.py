@@ -1,4 +1,4 @@
-"""`torchlml train multilabel`: from a file of rows with labels to a run that predicts the best labels."""
+"""`torchlml train multilabel`: train a model that predicts the top labels from a file of labeled samples."""
 
 import math
 
@@ -15,16 +15,16 @@ from torchlml_lab.engine.settings import SETTINGS_FILE, from_json
 from torchlml_lab.engine.settings import check as check_settings
 from torchlml_lab.multilabel import preparation as prepare
 from torchlml_lab.multilabel.losses import LabelLoss, loss_with_usual_k
-from torchlml_lab.multilabel.model import KS, LabelNetwork, TrainedLabels, load, measure
+from torchlml_lab.multilabel.model import KS, LabelNetwork, TrainedLabels, load, measure, origin_of_k
 from torchlml_lab.multilabel.preparation import Preparation
 from torchlml_lab.multilabel.samples import Batches, Data, read
 from torchlml_lab.multilabel.settings import EXPERIMENT, WITH_K, MultilabelSettings
 
-PATIENT_STEPS = 100  # an epoch of few rows has few steps, and tells little
+PATIENT_STEPS = 100  # steps: epochs of small files are too short to judge progress by
 
 
 def main(settings: MultilabelSettings) -> None:
-    """Train, and write the report."""
+    """Train a model and write its report."""
     from torchlml_lab.multilabel.report import report_run
 
     console = new_console()
@@ -34,10 +34,10 @@ def main(settings: MultilabelSettings) -> None:
 
 
 def run(settings: MultilabelSettings, console: Console) -> tuple[TrainedLabels, Data]:
-    """Train with these settings; wrong ones raise `BadInput` before anything is written.
+    """Train with these settings; raise `BadInput` for invalid ones before any file is written.
 
     Returns:
-        The run with its best weights, and its samples. Files are read again only if the run was finished.
+        The run with its best weights, and its samples. Files are reread only if the run was already finished.
     """
     check(settings)
     made: list[tuple[Data, Preparation, nn.Module]] = []
@@ -68,19 +68,19 @@ def run(settings: MultilabelSettings, console: Console) -> tuple[TrainedLabels, 
 
 
 def task(settings: MultilabelSettings, data: Data) -> Task:
-    """The task of one run; the seed must be set before, since it makes the network."""
+    """The task of one run. Set the seed before the call, because it initializes the network."""
     return prepared_task(settings, data)[1]
 
 
 def prepared_task(settings: MultilabelSettings, data: Data) -> tuple[Preparation, Task]:
-    """The task of one run, and before it the inputs and outputs of its network."""
+    """The preparation of a run, and its task."""
     loss, k = loss_and_k(settings, data)
     prepared = prepare.fit(data.training, data.columns, k)
     model = network(settings, prepared)
     rate = settings.learning_rate if settings.hidden else 10 * settings.learning_rate
     optimizer = torch.optim.Adam(model.parameters(), lr=rate)
     parts = {"validation": data.validation} | ({} if data.test is None else {"test": data.test})
-    # One number for all parts: more labels that cannot be found change nothing where there are none.
+    # One label count serves all parts, because labels that do not occur change no metric.
     labels = max(len(part.names) for part in parts.values())
     chosen_by = f"ndcg@{max(k for k in KS if k <= len(prepared.labels))}"
     built = Task(
@@ -93,7 +93,7 @@ def prepared_task(settings: MultilabelSettings, data: Data) -> tuple[Preparation
         measure=lambda net, batches, accelerator: measure(net, batches, accelerator, prepared, labels),
         chosen_by=chosen_by,
         printed=tuple(dict.fromkeys(("precision@1", chosen_by))),
-        # The matrices of few labels are too small to be shared by threads.
+        # With few labels the matrices are too small to benefit from several threads.
         threads=1 if settings.batch_size * len(prepared.labels) < 2**20 else None,
         patience=settings.patience
         or max(5, math.ceil(PATIENT_STEPS * settings.batch_size / len(data.training))),
@@ -103,68 +103,69 @@ def prepared_task(settings: MultilabelSettings, data: Data) -> tuple[Preparation
 
 
 def network(settings: MultilabelSettings, prepared: Preparation) -> LabelNetwork:
-    """The network of a run, with its first weights."""
+    """A newly initialized network."""
     return LabelNetwork(prepared.inputs, len(prepared.labels), settings.hidden, settings.dropout)
 
 
 def loss_and_k(settings: MultilabelSettings, data: Data) -> tuple[LabelLoss, int]:
-    """The loss, and how many labels are predicted: the mean count where no number is given."""
+    """The loss, and the k of the predictions: `--k`, or the rounded mean number of labels per sample."""
     labels = len(data.training.names)
     usual = min(max(1, round(float(data.training.counts.mean()))), labels - 1)
     loss = loss_of(settings)
     loss.check_labels(labels)
     if isinstance(settings.k, int) and settings.k >= labels:
         raise BadInput(
-            f"`--k` is {settings.k}, but there are {labels} labels: at most {labels - 1} can be chosen."
+            f"`--k` must be at most {labels - 1}, because there are {labels} labels, but it is {settings.k}."
         )
     return loss, settings.k if isinstance(settings.k, int) else usual
 
 
 def _introduction(settings: MultilabelSettings, data: Data) -> list[str]:
-    """What was read and what was chosen, in sentences."""
+    """Sentences about the data and the choices that were made."""
     loss, k = loss_and_k(settings, data)
     rows, mean = len(data.training), float(data.training.counts.mean())
-    aside = "set aside for" if settings.valid is None else "given for"
+    source = "held out for" if settings.valid is None else "given for"
     said = [
-        f"{rows} rows with {mean:.1f} of {len(data.training.names)} labels each, "
-        f"{len(data.validation)} more {aside} validation."
+        f"{rows} training samples with {mean:.1f} of {len(data.training.names)} labels on average; "
+        f"{len(data.validation)} more samples {source} validation."
     ]
     if data.columns is not None:
         said.append(f"Columns: {data.columns}.")
-    each = "each row's own count of labels as k" if loss.k == "labels" else f"k = {loss.k}"
-    trained = f"the loss {loss.name}" + ("" if loss.k is None else f" with {each}")
-    chosen = "as given" if isinstance(settings.k, int) else "the mean count, chosen here; `--k` sets another"
-    said.append(f"Trained with {trained}; predicted are the best k = {k} ({chosen}).")
+    each = "each sample's number of labels as k" if loss.k == "labels" else f"k = {loss.k}"
+    said.append(f"Training with the loss `{loss.name}`" + ("." if loss.k is None else f" and {each}."))
+    said.append(origin_of_k(settings.k, k, mean))
     return [*data.notes, *said]
 
 
 def check(settings: MultilabelSettings) -> None:
-    """Refuse settings that cannot be run, as far as that is known without the data."""
+    """Raise `BadInput` for invalid settings, as far as they can be checked without the data."""
     check_settings(settings)
     if settings.train is None:
-        raise BadInput("`--train` is missing: give a file of rows with labels.")
+        raise BadInput("`--train` is missing: pass a file of labeled samples.")
     for name in ("valid", "test"):
         if getattr(settings, f"{name}_labels") is not None and getattr(settings, name) is None:
-            raise BadInput(f"`--{name}-labels` is given without `--{name}`.")
+            raise BadInput(f"`--{name}-labels` requires `--{name}`.")
     if settings.separator == "":
-        raise BadInput("`--separator` is empty: give what stands between two labels.")
+        raise BadInput("`--separator` must be the text between two labels, but it is empty.")
     if settings.hidden < 0:
-        raise BadInput(f"`--hidden` is {settings.hidden}, and must be at least 0.")
+        raise BadInput(f"`--hidden` must be at least 0, but it is {settings.hidden}.")
     if settings.patience is not None and settings.patience < 1:
-        raise BadInput(f"`--patience` is {settings.patience}, and must be at least 1.")
+        raise BadInput(f"`--patience` must be at least 1, but it is {settings.patience}.")
     if not 0 <= settings.dropout < 1:
-        raise BadInput(f"`--dropout` is {settings.dropout}, and must be from 0 to less than 1.")
+        raise BadInput(f"`--dropout` must be at least 0 and less than 1, but it is {settings.dropout}.")
     if isinstance(settings.keep, float | int) and not 0 < settings.keep <= 1:
-        raise BadInput(f"`--keep` is {settings.keep}, and must be more than 0 and at most 1, or `one`.")
+        raise BadInput(f"`--keep` must be `one` or greater than 0 and at most 1, but it is {settings.keep}.")
     if settings.k is not None:
         loss_of(settings)
 
 
 def loss_of(settings: MultilabelSettings) -> LabelLoss:
-    """The loss of a run, with the k that suits it where none is given."""
+    """The loss of a run, with its default k if none is given."""
     if settings.loss not in WITH_K:
-        # Such a loss has no k; the one that is given is for the predictions.
+        # These losses have no k; the given one applies to the predictions only.
         if settings.k is not None and (settings.k == "labels" or settings.k < 1):
-            raise BadInput(f"`--k` is {settings.k}, and with the loss `{settings.loss}` must be at least 1.")
+            raise BadInput(
+                f"`--k` must be at least 1 for the loss `{settings.loss}`, but it is {settings.k}."
+            )
         return LabelLoss(settings.loss)
     return loss_with_usual_k(settings.loss, settings.k)

@@ -1,1 +1,1 @@
-"""Recommendation: the items a user will take next, from the items that users have."""
+"""Recommendation: predict the next items of users from their histories."""

@@ -1,4 +1,4 @@
-"""The histories of users: read from files, split for training, validation and test."""
+"""The histories of users: read from files and split into training, validation and test."""
 
 import zlib
 from collections.abc import Callable
@@ -14,25 +14,25 @@ from torchlml_lab.data.interactions import Interactions, align, read_interaction
 from torchlml_lab.multilabel.losses import PADDING, loss_with_usual_k
 from torchlml_lab.recommend.settings import RecommendSettings
 
-SHARE = 0.2  # of the items of a user whose items are set aside
+SHARE = 0.2  # of a user's items that is held out
 
 
 class Batch(NamedTuple):
-    """Some users: their numbers (R,), the items they have, and the items that are to be found."""
+    """Users of a batch: their indices (R,), the items they have, and the items to find."""
 
     users: Tensor
     history: Tensor
-    """int64 (R, L), filled up with `PADDING`."""
+    """int64 (R, L), padded with `PADDING`."""
     labels: Tensor
-    """int64 (R, M), filled up with `PADDING`."""
+    """int64 (R, M), padded with `PADDING`."""
 
 
 class Users(Dataset[Batch]):
-    """Users by number, with what they have and what is to be found.
+    """Users with their histories and the items to find.
 
     Args:
-        history: What they have.
-        labels: What is to be found; in training the history itself. Users without any are left out.
+        history: The items that the users have.
+        labels: The items to find; in training, the history itself. Users without labels are left out.
     """
 
     def __init__(self, history: Interactions, labels: Interactions) -> None:
@@ -51,7 +51,7 @@ class Users(Dataset[Batch]):
 
 
 def padded_items(have: Interactions, users: Tensor) -> Tensor:
-    """The items of some users as one int64 (R, L), filled up with `PADDING`."""
+    """The items of the given users as int64 (R, L), padded with `PADDING`."""
     starts, counts = have.starts[users], have.counts[users]
     place = torch.arange(int(counts.max()) if len(counts) else 0)
     there = place < counts[:, None]
@@ -61,7 +61,7 @@ def padded_items(have: Interactions, users: Tensor) -> Tensor:
 
 
 def some_users(have: Interactions, count: int) -> Interactions:
-    """The pairs of so many users, drawn in the same way for every seed; all items stay."""
+    """The pairs of `count` random users, the same for every seed; all items are kept."""
     generator = torch.Generator().manual_seed(0)
     chosen = torch.zeros(len(have.users), dtype=torch.bool)
     chosen[torch.randperm(len(have.users), generator=generator)[:count]] = True
@@ -69,38 +69,38 @@ def some_users(have: Interactions, count: int) -> Interactions:
 
 
 def set_aside(have: Interactions, count: int) -> tuple[Interactions, Interactions]:
-    """Split off a fifth of the items of some users; it does not depend on the seed of the run.
+    """Hold out a fifth of the items of some users, independently of the seed of the run.
 
     Args:
         have: All pairs.
-        count: Of how many users, or of all if there are fewer; those with a single item keep it, and every
-            user keeps one.
+        count: The number of users, or all if there are fewer. Users with a single item are not chosen, and
+            every user keeps at least one item.
 
     Returns:
-        What is left to train on, and what was set aside.
+        The pairs to train on, and the held-out pairs.
     """
     generator = torch.Generator().manual_seed(1)
     able = (have.counts > 1).nonzero().squeeze(1)
     users = torch.zeros(len(have.users), dtype=torch.bool)
     users[able[torch.randperm(len(able), generator=generator)[:count]]] = True
-    # Each pair draws a number, and the lowest of a user's are set aside.
+    # Each pair gets a random number, and the smallest ones of each user are held out.
     draw = torch.rand(len(have), generator=generator, dtype=torch.float64) + have.user
     place = torch.empty(len(have), dtype=torch.int64)
     place[draw.argsort()] = torch.arange(len(have))
     place -= have.starts[have.user]
-    most = (SHARE * have.counts).ceil().long()  # less than all where there are two or more
+    most = (SHARE * have.counts).ceil().long()  # fewer than all items, for users with at least two
     aside = users[have.user] & (place < most[have.user])
     return have.keep(~aside), have.keep(aside)
 
 
 def popular_items(have: Interactions) -> Tensor:
-    """The items, first those that most users have; of equals first the one that the file names first."""
+    """The items in order of popularity; ties keep the order of the file."""
     counts = torch.bincount(have.item, minlength=len(have.items))
     return counts.argsort(descending=True, stable=True)
 
 
 def by_popularity(have: Interactions) -> Callable[[Batch], Tensor]:
-    """The same scores (R, n) for all users, higher where more of them have the item."""
+    """A popularity baseline: the same scores (R, n) for all users, higher for more popular items."""
     scores = torch.empty(len(have.items))
     scores[popular_items(have)] = -torch.arange(len(have.items), dtype=scores.dtype)
     return lambda batch: scores.to(batch.users.device).expand(len(batch.users), -1)
@@ -113,22 +113,22 @@ class Data(NamedTuple):
     validation: Interactions
     test: Interactions | None
     before_test: Interactions
-    """What users have when the test begins: what was trained on, and what was set aside for validation."""
+    """The items that users have before the test: those for training and those held out for validation."""
     everything: Interactions
     """All pairs of `--train`."""
     notes: list[str]
-    """What a person should know about the files, in sentences."""
+    """Sentences about the files that the user should see."""
 
     @property
     def fingerprint(self) -> int:
-        """A number that names, numbers and pairs of `--train` decide."""
+        """A checksum of the names and pairs of `--train`."""
         have = self.everything
         names = zlib.crc32("\n".join([*have.users, "", *have.items]).encode())
         return zlib.crc32(have.item.numpy().tobytes(), zlib.crc32(have.starts.numpy().tobytes(), names))
 
     @property
     def splits(self) -> dict[str, Users]:
-        """The users of `validation`, and of `test` if there is one: what they have, what is to be found."""
+        """The users of `validation`, and of `test` if there is one, with histories and items to find."""
         splits = {"validation": Users(self.training, self.validation)}
         if self.test is not None:
             splits["test"] = Users(self.before_test, self.test)
@@ -136,7 +136,7 @@ class Data(NamedTuple):
 
 
 def read(settings: RecommendSettings) -> Data:
-    """The pairs to train on, to choose by and to test on."""
+    """Read the pairs for training, validation and test."""
     assert settings.train is not None
     have = read_interactions(settings.train, "--train", settings.columns)
     notes = _notes(settings.train, have)
@@ -150,10 +150,15 @@ def read(settings: RecommendSettings) -> Data:
         have = some_users(have, settings.users)
         later = None if later is None else later.keep((have.counts > 0)[later.user])
         if later is not None and not len(later):
-            raise BadInput(f"`--users` is {settings.users}: none of these has a pair in `{settings.test}`.")
+            raise BadInput(
+                f"`--users` must select at least one user with a pair in `{settings.test}`, but the "
+                f"{settings.users} selected users have none."
+            )
     able = int((have.counts > 1).sum())
     if not able:
-        raise BadInput(f"`--train` names `{settings.train}`, where no user has more than one item.")
+        raise BadInput(
+            f"`--train` must have a user with at least two items, but `{settings.train}` has none."
+        )
     count = settings.validation or max(min(100, able // 4), min(3000, able // 10), 1)
     training, validation = set_aside(have, count)
     return Data(training, validation, later, have, everything, notes)
@@ -162,21 +167,21 @@ def read(settings: RecommendSettings) -> Data:
 def read_later(
     path: Path, option: str, columns: tuple[str, str] | None, have: Interactions
 ) -> tuple[Interactions, list[str]]:
-    """What the users took later, and what of the file cannot be found by any model, in sentences."""
+    """Read the later items of users, and describe pairs that no model can predict in notes."""
     file = read_interactions(path, option, columns)
     later, users, items = align(file, have)
     notes = _notes(path, file)
     if users or items:
         notes.append(
-            f"`{path}`: {users} users and {items} items are not in the training data, and are left out."
+            f"`{path}`: {users} users and {items} items are not in the training data and were skipped."
         )
     known = torch.isin(later.user * len(have.items) + later.item, have.user * len(have.items) + have.item)
     if known.any():
-        notes.append(f"`{path}`: {int(known.sum())} pairs are also in the training data, and are left out.")
+        notes.append(f"`{path}`: {int(known.sum())} pairs are also in the training data and were skipped.")
         later = later.keep(~known)
     if not len(later):
         raise BadInput(
-            f"`{option}` names `{path}`, which has no new pair of a user and an item of the training data."
+            f"`{option}` must have a new pair of a known user and a known item, but `{path}` has none."
         )
     return later, notes
 
@@ -184,7 +189,7 @@ def read_later(
 def _notes(path: Path, have: Interactions) -> list[str]:
     notes = []
     if have.repeated:
-        notes.append(f"`{path}`: {have.repeated} pairs come more than once, and count once.")
+        notes.append(f"`{path}`: {have.repeated} pairs are duplicates and were skipped.")
     empty = int((have.counts == 0).sum())
     if empty:
         notes.append(f"`{path}`: {empty} users have no items.")

@@ -1,4 +1,4 @@
-"""The networks that score items for users, and a trained run read back."""
+"""The networks that score items for users, and trained runs loaded from disk."""
 
 import dataclasses
 import math
@@ -17,30 +17,30 @@ from torchlml_lab.recommend.settings import RecommendSettings
 
 
 class Factors(NamedTuple):
-    """The scores of users and all items, as the linear layer that gives them."""
+    """The scores of users for all items, as the factors of a linear layer."""
 
     hidden: Tensor
-    """(R, d), the users."""
+    """(R, d), one vector per user."""
     weight: Tensor
-    """(n, d), the items."""
+    """(n, d), one vector per item."""
     bias: Tensor
     """(n,)."""
 
     def scores(self) -> Tensor:
-        """(R, n)."""
+        """The score of every item, (R, n)."""
         return linear(self.hidden, self.weight, self.bias)
 
 
 class MatrixFactorisation(nn.Module):
-    """A vector for every user and every item; a score is their cosine divided by a temperature.
+    """A vector for every user and item; the score is their cosine divided by a temperature.
 
     Args:
-        users: How many there are.
-        items: How many there are.
-        dimension: Of the vectors.
-        temperature: More than 0; the published models use about 0.1.
-        level: What is added to all scores at first: the logit of the mean share of the items that a user has.
-            lml and softmax do not see it; bce would need an epoch or more to find it.
+        users: The number of users.
+        items: The number of items.
+        dimension: The dimension of the vectors.
+        temperature: Positive; published models use about 0.1.
+        level: The initial value added to all scores: the log-odds of a random item. It does not affect lml
+            and softmax, but bce would need at least an epoch to learn it.
     """
 
     def __init__(self, users: int, items: int, dimension: int, temperature: float, level: float) -> None:
@@ -51,35 +51,35 @@ class MatrixFactorisation(nn.Module):
         self.item = nn.Parameter(torch.randn(items, dimension) * 0.1)
 
     def forward(self, users: Tensor, history: Tensor) -> Factors:
-        """The factors of users by their numbers (R,); their history is not looked at."""
+        """The factors of users by index (R,); `history` is not used."""
         hidden, weight = normalize(self.user[users]) / self.temperature, normalize(self.item)
         return Factors(hidden, weight, self.level.expand(len(weight)))
 
 
 class Autoencoder(nn.Module):
-    """The items of a user through one hidden layer to a score for every item, as in Mult-DAE.
+    """An autoencoder with one hidden layer that maps a user's items to a score for every item, as Mult-DAE.
 
     Args:
-        items: How many there are.
-        dimension: Of the hidden layer.
-        dropout: The share of a user's items that is left out of the input in training.
-        level: Of all scores at first, as for `MatrixFactorisation`.
+        items: The number of items.
+        dimension: The size of the hidden layer.
+        dropout: The share of a user's items that is dropped from the input in training.
+        level: The initial value of all scores, as for `MatrixFactorisation`.
 
-    Any history can be encoded, also that of a user who was not there in training.
+    It encodes any history, including those of users who are not in the training data.
     """
 
     def __init__(self, items: int, dimension: int, dropout: float, level: float) -> None:
         super().__init__()
         self.dropout = dropout
-        # The input has length 1 whatever the number of its items, so its rows are drawn as those of an
-        # embedding, and the output's as those of a linear layer.
+        # The input has norm 1 for any number of items, so the encoder is initialized like an embedding and
+        # the decoder like a linear layer.
         self.encoder = nn.Parameter(torch.randn(items, dimension) / dimension**0.5)
         self.encoder_bias = nn.Parameter(torch.zeros(dimension))
         self.decoder = nn.Parameter(torch.randn(items, dimension) / dimension)
         self.decoder_bias = nn.Parameter(torch.full((items,), level))
 
     def forward(self, users: Tensor, history: Tensor) -> Factors:
-        """The factors of histories (R, L), filled up with `PADDING`; who the users are does not matter."""
+        """The factors of histories (R, L), padded with `PADDING`; `users` is not used."""
         there = history != PADDING
         counts = there.sum(-1)
         starts = counts.cumsum(0) - counts
@@ -93,7 +93,7 @@ EXPERIMENT = "recommend"
 
 
 def network(settings: RecommendSettings, data: Data) -> nn.Module:
-    """The network of a run, with its first weights, and with a number that tells its data from others."""
+    """A newly initialized network with a buffer that identifies its training data."""
     training = data.training
     users, items = len(training.users), len(training.items)
     level = math.log(len(training) / (int((training.counts > 0).sum()) * items))
@@ -107,7 +107,7 @@ def network(settings: RecommendSettings, data: Data) -> nn.Module:
 
 
 class TrainedRecommender(NamedTuple):
-    """A run, ready to recommend."""
+    """A trained run with its data."""
 
     run: Path
     settings: RecommendSettings
@@ -117,15 +117,15 @@ class TrainedRecommender(NamedTuple):
 
 
 def load(run: Path, moved: dict[str, Path | None], with_test: bool = True) -> TrainedRecommender:
-    """Read a run back.
+    """Load a run.
 
     Args:
-        run: Its folder.
-        moved: Where `train` and `test` are now; None where nothing has moved.
-        with_test: Whether the test's file is needed; without it, it may be gone.
+        run: The run directory.
+        moved: The current paths of `train` and `test`, or None if they have not moved.
+        with_test: Whether to read the test file; otherwise it may be missing.
 
     Returns:
-        The run. Data that are nowhere, or not those it was trained on, raise `BadInput`.
+        The run. Missing data, or data that differ from those in training, raise `BadInput`.
     """
     best = run_directory.find_best_epoch(EXPERIMENT, run)
     settings = run_directory.read_moved(RecommendSettings, run, moved)
@@ -133,5 +133,5 @@ def load(run: Path, moved: dict[str, Path | None], with_test: bool = True) -> Tr
     model = network(settings, data)
     best.load(model)
     if int(model.get_buffer("fingerprint")) != data.fingerprint:
-        raise BadInput(f"The run `{run}` was trained on other data than `{settings.train}` holds now.")
+        raise BadInput(f"The run `{run}` was trained on data that differ from `{settings.train}`.")
     return TrainedRecommender(run, settings, data, model, best.epoch)

@@ -1,4 +1,4 @@
-"""`torchlml predict RUN` of a recommendation: the best new items of users, with their probabilities."""
+"""`torchlml predict RUN` for recommendation: the top new items of users, with their probabilities."""
 
 import csv
 import json
@@ -21,11 +21,11 @@ from torchlml_lab.recommend.model import TrainedRecommender, load
 from torchlml_lab.recommend.ranking import ROWS, probabilities, without
 from torchlml_lab.recommend.settings import PredictSettings
 
-SHOWN = 10  # users in the table on screen
+SHOWN = 10  # users in the printed table
 
 
 class Person(NamedTuple):
-    """A user to recommend to: the name, the number in the training data (-1: not there), and the items."""
+    """A user: name, index in the training data (-1 for new users), and items."""
 
     name: str
     number: int
@@ -33,7 +33,7 @@ class Person(NamedTuple):
 
 
 class Recommendation(NamedTuple):
-    """The items of a user, the best first; without probabilities they are the popular ones."""
+    """The items of a user, best first. Without probabilities, they are the most popular items."""
 
     user: str
     items: list[str]
@@ -41,18 +41,18 @@ class Recommendation(NamedTuple):
 
 
 def main(settings: PredictSettings) -> None:
-    """Write the file, and print a table."""
+    """Write the file and print a table."""
     _check(settings)
     trained = load(settings.run, {"train": settings.train}, with_test=False)
     have, console = trained.data.everything, new_console()
     if settings.top > len(have.items):
-        raise BadInput(f"`--top` is {settings.top}, but there are only {len(have.items)} items.")
+        raise BadInput(
+            f"`--top` must be at most {len(have.items)}, the number of items, but it is {settings.top}."
+        )
     people, notes = find_people(settings, trained)
     strangers = sum(not known(person, trained) for person in people)
     if strangers:
-        notes.append(
-            f"{strangers} of {len(people)} users are unknown: they get the items that most users have."
-        )
+        notes.append(f"{strangers} of {len(people)} users are unknown and get the most popular items.")
     say(notes, console)
     everyone = recommendations(trained, people, settings.top)
     shown = list(islice(everyone, SHOWN))
@@ -62,8 +62,9 @@ def main(settings: PredictSettings) -> None:
                 settings.out.parent.mkdir(parents=True, exist_ok=True)
                 _write(settings.out, (one for some in (shown, everyone) for one in some))
     finally:
-        title = f"{settings.top} new items, epoch {trained.epoch}"
-        table = plain_table(title, ("user", "items (probability in %)"), left=2)
+        title = f"{settings.top} recommended items per user, epoch {trained.epoch}"
+        heads = ("user", f"items with P(item in top k), k = {settings.top}, in %")
+        table = plain_table(title, heads, left=2)
         for one in shown:
             table.add_row(one.user, _cell(one))
         console.print(table)
@@ -77,15 +78,15 @@ def main(settings: PredictSettings) -> None:
 
 def _check(settings: PredictSettings) -> None:
     if settings.top < 1:
-        raise BadInput(f"`--top` is {settings.top}, and must be at least 1.")
+        raise BadInput(f"`--top` must be at least 1, but it is {settings.top}.")
     if settings.out is not None:
         if settings.out.suffix not in (".csv", ".jsonl"):
-            raise BadInput(f"`--out` names `{settings.out}`, which must end in `.csv` or `.jsonl`.")
+            raise BadInput(f"`--out` must end in `.csv` or `.jsonl`, but it is `{settings.out}`.")
         check_file("--out", settings.out)
 
 
 def find_people(settings: PredictSettings, trained: TrainedRecommender) -> tuple[list[Person], list[str]]:
-    """Who gets recommendations, and what of `--data` the run does not know, in sentences."""
+    """The users to recommend items to, and notes about unknown items in `--data`."""
     have = trained.data.everything
     number = {name: place for place, name in enumerate(have.users)}
     notes: list[str] = []
@@ -94,9 +95,7 @@ def find_people(settings: PredictSettings, trained: TrainedRecommender) -> tuple
         file = read_interactions(settings.data, "--data", trained.settings.columns)
         more, unknown = _known_items(file, have)
         if unknown:
-            notes.append(
-                f"`{settings.data}`: {unknown} items are not in the training data, and are left out."
-            )
+            notes.append(f"`{settings.data}`: {unknown} items are not in the training data and were skipped.")
     people = []
     for name in settings.users or more or have.users:
         place = number.get(name, -1)
@@ -108,7 +107,7 @@ def find_people(settings: PredictSettings, trained: TrainedRecommender) -> tuple
 
 
 def _known_items(file: Interactions, have: Interactions) -> tuple[dict[str, Tensor], int]:
-    """The items of each user of a file by their numbers in other data, and how many of them are not there."""
+    """The items of each user in a file as indices into other data, and the number of unknown items."""
     number = {name: place for place, name in enumerate(have.items)}
     item = torch.tensor([number.get(name, -1) for name in file.items])
     lists = item[file.item].split(file.counts.tolist())
@@ -117,7 +116,7 @@ def _known_items(file: Interactions, have: Interactions) -> tuple[dict[str, Tens
 
 
 def known(person: Person, trained: TrainedRecommender) -> bool:
-    """Whether the model can say something of a user: it has items, or for vectors, was there in training."""
+    """Whether the model can score a user: one with items for the autoencoder, a training user for vectors."""
     if trained.settings.model == "autoencoder":
         return len(person.items) > 0
     return person.number >= 0 and bool(trained.data.training.counts[person.number] > 0)
@@ -127,15 +126,15 @@ def known(person: Person, trained: TrainedRecommender) -> bool:
 def recommendations(
     trained: TrainedRecommender, people: Sequence[Person], top: int
 ) -> Iterator[Recommendation]:
-    """The items of each user, in their order, computed for some users at a time.
+    """Compute the recommendations of each user in order, some users at a time.
 
     Args:
         trained: The run.
         people: The users.
-        top: How many items each gets, or all that are new to a user if there are fewer.
+        top: The number of items for each user; users with fewer new items get all of these.
 
     Yields:
-        One for each user.
+        One recommendation per user.
     """
     have = trained.data.everything
     popular = popular_items(have)

@@ -1,4 +1,4 @@
-"""Rankings of all items: the measures of a ranking, and calibrated probabilities."""
+"""Rankings of all items: ranking metrics and calibrated probabilities."""
 
 from collections.abc import Callable, Iterable, Sequence
 from typing import NamedTuple
@@ -15,36 +15,36 @@ from torchlml_lab.recommend.histories import Batch
 
 KS = (1, 2, 5, 10, 20, 50, 100)
 METRICS: tuple[type[TopKMetric], ...] = (TopKRecall, TopKPrecision, TopKNDCG)
-ROWS = 128  # users whose scores are held at a time
+ROWS = 128  # users scored at a time
 
 
 class RankedItems(NamedTuple):
-    """What a ranking metric looks at: the first places of each user, and the labels behind them."""
+    """The inputs of a ranking metric: the top items of each user, and the labels ranked below them."""
 
     scores: Tensor
-    """(R, most + L), minus the place; all labels behind the first places share the next one."""
+    """(R, most + L), the negative rank; all labels below the top items share the next rank."""
     is_label: Tensor
     there: Tensor
 
 
 def without(scores: Tensor, history: Tensor) -> Tensor:
-    """The scores (R, n), with minus infinity for what each user has."""
+    """The scores (R, n), with minus infinity for the items that each user has."""
     rows, n = scores.shape
-    # One column more than there are items receives the padding.
+    # An extra column receives the padding.
     wide = torch.cat([scores, scores.new_zeros(rows, 1)], 1)
     return wide.scatter_(1, torch.where(history == PADDING, n, history), -torch.inf)[:, :n]
 
 
 def rank(scores: Tensor, labels: Tensor, most: int) -> RankedItems:
-    """Keep of every row what metrics for at most `most` places need.
+    """Reduce each row to the entries that metrics at k up to `most` need.
 
     Args:
-        scores: (R, n), minus infinity for what cannot be recommended.
-        labels: int64 (R, L), what is to be found, filled up with `PADDING`.
-        most: How many places are looked at.
+        scores: (R, n), minus infinity for items that cannot be recommended.
+        labels: int64 (R, L), the items to find, padded with `PADDING`.
+        most: The largest k.
 
     Returns:
-        Rows that are short, and have the same recall, precision and nDCG at k up to `most`.
+        Short rows with the same recall, precision and nDCG at every k up to `most`.
     """
     top = scores.topk(min(most, scores.shape[1]))
     same = top.indices[:, :, None] == labels[:, None, :]
@@ -63,16 +63,16 @@ def measures(
     accelerator: Accelerator | None,
     ks: Sequence[int],
 ) -> dict[str, float]:
-    """Recall, precision and nDCG at each k, means over the users of all processes.
+    """Recall, precision and nDCG at each k, averaged over the users of all processes.
 
     Args:
-        score: The scores (R, n) of all items for a batch.
-        batches: Users, what they have and what is to be found.
-        accelerator: Brings the rows of all processes together; None where one process has them all.
-        ks: How many items are recommended.
+        score: Computes the scores (R, n) of all items for a batch.
+        batches: The users with their histories and the items to find.
+        accelerator: Gathers the rows of all processes; None if this process has all of them.
+        ks: The numbers of recommended items.
 
     Returns:
-        The measures, `recall@20` and so on.
+        The metrics by name, such as `recall@20`.
     """
     metrics = [metric(tuple(ks), sync_on_compute=False) for metric in METRICS]
     for batch in batches:
@@ -85,7 +85,7 @@ def measures(
             *(torch.cat([_widen(t, width) for t in kind]) for kind in zip(*rows, strict=True))
         )
         if accelerator is not None:
-            # The widths are those of the longest list of labels, which processes do not share.
+            # The width depends on the longest list of labels, which differs between processes.
             joined = RankedItems(*accelerator.pad_across_processes(tuple(joined), dim=1))
             joined = RankedItems(*accelerator.gather_for_metrics(tuple(joined)))
         for metric in metrics:
@@ -94,12 +94,12 @@ def measures(
 
 
 def of_network(network: nn.Module) -> Callable[[Batch], Tensor]:
-    """What `measures` needs of a network that gives `Factors`."""
+    """The `score` argument of `measures` for a network that returns `Factors`."""
     return lambda batch: network(batch.users, batch.history).scores()
 
 
 def split(batch: Batch, rows: int) -> list[Batch]:
-    """The batch in parts of so many users, each as wide as it has to be."""
+    """Split a batch into parts of at most `rows` users, each padded only to its own longest list."""
     parts = []
     for users, history, labels in zip(*(t.split(rows) for t in batch), strict=True):
         parts.append(Batch(users, _narrow(history), _narrow(labels)))
@@ -108,7 +108,7 @@ def split(batch: Batch, rows: int) -> list[Batch]:
 
 def _narrow(items: Tensor) -> Tensor:
     there = (items != PADDING).any(0)
-    return items[:, : int(there.sum())]  # lists are filled up from the left, so these columns are the first
+    return items[:, : int(there.sum())]  # the padding is on the right, so these are the first columns
 
 
 def _widen(rows: Tensor, width: int) -> Tensor:
@@ -119,18 +119,18 @@ BINS, FIRST = 10, 100
 
 
 def probabilities(scores: Tensor, k: float) -> Tensor:
-    """The probability of each item to be among k, from scores that are minus infinity for what a user has.
+    """P(item in top k) for each item.
 
     Args:
-        scores: (R, n).
-        k: How many items are expected; a user who lacks fewer than that gets them all.
+        scores: (R, n), minus infinity for the items that a user has.
+        k: The number of items. A user with fewer new items gets probability 1 for all of them.
 
     Returns:
-        (R, n), rows that sum to k, 0 for what the user has.
+        (R, n), with rows that sum to k, and 0 for the items that the user has.
     """
     new = scores > -torch.inf
     count = new.sum(-1)
-    # A user who has everything gets nothing, but the layer wants an entry in every row.
+    # The layer needs an entry in every row, so a user without new items gets a dummy row, zeroed below.
     mask = new | (count == 0)[:, None]
     each = count.clamp(min=1, max=k) if k >= 1 else torch.full_like(count, k, dtype=torch.float64)
     found = torchlml.lml(torch.where(new, scores, 0), each.double(), mask=mask)
@@ -140,16 +140,16 @@ def probabilities(scores: Tensor, k: float) -> Tensor:
 def calibration(
     score: Callable[[Batch], Tensor], batches: Iterable[Batch], k: float
 ) -> list[tuple[float, float]]:
-    """Compare probabilities with what happened, for the best items of every user.
+    """Compare probabilities with outcomes for the top items of every user.
 
     Args:
-        score: The scores (R, n) of all items for a batch.
-        batches: Users, what they have and what they took later.
-        k: How many items they take on average: over all items the probabilities sum to it.
+        score: Computes the scores (R, n) of all items for a batch.
+        batches: The users with their histories and their later items.
+        k: The mean number of later items per user, which the probabilities of all items sum to.
 
     Returns:
-        For bins of items with similar probabilities, as many in each, the mean probability and the share that
-        was taken.
+        For equally large bins of items with similar probabilities: the mean probability, and the share of
+        items that the user took.
     """
     chances, taken = [], []
     for batch in batches:

@@ -1,4 +1,4 @@
-"""`torchlml evaluate RUN` of a recommendation: recall, precision and nDCG beside the popular items."""
+"""`torchlml evaluate RUN` for recommendation: recall, precision and nDCG, next to a popularity baseline."""
 
 from collections.abc import Iterator
 from pathlib import Path
@@ -24,10 +24,10 @@ PICTURE = "report.png"
 
 
 def main(settings: EvaluateSettings) -> None:
-    """Evaluate, and print a table."""
+    """Evaluate a run and print its tables."""
     out = settings.out or settings.run
     if settings.data is not None and settings.split is not None:
-        raise BadInput("`--data` is given, so `--split` has nothing to choose: leave it out.")
+        raise BadInput("`--split` cannot be combined with `--data`.")
     check_folder("--out", out)
     own = settings.data is not None
     moved = {"train": settings.train} if own else {"train": settings.train, "test": settings.test}
@@ -44,17 +44,17 @@ def main(settings: EvaluateSettings) -> None:
 
 
 def report_run(run: Path, console: Console) -> None:
-    """Print the measures of a finished run, of the test if it has one, and draw them into its folder."""
+    """Report on a finished run: on the test users if it has a test file, or else on the validation users."""
     trained = load(run, {})
     report(trained, *_of_split(trained, None), run, Accelerator(cpu=trained.settings.cpu), console)
 
 
 def _of_split(trained: TrainedRecommender, split: str | None) -> tuple[Users, str]:
-    """The users of a split, and its name; by default the last there is."""
+    """The users of a split and its name; by default the test split, if there is one."""
     splits = trained.data.splits
     name = split or list(splits)[-1]
     if name not in splits:
-        raise BadInput("`--split` is test, but the run was started without `--test`.")
+        raise BadInput("`--split test` requires a run that was trained with `--test`.")
     return splits[name], name
 
 
@@ -66,15 +66,15 @@ def report(
     accelerator: Accelerator,
     console: Console,
 ) -> None:
-    """Print the measures of a run on some users beside those of the popular items, and draw them.
+    """Print the metrics of a run next to a popularity baseline, and plot recall and calibration.
 
     Args:
         trained: The run.
-        users: Who is recommended to, and what is to be found.
-        what: What these are called.
-        folder: Where the picture goes.
-        accelerator: Says where to compute; this process does it alone.
-        console: Where to print.
+        users: The users with their histories and the items to find.
+        what: The name of these users.
+        folder: The directory of the plot.
+        accelerator: Determines the device; only this process computes.
+        console: The console to print to.
     """
     scores = {
         str(loss_with_usual_k(trained.settings.loss, trained.settings.k)): of_network(
@@ -93,8 +93,15 @@ def report(
         found = {name: measures(score, batches(), None, KS) for name, score in scores.items()}
         mean = len(users.labels) / len(users)
         bins = calibration(next(iter(scores.values())), batches(), mean)
-    title = f"{len(users)} users, {what}, epoch {trained.epoch}, {trained.settings.model}; in %"
-    say([title], console)
+    model, popular = (100 * values["recall@20"] for values in found.values())
+    say(
+        [
+            f"Recall@20 is {model:.2f}% on {len(users)} users ({what}); recommending the most popular items "
+            f"reaches {popular:.2f}%.",
+            f"Model: {trained.settings.model}, epoch {trained.epoch}. All values are in percent.",
+        ],
+        console,
+    )
     for measure in ("recall", "precision", "ndcg"):
         table = plain_table("", (measure, *(f"@{k}" for k in KS)))
         for name, values in found.items():
@@ -105,7 +112,7 @@ def report(
         recalls, bins, folder / PICTURE, title=f"Recall of {len(users)} users", rare=True
     )
     console.print(
-        f"The run is in {trained.run}, recall and calibration are drawn in {folder / PICTURE}.",
+        f"The run is in {trained.run}. Recall and calibration are plotted in {folder / PICTURE}.",
         soft_wrap=True,
         highlight=False,
     )

@@ -1,4 +1,4 @@
-"""`torchlml sweep recommend`: models x losses x seeds, and the table of its results."""
+"""`torchlml sweep recommend`: models x losses x seeds, and the table of results."""
 
 import dataclasses
 import math
@@ -26,18 +26,18 @@ from torchlml_lab.recommend.training import check, task
 
 @dataclass(frozen=True)
 class RankingRecord:
-    """One run: what it was told, and the measures of the epoch chosen on validation."""
+    """One run: its settings, and the metrics of the epoch chosen on validation."""
 
     model: str
     loss: str
-    """With its k, as in `lml-20`."""
+    """The loss with its k, such as `lml-20`."""
     users: int
-    """How many were trained on."""
+    """The number of training users."""
     seed: int
     dimension: int
     learning_rate: float
     temperature: float
-    """Of matrix factorisation; the autoencoder has none, and the dropout is the autoencoder's alone."""
+    """Used by matrix factorization only; `dropout` is used by the autoencoder only."""
     dropout: float
     epochs: int
     best_epoch: int
@@ -58,7 +58,7 @@ class RankingRecord:
 
     @property
     def recipe(self) -> tuple[float, float, float]:
-        """What was tuned."""
+        """The tuned settings."""
         return self.learning_rate, self.temperature, self.dropout
 
 
@@ -68,29 +68,29 @@ TABLE = StudyTable(RankingRecord, lambda row: (row.model, row.loss, row.recipe, 
 def best_recipes(
     rows: Sequence[RankingRecord], methods: Sequence[str], path: Path
 ) -> dict[str, tuple[float, ...]]:
-    """For each model and loss the recipe with the best mean Recall@20 on validation.
+    """For each model and loss, the recipe with the best mean Recall@20 on validation.
 
     Args:
-        rows: Those of a tuning sweep; the test is not looked at.
-        methods: The models and losses that are needed, as `RankingRecord.method` has them.
-        path: Where the rows come from, for the errors.
+        rows: The records of a tuning sweep; their test metrics are not used.
+        methods: The models and losses to choose a recipe for, named as by `RankingRecord.method`.
+        path: The file of the records, for the errors.
 
     Returns:
-        (learning rate, temperature, dropout) by method. A method that is missing, or recipes that were not
-        tried with the same users and seeds, raise `BadInput`.
+        (learning rate, temperature, dropout) by method. A missing method, or recipes tried with different
+        users or seeds, raise `BadInput`.
     """
     tried = [Tried(row.method, row.recipe, (row.users, row.seed), row.validation_recall20) for row in rows]
     return output.best_recipes(tried, methods, path, "method", "recipe", "users and seeds")
 
 
-# These settings of a run are the sweep's to choose.
+# The sweep sets these options of a run itself.
 _CHOSEN = ("out", "resume", "model", "loss", "k", "seed")
 
 
 def main(settings: SweepSettings) -> None:
-    """Run what is not done yet."""
+    """Run all combinations that are not finished."""
     runs = grid(settings)
-    users = int((read(settings.run).training.counts > 0).sum())  # so that a bad file is reported at once
+    users = int((read(settings.run).training.counts > 0).sum())  # raises for a bad file before any run starts
 
     def rows(one: RecommendSettings, done: dict[str, Any]) -> list[RankingRecord]:
         return [record(one, done, users)]
@@ -99,7 +99,7 @@ def main(settings: SweepSettings) -> None:
 
 
 def grid(settings: SweepSettings) -> list[RecommendSettings]:
-    """The settings of every run; those that cannot be run raise `BadInput`."""
+    """The settings of every run; raises `BadInput` if one of them is invalid."""
     check_grid(settings, settings.run, _CHOSEN, ("models", "losses", "seeds"))
     return checked_runs(_runs(settings), check)
 
@@ -107,7 +107,7 @@ def grid(settings: SweepSettings) -> list[RecommendSettings]:
 def _runs(settings: SweepSettings) -> Iterator[RecommendSettings]:
     methods = list(product(settings.models, settings.losses))
     recipes = _recipes(settings, methods)
-    # The seed varies slowest: a sweep that is stopped early still has every model and loss.
+    # The seed varies slowest, so that a sweep stopped early still has every model and loss.
     for seed, (model, loss) in product(settings.seeds, methods):
         chosen = named(loss)
         for rate, temperature, dropout in recipes[model, loss]:
@@ -122,7 +122,7 @@ def _runs(settings: SweepSettings) -> Iterator[RecommendSettings]:
 def _recipes(
     settings: SweepSettings, methods: Sequence[tuple[str, str]]
 ) -> dict[tuple[str, str], list[tuple[float, ...]]]:
-    """What is tried for each model and loss: learning rates with temperatures or dropouts, or the best."""
+    """The recipes of each model and loss: learning rates with temperatures or dropouts, or the tuned one."""
     if settings.tuned is not None:
         rows = read_tuned(settings, TABLE, ("learning_rates", "temperatures", "dropouts"))
         best = best_recipes(rows, [f"{model} {loss}" for model, loss in methods], settings.tuned)
@@ -138,9 +138,9 @@ def _recipes(
 
 
 def record(settings: RecommendSettings, result: dict[str, Any], users: int) -> RankingRecord:
-    """The row of a finished run."""
+    """The record of a finished run."""
     validation = result["validation"]
-    test = result["test"] or dict.fromkeys(validation, math.nan)  # a tuning needs none
+    test = result["test"] or dict.fromkeys(validation, math.nan)  # tuning runs have no test
     return RankingRecord(
         model=settings.model,
         loss=str(loss_with_usual_k(settings.loss, settings.k)),
@@ -170,7 +170,7 @@ def _read_once(run: RecommendSettings) -> Data:
 
 
 def _run_one(settings: RecommendSettings) -> dict[str, Any]:
-    # What is read does not depend on what a sweep chooses, so a worker reads it once.
+    # The files do not depend on the settings that vary in a sweep, so each worker reads them once.
     files = dataclasses.replace(
         RecommendSettings(),
         **{name: getattr(settings, name) for name in ("train", "test", "columns", "validation", "users")},
@@ -181,7 +181,7 @@ def _run_one(settings: RecommendSettings) -> dict[str, Any]:
 
 
 def _tables(rows: Sequence[RankingRecord]) -> Group:
-    """For each model the means over the seeds; the spread is their standard deviation."""
+    """For each model, the metrics as mean and standard deviation over the seeds."""
     models = sorted({row.model for row in rows})
     return Group(*(_table(model, [row for row in rows if row.model == model]) for model in models))
 

@@ -1,4 +1,4 @@
-"""`torchlml train recommend` and `torchlml step-time` of such runs."""
+"""`torchlml train recommend`, and `torchlml step-time` for recommendation runs."""
 
 from collections.abc import Iterable
 from dataclasses import replace
@@ -28,7 +28,7 @@ PRINTED = (CHOSEN_BY, "ndcg@20")
 
 
 def main(settings: RecommendSettings) -> None:
-    """Train, and print and draw the measures beside those of the popular items."""
+    """Train a model, then print and plot its metrics next to a popularity baseline."""
     from torchlml_lab.recommend.report import report_run
 
     console = new_console()
@@ -38,25 +38,25 @@ def main(settings: RecommendSettings) -> None:
 
 
 def run(settings: RecommendSettings, console: Console) -> dict[str, Any]:
-    """Train with these settings; what cannot be done raises `BadInput` before anything is written."""
+    """Train with these settings; raise `BadInput` for invalid ones before any file is written."""
     check(settings)
     return train_on_files(EXPERIMENT, settings, read, task, _introduction, console)
 
 
 def _introduction(settings: RecommendSettings, data: Data) -> list[str]:
-    """What was read and what was chosen, in sentences."""
+    """Sentences about the data and the loss."""
     training, loss = data.training, loss_with_usual_k(settings.loss, settings.k)
     users = int((training.counts > 0).sum())
     said = (
-        f"{users} users with {len(training) / users:.1f} of {len(training.items)} items each; for validation "
-        f"{len(data.validation)} items of {len(data.splits['validation'])} users are set aside. "
-        f"Trained with the loss {loss}."
+        f"{users} training users with {len(training) / users:.1f} of {len(training.items)} items on average; "
+        f"{len(data.validation)} items of {len(data.splits['validation'])} users held out for validation. "
+        f"Training with the loss `{loss}`."
     )
     return [*data.notes, said]
 
 
 def task(settings: RecommendSettings, data: Data) -> Task:
-    """The task of one run; the seed must be set before, since it makes the network."""
+    """The task of one run. Set the seed before the call, because it initializes the network."""
     model = network(settings, data)
     optimizer = torch.optim.Adam(model.parameters(), lr=settings.learning_rate, fused=True)
     loss = loss_with_usual_k(settings.loss, settings.k)
@@ -88,7 +88,7 @@ LOSSES: tuple[LossName, ...] = ("softmax", "lml", "bce", "truncated-entropy")
 
 
 def step_time(settings: LossTimesSettings) -> None:
-    """Time, and print a table."""
+    """Time the training steps of all losses and print a table."""
     run = replace(
         run_directory.read_moved(RecommendSettings, settings.run, {"train": settings.train}),
         k=None,
@@ -101,20 +101,21 @@ def step_time(settings: LossTimesSettings) -> None:
 
 
 def check(settings: RecommendSettings) -> None:
-    """Refuse settings that cannot be run."""
+    """Raise `BadInput` for invalid settings."""
     check_settings(settings)
     if settings.train is None:
-        raise BadInput("`--train` is missing: give a file of users and their items.")
+        raise BadInput("`--train` is missing: pass a file of users and their items.")
     if settings.columns is not None and not any(map(is_table, filter(None, (settings.train, settings.test)))):
         raise BadInput(
-            f"`--columns` is for CSV, TSV and .inter, but `{settings.train}` has lines `user item item ...`."
+            "`--columns` applies to CSV, TSV and .inter, but the lines of "
+            f"`{settings.train}` are `user item item ...`."
         )
     loss_with_usual_k(settings.loss, settings.k)
     for name in ("dimension", "patience", "validation", "users"):
         value = getattr(settings, name)
         if value is not None and value < 1:
-            raise BadInput(f"`--{name}` is {value}, and must be at least 1.")
+            raise BadInput(f"`--{name}` must be at least 1, but it is {value}.")
     if not 0 < settings.temperature < float("inf"):
-        raise BadInput(f"`--temperature` is {settings.temperature}, and must be finite and more than 0.")
+        raise BadInput(f"`--temperature` must be finite and positive, but it is {settings.temperature}.")
     if not 0 <= settings.dropout < 1:
-        raise BadInput(f"`--dropout` is {settings.dropout}, and must be from 0 to less than 1.")
+        raise BadInput(f"`--dropout` must be at least 0 and less than 1, but it is {settings.dropout}.")

@@ -1,1 +1,1 @@
-"""The experiments of the paper and the studies around it, one package each."""
+"""The experiments of the paper and related studies, one package each."""

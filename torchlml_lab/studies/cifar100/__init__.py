@@ -1,1 +1,1 @@
-"""Top-5 classification of CIFAR-100 under label noise: the study of the paper's section 5.2."""
+"""Top-5 classification of CIFAR-100 with label noise: the study of section 5.2 of the paper."""

@@ -1,4 +1,4 @@
-"""CIFAR-100: the archive read without running code from it, samples, label noise and batches."""
+"""CIFAR-100: safe reading of the archive (no code is executed), samples, label noise and batches."""
 
 import io
 import pickle
@@ -31,13 +31,13 @@ def _scalar_reconstructor() -> Any:
 
 
 def _encode(text: str, encoding: str) -> bytes:
-    """What Python 2 pickles and protocol 2 use for bytes; only ever Latin-1."""
+    """The replacement of `_codecs.encode`, which Python 2 and protocol 2 use to pickle bytes as Latin-1."""
     if encoding != "latin1":
-        raise pickle.UnpicklingError(f"it names the encoding `{encoding}`")
+        raise pickle.UnpicklingError(f"it requests the encoding `{encoding}`")
     return text.encode("latin1")
 
 
-# Old files say numpy.core, new ones numpy._core; both mean the two functions that rebuild an array.
+# Old files refer to numpy.core and new ones to numpy._core; both mean the two functions that rebuild arrays.
 _ALLOWED = {
     **{(f"numpy.{core}.multiarray", "_reconstruct"): _array_reconstructor() for core in ("core", "_core")},
     **{(f"numpy.{core}.multiarray", "scalar"): _scalar_reconstructor() for core in ("core", "_core")},
@@ -48,15 +48,15 @@ _ALLOWED = {
 
 
 class _Unpickler(pickle.Unpickler):
-    """Build dicts, lists, strings, numbers and numpy arrays of numbers, and refuse every other name."""
+    """Build dicts, lists, strings, numbers and numeric numpy arrays, and raise for every other global."""
 
     def find_class(self, module: str, name: str) -> Any:
         if (module, name) not in _ALLOWED:
-            raise pickle.UnpicklingError(f"it asks for `{module}.{name}`, which no CIFAR-100 file does")
+            raise pickle.UnpicklingError(f"it requests `{module}.{name}`, which no CIFAR-100 file does")
         return _ALLOWED[module, name]
 
     def persistent_load(self, pid: Any) -> NoReturn:
-        raise pickle.UnpicklingError("it asks for an object outside the file, which no CIFAR-100 file does")
+        raise pickle.UnpicklingError("it requests an external object, which no CIFAR-100 file does")
 
 
 ArchivePart = tuple[npt.NDArray[np.uint8], npt.NDArray[np.int64], npt.NDArray[np.int64]]
@@ -64,19 +64,19 @@ ArchivePart = tuple[npt.NDArray[np.uint8], npt.NDArray[np.int64], npt.NDArray[np
 
 
 def read_archive(path: Path) -> dict[str, ArchivePart]:
-    """Read the training and the test part.
+    """Read the training and test parts.
 
     Args:
-        path: The folder `cifar-100-python`, the folder it lies in, or the file `cifar-100-python.tar.gz`.
+        path: The directory `cifar-100-python`, its parent, or the file `cifar-100-python.tar.gz`.
 
     Returns:
-        The parts by name. What is missing or damaged raises `BadInput`, which names the file.
+        The parts by name. A missing or damaged file raises `BadInput`, which names the file.
     """
     if path.is_dir():
         folder = path if (path / "train").exists() else path / _FOLDER
         return {name: _part(folder / name, _bytes(folder / name)) for name in PARTS}
     if not path.exists():
-        raise BadInput(f"`--data` names `{path}`, which does not exist.")
+        raise BadInput(f"`--data` must be an existing file or directory, but `{path}` does not exist.")
     return _from_tar(path)
 
 
@@ -91,10 +91,10 @@ def _from_tar(path: Path) -> dict[str, ArchivePart]:
                     assert file is not None
                     found[name] = _part(path / _FOLDER / name, file.read())
     except (tarfile.TarError, EOFError, OSError, zlib.error) as error:
-        raise BadInput(f"`{path}` is no whole tar file of CIFAR-100: {error}.") from error
+        raise BadInput(f"`{path}` is not a complete CIFAR-100 tar file: {error}.") from error
     missing = [name for name in PARTS if name not in found]
     if missing:
-        raise BadInput(f"`{path}` is no whole tar file of CIFAR-100: it has no `{_FOLDER}/{missing[0]}`.")
+        raise BadInput(f"`{path}` is not a complete CIFAR-100 tar file: it has no `{_FOLDER}/{missing[0]}`.")
     return found
 
 
@@ -111,10 +111,10 @@ def _part(path: Path, content: bytes) -> ArchivePart:
         data = _entry(values, "data")
         fine, coarse = (np.asarray(_entry(values, f"{kind}_labels")) for kind in ("fine", "coarse"))
         if not (isinstance(data, np.ndarray) and data.dtype == np.uint8 and data.ndim == 2):
-            raise ValueError("its `data` is no table of bytes")
+            raise ValueError("its `data` is not a 2-D array of bytes")
         if data.shape[1] != 3 * 32 * 32 or not len(data) == len(fine) == len(coarse) > 0:
             raise ValueError(
-                f"its `data` is {data.shape} with {len(fine)} fine and {len(coarse)} coarse labels"
+                f"its `data` has shape {data.shape}, with {len(fine)} fine and {len(coarse)} coarse labels"
             )
         for name, labels, classes in (("fine", fine, 100), ("coarse", coarse, 20)):
             if (
@@ -123,23 +123,23 @@ def _part(path: Path, content: bytes) -> ArchivePart:
                 or labels.min() < 0
                 or labels.max() >= classes
             ):
-                raise ValueError(f"its {name} labels are not all whole numbers from 0 to {classes - 1}")
-    except Exception as error:  # a damaged pickle can raise anything
+                raise ValueError(f"its {name} labels are not all integers from 0 to {classes - 1}")
+    except Exception as error:  # a damaged pickle may raise any exception
         said = " ".join(str(error).split()).rstrip(".") or type(error).__name__
         raise BadInput(f"The CIFAR-100 file `{path}` is damaged: {said}.") from error
     return data.reshape(-1, 3, 32, 32), fine.astype(np.int64), coarse.astype(np.int64)
 
 
 def load(content: bytes) -> Any:
-    """Build what a pickle contains if that is nothing but data, else raise `pickle.UnpicklingError`."""
+    """Load a pickle that contains only data; otherwise raise `pickle.UnpicklingError`."""
 
     return _Unpickler(io.BytesIO(content), encoding="bytes").load()
 
 
 def _entry(values: Any, name: str) -> Any:
-    """The official files were pickled by Python 2, whose strings arrive as bytes."""
+    """Get an entry by name. Python 2 pickled the official files, so their keys are bytes."""
     if not isinstance(values, dict):
-        raise ValueError("it holds no dictionary")
+        raise ValueError("it does not contain a dictionary")
     for key in (name.encode(), name):
         if key in values:
             return values[key]
@@ -147,17 +147,17 @@ def _entry(values: Any, name: str) -> Any:
 
 
 CLASSES = 100
-# The mean and deviation of each colour that the published code subtracts and divides by.
+# The mean and standard deviation of each color channel in the published code.
 MEAN = torch.tensor((125.3, 123.0, 113.9)).view(3, 1, 1)
 DEVIATION = torch.tensor((63.0, 62.1, 66.7)).view(3, 1, 1)
 PADDING = 4
-# The published split is drawn once and is the same for every seed; so is ours.
+# As in the published code, the split is the same for every seed.
 SPLIT_SEED = 1234
 
 
 @dataclass(frozen=True)
 class Part:
-    """Samples x with fine and coarse labels: images are uint8 (N, 3, 32, 32), features float32 (N, d)."""
+    """Samples with fine and coarse labels; x is uint8 (N, 3, 32, 32) images or float32 (N, d) features."""
 
     x: Tensor
     fine: Tensor
@@ -171,7 +171,7 @@ class Part:
 
 
 def read_images(path: Path) -> tuple[Part, Part]:
-    """The training and the test part of the official files; see `archive.read`."""
+    """The training and test parts of the official files; see `read_archive`."""
     parts = read_archive(path)
     train, test = (Part(*(torch.from_numpy(values) for values in parts[name])) for name in PARTS)
     return train, test
@@ -184,32 +184,31 @@ def read_features(path: Path) -> tuple[Part, Part]:
         path: The file.
 
     Returns:
-        The training and the test part. A file that is anything else raises `BadInput`.
+        The training and test parts. An invalid file raises `BadInput`.
     """
     try:
         with path.open("rb") as stream, np.load(stream, allow_pickle=False) as file:
             x, fine, coarse, test = (file[name] for name in ("x", "fine", "coarse", "test"))
     except KeyError as error:
-        raise BadInput(f"`--features` names `{path}`, which has no `{error.args[0].split()[0]}`.") from error
+        raise BadInput(
+            f"`--features` must contain `{error.args[0].split()[0]}`, but `{path}` does not."
+        ) from error
     except (OSError, ValueError, EOFError, zipfile.BadZipFile) as error:
-        said = getattr(error, "strerror", None) or "it is no whole npz of arrays"
-        raise BadInput(f"`--features` names `{path}`, which cannot be read: {said}.") from error
+        said = getattr(error, "strerror", None) or "it is not a complete npz file of arrays"
+        raise BadInput(f"`--features` is `{path}`, which cannot be read: {said}.") from error
     if x.ndim != 2 or x.dtype.kind != "f" or not len(x) == len(fine) == len(coarse) == len(test):
         raise BadInput(
-            f"`--features` names `{path}`, whose `x` is {x.dtype} of shape {x.shape} with {len(fine)} fine, "
-            f"{len(coarse)} coarse and {len(test)} test marks: a row of numbers for each is needed."
+            f"`{path}`: `x` must be a 2-D float array with a row for each label and test mark, but it is "
+            f"{x.dtype} of shape {x.shape} with {len(fine)} fine, {len(coarse)} coarse and {len(test)} test "
+            "entries."
         )
     if test.dtype != np.bool_ or test.all() or not test.any():
-        raise BadInput(
-            f"`--features` names `{path}`, whose `test` must be bool, with some True and some False."
-        )
+        raise BadInput(f"`{path}`: `test` must be bool and contain both True and False.")
     if not np.isfinite(x).all():
-        raise BadInput(f"`--features` names `{path}`, whose `x` is not all finite.")
+        raise BadInput(f"`{path}`: `x` must be finite, but it contains NaN or infinity.")
     for name, labels, classes in (("fine", fine, CLASSES), ("coarse", coarse, 20)):
         if labels.dtype.kind not in "iu" or labels.min() < 0 or labels.max() >= classes:
-            raise BadInput(
-                f"`--features` names `{path}`, whose `{name}` must be whole numbers from 0 to {classes - 1}."
-            )
+            raise BadInput(f"`{path}`: `{name}` must contain integers from 0 to {classes - 1} only.")
     everything = Part(
         torch.from_numpy(x.astype(np.float32)),
         torch.from_numpy(fine.astype(np.int64)),
@@ -220,29 +219,29 @@ def read_features(path: Path) -> tuple[Part, Part]:
 
 
 def split_validation(train: Part, count: int) -> tuple[Part, Part]:
-    """Set `count` random training samples aside for validation, the same for every seed."""
+    """Hold out `count` random training samples for validation, the same for every seed."""
     if not 0 < count < len(train):
-        raise BadInput(f"`--validation` is {count}, and must be from 1 to {len(train) - 1}.")
+        raise BadInput(f"`--validation` must be from 1 to {len(train) - 1}, but it is {count}.")
     order = torch.randperm(len(train), generator=torch.Generator().manual_seed(SPLIT_SEED))
     return train[order[count:]], train[order[:count]]
 
 
 def with_noise(part: Part, probability: float, seed: int) -> Part:
-    """Give each sample, with a probability, a fine label drawn uniformly from those of its coarse class.
+    """Resample the fine label of each sample within its coarse class, with the given probability.
 
     Args:
         part: The samples; every fine label must belong to one coarse class.
-        probability: 0 keeps all labels; 1 leaves nothing but the coarse class.
-        seed: The labels follow from it alone. With a higher probability, the same labels and more change.
+        probability: 0 keeps all labels; 1 leaves only the information about the coarse class.
+        seed: The seed of the noise. A higher probability changes a superset of the labels.
 
     Returns:
-        The samples with their new labels. The label drawn may be the old one.
+        The samples with their new labels. A resampled label may equal the old one.
     """
     coarse_of = torch.full((CLASSES,), -1)
     coarse_of[part.fine] = part.coarse
     if (coarse_of[part.fine] != part.coarse).any():
         fine = int(part.fine[coarse_of[part.fine] != part.coarse][0])
-        raise BadInput(f"The fine label {fine} comes with several coarse labels: the labels are damaged.")
+        raise BadInput(f"The labels are damaged: the fine label {fine} occurs with several coarse labels.")
     generator = torch.Generator().manual_seed(seed)
     resampled = torch.rand(len(part), generator=generator) < probability
     siblings = (coarse_of.unsqueeze(0) == part.coarse.unsqueeze(1)).float()
@@ -251,7 +250,7 @@ def with_noise(part: Part, probability: float, seed: int) -> Part:
 
 
 class Batches(Dataset[tuple[Tensor, Tensor]]):
-    """A part as the engine reads it: whole batches of inputs and labels; images may be augmented."""
+    """A part as a dataset that returns whole batches of inputs and labels, with optional augmentation."""
 
     def __init__(self, part: Part, augment: bool = False) -> None:
         self.part, self.augment = part, augment
@@ -270,7 +269,7 @@ class Batches(Dataset[tuple[Tensor, Tensor]]):
 
 
 def _cropped_and_flipped(x: Tensor) -> Tensor:
-    """A random crop of each image with four black pixels around it, mirrored half of the time."""
+    """A random crop of each image after padding by four black pixels, mirrored with probability 0.5."""
     number, _, height, width = x.shape
     padded = torch.nn.functional.pad(x, (PADDING,) * 4)
     top, left = torch.randint(2 * PADDING + 1, (2, number, 1))

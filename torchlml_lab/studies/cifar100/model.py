@@ -1,4 +1,4 @@
-"""The networks of the study: DenseNet as published, a small one for a CPU, and a head on frozen features."""
+"""The networks of the study: the published DenseNet, a small CNN for CPUs, and heads on frozen features."""
 
 import torch
 from torch import Tensor, nn
@@ -6,14 +6,14 @@ from torch.nn.functional import avg_pool2d
 
 
 class DenseNet(nn.Module):
-    """DenseNet for 32 x 32 images (Huang et al. 2017), with bottlenecks and transitions that halve channels.
+    """DenseNet for 32 x 32 images (Huang et al. 2017) with bottlenecks and channel-halving transitions.
 
-    `DenseNet(depth=40, growth=40)` is the published code's "DenseNet 40-40": three blocks of six layers.
+    `DenseNet(depth=40, growth=40)` is the "DenseNet 40-40" of the published code: three blocks of six layers.
 
     Args:
         depth: 6 m + 4 for m layers in each block.
-        growth: The channels that each layer adds.
-        classes: How many logits.
+        growth: The number of channels that each layer adds.
+        classes: The number of logits.
     """
 
     def __init__(self, depth: int, growth: int, classes: int) -> None:
@@ -30,7 +30,7 @@ class DenseNet(nn.Module):
         parts += [nn.BatchNorm2d(channels), nn.ReLU(), nn.AdaptiveAvgPool2d(1), nn.Flatten()]
         self.features = nn.Sequential(*parts)
         self.head = nn.Linear(channels, classes)
-        _initialise(self)
+        _initialize(self)
 
     def forward(self, x: Tensor) -> Tensor:
         """The logits (N, classes) of images (N, 3, 32, 32)."""
@@ -38,7 +38,7 @@ class DenseNet(nn.Module):
 
 
 class _Layer(nn.Module):
-    """Adds `growth` channels, by way of a bottleneck four times as wide."""
+    """A layer that adds `growth` channels through a bottleneck four times as wide."""
 
     def __init__(self, channels: int, growth: int) -> None:
         super().__init__()
@@ -56,7 +56,7 @@ class _Layer(nn.Module):
 
 
 class _Transition(nn.Module):
-    """Fewer channels at half the resolution."""
+    """Reduces the number of channels and halves the resolution."""
 
     def __init__(self, channels: int, fewer: int) -> None:
         super().__init__()
@@ -69,14 +69,14 @@ class _Transition(nn.Module):
 
 
 def small_cnn(classes: int) -> nn.Module:
-    """Five convolutions with 5 million multiplications per image, for machines without a GPU."""
+    """A CNN of five convolutions with 5 million multiplications per image, for machines without a GPU."""
     parts: list[nn.Module] = []
     channels = 3
     for more, stride in ((32, 2), (64, 2), (128, 2), (128, 1), (256, 2)):
         parts += [nn.Conv2d(channels, more, 3, stride, 1, bias=False), nn.BatchNorm2d(more), nn.ReLU()]
         channels = more
     network = nn.Sequential(*parts, nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(channels, classes))
-    _initialise(network)
+    _initialize(network)
     return network.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
 
 
@@ -87,7 +87,7 @@ def feature_head(inputs: int, classes: int) -> nn.Module:
 
 
 def wide_head(inputs: int, classes: int) -> nn.Module:
-    """A multilayer perceptron on frozen features that can learn wrong labels by heart: wide, no dropout."""
+    """A wide multilayer perceptron without dropout on frozen features, which can memorize wrong labels."""
     hidden = 512
     return nn.Sequential(
         *(nn.Linear(inputs, hidden), nn.ReLU(), nn.Linear(hidden, hidden), nn.ReLU()),
@@ -95,8 +95,8 @@ def wide_head(inputs: int, classes: int) -> nn.Module:
     )
 
 
-def _initialise(network: nn.Module) -> None:
-    """As the published DenseNet: He et al. by the outputs, and no bias at the start."""
+def _initialize(network: nn.Module) -> None:
+    """Initialize as the published DenseNet: He initialization by fan-out, and zero biases."""
     for part in network.modules():
         if isinstance(part, nn.Conv2d):
             nn.init.kaiming_normal_(part.weight, mode="fan_out", nonlinearity="relu")

@@ -1,4 +1,4 @@
-"""`torchlml evaluate` and `step-time` of CIFAR-100 runs."""
+"""`torchlml evaluate` and `step-time` for CIFAR-100 runs."""
 
 from collections.abc import Iterator
 from dataclasses import replace
@@ -25,7 +25,7 @@ KS = (1, 2, 3, 5, 10)
 
 
 def main(settings: EvaluateSettings) -> None:
-    """Evaluate, and print a table."""
+    """Evaluate a run and print a table."""
     best = run_directory.find_best_epoch(EXPERIMENT, settings.run)
     moved = {"data": settings.data, "features": settings.features}
     run = run_directory.read_moved(Cifar100Settings, settings.run, moved)
@@ -50,7 +50,7 @@ def main(settings: EvaluateSettings) -> None:
 
 
 def step_time(settings: LossTimesSettings) -> None:
-    """Time, and print a table."""
+    """Time the training steps of all losses and print a table."""
     moved = {"data": settings.data, "features": settings.features}
     run = run_directory.read_moved(Cifar100Settings, settings.run, moved)
     size = loop.checked_size(settings, run.batch_size)

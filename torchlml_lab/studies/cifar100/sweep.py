@@ -1,4 +1,4 @@
-"""`torchlml sweep cifar100`: losses x noise levels x seeds, and the table of its results."""
+"""`torchlml sweep cifar100`: losses x noise levels x seeds, and the table of results."""
 
 import dataclasses
 from collections import defaultdict
@@ -22,10 +22,10 @@ from torchlml_lab.studies.cifar100.task import check, model_name, read, task
 
 @dataclass(frozen=True)
 class AccuracyRecord:
-    """One run: what it was told, and the accuracies of the epoch chosen on validation."""
+    """One run: its settings, and the accuracies of the epoch chosen on validation."""
 
     source: str
-    """`features`, or the network that was trained on images."""
+    """`features`, or the network for images."""
     loss: str
     noise: float
     seed: int
@@ -39,16 +39,16 @@ class AccuracyRecord:
     test_top1: float
     test_topk: float
     train_top1: float
-    """After the last epoch, on the noisy labels of training samples: 1 where they were learned by heart."""
+    """After the last epoch, on the noisy labels of training samples: 1 if they were all memorized."""
     train_topk: float
     last_top1: float
-    """After the last epoch, on validation, whose labels are clean."""
+    """After the last epoch, on the validation samples, which have clean labels."""
     last_topk: float
     seconds: float
 
     @property
     def recipe(self) -> tuple[float, float]:
-        """What was tuned: the learning rate and the temperature."""
+        """The tuned settings: learning rate and temperature."""
         return self.learning_rate, self.temperature
 
 
@@ -58,36 +58,36 @@ TABLE = StudyTable(AccuracyRecord, lambda row: (row.source, row.loss, row.noise,
 def best_recipes(
     records: Sequence[AccuracyRecord], losses: Sequence[str], path: Path
 ) -> dict[str, tuple[float, ...]]:
-    """For each loss the learning rate and temperature with the best mean top-k accuracy on validation.
+    """For each loss, the learning rate and temperature with the best mean top-k accuracy on validation.
 
     Args:
-        records: The rows of a tuning sweep; the test accuracies are not looked at.
-        losses: The losses that are needed.
-        path: Where the rows come from, for the error.
+        records: The records of a tuning sweep; their test accuracies are not used.
+        losses: The losses to choose a recipe for.
+        path: The file of the records, for the error.
 
     Returns:
-        (learning rate, temperature) by loss. A loss that is missing, or recipes that were not tried on the
-        same noise levels and seeds, raise `BadInput`.
+        (learning rate, temperature) by loss. A missing loss, or recipes tried with different noise levels or
+        seeds, raise `BadInput`.
     """
     tried = [Tried(row.loss, row.recipe, (row.noise, row.seed), row.validation_topk) for row in records]
     tuned = "learning rate and temperature"
     return output.best_recipes(tried, losses, path, "loss", tuned, "noise levels and seeds")
 
 
-# These settings of a run are the sweep's to choose.
+# The sweep sets these options of a run itself.
 _CHOSEN = ("out", "resume", "loss", "noise", "seed")
 
 
 def main(settings: SweepSettings) -> None:
-    """Run what is not done yet."""
+    """Run all combinations that are not finished."""
     runs = grid(settings)
-    read(settings.run.data, settings.run.features)  # so that a bad file is reported once, and at once
+    read(settings.run.data, settings.run.features)  # raises for a bad file once, before any run starts
     study = Grid(EXPERIMENT, runs, _run_one, lambda one, done: [record(one, done)], TABLE.write, _table)
     run_grid(study, settings, new_console())
 
 
 def grid(settings: SweepSettings) -> list[Cifar100Settings]:
-    """The settings of every run; those that cannot be run raise `BadInput`."""
+    """The settings of every run; raises `BadInput` if one of them is invalid."""
     check_grid(settings, settings.run, _CHOSEN, ("losses", "noises", "seeds"))
     rates = settings.learning_rates or (settings.run.learning_rate,)
     temperatures = settings.temperatures or (settings.run.temperature,)
@@ -104,7 +104,7 @@ def grid(settings: SweepSettings) -> list[Cifar100Settings]:
 def _runs(
     settings: SweepSettings, recipes: Mapping[str, Sequence[tuple[float, ...]]]
 ) -> Iterator[Cifar100Settings]:
-    # The seed varies slowest: a sweep that is stopped early still has every loss at every noise level.
+    # The seed varies slowest, so that a sweep stopped early still has every loss at every noise level.
     for seed, noise, loss in product(settings.seeds, settings.noises, settings.losses):
         for rate, temperature in recipes[loss]:
             out = settings.out / f"{loss}_noise{noise:g}_lr{rate:g}_t{temperature:g}_seed{seed}"
@@ -113,7 +113,7 @@ def _runs(
 
 
 def record(settings: Cifar100Settings, result: dict[str, Any]) -> AccuracyRecord:
-    """The row of a finished run."""
+    """The record of a finished run."""
     topk = f"top{settings.k}"
     lines = RunFolder(settings.out, EXPERIMENT).metrics()
     last = {line["split"]: line for line in lines if line["epoch"] == settings.epochs}
@@ -152,11 +152,11 @@ def _run_one(settings: Cifar100Settings) -> dict[str, Any]:
 
 
 def _table(rows: Sequence[AccuracyRecord]) -> Table:
-    """The mean accuracies over the seeds; the spread is their standard deviation."""
+    """The accuracies, as mean and standard deviation over the seeds."""
     groups: dict[tuple[str, float, float, float], list[AccuracyRecord]] = defaultdict(list)
     for row in rows:
         groups[(row.loss, row.noise, *row.recipe)].append(row)
-    # Narrow enough for a terminal of 80 columns.
+    # The columns fit a terminal of 80 characters.
     heads = ("loss", "noise", "lr", "temp", "seeds", "val top-k", "test top-1", "test top-k")
     output = plain_table("accuracy in %, mean±standard deviation over the seeds", heads)
     for (loss, *numbers), group in sorted(groups.items()):

@@ -1,4 +1,4 @@
-"""`torchlml train cifar100`: one run of the study, from images or from frozen features."""
+"""`torchlml train cifar100`: one run of the study, on images or frozen features."""
 
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
@@ -32,20 +32,20 @@ from torchlml_lab.studies.cifar100.settings import EXPERIMENT, Cifar100Settings,
 DENSENET = "densenet-40-40"
 
 
-# So many training samples, with their noisy labels, are also looked at after every epoch.
+# The number of training samples, with their noisy labels, that are also evaluated after every epoch.
 FOLLOWED = 5000
-INSTEAD = "That is a network for GPUs: use `--network small-cnn --epochs 6` here, or `--features`."
+INSTEAD = "This network is meant for GPUs: use `--network small-cnn --epochs 6` here, or `--features`."
 
 
 def main(settings: Cifar100Settings) -> None:
-    """Train, and print the test."""
+    """Train a model and print its test accuracy."""
     console = new_console()
     result = run(settings, console)
     say_test(console, settings, result, in_percent(result["test"], list(result["test"])))
 
 
 def run(settings: Cifar100Settings, console: Console) -> dict[str, Any]:
-    """Train with these settings; what cannot be done raises `BadInput` before anything is written."""
+    """Train with these settings; raise `BadInput` for invalid ones before any file is written."""
     check(settings)
     return train(
         EXPERIMENT, settings, lambda: task(settings, *read(settings.data, settings.features)), console
@@ -53,32 +53,30 @@ def run(settings: Cifar100Settings, console: Console) -> dict[str, Any]:
 
 
 def check(settings: Cifar100Settings) -> None:
-    """Refuse settings that cannot be run."""
+    """Raise `BadInput` for invalid settings."""
     check_settings(settings)
     if (settings.data is None) == (settings.features is None):
-        raise BadInput("Exactly one of `--data` (images) and `--features` (an npz) must be given.")
+        raise BadInput("Pass exactly one of `--data` (images) and `--features` (an npz file).")
     if settings.features is not None and settings.network is not None:
-        raise BadInput(
-            "`--network` is for images: with `--features` a small head is trained, so leave it out."
-        )
+        raise BadInput("`--network` applies to images and cannot be combined with `--features`.")
     if settings.data is not None and settings.head is not None:
-        raise BadInput("`--head` is for `--features`: with images a network is trained, so leave it out.")
+        raise BadInput("`--head` applies to `--features` and cannot be combined with `--data`.")
     if settings.samples is not None and settings.samples < 1:
-        raise BadInput(f"`--samples` is {settings.samples}, and must be at least 1.")
+        raise BadInput(f"`--samples` must be at least 1, but it is {settings.samples}.")
     if not 1 <= settings.k < CLASSES:
         raise BadInput(
-            f"`--k` is {settings.k}, and must be from 1 to {CLASSES - 1}, one less than the classes."
+            f"`--k` must be from 1 to {CLASSES - 1} (there are {CLASSES} classes), but it is {settings.k}."
         )
     if not 0 <= settings.noise <= 1:
-        raise BadInput(f"`--noise` is {settings.noise}, and must be from 0 to 1.")
+        raise BadInput(f"`--noise` must be from 0 to 1, but it is {settings.noise}.")
     if not 0 < settings.temperature < float("inf"):
-        raise BadInput(f"`--temperature` is {settings.temperature}, and must be finite and more than 0.")
+        raise BadInput(f"`--temperature` must be finite and positive, but it is {settings.temperature}.")
     if not 0 <= settings.weight_decay < float("inf"):
-        raise BadInput(f"`--weight-decay` is {settings.weight_decay}, and must be finite and at least 0.")
+        raise BadInput(f"`--weight-decay` must be finite and at least 0, but it is {settings.weight_decay}.")
 
 
 def read(data: Path | None, features: Path | None) -> tuple[Part, Part]:
-    """The training and the test samples of either file."""
+    """Read the training and test samples, as images or features."""
     if features is not None:
         return read_features(features)
     assert data is not None
@@ -86,7 +84,7 @@ def read(data: Path | None, features: Path | None) -> tuple[Part, Part]:
 
 
 def task(settings: Cifar100Settings, everything: Part, test: Part) -> Task:
-    """The task of one run; the seed must be set before, since it makes the network."""
+    """The task of one run. Set the seed before the call, because it initializes the network."""
     parts = splits(settings, everything, test)
     training = parts["training"]
     model = network(settings, training)
@@ -97,7 +95,7 @@ def task(settings: Cifar100Settings, everything: Part, test: Part) -> Task:
         nesterov=True,
         weight_decay=settings.weight_decay,
     )
-    drops = [max(1, settings.epochs // 2), max(1, settings.epochs * 3 // 4)]  # 0 would drop before the start
+    drops = [max(1, settings.epochs // 2), max(1, settings.epochs * 3 // 4)]  # 0 would drop before epoch 1
     loss = loss_of(settings.loss, settings.k, settings.temperature)
     return Task(
         model=model,
@@ -120,25 +118,25 @@ def task(settings: Cifar100Settings, everything: Part, test: Part) -> Task:
 
 
 def splits(settings: Cifar100Settings, everything: Part, test: Part) -> dict[str, Part]:
-    """The samples that the run is trained on, with their noisy labels, chosen by, and tested on."""
+    """The training samples with their noisy labels, the validation samples and the test samples."""
     training, validation = split_validation(everything, settings.validation)
     if settings.samples is not None:
         if settings.samples > len(training):
-            raise BadInput(f"`--samples` is {settings.samples}, and there are {len(training)} to train on.")
-        training = training[torch.arange(settings.samples)]  # the split has shuffled them
+            raise BadInput(f"`--samples` must be at most {len(training)}, but it is {settings.samples}.")
+        training = training[torch.arange(settings.samples)]  # the split has already shuffled them
     training = with_noise(training, settings.noise, settings.seed)
     return {"training": training, "validation": validation, "test": test}
 
 
 def model_name(settings: Cifar100Settings) -> str:
-    """What is trained: `features` for the head on frozen features, `wide-head`, else the network's name."""
+    """The name of the model: `features` or `wide-head` for a head on features, else that of the network."""
     if settings.features is not None:
         return "wide-head" if settings.head == "wide" else "features"
     return settings.network or DENSENET
 
 
 def network(settings: Cifar100Settings, training: Part) -> nn.Module:
-    """The network of a run, with its first weights."""
+    """A newly initialized network."""
     name = model_name(settings)
     if name in ("features", "wide-head"):
         head = model.feature_head if name == "features" else model.wide_head
@@ -173,7 +171,7 @@ def accuracies(
     accelerator: Accelerator,
     ks: Sequence[int],
 ) -> dict[str, float]:
-    """The shares of samples whose label has one of the k largest logits, for each k."""
+    """The share of samples whose label has one of the k largest logits, for each k."""
     recall = TopKRecall(tuple(dict.fromkeys(ks)), sync_on_compute=False)
     for x, label in batches:
         logits, labels = accelerator.gather_for_metrics((network(x).float(), label))

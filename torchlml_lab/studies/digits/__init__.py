@@ -1,1 +1,1 @@
-"""The demo's experiment: images of k digits, one of them named, and what five losses learn of the rest."""
+"""The experiment of the demo: images of k digits with one observed label, and a comparison of five losses."""

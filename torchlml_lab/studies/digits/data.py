@@ -1,7 +1,7 @@
-"""The demo's data: each image shows k different handwritten digits side by side, and names one of them.
+"""The data of the demo: images of k different handwritten digits side by side, one of which is observed.
 
-The digits are those that scikit-learn carries with it, so nothing is downloaded. The handwriting of the test
-images is not in the training images: the digits are divided first, and the images are put together after.
+The digits come with scikit-learn, so nothing is downloaded. They are split into training and test digits
+before the images are composed, so that no handwriting occurs in both.
 """
 
 from dataclasses import dataclass
@@ -13,13 +13,13 @@ from torch import Tensor
 CLASSES = 10
 SIDE = 8
 CONDITIONS = ("uniform", "skewed")
-# In the skewed condition a 0 is written down 16 times as readily as a 9, the others in even steps between.
+# In the skewed condition, a 0 is 16 times as likely to be observed as a 9, in geometric steps.
 SKEW = 16.0
 
 
 @dataclass(frozen=True)
 class Images:
-    """N images of up to k digits: pixels (N, 8, 8 k), present (N, 10) bool, the digit named, (N,) int64."""
+    """N images of up to k digits: pixels (N, 8, 8 k), present (N, 10) bool, observed digit (N,) int64."""
 
     pixels: Tensor
     present: Tensor
@@ -29,18 +29,18 @@ class Images:
 def make(
     k: int, train: int, test: int, condition: str, seed: int, varying: bool = False
 ) -> tuple[Images, Images]:
-    """Put the training and the test images together.
+    """Compose training and test images.
 
     Example:
         >>> train, test = make(k=3, train=5000, test=2000, condition="uniform", seed=0)
 
     Args:
-        k: How many different digits an image shows, 1 to 9.
-        train: How many training images.
-        test: How many test images.
-        condition: "uniform", each digit of an image is equally likely to be the one named; or "skewed".
-        seed: The images depend on it, but not on the condition: both name labels of the same images.
-        varying: Show from 1 to k digits, each number as often; the places of the others are empty.
+        k: The number of different digits in an image, from 1 to 9.
+        train: The number of training images.
+        test: The number of test images.
+        condition: "uniform" (each digit of an image is equally likely to be observed) or "skewed".
+        seed: Determines the images, which are the same for both conditions.
+        varying: Show 1 to k digits, with equal probability of each number; the other places stay empty.
 
     Returns:
         The training and the test images.
@@ -69,7 +69,7 @@ def make(
 def _show(
     pixels: Tensor, digits: Tensor, k: int, count: int, generator: torch.Generator, varying: bool
 ) -> tuple[Tensor, Tensor]:
-    """Draw up to k different digits for each image, an example of each, and set them side by side."""
+    """Choose up to k different digits for each image, an example of each, and place them side by side."""
     chosen = torch.rand(count, CLASSES, generator=generator).argsort(1)[:, :k]
     examples = torch.empty_like(chosen)
     for digit in range(CLASSES):

@@ -1,4 +1,4 @@
-"""`torchlml demo`: what five losses learn about labels nobody wrote down, in about a minute."""
+"""`torchlml demo`: compare five losses on images of k digits with one observed label, in about a minute."""
 
 from collections.abc import Sequence
 
@@ -35,7 +35,7 @@ def main(settings: DemoSettings) -> None:
     with use_threads(settings.threads):
         results, examples, answers = run(settings, console)
     meanings = {method.name: method.meaning for method in METHODS}
-    meanings[report.SCALED] = "the network of cross-entropy again; p is k times the softmax, at most 1"
+    meanings[report.SCALED] = "the network trained with cross-entropy; p is k times the softmax, at most 1"
     findings = {condition: report.sentences(results, condition, settings.k) for condition in CONDITIONS}
     limits = report.limits(settings.seeds, settings.k)
     for condition in CONDITIONS:
@@ -45,7 +45,7 @@ def main(settings: DemoSettings) -> None:
         console.print()
     console.print(limits, highlight=False)
     scores, calibration = settings.out / "scores.png", settings.out / "calibration.png"
-    with writing("The report", settings.out, "the tables above are all that was measured"):
+    with writing("The report", settings.out, "the tables above contain all results"):
         settings.out.mkdir(parents=True, exist_ok=True)
         report.draw_scores(results, settings.k, scores)
         report.draw_calibration(results, calibration)
@@ -61,20 +61,20 @@ def main(settings: DemoSettings) -> None:
             answers=answers,
         )
     console.print(
-        f"\nThe report is {settings.out / 'report.html'}, the plots are {scores} and {calibration}.",
+        f"\nThe report is {settings.out / 'report.html'}, and the plots are {scores} and {calibration}.",
         soft_wrap=True,
     )
 
 
 def run(settings: DemoSettings, console: Console) -> tuple[Results, Images, dict[str, Tensor]]:
-    """Train every method on every seed and condition and measure it.
+    """Train and evaluate every method for every seed and condition.
 
     Args:
-        settings: What to run.
-        console: Where the progress bar goes.
+        settings: The settings of the demo.
+        console: The console of the progress bar.
 
     Returns:
-        All measurements, a few test images, and the probabilities each method gives them.
+        All measurements, a few test images, and the probabilities that each method predicts for them.
     """
     pairs = [(condition, seed) for condition in CONDITIONS for seed in range(settings.seeds)]
     data = [make(settings.k, settings.images, 2000, condition, seed) for condition, seed in pairs]
@@ -107,28 +107,28 @@ def run(settings: DemoSettings, console: Console) -> tuple[Results, Images, dict
 
 def _check(settings: DemoSettings) -> None:
     if not 2 <= settings.k < CLASSES:
-        raise BadInput(f"`--k` is {settings.k}, and must be from 2 to {CLASSES - 1}.")
+        raise BadInput(f"`--k` must be from 2 to {CLASSES - 1}, but it is {settings.k}.")
     for name, least in (("seeds", 2), ("images", 100), ("epochs", 1)):
         if getattr(settings, name) < least:
-            raise BadInput(f"`--{name}` is {getattr(settings, name)}, and must be at least {least}.")
+            raise BadInput(f"`--{name}` must be at least {least}, but it is {getattr(settings, name)}.")
     check_threads(settings.threads)
     check_folder("--out", settings.out)
 
 
 def _setting(settings: DemoSettings) -> str:
     return (
-        f"Each image shows {settings.k} different handwritten digits side by side; the training set has "
-        f"{settings.images} images and names one digit of each. The same small network is trained with each "
-        f"loss for {settings.epochs} epochs, from the same weights with the same batches, and tested on 2000 "
-        f"images in other handwriting, with {settings.seeds} seeds. In the uniform case each digit of "
-        f"an image is equally likely to be the one named; in the skewed case a 0 is named "
-        f"{SKEW:g} times as readily as a 9."
+        f"Each image shows {settings.k} different handwritten digits side by side, and one of them is the "
+        f"observed label. The same small network is trained with each loss on {settings.images} images for "
+        f"{settings.epochs} epochs, with the same initial weights and batches. It is tested on 2000 images "
+        f"in other handwriting, with {settings.seeds} seeds. In the uniform condition, each digit of an "
+        f"image is equally likely to be observed. In the skewed condition, a 0 is {SKEW:g} times as likely "
+        "to be observed as a 9."
     )
 
 
 def _table(results: Results, condition: str, settings: DemoSettings, names: Sequence[str]) -> Table:
-    title = f"label named: {condition}; k = {settings.k}, mean ± standard deviation of {settings.seeds} seeds"
-    # Narrow enough for a terminal of 80 columns.
+    title = f"observed label: {condition}; k = {settings.k}; mean ± deviation over {settings.seeds} seeds"
+    # The columns fit a terminal of 80 characters.
     table = plain_table(title, ("method", *(heading for _, heading, _, _ in COLUMNS)))
     for name in names:
         cells = []

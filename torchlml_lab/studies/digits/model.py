@@ -1,4 +1,9 @@
-"""The networks of the demo, one for each method and seed, trained side by side, and their measures."""
+"""The networks of the demo, one for each method and seed, and their metrics.
+
+The networks of all data sets (seeds and conditions) are independent, but they are trained together as stacked
+matrices, which uses two cores well. Every loss starts from the same weights and sees the same batches in the
+same order, with the same optimizer.
+"""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -105,12 +110,12 @@ LEARNING_RATE = 2e-3
 
 
 Index = tuple[Tensor, Tensor]
-"""Which set and which image, each row."""
+"""The data set and the image of each row."""
 
 
 @dataclass(frozen=True)
 class Method:
-    """A loss of the logits (rows, 10) and the named label, and its probability of "is in the image"."""
+    """A loss of the logits (rows, 10) and the observed label, and its probability that a digit is present."""
 
     name: str
     meaning: str
@@ -129,19 +134,19 @@ def _sigmoid(logits: Tensor, k: int) -> Tensor:
 METHODS = (
     Method(
         "cross-entropy",
-        "softmax cross-entropy of the named label; p is the softmax",
+        "softmax cross-entropy of the observed label; p is the softmax",
         lambda logits, named, k: cross_entropy(logits, named, reduction="none"),
         _softmax,
     ),
     Method(
         "sigmoid likelihood",
-        "one sigmoid per digit, likelihood of the named label alone; p is the sigmoid",
+        "one sigmoid per digit, with the likelihood of the observed label only; p is the sigmoid",
         lambda logits, named, k: -logsigmoid(logits.gather(-1, named.unsqueeze(-1))).squeeze(-1),
         _sigmoid,
     ),
     Method(
         "sigmoid BCE",
-        "one sigmoid per digit, every digit that is not named counts as absent; p is the sigmoid",
+        "one sigmoid per digit, where every unobserved digit counts as absent; p is the sigmoid",
         lambda logits, named, k: binary_cross_entropy_with_logits(
             logits, one_hot(named, CLASSES).to(logits.dtype), reduction="none"
         ).sum(-1),
@@ -149,13 +154,13 @@ METHODS = (
     ),
     Method(
         "truncated entropy",
-        "cross-entropy that forgives the k - 1 strongest competitors; p is the softmax",
+        "cross-entropy that ignores the k - 1 strongest competitors; p is the softmax",
         lambda logits, named, k: torchlml.truncated_entropy_loss(logits, named, k, reduction="none"),
         _softmax,
     ),
     Method(
         "LML",
-        "likelihood of the named label under the projection that sums to k; p is the projection",
+        "likelihood of the observed label under the projection that sums to k; p is the projection",
         lambda logits, named, k: torchlml.lml_loss(logits, named, k, reduction="none"),
         lambda logits, k: torchlml.lml(logits, k),
     ),
@@ -166,9 +171,9 @@ class StackedNetworks(nn.Module):
     """One small network for each data set, as stacked matrices.
 
     Args:
-        generators: One for each network: it draws the first weights.
-        inputs: How many numbers a network sees.
-        outputs: How many it gives.
+        generators: One per network, for its initial weights.
+        inputs: The number of inputs of a network.
+        outputs: The number of outputs of a network.
     """
 
     def __init__(self, generators: Sequence[torch.Generator], inputs: int, outputs: int = CLASSES) -> None:
@@ -181,7 +186,7 @@ class StackedNetworks(nn.Module):
         self.second_bias = nn.Parameter(torch.zeros(len(generators), 1, outputs))
 
     def forward(self, x: Tensor) -> Tensor:
-        """The outputs (sets, rows, 10) of inputs (sets, rows, inputs)."""
+        """The outputs (sets, rows, 10) for inputs (sets, rows, inputs)."""
         hidden = torch.baddbmm(self.first_bias, x, self.first).relu()
         return torch.baddbmm(self.second_bias, hidden, self.second)
 
@@ -198,10 +203,10 @@ def train(
 
     Args:
         method: The loss.
-        sets: The training images of each data set, all of one size.
-        seeds: The seed of each: it decides the first weights and the order of the batches.
-        k: How many digits an image shows.
-        epochs: How often each image is seen.
+        sets: The training images of each data set, all of the same size.
+        seeds: The seed of each data set, for the initial weights and the order of the batches.
+        k: The number of digits in an image.
+        epochs: The number of epochs.
         step: Called after every epoch.
 
     Returns:
@@ -226,13 +231,13 @@ def fit(
     """Train one network per data set.
 
     Args:
-        loss: The loss of each row, from the outputs (sets, rows, outputs) and which images of which set the
-            rows are, an index into tensors (sets, images, ...).
-        sets: The training images of each data set, all of one size.
-        seeds: The seed of each: it decides the first weights and the order of the batches.
-        epochs: How often each image is seen.
+        loss: The loss of each row, computed from the outputs (sets, rows, outputs) and the data set and image
+            of each row, which index tensors (sets, images, ...).
+        sets: The training images of each data set, all of the same size.
+        seeds: The seed of each data set, for the initial weights and the order of the batches.
+        epochs: The number of epochs.
         step: Called after every epoch.
-        outputs: How many numbers a network gives.
+        outputs: The number of outputs of a network.
 
     Returns:
         The trained networks, one for each data set.
@@ -249,7 +254,7 @@ def fit(
             yield row, batch
 
     def mean_loss(model: nn.Module, where: Index) -> Tensor:
-        # The mean of each network's own batch: the gradient of one does not depend on the others.
+        # Each network averages over its own batch, so its gradient does not depend on the others.
         return loss(model(x[where]), where).sum() / where[1].shape[1]
 
     for _ in range(epochs):

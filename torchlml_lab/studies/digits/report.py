@@ -1,4 +1,4 @@
-"""The report of the demo: sentences about the results, two plots, and a page of HTML."""
+"""The report of the demo: findings as sentences, two plots, and an HTML page."""
 
 import base64
 import html
@@ -22,15 +22,15 @@ SCALED = "cross-entropy x k"
 
 
 def sentences(results: Results, condition: str, k: int) -> list[str]:
-    """The findings of one condition.
+    """The findings of one condition, most important first.
 
     Args:
         results: All measurements.
         condition: "uniform" or "skewed".
-        k: How many digits an image shows.
+        k: The number of digits in an image.
 
     Returns:
-        Whole sentences; every number in them is in `results`.
+        Complete sentences; every number in them is computed from `results`.
     """
 
     def average(method: str, measure: str) -> float:
@@ -39,40 +39,43 @@ def sentences(results: Results, condition: str, k: int) -> list[str]:
     collapsed = average("sigmoid likelihood", "count")
     softmax, lml = average("cross-entropy", "count"), average("LML", "count")
     return [
-        f"Ranking the digits nobody named: {_compare(results, condition, 'LML', 'cross-entropy')}; "
-        f"{_compare(results, condition, 'LML', 'sigmoid BCE')}; "
-        f"{_compare(results, condition, 'LML', 'truncated entropy')}.",
-        f"The sigmoid likelihood of the named label {_collapse(collapsed)}: it says p > 0.5 for "
-        f"{collapsed:.1f} of 10 digits, where {k} are there, and recalls "
-        f"{average('sigmoid likelihood', 'hidden_recall'):.2f} of the hidden ones "
-        f"(ranking at random would recall {k / 10:.2f}).",
-        f"What p means: of {k} digits in an image cross-entropy says p > 0.5 for {softmax:.2f} on average, "
-        f"LML for {lml:.2f}; the set is exactly right in {average('cross-entropy', 'exact'):.0%} and "
-        f"{average('LML', 'exact'):.0%} of the images.",
+        f"Recall of the unobserved digits: LML reaches {average('LML', 'hidden_recall'):.3f}. "
+        + " ".join(
+            _compare(results, condition, "LML", other)
+            for other in ("cross-entropy", "sigmoid BCE", "truncated entropy")
+        ),
+        f"The sigmoid likelihood of the observed label {_collapse(collapsed)}. It predicts p > 0.5 for "
+        f"{collapsed:.1f} of 10 digits, although an image shows {k}. Its recall of the unobserved digits is "
+        f"{average('sigmoid likelihood', 'hidden_recall'):.2f}; a random ranking has {k / 10:.2f}.",
+        f"Predicted sets (p > 0.5): LML predicts exactly the digits of the image in "
+        f"{average('LML', 'exact'):.0%} of the images, cross-entropy in "
+        f"{average('cross-entropy', 'exact'):.0%}. The mean size of the set is {lml:.2f} for LML and "
+        f"{softmax:.2f} for cross-entropy; the correct size is {k}.",
         f"Calibration: {_calibration(results, condition)}",
-        f"Whoever knows k can also multiply the softmax by k: then the set is exactly right in "
-        f"{average(SCALED, 'exact'):.0%} of the images, against {average('LML', 'exact'):.0%} for LML "
-        f"({_verdict(results, condition, 'exact', 'LML', SCALED)}), and the calibration error is "
-        f"{average(SCALED, 'calibration_error'):.3f} against {average('LML', 'calibration_error'):.3f} "
+        f"Softmax scaled by k: if k is known, the softmax can also be multiplied by k. It then predicts "
+        f"{average(SCALED, 'exact'):.0%} of the sets exactly, and LML {average('LML', 'exact'):.0%} "
+        f"({_verdict(results, condition, 'exact', 'LML', SCALED)}). Its calibration error is "
+        f"{average(SCALED, 'calibration_error'):.3f}, and that of LML "
+        f"{average('LML', 'calibration_error'):.3f} "
         f"({_verdict(results, condition, 'calibration_error', 'LML', SCALED)}).",
     ]
 
 
 def limits(seeds: int, k: int) -> str:
-    """What the demo did not show."""
+    """The limits of the demo, as sentences."""
     return (
-        f"What this does not show: these are small images and one small network, {seeds} seeds, one "
-        f"setting of the optimizer for every loss that was not tuned for any, and every image shows exactly "
-        f"k = {k} digits, which LML and truncated entropy were told. What it costs when k is wrong or the "
-        "number of labels varies, `torchlml which-k` measures."
+        f"Limits: the images are small, there is one small network, and there are {seeds} seeds. All losses "
+        f"use the same optimizer settings, which were not tuned for any of them. Every image shows exactly "
+        f"k = {k} digits, and LML and truncated entropy know this k. `torchlml which-k` measures the effect "
+        "of a wrong k and of a varying number of labels."
     )
 
 
 def _compare(results: Results, condition: str, first: str, second: str) -> str:
     measure = "hidden_recall"
-    one, other = (spread(values(results, condition, name, measure))[0] for name in (first, second))
+    other, _ = spread(values(results, condition, second, measure))
     verdict = _verdict(results, condition, measure, first, second)
-    return f"{first} recalls {one:.3f}, {second} {other:.3f} ({verdict})"
+    return f"Compared with {second} ({other:.3f}), {verdict}."
 
 
 def _verdict(results: Results, condition: str, measure: str, first: str, second: str) -> str:
@@ -86,11 +89,11 @@ def _verdict(results: Results, condition: str, measure: str, first: str, second:
         return f"{first} is higher in every seed, {by}"
     if all(difference < 0 for difference in differences):
         return f"{first} is lower in every seed, {by}"
-    return f"no consistent difference: {middle:+.3f} ± {deviation:.3f}"
+    return f"there is no consistent difference: {middle:+.3f} ± {deviation:.3f}"
 
 
 def _collapse(count: float) -> str:
-    return "collapses, as the paper says it must" if count > 9.5 else "does not collapse here"
+    return "collapses, as the paper predicts" if count > 9.5 else "does not collapse here"
 
 
 def _calibration(results: Results, condition: str) -> str:
@@ -100,10 +103,13 @@ def _calibration(results: Results, condition: str) -> str:
     ranked = ", ".join(f"{name} {errors[name]:.3f}" for name in order)
     best, second = order[0], order[1]
     verdict = _verdict(results, condition, "calibration_error", best, second)
-    return f"the mean distance between p and the truth is {ranked}; of the two smallest, {verdict}."
+    return (
+        f"{best} has the smallest calibration error. Compared with {second}, the second smallest, {verdict}. "
+        f"All errors: {ranked}."
+    )
 
 
-# A method looks as in every other figure; those that only the demo has are shades of their relatives.
+# Methods look the same in every figure; those that only the demo has use shades of related methods.
 LOOK = {
     "cross-entropy": METHODS["cross-entropy"],
     "cross-entropy x k": (DARK_ORANGE, "s"),
@@ -115,16 +121,16 @@ LOOK = {
 
 
 def draw_scores(results: Results, k: int, picture: Path) -> None:
-    """Bars with the spread over the seeds: recall of the hidden digits, and how many sets are exactly right.
+    """Plot recall of the unobserved digits and the share of exactly predicted sets, as bars with deviations.
 
     Args:
         results: All measurements.
-        k: How many digits an image shows.
+        k: The number of digits in an image.
         picture: The PNG to write.
     """
     panels = (
-        ("hidden_recall", f"recall@{k} of the digits nobody named", k / 10),
-        ("exact", "images whose set {p > 0.5} is exactly right", None),
+        ("hidden_recall", f"recall@{k} of unobserved digits", k / 10),
+        ("exact", "images whose set {p > 0.5} is exact", None),
     )
     with matplotlib.rc_context({"axes.spines.top": False, "axes.spines.right": False}):
         figure = Figure(figsize=(10.5, 6.4), dpi=130, layout="constrained")
@@ -132,7 +138,7 @@ def draw_scores(results: Results, k: int, picture: Path) -> None:
         for axes_row, (measure, title, chance) in zip(grid, panels, strict=True):
             for axes, condition in zip(axes_row, CONDITIONS, strict=True):
                 _bars(axes, results, condition, measure)
-                axes.set_title(f"{title}\nlabel named: {condition}", loc="left", fontsize=10)
+                axes.set_title(f"{title}\nobserved label: {condition}", loc="left", fontsize=10)
                 if chance is not None:
                     axes.axvline(chance, color=GREY, linewidth=1, linestyle=(0, (4, 4)))
                     axes.text(chance + 0.01, 5.42, "chance", color=GREY, fontsize=8, va="center")
@@ -140,10 +146,10 @@ def draw_scores(results: Results, k: int, picture: Path) -> None:
 
 
 def draw_calibration(results: Results, picture: Path) -> None:
-    """Reliability curves: among the digits that got a p near this one, which share was in the image?
+    """Plot reliability curves: the share of digits that are in the image against their predicted p.
 
     Args:
-        results: All measurements; the seeds are put together.
+        results: All measurements; the seeds are pooled.
         picture: The PNG to write.
     """
     with matplotlib.rc_context({"axes.spines.top": False, "axes.spines.right": False}):
@@ -151,24 +157,24 @@ def draw_calibration(results: Results, picture: Path) -> None:
         panels = figure.subplots(1, len(CONDITIONS), sharey=True)
         for axes, condition in zip(panels, CONDITIONS, strict=True):
             axes.plot((0, 1), (0, 1), color=GREY, linewidth=1.2, linestyle=(0, (4, 4)))
-            for name, (colour, marker) in LOOK.items():
+            for name, (color, marker) in LOOK.items():
                 said, present = _pooled(results, condition, name)
-                axes.plot(said, present, color=colour, marker=marker, markersize=5, linewidth=1.6, label=name)
-            axes.set_xlabel("p that the method gave")
+                axes.plot(said, present, color=color, marker=marker, markersize=5, linewidth=1.6, label=name)
+            axes.set_xlabel("predicted p")
             axes.set_xlim(-0.03, 1.03)
             axes.set_ylim(-0.03, 1.03)
-            axes.set_title(f"label named: {condition}", loc="left", fontsize=10)
-        panels[0].set_ylabel("share of these digits that were in the image")
+            axes.set_title(f"observed label: {condition}", loc="left", fontsize=10)
+        panels[0].set_ylabel("share of digits that are in the image")
         handles, labels = panels[0].get_legend_handles_labels()
         figure.legend(handles, labels, loc="outside lower center", ncols=len(LOOK), frameon=False, fontsize=9)
         _save(figure, picture)
 
 
 def _bars(axes: Axes, results: Results, condition: str, measure: str) -> None:
-    for place, (name, (colour, _)) in enumerate(reversed(LOOK.items())):
+    for place, (name, (color, _)) in enumerate(reversed(LOOK.items())):
         middle, deviation = spread(values(results, condition, name, measure))
         axes.barh(
-            place, middle, xerr=deviation, color=colour, height=0.7, error_kw={"capsize": 3, "linewidth": 1}
+            place, middle, xerr=deviation, color=color, height=0.7, error_kw={"capsize": 3, "linewidth": 1}
         )
         axes.text(middle + deviation + 0.015, place, f"{middle:.2f}", va="center", fontsize=9)
     axes.set_yticks(range(len(LOOK)), list(reversed(LOOK)))
@@ -177,7 +183,7 @@ def _bars(axes: Axes, results: Results, condition: str, measure: str) -> None:
 
 
 def _pooled(results: Results, condition: str, method: str) -> tuple[list[float], list[float]]:
-    """The bins of all seeds together; those with fewer than 50 pairs of image and digit say too little."""
+    """The bins of all seeds pooled; bins with fewer than 50 (image, digit) pairs are too noisy."""
     number, said, present = torch.stack([m.reliability for m in results[condition, method]]).unbind(1)
     total = number.sum(0)
     keep = total >= 50
@@ -253,7 +259,7 @@ def write(
         meanings: A description of each method, by name.
         plots: The PNG files to put in.
         examples: A few test images of the uniform condition.
-        answers: The probabilities (images, 10) of each method for them.
+        answers: The probabilities (images, 10) of each method for these images.
     """
     parts = [
         "<h1>Learning k labels from one label per image</h1>",
@@ -271,7 +277,7 @@ def write(
             f'<img alt="{alternative}" src="{_embedded(plot.read_bytes())}"></div>'
         )
     for condition in CONDITIONS:
-        parts += [f"<h2>Label named: {condition}</h2>", _table(results, condition, meanings)]
+        parts += [f"<h2>Observed label: {condition}</h2>", _table(results, condition, meanings)]
         parts.append(
             "<ul>" + "".join(f"<li>{html.escape(said)}</li>" for said in findings[condition]) + "</ul>"
         )

@@ -1,4 +1,4 @@
-"""`torchlml which-k`: what a wrong k costs, where the number of labels is known and where it varies."""
+"""`torchlml which-k`: the effect of a wrong k on LML, for a constant and a varying number of labels."""
 
 import time
 from collections.abc import Sequence
@@ -26,7 +26,7 @@ SOFTMAX, BCE = "cross-entropy", "bce"
 FIXED, VARYING = "3 digits", "1 to 5 digits"
 ONE, ALL = "one", "all"
 SITUATIONS = ((FIXED, ONE), (VARYING, ONE), (VARYING, ALL))
-# Where every image shows as many digits, the k of the row is k.
+# If all images show the same number of digits, the k of each row is simply k.
 PLAN = tuple(
     (digits, named, method)
     for digits, named in SITUATIONS
@@ -37,22 +37,22 @@ PLAN = tuple(
 
 @dataclass(frozen=True)
 class WhichKRecord:
-    """One network on the test images."""
+    """The results of one network on the test images."""
 
     digits: str
-    """How many digits an image shows."""
+    """The number of digits in an image."""
     named: str
-    """How many of them a training image names: `one` or `all`."""
+    """The number of observed digits per training image: `one` or `all`."""
     method: str
     k: int
-    """0 where a method is not told one k for all rows."""
+    """0 for methods that do not use one k for all rows."""
     seed: int
     recall: float
-    """The share of the digits that are among as many as the image shows, ranked by the logits."""
+    """The share of an image's digits that are in its top m, where m is the number of its digits."""
     exact: float
     """The share of images where p > 0.5 holds for exactly the digits in the image."""
     count: float
-    """How many digits of an image have p > 0.5, on average."""
+    """The mean number of digits per image with p > 0.5."""
     calibration_error: float
     seconds: float
 
@@ -63,10 +63,10 @@ TABLE = StudyTable(
 
 
 def main(settings: WhichKSettings) -> None:
-    """Train, write the CSV and print a table for each situation."""
+    """Train all networks, write the CSV, and print a table for each situation."""
     for name, least in (("seeds", 1), ("images", 100), ("epochs", 1)):
         if getattr(settings, name) < least:
-            raise BadInput(f"`--{name}` is {getattr(settings, name)}, and must be at least {least}.")
+            raise BadInput(f"`--{name}` must be at least {least}, but it is {getattr(settings, name)}.")
     check_file("--csv", settings.csv)
     console = new_console()
     with use_threads(1), ProgressBar(console) as progress:
@@ -76,21 +76,21 @@ def main(settings: WhichKSettings) -> None:
             rows += run(digits, named, method, settings)
             progress.advance(task)
     console.print(_tables(rows))
-    with writing("The CSV", settings.csv, "the tables above are all that was measured"):
+    with writing("The CSV", settings.csv, "the tables above contain all results"):
         settings.csv.parent.mkdir(parents=True, exist_ok=True)
         TABLE.write(settings.csv, rows)
-    console.print(f"The rows are in {settings.csv}.", soft_wrap=True)
+    console.print(f"The results are in {settings.csv}.", soft_wrap=True)
 
 
 def run(digits: str, named: str, method: str, settings: WhichKSettings) -> list[WhichKRecord]:
-    """Train a network for each k and seed with one method in one situation, and measure them."""
+    """Train and evaluate a network for each k and seed, with one method in one situation."""
     began = time.monotonic()
     width = MOST if digits == VARYING else 3
     data = [
         make(width, settings.images, 2000, "uniform", seed, varying=digits == VARYING)
         for seed in range(settings.seeds)
     ]
-    # All of them at once, each with its own k: the same seed is the same images, first weights and batches.
+    # All networks train at once, each with its own k. Equal seeds share images, initial weights and batches.
     cells = [
         (k, seed) for k in (KS if method in (EXACTLY, AT_MOST) else (0,)) for seed in range(settings.seeds)
     ]
@@ -122,24 +122,24 @@ def run(digits: str, named: str, method: str, settings: WhichKSettings) -> list[
 
 
 def _observed(shown: Images, named: str) -> Tensor:
-    """The digits (N, 10) that the training is told."""
+    """The observed digits (N, 10) of the training images."""
     if named == ALL:
         return shown.present
     return torch.zeros_like(shown.present).scatter(1, shown.named.unsqueeze(1), True)
 
 
 def loss_of(method: str, outputs: Tensor, observed: Tensor, number: Tensor, k: Tensor) -> Tensor:
-    """The loss of each row.
+    """Compute the loss of each row.
 
     Args:
-        method: Which loss.
-        outputs: (sets, rows, 10) logits; for a predicted k one more, which is the prediction.
-        observed: (sets, rows, 10) the digits that are named, bool.
-        number: (sets, rows) how many digits the image shows, which only two of the methods are told.
-        k: (sets, 1) the k that two of the others are told.
+        method: The name of the loss.
+        outputs: (sets, rows, 10) logits; a predicted k is an additional output.
+        observed: (sets, rows, 10), bool, the observed digits.
+        number: (sets, rows), the number of digits in each image, which two of the methods use.
+        k: (sets, 1), the constant k, which two other methods use.
 
     Returns:
-        (sets, rows); of several labels a sum.
+        (sets, rows), summed over the labels of a row.
     """
     logits = outputs[..., :CLASSES]
     if method == SOFTMAX:
@@ -147,7 +147,7 @@ def loss_of(method: str, outputs: Tensor, observed: Tensor, number: Tensor, k: T
     if method == BCE:
         return binary_cross_entropy_with_logits(logits, observed.to(logits.dtype), reduction="none").sum(-1)
     if method == PREDICTED:
-        # LML is told the true number: a predicted one would only grow, since a larger k lowers its loss.
+        # LML uses the true number. A predicted k would only grow, because a larger k lowers its loss.
         told = torchlml.lml_loss(logits, observed, number, reduction="none")
         return told + (outputs[..., CLASSES] - number).square()
     return torchlml.lml_loss(
@@ -160,7 +160,7 @@ def loss_of(method: str, outputs: Tensor, observed: Tensor, number: Tensor, k: T
 
 
 def probability(method: str, outputs: Tensor, number: Tensor, k: Tensor) -> Tensor:
-    """What the method says about "is in the image", (sets, rows, 10); arguments as for `loss_of`."""
+    """The probability that each digit is in the image, (sets, rows, 10); same arguments as `loss_of`."""
     logits = outputs[..., :CLASSES]
     if method == SOFTMAX:
         return logits.softmax(-1)
@@ -176,7 +176,7 @@ def probability(method: str, outputs: Tensor, number: Tensor, k: Tensor) -> Tens
 def _tables(rows: Sequence[WhichKRecord]) -> Group:
     tables = []
     for digits, named in SITUATIONS:
-        title = f"\nimages of {digits}, {named} named; means over the seeds"
+        title = f"\nimages of {digits}, {named} labeled; means over the seeds"
         table = plain_table(title, ("method", "k", "recall", "exact set", "p > 0.5", "calibration"))
         for name, k in dict.fromkeys((row.method, row.k) for row in rows):
             group = [

@@ -1,1 +1,1 @@
-"""Scene graphs: all relations of an image predicted jointly, on Visual Genome and on VRD."""
+"""Scene graphs: joint prediction of all relations of an image, on Visual Genome and VRD."""

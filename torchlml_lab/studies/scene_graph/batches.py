@@ -15,15 +15,15 @@ from torchlml_lab.studies.scene_graph.graphs import SceneGraphs, members, readin
 
 
 class RegionFeatures:
-    """An HDF5 file with a group for each image, read as it is needed.
+    """Region features in an HDF5 file with a group for each image, read on demand.
 
-    The group has the image's name (the `image_id` of Visual Genome, the file name of VRD) and two tables:
-    `boxes` (B, d), in the order of the boxes in the file of the scene graphs, and `unions` (B, B, d'), where
-    [i, j] is for the pair or the union of the boxes i and j.
+    The name of a group is that of the image (the `image_id` of Visual Genome, the file name of VRD). It has
+    two arrays: `boxes` (B, d), in the order of the boxes in the scene-graph file, and `unions` (B, B, d'),
+    where [i, j] describes the pair or the union of boxes i and j.
 
     Args:
-        path: The file. A file that cannot be read or holds something else raises `BadInput`.
-        graphs: The images that must be in it; all of them are checked at once.
+        path: The file. A file that is unreadable or invalid raises `BadInput`.
+        graphs: The images that must be in the file; all of them are checked immediately.
     """
 
     def __init__(self, path: Path, graphs: Sequence[SceneGraphs]) -> None:
@@ -31,19 +31,19 @@ class RegionFeatures:
         sizes = set()
         with reading_hdf5(self.path) as file:
             for part in graphs:
-                # Copies of boxes that are related to themselves do not stand in the file.
+                # The copies of boxes that are related to themselves are not in the file.
                 counts = [int(rows.max()) + 1 for rows in part.rows.split(part.box_offsets.diff().tolist())]
                 for name, count in zip(part.names, counts, strict=True):
                     sizes.add(self._check(file, name, count))
                     if len(sizes) > 1:
                         raise BadInput(
-                            f"`--region-features` names `{path}`, where the image `{name}` has vectors of "
-                            "another length than the images before it."
+                            f"`--region-features`: the vectors of all images in `{path}` must have the same "
+                            f"length, but those of the image `{name}` differ from the previous ones."
                         )
         self.box_size, self.union_size = sizes.pop()
 
     def read(self, graphs: SceneGraphs, images: Sequence[int]) -> tuple[Tensor, Tensor]:
-        """The vectors of the boxes and of the candidate edges of some images, in the order of a batch."""
+        """Read the features of the boxes and candidate edges of some images, in the order of a batch."""
         boxes, unions = [], []
         with reading_hdf5(self.path) as file:
             for image in images:
@@ -55,18 +55,18 @@ class RegionFeatures:
         return torch.cat(boxes), torch.cat(unions)
 
     def _check(self, file: h5py.File, name: str, boxes: int) -> tuple[int, int]:
-        where = f"`--region-features` names `{self.path}`, where the image `{name}`"
+        where = f"`--region-features` is `{self.path}`, where the image `{name}`"
         if name not in file or not {"boxes", "unions"} <= set(file[name]):
-            raise BadInput(f"{where} has no tables `boxes` and `unions`.")
+            raise BadInput(f"{where} has no arrays `boxes` and `unions`.")
         tables = [file[name][table] for table in ("boxes", "unions")]
         one, two = (table.shape for table in tables)
         if len(one) != 2 or len(two) != 3 or one[0] < boxes or two[:2] != (one[0], one[0]):
             raise BadInput(
-                f"{where} has `boxes` of the shape {one} and `unions` of the shape {two}: for {boxes} boxes "
-                f"({boxes}, d) and ({boxes}, {boxes}, d') are needed."
+                f"{where} must have `boxes` of shape ({boxes}, d) and `unions` of shape ({boxes}, {boxes}, "
+                f"d'), but they have shapes {one} and {two}."
             )
         if any(table.dtype.kind != "f" for table in tables):
-            raise BadInput(f"{where} has tables that are not floating.")
+            raise BadInput(f"{where} must have floating-point arrays, but it has others.")
         return one[1], two[2]
 
 
@@ -75,39 +75,39 @@ def _floats(table: h5py.Dataset) -> Tensor:
 
 
 class Batch(NamedTuple):
-    """N images with B boxes, E candidate edges (all ordered pairs of two boxes of an image), T relations."""
+    """N images with B boxes, E candidate edges (all ordered pairs of different boxes) and T relations."""
 
     images: Tensor
-    """(N,): which images of the scene graphs these are."""
+    """(N,): the indices of the images in the scene graphs."""
     boxes: Tensor
-    """(B, 4): x1, y1, x2, y2, from 0 to 1 in each image."""
+    """(B, 4): x1, y1, x2, y2, relative to the image size, from 0 to 1."""
     labels: Tensor
     """(B,): object classes."""
     box_offsets: Tensor
-    """(N + 1,): where the boxes of each image begin."""
+    """(N + 1,): the offsets of the boxes of each image."""
     edges: Tensor
-    """(E, 2): subject box and object box, counted through the batch."""
+    """(E, 2): subject box and object box, as indices into the batch."""
     edge_offsets: Tensor
-    """(N + 1,): where the edges of each image begin."""
+    """(N + 1,): the offsets of the edges of each image."""
     relation_edges: Tensor
-    """(T,): the edge of each true relation, in rising order."""
+    """(T,): the edge of each true relation, in ascending order."""
     relation_predicates: Tensor
     """(T,): its predicate."""
     box_features: Tensor | None
-    """(B, d): what a detector saw in each box, where the user has that."""
+    """(B, d): the detector features of each box, if available."""
     union_features: Tensor | None
-    """(E, d'): what it saw in the union of each pair."""
+    """(E, d'): the detector features of the union of each pair, if available."""
     bias_shift: Tensor | None = None
-    """(E, 1 + predicates): what is added to the frequency bias, in training alone."""
+    """(E, 1 + predicates): added to the frequency bias, in training only."""
 
 
 class GraphBatches(Dataset[Batch]):
-    """Scene graphs whose `__getitems__(images)` gives a whole batch.
+    """Scene graphs as a dataset whose `__getitems__(images)` returns a whole batch.
 
     Args:
-        graphs: The images; each has at least two boxes.
+        graphs: The images, each with at least two boxes.
         regions: Their region features, or None.
-        shift: Gives the `bias_shift` of a batch, or is None.
+        shift: Computes the `bias_shift` of a batch, or None.
     """
 
     def __init__(
@@ -125,7 +125,7 @@ class GraphBatches(Dataset[Batch]):
         return self.__getitems__([image])
 
     def in_order(self, size: int) -> Iterator[Batch]:
-        """All images, so many at a time."""
+        """Iterate over all images in batches of `size`."""
         for images in torch.arange(len(self)).split(size):
             yield self.__getitems__(images.tolist())
 
@@ -135,7 +135,7 @@ class GraphBatches(Dataset[Batch]):
         relation, relation_offsets = members(graphs.relation_offsets, chosen)
         counts = box_offsets.diff()
         edges, edge_offsets = candidates(box_offsets)
-        # The edges of a subject stand together, without the one to itself.
+        # The edges of a subject are consecutive, without the edge to itself.
         subject, object_, predicate = graphs.relations[relation].unbind(1)
         per_image = relation_offsets.diff()
         place = subject * (counts - 1).repeat_interleave(per_image) + object_ - (object_ > subject).long()
@@ -157,17 +157,17 @@ class GraphBatches(Dataset[Batch]):
 
 
 def candidates(box_offsets: Tensor) -> tuple[Tensor, Tensor]:
-    """All ordered pairs of two boxes of an image, by subject and then by object.
+    """All ordered pairs of different boxes of each image, sorted by subject and then by object.
 
     Example:
         >>> candidates(torch.tensor([0, 2, 4]))
         (tensor([[0, 1], [1, 0], [2, 3], [3, 2]]), tensor([0, 2, 4]))
 
     Args:
-        box_offsets: (N + 1,) where the boxes of each image begin.
+        box_offsets: (N + 1,) offsets of the boxes of each image.
 
     Returns:
-        (E, 2) boxes, and (N + 1,) where the pairs of each image begin.
+        (E, 2) boxes, and (N + 1,) offsets of the pairs of each image.
     """
     boxes = box_offsets.diff()
     counts = boxes * (boxes - 1)

@@ -13,7 +13,7 @@ from torchlml_lab.studies.scene_graph.graphs import Image, SceneGraphs, collect,
 
 SCALE = 1024  # the longer side of every image, in the units of the boxes
 TRAINING, TEST = 0, 2
-# The official list of images has four whose files were broken; the official relations leave them out.
+# The official list contains four images with broken files, which the official relations omit.
 BROKEN = {1592, 1722, 4616, 4617}
 _PER_BOX = ("boxes_1024", "labels")
 _PER_RELATION = ("relationships", "predicates")
@@ -21,14 +21,14 @@ _PER_IMAGE = ("split", "img_to_first_box", "img_to_last_box", "img_to_first_rel"
 
 
 def read_visual_genome(folder: Path) -> tuple[SceneGraphs, SceneGraphs]:
-    """Read the three files.
+    """Read the three files of Visual Genome.
 
     Args:
-        folder: Where they are.
+        folder: The directory of the files.
 
     Returns:
-        The training and the test images. A file that is missing, damaged or at odds with another one raises
-        `BadInput`, which names the file and, where there is one, the image.
+        The training and test images. A missing, damaged or inconsistent file raises `BadInput`, which names
+        the file and, if applicable, the image.
     """
     path = folder / "VG-SGG.h5"
     tables = _tables(path)
@@ -37,7 +37,9 @@ def read_visual_genome(folder: Path) -> tuple[SceneGraphs, SceneGraphs]:
     wrong = np.flatnonzero(~np.isin(tables["split"], (TRAINING, TEST)))
     if len(wrong):
         split = tables["split"][wrong[0]]
-        raise damaged(path, images[wrong[0]][0], f"its split is {split}, and must be 0 (train) or 2 (test)")
+        raise damaged(
+            path, images[wrong[0]][0], f"its split must be 0 (train) or 2 (test), but it is {split}"
+        )
     training, test = (
         collect(
             path,
@@ -52,12 +54,12 @@ def read_visual_genome(folder: Path) -> tuple[SceneGraphs, SceneGraphs]:
 
 
 def _tables(path: Path) -> dict[str, NDArray[Any]]:
-    """The tables of the HDF5 file, with checked shapes."""
+    """The arrays of the HDF5 file, with checked shapes."""
     names = (*_PER_BOX, *_PER_RELATION, *_PER_IMAGE)
     with reading_hdf5(path) as file:
         missing = [name for name in names if name not in file]
         if missing:
-            raise BadInput(f"`{path}` has no table `{missing[0]}`.")
+            raise BadInput(f"`{path}` must contain the array `{missing[0]}`, but it does not.")
         tables = {name: np.asarray(file[name][:]) for name in names}
     for group in (_PER_BOX, _PER_RELATION, _PER_IMAGE):
         for name in group:
@@ -68,36 +70,36 @@ def _tables(path: Path) -> dict[str, NDArray[Any]]:
             expected = (rows,) if width is None else (rows, width)
             if tables[name].shape != expected or tables[name].dtype.kind not in "iu":
                 raise BadInput(
-                    f"`{path}` has a table `{name}` of {tables[name].dtype} with the shape "
-                    f"{tables[name].shape}, and whole numbers of the shape {expected} are needed."
+                    f"`{path}`: `{name}` must be an integer array of shape {expected}, but it is "
+                    f"{tables[name].dtype} of shape {tables[name].shape}."
                 )
             tables[name] = tables[name].astype(np.int64)
     return tables
 
 
 def _names(path: Path) -> tuple[list[str], list[str]]:
-    """The names of the object classes and of the predicates, which are numbered from 1 on."""
+    """The names of the object classes and the predicates, which are numbered from 1."""
     dicts = read_json(path, dict)
     lists = []
     for key in ("idx_to_label", "idx_to_predicate"):
         numbered = dicts.get(key)
         if not isinstance(numbered, dict) or set(numbered) != {str(i + 1) for i in range(len(numbered))}:
-            raise BadInput(f"`{path}` has no `{key}` that gives a name to each number from 1 on.")
+            raise BadInput(f"`{path}`: `{key}` must map each number, counted from 1, to a name.")
         lists.append([str(numbered[str(i + 1)]) for i in range(len(numbered))])
     return lists[0], lists[1]
 
 
 def _images(path: Path, tables: Path, count: int) -> list[tuple[str, float, float]]:
-    """The name, the width and the height of each image."""
+    """The name, width and height of each image."""
     entries = read_json(path, list)
     try:
         found = [(entry["image_id"], float(entry["width"]), float(entry["height"])) for entry in entries]
     except (KeyError, TypeError, ValueError) as error:
-        raise BadInput(f"`{path}` has an image without `image_id`, `width` or `height`.") from error
+        raise BadInput(f"`{path}`: every image must have `image_id`, `width` and `height`.") from error
     if len(found) != count:
         found = [entry for entry in found if entry[0] not in BROKEN]
     if len(found) != count:
-        raise BadInput(f"`{path}` has {len(entries)} images, and `{tables}` has {count}.")
+        raise BadInput(f"`{path}` has {len(entries)} images, but `{tables}` has {count}.")
     return [(str(name), width, height) for name, width, height in found]
 
 
@@ -108,15 +110,15 @@ def _read_visual_genome_images(
         name, width, height = images[i]
         first_box, boxes = _range(path, name, tables, "box", i, len(tables["labels"]))
         first_relation, relations = _range(path, name, tables, "rel", i, len(tables["predicates"]))
-        centres = tables["boxes_1024"][first_box : first_box + boxes].astype(np.float64)
-        # The centres are rounded, so a box may stand out by one unit.
-        beyond = (centres[:, :2] < 0) | (centres[:, :2] > SCALE + 1) | (centres[:, 2:] > SCALE + 1)
+        centers = tables["boxes_1024"][first_box : first_box + boxes].astype(np.float64)
+        # The centers are rounded, so a box may exceed the image by one unit.
+        beyond = (centers[:, :2] < 0) | (centers[:, :2] > SCALE + 1) | (centers[:, 2:] > SCALE + 1)
         if beyond.any():
             which = int(np.argmax(beyond.any(1)))
-            said = f"the box {which} (centre and size {centres[which]}) is not within {SCALE} x {SCALE}"
+            said = f"box {which} (center and size {centers[which]}) is not within {SCALE} x {SCALE}"
             raise damaged(path, name, said)
         corners = np.concatenate(
-            (centres[:, :2] - centres[:, 2:] / 2, centres[:, :2] + centres[:, 2:] / 2), 1
+            (centers[:, :2] - centers[:, 2:] / 2, centers[:, :2] + centers[:, 2:] / 2), 1
         )
         chosen_relations = slice(first_relation, first_relation + relations)
         pairs = tables["relationships"][chosen_relations] - first_box
@@ -133,13 +135,13 @@ def _read_visual_genome_images(
 def _range(
     path: Path, name: str, tables: dict[str, NDArray[Any]], kind: str, image: int, most: int
 ) -> tuple[int, int]:
-    """The first box or relation of an image, and how many it has; -1 stands for none."""
+    """The first box or relation of an image, and their number; the file uses -1 if there are none."""
     first, last = (int(tables[f"img_to_{end}_{kind}"][image]) for end in ("first", "last"))
     if first == last == -1:
         return 0, 0
     if not 0 <= first <= last < most:
         raise damaged(
-            path, name, f"`img_to_first_{kind}` to `img_to_last_{kind}` is {first} to {last}, of {most}"
+            path, name, f"`img_to_first_{kind}` to `img_to_last_{kind}` is {first} to {last}, out of {most}"
         )
     return first, last - first + 1
 
@@ -148,13 +150,13 @@ def read_vrd(folder: Path) -> tuple[SceneGraphs, SceneGraphs]:
     """Read `annotations_{train,test}.json`, `objects.json` and `predicates.json`.
 
     Args:
-        folder: Where they are. `{train,test}_image_metadata.json` may be there too, with the width and height
-            by image; without it, an image is as large as the extent of its boxes.
+        folder: The directory of the files. It may also contain `{train,test}_image_metadata.json` with the
+            width and height of each image; otherwise the extent of its boxes is used.
 
     Returns:
-        The training and the test images. The boxes of an image are those its relations mention, each once, in
-        the order of their first mention, the subject before the object. A file that is missing or damaged
-        raises `BadInput`, which names the file and, where there is one, the image.
+        The training and test images. The boxes of an image are those in its relations, without duplicates, in
+        order of first occurrence, subject before object. A missing or damaged file raises `BadInput`, which
+        names the file and, if applicable, the image.
     """
     objects, predicates = (read_json(folder / f"{name}.json", list) for name in ("objects", "predicates"))
     training, test = (
@@ -176,17 +178,17 @@ def _read_vrd_images(path: Path, sizes_path: Path) -> Iterator[Image]:
         boxes: dict[tuple[int, ...], int] = {}
         relations = []
         if not isinstance(annotations, list):
-            raise damaged(path, name, "it has no list of relations")
+            raise damaged(path, name, "its relations are not a list")
         for annotation in annotations:
             ends = [boxes.setdefault(_box(path, name, annotation, end), len(boxes)) for end in _ENDS]
             predicate = annotation.get("predicate")
             if not isinstance(predicate, int):
-                raise damaged(path, name, "a relation has no whole number as `predicate`")
+                raise damaged(path, name, "the `predicate` of a relation is not an integer")
             relations.append((*ends, predicate))
         table = np.array(list(boxes), dtype=np.int64).reshape(-1, 5)
-        corners = table[:, [3, 1, 4, 2]].astype(np.float64)  # the file says ymin, ymax, xmin, xmax
+        corners = table[:, [3, 1, 4, 2]].astype(np.float64)  # the file has ymin, ymax, xmin, xmax
         width, height = _size(sizes_path, name, sizes)
-        extent = corners[:, 2:].max(0, initial=1)  # a few boxes are larger than their image
+        extent = corners[:, 2:].max(0, initial=1)  # because a few boxes exceed their image
         yield Image(
             name,
             max(width, extent[0]),
@@ -201,13 +203,13 @@ _ENDS = ("subject", "object")
 
 
 def _box(path: Path, name: str, annotation: Any, end: str) -> tuple[int, ...]:
-    """The class and the box of one end of a relation."""
+    """The class and box of the subject or object of a relation."""
     try:
         numbers = (annotation[end]["category"], *annotation[end]["bbox"])
     except (KeyError, TypeError) as error:
-        raise damaged(path, name, f"a relation has no `{end}` with `category` and `bbox`") from error
+        raise damaged(path, name, f"a relation lacks a `{end}` with `category` and `bbox`") from error
     if len(numbers) != 5 or not all(isinstance(number, int) for number in numbers):
-        raise damaged(path, name, f"a `{end}` is not one `category` and four whole numbers of `bbox`")
+        raise damaged(path, name, f"a `{end}` must have one integer `category` and four integers in `bbox`")
     return numbers
 
 
@@ -217,4 +219,4 @@ def _size(path: Path, name: str, sizes: dict[str, Any]) -> tuple[float, float]:
     try:
         return float(sizes[name]["width"]), float(sizes[name]["height"])
     except (KeyError, TypeError, ValueError) as error:
-        raise BadInput(f"`{path}` has no `width` and `height` for the image `{name}`.") from error
+        raise BadInput(f"`{path}` must have `width` and `height` for the image `{name}`.") from error

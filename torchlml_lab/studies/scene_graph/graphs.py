@@ -1,4 +1,4 @@
-"""Scene graphs of many images in packed tensors, split into parts."""
+"""The scene graphs of many images as jagged tensors, and their splits."""
 
 import os
 from collections.abc import Iterable, Iterator, Sequence
@@ -18,18 +18,18 @@ from torchlml_lab.cli_errors import BadInput
 
 @contextmanager
 def reading_hdf5(path: Path) -> Iterator[h5py.File]:
-    """Open a file; when it cannot be opened or read in the block, that raises `BadInput`."""
+    """Open an HDF5 file; errors while opening or reading it raise `BadInput`."""
     try:
         with h5py.File(path, "r") as file:
             yield file
     except (OSError, RuntimeError) as error:
         number = getattr(error, "errno", None)
-        said = os.strerror(number) if number else "it is no whole HDF5 file"
+        said = os.strerror(number) if number else "it is not a complete HDF5 file"
         raise BadInput(f"`{path}` cannot be read: {said}.") from error
 
 
 class Image(NamedTuple):
-    """One image as a file describes it."""
+    """One image as described in a file."""
 
     name: str
     width: float
@@ -37,17 +37,17 @@ class Image(NamedTuple):
     boxes: NDArray[np.float64]
     """(B, 4): x1, y1, x2, y2."""
     labels: NDArray[np.int64]
-    """(B,): object classes, from 0 on."""
+    """(B,): object classes, counted from 0."""
     relations: NDArray[np.int64]
-    """(T, 3): subject box, object box, predicate, from 0 on; any number for a pair."""
+    """(T, 3): subject box, object box and predicate, counted from 0; a pair may have several relations."""
 
 
 @dataclass(frozen=True)
 class SceneGraphs:
-    """The scene graphs of many images; the boxes of an image stand from left to right.
+    """The scene graphs of many images; the boxes of an image are sorted from left to right.
 
     Image i has the boxes `box_offsets[i]` to `box_offsets[i + 1]` and the relations `relation_offsets[i]` to
-    `relation_offsets[i + 1]`, whose boxes are counted within the image.
+    `relation_offsets[i + 1]`. Relations refer to boxes by their index within the image.
     """
 
     names: tuple[str, ...]
@@ -58,10 +58,10 @@ class SceneGraphs:
     labels: Tensor
     """(B,): object classes."""
     rows: Tensor
-    """(B,): which of its image's boxes in the file this is, for features that come in the file's order."""
+    """(B,): the index of each box within its image in the file, which region features are ordered by."""
     box_offsets: Tensor
     relations: Tensor
-    """(T, 3): subject box, object box, predicate, each triple once."""
+    """(T, 3): subject box, object box, predicate, without duplicates."""
     relation_offsets: Tensor
     objects: tuple[str, ...]
     """The names of the object classes."""
@@ -71,7 +71,7 @@ class SceneGraphs:
         return len(self.names)
 
     def __getitem__(self, images: Tensor) -> "SceneGraphs":
-        """The scene graphs of these images, in this order."""
+        """Select images, in the given order."""
         box, box_offsets = members(self.box_offsets, images)
         relation, relation_offsets = members(self.relation_offsets, images)
         return SceneGraphs(
@@ -88,12 +88,12 @@ class SceneGraphs:
         )
 
     def with_relations(self) -> "SceneGraphs":
-        """Only the images that have a relation: the others neither train nor count in a recall."""
+        """Select the images with relations; others affect neither training nor recall."""
         return self[self.relation_offsets.diff().nonzero().squeeze(1)]
 
 
 class Splits(NamedTuple):
-    """What a model is trained on, chosen by and tested on."""
+    """The training, validation and test images."""
 
     training: SceneGraphs
     validation: SceneGraphs
@@ -101,7 +101,7 @@ class Splits(NamedTuple):
 
 
 def members(offsets: Tensor, groups: Tensor) -> tuple[Tensor, Tensor]:
-    """The members of some groups of a packed list, and where each group begins among them.
+    """The members of some groups of a jagged list, and the offsets of these groups among them.
 
     Example:
         >>> members(torch.tensor([0, 2, 5]), torch.tensor([1, 0]))
@@ -115,18 +115,18 @@ def members(offsets: Tensor, groups: Tensor) -> tuple[Tensor, Tensor]:
 def collect(
     path: Path, images: Iterable[Image], objects: Sequence[str], predicates: Sequence[str], first: int
 ) -> SceneGraphs:
-    """Check images and put them together.
+    """Validate images and combine them.
 
     Args:
-        path: The file they come from, for the errors.
+        path: The file of the images, for the errors.
         images: The images.
         objects: The names of the object classes.
         predicates: The names of the predicates.
-        first: The number of the first class and of the first predicate in the file, for the errors.
+        first: The number of the first class and predicate in the file, for the errors.
 
     Returns:
-        The scene graphs. Repeated triples are kept once. Candidates for relations are pairs of two boxes, so
-        a box that is related to itself gets a copy, which is the object.
+        The scene graphs, without duplicate triples. Candidate relations are between two different boxes, so
+        if a box is related to itself, a copy of it becomes the object.
     """
     parts: list[Image] = []
     rows: list[NDArray[np.int64]] = []
@@ -156,21 +156,21 @@ def collect(
 
 
 def split(training: SceneGraphs, test: SceneGraphs, validation: int, seed: int) -> Splits:
-    """Set `validation` random training images aside; images without relations are left out everywhere."""
+    """Hold out `validation` random training images; images without relations are dropped everywhere."""
     training, test = training.with_relations(), test.with_relations()
     if not 0 < validation < len(training):
         raise BadInput(
-            f"`--validation` is {validation}, and must be from 1 to {len(training) - 1}, one less than the "
-            "training images with relations."
+            f"`--validation` must be from 1 to {len(training) - 1}, because {len(training)} training images "
+            f"have relations, but it is {validation}."
         )
     if not len(test):
-        raise BadInput("No test image has a relation, so there is nothing to measure.")
+        raise BadInput("At least one test image must have a relation, but none has.")
     order = torch.randperm(len(training), generator=torch.Generator().manual_seed(seed))
     return Splits(training[order[validation:]], training[order[:validation]], test)
 
 
 def damaged(path: Path, name: str, said: str) -> BadInput:
-    """The error for an image that a file describes wrongly."""
+    """The error for an image with an invalid description in a file."""
     return BadInput(f"`{path}` is damaged at the image `{name}`: {said}.")
 
 
@@ -180,7 +180,7 @@ def _check(path: Path, image: Image, objects: int, predicates: int, first: int) 
     if not sound.all():
         which = int(np.argmin(sound))
         raise damaged(
-            path, image.name, f"the box {which} from {boxes[which, :2]} to {boxes[which, 2:]} has no area"
+            path, image.name, f"box {which} from {boxes[which, :2]} to {boxes[which, 2:]} has no area"
         )
     for what, values, count, start in (
         ("object class", labels, objects, first),
@@ -192,10 +192,12 @@ def _check(path: Path, image: Image, objects: int, predicates: int, first: int) 
             raise damaged(
                 path,
                 image.name,
-                f"the {what} is {wrong[0] + start}, and must be from {start} to {count - 1 + start}",
+                f"the {what} must be from {start} to {count - 1 + start}, but it is {wrong[0] + start}",
             )
     if not (image.width > 0 and image.height > 0):
-        raise damaged(path, image.name, f"its size is {image.width} x {image.height}")
+        raise damaged(
+            path, image.name, f"its size must be positive, but it is {image.width} x {image.height}"
+        )
 
 
 def _packed(parts: Sequence[NDArray[np.generic]], *shape: int) -> Tensor:

@@ -1,4 +1,4 @@
-"""MotifNet-LeftRight (Zellers et al. 2018) for predicate classification: boxes and labels are given."""
+"""MotifNet-LeftRight (Zellers et al. 2018) for predicate classification with given boxes and labels."""
 
 import torch
 from torch import Tensor, nn
@@ -6,21 +6,21 @@ from torch.nn.functional import conv2d, embedding
 
 from torchlml_lab.studies.scene_graph.batches import Batch
 
-GRID = 8  # cells on a side of the masks
+GRID = 8  # cells per side of the masks
 POSITION = 128
 
 
 class MotifNet(nn.Module):
-    """Scores every predicate on every candidate edge of every image of a batch.
+    """Computes a score for every predicate on every candidate edge of every image in a batch.
 
     Args:
-        objects: How many object classes there are.
-        outputs: How many scores an edge gets: one per predicate, and one for "no relation" if it is learned.
-        bias: (objects, objects, outputs) the frequency bias at the start of training, or None for none.
-        vectors: (objects, d) the object embeddings at the start, zeros where a row is to be random; or None.
-        regions: The lengths of the region features of boxes and unions; None for a model without vision.
-        hidden: The size of the contexts of an object, both directions together.
-        dropout: The share of the embeddings and contexts that is dropped in training.
+        objects: The number of object classes.
+        outputs: The number of scores per edge: one per predicate, plus one for "no relation" if learned.
+        bias: (objects, objects, outputs) the initial frequency bias, or None for no bias.
+        vectors: (objects, d) the initial object embeddings (zero rows are initialized randomly), or None.
+        regions: The sizes of the region features of boxes and unions; None for a model without vision.
+        hidden: The size of the context of an object, over both directions.
+        dropout: The dropout probability of embeddings and contexts.
     """
 
     def __init__(
@@ -35,7 +35,7 @@ class MotifNet(nn.Module):
     ) -> None:
         super().__init__()
         width = 200 if vectors is None else vectors.shape[1]
-        # Motifs embeds the labels twice: for the object context and for the edge context.
+        # Motifs embeds the labels twice, for the object context and for the edge context.
         self.object_embedding, self.edge_embedding = (_embedding(objects, width, vectors) for _ in range(2))
         self.position = nn.Sequential(nn.Linear(6, POSITION), nn.ReLU())
         seen = 0 if regions is None else regions[0]
@@ -53,7 +53,7 @@ class MotifNet(nn.Module):
         self.union = None if regions is None else nn.Linear(regions[1], 2 * hidden)
         self.predicates = nn.Linear(2 * hidden, outputs)
         for end in (self.subject, self.object):
-            # Wide enough that the product of two contexts is felt, narrow enough that it does not saturate.
+            # The product of two contexts must be large enough to matter, but not saturate the tanh.
             nn.init.normal_(end.weight, std=1.3 * hidden**-0.5)
         self.bias = None if bias is None else nn.Embedding.from_pretrained(bias.flatten(0, 1), freeze=False)
         self.objects = objects
@@ -71,7 +71,7 @@ class MotifNet(nn.Module):
         region = self.masks(masks(batch.boxes[subject], batch.boxes[object_]).flatten(1))
         if self.union is not None:
             region = region + self.union(batch.union_features)
-        # One more, so that at the start the pair is seen through features that are still small.
+        # The pair is multiplied by 1 + region, so that it passes while the region features are still small.
         scores = self.predicates(torch.tanh(torch.addcmul(pair, pair, region)))
         if self.bias is not None:
             scores = scores + self.bias(batch.labels[subject] * self.objects + batch.labels[object_])
@@ -81,10 +81,11 @@ class MotifNet(nn.Module):
 
 
 class _SmallConvolution(nn.Conv2d):
-    """A 3 x 3 convolution with stride 2 of images that are given flat and come out flat.
+    """A 3 x 3 convolution with stride 2 of flattened images.
 
-    It is one matrix product over all edges. The matrix is the convolution of the unit images, of which there
-    are far fewer than edges; the backward pass of a convolution of so many tiny images takes twice as long.
+    It is one matrix product over all edges. The matrix is the convolution of the unit images, which are far
+    fewer than the edges. The backward pass of a direct convolution of so many tiny images takes twice as
+    long.
     """
 
     def __init__(self, channels: int, more: int, side: int) -> None:
@@ -101,7 +102,7 @@ class _SmallConvolution(nn.Conv2d):
 
 
 class _Context(nn.Module):
-    """What each box should know about the others: LSTMs over the boxes from left to right and back."""
+    """Computes the context of each box with LSTMs over the boxes from left to right and back."""
 
     def __init__(self, inputs: int, hidden: int) -> None:
         super().__init__()
@@ -112,8 +113,8 @@ class _Context(nn.Module):
         image = torch.arange(len(lengths), device=x.device).repeat_interleave(lengths)
         place = torch.arange(len(x), device=x.device) - offsets[image]
         mirrored = lengths[image] - 1 - place
-        # Padding comes after an image's boxes, in either direction, so that it reaches none of them; a packed
-        # sequence would do without it, and take half as long again on a CPU.
+        # The padding follows the boxes of an image in either direction, so that it does not affect them. A
+        # packed sequence would not need padding, but takes 1.5 times as long on a CPU.
         empty = x.new_zeros(len(lengths), int(lengths.max()), x.shape[1])
         onward = self.onward(empty.index_put((image, place), x))[0][image, place]
         back = self.back(empty.index_put((image, mirrored), x))[0][image, mirrored]
@@ -121,14 +122,14 @@ class _Context(nn.Module):
 
 
 def masks(subject: Tensor, object_: Tensor) -> Tensor:
-    """Two boxes drawn on a small grid over their union, as Motifs does.
+    """Draw two boxes on a small grid over their union, as Motifs does.
 
     Args:
         subject: (E, 4) boxes.
         object_: (E, 4) boxes.
 
     Returns:
-        (E, 2, GRID, GRID): the share of each cell that the subject covers, and the object, minus a half.
+        (E, 2, GRID, GRID): the share of each cell covered by the subject and by the object, minus 0.5.
     """
     low = torch.minimum(subject[:, :2], object_[:, :2]).unsqueeze(1)
     size = (torch.maximum(subject[:, 2:], object_[:, 2:]).unsqueeze(1) - low).clamp(min=1e-6)
@@ -137,12 +138,12 @@ def masks(subject: Tensor, object_: Tensor) -> Tensor:
     cell = torch.arange(GRID, device=subject.device)
     start, end = corners.unsqueeze(-1).unbind(2)
     covered = (torch.minimum(end, cell + 1) - torch.maximum(start, cell)).clamp(min=0)
-    # covered is (E, box, x or y, cell); a rectangle is a column times a row.
+    # covered is (E, box, x or y, cell); a rectangle is the outer product of its two sides.
     return covered[:, :, 1].unsqueeze(3) * covered[:, :, 0].unsqueeze(2) - 0.5
 
 
 def _places(boxes: Tensor) -> Tensor:
-    """Centre, size and the logarithm of the size of boxes in [0, 1]."""
+    """The center, size and log size of boxes in [0, 1]."""
     size = boxes[:, 2:] - boxes[:, :2]
     return torch.cat((boxes[:, :2] + size / 2, size, size.clamp(min=1e-4).log()), 1)
 

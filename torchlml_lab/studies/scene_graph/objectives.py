@@ -1,4 +1,4 @@
-"""The objectives that a network is trained with, and the methods of the study by name."""
+"""The training objectives, and the methods of the study by name."""
 
 from typing import NamedTuple
 
@@ -11,33 +11,33 @@ from torchlml_lab.cli_errors import BadInput
 from torchlml_lab.studies.scene_graph.batches import Batch
 from torchlml_lab.studies.scene_graph.settings import OBJECTIVES, Objective
 
-# Motifs trains on at most so many edges per image of a batch; those without a relation are sampled.
+# Motifs trains on at most this many edges per image of a batch and samples from the edges without a relation.
 EDGES_PER_IMAGE = 1024
 
 
 def has_background(objective: Objective) -> bool:
-    """Whether an edge gets a score for "no relation", before those of the predicates."""
+    """Whether an edge has a score for "no relation", before those of the predicates."""
     return objective == "softmax"
 
 
 def takes_k(objective: Objective) -> bool:
-    """Whether the objective knows how many relations are predicted."""
+    """Whether the objective takes k, the number of relations to predict."""
     return objective in ("lml", "truncated-entropy")
 
 
 def loss(objective: Objective, scores: Tensor, batch: Batch, k: int, one_per_edge: bool = False) -> Tensor:
-    """The mean loss of a batch of images.
+    """Compute the mean loss of a batch of images.
 
     Args:
-        objective: Which loss.
+        objective: The name of the loss.
         scores: (E, predicates), with "no relation" first for `softmax`.
         batch: The images.
-        k: How many relations of an image `lml` and `truncated-entropy` predict.
-        one_per_edge: Observe one random relation of each edge, as `softmax` must, instead of all.
+        k: The number of relations per image that `lml` and `truncated-entropy` predict.
+        one_per_edge: Whether to observe one random relation per edge, as `softmax` must, instead of all.
 
     Returns:
-        A scalar. `softmax` is a mean over edges as in Motifs; for the others the loss of an image is a sum
-        over its relations (`bce`: over all its candidates), and the mean is over images.
+        A scalar. `softmax` is a mean over edges, as in Motifs. For the others, the loss of an image is a sum
+        over its relations (for `bce`, over all its candidates), and the mean is over images.
     """
     edge, predicate = batch.relation_edges, batch.relation_predicates
     if one_per_edge or objective == "softmax":
@@ -55,12 +55,12 @@ def loss(objective: Objective, scores: Tensor, batch: Batch, k: int, one_per_edg
 
 
 def ranking(objective: Objective, scores: Tensor) -> Tensor:
-    """What the triples (E, predicates) of an image are ranked by: the probabilities, or what orders alike."""
+    """The ranking scores of the triples (E, predicates): probabilities, or logits in the same order."""
     return scores.softmax(1)[:, 1:] if has_background(objective) else scores
 
 
 def probabilities(objective: Objective, scores: Tensor, k: int) -> Tensor:
-    """The probability (E, predicates) of each triple of one image, as the objective understands it."""
+    """The probability (E, predicates) of each triple of one image, as defined by the objective."""
     if has_background(objective):
         return scores.softmax(1)[:, 1:]
     if objective == "bce":
@@ -69,13 +69,13 @@ def probabilities(objective: Objective, scores: Tensor, k: int) -> Tensor:
     k = min(k, flat.numel())
     if objective == "lml":
         return torchlml.lml(flat, k).view_as(scores)
-    # A label's likelihood against the competitors that the loss does not forgive.
+    # The likelihood of a label against the competitors that the loss does not ignore.
     rest = flat.topk(flat.numel() - k, largest=False).values.logsumexp(0)
     return (scores - rest).sigmoid()
 
 
 def _softmax(scores: Tensor, edge: Tensor, predicate: Tensor, images: int) -> Tensor:
-    """Cross-entropy of the edges with a relation, and of so many without one as Motifs' limit allows."""
+    """Cross-entropy of the edges with a relation, and of as many others as the limit of Motifs allows."""
     label = torch.zeros(len(scores), dtype=torch.int64, device=scores.device)
     label[edge] = predicate + 1
     most = EDGES_PER_IMAGE * images
@@ -88,7 +88,7 @@ def _softmax(scores: Tensor, edge: Tensor, predicate: Tensor, images: int) -> Te
 
 
 def _one_of_each(edge: Tensor, predicate: Tensor) -> tuple[Tensor, Tensor]:
-    """One random relation of each edge; `edge` rises."""
+    """Choose one random relation of each edge; `edge` must be sorted."""
     order = torch.randperm(len(edge), device=edge.device)
     order = order[edge[order].argsort(stable=True)]
     first = torch.ones_like(edge, dtype=torch.bool)
@@ -97,24 +97,24 @@ def _one_of_each(edge: Tensor, predicate: Tensor) -> tuple[Tensor, Tensor]:
 
 
 class Method(NamedTuple):
-    """An objective and, where it takes one, its k."""
+    """An objective and its k, if it takes one."""
 
     objective: Objective
     k: int | None
 
     @property
     def name(self) -> str:
-        """As in tables and options: `softmax`, `lml-20`."""
+        """The name in tables and options, such as `softmax` and `lml-20`."""
         return self.objective if self.k is None else f"{self.objective}-{self.k}"
 
 
 def method_of(objective: Objective, k: int) -> Method:
-    """The method of a run with these settings; a k that the objective does not take is left out."""
+    """The method of a run with these settings; k is dropped if the objective does not take it."""
     return Method(objective, k if takes_k(objective) else None)
 
 
 def find_method(name: str) -> Method | None:
-    """The method of a name, None for a name of none.
+    """Parse the name of a method; None if it is unknown.
 
     Example:
         >>> find_method("truncated-entropy-20")
@@ -130,9 +130,9 @@ def find_method(name: str) -> Method | None:
 
 
 def parse_method(name: str) -> Method:
-    """The method of a name that `--methods` gave; a name of none raises `BadInput`."""
+    """Parse a method of `--methods`; an unknown name raises `BadInput`."""
     method = find_method(name)
     if method is None:
         known = ", ".join(f"{one}-K" if takes_k(one) else one for one in OBJECTIVES)
-        raise BadInput(f"`--methods` has `{name}`, and a method is one of {known}, with a number for K.")
+        raise BadInput(f"`--methods` must contain {known} with an integer K, but it contains `{name}`.")
     return method

@@ -1,4 +1,4 @@
-"""`torchlml predict` of scene-graph runs: the relations of an image, printed and drawn."""
+"""`torchlml predict` for scene-graph runs: print and draw the relations of an image."""
 
 from collections import defaultdict
 from math import cos, degrees, pi, sin
@@ -21,9 +21,9 @@ from torchlml_lab.studies.scene_graph.settings import PredictSettings
 from torchlml_lab.studies.scene_graph.task import vision
 
 _BACK = {"boxstyle": "round,pad=0.12", "facecolor": "white", "edgecolor": "none", "alpha": 0.85}
-_LINE = 0.165  # inches of a line of the list
-_BEND = 0.12  # how far an arrow bends aside, of its length
-_NEAR_SUBJECT = 0.3  # where the number of an arrow stands: arrows that meet at one object differ there
+_LINE = 0.165  # height of a line of the list, in inches
+_BEND = 0.12  # curvature of an arrow, relative to its length
+_NEAR_SUBJECT = 0.3  # position of an arrow's label; near the object, arrows that meet there would overlap
 
 
 class Triple(NamedTuple):
@@ -34,15 +34,15 @@ class Triple(NamedTuple):
     predicate: str
     probability: float
     observed: bool
-    """Whether the file has it too."""
+    """Whether the relation is annotated in the file."""
 
 
 def draw(graphs: SceneGraphs, image: int, triples: list[Triple], picture: Path) -> None:
-    """Draw the boxes, the graph and the list; the numbers at an arrow are those of its relations in the list.
+    """Draw boxes, graph and list; the numbers on an arrow refer to its relations in the list.
 
     Args:
         graphs: The images.
-        image: Which one.
+        image: The index of the image.
         triples: Its predicted relations, best first.
         picture: The PNG or SVG to write.
     """
@@ -62,16 +62,16 @@ def _draw_boxes(axes: Axes, graphs: SceneGraphs, image: int, used: set[int]) -> 
     first, last = graphs.box_offsets[image : image + 2].tolist()
     axes.set(xlim=(-0.02 * width, 1.02 * width), ylim=(1.02 * height, -0.02 * height), aspect="equal")
     axes.set(xticks=(), yticks=())
-    axes.set_title(f"image {graphs.names[image]}: where the objects are", parse_math=False)
+    axes.set_title(f"image {graphs.names[image]}: objects", parse_math=False)
     axes.spines[:].set_visible(False)
     taken: list[tuple[float, float]] = []
     for number, (x1, y1, x2, y2) in enumerate(graphs.boxes[first:last].tolist()):
-        colour, line = (BLUE, 0.9) if number in used else (FAINT, 0.5)
+        color, line = (BLUE, 0.9) if number in used else (FAINT, 0.5)
         axes.add_patch(
-            Rectangle((x1, y1), x2 - x1, y2 - y1, fill=False, edgecolor=colour, linewidth=line, zorder=line)
+            Rectangle((x1, y1), x2 - x1, y2 - y1, fill=False, edgecolor=color, linewidth=line, zorder=line)
         )
         if number in used:
-            # The first place on the box where its number would cover no other, else its middle.
+            # Use the first position on the box where the number covers no other number, or else the center.
             spots = [(a, b) for b in (y1, (y1 + y2) / 2, y2) for a in (x1, (x1 + x2) / 2, x2)]
             free = (
                 spot
@@ -92,7 +92,7 @@ def _draw_graph(axes: Axes, names: dict[int, str], triples: list[Triple]) -> Non
     for box, angle in places.items():
         left = cos(angle) < 0
         axes.plot(cos(angle), sin(angle), ".", color=BLUE)
-        # Names point outwards, and stand on their feet.
+        # Names point outward and are never upside down.
         axes.text(
             1.06 * cos(angle),
             1.06 * sin(angle),
@@ -109,21 +109,21 @@ def _draw_graph(axes: Axes, names: dict[int, str], triples: list[Triple]) -> Non
     for place, triple in enumerate(triples):
         arrows[triple.ends[0][1], triple.ends[1][1]].append(place)
     for (subject, object_), relations in arrows.items():
-        colour = GREEN if any(triples[place].observed for place in relations) else VERMILION
+        color = GREEN if any(triples[place].observed for place in relations) else VERMILION
         (x1, y1), (x2, y2) = ((cos(places[box]), sin(places[box])) for box in (subject, object_))
         axes.add_patch(
             FancyArrowPatch(
                 (x1, y1),
                 (x2, y2),
-                connectionstyle=f"arc3,rad={_BEND}",  # so that the two directions of a pair are apart
+                connectionstyle=f"arc3,rad={_BEND}",  # separates the two directions of a pair
                 arrowstyle="-|>",
                 mutation_scale=8,
                 linewidth=0.8,
-                color=colour,
+                color=color,
                 zorder=3,
             )
         )
-        # The arc is a quadratic curve, whose control point is aside of the middle.
+        # The arc is a quadratic Bezier curve whose control point is off the middle.
         control = (x1 + x2) / 2 + _BEND * (y2 - y1), (y1 + y2) / 2 - _BEND * (x2 - x1)
         start, aside, end = (
             (1 - _NEAR_SUBJECT) ** 2,
@@ -132,12 +132,12 @@ def _draw_graph(axes: Axes, names: dict[int, str], triples: list[Triple]) -> Non
         )
         x, y = (start * a + aside * b + end * c for a, b, c in zip((x1, y1), control, (x2, y2), strict=True))
         said = ", ".join(str(place + 1) for place in relations)
-        axes.text(x, y, said, color=colour, fontsize=6, bbox=_BACK, ha="center", va="center", zorder=5)
+        axes.text(x, y, said, color=color, fontsize=6, bbox=_BACK, ha="center", va="center", zorder=5)
 
 
 def _write_list(axes: Axes, names: dict[int, str], triples: list[Triple], lines: float) -> None:
     axes.axis("off")
-    axes.set_title("relation and p; green: in the file")
+    axes.set_title("relation and p (green: annotated)")
     for place, triple in enumerate(triples):
         subject, object_ = (names[box] for _, box in triple.ends)
         axes.text(
@@ -151,14 +151,14 @@ def _write_list(axes: Axes, names: dict[int, str], triples: list[Triple], lines:
         )
 
 
-MOST_RELATIONS = 50  # more arrows cannot be told apart
+MOST_RELATIONS = 50  # more arrows are not distinguishable
 FEW_OBJECTS = 8
 
 
 def main(settings: PredictSettings) -> None:
-    """Predict, draw and print."""
+    """Predict the relations of an image, draw them and print them."""
     if not 1 <= settings.relations <= MOST_RELATIONS:
-        raise BadInput(f"`--relations` is {settings.relations}, and must be from 1 to {MOST_RELATIONS}.")
+        raise BadInput(f"`--relations` must be from 1 to {MOST_RELATIONS}, but it is {settings.relations}.")
     check_picture(settings.out)
     run = load(settings.run, settings)
     split, image = _find(run, settings.image)
@@ -166,14 +166,14 @@ def main(settings: PredictSettings) -> None:
     graphs = getattr(run.splits, split)
     name = graphs.names[image]
     console = new_console()
-    title = f"image {name} ({split}), {vision(run.settings)}; * is in the file"
+    title = f"image {name} ({split}), {vision(run.settings)}; * = annotated"
     table = plain_table(title, ("p", "", "subject", "predicate", "object"), left=5)
     for triple in triples:
         ends = [f"{graphs.objects[label]} {box + 1}" for label, box in triple.ends]
         mark = "*" if triple.observed else ""
         table.add_row(f"{triple.probability:.3f}", mark, ends[0], triple.predicate, ends[1])
     try:
-        with writing("The drawing", settings.out, "the relations above are all of it"):
+        with writing("The drawing", settings.out, "the table above has all relations"):
             draw(graphs, image, triples, settings.out)
     finally:
         console.print(table)
@@ -200,7 +200,7 @@ def predict(run: TrainedGraphs, split: str, image: int, count: int) -> list[Trip
 
 
 def usual_image(graphs: SceneGraphs) -> int:
-    """The image with the most relations among those with few objects."""
+    """The default image: the one with the most relations among those with few objects."""
     objects, relations = graphs.box_offsets.diff(), graphs.relation_offsets.diff()
     few = objects <= max(FEW_OBJECTS, int(objects.min()))
     return int(torch.where(few, relations, -1).argmax())
@@ -212,4 +212,4 @@ def _find(run: TrainedGraphs, name: str | None) -> tuple[str, int]:
     for split, graphs in run.splits._asdict().items():
         if name in graphs.names:
             return split, graphs.names.index(name)
-    raise BadInput(f"`--image` is {name}, and no image with relations has this name in the run's data.")
+    raise BadInput(f"`--image` must be an image with relations in the data of the run, but it is {name}.")

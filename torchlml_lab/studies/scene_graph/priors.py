@@ -1,4 +1,4 @@
-"""What is known before training: how often classes stand in each relation, and vectors of their names."""
+"""Knowledge from before training: the frequency of each relation between classes, and word vectors."""
 
 import zipfile
 from pathlib import Path
@@ -16,16 +16,16 @@ FLOOR = 1e-3
 
 
 def log_frequencies(training: SceneGraphs, counts: Path | None = None) -> Tensor:
-    """The logarithm of how often a pair of object classes has no relation, and each of the relations.
+    """The log frequencies of "no relation" and of each predicate, for every pair of object classes.
 
     Args:
-        training: The images in which pairs and relations are counted.
-        counts: An npz with `subject`, `object`, `predicate` and `count`, numbered from 1 on, whose relations
-            are taken in place of those of `training`, scaled to as many as there are. How often a pair of
-            classes stands in an image is still counted in `training`.
+        training: The images to count pairs and relations in.
+        counts: An npz file with `subject`, `object`, `predicate` and `count`, numbered from 1. Its relations
+            replace those of `training`, scaled to the same total. The occurrences of pairs of classes are
+            still counted in `training`.
 
     Returns:
-        (objects, objects, 1 + predicates), float32: log(frequency + 0.001), as the bias of Motifs.
+        (objects, objects, 1 + predicates), float32: log(frequency + 0.001), like the bias of Motifs.
     """
     none, found = _count(training)
     if counts is not None:
@@ -35,13 +35,13 @@ def log_frequencies(training: SceneGraphs, counts: Path | None = None) -> Tensor
 
 
 class LeaveOneOut:
-    """What must be added to the frequency bias so that an image of the training is not counted in its own.
+    """A correction of the frequency bias that excludes each training image from its own counts.
 
-    A bias that was counted on the images it is trained with has seen the answer: a pair of classes that only
-    one image has is given exactly that image's relation.
+    A bias that is counted on the training images leaks their labels: if a pair of classes occurs in only one
+    image, its bias is exactly the relation in that image.
 
     Args:
-        training: The images the bias is counted in.
+        training: The images that the bias is counted on.
     """
 
     def __init__(self, training: SceneGraphs) -> None:
@@ -49,11 +49,11 @@ class LeaveOneOut:
         self.objects = len(training.objects)
 
     def __call__(self, batch: Batch) -> Tensor:
-        """The shift (E, 1 + predicates) for the edges of some of these images."""
+        """The correction (E, 1 + predicates) for the edges of some of these images."""
         pairs, predicates = self.found.shape
         subject, object_ = batch.labels[batch.edges].unbind(1)
         image = torch.arange(len(batch.images)).repeat_interleave(batch.edge_offsets.diff())
-        # The edges of an image between the same two classes share their shift.
+        # The edges between the same two classes in an image share their correction.
         key, group = torch.unique((image * pairs) + subject * self.objects + object_, return_inverse=True)
         place = group[batch.relation_edges] * predicates + batch.relation_predicates
         own_none = torch.bincount(group, minlength=len(key))
@@ -67,11 +67,11 @@ def _sizes(graphs: SceneGraphs) -> tuple[int, int]:
 
 
 def _count(training: SceneGraphs) -> tuple[Tensor, Tensor]:
-    """How often a pair of classes stands in an image, plus one (objects^2,), and related (.., predicates)."""
+    """How often each pair of classes occurs, plus one (objects^2,), and how often it has each predicate."""
     objects, predicates = _sizes(training)
     edges, _ = candidates(training.box_offsets)
     subject, object_ = training.labels[edges].unbind(1)
-    # As in Motifs, every pair counts once as "no relation", and relations count on top of that.
+    # As in Motifs, every pair counts once as "no relation", and its relations count in addition.
     none = torch.bincount(subject * objects + object_, minlength=objects**2).double() + 1
     first = training.box_offsets[:-1].repeat_interleave(training.relation_offsets.diff())
     ends = training.labels[first.unsqueeze(1) + training.relations[:, :2]]
@@ -80,23 +80,24 @@ def _count(training: SceneGraphs) -> tuple[Tensor, Tensor]:
 
 
 def _logarithm(none: Tensor, found: Tensor) -> Tensor:
-    """The bias (pairs, 1 + predicates) of counts, float64."""
+    """The bias (pairs, 1 + predicates) for counts, float64."""
     table = torch.cat((none.unsqueeze(1), found), 1)
     return (table / table.sum(1, keepdim=True) + FLOOR).log()
 
 
 def word_vectors(path: Path, names: tuple[str, ...]) -> Tensor:
-    """GloVe vectors of object names.
+    """Read the GloVe vectors of object names.
 
     Args:
-        path: The official text, a word and its numbers on each line; or an npz with `names` and `vectors`.
-        names: The object names. The vector of several words is the mean of their vectors.
+        path: The official text file, with a word and its vector per line, or an npz file with `names` and
+            `vectors`.
+        names: The object names. The vector of a name with several words is the mean of their vectors.
 
     Returns:
-        (names, d), float32; zeros for a name whose words are not in the file. A file that is anything else,
-        or has none of the names, raises `BadInput`.
+        (names, d), float32; zeros for names without known words. A file that is invalid, or that contains
+        none of the names, raises `BadInput`.
     """
-    where = f"`--glove` names `{path}`, which"
+    where = f"`--glove` is `{path}`, which"
     try:
         if path.suffix == ".npz":
             with path.open("rb") as stream, np.load(stream, allow_pickle=False) as file:
@@ -107,10 +108,12 @@ def word_vectors(path: Path, names: tuple[str, ...]) -> Tensor:
                 parts = (line.rstrip().split(" ") for line in lines)
                 vectors = {part[0]: np.array(part[1:], np.float32) for part in parts if part[0] in wanted}
     except (OSError, ValueError, KeyError, EOFError, zipfile.BadZipFile) as error:
-        said = getattr(error, "strerror", None) or "it holds no words with their numbers"
+        said = getattr(error, "strerror", None) or "it does not contain words with their vectors"
         raise BadInput(f"{where} cannot be read: {said}.") from error
     if len({vector.shape for vector in vectors.values()}) != 1:
-        raise BadInput(f"{where} has no vector for any object, or vectors of several lengths.")
+        raise BadInput(
+            f"{where} must have vectors of one length for the objects, but it has none or several."
+        )
     zero = np.zeros_like(next(iter(vectors.values())))
     rows = []
     for name in names:
@@ -118,23 +121,23 @@ def word_vectors(path: Path, names: tuple[str, ...]) -> Tensor:
         rows.append(np.mean([vectors[word] for word in words], axis=0) if words else zero)
     found = torch.from_numpy(np.stack(rows)).float()
     if not found.isfinite().all():
-        raise BadInput(f"{where} has numbers that are not finite.")
+        raise BadInput(f"{where} must have finite values, but it contains NaN or infinity.")
     return found
 
 
 def _read_counts(path: Path, objects: int, predicates: int) -> Tensor:
-    """The counts (objects^2, predicates) of the file."""
-    where = f"`--counts` names `{path}`, which"
+    """Read the counts (objects^2, predicates) of the file."""
+    where = f"`--counts` is `{path}`, which"
     try:
         with path.open("rb") as stream, np.load(stream, allow_pickle=False) as file:
             columns = [file[name] for name in ("subject", "object", "predicate", "count")]
     except KeyError as error:
         raise BadInput(f"{where} has no `{error.args[0].split()[0]}`.") from error
     except (OSError, ValueError, EOFError, zipfile.BadZipFile) as error:
-        said = getattr(error, "strerror", None) or "it is no whole npz of arrays"
+        said = getattr(error, "strerror", None) or "it is not a complete npz file of arrays"
         raise BadInput(f"{where} cannot be read: {said}.") from error
     if any(column.dtype.kind not in "iu" or column.shape != columns[0].shape for column in columns):
-        raise BadInput(f"{where} must hold four lists of whole numbers of one length.")
+        raise BadInput(f"{where} must contain four integer arrays of the same length.")
     for name, column, most in zip(
         ("subject", "object", "predicate"), columns, (objects, objects, predicates), strict=False
     ):

@@ -1,4 +1,4 @@
-"""Recall of scene graphs for predicate classification: what runs and frequencies alone are judged by."""
+"""Scene-graph recall for predicate classification, for trained runs and the frequency baseline."""
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
@@ -15,18 +15,18 @@ from torchlml_lab.studies.scene_graph.graphs import Splits
 from torchlml_lab.studies.scene_graph.priors import log_frequencies
 
 KS = (20, 50, 100)
-BATCH = 64  # images at a time where nothing is learned
+BATCH = 64  # images per batch in evaluation
 MODES = ("constrained", "unconstrained")
 RECALLS = tuple(f"{mode}R@{k}" for mode in ("", "ng-") for k in KS)
-"""With the graph constraint (one predicate for each pair) and, with `ng-`, without it."""
+"""With the graph constraint (one predicate per pair) and, with the prefix `ng-`, without it."""
 MEAN_RECALLS = tuple(f"{mode}mR@{k}" for mode in ("", "ng-") for k in KS)
 CHOSEN_BY = "recall"
-"""The mean of the six recalls, which favours no objective's k."""
-_HERE: dict[str, Any] = {"sync_on_compute": False}  # `score` has gathered the images of all processes
+"""The mean of the six recalls, which does not favor the k of any objective."""
+_HERE: dict[str, Any] = {"sync_on_compute": False}  # because `score` gathers the images of all processes
 
 
 Scored = tuple[list[dict[str, Tensor]], list[dict[str, Tensor]]]
-"""Some images as `SceneGraphRecall` takes them: what is predicted, and what is true."""
+"""Predictions and targets of some images, as `SceneGraphRecall` takes them."""
 
 
 def score(
@@ -35,9 +35,9 @@ def score(
     """Rank the triples of all images, batch by batch.
 
     Args:
-        rank_by: Gives the numbers (E, predicates) by which the triples of each image are ranked.
+        rank_by: Computes the ranking scores (E, predicates) of the triples of each image.
         batches: The images.
-        accelerator: Gathers the images of all processes, each once.
+        accelerator: Gathers the images of all processes, without duplicates.
 
     Yields:
         The images of a batch.
@@ -61,15 +61,15 @@ def measure(scored: Iterable[Scored]) -> dict[str, float]:
 
 
 def measure_predicates(scored: Sequence[Scored], predicates: int) -> tuple[Tensor, Tensor]:
-    """The recall of each predicate alone.
+    """Compute the recall of each predicate separately.
 
     Args:
         scored: The images.
-        predicates: How many predicates there are.
+        predicates: The number of predicates.
 
     Returns:
-        (modes x ks, predicates), in the order of `RECALLS`, NaN for a predicate that no image has; and
-        (predicates,), how many images have it.
+        (modes x ks, predicates), in the order of `RECALLS`, with NaN for predicates without images; and
+        (predicates,), the number of images with each predicate.
     """
     table = torch.full((len(RECALLS), predicates), torch.nan, dtype=torch.float64)
     images = torch.zeros(predicates, dtype=torch.int64)
@@ -90,7 +90,7 @@ def measure_predicates(scored: Sequence[Scored], predicates: int) -> tuple[Tenso
 def frequency_recall(
     splits: Splits, split: str, counts: Path | None, accelerator: Accelerator
 ) -> dict[str, float]:
-    """The recalls of a model that is nothing but the frequency bias, on one of the splits."""
+    """The recalls of the frequency bias alone, on one of the splits."""
     table = log_frequencies(splits.training, counts)
 
     def rank_by(batch: Batch) -> Tensor:
@@ -102,7 +102,7 @@ def frequency_recall(
 
 
 def _images(batch: Batch, scores: Tensor) -> list[tuple[dict[str, Tensor], dict[str, Tensor]]]:
-    """What is predicted and what is true, image by image, with boxes counted within the image."""
+    """The predictions and targets of each image, with box indices within the image."""
     boxes, edges = batch.box_offsets.tolist(), batch.edge_offsets.tolist()
     ends = batch.edges[batch.relation_edges]
     relations = torch.searchsorted(batch.relation_edges, batch.edge_offsets).tolist()

@@ -1,4 +1,4 @@
-"""`torchlml evaluate` and `step-time` of scene-graph runs, and a run read back."""
+"""`torchlml evaluate` and `step-time` for scene-graph runs, and trained runs loaded from disk."""
 
 from dataclasses import fields, replace
 from pathlib import Path
@@ -41,25 +41,25 @@ from torchlml_lab.studies.scene_graph.task import check, network, ranker, read, 
 
 
 class TrainedGraphs(NamedTuple):
-    """What a run was told, what it saw, and what it learned."""
+    """A trained run with its settings and data."""
 
     settings: SceneGraphSettings
     splits: Splits
     regions: RegionFeatures | None
     model: MotifNet
     epoch: int
-    """The epoch the weights are of: the best on validation so far."""
+    """The epoch of the weights: the best one on validation so far."""
 
 
 def load(run: Path, moved: MovedData) -> TrainedGraphs:
-    """Read a run back; its data are read again.
+    """Load a run and read its data.
 
     Args:
-        run: The folder of a run of `torchlml train scene-graph`; anything else raises `BadInput`.
-        moved: Where its data are now.
+        run: A run directory of `torchlml train scene-graph`; any other raises `BadInput`.
+        moved: The current paths of its data.
 
     Returns:
-        The run, with the network on the CPU and ready to predict.
+        The run, with the network on the CPU in evaluation mode.
     """
     best = run_directory.find_best_epoch(EXPERIMENT, run)
     paths = {field.name: getattr(moved, field.name) for field in fields(MovedData)}
@@ -72,10 +72,10 @@ def load(run: Path, moved: MovedData) -> TrainedGraphs:
 
 
 def main(settings: EvaluateSettings) -> None:
-    """Evaluate, and print two tables."""
+    """Evaluate a run and print two tables."""
     console = new_console()
     accelerator = Accelerator(cpu=settings.cpu)
-    with use_threads(1):  # its operators are small, as in training
+    with use_threads(1):  # the operators are small, as in training
         run = load(settings.run, settings)
         graphs = getattr(run.splits, settings.split)
         scored = _score(run, settings.split, accelerator, console)
@@ -127,7 +127,7 @@ def _predicates(recall: Tensor, images: Tensor, predicates: tuple[str, ...]) -> 
 
 
 def step_time(settings: ObjectiveTimesSettings) -> None:
-    """Time, and print a table."""
+    """Time the training steps of all objectives and print a table."""
     common = SceneGraphSettings(vg=settings.vg, vrd=settings.vrd, validation=1)
     if settings.run is not None:
         moved = {"vg": settings.vg, "vrd": settings.vrd}

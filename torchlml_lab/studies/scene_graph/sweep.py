@@ -1,4 +1,4 @@
-"""`torchlml sweep scene-graph`: methods x seeds, and the table of its results."""
+"""`torchlml sweep scene-graph`: methods x seeds, and the table of results."""
 
 import dataclasses
 from collections import defaultdict
@@ -25,20 +25,20 @@ from torchlml_lab.studies.scene_graph.settings import EXPERIMENT, SceneGraphSett
 from torchlml_lab.studies.scene_graph.task import check, read, task, vision
 
 FREQUENCY = "frequency"
-"""The method that ranks by the frequencies alone and is not trained."""
+"""The untrained baseline that ranks by frequency only."""
 
 
 @dataclass(frozen=True)
 class RecallRecord:
-    """One evaluation: of which run, after which epoch, on which images, and the recalls."""
+    """One evaluation: its run, epoch and split, and the recalls."""
 
     data: str
     """`vg` or `vrd`."""
     vision: str
     method: str
-    """The objective and, where it has one, its k, as in `lml-20`."""
+    """The objective with its k, if it has one, such as `lml-20`."""
     variant: str
-    """What differs from the usual run, as in `without-bias`."""
+    """The differences from the default run, such as `without-bias`."""
     seed: int
     learning_rate: float
     epochs: int
@@ -61,16 +61,16 @@ class RecallRecord:
     ng_mr50: float
     ng_mr100: float
     seconds: float
-    """Of the whole run."""
+    """The duration of the whole run."""
 
 
 def columns(measures: dict[str, float]) -> dict[str, float]:
-    """The measures under the names they have in a record."""
+    """The metrics by their column names in a record."""
     return {"recall": measures["recall"]} | {column(name): measures[name] for name in RECALLS + MEAN_RECALLS}
 
 
 def column(measure: str) -> str:
-    """The column of a measure: `ng_r20` for `ng-R@20`."""
+    """The column name of a metric: `ng_r20` for `ng-R@20`."""
     return measure.lower().replace("@", "").replace("-", "_")
 
 
@@ -86,17 +86,17 @@ TABLE = StudyTable(
 def best_rates(
     records: Sequence[RecallRecord], cells: Sequence[tuple[str, str]], path: Path
 ) -> dict[tuple[str, str], float]:
-    """For each method and variant the learning rate with the best recall on validation.
+    """For each method and variant, the learning rate with the best recall on validation.
 
     Args:
-        records: The rows of a tuning sweep; those of the test are not looked at.
-        cells: The pairs of method and variant that are needed.
-        path: Where the rows come from, for the error.
+        records: The records of a tuning sweep; those of the test are not used.
+        cells: The pairs of method and variant to choose a rate for.
+        path: The file of the records, for the error.
 
     Returns:
-        The learning rate by method and variant. A k that was not tuned has that of its objective's nearest k,
-        a variant of which nothing was tuned that of the usual runs. A method that is missing, or learning
-        rates that were not tried with the same seeds, raise `BadInput`.
+        The learning rate by method and variant. A k that was not tuned uses the rate of the nearest tuned k
+        of its objective, and a variant that was not tuned uses the rates of the default runs. A missing
+        method, or rates tried with different seeds, raise `BadInput`.
     """
     rates = {}
     for method, variant in cells:
@@ -113,7 +113,7 @@ def best_rates(
 
 
 def _nearest(method: str, tuned: Collection[str]) -> str:
-    """The tuned method of the same objective with the nearest k; the method itself where there is none."""
+    """The tuned method of the same objective with the nearest k, or the method itself if there is none."""
     wanted = find_method(method)
     if method in tuned or wanted is None or wanted.k is None:
         return method
@@ -124,7 +124,7 @@ def _nearest(method: str, tuned: Collection[str]) -> str:
 
 
 def title_of(rows: Sequence[RecallRecord], split: str) -> str:
-    """What stands above a table of the recalls on a split."""
+    """The title of a table of the recalls on a split."""
     about = next(row for row in rows if row.method != FREQUENCY)
     return (
         f"{about.data}, predicate classification, {about.vision}, {split}: recall in %, mean±standard "
@@ -132,12 +132,12 @@ def title_of(rows: Sequence[RecallRecord], split: str) -> str:
     )
 
 
-# These settings of a run are the sweep's to choose.
+# The sweep sets these options of a run itself.
 _CHOSEN = ("out", "resume", "objective", "k", "seed")
 
 
 def main(settings: SweepSettings) -> None:
-    """Run what is not done yet."""
+    """Run all combinations that are not finished."""
     runs = grid(settings)
     baseline = frequencies(settings, read(settings.run))
 
@@ -149,12 +149,12 @@ def main(settings: SweepSettings) -> None:
 
 
 def grid(settings: SweepSettings) -> list[SceneGraphSettings]:
-    """The settings of every run; those that cannot be run raise `BadInput`."""
+    """The settings of every run; raises `BadInput` if one of them is invalid."""
     check_grid(settings, settings.run, _CHOSEN, ("methods", "seeds"))
     parsed = {method: parse_method(method) for method in settings.methods}
     for method in settings.once:
         if method not in parsed:
-            raise BadInput(f"`--once` names `{method}`, which is none of the `--methods`.")
+            raise BadInput(f"`--once` must contain only `--methods`, but it contains `{method}`.")
     kinds = _kinds(settings)
     cells = [(method, variant(kind)) for kind in kinds for method in parsed]
     rates = dict.fromkeys(cells, settings.learning_rates or (settings.run.learning_rate,))
@@ -163,8 +163,8 @@ def grid(settings: SweepSettings) -> list[SceneGraphSettings]:
         best = best_rates(rows, cells, settings.tuned)
         rates = {cell: (rate,) for cell, rate in best.items()}
     runs = []
-    # The seed varies slowest, then the place in the list of rates: a sweep that is stopped early still has
-    # every method, and the rates that stand first.
+    # The seed varies slowest, then the index of the rate, so that a sweep stopped early still has every
+    # method with the first rates.
     tries = max(len(found) for found in rates.values())
     for seed, place, kind, method in product(settings.seeds, range(tries), kinds, parsed):
         if method in settings.once and seed != settings.seeds[0]:
@@ -186,14 +186,14 @@ def grid(settings: SweepSettings) -> list[SceneGraphSettings]:
 
 
 def _kinds(settings: SweepSettings) -> list[SceneGraphSettings]:
-    """What the runs have in common, once for each kind of bias."""
+    """The settings shared by all runs, once for each kind of bias."""
     if not settings.biases:
         return [settings.run]
     if settings.run.without_bias or settings.run.leave_one_out:
         given = "without-bias" if settings.run.without_bias else "leave-one-out"
-        raise BadInput(f"`--run.{given}` is given, but `--biases` chooses it for each run.")
+        raise BadInput(f"`--run.{given}` cannot be combined with `--biases`, which sets it for each run.")
     if ("outside" in settings.biases) != (settings.run.counts is not None):
-        raise BadInput("`--biases outside` and `--run.counts` go together: give both or none of them.")
+        raise BadInput("`--biases outside` and `--run.counts` must be used together.")
     return [
         dataclasses.replace(
             settings.run,
@@ -206,7 +206,7 @@ def _kinds(settings: SweepSettings) -> list[SceneGraphSettings]:
 
 
 def rows_of(settings: SceneGraphSettings, result: dict[str, Any]) -> list[RecallRecord]:
-    """The rows of a finished run: train and validation after each epoch, and the test of the best one."""
+    """The records of a finished run: train and validation after each epoch, and test after the best one."""
     return [
         _record(
             settings,
@@ -222,7 +222,7 @@ def rows_of(settings: SceneGraphSettings, result: dict[str, Any]) -> list[Recall
 
 
 def frequencies(settings: SweepSettings, splits: Splits) -> list[RecallRecord]:
-    """The rows of the frequencies alone, on validation and test, for each source of counts."""
+    """The records of the frequency baseline on validation and test, for each source of counts."""
     accelerator = Accelerator(cpu=True)
     sources = {kind.counts: kind for kind in _kinds(settings)}
     return [
@@ -233,7 +233,7 @@ def frequencies(settings: SweepSettings, splits: Splits) -> list[RecallRecord]:
 
 
 def variant(settings: SceneGraphSettings, trained: bool = True) -> str:
-    """What differs from the usual run, for the column of that name; without training only the counts can."""
+    """The value of the `variant` column; without training, only the counts can differ."""
     differs = {
         "one-per-edge": settings.one_per_edge and trained,
         "without-bias": settings.without_bias and trained,
@@ -274,7 +274,7 @@ _read_once = lru_cache(maxsize=1)(read)
 
 
 def _run_one(settings: SceneGraphSettings) -> dict[str, Any]:
-    # The files are the same for all runs of a sweep, so their settings are left out of the cache's key.
+    # All runs of a sweep use the same files, so the other settings are not part of the cache key.
     common = SceneGraphSettings(
         vg=settings.vg, vrd=settings.vrd, validation=settings.validation, split_seed=settings.split_seed
     )
@@ -284,7 +284,7 @@ def _run_one(settings: SceneGraphSettings) -> dict[str, Any]:
 
 
 def _tables(rows: Sequence[RecallRecord]) -> Group:
-    """The test of every method, a table for each mode; the spread is the deviation over the seeds."""
+    """A table per mode with the test recalls of every method: mean and standard deviation over the seeds."""
     groups: dict[tuple[str, str, float], list[RecallRecord]] = defaultdict(list)
     validation: dict[tuple[str, str, float], list[float]] = defaultdict(list)
     for row in rows:

@@ -1,4 +1,4 @@
-"""`torchlml train scene-graph`: one run of the study, on Visual Genome or on VRD."""
+"""`torchlml train scene-graph`: one run of the study, on Visual Genome or VRD."""
 
 import math
 from collections.abc import Callable, Iterable
@@ -24,51 +24,51 @@ from torchlml_lab.studies.scene_graph.settings import EXPERIMENT, Objective, Sce
 
 
 def main(settings: SceneGraphSettings) -> None:
-    """Train, and print the test."""
+    """Train a model and print its test recalls."""
     console = new_console()
     result = run(settings, console)
     say_test(console, settings, result, f"{in_percent(result['test'], RECALLS)} ({vision(settings)})")
 
 
 def run(settings: SceneGraphSettings, console: Console) -> dict[str, Any]:
-    """Train with these settings; what cannot be done raises `BadInput` before anything is written."""
+    """Train with these settings; raise `BadInput` for invalid ones before any file is written."""
     check(settings)
     return train(EXPERIMENT, settings, lambda: task(settings, read(settings)), console)
 
 
 def vision(settings: SceneGraphSettings) -> str:
-    """What the model sees, for every table."""
+    """Whether the model has visual input, as a phrase for tables."""
     return "vision-free" if settings.region_features is None else "with region features"
 
 
 def check(settings: SceneGraphSettings) -> None:
-    """Refuse settings that cannot be run."""
+    """Raise `BadInput` for invalid settings."""
     check_settings(settings)
     if (settings.vg is None) == (settings.vrd is None):
-        raise BadInput("Exactly one of `--vg` (Visual Genome) and `--vrd` must be given.")
+        raise BadInput("Pass exactly one of `--vg` (Visual Genome) and `--vrd`.")
     if settings.k < 1:
-        raise BadInput(f"`--k` is {settings.k}, and must be at least 1.")
+        raise BadInput(f"`--k` must be at least 1, but it is {settings.k}.")
     if settings.hidden < 2 or settings.hidden % 2:
-        raise BadInput(f"`--hidden` is {settings.hidden}, and must be an even number from 2 on.")
+        raise BadInput(f"`--hidden` must be an even number of at least 2, but it is {settings.hidden}.")
     if not 0 <= settings.dropout < 1:
-        raise BadInput(f"`--dropout` is {settings.dropout}, and must be from 0 to less than 1.")
+        raise BadInput(f"`--dropout` must be at least 0 and less than 1, but it is {settings.dropout}.")
     if not 0 <= settings.weight_decay < math.inf:
-        raise BadInput(f"`--weight-decay` is {settings.weight_decay}, and must be finite and at least 0.")
+        raise BadInput(f"`--weight-decay` must be finite and at least 0, but it is {settings.weight_decay}.")
     if not settings.clip > 0:
-        raise BadInput(f"`--clip` is {settings.clip}, and must be more than 0.")
+        raise BadInput(f"`--clip` must be positive, but it is {settings.clip}.")
     if settings.without_bias and (settings.counts is not None or settings.leave_one_out):
         given = "--leave-one-out" if settings.counts is None else "--counts"
         raise BadInput(
-            f"`{given}` makes the frequency bias that `--without-bias` leaves out: give one of them."
+            f"`{given}` cannot be combined with `--without-bias`, because it defines the frequency bias."
         )
     if settings.counts is not None and settings.leave_one_out:
         raise BadInput(
-            "`--counts` are of other images, so `--leave-one-out` has nothing to take out: give one of them."
+            "`--counts` cannot be combined with `--leave-one-out`, because they do not count training images."
         )
 
 
 def read(settings: SceneGraphSettings) -> Splits:
-    """The images of the run's files, in three splits."""
+    """Read the images of the run and split them."""
     if settings.vg is not None:
         training, test = datasets.read_visual_genome(settings.vg)
     else:
@@ -78,13 +78,13 @@ def read(settings: SceneGraphSettings) -> Splits:
 
 
 def task(settings: SceneGraphSettings, splits: Splits) -> Task:
-    """The task of one run; the seed must be set before, since it makes the network."""
+    """The task of one run. Set the seed before the call, because it initializes the network."""
     regions = read_regions(settings, splits)
     model = network(settings, splits, regions)
     optimizer = torch.optim.AdamW(
         model.parameters(), lr=settings.learning_rate, weight_decay=settings.weight_decay, fused=True
     )
-    # The training curve is of images that do not change, so that it can be compared between epochs.
+    # The training curve uses the same images in every epoch, so that epochs are comparable.
     followed = splits.training[torch.arange(min(settings.validation, len(splits.training)))]
     parts = {"train": followed, "validation": splits.validation, "test": splits.test}
 
@@ -115,7 +115,7 @@ def task(settings: SceneGraphSettings, splits: Splits) -> Task:
 
 
 def ranker(objective: Objective, motifs: torch.nn.Module) -> Callable[[Batch], Tensor]:
-    """What a network ranks the triples of a batch by."""
+    """A function that computes the ranking scores of the triples of a batch with a network."""
     return lambda batch: objectives.ranking(objective, motifs(batch))
 
 
@@ -125,7 +125,7 @@ def read_regions(settings: SceneGraphSettings, splits: Splits) -> RegionFeatures
 
 
 def network(settings: SceneGraphSettings, splits: Splits, regions: RegionFeatures | None) -> MotifNet:
-    """The network of a run, with its first weights."""
+    """A newly initialized network."""
     training = splits.training
     background = int(objectives.has_background(settings.objective))
     bias = None
