@@ -34,15 +34,15 @@ FIRST_LINE, LONGEST_SILENCE = 5.0, 60.0
 
 
 class ProgressBar(Progress):
-    """A `rich.progress.Progress` with the same columns everywhere, and with plain lines without a terminal.
+    """A `rich.progress.Progress` with common columns. Without a terminal, it prints plain lines instead.
 
         with ProgressBar(console) as progress:
             task = progress.add_task("epochs", total=10)
             progress.advance(task)
 
     Args:
-        console: Where it goes; a quiet one shows nothing.
-        hidden: Show nothing at all, for the processes of a run that are not the first.
+        console: The console to print to. A quiet console shows nothing.
+        hidden: Whether to show nothing, as for all processes of a run except the first.
     """
 
     def __init__(self, console: Console, hidden: bool = False) -> None:
@@ -63,17 +63,17 @@ class ProgressBar(Progress):
         self._last_line = time.monotonic()
 
     def advance(self, task_id: TaskID, advance: float = 1) -> None:
-        """Count a step of a task."""
+        """Advance a task by a step."""
         super().advance(task_id, advance)
         self._say()
 
     def update(self, task_id: TaskID, **changes: Any) -> None:
-        """Change a task, for instance its `description`."""
+        """Change a task, for example its `description`."""
         super().update(task_id, **changes)
         self._say()
 
     def _say(self) -> None:
-        """Print a line when the last is long ago; from line to line it waits twice as long."""
+        """Print a line if enough time has passed. The interval doubles from line to line."""
         now = time.monotonic()
         if not self._plain or now - self._last_line < self._wait:
             return
