@@ -90,7 +90,7 @@ def _version() -> str:
 
 
 def _help() -> str:
-    listed = "\n".join(f"  {name:<10}{summary}" for name, summary in commands.SUMMARIES.items())
+    listed = "\n".join(f"  {name:<11}{summary}" for name, summary in commands.SUMMARIES.items())
     about = (
         "Tools for the Limited Multi-Label (LML) projection: like softmax, but the outputs sum to k and each "
         "is between 0 and 1."

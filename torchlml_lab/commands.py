@@ -4,6 +4,7 @@ Each entry names a settings dataclass in a module that imports neither torch nor
 `--help` and invalid options are handled immediately. The module of the function is imported only after that.
 """
 
+import dataclasses
 import importlib
 import sys
 from collections.abc import Mapping, Sequence
@@ -25,6 +26,8 @@ class Command(NamedTuple):
     """The function that is called with the settings."""
     summary: str = ""
     """A short description for the help of commands that take a name."""
+    required: tuple[str, ...] = ()
+    """The settings without a default, which must be given."""
 
 
 class Task(NamedTuple):
@@ -38,6 +41,8 @@ class Task(NamedTuple):
     step_time: Command | None = None
 
 
+_RUN = ("run",)
+
 TASKS = {
     "cifar100": Task(
         train=Command(
@@ -50,22 +55,29 @@ TASKS = {
             "studies.cifar100.sweep:main",
             "compare losses, noise levels and seeds, with tuning",
         ),
-        evaluate=Command("studies.cifar100.settings:EvaluateSettings", "studies.cifar100.report:main"),
-        step_time=Command("studies.cifar100.settings:LossTimesSettings", "studies.cifar100.report:step_time"),
+        evaluate=Command(
+            "studies.cifar100.settings:EvaluateSettings", "studies.cifar100.report:main", required=_RUN
+        ),
+        step_time=Command(
+            "studies.cifar100.settings:LossTimesSettings", "studies.cifar100.report:step_time", required=_RUN
+        ),
     ),
     "multilabel": Task(
         train=Command(
             "multilabel.settings:MultilabelSettings",
             "multilabel.training:main",
             "tag texts or feature vectors, from your own file",
+            required=("train",),
         ),
         sweep=Command(
             "multilabel.settings:SweepSettings",
             "multilabel.sweep:main",
             "compare losses, kept labels and seeds, with tuning",
         ),
-        evaluate=Command("multilabel.settings:EvaluateSettings", "multilabel.report:main"),
-        predict=Command("multilabel.settings:PredictSettings", "multilabel.prediction:main"),
+        evaluate=Command("multilabel.settings:EvaluateSettings", "multilabel.report:main", required=_RUN),
+        predict=Command(
+            "multilabel.settings:PredictSettings", "multilabel.prediction:main", required=("run", "data")
+        ),
     ),
     "scene-graph": Task(
         train=Command(
@@ -78,9 +90,13 @@ TASKS = {
             "studies.scene_graph.sweep:main",
             "compare methods and seeds, with tuning",
         ),
-        evaluate=Command("studies.scene_graph.settings:EvaluateSettings", "studies.scene_graph.report:main"),
+        evaluate=Command(
+            "studies.scene_graph.settings:EvaluateSettings", "studies.scene_graph.report:main", required=_RUN
+        ),
         predict=Command(
-            "studies.scene_graph.settings:PredictSettings", "studies.scene_graph.prediction:main"
+            "studies.scene_graph.settings:PredictSettings",
+            "studies.scene_graph.prediction:main",
+            required=_RUN,
         ),
         step_time=Command(
             "studies.scene_graph.settings:ObjectiveTimesSettings", "studies.scene_graph.report:step_time"
@@ -91,15 +107,18 @@ TASKS = {
             "recommend.settings:RecommendSettings",
             "recommend.training:main",
             "recommend items to users, from your own files",
+            required=("train",),
         ),
         sweep=Command(
             "recommend.settings:SweepSettings",
             "recommend.sweep:main",
             "compare models, losses and seeds, with tuning",
         ),
-        evaluate=Command("recommend.settings:EvaluateSettings", "recommend.report:main"),
-        predict=Command("recommend.settings:PredictSettings", "recommend.prediction:main"),
-        step_time=Command("recommend.settings:LossTimesSettings", "recommend.training:step_time"),
+        evaluate=Command("recommend.settings:EvaluateSettings", "recommend.report:main", required=_RUN),
+        predict=Command("recommend.settings:PredictSettings", "recommend.prediction:main", required=_RUN),
+        step_time=Command(
+            "recommend.settings:LossTimesSettings", "recommend.training:step_time", required=_RUN
+        ),
     ),
 }
 
@@ -259,10 +278,17 @@ def call(name: str, command: Command, arguments: Sequence[str]) -> None:
     if not isinstance(kind, type):
         settings = kind(arguments)
     elif issubclass(kind, TrainSettings):
-        settings = read_settings(kind, name, arguments, kind())
+        settings = read_settings(kind, name, arguments, _default(kind, command.required))
     else:
-        settings = parse_settings(kind, name, arguments, kind())
+        settings = parse_settings(kind, name, arguments, _default(kind, command.required))
     _load(command.function)(settings)
+
+
+def _default(kind: type[Any], required: Sequence[str]) -> Any:
+    """Return the default settings, with the required ones marked as missing."""
+    import tyro  # imported here, because the list of commands is shown without it
+
+    return dataclasses.replace(kind(), **dict.fromkeys(required, tyro.MISSING))
 
 
 def draw_all(settings: AllSettings) -> None:

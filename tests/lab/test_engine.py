@@ -218,7 +218,7 @@ def test_a_run_of_another_version_is_refused(capsys, unfinished):
 
 def test_a_run_of_another_experiment_is_refused(capsys, unfinished):
     edit(unfinished / "run.json", experiment="scene-graph")
-    assert "holds a run of `scene-graph`" in refused(capsys, resume(unfinished))
+    assert "is a run of `scene-graph`" in refused(capsys, resume(unfinished))
 
 
 def test_other_settings_are_refused(capsys, unfinished):
@@ -383,7 +383,7 @@ def test_a_damaged_record_is_refused(capsys, unfinished, name):
 
 
 def test_a_folder_without_a_run_is_refused(capsys, tmp_path):
-    assert "holds no run of this version: No such file" in refused(capsys, resume(tmp_path))
+    assert "is not a run directory" in refused(capsys, resume(tmp_path))
 
 
 def test_a_run_is_not_overwritten(capsys, features, whole):

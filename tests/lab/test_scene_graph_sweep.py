@@ -210,7 +210,7 @@ def test_predict_prints_and_draws(capsys, run, tmp_path):
         ("predict", ["--vrd", "x"], "`--vrd` is given, but the run"),
         ("evaluate", ["--vrd", "x"], "`--vrd` is given, but the run"),
         ("step-time", ["--threads", "1000"], "`--threads` is 1000"),
-        ("step-time", ["--batch-size", "100000"], "`--batch-size` is 100000, and must be from 1 to 1024"),
+        ("step-time", ["--batch-size", "100000"], "`--batch-size` must be from 1 to 1024, but it is 100000"),
         ("predict", ["--out", "x.jpg"], "must end in `.png`"),
         ("evaluate", ["--split", "all"], "all"),
     ],
@@ -222,7 +222,7 @@ def test_bad_questions(capsys, run, command, options, needle):
 def test_a_folder_without_a_run_is_refused(capsys, tmp_path):
     for command in ("evaluate", "predict"):
         assert cli.main([command, str(tmp_path)]) == 2
-        assert "run.json` cannot be read" in capsys.readouterr().err
+        assert "is not a run directory" in capsys.readouterr().err
 
 
 def test_the_usual_image_has_many_relations_and_few_objects(vg):

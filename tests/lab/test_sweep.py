@@ -113,7 +113,7 @@ def test_a_failed_run_is_reported_and_the_others_are_kept(capsys, features, tmp_
 
 def test_a_folder_of_other_settings_is_refused(capsys, features, whole):
     assert cli.main(words(features, whole, "--run.epochs", "5")) == 2
-    assert "holds a run with `epochs` 4 instead of 5" in capsys.readouterr().err
+    assert "contains a run with `epochs` 4 instead of 5" in capsys.readouterr().err
 
 
 def test_places_that_cannot_be_written_are_refused_before_any_work(capsys, features, tmp_path, monkeypatch):

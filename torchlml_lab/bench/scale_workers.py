@@ -1,7 +1,7 @@
-"""The processes that `torchlml bench scale` starts: `step` and `rounds`, the first argument.
+"""The worker processes of `torchlml bench scale`. The first argument is `step` or `rounds`.
 
-`step` takes one step of `linear_lml_loss` and reports its peak memory, which is that of the whole process.
-`rounds` is one of two processes that share rows, and counts the collectives of `lml`.
+`step` runs one step of `linear_lml_loss` and reports the peak memory of the whole process. `rounds` is one of
+two processes that share sharded rows, and counts the collectives of `lml`.
 """
 
 import json
@@ -17,7 +17,7 @@ import torchlml
 
 
 def step(arguments: Sequence[str]) -> None:
-    """Take the step; the arguments are rows, labels, features and threads."""
+    """Run the step. The arguments are the numbers of rows, labels, features and threads."""
     from torchlml_lab.bench.scale import steps
 
     rows, labels, features, threads = map(int, arguments)
@@ -28,8 +28,8 @@ def step(arguments: Sequence[str]) -> None:
 
 
 def rounds(arguments: Sequence[str]) -> None:
-    """Count; the arguments are a folder to meet in, the number of labels, the rank and the scales."""
-    from torch.distributed.tensor.debug import CommDebugMode  # takes memory, which `step` measures
+    """Count collectives. The arguments are a rendezvous directory, the labels, the rank and the scales."""
+    from torch.distributed.tensor.debug import CommDebugMode  # uses memory, so `step` avoids it
 
     folder, labels, rank, *scales = arguments
     torch.set_num_threads(1)

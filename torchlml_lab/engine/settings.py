@@ -197,7 +197,7 @@ def parse_settings(kind: type[Options], command: str, arguments: Sequence[str], 
             more = f". Run `torchlml {command} --help` to see all options."
             raise BadInput(said if said.endswith("?") else said + more)
 
-    with _refusing(refuse):
+    with _refusing(refuse), _without_empty_defaults():
         return tyro.cli(
             kind,
             prog=f"torchlml {command}",
@@ -226,6 +226,31 @@ def _refusing(refuse: Any) -> AbstractContextManager[None]:
     except ImportError:
         return nullcontext()
     return on_parse_error(refuse)
+
+
+@contextmanager
+def _without_empty_defaults() -> Iterator[None]:
+    """Omit tyro's "(default: None)" and "(default: False)", because the help texts explain the default.
+
+    The patched function is not part of tyro's stable API. A version without it shows these defaults.
+    """
+    from tyro import _arguments
+
+    original = getattr(_arguments, "generate_argument_helptext", None)
+    if original is None:
+        yield
+        return
+
+    def helptext(arg: Any, *others: Any, **named: Any) -> Any:
+        if arg.field.default is None or arg.field.default is False or arg.field.default == ():
+            arg.field.argconf = dataclasses.replace(arg.field.argconf, help_behavior_hint="")
+        return original(arg, *others, **named)
+
+    _arguments.generate_argument_helptext = helptext
+    try:
+        yield
+    finally:
+        _arguments.generate_argument_helptext = original
 
 
 @dataclass(frozen=True)
