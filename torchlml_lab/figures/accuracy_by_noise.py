@@ -17,28 +17,28 @@ from torchlml_lab.plots import METHODS, PAGE, new_figure
 from torchlml_lab.studies.cifar100 import sweep
 from torchlml_lab.studies.cifar100.sweep import AccuracyRecord
 
-# One's own sweep, or that of the study.
+# The user's own sweep, or that of the study.
 USUAL = (Path("runs/cifar100-sweep/results.csv"), Path("results/cifar100/features.csv"))
 
 
 def main(settings: NoiseFigureSettings) -> None:
-    """Draw, and print where the files are."""
+    """Draw the figure, and print its path."""
     check_picture(settings.out)
     path, rows = sources.read_sweep(settings.csv, USUAL, "cifar100", sweep.TABLE)
     sources.refuse_tuning(path, ((row.loss, row.recipe) for row in rows))
     if len({(row.source, row.k) for row in rows}) > 1:
-        raise BadInput(f"`--csv` names `{path}`, which mixes networks or values of k.")
+        raise BadInput(f"`--csv` names `{path}`, which mixes several networks or values of k.")
     draw(rows, settings.out)
     say_where(settings.out)
 
 
 def draw(rows: Sequence[AccuracyRecord], picture: Path) -> None:
-    """Draw one panel for top-1 and one for top-k; bars are standard deviations over the seeds.
+    """Draw one panel for top-1 and one for top-k accuracy, with standard deviations over the seeds.
 
     Args:
-        rows: The runs, one recipe for each loss. Where they say what the last epoch had learned, two more
-            panels show that: top-k on clean labels, and on the noisy ones of the training.
-        picture: The PNG or SVG to write.
+        rows: The runs, with one set of hyperparameters per loss. If they include the accuracy of the last
+            epoch, two more panels show top-k on clean labels and on the noisy training labels.
+        picture: The PNG or SVG file to write.
     """
     top = f"top-{rows[0].k}"
     measures = {"test_top1": "top-1, test", "test_topk": f"{top}, test"}
@@ -69,13 +69,13 @@ def _draw_panel(axes: Axes, rows: Sequence[AccuracyRecord], measure: str) -> Non
             if row.loss == loss:
                 values[row.noise].append(getattr(row, measure))
         noises = sorted(values)
-        colour, marker = METHODS[loss]
+        color, marker = METHODS[loss]
         axes.errorbar(
-            # Set a little apart, so that bars at one noise level do not cover one another.
+            # Shifted slightly, so that error bars at the same noise level do not overlap.
             [noise + 0.006 * (place - (len(names) - 1) / 2) for noise in noises],
             [mean(values[noise]) for noise in noises],
             [stdev(values[noise]) if len(values[noise]) > 1 else 0.0 for noise in noises],
-            color=colour,
+            color=color,
             marker=marker,
             linewidth=1.2,
             capsize=2,

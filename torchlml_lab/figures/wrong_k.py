@@ -31,7 +31,7 @@ _LEVELS = {OF_ROW: (GREEN, "-"), PREDICTED: (PURPLE, "--"), SOFTMAX: (ORANGE, "-
 
 
 def main(settings: WhichKFigureSettings) -> None:
-    """Draw, and print where the files are."""
+    """Draw the figure, write the tables, and print their paths."""
     check_picture(settings.out)
     path = sources.find(settings.csv, USUAL, "torchlml which-k")
     rows = TABLE.read(path, "--csv")
@@ -40,11 +40,11 @@ def main(settings: WhichKFigureSettings) -> None:
 
 
 def draw(rows: Sequence[WhichKRecord], picture: Path) -> None:
-    """Draw a column of panels for each situation, a row for each measure; means over the seeds.
+    """Draw a column of panels for each setting and a row for each metric, with means over the seeds.
 
     Args:
-        rows: The networks.
-        picture: The PNG or SVG to write.
+        rows: The results of the networks.
+        picture: The PNG or SVG file to write.
     """
     with new_figure(picture, PAGE, 6.0) as figure:
         grid = figure.subplots(len(_MEASURES), len(SITUATIONS), sharex=True, sharey="row")
@@ -61,21 +61,21 @@ def draw(rows: Sequence[WhichKRecord], picture: Path) -> None:
 
 
 def _draw_panel(axes: Axes, rows: Sequence[WhichKRecord], measure: str) -> None:
-    for method, colour, marker in ((EXACTLY, BLUE, "P"), (AT_MOST, VERMILION, "v")):
+    for method, color, marker in ((EXACTLY, BLUE, "P"), (AT_MOST, VERMILION, "v")):
         ks = sorted({row.k for row in rows if row.method == method})
         means = [
             mean(getattr(row, measure) for row in rows if (row.method, row.k) == (method, k)) for k in ks
         ]
-        axes.plot(ks, means, color=colour, marker=marker, linewidth=1.0, label=method)
-    for method, (colour, line) in _LEVELS.items():
+        axes.plot(ks, means, color=color, marker=marker, linewidth=1.0, label=method)
+    for method, (color, line) in _LEVELS.items():
         found = [getattr(row, measure) for row in rows if row.method == method]
         if found:
-            axes.axhline(mean(found), color=colour, linestyle=line, linewidth=1.2, label=method)
+            axes.axhline(mean(found), color=color, linestyle=line, linewidth=1.2, label=method)
     axes.grid()
 
 
 def page_of(rows: Sequence[WhichKRecord]) -> str:
-    """The tables in Markdown, one for each situation: mean and standard deviation over the seeds."""
+    """Format one Markdown table per setting: means and standard deviations over the seeds."""
     parts = []
     heads = ("method", "k", "seeds", *_MEASURES.values(), "p > 0.5")
     for digits, named in SITUATIONS:
