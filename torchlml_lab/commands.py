@@ -175,7 +175,7 @@ FIGURES = {
     "entropies": Command(
         "figures.settings:EntropiesSettings",
         "figures.geometry:entropies",
-        "the entropies of sigmoid, softmax, lml and constrained softmax",
+        "the entropies that sigmoid, softmax and lml maximize",
     ),
     "which-relaxation": Command(
         "figures.settings:RelaxationsSettings",

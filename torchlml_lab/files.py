@@ -136,7 +136,7 @@ def read_content(path: Path, option: str) -> bytes:
         raise BadInput(f"`{path}`, line {line}: the text is not UTF-8.") from error
     if b"\0" in data:
         line = data.count(b"\n", 0, data.index(b"\0")) + 1
-        raise BadInput(f"`{path}`, line {line}: this is not a text file (it contains a zero byte).")
+        raise BadInput(f"`{path}`, line {line}: a zero byte, so this is not a text file.")
     return data
 
 

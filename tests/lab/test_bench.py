@@ -21,6 +21,7 @@ from torchlml_lab.bench import grid_benchmark, measurements, report, timing
 from torchlml_lab.bench.cases import BASELINE, DTYPES, FAMILY, LAYER, Case, call_of, case_grid
 from torchlml_lab.bench.settings import MODES, QUICK, LayerSettings
 from torchlml_lab.bench.timing import Quantiles
+from torchlml_lab.engine.settings import cores
 
 TINY = ["--sizes", "8", "24", "--ks", "n/2", "--batches", "3", "--scales", "1", "--repetitions", "2"]
 HERE = [provider.name for provider in LAYER if provider.absent() is None]
@@ -95,7 +96,7 @@ def test_comparing_with_something_else_says_so(capsys, tmp_path):
     assert bench(capsys, *narrow, "--csv", str(other))[0] == 0
     code, out, _ = bench(capsys, *narrow, "--sizes", "9", "--csv", str(path), "--compare", str(other))
     assert code == 0
-    assert "Nothing that was measured now is in" in out
+    assert "contains none of these measurements" in out
     assert "(was" not in out
 
 
@@ -125,13 +126,19 @@ def test_quick_is_a_start_that_other_options_change(monkeypatch):
 
 
 @each_refusal(
-    refusals("`{}` has {}", "--sizes 1", "--batches 0", "--scales -1", "--scales inf", "--scales nan"),
-    refusals("`{}` has {}", "--threads 0", "--threads 100000", "--repetitions 0"),
-    refusals("`{}` has {}", "--seconds -1", "--seconds nan"),
-    refusals("`{}` has `{}`", "--ks n*2", "--ks 2.5"),
-    refusals("`{}` is {}", "--ks 0", "--ks 24", "--ks n/0"),
-    refusals("`{}` names `{}`", "--dtypes int8", "--providers softmin", "--modes sideways"),
-    refusals("`{}` names `{}`", "--metrics energy", "--csv .", "--plot .", "--compare no-such-file.csv"),
+    refusals("`{}` must be finite and at least 2, but it is {}", "--sizes 1"),
+    refusals("`{}` must be finite and at least 1, but it is {}", "--batches 0", "--repetitions 0"),
+    refusals(
+        "`{}` must be finite and at least 0, but it is {}", "--scales -1", "--scales inf", "--scales nan"
+    ),
+    refusals("`{}` must be finite and at least 0, but it is {}", "--seconds -1", "--seconds nan"),
+    refusals(f"`{{}}` must be from 1 to {cores()}, but it is {{}}", "--threads 0", "--threads 100000"),
+    refusals("`{}` must be integers, `n/NUMBER` or `n-NUMBER`, but it contains `{}`", "--ks n*2", "--ks 2.5"),
+    refusals("for one of `--sizes`, but it is {1}", "--ks 0", "--ks 24", "--ks n/0"),
+    refusals("but it contains `{1}`", "--dtypes int8", "--providers softmin", "--modes sideways"),
+    refusals("but it contains `{1}`", "--metrics energy"),
+    refusals("`{}` must be a file, but `{}` is a directory", "--csv .", "--plot ."),
+    refusals("`{}` names `{}`", "--compare no-such-file.csv"),
     refusals("`{}` needs", "--sizes", "--modes"),
     refusals("`{}`", "--sizes a", "--ks", "--batches x", "--repetitions 1.5"),
     {"--nonsense": "no option `--nonsense`", "--repetition 3": "did you mean `--repetitions`?"},
@@ -286,7 +293,7 @@ def test_a_full_disk_keeps_the_table_on_the_screen(capsys, tmp_path, monkeypatch
     assert code == 1
     assert "sigmoid" in out
     assert "lacks the last 4 rows: there is no space left on the disk." in err
-    assert "was not drawn" in err
+    assert "could not be written" in err
     assert err.count("\n") == 1
     assert not list(tmp_path.iterdir())
 

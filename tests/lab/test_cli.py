@@ -140,14 +140,14 @@ def test_bad_input_is_one_sentence(capsys, words, needle):
         (RuntimeError("the disk is full"), 1, "the disk is full."),
         (RuntimeError("line one\nline two."), 1, "line one line two."),
         (ValueError(), 1, "ValueError."),
-        (MemoryError(), 1, "There is not enough memory."),
+        (MemoryError(), 1, "Not enough memory."),
         (
             RuntimeError(
                 "[enforce fail at alloc_cpu.cpp:127] err == 0. DefaultCPUAllocator: can't allocate memory: "
                 "you tried to allocate 400000000000 bytes. Error code 12 (Cannot allocate memory)"
             ),
             1,
-            "There is not enough memory: 3.7e+02 GiB more were needed at once.",
+            "Not enough memory: 3.7e+02 GiB more were needed at once.",
         ),
         (
             OSError(28, "No space left on device", "rows.csv"),
@@ -400,7 +400,7 @@ def test_a_reader_that_leaves_early_is_no_failure():
 
 def closing(closed, *words):
     """Run a command line with some of its outputs closed."""
-    command = ["sh", "-c", f'exec "$0" -m torchlml "$@" {closed}', sys.executable, *words]
+    command = ["sh", "-c", f'exec "$0" -m torchlml_lab "$@" {closed}', sys.executable, *words]
     return subprocess.run(command, capture_output=True, text=True, cwd=ROOT, timeout=120)
 
 

@@ -69,10 +69,10 @@ WRONG = {
         "`--train` names `{}`, and .jsonl is not read: give a .csv, .tsv or",
     ),
     "latin.txt": ("ann apple\nbjörn fig\n".encode("latin-1"), "`{}`, line 2: the text is not UTF-8."),
-    "binary.txt": (b"ann apple\n\0\1\n", "`{}`, line 2: a zero byte, so this is no text."),
+    "binary.txt": (b"ann apple\n\0\1\n", "`{}`, line 2: a zero byte, so this is not a text file."),
     "half.txt.gz": (
         gzip.compress(LINES.encode())[:-9],
-        "`--train` names `{}`, which cannot be read: it ends in",
+        "`--train` names `{}`, which cannot be read: it is truncated",
     ),
     "damaged.txt.gz": (b"\x1f\x8b" + b"x" * 30, "`--train` names `{}`, which cannot be read: its gzip data"),
     "short.csv": (CSV[:-8].encode(), "`{}`, line 7: it has 2 fields, and the header 3 (`6,an`)."),

@@ -187,7 +187,7 @@ def test_files_that_are_no_such_files(tmp_path: Path, name: str) -> None:
         read_labelled(tmp_path / name, "--train", labels=tmp_path / name if name.endswith("npz") else None)
     binary = name.endswith(("npz", "parquet"))
     bad: dict[bytes, str] = {
-        gzip.compress(SVMLIGHT.encode() * 99)[:-20]: "no whole" if binary else "it ends in the middle",
+        gzip.compress(SVMLIGHT.encode() * 99)[:-20]: "no whole" if binary else "it is truncated",
         b"PK\x03\x04 and not more": "no whole" if binary else "",
     }
     if not binary:

@@ -185,7 +185,7 @@ def test_other_data_than_those_of_the_run_are_refused(folder, capsys, tmp_path):
     settings = json.loads((tmp_path / "run" / "settings.json").read_text())
     settings["train"] = str(tmp_path / "gone.txt")
     (tmp_path / "run" / "settings.json").write_text(json.dumps(settings))
-    assert "say with `--train` where it is now" in refused(capsys, ["predict", tmp_path / "run"])
+    assert "Pass its new location with `--train`" in refused(capsys, ["predict", tmp_path / "run"])
     assert cli.main(["predict", str(tmp_path / "run"), "--train", str(folder / "train.txt")]) == 0
 
 
@@ -210,7 +210,7 @@ def test_a_killed_run_ends_as_if_it_had_not_been(folder, monkeypatch, capsys, tm
     with monkeypatch.context() as patched:
         patched.setattr(engine_run._Run, "_epoch", killed)
         assert cli.main([*words, "--out", str(tmp_path / "killed")]) == 130
-    assert "2 of 3 epochs are kept" in capsys.readouterr().err
+    assert "2 of 3 epochs are saved" in capsys.readouterr().err
     assert cli.main(["train", "recommend", "--resume", str(tmp_path / "killed")]) == 0
     results = [json.loads((tmp_path / name / "result.json").read_text()) for name in ("whole", "killed")]
     assert [{**one, "seconds": 0} for one in results] == [{**results[0], "seconds": 0}] * 2
@@ -298,7 +298,7 @@ def test_a_tuned_sweep_takes_for_each_method_what_is_best_on_validation(folder, 
         for seed in (0, 3)
         for model, dropout in (("autoencoder", 0.6), ("matrix-factorisation", 0.3))
     ]
-    with pytest.raises(BadInput, match="do not give them too"):
+    with pytest.raises(BadInput, match="so they cannot be given as well"):
         sweep.grid(dataclasses.replace(settings, temperatures=(0.1,)))
 
 

@@ -76,11 +76,11 @@ def test_finished_runs_are_skipped(capsys, vg, swept):
     before = (swept / "results.csv").read_bytes()
     assert cli.main(words(vg, swept)) == 0
     said = capsys.readouterr().out
-    assert "5 runs, 5 of them finished before" in said
+    assert "5 runs, 5 of them already finished" in said
     assert "vision-free" in said
     # Every name and number is whole, also on a terminal of 80 columns.
     assert "…" not in said
-    assert max(len(line) for line in said.split("\n") if not line.startswith("The rows are in")) <= 80
+    assert max(len(line) for line in said.split("\n") if not line.startswith("Results written to")) <= 80
     assert said.count("truncated-entropy-20") == 2
     assert (swept / "results.csv").read_bytes() == before
 
@@ -163,8 +163,8 @@ def test_methods():
 
 @each_refusal(
     refusals("`{}` names `{}`", "--once bce", "--tuned no.csv"),
-    refusals("`{}` is given", "--run.k 5", "--run.objective bce"),
-    refusals("`{}` is {}", "--workers 0"),
+    refusals("`{}` cannot be given", "--run.k 5", "--run.objective bce"),
+    refusals("`{}` must be at least 1, but it is {}", "--workers 0"),
     {"--methods lml": "`--methods` has `lml`", "--methods lml-0 --once": "`--k` is 0"},
     {"--biases none --run.without-bias": "`--run.without-bias` is given"},
     {"--biases none outside": "`--biases outside` and `--run.counts` go together"},
@@ -209,7 +209,7 @@ def test_predict_prints_and_draws(capsys, run, tmp_path):
         ("predict", ["--out", "/proc/x/y.png"], "which cannot be written"),
         ("predict", ["--vrd", "x"], "`--vrd` is given, but the run"),
         ("evaluate", ["--vrd", "x"], "`--vrd` is given, but the run"),
-        ("step-time", ["--threads", "1000"], "`--threads` is 1000"),
+        ("step-time", ["--threads", "1000"], "`--threads` must be from 1 to"),
         ("step-time", ["--batch-size", "100000"], "`--batch-size` must be from 1 to 1024, but it is 100000"),
         ("predict", ["--out", "x.jpg"], "must end in `.png`"),
         ("evaluate", ["--split", "all"], "all"),

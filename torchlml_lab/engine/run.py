@@ -95,7 +95,7 @@ def say_test(console: Console, settings: TrainSettings, result: dict[str, Any], 
     """
     if Accelerator(cpu=settings.cpu).is_main_process:
         console.print(
-            f"Test with epoch {result['best_epoch']}, the best on validation: {words}. "
+            f"Test of epoch {result['best_epoch']}, the best on validation: {words}. "
             f"The run is saved in {settings.resume or settings.out}.",
             soft_wrap=True,
             highlight=False,
