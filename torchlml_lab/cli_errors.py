@@ -12,7 +12,7 @@ _SIZES = {"bytes": 1, "kib": 2**10, "mib": 2**20, "gib": 2**30}
 
 
 class BadInput(Exception):
-    """Invalid input from the user. The message is one sentence that says what is wrong."""
+    """Invalid input from the user. The message describes the problem in one sentence."""
 
 
 def sentence(error: BaseException) -> str:
@@ -70,7 +70,7 @@ def _capital(words: str) -> str:
 
 
 def options(settings: Any, prefix: str = "--") -> Iterator[str]:
-    """Yield every option of the settings as it is typed. Options of nested settings contain a dot."""
+    """Yield every option of the settings as typed. Options of nested settings contain a dot."""
     for field in fields(settings):
         name, value = field.name.replace("_", "-"), getattr(settings, field.name)
         if is_dataclass(value):
@@ -79,7 +79,7 @@ def options(settings: Any, prefix: str = "--") -> Iterator[str]:
             yield prefix + name
 
 
-def refusal(event: Any, arguments: Sequence[str], known: Sequence[str]) -> str | None:
+def parse_error(event: Any, arguments: Sequence[str], known: Sequence[str]) -> str | None:
     """Describe invalid options, depending on the kind of tyro's event. None means an unknown kind."""
     kind = type(event).__name__
     name = event.argument.display_name() if getattr(event, "argument", None) else ""

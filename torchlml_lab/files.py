@@ -92,7 +92,7 @@ def _check_place(option: str, named: Path, folder: Path) -> None:
 
 @contextmanager
 def writing(what: str, path: Path, kept: str) -> Iterator[None]:
-    """Turn a failure to write a file into an error that says what was lost and what was kept.
+    """Turn a failure to write a file into an error that also names the part that was kept.
 
     Args:
         what: The thing written in the block, as in "The report".

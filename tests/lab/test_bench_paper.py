@@ -73,7 +73,8 @@ def test_an_interrupted_study_keeps_what_it_has_and_goes_on(capsys, tmp_path, mo
         assert study("--csv", path) == 130
     said = capsys.readouterr().err
     assert said == (
-        f"torchlml: Interrupted: 1 of 2 lengths are done and 32 rows are in {path}. Continue with `--resume`.\n"
+        f"torchlml: Interrupted: 1 of 2 lengths are done and 32 rows are in {path}. "
+        "Continue with `--resume`.\n"
     )
     kept = measurements.read(path, "--csv")
     assert [json.loads(row.config)["rounds"] for row in kept] == [2] * 16 + [1] * 16

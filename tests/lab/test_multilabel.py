@@ -313,7 +313,7 @@ BAD = {
     "--patience 0": (ROWS, "`--patience` is 0"),
     "--train-labels y.npz": (ROWS, "`--train-labels` is for `.npz` files"),
     "--test-labels y.npz": (ROWS, "`--test-labels` is given without `--test`"),
-    "--label-names n.txt": (ROWS, "has names already"),
+    "--label-names n.txt": (ROWS, "already has label names"),
     "--valid missing.csv": (ROWS, "`--valid` names `missing.csv`, which cannot be read: no such file"),
     "--epochs 1": ("text,tags\n" + "a,\n" * 20, "which has no label: at least two are needed"),
     "--epochs 2": ("text,tags\n" + "a,x\n" * 20, "which has the label `x` alone: at least two are needed"),
@@ -359,9 +359,9 @@ def test_bad_questions_to_a_run(run, texts, tmp_path, capsys):
         capsys, ["evaluate", out, "--train", other]
     )
     (tmp_path / "rows.txt").write_text("1 2:3\n")
-    assert "is no table" in refused(capsys, ["predict", out, "--data", tmp_path / "rows.txt"])
+    assert "is not a table" in refused(capsys, ["predict", out, "--data", tmp_path / "rows.txt"])
     train = ["train", "multilabel", "--train", texts, "--out", tmp_path / "run"]
-    assert "is no table" in refused(capsys, [*train, "--test", tmp_path / "rows.txt"])
+    assert "is not a table" in refused(capsys, [*train, "--test", tmp_path / "rows.txt"])
     assert not (tmp_path / "run").exists()
     assert not list(tmp_path.glob("*.jsonl"))
 

@@ -125,7 +125,7 @@ def test_gpu_check_without_a_gpu_is_one_sentence(capsys: pytest.CaptureFixture[s
     assert cli.main(["gpu-check"]) == 2
     said = capsys.readouterr()
     assert said.out == ""
-    assert said.err == "torchlml: `torchlml gpu-check` needs a GPU, and torch sees none here.\n"
+    assert said.err == "torchlml: `torchlml gpu-check` needs a GPU, but torch detects none.\n"
 
 
 def test_gpu_check_finds_a_wrong_kernel(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -220,7 +220,7 @@ def abilities(choose: Choice) -> dict[str, bool]:
 
 
 def abilities_in_plain_torch() -> dict[str, bool]:
-    """Test the features of `lml` without the compiled kernel, in a process where it is disabled."""
+    """Test the features of `lml` without the compiled kernel, in a separate process."""
     command = [sys.executable, "-m", "torchlml_lab.bench.alternative_operators"]
     environment = {**os.environ, "TORCHLML_KERNEL": "torch"}
     done = subprocess.run(command, env=environment, capture_output=True, text=True, check=True)

@@ -36,7 +36,7 @@ def run(
     plot: Path,
     console: Console,
 ) -> None:
-    """Measure every case, and append its rows to the CSV as soon as they are available.
+    """Measure every case, and append its rows to the CSV immediately.
 
     Args:
         settings: The settings. Invalid values raise `BadInput` before anything is measured.

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal, TypeVar
 
-from torchlml_lab.cli_errors import BadInput, options, refusal
+from torchlml_lab.cli_errors import BadInput, options, parse_error
 from torchlml_lab.files import read_json, record
 
 
@@ -68,7 +68,7 @@ class TrainSettings:
     learning_rate: float = 0.1
     """Initial learning rate."""
     mixed_precision: Literal["no", "bf16", "fp16"] = "no"
-    """Use half precision where it is safe, with float32 weights; fp16 is intended for GPUs."""
+    """Use half precision for suitable operations, with float32 weights; fp16 is intended for GPUs."""
     cpu: bool = False
     """Use the CPU even if a GPU is available."""
     threads: int | None = None
@@ -191,13 +191,13 @@ def parse_settings(kind: type[Options], command: str, arguments: Sequence[str], 
     """
     import tyro
 
-    def refuse(event: Any) -> None:
-        said = refusal(event, arguments, list(options(default)))
+    def report(event: Any) -> None:
+        said = parse_error(event, arguments, list(options(default)))
         if said:
             more = f". Run `torchlml {command} --help` to see all options."
             raise BadInput(said if said.endswith("?") else said + more)
 
-    with _refusing(refuse), _without_empty_defaults():
+    with _reporting(report), _without_empty_defaults():
         return tyro.cli(
             kind,
             prog=f"torchlml {command}",
@@ -216,8 +216,8 @@ def folded(text: str, indent: str = "") -> str:
     return "\n\n".join(textwrap.fill(paragraph, width, subsequent_indent=indent) for paragraph in paragraphs)
 
 
-def _refusing(refuse: Any) -> AbstractContextManager[None]:
-    """Make tyro pass a parse error to `refuse` before it prints the error in a box.
+def _reporting(report: Any) -> AbstractContextManager[None]:
+    """Make tyro pass a parse error to `report` before it prints the error in a box.
 
     The hook is not part of tyro's stable API. A version without it prints the box and exits with code 2.
     """
@@ -225,7 +225,7 @@ def _refusing(refuse: Any) -> AbstractContextManager[None]:
         from tyro._errors import on_parse_error
     except ImportError:
         return nullcontext()
-    return on_parse_error(refuse)
+    return on_parse_error(report)
 
 
 @contextmanager

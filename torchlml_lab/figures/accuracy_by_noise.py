@@ -25,7 +25,7 @@ def main(settings: NoiseFigureSettings) -> None:
     """Draw the figure, and print its path."""
     check_picture(settings.out)
     path, rows = sources.read_sweep(settings.csv, USUAL, "cifar100", sweep.TABLE)
-    sources.refuse_tuning(path, ((row.loss, row.recipe) for row in rows))
+    sources.check_not_tuning(path, ((row.loss, row.recipe) for row in rows))
     if len({(row.source, row.k) for row in rows}) > 1:
         raise BadInput(f"`--csv` names `{path}`, which mixes several networks or values of k.")
     draw(rows, settings.out)

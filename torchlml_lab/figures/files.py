@@ -72,7 +72,7 @@ def read_sweeps(
     return [read_sweep(path, (), task, table) for path in found or (own,)]
 
 
-def refuse_tuning(path: Path, recipes: Iterable[tuple[str, object]]) -> None:
+def check_not_tuning(path: Path, recipes: Iterable[tuple[str, object]]) -> None:
     """Raise `BadInput` if a method has several sets of hyperparameters, because their mean is meaningless.
 
     Args:

@@ -44,7 +44,7 @@ def main(settings: MultilabelFigureSettings) -> None:
     rows: list[LabelRecord] = []
     for path, read in sources.read_sweeps(settings.csv, OWN, STUDY, "multilabel", sweep.TABLE):
         trained = (row for row in read if row.loss != BASELINE)
-        sources.refuse_tuning(path, ((f"{row.data} {row.loss}", row.learning_rate) for row in trained))
+        sources.check_not_tuning(path, ((f"{row.data} {row.loss}", row.learning_rate) for row in trained))
         rows += read
     draw(rows, settings.out)
     write_tables(page_of(rows), settings.out)

@@ -37,7 +37,7 @@ def main(settings: RecommendFigureSettings) -> None:
     check_picture(settings.out)
     rows: list[RankingRecord] = []
     for path, read in sources.read_sweeps(settings.csv, OWN, STUDY, "recommend", sweep.TABLE):
-        sources.refuse_tuning(path, ((row.method, row.recipe) for row in read))
+        sources.check_not_tuning(path, ((row.method, row.recipe) for row in read))
         rows += read
     if len(users := {row.users for row in rows}) > 1:
         raise BadInput(f"`--csv` mixes different numbers of users: {', '.join(map(str, sorted(users)))}.")

@@ -32,7 +32,7 @@ def by_epoch(settings: SceneGraphFigureSettings) -> None:
     check_picture(settings.out)
     path, rows = sources.read_sweep(settings.csv, BY_EPOCH, "scene-graph", sweep.TABLE)
     trained = [row for row in rows if row.method != FREQUENCY]
-    sources.refuse_tuning(path, ((row.method, (row.learning_rate, row.variant)) for row in trained))
+    sources.check_not_tuning(path, ((row.method, (row.learning_rate, row.variant)) for row in trained))
     missing = [name for name in settings.methods if not any(row.method == name for row in trained)]
     if missing:
         raise BadInput(f"`--csv` names `{path}`, which has no run of `{missing[0]}`.")
@@ -121,7 +121,7 @@ def by_bias(settings: BiasFigureSettings) -> None:
     check_picture(settings.out)
     path, rows = sources.read_sweep(settings.csv, BY_BIAS, "scene-graph", sweep.TABLE)
     trained = [row for row in rows if row.method != FREQUENCY]
-    sources.refuse_tuning(
+    sources.check_not_tuning(
         path, ((f"{row.method} {row.variant}".strip(), row.learning_rate) for row in trained)
     )
     draw_by_bias(rows, settings.out)
