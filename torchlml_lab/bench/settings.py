@@ -67,7 +67,7 @@ class GridBenchmarkSettings(TimingSettings):
     """The settings of all benchmarks on a grid of cases."""
 
     sizes: tuple[int, ...] = (100, 1000, 10_000, 1_000_000)
-    """Row lengths n."""
+    """Row lengths n to measure."""
     ks: tuple[str, ...] = ("5", "n/2")
     """Values of k: integers, `n/NUMBER` or `n-NUMBER`; values outside 1 to n-1 are skipped."""
     batches: tuple[int, ...] = (256,)
@@ -136,11 +136,11 @@ class PaperSettings:
     """
 
     sizes: tuple[int, ...] = (1000, 10_000)
-    """Row lengths n."""
+    """Row lengths n to measure."""
     ks: tuple[int, ...] = (5, 50, 100)
     """Values of k, below the smallest row length."""
     batch: int = 256
-    """Number of rows."""
+    """Number of rows per batch."""
     threads: tuple[int, ...] = (1,)
     """Numbers of torch threads."""
     trials: int = 50
@@ -166,11 +166,11 @@ class ComparisonSettings(TimingSettings):
     methods: tuple[str, ...] = ()
     """Methods to compare; by default all that can run here. Some of them run only on short rows."""
     sizes: tuple[int, ...] = (32, 1000, 10_000)
-    """Row lengths n."""
+    """Row lengths n to measure."""
     k: int = 5
     """Number of entries to select."""
     batch: int = 64
-    """Number of rows."""
+    """Number of rows per batch."""
     scale: float = 3.0
     """Standard deviation of the logits."""
     threads: int = 1

@@ -66,7 +66,7 @@ class TrainSettings:
     batch_size: int = 64
     """Samples per step, summed over all processes; must be a multiple of the number of processes."""
     learning_rate: float = 0.1
-    """Initial learning rate."""
+    """Learning rate at the start of training."""
     mixed_precision: Literal["no", "bf16", "fp16"] = "no"
     """Use half precision for suitable operations, with float32 weights; fp16 is intended for GPUs."""
     cpu: bool = False
