@@ -88,7 +88,7 @@ def main() -> None:
     if home.parent != Path(sysconfig.get_path("platlib")):
         raise SystemExit(f"torchlml must be imported from the installation, but it is from {home}.")
     line = kernel_line()
-    if "native (" not in line:
+    if "C++ (" not in line:
         raise SystemExit(f"`torchlml info` does not name the compiled kernel: {line}")
     rows = check_numbers()
     version = sys.version.split()[0]

@@ -1,4 +1,4 @@
-"""Everything that trains, measures and draws with torchlml, behind the command `torchlml`."""
+"""The `torchlml` command line: training, evaluation, benchmarks, studies and figures."""
 
 from typing import Any
 
@@ -6,7 +6,7 @@ __all__ = ["TopKClassifier"]
 
 
 def __getattr__(name: str) -> Any:
-    # Only when it is asked for: scikit-learn and scipy take a second to import.
+    # Imported on first access, because scikit-learn and scipy take a second to import.
     if name in __all__:
         from torchlml_lab import classifier
 

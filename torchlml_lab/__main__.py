@@ -1,4 +1,4 @@
-"""`python -m torchlml_lab` is the command `torchlml`."""
+"""Entry point of `python -m torchlml_lab`, equivalent to the command `torchlml`."""
 
 import sys
 

@@ -1,7 +1,7 @@
-"""The command `torchlml`: runs a command, and turns every failure into one sentence and an exit code.
+"""The command `torchlml`: runs a subcommand and turns every failure into one sentence and an exit code.
 
-Exit codes: 0 for success, 1 for a failure on the way, 2 for input that is not accepted, 130 for an interrupt
-by the user. Neither this module nor `commands` imports torch: `torchlml --help` answers at once.
+Exit codes: 0 on success, 1 if the command failed, 2 for invalid input, 130 if the user interrupted it.
+Neither this module nor `commands` imports torch, so `torchlml --help` responds immediately.
 """
 
 import codecs
@@ -17,7 +17,7 @@ from torchlml_lab import commands
 from torchlml_lab.cli_errors import BadInput, sentence
 from torchlml_lab.engine.settings import folded
 
-# What stands for a character that the output's encoding does not have; any other becomes a question mark.
+# ASCII replacements for characters that the output encoding lacks. Any other character becomes "?".
 _PLAIN = {"±": "+-", "µ": "u", "×": "x", "…": "..."}
 
 
@@ -29,7 +29,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         0
 
     Args:
-        arguments: What follows `torchlml`; those of the process when None.
+        arguments: The words after `torchlml`. None means those of the process.
 
     Returns:
         The exit code.
@@ -49,10 +49,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except SystemExit as stop:  # after `--help`
         return int(stop.code or 0)
     except BrokenPipeError:
-        # The reader of a pipe (`torchlml info | head -1`) left early; Python would say so again at exit.
+        # The reader of a pipe (`torchlml info | head -1`) exited. Without this, Python reports it at exit.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0
-    except KeyboardInterrupt as stop:  # with a sentence where something can be continued
+    except KeyboardInterrupt as stop:  # carries a message if the work can be resumed
         return _fail(str(stop) or "Interrupted.", 130, debug)
     except BadInput as error:
         return _fail(str(error), 2, debug)
@@ -82,37 +82,40 @@ def _dispatch(words: list[str]) -> None:
 
 
 def _version() -> str:
-    """The version, from what pip recorded: importing torchlml would import torch, which takes seconds."""
+    """Return the version from the installed metadata, because importing torch takes seconds."""
     try:
         return metadata.version("torchlml")
-    except metadata.PackageNotFoundError:  # run from a folder of sources
+    except metadata.PackageNotFoundError:  # run from a source directory
         return str(importlib.import_module("torchlml").__version__)
 
 
 def _help() -> str:
-    listed = "\n".join(f"  {name:<10}{summary}" for name, summary in commands.SUMMARIES.items())
+    listed = "\n".join(f"  {name:<11}{summary}" for name, summary in commands.SUMMARIES.items())
     about = (
-        "The Limited Multi-Label projection: like softmax, but a row sums to k and every entry is in (0, 1)."
+        "Tools for the Limited Multi-Label (LML) projection: like softmax, but the outputs sum to k and each "
+        "is between 0 and 1."
     )
     return f"""usage: torchlml COMMAND [OPTIONS]
 
 {folded(about)}
 
-commands (`torchlml COMMAND --help` explains the options of each):
+commands:
 {listed}
 
 options:
-  -h, --help  print this help
-  --version   print the version
-  --debug     with any command: print the traceback when something fails
+  -h, --help  show this help
+  --version   show the version
+  --debug     with any command: print the traceback of an error
+
+Run `torchlml COMMAND --help` to see the options of a command.
 """
 
 
 def _replace_closed_outputs() -> None:
-    """Send the outputs that the caller closed (`torchlml predict RUN >&-`) to the null device.
+    """Redirect outputs that the caller closed (`torchlml predict RUN >&-`) to the null device.
 
-    Python sets a closed output to None, which nothing can be printed to. The null device also takes the
-    number of the closed output, so that no file that is opened later does.
+    Python sets a closed output to None, and printing to it would fail. The null device also occupies the
+    file descriptor of the closed output, so that no file opened later receives it.
     """
     for name in ("stdout", "stderr"):
         if getattr(sys, name) is None:

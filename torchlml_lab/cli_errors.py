@@ -1,4 +1,4 @@
-"""Errors of the command line: the exception for bad input, and one sentence for anything that fails."""
+"""Errors of the command line: the exception for invalid input, and one-sentence messages for all failures."""
 
 import errno
 import re
@@ -12,17 +12,17 @@ _SIZES = {"bytes": 1, "kib": 2**10, "mib": 2**20, "gib": 2**30}
 
 
 class BadInput(Exception):
-    """What the user asked for cannot be done; the message is the one sentence that says why."""
+    """Invalid input from the user. The message describes the problem in one sentence."""
 
 
 def sentence(error: BaseException) -> str:
-    """Say in one sentence what failed.
+    """Describe an error in one sentence.
 
         >>> sentence(OSError(28, "No space left on device", "rows.csv"))
         '`rows.csv` cannot be read or written: there is no space left on the disk.'
 
     Args:
-        error: Anything that was raised; messages of the system and of torch's allocators get other words.
+        error: Any exception. Errors of the operating system and of torch's allocators are reworded.
 
     Returns:
         A sentence without a line break.
@@ -33,14 +33,14 @@ def sentence(error: BaseException) -> str:
         said = f"`{error.filename}` cannot be read or written: {why}" if error.filename else _capital(why)
     elif wanted := re.search(r"tried to allocate ([\d.]+) (\w+)", said, re.IGNORECASE):
         size = float(wanted[1]) * _SIZES.get(wanted[2].lower(), 1) / 2**30
-        said = f"There is not enough memory: {size:,.2g} GiB more were needed at once"
+        said = f"Not enough memory: {size:,.2g} GiB more were needed at once"
     elif isinstance(error, MemoryError):
-        said = "There is not enough memory"
+        said = "Not enough memory"
     return said if said.endswith((".", "!", "?")) else f"{said}."
 
 
 def reason(error: OSError) -> str:
-    """Say why a file cannot be read or written, as the end of a sentence."""
+    """Return why a file cannot be read or written, as the end of a sentence."""
     if error.errno == errno.ENOSPC:
         return "there is no space left on the disk"
     said = error.strerror or " ".join(str(error).split()).rstrip(".")
@@ -48,20 +48,20 @@ def reason(error: OSError) -> str:
 
 
 def did_you_mean(word: str, known: Iterable[str]) -> str:
-    """End a sentence about an unknown name: with the known one that resembles it, if there is one."""
+    """End a sentence about an unknown name with the most similar known name, if there is one."""
     near = get_close_matches(word, list(known), n=1)
     return f": did you mean `{near[0]}`?" if near else ""
 
 
 def answer_help(arguments: Sequence[str], usage: str) -> None:
-    """Print the usage of a command that reads its arguments itself, if that is asked for, and exit.
+    """Print the usage of a command that parses its own arguments if `--help` was given, and exit.
 
     Args:
-        arguments: What followed the command's name.
-        usage: How it is called and what it does; the option `--help` is added.
+        arguments: The words after the command's name.
+        usage: The usage and description. The option `--help` is added to it.
     """
     if list(arguments) in (["-h"], ["--help"]):
-        sys.stdout.write(f"{usage}\noptions:\n  -h, --help  print this help\n")
+        sys.stdout.write(f"{usage}\noptions:\n  -h, --help  show this help\n")
         raise SystemExit(0)
 
 
@@ -70,7 +70,7 @@ def _capital(words: str) -> str:
 
 
 def options(settings: Any, prefix: str = "--") -> Iterator[str]:
-    """Every option of some settings, as it is typed; those of settings within settings have a dot."""
+    """Yield every option of the settings as typed. Options of nested settings contain a dot."""
     for field in fields(settings):
         name, value = field.name.replace("_", "-"), getattr(settings, field.name)
         if is_dataclass(value):
@@ -79,34 +79,34 @@ def options(settings: Any, prefix: str = "--") -> Iterator[str]:
             yield prefix + name
 
 
-def refusal(event: Any, arguments: Sequence[str], known: Sequence[str]) -> str | None:
-    """What is wrong with the options, by the kind of tyro's event; None for one that is not known here."""
+def parse_error(event: Any, arguments: Sequence[str], known: Sequence[str]) -> str | None:
+    """Describe invalid options, depending on the kind of tyro's event. None means an unknown kind."""
     kind = type(event).__name__
     name = event.argument.display_name() if getattr(event, "argument", None) else ""
     if kind == "UnrecognizedArgs":
         word = next((token for token in event.tokens if token.startswith("-")), None)
         if word is None:
-            return f"Nothing was expected where `{event.tokens[0]}` stands"
+            return f"Unexpected argument `{event.tokens[0]}`"
         word = word.partition("=")[0]
         return f"There is no option `{word}`{did_you_mean(word, known)}"
     if kind == "InvalidChoice":
-        return f"`{name}` is `{event.value}`, and must be one of {', '.join(event.choices)}"
+        return f"`{name}` must be one of {', '.join(event.choices)}, but it is `{event.value}`"
     if kind == "BadValue":
         return f"`{name}` needs a value"
     if kind == "MissingArgs":
         return f"`{event.missing_arguments[0].arg.display_name()}` is missing"
     if kind == "InstantiationFailure" and name:
-        number = {"INT": "a whole number", "FLOAT": "a number"}
+        number = {"INT": "an integer", "FLOAT": "a number"}
         metavar = str(event.argument.lowered.metavar)
         wanted = next((words for mark, words in number.items() if mark in metavar), metavar)
         several = event.argument.lowered.nargs == "*"
         given = " ".join(_values(name, arguments))
-        return f"`{name}` was given `{given}`, and {'each value' if several else 'it'} must be {wanted}"
+        return f"{'Each value of ' if several else ''}`{name}` must be {wanted}, but it was given `{given}`"
     return None
 
 
 def _values(option: str, arguments: Sequence[str]) -> list[str]:
-    """The words that were given to an option, from its last mention."""
+    """Return the values that were given to an option, at its last occurrence."""
     values: list[str] = []
     reading = False
     for word in arguments:

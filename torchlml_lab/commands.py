@@ -1,10 +1,10 @@
-"""The commands of `torchlml` by name: the settings that options are read into, and the function to call.
+"""The table of all `torchlml` commands: the settings that hold the options, and the function to call.
 
-A command is an entry here. Its settings are a dataclass in a module that imports neither torch nor anything
-else that takes long, so that `--help` and wrong options are answered at once. Only then is the module of its
-function imported.
+Each entry names a settings dataclass in a module that imports neither torch nor anything else slow, so that
+`--help` and invalid options are handled immediately. The module of the function is imported only after that.
 """
 
+import dataclasses
 import importlib
 import sys
 from collections.abc import Mapping, Sequence
@@ -18,26 +18,30 @@ from torchlml_lab.files import check_folder, read_json
 
 
 class Command(NamedTuple):
-    """A command: each of the first two is `module:name` within `torchlml_lab`."""
+    """A command. The first two fields have the form `module:name`, relative to `torchlml_lab`."""
 
     settings: str
-    """A dataclass whose fields are the options, or a function that makes it from the arguments."""
+    """A dataclass whose fields are the options, or a function that builds it from the arguments."""
     function: str
-    """Called with the settings."""
+    """The function that is called with the settings."""
     summary: str = ""
-    """A short description, for the list of names of a command that has several."""
+    """A short description for the help of commands that take a name."""
+    required: tuple[str, ...] = ()
+    """The settings without a default, which must be given."""
 
 
 class Task(NamedTuple):
-    """The commands of a task; None where it has no such command."""
+    """The commands of a task. None means that the task does not have the command."""
 
     train: Command
     sweep: Command
     evaluate: Command
-    """Called with the folder of a run first, as are the next two."""
+    """Takes the run directory as its first argument, like the next two commands."""
     predict: Command | None = None
     step_time: Command | None = None
 
+
+_RUN = ("run",)
 
 TASKS = {
     "cifar100": Task(
@@ -49,39 +53,50 @@ TASKS = {
         sweep=Command(
             "studies.cifar100.settings:read_sweep",
             "studies.cifar100.sweep:main",
-            "losses x noise levels x seeds, and tuning",
+            "compare losses, noise levels and seeds, with tuning",
         ),
-        evaluate=Command("studies.cifar100.settings:EvaluateSettings", "studies.cifar100.report:main"),
-        step_time=Command("studies.cifar100.settings:LossTimesSettings", "studies.cifar100.report:step_time"),
+        evaluate=Command(
+            "studies.cifar100.settings:EvaluateSettings", "studies.cifar100.report:main", required=_RUN
+        ),
+        step_time=Command(
+            "studies.cifar100.settings:LossTimesSettings", "studies.cifar100.report:step_time", required=_RUN
+        ),
     ),
     "multilabel": Task(
         train=Command(
             "multilabel.settings:MultilabelSettings",
             "multilabel.training:main",
-            "the best labels of texts or features, from your file",
+            "tag texts or feature vectors, from your own file",
+            required=("train",),
         ),
         sweep=Command(
             "multilabel.settings:SweepSettings",
             "multilabel.sweep:main",
-            "losses x kept labels x seeds, and tuning",
+            "compare losses, kept labels and seeds, with tuning",
         ),
-        evaluate=Command("multilabel.settings:EvaluateSettings", "multilabel.report:main"),
-        predict=Command("multilabel.settings:PredictSettings", "multilabel.prediction:main"),
+        evaluate=Command("multilabel.settings:EvaluateSettings", "multilabel.report:main", required=_RUN),
+        predict=Command(
+            "multilabel.settings:PredictSettings", "multilabel.prediction:main", required=("run", "data")
+        ),
     ),
     "scene-graph": Task(
         train=Command(
             "studies.scene_graph.settings:SceneGraphSettings",
             "studies.scene_graph.task:main",
-            "all relations of an image, on Visual Genome or VRD",
+            "predict all relations in an image (Visual Genome, VRD)",
         ),
         sweep=Command(
             "studies.scene_graph.settings:SweepSettings",
             "studies.scene_graph.sweep:main",
-            "methods x seeds, and tuning",
+            "compare methods and seeds, with tuning",
         ),
-        evaluate=Command("studies.scene_graph.settings:EvaluateSettings", "studies.scene_graph.report:main"),
+        evaluate=Command(
+            "studies.scene_graph.settings:EvaluateSettings", "studies.scene_graph.report:main", required=_RUN
+        ),
         predict=Command(
-            "studies.scene_graph.settings:PredictSettings", "studies.scene_graph.prediction:main"
+            "studies.scene_graph.settings:PredictSettings",
+            "studies.scene_graph.prediction:main",
+            required=_RUN,
         ),
         step_time=Command(
             "studies.scene_graph.settings:ObjectiveTimesSettings", "studies.scene_graph.report:step_time"
@@ -91,14 +106,19 @@ TASKS = {
         train=Command(
             "recommend.settings:RecommendSettings",
             "recommend.training:main",
-            "what users take next, from your own files",
+            "recommend items to users, from your own files",
+            required=("train",),
         ),
         sweep=Command(
-            "recommend.settings:SweepSettings", "recommend.sweep:main", "models x losses x seeds, and tuning"
+            "recommend.settings:SweepSettings",
+            "recommend.sweep:main",
+            "compare models, losses and seeds, with tuning",
         ),
-        evaluate=Command("recommend.settings:EvaluateSettings", "recommend.report:main"),
-        predict=Command("recommend.settings:PredictSettings", "recommend.prediction:main"),
-        step_time=Command("recommend.settings:LossTimesSettings", "recommend.training:step_time"),
+        evaluate=Command("recommend.settings:EvaluateSettings", "recommend.report:main", required=_RUN),
+        predict=Command("recommend.settings:PredictSettings", "recommend.prediction:main", required=_RUN),
+        step_time=Command(
+            "recommend.settings:LossTimesSettings", "recommend.training:step_time", required=_RUN
+        ),
     ),
 }
 
@@ -106,7 +126,7 @@ BENCHMARKS = {
     "layer": Command(
         "bench.settings:read_layer",
         "bench.grid_benchmark:layer",
-        "lml beside softmax, topk, sort and sigmoid",
+        "lml compared with softmax, topk, sort and sigmoid",
     ),
     "short": Command(
         "bench.settings:ShortRowsSettings",
@@ -116,7 +136,7 @@ BENCHMARKS = {
     "constrained": Command(
         "bench.settings:read_constrained",
         "bench.grid_benchmark:constrained",
-        "the relatives of lml beside softmax",
+        "related operators compared with softmax",
     ),
     "subsets": Command(
         "bench.settings:SubsetSettings",
@@ -131,18 +151,18 @@ BENCHMARKS = {
     "losses": Command(
         "bench.settings:LossesSettings",
         "bench.losses:main",
-        "the losses beside cross-entropy, on fixed problems",
+        "the losses compared with cross-entropy, on fixed problems",
     ),
     "alternatives": Command(
         "bench.settings:read_alternatives",
         "bench.alternatives:main",
-        "other differentiable top-k: cost, exactness, uses",
+        "other differentiable top-k operators: cost and accuracy",
     ),
     "scale": Command(
-        "bench.settings:ScaleSettings", "bench.scale:main", "very many labels: time, memory and rounds"
+        "bench.settings:ScaleSettings", "bench.scale:main", "many labels: time, memory, communication rounds"
     ),
     "paper": Command(
-        "bench.settings:read_paper", "bench.paper:main", "the paper's timing study, with its figure"
+        "bench.settings:read_paper", "bench.paper:main", "the timing study of the paper, with its figure"
     ),
 }
 
@@ -150,32 +170,32 @@ FIGURES = {
     "projection": Command(
         "figures.settings:ProjectionSettings",
         "figures.projection:projection",
-        "one row through softmax, sigmoid and lml",
+        "ten logits through softmax, sigmoid and lml",
     ),
     "sliding-sigmoid": Command(
         "figures.settings:SlidingSigmoidSettings",
         "figures.sliding_sigmoid:main",
-        "an animation: a sigmoid slides until its outputs sum to k",
+        "animation: the sigmoid slides until its outputs sum to k",
     ),
     "polytopes": Command(
         "figures.settings:PolytopesSettings",
         "figures.geometry:polytopes",
-        "the sets L(3,1), L(3,2) and L(4,2), and projections",
+        "the polytopes L(3,1), L(3,2) and L(4,2), with projections",
     ),
     "root-finding": Command(
         "figures.settings:RootFindingSettings",
         "figures.projection:root_finding",
-        "how the threshold is found, and from which interval",
+        "how the threshold nu is bracketed and found",
     ),
     "entropies": Command(
         "figures.settings:EntropiesSettings",
         "figures.geometry:entropies",
-        "the entropies of sigmoid, softmax, lml and a relative",
+        "the entropies that sigmoid, softmax and lml maximize",
     ),
     "which-relaxation": Command(
         "figures.settings:RelaxationsSettings",
         "figures.projection:which_relaxation",
-        "the same logits through five relaxations",
+        "the same logits through five top-k relaxations",
     ),
     "sets": Command(
         "figures.settings:SetsFigureSettings",
@@ -185,7 +205,7 @@ FIGURES = {
     "timing": Command(
         "figures.settings:TimingFigureSettings",
         "bench.paper_report:main",
-        "the paper's timing study, from its CSV",
+        "the timing study of the paper, from its CSV",
     ),
     "cifar100": Command(
         "figures.settings:NoiseFigureSettings",
@@ -195,32 +215,30 @@ FIGURES = {
     "multilabel": Command(
         "figures.settings:MultilabelFigureSettings",
         "figures.multilabel:main",
-        "losses against the labels kept, and tables, from sweeps",
+        "losses against the fraction of labels kept, from sweeps",
     ),
     "scene-graph": Command(
         "figures.settings:SceneGraphFigureSettings",
         "figures.scene_graph:by_epoch",
-        "recall against epochs, and tables, from a sweep",
+        "recall by epoch, from a sweep",
     ),
     "recommend": Command(
         "figures.settings:RecommendFigureSettings",
         "figures.recommend:main",
-        "recall of models and losses, and a table, from a sweep",
+        "recall by model and loss, from a sweep",
     ),
     "scene-graph-bias": Command(
         "figures.settings:BiasFigureSettings",
         "figures.scene_graph:by_bias",
-        "recall against the kind of frequency bias, from a sweep",
+        "recall by type of frequency bias, from a sweep",
     ),
     "which-k": Command(
         "figures.settings:WhichKFigureSettings",
         "figures.classification:by_k",
-        "what a wrong k costs, from `torchlml which-k`",
+        "the effect of a wrong k, from `torchlml which-k`",
     ),
 }
-ALL_FIGURES = Command(
-    "figures.settings:AllSettings", "commands:draw_all", "all of them, as far as their CSVs are there"
-)
+ALL_FIGURES = Command("figures.settings:AllSettings", "commands:draw_all", "every figure whose CSV exists")
 
 SINGLE = {
     "demo": Command("studies.digits.settings:DemoSettings", "studies.digits.demo:main"),
@@ -229,33 +247,33 @@ SINGLE = {
     "info": Command("info:read_arguments", "info:main"),
     "gpu-check": Command("gpu_check:read_arguments", "gpu_check.check_gpu:main"),
 }
-"""The commands that are called by one word."""
+"""The commands that consist of a single word."""
 
 SUMMARIES = {
-    "demo": "learn the labels nobody wrote down, with five losses",
-    "which-k": "measure what a wrong k costs",
-    "routing": "compare routers for mixtures of experts",
-    "info": "print versions, the kernel in use, threads, devices, extras",
-    "gpu-check": "check and time the kernels on your GPU",
-    "bench": "time the layer, its relatives and the losses",
-    "train": "train a network: a run that can be continued when killed",
-    "sweep": "run a grid of training runs on all cores, into one CSV",
-    "evaluate": "measure a run with its best weights",
-    "predict": "print and draw a prediction of a run",
+    "demo": "compare five losses on digit data with missing labels (one minute)",
+    "which-k": "measure how a wrong value of k affects ranking and calibration",
+    "routing": "compare routers for mixtures of experts (ten minutes)",
+    "info": "show versions, kernels, threads, devices and extras",
+    "gpu-check": "verify and time the Triton kernels on your GPU",
+    "bench": "benchmark the layer, related operators and losses",
+    "train": "train a model on your own files or on a study's data",
+    "sweep": "run a grid of training runs in parallel and collect one CSV",
+    "evaluate": "evaluate the best checkpoint of a run",
+    "predict": "predict with the best checkpoint of a run",
     "step-time": "time a training step with each loss of a task",
-    "figures": "draw a figure of the documentation or a study",
+    "figures": "draw the figures of the documentation and the studies",
 }
-"""All commands, in the order of the help."""
+"""All commands, in the order in which the help lists them."""
 
 _CANNOT = {
-    "evaluate": "which has nothing to measure",
-    "predict": "which has nothing to draw",
-    "step-time": "which has nothing to time",
+    "evaluate": "which cannot be evaluated",
+    "predict": "which cannot predict",
+    "step-time": "which has no step to time",
 }
 
 
 def run(name: str, arguments: Sequence[str]) -> None:
-    """Run one of the commands in `SUMMARIES` with the arguments that followed it."""
+    """Run a command of `SUMMARIES` with the arguments that followed it."""
     if name in SINGLE:
         call(name, SINGLE[name], arguments)
     elif name == "train":
@@ -271,25 +289,32 @@ def run(name: str, arguments: Sequence[str]) -> None:
 
 
 def call(name: str, command: Command, arguments: Sequence[str]) -> None:
-    """Read the options of a command, then import its module and call its function.
+    """Parse the options of a command, then import its module and call its function.
 
     Args:
-        name: The command as it is typed, as in `train multilabel`.
+        name: The command as typed, as in `train multilabel`.
         command: Its entry.
-        arguments: The words after the name; wrong options raise `BadInput`.
+        arguments: The words after the name. Invalid options raise `BadInput`.
     """
     kind = _load(command.settings)
     if not isinstance(kind, type):
         settings = kind(arguments)
     elif issubclass(kind, TrainSettings):
-        settings = read_settings(kind, name, arguments, kind())
+        settings = read_settings(kind, name, arguments, _default(kind, command.required))
     else:
-        settings = parse_settings(kind, name, arguments, kind())
+        settings = parse_settings(kind, name, arguments, _default(kind, command.required))
     _load(command.function)(settings)
 
 
+def _default(kind: type[Any], required: Sequence[str]) -> Any:
+    """Return the default settings, with the required ones marked as missing."""
+    import tyro  # imported here, because the list of commands is shown without it
+
+    return dataclasses.replace(kind(), **dict.fromkeys(required, tyro.MISSING))
+
+
 def draw_all(settings: AllSettings) -> None:
-    """Draw one figure after the other; an error in one is raised after the others are drawn."""
+    """Draw all figures. An error in one of them is raised after the others are drawn."""
     from torchlml_lab.engine.output import new_console
     from torchlml_lab.figures.files import NotMadeYet
 
@@ -308,7 +333,7 @@ def draw_all(settings: AllSettings) -> None:
 
 
 def unknown(said: str, name: str, what: str, known: Mapping[str, object] | Sequence[str]) -> str:
-    """Complete a sentence about an unknown name with the one that resembles it, or with all of them."""
+    """Complete a sentence about an unknown name with the most similar one, or with the full list."""
     near = did_you_mean(name, known)
     listed = ", ".join(one for one in known if not one.startswith("-"))
     return f"{said}{near}" if near else f"{said}: the {what} are {listed}."
@@ -320,7 +345,7 @@ def _load(name: str) -> Any:
 
 
 def _choose(command: str, table: Mapping[str, Command], arguments: Sequence[str]) -> None:
-    """Run the part of a command that its first argument names, as in `torchlml train cifar100`."""
+    """Run the command that the first argument names, as in `torchlml train cifar100`."""
     name = arguments[0] if arguments else "--help"
     if name in ("-h", "--help"):
         parts = "\n".join(f"  {part:<18}{entry.summary}" for part, entry in table.items())
@@ -329,18 +354,18 @@ def _choose(command: str, table: Mapping[str, Command], arguments: Sequence[str]
         call(f"{command} {name}", table[name], arguments[1:])
     elif name.startswith("-"):
         names = ", ".join(table)
-        raise BadInput(f"`torchlml {command}` takes a name before options like `{name}`: one of {names}.")
+        raise BadInput(f"Missing NAME before `{name}`. `torchlml {command}` takes one of {names}.")
     else:
         raise BadInput(unknown(f"`torchlml {command}` has no `{name}`", name, "names", table))
 
 
 def _ask_task(name: str, arguments: Sequence[str]) -> None:
-    """Run a command on a run, whose folder is the first argument and says which task made it."""
+    """Run a command on an existing run. The run directory is the first argument and records the task."""
     commands: dict[str, Command | None] = {
         task: getattr(entry, name.replace("-", "_")) for task, entry in TASKS.items()
     }
     first = arguments[0] if arguments else ""
-    without_run = commands["scene-graph"]  # its data can be named by `--vg` or `--vrd`
+    without_run = commands["scene-graph"]  # the only task whose data can be given by `--vg` or `--vrd`
     if name == "step-time" and first.startswith("--") and first != "--help" and without_run is not None:
         call(name, without_run, arguments)
         return
@@ -349,13 +374,15 @@ def _ask_task(name: str, arguments: Sequence[str]) -> None:
         _explain(name, commands)
         return
     if run is None:
-        raise BadInput(f"`torchlml {name}` needs the folder of a run, and first: `torchlml {name} RUN`.")
+        raise BadInput(f"Missing RUN directory. Usage: `torchlml {name} RUN`.")
     path = Path(run) / "run.json"
+    if not path.exists():
+        raise BadInput(f"`{run}` is not a run directory. Create one with `torchlml train`.")
     experiment = read_json(path, dict).get("experiment")
     if not isinstance(experiment, str):
         raise BadInput(f"`{path}` is damaged: it does not name an experiment.")
     if experiment not in TASKS:
-        raise BadInput(f"`{run}` is a run of `{experiment}`, which is no task of this version.")
+        raise BadInput(f"`{run}` is a run of `{experiment}`, which is not a task of this version.")
     command = commands[experiment]
     if command is None:
         able = ", ".join(task for task, one in commands.items() if one is not None)
@@ -366,10 +393,10 @@ def _ask_task(name: str, arguments: Sequence[str]) -> None:
 
 
 def _explain(name: str, commands: Mapping[str, Command | None]) -> None:
-    """Print the help for the runs of every task, since without a run there is none to choose by."""
+    """Print the help for every task, because without a run the task is unknown."""
     for task, command in commands.items():
         if command is not None:
-            sys.stdout.write(f"of a run of {task}:\n")
+            sys.stdout.write(f"For a run of {task}:\n")
             try:
                 call(name, command, ["--help"])
             except SystemExit:  # after `--help`

@@ -1,4 +1,4 @@
-"""Reading and writing files: whole or not at all, checked before any work is done."""
+"""Reading and writing files. Writes are atomic, and paths are checked before any work is done."""
 
 import dataclasses
 import gzip
@@ -18,38 +18,38 @@ Kind = TypeVar("Kind", dict, list)  # type: ignore[type-arg]
 
 
 def read_json(path: Path, kind: type[Kind]) -> Kind:
-    """Read a JSON file that holds one object (`dict`) or one list; anything else raises `BadInput`."""
+    """Read a JSON file that contains one object (`dict`) or one list. Anything else raises `BadInput`."""
     try:
         values = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
-        said = reason(error) if isinstance(error, OSError) else "it is not whole JSON"
+        said = reason(error) if isinstance(error, OSError) else "it is not valid JSON"
         raise BadInput(f"`{path}` cannot be read: {said}.") from error
     if not isinstance(values, kind):
         wanted = "object" if kind is dict else "list"
-        raise BadInput(f"`{path}` cannot be read: it holds no JSON {wanted}.")
+        raise BadInput(f"`{path}` cannot be read: it does not contain a JSON {wanted}.")
     return values
 
 
 @contextmanager
 def replacing(path: Path) -> Iterator[Path]:
-    """Give a temporary path in the folder of `path`, and move it to `path` when the block ends well.
+    """Yield a temporary path in the directory of `path`, and move it to `path` if the block succeeds.
 
     Example:
         >>> with replacing(Path("answer.txt")) as temporary:
         ...     temporary.write_text("42")
 
     Args:
-        path: The file to make or replace; its folder must exist.
+        path: The file to create or replace. Its directory must exist.
 
     Yields:
-        The path to write to. When the block raises, it is removed and `path` stays as it was.
+        The path to write to. If the block raises, it is removed and `path` is unchanged.
     """
     handle, name = tempfile.mkstemp(prefix=f".{path.name}.", suffix=path.suffix, dir=path.parent)
     os.close(handle)
     temporary = Path(name)
     try:
         yield temporary
-        # mkstemp makes files that only their owner may read; the result gets the usual permissions.
+        # mkstemp creates files that only their owner may read, so the usual permissions are restored.
         mask = os.umask(0)
         os.umask(mask)
         temporary.chmod(0o666 & ~mask)
@@ -59,23 +59,23 @@ def replacing(path: Path) -> Iterator[Path]:
 
 
 def check_folder(option: str, folder: Path) -> None:
-    """Refuse a folder that cannot be made or written to, before any work is done for it; nothing is left.
+    """Raise `BadInput` if a directory cannot be created or written to. Nothing is created.
 
     Args:
-        option: The option that named it, for the sentence.
-        folder: The folder; it and those above it may be missing.
+        option: The option that named it, for the message.
+        folder: The directory. It and its parents may be missing.
     """
     if folder.is_file():
-        raise BadInput(f"`{option}` names `{folder}`, which is a file: give a folder.")
+        raise BadInput(f"`{option}` must be a directory, but `{folder}` is a file.")
     _check_place(option, folder, folder)
 
 
 def check_file(option: str, path: Path) -> None:
-    """Refuse a file that cannot be written, before any work is done for it; see `check_folder`."""
+    """Raise `BadInput` if a file cannot be written. Nothing is created."""
     if path.is_dir():
-        raise BadInput(f"`{option}` names `{path}`, which is a folder: give a file.")
+        raise BadInput(f"`{option}` must be a file, but `{path}` is a directory.")
     if path.exists() and not path.is_file():
-        raise BadInput(f"`{option}` names `{path}`, which is a device: give a file.")
+        raise BadInput(f"`{option}` must be a file, but `{path}` is a device.")
     _check_place(option, path, path.parent)
 
 
@@ -83,7 +83,7 @@ def _check_place(option: str, named: Path, folder: Path) -> None:
     folder = folder.absolute()
     try:
         there = next(place for place in (folder, *folder.parents) if place.exists())
-        # Rights, a file system that is read-only and a full disk show only when something is written.
+        # Permissions, read-only file systems and full disks only show up when something is written.
         with tempfile.TemporaryFile(dir=there) as probe:
             probe.write(b"0")
     except OSError as error:
@@ -92,12 +92,12 @@ def _check_place(option: str, named: Path, folder: Path) -> None:
 
 @contextmanager
 def writing(what: str, path: Path, kept: str) -> Iterator[None]:
-    """Say what is missing when a disk is full or gone, and what is not lost.
+    """Turn a failure to write a file into an error that also names the part that was kept.
 
     Args:
-        what: What is written in the block, as in "The report".
-        path: Where it goes.
-        kept: What is there nevertheless, as in "the tables above are all of it".
+        what: The thing written in the block, as in "The report".
+        path: The file or directory that is written.
+        kept: The part that was not lost, as in "the tables above are complete".
     """
     try:
         yield
@@ -109,19 +109,19 @@ def read_content(path: Path, option: str) -> bytes:
     """Read a text file.
 
     Args:
-        path: The file; gzip is known by its first bytes, whatever the name ends in.
-        option: The option that named it, for the sentences.
+        path: The file. Gzip is recognized by its first bytes, not by the file name.
+        option: The option that named it, for the messages.
 
     Returns:
-        Its text as UTF-8, with line ends `\\n` and no byte order mark. What is no such text, or is empty,
-        raises `BadInput`.
+        The text as UTF-8, with line ends `\\n` and without a byte order mark. Anything that is not text, or
+        an empty file, raises `BadInput`.
     """
     try:
         data = path.read_bytes()
         if data[:2] == b"\x1f\x8b":
             data = gzip.decompress(data)
     except (EOFError, zlib.error, gzip.BadGzipFile) as error:
-        said = "it ends in the middle" if isinstance(error, EOFError) else "its gzip data are damaged"
+        said = "it is truncated" if isinstance(error, EOFError) else "its gzip data are damaged"
         raise BadInput(f"`{option}` names `{path}`, which cannot be read: {said}.") from error
     except OSError as error:
         raise BadInput(f"`{option}` names `{path}`, which cannot be read: {reason(error)}.") from error
@@ -136,20 +136,20 @@ def read_content(path: Path, option: str) -> bytes:
         raise BadInput(f"`{path}`, line {line}: the text is not UTF-8.") from error
     if b"\0" in data:
         line = data.count(b"\n", 0, data.index(b"\0")) + 1
-        raise BadInput(f"`{path}`, line {line}: a zero byte, so this is no text.")
+        raise BadInput(f"`{path}`, line {line}: a zero byte, so this is not a text file.")
     return data
 
 
 def shown(text: str) -> str:
-    """A cell or a word of a file for a sentence: not longer than 40 characters, in one line."""
+    """Shorten text from a file for a message: one line, at most 40 characters."""
     text = " ".join(text.split())
     return text if len(text) <= 40 else f"{text[:37]}..."
 
 
 def check_picture(picture: Path, option: str = "--out") -> None:
-    """Refuse a path that a picture cannot be written to."""
+    """Raise `BadInput` if a picture cannot be written to this path."""
     if picture.suffix not in (".png", ".svg") and not picture.is_dir():
-        raise BadInput(f"`{option}` names `{picture}`, which must end in `.png` or `.svg`.")
+        raise BadInput(f"`{option}` must end in `.png` or `.svg`, but it is `{picture}`.")
     check_file(option, picture)
 
 
@@ -166,12 +166,12 @@ _NAMES: dict[Any, str] = {
 
 
 def read_record(path: Path, kind: type[Stored]) -> Stored:
-    """Read a JSON object into a dataclass; a file that holds anything else raises `BadInput`.
+    """Read a JSON object into a dataclass. A file with any other content raises `BadInput`.
 
     Args:
         path: The file.
-        kind: The dataclass; its fields are numbers, strings, paths, literals, lists, tuples, dicts or
-            dataclasses, or unions of these. Other keys of the file are ignored.
+        kind: The dataclass. Its fields are numbers, strings, paths, literals, lists, tuples, dicts or
+            dataclasses, or unions of these. Other keys in the file are ignored.
     """
     values = read_json(path, dict)
     try:
@@ -181,7 +181,7 @@ def read_record(path: Path, kind: type[Stored]) -> Stored:
 
 
 def record(values: dict[str, Any], kind: type[Stored]) -> Stored:
-    """Make a dataclass from JSON values; a value that is missing or of another type raises ValueError."""
+    """Build a dataclass from JSON values. A missing value or one of the wrong type raises ValueError."""
     hints = get_type_hints(kind)
     found = {}
     for field in dataclasses.fields(kind):  # type: ignore[arg-type]
@@ -192,7 +192,7 @@ def record(values: dict[str, Any], kind: type[Stored]) -> Stored:
 
 
 def _checked(value: Any, hint: Any, name: str) -> Any:
-    """The value as the type that the hint asks for."""
+    """Convert a value to the type of the hint, or raise ValueError."""
     try:
         return _as(value, hint)
     except TypeError:
@@ -202,7 +202,7 @@ def _checked(value: Any, hint: Any, name: str) -> Any:
 
 
 def _as(value: Any, hint: Any) -> Any:
-    """The same; a value of another type raises TypeError."""
+    """Convert a value to the type of the hint, or raise TypeError."""
     origin, parts = get_origin(hint), get_args(hint)
     if origin in (Union, types.UnionType):
         for part in parts:
@@ -240,7 +240,7 @@ def _described(hint: Any) -> str:
     if origin is Literal:
         return " or ".join(f'"{part}"' for part in parts)
     if origin is tuple and parts[-1] is not Ellipsis:
-        return f"a list of {len(parts)}"
+        return f"a list of length {len(parts)}"
     if origin in (list, tuple):
-        return f"a list with {_described(parts[0])} in each place"
+        return f"a list whose elements are each {_described(parts[0])}"
     return _NAMES.get(hint, "an object")

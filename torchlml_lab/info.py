@@ -1,4 +1,4 @@
-"""`torchlml info`: what is installed and what will run. Needs nothing but torch."""
+"""`torchlml info`: show versions, kernels and devices. Requires only torch."""
 
 import os
 import platform
@@ -11,39 +11,38 @@ from torchlml_lab.cli_errors import BadInput, answer_help
 
 USAGE = """usage: torchlml info
 
-Prints the versions of torchlml, torch and Python, which kernel is in use and
-for which instruction set, how many threads torch uses, the devices it sees,
-and which of the package's extras are installed.
+Show the versions of torchlml, torch and Python, the kernel in use and its
+instruction set, the number of threads, the available devices, and which
+extras of the package are installed.
 """
 
 
 def read_arguments(arguments: Sequence[str]) -> None:
-    """Print the usage if that is asked for; anything else raises `BadInput`."""
+    """Print the usage if `--help` was given. Any other argument raises `BadInput`."""
     answer_help(arguments, USAGE)
     if arguments:
-        raise BadInput(f"`torchlml info` takes no options, and `{arguments[0]}` was given.")
+        raise BadInput(f"`torchlml info` takes no options, but `{arguments[0]}` was given.")
 
 
 def main(settings: None = None) -> None:
-    """Print what `report` found, one line each."""
+    """Print the lines of `report`."""
     for name, values in report().items():
         for i, value in enumerate(values):
             sys.stdout.write(f"{name if i == 0 else '':<12}{value}\n")
 
 
 def report() -> dict[str, list[str]]:
-    """Collect what `torchlml info` prints.
+    """Collect the output of `torchlml info`.
 
         >>> report()["python"]
         ['3.12.4']
 
     Returns:
-        For each subject one or more lines.
+        One or more lines for each subject.
     """
-    import torch  # in functions, so that options are read without it
+    import torch  # imported here, so that arguments are parsed without it
 
     import torchlml
-    from torchlml._triton import self_test
 
     return {
         "torchlml": [torchlml.__version__],
@@ -51,23 +50,39 @@ def report() -> dict[str, list[str]]:
         "python": [platform.python_version()],
         "platform": [platform.platform()],
         "kernel": [kernel()],
-        "gpu kernel": [self_test.description()],
+        "gpu kernel": [gpu_kernel()],
         "threads": [f"{torch.get_num_threads()} of {os.cpu_count()}"],
         "devices": _devices(),
         "extras": [f"{extra}: {_state(extra)}" for extra in _extras()],
     }
 
 
+# The instruction sets of the compiled kernel, by the names that it reports.
+_INSTRUCTIONS = {"v3": "AVX2", "v4": "AVX-512"}
+
+
 def kernel() -> str:
-    """Name the kernel that CPU tensors use: `native (x86-64-v3)`, or `torch` and why it is not the other."""
+    """Name the kernel for CPU tensors: `C++ (AVX2)`, or `pure PyTorch` with the reason."""
     from torchlml._cpu import loader
 
     absence = loader.absence()
-    return (
-        f"native ({loader.instruction_set()})"
-        if absence is None
-        else f"torch (no compiled kernel: {absence})"
-    )
+    if absence is not None:
+        return f"pure PyTorch ({absence})"
+    instructions = loader.instruction_set() or ""
+    return f"C++ ({_INSTRUCTIONS.get(instructions, instructions)})"
+
+
+def gpu_kernel() -> str:
+    """Name the kernel for GPU tensors: `Triton 3.7.1`, or the reason why it cannot be used."""
+    import torch
+
+    from torchlml._triton import self_test
+
+    gpu = torch.cuda.is_available()
+    if self_test.available():
+        version = metadata.version("triton")
+        return f"Triton {version}" if gpu else f"Triton {version} installed; no GPU detected"
+    return "pure PyTorch (Triton is not installed)" if gpu else "Triton not installed; no GPU detected"
 
 
 def _devices() -> list[str]:
@@ -84,7 +99,7 @@ def _devices() -> list[str]:
 def _extras() -> list[str]:
     try:
         return sorted(metadata.metadata("torchlml").get_all("Provides-Extra") or [])
-    except metadata.PackageNotFoundError:  # run from a folder of sources
+    except metadata.PackageNotFoundError:  # run from a source directory
         return []
 
 
@@ -96,7 +111,7 @@ def _state(extra: str) -> str:
 
 
 def _requirements(extra: str) -> list[str]:
-    """The distributions an extra asks for, those of the extras it includes too."""
+    """Return the distributions that an extra requires, including those of the extras it refers to."""
     names: list[str] = []
     for line in metadata.requires("torchlml") or []:
         requirement, _, marker = line.partition(";")

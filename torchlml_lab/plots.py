@@ -1,4 +1,4 @@
-"""Plots: the common look of all figures, and the plot of a report: recall against k, and calibration."""
+"""The common style of all figures, and the figure of a report: recall against k, and calibration."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -11,16 +11,16 @@ from matplotlib.figure import Figure
 
 from torchlml_lab.files import check_picture, replacing
 
-# Inches: the width of a page. Type is 8 points at this size.
+# The width of a page in inches. The font size is 8 points at this width.
 PAGE = 7.0
 
-# Okabe and Ito's palette, which people with any colour vision can tell apart.
+# The palette of Okabe and Ito, which is distinguishable with any type of color vision.
 ORANGE, SKY, GREEN, BLUE = "#E69F00", "#56B4E9", "#009E73", "#0072B2"
 VERMILION, PURPLE = "#D55E00", "#CC79A7"
-DARK_ORANGE = "#946200"  # for words in orange
+DARK_ORANGE = "#946200"  # for orange text
 INK, GREY, FAINT = "#222222", "#8A8A8A", "#E4E4E4"
 
-# A method keeps its colour and its marker in every figure.
+# A method has the same color and marker in every figure.
 METHODS = {
     "cross-entropy": (ORANGE, "o"),
     "bce": (SKY, "^"),
@@ -52,19 +52,19 @@ LOOK: dict[Any, Any] = {
     "legend.frameon": False,
     "legend.handlelength": 1.6,
     "savefig.dpi": 200,
-    "svg.hashsalt": "torchlml",  # with no date in it, the same figure is the same file
+    "svg.hashsalt": "torchlml",  # fixed, and without a date, so that equal figures give equal files
 }
 
 
 @contextmanager
 def new_figure(picture: Path, width: float, height: float) -> Iterator[Figure]:
-    """Give an empty figure in the common look, and write it when the block ends well.
+    """Yield an empty figure in the common style, and write it if the block succeeds.
 
         with new_figure(Path("line.png"), PAGE, 2) as figure:
             figure.subplots().plot([0, 1])
 
     Args:
-        picture: The PNG or SVG to write, by its suffix. Its folder is made when it is missing.
+        picture: The PNG or SVG file to write, depending on its suffix. A missing directory is created.
         width: In inches, usually `PAGE`.
         height: In inches.
 
@@ -89,28 +89,29 @@ def draw_recall_and_calibration(
     title: str,
     rare: bool = False,
 ) -> None:
-    """Draw recall against k on the left, and on the right the share that is right against the probability.
+    """Draw recall against k on the left, and accuracy against predicted probability on the right.
 
     Args:
-        recalls: By their names in the legend: the recalls of the run by k, then those of a baseline.
-        calibration: Mean probability and share that is right, of answers with similar probabilities.
-        picture: The PNG or SVG to write.
-        title: That of the left panel.
-        rare: Most of what is to be found is not found and most probabilities are far below a percent, so the
-            scales end where the points do, and those of the calibration are logarithmic.
+        recalls: The recall by k of the run and then of a baseline, by their names in the legend.
+        calibration: Mean probability and fraction of correct predictions, for predictions of similar
+            probability.
+        picture: The PNG or SVG file to write.
+        title: The title of the left panel.
+        rare: Whether recall is low and most probabilities are far below one percent. The axes then end at
+            the data, and those of the calibration plot are logarithmic.
     """
     with new_figure(picture, PAGE, 2.9) as figure:
         left, right = figure.subplots(1, 2)
-        for (name, found), (colour, marker) in zip(recalls.items(), ((BLUE, "P"), (GREY, "o")), strict=True):
+        for (name, found), (color, marker) in zip(recalls.items(), ((BLUE, "P"), (GREY, "o")), strict=True):
             percent = [100 * share for share in found.values()]
-            left.plot(list(found), percent, color=colour, marker=marker, label=name)
+            left.plot(list(found), percent, color=color, marker=marker, label=name)
         left.set_xscale("log")
         left.set_xticks(list(found), [str(k) for k in found])
         left.minorticks_off()
         left.set_ylim(0, None if rare else 100)
         left.set_title(title, parse_math=False)  # the title may name a user's file
         left.set_xlabel("k")
-        left.set_ylabel("found among the k best (%)")
+        left.set_ylabel("recall at k (%)")
         left.legend()
         left.grid()
         _draw_calibration(right, [(100 * p, 100 * share) for p, share in calibration], rare)
@@ -119,12 +120,12 @@ def draw_recall_and_calibration(
 def _draw_calibration(axes: Axes, percent: Sequence[tuple[float, float]], logarithmic: bool) -> None:
     axes.set_title("Calibration")
     axes.set_xlabel("predicted probability (%)")
-    axes.set_ylabel("of these are right (%)")
+    axes.set_ylabel("fraction correct (%)")
     ends = (0.0, 100.0)
     if logarithmic:
         percent = [pair for pair in percent if min(pair) > 0]
         if not percent:
-            axes.text(0.5, 0.5, "nothing with a probability is right", ha="center", transform=axes.transAxes)
+            axes.text(0.5, 0.5, "no correct predictions", ha="center", transform=axes.transAxes)
             return
         ends = min(min(pair) for pair in percent), max(max(pair) for pair in percent)
         axes.set_xscale("log")

@@ -21,6 +21,7 @@ from torchlml_lab.bench import grid_benchmark, measurements, report, timing
 from torchlml_lab.bench.cases import BASELINE, DTYPES, FAMILY, LAYER, Case, call_of, case_grid
 from torchlml_lab.bench.settings import MODES, QUICK, LayerSettings
 from torchlml_lab.bench.timing import Quantiles
+from torchlml_lab.engine.settings import cores
 
 TINY = ["--sizes", "8", "24", "--ks", "n/2", "--batches", "3", "--scales", "1", "--repetitions", "2"]
 HERE = [provider.name for provider in LAYER if provider.absent() is None]
@@ -95,7 +96,7 @@ def test_comparing_with_another_format_is_an_error(capsys, tmp_path):
     assert bench(capsys, *narrow, "--csv", str(other))[0] == 0
     code, out, _ = bench(capsys, *narrow, "--sizes", "9", "--csv", str(path), "--compare", str(other))
     assert code == 0
-    assert "Nothing that was measured now is in" in out
+    assert "contains none of these measurements" in out
     assert "(was" not in out
 
 
@@ -125,13 +126,21 @@ def test_quick_sets_defaults_that_other_options_override(monkeypatch):
 
 
 @each_rejection(
-    rejections("`{}` has {}", "--sizes 1", "--batches 0", "--scales -1", "--scales inf", "--scales nan"),
-    rejections("`{}` has {}", "--threads 0", "--threads 100000", "--repetitions 0"),
-    rejections("`{}` has {}", "--seconds -1", "--seconds nan"),
-    rejections("`{}` has `{}`", "--ks n*2", "--ks 2.5"),
-    rejections("`{}` is {}", "--ks 0", "--ks 24", "--ks n/0"),
-    rejections("`{}` names `{}`", "--dtypes int8", "--providers softmin", "--modes sideways"),
-    rejections("`{}` names `{}`", "--metrics energy", "--csv .", "--plot .", "--compare no-such-file.csv"),
+    rejections("`{}` must be finite and at least 2, but it is {}", "--sizes 1"),
+    rejections("`{}` must be finite and at least 1, but it is {}", "--batches 0", "--repetitions 0"),
+    rejections(
+        "`{}` must be finite and at least 0, but it is {}", "--scales -1", "--scales inf", "--scales nan"
+    ),
+    rejections("`{}` must be finite and at least 0, but it is {}", "--seconds -1", "--seconds nan"),
+    rejections(f"`{{}}` must be from 1 to {cores()}, but it is {{}}", "--threads 0", "--threads 100000"),
+    rejections(
+        "`{}` must be integers, `n/NUMBER` or `n-NUMBER`, but it contains `{}`", "--ks n*2", "--ks 2.5"
+    ),
+    rejections("for one of `--sizes`, but it is {1}", "--ks 0", "--ks 24", "--ks n/0"),
+    rejections("but it contains `{1}`", "--dtypes int8", "--providers softmin", "--modes sideways"),
+    rejections("but it contains `{1}`", "--metrics energy"),
+    rejections("`{}` must be a file, but `{}` is a directory", "--csv .", "--plot ."),
+    rejections("`{}` names `{}`", "--compare no-such-file.csv"),
     rejections("`{}` needs", "--sizes", "--modes"),
     rejections("`{}`", "--sizes a", "--ks", "--batches x", "--repetitions 1.5"),
     {"--nonsense": "no option `--nonsense`", "--repetition 3": "did you mean `--repetitions`?"},
@@ -286,7 +295,7 @@ def test_a_full_disk_keeps_the_table_on_the_screen(capsys, tmp_path, monkeypatch
     assert code == 1
     assert "sigmoid" in out
     assert "lacks the last 4 rows: there is no space left on the disk." in err
-    assert "was not drawn" in err
+    assert "could not be written" in err
     assert err.count("\n") == 1
     assert not list(tmp_path.iterdir())
 

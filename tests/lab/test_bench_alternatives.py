@@ -145,11 +145,14 @@ def test_a_method_that_fails_is_not_timed(capsys, monkeypatch, tmp_path: Path) -
 
 
 @each_rejection(
-    rejections("`{}` has {}", "--k 32", "--k 0", "--sizes 1", "--batch 0", "--scale -1", "--seconds -1"),
+    rejections("`{}` must be from 1 to 31, but it is {}", "--k 32", "--k 0"),
+    rejections("`{}` must be finite and at least 2, but it is {}", "--sizes 1"),
+    rejections("`{}` must be finite and at least 1, but it is {}", "--batch 0"),
+    rejections("`{}` must be finite and at least 0, but it is {}", "--scale -1", "--seconds -1"),
     {
         "--methods lml-nativ": "did you mean `lml-native`?",
         "--plot x.pdf": "must end in `.png` or `.svg`",
-        "--csv .": "which is a folder",
+        "--csv .": "is a directory",
         "--threads 0": "`--threads` is 0",
     },
 )

@@ -73,7 +73,8 @@ def test_an_interrupted_study_keeps_its_results_and_resumes(capsys, tmp_path, mo
         assert study("--csv", path) == 130
     said = capsys.readouterr().err
     assert said == (
-        f"torchlml: Interrupted: 1 of 2 lengths are done and 32 rows are in {path}; `--resume` goes on.\n"
+        f"torchlml: Interrupted: 1 of 2 lengths are done and 32 rows are in {path}. "
+        "Continue with `--resume`.\n"
     )
     kept = measurements.read(path, "--csv")
     assert [json.loads(row.config)["rounds"] for row in kept] == [2] * 16 + [1] * 16
@@ -119,10 +120,11 @@ def test_the_selection_is_that_of_section_5_1(monkeypatch):
 
 
 @each_rejection(
-    rejections("`{}` names `{}`", "--plot .", "--plot /proc/x.png", "--csv /proc/x.csv", "--csv ."),
-    rejections("`{}` has {}", "--ks 0", "--batch 0", "--trials 0"),
-    rejections("`{}` has {}, and must be below 12", "--ks 5 20"),
-    rejections("`{}` was given `{}`", "--ks n/2"),
+    rejections("`{}` names `{}`", "--plot /proc/x.png", "--csv /proc/x.csv"),
+    rejections("`{}` must be a file, but `{}` is a directory", "--plot .", "--csv ."),
+    rejections("`{}` must be finite and at least 1, but it is {}", "--ks 0", "--batch 0", "--trials 0"),
+    rejections("`{}` must be below 12, the smallest of `--sizes`, but it has {}", "--ks 5 20"),
+    rejections("`{}` must be an integer, but it was given `{}`", "--ks n/2"),
     {"--scales 1": "no option `--scales`", "--plot x.pdf": "must end in `.png`"},
     {f"--csv '{__file__}'": "`--csv` names"},
 )
@@ -207,8 +209,8 @@ def test_other_numbers_give_other_verdicts():
         lml=(0.5, 7),
     )
     assert said["Smooth SVM by summation grows from k = 5 to 100"] == ("1.1", "no")
-    assert said["LML by Algorithm 1 stays, from k = 5 to 100"] == ("4", "no")
-    assert said["truncated entropy stays, from k = 5 to 100"] == ("6", "no")
+    assert said["LML by Algorithm 1 does not grow from k = 5 to 100"] == ("4", "no")
+    assert said["truncated entropy does not grow from k = 5 to 100"] == ("6", "no")
     assert said["LML by our kernel is slower than truncated entropy"] == ("0.5 to 1.2", "in 1 of 2")
 
 

@@ -45,7 +45,7 @@ def test_evaluate_finds_moved_data(capsys, run, tmp_path):
     changed = json.dumps({**stored, "features": str(tmp_path / "gone.npz")})
     (tmp_path / "run" / "settings.json").write_text(changed)
     assert cli.main(["evaluate", str(tmp_path / "run")]) == 2
-    assert "say with `--features` where it is now" in capsys.readouterr().err
+    assert "Pass its new location with `--features`" in capsys.readouterr().err
     assert cli.main(["evaluate", str(tmp_path / "run"), "--features", str(tmp_path / "moved.npz")]) == 0
 
 
@@ -59,19 +59,19 @@ def test_step_time_of_a_run(capsys, run):
 def test_a_task_that_cannot_draw_says_so(capsys, run):
     assert cli.main(["predict", str(run)]) == 2
     error = capsys.readouterr().err
-    assert "is a run of `cifar100`, which has nothing to draw" in error
+    assert "is a run of `cifar100`, which cannot predict" in error
     assert error.count("\n") == 1
 
 
 @pytest.mark.parametrize("command", ["evaluate", "predict"])
 def test_a_run_is_needed(capsys, tmp_path, command):
     assert cli.main([command]) == 2
-    assert f"`torchlml {command}` needs the folder of a run" in capsys.readouterr().err
+    assert f"Missing RUN directory. Usage: `torchlml {command} RUN`." in capsys.readouterr().err
     assert cli.main([command, "--cpu"]) == 2
-    assert f"`torchlml {command}` needs the folder of a run" in capsys.readouterr().err
+    assert f"Missing RUN directory. Usage: `torchlml {command} RUN`." in capsys.readouterr().err
     (tmp_path / "run.json").write_text('{"experiment": "chess"}')
     assert cli.main([command, str(tmp_path)]) == 2
-    assert "is a run of `chess`, which is no task of this version" in capsys.readouterr().err
+    assert "is a run of `chess`, which is not a task of this version" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("command", ["evaluate", "predict", "step-time"])
@@ -80,4 +80,4 @@ def test_help_without_a_run_is_that_of_every_task(capsys, command):
     said = capsys.readouterr().out
     for name, task in TASKS.items():
         able = getattr(task, command.replace("-", "_")) is not None
-        assert (f"of a run of {name}:" in said) == able
+        assert (f"For a run of {name}:" in said) == able

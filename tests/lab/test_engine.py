@@ -24,7 +24,7 @@ from torchlml_lab.engine import loop
 from torchlml_lab.engine import run as run_of_engine
 from torchlml_lab.engine.loop import EpochBatches
 from torchlml_lab.engine.run_directory import RunFolder
-from torchlml_lab.engine.settings import use_threads
+from torchlml_lab.engine.settings import cores, use_threads
 from torchlml_lab.studies.cifar100 import model
 from torchlml_lab.studies.cifar100.data import read_features
 from torchlml_lab.studies.cifar100.settings import Cifar100Settings
@@ -118,7 +118,7 @@ def test_interrupted_says_how_to_continue(features, whole, tmp_path):
     wait_for_epoch(out, 1, running)
     running.send_signal(signal.SIGINT)
     _, errors = output(running, code=130, seconds=60)
-    said = re.fullmatch(r"torchlml: Interrupted; .* kept, and `torchlml (.*)` continues the run\.\n", errors)
+    said = re.fullmatch(r"torchlml: Interrupted; .* saved\. Resume the run with `torchlml (.*)`\.\n", errors)
     assert said, errors
     output(start(said[1].split()))
     same(out, whole)
@@ -207,7 +207,7 @@ def test_a_kill_before_the_first_state_leaves_no_metrics(features, whole, tmp_pa
 
 def test_a_checkpoint_of_another_run_is_rejected(capsys, unfinished):
     edit(next((unfinished / "checkpoints").glob("epoch-0006/checkpoint.json")), run="0" * 32)
-    assert "is of another run" in rejected(capsys, resume(unfinished))
+    assert "belongs to another run" in rejected(capsys, resume(unfinished))
 
 
 def test_a_run_of_another_version_is_rejected(capsys, unfinished):
@@ -218,7 +218,7 @@ def test_a_run_of_another_version_is_rejected(capsys, unfinished):
 
 def test_a_run_of_another_experiment_is_rejected(capsys, unfinished):
     edit(unfinished / "run.json", experiment="scene-graph")
-    assert "holds a run of `scene-graph`" in rejected(capsys, resume(unfinished))
+    assert "is a run of `scene-graph`" in rejected(capsys, resume(unfinished))
 
 
 def test_other_settings_are_rejected(capsys, unfinished):
@@ -383,7 +383,7 @@ def test_a_damaged_record_is_rejected(capsys, unfinished, name):
 
 
 def test_a_folder_without_a_run_is_rejected(capsys, tmp_path):
-    assert "holds no run of this version: No such file" in rejected(capsys, resume(tmp_path))
+    assert "is not a run directory" in rejected(capsys, resume(tmp_path))
 
 
 def test_a_run_is_not_overwritten(capsys, features, whole):
@@ -431,13 +431,16 @@ def test_help_explains_every_setting(capsys):
     for field in dataclasses.fields(Cifar100Settings):
         option = "--" + field.name.replace("_", "-")
         metavar = r"(?:[A-Z]+ |\{[^}]*\} )?"
-        assert re.search(rf"{option} {metavar}[A-Z`][\w`]*(?: \S+){{3,}}\. \(default", said), option
+        end = r"(?= --|$)" if field.default in (None, ()) or field.default is False else r" \(default: \S"
+        assert re.search(rf"{option} {metavar}[A-Z`][\w`]*(?: \S+){{3,}}\.{end}", said), option
 
 
 @each_rejection(
-    rejections("`{}` is {}", "--epochs 0", "--batch-size 0", "--learning-rate nan", "--seed -1"),
-    rejections("`{}` is {}", "--threads 0", "--threads 1000"),
-    {f"--out '{__file__}'": "which is a file"},
+    rejections("`{}` must be at least 1, but it is {}", "--epochs 0", "--batch-size 0"),
+    rejections("`{}` must be finite and positive, but it is {}", "--learning-rate nan"),
+    rejections("`{}` must be from 0 to 2**32 - 1, but it is {}", "--seed -1"),
+    rejections(f"`{{}}` must be from 1 to {cores()} (the number of cores), but it is {{}}", "--threads 0"),
+    {f"--out '{__file__}'": "`--out` must be a directory"},
 )
 def test_bad_settings(capsys, options, needle):
     assert needle in rejected(capsys, ["train", "cifar100", *options])

@@ -44,7 +44,9 @@ def test_all_draws_figures_without_data_and_names_the_commands_for_the_rest(caps
     for name in pictures:
         # The width of a page at 200 dots per inch, so that type has the same size in all of them.
         assert size(Path("pictures", f"{name}.png"))[0] == 1400
-    missing = dict(re.findall(r"Not drawn: (\S+)\. There is no .* to draw: `(.*)` makes it\.", captured.out))
+    missing = dict(
+        re.findall(r"Not drawn: (\S+)\. .* does not exist\. Create it with `(.*)`\.", captured.out)
+    )
     assert set(missing) == set(commands.FIGURES) - drawn
     assert missing["timing"] == "torchlml bench paper"
     assert missing["cifar100"] == "torchlml sweep cifar100"
@@ -92,21 +94,21 @@ def test_a_figure_that_fails_leaves_no_file(tmp_path):
 @pytest.mark.parametrize(
     ("words", "needle"),
     [
-        (["all", "--out", __file__], "which is a file: give a folder"),
+        (["all", "--out", __file__], "`--out` must be a directory"),
         (["all", "--k", "3"], "--k"),
-        (["entropies", "--out", "."], "`--out` names `.`, which is a folder"),
-        (["polytopes", "--out", "x.pdf"], "`--out` names `x.pdf`, which must end in `.png` or `.svg`"),
+        (["entropies", "--out", "."], "`--out` must be a file, but `.` is a directory"),
+        (["polytopes", "--out", "x.pdf"], "`--out` must end in `.png` or `.svg`, but it is `x.pdf`"),
         (["projection", "--out", "/proc/x.svg"], "`--out` names `/proc/x.svg`, which cannot be written"),
         (["timing", "--out", "/proc/x.png"], "`--out` names `/proc/x.png`, which cannot be written"),
         (["cifar100", "--out", "/proc/x.png"], "`--out` names `/proc/x.png`, which cannot be written"),
         (["scene-graph", "--out", "/proc/x.png"], "`--out` names `/proc/x.png`, which cannot be written"),
         (["all", "--out", "/proc/pictures"], "cannot be written"),
-        (["projection", "--k", "10"], "`--k` is 10"),
-        (["timing", "--csv", "no.csv"], "There is no `no.csv` to draw: `torchlml bench paper` makes it."),
+        (["projection", "--k", "10"], "`--k` must be more than 0 and less than 10, but it is 10"),
+        (["timing", "--csv", "no.csv"], "`no.csv` does not exist. Create it with `torchlml bench paper`."),
         (["timing", "--csv", __file__], "cannot be read as benchmarks"),
         (
             ["cifar100", "--csv", "no.csv"],
-            "There is no `no.csv` to draw: `torchlml sweep cifar100` makes it.",
+            "`no.csv` does not exist. Create it with `torchlml sweep cifar100`.",
         ),
     ],
 )
@@ -119,12 +121,12 @@ def test_bad_input_is_a_one_line_error(capsys, tmp_path, monkeypatch, words, nee
 def test_timing_rejects_the_table_of_another_benchmark(capsys, tmp_path):
     measurements.append(tmp_path / "b.csv", [])
     assert cli.main(["figures", "timing", "--csv", str(tmp_path / "b.csv")]) == 2
-    assert "has no row of `torchlml bench paper`" in capsys.readouterr().err
+    assert "has no rows of `torchlml bench paper`" in capsys.readouterr().err
 
 
 def test_a_user_table_takes_precedence_over_the_study(tmp_path):
     own, study = tmp_path / "own.csv", tmp_path / "study.csv"
-    with pytest.raises(sources.NotMadeYet, match=r"own\.csv` to draw: `make it` makes it"):
+    with pytest.raises(sources.NotMadeYet, match=r"own\.csv` does not exist\. Create it with `make it`"):
         sources.find(None, (own, study), "make it")
     study.touch()
     assert sources.find(None, (own, study), "") == study

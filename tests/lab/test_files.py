@@ -19,9 +19,9 @@ def test_places_that_cannot_be_written(tmp_path):
             check_folder("--out", place)
         with pytest.raises(BadInput, match=f"`--csv` names `{place}`, which cannot be written: "):
             check_file("--csv", place)
-    with pytest.raises(BadInput, match="which is a file: give a folder"):
+    with pytest.raises(BadInput, match=r"`--out` must be a directory, but .* is a file"):
         check_folder("--out", tmp_path / "file")
-    with pytest.raises(BadInput, match="which is a folder: give a file"):
+    with pytest.raises(BadInput, match=r"`--csv` must be a file, but .* is a directory"):
         check_file("--csv", tmp_path)
 
 

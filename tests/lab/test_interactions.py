@@ -66,20 +66,20 @@ WRONG = {
     ),
     "pairs.jsonl": (
         b'{"user": 1, "item": 2}',
-        "`--train` names `{}`, and .jsonl is not read: give a .csv, .tsv or",
+        "`--train` names `{}`, but .jsonl files are not supported: give a .csv, .tsv or",
     ),
     "latin.txt": ("ann apple\nbjörn fig\n".encode("latin-1"), "`{}`, line 2: the text is not UTF-8."),
-    "binary.txt": (b"ann apple\n\0\1\n", "`{}`, line 2: a zero byte, so this is no text."),
+    "binary.txt": (b"ann apple\n\0\1\n", "`{}`, line 2: a zero byte, so this is not a text file."),
     "half.txt.gz": (
         gzip.compress(LINES.encode())[:-9],
-        "`--train` names `{}`, which cannot be read: it ends in",
+        "`--train` names `{}`, which cannot be read: it is truncated",
     ),
     "damaged.txt.gz": (b"\x1f\x8b" + b"x" * 30, "`--train` names `{}`, which cannot be read: its gzip data"),
-    "short.csv": (CSV[:-8].encode(), "`{}`, line 7: it has 2 fields, and the header 3 (`6,an`)."),
+    "short.csv": (CSV[:-8].encode(), "`{}`, line 7: it has 2 fields, but the header has 3 (`6,an`)."),
     "no-item.csv": (b"user,item\nann,\n", "`{}`, line 2: the item is empty."),
     "no-user.csv": (b"user,item\nann,fig\n,fig\n", "`{}`, line 3: the user is empty."),
     "quote.csv": (b'user,item\nann,"fig\nbob,kiwi\n', "`{}`, line 3: unexpected end of data."),
-    "headless.csv": (b"1,31\n1,29\n", "`{}`, line 1: no column is called `user` or `user_id`: say with"),
+    "headless.csv": (b"1,31\n1,29\n", "`{}`, line 1: no column is called `user` or `user_id`. Choose two of"),
     "twice.csv": (b"user,user_id,item\n1,1,2\n", "`{}`, line 1: more than one column is called `user` or"),
 }
 
@@ -101,10 +101,10 @@ def test_missing_files_and_columns_are_named(tmp_path):
         read_interactions(path, "--test")
     path.write_text(CSV)
     with pytest.raises(
-        BadInput, match="line 1: no column is called `movie`: there are `when`, `user`, `item`"
+        BadInput, match=r"line 1: no column is called `movie`. The columns are `when`, `user`, `item`"
     ):
         read_interactions(path, "--train", ("user", "movie"))
-    with pytest.raises(BadInput, match="`--columns` names `user` for users and for items: give two columns"):
+    with pytest.raises(BadInput, match="`--columns` must name two different columns, but both are `user`"):
         read_interactions(path, "--train", ("user", "user"))
 
 

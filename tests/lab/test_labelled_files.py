@@ -127,17 +127,17 @@ BAD_LINES = {
     "1 2:x": "line 1: the value of `2:x` is not a finite number",
     "1 2:nan": "line 1: the value of `2:nan` is not a finite number",
     "1 2:1e99": "line 1: the value of `2:1e99` is not a finite number",
-    "1 2:1\n1 a:1": "line 2: the feature of `a:1` is not a whole number",
-    "1 -2:1": "line 1: the feature of `-2:1` is not a whole number",
-    "1 2:1 3": "line 1: `3` is no `feature:value`",
+    "1 2:1\n1 a:1": "line 2: the feature of `a:1` is not an integer",
+    "1 -2:1": "line 1: the feature of `-2:1` is not an integer",
+    "1 2:1 3": "line 1: `3` is not of the form `feature:value`",
     "1 2:1:4 3": "line 1: the value of `2:1:4` is not",
     "1 2:": "line 1: the value of `2:` is not",
-    "1 1:2 1:3": "line 1: feature 1 comes twice",
-    "1,,2 2:1": "line 1: `1,,2` has a label without a name",
-    "3 5 5\n1 1:1\n2 2:1": "line 3: the file ends after 2 rows, but its first line promises 3",
-    "1 5 5\n1 5:1": "line 2: feature 5, but the first line promises 5 features, from 0 to 4",
-    "1 5 5\n5 1:1": "line 2: label `5`, but the first line promises 5 labels, from 0 to 4",
-    "1 5 5\n² 1:1": "line 2: label `²`, but the first line promises 5 labels, from 0 to 4",
+    "1 1:2 1:3": "line 1: feature 1 occurs twice",
+    "1,,2 2:1": "line 1: `1,,2` contains an empty label",
+    "3 5 5\n1 1:1\n2 2:1": "line 3: the file ends after 2 rows, but its first line announces 3",
+    "1 5 5\n1 5:1": "line 2: feature 5, but the first line announces 5 features, from 0 to 4",
+    "1 5 5\n5 1:1": "line 2: label `5`, but the first line announces 5 labels, from 0 to 4",
+    "1 5 5\n² 1:1": "line 2: label `²`, but the first line announces 5 labels, from 0 to 4",
     "1 99999999999 5\n1 1:1": "line 1: 99999999999 features, but at most 2147483648 can be read",
     "": "is empty",
     "  \n \n": "is empty",
@@ -148,12 +148,12 @@ BAD_TABLES = {
     'text,tags\na,x\n"b,y\n\n': "line 3: the file ends inside quotes",
     'text,tags\na,x\n"b"c,y\n': "line 3: the quotes are wrong",
     "text,text,tags\na,b,c": "line 1: there are two columns called `text`",
-    "text,topic\na,b": "has no column called labels or label or tags or tag: say with `--labels`",
-    "tags\na": "has no column beside that of the labels, `tags`",
+    "text,topic\na,b": "has no column called labels or label or tags or tag. Choose a column with `--labels`",
+    "tags\na": "has no columns in addition to the labels, `tags`",
     "text,tags\n": "has columns but no rows",
-    "size,tags\n1,x\nnan,y": "line 3: column `size` has `nan`, which is no finite number (where one",
-    "size,tags\n1,x\n-inf,y": "line 3: column `size` has `-inf`, which is no finite number",
-    "size,tags\n1,x\n1e99,y": "line 3: column `size` has `1e99`, which is no finite number",
+    "size,tags\n1,x\nnan,y": "line 3: column `size` has `nan`, which is not a finite number (leave a missing",
+    "size,tags\n1,x\n-inf,y": "line 3: column `size` has `-inf`, which is not a finite number",
+    "size,tags\n1,x\n1e99,y": "line 3: column `size` has `1e99`, which is not a finite number",
     "": "is empty",
 }
 BAD_FILES = [("rows.txt", *one) for one in BAD_LINES.items()]
@@ -172,7 +172,7 @@ def test_bad_columns(tmp_path: Path) -> None:
     good = 'title,size,tags\n"a\nb",1,x\nc,2 cm,y\n'
     for columns, needle in (
         (Columns(("titel",)), "has no column `titel`: did you mean `title`?"),
-        (Columns(numbers=("size",)), "line 4: column `size` has `2 cm`, which is no finite number"),
+        (Columns(numbers=("size",)), "line 4: column `size` has `2 cm`, which is not a finite number"),
         (Columns(labels="topic"), "has no column `topic`: its columns are `title`, `size`, `tags`."),
         (Columns(("tags", "title")), "has its labels in the column `tags`"),
     ):
@@ -187,8 +187,8 @@ def test_files_of_the_wrong_format(tmp_path: Path, name: str) -> None:
         read_labelled(tmp_path / name, "--train", labels=tmp_path / name if name.endswith("npz") else None)
     binary = name.endswith(("npz", "parquet"))
     bad: dict[bytes, str] = {
-        gzip.compress(SVMLIGHT.encode() * 99)[:-20]: "no whole" if binary else "it ends in the middle",
-        b"PK\x03\x04 and not more": "no whole" if binary else "",
+        gzip.compress(SVMLIGHT.encode() * 99)[:-20]: "not a complete" if binary else "it is truncated",
+        b"PK\x03\x04 and not more": "not a complete" if binary else "",
     }
     if not binary:
         bad |= {
@@ -214,7 +214,7 @@ def test_parquet_with_two_columns_of_one_name(tmp_path: Path) -> None:
 def test_bad_npz(tmp_path: Path) -> None:
     x, y = tmp_path / "x.npz", tmp_path / "y.npz"
     sparse.save_npz(x, sparse.csr_array(X))
-    with pytest.raises(BadInput, match=r"give its labels, another `.npz`, by `--train-labels`"):
+    with pytest.raises(BadInput, match=r"Give its labels, another `.npz`, with `--train-labels`"):
         read_labelled(x, "--train")
     sparse.save_npz(y, sparse.csr_array(np.ones((2, 4))))
     with pytest.raises(BadInput, match=r"has 3 rows, but .* has 2"):
@@ -233,10 +233,10 @@ def test_bad_npz(tmp_path: Path) -> None:
         sparse.save_npz(x, form(X))
         parts = dict(np.load(x))
         np.savez(x, **{**parts, "indices": parts["indices"] + 1000})
-        with pytest.raises(BadInput, match=r"no whole file of `scipy.sparse.save_npz`"):
+        with pytest.raises(BadInput, match=r"not a complete file of `scipy.sparse.save_npz`"):
             read_labelled(x, "--train", labels=y)
     np.savez(x, a=np.ones(3))
-    with pytest.raises(BadInput, match=r"no whole file of `scipy.sparse.save_npz`"):
+    with pytest.raises(BadInput, match=r"not a complete file of `scipy.sparse.save_npz`"):
         read_labelled(x, "--train", labels=y)
 
 

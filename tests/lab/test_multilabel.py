@@ -327,7 +327,7 @@ BAD = {
     "--patience 0": (ROWS, "`--patience` must be at least 1, but it is 0"),
     "--train-labels y.npz": (ROWS, "`--train-labels` is for `.npz` files"),
     "--test-labels y.npz": (ROWS, "`--test-labels` requires `--test`"),
-    "--label-names n.txt": (ROWS, "has names already"),
+    "--label-names n.txt": (ROWS, "already has label names"),
     "--valid missing.csv": (ROWS, "`--valid` names `missing.csv`, which cannot be read: no such file"),
     "--epochs 1": (
         "text,tags\n" + "a,\n" * 20,
@@ -379,9 +379,9 @@ def test_bad_requests_to_a_run(run, texts, tmp_path, capsys):
         capsys, ["evaluate", out, "--train", other]
     )
     (tmp_path / "rows.txt").write_text("1 2:3\n")
-    assert "is no table" in rejected(capsys, ["predict", out, "--data", tmp_path / "rows.txt"])
+    assert "is not a table" in rejected(capsys, ["predict", out, "--data", tmp_path / "rows.txt"])
     train = ["train", "multilabel", "--train", texts, "--out", tmp_path / "run"]
-    assert "is no table" in rejected(capsys, [*train, "--test", tmp_path / "rows.txt"])
+    assert "is not a table" in rejected(capsys, [*train, "--test", tmp_path / "rows.txt"])
     assert not (tmp_path / "run").exists()
     assert not list(tmp_path.glob("*.jsonl"))
 

@@ -83,8 +83,8 @@ def test_figure_and_tables(tmp_path):
     assert cli.main(command) == 0
     assert (tmp_path / "x.png").read_bytes().startswith(b"\x89PNG")
     page = (tmp_path / "x.md").read_text()
-    assert "| lml-labels less softmax | +2.0±0.0 | +2.0±0.0 |" in page
-    assert "| one-vs-rest less softmax | -10.0 | -10.0 |" in page
+    assert "| lml-labels minus softmax | +2.0±0.0 | +2.0±0.0 |" in page
+    assert "| one-vs-rest minus softmax | -10.0 | -10.0 |" in page
     assert "| lml-labels | 60.0±0.0 | 50.0±0.0 | 40.0±0.0 | 52.5±0.7 | 30.0±0.0 | 20.0±0.0 |" in page
 
 

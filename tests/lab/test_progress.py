@@ -56,5 +56,5 @@ def test_the_thread_count_is_restored():
 def test_invalid_thread_counts():
     check_threads(cores())
     for threads in (0, cores() + 1):
-        with pytest.raises(BadInput, match=f"`--threads` is {threads}, and must be from 1 to {cores()}"):
+        with pytest.raises(BadInput, match=rf"`--threads` must be from 1 to {cores()} .*but it is {threads}"):
             check_threads(threads)

@@ -186,7 +186,7 @@ def test_other_data_than_those_of_the_run_are_rejected(folder, capsys, tmp_path)
     settings = json.loads((tmp_path / "run" / "settings.json").read_text())
     settings["train"] = str(tmp_path / "gone.txt")
     (tmp_path / "run" / "settings.json").write_text(json.dumps(settings))
-    assert "say with `--train` where it is now" in rejected(capsys, ["predict", tmp_path / "run"])
+    assert "Pass its new location with `--train`" in rejected(capsys, ["predict", tmp_path / "run"])
     assert cli.main(["predict", str(tmp_path / "run"), "--train", str(folder / "train.txt")]) == 0
 
 
@@ -211,7 +211,7 @@ def test_a_killed_and_resumed_run_equals_an_undisturbed_one(folder, monkeypatch,
     with monkeypatch.context() as patched:
         patched.setattr(engine_run._Run, "_epoch", killed)
         assert cli.main([*words, "--out", str(tmp_path / "killed")]) == 130
-    assert "2 of 3 epochs are kept" in capsys.readouterr().err
+    assert "2 of 3 epochs are saved" in capsys.readouterr().err
     assert cli.main(["train", "recommend", "--resume", str(tmp_path / "killed")]) == 0
     results = [json.loads((tmp_path / name / "result.json").read_text()) for name in ("whole", "killed")]
     assert [{**one, "seconds": 0} for one in results] == [{**results[0], "seconds": 0}] * 2
@@ -299,7 +299,7 @@ def test_a_tuned_sweep_uses_the_best_settings_on_validation_per_method(folder, t
         for seed in (0, 3)
         for model, dropout in (("autoencoder", 0.6), ("matrix-factorisation", 0.3))
     ]
-    with pytest.raises(BadInput, match="do not give them too"):
+    with pytest.raises(BadInput, match="so they cannot be given as well"):
         sweep.grid(dataclasses.replace(settings, temperatures=(0.1,)))
 
 

@@ -376,7 +376,7 @@ def test_every_objective_trains_on_vrd(capsys, tmp_path, objective):
     out = ["--out", str(tmp_path / "run")]
     assert cli.main(["train", "scene-graph", *options, more, *out, "--epochs", "1"]) == 0
     assert re.search(
-        r"Test of epoch 1, chosen on validation: R@20 \d.*%, .* \(vision-free\)", capsys.readouterr().out
+        r"Test of epoch 1, the best on validation: R@20 \d.*%, .* \(vision-free\)", capsys.readouterr().out
     )
 
 

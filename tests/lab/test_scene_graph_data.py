@@ -169,7 +169,7 @@ def test_visual_genome_that_cannot_be_read(tmp_path):
     (tmp_path / "image_data.json").write_text(json.dumps([{"image_id": 7, "width": 5, "height": 5}]))
     assert "image_data.json` has 1 images, but" in rejected()
     (tmp_path / "image_data.json").write_text('[{"image_id": 7')
-    assert "image_data.json` cannot be read: it is not whole JSON" in rejected()
+    assert "image_data.json` cannot be read: it is not valid JSON" in rejected()
     write_vg(tmp_path, SMALL)
     (tmp_path / "VG-SGG-dicts.json").write_text('{"idx_to_label": {"2": "cat"}}')
     assert "VG-SGG-dicts.json`: `idx_to_label` must map" in rejected()

@@ -76,11 +76,11 @@ def test_finished_runs_are_skipped(capsys, vg, swept):
     before = (swept / "results.csv").read_bytes()
     assert cli.main(words(vg, swept)) == 0
     said = capsys.readouterr().out
-    assert "5 runs, 5 of them finished before" in said
+    assert "5 runs, 5 of them already finished" in said
     assert "vision-free" in said
     # Names and numbers are not truncated, even on a terminal of 80 columns.
     assert "…" not in said
-    assert max(len(line) for line in said.split("\n") if not line.startswith("The rows are in")) <= 80
+    assert max(len(line) for line in said.split("\n") if not line.startswith("Results written to")) <= 80
     assert said.count("truncated-entropy-20") == 2
     assert (swept / "results.csv").read_bytes() == before
 
@@ -164,8 +164,8 @@ def test_methods():
 @each_rejection(
     rejections("`{}` must contain only `--methods`, but it contains `{}`", "--once bce"),
     rejections("`{}` names `{}`", "--tuned no.csv"),
-    rejections("`{}` is given", "--run.k 5", "--run.objective bce"),
-    rejections("`{}` is {}", "--workers 0"),
+    rejections("`{}` cannot be given", "--run.k 5", "--run.objective bce"),
+    rejections("`{}` must be at least 1, but it is {}", "--workers 0"),
     {"--methods lml": "but it contains `lml`", "--methods lml-0 --once": "`--k` must be at least 1"},
     {"--biases none --run.without-bias": "`--run.without-bias` cannot be combined with `--biases`"},
     {"--biases none outside": "`--biases outside` and `--run.counts` must be used together"},
@@ -210,8 +210,8 @@ def test_predict_prints_and_draws(capsys, run, tmp_path):
         ("predict", ["--out", "/proc/x/y.png"], "which cannot be written"),
         ("predict", ["--vrd", "x"], "`--vrd` is given, but the run"),
         ("evaluate", ["--vrd", "x"], "`--vrd` is given, but the run"),
-        ("step-time", ["--threads", "1000"], "`--threads` is 1000"),
-        ("step-time", ["--batch-size", "100000"], "`--batch-size` is 100000, and must be from 1 to 1024"),
+        ("step-time", ["--threads", "1000"], "`--threads` must be from 1 to"),
+        ("step-time", ["--batch-size", "100000"], "`--batch-size` must be from 1 to 1024, but it is 100000"),
         ("predict", ["--out", "x.jpg"], "must end in `.png`"),
         ("evaluate", ["--split", "all"], "all"),
     ],
@@ -223,7 +223,7 @@ def test_bad_requests(capsys, run, command, options, needle):
 def test_a_folder_without_a_run_is_rejected(capsys, tmp_path):
     for command in ("evaluate", "predict"):
         assert cli.main([command, str(tmp_path)]) == 2
-        assert "run.json` cannot be read" in capsys.readouterr().err
+        assert "is not a run directory" in capsys.readouterr().err
 
 
 def test_the_usual_image_has_many_relations_and_few_objects(vg):

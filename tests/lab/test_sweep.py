@@ -58,7 +58,7 @@ def test_every_combination_is_one_row(whole):
 def test_finished_runs_are_skipped(capsys, features, whole):
     before = {path: path.stat().st_mtime_ns for path in whole.glob("*/result.json")}
     assert cli.main(words(features, whole)) == 0
-    assert "8 runs, 8 of them finished before" in capsys.readouterr().out
+    assert "8 runs, 8 of them already finished" in capsys.readouterr().out
     assert {path: path.stat().st_mtime_ns for path in whole.glob("*/result.json")} == before
 
 
@@ -70,9 +70,9 @@ def test_interrupted_and_continued_equals_undisturbed(capsys, features, whole, t
         time.sleep(0.01)
     running.send_signal(signal.SIGINT)
     printed, errors = output(running, code=130, seconds=60)
-    assert "8 runs, 0 of them finished before" in printed
+    assert "8 runs, 0 of them already finished" in printed
     said = re.fullmatch(
-        r"torchlml: Interrupted; (\d) of 8 runs are finished, and the same command continues\.\n", errors
+        r"torchlml: Interrupted; (\d) of 8 runs are finished\. Repeat the command to resume\.\n", errors
     )
     assert said, errors
     assert int(said[1]) < 8
@@ -107,13 +107,13 @@ def test_a_failed_run_is_reported_and_the_others_are_kept(capsys, features, tmp_
     options = ["--losses", "bce", "--noises", "0", "--seeds", "0", "--learning-rates", "0.1", "1e30"]
     assert cli.main(words(features, out, *options)) == 1
     error = capsys.readouterr().err
-    assert "1 of 2 runs failed, the first of them `bce_noise0_lr1e+30_t1_seed0`: The loss became" in error
+    assert "1 of 2 runs failed. The first failure is `bce_noise0_lr1e+30_t1_seed0`: The loss became" in error
     assert [row["learning_rate"] for row in rows(out / "results.csv")] == ["0.1"]
 
 
 def test_a_folder_of_other_settings_is_rejected(capsys, features, whole):
     assert cli.main(words(features, whole, "--run.epochs", "5")) == 2
-    assert "holds a run with `epochs` 4 instead of 5" in capsys.readouterr().err
+    assert "contains a run with `epochs` 4 instead of 5" in capsys.readouterr().err
 
 
 def test_places_that_cannot_be_written_are_rejected_before_any_work(capsys, features, tmp_path, monkeypatch):
@@ -141,7 +141,7 @@ def test_a_full_disk_keeps_the_table_on_the_screen(capsys, features, whole, monk
     assert cli.main(words(features, whole)) == 1
     captured = capsys.readouterr()
     assert "accuracy in %" in captured.out
-    assert "The rows are in" not in captured.out
+    assert "Results written to" not in captured.out
     assert "The CSV could not be written to" in captured.err
     assert "there is no space left on the disk; the finished runs are kept" in captured.err
 
@@ -199,7 +199,7 @@ def test_tuning_uses_the_mean_on_validation(tmp_path):
 
 def test_unfair_tuning_is_rejected(tmp_path):
     found = tuning(tmp_path / "t.csv")
-    with pytest.raises(BadInput, match="was not tried on the same noise levels"):
+    with pytest.raises(BadInput, match="was not run on the same noise levels"):
         sweep.best_recipes(found[:-1], ["lml"], tmp_path / "t.csv")
     with pytest.raises(BadInput, match="no run of the loss `bce`"):
         sweep.best_recipes(found, ["lml", "bce"], tmp_path / "t.csv")
@@ -211,15 +211,16 @@ def test_the_figure_is_drawn_from_the_csv(capsys, whole, tmp_path):
     assert picture.read_bytes().startswith(b"\x89PNG")
     tuning(tmp_path / "t.csv")
     assert cli.main(["figures", "cifar100", "--csv", str(tmp_path / "t.csv"), "--out", str(picture)]) == 2
-    assert "has several recipes" in capsys.readouterr().err
+    assert "has several settings" in capsys.readouterr().err
 
 
 @each_rejection(
-    rejections("`{}` is {}", "--workers 0"),
-    rejections("`{}` is given", "--run.loss bce", "--run.noise 0.5"),
+    rejections("`{}` must be at least 1, but it is {}", "--workers 0"),
+    rejections("`{}` cannot be given", "--run.loss bce", "--run.noise 0.5"),
     rejections("`{}` names `{}`", "--tuned no.csv"),
-    {"--seeds -1": "`--seed` is -1", "--learning-rates nan": "`--learning-rate` is nan"},
-    {"--noises 2": "`--noise` must be from 0 to 1, but it is 2.0", "--losses hinge": "hinge"},
+    {"--seeds -1": "`--seed` must be from 0 to 2**32 - 1, but it is -1"},
+    {"--learning-rates nan": "`--learning-rate` must be finite and positive, but it is nan"},
+    {"--noises 2": "`--noise` is 2.0", "--losses hinge": "hinge"},
 )
 def test_bad_options(capsys, features, tmp_path, options, needle):
     assert needle in rejected(capsys, words(features, tmp_path / "sweep", *options))

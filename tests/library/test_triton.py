@@ -103,7 +103,7 @@ def test_without_triton_the_torch_path_answers(monkeypatch: pytest.MonkeyPatch) 
     x, k = torch.randn(3, 20), torch.tensor(2.0, dtype=torch.float64)
     y, _ = self_test.OPERATORS["forward"](x, k, None, None)
     torch.testing.assert_close(y, torch.ops.torchlml.forward(x, k, None, None)[0])
-    assert info.report()["gpu kernel"] == ["torch (Triton is not installed)"]
+    assert info.report()["gpu kernel"] == ["Triton not installed; no GPU detected"]
 
 
 @needs_triton
@@ -125,7 +125,7 @@ def test_gpu_check_without_a_gpu_prints_one_line(capsys: pytest.CaptureFixture[s
     assert cli.main(["gpu-check"]) == 2
     said = capsys.readouterr()
     assert said.out == ""
-    assert said.err == "torchlml: `torchlml gpu-check` needs a GPU, and torch sees none here.\n"
+    assert said.err == "torchlml: `torchlml gpu-check` needs a GPU, but torch detects none.\n"
 
 
 def test_gpu_check_finds_a_wrong_kernel(monkeypatch: pytest.MonkeyPatch) -> None:

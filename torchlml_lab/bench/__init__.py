@@ -1,1 +1,1 @@
-"""`torchlml bench`: what the projection costs beside softmax; needs the extra `lab`."""
+"""`torchlml bench`: benchmarks of the projection and the losses. Requires the extra `lab`."""

@@ -1,4 +1,4 @@
-"""Other relaxations of top-k behind one signature, how exact they are and what they work with."""
+"""Other relaxations of top-k behind one signature, with measurements of their accuracy and features."""
 
 import contextlib
 import functools
@@ -20,34 +20,34 @@ from torch import Tensor
 import torchlml
 from torchlml_lab.bench.cases import LAYER, Case, Provider
 
-# What the widely copied bisection takes: halvings, and how far from the logits it looks.
+# Parameters of the widely copied bisection: the number of steps, and the margin around the logits.
 HALVINGS, REACH = 64, 10.0
-# The strength of torchsort's regularisation, times n; with 10 rows of 32 no longer sum to about k.
+# The regularization strength of torchsort, times n. With 10, rows of 32 no longer sum to about k.
 SPREAD = 3.0
 
 
 @dataclass(frozen=True)
 class Alternative(Provider):
-    """A provider that may be good for short rows only (`longest`), and for one dtype only."""
+    """A provider that may be limited to short rows (`longest`) or to float32."""
 
     longest: int = 10_000_000
     float32_only: bool = False
 
 
 def straight_through(x: Tensor, k: int) -> Tensor:
-    """Ones at the k largest, with the gradient of k softmax(x)."""
+    """Return ones at the k largest entries, with the gradient of k softmax(x)."""
     soft = k * torch.softmax(x, -1)
     hard = torch.zeros_like(x).scatter(-1, x.topk(k, dim=-1).indices, 1.0)
     return hard + (soft - soft.detach())
 
 
 def scaled_softmax(x: Tensor, k: int) -> Tensor:
-    """k softmax(x): sums to k, and its entries may exceed 1."""
+    """Return k softmax(x), which sums to k, but its entries may exceed 1."""
     return k * torch.softmax(x, -1)
 
 
 def successive_softmax(x: Tensor, k: int) -> Tensor:
-    """The sum of k softmaxes, each after its predecessor's choice was taken out (Ploetz and Roth, 2018)."""
+    """Return the sum of k softmaxes, each after removing the previous choice (Plötz and Roth, 2018)."""
     chosen = torch.zeros_like(x)
     for _ in range(k):
         p = torch.softmax(x, -1)
@@ -73,19 +73,19 @@ class _Bisection(torch.autograd.Function):
     def backward(ctx: torch.autograd.function.FunctionCtx, *grads: Tensor) -> tuple[Tensor, None]:
         (y,) = ctx.saved_tensors  # type: ignore[attr-defined]
         w = y * (1 - y)
-        felt = w * grads[0]
-        return felt - w * felt.sum(-1, keepdim=True) / w.sum(-1, keepdim=True), None
+        weighted = w * grads[0]
+        return weighted - w * weighted.sum(-1, keepdim=True) / w.sum(-1, keepdim=True), None
 
 
 def bisection(x: Tensor, k: int) -> Tensor:
-    """lml as it is often written by hand: 64 halvings of an interval that reaches 10 beyond the logits."""
+    """Compute lml by a typical handwritten bisection: 64 steps in an interval 10 wider than the logits."""
     answer: Tensor = _Bisection.apply(x, k)
     return answer
 
 
 def sorting_network(x: Tensor, k: int) -> Tensor:
-    """The mask of a relaxed sorting network, by the package difftopk, which knows float32 only."""
-    # Importing it prints whether an optional package of its own is there.
+    """Return the mask of a relaxed sorting network from the package difftopk, which supports only float32."""
+    # Importing it prints whether an optional dependency is installed.
     with contextlib.redirect_stdout(io.StringIO()):
         from difftopk import DiffTopkNet
 
@@ -95,16 +95,16 @@ def sorting_network(x: Tensor, k: int) -> Tensor:
 
 
 def soft_ranks(x: Tensor, k: int) -> Tensor:
-    """A mask from the soft ranks of the package torchsort: the sigmoid of a rank less n - k + 1/2."""
+    """Return a mask from the soft ranks of the package torchsort: the sigmoid of rank - (n - k + 1/2)."""
     torchsort: Any = importlib.import_module("torchsort")
     n = x.shape[-1]
-    # Ranks grow with x, up to n. To spread that far they need a regularisation that falls with n.
+    # Ranks increase with x, up to n. They reach that range only if the regularization decreases with n.
     ranks: Tensor = torchsort.soft_rank(x, regularization_strength=SPREAD / n)
     return torch.sigmoid(ranks - (n - k) - 0.5)
 
 
 def soft_index(x: Tensor, k: int) -> Tensor:
-    """The sum of the k soft indices that `topk` of the package softtorch gives, by its default method."""
+    """Return the sum of the k soft indices from `topk` of the package softtorch, with its default method."""
     softtorch: Any = importlib.import_module("softtorch")
     answer: Tensor = softtorch.topk(x, k).indices.sum(-2)
     return answer
@@ -112,8 +112,8 @@ def soft_index(x: Tensor, k: int) -> Tensor:
 
 @functools.cache
 def _program(n: int, k: int) -> Any:
-    """lml as a convex program of cvxpylayers."""
-    # By their names: their types are not those of their documentation.
+    """Build lml as a convex program of cvxpylayers."""
+    # Imported by name, because the types of these packages do not match their documentation.
     cvxpy: Any = importlib.import_module("cvxpy")
     layers: Any = importlib.import_module("cvxpylayers.torch")
     x, y = cvxpy.Parameter(n), cvxpy.Variable(n)
@@ -123,7 +123,7 @@ def _program(n: int, k: int) -> Any:
 
 
 def convex_program(x: Tensor, k: int) -> Tensor:
-    """lml by a general solver for convex programs, to the accuracy of its defaults; for small n."""
+    """Compute lml with a general convex solver at its default accuracy. Suitable for small n only."""
     answer: Tensor = _program(x.shape[-1], k)(x)[0]
     return answer
 
@@ -143,9 +143,9 @@ ALTERNATIVES = (
     Alternative(
         "torchsort", soft_ranks, _without("torchsort", " (`pip install --no-build-isolation torchsort`)")
     ),
-    # Its default method compares every entry with every other.
+    # The default method compares all pairs of entries.
     Alternative("softtorch", soft_index, _without("softtorch", " (it needs Python 3.12)"), longest=1000),
-    # A network for n entries has n layers, and is built anew in every call.
+    # A network for n entries has n layers and is rebuilt in every call.
     Alternative("difftopk", sorting_network, _without("difftopk"), longest=100, float32_only=True),
     Alternative("cvxpylayers", convex_program, _without("cvxpylayers"), longest=50),
     Alternative("paper-bracketing", _OURS["lml-bracketing"].function),
@@ -158,23 +158,23 @@ Choice = Callable[[Tensor, int], Tensor]
 
 EXACTNESS = ("sum error", "outside [0, 1]", "bfloat16 error", "gradient error")
 ABILITIES = ("-inf", "vmap", "compile", "per-row k")
-# The rows on which abilities are tried, and how far apart two answers may be that ought to be the same.
+# The rows on which features are tested, and the tolerance for two results that should agree.
 TRIAL = Case(n=16, k=3, batch=4, scale=1.0, dtype="float32", threads=1)
 _SAME = 1e-4
 
 
 def exactness(choose: Choice, case: Case) -> dict[str, float]:
-    """Measure how exact a method is on the rows of a case.
+    """Measure the accuracy of a method on the rows of a case.
 
     Args:
         choose: The method.
-        case: The problem; its dtype is float32.
+        case: The problem, in float32.
 
     Returns:
-        How far the sum of a row is from k at most; how many entries are below 0 or above 1; the largest error
-        of an entry for logits in bfloat16; the largest error of a gradient, as a share of the largest entry
-        of the right one. Errors are to the same method's answer in float64. NaN where the method fails,
-        infinite where the right gradient is zero everywhere.
+        The largest deviation of a row sum from k; the number of entries below 0 or above 1; the largest error
+        of an entry for bfloat16 logits; and the largest error of the gradient, relative to its largest entry.
+        Errors are relative to the same method in float64. A value is NaN if the method fails, and infinite if
+        the reference gradient is zero everywhere.
     """
     x, k = case.logits(), case.k
     coarse = x.bfloat16()
@@ -199,15 +199,15 @@ def exactness(choose: Choice, case: Case) -> dict[str, float]:
 
 
 def abilities(choose: Choice) -> dict[str, bool]:
-    """Try what a method can be used with.
+    """Test which features of PyTorch a method supports.
 
     Args:
         choose: The method.
 
     Returns:
-        For each of `ABILITIES` whether it works: entries of -inf get 0 and change nothing else, and every
-        gradient is finite; `torch.func` maps it and its gradient; `torch.compile` takes it in one graph, with
-        its gradient; k may be a tensor with a number for each row.
+        Whether each of `ABILITIES` works: entries of -inf get 0 without affecting the others, and all
+        gradients are finite; `torch.func` maps the method and its gradient; `torch.compile` captures both in
+        one graph; k may be a tensor with one value per row.
     """
     x, k = TRIAL.logits(), TRIAL.k
     trials: tuple[Callable[[], bool], ...] = (
@@ -220,7 +220,7 @@ def abilities(choose: Choice) -> dict[str, bool]:
 
 
 def abilities_in_plain_torch() -> dict[str, bool]:
-    """Try what `lml` can be used with where there is no compiled kernel: in a process that refuses it."""
+    """Test the features of `lml` without the compiled kernel, in a separate process."""
     command = [sys.executable, "-m", "torchlml_lab.bench.alternative_operators"]
     environment = {**os.environ, "TORCHLML_KERNEL": "torch"}
     done = subprocess.run(command, env=environment, capture_output=True, text=True, check=True)
@@ -238,7 +238,7 @@ def _ignores_minus_infinity(choose: Choice, x: Tensor, k: int) -> bool:
 
 
 def _maps(choose: Choice, x: Tensor, k: int) -> bool:
-    # Each batch stays a matrix: some methods know nothing else.
+    # Each element of the batch is a matrix, because some methods accept nothing else.
     batches = torch.stack([x, x.flip(0), 2 * x])
     mapped = torch.func.vmap(lambda one: choose(one, k))(batches)
     weights = _weights(x)
@@ -248,9 +248,9 @@ def _maps(choose: Choice, x: Tensor, k: int) -> bool:
 
 
 def _compiles(choose: Choice, x: Tensor, k: int) -> bool:
-    # Without this, the methods before count towards the compiler's limit of variants of one function.
+    # Without a reset, earlier methods count toward the compiler's limit of recompilations.
     torch.compiler.reset()
-    # Whether a graph can be captured and differentiated is decided before a backend writes code for it.
+    # Capture and differentiation happen before code generation, so no backend is needed.
     compiled = torch.compile(lambda x: choose(x, k), fullgraph=True, backend="aot_eager")
     same = _same(compiled(x), choose(x, k))
     return same and _same(_gradient(lambda x, k: compiled(x), x, k), _gradient(choose, x, k))
@@ -266,7 +266,7 @@ def _takes_a_k_for_each_row(choose: Choice, x: Tensor, shape: tuple[int, ...]) -
 
 
 def _weights(x: Tensor) -> Tensor:
-    """What the entries of a row are weighted with before their gradient is taken; always the same."""
+    """Return fixed weights of the entries of a row for computing a gradient."""
     generator = torch.Generator().manual_seed(1)
     return torch.randn(x.shape[-1], generator=generator, dtype=torch.float64).to(x.dtype)
 
@@ -281,7 +281,7 @@ def _same(one: Tensor, other: Tensor) -> bool:
 
 
 def _or_nan(measure: Callable[[], float]) -> float:
-    """The measure; NaN when the method fails, whatever another package may raise."""
+    """Return the measure, or NaN if the method raises any exception."""
     try:
         with warnings.catch_warnings(), contextlib.redirect_stdout(io.StringIO()):
             warnings.simplefilter("ignore")

@@ -1,4 +1,4 @@
-"""`torchlml bench alternatives`: other relaxations of top-k compared in exactness, abilities and cost."""
+"""`torchlml bench alternatives`: compare other top-k relaxations in accuracy, features and cost."""
 
 import gc
 import math
@@ -43,13 +43,13 @@ Values = dict[tuple[str, str, str, int], Measurement]  # by method, mode, metric
 
 
 def markdown(rows: Sequence[Measurement]) -> str:
-    """Write the tables: what each method works with, then one for each length of a row.
+    """Format the tables: the supported features, then one table for each row length.
 
     Args:
-        rows: Those of one run, or of a CSV; the last of each measurement counts.
+        rows: The rows of one run or of a CSV. The last row of each measurement is used.
 
     Returns:
-        Markdown, padded so that it can be read as it is.
+        Markdown, padded so that the source is readable.
     """
     values = _values(rows)
     parts = _table(("method", *ABILITIES), _use_cells(values))
@@ -64,7 +64,7 @@ def markdown(rows: Sequence[Measurement]) -> str:
 
 
 def draw(rows: Sequence[Measurement], plot: Path) -> None:
-    """Draw the times of every method beside softmax, one panel per length, and what it works with.
+    """Draw the time of every method relative to softmax, one panel per row length, and its features.
 
     Args:
         rows: As for `markdown`.
@@ -96,7 +96,7 @@ def _values(rows: Sequence[Measurement]) -> Values:
 
 
 def _cases(rows: Sequence[Measurement]) -> list[tuple[int, int, int, float, str, int]]:
-    """The problems on which time was taken, from the shortest rows on."""
+    """Return the timed problems, shortest rows first."""
     return sorted({row.case for row in rows if (row.operator, row.metric) == (OPERATOR, "time")})
 
 
@@ -110,7 +110,7 @@ def _use_cells(values: Values) -> Iterator[list[str]]:
 
 
 def _measures(values: Values, n: int) -> Iterator[list[str]]:
-    """The lines of one length: the methods that were measured there."""
+    """Yield the table rows for one length, for the methods that were measured there."""
 
     def cell(name: str, mode: str, metric: str, write: Callable[[Measurement], str]) -> str:
         row = values.get((name, mode, metric, n))
@@ -128,7 +128,7 @@ def _measures(values: Values, n: int) -> Iterator[list[str]]:
 
 
 def _exact(row: Measurement) -> str:
-    """A count as it is; an error with the one digit that means something."""
+    """Format a count in full, and an error with one significant digit."""
     if math.isinf(row.p50):
         return "zero"
     if row.p50 == 0 or row.metric == EXACTNESS[1]:
@@ -150,11 +150,11 @@ def _table(heads: Sequence[str], lines: Iterator[list[str]]) -> list[str]:
 def _draw_times(panel: Axes, values: Values, names: Sequence[str], n: int) -> None:
     panel.axvline(1, color=INK, linewidth=1)
     marks = (("forward", ORANGE, "o", 0.13), ("forward+backward", BLUE, "D", -0.13))
-    for mode, colour, marker, up in marks:
+    for mode, color, marker, up in marks:
         there = [(place, values.get((name, mode, "time", n))) for place, name in enumerate(names)]
         points = [(row.ratio_p50, place + up) for place, row in there if row is not None]
         if points:
-            panel.plot(*zip(*points, strict=True), marker, color=colour, label=mode)
+            panel.plot(*zip(*points, strict=True), marker, color=color, label=mode)
     panel.set_xscale("log")
     panel.xaxis.set_major_formatter(lambda ratio, _: f"{ratio:g}x")
     panel.grid(axis="both")
@@ -163,7 +163,7 @@ def _draw_times(panel: Axes, values: Values, names: Sequence[str], n: int) -> No
 
 
 def _draw_uses(panel: Axes, values: Values, names: Sequence[str], sizes: Sequence[int]) -> None:
-    """A dot where something works; a hollow one where it does not."""
+    """Draw a filled dot if a feature works, and a hollow one if it does not."""
     works = {(name, metric): row.p50 == 1 for (name, _, metric, _), row in values.items()}
     inside = EXACTNESS[1]
     for place, name in enumerate(names):
@@ -175,7 +175,7 @@ def _draw_uses(panel: Axes, values: Values, names: Sequence[str], sizes: Sequenc
     heads = ("in [0, 1]", *ABILITIES)
     panel.set_xticks(range(len(heads)), heads, rotation=45, ha="right", fontsize=7)
     panel.set_xlim(-0.6, len(heads) - 0.4)
-    panel.set_title("full: works")
+    panel.set_title("filled: works")
 
 
 _MODES: tuple[Mode, ...] = ("forward", "forward+backward")
@@ -188,11 +188,11 @@ def main(settings: ComparisonSettings) -> None:
 
 
 def run(settings: ComparisonSettings, console: Console) -> None:
-    """Try out every method, measure it at every length, and show the tables.
+    """Test every method, measure it at every length, and print the tables.
 
     Args:
-        settings: What to compare; wrong values raise `BadInput` before anything is measured.
-        console: Where the progress, the tables and what was written go.
+        settings: The settings. Invalid values raise `BadInput` before anything is measured.
+        console: The console for the progress, the tables and the list of files.
     """
     peers = _checked(settings)
     cases = case_grid(
@@ -207,24 +207,24 @@ def run(settings: ComparisonSettings, console: Console) -> None:
     plot = settings.plot or settings.csv.with_suffix(".png")
     check_picture(plot, "--plot")
     if missing := [why for peer in ALTERNATIVES if (why := peer.absent()) is not None]:
-        said = f'Left out: {", ".join(missing)}. `pip install "torchlml[peers]"` installs the packages.'
+        said = f'Not included: {", ".join(missing)}. Install with `pip install "torchlml[peers]"`.'
         console.print(said, soft_wrap=True, markup=False, highlight=False)
-    file.announce(f"{len(peers)} methods are compared on rows of {len(cases)} lengths", console)
+    file.announce(f"Comparing {len(peers)} methods on {len(cases)} row lengths", console)
     with ProgressBar(console) as progress, use_threads(settings.threads):
         task = progress.add_task("", total=len(peers) * (1 + len(cases)) + 2 * len(cases))
         try:
             file.add(_number(peer, INSTALLED, TRIAL, float(peer.absent() is None)) for peer in ALTERNATIVES)
             for peer in peers:
-                progress.update(task, description=f"uses of {peer.name}")
+                progress.update(task, description=f"features of {peer.name}")
                 file.add(_uses(peer))
                 progress.advance(task)
             for case in cases:
                 able = []
                 for peer in peers:
-                    progress.update(task, description=f"exactness of {peer.name}, n {case.n}")
+                    progress.update(task, description=f"accuracy of {peer.name}, n {case.n}")
                     found = _exactness(peer, case)
                     file.add(_number(peer, name, case, value) for name, value in found.items())
-                    # A method without an answer cannot be timed; the table says that it fails.
+                    # A method that fails cannot be timed. The table shows that it fails.
                     able += [peer] if math.isfinite(found.get(EXACTNESS[0], math.nan)) else []
                     progress.advance(task)
                 for mode in _MODES:
@@ -232,13 +232,13 @@ def run(settings: ComparisonSettings, console: Console) -> None:
                     file.add(_costs(able, case, mode, settings))
                     progress.advance(task)
         except KeyboardInterrupt:
-            raise KeyboardInterrupt(f"Interrupted: what was measured is in {settings.csv}.") from None
+            raise KeyboardInterrupt(f"Interrupted: completed measurements are in {settings.csv}.") from None
     console.print(markdown(file.new), soft_wrap=True, markup=False, highlight=False)
     report.finish(file, plot, lambda: draw(file.new, plot), console)
 
 
 def _checked(settings: ComparisonSettings) -> list[Alternative]:
-    """The methods that were named, in their order here; wrong options are refused."""
+    """Return the methods that were named, in the order of `ALTERNATIVES`, or raise `BadInput`."""
     known = {peer.name: peer for peer in ALTERNATIVES}
     methods = settings.methods or [peer.name for peer in ALTERNATIVES if peer.absent() is None]
     check_choices("--methods", methods, known)
@@ -255,7 +255,7 @@ def _checked(settings: ComparisonSettings) -> list[Alternative]:
 
 
 def _uses(peer: Alternative) -> Iterator[Measurement]:
-    # The kernel of a process cannot be exchanged; and what lml works with depends on its operators' kernel.
+    # A process cannot switch kernels, and the features of lml depend on the kernel of its operators.
     found = abilities_in_plain_torch() if peer.name == "lml-torch" else abilities(peer.function)
     for name, works in found.items():
         yield _number(peer, name, TRIAL, float(works))
@@ -265,7 +265,7 @@ def _exactness(peer: Alternative, case: Case) -> Mapping[str, float]:
     if case.n > peer.longest:
         return {}
     found = exactness(peer.function, case)
-    # It would be compared with itself.
+    # Such a method would be compared with itself.
     return dict(list(found.items())[:2]) if peer.float32_only else found
 
 
@@ -282,11 +282,11 @@ def _costs(
     added = {name: added_bytes(call) / 2**20 for name, call in calls.items()}
     for name, size in added.items():
         ratio = size / max(added[BASELINE], PAGE_BYTES / 2**20)
-        value, beside = Quantiles(size, size, size), Quantiles(ratio, ratio, ratio)
-        yield measured(OPERATOR, name, mode, case, value, beside, 1, metric="memory", unit="MiB")
+        value, relative = Quantiles(size, size, size), Quantiles(ratio, ratio, ratio)
+        yield measured(OPERATOR, name, mode, case, value, relative, 1, metric="memory", unit="MiB")
 
 
 def _number(peer: Alternative, metric: str, case: Case, value: float) -> Measurement:
-    """The row of something that has no ratio to softmax."""
+    """Return the row of a measurement without a ratio to softmax."""
     once, none = Quantiles(value, value, value), Quantiles(math.nan, math.nan, math.nan)
     return measured(OPERATOR, peer.name, "behaviour", case, once, none, 1, metric=metric, unit="1")

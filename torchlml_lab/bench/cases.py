@@ -1,4 +1,4 @@
-"""What a benchmark measures: cases (shape, k, dtype), and the functions that compete on them."""
+"""Benchmark cases (shape, k, dtype), and the functions that are compared on them."""
 
 import importlib.util
 import re
@@ -22,7 +22,7 @@ MOST_ENTRIES = 4_000_000
 
 @dataclass(frozen=True)
 class Case:
-    """One problem: `batch` rows of `n` normal logits times `scale`, of which `k` are to be chosen."""
+    """A problem: `batch` rows of `n` normal logits times `scale`, from which to select `k`."""
 
     n: int
     k: int
@@ -32,7 +32,7 @@ class Case:
     threads: int
 
     def logits(self) -> Tensor:
-        """The same logits whenever they are asked for."""
+        """Generate the logits, which are the same in every call."""
         generator = torch.Generator().manual_seed(self.n)
         logits = torch.randn(self.batch, self.n, generator=generator) * self.scale
         return logits.to(getattr(torch, self.dtype))
@@ -46,14 +46,14 @@ def case_grid(
     dtypes: Sequence[str],
     threads: Sequence[int],
 ) -> list[Case]:
-    """Every combination once; k as numbers, `n/NUMBER` or `n-NUMBER`.
+    """Return all distinct combinations. Values of k are integers, `n/NUMBER` or `n-NUMBER`.
 
         >>> [(case.n, case.k) for case in case_grid((4, 10), ("5", "n/2"), (3,), (1.0,), ("float32",), (1,))]
         [(4, 2), (10, 5)]
 
     Returns:
-        The cases whose k is between 1 and n - 1, with fewer rows where a tensor would have more
-        than 4,000,000 entries; `BadInput` when there are none.
+        The cases with 1 <= k <= n - 1. The number of rows is reduced so that no tensor has more than
+        4,000,000 entries. Without any case, `BadInput` is raised.
     """
     found = dict.fromkeys(
         Case(n, k, min(batch, max(1, MOST_ENTRIES // n)), scale, dtype, number)
@@ -62,16 +62,16 @@ def case_grid(
     )
     if not found:
         raise BadInput(
-            f"`--ks` is {' '.join(ks)}, and none of it lies between 1 and n - 1 for any of `--sizes`."
+            f"`--ks` must contain a value from 1 to n - 1 for one of `--sizes`, but it is {' '.join(ks)}."
         )
     return list(found)
 
 
 def _k(text: str, n: int) -> int:
-    """`5`, `n/2` or `n-1` for a row of n."""
+    """Parse `5`, `n/2` or `n-1` for rows of length n."""
     found = re.fullmatch(r"(?:n([/-]))?(\d{1,18})", text)
     if found is None:
-        raise BadInput(f"`--ks` has `{text}`, which is neither a number nor `n/NUMBER` nor `n-NUMBER`.")
+        raise BadInput(f"`--ks` must be integers, `n/NUMBER` or `n-NUMBER`, but it contains `{text}`.")
     sign, number = found[1], int(found[2])
     if sign == "/":
         return n // number if number else 0
@@ -80,7 +80,7 @@ def _k(text: str, n: int) -> int:
 
 @dataclass(frozen=True)
 class Provider:
-    """A competitor: a differentiable function of the logits and k; `absent` says why it cannot run here."""
+    """A differentiable function of the logits and k. `absent` returns why it cannot run here, or None."""
 
     name: str
     function: Callable[[Tensor, int], Tensor]
@@ -111,7 +111,7 @@ def _budget_bisect(x: Tensor, k: int) -> Tensor:
 
 
 def _without_native() -> str | None:
-    return None if loader.loaded() else "the native kernel is not loaded (`torchlml info`)"
+    return None if loader.loaded() else "the compiled kernel is not loaded (see `torchlml info`)"
 
 
 def _without_entmax() -> str | None:
@@ -143,15 +143,15 @@ FAMILY = (
 
 
 def call_of(provider: Provider, case: Case, mode: Mode) -> Callable[[], Tensor]:
-    """Make the call to measure: everything it needs exists before, and nothing is kept after.
+    """Build the call to measure. All inputs are prepared beforehand, and nothing is retained.
 
     Args:
-        provider: Who answers.
+        provider: The function to measure.
         case: The problem.
-        mode: "forward" without a graph; "backward" alone, through a graph made beforehand; or both together.
+        mode: "forward" without a graph, "backward" alone through an existing graph, or both together.
 
     Returns:
-        A function without arguments; its result is the output or the gradient.
+        A function without arguments that returns the output or the gradient.
     """
     x = case.logits()
     if mode == "forward":

@@ -1,4 +1,4 @@
-"""The benchmark of a function of the logits and k: every competitor on every case of a grid, over softmax."""
+"""Benchmarks on a grid of cases: every function of the logits and k, with times relative to softmax."""
 
 import gc
 from collections.abc import Iterator, Sequence
@@ -36,14 +36,14 @@ def run(
     plot: Path,
     console: Console,
 ) -> None:
-    """Measure every case, appending its rows to the CSV as soon as it is done.
+    """Measure every case, and append its rows to the CSV immediately.
 
     Args:
-        settings: What to measure; wrong values raise `BadInput` before anything is measured.
-        operator: The benchmark's name in the CSV.
-        competitors: All that can be named in the settings.
+        settings: The settings. Invalid values raise `BadInput` before anything is measured.
+        operator: The name of the benchmark in the CSV.
+        competitors: All functions that the settings can name.
         plot: The picture to draw.
-        console: Where the progress, the tables and what was written go.
+        console: The console for the progress, the tables and the list of files.
     """
     providers = _checked(settings, competitors)
     cases = case_grid(
@@ -53,7 +53,7 @@ def run(
     earlier = latest(read(settings.compare, "--compare")) if settings.compare else {}
     file = RowFile(settings.csv)
     jobs = list(product(cases, cast(tuple[Mode, ...], tuple(dict.fromkeys(settings.modes)))))
-    turns = f"{len(providers)} competitors take turns in {len(jobs)} measurements"
+    turns = f"Comparing {len(providers)} functions in {len(jobs)} measurements"
     file.announce(f"{turns} of about {settings.seconds:g} s each", console)
     with ProgressBar(console) as progress:
         task = progress.add_task("", total=len(jobs))
@@ -70,7 +70,7 @@ def run(
     for part in report.tables(file.new, earlier, console.width):
         console.print(part, highlight=False)
     if settings.compare and not any(row.key in earlier for row in file.new):
-        console.print(f"Nothing that was measured now is in {settings.compare}.", soft_wrap=True)
+        console.print(f"{settings.compare} contains none of these measurements.", soft_wrap=True)
     times = [row for row in (*file.earlier, *file.new) if (row.operator, row.metric) == (operator, "time")]
     report.finish(file, plot, (lambda: report.draw(times, plot)) if times else None, console)
 
@@ -86,7 +86,7 @@ def _measure(
     if "memory" in settings.metrics:
         gc.collect()
         added = {name: added_bytes(call) / 2**20 for name, call in calls.items()}
-        # The tiniest cases may add less than a page for softmax; their ratio says little.
+        # In the smallest cases softmax may add less than a page, so the ratio is bounded.
         one = max(added[BASELINE], PAGE_BYTES / 2**20)
         for name, size in added.items():
             value, ratio = Quantiles.of([size]), Quantiles.of([size / one])
@@ -94,7 +94,7 @@ def _measure(
 
 
 def _checked(settings: GridBenchmarkSettings, competitors: Sequence[Provider]) -> list[Provider]:
-    """The providers that were named, softmax first; wrong options are refused here."""
+    """Return the providers that were named, softmax first, or raise `BadInput`."""
     known = {provider.name: provider for provider in competitors}
     named = settings.providers or [provider.name for provider in competitors if provider.absent() is None]
     check_choices("--providers", named, known)
@@ -110,7 +110,7 @@ def _checked(settings: GridBenchmarkSettings, competitors: Sequence[Provider]) -
         if (why := known[name].absent()) is not None:
             raise BadInput(f"`--providers` names `{name}`, which cannot run here: {why}.")
     if "memory" in settings.metrics and not measurable():
-        raise BadInput("`--metrics` names `memory`, which needs Linux and the GNU C library.")
+        raise BadInput("`--metrics` names `memory`, which requires Linux and the GNU C library.")
     return [known[name] for name in dict.fromkeys((BASELINE, *named))]
 
 

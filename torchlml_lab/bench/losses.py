@@ -1,4 +1,4 @@
-"""`torchlml bench losses`: the losses, forward and backward, beside what they compete with."""
+"""`torchlml bench losses`: the losses, forward and backward, compared with their baselines."""
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -21,14 +21,14 @@ _MODE = "forward+backward"
 
 @dataclass(frozen=True)
 class Comparison:
-    """Losses on one problem; the first is what the ratios are to."""
+    """Losses on one problem. Ratios are relative to the first loss."""
 
     operator: str
     case: Case
     calls: dict[str, Callable[[], Tensor]]
 
 
-# Each makes its problem when its turn comes, for a number of threads.
+# Each problem is built when it is needed, for a given number of threads.
 COMPARISONS: tuple[Callable[[int], Comparison], ...] = (
     lambda threads: _single_label(1000, 5, threads),
     lambda threads: _single_label(1000, 100, threads),
@@ -44,14 +44,14 @@ def main(settings: LossesSettings) -> None:
 
 
 def run(settings: LossesSettings, console: Console) -> None:
-    """Measure every comparison, append its rows to the CSV and show one table."""
+    """Measure every comparison, append its rows to the CSV, and print one table."""
     check_numbers("--threads", settings.threads, 1, cores())
     check_timing(settings)
     file = RowFile(settings.csv)
     jobs = [(number, make) for number in dict.fromkeys(settings.threads) for make in COMPARISONS]
-    file.announce(f"{len(jobs)} comparisons of about {settings.seconds:g} s each", console)
+    file.announce(f"Running {len(jobs)} comparisons of about {settings.seconds:g} s each", console)
     heads = ("loss", "batch", "n", "k", "threads", "ms", "ratio")
-    table = plain_table(f"{_MODE}: time of a call, and its ratio to the first loss of the problem", heads)
+    table = plain_table(f"{_MODE}: time per call, and its ratio to the first loss of the problem", heads)
     with ProgressBar(console) as progress:
         task = progress.add_task("losses", total=len(jobs))
         for done, (number, make) in enumerate(jobs):
@@ -68,11 +68,11 @@ def run(settings: LossesSettings, console: Console) -> None:
     console.print(table)
     if lacks := file.lacks():
         raise RuntimeError(lacks)
-    console.print(f"The rows are in {settings.csv}.", soft_wrap=True)
+    console.print(f"Results written to {settings.csv}.", soft_wrap=True)
 
 
 def _add(file: RowFile, comparison: Comparison, settings: LossesSettings) -> Iterator[tuple[str, ...]]:
-    """Time a comparison into the file; yields the lines of the table."""
+    """Time a comparison, write it to the file, and yield the rows of the table."""
     case, baseline = comparison.case, next(iter(comparison.calls))
     timings = race(comparison.calls, baseline, settings.repetitions, settings.seconds)
     file.add(
@@ -103,7 +103,7 @@ def _single_label(n: int, k: int, threads: int) -> Comparison:
 
 
 def _ragged(threads: int) -> Comparison:
-    """Six images of 100 to 380 edges with 50 predicates each, beside six rows of their mean length."""
+    """Compare six images of 100 to 380 edges with 50 predicates each to six rows of their mean length."""
     lengths = 50 * torch.tensor([100, 150, 210, 260, 340, 380])
     offsets = torch.cat([lengths.new_zeros(1), lengths.cumsum(0)])
     size = int(offsets[-1])

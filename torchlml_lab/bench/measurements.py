@@ -1,4 +1,4 @@
-"""A measurement: a row of one CSV, which every run extends and every plot is drawn from."""
+"""Measurements, stored as rows of a CSV that every run extends and every plot reads."""
 
 import csv
 import io
@@ -26,7 +26,7 @@ Key = tuple[str, str, str, str, int, int, int, float, str, int]
 
 @dataclass(frozen=True)
 class Measurement:
-    """One provider on one case in one mode: percentiles over the rounds, also of the ratio to softmax."""
+    """One provider, case and mode: percentiles over the rounds, of the value and of its ratio to softmax."""
 
     operator: str
     provider: str
@@ -53,7 +53,7 @@ class Measurement:
 
     @property
     def key(self) -> Key:
-        """What was measured: the same in two rows that may be compared."""
+        """The identity of the measurement. Rows with equal keys are comparable."""
         return (self.operator, self.provider, self.mode, self.metric, *self.case)
 
     @property
@@ -79,19 +79,19 @@ def measured(
     unit: str = "us",
     gpu: str | None = None,
 ) -> Measurement:
-    """Make the row of a measurement that was taken just now, on this machine.
+    """Create the row of a measurement that was just made on this machine.
 
     Args:
-        operator: The benchmark it belongs to.
-        provider: Who was measured.
-        mode: What was measured of it.
+        operator: The name of the benchmark.
+        provider: The function that was measured.
+        mode: The mode of the measurement, such as "forward".
         case: The problem.
         value: The percentiles, in `unit`.
-        ratio: Those of the ratio to the baseline.
-        rounds: How many samples they come from.
-        metric: "time" or "memory".
-        unit: That of `value`.
-        gpu: The name of the GPU, when it ran on one.
+        ratio: The percentiles of the ratio to the baseline.
+        rounds: The number of samples.
+        metric: The metric, such as "time" or "memory".
+        unit: The unit of `value`.
+        gpu: The name of the GPU, if it was used.
 
     Returns:
         The row.
@@ -121,10 +121,11 @@ def measured(
 class RowFile:
     """The CSV of a benchmark, extended while it runs.
 
-    Rows that cannot be written, because the disk is full, wait until they can; the benchmark goes on.
+    Rows that cannot be written because the disk is full are kept for the next attempt, and the benchmark
+    continues.
 
     Args:
-        path: The file; it may be missing. `BadInput` when it is no such CSV or cannot be written.
+        path: The file, which may be missing. An invalid or unwritable file raises `BadInput`.
         option: The option that named it.
     """
 
@@ -137,8 +138,8 @@ class RowFile:
         self._failure: OSError | None = None
 
     def announce(self, plan: str, console: Console) -> None:
-        """Print what is going to be measured, and that its rows go to this file."""
-        console.print(f"{plan}; the rows go to {self.path}.", soft_wrap=True, highlight=False)
+        """Print the plan and the name of this file."""
+        console.print(f"{plan}; results are written to {self.path}.", soft_wrap=True, highlight=False)
 
     def add(self, rows: Iterable[Measurement]) -> None:
         """Append rows to the file, or keep them for the next attempt."""
@@ -153,7 +154,7 @@ class RowFile:
             self._failure = error
 
     def lacks(self) -> str | None:
-        """Say which rows are missing in the file and why, or None."""
+        """Return which rows are missing from the file and why, or None."""
         if not self._waiting or self._failure is None:
             return None
         return f"`{self.path}` lacks the last {len(self._waiting)} rows: {reason(self._failure)}."
@@ -167,7 +168,7 @@ def read(path: Path, option: str) -> list[Measurement]:
         option: The option that named it, for the error.
 
     Returns:
-        The rows in the file's order. A file that cannot be read as such raises `BadInput`.
+        The rows in the order of the file. An invalid file raises `BadInput`.
     """
     try:
         with path.open(newline="", encoding="utf-8") as file:
@@ -181,11 +182,11 @@ def read(path: Path, option: str) -> list[Measurement]:
 
 
 def append(path: Path, rows: Iterable[Measurement]) -> None:
-    """Add rows at the end of a CSV; a reader sees the old file or the new one, never half a row.
+    """Append rows to a CSV atomically. A reader never sees a partial row.
 
     Args:
-        path: The file; it is made with its header when it is missing.
-        rows: What to add.
+        path: The file. If it is missing, it is created with a header.
+        rows: The rows to append.
     """
     text = io.StringIO(newline="")
     writer = csv.DictWriter(text, COLUMNS, lineterminator="\n")
@@ -200,12 +201,12 @@ def append(path: Path, rows: Iterable[Measurement]) -> None:
 
 
 def latest(rows: Iterable[Measurement]) -> dict[Key, Measurement]:
-    """Find the last row of each measurement."""
+    """Return the last row of each measurement."""
     return {row.key: row for row in rows}
 
 
 def machine() -> str:
-    """Name the processor and how many of it there are, for instance `Some CPU 9000, 8 CPUs`."""
+    """Return the name and number of the processors, for example `Some CPU 9000, 8 CPUs`."""
     name = platform.processor() or platform.machine()
     cpuinfo = Path("/proc/cpuinfo")
     if cpuinfo.exists():
@@ -215,7 +216,7 @@ def machine() -> str:
 
 
 def _rounded(value: float) -> float:
-    """A number with the digits that the CSV keeps, so that a row read again is the same row."""
+    """Round a number to the digits in the CSV, so that reading a row back gives the same row."""
     return float(_text(value))
 
 

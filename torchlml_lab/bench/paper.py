@@ -1,8 +1,8 @@
 """`torchlml bench paper`: the timing study of the paper's section 5.1.
 
-The paper timed the forward pass of the Smooth SVM by two algorithms, its backward pass, the truncated entropy
-and LML, for a minibatch of 256 and 50 trials. Here every competitor is the loss of one label per row, so that
-they answer the same question.
+The paper timed the forward pass of the Smooth SVM with two algorithms, its backward pass, the truncated
+entropy and LML, for a minibatch of 256 and 50 trials. Here every method computes a loss with one label per
+row, so that all of them solve the same problem.
 """
 
 import json
@@ -25,12 +25,12 @@ from torchlml_lab.engine.output import ProgressBar, new_console
 from torchlml_lab.engine.settings import cores, use_threads
 from torchlml_lab.files import check_picture
 
-# The slow competitors leave cold caches and returned memory behind; a sample is long enough to forget them.
+# Slow methods leave cold caches and released memory behind. Samples are long enough to make that negligible.
 SAMPLE_SECONDS = 10e-3
 
 
 class Entry(NamedTuple):
-    """What is timed: a competitor in a mode, on a problem."""
+    """An item to time: a method in a mode on a problem."""
 
     case: Case
     provider: str
@@ -43,11 +43,11 @@ def main(settings: PaperSettings) -> None:
 
 
 def run(settings: PaperSettings, console: Console) -> None:
-    """Measure length after length; then show the table, the claims and the figure.
+    """Time all row lengths, then print the tables of times and claims, and draw the figure.
 
     Args:
-        settings: What to measure; wrong values raise `BadInput` before anything is measured.
-        console: Where the progress and the tables go.
+        settings: The settings. Invalid values raise `BadInput` before anything is measured.
+        console: The console for the progress and the tables.
     """
     groups = _groups(settings)
     file = RowFile(settings.csv)
@@ -55,7 +55,7 @@ def run(settings: PaperSettings, console: Console) -> None:
     check_picture(plot, "--plot")
     kept = [_kept(file.earlier, group, settings.trials) if settings.resume else [] for group in groups]
     todo = [group for group, rows in zip(groups, kept, strict=True) if not rows]
-    plan = f"{len(todo)} of {len(groups)} lengths are to be timed, {settings.trials} trials each"
+    plan = f"Timing {len(todo)} of {len(groups)} row lengths with {settings.trials} trials each"
     file.announce(plan, console)
     with ProgressBar(console) as progress:
         task = progress.add_task("", total=len(todo) * settings.trials)
@@ -69,7 +69,7 @@ def run(settings: PaperSettings, console: Console) -> None:
                     file.add(_rows(stop.timings, device()))
                 raise KeyboardInterrupt(
                     f"Interrupted: {len(groups) - len(todo) + done} of {len(groups)} lengths are done and "
-                    f"{len(file.new)} rows are in {settings.csv}; `--resume` goes on."
+                    f"{len(file.new)} rows are in {settings.csv}. Continue with `--resume`."
                 ) from None
     rows = [row for part in kept for row in part] + file.new
     console.print(paper_report.times(rows))
@@ -79,20 +79,20 @@ def run(settings: PaperSettings, console: Console) -> None:
 
 
 def device() -> torch.device:
-    """Choose where the study runs: on the GPU if there is one, as in the paper."""
+    """Return the device of the study: the GPU if there is one, as in the paper."""
     return torch.device("cuda" if torch.cuda.is_available() else "cpu")
 
 
 def measure(cases: Sequence[Case], trials: int, after_trial: Callable[[], object]) -> Iterator[Measurement]:
-    """Time every competitor on problems that differ in k alone, in turn, `trials` times.
+    """Time every method on problems that differ only in k, in turn, `trials` times.
 
     Args:
-        cases: The problems; all of them take part in each round, so that times for different k compare.
-        trials: How often each competitor is timed on each problem.
+        cases: The problems. Each round includes all of them, so that times for different k are comparable.
+        trials: The number of times each method is timed on each problem.
         after_trial: Called after each round, for a progress bar.
 
     Returns:
-        A row for each problem, competitor and mode; ratios are to the forward pass of the truncated
+        A row for each problem, method and mode. Ratios are relative to the forward pass of the truncated
         entropy on the first problem.
     """
     where = device()
@@ -102,7 +102,7 @@ def measure(cases: Sequence[Case], trials: int, after_trial: Callable[[], object
 
 
 def losses(target: Tensor, k: int) -> dict[str, Callable[[Tensor], Tensor]]:
-    """The competitors, each the mean loss of logits (batch, n) for one label per row."""
+    """Return the methods. Each computes the mean loss of logits (batch, n) with one label per row."""
 
     def by_algorithm_1(x: Tensor) -> Tensor:
         log_y = torch.nn.functional.logsigmoid(x + torchlml.lml_bracketing(x, k).unsqueeze(-1))
@@ -118,12 +118,12 @@ def losses(target: Tensor, k: int) -> dict[str, Callable[[Tensor], Tensor]]:
 
 
 def smooth_svm_by_summation(x: Tensor, target: Tensor, k: int) -> Tensor:
-    """The mean of `smooth_topk_svm_loss`, its coefficients summed one class at a time as in the paper."""
+    """Compute the mean of `smooth_topk_svm_loss` by the paper's summation over one class at a time."""
     label = target.unsqueeze(1)
     own, others = x.gather(1, label) / k, x.scatter(1, label, -torch.inf).double() / k
     nu = torchlml.lml_dual(others.detach(), k - 0.5).unsqueeze(1)
     success, failure = torch.sigmoid(others + nu), torch.sigmoid(-others - nu)
-    # P[S = 0] to P[S = k] for the number S of successes among the classes so far.
+    # P[S = 0] to P[S = k], where S is the number of successes among the classes so far.
     chances = torch.eye(1, k + 1, dtype=success.dtype, device=x.device).expand(x.shape[0], k + 1)
     for won, lost in zip(success.unsqueeze(-1).unbind(1), failure.unsqueeze(-1).unbind(1), strict=True):
         chances = torch.addcmul(chances * lost, torch.nn.functional.pad(chances[:, :-1], (1, 0)), won)
@@ -133,7 +133,7 @@ def smooth_svm_by_summation(x: Tensor, target: Tensor, k: int) -> Tensor:
 
 
 def _groups(settings: PaperSettings) -> list[list[Case]]:
-    """For each number of threads and each length the problems that differ in k alone."""
+    """Return the problems that differ only in k, for each number of threads and each length."""
     check_numbers("--sizes", settings.sizes, 2)
     check_numbers("--ks", settings.ks, 1)
     check_numbers("--batch", (settings.batch,), 1)
@@ -141,7 +141,9 @@ def _groups(settings: PaperSettings) -> list[list[Case]]:
     check_numbers("--trials", (settings.trials,), 1)
     if max(settings.ks) >= min(settings.sizes):
         most = min(settings.sizes)
-        raise BadInput(f"`--ks` has {max(settings.ks)}, and must be below {most}, the smallest of `--sizes`.")
+        raise BadInput(
+            f"`--ks` must be below {most}, the smallest of `--sizes`, but it has {max(settings.ks)}."
+        )
     return [
         [Case(n, k, settings.batch, 1.0, "float32", threads) for k in dict.fromkeys(settings.ks)]
         for threads in dict.fromkeys(settings.threads)
@@ -150,7 +152,7 @@ def _groups(settings: PaperSettings) -> list[list[Case]]:
 
 
 def _kept(earlier: Sequence[Measurement], group: Sequence[Case], trials: int) -> list[Measurement]:
-    """The rows of these problems that an interrupted study left, if all of them are there."""
+    """Return the rows of these problems from an interrupted study, if they are complete."""
     where = device()
     here = (machine_of(where), str(torch.__version__), torchlml.__version__)
     wanted = {entry for case in group for entry in _entries(case)}
@@ -164,7 +166,7 @@ def _kept(earlier: Sequence[Measurement], group: Sequence[Case], trials: int) ->
 
 
 def machine_of(where: torch.device) -> str:
-    """Name what the study runs on, as the CSV does."""
+    """Return the name of the device, as in the CSV."""
     return torch.cuda.get_device_name(where) if where.type == "cuda" else machine()
 
 
@@ -190,7 +192,7 @@ def _calls(case: Case, where: torch.device) -> dict[Entry, Callable[[], object]]
         calls[Entry(case, name, "forward")] = _forward(loss, x)
         if name in BACKWARD:
             calls[Entry(case, name, "backward")] = _backward(loss, x.clone().requires_grad_())
-    if where.type == "cuda":  # a call returns before its work is done
+    if where.type == "cuda":  # calls are asynchronous
         return {entry: _finished(call) for entry, call in calls.items()}
     return calls
 

@@ -1,4 +1,4 @@
-"""The claims of the paper about speed, checked on the measured times, and the figure of these times."""
+"""The paper's claims about speed, compared with the measured times, and the figure of these times."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -24,24 +24,24 @@ NAMES = {
     "lml-algorithm-1": "LML by Algorithm 1",
     "lml": "LML by our kernel",
 }
-# The backward pass of LML starts from nu and does not ask who found it; that of the Smooth SVM is timed for
-# the algorithm that is fast enough to train with.
+# The backward pass of LML starts from nu, so it does not depend on the forward algorithm. That of the Smooth
+# SVM is timed for the algorithm that is fast enough for training.
 BACKWARD = ("smooth-svm", "truncated-entropy", "lml")
 
 Problem = tuple[int, int, int]  # threads, n, k
 
-# From here on a time grows with k; below, noise and the cache explain it.
+# A time counts as growing with k from this ratio on. Smaller ratios are explained by noise and caches.
 _GROWS = 1.5
 
 
 def times(rows: Sequence[Measurement]) -> Table:
-    """Show the median times in milliseconds: a line for each competitor, a column for each problem."""
+    """Tabulate the median times in milliseconds: a row for each method, a column for each problem."""
     problems = sorted({(row.threads, row.n, row.k) for row in rows})
     heads = [
         f"n {n}\nk {k}" + (f"\nthreads {threads}" if problems[0][0] != problems[-1][0] else "")
         for threads, n, k in problems
     ]
-    table = plain_table("median of a call, ms", ("", *heads))
+    table = plain_table("median time per call, ms", ("", *heads))
     taken = {(row.provider, row.mode, (row.threads, row.n, row.k)): row.p50 / 1e3 for row in rows}
     for provider, name in NAMES.items():
         for mode in ("forward", "backward") if provider in BACKWARD else ("forward",):
@@ -51,7 +51,7 @@ def times(rows: Sequence[Measurement]) -> Table:
 
 
 class Claim(NamedTuple):
-    """A claim of the paper about a competitor, the ratios that decide on it, and what they must be."""
+    """A claim of the paper about a method, the ratios that decide it, and the condition on them."""
 
     says: str
     ratios: list[float]
@@ -59,13 +59,13 @@ class Claim(NamedTuple):
 
 
 def claims(rows: Sequence[Measurement]) -> Table:
-    """Show what the paper claims of the forward passes, the numbers, and whether they agree.
+    """Tabulate the paper's claims about the forward passes, the measured ratios, and whether they agree.
 
     Args:
-        rows: Those of one study. Times are compared by their ratios to one baseline, taken in the same round.
+        rows: The rows of one study. Times are compared by their ratios to a baseline in the same round.
 
     Returns:
-        A line for each claim and competitor: the range of the ratio over lengths and threads, and a verdict.
+        A row for each claim and method: the range of the ratio over lengths and threads, and a verdict.
     """
     table = plain_table("the paper's claims about the forward passes", ("claim", "ratio of times", "holds"))
     for claim in claims_of(rows):
@@ -74,7 +74,7 @@ def claims(rows: Sequence[Measurement]) -> Table:
 
 
 def claims_of(rows: Sequence[Measurement]) -> Iterator[Claim]:
-    """List the claims with their ratios: of the largest k to the smallest, and to the truncated entropy."""
+    """Yield the claims with their ratios: largest to smallest k, and relative to the truncated entropy."""
     forward: dict[str, dict[Problem, float]] = {name: {} for name in NAMES}
     for row in rows:
         if row.mode == "forward":
@@ -85,7 +85,7 @@ def claims_of(rows: Sequence[Measurement]) -> Iterator[Claim]:
             if provider.startswith("smooth-svm"):
                 says, holds = f"{name} grows from k = {ks[0]} to {ks[-1]}", _grows
             else:
-                says, holds = f"{name} stays, from k = {ks[0]} to {ks[-1]}", _stays
+                says, holds = f"{name} does not grow from k = {ks[0]} to {ks[-1]}", _stays
             yield Claim(says, _growth(forward[provider]), holds)
     unit = forward.pop("truncated-entropy")
     for provider, taken in forward.items():
@@ -106,20 +106,20 @@ def _slower(ratio: float) -> bool:
 
 
 def _growth(taken: Mapping[Problem, float]) -> list[float]:
-    """The time for the largest k over that for the smallest, for every other setting."""
+    """Return the ratio of the time at the largest k to that at the smallest, for all other settings."""
     settings = sorted({(threads, n) for threads, n, _ in taken})
     of_k = [{k: time for (*other, k), time in taken.items() if tuple(other) == one} for one in settings]
     return [by_k[max(by_k)] / by_k[min(by_k)] for by_k in of_k]
 
 
 def span(ratios: Sequence[float]) -> str:
-    """Write the smallest and the largest ratio with two digits, once where they are the same."""
+    """Format the smallest and the largest ratio with two digits, or one value if they are equal."""
     ends = (f"{end:.0f}" if end >= 10 else f"{end:.2g}" for end in (min(ratios), max(ratios)))
     return " to ".join(dict.fromkeys(ends))
 
 
 def verdict(claim: Claim) -> str:
-    """Say whether a claim holds: in all cases, in some, or in none."""
+    """Return whether a claim holds in all cases, in some, or in none."""
     held = sum(claim.holds(ratio) for ratio in claim.ratios)
     if held in (0, len(claim.ratios)):
         return "yes" if held else "no"
@@ -131,7 +131,7 @@ USUAL = (Path("torchlml-paper-timing.csv"), Path("results/paper-timing.csv"))
 _SVM, _SVM_MARKER = METHODS["smooth-svm"]
 _ENTROPY, _ENTROPY_MARKER = METHODS["truncated-entropy"]
 _LML, _LML_MARKER = METHODS["lml"]
-# Forward solid, backward dashed; the two ways to compute one loss differ in colour or marker.
+# Forward passes are solid, backward passes dashed. Two algorithms for a loss differ in color or marker.
 LOOK = {
     ("smooth-svm-summation", "forward"): ("Smooth SVM, summation", VERMILION, "^", "-"),
     ("smooth-svm", "forward"): ("Smooth SVM, divide and conquer", _SVM, _SVM_MARKER, "-"),
@@ -145,27 +145,27 @@ LOOK = {
 
 
 def main(settings: TimingFigureSettings) -> None:
-    """Draw, and print where the files are."""
+    """Draw the figure, and print its path."""
     check_picture(settings.out)
     path = sources.find(settings.csv, USUAL, "torchlml bench paper")
     rows = of_study(read(path, "--csv"))
     if not rows:
-        raise BadInput(f"`--csv` names `{path}`, which has no row of `torchlml bench paper`.")
+        raise BadInput(f"`--csv` names `{path}`, which has no rows of `torchlml bench paper`.")
     draw(rows, settings.out)
     say_where(settings.out)
 
 
 def of_study(rows: Sequence[Measurement]) -> list[Measurement]:
-    """Pick the rows of the study from those of all benchmarks."""
+    """Select the rows of the study from those of all benchmarks."""
     return [row for row in rows if row.operator == OPERATOR]
 
 
 def draw(rows: Sequence[Measurement], picture: Path) -> None:
-    """Draw one panel for each length of a row; a point is the median, its band the 20th to 80th percentile.
+    """Draw one panel per row length, with medians as points and 20th to 80th percentiles as bands.
 
     Args:
-        rows: What `torchlml bench paper` measured; where a case was measured twice, the last counts.
-        picture: The PNG or SVG to write.
+        rows: The results of `torchlml bench paper`. The last row of each measurement is used.
+        picture: The PNG or SVG file to write.
     """
     shown = [row for row in latest(rows).values() if row.threads == rows[-1].threads]
     sizes = sorted({row.n for row in shown})
@@ -174,7 +174,7 @@ def draw(rows: Sequence[Measurement], picture: Path) -> None:
         for axes, n in zip(panels, sizes, strict=True):
             _draw_panel(axes, [row for row in shown if row.n == n])
             axes.set_title(f"n = {n:,}")
-        panels[0].set_ylabel("time of a call (ms)")
+        panels[0].set_ylabel("time per call (ms)")
         handles, labels = panels[0].get_legend_handles_labels()
         figure.legend(handles, labels, loc="outside upper center", ncols=3, fontsize=7)
         last = rows[-1]
@@ -184,14 +184,14 @@ def draw(rows: Sequence[Measurement], picture: Path) -> None:
 
 
 def _draw_panel(axes: Axes, rows: Sequence[Measurement]) -> None:
-    for (provider, mode), (label, colour, marker, line) in LOOK.items():
+    for (provider, mode), (label, color, marker, line) in LOOK.items():
         series = sorted((r for r in rows if (r.provider, r.mode) == (provider, mode)), key=lambda r: r.k)
         if series:
             ks = [row.k for row in series]
             low, high = [row.p20 / 1e3 for row in series], [row.p80 / 1e3 for row in series]
-            axes.fill_between(ks, low, high, color=colour, alpha=0.2, linewidth=0)
+            axes.fill_between(ks, low, high, color=color, alpha=0.2, linewidth=0)
             middle = [row.p50 / 1e3 for row in series]
-            axes.plot(ks, middle, line, marker=marker, color=colour, label=label)
+            axes.plot(ks, middle, line, marker=marker, color=color, label=label)
     axes.set_yscale("log")
     axes.yaxis.set_major_formatter(lambda value, _: f"{value:g}")
     axes.set_xticks(sorted({row.k for row in rows}))

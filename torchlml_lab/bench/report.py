@@ -1,4 +1,4 @@
-"""How results are shown: tables of ratios that fit the screen, and a plot drawn from the CSV."""
+"""Presentation of benchmark results: tables of ratios that fit the terminal, and a plot from the CSV."""
 
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -19,7 +19,7 @@ from torchlml_lab.engine.output import plain_table
 from torchlml_lab.plots import BLUE, GREEN, GREY, INK, ORANGE, PAGE, PURPLE, SKY, VERMILION, new_figure
 
 _CASE = ("n", "k", "batch", "scale", "dtype", "threads")
-# A ratio that moved by less than this is noise, and is not coloured.
+# A smaller relative change of a ratio is noise, and is not colored.
 _NOTABLE = 0.05
 
 _LOOK = {
@@ -39,22 +39,22 @@ _LOOK = {
     "constrained-sparsemax": (INK, "*"),
 }
 
-# The width of a column beyond its longest cell.
+# The width of a column in addition to its longest cell.
 _BETWEEN = 2
 
 Column = tuple[str, Sequence[str | Text]]  # the head and the cells
 
 
 def tables(rows: Sequence[Measurement], earlier: Mapping[Key, Measurement], width: int) -> list[Table | str]:
-    """Make the tables for each metric and mode: a line per case, softmax in its unit, the others as ratios.
+    """Build the tables for each metric and mode: a row per case, with ratios to softmax.
 
     Args:
-        rows: What was measured.
-        earlier: What an earlier run measured; a ratio that is in both is shown with the earlier one.
-        width: Columns of the screen; competitors that do not fit stand in a further table.
+        rows: The measurements.
+        earlier: The measurements of an earlier run. Ratios in both runs are shown together.
+        width: The width of the terminal. Competitors that do not fit are shown in another table.
 
     Returns:
-        Titles, each with its tables after it; what is the same in all cases stands in the title.
+        Titles, each followed by its tables. Properties that all cases share are part of the title.
     """
     groups: dict[tuple[str, str, str], list[Measurement]] = defaultdict(list)
     for row in rows:
@@ -64,7 +64,7 @@ def tables(rows: Sequence[Measurement], earlier: Mapping[Key, Measurement], widt
     same = "".join(f", {name} {value}" for name, value in fixed.items())
     shown: list[Table | str] = []
     for (metric, mode, unit), group in groups.items():
-        title = f"{mode}: {metric} as a ratio to that of {BASELINE}, which is in {unit}{same}"
+        title = f"{mode}: {metric} relative to {BASELINE}, which is in {unit}{same}"
         case_columns, ratios = _columns(group, unit, [name for name in _CASE if name not in fixed], earlier)
         parts = _fitting(case_columns, ratios, width)
         shown += [title, *(_table([*case_columns, *part]) for part in parts)]
@@ -74,7 +74,7 @@ def tables(rows: Sequence[Measurement], earlier: Mapping[Key, Measurement], widt
 def _columns(
     rows: Sequence[Measurement], unit: str, varying: Sequence[str], earlier: Mapping[Key, Measurement]
 ) -> tuple[list[Column], list[Column]]:
-    """The columns that name a case, with softmax's own time, and one column of ratios for each competitor."""
+    """Return the columns that identify a case and the time of softmax, and a column of ratios per method."""
     by_case: dict[object, dict[str, Measurement]] = defaultdict(dict)
     for row in rows:
         by_case[row.case][row.provider] = row
@@ -89,7 +89,7 @@ def _columns(
 
 
 def _fitting(left: Sequence[Column], columns: Sequence[Column], width: int) -> Iterator[list[Column]]:
-    """The columns in parts that fit beside the left ones; at least one in each."""
+    """Split the columns into parts that fit next to the left ones, with at least one in each part."""
     part: list[Column] = []
     for column in columns:
         if part and sum(_width(one) + _BETWEEN for one in (*left, *part, column)) > width:
@@ -117,49 +117,49 @@ def _ratio(row: Measurement, earlier: Mapping[Key, Measurement]) -> Text:
     if row.key not in earlier:
         return Text(now)
     then = earlier[row.key].ratio_p50
-    colour = "default"
+    color = "default"
     if row.ratio_p50 < then * (1 - _NOTABLE):
-        colour = "green"
+        color = "green"
     elif row.ratio_p50 > then * (1 + _NOTABLE):
-        colour = "red"
-    return Text.assemble((now, colour), " ", (f"(was {three_digits(then)})", "dim"))
+        color = "red"
+    return Text.assemble((now, color), " ", (f"(was {three_digits(then)})", "dim"))
 
 
 def three_digits(ratio: float) -> str:
-    """Write a ratio with about three digits."""
+    """Format a ratio with about three digits."""
     return f"{ratio:.2f}" if ratio < 10 else f"{ratio:.1f}" if ratio < 100 else f"{ratio:,.0f}"
 
 
 def finish(file: RowFile, plot: Path, draw: Callable[[], None] | None, console: Console) -> None:
-    """Draw the plot, and say what was written; what could not be written is said last, as a failure.
+    """Draw the plot and print which files were written. Anything that could not be written raises.
 
     Args:
         file: The CSV.
         plot: The picture that `draw` writes.
-        draw: Writes it; None where there is nothing to draw.
-        console: Where the sentences go.
+        draw: Draws the plot, or None if there is nothing to draw.
+        console: The console to print to.
     """
     lacks = file.lacks()
     problems = [lacks] if lacks else []
     if draw:
         try:
             draw()
-            console.print(f"The plot is {plot}.", soft_wrap=True)
+            console.print(f"Plot written to {plot}.", soft_wrap=True)
         except OSError as error:
-            problems.append(f"`{plot}` was not drawn: {reason(error)}.")
+            problems.append(f"`{plot}` could not be written: {reason(error)}.")
     if not lacks:
-        console.print(f"The rows are in {file.path}.", soft_wrap=True)
+        console.print(f"Results written to {file.path}.", soft_wrap=True)
     if problems:
         raise RuntimeError(" ".join(problems))
 
 
 def draw(rows: Sequence[Measurement], plot: Path) -> None:
-    """Draw time as a ratio to softmax over the length of a row: one panel per mode, one line per provider.
+    """Draw time relative to softmax over the row length: one panel per mode, one line per provider.
 
-    A line is the median over all else that was varied (k, scale, batch, dtype, threads), its band the range.
+    A line is the median over all other parameters (k, scale, batch, dtype, threads), and its band the range.
 
     Args:
-        rows: Times of one benchmark; the last of each measurement counts, on the last machine.
+        rows: Times of one benchmark. The last row of each measurement on the last machine is used.
         plot: The picture to write.
     """
     here = [row for row in latest(rows).values() if row.machine == rows[-1].machine]
@@ -176,7 +176,7 @@ def draw(rows: Sequence[Measurement], plot: Path) -> None:
 
 def _draw_panel(panel: Axes, mode: str, rows: Sequence[Measurement]) -> None:
     panel.axhline(1, color=INK, linewidth=1.2, label=BASELINE)
-    for name, (colour, marker) in _LOOK.items():
+    for name, (color, marker) in _LOOK.items():
         ratios: dict[int, list[float]] = defaultdict(list)
         for row in rows:
             if row.provider == name:
@@ -184,11 +184,11 @@ def _draw_panel(panel: Axes, mode: str, rows: Sequence[Measurement]) -> None:
         if ratios:
             sizes = sorted(ratios)
             low, high = [min(ratios[n]) for n in sizes], [max(ratios[n]) for n in sizes]
-            panel.fill_between(sizes, low, high, color=colour, alpha=0.15, linewidth=0)
-            panel.plot(sizes, [median(ratios[n]) for n in sizes], color=colour, marker=marker, label=name)
+            panel.fill_between(sizes, low, high, color=color, alpha=0.15, linewidth=0)
+            panel.plot(sizes, [median(ratios[n]) for n in sizes], color=color, marker=marker, label=name)
     panel.set_xscale("log")
     panel.set_yscale("log")
     panel.yaxis.set_major_formatter(lambda ratio, _: f"{ratio:g}x")
     panel.grid()
-    panel.set_xlabel("n, the length of a row")
+    panel.set_xlabel("row length n")
     panel.set_title(mode)

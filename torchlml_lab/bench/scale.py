@@ -1,4 +1,4 @@
-"""`torchlml bench scale`: very many labels, on one machine and split over two processes."""
+"""`torchlml bench scale`: very large label spaces, on one machine and sharded across two processes."""
 
 import json
 import subprocess
@@ -22,7 +22,7 @@ from torchlml_lab.engine.settings import cores, use_threads
 _K = 5
 _BOTH = "forward+backward"
 _SCALES = (1.0, 3.0, 12.0, 100.0)
-_TORCH = "linear_cross_entropy"  # only since 2.13
+_TORCH = "linear_cross_entropy"  # available since torch 2.13
 _WAYS = ("linear_lml_loss", "lml_loss of linear", "cross_entropy of linear", _TORCH)
 
 
@@ -32,7 +32,7 @@ def main(settings: ScaleSettings) -> None:
 
 
 def run(settings: ScaleSettings, console: Console) -> None:
-    """Take every measurement, append its rows to the CSV and show one table."""
+    """Run all measurements, append their rows to the CSV, and print one table."""
     check_numbers("--threads", (settings.threads,), 1, cores())
     check_timing(settings)
     for name in ("batch", "labels", "features", "most_labels", "longest_row"):
@@ -41,7 +41,7 @@ def run(settings: ScaleSettings, console: Console) -> None:
     parts: list[Callable[[ScaleSettings], Iterator[Measurement]]] = [times, long_row, rounds]
     parts += [memory, peak] if measurable() else []
     heads = ("measurement", "provider", "batch", "n", "value", "unit", "ratio")
-    table = plain_table("very many labels", heads)
+    table = plain_table("large label spaces", heads)
     with ProgressBar(console) as progress, use_threads(settings.threads):
         task = progress.add_task("scale", total=len(parts))
         for part in parts:
@@ -54,16 +54,16 @@ def run(settings: ScaleSettings, console: Console) -> None:
     console.print(table)
     if lacks := file.lacks():
         raise RuntimeError(lacks)
-    console.print(f"The rows are in {settings.csv}.", soft_wrap=True)
+    console.print(f"Results written to {settings.csv}.", soft_wrap=True)
 
 
 def steps(batch: int, labels: int, features: int) -> dict[str, Callable[[], tuple[Tensor, ...]]]:
-    """Forward and backward of each way to have a linear layer and its loss; the first is ours."""
+    """Return forward and backward of each implementation of a linear layer with a loss, ours first."""
     generator = torch.Generator().manual_seed(0)
     h = torch.randn(batch, features, generator=generator).requires_grad_()
     w = (torch.randn(labels, features, generator=generator) / features**0.5).requires_grad_()
     target = torch.randint(labels, (batch,), generator=generator)
-    # About as much memory as ours takes; with the default options it takes twenty times as long.
+    # This uses about as much memory as ours. With the default options it is twenty times slower.
     chunks = nn.LinearCrossEntropyOptions(batch_chunk_size=64) if hasattr(F, _TORCH) else None
     losses = (
         lambda: torchlml.linear_lml_loss(h, w, target, _K),
@@ -80,7 +80,7 @@ def _step(loss: Callable[[], Tensor], *inputs: Tensor) -> Callable[[], tuple[Ten
 
 
 def times(settings: ScaleSettings) -> Iterator[Measurement]:
-    """Time of a step, as a ratio to the loss of all logits."""
+    """Measure the time of a step, relative to the loss on the full logit matrix."""
     case = Case(settings.labels, _K, settings.batch, 1.0, "float32", settings.threads)
     calls = steps(case.batch, case.n, settings.features)
     for name, timing in race(calls, _WAYS[1], settings.repetitions, settings.seconds).items():
@@ -89,10 +89,10 @@ def times(settings: ScaleSettings) -> Iterator[Measurement]:
 
 
 def memory(settings: ScaleSettings) -> Iterator[Measurement]:
-    """Memory that a step adds beyond the weight's gradient, as a ratio to the default budget."""
+    """Measure the memory of a step in addition to the weight gradient, relative to the default budget."""
     for batch in (settings.batch // 4 or 1, settings.batch, 4 * settings.batch):
         calls = steps(batch, settings.labels, settings.features)
-        # All logits of the largest batch, twice, are more than many machines have.
+        # Two copies of all logits of the largest batch exceed the memory of many machines.
         ways = _WAYS[:1] if batch > settings.batch else _WAYS[:3]
         for name in ways:
             added = (added_bytes(calls[name]) - 4 * settings.labels * settings.features) / 2**20
@@ -101,7 +101,7 @@ def memory(settings: ScaleSettings) -> Iterator[Measurement]:
 
 
 def peak(settings: ScaleSettings) -> Iterator[Measurement]:
-    """The highest memory of a fresh process that takes one step, as a ratio to 3 GiB."""
+    """Measure the peak memory of a new process that runs one step, relative to 3 GiB."""
     case = Case(settings.most_labels, _K, 512, 1.0, "float32", settings.threads)
     arguments = [str(number) for number in (case.batch, case.n, settings.features, case.threads)]
     command = [sys.executable, "-m", "torchlml_lab.bench.scale", "step", *arguments]
@@ -111,7 +111,7 @@ def peak(settings: ScaleSettings) -> Iterator[Measurement]:
 
 
 def long_row(settings: ScaleSettings) -> Iterator[Measurement]:
-    """Time of one long row beside softmax."""
+    """Measure the time of one long row, relative to softmax."""
     case = Case(settings.longest_row, _K, 1, 3.0, "float32", settings.threads)
     x = case.logits()
     calls = {"softmax": lambda: torch.softmax(x, -1), "lml": lambda: torchlml.lml(x, _K)}
@@ -121,7 +121,7 @@ def long_row(settings: ScaleSettings) -> Iterator[Measurement]:
 
 
 def rounds(settings: ScaleSettings) -> Iterator[Measurement]:
-    """Rounds of `lml` between two processes by the scale of the logits, as a ratio to softmax's two."""
+    """Count the communication rounds of `lml` between two processes by logit scale (softmax needs two)."""
     with tempfile.TemporaryDirectory() as folder:
         worker = [sys.executable, "-m", "torchlml_lab.bench.scale", "rounds"]
         command = [*worker, folder, str(settings.labels)]
@@ -131,7 +131,7 @@ def rounds(settings: ScaleSettings) -> Iterator[Measurement]:
         ]
         said = [worker.communicate()[0] for worker in workers]
     if any(worker.returncode for worker in workers):
-        raise RuntimeError("The processes that count rounds failed.")
+        raise RuntimeError("The worker processes that count communication rounds failed.")
     for scale, number in zip(_SCALES, json.loads(said[0]), strict=True):
         case = Case(settings.labels, _K, 16, scale, "float32", 1)
         yield _number("two processes", "lml", "forward", case, number, "rounds", number / 2)
@@ -140,13 +140,13 @@ def rounds(settings: ScaleSettings) -> Iterator[Measurement]:
 def _number(
     operator: str, name: str, mode: str, case: Case, value: float, unit: str, ratio: float
 ) -> Measurement:
-    once, beside = Quantiles(value, value, value), Quantiles(ratio, ratio, ratio)
+    once, relative = Quantiles(value, value, value), Quantiles(ratio, ratio, ratio)
     metric = "memory" if unit == "MiB" else "rounds"
-    return measured(operator, name, mode, case, once, beside, 1, metric=metric, unit=unit)
+    return measured(operator, name, mode, case, once, relative, 1, metric=metric, unit=unit)
 
 
 def take_step(arguments: Sequence[str]) -> None:
-    """Take the step; the arguments are rows, labels, features and threads."""
+    """Run the step. The arguments are the numbers of rows, labels, features and threads."""
     import resource  # not there on Windows
 
     rows, labels, features, threads = map(int, arguments)

@@ -13,41 +13,42 @@ from torchlml_lab.engine.settings import parse_settings
 
 @dataclass(frozen=True)
 class TimingSettings:
-    """What every benchmark is told whose competitors are timed in rounds."""
+    """The settings of all benchmarks whose methods are timed in rounds."""
 
     repetitions: int = 100
-    """Rounds at most; in each one every competitor is timed once, and the ratios are formed."""
+    """Maximum number of rounds. Each round times every method once and computes the ratios."""
     seconds: float = 4.0
-    """Time for one comparison, shared fairly by the competitors; the slowest may be timed only once."""
+    """Time budget of a comparison, shared equally by the methods; the slowest may run only once."""
     csv: Path = Path("torchlml-bench.csv")
-    """The CSV that the rows are appended to; it is made when it is missing."""
+    """CSV file to append the results to; it is created if it is missing."""
 
 
 def check_timing(settings: TimingSettings) -> None:
-    """Refuse numbers of rounds and seconds that nothing can be timed in."""
+    """Raise `BadInput` for invalid numbers of rounds and seconds."""
     check_numbers("--repetitions", (settings.repetitions,), 1)
     check_numbers("--seconds", (settings.seconds,), 0)
 
 
 def check_choices(option: str, values: Sequence[str], known: Collection[str]) -> None:
-    """Refuse values that are not among the known ones, and an option without a value."""
+    """Raise `BadInput` for unknown values, and for an option without a value."""
     if not values:
         raise BadInput(f"`{option}` needs at least one value.")
     for value in values:
         if value not in known:
             near = did_you_mean(value, known)
-            said = f"`{option}` names `{value}`, which is none of {', '.join(known)}"
+            said = f"`{option}` must be one of {', '.join(known)}, but it contains `{value}`"
             raise BadInput(said + (near or "."))
 
 
 def check_numbers(option: str, values: Sequence[float], least: float, most: float = math.inf) -> None:
-    """Refuse numbers outside a range or not finite, and an option without a value."""
+    """Raise `BadInput` for numbers that are not finite or out of range, and for a missing value."""
     if not values:
         raise BadInput(f"`{option}` needs at least one value.")
     for value in values:
         if not (least <= value <= most and math.isfinite(value)):
             limit = f"from {least:g} to {most:g}" if math.isfinite(most) else f"finite and at least {least:g}"
-            raise BadInput(f"`{option}` has {value}, and must be {limit}.")
+            verb = "is" if len(values) == 1 else "contains"
+            raise BadInput(f"`{option}` must be {limit}, but it {verb} {value}.")
 
 
 Mode = Literal["forward", "backward", "forward+backward"]
@@ -63,35 +64,35 @@ def _metrics() -> tuple[str, ...]:
 
 @dataclass(frozen=True)
 class GridBenchmarkSettings(TimingSettings):
-    """What the benchmarks on a grid of cases have in common."""
+    """The settings of all benchmarks on a grid of cases."""
 
     sizes: tuple[int, ...] = (100, 1000, 10_000, 1_000_000)
-    """Lengths n of a row."""
+    """Row lengths n to measure."""
     ks: tuple[str, ...] = ("5", "n/2")
-    """How many to choose: numbers, or `n/NUMBER`, or `n-NUMBER`; those outside 1 to n-1 are left out."""
+    """Values of k: integers, `n/NUMBER` or `n-NUMBER`; values outside 1 to n-1 are skipped."""
     batches: tuple[int, ...] = (256,)
-    """Numbers of rows; long rows get fewer, so that no tensor has more than 4,000,000 entries."""
+    """Numbers of rows, reduced for long rows so that no tensor has more than 4,000,000 entries."""
     scales: tuple[float, ...] = (1.0, 12.0)
     """Standard deviations of the logits."""
     dtypes: tuple[str, ...] = ("float32",)
-    """Types of the logits: float32, float64, bfloat16, float16."""
+    """Data types of the logits: float32, float64, bfloat16, float16."""
     threads: tuple[int, ...] = (1,)
-    """Numbers of threads torch may use."""
+    """Numbers of torch threads."""
     providers: tuple[str, ...] = ()
-    """Who competes; by default all that can run here. Softmax always takes part: the ratios are to it."""
+    """Functions to compare; by default all that can run here. Softmax, the baseline, is always included."""
     modes: tuple[str, ...] = MODES
-    """What is measured: forward without a graph, backward alone, forward+backward through autograd."""
+    """Passes to measure: forward without a graph, backward alone, forward+backward with autograd."""
     metrics: tuple[str, ...] = field(default_factory=_metrics)
-    """`time` of a call, or `memory` (Linux): what a call adds to the process at its highest, result too."""
+    """Metrics: `time` per call, or peak `memory` that a call adds, including its result (Linux only)."""
     plot: Path | None = None
-    """The PNG or SVG of the times in the whole CSV; by default a PNG beside the CSV, with its name."""
+    """PNG or SVG file for the times in the whole CSV; by default a PNG with the name of the CSV."""
     compare: Path | None = None
-    """The CSV of an earlier run, whose ratios are shown beside the new ones."""
+    """CSV file of an earlier run, whose ratios are shown next to the new ones."""
     quick: bool = False
-    """Begin from a small selection that takes well under a minute; other options still change it."""
+    """Start from a small selection that takes well under a minute; other options still apply."""
 
 
-# What `--quick` begins from.
+# The defaults with `--quick`.
 QUICK: dict[str, Any] = {
     "sizes": (100, 1000, 10_000),
     "ks": ("5",),
@@ -104,26 +105,26 @@ QUICK: dict[str, Any] = {
 
 @dataclass(frozen=True)
 class LayerSettings(GridBenchmarkSettings):
-    """Time lml beside softmax, topk, sort and sigmoid, in turn, as ratios to softmax.
+    """Time lml, topk, sort and sigmoid relative to softmax.
 
-    A ratio is formed from two calls within milliseconds, so that it holds on a noisy machine too.
+    The two calls of a ratio are only milliseconds apart, so the ratio is reliable on a noisy machine.
     """
 
 
 @dataclass(frozen=True)
 class ConstrainedSettings(GridBenchmarkSettings):
-    """Time the relatives of lml, in turn, as ratios to softmax."""
+    """Time the operators related to lml relative to softmax."""
 
     plot: Path | None = None
-    """The PNG or SVG of the times in the whole CSV; by default beside the CSV, as NAME-constrained.png."""
+    """PNG or SVG file for the times in the whole CSV; by default NAME-constrained.png next to the CSV."""
 
 
 @dataclass(frozen=True)
 class LossesSettings(TimingSettings):
-    """Time the losses with their gradients, in turn, on problems of their own, as ratios to a baseline."""
+    """Time the losses with their gradients on fixed problems, relative to a baseline."""
 
     threads: tuple[int, ...] = (1,)
-    """Numbers of threads torch may use."""
+    """Numbers of torch threads."""
 
 
 @dataclass(frozen=True)
@@ -171,87 +172,87 @@ class BalancedSettings(TimingSettings):
 
 @dataclass(frozen=True)
 class PaperSettings:
-    """Repeat the timing study of the paper's section 5.1, and compare its claims with the numbers.
+    """Repeat the timing study in section 5.1 of the paper, and compare the results with its claims.
 
-    Every competitor is timed once in each of the trials, for every k, in turn. The rows of a length are in
-    the CSV when it is done; an interrupted study goes on with --resume.
+    Each trial times every method once for every k. The results of a row length are written to the CSV when it
+    is complete. Continue an interrupted study with --resume.
     """
 
     sizes: tuple[int, ...] = (1000, 10_000)
-    """Lengths n of a row."""
+    """Row lengths n to measure."""
     ks: tuple[int, ...] = (5, 50, 100)
-    """How many to choose, below the smallest length."""
+    """Values of k, below the smallest row length."""
     batch: int = 256
-    """The number of rows."""
+    """Number of rows per batch."""
     threads: tuple[int, ...] = (1,)
-    """Numbers of threads torch may use."""
+    """Numbers of torch threads."""
     trials: int = 50
-    """How often each competitor is timed on each problem."""
+    """Number of times each method is timed on each problem."""
     csv: Path = Path("torchlml-paper-timing.csv")
-    """The CSV that the rows are appended to; it is made when it is missing."""
+    """CSV file to append the results to; it is created if it is missing."""
     plot: Path | None = None
-    """The PNG or SVG of the figure; by default a PNG beside the CSV, with its name."""
+    """PNG or SVG file of the figure; by default a PNG with the name of the CSV."""
     resume: bool = False
-    """Go on: lengths whose rows the CSV has, from this machine and these versions, are not timed again."""
+    """Skip row lengths that the CSV already contains for this machine and these versions."""
     quick: bool = False
-    """Begin from rows of 1000 and 5 trials, a minute; other options still change it."""
+    """Start from rows of 1000 and 5 trials, about a minute; other options still apply."""
 
 
 @dataclass(frozen=True)
 class ComparisonSettings(TimingSettings):
-    """Compare ways to a differentiable top-k: time beside softmax, memory, exactness, what they work with.
+    """Compare differentiable top-k operators: time relative to softmax, memory, accuracy and features.
 
     The tables are printed as Markdown.
     """
 
     csv: Path = Path("torchlml-alternatives.csv")
     methods: tuple[str, ...] = ()
-    """Who is compared; by default all that can run here. Those for short rows sit out the long ones."""
+    """Methods to compare; by default all that can run here. Some of them run only on short rows."""
     sizes: tuple[int, ...] = (32, 1000, 10_000)
-    """Lengths n of a row."""
+    """Row lengths n to measure."""
     k: int = 5
-    """How many to choose."""
+    """Number of entries to select."""
     batch: int = 64
-    """The number of rows."""
+    """Number of rows per batch."""
     scale: float = 3.0
-    """The standard deviation of the logits."""
+    """Standard deviation of the logits."""
     threads: int = 1
-    """The number of threads torch may use."""
+    """Number of torch threads."""
     plot: Path | None = None
-    """The PNG or SVG of this run; by default a PNG beside the CSV, with its name."""
+    """PNG or SVG file for the plot of this run; by default a PNG with the name of the CSV."""
     quick: bool = False
-    """Begin from a small selection that takes well under a minute; other options still change it."""
+    """Start from a small selection that takes well under a minute; other options still apply."""
 
 
-# What `--quick` begins from.
+# The defaults with `--quick`.
 QUICK_COMPARISON: dict[str, Any] = {"sizes": (1000,), "batch": 16, "seconds": 1.0}
 
 
 @dataclass(frozen=True)
 class ScaleSettings(TimingSettings):
-    """Measure very many labels: time, memory, a long row, and rounds between two processes."""
+    """Measure large label spaces: time, memory, a long row, and communication between two processes."""
 
     repetitions: int = 10
     seconds: float = 120.0
     threads: int = 2
-    """The number of threads torch may use."""
+    """Number of torch threads."""
     batch: int = 256
-    """Rows of the batch whose time is taken."""
+    """Number of rows in the timed batch."""
     labels: int = 200_000
-    """Labels of the linear layer whose time and memory are taken."""
+    """Number of labels of the linear layer for time and memory."""
     features: int = 128
-    """Inputs of the linear layer."""
+    """Number of inputs of the linear layer."""
     most_labels: int = 1_000_000
-    """Labels of the linear layer that a fresh process trains on 512 rows."""
+    """Number of labels of the linear layer that a new process trains on 512 rows."""
     longest_row: int = 10_000_000
-    """The length of the single row."""
+    """Length of the single row."""
 
 
 Kind = TypeVar("Kind", LayerSettings, ConstrainedSettings, PaperSettings, ComparisonSettings)
 
 
 def _read_quick(kind: type[Kind], command: str, arguments: Sequence[str], quick: dict[str, Any]) -> Kind:
-    """Read the options; with `--quick` those that are not given come from a small selection."""
+    """Parse the options. With `--quick`, the defaults come from a small selection."""
     settings = parse_settings(kind, command, arguments, kind())
     if settings.quick:
         settings = parse_settings(kind, command, arguments, replace(kind(), **quick))
@@ -259,20 +260,20 @@ def _read_quick(kind: type[Kind], command: str, arguments: Sequence[str], quick:
 
 
 def read_layer(arguments: Sequence[str]) -> LayerSettings:
-    """Read the options of `torchlml bench layer`."""
+    """Parse the options of `torchlml bench layer`."""
     return _read_quick(LayerSettings, "bench layer", arguments, QUICK)
 
 
 def read_constrained(arguments: Sequence[str]) -> ConstrainedSettings:
-    """Read the options of `torchlml bench constrained`."""
+    """Parse the options of `torchlml bench constrained`."""
     return _read_quick(ConstrainedSettings, "bench constrained", arguments, QUICK)
 
 
 def read_paper(arguments: Sequence[str]) -> PaperSettings:
-    """Read the options of `torchlml bench paper`."""
+    """Parse the options of `torchlml bench paper`."""
     return _read_quick(PaperSettings, "bench paper", arguments, {"sizes": (1000,), "trials": 5})
 
 
 def read_alternatives(arguments: Sequence[str]) -> ComparisonSettings:
-    """Read the options of `torchlml bench alternatives`."""
+    """Parse the options of `torchlml bench alternatives`."""
     return _read_quick(ComparisonSettings, "bench alternatives", arguments, QUICK_COMPARISON)

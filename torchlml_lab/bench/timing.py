@@ -1,4 +1,4 @@
-"""Timing functions in turns, and the memory that a call takes at its peak."""
+"""Timing of functions in random order, and the peak memory of a call."""
 
 import ctypes
 import gc
@@ -13,7 +13,7 @@ from typing import Any, TypeVar
 
 Name = TypeVar("Name", bound=Hashable)
 
-# A sample lasts about this long, by repeating short calls: the clock then costs less than a percent.
+# The duration of a sample. Short calls are repeated, so that reading the clock costs less than a percent.
 _SAMPLE_SECONDS = 0.5e-3
 _WARM_UP_SECONDS = 20e-3
 
@@ -28,7 +28,7 @@ class Quantiles:
 
     @classmethod
     def of(cls, samples: list[float]) -> "Quantiles":
-        """Compute those of the samples, by linear interpolation."""
+        """Compute the quantiles of samples by linear interpolation."""
         ordered = sorted(samples)
 
         def at(q: float) -> float:
@@ -40,13 +40,13 @@ class Quantiles:
         return cls(at(0.2), at(0.5), at(0.8))
 
     def times(self, factor: float) -> "Quantiles":
-        """Give those of the samples in another unit."""
+        """Return the quantiles multiplied by a factor, to convert units."""
         return Quantiles(factor * self.p20, factor * self.p50, factor * self.p80)
 
 
 @dataclass(frozen=True)
 class Timing:
-    """Seconds per call, the ratio to the baseline in the same round, and how many rounds they come from."""
+    """Seconds per call, the ratio to the baseline in the same round, and the number of rounds."""
 
     seconds: Quantiles
     ratio: Quantiles
@@ -54,7 +54,7 @@ class Timing:
 
 
 class Stopped(KeyboardInterrupt):
-    """Ctrl-C during a race; `timings` are those of the rounds that were finished."""
+    """Ctrl-C during a race. `timings` contains the timings of the completed rounds."""
 
     def __init__(self, timings: Mapping[Any, Timing]) -> None:
         super().__init__()
@@ -69,21 +69,21 @@ def race(
     after_round: Callable[[], object] = lambda: None,
     sample_seconds: float | None = None,
 ) -> dict[Name, Timing]:
-    """Time every call in turn, in a new order each round.
+    """Time all calls in rounds, in a new random order each round.
 
-    A slow competitor runs in the first round, and sits out the later ones when it has used its share of the
-    time, so that it cannot starve the others. The baseline never does: every ratio needs it.
+    Every call runs in the first round. A slow call skips later rounds once it has used its share of the time,
+    so that it cannot starve the others. The baseline runs in every round, because all ratios need it.
 
     Args:
-        calls: The competitors by name, the baseline among them.
-        baseline: The competitor that ratios are taken to.
-        repetitions: The number of rounds.
-        seconds: The time that the competitors share; when all have used theirs, no further round begins.
-        after_round: Called between the rounds, while no clock runs.
-        sample_seconds: How long a sample lasts at least; longer forgets the cold caches of a call before.
+        calls: The calls by name, including the baseline.
+        baseline: The call that ratios are relative to.
+        repetitions: The maximum number of rounds.
+        seconds: The time budget that the calls share. Once it is used up, no further round starts.
+        after_round: Called between rounds, outside the timed sections.
+        sample_seconds: The minimum duration of a sample. Longer samples reduce the effect of cold caches.
 
     Returns:
-        For each name its timing. `Stopped` is raised by Ctrl-C when a round was finished before it.
+        The timing of each name. Ctrl-C raises `Stopped` if at least one round is complete.
     """
     lasting = _SAMPLE_SECONDS if sample_seconds is None else sample_seconds
     repeats = {name: _repeats(call, lasting) for name, call in calls.items()}
@@ -126,7 +126,7 @@ def _timings(samples: Mapping[Name, list[float]], ratios: Mapping[Name, list[flo
 
 
 def _repeats(call: Callable[[], object], sample_seconds: float) -> int:
-    """Find how many calls make a sample long enough, while the call warms up."""
+    """Return how many calls make a sample long enough, while warming up the call."""
     fastest = spent = _sample(call, 1)
     while spent < _WARM_UP_SECONDS:
         once = _sample(call, 1)
@@ -149,7 +149,7 @@ _RESET_HIGHEST = "5"
 
 
 def measurable() -> bool:
-    """Can this system tell? Not outside Linux with the GNU C library."""
+    """Whether this system can measure memory, which requires Linux and the GNU C library."""
     try:
         _RESET.write_text(_RESET_HIGHEST)
         return hasattr(ctypes.CDLL(None), "malloc_trim") and _resident("VmHWM") > 0
@@ -158,13 +158,13 @@ def measurable() -> bool:
 
 
 def added_bytes(call: Callable[[], object]) -> int:
-    """Measure the bytes that a call adds at its highest point, result included.
+    """Measure the peak memory in bytes that a call adds, including its result.
 
         x = torch.zeros(1000, 1000)
         added_bytes(lambda: x + 1)  # 4001792
 
     Args:
-        call: What to measure; it runs once before, so that what is allocated only once does not count.
+        call: The call to measure. It runs once beforehand, so that one-time allocations are not counted.
 
     Returns:
         A multiple of the page size.
@@ -182,5 +182,5 @@ def added_bytes(call: Callable[[], object]) -> int:
 def _resident(field: str) -> int:
     found = re.search(rf"{field}:\s+(\d+) kB", _STATUS.read_text())
     if found is None:
-        raise OSError(f"{_STATUS} does not say `{field}`.")
+        raise OSError(f"{_STATUS} does not contain `{field}`.")
     return int(found[1]) * 1024

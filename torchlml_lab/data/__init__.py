@@ -1,1 +1,1 @@
-"""Readers of the files that people have: labels, features, and who bought what."""
+"""Readers of data files: labeled samples, and interactions of users with items."""

@@ -1,4 +1,4 @@
-"""Who has what: files of user-item lines, CSV or TSV of pairs, and RecBole's `.inter`, plain or gzipped."""
+"""User-item interactions from text files, CSV or TSV files, and RecBole's `.inter`, optionally gzipped."""
 
 import csv
 import io
@@ -17,12 +17,12 @@ from torchlml_lab.files import read_content, shown
 _USER = ("user", "user_id", "userid", "uid")
 _ITEM = ("item", "item_id", "itemid", "iid")
 _OTHER = (".json", ".jsonl", ".npz", ".npy", ".parquet", ".pkl", ".xlsx", ".zip")
-_READ = "give a .csv, .tsv or .inter of pairs, or text with lines `user item item ...`"
+_READ = "give a .csv, .tsv or .inter file of pairs, or text with lines `user item item ...`"
 
 
 @dataclass(frozen=True)
 class Interactions:
-    """The items of every user, each once, in the order of the file; all names are kept.
+    """The items of every user, without duplicates and in the order of the file, with all names.
 
     have = read_interactions(Path("train.txt"), "--train")
     have.users[0], [have.items[i] for i in have.of(0)]
@@ -31,50 +31,50 @@ class Interactions:
     users: list[str]
     items: list[str]
     starts: Tensor
-    """int64 (users + 1,): where the items of each user begin in `item`."""
+    """int64 (users + 1,): the offset in `item` where the items of each user begin."""
     item: Tensor
-    """int64, the items of all users, one after the other."""
+    """int64: the concatenated items of all users."""
     repeated: int = 0
-    """Pairs of the file that had come before; they count once."""
+    """The number of duplicate pairs in the file, which are ignored."""
 
     def __len__(self) -> int:
         return len(self.item)
 
     @property
     def counts(self) -> Tensor:
-        """int64 (users,): how many items each user has."""
+        """int64 (users,): the number of items of each user."""
         return self.starts.diff()
 
     @property
     def user(self) -> Tensor:
-        """int64, the user of each entry of `item`."""
+        """int64: the user of each entry of `item`."""
         return torch.repeat_interleave(torch.arange(len(self.users)), self.counts)
 
     def of(self, user: int) -> Tensor:
-        """The items of one user."""
+        """Return the items of one user."""
         return self.item[self.starts[user] : self.starts[user + 1]]
 
     def keep(self, chosen: Tensor) -> "Interactions":
-        """Only some of the pairs, by a bool for each; users and items keep their numbers."""
+        """Keep the pairs selected by a boolean mask. Users and items keep their numbers."""
         counts = torch.bincount(self.user[chosen], minlength=len(self.users))
         return Interactions(self.users, self.items, _starts(counts), self.item[chosen])
 
 
 def read_interactions(path: Path, option: str, columns: tuple[str, str] | None = None) -> Interactions:
-    """Read a file of users and their items; its name says what it is, `.gz` at the end set aside.
+    """Read a file of users and their items. The file name, without `.gz`, determines the format.
 
     Args:
-        path: `*.csv` and `*.tsv` have a header and a pair of user and item per line, `*.inter` is RecBole's
-            (tabs, a header like `user_id:token`), and any other has lines `user item item ...`.
-        option: The option that named the file, for the sentences.
-        columns: The names of the user's and the item's column of a table; by default those called user and
-            item, or user_id and item_id.
+        path: `*.csv` and `*.tsv` have a header and one pair of user and item per line. `*.inter` is RecBole's
+            format (tabs, a header like `user_id:token`). Any other file has lines `user item item ...`.
+        option: The option that named the file, for the messages.
+        columns: The names of the user and the item column of a table. By default, they are recognized by
+            names such as user and item, or user_id and item_id.
 
     Returns:
-        The items of every user. What cannot be read raises `BadInput`, which names the file and the line.
+        The items of every user. Invalid input raises `BadInput`, which names the file and the line.
     """
     if _kind(path) in _OTHER:
-        raise BadInput(f"`{option}` names `{path}`, and {_kind(path)} is not read: {_READ}.")
+        raise BadInput(f"`{option}` names `{path}`, but {_kind(path)} files are not supported: {_READ}.")
     data = read_content(path, option)
     if is_table(path):
         users, items = _read_table(path, data, columns)
@@ -86,7 +86,7 @@ def read_interactions(path: Path, option: str, columns: tuple[str, str] | None =
 
 
 def is_table(path: Path) -> bool:
-    """Whether a file has columns, by its name."""
+    """Whether a file has columns, according to its name."""
     return _kind(path) in (".csv", ".tsv", ".inter")
 
 
@@ -95,14 +95,14 @@ def _kind(path: Path) -> str:
 
 
 def align(have: Interactions, known: Interactions) -> tuple[Interactions, int, int]:
-    """The same pairs with the numbers of other data, usually those that a model was trained on.
+    """Renumber pairs according to other data, usually those that a model was trained on.
 
     Args:
-        have: What was read.
-        known: The data whose users and items are known.
+        have: The pairs to renumber.
+        known: The data that define the numbers of users and items.
 
     Returns:
-        The pairs of known users and items; how many users, and how many items, are not known.
+        The pairs of known users and items, the number of unknown users, and the number of unknown items.
     """
     user_of = {name: number for number, name in enumerate(known.users)}
     item_of = {name: number for number, name in enumerate(known.items)}
@@ -122,12 +122,12 @@ def _starts(counts: Tensor) -> Tensor:
 
 
 def _read_lines(data: bytes) -> tuple[list[bytes], list[bytes], list[int]]:
-    """The user of each line, the items of all lines, and how many of them belong to each."""
+    """Return the user of each line, the items of all lines, and the number of items per line."""
     users: list[bytes] = []
     items: list[bytes] = []
     counts: list[int] = []
     for line in data.split(b"\n"):
-        words = line.split()  # bytes: at spaces and tabs only, so that names may have any other character
+        words = line.split()  # bytes.split keeps Unicode spaces, so names may contain them
         if words:
             users.append(words[0])
             items += words[1:]
@@ -136,7 +136,7 @@ def _read_lines(data: bytes) -> tuple[list[bytes], list[bytes], list[int]]:
 
 
 def _read_table(path: Path, data: bytes, columns: tuple[str, str] | None) -> tuple[list[str], list[str]]:
-    """The users and the items of the pairs, one of each per line."""
+    """Return the users and the items of the pairs, one of each per line."""
     text, kind = data.decode("utf-8"), _kind(path)
     header = text.partition("\n")[0]
     separator = "\t" if kind != ".csv" else max((",", ";", "\t"), key=header.count)
@@ -157,7 +157,7 @@ def _read_table(path: Path, data: bytes, columns: tuple[str, str] | None) -> tup
                     continue
                 raise BadInput(
                     f"`{path}`, line {lines.line_num}: it has {_fields(len(fields))}, "
-                    f"and the header {len(names)} (`{shown(separator.join(fields))}`)."
+                    f"but the header has {len(names)} (`{shown(separator.join(fields))}`)."
                 )
             user, item = fields[user_column], fields[item_column]
             if not user or not item:
@@ -168,7 +168,7 @@ def _read_table(path: Path, data: bytes, columns: tuple[str, str] | None) -> tup
     except csv.Error as error:
         raise BadInput(f"`{path}`, line {lines.line_num}: {error}.") from error
     if not items:
-        raise BadInput(f"`{path}` has a header, but no pair of a user and an item.")
+        raise BadInput(f"`{path}` has a header, but no pairs of a user and an item.")
     return users, items
 
 
@@ -177,16 +177,18 @@ def _fields(count: int) -> str:
 
 
 def _find_columns(path: Path, header: Sequence[str], columns: tuple[str, str] | None) -> tuple[int, int]:
-    """Where the users and the items are; `.inter` has the type behind a colon."""
+    """Return the columns of the users and the items. In `.inter`, a type follows each name after a colon."""
     names = [name.partition(":")[0].strip() for name in header]
     listed = ", ".join(f"`{name}`" for name in header)
     if columns is not None:
         for name in columns:
             if names.count(name) != 1:
                 often = "no column" if name not in names else "more than one column"
-                raise BadInput(f"`{path}`, line 1: {often} is called `{name}`: there are {listed[:200]}.")
+                raise BadInput(
+                    f"`{path}`, line 1: {often} is called `{name}`. The columns are {listed[:200]}."
+                )
         if columns[0] == columns[1]:
-            raise BadInput(f"`--columns` names `{columns[0]}` for users and for items: give two columns.")
+            raise BadInput(f"`--columns` must name two different columns, but both are `{columns[0]}`.")
         return names.index(columns[0]), names.index(columns[1])
     found = []
     for what, usual in (("user", _USER), ("item", _ITEM)):
@@ -194,7 +196,7 @@ def _find_columns(path: Path, header: Sequence[str], columns: tuple[str, str] | 
         if len(places) != 1:
             raise BadInput(
                 f"`{path}`, line 1: {'no' if not places else 'more than one'} column is called `{what}` or "
-                f"`{what}_id`: say with `--columns USER ITEM` which of {listed[:200]} are meant."
+                f"`{what}_id`. Choose two of {listed[:200]} with `--columns USER ITEM`."
             )
         found += places
     return found[0], found[1]
@@ -205,12 +207,12 @@ def _number(
     items: Sequence[str | bytes],
     counts: list[int] | None,
 ) -> Interactions:
-    """Number the names by their first appearance, sort the pairs by user, and keep each once."""
+    """Number names by first appearance, sort pairs by user, and remove duplicates."""
     user_names, user = _numbers(users)
     item_names, item = _numbers(items)
     if counts is not None:
         user = np.repeat(user, counts)
-    # The first of equal pairs stays, so that items keep the order of the file.
+    # The first of equal pairs is kept, so that items keep the order of the file.
     _, first = np.unique(user * len(item_names) + item, return_index=True)
     first.sort()
     order = first[np.argsort(user[first], kind="stable")]
@@ -221,7 +223,7 @@ def _number(
 
 
 def _numbers(names: Sequence[str | bytes]) -> tuple[list[str], npt.NDArray[np.int64]]:
-    """Each name once, as text, and the number of every one of them."""
+    """Return the distinct names as text, and the number of every name."""
     number: dict[str | bytes, int] = {name: place for place, name in enumerate(dict.fromkeys(names))}
     numbers = np.fromiter(map(number.__getitem__, names), np.int64, len(names))
     return [name if isinstance(name, str) else name.decode("utf-8") for name in number], numbers

@@ -1,4 +1,4 @@
-"""Files of samples with labels: svmlight, pairs of .npz, and the reader that suits a file."""
+"""Files of labeled samples: svmlight, pairs of .npz files, and the choice of the reader for a file."""
 
 import zipfile
 from collections.abc import Sequence
@@ -19,26 +19,26 @@ _MOST = float(np.finfo(np.float32).max)
 
 
 def read_svmlight(path: Path, option: str) -> LabelledRows:
-    """Read a file of sparse rows with labels.
+    """Read a file of sparse samples with labels.
 
     Args:
         path: The file.
-        option: The option that named it, for the sentences.
+        option: The option that named it, for the messages.
 
     Returns:
-        The rows; features keep the numbers they have in the file. What is wrong raises `BadInput`, which
-        names the file and the line.
+        The samples. Features keep their numbers from the file. Invalid input raises `BadInput`, which names
+        the file and the line.
     """
     lines = read_content(path, option).replace(b"\t", b" ").split(b"\n")
     if not lines[-1]:
         lines.pop()
     header = _header(lines[0])
     if header is not None and header[1] > _LARGEST + 1:
-        raise BadInput(f"`{path}`, line 1: {header[1]} features, but at most {_LARGEST + 1} can be read.")
+        raise BadInput(f"`{path}`, line 1: at most {_LARGEST + 1} features are supported, not {header[1]}.")
     at, heads, tails = _divide(lines, header is not None)
     if header is not None and len(at) != header[0]:
         raise BadInput(
-            f"`{path}`, line {len(lines)}: the file ends after {len(at)} rows, but its first line promises "
+            f"`{path}`, line {len(lines)}: the file ends after {len(at)} rows, but its first line announces "
             f"{header[0]}."
         )
     try:
@@ -60,15 +60,15 @@ def _header(line: bytes) -> tuple[int, int, int] | None:
 
 
 def _divide(lines: Sequence[bytes], header: bool) -> tuple[list[int], list[bytes], list[bytes]]:
-    """For each row the number of its line, the text of its labels and that of its features."""
+    """Return the line number, the text of the labels and the text of the features of each row."""
     at, heads, tails = [], [], []
     for number, line in enumerate(lines[1:] if header else lines, 2 if header else 1):
         if b"#" in line:
             line = line.partition(b"#")[0]
         head, _, tail = line.partition(b" ")
-        if b":" in head:  # a row without labels may begin with its features
+        if b":" in head:  # a row without labels may start with its features
             head, tail = b"", line
-        if head or tail.strip() or header:  # without a header an empty line is no row
+        if head or tail.strip() or header:  # without a header, empty lines are skipped
             at.append(number)
             heads.append(head)
             tails.append(tail)
@@ -76,12 +76,12 @@ def _divide(lines: Sequence[bytes], header: bool) -> tuple[list[int], list[bytes
 
 
 def _features(tails: Sequence[bytes]) -> Matrix:
-    """All features at once; ValueError where a line is wrong."""
+    """Parse all features at once, or raise ValueError if any line is invalid."""
     rows = [tail.split() for tail in tails]
     pairs = [word.split(b":") for words in rows for word in words]
     if not pairs:
         return sparse.csr_array((len(tails), 0), dtype=np.float32)
-    # numpy would read `1_0` as 10.
+    # numpy would parse `1_0` as 10.
     if any(len(pair) != 2 for pair in pairs) or any(b"_" in tail for tail in tails):
         raise ValueError
     columns = np.array([pair[0] for pair in pairs]).astype(np.int64)
@@ -96,15 +96,15 @@ def _features(tails: Sequence[bytes]) -> Matrix:
 
 
 def _explain(path: Path, at: Sequence[int], tails: Sequence[bytes]) -> NoReturn:
-    """Find the line that could not be read, and say what is wrong with it."""
+    """Find the line that could not be parsed, and raise an error that explains it."""
     for line, tail in zip(at, tails, strict=True):
         for word in tail.split():
             feature, colon, value = word.partition(b":")
             said = shown(word.decode())
             if not colon:
-                raise BadInput(f"`{path}`, line {line}: `{said}` is no `feature:value`.")
+                raise BadInput(f"`{path}`, line {line}: `{said}` is not of the form `feature:value`.")
             if not feature.isdigit() or int(feature) > _LARGEST:
-                accepted = f"a whole number from 0 to {_LARGEST}"
+                accepted = f"an integer from 0 to {_LARGEST}"
                 raise BadInput(f"`{path}`, line {line}: the feature of `{said}` is not {accepted}.")
             try:
                 finite = b"_" not in value and abs(float(value)) <= _MOST
@@ -112,7 +112,7 @@ def _explain(path: Path, at: Sequence[int], tails: Sequence[bytes]) -> NoReturn:
                 finite = False
             if not finite:
                 raise BadInput(f"`{path}`, line {line}: the value of `{said}` is not a finite number.")
-    raise BadInput(f"`{path}` cannot be read as rows of `label,label feature:value ...`.")
+    raise BadInput(f"`{path}` cannot be read as lines of the form `label,label feature:value ...`.")
 
 
 def _check_features(
@@ -124,11 +124,11 @@ def _check_features(
     twice = np.flatnonzero((columns[1:] == columns[:-1]) & (row_of[1:] == row_of[:-1]))
     if len(twice):
         first = twice[0]
-        raise BadInput(f"`{path}`, line {at[row_of[first]]}: feature {columns[first]} comes twice.")
+        raise BadInput(f"`{path}`, line {at[row_of[first]]}: feature {columns[first]} occurs twice.")
     if header is not None and features.shape[1] > header[1]:
         first = int(np.argmax(columns >= header[1]))
         raise BadInput(
-            f"`{path}`, line {at[row_of[first]]}: feature {columns[first]}, but the first line promises "
+            f"`{path}`, line {at[row_of[first]]}: feature {columns[first]}, but the first line announces "
             f"{header[1]} features, from 0 to {header[1] - 1}."
         )
 
@@ -140,12 +140,12 @@ def _labels(
     for line, head in zip(at, heads, strict=True):
         names = head.decode().split(",") if head else []
         if "" in names:
-            raise BadInput(f"`{path}`, line {line}: `{shown(head.decode())}` has a label without a name.")
+            raise BadInput(f"`{path}`, line {line}: `{shown(head.decode())}` contains an empty label.")
         if header is not None:
             for name in names:
                 if not (name.isascii() and name.isdigit()) or int(name) >= header[2]:
                     raise BadInput(
-                        f"`{path}`, line {line}: label `{shown(name)}`, but the first line promises "
+                        f"`{path}`, line {line}: label `{shown(name)}`, but the first line announces "
                         f"{header[2]} labels, from 0 to {header[2] - 1}."
                     )
         lists.append(names)
@@ -153,16 +153,16 @@ def _labels(
 
 
 def read_csr_pair(path: Path, option: str, labels: Path | None, labels_option: str) -> LabelledRows:
-    """Read what `scipy.sparse.save_npz` wrote.
+    """Read sparse matrices written by `scipy.sparse.save_npz`.
 
     Args:
-        path: The features (rows, features), sparse in any of scipy's formats.
-        option: The option that named them, for the sentences.
-        labels: The labels (rows, labels): every entry above 0 is a label. None: the rows have none.
-        labels_option: The option that named these.
+        path: The features (rows, features), in any sparse format of scipy.
+        option: The option that named them, for the messages.
+        labels: The labels (rows, labels), where each positive entry is a label. None means no labels.
+        labels_option: The option that named the labels.
 
     Returns:
-        The rows; the labels' names are the numbers of their columns. What is wrong raises `BadInput`.
+        The samples. The names of the labels are their column numbers. Invalid input raises `BadInput`.
     """
     features = _read(path, option).astype(np.float32)
     features.sum_duplicates()
@@ -179,8 +179,8 @@ def read_csr_pair(path: Path, option: str, labels: Path | None, labels_option: s
     if not positive.all():
         value = found.data[np.argmin(positive)]
         raise BadInput(
-            f"`{labels}`, row {_row(found, positive)}: an entry is {value:g}, but a label is a number above "
-            "0, and what is no label is 0 or left out."
+            f"`{labels}`, row {_row(found, positive)}: an entry is {value:g}, but a label must be positive "
+            "and all other entries 0 or absent."
         )
     found = (found != 0).astype(np.int8).tocsr()
     used = np.flatnonzero(np.bincount(found.indices, minlength=found.shape[1]))
@@ -188,7 +188,7 @@ def read_csr_pair(path: Path, option: str, labels: Path | None, labels_option: s
 
 
 def _row(matrix: Matrix, right: npt.NDArray[np.bool_]) -> int:
-    """The row of the first stored entry that is not right."""
+    """Return the row of the first stored entry that is not valid."""
     return int(np.searchsorted(matrix.indptr, np.argmin(right), "right")) - 1
 
 
@@ -197,12 +197,12 @@ def _read(path: Path, option: str) -> Matrix:
         with path.open("rb") as file:
             stored = sparse.load_npz(file)
         if stored.format in ("csr", "csc", "bsr"):
-            stored.check_format(full_check=True)  # scipy reads memory of others where a number is too large
+            stored.check_format(full_check=True)  # a bad index would be read out of bounds
         matrix = sparse.csr_array(stored)
     except OSError as error:
         raise BadInput(f"`{option}` names `{path}`, which cannot be read: {reason(error)}.") from error
     except (ValueError, KeyError, EOFError, zipfile.BadZipFile) as error:
-        said = f"`{option}` names `{path}`, which is no whole file of `scipy.sparse.save_npz`."
+        said = f"`{option}` names `{path}`, which is not a complete file of `scipy.sparse.save_npz`."
         raise BadInput(said) from error
     if not matrix.shape[0] or not matrix.shape[1]:
         raise BadInput(f"`{option}` names `{path}`, which is empty: its shape is {matrix.shape}.")
@@ -220,32 +220,32 @@ def read_labelled(
     label_names: Path | None = None,
     labelled: bool = True,
 ) -> tuple[LabelledRows, Columns | None]:
-    """Read rows with their labels.
+    """Read samples with their labels.
 
     Args:
-        path: `*.csv`, `*.tsv` and `*.parquet` are tables, `*.npz` are sparse features, and any other is
-            svmlight or the extreme-classification repository's text format; text may be gzipped.
-        option: The option that named it, for the sentences.
-        columns: What is known of a table's columns.
-        labels: The sparse labels that belong to an `.npz`.
-        label_names: A file with the names of labels that are numbers.
-        labelled: Whether labels are needed.
+        path: `*.csv`, `*.tsv` and `*.parquet` are tables, `*.npz` are sparse features, and any other file is
+            svmlight or the text format of the extreme classification repository. Text may be gzipped.
+        option: The option that named it, for the messages.
+        columns: The known roles of the columns of a table.
+        labels: The file of sparse labels for an `.npz`.
+        label_names: A file with the names of numbered labels.
+        labelled: Whether labels are required.
 
     Returns:
-        The rows, and the columns of a table. What is wrong raises `BadInput`.
+        The samples, and the columns of a table. Invalid input raises `BadInput`.
     """
     if labels is not None and path.suffix != ".npz":
         raise BadInput(f"`{option}-labels` is for `.npz` files, but `{option}` names `{path}`.")
     if is_table(path):
         if label_names is not None:
-            raise BadInput(f"`--label-names` is for labels that are numbers, and `{path}` has names already.")
+            raise BadInput(f"`--label-names` is for numbered labels, but `{path}` already has label names.")
         return read_table(path, option, columns or Columns(), labelled)
     if columns is not None and columns != Columns():
-        raise BadInput(f"`{path}` is no table, so it has no columns to name.")
+        raise BadInput(f"`{path}` is not a table, so its columns cannot be named.")
     if path.suffix == ".npz":
         if labelled and labels is None:
             raise BadInput(
-                f"`{option}` names `{path}`: give its labels, another `.npz`, by `{option}-labels`."
+                f"`{option}` names `{path}`. Give its labels, another `.npz`, with `{option}-labels`."
             )
         rows = read_csr_pair(path, option, labels, f"{option}-labels")
     else:

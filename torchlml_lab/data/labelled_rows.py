@@ -1,4 +1,4 @@
-"""Rows with features or texts and labels that have names: what every reader of labelled data gives."""
+"""Samples with features or texts and named labels: the common result of all readers of labeled data."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -13,45 +13,45 @@ from torchlml_lab.cli_errors import BadInput
 from torchlml_lab.files import read_content
 
 Matrix = Any
-"""A scipy CSR array; scipy has no types."""
+"""A scipy CSR array. scipy has no type annotations."""
 
 
 @dataclass(frozen=True)
 class LabelledRows:
-    """Rows of a file: numbers, texts or both, and the labels of each."""
+    """Samples of a file: numbers, texts or both, and the labels of each."""
 
     features: Matrix
-    """CSR float32 (rows, features), possibly of no columns; NaN for a number that is not there."""
+    """CSR float32 (rows, features), possibly without columns. Missing numbers are NaN."""
     labels: Matrix
-    """CSR int8 (rows, labels): 1 for every label that a row has."""
+    """CSR int8 (rows, labels): 1 for every label of a row."""
     names: list[str]
-    """The names of the labels, each once."""
+    """The distinct names of the labels."""
     texts: list[str] | None = None
     columns: tuple[str, ...] | None = None
-    """The names of the features; None where they have only numbers."""
+    """The names of the features, or None if they are only numbered."""
 
     def __len__(self) -> int:
         return int(self.labels.shape[0])
 
     @property
     def counts(self) -> npt.NDArray[np.int64]:
-        """How many labels each row has."""
+        """The number of labels of each row."""
         return np.diff(self.labels.indptr).astype(np.int64)
 
     def take(self, rows: npt.NDArray[Any]) -> "LabelledRows":
-        """Some of the rows, by their numbers or a bool for each."""
+        """Select rows by their numbers or by a boolean mask."""
         chosen = np.flatnonzero(rows) if rows.dtype == np.bool_ else rows
         texts = None if self.texts is None else [self.texts[row] for row in chosen]
         return replace(self, features=self.features[chosen], labels=self.labels[chosen], texts=texts)
 
     def with_labels(self, names: Sequence[str]) -> "LabelledRows":
-        """The same rows with the labels numbered by other names; those that are not among them come after.
+        """Renumber the labels according to given names. Other labels follow them.
 
         Args:
             names: The labels that a model knows, in its order.
 
         Returns:
-            The rows; `names` are those given and then the unknown ones.
+            The samples, whose `names` are the given ones followed by the unknown ones.
         """
         place = {name: number for number, name in enumerate(names)}
         unknown = [name for name in self.names if name not in place]
@@ -67,10 +67,10 @@ class LabelledRows:
 
 
 def label_matrix(lists: Sequence[Sequence[str]]) -> tuple[Matrix, list[str]]:
-    """Lists of label names as a matrix; numbers are in numerical order, other names in alphabetical.
+    """Convert lists of label names to a matrix, in numerical order if all are numbers, else alphabetical.
 
     Args:
-        lists: The labels of each row; one that comes twice counts once.
+        lists: The labels of each row. Duplicates are ignored.
 
     Returns:
         The matrix of `LabelledRows.labels`, and the names of its columns.
@@ -92,15 +92,15 @@ def label_matrix(lists: Sequence[Sequence[str]]) -> tuple[Matrix, list[str]]:
 
 
 def rename(rows: LabelledRows, path: Path | None, option: str) -> LabelledRows:
-    """Give labels that are numbers the names of a file: line i, from 0 on, is the name of label i.
+    """Replace numbered labels by the names in a file, in which line i, counted from 0, names label i.
 
     Args:
-        rows: What was read.
-        path: The file of names, a name per line; None leaves the numbers.
-        option: The option that named it, for the sentences.
+        rows: The samples.
+        path: The file with one name per line. None keeps the numbers.
+        option: The option that named it, for the messages.
 
     Returns:
-        The rows with names. A label beyond the file, or a name that comes twice, raises `BadInput`.
+        The samples with names. A label beyond the file, or a duplicate name, raises `BadInput`.
     """
     if path is None:
         return rows
@@ -108,13 +108,13 @@ def rename(rows: LabelledRows, path: Path | None, option: str) -> LabelledRows:
     line_of: dict[str, int] = {}
     for line, name in enumerate(names, 1):
         if not name or name in line_of:
-            said = f"the name `{name}` is also in line {line_of[name]}" if name else "there is no name"
-            raise BadInput(f"`{path}`, line {line}: {said}, but every label needs a name of its own.")
+            said = f"the name `{name}` is also in line {line_of[name]}" if name else "the name is empty"
+            raise BadInput(f"`{path}`, line {line}: {said}, but label names must be unique and not empty.")
         line_of[name] = line
     for label in rows.names:
         if not (label.isascii() and label.isdigit() and int(label) < len(names)):
             raise BadInput(
-                f"`{option}` names `{path}`, which has {len(names)} names, for labels from 0 to "
+                f"`{option}` names `{path}`, which has {len(names)} names for labels from 0 to "
                 f"{len(names) - 1}, but there is a label `{label}`."
             )
     return replace(rows, names=[names[int(label)] for label in rows.names])

@@ -1,4 +1,4 @@
-"""Tables: CSV, TSV (plain or gzipped) and Parquet, with columns of texts, of numbers, and one of labels."""
+"""Tables (CSV, TSV and Parquet) with columns of texts or numbers, and one column of labels."""
 
 import csv
 import io
@@ -22,15 +22,15 @@ _SEPARATORS = (",", ";", "|", "\t")
 
 @dataclass(frozen=True)
 class Columns:
-    """What the columns of a table are."""
+    """The roles of the columns of a table."""
 
     texts: tuple[str, ...] = ()
     numbers: tuple[str, ...] = ()
-    """Where neither is named, every other column is of numbers if all its cells are, else of texts."""
+    """If neither is given, columns in which all cells are numbers are numbers, and all others are texts."""
     labels: str | None = None
-    """By default the one called labels, tags, or the like; `None` in a file that is predicted for."""
+    """By default the column called labels, tags or similar. None in files without labels."""
     separator: str | None = None
-    """What stands between the labels of a cell; by default that of `, ; |` and tab which most cells have."""
+    """The separator of labels in a cell. By default the most common one of `, ; |` and tab."""
 
     def __str__(self) -> str:
         parts = [("texts", self.texts), ("numbers", self.numbers)]
@@ -42,12 +42,12 @@ class Columns:
 
 @dataclass(frozen=True)
 class _Cells:
-    """A table in memory: the cells of every column, and the line of the file where each row begins."""
+    """A table in memory: the cells of every column, and the line in the file where each row begins."""
 
     path: Path
     columns: dict[str, list[Any]]
     at: Sequence[int]
-    unit: str  # what `at` counts: lines, or rows
+    unit: str  # the unit of `at`: line or row
 
     def wrong(self, row: int, said: str) -> BadInput:
         return BadInput(f"`{self.path}`, {self.unit} {self.at[row]}: {said}.")
@@ -60,12 +60,13 @@ def read_table(
 
     Args:
         path: `*.csv`, `*.tsv`, either also `.gz`, or `*.parquet`.
-        option: The option that named it, for the sentences.
-        columns: What is known of its columns.
-        labelled: Whether a column of labels is needed; else the rows have none.
+        option: The option that named it, for the messages.
+        columns: The known roles of its columns.
+        labelled: Whether a column of labels is required. Otherwise the samples have no labels.
 
     Returns:
-        The rows, and what their columns are. What is wrong raises `BadInput`, which names file and line.
+        The samples, and the roles of all columns. Invalid input raises `BadInput`, which names the file and
+        the line.
     """
     cells = _read_parquet(path, option) if _kind(path) == ".parquet" else _read_csv(path, option)
     if not cells.at:
@@ -85,7 +86,7 @@ def read_table(
 
 
 def is_table(path: Path) -> bool:
-    """Whether a file is read here, by its name."""
+    """Whether a file is a table, according to its name."""
     return _kind(path) in (".csv", ".tsv", ".parquet")
 
 
@@ -104,7 +105,7 @@ def _read_csv(path: Path, option: str) -> _Cells:
         header = next(rows)
         before = rows.line_num
         for row in rows:
-            if row:  # an empty line is no row
+            if row:  # skip empty lines
                 if len(row) != len(header):
                     raise BadInput(
                         f"`{path}`, line {before + 1}: {len(row)} cells, but line 1 has {len(header)}."
@@ -116,29 +117,29 @@ def _read_csv(path: Path, option: str) -> _Cells:
         ends = "unexpected end" in str(error)
         said = "the file ends inside quotes" if ends else f"the quotes are wrong ({error})"
         raise BadInput(f"`{path}`, line {before + 1}: {said}.") from error
-    _refuse_twins(header, f"`{path}`, line 1")
+    _check_unique(header, f"`{path}`, line 1")
     cells: list[Sequence[str]] = list(zip(*found, strict=True)) if found else [[] for _ in header]
     return _Cells(path, {name: list(column) for name, column in zip(header, cells, strict=True)}, at, "line")
 
 
 def _cell_separator(text: str) -> str:
-    """Find the separator of a `.csv`: many spreadsheets write semicolons or tabs instead of commas.
+    """Detect the separator of a `.csv`, because many spreadsheets write semicolons or tabs.
 
-    The separator splits the header into the most cells, and the first row into as many.
+    The result splits the header into the most cells, and the first row into equally many.
     """
 
     def fit(separator: str) -> tuple[bool, int]:
         try:
             rows = filter(None, csv.reader(io.StringIO(text), delimiter=separator, strict=True))
             header, first = len(next(rows, [])), len(next(rows, []))
-        except csv.Error:  # reported where the file is read
+        except csv.Error:  # reported when the file is read
             return False, 0
         return header > 1 and first in (0, header), header
 
     return max((",", ";", "\t"), key=fit)
 
 
-def _refuse_twins(header: Sequence[str], where: str) -> None:
+def _check_unique(header: Sequence[str], where: str) -> None:
     twice = next((name for place, name in enumerate(header) if name in header[:place]), None)
     if twice is not None:
         raise BadInput(f"{where}: there are two columns called `{shown(twice)}`.")
@@ -153,24 +154,24 @@ def _read_parquet(path: Path, option: str) -> _Cells:
         ) from error
     try:
         with path.open("rb") as file:
-            _refuse_twins(parquet.ParquetFile(file).schema_arrow.names, f"`{path}`")
+            _check_unique(parquet.ParquetFile(file).schema_arrow.names, f"`{path}`")
             table = parquet.read_table(file)
     except (OSError, ArrowException) as error:
-        said = reason(error) if getattr(error, "strerror", None) else "it is no whole Parquet file"
+        said = reason(error) if getattr(error, "strerror", None) else "it is not a complete Parquet file"
         raise BadInput(f"`{option}` names `{path}`, which cannot be read: {said}.") from error
     columns = {name: table.column(name).to_pylist() for name in table.column_names}
     return _Cells(path, columns, range(1, table.num_rows + 1), "row")
 
 
 def _resolve(cells: _Cells, columns: Columns, labelled: bool) -> Columns:
-    """Check the columns that are named, and choose those that are not."""
+    """Check the columns that are named, and determine the others."""
     labels = columns.labels if labelled else None
     if labelled and labels is None:
         labels = next((name for name in cells.columns if name.strip().lower() in USUAL_LABELS), None)
         if labels is None:
             raise BadInput(
-                f"`{cells.path}` has no column called {' or '.join(USUAL_LABELS[:4])}: say with `--labels` "
-                f"which of its columns it is ({_listed(cells)})."
+                f"`{cells.path}` has no column called {' or '.join(USUAL_LABELS[:4])}. Choose a column "
+                f"with `--labels` ({_listed(cells)})."
             )
     for name in (*columns.texts, *columns.numbers, *([labels] if labels else [])):
         if name not in cells.columns:
@@ -181,15 +182,15 @@ def _resolve(cells: _Cells, columns: Columns, labelled: bool) -> Columns:
     texts, numbers = columns.texts, columns.numbers
     if labels in (*texts, *numbers):
         raise BadInput(
-            f"`{cells.path}` has its labels in the column `{labels}`, so that it cannot be one of texts or "
-            "numbers: `--labels` names another."
+            f"`{cells.path}`: the column `{labels}` contains the labels, so it cannot contain texts or "
+            "numbers. Choose another one with `--labels`."
         )
     if not texts and not numbers:
         rest = [name for name in cells.columns if name != labels]
         numbers = tuple(name for name in rest if _is_number_column(cells.columns[name]))
         texts = tuple(name for name in rest if name not in numbers)
         if not rest:
-            raise BadInput(f"`{cells.path}` has no column beside that of the labels, `{labels}`.")
+            raise BadInput(f"`{cells.path}` has no columns in addition to the labels, `{labels}`.")
     separator = columns.separator
     if separator is None and labels is not None:
         separator = _usual_separator(cells.columns[labels])
@@ -201,7 +202,7 @@ def _listed(cells: _Cells) -> str:
 
 
 def _number(cell: Any) -> float | None:
-    """The number in a cell, NaN in an empty one, None where it is something else."""
+    """Return the number in a cell, NaN if it is empty, or None if it is not a finite number."""
     if _is_missing(cell) or cell == "":
         return math.nan
     value = _python_number(cell)
@@ -209,13 +210,13 @@ def _number(cell: Any) -> float | None:
 
 
 def _is_missing(cell: Any) -> bool:
-    """Whether a cell of Parquet is null or NaN."""
+    """Whether a cell of a Parquet file is null or NaN."""
     return cell is None or bool(cell != cell)
 
 
 def _python_number(cell: Any) -> float | None:
-    """The value of a cell that is a number, possibly an infinite one; None for any other cell."""
-    if isinstance(cell, str) and "_" in cell:  # Python reads `1_23` as 123, but codes may have underscores
+    """Return the value of a numeric cell, which may be infinite, or None for any other cell."""
+    if isinstance(cell, str) and "_" in cell:  # Python parses `1_23` as 123, but it may be a code
         return None
     try:
         return float(cell)
@@ -224,15 +225,15 @@ def _python_number(cell: Any) -> float | None:
 
 
 def _is_number_column(cells: Sequence[Any]) -> bool:
-    """Whether every cell is a number or empty, and one at least is a number."""
+    """Whether every cell is a number or empty, and at least one is a number."""
     values = [_number(cell) for cell in cells]
-    # A NaN or an infinity among numbers makes no texts of them: it is refused where they are read.
+    # NaN or infinity does not turn numbers into texts. It raises an error when the column is read.
     numbers = all(value is not None or _is_infinite(cell) for value, cell in zip(values, cells, strict=True))
     return numbers and any(value is not None and not math.isnan(value) for value in values)
 
 
 def _is_infinite(cell: Any) -> bool:
-    """Whether a cell that is not a finite number is still a number."""
+    """Whether a cell that is not a finite number is numeric."""
     return _python_number(cell) is not None
 
 
@@ -241,14 +242,14 @@ def _numbers(cells: _Cells, name: str) -> list[float]:
     for row, cell in enumerate(cells.columns[name]):
         value = _number(cell)
         if value is None:
-            said = f"column `{name}` has `{shown(str(cell))}`, which is no finite number"
-            raise cells.wrong(row, said + (" (where one is missing, leave it empty)" * _is_infinite(cell)))
+            said = f"column `{name}` has `{shown(str(cell))}`, which is not a finite number"
+            raise cells.wrong(row, said + (" (leave a missing number empty)" * _is_infinite(cell)))
         values.append(value)
     return values
 
 
 def _labels(cells: _Cells, columns: Columns) -> list[list[str]]:
-    """The labels of each row; a column of Parquet may hold lists already, with nulls in them."""
+    """Return the labels of each row. A Parquet column may contain lists, with nulls in them."""
     assert columns.labels is not None
     lists, separator = [], columns.separator
     for cell in cells.columns[columns.labels]:
@@ -260,5 +261,5 @@ def _labels(cells: _Cells, columns: Columns) -> list[list[str]]:
 
 
 def _usual_separator(cells: Sequence[Any]) -> str:
-    """What most cells have of the usual separators: a comma where none has any."""
+    """Return the separator that most cells contain, or a comma if no cell contains any."""
     return max(_SEPARATORS, key=lambda mark: sum(isinstance(cell, str) and mark in cell for cell in cells))

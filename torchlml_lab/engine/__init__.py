@@ -1,5 +1,5 @@
-"""The training engine of all tasks: one loop, a folder per run, and runs that survive being killed.
+"""The training engine that all tasks share: one loop, one directory per run, and runs that can be resumed.
 
-A task is a frozen dataclass of settings (`settings.TrainSettings` and what it adds) and a `loop.Task`: the
-network, the data, the loss and the measures. `run.train` does the rest.
+A task consists of a frozen dataclass of settings (a subclass of `settings.TrainSettings`) and a `loop.Task`:
+the network, the data, the loss and the metrics. `run.train` does the rest.
 """

@@ -1,4 +1,4 @@
-"""The training loop: a task, a step, an epoch of steps, and how long they take."""
+"""The training loop: tasks, training steps, epochs, and the time that they take."""
 
 import copy
 import math
@@ -23,43 +23,43 @@ from torchlml_lab.engine.output import ProgressBar, new_console, plain_table
 from torchlml_lab.engine.settings import StepTimeSettings, check_threads, use_threads
 
 Loss = Callable[[nn.Module, Any], Tensor]
-"""The mean loss of a model on a batch."""
+"""A function that returns the mean loss of a model on a batch."""
 
 
 @dataclass(frozen=True)
 class Task:
-    """What is trained, on what, and how it is judged."""
+    """A training task: the model, the data, the loss and the metrics."""
 
     model: nn.Module
     optimizer: Optimizer
     scheduler: LRScheduler
     """Stepped once after every epoch."""
     training: Dataset[Any]
-    """Its `__getitems__(indices)` gives a whole batch; its random choices come from torch's generator."""
+    """`__getitems__(indices)` returns a whole batch. Random choices use torch's global generator."""
     held_out: Mapping[str, Dataset[Any]]
-    """`validation`, evaluated after every epoch, and `test`, if it is there, evaluated once with the best
-    model. `train`, if it is there, is a part of the training data, also evaluated after every epoch."""
+    """`validation` is evaluated after every epoch. `test`, if present, is evaluated once with the best model.
+    `train`, if present, is a subset of the training data that is also evaluated after every epoch."""
     loss: Loss
     measure: Callable[[nn.Module, Iterable[Any], Accelerator], dict[str, float]]
-    """The measures of a model on batches, over all processes: shares from 0 to 1."""
+    """The metrics of a model on batches, aggregated over all processes, as fractions from 0 to 1."""
     chosen_by: str
-    """The measure whose highest value on `validation` chooses the best epoch."""
+    """The metric whose highest value on `validation` determines the best epoch."""
     printed: tuple[str, ...]
-    """The measures that are printed after every epoch; all of them are recorded."""
+    """The metrics that are printed after every epoch. All metrics are recorded."""
     most_gradient: float | None = None
-    """The norm to which a longer gradient is shortened; None leaves gradients as they are."""
+    """The maximum gradient norm for clipping. None disables clipping."""
     threads: int | None = None
-    """How many threads suit its operators on a CPU; None: as many as there are."""
+    """The number of CPU threads that suits the task's operators. None means all available threads."""
     patience: int | None = None
-    """After so many epochs without a better one the training ends; None: all epochs are trained."""
+    """Training stops after this many epochs without improvement. None trains all epochs."""
     stored: Mapping[str, dict[str, Any]] = field(default_factory=dict)
-    """JSON files that go into the run's folder before it begins, by name: what a prediction needs to know."""
+    """JSON files, by name, that are written to the run directory at the start, for use in prediction."""
     instead: str = ""
-    """What to use where the training would take hours: a sentence."""
+    """A sentence that recommends a faster alternative if training would take hours."""
 
 
 class EpochBatches(Sampler[list[int]]):
-    """Batches of indices in an order that follows from the seed and the epoch alone."""
+    """Batches of indices in an order that depends only on the seed and the epoch."""
 
     def __init__(self, count: int, batch_size: int, seed: int, shuffle: bool) -> None:
         self.count, self.batch_size, self.seed, self.shuffle = count, batch_size, seed, shuffle
@@ -86,15 +86,15 @@ def train_step(
     accelerator: Accelerator | None = None,
     most_gradient: float | None = None,
 ) -> Tensor:
-    """Forward, loss, backward, clipping and update on one batch.
+    """Run one training step: forward, loss, backward, gradient clipping and update.
 
     Args:
         model: The network, in training mode.
-        optimizer: Of its parameters.
+        optimizer: The optimizer of its parameters.
         loss: The mean loss of a batch.
-        batch: What the loss takes.
-        accelerator: Decides the precision and what processes share; None: one process, as it is.
-        most_gradient: The norm to which a longer gradient is shortened; None leaves gradients as they are.
+        batch: The argument of the loss.
+        accelerator: Controls the precision and synchronizes processes. None means a single process.
+        most_gradient: The maximum gradient norm for clipping. None disables clipping.
 
     Returns:
         The loss before the update, detached.
@@ -122,10 +122,10 @@ def train_epoch(
     most_gradient: float | None = None,
     step: Callable[[], None] = lambda: None,
 ) -> Tensor:
-    """Train on every batch once; `step` is called after each, the other arguments are those of `train_step`.
+    """Train on every batch once. `step` is called after each batch. See `train_step` for other arguments.
 
     Returns:
-        The sum of the batches' losses.
+        The sum of the losses of all batches.
     """
     model.train()
     total = torch.zeros((), device=next(model.parameters()).device)
@@ -135,19 +135,19 @@ def train_epoch(
     return total
 
 
-LONG, VERY_LONG = 600.0, 3600.0  # seconds: shorter runs need no forecast, longer ones another way
-FEW = 8  # samples that are enough to tell
+LONG, VERY_LONG = 600.0, 3600.0  # seconds: above these, print an estimate, and also an alternative
+FEW = 8  # samples that suffice for an estimate
 
 
 def seconds_per_batch(task: Task, batch_size: int) -> float:
     """Time a forward and backward pass, on a copy of the network and of the random state.
 
     Args:
-        task: What will be trained; nothing of it changes.
+        task: The task to time. It is not modified.
         batch_size: Samples per batch.
 
     Returns:
-        The seconds of a batch, from a few samples where a whole batch would take long itself.
+        The seconds per batch, extrapolated from a few samples if a whole batch is slow.
     """
     model = copy.deepcopy(task.model).train()
 
@@ -159,19 +159,19 @@ def seconds_per_batch(task: Task, batch_size: int) -> float:
     size = min(batch_size, len(task.training))  # type: ignore[arg-type]
     few = min(FEW, size)
     with torch.random.fork_rng(devices=[]):
-        passes(few)  # the first pass also allocates and loads
+        passes(few)  # the first pass includes allocation and lazy loading
         seconds = passes(few)
         return seconds * size / few if seconds > 0.2 else passes(size)
 
 
 def forecast(task: Task, batch_size: int, epochs: int, batches: int) -> str | None:
-    """The sentences to print before a long run; None before a short one.
+    """Return an estimate of the training time to print before a long run, or None before a short one.
 
     Args:
-        task: What will be trained.
+        task: The task to train.
         batch_size: Samples per batch of this process.
-        epochs: How many are left.
-        batches: How many each of them has.
+        epochs: The number of epochs left.
+        batches: The number of batches per epoch.
     """
     seconds = epochs * batches * seconds_per_batch(task, batch_size)
     if seconds < LONG:
@@ -181,7 +181,7 @@ def forecast(task: Task, batch_size: int, epochs: int, batches: int) -> str | No
 
 
 def in_words(seconds: float) -> str:
-    """A duration as one would say it: `25 minutes`, `3 hours`, `9 days`."""
+    """Format a duration in words: `25 minutes`, `3 hours`, `9 days`."""
     for unit, size in (("day", 86400), ("hour", 3600), ("minute", 60)):
         if seconds >= 2 * size or (unit == "minute" and seconds >= size):
             count = round(seconds / size)
@@ -189,33 +189,33 @@ def in_words(seconds: float) -> str:
     return f"{seconds:.0f} seconds"
 
 
-Name = TypeVar("Name", bound=str)  # one of the losses of a task
+Name = TypeVar("Name", bound=str)  # the name of a loss of a task
 
-MOST_SAMPLES = 1024  # of a step; a scene graph takes about 200 kB
+MOST_SAMPLES = 1024  # samples per step, because a scene graph takes about 200 kB
 
 
 def checked_size(settings: StepTimeSettings, usual: int) -> int:
-    """The samples per step, `usual` by default; refuses what cannot be timed or would take all memory."""
+    """Return the samples per step, `usual` by default, after checking that the step can be timed."""
     if settings.steps < 1:
-        raise BadInput(f"`--steps` is {settings.steps}, and must be at least 1.")
+        raise BadInput(f"`--steps` must be at least 1, but it is {settings.steps}.")
     check_threads(settings.threads)
     size = usual if settings.batch_size is None else settings.batch_size
     if not 1 <= size <= MOST_SAMPLES:
-        raise BadInput(f"`--batch-size` is {size}, and must be from 1 to {MOST_SAMPLES}.")
+        raise BadInput(f"`--batch-size` must be from 1 to {MOST_SAMPLES}, but it is {size}.")
     return size
 
 
 def compare_steps(
     names: Sequence[Name], build: Callable[[Name], Task], settings: StepTimeSettings, size: int, what: str
 ) -> None:
-    """Time a step of each task, and print a table of them beside the first.
+    """Time a training step of each task, and print a table relative to the first.
 
     Args:
-        names: What is timed, the baseline first.
-        build: Makes the task of a name. Each is made from the same seed, so that they differ in it alone.
-        settings: How many steps, and on how many threads.
+        names: The names of the tasks to time, the baseline first.
+        build: Builds the task of a name. The same seed is set before each call.
+        settings: The number of steps and threads.
         size: Samples per step.
-        what: What the samples are, for the table's title.
+        what: A description of the samples, for the title of the table.
     """
     tasks: dict[str, Task] = {}
     for name in names:
@@ -230,16 +230,16 @@ def compare_steps(
 def measure_steps(
     tasks: Mapping[str, Task], batch_size: int, steps: int, console: Console
 ) -> dict[str, list[float]]:
-    """The seconds of each step (batch, forward, loss, backward, clipping, update) by task.
+    """Measure the seconds of each step (data, forward, loss, backward, clipping, update) by task.
 
     Args:
-        tasks: What is timed; all of them are trained on the same data.
+        tasks: The tasks to time. All of them use the same data.
         batch_size: Samples per step.
-        steps: How many steps are timed; one before them is not.
-        console: Where the progress bar goes.
+        steps: The number of timed steps, after one untimed warm-up step.
+        console: The console for the progress bar.
 
     Returns:
-        The seconds; the i-th number of every task is for the same samples.
+        The seconds. The i-th values of all tasks refer to the same samples.
     """
     accelerator = Accelerator(cpu=True)
     count = len(next(iter(tasks.values())).training)  # type: ignore[arg-type]
@@ -259,8 +259,8 @@ def measure_steps(
 
 
 def step_table(seconds: Mapping[str, Sequence[float]], baseline: str, what: str) -> Table:
-    """The median step of each task, and how much longer it is than that of the baseline."""
-    shown = plain_table(f"{what}, medians", ("trained with", "ms per step", f"over {baseline}"))
+    """Tabulate the median time per step of each task, and its difference from the baseline."""
+    shown = plain_table(f"{what}, medians", ("loss", "ms per step", f"vs. {baseline}"))
     usual = median(seconds[baseline])
     for name, times in seconds.items():
         middle = median(times)

@@ -45,15 +45,15 @@ FIRST_LINE, LONGEST_SILENCE = 5.0, 60.0
 
 
 class ProgressBar(Progress):
-    """A `rich.progress.Progress` with the same columns everywhere, and with plain lines without a terminal.
+    """A `rich.progress.Progress` with common columns. Without a terminal, it prints plain lines instead.
 
         with ProgressBar(console) as progress:
             task = progress.add_task("epochs", total=10)
             progress.advance(task)
 
     Args:
-        console: Where it goes; a quiet one shows nothing.
-        hidden: Show nothing at all, for the processes of a run that are not the first.
+        console: The console to print to. A quiet console shows nothing.
+        hidden: Whether to show nothing, as for all processes of a run except the first.
     """
 
     def __init__(self, console: Console, hidden: bool = False) -> None:
@@ -74,17 +74,17 @@ class ProgressBar(Progress):
         self._last_line = time.monotonic()
 
     def advance(self, task_id: TaskID, advance: float = 1) -> None:
-        """Count a step of a task."""
+        """Advance a task by a step."""
         super().advance(task_id, advance)
         self._say()
 
     def update(self, task_id: TaskID, **changes: Any) -> None:
-        """Change a task, for instance its `description`."""
+        """Change a task, for example its `description`."""
         super().update(task_id, **changes)
         self._say()
 
     def _say(self) -> None:
-        """Print a line when the last is long ago; from line to line it waits twice as long."""
+        """Print a line if enough time has passed. The interval doubles from line to line."""
         now = time.monotonic()
         if not self._plain or now - self._last_line < self._wait:
             return
@@ -111,7 +111,7 @@ Row = TypeVar("Row")
 
 
 class Tried(NamedTuple):
-    """One run of a tuning: what it is a recipe for, the recipe, where it was tried, and how good it was."""
+    """A tuning run: the method, its hyperparameters, the condition (such as the seed), and the score."""
 
     method: str
     recipe: tuple[float, ...]
@@ -121,14 +121,14 @@ class Tried(NamedTuple):
 
 @dataclass(frozen=True)
 class StudyTable(Generic[Row]):
-    """A CSV whose rows are a dataclass with `seconds`, in an order of its own."""
+    """A CSV whose rows are instances of a dataclass with the field `seconds`, in a fixed order."""
 
     kind: type[Row]
     order: Callable[[Row], Any]
-    """What the rows are sorted by: it must not depend on which run ended first."""
+    """The sort key of a row. It must not depend on the order in which runs finished."""
 
     def write(self, path: Path, rows: Iterable[Row]) -> None:
-        """Write the CSV whole or not at all; seconds are rounded."""
+        """Write the CSV atomically, with rounded seconds."""
         names = [field.name for field in fields(self.kind)]  # type: ignore[arg-type]
         with replacing(path) as temporary, temporary.open("w", newline="", encoding="utf-8") as file:
             writer = csv.DictWriter(file, names, lineterminator="\n")
@@ -138,7 +138,7 @@ class StudyTable(Generic[Row]):
                 writer.writerow(values | {"seconds": f"{values['seconds']:.1f}"})
 
     def read(self, path: Path, option: str) -> list[Row]:
-        """Read what `write` wrote; `option` named the file, for the error when it is something else."""
+        """Read a file written by `write`. `option` is the option that named it, for the error."""
         types: dict[str, Any] = {field.name: field.type for field in fields(self.kind)}  # type: ignore[arg-type]
         try:
             with path.open(newline="", encoding="utf-8") as file:
@@ -157,18 +157,18 @@ class StudyTable(Generic[Row]):
 def best_recipes(
     tried: Sequence[Tried], methods: Sequence[str], path: Path, what: str, tuned: str, where: str
 ) -> dict[str, tuple[float, ...]]:
-    """For each method the recipe with the best mean score on validation.
+    """Find the hyperparameters with the best mean validation score for each method.
 
     Args:
         tried: The runs of a tuning sweep.
-        methods: The methods that are needed.
-        path: Where the runs come from, for the errors, as are the next three.
-        what: What a method is called.
-        tuned: What a recipe is made of.
-        where: What a condition is made of.
+        methods: The methods to look up.
+        path: The file of the runs, for the errors.
+        what: The word for a method in the errors, such as "loss".
+        tuned: The word for the hyperparameters in the errors.
+        where: The word for the conditions in the errors.
 
     Returns:
-        The recipe by method. A method that is missing, or recipes that were not tried under the same
+        The hyperparameters by method. A missing method, or hyperparameters that were tried under different
         conditions, raise `BadInput`.
     """
     best = {}
@@ -181,15 +181,15 @@ def best_recipes(
             raise BadInput(f"`--tuned` names `{path}`, which has no run of the {what} `{method}`.")
         if len({frozenset(found) for found in scores.values()}) > 1:
             raise BadInput(
-                f"`--tuned` names `{path}`, where `{method}` was not tried on the same {where} with every "
-                f"{tuned}: finish that sweep first."
+                f"`--tuned` names `{path}`, where `{method}` was not run on the same {where} with every "
+                f"{tuned}. Finish that sweep first."
             )
         best[method] = max(scores, key=lambda recipe: mean(scores[recipe].values()))
     return best
 
 
 def plain_table(title: str, heads: Sequence[str], left: int = 1) -> Table:
-    """An empty table for the terminal; the first `left` columns are words, the others numbers."""
+    """Create an empty table for the terminal. The first `left` columns are text, the others numbers."""
     table = Table(
         title=title,
         title_justify="left",
@@ -204,12 +204,12 @@ def plain_table(title: str, heads: Sequence[str], left: int = 1) -> Table:
 
 
 def markdown_table(title: str, heads: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
-    """A table in Markdown below its title."""
+    """Format a Markdown table with a title above it."""
     lines = [f"| {' | '.join(cells)} |" for cells in (heads, *rows)]
     return "\n".join([title, "", lines[0], "| --- " * len(heads) + "|", *lines[1:]])
 
 
 def spread(values: Sequence[float], digits: int = 2) -> str:
-    """Shares in percent, as mean and, where there are several, standard deviation."""
+    """Format fractions as a percentage: their mean and, if there are several, their standard deviation."""
     deviation = f"±{100 * stdev(values):.{digits}f}" if len(values) > 1 else ""
     return f"{100 * mean(values):.{digits}f}{deviation}"

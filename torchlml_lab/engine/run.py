@@ -1,4 +1,4 @@
-"""A run: train an epoch, evaluate, write a line and a checkpoint, and at the end test the best epoch."""
+"""A training run: train, evaluate and save a checkpoint per epoch, and finally test the best epoch."""
 
 import importlib.util
 import math
@@ -30,22 +30,22 @@ from torchlml_lab.files import check_folder
 def train(
     experiment: str, settings: TrainSettings, build: Callable[[], Task], console: Console
 ) -> dict[str, Any]:
-    """Run or continue a training run.
+    """Start or resume a training run.
 
     Args:
-        experiment: The task's name.
-        settings: Its settings; with `resume`, the folder is taken from there.
-        build: Reads the data and makes the task; called after the seed is set.
-        console: Where progress and results go.
+        experiment: The name of the task.
+        settings: The settings of the run. With `resume`, they name the run directory.
+        build: Reads the data and builds the task. It is called after the seed is set.
+        console: The console for progress and results.
 
     Returns:
-        What `result.json` holds: the best epoch, its validation and test measures, and the seconds.
+        The content of `result.json`: the best epoch, its validation and test metrics, and the seconds.
     """
     accelerator = _accelerator(settings)
     if settings.batch_size % accelerator.num_processes:
         raise BadInput(
-            f"`--batch-size` is {settings.batch_size}, and must be a multiple of the "
-            f"{accelerator.num_processes} processes."
+            f"`--batch-size` must be a multiple of the number of processes, {accelerator.num_processes}, "
+            f"but it is {settings.batch_size}."
         )
     folder = RunFolder(settings.resume or settings.out, experiment)
     main, resumed = accelerator.is_main_process, settings.resume is not None
@@ -69,7 +69,7 @@ def train(
         elif main:
             folder.write_settings(settings)  # the data may have moved
         accelerator.wait_for_everyone()
-        # More threads than a process was given (OMP_NUM_THREADS) are never chosen, only asked for.
+        # Without `--threads`, never use more threads than the process was given (OMP_NUM_THREADS).
         threads = min(task.threads or torch.get_num_threads(), torch.get_num_threads())
         held.enter_context(use_threads(settings.threads or threads))
         again = f"torchlml train {experiment} --resume {folder.path}"
@@ -77,38 +77,38 @@ def train(
             return _Run(task, settings, folder, accelerator, console, again).to_the_end()
         except KeyboardInterrupt:
             state = folder.state()
-            done = f"{state.epoch} of {settings.epochs} epochs are" if state else "no epoch is"
-            raise KeyboardInterrupt(f"Interrupted; {done} kept, and `{again}` continues the run.") from None
+            done = f"{state.epoch} of {settings.epochs} epochs are saved" if state else "no epoch is saved"
+            raise KeyboardInterrupt(f"Interrupted; {done}. Resume the run with `{again}`.") from None
         finally:
             accelerator.end_training()
             accelerator.free_memory()
 
 
 def say_test(console: Console, settings: TrainSettings, result: dict[str, Any], words: str) -> None:
-    """Print how the test of a finished run went, in the first of its processes.
+    """Print the test results of a finished run, in its first process only.
 
     Args:
-        console: Where to.
-        settings: The run.
-        result: What `train` gave.
-        words: The measures in words, as `in_percent` gives them.
+        console: The console to print to.
+        settings: The settings of the run.
+        result: The return value of `train`.
+        words: The metrics in words, as returned by `in_percent`.
     """
     if Accelerator(cpu=settings.cpu).is_main_process:
         console.print(
-            f"Test of epoch {result['best_epoch']}, chosen on validation: {words}. "
-            f"The run is in {settings.resume or settings.out}.",
+            f"Test of epoch {result['best_epoch']}, the best on validation: {words}. "
+            f"The run is saved in {settings.resume or settings.out}.",
             soft_wrap=True,
             highlight=False,
         )
 
 
 def in_percent(measures: Mapping[str, float], names: Sequence[str]) -> str:
-    """Shares as one reads them: `top1 41.20%, top5 71.30%`."""
+    """Format fractions as percentages: `top1 41.20%, top5 71.30%`."""
     return ", ".join(f"{name} {100 * measures[name]:.2f}%" for name in names)
 
 
 class _Run:
-    """A run under way: the task in accelerate's hands, and its record."""
+    """A run in progress: the task, as prepared by accelerate, and the run directory."""
 
     def __init__(
         self,
@@ -126,24 +126,24 @@ class _Run:
         self.model, self.optimizer, self.scheduler, self.batches = accelerator.prepare(
             task.model, task.optimizer, task.scheduler, _loader(task.training, self.order)
         )
-        # Evaluation keeps no gradients, so its batches can be larger.
+        # Evaluation stores no gradients, so its batches can be larger.
         size = 8 * settings.batch_size
         self.held_out = {
             name: accelerator.prepare(_loader(data, EpochBatches(_length(data), size, 0, shuffle=False)))
             for name, data in task.held_out.items()
         }
-        # From here on each process draws its own random numbers, for instance for dropout.
+        # From here on each process draws different random numbers, for example for dropout.
         set_seed(settings.seed, device_specific=True)
         self.state = folder.state() if settings.resume is not None else None
         if self.state is not None:
             self._load(self.state)
-        elif self.main:  # a run that was killed in its first epoch may have written metrics
+        elif self.main:  # a run that was killed in its first epoch may have left metrics
             folder.drop_metrics()
         if settings.tensorboard:
             accelerator.init_trackers("tensorboard")
 
     def to_the_end(self) -> dict[str, Any]:
-        """Train the epochs that are left, then test."""
+        """Train the remaining epochs, then test."""
         started = time.monotonic() - (self.state.seconds if self.state else 0)
         first = self.state.epoch + 1 if self.state else 1
         self._say_how_long(self.settings.epochs + 1 - first)
@@ -161,7 +161,7 @@ class _Run:
         return self._finish(time.monotonic() - started)
 
     def _waited_enough(self) -> bool:
-        """Whether the best epoch is so long ago that a better one is not expected."""
+        """Whether early stopping applies: the best epoch is at least `patience` epochs old."""
         patience, state = self.task.patience, self.state
         return patience is not None and state is not None and state.epoch - state.best_epoch >= patience
 
@@ -237,21 +237,21 @@ class _Run:
                 shutil.rmtree(partial, ignore_errors=True)
             raise RuntimeError(
                 f"The checkpoint of epoch {state.epoch} could not be written to `{self.folder.path}`: "
-                f"{why}; the epochs before it are whole, and `{self.again}` continues after them."
+                f"{why}; earlier epochs are intact. Resume after them with `{self.again}`."
             ) from error
 
     def _load(self, state: State) -> None:
         if state.processes != self.accelerator.num_processes:
             raise BadInput(
-                f"The run `{self.folder.path}` has {state.processes} processes, "
-                f"and cannot be continued with {self.accelerator.num_processes}."
+                f"The run `{self.folder.path}` was started with {state.processes} processes, "
+                f"so it cannot be resumed with {self.accelerator.num_processes}."
             )
         path = self.folder.checkpoint(state.last)
         try:
             drawn = path / f"random_states_{self.accelerator.process_index}.pkl"
             states = _random_states(drawn)
             self.accelerator.load_state(str(path))
-            # accelerate passes over random states that it cannot use.
+            # accelerate silently ignores random states that it cannot use.
             if (
                 not torch.equal(torch.get_rng_state(), states["torch_manual_seed"])
                 or random.getstate() != states["random_state"]
@@ -260,7 +260,7 @@ class _Run:
         except Exception as error:
             said = " ".join(str(error).split())[:200].rstrip(".")
             raise BadInput(f"The checkpoint `{path}` is damaged or of another model: {said}.") from error
-        if self.main:  # what a killed run left beyond its state
+        if self.main:  # files that a killed run wrote after its last saved state
             self.folder.drop_metrics_after(state.epoch)
             self.folder.drop_checkpoints_beside(state)
 
@@ -274,7 +274,7 @@ class _Run:
         chosen = next((old for old in lines if (old["epoch"], old["split"]) == best_line), None)
         if chosen is None:
             path = self.folder.path / "metrics.jsonl"
-            raise BadInput(f"`{path}` is damaged: the validation of epoch {best_line[0]} is missing.")
+            raise BadInput(f"`{path}` is damaged: the validation line of epoch {best_line[0]} is missing.")
         validation = {key: chosen[key] for key in chosen if key not in ("epoch", "split", "train_loss")}
         result = {
             "best_epoch": self.state.best_epoch,
@@ -291,21 +291,21 @@ class _Run:
 
 
 def _why_not_written(error: Exception, folder: Path) -> str:
-    """Say why a checkpoint could not be written, as the end of a sentence."""
+    """Return why a checkpoint could not be written, as the end of a sentence."""
     said = " ".join(str(error).split()).rstrip(".")
     if isinstance(error, OSError) and error.strerror:
         return reason(error)
-    if found := re.search(r"os error (\d+)", said):  # safetensors quotes the system's message and its number
+    if found := re.search(r"os error (\d+)", said):  # safetensors quotes the error number
         number = int(found[1])
         return reason(OSError(number, os.strerror(number)))
-    if "inline_container" in said:  # torch's writer of archives does not keep the system's error
+    if "inline_container" in said:  # torch's archive writer discards the system's error
         free = shutil.disk_usage(folder.parent).free / 1e9
-        return f"a file was not written completely, with {free:,.1f} GB free on the disk"
+        return f"a file is incomplete, with {free:,.1f} GB free on the disk"
     return said
 
 
 def _random_states(path: Path) -> dict[str, Any]:
-    """The random states of a process, as accelerate wrote them; a file that has none raises `ValueError`."""
+    """Read the random states of a process that accelerate wrote. An invalid file raises `ValueError`."""
     try:
         states: dict[str, Any] = load(path)
         return {name: states[name] for name in ("torch_manual_seed", "random_state")}
@@ -316,7 +316,7 @@ def _random_states(path: Path) -> dict[str, Any]:
 def _accelerator(settings: TrainSettings) -> Accelerator:
     if settings.tensorboard and importlib.util.find_spec("tensorboard") is None:
         raise BadInput("`--tensorboard` needs the package `tensorboard`: run `pip install tensorboard`.")
-    # split_batches: the settings' batch is shared by the processes, so that their number does not change it.
+    # split_batches: `--batch-size` is the total over all processes, so their number does not change it.
     data = DataLoaderConfiguration(split_batches=True, dispatch_batches=False)
     try:
         return Accelerator(
@@ -328,7 +328,7 @@ def _accelerator(settings: TrainSettings) -> Accelerator:
             project_dir=settings.resume or settings.out,
         )
     except ValueError as error:
-        raise BadInput(f"`--mixed-precision` is {settings.mixed_precision}: {error}.") from error
+        raise BadInput(f"`--mixed-precision {settings.mixed_precision}` is not possible: {error}.") from error
 
 
 def _loader(data: Dataset[Any], order: EpochBatches) -> DataLoader[Any]:
@@ -336,7 +336,7 @@ def _loader(data: Dataset[Any], order: EpochBatches) -> DataLoader[Any]:
 
 
 def _whole_batch(batch: Any) -> Any:
-    """The data sets give whole batches; there is nothing to put together."""
+    """Return the batch unchanged, because the data sets already return whole batches."""
     return batch
 
 
@@ -356,23 +356,23 @@ def train_on_files(
     introduction: Callable[[Settings, Data], Iterable[str]],
     console: Console,
 ) -> dict[str, Any]:
-    """Train on files, as `engine.run.train` does, and say what was read before the first epoch.
+    """Train on files like `train`, and print a summary of the data before the first epoch.
 
     Args:
-        experiment: The task's name.
-        settings: Its settings.
+        experiment: The name of the task.
+        settings: The settings of the run.
         read: Reads the files that the settings name.
-        task: Makes the task from what was read.
-        introduction: What was read and what was chosen, in sentences.
-        console: Where sentences, progress and results go.
+        task: Builds the task from the data.
+        introduction: Returns sentences that describe the data and the choices made from them.
+        console: The console for the introduction, progress and results.
 
     Returns:
-        What `result.json` holds.
+        The content of `result.json`.
     """
 
     def build() -> Task:
         data = read(settings)
-        built = task(settings, data)  # what cannot be trained is refused before anything is said
+        built = task(settings, data)  # first, so that invalid input raises before anything is printed
         if PartialState().is_main_process:
             say(introduction(settings, data), console)
         return built
@@ -381,6 +381,6 @@ def train_on_files(
 
 
 def say(sentences: Iterable[str], console: Console) -> None:
-    """Print sentences as they are: names in files may hold anything, also what rich would take for markup."""
+    """Print sentences verbatim, because names in files may contain text that rich would treat as markup."""
     for sentence in sentences:
         console.print(sentence, soft_wrap=True, highlight=False, markup=False)

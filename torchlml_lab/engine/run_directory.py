@@ -1,18 +1,18 @@
-"""The directory of a run, which is complete at every moment, even if the program is killed.
+"""The directory of a run, which is consistent at any time, even if the process is killed.
 
-    run.json            which experiment, run id, versions, seed, git commit
-    settings.json       every setting
-    (others)            files that a task stores for its predictions
+    run.json            experiment, run id, versions, seed, git commit
+    settings.json       all settings
+    (others)            files that a task stores for prediction
     metrics.jsonl       one line of JSON per evaluation
-    checkpoints/        one folder per kept epoch: weights, optimizer, schedule, random states
-    state.json          the last complete epoch and which checkpoints are "last" and "best"
+    checkpoints/        one directory per kept epoch: weights, optimizer, scheduler, random states
+    state.json          the last complete epoch, and which checkpoints are "last" and "best"
     result.json         written when the run has finished
-    failed.json         written when its loss became infinite or NaN
-    .lock               held by the process that writes the directory
+    failed.json         written if the loss became infinite or NaN
+    .lock               locked by the process that writes to the directory
 
-A checkpoint is written under a temporary name and renamed; then `state.json` is replaced, and only that makes
-it count. Anything that a killed run left after `state.json` is dropped when it is continued. The operating
-system holds the lock: a killed process leaves the file `.lock` behind, but not the lock.
+A checkpoint is written under a temporary name and then renamed. It becomes valid only when `state.json` is
+replaced. Anything that a killed run wrote after that is removed when the run is resumed. The lock is held by
+the operating system: a killed process leaves the file `.lock` behind, but not the lock.
 """
 
 import dataclasses
@@ -44,7 +44,7 @@ if sys.platform == "win32":
     import msvcrt
 
     def _take(file: IO[str]) -> None:
-        # A byte far behind the text, which stays readable: locks of Windows forbid reading too.
+        # Lock a byte far beyond the text, because a Windows lock also prevents reading.
         file.seek(1 << 20)
         msvcrt.locking(file.fileno(), msvcrt.LK_NBLCK, 1)
 else:
@@ -56,25 +56,25 @@ else:
 
 @contextmanager
 def locked(folder: Path) -> Iterator[None]:
-    """Keep other processes out of a folder within the block.
+    """Lock a directory against other processes within the block.
 
         with locked(Path("runs/a")):
             ...
 
     Args:
-        folder: It must exist; when another process holds it, that raises `BadInput`.
+        folder: An existing directory. If another process has locked it, `BadInput` is raised.
     """
     with _open(folder / ".lock") as file:
         try:
             _take(file)
         except (BlockingIOError, PermissionError):
             file.seek(0)
-            holder = file.read().strip() or "its number is not known"
+            holder = file.read().strip() or "unknown process id"
             raise BadInput(
-                f"`{folder}` is in use by another process ({holder}): wait for it, or stop it first."
+                f"`{folder}` is in use by another process ({holder}). Wait for it to finish, or stop it."
             ) from None
         except OSError:
-            pass  # a file system without locks: as safe as it can be there
+            pass  # the file system does not support locks
         file.seek(0)
         file.truncate()
         file.write(f"{os.getpid()}\n")
@@ -90,13 +90,13 @@ def _open(path: Path) -> IO[str]:
 
 
 FORMAT = 2
-# run.json goes first: without it the folder holds no run, whatever else is left of it.
+# run.json is removed first: without it, the directory does not count as a run.
 _RECORD = ("run.json", SETTINGS_FILE, "metrics.jsonl", "state.json", "result.json", "failed.json")
 
 
 @dataclass(frozen=True)
 class State:
-    """How far a run is: whole epochs done, the kept checkpoints, the best score, and the seconds it took."""
+    """The progress of a run: completed epochs, kept checkpoints, best score, and elapsed seconds."""
 
     epoch: int
     last: str
@@ -109,7 +109,7 @@ class State:
 
 @dataclass(frozen=True)
 class RunRecord:
-    """The entries of `run.json` that are read back."""
+    """The fields of `run.json` that are read back."""
 
     format: int
     experiment: str
@@ -119,7 +119,7 @@ class RunRecord:
 
 @dataclass(frozen=True)
 class _Written:
-    """The entries of a `checkpoint.json` that are read back."""
+    """The fields of a `checkpoint.json` that are read back."""
 
     run: str
     torchlml: str
@@ -127,7 +127,7 @@ class _Written:
 
 @dataclass(frozen=True)
 class _Failed:
-    """A `failed.json`."""
+    """The content of `failed.json`."""
 
     epoch: int
     loss: str
@@ -135,7 +135,7 @@ class _Failed:
 
 @dataclass(frozen=True)
 class _Result:
-    """A `result.json`."""
+    """The content of `result.json`."""
 
     best_epoch: int
     validation: dict[str, float]
@@ -144,22 +144,22 @@ class _Result:
 
 
 class _Measures(dict[str, float]):
-    """The measures of a `result.json`; one that is missing raises `BadInput`."""
+    """The metrics in a `result.json`. Reading a missing metric raises `BadInput`."""
 
     def __init__(self, values: dict[str, float], path: Path) -> None:
         super().__init__(values)
         self.path = path
 
     def __missing__(self, name: str) -> float:
-        raise BadInput(f"`{self.path}` is damaged: the measure `{name}` is missing.")
+        raise BadInput(f"`{self.path}` is damaged: the metric `{name}` is missing.")
 
 
 class RunFolder:
-    """The folder of one run.
+    """The directory of one run.
 
     Args:
-        path: Where it is.
-        experiment: The experiment's name; a folder of another experiment is refused.
+        path: The path of the directory.
+        experiment: The name of the experiment. The directory of another experiment raises `BadInput`.
     """
 
     def __init__(self, path: Path, experiment: str) -> None:
@@ -168,44 +168,44 @@ class RunFolder:
         self.partial = path / "checkpoints" / ".partial"
 
     def check_free(self, overwrite: bool) -> None:
-        """Refuse a folder that holds a run, unless that may be removed."""
+        """Raise `BadInput` if the directory contains a run, unless it may be overwritten."""
         if not (self.path / "run.json").exists():
             return
-        with locked(self.path):  # a run that is under way is nobody else's to continue or remove
+        with locked(self.path):  # raises if another process is writing to the run
             pass
         if not overwrite:
             self.check_sound()
             raise BadInput(
-                f"`--out` names `{self.path}`, which holds a run: continue it with `--resume {self.path}`, "
-                "give another folder, or replace it with `--overwrite`."
+                f"`--out` names `{self.path}`, which already contains a run. Resume it with "
+                f"`--resume {self.path}`, choose another directory, or replace it with `--overwrite`."
             )
 
     def check_sound(self) -> None:
-        """Refuse a run whose loss became infinite or NaN: continued, it would do so again."""
+        """Raise `BadInput` if the loss became infinite or NaN, because it would do so again."""
         if (self.path / "failed.json").exists():
             failed = read_record(self.path / "failed.json", _Failed)
             raise BadInput(f"`{self.path}`: " + self.failure(failed.epoch, failed.loss))
 
     def failure(self, epoch: int, loss: str) -> str:
-        """What is said of a run whose loss became infinite or NaN, when it happens and ever after."""
+        """Return the message for a run whose loss became infinite or NaN."""
         return (
-            f"The loss became {loss} in epoch {epoch}, and would again: begin a new run with a smaller "
-            "`--learning-rate`, in another `--out` or with `--overwrite`."
+            f"The loss became {loss} in epoch {epoch}, and resuming would repeat it. Start a new run with a "
+            "smaller `--learning-rate`, in another `--out` or with `--overwrite`."
         )
 
     def create(self, settings: TrainSettings, stored: Mapping[str, dict[str, Any]]) -> None:
-        """Begin the record of a new run; one that is there is refused, or removed with `overwrite`.
+        """Write the record of a new run. An existing run raises `BadInput`, or is removed with `overwrite`.
 
         Args:
-            settings: The run.
-            stored: Further JSON files by name.
+            settings: The settings of the run.
+            stored: Additional JSON files by name.
         """
         if settings.overwrite:
             for name in _RECORD:
                 (self.path / name).unlink(missing_ok=True)
             shutil.rmtree(self.path / "checkpoints", ignore_errors=True)
         elif (self.path / "run.json").exists():
-            raise BadInput(f"`--out` names `{self.path}`, where another process has just begun a run.")
+            raise BadInput(f"`--out` names `{self.path}`, where another process has just started a run.")
         self.write_settings(settings)
         for name, values in stored.items():
             self.write(name, values)
@@ -225,75 +225,75 @@ class RunFolder:
         self.write("run.json", run)
 
     def write_settings(self, settings: TrainSettings) -> None:
-        """Write the settings, with whole paths."""
+        """Write the settings, with absolute paths."""
         self.write(SETTINGS_FILE, to_json(settings))
 
     def check(self) -> None:
-        """Refuse to continue what another experiment or another version has written."""
+        """Raise `BadInput` if another experiment or another version wrote the run."""
         run = self.record()
         if run.experiment != self.experiment:
-            raise BadInput(f"`{self.path}` holds a run of `{run.experiment}`, not of `{self.experiment}`.")
+            raise BadInput(f"`{self.path}` is a run of `{run.experiment}`, not of `{self.experiment}`.")
         version = run.versions.get("torchlml")
         if version is None:
             raise BadInput(f"`{self.path / 'run.json'}` is damaged: the version of torchlml is missing.")
         if run.format != FORMAT or version != torchlml.__version__:
             raise BadInput(
-                f"`{self.path}` was written by torchlml {version}, and this is {torchlml.__version__}: "
-                "a run is continued by the version that began it."
+                f"`{self.path}` was written by torchlml {version}, but this is {torchlml.__version__}. "
+                "A run can be resumed only by the version that started it."
             )
 
     def state(self) -> State | None:
-        """How far the run is; None when no epoch was finished."""
+        """Return the progress of the run, or None if no epoch is complete."""
         if not (self.path / "state.json").exists():
             return None
         return read_record(self.path / "state.json", State)
 
     def record(self) -> RunRecord:
-        """Which run this is."""
+        """Read `run.json`, which identifies the run."""
         return read_record(self.path / "run.json", RunRecord)
 
     def result(self) -> dict[str, Any]:
-        """The content of `result.json`: the best epoch, its measures, and the seconds."""
+        """Return the content of `result.json`: the best epoch, its metrics, and the seconds."""
         path = self.path / "result.json"
         values = asdict(read_record(path, _Result))
         return values | {split: _Measures(values[split], path) for split in ("validation", "test")}
 
     def checkpoint(self, name: str) -> Path:
-        """The folder of a checkpoint, checked to be of this run and version."""
+        """Return the directory of a checkpoint, after checking that it belongs to this run and version."""
         path = self.path / "checkpoints" / name
         written = read_record(path / "checkpoint.json", _Written)
         if written.run != self.record().run:
-            raise BadInput(f"The checkpoint `{path}` is of another run.")
+            raise BadInput(f"The checkpoint `{path}` belongs to another run.")
         if written.torchlml != torchlml.__version__:
             raise BadInput(
                 f"The checkpoint `{path}` was written by torchlml {written.torchlml}, "
-                f"and this is {torchlml.__version__}."
+                f"but this is {torchlml.__version__}."
             )
         return path
 
     def commit(self, state: State) -> None:
-        """Make what was saved under `partial` the last checkpoint, and drop those no longer needed."""
+        """Make the files in `partial` the last checkpoint, and remove those no longer needed."""
         written = {"run": self.record().run, "torchlml": torchlml.__version__, "epoch": state.epoch}
         (self.partial / "checkpoint.json").write_text(json.dumps(written), encoding="utf-8")
         place = self.path / "checkpoints" / state.last
-        shutil.rmtree(place, ignore_errors=True)  # left by a run that was killed between rename and commit
+        shutil.rmtree(place, ignore_errors=True)  # left by a run killed between the rename and the commit
         self.partial.rename(place)
         self.write("state.json", asdict(state))
         self.drop_checkpoints_beside(state)
 
     def drop_checkpoints_beside(self, state: State) -> None:
-        """Keep only the last and the best checkpoint."""
+        """Remove all checkpoints except the last and the best."""
         for other in (self.path / "checkpoints").iterdir():
             if other.name not in (state.last, state.best):
                 shutil.rmtree(other)
 
     def add_metrics(self, lines: list[dict[str, Any]]) -> None:
-        """Add lines to `metrics.jsonl`."""
+        """Append lines to `metrics.jsonl`."""
         with (self.path / "metrics.jsonl").open("a", encoding="utf-8") as file:
             file.write("".join(json.dumps(line) + "\n" for line in lines))
 
     def metrics(self) -> list[dict[str, Any]]:
-        """The lines of `metrics.jsonl`; half a line that a killed run left is not one."""
+        """Return the lines of `metrics.jsonl`, without an incomplete last line of a killed run."""
         path = self.path / "metrics.jsonl"
         text = path.read_text(encoding="utf-8") if path.exists() else ""
         lines = []
@@ -303,37 +303,37 @@ class RunFolder:
         return lines
 
     def drop_metrics(self) -> None:
-        """Remove all metrics: without a state no epoch is whole."""
+        """Remove all metrics, for a run without a complete epoch."""
         (self.path / "metrics.jsonl").unlink(missing_ok=True)
 
     def drop_metrics_after(self, epoch: int) -> None:
-        """Keep only the lines of whole epochs."""
+        """Keep only the lines of complete epochs."""
         lines = [line for line in self.metrics() if line["epoch"] <= epoch and line["split"] != "test"]
         with replacing(self.path / "metrics.jsonl") as temporary:
             temporary.write_text("".join(json.dumps(line) + "\n" for line in lines), encoding="utf-8")
 
     def write(self, name: str, values: dict[str, Any]) -> None:
-        """Write a JSON file whole or not at all."""
+        """Write a JSON file atomically."""
         with replacing(self.path / name) as temporary:
             temporary.write_text(json.dumps(values, indent=1) + "\n", encoding="utf-8")
 
 
 def _metrics_of(line: str, where: str) -> dict[str, Any]:
-    """A line of `metrics.jsonl`; anything else raises `BadInput`."""
+    """Parse a line of `metrics.jsonl`. Anything else raises `BadInput`."""
     try:
         values = json.loads(line)
     except ValueError as error:
-        raise BadInput(f"{where}: the file is damaged, this is not JSON.") from error
+        raise BadInput(f"{where}: the file is damaged, because the line is not JSON.") from error
     numbers = isinstance(values, dict) and all(
         isinstance(value, (int, float)) for name, value in values.items() if name != "split"
     )
     if not numbers or "epoch" not in values or not isinstance(values.get("split"), str):
-        raise BadInput(f"{where}: the file is damaged, this is not a line of metrics.")
+        raise BadInput(f"{where}: the file is damaged, because the line does not contain metrics.")
     return dict(values)
 
 
 def git_commit() -> str | None:
-    """The commit of the checkout this package runs from, with `+` where files changed; None elsewhere."""
+    """Return the git commit of this package, with `+` if files changed, or None outside a checkout."""
     here = Path(torchlml.__file__).parent
 
     def git(*words: str) -> str:
@@ -341,7 +341,7 @@ def git_commit() -> str | None:
         return done.stdout.strip()
 
     try:
-        git("ls-files", "--error-unmatch", "__init__.py")  # a checkout of something else does not know us
+        git("ls-files", "--error-unmatch", "__init__.py")  # fails in the checkout of another project
         return git("rev-parse", "HEAD") + ("+" if git("status", "--porcelain", "--", str(here)) else "")
     except (OSError, subprocess.CalledProcessError):
         return None
@@ -351,13 +351,13 @@ Settings = TypeVar("Settings", bound=TrainSettings)
 
 
 class BestEpoch(NamedTuple):
-    """Where the weights of a run's best epoch are."""
+    """The best epoch of a run and the file with its weights."""
 
     epoch: int
     weights: Path
 
     def load(self, model: nn.Module) -> None:
-        """Read the weights into a network that is ready to predict afterwards.
+        """Load the weights into a network and set it to evaluation mode.
 
         A file of another model, or with weights that are NaN or infinite, raises `BadInput`.
         """
@@ -368,30 +368,30 @@ class BestEpoch(NamedTuple):
         for name, values in model.named_parameters():
             wrong = values[~values.isfinite()]
             if wrong.numel():
-                raise BadInput(f"`{self.weights}` is damaged: `{name}` holds {wrong[0].item()}.")
+                raise BadInput(f"`{self.weights}` is damaged: `{name}` contains {wrong[0].item()}.")
         model.eval()
 
 
 def find_best_epoch(experiment: str, run: Path) -> BestEpoch:
-    """The best epoch of a run so far; a folder without a run or a whole epoch raises `BadInput`."""
+    """Find the best epoch of a run so far. Without a run or a complete epoch, raise `BadInput`."""
     folder = RunFolder(run, experiment)
     folder.check()
     state = folder.state()
     if state is None:
-        raise BadInput(f"`{run}` has no finished epoch yet.")
+        raise BadInput(f"`{run}` has no complete epoch yet.")
     return BestEpoch(state.best_epoch, folder.checkpoint(state.best) / "model.safetensors")
 
 
 def read_moved(kind: type[Settings], run: Path, moved: dict[str, Path | None]) -> Settings:
-    """The settings of a run, with the paths of data that have moved since.
+    """Read the settings of a run, with new paths for data that have moved.
 
     Args:
-        kind: The task's settings.
-        run: The folder of the run.
-        moved: New paths by the names of the settings; None where nothing has moved.
+        kind: The settings class of the task.
+        run: The run directory.
+        moved: New paths by the name of the setting. None means that the data have not moved.
 
     Returns:
-        The settings. Data that the run did not use, or that are nowhere, raise `BadInput`.
+        The settings. Data that the run did not use, or that no longer exist, raise `BadInput`.
     """
     settings = from_json(kind, run / SETTINGS_FILE)
     for name, path in moved.items():
@@ -401,8 +401,8 @@ def read_moved(kind: type[Settings], run: Path, moved: dict[str, Path | None]) -
             raise BadInput(f"`{option}` is given, but the run `{run}` was started without it.")
         if path is None and stored is not None and not stored.exists():
             raise BadInput(
-                f"The run `{run}` was started with `{option} {stored}`, which is not there any more: "
-                f"say with `{option}` where it is now."
+                f"The run `{run}` was started with `{option} {stored}`, which no longer exists. "
+                f"Pass its new location with `{option}`."
             )
     changes: dict[str, Any] = {name: path for name, path in moved.items() if path is not None}
     return dataclasses.replace(settings, **changes)

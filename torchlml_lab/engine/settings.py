@@ -1,4 +1,4 @@
-"""The settings of every training run, sweep and timing, and reading them from options or from a run."""
+"""The settings of training runs, sweeps and timings, and parsing them from options or from a run."""
 
 import dataclasses
 import inspect
@@ -12,28 +12,26 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal, TypeVar
 
-from torchlml_lab.cli_errors import BadInput, options, refusal
+from torchlml_lab.cli_errors import BadInput, options, parse_error
 from torchlml_lab.files import read_json, record
 
 
 def cores() -> int:
-    """How many cores this process may use."""
+    """Return the number of cores that this process may use."""
     if hasattr(os, "sched_getaffinity"):
         return len(os.sched_getaffinity(0))
     return os.cpu_count() or 1
 
 
 def check_threads(threads: int, option: str = "--threads") -> None:
-    """Refuse less than one thread, and more than there are cores: they would only wait for one another."""
+    """Raise `BadInput` for less than one thread, or more than one per core, which only adds contention."""
     if not 1 <= threads <= cores():
-        raise BadInput(
-            f"`{option}` is {threads}, and must be from 1 to {cores()}, the cores of this machine."
-        )
+        raise BadInput(f"`{option}` must be from 1 to {cores()} (the number of cores), but it is {threads}.")
 
 
 @contextmanager
 def use_threads(threads: int) -> Iterator[None]:
-    """Let torch use so many threads within the block, and as many as before after it.
+    """Set the number of torch threads within the block, and restore it afterwards.
 
         with use_threads(1):
             ...
@@ -41,7 +39,7 @@ def use_threads(threads: int) -> Iterator[None]:
     Args:
         threads: At least 1.
     """
-    import torch  # here, since reading options must not wait for it
+    import torch  # imported here, so that options are parsed without it
 
     before = torch.get_num_threads()
     torch.set_num_threads(threads)
@@ -53,35 +51,35 @@ def use_threads(threads: int) -> Iterator[None]:
 
 @dataclass(frozen=True)
 class TrainSettings:
-    """What every task can be told; a task's own settings extend it, and repeat only what differs."""
+    """The settings that all tasks share. The settings of a task extend them and override some defaults."""
 
     out: Path = Path("runs/run")
-    """The run's folder: settings, metrics and checkpoints go there. It must not hold another run."""
+    """The run directory for settings, metrics and checkpoints. It must not contain another run."""
     resume: Path | None = None
-    """Continue the run in this folder after its last whole epoch, with the settings it was started with."""
+    """Resume the run in this directory after its last complete epoch, with its original settings."""
     overwrite: bool = False
-    """Remove the run that `--out` holds, and begin a new one there."""
+    """Delete the run in `--out` and start a new one there."""
     seed: int = 0
-    """Decides the first weights, the order of the data and every other random choice."""
+    """Seed of the initial weights, the order of the data and all other random choices."""
     epochs: int = 10
-    """How often the training data are seen, at least once."""
+    """Number of passes over the training data, at least 1."""
     batch_size: int = 64
-    """Samples per step, over all processes together; a multiple of the number of processes."""
+    """Samples per step, summed over all processes; must be a multiple of the number of processes."""
     learning_rate: float = 0.1
-    """The learning rate at the start."""
+    """Learning rate at the start of training."""
     mixed_precision: Literal["no", "bf16", "fp16"] = "no"
-    """Compute in half precision where it is safe, keeping the weights in float32; fp16 is meant for GPUs."""
+    """Use half precision for suitable operations, with float32 weights; fp16 is intended for GPUs."""
     cpu: bool = False
-    """Stay on the CPU even where a GPU is available."""
+    """Use the CPU even if a GPU is available."""
     threads: int | None = None
-    """How many threads compute on the CPU, from 1 to the cores; by default as many as the task gains from."""
+    """Number of CPU threads, at most the number of cores; by default as many as the task benefits from."""
     tensorboard: bool = False
-    """Also write the metrics for TensorBoard, into the run's folder; needs the package `tensorboard`."""
+    """Also write the metrics for TensorBoard to the run directory; requires the package `tensorboard`."""
 
 
-# How a run is called, not what it is.
+# Options of the invocation, not settings of the run.
 _CALL = {"resume", "overwrite"}
-# These may change when a run is continued: they do not change its numbers, or only in the last digit.
+# Options that may change when a run is resumed, because they affect its numbers at most by rounding.
 FREE = _CALL | {"out", "tensorboard", "threads"}
 SETTINGS_FILE = "settings.json"
 
@@ -92,16 +90,16 @@ Options = TypeVar("Options")
 def read_settings(
     kind: type[Settings], command: str, arguments: Sequence[str], default: Settings
 ) -> Settings:
-    """Read the options; with `--resume FOLDER`, those that the run was started with are the defaults.
+    """Parse the options. With `--resume DIR`, the defaults are the settings of that run.
 
     Args:
-        kind: The task's settings.
-        command: The command's name, for the help and the errors.
-        arguments: What followed it.
-        default: The settings where an option is not given.
+        kind: The settings class of the task.
+        command: The name of the command, for the help and the errors.
+        arguments: The words after the command.
+        default: The settings for options that are not given.
 
     Returns:
-        The settings. An option that contradicts the run to be continued raises `BadInput`.
+        The settings. An option that contradicts the resumed run raises `BadInput`.
     """
     folder = _resumed_folder(arguments)
     if folder is None:
@@ -112,12 +110,12 @@ def read_settings(
         for field in dataclasses.fields(settings):
             _check_unchanged(folder, field.name, getattr(settings, field.name), getattr(stored, field.name))
         if settings.overwrite:
-            raise BadInput("`--overwrite` begins a new run, and `--resume` continues one: give one of them.")
+            raise BadInput("`--overwrite` starts a new run, so it cannot be combined with `--resume`.")
     return settings
 
 
 def to_json(settings: TrainSettings) -> dict[str, Any]:
-    """The settings as JSON's types, with whole paths: a run does not depend on the folder it was begun in."""
+    """Convert the settings to JSON types, with absolute paths, so the run can be resumed from anywhere."""
     values = {name: value for name, value in dataclasses.asdict(settings).items() if name not in _CALL}
     return {name: _json_value(value) for name, value in values.items()}
 
@@ -129,13 +127,13 @@ def _json_value(value: Any) -> Any:
 
 
 def from_json(kind: type[Settings], path: Path) -> Settings:
-    """Read the settings that `to_json` gave; a file that holds something else raises `BadInput`."""
+    """Read the settings that `to_json` returned. A file with any other content raises `BadInput`."""
     if not path.exists():
-        raise BadInput(f"`{path.parent}` holds no run of this version: No such file or directory.")
+        raise BadInput(f"`{path.parent}` is not a run directory. Create one with `torchlml train`.")
     values = read_json(path, dict)
     names = {field.name for field in dataclasses.fields(kind)} - _CALL
     if set(values) != names:
-        raise BadInput(f"`{path}` is damaged: its settings are not those of this task and version.")
+        raise BadInput(f"`{path}` is damaged: its settings do not match this task and version.")
     default = kind()
     try:
         return record(values | {name: getattr(default, name) for name in _CALL}, kind)
@@ -144,14 +142,14 @@ def from_json(kind: type[Settings], path: Path) -> Settings:
 
 
 def _check_unchanged(folder: Path, name: str, now: object, then: object) -> None:
-    """Refuse an option that would make another run of it; data may lie elsewhere than they did."""
+    """Raise `BadInput` for an option that would change the run. The paths of data may change."""
     option = "--" + name.replace("_", "-")
     where = f"but the run `{folder}` was started with"
     if name in FREE or now == then or (isinstance(now, Path) and isinstance(then, Path)):
         return
     if then is None:
-        raise BadInput(f"`{option}` is given, {where}out it: a run is continued with its own settings.")
-    raise BadInput(f"`{option}` is {now}, {where} {then}: a run is continued with its own settings.")
+        raise BadInput(f"`{option}` is given, {where}out it. A run is resumed with its original settings.")
+    raise BadInput(f"`{option}` is {now}, {where} {then}. A run is resumed with its original settings.")
 
 
 def _resumed_folder(arguments: Sequence[str]) -> Path | None:
@@ -164,46 +162,46 @@ def _resumed_folder(arguments: Sequence[str]) -> Path | None:
 
 
 def check(settings: TrainSettings) -> None:
-    """Refuse settings that no task can be run with."""
+    """Raise `BadInput` for settings that are invalid for every task."""
     if settings.threads is not None:
         check_threads(settings.threads)
     for name in ("epochs", "batch_size"):
         if getattr(settings, name) < 1:
             option = "--" + name.replace("_", "-")
-            raise BadInput(f"`{option}` is {getattr(settings, name)}, and must be at least 1.")
+            raise BadInput(f"`{option}` must be at least 1, but it is {getattr(settings, name)}.")
     if not (settings.learning_rate > 0 and math.isfinite(settings.learning_rate)):
-        raise BadInput(f"`--learning-rate` is {settings.learning_rate}, and must be finite and more than 0.")
+        raise BadInput(f"`--learning-rate` must be finite and positive, but it is {settings.learning_rate}.")
     if not 0 <= settings.seed < 2**32:
-        raise BadInput(f"`--seed` is {settings.seed}, and must be from 0 to 2**32 - 1.")
+        raise BadInput(f"`--seed` must be from 0 to 2**32 - 1, but it is {settings.seed}.")
     if settings.out.exists() and not settings.out.is_dir():
-        raise BadInput(f"`--out` names `{settings.out}`, which is a file: give a folder.")
+        raise BadInput(f"`--out` must be a directory, but `{settings.out}` is a file.")
 
 
 def parse_settings(kind: type[Options], command: str, arguments: Sequence[str], default: Options) -> Options:
-    """Read the options of a subcommand into its settings.
+    """Parse the options of a subcommand into its settings.
 
     Args:
-        kind: A dataclass whose docstrings are the help.
-        command: The subcommand's name.
-        arguments: What followed the subcommand's name.
-        default: The settings where an option is not given.
+        kind: A dataclass whose docstrings are the help texts.
+        command: The name of the subcommand.
+        arguments: The words after the subcommand.
+        default: The settings for options that are not given.
 
     Returns:
-        The settings. Wrong options raise `BadInput`; `--help` prints the help and ends the command well.
+        The settings. Invalid options raise `BadInput`. `--help` prints the help and exits with code 0.
     """
     import tyro
 
-    def refuse(event: Any) -> None:
-        said = refusal(event, arguments, list(options(default)))
+    def report(event: Any) -> None:
+        said = parse_error(event, arguments, list(options(default)))
         if said:
-            more = f" (`torchlml {command} --help` explains every option)."
+            more = f". Run `torchlml {command} --help` to see all options."
             raise BadInput(said if said.endswith("?") else said + more)
 
-    with _refusing(refuse):
+    with _reporting(report), _without_empty_defaults():
         return tyro.cli(
             kind,
             prog=f"torchlml {command}",
-            # tyro folds everything to the width of the terminal but this, and joins lines without an indent.
+            # tyro wraps all text except this to the terminal width, and joins lines that are not indented.
             description=folded(kind.__doc__ or "", indent=" "),
             args=arguments,
             default=default,
@@ -212,49 +210,74 @@ def parse_settings(kind: type[Options], command: str, arguments: Sequence[str], 
 
 
 def folded(text: str, indent: str = "") -> str:
-    """Wrap paragraphs to the width of the terminal."""
+    """Wrap paragraphs to the terminal width."""
     width = shutil.get_terminal_size().columns
     paragraphs = inspect.cleandoc(text).split("\n\n")
     return "\n\n".join(textwrap.fill(paragraph, width, subsequent_indent=indent) for paragraph in paragraphs)
 
 
-def _refusing(refuse: Any) -> AbstractContextManager[None]:
-    """Have tyro hand what is wrong to `refuse` before it draws a box around it.
+def _reporting(report: Any) -> AbstractContextManager[None]:
+    """Make tyro pass a parse error to `report` before it prints the error in a box.
 
-    The hook is not part of tyro's stable interface: a version without it draws the box and exits with 2.
+    The hook is not part of tyro's stable API. A version without it prints the box and exits with code 2.
     """
     try:
         from tyro._errors import on_parse_error
     except ImportError:
         return nullcontext()
-    return on_parse_error(refuse)
+    return on_parse_error(report)
+
+
+@contextmanager
+def _without_empty_defaults() -> Iterator[None]:
+    """Omit tyro's "(default: None)" and "(default: False)", because the help texts explain the default.
+
+    The patched function is not part of tyro's stable API. A version without it shows these defaults.
+    """
+    from tyro import _arguments
+
+    original = getattr(_arguments, "generate_argument_helptext", None)
+    if original is None:
+        yield
+        return
+
+    def helptext(arg: Any, *others: Any, **named: Any) -> Any:
+        if arg.field.default is None or arg.field.default is False or arg.field.default == ():
+            arg.field.argconf = dataclasses.replace(arg.field.argconf, help_behavior_hint="")
+        return original(arg, *others, **named)
+
+    _arguments.generate_argument_helptext = helptext
+    try:
+        yield
+    finally:
+        _arguments.generate_argument_helptext = original
 
 
 @dataclass(frozen=True)
 class GridSettings:
-    """What every sweep can be told; an experiment's own sweep extends it."""
+    """The settings that all sweeps share. The sweep of an experiment extends them."""
 
     out: Path = Path("runs/sweep")
-    """The folder for the runs, one folder each; the same command continues what was stopped."""
+    """Directory of the sweep, with one subdirectory per run. Repeat the command to resume a sweep."""
     csv: Path | None = None
-    """The CSV of the finished runs; by default `results.csv` in `--out`."""
+    """CSV file of the finished runs; by default `results.csv` in `--out`."""
     seeds: tuple[int, ...] = (0,)
-    """The seeds of each combination."""
+    """Seeds of each combination."""
     learning_rates: tuple[float, ...] = ()
-    """The learning rates to try; by default the one of `--run.learning-rate`."""
+    """Learning rates to try; by default only `--run.learning-rate`."""
     tuned: Path | None = None
-    """The CSV of an earlier sweep of these data: each method gets what is best there on validation."""
+    """CSV of an earlier sweep on the same data. Each method uses its best settings on validation there."""
     workers: int = field(default_factory=lambda: os.cpu_count() or 1)
-    """How many runs at a time, at least 1, each on one thread."""
+    """Number of parallel runs, at least 1, with one thread each."""
 
 
 @dataclass(frozen=True)
 class StepTimeSettings:
-    """How steps are timed; a task's own settings are a subclass, which adds where its data are."""
+    """The settings for timing training steps. A task extends them with the location of its data."""
 
     batch_size: int | None = None
-    """Samples per step, at most 1024; by default as many as in training."""
+    """Samples per step, at most 1024; by default the batch size of training."""
     steps: int = 30
-    """How many batches each loss is timed on, at least 1."""
+    """Number of batches to time with each loss, at least 1."""
     threads: int = 1
-    """How many threads torch may use, from 1 to the cores."""
+    """Number of torch threads, at most the number of cores."""

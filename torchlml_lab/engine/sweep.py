@@ -1,4 +1,4 @@
-"""A grid of runs on all cores, one thread each, that can be stopped any time: what all sweeps share."""
+"""Sweeps: a grid of training runs on all cores, one thread each, that can be interrupted and resumed."""
 
 import contextlib
 import dataclasses
@@ -29,71 +29,71 @@ Row = TypeVar("Row")
 
 @dataclass(frozen=True)
 class Grid(Generic[Settings, Row]):
-    """The runs of a sweep, and what becomes of them."""
+    """The runs of a sweep, and the functions that run, collect and show them."""
 
     experiment: str
     runs: Sequence[Settings]
     run_one: Callable[[Settings], dict[str, Any]]
-    """Run or continue one, in a process of its own: a function of a module."""
+    """A module-level function that starts or resumes one run in a separate process."""
     rows: Callable[[Settings, dict[str, Any]], list[Row]]
-    """The rows of a finished run."""
+    """Returns the rows of a finished run."""
     write: Callable[[Path, Iterable[Row]], None]
-    """Write the CSV."""
+    """Writes the CSV."""
     show: Callable[[Sequence[Row]], RenderableType]
-    """The rows as a table or several."""
+    """Formats the rows as one or more tables."""
 
     def finished_rows(self, done: dict[Path, dict[str, Any]]) -> list[Row]:
-        """The rows of the runs that are done."""
+        """Return the rows of the finished runs."""
         return [row for one in self.runs if one.out in done for row in self.rows(one, done[one.out])]
 
 
 def read_tuned(
     settings: GridSettings, table: StudyTable[Row], chooses: Sequence[str] = ("learning_rates",)
 ) -> list[Row]:
-    """Read the rows of the CSV that `--tuned` names.
+    """Read the rows of the CSV given by `--tuned`.
 
     Args:
-        settings: The sweep.
-        table: The table that such a sweep writes.
-        chooses: The settings that are chosen from these rows; giving one of them too is an error.
+        settings: The settings of the sweep.
+        table: The kind of table that such a sweep writes.
+        chooses: The settings that are chosen from these rows. Passing one of them as well is an error.
 
     Returns:
-        The rows; a file that is not such a table raises `BadInput`.
+        The rows. A file that is not such a table raises `BadInput`.
     """
     assert settings.tuned is not None
     if any(getattr(settings, name) for name in chooses):
         *others, last = (name.replace("_", " ") for name in chooses)
         said = f"{', '.join(others)} and {last}" if others else f"the {last}"
-        raise BadInput(f"`--tuned` chooses {said}: do not give them too.")
+        raise BadInput(f"`--tuned` already chooses {said}, so they cannot be given as well.")
     return table.read(settings.tuned, "--tuned")
 
 
 def check_grid(
     settings: GridSettings, run: TrainSettings, chosen: Sequence[str], lists: Sequence[str]
 ) -> None:
-    """Refuse a sweep that cannot be run, or whose folder or CSV cannot be written, before any work is done.
+    """Raise `BadInput` if a sweep is invalid or its directory or CSV cannot be written.
 
     Args:
-        settings: The sweep.
-        run: What its runs have in common.
-        chosen: The settings of a run that are the sweep's to choose.
-        lists: The settings of the sweep that need at least one value.
+        settings: The settings of the sweep.
+        run: The settings that all runs share.
+        chosen: The settings of a run that the sweep determines.
+        lists: The settings of the sweep that require at least one value.
     """
     for name in lists:
         if not getattr(settings, name):
             raise BadInput(f"`--{name}` needs at least one value.")
     for name in chosen:
         if getattr(run, name) != getattr(type(run)(), name):
-            raise BadInput(f"`--run.{name}` is given, but the sweep itself chooses it for each run.")
+            raise BadInput(f"`--run.{name}` cannot be given, because the sweep chooses it for each run.")
     if settings.workers < 1:
-        raise BadInput(f"`--workers` is {settings.workers}, and must be at least 1.")
+        raise BadInput(f"`--workers` must be at least 1, but it is {settings.workers}.")
     check_folder("--out", settings.out)
     if settings.csv is not None:
         check_file("--csv", settings.csv)
 
 
 def checked_runs(runs: Iterable[Settings], check: Callable[[Settings], None]) -> list[Settings]:
-    """The runs of a sweep, one for each folder; `check` raises `BadInput` for one that cannot be run."""
+    """Return the runs of a sweep, one per directory. `check` raises `BadInput` for invalid settings."""
     found = {}
     for one in runs:
         check(one)
@@ -102,34 +102,34 @@ def checked_runs(runs: Iterable[Settings], check: Callable[[Settings], None]) ->
 
 
 def run_grid(grid: Grid[Any, Any], settings: GridSettings, console: Console) -> None:
-    """Run what is not done yet, keep the CSV up to date, print the table, and raise if runs failed."""
+    """Run the unfinished runs, keep the CSV up to date, print the table, and raise if any run failed."""
     settings.out.mkdir(parents=True, exist_ok=True)
     path = settings.csv or settings.out / "results.csv"
     path.parent.mkdir(parents=True, exist_ok=True)
     with locked(settings.out):
         done = {one.out: found for one in grid.runs if (found := finished(grid.experiment, one)) is not None}
-        console.print(f"{len(grid.runs)} runs, {len(done)} of them finished before.", highlight=False)
+        console.print(f"{len(grid.runs)} runs, {len(done)} of them already finished.", highlight=False)
         _write(grid, path, done)
         failed = _run_all(grid, done, path, settings.workers, console)
         rows = grid.finished_rows(done)
         if rows:
             console.print(grid.show(rows))
         _write(grid, path, done)
-    console.print(f"The rows are in {path}.", soft_wrap=True)
+    console.print(f"Results written to {path}.", soft_wrap=True)
     if failed:
         name, said = next(iter(failed.items()))
         raise RuntimeError(
-            f"{len(failed)} of {len(grid.runs)} runs failed, the first of them `{name}`: {said}"
+            f"{len(failed)} of {len(grid.runs)} runs failed. The first failure is `{name}`: {said}"
         )
 
 
 def _write(grid: Grid[Any, Any], path: Path, done: dict[Path, dict[str, Any]]) -> None:
-    with writing("The CSV", path, "the finished runs are kept, and the same command writes it again"):
+    with writing("The CSV", path, "the finished runs are kept, and repeating the command writes it again"):
         grid.write(path, grid.finished_rows(done))
 
 
 def finished(experiment: str, settings: TrainSettings) -> dict[str, Any] | None:
-    """The result of a run that is done, None for one that is not; other settings there are refused."""
+    """Return the result of a run, or None if it is not finished. Different settings raise `BadInput`."""
     stored = settings.out / SETTINGS_FILE
     if not (settings.out / "run.json").exists():
         return None
@@ -138,15 +138,15 @@ def finished(experiment: str, settings: TrainSettings) -> dict[str, Any] | None:
     if different:
         name = different[0]
         raise BadInput(
-            f"`{settings.out}` holds a run with `{name}` {found.get(name)} instead of {expected[name]}: "
-            "give another `--out`."
+            f"`{settings.out}` contains a run with `{name}` {found.get(name)} instead of {expected[name]}. "
+            "Choose another `--out`."
         )
     folder = RunFolder(settings.out, experiment)
     return folder.result() if (settings.out / "result.json").exists() else None
 
 
 def resuming(settings: Settings) -> Settings:
-    """The same settings, told to continue where a run has begun in its folder."""
+    """Return the settings, with `resume` set if the run has already started."""
     if (settings.out / "run.json").exists():
         return dataclasses.replace(settings, resume=settings.out)
     return settings
@@ -155,7 +155,7 @@ def resuming(settings: Settings) -> Settings:
 def _run_all(
     grid: Grid[Any, Any], done: dict[Path, dict[str, Any]], path: Path, workers: int, console: Console
 ) -> dict[str, str]:
-    """Run what is missing, add it to `done` and to the CSV one by one, and return what failed, and why."""
+    """Run the unfinished runs, add them to `done` and to the CSV, and return the failures with reasons."""
     failed: dict[str, str] = {}
     pool = ProcessPoolExecutor(workers, _fresh_processes(grid), _prepare_worker)
     with ProgressBar(console) as progress:
@@ -168,15 +168,15 @@ def _run_all(
                     done[one.out] = future.result()
                 except Exception as error:
                     failed[one.out.name] = " ".join(str(error).split()) or type(error).__name__
-                # A CSV that cannot be written now is written, or reported, at the end.
+                # If the CSV cannot be written now, it is written, or the error reported, at the end.
                 with contextlib.suppress(OSError):
                     grid.write(path, grid.finished_rows(done))
                 progress.advance(bar)
         except KeyboardInterrupt:
-            # Runs survive being killed, so the workers need not be asked.
+            # Runs can be resumed after being killed, so the workers are terminated without notice.
             for worker in active_children():
                 worker.terminate()
-            said = f"{len(done)} of {len(grid.runs)} runs are finished, and the same command continues."
+            said = f"{len(done)} of {len(grid.runs)} runs are finished. Repeat the command to resume."
             raise KeyboardInterrupt(f"Interrupted; {said}") from None
         finally:
             pool.shutdown(cancel_futures=True)
@@ -184,23 +184,23 @@ def _run_all(
 
 
 def _fresh_processes(grid: Grid[Any, Any]) -> BaseContext:
-    """Processes that start afresh: a fork of this one would copy the threads of torch in an unknown state."""
+    """Return a context for fresh processes, because a fork would copy torch's threads in an unknown state."""
     if sys.platform != "linux":
         return get_context("spawn")
-    # The workers are forks of a server, which has no threads and has imported the task: that takes seconds.
+    # Workers are forked from a server without threads that has already imported the task, to save seconds.
     context = get_context("forkserver")
-    context.set_forkserver_preload([grid.run_one.__module__, "torch._dynamo"])  # for the optimizers of torch
+    context.set_forkserver_preload([grid.run_one.__module__, "torch._dynamo"])  # used by torch's optimizers
     return context
 
 
 def _prepare_worker() -> None:
     torch.set_num_threads(1)
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent decides
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent handles interrupts
     threading.Thread(target=_end_with_parent, daemon=True).start()
 
 
 def _end_with_parent() -> None:
-    """A worker whose parent was killed would otherwise finish its run and then wait for ever."""
+    """Exit when the parent is killed. Otherwise the worker would finish its run and then wait forever."""
     parent = parent_process()
     assert parent is not None
     connection.wait([parent.sentinel])

@@ -1,1 +1,1 @@
-"""`torchlml figures NAME`: every picture of the documentation and of the studies, drawn again."""
+"""`torchlml figures NAME`: draw the figures of the documentation and of the studies."""

@@ -34,7 +34,7 @@ BY_NOISE = (Path("runs/cifar100-sweep/results.csv"), Path("results/cifar100/feat
 
 
 def by_noise(settings: NoiseFigureSettings) -> None:
-    """Draw, and print where the files are."""
+    """Draw the figure, write the tables, and print their paths."""
     check_picture(settings.out)
     path, rows = sources.read_sweep(settings.csv, BY_NOISE, "cifar100", sweep.TABLE)
     sources.refuse_tuning(path, ((row.loss, row.recipe) for row in rows))
@@ -81,13 +81,13 @@ def _draw_noise_panel(axes: Axes, rows: Sequence[AccuracyRecord], measure: str) 
             if row.loss == loss:
                 values[row.noise].append(getattr(row, measure))
         noises = sorted(values)
-        colour, marker = METHODS[loss]
+        color, marker = METHODS[loss]
         axes.errorbar(
-            # Set a little apart, so that bars at one noise level do not cover one another.
+            # Shifted slightly, so that error bars at the same noise level do not overlap.
             [noise + 0.006 * (place - (len(names) - 1) / 2) for noise in noises],
             [mean(values[noise]) for noise in noises],
             [stdev(values[noise]) if len(values[noise]) > 1 else 0.0 for noise in noises],
-            color=colour,
+            color=color,
             marker=marker,
             linewidth=1.2,
             capsize=2,
@@ -110,11 +110,11 @@ def by_k(settings: WhichKFigureSettings) -> None:
 
 
 def draw_by_k(rows: Sequence[WhichKRecord], picture: Path) -> None:
-    """Draw a column of panels for each situation, a row for each measure; means over the seeds.
+    """Draw a column of panels for each setting and a row for each metric, with means over the seeds.
 
     Args:
-        rows: The networks.
-        picture: The PNG or SVG to write.
+        rows: The results of the networks.
+        picture: The PNG or SVG file to write.
     """
     with new_figure(picture, PAGE, 6.0) as figure:
         grid = figure.subplots(len(_MEASURES), len(SITUATIONS), sharex=True, sharey="row")
@@ -131,21 +131,21 @@ def draw_by_k(rows: Sequence[WhichKRecord], picture: Path) -> None:
 
 
 def _draw_k_panel(axes: Axes, rows: Sequence[WhichKRecord], measure: str) -> None:
-    for method, colour, marker in ((EXACTLY, BLUE, "P"), (AT_MOST, VERMILION, "v")):
+    for method, color, marker in ((EXACTLY, BLUE, "P"), (AT_MOST, VERMILION, "v")):
         ks = sorted({row.k for row in rows if row.method == method})
         means = [
             mean(getattr(row, measure) for row in rows if (row.method, row.k) == (method, k)) for k in ks
         ]
-        axes.plot(ks, means, color=colour, marker=marker, linewidth=1.0, label=method)
-    for method, (colour, line) in _LEVELS.items():
+        axes.plot(ks, means, color=color, marker=marker, linewidth=1.0, label=method)
+    for method, (color, line) in _LEVELS.items():
         found = [getattr(row, measure) for row in rows if row.method == method]
         if found:
-            axes.axhline(mean(found), color=colour, linestyle=line, linewidth=1.2, label=method)
+            axes.axhline(mean(found), color=color, linestyle=line, linewidth=1.2, label=method)
     axes.grid()
 
 
 def page_of(rows: Sequence[WhichKRecord]) -> str:
-    """The tables in Markdown, one for each situation: mean and standard deviation over the seeds."""
+    """Format one Markdown table per setting: means and standard deviations over the seeds."""
     parts = []
     heads = ("method", "k", "seeds", *_MEASURES.values(), "p > 0.5")
     for digits, named in SITUATIONS:

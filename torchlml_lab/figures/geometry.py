@@ -1,4 +1,4 @@
-"""Figures of the sets that rows are projected onto: the polytopes, and entropies over them."""
+"""Figures of the sets that lml and related operators project onto: polytopes, and entropies over them."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -23,29 +23,29 @@ from torchlml_lab.plots import BLUE, DARK_ORANGE, GREY, INK, ORANGE, PAGE, VERMI
 
 LOGITS = {3: (0.9, 0.2, -1.0), 4: (1.5, 0.5, 0.9, -1.6)}
 
-# Four coordinates that sum to 2 are a point in space: these three directions turn the sums' hyperplane into
-# it, and the six points with two ones into the unit vectors and their opposites.
+# Points with four coordinates that sum to 2 lie in a three-dimensional hyperplane. These directions span it,
+# and map the six points with two ones to the unit vectors and their negatives.
 _DIRECTIONS = 0.5 * torch.tensor([[1, 1, -1, -1], [1, -1, 1, -1], [1, -1, -1, 1]], dtype=torch.float64)
 
 
 def polytopes(settings: PolytopesSettings) -> None:
-    """Draw it, and print where it is."""
+    """Draw the figure, and print its path."""
     draw_only(draw_polytopes, settings.out)
 
 
 def vertices(n: int, k: int) -> Tensor:
-    """The corners of L(n, k), (C(n, k), n): the points with k ones and n - k zeros."""
+    """Return the vertices of L(n, k), (C(n, k), n): the points with k ones and n - k zeros."""
     points = [point for point in product((1.0, 0.0), repeat=n) if sum(point) == k]
     return torch.tensor(points, dtype=torch.float64)
 
 
 def in_space(p: Tensor) -> Tensor:
-    """Points of L(4, 2), (..., 4), in three coordinates, without changing any distance."""
+    """Map points of L(4, 2), (..., 4), isometrically to three coordinates."""
     return p @ _DIRECTIONS.T
 
 
 def draw_polytopes(picture: Path) -> None:
-    """Two triangles in the unit cube, and the octahedron; each with the path of one row of logits."""
+    """Draw two triangles in the unit cube and the octahedron, each with the path of one row of logits."""
     with new_figure(picture, PAGE, 3.1) as figure:
         figure.set_layout_engine("none")
         _draw_triangles(_axes(figure, 0.0, 1.02, (20, 24)))
@@ -55,7 +55,7 @@ def draw_polytopes(picture: Path) -> None:
         figure.text(
             0.5,
             0.025,
-            "Red: lml(x / T, k) from the centre (T = $\\infty$) to the k largest (T = 0); the dot is T = 1.",
+            "Red: lml(x / T, k) from the center (T = $\\infty$) to the k largest (T = 0). Dot: T = 1.",
             ha="center",
         )
 
@@ -72,12 +72,12 @@ def _axes(figure: Figure, left: float, zoom: float, view: tuple[float, float]) -
 def _draw_triangles(axes: Axes3D) -> None:
     for start, end in combinations(product((0, 1), repeat=3), 2):
         if sum(a != b for a, b in zip(start, end, strict=True)) == 1:
-            # From where we look, the corner 000 is behind the others.
+            # From this viewpoint, the corner 000 is behind the others.
             line = (0, (3, 2)) if start == (0, 0, 0) else "-"
             axes.plot(*zip(start, end, strict=True), color=GREY, linewidth=0.7, linestyle=line)
-    for k, colour, ink in ((1, BLUE, BLUE), (2, ORANGE, DARK_ORANGE)):
+    for k, color, ink in ((1, BLUE, BLUE), (2, ORANGE, DARK_ORANGE)):
         corners = vertices(3, k)
-        axes.add_collection3d(Poly3DCollection([corners], facecolor=colour, edgecolor=colour, alpha=0.4))
+        axes.add_collection3d(Poly3DCollection([corners], facecolor=color, edgecolor=color, alpha=0.4))
         _draw_names(axes, corners, corners, ink)
         _draw_path(axes, _path(3, k))
 
@@ -85,12 +85,12 @@ def _draw_triangles(axes: Axes3D) -> None:
 def _draw_octahedron(axes: Axes3D) -> None:
     corners = vertices(4, 2)
     space = in_space(corners)
-    # Corners are neighbours where they share a label; three that are neighbours of each other make a face.
+    # Two vertices are adjacent if they share a label. Three mutually adjacent vertices form a face.
     shared = corners @ corners.T
     for three in combinations(range(6), 3):
         if all(shared[a, b] == 1 for a, b in combinations(three, 2)):
             axes.add_collection3d(Poly3DCollection([space[list(three)]], facecolor=BLUE, alpha=0.1))
-    behind = corners.tolist().index([0, 0, 1, 1])  # from where we look
+    behind = corners.tolist().index([0, 0, 1, 1])  # from this viewpoint
     for a, b in combinations(range(6), 2):
         if shared[a, b] == 1:
             line = (0, (3, 2)) if behind in (a, b) else "-"
@@ -101,8 +101,8 @@ def _draw_octahedron(axes: Axes3D) -> None:
     _draw_path(axes, in_space(_path(4, 2)))
 
 
-def _draw_names(axes: Axes3D, corners: Tensor, places: Tensor, colour: str) -> None:
-    """Write each corner's digits beside it, away from the middle of the drawing."""
+def _draw_names(axes: Axes3D, corners: Tensor, places: Tensor, color: str) -> None:
+    """Write the digits of each vertex next to it, on the side away from the center."""
     middle = (0.5, 0.5, 0.5) if corners.shape[1] == 3 else (0, 0, 0)
     x0, y0, _ = proj_transform(*middle, axes.get_proj())
     for corner, place in zip(corners.tolist(), places.tolist(), strict=True):
@@ -110,12 +110,12 @@ def _draw_names(axes: Axes3D, corners: Tensor, places: Tensor, colour: str) -> N
         length = hypot(x - x0, y - y0)
         away = (12 * (x - x0) / length, 8 * (y - y0) / length)
         name = "".join(str(int(c)) for c in corner)
-        look = {"color": colour, "ha": "center", "va": "center", "fontweight": "bold"}
+        look = {"color": color, "ha": "center", "va": "center", "fontweight": "bold"}
         axes.annotate(name, (x, y), away, textcoords="offset points", **look)
 
 
 def _path(n: int, k: int) -> Tensor:
-    """Where the logits go as the temperature falls from infinity to nearly nothing; row 30 is T = 1."""
+    """Return the projections as the temperature falls from infinity to almost zero. Row 30 is T = 1."""
     scales = torch.linspace(0, 20, 601, dtype=torch.float64)
     return torchlml.lml(scales.unsqueeze(1) * torch.tensor(LOGITS[n], dtype=torch.float64), k)
 
@@ -129,23 +129,23 @@ _STEPS = 120
 
 
 def entropies(settings: EntropiesSettings) -> None:
-    """Draw it, and print where it is."""
+    """Draw the figure, and print its path."""
     draw_only(draw_entropies, settings.out)
 
 
 def entropy(y: Tensor) -> Tensor:
-    """H(y) = -sum y log y, of softmax and constrained softmax; 0 log 0 is 0."""
+    """Return H(y) = -sum y log y, the entropy of softmax and constrained softmax, with 0 log 0 = 0."""
     return -torch.special.xlogy(y, y).sum(-1)
 
 
 def binary_entropy(y: Tensor) -> Tensor:
-    """H_b(y) = -sum y log y + (1 - y) log(1 - y), of sigmoid and lml."""
+    """Return H_b(y) = -sum y log y + (1 - y) log(1 - y), the entropy of sigmoid and lml."""
     return entropy(y) + entropy(1 - y)
 
 
 @dataclass(frozen=True)
 class Surface:
-    """An entropy over a polygon: `corners` are its corners as answers y, in the order around it."""
+    """An entropy over a polygon. `corners` are the vertices y of the polygon in cyclic order."""
 
     name: str
     polytope: str
@@ -163,7 +163,7 @@ SURFACES = (
 
 
 def points(surface: Surface) -> tuple[Tensor, Tensor]:
-    """A grid over the polygon: weights of the corners (P, corners), and the answers y (P, n) they mean."""
+    """Return a grid over the polygon: weights of the corners (P, corners), and the points y (P, n)."""
     corners = torch.tensor(surface.corners, dtype=torch.float64)
     steps = torch.linspace(0, 1, _STEPS + 1, dtype=torch.float64)
     a, b = (side.flatten() for side in torch.meshgrid(steps, steps, indexing="ij"))
@@ -177,12 +177,12 @@ def points(surface: Surface) -> tuple[Tensor, Tensor]:
 
 
 def draw_entropies(picture: Path) -> None:
-    """Four maps of the entropy as a share of its maximum, with contour lines."""
+    """Draw four maps of the entropy as a fraction of its maximum, with contour lines."""
     with new_figure(picture, PAGE, 2.25) as figure:
         panels = figure.subplots(1, 4)
         filled = [_draw_surface(axes, surface) for axes, surface in zip(panels, SURFACES, strict=True)]
         bar = figure.colorbar(filled[0], ax=panels, shrink=0.8, aspect=18, pad=0.01, ticks=(0, 0.5, 1))
-        bar.set_label("entropy / its maximum")
+        bar.set_label("entropy / maximum entropy")
         bar.outline.set_linewidth(0.5)
 
 

@@ -1,4 +1,4 @@
-"""Figures of the projection of one row: its threshold, how that is found, and other relaxations."""
+"""Figures of the projection of one row: its threshold, the root finding, and other relaxations."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -32,15 +32,15 @@ from torchlml_lab.plots import (
 
 ROW = (3.7, -1.2, 0.7, 4.6, -0.4, 2.9, -2.8, 0.2, -2.0, 1.3)
 
-COLOURS = {"softmax": ORANGE, "sigmoid": SKY, "lml": BLUE}
+COLORS = {"softmax": ORANGE, "sigmoid": SKY, "lml": BLUE}
 
 
 def projection(settings: ProjectionSettings) -> None:
-    """Print the table and draw the picture."""
+    """Print the table and draw the figure."""
     check_picture(settings.out)
     x = torch.tensor(ROW)
     if not 0 < settings.k < len(x):
-        raise BadInput(f"`--k` is {settings.k:g}, and must be more than 0 and less than {len(x)}.")
+        raise BadInput(f"`--k` must be more than 0 and less than {len(x)}, but it is {settings.k:g}.")
     answers = {
         "softmax": torch.softmax(x, -1),
         "sigmoid": torch.sigmoid(x),
@@ -49,7 +49,7 @@ def projection(settings: ProjectionSettings) -> None:
     console = new_console()
     console.print(_table(x, answers, settings.k))
     console.print(
-        f"lml shifts the whole row by one number, its threshold, until the sigmoids sum to k: "
+        f"lml shifts all logits by one number nu, so that the sigmoids sum to k: "
         f"y = sigmoid(x + nu) with nu = {torchlml.lml_dual(x, settings.k).item():.4f}."
     )
     draw_projection(x, answers, settings.k, settings.out)
@@ -57,7 +57,7 @@ def projection(settings: ProjectionSettings) -> None:
 
 
 def _table(x: Tensor, answers: dict[str, Tensor], k: float) -> Table:
-    table = Table(title=f"ten logits, k = {k:g}; a star marks what is above 0.5", title_justify="left")
+    table = Table(title=f"ten logits, k = {k:g}; a star marks values above 0.5", title_justify="left")
     table.add_column("label", justify="right")
     for name in ("logit", *answers):
         table.add_column(name, justify="right")
@@ -74,13 +74,13 @@ def _starred(value: float) -> Text:
 
 
 def draw_projection(x: Tensor, answers: dict[str, Tensor], k: float, picture: Path) -> None:
-    """Draw the three answers as bars, and lml as the sigmoid that slides along until its sum is k.
+    """Draw the three outputs as bars, and lml as a sigmoid that is shifted until its sum is k.
 
     Args:
         x: The logits of one row.
-        answers: What softmax, sigmoid and lml make of them, by name.
-        k: What the last of them sums to.
-        picture: The PNG or SVG to write.
+        answers: The outputs of softmax, sigmoid and lml, by name.
+        k: The sum of the output of lml.
+        picture: The PNG or SVG file to write.
     """
     with new_figure(picture, PAGE, 2.7) as figure:
         bars, curve = figure.subplots(1, 2, width_ratios=(1.35, 1))
@@ -93,22 +93,22 @@ def draw_projection(x: Tensor, answers: dict[str, Tensor], k: float, picture: Pa
 
 
 def _draw_bars(axes: Axes, x: Tensor, answers: dict[str, Tensor]) -> None:
-    """The labels in descending order of their logits, three bars each."""
+    """Draw three bars per label, in descending order of the logits."""
     order = x.argsort(descending=True)
     place = torch.arange(len(x)).numpy()
     for i, (name, y) in enumerate(answers.items()):
         label = f"{name}, sums to {y.sum().item():.2f}"
-        axes.bar(place + (i - 1) * 0.28, y[order].numpy(), width=0.26, color=COLOURS[name], label=label)
+        axes.bar(place + (i - 1) * 0.28, y[order].numpy(), width=0.26, color=COLORS[name], label=label)
     axes.set_xticks(place, [f"{value:.1f}" for value in x[order].tolist()])
     axes.tick_params(axis="x", length=0)
-    axes.set_xlabel("logit of the label")
-    axes.set_ylabel("answer $y$")
+    axes.set_xlabel("logit")
+    axes.set_ylabel("output $y$")
     axes.legend(loc="upper right")
-    axes.set_title("One row, three answers")
+    axes.set_title("One row, three outputs")
 
 
 def _draw_threshold(axes: Axes, x: Tensor, y: Tensor, k: float) -> None:
-    """The same sigmoid twice: where it stands by itself, and where its heights above the logits sum to k."""
+    """Draw the sigmoid twice: unshifted, and shifted so that its values at the logits sum to k."""
     nu = torchlml.lml_dual(x, k).item()
     grid = torch.linspace(x.min().item() - 1, x.max().item() + 1, 400)
     curves = {
@@ -116,16 +116,16 @@ def _draw_threshold(axes: Axes, x: Tensor, y: Tensor, k: float) -> None:
         "lml": (torch.sigmoid(grid + nu), f"$\\sigma(x + \\nu)$, sums to {k:g}"),
     }
     for name, (heights, label) in curves.items():
-        axes.plot(grid.numpy(), heights.numpy(), color=COLOURS[name], linewidth=2, label=label)
-    axes.vlines(x.numpy(), 0, y.numpy(), color=COLOURS["lml"], linewidth=0.8, alpha=0.5)
-    axes.plot(x.numpy(), y.numpy(), "o", color=COLOURS["lml"])
+        axes.plot(grid.numpy(), heights.numpy(), color=COLORS[name], linewidth=2, label=label)
+    axes.vlines(x.numpy(), 0, y.numpy(), color=COLORS["lml"], linewidth=0.8, alpha=0.5)
+    axes.plot(x.numpy(), y.numpy(), "o", color=COLORS["lml"])
     arrow = {"arrowstyle": "-|>", "color": VERMILION, "linewidth": 1.4}
     axes.annotate("", (-nu, 0.5), (0, 0.5), arrowprops=arrow)
     axes.text(-nu / 2, 0.52, "$-\\nu$", color=VERMILION, ha="center", va="bottom", fontsize=10)
     axes.legend(loc="upper left")
     axes.set_xlabel("logit $x$")
-    axes.set_ylabel("height")
-    axes.set_title("Slide the sigmoid until the sum is k")
+    axes.set_ylabel("output $y$")
+    axes.set_title("Shift the sigmoid until the outputs sum to k")
 
 
 ROOT_FINDING_ROW, K = (3.1, 1.6, 0.9, -0.4, -1.7, -3.0), 2
@@ -133,25 +133,25 @@ PAPERS_OFFSET = 7.0
 
 
 def root_finding(settings: RootFindingSettings) -> None:
-    """Draw it, and print where it is."""
+    """Draw the figure, and print its path."""
     draw_only(draw_root_finding, settings.out)
 
 
 def papers_bracket(x: Tensor, k: int) -> tuple[float, float]:
-    """The interval in which the paper looks for nu: a heuristic."""
+    """Return the paper's search interval for nu, a heuristic."""
     ordered = x.sort(descending=True).values
     return -ordered[k - 1].item() - PAPERS_OFFSET, -ordered[k].item() + PAPERS_OFFSET
 
 
 def proven_bracket(x: Tensor, k: int) -> tuple[float, float]:
-    """The same interval with offsets that make it a theorem: log(n - k) and log k instead of 7."""
+    """Return an interval that provably contains nu, with offsets log(n - k) and log k instead of 7."""
     ordered = x.sort(descending=True).values
     below, above = order_offsets(torch.tensor(float(k)), torch.tensor(float(len(x))))
     return -ordered[k - 1].item() - below.item(), -ordered[k].item() + above.item()
 
 
 def draw_root_finding(picture: Path) -> None:
-    """g with both intervals, the sigmoids it is the sum of, and a row whose root the paper's one misses."""
+    """Draw g with both intervals, its sigmoid terms, and ties whose root is outside the paper's interval."""
     x = torch.tensor(ROOT_FINDING_ROW, dtype=torch.float64)
     with new_figure(picture, PAGE, 2.5) as figure:
         total, parts, ties = figure.subplots(1, 3)
@@ -167,18 +167,18 @@ def _draw_sum(axes: Axes, x: Tensor) -> None:
     axes.plot(nu, torch.sigmoid(x + nu.unsqueeze(1)).sum(1) - K, color=INK)
     axes.plot([root], [0], "o", color=VERMILION, markersize=5, zorder=3)
     axes.annotate("$\\nu^\\star$", (root, 0), (4, -11), textcoords="offset points", color=VERMILION)
-    _draw_bracket(axes, papers_bracket(x, K), -2.75, DARK_ORANGE, "the paper's: $\\Delta = 7$")
+    _draw_bracket(axes, papers_bracket(x, K), -2.75, DARK_ORANGE, "paper: $\\Delta = 7$")
     _draw_bracket(axes, proven_bracket(x, K), -3.75, BLUE, "proven: $\\log(n - k)$, $\\log k$")
     axes.set_ylim(-4.6, 4.3)
     axes.set_yticks((-2, 0, 2, 4))
     axes.set_xlabel("$\\nu$")
     axes.set_ylabel("$g(\\nu)$")
-    axes.set_title(f"The sum, n = {len(x)}, k = {K}")
+    axes.set_title(f"Sum, n = {len(x)}, k = {K}")
 
 
-def _draw_bracket(axes: Axes, ends: tuple[float, float], height: float, colour: str, label: str) -> None:
-    axes.plot(ends, (height, height), "|-", color=colour, markersize=7, markeredgewidth=1.5)
-    axes.text(sum(ends) / 2, height + 0.17, label, color=colour, ha="center", va="bottom", fontsize=7)
+def _draw_bracket(axes: Axes, ends: tuple[float, float], height: float, color: str, label: str) -> None:
+    axes.plot(ends, (height, height), "|-", color=color, markersize=7, markeredgewidth=1.5)
+    axes.text(sum(ends) / 2, height + 0.17, label, color=color, ha="center", va="bottom", fontsize=7)
 
 
 def _draw_parts(axes: Axes, x: Tensor) -> None:
@@ -186,45 +186,45 @@ def _draw_parts(axes: Axes, x: Tensor) -> None:
     root = torchlml.lml_dual(x, K).item()
     looks = {
         f"largest {K}": (VERMILION, "-", x[:K]),
-        f"number {K + 1}": (PURPLE, "--", x[K : K + 1]),
-        "the others": (BLUE, "-", x[K + 1 :]),
+        f"rank {K + 1}": (PURPLE, "--", x[K : K + 1]),
+        "others": (BLUE, "-", x[K + 1 :]),
     }
-    for name, (colour, line, entries) in looks.items():
+    for name, (color, line, entries) in looks.items():
         for i, entry in enumerate(entries.tolist()):
-            axes.plot(nu, torch.sigmoid(entry + nu), line, color=colour, label=name if i == 0 else None)
-            axes.plot([root], torch.sigmoid(torch.tensor([entry + root])), "o", color=colour, markersize=3)
+            axes.plot(nu, torch.sigmoid(entry + nu), line, color=color, label=name if i == 0 else None)
+            axes.plot([root], torch.sigmoid(torch.tensor([entry + root])), "o", color=color, markersize=3)
     axes.axvline(root, color=GREY, linewidth=0.7, linestyle=(0, (4, 3)))
     axes.text(root - 0.3, 1.03, "$\\nu^\\star$", color=VERMILION, ha="right", va="bottom")
     axes.set_ylim(-0.02, 1.12)
     axes.set_yticks((0, 0.5, 1))
     axes.set_xlabel("$\\nu$")
     axes.set_ylabel("$\\sigma(x_j + \\nu)$")
-    axes.set_title(f"Its parts: at $\\nu^\\star$ they sum to {K}")
+    axes.set_title(f"Terms: sum {K} at $\\nu^\\star$")
     axes.legend(loc="upper left", bbox_to_anchor=(-0.03, 0.92), fontsize=7)
 
 
 def _draw_ties(axes: Axes) -> None:
-    """Equal logits and k = n - 1, where nu is log(n - 1): beyond the paper's interval from n = 1098 on."""
+    """Draw equal logits with k = n - 1: nu = log(n - 1) is outside the paper's interval from n = 1098."""
     sizes = torch.tensor([3 ** (i / 4) for i in range(3, 51)], dtype=torch.float64).round()
     axes.fill_between(sizes, -PAPERS_OFFSET, PAPERS_OFFSET, color=ORANGE, alpha=0.25, linewidth=0)
-    axes.text(3, -5.8, "the paper's interval", color=DARK_ORANGE, fontsize=7)
+    axes.text(3, -5.8, "paper's interval", color=DARK_ORANGE, fontsize=7)
     below, above = order_offsets(sizes - 1, sizes)
     axes.fill_between(sizes, -below, above, color=BLUE, alpha=0.25, linewidth=0)
-    axes.text(2000, 1.5, "the proven one", color=BLUE, fontsize=7)
+    axes.text(2000, 1.5, "proven interval", color=BLUE, fontsize=7)
     axes.plot(sizes, (sizes - 1).log(), color=VERMILION)
     axes.annotate("$\\nu^\\star = \\log(n - 1)$", (3e4, 10.8), ha="right", va="bottom", color=VERMILION)
     axes.plot([1098], [PAPERS_OFFSET], "o", color=INK, markersize=4)
     axes.annotate("n = 1098", (1098, 7), (4, -9), textcoords="offset points", fontsize=7)
     axes.set_xscale("log")
     axes.set_xticks((10, 1e3, 1e5))
-    axes.set_xlabel("n, the length of a row")
+    axes.set_xlabel("row length n")
     axes.set_ylabel("$\\nu$")
     axes.set_title("Equal logits, k = n \u2212 1")
 
 
 RELAXED_ROW = (3.0, 2.4, 1.9, 0.6, 0.2, -0.3, -1.0, -1.4)
 
-# What is compared: y as a function of the logits and k, and its look.
+# The relaxations: y as a function of the logits and k, with color and marker.
 RELAXATIONS: dict[str, tuple[Callable[[Tensor, float], Tensor], str, str]] = {
     "softmax x k": (lambda x, k: k * torch.softmax(x, -1), ORANGE, "s"),
     "sigmoid": (lambda x, k: torch.sigmoid(x), SKY, "^"),
@@ -236,12 +236,12 @@ TEMPERATURES, GAPS, SUMS = (2.0, 1.0, 0.25), (0.0, 1.5, 4.0), (1.0, 3.0, 6.0)
 
 
 def which_relaxation(settings: RelaxationsSettings) -> None:
-    """Draw it, and print where it is."""
+    """Draw the figure, and print its path."""
     draw_only(draw_relaxations, settings.out)
 
 
 def draw_relaxations(picture: Path) -> None:
-    """Four rows of panels: values for three k, temperatures and gaps, and the gradient of one entry."""
+    """Draw four rows of panels: outputs for three k, temperatures and gaps, and the gradient of one entry."""
     x = torch.tensor(RELAXED_ROW, dtype=torch.float64)
     with new_figure(picture, PAGE, 7.6) as figure:
         panels = figure.subplots(4, 3, sharex=True)
@@ -249,10 +249,10 @@ def draw_relaxations(picture: Path) -> None:
             k, temperature, gap = SUMS[column], TEMPERATURES[column], GAPS[column]
             _values(panels[0, column], x, k, f"k = {k:g}")
             _values(panels[1, column], x / temperature, 3, f"temperature {temperature:g}, k = 3")
-            _values(panels[2, column], _with_gap(x, gap), 3, f"gap {gap:g} below the third, k = 3")
+            _values(panels[2, column], _with_gap(x, gap), 3, f"gap {gap:g} after the third, k = 3")
             _gradient(panels[3, column], _with_gap(x, gap), 3, f"gradient of the third, gap {gap:g}")
         for axes in panels[-1]:
-            axes.set_xlabel("label, from the largest logit down")
+            axes.set_xlabel("label, by decreasing logit")
         for axes, name in zip(panels[:, 0], ("y", "y", "y", "$\\partial y_3 / \\partial x$"), strict=True):
             axes.set_ylabel(name)
         handles, labels = panels[0, 0].get_legend_handles_labels()
@@ -260,7 +260,7 @@ def draw_relaxations(picture: Path) -> None:
 
 
 def _with_gap(x: Tensor, gap: float) -> Tensor:
-    """The logits with the fourth and all below it moved, until it is `gap` below the third."""
+    """Shift the fourth logit and all below it, so that the fourth is `gap` below the third."""
     moved = x.clone()
     moved[3:] += (x[2] - gap) - x[3]
     return moved
@@ -268,11 +268,11 @@ def _with_gap(x: Tensor, gap: float) -> Tensor:
 
 def _values(axes: Axes, x: Tensor, k: float, title: str) -> None:
     highest = 1.0
-    for name, (function, colour, marker) in RELAXATIONS.items():
+    for name, (function, color, marker) in RELAXATIONS.items():
         y = function(x, k)
         highest = max(highest, float(y.max()))
         axes.plot(
-            range(len(x)), y.tolist(), marker, ls="-", lw=0.8, ms=3.5, alpha=0.85, color=colour, label=name
+            range(len(x)), y.tolist(), marker, ls="-", lw=0.8, ms=3.5, alpha=0.85, color=color, label=name
         )
     axes.axhline(1, color=GREY, linewidth=0.6, linestyle=(0, (4, 4)), zorder=0)
     axes.set_ylim(-0.05, min(highest, 3) * 1.05)
@@ -280,7 +280,7 @@ def _values(axes: Axes, x: Tensor, k: float, title: str) -> None:
 
 
 def _gradient(axes: Axes, x: Tensor, k: float, title: str) -> None:
-    for name, (function, colour, marker) in RELAXATIONS.items():
+    for name, (function, color, marker) in RELAXATIONS.items():
         leaf = x.clone().requires_grad_()
         (slope,) = torch.autograd.grad(function(leaf, k)[2], leaf)
         axes.plot(
@@ -291,7 +291,7 @@ def _gradient(axes: Axes, x: Tensor, k: float, title: str) -> None:
             lw=0.8,
             ms=3.5,
             alpha=0.85,
-            color=colour,
+            color=color,
             label=name,
         )
     axes.axhline(0, color=GREY, linewidth=0.6, zorder=0)

@@ -1,4 +1,4 @@
-"""`torchlml figures recommend`: Recall@20 and nDCG@20 of a sweep beside published ones, and a table."""
+"""`torchlml figures recommend`: Recall@20 and nDCG@20 of a sweep, next to published results."""
 
 from collections import defaultdict
 from collections.abc import Sequence
@@ -16,10 +16,10 @@ from torchlml_lab.plots import GREY, METHODS, ORANGE, PAGE, new_figure
 from torchlml_lab.recommend import sweep
 from torchlml_lab.recommend.sweep import RankingRecord
 
-# One's own sweep, or those of the study.
+# The user's own sweep, or those of the study.
 OWN = Path("runs/recommend-sweep/results.csv")
 STUDY = tuple(Path(f"results/recommend/{model}.csv") for model in ("autoencoder", "matrix-factorisation"))
-# Recall@20 and nDCG@20 on Gowalla in LightGCN's split, as others report them.
+# Published Recall@20 and nDCG@20 on Gowalla with LightGCN's split.
 PUBLISHED = {
     "ItemCF": (0.157, 0.121),
     "MF, BPR": (0.163, 0.138),
@@ -33,26 +33,26 @@ _MARKERS = {"autoencoder": "o", "matrix-factorisation": "s"}
 
 
 def main(settings: RecommendFigureSettings) -> None:
-    """Draw, and print where the files are."""
+    """Draw the figure, write the table, and print their paths."""
     check_picture(settings.out)
     rows: list[RankingRecord] = []
     for path, read in sources.read_sweeps(settings.csv, OWN, STUDY, "recommend", sweep.TABLE):
-        sources.refuse_tuning(path, ((row.method, row.recipe) for row in read))
+        sources.check_not_tuning(path, ((row.method, row.recipe) for row in read))
         rows += read
     if len(users := {row.users for row in rows}) > 1:
-        raise BadInput(f"`--csv` mixes numbers of users: {', '.join(map(str, sorted(users)))}.")
+        raise BadInput(f"`--csv` mixes different numbers of users: {', '.join(map(str, sorted(users)))}.")
     published = settings.published or path in STUDY
     draw(rows, PUBLISHED if published else {}, settings.out)
     write_tables(table_of(rows, PUBLISHED if published else {}), settings.out)
 
 
 def draw(rows: Sequence[RankingRecord], published: dict[str, tuple[float, float]], picture: Path) -> None:
-    """Draw a panel for each measure, a line for each method; bars are standard deviations over the seeds.
+    """Draw a panel for each metric and a row for each method, with standard deviations over the seeds.
 
     Args:
-        rows: The runs, one recipe for each model and loss.
-        published: What others report: Recall@20 and nDCG@20 by name.
-        picture: The PNG or SVG to write.
+        rows: The runs, with one set of hyperparameters per model and loss.
+        published: Published Recall@20 and nDCG@20 by name.
+        picture: The PNG or SVG file to write.
     """
     groups = by_method(rows)
     names = [*published, *(f"{model}, {loss}" for model, loss in groups)]
@@ -65,7 +65,7 @@ def draw(rows: Sequence[RankingRecord], published: dict[str, tuple[float, float]
                 values_here = [getattr(row, measure) for row in group]
                 error = stdev(values_here) if len(values_here) > 1 else None
                 axes.errorbar(
-                    mean(values_here), at, xerr=error, fmt=_MARKERS[model], color=_colour(loss), capsize=2
+                    mean(values_here), at, xerr=error, fmt=_MARKERS[model], color=_color(loss), capsize=2
                 )
             axes.xaxis.set_major_formatter(lambda share, _: f"{100 * share:g}")
             axes.grid()
@@ -78,7 +78,7 @@ def draw(rows: Sequence[RankingRecord], published: dict[str, tuple[float, float]
 
 
 def by_method(rows: Sequence[RankingRecord]) -> dict[tuple[str, str], list[RankingRecord]]:
-    """The runs of each model and loss, the best Recall@20 last within a model."""
+    """Group the runs by model and loss, in increasing order of Recall@20 within a model."""
     groups: dict[tuple[str, str], list[RankingRecord]] = defaultdict(list)
     for row in rows:
         groups[row.model, row.loss].append(row)
@@ -90,7 +90,7 @@ def by_method(rows: Sequence[RankingRecord]) -> dict[tuple[str, str], list[Ranki
 
 
 def table_of(rows: Sequence[RankingRecord], published: dict[str, tuple[float, float]]) -> str:
-    """The table in Markdown."""
+    """Format the table in Markdown."""
     heads = ["model", "loss", "learning rate", "temperature or dropout", "seeds", "best epoch"]
     heads += ["Recall@5", "Recall@20", "Recall@100", "nDCG@20"]
     lines = [f"| {' | '.join(heads)} |", "| --- " * len(heads) + "|"]
@@ -114,6 +114,6 @@ def table_of(rows: Sequence[RankingRecord], published: dict[str, tuple[float, fl
     return "\n".join(lines) + "\n"
 
 
-def _colour(loss: str) -> str:
+def _color(loss: str) -> str:
     name = named(loss).name
     return ORANGE if name == "softmax" else METHODS[name][0]

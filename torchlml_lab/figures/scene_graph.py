@@ -1,4 +1,4 @@
-"""Figures of the scene-graph study: recall against the epochs, and against the frequency bias."""
+"""Figures of the scene-graph study: recall by epoch, and by type of frequency bias."""
 
 from collections import defaultdict
 from collections.abc import Sequence
@@ -20,7 +20,7 @@ from torchlml_lab.studies.scene_graph.objectives import find_method, parse_metho
 from torchlml_lab.studies.scene_graph.recalls import KS, MODES, RECALLS
 from torchlml_lab.studies.scene_graph.sweep import FREQUENCY, RecallRecord, column, title_of
 
-# One's own sweep, or that of the study.
+# The user's own sweep, or that of the study.
 BY_EPOCH = (Path("runs/scene-graph-sweep/results.csv"), Path("results/scene-graph/vg.csv"))
 _MODES = (("", "constrained"), ("ng-", "unconstrained"))
 _LINES = {20: "-", 50: "--", 100: ":"}
@@ -28,11 +28,11 @@ _SPLITS = ("train", "validation")
 
 
 def by_epoch(settings: SceneGraphFigureSettings) -> None:
-    """Draw, and print where the files are."""
+    """Draw the figure, write the tables, and print their paths."""
     check_picture(settings.out)
     path, rows = sources.read_sweep(settings.csv, BY_EPOCH, "scene-graph", sweep.TABLE)
     trained = [row for row in rows if row.method != FREQUENCY]
-    sources.refuse_tuning(path, ((row.method, (row.learning_rate, row.variant)) for row in trained))
+    sources.check_not_tuning(path, ((row.method, (row.learning_rate, row.variant)) for row in trained))
     missing = [name for name in settings.methods if not any(row.method == name for row in trained)]
     if missing:
         raise BadInput(f"`--csv` names `{path}`, which has no run of `{missing[0]}`.")
@@ -41,12 +41,12 @@ def by_epoch(settings: SceneGraphFigureSettings) -> None:
 
 
 def draw_by_epoch(rows: Sequence[RecallRecord], methods: Sequence[str], picture: Path) -> None:
-    """Draw a panel for train and one for validation, with the graph constraint and without it.
+    """Draw panels for training and validation, with and without the graph constraint.
 
     Args:
-        rows: The evaluations, one recipe for each method.
-        methods: Which curves; each is a mean over the seeds.
-        picture: The PNG or SVG to write.
+        rows: The evaluations, with one set of hyperparameters per method.
+        methods: The methods to draw. Each curve is a mean over the seeds.
+        picture: The PNG or SVG file to write.
     """
     with new_figure(picture, PAGE, 5.0) as figure:
         grid = figure.subplots(2, 2, sharex=True, sharey="row")
@@ -58,7 +58,7 @@ def draw_by_epoch(rows: Sequence[RecallRecord], methods: Sequence[str], picture:
         for axes in grid[1]:
             axes.set_xlabel("epoch")
             axes.xaxis.set_major_locator(MaxNLocator(integer=True))
-        handles, labels = grid[0][1].get_legend_handles_labels()  # the frequencies alone are on validation
+        handles, labels = grid[0][1].get_legend_handles_labels()  # only validation has the frequency baseline
         figure.legend(handles, labels, loc="outside lower center", ncols=len(methods) + 1)
 
 
@@ -66,7 +66,7 @@ def _draw_epoch_panel(
     axes: Axes, rows: Sequence[RecallRecord], methods: Sequence[str], mode: str, split: str
 ) -> None:
     for method in methods:
-        colour = ORANGE if method == "softmax" else METHODS[parse_method(method).objective][0]
+        color = ORANGE if method == "softmax" else METHODS[parse_method(method).objective][0]
         for k in KS:
             values: dict[int, list[float]] = defaultdict(list)
             for row in rows:
@@ -74,7 +74,7 @@ def _draw_epoch_panel(
                     values[row.epoch].append(getattr(row, column(f"{mode}R@{k}")))
             epochs = sorted(values)
             recall = [100 * mean(values[epoch]) for epoch in epochs]
-            axes.plot(epochs, recall, _LINES[k], color=colour, label=f"{method}, R@{k}")
+            axes.plot(epochs, recall, _LINES[k], color=color, label=f"{method}, R@{k}")
     for row in rows:
         if (row.method, row.split) == (FREQUENCY, split):
             for k in KS:
@@ -86,7 +86,7 @@ def _draw_epoch_panel(
 
 
 def page_by_epoch(rows: Sequence[RecallRecord]) -> str:
-    """The tables of the paper in Markdown: the best epoch on validation, and its test."""
+    """Format the tables of the paper in Markdown: the best epoch on validation, and its test results."""
     parts = []
     heads = ["method", "seeds", *(f"{title} R@{k}" for _, title in _MODES for k in KS)]
     for split in ("validation", "test"):
@@ -104,7 +104,7 @@ def page_by_epoch(rows: Sequence[RecallRecord]) -> str:
 
 
 def _place(method: str) -> tuple[int, str, int]:
-    """The order of the paper: what is known, softmax, then by name and k."""
+    """Return the sort key of the paper: the frequency baseline, softmax, then by name and k."""
     found = find_method(method)
     if found is None or found.k is None:
         return ((FREQUENCY, "softmax").index(method) if method in (FREQUENCY, "softmax") else 2, method, 0)
@@ -112,16 +112,16 @@ def _place(method: str) -> tuple[int, str, int]:
 
 
 BY_BIAS = (Path("runs/scene-graph-sweep/results.csv"), Path("results/scene-graph/vg-bias.csv"))
-# The variants of a sweep over `--biases`, from the bias that knows the training images best to none.
+# The variants of a sweep over `--biases`, by decreasing knowledge of the training images.
 BIASES = {"": "counted", "leave-one-out": "leave-one-out", "counts": "outside", "without-bias": "none"}
 
 
 def by_bias(settings: BiasFigureSettings) -> None:
-    """Draw, and print where the files are."""
+    """Draw the figure, write the tables, and print their paths."""
     check_picture(settings.out)
     path, rows = sources.read_sweep(settings.csv, BY_BIAS, "scene-graph", sweep.TABLE)
     trained = [row for row in rows if row.method != FREQUENCY]
-    sources.refuse_tuning(
+    sources.check_not_tuning(
         path, ((f"{row.method} {row.variant}".strip(), row.learning_rate) for row in trained)
     )
     draw_by_bias(rows, settings.out)
@@ -129,7 +129,7 @@ def by_bias(settings: BiasFigureSettings) -> None:
 
 
 def cells(rows: Sequence[RecallRecord], split: str) -> dict[tuple[str, str], list[RecallRecord]]:
-    """The chosen epochs of the runs by method and variant: the methods in the order of their names."""
+    """Group the best epochs of the runs by method and variant, with methods in alphabetical order."""
     found: dict[tuple[str, str], list[RecallRecord]] = defaultdict(list)
     for row in rows:
         if row.split == split and row.chosen and row.variant in BIASES:
@@ -141,11 +141,11 @@ def cells(rows: Sequence[RecallRecord], split: str) -> dict[tuple[str, str], lis
 
 
 def draw_by_bias(rows: Sequence[RecallRecord], picture: Path) -> None:
-    """Draw a panel for each recall on the test images; bars are standard deviations over the seeds.
+    """Draw a panel for each recall on the test images, with standard deviations over the seeds.
 
     Args:
-        rows: The evaluations, one recipe for each method with each bias.
-        picture: The PNG or SVG to write.
+        rows: The evaluations, with one set of hyperparameters per method and bias.
+        picture: The PNG or SVG file to write.
     """
     groups = cells(rows, "test")
     biases = [one for one in BIASES if any(variant == one and name != FREQUENCY for name, variant in groups)]
@@ -168,15 +168,15 @@ def _draw_bias_panel(
 ) -> None:
     methods = list(dict.fromkeys(name for name, _ in groups if name != FREQUENCY))
     for place, method in enumerate(methods):
-        colour, marker = (ORANGE, "o") if method == "softmax" else METHODS[parse_method(method).objective]
+        color, marker = (ORANGE, "o") if method == "softmax" else METHODS[parse_method(method).objective]
         known = [one for one in biases if (method, one) in groups]
         values = [[100 * getattr(row, measure) for row in groups[method, one]] for one in known]
         axes.errorbar(
-            # Set a little apart, so that bars of one bias do not cover one another.
+            # Shifted slightly, so that error bars of the same bias do not overlap.
             [biases.index(one) + 0.1 * (place - (len(methods) - 1) / 2) for one in known],
             [mean(found) for found in values],
             [stdev(found) if len(found) > 1 else 0.0 for found in values],
-            color=colour,
+            color=color,
             marker=marker,
             linewidth=1.0,
             capsize=2,
@@ -192,7 +192,7 @@ def _draw_bias_panel(
 
 
 def page_by_bias(rows: Sequence[RecallRecord]) -> str:
-    """The tables in Markdown: the best epoch on validation, and its test, with the rate that was tuned."""
+    """Format the Markdown tables: the best epoch on validation and its test, with the tuned rate."""
     parts = []
     heads = ["method", "bias", "learning rate", "seeds", "mean of the six"]
     heads += [f"{mode} R@{k}" for mode in MODES for k in KS]

@@ -26,7 +26,7 @@ FRAMES_PER_SECOND = 15
 def main(settings: SlidingSigmoidSettings) -> None:
     """Write the animation."""
     if settings.out.suffix != ".gif":
-        raise BadInput(f"`--out` names `{settings.out}`, which must end in `.gif`.")
+        raise BadInput(f"`--out` must end in `.gif`, but it is `{settings.out}`.")
     check_file("--out", settings.out)
     draw(settings.out)
     say_where(settings.out)

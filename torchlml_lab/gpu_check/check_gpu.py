@@ -25,12 +25,12 @@ Function = Callable[[Tensor], Tensor]
 SHAPES = ((256, 100), (4096, 100), (256, 1000), (4096, 1000), (1024, 8192), (256, 50_000), (4, 1_000_000))
 _DTYPES = (torch.float32, torch.bfloat16)
 _ROUNDS = 50
-# lml keeps x, y and a pair for each row; softmax keeps y. Twice the input is room for both and a gradient.
+# lml stores x, y and two values per row, and softmax stores y. Twice the input suffices, with a gradient.
 _MEMORY_ALLOWED = 2.0
 
 
 class GpuTiming(NamedTuple):
-    """Median microseconds of a call and of PyTorch's beside it, and the peak of memory it added, over x."""
+    """Median microseconds of a call and of its PyTorch baseline, and the peak memory relative to x."""
 
     name: str
     beside: str
@@ -47,12 +47,12 @@ class GpuTiming(NamedTuple):
 
     @property
     def memory_passed(self) -> bool:
-        # Less than a megabyte is the allocator's rounding.
+        # Below a megabyte, the rounding of the allocator dominates.
         return self.memory <= _MEMORY_ALLOWED or self.shape[0] * self.shape[1] < 250_000
 
 
 def gpu_timings() -> Iterator[GpuTiming]:
-    """Each pair at each shape, forward alone and with its gradient."""
+    """Time each pair at each shape, forward alone and with its gradient."""
     for dtype in _DTYPES:
         for rows, n in SHAPES:
             x = torch.randn(rows, n, device="cuda", dtype=dtype).mul_(3)
@@ -93,7 +93,7 @@ def _call(function: Function, x: Tensor, mode: str) -> Callable[[], object]:
 
 
 def _race(first: Callable[[], object], second: Callable[[], object]) -> tuple[float, float]:
-    """Median microseconds of both, taken in turn so that a change of the clock falls on both alike."""
+    """Return the median microseconds of both calls, alternating so that clock changes affect both."""
     for _ in range(5):
         first()
         second()
@@ -119,17 +119,17 @@ def _peak(call: Callable[[], object]) -> float:
 
 
 def main(path: Path) -> None:
-    """Run everything, print the verdicts and write the file."""
+    """Run all checks, print the verdicts, and write the file."""
     if not torch.cuda.is_available():
-        raise BadInput("`torchlml gpu-check` needs a GPU, and torch sees none here.")
-    self_test.skip()  # examine the kernels themselves, not their fallback
+        raise BadInput("`torchlml gpu-check` needs a GPU, but torch detects none.")
+    self_test.skip()  # test the kernels themselves, not the fallback
     check_file("FILE", path)
     for line in info.report()["gpu kernel"] + info.report()["devices"]:
         sys.stdout.write(f"{line}\n")
-    _say("Comparing with float64 on the CPU; the first call of each kernel compiles it.")
+    _say("Comparing with float64 on the CPU (the first call of each kernel compiles it).")
     accuracy = [*checks("cuda"), _graph()]
     sys.stdout.write(accuracy_table(accuracy))
-    _say("Timing beside softmax, log_softmax and cross_entropy.")
+    _say("Timing against softmax, log_softmax and cross_entropy.")
     timings = list(gpu_timings())
     sys.stdout.write(timing_table(timings))
     with replacing(path) as temporary:
@@ -146,19 +146,19 @@ def _say(line: str) -> None:
 
 
 def accuracy_table(accuracy: Sequence[Check]) -> str:
-    """Write the verdict on the numbers: every check that failed, and how many are right."""
+    """Format the failed checks, and the number of checks that passed."""
     wrong = [check for check in accuracy if not check.passed]
     lines = [
         f"  WRONG  {check.name}: error {check.error:.3g}, allowed {check.allowed:.3g}" for check in wrong
     ]
-    verdict = f"{len(accuracy) - len(wrong)} of {len(accuracy)} comparisons with float64 are right"
+    verdict = f"{len(accuracy) - len(wrong)} of {len(accuracy)} comparisons with float64 passed"
     return "\n".join(["", *lines, verdict, ""])
 
 
 def timing_table(timings: Sequence[GpuTiming]) -> str:
-    """Write a line for each pair, shape, dtype and mode."""
+    """Format a line for each pair, shape, dtype and mode."""
     lines = [
-        f"\n{'':<9}{'shape':>15} {'dtype':<9}{'mode':<19}{'µs':>9}{'beside':>9}{'ratio':>7}{'memory':>8}"
+        f"\n{'':<9}{'shape':>15} {'dtype':<9}{'mode':<19}{'µs':>9}{'PyTorch':>9}{'ratio':>7}{'memory':>8}"
     ]
     for t in timings:
         shape = f"{t.shape[0]} x {t.shape[1]}"
@@ -171,7 +171,7 @@ def timing_table(timings: Sequence[GpuTiming]) -> str:
 
 
 def as_json(accuracy: Sequence[Check], timings: Sequence[GpuTiming]) -> dict[str, Any]:
-    """What the file holds: versions and devices, every check, every measurement."""
+    """Return the content of the file: versions and devices, all checks, and all measurements."""
     return {
         "versions": info.report(),
         "accuracy": [{**check._asdict(), "passed": check.passed} for check in accuracy],
@@ -180,9 +180,9 @@ def as_json(accuracy: Sequence[Check], timings: Sequence[GpuTiming]) -> dict[str
 
 
 def _graph() -> Check:
-    """A projection in a CUDA graph, replayed with another input, gives what a plain call gives."""
+    """Check that a projection replayed in a CUDA graph with another input matches a regular call."""
     x = torch.randn(64, 1000, device="cuda")
-    torchlml.lml(x, 5)  # compiles, which a capture may not
+    torchlml.lml(x, 5)  # compiles the kernel, which is not allowed during capture
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         y = torchlml.lml(x, 5)

@@ -1,4 +1,4 @@
-"""Rows of every kind, projected on a device and held against the same rows in float64 on the CPU."""
+"""Projections of many kinds of rows on a device, compared with float64 on the CPU."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from torch import Tensor
 import torchlml
 
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
-# What one rounding to the dtype may cost an entry in (0, 1), and in float32 what is promised of y.
+# The rounding error of an entry in (0, 1) in the dtype. For float32, the guaranteed accuracy of y.
 _TOLERANCE = {torch.float32: 1e-6, torch.bfloat16: 2.0**-8, torch.float16: 2.0**-11}
 
 
@@ -29,7 +29,7 @@ class Check(NamedTuple):
 
 
 class Case(NamedTuple):
-    """Rows of one kind, the same k for all of them or one each, and perhaps a mask or offsets."""
+    """Rows of one kind, a common k or one k per row, and optionally a mask or offsets."""
 
     name: str
     x: Tensor
@@ -39,7 +39,7 @@ class Case(NamedTuple):
 
 
 def cases() -> Iterator[Case]:
-    """The table; lengths reach rows that stay on chip, rows that are streamed, and rows that are split."""
+    """Yield the cases. Row lengths cover rows kept on chip, streamed rows and split rows."""
     g = torch.Generator().manual_seed(0)
 
     def normal(*shape: int) -> Tensor:
@@ -72,7 +72,7 @@ def cases() -> Iterator[Case]:
     yield Case("masked", 3 * normal(6, 300), 5, mask=torch.rand(6, 300, generator=g) < 0.5)
     lengths = torch.tensor([3, 0, 100, 1, 5000, 40, 9000])
     offsets = torch.cat([torch.zeros(1, dtype=torch.int64), lengths.cumsum(0)])
-    yield Case("packed rows", 3 * normal(int(offsets[-1])), 5, offsets=offsets)
+    yield Case("jagged rows", 3 * normal(int(offsets[-1])), 5, offsets=offsets)
     inf, nan = math.inf, math.nan
     special = [[1, inf, 0, 2], [inf, inf, inf, 1], [-inf, 1, 2, -inf], [nan, 0, 1, 2], [-inf] * 4, [inf] * 4]
     for k in (0.0, 1.0, 1.5, 2.0, 4.0):
@@ -80,7 +80,7 @@ def cases() -> Iterator[Case]:
 
 
 def checks(device: str) -> Iterator[Check]:
-    """Every case in every dtype: y, the sum of y, log y, nu and the gradients of y and log y."""
+    """Compare all cases in all dtypes: y, log y, nu, and the gradients of y and log y."""
     for dtype in _DTYPES:
         for case in cases():
             if dtype == torch.float16 and bool((case.x.abs().nan_to_num(0, 0, 0) > 6e4).any()):
@@ -92,13 +92,13 @@ def checks(device: str) -> Iterator[Check]:
 
 
 def _compare(case: Case, dtype: torch.dtype, device: str) -> Check:
-    """The largest error of a case, each kind divided by what is allowed for it: at most 1 is right."""
+    """Return the largest error of a case relative to its tolerance, so that at most 1 passes."""
     x = case.x.to(dtype)
     g = torch.randn(x.shape, generator=torch.Generator().manual_seed(1)).to(dtype)
     wide = _results(case, x.double(), g.double())
     narrow = _results(case, x.to(device), g.to(device))
     unit = _TOLERANCE[dtype]
-    # z is rounded to its size, and in a gap the balance of its two sides follows: their gradients do too.
+    # z is rounded relative to its magnitude. In a gap, this affects the balance of both sides and gradients.
     z = (case.x + _spread(wide["nu"], case)).abs()
     gap = z[z.isfinite()].min().item() if bool(z.isfinite().any()) else 0.0
     worst = 0.0
@@ -110,7 +110,7 @@ def _compare(case: Case, dtype: torch.dtype, device: str) -> Check:
         if name in ("dy", "dlog y"):
             allowed = allowed * (1 + gap)
         same = (got == exact) | (got.isnan() & exact.isnan())
-        # Beyond the range of the dtype an infinity is the rounded number.
+        # Beyond the range of the dtype, infinity is the correctly rounded value.
         same |= got.isinf() & (exact.abs() > torch.finfo(dtype).max)
         ratio = torch.where(same, 0.0, (got - exact).abs() / allowed)
         worst = max(worst, ratio.nan_to_num(math.inf).max().item() if ratio.numel() else 0.0)
@@ -139,14 +139,14 @@ def _results(case: Case, x: Tensor, g: Tensor) -> dict[str, Tensor]:
 
 
 def _repeatable(device: str) -> Check:
-    """Twice the same call gives twice the same bits."""
+    """Check that repeating a call gives bitwise equal results."""
     x = torch.randn(64, 3000, generator=torch.Generator().manual_seed(2)).to(device)
     first, again = torchlml.lml(x, 5), torchlml.lml(x, 5)
-    return Check("the same bits again", float((first != again).sum()), 0.0)
+    return Check("bitwise repeatable", float((first != again).sum()), 0.0)
 
 
 class LossCase(NamedTuple):
-    """Rows with labels in one of the forms that the loss takes."""
+    """Rows with labels in one of the formats that the loss accepts."""
 
     name: str
     x: Tensor
@@ -156,7 +156,7 @@ class LossCase(NamedTuple):
 
 
 def losses() -> Iterator[LossCase]:
-    """One label, lists and multi-hots, in rows that stay on chip, that are streamed and that are split."""
+    """Yield single, listed and multi-hot labels, for rows kept on chip, streamed rows and split rows."""
     g = torch.Generator().manual_seed(3)
     for rows, n in ((64, 1000), (8, 20_000), (2, 1_000_000)):
         x = 3 * torch.randn(rows, n, generator=g)
@@ -165,11 +165,11 @@ def losses() -> Iterator[LossCase]:
         yield LossCase(f"multi-hot, n = {n}", x, torch.rand(rows, n, generator=g) < 5 / n, 5.5)
     offsets = torch.tensor([0, 3, 3, 103, 9103])
     positions = torch.tensor([1, 40, 41, 5000, 9102])
-    yield LossCase("labels of packed rows", 3 * torch.randn(9103, generator=g), positions, 5, offsets)
+    yield LossCase("labels of jagged rows", 3 * torch.randn(9103, generator=g), positions, 5, offsets)
 
 
 def _compare_loss(case: LossCase, device: str) -> Check:
-    """The LML loss, relative, and its gradient, beside the largest one."""
+    """Compare the LML loss by relative error, and its gradient relative to its largest entry."""
 
     def both(where: str, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
         logits = case.x.to(where, dtype).requires_grad_()
