@@ -56,10 +56,10 @@ TASKS = {
             "compare losses, noise levels and seeds, with tuning",
         ),
         evaluate=Command(
-            "studies.cifar100.settings:EvaluateSettings", "studies.cifar100.report:main", required=_RUN
+            "studies.cifar100.settings:EvaluateSettings", "studies.cifar100.task:evaluate", required=_RUN
         ),
         step_time=Command(
-            "studies.cifar100.settings:LossTimesSettings", "studies.cifar100.report:step_time", required=_RUN
+            "studies.cifar100.settings:LossTimesSettings", "studies.cifar100.task:step_time", required=_RUN
         ),
     ),
     "multilabel": Task(
@@ -174,7 +174,7 @@ FIGURES = {
     ),
     "sliding-sigmoid": Command(
         "figures.settings:SlidingSigmoidSettings",
-        "figures.sliding_sigmoid:main",
+        "figures.projection:sliding_sigmoid",
         "animation: the sigmoid slides until its outputs sum to k",
     ),
     "polytopes": Command(
@@ -224,7 +224,7 @@ FIGURES = {
     ),
     "recommend": Command(
         "figures.settings:RecommendFigureSettings",
-        "figures.recommend:main",
+        "figures.multilabel:recommend",
         "recall by model and loss, from a sweep",
     ),
     "scene-graph-bias": Command(
@@ -241,9 +241,9 @@ FIGURES = {
 ALL_FIGURES = Command("figures.settings:AllSettings", "commands:draw_all", "every figure whose CSV exists")
 
 SINGLE = {
-    "demo": Command("studies.digits.settings:DemoSettings", "studies.digits.demo:main"),
-    "which-k": Command("studies.digits.settings:WhichKSettings", "studies.digits.which_k:main"),
-    "routing": Command("studies.routing.settings:RoutingSettings", "studies.routing.task:main"),
+    "demo": Command("studies.settings:DemoSettings", "studies.digits.demo:main"),
+    "which-k": Command("studies.settings:WhichKSettings", "studies.digits.which_k:main"),
+    "routing": Command("studies.settings:RoutingSettings", "studies.routing.task:main"),
     "info": Command("info:read_arguments", "info:main"),
     "gpu-check": Command("gpu_check:read_arguments", "gpu_check.check_gpu:main"),
 }

@@ -8,7 +8,6 @@ import torch
 
 from tests.support import subsets
 from torchlml_lab import cli
-from torchlml_lab.bench import subset_methods
 from torchlml_lab.bench import subsets as benchmark
 from torchlml_lab.bench.measurements import read
 from torchlml_lab.figures.sets import gap
@@ -18,7 +17,7 @@ ROOT = Path(__file__).parents[2]
 
 @pytest.mark.parametrize("name", ["KSubset", "recursion", "untilted Fourier"])
 def test_every_method_computes_the_same_distribution(name):
-    (method,) = (each for each in subset_methods.METHODS if each.name == name)
+    (method,) = (each for each in benchmark.METHODS if each.name == name)
     x = subsets.long_row(12, 1.0)
     exact = subsets.enumerate_sets(x, 6)
     log_normalizer, inclusion = method.compute(x, 6)
@@ -29,22 +28,22 @@ def test_every_method_computes_the_same_distribution(name):
 
 def test_the_untilted_form_returns_its_clamp():
     x = subsets.long_row(200, 1.0)
-    truth, _ = subset_methods.truth(x, 10)
-    wrong, _ = subset_methods.untilted_fourier(x, 10)
+    truth, _ = benchmark.truth(x, 10)
+    wrong, _ = benchmark.untilted_fourier(x, 10)
     assert abs(float(wrong) - truth) > 10
 
 
 def test_the_truth_is_the_recursion_with_more_digits():
     x = subsets.long_row(60, 2.0)
     exact = subsets.dynamic_programming(x, 7)
-    log_normalizer, inclusion = subset_methods.truth(x, 7)
+    log_normalizer, inclusion = benchmark.truth(x, 7)
     assert log_normalizer == pytest.approx(float(exact.log_normalizer), rel=1e-15)
     assert inclusion == pytest.approx(float(exact.inclusion[int(x.argmax())]), rel=1e-14)
 
 
 def test_gumbel_top_k_has_other_inclusion_probabilities():
     x = torch.tensor([2.0, 0.0, 0.0, 0.0, 0.0], dtype=torch.float64).expand(20_000, 5)
-    frequency = subset_methods.gumbel_top_k(x, 2).mean(0)[0].item()
+    frequency = benchmark.gumbel_top_k(x, 2).mean(0)[0].item()
     weights = torch.tensor([2.0, 0, 0, 0, 0], dtype=torch.float64).exp()
     first = (weights[0] / weights.sum()).item()
     second = (1 - first) * (weights[0] / (weights.sum() - 1)).item()

@@ -27,7 +27,7 @@ from torchlml_lab.bench.settings import (
 from torchlml_lab.cli_errors import BadInput, sentence
 from torchlml_lab.commands import BENCHMARKS, FIGURES, SUMMARIES, TASKS
 from torchlml_lab.files import replacing
-from torchlml_lab.studies.digits.settings import DemoSettings, WhichKSettings
+from torchlml_lab.studies.settings import DemoSettings, WhichKSettings
 
 ROOT = Path(__file__).parents[2]
 

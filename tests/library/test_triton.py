@@ -18,7 +18,7 @@ import torch
 from torchlml._triton import self_test
 from torchlml._triton.plan import plan
 from torchlml_lab import cli, info
-from torchlml_lab.gpu_check import check_gpu, comparisons
+from torchlml_lab.gpu_check import check_gpu
 
 ROOT = Path(__file__).parents[2]
 needs_triton = pytest.mark.skipif(not self_test.available(), reason="Triton cannot be imported")
@@ -130,26 +130,26 @@ def test_gpu_check_without_a_gpu_prints_one_line(capsys: pytest.CaptureFixture[s
 
 def test_gpu_check_finds_a_wrong_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
     """The check passes for correct results, here from the CPU, and fails for an error of 3e-6."""
-    monkeypatch.setattr(comparisons, "_DTYPES", (torch.float32,))
-    few = [case for case in comparisons.cases() if case.x.numel() < 10_000]
-    monkeypatch.setattr(comparisons, "cases", lambda: few)
-    losses = [case for case in comparisons.losses() if case.x.numel() < 100_000]
-    monkeypatch.setattr(comparisons, "losses", lambda: losses)
-    assert all(check.passed for check in comparisons.checks("cpu"))
-    right = comparisons._results
+    monkeypatch.setattr(check_gpu, "_COMPARED_DTYPES", (torch.float32,))
+    few = [case for case in check_gpu.cases() if case.x.numel() < 10_000]
+    monkeypatch.setattr(check_gpu, "cases", lambda: few)
+    losses = [case for case in check_gpu.losses() if case.x.numel() < 100_000]
+    monkeypatch.setattr(check_gpu, "losses", lambda: losses)
+    assert all(check.passed for check in check_gpu.checks("cpu"))
+    right = check_gpu._results
 
     def wrong(case, x, g):
         found = right(case, x, g)
         return found if x.dtype == torch.float64 else {**found, "y": found["y"] + 3e-6}
 
-    monkeypatch.setattr(comparisons, "_results", wrong)
+    monkeypatch.setattr(check_gpu, "_results", wrong)
     assert not any(
-        comparisons._compare(case, torch.float32, "cpu").passed for case in few if "special" not in case.name
+        check_gpu._compare(case, torch.float32, "cpu").passed for case in few if "special" not in case.name
     )
 
 
 def test_gpu_check_prints_and_writes_its_results() -> None:
-    found = [comparisons.Check("good", 0.5, 1.0), comparisons.Check("bad", 2.0, 1.0)]
+    found = [check_gpu.Check("good", 0.5, 1.0), check_gpu.Check("bad", 2.0, 1.0)]
     times = [check_gpu.GpuTiming("lml", "softmax", (256, 1000), "float32", "forward", 20.0, 10.0, 1.0)]
     table = check_gpu.accuracy_table(found)
     assert "WRONG  bad" in table

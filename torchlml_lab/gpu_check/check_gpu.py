@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
@@ -19,7 +20,179 @@ from torchlml._triton import self_test
 from torchlml_lab import info
 from torchlml_lab.cli_errors import BadInput
 from torchlml_lab.files import check_file, replacing
-from torchlml_lab.gpu_check.comparisons import Check, checks
+
+_COMPARED_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+# The rounding error of an entry in (0, 1) in the dtype. For float32, the guaranteed accuracy of y.
+_TOLERANCE = {torch.float32: 1e-6, torch.bfloat16: 2.0**-8, torch.float16: 2.0**-11}
+
+
+class Check(NamedTuple):
+    """One comparison: its name, the largest error found and the largest allowed."""
+
+    name: str
+    error: float
+    allowed: float
+
+    @property
+    def passed(self) -> bool:
+        return self.error <= self.allowed
+
+
+class Case(NamedTuple):
+    """Rows of one kind, a common k or one k per row, and optionally a mask or offsets."""
+
+    name: str
+    x: Tensor
+    k: float | Tensor
+    mask: Tensor | None = None
+    offsets: Tensor | None = None
+
+
+def cases() -> Iterator[Case]:
+    """Yield the cases. Row lengths cover rows kept on chip, streamed rows and split rows."""
+    g = torch.Generator().manual_seed(0)
+
+    def normal(*shape: int) -> Tensor:
+        return torch.randn(*shape, generator=g, dtype=torch.float64)
+
+    for n in (1, 7, 32, 33, 100, 1000, 4096, 4097, 8192, 8193, 50_000):
+        for k in sorted({0.3 * min(n, 2), min(5.0, n / 2), n / 2, n - 0.5}):
+            yield Case(f"normal, n = {n}, k = {k:g}", 3 * normal(5, n), k)
+    yield Case("few long rows, n = 1,000,000", 5 * normal(2, 1_000_000), 1000)
+    yield Case("few long rows, k near n", 2 * normal(1, 1_000_000), 999_000)
+    for scale in (1e-6, 1e-2, 30.0, 1e3, 1e5):
+        yield Case(f"scale {scale:g}", scale * normal(4, 200), 20)
+    for shift in (1e3, -1e5, 1e7):
+        yield Case(f"shift {shift:g}", normal(4, 200) + shift, 5)
+    stairs = torch.stack([torch.randperm(40, generator=g).double() for _ in range(4)])
+    for gap in (1.0, 20.0, 100.0, 1000.0):
+        yield Case(f"staircase, gap {gap:g}", stairs * gap, 10)
+        yield Case(f"staircase, gap {gap:g}, fractional k", stairs * gap, 10.25)
+    bimodal = torch.cat([normal(4, 30) + 400, normal(4, 60)], 1)
+    for k in (20.0, 30.0, 50.0):
+        yield Case(f"a gap of 400, k = {k:g}", bimodal, k)
+    yield Case("ties, outside the paper's bracket", torch.zeros(2, 1098, dtype=torch.float64), 1097)
+    yield Case("one hundred thousand ties", torch.zeros(2, 100_000, dtype=torch.float64), 1)
+    almost = torch.full((1, 100_002), 17.3, dtype=torch.float64)
+    almost[0, 0], almost[0, 1] = 0.0, 0.5
+    yield Case("one hundred thousand almost one", almost, 100_000)
+    yield Case(
+        "one k to a row", 3 * normal(4, 300), torch.tensor([1.0, 2.5, 150.0, 299.0], dtype=torch.float64)
+    )
+    yield Case("masked", 3 * normal(6, 300), 5, mask=torch.rand(6, 300, generator=g) < 0.5)
+    lengths = torch.tensor([3, 0, 100, 1, 5000, 40, 9000])
+    offsets = torch.cat([torch.zeros(1, dtype=torch.int64), lengths.cumsum(0)])
+    yield Case("jagged rows", 3 * normal(int(offsets[-1])), 5, offsets=offsets)
+    inf, nan = math.inf, math.nan
+    special = [[1, inf, 0, 2], [inf, inf, inf, 1], [-inf, 1, 2, -inf], [nan, 0, 1, 2], [-inf] * 4, [inf] * 4]
+    for k in (0.0, 1.0, 1.5, 2.0, 4.0):
+        yield Case(f"special rows, k = {k:g}", torch.tensor(special, dtype=torch.float64), k)
+
+
+def checks(device: str) -> Iterator[Check]:
+    """Compare all cases in all dtypes: y, log y, nu, and the gradients of y and log y."""
+    for dtype in _COMPARED_DTYPES:
+        for case in cases():
+            if dtype == torch.float16 and bool((case.x.abs().nan_to_num(0, 0, 0) > 6e4).any()):
+                continue
+            yield _compare(case, dtype, device)
+    yield _repeatable(device)
+    for loss in losses():
+        yield _compare_loss(loss, device)
+
+
+def _compare(case: Case, dtype: torch.dtype, device: str) -> Check:
+    """Return the largest error of a case relative to its tolerance, so that at most 1 passes."""
+    x = case.x.to(dtype)
+    g = torch.randn(x.shape, generator=torch.Generator().manual_seed(1)).to(dtype)
+    wide = _results(case, x.double(), g.double())
+    narrow = _results(case, x.to(device), g.to(device))
+    unit = _TOLERANCE[dtype]
+    # z is rounded relative to its magnitude. In a gap, this affects the balance of both sides and gradients.
+    z = (case.x + _spread(wide["nu"], case)).abs()
+    gap = z[z.isfinite()].min().item() if bool(z.isfinite().any()) else 0.0
+    worst = 0.0
+    for name, exact in wide.items():
+        got = narrow[name].double().cpu()
+        allowed = torch.full_like(exact, unit)
+        if name != "y":
+            allowed = 8 * unit * (1 + exact.abs().nan_to_num(0, 0, 0))
+        if name in ("dy", "dlog y"):
+            allowed = allowed * (1 + gap)
+        same = (got == exact) | (got.isnan() & exact.isnan())
+        # Beyond the range of the dtype, infinity is the correctly rounded value.
+        same |= got.isinf() & (exact.abs() > torch.finfo(dtype).max)
+        ratio = torch.where(same, 0.0, (got - exact).abs() / allowed)
+        worst = max(worst, ratio.nan_to_num(math.inf).max().item() if ratio.numel() else 0.0)
+    return Check(f"{str(dtype).removeprefix('torch.')}: {case.name}", worst, 1.0)
+
+
+def _spread(per_row: Tensor, case: Case) -> Tensor:
+    if case.offsets is None:
+        return per_row.unsqueeze(-1)
+    return per_row.repeat_interleave(case.offsets.diff())
+
+
+def _results(case: Case, x: Tensor, g: Tensor) -> dict[str, Tensor]:
+    def on(t: Tensor | None) -> Tensor | None:
+        return None if t is None else t.to(x.device)
+
+    k = case.k.to(x.device) if isinstance(case.k, Tensor) else case.k
+    mask, offsets = on(case.mask), on(case.offsets)
+    x = x.detach().requires_grad_()
+    y = torchlml.lml(x, k, mask=mask, offsets=offsets)
+    (dy,) = torch.autograd.grad(y, x, g)
+    log_y = torchlml.log_lml(x, k, mask=mask, offsets=offsets)
+    (dlog,) = torch.autograd.grad(log_y, x, g)
+    nu = torchlml.lml_dual(x.detach(), k, mask=mask, offsets=offsets)
+    return {"y": y.detach(), "log y": log_y.detach(), "nu": nu, "dy": dy, "dlog y": dlog}
+
+
+def _repeatable(device: str) -> Check:
+    """Check that repeating a call gives bitwise equal results."""
+    x = torch.randn(64, 3000, generator=torch.Generator().manual_seed(2)).to(device)
+    first, again = torchlml.lml(x, 5), torchlml.lml(x, 5)
+    return Check("bitwise repeatable", float((first != again).sum()), 0.0)
+
+
+class LossCase(NamedTuple):
+    """Rows with labels in one of the formats that the loss accepts."""
+
+    name: str
+    x: Tensor
+    target: Tensor
+    k: float
+    offsets: Tensor | None = None
+
+
+def losses() -> Iterator[LossCase]:
+    """Yield single, listed and multi-hot labels, for rows kept on chip, streamed rows and split rows."""
+    g = torch.Generator().manual_seed(3)
+    for rows, n in ((64, 1000), (8, 20_000), (2, 1_000_000)):
+        x = 3 * torch.randn(rows, n, generator=g)
+        yield LossCase(f"one label, n = {n}", x, torch.randint(n, (rows,), generator=g), 5)
+        yield LossCase(f"lists of labels, n = {n}", x, torch.randint(n, (rows, 50), generator=g), n / 2)
+        yield LossCase(f"multi-hot, n = {n}", x, torch.rand(rows, n, generator=g) < 5 / n, 5.5)
+    offsets = torch.tensor([0, 3, 3, 103, 9103])
+    positions = torch.tensor([1, 40, 41, 5000, 9102])
+    yield LossCase("labels of jagged rows", 3 * torch.randn(9103, generator=g), positions, 5, offsets)
+
+
+def _compare_loss(case: LossCase, device: str) -> Check:
+    """Compare the LML loss by relative error, and its gradient relative to its largest entry."""
+
+    def both(where: str, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+        logits = case.x.to(where, dtype).requires_grad_()
+        offsets = None if case.offsets is None else case.offsets.to(where)
+        target = case.target.to(where)
+        loss = torchlml.lml_loss(logits, target, case.k, reduction="sum", offsets=offsets)
+        return loss.detach().double().cpu(), torch.autograd.grad(loss, logits)[0].double().cpu()
+
+    (loss, dx), (exact, exact_dx) = both(device, torch.float32), both("cpu", torch.float64)
+    error = float((loss - exact).abs() / exact)
+    error = max(error, float((dx - exact_dx).abs().max() / exact_dx.abs().max()))
+    return Check(f"LMLLoss and its gradient: {case.name}", error, 4e-6)
+
 
 Function = Callable[[Tensor], Tensor]
 SHAPES = ((256, 100), (4096, 100), (256, 1000), (4096, 1000), (1024, 8192), (256, 50_000), (4, 1_000_000))

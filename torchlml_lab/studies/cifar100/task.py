@@ -1,11 +1,13 @@
 """`torchlml train cifar100`: one run of the study, on images or frozen features."""
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import torch
 from accelerate import Accelerator
+from accelerate.utils import send_to_device
 from rich.console import Console
 from torch import Tensor, nn
 from torch.nn.functional import binary_cross_entropy_with_logits, cross_entropy, one_hot
@@ -13,8 +15,9 @@ from torch.nn.functional import binary_cross_entropy_with_logits, cross_entropy,
 import torchlml
 from torchlml.metrics import TopKRecall
 from torchlml_lab.cli_errors import BadInput
+from torchlml_lab.engine import loop, run_directory
 from torchlml_lab.engine.loop import Task
-from torchlml_lab.engine.output import new_console
+from torchlml_lab.engine.output import ProgressBar, new_console, plain_table
 from torchlml_lab.engine.run import in_percent, say_test, train
 from torchlml_lab.engine.settings import check as check_settings
 from torchlml_lab.studies.cifar100 import model
@@ -27,7 +30,14 @@ from torchlml_lab.studies.cifar100.data import (
     split_validation,
     with_noise,
 )
-from torchlml_lab.studies.cifar100.settings import EXPERIMENT, Cifar100Settings, Loss
+from torchlml_lab.studies.cifar100.settings import (
+    EXPERIMENT,
+    LOSSES,
+    Cifar100Settings,
+    EvaluateSettings,
+    Loss,
+    LossTimesSettings,
+)
 
 DENSENET = "densenet-40-40"
 
@@ -178,3 +188,42 @@ def accuracies(
         recall.to(logits.device).update(logits, labels)
     found = recall.compute()
     return {f"top{k}": found[f"recall@{k}"].item() for k in ks}
+
+
+BATCH = 500
+KS = (1, 2, 3, 5, 10)
+
+
+def evaluate(settings: EvaluateSettings) -> None:
+    """Evaluate a run and print a table."""
+    best = run_directory.find_best_epoch(EXPERIMENT, settings.run)
+    moved = {"data": settings.data, "features": settings.features}
+    run = run_directory.read_moved(Cifar100Settings, settings.run, moved)
+    part = splits(run, *read(run.data, run.features))[settings.split]
+    model = network(run, part)
+    best.load(model)
+    accelerator, console = Accelerator(cpu=settings.cpu), new_console()
+    ks = sorted({*KS, run.k})
+    with torch.no_grad(), ProgressBar(console) as progress:
+        task = progress.add_task("samples", total=len(part))
+
+        def batches() -> Iterator[Any]:
+            for rows in torch.arange(len(part)).split(BATCH):
+                yield send_to_device(Batches(part).__getitems__(rows.tolist()), accelerator.device)
+                progress.advance(task, len(rows))
+
+        found = accuracies(model.to(accelerator.device), batches(), accelerator, ks)
+    title = f"{len(part)} {settings.split} samples, epoch {best.epoch}, {model_name(run)}; accuracy in %"
+    table = plain_table(title, ("loss", "noise", *(f"top-{k}" for k in ks)), left=1)
+    table.add_row(run.loss, f"{run.noise:g}", *(f"{100 * found[f'top{k}']:.2f}" for k in ks))
+    console.print(table)
+
+
+def step_time(settings: LossTimesSettings) -> None:
+    """Time the training steps of all losses and print a table."""
+    moved = {"data": settings.data, "features": settings.features}
+    run = run_directory.read_moved(Cifar100Settings, settings.run, moved)
+    size = loop.checked_size(settings, run.batch_size)
+    parts = read(run.data, run.features)
+    what = f"samples, {model_name(run)}"
+    loop.compare_steps(LOSSES, lambda loss: task(replace(run, loss=loss), *parts), settings, size, what)

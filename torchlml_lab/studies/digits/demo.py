@@ -23,7 +23,7 @@ from torchlml_lab.studies.digits.model import (
     train,
     values,
 )
-from torchlml_lab.studies.digits.settings import DemoSettings
+from torchlml_lab.studies.settings import DemoSettings
 
 SHOWN = 4
 

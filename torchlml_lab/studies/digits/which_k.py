@@ -17,7 +17,7 @@ from torchlml_lab.engine.settings import use_threads
 from torchlml_lab.files import check_file, writing
 from torchlml_lab.studies.digits.data import CLASSES, Images, make
 from torchlml_lab.studies.digits.model import Index, fit, measure
-from torchlml_lab.studies.digits.settings import WhichKSettings
+from torchlml_lab.studies.settings import WhichKSettings
 
 KS = tuple(range(1, 9))
 MOST = 5
