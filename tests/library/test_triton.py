@@ -111,9 +111,9 @@ def test_a_number_k_is_brought_to_the_device() -> None:
     from torchlml._triton import operators as triton_operators
 
     x, k = torch.empty(2, 3, device="meta"), torch.tensor(2.5, dtype=torch.float64)
-    moved = triton_operators.beside(k, x)
+    moved = triton_operators.on_device_of(k, x)
     assert (moved.device, moved.dtype, moved.shape) == (x.device, torch.float64, ())
-    assert triton_operators.beside(k, torch.empty(1)) is k
+    assert triton_operators.on_device_of(k, torch.empty(1)) is k
 
 
 def test_importing_the_package_does_not_import_triton() -> None:
