@@ -153,7 +153,7 @@ def test_a_method_that_fails_is_not_timed(capsys, monkeypatch, tmp_path: Path) -
         "--methods lml-nativ": "did you mean `lml-native`?",
         "--plot x.pdf": "must end in `.png` or `.svg`",
         "--csv .": "is a directory",
-        "--threads 0": "`--threads` is 0",
+        "--threads 0": "`--threads` must be from 1 to",
     },
 )
 def test_wrong_options_are_rejected(capsys, options, needle) -> None:

@@ -83,7 +83,7 @@ class GridBenchmarkSettings(TimingSettings):
     modes: tuple[str, ...] = MODES
     """Passes to measure: forward without a graph, backward alone, forward+backward with autograd."""
     metrics: tuple[str, ...] = field(default_factory=_metrics)
-    """Metrics: `time` per call, or peak `memory` that a call adds, including its result (Linux only)."""
+    """Metrics to measure: `time` per call, or the peak `memory` that a call adds (Linux only), or both."""
     plot: Path | None = None
     """PNG or SVG file for the times in the whole CSV; by default a PNG with the name of the CSV."""
     compare: Path | None = None
