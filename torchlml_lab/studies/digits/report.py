@@ -104,8 +104,8 @@ def _calibration(results: Results, condition: str) -> str:
     best, second = order[0], order[1]
     verdict = _verdict(results, condition, "calibration_error", best, second)
     return (
-        f"{best} has the smallest calibration error. Compared with {second}, the second smallest, {verdict}. "
-        f"All errors: {ranked}."
+        f"among the five losses, {best} has the smallest error. Compared with {second}, the second smallest, "
+        f"{verdict}. Errors: {ranked}."
     )
 
 
