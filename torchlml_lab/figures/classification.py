@@ -37,7 +37,7 @@ def by_noise(settings: NoiseFigureSettings) -> None:
     """Draw the figure, write the tables, and print their paths."""
     check_picture(settings.out)
     path, rows = sources.read_sweep(settings.csv, BY_NOISE, "cifar100", sweep.TABLE)
-    sources.refuse_tuning(path, ((row.loss, row.recipe) for row in rows))
+    sources.check_not_tuning(path, ((row.loss, row.recipe) for row in rows))
     if len({(row.source, row.k) for row in rows}) > 1:
         raise BadInput(f"`--csv` names `{path}`, which mixes networks or values of k.")
     draw_by_noise(rows, settings.out)

@@ -315,7 +315,7 @@ def _finish(axes: Axes, title: str, x: Tensor) -> None:
     axes.set_xticks(range(len(x)), [str(i + 1) for i in range(len(x))])
 
 
-K = 3.0
+SLIDING_K = 3.0
 FRAMES = 26
 HOLD = 12  # frames at either end, so that both states can be read
 FRAMES_PER_SECOND = 15
@@ -333,7 +333,7 @@ def sliding_sigmoid(settings: SlidingSigmoidSettings) -> None:
 def draw_sliding_sigmoid(picture: Path) -> None:
     """Write the animation to a GIF file."""
     x = torch.tensor(ROW)
-    nu = torchlml.lml_dual(x, K).item()
+    nu = torchlml.lml_dual(x, SLIDING_K).item()
     grid = torch.linspace(x.min().item() - 1, x.max().item() + 1, 300)
     with matplotlib.rc_context(LOOK):
         figure = Figure(figsize=(7, 2.6), layout="constrained")
