@@ -225,7 +225,9 @@ def test_bad_npz(tmp_path: Path) -> None:
         observed = np.zeros((len(X), 2))
         observed[0, 1], observed[1, 0] = 1, wrong
         sparse.save_npz(y, sparse.csr_array(observed))
-        with pytest.raises(BadInput, match=rf"y.npz`, row 1: an entry is {wrong:g}, but a label is a number"):
+        with pytest.raises(
+            BadInput, match=rf"y.npz`, row 1: an entry is {wrong:g}, but a label must be positive"
+        ):
             read_labelled(x, "--train", labels=y)
     for form in (sparse.csr_array, sparse.csc_array):
         sparse.save_npz(x, form(X))
