@@ -55,7 +55,7 @@ def test_columns_are_chosen_by_name(tmp_path):
 WRONG = {
     "empty.txt": (b"", "`--train` names `{}`, which is empty."),
     "empty.csv": (b" \n", "`--train` names `{}`, which is empty."),
-    "header.csv": (b"user,item\n", "`{}` has a header, but no pair of a user and an item."),
+    "header.csv": (b"user,item\n", "`{}` has a header, but no pairs of a user and an item."),
     "only-users.txt": (
         b"ann\nbob\n",
         "`--train` names `{}`, which has no pair of a user and an item: give a .csv",

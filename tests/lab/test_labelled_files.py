@@ -110,9 +110,7 @@ def test_names_of_numbered_labels(tmp_path: Path) -> None:
     with pytest.raises(BadInput, match="line 3: the name `a` is also in line 1"):
         read(tmp_path / "rows.txt", SVMLIGHT, label_names=names)
     names.write_text("a\nb\nc\n")
-    with pytest.raises(
-        BadInput, match="which has 3 names, for labels from 0 to 2, but there is a label `10`"
-    ):
+    with pytest.raises(BadInput, match="which has 3 names for labels from 0 to 2, but there is a label `10`"):
         read(tmp_path / "rows.txt", SVMLIGHT, label_names=names)
 
 
@@ -138,7 +136,7 @@ BAD_LINES = {
     "1 5 5\n1 5:1": "line 2: feature 5, but the first line announces 5 features, from 0 to 4",
     "1 5 5\n5 1:1": "line 2: label `5`, but the first line announces 5 labels, from 0 to 4",
     "1 5 5\n² 1:1": "line 2: label `²`, but the first line announces 5 labels, from 0 to 4",
-    "1 99999999999 5\n1 1:1": "line 1: 99999999999 features, but at most 2147483648 can be read",
+    "1 99999999999 5\n1 1:1": "line 1: at most 2147483648 features are supported, not 99999999999",
     "": "is empty",
     "  \n \n": "is empty",
 }
@@ -174,7 +172,7 @@ def test_bad_columns(tmp_path: Path) -> None:
         (Columns(("titel",)), "has no column `titel`: did you mean `title`?"),
         (Columns(numbers=("size",)), "line 4: column `size` has `2 cm`, which is not a finite number"),
         (Columns(labels="topic"), "has no column `topic`: its columns are `title`, `size`, `tags`."),
-        (Columns(("tags", "title")), "has its labels in the column `tags`"),
+        (Columns(("tags", "title")), "the column `tags` contains the labels"),
     ):
         with pytest.raises(BadInput) as said:
             read(tmp_path / "rows.csv", good, columns=columns)
@@ -227,7 +225,9 @@ def test_bad_npz(tmp_path: Path) -> None:
         observed = np.zeros((len(X), 2))
         observed[0, 1], observed[1, 0] = 1, wrong
         sparse.save_npz(y, sparse.csr_array(observed))
-        with pytest.raises(BadInput, match=rf"y.npz`, row 1: an entry is {wrong:g}, but a label is a number"):
+        with pytest.raises(
+            BadInput, match=rf"y.npz`, row 1: an entry is {wrong:g}, but a label must be positive"
+        ):
             read_labelled(x, "--train", labels=y)
     for form in (sparse.csr_array, sparse.csc_array):
         sparse.save_npz(x, form(X))
