@@ -212,13 +212,8 @@ def test_a_checkpoint_of_another_run_is_rejected(capsys, unfinished):
 
 def test_a_run_of_another_version_is_rejected(capsys, unfinished):
     edit(unfinished / "run.json", versions={"torchlml": "0.0.1"})
-<<<<<<< HEAD
-    error = rejected(capsys, resume(unfinished))
-    assert f"was written by torchlml 0.0.1, and this is {torchlml.__version__}" in error
-=======
     error = rejected(capsys, resume(unfinished))
     assert f"was written by torchlml 0.0.1, but this is {torchlml.__version__}" in error
->>>>>>> en-lab1
 
 
 def test_a_run_of_another_experiment_is_rejected(capsys, unfinished):

@@ -37,19 +37,11 @@ def test_all_draws_figures_without_data_and_names_the_commands_for_the_rest(caps
         "which-k",
     }
     drawn = set(commands.FIGURES) - from_tables
-<<<<<<< HEAD
-    pictures = drawn - {"sliding-sigmoid"}  # an animation
-    files = {f"{name}.png" for name in pictures} | {"sliding-sigmoid.gif"}
-    assert {path.name for path in Path("pictures").iterdir()} == files
-    assert Path("pictures", "sliding-sigmoid.gif").read_bytes().startswith(b"GIF89a")
-    for name in pictures:
-=======
     assert {path.name for path in Path("pictures").iterdir()} == {
         "sliding-sigmoid.gif",
         *(f"{name}.png" for name in drawn - {"sliding-sigmoid"}),
     }
     for name in drawn - {"sliding-sigmoid"}:
->>>>>>> en-lab1
         # The width of a page at 200 dots per inch, so that type has the same size in all of them.
         assert size(Path("pictures", f"{name}.png"))[0] == 1400
     missing = dict(
