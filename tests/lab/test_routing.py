@@ -101,8 +101,11 @@ def test_the_study_resumes_and_draws(tmp_path, capsys, monkeypatch):
         (["routing", "--steps", "30"], "multiple of 20"),
         (["routing", "--learning-rate", "2"], "`--learning-rate` is 2"),
         (["routing", "--out", "picture.txt"], "must end in `.png` or `.svg`"),
-        (["bench", "balanced", "--dtype", "int8"], "`--dtype` names `int8`"),
-        (["bench", "balanced", "--skews", "-1"], "`--skews` has -1"),
+        (
+            ["bench", "balanced", "--dtype", "int8"],
+            "`--dtype` must be one of float32, float64, bfloat16, but it contains `int8`",
+        ),
+        (["bench", "balanced", "--skews", "-1"], "`--skews` must be finite and at least 0, but it is -1"),
     ],
 )
 def test_bad_options(capsys, monkeypatch, words, needle):

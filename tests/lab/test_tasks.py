@@ -1,4 +1,4 @@
-"""Every task in the table can be trained, has the commands that it names, and is shown in the README."""
+"""Every task in the table can be trained, has the commands that it names, and is shown on a page."""
 
 from __future__ import annotations
 
@@ -11,7 +11,8 @@ import torchlml_lab
 from torchlml_lab import cli
 from torchlml_lab.commands import TASKS
 
-README = (Path(__file__).parents[2] / "README.md").read_text(encoding="utf-8")
+ROOT = Path(__file__).parents[2]
+PAGES = [ROOT / "README.md", *(ROOT / "docs").rglob("*.md"), *(ROOT / "results").rglob("*.md")]
 
 
 @pytest.mark.parametrize("name", TASKS)
@@ -25,7 +26,7 @@ def test_a_task_has_the_commands_it_names(name: str) -> None:
 
 @pytest.mark.parametrize("name", TASKS)
 def test_a_task_is_shown_and_explained(name: str, capsys: pytest.CaptureFixture[str]) -> None:
-    assert f"torchlml train {name}" in README
+    assert any(f"torchlml train {name}" in page.read_text(encoding="utf-8") for page in PAGES)
     assert cli.main(["train", name, "--help"]) == 0
     assert "--resume" in capsys.readouterr().out
 
