@@ -95,7 +95,7 @@ def test_resuming_does_not_take_the_rows_of_other_trials(capsys, tmp_path, monke
     path = tmp_path / "t.csv"
     assert study("--csv", path) == 0
     assert study("--csv", path, "--trials", 3, "--resume") == 0
-    assert "2 of 2 lengths are to be timed, 3 trials each" in capsys.readouterr().out
+    assert "Timing 2 of 2 row lengths with 3 trials each" in capsys.readouterr().out
 
 
 def test_a_length_that_fails_keeps_those_before_it(capsys, tmp_path, monkeypatch):

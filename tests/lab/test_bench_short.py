@@ -37,7 +37,7 @@ def test_a_target_is_met_only_if_every_scale_meets_it():
 
 @pytest.mark.parametrize(
     ("options", "needle"),
-    [(["--dtypes", "int8"], "`--dtypes` names `int8`"), (["--threads", "0"], "`--threads` has 0")],
+    [(["--dtypes", "int8"], "but it contains `int8`"), (["--threads", "0"], "but it is 0")],
 )
 def test_wrong_options_are_named_before_any_work(options, needle, tmp_path, capsys):
     path = tmp_path / "short.csv"

@@ -117,8 +117,8 @@ def test_version_is_the_same_everywhere():
         (["train", "cifar100", "--loss", "lmn"], "`--loss` must be one of "),
         (["--no-such-option"], "no command `--no-such-option`"),
         (["info", "--json"], "`--json`"),
-        (["demo", "--k", "0"], "`--k` is 0"),
-        (["demo", "--k", "10"], "`--k` is 10"),
+        (["demo", "--k", "0"], "`--k` must be from 2 to 9, but it is 0"),
+        (["demo", "--k", "10"], "`--k` must be from 2 to 9, but it is 10"),
         (["demo", "--k", "nan"], "--k"),
         (["demo", "--k", "three"], "--k"),
         (["demo", "--k"], "--k"),
@@ -273,7 +273,7 @@ def test_a_wrong_environment_variable_is_a_one_line_error():
     done = script("info", TORCHLML_KERNEL="foo")
     assert (done.returncode, done.stdout) == (1, "")
     assert one_line_error(done.stderr)
-    assert "`TORCHLML_KERNEL` must be 'torch' or 'native'" in done.stderr
+    assert "`TORCHLML_KERNEL` must be 'torch', 'native' or unset" in done.stderr
 
 
 def test_ctrl_c_while_torch_is_imported_is_a_one_line_error(tmp_path):

@@ -388,7 +388,7 @@ def test_a_folder_without_a_run_is_rejected(capsys, tmp_path):
 
 def test_a_run_is_not_overwritten(capsys, features, whole):
     assert cli.main(words(features, whole)) == 2
-    assert f"continue it with `--resume {whole}`" in capsys.readouterr().err
+    assert f"`--resume {whole}`, choose another directory" in capsys.readouterr().err
 
 
 def test_two_processes(features, tmp_path):

@@ -397,7 +397,7 @@ def test_weights_that_are_not_finite_are_an_error(run, texts, tmp_path, capsys, 
     weights["last.weight"][0, 0] = value
     save_file(weights, path)
     said = rejected(capsys, [command, str(out), "--data", str(texts)])
-    assert f"`{path}` is damaged: `last.weight` holds {value}." in said
+    assert f"`{path}` is damaged: `last.weight` contains {value}." in said
 
 
 def test_a_report_does_not_widen_label_lists_to_all_labels(run, texts, capsys, tmp_path, monkeypatch):

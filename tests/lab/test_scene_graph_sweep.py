@@ -271,7 +271,7 @@ def test_data_that_moved(capsys, vg, run, tmp_path):
     stored = json.loads((copy / "settings.json").read_text())
     (copy / "settings.json").write_text(json.dumps({**stored, "vg": str(tmp_path / "gone")}))
     assert cli.main(["evaluate", str(copy)]) == 2
-    assert f"`--vg {tmp_path / 'gone'}`, which is not there any more" in capsys.readouterr().err
+    assert f"`--vg {tmp_path / 'gone'}`, which no longer exists" in capsys.readouterr().err
     assert cli.main(["evaluate", str(copy), "--vg", str(moved)]) == 0
     picture = tmp_path / "x.png"
     assert cli.main(["predict", str(copy), "--vg", str(moved), "--out", str(picture)]) == 0
@@ -325,7 +325,7 @@ def test_the_figure_of_the_biases(capsys, tmp_path):
     ]
     sweep.TABLE.write(path, [*rows, record(split="test", learning_rate=5e-3)])
     assert cli.main(words) == 2
-    assert "it is a tuning" in capsys.readouterr().err
+    assert "a tuning sweep" in capsys.readouterr().err
 
 
 def test_step_time(capsys, vg):
@@ -341,4 +341,4 @@ def test_step_time(capsys, vg):
             100 * (float(milliseconds) / softmax - 1), abs=10 / softmax + 0.1
         ), name
     assert cli.main(["step-time", "--vg", str(vg), "--steps", "0"]) == 2
-    assert "`--steps` is 0" in capsys.readouterr().err
+    assert "`--steps` must be at least 1, but it is 0" in capsys.readouterr().err

@@ -220,7 +220,7 @@ def test_the_figure_is_drawn_from_the_csv(capsys, whole, tmp_path):
     rejections("`{}` names `{}`", "--tuned no.csv"),
     {"--seeds -1": "`--seed` must be from 0 to 2**32 - 1, but it is -1"},
     {"--learning-rates nan": "`--learning-rate` must be finite and positive, but it is nan"},
-    {"--noises 2": "`--noise` is 2.0", "--losses hinge": "hinge"},
+    {"--noises 2": "`--noise` must be from 0 to 1, but it is 2.0", "--losses hinge": "hinge"},
 )
 def test_bad_options(capsys, features, tmp_path, options, needle):
     assert needle in rejected(capsys, words(features, tmp_path / "sweep", *options))

@@ -193,7 +193,7 @@ def test_a_build_that_fails_succeeds_and_says_why(
     old.touch()
     result = build(checkout, "setup.py", "-q", "build_ext", "--inplace", **environment)
     assert result.returncode == 0, result.stderr
-    said = rf"^torchlml: installing without the compiled kernel \(plain torch will be used\): {why}"
+    said = rf"^torchlml: installing without the compiled kernel \(pure PyTorch will be used\): {why}"
     assert re.search(said, result.stderr, re.MULTILINE)
     assert re.match(why, reason.read_text())
     assert not old.exists()  # it would not match these sources

@@ -484,7 +484,7 @@ def test_metrics(group: Group) -> None:
         for which in (None, mask):
             metric.reset()
             own_mask = None if which is None else part(which, group)
-            metric.update(part(preds, group), _own(target[form], group), own_mask)
+            metric.update(part(preds, group), _own(target[form], group), mask=own_mask)
             wanted = function(preds, target[form], ks, mask=which)
             for name, value in metric.compute().items():
                 torch.testing.assert_close(value, wanted[name])

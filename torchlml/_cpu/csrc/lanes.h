@@ -379,8 +379,12 @@ class LaneSolver {
 
   template <bool gaps, bool flips>
   LML_INLINE vfloat projection(int64_t j) const {
-    const vfloat odds = e_[j] * odds_, r = reciprocal(1.0f + odds);
-    const vfloat y = vmin(flips ? select<float>(flip_, r, odds * r) : odds * r, splat(1.0f));
+    const vfloat odds = e_[j] * odds_, r = reciprocal(1.0f + odds), t = odds * r;
+    const ifloat over = greater(odds, 1.0f);
+    // The smaller of t and 1 - t has full relative accuracy. Computing the other from it keeps the order of the
+    // entries, which odds * r near 1 does not.
+    const vfloat small = select<float>(over, r, 1.0f - t), large = select<float>(over, 1.0f - r, t);
+    const vfloat y = vmin(flips ? select<float>(flip_, small, large) : large, splat(1.0f));
     return gaps ? keep<float>(available(x_[j]), y) : y;
   }
 
