@@ -16,7 +16,6 @@ import functools
 import importlib
 import warnings
 from collections.abc import Callable, Iterator
-from importlib import metadata
 from importlib.util import find_spec
 from typing import Any
 
@@ -73,11 +72,6 @@ def available() -> bool:
     except ImportError:  # Triton is installed but cannot be loaded on this machine
         return False
     return True
-
-
-def description() -> str:
-    """The kernels that tensors on a GPU use: `triton 3.7.1` or `torch`."""
-    return f"triton {metadata.version('triton')}" if available() else "torch (Triton is not installed)"
 
 
 def _kernels() -> Any:
