@@ -126,7 +126,7 @@ BENCHMARKS = {
     "layer": Command(
         "bench.settings:read_layer",
         "bench.grid_benchmark:layer",
-        "lml compared with softmax, topk, sort and sigmoid",
+        "lml compared with softmax, topk, sort and a copy",
     ),
     "short": Command(
         "bench.settings:ShortRowsSettings",
