@@ -202,6 +202,16 @@ FIGURES = {
         "figures.sets:main",
         "distance of lml from exact inclusion probabilities",
     ),
+    "benchmarks": Command(
+        "figures.settings:BenchmarksFigureSettings",
+        "bench.speed_report:benchmarks",
+        "time relative to softmax against n, with tables",
+    ),
+    "bandwidth": Command(
+        "figures.settings:BandwidthFigureSettings",
+        "bench.speed_report:bandwidth",
+        "speed of softmax and lml relative to a copy",
+    ),
     "timing": Command(
         "figures.settings:TimingFigureSettings",
         "bench.paper_report:main",
