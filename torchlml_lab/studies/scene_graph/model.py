@@ -4,7 +4,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import conv2d, embedding
 
-from torchlml_lab.studies.scene_graph.batches import Batch
+from torchlml_lab.studies.scene_graph.graphs import Batch
 
 GRID = 8  # cells per side of the masks
 POSITION = 128

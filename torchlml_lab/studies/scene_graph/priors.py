@@ -8,8 +8,7 @@ import torch
 from torch import Tensor
 
 from torchlml_lab.cli_errors import BadInput
-from torchlml_lab.studies.scene_graph.batches import Batch, candidates
-from torchlml_lab.studies.scene_graph.graphs import SceneGraphs
+from torchlml_lab.studies.scene_graph.graphs import Batch, SceneGraphs, candidates
 
 # Added to each frequency before the logarithm, as in Motifs.
 FLOOR = 1e-3

@@ -10,8 +10,7 @@ from accelerate import Accelerator
 from torch import Tensor
 
 from torchlml.metrics import SceneGraphRecall
-from torchlml_lab.studies.scene_graph.batches import Batch, GraphBatches
-from torchlml_lab.studies.scene_graph.graphs import Splits
+from torchlml_lab.studies.scene_graph.graphs import Batch, GraphBatches, Splits
 from torchlml_lab.studies.scene_graph.priors import log_frequencies
 
 KS = (20, 50, 100)

@@ -14,8 +14,7 @@ from torch import Tensor
 from torchlml_lab.engine import loop, run_directory
 from torchlml_lab.engine.output import ProgressBar, new_console, plain_table
 from torchlml_lab.engine.settings import use_threads
-from torchlml_lab.studies.scene_graph.batches import GraphBatches, RegionFeatures
-from torchlml_lab.studies.scene_graph.graphs import Splits
+from torchlml_lab.studies.scene_graph.graphs import GraphBatches, RegionFeatures, Splits
 from torchlml_lab.studies.scene_graph.model import MotifNet
 from torchlml_lab.studies.scene_graph.objectives import method_of
 from torchlml_lab.studies.scene_graph.recalls import (
