@@ -11,7 +11,7 @@ from torch import Tensor
 
 from torchlml.metrics import SceneGraphRecall
 from torchlml_lab.studies.scene_graph.graphs import Batch, GraphBatches, Splits
-from torchlml_lab.studies.scene_graph.priors import log_frequencies
+from torchlml_lab.studies.scene_graph.model import log_frequencies
 
 KS = (20, 50, 100)
 BATCH = 64  # images per batch in evaluation

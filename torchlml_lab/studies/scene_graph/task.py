@@ -16,8 +16,7 @@ from torchlml_lab.engine.run import in_percent, say_test, train
 from torchlml_lab.engine.settings import check as check_settings
 from torchlml_lab.studies.scene_graph import datasets, objectives
 from torchlml_lab.studies.scene_graph.graphs import Batch, GraphBatches, RegionFeatures, Splits, split
-from torchlml_lab.studies.scene_graph.model import MotifNet
-from torchlml_lab.studies.scene_graph.priors import LeaveOneOut, log_frequencies, word_vectors
+from torchlml_lab.studies.scene_graph.model import LeaveOneOut, MotifNet, log_frequencies, word_vectors
 from torchlml_lab.studies.scene_graph.recalls import CHOSEN_BY, RECALLS, measure, score
 from torchlml_lab.studies.scene_graph.settings import EXPERIMENT, Objective, SceneGraphSettings
 
