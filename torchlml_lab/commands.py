@@ -91,7 +91,9 @@ TASKS = {
             "compare methods and seeds, with tuning",
         ),
         evaluate=Command(
-            "studies.scene_graph.settings:EvaluateSettings", "studies.scene_graph.report:main", required=_RUN
+            "studies.scene_graph.settings:EvaluateSettings",
+            "studies.scene_graph.task:evaluate",
+            required=_RUN,
         ),
         predict=Command(
             "studies.scene_graph.settings:PredictSettings",
@@ -99,7 +101,7 @@ TASKS = {
             required=_RUN,
         ),
         step_time=Command(
-            "studies.scene_graph.settings:ObjectiveTimesSettings", "studies.scene_graph.report:step_time"
+            "studies.scene_graph.settings:ObjectiveTimesSettings", "studies.scene_graph.task:step_time"
         ),
     ),
     "recommend": Task(
