@@ -245,7 +245,7 @@ ALL_FIGURES = Command("figures.settings:AllSettings", "commands:draw_all", "ever
 SINGLE = {
     "demo": Command("studies.settings:DemoSettings", "studies.digits.demo:main"),
     "which-k": Command("studies.settings:WhichKSettings", "studies.digits.which_k:main"),
-    "routing": Command("studies.settings:RoutingSettings", "studies.routing.task:main"),
+    "routing": Command("studies.settings:RoutingSettings", "studies.routing:main"),
     "info": Command("info:read_arguments", "info:main"),
     "gpu-check": Command("gpu_check:read_arguments", "gpu_check.check_gpu:main"),
 }
