@@ -116,7 +116,7 @@ TASKS = {
             "recommend.sweep:main",
             "compare models, losses and seeds, with tuning",
         ),
-        evaluate=Command("recommend.settings:EvaluateSettings", "recommend.report:main", required=_RUN),
+        evaluate=Command("recommend.settings:EvaluateSettings", "recommend.training:evaluate", required=_RUN),
         predict=Command("recommend.settings:PredictSettings", "recommend.prediction:main", required=_RUN),
         step_time=Command(
             "recommend.settings:LossTimesSettings", "recommend.training:step_time", required=_RUN
