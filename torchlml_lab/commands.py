@@ -132,7 +132,7 @@ BENCHMARKS = {
     ),
     "short": Command(
         "bench.settings:ShortRowsSettings",
-        "bench.short_rows:main",
+        "bench.targets:short_rows",
         "many short rows, relative to softmax, with targets",
     ),
     "constrained": Command(
@@ -147,7 +147,7 @@ BENCHMARKS = {
     ),
     "balanced": Command(
         "bench.settings:BalancedSettings",
-        "bench.balanced:main",
+        "bench.targets:balanced",
         "balanced_lml relative to lml, with targets",
     ),
     "losses": Command(

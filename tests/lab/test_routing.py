@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from torchlml_lab import cli
-from torchlml_lab.bench import balanced, timing
+from torchlml_lab.bench import targets, timing
 from torchlml_lab.studies import routing
 from torchlml_lab.studies.routing import ROUTERS
 
@@ -117,7 +117,7 @@ def test_bad_options(capsys, monkeypatch, words, needle):
 def test_the_benchmark_prints_its_targets(tmp_path, capsys, monkeypatch):
     monkeypatch.setattr(timing, "_SAMPLE_SECONDS", 1e-6)
     monkeypatch.setattr(timing, "_WARM_UP_SECONDS", 0.0)
-    monkeypatch.setattr(balanced, "_SHAPES", ((64, 8, 2),))
+    monkeypatch.setattr(targets, "_SHAPES", ((64, 8, 2),))
     path = tmp_path / "balanced.csv"
     words = ["bench", "balanced", "--repetitions", "2", "--skews", "0", "--csv", str(path)]
     assert cli.main(words) == 0

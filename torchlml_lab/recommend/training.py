@@ -11,7 +11,6 @@ from accelerate.utils import send_to_device
 from rich.console import Console
 from torch import Tensor, nn
 
-from torchlml_lab import plots
 from torchlml_lab.cli_errors import BadInput
 from torchlml_lab.data.interactions import is_table
 from torchlml_lab.engine import loop, run_directory
@@ -180,6 +179,8 @@ def report(
         accelerator: Determines the device; only this process computes.
         console: The console to print to.
     """
+    from torchlml_lab import plots  # imports matplotlib, which training does not need
+
     scores = {
         str(loss_with_usual_k(trained.settings.loss, trained.settings.k)): of_network(
             trained.model.to(accelerator.device)
