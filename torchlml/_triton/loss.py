@@ -32,7 +32,7 @@ _LABELS = 32
 
 
 class Labels(NamedTuple):
-    """The labels in the form that the kernels take; see `_torch/loss.py`."""
+    """The labels in the form that the kernels take; see `_torch/fast.py`."""
 
     labels: Tensor
     starts: Tensor | None
