@@ -14,9 +14,9 @@ import torch
 from torch import Tensor
 
 from torchlml._arguments import Bound, Canonical, check_k
-from torchlml._autograd import inequality, operators
+from torchlml._autograd import operators
 from torchlml._autograd.chunked_linear import ChunkedLoss, check_linear, logits_like
-from torchlml._autograd.rule import Rule
+from torchlml._autograd.rule import LOG_LML, Rule
 from torchlml._cpu import loader
 from torchlml._reductions import (
     LabelReduction,
@@ -111,7 +111,7 @@ def _through_log_lml(c: Canonical, labels: Labels, bound: Bound = "exactly") -> 
     if not labels.in_every_row:
         # A row without labels contributes nothing, even if it contains a NaN.
         x = torch.where(rows_of(x, c.offsets).broadcast(labels.has_label), x, 0)
-    log_y = inequality.LOG_LML[bound](x, c.k, c.mask, c.offsets)
+    log_y = LOG_LML[bound](x, c.k, c.mask, c.offsets)
     if labels.listed is not None:
         log_y = log_y.gather(-1, labels.listed.clamp(min=0))
     is_label = labels.found

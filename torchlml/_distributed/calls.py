@@ -15,9 +15,9 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from torchlml._arguments import Bound, Canonical, canonical, check_bound, check_k
-from torchlml._autograd import inequality
 from torchlml._autograd import loss as rule
 from torchlml._autograd.chunked_linear import ChunkedLoss, check_linear, logits_like, not_compiled
+from torchlml._autograd.rule import LML, LML_DUAL, LOG_LML
 from torchlml._distributed import autograd
 from torchlml._distributed.dtensor import Layout, read_layout, read_linear_layout
 from torchlml._distributed.group import Agreement, Group, label_group
@@ -26,7 +26,7 @@ from torchlml._reductions import LossSettings, check_labeled_k, has_zero, label_
 from torchlml._rows import Rows, rows_of, work_dtype
 from torchlml._targets import is_multi_hot, read_labels
 
-_LOCAL = {"lml": inequality.LML, "log_lml": inequality.LOG_LML, "lml_dual": inequality.LML_DUAL}
+_LOCAL = {"lml": LML, "log_lml": LOG_LML, "lml_dual": LML_DUAL}
 
 
 @not_compiled
