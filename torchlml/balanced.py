@@ -6,7 +6,6 @@ A call has a batch of problems, or one problem whose rows are split across proce
 from __future__ import annotations
 
 import math
-import zlib
 from typing import Any, Literal, NamedTuple, cast
 
 import torch
@@ -15,7 +14,6 @@ from torch.autograd import forward_ad
 
 from torchlml._arguments import autocasts, check_bound, check_number, check_real, check_tensor, expand
 from torchlml._balanced.matrix import Extent, Matrix, project
-from torchlml._balanced.processes import Processes
 
 ColumnBound = Literal["exactly", "at_most"]
 
@@ -146,7 +144,7 @@ def _project(
         if count == 0:
             found = [(own.x, own.k, own.x.new_zeros(0, columns))]
     else:
-        own, extent = _agree(x, k, capacity, mask, bound, start, Processes(group))
+        own, extent = _agree(x, k, capacity, mask, bound, start, group)
         found = [project(_matrix(own, 0), extent, dual)]
     half = x.dtype in (torch.bfloat16, torch.float16)
     dtype = torch.float32 if half and autocasts(x.device.type) else x.dtype
@@ -173,13 +171,17 @@ def _matrix(own: _Arguments, i: int) -> Matrix:
 
 
 def _agree(
-    x: Any, k: Any, capacity: Any, mask: Any, bound: Any, start: Any, processes: Processes
+    x: Any, k: Any, capacity: Any, mask: Any, bound: Any, start: Any, group: Any
 ) -> tuple[_Arguments, Extent]:
     """Check the arguments on all processes, and exchange the sizes and totals: one round."""
+    from torchlml._distributed import group as groups  # takes long to import, and few calls need it
+
+    processes = groups.label_group(group)
     carries = isinstance(x, Tensor) and x.device.type != "meta"
     device = x.device if carries else torch.device("cpu")
-
-    def read_own() -> tuple[_Arguments, dict[str, Any]]:
+    problem: Exception | None = None
+    told: dict[str, Any]
+    try:
         own = _read(x, k, capacity, mask, bound, start)
         if x.dim() != 2:
             raise ValueError(
@@ -189,16 +191,20 @@ def _agree(
             "function": "balanced_lml",
             "dtype": str(x.dtype),
             "number of columns": x.shape[1],
-            "capacity": _fingerprint(own.capacity),
-            "start": _fingerprint(own.start),
+            "capacity": "None" if own.capacity is None else groups.fingerprint(own.capacity),
+            "start": "None" if own.start is None else groups.fingerprint(own.start),
             "bound": bound,
             "need for gradients": torch.is_grad_enabled()
             and any(isinstance(t, Tensor) and t.requires_grad for t in (x, k, capacity)),
         }
-        told = {"rows": x.shape[0], "total": float(own.k.detach().sum()), "range": own.range}
-        return own, {"same": same, "masked": own.masked, **told}
-
-    own, everyone = processes.agree(device, read_own)
+        total = float(own.k.detach().sum())
+        told = {"same": same, "masked": own.masked, "rows": x.shape[0], "range": own.range, "total": total}
+    except Exception as error:  # the others wait for a message
+        problem, told = error, {"error": str(error)[:300]}
+    everyone = groups.exchange(processes, device, told)
+    if problem is not None:
+        raise problem
+    groups.check_agreement(everyone)
     extent = Extent(
         rows=[int(told["rows"]) for told in everyone],
         totals=[float(told["total"]) for told in everyone],
@@ -207,14 +213,6 @@ def _agree(
         processes=processes,
     )
     return own, extent
-
-
-def _fingerprint(t: Tensor | None) -> str:
-    """A text that tells equal tensors from different ones."""
-    if t is None:
-        return "None"
-    content = bytes(t.detach().cpu().contiguous().flatten().view(torch.uint8).tolist())
-    return f"a tensor with the checksum {zlib.crc32(content):08x}"
 
 
 _DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16)

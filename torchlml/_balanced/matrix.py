@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from torchlml._balanced.processes import Processes
 from torchlml._balanced.schur import Weights, conjugate_gradients, dense_solve, laplacian, weights
 from torchlml._balanced.solve import Problem, sample_size, solve
 from torchlml.projection import lml_dual
+
+if TYPE_CHECKING:  # takes long to import, and few calls need it
+    from torchlml._distributed.group import LabelGroup
 
 # Up to this many multiplications, the Schur complement as a matrix costs less than iterations.
 _SMALL = 2**21
@@ -38,7 +40,7 @@ class Extent(NamedTuple):
     totals: list[float]  # of k
     range: float  # the largest finite |x|
     masked: bool
-    processes: Processes | None
+    processes: LabelGroup | None
 
 
 class Settings(NamedTuple):
@@ -145,12 +147,21 @@ def _known_entries(x: Tensor, k: Tensor, capacity: Tensor, s: Settings) -> _Know
 
 
 def _sample(problem: Problem, k: Tensor, s: Settings) -> Problem | None:
-    """With several processes and no first guess, rows of all of them."""
+    """With several processes and no first guess, some rows in proportion to those of each: one round."""
     processes = s.extent.processes
     if processes is None or s.start is not None:
         return None
-    own = problem.k if isinstance(problem.k, Tensor) else k
-    x, ks = processes.sample(problem.x, own, s.extent.rows, sample_size(problem))
+    x, ks = problem.x, problem.k if isinstance(problem.k, Tensor) else k
+    size, total = sample_size(problem), max(sum(s.extent.rows), 1)
+    wanted = [min(rows, -(-size * rows // total)) for rows in s.extent.rows]
+    own = wanted[processes.rank]
+    taken = torch.arange(own, device=x.device) * max(1, x.shape[0] // max(own, 1))
+    # The messages have one size. A row with k = 0 has no effect.
+    part = x.new_zeros((max(wanted), x.shape[1] + 1), dtype=torch.float32)
+    part[:own, :-1] = x[taken]
+    part[:own, -1] = ks[taken]
+    parts = processes.gather(part).flatten(0, 1)
+    x, ks = parts[:, :-1], parts[:, -1].double()
     return replace(problem, x=x, k=ks, rows=len(ks), total=float(ks.sum()))
 
 
@@ -184,7 +195,7 @@ def _gradients(
 
 
 def _solve_columns(
-    known: Weights, columns: Tensor, free: Tensor, anchored: bool, processes: Processes | None
+    known: Weights, columns: Tensor, free: Tensor, anchored: bool, processes: LabelGroup | None
 ) -> Tensor:
     n = len(columns)
     off_diagonal = None

@@ -11,14 +11,16 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, replace
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 from torch import Tensor
 
-from torchlml._balanced.processes import Processes
 from torchlml._balanced.schur import Weights, conjugate_gradients, dense_solve, laplacian, weights
 from torchlml.projection import lml, lml_dual
+
+if TYPE_CHECKING:  # takes long to import, and few calls need it
+    from torchlml._distributed.group import LabelGroup
 
 # Relative errors of the column sums: Newton's method stops at the first, the second is guaranteed.
 _GOAL = {torch.float32: 7e-5, torch.float64: 1e-11}
@@ -40,7 +42,7 @@ class Problem:
     total: float  # the sum of k over these rows
     range: float  # the largest finite |x|
     resolution: float = 0.0  # the relative rounding error of the given capacities
-    processes: Processes | None = None
+    processes: LabelGroup | None = None
 
     def cast(self, dtype: torch.dtype) -> Problem:
         """The same problem in another dtype."""
@@ -201,12 +203,14 @@ def _evaluate(problem: Problem, mu: Tensor, dense: bool, scratch: Tensor) -> Poi
     sums = y.sum(0).double()
     off_diagonal = laplacian(weights(torch.addcmul(y, y, y, value=-1))) if dense else None
     if problem.processes is not None:
+        from torchlml._distributed.group import add_up
+
         n = len(sums)
         assert off_diagonal is not None
         parts = problem.processes.gather(torch.cat([mu, sums, off_diagonal.flatten()]))
         # All processes continue from the same bits, even if their arithmetic differs.
         mu = parts[0, :n]
-        both = problem.processes.add(parts[:, n:])
+        both = add_up(parts[:, n:])
         sums, off_diagonal = both[:n], both[n:].view(n, n)
     c = problem.capacity
     gradient = torch.where(c > 0, sums - c, 0)
