@@ -19,8 +19,7 @@ from torch import Tensor
 from torchlml._autograd import operators
 from torchlml._distributed import sums
 from torchlml._distributed.group import LabelGroup, add_up
-from torchlml._distributed.selection import select
-from torchlml._distributed.sums import FiniteLabels, evaluate, evaluate_labels
+from torchlml._distributed.sums import FiniteLabels, evaluate, evaluate_labels, select
 from torchlml._solve.newton import order_offsets
 
 # Selection handles intervals wider than this, and thresholds further than this from every entry.
