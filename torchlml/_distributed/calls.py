@@ -2,13 +2,16 @@
 
 Each function unwraps the local parts of DTensors, checks that all processes pass matching arguments, computes
 and wraps the result. A DTensor whose labels are not sharded needs no group: its rows are computed locally.
+
+In targets, class indices number the labels of all processes and are the same tensor on each of them. A
+multi-hot contains the columns for the labels of this process.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -19,12 +22,12 @@ from torchlml._autograd import loss as rule
 from torchlml._autograd.chunked_linear import ChunkedLoss, check_linear, logits_like, not_compiled
 from torchlml._autograd.rule import LML, LML_DUAL, LOG_LML
 from torchlml._distributed import autograd
+from torchlml._distributed.autograd import OwnLabels
 from torchlml._distributed.dtensor import Layout, read_layout, read_linear_layout
-from torchlml._distributed.group import Agreement, Group, label_group
-from torchlml._distributed.targets import ShardedRows, ShardedTarget, check_target, read_target
+from torchlml._distributed.group import Agreement, Group, LabelGroup, LabelSplit, fingerprint, label_group
 from torchlml._reductions import LossSettings, check_labeled_k, has_zero, label_divisor, reduce
-from torchlml._rows import Rows, rows_of, work_dtype
-from torchlml._targets import is_multi_hot, read_labels
+from torchlml._rows import DenseRows, Rows, rows_of, work_dtype
+from torchlml._targets import check_weight, is_multi_hot, read_labels, read_target_rows
 
 _LOCAL = {"lml": LML, "log_lml": LOG_LML, "lml_dual": LML_DUAL}
 
@@ -268,3 +271,87 @@ def _matching(settings: LossSettings) -> dict[str, Any]:
 def _check_no_offsets(offsets: Tensor | None) -> None:
     if offsets is not None:
         raise ValueError("`offsets` must be None if rows are sharded across processes; pass dense rows.")
+
+
+class ShardedTarget(NamedTuple):
+    """A validated target: (R, L) int64 with unique labels and negative padding, or a multi-hot (R, n)."""
+
+    rows: Tensor
+    weight: Tensor | None  # one per class of this process
+    split: LabelSplit
+
+    def own(self, some: slice = slice(None)) -> OwnLabels:
+        """Return the labels of some rows that belong to this process."""
+        rows, start = self.rows[some], self.split.start
+        if rows.dtype == torch.int64:
+            end = start + self.split.labels[self.split.group.rank]
+            row, column = ((rows >= start) & (rows < end)).nonzero().unbind(-1)
+            place = rows[row, column] - start
+            counts = torch.ones_like(row, dtype=torch.float64)
+        else:
+            row, place = rows.nonzero().unbind(-1)
+            counts = rows[row, place].double()
+        weight = counts if self.weight is None else counts * self.weight.double()[place]
+        return OwnLabels(row, place, weight)
+
+    def has_label(self) -> Tensor:
+        """Whether each row has a label on any process: one round for a multi-hot."""
+        if self.rows.dtype == torch.int64:
+            return (self.rows >= 0).any(-1)
+        return self.split.group.sum((self.rows != 0).any(-1).long()) > 0
+
+
+def check_target(c: Canonical, target: Tensor, weight: Tensor | None, ignore_index: int) -> dict[str, Any]:
+    """Check the target as far as one process can; return the properties that must match on all processes.
+
+    `c` describes the logits of this process.
+    """
+    if any(isinstance(t, Tensor) and t.requires_grad for t in (weight, target)):
+        raise ValueError(
+            "`weight` and `target` must not require a gradient if the labels are sharded across processes."
+        )
+    if isinstance(target, Tensor) and target.dtype in (torch.int64, torch.uint8):
+        if weight is not None:
+            check_weight(c, weight)
+        return {"target": fingerprint(target), "ignore_index": ignore_index}
+    read_target_rows(c, target, weight, ignore_index)
+    return {"kind of target": str(target.dtype)}
+
+
+def read_target(
+    c: Canonical, target: Tensor, weight: Tensor | None, ignore_index: int, split: LabelSplit
+) -> ShardedTarget:
+    """Read a validated target. Invalid class indices raise the same error on every process."""
+    if is_multi_hot(target):
+        return ShardedTarget(target.reshape(c.x.shape[0], target.shape[-1]), weight, split)
+    everything = c._replace(
+        x=c.x.detach().new_zeros(()).expand(c.x.shape[0], split.total),
+        mask=None,
+        outer=torch.Size([*c.row_shape, split.total]),
+    )
+    labels = read_labels(everything, target, None, ignore_index)
+    assert labels.listed is not None
+    return ShardedTarget(labels.listed, weight, split)
+
+
+class ShardedRows(DenseRows):
+    """Rows of which this process has some columns; `sum` and `top` cover all columns, in 1–2 rounds."""
+
+    def __init__(self, x: Tensor, group: LabelGroup, total: int) -> None:
+        super().__init__(x, differentiable=True)
+        self.longest = total
+        self._group = group
+
+    def sum(self, t: Tensor) -> Tensor:
+        """Sum over each row; for a bool tensor, count the True entries."""
+        return self._group.sum(t.sum(-1))
+
+    def top(self, x: Tensor, count: int, values: Tensor) -> tuple[Tensor, Tensor]:
+        """Return the `count` largest entries of each row, descending, and the `values` at their positions."""
+        largest, found = super().top(x, count, values.to(self.wide))
+        largest, place = self._all_columns(largest).topk(count)
+        return largest, self._all_columns(found).gather(-1, place)
+
+    def _all_columns(self, own: Tensor) -> Tensor:
+        """Gather the columns of all processes, in order."""
+        return self._group.gather(own.contiguous()).movedim(0, 1).flatten(1)
