@@ -16,10 +16,21 @@ import torch
 from torch import Tensor
 from torch.nn.functional import linear
 
-from torchlml._arguments import Canonical, autocasts, check_tensor, readable
+from torchlml._arguments import Bound, Canonical, autocasts, check_k, check_tensor, readable
+from torchlml._autograd.loss import lml_loss
 from torchlml._autograd.rule import differentiate_again, is_plain, needs_no_graph, wants_graph
-from torchlml._reductions import Reduction, mean_divisor
+from torchlml._cpu import loader
+from torchlml._reductions import (
+    LabelReduction,
+    LossSettings,
+    Reduction,
+    check_labeled_k,
+    has_zero,
+    label_divisor,
+    mean_divisor,
+)
 from torchlml._rows import work_dtype
+from torchlml._targets import TargetRows, read_target_rows
 
 RowLoss = Callable[[Tensor, Tensor, slice, bool], Tensor]
 """(logits of some rows, their k, the slice of these rows in the batch, whether the backward pass may
@@ -164,6 +175,55 @@ def rows_within(memory: int, labels: int, dtype: torch.dtype, in_place: bool) ->
 
 # Gradients of the input, the weight, the bias and k; None if not requested.
 _Gradients = tuple[Tensor | None, Tensor | None, Tensor | None, Tensor | None]
+
+
+@dataclass(frozen=True)
+class LMLRowLoss:
+    """The LML loss as a row loss."""
+
+    target: TargetRows
+    label_reduction: LabelReduction
+    bound: Bound
+
+    def __call__(self, logits: Tensor, k: Tensor, rows: slice, overwrite: bool) -> Tensor:
+        """Compute the losses of some rows."""
+        c, labels = Canonical(logits, k, None, None, None), self.target[rows]
+        divisor = label_divisor(labels, self.label_reduction)
+        return lml_loss(c, labels, divisor, "none", self.bound, overwrite=overwrite and self.in_place(logits))
+
+    def in_place(self, like: Tensor) -> bool:
+        """Whether logits on the device of `like` can be overwritten with their gradient."""
+        return self.bound == "exactly" and like.device.type == "cpu" and loader.loaded()
+
+
+def linear_lml_loss(
+    input: Tensor,
+    linear_weight: Tensor,
+    linear_bias: Tensor | None,
+    target: Tensor,
+    k: float | Tensor,
+    weight: Tensor | None,
+    settings: LossSettings,
+    memory_limit: int,
+) -> Tensor:
+    """Check the arguments of the loss of a linear layer, and compute it in chunks."""
+    settings.check()
+    check_linear(input, linear_weight, linear_bias, memory_limit)
+    n = linear_weight.shape[0]
+    k = check_k(k, input.shape[:-1], None if settings.bound == "at_most" else n, input.device, "input")
+    rows = read_target_rows(logits_like(input, n), target, weight, settings.ignore_index)
+    if has_zero(k, settings.bound):
+        check_labeled_k(k, rows.has_label)
+    loss = LMLRowLoss(rows, settings.label_reduction, settings.bound)
+    chunked = ChunkedLoss(
+        loss,
+        rows.has_label,
+        settings.reduction,
+        memory_limit,
+        in_place=loss.in_place(input),
+        at_once=rows.weights_need_gradient,
+    )
+    return chunked(input, linear_weight, linear_bias, k)
 
 
 class _Chunked(torch.autograd.Function):

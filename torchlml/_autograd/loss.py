@@ -6,30 +6,22 @@ logits in between.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from itertools import product
 from typing import Any, get_args
 
 import torch
 from torch import Tensor
 
-from torchlml._arguments import Bound, Canonical, check_k
+from torchlml._arguments import Bound, Canonical
 from torchlml._autograd import operators
-from torchlml._autograd.chunked_linear import ChunkedLoss, check_linear, logits_like
 from torchlml._autograd.rule import LOG_LML, Rule
-from torchlml._cpu import loader
 from torchlml._reductions import (
-    LabelReduction,
-    LossSettings,
     Reduction,
-    check_labeled_k,
-    has_zero,
-    label_divisor,
     mean_divisor,
     reduce_losses,
 )
 from torchlml._rows import rows_of, work_dtype
-from torchlml._targets import Labels, TargetRows, read_target_rows
+from torchlml._targets import Labels
 
 
 def lml_loss(
@@ -53,55 +45,6 @@ def lml_loss(
     rule = _RULES[reduction, labels.complete, overwrite]
     loss = rule(c.x, c.k, c.mask, c.offsets, observed.contiguous(), labels.starts, weight, divisor)
     return c.restore_rows(loss) if reduction == "none" else loss
-
-
-@dataclass(frozen=True)
-class LMLRowLoss:
-    """The LML loss as a row loss of `chunked_linear`."""
-
-    target: TargetRows
-    label_reduction: LabelReduction
-    bound: Bound
-
-    def __call__(self, logits: Tensor, k: Tensor, rows: slice, overwrite: bool) -> Tensor:
-        """Compute the losses of some rows."""
-        c, labels = Canonical(logits, k, None, None, None), self.target[rows]
-        divisor = label_divisor(labels, self.label_reduction)
-        return lml_loss(c, labels, divisor, "none", self.bound, overwrite=overwrite and self.in_place(logits))
-
-    def in_place(self, like: Tensor) -> bool:
-        """Whether logits on the device of `like` can be overwritten with their gradient."""
-        return self.bound == "exactly" and like.device.type == "cpu" and loader.loaded()
-
-
-def linear_lml_loss(
-    input: Tensor,
-    linear_weight: Tensor,
-    linear_bias: Tensor | None,
-    target: Tensor,
-    k: float | Tensor,
-    weight: Tensor | None,
-    settings: LossSettings,
-    memory_limit: int,
-) -> Tensor:
-    """Check the arguments of the loss of a linear layer, and compute it in chunks."""
-    settings.check()
-    check_linear(input, linear_weight, linear_bias, memory_limit)
-    n = linear_weight.shape[0]
-    k = check_k(k, input.shape[:-1], None if settings.bound == "at_most" else n, input.device, "input")
-    rows = read_target_rows(logits_like(input, n), target, weight, settings.ignore_index)
-    if has_zero(k, settings.bound):
-        check_labeled_k(k, rows.has_label)
-    loss = LMLRowLoss(rows, settings.label_reduction, settings.bound)
-    chunked = ChunkedLoss(
-        loss,
-        rows.has_label,
-        settings.reduction,
-        memory_limit,
-        in_place=loss.in_place(input),
-        at_once=rows.weights_need_gradient,
-    )
-    return chunked(input, linear_weight, linear_bias, k)
 
 
 def _through_log_lml(c: Canonical, labels: Labels, bound: Bound = "exactly") -> Tensor:

@@ -18,6 +18,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from torchlml._arguments import Bound, Canonical, canonical, check_bound, check_k
+from torchlml._autograd import chunked_linear
 from torchlml._autograd import loss as rule
 from torchlml._autograd.chunked_linear import ChunkedLoss, check_linear, logits_like, not_compiled
 from torchlml._autograd.rule import LML, LML_DUAL, LOG_LML
@@ -170,7 +171,7 @@ def _linear(
 ) -> Tensor:
     """Compute the loss of local tensors."""
     if group is None:
-        return rule.linear_lml_loss(
+        return chunked_linear.linear_lml_loss(
             input, linear_weight, linear_bias, target, k, weight, settings, memory_limit
         )
     with Agreement(group, input) as agreement:

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from torchlml._arguments import Bound, Canonical, check_bound, check_integer_k
-from torchlml._autograd import loss as rule
+from torchlml._autograd import chunked_linear
 from torchlml._autograd.chunked_linear import (
     ChunkedLoss,
     check_linear,
@@ -83,7 +83,7 @@ def linear_lml_loss(
         from torchlml._distributed import calls
 
         return calls.linear_lml_loss(*arguments, group)
-    return rule.linear_lml_loss(*arguments)
+    return chunked_linear.linear_lml_loss(*arguments)
 
 
 class LinearLMLLoss(TopKLoss):
