@@ -23,7 +23,6 @@ LAYERS = [
     "_nested",
     "_arguments",
     "_targets",
-    "_reductions",
     "_autograd",
     "_capped",
     "_distributed",

@@ -17,18 +17,18 @@ from torch import Tensor
 from torch.nn.functional import linear
 
 from torchlml._arguments import Bound, Canonical, autocasts, check_k, check_tensor, readable
-from torchlml._autograd.loss import lml_loss
-from torchlml._autograd.rule import differentiate_again, is_plain, needs_no_graph, wants_graph
-from torchlml._cpu import loader
-from torchlml._reductions import (
+from torchlml._autograd.loss import (
     LabelReduction,
     LossSettings,
     Reduction,
     check_labeled_k,
     has_zero,
     label_divisor,
+    lml_loss,
     mean_divisor,
 )
+from torchlml._autograd.rule import differentiate_again, is_plain, needs_no_graph, wants_graph
+from torchlml._cpu import loader
 from torchlml._rows import work_dtype
 from torchlml._targets import TargetRows, read_target_rows
 

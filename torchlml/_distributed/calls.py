@@ -21,12 +21,12 @@ from torchlml._arguments import Bound, Canonical, canonical, check_bound, check_
 from torchlml._autograd import chunked_linear
 from torchlml._autograd import loss as rule
 from torchlml._autograd.chunked_linear import ChunkedLoss, check_linear, logits_like, not_compiled
+from torchlml._autograd.loss import LossSettings, check_labeled_k, has_zero, label_divisor, reduce
 from torchlml._autograd.rule import LML, LML_DUAL, LOG_LML
 from torchlml._distributed import autograd
 from torchlml._distributed.autograd import OwnLabels
 from torchlml._distributed.dtensor import Layout, read_layout, read_linear_layout
 from torchlml._distributed.group import Agreement, Group, LabelGroup, LabelSplit, fingerprint, label_group
-from torchlml._reductions import LossSettings, check_labeled_k, has_zero, label_divisor, reduce
 from torchlml._rows import DenseRows, Rows, rows_of, work_dtype
 from torchlml._targets import check_weight, is_multi_hot, read_labels, read_target_rows
 

@@ -17,8 +17,7 @@ from torchlml._autograd.chunked_linear import (
     logits_like,
     not_compiled,
 )
-from torchlml._distributed import is_sharded
-from torchlml._reductions import (
+from torchlml._autograd.loss import (
     LabelReduction,
     LossSettings,
     Reduction,
@@ -26,6 +25,7 @@ from torchlml._reductions import (
     label_divisor,
     reduce_losses,
 )
+from torchlml._distributed import is_sharded
 from torchlml._targets import TargetRows, read_target_rows
 from torchlml.losses.base import TopKLoss
 from torchlml.losses.truncated_entropy import dense_entropy

@@ -8,8 +8,7 @@ from torch import Tensor
 
 from torchlml._arguments import Bound, canonical, check_bound
 from torchlml._autograd import loss as rule
-from torchlml._distributed import is_sharded
-from torchlml._reductions import (
+from torchlml._autograd.loss import (
     LabelReduction,
     LossSettings,
     Reduction,
@@ -17,6 +16,7 @@ from torchlml._reductions import (
     has_zero,
     label_divisor,
 )
+from torchlml._distributed import is_sharded
 from torchlml._targets import read_labels
 from torchlml.losses.base import TopKLoss
 
