@@ -16,8 +16,7 @@ from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
 from torchlml._arguments import Canonical, check_tensor, readable
-from torchlml._nested import check_jagged
-from torchlml._rows import Rows, rows_of, work_dtype
+from torchlml._rows import Rows, check_jagged, rows_of, work_dtype
 
 _FORMS = (
     "int64 or uint8 (class indices, lists of them padded with `ignore_index`), bool or floating (a multi-hot)"

@@ -20,7 +20,6 @@ LAYERS = [
     "_cpu",
     "_torch",
     "_triton",
-    "_nested",
     "_arguments",
     "_targets",
     "_autograd",
