@@ -8,8 +8,16 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 from torch import Tensor
 
-from torchlml._balanced.schur import Weights, conjugate_gradients, dense_solve, laplacian, weights
-from torchlml._balanced.solve import Problem, sample_size, solve
+from torchlml._balanced.solve import (
+    Problem,
+    Weights,
+    conjugate_gradients,
+    dense_solve,
+    laplacian,
+    sample_size,
+    solve,
+    weights,
+)
 from torchlml.projection import lml_dual
 
 if TYPE_CHECKING:  # takes long to import, and few calls need it
