@@ -32,7 +32,6 @@ LAYERS = [
     "bracketing",
     "constrained",
     "choices",
-    "labels",
     "distributions",
     "losses",
     "metrics",
@@ -131,6 +130,10 @@ def test_no_cycles() -> None:
 
 def test_direction() -> None:
     assert against(EDGES, LAYERS) == []
+
+
+def test_there_are_at_most_sixty_modules() -> None:
+    assert len(list(LIBRARY.rglob("*.py"))) <= 60
 
 
 def test_torch_is_the_only_dependency() -> None:
