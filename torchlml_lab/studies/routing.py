@@ -14,22 +14,11 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import torchlml
+from torchlml_lab import plots
 from torchlml_lab.cli_errors import BadInput
 from torchlml_lab.engine.output import ProgressBar, StudyTable, markdown_table, new_console, plain_table
 from torchlml_lab.engine.settings import use_threads
 from torchlml_lab.files import check_file, check_picture, replacing
-from torchlml_lab.plots import (
-    BLUE,
-    DARK_ORANGE,
-    GREEN,
-    GREY,
-    ORANGE,
-    PAGE,
-    PURPLE,
-    SKY,
-    VERMILION,
-    new_figure,
-)
 from torchlml_lab.studies.settings import RoutingSettings
 
 Routed = tuple[Tensor, Tensor, Tensor]
@@ -206,7 +195,8 @@ class Model(nn.Module):
 
 
 HEADS = ("router", "seeds", "validation loss", "load", "largest load", "validation load", "ms per step")
-_LOOKS = dict(zip(ROUTERS, (GREY, ORANGE, DARK_ORANGE, SKY, GREEN, PURPLE, BLUE, VERMILION), strict=True))
+_COLORS = (plots.GREY, plots.ORANGE, plots.DARK_ORANGE, plots.SKY, plots.GREEN, plots.PURPLE, plots.BLUE)
+_LOOKS = dict(zip(ROUTERS, (*_COLORS, plots.VERMILION), strict=True))
 
 
 @dataclass(frozen=True)
@@ -240,7 +230,7 @@ def draw(rows: Sequence[RoutingRecord], picture: Path) -> None:
         "load": "largest load in training",
         "validation_load": "largest load at inference",
     }
-    with new_figure(picture, PAGE, 2.8) as figure:
+    with plots.new_figure(picture, plots.PAGE, 2.8) as figure:
         for axes, (name, title) in zip(figure.subplots(1, 3), panels.items(), strict=True):
             for router, color in _LOOKS.items():
                 own = [row for row in rows if row.router == router]

@@ -187,13 +187,16 @@ def load(run: Path, moved: MovedData) -> TrainedGraphs:
         The run, with the network on the CPU in evaluation mode.
     """
     best = run_directory.find_best_epoch(EXPERIMENT, run)
-    paths = {field.name: getattr(moved, field.name) for field in fields(MovedData)}
-    settings = run_directory.read_moved(SceneGraphSettings, run, paths)
+    settings = run_directory.read_moved(SceneGraphSettings, run, _paths(moved))
     splits = read(settings)
     regions = read_regions(settings, splits)
     model = network(settings, splits, regions)
     best.load(model)
     return TrainedGraphs(settings, splits, regions, model, best.epoch)
+
+
+def _paths(moved: MovedData) -> dict[str, Any]:
+    return {field.name: getattr(moved, field.name) for field in fields(MovedData)}
 
 
 def evaluate(settings: EvaluateSettings) -> None:
@@ -253,10 +256,11 @@ def _predicates(recall: Tensor, images: Tensor, predicates: tuple[str, ...]) -> 
 
 def step_time(settings: ObjectiveTimesSettings) -> None:
     """Time the training steps of all objectives and print a table."""
-    common = SceneGraphSettings(vg=settings.vg, vrd=settings.vrd, validation=1)
-    if settings.run is not None:
-        moved = {"vg": settings.vg, "vrd": settings.vrd}
-        common = run_directory.read_moved(SceneGraphSettings, settings.run, moved)
+    paths = _paths(settings)
+    if settings.run is None:
+        common = SceneGraphSettings(**paths, validation=1)
+    else:
+        common = run_directory.read_moved(SceneGraphSettings, settings.run, paths)
     k = common.k if settings.k is None else settings.k
     size = loop.checked_size(settings, common.batch_size)
     common = replace(common, k=k, batch_size=size)
