@@ -6,6 +6,7 @@ logits in between.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from itertools import product
 from typing import Any, Literal, NamedTuple, get_args
 
@@ -61,15 +62,16 @@ def reduce(losses: Tensor, labeled: int | Tensor, reduction: Reduction) -> Tenso
     return total / mean_divisor(labeled) if reduction == "mean" else total
 
 
-def check_labeled_k(k: Tensor, has_label: Tensor) -> None:
-    """Raise if k is 0 in a row that has a label: y is 0 there, and the loss would be infinite."""
+def check_labeled_k(k: Tensor, bound: Bound, labeled: Callable[[], Tensor]) -> None:
+    """Raise if k is 0 in a row that has a label: y is 0 there, and the loss would be infinite.
+
+    `labeled` computes whether each row has a label. It is called only if some k is 0, which is rare.
+    """
+    if bound == "at_least" or not readable(k) or bool((k.detach() > 0).all()):
+        return
+    has_label = labeled()
     if readable(has_label) and bool((has_label & ~(k.detach() > 0)).any()):
         raise ValueError("`k` must be positive in every row that has a label, but it is 0 in one of them.")
-
-
-def has_zero(k: Tensor, bound: Bound) -> bool:
-    """Whether some k is 0 and y may be 0, so that labels must be checked; False if k cannot be read."""
-    return bound != "at_least" and readable(k) and not bool((k.detach() > 0).all())
 
 
 def label_divisor(labels: Labels, label_reduction: LabelReduction) -> Tensor | None:

@@ -20,8 +20,14 @@ from torch.distributed.tensor import DTensor
 from torchlml._arguments import Bound, Canonical, canonical, check_bound, check_k
 from torchlml._autograd import chunked_linear
 from torchlml._autograd import loss as rule
-from torchlml._autograd.chunked_linear import ChunkedLoss, check_linear, logits_like, not_compiled
-from torchlml._autograd.loss import LossSettings, check_labeled_k, has_zero, label_divisor, reduce
+from torchlml._autograd.chunked_linear import (
+    ChunkedLoss,
+    LinearLMLArguments,
+    check_linear,
+    logits_like,
+    not_compiled,
+)
+from torchlml._autograd.loss import LossSettings, check_labeled_k, label_divisor, reduce
 from torchlml._autograd.rule import LML, LML_DUAL, LOG_LML
 from torchlml._distributed import autograd
 from torchlml._distributed.autograd import OwnLabels
@@ -91,8 +97,7 @@ def lml_loss(
         c = canonical(logits, k, -1, mask, None, any_k=settings.bound == "at_most", name="logits")
         c = c._replace(x=c.x.to(work_dtype(c.x.dtype)))
         labels = read_labels(c, target, weight, settings.ignore_index)
-        if has_zero(c.k, settings.bound):
-            check_labeled_k(c.k, labels.has_label)
+        check_labeled_k(c.k, settings.bound, lambda: labels.has_label)
         divisor = label_divisor(labels, settings.label_reduction)
         losses, number = rule.lml_loss(c, labels, divisor, "none", settings.bound), labels.per_row
     else:
@@ -108,8 +113,7 @@ def lml_loss(
         observed = read_target(c, target, weight, settings.ignore_index, agreement.split)
         losses, number = autograd.row_losses(c.x, c.k, c.mask, observed.own(), agreement.split)
         # k and the number of labels are the same on all processes, so all take the same branch.
-        if has_zero(c.k, settings.bound):
-            check_labeled_k(c.k, number > 0)
+        check_labeled_k(c.k, settings.bound, lambda: number > 0)
         if settings.label_reduction == "mean":
             losses = losses / number.clamp(min=1)
     losses, has_label = losses.reshape(c.row_shape), number.reshape(c.row_shape) > 0
@@ -121,59 +125,39 @@ def lml_loss(
     return result if half and torch.is_autocast_enabled(logits.device.type) else result.to(logits.dtype)
 
 
-def linear_lml_loss(
-    input: Tensor,
-    linear_weight: Tensor,
-    linear_bias: Tensor | None,
-    target: Tensor,
-    k: float | Tensor,
-    weight: Tensor | None,
-    settings: LossSettings,
-    memory_limit: int,
-    group: Group | None,
-) -> Tensor:
+def linear_lml_loss(given: LinearLMLArguments, group: Group | None) -> Tensor:
     """Compute `linear_lml_loss`."""
-    if not isinstance(linear_weight, DTensor) and not isinstance(input, DTensor):
-        return _linear(input, linear_weight, linear_bias, target, k, weight, settings, memory_limit, group)
-    layout = read_linear_layout(input, linear_weight, group)
+    if not isinstance(given.linear_weight, DTensor) and not isinstance(given.input, DTensor):
+        return _linear(given, group)
+    layout = read_linear_layout(given.input, given.linear_weight, group)
+    settings = given.settings
     settings.check()
-    target, reduction = layout.target(target), settings.reduction
+    target, reduction = layout.target(given.target), settings.reduction
     # The mean over sharded rows divides by their number on all processes, after the sum.
     mean_of_shards = layout.shards_rows and reduction == "mean"
-    result = _linear(
-        layout.local(input, layout.row_placements),
-        layout.per_label(linear_weight),
-        layout.per_label(linear_bias),
+    local = LinearLMLArguments(
+        layout.local(given.input, layout.row_placements),
+        layout.per_label(given.linear_weight),
+        layout.per_label(given.linear_bias),
         target,
-        layout.per_row(k),
-        layout.per_label(weight),
+        layout.per_row(given.k),
+        layout.per_label(given.weight),
         settings._replace(reduction="sum") if mean_of_shards else settings,
-        memory_limit,
-        layout.group,
+        given.memory_limit,
     )
-    if not isinstance(input, DTensor):
+    result = _linear(local, layout.group)
+    if not isinstance(given.input, DTensor):
         return result
     if reduction == "none":
         return layout.wrap_rows(result)
     return layout.reduce_sum(result, _has_label(target, settings, layout) if mean_of_shards else None)
 
 
-def _linear(
-    input: Tensor,
-    linear_weight: Tensor,
-    linear_bias: Tensor | None,
-    target: Tensor,
-    k: float | Tensor,
-    weight: Tensor | None,
-    settings: LossSettings,
-    memory_limit: int,
-    group: Group | None,
-) -> Tensor:
+def _linear(given: LinearLMLArguments, group: Group | None) -> Tensor:
     """Compute the loss of local tensors."""
     if group is None:
-        return chunked_linear.linear_lml_loss(
-            input, linear_weight, linear_bias, target, k, weight, settings, memory_limit
-        )
+        return chunked_linear.linear_lml_loss(given)
+    input, linear_weight, linear_bias, target, k, weight, settings, memory_limit = given
     with Agreement(group, input) as agreement:
         settings.check()
         check_linear(input, linear_weight, linear_bias, memory_limit)
@@ -187,8 +171,7 @@ def _linear(
         agreement.tell("linear_lml_loss", input, k, settings.bound, rows=c.row_shape, labels=n, same=same)
     observed = read_target(c, target, weight, settings.ignore_index, agreement.split)
     # k is the same on all processes, so either all or none of them take part in the round of `has_label`.
-    if has_zero(wide_k, settings.bound):
-        check_labeled_k(wide_k, observed.has_label())
+    check_labeled_k(wide_k, settings.bound, observed.has_label)
     mean = settings.reduction == "mean"
     chunked = ChunkedLoss(
         _ShardedRowLoss(observed, settings.label_reduction == "mean"),
