@@ -92,7 +92,8 @@ class _Project(torch.autograd.Function):
         mu, y = solve(known.problem, s.start, _sample(known.problem, k, s))
         reduced = known.problem
         nu = lml_dual(reduced.x.to(y.dtype) + mu.to(y.dtype), reduced.k) if accurate else x.new_zeros(0)
-        mu = torch.where(known.full, torch.inf, torch.where(known.empty, -torch.inf, mu))
+        if known.empty is not None and known.full is not None:
+            mu = torch.where(known.full, torch.inf, torch.where(known.empty, -torch.inf, mu))
         if known.ones is not None:
             y = torch.where(known.ones, 1, y)
         ctx.settings, ctx.accurate = s, accurate
@@ -120,15 +121,23 @@ class _Known(NamedTuple):
     """The problem without the columns that are known in advance."""
 
     problem: Problem
-    empty: Tensor  # (n,) bool: columns with the capacity 0
-    full: Tensor  # (n,) bool: columns that need all of their available rows
-    ones: Tensor | None  # (R, n) bool: entries of full columns
+    empty: Tensor | None = None  # (n,) bool: columns with the capacity 0
+    full: Tensor | None = None  # (n,) bool: columns that need all of their available rows
+    ones: Tensor | None = None  # (R, n) bool: entries of full columns
 
 
 def _known_entries(x: Tensor, k: Tensor, capacity: Tensor, s: Settings) -> _Known:
     """Check the capacities and remove the columns at their ends, whose multipliers are infinite."""
     extent = s.extent
-    rows = sum(extent.rows)
+    rows, total = sum(extent.rows), sum(extent.totals)
+    uniform: float | Tensor = k if s.uniform is None else s.uniform
+    problem = Problem(
+        x, uniform, capacity, s.at_most, rows, total, extent.range, s.resolution, extent.processes
+    )
+    if not extent.masked and len(capacity):
+        low, high = (float(end) for end in capacity.aminmax())
+        if low > 0 and (s.at_most or high < rows * (1 - 1e-12)):
+            return _Known(problem)
     present = torch.full_like(capacity, rows)
     if extent.masked:
         present = (x > -torch.inf).sum(0).double()
@@ -138,19 +147,16 @@ def _known_entries(x: Tensor, k: Tensor, capacity: Tensor, s: Settings) -> _Know
         _check_columns(capacity, present)
     empty = capacity == 0
     full = ~empty & (capacity >= present * (1 - 1e-12)) & (not s.at_most)
-    uniform: float | Tensor = k if s.uniform is None else s.uniform
     ones = None
     if bool(full.any()):
         ones = full & (x > -torch.inf)
+        capacity = torch.where(full, 0, capacity)
         # A row with too many full columns makes the rest infeasible, which the solver reports.
-        uniform = (k - ones.sum(1)).clamp(min=0)
+        problem = replace(
+            problem, k=(k - ones.sum(1)).clamp(min=0), capacity=capacity, total=float(capacity.sum())
+        )
     if bool((empty | full).any()):
-        x = torch.where(empty | full, -torch.inf, x)
-    capacity = torch.where(full, 0, capacity)
-    total = sum(extent.totals) if ones is None else float(capacity.sum())
-    problem = Problem(
-        x, uniform, capacity, s.at_most, rows, total, extent.range, s.resolution, extent.processes
-    )
+        problem = replace(problem, x=torch.where(empty | full, -torch.inf, x))
     return _Known(problem, empty, full, ones)
 
 

@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import TYPE_CHECKING, NamedTuple
 
 import torch
@@ -47,6 +48,22 @@ class Problem:
     range: float  # the largest finite |x|
     resolution: float = 0.0  # the relative rounding error of the given capacities
     processes: LabelGroup | None = None
+
+    @cached_property
+    def used(self) -> Tensor:
+        """(n,) bool: the columns with a multiplier."""
+        return self.capacity > 0
+
+    @cached_property
+    def all_used(self) -> bool:
+        """Whether every column has a multiplier."""
+        return bool(self.used.all())
+
+    @cached_property
+    def per_capacity(self) -> Tensor:
+        """(n,) float64: turns errors of the column sums into relative errors; 0 for unused columns."""
+        scale = self.capacity.clamp(min=1e-6 * self.total / max(len(self.capacity), 1))
+        return torch.where(self.used, 1 / scale, 0)
 
     def cast(self, dtype: torch.dtype) -> Problem:
         """The same problem in another dtype."""
@@ -220,21 +237,19 @@ def _evaluate(problem: Problem, mu: Tensor, dense: bool, scratch: Tensor) -> Poi
         mu = parts[0, :n]
         both = add_up(parts[:, n:])
         sums, off_diagonal = both[:n], both[n:].view(n, n)
-    c = problem.capacity
-    gradient = torch.where(c > 0, sums - c, 0)
+    gradient = sums - problem.capacity  # 0 in unused columns, which have no entries
     # With a limit, a column below its capacity is right if its multiplier is 0.
-    residual = torch.maximum(gradient, mu * c) if problem.at_most else gradient
-    scale = c.clamp(min=1e-6 * problem.total / max(len(c), 1))
-    error = float(torch.where(c > 0, residual.abs() / scale, 0).max()) if len(c) else 0.0
+    residual = torch.maximum(gradient, mu * problem.capacity) if problem.at_most else gradient
+    error = float((residual * problem.per_capacity).abs().max()) if len(sums) else 0.0
     return Point(mu, y, gradient, error, off_diagonal)
 
 
 def _direction(problem: Problem, point: Point, target: Tensor, known: Weights | None, goal: float) -> Tensor:
     """The Newton step on the columns that are free to move."""
-    used = free = problem.capacity > 0
+    free, anchored = problem.used, False
     if problem.at_most:
-        free = used & ((point.mu < 0) | (point.gradient > 0))
-    anchored = bool((free != used).any())
+        free = problem.used & ((point.mu < 0) | (point.gradient > 0))
+        anchored = bool((free != problem.used).any())
     if known is None:
         assert point.off_diagonal is not None
         return dense_solve(point.off_diagonal, target, free, anchored, 1e-13 * problem.capacity)
@@ -257,7 +272,7 @@ def _targets(
         w = some - some * some
         slope = known.columns
         # A NaN fails below, as slopes of 0 do.
-        ratio = ((w * (1 - 2 * some)).sum(0) / w.sum(0)).double().clamp(0.01, 1)
+        ratio = (1 - 2 * ((w * some).sum(0) / w.sum(0))).double().clamp(0.01, 1)
     aim = slope / ratio * torch.log1p(ratio * change / slope)
     return [torch.where(aim.isfinite(), aim, change), change]
 
@@ -297,7 +312,9 @@ def _normalized(problem: Problem, mu: Tensor) -> Tensor:
 
     With equal totals the mean is 0. With limits the largest multiplier is 0, which lowers f further.
     """
-    used = problem.capacity > 0
+    if problem.all_used and not problem.at_most:
+        return mu - mu.mean()
+    used = problem.used
     if not bool(used.any()):
         return torch.zeros_like(mu)
     if problem.at_most:
@@ -350,16 +367,16 @@ def conjugate_gradients(
         if rho <= tolerance**2 * first or first == 0:
             return q, True
         t = torch.mv(w, p.to(w.dtype)).mul_(inverse)
-        s_p = torch.where(free, d * p - torch.mv(w.T, t).double(), 0)
+        s_p = d * p - torch.mv(w.T, t).double()  # the other columns do not matter: their z and p are 0
         curvature = float(p @ s_p)
         if not curvature > 0:  # rounding: p is a direction that S does not see
             return q, False
         alpha = rho / curvature
-        q = q + alpha * p
-        residual = residual - alpha * s_p
+        q = torch.add(q, p, alpha=alpha)
+        residual = torch.sub(residual, s_p, alpha=alpha)
         z = residual * precondition
         before, rho = rho, float(residual @ z)
-        p = z + (rho / before) * p
+        p = torch.add(z, p, alpha=rho / before)
     return q, rho <= tolerance**2 * first
 
 
