@@ -49,15 +49,10 @@ class SolvedPart:
         return careful.finish(dx, dk, x, self.solution.nu, self.rows)
 
 
-def _solve(
-    values: Tensor,
-    k: Tensor,
-    split: LabelSplit,
-    labels: FiniteLabels | None = None,
-    marks: Tensor | None = None,
-) -> Solution:
+def _solve(values: Tensor, k: Tensor, split: LabelSplit, *labels: Any) -> Solution:
+    """Solve all rows; `labels` are the last two fields of `LocalPart`."""
     k = k.to(torch.float64).expand(values.shape[0])
-    return solve(LocalPart(values.contiguous(), k, split.fraction, labels, marks), split.group, split.bound)
+    return solve(LocalPart(values.contiguous(), k, split.fraction, *labels), split.group, split.bound)
 
 
 def _check_first_derivative() -> None:

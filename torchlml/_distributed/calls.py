@@ -85,7 +85,10 @@ def lml_loss(
     settings: LossSettings,
     group: Group | None,
 ) -> Tensor:
-    """Compute `lml_loss`."""
+    """Compute `lml_loss`.
+
+    The loss of DTensors is a DTensor: one number per row, or reduced over the rows of all processes.
+    """
     layout: Layout | None = None
     if isinstance(logits, DTensor):
         layout = read_layout(logits, -1, group, "logits")
