@@ -1,6 +1,6 @@
-"""Triton kernels. This module chooses the layout of rows on a GPU: blocks, warps, and whether a row is split.
+"""Triton kernels; this module chooses the layout of rows on a GPU: blocks, warps, and whether a row is split.
 
-It does not import triton, which not every system has.
+`self_test` decides when the kernels run. Nothing here imports triton, which not every system has.
 """
 
 from __future__ import annotations
