@@ -128,7 +128,7 @@ BENCHMARKS = {
     "layer": Command(
         "bench.settings:read_layer",
         "bench.grid_benchmark:layer",
-        "lml compared with softmax, topk, sort and sigmoid",
+        "lml compared with softmax, topk, sort and a copy",
     ),
     "short": Command(
         "bench.settings:ShortRowsSettings",
@@ -203,6 +203,16 @@ FIGURES = {
         "figures.settings:SetsFigureSettings",
         "figures.sets:main",
         "distance of lml from exact inclusion probabilities",
+    ),
+    "benchmarks": Command(
+        "figures.settings:BenchmarksFigureSettings",
+        "bench.speed_report:benchmarks",
+        "time relative to softmax against n, with tables",
+    ),
+    "bandwidth": Command(
+        "figures.settings:BandwidthFigureSettings",
+        "bench.speed_report:bandwidth",
+        "speed of softmax and lml relative to a copy",
     ),
     "timing": Command(
         "figures.settings:TimingFigureSettings",

@@ -183,10 +183,13 @@ def _newton(
     for _ in range(most):
         if point.error <= goal:
             return point
+        some = point.y[:: max(1, len(point.y) // 256)].clone()
         if known is None and not dense:
-            known = weights(torch.addcmul(point.y, point.y, point.y, value=-1).float())
+            # Large new tensors cost more in page faults than in arithmetic, so w replaces y.
+            w = point.y.addcmul_(point.y, point.y, value=-1)
+            known, point = weights(w.float()), point._replace(y=w)
         found = None
-        for target in _targets(problem, point, known, careful):
+        for target in _targets(problem, point, some, known, careful):
             if found is None:
                 step = _direction(problem, point, target, known, goal)
                 found = _search(problem, point, step, dense, scratch)
@@ -197,7 +200,8 @@ def _newton(
         point = found
         if point.error < best.error:
             best = point
-    return best
+    # Without dense steps, the y of the best point may have been overwritten.
+    return best if dense or point is best else _evaluate(problem, best.mu, dense, scratch)
 
 
 def _evaluate(problem: Problem, mu: Tensor, dense: bool, scratch: Tensor) -> Point:
@@ -235,12 +239,14 @@ def _direction(problem: Problem, point: Point, target: Tensor, known: Weights | 
         assert point.off_diagonal is not None
         return dense_solve(point.off_diagonal, target, free, anchored, 1e-13 * problem.capacity)
     # An error e becomes about e², and less than the goal is not needed.
-    tolerance = min(0.1, max(0.1 * point.error, 0.1 * goal / point.error, 1e-6))
+    tolerance = min(0.1, max(0.02 * point.error, 0.1 * goal / point.error, 1e-6))
     return conjugate_gradients(known, target, free, anchored, tolerance, 30)[0]
 
 
-def _targets(problem: Problem, point: Point, known: Weights | None, careful: bool) -> list[Tensor]:
-    """The changes of the column sums to aim at, the most promising first."""
+def _targets(
+    problem: Problem, point: Point, some: Tensor, known: Weights | None, careful: bool
+) -> list[Tensor]:
+    """The changes of the column sums to aim at, the most promising first. `some` are rows of Y."""
     change = -point.gradient
     if careful or point.error > 0.5:
         return [change]
@@ -248,10 +254,10 @@ def _targets(problem: Problem, point: Point, known: Weights | None, careful: boo
     # d (exp(r t) - 1) / r, whose inverse aims much better than its tangent. Some rows suffice for r.
     slope, ratio = problem.capacity - change, torch.ones_like(change)
     if known is not None:
-        y = point.y[:: max(1, len(point.y) // 1024)].double()
-        w = y - y * y
+        w = some - some * some
         slope = known.columns
-        ratio = ((w * (1 - 2 * y)).sum(0) / w.sum(0)).clamp(0.01, 1)  # a NaN fails below, as slopes of 0 do
+        # A NaN fails below, as slopes of 0 do.
+        ratio = ((w * (1 - 2 * some)).sum(0) / w.sum(0)).double().clamp(0.01, 1)
     aim = slope / ratio * torch.log1p(ratio * change / slope)
     return [torch.where(aim.isfinite(), aim, change), change]
 

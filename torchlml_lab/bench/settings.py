@@ -105,7 +105,7 @@ QUICK: dict[str, Any] = {
 
 @dataclass(frozen=True)
 class LayerSettings(GridBenchmarkSettings):
-    """Time lml, topk, sort and sigmoid relative to softmax.
+    """Time lml, topk, sort, sigmoid and a copy relative to softmax.
 
     The two calls of a ratio are only milliseconds apart, so the ratio is reliable on a noisy machine.
     """

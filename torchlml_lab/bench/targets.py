@@ -217,6 +217,9 @@ def balanced(settings: BalancedSettings) -> None:
     file.announce(f"{len(jobs)} matrices of about {settings.seconds:g} s each", console)
     heads = ("balanced_lml", "tokens", "experts", "k", "skew", "ms", "ratio", "target", "met")
     table = plain_table(f"{settings.dtype}: time of a call, and its ratio to lml", heads)
+    # Until a process has freed one large block, glibc gives every freed megabyte back to the system, and page
+    # faults dominate these times. A training process has done that long ago.
+    torch.empty(7 * 2**20)
     with ProgressBar(console) as progress, use_threads(settings.threads):
         task = progress.add_task("matrices", total=len(jobs))
         for (tokens, experts, k), skew in jobs:

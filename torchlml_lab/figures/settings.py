@@ -73,6 +73,22 @@ class RelaxationsSettings(FigureSettings):
 
 
 @dataclass(frozen=True)
+class BenchmarksFigureSettings(FigureSettings):
+    """Draw time relative to softmax against the row length, and write the benchmark tables (.md)."""
+
+    out: Path = Path("torchlml-figures/benchmarks.png")
+    csv: tuple[Path, ...] = ()
+    """CSV files of `torchlml bench layer`, `losses` and `short`; by default your own, else results/."""
+
+
+@dataclass(frozen=True)
+class BandwidthFigureSettings(CsvFigureSettings):
+    """Draw the speed of softmax and lml as a share of the bandwidth of a copy of the same bytes."""
+
+    out: Path = Path("torchlml-figures/bandwidth.png")
+
+
+@dataclass(frozen=True)
 class TimingFigureSettings(CsvFigureSettings):
     """Draw the times of `torchlml bench paper` against k, with one panel per row length."""
 
