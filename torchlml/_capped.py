@@ -67,15 +67,11 @@ class ConstrainedProjection:
             lambda x, k, upper, offsets: x.new_empty((2, k.shape[0])),
             vmap=True,
         )
-        self._rule = Rule(self._forward, self._backward, self._differentiable, inputs=3)
+        self._rule = Rule(self.forward, self._backward, self._differentiable, inputs=3)
 
     def __call__(self, c: Canonical, upper: Tensor) -> Tensor:
         """Compute y of canonical rows; `upper` is 0-d or like x."""
         return self._rule(c.x, c.k, upper, c.mask, c.offsets)
-
-    def _forward(self, *arguments: Tensor | None) -> tuple[Tensor, tuple[Tensor, ...]]:
-        y, nu = self.forward(*arguments)
-        return y, (nu,)
 
     def _backward(self, grad: Tensor, x: Tensor, k: Tensor, upper: Tensor, *rest: Any) -> Any:
         *rows, nu = rest

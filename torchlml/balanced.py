@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.autograd import forward_ad
 
 from torchlml._arguments import autocasts, check_bound, check_number, check_real, check_tensor, expand
-from torchlml._balanced.matrix import Extent, Matrix, project
+from torchlml._balanced import Extent, Matrix, project
 
 ColumnBound = Literal["exactly", "at_most"]
 

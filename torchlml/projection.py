@@ -72,7 +72,8 @@ def lml(
         from torchlml._distributed import calls
 
         return calls.project("lml", x, k, dim, mask, offsets, bound, group)
-    c = canonical(x, k, dim, mask, offsets, any_k=check_bound(bound) == "at_most", nested=True)
+    any_k = bound != "exactly" and check_bound(bound) == "at_most"
+    c = canonical(x, k, dim, mask, offsets, any_k=any_k, nested=True)
     return c.restore(rule.LML[bound](c.x, c.k, c.mask, c.offsets), dim)
 
 
@@ -100,7 +101,8 @@ def log_lml(
         from torchlml._distributed import calls
 
         return calls.project("log_lml", x, k, dim, mask, offsets, bound, group)
-    c = canonical(x, k, dim, mask, offsets, any_k=check_bound(bound) == "at_most", nested=True)
+    any_k = bound != "exactly" and check_bound(bound) == "at_most"
+    c = canonical(x, k, dim, mask, offsets, any_k=any_k, nested=True)
     return c.restore(rule.LOG_LML[bound](c.x, c.k, c.mask, c.offsets), dim)
 
 
@@ -130,7 +132,8 @@ def lml_dual(
         from torchlml._distributed import calls
 
         return calls.project("lml_dual", x, k, dim, mask, offsets, bound, group)
-    c = canonical(x, k, dim, mask, offsets, any_k=check_bound(bound) == "at_most", nested=True)
+    any_k = bound != "exactly" and check_bound(bound) == "at_most"
+    c = canonical(x, k, dim, mask, offsets, any_k=any_k, nested=True)
     return c.restore_rows(rule.LML_DUAL[bound](c.x, c.k, c.mask, c.offsets))
 
 
@@ -207,9 +210,9 @@ class LML(nn.Module):
         return settings if self.bound == "exactly" else f"{settings}, bound={self.bound!r}"
 
 
-def _value_forward(x: Tensor, *rest: Tensor | None) -> tuple[Tensor, tuple[Tensor, ...]]:
+def _value_forward(x: Tensor, *rest: Tensor | None) -> tuple[Tensor, Tensor]:
     value, nu = _value_operator(x, *rest)
-    return value.to(x.dtype), (nu,)
+    return value.to(x.dtype), nu
 
 
 def _value_backward(

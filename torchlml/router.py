@@ -83,12 +83,9 @@ class TopKRouter(nn.Module):
             raise ValueError(f"`decay` must be a number from 0 to 1 (exclusive), but it is {decay}.")
         if capacity_factor is not None:
             check_number(capacity_factor, "capacity_factor", "None or a finite number of at least 1", 1)
-        self.num_experts = num_experts
-        self.temperature = temperature
-        self.normalize = normalize
-        self.decay = decay
+        self.num_experts, self.group = num_experts, group
+        self.temperature, self.normalize, self.decay = temperature, normalize, decay
         self.capacity_factor = capacity_factor
-        self.group = group
         self.register_buffer("bias", torch.zeros(num_experts))
         self.register_buffer("updates", torch.zeros((), dtype=torch.int64))
 

@@ -17,7 +17,14 @@ from torch import Tensor
 from torch.nn.functional import linear
 
 from torchlml._arguments import Canonical, autocasts, check_k, check_tensor, readable
-from torchlml._autograd import loss as losses
+from torchlml._autograd.loss import (
+    LossSettings,
+    Reduction,
+    check_labeled_k,
+    label_divisor,
+    lml_loss,
+    mean_divisor,
+)
 from torchlml._autograd.rule import differentiate_again, is_plain, needs_no_graph, wants_graph
 from torchlml._cpu import loader
 from torchlml._rows import work_dtype
@@ -58,7 +65,7 @@ class ChunkedLoss:
 
     loss: RowLoss
     has_label: Tensor
-    reduction: losses.Reduction
+    reduction: Reduction
     memory_limit: int
     labels: int | None = None
     sum_over_group: Callable[[Tensor], Tensor] | None = None
@@ -73,7 +80,7 @@ class ChunkedLoss:
         seed = None
         if self.reduction != "none":
             seed = torch.ones(shape.numel(), dtype=work_dtype(dtype), device=input.device)
-            seed = seed / losses.mean_divisor(self.has_label.sum()) if self.reduction == "mean" else seed
+            seed = seed / mean_divisor(self.has_label.sum()) if self.reduction == "mean" else seed
         labels = weight.shape[0] if self.labels is None else self.labels
         chunk = rows_within(self.memory_limit, labels, dtype, self.in_place)
         # Apply the casts of autocast here, in the same way for chunks and for all logits at once.
@@ -177,7 +184,7 @@ class LinearLMLArguments(NamedTuple):
     target: Tensor
     k: float | Tensor
     weight: Tensor | None
-    settings: losses.LossSettings
+    settings: LossSettings
     memory_limit: int
 
 
@@ -189,13 +196,13 @@ def linear_lml_loss(given: LinearLMLArguments) -> Tensor:
     n = linear_weight.shape[0]
     k = check_k(k, input.shape[:-1], None if settings.bound == "at_most" else n, input.device, "input")
     rows = read_target_rows(logits_like(input, n), target, weight, settings.ignore_index)
-    losses.check_labeled_k(k, settings.bound, lambda: rows.has_label)
+    check_labeled_k(k, settings.bound, lambda: rows.has_label)
     in_place = settings.bound == "exactly" and input.device.type == "cpu" and loader.loaded()
 
     def loss(logits: Tensor, k: Tensor, some: slice, overwrite: bool) -> Tensor:
         c, labels = Canonical(logits, k, None, None, None), rows[some]
-        divisor = losses.label_divisor(labels, settings.label_reduction)
-        return losses.lml_loss(c, labels, divisor, "none", settings.bound, overwrite=overwrite and in_place)
+        divisor = label_divisor(labels, settings.label_reduction)
+        return lml_loss(c, labels, divisor, "none", settings.bound, overwrite=overwrite and in_place)
 
     at_once = rows.weights_need_gradient
     chunked = ChunkedLoss(

@@ -40,7 +40,7 @@ class LocalPart(NamedTuple):
     x: Tensor
     k: Tensor  # (R,), float64
     fraction: float  # the fraction of all labels
-    labels: FiniteLabels | None  # those at finite entries
+    labels: FiniteLabels | None = None  # those at finite entries
     marks: Tensor | None = None  # (R, c), values that the survey also sums over the processes
 
 

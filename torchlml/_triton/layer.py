@@ -17,7 +17,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from torchlml._triton.plan import Launch, stride_of
+from torchlml._triton import Launch, stride_of
 from torchlml._triton.row import LENGTH, locate_part, probability, read, solve_row, write
 
 OF_Y, OF_LOG_Y, OF_NU = 0, 1, 2

@@ -22,9 +22,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from torchlml._triton import Launch, stride_of
 from torchlml._triton import split as triton_split
 from torchlml._triton.layer import _OF_NU, gradient, gradient_of_k, slope
-from torchlml._triton.plan import Launch, stride_of
 from torchlml._triton.row import LENGTH, leave, locate_part, probability, read, solve_row, write
 
 # Lists up to this length are read at once, and a single label needs no list.

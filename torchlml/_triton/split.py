@@ -14,8 +14,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from torchlml._triton import Launch, stride_of
 from torchlml._triton.layer import _OF_LOG_Y, _OF_NU, gradient, read_gradient, slope, write_dk
-from torchlml._triton.plan import Launch, stride_of
 from torchlml._triton.row import (
     LENGTH,
     MAX_STEPS,
