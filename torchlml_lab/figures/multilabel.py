@@ -377,21 +377,22 @@ def missing_labels_page(rows: Sequence[ResultRecord]) -> str:
             continue
         parts.append(f"## {_HEAD_TITLES[head].capitalize()}")
         for measure, title in _ONE_LABEL_HEADS.items():
-            low = ", lower is better" if measure in _LOW else ""
-            said = f"{title}{low}; × 100, mean ± standard deviation over the seeds:"
-            parts.append(markdown_table(said, ("", *datasets), _measure_lines(groups, datasets, measure)))
+            low = "lower" if measure in _LOW else "higher"
+            said = f"× 100, mean ± standard deviation over the seeds, {low} is better:"
+            parts.append(markdown_table(said, (title, *datasets), _measure_lines(groups, datasets, measure)))
         for method in ("lml", "lml-predicted"):
             said = (
-                f"{ONE_LABEL[method].title} minus the best competitor in each measure, × 100, paired by seed, "
-                "mean ± standard deviation:"
+                f"{ONE_LABEL[method].title} minus the best competitor in each measure, × 100, by seed: "
+                "mean ± standard deviation."
             )
             lines = [(name, *_differences(groups, name, method)) for name in datasets]
-            parts.append(markdown_table(said, ("", *_ONE_LABEL_HEADS.values()), lines))
+            heads = (f"{ONE_LABEL[method].title} minus", *_ONE_LABEL_HEADS.values())
+            parts.append(markdown_table(said, heads, lines))
         lines = [
             (ONE_LABEL[method].title, *(_recipe(groups.get((name, method), {})) for name in datasets))
             for method in ONE_LABEL
         ]
-        parts.append(markdown_table("Learning rate and own weight:", ("", *datasets), lines))
+        parts.append(markdown_table("Chosen configurations:", ("learning rate, weight", *datasets), lines))
     published = [row for row in rows if row.draw == "published"]
     if published:
         parts.append("## Published draw of VOC 2012")
@@ -405,7 +406,7 @@ def missing_labels_page(rows: Sequence[ResultRecord]) -> str:
                 if row.head == head
             ]
             said = f"{_HEAD_TITLES[head].capitalize()}, × 100:"
-            parts += [markdown_table(said, ("", *_ONE_LABEL_HEADS.values()), lines)] if lines else []
+            parts += [markdown_table(said, (head, *_ONE_LABEL_HEADS.values()), lines)] if lines else []
     return "\n\n".join(parts) + "\n"
 
 

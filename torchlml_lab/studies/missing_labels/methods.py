@@ -195,6 +195,8 @@ class Method:
     """The three values of its own weight. A method without one tries three times as many learning rates."""
     k: float | None = 1.0
     """k as a multiple of the mean number of labels, or None for a prediction per sample."""
+    start: float | None = None
+    """The probability of every label before training. None means k divided by the number of labels."""
     labels: Literal["one", "all", "validation"] = "one"
     """The labels it learns from: the observed one, all, or all labels of the validation samples alone."""
 
@@ -212,7 +214,7 @@ METHODS = {
     "wan": Method("WAN", weak_negative, weights=(1.0, 3.0, 10.0)),
     "epr": Method("EPR", expected_positive, weights=(1.0, 10.0, 100.0)),
     "role": Method("ROLE", online_estimation, weights=(1.0, 10.0, 100.0)),
-    "em": Method("EM", entropy_maximization, weights=(0.01, 0.1, 0.2)),
+    "em": Method("EM", entropy_maximization, weights=(0.05, 0.2, 0.5), start=0.5),
     "asl": Method("ASL", asymmetric, weights=(1.0, 2.0, 4.0)),
     "softmax": Method("softmax × k", softmax, "softmax"),
     "softmax-predicted": Method("softmax × predicted k", softmax, "softmax", k=None),
@@ -242,4 +244,4 @@ def recipes_of(method: Method) -> list[Recipe]:
     rates = [float(f"{1e-4 * 10 ** (step / 4):.2g}") for step in range(9)]
     if not method.weights:
         return [Recipe(rate, 1.0) for rate in rates]
-    return [Recipe(rate, weight) for rate in rates[2::2][:3] for weight in method.weights]
+    return [Recipe(rate, weight) for rate in rates[1::3] for weight in method.weights]

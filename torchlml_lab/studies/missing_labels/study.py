@@ -118,13 +118,15 @@ class Trained(NamedTuple):
     parameters: list[Tensor]
 
 
-def new_parameters(head: str, features: int, labels: int, k: float, seed: int, count: int) -> list[Tensor]:
+def new_parameters(
+    head: str, features: int, labels: int, start: float, seed: int, count: int
+) -> list[Tensor]:
     """Create the weights and biases of a head, equal for all configurations.
 
-    The last layer has zero weights and the bias for which every probability is k / labels.
+    The last layer has zero weights and the bias for which every probability is `start`.
     """
     generator = torch.Generator().manual_seed(seed)
-    bias = torch.full((1, labels), min(k / labels, 0.9)).logit()
+    bias = torch.full((1, labels), start).logit()
     if head == "linear":
         layers = [torch.zeros(features, labels), bias]
     else:
@@ -207,7 +209,8 @@ def train(
     samples, labels = split.labels.shape
     weights = torch.tensor([recipe.weight for recipe in recipes])
     rates = torch.tensor([recipe.learning_rate for recipe in recipes])
-    parameters = new_parameters(head, split.x.shape[1], labels, split.k, seed, len(recipes))
+    start = split.k / labels if method.start is None else method.start
+    parameters = new_parameters(head, split.x.shape[1], labels, start, seed, len(recipes))
     moments = [[torch.zeros_like(part), torch.zeros_like(part)] for part in parameters]
     estimates = Estimates(split, rates, seed) if method.loss is online_estimation else None
     optimizer, generator = Adam(rates), torch.Generator().manual_seed(seed)
