@@ -70,7 +70,7 @@ class MissingLabelsSettings:
     """The models: `linear`, or `hidden` for one hidden layer of 128 units."""
     seeds: int = 5
     """The number of repetitions with other observed labels and validation samples, at least 1."""
-    steps: int = 500
+    steps: int = 300
     """Training steps of each model, rounded to epochs."""
     minutes: float = 0.0
     """Stop after about this many minutes. The same command continues. 0 means no limit."""

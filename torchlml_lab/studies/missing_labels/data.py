@@ -44,7 +44,7 @@ class Dataset:
     """A published draw of one label for each official training sample."""
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Split:
     """The data of one seed. Only `bce` and the validation may read all labels of a sample."""
 
@@ -88,7 +88,7 @@ def read_dataset(name: str, folder: Path) -> Dataset:
 
 def _read_npz(name: str, path: Path) -> Dataset:
     try:
-        with np.load(path, allow_pickle=False) as arrays:
+        with path.open("rb") as file, np.load(file, allow_pickle=False) as arrays:
             found = {key: arrays[key] for key in arrays if key in ("x", "y", "n_train", "train", "observed")}
     except OSError as error:
         raise BadInput(f"`{path}` cannot be read: {reason(error)}.") from error
@@ -151,7 +151,7 @@ def _labeled_samples(name: str, x: Array, y: Array, train: Array | None, publish
 
 
 def split_of(data: Dataset, seed: int, published: bool = False) -> Split:
-    """Draw the validation samples and the observed labels of a seed, and standardize dense features.
+    """Draw the validation samples and the observed labels of a seed, and scale the features.
 
     Args:
         data: The data set. Without an official split, the test samples are also drawn.
@@ -188,10 +188,13 @@ def split_of(data: Dataset, seed: int, published: bool = False) -> Split:
 
 
 def _standardized(x: Tensor, train: Tensor) -> Tensor:
-    """Scale dense features to mean 0 and variance 1. Sparse ones are unchanged: rare words would explode."""
+    """Scale dense features to mean 0 and variance 1, and sparse ones by one number to a mean square of 1.
+
+    Dividing the features of rare words by their own deviations would make them huge.
+    """
     known = x[train]
     if float((known != 0).float().mean()) < 0.2:
-        return x
+        return x / known.square().mean().sqrt()
     deviation, center = torch.std_mean(known, 0)
     return (x - center) / torch.where(deviation > 1e-6, deviation, 1)
 

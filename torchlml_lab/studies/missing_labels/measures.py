@@ -4,7 +4,7 @@ from typing import NamedTuple
 
 import numpy as np
 import torch
-from scipy import optimize
+from scipy import optimize, special
 from torch import Tensor
 
 BINS = 15
@@ -91,7 +91,7 @@ def recalibrated(scores: Tensor, labels: Tensor) -> Calibration:
 
     def objective(parameters: np.ndarray) -> tuple[float, np.ndarray]:
         z = parameters[0] * standard + parameters[1]
-        error = 1 / (1 + np.exp(-z)) - target
+        error = special.expit(z) - target
         loss = float(np.mean(np.logaddexp(0, z) - z * target))
         return loss, np.array([np.mean(error * standard), np.mean(error)])
 

@@ -173,7 +173,7 @@ def expected_counts(method: Method, split: Split) -> ExpectedCounts:
     """Return k of every sample: a multiple of the mean number of labels, or a prediction."""
     parts = (split.x, split.validation_x, split.test_x)
     if method.k is None:
-        return ExpectedCounts(*predicted_k(split))
+        return _predicted_counts(split)
     k = min(method.k * split.k, 0.9 * split.labels.shape[1])
     return ExpectedCounts(*(torch.full((len(part),), k) for part in parts))
 
@@ -361,9 +361,14 @@ def _dataset(name: str, folder: Path) -> Dataset:
     return read_dataset(name, folder)
 
 
-@lru_cache(maxsize=2)
+@lru_cache(maxsize=8)  # the seeds of a method
 def _split(name: str, folder: Path, seed: int, published: bool) -> Split:
     return split_of(_dataset(name, folder), seed, published)
+
+
+@lru_cache(maxsize=8)
+def _predicted_counts(split: Split) -> ExpectedCounts:
+    return ExpectedCounts(*predicted_k(split))
 
 
 def evaluate(method: Method, split: Split, counts: ExpectedCounts, model: Trained, at: int) -> list[float]:
