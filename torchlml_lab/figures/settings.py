@@ -142,6 +142,13 @@ class RecommendFigureSettings(FigureSettings):
 
 
 @dataclass(frozen=True)
+class MissingLabelsFigureSettings(CsvFigureSettings):
+    """Draw mAP and Brier score of `torchlml missing-labels` by method, and write tables (.md)."""
+
+    out: Path = Path("torchlml-figures/missing-labels.png")
+
+
+@dataclass(frozen=True)
 class WhichKFigureSettings(CsvFigureSettings):
     """Draw the results of `torchlml which-k` against k, and write tables (.md) next to the figure."""
 
