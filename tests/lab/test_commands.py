@@ -75,9 +75,50 @@ def test_a_run_is_needed(capsys, tmp_path, command):
 
 
 @pytest.mark.parametrize("command", ["evaluate", "predict", "step-time"])
-def test_help_without_a_run_is_that_of_every_task(capsys, command):
+def test_help_without_a_run_lists_the_options_of_every_task(capsys, monkeypatch, command):
+    monkeypatch.setenv("COLUMNS", "80")
     assert cli.main([command, "--help"]) == 0
     said = capsys.readouterr().out
+    assert said.startswith(f"usage: torchlml {command} RUN [OPTIONS]\n")
+    assert max(map(len, said.splitlines())) <= 80
     for name, task in TASKS.items():
-        able = getattr(task, command.replace("-", "_")) is not None
-        assert (f"For a run of {name}:" in said) == able
+        entry = getattr(task, command.replace("-", "_"))
+        assert (f"\n  {name} " in said) == (entry is not None)
+        if entry is None:
+            continue
+        assert cli.main([command, name, "--help"]) == 0
+        explained = capsys.readouterr().out
+        assert f"usage: torchlml {command} [-h]" in explained
+        assert " RUN" in explained.splitlines()[0]
+        assert "│ RUN " in explained
+        options = set(re.findall(r"│ (--[a-z-]+)", explained))
+        listed = re.search(rf"^  {name} ((?:.*\n)(?: {{16}}.*\n)*)", said, re.MULTILINE)
+        assert listed is not None
+        assert set(listed[1].split()) == options
+
+
+@pytest.mark.parametrize("name", TASKS)
+def test_the_options_of_training_are_in_groups(capsys, name):
+    assert cli.main(["train", name, "--help"]) == 0
+    said = capsys.readouterr().out
+    boxes = dict(re.findall(r"╭─ (.+?) ─+╮\n(.*?)╰", said, re.DOTALL))
+    assert list(boxes) == ["options", "data options", "model options", "training options", "output options"]
+    assert re.findall(r"│ (--[a-z-]+)", boxes["options"]) == []  # each option is in a group
+    assert "--loss " in boxes["model options"] or "--objective " in boxes["model options"]
+    assert "--epochs " in boxes["training options"]
+    assert "--out " in boxes["output options"]
+
+
+@pytest.mark.parametrize("name", ["multilabel", "recommend"])
+def test_required_options_are_in_the_usage(capsys, name):
+    assert cli.main(["train", name, "--help"]) == 0
+    said = capsys.readouterr().out
+    assert said.startswith(f"usage: torchlml train {name} [-h] --train PATH [OPTIONS]\n")
+    assert re.search(r"--train PATH [^│]*\(required\)|--train PATH (.*\n)+?.*\(required\)", said)
+
+
+def test_the_options_of_a_sweep_come_before_those_of_its_runs(capsys):
+    assert cli.main(["sweep", "recommend", "--help"]) == 0
+    boxes = re.findall(r"╭─ (.+?) ─+╮", capsys.readouterr().out)
+    runs = [f"--run, {group} options" for group in ("data", "model", "training", "output")]
+    assert boxes == ["options", "output options", *runs]

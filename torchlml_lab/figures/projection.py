@@ -252,17 +252,17 @@ def which_relaxation(settings: RelaxationsSettings) -> None:
 
 
 def draw_relaxations(picture: Path) -> None:
-    """Draw three panels: the outputs for k = 3, those of four times the logits, and a gradient."""
+    """Draw three panels: the outputs for k = 3 at two temperatures, and a gradient."""
     x = torch.tensor(RELAXED_ROW, dtype=torch.float64)
     with new_figure(picture, PAGE, 2.8) as figure:
         soft, peaked, gradient = figure.subplots(1, 3, sharex=True)
         peaked.sharey(soft)
-        for axes, row, title in ((soft, x, "Output y, k = 3"), (peaked, 4 * x, "Output y for 4x, k = 3")):
+        for axes, row, title in ((soft, x, "Output y, k = 3"), (peaked, x / 0.25, "y at temperature 0.25")):
             lines = {name: function(row, 3) for name, (function, *_) in RELAXATIONS.items()}
             axes.axhline(1, color=GREY, linewidth=0.6, linestyle=(0, (4, 4)), zorder=0)
             _draw_lines(axes, lines, title)
         soft.set_ylim(-0.06, 1.62)
-        over = (3 * torch.softmax(4 * x, -1))[0].item()
+        over = (3 * torch.softmax(x / 0.25, -1))[0].item()
         peaked.annotate(f"{over:.1f} at label 1", (0.55, 1.5), color=ORANGE, fontsize=7)
         slopes = {}
         for name, (function, *_) in RELAXATIONS.items():
