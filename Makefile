@@ -14,17 +14,17 @@ PIP := $(BIN)/python -m pip --disable-pip-version-check
 STAMP := $(VENV)/.installed
 SOURCES := pyproject.toml constraints.txt $(wildcard setup.py) $(shell find torchlml/_cpu/csrc -type f 2>/dev/null)
 
-CPP := $(wildcard torchlml/_cpu/csrc/*.h torchlml/_cpu/csrc/*.cpp tools/*.cpp)
+CPP := $(wildcard torchlml/_cpu/csrc/*.h torchlml/_cpu/csrc/*.cpp tools/*.h tools/*.cpp)
 WORKFLOWS := $(wildcard .github/workflows/*.yml)
 # The tests that are most likely to fail after a change: arguments, special rows, losses, metrics and public names.
 QUICK := $(addprefix tests/library/test_,arguments.py special_rows.py losses_definitions.py losses_targets.py \
 	losses_modules.py metrics_topk.py compat.py public_names.py)
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-torch quick quick-tests lint format bench pictures asan fuzz wheel sdist test-wheel cross docs docs-serve install clean
+.PHONY: help demo test test-torch quick quick-tests lint format bench pictures asan fuzz fuzz-avx512 wheel sdist test-wheel cross docs docs-serve install clean
 
 help:  ## list the targets
-	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## (.*)/\1\t\2/' | awk -F'\t' '{printf "  make %-12s %s\n", $$1, $$2}'
+	@grep -hE '^[a-z0-9-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z0-9-]+):.*## (.*)/\1\t\2/' | awk -F'\t' '{printf "  make %-12s %s\n", $$1, $$2}'
 
 demo: $(STAMP)  ## train five losses on images with missing labels and write a report
 	$(BIN)/torchlml demo
@@ -82,6 +82,9 @@ asan: $(STAMP)  ## run the compiled kernels under AddressSanitizer and UBSan
 SECONDS ?= 60
 fuzz: $(STAMP)  ## compare the kernel with a float64 reference on random rows, for SECONDS=60
 	$(BIN)/python tools/fuzz.py --seconds $(SECONDS)
+
+fuzz-avx512: $(STAMP)  ## the same for the AVX-512 kernel, emulated on a processor that has only AVX2
+	$(BIN)/python tools/emulate_avx512.py tools/fuzz.py --seconds $(SECONDS)
 
 # auditwheel adds the oldest Linux version that has all required libraries to the file name. torch provides its own
 # library, so it is excluded.

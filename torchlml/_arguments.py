@@ -16,9 +16,7 @@ from typing import Any, Literal, NamedTuple
 import torch
 from torch import Tensor
 
-from torchlml._nested import Jagged
-from torchlml._nested import read as read_nested
-from torchlml._rows import wide_dtype
+from torchlml._rows import Jagged, read_nested, wide_dtype
 
 Bound = Literal["exactly", "at_most", "at_least"]
 

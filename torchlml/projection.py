@@ -14,11 +14,10 @@ from torchlml._arguments import (
     check_limit,
     check_temperature,
 )
-from torchlml._autograd import inequality, operators
-from torchlml._autograd.fast_path import fast_lml
+from torchlml._autograd import operators, rule
 from torchlml._autograd.implicit import SolvedRows
 from torchlml._autograd.operators import ROWS, operator
-from torchlml._autograd.rule import Rule
+from torchlml._autograd.rule import fast_lml
 from torchlml._distributed import is_sharded
 from torchlml._rows import Rows, empty_nu, rows_of
 from torchlml._solve.newton import shifted
@@ -74,7 +73,7 @@ def lml(
 
         return calls.project("lml", x, k, dim, mask, offsets, bound, group)
     c = canonical(x, k, dim, mask, offsets, any_k=check_bound(bound) == "at_most", nested=True)
-    return c.restore(inequality.LML[bound](c.x, c.k, c.mask, c.offsets), dim)
+    return c.restore(rule.LML[bound](c.x, c.k, c.mask, c.offsets), dim)
 
 
 def log_lml(
@@ -102,7 +101,7 @@ def log_lml(
 
         return calls.project("log_lml", x, k, dim, mask, offsets, bound, group)
     c = canonical(x, k, dim, mask, offsets, any_k=check_bound(bound) == "at_most", nested=True)
-    return c.restore(inequality.LOG_LML[bound](c.x, c.k, c.mask, c.offsets), dim)
+    return c.restore(rule.LOG_LML[bound](c.x, c.k, c.mask, c.offsets), dim)
 
 
 def lml_dual(
@@ -132,7 +131,7 @@ def lml_dual(
 
         return calls.project("lml_dual", x, k, dim, mask, offsets, bound, group)
     c = canonical(x, k, dim, mask, offsets, any_k=check_bound(bound) == "at_most", nested=True)
-    return c.restore_rows(inequality.LML_DUAL[bound](c.x, c.k, c.mask, c.offsets))
+    return c.restore_rows(rule.LML_DUAL[bound](c.x, c.k, c.mask, c.offsets))
 
 
 def lml_value(
@@ -270,4 +269,4 @@ def _fill_value(value: Tensor, x: Tensor, k: Tensor, hi: Tensor, rows: Rows) -> 
     return torch.where(infinite & (k > 0) & ~hi.isnan(), torch.inf, value)
 
 
-_value = Rule(_value_forward, _value_backward, _value_differentiable)
+_value = rule.Rule(_value_forward, _value_backward, _value_differentiable)

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from torchlml._arguments import check_integer_k, check_number, check_tensor
-from torchlml._balanced.calls import balanced
+from torchlml.balanced import balanced
 from torchlml.projection import lml
 
 

@@ -93,7 +93,9 @@ TASKS = {
             "compare methods and seeds, with tuning",
         ),
         evaluate=Command(
-            "studies.scene_graph.settings:EvaluateSettings", "studies.scene_graph.report:main", required=_RUN
+            "studies.scene_graph.settings:EvaluateSettings",
+            "studies.scene_graph.task:evaluate",
+            required=_RUN,
         ),
         predict=Command(
             "studies.scene_graph.settings:PredictSettings",
@@ -101,7 +103,7 @@ TASKS = {
             required=_RUN,
         ),
         step_time=Command(
-            "studies.scene_graph.settings:ObjectiveTimesSettings", "studies.scene_graph.report:step_time"
+            "studies.scene_graph.settings:ObjectiveTimesSettings", "studies.scene_graph.task:step_time"
         ),
     ),
     "recommend": Task(
@@ -116,7 +118,7 @@ TASKS = {
             "recommend.sweep:main",
             "compare models, losses and seeds, with tuning",
         ),
-        evaluate=Command("recommend.settings:EvaluateSettings", "recommend.report:main", required=_RUN),
+        evaluate=Command("recommend.settings:EvaluateSettings", "recommend.training:evaluate", required=_RUN),
         predict=Command("recommend.settings:PredictSettings", "recommend.prediction:main", required=_RUN),
         step_time=Command(
             "recommend.settings:LossTimesSettings", "recommend.training:step_time", required=_RUN
@@ -132,7 +134,7 @@ BENCHMARKS = {
     ),
     "short": Command(
         "bench.settings:ShortRowsSettings",
-        "bench.short_rows:main",
+        "bench.targets:short_rows",
         "many short rows, relative to softmax, with targets",
     ),
     "constrained": Command(
@@ -147,7 +149,7 @@ BENCHMARKS = {
     ),
     "balanced": Command(
         "bench.settings:BalancedSettings",
-        "bench.balanced:main",
+        "bench.targets:balanced",
         "balanced_lml relative to lml, with targets",
     ),
     "losses": Command(
@@ -260,7 +262,7 @@ ALL_FIGURES = Command("figures.settings:AllSettings", "commands:draw_all", "ever
 SINGLE = {
     "demo": Command("studies.settings:DemoSettings", "studies.digits.demo:main"),
     "which-k": Command("studies.settings:WhichKSettings", "studies.digits.which_k:main"),
-    "routing": Command("studies.settings:RoutingSettings", "studies.routing.task:main"),
+    "routing": Command("studies.settings:RoutingSettings", "studies.routing:main"),
     "info": Command("info:read_arguments", "info:main"),
     "gpu-check": Command("gpu_check:read_arguments", "gpu_check.check_gpu:main"),
 }

@@ -17,7 +17,7 @@ from torchlml.metrics import SceneGraphRecall
 from torchlml_lab import cli
 from torchlml_lab.engine.settings import use_threads
 from torchlml_lab.studies.scene_graph import datasets, objectives
-from torchlml_lab.studies.scene_graph.batches import GraphBatches
+from torchlml_lab.studies.scene_graph.graphs import GraphBatches
 from torchlml_lab.studies.scene_graph.model import GRID, MotifNet, masks
 from torchlml_lab.studies.scene_graph.recalls import (
     KS,

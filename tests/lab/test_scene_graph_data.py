@@ -13,9 +13,8 @@ import torch
 from tests.support.scene_graphs import OBJECTS, PREDICATES, Drawn, draw, vg_tables, write_vg, write_vrd
 from torchlml_lab.cli_errors import BadInput
 from torchlml_lab.studies.scene_graph import datasets
-from torchlml_lab.studies.scene_graph.batches import GraphBatches, RegionFeatures, candidates
-from torchlml_lab.studies.scene_graph.graphs import split
-from torchlml_lab.studies.scene_graph.priors import LeaveOneOut, log_frequencies, word_vectors
+from torchlml_lab.studies.scene_graph.graphs import GraphBatches, RegionFeatures, candidates, split
+from torchlml_lab.studies.scene_graph.model import LeaveOneOut, log_frequencies, word_vectors
 
 # One pair has two relations and a duplicate, the boxes are unordered, and one image has no relation.
 SMALL = [

@@ -16,10 +16,12 @@ import torch
 from torch import Tensor
 from torch.nn.functional import linear
 
-from torchlml._arguments import Canonical, autocasts, check_tensor, readable
+from torchlml._arguments import Canonical, autocasts, check_k, check_tensor, readable
+from torchlml._autograd import loss as losses
 from torchlml._autograd.rule import differentiate_again, is_plain, needs_no_graph, wants_graph
-from torchlml._reductions import Reduction, mean_divisor
+from torchlml._cpu import loader
 from torchlml._rows import work_dtype
+from torchlml._targets import read_target_rows
 
 RowLoss = Callable[[Tensor, Tensor, slice, bool], Tensor]
 """(logits of some rows, their k, the slice of these rows in the batch, whether the backward pass may
@@ -56,7 +58,7 @@ class ChunkedLoss:
 
     loss: RowLoss
     has_label: Tensor
-    reduction: Reduction
+    reduction: losses.Reduction
     memory_limit: int
     labels: int | None = None
     sum_over_group: Callable[[Tensor], Tensor] | None = None
@@ -71,7 +73,7 @@ class ChunkedLoss:
         seed = None
         if self.reduction != "none":
             seed = torch.ones(shape.numel(), dtype=work_dtype(dtype), device=input.device)
-            seed = seed / mean_divisor(self.has_label.sum()) if self.reduction == "mean" else seed
+            seed = seed / losses.mean_divisor(self.has_label.sum()) if self.reduction == "mean" else seed
         labels = weight.shape[0] if self.labels is None else self.labels
         chunk = rows_within(self.memory_limit, labels, dtype, self.in_place)
         # Apply the casts of autocast here, in the same way for chunks and for all logits at once.
@@ -164,6 +166,42 @@ def rows_within(memory: int, labels: int, dtype: torch.dtype, in_place: bool) ->
 
 # Gradients of the input, the weight, the bias and k; None if not requested.
 _Gradients = tuple[Tensor | None, Tensor | None, Tensor | None, Tensor | None]
+
+
+class LinearLMLArguments(NamedTuple):
+    """The arguments of `linear_lml_loss` without `group`."""
+
+    input: Tensor
+    linear_weight: Tensor
+    linear_bias: Tensor | None
+    target: Tensor
+    k: float | Tensor
+    weight: Tensor | None
+    settings: losses.LossSettings
+    memory_limit: int
+
+
+def linear_lml_loss(given: LinearLMLArguments) -> Tensor:
+    """Check the arguments of the loss of a linear layer, and compute it in chunks."""
+    input, linear_weight, linear_bias, target, k, weight, settings, memory_limit = given
+    settings.check()
+    check_linear(input, linear_weight, linear_bias, memory_limit)
+    n = linear_weight.shape[0]
+    k = check_k(k, input.shape[:-1], None if settings.bound == "at_most" else n, input.device, "input")
+    rows = read_target_rows(logits_like(input, n), target, weight, settings.ignore_index)
+    losses.check_labeled_k(k, settings.bound, lambda: rows.has_label)
+    in_place = settings.bound == "exactly" and input.device.type == "cpu" and loader.loaded()
+
+    def loss(logits: Tensor, k: Tensor, some: slice, overwrite: bool) -> Tensor:
+        c, labels = Canonical(logits, k, None, None, None), rows[some]
+        divisor = losses.label_divisor(labels, settings.label_reduction)
+        return losses.lml_loss(c, labels, divisor, "none", settings.bound, overwrite=overwrite and in_place)
+
+    at_once = rows.weights_need_gradient
+    chunked = ChunkedLoss(
+        loss, rows.has_label, settings.reduction, memory_limit, in_place=in_place, at_once=at_once
+    )
+    return chunked(input, linear_weight, linear_bias, k)
 
 
 class _Chunked(torch.autograd.Function):

@@ -3,19 +3,30 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from torchlml._balanced import arguments
-from torchlml._balanced.processes import Processes
-from torchlml._balanced.schur import Weights, conjugate_gradients, dense_solve, laplacian, weights
-from torchlml._balanced.solve import Problem, sample_size, solve
+from torchlml._balanced.solve import (
+    Problem,
+    Weights,
+    conjugate_gradients,
+    dense_solve,
+    laplacian,
+    sample_size,
+    solve,
+    weights,
+)
 from torchlml.projection import lml_dual
+
+if TYPE_CHECKING:  # takes long to import, and few calls need it
+    from torchlml._distributed.group import LabelGroup
 
 # Up to this many multiplications, the Schur complement as a matrix costs less than iterations.
 _SMALL = 2**21
+# Totals that differ by rounding are equal. The capacities are scaled to the total of the rows.
+_TOTALS = 1e-5
 
 
 class Matrix(NamedTuple):
@@ -37,7 +48,7 @@ class Extent(NamedTuple):
     totals: list[float]  # of k
     range: float  # the largest finite |x|
     masked: bool
-    processes: Processes | None
+    processes: LabelGroup | None
 
 
 class Settings(NamedTuple):
@@ -61,7 +72,7 @@ def project(m: Matrix, extent: Extent, dual: bool) -> tuple[Tensor, Tensor, Tens
         capacity = (total / max(n, 1)).expand(n)
     else:
         held = m.capacity.sum()
-        arguments.check_totals(wanted, float(held.detach()), m.at_most)
+        _check_totals(wanted, float(held.detach()), m.at_most)
         scaled = not m.at_most and float(held.detach()) > 0
         capacity = m.capacity * (total / held) if scaled else m.capacity
     settings = Settings(m.uniform, m.start, m.at_most, m.resolution, extent, dual)
@@ -124,7 +135,7 @@ def _known_entries(x: Tensor, k: Tensor, capacity: Tensor, s: Settings) -> _Know
         if extent.processes is not None:
             present = extent.processes.sum(present)
     if not s.at_most:
-        arguments.check_columns(capacity, present)
+        _check_columns(capacity, present)
     empty = capacity == 0
     full = ~empty & (capacity >= present * (1 - 1e-12)) & (not s.at_most)
     uniform: float | Tensor = k if s.uniform is None else s.uniform
@@ -144,12 +155,21 @@ def _known_entries(x: Tensor, k: Tensor, capacity: Tensor, s: Settings) -> _Know
 
 
 def _sample(problem: Problem, k: Tensor, s: Settings) -> Problem | None:
-    """With several processes and no first guess, rows of all of them."""
+    """With several processes and no first guess, some rows in proportion to those of each: one round."""
     processes = s.extent.processes
     if processes is None or s.start is not None:
         return None
-    own = problem.k if isinstance(problem.k, Tensor) else k
-    x, ks = processes.sample(problem.x, own, s.extent.rows, sample_size(problem))
+    x, ks = problem.x, problem.k if isinstance(problem.k, Tensor) else k
+    size, total = sample_size(problem), max(sum(s.extent.rows), 1)
+    wanted = [min(rows, -(-size * rows // total)) for rows in s.extent.rows]
+    own = wanted[processes.rank]
+    taken = torch.arange(own, device=x.device) * max(1, x.shape[0] // max(own, 1))
+    # The messages have one size. A row with k = 0 has no effect.
+    part = x.new_zeros((max(wanted), x.shape[1] + 1), dtype=torch.float32)
+    part[:own, :-1] = x[taken]
+    part[:own, -1] = ks[taken]
+    parts = processes.gather(part).flatten(0, 1)
+    x, ks = parts[:, :-1], parts[:, -1].double()
     return replace(problem, x=x, k=ks, rows=len(ks), total=float(ks.sum()))
 
 
@@ -183,7 +203,7 @@ def _gradients(
 
 
 def _solve_columns(
-    known: Weights, columns: Tensor, free: Tensor, anchored: bool, processes: Processes | None
+    known: Weights, columns: Tensor, free: Tensor, anchored: bool, processes: LabelGroup | None
 ) -> Tensor:
     n = len(columns)
     off_diagonal = None
@@ -201,3 +221,30 @@ def _solve_columns(
         if accurate:
             return q
     return dense_solve(laplacian(known), columns, free, anchored)
+
+
+def _check_columns(capacity: Tensor, present: Tensor) -> None:
+    """No column may need more than its available rows, whose number is `present`."""
+    wrong = (capacity > present * (1 + _TOTALS)).nonzero()
+    if len(wrong):
+        column = int(wrong[0])
+        raise ValueError(
+            "`capacity` must not exceed the number of available rows of a column, but column "
+            f"{column} has a capacity of {capacity[column]:g} and {int(present[column])} available rows."
+        )
+
+
+def _check_totals(rows: float, columns: float, at_most: bool) -> None:
+    """The totals of the row sums and of the capacities must fit together."""
+    slack = _TOTALS * max(rows, columns)
+    if at_most and columns < rows - slack:
+        raise ValueError(
+            f"The total of `capacity` must be at least that of `k`, but `k` sums to {rows:g} over the rows "
+            f"and `capacity` sums to {columns:g} over the columns."
+        )
+    if not at_most and abs(columns - rows) > slack:
+        raise ValueError(
+            f"`k` and `capacity` must have the same total, but `k` sums to {rows:g} over the rows and "
+            f"`capacity` sums to {columns:g} over the columns. "
+            'With bound="at_most", capacities are upper limits.'
+        )

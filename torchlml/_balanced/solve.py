@@ -2,23 +2,29 @@
 
 The rows are solved exactly for every mu, by `lml`. It remains to minimize the convex function
 f(mu) = sum_i lml_value(x_i + mu, k_i) - c.mu, whose gradient is the error of the column sums and whose
-Hessian is the Schur complement of `schur.py`. A first guess comes from a sample of the rows, and Newton's
-method with conjugate gradients finishes. Where that fails, which takes nearly hard assignments, the solver
-follows a path of falling temperatures with dense Newton steps in float64.
+Hessian is a Schur complement. A first guess comes from a sample of the rows, and Newton's method with
+conjugate gradients finishes. Where that fails, which takes nearly hard assignments, the solver follows a path
+of falling temperatures with dense Newton steps in float64.
+
+With w = y (1 - y), row sums a and column sums d, the derivative of the column sums with respect to the column
+multipliers is S = diag(d) - w' diag(1/a) w. It is a graph Laplacian: symmetric, positive semidefinite, with
+nonpositive off-diagonal entries and S 1 = 0. Solving with it is a Newton step forwards and the whole of the
+backward pass.
 """
 
 from __future__ import annotations
 
 import math
 from dataclasses import dataclass, replace
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 from torch import Tensor
 
-from torchlml._balanced.processes import Processes
-from torchlml._balanced.schur import Weights, conjugate_gradients, dense_solve, laplacian, weights
 from torchlml.projection import lml, lml_dual
+
+if TYPE_CHECKING:  # takes long to import, and few calls need it
+    from torchlml._distributed.group import LabelGroup
 
 # Relative errors of the column sums: Newton's method stops at the first, the second is guaranteed.
 _GOAL = {torch.float32: 7e-5, torch.float64: 1e-11}
@@ -40,7 +46,7 @@ class Problem:
     total: float  # the sum of k over these rows
     range: float  # the largest finite |x|
     resolution: float = 0.0  # the relative rounding error of the given capacities
-    processes: Processes | None = None
+    processes: LabelGroup | None = None
 
     def cast(self, dtype: torch.dtype) -> Problem:
         """The same problem in another dtype."""
@@ -177,10 +183,13 @@ def _newton(
     for _ in range(most):
         if point.error <= goal:
             return point
+        some = point.y[:: max(1, len(point.y) // 256)].clone()
         if known is None and not dense:
-            known = weights(torch.addcmul(point.y, point.y, point.y, value=-1).float())
+            # Large new tensors cost more in page faults than in arithmetic, so w replaces y.
+            w = point.y.addcmul_(point.y, point.y, value=-1)
+            known, point = weights(w.float()), point._replace(y=w)
         found = None
-        for target in _targets(problem, point, known, careful):
+        for target in _targets(problem, point, some, known, careful):
             if found is None:
                 step = _direction(problem, point, target, known, goal)
                 found = _search(problem, point, step, dense, scratch)
@@ -191,7 +200,8 @@ def _newton(
         point = found
         if point.error < best.error:
             best = point
-    return best
+    # Without dense steps, the y of the best point may have been overwritten.
+    return best if dense or point is best else _evaluate(problem, best.mu, dense, scratch)
 
 
 def _evaluate(problem: Problem, mu: Tensor, dense: bool, scratch: Tensor) -> Point:
@@ -201,12 +211,14 @@ def _evaluate(problem: Problem, mu: Tensor, dense: bool, scratch: Tensor) -> Poi
     sums = y.sum(0).double()
     off_diagonal = laplacian(weights(torch.addcmul(y, y, y, value=-1))) if dense else None
     if problem.processes is not None:
+        from torchlml._distributed.group import add_up
+
         n = len(sums)
         assert off_diagonal is not None
         parts = problem.processes.gather(torch.cat([mu, sums, off_diagonal.flatten()]))
         # All processes continue from the same bits, even if their arithmetic differs.
         mu = parts[0, :n]
-        both = problem.processes.add(parts[:, n:])
+        both = add_up(parts[:, n:])
         sums, off_diagonal = both[:n], both[n:].view(n, n)
     c = problem.capacity
     gradient = torch.where(c > 0, sums - c, 0)
@@ -227,12 +239,14 @@ def _direction(problem: Problem, point: Point, target: Tensor, known: Weights | 
         assert point.off_diagonal is not None
         return dense_solve(point.off_diagonal, target, free, anchored, 1e-13 * problem.capacity)
     # An error e becomes about e², and less than the goal is not needed.
-    tolerance = min(0.1, max(0.1 * point.error, 0.1 * goal / point.error, 1e-6))
+    tolerance = min(0.1, max(0.02 * point.error, 0.1 * goal / point.error, 1e-6))
     return conjugate_gradients(known, target, free, anchored, tolerance, 30)[0]
 
 
-def _targets(problem: Problem, point: Point, known: Weights | None, careful: bool) -> list[Tensor]:
-    """The changes of the column sums to aim at, the most promising first."""
+def _targets(
+    problem: Problem, point: Point, some: Tensor, known: Weights | None, careful: bool
+) -> list[Tensor]:
+    """The changes of the column sums to aim at, the most promising first. `some` are rows of Y."""
     change = -point.gradient
     if careful or point.error > 0.5:
         return [change]
@@ -240,10 +254,10 @@ def _targets(problem: Problem, point: Point, known: Weights | None, careful: boo
     # d (exp(r t) - 1) / r, whose inverse aims much better than its tangent. Some rows suffice for r.
     slope, ratio = problem.capacity - change, torch.ones_like(change)
     if known is not None:
-        y = point.y[:: max(1, len(point.y) // 1024)].double()
-        w = y - y * y
+        w = some - some * some
         slope = known.columns
-        ratio = ((w * (1 - 2 * y)).sum(0) / w.sum(0)).clamp(0.01, 1)  # a NaN fails below, as slopes of 0 do
+        # A NaN fails below, as slopes of 0 do.
+        ratio = ((w * (1 - 2 * some)).sum(0) / w.sum(0)).double().clamp(0.01, 1)
     aim = slope / ratio * torch.log1p(ratio * change / slope)
     return [torch.where(aim.isfinite(), aim, change), change]
 
@@ -290,3 +304,111 @@ def _normalized(problem: Problem, mu: Tensor) -> Tensor:
         mu = mu.clamp(max=0)
         return torch.where(used, mu - mu[used].max(), 0)
     return torch.where(used, mu - mu[used].mean(), 0)
+
+
+class Weights(NamedTuple):
+    """w = y (1 - y) of one matrix, with what every product with S needs."""
+
+    w: Tensor  # (R, n)
+    inverse: Tensor  # (R,): 1 / a, and 0 for rows without an undecided entry
+    columns: Tensor  # (n,) float64: d
+
+
+def weights(w: Tensor) -> Weights:
+    """The weights with their sums."""
+    a = w.sum(1)
+    return Weights(w, torch.where(a > 0, 1 / a, 0), w.sum(0).double())
+
+
+def conjugate_gradients(
+    weights: Weights, rhs: Tensor, free: Tensor, anchored: bool, tolerance: float, most: int
+) -> tuple[Tensor, bool]:
+    """Solve S q = rhs on the free columns without forming S. Returns q and whether it is accurate enough.
+
+    Args:
+        weights: The weights of the matrix.
+        rhs: (n,) float64.
+        free: (n,) bool. The other entries of q are 0.
+        anchored: Whether a column with undecided entries is not free. Otherwise q is determined up to a
+            constant.
+        tolerance: The residual at the end, relative to `rhs`, in the norm of the preconditioner.
+        most: The largest number of iterations. Every iterate has a positive inner product with `rhs`, so an
+            early stop still gives a direction of descent.
+
+    Preconditioned by diag(d), S has the eigenvalues 1 - s², s the singular values of the normalized matrix of
+    weights. They are close to 1 unless the logits are nearly a hard assignment, so a few iterations do.
+    """
+    w, inverse, d = weights
+    free = free & (d > 0)
+    precondition = torch.where(free, 1 / d, 0)
+    residual = torch.where(free, rhs, 0) if anchored else _centered(rhs, d, free)
+    q = torch.zeros_like(residual)
+    z = residual * precondition
+    rho = first = float(residual @ z)
+    p = z
+    for _ in range(most):
+        if rho <= tolerance**2 * first or first == 0:
+            return q, True
+        t = torch.mv(w, p.to(w.dtype)).mul_(inverse)
+        s_p = torch.where(free, d * p - torch.mv(w.T, t).double(), 0)
+        curvature = float(p @ s_p)
+        if not curvature > 0:  # rounding: p is a direction that S does not see
+            return q, False
+        alpha = rho / curvature
+        q = q + alpha * p
+        residual = residual - alpha * s_p
+        z = residual * precondition
+        before, rho = rho, float(residual @ z)
+        p = z + (rho / before) * p
+    return q, rho <= tolerance**2 * first
+
+
+def laplacian(weights: Weights) -> Tensor:
+    """S as a matrix in float64, up to its diagonal: minus the products of the weights."""
+    w, inverse, _ = weights
+    s = -(w.T @ (w * inverse[:, None])).double()
+    s.fill_diagonal_(0)
+    return s
+
+
+def dense_solve(
+    off_diagonal: Tensor, rhs: Tensor, free: Tensor, anchored: bool, noise: Tensor | float = 0.0
+) -> Tensor:
+    """Solve S q = rhs on the free columns from the off-diagonal part of S, by Cholesky factorization.
+
+    `noise` is the rounding error of `rhs`. It is added to the diagonal, so that columns without undecided
+    entries do not move by the quotient of two rounding errors.
+
+    The diagonal is the negative sum of the rest of its row. Nothing cancels in it, so S keeps its relative
+    accuracy where it is nearly singular: where groups of columns hardly exchange weight.
+    """
+    diagonal = -off_diagonal.sum(1) + noise
+    free = free & (diagonal > 0)
+    kept = free.nonzero().squeeze(1)
+    q = torch.zeros_like(rhs)
+    if kept.numel() == 0:
+        return q
+    right = (rhs if anchored else _centered(rhs, diagonal, free))[kept]
+    diagonal = diagonal[kept]
+    s = off_diagonal[kept][:, kept] + torch.diag(diagonal)
+    if not anchored:  # S 1 = 0, and this term makes the solution with the mean 0 the only one
+        s = s + diagonal.mean() / len(diagonal)
+    damping = 1e-15
+    while True:
+        factor, failed = torch.linalg.cholesky_ex(s + torch.diag(damping * diagonal))
+        if not failed or damping > 1:
+            break
+        damping *= 100
+    q[kept] = torch.cholesky_solve(right[:, None], factor).squeeze(1)
+    return q
+
+
+def _centered(rhs: Tensor, diagonal: Tensor, free: Tensor) -> Tensor:
+    """Remove the part of a right-hand side that no q reaches: S q sums to 0.
+
+    The sum is taken from the columns in proportion to the diagonal: a decided column could not make up for
+    it.
+    """
+    diagonal = torch.where(free, diagonal, 0)
+    rhs = torch.where(free, rhs, 0)
+    return rhs - diagonal * (rhs.sum() / diagonal.sum().clamp(min=torch.finfo(rhs.dtype).tiny))

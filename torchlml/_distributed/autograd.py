@@ -17,7 +17,6 @@ from torchlml._autograd.rule import gradient_of_k, wants_graph
 from torchlml._distributed.group import LabelGroup, LabelSplit
 from torchlml._distributed.solve import LocalPart, Solution, solve
 from torchlml._distributed.sums import FiniteLabels
-from torchlml._distributed.targets import OwnLabels
 from torchlml._rows import DenseRows
 from torchlml._solve.newton import shifted
 from torchlml._torch import careful
@@ -147,6 +146,14 @@ _FORMULAS = {
     "log_lml": _Formula(_log_y, _gradient_of_log_y),
     "lml_dual": _Formula(_nu, _gradient_of_nu),
 }
+
+
+class OwnLabels(NamedTuple):
+    """The observed labels of this process: their rows, their columns in its logits, and their weights."""
+
+    row: Tensor
+    place: Tensor
+    weight: Tensor
 
 
 def row_losses(x: Tensor, k: Tensor, mask: Tensor | None, labels: OwnLabels, split: LabelSplit) -> Tensor:

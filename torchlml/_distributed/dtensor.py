@@ -16,7 +16,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 
 from torchlml._arguments import check_tensor
-from torchlml._reductions import Reduction, mean_divisor, reduce
+from torchlml._autograd.loss import Reduction, mean_divisor, reduce
 from torchlml._targets import is_multi_hot
 
 

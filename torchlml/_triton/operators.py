@@ -16,7 +16,7 @@ from torchlml._rows import empty_gradients, empty_nu
 from torchlml._triton import layer as triton_layer
 from torchlml._triton import loss as triton_loss
 from torchlml._triton import split as triton_split
-from torchlml._triton.labels import Labels
+from torchlml._triton.loss import Labels
 from torchlml._triton.plan import Launch, Plan, plan
 
 Pair = tuple[Tensor, Tensor]

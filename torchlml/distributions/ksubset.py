@@ -11,8 +11,7 @@ from torch import Tensor
 from torch.distributions import Distribution, constraints, register_kl
 from torch.distributions.utils import lazy_property
 
-from torchlml.distributions._law import Law, uncompiled
-from torchlml.distributions._sampling import sample
+from torchlml.distributions._law import Law, sample, uncompiled
 
 _LARGEST_SUPPORT = 2**26  # entries of the tensor that `enumerate_support` may return
 

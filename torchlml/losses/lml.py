@@ -8,15 +8,8 @@ from torch import Tensor
 
 from torchlml._arguments import Bound, canonical, check_bound
 from torchlml._autograd import loss as rule
+from torchlml._autograd.loss import LabelReduction, LossSettings, Reduction, check_labeled_k, label_divisor
 from torchlml._distributed import is_sharded
-from torchlml._reductions import (
-    LabelReduction,
-    LossSettings,
-    Reduction,
-    check_labeled_k,
-    has_zero,
-    label_divisor,
-)
 from torchlml._targets import read_labels
 from torchlml.losses.base import TopKLoss
 
@@ -82,8 +75,7 @@ def lml_loss(
     settings.check()
     c = canonical(logits, k, -1, mask, offsets, any_k=bound == "at_most", name="logits", nested=True)
     labels = read_labels(c, target, weight, ignore_index)
-    if has_zero(c.k, bound):
-        check_labeled_k(c.k, labels.has_label)
+    check_labeled_k(c.k, bound, lambda: labels.has_label)
     return rule.lml_loss(c, labels, label_divisor(labels, label_reduction), reduction, bound)
 
 

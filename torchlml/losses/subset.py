@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from torchlml._arguments import Canonical, canonical
-from torchlml._reductions import LabelReduction, Reduction, check_reduction, label_divisor, reduce_losses
+from torchlml._autograd.loss import LabelReduction, Reduction, check_reduction, label_divisor, reduce_losses
 from torchlml._targets import Labels, read_labels
 from torchlml.distributions._law import Law, uncompiled
 from torchlml.losses.base import TopKLoss

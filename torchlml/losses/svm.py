@@ -9,7 +9,7 @@ from torch import Tensor
 from torch.nn.functional import logsigmoid, pad
 
 from torchlml._arguments import Canonical, canonical, check_integer_k, check_number, readable
-from torchlml._reductions import Reduction, check_reduction, reduce_losses
+from torchlml._autograd.loss import Reduction, check_reduction, reduce_losses
 from torchlml._rows import wide_dtype, work_dtype
 from torchlml._targets import Labels, read_single_label
 from torchlml.losses.base import TopKLoss

@@ -7,7 +7,7 @@ from torch import Tensor
 from torch.nn.functional import logsigmoid
 
 from torchlml._arguments import Canonical, canonical, check_integer_k
-from torchlml._reductions import LabelReduction, Reduction, check_reduction, label_divisor, reduce_losses
+from torchlml._autograd.loss import LabelReduction, Reduction, check_reduction, label_divisor, reduce_losses
 from torchlml._rows import PackedRows, work_dtype
 from torchlml._targets import Labels, read_labels
 from torchlml.losses.base import TopKLoss

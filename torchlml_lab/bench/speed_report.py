@@ -9,7 +9,7 @@ from torchlml_lab.bench import report
 from torchlml_lab.bench.cases import BASELINE
 from torchlml_lab.bench.measurements import Measurement, latest, read
 from torchlml_lab.bench.report import three_digits
-from torchlml_lab.bench.short_rows import WORKS
+from torchlml_lab.bench.targets import WORKS
 from torchlml_lab.cli_errors import BadInput
 from torchlml_lab.engine.output import markdown_table
 from torchlml_lab.figures import files as sources

@@ -58,17 +58,7 @@ TABLE = StudyTable(AccuracyRecord, lambda row: (row.source, row.loss, row.noise,
 def best_recipes(
     records: Sequence[AccuracyRecord], losses: Sequence[str], path: Path
 ) -> dict[str, tuple[float, ...]]:
-    """For each loss, the learning rate and temperature with the best mean top-k accuracy on validation.
-
-    Args:
-        records: The records of a tuning sweep; their test accuracies are not used.
-        losses: The losses to choose a recipe for.
-        path: The file of the records, for the error.
-
-    Returns:
-        (learning rate, temperature) by loss. A missing loss, or recipes tried with different noise levels or
-        seeds, raise `BadInput`.
-    """
+    """The (learning rate, temperature) of each loss with the best mean top-k accuracy on validation."""
     tried = [Tried(row.loss, row.recipe, (row.noise, row.seed), row.validation_topk) for row in records]
     tuned = "learning rate and temperature"
     return output.best_recipes(tried, losses, path, "loss", tuned, "noise levels and seeds")

@@ -15,8 +15,7 @@ from torch import Tensor
 
 from torchlml_lab.files import replacing
 from torchlml_lab.plots import DARK_ORANGE, GREY, METHODS
-from torchlml_lab.studies.digits.data import CONDITIONS, Images
-from torchlml_lab.studies.digits.model import COLUMNS, Results, spread, values
+from torchlml_lab.studies.digits.model import COLUMNS, CONDITIONS, Images, Results, spread, values
 
 SCALED = "cross-entropy x k"
 

@@ -95,9 +95,9 @@ class MovedData:
     """The current paths of a run's data; only files that have moved need an option."""
 
     vg: Path | None = None
-    """The Visual Genome directory, if it has moved."""
+    """The Visual Genome directory, if it has moved or there is no run."""
     vrd: Path | None = None
-    """The VRD directory, if it has moved."""
+    """The VRD directory, if it has moved or there is no run."""
     glove: Path | None = None
     """The GloVe vectors, if they have moved."""
     counts: Path | None = None
@@ -119,15 +119,11 @@ class EvaluateSettings(MovedData):
 
 
 @dataclass(frozen=True)
-class ObjectiveTimesSettings(StepTimeSettings):
+class ObjectiveTimesSettings(StepTimeSettings, MovedData):
     """Time training steps of all objectives in alternation, on the same images of a run, --vg or --vrd."""
 
     run: Annotated[Path | None, tyro.conf.Positional, tyro.conf.arg(metavar="RUN")] = None
     """A run directory whose data and settings to use; not needed with --vg or --vrd."""
-    vg: Path | None = None
-    """The Visual Genome directory, as for `torchlml train scene-graph`."""
-    vrd: Path | None = None
-    """The VRD directory, as for `torchlml train scene-graph`."""
     k: int | None = None
     """The k of lml and truncated-entropy, at least 1; by default that of the run, or 20."""
 
