@@ -34,7 +34,7 @@ PAGES = {
 SECTIONS = {
     "install": "install.md",
     "losses": "choosing-a-loss.md",
-    "benchmarks": "results/README.md",
+    "benchmarks": "benchmarks.md",
 }
 KINDS = {".md", ".png", ".svg", ".csv"}
 LINK = re.compile(r"(!?)\[((?:[^\[\]]|\[[^\[\]]*\])*)\]\(([^()\s]+)\)")
