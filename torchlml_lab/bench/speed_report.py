@@ -61,10 +61,11 @@ def shares(rows: Sequence[Measurement]) -> Shares:
     """Return the time of a copy divided by that of each function, on the problems of the curve.
 
     Both read every logit once and write every output once. A function that does nothing else has the share 1.
+    The times are ratios to softmax in the same round, which are more reliable than times.
     """
     found: Shares = defaultdict(lambda: defaultdict(dict))
     times = {
-        (row.threads, row.provider, row.n): row.p50
+        (row.threads, row.provider, row.n): row.ratio_p50
         for row in rows
         if (row.operator, row.mode, row.metric) == ("projection", "forward", "time")
         and (row.k, row.scale, row.dtype) == _CURVE[:3]
