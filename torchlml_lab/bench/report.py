@@ -224,7 +224,8 @@ def _draw_panel(panel: Axes, rows: Sequence[Measurement]) -> list[tuple[float, s
         if ratios:
             sizes = sorted(ratios)
             low, high = [min(ratios[n]) for n in sizes], [max(ratios[n]) for n in sizes]
-            panel.fill_between(sizes, low, high, color=color, alpha=0.2, linewidth=0)
+            if name != "copy":  # it depends neither on k nor on the scale
+                panel.fill_between(sizes, low, high, color=color, alpha=0.2, linewidth=0)
             sizes = sorted(common)
             middle = [median(common[n]) for n in sizes]
             panel.plot(sizes, middle, color=color, marker=marker, markersize=3)
