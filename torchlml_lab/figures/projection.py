@@ -303,7 +303,8 @@ def draw_sliding_sigmoid(picture: Path) -> None:
     x = torch.tensor(ROW)
     nu = torchlml.lml_dual(x, SLIDING_K).item()
     grid = torch.linspace(x.min().item() - 1, x.max().item() + 1, 300)
-    with matplotlib.rc_context(LOOK):
+    # The frames of a GIF are drawn over each other, so they cannot be transparent.
+    with matplotlib.rc_context(LOOK | {"savefig.transparent": False}):
         figure = Figure(figsize=(7, 2.6), layout="constrained")
         axes = figure.subplots()
         axes.set(xlim=(grid[0].item(), grid[-1].item()), ylim=(-0.02, 1.06), xlabel="logit $x$")
@@ -317,7 +318,7 @@ def draw_sliding_sigmoid(picture: Path) -> None:
         title = axes.text(0.01, 1.02, "", transform=axes.transAxes, color=INK, fontsize=10, weight="bold")
 
         def show(frame: int) -> list[Any]:
-            shift = nu * _progress(frame)
+            shift = nu * _progress(frame) + 0.0  # without a negative zero
             y = torch.sigmoid(x + shift)
             curve.set_data(grid.numpy(), torch.sigmoid(grid + shift).numpy())
             points.set_data(x.numpy(), y.numpy())
