@@ -15,11 +15,11 @@ from torchlml_lab.bench import measurements, speed_report
 ROOT = Path(__file__).parents[2]
 RESULTS = ROOT / "results"
 PAGE = ROOT / "docs" / "benchmarks.md"
-FILES = [RESULTS / f"{name}.csv" for name in ("benchmarks", "plain-torch", "short-rows")]
+FILES = [RESULTS / f"{name}.csv" for name in ("benchmarks", "plain-torch", "short-rows", "related")]
 
 # Every picture that is drawn from files, with these files.
 PICTURES = {
-    "benchmarks.png": ["benchmarks.csv", "plain-torch.csv", "short-rows.csv"],
+    "benchmarks.png": ["benchmarks.csv", "plain-torch.csv", "short-rows.csv", "related.csv"],
     "bandwidth.png": ["benchmarks.csv"],
     "alternatives.png": ["alternatives.csv"],
     "paper-timing.png": ["paper-timing.csv"],
@@ -164,6 +164,22 @@ def test_time_against_row_length() -> None:
             for mode in ("forward", "forward+backward")
         ]
         assert cells == expected
+
+
+def test_the_summary() -> None:
+    text = PAGE.read_text(encoding="utf-8").partition("\n## ")[0]
+    same = {"operator": "projection", "metric": "time", "provider": "lml-native"}
+    same |= {"k": "5", "scale": "3", "dtype": "float32", "threads": "1"}
+    long = ("1000", "3200", "10000", "32000", "100000", "1000000")
+    found = [ratios(**same, n=long, mode=mode) for mode in ("forward", "forward+backward")]
+    found.append(
+        [ratio for ratio in ratios(operator="short rows, lml / softmax", provider="lml") if ratio != 1]
+    )
+    (forward, both, short) = (f"{digits(min(each))}–{digits(max(each))}" for each in found)
+    assert f"the forward pass takes {forward} times as long as softmax" in text
+    assert f"{both} times." in text
+    low, high = (float(end) for end in short.split("–"))
+    assert f"cost {low:.1f}–{high:.1f} softmaxes" in text
 
 
 def test_share_of_the_bandwidth() -> None:
