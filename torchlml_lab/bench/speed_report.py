@@ -193,8 +193,8 @@ def tables(rows: Sequence[Measurement]) -> dict[str, str]:
 def _target_line(target: Target, rows: Sequence[Measurement]) -> Iterator[tuple[str, ...]]:
     ratios = [row.ratio_p50 for row in rows if target.covers(row)]
     if ratios:
-        missed = sum(ratio > target.limit for ratio in ratios)
-        met = f"no, in {missed} of {len(ratios)} problems" if missed else "yes"
+        above = sum(ratio > target.limit for ratio in ratios)
+        met = f"no, in {above} of {len(ratios)} problems" if above else "yes"
         yield target.says, f"{target.limit:g}", span(ratios), met
 
 
