@@ -95,7 +95,7 @@ def _short(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.usefixtures("_short")
 def test_the_command_writes_every_measurement_the_tables_and_the_picture(capsys, tmp_path: Path) -> None:
-    path = tmp_path / "made" / "peers.csv"
+    path = tmp_path / "made" / "rows.csv"
     assert cli.main(["bench", "alternatives", *TINY, "--csv", str(path)]) == 0
     captured = capsys.readouterr()
     assert captured.err == ""
@@ -110,7 +110,7 @@ def test_the_command_writes_every_measurement_the_tables_and_the_picture(capsys,
     uses = next(line for line in lines if line.startswith("| lml-torch "))
     assert [cell.strip() for cell in uses.split("|")[2:-1]] == ["yes", "no", "yes", "yes"]
     assert sum("is not installed" in line for line in lines) <= 1
-    assert sorted(file.name for file in path.parent.iterdir()) == ["peers.csv", "peers.png"]
+    assert sorted(file.name for file in path.parent.iterdir()) == ["rows.csv", "rows.png"]
 
 
 @pytest.mark.usefixtures("_short")
@@ -124,7 +124,7 @@ def test_missing_packages_are_reported_once_and_listed_in_the_table(
     assert cli.main(["bench", "alternatives", *TINY, "--csv", str(tmp_path / "rows.csv")]) == 0
     out = capsys.readouterr().out
     assert out.count("the package `difftopk` is not installed") == 1
-    assert 'pip install "torchlml[peers]"' in out
+    assert 'pip install "torchlml[alternatives]"' in out
     (line,) = (line for line in out.splitlines() if line.startswith("| difftopk"))
     assert line.count("not installed") == len(ABILITIES)
     words = ["bench", "alternatives", "--methods", "difftopk"]
@@ -161,5 +161,5 @@ def test_wrong_options_are_rejected(capsys, options, needle) -> None:
 
 
 def test_the_page_has_the_tables_of_the_committed_rows() -> None:
-    rows = measurements.read(ROOT / "results" / "peers.csv", "--csv")
+    rows = measurements.read(ROOT / "results" / "alternatives.csv", "--csv")
     assert alternatives.markdown(rows) in (ROOT / "docs" / "alternatives.md").read_text(encoding="utf-8")

@@ -39,8 +39,8 @@ from torchlml_lab.figures.settings import AlternativesFigureSettings
 from torchlml_lab.files import check_picture
 from torchlml_lab.plots import BLUE, GREEN, GREY, INK, ORANGE, PAGE, new_figure, note
 
-OPERATOR, INSTALLED = "peers", "installed"
-_ORDER = [peer.name for peer in ALTERNATIVES]
+OPERATOR, INSTALLED = "alternatives", "installed"
+_ORDER = [method.name for method in ALTERNATIVES]
 STUDY = (Path("torchlml-alternatives.csv"), Path("results/alternatives.csv"))
 
 Values = dict[tuple[str, str, str, int], Measurement]  # by method, mode, metric and n
@@ -60,7 +60,8 @@ def markdown(rows: Sequence[Measurement]) -> str:
     for case in _cases(rows):
         n, k, batch, scale, dtype, threads = case
         base = values[BASELINE, "forward", "time", n].p50
-        said = f"n = {n}: {batch} rows, k = {k}, scale {scale:g}, {dtype}, threads: {threads}; "
+        logits = f"{batch} rows, scale {scale:g}" if scale else "one row of equal logits"
+        said = f"n = {n}: {logits}, k = {k}, {dtype}, threads: {threads}; "
         said += f"softmax forward takes {base:,.0f} µs"
         heads = ("method", "forward", "forward + backward", "MiB", *EXACTNESS)
         parts += ["", said, "", *_table(heads, _measures(values, n))]
@@ -159,10 +160,10 @@ def _measures(values: Values, n: int) -> Iterator[list[str]]:
 
 
 def _exact(row: Measurement) -> str:
-    """Format a count in full, and an error with one significant digit."""
+    """Format a count or a large error in full, and a small error with one significant digit."""
     if math.isinf(row.p50):
         return "zero"
-    if row.p50 == 0 or row.metric == EXACTNESS[1]:
+    if row.p50 == 0 or row.p50 >= 100 or row.metric == EXACTNESS[1]:
         return f"{row.p50:,.0f}"
     return f"{row.p50:.0e}"
 
@@ -236,7 +237,7 @@ def run(settings: ComparisonSettings, console: Console) -> None:
         settings: The settings. Invalid values raise `BadInput` before anything is measured.
         console: The console for the progress, the tables and the list of files.
     """
-    peers = _checked(settings)
+    methods = _checked(settings)
     cases = case_grid(
         settings.sizes,
         (str(settings.k),),
@@ -245,29 +246,31 @@ def run(settings: ComparisonSettings, console: Console) -> None:
         ("float32",),
         (settings.threads,),
     )
+    if settings.equal:
+        cases.append(Case(settings.equal, settings.k, 1, 0.0, "float32", settings.threads))
     file = RowFile(settings.csv)
     plot = settings.plot or settings.csv.with_suffix(".png")
     check_picture(plot, "--plot")
-    if missing := [why for peer in ALTERNATIVES if (why := peer.absent()) is not None]:
-        said = f'Not included: {", ".join(missing)}. Install with `pip install "torchlml[peers]"`.'
+    if missing := [why for method in ALTERNATIVES if (why := method.absent()) is not None]:
+        said = f'Not included: {", ".join(missing)}. Install with `pip install "torchlml[alternatives]"`.'
         console.print(said, soft_wrap=True, markup=False, highlight=False)
-    file.announce(f"Comparing {len(peers)} methods on {len(cases)} row lengths", console)
+    file.announce(f"Comparing {len(methods)} methods on {len(cases)} row lengths", console)
     with ProgressBar(console) as progress, use_threads(settings.threads):
-        task = progress.add_task("", total=len(peers) * (1 + len(cases)) + 2 * len(cases))
+        task = progress.add_task("", total=len(methods) * (1 + len(cases)) + 2 * len(cases))
         try:
-            file.add(_number(peer, INSTALLED, TRIAL, float(peer.absent() is None)) for peer in ALTERNATIVES)
-            for peer in peers:
-                progress.update(task, description=f"features of {peer.name}")
-                file.add(_uses(peer))
+            file.add(_installed(method) for method in ALTERNATIVES)
+            for method in methods:
+                progress.update(task, description=f"features of {method.name}")
+                file.add(_uses(method))
                 progress.advance(task)
             for case in cases:
                 able = []
-                for peer in peers:
-                    progress.update(task, description=f"accuracy of {peer.name}, n {case.n}")
-                    found = _exactness(peer, case)
-                    file.add(_number(peer, name, case, value) for name, value in found.items())
+                for method in methods:
+                    progress.update(task, description=f"accuracy of {method.name}, n {case.n}")
+                    found = _exactness(method, case)
+                    file.add(_number(method, name, case, value) for name, value in found.items())
                     # A method that fails cannot be timed. The table shows that it fails.
-                    able += [peer] if math.isfinite(found.get(EXACTNESS[0], math.nan)) else []
+                    able += [method] if math.isfinite(found.get(EXACTNESS[0], math.nan)) else []
                     progress.advance(task)
                 for mode in _MODES:
                     progress.update(task, description=f"{mode}, n {case.n}")
@@ -281,40 +284,47 @@ def run(settings: ComparisonSettings, console: Console) -> None:
 
 def _checked(settings: ComparisonSettings) -> list[Alternative]:
     """Return the methods that were named, in the order of `ALTERNATIVES`, or raise `BadInput`."""
-    known = {peer.name: peer for peer in ALTERNATIVES}
-    methods = settings.methods or [peer.name for peer in ALTERNATIVES if peer.absent() is None]
-    check_choices("--methods", methods, known)
+    known = {method.name: method for method in ALTERNATIVES}
+    names = settings.methods or [name for name, method in known.items() if method.absent() is None]
+    check_choices("--methods", names, known)
     check_numbers("--sizes", settings.sizes, 2)
     check_numbers("--k", (settings.k,), 1, min(settings.sizes) - 1)
     check_numbers("--batch", (settings.batch,), 1)
     check_numbers("--scale", (settings.scale,), 0)
+    check_numbers("--equal", (settings.equal,), 0)
+    if 0 < settings.equal <= settings.k:
+        raise BadInput(f"`--equal` must be 0 or above `--k`, {settings.k}, but it is {settings.equal}.")
     check_threads(settings.threads)
     check_timing(settings)
-    for name in methods:
+    for name in names:
         if (why := known[name].absent()) is not None:
             raise BadInput(f"`--methods` names `{name}`, which cannot run here: {why}.")
-    return [peer for peer in ALTERNATIVES if peer.name in methods]
+    return [method for method in ALTERNATIVES if method.name in names]
 
 
-def _uses(peer: Alternative) -> Iterator[Measurement]:
+def _installed(method: Alternative) -> Measurement:
+    return _number(method, INSTALLED, TRIAL, float(method.absent() is None))
+
+
+def _uses(method: Alternative) -> Iterator[Measurement]:
     # A process cannot switch kernels, and the features of lml depend on the kernel of its operators.
-    found = abilities_in_plain_torch() if peer.name == "lml-torch" else abilities(peer.function)
+    found = abilities_in_plain_torch() if method.name == "lml-torch" else abilities(method.function)
     for name, works in found.items():
-        yield _number(peer, name, TRIAL, float(works))
+        yield _number(method, name, TRIAL, float(works))
 
 
-def _exactness(peer: Alternative, case: Case) -> Mapping[str, float]:
-    if case.n > peer.longest:
+def _exactness(method: Alternative, case: Case) -> Mapping[str, float]:
+    if case.n > method.longest:
         return {}
-    found = exactness(peer.function, case)
+    found = exactness(method.function, case)
     # Such a method would be compared with itself.
-    return dict(list(found.items())[:2]) if peer.float32_only else found
+    return dict(list(found.items())[:2]) if method.float32_only else found
 
 
 def _costs(
-    peers: Sequence[Provider], case: Case, mode: Mode, settings: ComparisonSettings
+    methods: Sequence[Provider], case: Case, mode: Mode, settings: ComparisonSettings
 ) -> Iterator[Measurement]:
-    calls = {peer.name: call_of(peer, case, mode) for peer in (_SOFTMAX, *peers)}
+    calls = {method.name: call_of(method, case, mode) for method in (_SOFTMAX, *methods)}
     for name, timing in race(calls, BASELINE, settings.repetitions, settings.seconds).items():
         micro = timing.seconds.times(1e6)
         yield measured(OPERATOR, name, mode, case, micro, timing.ratio, timing.rounds)
@@ -328,7 +338,7 @@ def _costs(
         yield measured(OPERATOR, name, mode, case, value, relative, 1, metric="memory", unit="MiB")
 
 
-def _number(peer: Alternative, metric: str, case: Case, value: float) -> Measurement:
+def _number(method: Alternative, metric: str, case: Case, value: float) -> Measurement:
     """Return the row of a measurement without a ratio to softmax."""
     once, none = Quantiles(value, value, value), Quantiles(math.nan, math.nan, math.nan)
-    return measured(OPERATOR, peer.name, "behaviour", case, once, none, 1, metric=metric, unit="1")
+    return measured(OPERATOR, method.name, "behaviour", case, once, none, 1, metric=metric, unit="1")

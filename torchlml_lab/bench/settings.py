@@ -216,6 +216,8 @@ class ComparisonSettings(TimingSettings):
     """Number of rows per batch."""
     scale: float = 3.0
     """Standard deviation of the logits."""
+    equal: int = 2_700_000
+    """Length of one more row, whose logits are all equal; 0 omits it."""
     threads: int = 1
     """Number of torch threads."""
     plot: Path | None = None
@@ -225,7 +227,7 @@ class ComparisonSettings(TimingSettings):
 
 
 # The defaults with `--quick`.
-QUICK_COMPARISON: dict[str, Any] = {"sizes": (1000,), "batch": 16, "seconds": 1.0}
+QUICK_COMPARISON: dict[str, Any] = {"sizes": (1000,), "batch": 16, "equal": 0, "seconds": 1.0}
 
 
 @dataclass(frozen=True)
