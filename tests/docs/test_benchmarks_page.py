@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import re
 import struct
 from pathlib import Path
 
@@ -15,11 +16,11 @@ from torchlml_lab.bench import measurements, speed_report
 ROOT = Path(__file__).parents[2]
 RESULTS = ROOT / "results"
 PAGE = ROOT / "docs" / "benchmarks.md"
-FILES = [RESULTS / f"{name}.csv" for name in ("benchmarks", "plain-torch", "short-rows", "related")]
+FILES = [RESULTS / f"{name}.csv" for name in ("benchmarks", "plain-torch", "short-rows")]
 
 # Every picture that is drawn from files, with these files.
 PICTURES = {
-    "benchmarks.png": ["benchmarks.csv", "plain-torch.csv", "short-rows.csv", "related.csv"],
+    "benchmarks.png": ["benchmarks.csv", "plain-torch.csv", "short-rows.csv"],
     "bandwidth.png": ["benchmarks.csv"],
     "alternatives.png": ["alternatives.csv"],
     "paper-timing.png": ["paper-timing.csv"],
@@ -65,6 +66,11 @@ def test_a_picture_names_its_data(tmp_path: Path, kind: str) -> None:
         pass
     digest = f"a.csv {hashlib.sha256(source.read_bytes()).hexdigest()}"
     assert digest in (texts(picture)["Source"] if kind == "png" else picture.read_text(encoding="utf-8"))
+
+
+def of_page(page: Path, heading: str) -> str:
+    """The text under a heading."""
+    return page.read_text(encoding="utf-8").partition(f"{heading}\n")[2].partition("\n#")[0]
 
 
 def everything() -> list[Row]:
@@ -249,6 +255,18 @@ def test_related_operators() -> None:
                 found = ratios(operator="family", provider=names[shown], metric="time", n=n, mode=mode)
                 expected.append("–".join(f"{end:.{int(end < 10)}f}" for end in (min(found), max(found))))
         assert cells == expected, shown
+
+
+def test_related_operators_above_the_target() -> None:
+    text = of_page(RESULTS / "README.md", "### Related operators")
+    found = {
+        name: max(ratios(operator="family", provider=name, metric="time"))
+        for name in speed_report.RELATED
+        if name != "sort"
+    }
+    above = {name.replace("-", "_"): ratio for name, ratio in found.items() if ratio > 4}
+    named = {name: float(ratio) for name, ratio in re.findall(r"`(\w+)` \(up to ([\d.]+)\)", text)}
+    assert named == {name: pytest.approx(ratio, rel=0.05) for name, ratio in above.items()}
 
 
 def test_the_page_has_all_tables_of_the_command() -> None:

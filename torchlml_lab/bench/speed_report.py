@@ -19,7 +19,7 @@ from torchlml_lab.files import check_picture
 from torchlml_lab.plots import BLUE, GREY, INK, ORANGE, PAGE, SKY, label_lines, new_figure, note
 
 OWN = Path("torchlml-bench.csv")
-STUDY = tuple(Path(f"results/{name}.csv") for name in ("benchmarks", "plain-torch", "short-rows", "related"))
+STUDY = tuple(Path(f"results/{name}.csv") for name in ("benchmarks", "plain-torch", "short-rows"))
 
 LML, TORCH, COPY = "lml-native", "lml-torch", "copy"
 _BOTH = "forward+backward"
