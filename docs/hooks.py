@@ -34,7 +34,7 @@ PAGES = {
 SECTIONS = {
     "install": "install.md",
     "losses": "choosing-a-loss.md",
-    "benchmarks": "results/README.md",
+    "benchmarks": "benchmarks.md",
 }
 KINDS = {".md", ".png", ".svg", ".csv"}
 LINK = re.compile(r"(!?)\[((?:[^\[\]]|\[[^\[\]]*\])*)\]\(([^()\s]+)\)")
@@ -82,7 +82,9 @@ def command_reference() -> str:
     os.environ.update(COLUMNS="88", NO_COLOR="1")
     names = [*commands.SINGLE, *(f"train {task}" for task in commands.TASKS)]
     names += [f"sweep {task}" for task in commands.TASKS]
-    names += ["evaluate", "predict", "step-time"]
+    for command in ("evaluate", "predict", "step-time"):
+        able = (task for task, entry in commands.TASKS.items() if getattr(entry, command.replace("-", "_")))
+        names += [f"{command} {task}" for task in able]
     names += [f"bench {name}" for name in commands.BENCHMARKS]
     names += [f"figures {name}" for name in commands.FIGURES]
     parts = [

@@ -6,13 +6,15 @@ Each entry names a settings dataclass in a module that imports neither torch nor
 
 import dataclasses
 import importlib
+import shutil
 import sys
+import textwrap
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from torchlml_lab.cli_errors import BadInput, did_you_mean
-from torchlml_lab.engine.settings import TrainSettings, parse_settings, read_settings
+from torchlml_lab.cli_errors import BadInput, did_you_mean, options
+from torchlml_lab.engine.settings import TrainSettings, folded, parse_settings, read_settings
 from torchlml_lab.figures.settings import AllSettings
 from torchlml_lab.files import check_folder, read_json
 
@@ -214,6 +216,11 @@ FIGURES = {
         "bench.speed_report:bandwidth",
         "speed of softmax and lml relative to a copy",
     ),
+    "alternatives": Command(
+        "figures.settings:AlternativesFigureSettings",
+        "bench.alternatives:redraw",
+        "other top-k operators: time and features",
+    ),
     "timing": Command(
         "figures.settings:TimingFigureSettings",
         "bench.paper_report:main",
@@ -390,7 +397,11 @@ def _ask_task(name: str, arguments: Sequence[str]) -> None:
         return
     run = first if first and not first.startswith("-") else None
     if {"-h", "--help"} & set(arguments) and (run is None or not (Path(run) / "run.json").exists()):
-        _explain(name, commands)
+        task = commands.get(first)
+        if task is not None:
+            call(name, task, ["--help"])
+        else:
+            _explain(name, commands)
         return
     if run is None:
         raise BadInput(f"Missing RUN directory. Usage: `torchlml {name} RUN`.")
@@ -412,11 +423,14 @@ def _ask_task(name: str, arguments: Sequence[str]) -> None:
 
 
 def _explain(name: str, commands: Mapping[str, Command | None]) -> None:
-    """Print the help for every task, because without a run the task is unknown."""
+    """Print the options of every task without explanations, because without a run the task is unknown."""
+    listed = []
     for task, command in commands.items():
         if command is not None:
-            sys.stdout.write(f"For a run of {task}:\n")
-            try:
-                call(name, command, ["--help"])
-            except SystemExit:  # after `--help`
-                sys.stdout.write("\n")
+            names = [option for option in options(_load(command.settings)()) if option != "--run"]
+            margins = {"initial_indent": f"  {task:<14}", "subsequent_indent": " " * 16}
+            listed.append(textwrap.fill(" ".join(names), shutil.get_terminal_size().columns, **margins))
+    about = f"{SUMMARIES[name].capitalize()}. The options depend on the task of the run:"
+    more = f"Run `torchlml {name} RUN --help` or `torchlml {name} TASK --help` to see them explained."
+    parts = (f"usage: torchlml {name} RUN [OPTIONS]", folded(about), "\n".join(listed), folded(more))
+    sys.stdout.write("\n\n".join(parts) + "\n")

@@ -20,7 +20,7 @@ from torchlml_lab.bench.alternative_operators import (
     exactness,
 )
 from torchlml_lab.bench.cases import BASELINE, LAYER, Case, Provider, call_of, case_grid
-from torchlml_lab.bench.measurements import Measurement, RowFile, measured
+from torchlml_lab.bench.measurements import Measurement, RowFile, measured, read
 from torchlml_lab.bench.report import three_digits
 from torchlml_lab.bench.settings import (
     ComparisonSettings,
@@ -33,11 +33,15 @@ from torchlml_lab.bench.timing import PAGE_BYTES, Quantiles, added_bytes, measur
 from torchlml_lab.cli_errors import BadInput
 from torchlml_lab.engine.output import ProgressBar, new_console
 from torchlml_lab.engine.settings import check_threads, use_threads
+from torchlml_lab.figures import files as sources
+from torchlml_lab.figures.files import say_where
+from torchlml_lab.figures.settings import AlternativesFigureSettings
 from torchlml_lab.files import check_picture
-from torchlml_lab.plots import BLUE, GREY, INK, ORANGE, PAGE, new_figure
+from torchlml_lab.plots import BLUE, GREEN, GREY, INK, ORANGE, PAGE, new_figure, note
 
 OPERATOR, INSTALLED = "alternatives", "installed"
 _ORDER = [method.name for method in ALTERNATIVES]
+STUDY = (Path("torchlml-alternatives.csv"), Path("results/alternatives.csv"))
 
 Values = dict[tuple[str, str, str, int], Measurement]  # by method, mode, metric and n
 
@@ -64,18 +68,27 @@ def markdown(rows: Sequence[Measurement]) -> str:
     return "\n".join(parts)
 
 
-def draw(rows: Sequence[Measurement], plot: Path) -> None:
+def draw(rows: Sequence[Measurement], plot: Path, csv: Sequence[Path] = ()) -> None:
     """Draw the time of every method relative to softmax, one panel per row length, and its features.
+
+    The fastest method on the longest rows comes first. Methods that support only short rows come last.
 
     Args:
         rows: As for `markdown`.
         plot: The picture to write.
+        csv: The file of the rows, which the picture names in its metadata.
     """
     values = _values(rows)
-    sizes = [case[0] for case in _cases(rows)]
-    timed = {name for name, _, metric, _ in values if metric == "time"}
-    names = [name for name in _ORDER if name in timed][::-1]
-    with new_figure(plot, PAGE, 1.2 + 0.2 * len(names)) as figure:
+    sizes = [n for n, _, _, scale, *_ in _cases(rows) if scale]
+    times = {
+        name: [row.ratio_p50 for n in sizes if (row := values.get((name, "forward", "time", n)))]
+        for name in _ORDER
+    }
+    # From the bottom to the top of the figure.
+    names = sorted(
+        (name for name in _ORDER if times[name]), key=lambda name: (len(times[name]), -times[name][-1])
+    )
+    with new_figure(plot, PAGE, 1.2 + 0.2 * len(names), csv) as figure:
         widths = [1.0] * len(sizes) + [1.2]
         panels = figure.subplots(1, len(widths), sharey=True, squeeze=False, width_ratios=widths)[0]
         for panel, n in zip(panels, sizes, strict=False):
@@ -84,11 +97,32 @@ def draw(rows: Sequence[Measurement], plot: Path) -> None:
         for panel in panels[:-1]:
             panel.set_xlim(0.5, right)
         _draw_uses(panels[-1], values, names, sizes)
-        panels[0].set_yticks(range(len(names)), names)
+        panels[0].set_yticks(range(len(names)), [_SHOWN.get(name, name) for name in names])
         panels[0].set_ylim(-0.6, len(names) - 0.4)
+        for tick, name in zip(panels[0].get_yticklabels(), names, strict=True):
+            tick.set_color(BLUE if name.startswith("lml") else INK)
         handles, labels = panels[0].get_legend_handles_labels()
-        figure.legend(handles, labels, loc="outside upper left", ncols=2, fontsize=7)
-        figure.supxlabel(f"{rows[-1].machine}, torch {rows[-1].torch}", fontsize=6.5, color=GREY)
+        figure.legend(handles, labels, loc="outside upper left", ncols=2, fontsize=7, labelcolor="linecolor")
+        note(figure, report.conditions([row for row in rows if row.operator == OPERATOR]))
+
+
+# The names of the methods in the figure.
+_SHOWN = {
+    "topk-straight-through": "top-k, straight-through",
+    "softmax-times-k": "k × softmax",
+    "successive-softmax": "k successive softmaxes",
+    "bisection": "lml by 64 halvings",
+    "bisection-50": "lml by 50 halvings",
+    "lapsum": "LapSum",
+    "dftopk": "DFTopK",
+    "entmax": "entmax, budget",
+    "torchsort": "torchsort, soft ranks",
+    "difftopk": "difftopk, sorting network",
+    "cvxpylayers": "cvxpylayers, convex solver",
+    "paper-bracketing": "lml by Algorithm 1",
+    "lml-torch": "lml, pure PyTorch",
+    "lml-native": "lml, compiled",
+}
 
 
 def _values(rows: Sequence[Measurement]) -> Values:
@@ -164,19 +198,30 @@ def _draw_times(panel: Axes, values: Values, names: Sequence[str], n: int) -> No
 
 
 def _draw_uses(panel: Axes, values: Values, names: Sequence[str], sizes: Sequence[int]) -> None:
-    """Draw a filled dot if a feature works, and a hollow one if it does not."""
+    """Draw a check mark if a feature works, and a dash if it does not."""
     works = {(name, metric): row.p50 == 1 for (name, _, metric, _), row in values.items()}
     inside = EXACTNESS[1]
     for place, name in enumerate(names):
         counts = [values[key].p50 for n in sizes if (key := (name, "behaviour", inside, n)) in values]
         marks = [all(count == 0 for count in counts), *(works[name, ability] for ability in ABILITIES)]
         for column, mark in enumerate(marks):
-            face = INK if mark else "none"
-            panel.plot(column, place, "o", markerfacecolor=face, markeredgecolor=INK if mark else GREY)
+            text, color = ("✓", GREEN) if mark else ("–", GREY)
+            panel.text(column, place, text, color=color, ha="center", va="center", fontsize=9)
     heads = ("in [0, 1]", *ABILITIES)
     panel.set_xticks(range(len(heads)), heads, rotation=45, ha="right", fontsize=7)
     panel.set_xlim(-0.6, len(heads) - 0.4)
-    panel.set_title("filled: works")
+    panel.set_title("supported")
+
+
+def redraw(settings: AlternativesFigureSettings) -> None:
+    """Draw the figure from a CSV, and print its path."""
+    check_picture(settings.out)
+    path = sources.find(settings.csv, STUDY, "torchlml bench alternatives")
+    rows = read(path, "--csv")
+    if not _cases(rows):
+        raise BadInput(f"`--csv` names `{path}`, which has no rows of `torchlml bench alternatives`.")
+    draw(rows, settings.out, [path])
+    say_where(settings.out)
 
 
 _MODES: tuple[Mode, ...] = ("forward", "forward+backward")
@@ -237,7 +282,7 @@ def run(settings: ComparisonSettings, console: Console) -> None:
         except KeyboardInterrupt:
             raise KeyboardInterrupt(f"Interrupted: completed measurements are in {settings.csv}.") from None
     console.print(markdown(file.new), soft_wrap=True, markup=False, highlight=False)
-    report.finish(file, plot, lambda: draw(file.new, plot), console)
+    report.finish(file, plot, lambda: draw(file.new, plot, [file.path]), console)
 
 
 def _checked(settings: ComparisonSettings) -> list[Alternative]:

@@ -75,7 +75,7 @@ def run(settings: PaperSettings, console: Console) -> None:
     console.print(paper_report.times(rows))
     console.print(paper_report.claims(rows))
     everything = paper_report.of_study([*file.earlier, *file.new])
-    report.finish(file, plot, lambda: paper_report.draw(everything, plot), console)
+    report.finish(file, plot, lambda: paper_report.draw(everything, plot, [file.path]), console)
 
 
 def device() -> torch.device:

@@ -172,7 +172,7 @@ def draw(rows: Sequence[Measurement], plot: Path, csv: Sequence[Path] = ()) -> N
     """Draw time relative to softmax over the row length: one panel per mode, one line per provider.
 
     A line is the median over the problems (k, scale, batch, threads) that all providers of the panel share,
-    or over all problems if they share none. Its band is the range over all problems of the provider.
+    or over all problems if they share none. A vertical bar is the range over all problems of the provider.
 
     Args:
         rows: Times of one benchmark. The last row of each measurement on the last machine is used, and only
@@ -222,9 +222,9 @@ def _draw_panel(panel: Axes, rows: Sequence[Measurement]) -> list[tuple[float, s
             if case in shared or not shared:
                 common[row.n].append(row.ratio_p50)
         if ratios:
-            sizes = sorted(ratios)
-            low, high = [min(ratios[n]) for n in sizes], [max(ratios[n]) for n in sizes]
-            panel.fill_between(sizes, low, high, color=color, alpha=0.2, linewidth=0)
+            if name != "copy":  # it depends neither on k nor on the scale
+                low, high = map(min, ratios.values()), map(max, ratios.values())
+                panel.vlines(list(ratios), list(low), list(high), color=color, alpha=0.35, linewidth=4)
             sizes = sorted(common)
             middle = [median(common[n]) for n in sizes]
             panel.plot(sizes, middle, color=color, marker=marker, markersize=3)

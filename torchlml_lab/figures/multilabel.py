@@ -20,7 +20,20 @@ from torchlml_lab.files import check_picture
 from torchlml_lab.multilabel import sweep
 from torchlml_lab.multilabel.losses import named
 from torchlml_lab.multilabel.sweep import LabelRecord
-from torchlml_lab.plots import BLUE, GREEN, GREY, METHODS, ORANGE, PAGE, PURPLE, SKY, VERMILION, new_figure
+from torchlml_lab.plots import (
+    BLUE,
+    GREEN,
+    GREY,
+    METHODS,
+    ORANGE,
+    PAGE,
+    PURPLE,
+    SKY,
+    VERMILION,
+    label_lines,
+    new_figure,
+    note,
+)
 from torchlml_lab.recommend import sweep as ranking_sweep
 from torchlml_lab.recommend.sweep import RankingRecord
 from torchlml_lab.studies.missing_labels import study
@@ -54,11 +67,12 @@ def main(settings: MultilabelFigureSettings) -> None:
     """Draw the figure, write the tables, and print their paths."""
     check_picture(settings.out)
     rows: list[LabelRecord] = []
-    for path, read in sources.read_sweeps(settings.csv, OWN, STUDY, "multilabel", sweep.TABLE):
+    found = sources.read_sweeps(settings.csv, OWN, STUDY, "multilabel", sweep.TABLE)
+    for path, read in found:
         trained = (row for row in read if row.loss != BASELINE)
         sources.check_not_tuning(path, ((f"{row.data} {row.loss}", row.learning_rate) for row in trained))
         rows += read
-    draw(rows, settings.out)
+    draw(rows, settings.out, [path for path, _ in found])
     write_tables(page_of(rows), settings.out)
 
 
@@ -76,42 +90,72 @@ def difference(one: Group, other: Group, measure: str) -> list[float]:
     return [getattr(one[seed], measure) - getattr(other[seed], measure) for seed in sorted({*one} & {*other})]
 
 
-def draw(rows: Sequence[LabelRecord], picture: Path) -> None:
+def draw(rows: Sequence[LabelRecord], picture: Path, csv: Sequence[Path] = ()) -> None:
     """Draw a panel for each data set, with standard deviations of the differences over the seeds.
+
+    Losses far below the others are named below the panels with their range, so that the rest stays readable.
 
     Args:
         rows: The runs, with one learning rate per loss.
         picture: The PNG or SVG file to write.
+        csv: The files of the rows, which the picture names in its metadata.
     """
     groups = grouped(rows)
-    with new_figure(picture, PAGE, 2.9) as figure:
-        panels = figure.subplots(1, len(groups), squeeze=False)[0]
+    points = {data: _points(by_keep) for data, by_keep in groups.items()}
+    lines = [[y for _, y, _ in line] for by_loss in points.values() for line in by_loss.values()]
+    lowest = min((min(line) for line in lines if max(line) >= _LOWEST), default=0.0) - 0.5
+    with new_figure(picture, PAGE, 2.9, csv) as figure:
+        panels = figure.subplots(1, len(groups), sharey=True, squeeze=False)[0]
         for axes, (data, by_keep) in zip(panels, groups.items(), strict=True):
-            _draw_panel(axes, by_keep)
+            keeps = [keep for keep in _KEEPS if keep in by_keep]
+            ends = _draw_panel(axes, points[data], lowest)
+            axes.set_xticks(range(len(keeps)), [_KEPT[keep] for keep in keeps])
             axes.set_title(data)
             axes.set_xlabel("training labels kept")
+        panels[0].set_ylim(bottom=lowest)
+        label_lines(panels[-1], ends, 0.075)
         panels[0].set_ylabel("nDCG@5 minus softmax (points)")
-        handles, labels = panels[0].get_legend_handles_labels()
-        figure.legend(handles, labels, loc="outside lower center", ncols=len(_LOOKS))
+        seeds = len({row.seed for row in rows})
+        note(figure, f"means and standard deviations of the differences over {seeds} seeds")
 
 
-def _draw_panel(axes: Axes, by_keep: dict[str, dict[str, Group]]) -> None:
-    keeps = [keep for keep in _KEEPS if keep in by_keep]
-    axes.axhline(0, color=GREY, linewidth=0.8)
-    for place, (loss, (color, marker)) in enumerate(_LOOKS.items()):
-        points = []
-        for x, keep in enumerate(keeps):
+_KEPT = {"1.0": "all", "0.5": "half", "0.3": "30%", "one": "one"}
+# Losses that are always more than this many points below softmax are not drawn.
+_LOWEST = -3.0
+
+Points = dict[str, list[tuple[int, float, float]]]
+"""By loss: the place of the kept labels, the mean difference from softmax in points, and its deviation."""
+
+
+def _points(by_keep: dict[str, dict[str, Group]]) -> Points:
+    points: Points = defaultdict(list)
+    for place, keep in enumerate(keep for keep in _KEEPS if keep in by_keep):
+        for loss in _LOOKS:
             found = difference(by_keep[keep][loss], by_keep[keep][REFERENCE], "ndcg5")
             if found and loss != REFERENCE:
-                points.append((x, 100 * mean(found), 100 * stdev(found) if len(found) > 1 else 0.0))
-        if points:
-            xs, ys, bars = zip(*points, strict=True)
+                deviation = 100 * stdev(found) if len(found) > 1 else 0.0
+                points[loss].append((place, 100 * mean(found), deviation))
+    return points
+
+
+def _draw_panel(axes: Axes, points: Points, lowest: float) -> list[tuple[float, str, str]]:
+    """Draw the lines of a data set. Returns the last height, the name and the color of each."""
+    axes.axhline(0, color=_LOOKS[REFERENCE][0], linewidth=1.2)
+    ends = [(0.0, REFERENCE, _LOOKS[REFERENCE][0])]
+    for number, (loss, (color, marker)) in enumerate(_LOOKS.items()):
+        line = points.get(loss, [])
+        heights = [y for _, y, _ in line]
+        if line and max(heights) < lowest:
+            text = f"{loss}: {min(heights):.1f} to {max(heights):.1f}"
+            axes.text(0.02, 0.02, text, color=color, fontsize=7, transform=axes.transAxes)
+        elif line:
             # Shifted slightly, so that error bars do not overlap.
-            apart = [x + 0.08 * (place - 2.5) for x in xs]
-            axes.errorbar(apart, ys, bars, color=color, marker=marker, linewidth=1.2, capsize=2, label=loss)
-    names = {"1.0": "all", "0.5": "half", "0.3": "30%", "one": "one"}
-    axes.set_xticks(range(len(keeps)), [names[keep] for keep in keeps])
+            apart = [x + 0.08 * (number - 2.5) for x, *_ in line]
+            bars = [deviation for *_, deviation in line]
+            axes.errorbar(apart, heights, bars, color=color, marker=marker, linewidth=1.2, capsize=2)
+            ends.append((heights[-1], loss, color))
     axes.grid()
+    return ends
 
 
 def page_of(rows: Sequence[LabelRecord]) -> str:
@@ -167,55 +211,62 @@ PUBLISHED = {
 }
 _MEASURES = ("test_recall20", "test_ndcg20")
 _MARKERS = {"autoencoder": "o", "matrix-factorisation": "s"}
+_MODELS = {"autoencoder": "autoencoder", "matrix-factorisation": "matrix factorization"}
 
 
 def recommend(settings: RecommendFigureSettings) -> None:
     """Draw the figure, write the table, and print their paths."""
     check_picture(settings.out)
     rows: list[RankingRecord] = []
-    for path, read in sources.read_sweeps(
-        settings.csv, OWN_RANKING, RANKING_STUDY, "recommend", ranking_sweep.TABLE
-    ):
+    found = sources.read_sweeps(settings.csv, OWN_RANKING, RANKING_STUDY, "recommend", ranking_sweep.TABLE)
+    for path, read in found:
         sources.check_not_tuning(path, ((row.method, row.recipe) for row in read))
         rows += read
     if len(users := {row.users for row in rows}) > 1:
         raise BadInput(f"`--csv` mixes different numbers of users: {', '.join(map(str, sorted(users)))}.")
     published = settings.published or path in RANKING_STUDY
-    draw_recommend(rows, PUBLISHED if published else {}, settings.out)
+    draw_recommend(rows, PUBLISHED if published else {}, settings.out, [path for path, _ in found])
     write_tables(ranking_table(rows, PUBLISHED if published else {}), settings.out)
 
 
 def draw_recommend(
-    rows: Sequence[RankingRecord], published: dict[str, tuple[float, float]], picture: Path
+    rows: Sequence[RankingRecord],
+    published: dict[str, tuple[float, float]],
+    picture: Path,
+    csv: Sequence[Path] = (),
 ) -> None:
-    """Draw a panel for each metric and a row for each method, with standard deviations over the seeds.
+    """Draw a panel for each metric and a line for each method, the best Recall@20 first.
 
     Args:
         rows: The runs, with one set of hyperparameters per model and loss.
         published: Published Recall@20 and nDCG@20 by name.
         picture: The PNG or SVG file to write.
+        csv: The files of the rows, which the picture names in its metadata.
     """
-    groups = by_method(rows)
-    names = [*published, *(f"{model}, {loss}" for model, loss in groups)]
-    with new_figure(picture, PAGE, 0.6 + 0.2 * len(names)) as figure:
+    lines = [
+        (f"published: {name}", GREY, "|", [[value] for value in pair]) for name, pair in published.items()
+    ]
+    for (model, loss), group in by_method(rows).items():
+        values = [[getattr(row, measure) for row in group] for measure in _MEASURES]
+        lines.append((f"{_MODELS[model]}, {loss}", _color(loss), _MARKERS[model], values))
+    lines.sort(key=lambda line: -mean(line[3][0]))
+    with new_figure(picture, PAGE, 0.8 + 0.2 * len(lines), csv) as figure:
         panels = figure.subplots(1, 2, sharey=True)
-        for place, (axes, measure) in enumerate(zip(panels, _MEASURES, strict=True)):
-            for at, values in enumerate(published.values()):
-                axes.plot(values[place], at, "|", color=GREY, markersize=8, markeredgewidth=1.5)
-            for at, ((model, loss), group) in enumerate(groups.items(), len(published)):
-                values_here = [getattr(row, measure) for row in group]
-                error = stdev(values_here) if len(values_here) > 1 else None
+        for place, (axes, title) in enumerate(zip(panels, ("Recall@20 (%)", "nDCG@20 (%)"), strict=True)):
+            for at, (_, color, marker, values) in enumerate(lines):
+                percent = [100 * value for value in values[place]]
+                error = stdev(percent) if len(percent) > 1 else None
+                size = 8 if marker == "|" else 4
                 axes.errorbar(
-                    mean(values_here), at, xerr=error, fmt=_MARKERS[model], color=_color(loss), capsize=2
+                    mean(percent), at, xerr=error, fmt=marker, color=color, capsize=2, ms=size, mew=1.3
                 )
-            axes.xaxis.set_major_formatter(lambda share, _: f"{100 * share:g}")
+            axes.set_title(title)
             axes.grid()
-        panels[0].set_yticks(range(len(names)), names)
-        panels[0].set_ylim(len(names) - 0.5, -0.5)
-        for label in panels[0].get_yticklabels()[: len(published)]:
-            label.set_color(GREY)
-        panels[0].set_title("Recall@20 (%)")
-        panels[1].set_title("nDCG@20 (%)")
+        panels[0].set_yticks(range(len(lines)), [name for name, *_ in lines])
+        panels[0].set_ylim(len(lines) - 0.5, -0.5)
+        for tick, (_, color, *_) in zip(panels[0].get_yticklabels(), lines, strict=True):
+            tick.set_color(color)
+        note(figure, f"ours: means and standard deviations over {len({row.seed for row in rows})} seeds")
 
 
 def by_method(rows: Sequence[RankingRecord]) -> dict[tuple[str, str], list[RankingRecord]]:

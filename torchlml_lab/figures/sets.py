@@ -9,7 +9,7 @@ import torchlml
 from torchlml.distributions import KSubset
 from torchlml_lab.figures.files import draw_only
 from torchlml_lab.figures.settings import SetsFigureSettings
-from torchlml_lab.plots import BLUE, DARK_ORANGE, GREEN, GREY, PAGE, PURPLE, new_figure
+from torchlml_lab.plots import BLUE, DARK_ORANGE, GREEN, GREY, PAGE, PURPLE, label_lines, new_figure, note
 
 SIZES = (10, 30, 100, 300, 1000, 3000, 10_000, 30_000, 100_000)
 LENGTH = 1000
@@ -36,28 +36,34 @@ def draw(picture: Path) -> None:
         by_size, by_k = figure.subplots(1, 2, sharey=True)
         _draw_sizes(by_size)
         _draw_ks(by_k)
+        note(figure, f"means over {_SEEDS} rows of normal logits")
 
 
 def _draw_sizes(axes: Axes) -> None:
     ks = {"k = 1": 0.0, "k = 5": 0.0, "k = n/10": 0.1, "k = n/2": 0.5}
+    ends = []
     looks = ((GREY, "o"), (DARK_ORANGE, "s"), (GREEN, "^"), (BLUE, "D"))
     for (name, share), (color, marker) in zip(ks.items(), looks, strict=True):
         points = [(n, round(share * n) or int(name[-1])) for n in SIZES]
         heights = [gap(n, k) for n, k in points]
-        axes.plot([n for n, _ in points], heights, marker=marker, color=color, label=name)
+        axes.plot([n for n, _ in points], heights, marker=marker, color=color)
+        ends.append((heights[-1], name, color))
     axes.set_xscale("log")
     axes.set_yscale("log")
     axes.set_xlabel("n, scale 1")
     axes.set_ylabel("largest |π − y|")
     axes.set_title("Smaller for longer rows")
-    axes.legend(fontsize=7, loc="lower left")
+    label_lines(axes, ends)
 
 
 def _draw_ks(axes: Axes) -> None:
+    ends = []
     for scale, color, marker in zip(SCALES, (GREEN, BLUE, PURPLE), "^Ds", strict=True):
-        axes.plot(KS, [gap(LENGTH, k, scale) for k in KS], marker=marker, color=color, label=f"{scale:g}")
+        heights = [gap(LENGTH, k, scale) for k in KS]
+        axes.plot(KS, heights, marker=marker, color=color)
+        ends.append((heights[-1], f"scale {scale:g}", color))
     axes.set_xscale("log")
     axes.set_yscale("log")
     axes.set_xlabel(f"k, n = {LENGTH}")
     axes.set_title("Larger for peaked logits")
-    axes.legend(fontsize=7, title="scale", title_fontsize=7, loc="lower left")
+    label_lines(axes, ends)

@@ -89,6 +89,13 @@ class BandwidthFigureSettings(CsvFigureSettings):
 
 
 @dataclass(frozen=True)
+class AlternativesFigureSettings(CsvFigureSettings):
+    """Draw the results of `torchlml bench alternatives`: time relative to softmax, and features."""
+
+    out: Path = Path("torchlml-figures/alternatives.png")
+
+
+@dataclass(frozen=True)
 class TimingFigureSettings(CsvFigureSettings):
     """Draw the times of `torchlml bench paper` against k, with one panel per row length."""
 

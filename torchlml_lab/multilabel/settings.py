@@ -74,7 +74,7 @@ class MultilabelSettings(TrainSettings):
 class EvaluateSettings:
     """Evaluate the best weights of a multi-label run with P@k, nDCG@k, PSP@k and R@k, next to a baseline."""
 
-    run: Annotated[Path, tyro.conf.Positional] = Path("runs/multilabel")
+    run: Annotated[Path, tyro.conf.Positional, tyro.conf.arg(metavar="RUN")] = Path("runs/multilabel")
     """The run directory."""
     data: Path | None = None
     """Other labeled samples, in any supported format; by default the run's test or validation samples."""
@@ -94,7 +94,7 @@ class EvaluateSettings:
 class PredictSettings:
     """Print the top labels of each sample in a file, with the probability that the label is in the top k."""
 
-    run: Annotated[Path, tyro.conf.Positional] = Path("runs/multilabel")
+    run: Annotated[Path, tyro.conf.Positional, tyro.conf.arg(metavar="RUN")] = Path("runs/multilabel")
     """The run directory."""
     data: Path | None = None
     """The samples, in a file like the training file; labels are not needed."""

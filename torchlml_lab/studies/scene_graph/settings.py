@@ -110,7 +110,7 @@ class MovedData:
 class EvaluateSettings(MovedData):
     """Print the recalls of a scene-graph run with its best weights, and those of the frequency baseline."""
 
-    run: Annotated[Path, tyro.conf.Positional] = Path("runs/scene-graph")
+    run: Annotated[Path, tyro.conf.Positional, tyro.conf.arg(metavar="RUN")] = Path("runs/scene-graph")
     """The run directory."""
     split: Literal["training", "validation", "test"] = "test"
     """The images to evaluate on."""
@@ -122,7 +122,7 @@ class EvaluateSettings(MovedData):
 class ObjectiveTimesSettings(StepTimeSettings, MovedData):
     """Time training steps of all objectives in alternation, on the same images of a run, --vg or --vrd."""
 
-    run: Annotated[Path | None, tyro.conf.Positional] = None
+    run: Annotated[Path | None, tyro.conf.Positional, tyro.conf.arg(metavar="RUN")] = None
     """A run directory whose data and settings to use; not needed with --vg or --vrd."""
     k: int | None = None
     """The k of lml and truncated-entropy, at least 1; by default that of the run, or 20."""
@@ -132,7 +132,7 @@ class ObjectiveTimesSettings(StepTimeSettings, MovedData):
 class PredictSettings(MovedData):
     """Print and draw the most probable relations of an image, with the best weights of a scene-graph run."""
 
-    run: Annotated[Path, tyro.conf.Positional] = Path("runs/scene-graph")
+    run: Annotated[Path, tyro.conf.Positional, tyro.conf.arg(metavar="RUN")] = Path("runs/scene-graph")
     """The run directory."""
     image: str | None = None
     """The image, of any split: the `image_id` of VG or the file name of VRD. By default, the test image with
