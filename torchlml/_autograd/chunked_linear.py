@@ -33,7 +33,7 @@ _Function = TypeVar("_Function", bound=Callable[..., Any])
 
 def not_compiled(function: _Function) -> _Function:
     """Exclude a function from compilation, keeping its type."""
-    # `torch.compiler.disable` imports the whole compiler at once, this one when the function is called.
+    # `torch.compiler.disable` imports the whole compiler at once; this one does so when it is first called.
     disable: Any = torch._disable_dynamo  # type: ignore[attr-defined]
     return disable(function)
 
@@ -106,7 +106,7 @@ class _Work(NamedTuple):
         return self.at_once(input, weight, bias, k)
 
     def at_once(self, input: Tensor, weight: Tensor, bias: Tensor | None, k: Tensor) -> Tensor:
-        """Compute the same from all logits at once, in differentiable operations."""
+        """Compute the same result from all logits at once, with differentiable operations."""
         dtype = self.linear_dtype
         logits = linear(input.to(dtype), weight.to(dtype), None if bias is None else bias.to(dtype))
         losses = self.loss(logits.to(work_dtype(logits.dtype)), k, slice(0, input.shape[0]), False)
@@ -225,7 +225,7 @@ class _Chunked(torch.autograd.Function):
         work, (input, weight, bias, k) = ctx.work, ctx.saved_tensors
         if wants_graph() or _is_batched(grad):
             if work.sum_over_group is not None:
-                raise NotImplementedError("With `group`, a derivative of the derivative is not supported.")
+                raise NotImplementedError("With `group`, second derivatives are not supported.")
             inputs = [t for t in (input, weight, bias, k) if t is not None]
 
             def at_once(*given: Tensor) -> Tensor:
@@ -321,7 +321,7 @@ class _Logits:
     """The logits of one chunk after another, in one buffer, because freed memory is not always reused."""
 
     def __init__(self, work: _Work, input: Tensor, weight: Tensor, bias: Tensor | None) -> None:
-        # Cast the weight as autocast would, once and not for every chunk.
+        # Cast the weight as autocast would, once instead of for every chunk.
         dtype = work.linear_dtype
         self.weight = weight.detach().to(dtype)
         self._bias = None if bias is None else bias.detach().to(dtype)

@@ -115,7 +115,7 @@ def solve(part: LocalPart, group: LabelGroup, bound: str) -> Solution:
 
 
 class _State:
-    """The results, which rows receive in different steps; nu = base + shift."""
+    """The results, filled in for different rows at different steps; nu = base + shift."""
 
     def __init__(self, rows: int, like: Tensor) -> None:
         zeros = torch.zeros(5, rows, dtype=torch.float64, device=like.device)

@@ -60,7 +60,7 @@ def evaluate(x: Tensor, base: Tensor, shift: Tensor) -> Tensor:
 
     Returns:
         (D, R, 8): the number of entries with z > 0; the sums of t over z <= 0 and over z > 0, and their
-        slopes; the second, third and fourth derivative of S.
+        slopes; the second, third and fourth derivatives of S.
     """
     points, (rows, labels) = shift.shape[0], x.shape
     total = torch.zeros(points, rows, SUMS, dtype=torch.float64, device=x.device)

@@ -12,8 +12,8 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-# If the nearest entry on one side of the threshold is farther away than this, the sums of that side are taken
-# times e^distance, so that nothing underflows. There 1 + e^-32 rounds to 1, so sigmoid(-|z|) is e^-|z|.
+# If the nearest entry on one side of the threshold is farther away than this, the sums of that side are
+# multiplied by e^distance to avoid underflow. There 1 + e^-32 rounds to 1, so sigmoid(-|z|) is e^-|z|.
 _FAR = tl.constexpr(32.0)
 _LARGEST = tl.constexpr(3.0e38)  # a float32 that remains finite if a few units are added to it
 # Newton's step from an error of s leaves less than 4 s^2, since |S''| <= S': the remaining error is 4e-8.

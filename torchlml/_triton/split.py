@@ -1,4 +1,4 @@
-"""Few, very long rows: several programs share each row, and a small kernel sums their results.
+"""A few very long rows: several programs share each row, and a small kernel sums their results.
 
 Program (row, split) reads every `splits`-th block of its row. Each pass over the rows is two launches: one
 stores the sums of each program in memory, and one with a single program per row adds them in a fixed order
@@ -213,7 +213,7 @@ def parts_of(to: Launch) -> dict[str, int]:
 
 
 def launch_forward(to: Launch, k: Tensor, y: Tensor | None, log: bool) -> None:
-    """Do the same as `layer.launch_forward`."""
+    """`layer.launch_forward` for split rows."""
     state = solve(to, k)
     if y is None:
         return
@@ -224,7 +224,7 @@ def launch_forward(to: Launch, k: Tensor, y: Tensor | None, log: bool) -> None:
 
 
 def launch_backward(to: Launch, grad: Tensor, y: Tensor | None, dx: Tensor, dk: Tensor, of: int) -> None:
-    """Do the same as `layer.launch_backward`."""
+    """`layer.launch_backward` for split rows."""
     parts, shared = new_parts(to), (to.sizes[0], to.plan.splits)
     rows, settings = (to.mask, to.offsets, parts), {**parts_of(to), **to.block, "OF": of}
     with torch.cuda.device_of(to.x):

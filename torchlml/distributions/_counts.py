@@ -170,7 +170,7 @@ def _busy(b: Tensor, above: Tensor, d: Tensor, variance: Tensor) -> tuple[Tensor
 
 
 def generating_function(b: Tensor, side: Tensor, variance: Tensor, angle: Tensor) -> tuple[Tensor, Tensor]:
-    """The mean of exp(iθ D), D the successes in B minus the failures in A, as absolute value and argument.
+    """The mean of exp(iθ D), where D is successes in B minus failures in A, as absolute value and argument.
 
     Rows need a variance of at least `BUSY`.
     """

@@ -108,14 +108,14 @@ class KSubset(Distribution):
             self.k = self.k.expand(batch)
         self._name = name
         setattr(self, name, parameter.expand(*batch, -1))
-        # The checks of the base class say less, and fail for an empty batch.
+        # The checks of the base class give shorter messages, and fail for an empty batch.
         super().__init__(batch, parameter.shape[-1:], validate_args=False)
         self._validate_args = Distribution._validate_args if validate_args is None else validate_args
         if self._validate_args:
             self._check_values()
 
     def _check_values(self) -> None:
-        """Raise an error for values that no distribution has."""
+        """Raise an error for invalid parameters."""
         parameter, n = getattr(self, self._name).detach(), getattr(self, self._name).shape[-1]
         accepted = "real numbers, -inf or +inf" if self._name == "logits" else "probabilities from 0 to 1"
         wrong = parameter.isnan() if self._name == "logits" else ~((parameter >= 0) & (parameter <= 1))
@@ -255,7 +255,7 @@ class KSubset(Distribution):
 
     @uncompiled
     def sample(self, sample_shape: Any = torch.Size()) -> Tensor:  # noqa: B008
-        """Draw sets by torch's global random generator, as vectors of zeros and k ones."""
+        """Draw sets with torch's global random generator, as vectors of zeros and k ones."""
         shape = self._extended_shape(torch.Size(sample_shape))
         with torch.no_grad():
             drawn = sample(self._law, math.prod(torch.Size(sample_shape)))
@@ -268,7 +268,7 @@ class KSubset(Distribution):
         return self.sample(sample_shape) + (mean - mean.detach())
 
     def enumerate_support(self, expand: bool = True) -> Tensor:
-        """All sets, as vectors of zeros and k ones in the first dimension. k must be the same in all rows."""
+        """All sets as vectors with k ones, stacked along the first dimension; all rows must share k."""
         sizes = self.k.unique()
         if len(sizes) != 1:
             raise NotImplementedError("`enumerate_support` needs the same `k` in all rows of the batch.")

@@ -54,7 +54,7 @@ def lml_loss(
             many labels do not outweigh the others. Weights do not change the divisor of the mean.
         mask: bool, broadcasts to the logits; False entries cannot be chosen, and no label may point at one.
         offsets: int64 row boundaries of a ragged batch, as in `torchlml.lml`.
-        bound: "exactly", or "at_most" or "at_least" k labels are predicted, as in `torchlml.lml`.
+        bound: whether "exactly", "at_most" or "at_least" k labels are predicted, as in `torchlml.lml`.
         group: the processes that the labels are sharded across, as in `torchlml.lml`. Class indices count the
             labels of all processes; `weight`, `mask` and a multi-hot belong to the labels of this process.
             Every process gets the same loss, and the gradient of its own logits.
@@ -80,7 +80,7 @@ def lml_loss(
 
 
 class LMLLoss(TopKLoss):
-    """The module of `lml_loss`, with its arguments.
+    """`lml_loss` as a module, with the same arguments.
 
     >>> torchlml.LMLLoss(k=2)(torch.tensor([[2.0, 1.0, 0.0, -1.0]]), torch.tensor([1]))
     tensor(0.4741)

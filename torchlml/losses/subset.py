@@ -62,7 +62,7 @@ def subset_loss(
 
 
 class SubsetLoss(TopKLoss):
-    """The module of `subset_loss`, with its arguments.
+    """`subset_loss` as a module, with the same arguments.
 
     >>> torchlml.SubsetLoss(k=2)(torch.tensor([[2.0, 1.0, 0.0, -1.0]]), torch.tensor([1]))
     tensor(0.3647)

@@ -1,4 +1,4 @@
-"""The top-k SVM loss, and the smooth one of Berrada, Zisserman and Kumar (2018), which cannot overflow."""
+"""The top-k SVM loss, and its smooth version by Berrada, Zisserman and Kumar (2018), without overflow."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ def topk_svm_loss(
 
 
 class TopKSVMLoss(TopKLoss):
-    """The module of `topk_svm_loss`, with its arguments.
+    """`topk_svm_loss` as a module, with the same arguments.
 
     >>> torchlml.TopKSVMLoss(k=2)(torch.tensor([[3.0, 2.0, 1.0, 0.0]]), torch.tensor([2]))
     tensor(1.5000)
@@ -145,7 +145,7 @@ def smooth_topk_svm_loss(
 
 
 class SmoothTopKSVMLoss(TopKLoss):
-    """The module of `smooth_topk_svm_loss`, with its arguments.
+    """`smooth_topk_svm_loss` as a module, with the same arguments.
 
     >>> torchlml.SmoothTopKSVMLoss(k=2)(torch.tensor([[3.0, 2.0, 1.0, 0.0]]), torch.tensor([2]))
     tensor(1.5886)

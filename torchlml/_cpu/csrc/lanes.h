@@ -172,7 +172,7 @@ class LaneSolver {
 
   // ------------------------------------------------------------------ first guess
 
-  // Computes mean, variance and number of the available entries. The result is false for rows with entries that are
+  // Computes the mean, variance and number of the available entries. The result is false for rows with entries that are
   // huge or not finite.
   template <bool gaps>
   LML_INLINE ifloat find_moments() {
