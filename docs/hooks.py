@@ -131,7 +131,7 @@ def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Fil
 
 
 def _site_name(path: str, anchor: str) -> str:
-    """The site name of a file of the repository."""
+    """The name on the site of a file in the repository."""
     if path == "README.md":
         return SECTIONS.get(anchor, "index.md")
     return PAGES.get(path, path.removeprefix("docs/"))

@@ -30,7 +30,7 @@ class Exact:
 
 
 def enumerate_sets(x: torch.Tensor, k: int) -> Exact:
-    """All quantities of a row of up to 12 entries, -inf among them."""
+    """All quantities of a row of up to 12 entries, which may include -inf."""
     values = [MP.mpf(float(v)) if math.isfinite(v) else None for v in x.tolist()]
     weights = {
         members: MP.exp(MP.fsum(values[i] for i in members))

@@ -60,7 +60,7 @@ Shares = dict[int, dict[str, dict[int, float]]]  # by threads, provider and n
 def shares(rows: Sequence[Measurement]) -> Shares:
     """Return the time of a copy divided by that of each function, on the problems of the curve.
 
-    Both read every logit once and write every output once. A function that does nothing else has the share 1.
+    Both read every logit once and write every output once. The share is 1 if nothing else is done.
     """
     found: Shares = defaultdict(lambda: defaultdict(dict))
     times = {
@@ -84,7 +84,7 @@ _LOOKS = {
 
 
 def draw_bandwidth(rows: Sequence[Measurement], picture: Path, csv: Sequence[Path] = ()) -> None:
-    """Draw the share of the bandwidth of a copy against n, with a panel for each number of threads.
+    """Draw the speed relative to a copy against n, with a panel for each number of threads.
 
     Args:
         rows: The rows of `torchlml bench layer`.

@@ -24,7 +24,7 @@ def cores() -> int:
 
 
 def check_threads(threads: int, option: str = "--threads") -> None:
-    """Raise `BadInput` for less than one thread, or more than one per core, which only adds contention."""
+    """Raise `BadInput` for fewer than one thread, or more than one per core, which only adds contention."""
     if not 1 <= threads <= cores():
         raise BadInput(f"`{option}` must be from 1 to {cores()} (the number of cores), but it is {threads}.")
 

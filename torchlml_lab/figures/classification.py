@@ -29,7 +29,7 @@ from torchlml_lab.studies.digits.which_k import (
     WhichKRecord,
 )
 
-# One's own sweep, or that of the study.
+# The user's own sweep, or that of the study.
 BY_NOISE = (Path("runs/cifar100-sweep/results.csv"), Path("results/cifar100/features.csv"))
 
 
@@ -48,8 +48,8 @@ def draw_by_noise(rows: Sequence[AccuracyRecord], picture: Path) -> None:
     """Draw one panel for top-1 and one for top-k; bars are standard deviations over the seeds.
 
     Args:
-        rows: The runs, one recipe for each loss. Where they say what the last epoch had learned, two more
-            panels show that: top-k on clean labels, and on the noisy ones of the training.
+        rows: The runs, one recipe for each loss. If they include the accuracy after the last epoch, two more
+            panels show it: top-k on clean labels and on noisy training labels.
         picture: The PNG or SVG to write.
     """
     top = f"top-{rows[0].k}"
@@ -101,7 +101,7 @@ _LEVELS = {OF_ROW: (GREEN, "-"), PREDICTED: (PURPLE, "--"), SOFTMAX: (ORANGE, "-
 
 
 def by_k(settings: WhichKFigureSettings) -> None:
-    """Draw, and print where the files are."""
+    """Draw the figure, write the tables, and print their paths."""
     check_picture(settings.out)
     path = sources.find(settings.csv, BY_K, "torchlml which-k")
     rows = TABLE.read(path, "--csv")
@@ -158,6 +158,6 @@ def page_of(rows: Sequence[WhichKRecord]) -> str:
             cells = [spread([getattr(row, name) for row in group], 1) for name in _MEASURES]
             count = f"{mean(row.count for row in group):.2f}"
             lines.append((method, str(k or "-"), str(len(group)), *cells, count))
-        title = f"Images of {digits}, {named} named; in %, and how many digits have p > 0.5"
+        title = f"Images of {digits}, {named} labeled: in %, and the number of digits with p > 0.5"
         parts.append(markdown_table(title, heads, lines))
     return "\n\n".join(parts) + "\n"

@@ -83,7 +83,7 @@ class BenchmarksFigureSettings(FigureSettings):
 
 @dataclass(frozen=True)
 class BandwidthFigureSettings(CsvFigureSettings):
-    """Draw the speed of softmax and lml as a share of the bandwidth of a copy of the same bytes."""
+    """Draw the speed of softmax and lml as a fraction of the bandwidth of copying the same data."""
 
     out: Path = Path("torchlml-figures/bandwidth.png")
 
