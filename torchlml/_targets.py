@@ -268,7 +268,7 @@ def _negative(target: Tensor, ignore_index: int) -> Tensor:
 
 
 def _each_once(ordered: Tensor) -> Tensor:
-    """Replace repetitions in the sorted last dimension by -1, so that every label counts once."""
+    """Replace repetitions in the sorted last dimension with -1, so that every label counts once."""
     repeated = ordered[..., 1:] == ordered[..., :-1]
     return torch.cat([ordered[..., :1], ordered[..., 1:].masked_fill(repeated, -1)], dim=-1)
 

@@ -233,7 +233,7 @@ class _Arguments(NamedTuple):
 
 
 def _read(x: Any, k: Any, capacity: Any, mask: Any, bound: Any, start: Any) -> _Arguments:
-    """Check the arguments that need no comparison with each other."""
+    """Validate each argument on its own, and convert it."""
     mask = _check_logits(x, mask, bound)
     *batch, rows, columns = x.shape
     device, count = x.device, math.prod(batch)

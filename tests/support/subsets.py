@@ -24,7 +24,7 @@ class Exact:
 
     log_normalizer: object
     inclusion: list
-    exclusion: list  # 1 - inclusion, to its own relative precision
+    exclusion: list  # 1 - inclusion, with full relative precision
     entropy: object = None
     sets: dict = field(default_factory=dict)  # (members) -> log probability
 

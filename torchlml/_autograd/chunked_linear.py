@@ -1,7 +1,7 @@
 """A linear layer combined with a loss of its logits, computed for a few rows at a time.
 
 The full logit matrix is never materialized. A chunk contains whole rows, so any loss with one number per row
-can be used, and no logit is computed twice. Every chunk takes three matrix products, as many as the usual
+can be used, and no logit is computed twice. Every chunk takes three matrix products, the same as the usual
 computation: the logits, the gradient of the input, and that of the weight, which is accumulated.
 """
 

@@ -43,7 +43,7 @@ class Rule:
         forward: returns the result and a tuple of the other tensors that `backward` needs.
         backward: takes the gradient, the arguments and that tuple; returns the gradients of the first
             arguments, that of k with one number per row.
-        differentiable: computes the result in operations that torch can differentiate, map and compile.
+        differentiable: computes the result with operations that torch can differentiate, map and compile.
         inputs: the number of leading arguments that have a gradient; the second is k.
     """
 

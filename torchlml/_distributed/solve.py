@@ -22,7 +22,7 @@ from torchlml._distributed.group import LabelGroup, add_up
 from torchlml._distributed.sums import FiniteLabels, evaluate, evaluate_labels, select
 from torchlml._solve.newton import order_offsets
 
-# Selection handles intervals wider than this, and thresholds further than this from every entry.
+# Selection handles intervals wider than this, and thresholds farther than this from every entry.
 _WIDE = 150.0
 _GAP = 80.0
 # The local roots, which bound the interval, are exact only up to the rounding of their dtype.

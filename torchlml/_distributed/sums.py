@@ -136,7 +136,7 @@ def select(x: Tensor, upper_rank: Tensor, lower_rank: Tensor, group: LabelGroup)
 
     Returns:
         (upper, lower): the entry at `upper_rank` is at most `upper`, that at `lower_rank` at least `lower`.
-        If they are further apart than 1, they are equal to these entries.
+        If they are more than 1 apart, they are equal to these entries.
     """
     x = torch.where(x.isfinite(), x.double(), -torch.inf).sort(-1, descending=True).values
     ascending = -x

@@ -20,7 +20,7 @@ from torchlml._torch.careful import Pair
 
 
 class OnnxRows(DenseRows):
-    """The rows of a matrix in a graph, whose number is unknown."""
+    """The rows of a matrix in an exported graph; the number of rows is unknown."""
 
     def sum(self, t: Tensor) -> Tensor:
         """Sum over each row; for a bool tensor, count the True entries."""

@@ -1,9 +1,9 @@
-"""Operations of all kernels on a row: locate it, read a block of it, sum over the block, move nu.
+"""Operations on a row that all kernels share: locate it, read a block of it, sum over the block, move nu.
 
 These are device functions, inlined into the kernels. `where` is a row in memory, (x_ptr, mask_ptr, start,
 length). It is read in blocks. Masked entries, and entries outside the row, are read as -inf, which does not
-contribute to any of the sums. Entries are float32. Sums inside a block are trees of float32, at most 16
-entries per thread, and sums over blocks are float64.
+contribute to any of the sums. Entries are float32. Sums inside a block are tree reductions in float32
+with at most 16 entries per thread, and sums over blocks are in float64.
 """
 # mypy: disable-error-code="import-not-found,import-untyped,no-untyped-def,misc,untyped-decorator"
 

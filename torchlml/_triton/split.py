@@ -33,7 +33,7 @@ from torchlml._triton.row import (
     write,
 )
 
-# Rows of typical logits take six. Each further one costs a launch; finishing a row alone costs much more.
+# Rows of typical logits take six. Each additional one costs a launch; finishing a row alone costs much more.
 _STEPS = 9
 WIDTH = 8  # the number of values stored per program, and per row
 

@@ -8,9 +8,9 @@ by d = k - |A|. Two results describe the conditional distribution:
 - `log_ratio`: log of the sum over |S| = k of exp(-sum_{i in SΔA} |z_i|), the normalizer relative to A.
 - `tail`: for each entry, the probability that it is on the other side, given k successes.
 
-No step subtracts large numbers, so small results are accurate relative to themselves. Any tilt gives the same
+No step subtracts large numbers, so small results have full relative accuracy. Any tilt gives the same
 conditional distribution. Derivatives with respect to z therefore need no derivative of the tilt. All
-operations are differentiable PyTorch.
+operations are differentiable PyTorch operations.
 
 The variance V = sum b (1 - b) of the count selects one of three methods:
 

@@ -65,7 +65,7 @@ def lml_loss(
     For observed labels Y the loss of a row is `-sum_{j in Y} log y_j`, `y = lml(logits, k)`. Unlike
     `F.cross_entropy`, the mean with a `weight` divides by the number of rows and not by the sum of weights.
     The gradient, `A w_i / sum w - (1 - y_i) [i in Y]` with w = y (1 - y) and A = sum_{j in Y} (1 - y_j),
-    does not vanish however low the logit of a label is.
+    does not vanish, no matter how low the logit of a label is.
     """
     settings = LossSettings(ignore_index, reduction, label_reduction, bound)
     if is_sharded(logits, group):

@@ -53,7 +53,7 @@ def topk_svm_loss(
     The definition is `max(0, mean of the k largest of s_j + alpha over j != y, minus (the sum of the k - 1
     largest s_j, j != y, plus s_y) / k)`. The k - 1 largest cancel, which leaves
 
-        max(0, alpha + (s_(k) - s_y) / k),   s_(k) the k-th largest s_j, j != y.
+        max(0, alpha + (s_(k) - s_y) / k),   where s_(k) is the k-th largest s_j, j != y.
 
     It is the limit of `smooth_topk_svm_loss` as tau goes to 0. Only two classes of a row have a gradient,
     whereas the smooth loss has one for every class.

@@ -72,7 +72,7 @@ class TrainSettings:
     cpu: bool = False
     """Use the CPU even if a GPU is available."""
     threads: int | None = None
-    """Number of CPU threads, at most the number of cores; by default as many as the task benefits from."""
+    """Number of CPU threads, at most the number of cores; by default the number that suits the task."""
     tensorboard: bool = False
     """Also write the metrics for TensorBoard to the run directory; requires the package `tensorboard`."""
 

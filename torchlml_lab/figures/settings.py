@@ -22,7 +22,7 @@ class CsvFigureSettings(FigureSettings):
 
 @dataclass(frozen=True)
 class ProjectionSettings(FigureSettings):
-    """Project ten logits, print the result next to softmax and sigmoid, and draw the figure."""
+    """Project ten logits, compare the result with softmax and sigmoid, and draw the figure."""
 
     out: Path = Path("torchlml-figures/projection.png")
     k: float = 3.0

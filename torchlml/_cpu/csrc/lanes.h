@@ -131,7 +131,7 @@ class LaneSolver {
     }
   }
 
-  // Replaces masked entries and those past the end of a row by -inf.
+  // Replaces masked entries and those past the end of a row with -inf.
   template <class S>
   LML_INLINE void read_with_gaps(const Input<S>& in) {
     const vfloat absent = splat(-infinity);

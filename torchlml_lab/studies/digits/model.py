@@ -140,9 +140,9 @@ def measure(p: Tensor, ranking: Tensor, images: Images) -> Measured:
         images: The test images.
 
     Returns:
-        The measures. Recall counts as many top digits as the image contains. The calibration error sorts all
-        pairs of image and digit into ten bins by p and averages the distance between the mean p and the share
-        of digits present in a bin, weighted by the size of the bin.
+        The measures. Recall is that of the top m digits for an image of m digits. The calibration error sorts
+        all pairs of image and digit into ten bins by p and averages the distance between the mean p and the
+        share of digits present in a bin, weighted by the size of the bin.
     """
     rank = ranking.argsort(-1, descending=True).argsort(-1)
     top = rank < images.present.sum(-1, keepdim=True)
