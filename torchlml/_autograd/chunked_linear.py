@@ -119,7 +119,7 @@ def check_linear(input: Tensor, weight: Tensor, bias: Tensor | None, memory_limi
     for name, t in given.items():
         check_tensor(t, name)
         if not t.is_floating_point():
-            raise TypeError(f"`{name}` must be a floating tensor, but it is {t.dtype}.")
+            raise TypeError(f"`{name}` must be a floating-point tensor, but it is {t.dtype}.")
         if t.dtype != input.dtype and not autocasts(t.device.type):
             raise TypeError(f"`{name}` must have the dtype of `input`, {input.dtype}, but it is {t.dtype}.")
         if t.device != input.device:

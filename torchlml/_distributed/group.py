@@ -196,7 +196,7 @@ def exchange(group: LabelGroup, device: torch.device, told: dict[str, Any]) -> l
 
 
 def check_agreement(everyone: list[dict[str, Any]]) -> None:
-    """Raise the error of any process, or one for values under "same" that differ."""
+    """Raise the error of any process, or an error if values under "same" differ between processes."""
     for rank, other in enumerate(everyone):
         if "error" in other:
             raise ValueError(f"Process {rank} of the group has an invalid argument: {other['error']}")

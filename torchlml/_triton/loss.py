@@ -238,7 +238,7 @@ def split_loss_kernel(
     rows, n, size, per_row,
     BLOCK: tl.constexpr, SPLITS: tl.constexpr, WIDTH: tl.constexpr, LABELS: tl.constexpr,
 ):  # fmt: skip
-    """Compute the part of program (row, split) in the loss of its row."""
+    """Compute the contribution of program (row, split) to the loss of its row."""
     row, split, where, hi, lo = locate_part(x_ptr, mask_ptr, offsets_ptr, nu_ptr, rows, n, size)
     share = tl.load(state_ptr + row * WIDTH + 5)
     x = read(where, split * BLOCK, BLOCK)

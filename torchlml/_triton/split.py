@@ -85,7 +85,7 @@ def evaluate_kernel(
     x_ptr, mask_ptr, offsets_ptr, state_ptr, parts_ptr, n, size,
     BLOCK: tl.constexpr, SPLITS: tl.constexpr, WIDTH: tl.constexpr,
 ):  # fmt: skip
-    """Compute the part of program (row, split) in S - k; settled rows are not read."""
+    """Compute the contribution of program (row, split) to S - k; settled rows are not read."""
     row, split = tl.program_id(0), tl.program_id(1)
     _, _, start, length = locate(row, x_ptr, mask_ptr, offsets_ptr, n, size)
     hi, lo, _, _, number = kept(state_ptr, row, WIDTH)

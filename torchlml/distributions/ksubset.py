@@ -61,7 +61,7 @@ class KSubset(Distribution):
         validate_args: whether to check arguments and values, as in `torch.distributions`.
 
     A sample is a vector of n zeros and ones with exactly k ones, in the dtype of the parameter. `log_prob`
-    takes such vectors, floating or bool, and also sets as int64 indices (..., k). With a k per row, shorter
+    takes such vectors, float or bool, and also sets as int64 indices (..., k). With a k per row, shorter
     lists of indices are padded with -1. `rsample` returns samples with the gradient of `mean`
     (straight-through).
 
@@ -219,7 +219,7 @@ class KSubset(Distribution):
         """The log probability of sets.
 
         Args:
-            value: vectors of zeros and k ones (..., n), floating or bool, or int64 indices (..., k).
+            value: vectors of zeros and k ones (..., n), float or bool, or int64 indices (..., k).
         """
         if not isinstance(value, Tensor):
             raise TypeError(f"`value` must be a torch.Tensor, but it is a {type(value).__name__}.")
@@ -241,7 +241,7 @@ class KSubset(Distribution):
         if index.dim() == 0 or index.shape[-1] != width:
             raise ValueError(
                 f"`value` holds integers, so its last dimension must list the {width} members of a set, but "
-                f"its shape is {tuple(index.shape)}. Pass vectors of zeros and ones as floating or bool."
+                f"its shape is {tuple(index.shape)}. Pass vectors of zeros and ones as float or bool."
             )
         if bool(((index < -1) | (index >= n)).any()):
             wrong = index[(index < -1) | (index >= n)].flatten()[0]
@@ -300,7 +300,7 @@ def _check_parameter(parameter: Any, name: str) -> None:
     if not isinstance(parameter, Tensor):
         raise TypeError(f"`{name}` must be a torch.Tensor, but it is a {type(parameter).__name__}.")
     if not parameter.is_floating_point():
-        raise TypeError(f"`{name}` must be floating, but its dtype is {parameter.dtype}.")
+        raise TypeError(f"`{name}` must be a floating-point tensor, but its dtype is {parameter.dtype}.")
     if parameter.dim() == 0 or parameter.shape[-1] == 0:
         raise ValueError(
             f"`{name}` must have shape (..., n) with n at least 1, but its shape is {tuple(parameter.shape)}."

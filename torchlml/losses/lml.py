@@ -39,7 +39,7 @@ def lml_loss(
     Args:
         logits: (..., n), or flat values with `offsets`, or a nested tensor of the layout `torch.jagged`.
         target: class indices (...), lists of class indices (..., L) padded with `ignore_index`, or a bool or
-            floating multi-hot of the logits' shape, whose floats are label weights. With `offsets`: a flat
+            float multi-hot of the logits' shape, whose floats are label weights. With `offsets`: a flat
             multi-hot, or positions into the values. For ragged nested logits: a nested multi-hot, or the
             labels counted within each row, as (B,), padded (B, L) or nested lists. Integers in the logits'
             own shape raise an error, since they could be either: pass `target.bool()`, or a list that is one

@@ -95,7 +95,7 @@ class PropensityScoredPrecision(TopKMetric):
         check_tensor(propensities, "propensities")
         if not propensities.is_floating_point() or propensities.dim() != 1:
             raise ValueError(
-                "`propensities` must be a floating tensor of shape (n,), one for each class, but it is "
+                "`propensities` must be a floating-point tensor of shape (n,), one for each class, but it is "
                 f"{propensities.dtype} of shape {tuple(propensities.shape)}."
             )
         if not bool(((propensities >= _SMALLEST) & (propensities <= 1)).all()):

@@ -1,8 +1,8 @@
 """Recall, precision and nDCG of the k highest scores of each row, and their counting and ranking.
 
 Sums are kept as integers. A metric moves with its model: `model.to(torch.bfloat16)`, which is Lightning's
-"bf16-true", converts every floating state, and a sum in bfloat16 stops growing at 256. Integer states are not
-converted, and integer sums do not depend on the order of batches and processes.
+"bf16-true", converts every floating-point state, and a sum in bfloat16 stops growing at 256. Integer states
+are not converted, and integer sums do not depend on the order of batches and processes.
 """
 
 from __future__ import annotations
@@ -251,7 +251,7 @@ class TopKRecall(TopKMetric):
     - Ties: entries that tie for the last ranks count with their probability of being selected if the tie is
       broken at random. A model that gives all n classes the same score has recall k / n, regardless of the
       order of the classes.
-    - Weights in a floating multi-hot only mark labels as present. A masked label is never found, and NaN
+    - Weights in a float multi-hot only mark labels as present. A masked label is never found, and NaN
       ranks below every number.
     """
 
@@ -364,7 +364,7 @@ class TopKNDCG(TopKMetric):
     - Every row counts; a row without labels counts as 0. These are the numbers of napkinXC and of the extreme
       classification repository.
     - Ties: entries with equal scores share the mean gain of their ranks, as if the tie were broken at random.
-    - Weights in a floating multi-hot only mark labels as present; graded relevance is not supported. Masks
+    - Weights in a float multi-hot only mark labels as present; graded relevance is not supported. Masks
       and NaN are handled as in `TopKRecall`.
     """
 
