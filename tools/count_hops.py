@@ -1,7 +1,7 @@
 """Count the library functions that a call passes through, and the files they are in.
 
     python tools/count_hops.py            # the table for all calls
-    python tools/count_hops.py --trace    # with the functions in the order of their calls
+    python tools/count_hops.py --trace    # with the functions in call order
 
 Only Python functions of torchlml count, each once per call, comprehensions excluded.
 """

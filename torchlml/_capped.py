@@ -36,7 +36,7 @@ class ConstrainedProjection:
         solve: a function of x (-inf: absent, +inf: saturated), k (R,), upper (like x, or 0-d) and offsets,
             all in the wide dtype. Every row has 0 < k < sum of upper and a finite entry, or is empty. It
             returns nu as a pair (2, R).
-        values: computes y of `CappedRows`, in differentiable operations.
+        values: computes y of `CappedRows`, with differentiable operations.
         moves: returns dy/dz of each entry of `CappedRows`, and whether it is saturated.
     """
 
@@ -81,7 +81,7 @@ class ConstrainedProjection:
         return dx, dk, d_upper.sum() if upper.dim() == 0 else d_upper
 
     def _differentiable(self, *arguments: Any) -> Tensor:
-        """Compute y in differentiable operations, which support every transform."""
+        """Compute y with differentiable operations, which support every transform."""
         return self._values(CappedRows(self.dual, *arguments))
 
     def reference_forward(self, *arguments: Any) -> tuple[Tensor, Tensor]:

@@ -94,7 +94,7 @@ def log_lml(
 
     The arguments are those of `lml`. Returns log y, with the shape and dtype of `x`.
 
-    log y = logsigmoid(x + nu). Its derivative does not vanish, however wrong the logits are:
+    log y = logsigmoid(x + nu). Its derivative does not vanish, no matter how wrong the logits are:
     d log y_j / dx = (1 - y_j) (e_j - w / sum w).
     """
     if is_sharded(x, group):
@@ -247,7 +247,7 @@ _value_operator = operator(
 
 
 def _value_differentiable(x: Tensor, k: Tensor, mask: Tensor | None, offsets: Tensor | None) -> Tensor:
-    """Compute the value in differentiable operations. nu contributes only from the second derivative on."""
+    """Compute the value with differentiable operations. nu contributes only from the second derivative on."""
     solved = SolvedRows(x, k, mask, offsets)
     rows, hi, z = solved.rows, solved.hi, solved.z
     values = x.to(z.dtype)

@@ -1,7 +1,7 @@
 """A linear layer combined with a loss of its logits, computed for a few rows at a time.
 
 The full logit matrix is never materialized. A chunk contains whole rows, so any loss with one number per row
-can be used, and no logit is computed twice. Every chunk takes three matrix products, as many as the usual
+can be used, and no logit is computed twice. Every chunk takes three matrix products, the same as the usual
 computation: the logits, the gradient of the input, and that of the weight, which is accumulated.
 """
 
@@ -40,7 +40,7 @@ _Function = TypeVar("_Function", bound=Callable[..., Any])
 
 def not_compiled(function: _Function) -> _Function:
     """Exclude a function from compilation, keeping its type."""
-    # `torch.compiler.disable` imports the whole compiler at once, this one when the function is called.
+    # `torch.compiler.disable` imports the whole compiler at once; this one does so when it is first called.
     disable: Any = torch._disable_dynamo  # type: ignore[attr-defined]
     return disable(function)
 
@@ -113,7 +113,7 @@ class _Work(NamedTuple):
         return self.at_once(input, weight, bias, k)
 
     def at_once(self, input: Tensor, weight: Tensor, bias: Tensor | None, k: Tensor) -> Tensor:
-        """Compute the same from all logits at once, in differentiable operations."""
+        """Compute the same result from all logits at once, with differentiable operations."""
         dtype = self.linear_dtype
         logits = linear(input.to(dtype), weight.to(dtype), None if bias is None else bias.to(dtype))
         losses = self.loss(logits.to(work_dtype(logits.dtype)), k, slice(0, input.shape[0]), False)
@@ -126,7 +126,7 @@ def check_linear(input: Tensor, weight: Tensor, bias: Tensor | None, memory_limi
     for name, t in given.items():
         check_tensor(t, name)
         if not t.is_floating_point():
-            raise TypeError(f"`{name}` must be a floating tensor, but it is {t.dtype}.")
+            raise TypeError(f"`{name}` must be a floating-point tensor, but it is {t.dtype}.")
         if t.dtype != input.dtype and not autocasts(t.device.type):
             raise TypeError(f"`{name}` must have the dtype of `input`, {input.dtype}, but it is {t.dtype}.")
         if t.device != input.device:
@@ -232,7 +232,7 @@ class _Chunked(torch.autograd.Function):
         work, (input, weight, bias, k) = ctx.work, ctx.saved_tensors
         if wants_graph() or _is_batched(grad):
             if work.sum_over_group is not None:
-                raise NotImplementedError("With `group`, a derivative of the derivative is not supported.")
+                raise NotImplementedError("With `group`, second derivatives are not supported.")
             inputs = [t for t in (input, weight, bias, k) if t is not None]
 
             def at_once(*given: Tensor) -> Tensor:
@@ -328,7 +328,7 @@ class _Logits:
     """The logits of one chunk after another, in one buffer, because freed memory is not always reused."""
 
     def __init__(self, work: _Work, input: Tensor, weight: Tensor, bias: Tensor | None) -> None:
-        # Cast the weight as autocast would, once and not for every chunk.
+        # Cast the weight as autocast would, once instead of for every chunk.
         dtype = work.linear_dtype
         self.weight = weight.detach().to(dtype)
         self._bias = None if bias is None else bias.detach().to(dtype)

@@ -1,7 +1,7 @@
-"""The LML loss of canonical rows, with an explicit derivative by operators, and the reductions of all losses.
+"""The LML loss of canonical rows, with an explicit backward pass, and the reductions of all losses.
 
-The operators `loss_forward` and `loss_backward` process all rows at once and store nothing of the size of the
-logits in between.
+The operators `loss_forward` and `loss_backward` process all rows at once and store no intermediate tensor as
+large as the logits.
 """
 
 from __future__ import annotations

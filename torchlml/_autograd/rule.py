@@ -1,4 +1,4 @@
-"""The autograd rules of the projection: an explicit backward by operators, or differentiable operations.
+"""The autograd rules of the projection: an explicit backward pass, or differentiable operations.
 
 Plain eager and compiled calls go through one `torch.autograd.Function` around the operators, or directly to
 the operator if no gradient is requested. Under `torch.func` transforms, in forward-mode differentiation and
@@ -8,7 +8,7 @@ occur.)
 
 `LML`, `LOG_LML` and `LML_DUAL` map each bound on the sum to a function of canonical rows (x, k, mask,
 offsets). In the dual, a bound is a clamp: nu = min(nu*, 0) for at most k and max(nu*, 0) for at least k,
-where nu* makes the sum exactly k. A row with nu = 0 is called free: it is sigmoid(x), whatever k is.
+where nu* makes the sum exactly k. A row with nu = 0 is called free: it is sigmoid(x) for any k.
 
 `fast_lml` is a fast path for the most common call of `lml`: eager, with a float32 or float64 matrix on the
 CPU, a plain number k and no other arguments. At 256 x 100, general argument handling and the general autograd
@@ -37,13 +37,13 @@ from torchlml._torch import careful, fast, onnx
 
 @dataclass(frozen=True)
 class Rule:
-    """A function of rows and its explicit derivative by operators. Call it with canonical arguments.
+    """A function of rows with an explicit backward pass. Call it with canonical arguments.
 
     Args:
         forward: returns the result, followed by the other tensors that `backward` needs.
         backward: takes the gradient, the arguments and these tensors; returns the gradients of the first
             arguments, that of k with one number per row.
-        differentiable: computes the result in operations that torch can differentiate, map and compile.
+        differentiable: computes the result with operations that torch can differentiate, map and compile.
         inputs: the number of leading arguments that have a gradient; the second is k.
         keeps_result: whether `backward` takes the result too, before the other tensors.
     """

@@ -23,7 +23,7 @@ from torchlml._balanced.solve import (
 )
 from torchlml.projection import lml_dual
 
-if TYPE_CHECKING:  # takes long to import, and few calls need it
+if TYPE_CHECKING:  # slow to import, and few calls need it
     from torchlml._distributed.group import LabelGroup
 
 # Up to this many multiplications, the Schur complement as a matrix costs less than iterations.

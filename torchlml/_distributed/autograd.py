@@ -58,7 +58,7 @@ def _solve(values: Tensor, k: Tensor, split: LabelSplit, *labels: Any) -> Soluti
 def _check_first_derivative() -> None:
     """Raise in a backward pass with create_graph; `once_differentiable` would silently drop the graph."""
     if wants_graph():
-        raise NotImplementedError("With `group`, a derivative of the derivative is not supported.")
+        raise NotImplementedError("With `group`, second derivatives are not supported.")
 
 
 class _Formula(NamedTuple):

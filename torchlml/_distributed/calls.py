@@ -3,8 +3,8 @@
 Each function unwraps the local parts of DTensors, checks that all processes pass matching arguments, computes
 and wraps the result. A DTensor whose labels are not sharded needs no group: its rows are computed locally.
 
-In targets, class indices number the labels of all processes and are the same tensor on each of them. A
-multi-hot contains the columns for the labels of this process.
+Class indices in targets refer to the labels of all processes, and every process passes the same tensor. A
+multi-hot target contains only the columns for the labels of this process.
 """
 
 from __future__ import annotations

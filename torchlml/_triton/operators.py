@@ -1,4 +1,4 @@
-"""The operators of `_autograd/operators.py` by Triton: allocate the results, choose the layout, launch.
+"""The operators of `_autograd/operators.py` in Triton: allocate the results, choose the layout, launch.
 
 The arguments are those of `_torch/careful.py`, with x of float32, bfloat16 or float16. Nothing here
 synchronizes the device, so everything can be captured in a CUDA graph.

@@ -59,7 +59,7 @@ def read_table(
     """Read a table.
 
     Args:
-        path: `*.csv`, `*.tsv`, either also `.gz`, or `*.parquet`.
+        path: `*.csv` or `*.tsv`, optionally gzipped (`.gz`), or `*.parquet`.
         option: The option that named it, for the messages.
         columns: The known roles of its columns.
         labelled: Whether a column of labels is required. Otherwise the samples have no labels.

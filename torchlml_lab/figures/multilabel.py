@@ -169,7 +169,7 @@ def page_of(rows: Sequence[LabelRecord]) -> str:
             parts.append(_table(f"{data}, all training labels", list(_HEADS.values()), cells))
         for name in ("p1", "r5", "ndcg5"):
             cells = {loss: [_cell(by_keep[keep][loss], name) for keep in keeps] for loss in losses}
-            parts.append(_table(f"{data}, {_HEADS[name]} by the training labels kept", keeps, cells))
+            parts.append(_table(f"{data}, {_HEADS[name]} by share of training labels kept", keeps, cells))
         cells = {
             f"{loss} minus {REFERENCE}": [
                 _difference(by_keep[keep][loss], by_keep[keep][REFERENCE]) for keep in keeps
@@ -177,7 +177,7 @@ def page_of(rows: Sequence[LabelRecord]) -> str:
             for loss in losses
             if loss != REFERENCE
         }
-        parts.append(_table(f"{data}, nDCG@5 seed by seed", keeps, cells))
+        parts.append(_table(f"{data}, differences in nDCG@5 between runs with the same seed", keeps, cells))
     return "\n\n".join(parts) + "\n"
 
 

@@ -63,7 +63,7 @@ class MultilabelSettings(TrainSettings):
     epochs: int = 200
     """The maximum number of epochs."""
     patience: int | None = None
-    """Stop after this many epochs without improvement; by default as many as make 100 steps, at least 5."""
+    """Stop after this many epochs without improvement; by default the epochs in 100 steps, at least 5."""
     batch_size: int = 128
     """Samples per step over all processes; a multiple of the number of processes."""
     learning_rate: float = 0.005
@@ -72,7 +72,7 @@ class MultilabelSettings(TrainSettings):
 
 @dataclass(frozen=True)
 class EvaluateSettings:
-    """Evaluate the best weights of a multi-label run with P@k, nDCG@k, PSP@k and R@k, next to a baseline."""
+    """Evaluate the best weights of a multi-label run with P@k, nDCG@k, PSP@k and R@k, and a baseline."""
 
     run: Annotated[Path, tyro.conf.Positional, tyro.conf.arg(metavar="RUN")] = Path("runs/multilabel")
     """The run directory."""

@@ -43,7 +43,7 @@ class RoutingSettings:
     """Train a character model with a mixture of 16 experts, 2 per token, with each router."""
 
     seeds: int = 3
-    """How many times each router is trained, with other weights and batches, at least once."""
+    """The number of repetitions with different weights and batches, at least 1."""
     steps: int = 400
     """Training steps of 2048 tokens each, a multiple of 20."""
     learning_rate: float = 0.003
