@@ -195,7 +195,7 @@ def read_rows(
     if columns is None and is_table(path):
         raise BadInput(f"`--data` must be sparse features, as in training, but `{path}` is a table.")
     if columns is not None and not labelled:
-        columns = replace(columns, labels=None)
+        columns = replace(columns, labels=())
     names = trained.settings.label_names
     rows, _ = read_labelled(
         path, "--data", columns=columns, labels=labels, label_names=names, labelled=labelled

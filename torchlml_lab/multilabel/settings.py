@@ -20,7 +20,7 @@ EXPERIMENT = "multilabel"
 class MultilabelSettings(TrainSettings):
     """Train a multi-label model on your own file of texts, numbers or sparse features; requires --train.
 
-    A file is a table (CSV, TSV or Parquet, with a column of labels and columns of texts or numbers), svmlight
+    A file is a table (CSV, TSV, JSON lines or Parquet, with labels and columns of texts or numbers), svmlight
     or extreme-classification text, or a pair of scipy .npz files. Text files may be gzipped. Without --valid,
     a tenth of the samples is held out for validation. The epoch with the best validation nDCG@5 is kept.
     """
@@ -40,8 +40,8 @@ class MultilabelSettings(TrainSettings):
     """The labels of `--test`, if that is an .npz file."""
     label_names: Path | None = None
     """If labels are numbers: a text file whose line i, counted from 0, is the name of label i."""
-    labels: str | None = None
-    """The label column of a table; by default the one named labels, tags or similar."""
+    labels: tuple[str, ...] = ()
+    """The label column of a table, or a column of 0 and 1 for each label; by default they are detected."""
     separator: str | None = None
     """The separator between labels in a cell; by default the most common one of `, ; |` and tab."""
     texts: tuple[str, ...] = ()
