@@ -223,27 +223,42 @@ class RoutingRecord:
     """The time of the run so far."""
 
 
-def draw(rows: Sequence[RoutingRecord], picture: Path) -> None:
-    """Draw the validation loss and the largest loads against the steps, as means over the seeds."""
+def draw(rows: Sequence[RoutingRecord], picture: Path, csv: Path) -> None:
+    """Draw the validation loss minus that of the first router and the largest loads, as means over seeds.
+
+    Args:
+        rows: The measurements.
+        picture: The PNG or SVG file to write.
+        csv: The file of the rows, which the picture names in its metadata.
+    """
     panels = {
-        "validation_loss": "validation loss (nats per character)",
-        "load": "largest load in training",
-        "validation_load": "largest load at inference",
+        "validation_loss": f"validation loss − {next(iter(_LOOKS))}",
+        "load": "largest load, training",
+        "validation_load": "largest load, inference",
     }
-    with plots.new_figure(picture, plots.PAGE, 2.8) as figure:
+    with plots.new_figure(picture, plots.PAGE, 3.0, [csv]) as figure:
         for axes, (name, title) in zip(figure.subplots(1, 3), panels.items(), strict=True):
+            baseline: dict[int, float] = {}
             for router, color in _LOOKS.items():
                 own = [row for row in rows if row.router == router]
                 steps = sorted({row.step for row in own})
-                means = [mean(getattr(row, name) for row in own if row.step == step) for step in steps]
-                if steps:
-                    axes.plot(steps, means, color=color, label=router, linewidth=1.2)
-            axes.set_title(title)
+                means = {step: mean(getattr(row, name) for row in own if row.step == step) for step in steps}
+                if name == "validation_loss":
+                    baseline = baseline or means
+                    means = {
+                        step: value - baseline[step] for step, value in means.items() if step in baseline
+                    }
+                if means:
+                    axes.plot(means.keys(), means.values(), color=color, label=router, linewidth=1.2)
+            axes.set_title(title, fontsize=8.5)
             axes.set_xlabel("step")
             axes.grid()
             if "load" in name:
                 axes.set_yscale("log", base=2)
-                axes.set_yticks([1, 2, 4, 8], ["1", "2", "4", "8"])
+                axes.set_ylim(bottom=1)
+                ticks = [tick for tick in (1, 1.5, 2, 3, 4, 6, 8, 12, 16) if tick <= axes.get_ylim()[1]]
+                axes.set_yticks(ticks, [f"{tick:g}" for tick in ticks], minor=False)
+                axes.minorticks_off()
         handles, labels = figure.axes[0].get_legend_handles_labels()
         figure.legend(handles, labels, loc="outside lower center", ncols=4)
 
@@ -303,7 +318,7 @@ def main(settings: RoutingSettings) -> None:
     for line in lines(rows):
         table.add_row(*line)
     console.print(table)
-    draw(rows, settings.out)
+    draw(rows, settings.out, settings.csv)
     write_page(rows, settings.out.with_suffix(".md"))
     console.print(f"Results written to {settings.csv}, figure written to {settings.out}.", soft_wrap=True)
 
