@@ -133,14 +133,14 @@ def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Fil
 
 
 def _site_name(path: str, anchor: str) -> str:
-    """The site name of a file of the repository."""
+    """The name on the site of a file in the repository."""
     if path == "README.md":
         return SECTIONS.get(anchor, "index.md")
     return PAGES.get(path, path.removeprefix("docs/"))
 
 
 def on_page_content(content: str, page: Page, config: MkDocsConfig, files: Files) -> str:
-    """Replace the formulas of a page by MathML, and label the cells of its tables for phones."""
+    """Replace the formulas of a page with MathML, and label the cells of its tables for phones."""
 
     def formula(match: re.Match[str]) -> str:
         display = "inline" if match[2] == "(" else "block"

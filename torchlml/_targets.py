@@ -19,7 +19,7 @@ from torchlml._arguments import Canonical, check_tensor, readable
 from torchlml._rows import Rows, check_jagged, rows_of, work_dtype
 
 _FORMS = (
-    "int64 or uint8 (class indices, lists of them padded with `ignore_index`), bool or floating (a multi-hot)"
+    "int64 or uint8 (class indices, lists of them padded with `ignore_index`), bool or float (a multi-hot)"
 )
 
 
@@ -158,7 +158,7 @@ def read_target_rows(c: Canonical, target: Tensor, weight: Tensor | None, ignore
 
 
 def is_multi_hot(target: Any) -> bool:
-    """Whether the dtype of a target is that of a multi-hot (bool or floating), not that of class indices."""
+    """Whether the dtype of a target is that of a multi-hot (bool or float), not that of class indices."""
     return isinstance(target, Tensor) and (target.dtype == torch.bool or target.is_floating_point())
 
 
@@ -238,7 +238,7 @@ def _class_indices(c: Canonical, target: Tensor, weight: Tensor | None, ignore_i
         padded = ", ".join([*map(str, rows), "L"])
         raise ValueError(
             f"`target` must have shape {tuple(rows)} (one class per row), ({padded}) (a padded list) or, "
-            f"as bool or floating, {(*rows, n)} (multi-hot), but it has shape {tuple(target.shape)}."
+            f"as bool or floating-point, {(*rows, n)} (multi-hot), but it has shape {tuple(target.shape)}."
         )
     complete = readable(target) and _check_values(given, ignore_index, n, "class indices")
     listed = given
@@ -268,7 +268,7 @@ def _negative(target: Tensor, ignore_index: int) -> Tensor:
 
 
 def _each_once(ordered: Tensor) -> Tensor:
-    """Replace repetitions in the sorted last dimension by -1, so that every label counts once."""
+    """Replace repetitions in the sorted last dimension with -1, so that every label counts once."""
     repeated = ordered[..., 1:] == ordered[..., :-1]
     return torch.cat([ordered[..., :1], ordered[..., 1:].masked_fill(repeated, -1)], dim=-1)
 
@@ -321,14 +321,14 @@ def check_weight(c: Canonical, weight: Tensor) -> None:
     """Raise unless `weight` has one nonnegative weight per class."""
     if c.offsets is not None:
         raise ValueError(
-            "`weight` must be None for ragged rows, which have no classes; pass a floating target instead."
+            "`weight` must be None for ragged rows, which have no classes; pass a float target instead."
         )
     check_tensor(weight, "weight", c.x, "the logits")
     n = c.x.shape[-1]
     if not weight.is_floating_point() or weight.shape != (n,):
         raise ValueError(
-            f"`weight` must be a floating tensor of shape ({n},), one per class, but it is {weight.dtype} "
-            f"of shape {tuple(weight.shape)}."
+            f"`weight` must be a floating-point tensor of shape ({n},), one per class, but it is "
+            f"{weight.dtype} of shape {tuple(weight.shape)}."
         )
     _check_not_negative(weight, "weight")
 

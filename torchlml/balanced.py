@@ -1,6 +1,6 @@
 """The two-sided projection: k entries per row and a capacity for each column.
 
-A call has a batch of problems, or one problem whose rows are split across processes.
+A call solves a batch of problems, or one problem whose rows are sharded across processes.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.autograd import forward_ad
 
 from torchlml._arguments import autocasts, check_bound, check_number, check_real, check_tensor, expand
-from torchlml._balanced.matrix import Extent, Matrix, project
+from torchlml._balanced import Extent, Matrix, project
 
 ColumnBound = Literal["exactly", "at_most"]
 
@@ -41,20 +41,20 @@ def balanced_lml(
         capacity: the sum of each column: a number, or a tensor that broadcasts to (..., columns). By default
             all columns of a problem get the same share, the total of `k` divided by the number of columns.
         mask: bool, True where an entry may be chosen; broadcasts to `x`. The others are exactly 0.
-        bound: "exactly", or "at_most" where the capacities are upper limits of the column sums.
+        bound: "exactly", or "at_most" if the capacities are upper limits of the column sums.
         start: a first guess of the column multipliers mu, such as those of the previous training step. It
-            broadcasts to (..., columns) and changes the run time, and the result only within its accuracy.
+            broadcasts to (..., columns). It changes the run time, but the result only within its accuracy.
         group: the processes that hold the rows of one matrix, a ProcessGroup or a one-dimensional DeviceMesh.
             `x`, `k` and `mask` hold the rows of this process. The other arguments are the same on all.
 
     Returns:
         Y, with the shape and dtype of `x`.
 
-    Y maximizes x.Y + H(Y), H the binary entropy, under these constraints, which makes it
+    Y maximizes x.Y + H(Y) under these constraints, where H is the binary entropy. The solution is
     y_ij = sigmoid(x_ij + nu_i + mu_j) with one number per row and one per column. The relative error of the
     column sums is at most 1e-9 in float64 and 1e-4 in float32; half precision is computed in float32. The
-    first derivatives for `x`, `k` and `capacity` are exact. They solve a linear system with one unknown per
-    column.
+    first derivatives with respect to `x`, `k` and `capacity` are exact. They solve a linear system with one
+    unknown per column.
 
     `k` and `capacity` must have the same total up to a relative difference of 1e-5. The capacities are scaled
     to the total of `k`, which also determines their derivatives. With a `group`, gradients are those of the
@@ -80,11 +80,11 @@ def balanced_lml_dual(
         >>> mu
         tensor([-1.2500,  1.2500])
 
-    _Arguments as for `balanced_lml`.
+    The arguments are those of `balanced_lml`.
 
     Returns:
         nu of shape (..., rows) and mu of shape (..., columns), in the dtype of `x`. A constant can be moved
-        from mu to nu: mu has the mean 0 over its finite entries, and with `bound="at_most"` it is at most 0.
+        from mu to nu: mu has mean 0 over its finite entries, and with `bound="at_most"` it is at most 0.
         It is -inf for a capacity of 0 and +inf for a column that needs all of its available rows. With a
         `group`, all processes get the same mu, bit for bit.
 
@@ -95,7 +95,7 @@ def balanced_lml_dual(
 
 
 class Balanced(NamedTuple):
-    """Y with its multipliers. nu has no entries unless it was asked for."""
+    """Y with its multipliers. nu is empty unless it was requested."""
 
     y: Tensor
     nu: Tensor
@@ -112,8 +112,8 @@ def balanced(
     group: Any,
     dual: bool = False,
 ) -> Balanced:
-    """Y and mu, and with `dual` nu, with the arguments of `balanced_lml`."""
-    # Compiled code leaves its graph here. The detour imports the compiler, so other calls do without it.
+    """Compute Y and mu, and nu if `dual`; the arguments are those of `balanced_lml`."""
+    # A graph break in compiled code. It imports the compiler, so eager calls avoid it.
     run = _not_compiled if torch.compiler.is_compiling() else _project
     return run(x, k, capacity, mask, bound, start, group, dual)
 
@@ -174,7 +174,7 @@ def _agree(
     x: Any, k: Any, capacity: Any, mask: Any, bound: Any, start: Any, group: Any
 ) -> tuple[_Arguments, Extent]:
     """Check the arguments on all processes, and exchange the sizes and totals: one round."""
-    from torchlml._distributed import group as groups  # takes long to import, and few calls need it
+    from torchlml._distributed import group as groups  # slow to import, and few calls need it
 
     processes = groups.label_group(group)
     carries = isinstance(x, Tensor) and x.device.type != "meta"
@@ -233,7 +233,7 @@ class _Arguments(NamedTuple):
 
 
 def _read(x: Any, k: Any, capacity: Any, mask: Any, bound: Any, start: Any) -> _Arguments:
-    """Check the arguments that need no comparison with each other."""
+    """Validate each argument on its own, and convert it."""
     mask = _check_logits(x, mask, bound)
     *batch, rows, columns = x.shape
     device, count = x.device, math.prod(batch)
@@ -262,7 +262,7 @@ def _read(x: Any, k: Any, capacity: Any, mask: Any, bound: Any, start: Any) -> _
 def _check_logits(x: Any, mask: Any, bound: Any) -> Tensor | None:
     """Check `x`, `mask` and `bound`, and return the mask in the shape of x."""
     check_tensor(x, "x")
-    if type(x).__name__ == "DTensor":  # by its name, because importing the class takes long
+    if type(x).__name__ == "DTensor":  # by name, because importing the class is slow
         raise TypeError("`x` must be a local tensor, but it is a DTensor. Pass `x.to_local()` and `group`.")
     if x.dtype not in _DTYPES:
         raise TypeError(f"`x` must be float32, float64, bfloat16 or float16, but its dtype is {x.dtype}.")
@@ -311,7 +311,7 @@ def _check_values(x: Tensor) -> tuple[float, bool]:
 
 
 def _check_rows(k: Tensor, present: Tensor) -> None:
-    """Every row must have enough available entries. `present` is their number in each row."""
+    """Raise unless every row has enough available entries; `present` is their number in each row."""
     wrong = (k > present).nonzero()
     if len(wrong):
         row = tuple(wrong[0].tolist())

@@ -72,7 +72,8 @@ def lml(
         from torchlml._distributed import calls
 
         return calls.project("lml", x, k, dim, mask, offsets, bound, group)
-    c = canonical(x, k, dim, mask, offsets, any_k=check_bound(bound) == "at_most", nested=True)
+    any_k = bound != "exactly" and check_bound(bound) == "at_most"
+    c = canonical(x, k, dim, mask, offsets, any_k=any_k, nested=True)
     return c.restore(rule.LML[bound](c.x, c.k, c.mask, c.offsets), dim)
 
 
@@ -93,14 +94,15 @@ def log_lml(
 
     The arguments are those of `lml`. Returns log y, with the shape and dtype of `x`.
 
-    log y = logsigmoid(x + nu). Its derivative does not vanish, however wrong the logits are:
+    log y = logsigmoid(x + nu). Its derivative does not vanish, no matter how wrong the logits are:
     d log y_j / dx = (1 - y_j) (e_j - w / sum w).
     """
     if is_sharded(x, group):
         from torchlml._distributed import calls
 
         return calls.project("log_lml", x, k, dim, mask, offsets, bound, group)
-    c = canonical(x, k, dim, mask, offsets, any_k=check_bound(bound) == "at_most", nested=True)
+    any_k = bound != "exactly" and check_bound(bound) == "at_most"
+    c = canonical(x, k, dim, mask, offsets, any_k=any_k, nested=True)
     return c.restore(rule.LOG_LML[bound](c.x, c.k, c.mask, c.offsets), dim)
 
 
@@ -130,7 +132,8 @@ def lml_dual(
         from torchlml._distributed import calls
 
         return calls.project("lml_dual", x, k, dim, mask, offsets, bound, group)
-    c = canonical(x, k, dim, mask, offsets, any_k=check_bound(bound) == "at_most", nested=True)
+    any_k = bound != "exactly" and check_bound(bound) == "at_most"
+    c = canonical(x, k, dim, mask, offsets, any_k=any_k, nested=True)
     return c.restore_rows(rule.LML_DUAL[bound](c.x, c.k, c.mask, c.offsets))
 
 
@@ -207,9 +210,9 @@ class LML(nn.Module):
         return settings if self.bound == "exactly" else f"{settings}, bound={self.bound!r}"
 
 
-def _value_forward(x: Tensor, *rest: Tensor | None) -> tuple[Tensor, tuple[Tensor, ...]]:
+def _value_forward(x: Tensor, *rest: Tensor | None) -> tuple[Tensor, Tensor]:
     value, nu = _value_operator(x, *rest)
-    return value.to(x.dtype), (nu,)
+    return value.to(x.dtype), nu
 
 
 def _value_backward(
@@ -244,7 +247,7 @@ _value_operator = operator(
 
 
 def _value_differentiable(x: Tensor, k: Tensor, mask: Tensor | None, offsets: Tensor | None) -> Tensor:
-    """Compute the value in differentiable operations. nu contributes only from the second derivative on."""
+    """Compute the value with differentiable operations. nu contributes only from the second derivative on."""
     solved = SolvedRows(x, k, mask, offsets)
     rows, hi, z = solved.rows, solved.hi, solved.z
     values = x.to(z.dtype)

@@ -246,6 +246,11 @@ FIGURES = {
         "figures.multilabel:recommend",
         "recall by model and loss, from a sweep",
     ),
+    "missing-labels": Command(
+        "figures.settings:MissingLabelsFigureSettings",
+        "figures.multilabel:missing_labels",
+        "one observed label per sample: mAP and Brier score by method",
+    ),
     "scene-graph-bias": Command(
         "figures.settings:BiasFigureSettings",
         "figures.scene_graph:by_bias",
@@ -263,6 +268,7 @@ SINGLE = {
     "demo": Command("studies.settings:DemoSettings", "studies.digits.demo:main"),
     "which-k": Command("studies.settings:WhichKSettings", "studies.digits.which_k:main"),
     "routing": Command("studies.settings:RoutingSettings", "studies.routing:main"),
+    "missing-labels": Command("studies.settings:MissingLabelsSettings", "studies.missing_labels.study:main"),
     "info": Command("info:read_arguments", "info:main"),
     "gpu-check": Command("gpu_check:read_arguments", "gpu_check.check_gpu:main"),
 }
@@ -272,6 +278,7 @@ SUMMARIES = {
     "demo": "compare five losses on digit data with missing labels (one minute)",
     "which-k": "measure how a wrong value of k affects ranking and calibration",
     "routing": "compare routers for mixtures of experts (ten minutes)",
+    "missing-labels": "compare losses on data with one observed label per sample (one hour)",
     "info": "show versions, kernels, threads, devices and extras",
     "gpu-check": "verify and time the Triton kernels on your GPU",
     "bench": "benchmark the layer, related operators and losses",

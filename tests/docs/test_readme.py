@@ -11,6 +11,7 @@ import pytest
 import torch
 
 import torchlml
+from tests.support.example_rows import example_rows
 from torchlml_lab import cli
 
 ROOT = Path(__file__).parents[2]
@@ -41,16 +42,10 @@ def test_length() -> None:
 
 def test_outputs_in_the_example() -> None:
     text = README.read_text(encoding="utf-8")
-    x = torch.tensor([2.0, 1.0, 0.0, -1.0])
-    for name, y in (
-        ("torch.softmax", x.softmax(-1)),
-        ("torch.sigmoid", x.sigmoid()),
-        ("torchlml.lml", torchlml.lml(x, 2)),
-    ):
-        line = re.search(rf"^{re.escape(name)}\(.*# ([\d. ]+) +sums to ([\d.]+)", text, re.MULTILINE)
-        assert line is not None
-        assert [float(each) for each in line[1].split()] == pytest.approx(y.tolist(), abs=0.006)
-        assert float(line[2]) == pytest.approx(y.sum().item(), abs=0.006)
+    for comment, y in example_rows(text):
+        numbers, _, total = comment.partition("sums to")
+        assert [float(each) for each in numbers.split()] == pytest.approx(y.tolist(), abs=0.006)
+        assert float(total.split()[0]) == pytest.approx(y.sum().item(), abs=0.006)
 
 
 def test_the_readme_names_only_existing_files() -> None:

@@ -132,7 +132,7 @@ def test_resuming_a_finished_run_changes_nothing(capsys, whole):
 
 
 def full_disk(size):
-    """Limit the size of files. Larger writes fail as on a full disk, also for writers outside Python."""
+    """Limit the size of files. Larger writes fail as on a full disk, even outside Python."""
     resource.setrlimit(resource.RLIMIT_FSIZE, (size, size))
 
 

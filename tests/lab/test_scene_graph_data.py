@@ -290,7 +290,7 @@ def test_leave_one_out_is_the_bias_of_the_other_images(tmp_path):
     training, _ = datasets.read_visual_genome(write_vg(tmp_path, draw(24)))
     batch = GraphBatches(training, shift=LeaveOneOut(training)).__getitems__([5, 0, 11, 3])
     twice = (batch.labels[batch.edges[1:]] == batch.labels[batch.edges[:-1]]).all(1)
-    assert twice.any()  # a pair comes twice
+    assert twice.any()  # a pair occurs twice
     assert batch.bias_shift is not None
     subject, object_ = batch.labels[batch.edges].unbind(1)
     shifted = log_frequencies(training)[subject, object_] + batch.bias_shift

@@ -1,7 +1,7 @@
 """A linear layer combined with a loss of its logits, computed for a few rows at a time.
 
 The full logit matrix is never materialized. A chunk contains whole rows, so any loss with one number per row
-can be used, and no logit is computed twice. Every chunk takes three matrix products, as many as the usual
+can be used, and no logit is computed twice. Every chunk takes three matrix products, the same as the usual
 computation: the logits, the gradient of the input, and that of the weight, which is accumulated.
 """
 
@@ -17,7 +17,14 @@ from torch import Tensor
 from torch.nn.functional import linear
 
 from torchlml._arguments import Canonical, autocasts, check_k, check_tensor, readable
-from torchlml._autograd import loss as losses
+from torchlml._autograd.loss import (
+    LossSettings,
+    Reduction,
+    check_labeled_k,
+    label_divisor,
+    lml_loss,
+    mean_divisor,
+)
 from torchlml._autograd.rule import differentiate_again, is_plain, needs_no_graph, wants_graph
 from torchlml._cpu import loader
 from torchlml._rows import work_dtype
@@ -33,7 +40,7 @@ _Function = TypeVar("_Function", bound=Callable[..., Any])
 
 def not_compiled(function: _Function) -> _Function:
     """Exclude a function from compilation, keeping its type."""
-    # `torch.compiler.disable` imports the whole compiler at once, this one when the function is called.
+    # `torch.compiler.disable` imports the whole compiler at once; this one does so when it is first called.
     disable: Any = torch._disable_dynamo  # type: ignore[attr-defined]
     return disable(function)
 
@@ -58,7 +65,7 @@ class ChunkedLoss:
 
     loss: RowLoss
     has_label: Tensor
-    reduction: losses.Reduction
+    reduction: Reduction
     memory_limit: int
     labels: int | None = None
     sum_over_group: Callable[[Tensor], Tensor] | None = None
@@ -73,7 +80,7 @@ class ChunkedLoss:
         seed = None
         if self.reduction != "none":
             seed = torch.ones(shape.numel(), dtype=work_dtype(dtype), device=input.device)
-            seed = seed / losses.mean_divisor(self.has_label.sum()) if self.reduction == "mean" else seed
+            seed = seed / mean_divisor(self.has_label.sum()) if self.reduction == "mean" else seed
         labels = weight.shape[0] if self.labels is None else self.labels
         chunk = rows_within(self.memory_limit, labels, dtype, self.in_place)
         # Apply the casts of autocast here, in the same way for chunks and for all logits at once.
@@ -106,7 +113,7 @@ class _Work(NamedTuple):
         return self.at_once(input, weight, bias, k)
 
     def at_once(self, input: Tensor, weight: Tensor, bias: Tensor | None, k: Tensor) -> Tensor:
-        """Compute the same from all logits at once, in differentiable operations."""
+        """Compute the same result from all logits at once, with differentiable operations."""
         dtype = self.linear_dtype
         logits = linear(input.to(dtype), weight.to(dtype), None if bias is None else bias.to(dtype))
         losses = self.loss(logits.to(work_dtype(logits.dtype)), k, slice(0, input.shape[0]), False)
@@ -119,7 +126,7 @@ def check_linear(input: Tensor, weight: Tensor, bias: Tensor | None, memory_limi
     for name, t in given.items():
         check_tensor(t, name)
         if not t.is_floating_point():
-            raise TypeError(f"`{name}` must be a floating tensor, but it is {t.dtype}.")
+            raise TypeError(f"`{name}` must be a floating-point tensor, but it is {t.dtype}.")
         if t.dtype != input.dtype and not autocasts(t.device.type):
             raise TypeError(f"`{name}` must have the dtype of `input`, {input.dtype}, but it is {t.dtype}.")
         if t.device != input.device:
@@ -177,7 +184,7 @@ class LinearLMLArguments(NamedTuple):
     target: Tensor
     k: float | Tensor
     weight: Tensor | None
-    settings: losses.LossSettings
+    settings: LossSettings
     memory_limit: int
 
 
@@ -189,13 +196,13 @@ def linear_lml_loss(given: LinearLMLArguments) -> Tensor:
     n = linear_weight.shape[0]
     k = check_k(k, input.shape[:-1], None if settings.bound == "at_most" else n, input.device, "input")
     rows = read_target_rows(logits_like(input, n), target, weight, settings.ignore_index)
-    losses.check_labeled_k(k, settings.bound, lambda: rows.has_label)
+    check_labeled_k(k, settings.bound, lambda: rows.has_label)
     in_place = settings.bound == "exactly" and input.device.type == "cpu" and loader.loaded()
 
     def loss(logits: Tensor, k: Tensor, some: slice, overwrite: bool) -> Tensor:
         c, labels = Canonical(logits, k, None, None, None), rows[some]
-        divisor = losses.label_divisor(labels, settings.label_reduction)
-        return losses.lml_loss(c, labels, divisor, "none", settings.bound, overwrite=overwrite and in_place)
+        divisor = label_divisor(labels, settings.label_reduction)
+        return lml_loss(c, labels, divisor, "none", settings.bound, overwrite=overwrite and in_place)
 
     at_once = rows.weights_need_gradient
     chunked = ChunkedLoss(
@@ -225,7 +232,7 @@ class _Chunked(torch.autograd.Function):
         work, (input, weight, bias, k) = ctx.work, ctx.saved_tensors
         if wants_graph() or _is_batched(grad):
             if work.sum_over_group is not None:
-                raise NotImplementedError("With `group`, a derivative of the derivative is not supported.")
+                raise NotImplementedError("With `group`, second derivatives are not supported.")
             inputs = [t for t in (input, weight, bias, k) if t is not None]
 
             def at_once(*given: Tensor) -> Tensor:
@@ -321,7 +328,7 @@ class _Logits:
     """The logits of one chunk after another, in one buffer, because freed memory is not always reused."""
 
     def __init__(self, work: _Work, input: Tensor, weight: Tensor, bias: Tensor | None) -> None:
-        # Cast the weight as autocast would, once and not for every chunk.
+        # Cast the weight as autocast would, once instead of for every chunk.
         dtype = work.linear_dtype
         self.weight = weight.detach().to(dtype)
         self._bias = None if bias is None else bias.detach().to(dtype)

@@ -1,7 +1,7 @@
-"""The LML loss of canonical rows, with an explicit derivative by operators, and the reductions of all losses.
+"""The LML loss of canonical rows, with an explicit backward pass, and the reductions of all losses.
 
-The operators `loss_forward` and `loss_backward` process all rows at once and store nothing of the size of the
-logits in between.
+The operators `loss_forward` and `loss_backward` process all rows at once and store no intermediate tensor as
+large as the logits.
 """
 
 from __future__ import annotations
@@ -140,21 +140,21 @@ def _through_log_lml(c: Canonical, labels: Labels, bound: Bound = "exactly") -> 
 def _rule(reduction: Reduction, complete: bool, overwrite: bool) -> Rule:
     """The rule for one reduction; with `complete`, every row has a label."""
 
-    def forward(x: Tensor, *rest: Any) -> tuple[Tensor, tuple[Any, ...]]:
-        """The loss in the dtype of x, and (nu, the divisor of each row, or None for a known number)."""
+    def forward(x: Tensor, *rest: Any) -> tuple[Tensor, Tensor, Any]:
+        """The loss in the dtype of x, nu, and the divisor of each row, or None for a known number."""
         *arguments, divisor = rest
         losses, nu = operators.loss_forward(x, *arguments)
         if divisor is not None:
             losses = torch.stack([losses[0] / divisor, losses[1]])
         if reduction == "none":
-            return losses[0].to(x.dtype), (nu, divisor)
+            return losses[0].to(x.dtype), nu, divisor
         if reduction == "sum":
-            return losses[0].sum().to(x.dtype), (nu, divisor)
+            return losses[0].sum().to(x.dtype), nu, divisor
         if complete:
-            return (losses[0].sum() / mean_divisor(losses.shape[1])).to(x.dtype), (nu, divisor)
+            return (losses[0].sum() / mean_divisor(losses.shape[1])).to(x.dtype), nu, divisor
         loss, labeled = losses.sum(1)
         count = mean_divisor(labeled)
-        return (loss / count).to(x.dtype), (nu, count if divisor is None else count * divisor)
+        return (loss / count).to(x.dtype), nu, count if divisor is None else count * divisor
 
     def backward(grad: Tensor, x: Tensor, k: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:
         mask, offsets, *labels, _, nu, total = rest

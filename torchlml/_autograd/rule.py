@@ -1,4 +1,4 @@
-"""The autograd rules of the projection: an explicit backward by operators, or differentiable operations.
+"""The autograd rules of the projection: an explicit backward pass, or differentiable operations.
 
 Plain eager and compiled calls go through one `torch.autograd.Function` around the operators, or directly to
 the operator if no gradient is requested. Under `torch.func` transforms, in forward-mode differentiation and
@@ -8,7 +8,7 @@ occur.)
 
 `LML`, `LOG_LML` and `LML_DUAL` map each bound on the sum to a function of canonical rows (x, k, mask,
 offsets). In the dual, a bound is a clamp: nu = min(nu*, 0) for at most k and max(nu*, 0) for at least k,
-where nu* makes the sum exactly k. A row with nu = 0 is called free: it is sigmoid(x), whatever k is.
+where nu* makes the sum exactly k. A row with nu = 0 is called free: it is sigmoid(x) for any k.
 
 `fast_lml` is a fast path for the most common call of `lml`: eager, with a float32 or float64 matrix on the
 CPU, a plain number k and no other arguments. At 256 x 100, general argument handling and the general autograd
@@ -37,20 +37,22 @@ from torchlml._torch import careful, fast, onnx
 
 @dataclass(frozen=True)
 class Rule:
-    """A function of rows and its explicit derivative by operators. Call it with canonical arguments.
+    """A function of rows with an explicit backward pass. Call it with canonical arguments.
 
     Args:
-        forward: returns the result and a tuple of the other tensors that `backward` needs.
-        backward: takes the gradient, the arguments and that tuple; returns the gradients of the first
+        forward: returns the result, followed by the other tensors that `backward` needs.
+        backward: takes the gradient, the arguments and these tensors; returns the gradients of the first
             arguments, that of k with one number per row.
-        differentiable: computes the result in operations that torch can differentiate, map and compile.
+        differentiable: computes the result with operations that torch can differentiate, map and compile.
         inputs: the number of leading arguments that have a gradient; the second is k.
+        keeps_result: whether `backward` takes the result too, before the other tensors.
     """
 
-    forward: Callable[..., tuple[Tensor, tuple[Tensor, ...]]]
+    forward: Callable[..., tuple[Any, ...]]
     backward: Callable[..., tuple[Tensor | None, ...]]
     differentiable: Callable[..., Tensor]
     inputs: int = 2
+    keeps_result: bool = False
 
     def __call__(self, *arguments: Tensor | None) -> Tensor:
         # `torch.jit.trace` cannot save a call of a Python function, and it compares its graph with a second
@@ -66,13 +68,15 @@ class Rule:
             t.requires_grad for t in arguments[: self.inputs] if t is not None
         ):
             return _Apply.apply(self, *arguments)
-        return self.forward(*arguments)[0]
+        result: Tensor = self.forward(*arguments)[0]
+        return result
 
 
 class _Apply(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, rule: Rule, *arguments: Tensor | None) -> Tensor:
-        result, kept = rule.forward(*arguments)
+        result, *others = rule.forward(*arguments)
+        kept = (result, *others) if rule.keeps_result else others
         ctx.save_for_backward(*arguments, *kept)
         ctx.rule, ctx.number = rule, len(arguments)
         return result
@@ -91,24 +95,21 @@ class _Apply(torch.autograd.Function):
         return (None, *found, *(None for _ in rest))
 
 
-def keeps_both(operator: Callable[..., tuple[Tensor, Tensor]]) -> Callable[..., Any]:
-    """Make the `forward` of a rule from an operator that returns (y, nu), both of which `backward` needs."""
-
-    def forward(*arguments: Any) -> tuple[Tensor, tuple[Tensor, ...]]:
-        y, nu = operator(*arguments)
-        return y, (y, nu)
-
-    return forward
-
-
-def from_values(operator: Callable[..., tuple[Tensor, Tensor]]) -> Callable[..., Any]:
-    """Make the `backward` of a rule from an operator that takes (grad, x, y, nu, mask, offsets)."""
-    return lambda grad, x, k, mask, offsets, y, nu: operator(grad, x, y, nu, mask, offsets)
+def _value_rule(
+    forward: Callable[..., Any], backward: Callable[..., Any], differentiable: Callable[..., Tensor]
+) -> Rule:
+    """The rule of (y, nu) = forward(x, k, mask, offsets) and backward(grad, x, y, nu, mask, offsets)."""
+    return Rule(
+        forward,
+        lambda grad, x, k, mask, offsets, y, nu: backward(grad, x, y, nu, mask, offsets),
+        differentiable,
+        keeps_result=True,
+    )
 
 
-def _dual_forward(x: Tensor, *rest: Tensor | None) -> tuple[Tensor, tuple[Tensor, ...]]:
+def _dual_forward(x: Tensor, *rest: Tensor | None) -> tuple[Tensor, Tensor]:
     nu = operators.solve(x, *rest)
-    return nu.sum(0).to(x.dtype), (nu,)
+    return nu.sum(0).to(x.dtype), nu
 
 
 def _dual_backward(
@@ -118,8 +119,8 @@ def _dual_backward(
 
 
 # Rules for y, log y and nu of each row.
-lml = Rule(keeps_both(operators.forward), from_values(operators.backward), implicit.lml)
-log_lml = Rule(keeps_both(operators.log_forward), from_values(operators.log_backward), implicit.log_lml)
+lml = _value_rule(operators.forward, operators.backward, implicit.lml)
+log_lml = _value_rule(operators.log_forward, operators.log_backward, implicit.log_lml)
 lml_dual = Rule(_dual_forward, _dual_backward, implicit.lml_dual)
 
 
@@ -249,8 +250,9 @@ def _bounded_lml(at_most: bool) -> Rule:
         bounded = lml(x, k, mask, offsets)
         return _with_free_rows(bounded, x, k, mask, offsets, at_most, sigmoid, absent=0.0)
 
-    forward = keeps_both(lambda *arguments: _bounded_forward(*arguments, at_most))
-    return Rule(forward, from_values(_bounded_backward), differentiable)
+    return _value_rule(
+        lambda *arguments: _bounded_forward(*arguments, at_most), _bounded_backward, differentiable
+    )
 
 
 _Functions = dict[Bound, Callable[..., Tensor]]

@@ -3,19 +3,20 @@
 The rows are solved exactly for every mu, by `lml`. It remains to minimize the convex function
 f(mu) = sum_i lml_value(x_i + mu, k_i) - c.mu, whose gradient is the error of the column sums and whose
 Hessian is a Schur complement. A first guess comes from a sample of the rows, and Newton's method with
-conjugate gradients finishes. Where that fails, which takes nearly hard assignments, the solver follows a path
+conjugate gradients finishes. If that fails, as for nearly hard assignments, the solver follows a path
 of falling temperatures with dense Newton steps in float64.
 
 With w = y (1 - y), row sums a and column sums d, the derivative of the column sums with respect to the column
 multipliers is S = diag(d) - w' diag(1/a) w. It is a graph Laplacian: symmetric, positive semidefinite, with
-nonpositive off-diagonal entries and S 1 = 0. Solving with it is a Newton step forwards and the whole of the
-backward pass.
+nonpositive off-diagonal entries and S 1 = 0. Solving with S is a Newton step in the forward pass, and it is
+the whole backward pass.
 """
 
 from __future__ import annotations
 
 import math
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import TYPE_CHECKING, NamedTuple
 
 import torch
@@ -23,7 +24,7 @@ from torch import Tensor
 
 from torchlml.projection import lml, lml_dual
 
-if TYPE_CHECKING:  # takes long to import, and few calls need it
+if TYPE_CHECKING:  # slow to import, and few calls need it
     from torchlml._distributed.group import LabelGroup
 
 # Relative errors of the column sums: Newton's method stops at the first, the second is guaranteed.
@@ -42,11 +43,27 @@ class Problem:
     k: float | Tensor  # a number or (R,) float64
     capacity: Tensor  # (n,) float64; 0 for columns without an entry
     at_most: bool
-    rows: int  # with several processes, those of all
+    rows: int  # the number of rows, of all processes together
     total: float  # the sum of k over these rows
     range: float  # the largest finite |x|
     resolution: float = 0.0  # the relative rounding error of the given capacities
     processes: LabelGroup | None = None
+
+    @cached_property
+    def used(self) -> Tensor:
+        """(n,) bool: the columns with a multiplier."""
+        return self.capacity > 0
+
+    @cached_property
+    def all_used(self) -> bool:
+        """Whether every column has a multiplier."""
+        return bool(self.used.all())
+
+    @cached_property
+    def per_capacity(self) -> Tensor:
+        """(n,) float64: turns errors of the column sums into relative errors; 0 for unused columns."""
+        scale = self.capacity.clamp(min=1e-6 * self.total / max(len(self.capacity), 1))
+        return torch.where(self.used, 1 / scale, 0)
 
     def cast(self, dtype: torch.dtype) -> Problem:
         """The same problem in another dtype."""
@@ -110,8 +127,8 @@ def solve(problem: Problem, start: Tensor | None, sample: Problem | None = None)
 def check_feasible(problem: Problem, mu: Tensor, slack: float) -> None:
     """Raise an error if the columns with the smallest multipliers prove that there is no solution.
 
-    Rows whose entries outside a set of columns do not suffice need the rest inside. By the theorem of
-    max-flow and min-cut a problem is feasible if and only if no set of columns is too small for that. In an
+    Rows whose entries outside a set of columns do not suffice need the rest inside. By the
+    max-flow min-cut theorem, a problem is feasible if and only if no set of columns is too small. In an
     infeasible problem the multipliers of such a set diverge, so the sets to try are those of the smallest
     multipliers.
     """
@@ -149,7 +166,7 @@ def take_sample(problem: Problem, size: int) -> Problem:
 
 
 def first_guess(problem: Problem, whole: Problem) -> Tensor:
-    """mu from exact solves of the rows and of the columns in turn, for a sample if there are many rows."""
+    """mu from alternating exact solves of the rows and of the columns, on a sample if there are many rows."""
     if whole.total <= 0 or problem.total <= 0:
         return torch.zeros_like(whole.capacity)
     size = sample_size(whole)
@@ -220,25 +237,23 @@ def _evaluate(problem: Problem, mu: Tensor, dense: bool, scratch: Tensor) -> Poi
         mu = parts[0, :n]
         both = add_up(parts[:, n:])
         sums, off_diagonal = both[:n], both[n:].view(n, n)
-    c = problem.capacity
-    gradient = torch.where(c > 0, sums - c, 0)
+    gradient = sums - problem.capacity  # 0 in unused columns, which have no entries
     # With a limit, a column below its capacity is right if its multiplier is 0.
-    residual = torch.maximum(gradient, mu * c) if problem.at_most else gradient
-    scale = c.clamp(min=1e-6 * problem.total / max(len(c), 1))
-    error = float(torch.where(c > 0, residual.abs() / scale, 0).max()) if len(c) else 0.0
+    residual = torch.maximum(gradient, mu * problem.capacity) if problem.at_most else gradient
+    error = float((residual * problem.per_capacity).abs().max()) if len(sums) else 0.0
     return Point(mu, y, gradient, error, off_diagonal)
 
 
 def _direction(problem: Problem, point: Point, target: Tensor, known: Weights | None, goal: float) -> Tensor:
     """The Newton step on the columns that are free to move."""
-    used = free = problem.capacity > 0
+    free, anchored = problem.used, False
     if problem.at_most:
-        free = used & ((point.mu < 0) | (point.gradient > 0))
-    anchored = bool((free != used).any())
+        free = problem.used & ((point.mu < 0) | (point.gradient > 0))
+        anchored = bool((free != problem.used).any())
     if known is None:
         assert point.off_diagonal is not None
         return dense_solve(point.off_diagonal, target, free, anchored, 1e-13 * problem.capacity)
-    # An error e becomes about e², and less than the goal is not needed.
+    # An error e becomes about e², and accuracy beyond the goal is not needed.
     tolerance = min(0.1, max(0.02 * point.error, 0.1 * goal / point.error, 1e-6))
     return conjugate_gradients(known, target, free, anchored, tolerance, 30)[0]
 
@@ -256,8 +271,8 @@ def _targets(
     if known is not None:
         w = some - some * some
         slope = known.columns
-        # A NaN fails below, as slopes of 0 do.
-        ratio = ((w * (1 - 2 * some)).sum(0) / w.sum(0)).double().clamp(0.01, 1)
+        # A NaN fails below, as do slopes of 0.
+        ratio = (1 - 2 * ((w * some).sum(0) / w.sum(0))).double().clamp(0.01, 1)
     aim = slope / ratio * torch.log1p(ratio * change / slope)
     return [torch.where(aim.isfinite(), aim, change), change]
 
@@ -297,7 +312,9 @@ def _normalized(problem: Problem, mu: Tensor) -> Tensor:
 
     With equal totals the mean is 0. With limits the largest multiplier is 0, which lowers f further.
     """
-    used = problem.capacity > 0
+    if problem.all_used and not problem.at_most:
+        return mu - mu.mean()
+    used = problem.used
     if not bool(used.any()):
         return torch.zeros_like(mu)
     if problem.at_most:
@@ -307,7 +324,7 @@ def _normalized(problem: Problem, mu: Tensor) -> Tensor:
 
 
 class Weights(NamedTuple):
-    """w = y (1 - y) of one matrix, with what every product with S needs."""
+    """w = y (1 - y) of one matrix, with the sums that every product with S needs."""
 
     w: Tensor  # (R, n)
     inverse: Tensor  # (R,): 1 / a, and 0 for rows without an undecided entry
@@ -335,8 +352,8 @@ def conjugate_gradients(
         most: The largest number of iterations. Every iterate has a positive inner product with `rhs`, so an
             early stop still gives a direction of descent.
 
-    Preconditioned by diag(d), S has the eigenvalues 1 - s², s the singular values of the normalized matrix of
-    weights. They are close to 1 unless the logits are nearly a hard assignment, so a few iterations do.
+    Preconditioned by diag(d), S has the eigenvalues 1 - s², where s are the singular values of the normalized
+    weights. They are close to 1 unless the logits are nearly a hard assignment, so a few iterations suffice.
     """
     w, inverse, d = weights
     free = free & (d > 0)
@@ -350,16 +367,16 @@ def conjugate_gradients(
         if rho <= tolerance**2 * first or first == 0:
             return q, True
         t = torch.mv(w, p.to(w.dtype)).mul_(inverse)
-        s_p = torch.where(free, d * p - torch.mv(w.T, t).double(), 0)
+        s_p = d * p - torch.mv(w.T, t).double()  # the other columns do not matter: their z and p are 0
         curvature = float(p @ s_p)
-        if not curvature > 0:  # rounding: p is a direction that S does not see
+        if not curvature > 0:  # due to rounding: p is in the null space of S
             return q, False
         alpha = rho / curvature
-        q = q + alpha * p
-        residual = residual - alpha * s_p
+        q = torch.add(q, p, alpha=alpha)
+        residual = torch.sub(residual, s_p, alpha=alpha)
         z = residual * precondition
         before, rho = rho, float(residual @ z)
-        p = z + (rho / before) * p
+        p = torch.add(z, p, alpha=rho / before)
     return q, rho <= tolerance**2 * first
 
 
@@ -391,7 +408,7 @@ def dense_solve(
     right = (rhs if anchored else _centered(rhs, diagonal, free))[kept]
     diagonal = diagonal[kept]
     s = off_diagonal[kept][:, kept] + torch.diag(diagonal)
-    if not anchored:  # S 1 = 0, and this term makes the solution with the mean 0 the only one
+    if not anchored:  # S 1 = 0, and this term makes the solution unique: the one with mean 0
         s = s + diagonal.mean() / len(diagonal)
     damping = 1e-15
     while True:
@@ -406,8 +423,7 @@ def dense_solve(
 def _centered(rhs: Tensor, diagonal: Tensor, free: Tensor) -> Tensor:
     """Remove the part of a right-hand side that no q reaches: S q sums to 0.
 
-    The sum is taken from the columns in proportion to the diagonal: a decided column could not make up for
-    it.
+    The sum is subtracted in proportion to the diagonal, because a decided column cannot compensate for it.
     """
     diagonal = torch.where(free, diagonal, 0)
     rhs = torch.where(free, rhs, 0)

@@ -3,8 +3,8 @@
 Each function unwraps the local parts of DTensors, checks that all processes pass matching arguments, computes
 and wraps the result. A DTensor whose labels are not sharded needs no group: its rows are computed locally.
 
-In targets, class indices number the labels of all processes and are the same tensor on each of them. A
-multi-hot contains the columns for the labels of this process.
+Class indices in targets refer to the labels of all processes, and every process passes the same tensor. A
+multi-hot target contains only the columns for the labels of this process.
 """
 
 from __future__ import annotations
@@ -66,7 +66,7 @@ def project(
             c = canonical(x, k, dim, mask, None, any_k=True)
             labels, masked = c.x.shape[-1], mask is not None
             agreement.tell(name, x, k, bound, rows=c.row_shape, labels=labels, masked=masked)
-        result = autograd.project(name, c.x, c.k, c.mask, agreement.split)
+        result = autograd.Project.apply(autograd.FORMULAS[name], c.x, c.k, c.mask, agreement.split)
     if name == "lml_dual":
         result = c.restore_rows(result)
         return result if layout is None else layout.wrap_rows(result)
@@ -85,7 +85,10 @@ def lml_loss(
     settings: LossSettings,
     group: Group | None,
 ) -> Tensor:
-    """Compute `lml_loss`."""
+    """Compute `lml_loss`.
+
+    The loss of DTensors is a DTensor: one number per row, or reduced over the rows of all processes.
+    """
     layout: Layout | None = None
     if isinstance(logits, DTensor):
         layout = read_layout(logits, -1, group, "logits")

@@ -22,7 +22,7 @@ from torchlml._distributed.group import LabelGroup, add_up
 from torchlml._distributed.sums import FiniteLabels, evaluate, evaluate_labels, select
 from torchlml._solve.newton import order_offsets
 
-# Selection handles intervals wider than this, and thresholds further than this from every entry.
+# Selection handles intervals wider than this, and thresholds farther than this from every entry.
 _WIDE = 150.0
 _GAP = 80.0
 # The local roots, which bound the interval, are exact only up to the rounding of their dtype.
@@ -40,7 +40,7 @@ class LocalPart(NamedTuple):
     x: Tensor
     k: Tensor  # (R,), float64
     fraction: float  # the fraction of all labels
-    labels: FiniteLabels | None  # those at finite entries
+    labels: FiniteLabels | None = None  # those at finite entries
     marks: Tensor | None = None  # (R, c), values that the survey also sums over the processes
 
 
@@ -115,7 +115,7 @@ def solve(part: LocalPart, group: LabelGroup, bound: str) -> Solution:
 
 
 class _State:
-    """The results, which rows receive in different steps; nu = base + shift."""
+    """The results, filled in for different rows at different steps; nu = base + shift."""
 
     def __init__(self, rows: int, like: Tensor) -> None:
         zeros = torch.zeros(5, rows, dtype=torch.float64, device=like.device)

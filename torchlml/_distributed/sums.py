@@ -60,7 +60,7 @@ def evaluate(x: Tensor, base: Tensor, shift: Tensor) -> Tensor:
 
     Returns:
         (D, R, 8): the number of entries with z > 0; the sums of t over z <= 0 and over z > 0, and their
-        slopes; the second, third and fourth derivative of S.
+        slopes; the second, third and fourth derivatives of S.
     """
     points, (rows, labels) = shift.shape[0], x.shape
     total = torch.zeros(points, rows, SUMS, dtype=torch.float64, device=x.device)
@@ -136,7 +136,7 @@ def select(x: Tensor, upper_rank: Tensor, lower_rank: Tensor, group: LabelGroup)
 
     Returns:
         (upper, lower): the entry at `upper_rank` is at most `upper`, that at `lower_rank` at least `lower`.
-        If they are further apart than 1, they are equal to these entries.
+        If they are more than 1 apart, they are equal to these entries.
     """
     x = torch.where(x.isfinite(), x.double(), -torch.inf).sort(-1, descending=True).values
     ascending = -x

@@ -73,7 +73,7 @@ def log_backward(grad: Tensor, x: Tensor, log_y: Tensor, nu: Tensor, *rows: Tens
 
 
 def shares_of_slope(x: Tensor, nu: Tensor, live: Tensor, rows: Rows) -> Pair:
-    """Return (w / sum w, sum w) like `careful.shares_of_slope`, with logarithms only in rows that need it."""
+    """Return (w / sum w, sum w) like `careful.shares_of_slope`, with logarithms only where necessary."""
     if rows.count == 0 or not isinstance(rows, DenseRows) or not on_host(x):
         return careful.shares_of_slope(x, nu, live, rows)
     e = _shifted(x, nu).abs_().neg_().exp_()
@@ -268,7 +268,7 @@ class _Observed(NamedTuple):
 
 
 def loss_forward(x: Tensor, k: Tensor, mask: Tensor | None, offsets: Tensor | None, *labels: Any) -> Pair:
-    """((2, R): -sum c log y over the labels of each row, and 1 if the row has a label, else 0; nu)."""
+    """Return ((2, R): the loss -sum c log y of each row, and 1 if the row has a label, else 0; nu)."""
     nu = solve(x, k, mask, offsets)
     values, rows = careful.prepare(x, mask, offsets)
     at = _observe(values, rows, *labels)

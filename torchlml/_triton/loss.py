@@ -4,7 +4,7 @@ With c the weight of a label, A = sum c (1 - y) over the labels of a row, and p 
 
     loss = -sum c log y,    dx_i = g (A p_i - c_i (1 - y_i)),    dk = -g A / sum w.
 
-The first term of dx, and dk, are those of nu for a gradient of -g A. For few, very long rows, every program
+The first term of dx, and dk, are those of nu for a gradient of -g A. For a few very long rows, every program
 reads its own blocks and labels, as in `split.py`; a single program is split 0 of 1.
 
 Labels are lists of positions in the row, read LABELS at a time, or, with LABELS = 0, one bool per entry.
@@ -22,9 +22,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from torchlml._triton import Launch, stride_of
 from torchlml._triton import split as triton_split
 from torchlml._triton.layer import _OF_NU, gradient, gradient_of_k, slope
-from torchlml._triton.plan import Launch, stride_of
 from torchlml._triton.row import LENGTH, leave, locate_part, probability, read, solve_row, write
 
 # Lists up to this length are read at once, and a single label needs no list.
@@ -150,7 +150,7 @@ def label_sums(
 
 @triton.jit
 def write_dk(dk_ptr, k_ptr, k_stride, row, where, g, given, hi, nearest, total, tied, BLOCK: tl.constexpr):
-    """Write dk of a row; if p > k entries of +inf get k/p each, that of log(k/p), whose derivative is 1/k."""
+    """Write dk of a row. If p > k entries are +inf, it is that of log(k/p): the derivative is 1/k."""
     dk = gradient_of_k(nearest, total, total, hi, given, _OF_NU)
     k = tl.load(k_ptr + row * k_stride)
     p = tl.zeros([], tl.int32)
@@ -238,7 +238,7 @@ def split_loss_kernel(
     rows, n, size, per_row,
     BLOCK: tl.constexpr, SPLITS: tl.constexpr, WIDTH: tl.constexpr, LABELS: tl.constexpr,
 ):  # fmt: skip
-    """Compute the part of program (row, split) in the loss of its row."""
+    """Compute the contribution of program (row, split) to the loss of its row."""
     row, split, where, hi, lo = locate_part(x_ptr, mask_ptr, offsets_ptr, nu_ptr, rows, n, size)
     share = tl.load(state_ptr + row * WIDTH + 5)
     x = read(where, split * BLOCK, BLOCK)

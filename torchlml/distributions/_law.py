@@ -2,14 +2,14 @@
 
 The dual variable nu of `lml` tilts a row: with z = x + nu, independent coins with probabilities sigmoid(z)
 have k successes on average, and given exactly k successes they follow P. `_counts` computes that conditional
-distribution. This module prepares rows, among them those with infinite logits, and provides derivatives.
+distribution. This module prepares rows, including those with infinite logits, and provides derivatives.
 
 Samples are exact: independent coins, accepted if k of them succeed. The coins of a row succeed k times with
 probability about 1 / sqrt(2πV), so for small V they are drawn until they do. For large V the entries, in
 random order, are drawn block by block: half of them, then half of the rest, and so on. A block is accepted
-with a probability proportional to that of the remaining coins making up the rest of k, which `_counts`
-provides. That is rejection sampling from the exact conditional distribution. It needs about 2.4 n coins per
-set instead of n sqrt(2πV).
+with a probability proportional to the probability that the remaining coins make up the rest of k, which
+`_counts` provides. That is rejection sampling from the exact conditional distribution. It needs about 2.4 n
+coins per set instead of n sqrt(2πV).
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ _Function = TypeVar("_Function", bound=Callable[..., Any])
 
 
 def uncompiled(function: _Function) -> _Function:
-    """Run a function eagerly, also inside `torch.compile`, because its control flow depends on values."""
+    """Run a function eagerly, even inside `torch.compile`, because its control flow depends on values."""
     # Importing the compiler takes seconds, so it happens only where something is being compiled.
     disabled = torch._disable_dynamo(function)  # type: ignore[attr-defined]
 
@@ -45,7 +45,7 @@ def uncompiled(function: _Function) -> _Function:
         if torch._C._are_functorch_transforms_active():
             raise NotImplementedError(
                 "The transforms of `torch.func` are not supported here, because the method depends on the "
-                "values of the logits. Pass a batch instead of using `vmap`, and differentiate by "
+                "values of the logits. Pass a batch instead of using `vmap`, and differentiate with "
                 "`torch.autograd`."
             )
         chosen = disabled if torch.compiler.is_compiling() else function
@@ -155,7 +155,7 @@ class Law:
     def entropy(self) -> Tensor:
         """(R,), the expectation of -log P(S); differentiable."""
         z = self.z
-        # Only the logarithm inside log_ratio can be negative, and it is small next to the sum.
+        # Only the logarithm inside log_ratio can be negative, and it is small compared with the sum.
         value = self.log_ratio + torch.where(self.tail == 0, 0, self.tail * z.detach().abs()).sum(-1)
         pi: Tensor = _Inclusion.apply(z, self)
         expected = (pi * torch.where(z.detach() > -torch.inf, z, 0)).sum(-1)
@@ -295,7 +295,7 @@ def sample(law: Law, count: int) -> Tensor:
     """Draw `count` sets from every row of a law.
 
     Returns:
-        (count, R, n) bool, by torch's global random generator.
+        (count, R, n) bool, drawn with torch's global random generator.
     """
     rows, n = law.b.shape
     drawn = law.above.repeat(count, 1)

@@ -160,7 +160,7 @@ def linear_truncated_entropy_loss(
         k: the number of allowed guesses, as for `truncated_entropy_loss`.
 
     The other arguments, and the derivatives, are those of `linear_lml_loss`. Labels that are sharded across
-    processes are not supported. Temporaries take up to twice `memory_limit` in addition.
+    processes are not supported. Temporary tensors take up to another 2 * `memory_limit`.
 
     Returns:
         The same as `truncated_entropy_loss(F.linear(input, linear_weight, linear_bias), target, k, ...)`.

@@ -51,7 +51,7 @@ def truncated_entropy_loss(
 
 
 class TruncatedEntropyLoss(TopKLoss):
-    """The module of `truncated_entropy_loss`, with its arguments.
+    """`truncated_entropy_loss` as a module, with the same arguments.
 
     >>> torchlml.TruncatedEntropyLoss(k=2)(torch.tensor([[2.0, 1.0, 0.0, -1.0]]), torch.tensor([1]))
     tensor(0.4076)

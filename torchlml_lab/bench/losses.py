@@ -103,7 +103,7 @@ def _single_label(n: int, k: int, threads: int) -> Comparison:
 
 
 def _ragged(threads: int) -> Comparison:
-    """Compare six images of 100 to 380 edges with 50 predicates each to six rows of their mean length."""
+    """Compare six images of 100 to 380 edges, 50 predicates each, with six rows of their mean length."""
     lengths = 50 * torch.tensor([100, 150, 210, 260, 340, 380])
     offsets = torch.cat([lengths.new_zeros(1), lengths.cumsum(0)])
     size = int(offsets[-1])

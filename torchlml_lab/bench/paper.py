@@ -84,7 +84,7 @@ def device() -> torch.device:
 
 
 def measure(cases: Sequence[Case], trials: int, after_trial: Callable[[], object]) -> Iterator[Measurement]:
-    """Time every method on problems that differ only in k, in turn, `trials` times.
+    """Time every method on problems that differ only in k, alternating between them, `trials` times.
 
     Args:
         cases: The problems. Each round includes all of them, so that times for different k are comparable.

@@ -139,14 +139,14 @@ class ShortRowsSettings(TimingSettings):
     scales: tuple[float, ...] = (1.0, 3.0, 12.0)
     """Standard deviations of the logits; each is a column of the table."""
     dtypes: tuple[str, ...] = ("float32",)
-    """Types of the logits: float32, float64, bfloat16, float16."""
+    """Data types of the logits: float32, float64, bfloat16, float16."""
     threads: tuple[int, ...] = (1,)
-    """Numbers of threads torch may use."""
+    """Numbers of torch threads."""
 
 
 @dataclass(frozen=True)
 class SubsetSettings(TimingSettings):
-    """Measure the exact distribution over k-subsets: time, memory and accuracy, next to other methods."""
+    """Measure time, memory and accuracy of the exact distribution over k-subsets and of other methods."""
 
     repetitions: int = 15
     seconds: float = 5.0
@@ -165,9 +165,9 @@ class BalancedSettings(TimingSettings):
     skews: tuple[float, ...] = (0.0, 1.0, 3.0, 10.0)
     """Standard deviations of the preference of all tokens for an expert."""
     dtype: str = "float32"
-    """The dtype of the logits, float32 or float64 or bfloat16."""
+    """The dtype of the logits: float32, float64 or bfloat16."""
     threads: int = 1
-    """Number of threads torch may use."""
+    """Number of torch threads."""
 
 
 @dataclass(frozen=True)

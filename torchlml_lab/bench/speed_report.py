@@ -85,7 +85,7 @@ _LOOKS = {
 
 
 def draw_bandwidth(rows: Sequence[Measurement], picture: Path, csv: Sequence[Path] = ()) -> None:
-    """Draw the share of the bandwidth of a copy against n, with a panel for each number of threads.
+    """Draw the speed relative to a copy against n, with a panel for each number of threads.
 
     Args:
         rows: The rows of `torchlml bench layer`.

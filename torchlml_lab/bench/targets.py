@@ -27,7 +27,7 @@ Call = Callable[[Tensor], Tensor]
 
 @dataclass(frozen=True)
 class Work:
-    """A line of the table: what is timed on which rows, and the largest ratio that is acceptable."""
+    """A line of the table: the functions and the rows, and the largest acceptable ratio."""
 
     operator: str
     mode: str
@@ -118,7 +118,7 @@ WORKS: tuple[Work, ...] = (
 
 
 def short_rows(settings: ShortRowsSettings) -> None:
-    """Measure every line of the table, append the rows to the CSV as they come, and print the table."""
+    """Measure every line of the table, append its rows to the CSV, and print the table."""
     console = new_console()
     check_choices("--dtypes", settings.dtypes, DTYPES)
     check_numbers("--scales", settings.scales, 0)
@@ -163,7 +163,7 @@ def short_rows(settings: ShortRowsSettings) -> None:
         console.print(table)
     if lacks := file.lacks():
         raise RuntimeError(lacks)
-    console.print(f"The rows are in {settings.csv}.", soft_wrap=True)
+    console.print(f"Results written to {settings.csv}.", soft_wrap=True)
 
 
 def _line(work: Work, ratios: Sequence[float]) -> tuple[str, ...]:
@@ -175,7 +175,7 @@ def _line(work: Work, ratios: Sequence[float]) -> tuple[str, ...]:
 def _ratios(
     file: RowFile, work: Work, dtype: str, threads: int, settings: ShortRowsSettings
 ) -> Iterator[float]:
-    """Time a line at every scale into the file; yields the ratios."""
+    """Time a line at every scale, append the rows to the file, and yield the ratios."""
     for scale in settings.scales:
         case = Case(work.n, work.k, work.batch, scale, dtype, threads)
         calls = work.calls(case)
@@ -206,7 +206,7 @@ _TARGETS = {
 
 
 def balanced(settings: BalancedSettings) -> None:
-    """Time every shape and skew, append the rows to the CSV and print one table."""
+    """Time every shape and skew, append the rows to the CSV, and print one table."""
     console = new_console()
     check_numbers("--threads", (settings.threads,), 1, cores())
     check_numbers("--skews", settings.skews, 0)
@@ -248,7 +248,7 @@ def balanced(settings: BalancedSettings) -> None:
     )
     if lacks := file.lacks():
         raise RuntimeError(lacks)
-    console.print(f"The rows are in {settings.csv}.", soft_wrap=True)
+    console.print(f"Results written to {settings.csv}.", soft_wrap=True)
 
 
 def _competitors(case: Case) -> dict[str, dict[str, Callable[[], object]]]:

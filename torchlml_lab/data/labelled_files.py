@@ -156,7 +156,7 @@ def read_csr_pair(path: Path, option: str, labels: Path | None, labels_option: s
     """Read sparse matrices written by `scipy.sparse.save_npz`.
 
     Args:
-        path: The features (rows, features), in any sparse format of scipy.
+        path: The features (rows, features), in any SciPy sparse format.
         option: The option that named them, for the messages.
         labels: The labels (rows, labels), where each positive entry is a label. None means no labels.
         labels_option: The option that named the labels.
@@ -223,8 +223,9 @@ def read_labelled(
     """Read samples with their labels.
 
     Args:
-        path: `*.csv`, `*.tsv` and `*.parquet` are tables, `*.npz` are sparse features, and any other file is
-            svmlight or the text format of the extreme classification repository. Text may be gzipped.
+        path: `*.csv`, `*.tsv`, `*.jsonl`, `*.ndjson` and `*.parquet` are tables, `*.npz` are sparse features,
+            and any other file is svmlight or the text format of the extreme classification repository. Text
+            may be gzipped.
         option: The option that named it, for the messages.
         columns: The known roles of the columns of a table.
         labels: The file of sparse labels for an `.npz`.

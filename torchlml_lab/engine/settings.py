@@ -24,7 +24,7 @@ def cores() -> int:
 
 
 def check_threads(threads: int, option: str = "--threads") -> None:
-    """Raise `BadInput` for less than one thread, or more than one per core, which only adds contention."""
+    """Raise `BadInput` for fewer than one thread, or more than one per core, which only adds contention."""
     if not 1 <= threads <= cores():
         raise BadInput(f"`{option}` must be from 1 to {cores()} (the number of cores), but it is {threads}.")
 
@@ -72,7 +72,7 @@ class TrainSettings:
     cpu: bool = False
     """Use the CPU even if a GPU is available."""
     threads: int | None = None
-    """Number of CPU threads, at most the number of cores; by default as many as the task benefits from."""
+    """Number of CPU threads, at most the number of cores; by default the number that suits the task."""
     tensorboard: bool = False
     """Also write the metrics for TensorBoard to the run directory; requires the package `tensorboard`."""
 

@@ -41,7 +41,7 @@ from torchlml_lab.studies.digits.which_k import (
     WhichKRecord,
 )
 
-# One's own sweep, or that of the study.
+# The user's own sweep, or that of the study.
 BY_NOISE = (Path("runs/cifar100-sweep/results.csv"), Path("results/cifar100/features.csv"))
 
 
@@ -126,7 +126,7 @@ _LEVELS = {OF_ROW: (GREEN, "-"), PREDICTED: (PURPLE, "--"), SOFTMAX: (ORANGE, "-
 
 
 def by_k(settings: WhichKFigureSettings) -> None:
-    """Draw, and print where the files are."""
+    """Draw the figure, write the tables, and print their paths."""
     check_picture(settings.out)
     path = sources.find(settings.csv, BY_K, "torchlml which-k")
     rows = TABLE.read(path, "--csv")
@@ -206,6 +206,6 @@ def page_of(rows: Sequence[WhichKRecord]) -> str:
             cells = [spread([getattr(row, name) for row in group], 1) for name in _MEASURES]
             count = f"{mean(row.count for row in group):.2f}"
             lines.append((method, str(k or "-"), str(len(group)), *cells, count))
-        title = f"Images of {digits}, {named} named; in %, and how many digits have p > 0.5"
+        title = f"Images of {digits}, {named} labeled: in %, and the number of digits with p > 0.5"
         parts.append(markdown_table(title, heads, lines))
     return "\n\n".join(parts) + "\n"

@@ -24,14 +24,14 @@ def main(settings: SetsFigureSettings) -> None:
 
 
 def gap(n: int, k: int, scale: float = 1.0) -> float:
-    """The largest |inclusion - lml| over a row of n normal logits, on average over five rows."""
+    """The largest |inclusion - lml| over a row of n normal logits, averaged over five rows."""
     generator = torch.Generator().manual_seed(n)
     x = torch.randn(_SEEDS, n, generator=generator, dtype=torch.float64) * scale
     return (KSubset(k, logits=x).mean - torchlml.lml(x, k)).abs().amax(-1).mean().item()
 
 
 def draw(picture: Path) -> None:
-    """Two panels: against n for several k, and against k for several scales of the logits."""
+    """Draw two panels: against n for several k, and against k for several scales of the logits."""
     with new_figure(picture, PAGE, 2.6) as figure:
         by_size, by_k = figure.subplots(1, 2, sharey=True)
         _draw_sizes(by_size)

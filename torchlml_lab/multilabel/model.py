@@ -44,7 +44,7 @@ class SparseLinear(nn.Module):
         super().__init__()
         self.weight = nn.Parameter(torch.empty(inputs, outputs))
         self.bias = nn.Parameter(torch.zeros(outputs))
-        # The standard deviation does not depend on the number of columns, because rows have norm of about 1.
+        # The standard deviation does not depend on the number of columns, because row norms are about 1.
         nn.init.normal_(self.weight, std=0.1)
 
     def forward(self, rows: Inputs) -> Tensor:
@@ -195,7 +195,7 @@ def read_rows(
     if columns is None and is_table(path):
         raise BadInput(f"`--data` must be sparse features, as in training, but `{path}` is a table.")
     if columns is not None and not labelled:
-        columns = replace(columns, labels=None)
+        columns = replace(columns, labels=())
     names = trained.settings.label_names
     rows, _ = read_labelled(
         path, "--data", columns=columns, labels=labels, label_names=names, labelled=labelled

@@ -111,7 +111,7 @@ def fit(rows: LabelledRows, columns: Columns | None, k: int) -> Preparation:
         k: The number of labels to predict.
 
     Returns:
-        The preparation. Samples without features and words raise `BadInput`.
+        The preparation. Samples without features or words raise `BadInput`.
     """
     terms, idf = _fit_texts(rows.texts) if rows.texts is not None else ([], [])
     if columns is not None:

@@ -89,7 +89,7 @@ class Report:
     """For each tenth of the probability range: mean probability, share of correct labels, label count."""
 
     def table(self) -> Table:
-        """The metrics in percent, next to the baseline."""
+        """The metrics in percent, compared with the baseline."""
         ks = sorted({int(name.partition("@")[2]) for name in self.measures})
         title = f"{self.rows} {self.what}, in percent (in parentheses: always the most frequent labels)"
         table = plain_table(title, ("k", *(f"{name}@k" for name in NAMES.values())))

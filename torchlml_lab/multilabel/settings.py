@@ -20,7 +20,7 @@ EXPERIMENT = "multilabel"
 class MultilabelSettings(TrainSettings):
     """Train a multi-label model on your own file of texts, numbers or sparse features; requires --train.
 
-    A file is a table (CSV, TSV or Parquet, with a column of labels and columns of texts or numbers), svmlight
+    A file is a table (CSV, TSV, JSON lines or Parquet, with labels and columns of texts or numbers), svmlight
     or extreme-classification text, or a pair of scipy .npz files. Text files may be gzipped. Without --valid,
     a tenth of the samples is held out for validation. The epoch with the best validation nDCG@5 is kept.
     """
@@ -40,8 +40,8 @@ class MultilabelSettings(TrainSettings):
     """The labels of `--test`, if that is an .npz file."""
     label_names: Path | None = None
     """If labels are numbers: a text file whose line i, counted from 0, is the name of label i."""
-    labels: str | None = None
-    """The label column of a table; by default the one named labels, tags or similar."""
+    labels: tuple[str, ...] = ()
+    """The label column of a table, or a column of 0 and 1 for each label; by default they are detected."""
     separator: str | None = None
     """The separator between labels in a cell; by default the most common one of `, ; |` and tab."""
     texts: tuple[str, ...] = ()
@@ -63,7 +63,7 @@ class MultilabelSettings(TrainSettings):
     epochs: int = 200
     """The maximum number of epochs."""
     patience: int | None = None
-    """Stop after this many epochs without improvement; by default as many as make 100 steps, at least 5."""
+    """Stop after this many epochs without improvement; by default the epochs in 100 steps, at least 5."""
     batch_size: int = 128
     """Samples per step over all processes; a multiple of the number of processes."""
     learning_rate: float = 0.005
@@ -72,7 +72,7 @@ class MultilabelSettings(TrainSettings):
 
 @dataclass(frozen=True)
 class EvaluateSettings:
-    """Evaluate the best weights of a multi-label run with P@k, nDCG@k, PSP@k and R@k, next to a baseline."""
+    """Evaluate the best weights of a multi-label run with P@k, nDCG@k, PSP@k and R@k, and a baseline."""
 
     run: Annotated[Path, tyro.conf.Positional, tyro.conf.arg(metavar="RUN")] = Path("runs/multilabel")
     """The run directory."""

@@ -115,7 +115,7 @@ class SweepSettings(GridSettings):
 
 @dataclass(frozen=True)
 class LossTimesSettings(StepTimeSettings):
-    """Time training steps of all losses in alternation, on the same users, with the settings of a run."""
+    """Time training steps of all losses on the same users, alternating, with the settings of a run."""
 
     run: Annotated[Path, tyro.conf.Positional, tyro.conf.arg(metavar="RUN")] = Path("runs/recommend")
     """The run directory."""

@@ -25,7 +25,7 @@ Routed = tuple[Tensor, Tensor, Tensor]
 
 
 class TopK(nn.Module):
-    """The k largest softmax probabilities, scaled to the sum 1, and with `alpha` the loss of Switch.
+    """The k largest softmax probabilities, scaled to sum to 1, with the loss of Switch times `alpha`.
 
     The loss is alpha n sum_j f_j P_j, f_j the share of the assignments that expert j gets and P_j its mean
     probability (Fedus, Zoph and Shazeer, 2022).
@@ -46,7 +46,7 @@ class TopK(nn.Module):
 class LossFree(nn.Module):
     """A bias for each expert that moves by `rate` after every step, up if the expert had too few tokens.
 
-    The bias chooses the experts, and sigmoid scores without it are the weights (Wang and others, 2024).
+    The bias affects the choice of experts; the weights are sigmoid scores without it (Wang et al., 2024).
     """
 
     bias: Tensor
@@ -67,9 +67,9 @@ class LossFree(nn.Module):
 
 
 class Sinkhorn(nn.Module):
-    """Experts by the balanced plan of Sinkhorn's iterations in training, by the logits at inference.
+    """Choose experts by Sinkhorn's balanced plan in training, and by the logits at inference.
 
-    The weights are softmax probabilities (S-BASE of Clark and others, 2022). An entry of the plan may exceed
+    The weights are softmax probabilities (S-BASE, Clark et al., 2022). An entry of the plan may exceed
     the one unit that a token can give an expert.
     """
 
@@ -142,7 +142,7 @@ def text() -> tuple[Tensor, Tensor, int]:
 
 
 def batch(data: Tensor, size: int, generator: torch.Generator) -> tuple[Tensor, Tensor]:
-    """Random excerpts, and the same one character later."""
+    """Random excerpts, and the same excerpts shifted by one character."""
     starts = torch.randint(len(data) - CONTEXT, (size, 1), generator=generator)
     excerpts = data[starts + torch.arange(CONTEXT + 1)]
     return excerpts[:, :-1], excerpts[:, 1:]
@@ -166,7 +166,7 @@ class Experts(nn.Module):
 
 
 class Model(nn.Module):
-    """One layer of causal attention, then the mixture; the next character of each position."""
+    """One layer of causal attention and the mixture; predicts the next character at each position."""
 
     def __init__(self, router: str, characters: int) -> None:
         super().__init__()
@@ -201,7 +201,7 @@ _LOOKS = dict(zip(ROUTERS, (*_COLORS, plots.VERMILION), strict=True))
 
 @dataclass(frozen=True)
 class RoutingRecord:
-    """A twentieth of one run."""
+    """The results of one interval, a twentieth of a run."""
 
     router: str
     seed: int
@@ -287,14 +287,14 @@ TABLE = StudyTable(RoutingRecord, lambda row: (list(ROUTERS).index(row.router), 
 
 
 def main(settings: RoutingSettings) -> None:
-    """Train the missing runs, and draw."""
+    """Train the missing runs, print the table, and draw the figure."""
     for name, least in (("seeds", 1), ("steps", INTERVALS)):
         if getattr(settings, name) < least:
-            raise BadInput(f"`--{name}` is {getattr(settings, name)}, but it must be at least {least}.")
+            raise BadInput(f"`--{name}` must be at least {least}, but it is {getattr(settings, name)}.")
     if settings.steps % INTERVALS:
-        raise BadInput(f"`--steps` is {settings.steps}, but it must be a multiple of {INTERVALS}.")
+        raise BadInput(f"`--steps` must be a multiple of {INTERVALS}, but it is {settings.steps}.")
     if not 0 < settings.learning_rate < 1:
-        raise BadInput(f"`--learning-rate` is {settings.learning_rate}, but it must be between 0 and 1.")
+        raise BadInput(f"`--learning-rate` must be between 0 and 1, but it is {settings.learning_rate}.")
     check_file("--csv", settings.csv)
     check_picture(settings.out)
     console = new_console()
@@ -305,14 +305,14 @@ def main(settings: RoutingSettings) -> None:
     console.print(table)
     draw(rows, settings.out)
     write_page(rows, settings.out.with_suffix(".md"))
-    console.print(f"The rows are in {settings.csv}, the picture is {settings.out}.", soft_wrap=True)
+    console.print(f"Results written to {settings.csv}, figure written to {settings.out}.", soft_wrap=True)
 
 
 def train_all(settings: RoutingSettings, console: Console) -> list[RoutingRecord]:
-    """All runs, those of the CSV included; the CSV is replaced after each one."""
+    """All runs, including those in the CSV, which is replaced after each run."""
     rows = TABLE.read(settings.csv, "--csv") if settings.csv.exists() else []
     if any((row.steps, row.learning_rate) != (settings.steps, settings.learning_rate) for row in rows):
-        raise BadInput(f"`--csv` names `{settings.csv}`, which has runs with other steps or learning rates.")
+        raise BadInput(f"`--csv` names `{settings.csv}`, which has runs with other settings.")
     done = {(row.router, row.seed) for row in rows}
     # Seed by seed, so that an interrupted study has all routers.
     todo = [(name, seed) for seed in range(settings.seeds) for name in ROUTERS if (name, seed) not in done]
@@ -323,7 +323,7 @@ def train_all(settings: RoutingSettings, console: Console) -> list[RoutingRecord
             try:
                 rows += train(name, seed, settings)
             except KeyboardInterrupt:
-                said = f"Interrupted after {number} of {len(todo)} runs. The same command continues."
+                said = f"Interrupted after {number} of {len(todo)} runs. Repeat the command to continue."
                 raise KeyboardInterrupt(said) from None
             TABLE.write(settings.csv, rows)
             progress.advance(task)
@@ -333,7 +333,7 @@ def train_all(settings: RoutingSettings, console: Console) -> list[RoutingRecord
 def train(name: str, seed: int, settings: RoutingSettings) -> list[RoutingRecord]:
     """Train one model."""
     learn, validate, characters = text()
-    torch.manual_seed(seed)  # equal seeds have equal first weights and batches
+    torch.manual_seed(seed)  # equal seeds have equal initial weights and batches
     model, generator = Model(name, characters), torch.Generator().manual_seed(seed)
     optimizer = torch.optim.Adam(model.parameters(), settings.learning_rate)
     held_out = batch(validate, 128, torch.Generator().manual_seed(0))

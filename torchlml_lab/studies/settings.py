@@ -1,4 +1,4 @@
-"""The settings of the studies that have one command: the demo, which-k and routing."""
+"""The settings of the studies that have one command: the demo, which-k, routing and missing-labels."""
 
 from dataclasses import dataclass
 from pathlib import Path
@@ -43,7 +43,7 @@ class RoutingSettings:
     """Train a character model with a mixture of 16 experts, 2 per token, with each router."""
 
     seeds: int = 3
-    """How many times each router is trained, with other weights and batches, at least once."""
+    """The number of repetitions with different weights and batches, at least 1."""
     steps: int = 400
     """Training steps of 2048 tokens each, a multiple of 20."""
     learning_rate: float = 0.003
@@ -52,3 +52,29 @@ class RoutingSettings:
     """The CSV to write. Runs that it already contains are not repeated."""
     out: Path = Path("torchlml-routing.png")
     """The PNG or SVG to draw from the CSV, with the tables next to it as Markdown."""
+
+
+@dataclass(frozen=True)
+class MissingLabelsSettings:
+    """Train 17 methods on data with one observed label per sample, each tuned with the same budget.
+
+    Finished parts are stored in `tuning.csv` and `results.csv`, and the same command continues after an
+    interruption.
+    """
+
+    data: Path | None = None
+    """The directory of the data, with `missing-labels/voc2012.npz` and so on; by default `TORCHLML_DATA`."""
+    out: Path = Path("torchlml-missing-labels")
+    """The directory of the two CSV files. Parts that they already contain are not repeated."""
+    datasets: tuple[str, ...] = ("voc2012", "yeast", "cal500", "tmc2007", "bibtex", "corel5k", "delicious")
+    """The data sets, in the order in which they are used."""
+    heads: tuple[str, ...] = ("linear", "hidden")
+    """The models: `linear`, or `hidden` for one hidden layer of 128 units."""
+    seeds: int = 5
+    """The number of repetitions with other observed labels and validation samples, at least 1."""
+    steps: int = 300
+    """Training steps of each model, rounded to epochs."""
+    minutes: float = 0.0
+    """Stop after about this many minutes. The same command continues. 0 means no limit."""
+    threads: int = 1
+    """The number of threads, from 1 to the number of cores."""

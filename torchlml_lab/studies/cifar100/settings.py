@@ -99,7 +99,7 @@ class EvaluateSettings:
 
 @dataclass(frozen=True)
 class LossTimesSettings(StepTimeSettings):
-    """Time training steps of all losses in alternation, on the same samples, with the settings of a run."""
+    """Time training steps of all losses on the same samples, alternating, with the settings of a run."""
 
     run: Annotated[Path, tyro.conf.Positional, tyro.conf.arg(metavar="RUN")] = Path("runs/cifar100")
     """The run directory."""

@@ -107,15 +107,10 @@ def record(settings: Cifar100Settings, result: dict[str, Any]) -> AccuracyRecord
     topk = f"top{settings.k}"
     lines = RunFolder(settings.out, EXPERIMENT).metrics()
     last = {line["split"]: line for line in lines if line["epoch"] == settings.epochs}
+    copied = ("loss", "noise", "seed", "k", "learning_rate", "temperature", "epochs")
     return AccuracyRecord(
         source=model_name(settings),
-        loss=settings.loss,
-        noise=settings.noise,
-        seed=settings.seed,
-        k=settings.k,
-        learning_rate=settings.learning_rate,
-        temperature=settings.temperature,
-        epochs=settings.epochs,
+        **{name: getattr(settings, name) for name in copied},
         best_epoch=result["best_epoch"],
         validation_top1=result["validation"]["top1"],
         validation_topk=result["validation"][topk],

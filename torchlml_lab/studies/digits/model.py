@@ -51,7 +51,7 @@ def make(
         test: The number of test images.
         condition: "uniform" (each digit of an image is equally likely to be observed) or "skewed".
         seed: Determines the images, which are the same for both conditions.
-        varying: Show 1 to k digits, with equal probability of each number; the other places stay empty.
+        varying: Show 1 to k digits, each number with equal probability; the other places are empty.
 
     Returns:
         The training and the test images.
@@ -113,16 +113,16 @@ class Measured:
     """(3, bins): how many (image, digit) pairs have their p in the bin, their mean p, the share present."""
 
 
-# What the table shows: the name of the measure, its heading, what it means, and the digits after the point.
+# The columns of the table: the name of the measure, its heading, its meaning, and its number of decimals.
 COLUMNS = (
     ("recall", "recall@k", "share of all digits in an image that are among the k with the largest p", 3),
-    ("hidden_recall", "of hidden", "the same for the digits that nobody named", 3),
+    ("hidden_recall", "unobserved", "the same for the unobserved digits", 3),
     ("exact", "exact set", "share of images where p > 0.5 holds for exactly the digits in the image", 3),
-    ("count", "p > 0.5", "how many digits of an image have p > 0.5, on average; the truth is k", 2),
+    ("count", "p > 0.5", "mean number of digits per image with p > 0.5; the correct number is k", 2),
     (
         "calibration_error",
         "calibration",
-        "how far p is from the share of digits that are present: 0 is best",
+        "mean distance of p from the share of digits that are present; 0 is best",
         3,
     ),
 )
@@ -132,17 +132,17 @@ Results = Mapping[tuple[str, str], list[Measured]]
 
 
 def measure(p: Tensor, ranking: Tensor, images: Images) -> Measured:
-    """Compare predictions with what the images show.
+    """Compare predictions with the digits in the images.
 
     Args:
         p: (N, 10), the probability that the digit is in the image.
-        ranking: (N, 10), what the digits are ranked by: the logits, which still differ where p rounds to 1.
+        ranking: (N, 10), the scores that rank the digits: the logits, which differ even where p rounds to 1.
         images: The test images.
 
     Returns:
-        The measures, where recall is among as many digits as an image shows. Calibration puts all pairs of
-        image and digit into ten bins by their p and averages the distance between the mean p and the share of
-        digits present in a bin, weighted by the bin's size.
+        The measures. Recall is that of the top m digits for an image of m digits. The calibration error sorts
+        all pairs of image and digit into ten bins by p and averages the distance between the mean p and the
+        share of digits present in a bin, weighted by the size of the bin.
     """
     rank = ranking.argsort(-1, descending=True).argsort(-1)
     top = rank < images.present.sum(-1, keepdim=True)

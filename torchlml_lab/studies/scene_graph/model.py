@@ -35,11 +35,11 @@ class MotifNet(nn.Module):
         self,
         objects: int,
         outputs: int,
-        bias: Tensor | None = None,
-        vectors: Tensor | None = None,
-        regions: tuple[int, int] | None = None,
-        hidden: int = 256,
-        dropout: float = 0.2,
+        bias: Tensor | None,
+        vectors: Tensor | None,
+        regions: tuple[int, int] | None,
+        hidden: int,
+        dropout: float,
     ) -> None:
         super().__init__()
         width = 200 if vectors is None else vectors.shape[1]

@@ -120,7 +120,7 @@ class EvaluateSettings(MovedData):
 
 @dataclass(frozen=True)
 class ObjectiveTimesSettings(StepTimeSettings, MovedData):
-    """Time training steps of all objectives in alternation, on the same images of a run, --vg or --vrd."""
+    """Time training steps of all objectives on the same images, which a run, --vg or --vrd provides."""
 
     run: Annotated[Path | None, tyro.conf.Positional, tyro.conf.arg(metavar="RUN")] = None
     """A run directory whose data and settings to use; not needed with --vg or --vrd."""
