@@ -50,6 +50,9 @@ def test_all_draws_figures_without_data_and_names_the_commands_for_the_rest(caps
         # The width of a page at 200 dots per inch, so that type has the same size in all of them. The first
         # figure of the documentation is narrower, for phones.
         assert size(Path("pictures", f"{name}.png"))[0] == (920 if name == "projection" else 1400)
+    with Image.open("pictures/sliding-sigmoid.gif") as animation:
+        # Frames are drawn over each other, so transparent ones would leave traces.
+        assert animation.convert("RGBA").getpixel((0, 0)) == (255, 255, 255, 255)
     missing = dict(
         re.findall(r"Not drawn: (\S+)\. .* does not exist\. Create it with `(.*)`\.", captured.out)
     )
