@@ -46,9 +46,9 @@ HIDDEN = 128
 TUNING_SEEDS = (0, 1)
 _TOGETHER = 2**18
 """The largest number of logits of a step. More configurations than fit are trained one after another."""
-EXACT = ("voc2012", "yeast", "cal500", "tmc2007", "bibtex")
-"""The data sets of the exact k-subset loss, with the linear head only. Elsewhere it would take most of the
-time of the study."""
+EXACT = ("yeast", "cal500", "tmc2007")
+"""The data sets of the exact k-subset loss, with the linear head only. On VOC 2012, k rounds to 1, where the
+loss is that of softmax. Elsewhere it would take most of the time of the study."""
 
 
 @dataclass(frozen=True)
