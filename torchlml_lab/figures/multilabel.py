@@ -22,6 +22,7 @@ from torchlml_lab.multilabel.losses import named
 from torchlml_lab.multilabel.sweep import LabelRecord
 from torchlml_lab.plots import (
     BLUE,
+    FAINT,
     GREEN,
     GREY,
     METHODS,
@@ -344,7 +345,7 @@ def missing_labels(settings: MissingLabelsFigureSettings) -> None:
     path = sources.find(settings.csv, (OWN_ONE_LABEL, ONE_LABEL_STUDY), "torchlml missing-labels")
     rows = study.RESULTS.read(path, "--csv")
     head = next(name for name in study.HEADS if any(row.head == name for row in rows))
-    draw_missing_labels(cells_of(rows, head), settings.out)
+    draw_missing_labels(cells_of(rows, head), settings.out, [path])
     write_tables(missing_labels_page(rows), settings.out)
 
 
@@ -368,15 +369,16 @@ def best_competitor(groups: Cells, dataset: str, measure: str) -> str | None:
     return max(means, key=lambda method: means[method]) if means else None
 
 
-def draw_missing_labels(groups: Cells, picture: Path) -> None:
+def draw_missing_labels(groups: Cells, picture: Path, csv: Sequence[Path] = ()) -> None:
     """Draw mAP on the left and the Brier score on the right, relative to training with all labels.
 
     Args:
         groups: The runs of one head.
         picture: The PNG or SVG file to write.
+        csv: The file of the runs, which the picture names in its metadata.
     """
     names = [name for name in ONE_LABEL if name != "bce-all" and any(key[1] == name for key in groups)]
-    with new_figure(picture, PAGE, 1.1 + 0.22 * len(names)) as figure:
+    with new_figure(picture, PAGE, 1.1 + 0.22 * len(names), csv) as figure:
         panels = figure.subplots(1, 2, sharey=True)
         for number, (dataset, (color, marker)) in enumerate(_DATASET_LOOKS.items()):
             reference = groups.get((dataset, "bce-all"))
@@ -413,9 +415,12 @@ def draw_missing_labels(groups: Cells, picture: Path) -> None:
         for axes in panels:
             axes.grid(axis="x")
             for place in range(1, len(names), 2):
-                axes.axhspan(place - 0.5, place + 0.5, color="#F4F4F4", linewidth=0, zorder=0)
+                axes.axhspan(place - 0.5, place + 0.5, color=FAINT, linewidth=0, zorder=0)
         handles, labels = panels[0].get_legend_handles_labels()
-        figure.legend(handles, labels, loc="outside lower center", ncols=len(labels))
+        figure.legend(handles, labels, loc="outside upper center", ncols=len(labels), labelcolor="linecolor")
+        seeds = sorted({len(found) for found in groups.values()})
+        count = "–".join(str(number) for number in dict.fromkeys((seeds[0], seeds[-1])))
+        note(figure, f"means over {count} seeds")
 
 
 def missing_labels_page(rows: Sequence[ResultRecord]) -> str:

@@ -305,7 +305,7 @@ def draw_sliding_sigmoid(picture: Path) -> None:
     grid = torch.linspace(x.min().item() - 1, x.max().item() + 1, 300)
     # The frames of a GIF are drawn over each other, so they cannot be transparent.
     with matplotlib.rc_context(LOOK | {"savefig.transparent": False}):
-        figure = Figure(figsize=(7, 2.6), layout="constrained")
+        figure = Figure(figsize=(NARROW, 2.3), layout="constrained")
         axes = figure.subplots()
         axes.set(xlim=(grid[0].item(), grid[-1].item()), ylim=(-0.02, 1.06), xlabel="logit $x$")
         axes.set_yticks((0, 0.5, 1))
@@ -315,7 +315,7 @@ def draw_sliding_sigmoid(picture: Path) -> None:
         (curve,) = axes.plot([], [], color=BLUE, linewidth=2)
         (points,) = axes.plot([], [], "o", color=BLUE, markersize=5)
         stems = axes.vlines(x.numpy(), 0, x.numpy() * 0, color=BLUE, linewidth=0.8, alpha=0.5)
-        title = axes.text(0.01, 1.02, "", transform=axes.transAxes, color=INK, fontsize=10, weight="bold")
+        title = axes.text(0.01, 1.02, "", transform=axes.transAxes, color=INK, fontsize=8.5, weight="bold")
 
         def show(frame: int) -> list[Any]:
             shift = nu * _progress(frame) + 0.0  # without a negative zero
@@ -330,7 +330,7 @@ def draw_sliding_sigmoid(picture: Path) -> None:
         picture.parent.mkdir(parents=True, exist_ok=True)
         with replacing(picture) as temporary:
             writer = PillowWriter(fps=FRAMES_PER_SECOND)
-            animation.save(str(temporary), writer=writer, dpi=100)
+            animation.save(str(temporary), writer=writer, dpi=130)
 
 
 def _progress(frame: int) -> float:
