@@ -417,7 +417,7 @@ def main(settings: MissingLabelsSettings) -> None:
     settings.out.mkdir(parents=True, exist_ok=True)
     left = _compute(study, todo, console)
     if left:
-        console.print(f"{left} cells are left. The same command continues.", soft_wrap=True)
+        console.print(f"{left} cells are left. Repeat the command to continue.", soft_wrap=True)
     else:
         console.print(f"The study is complete. Its rows are in {settings.out}.", soft_wrap=True)
         console.print("Draw it with `torchlml figures missing-labels`.", soft_wrap=True)
@@ -434,7 +434,7 @@ def _compute(study: Study, todo: Sequence[Cell], console: Console) -> int:
             try:
                 study.compute(cell)
             except KeyboardInterrupt:
-                said = f"Interrupted after {number} of {len(todo)} cells. The same command continues."
+                said = f"Interrupted after {number} of {len(todo)} cells. Repeat the command to continue."
                 raise KeyboardInterrupt(said) from None
             progress.advance(task)
     return 0
