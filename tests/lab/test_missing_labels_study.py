@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+import dataclasses
 import os
 import signal
 import subprocess
@@ -67,7 +68,7 @@ def test_end_to_end(folder, tmp_path, capsys, monkeypatch):
     assert found == wanted | {(*pair, "published", "0"): 1 for pair in pairs if pair[0] == "voc2012"}
     for row in results:
         own = [one for one in tuning if all(one[key] == row[key] for key in ("dataset", "head", "method"))]
-        scores = {}
+        scores: dict[tuple[str, str], list[float]] = {}
         for one in own:
             scores.setdefault((one["learning_rate"], one["weight"]), []).append(float(one["validation_map"]))
         best = max(scores, key=lambda recipe: sum(scores[recipe]))
@@ -126,8 +127,8 @@ def test_every_method_learns_a_linear_rule(folder, name):
     (model,) = study.train(method, split, counts, "linear", [recipe], 60, 0)
     values = study.evaluate(method, split, counts, model, 2)
     share = split.test_labels.float().mean().item()
-    assert values[0] > share + 0.2
-    assert values[7] < share * (1 - share)  # the recalibrated Brier score of a constant
+    assert values["map"] > share + 0.2
+    assert values["fitted_brier"] < share * (1 - share)  # the recalibrated Brier score of a constant
 
 
 def test_configurations_trained_together_are_those_trained_alone(folder, monkeypatch):
@@ -162,11 +163,7 @@ def test_adam_is_that_of_torch():
 
 def test_test_samples_do_not_influence_training(folder):
     method, split = METHODS["lml-predicted"], data.split_of(data.read_dataset("yeast", folder), 0)
-    other = data.Split(
-        *(getattr(split, name) for name in list(split.__dataclass_fields__)[:5]),
-        split.test_x + 9,
-        ~split.test_labels,
-    )
+    other = dataclasses.replace(split, test_x=split.test_x + 9, test_labels=~split.test_labels)
     found = [
         study.train(method, one, study.expected_counts(method, one), "linear", [Recipe(0.01, 1.0)], 9, 0)[0]
         for one in (split, other)
@@ -182,7 +179,7 @@ def test_unobserved_labels_do_not_influence_training(folder, name):
     hidden[torch.arange(len(hidden)), split.observed] = True
     found = []
     for labels in (split.labels, hidden):
-        one = data.replace(split, labels=labels)
+        one = dataclasses.replace(split, labels=labels)
         counts = study.expected_counts(method, one)
         found.append(study.train(method, one, counts, "linear", recipes_of(method)[4:5], 9, 0)[0])
     assert torch.equal(found[0].parameters[0], found[1].parameters[0])
@@ -281,7 +278,7 @@ def test_real_data():
     assert found["yeast"] == (2417, 14, 4.2)
     assert found["cal500"] == (502, 174, 26.0)
     assert found["tmc2007"] == (28596, 22, 2.2)
-    assert [found[name][1] for name in ("bibtex", "corel5k", "delicious")] == [159, 374, 983]
+    assert [found[name][1] for name in ("bibtex", "corel5k", "delicious")] == [159, 371, 983]
 
 
 def test_tables_have_one_order():
