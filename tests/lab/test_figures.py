@@ -35,6 +35,7 @@ def test_all_draws_figures_without_data_and_names_the_commands_for_the_rest(caps
         "alternatives",
         "timing",
         "cifar100",
+        "missing-labels",
         "multilabel",
         "recommend",
         "scene-graph",

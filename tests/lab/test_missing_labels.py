@@ -75,11 +75,12 @@ def expected(name: str, given: Batch, configuration: int) -> float:
     if name == "epr":
         return total + w * count_penalty(p, k)
     if name == "role":
+        assert given.estimates is not None
         q = np.array([[sigmoid(value) for value in row] for row in given.estimates[configuration].numpy()])
         observed = np.mean([-math.log(q[i, given.observed[i]]) for i in range(rows)]) / LABELS
         pairs = [(p[i, j], q[i, j]) for i in range(rows) for j in range(LABELS)]
         cross = np.mean([cross_entropy(b, a) + cross_entropy(a, b) for a, b in pairs])
-        return 0.5 * (cross + total + observed + w * count_penalty(p, k) + w * count_penalty(q, k))
+        return 0.5 * float(cross + total + observed + w * count_penalty(p, k) + w * count_penalty(q, k))
     return total
 
 
@@ -97,6 +98,7 @@ def test_the_losses_of_the_papers(name):
 def test_gradients(name):
     """Finite differences of the loops. In ROLE, each side sees the other as a constant."""
     given = batch()
+    assert given.estimates is not None
     leaf = given.x.clone().requires_grad_()
     (found,) = torch.autograd.grad(METHODS[name].loss(given._replace(x=leaf)).sum(), leaf)
     step = 1e-6
@@ -359,6 +361,7 @@ def test_svmlight_files_are_aligned(tmp_path):
     (folder / "bibtex.train.svm.gz").write_text("5,2 1:1 3:2\n2 2:1\n 1:1\n")
     (folder / "bibtex.test.svm.gz").write_text("2,9 4:1\n5 1:3\n9 1:1\n")
     found = data.read_dataset("bibtex", tmp_path)
+    assert found.train is not None
     assert found.train.tolist() == [True, True, False, False]  # samples without a known label are left out
     assert found.labels.sum(1).tolist() == [2, 1, 1, 1]
     assert torch.equal(found.labels[1], found.labels[2])

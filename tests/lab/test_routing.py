@@ -91,15 +91,15 @@ def test_the_study_resumes_and_draws(tmp_path, capsys, monkeypatch):
     assert "| TopKRouter, T = 1 | 2 |" in page
     assert "±" in capsys.readouterr().out
     assert cli.main([*words[:1], "--steps", "40", *words[3:]]) == 2
-    assert "other steps" in capsys.readouterr().err
+    assert "other settings" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
     ("words", "needle"),
     [
-        (["routing", "--seeds", "0"], "`--seeds` is 0"),
+        (["routing", "--seeds", "0"], "`--seeds` must be at least 1, but it is 0"),
         (["routing", "--steps", "30"], "multiple of 20"),
-        (["routing", "--learning-rate", "2"], "`--learning-rate` is 2"),
+        (["routing", "--learning-rate", "2"], "`--learning-rate` must be between 0 and 1, but it is 2"),
         (["routing", "--out", "picture.txt"], "must end in `.png` or `.svg`"),
         (
             ["bench", "balanced", "--dtype", "int8"],

@@ -66,7 +66,7 @@ class Settings(NamedTuple):
 
 
 def project(m: Matrix, extent: Extent, dual: bool) -> tuple[Tensor, Tensor, Tensor]:
-    """Y, nu and mu of one problem. nu has no entries without `dual`."""
+    """Y, nu and mu of one problem. nu is empty without `dual`."""
     n = m.x.shape[1]
     # The same bits on every process, with the derivative for the k of this one.
     wanted, own = sum(extent.totals), m.k.sum()
@@ -87,9 +87,9 @@ class _Project(torch.autograd.Function):
     def forward(
         ctx: Any, x: Tensor, k: Tensor, capacity: Tensor, s: Settings
     ) -> tuple[Tensor, Tensor, Tensor]:
-        # y (1 - y) loses the undecided part of an entry that rounds to 1. It counts for nothing in the
-        # gradient of x, but in a decided row it is all there is for the gradients of the multipliers and of
-        # k.
+        # y (1 - y) loses the undecided part of an entry that rounds to 1. It is negligible in the
+        # gradient of x, but in a decided row the gradients of the multipliers and of k depend on nothing
+        # else.
         accurate = s.dual or any(ctx.needs_input_grad[1:3])
         known = _known_entries(x, k, capacity, s)
         mu, y = solve(known.problem, s.start, _sample(known.problem, k, s))
@@ -124,13 +124,13 @@ class _Known(NamedTuple):
     """The problem without the columns that are known in advance."""
 
     problem: Problem
-    empty: Tensor | None = None  # (n,) bool: columns with the capacity 0
+    empty: Tensor | None = None  # (n,) bool: columns with a capacity of 0
     full: Tensor | None = None  # (n,) bool: columns that need all of their available rows
     ones: Tensor | None = None  # (R, n) bool: entries of full columns
 
 
 def _known_entries(x: Tensor, k: Tensor, capacity: Tensor, s: Settings) -> _Known:
-    """Check the capacities and remove the columns at their ends, whose multipliers are infinite."""
+    """Check the capacities and remove the empty and full columns, whose multipliers are infinite."""
     extent = s.extent
     rows, total = sum(extent.rows), sum(extent.totals)
     uniform: float | Tensor = k if s.uniform is None else s.uniform
@@ -164,7 +164,7 @@ def _known_entries(x: Tensor, k: Tensor, capacity: Tensor, s: Settings) -> _Know
 
 
 def _sample(problem: Problem, k: Tensor, s: Settings) -> Problem | None:
-    """With several processes and no first guess, some rows in proportion to those of each: one round."""
+    """If there is no first guess, gather rows from all processes, in proportion to theirs: one round."""
     processes = s.extent.processes
     if processes is None or s.start is not None:
         return None
@@ -188,8 +188,8 @@ def _gradients(
     """The gradients of x, k and the capacities from those of Y, nu and mu.
 
     A change of x, k and c moves (nu, mu) by the solution of J (dnu, dmu) = (dk - w dx 1, dc - (w dx)' 1) with
-    J = [diag(a), w; w', diag(d)]. So with J (p, q) = (gradient of nu, gradient of mu), both including what
-    comes through Y, the gradients are w (dY - p - q) for x, p for k and q for c.
+    J = [diag(a), w; w', diag(d)]. So with J (p, q) = (gradient of nu, gradient of mu), both including the
+    contribution through Y, the gradients are w (dY - p - q) for x, p for k and q for c.
     """
     w = known.w
     rows = w.new_zeros(w.shape[0])
@@ -220,7 +220,7 @@ def _solve_columns(
         both = processes.sum(torch.cat([columns, laplacian(known).flatten()]))
         columns, off_diagonal = both[:n], both[n:].view(n, n)
     if not anchored:
-        # mu has the mean 0. The adjoint of that takes the sum from all columns alike.
+        # mu has mean 0. The adjoint of this constraint subtracts the mean from all columns.
         columns = torch.where(free, columns - columns[free].sum() / free.sum().clamp(min=1), 0)
     if off_diagonal is not None:
         return dense_solve(off_diagonal, columns, free, anchored)
@@ -233,7 +233,7 @@ def _solve_columns(
 
 
 def _check_columns(capacity: Tensor, present: Tensor) -> None:
-    """No column may need more than its available rows, whose number is `present`."""
+    """Raise if a column needs more than its available rows, whose number is `present`."""
     wrong = (capacity > present * (1 + _TOTALS)).nonzero()
     if len(wrong):
         column = int(wrong[0])
@@ -244,7 +244,7 @@ def _check_columns(capacity: Tensor, present: Tensor) -> None:
 
 
 def _check_totals(rows: float, columns: float, at_most: bool) -> None:
-    """The totals of the row sums and of the capacities must fit together."""
+    """Raise unless the totals of the row sums and of the capacities are compatible."""
     slack = _TOTALS * max(rows, columns)
     if at_most and columns < rows - slack:
         raise ValueError(

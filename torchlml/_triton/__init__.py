@@ -54,7 +54,7 @@ class Launch(NamedTuple):
 
 
 def stride_of(per_row: Tensor) -> int:
-    """The stride of a tensor with one number per row in memory, 0 if all rows share one number."""
+    """The stride in memory of a tensor with one number per row, or 0 if all rows share one number."""
     return per_row.stride(0) if per_row.dim() else 0
 
 

@@ -204,7 +204,7 @@ ALTERNATIVES = (
     # A network for n entries has n layers and is rebuilt in every call.
     Alternative("difftopk", sorting_network, _without("difftopk"), longest=100, float32_only=True),
     Alternative("cvxpylayers", convex_program, _without("cvxpylayers"), longest=50),
-    # A call on one row of a million entries takes more than ten seconds.
+    # Its accuracy on a row of millions takes minutes to measure.
     Alternative("paper-bracketing", _OURS["lml-bracketing"].function, longest=100_000),
     Alternative("lml-torch", _OURS["lml-torch"].function),
     Alternative("lml-native", _OURS["lml-native"].function, _OURS["lml-native"].absent),

@@ -11,47 +11,33 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from torchlml_lab import plots
 from torchlml_lab.bench.cases import BASELINE
 from torchlml_lab.bench.measurements import Key, Measurement, RowFile, latest
 from torchlml_lab.bench.settings import MODES
 from torchlml_lab.cli_errors import reason
 from torchlml_lab.engine.output import plain_table
-from torchlml_lab.plots import (
-    BLUE,
-    DARK_ORANGE,
-    GREEN,
-    GREY,
-    INK,
-    ORANGE,
-    PAGE,
-    PURPLE,
-    SKY,
-    VERMILION,
-    label_lines,
-    new_figure,
-    note,
-)
 
 _CASE = ("n", "k", "batch", "scale", "dtype", "threads")
 # A smaller relative change of a ratio is noise, and is not colored.
 _NOTABLE = 0.05
 
 _LOOK = {
-    "copy": ("copy", GREY, "."),
-    "lml-native": ("lml, compiled", BLUE, "o"),
-    "lml": ("lml", BLUE, "o"),
-    "lml-torch": ("lml, pure PyTorch", SKY, "s"),
-    "lml-at-most": ("lml, at most k", SKY, "s"),
-    "lml-bracketing": ("lml, Algorithm 1", PURPLE, "D"),
-    "lml-value": ("value of lml", PURPLE, "D"),
-    "sigmoid": ("sigmoid", GREY, "v"),
-    "sample-subset": ("sample-subset", GREY, "v"),
-    "topk": ("topk", ORANGE, "^"),
-    "topk-mask": ("topk-mask", ORANGE, "^"),
-    "sort": ("sort", VERMILION, "X"),
-    "entmax": ("entmax", GREEN, "P"),
-    "constrained-softmax": ("constrained softmax", GREEN, "P"),
-    "constrained-sparsemax": ("constrained sparsemax", DARK_ORANGE, "*"),
+    "copy": ("copy", plots.GREY, "."),
+    "lml-native": ("lml, compiled", plots.BLUE, "o"),
+    "lml": ("lml", plots.BLUE, "o"),
+    "lml-torch": ("lml, pure PyTorch", plots.SKY, "s"),
+    "lml-at-most": ("lml, at most k", plots.SKY, "s"),
+    "lml-bracketing": ("lml, Algorithm 1", plots.PURPLE, "D"),
+    "lml-value": ("value of lml", plots.PURPLE, "D"),
+    "sigmoid": ("sigmoid", plots.GREY, "v"),
+    "sample-subset": ("sample-subset", plots.GREY, "v"),
+    "topk": ("topk", plots.ORANGE, "^"),
+    "topk-mask": ("topk-mask", plots.ORANGE, "^"),
+    "sort": ("sort", plots.VERMILION, "X"),
+    "entmax": ("entmax", plots.GREEN, "P"),
+    "constrained-softmax": ("constrained softmax", plots.GREEN, "P"),
+    "constrained-sparsemax": ("constrained sparsemax", plots.DARK_ORANGE, "*"),
 }
 
 # The width of a column in addition to its longest cell.
@@ -183,7 +169,7 @@ def draw(rows: Sequence[Measurement], plot: Path, csv: Sequence[Path] = ()) -> N
     wanted = (rows[-1].machine, rows[0].dtype)
     here = [row for row in latest(rows).values() if (row.machine, row.dtype) == wanted]
     modes = [mode for mode in MODES if any(row.mode == mode for row in here)]
-    with new_figure(plot, PAGE, 3.1, csv) as figure:
+    with plots.new_figure(plot, plots.PAGE, 3.1, csv) as figure:
         panels = figure.subplots(1, len(modes), sharex=True, sharey=True, squeeze=False)[0]
         ends = [
             # The backward pass of a copy is empty.
@@ -194,9 +180,9 @@ def draw(rows: Sequence[Measurement], plot: Path, csv: Sequence[Path] = ()) -> N
         ]
         for panel, mode, lines in zip(panels, modes, ends, strict=True):
             panel.set_title(mode.replace("+", " + "))
-            label_lines(panel, lines, 0.055)
+            plots.label_lines(panel, lines, 0.055)
         panels[0].set_ylabel("time / time of softmax")
-        note(figure, conditions(here))
+        plots.note(figure, conditions(here))
 
 
 def conditions(rows: Sequence[Measurement]) -> str:
@@ -212,8 +198,8 @@ def _draw_panel(panel: Axes, rows: Sequence[Measurement]) -> list[tuple[float, s
     for row in rows:
         cases[row.provider][row.case] = row
     shared = set.intersection(*({*by_case} for by_case in cases.values()))
-    panel.axhline(1, color=INK, linewidth=1.2)
-    ends = [(1.0, BASELINE, INK)]
+    panel.axhline(1, color=plots.INK, linewidth=1.2)
+    ends = [(1.0, BASELINE, plots.INK)]
     for name, (shown, color, marker) in _LOOK.items():
         ratios: dict[int, list[float]] = defaultdict(list)
         common: dict[int, list[float]] = defaultdict(list)

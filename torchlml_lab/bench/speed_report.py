@@ -60,7 +60,7 @@ Shares = dict[int, dict[str, dict[int, float]]]  # by threads, provider and n
 def shares(rows: Sequence[Measurement]) -> Shares:
     """Return the time of a copy divided by that of each function, on the problems of the curve.
 
-    Both read every logit once and write every output once. A function that does nothing else has the share 1.
+    Both read every logit once and write every output once. The share is 1 if nothing else is done.
     The times are ratios to softmax in the same round, which are more reliable than times.
     """
     found: Shares = defaultdict(lambda: defaultdict(dict))

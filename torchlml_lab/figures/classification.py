@@ -8,25 +8,13 @@ from statistics import mean, stdev
 
 from matplotlib.axes import Axes
 
+from torchlml_lab import plots
 from torchlml_lab.cli_errors import BadInput
 from torchlml_lab.engine.output import markdown_table, spread
 from torchlml_lab.figures import files as sources
 from torchlml_lab.figures.files import say_where, write_tables
 from torchlml_lab.figures.settings import NoiseFigureSettings, WhichKFigureSettings
 from torchlml_lab.files import check_picture
-from torchlml_lab.plots import (
-    BLUE,
-    GREEN,
-    METHODS,
-    ORANGE,
-    PAGE,
-    PURPLE,
-    SKY,
-    VERMILION,
-    label_lines,
-    new_figure,
-    note,
-)
 from torchlml_lab.studies.cifar100 import sweep
 from torchlml_lab.studies.cifar100.sweep import AccuracyRecord
 from torchlml_lab.studies.digits.which_k import (
@@ -71,20 +59,20 @@ def draw_by_noise(rows: Sequence[AccuracyRecord], picture: Path, csv: Sequence[P
         measures["last_topk"] = f"{top}, last epoch, validation"
         measures["train_topk"] = f"{top}, last epoch, noisy training labels"
     lines = len(measures) // 2
-    with new_figure(picture, PAGE, 0.5 + 2.5 * lines, csv) as figure:
+    with plots.new_figure(picture, plots.PAGE, 0.5 + 2.5 * lines, csv) as figure:
         panels = figure.subplots(lines, 2, squeeze=False)
         for place, (axes, (measure, title)) in enumerate(zip(panels.flat, measures.items(), strict=True)):
             ends = _draw_noise_panel(axes, rows, measure)
             axes.set_title(title)
             axes.grid()
             if place % 2:
-                label_lines(axes, ends, 0.075)
+                plots.label_lines(axes, ends, 0.075)
         for axes in panels[:, 0]:
             axes.set_ylabel("minus cross-entropy (points)")
         for axes in panels[-1]:
             axes.set_xlabel("label noise p, and accuracy of cross-entropy (%)")
         seeds = len({row.seed for row in rows})
-        note(figure, f"means and standard deviations of the differences over {seeds} seeds")
+        plots.note(figure, f"means and standard deviations of the differences over {seeds} seeds")
 
 
 _REFERENCE = "cross-entropy"
@@ -98,11 +86,11 @@ def _draw_noise_panel(
     for row in rows:
         values[row.loss, row.noise][row.seed] = 100 * float(getattr(row, measure))
     noises = sorted({row.noise for row in rows})
-    names = [loss for loss in METHODS if loss != _REFERENCE and any(row.loss == loss for row in rows)]
-    axes.axhline(0, color=METHODS[_REFERENCE][0], linewidth=1.2)
-    ends = [(0.0, _REFERENCE, METHODS[_REFERENCE][0])]
+    names = [loss for loss in plots.METHODS if loss != _REFERENCE and any(row.loss == loss for row in rows)]
+    axes.axhline(0, color=plots.METHODS[_REFERENCE][0], linewidth=1.2)
+    ends = [(0.0, _REFERENCE, plots.METHODS[_REFERENCE][0])]
     for place, loss in enumerate(names):
-        color, marker = METHODS[loss]
+        color, marker = plots.METHODS[loss]
         points = []
         for at, noise in enumerate(noises):
             mine, others = values[loss, noise], values[_REFERENCE, noise]
@@ -121,8 +109,13 @@ def _draw_noise_panel(
 BY_K = (Path("torchlml-which-k.csv"), Path("results/which-k/which-k.csv"))
 _MEASURES = {"recall": "recall", "exact": "exact sets", "calibration_error": "calibration error"}
 # The second line is dashed, because it covers the first for small k.
-_BY_K = {EXACTLY: (BLUE, "P-"), AT_MOST: (VERMILION, "1--")}
-_LEVELS = {OF_ROW: (GREEN, "-"), PREDICTED: (PURPLE, "--"), SOFTMAX: (ORANGE, "-."), BCE: (SKY, ":")}
+_BY_K = {EXACTLY: (plots.BLUE, "P-"), AT_MOST: (plots.VERMILION, "1--")}
+_LEVELS = {
+    OF_ROW: (plots.GREEN, "-"),
+    PREDICTED: (plots.PURPLE, "--"),
+    SOFTMAX: (plots.ORANGE, "-."),
+    BCE: (plots.SKY, ":"),
+}
 
 
 def by_k(settings: WhichKFigureSettings) -> None:
@@ -142,7 +135,7 @@ def draw_by_k(rows: Sequence[WhichKRecord], picture: Path, csv: Sequence[Path] =
         picture: The PNG or SVG file to write.
         csv: The file of the rows, which the picture names in its metadata.
     """
-    with new_figure(picture, PAGE, 6.0, csv) as figure:
+    with plots.new_figure(picture, plots.PAGE, 6.0, csv) as figure:
         grid = figure.subplots(len(_MEASURES), len(SITUATIONS), sharex=True, sharey="row")
         for column, (digits, named) in enumerate(SITUATIONS):
             here = [row for row in rows if (row.digits, row.named) == (digits, named)]
@@ -154,9 +147,9 @@ def draw_by_k(rows: Sequence[WhichKRecord], picture: Path, csv: Sequence[Path] =
             axes.set_ylabel(f"{title} (%)")
         everything = [row for row in rows if (row.digits, row.named) == SITUATIONS[-1]]
         for axes, measure in zip(grid[:, -1], _MEASURES, strict=True):
-            label_lines(axes, _k_ends(everything, measure), 0.09)
+            plots.label_lines(axes, _k_ends(everything, measure), 0.09)
         seeds = len({row.seed for row in rows})
-        note(figure, f"means over {seeds} seeds; horizontal lines: methods without a fixed k")
+        plots.note(figure, f"means over {seeds} seeds; horizontal lines: methods without a fixed k")
 
 
 def _percent(rows: Sequence[WhichKRecord], measure: str, method: str, k: int | None = None) -> float:

@@ -75,6 +75,6 @@ class MissingLabelsSettings:
     steps: int = 300
     """Training steps of each model, rounded to epochs."""
     minutes: float = 0.0
-    """Stop after about this many minutes. The same command continues. 0 means no limit."""
+    """Stop after about this many minutes; repeat the command to continue. 0 means no limit."""
     threads: int = 1
     """The number of threads, from 1 to the number of cores."""

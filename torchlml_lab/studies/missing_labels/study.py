@@ -304,11 +304,11 @@ class Study:
         self.tuning_path, self.results_path = settings.out / "tuning.csv", settings.out / "results.csv"
         self.tuning = TUNING.read(self.tuning_path, "--out") if self.tuning_path.exists() else []
         self.results = RESULTS.read(self.results_path, "--out") if self.results_path.exists() else []
-        for row in (*self.tuning, *self.results):
-            if row.steps != settings.steps:
+        for steps in (*(row.steps for row in self.tuning), *(row.steps for row in self.results)):
+            if steps != settings.steps:
                 raise BadInput(
                     f"`--steps` is {settings.steps}, but `--out` names `{settings.out}`, whose rows have "
-                    f"{row.steps} steps. Use another directory."
+                    f"{steps} steps. Use another directory."
                 )
 
     def done(self) -> set[Cell]:
@@ -327,18 +327,39 @@ class Study:
         counts = expected_counts(method, split)
         found = train(method, split, counts, cell.head, recipes, self.settings.steps, cell.seed)
         seconds = time.monotonic() - start
-        head = (cell.dataset, cell.head, cell.method)
         if tuning:
             for recipe, one in zip(recipes, found, strict=True):
-                trained = (*recipe, one.epoch, round(one.validation_map, 6), seconds / len(recipes))
-                self.tuning.append(TuningRecord(*head, cell.seed, self.settings.steps, *trained))
+                row = TuningRecord(
+                    dataset=cell.dataset,
+                    head=cell.head,
+                    method=cell.method,
+                    seed=cell.seed,
+                    steps=self.settings.steps,
+                    learning_rate=recipe.learning_rate,
+                    weight=recipe.weight,
+                    epoch=one.epoch,
+                    validation_map=round(one.validation_map, 6),
+                    seconds=seconds / len(recipes),
+                )
+                self.tuning.append(row)
             TUNING.write(self.tuning_path, self.tuning)
             return
-        values = evaluate(method, split, counts, found[0], predictions_per_sample(data))
-        trained = (*recipes[0], found[0].epoch, round(found[0].validation_map, 6))
-        measured = [round(value, 6) for value in values]
-        row = ResultRecord(*head, cell.draw, cell.seed, self.settings.steps, *trained, *measured, seconds)
-        self.results.append(row)
+        measured = evaluate(method, split, counts, found[0], predictions_per_sample(data))
+        result = ResultRecord(
+            dataset=cell.dataset,
+            head=cell.head,
+            method=cell.method,
+            draw=cell.draw,
+            seed=cell.seed,
+            steps=self.settings.steps,
+            learning_rate=recipes[0].learning_rate,
+            weight=recipes[0].weight,
+            epoch=found[0].epoch,
+            validation_map=round(found[0].validation_map, 6),
+            seconds=seconds,
+            **{name: round(value, 6) for name, value in measured.items()},
+        )
+        self.results.append(result)
         RESULTS.write(self.results_path, self.results)
 
     def best_recipe(self, cell: Cell) -> Recipe:
@@ -371,8 +392,10 @@ def _predicted_counts(split: Split) -> ExpectedCounts:
     return ExpectedCounts(*predicted_k(split))
 
 
-def evaluate(method: Method, split: Split, counts: ExpectedCounts, model: Trained, at: int) -> list[float]:
-    """Compute the measures of a model on the test samples, in the order of `ResultRecord`.
+def evaluate(
+    method: Method, split: Split, counts: ExpectedCounts, model: Trained, at: int
+) -> dict[str, float]:
+    """Compute the measures of a model on the test samples.
 
     Args:
         method: The method.
@@ -382,7 +405,7 @@ def evaluate(method: Method, split: Split, counts: ExpectedCounts, model: Traine
         at: The number of predictions for recall.
 
     Returns:
-        The values from `map` to `threshold_f1`.
+        The measures by the names of the fields of `ResultRecord`.
     """
     with torch.no_grad():
         validation, test = (
@@ -392,20 +415,20 @@ def evaluate(method: Method, split: Split, counts: ExpectedCounts, model: Traine
     labels, p = split.test_labels, probabilities_of(method.link, test)
     fit = measures.recalibrated(validation, split.validation_labels)
     fitted = fit.probabilities(test)
-    return [
-        float(measures.mean_average_precision(test, labels)),
-        measures.recall_at(test, labels, at),
-        measures.brier_score(p, labels),
-        measures.calibration_error(p, labels),
-        measures.f1_score(p > 0.5, labels),
-        fit.slope,
-        fit.offset,
-        measures.brier_score(fitted, labels),
-        measures.calibration_error(fitted, labels),
-        measures.f1_score(fitted > 0.5, labels),
-        fit.threshold,
-        measures.f1_score(fitted > fit.threshold, labels),
-    ]
+    return {
+        "map": float(measures.mean_average_precision(test, labels)),
+        "recall": measures.recall_at(test, labels, at),
+        "brier": measures.brier_score(p, labels),
+        "ece": measures.calibration_error(p, labels),
+        "f1": measures.f1_score(p > 0.5, labels),
+        "slope": fit.slope,
+        "offset": fit.offset,
+        "fitted_brier": measures.brier_score(fitted, labels),
+        "fitted_ece": measures.calibration_error(fitted, labels),
+        "fitted_f1": measures.f1_score(fitted > 0.5, labels),
+        "threshold": fit.threshold,
+        "threshold_f1": measures.f1_score(fitted > fit.threshold, labels),
+    }
 
 
 def main(settings: MissingLabelsSettings) -> None:
@@ -417,7 +440,7 @@ def main(settings: MissingLabelsSettings) -> None:
     settings.out.mkdir(parents=True, exist_ok=True)
     left = _compute(study, todo, console)
     if left:
-        console.print(f"{left} cells are left. The same command continues.", soft_wrap=True)
+        console.print(f"{left} cells are left. Repeat the command to continue.", soft_wrap=True)
     else:
         console.print(f"The study is complete. Its rows are in {settings.out}.", soft_wrap=True)
         console.print("Draw it with `torchlml figures missing-labels`.", soft_wrap=True)
@@ -429,14 +452,14 @@ def _compute(study: Study, todo: Sequence[Cell], console: Console) -> int:
     with ProgressBar(console) as progress, use_threads(study.settings.threads):
         task = progress.add_task("cells", total=len(todo))
         for number, cell in enumerate(todo):
-            if limit and time.monotonic() - start > limit:
-                return len(todo) - number
             try:
                 study.compute(cell)
             except KeyboardInterrupt:
-                said = f"Interrupted after {number} of {len(todo)} cells. The same command continues."
+                said = f"Interrupted after {number} of {len(todo)} cells. Repeat the command to continue."
                 raise KeyboardInterrupt(said) from None
             progress.advance(task)
+            if limit and time.monotonic() - start > limit:
+                return len(todo) - number - 1
     return 0
 
 
