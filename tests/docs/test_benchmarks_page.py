@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.docs.test_results_tables import Row, Table, of_section, rows
+from tests.docs.test_results_tables import Row, Table, of_section, rows, tables
 from torchlml_lab import plots
 from torchlml_lab.bench import measurements, speed_report
 
@@ -268,6 +268,19 @@ def test_related_operators_above_the_target() -> None:
     above = {name.replace("-", "_"): ratio for name, ratio in found.items() if ratio > 4}
     named = {name: float(ratio) for name, ratio in re.findall(r"`(\w+)` \(up to ([\d.]+)\)", text)}
     assert named == {name: pytest.approx(ratio, rel=0.05) for name, ratio in above.items()}
+
+
+def test_alternatives() -> None:
+    (table,) = of_section(PAGE, "Alternatives")
+    there = [
+        one
+        for one in tables(ROOT / "docs" / "alternatives.md")
+        if one.heads[1] == "forward" and one.lines[0][1:3] == ["1.00", "1.00"]
+    ]
+    # tests/lab/test_bench_alternatives.py compares that page with the CSV. This is its second length, 1000.
+    assert table == there[1]._replace(section=table.section)
+    row = next(row for row in rows(RESULTS / "alternatives.csv") if row["n"] == "1000")
+    assert (row["batch"], row["k"], row["threads"]) == ("64", "5", "1")
 
 
 def test_the_page_has_all_tables_of_the_command() -> None:

@@ -96,7 +96,7 @@ def draw(rows: Sequence[Measurement], plot: Path, csv: Sequence[Path] = ()) -> N
         right = max(panel.get_xlim()[1] for panel in panels[:-1])
         for panel in panels[:-1]:
             panel.set_xlim(0.5, right)
-        _draw_uses(panels[-1], values, names, sizes)
+        _draw_uses(panels[-1], values, names)
         panels[0].set_yticks(range(len(names)), [_SHOWN.get(name, name) for name in names])
         panels[0].set_ylim(-0.6, len(names) - 0.4)
         for tick, name in zip(panels[0].get_yticklabels(), names, strict=True):
@@ -201,12 +201,12 @@ def _draw_times(panel: Axes, values: Values, names: Sequence[str], n: int) -> No
 _SUM_ERROR = 1e-3
 
 
-def _draw_uses(panel: Axes, values: Values, names: Sequence[str], sizes: Sequence[int]) -> None:
-    """Draw a check mark if a feature works, and a dash if it does not."""
+def _draw_uses(panel: Axes, values: Values, names: Sequence[str]) -> None:
+    """Draw a check mark if a feature works on all measured rows, and a dash if it does not."""
     works = {(name, metric): row.p50 == 1 for (name, _, metric, _), row in values.items()}
     for place, name in enumerate(names):
         errors, counts = (
-            [values[key].p50 for n in sizes if (key := (name, "behaviour", metric, n)) in values]
+            [row.p50 for (method, _, kind, _), row in values.items() if (method, kind) == (name, metric)]
             for metric in EXACTNESS[:2]
         )
         marks = [max(errors) < _SUM_ERROR, max(counts) == 0, *(works[name, ability] for ability in ABILITIES)]
