@@ -1,6 +1,7 @@
 """`torchlml train multilabel`: train a model that predicts the top labels from a file of labeled samples."""
 
 import math
+from dataclasses import replace
 
 import torch
 from accelerate import PartialState
@@ -8,6 +9,7 @@ from rich.console import Console
 from torch import nn
 
 from torchlml_lab.cli_errors import BadInput
+from torchlml_lab.engine import run_directory
 from torchlml_lab.engine.loop import Task
 from torchlml_lab.engine.output import new_console
 from torchlml_lab.engine.run import train_on_files
@@ -15,7 +17,15 @@ from torchlml_lab.engine.settings import SETTINGS_FILE, from_json
 from torchlml_lab.engine.settings import check as check_settings
 from torchlml_lab.multilabel import preparation as prepare
 from torchlml_lab.multilabel.losses import LabelLoss, loss_with_usual_k
-from torchlml_lab.multilabel.model import KS, LabelNetwork, TrainedLabels, load, measure, origin_of_k
+from torchlml_lab.multilabel.model import (
+    KS,
+    LabelNetwork,
+    TrainedLabels,
+    copy_weights,
+    load,
+    measure,
+    origin_of_k,
+)
 from torchlml_lab.multilabel.preparation import Preparation
 from torchlml_lab.multilabel.samples import Batches, Data, read
 from torchlml_lab.multilabel.settings import EXPERIMENT, WITH_K, MultilabelSettings
@@ -39,6 +49,7 @@ def run(settings: MultilabelSettings, console: Console) -> tuple[TrainedLabels, 
     Returns:
         The run with its best weights, and its samples. Files are reread only if the run was already finished.
     """
+    settings = continuing(settings)
     check(settings)
     made: list[tuple[Data, Preparation, nn.Module]] = []
 
@@ -67,6 +78,15 @@ def run(settings: MultilabelSettings, console: Console) -> tuple[TrainedLabels, 
     )
 
 
+def continuing(settings: MultilabelSettings) -> MultilabelSettings:
+    """The settings, with the hidden layer of the run that is continued unless another size is given."""
+    if settings.continue_from is None or settings.hidden != MultilabelSettings().hidden:
+        return settings
+    return replace(
+        settings, hidden=from_json(MultilabelSettings, settings.continue_from / SETTINGS_FILE).hidden
+    )
+
+
 def task(settings: MultilabelSettings, data: Data) -> Task:
     """The task of one run. Set the seed before the call, because it initializes the network."""
     return prepared_task(settings, data)[1]
@@ -75,8 +95,14 @@ def task(settings: MultilabelSettings, data: Data) -> Task:
 def prepared_task(settings: MultilabelSettings, data: Data) -> tuple[Preparation, Task]:
     """The preparation of a run, and its task."""
     loss, k = loss_and_k(settings, data)
-    prepared = prepare.fit(data.training, data.columns, k)
-    model = network(settings, prepared)
+    if settings.continue_from is None:
+        prepared = prepare.fit(data.training, data.columns, k)
+        model = network(settings, prepared)
+    else:
+        earlier = load(settings.continue_from)
+        prepared = prepare.continued(earlier.preparation, data.training, k)
+        model = network(settings, prepared)
+        copy_weights(model, earlier.network)
     rate = settings.learning_rate if settings.hidden else 10 * settings.learning_rate
     optimizer = torch.optim.Adam(model.parameters(), lr=rate)
     parts = {"validation": data.validation} | ({} if data.test is None else {"test": data.test})
@@ -129,6 +155,11 @@ def _introduction(settings: MultilabelSettings, data: Data) -> list[str]:
         f"{rows} training samples with {mean:.1f} of {len(data.training.names)} labels on average; "
         f"{len(data.validation)} more samples {source} validation."
     ]
+    if settings.continue_from is not None:
+        new = len(data.training.names) - len(prepare.stored(settings.continue_from).labels)
+        said.append(
+            f"Training continues from the weights of `{settings.continue_from}`; {new} labels are new."
+        )
     if data.columns is not None:
         said.append(f"Columns: {data.columns}.")
     each = "each sample's number of labels as k" if loss.k == "labels" else f"k = {loss.k}"
@@ -147,6 +178,13 @@ def check(settings: MultilabelSettings) -> None:
             raise BadInput(f"`--{name}-labels` requires `--{name}`.")
     if settings.separator == "":
         raise BadInput("`--separator` must be the text between two labels, but it is empty.")
+    if settings.continue_from is not None:
+        hidden = from_json(MultilabelSettings, settings.continue_from / SETTINGS_FILE).hidden
+        run_directory.find_best_epoch(EXPERIMENT, settings.continue_from)  # raises if there is none
+        if settings.hidden != hidden:
+            raise BadInput(
+                f"`--hidden` must be {hidden}, as in `{settings.continue_from}`, but it is {settings.hidden}."
+            )
     if settings.hidden < 0:
         raise BadInput(f"`--hidden` must be at least 0, but it is {settings.hidden}.")
     if settings.patience is not None and settings.patience < 1:
