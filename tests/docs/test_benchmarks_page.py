@@ -94,6 +94,12 @@ def ratios(**wanted: str | tuple[str, ...]) -> list[float]:
     return found
 
 
+def shape(text: str) -> tuple[str, str]:
+    """The number of rows and their length in a cell such as `256 × 1,000`, with spaces that do not break."""
+    batch, n = text.replace(",", "").split("\u00a0×\u00a0")
+    return batch, n
+
+
 def digits(ratio: float) -> str:
     return f"{ratio:.2f}" if ratio < 10 else f"{ratio:.1f}" if ratio < 100 else f"{ratio:,.0f}"
 
@@ -158,7 +164,7 @@ def test_time_against_row_length() -> None:
     measured = {row["n"] for row in ROWS if row["provider"] == "lml-native" and same.items() <= row.items()}
     assert len(table.lines) == len(measured) >= 8
     for rows_and_n, softmax, *cells in table.lines:
-        n = rows_and_n.partition("× ")[2].replace(",", "")
+        _, n = shape(rows_and_n)
         (base,) = (
             row
             for row in ROWS
@@ -200,7 +206,7 @@ def test_share_of_the_bandwidth() -> None:
         return found
 
     for threads, rows_and_n, speed, *reached in table.lines:
-        batch, n = rows_and_n.replace(",", "").split(" × ")
+        batch, n = shape(rows_and_n)
         assert speed == f"{8 * int(batch) * int(n) / value('p50', 'copy', n, threads) / 1000:.1f}"
         copy = value("ratio_p50", "copy", n, threads)
         found = (value("ratio_p50", name, n, threads) for name in ("softmax", "lml-native"))
@@ -211,7 +217,7 @@ def test_short_rows() -> None:
     (table,) = of_section(PAGE, "Short rows")
     assert len(table.lines) == 22
     for ratio, rows_and_n, k, mode, *cells, target, met in table.lines:
-        batch, n = rows_and_n.replace(",", "").split(" × ")
+        batch, n = shape(rows_and_n)
         expected = []
         for scale in ("1", "3", "12"):
             # Two rows: the baseline, and its competitor.
@@ -239,7 +245,7 @@ def test_losses() -> None:
         }
     )
     for name, rows_and_n, k, *cells, _, _ in table.lines:
-        n = rows_and_n.partition("× ")[2].replace(",", "")
+        _, n = shape(rows_and_n)
         for threads, ratio in (("1", cells[1]), ("2", cells[3])):
             operator = "ragged loss" if "," in name else "loss"
             assert ratio == digits(*ratios(operator=operator, provider=name, n=n, k=k, threads=threads))
@@ -279,8 +285,17 @@ def test_alternatives() -> None:
     ]
     # tests/lab/test_bench_alternatives.py compares that page with the CSV. This is its second length, 1000.
     assert table == there[1]._replace(section=table.section)
-    row = next(row for row in rows(RESULTS / "alternatives.csv") if row["n"] == "1000")
+    measured = rows(RESULTS / "alternatives.csv")
+    row = next(row for row in measured if row["n"] == "1000")
     assert (row["batch"], row["k"], row["threads"]) == ("64", "5", "1")
+    # The summary: only k times softmax is comparably fast.
+    for n in ("1000", "10000"):
+        wanted = {"metric": "time", "mode": "forward", "n": n}
+        times = {
+            row["provider"]: float(row["ratio_p50"]) for row in measured if wanted.items() <= row.items()
+        }
+        near = {name for name, ratio in times.items() if ratio < 2 * times["lml-native"]}
+        assert near == {"softmax", "lml-native", "softmax-times-k"}
 
 
 def test_the_page_has_all_tables_of_the_command() -> None:

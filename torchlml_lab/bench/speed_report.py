@@ -203,6 +203,11 @@ def span(ratios: Sequence[float]) -> str:
     return "–".join(dict.fromkeys(three_digits(end) for end in (min(ratios), max(ratios))))
 
 
+def _shape(batch: int, n: int) -> str:
+    """Format the shape of a batch, with spaces at which a table does not break the line."""
+    return f"{batch:,}\u00a0×\u00a0{n:,}"
+
+
 def _curve(rows: Sequence[Measurement]) -> str:
     """Format the time against n: that of softmax, and ratios to it."""
     found = {
@@ -222,7 +227,7 @@ def _curve(rows: Sequence[Measurement]) -> str:
             for name in (LML, TORCH)
             for mode in _MODES
         ]
-        lines.append((f"{softmax.batch} × {n:,}", f"{softmax.p50:,.0f}", *cells))
+        lines.append((_shape(softmax.batch, n), f"{softmax.p50:,.0f}", *cells))
     title = f"`lml` with k = {_CURVE[0]}, scale {_CURVE[1]:g}, one thread: time relative to softmax"
     return markdown_table(title, heads, lines) if lines else ""
 
@@ -241,7 +246,7 @@ def _bandwidth(rows: Sequence[Measurement]) -> str:
         if n >= 1000 and LML in found[threads]:
             speed = 2 * 4 * copy.batch * copy.n / copy.p50 / 1e3  # bytes read and written per microsecond
             reached = [f"{100 * found[threads][name][n]:.0f}%" for name in (BASELINE, LML)]
-            lines.append((f"{threads}", f"{copy.batch} × {n:,}", f"{speed:.1f}", *reached))
+            lines.append((f"{threads}", _shape(copy.batch, n), f"{speed:.1f}", *reached))
     heads = ("threads", "rows × n", "copy (GB/s)", "softmax", "lml")
     return markdown_table("Share of the bandwidth of a copy, forward, float32", heads, lines) if lines else ""
 
@@ -265,7 +270,7 @@ def _losses(rows: Sequence[Measurement]) -> str:
         limit = LOSS_LIMITS.get(name)
         met = "yes" if limit and max(row.ratio_p50 for row in by_threads.values()) <= limit else "no"
         goal = (f"{limit:g}", met) if limit else ("", "")
-        lines.append((name, f"{batch} × {n:,}", f"{k}", *cells, *goal))
+        lines.append((name, _shape(batch, n), f"{k}", *cells, *goal))
     title = "Losses, forward + backward: time, and its ratio to the first loss of the same problem"
     return markdown_table(title, (*heads, "target", "met"), lines) if lines else ""
 
@@ -301,6 +306,6 @@ def _short(rows: Sequence[Measurement]) -> str:
         if by_scale := found.get((work.operator, work.mode, work.batch, work.n, work.k)):
             cells = [f"{by_scale[scale]:.2f}" for scale in scales]
             met = "yes" if max(by_scale.values()) <= work.target else "no"
-            problem = (work.operator, f"{work.batch:,} × {work.n}", f"{work.k}", _MODES[work.mode])
+            problem = (work.operator, _shape(work.batch, work.n), f"{work.k}", _MODES[work.mode])
             lines.append((*problem, *cells, f"{work.target:g}", met))
     return markdown_table("Short rows: ratios of times, one thread, float32", heads, lines) if lines else ""
