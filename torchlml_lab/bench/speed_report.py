@@ -4,6 +4,7 @@ from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from statistics import median
 
 from torchlml_lab.bench import report
 from torchlml_lab.bench.cases import BASELINE
@@ -58,21 +59,24 @@ Shares = dict[int, dict[str, dict[int, float]]]  # by threads, provider and n
 
 
 def shares(rows: Sequence[Measurement]) -> Shares:
-    """Return the time of a copy divided by that of each function, on the problems of the curve.
+    """Return the time of a copy divided by that of each function: the median over k and the scales.
 
     Both read every logit once and write every output once. The share is 1 if nothing else is done.
     The times are ratios to softmax in the same round, which are more reliable than times.
     """
-    found: Shares = defaultdict(lambda: defaultdict(dict))
     times = {
-        (row.threads, row.provider, row.n): row.ratio_p50
+        (row.provider, row.case): row.ratio_p50
         for row in rows
-        if (row.operator, row.mode, row.metric) == ("projection", "forward", "time")
-        and (row.k, row.scale, row.dtype) == _CURVE[:3]
+        if (row.operator, row.mode, row.metric, row.dtype) == ("projection", "forward", "time", _CURVE[2])
     }
-    for (threads, provider, n), time in sorted(times.items()):
-        if (threads, COPY, n) in times and provider in (BASELINE, "sigmoid", LML, TORCH):
-            found[threads][provider][n] = times[threads, COPY, n] / time
+    ratios: dict[tuple[int, str, int], list[float]] = defaultdict(list)
+    for (provider, case), time in times.items():
+        if (COPY, case) in times and provider in (BASELINE, "sigmoid", LML, TORCH):
+            n, *_, threads = case
+            ratios[threads, provider, n].append(times[COPY, case] / time)
+    found: Shares = defaultdict(lambda: defaultdict(dict))
+    for (threads, provider, n), group in sorted(ratios.items()):
+        found[threads][provider][n] = median(group)
     return found
 
 
@@ -111,7 +115,7 @@ def draw_bandwidth(rows: Sequence[Measurement], picture: Path, csv: Sequence[Pat
             label_lines(axes, ends, 0.075)
         panels[0].set_ylabel("share of a copy's bandwidth (%)")
         here = [row for row in rows if row.provider == COPY and row.dtype == _CURVE[2]]
-        note(figure, f"forward, k = {_CURVE[0]}, {report.conditions(here)}")
+        note(figure, f"forward, medians over k and logit scales, {report.conditions(here)}")
 
 
 @dataclass(frozen=True)
@@ -203,6 +207,11 @@ def span(ratios: Sequence[float]) -> str:
     return "–".join(dict.fromkeys(three_digits(end) for end in (min(ratios), max(ratios))))
 
 
+def _shape(batch: int, n: int) -> str:
+    """Format the shape of a batch, with spaces at which a table does not break the line."""
+    return f"{batch:,}\u00a0×\u00a0{n:,}"
+
+
 def _curve(rows: Sequence[Measurement]) -> str:
     """Format the time against n: that of softmax, and ratios to it."""
     found = {
@@ -222,26 +231,25 @@ def _curve(rows: Sequence[Measurement]) -> str:
             for name in (LML, TORCH)
             for mode in _MODES
         ]
-        lines.append((f"{softmax.batch} × {n:,}", f"{softmax.p50:,.0f}", *cells))
+        lines.append((_shape(softmax.batch, n), f"{softmax.p50:,.0f}", *cells))
     title = f"`lml` with k = {_CURVE[0]}, scale {_CURVE[1]:g}, one thread: time relative to softmax"
     return markdown_table(title, heads, lines) if lines else ""
 
 
 def _bandwidth(rows: Sequence[Measurement]) -> str:
     """Format the speed of a copy, and the shares of it that softmax and lml reach."""
-    copies = {
-        (row.threads, row.n): row
-        for row in rows
-        if (row.operator, row.provider, row.mode, row.metric) == ("projection", COPY, "forward", "time")
-        and (row.k, row.scale, row.dtype) == _CURVE[:3]
-    }
+    copies: dict[tuple[int, int, int], list[float]] = defaultdict(list)
+    for row in rows:
+        kind = (row.operator, row.provider, row.mode, row.metric, row.dtype)
+        if kind == ("projection", COPY, "forward", "time", _CURVE[2]) and row.n >= 1000:
+            copies[row.threads, row.n, row.batch].append(row.p50)
     found = shares(rows)
     lines = []
-    for (threads, n), copy in sorted(copies.items()):
-        if n >= 1000 and LML in found[threads]:
-            speed = 2 * 4 * copy.batch * copy.n / copy.p50 / 1e3  # bytes read and written per microsecond
+    for (threads, n, batch), times in sorted(copies.items()):
+        if LML in found[threads]:
+            speed = 2 * 4 * batch * n / median(times) / 1e3  # bytes read and written per microsecond
             reached = [f"{100 * found[threads][name][n]:.0f}%" for name in (BASELINE, LML)]
-            lines.append((f"{threads}", f"{copy.batch} × {n:,}", f"{speed:.1f}", *reached))
+            lines.append((f"{threads}", _shape(batch, n), f"{speed:.1f}", *reached))
     heads = ("threads", "rows × n", "copy (GB/s)", "softmax", "lml")
     return markdown_table("Share of the bandwidth of a copy, forward, float32", heads, lines) if lines else ""
 
@@ -265,7 +273,7 @@ def _losses(rows: Sequence[Measurement]) -> str:
         limit = LOSS_LIMITS.get(name)
         met = "yes" if limit and max(row.ratio_p50 for row in by_threads.values()) <= limit else "no"
         goal = (f"{limit:g}", met) if limit else ("", "")
-        lines.append((name, f"{batch} × {n:,}", f"{k}", *cells, *goal))
+        lines.append((name, _shape(batch, n), f"{k}", *cells, *goal))
     title = "Losses, forward + backward: time, and its ratio to the first loss of the same problem"
     return markdown_table(title, (*heads, "target", "met"), lines) if lines else ""
 
@@ -301,6 +309,6 @@ def _short(rows: Sequence[Measurement]) -> str:
         if by_scale := found.get((work.operator, work.mode, work.batch, work.n, work.k)):
             cells = [f"{by_scale[scale]:.2f}" for scale in scales]
             met = "yes" if max(by_scale.values()) <= work.target else "no"
-            problem = (work.operator, f"{work.batch:,} × {work.n}", f"{work.k}", _MODES[work.mode])
+            problem = (work.operator, _shape(work.batch, work.n), f"{work.k}", _MODES[work.mode])
             lines.append((*problem, *cells, f"{work.target:g}", met))
     return markdown_table("Short rows: ratios of times, one thread, float32", heads, lines) if lines else ""
