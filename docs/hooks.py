@@ -82,7 +82,7 @@ def command_reference() -> str:
     os.environ.update(COLUMNS="88", NO_COLOR="1")
     names = [*commands.SINGLE, *(f"train {task}" for task in commands.TASKS)]
     names += [f"sweep {task}" for task in commands.TASKS]
-    names += ["evaluate", "predict", "step-time"]
+    names += ["evaluate", "predict", "export", "step-time"]
     names += [f"bench {name}" for name in commands.BENCHMARKS]
     names += [f"figures {name}" for name in commands.FIGURES]
     parts = [

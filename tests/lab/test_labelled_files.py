@@ -89,7 +89,7 @@ def test_tables(tmp_path: Path, ending: str) -> None:
         with path.open("w", newline="", encoding="utf-8") as file:
             csv.writer(file, delimiter="," if ending == "csv" else "\t").writerows([header, *lines])
     rows, columns = read_labelled(path, "--train")
-    assert columns == Columns(("title",), ("size",), "tags", "," if ending == "parquet" else "|")
+    assert columns == Columns(("title",), ("size",), ("tags",), "," if ending == "parquet" else "|")
     assert rows.texts == [line[0] for line in lines]
     assert np.array_equal(
         rows.features.toarray(), np.array([[1.5], [np.nan], [3]], np.float32), equal_nan=True
@@ -146,7 +146,7 @@ BAD_TABLES = {
     'text,tags\na,x\n"b,y\n\n': "line 3: the file ends inside quotes",
     'text,tags\na,x\n"b"c,y\n': "line 3: the quotes are wrong",
     "text,text,tags\na,b,c": "line 1: there are two columns called `text`",
-    "text,topic\na,b": "has no column called labels or label or tags or tag. Choose a column with `--labels`",
+    "text,theme\na,b": "has no column called labels, label, tags or similar. Choose a column with `--labels`",
     "tags\na": "has no columns in addition to the labels, `tags`",
     "text,tags\n": "has columns but no rows",
     "size,tags\n1,x\nnan,y": "line 3: column `size` has `nan`, which is not a finite number (leave a missing",
@@ -171,7 +171,7 @@ def test_bad_columns(tmp_path: Path) -> None:
     for columns, needle in (
         (Columns(("titel",)), "has no column `titel`: did you mean `title`?"),
         (Columns(numbers=("size",)), "line 4: column `size` has `2 cm`, which is not a finite number"),
-        (Columns(labels="topic"), "has no column `topic`: its columns are `title`, `size`, `tags`."),
+        (Columns(labels=("topic",)), "has no column `topic`: its columns are `title`, `size`, `tags`."),
         (Columns(("tags", "title")), "the column `tags` contains the labels"),
     ):
         with pytest.raises(BadInput) as said:
@@ -307,3 +307,166 @@ def test_the_separator_of_a_csv_must_fit_its_rows(tmp_path: Path) -> None:
     ]
     with pytest.raises(BadInput, match=r"line 3: 1 cells, but line 1 has 2"):
         read(tmp_path / "rows.csv", "text;tags\none;p\ntwo\n")
+
+
+TOPICS = [["grain", "wheat"], ["oil"], ["grain"], ["oil", "gas"], ["gas"], ["wheat"]]
+PROSE = [
+    f"Prices rose, according to {name}; nobody knows why."
+    for name in ("Ann", "Ben", "Cem", "Dan", "Eva", "Fay")
+]
+
+
+def table(path: Path, header: list[str], rows: list[tuple], delimiter: str = ",") -> Path:
+    import csv
+
+    with path.open("w", newline="", encoding="utf-8") as file:
+        csv.writer(file, delimiter=delimiter).writerows([header, *rows])
+    return path
+
+
+@pytest.mark.parametrize("name", ["topics", "Sachgebiete", "x y"])
+@pytest.mark.parametrize("mark", [",", ";", "|"])
+def test_a_column_of_separated_names_is_recognized(tmp_path: Path, name: str, mark: str) -> None:
+    rows = [(text, mark.join(topics)) for text, topics in zip(PROSE, TOPICS, strict=True)]
+    found, columns = read_labelled(table(tmp_path / "a.csv", ["body", name], rows), "--train")
+    assert columns == Columns(("body",), (), (name,), mark)
+    assert [sorted(row) for row in names_of(found)] == [sorted(row) for row in TOPICS]
+
+
+def test_usual_names_come_before_guesses(tmp_path: Path) -> None:
+    rows = [
+        (text, ";".join(topics), "sport" if i % 2 else "news", "a")
+        for i, (text, topics) in enumerate(zip(PROSE, TOPICS, strict=True))
+    ]
+    path = table(tmp_path / "a.csv", ["body", "authors", "category", "tags"], rows)
+    _, columns = read_labelled(path, "--train")
+    assert columns is not None
+    assert columns.labels == ("tags",)
+    # A column that was chosen as an input is not the label column if another one has a usual name.
+    _, columns = read_labelled(path, "--train", columns=Columns(texts=("body", "tags")))
+    assert columns is not None
+    assert columns.labels == ("category",)
+
+
+def test_prose_and_decimal_commas_are_not_labels(tmp_path: Path) -> None:
+    rows = [(text, f"{1 + i % 2},5{i % 3}") for i, text in enumerate(PROSE)]
+    path = table(tmp_path / "a.csv", ["body", "price"], rows, ";")
+    with pytest.raises(
+        BadInput, match=r"has no column called labels, label, tags or similar. Choose a column"
+    ):
+        read_labelled(path, "--train")
+
+
+TOXIC = ["id", "comment_text", "toxic", "severe", "insult"]
+COMMENTS = [("a1", "you fool", "1", "0", "1"), ("b2", "thanks", "0", "0", "0"), ("c3", "argh", "1", "1", "0")]
+
+
+@pytest.mark.parametrize("form", ["0 and 1", "false and true", "decimals"])
+def test_a_column_for_each_label(tmp_path: Path, form: str) -> None:
+    said = {"0 and 1": "0 1", "false and true": "False TRUE", "decimals": "0.0 1.0"}[form].split()
+    rows = [(*row[:2], *(said[int(flag)] for flag in row[2:])) for row in COMMENTS]
+    path = table(tmp_path / "a.csv", TOXIC, rows)
+    found, columns = read_labelled(path, "--train")
+    assert columns == Columns(("comment_text",), (), ("toxic", "severe", "insult"), None)
+    assert str(columns).endswith("3 labels, with a column of 0 and 1 each: `toxic`, `severe`, `insult`")
+    assert [sorted(row) for row in names_of(found)] == [["insult", "toxic"], [], ["severe", "toxic"]]
+    # The same columns, chosen by the user; an empty cell counts as 0.
+    empty = [tuple("" if cell == said[0] else cell for cell in row) for row in rows]
+    table(path, TOXIC, empty)
+    chosen = Columns(("comment_text",), labels=("severe", "toxic"))
+    assert [sorted(row) for row in names_of(read_labelled(path, "--train", columns=chosen)[0])] == [
+        ["toxic"],
+        [],
+        ["severe", "toxic"],
+    ]
+    table(path, TOXIC, [*rows, ("d4", "hm", "-1", "0", "0")])
+    with pytest.raises(BadInput, match="line 5: column `toxic` has `-1`, but each of several label columns"):
+        read_labelled(path, "--train", columns=Columns(labels=("toxic", "severe")))
+
+
+def test_an_unclear_table_is_answered_with_the_command_to_run(tmp_path: Path) -> None:
+    binary = [(i, i % 2, (i // 2) % 2) for i in range(2, 8)]
+    path = table(tmp_path / "a.csv", ["size", "hot", "too cold"], binary)
+    with pytest.raises(BadInput) as said:
+        read_labelled(path, "--train")
+    command = f"torchlml train multilabel --train {path} --labels hot 'too cold'"
+    assert (
+        f"2 columns contain only 0 and 1 (`hot`, `too cold`). If each of them is a label, run `{command}`."
+        in str(said.value)
+    )
+    two = [(text, ";".join(topics), ";".join(topics)) for text, topics in zip(PROSE, TOPICS, strict=True)]
+    with pytest.raises(BadInput) as said:
+        read_labelled(table(path, ["body", "authors", "fields"], two), "--train")
+    assert (
+        "several columns look like labels (`authors`, `fields`). If the labels are in `authors`, run"
+        in str(said.value)
+    )
+    assert str(said.value).endswith(f"run `torchlml train multilabel --train {path} --labels authors`.")
+    one = [(text, "grain" if i % 2 else "crude oil") for i, text in enumerate(PROSE)]
+    with pytest.raises(BadInput, match=r"If the labels are in `field`, run `torchlml .* --labels field`\."):
+        read_labelled(table(path, ["body", "field"], one), "--train")
+
+
+def test_columns_that_number_the_samples_are_not_inputs(tmp_path: Path) -> None:
+    rows = [(i, f"n{i}", text, 7, "x") for i, text in enumerate(PROSE)]
+    path = table(tmp_path / "a.csv", ["", "doc_id", "body", "group_id", "tags"], rows)
+    _, columns = read_labelled(path, "--train")
+    assert columns == Columns(("body",), ("group_id",), ("tags",), ",")
+    # If there is nothing else, they are.
+    _, columns = read_labelled(table(path, ["id", "tags"], [(1, "x"), (2, "y")]), "--train")
+    assert columns == Columns((), ("id",), ("tags",), ",")
+
+
+def test_printed_lists_are_lists(tmp_path: Path) -> None:
+    rows = [(text, repr(topics)) for text, topics in zip(PROSE, TOPICS, strict=True)]
+    path = table(tmp_path / "a.csv", ["body", "terms"], [*rows, ("nothing", ""), ("also", "[]")])
+    assert [sorted(row) for row in names_of(read_labelled(path, "--train")[0])] == [
+        *map(sorted, TOPICS),
+        [],
+        [],
+    ]
+    # A single other cell means that the brackets are part of the names.
+    table(path, ["body", "tags"], [("a", "[x]"), ("b", "y")])
+    assert names_of(read_labelled(path, "--train")[0]) == [["[x]"], ["y"]]
+
+
+@pytest.mark.parametrize("ending", ["jsonl", "ndjson", "jsonl.gz"])
+def test_json_lines(tmp_path: Path, ending: str) -> None:
+    text = (
+        '{"text": "a, \\u00dc", "size": 1.5, "topics": ["x", "y", null], "more": {"a": 1}}\n'
+        '{"size": null, "text": "b", "topics": [], "more": {"a": 2}}\n\n'
+        '{"text": "c", "size": 3, "topics": ["y"]}\n'
+    )
+    path = tmp_path / f"a.{ending}"
+    path.write_bytes(gzip.compress(text.encode()) if ending.endswith("gz") else text.encode())
+    rows, columns = read_labelled(path, "--train")
+    assert columns == Columns(("text",), ("size",), ("topics",), ",")
+    assert rows.texts == ["a, Ü", "b", "c"]
+    assert np.array_equal(
+        rows.features.toarray(), np.array([[1.5], [np.nan], [3]], np.float32), equal_nan=True
+    )
+    assert names_of(rows) == [["x", "y"], [], ["y"]]
+    with pytest.raises(
+        BadInput, match="line 1: column `more` must contain labels, but it contains an object"
+    ):
+        read_labelled(path, "--train", columns=Columns(labels=("more",)))
+
+
+BAD_JSON = {
+    '{"text": "a"}\n{"text": ': "line 2: the line is not valid JSON",
+    '{"text": "a"}\n[1, 2]': "line 2: the line is not a JSON object (`{...}`)",
+    '{"text": "\\ud83d", "tags": "x"}': "line 1: the text is not valid Unicode",
+    '{"size": 1, "tags": "x"}\n{"size": 1' + 400 * "0" + ', "tags": "y"}': "which is not a finite number",
+    "{}\n{}": "has no column called labels",
+}
+
+
+@pytest.mark.parametrize("text", BAD_JSON)
+def test_bad_json_lines(tmp_path: Path, text: str) -> None:
+    path = tmp_path / "a.jsonl"
+    path.write_text(text)
+    columns = Columns(numbers=("size",)) if "size" in text else None
+    with pytest.raises(BadInput) as said:
+        read_labelled(path, "--train", columns=columns)
+    assert BAD_JSON[text] in str(said.value)
+    assert str(path) in str(said.value)

@@ -256,7 +256,7 @@ def test_preparation_is_that_of_scikit_learn_and_survives_json(tmp_path):
     numbers = np.array([[1.0, 5], [2, 5], [np.nan, 5], [6, 5]], dtype=np.float32)
     labels, names = label_matrix([["x"], ["y"], ["x", "y"], ["z"]])
     rows = LabelledRows(sparse.csr_array(numbers), labels, names, texts, ("size", "same"))
-    fitted = preparation.fit(rows, Columns(("text",), ("size", "same"), "tags", ","), 1)
+    fitted = preparation.fit(rows, Columns(("text",), ("size", "same"), ("tags",), ","), 1)
     (tmp_path / preparation.FILE).write_text(json.dumps(fitted.to_json()))
     again = preparation.stored(tmp_path)
     assert again == fitted

@@ -223,8 +223,9 @@ def read_labelled(
     """Read samples with their labels.
 
     Args:
-        path: `*.csv`, `*.tsv` and `*.parquet` are tables, `*.npz` are sparse features, and any other file is
-            svmlight or the text format of the extreme classification repository. Text may be gzipped.
+        path: `*.csv`, `*.tsv`, `*.jsonl`, `*.ndjson` and `*.parquet` are tables, `*.npz` are sparse features,
+            and any other file is svmlight or the text format of the extreme classification repository. Text
+            may be gzipped.
         option: The option that named it, for the messages.
         columns: The known roles of the columns of a table.
         labels: The file of sparse labels for an `.npz`.

@@ -1,9 +1,10 @@
-"""Tables (CSV, TSV and Parquet) with columns of texts or numbers, and one column of labels."""
+"""Tables (CSV, TSV, JSON lines and Parquet) with columns of texts or numbers, and columns of labels."""
 
 import csv
 import io
+import json
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -12,12 +13,13 @@ import numpy as np
 from scipy import sparse
 
 from torchlml_lab.cli_errors import BadInput, did_you_mean, reason
+from torchlml_lab.data import label_columns
+from torchlml_lab.data.label_columns import is_missing, listed
 from torchlml_lab.data.labelled_rows import LabelledRows, label_matrix
 from torchlml_lab.files import read_content, shown
 
-USUAL_LABELS = ("labels", "label", "tags", "tag", "categories", "classes")
 _MOST = float(np.finfo(np.float32).max)
-_SEPARATORS = (",", ";", "|", "\t")
+_TABLES = (".csv", ".tsv", ".jsonl", ".ndjson", ".parquet")
 
 
 @dataclass(frozen=True)
@@ -27,16 +29,20 @@ class Columns:
     texts: tuple[str, ...] = ()
     numbers: tuple[str, ...] = ()
     """If neither is given, columns in which all cells are numbers are numbers, and all others are texts."""
-    labels: str | None = None
-    """By default the column called labels, tags or similar. None in files without labels."""
+    labels: tuple[str, ...] = ()
+    """One column with all labels of a sample, or a column of 0 and 1 for each label. By default they are
+    detected. Empty in files without labels."""
     separator: str | None = None
-    """The separator of labels in a cell. By default the most common one of `, ; |` and tab."""
+    """The separator of labels in a cell. By default the most common one of `, ; |` and tab. None with a
+    column for each label."""
 
     def __str__(self) -> str:
         parts = [("texts", self.texts), ("numbers", self.numbers)]
         said = [f"{what} from {', '.join(f'`{name}`' for name in names)}" for what, names in parts if names]
-        if self.labels is not None:
-            said.append(f"labels from `{self.labels}`, separated by {self.separator!r}")
+        if len(self.labels) == 1:
+            said.append(f"labels from `{self.labels[0]}`, separated by {self.separator!r}")
+        elif self.labels:
+            said.append(f"{len(self.labels)} labels, with a column of 0 and 1 each: {listed(self.labels)}")
         return ", ".join(said)
 
 
@@ -59,24 +65,50 @@ def read_table(
     """Read a table.
 
     Args:
-        path: `*.csv`, `*.tsv`, either also `.gz`, or `*.parquet`.
+        path: `*.csv`, `*.tsv`, `*.jsonl`, `*.ndjson`, each also `.gz`, or `*.parquet`.
         option: The option that named it, for the messages.
         columns: The known roles of its columns.
-        labelled: Whether a column of labels is required. Otherwise the samples have no labels.
+        labelled: Whether labels are required. Otherwise the samples have no labels.
 
     Returns:
         The samples, and the roles of all columns. Invalid input raises `BadInput`, which names the file and
         the line.
     """
-    cells = _read_parquet(path, option) if _kind(path) == ".parquet" else _read_csv(path, option)
+    kind = _kind(path)
+    read = _read_parquet if kind == ".parquet" else _read_json if kind in (".jsonl", ".ndjson") else _read_csv
+    cells = read(path, option)
     if not cells.at:
         raise BadInput(f"`{option}` names `{path}`, which has columns but no rows.")
+    return _rows(cells, columns, labelled)
+
+
+def rows_of_columns(table: Mapping[str, Sequence[Any]], columns: Columns) -> LabelledRows:
+    """Convert a table in memory to samples without labels.
+
+    Args:
+        table: The cells of every column, by its name.
+        columns: The columns of texts and numbers. If one is missing or has a wrong cell, `BadInput` is
+            raised.
+    """
+    lengths = {name: len(cells) for name, cells in table.items()}
+    if len(set(lengths.values())) > 1:
+        said = ", ".join(f"{length} in `{name}`" for name, length in lengths.items())
+        raise BadInput(f"All columns of `samples` must have the same number of cells, but there are {said}.")
+    count = next(iter(lengths.values()), 0)
+    cells = _Cells(
+        Path("samples"), {name: list(column) for name, column in table.items()}, range(count), "row"
+    )
+    return _rows(cells, columns, labelled=False)[0]
+
+
+def _rows(cells: _Cells, columns: Columns, labelled: bool) -> tuple[LabelledRows, Columns]:
+    """Convert the cells of a table to samples."""
     columns = _resolve(cells, columns, labelled)
     texts = None
     if columns.texts:
         chosen = [cells.columns[name] for name in columns.texts]
         texts = [
-            "\n".join("" if _is_missing(cell) else str(cell) for cell in row)
+            "\n".join("" if is_missing(cell) else str(cell) for cell in row)
             for row in zip(*chosen, strict=True)
         ]
     numbers = np.array([_numbers(cells, name) for name in columns.numbers], dtype=np.float32)
@@ -87,7 +119,7 @@ def read_table(
 
 def is_table(path: Path) -> bool:
     """Whether a file is a table, according to its name."""
-    return _kind(path) in (".csv", ".tsv", ".parquet")
+    return _kind(path) in _TABLES
 
 
 def _kind(path: Path) -> str:
@@ -145,6 +177,35 @@ def _check_unique(header: Sequence[str], where: str) -> None:
         raise BadInput(f"{where}: there are two columns called `{shown(twice)}`.")
 
 
+def _read_json(path: Path, option: str) -> _Cells:
+    """Read one JSON object per line. A key that an object lacks is a missing cell."""
+    at, found = [], list[dict[str, Any]]()
+    for number, line in enumerate(read_content(path, option).decode().split("\n"), 1):
+        if not line.strip():
+            continue
+        try:
+            row = json.loads(line)
+        except ValueError as error:
+            raise BadInput(f"`{path}`, line {number}: the line is not valid JSON.") from error
+        if not isinstance(row, dict):
+            raise BadInput(f"`{path}`, line {number}: the line is not a JSON object (`{{...}}`).")
+        if "\\ud" in line.lower() and not _is_unicode(row):
+            raise BadInput(f"`{path}`, line {number}: the text is not valid Unicode.")
+        at.append(number)
+        found.append(row)
+    names = dict.fromkeys(name for row in found for name in row)
+    return _Cells(path, {name: [row.get(name) for row in found] for name in names}, at, "line")
+
+
+def _is_unicode(row: dict[str, Any]) -> bool:
+    """Whether no text contains half of a surrogate pair, which JSON allows but no file can contain."""
+    try:
+        json.dumps(row, ensure_ascii=False).encode()
+    except UnicodeEncodeError:
+        return False
+    return True
+
+
 def _read_parquet(path: Path, option: str) -> _Cells:
     try:
         from pyarrow import ArrowException, parquet
@@ -165,53 +226,47 @@ def _read_parquet(path: Path, option: str) -> _Cells:
 
 def _resolve(cells: _Cells, columns: Columns, labelled: bool) -> Columns:
     """Check the columns that are named, and determine the others."""
-    labels = columns.labels if labelled else None
-    if labelled and labels is None:
-        labels = next((name for name in cells.columns if name.strip().lower() in USUAL_LABELS), None)
-        if labels is None:
+    labels = columns.labels if labelled else ()
+    texts, numbers, table = columns.texts, columns.numbers, cells.columns
+    for name in (*texts, *numbers, *labels):
+        if name not in table:
+            near = did_you_mean(name, table)
             raise BadInput(
-                f"`{cells.path}` has no column called {' or '.join(USUAL_LABELS[:4])}. Choose a column "
-                f"with `--labels` ({_listed(cells)})."
+                f"`{cells.path}` has no column `{shown(name)}`"
+                + (near or f": its columns are {listed(table)}.")
             )
-    for name in (*columns.texts, *columns.numbers, *([labels] if labels else [])):
-        if name not in cells.columns:
-            near = did_you_mean(name, cells.columns)
-            raise BadInput(
-                f"`{cells.path}` has no column `{name}`" + (near or f": its columns are {_listed(cells)}.")
-            )
-    texts, numbers = columns.texts, columns.numbers
-    if labels in (*texts, *numbers):
+    if labelled and not labels:
+        labels = label_columns.detect(table, (*texts, *numbers), cells.path)
+    twice = next((name for name in labels if name in (*texts, *numbers)), None)
+    if twice is not None:
         raise BadInput(
-            f"`{cells.path}`: the column `{labels}` contains the labels, so it cannot contain texts or "
+            f"`{cells.path}`: the column `{twice}` contains the labels, so it cannot contain texts or "
             "numbers. Choose another one with `--labels`."
         )
     if not texts and not numbers:
-        rest = [name for name in cells.columns if name != labels]
-        numbers = tuple(name for name in rest if _is_number_column(cells.columns[name]))
-        texts = tuple(name for name in rest if name not in numbers)
+        rest = [name for name in table if name not in labels]
         if not rest:
-            raise BadInput(f"`{cells.path}` has no columns in addition to the labels, `{labels}`.")
+            raise BadInput(f"`{cells.path}` has no columns in addition to the labels, {listed(labels)}.")
+        useful = [
+            name
+            for name in rest
+            if not label_columns.is_identifier(name, table[name]) and not any(map(_is_nested, table[name]))
+        ]
+        rest = useful or rest
+        numbers = tuple(name for name in rest if _is_number_column(table[name]))
+        texts = tuple(name for name in rest if name not in numbers)
     separator = columns.separator
-    if separator is None and labels is not None:
-        separator = _usual_separator(cells.columns[labels])
-    return Columns(texts, numbers, labels, separator)
-
-
-def _listed(cells: _Cells) -> str:
-    return ", ".join(f"`{shown(name)}`" for name in cells.columns)
+    if len(labels) == 1 and separator is None:
+        separator = label_columns.usual_separator(table[labels[0]])
+    return Columns(texts, numbers, labels, separator if len(labels) == 1 else None)
 
 
 def _number(cell: Any) -> float | None:
     """Return the number in a cell, NaN if it is empty, or None if it is not a finite number."""
-    if _is_missing(cell) or cell == "":
+    if is_missing(cell) or cell == "":
         return math.nan
     value = _python_number(cell)
     return value if value is not None and math.isfinite(value) and abs(value) <= _MOST else None
-
-
-def _is_missing(cell: Any) -> bool:
-    """Whether a cell of a Parquet file is null or NaN."""
-    return cell is None or bool(cell != cell)
 
 
 def _python_number(cell: Any) -> float | None:
@@ -220,7 +275,7 @@ def _python_number(cell: Any) -> float | None:
         return None
     try:
         return float(cell)
-    except (TypeError, ValueError):
+    except (TypeError, ValueError, OverflowError):
         return None
 
 
@@ -248,18 +303,37 @@ def _numbers(cells: _Cells, name: str) -> list[float]:
     return values
 
 
+def _is_nested(cell: Any) -> bool:
+    """Whether a cell of a JSON or Parquet file is an object, or a list of objects or lists."""
+    return isinstance(cell, dict) or (
+        isinstance(cell, list) and any(isinstance(part, (dict, list)) for part in cell)
+    )
+
+
 def _labels(cells: _Cells, columns: Columns) -> list[list[str]]:
-    """Return the labels of each row. A Parquet column may contain lists, with nulls in them."""
-    assert columns.labels is not None
-    lists, separator = [], columns.separator
-    for cell in cells.columns[columns.labels]:
-        parts = (
-            cell if isinstance(cell, list) else [cell] if _is_missing(cell) else str(cell).split(separator)
-        )
-        lists.append([name for part in parts if not _is_missing(part) and (name := str(part).strip())])
+    """Return the labels of each row."""
+    if len(columns.labels) > 1:
+        return _flagged(cells, columns.labels)
+    (name,) = columns.labels
+    for row, cell in enumerate(cells.columns[name]):
+        if _is_nested(cell):
+            raise cells.wrong(row, f"column `{name}` must contain labels, but it contains an object or lists")
+    assert columns.separator is not None
+    return label_columns.split(cells.columns[name], columns.separator)
+
+
+def _flagged(cells: _Cells, columns: Sequence[str]) -> list[list[str]]:
+    """Return the names of the columns that contain 1 in each row. An empty cell counts as 0."""
+    lists: list[list[str]] = [[] for _ in cells.at]
+    for name in columns:
+        for row, cell in enumerate(cells.columns[name]):
+            flag = False if is_missing(cell) or cell == "" else label_columns.flag(cell)
+            if flag is None:
+                raise cells.wrong(
+                    row,
+                    f"column `{name}` has `{shown(str(cell))}`, but each of several label columns must "
+                    "contain 0 and 1, or false and true",
+                )
+            if flag:
+                lists[row].append(name)
     return lists
-
-
-def _usual_separator(cells: Sequence[Any]) -> str:
-    """Return the separator that most cells contain, or a comma if no cell contains any."""
-    return max(_SEPARATORS, key=lambda mark: sum(isinstance(cell, str) and mark in cell for cell in cells))

@@ -50,13 +50,16 @@ def fits(rows: int, inputs: int, labels: int) -> bool:
     return rows * labels <= MOST_SCORES and inputs * labels <= MOST_WEIGHTS
 
 
-def ridge_path(inputs: Matrix, labels: Matrix, penalties: Sequence[float]) -> Iterator[LinearPart]:
+def ridge_path(
+    inputs: Matrix, labels: Matrix, penalties: Sequence[float], start: LinearPart | None = None
+) -> Iterator[LinearPart]:
     """Fit ridge regressions with decreasing penalties, each starting from the previous solution.
 
     Args:
         inputs: CSR float32 (rows, inputs).
         labels: CSR (rows, labels).
         penalties: The factors of the squared norm, as multiples of the mean squared norm of the inputs.
+        start: The part whose distance is penalized; by default the weights themselves are.
 
     Returns:
         For each penalty λ, the part with weights `W = Xᵀ A`, where `(X Xᵀ + λ I) A = Y - mean(Y)` is solved
@@ -69,6 +72,8 @@ def ridge_path(inputs: Matrix, labels: Matrix, penalties: Sequence[float]) -> It
     )
     transposed = sparse.csr_array(x.T)
     y = labels.toarray().astype(np.float32)
+    if start is not None:
+        y -= start.scores(inputs)
     mean = y.mean(axis=0)
     y -= mean
     solution = np.zeros_like(y)
@@ -76,7 +81,8 @@ def ridge_path(inputs: Matrix, labels: Matrix, penalties: Sequence[float]) -> It
     for penalty in penalties:
         solution = _solve(x, transposed, y, penalty * size, solution)
         weight = transposed @ solution
-        yield LinearPart(weight[:-1], weight[-1] + mean)
+        part = LinearPart(weight[:-1], weight[-1] + mean)
+        yield part if start is None else LinearPart(start.weight + part.weight, start.bias + part.bias)
 
 
 def _solve(x: Matrix, transposed: Matrix, y: Array, penalty: float, start: Array) -> Array:
@@ -124,7 +130,9 @@ def folds(rows: int) -> Iterator[tuple[npt.NDArray[np.int64], npt.NDArray[np.int
         yield np.sort(np.delete(order, np.s_[fold::FOLDS])), np.sort(order[fold::FOLDS])
 
 
-def choose(training: Matrix, labels: Matrix, validation: Matrix, its_labels: Matrix) -> Choice:
+def choose(
+    training: Matrix, labels: Matrix, validation: Matrix, its_labels: Matrix, start: LinearPart | None = None
+) -> Choice:
     """Choose the penalty with the best nDCG@5 on held-out samples.
 
     Args:
@@ -132,6 +140,7 @@ def choose(training: Matrix, labels: Matrix, validation: Matrix, its_labels: Mat
         labels: Their labels.
         validation: The inputs of the validation samples.
         its_labels: Their labels, possibly followed by labels that no training sample has.
+        start: The part of an earlier run to start from.
 
     Returns:
         The choice. If there are few validation samples, it is made by cross-validation over all samples.
@@ -139,7 +148,7 @@ def choose(training: Matrix, labels: Matrix, validation: Matrix, its_labels: Mat
     its_labels = its_labels[:, : labels.shape[1]]
     if validation.shape[0] >= FEWEST_HELD_OUT:
         best, found = -1.0, None
-        for penalty, part in zip(PENALTIES, ridge_path(training, labels, PENALTIES), strict=True):
+        for penalty, part in zip(PENALTIES, ridge_path(training, labels, PENALTIES, start), strict=True):
             quality = ndcg(part.scores(validation), its_labels)
             if found is not None and quality < best - 0.005:
                 break  # weaker penalties only get worse
@@ -153,15 +162,15 @@ def choose(training: Matrix, labels: Matrix, validation: Matrix, its_labels: Mat
     )
     total = np.zeros(len(PENALTIES))
     for rest, held_out in folds(x.shape[0]):
-        path = ridge_path(x[rest], y[rest], PENALTIES)
+        path = ridge_path(x[rest], y[rest], PENALTIES, start)
         total += [len(held_out) * ndcg(part.scores(x[held_out]), y[held_out]) for part in path]
     penalty = PENALTIES[int(total.argmax())]
-    return Choice(penalty, fit(training, labels, penalty))
+    return Choice(penalty, fit(training, labels, penalty, start))
 
 
-def fit(inputs: Matrix, labels: Matrix, penalty: float) -> LinearPart:
+def fit(inputs: Matrix, labels: Matrix, penalty: float, start: LinearPart | None = None) -> LinearPart:
     """Fit the linear part with one penalty."""
-    return next(ridge_path(inputs, labels, (penalty,)))
+    return next(ridge_path(inputs, labels, (penalty,), start))
 
 
 class Mixture(NamedTuple):

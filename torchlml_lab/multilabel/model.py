@@ -30,7 +30,9 @@ from torchlml_lab.data.tables import is_table
 from torchlml_lab.engine import run_directory
 from torchlml_lab.engine.settings import SETTINGS_FILE, from_json
 from torchlml_lab.files import read_json, replacing
+from torchlml_lab.multilabel import decisions
 from torchlml_lab.multilabel import preparation as prepare
+from torchlml_lab.multilabel.decisions import Decisions
 from torchlml_lab.multilabel.linear import LinearPart, Mixture
 from torchlml_lab.multilabel.losses import PADDING, LabelLoss, unlike_logits
 from torchlml_lab.multilabel.preparation import Preparation
@@ -89,6 +91,11 @@ class LinearLogits(nn.Module):
         # They are stored once per run and not with every epoch.
         self.register_buffer("weight", torch.from_numpy(part.weight), persistent=False)
         self.register_buffer("bias", torch.from_numpy(part.bias), persistent=False)
+
+    def part(self, labels: int) -> LinearPart:
+        """The linear part, with scores of 0 for more labels."""
+        more = labels - len(self.bias)
+        return LinearPart(pad(self.weight, (0, more)).numpy(), pad(self.bias, (0, more)).numpy())
 
     def forward(self, rows: Inputs | Tensor, network: Tensor) -> Tensor:
         """The weighted sum of the linear scores and the logits of the network."""
@@ -157,6 +164,13 @@ def _renumbered(rows: Inputs | Tensor, place: Tensor, count: int) -> Inputs | Te
     return Inputs(columns[kept], rows.values[kept], starts)
 
 
+def copy_weights(network: LabelNetwork, earlier: LabelNetwork) -> None:
+    """Copy the weights of a network with the same inputs, whose labels are the first ones of this one."""
+    with torch.no_grad():
+        for name, weights in earlier.state_dict().items():
+            network.state_dict()[name][tuple(map(slice, weights.shape))].copy_(weights)
+
+
 TEMPERATURE = "calibration.json"
 LINEAR = "linear.safetensors"
 ROWS = 512  # samples per forward pass
@@ -174,6 +188,8 @@ class TrainedLabels(NamedTuple):
     """Logits are divided by it before they become probabilities."""
     held_out: LinearLogits | None = None
     """The linear part fitted without the validation samples, if the one of the network was fitted on all."""
+    decisions: Decisions = Decisions()
+    """The rules that choose sets of labels."""
 
     def for_validation(self) -> "TrainedLabels":
         """The run with a network that was not fitted on the validation samples, for choices and reports."""
@@ -205,7 +221,8 @@ def load(run: Path) -> TrainedLabels:
     network = new_network(settings, prepared)
     best.load(network)
     network.linear, held_out = stored_linear(run, prepared) if settings.model == "combined" else (None, None)
-    return TrainedLabels(settings, prepared, network, best.epoch, _temperature(run), held_out)
+    decided = decisions.stored(run / TEMPERATURE, len(prepared.labels))
+    return TrainedLabels(settings, prepared, network, best.epoch, _temperature(run), held_out, decided)
 
 
 def new_network(settings: MultilabelSettings, prepared: Preparation) -> LabelNetwork:
@@ -315,7 +332,7 @@ def read_rows(
     if columns is None and is_table(path):
         raise BadInput(f"`--data` must be sparse features, as in training, but `{path}` is a table.")
     if columns is not None and not labelled:
-        columns = replace(columns, labels=None)
+        columns = replace(columns, labels=())
     names = trained.settings.label_names
     rows, _ = read_labelled(
         path, "--data", columns=columns, labels=labels, label_names=names, labelled=labelled

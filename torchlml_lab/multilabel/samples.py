@@ -14,7 +14,8 @@ from torch.utils.data import Dataset
 from torchlml_lab.cli_errors import BadInput
 from torchlml_lab.data.labelled_files import read_labelled
 from torchlml_lab.data.labelled_rows import LabelledRows, Matrix
-from torchlml_lab.data.tables import Columns
+from torchlml_lab.data.tables import Columns, is_table
+from torchlml_lab.multilabel import preparation
 from torchlml_lab.multilabel.losses import PADDING
 from torchlml_lab.multilabel.settings import MultilabelSettings
 
@@ -58,9 +59,20 @@ def split(settings: MultilabelSettings, files: Files) -> Data:
 def read_files(settings: MultilabelSettings) -> Files:
     """Read all files of a run; raise `BadInput` if one cannot be used."""
     assert settings.train is not None
-    rows, columns = _read(
-        settings, "train", Columns(settings.texts, settings.numbers, settings.labels, settings.separator)
-    )
+    known = Columns(settings.texts, settings.numbers, settings.labels, settings.separator)
+    earlier = None if settings.continue_from is None else preparation.stored(settings.continue_from)
+    if earlier is not None:
+        if known != Columns():
+            raise BadInput(
+                "The columns are those of `--continue-from`: omit `--labels`, `--texts` and `--numbers`."
+            )
+        if is_table(settings.train) != (earlier.columns is not None):
+            format_ = "sparse features" if earlier.columns is None else "a table"
+            raise BadInput(f"`--train` must be {format_}, as in `{settings.continue_from}`.")
+        known = earlier.columns or known
+    rows, columns = _read(settings, "train", known)
+    if earlier is not None:
+        rows = rows.with_labels(earlier.labels)
     notes: list[str] = []
     if len(rows.names) < 2:
         named = f"only the label `{rows.names[0]}`" if rows.names else "no labels"

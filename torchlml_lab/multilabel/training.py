@@ -15,6 +15,7 @@ from torch import nn
 
 from torchlml_lab.cli_errors import BadInput
 from torchlml_lab.data.labelled_rows import LabelledRows
+from torchlml_lab.engine import run_directory
 from torchlml_lab.engine.loop import Task
 from torchlml_lab.engine.output import new_console
 from torchlml_lab.engine.run import say, train_on_files
@@ -28,6 +29,7 @@ from torchlml_lab.multilabel.model import (
     LabelNetwork,
     LinearLogits,
     TrainedLabels,
+    copy_weights,
     load,
     measure,
     new_network,
@@ -65,6 +67,7 @@ def run(
     Returns:
         The run with its best weights, and its samples. Files are reread only if the run was already finished.
     """
+    settings = continuing(settings)
     check(settings)
     made: list[tuple[Data, Built]] = []
 
@@ -108,6 +111,15 @@ class Built(NamedTuple):
     linear: "LinearFit | None"
 
 
+def continuing(settings: MultilabelSettings) -> MultilabelSettings:
+    """The settings, with the model of the run that is continued, unless another hidden layer is given."""
+    if settings.continue_from is None:
+        return settings
+    earlier = from_json(MultilabelSettings, settings.continue_from / SETTINGS_FILE)
+    unchanged = settings.hidden == MultilabelSettings().hidden
+    return replace(settings, model=earlier.model, hidden=earlier.hidden if unchanged else settings.hidden)
+
+
 def task(settings: MultilabelSettings, data: Data) -> Task:
     """The task of one run. Set the seed before the call, because it initializes the network."""
     return build_task(settings, data).task
@@ -121,13 +133,22 @@ class LinearFit:
         training: The inputs and labels of the training samples.
         validation: Those of the validation samples.
         refits: Whether to fit the part again on all samples, at the end.
+        start: The part of an earlier run to start from.
     """
 
-    def __init__(self, loss: LabelLoss, training: Batches, validation: Batches, refits: bool) -> None:
+    def __init__(
+        self,
+        loss: LabelLoss,
+        training: Batches,
+        validation: Batches,
+        refits: bool,
+        start: linear.LinearPart | None,
+    ) -> None:
         self.loss, self.training, self.validation, self.refits = loss, training, validation, refits
+        self.start = start
         self.known = validation.labels[:, : training.labels.shape[1]]
         self.penalty, self.part = linear.choose(
-            training.inputs, training.labels, validation.inputs, self.known
+            training.inputs, training.labels, validation.inputs, self.known, start
         )
         self.scores = self.part.scores(validation.inputs)
         self.final_part = self.part
@@ -157,7 +178,7 @@ class LinearFit:
         if self.refits:
             x = sparse.vstack([self.training.inputs, self.validation.inputs], format="csr")
             y = sparse.vstack([self.training.labels, self.known], format="csr")
-            self.final_part = linear.fit(x, y, self.penalty)
+            self.final_part = linear.fit(x, y, self.penalty, self.start)
         model.linear = self.final().to(next(model.parameters()).device)
         if folder is not None:
             store_linear(folder, self.final_part, self.part, self.mixture)
@@ -184,8 +205,17 @@ def build_task(settings: MultilabelSettings, data: Data) -> Built:
     combined = settings.model == "combined"
     # Validation samples that were set aside from `--train` become training samples at the end.
     everything = _joined(data.training, data.validation) if combined and settings.valid is None else None
-    prepared = prepare.fit(data.training, data.columns, k, everything, rare=combined)
-    model = new_network(settings, prepared)
+    start = None
+    if settings.continue_from is None:
+        prepared = prepare.fit(data.training, data.columns, k, everything, rare=combined)
+        model = new_network(settings, prepared)
+    else:
+        earlier = load(settings.continue_from)
+        prepared = prepare.continued(earlier.preparation, data.training, k)
+        model = new_network(settings, prepared)
+        copy_weights(model, earlier.network)
+        if earlier.network.linear is not None:
+            start = earlier.network.linear.part(len(prepared.labels))
     rate = settings.learning_rate if settings.hidden else 10 * settings.learning_rate
     optimizer = torch.optim.Adam(model.parameters(), lr=rate, fused=True)
     parts = {"validation": data.validation} | ({} if data.test is None else {"test": data.test})
@@ -194,13 +224,13 @@ def build_task(settings: MultilabelSettings, data: Data) -> Built:
     chosen_by = f"ndcg@{max(k for k in KS if k <= len(prepared.labels))}"
     training = Batches(prepared.apply(data.training).inputs, data.training.labels)
     held_out = {name: Batches(prepared.apply(part).inputs, part.labels) for name, part in parts.items()}
-    if model.place is not None:
+    if model.place is not None and settings.continue_from is None:
         frequency = np.bincount(training.inputs.indices, minlength=prepared.inputs)
         used = np.sort(np.argsort(-frequency, kind="stable")[: len(model.first.weight)])
         model.place[used] = torch.arange(len(used))
     found = None
     if combined and linear.fits(len(training), prepared.inputs, len(prepared.labels)):
-        found = LinearFit(loss, training, held_out["validation"], refits=everything is not None)
+        found = LinearFit(loss, training, held_out["validation"], everything is not None, start)
         model.linear = found.held_out()
     built = Task(
         model=model,
@@ -246,6 +276,11 @@ def _introduction(settings: MultilabelSettings, data: Data) -> list[str]:
         f"{rows} training samples with {mean:.1f} of {len(data.training.names)} labels on average; "
         f"{len(data.validation)} more samples {source} validation."
     ]
+    if settings.continue_from is not None:
+        new = len(data.training.names) - len(prepare.stored(settings.continue_from).labels)
+        said.append(
+            f"Training continues from the weights of `{settings.continue_from}`; {new} labels are new."
+        )
     if data.columns is not None:
         said.append(f"Columns: {data.columns}.")
     each = "each sample's number of labels as k" if loss.k == "labels" else f"k = {loss.k}"
@@ -264,6 +299,13 @@ def check(settings: MultilabelSettings) -> None:
             raise BadInput(f"`--{name}-labels` requires `--{name}`.")
     if settings.separator == "":
         raise BadInput("`--separator` must be the text between two labels, but it is empty.")
+    if settings.continue_from is not None:
+        hidden = from_json(MultilabelSettings, settings.continue_from / SETTINGS_FILE).hidden
+        run_directory.find_best_epoch(EXPERIMENT, settings.continue_from)  # raises if there is none
+        if settings.hidden != hidden:
+            raise BadInput(
+                f"`--hidden` must be {hidden}, as in `{settings.continue_from}`, but it is {settings.hidden}."
+            )
     if settings.hidden < 0:
         raise BadInput(f"`--hidden` must be at least 0, but it is {settings.hidden}.")
     if settings.patience is not None and settings.patience < 1:
