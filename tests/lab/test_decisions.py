@@ -20,7 +20,7 @@ from torchlml_lab import cli
 from torchlml_lab.cli_errors import BadInput
 from torchlml_lab.multilabel import decisions
 from torchlml_lab.multilabel.decisions import Decisions, SetMeasures, average_precision, best_threshold
-from torchlml_lab.multilabel.settings import RULES
+from torchlml_lab.multilabel.settings import RULES, RuleName
 
 K = 2
 
@@ -45,7 +45,7 @@ def test_rules_follow_their_definitions() -> None:
     for row, p in enumerate(y.tolist()):
         order = sorted(range(len(p)), key=lambda label: -p[label])
 
-        def chosen(rule: str, row: int = row) -> set[int]:
+        def chosen(rule: RuleName, row: int = row) -> set[int]:
             return set(found[rule][row].nonzero().flatten().tolist())
 
         assert chosen("top-k") == set(order[:K])
@@ -262,6 +262,8 @@ def test_bad_rules(run: Path, tmp_path: Path, capsys) -> None:
         ({"threshold": float("nan")}, "a number that is not finite"),
         ({"rule": "best"}, "`rule` must be"),
         ({"weights": [1.0] * 3}, "`weights` must have length 7"),
+        ({"weights": [1e300] * 7}, "and `weights` from -1e\\+09 to 1e\\+09"),
+        ({"most": 0}, "`most` must be at least 1"),
     ):
         stored.write_text(json.dumps({"temperature": 1.0, "decisions": {**good, **wrong}}))
         with pytest.raises(BadInput, match=needle):

@@ -244,7 +244,7 @@ def test_a_run_is_continued_with_more_data(network: Path, tmp_path: Path, capsys
     # Hardly any training: the known labels keep their logits, and the new one comes last.
     words = ["train", "multilabel", "--train", data, "--continue-from", run, "--out", tmp_path / "same"]
     assert cli.main([str(word) for word in (*words, "--epochs", 1, "--learning-rate", 1e-9)]) == 0
-    assert f"Training starts from the weights of `{run}`; 1 labels are new." in capsys.readouterr().out
+    assert f"Training starts from the weights of `{run}`; 1 label is new." in capsys.readouterr().out
     before, same = torchlml_lab.load_run(run), torchlml_lab.load_run(tmp_path / "same")
     assert same.labels == [*before.labels, "linux"]
     logits = [torch.cat([z for z, _ in one._trained.scores(one.inputs(TEXTS))]) for one in (before, same)]

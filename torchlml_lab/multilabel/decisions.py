@@ -18,6 +18,7 @@ from torchlml_lab.multilabel.settings import RULES, RuleName
 
 FEATURES = 8  # top probabilities that predict the number of labels
 STRENGTH = 10.0  # of the ridge regression, in samples
+_LARGEST = 1e9  # weight of the regression: log-odds are at most 14
 WORDS: Mapping[RuleName, str] = {
     "top-k": "the {k} most probable labels",
     "half": "labels with p > 0.5",
@@ -148,6 +149,8 @@ def stored(path: Path, labels: int) -> Decisions:
             raise ValueError("`decisions` contains a number that is not finite")
         if found.weights and len(found.weights) != 1 + min(FEATURES, labels):
             raise ValueError(f"`weights` must have length {1 + min(FEATURES, labels)}")
+        if found.most < 1 or max(map(abs, found.weights), default=0) > _LARGEST:
+            raise ValueError(f"`most` must be at least 1, and `weights` from -{_LARGEST:g} to {_LARGEST:g}")
     except ValueError as error:
         raise BadInput(f"`{path}` is damaged: {error}.") from error
     return found

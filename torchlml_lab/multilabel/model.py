@@ -25,7 +25,7 @@ from torchlml.metrics import (
 )
 from torchlml_lab.cli_errors import BadInput
 from torchlml_lab.data.labelled_files import read_labelled
-from torchlml_lab.data.labelled_rows import LabelledRows, Matrix
+from torchlml_lab.data.labelled_rows import Encoder, LabelledRows, Matrix
 from torchlml_lab.data.tables import is_table
 from torchlml_lab.engine import run_directory
 from torchlml_lab.engine.settings import SETTINGS_FILE, from_json
@@ -337,7 +337,12 @@ def read_rows(
     rows, _ = read_labelled(
         path, "--data", columns=columns, labels=labels, label_names=names, labelled=labelled
     )
-    return rows
+    return encoded_rows(trained, rows)
+
+
+def encoded_rows(trained: TrainedLabels, rows: LabelledRows) -> LabelledRows:
+    """Replace the texts of samples by embeddings, if the run has an encoder."""
+    return rows if trained.settings.encoder is None else Encoder(trained.settings.encoder).encode(rows)
 
 
 def prepared_rows(trained: TrainedLabels, rows: LabelledRows, path: Path) -> tuple[Matrix, list[str]]:

@@ -20,7 +20,7 @@ from torchlml_lab.data.tables import rows_of_columns
 from torchlml_lab.engine.output import new_console
 from torchlml_lab.engine.run import say
 from torchlml_lab.files import check_file, replacing
-from torchlml_lab.multilabel.model import TrainedLabels, load, probabilities, read_rows
+from torchlml_lab.multilabel.model import TrainedLabels, encoded_rows, load, probabilities, read_rows
 from torchlml_lab.multilabel.prediction import decided_labels
 from torchlml_lab.multilabel.settings import RULES, ExportSettings, RuleName
 
@@ -85,8 +85,12 @@ class LabelModel:
 
     def inputs(self, samples: Any) -> Matrix:
         """The inputs of the network, which an exported model takes: CSR float32 (samples, inputs)."""
+        prepared = self._trained.preparation
         with _value_errors():
-            return self._trained.preparation.apply(self._rows(samples)).inputs
+            rows = self._rows(samples)
+            if not len(rows):
+                return sparse.csr_array((0, prepared.inputs), dtype=np.float32)
+            return prepared.apply(rows).inputs
 
     def _rows(self, samples: Any) -> LabelledRows:
         columns = self._trained.preparation.columns
@@ -117,7 +121,8 @@ class LabelModel:
                 raise BadInput(f"`samples` must be {self._wanted}, but it contains {_described(wrong)}.")
             names = dict.fromkeys(name for one in samples for name in one)
             samples = {name: [one.get(name) for one in samples] for name in names}
-        return rows_of_columns({str(name): list(samples[name]) for name in samples.keys()}, columns)  # noqa: SIM118
+        table = {str(name): list(samples[name]) for name in samples.keys()}  # noqa: SIM118 - or a DataFrame
+        return encoded_rows(self._trained, rows_of_columns(table, columns))
 
     @property
     def _wanted(self) -> str:

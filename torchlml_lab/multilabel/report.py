@@ -3,7 +3,7 @@
 import csv
 import json
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 import numpy as np
@@ -35,7 +35,7 @@ from torchlml_lab.multilabel.model import (
     probabilities,
     read_rows,
 )
-from torchlml_lab.multilabel.samples import Data, aligned, label_lists, read
+from torchlml_lab.multilabel.samples import EMBEDDINGS, Data, aligned, label_lists, read
 from torchlml_lab.multilabel.settings import RULES, EvaluateSettings, LossName, MultilabelSettings, RuleName
 
 ENTRIES = 2**21  # enough logits to choose a temperature
@@ -230,6 +230,8 @@ def report_run(run: Path, trained: TrainedLabels, data: Data, console: Console) 
     fitted = {"temperature": temperature, "decisions": asdict(decided)}
     with replacing(run / TEMPERATURE) as temporary:
         temporary.write_text(json.dumps(fitted) + "\n", encoding="utf-8")
+    if data.encoder is not None:
+        data.encoder.save(run / EMBEDDINGS)
     if data.test is None:
         trained, rows, what = trained.for_validation(), data.validation, VALIDATION
     else:
@@ -367,7 +369,8 @@ def _rows(settings: EvaluateSettings, trained: TrainedLabels) -> tuple[LabelledR
         if settings.data_labels is not None:
             raise BadInput("`--data-labels` requires `--data`.")
         moved = {name: getattr(settings, name) for name in ("train", "valid", "test")}
-        data = read(run_directory.read_moved(MultilabelSettings, settings.run, moved))
+        stored = run_directory.read_moved(MultilabelSettings, settings.run, moved)
+        data = read(replace(stored, out=settings.run))  # the run may have moved too
         known, found = trained.preparation, data.training
         if (len(found), found.names) != (known.rows, known.labels):
             raise BadInput(

@@ -54,6 +54,9 @@ class MultilabelSettings(TrainSettings):
     """The text columns; by default all columns are used, unless `--numbers` is given."""
     numbers: tuple[str, ...] = ()
     """The number columns."""
+    encoder: str | None = None
+    """Encode texts by this sentence-transformers model (a directory or a name) instead of TF-IDF; needs the
+    extra `encoder`. The embeddings of all samples are kept in the run directory."""
     loss: LossName = "lml"
     """The loss function: lml, softmax, bce or truncated-entropy."""
     k: int | PerRow | None = None

@@ -67,7 +67,7 @@ def run(
     Returns:
         The run with its best weights, and its samples. Files are reread only if the run was already finished.
     """
-    settings = continuing(settings)
+    settings = completed(settings)
     check(settings)
     made: list[tuple[Data, Built]] = []
 
@@ -111,13 +111,16 @@ class Built(NamedTuple):
     linear: "LinearFit | None"
 
 
-def continuing(settings: MultilabelSettings) -> MultilabelSettings:
-    """The settings, with the model of the run that is continued, unless another hidden layer is given."""
-    if settings.continue_from is None:
-        return settings
-    earlier = from_json(MultilabelSettings, settings.continue_from / SETTINGS_FILE)
-    unchanged = settings.hidden == MultilabelSettings().hidden
-    return replace(settings, model=earlier.model, hidden=earlier.hidden if unchanged else settings.hidden)
+def completed(settings: MultilabelSettings) -> MultilabelSettings:
+    """The settings with an absolute path of the encoder, and with the model of a run that is continued."""
+    if settings.encoder is not None and Path(settings.encoder).is_dir():
+        settings = replace(settings, encoder=str(Path(settings.encoder).absolute()))
+    if settings.continue_from is not None:
+        earlier = from_json(MultilabelSettings, settings.continue_from / SETTINGS_FILE)
+        if settings.hidden == MultilabelSettings().hidden:
+            settings = replace(settings, hidden=earlier.hidden)
+        settings = replace(settings, model=earlier.model, encoder=settings.encoder or earlier.encoder)
+    return settings
 
 
 def task(settings: MultilabelSettings, data: Data) -> Task:
@@ -278,9 +281,8 @@ def _introduction(settings: MultilabelSettings, data: Data) -> list[str]:
     ]
     if settings.continue_from is not None:
         new = len(data.training.names) - len(prepare.stored(settings.continue_from).labels)
-        said.append(
-            f"Training continues from the weights of `{settings.continue_from}`; {new} labels are new."
-        )
+        added = f"{new} {'label is' if new == 1 else 'labels are'} new"
+        said.append(f"Training starts from the weights of `{settings.continue_from}`; {added}.")
     if data.columns is not None:
         said.append(f"Columns: {data.columns}.")
     each = "each sample's number of labels as k" if loss.k == "labels" else f"k = {loss.k}"
@@ -300,12 +302,14 @@ def check(settings: MultilabelSettings) -> None:
     if settings.separator == "":
         raise BadInput("`--separator` must be the text between two labels, but it is empty.")
     if settings.continue_from is not None:
-        hidden = from_json(MultilabelSettings, settings.continue_from / SETTINGS_FILE).hidden
+        earlier = from_json(MultilabelSettings, settings.continue_from / SETTINGS_FILE)
         run_directory.find_best_epoch(EXPERIMENT, settings.continue_from)  # raises if there is none
-        if settings.hidden != hidden:
-            raise BadInput(
-                f"`--hidden` must be {hidden}, as in `{settings.continue_from}`, but it is {settings.hidden}."
-            )
+        for name in ("hidden", "encoder"):
+            now, then = getattr(settings, name), getattr(earlier, name)
+            if now != then:
+                raise BadInput(
+                    f"`--{name}` must be {then}, as in `{settings.continue_from}`, but it is {now}."
+                )
     if settings.hidden < 0:
         raise BadInput(f"`--hidden` must be at least 0, but it is {settings.hidden}.")
     if settings.patience is not None and settings.patience < 1:
