@@ -167,6 +167,11 @@ BENCHMARKS = {
     "scale": Command(
         "bench.settings:ScaleSettings", "bench.scale:main", "many labels: time, memory, communication rounds"
     ),
+    "own-data": Command(
+        "bench.settings:OwnDataSettings",
+        "bench.own_data:main",
+        "tagging: the default model and other packages",
+    ),
     "paper": Command(
         "bench.settings:read_paper", "bench.paper:main", "the timing study of the paper, with its figure"
     ),
