@@ -156,7 +156,7 @@ BENCHMARKS = {
     ),
     "losses": Command(
         "bench.settings:LossesSettings",
-        "bench.losses:main",
+        "bench.targets:losses",
         "the losses compared with cross-entropy, on fixed problems",
     ),
     "alternatives": Command(
@@ -210,7 +210,7 @@ FIGURES = {
     ),
     "sets": Command(
         "figures.settings:SetsFigureSettings",
-        "figures.sets:main",
+        "figures.geometry:sets",
         "distance of lml from exact inclusion probabilities",
     ),
     "benchmarks": Command(
@@ -437,8 +437,11 @@ def _explain(name: str, commands: Mapping[str, Command | None]) -> None:
     for task, command in commands.items():
         if command is not None:
             names = [option for option in options(_load(command.settings)()) if option != "--run"]
-            margins = {"initial_indent": f"  {task:<14}", "subsequent_indent": " " * 16}
-            listed.append(textwrap.fill(" ".join(names), shutil.get_terminal_size().columns, **margins))
+            width = shutil.get_terminal_size().columns
+            first, others = f"  {task:<14}", " " * 16
+            listed.append(
+                textwrap.fill(" ".join(names), width, initial_indent=first, subsequent_indent=others)
+            )
     about = f"{SUMMARIES[name].capitalize()}. The options depend on the task of the run:"
     more = f"Run `torchlml {name} RUN --help` or `torchlml {name} TASK --help` to see them explained."
     parts = (f"usage: torchlml {name} RUN [OPTIONS]", folded(about), "\n".join(listed), folded(more))
