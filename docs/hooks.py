@@ -82,7 +82,7 @@ def command_reference() -> str:
     os.environ.update(COLUMNS="88", NO_COLOR="1")
     names = [*commands.SINGLE, *(f"train {task}" for task in commands.TASKS)]
     names += [f"sweep {task}" for task in commands.TASKS]
-    for command in ("evaluate", "predict", "step-time"):
+    for command in ("evaluate", "predict", "export", "step-time"):
         able = (task for task, entry in commands.TASKS.items() if getattr(entry, command.replace("-", "_")))
         names += [f"{command} {task}" for task in able]
     names += [f"bench {name}" for name in commands.BENCHMARKS]

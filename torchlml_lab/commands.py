@@ -38,8 +38,9 @@ class Task(NamedTuple):
     train: Command
     sweep: Command
     evaluate: Command
-    """Takes the run directory as its first argument, like the next two commands."""
+    """Takes the run directory as its first argument, like the next three commands."""
     predict: Command | None = None
+    export: Command | None = None
     step_time: Command | None = None
 
 
@@ -80,6 +81,7 @@ TASKS = {
         predict=Command(
             "multilabel.settings:PredictSettings", "multilabel.prediction:main", required=("run", "data")
         ),
+        export=Command("multilabel.settings:ExportSettings", "multilabel.program:main", required=_RUN),
     ),
     "scene-graph": Task(
         train=Command(
@@ -286,6 +288,7 @@ SUMMARIES = {
     "sweep": "run a grid of training runs in parallel and collect one CSV",
     "evaluate": "evaluate the best checkpoint of a run",
     "predict": "predict with the best checkpoint of a run",
+    "export": "write the best checkpoint of a run as an ONNX or PyTorch program",
     "step-time": "time a training step with each loss of a task",
     "figures": "draw the figures of the documentation and the studies",
 }
@@ -294,6 +297,7 @@ SUMMARIES = {
 _CANNOT = {
     "evaluate": "which cannot be evaluated",
     "predict": "which cannot predict",
+    "export": "which cannot be exported",
     "step-time": "which has no step to time",
 }
 

@@ -77,6 +77,11 @@ def kept(loss: str) -> list[str]:
     return [means(f"multilabel/{d}.csv", "ndcg5", keep="0.3", loss=loss) for d in ("bibtex", "delicious")]
 
 
+def one_label(dataset: str, method: str) -> str:
+    wanted = {"dataset": dataset, "method": method, "head": "linear", "draw": "random"}
+    return means("missing-labels/results.csv", "map", **wanted)
+
+
 def digits(column: str, method: str, labeled: str, shown: str, k: str = "0") -> str:
     return means("which-k/which-k.csv", column, method=method, k=k, named=labeled, digits=shown)
 
@@ -92,6 +97,10 @@ def vg(method: str, variant: str) -> str:
 def test_the_evidence_is_that_of_the_results() -> None:
     assert evidence() == [
         [*kept("lml-labels"), *kept("bce"), *kept("softmax")],
+        [
+            *(one_label("voc2012", method) for method in ("lml-predicted", "em", "an")),
+            *(one_label("tmc2007", method) for method in ("epr", "lml")),
+        ],
         [digits("exact", "lml", "one", "3 digits", "3"), digits("exact", "bce", "one", "3 digits")],
         [
             digits("recall", "bce", "all", "1 to 5 digits"),

@@ -74,7 +74,7 @@ def test_a_run_is_needed(capsys, tmp_path, command):
     assert "is a run of `chess`, which is not a task of this version" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("command", ["evaluate", "predict", "step-time"])
+@pytest.mark.parametrize("command", ["evaluate", "predict", "export", "step-time"])
 def test_help_without_a_run_lists_the_options_of_every_task(capsys, monkeypatch, command):
     monkeypatch.setenv("COLUMNS", "80")
     assert cli.main([command, "--help"]) == 0

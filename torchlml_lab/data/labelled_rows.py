@@ -1,7 +1,10 @@
 """Samples with features or texts and named labels: the common result of all readers of labeled data."""
 
+import hashlib
+import zipfile
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +13,7 @@ import numpy.typing as npt
 from scipy import sparse
 
 from torchlml_lab.cli_errors import BadInput
-from torchlml_lab.files import read_content
+from torchlml_lab.files import read_content, replacing
 
 Matrix = Any
 """A scipy CSR array. scipy has no type annotations."""
@@ -64,6 +67,76 @@ class LabelledRows:
         )
         labels.sort_indices()
         return replace(self, labels=labels, names=every)
+
+
+class Encoder:
+    """A sentence encoder, whose embeddings of texts replace the texts of samples.
+
+    Args:
+        name: The directory or the name of a sentence-transformers model.
+        cache: A file that `save` wrote. If it does not exist or is of another model, it is ignored.
+    """
+
+    def __init__(self, name: str, cache: Path | None = None) -> None:
+        self.name = name
+        self.known: dict[bytes, npt.NDArray[np.float32]] = {}
+        if cache is not None and cache.exists():
+            self._load(cache)
+
+    def encode(self, rows: LabelledRows) -> LabelledRows:
+        """Replace the texts of samples by features, which come before those that there are.
+
+        Texts that were encoded before are not encoded again. Samples without texts raise `BadInput`.
+        """
+        if rows.texts is None:
+            raise BadInput("`--encoder` needs texts, but the samples have none.")
+        keys = [hashlib.sha256(text.encode()).digest() for text in rows.texts]
+        new = {key: text for key, text in zip(keys, rows.texts, strict=True) if key not in self.known}
+        if new:
+            model = _encoder(self.name)
+            found = model.encode([*new.values()], normalize_embeddings=True, show_progress_bar=False)
+            self.known.update(zip(new, np.asarray(found, dtype=np.float32), strict=True))
+        vectors = sparse.csr_array(
+            np.array([self.known[key] for key in keys]).reshape(len(keys), -1 if keys else 0)
+        )
+        features = sparse.csr_array(sparse.hstack([vectors, rows.features], format="csr"), dtype=np.float32)
+        named = tuple(f"embedding {place}" for place in range(vectors.shape[1]))
+        return replace(rows, features=features, texts=None, columns=(*named, *(rows.columns or ())))
+
+    def save(self, path: Path) -> None:
+        """Write all embeddings, for the argument `cache` of another encoder."""
+        keys = np.frombuffer(b"".join(self.known), dtype=np.uint8).reshape(len(self.known), -1)
+        with replacing(path) as temporary, temporary.open("wb") as file:
+            np.savez(file, name=np.array(self.name), keys=keys, vectors=np.array([*self.known.values()]))
+
+    def _load(self, path: Path) -> None:
+        try:
+            # numpy would not close the file if it is damaged.
+            with path.open("rb") as file, np.load(file, allow_pickle=False) as stored:
+                keys, vectors = stored["keys"], stored["vectors"]
+                if str(stored["name"]) == self.name:
+                    self.known = {key.tobytes(): row for key, row in zip(keys, vectors, strict=True)}
+        except (OSError, ValueError, KeyError, EOFError, zipfile.BadZipFile) as error:
+            said = "is damaged. Delete it, and the embeddings are computed again"
+            raise BadInput(f"`{path}` {said}.") from error
+
+
+@lru_cache(maxsize=1)
+def _encoder(name: str) -> Any:
+    """Load a model of sentence-transformers."""
+    try:
+        from sentence_transformers import SentenceTransformer
+    except ImportError as error:
+        raise BadInput(
+            "`--encoder` needs the package `sentence-transformers`: run `pip install 'torchlml[encoder]'`."
+        ) from error
+    try:
+        return SentenceTransformer(name, device="cpu")
+    except Exception as error:  # the package raises errors of several others
+        raise BadInput(
+            "`--encoder` must be the directory or the name of a sentence-transformers model, but "
+            f"`{name}` cannot be loaded: {' '.join(str(error).split())[:200].rstrip('.')}."
+        ) from error
 
 
 def label_matrix(lists: Sequence[Sequence[str]]) -> tuple[Matrix, list[str]]:

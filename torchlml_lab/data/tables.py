@@ -4,7 +4,7 @@ import csv
 import io
 import json
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -79,6 +79,30 @@ def read_table(
     cells = read(path, option)
     if not cells.at:
         raise BadInput(f"`{option}` names `{path}`, which has columns but no rows.")
+    return _rows(cells, columns, labelled)
+
+
+def rows_of_columns(table: Mapping[str, Sequence[Any]], columns: Columns) -> LabelledRows:
+    """Convert a table in memory to samples without labels.
+
+    Args:
+        table: The cells of every column, by its name.
+        columns: The columns of texts and numbers. If one is missing or has a wrong cell, `BadInput` is
+            raised.
+    """
+    lengths = {name: len(cells) for name, cells in table.items()}
+    if len(set(lengths.values())) > 1:
+        said = ", ".join(f"{length} in `{name}`" for name, length in lengths.items())
+        raise BadInput(f"All columns of `samples` must have the same number of cells, but there are {said}.")
+    count = next(iter(lengths.values()), 0)
+    cells = _Cells(
+        Path("samples"), {name: list(column) for name, column in table.items()}, range(count), "row"
+    )
+    return _rows(cells, columns, labelled=False)[0]
+
+
+def _rows(cells: _Cells, columns: Columns, labelled: bool) -> tuple[LabelledRows, Columns]:
+    """Convert the cells of a table to samples."""
     columns = _resolve(cells, columns, labelled)
     texts = None
     if columns.texts:

@@ -20,12 +20,14 @@ from torchlml.metrics import (
 )
 from torchlml_lab.cli_errors import BadInput
 from torchlml_lab.data.labelled_files import read_labelled
-from torchlml_lab.data.labelled_rows import LabelledRows, Matrix
+from torchlml_lab.data.labelled_rows import Encoder, LabelledRows, Matrix
 from torchlml_lab.data.tables import is_table
 from torchlml_lab.engine import run_directory
 from torchlml_lab.engine.settings import SETTINGS_FILE, from_json
 from torchlml_lab.files import read_json
+from torchlml_lab.multilabel import decisions
 from torchlml_lab.multilabel import preparation as prepare
+from torchlml_lab.multilabel.decisions import Decisions
 from torchlml_lab.multilabel.losses import PADDING, LabelLoss, unlike_logits
 from torchlml_lab.multilabel.preparation import Preparation
 from torchlml_lab.multilabel.samples import Batch, Batches, Inputs
@@ -47,17 +49,23 @@ class SparseLinear(nn.Module):
         # The standard deviation does not depend on the number of columns, because row norms are about 1.
         nn.init.normal_(self.weight, std=0.1)
 
-    def forward(self, rows: Inputs) -> Tensor:
+    def forward(self, rows: Inputs | Tensor) -> Tensor:
         """The outputs, (R, outputs)."""
-        total = nn.functional.embedding_bag(
-            rows.columns,
-            self.weight,
-            rows.starts,
-            mode="sum",
-            per_sample_weights=rows.values.to(self.weight.dtype),
-            include_last_offset=True,
-        )
-        return total + self.bias
+        return _sparse_product(rows, self.weight) + self.bias
+
+
+def _sparse_product(rows: Inputs | Tensor, weight: Tensor) -> Tensor:
+    """The matrix product of sparse rows and a dense matrix. Exported models pass dense rows."""
+    if isinstance(rows, Tensor):
+        return rows @ weight
+    return nn.functional.embedding_bag(
+        rows.columns,
+        weight,
+        rows.starts,
+        mode="sum",
+        per_sample_weights=rows.values.to(weight.dtype),
+        include_last_offset=True,
+    )
 
 
 class LabelNetwork(nn.Module):
@@ -78,7 +86,9 @@ class LabelNetwork(nn.Module):
         self.between = nn.Sequential(nn.ReLU(), nn.Dropout(dropout)) if hidden else None
         self.last = nn.Linear(hidden, labels) if hidden else None
 
-    def forward(self, rows: Inputs, labels: Tensor | None = None, loss: LabelLoss | None = None) -> Tensor:
+    def forward(
+        self, rows: Inputs | Tensor, labels: Tensor | None = None, loss: LabelLoss | None = None
+    ) -> Tensor:
         """The logits (R, labels), or the mean loss if labels and a loss are passed.
 
         The loss is computed here because `lml` fuses it with the last layer, so that the full logit matrix is
@@ -91,6 +101,13 @@ class LabelNetwork(nn.Module):
         if loss is None or labels is None:
             return self.last(found)
         return loss.of_linear(found, self.last, labels)
+
+
+def copy_weights(network: LabelNetwork, earlier: LabelNetwork) -> None:
+    """Copy the weights of a network with the same inputs, whose labels are the first ones of this one."""
+    with torch.no_grad():
+        for name, weights in earlier.state_dict().items():
+            network.state_dict()[name][tuple(map(slice, weights.shape))].copy_(weights)
 
 
 TEMPERATURE = "calibration.json"
@@ -106,6 +123,8 @@ class TrainedLabels(NamedTuple):
     epoch: int
     temperature: float
     """Logits are divided by it before they become probabilities."""
+    decisions: Decisions = Decisions()
+    """The rules that choose sets of labels."""
 
     @property
     def uses_k(self) -> bool:
@@ -128,7 +147,8 @@ def load(run: Path) -> TrainedLabels:
     prepared = prepare.stored(run)
     network = LabelNetwork(prepared.inputs, len(prepared.labels), settings.hidden, settings.dropout)
     best.load(network)
-    return TrainedLabels(settings, prepared, network, best.epoch, _temperature(run))
+    decided = decisions.stored(run / TEMPERATURE, len(prepared.labels))
+    return TrainedLabels(settings, prepared, network, best.epoch, _temperature(run), decisions=decided)
 
 
 def scores(network: LabelNetwork, inputs: Matrix) -> Iterator[tuple[Tensor, slice]]:
@@ -200,7 +220,12 @@ def read_rows(
     rows, _ = read_labelled(
         path, "--data", columns=columns, labels=labels, label_names=names, labelled=labelled
     )
-    return rows
+    return encoded_rows(trained, rows)
+
+
+def encoded_rows(trained: TrainedLabels, rows: LabelledRows) -> LabelledRows:
+    """Replace the texts of samples by embeddings, if the run has an encoder."""
+    return rows if trained.settings.encoder is None else Encoder(trained.settings.encoder).encode(rows)
 
 
 def prepared_rows(trained: TrainedLabels, rows: LabelledRows, path: Path) -> tuple[Matrix, list[str]]:

@@ -1,4 +1,4 @@
-"""`torchlml predict RUN` for multi-label runs: the top labels of new samples, with their probabilities."""
+"""`torchlml predict RUN` for multi-label runs: the labels of new samples, with their probabilities."""
 
 import csv
 import json
@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple
 
+import torch
 from rich.table import Table
 
 from torchlml_lab.cli_errors import BadInput
@@ -14,13 +15,13 @@ from torchlml_lab.engine.output import new_console, plain_table
 from torchlml_lab.engine.run import say
 from torchlml_lab.files import check_file, replacing, shown, writing
 from torchlml_lab.multilabel.model import TrainedLabels, load, origin_of_k, prepared_rows, read_rows
-from torchlml_lab.multilabel.settings import PredictSettings
+from torchlml_lab.multilabel.settings import PredictSettings, RuleName
 
 ON_SCREEN = 20
 
 
 class RankedLabels(NamedTuple):
-    """The top labels of one sample, best first."""
+    """The labels of one sample, best first."""
 
     labels: list[str]
     probabilities: list[float]
@@ -36,6 +37,10 @@ def main(settings: PredictSettings) -> None:
             raise BadInput(f"`--out` must end in `.csv` or `.jsonl`, but it is `{settings.out}`.")
         if not settings.out.parent.is_dir():
             raise BadInput(f"`--out` must be in an existing directory, but it is `{settings.out}`.")
+    if settings.top is not None and settings.rule is not None:
+        raise BadInput(
+            "`--top` and `--rule` cannot be combined, because a rule chooses the number of labels."
+        )
     trained = load(settings.run)
     known = len(trained.preparation.labels)
     top = min(5, known) if settings.top is None else settings.top
@@ -45,7 +50,8 @@ def main(settings: PredictSettings) -> None:
     inputs, notes = prepared_rows(trained, rows, settings.data)
     console = new_console()
     say(notes, console)
-    ranked = best_labels(trained, inputs, top)
+    rule = trained.decisions.rule if settings.rule == "auto" else settings.rule
+    ranked = best_labels(trained, inputs, top) if rule is None else decided_labels(trained, inputs, rule)
     try:
         if settings.out is not None:
             with writing("The labels", settings.out, "the table above shows the first samples"):
@@ -55,6 +61,8 @@ def main(settings: PredictSettings) -> None:
     if len(ranked) > ON_SCREEN:
         rest = "" if settings.out else "; `--out FILE` writes all of them"
         console.print(f"The table shows {ON_SCREEN} of {len(ranked)} samples{rest}.", highlight=False)
+    if rule is not None:
+        say([f"Rule `{rule}`: {trained.decisions.in_words(rule, trained.preparation.k)}."], console)
     if trained.uses_k:
         say([origin_of_k(trained.settings.k, trained.preparation.k, trained.preparation.mean_count)], console)
     if settings.out is not None:
@@ -68,6 +76,20 @@ def best_labels(trained: TrainedLabels, inputs: Matrix, top: int) -> list[Ranked
         best = trained.probabilities(logits).gather(-1, order := logits.topk(top, dim=-1).indices)
         for places, values in zip(order.tolist(), best.tolist(), strict=True):
             found.append(RankedLabels([names[place] for place in places], values))
+    return found
+
+
+def decided_labels(trained: TrainedLabels, inputs: Matrix, rule: RuleName) -> list[RankedLabels]:
+    """The labels that a rule chooses for prepared samples; possibly none with the rule `half`."""
+    names, found = trained.preparation.labels, []
+    for logits, _ in trained.scores(inputs):
+        values = trained.probabilities(logits)
+        chosen = trained.decisions.decide(logits, values, trained.preparation.k, rule)
+        sizes = chosen.sum(-1)
+        order = logits.masked_fill(~chosen, -torch.inf).topk(int(sizes.max()), dim=-1).indices
+        best = values.gather(-1, order)
+        for places, row, size in zip(order.tolist(), best.tolist(), sizes.tolist(), strict=True):
+            found.append(RankedLabels([names[place] for place in places[:size]], row[:size]))
     return found
 
 

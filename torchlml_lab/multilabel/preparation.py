@@ -102,6 +102,12 @@ class Preparation:
         return dataclasses.asdict(self)
 
 
+def continued(earlier: Preparation, rows: LabelledRows, k: int) -> Preparation:
+    """The inputs of an earlier run with the labels of other training samples, which start with its labels."""
+    counts = np.bincount(rows.labels.indices, minlength=len(rows.names)).tolist()
+    return dataclasses.replace(earlier, labels=rows.names, counts=counts, rows=len(rows), k=k)
+
+
 def fit(rows: LabelledRows, columns: Columns | None, k: int) -> Preparation:
     """Fit the inputs and the labels on training samples.
 

@@ -1,10 +1,12 @@
-"""The report of a multi-label run: metrics, a most-frequent-labels baseline, calibration, and plots."""
+"""The report of a multi-label run: rankings next to a baseline, sets, calibration, every label, and plots."""
 
+import csv
 import json
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
+import numpy as np
 import torch
 from rich.console import Console
 from rich.table import Table
@@ -18,6 +20,8 @@ from torchlml_lab.engine import run_directory
 from torchlml_lab.engine.output import new_console, plain_table
 from torchlml_lab.engine.run import say
 from torchlml_lab.files import check_folder, replacing
+from torchlml_lab.multilabel import decisions
+from torchlml_lab.multilabel.decisions import Decisions, LabelResult, SetMeasures, SetResult, label_results
 from torchlml_lab.multilabel.losses import unlike_logits
 from torchlml_lab.multilabel.model import (
     NAMES,
@@ -31,8 +35,8 @@ from torchlml_lab.multilabel.model import (
     probabilities,
     read_rows,
 )
-from torchlml_lab.multilabel.samples import Data, aligned, label_lists, read
-from torchlml_lab.multilabel.settings import EvaluateSettings, LossName, MultilabelSettings
+from torchlml_lab.multilabel.samples import EMBEDDINGS, Data, aligned, label_lists, read
+from torchlml_lab.multilabel.settings import RULES, EvaluateSettings, LossName, MultilabelSettings, RuleName
 
 ENTRIES = 2**21  # enough logits to choose a temperature
 TEMPERATURES = torch.logspace(-1, 1, 41).tolist()
@@ -58,18 +62,22 @@ def best_temperature(logits: Tensor, observed: Tensor, loss: LossName, k: int) -
     return min(TEMPERATURES, key=surprise)
 
 
-def fit_temperature(trained: TrainedLabels, rows: LabelledRows) -> float:
-    """Choose the temperature of a run on some of its validation samples."""
-    labels = len(trained.preparation.labels)
+def calibrate(trained: TrainedLabels, rows: LabelledRows) -> tuple[float, Decisions]:
+    """Fit the temperature and the rules of a run on some samples that it was not trained on."""
+    labels, k = len(trained.preparation.labels), trained.preparation.k
     few = rows.take(torch.arange(min(len(rows), max(50, ENTRIES // labels))).numpy())
     logits = torch.cat([found for found, _ in trained.scores(trained.preparation.apply(few).inputs)])
     observed = torch.from_numpy(few.labels[:, :labels].toarray().astype(bool))
-    return best_temperature(logits, observed, trained.settings.loss, trained.preparation.k)
+    temperature = best_temperature(logits, observed, trained.settings.loss, k)
+    values = probabilities(logits, trained.settings.loss, k, temperature)
+    return temperature, decisions.fit(logits, values, observed, k)
 
 
 CURVE = (1, 2, 3, 5, 10, 20, 50, 100)
 BINS = 10
 FEWEST = 20  # labels in a bin that is plotted: smaller bins are too noisy
+MOST_SCORES = 2**27  # stored for the average precision of each label: 512 MB
+IN_REPORT = 20  # labels in the report; the others are in the CSV file
 
 
 @dataclass(frozen=True)
@@ -87,9 +95,33 @@ class Report:
     popular_recalls: dict[int, float]
     calibration: list[tuple[float, float, int]]
     """For each tenth of the probability range: mean probability, share of correct labels, label count."""
+    calibration_error: float
+    """The mean difference between probability and share of correct labels, over these tenths."""
+    top_calibration_error: float
+    """The same for the top k labels of each sample only."""
+    rule: RuleName
+    """The rule of the run."""
+    sets: dict[RuleName, SetResult]
+    labels: list[LabelResult]
+    """The metrics of each label under the rule of the run, most frequent first."""
 
-    def table(self) -> Table:
-        """The metrics in percent, compared with the baseline."""
+    def tables(self) -> tuple[Table, Table]:
+        """The metrics of rankings next to the baseline, and of the sets of each rule, in percent."""
+        return self._ranking_table(), self._set_table()
+
+    def _set_table(self) -> Table:
+        heads = ("rule", "labels per sample", "micro-F1", "macro-F1", "exact sets")
+        table = plain_table(f"Sets, in percent (*: rule of the run, {self._errors})", heads)
+        for rule, found in self.sets.items():
+            values = (f"{100 * value:.1f}" for value in (found.micro_f1, found.macro_f1, found.exact))
+            table.add_row(f"{rule}{'*' * (rule == self.rule)}", f"{found.size:.2f}", *values)
+        return table
+
+    @property
+    def _errors(self) -> str:
+        return f"calibration error {100 * self.calibration_error:.2f}"
+
+    def _ranking_table(self) -> Table:
         ks = sorted({int(name.partition("@")[2]) for name in self.measures})
         title = f"{self.rows} {self.what}, in percent (in parentheses: always the most frequent labels)"
         table = plain_table(title, ("k", *(f"{name}@k" for name in NAMES.values())))
@@ -136,22 +168,72 @@ class Report:
                 "- **PSP@k**: propensity-scored precision, where rare labels have more weight.",
                 "- **R@k**: share of a sample's labels that are among the top k.",
                 "",
+                *self._set_lines(trained),
+                *self._label_lines(),
                 "![Left: recall against k. Right: share of correct labels against predicted probability]"
                 "(report.png)",
                 "",
             ]
         )
 
+    def _set_lines(self, trained: TrainedLabels) -> list[str]:
+        """The section about sets and calibration."""
+        own, k = self.sets[self.rule], trained.preparation.k
+        lines = [
+            "## Sets",
+            "",
+            f"**The rule `{self.rule}` gives a micro-F1 of {100 * own.micro_f1:.1f}%, and "
+            f"{100 * own.exact:.1f}% of the sets are exactly right.** It is the best rule on the validation "
+            "samples by the mean of both values. `torchlml predict --rule auto` uses it.",
+            "",
+            "| rule | chosen labels | labels per sample | micro-F1 | macro-F1 | exact sets |",
+            "| --- | --- | --- | --- | --- | --- |",
+        ]
+        for rule, found in self.sets.items():
+            values = (f"{100 * value:.2f}" for value in (found.micro_f1, found.macro_f1, found.exact))
+            cells = (f"`{rule}`", trained.decisions.in_words(rule, k), f"{found.size:.2f}", *values)
+            lines.append(f"| {' | '.join(cells)} |")
+        return [
+            *lines,
+            "",
+            "Macro-F1 is the mean over the labels that occur in the samples or in the chosen sets. "
+            f"The calibration error is {100 * self.calibration_error:.2f}% over all labels and "
+            f"{100 * self.top_calibration_error:.2f}% over the top {k} labels of each sample.",
+            "",
+        ]
+
+    def _label_lines(self) -> list[str]:
+        """The section about the most frequent labels."""
+        lines = [
+            "## Labels",
+            "",
+            f"Precision and recall are those of the rule `{self.rule}`, and AP is the average precision of "
+            "the samples ranked by the probability of the label, all in percent. "
+            f"The file `labels.csv` has all {len(self.labels)} labels.",
+            "",
+            "| label | samples | chosen | precision | recall | AP |",
+            "| --- | --- | --- | --- | --- | --- |",
+        ]
+        for one in self.labels[:IN_REPORT]:
+            values = ("–" if value is None else f"{100 * value:.1f}" for value in one[3:])
+            name = one.label.replace("|", "\\|")
+            lines.append(f"| {name} | {one.support} | {one.predicted} | {' | '.join(values)} |")
+        return [*lines, ""]
+
 
 def report_run(run: Path, trained: TrainedLabels, data: Data, console: Console) -> None:
     """Evaluate a finished run on its test (or else validation) samples; print and write the report."""
-    trained = trained._replace(temperature=fit_temperature(trained, data.validation))
+    temperature, decided = calibrate(trained, data.validation)
+    trained = trained._replace(temperature=temperature, decisions=decided)
+    fitted = {"temperature": temperature, "decisions": asdict(decided)}
     with replacing(run / TEMPERATURE) as temporary:
-        temporary.write_text(json.dumps({"temperature": trained.temperature}) + "\n", encoding="utf-8")
+        temporary.write_text(json.dumps(fitted) + "\n", encoding="utf-8")
+    if data.encoder is not None:
+        data.encoder.save(run / EMBEDDINGS)
     rows, what = (data.validation, "validation samples") if data.test is None else (data.test, "test samples")
     inputs, _ = prepared_rows(trained, rows, Path())
     report = make(trained, inputs, rows, what)
-    console.print(report.table())
+    console.print(*report.tables())
     write(report, trained, run, console)
 
 
@@ -170,14 +252,25 @@ def make(trained: TrainedLabels, inputs: Matrix, rows: LabelledRows, what: str) 
     ks = [k for k in CURVE if k <= len(prepared.labels)]
     curves = [TopKRecall(ks, sync_on_compute=False) for _ in range(2)]
     popular = torch.tensor(prepared.counts, dtype=torch.float32)
-    bins = torch.zeros(3, BINS, dtype=torch.float64)
+    bins, top_bins = torch.zeros(2, 3, BINS, dtype=torch.float64)
+    sets = {rule: SetMeasures(labels) for rule in RULES}
+    kept = len(rows) * len(prepared.labels) <= MOST_SCORES
+    stored = np.empty((len(rows), len(prepared.labels) if kept else 0), dtype=np.float32)
     for logits, part in trained.scores(inputs):
         lists = label_lists(rows.labels[part])
+        observed = torch.from_numpy(rows.labels[part].toarray().astype(bool))
         found.update(logits, lists)
         listed = unlike_logits(lists, labels)
         for curve, scores in zip(curves, (logits, popular.expand_as(logits)), strict=True):
             curve.update(torch.nn.functional.pad(scores, (0, found.more)), listed, mask=found.may_be_found)
-        bins += _binned(trained.probabilities(logits), lists)
+        values, right = trained.probabilities(logits), observed[:, : logits.shape[1]]
+        for rule, one in sets.items():
+            one.update(trained.decisions.decide(logits, values, prepared.k, rule), observed)
+        if kept:
+            stored[part] = values.numpy()
+        top = logits.topk(prepared.k, dim=-1).indices
+        bins += _binned(values, right)
+        top_bins += _binned(values.gather(-1, top), right.gather(-1, top))
     chunks = [slice(start, start + ROWS) for start in range(0, len(rows), ROWS)]
     return Report(
         rows=len(rows),
@@ -191,11 +284,22 @@ def make(trained: TrainedLabels, inputs: Matrix, rows: LabelledRows, what: str) 
             for total, right, count in zip(*bins.tolist(), strict=True)
             if count
         ],
+        calibration_error=_calibration_error(bins),
+        top_calibration_error=_calibration_error(top_bins),
+        rule=trained.decisions.rule,
+        sets={rule: one.result() for rule, one in sets.items()},
+        labels=label_results(rows, sets[trained.decisions.rule], stored),
     )
 
 
+def _calibration_error(bins: Tensor) -> float:
+    """The mean of |mean probability - share of correct labels| over bins, weighted by their labels."""
+    total, right, count = bins
+    return float((total - right).abs().sum() / count.sum())
+
+
 def write(report: Report, trained: TrainedLabels, folder: Path, console: Console) -> None:
-    """Write `report.md` and `report.png` into a folder."""
+    """Write `report.md`, `report.png` and `labels.csv` into a folder."""
     folder.mkdir(parents=True, exist_ok=True)
     plots.draw_recall_and_calibration(
         {"this run": report.recalls, "most frequent labels": report.popular_recalls},
@@ -203,10 +307,20 @@ def write(report: Report, trained: TrainedLabels, folder: Path, console: Console
         folder / "report.png",
         title=f"Recall on {report.rows} {report.what}",
     )
+    with (
+        replacing(folder / "labels.csv") as temporary,
+        temporary.open("w", newline="", encoding="utf-8") as file,
+    ):
+        writer = csv.writer(file, lineterminator="\n")
+        writer.writerow(LabelResult._fields)
+        for one in report.labels:
+            writer.writerow((*one[:3], *("" if value is None else f"{value:.6f}" for value in one[3:])))
     with replacing(folder / "report.md") as temporary:
         temporary.write_text(report.page(trained), encoding="utf-8")
     console.print(
-        f"The report is {folder / 'report.md'}, and its plots are in {folder / 'report.png'}.", soft_wrap=True
+        f"The report is {folder / 'report.md'}, its plots are in {folder / 'report.png'}, and the metrics of "
+        f"each label are in {folder / 'labels.csv'}.",
+        soft_wrap=True,
     )
 
 
@@ -214,17 +328,14 @@ def _by_k(recalls: dict[str, Tensor], ks: Sequence[int]) -> dict[int, float]:
     return {k: float(recalls[f"recall@{k}"]) for k in ks}
 
 
-def _binned(probabilities: Tensor, lists: Tensor) -> Tensor:
+def _binned(probabilities: Tensor, right: Tensor) -> Tensor:
     """For each tenth of the probability range: sum of probabilities, correct labels, number of labels."""
-    rows, n = probabilities.shape
-    known = torch.where((lists >= 0) & (lists < n), lists, n)
-    right = torch.zeros(rows, n + 1).scatter_(-1, known, 1.0)[:, :n].flatten().double()
     values = probabilities.flatten().double()
     place = (values * BINS).long().clamp(max=BINS - 1)
     return torch.stack(
         [
             torch.zeros(BINS, dtype=torch.float64).index_add_(0, place, each)
-            for each in (values, right, torch.ones_like(values))
+            for each in (values, right.flatten().double(), torch.ones_like(values))
         ]
     )
 
@@ -240,7 +351,7 @@ def main(settings: EvaluateSettings) -> None:
     console = new_console()
     say([*notes, *more], console)
     report = make(trained, inputs, rows, what)
-    console.print(report.table())
+    console.print(*report.tables())
     if out is not None:
         write(report, trained, out, console)
 
@@ -251,7 +362,8 @@ def _rows(settings: EvaluateSettings, trained: TrainedLabels) -> tuple[LabelledR
         if settings.data_labels is not None:
             raise BadInput("`--data-labels` requires `--data`.")
         moved = {name: getattr(settings, name) for name in ("train", "valid", "test")}
-        data = read(run_directory.read_moved(MultilabelSettings, settings.run, moved))
+        stored = run_directory.read_moved(MultilabelSettings, settings.run, moved)
+        data = read(replace(stored, out=settings.run))  # the run may have moved too
         known, found = trained.preparation, data.training
         if (len(found), found.names) != (known.rows, known.labels):
             raise BadInput(

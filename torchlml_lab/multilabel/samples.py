@@ -13,12 +13,14 @@ from torch.utils.data import Dataset
 
 from torchlml_lab.cli_errors import BadInput
 from torchlml_lab.data.labelled_files import read_labelled
-from torchlml_lab.data.labelled_rows import LabelledRows, Matrix
-from torchlml_lab.data.tables import Columns
+from torchlml_lab.data.labelled_rows import Encoder, LabelledRows, Matrix
+from torchlml_lab.data.tables import Columns, is_table
+from torchlml_lab.multilabel import preparation
 from torchlml_lab.multilabel.losses import PADDING
 from torchlml_lab.multilabel.settings import MultilabelSettings
 
 FEWEST = 10  # labeled samples needed for training
+EMBEDDINGS = "embeddings.npz"  # in the run directory
 SPLIT_SEED = 1234  # fixed, so that every seed has the same validation samples
 
 
@@ -30,6 +32,7 @@ class Files(NamedTuple):
     test: LabelledRows | None
     columns: Columns | None
     notes: list[str]
+    encoder: Encoder | None = None
 
 
 class Data(NamedTuple):
@@ -41,6 +44,8 @@ class Data(NamedTuple):
     columns: Columns | None
     notes: list[str]
     """Sentences about the files that the user should see."""
+    encoder: Encoder | None = None
+    """The encoder that has replaced the texts by features, if there is one."""
 
 
 def read(settings: MultilabelSettings) -> Data:
@@ -52,15 +57,26 @@ def split(settings: MultilabelSettings, files: Files) -> Data:
     """Split off validation samples if no file was given, and apply `keep` to the training labels."""
     rows = replace(files.train, labels=kept_labels(files.train.labels, settings.keep, settings.seed))
     training, validation = set_aside(rows) if files.valid is None else (rows, files.valid)
-    return Data(training, validation, files.test, files.columns, files.notes)
+    return Data(training, validation, files.test, files.columns, files.notes, files.encoder)
 
 
 def read_files(settings: MultilabelSettings) -> Files:
     """Read all files of a run; raise `BadInput` if one cannot be used."""
     assert settings.train is not None
-    rows, columns = _read(
-        settings, "train", Columns(settings.texts, settings.numbers, settings.labels, settings.separator)
-    )
+    known = Columns(settings.texts, settings.numbers, settings.labels, settings.separator)
+    earlier = None if settings.continue_from is None else preparation.stored(settings.continue_from)
+    if earlier is not None:
+        if known != Columns():
+            raise BadInput(
+                "The columns are those of `--continue-from`: omit `--labels`, `--texts` and `--numbers`."
+            )
+        if is_table(settings.train) != (earlier.columns is not None):
+            format_ = "sparse features" if earlier.columns is None else "a table"
+            raise BadInput(f"`--train` must be {format_}, as in `{settings.continue_from}`.")
+        known = earlier.columns or known
+    rows, columns = _read(settings, "train", known)
+    if earlier is not None:
+        rows = rows.with_labels(earlier.labels)
     notes: list[str] = []
     if len(rows.names) < 2:
         named = f"only the label `{rows.names[0]}`" if rows.names else "no labels"
@@ -95,7 +111,19 @@ def read_files(settings: MultilabelSettings) -> Files:
         if not len(other):
             raise BadInput(f"`--{name}` must have samples with labels, but `{path}` has none.")
         others[name] = other
-    return Files(rows, others["valid"], others["test"], columns, notes)
+    files = Files(rows, others["valid"], others["test"], columns, notes)
+    return files if settings.encoder is None else _encoded(files, settings)
+
+
+def _encoded(files: Files, settings: MultilabelSettings) -> Files:
+    """Replace all texts by embeddings. Those of a run that exists are read from its directory."""
+    assert settings.encoder is not None
+    encoder = Encoder(settings.encoder, (settings.resume or settings.out) / EMBEDDINGS)
+    train, valid, test = (
+        None if rows is None else encoder.encode(rows) for rows in (files.train, files.valid, files.test)
+    )
+    assert train is not None
+    return files._replace(train=train, valid=valid, test=test, encoder=encoder)
 
 
 def _read(settings: MultilabelSettings, name: str, columns: Columns) -> tuple[LabelledRows, Columns | None]:

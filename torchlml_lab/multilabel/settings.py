@@ -12,6 +12,8 @@ LossName = Literal["lml", "softmax", "bce", "truncated-entropy"]
 LOSSES: tuple[LossName, ...] = get_args(LossName)
 WITH_K: tuple[LossName, ...] = ("lml", "truncated-entropy")
 PerRow = Literal["labels"]
+RuleName = Literal["top-k", "half", "threshold", "count"]
+RULES: tuple[RuleName, ...] = get_args(RuleName)
 
 EXPERIMENT = "multilabel"
 
@@ -32,6 +34,9 @@ class MultilabelSettings(TrainSettings):
     """The validation samples, which select the best epoch; by default a tenth of `--train` is held out."""
     test: Path | None = None
     """The test samples, evaluated once after training; by default the report uses the validation samples."""
+    continue_from: Path | None = None
+    """Start from the weights of this run instead of random ones, and keep its columns, inputs and labels. New
+    labels are added; words and features that the run does not know are ignored."""
     train_labels: Path | None = None
     """The labels of `--train`, if that is an .npz file."""
     valid_labels: Path | None = None
@@ -48,6 +53,9 @@ class MultilabelSettings(TrainSettings):
     """The text columns; by default all columns are used, unless `--numbers` is given."""
     numbers: tuple[str, ...] = ()
     """The number columns."""
+    encoder: str | None = None
+    """Encode texts by this sentence-transformers model (a directory or a name) instead of TF-IDF; needs the
+    extra `encoder`. The embeddings of all samples are kept in the run directory."""
     loss: LossName = "lml"
     """The loss function: lml, softmax, bce or truncated-entropy."""
     k: int | PerRow | None = None
@@ -72,7 +80,11 @@ class MultilabelSettings(TrainSettings):
 
 @dataclass(frozen=True)
 class EvaluateSettings:
-    """Evaluate the best weights of a multi-label run with P@k, nDCG@k, PSP@k and R@k, and a baseline."""
+    """Evaluate a multi-label run: rankings (P@k, nDCG@k, PSP@k, R@k), sets (F1, exact sets) and calibration.
+
+    Rankings are compared with a baseline, the most frequent labels. Sets are evaluated for every rule of
+    `torchlml predict --rule`.
+    """
 
     run: Annotated[Path, tyro.conf.Positional, tyro.conf.arg(metavar="RUN")] = Path("runs/multilabel")
     """The run directory."""
@@ -87,7 +99,8 @@ class EvaluateSettings:
     test: Path | None = None
     """The test file, if it has moved."""
     out: Path | None = None
-    """The directory for `report.md` and `report.png`; by default the run, or no files with `--data`."""
+    """The directory for `report.md`, `report.png` and `labels.csv` (support, precision, recall and average
+    precision of each label); by default the run, or no files with `--data`."""
 
 
 @dataclass(frozen=True)
@@ -100,8 +113,28 @@ class PredictSettings:
     """The samples, in a file like the training file; labels are not needed."""
     top: int | None = None
     """The number of labels per sample to print; by default 5, or all if there are fewer."""
+    rule: RuleName | Literal["auto"] | None = None
+    """Print the labels that a rule chooses, not a fixed number: `top-k` (the k of the run), `half` (p > 0.5),
+    `threshold` (fitted on validation, at least one label), `count` (as many as predicted for each sample), or
+    `auto` (the best of these rules on validation)."""
     out: Path | None = None
     """Also write all samples to a file: `*.csv` has a line per label, `*.jsonl` a line of JSON per sample."""
+
+
+@dataclass(frozen=True)
+class ExportSettings:
+    """Write the best weights of a multi-label run, with its calibration, as a program for other environments.
+
+    The program computes the probabilities of all labels from the inputs of the network, and contains the
+    names of the labels. In Python, `torchlml_lab.load_run(RUN).inputs(samples)` computes these inputs.
+    """
+
+    run: Annotated[Path, tyro.conf.Positional] = Path("runs/multilabel")
+    """The run directory."""
+    format: Literal["onnx", "torch"] = "onnx"
+    """`onnx`: standard ONNX operators, for example for onnxruntime. `torch`: a program of torch.export."""
+    out: Path | None = None
+    """The file to write; by default `model.onnx` or `model.pt2` in the run directory."""
 
 
 @dataclass(frozen=True)

@@ -1,6 +1,8 @@
 """`torchlml train multilabel`: train a model that predicts the top labels from a file of labeled samples."""
 
 import math
+from dataclasses import replace
+from pathlib import Path
 
 import torch
 from accelerate import PartialState
@@ -8,6 +10,7 @@ from rich.console import Console
 from torch import nn
 
 from torchlml_lab.cli_errors import BadInput
+from torchlml_lab.engine import run_directory
 from torchlml_lab.engine.loop import Task
 from torchlml_lab.engine.output import new_console
 from torchlml_lab.engine.run import train_on_files
@@ -15,7 +18,15 @@ from torchlml_lab.engine.settings import SETTINGS_FILE, from_json
 from torchlml_lab.engine.settings import check as check_settings
 from torchlml_lab.multilabel import preparation as prepare
 from torchlml_lab.multilabel.losses import LabelLoss, loss_with_usual_k
-from torchlml_lab.multilabel.model import KS, LabelNetwork, TrainedLabels, load, measure, origin_of_k
+from torchlml_lab.multilabel.model import (
+    KS,
+    LabelNetwork,
+    TrainedLabels,
+    copy_weights,
+    load,
+    measure,
+    origin_of_k,
+)
 from torchlml_lab.multilabel.preparation import Preparation
 from torchlml_lab.multilabel.samples import Batches, Data, read
 from torchlml_lab.multilabel.settings import EXPERIMENT, WITH_K, MultilabelSettings
@@ -39,6 +50,7 @@ def run(settings: MultilabelSettings, console: Console) -> tuple[TrainedLabels, 
     Returns:
         The run with its best weights, and its samples. Files are reread only if the run was already finished.
     """
+    settings = completed(settings)
     check(settings)
     made: list[tuple[Data, Preparation, nn.Module]] = []
 
@@ -67,6 +79,18 @@ def run(settings: MultilabelSettings, console: Console) -> tuple[TrainedLabels, 
     )
 
 
+def completed(settings: MultilabelSettings) -> MultilabelSettings:
+    """The settings with an absolute path of the encoder, and with the model of a run that is continued."""
+    if settings.encoder is not None and Path(settings.encoder).is_dir():
+        settings = replace(settings, encoder=str(Path(settings.encoder).absolute()))
+    if settings.continue_from is not None:
+        earlier = from_json(MultilabelSettings, settings.continue_from / SETTINGS_FILE)
+        if settings.hidden == MultilabelSettings().hidden:
+            settings = replace(settings, hidden=earlier.hidden)
+        settings = replace(settings, encoder=settings.encoder or earlier.encoder)
+    return settings
+
+
 def task(settings: MultilabelSettings, data: Data) -> Task:
     """The task of one run. Set the seed before the call, because it initializes the network."""
     return prepared_task(settings, data)[1]
@@ -75,8 +99,14 @@ def task(settings: MultilabelSettings, data: Data) -> Task:
 def prepared_task(settings: MultilabelSettings, data: Data) -> tuple[Preparation, Task]:
     """The preparation of a run, and its task."""
     loss, k = loss_and_k(settings, data)
-    prepared = prepare.fit(data.training, data.columns, k)
-    model = network(settings, prepared)
+    if settings.continue_from is None:
+        prepared = prepare.fit(data.training, data.columns, k)
+        model = network(settings, prepared)
+    else:
+        earlier = load(settings.continue_from)
+        prepared = prepare.continued(earlier.preparation, data.training, k)
+        model = network(settings, prepared)
+        copy_weights(model, earlier.network)
     rate = settings.learning_rate if settings.hidden else 10 * settings.learning_rate
     optimizer = torch.optim.Adam(model.parameters(), lr=rate)
     parts = {"validation": data.validation} | ({} if data.test is None else {"test": data.test})
@@ -129,6 +159,10 @@ def _introduction(settings: MultilabelSettings, data: Data) -> list[str]:
         f"{rows} training samples with {mean:.1f} of {len(data.training.names)} labels on average; "
         f"{len(data.validation)} more samples {source} validation."
     ]
+    if settings.continue_from is not None:
+        new = len(data.training.names) - len(prepare.stored(settings.continue_from).labels)
+        added = f"{new} {'label is' if new == 1 else 'labels are'} new"
+        said.append(f"Training starts from the weights of `{settings.continue_from}`; {added}.")
     if data.columns is not None:
         said.append(f"Columns: {data.columns}.")
     each = "each sample's number of labels as k" if loss.k == "labels" else f"k = {loss.k}"
@@ -147,6 +181,15 @@ def check(settings: MultilabelSettings) -> None:
             raise BadInput(f"`--{name}-labels` requires `--{name}`.")
     if settings.separator == "":
         raise BadInput("`--separator` must be the text between two labels, but it is empty.")
+    if settings.continue_from is not None:
+        earlier = from_json(MultilabelSettings, settings.continue_from / SETTINGS_FILE)
+        run_directory.find_best_epoch(EXPERIMENT, settings.continue_from)  # raises if there is none
+        for name in ("hidden", "encoder"):
+            now, then = getattr(settings, name), getattr(earlier, name)
+            if now != then:
+                raise BadInput(
+                    f"`--{name}` must be {then}, as in `{settings.continue_from}`, but it is {now}."
+                )
     if settings.hidden < 0:
         raise BadInput(f"`--hidden` must be at least 0, but it is {settings.hidden}.")
     if settings.patience is not None and settings.patience < 1:

@@ -1,0 +1,260 @@
+"""From probabilities to sets of labels: the rules that decide, their parameters, and the metrics of sets."""
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+from torchlml_lab.cli_errors import BadInput
+from torchlml_lab.data.labelled_rows import LabelledRows
+from torchlml_lab.files import read_json, record
+from torchlml_lab.multilabel.settings import RULES, RuleName
+
+FEATURES = 8  # top probabilities that predict the number of labels
+STRENGTH = 10.0  # of the ridge regression, in samples
+_LARGEST = 1e9  # weight of the regression: log-odds are at most 14
+WORDS: Mapping[RuleName, str] = {
+    "top-k": "the {k} most probable labels",
+    "half": "labels with p > 0.5",
+    "threshold": "labels with p > {threshold:.3f}, and always the best one",
+    "count": "the most probable labels, as many as predicted for the sample",
+}
+
+
+@dataclass(frozen=True)
+class Decisions:
+    """The rule of a run and the parameters of all rules, fitted on validation samples."""
+
+    rule: RuleName = "top-k"
+    """The rule with the highest mean of micro-F1 and exact sets."""
+    threshold: float = 0.5
+    """The threshold with the highest micro-F1."""
+    weights: list[float] = field(default_factory=list)
+    """The regression of the number of labels: the constant, then a weight for each top log-odds. If it is
+    empty, the number is k."""
+    most: int = 1
+    """The largest number of labels of a validation sample, and of the rule `count`."""
+
+    def sizes(self, probabilities: Tensor, k: int) -> Tensor:
+        """The number of labels of each sample (R,) according to the rule `count`."""
+        if not self.weights:
+            return torch.full((len(probabilities),), k)
+        constant, *weights = self.weights
+        found = _log_odds(probabilities) @ torch.tensor(weights, dtype=torch.float64) + constant
+        return found.round().clamp(1, min(self.most, probabilities.shape[1])).long()
+
+    def decide(self, logits: Tensor, probabilities: Tensor, k: int, rule: RuleName) -> Tensor:
+        """Choose the labels of each sample.
+
+        Args:
+            logits: (R, n), which rank the labels: probabilities can be equal by rounding.
+            probabilities: (R, n).
+            k: The k of the run.
+            rule: The rule to use.
+
+        Returns:
+            bool (R, n).
+        """
+        if rule == "half":
+            return probabilities > 0.5
+        if rule == "threshold":
+            return (probabilities > self.threshold).scatter(-1, logits.argmax(-1, keepdim=True), True)
+        sizes = self.sizes(probabilities, k) if rule == "count" else torch.full((len(logits),), k)
+        order = logits.topk(int(sizes.max()) if len(sizes) else 1, dim=-1).indices
+        chosen = torch.arange(order.shape[1]) < sizes[:, None]
+        return torch.zeros_like(logits, dtype=torch.bool).scatter(-1, order, chosen)
+
+    def in_words(self, rule: RuleName, k: int) -> str:
+        """A description of a rule."""
+        return WORDS[rule].format(k=k, threshold=self.threshold)
+
+
+def fit(logits: Tensor, probabilities: Tensor, observed: Tensor, k: int) -> Decisions:
+    """Fit all rules on validation samples, and choose the best one.
+
+    Args:
+        logits: (R, n).
+        probabilities: (R, n).
+        observed: bool (R, n), the labels of each sample.
+        k: The k of the run.
+    """
+    fitted = Decisions(
+        threshold=best_threshold(logits, probabilities, observed),
+        weights=_count_weights(probabilities, observed.sum(-1)),
+        most=max(1, int(observed.sum(-1).max())),
+    )
+
+    def score(rule: RuleName) -> float:
+        measures = SetMeasures(observed.shape[1])
+        measures.update(fitted.decide(logits, probabilities, k, rule), observed)
+        found = measures.result()
+        return found.micro_f1 + found.exact
+
+    return Decisions(max(RULES, key=score), fitted.threshold, fitted.weights, fitted.most)
+
+
+def best_threshold(logits: Tensor, probabilities: Tensor, observed: Tensor) -> float:
+    """The threshold with the highest micro-F1, if the best label of each sample is always chosen."""
+    always = torch.zeros_like(observed).scatter(-1, logits.argmax(-1, keepdim=True), True)
+    values, order = probabilities[~always].double().sort(descending=True)
+    right = observed[~always][order].double()
+    hits = (observed & always).sum() + torch.cat([right.new_zeros(1), right.cumsum(0)])
+    chosen = always.sum() + torch.arange(len(hits))
+    f1 = 2 * hits / (chosen + observed.sum())
+    # Equal probabilities are chosen together, so a threshold can only separate different ones.
+    ends = torch.cat([values.new_ones(1), values, values.new_zeros(1)])
+    f1[ends[:-1] == ends[1:]] = -1
+    best = int(f1.argmax())
+    return float((ends[best] + ends[best + 1]) / 2)
+
+
+def _log_odds(probabilities: Tensor) -> Tensor:
+    """The log-odds of the highest probabilities, in descending order, float64 (R, at most `FEATURES`)."""
+    top = probabilities.double().topk(min(FEATURES, probabilities.shape[1]), dim=-1).values
+    return torch.logit(top, eps=1e-6)
+
+
+def _count_weights(probabilities: Tensor, counts: Tensor) -> list[float]:
+    """Ridge regression of the number of labels on the top log-odds."""
+    x, y = _log_odds(probabilities), counts.double()
+    mean, scale = x.mean(0), x.std(0, correction=0).clamp(min=1e-6)
+    x = (x - mean) / scale
+    penalty = STRENGTH * torch.eye(x.shape[1], dtype=torch.float64)
+    weights = torch.linalg.solve(x.T @ x + penalty, x.T @ (y - y.mean())) / scale
+    constant = y.mean() - mean @ weights
+    return [round(float(value), 9) for value in (constant, *weights)]
+
+
+def stored(path: Path, labels: int) -> Decisions:
+    """Load the decisions of a run from its calibration; raise `BadInput` if the file is damaged.
+
+    Args:
+        path: The file. If it does not exist, the rule is `top-k`.
+        labels: The number of labels of the run.
+    """
+    if not path.exists():
+        return Decisions()
+    values = read_json(path, dict).get("decisions")
+    try:
+        if not isinstance(values, dict):
+            raise ValueError("`decisions` must be an object")
+        found = record(values, Decisions)
+        if not all(map(math.isfinite, (found.threshold, *found.weights))):
+            raise ValueError("`decisions` contains a number that is not finite")
+        if found.weights and len(found.weights) != 1 + min(FEATURES, labels):
+            raise ValueError(f"`weights` must have length {1 + min(FEATURES, labels)}")
+        if found.most < 1 or max(map(abs, found.weights), default=0) > _LARGEST:
+            raise ValueError(f"`most` must be at least 1, and `weights` from -{_LARGEST:g} to {_LARGEST:g}")
+    except ValueError as error:
+        raise BadInput(f"`{path}` is damaged: {error}.") from error
+    return found
+
+
+class SetResult(NamedTuple):
+    """The metrics of chosen sets, as fractions."""
+
+    micro_f1: float
+    macro_f1: float
+    """The mean over all labels that some sample has or that are chosen for some sample."""
+    exact: float
+    """The share of samples whose set is exactly right."""
+    size: float
+    """The mean number of chosen labels."""
+
+
+class SetMeasures:
+    """Accumulates metrics of chosen sets over batches.
+
+    Args:
+        labels: The number of labels of the samples. Labels that a run does not know come last and are never
+            chosen.
+    """
+
+    def __init__(self, labels: int) -> None:
+        self.hits, self.chosen, self.support = (torch.zeros(labels, dtype=torch.int64) for _ in range(3))
+        self.exact = self.rows = 0
+
+    def update(self, chosen: Tensor, observed: Tensor) -> None:
+        """Add samples with chosen labels, bool (R, known labels), and their labels, bool (R, labels)."""
+        known = chosen.shape[1]
+        self.hits[:known] += (chosen & observed[:, :known]).sum(0)
+        self.chosen[:known] += chosen.sum(0)
+        self.support += observed.sum(0)
+        right = (chosen == observed[:, :known]).all(-1) & ~observed[:, known:].any(-1)
+        self.exact += int(right.sum())
+        self.rows += len(chosen)
+
+    def result(self) -> SetResult:
+        """The metrics of all samples so far."""
+        either = self.chosen + self.support
+        each = 2 * self.hits[either > 0] / either[either > 0]
+        total = int(either.sum())
+        return SetResult(
+            micro_f1=2 * int(self.hits.sum()) / total if total else 0.0,
+            macro_f1=float(each.double().mean()) if len(each) else 0.0,
+            exact=self.exact / max(1, self.rows),
+            size=int(self.chosen.sum()) / max(1, self.rows),
+        )
+
+
+def average_precision(scores: npt.NDArray[Any], observed: npt.NDArray[np.bool_]) -> float:
+    """The average precision of one label, whose samples are ranked by their scores.
+
+        >>> average_precision(np.array([0.9, 0.8, 0.1]), np.array([True, False, True]))
+        0.8333333333333333
+
+    Args:
+        scores: (R,). Samples with equal scores share a rank, as in scikit-learn.
+        observed: (R,), whether each sample has the label; at least one does.
+    """
+    order = np.argsort(-scores, kind="stable")
+    ranked, hits = scores[order], np.cumsum(observed[order])
+    last = np.flatnonzero(np.append(ranked[1:] != ranked[:-1], True))
+    found = hits[last]
+    return float((np.diff(found, prepend=0) * found / (last + 1)).sum() / found[-1])
+
+
+class LabelResult(NamedTuple):
+    """The metrics of one label, as fractions. Fields are None if they are not defined."""
+
+    label: str
+    support: int
+    """The number of samples with the label."""
+    predicted: int
+    """The number of samples for which the rule of the run chooses it."""
+    precision: float | None
+    recall: float | None
+    average_precision: float | None
+
+
+def label_results(
+    rows: LabelledRows, found: SetMeasures, scores: npt.NDArray[np.float32]
+) -> list[LabelResult]:
+    """The metrics of each label that occurs or is chosen, most frequent first.
+
+    Args:
+        rows: The samples.
+        found: The sets that were chosen for them.
+        scores: (R, known labels), the probabilities of the labels; without columns, there are no average
+            precisions.
+    """
+    columns = rows.labels.tocsc()
+    results = []
+    counts = zip(*(one.tolist() for one in (found.hits, found.chosen, found.support)), strict=True)
+    for label, (hits, chosen, support) in enumerate(counts):
+        if not chosen and not support:
+            continue
+        average = None
+        if support and label < scores.shape[1]:
+            observed = np.zeros(len(rows), dtype=bool)
+            observed[columns.indices[columns.indptr[label] : columns.indptr[label + 1]]] = True
+            average = average_precision(scores[:, label], observed)
+        precision, recall = hits / chosen if chosen else None, hits / support if support else None
+        results.append(LabelResult(rows.names[label], support, chosen, precision, recall, average))
+    return sorted(results, key=lambda one: -one.support)
