@@ -434,7 +434,7 @@ def _explain(name: str, commands: Mapping[str, Command | None]) -> None:
             names = [option for option in options(_load(command.settings)()) if option != "--run"]
             margins = {"initial_indent": f"  {task:<14}", "subsequent_indent": " " * 16}
             listed.append(textwrap.fill(" ".join(names), shutil.get_terminal_size().columns, **margins))
-    about = f"{SUMMARIES[name].capitalize()}. The options depend on the task of the run:"
+    about = f"{SUMMARIES[name][0].upper()}{SUMMARIES[name][1:]}. The options depend on the task of the run:"
     more = f"Run `torchlml {name} RUN --help` or `torchlml {name} TASK --help` to see them explained."
     parts = (f"usage: torchlml {name} RUN [OPTIONS]", folded(about), "\n".join(listed), folded(more))
     sys.stdout.write("\n\n".join(parts) + "\n")
