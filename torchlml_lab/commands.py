@@ -442,7 +442,7 @@ def _explain(name: str, commands: Mapping[str, Command | None]) -> None:
             listed.append(
                 textwrap.fill(" ".join(names), width, initial_indent=first, subsequent_indent=others)
             )
-    about = f"{SUMMARIES[name].capitalize()}. The options depend on the task of the run:"
+    about = f"{SUMMARIES[name][0].upper()}{SUMMARIES[name][1:]}. The options depend on the task of the run:"
     more = f"Run `torchlml {name} RUN --help` or `torchlml {name} TASK --help` to see them explained."
     parts = (f"usage: torchlml {name} RUN [OPTIONS]", folded(about), "\n".join(listed), folded(more))
     sys.stdout.write("\n\n".join(parts) + "\n")

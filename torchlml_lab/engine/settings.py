@@ -279,10 +279,12 @@ GROUPS = {
         "split_seed columns users"
     ),
     "model": (
-        "network head loss objective k temperature model hidden dimension dropout leave_one_out without_bias"
+        "network head encoder loss objective k temperature model hidden dimension dropout leave_one_out "
+        "without_bias"
     ),
     "training": (
-        "epochs patience batch_size learning_rate weight_decay clip seed mixed_precision cpu threads resume"
+        "epochs patience batch_size learning_rate weight_decay clip seed mixed_precision cpu threads "
+        "continue_from resume"
     ),
     "output": "out overwrite tensorboard csv",
 }

@@ -134,7 +134,7 @@ class ExportSettings:
     names of the labels. In Python, `torchlml_lab.load_run(RUN).inputs(samples)` computes these inputs.
     """
 
-    run: Annotated[Path, tyro.conf.Positional] = Path("runs/multilabel")
+    run: Annotated[Path, tyro.conf.Positional, tyro.conf.arg(metavar="RUN")] = Path("runs/multilabel")
     """The run directory."""
     format: Literal["onnx", "torch"] = "onnx"
     """`onnx`: standard ONNX operators, for example for onnxruntime. `torch`: a program of torch.export."""
