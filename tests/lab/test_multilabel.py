@@ -109,7 +109,7 @@ def test_from_a_csv_to_the_best_tags_in_two_commands(run, tmp_path, capsys):
     )
     lines = (tmp_path / "o.csv").read_text().splitlines()
     assert lines[0] == "row,rank,label,probability"
-    assert lines[1].startswith(f"1,1,{rows[0]['labels'][0]},0.")
+    assert lines[1] == f"1,1,{rows[0]['labels'][0]},{rows[0]['probabilities'][0]:.6f}"
     assert len(lines) == 81
 
 
