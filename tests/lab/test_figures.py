@@ -41,7 +41,6 @@ def test_all_draws_figures_without_data_and_names_the_commands_for_the_rest(caps
         "scene-graph",
         "scene-graph-bias",
         "which-k",
-        "missing-labels",
     }
     drawn = set(commands.FIGURES) - from_tables
     assert {path.name for path in Path("pictures").iterdir()} == {
