@@ -79,6 +79,14 @@ def test_the_threshold_is_the_best_of_all(rows: int) -> None:
     assert max(tried) > min(tried)
 
 
+def test_a_threshold_does_not_separate_equal_probabilities() -> None:
+    # The best set would be the first three of four equal labels, but only all four or none are possible.
+    y = torch.tensor([[0.9, 0.5, 0.5, 0.5, 0.5, 0.1]])
+    observed = torch.tensor([[True, True, True, True, False, False]])
+    found = Decisions(threshold=best_threshold(torch.logit(y), y, observed))
+    assert found.decide(torch.logit(y), y, K, "threshold").int().tolist() == [[1, 1, 1, 1, 1, 0]]
+
+
 def test_the_number_of_labels_is_a_ridge_regression() -> None:
     from sklearn.linear_model import Ridge
     from sklearn.preprocessing import StandardScaler
