@@ -156,7 +156,7 @@ BENCHMARKS = {
     ),
     "losses": Command(
         "bench.settings:LossesSettings",
-        "bench.losses:main",
+        "bench.targets:losses",
         "the losses compared with cross-entropy, on fixed problems",
     ),
     "alternatives": Command(
@@ -166,6 +166,11 @@ BENCHMARKS = {
     ),
     "scale": Command(
         "bench.settings:ScaleSettings", "bench.scale:main", "many labels: time, memory, communication rounds"
+    ),
+    "own-data": Command(
+        "bench.settings:OwnDataSettings",
+        "bench.own_data:main",
+        "tagging: the default model and other packages",
     ),
     "paper": Command(
         "bench.settings:read_paper", "bench.paper:main", "the timing study of the paper, with its figure"
@@ -205,7 +210,7 @@ FIGURES = {
     ),
     "sets": Command(
         "figures.settings:SetsFigureSettings",
-        "figures.sets:main",
+        "figures.geometry:sets",
         "distance of lml from exact inclusion probabilities",
     ),
     "benchmarks": Command(
@@ -277,10 +282,10 @@ SINGLE = {
 """The commands that consist of a single word."""
 
 SUMMARIES = {
-    "demo": "compare five losses on digit data with missing labels (one minute)",
+    "demo": "compare five losses on digits with missing labels (one minute)",
     "which-k": "measure how a wrong value of k affects ranking and calibration",
     "routing": "compare routers for mixtures of experts (ten minutes)",
-    "missing-labels": "compare losses on data with one observed label per sample (one hour)",
+    "missing-labels": "compare losses with one observed label per sample (one hour)",
     "info": "show versions, kernels, threads, devices and extras",
     "gpu-check": "verify and time the Triton kernels on your GPU",
     "bench": "benchmark the layer, related operators and losses",
@@ -432,8 +437,11 @@ def _explain(name: str, commands: Mapping[str, Command | None]) -> None:
     for task, command in commands.items():
         if command is not None:
             names = [option for option in options(_load(command.settings)()) if option != "--run"]
-            margins = {"initial_indent": f"  {task:<14}", "subsequent_indent": " " * 16}
-            listed.append(textwrap.fill(" ".join(names), shutil.get_terminal_size().columns, **margins))
+            width = shutil.get_terminal_size().columns
+            first, others = f"  {task:<14}", " " * 16
+            listed.append(
+                textwrap.fill(" ".join(names), width, initial_indent=first, subsequent_indent=others)
+            )
     about = f"{SUMMARIES[name][0].upper()}{SUMMARIES[name][1:]}. The options depend on the task of the run:"
     more = f"Run `torchlml {name} RUN --help` or `torchlml {name} TASK --help` to see them explained."
     parts = (f"usage: torchlml {name} RUN [OPTIONS]", folded(about), "\n".join(listed), folded(more))

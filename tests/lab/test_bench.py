@@ -273,7 +273,7 @@ def test_related_operators_are_timed_with_a_separate_plot(capsys, tmp_path):
 def test_importing_the_benchmarks_writes_nothing():
     program = (
         "import sys; sys.addaudithook(lambda event, args: event == 'open' and 'clear_refs' in str(args[0]) "
-        "and sys.exit('written')); from torchlml_lab.bench import grid_benchmark, losses, paper"
+        "and sys.exit('written')); from torchlml_lab.bench import grid_benchmark, paper, targets"
     )
     assert subprocess.run([sys.executable, "-c", program], check=False).returncode == 0
 

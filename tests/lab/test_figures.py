@@ -167,7 +167,7 @@ def test_a_picture_is_transparent(tmp_path):
     with plots.new_figure(tmp_path / "x.png", 1, 1) as figure:
         figure.subplots()
     with Image.open(tmp_path / "x.png") as picture:
-        assert picture.convert("RGBA").getpixel((0, 0))[3] == 0
+        assert picture.convert("RGBA").getchannel("A").getpixel((0, 0)) == 0
 
 
 def test_a_user_table_takes_precedence_over_the_study(tmp_path):

@@ -181,9 +181,14 @@ def convex_program(x: Tensor, k: int) -> Tensor:
     return answer
 
 
-def _without(package: str, hint: str = "") -> Callable[[], str | None]:
-    said = f"the package `{package}` is not installed{hint}"
-    return lambda: None if importlib.util.find_spec(package) else said
+def _without(package: str, hint: str = "", needs: str | None = None) -> Callable[[], str | None]:
+    def absent() -> str | None:
+        missing = next(
+            (name for name in (package, needs) if name and not importlib.util.find_spec(name)), None
+        )
+        return None if missing is None else f"the package `{missing}` is not installed{hint}"
+
+    return absent
 
 
 _OURS = {provider.name: provider for provider in LAYER}
@@ -202,7 +207,9 @@ ALTERNATIVES = (
     # The default method compares all pairs of entries.
     Alternative("softtorch", soft_index, _without("softtorch", " (it needs Python 3.12)"), longest=1000),
     # A network for n entries has n layers and is rebuilt in every call.
-    Alternative("difftopk", sorting_network, _without("difftopk"), longest=100, float32_only=True),
+    Alternative(
+        "difftopk", sorting_network, _without("difftopk", needs="diffsort"), longest=100, float32_only=True
+    ),
     Alternative("cvxpylayers", convex_program, _without("cvxpylayers"), longest=50),
     # Its accuracy on a row of millions takes minutes to measure.
     Alternative("paper-bracketing", _OURS["lml-bracketing"].function, longest=100_000),

@@ -279,3 +279,36 @@ def read_paper(arguments: Sequence[str]) -> PaperSettings:
 def read_alternatives(arguments: Sequence[str]) -> ComparisonSettings:
     """Parse the options of `torchlml bench alternatives`."""
     return _read_quick(ComparisonSettings, "bench alternatives", arguments, QUICK_COMPARISON)
+
+
+@dataclass(frozen=True)
+class OwnDataSettings:
+    """Compare `torchlml train multilabel` with other packages for tagging; repeat the command to resume.
+
+    Every method trains on the same samples of bibtex, corel5k, delicious and GoEmotions and predicts the same
+    test samples. LibMultiLabel and napkinXC are optional: `pip install 'torchlml[competitors]'`.
+    """
+
+    data: Path | None = None
+    """The directory with the data, as in docs/own-data.md; by default the environment variable
+    TORCHLML_DATA."""
+    csv: Path = Path("own-data.csv")
+    """CSV file of the results; finished comparisons in it are not repeated."""
+    sets: tuple[str, ...] = ("bibtex", "corel5k", "delicious", "goemotions")
+    """The data sets."""
+    sizes: tuple[int, ...] = (300, 1000, 3000, 0)
+    """The numbers of training samples; 0 for all samples."""
+    methods: tuple[str, ...] = (
+        "torchlml",
+        "LinearSVC",
+        "LinearSVC, tuned",
+        "logistic",
+        "logistic, tuned",
+        "LibMultiLabel",
+        "LibMultiLabel, tuned",
+        "napkinXC",
+        "napkinXC, tuned",
+    )
+    """The methods, with default settings or with the strength chosen on validation samples."""
+    seed: int = 0
+    """The seed that selects the training samples."""

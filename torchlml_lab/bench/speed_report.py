@@ -268,8 +268,8 @@ def _losses(rows: Sequence[Measurement]) -> str:
     for (name, batch, n, k), by_threads in found.items():
         cells = []
         for number in threads:
-            row = by_threads.get(number)
-            cells += [f"{row.p50 / 1e3:.3g}", three_digits(row.ratio_p50)] if row else ["-", "-"]
+            cell = by_threads.get(number)
+            cells += [f"{cell.p50 / 1e3:.3g}", three_digits(cell.ratio_p50)] if cell else ["-", "-"]
         limit = LOSS_LIMITS.get(name)
         met = "yes" if limit and max(row.ratio_p50 for row in by_threads.values()) <= limit else "no"
         goal = (f"{limit:g}", met) if limit else ("", "")

@@ -1,4 +1,4 @@
-"""`torchlml bench short` and `bench balanced`: ratios of times, with the targets that they should meet."""
+"""`torchlml bench short`, `balanced` and `losses`: ratios of times, most of them with a target."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -12,6 +12,7 @@ from torchlml_lab.bench.cases import DTYPES, Case
 from torchlml_lab.bench.measurements import RowFile, measured
 from torchlml_lab.bench.settings import (
     BalancedSettings,
+    LossesSettings,
     ShortRowsSettings,
     check_choices,
     check_numbers,
@@ -274,3 +275,104 @@ def _competitors(case: Case) -> dict[str, dict[str, Callable[[], object]]]:
         "balanced_lml": lambda: torch.autograd.grad(y, leaf, grad, retain_graph=True),
     }
     return {"forward": forward, "backward": backward}
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """Losses on one problem. Ratios are relative to the first loss."""
+
+    operator: str
+    case: Case
+    calls: dict[str, Callable[[], Tensor]]
+
+
+# Each problem is built when it is needed, for a given number of threads.
+COMPARISONS: tuple[Callable[[int], Comparison], ...] = (
+    lambda threads: _single_label(1000, 5, threads),
+    lambda threads: _single_label(1000, 100, threads),
+    lambda threads: _single_label(10_000, 5, threads),
+    lambda threads: _single_label(10_000, 100, threads),
+    lambda threads: _ragged(threads),
+)
+
+
+def losses(settings: LossesSettings) -> None:
+    """Measure every comparison, append its rows to the CSV, and print one table."""
+    console = new_console()
+    check_numbers("--threads", settings.threads, 1, cores())
+    check_timing(settings)
+    file = RowFile(settings.csv)
+    jobs = [(number, make) for number in dict.fromkeys(settings.threads) for make in COMPARISONS]
+    file.announce(f"Running {len(jobs)} comparisons of about {settings.seconds:g} s each", console)
+    heads = ("loss", "batch", "n", "k", "threads", "ms", "ratio")
+    table = plain_table(f"{_BOTH}: time per call, and its ratio to the first loss of the problem", heads)
+    with ProgressBar(console) as progress:
+        task = progress.add_task("losses", total=len(jobs))
+        for done, (number, make) in enumerate(jobs):
+            try:
+                with use_threads(number):
+                    for row in _measure(file, make(number), settings):
+                        table.add_row(*row)
+                table.add_section()
+            except KeyboardInterrupt:
+                raise KeyboardInterrupt(
+                    f"Interrupted: {done} of {len(jobs)} comparisons are in {settings.csv}."
+                ) from None
+            progress.advance(task)
+    console.print(table)
+    if lacks := file.lacks():
+        raise RuntimeError(lacks)
+    console.print(f"Results written to {settings.csv}.", soft_wrap=True)
+
+
+def _measure(file: RowFile, comparison: Comparison, settings: LossesSettings) -> Iterator[tuple[str, ...]]:
+    """Time a comparison, write it to the file, and yield the rows of the table."""
+    case, baseline = comparison.case, next(iter(comparison.calls))
+    timings = race(comparison.calls, baseline, settings.repetitions, settings.seconds)
+    file.add(
+        measured(
+            comparison.operator, name, _BOTH, case, timing.seconds.times(1e6), timing.ratio, timing.rounds
+        )
+        for name, timing in timings.items()
+    )
+    problem = (f"{case.batch}", f"{case.n}", f"{case.k}", f"{case.threads}")
+    for name, timing in timings.items():
+        yield name, *problem, f"{timing.seconds.p50 * 1e3:.3g}", f"{timing.ratio.p50:.2f}"
+
+
+def _single_label(n: int, k: int, threads: int) -> Comparison:
+    case = Case(n, k, 256, 3.0, "float32", threads)
+    x = case.logits().requires_grad_()
+    target = torch.randint(n, (256,), generator=torch.Generator().manual_seed(n))
+    found: dict[str, Call] = {
+        "cross_entropy": lambda x: F.cross_entropy(x, target),
+        "lml_loss": lambda x: torchlml.lml_loss(x, target, k),
+    }
+    if n == 1000:
+        found["truncated_entropy_loss"] = lambda x: torchlml.truncated_entropy_loss(x, target, k)
+        found["topk_svm_loss"] = lambda x: torchlml.topk_svm_loss(x, target, k)
+    if n == 1000 and k == 100:
+        found["smooth_topk_svm_loss"] = lambda x: torchlml.smooth_topk_svm_loss(x, target, k)
+    return Comparison("loss", case, {name: _gradient(loss, x) for name, loss in found.items()})
+
+
+def _ragged(threads: int) -> Comparison:
+    """Compare six images of 100 to 380 edges, 50 predicates each, with six rows of their mean length."""
+    lengths = 50 * torch.tensor([100, 150, 210, 260, 340, 380])
+    offsets = torch.cat([lengths.new_zeros(1), lengths.cumsum(0)])
+    size = int(offsets[-1])
+    case = Case(size // 6, 20, 6, 3.0, "float32", threads)
+    generator = torch.Generator().manual_seed(0)
+    dense = case.logits().requires_grad_()
+    labels = torch.randint(case.n, (6, 10), generator=generator)
+    values = (torch.randn(size, generator=generator) * case.scale).requires_grad_()
+    positions = torch.randint(size, (60,), generator=generator)
+    calls = {
+        "lml_loss, dense": _gradient(lambda x: torchlml.lml_loss(x, labels, 20), dense),
+        "lml_loss, ragged": _gradient(lambda x: torchlml.lml_loss(x, positions, 20, offsets=offsets), values),
+    }
+    return Comparison("ragged loss", case, calls)
+
+
+def _gradient(loss: Call, x: Tensor) -> Callable[[], Tensor]:
+    return lambda: torch.autograd.grad(loss(x), x)[0]

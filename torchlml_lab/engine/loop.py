@@ -6,6 +6,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field
+from pathlib import Path
 from statistics import median
 from typing import Any, TypeVar
 
@@ -54,6 +55,12 @@ class Task:
     """Training stops after this many epochs without improvement. None trains all epochs."""
     stored: Mapping[str, dict[str, Any]] = field(default_factory=dict)
     """JSON files, by name, that are written to the run directory at the start, for use in prediction."""
+    combine: Callable[[nn.Module], None] | None = None
+    """Called with the model of the best epoch after training. The validation metrics are then measured again,
+    because it may change the model."""
+    refit: Callable[[nn.Module, Path | None], None] | None = None
+    """Called after that, to fit parts of the model on all samples before the test. The second argument is the
+    run directory in the first process, and None in the others."""
     instead: str = ""
     """A sentence that recommends a faster alternative if training would take hours."""
 

@@ -267,8 +267,8 @@ class _Run:
     def _finish(self, seconds: float) -> dict[str, Any]:
         assert self.state is not None
         best = self.folder.checkpoint(self.state.best)
-        load_model(self.accelerator.unwrap_model(self.model), str(best / "model.safetensors"))
-        measures = self._evaluate("test") if "test" in self.held_out else {}
+        model = self.accelerator.unwrap_model(self.model)
+        load_model(model, str(best / "model.safetensors"))
         best_line = (self.state.best_epoch, "validation")
         lines = self.folder.metrics()
         chosen = next((old for old in lines if (old["epoch"], old["split"]) == best_line), None)
@@ -276,6 +276,12 @@ class _Run:
             path = self.folder.path / "metrics.jsonl"
             raise BadInput(f"`{path}` is damaged: the validation line of epoch {best_line[0]} is missing.")
         validation = {key: chosen[key] for key in chosen if key not in ("epoch", "split", "train_loss")}
+        if self.task.combine is not None:
+            self.task.combine(model)
+            validation = self._evaluate("validation")
+        if self.task.refit is not None:
+            self.task.refit(model, self.folder.path if self.main else None)
+        measures = self._evaluate("test") if "test" in self.held_out else {}
         result = {
             "best_epoch": self.state.best_epoch,
             "validation": validation,

@@ -98,7 +98,8 @@ def _draw_noise_panel(
                 apart = at + 0.05 * (place - (len(names) - 1) / 2)
                 points.append((apart, mean(found), stdev(found) if len(found) > 1 else 0.0))
         if points:
-            axes.errorbar(*zip(*points, strict=True), color=color, marker=marker, linewidth=1.2, capsize=2)
+            places, heights, bars = zip(*points, strict=True)
+            axes.errorbar(places, heights, bars, color=color, marker=marker, linewidth=1.2, capsize=2)
             ends.append((points[-1][1], loss, color))
     levels = [f"{noise:g}\n{mean(values[reference, noise].values()):.1f}" for noise in noises]
     axes.set_xticks(range(len(noises)), levels)

@@ -1,12 +1,17 @@
 """The network, its metrics, and trained runs loaded from disk."""
 
+import copy
+import json
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import NamedTuple
 
+import numpy as np
 import torch
 from accelerate import Accelerator
+from safetensors import SafetensorError, safe_open
+from safetensors.numpy import save_file
 from torch import Tensor, nn
 from torch.nn.functional import pad
 
@@ -24,10 +29,11 @@ from torchlml_lab.data.labelled_rows import Encoder, LabelledRows, Matrix
 from torchlml_lab.data.tables import is_table
 from torchlml_lab.engine import run_directory
 from torchlml_lab.engine.settings import SETTINGS_FILE, from_json
-from torchlml_lab.files import read_json
+from torchlml_lab.files import read_json, replacing
 from torchlml_lab.multilabel import decisions
 from torchlml_lab.multilabel import preparation as prepare
 from torchlml_lab.multilabel.decisions import Decisions
+from torchlml_lab.multilabel.linear import LinearPart, Mixture
 from torchlml_lab.multilabel.losses import PADDING, LabelLoss, unlike_logits
 from torchlml_lab.multilabel.preparation import Preparation
 from torchlml_lab.multilabel.samples import Batch, Batches, Inputs
@@ -68,39 +74,94 @@ def _sparse_product(rows: Inputs | Tensor, weight: Tensor) -> Tensor:
     )
 
 
+class LinearLogits(nn.Module):
+    """The linear part of a model, which is not trained by gradients, added to the logits of the network.
+
+    Args:
+        part: The linear part.
+        mixture: The weights of the sum.
+    """
+
+    weight: Tensor
+    bias: Tensor
+
+    def __init__(self, part: LinearPart, mixture: Mixture) -> None:
+        super().__init__()
+        self.mixture = mixture
+        # They are stored once per run and not with every epoch.
+        self.register_buffer("weight", torch.from_numpy(part.weight), persistent=False)
+        self.register_buffer("bias", torch.from_numpy(part.bias), persistent=False)
+
+    def part(self, labels: int) -> LinearPart:
+        """The linear part, with scores of 0 for more labels."""
+        more = labels - len(self.bias)
+        return LinearPart(pad(self.weight, (0, more)).numpy(), pad(self.bias, (0, more)).numpy())
+
+    def forward(self, rows: Inputs | Tensor, network: Tensor) -> Tensor:
+        """The weighted sum of the linear scores and the logits of the network."""
+        scores = _sparse_product(rows, self.weight) + self.bias
+        return self.mixture.linear * scores + self.mixture.network * network + self.mixture.shift
+
+
 class LabelNetwork(nn.Module):
-    """A network that computes a logit for every label.
+    """A network that computes a logit for every label, to which a linear part can be added.
 
     Args:
         inputs: The number of input columns.
         labels: The number of labels.
         hidden: The size of the hidden layer; 0 for a linear model.
         dropout: The dropout probability of the hidden layer.
+        most: The number of inputs that the network uses at most. If there are more, `place` must be filled.
     """
 
-    def __init__(self, inputs: int, labels: int, hidden: int, dropout: float) -> None:
+    place: Tensor | None
+
+    def __init__(
+        self, inputs: int, labels: int, hidden: int, dropout: float, most: int | None = None
+    ) -> None:
         super().__init__()
-        self.first = SparseLinear(inputs, hidden or labels)
+        used = inputs if most is None else min(most, inputs)
+        self.first = SparseLinear(used, hidden or labels)
+        # For each input its row of the first layer, or -1 if the network does not use it.
+        self.register_buffer("place", None if used == inputs else torch.full((inputs,), -1))
         if not hidden:
             nn.init.zeros_(self.first.weight)
         self.between = nn.Sequential(nn.ReLU(), nn.Dropout(dropout)) if hidden else None
         self.last = nn.Linear(hidden, labels) if hidden else None
+        self.linear: LinearLogits | None = None
+        # The linear part is the same in all processes, so it is not sent at every step.
+        self._ddp_params_and_buffers_to_ignore = ["linear.weight", "linear.bias"]
 
     def forward(
         self, rows: Inputs | Tensor, labels: Tensor | None = None, loss: LabelLoss | None = None
     ) -> Tensor:
-        """The logits (R, labels), or the mean loss if labels and a loss are passed.
+        """The logits (R, labels), or the mean loss of the network alone if labels and a loss are passed.
 
         The loss is computed here because `lml` fuses it with the last layer, so that the full logit matrix is
-        never materialized.
+        never materialized. The linear part is added to the logits only: a network trained on what the linear
+        part leaves over would learn nothing, because that part fits the training samples almost perfectly.
         """
-        found = self.first(rows)
+        used = len(self.first.weight)
+        found = self.first(rows if self.place is None else _renumbered(rows, self.place, used))
         if self.last is None or self.between is None:
-            return found if loss is None or labels is None else loss(found.float(), labels)
-        found = self.between(found)
-        if loss is None or labels is None:
-            return self.last(found)
-        return loss.of_linear(found, self.last, labels)
+            if loss is not None and labels is not None:
+                return loss(found.float(), labels)
+        else:
+            found = self.between(found)
+            if loss is not None and labels is not None:
+                return loss.of_linear(found, self.last, labels)
+            found = self.last(found)
+        return found if self.linear is None else self.linear(rows, found.float())
+
+
+def _renumbered(rows: Inputs | Tensor, place: Tensor, count: int) -> Inputs | Tensor:
+    """Renumber the columns, and drop those whose place is -1; the others are `count`."""
+    if isinstance(rows, Tensor):
+        return rows.index_select(1, place.argsort()[-count:])
+    columns = place[rows.columns]
+    kept = columns >= 0
+    starts = nn.functional.pad(kept.cumsum(0), (1, 0))[rows.starts]
+    return Inputs(columns[kept], rows.values[kept], starts)
 
 
 def copy_weights(network: LabelNetwork, earlier: LabelNetwork) -> None:
@@ -111,7 +172,9 @@ def copy_weights(network: LabelNetwork, earlier: LabelNetwork) -> None:
 
 
 TEMPERATURE = "calibration.json"
+LINEAR = "linear.safetensors"
 ROWS = 512  # samples per forward pass
+MOST_INPUTS = 10_000  # the most frequent ones are enough for a network next to a linear part
 
 
 class TrainedLabels(NamedTuple):
@@ -123,8 +186,18 @@ class TrainedLabels(NamedTuple):
     epoch: int
     temperature: float
     """Logits are divided by it before they become probabilities."""
+    held_out: LinearLogits | None = None
+    """The linear part fitted without the validation samples, if the one of the network was fitted on all."""
     decisions: Decisions = Decisions()
     """The rules that choose sets of labels."""
+
+    def for_validation(self) -> "TrainedLabels":
+        """The run with a network that was not fitted on the validation samples, for choices and reports."""
+        if self.held_out is None:
+            return self
+        network = copy.copy(self.network)
+        network._modules = self.network._modules | {"linear": self.held_out}
+        return self._replace(network=network, held_out=None)
 
     @property
     def uses_k(self) -> bool:
@@ -145,19 +218,63 @@ def load(run: Path) -> TrainedLabels:
     best = run_directory.find_best_epoch(EXPERIMENT, run)
     settings = from_json(MultilabelSettings, run / SETTINGS_FILE)
     prepared = prepare.stored(run)
-    network = LabelNetwork(prepared.inputs, len(prepared.labels), settings.hidden, settings.dropout)
+    network = new_network(settings, prepared)
     best.load(network)
+    network.linear, held_out = stored_linear(run, prepared) if settings.model == "combined" else (None, None)
     decided = decisions.stored(run / TEMPERATURE, len(prepared.labels))
-    return TrainedLabels(settings, prepared, network, best.epoch, _temperature(run), decisions=decided)
+    return TrainedLabels(settings, prepared, network, best.epoch, _temperature(run), held_out, decided)
+
+
+def new_network(settings: MultilabelSettings, prepared: Preparation) -> LabelNetwork:
+    """A newly initialized network."""
+    most = MOST_INPUTS if settings.model == "combined" else None
+    return LabelNetwork(prepared.inputs, len(prepared.labels), settings.hidden, settings.dropout, most)
+
+
+def store_linear(run: Path, final: LinearPart, held_out: LinearPart, mixture: Mixture) -> None:
+    """Write the linear parts of a run, one fitted on all samples and one without the validation samples."""
+    tensors = {
+        f"{name}.{field}": np.ascontiguousarray(values)
+        for name, part in (("final", final), ("held_out", held_out))
+        for field, values in part._asdict().items()
+    }
+    with replacing(run / LINEAR) as temporary:
+        save_file(tensors, temporary, {"mixture": json.dumps(mixture._asdict())})
+
+
+def stored_linear(run: Path, prepared: Preparation) -> tuple[LinearLogits, LinearLogits] | tuple[None, None]:
+    """The linear parts of a run, or None if it has none, as before its end; a damaged file is `BadInput`."""
+    path = run / LINEAR
+    if not path.exists():
+        return None, None
+    try:
+        with safe_open(path, "numpy") as file:
+            mixture = Mixture(**json.loads(file.metadata()["mixture"]))
+            parts = [
+                LinearPart(file.get_tensor(f"{name}.weight"), file.get_tensor(f"{name}.bias"))
+                for name in ("final", "held_out")
+            ]
+        labels = len(prepared.labels)
+        for part in parts:
+            if part.weight.shape != (prepared.inputs, labels) or part.bias.shape != (labels,):
+                raise ValueError("wrong shape")
+            if not (np.isfinite(part.weight).all() and np.isfinite(part.bias).all()):
+                raise ValueError("not finite")
+        final, held_out = (LinearLogits(part, mixture) for part in parts)
+    except (OSError, SafetensorError, KeyError, TypeError, ValueError) as error:
+        raise BadInput(f"`{path}` is damaged or of another model.") from error
+    return final, held_out
 
 
 def scores(network: LabelNetwork, inputs: Matrix) -> Iterator[tuple[Tensor, slice]]:
     """Yield the logits of prepared samples in chunks, each with the slice of its samples."""
     data = Batches(inputs, inputs[:, :0])
+    device = next(network.parameters()).device
     with torch.inference_mode():
         for start in range(0, len(data), ROWS):
             rows = slice(start, min(start + ROWS, len(data)))
-            yield network(data.__getitems__(range(rows.start, rows.stop)).inputs), rows
+            found = data.__getitems__(range(rows.start, rows.stop)).inputs
+            yield network(Inputs(*(part.to(device) for part in found))).cpu(), rows
 
 
 def probabilities(logits: Tensor, loss: LossName, k: int, temperature: float = 1.0) -> Tensor:

@@ -73,6 +73,7 @@ def calibrate(trained: TrainedLabels, rows: LabelledRows) -> tuple[float, Decisi
     return temperature, decisions.fit(logits, values, observed, k)
 
 
+VALIDATION = "validation samples"
 CURVE = (1, 2, 3, 5, 10, 20, 50, 100)
 BINS = 10
 FEWEST = 20  # labels in a bin that is plotted: smaller bins are too noisy
@@ -145,7 +146,8 @@ class Report:
             "",
             f"The model was trained on {prepared.rows} samples of `{settings.train}` with "
             f"{len(prepared.labels)} labels and the loss `{settings.loss}`. Its weights are those of epoch "
-            f"{trained.epoch}, the best one on the validation samples.",
+            f"{trained.epoch}, the best one on the validation samples."
+            + ("" if trained.network.linear is None else f" {trained.network.linear.mixture.in_words()}"),
             "",
             "All values are in percent. The values in parentheses are the baseline, which predicts the most "
             "frequent training labels for every sample.",
@@ -223,14 +225,17 @@ class Report:
 
 def report_run(run: Path, trained: TrainedLabels, data: Data, console: Console) -> None:
     """Evaluate a finished run on its test (or else validation) samples; print and write the report."""
-    temperature, decided = calibrate(trained, data.validation)
+    temperature, decided = calibrate(trained.for_validation(), data.validation)
     trained = trained._replace(temperature=temperature, decisions=decided)
     fitted = {"temperature": temperature, "decisions": asdict(decided)}
     with replacing(run / TEMPERATURE) as temporary:
         temporary.write_text(json.dumps(fitted) + "\n", encoding="utf-8")
     if data.encoder is not None:
         data.encoder.save(run / EMBEDDINGS)
-    rows, what = (data.validation, "validation samples") if data.test is None else (data.test, "test samples")
+    if data.test is None:
+        trained, rows, what = trained.for_validation(), data.validation, VALIDATION
+    else:
+        rows, what = data.test, "test samples"
     inputs, _ = prepared_rows(trained, rows, Path())
     report = make(trained, inputs, rows, what)
     console.print(*report.tables())
@@ -347,6 +352,8 @@ def main(settings: EvaluateSettings) -> None:
     if out is not None:
         check_folder("--out", out)
     rows, what, notes = _rows(settings, trained)
+    if what == VALIDATION:
+        trained = trained.for_validation()
     inputs, more = prepared_rows(trained, rows, settings.data or Path(what))
     console = new_console()
     say([*notes, *more], console)
@@ -372,7 +379,7 @@ def _rows(settings: EvaluateSettings, trained: TrainedLabels) -> tuple[LabelledR
                 f"{known.rows} samples and {len(known.labels)} labels, or their names differ."
             )
         if data.test is None:
-            return data.validation, "validation samples", []
+            return data.validation, VALIDATION, []
         return data.test, "test samples", []
     found, notes = read_rows(trained, settings.data, settings.data_labels), list[str]()
     labelled = found.take(found.counts > 0)

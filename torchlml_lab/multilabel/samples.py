@@ -172,9 +172,12 @@ def aligned(rows: LabelledRows, names: Sequence[str], path: Path, notes: list[st
 
 
 def set_aside(rows: LabelledRows) -> tuple[LabelledRows, LabelledRows]:
-    """Split into training and validation: a tenth is for validation, at least 5 and at most 5000 samples."""
+    """Split into training and validation.
+
+    A tenth is for validation, but at least 200 samples if these are at most a third, and at most 5000.
+    """
     order = np.random.default_rng(SPLIT_SEED).permutation(len(rows))
-    count = min(5000, max(5, len(rows) // 10))
+    count = min(5000, max(5, len(rows) // 10, min(200, len(rows) // 3)))
     return rows.take(np.sort(order[count:])), rows.take(np.sort(order[:count]))
 
 

@@ -12,6 +12,7 @@ LossName = Literal["lml", "softmax", "bce", "truncated-entropy"]
 LOSSES: tuple[LossName, ...] = get_args(LossName)
 WITH_K: tuple[LossName, ...] = ("lml", "truncated-entropy")
 PerRow = Literal["labels"]
+ModelName = Literal["combined", "network"]
 RuleName = Literal["top-k", "half", "threshold", "count"]
 RULES: tuple[RuleName, ...] = get_args(RuleName)
 
@@ -62,8 +63,11 @@ class MultilabelSettings(TrainSettings):
     """The number of labels to predict. For lml it may be `labels`: train with each sample's number of labels.
     By default lml trains with `labels` and truncated-entropy with 1, and predictions use the mean number of
     labels per sample, rounded to an integer."""
+    model: ModelName = "combined"
+    """`combined`: a regularized linear model, refitted on all samples, plus a network, with weights fitted on
+    the validation samples; without the linear model if it does not fit in memory. `network`: the network."""
     hidden: int = 256
-    """The size of the hidden layer; 0 for a linear model."""
+    """The size of the network's hidden layer; 0 for a network without one."""
     dropout: float = 0.5
     """The dropout probability of the hidden layer, at least 0 and less than 1."""
     keep: float | Literal["one"] = 1.0
@@ -71,7 +75,8 @@ class MultilabelSettings(TrainSettings):
     epochs: int = 200
     """The maximum number of epochs."""
     patience: int | None = None
-    """Stop after this many epochs without improvement; by default the epochs in 100 steps, at least 5."""
+    """Stop after this many epochs without improvement; by default the epochs in 100 steps, at least 5, or 3
+    next to a linear model."""
     batch_size: int = 128
     """Samples per step over all processes; a multiple of the number of processes."""
     learning_rate: float = 0.005
@@ -150,5 +155,5 @@ class SweepSettings(GridSettings):
     keeps: tuple[float | Literal["one"], ...] = (1.0, 0.5, 0.3, "one")
     """The shares of training labels to keep, at least one per sample; `one` keeps exactly one."""
     seeds: tuple[int, ...] = (0, 1, 2)
-    run: MultilabelSettings = field(default_factory=MultilabelSettings)
-    """Settings shared by all runs, as for `torchlml train multilabel`."""
+    run: MultilabelSettings = field(default_factory=lambda: MultilabelSettings(model="network"))
+    """Settings shared by all runs, as for `torchlml train multilabel`, but with `--run.model network`."""

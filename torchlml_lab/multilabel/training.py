@@ -1,34 +1,44 @@
 """`torchlml train multilabel`: train a model that predicts the top labels from a file of labeled samples."""
 
 import math
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from typing import NamedTuple
 
+import numpy as np
 import torch
 from accelerate import PartialState
 from rich.console import Console
+from scipy import sparse
 from torch import nn
 
 from torchlml_lab.cli_errors import BadInput
+from torchlml_lab.data.labelled_rows import LabelledRows
 from torchlml_lab.engine import run_directory
 from torchlml_lab.engine.loop import Task
 from torchlml_lab.engine.output import new_console
-from torchlml_lab.engine.run import train_on_files
+from torchlml_lab.engine.run import say, train_on_files
 from torchlml_lab.engine.settings import SETTINGS_FILE, from_json
 from torchlml_lab.engine.settings import check as check_settings
+from torchlml_lab.multilabel import linear
 from torchlml_lab.multilabel import preparation as prepare
 from torchlml_lab.multilabel.losses import LabelLoss, loss_with_usual_k
 from torchlml_lab.multilabel.model import (
     KS,
     LabelNetwork,
+    LinearLogits,
     TrainedLabels,
     copy_weights,
     load,
     measure,
+    new_network,
     origin_of_k,
+    scores,
+    store_linear,
 )
 from torchlml_lab.multilabel.preparation import Preparation
-from torchlml_lab.multilabel.samples import Batches, Data, read
+from torchlml_lab.multilabel.samples import Batches, Data, label_lists, read
 from torchlml_lab.multilabel.settings import EXPERIMENT, WITH_K, MultilabelSettings
 
 PATIENT_STEPS = 100  # steps: epochs of small files are too short to judge progress by
@@ -44,39 +54,61 @@ def main(settings: MultilabelSettings) -> None:
         report_run(settings.resume or settings.out, trained, data, console)
 
 
-def run(settings: MultilabelSettings, console: Console) -> tuple[TrainedLabels, Data]:
+def run(
+    settings: MultilabelSettings, console: Console, read: Callable[[MultilabelSettings], Data] = read
+) -> tuple[TrainedLabels, Data]:
     """Train with these settings; raise `BadInput` for invalid ones before any file is written.
+
+    Args:
+        settings: The settings of the run.
+        console: The console for progress and results.
+        read: Returns the samples; by default they are read from the files in the settings.
 
     Returns:
         The run with its best weights, and its samples. Files are reread only if the run was already finished.
     """
     settings = completed(settings)
     check(settings)
-    made: list[tuple[Data, Preparation, nn.Module]] = []
+    made: list[tuple[Data, Built]] = []
 
     def build(settings: MultilabelSettings, data: Data) -> Task:
-        prepared, built = prepared_task(settings, data)
-        made.append((data, prepared, built.model))
-        return built
+        built = build_task(settings, data)
+        made.append((data, built))
+        return built.task
 
     result = train_on_files(EXPERIMENT, settings, read, build, _introduction, console)
     folder = settings.resume or settings.out
     if not made:
         return load(folder), read(settings)
-    ((data, prepared, model),) = made
+    ((data, built),) = made
     # A copy, because accelerate may have wrapped the model for its precision and moved it to a GPU.
-    best = network(settings, prepared)
-    best.load_state_dict(model.state_dict())
+    best = new_network(settings, built.prepared)
+    best.load_state_dict(built.task.model.state_dict())
+    held_out = None
+    if built.linear is not None:
+        best.linear = built.linear.final()
+        held_out = built.linear.held_out()
+        if PartialState().is_main_process:
+            say([built.linear.in_words()], console)
     return (
         TrainedLabels(
             settings=from_json(MultilabelSettings, folder / SETTINGS_FILE),
-            preparation=prepared,
+            preparation=built.prepared,
             network=best.eval(),
             epoch=result["best_epoch"],
             temperature=1.0,
+            held_out=held_out,
         ),
         data,
     )
+
+
+class Built(NamedTuple):
+    """Everything that is built from the data of a run."""
+
+    task: Task
+    prepared: Preparation
+    linear: "LinearFit | None"
 
 
 def completed(settings: MultilabelSettings) -> MultilabelSettings:
@@ -87,38 +119,128 @@ def completed(settings: MultilabelSettings) -> MultilabelSettings:
         earlier = from_json(MultilabelSettings, settings.continue_from / SETTINGS_FILE)
         if settings.hidden == MultilabelSettings().hidden:
             settings = replace(settings, hidden=earlier.hidden)
-        settings = replace(settings, encoder=settings.encoder or earlier.encoder)
+        settings = replace(settings, model=earlier.model, encoder=settings.encoder or earlier.encoder)
     return settings
 
 
 def task(settings: MultilabelSettings, data: Data) -> Task:
     """The task of one run. Set the seed before the call, because it initializes the network."""
-    return prepared_task(settings, data)[1]
+    return build_task(settings, data).task
 
 
-def prepared_task(settings: MultilabelSettings, data: Data) -> tuple[Preparation, Task]:
-    """The preparation of a run, and its task."""
+class LinearFit:
+    """The linear part of a run: fitted before the network is trained, and again on all samples after that.
+
+    Args:
+        loss: The loss of the network.
+        training: The inputs and labels of the training samples.
+        validation: Those of the validation samples.
+        refits: Whether to fit the part again on all samples, at the end.
+        start: The part of an earlier run to start from.
+    """
+
+    def __init__(
+        self,
+        loss: LabelLoss,
+        training: Batches,
+        validation: Batches,
+        refits: bool,
+        start: linear.LinearPart | None,
+    ) -> None:
+        self.loss, self.training, self.validation, self.refits = loss, training, validation, refits
+        self.start = start
+        self.known = validation.labels[:, : training.labels.shape[1]]
+        self.penalty, self.part = linear.choose(
+            training.inputs, training.labels, validation.inputs, self.known, start
+        )
+        self.scores = self.part.scores(validation.inputs)
+        self.final_part = self.part
+        # Until the weights are chosen at the end, both models have the same.
+        scale, shift = linear.fit_scale(loss, torch.from_numpy(self.scores).double(), label_lists(self.known))
+        self.mixture = linear.Mixture(scale, 1.0, shift, 0.5)
+
+    def held_out(self) -> LinearLogits:
+        """The part fitted on the training samples only."""
+        return LinearLogits(self.part, self.mixture)
+
+    def final(self) -> LinearLogits:
+        """The part fitted on all samples."""
+        return LinearLogits(self.final_part, self.mixture)
+
+    def combine(self, model: nn.Module) -> None:
+        """Choose the weights of the two models on the validation samples."""
+        assert isinstance(model, LabelNetwork)
+        model.linear = None
+        logits = torch.cat([found for found, _ in scores(model, self.validation.inputs)])
+        self.mixture = linear.fit_mixture(self.loss, self.scores, logits, self.known)
+        model.linear = self.held_out().to(next(model.parameters()).device)
+
+    def refit(self, model: nn.Module, folder: Path | None) -> None:
+        """Fit the linear part on all samples, and write it to the run."""
+        assert isinstance(model, LabelNetwork)
+        if self.refits:
+            x = sparse.vstack([self.training.inputs, self.validation.inputs], format="csr")
+            y = sparse.vstack([self.training.labels, self.known], format="csr")
+            self.final_part = linear.fit(x, y, self.penalty, self.start)
+        model.linear = self.final().to(next(model.parameters()).device)
+        if folder is not None:
+            store_linear(folder, self.final_part, self.part, self.mixture)
+
+    def in_words(self) -> str:
+        """Sentences about the chosen model."""
+        again = " and was fitted again on all samples" if self.refits else ""
+        return f"{self.mixture.in_words()} The linear part has the penalty {self.penalty:g}{again}."
+
+
+def _joined(first: LabelledRows, second: LabelledRows) -> LabelledRows:
+    """The samples of two parts of the same file."""
+    return replace(
+        first,
+        features=sparse.csr_array(sparse.vstack([first.features, second.features], format="csr")),
+        labels=sparse.csr_array(sparse.vstack([first.labels, second.labels], format="csr")),
+        texts=None if first.texts is None or second.texts is None else [*first.texts, *second.texts],
+    )
+
+
+def build_task(settings: MultilabelSettings, data: Data) -> Built:
+    """Build the task of a run. Set the seed before the call, because it initializes the network."""
     loss, k = loss_and_k(settings, data)
+    combined = settings.model == "combined"
+    # Validation samples that were set aside from `--train` become training samples at the end.
+    everything = _joined(data.training, data.validation) if combined and settings.valid is None else None
+    start = None
     if settings.continue_from is None:
-        prepared = prepare.fit(data.training, data.columns, k)
-        model = network(settings, prepared)
+        prepared = prepare.fit(data.training, data.columns, k, everything, rare=combined)
+        model = new_network(settings, prepared)
     else:
         earlier = load(settings.continue_from)
         prepared = prepare.continued(earlier.preparation, data.training, k)
-        model = network(settings, prepared)
+        model = new_network(settings, prepared)
         copy_weights(model, earlier.network)
+        if earlier.network.linear is not None:
+            start = earlier.network.linear.part(len(prepared.labels))
     rate = settings.learning_rate if settings.hidden else 10 * settings.learning_rate
-    optimizer = torch.optim.Adam(model.parameters(), lr=rate)
+    optimizer = torch.optim.Adam(model.parameters(), lr=rate, fused=True)
     parts = {"validation": data.validation} | ({} if data.test is None else {"test": data.test})
     # One label count serves all parts, because labels that do not occur change no metric.
     labels = max(len(part.names) for part in parts.values())
     chosen_by = f"ndcg@{max(k for k in KS if k <= len(prepared.labels))}"
+    training = Batches(prepared.apply(data.training).inputs, data.training.labels)
+    held_out = {name: Batches(prepared.apply(part).inputs, part.labels) for name, part in parts.items()}
+    if model.place is not None and settings.continue_from is None:
+        frequency = np.bincount(training.inputs.indices, minlength=prepared.inputs)
+        used = np.sort(np.argsort(-frequency, kind="stable")[: len(model.first.weight)])
+        model.place[used] = torch.arange(len(used))
+    found = None
+    if combined and linear.fits(len(training), prepared.inputs, len(prepared.labels)):
+        found = LinearFit(loss, training, held_out["validation"], everything is not None, start)
+        model.linear = found.held_out()
     built = Task(
         model=model,
         optimizer=optimizer,
         scheduler=torch.optim.lr_scheduler.ConstantLR(optimizer, 1.0),
-        training=Batches(prepared.apply(data.training).inputs, data.training.labels),
-        held_out={name: Batches(prepared.apply(part).inputs, part.labels) for name, part in parts.items()},
+        training=training,
+        held_out=held_out,
         loss=lambda net, batch: net(batch.inputs, batch.labels, loss),
         measure=lambda net, batches, accelerator: measure(net, batches, accelerator, prepared, labels),
         chosen_by=chosen_by,
@@ -126,15 +248,13 @@ def prepared_task(settings: MultilabelSettings, data: Data) -> tuple[Preparation
         # With few labels the matrices are too small to benefit from several threads.
         threads=1 if settings.batch_size * len(prepared.labels) < 2**20 else None,
         patience=settings.patience
-        or max(5, math.ceil(PATIENT_STEPS * settings.batch_size / len(data.training))),
+        # Next to a linear part the last improvements of the network matter less.
+        or max(5 if found is None else 3, math.ceil(PATIENT_STEPS * settings.batch_size / len(training))),
         stored={prepare.FILE: prepared.to_json()},
+        combine=None if found is None else found.combine,
+        refit=None if found is None else found.refit,
     )
-    return prepared, built
-
-
-def network(settings: MultilabelSettings, prepared: Preparation) -> LabelNetwork:
-    """A newly initialized network."""
-    return LabelNetwork(prepared.inputs, len(prepared.labels), settings.hidden, settings.dropout)
+    return Built(built, prepared, found)
 
 
 def loss_and_k(settings: MultilabelSettings, data: Data) -> tuple[LabelLoss, int]:

@@ -1,0 +1,375 @@
+"""`torchlml bench own-data`: the default of `torchlml train multilabel` and other packages for tagging."""
+
+import importlib.util
+import os
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from rich.console import Console
+from rich.table import Table
+
+from torchlml_lab.bench.settings import OwnDataSettings, check_choices, check_numbers
+from torchlml_lab.cli_errors import BadInput
+from torchlml_lab.data.labelled_rows import LabelledRows, Matrix
+from torchlml_lab.data.tables import Columns
+from torchlml_lab.engine.output import StudyTable, markdown_table, new_console, plain_table
+from torchlml_lab.engine.run_directory import locked
+from torchlml_lab.files import check_file
+from torchlml_lab.multilabel import linear
+from torchlml_lab.multilabel.report import calibrate
+from torchlml_lab.multilabel.samples import Files, read_files, set_aside, split
+from torchlml_lab.multilabel.settings import MultilabelSettings
+from torchlml_lab.multilabel.training import run as train
+
+Array = npt.NDArray[Any]
+
+SETS = {
+    "bibtex": ("multilabel/bibtex.train.svm.gz", "multilabel/bibtex.test.svm.gz"),
+    "corel5k": ("multilabel/corel5k.train.svm.gz", "multilabel/corel5k.test.svm.gz"),
+    "delicious": ("multilabel/delicious.train.svm.gz", "multilabel/delicious.test.svm.gz"),
+    "goemotions": ("goemotions/train.csv.gz", "goemotions/test.csv.gz"),
+}
+LABELS = {"goemotions": ("emotions",)}
+STRENGTHS = (0.1, 0.3, 1.0, 3.0, 10.0, 30.0)
+
+
+@dataclass(frozen=True)
+class OwnDataRecord:
+    """The results of one method on one set of samples."""
+
+    data: str
+    samples: int
+    """The number of training samples."""
+    method: str
+    setting: str
+    """`default`, or the strength that was chosen on validation."""
+    ndcg5: float
+    p1: float
+    micro_f1: float
+    exact: float
+    """The share of samples whose set of labels is exactly right, with the method's own rule."""
+    predict_seconds: float
+    """CPU seconds to predict the test samples."""
+    seconds: float
+    """CPU seconds of training, including the choice of a strength."""
+
+
+TABLE = StudyTable(OwnDataRecord, lambda row: (row.data, row.samples, row.method))
+
+
+class Problem(NamedTuple):
+    """The samples of a comparison. The labels of the test samples start with those of training."""
+
+    training: LabelledRows
+    test: LabelledRows
+    columns: Columns | None
+
+
+class Prediction(NamedTuple):
+    """The output of a method on the test samples."""
+
+    scores: Array
+    """float32 (rows, labels): higher is better."""
+    sets: Array
+    """bool (rows, labels): the labels that the method decides on."""
+    setting: str
+    fitted: float
+    """The CPU time when training had finished."""
+
+
+def main(settings: OwnDataSettings) -> None:
+    """Run all comparisons that are not in the CSV yet, and print the table."""
+    check_choices("--sets", settings.sets, SETS)
+    check_choices("--methods", settings.methods, METHODS)
+    check_numbers("--sizes", settings.sizes, 0)
+    for method in settings.methods:
+        package = METHODS[method].package
+        if importlib.util.find_spec(package) is None:
+            raise BadInput(
+                f"`--methods` contains `{method}`, which needs the package `{package}`: run "
+                "`pip install 'torchlml[competitors]'`, or leave the method out."
+            )
+    folder = settings.data or (Path(os.environ["TORCHLML_DATA"]) if "TORCHLML_DATA" in os.environ else None)
+    if folder is None:
+        raise BadInput("`--data` is missing: pass the directory of the data, or set TORCHLML_DATA.")
+    check_file("--csv", settings.csv)
+    settings.csv.parent.mkdir(parents=True, exist_ok=True)
+    console = new_console()
+    with locked(settings.csv.parent):
+        rows = TABLE.read(settings.csv, "--csv") if settings.csv.exists() else []
+        for row in _missing(settings, folder, rows, console):
+            rows.append(row)
+            TABLE.write(settings.csv, rows)
+    console.print(table(rows))
+    console.print(f"The results are in {settings.csv}.", soft_wrap=True)
+
+
+def _missing(
+    settings: OwnDataSettings, folder: Path, rows: Sequence[OwnDataRecord], console: Console
+) -> Iterator[OwnDataRecord]:
+    """Run the comparisons that are not among the rows."""
+    done = {(row.data, row.samples, row.method) for row in rows}
+    for name in settings.sets:
+        train_file, test_file = (folder / part for part in SETS[name])
+        files = read_files(MultilabelSettings(train=train_file, test=test_file, labels=LABELS.get(name, ())))
+        assert files.test is not None
+        for size in settings.sizes:
+            samples = min(size or len(files.train), len(files.train))
+            order = np.random.default_rng(settings.seed).permutation(len(files.train))
+            training = (
+                files.train if samples == len(files.train) else files.train.take(np.sort(order[:samples]))
+            )
+            problem = Problem(training, files.test, files.columns)
+            for method in settings.methods:
+                if (name, samples, method) not in done:
+                    done.add((name, samples, method))
+                    console.print(f"{name}, {samples} samples: {method}", highlight=False)
+                    yield _compared(name, method, problem)
+
+
+def _compared(name: str, method: str, problem: Problem) -> OwnDataRecord:
+    start = time.process_time()
+    found = METHODS[method].predict(problem)
+    end = time.process_time()
+    true = problem.test.labels.toarray().astype(bool)
+    labels = found.scores.shape[1]
+    # Labels that no training sample has count as false negatives.
+    sets = np.zeros_like(true)
+    sets[:, :labels] = found.sets
+    scores = np.full(true.shape, -np.inf, dtype=np.float32)
+    scores[:, :labels] = found.scores
+    best = found.scores.argmax(axis=1)
+    return OwnDataRecord(
+        data=name,
+        samples=len(problem.training),
+        method=method,
+        setting=found.setting,
+        ndcg5=round(linear.ndcg(np.nan_to_num(scores, neginf=-1e30), problem.test.labels), 5),
+        p1=round(float(true[np.arange(len(true)), best].mean()), 5),
+        micro_f1=round(float(2 * (sets & true).sum() / (sets.sum() + true.sum())), 5),
+        exact=round(float((sets == true).all(axis=1).mean()), 5),
+        predict_seconds=round(end - found.fitted, 3),
+        seconds=found.fitted - start,
+    )
+
+
+def _torchlml(problem: Problem) -> Prediction:
+    """`torchlml train multilabel` with default settings."""
+    with tempfile.TemporaryDirectory() as folder:
+        settings = MultilabelSettings(train=Path("samples"), out=Path(folder) / "run", cpu=True)
+        files = Files(problem.training, None, None, problem.columns, [])
+        trained, data = train(settings, Console(quiet=True), lambda one: split(one, files))
+        temperature, decisions = calibrate(trained.for_validation(), data.validation)
+    trained = trained._replace(decisions=decisions, temperature=temperature)
+    end = time.process_time()
+    scores, sets = [], []
+    for logits, _ in trained.scores(trained.preparation.apply(problem.test).inputs):
+        values = trained.probabilities(logits)
+        scores.append(logits)
+        sets.append(decisions.decide(logits, values, trained.preparation.k, decisions.rule))
+    return Prediction(torch.cat(scores).numpy(), torch.cat(sets).numpy(), f"rule {decisions.rule}", end)
+
+
+class Solver(NamedTuple):
+    """A linear one-vs-rest method for given features."""
+
+    fit: Callable[[Matrix, Matrix, float], Any]
+    """Fits a model to inputs and labels with a strength C."""
+    scores: Callable[[Any, Matrix], tuple[Array, Array]]
+    """The scores and the sets of a model."""
+
+
+def _with(solver: Solver, strength: float | None) -> Callable[[Problem], Prediction]:
+    """The method with a given strength or, without one, with the best of `STRENGTHS` on validation.
+
+    With a given strength, texts become TF-IDF vectors of words with the defaults of scikit-learn, and other
+    features are used as they are. With tuning, texts become sublinear TF-IDF vectors of words and word pairs,
+    other samples are scaled to norm 1, and the method is fitted again on all samples after the choice.
+    """
+
+    def predict(problem: Problem) -> Prediction:
+        chosen = strength
+        prepare = _features(problem.training, tuned=strength is None)
+        if chosen is None:
+            training, validation = set_aside(problem.training)
+            x, held_out = prepare(training), prepare(validation)
+            chosen = max(
+                STRENGTHS,
+                key=lambda one: linear.ndcg(
+                    solver.scores(solver.fit(x, training.labels, one), held_out)[0], validation.labels
+                ),
+            )
+        model = solver.fit(prepare(problem.training), problem.training.labels, chosen)
+        end = time.process_time()
+        scores, sets = solver.scores(model, prepare(problem.test))
+        return Prediction(scores, sets, "default" if strength is not None else f"C = {chosen:g}", end)
+
+    return predict
+
+
+def _features(training: LabelledRows, tuned: bool) -> Callable[[LabelledRows], Matrix]:
+    from scipy import sparse
+    from sklearn.feature_extraction.text import TfidfVectorizer
+    from sklearn.preprocessing import normalize
+
+    if training.texts is not None:
+        options = {"sublinear_tf": True, "ngram_range": (1, 2)} if tuned else {}
+        vectorizer = TfidfVectorizer(dtype=np.float32, **options).fit(training.texts)
+        return lambda rows: vectorizer.transform(rows.texts)
+    width = training.features.shape[1]
+
+    def prepare(rows: LabelledRows) -> Matrix:
+        known = sparse.csr_matrix(rows.features[:, :width])
+        known.resize((known.shape[0], width))
+        known.indices, known.indptr = known.indices.astype(np.int32), known.indptr.astype(np.int32)
+        return normalize(known) if tuned else known
+
+    return prepare
+
+
+def _one_vs_rest(model: Callable[[float], Any]) -> Solver:
+    """A binary classifier of scikit-learn for every label that some training samples have and others lack."""
+
+    def fit(x: Matrix, labels: Matrix, strength: float) -> Any:
+        y = labels.toarray()
+        several = [j for j in range(y.shape[1]) if 0 < y[:, j].sum() < len(y)]
+        return y.all(axis=0), {j: model(strength).fit(x, y[:, j]) for j in several}
+
+    def scores(model: Any, x: Matrix) -> tuple[Array, Array]:
+        always, models = model
+        found = np.full((x.shape[0], len(always)), -1e9, dtype=np.float32)
+        found[:, always] = 1e9
+        for j, one in models.items():
+            found[:, j] = one.decision_function(x)
+        return found, found > 0
+
+    return Solver(fit, scores)
+
+
+def _linear_svc(strength: float) -> Any:
+    from sklearn.svm import LinearSVC
+
+    return LinearSVC(C=strength)
+
+
+def _logistic(strength: float) -> Any:
+    from sklearn.linear_model import LogisticRegression
+
+    return LogisticRegression(C=strength, solver="liblinear")
+
+
+def _fit_libmultilabel(x: Matrix, labels: Matrix, strength: float) -> Any:
+    from libmultilabel.linear import train_1vsrest
+    from scipy import sparse
+
+    return train_1vsrest(sparse.csr_matrix(labels), sparse.csr_matrix(x), False, f"-c {strength}", False)
+
+
+def _score_libmultilabel(model: Any, x: Matrix) -> tuple[Array, Array]:
+    found = np.asarray(model.predict_values(x), dtype=np.float32)
+    return np.maximum(found, -1e9), found > 0  # labels without samples have -inf
+
+
+def _fit_napkinxc(x: Matrix, labels: Matrix, strength: float) -> Any:
+    from napkinxc.models import PLT
+    from scipy import sparse
+
+    folder = tempfile.TemporaryDirectory()
+    model = PLT(folder.name, liblinear_c=strength, threads=1, seed=0)
+    lists = [part.tolist() for part in np.split(labels.indices, labels.indptr[1:-1])]
+    model.fit(sparse.csr_matrix(x), lists)
+    return folder, model, labels.shape[1]
+
+
+def _score_napkinxc(fitted: Any, x: Matrix) -> tuple[Array, Array]:
+    from scipy import sparse
+
+    _, model, labels = fitted
+    found = np.zeros((x.shape[0], labels), dtype=np.float32)
+    for row, pairs in enumerate(model.predict_proba(sparse.csr_matrix(x), top_k=min(50, labels))):
+        for label, probability in pairs:
+            found[row, int(label)] = probability
+    return found, found > 0.5
+
+
+class Method(NamedTuple):
+    """A method of the comparison, and the package that it needs."""
+
+    predict: Callable[[Problem], Prediction]
+    package: str
+
+
+_SVC, _LOGISTIC = _one_vs_rest(_linear_svc), _one_vs_rest(_logistic)
+_LIBMULTILABEL = Solver(_fit_libmultilabel, _score_libmultilabel)
+_NAPKINXC = Solver(_fit_napkinxc, _score_napkinxc)
+METHODS = {
+    "torchlml": Method(_torchlml, "torch"),
+    "LinearSVC": Method(_with(_SVC, 1.0), "sklearn"),
+    "LinearSVC, tuned": Method(_with(_SVC, None), "sklearn"),
+    "logistic": Method(_with(_LOGISTIC, 1.0), "sklearn"),
+    "logistic, tuned": Method(_with(_LOGISTIC, None), "sklearn"),
+    "LibMultiLabel": Method(_with(_LIBMULTILABEL, 1.0), "libmultilabel"),
+    "LibMultiLabel, tuned": Method(_with(_LIBMULTILABEL, None), "libmultilabel"),
+    "napkinXC": Method(_with(_NAPKINXC, 10.0), "napkinxc"),
+    "napkinXC, tuned": Method(_with(_NAPKINXC, None), "napkinxc"),
+}
+
+
+def table(rows: Sequence[OwnDataRecord]) -> Table:
+    """The results of all methods, by data and number of samples."""
+    heads = (
+        "data",
+        "samples",
+        "method",
+        "setting",
+        "nDCG@5",
+        "P@1",
+        "micro-F1",
+        "exact",
+        "train s",
+        "predict s",
+    )
+    shown = plain_table("Test samples, in percent, and CPU seconds", heads, left=4)
+    for row in sorted(rows, key=TABLE.order):
+        percent = (f"{100 * value:.1f}" for value in (row.ndcg5, row.p1, row.micro_f1, row.exact))
+        seconds = f"{row.seconds:.1f}", f"{row.predict_seconds:.2f}"
+        shown.add_row(row.data, str(row.samples), row.method, row.setting, *percent, *seconds)
+    return shown
+
+
+METRICS = {"ndcg5": "nDCG@5", "p1": "P@1", "micro_f1": "micro-F1", "exact": "exact sets"}
+
+
+def summary(rows: Sequence[OwnDataRecord], metric: str) -> str:
+    """A Markdown table of torchlml and the best other method by one of `METRICS`, on all sets of samples."""
+    lines = []
+    for data, samples in sorted({(row.data, row.samples) for row in rows}):
+        here = [row for row in rows if (row.data, row.samples) == (data, samples)]
+        own = [row for row in here if row.method == "torchlml"]
+        others = [row for row in here if row.method != "torchlml"]
+        if own and others:
+            best = max(others, key=lambda row: getattr(row, metric))
+            values = 100 * getattr(own[0], metric), 100 * getattr(best, metric)
+            cells = (f"{values[0]:.1f}", f"{values[1]:.1f}", best.method, f"{values[0] - values[1]:+.1f}")
+            lines.append((data, str(samples), *cells))
+    heads = ("data", "samples", "torchlml", "best other method", "its name", "difference")
+    return markdown_table(f"{METRICS[metric]} on test samples, in percent:", heads, lines)
+
+
+def details(rows: Sequence[OwnDataRecord], data: str) -> str:
+    """A Markdown table of all methods on one data set."""
+    heads = ("samples", "method", "setting", *METRICS.values(), "train s", "predict s")
+    lines = []
+    for row in sorted(rows, key=TABLE.order):
+        if row.data == data:
+            percent = (f"{100 * getattr(row, name):.1f}" for name in METRICS)
+            seconds = f"{row.seconds:.1f}", f"{row.predict_seconds:.2f}"
+            lines.append((str(row.samples), row.method, row.setting, *percent, *seconds))
+    return markdown_table(f"{data}, test samples in percent, CPU seconds:", heads, lines)
