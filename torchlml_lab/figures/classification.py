@@ -63,11 +63,11 @@ def draw_by_noise(rows: Sequence[AccuracyRecord], picture: Path, csv: Sequence[P
     lines = len(measures) // 2
     with plots.new_figure(picture, plots.PAGE, 0.5 + 2.5 * lines, csv) as figure:
         panels = figure.subplots(lines, 2, squeeze=False)
-        for place, (axes, (measure, title)) in enumerate(zip(panels.flat, measures.items(), strict=True)):
+        for axes, (measure, title) in zip(panels.flat, measures.items(), strict=True):
             ends = _draw_noise_panel(axes, rows, measure, reference)
             axes.set_title(title)
             axes.grid()
-            if place % 2:
+            if axes in list(panels[:, 1]):
                 plots.label_lines(axes, ends, 0.075)
         for axes in panels[:, 0]:
             axes.set_ylabel(f"minus {reference} (points)")
