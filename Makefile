@@ -75,6 +75,7 @@ pictures: $(STAMP)  ## draw all pictures of the documentation again, from the da
 	$(FIGURE) multilabel --out results/multilabel/kept-labels.png
 	$(FIGURE) recommend --out results/recommend/gowalla.png
 	$(FIGURE) which-k --csv results/which-k/which-k.csv --out results/which-k/which-k.png
+	$(FIGURE) missing-labels --csv results/missing-labels/results.csv --out results/missing-labels/missing-labels.png
 
 asan: $(STAMP)  ## run the compiled kernels under AddressSanitizer and UBSan
 	$(BIN)/python tools/sanitize.py

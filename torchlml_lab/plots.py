@@ -108,8 +108,11 @@ def label_lines(
         size: The font size in points.
     """
     to_axes = axes.transScale + axes.transLimits
+    left = axes.get_xlim()[0]
     known = sorted(
-        (float(to_axes.transform((axes.get_xlim()[0], y))[1]), text, color) for y, text, color in labels
+        # A line that ends outside the axes is named at their edge.
+        (min(max(float(to_axes.transform((left, y))[1]), 0.0), 1.0), text, color)
+        for y, text, color in labels
     )
     for height, (_, text, color) in zip(spread_out([y for y, *_ in known], apart), known, strict=True):
         axes.text(1.02, height, text, color=color, transform=axes.transAxes, va="center", fontsize=size)

@@ -152,10 +152,11 @@ def test_labels_of_lines_do_not_overlap_and_keep_their_order(tmp_path):
         axes = figure.subplots()
         axes.set_yscale("log")
         axes.set_ylim(1, 100)
-        heights = {"a": 10.0, "b": 10.1, "c": 9.9, "d": 50.0}
+        heights = {"a": 10.0, "b": 10.1, "c": 9.9, "d": 50.0, "outside": 1e9}
         plots.label_lines(axes, ((y, name, "black") for name, y in heights.items()), 0.1)
         found = {text.get_text(): text.get_position()[1] for text in axes.texts}
-    assert sorted(found, key=found.__getitem__) == ["c", "a", "b", "d"]
+    assert sorted(found, key=found.__getitem__) == ["c", "a", "b", "d", "outside"]
+    assert found["outside"] == 1
     assert found["b"] - found["a"] == pytest.approx(0.1)
     assert found["a"] - found["c"] == pytest.approx(0.1)
     assert found["a"] == pytest.approx(0.5, abs=0.01)  # half way between 1 and 100

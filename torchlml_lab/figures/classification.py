@@ -45,7 +45,7 @@ def by_noise(settings: NoiseFigureSettings) -> None:
 
 
 def draw_by_noise(rows: Sequence[AccuracyRecord], picture: Path, csv: Sequence[Path] = ()) -> None:
-    """Draw the accuracy minus that of cross-entropy, in panels for top-1 and top-k.
+    """Draw the accuracy minus that of cross-entropy, or of the first loss, in panels for top-1 and top-k.
 
     Args:
         rows: The runs, one recipe for each loss. If they include the last epoch, two more panels show its
@@ -58,42 +58,41 @@ def draw_by_noise(rows: Sequence[AccuracyRecord], picture: Path, csv: Sequence[P
     if all(isfinite(row.last_topk) for row in rows):
         measures["last_topk"] = f"{top}, last epoch, validation"
         measures["train_topk"] = f"{top}, last epoch, noisy training labels"
+    # Cross-entropy is the first of the known losses.
+    reference = next(loss for loss in plots.METHODS if any(row.loss == loss for row in rows))
     lines = len(measures) // 2
     with plots.new_figure(picture, plots.PAGE, 0.5 + 2.5 * lines, csv) as figure:
         panels = figure.subplots(lines, 2, squeeze=False)
-        for place, (axes, (measure, title)) in enumerate(zip(panels.flat, measures.items(), strict=True)):
-            ends = _draw_noise_panel(axes, rows, measure)
+        for axes, (measure, title) in zip(panels.flat, measures.items(), strict=True):
+            ends = _draw_noise_panel(axes, rows, measure, reference)
             axes.set_title(title)
             axes.grid()
-            if place % 2:
+            if axes in list(panels[:, 1]):
                 plots.label_lines(axes, ends, 0.075)
         for axes in panels[:, 0]:
-            axes.set_ylabel("minus cross-entropy (points)")
+            axes.set_ylabel(f"minus {reference} (points)")
         for axes in panels[-1]:
-            axes.set_xlabel("label noise p, and accuracy of cross-entropy (%)")
+            axes.set_xlabel(f"label noise p, and accuracy of {reference} (%)")
         seeds = len({row.seed for row in rows})
         plots.note(figure, f"means and standard deviations of the differences over {seeds} seeds")
 
 
-_REFERENCE = "cross-entropy"
-
-
 def _draw_noise_panel(
-    axes: Axes, rows: Sequence[AccuracyRecord], measure: str
+    axes: Axes, rows: Sequence[AccuracyRecord], measure: str, reference: str
 ) -> list[tuple[float, str, str]]:
     """Draw the lines of a panel. Returns the last height, the name and the color of each."""
     values: dict[tuple[str, float], dict[int, float]] = defaultdict(dict)
     for row in rows:
         values[row.loss, row.noise][row.seed] = 100 * float(getattr(row, measure))
-    noises = sorted({row.noise for row in rows})
-    names = [loss for loss in plots.METHODS if loss != _REFERENCE and any(row.loss == loss for row in rows)]
-    axes.axhline(0, color=plots.METHODS[_REFERENCE][0], linewidth=1.2)
-    ends = [(0.0, _REFERENCE, plots.METHODS[_REFERENCE][0])]
+    noises = sorted({row.noise for row in rows if row.loss == reference})
+    names = [loss for loss in plots.METHODS if loss != reference and any(row.loss == loss for row in rows)]
+    axes.axhline(0, color=plots.METHODS[reference][0], linewidth=1.2)
+    ends = [(0.0, reference, plots.METHODS[reference][0])]
     for place, loss in enumerate(names):
         color, marker = plots.METHODS[loss]
         points = []
         for at, noise in enumerate(noises):
-            mine, others = values[loss, noise], values[_REFERENCE, noise]
+            mine, others = values[loss, noise], values[reference, noise]
             if found := [mine[seed] - others[seed] for seed in sorted({*mine} & {*others})]:
                 # Shifted slightly, so that error bars at the same noise level do not overlap.
                 apart = at + 0.05 * (place - (len(names) - 1) / 2)
@@ -102,7 +101,7 @@ def _draw_noise_panel(
             places, heights, bars = zip(*points, strict=True)
             axes.errorbar(places, heights, bars, color=color, marker=marker, linewidth=1.2, capsize=2)
             ends.append((points[-1][1], loss, color))
-    levels = [f"{noise:g}\n{mean(values[_REFERENCE, noise].values()):.1f}" for noise in noises]
+    levels = [f"{noise:g}\n{mean(values[reference, noise].values()):.1f}" for noise in noises]
     axes.set_xticks(range(len(noises)), levels)
     return ends
 

@@ -104,7 +104,7 @@ def draw(rows: Sequence[LabelRecord], picture: Path, csv: Sequence[Path] = ()) -
     groups = grouped(rows)
     points = {data: _points(by_keep) for data, by_keep in groups.items()}
     lines = [[y for _, y, _ in line] for by_loss in points.values() for line in by_loss.values()]
-    lowest = min((min(line) for line in lines if max(line) >= _LOWEST), default=0.0) - 0.5
+    lowest = min([0.0, *(min(line) for line in lines if max(line) >= _LOWEST)]) - 0.5
     with new_figure(picture, PAGE, 2.9, csv) as figure:
         panels = figure.subplots(1, len(groups), sharey=True, squeeze=False)[0]
         for axes, (data, by_keep) in zip(panels, groups.items(), strict=True):

@@ -59,7 +59,7 @@ def draw_by_epoch(
             for axes, split in zip(panels, _SPLITS, strict=True):
                 ends = _draw_epoch_panel(axes, rows, reference, others, mode, split)
                 axes.set_title(f"{split}, {title}")
-            label_lines(panels[-1], [(0.0, reference, ORANGE), *ends], 0.065)
+            label_lines(panels[-1], [(0.0, reference, _color(reference)), *ends], 0.065)
             panels[0].set_ylabel(f"recall minus {reference} (points)")
         for axes in grid[1]:
             axes.set_xlabel("epoch")
@@ -72,10 +72,10 @@ def _draw_epoch_panel(
     axes: Axes, rows: Sequence[RecallRecord], reference: str, others: Sequence[str], mode: str, split: str
 ) -> list[tuple[float, str, str]]:
     """Draw the lines of a panel. Returns the last height, the name and the color of each."""
-    axes.axhline(0, color=ORANGE, linewidth=1.2)
+    axes.axhline(0, color=_color(reference), linewidth=1.2)
     ends = []
     for method in others:
-        color = METHODS[parse_method(method).objective][0]
+        color = _color(method)
         for k in KS:
             mine, theirs = (
                 _by_epoch(rows, name, split, column(f"{mode}R@{k}")) for name in (method, reference)
@@ -87,6 +87,10 @@ def _draw_epoch_panel(
                 ends.append((gaps[-1], f"{method}, R@{k}", color))
     axes.grid()
     return ends
+
+
+def _color(method: str) -> str:
+    return ORANGE if method == "softmax" else METHODS[parse_method(method).objective][0]
 
 
 def _by_epoch(rows: Sequence[RecallRecord], method: str, split: str, measure: str) -> dict[int, float]:
