@@ -325,6 +325,7 @@ _ONE_LABEL_HEADS = {
     "fitted_f1": "recalibrated F1 of p > 0.5",
     "threshold_f1": "recalibrated F1, fitted threshold",
 }
+_FAR = -6.0  # points of mAP; the left end of the figure
 _LOW = ("brier", "ece", "fitted_brier", "fitted_ece")  # lower is better
 _HEAD_TITLES = {"linear": "linear head", "hidden": "one hidden layer"}
 _DATASET_LOOKS = dict(
@@ -400,6 +401,10 @@ def draw_missing_labels(groups: Cells, picture: Path, csv: Sequence[Path] = ()) 
                     color=color,
                     label=dataset,
                 )
+                for x, place in points:
+                    if measure == "map" and x < _FAR:  # outside of the panel: an arrow with the value
+                        axes.plot(_FAR, place + apart, marker="<", color=color, clip_on=False)
+                        axes.text(_FAR + 0.2, place + apart, f"{x:.0f}", color=color, va="center")
         panels[0].axvline(0, color=GREY, linewidth=0.8)
         panels[1].axvline(1, color=GREY, linewidth=0.8)
         panels[0].set_title("mAP minus that with all labels (points)")
@@ -408,6 +413,7 @@ def draw_missing_labels(groups: Cells, picture: Path, csv: Sequence[Path] = ()) 
         panels[1].set_xlabel("lower is better")
         panels[1].set_xscale("log", base=2)
         panels[1].xaxis.set_major_formatter(lambda value, _: f"{value:g}")
+        panels[0].set_xlim(left=max(_FAR, panels[0].get_xlim()[0]))
         panels[0].set_yticks(range(len(names)), [ONE_LABEL[name].title for name in names])
         panels[0].set_ylim(len(names) - 0.5, -0.5)
         for label, name in zip(panels[0].get_yticklabels(), names, strict=True):

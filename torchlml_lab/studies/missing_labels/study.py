@@ -174,6 +174,7 @@ def expected_counts(method: Method, split: Split) -> ExpectedCounts:
     parts = (split.x, split.validation_x, split.test_x)
     if method.k is None:
         return _predicted_counts(split)
+    # 1.5 times the mean must stay below the number of labels, where every probability would be 1.
     k = min(method.k * split.k, 0.9 * split.labels.shape[1])
     return ExpectedCounts(*(torch.full((len(part),), k) for part in parts))
 
