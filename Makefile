@@ -14,17 +14,17 @@ PIP := $(BIN)/python -m pip --disable-pip-version-check
 STAMP := $(VENV)/.installed
 SOURCES := pyproject.toml constraints.txt $(wildcard setup.py) $(shell find torchlml/_cpu/csrc -type f 2>/dev/null)
 
-CPP := $(wildcard torchlml/_cpu/csrc/*.h torchlml/_cpu/csrc/*.cpp tools/*.cpp)
+CPP := $(wildcard torchlml/_cpu/csrc/*.h torchlml/_cpu/csrc/*.cpp tools/*.h tools/*.cpp)
 WORKFLOWS := $(wildcard .github/workflows/*.yml)
 # The tests that are most likely to fail after a change: arguments, special rows, losses, metrics and public names.
 QUICK := $(addprefix tests/library/test_,arguments.py special_rows.py losses_definitions.py losses_targets.py \
 	losses_modules.py metrics_topk.py compat.py public_names.py)
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-torch quick quick-tests lint format bench asan fuzz wheel sdist test-wheel cross docs docs-serve install clean
+.PHONY: help demo test test-torch quick quick-tests lint format bench pictures asan fuzz fuzz-avx512 wheel sdist test-wheel cross docs docs-serve install clean
 
 help:  ## list the targets
-	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## (.*)/\1\t\2/' | awk -F'\t' '{printf "  make %-12s %s\n", $$1, $$2}'
+	@grep -hE '^[a-z0-9-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z0-9-]+):.*## (.*)/\1\t\2/' | awk -F'\t' '{printf "  make %-12s %s\n", $$1, $$2}'
 
 demo: $(STAMP)  ## train five losses on images with missing labels and write a report
 	$(BIN)/torchlml demo
@@ -56,12 +56,35 @@ format: $(STAMP)  ## fix and format the code with ruff and clang-format
 bench: $(STAMP)  ## compare the speed of lml with softmax and append to results/benchmarks.csv
 	$(BIN)/torchlml bench layer --csv results/benchmarks.csv
 
+# Draws only from the CSV files in results/, which `make bench` and the commands in docs/benchmarks.md extend.
+FIGURE := $(BIN)/torchlml figures
+pictures: $(STAMP)  ## draw all pictures of the documentation again, from the data in results/
+	for name in entropies polytopes projection root-finding sets which-relaxation; do \
+		$(FIGURE) $$name --out docs/images/$$name.png || exit 1; done
+	$(FIGURE) sliding-sigmoid --out docs/images/sliding-sigmoid.gif
+	$(BIN)/python docs/images/numerics.py
+	$(FIGURE) benchmarks --out results/benchmarks.png
+	$(FIGURE) bandwidth --csv results/benchmarks.csv --out results/bandwidth.png
+	$(FIGURE) alternatives --csv results/alternatives.csv --out results/alternatives.png
+	$(FIGURE) timing --csv results/paper-timing.csv --out results/paper-timing.png
+	for name in features images images-16 wide; do \
+		$(FIGURE) cifar100 --csv results/cifar100/$$name.csv --out results/cifar100/$$name.png || exit 1; done
+	for data in vg vrd; do \
+		$(FIGURE) scene-graph --csv results/scene-graph/$$data.csv --out results/scene-graph/$$data.png || exit 1; \
+		$(FIGURE) scene-graph-bias --csv results/scene-graph/$$data-bias.csv --out results/scene-graph/$$data-bias.png || exit 1; done
+	$(FIGURE) multilabel --out results/multilabel/kept-labels.png
+	$(FIGURE) recommend --out results/recommend/gowalla.png
+	$(FIGURE) which-k --csv results/which-k/which-k.csv --out results/which-k/which-k.png
+
 asan: $(STAMP)  ## run the compiled kernels under AddressSanitizer and UBSan
 	$(BIN)/python tools/sanitize.py
 
 SECONDS ?= 60
 fuzz: $(STAMP)  ## compare the kernel with a float64 reference on random rows, for SECONDS=60
 	$(BIN)/python tools/fuzz.py --seconds $(SECONDS)
+
+fuzz-avx512: $(STAMP)  ## the same for the AVX-512 kernel, emulated on a processor that has only AVX2
+	$(BIN)/python tools/emulate_avx512.py tools/fuzz.py --seconds $(SECONDS)
 
 # auditwheel adds the oldest Linux version that has all required libraries to the file name. torch provides its own
 # library, so it is excluded.

@@ -12,7 +12,7 @@ import torchlml
 
 # Kernels import triton, which not every system has. The others are a plugin that runs them, and the program.
 collect_ignore_glob = [
-    *(f"torchlml/_triton/{name}.py" for name in ("labels", "layer", "loss", "operators", "row", "split")),
+    *(f"torchlml/_triton/{name}.py" for name in ("layer", "loss", "operators", "row", "split")),
     "torchlml/__main__.py",
     "tests/support/triton_on_cpu.py",
 ]

@@ -216,7 +216,7 @@ def reason_of(error: Exception) -> str:
 
 
 class Wheel(bdist_wheel):
-    """Name the wheel after the build: the name tells whether it contains a kernel."""
+    """Name the wheel after the build: the name shows whether it contains a kernel."""
 
     def run_command(self, command: str) -> None:
         super().run_command(command)

@@ -34,7 +34,7 @@ PAGES = {
 SECTIONS = {
     "install": "install.md",
     "losses": "choosing-a-loss.md",
-    "benchmarks": "results/README.md",
+    "benchmarks": "benchmarks.md",
 }
 KINDS = {".md", ".png", ".svg", ".csv"}
 LINK = re.compile(r"(!?)\[((?:[^\[\]]|\[[^\[\]]*\])*)\]\(([^()\s]+)\)")
@@ -82,7 +82,9 @@ def command_reference() -> str:
     os.environ.update(COLUMNS="88", NO_COLOR="1")
     names = [*commands.SINGLE, *(f"train {task}" for task in commands.TASKS)]
     names += [f"sweep {task}" for task in commands.TASKS]
-    names += ["evaluate", "predict", "export", "step-time"]
+    for command in ("evaluate", "predict", "export", "step-time"):
+        able = (task for task, entry in commands.TASKS.items() if getattr(entry, command.replace("-", "_")))
+        names += [f"{command} {task}" for task in able]
     names += [f"bench {name}" for name in commands.BENCHMARKS]
     names += [f"figures {name}" for name in commands.FIGURES]
     parts = [
@@ -131,14 +133,14 @@ def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Fil
 
 
 def _site_name(path: str, anchor: str) -> str:
-    """The site name of a file of the repository."""
+    """The name on the site of a file in the repository."""
     if path == "README.md":
         return SECTIONS.get(anchor, "index.md")
     return PAGES.get(path, path.removeprefix("docs/"))
 
 
 def on_page_content(content: str, page: Page, config: MkDocsConfig, files: Files) -> str:
-    """Replace the formulas of a page by MathML, and label the cells of its tables for phones."""
+    """Replace the formulas of a page with MathML, and label the cells of its tables for phones."""
 
     def formula(match: re.Match[str]) -> str:
         display = "inline" if match[2] == "(" else "block"

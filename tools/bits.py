@@ -1,9 +1,9 @@
-"""Hash the results of the library, to show that a change affects no bit of them.
+"""Hash the results of the library, to verify that a change does not alter a single bit.
 
     python tools/bits.py --out before.json      # then change the code, and
     python tools/bits.py --compare before.json  # lists every hash that changed
 
-Both kernels compute the projection, its logarithm, the dual variable, the losses (also fused with the last
+Both kernels compute the projection, its logarithm, the dual variable, the losses (with and without a fused
 linear layer), their gradients and all related operators, on the rows of the tests and in four dtypes. Hashes
 depend on the machine and on the torch version, so compare only hashes from the same machine and version.
 """

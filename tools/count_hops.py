@@ -1,7 +1,7 @@
 """Count the library functions that a call passes through, and the files they are in.
 
     python tools/count_hops.py            # the table for all calls
-    python tools/count_hops.py --trace    # with the functions in the order of their calls
+    python tools/count_hops.py --trace    # with the functions in call order
 
 Only Python functions of torchlml count, each once per call, comprehensions excluded.
 """
@@ -19,6 +19,10 @@ ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
 import torch
+import torch.distributed as dist
+from torch._C._distributed_c10d import HashStore
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.tensor import Shard, distribute_tensor
 
 import torchlml
 
@@ -63,16 +67,26 @@ def calls() -> dict[str, Callable[[], Any]]:
     }
 
 
+def dtensor_call(mesh: DeviceMesh) -> Callable[[], Any]:
+    """Return a call of `lml` with a DTensor whose labels are sharded across a mesh."""
+    x = torch.randn(8, 20, generator=torch.Generator().manual_seed(0))
+    sharded = distribute_tensor(x, mesh, [Shard(1)])
+    return lambda: torchlml.lml(sharded, 5)
+
+
 def main() -> None:
     """Run the command line."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--trace", action="store_true", help="list the functions")
     trace = parser.parse_args().trace
-    for name, call in calls().items():
+    dist.init_process_group("gloo", store=HashStore(), rank=0, world_size=1)
+    mesh = init_device_mesh("cpu", (1,))
+    for name, call in {**calls(), "lml of a DTensor": dtensor_call(mesh)}.items():
         found = hops(call)
         print(f"{name}: {len(found)} functions in {len({file for file, _ in found})} files")
         if trace:
             print("".join(f"    {file}: {function}\n" for file, function in found), end="")
+    dist.destroy_process_group()
 
 
 if __name__ == "__main__":

@@ -22,7 +22,7 @@ VMATH = Path(__file__).resolve().parents[1] / "torchlml" / "_cpu" / "csrc" / "vm
 
 
 class Polynomial(NamedTuple):
-    """One polynomial of vmath.h: function, interval, number of coefficients and number of their digits."""
+    """One polynomial of vmath.h: function, interval, number of coefficients, and number of digits."""
 
     name: str
     function: Callable[[Any], Any]

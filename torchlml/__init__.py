@@ -4,11 +4,11 @@ y = torchlml.lml(x, k)  # like softmax, but each row sums to k and every entry i
 """
 
 from torchlml import distributions
+from torchlml._targets import pad_labels
 from torchlml.balanced import balanced_lml, balanced_lml_dual
 from torchlml.bracketing import lml_bracketing
 from torchlml.choices import sample_subset, topk_mask
 from torchlml.constrained import constrained_softmax, constrained_sparsemax
-from torchlml.labels import pad_labels
 from torchlml.losses import (
     LinearLMLLoss,
     LinearTruncatedEntropyLoss,

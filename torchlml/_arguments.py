@@ -16,9 +16,7 @@ from typing import Any, Literal, NamedTuple
 import torch
 from torch import Tensor
 
-from torchlml._nested import Jagged
-from torchlml._nested import read as read_nested
-from torchlml._rows import wide_dtype
+from torchlml._rows import Jagged, read_nested, wide_dtype
 
 Bound = Literal["exactly", "at_most", "at_least"]
 
@@ -217,7 +215,9 @@ def check_k(k: Any, rows: torch.Size, most: int | None, device: torch.device, na
     """Return k as a wide tensor, 0-d or 1-d with one number per row; `most` is the largest valid k."""
     if not isinstance(k, Tensor):
         check_number(k, "k", "a number or a tensor")
-        _check_range(k, k, most)
+        # A NaN fails every comparison, so the test is for valid values.
+        if not 0 <= k <= (_LARGEST if most is None else most):
+            raise _out_of_range(k, k, most)
         # Most programs pass the same k in every call, and a new tensor for it costs as much as all the
         # checks.
         make = cached_scalar if is_eager() else _scalar
@@ -226,8 +226,9 @@ def check_k(k: Any, rows: torch.Size, most: int | None, device: torch.device, na
         raise TypeError(f"`k` must be a dense tensor with this `{name}`, but it is nested.")
     check_real(k, "k", device, name)
     if readable(k) and k.numel() > 0:
-        smallest, largest = k.detach().aminmax()
-        _check_range(smallest.item(), largest.item(), most)
+        smallest, largest = (end.item() for end in k.detach().aminmax())
+        if not 0 <= smallest <= largest <= (_LARGEST if most is None else most):
+            raise _out_of_range(smallest, largest, most)
     k = k.to(wide_dtype(device))
     if k.dim() == 0:
         return k
@@ -253,15 +254,12 @@ def check_real(t: Tensor, name: str, device: torch.device, owner: str = "x") -> 
         raise ValueError(f"`{name}` must be on the device of `{owner}`, {device}, but it is on {t.device}.")
 
 
-def _check_range(smallest: Any, largest: Any, most: int | None) -> None:
-    # A NaN fails every comparison, so the test is for valid values.
-    if smallest >= 0 and largest <= (_LARGEST if most is None else most):
-        return
+def _out_of_range(smallest: Any, largest: Any, most: int | None) -> ValueError:
     came = _show(smallest)
     if smallest != largest and smallest == smallest:
         came = f"{came} to {_show(largest)}"
     allowed = "a finite number of at least 0" if most is None else f"from 0 to n = {most}"
-    raise ValueError(f"`k` must be {allowed}, but k is {came}.")
+    return ValueError(f"`k` must be {allowed}, but k is {came}.")
 
 
 def _show(number: Any) -> str:

@@ -36,7 +36,7 @@ class ConstrainedProjection:
         solve: a function of x (-inf: absent, +inf: saturated), k (R,), upper (like x, or 0-d) and offsets,
             all in the wide dtype. Every row has 0 < k < sum of upper and a finite entry, or is empty. It
             returns nu as a pair (2, R).
-        values: computes y of `CappedRows`, in differentiable operations.
+        values: computes y of `CappedRows`, with differentiable operations.
         moves: returns dy/dz of each entry of `CappedRows`, and whether it is saturated.
     """
 
@@ -67,15 +67,11 @@ class ConstrainedProjection:
             lambda x, k, upper, offsets: x.new_empty((2, k.shape[0])),
             vmap=True,
         )
-        self._rule = Rule(self._forward, self._backward, self._differentiable, inputs=3)
+        self._rule = Rule(self.forward, self._backward, self._differentiable, inputs=3)
 
     def __call__(self, c: Canonical, upper: Tensor) -> Tensor:
         """Compute y of canonical rows; `upper` is 0-d or like x."""
         return self._rule(c.x, c.k, upper, c.mask, c.offsets)
-
-    def _forward(self, *arguments: Tensor | None) -> tuple[Tensor, tuple[Tensor, ...]]:
-        y, nu = self.forward(*arguments)
-        return y, (nu,)
 
     def _backward(self, grad: Tensor, x: Tensor, k: Tensor, upper: Tensor, *rest: Any) -> Any:
         *rows, nu = rest
@@ -85,7 +81,7 @@ class ConstrainedProjection:
         return dx, dk, d_upper.sum() if upper.dim() == 0 else d_upper
 
     def _differentiable(self, *arguments: Any) -> Tensor:
-        """Compute y in differentiable operations, which support every transform."""
+        """Compute y with differentiable operations, which support every transform."""
         return self._values(CappedRows(self.dual, *arguments))
 
     def reference_forward(self, *arguments: Any) -> tuple[Tensor, Tensor]:

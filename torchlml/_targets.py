@@ -7,18 +7,19 @@ while compiling. One more column of `ignore_index` turns them into a list.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any, NamedTuple, NoReturn
 
 import torch
 from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
 
 from torchlml._arguments import Canonical, check_tensor, readable
-from torchlml._nested import check_jagged
-from torchlml._rows import Rows, rows_of, work_dtype
+from torchlml._rows import Rows, check_jagged, rows_of, work_dtype
 
 _FORMS = (
-    "int64 or uint8 (class indices, lists of them padded with `ignore_index`), bool or floating (a multi-hot)"
+    "int64 or uint8 (class indices, lists of them padded with `ignore_index`), bool or float (a multi-hot)"
 )
 
 
@@ -157,7 +158,7 @@ def read_target_rows(c: Canonical, target: Tensor, weight: Tensor | None, ignore
 
 
 def is_multi_hot(target: Any) -> bool:
-    """Whether the dtype of a target is that of a multi-hot (bool or floating), not that of class indices."""
+    """Whether the dtype of a target is that of a multi-hot (bool or float), not that of class indices."""
     return isinstance(target, Tensor) and (target.dtype == torch.bool or target.is_floating_point())
 
 
@@ -237,7 +238,7 @@ def _class_indices(c: Canonical, target: Tensor, weight: Tensor | None, ignore_i
         padded = ", ".join([*map(str, rows), "L"])
         raise ValueError(
             f"`target` must have shape {tuple(rows)} (one class per row), ({padded}) (a padded list) or, "
-            f"as bool or floating, {(*rows, n)} (multi-hot), but it has shape {tuple(target.shape)}."
+            f"as bool or floating-point, {(*rows, n)} (multi-hot), but it has shape {tuple(target.shape)}."
         )
     complete = readable(target) and _check_values(given, ignore_index, n, "class indices")
     listed = given
@@ -267,7 +268,7 @@ def _negative(target: Tensor, ignore_index: int) -> Tensor:
 
 
 def _each_once(ordered: Tensor) -> Tensor:
-    """Replace repetitions in the sorted last dimension by -1, so that every label counts once."""
+    """Replace repetitions in the sorted last dimension with -1, so that every label counts once."""
     repeated = ordered[..., 1:] == ordered[..., :-1]
     return torch.cat([ordered[..., :1], ordered[..., 1:].masked_fill(repeated, -1)], dim=-1)
 
@@ -320,14 +321,14 @@ def check_weight(c: Canonical, weight: Tensor) -> None:
     """Raise unless `weight` has one nonnegative weight per class."""
     if c.offsets is not None:
         raise ValueError(
-            "`weight` must be None for ragged rows, which have no classes; pass a floating target instead."
+            "`weight` must be None for ragged rows, which have no classes; pass a float target instead."
         )
     check_tensor(weight, "weight", c.x, "the logits")
     n = c.x.shape[-1]
     if not weight.is_floating_point() or weight.shape != (n,):
         raise ValueError(
-            f"`weight` must be a floating tensor of shape ({n},), one per class, but it is {weight.dtype} "
-            f"of shape {tuple(weight.shape)}."
+            f"`weight` must be a floating-point tensor of shape ({n},), one per class, but it is "
+            f"{weight.dtype} of shape {tuple(weight.shape)}."
         )
     _check_not_negative(weight, "weight")
 
@@ -360,3 +361,47 @@ def _check_available(masked: Tensor) -> None:
         raise ValueError(
             "`target` has a label where `mask` is False, but a label must be a class that may be chosen."
         )
+
+
+def pad_labels(labels: Iterable[Iterable[int] | Tensor], *, ignore_index: int = -100) -> Tensor:
+    """Pad lists of class indices to a tensor that losses and metrics accept as `target`.
+
+        >>> torchlml.pad_labels([[1, 2], [3], []])
+        tensor([[   1,    2],
+                [   3, -100],
+                [-100, -100]])
+
+    Args:
+        labels: the class indices of each sample, as lists or 1-d tensors of integers. A sample may have none.
+        ignore_index: the padding value; pass the same value to the loss or metric.
+
+    Returns:
+        An int64 tensor (number of samples, length of the longest list) with at least one column, on the CPU
+        or on the device of the tensors.
+    """
+    rows = [_label_row(row, i) for i, row in enumerate(labels)]
+    if not rows:
+        return torch.full((0, 1), ignore_index)
+    padded = pad_sequence(rows, batch_first=True, padding_value=ignore_index)
+    # A target without columns would not be recognized as lists of labels.
+    return padded if padded.shape[1] else padded.new_full((len(rows), 1), ignore_index)
+
+
+def _label_row(row: Any, number: int) -> Tensor:
+    name = f"`labels[{number}]`"
+    if not isinstance(row, Tensor):
+        if isinstance(row, str) or not isinstance(row, Iterable):
+            raise TypeError(f"{name} must be a list or a tensor of class indices, but it is {row!r}.")
+        row = list(row)
+        try:
+            row = torch.tensor(row) if row else torch.empty(0, dtype=torch.int64)
+        except (TypeError, ValueError, RuntimeError):
+            raise TypeError(f"{name} must contain class indices, but it is {row!r}.") from None
+    if row.dim() != 1:
+        raise ValueError(f"{name} must be a flat list of class indices, but its shape is {tuple(row.shape)}.")
+    if row.is_floating_point() or row.is_complex() or row.dtype == torch.bool:
+        raise TypeError(f"{name} must contain integers, but its dtype is {row.dtype}.")
+    if row.numel() and int(row.min()) < 0:
+        raise ValueError(f"{name} must contain nonnegative class indices, but it contains {int(row.min())}.")
+    indices: Tensor = row.long()
+    return indices

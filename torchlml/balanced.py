@@ -1,12 +1,19 @@
-"""The two-sided projection: k entries per row and a capacity for each column."""
+"""The two-sided projection: k entries per row and a capacity for each column.
+
+A call solves a batch of problems, or one problem whose rows are sharded across processes.
+"""
 
 from __future__ import annotations
 
-from typing import Any, Literal
+import math
+from typing import Any, Literal, NamedTuple, cast
 
+import torch
 from torch import Tensor
+from torch.autograd import forward_ad
 
-from torchlml._balanced.calls import balanced
+from torchlml._arguments import autocasts, check_bound, check_number, check_real, check_tensor, expand
+from torchlml._balanced import Extent, Matrix, project
 
 ColumnBound = Literal["exactly", "at_most"]
 
@@ -34,20 +41,20 @@ def balanced_lml(
         capacity: the sum of each column: a number, or a tensor that broadcasts to (..., columns). By default
             all columns of a problem get the same share, the total of `k` divided by the number of columns.
         mask: bool, True where an entry may be chosen; broadcasts to `x`. The others are exactly 0.
-        bound: "exactly", or "at_most" where the capacities are upper limits of the column sums.
+        bound: "exactly", or "at_most" if the capacities are upper limits of the column sums.
         start: a first guess of the column multipliers mu, such as those of the previous training step. It
-            broadcasts to (..., columns) and changes the run time, and the result only within its accuracy.
+            broadcasts to (..., columns). It changes the run time, but the result only within its accuracy.
         group: the processes that hold the rows of one matrix, a ProcessGroup or a one-dimensional DeviceMesh.
             `x`, `k` and `mask` hold the rows of this process. The other arguments are the same on all.
 
     Returns:
         Y, with the shape and dtype of `x`.
 
-    Y maximizes x.Y + H(Y), H the binary entropy, under these constraints, which makes it
+    Y maximizes x.Y + H(Y) under these constraints, where H is the binary entropy. The solution is
     y_ij = sigmoid(x_ij + nu_i + mu_j) with one number per row and one per column. The relative error of the
     column sums is at most 1e-9 in float64 and 1e-4 in float32; half precision is computed in float32. The
-    first derivatives for `x`, `k` and `capacity` are exact. They solve a linear system with one unknown per
-    column.
+    first derivatives with respect to `x`, `k` and `capacity` are exact. They solve a linear system with one
+    unknown per column.
 
     `k` and `capacity` must have the same total up to a relative difference of 1e-5. The capacities are scaled
     to the total of `k`, which also determines their derivatives. With a `group`, gradients are those of the
@@ -73,11 +80,11 @@ def balanced_lml_dual(
         >>> mu
         tensor([-1.2500,  1.2500])
 
-    Arguments as for `balanced_lml`.
+    The arguments are those of `balanced_lml`.
 
     Returns:
         nu of shape (..., rows) and mu of shape (..., columns), in the dtype of `x`. A constant can be moved
-        from mu to nu: mu has the mean 0 over its finite entries, and with `bound="at_most"` it is at most 0.
+        from mu to nu: mu has mean 0 over its finite entries, and with `bound="at_most"` it is at most 0.
         It is -inf for a capacity of 0 and +inf for a column that needs all of its available rows. With a
         `group`, all processes get the same mu, bit for bit.
 
@@ -85,3 +92,230 @@ def balanced_lml_dual(
     """
     found = balanced(x, k, capacity, mask, bound, start, group, dual=True)
     return found.nu, found.mu
+
+
+class Balanced(NamedTuple):
+    """Y with its multipliers. nu is empty unless it was requested."""
+
+    y: Tensor
+    nu: Tensor
+    mu: Tensor
+
+
+def balanced(
+    x: Tensor,
+    k: float | Tensor,
+    capacity: float | Tensor | None,
+    mask: Tensor | None,
+    bound: str,
+    start: Tensor | None,
+    group: Any,
+    dual: bool = False,
+) -> Balanced:
+    """Compute Y and mu, and nu if `dual`; the arguments are those of `balanced_lml`."""
+    # A graph break in compiled code. It imports the compiler, so eager calls avoid it.
+    run = _not_compiled if torch.compiler.is_compiling() else _project
+    return run(x, k, capacity, mask, bound, start, group, dual)
+
+
+def _project(
+    x: Tensor,
+    k: float | Tensor,
+    capacity: float | Tensor | None,
+    mask: Tensor | None,
+    bound: str,
+    start: Tensor | None,
+    group: Any,
+    dual: bool,
+) -> Balanced:
+    if torch._C._are_functorch_transforms_active() or forward_ad._current_level >= 0:
+        raise NotImplementedError(
+            "balanced_lml supports plain calls and their first derivatives, but a transform of torch.func or "
+            "forward-mode differentiation is active."
+        )
+    if group is None:
+        own = _read(x, k, capacity, mask, bound, start)
+        count, rows, columns = own.x.shape
+        totals = own.k.detach().sum(1).tolist()
+        found = [
+            project(_matrix(own, i), Extent([rows], [totals[i]], own.range, own.masked, None), dual)
+            for i in range(count)
+        ]
+        if count == 0:
+            found = [(own.x, own.k, own.x.new_zeros(0, columns))]
+    else:
+        own, extent = _agree(x, k, capacity, mask, bound, start, group)
+        found = [project(_matrix(own, 0), extent, dual)]
+    half = x.dtype in (torch.bfloat16, torch.float16)
+    dtype = torch.float32 if half and autocasts(x.device.type) else x.dtype
+    y, nu, mu = (
+        (parts[0] if len(parts) == 1 else torch.stack(parts)).to(dtype) for parts in zip(*found, strict=True)
+    )
+    nu_shape = x.shape[:-1] if dual else (0,)
+    return Balanced(y.reshape(x.shape), nu.reshape(nu_shape), mu.reshape(*x.shape[:-2], x.shape[-1]))
+
+
+_not_compiled = cast(Any, torch)._disable_dynamo(_project)
+
+
+def _matrix(own: _Arguments, i: int) -> Matrix:
+    return Matrix(
+        own.x[i],
+        own.k[i],
+        own.uniform,
+        None if own.capacity is None else own.capacity[i],
+        None if own.start is None else own.start[i],
+        own.at_most,
+        own.resolution,
+    )
+
+
+def _agree(
+    x: Any, k: Any, capacity: Any, mask: Any, bound: Any, start: Any, group: Any
+) -> tuple[_Arguments, Extent]:
+    """Check the arguments on all processes, and exchange the sizes and totals: one round."""
+    from torchlml._distributed import group as groups  # slow to import, and few calls need it
+
+    processes = groups.label_group(group)
+    carries = isinstance(x, Tensor) and x.device.type != "meta"
+    device = x.device if carries else torch.device("cpu")
+    problem: Exception | None = None
+    told: dict[str, Any]
+    try:
+        own = _read(x, k, capacity, mask, bound, start)
+        if x.dim() != 2:
+            raise ValueError(
+                f"With `group`, `x` must have two dimensions (rows, columns), but it is {x.dim()}-d."
+            )
+        same = {
+            "function": "balanced_lml",
+            "dtype": str(x.dtype),
+            "number of columns": x.shape[1],
+            "capacity": "None" if own.capacity is None else groups.fingerprint(own.capacity),
+            "start": "None" if own.start is None else groups.fingerprint(own.start),
+            "bound": bound,
+            "need for gradients": torch.is_grad_enabled()
+            and any(isinstance(t, Tensor) and t.requires_grad for t in (x, k, capacity)),
+        }
+        total = float(own.k.detach().sum())
+        told = {"same": same, "masked": own.masked, "rows": x.shape[0], "range": own.range, "total": total}
+    except Exception as error:  # the others wait for a message
+        problem, told = error, {"error": str(error)[:300]}
+    everyone = groups.exchange(processes, device, told)
+    if problem is not None:
+        raise problem
+    groups.check_agreement(everyone)
+    extent = Extent(
+        rows=[int(told["rows"]) for told in everyone],
+        totals=[float(told["total"]) for told in everyone],
+        range=max(float(told["range"]) for told in everyone),
+        masked=any(told["masked"] for told in everyone),
+        processes=processes,
+    )
+    return own, extent
+
+
+_DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
+
+
+class _Arguments(NamedTuple):
+    """Checked arguments with one leading dimension for the problems."""
+
+    x: Tensor  # (B, R, n) float32 or float64, -inf where masked
+    k: Tensor  # (B, R) float64
+    uniform: float | None  # k, if it is one number without a gradient
+    capacity: Tensor | None  # (B, n) float64
+    start: Tensor | None  # (B, n) float64
+    at_most: bool
+    range: float  # the largest finite |x|
+    masked: bool
+    resolution: float  # the relative rounding error of the given capacities
+
+
+def _read(x: Any, k: Any, capacity: Any, mask: Any, bound: Any, start: Any) -> _Arguments:
+    """Validate each argument on its own, and convert it."""
+    mask = _check_logits(x, mask, bound)
+    *batch, rows, columns = x.shape
+    device, count = x.device, math.prod(batch)
+    per_column = torch.Size([*batch, columns])
+    ks = _read_vector(k, "k", x.shape[:-1], device, "row").reshape(count, rows)
+    uniform = None if isinstance(k, Tensor) and (k.dim() or k.requires_grad) else float(k)
+    resolution = 0.0
+    if capacity is not None:
+        if isinstance(capacity, Tensor) and capacity.dtype.is_floating_point:
+            resolution = 4 * torch.finfo(capacity.dtype).eps
+        capacity = _read_vector(capacity, "capacity", per_column, device, "column").reshape(count, columns)
+    if start is not None:
+        check_tensor(start, "start", x)
+        check_real(start, "start", device)
+        start = expand(start.detach().double(), "start", per_column, "broadcast to one number per column")
+        start = torch.nan_to_num(start, 0.0, 0.0, 0.0).reshape(count, columns)
+    work = x.to(torch.float64 if x.dtype == torch.float64 else torch.float32)
+    if mask is not None:
+        work = torch.where(mask, work, -torch.inf)
+    work = work.reshape(count, rows, columns)
+    largest, masked = _check_values(work.detach())
+    _check_rows(ks.detach(), (work.detach() > -torch.inf).sum(-1) if masked else torch.full_like(ks, columns))
+    return _Arguments(work, ks, uniform, capacity, start, bound == "at_most", largest, masked, resolution)
+
+
+def _check_logits(x: Any, mask: Any, bound: Any) -> Tensor | None:
+    """Check `x`, `mask` and `bound`, and return the mask in the shape of x."""
+    check_tensor(x, "x")
+    if type(x).__name__ == "DTensor":  # by name, because importing the class is slow
+        raise TypeError("`x` must be a local tensor, but it is a DTensor. Pass `x.to_local()` and `group`.")
+    if x.dtype not in _DTYPES:
+        raise TypeError(f"`x` must be float32, float64, bfloat16 or float16, but its dtype is {x.dtype}.")
+    if x.dim() < 2:
+        raise ValueError(f"`x` must have at least two dimensions (rows, columns), but it is {x.dim()}-d.")
+    if check_bound(bound) == "at_least":
+        raise ValueError('`bound` must be "exactly" or "at_most", but it is "at_least".')
+    if mask is None:
+        return None
+    if not isinstance(mask, Tensor) or mask.dtype != torch.bool:
+        received = mask.dtype if isinstance(mask, Tensor) else f"a {type(mask).__name__}"
+        raise TypeError(f"`mask` must be a bool tensor, but it is {received}.")
+    check_tensor(mask, "mask", x)
+    return expand(mask, "mask", x.shape, "broadcast to the shape of `x`")
+
+
+def _read_vector(value: Any, name: str, shape: torch.Size, device: torch.device, per: str) -> Tensor:
+    """A number or tensor as float64, broadcast to one number per row or column; finite and at least 0."""
+    if not isinstance(value, Tensor):
+        check_number(value, name, "a number or a tensor", 0)
+        return torch.full(shape, float(value), dtype=torch.float64, device=device)
+    check_real(value, name, device)
+    if value.numel():
+        low, high = (float(end) for end in value.detach().aminmax())
+        if not 0 <= low <= high < math.inf:
+            received = low if not low >= 0 else high
+            raise ValueError(f"`{name}` must be finite and at least 0, but it contains {received:g}.")
+    accepted = f"be a number or broadcast to one number per {per}"
+    return expand(value.to(device).double(), name, shape, accepted)
+
+
+def _check_values(x: Tensor) -> tuple[float, bool]:
+    """The largest finite magnitude in x, and whether x has entries of -inf. NaN and +inf raise an error."""
+    if x.numel() == 0:
+        return 0.0, False
+    low, high = (float(end) for end in x.aminmax())
+    if math.isnan(low) or high == math.inf:
+        received = "NaN" if math.isnan(low) else "+inf"
+        raise ValueError(
+            f"`x` must contain finite numbers, or -inf for masked entries, but it contains {received}."
+        )
+    masked = low == -math.inf
+    if masked:
+        low = float(torch.where(x == -torch.inf, torch.inf, x).min())
+    return max(abs(end) if math.isfinite(end) else 0.0 for end in (low, high)), masked
+
+
+def _check_rows(k: Tensor, present: Tensor) -> None:
+    """Raise unless every row has enough available entries; `present` is their number in each row."""
+    wrong = (k > present).nonzero()
+    if len(wrong):
+        row = tuple(wrong[0].tolist())
+        raise ValueError(
+            f"`k` must not exceed the number of available entries of a row, but row {row[1]} has "
+            f"k = {k[row]:g} and {int(present[row])} available entries."
+        )

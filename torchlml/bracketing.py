@@ -41,7 +41,7 @@ def lml_bracketing(
             the paper's: 10 on a CPU and 100 on other devices.
         tolerance: the search of a row stops when its bracket is at most this wide. The default is twice the
             machine epsilon.
-        max_iterations: the search stops after this number of iterations at the latest.
+        max_iterations: the maximum number of iterations.
 
     Returns:
         nu, as `torchlml.lml_dual` returns it: differentiable, with the shape of `x` without `dim`.

@@ -174,7 +174,7 @@ def _sample_reference(p: Tensor, k: Tensor, keys: Tensor, start: Tensor) -> Tens
     missing, lacking = wanted - total, room.sum(-1, keepdim=True)
     grow = torch.where(lacking > 0, (missing / lacking).clamp(0, 1), 0)
     shrink = torch.where(missing < 0, wanted / total, 1)
-    # Sort by six bits of the keys, then by index modulo 4, then by index: an order that kernels produce fast.
+    # Sort by six bits of the keys, then by index modulo 4, then by index, which is fast in kernels.
     columns = torch.arange(n, device=p.device) % 4
     order = ((keys & 0xFC) + columns).argsort(stable=True)
     length = ((y + room * grow) * shrink * one).round().long().gather(-1, order)

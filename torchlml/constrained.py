@@ -99,7 +99,7 @@ def constrained_sparsemax(
 
 
 def _softmax_values(r: CappedRows) -> Tensor:
-    """Compute y of rows whose nu is known, in differentiable operations."""
+    """Compute y of rows whose nu is known, with differentiable operations."""
     rows = r.rows
     saturated, free = _softmax_sets(r)
     rest = r.k - rows.sum(torch.where(saturated, r.upper, 0))
@@ -262,7 +262,7 @@ _softmax_project = ConstrainedProjection(
 
 
 def _sparsemax_values(r: CappedRows) -> Tensor:
-    """Compute y of rows whose nu is known, in differentiable operations."""
+    """Compute y of rows whose nu is known, with differentiable operations."""
     rows = r.rows
     saturated, free = _sparsemax_sets(r)
     # One exact step from the solver's nu, on the entries that are known to be free.

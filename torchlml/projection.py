@@ -14,11 +14,10 @@ from torchlml._arguments import (
     check_limit,
     check_temperature,
 )
-from torchlml._autograd import inequality, operators
-from torchlml._autograd.fast_path import fast_lml
+from torchlml._autograd import operators, rule
 from torchlml._autograd.implicit import SolvedRows
 from torchlml._autograd.operators import ROWS, operator
-from torchlml._autograd.rule import Rule
+from torchlml._autograd.rule import fast_lml
 from torchlml._distributed import is_sharded
 from torchlml._rows import Rows, empty_nu, rows_of
 from torchlml._solve.newton import shifted
@@ -73,8 +72,9 @@ def lml(
         from torchlml._distributed import calls
 
         return calls.project("lml", x, k, dim, mask, offsets, bound, group)
-    c = canonical(x, k, dim, mask, offsets, any_k=check_bound(bound) == "at_most", nested=True)
-    return c.restore(inequality.LML[bound](c.x, c.k, c.mask, c.offsets), dim)
+    any_k = bound != "exactly" and check_bound(bound) == "at_most"
+    c = canonical(x, k, dim, mask, offsets, any_k=any_k, nested=True)
+    return c.restore(rule.LML[bound](c.x, c.k, c.mask, c.offsets), dim)
 
 
 def log_lml(
@@ -94,15 +94,16 @@ def log_lml(
 
     The arguments are those of `lml`. Returns log y, with the shape and dtype of `x`.
 
-    log y = logsigmoid(x + nu). Its derivative does not vanish, however wrong the logits are:
+    log y = logsigmoid(x + nu). Its derivative does not vanish, no matter how wrong the logits are:
     d log y_j / dx = (1 - y_j) (e_j - w / sum w).
     """
     if is_sharded(x, group):
         from torchlml._distributed import calls
 
         return calls.project("log_lml", x, k, dim, mask, offsets, bound, group)
-    c = canonical(x, k, dim, mask, offsets, any_k=check_bound(bound) == "at_most", nested=True)
-    return c.restore(inequality.LOG_LML[bound](c.x, c.k, c.mask, c.offsets), dim)
+    any_k = bound != "exactly" and check_bound(bound) == "at_most"
+    c = canonical(x, k, dim, mask, offsets, any_k=any_k, nested=True)
+    return c.restore(rule.LOG_LML[bound](c.x, c.k, c.mask, c.offsets), dim)
 
 
 def lml_dual(
@@ -131,8 +132,9 @@ def lml_dual(
         from torchlml._distributed import calls
 
         return calls.project("lml_dual", x, k, dim, mask, offsets, bound, group)
-    c = canonical(x, k, dim, mask, offsets, any_k=check_bound(bound) == "at_most", nested=True)
-    return c.restore_rows(inequality.LML_DUAL[bound](c.x, c.k, c.mask, c.offsets))
+    any_k = bound != "exactly" and check_bound(bound) == "at_most"
+    c = canonical(x, k, dim, mask, offsets, any_k=any_k, nested=True)
+    return c.restore_rows(rule.LML_DUAL[bound](c.x, c.k, c.mask, c.offsets))
 
 
 def lml_value(
@@ -208,9 +210,9 @@ class LML(nn.Module):
         return settings if self.bound == "exactly" else f"{settings}, bound={self.bound!r}"
 
 
-def _value_forward(x: Tensor, *rest: Tensor | None) -> tuple[Tensor, tuple[Tensor, ...]]:
+def _value_forward(x: Tensor, *rest: Tensor | None) -> tuple[Tensor, Tensor]:
     value, nu = _value_operator(x, *rest)
-    return value.to(x.dtype), (nu,)
+    return value.to(x.dtype), nu
 
 
 def _value_backward(
@@ -245,7 +247,7 @@ _value_operator = operator(
 
 
 def _value_differentiable(x: Tensor, k: Tensor, mask: Tensor | None, offsets: Tensor | None) -> Tensor:
-    """Compute the value in differentiable operations. nu contributes only from the second derivative on."""
+    """Compute the value with differentiable operations. nu contributes only from the second derivative on."""
     solved = SolvedRows(x, k, mask, offsets)
     rows, hi, z = solved.rows, solved.hi, solved.z
     values = x.to(z.dtype)
@@ -270,4 +272,4 @@ def _fill_value(value: Tensor, x: Tensor, k: Tensor, hi: Tensor, rows: Rows) -> 
     return torch.where(infinite & (k > 0) & ~hi.isnan(), torch.inf, value)
 
 
-_value = Rule(_value_forward, _value_backward, _value_differentiable)
+_value = rule.Rule(_value_forward, _value_backward, _value_differentiable)

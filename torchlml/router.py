@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from torchlml._arguments import check_integer_k, check_number, check_tensor
-from torchlml._balanced.calls import balanced
+from torchlml.balanced import balanced
 from torchlml.projection import lml
 
 
@@ -34,25 +34,25 @@ class TopKRouter(nn.Module):
         num_experts: the number of experts.
         k: how many experts each token uses, an integer.
         temperature: the logits are divided by it.
-        normalize: whether the weights of a token are scaled to the sum 1. Otherwise each is between 0 and 1.
-        decay: how much of the stored bias each training step keeps, from 0 to 1 (exclusive).
-        capacity_factor: drop the assignments with the smallest weights where an expert has more than
-            `capacity_factor` times its fair share, rounded up: their weights become 0. By default nothing is
-            dropped.
-        group: the data-parallel processes over whose tokens together the load is balanced. By default each
-            process balances its own tokens.
+        normalize: whether the weights of a token are scaled to sum to 1. Otherwise each is between 0 and 1.
+        decay: the fraction of the stored bias that each training step keeps, at least 0 and less than 1.
+        capacity_factor: if an expert has more than `capacity_factor` times its fair share of tokens, rounded
+            up, its assignments with the smallest weights are dropped: their weights become 0. By default
+            nothing is dropped.
+        group: the data-parallel processes. The load is balanced over the tokens of all of them. By default
+            each process balances its own tokens.
 
     In training, `balanced_lml` gives every expert the same total weight. Its multipliers mu are the bias that
     balances this batch: each token uses the k experts with the largest logits plus mu. The weights have the
-    exact gradient of the two-sided projection. The buffer `bias` holds the exponential average of mu, which
-    is also the first guess of the next step.
+    exact gradient of the two-sided projection. The buffer `bias` stores the exponential moving average of
+    mu, which is also the initial guess of the next step.
 
     In evaluation mode the router is causal: the stored bias replaces mu, and `lml` gives the weights. The
     routing of a token then does not depend on the other tokens of its batch.
 
-    `forward` takes the logits of shape (..., num_experts), all leading dimensions being tokens, and by
-    keyword `mask`, a bool tensor of the leading dimensions that is False for padding. Padding has the weights
-    0, and the indices of its tokens have no meaning.
+    `forward` takes logits of shape (..., num_experts), where all leading dimensions are tokens. The keyword
+    argument `mask` is a bool tensor with the shape of the leading dimensions that is False for padding.
+    Padding tokens have weights of 0, and their indices are meaningless.
     """
 
     bias: Tensor
@@ -73,22 +73,19 @@ class TopKRouter(nn.Module):
         self.k = check_integer_k(k)
         if not isinstance(num_experts, int) or isinstance(num_experts, bool) or num_experts < self.k:
             raise ValueError(
-                f"`num_experts` must be an integer of at least k = {self.k}, but it is {num_experts!r}."
+                f"`num_experts` must be an integer that is at least k = {self.k}, but it is {num_experts!r}."
             )
         check_number(temperature, "temperature", "a finite number above 0", 0)
         if temperature == 0:
             raise ValueError("`temperature` must be a finite number above 0, but it is 0.")
-        check_number(decay, "decay", "a number from 0 to 1 (exclusive)", 0)
+        check_number(decay, "decay", "at least 0 and less than 1", 0)
         if decay >= 1:
-            raise ValueError(f"`decay` must be a number from 0 to 1 (exclusive), but it is {decay}.")
+            raise ValueError(f"`decay` must be at least 0 and less than 1, but it is {decay}.")
         if capacity_factor is not None:
             check_number(capacity_factor, "capacity_factor", "None or a finite number of at least 1", 1)
-        self.num_experts = num_experts
-        self.temperature = temperature
-        self.normalize = normalize
-        self.decay = decay
+        self.num_experts, self.group = num_experts, group
+        self.temperature, self.normalize, self.decay = temperature, normalize, decay
         self.capacity_factor = capacity_factor
-        self.group = group
         self.register_buffer("bias", torch.zeros(num_experts))
         self.register_buffer("updates", torch.zeros((), dtype=torch.int64))
 
@@ -140,11 +137,11 @@ class TopKRouter(nn.Module):
                 f"{mask.dtype} {tuple(mask.shape)}" if isinstance(mask, Tensor) else type(mask).__name__
             )
             wanted = tuple(logits.shape[:-1])
-            raise ValueError(f"`mask` must be a bool tensor of the shape {wanted}, but it is {received}.")
+            raise ValueError(f"`mask` must be a bool tensor of shape {wanted}, but it is {received}.")
         return mask.reshape(-1)
 
     def _balance(self, tokens: Tensor, present: Tensor | None) -> tuple[Tensor, Tensor]:
-        """Y and mu of this batch, and an update of the stored bias."""
+        """Compute Y and mu of this batch, and update the stored bias."""
         k = self.k if present is None else self.k * present.double()
         start = self.bias if int(self.updates) else None
         y, _, mu = balanced(tokens, k, None, None, "exactly", start, self.group)
@@ -164,7 +161,7 @@ class TopKRouter(nn.Module):
         count = len(weights) if present is None else int(present.sum())
         most = math.ceil((self.capacity_factor or 1) * count * self.k / self.num_experts)
         flat, expert = weights.detach().flatten(), indices.flatten()
-        # By expert, and within each by falling weight: the position there is the rank of an assignment.
+        # Sort by expert, then by descending weight: positions within an expert are the ranks of assignments.
         order = flat.argsort(descending=True, stable=True)
         order = order[expert[order].argsort(stable=True)]
         sizes = torch.bincount(expert, minlength=self.num_experts)

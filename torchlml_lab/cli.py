@@ -90,7 +90,7 @@ def _version() -> str:
 
 
 def _help() -> str:
-    listed = "\n".join(f"  {name:<11}{summary}" for name, summary in commands.SUMMARIES.items())
+    listed = "\n".join(f"  {name:<15}{summary}" for name, summary in commands.SUMMARIES.items())
     about = (
         "Tools for the Limited Multi-Label (LML) projection: like softmax, but the outputs sum to k and each "
         "is between 0 and 1."
@@ -103,9 +103,9 @@ commands:
 {listed}
 
 options:
-  -h, --help  show this help
-  --version   show the version
-  --debug     with any command: print the traceback of an error
+  -h, --help     show this help
+  --version      show the version
+  --debug        with any command: print the traceback of an error
 
 Run `torchlml COMMAND --help` to see the options of a command.
 """

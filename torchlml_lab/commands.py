@@ -6,13 +6,15 @@ Each entry names a settings dataclass in a module that imports neither torch nor
 
 import dataclasses
 import importlib
+import shutil
 import sys
+import textwrap
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from torchlml_lab.cli_errors import BadInput, did_you_mean
-from torchlml_lab.engine.settings import TrainSettings, parse_settings, read_settings
+from torchlml_lab.cli_errors import BadInput, did_you_mean, options
+from torchlml_lab.engine.settings import TrainSettings, folded, parse_settings, read_settings
 from torchlml_lab.figures.settings import AllSettings
 from torchlml_lab.files import check_folder, read_json
 
@@ -93,7 +95,9 @@ TASKS = {
             "compare methods and seeds, with tuning",
         ),
         evaluate=Command(
-            "studies.scene_graph.settings:EvaluateSettings", "studies.scene_graph.report:main", required=_RUN
+            "studies.scene_graph.settings:EvaluateSettings",
+            "studies.scene_graph.task:evaluate",
+            required=_RUN,
         ),
         predict=Command(
             "studies.scene_graph.settings:PredictSettings",
@@ -101,7 +105,7 @@ TASKS = {
             required=_RUN,
         ),
         step_time=Command(
-            "studies.scene_graph.settings:ObjectiveTimesSettings", "studies.scene_graph.report:step_time"
+            "studies.scene_graph.settings:ObjectiveTimesSettings", "studies.scene_graph.task:step_time"
         ),
     ),
     "recommend": Task(
@@ -116,7 +120,7 @@ TASKS = {
             "recommend.sweep:main",
             "compare models, losses and seeds, with tuning",
         ),
-        evaluate=Command("recommend.settings:EvaluateSettings", "recommend.report:main", required=_RUN),
+        evaluate=Command("recommend.settings:EvaluateSettings", "recommend.training:evaluate", required=_RUN),
         predict=Command("recommend.settings:PredictSettings", "recommend.prediction:main", required=_RUN),
         step_time=Command(
             "recommend.settings:LossTimesSettings", "recommend.training:step_time", required=_RUN
@@ -128,11 +132,11 @@ BENCHMARKS = {
     "layer": Command(
         "bench.settings:read_layer",
         "bench.grid_benchmark:layer",
-        "lml compared with softmax, topk, sort and sigmoid",
+        "lml compared with softmax, topk, sort and a copy",
     ),
     "short": Command(
         "bench.settings:ShortRowsSettings",
-        "bench.short_rows:main",
+        "bench.targets:short_rows",
         "many short rows, relative to softmax, with targets",
     ),
     "constrained": Command(
@@ -147,12 +151,12 @@ BENCHMARKS = {
     ),
     "balanced": Command(
         "bench.settings:BalancedSettings",
-        "bench.balanced:main",
+        "bench.targets:balanced",
         "balanced_lml relative to lml, with targets",
     ),
     "losses": Command(
         "bench.settings:LossesSettings",
-        "bench.losses:main",
+        "bench.targets:losses",
         "the losses compared with cross-entropy, on fixed problems",
     ),
     "alternatives": Command(
@@ -206,8 +210,23 @@ FIGURES = {
     ),
     "sets": Command(
         "figures.settings:SetsFigureSettings",
-        "figures.sets:main",
+        "figures.geometry:sets",
         "distance of lml from exact inclusion probabilities",
+    ),
+    "benchmarks": Command(
+        "figures.settings:BenchmarksFigureSettings",
+        "bench.speed_report:benchmarks",
+        "time relative to softmax against n, with tables",
+    ),
+    "bandwidth": Command(
+        "figures.settings:BandwidthFigureSettings",
+        "bench.speed_report:bandwidth",
+        "speed of softmax and lml relative to a copy",
+    ),
+    "alternatives": Command(
+        "figures.settings:AlternativesFigureSettings",
+        "bench.alternatives:redraw",
+        "other top-k operators: time and features",
     ),
     "timing": Command(
         "figures.settings:TimingFigureSettings",
@@ -234,6 +253,11 @@ FIGURES = {
         "figures.multilabel:recommend",
         "recall by model and loss, from a sweep",
     ),
+    "missing-labels": Command(
+        "figures.settings:MissingLabelsFigureSettings",
+        "figures.multilabel:missing_labels",
+        "one observed label per sample: mAP and Brier score by method",
+    ),
     "scene-graph-bias": Command(
         "figures.settings:BiasFigureSettings",
         "figures.scene_graph:by_bias",
@@ -250,16 +274,18 @@ ALL_FIGURES = Command("figures.settings:AllSettings", "commands:draw_all", "ever
 SINGLE = {
     "demo": Command("studies.settings:DemoSettings", "studies.digits.demo:main"),
     "which-k": Command("studies.settings:WhichKSettings", "studies.digits.which_k:main"),
-    "routing": Command("studies.settings:RoutingSettings", "studies.routing.task:main"),
+    "routing": Command("studies.settings:RoutingSettings", "studies.routing:main"),
+    "missing-labels": Command("studies.settings:MissingLabelsSettings", "studies.missing_labels.study:main"),
     "info": Command("info:read_arguments", "info:main"),
     "gpu-check": Command("gpu_check:read_arguments", "gpu_check.check_gpu:main"),
 }
 """The commands that consist of a single word."""
 
 SUMMARIES = {
-    "demo": "compare five losses on digit data with missing labels (one minute)",
+    "demo": "compare five losses on digits with missing labels (one minute)",
     "which-k": "measure how a wrong value of k affects ranking and calibration",
     "routing": "compare routers for mixtures of experts (ten minutes)",
+    "missing-labels": "compare losses with one observed label per sample (one hour)",
     "info": "show versions, kernels, threads, devices and extras",
     "gpu-check": "verify and time the Triton kernels on your GPU",
     "bench": "benchmark the layer, related operators and losses",
@@ -380,7 +406,11 @@ def _ask_task(name: str, arguments: Sequence[str]) -> None:
         return
     run = first if first and not first.startswith("-") else None
     if {"-h", "--help"} & set(arguments) and (run is None or not (Path(run) / "run.json").exists()):
-        _explain(name, commands)
+        task = commands.get(first)
+        if task is not None:
+            call(name, task, ["--help"])
+        else:
+            _explain(name, commands)
         return
     if run is None:
         raise BadInput(f"Missing RUN directory. Usage: `torchlml {name} RUN`.")
@@ -402,11 +432,17 @@ def _ask_task(name: str, arguments: Sequence[str]) -> None:
 
 
 def _explain(name: str, commands: Mapping[str, Command | None]) -> None:
-    """Print the help for every task, because without a run the task is unknown."""
+    """Print the options of every task without explanations, because without a run the task is unknown."""
+    listed = []
     for task, command in commands.items():
         if command is not None:
-            sys.stdout.write(f"For a run of {task}:\n")
-            try:
-                call(name, command, ["--help"])
-            except SystemExit:  # after `--help`
-                sys.stdout.write("\n")
+            names = [option for option in options(_load(command.settings)()) if option != "--run"]
+            width = shutil.get_terminal_size().columns
+            first, others = f"  {task:<14}", " " * 16
+            listed.append(
+                textwrap.fill(" ".join(names), width, initial_indent=first, subsequent_indent=others)
+            )
+    about = f"{SUMMARIES[name][0].upper()}{SUMMARIES[name][1:]}. The options depend on the task of the run:"
+    more = f"Run `torchlml {name} RUN --help` or `torchlml {name} TASK --help` to see them explained."
+    parts = (f"usage: torchlml {name} RUN [OPTIONS]", folded(about), "\n".join(listed), folded(more))
+    sys.stdout.write("\n\n".join(parts) + "\n")

@@ -1,6 +1,7 @@
 """The common style of all figures, and the figure of a report: recall against k, and calibration."""
 
-from collections.abc import Iterator, Mapping, Sequence
+import hashlib
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -14,11 +15,12 @@ from torchlml_lab.files import check_picture, replacing
 # The width of a page in inches. The font size is 8 points at this width.
 PAGE = 7.0
 
-# The palette of Okabe and Ito, which is distinguishable with any type of color vision.
-ORANGE, SKY, GREEN, BLUE = "#E69F00", "#56B4E9", "#009E73", "#0072B2"
-VERMILION, PURPLE = "#D55E00", "#CC79A7"
+# The palette of Okabe and Ito, which is distinguishable with any type of color vision, in shades that have a
+# contrast of about 3 or more with both white and the background of the dark site: pictures are transparent.
+ORANGE, SKY, GREEN, BLUE = "#C98500", "#3E9FD6", "#009E73", "#2B7BBD"
+VERMILION, PURPLE = "#D55E00", "#C2709D"
 DARK_ORANGE = "#946200"  # for orange text
-INK, GREY, FAINT = "#222222", "#8A8A8A", "#E4E4E4"
+INK, GREY, FAINT = "#7A7E85", "#8A8E95", "#80808038"
 
 # A method has the same color and marker in every figure.
 METHODS = {
@@ -52,12 +54,13 @@ LOOK: dict[Any, Any] = {
     "legend.frameon": False,
     "legend.handlelength": 1.6,
     "savefig.dpi": 200,
+    "savefig.transparent": True,
     "svg.hashsalt": "torchlml",  # fixed, and without a date, so that equal figures give equal files
 }
 
 
 @contextmanager
-def new_figure(picture: Path, width: float, height: float) -> Iterator[Figure]:
+def new_figure(picture: Path, width: float, height: float, sources: Sequence[Path] = ()) -> Iterator[Figure]:
     """Yield an empty figure in the common style, and write it if the block succeeds.
 
         with new_figure(Path("line.png"), PAGE, 2) as figure:
@@ -67,6 +70,8 @@ def new_figure(picture: Path, width: float, height: float) -> Iterator[Figure]:
         picture: The PNG or SVG file to write, depending on its suffix. A missing directory is created.
         width: In inches, usually `PAGE`.
         height: In inches.
+        sources: The CSV files with the data. The picture names them in its metadata (`Source`) with their
+            digests, so that a picture older than its data can be detected.
 
     Yields:
         The figure to draw on.
@@ -77,8 +82,60 @@ def new_figure(picture: Path, width: float, height: float) -> Iterator[Figure]:
         yield figure
         picture.parent.mkdir(parents=True, exist_ok=True)
         kind = picture.suffix[1:]
+        metadata: dict[str, str | None] = {"Date": None} if kind == "svg" else {}
+        if sources:
+            metadata["Source"] = digests(sources)
         with replacing(picture) as temporary:
-            figure.savefig(temporary, format=kind, metadata={"Date": None} if kind == "svg" else {})
+            figure.savefig(temporary, format=kind, metadata=metadata)
+
+
+def digests(sources: Iterable[Path]) -> str:
+    """Return the names of files with the SHA-256 of their contents, as in the metadata of a picture."""
+    return ", ".join(f"{path.name} {hashlib.sha256(path.read_bytes()).hexdigest()}" for path in sources)
+
+
+def label_lines(
+    axes: Axes, labels: Iterable[tuple[float, str, str]], apart: float = 0.07, size: float = 7
+) -> None:
+    """Write the names of lines to the right of the axes, at the heights of their last points.
+
+    Call this after the limits of the axes are final. Names that would overlap are moved apart.
+
+    Args:
+        axes: The axes.
+        labels: The height in data coordinates, the text and the color of each label.
+        apart: The smallest distance between two labels, as a fraction of the height of the axes.
+        size: The font size in points.
+    """
+    to_axes = axes.transScale + axes.transLimits
+    known = sorted(
+        (float(to_axes.transform((axes.get_xlim()[0], y))[1]), text, color) for y, text, color in labels
+    )
+    for height, (_, text, color) in zip(spread_out([y for y, *_ in known], apart), known, strict=True):
+        axes.text(1.02, height, text, color=color, transform=axes.transAxes, va="center", fontsize=size)
+
+
+def spread_out(places: Sequence[float], apart: float) -> list[float]:
+    """Move sorted places as little as possible, in squares, so that neighbors are at least `apart`.
+
+    >>> [round(place, 2) for place in spread_out([0.0, 0.5, 0.5, 0.54], 0.1)]
+    [0.0, 0.41, 0.51, 0.61]
+    """
+    # After subtracting i * apart, the places must not decrease: pool neighbors that do, as in isotonic
+    # regression.
+    pools: list[tuple[float, int]] = []
+    for i, place in enumerate(places):
+        pools.append((place - i * apart, 1))
+        while len(pools) > 1 and pools[-2][0] > pools[-1][0]:
+            (a, m), (b, n) = pools[-2:]
+            pools[-2:] = [((m * a + n * b) / (m + n), m + n)]
+    flat = [value for value, count in pools for _ in range(count)]
+    return [value + i * apart for i, value in enumerate(flat)]
+
+
+def note(figure: Figure, text: str) -> None:
+    """Write small text under a figure: the machine, or the number of seeds."""
+    figure.supxlabel(text, fontsize=6.5, color=GREY)
 
 
 def draw_recall_and_calibration(

@@ -1,4 +1,4 @@
-"""Feature selection: exactly k of n inputs reach the model, and the choice is learned by gradients."""
+"""Feature selection: exactly k of n inputs reach the model, and the choice is learned by gradient descent."""
 
 import torch
 from torch.nn import functional as F

@@ -8,7 +8,7 @@ from sklearn.pipeline import make_pipeline
 from torchlml_lab import TopKClassifier
 
 random.seed(0)
-words = {  # replace these by your own texts and tags
+words = {  # replace these with your own texts and tags
     "baking": "flour oven yeast dough crust butter",
     "garden": "soil seeds compost rain pots roots",
     "hiking": "boots trail summit map ridge hut",

@@ -11,6 +11,7 @@ import pytest
 import torch
 
 import torchlml
+from tests.support.example_rows import example_rows
 from torchlml_lab import cli
 
 ROOT = Path(__file__).parents[2]
@@ -41,16 +42,10 @@ def test_length() -> None:
 
 def test_outputs_in_the_example() -> None:
     text = README.read_text(encoding="utf-8")
-    x = torch.tensor([2.0, 1.0, 0.0, -1.0])
-    for name, y in (
-        ("torch.softmax", x.softmax(-1)),
-        ("torch.sigmoid", x.sigmoid()),
-        ("torchlml.lml", torchlml.lml(x, 2)),
-    ):
-        line = re.search(rf"^{re.escape(name)}\(.*# ([\d. ]+) +sums to ([\d.]+)", text, re.MULTILINE)
-        assert line is not None
-        assert [float(each) for each in line[1].split()] == pytest.approx(y.tolist(), abs=0.006)
-        assert float(line[2]) == pytest.approx(y.sum().item(), abs=0.006)
+    for comment, y in example_rows(text):
+        numbers, _, total = comment.partition("sums to")
+        assert [float(each) for each in numbers.split()] == pytest.approx(y.tolist(), abs=0.006)
+        assert float(total.split()[0]) == pytest.approx(y.sum().item(), abs=0.006)
 
 
 def test_the_readme_names_only_existing_files() -> None:
@@ -82,6 +77,11 @@ def kept(loss: str) -> list[str]:
     return [means(f"multilabel/{d}.csv", "ndcg5", keep="0.3", loss=loss) for d in ("bibtex", "delicious")]
 
 
+def one_label(dataset: str, method: str) -> str:
+    wanted = {"dataset": dataset, "method": method, "head": "linear", "draw": "random"}
+    return means("missing-labels/results.csv", "map", **wanted)
+
+
 def digits(column: str, method: str, labeled: str, shown: str, k: str = "0") -> str:
     return means("which-k/which-k.csv", column, method=method, k=k, named=labeled, digits=shown)
 
@@ -97,6 +97,10 @@ def vg(method: str, variant: str) -> str:
 def test_the_evidence_is_that_of_the_results() -> None:
     assert evidence() == [
         [*kept("lml-labels"), *kept("bce"), *kept("softmax")],
+        [
+            *(one_label("voc2012", method) for method in ("lml-predicted", "em", "an")),
+            *(one_label("tmc2007", method) for method in ("epr", "lml")),
+        ],
         [digits("exact", "lml", "one", "3 digits", "3"), digits("exact", "bce", "one", "3 digits")],
         [
             digits("recall", "bce", "all", "1 to 5 digits"),

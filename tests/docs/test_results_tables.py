@@ -13,6 +13,7 @@ import pytest
 
 RESULTS = Path(__file__).parents[2] / "results"
 SCENES, CIFAR, K = (RESULTS / name for name in ("scene-graph", "cifar100", "which-k"))
+ONE_LABEL = RESULTS / "missing-labels"
 RECALLS = ("r20", "r50", "r100", "ng_r20", "ng_r50", "ng_r100")
 Row = dict[str, str]
 
@@ -262,3 +263,91 @@ def test_which_k_of_lists_of_labels() -> None:
         assert cells == [
             mean_and_deviation((row["p1"] for row in found if row["loss"] == loss), 1) for loss in LISTED
         ]
+
+
+# ------------------------------------------------------------------------------------ one observed label
+
+ONE_LABEL_METHODS = {
+    "BCE, all labels": "bce-all",
+    "BCE, fully labeled 20% only": "bce-validation",
+    "softmax × k": "softmax",
+    "softmax × predicted k": "softmax-predicted",
+    "LML, k × 0.5": "lml-half",
+    "LML, k × 1.5": "lml-more",
+    "LML, predicted k": "lml-predicted",
+    "exact k-subset": "subset",
+    **{name: name.lower() for name in ("AN", "AN-LS", "WAN", "EPR", "ROLE", "EM", "ASL", "LML")},
+    "truncated entropy": "truncated-entropy",
+}
+ONE_LABEL_MEASURES = {
+    "mAP": ("map", 1, max),
+    "recall at round(k)": ("recall", 1, max),
+    "Brier score": ("brier", 2, min),
+    "calibration error": ("ece", 2, min),
+    "F1 of p > 0.5": ("f1", 1, max),
+    "recalibrated Brier score": ("fitted_brier", 2, min),
+    "recalibrated calibration error": ("fitted_ece", 2, min),
+    "recalibrated F1 of p > 0.5": ("fitted_f1", 1, max),
+    "recalibrated F1, fitted threshold": ("threshold_f1", 1, max),
+}
+NOT_COMPETITORS = ("bce-all", "lml", "lml-half", "lml-more", "lml-predicted", "subset")
+
+
+def one_label_rows(head: str, dataset: str, name: str, draw: str = "random") -> list[Row]:
+    wanted = (head, dataset, name, draw)
+    found = [
+        row
+        for row in rows(ONE_LABEL / "results.csv")
+        if (row["head"], row["dataset"], row["method"], row["draw"]) == wanted
+    ]
+    return sorted(found, key=lambda row: int(row["seed"]))
+
+
+def check_one_label(head: str, table: Table) -> None:
+    """Check a table of a measure: a line for each method, a column for each data set, the best in bold."""
+    measure, digits, _ = ONE_LABEL_MEASURES[table.heads[0]]
+    for title, *cells in table.lines:
+        for dataset, cell in zip(table.heads[1:], cells, strict=True):
+            found = one_label_rows(head, dataset, ONE_LABEL_METHODS[title])
+            assert len(found) in ((0,) if cell == "–" else (5,)), (title, dataset)
+            if found:
+                assert cell == mean_and_deviation((row[measure] for row in found), digits), (title, dataset)
+
+
+def check_one_label_differences(head: str, table: Table) -> None:
+    """Check the differences to the best competitor of each data set and measure, paired by seed."""
+    own = ONE_LABEL_METHODS[table.heads[0].removesuffix(" minus")]
+    for dataset, *cells in table.lines:
+        for title, cell in zip(table.heads[1:], cells, strict=True):
+            measure, digits, best = ONE_LABEL_MEASURES[title]
+            values = {
+                name: [float(row[measure]) for row in one_label_rows(head, dataset, method)]
+                for name, method in ONE_LABEL_METHODS.items()
+                if method not in NOT_COMPETITORS
+            }
+            rival = best(values, key=lambda name: mean(values[name]))
+            mine = [float(row[measure]) for row in one_label_rows(head, dataset, own)]
+            paired = [100 * (one - other) for one, other in zip(mine, values[rival], strict=True)]
+            sign = "+" if mean(paired) >= 0 else ""
+            wanted = f"{sign}{mean(paired):.{digits}f} ± {stdev(paired):.{digits}f} ({rival})"
+            assert cell == wanted, (dataset, title)
+
+
+@pytest.mark.parametrize(("section", "head"), [("Linear head", "linear"), ("One hidden layer", "hidden")])
+@pytest.mark.parametrize("page", ["README.md", "missing-labels.md"])
+def test_one_observed_label(page: str, section: str, head: str) -> None:
+    for table in of_section(ONE_LABEL / page, section):
+        if table.heads[0] in ONE_LABEL_MEASURES:
+            check_one_label(head, table)
+        elif table.heads[0].endswith(" minus"):
+            check_one_label_differences(head, table)
+        else:
+            assert table.heads[0] == "learning rate, weight"
+
+
+def test_the_published_draw() -> None:
+    for table in of_section(ONE_LABEL / "missing-labels.md", "Published draw of VOC 2012"):
+        for title, *cells in table.lines:
+            (found,) = one_label_rows(table.heads[0], "voc2012", ONE_LABEL_METHODS[title], "published")
+            names = [ONE_LABEL_MEASURES[head][0] for head in table.heads[1:]]
+            assert cells == [f"{100 * float(found[name]):.1f}" for name in names], title

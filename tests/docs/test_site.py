@@ -19,10 +19,10 @@ from typing import Any
 from urllib.parse import unquote, urlsplit
 
 import pytest
-import torch
 
 import torchlml
 import torchlml.metrics
+from tests.support.example_rows import example_rows
 
 ROOT = Path(__file__).parents[2]
 PAGES = sorted(path for path in (ROOT / "docs").rglob("*.md") if path.parent.name != "recipes")
@@ -120,15 +120,8 @@ def test_every_snippet_of_a_page_runs(page: Path) -> None:
 
 def test_the_numbers_of_the_first_page_are_right() -> None:
     text = (ROOT / "docs" / "index.md").read_text(encoding="utf-8")
-    x = torch.tensor([2.0, 1.0, 0.0, -1.0])
-    for name, y in (
-        ("torch.softmax", x.softmax(-1)),
-        ("torch.sigmoid", x.sigmoid()),
-        ("torchlml.lml", torchlml.lml(x, 2)),
-    ):
-        written = re.search(rf"^{re.escape(name)}\(.*# ([\d. ]+)", text, re.MULTILINE)
-        assert written is not None
-        assert [float(each) for each in written[1].split()[:4]] == pytest.approx(y.tolist(), abs=0.006)
+    for comment, y in example_rows(text):
+        assert [float(each) for each in comment.split()[:4]] == pytest.approx(y.tolist(), abs=0.006)
 
 
 def test_spelling() -> None:

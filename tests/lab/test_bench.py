@@ -205,6 +205,15 @@ def test_every_lml_is_the_projection(provider, one_thread):
             torch.testing.assert_close(call(), expected, rtol=0, atol=1e-10)
 
 
+def test_the_copy_writes_new_memory(one_thread):
+    case = Case(n=40, k=7, batch=5, scale=3.0, dtype="float32", threads=1)
+    (copy,) = (provider for provider in LAYER if provider.name == "copy")
+    x = case.logits()
+    y = copy.function(x, case.k)
+    assert torch.equal(y, x)
+    assert y.data_ptr() != x.data_ptr()
+
+
 def test_cases_are_every_combination_that_makes_sense_once():
     cases = case_grid((4, 10), ("5", "n/2", "n-1"), (3,), (1.0, 2.0), ("float32",), (2, 1))
     assert {(case.n, case.k) for case in cases} == {(4, 2), (4, 3), (10, 5), (10, 9)}
@@ -264,7 +273,7 @@ def test_related_operators_are_timed_with_a_separate_plot(capsys, tmp_path):
 def test_importing_the_benchmarks_writes_nothing():
     program = (
         "import sys; sys.addaudithook(lambda event, args: event == 'open' and 'clear_refs' in str(args[0]) "
-        "and sys.exit('written')); from torchlml_lab.bench import grid_benchmark, losses, paper"
+        "and sys.exit('written')); from torchlml_lab.bench import grid_benchmark, paper, targets"
     )
     assert subprocess.run([sys.executable, "-c", program], check=False).returncode == 0
 

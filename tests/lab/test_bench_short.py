@@ -7,7 +7,7 @@ import csv
 import pytest
 
 from torchlml_lab import cli
-from torchlml_lab.bench import short_rows, timing
+from torchlml_lab.bench import targets, timing
 
 
 def test_the_table_has_every_line_and_the_csv_every_measurement(tmp_path, capsys, monkeypatch):
@@ -20,8 +20,8 @@ def test_the_table_has_every_line_and_the_csv_every_measurement(tmp_path, capsys
     said = capsys.readouterr().out
     with path.open(newline="") as file:
         rows = list(csv.DictReader(file))
-    assert len(rows) == 2 * 2 * len(short_rows.WORKS)
-    for work in short_rows.WORKS:
+    assert len(rows) == 2 * 2 * len(targets.WORKS)
+    for work in targets.WORKS:
         assert f"{work.batch} x {work.n}" in said
     for row in rows:
         assert float(row["p50"]) > 0
@@ -30,9 +30,9 @@ def test_the_table_has_every_line_and_the_csv_every_measurement(tmp_path, capsys
 
 
 def test_a_target_is_met_only_if_every_scale_meets_it():
-    work = short_rows.Work("lml / softmax", "forward", 4096, 64, 8, 1.3)
-    assert short_rows._line(work, [1.3, 0.9])[-2:] == ("1.3", "yes")
-    assert short_rows._line(work, [1.31, 0.9])[-1] == "no"
+    work = targets.Work("lml / softmax", "forward", 4096, 64, 8, 1.3)
+    assert targets._line(work, [1.3, 0.9])[-2:] == ("1.3", "yes")
+    assert targets._line(work, [1.31, 0.9])[-1] == "no"
 
 
 @pytest.mark.parametrize(

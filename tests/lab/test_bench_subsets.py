@@ -10,7 +10,7 @@ from tests.support import subsets
 from torchlml_lab import cli
 from torchlml_lab.bench import subsets as benchmark
 from torchlml_lab.bench.measurements import read
-from torchlml_lab.figures.sets import gap
+from torchlml_lab.figures.geometry import gap
 
 ROOT = Path(__file__).parents[2]
 

@@ -13,9 +13,9 @@ from tests.support.features import write_features
 from torchlml_lab import cli
 from torchlml_lab.cli_errors import BadInput
 from torchlml_lab.engine import loop
-from torchlml_lab.studies.cifar100 import data, model, sweep
+from torchlml_lab.studies.cifar100 import data, sweep
 from torchlml_lab.studies.cifar100.settings import LOSSES, Cifar100Settings
-from torchlml_lab.studies.cifar100.task import accuracies, loss_of, run, task
+from torchlml_lab.studies.cifar100.task import DenseNet, accuracies, loss_of, run, small_cnn, task
 
 
 def some_part(count=20_000):
@@ -88,7 +88,7 @@ def test_augmented_images_are_crops_and_mirror_images():
 
 
 def test_densenet_40_40_has_the_published_shape():
-    network = model.DenseNet(depth=40, growth=40, classes=100)
+    network = DenseNet(depth=40, growth=40, classes=100)
     convolutions = [part for part in network.modules() if isinstance(part, torch.nn.Conv2d)]
     # 40 layers with weights: 1 + 3 blocks of 6 bottlenecks of 2 + 2 transitions + 1 linear layer.
     assert len(convolutions) + 1 == 40
@@ -100,7 +100,7 @@ def test_densenet_40_40_has_the_published_shape():
 
 
 def test_small_cnn_runs():
-    assert model.small_cnn(100)(torch.zeros(2, 3, 32, 32)).shape == (2, 100)
+    assert small_cnn(100)(torch.zeros(2, 3, 32, 32)).shape == (2, 100)
 
 
 def test_losses_match_their_definitions():
@@ -180,7 +180,9 @@ def test_the_published_network_on_a_cpu_suggests_an_alternative(monkeypatch):
     part = data.Part(
         torch.zeros(200, 3, 32, 32, dtype=torch.uint8), torch.arange(200) % 100, torch.arange(200) % 20
     )
-    monkeypatch.setattr(model, "DenseNet", lambda depth, growth, classes: model.small_cnn(classes))
+    monkeypatch.setattr(
+        "torchlml_lab.studies.cifar100.task.DenseNet", lambda depth, growth, classes: small_cnn(classes)
+    )
     monkeypatch.setattr(loop, "seconds_per_batch", lambda task, size: 4.0)
     for network, said in ((None, "use `--network small-cnn --epochs 6` here"), ("small-cnn", None)):
         settings = Cifar100Settings(data=Path("x"), network=network, validation=50)

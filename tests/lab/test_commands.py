@@ -75,9 +75,59 @@ def test_a_run_is_needed(capsys, tmp_path, command):
 
 
 @pytest.mark.parametrize("command", ["evaluate", "predict", "export", "step-time"])
-def test_help_without_a_run_is_that_of_every_task(capsys, command):
+def test_help_without_a_run_lists_the_options_of_every_task(capsys, monkeypatch, command):
+    monkeypatch.setenv("COLUMNS", "80")
     assert cli.main([command, "--help"]) == 0
     said = capsys.readouterr().out
+    assert said.startswith(f"usage: torchlml {command} RUN [OPTIONS]\n")
+    assert max(map(len, said.splitlines())) <= 80
     for name, task in TASKS.items():
-        able = getattr(task, command.replace("-", "_")) is not None
-        assert (f"For a run of {name}:" in said) == able
+        entry = getattr(task, command.replace("-", "_"))
+        assert (f"\n  {name} " in said) == (entry is not None)
+        if entry is None:
+            continue
+        assert cli.main([command, name, "--help"]) == 0
+        explained = capsys.readouterr().out
+        assert f"usage: torchlml {command} [-h]" in explained
+        assert " RUN" in explained.splitlines()[0]
+        assert re.search(r"^ +RUN +", explained, re.MULTILINE)
+        options = set(re.findall(r"^  (--[a-z-]+)", explained, re.MULTILINE))
+        listed = re.search(rf"^  {name} ((?:.*\n)(?: {{16}}.*\n)*)", said, re.MULTILINE)
+        assert listed is not None
+        assert set(listed[1].split()) == options
+
+
+def boxes(capsys, *words):
+    """The boxes of a help text: the options of each by its title."""
+    assert cli.main([*words, "--help"]) == 0
+    parts = re.split(r"^ (\S.*\S) +\n -+ $", capsys.readouterr().out, flags=re.MULTILINE)[1:]
+    return {
+        title: re.findall(r"^  (--[\w.-]+)", text, re.MULTILINE)
+        for title, text in zip(parts[::2], parts[1::2], strict=True)
+    }
+
+
+@pytest.mark.parametrize("name", TASKS)
+def test_the_options_of_training_are_in_groups(capsys, name):
+    found = boxes(capsys, "train", name)
+    assert list(found) == ["options", "data options", "model options", "training options", "output options"]
+    assert found["options"] == []  # each option is in a group
+    assert {"--loss", "--objective"} & set(found["model options"])
+    assert "--epochs" in found["training options"]
+    assert "--out" in found["output options"]
+
+
+def test_the_options_of_a_sweep_come_before_those_of_its_runs(capsys):
+    found = boxes(capsys, "sweep", "recommend")
+    runs = [f"--run, {group} options" for group in ("data", "model", "training", "output")]
+    assert list(found) == ["options", "output options", *runs]
+    assert {"--seeds", "--losses"} <= set(found["options"])
+    assert "--run.train" in found["--run, data options"]
+
+
+@pytest.mark.parametrize("name", ["multilabel", "recommend"])
+def test_required_options_are_in_the_usage(capsys, name):
+    assert cli.main(["train", name, "--help"]) == 0
+    said = capsys.readouterr().out
+    assert said.startswith(f"usage: torchlml train {name} [-h] --train PATH [OPTIONS]\n")
+    assert said.count("(required)") == 1

@@ -8,14 +8,13 @@ import torch
 from tests.support.command_lines import each_rejection, rejected, rejections
 from torchlml_lab import cli
 from torchlml_lab.engine.settings import cores, use_threads
-from torchlml_lab.studies.digits import data, demo, model, report
-from torchlml_lab.studies.digits.data import Images
-from torchlml_lab.studies.digits.model import Measured, measure
+from torchlml_lab.studies.digits import demo, model, report
+from torchlml_lab.studies.digits.model import Images, Measured, measure
 
 
-@pytest.mark.parametrize("condition", data.CONDITIONS)
+@pytest.mark.parametrize("condition", model.CONDITIONS)
 def test_images_show_k_digits_and_name_one_of_them(condition):
-    train, test = data.make(4, 300, 200, condition, seed=1)
+    train, test = model.make(4, 300, 200, condition, seed=1)
     for part, count in ((train, 300), (test, 200)):
         assert part.pixels.shape == (count, 8, 32)
         assert (part.present.sum(1) == 4).all()
@@ -29,8 +28,8 @@ def digits(part):
 
 
 def test_conditions_differ_only_in_the_named_label():
-    uniform, _ = data.make(3, 4000, 10, "uniform", seed=0)
-    skewed, _ = data.make(3, 4000, 10, "skewed", seed=0)
+    uniform, _ = model.make(3, 4000, 10, "uniform", seed=0)
+    skewed, _ = model.make(3, 4000, 10, "skewed", seed=0)
     assert torch.equal(uniform.pixels, skewed.pixels)
     counts = [torch.bincount(part.named, minlength=10) / part.present.sum(0) for part in (uniform, skewed)]
     assert (counts[0] - 1 / 3).abs().max() < 0.06
@@ -56,7 +55,7 @@ def test_measures_by_hand():
 
 
 def test_stacked_networks_are_independent(one_thread):
-    sets = [data.make(2, 200, 10, "uniform", seed)[0] for seed in (0, 1)]
+    sets = [model.make(2, 200, 10, "uniform", seed)[0] for seed in (0, 1)]
     lml = model.METHODS[-1]
     both = model.train(lml, sets, [0, 1], 2, 2, lambda: None)
     alone = model.train(lml, sets[1:], [1], 2, 2, lambda: None)

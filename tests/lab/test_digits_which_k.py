@@ -4,12 +4,12 @@ import torch
 
 from tests.support.command_lines import each_rejection, rejected, rejections
 from torchlml_lab import cli
-from torchlml_lab.studies.digits import data, which_k
+from torchlml_lab.studies.digits import model, which_k
 from torchlml_lab.studies.digits.which_k import AT_MOST, EXACTLY, OF_ROW, PREDICTED
 
 
 def test_images_of_one_to_five_digits():
-    train, test = data.make(5, 2000, 300, "uniform", seed=1, varying=True)
+    train, test = model.make(5, 2000, 300, "uniform", seed=1, varying=True)
     for part in (train, test):
         drawn = part.pixels.unflatten(2, (5, 8)).abs().sum((1, 3)) > 0
         assert torch.equal(drawn.sum(1), part.present.sum(1))

@@ -25,9 +25,9 @@ from torchlml_lab.engine import run as run_of_engine
 from torchlml_lab.engine.loop import EpochBatches
 from torchlml_lab.engine.run_directory import RunFolder
 from torchlml_lab.engine.settings import cores, use_threads
-from torchlml_lab.studies.cifar100 import model
 from torchlml_lab.studies.cifar100.data import read_features
 from torchlml_lab.studies.cifar100.settings import Cifar100Settings
+from torchlml_lab.studies.cifar100.task import feature_head
 
 
 @pytest.fixture(scope="module")
@@ -132,7 +132,7 @@ def test_resuming_a_finished_run_changes_nothing(capsys, whole):
 
 
 def full_disk(size):
-    """Limit the size of files. Larger writes fail as on a full disk, also for writers outside Python."""
+    """Limit the size of files. Larger writes fail as on a full disk, even outside Python."""
     resource.setrlimit(resource.RLIMIT_FSIZE, (size, size))
 
 
@@ -402,7 +402,7 @@ def test_two_processes(features, tmp_path):
     # It learned, and every sample was counted once: one process with the same weights gets the same test
     # result.
     assert lines[-1]["top5"] > 0.5
-    network = model.feature_head(16, 100).eval()
+    network = feature_head(16, 100).eval()
     load_model(network, out / "checkpoints" / state["best"] / "model.safetensors")
     _, test = read_features(features)
     top = network(test.x).topk(5).indices == test.fine.unsqueeze(1)

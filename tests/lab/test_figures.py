@@ -1,11 +1,13 @@
 """The figures: each one is drawn, and `all` continues if some tables are missing."""
 
+import math
 import re
 import struct
 from pathlib import Path
 from xml.etree import ElementTree
 
 import pytest
+from PIL import Image
 
 from tests.support.command_lines import rejected
 from torchlml_lab import cli, commands, plots
@@ -28,8 +30,12 @@ def test_all_draws_figures_without_data_and_names_the_commands_for_the_rest(caps
     captured = capsys.readouterr()
     assert captured.err == ""
     from_tables = {
+        "benchmarks",
+        "bandwidth",
+        "alternatives",
         "timing",
         "cifar100",
+        "missing-labels",
         "multilabel",
         "recommend",
         "scene-graph",
@@ -42,13 +48,19 @@ def test_all_draws_figures_without_data_and_names_the_commands_for_the_rest(caps
         *(f"{name}.png" for name in drawn - {"sliding-sigmoid"}),
     }
     for name in drawn - {"sliding-sigmoid"}:
-        # The width of a page at 200 dots per inch, so that type has the same size in all of them.
-        assert size(Path("pictures", f"{name}.png"))[0] == 1400
+        # The width of a page at 200 dots per inch, so that type has the same size in all of them. The first
+        # figure of the documentation is narrower, for phones.
+        assert size(Path("pictures", f"{name}.png"))[0] == (920 if name == "projection" else 1400)
+    with Image.open("pictures/sliding-sigmoid.gif") as animation:
+        # Frames are drawn over each other, so transparent ones would leave traces.
+        assert animation.convert("RGBA").getpixel((0, 0)) == (255, 255, 255, 255)
     missing = dict(
         re.findall(r"Not drawn: (\S+)\. .* does not exist\. Create it with `(.*)`\.", captured.out)
     )
     assert set(missing) == set(commands.FIGURES) - drawn
     assert missing["timing"] == "torchlml bench paper"
+    assert missing["benchmarks"] == missing["bandwidth"] == "torchlml bench layer"
+    assert missing["alternatives"] == "torchlml bench alternatives"
     assert missing["cifar100"] == "torchlml sweep cifar100"
 
 
@@ -118,10 +130,43 @@ def test_bad_input_is_a_one_line_error(capsys, tmp_path, monkeypatch, words, nee
     assert not list(tmp_path.iterdir())
 
 
-def test_timing_rejects_the_table_of_another_benchmark(capsys, tmp_path):
+@pytest.mark.parametrize(
+    ("name", "needle"),
+    [
+        ("timing", "has no rows of `torchlml bench paper`"),
+        ("benchmarks", "has no times of `torchlml bench layer`"),
+        ("bandwidth", "has no times of a copy from `torchlml bench layer`"),
+        ("alternatives", "has no rows of `torchlml bench alternatives`"),
+    ],
+)
+def test_the_table_of_another_benchmark_is_rejected(capsys, tmp_path, name, needle):
     measurements.append(tmp_path / "b.csv", [])
-    assert cli.main(["figures", "timing", "--csv", str(tmp_path / "b.csv")]) == 2
-    assert "has no rows of `torchlml bench paper`" in capsys.readouterr().err
+    words = ["figures", name, "--csv", str(tmp_path / "b.csv"), "--out", str(tmp_path / "x.png")]
+    assert cli.main(words) == 2
+    assert needle in capsys.readouterr().err
+    assert [path.name for path in tmp_path.iterdir()] == ["b.csv"]
+
+
+def test_labels_of_lines_do_not_overlap_and_keep_their_order(tmp_path):
+    with plots.new_figure(tmp_path / "x.svg", 3, 2) as figure:
+        axes = figure.subplots()
+        axes.set_yscale("log")
+        axes.set_ylim(1, 100)
+        heights = {"a": 10.0, "b": 10.1, "c": 9.9, "d": 50.0}
+        plots.label_lines(axes, ((y, name, "black") for name, y in heights.items()), 0.1)
+        found = {text.get_text(): text.get_position()[1] for text in axes.texts}
+    assert sorted(found, key=found.__getitem__) == ["c", "a", "b", "d"]
+    assert found["b"] - found["a"] == pytest.approx(0.1)
+    assert found["a"] - found["c"] == pytest.approx(0.1)
+    assert found["a"] == pytest.approx(0.5, abs=0.01)  # half way between 1 and 100
+    assert found["d"] == pytest.approx(math.log10(50) / 2)
+
+
+def test_a_picture_is_transparent(tmp_path):
+    with plots.new_figure(tmp_path / "x.png", 1, 1) as figure:
+        figure.subplots()
+    with Image.open(tmp_path / "x.png") as picture:
+        assert picture.convert("RGBA").getchannel("A").getpixel((0, 0)) == 0
 
 
 def test_a_user_table_takes_precedence_over_the_study(tmp_path):

@@ -17,6 +17,7 @@ from tests.support.command_lines import made, rejected
 from tests.support.tagged_texts import tagged_texts, write_texts
 from torchlml_lab import cli
 from torchlml_lab.data.labelled_rows import LabelledRows, label_matrix
+from torchlml_lab.data.tables import Columns
 from torchlml_lab.multilabel import linear, preparation, samples, training
 from torchlml_lab.multilabel.losses import LabelLoss
 from torchlml_lab.multilabel.model import LINEAR, MOST_INPUTS, LabelNetwork, load
@@ -309,7 +310,7 @@ def test_unknown_words_have_known_pieces():
     labels, names = label_matrix([["x"], ["y"], ["x"], ["y"]])
     texts = ["walking far", "eating well", "walking on", "eating out"]
     rows = LabelledRows(sparse.csr_array((4, 0), dtype=np.float32), labels, names, texts, ())
-    fitted = preparation.fit(rows, preparation.Columns(("text",), (), "tags", ","), 1)
+    fitted = preparation.fit(rows, Columns(("text",), (), "tags", ","), 1)
     new = LabelledRows(sparse.csr_array((1, 0), dtype=np.float32), labels[:1], names, ["walker"], ())
     found = fitted.apply(new).inputs.toarray()[0]
     pieces = len(fitted.words) + len(fitted.pairs) + np.flatnonzero(np.isin(fitted.pieces, [" wal", "alk"]))

@@ -9,9 +9,9 @@ import pytest
 import torch
 
 from torchlml_lab import cli
-from torchlml_lab.bench import balanced, timing
-from torchlml_lab.studies.routing import model, task
-from torchlml_lab.studies.routing.model import ROUTERS
+from torchlml_lab.bench import targets, timing
+from torchlml_lab.studies import routing
+from torchlml_lab.studies.routing import ROUTERS
 
 
 def logits(seed: int = 0) -> torch.Tensor:
@@ -34,7 +34,7 @@ def test_every_router_gives_two_experts_and_weights_that_sum_to_one(name):
 
 
 def test_the_loss_of_switch_is_smallest_for_equal_loads():
-    router = model.TopK(4, 1, 0.5)
+    router = routing.TopK(4, 1, 0.5)
     equal = 20 * torch.eye(4).repeat(8, 1)
     assert float(router(equal)[2]) == pytest.approx(0.5)
     assert float(router(20 * torch.eye(4)[:1].repeat(32, 1))[2]) == pytest.approx(2.0)
@@ -42,19 +42,19 @@ def test_the_loss_of_switch_is_smallest_for_equal_loads():
 
 def test_balance():
     """Sinkhorn and the two-sided projection balance a batch, the bias needs many steps, and top-k fails."""
-    bias = model.LossFree(16, 2, 0.01)
+    bias = routing.LossFree(16, 2, 0.01)
     loads = [load(bias(logits(seed))[1]) for seed in range(300)]
     assert loads[0] > 5
     assert loads[-1] < 1.5
-    assert load(model.TopK(16, 2)(logits())[1]) > 5
-    assert load(model.Sinkhorn(16, 2)(logits())[1]) < 1.5
-    assert load(model.Sinkhorn(16, 2).eval()(logits())[1]) > 5
-    assert load(model.Balanced(16, 2, 1.0)(logits())[1]) < 1.3
+    assert load(routing.TopK(16, 2)(logits())[1]) > 5
+    assert load(routing.Sinkhorn(16, 2)(logits())[1]) < 1.5
+    assert load(routing.Sinkhorn(16, 2).eval()(logits())[1]) > 5
+    assert load(routing.Balanced(16, 2, 1.0)(logits())[1]) < 1.3
 
 
 def test_the_experts_are_applied_to_their_tokens():
     torch.manual_seed(0)
-    experts, x = model.Experts(), torch.randn(10, model.WIDTH)
+    experts, x = routing.Experts(), torch.randn(10, routing.WIDTH)
     indices, weights = torch.randint(16, (10, 2)), torch.rand(10, 2)
     found = experts(x, weights, indices)
     for t in range(10):
@@ -67,18 +67,18 @@ def test_the_experts_are_applied_to_their_tokens():
 
 def test_the_study_resumes_and_draws(tmp_path, capsys, monkeypatch):
     few = {name: ROUTERS[name] for name in ("no balancing", "TopKRouter, T = 1")}
-    monkeypatch.setattr(task, "ROUTERS", few)
+    monkeypatch.setattr(routing, "ROUTERS", few)
     path, picture = tmp_path / "new" / "routing.csv", tmp_path / "routing.png"
     words = ["routing", "--steps", "20", "--csv", str(path), "--out", str(picture)]
     assert cli.main([*words, "--seeds", "1"]) == 0
     first = path.read_text()
-    trained, train = [], task.train
+    trained, train = [], routing.train
 
     def recorded(name, seed, settings):
         trained.append((name, seed))
         return train(name, seed, settings)
 
-    monkeypatch.setattr(task, "train", recorded)
+    monkeypatch.setattr(routing, "train", recorded)
     assert cli.main([*words, "--seeds", "2"]) == 0
     assert trained == [("no balancing", 1), ("TopKRouter, T = 1", 1)]
     with path.open(newline="") as file:
@@ -91,15 +91,15 @@ def test_the_study_resumes_and_draws(tmp_path, capsys, monkeypatch):
     assert "| TopKRouter, T = 1 | 2 |" in page
     assert "±" in capsys.readouterr().out
     assert cli.main([*words[:1], "--steps", "40", *words[3:]]) == 2
-    assert "other steps" in capsys.readouterr().err
+    assert "other settings" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
     ("words", "needle"),
     [
-        (["routing", "--seeds", "0"], "`--seeds` is 0"),
+        (["routing", "--seeds", "0"], "`--seeds` must be at least 1, but it is 0"),
         (["routing", "--steps", "30"], "multiple of 20"),
-        (["routing", "--learning-rate", "2"], "`--learning-rate` is 2"),
+        (["routing", "--learning-rate", "2"], "`--learning-rate` must be between 0 and 1, but it is 2"),
         (["routing", "--out", "picture.txt"], "must end in `.png` or `.svg`"),
         (
             ["bench", "balanced", "--dtype", "int8"],
@@ -109,7 +109,7 @@ def test_the_study_resumes_and_draws(tmp_path, capsys, monkeypatch):
     ],
 )
 def test_bad_options(capsys, monkeypatch, words, needle):
-    monkeypatch.setattr(task, "train_all", None)
+    monkeypatch.setattr(routing, "train_all", None)
     assert cli.main(words) == 2
     assert needle in capsys.readouterr().err
 
@@ -117,7 +117,7 @@ def test_bad_options(capsys, monkeypatch, words, needle):
 def test_the_benchmark_prints_its_targets(tmp_path, capsys, monkeypatch):
     monkeypatch.setattr(timing, "_SAMPLE_SECONDS", 1e-6)
     monkeypatch.setattr(timing, "_WARM_UP_SECONDS", 0.0)
-    monkeypatch.setattr(balanced, "_SHAPES", ((64, 8, 2),))
+    monkeypatch.setattr(targets, "_SHAPES", ((64, 8, 2),))
     path = tmp_path / "balanced.csv"
     words = ["bench", "balanced", "--repetitions", "2", "--skews", "0", "--csv", str(path)]
     assert cli.main(words) == 0

@@ -17,7 +17,7 @@ from torchlml.metrics import SceneGraphRecall
 from torchlml_lab import cli
 from torchlml_lab.engine.settings import use_threads
 from torchlml_lab.studies.scene_graph import datasets, objectives
-from torchlml_lab.studies.scene_graph.batches import GraphBatches
+from torchlml_lab.studies.scene_graph.graphs import GraphBatches
 from torchlml_lab.studies.scene_graph.model import GRID, MotifNet, masks
 from torchlml_lab.studies.scene_graph.recalls import (
     KS,
@@ -95,9 +95,8 @@ def test_recall_by_hand(tmp_path):
 
 
 def network(training, objective="lml"):
-    return MotifNet(
-        len(training.objects), objectives.has_background(objective) + 4, hidden=16, dropout=0.0
-    ).double()
+    outputs = objectives.has_background(objective) + 4
+    return MotifNet(len(training.objects), outputs, None, None, None, 16, 0.0).double()
 
 
 def double(batch):
@@ -134,16 +133,16 @@ def test_the_bias_is_added_by_subject_and_object(training):
     bias = torch.randn(5, 5, 4)
     batch = GraphBatches(training).__getitems__(range(5))
     torch.manual_seed(0)
-    plain = MotifNet(5, 4, hidden=16).eval()
+    plain = MotifNet(5, 4, None, None, None, 16, 0.2).eval()
     torch.manual_seed(0)
-    biased = MotifNet(5, 4, bias, hidden=16).eval()
+    biased = MotifNet(5, 4, bias, None, None, 16, 0.2).eval()
     added = bias[batch.labels[batch.edges[:, 0]], batch.labels[batch.edges[:, 1]]]
     torch.testing.assert_close(biased(batch), plain(batch) + added)
 
 
 def test_the_shift_of_the_bias_is_added_to_the_scores(training):
     batch = GraphBatches(training).__getitems__(range(5))
-    model = MotifNet(5, 4, hidden=16).eval()
+    model = MotifNet(5, 4, None, None, None, 16, 0.2).eval()
     shift = torch.randn(len(batch.edges), 5)  # includes "no relation", which only softmax scores
     torch.testing.assert_close(model(batch._replace(bias_shift=shift)), model(batch) + shift[:, 1:])
 
@@ -152,7 +151,7 @@ def test_the_masks_are_convolved(training):
     """Compare with torch's convolution of one edge at a time."""
     batch = GraphBatches(training).__getitems__(range(3))
     drawn = masks(*batch.boxes[batch.edges].unbind(1))
-    model = MotifNet(5, 4, hidden=16)
+    model = MotifNet(5, 4, None, None, None, 16, 0.2)
     first, _, second, _, last = model.masks
     for edge in range(3):
         x = conv2d(drawn[edge], first.weight, first.bias, 2, 1).relu()
@@ -276,7 +275,7 @@ def test_lml_memorizes_ten_images(tmp_path):
     training, _ = datasets.read_visual_genome(write_vg(tmp_path, images))
     batch = GraphBatches(training).__getitems__(range(10))
     torch.manual_seed(0)
-    model = MotifNet(5, 4, hidden=64, dropout=0.0)
+    model = MotifNet(5, 4, None, None, None, 64, 0.0)
     optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
     for _ in range(60):
         optimizer.zero_grad()

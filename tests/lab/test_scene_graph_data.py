@@ -13,9 +13,8 @@ import torch
 from tests.support.scene_graphs import OBJECTS, PREDICATES, Drawn, draw, vg_tables, write_vg, write_vrd
 from torchlml_lab.cli_errors import BadInput
 from torchlml_lab.studies.scene_graph import datasets
-from torchlml_lab.studies.scene_graph.batches import GraphBatches, RegionFeatures, candidates
-from torchlml_lab.studies.scene_graph.graphs import split
-from torchlml_lab.studies.scene_graph.priors import LeaveOneOut, log_frequencies, word_vectors
+from torchlml_lab.studies.scene_graph.graphs import GraphBatches, RegionFeatures, candidates, split
+from torchlml_lab.studies.scene_graph.model import LeaveOneOut, log_frequencies, word_vectors
 
 # One pair has two relations and a duplicate, the boxes are unordered, and one image has no relation.
 SMALL = [
@@ -291,7 +290,7 @@ def test_leave_one_out_is_the_bias_of_the_other_images(tmp_path):
     training, _ = datasets.read_visual_genome(write_vg(tmp_path, draw(24)))
     batch = GraphBatches(training, shift=LeaveOneOut(training)).__getitems__([5, 0, 11, 3])
     twice = (batch.labels[batch.edges[1:]] == batch.labels[batch.edges[:-1]]).all(1)
-    assert twice.any()  # a pair comes twice
+    assert twice.any()  # a pair occurs twice
     assert batch.bias_shift is not None
     subject, object_ = batch.labels[batch.edges].unbind(1)
     shifted = log_frequencies(training)[subject, object_] + batch.bias_shift

@@ -91,7 +91,7 @@ def test_rounds(group: Group) -> None:
 
 @in_processes(2)
 def test_unlike_processes(group: Group) -> None:
-    """Each process prefers different columns, gaps are large, and a column has the capacity 0."""
+    """Each process prefers different columns, gaps are large, and a column has a capacity of 0."""
     x = torch.randn(400, 8, dtype=F64)
     x[:133, :2] += 20
     x[133:, 4:] += 300

@@ -12,7 +12,7 @@ from torch import Tensor
 from torch._subclasses import FakeTensorMode
 
 import torchlml
-from torchlml._autograd.fast_path import fast_lml
+from torchlml._autograd.rule import fast_lml
 
 X = torch.randn(7, 11, generator=torch.Generator().manual_seed(0))
 

@@ -20,10 +20,8 @@ LAYERS = [
     "_cpu",
     "_torch",
     "_triton",
-    "_nested",
     "_arguments",
     "_targets",
-    "_reductions",
     "_autograd",
     "_capped",
     "_distributed",
@@ -34,7 +32,6 @@ LAYERS = [
     "bracketing",
     "constrained",
     "choices",
-    "labels",
     "distributions",
     "losses",
     "metrics",
@@ -133,6 +130,10 @@ def test_no_cycles() -> None:
 
 def test_direction() -> None:
     assert against(EDGES, LAYERS) == []
+
+
+def test_there_are_at_most_sixty_modules() -> None:
+    assert len(list(LIBRARY.rglob("*.py"))) <= 60
 
 
 def test_torch_is_the_only_dependency() -> None:

@@ -343,7 +343,7 @@ WRONG = {
     "nothing": (lambda: KSubset(2), ValueError, "Exactly one of `logits` and `probs`"),
     "both": (lambda: KSubset(2, logits=X, probs=X), ValueError, "Exactly one of `logits` and `probs`"),
     "a list": (lambda: KSubset(2, logits=[1.0]), TypeError, "`logits` must be a torch.Tensor"),
-    "integers": (lambda: KSubset(2, logits=X.long()), TypeError, "`logits` must be floating"),
+    "integers": (lambda: KSubset(2, logits=X.long()), TypeError, "`logits` must be a floating-point tensor"),
     "no dimension": (lambda: KSubset(0, logits=X[0, 0]), ValueError, "`logits` must have shape (..., n)"),
     "probs": (lambda: KSubset(2, probs=X + 1.5), ValueError, "`probs` must hold probabilities"),
     "too many ones": (

@@ -298,7 +298,7 @@ def test_truncated_entropy_definition_module_and_errors() -> None:
 
 REJECTED: dict[str, tuple[Any, str, dict[str, Any]]] = {
     "a list": (TypeError, "`input` must be", {"input": [1.0]}),
-    "integers": (TypeError, "`input` must be a floating", {"input": torch.ones(ROWS, FEATURES).long()}),
+    "integers": (TypeError, "`input` must be a floating-point", {"input": torch.ones(ROWS, FEATURES).long()}),
     "another dtype": (TypeError, "dtype of `input`", {"linear_weight": torch.ones(LABELS, 7).double()}),
     "features": (ValueError, "`linear_weight` (n, d)", {"linear_weight": torch.ones(LABELS, FEATURES + 1)}),
     "bias": (ValueError, "`linear_bias` must have shape", {"linear_bias": torch.ones(3)}),

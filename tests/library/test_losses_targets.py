@@ -268,7 +268,7 @@ FIRST_MASKED = torch.arange(6) > 0
         (ValueError, "`k` must be", (ROWS, LABELS, -1), {}),
         (TypeError, "`k` must be", (ROWS, LABELS, "five"), {}),
         (ValueError, '`reduction` must be "mean", "sum" or "none"', (ROWS, LABELS, 2), {"reduction": "avg"}),
-        (ValueError, "`weight` must be a floating tensor of shape (6,)", (ROWS, LABELS, 2), {"weight": ROWS}),
+        (ValueError, "must be a floating-point tensor of shape (6,)", (ROWS, LABELS, 2), {"weight": ROWS}),
         (TypeError, "`mask` must be a bool tensor", (ROWS, LABELS, 2), {"mask": ROWS}),
         (ValueError, "`mask` must broadcast", (ROWS, LABELS, 2), {"mask": ROWS[:2] == 0}),
         (ValueError, "a label where `mask` is False", (ROWS, LABELS, 2), {"mask": FIRST_MASKED}),

@@ -246,7 +246,7 @@ RAGGED = {"target": torch.tensor([0]), "offsets": torch.tensor([0, 2, 3])}
         (lambda: PropensityScoredPrecision([0.5], 1), "`propensities` must be a torch.Tensor"),
         (
             lambda: PropensityScoredPrecision(torch.tensor([2, 3]), 1),
-            "`propensities` must be a floating tensor",
+            "`propensities` must be a floating-point tensor",
         ),
         (
             lambda: PropensityScoredPrecision(torch.tensor([0.0, 1]), 1),

@@ -49,7 +49,6 @@ def test_every_loss_is_explained_and_has_a_tested_module(name: str) -> None:
     module = modules[name]
     assert module in losses.__all__
     assert module in text("docs/choosing-a-loss.md")
-    assert module in text("docs/choosing-a-loss.md")
 
 
 @pytest.mark.parametrize("name", RELATED)

@@ -12,7 +12,7 @@ from torch import Tensor
 import torchlml
 from tests.support.cpu_kernel import FORMS, TOLERANCE, assert_close, needs_kernel, problem, run
 from torchlml import choices, constrained, projection
-from torchlml._autograd import inequality
+from torchlml._autograd import rule
 
 Case = tuple[Tensor, Tensor, "Tensor | None", "Tensor | None"]
 PROJECTIONS = {
@@ -94,12 +94,12 @@ def test_bounds_and_value(dtype: torch.dtype, form: str) -> None:
     x, k, mask, offsets = problem(dtype, form)
     for at_most in (True, False):
         y, nu = OPERATORS.bounded_forward(x, k, mask, offsets, at_most)
-        want, nu_want = inequality._reference_forward(x, k, mask, offsets, at_most)
+        want, nu_want = rule._reference_forward(x, k, mask, offsets, at_most)
         assert_close(y, want, dtype)
         assert torch.equal((nu == 0).all(0), (nu_want == 0).all(0))
         arguments = (gradient_for(x), x, want, nu_want, mask, offsets)
         for got, wanted in zip(
-            OPERATORS.bounded_backward(*arguments), inequality._reference_backward(*arguments), strict=True
+            OPERATORS.bounded_backward(*arguments), rule._reference_backward(*arguments), strict=True
         ):
             close = wanted.isnan() | (wanted.abs() < 1e6)
             assert_close(got[close], wanted[close], dtype if got.dtype == dtype else torch.float32, 100)

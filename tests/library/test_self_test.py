@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from torchlml._cpu import loader
-from torchlml._torch import careful, loss
+from torchlml._torch import careful, fast
 from torchlml._triton import self_test
 
 CPU = torch.device("cpu")
@@ -21,7 +21,7 @@ DTYPES = [torch.float32, torch.float16, torch.bfloat16]
 
 
 def reference(name: str) -> Callable[..., Any]:
-    return getattr(loss if name.startswith("loss") else careful, name)
+    return getattr(fast if name.startswith("loss") else careful, name)
 
 
 def right() -> SimpleNamespace:

@@ -15,8 +15,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from torchlml._triton import self_test
-from torchlml._triton.plan import plan
+from torchlml._triton import plan, self_test
 from torchlml_lab import cli, info
 from torchlml_lab.gpu_check import check_gpu
 

@@ -24,13 +24,13 @@ class Exact:
 
     log_normalizer: object
     inclusion: list
-    exclusion: list  # 1 - inclusion, to its own relative precision
+    exclusion: list  # 1 - inclusion, with full relative precision
     entropy: object = None
     sets: dict = field(default_factory=dict)  # (members) -> log probability
 
 
 def enumerate_sets(x: torch.Tensor, k: int) -> Exact:
-    """All quantities of a row of up to 12 entries, -inf among them."""
+    """All quantities of a row of up to 12 entries, which may include -inf."""
     values = [MP.mpf(float(v)) if math.isfinite(v) else None for v in x.tolist()]
     weights = {
         members: MP.exp(MP.fsum(values[i] for i in members))

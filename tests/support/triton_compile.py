@@ -27,8 +27,8 @@ from triton.compiler import ASTSource
 
 from torchlml._triton import layer as triton_layer
 from torchlml._triton import loss as triton_loss
+from torchlml._triton import plan
 from torchlml._triton import split as triton_split
-from torchlml._triton.plan import plan
 
 TARGETS = {
     "sm_80": GPUTarget("cuda", 80, 32),

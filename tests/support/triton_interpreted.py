@@ -19,10 +19,9 @@ from tests.support import loss_rows, truth
 from tests.support.gradients import resolved, slack, upstream
 from tests.support.problems import SHORT, Problem
 from tests.support.special_rows import SPECIAL, Special, gradient_of_k
+from torchlml._triton import Plan, plan, self_test
 from torchlml._triton import operators as triton_operators
-from torchlml._triton import self_test
 from torchlml._triton import split as triton_split
-from torchlml._triton.plan import Plan, plan
 
 Force = Callable[[Plan | None], None]
 Row = TypeVar("Row", Problem, Special)

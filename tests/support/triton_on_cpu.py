@@ -18,9 +18,8 @@ from torch import Tensor
 from triton.runtime import interpreter
 
 import torchlml  # noqa: F401  which defines the operators
+from torchlml._triton import Plan, self_test
 from torchlml._triton import operators as triton_operators
-from torchlml._triton import self_test
-from torchlml._triton.plan import Plan
 
 PLANS = {
     "chip": None,  # as on a GPU, which keeps such short rows on chip

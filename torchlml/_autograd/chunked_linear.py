@@ -1,7 +1,7 @@
 """A linear layer combined with a loss of its logits, computed for a few rows at a time.
 
 The full logit matrix is never materialized. A chunk contains whole rows, so any loss with one number per row
-can be used, and no logit is computed twice. Every chunk takes three matrix products, as many as the usual
+can be used, and no logit is computed twice. Every chunk takes three matrix products, the same as the usual
 computation: the logits, the gradient of the input, and that of the weight, which is accumulated.
 """
 
@@ -16,10 +16,19 @@ import torch
 from torch import Tensor
 from torch.nn.functional import linear
 
-from torchlml._arguments import Canonical, autocasts, check_tensor, readable
+from torchlml._arguments import Canonical, autocasts, check_k, check_tensor, readable
+from torchlml._autograd.loss import (
+    LossSettings,
+    Reduction,
+    check_labeled_k,
+    label_divisor,
+    lml_loss,
+    mean_divisor,
+)
 from torchlml._autograd.rule import differentiate_again, is_plain, needs_no_graph, wants_graph
-from torchlml._reductions import Reduction, mean_divisor
+from torchlml._cpu import loader
 from torchlml._rows import work_dtype
+from torchlml._targets import read_target_rows
 
 RowLoss = Callable[[Tensor, Tensor, slice, bool], Tensor]
 """(logits of some rows, their k, the slice of these rows in the batch, whether the backward pass may
@@ -31,7 +40,7 @@ _Function = TypeVar("_Function", bound=Callable[..., Any])
 
 def not_compiled(function: _Function) -> _Function:
     """Exclude a function from compilation, keeping its type."""
-    # `torch.compiler.disable` imports the whole compiler at once, this one when the function is called.
+    # `torch.compiler.disable` imports the whole compiler at once; this one does so when it is first called.
     disable: Any = torch._disable_dynamo  # type: ignore[attr-defined]
     return disable(function)
 
@@ -104,7 +113,7 @@ class _Work(NamedTuple):
         return self.at_once(input, weight, bias, k)
 
     def at_once(self, input: Tensor, weight: Tensor, bias: Tensor | None, k: Tensor) -> Tensor:
-        """Compute the same from all logits at once, in differentiable operations."""
+        """Compute the same result from all logits at once, with differentiable operations."""
         dtype = self.linear_dtype
         logits = linear(input.to(dtype), weight.to(dtype), None if bias is None else bias.to(dtype))
         losses = self.loss(logits.to(work_dtype(logits.dtype)), k, slice(0, input.shape[0]), False)
@@ -117,7 +126,7 @@ def check_linear(input: Tensor, weight: Tensor, bias: Tensor | None, memory_limi
     for name, t in given.items():
         check_tensor(t, name)
         if not t.is_floating_point():
-            raise TypeError(f"`{name}` must be a floating tensor, but it is {t.dtype}.")
+            raise TypeError(f"`{name}` must be a floating-point tensor, but it is {t.dtype}.")
         if t.dtype != input.dtype and not autocasts(t.device.type):
             raise TypeError(f"`{name}` must have the dtype of `input`, {input.dtype}, but it is {t.dtype}.")
         if t.device != input.device:
@@ -166,6 +175,42 @@ def rows_within(memory: int, labels: int, dtype: torch.dtype, in_place: bool) ->
 _Gradients = tuple[Tensor | None, Tensor | None, Tensor | None, Tensor | None]
 
 
+class LinearLMLArguments(NamedTuple):
+    """The arguments of `linear_lml_loss` without `group`."""
+
+    input: Tensor
+    linear_weight: Tensor
+    linear_bias: Tensor | None
+    target: Tensor
+    k: float | Tensor
+    weight: Tensor | None
+    settings: LossSettings
+    memory_limit: int
+
+
+def linear_lml_loss(given: LinearLMLArguments) -> Tensor:
+    """Check the arguments of the loss of a linear layer, and compute it in chunks."""
+    input, linear_weight, linear_bias, target, k, weight, settings, memory_limit = given
+    settings.check()
+    check_linear(input, linear_weight, linear_bias, memory_limit)
+    n = linear_weight.shape[0]
+    k = check_k(k, input.shape[:-1], None if settings.bound == "at_most" else n, input.device, "input")
+    rows = read_target_rows(logits_like(input, n), target, weight, settings.ignore_index)
+    check_labeled_k(k, settings.bound, lambda: rows.has_label)
+    in_place = settings.bound == "exactly" and input.device.type == "cpu" and loader.loaded()
+
+    def loss(logits: Tensor, k: Tensor, some: slice, overwrite: bool) -> Tensor:
+        c, labels = Canonical(logits, k, None, None, None), rows[some]
+        divisor = label_divisor(labels, settings.label_reduction)
+        return lml_loss(c, labels, divisor, "none", settings.bound, overwrite=overwrite and in_place)
+
+    at_once = rows.weights_need_gradient
+    chunked = ChunkedLoss(
+        loss, rows.has_label, settings.reduction, memory_limit, in_place=in_place, at_once=at_once
+    )
+    return chunked(input, linear_weight, linear_bias, k)
+
+
 class _Chunked(torch.autograd.Function):
     @staticmethod
     def forward(
@@ -187,7 +232,7 @@ class _Chunked(torch.autograd.Function):
         work, (input, weight, bias, k) = ctx.work, ctx.saved_tensors
         if wants_graph() or _is_batched(grad):
             if work.sum_over_group is not None:
-                raise NotImplementedError("With `group`, a derivative of the derivative is not supported.")
+                raise NotImplementedError("With `group`, second derivatives are not supported.")
             inputs = [t for t in (input, weight, bias, k) if t is not None]
 
             def at_once(*given: Tensor) -> Tensor:
@@ -283,7 +328,7 @@ class _Logits:
     """The logits of one chunk after another, in one buffer, because freed memory is not always reused."""
 
     def __init__(self, work: _Work, input: Tensor, weight: Tensor, bias: Tensor | None) -> None:
-        # Cast the weight as autocast would, once and not for every chunk.
+        # Cast the weight as autocast would, once instead of for every chunk.
         dtype = work.linear_dtype
         self.weight = weight.detach().to(dtype)
         self._bias = None if bias is None else bias.detach().to(dtype)

@@ -1,7 +1,7 @@
-"""The projection in differentiable operations, which support every transform of PyTorch.
+"""The projection as differentiable operations, which support every transform of PyTorch.
 
 Only nu comes from an opaque operator, as a constant. Two Newton steps from there in pure PyTorch do not
-change the value but carry the derivatives. Each step squares the order of the error, so after two steps the
+change the value but carry the derivatives. Each step doubles the order of the error, so after two steps the
 first three derivatives are exact, whether forward, backward, mapped, nested or compiled.
 """
 

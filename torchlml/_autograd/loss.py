@@ -1,35 +1,101 @@
-"""The LML loss of canonical rows, with an explicit derivative by operators.
+"""The LML loss of canonical rows, with an explicit backward pass, and the reductions of all losses.
 
-The operators `loss_forward` and `loss_backward` process all rows at once and store nothing of the size of the
-logits in between.
+The operators `loss_forward` and `loss_backward` process all rows at once and store no intermediate tensor as
+large as the logits.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Callable
 from itertools import product
-from typing import Any, get_args
+from typing import Any, Literal, NamedTuple, get_args
 
 import torch
 from torch import Tensor
 
-from torchlml._arguments import Bound, Canonical, check_k
-from torchlml._autograd import inequality, operators
-from torchlml._autograd.chunked_linear import ChunkedLoss, check_linear, logits_like
-from torchlml._autograd.rule import Rule
-from torchlml._cpu import loader
-from torchlml._reductions import (
-    LabelReduction,
-    LossSettings,
-    Reduction,
-    check_labeled_k,
-    has_zero,
-    label_divisor,
-    mean_divisor,
-    reduce_losses,
-)
+from torchlml._arguments import Bound, Canonical, check_bound, readable
+from torchlml._autograd import operators
+from torchlml._autograd.rule import LOG_LML, Rule
 from torchlml._rows import rows_of, work_dtype
-from torchlml._targets import Labels, TargetRows, read_target_rows
+from torchlml._targets import Labels
+
+Reduction = Literal["mean", "sum", "none"]
+LabelReduction = Literal["sum", "mean"]
+
+
+def check_reduction(reduction: str, label_reduction: str = "sum") -> None:
+    """Raise unless `reduction` and `label_reduction` are among the accepted values."""
+    if reduction not in ("mean", "sum", "none"):
+        raise ValueError(f'`reduction` must be "mean", "sum" or "none", but it is {reduction!r}.')
+    if label_reduction not in ("sum", "mean"):
+        raise ValueError(f'`label_reduction` must be "sum" or "mean", but it is {label_reduction!r}.')
+
+
+class LossSettings(NamedTuple):
+    """The settings of the LML loss that do not depend on the batch."""
+
+    ignore_index: int
+    reduction: Reduction
+    label_reduction: LabelReduction
+    bound: Bound
+
+    def check(self) -> None:
+        """Raise unless all settings are among the accepted values."""
+        check_reduction(self.reduction, self.label_reduction)
+        check_bound(self.bound)
+
+
+def mean_divisor(labeled: int | Tensor) -> int | Tensor:
+    """The divisor of a mean over `labeled` rows: their number, or 1 if there are none.
+
+    Without any labeled row the mean is therefore 0 with a zero gradient, whereas `F.cross_entropy` returns
+    NaN. A batch of images without a single relation must not break a training run.
+    """
+    return max(1, labeled) if isinstance(labeled, int) else labeled.clamp(min=1)
+
+
+def reduce(losses: Tensor, labeled: int | Tensor, reduction: Reduction) -> Tensor:
+    """Reduce one loss per row, which is 0 for rows without labels; a mean is over the `labeled` rows."""
+    if reduction == "none":
+        return losses
+    total = losses.sum()
+    return total / mean_divisor(labeled) if reduction == "mean" else total
+
+
+def check_labeled_k(k: Tensor, bound: Bound, labeled: Callable[[], Tensor]) -> None:
+    """Raise if k is 0 in a row that has a label: y is 0 there, and the loss would be infinite.
+
+    `labeled` computes whether each row has a label. It is called only if some k is 0, which is rare.
+    """
+    if bound == "at_least" or not readable(k) or bool((k.detach() > 0).all()):
+        return
+    has_label = labeled()
+    if readable(has_label) and bool((has_label & ~(k.detach() > 0)).any()):
+        raise ValueError("`k` must be positive in every row that has a label, but it is 0 in one of them.")
+
+
+def label_divisor(labels: Labels, label_reduction: LabelReduction) -> Tensor | None:
+    """The divisor of the loss of each row: its number of labels for "mean", None (no division) for "sum"."""
+    if label_reduction == "sum" or labels.complete:  # a complete list has one label in each row
+        return None
+    return labels.per_row.clamp(min=1)
+
+
+def reduce_losses(
+    losses: Tensor, labels: Labels, divisor: Tensor | None, reduction: Reduction, c: Canonical
+) -> Tensor:
+    """Reduce the losses (R,) of canonical rows, and round once, to the dtype of the logits."""
+    if divisor is not None:
+        losses = losses / divisor
+    result = reduce(losses, _labeled_rows(labels, losses) if reduction == "mean" else 1, reduction)
+    return (c.restore_rows(result) if reduction == "none" else result).to(c.x.dtype)
+
+
+def _labeled_rows(labels: Labels, losses: Tensor) -> int | Tensor:
+    if labels.complete:
+        return losses.shape[0]
+    count = labels.has_label.sum()
+    return int(count) if readable(count) else count
 
 
 def lml_loss(
@@ -55,55 +121,6 @@ def lml_loss(
     return c.restore_rows(loss) if reduction == "none" else loss
 
 
-@dataclass(frozen=True)
-class LMLRowLoss:
-    """The LML loss as a row loss of `chunked_linear`."""
-
-    target: TargetRows
-    label_reduction: LabelReduction
-    bound: Bound
-
-    def __call__(self, logits: Tensor, k: Tensor, rows: slice, overwrite: bool) -> Tensor:
-        """Compute the losses of some rows."""
-        c, labels = Canonical(logits, k, None, None, None), self.target[rows]
-        divisor = label_divisor(labels, self.label_reduction)
-        return lml_loss(c, labels, divisor, "none", self.bound, overwrite=overwrite and self.in_place(logits))
-
-    def in_place(self, like: Tensor) -> bool:
-        """Whether logits on the device of `like` can be overwritten with their gradient."""
-        return self.bound == "exactly" and like.device.type == "cpu" and loader.loaded()
-
-
-def linear_lml_loss(
-    input: Tensor,
-    linear_weight: Tensor,
-    linear_bias: Tensor | None,
-    target: Tensor,
-    k: float | Tensor,
-    weight: Tensor | None,
-    settings: LossSettings,
-    memory_limit: int,
-) -> Tensor:
-    """Check the arguments of the loss of a linear layer, and compute it in chunks."""
-    settings.check()
-    check_linear(input, linear_weight, linear_bias, memory_limit)
-    n = linear_weight.shape[0]
-    k = check_k(k, input.shape[:-1], None if settings.bound == "at_most" else n, input.device, "input")
-    rows = read_target_rows(logits_like(input, n), target, weight, settings.ignore_index)
-    if has_zero(k, settings.bound):
-        check_labeled_k(k, rows.has_label)
-    loss = LMLRowLoss(rows, settings.label_reduction, settings.bound)
-    chunked = ChunkedLoss(
-        loss,
-        rows.has_label,
-        settings.reduction,
-        memory_limit,
-        in_place=loss.in_place(input),
-        at_once=rows.weights_need_gradient,
-    )
-    return chunked(input, linear_weight, linear_bias, k)
-
-
 def _through_log_lml(c: Canonical, labels: Labels, bound: Bound = "exactly") -> Tensor:
     """Compute one loss per row from all of log y, to support a `bound`, label weights and every transform."""
     # Half precision becomes float32 here and is rounded once, at the end.
@@ -111,7 +128,7 @@ def _through_log_lml(c: Canonical, labels: Labels, bound: Bound = "exactly") -> 
     if not labels.in_every_row:
         # A row without labels contributes nothing, even if it contains a NaN.
         x = torch.where(rows_of(x, c.offsets).broadcast(labels.has_label), x, 0)
-    log_y = inequality.LOG_LML[bound](x, c.k, c.mask, c.offsets)
+    log_y = LOG_LML[bound](x, c.k, c.mask, c.offsets)
     if labels.listed is not None:
         log_y = log_y.gather(-1, labels.listed.clamp(min=0))
     is_label = labels.found
@@ -123,21 +140,21 @@ def _through_log_lml(c: Canonical, labels: Labels, bound: Bound = "exactly") -> 
 def _rule(reduction: Reduction, complete: bool, overwrite: bool) -> Rule:
     """The rule for one reduction; with `complete`, every row has a label."""
 
-    def forward(x: Tensor, *rest: Any) -> tuple[Tensor, tuple[Any, ...]]:
-        """The loss in the dtype of x, and (nu, the divisor of each row, or None for a known number)."""
+    def forward(x: Tensor, *rest: Any) -> tuple[Tensor, Tensor, Any]:
+        """The loss in the dtype of x, nu, and the divisor of each row, or None for a known number."""
         *arguments, divisor = rest
         losses, nu = operators.loss_forward(x, *arguments)
         if divisor is not None:
             losses = torch.stack([losses[0] / divisor, losses[1]])
         if reduction == "none":
-            return losses[0].to(x.dtype), (nu, divisor)
+            return losses[0].to(x.dtype), nu, divisor
         if reduction == "sum":
-            return losses[0].sum().to(x.dtype), (nu, divisor)
+            return losses[0].sum().to(x.dtype), nu, divisor
         if complete:
-            return (losses[0].sum() / mean_divisor(losses.shape[1])).to(x.dtype), (nu, divisor)
+            return (losses[0].sum() / mean_divisor(losses.shape[1])).to(x.dtype), nu, divisor
         loss, labeled = losses.sum(1)
         count = mean_divisor(labeled)
-        return (loss / count).to(x.dtype), (nu, count if divisor is None else count * divisor)
+        return (loss / count).to(x.dtype), nu, count if divisor is None else count * divisor
 
     def backward(grad: Tensor, x: Tensor, k: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:
         mask, offsets, *labels, _, nu, total = rest

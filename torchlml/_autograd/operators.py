@@ -3,7 +3,7 @@
 This is where kernels plug in. An operator has a schema, an implementation in pure PyTorch for every device,
 and the shapes of its results for the compiler. A compiled kernel registers the same name under the key of its
 device (`_cpu/csrc/bindings.cpp`, `_triton/operators.py`) and is then called instead. The arguments are
-canonical, see `_torch/careful.py` and `_torch/loss.py`; the derivatives are in `rule.py` and `loss.py`.
+canonical, see `_torch/careful.py` and `_torch/fast.py`; the derivatives are in `rule.py` and `loss.py`.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from torch._decomp import register_decomposition
 
 from torchlml._cpu import loader
 from torchlml._rows import empty_gradients, empty_nu
-from torchlml._torch import careful, fast, loss, onnx
+from torchlml._torch import careful, fast, onnx
 from torchlml._triton import self_test
 
 _library = torch.library.Library("torchlml", "DEF")
@@ -145,13 +145,13 @@ dual_backward = operator(
 )
 loss_forward = operator(
     f"loss_forward(Tensor x, Tensor k, {ROWS}, {_LABELS}) -> (Tensor, Tensor)",
-    loss.loss_forward,
+    fast.loss_forward,
     lambda x, k, mask, offsets, *labels: (empty_nu(x, offsets), empty_nu(x, offsets)),
     triton=True,
 )
 loss_backward = operator(
     f"loss_backward(Tensor grad, Tensor x, Tensor k, Tensor nu, {ROWS}, {_LABELS}) -> (Tensor, Tensor)",
-    loss.loss_backward,
+    fast.loss_backward,
     _gradients,
     triton=True,
 )

@@ -17,7 +17,6 @@ from torchlml._autograd.rule import gradient_of_k, wants_graph
 from torchlml._distributed.group import LabelGroup, LabelSplit
 from torchlml._distributed.solve import LocalPart, Solution, solve
 from torchlml._distributed.sums import FiniteLabels
-from torchlml._distributed.targets import OwnLabels
 from torchlml._rows import DenseRows
 from torchlml._solve.newton import shifted
 from torchlml._torch import careful
@@ -26,10 +25,8 @@ from torchlml._torch import careful
 class SolvedPart:
     """The entries of this process, with the solution of their rows."""
 
-    def __init__(self, x: Tensor, mask: Tensor | None, solution: Solution) -> None:
-        self.values, _ = careful.prepare(x, mask, None)
-        self.rows = DenseRows(x)
-        self.solution = solution
+    def __init__(self, values: Tensor, solution: Solution) -> None:
+        self.values, self.rows, self.solution = values, DenseRows(values), solution
         self.z = shifted(self.values, solution.nu, self.rows)
         self.live = careful.moving(self.values, solution.nu, self.rows)
         # If k < p, the +inf entries get k/p each. They depend on k like tied entries, but on no finite x.
@@ -52,23 +49,16 @@ class SolvedPart:
         return careful.finish(dx, dk, x, self.solution.nu, self.rows)
 
 
-def _solve(
-    x: Tensor,
-    k: Tensor,
-    mask: Tensor | None,
-    split: LabelSplit,
-    labels: FiniteLabels | None = None,
-    marks: Tensor | None = None,
-) -> Solution:
-    values, _ = careful.prepare(x, mask, None)
-    k = k.to(torch.float64).expand(x.shape[0])
-    return solve(LocalPart(values.contiguous(), k, split.fraction, labels, marks), split.group, split.bound)
+def _solve(values: Tensor, k: Tensor, split: LabelSplit, *labels: Any) -> Solution:
+    """Solve all rows; `labels` are the last two fields of `LocalPart`."""
+    k = k.to(torch.float64).expand(values.shape[0])
+    return solve(LocalPart(values.contiguous(), k, split.fraction, *labels), split.group, split.bound)
 
 
 def _check_first_derivative() -> None:
     """Raise in a backward pass with create_graph; `once_differentiable` would silently drop the graph."""
     if wants_graph():
-        raise NotImplementedError("With `group`, a derivative of the derivative is not supported.")
+        raise NotImplementedError("With `group`, second derivatives are not supported.")
 
 
 class _Formula(NamedTuple):
@@ -78,26 +68,24 @@ class _Formula(NamedTuple):
     gradient: Callable[[SolvedPart, Tensor, Tensor, LabelGroup], tuple[Tensor, Tensor]]
 
 
-def project(name: str, x: Tensor, k: Tensor, mask: Tensor | None, split: LabelSplit) -> Tensor:
-    """Compute `lml` or `log_lml` of the labels of this process, or `lml_dual` of each row, by name."""
-    return _Project.apply(_FORMULAS[name], x, k, mask, split)
+class Project(torch.autograd.Function):
+    """Apply one of `FORMULAS` to the labels of this process: (formula, x, k, mask, split)."""
 
-
-class _Project(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any, formula: _Formula, x: Tensor, k: Tensor, mask: Tensor | None, split: LabelSplit
     ) -> Tensor:
-        solution = _solve(x, k, mask, split)
+        values, _ = careful.prepare(x, mask, None)
+        solution = _solve(values, k, split)
         ctx.save_for_backward(x, k, mask, *solution)
         ctx.gradient, ctx.group = formula.gradient, split.group
-        return formula.result(SolvedPart(x, mask, solution)).to(x.dtype)
+        return formula.result(SolvedPart(values, solution)).to(x.dtype)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         _check_first_derivative()
         x, k, mask, *solution = ctx.saved_tensors
-        local = SolvedPart(x, mask, Solution(*solution))
+        local = SolvedPart(careful.prepare(x, mask, None)[0], Solution(*solution))
         dx, dk = ctx.gradient(local, grad.to(local.values.dtype), k, ctx.group)
         dx, dk = local.finish(dx, dk, x)
         return None, dx, gradient_of_k(dk, k), None, None
@@ -142,11 +130,19 @@ def _gradient_of_nu(local: SolvedPart, g: Tensor, k: Tensor, group: LabelGroup) 
     return dx, torch.where(s.nu[0].isinf() | (g == 0), 0, g / s.log_slope.exp())
 
 
-_FORMULAS = {
+FORMULAS = {
     "lml": _Formula(_y, _gradient_of_y),
     "log_lml": _Formula(_log_y, _gradient_of_log_y),
     "lml_dual": _Formula(_nu, _gradient_of_nu),
 }
+
+
+class OwnLabels(NamedTuple):
+    """The observed labels of this process: their rows, their columns in its logits, and their weights."""
+
+    row: Tensor
+    place: Tensor
+    weight: Tensor
 
 
 def row_losses(x: Tensor, k: Tensor, mask: Tensor | None, labels: OwnLabels, split: LabelSplit) -> Tensor:
@@ -185,7 +181,7 @@ class _Loss(torch.autograd.Function):
         numbers = [*kinds, torch.where(entry == torch.inf, weight, 0)]
         marks = torch.zeros(count, len(numbers), dtype=torch.float64, device=x.device)
         marks.index_add_(0, row, torch.stack([number.double() for number in numbers], -1))
-        solution = _solve(x, k, mask, split, labels, marks)
+        solution = _solve(values, k, split, labels, marks)
         any_label, of_finite, of_absent, of_nan, hidden, of_infinite = solution.marks.unbind(-1)
         if bool(hidden.any()):
             raise ValueError(
@@ -207,7 +203,7 @@ class _Loss(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         _check_first_derivative()
         x, k, mask, row, place, weight, of_infinite, change, counted, *solution = ctx.saved_tensors
-        local = SolvedPart(x, mask, Solution(*solution))
+        local = SolvedPart(careful.prepare(x, mask, None)[0], Solution(*solution))
         s, g = local.solution, grad[0].double()
         dx = local.shares_of_slope() * (g * change).to(local.values.dtype).unsqueeze(-1)
         own = torch.where(local.live[row, place], weight * torch.sigmoid(-local.z[row, place].double()), 0)

@@ -2,31 +2,41 @@
 
 Each function unwraps the local parts of DTensors, checks that all processes pass matching arguments, computes
 and wraps the result. A DTensor whose labels are not sharded needs no group: its rows are computed locally.
+
+Class indices in targets refer to the labels of all processes, and every process passes the same tensor. A
+multi-hot target contains only the columns for the labels of this process.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from torchlml._arguments import Bound, Canonical, canonical, check_bound, check_k
-from torchlml._autograd import inequality
+from torchlml._autograd import chunked_linear
 from torchlml._autograd import loss as rule
-from torchlml._autograd.chunked_linear import ChunkedLoss, check_linear, logits_like, not_compiled
+from torchlml._autograd.chunked_linear import (
+    ChunkedLoss,
+    LinearLMLArguments,
+    check_linear,
+    logits_like,
+    not_compiled,
+)
+from torchlml._autograd.loss import LossSettings, check_labeled_k, label_divisor, reduce
+from torchlml._autograd.rule import LML, LML_DUAL, LOG_LML
 from torchlml._distributed import autograd
+from torchlml._distributed.autograd import OwnLabels
 from torchlml._distributed.dtensor import Layout, read_layout, read_linear_layout
-from torchlml._distributed.group import Agreement, Group, label_group
-from torchlml._distributed.targets import ShardedRows, ShardedTarget, check_target, read_target
-from torchlml._reductions import LossSettings, check_labeled_k, has_zero, label_divisor, reduce
-from torchlml._rows import Rows, rows_of, work_dtype
-from torchlml._targets import is_multi_hot, read_labels
+from torchlml._distributed.group import Agreement, Group, LabelGroup, LabelSplit, fingerprint, label_group
+from torchlml._rows import DenseRows, Rows, rows_of, work_dtype
+from torchlml._targets import check_weight, is_multi_hot, read_labels, read_target_rows
 
-_LOCAL = {"lml": inequality.LML, "log_lml": inequality.LOG_LML, "lml_dual": inequality.LML_DUAL}
+_LOCAL = {"lml": LML, "log_lml": LOG_LML, "lml_dual": LML_DUAL}
 
 
 @not_compiled
@@ -56,7 +66,7 @@ def project(
             c = canonical(x, k, dim, mask, None, any_k=True)
             labels, masked = c.x.shape[-1], mask is not None
             agreement.tell(name, x, k, bound, rows=c.row_shape, labels=labels, masked=masked)
-        result = autograd.project(name, c.x, c.k, c.mask, agreement.split)
+        result = autograd.Project.apply(autograd.FORMULAS[name], c.x, c.k, c.mask, agreement.split)
     if name == "lml_dual":
         result = c.restore_rows(result)
         return result if layout is None else layout.wrap_rows(result)
@@ -75,7 +85,10 @@ def lml_loss(
     settings: LossSettings,
     group: Group | None,
 ) -> Tensor:
-    """Compute `lml_loss`."""
+    """Compute `lml_loss`.
+
+    The loss of DTensors is a DTensor: one number per row, or reduced over the rows of all processes.
+    """
     layout: Layout | None = None
     if isinstance(logits, DTensor):
         layout = read_layout(logits, -1, group, "logits")
@@ -87,8 +100,7 @@ def lml_loss(
         c = canonical(logits, k, -1, mask, None, any_k=settings.bound == "at_most", name="logits")
         c = c._replace(x=c.x.to(work_dtype(c.x.dtype)))
         labels = read_labels(c, target, weight, settings.ignore_index)
-        if has_zero(c.k, settings.bound):
-            check_labeled_k(c.k, labels.has_label)
+        check_labeled_k(c.k, settings.bound, lambda: labels.has_label)
         divisor = label_divisor(labels, settings.label_reduction)
         losses, number = rule.lml_loss(c, labels, divisor, "none", settings.bound), labels.per_row
     else:
@@ -104,8 +116,7 @@ def lml_loss(
         observed = read_target(c, target, weight, settings.ignore_index, agreement.split)
         losses, number = autograd.row_losses(c.x, c.k, c.mask, observed.own(), agreement.split)
         # k and the number of labels are the same on all processes, so all take the same branch.
-        if has_zero(c.k, settings.bound):
-            check_labeled_k(c.k, number > 0)
+        check_labeled_k(c.k, settings.bound, lambda: number > 0)
         if settings.label_reduction == "mean":
             losses = losses / number.clamp(min=1)
     losses, has_label = losses.reshape(c.row_shape), number.reshape(c.row_shape) > 0
@@ -117,59 +128,39 @@ def lml_loss(
     return result if half and torch.is_autocast_enabled(logits.device.type) else result.to(logits.dtype)
 
 
-def linear_lml_loss(
-    input: Tensor,
-    linear_weight: Tensor,
-    linear_bias: Tensor | None,
-    target: Tensor,
-    k: float | Tensor,
-    weight: Tensor | None,
-    settings: LossSettings,
-    memory_limit: int,
-    group: Group | None,
-) -> Tensor:
+def linear_lml_loss(given: LinearLMLArguments, group: Group | None) -> Tensor:
     """Compute `linear_lml_loss`."""
-    if not isinstance(linear_weight, DTensor) and not isinstance(input, DTensor):
-        return _linear(input, linear_weight, linear_bias, target, k, weight, settings, memory_limit, group)
-    layout = read_linear_layout(input, linear_weight, group)
+    if not isinstance(given.linear_weight, DTensor) and not isinstance(given.input, DTensor):
+        return _linear(given, group)
+    layout = read_linear_layout(given.input, given.linear_weight, group)
+    settings = given.settings
     settings.check()
-    target, reduction = layout.target(target), settings.reduction
+    target, reduction = layout.target(given.target), settings.reduction
     # The mean over sharded rows divides by their number on all processes, after the sum.
     mean_of_shards = layout.shards_rows and reduction == "mean"
-    result = _linear(
-        layout.local(input, layout.row_placements),
-        layout.per_label(linear_weight),
-        layout.per_label(linear_bias),
+    local = LinearLMLArguments(
+        layout.local(given.input, layout.row_placements),
+        layout.per_label(given.linear_weight),
+        layout.per_label(given.linear_bias),
         target,
-        layout.per_row(k),
-        layout.per_label(weight),
+        layout.per_row(given.k),
+        layout.per_label(given.weight),
         settings._replace(reduction="sum") if mean_of_shards else settings,
-        memory_limit,
-        layout.group,
+        given.memory_limit,
     )
-    if not isinstance(input, DTensor):
+    result = _linear(local, layout.group)
+    if not isinstance(given.input, DTensor):
         return result
     if reduction == "none":
         return layout.wrap_rows(result)
     return layout.reduce_sum(result, _has_label(target, settings, layout) if mean_of_shards else None)
 
 
-def _linear(
-    input: Tensor,
-    linear_weight: Tensor,
-    linear_bias: Tensor | None,
-    target: Tensor,
-    k: float | Tensor,
-    weight: Tensor | None,
-    settings: LossSettings,
-    memory_limit: int,
-    group: Group | None,
-) -> Tensor:
+def _linear(given: LinearLMLArguments, group: Group | None) -> Tensor:
     """Compute the loss of local tensors."""
     if group is None:
-        return rule.linear_lml_loss(
-            input, linear_weight, linear_bias, target, k, weight, settings, memory_limit
-        )
+        return chunked_linear.linear_lml_loss(given)
+    input, linear_weight, linear_bias, target, k, weight, settings, memory_limit = given
     with Agreement(group, input) as agreement:
         settings.check()
         check_linear(input, linear_weight, linear_bias, memory_limit)
@@ -183,8 +174,7 @@ def _linear(
         agreement.tell("linear_lml_loss", input, k, settings.bound, rows=c.row_shape, labels=n, same=same)
     observed = read_target(c, target, weight, settings.ignore_index, agreement.split)
     # k is the same on all processes, so either all or none of them take part in the round of `has_label`.
-    if has_zero(wide_k, settings.bound):
-        check_labeled_k(wide_k, observed.has_label())
+    check_labeled_k(wide_k, settings.bound, observed.has_label)
     mean = settings.reduction == "mean"
     chunked = ChunkedLoss(
         _ShardedRowLoss(observed, settings.label_reduction == "mean"),
@@ -268,3 +258,87 @@ def _matching(settings: LossSettings) -> dict[str, Any]:
 def _check_no_offsets(offsets: Tensor | None) -> None:
     if offsets is not None:
         raise ValueError("`offsets` must be None if rows are sharded across processes; pass dense rows.")
+
+
+class ShardedTarget(NamedTuple):
+    """A validated target: (R, L) int64 with unique labels and negative padding, or a multi-hot (R, n)."""
+
+    rows: Tensor
+    weight: Tensor | None  # one per class of this process
+    split: LabelSplit
+
+    def own(self, some: slice = slice(None)) -> OwnLabels:
+        """Return the labels of some rows that belong to this process."""
+        rows, start = self.rows[some], self.split.start
+        if rows.dtype == torch.int64:
+            end = start + self.split.labels[self.split.group.rank]
+            row, column = ((rows >= start) & (rows < end)).nonzero().unbind(-1)
+            place = rows[row, column] - start
+            counts = torch.ones_like(row, dtype=torch.float64)
+        else:
+            row, place = rows.nonzero().unbind(-1)
+            counts = rows[row, place].double()
+        weight = counts if self.weight is None else counts * self.weight.double()[place]
+        return OwnLabels(row, place, weight)
+
+    def has_label(self) -> Tensor:
+        """Whether each row has a label on any process: one round for a multi-hot."""
+        if self.rows.dtype == torch.int64:
+            return (self.rows >= 0).any(-1)
+        return self.split.group.sum((self.rows != 0).any(-1).long()) > 0
+
+
+def check_target(c: Canonical, target: Tensor, weight: Tensor | None, ignore_index: int) -> dict[str, Any]:
+    """Check the target as far as one process can; return the properties that must match on all processes.
+
+    `c` describes the logits of this process.
+    """
+    if any(isinstance(t, Tensor) and t.requires_grad for t in (weight, target)):
+        raise ValueError(
+            "`weight` and `target` must not require a gradient if the labels are sharded across processes."
+        )
+    if isinstance(target, Tensor) and target.dtype in (torch.int64, torch.uint8):
+        if weight is not None:
+            check_weight(c, weight)
+        return {"target": fingerprint(target), "ignore_index": ignore_index}
+    read_target_rows(c, target, weight, ignore_index)
+    return {"kind of target": str(target.dtype)}
+
+
+def read_target(
+    c: Canonical, target: Tensor, weight: Tensor | None, ignore_index: int, split: LabelSplit
+) -> ShardedTarget:
+    """Read a validated target. Invalid class indices raise the same error on every process."""
+    if is_multi_hot(target):
+        return ShardedTarget(target.reshape(c.x.shape[0], target.shape[-1]), weight, split)
+    everything = c._replace(
+        x=c.x.detach().new_zeros(()).expand(c.x.shape[0], split.total),
+        mask=None,
+        outer=torch.Size([*c.row_shape, split.total]),
+    )
+    labels = read_labels(everything, target, None, ignore_index)
+    assert labels.listed is not None
+    return ShardedTarget(labels.listed, weight, split)
+
+
+class ShardedRows(DenseRows):
+    """Rows of which this process has some columns; `sum` and `top` cover all columns, in 1–2 rounds."""
+
+    def __init__(self, x: Tensor, group: LabelGroup, total: int) -> None:
+        super().__init__(x, differentiable=True)
+        self.longest = total
+        self._group = group
+
+    def sum(self, t: Tensor) -> Tensor:
+        """Sum over each row; for a bool tensor, count the True entries."""
+        return self._group.sum(t.sum(-1))
+
+    def top(self, x: Tensor, count: int, values: Tensor) -> tuple[Tensor, Tensor]:
+        """Return the `count` largest entries of each row, descending, and the `values` at their positions."""
+        largest, found = super().top(x, count, values.to(self.wide))
+        largest, place = self._all_columns(largest).topk(count)
+        return largest, self._all_columns(found).gather(-1, place)
+
+    def _all_columns(self, own: Tensor) -> Tensor:
+        """Gather the columns of all processes, in order."""
+        return self._group.gather(own.contiguous()).movedim(0, 1).flatten(1)

@@ -16,7 +16,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 
 from torchlml._arguments import check_tensor
-from torchlml._reductions import Reduction, mean_divisor, reduce
+from torchlml._autograd.loss import Reduction, mean_divisor, reduce
 from torchlml._targets import is_multi_hot
 
 
@@ -51,11 +51,11 @@ class Layout(NamedTuple):
 
     def entries(self, t: Any) -> Any:
         """The local part of an argument that broadcasts to the shape of the DTensor."""
-        return self._broadcast(t, self.placements, self.shape)
+        return self._broadcast(t, self.placements, self.shape) if isinstance(t, DTensor) else t
 
     def per_row(self, t: Any) -> Any:
         """The local part of an argument that broadcasts to one number per row."""
-        return self._broadcast(t, self.row_placements, self.row_shape)
+        return self._broadcast(t, self.row_placements, self.row_shape) if isinstance(t, DTensor) else t
 
     def per_label(self, t: Any) -> Any:
         """The local part of an argument with one entry, or one row of a matrix, per label."""
@@ -64,7 +64,9 @@ class Layout(NamedTuple):
     def target(self, t: Any) -> Any:
         """The local part of a target: the entries of a multi-hot, the rows of class indices."""
         check_tensor(t, "target")
-        return self.entries(t) if is_multi_hot(t) else self._broadcast(t, self.row_placements, t.shape)
+        if is_multi_hot(t):
+            return self.entries(t)
+        return self._broadcast(t, self.row_placements, t.shape) if isinstance(t, DTensor) else t
 
     def local(self, t: Any, placements: Any) -> Any:
         """The local part of a DTensor; its gradient is summed over all processes that share the rows."""
@@ -106,9 +108,7 @@ class Layout(NamedTuple):
         total = DTensor.from_local(t, self.mesh, parts, run_check=False)
         return total.redistribute(self.mesh, [Replicate()] * self.mesh.ndim)
 
-    def _broadcast(self, t: Any, placements: tuple[Any, ...], shape: torch.Size) -> Any:
-        if not isinstance(t, DTensor):
-            return t
+    def _broadcast(self, t: DTensor, placements: tuple[Any, ...], shape: torch.Size) -> Any:
         places = []
         for place in placements:
             dim = place.dim - (len(shape) - t.dim()) if isinstance(place, Shard) else -1

@@ -74,7 +74,7 @@ class LabelSplit(NamedTuple):
 
 
 def add_up(parts: Tensor) -> Tensor:
-    """The sum over the first dimension, in order."""
+    """Sum over the first dimension, adding in order."""
     return functools.reduce(torch.add, parts.unbind(0))
 
 
@@ -186,7 +186,7 @@ class Agreement:
 
 def exchange(group: LabelGroup, device: torch.device, told: dict[str, Any]) -> list[dict[str, Any]]:
     """Send a short message to all processes and return those of all of them, in rank order: one round."""
-    # Unlike all_gather_object, one collective and not two.
+    # Unlike all_gather_object, this takes one collective instead of two.
     text = json.dumps(told, ensure_ascii=False).encode()
     assert len(text) <= _BYTES
     message = torch.zeros(_BYTES, dtype=torch.uint8)
@@ -196,7 +196,7 @@ def exchange(group: LabelGroup, device: torch.device, told: dict[str, Any]) -> l
 
 
 def check_agreement(everyone: list[dict[str, Any]]) -> None:
-    """Raise the error of any process, or one for values under "same" that differ."""
+    """Raise the error of any process, or an error if values under "same" differ between processes."""
     for rank, other in enumerate(everyone):
         if "error" in other:
             raise ValueError(f"Process {rank} of the group has an invalid argument: {other['error']}")
@@ -221,7 +221,7 @@ def _check_k(k: float | Tensor, split: LabelSplit) -> None:
 
 
 def fingerprint(value: float | Tensor) -> str:
-    """A number itself; the dtype, shape and checksum of a tensor."""
+    """The value to compare: a number itself, or the dtype, shape and checksum of a tensor."""
     if not isinstance(value, Tensor):
         return f"{float(value):.17g}"
     value = value.detach().cpu().contiguous()

@@ -5,7 +5,7 @@
    similar, all of them are close to it. The Taylor series of all parts give an initial estimate.
 2. Evaluations, one round each: the sums of `sums.py` at one point, or at several if the interval is wide,
    until a point is so close to the root that its Taylor series gives the root to machine precision.
-3. For rows with a wide interval, or a wide gap between logits at the threshold, `selection.py` first finds
+3. For rows with a wide interval, or a wide gap between logits at the threshold, `sums.select` first finds
    the entries at the threshold in a few rounds. In a gap wider than 80 the solution has a closed form.
 """
 
@@ -19,11 +19,10 @@ from torch import Tensor
 from torchlml._autograd import operators
 from torchlml._distributed import sums
 from torchlml._distributed.group import LabelGroup, add_up
-from torchlml._distributed.selection import select
-from torchlml._distributed.sums import FiniteLabels, evaluate, evaluate_labels
+from torchlml._distributed.sums import FiniteLabels, evaluate, evaluate_labels, select
 from torchlml._solve.newton import order_offsets
 
-# Selection handles intervals wider than this, and thresholds further than this from every entry.
+# Selection handles intervals wider than this, and thresholds farther than this from every entry.
 _WIDE = 150.0
 _GAP = 80.0
 # The local roots, which bound the interval, are exact only up to the rounding of their dtype.
@@ -41,7 +40,7 @@ class LocalPart(NamedTuple):
     x: Tensor
     k: Tensor  # (R,), float64
     fraction: float  # the fraction of all labels
-    labels: FiniteLabels | None  # those at finite entries
+    labels: FiniteLabels | None = None  # those at finite entries
     marks: Tensor | None = None  # (R, c), values that the survey also sums over the processes
 
 
@@ -116,7 +115,7 @@ def solve(part: LocalPart, group: LabelGroup, bound: str) -> Solution:
 
 
 class _State:
-    """The results, which rows receive in different steps; nu = base + shift."""
+    """The results, filled in for different rows at different steps; nu = base + shift."""
 
     def __init__(self, rows: int, like: Tensor) -> None:
         zeros = torch.zeros(5, rows, dtype=torch.float64, device=like.device)

@@ -129,7 +129,7 @@ def _quantiles(k: Tensor, m: Tensor) -> tuple[Tensor, Tensor, Tensor]:
 
 @functools.lru_cache(maxsize=256)
 def _shared_quantiles(k: float, n: int, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
-    """The same if all rows share k and m = n, cached across calls to save time for short rows."""
+    """`_quantiles` for rows that share k and have m = n, cached across calls to save time on short rows."""
     return _quantiles(torch.tensor([k], dtype=dtype), torch.tensor([n], dtype=dtype))
 
 

@@ -43,9 +43,7 @@ def backward(
     grad: Tensor, x: Tensor, y: Tensor, nu: Tensor, mask: Tensor | None, offsets: Tensor | None
 ) -> Pair:
     """Return (dx, dk) of `forward`: dx = w (g - dk), dk = (w.g) / sum w, w = y (1 - y)."""
-    values, rows = prepare(x, mask, offsets)
-    live = moving(values, nu, rows)
-    g = grad.to(values.dtype)
+    g, values, rows, live = _begin_backward(grad, x, nu, mask, offsets)
     t = sigmoid(-shifted(values, nu, rows).abs())
     # If k < p, the +inf entries get k/p each. They depend on k like tied entries, but on no finite x.
     tied = (values == torch.inf) & (y > 0) & (y < 1) & rows.broadcast(nu[0].isinf())
@@ -60,9 +58,7 @@ def log_backward(
     grad: Tensor, x: Tensor, log_y: Tensor, nu: Tensor, mask: Tensor | None, offsets: Tensor | None
 ) -> Pair:
     """Return (dx, dk) of `log_forward`: a = g (1 - y), dx = a - (w / sum w) sum a, dk = sum a / sum w."""
-    values, rows = prepare(x, mask, offsets)
-    live = moving(values, nu, rows)
-    g = grad.to(values.dtype)
+    g, values, rows, live = _begin_backward(grad, x, nu, mask, offsets)
     a = torch.where(live, g * sigmoid(-shifted(values, nu, rows)), 0)
     total_a = rows.sum(a)
     share, slope = shares_of_slope(values, nu, live, rows)
@@ -82,6 +78,14 @@ def dual_backward(grad: Tensor, x: Tensor, nu: Tensor, mask: Tensor | None, offs
     dx = torch.where(live, -share * rows.broadcast(grad), 0)
     dk = torch.where(nu[0].isinf() | (grad == 0), 0, grad / slope)
     return finish(dx, dk, x, nu, rows)
+
+
+def _begin_backward(
+    grad: Tensor, x: Tensor, nu: Tensor, mask: Tensor | None, offsets: Tensor | None
+) -> tuple[Tensor, Tensor, Rows, Tensor]:
+    """The gradient in the work dtype, the prepared entries and rows, and the entries that move with nu."""
+    values, rows = prepare(x, mask, offsets)
+    return grad.to(values.dtype), values, rows, moving(values, nu, rows)
 
 
 def prepare(x: Tensor, mask: Tensor | None, offsets: Tensor | None) -> tuple[Tensor, Rows]:

@@ -1,6 +1,6 @@
 """The operators decomposed into operations that `torch.onnx.export` supports.
 
-Each computes the same as in `careful.py`, with the same arguments, but never reads a value on the host.
+Each computes the same result as in `careful.py`, with the same arguments, but reads no values on the host.
 Newton's method runs in a loop of the graph, which ends when every row has converged, and the k-th largest
 entry comes from a sort. `operator` in `_autograd/operators.py` registers them as decompositions.
 """
@@ -20,7 +20,7 @@ from torchlml._torch.careful import Pair
 
 
 class OnnxRows(DenseRows):
-    """The rows of a matrix in a graph, whose number is unknown."""
+    """The rows of a matrix in an exported graph; the number of rows is unknown."""
 
     def sum(self, t: Tensor) -> Tensor:
         """Sum over each row; for a bool tensor, count the True entries."""
@@ -52,7 +52,7 @@ def log_forward(x: Tensor, k: Tensor, mask: Tensor | None, offsets: Tensor | Non
 def _logsigmoid(z: Tensor) -> Tensor:
     """The logarithm of the logistic function; the exporter's version of torch's own is -inf at z = -104."""
     e = torch.exp(-z.abs())
-    # log(1 + e): ONNX has no log1p, and the quotient compensates the rounding of 1 + e.
+    # log(1 + e): ONNX has no log1p, and the quotient compensates for the rounding of 1 + e.
     more = 1 + e
     log = torch.where(more == 1, e, more.log() * (e / (more - 1)))
     return z.clamp(max=0) - log

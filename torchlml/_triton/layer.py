@@ -1,7 +1,7 @@
 """y, log y and nu and their derivatives, with one program per row, which is read once and kept on chip.
 
 If a row is longer than its block, its first block stays on chip and the others are streamed, once per step.
-The derivatives, with w = sigmoid(z) sigmoid(-z) and p = w / sum w, are computed times e^(distance of the
+The derivatives, with w = sigmoid(z) sigmoid(-z) and p = w / sum w, are scaled by e^(distance of the
 nearest entry), so that they are accurate even if every w underflows:
 
     of y:      dx = w (g - dk),             dk = sum p g
@@ -17,7 +17,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from torchlml._triton.plan import Launch, stride_of
+from torchlml._triton import Launch, stride_of
 from torchlml._triton.row import LENGTH, locate_part, probability, read, solve_row, write
 
 OF_Y, OF_LOG_Y, OF_NU = 0, 1, 2
@@ -111,7 +111,7 @@ def gradient_of_k(nearest, slope, dot, hi, given, OF: tl.constexpr):
 def write_dk(
     dk_ptr, row, grad_ptr, where, y_ptr, hi, nearest, slope, dot, given, BLOCK: tl.constexpr, OF: tl.constexpr
 ):
-    """Write dk of a row. If p > k entries of +inf get k/p each, they depend on k like ties, but not on x."""
+    """Write dk of a row. If p > k entries are +inf, each gets k/p, which depends on k but not on x."""
     dk = gradient_of_k(nearest, slope, dot, hi, given, OF)
     if OF != _OF_NU:
         _, _, start, length = where

@@ -4,35 +4,153 @@ With c the weight of a label, A = sum c (1 - y) over the labels of a row, and p 
 
     loss = -sum c log y,    dx_i = g (A p_i - c_i (1 - y_i)),    dk = -g A / sum w.
 
-The first term of dx, and dk, are those of nu for a gradient of -g A. For few, very long rows, every program
+The first term of dx, and dk, are those of nu for a gradient of -g A. For a few very long rows, every program
 reads its own blocks and labels, as in `split.py`; a single program is split 0 of 1.
+
+Labels are lists of positions in the row, read LABELS at a time, or, with LABELS = 0, one bool per entry.
+`labels` is (labels_ptr, starts_ptr, weight_ptr, per_row), and `where` is the row as in `row.py`. Device
+functions read the labels of a row and compute sums over them; they are inlined into the kernels below.
 """
 # mypy: disable-error-code="import-not-found,import-untyped,no-untyped-def,misc,untyped-decorator"
 
 from __future__ import annotations
+
+from typing import NamedTuple
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
+from torchlml._triton import Launch, stride_of
 from torchlml._triton import split as triton_split
-from torchlml._triton.labels import (
-    Labels,
-    find_labels,
-    label_sums,
-    own,
-    read_listed,
-    read_observed,
-)
 from torchlml._triton.layer import _OF_NU, gradient, gradient_of_k, slope
-from torchlml._triton.plan import Launch, stride_of
-from torchlml._triton.row import LENGTH, leave, locate_part, read, solve_row, write
+from torchlml._triton.row import LENGTH, leave, locate_part, probability, read, solve_row, write
+
+# Lists up to this length are read at once, and a single label needs no list.
+_LABELS = 32
+
+
+class Labels(NamedTuple):
+    """The labels in the form that the kernels take; see `_torch/fast.py`."""
+
+    labels: Tensor
+    starts: Tensor | None
+    weight: Tensor | None
+
+    @property
+    def block(self) -> int:
+        """The number of labels that are read at once; 0 for one bool per entry."""
+        if self.labels.dtype == torch.bool:
+            return 0
+        return 1 if self.labels.dim() == 2 and self.labels.shape[1] == 1 else _LABELS
+
+    @property
+    def per_row(self) -> int:
+        return self.labels.shape[-1]
+
+
+@triton.jit
+def find_labels(row, where, labels):
+    """(first, count, base): the list of a row, and the offset between a label and its position in the row."""
+    _, starts_ptr, _, per_row = labels
+    _, _, start, _ = where
+    if starts_ptr is None:
+        first = row.to(tl.int64) * per_row
+        count = per_row
+        base = start * 0
+    else:
+        first = tl.minimum(tl.maximum(tl.load(starts_ptr + row), 0), per_row)
+        count = (tl.minimum(tl.load(starts_ptr + row + 1), per_row) - first).to(tl.int32)
+        base = start
+    return first, count, base
+
+
+@triton.jit
+def read_listed(where, labels, listed, at, LABELS: tl.constexpr):
+    """(entries, c, is_label, place, exists) of some labels; entries of labels outside the row are NaN."""
+    x_ptr, mask_ptr, start, length = where
+    labels_ptr, _, weight_ptr, _ = labels
+    first, count, base = listed
+    j = at + tl.arange(0, LABELS)
+    label = tl.load(labels_ptr + first + j, mask=j < count, other=-1)
+    is_label = label >= 0
+    exists = is_label & (label >= base) & (label < base + length)
+    place = (label - base).to(tl.int32)
+    x = tl.load(x_ptr + start + place, mask=exists, other=float("nan")).to(tl.float32)
+    if mask_ptr is not None:
+        available = tl.load(mask_ptr + start + place, mask=exists, other=1) != 0
+        x = tl.where(available, x, float("-inf"))
+    c = is_label.to(tl.float32)
+    if weight_ptr is not None:
+        c = tl.load(weight_ptr + first + j, mask=is_label, other=0.0)
+    return x, c, is_label, place, exists
+
+
+@triton.jit
+def read_observed(where, labels, at, BLOCK: tl.constexpr):
+    """(c, is_label) for each entry of a block."""
+    _, _, start, length = where
+    labels_ptr, _, weight_ptr, _ = labels
+    i = at + tl.arange(0, BLOCK)
+    is_label = tl.load(labels_ptr + start + i, mask=i < length, other=0) != 0
+    c = is_label.to(tl.float32)
+    if weight_ptr is not None:
+        c = tl.load(weight_ptr + start + i, mask=is_label, other=0.0)
+    return c, is_label
+
+
+@triton.jit
+def own(x, c, hi, lo):
+    """c (1 - y), or 0 if the entry or nu is infinite."""
+    z = (x + hi) + lo
+    e = tl.exp(-tl.abs(z))
+    share = tl.where(z > 0, e, 1.0) / (1.0 + e)
+    moved = tl.where((c != 0) & (tl.abs(x) != float("inf")), c * share, 0.0)
+    return tl.where(tl.abs(hi) == float("inf"), 0.0, moved)
+
+
+@triton.jit
+def label_block(x, c, is_label, hi, lo, share):
+    """(loss, sum c (1 - y), sum of c at +inf, number of labels, number with weight) of some labels."""
+    counts = c != 0
+    loss = tl.sum(tl.where(counts, -c * probability(x, hi, lo, share, True), 0.0), 0).to(tl.float64)
+    push = tl.sum(own(x, c, hi, lo), 0).to(tl.float64)
+    tied = tl.sum(tl.where(x == float("inf"), c, 0.0), 0).to(tl.float64)
+    return loss, push, tied, tl.sum(is_label.to(tl.int32), 0), tl.sum(counts.to(tl.int32), 0)
+
+
+@triton.jit
+def label_sums(
+    x, where, labels, row, split, hi, lo, share,
+    BLOCK: tl.constexpr, LOOP: tl.constexpr, SPLITS: tl.constexpr, LABELS: tl.constexpr,
+):  # fmt: skip
+    """`label_block` of all labels that belong to a program; `x` is its block on chip."""
+    if LABELS == 0:
+        c, is_label = read_observed(where, labels, split * BLOCK, BLOCK)
+        loss, push, tied, found, weighted = label_block(x, c, is_label, hi, lo, share)
+        if LOOP:
+            for at in range((split + SPLITS) * BLOCK, where[LENGTH], SPLITS * BLOCK):
+                block = read(where, at, BLOCK)
+                c, is_label = read_observed(where, labels, at, BLOCK)
+                loss_, push_, tied_, found_, weighted_ = label_block(block, c, is_label, hi, lo, share)
+                loss, push, tied = loss + loss_, push + push_, tied + tied_
+                found, weighted = found + found_, weighted + weighted_
+    else:
+        listed = find_labels(row, where, labels)
+        loss, push, tied = tl.zeros([], tl.float64), tl.zeros([], tl.float64), tl.zeros([], tl.float64)
+        found, weighted = tl.zeros([], tl.int32), tl.zeros([], tl.int32)
+        for at in range(split * LABELS, listed[1], SPLITS * LABELS):
+            entries, c, is_label, _, _ = read_listed(where, labels, listed, at, LABELS)
+            loss_, push_, tied_, found_, weighted_ = label_block(entries, c, is_label, hi, lo, share)
+            loss, push, tied = loss + loss_, push + push_, tied + tied_
+            found, weighted = found + found_, weighted + weighted_
+    return loss, push, tied, found, weighted
 
 
 @triton.jit
 def write_dk(dk_ptr, k_ptr, k_stride, row, where, g, given, hi, nearest, total, tied, BLOCK: tl.constexpr):
-    """Write dk of a row; if p > k entries of +inf get k/p each, that of log(k/p), whose derivative is 1/k."""
+    """Write dk of a row. If p > k entries are +inf, it is that of log(k/p): the derivative is 1/k."""
     dk = gradient_of_k(nearest, total, total, hi, given, _OF_NU)
     k = tl.load(k_ptr + row * k_stride)
     p = tl.zeros([], tl.int32)
@@ -120,7 +238,7 @@ def split_loss_kernel(
     rows, n, size, per_row,
     BLOCK: tl.constexpr, SPLITS: tl.constexpr, WIDTH: tl.constexpr, LABELS: tl.constexpr,
 ):  # fmt: skip
-    """Compute the part of program (row, split) in the loss of its row."""
+    """Compute the contribution of program (row, split) to the loss of its row."""
     row, split, where, hi, lo = locate_part(x_ptr, mask_ptr, offsets_ptr, nu_ptr, rows, n, size)
     share = tl.load(state_ptr + row * WIDTH + 5)
     x = read(where, split * BLOCK, BLOCK)

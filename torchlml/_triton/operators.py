@@ -1,4 +1,4 @@
-"""The operators of `_autograd/operators.py` by Triton: allocate the results, choose the layout, launch.
+"""The operators of `_autograd/operators.py` in Triton: allocate the results, choose the layout, launch.
 
 The arguments are those of `_torch/careful.py`, with x of float32, bfloat16 or float16. Nothing here
 synchronizes the device, so everything can be captured in a CUDA graph.
@@ -13,11 +13,11 @@ import torch
 from torch import Tensor
 
 from torchlml._rows import empty_gradients, empty_nu
+from torchlml._triton import Launch, Plan, plan
 from torchlml._triton import layer as triton_layer
 from torchlml._triton import loss as triton_loss
 from torchlml._triton import split as triton_split
-from torchlml._triton.labels import Labels
-from torchlml._triton.plan import Launch, Plan, plan
+from torchlml._triton.loss import Labels
 
 Pair = tuple[Tensor, Tensor]
 

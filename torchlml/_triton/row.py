@@ -1,9 +1,9 @@
-"""Operations of all kernels on a row: locate it, read a block of it, sum over the block, move nu.
+"""Operations on a row that all kernels share: locate it, read a block of it, sum over the block, move nu.
 
 These are device functions, inlined into the kernels. `where` is a row in memory, (x_ptr, mask_ptr, start,
 length). It is read in blocks. Masked entries, and entries outside the row, are read as -inf, which does not
-contribute to any of the sums. Entries are float32. Sums inside a block are trees of float32, at most 16
-entries per thread, and sums over blocks are float64.
+contribute to any of the sums. Entries are float32. Sums inside a block are tree reductions in float32
+with at most 16 entries per thread, and sums over blocks are in float64.
 """
 # mypy: disable-error-code="import-not-found,import-untyped,no-untyped-def,misc,untyped-decorator"
 
@@ -12,8 +12,8 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-# If the nearest entry on one side of the threshold is farther away than this, the sums of that side are taken
-# times e^distance, so that nothing underflows. There 1 + e^-32 rounds to 1, so sigmoid(-|z|) is e^-|z|.
+# If the nearest entry on one side of the threshold is farther away than this, the sums of that side are
+# multiplied by e^distance to avoid underflow. There 1 + e^-32 rounds to 1, so sigmoid(-|z|) is e^-|z|.
 _FAR = tl.constexpr(32.0)
 _LARGEST = tl.constexpr(3.0e38)  # a float32 that remains finite if a few units are added to it
 # Newton's step from an error of s leaves less than 4 s^2, since |S''| <= S': the remaining error is 4e-8.

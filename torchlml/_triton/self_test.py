@@ -1,4 +1,4 @@
-"""Decide whether the Triton kernels run: on CUDA (or ROCm) tensors narrower than float64, with Triton.
+"""Decide whether the Triton kernels run: on a GPU, for dtypes narrower than float64, if Triton is installed.
 
 Before the first use on a device and dtype, the kernels are compared with pure PyTorch on a few dozen rows. If
 a kernel differs, does not compile or fails, pure PyTorch is used from then on, and one warning says so.
@@ -40,7 +40,7 @@ _skipped = False
 
 
 def by_triton(name: str, place_of_x: int, plain: Operator) -> Operator:
-    """Return the operator `name`, by Triton if possible, otherwise in pure PyTorch."""
+    """Return the operator `name`: the Triton kernel if possible, otherwise pure PyTorch."""
 
     def run(*arguments: Any) -> Any:
         x = arguments[place_of_x]
@@ -87,7 +87,7 @@ def skip() -> None:
 def passes(device: torch.device, dtype: torch.dtype, kernels: Any) -> bool:
     """Whether the kernels passed the self-test on a device and dtype; the first call runs it.
 
-    `kernels` has an attribute for each kernel, named like its operator, as `operators.py` does.
+    `kernels` has an attribute for each kernel, named like its operator, as in `operators.py`.
     """
     choice = loader.requested()
     if choice or _skipped or _interpreted(device):

@@ -1,4 +1,4 @@
-"""Few, very long rows: several programs share each row, and a small kernel sums their results.
+"""A few very long rows: several programs share each row, and a small kernel sums their results.
 
 Program (row, split) reads every `splits`-th block of its row. Each pass over the rows is two launches: one
 stores the sums of each program in memory, and one with a single program per row adds them in a fixed order
@@ -14,8 +14,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from torchlml._triton import Launch, stride_of
 from torchlml._triton.layer import _OF_LOG_Y, _OF_NU, gradient, read_gradient, slope, write_dk
-from torchlml._triton.plan import Launch, stride_of
 from torchlml._triton.row import (
     LENGTH,
     MAX_STEPS,
@@ -33,7 +33,7 @@ from torchlml._triton.row import (
     write,
 )
 
-# Rows of typical logits take six. Each further one costs a launch; finishing a row alone costs much more.
+# Rows of typical logits take six. Each additional one costs a launch; finishing a row alone costs much more.
 _STEPS = 9
 WIDTH = 8  # the number of values stored per program, and per row
 
@@ -85,7 +85,7 @@ def evaluate_kernel(
     x_ptr, mask_ptr, offsets_ptr, state_ptr, parts_ptr, n, size,
     BLOCK: tl.constexpr, SPLITS: tl.constexpr, WIDTH: tl.constexpr,
 ):  # fmt: skip
-    """Compute the part of program (row, split) in S - k; settled rows are not read."""
+    """Compute the contribution of program (row, split) to S - k; settled rows are not read."""
     row, split = tl.program_id(0), tl.program_id(1)
     _, _, start, length = locate(row, x_ptr, mask_ptr, offsets_ptr, n, size)
     hi, lo, _, _, number = kept(state_ptr, row, WIDTH)
@@ -213,7 +213,7 @@ def parts_of(to: Launch) -> dict[str, int]:
 
 
 def launch_forward(to: Launch, k: Tensor, y: Tensor | None, log: bool) -> None:
-    """Do the same as `layer.launch_forward`."""
+    """`layer.launch_forward` for split rows."""
     state = solve(to, k)
     if y is None:
         return
@@ -224,7 +224,7 @@ def launch_forward(to: Launch, k: Tensor, y: Tensor | None, log: bool) -> None:
 
 
 def launch_backward(to: Launch, grad: Tensor, y: Tensor | None, dx: Tensor, dk: Tensor, of: int) -> None:
-    """Do the same as `layer.launch_backward`."""
+    """`layer.launch_backward` for split rows."""
     parts, shared = new_parts(to), (to.sizes[0], to.plan.splits)
     rows, settings = (to.mask, to.offsets, parts), {**parts_of(to), **to.block, "OF": of}
     with torch.cuda.device_of(to.x):

@@ -8,9 +8,9 @@ by d = k - |A|. Two results describe the conditional distribution:
 - `log_ratio`: log of the sum over |S| = k of exp(-sum_{i in SΔA} |z_i|), the normalizer relative to A.
 - `tail`: for each entry, the probability that it is on the other side, given k successes.
 
-No step subtracts large numbers, so small results are accurate relative to themselves. Any tilt gives the same
+No step subtracts large numbers, so small results have full relative accuracy. Any tilt gives the same
 conditional distribution. Derivatives with respect to z therefore need no derivative of the tilt. All
-operations are differentiable PyTorch.
+operations are differentiable PyTorch operations.
 
 The variance V = sum b (1 - b) of the count selects one of three methods:
 
@@ -170,7 +170,7 @@ def _busy(b: Tensor, above: Tensor, d: Tensor, variance: Tensor) -> tuple[Tensor
 
 
 def generating_function(b: Tensor, side: Tensor, variance: Tensor, angle: Tensor) -> tuple[Tensor, Tensor]:
-    """The mean of exp(iθ D), D the successes in B minus the failures in A, as absolute value and argument.
+    """The mean of exp(iθ D), where D is successes in B minus failures in A, as absolute value and argument.
 
     Rows need a variance of at least `BUSY`.
     """

@@ -11,8 +11,7 @@ from torch import Tensor
 from torch.distributions import Distribution, constraints, register_kl
 from torch.distributions.utils import lazy_property
 
-from torchlml.distributions._law import Law, uncompiled
-from torchlml.distributions._sampling import sample
+from torchlml.distributions._law import Law, sample, uncompiled
 
 _LARGEST_SUPPORT = 2**26  # entries of the tensor that `enumerate_support` may return
 
@@ -62,7 +61,7 @@ class KSubset(Distribution):
         validate_args: whether to check arguments and values, as in `torch.distributions`.
 
     A sample is a vector of n zeros and ones with exactly k ones, in the dtype of the parameter. `log_prob`
-    takes such vectors, floating or bool, and also sets as int64 indices (..., k). With a k per row, shorter
+    takes such vectors, float or bool, and also sets as int64 indices (..., k). With a k per row, shorter
     lists of indices are padded with -1. `rsample` returns samples with the gradient of `mean`
     (straight-through).
 
@@ -109,14 +108,14 @@ class KSubset(Distribution):
             self.k = self.k.expand(batch)
         self._name = name
         setattr(self, name, parameter.expand(*batch, -1))
-        # The checks of the base class say less, and fail for an empty batch.
+        # The checks of the base class give shorter messages, and fail for an empty batch.
         super().__init__(batch, parameter.shape[-1:], validate_args=False)
         self._validate_args = Distribution._validate_args if validate_args is None else validate_args
         if self._validate_args:
             self._check_values()
 
     def _check_values(self) -> None:
-        """Raise an error for values that no distribution has."""
+        """Raise an error for invalid parameters."""
         parameter, n = getattr(self, self._name).detach(), getattr(self, self._name).shape[-1]
         accepted = "real numbers, -inf or +inf" if self._name == "logits" else "probabilities from 0 to 1"
         wrong = parameter.isnan() if self._name == "logits" else ~((parameter >= 0) & (parameter <= 1))
@@ -220,7 +219,7 @@ class KSubset(Distribution):
         """The log probability of sets.
 
         Args:
-            value: vectors of zeros and k ones (..., n), floating or bool, or int64 indices (..., k).
+            value: vectors of zeros and k ones (..., n), float or bool, or int64 indices (..., k).
         """
         if not isinstance(value, Tensor):
             raise TypeError(f"`value` must be a torch.Tensor, but it is a {type(value).__name__}.")
@@ -242,7 +241,7 @@ class KSubset(Distribution):
         if index.dim() == 0 or index.shape[-1] != width:
             raise ValueError(
                 f"`value` holds integers, so its last dimension must list the {width} members of a set, but "
-                f"its shape is {tuple(index.shape)}. Pass vectors of zeros and ones as floating or bool."
+                f"its shape is {tuple(index.shape)}. Pass vectors of zeros and ones as float or bool."
             )
         if bool(((index < -1) | (index >= n)).any()):
             wrong = index[(index < -1) | (index >= n)].flatten()[0]
@@ -256,7 +255,7 @@ class KSubset(Distribution):
 
     @uncompiled
     def sample(self, sample_shape: Any = torch.Size()) -> Tensor:  # noqa: B008
-        """Draw sets by torch's global random generator, as vectors of zeros and k ones."""
+        """Draw sets with torch's global random generator, as vectors of zeros and k ones."""
         shape = self._extended_shape(torch.Size(sample_shape))
         with torch.no_grad():
             drawn = sample(self._law, math.prod(torch.Size(sample_shape)))
@@ -269,7 +268,7 @@ class KSubset(Distribution):
         return self.sample(sample_shape) + (mean - mean.detach())
 
     def enumerate_support(self, expand: bool = True) -> Tensor:
-        """All sets, as vectors of zeros and k ones in the first dimension. k must be the same in all rows."""
+        """All sets as vectors with k ones, stacked along the first dimension; all rows must share k."""
         sizes = self.k.unique()
         if len(sizes) != 1:
             raise NotImplementedError("`enumerate_support` needs the same `k` in all rows of the batch.")
@@ -301,7 +300,7 @@ def _check_parameter(parameter: Any, name: str) -> None:
     if not isinstance(parameter, Tensor):
         raise TypeError(f"`{name}` must be a torch.Tensor, but it is a {type(parameter).__name__}.")
     if not parameter.is_floating_point():
-        raise TypeError(f"`{name}` must be floating, but its dtype is {parameter.dtype}.")
+        raise TypeError(f"`{name}` must be a floating-point tensor, but its dtype is {parameter.dtype}.")
     if parameter.dim() == 0 or parameter.shape[-1] == 0:
         raise ValueError(
             f"`{name}` must have shape (..., n) with n at least 1, but its shape is {tuple(parameter.shape)}."

@@ -7,7 +7,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from torchlml._arguments import check_limit, check_tensor
-from torchlml._reductions import Reduction, check_reduction
+from torchlml._autograd.loss import Reduction, check_reduction
 
 # Settings that `repr` shows only if they differ from these.
 _USUAL = {"ignore_index": -100, "bound": "exactly", "label_reduction": "sum", "group": None}

@@ -2,23 +2,22 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from torchlml._arguments import Bound, Canonical, check_bound, check_integer_k
-from torchlml._autograd import loss as rule
+from torchlml._autograd import chunked_linear
 from torchlml._autograd.chunked_linear import (
     ChunkedLoss,
+    LinearLMLArguments,
     check_linear,
     check_memory_limit,
     logits_like,
     not_compiled,
 )
-from torchlml._distributed import is_sharded
-from torchlml._reductions import (
+from torchlml._autograd.loss import (
     LabelReduction,
     LossSettings,
     Reduction,
@@ -26,7 +25,8 @@ from torchlml._reductions import (
     label_divisor,
     reduce_losses,
 )
-from torchlml._targets import TargetRows, read_target_rows
+from torchlml._distributed import is_sharded
+from torchlml._targets import read_target_rows
 from torchlml.losses.base import TopKLoss
 from torchlml.losses.truncated_entropy import dense_entropy
 
@@ -78,12 +78,12 @@ def linear_lml_loss(
     pass over the same graph. Second derivatives, `torch.func` and forward mode compute all logits at once.
     """
     settings = LossSettings(ignore_index, reduction, label_reduction, bound)
-    arguments = (input, linear_weight, linear_bias, target, k, weight, settings, memory_limit)
+    given = LinearLMLArguments(input, linear_weight, linear_bias, target, k, weight, settings, memory_limit)
     if is_sharded(linear_weight, group) or is_sharded(input):
         from torchlml._distributed import calls
 
-        return calls.linear_lml_loss(*arguments, group)
-    return rule.linear_lml_loss(*arguments)
+        return calls.linear_lml_loss(given, group)
+    return chunked_linear.linear_lml_loss(given)
 
 
 class LinearLMLLoss(TopKLoss):
@@ -160,7 +160,7 @@ def linear_truncated_entropy_loss(
         k: the number of allowed guesses, as for `truncated_entropy_loss`.
 
     The other arguments, and the derivatives, are those of `linear_lml_loss`. Labels that are sharded across
-    processes are not supported. Temporaries take up to twice `memory_limit` in addition.
+    processes are not supported. Temporary tensors take up to another 2 * `memory_limit`.
 
     Returns:
         The same as `truncated_entropy_loss(F.linear(input, linear_weight, linear_bias), target, k, ...)`.
@@ -174,24 +174,15 @@ def linear_truncated_entropy_loss(
     n = linear_weight.shape[0]
     k = check_integer_k(k, n)
     rows = read_target_rows(logits_like(input, n), target, weight, ignore_index)
-    loss = _EntropyRowLoss(rows, label_reduction, k)
+
+    def loss(logits: Tensor, _: Tensor, some: slice, overwrite: bool) -> Tensor:
+        c, labels = Canonical(logits, logits, None, None, None), rows[some]
+        divisor = label_divisor(labels, label_reduction)
+        return reduce_losses(dense_entropy(c, labels, k), labels, divisor, "none", c)
+
     chunked = ChunkedLoss(loss, rows.has_label, reduction, memory_limit, at_once=rows.weights_need_gradient)
     no_k = input.detach().new_zeros((), dtype=torch.float64)  # has no gradient
     return chunked(input, linear_weight, linear_bias, no_k)
-
-
-@dataclass(frozen=True)
-class _EntropyRowLoss:
-    """The truncated entropy as a row loss of `chunked_linear`."""
-
-    target: TargetRows
-    label_reduction: LabelReduction
-    k: int
-
-    def __call__(self, logits: Tensor, _: Tensor, rows: slice, overwrite: bool) -> Tensor:
-        c, labels = Canonical(logits, logits, None, None, None), self.target[rows]
-        losses = dense_entropy(c, labels, self.k)
-        return reduce_losses(losses, labels, label_divisor(labels, self.label_reduction), "none", c)
 
 
 class LinearTruncatedEntropyLoss(TopKLoss):

@@ -8,15 +8,8 @@ from torch import Tensor
 
 from torchlml._arguments import Bound, canonical, check_bound
 from torchlml._autograd import loss as rule
+from torchlml._autograd.loss import LabelReduction, LossSettings, Reduction, check_labeled_k, label_divisor
 from torchlml._distributed import is_sharded
-from torchlml._reductions import (
-    LabelReduction,
-    LossSettings,
-    Reduction,
-    check_labeled_k,
-    has_zero,
-    label_divisor,
-)
 from torchlml._targets import read_labels
 from torchlml.losses.base import TopKLoss
 
@@ -46,7 +39,7 @@ def lml_loss(
     Args:
         logits: (..., n), or flat values with `offsets`, or a nested tensor of the layout `torch.jagged`.
         target: class indices (...), lists of class indices (..., L) padded with `ignore_index`, or a bool or
-            floating multi-hot of the logits' shape, whose floats are label weights. With `offsets`: a flat
+            float multi-hot of the logits' shape, whose floats are label weights. With `offsets`: a flat
             multi-hot, or positions into the values. For ragged nested logits: a nested multi-hot, or the
             labels counted within each row, as (B,), padded (B, L) or nested lists. Integers in the logits'
             own shape raise an error, since they could be either: pass `target.bool()`, or a list that is one
@@ -61,7 +54,7 @@ def lml_loss(
             many labels do not outweigh the others. Weights do not change the divisor of the mean.
         mask: bool, broadcasts to the logits; False entries cannot be chosen, and no label may point at one.
         offsets: int64 row boundaries of a ragged batch, as in `torchlml.lml`.
-        bound: "exactly", or "at_most" or "at_least" k labels are predicted, as in `torchlml.lml`.
+        bound: whether "exactly", "at_most" or "at_least" k labels are predicted, as in `torchlml.lml`.
         group: the processes that the labels are sharded across, as in `torchlml.lml`. Class indices count the
             labels of all processes; `weight`, `mask` and a multi-hot belong to the labels of this process.
             Every process gets the same loss, and the gradient of its own logits.
@@ -72,7 +65,7 @@ def lml_loss(
     For observed labels Y the loss of a row is `-sum_{j in Y} log y_j`, `y = lml(logits, k)`. Unlike
     `F.cross_entropy`, the mean with a `weight` divides by the number of rows and not by the sum of weights.
     The gradient, `A w_i / sum w - (1 - y_i) [i in Y]` with w = y (1 - y) and A = sum_{j in Y} (1 - y_j),
-    does not vanish however low the logit of a label is.
+    does not vanish, no matter how low the logit of a label is.
     """
     settings = LossSettings(ignore_index, reduction, label_reduction, bound)
     if is_sharded(logits, group):
@@ -82,13 +75,12 @@ def lml_loss(
     settings.check()
     c = canonical(logits, k, -1, mask, offsets, any_k=bound == "at_most", name="logits", nested=True)
     labels = read_labels(c, target, weight, ignore_index)
-    if has_zero(c.k, bound):
-        check_labeled_k(c.k, labels.has_label)
+    check_labeled_k(c.k, bound, lambda: labels.has_label)
     return rule.lml_loss(c, labels, label_divisor(labels, label_reduction), reduction, bound)
 
 
 class LMLLoss(TopKLoss):
-    """The module of `lml_loss`, with its arguments.
+    """`lml_loss` as a module, with the same arguments.
 
     >>> torchlml.LMLLoss(k=2)(torch.tensor([[2.0, 1.0, 0.0, -1.0]]), torch.tensor([1]))
     tensor(0.4741)

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from torchlml._arguments import Canonical, canonical
-from torchlml._reductions import LabelReduction, Reduction, check_reduction, label_divisor, reduce_losses
+from torchlml._autograd.loss import LabelReduction, Reduction, check_reduction, label_divisor, reduce_losses
 from torchlml._targets import Labels, read_labels
 from torchlml.distributions._law import Law, uncompiled
 from torchlml.losses.base import TopKLoss
@@ -38,7 +38,7 @@ def subset_loss(
         logits, target, ignore_index, reduction, mask, offsets: as for `lml_loss`.
         k: the size of the sets, an integer or one per row. A row must not have more than k labels.
         weight: one weight per class. The loss of a row is multiplied by the mean weight of its labels. The
-            weights in a floating target have the same meaning.
+            weights in a float target have the same meaning.
         label_reduction: "sum" for the negative log probability, "mean" to divide it by the number of labels.
 
     Returns:
@@ -62,7 +62,7 @@ def subset_loss(
 
 
 class SubsetLoss(TopKLoss):
-    """The module of `subset_loss`, with its arguments.
+    """`subset_loss` as a module, with the same arguments.
 
     >>> torchlml.SubsetLoss(k=2)(torch.tensor([[2.0, 1.0, 0.0, -1.0]]), torch.tensor([1]))
     tensor(0.3647)

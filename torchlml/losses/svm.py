@@ -1,4 +1,4 @@
-"""The top-k SVM loss, and the smooth one of Berrada, Zisserman and Kumar (2018), which cannot overflow."""
+"""The top-k SVM loss, and its smooth version by Berrada, Zisserman and Kumar (2018), without overflow."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from torch import Tensor
 from torch.nn.functional import logsigmoid, pad
 
 from torchlml._arguments import Canonical, canonical, check_integer_k, check_number, readable
-from torchlml._reductions import Reduction, check_reduction, reduce_losses
+from torchlml._autograd.loss import Reduction, check_reduction, reduce_losses
 from torchlml._rows import wide_dtype, work_dtype
 from torchlml._targets import Labels, read_single_label
 from torchlml.losses.base import TopKLoss
@@ -53,7 +53,7 @@ def topk_svm_loss(
     The definition is `max(0, mean of the k largest of s_j + alpha over j != y, minus (the sum of the k - 1
     largest s_j, j != y, plus s_y) / k)`. The k - 1 largest cancel, which leaves
 
-        max(0, alpha + (s_(k) - s_y) / k),   s_(k) the k-th largest s_j, j != y.
+        max(0, alpha + (s_(k) - s_y) / k),   where s_(k) is the k-th largest s_j, j != y.
 
     It is the limit of `smooth_topk_svm_loss` as tau goes to 0. Only two classes of a row have a gradient,
     whereas the smooth loss has one for every class.
@@ -71,7 +71,7 @@ def topk_svm_loss(
 
 
 class TopKSVMLoss(TopKLoss):
-    """The module of `topk_svm_loss`, with its arguments.
+    """`topk_svm_loss` as a module, with the same arguments.
 
     >>> torchlml.TopKSVMLoss(k=2)(torch.tensor([[3.0, 2.0, 1.0, 0.0]]), torch.tensor([2]))
     tensor(1.5000)
@@ -145,7 +145,7 @@ def smooth_topk_svm_loss(
 
 
 class SmoothTopKSVMLoss(TopKLoss):
-    """The module of `smooth_topk_svm_loss`, with its arguments.
+    """`smooth_topk_svm_loss` as a module, with the same arguments.
 
     >>> torchlml.SmoothTopKSVMLoss(k=2)(torch.tensor([[3.0, 2.0, 1.0, 0.0]]), torch.tensor([2]))
     tensor(1.5886)

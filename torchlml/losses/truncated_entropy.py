@@ -7,7 +7,7 @@ from torch import Tensor
 from torch.nn.functional import logsigmoid
 
 from torchlml._arguments import Canonical, canonical, check_integer_k
-from torchlml._reductions import LabelReduction, Reduction, check_reduction, label_divisor, reduce_losses
+from torchlml._autograd.loss import LabelReduction, Reduction, check_reduction, label_divisor, reduce_losses
 from torchlml._rows import PackedRows, work_dtype
 from torchlml._targets import Labels, read_labels
 from torchlml.losses.base import TopKLoss
@@ -51,7 +51,7 @@ def truncated_entropy_loss(
 
 
 class TruncatedEntropyLoss(TopKLoss):
-    """The module of `truncated_entropy_loss`, with its arguments.
+    """`truncated_entropy_loss` as a module, with the same arguments.
 
     >>> torchlml.TruncatedEntropyLoss(k=2)(torch.tensor([[2.0, 1.0, 0.0, -1.0]]), torch.tensor([1]))
     tensor(0.4076)

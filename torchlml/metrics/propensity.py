@@ -55,7 +55,7 @@ def label_propensities(counts: Tensor, rows: int, a: float = 0.55, b: float = 1.
 
 
 class PropensityScoredPrecision(TopKMetric):
-    """Propensity-scored precision (PSP@k): rarely observed labels count more, relative to the best possible.
+    """Propensity-scored precision (PSP@k), in which rare labels weigh more, relative to the best possible.
 
         >>> psp = PropensityScoredPrecision(torch.tensor([1.0, 0.5, 0.25]), k=(1, 3))
         >>> psp.update(torch.tensor([[0.1, 0.7, 0.2]]), torch.tensor([1]))
@@ -95,7 +95,7 @@ class PropensityScoredPrecision(TopKMetric):
         check_tensor(propensities, "propensities")
         if not propensities.is_floating_point() or propensities.dim() != 1:
             raise ValueError(
-                "`propensities` must be a floating tensor of shape (n,), one for each class, but it is "
+                "`propensities` must be a floating-point tensor of shape (n,), one for each class, but it is "
                 f"{propensities.dtype} of shape {tuple(propensities.shape)}."
             )
         if not bool(((propensities >= _SMALLEST) & (propensities <= 1)).all()):

@@ -1,8 +1,8 @@
 """Recall, precision and nDCG of the k highest scores of each row, and their counting and ranking.
 
 Sums are kept as integers. A metric moves with its model: `model.to(torch.bfloat16)`, which is Lightning's
-"bf16-true", converts every floating state, and a sum in bfloat16 stops growing at 256. Integer states are not
-converted, and integer sums do not depend on the order of batches and processes.
+"bf16-true", converts every floating-point state, and a sum in bfloat16 stops growing at 256. Integer states
+are not converted, and integer sums do not depend on the order of batches and processes.
 """
 
 from __future__ import annotations
@@ -127,7 +127,7 @@ class Ranked:
             self.rows = rows_of(c.x, c.offsets, differentiable=True)
         self.ks = torch.tensor(ks, device=c.x.device)
         self.count = self.rows.sum(self.labels)
-        # A row has at most as many ranks as entries, however large k is.
+        # A row has at most as many ranks as entries, regardless of k.
         self.places = min(max(ks), self.rows.longest)
         self._available = torch.ones_like(c.x, dtype=torch.bool) if c.mask is None else c.mask
         self._x = c.x.detach().masked_fill(~self._available | c.x.isnan(), -torch.inf)
@@ -166,7 +166,7 @@ class Ranked:
 
 
 def _mean_of_ties(scores: Tensor, found: Tensor) -> Tensor:
-    """Replace each number by the mean over the entries of its row with the same score; scores descend."""
+    """Replace each number with the mean over the entries of its row with the same score; scores descend."""
     lower = pad(scores[:, 1:] != scores[:, :-1], (1, 0))
     tie = lower.cumsum(-1)
     total = torch.zeros_like(found).scatter_add(-1, tie, found)
@@ -244,14 +244,14 @@ class TopKRecall(TopKMetric):
     paper prints the mean over Y of [y_j not in P], which is one minus the recall: its bracket is inverted.
 
     - With one label per row it is the top-k accuracy.
-    - Every row has the same weight, however many labels it has. The micro average, the hits of all rows
-      divided by the labels of all rows, is a different metric.
+    - Every row has the same weight, regardless of its number of labels. The micro average, the hits of all
+      rows divided by the labels of all rows, is a different metric.
     - Rows without labels are ignored; if there are no others, the result is NaN. `TopKPrecision` and
       `TopKNDCG` count such a row as 0, and so does the recall of napkinXC.
     - Ties: entries that tie for the last ranks count with their probability of being selected if the tie is
       broken at random. A model that gives all n classes the same score has recall k / n, regardless of the
       order of the classes.
-    - Weights in a floating multi-hot only mark labels as present. A masked label is never found, and NaN
+    - Weights in a float multi-hot only mark labels as present. A masked label is never found, and NaN
       ranks below every number.
     """
 
@@ -364,7 +364,7 @@ class TopKNDCG(TopKMetric):
     - Every row counts; a row without labels counts as 0. These are the numbers of napkinXC and of the extreme
       classification repository.
     - Ties: entries with equal scores share the mean gain of their ranks, as if the tie were broken at random.
-    - Weights in a floating multi-hot only mark labels as present; graded relevance is not supported. Masks
+    - Weights in a float multi-hot only mark labels as present; graded relevance is not supported. Masks
       and NaN are handled as in `TopKRecall`.
     """
 

@@ -20,8 +20,8 @@ from torch import Tensor
 import torchlml
 from torchlml_lab.bench.cases import LAYER, Case, Provider
 
-# Parameters of the widely copied bisection: the number of steps, and the margin around the logits.
-HALVINGS, REACH = 64, 10.0
+# The margin of widely copied bisections around the logits.
+REACH = 10.0
 # The regularization strength of torchsort, times n. With 10, rows of 32 no longer sum to about k.
 SPREAD = 3.0
 
@@ -56,12 +56,19 @@ def successive_softmax(x: Tensor, k: int) -> Tensor:
     return chosen
 
 
+def _through_threshold(w: Tensor, grad: Tensor) -> Tensor:
+    """Return the gradient of y = F(x - b) with sum k, where w is the density F' at x - b."""
+    weighted = w * grad
+    return weighted - w * weighted.sum(-1, keepdim=True) / w.sum(-1, keepdim=True)
+
+
 class _Bisection(torch.autograd.Function):
+    # Copies are written with `ctx` in `forward`, which `torch.func` does not support.
     @staticmethod
-    def forward(ctx: torch.autograd.function.FunctionCtx, x: Tensor, k: int) -> Tensor:
+    def forward(ctx: Any, x: Tensor, k: int, halvings: int) -> Tensor:
         low = -x.amax(-1, keepdim=True) - REACH
         high = -x.amin(-1, keepdim=True) + REACH
-        for _ in range(HALVINGS):
+        for _ in range(halvings):
             middle = (low + high) / 2
             short = torch.sigmoid(x + middle).sum(-1, keepdim=True) < k
             low, high = torch.where(short, middle, low), torch.where(short, high, middle)
@@ -70,17 +77,63 @@ class _Bisection(torch.autograd.Function):
         return y
 
     @staticmethod
-    def backward(ctx: torch.autograd.function.FunctionCtx, *grads: Tensor) -> tuple[Tensor, None]:
-        (y,) = ctx.saved_tensors  # type: ignore[attr-defined]
-        w = y * (1 - y)
-        weighted = w * grads[0]
-        return weighted - w * weighted.sum(-1, keepdim=True) / w.sum(-1, keepdim=True), None
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:
+        (y,) = ctx.saved_tensors
+        return _through_threshold(y * (1 - y), grads[0]), None, None
 
 
-def bisection(x: Tensor, k: int) -> Tensor:
-    """Compute lml by a typical handwritten bisection: 64 steps in an interval 10 wider than the logits."""
-    answer: Tensor = _Bisection.apply(x, k)
+def bisection(x: Tensor, k: int, halvings: int = 64) -> Tensor:
+    """Compute lml by a typical handwritten bisection, in an interval that ends 10 beyond the logits."""
+    answer: Tensor = _Bisection.apply(x, k, halvings)
     return answer
+
+
+class _LaplaceSum(torch.autograd.Function):
+    generate_vmap_rule = True
+
+    @staticmethod
+    def forward(x: Tensor, k: int) -> tuple[Tensor, Tensor]:
+        z = x.sort(dim=-1, descending=True).values
+        n = z.shape[-1]
+        # For b = z_j, the entries up to j contribute j - A_j / 2 and the others B_j / 2, where
+        # A_j = sum of exp(z_j - z_i) over i <= j, and B_j = sum of exp(z_i - z_j) over i > j.
+        suffix = z.flip(-1).logcumsumexp(-1).flip(-1)
+        a = (-z).logcumsumexp(-1) + z
+        b = torch.nn.functional.pad(suffix[..., 1:], (0, 1), value=-torch.inf) - z
+        place = torch.arange(1, n + 1, dtype=x.dtype, device=x.device)
+        above = (place + (b.exp() - a.exp()) / 2 <= k).sum(-1, keepdim=True)
+        # Between two entries, t = exp(b - z_j) is the positive root of A t^2 + 2 (k - j) t - B. Above all
+        # entries, A is 0 and B is relative to the largest entry. Logarithms avoid overflow and cancellation.
+        index, none = (above - 1).clamp(min=0), above == 0
+        a = a.gather(-1, index).masked_fill(none, -torch.inf)
+        b = torch.where(none, suffix[..., :1] - z[..., :1], b.gather(-1, index))
+        difference = (k - above).to(x.dtype)
+        size = difference.abs().log()
+        total = torch.logaddexp(size, torch.logaddexp(2 * size, a + b) / 2)
+        distance = x - z.gather(-1, index) - torch.where(difference >= 0, b - total, total - a)
+        density = torch.exp(-distance.abs()) / 2
+        return torch.where(distance > 0, 1 - density, density), density
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Tensor, int], output: tuple[Tensor, Tensor]) -> None:
+        ctx.mark_non_differentiable(output[1])
+        ctx.save_for_backward(output[1])
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
+        return _through_threshold(ctx.saved_tensors[0], grads[0]), None
+
+
+def laplace_sum(x: Tensor, k: int) -> Tensor:
+    """Return F(x - b) with sum k, for the Laplace distribution function F (LapSum, Struski et al., 2025)."""
+    answer: Tensor = _LaplaceSum.apply(x, k)[0]
+    return answer
+
+
+def midpoint_sigmoid(x: Tensor, k: int) -> Tensor:
+    """Return sigmoid(x - b), where b is midway between entries k and k + 1 (DFTopK, Zhu et al., 2025)."""
+    around = x.topk(k + 1, dim=-1).values[..., k - 1 :]
+    return torch.sigmoid(x - around.mean(-1, keepdim=True))
 
 
 def sorting_network(x: Tensor, k: int) -> Tensor:
@@ -128,9 +181,14 @@ def convex_program(x: Tensor, k: int) -> Tensor:
     return answer
 
 
-def _without(package: str, hint: str = "") -> Callable[[], str | None]:
-    said = f"the package `{package}` is not installed{hint}"
-    return lambda: None if importlib.util.find_spec(package) else said
+def _without(package: str, hint: str = "", needs: str | None = None) -> Callable[[], str | None]:
+    def absent() -> str | None:
+        missing = next(
+            (name for name in (package, needs) if name and not importlib.util.find_spec(name)), None
+        )
+        return None if missing is None else f"the package `{missing}` is not installed{hint}"
+
+    return absent
 
 
 _OURS = {provider.name: provider for provider in LAYER}
@@ -139,6 +197,9 @@ ALTERNATIVES = (
     Alternative("softmax-times-k", scaled_softmax),
     Alternative("successive-softmax", successive_softmax),
     Alternative("bisection", bisection),
+    Alternative("bisection-50", functools.partial(bisection, halvings=50)),
+    Alternative("lapsum", laplace_sum),
+    Alternative("dftopk", midpoint_sigmoid),
     Alternative("entmax", _OURS["entmax"].function, _OURS["entmax"].absent),
     Alternative(
         "torchsort", soft_ranks, _without("torchsort", " (`pip install --no-build-isolation torchsort`)")
@@ -146,9 +207,12 @@ ALTERNATIVES = (
     # The default method compares all pairs of entries.
     Alternative("softtorch", soft_index, _without("softtorch", " (it needs Python 3.12)"), longest=1000),
     # A network for n entries has n layers and is rebuilt in every call.
-    Alternative("difftopk", sorting_network, _without("difftopk"), longest=100, float32_only=True),
+    Alternative(
+        "difftopk", sorting_network, _without("difftopk", needs="diffsort"), longest=100, float32_only=True
+    ),
     Alternative("cvxpylayers", convex_program, _without("cvxpylayers"), longest=50),
-    Alternative("paper-bracketing", _OURS["lml-bracketing"].function),
+    # Its accuracy on a row of millions takes minutes to measure.
+    Alternative("paper-bracketing", _OURS["lml-bracketing"].function, longest=100_000),
     Alternative("lml-torch", _OURS["lml-torch"].function),
     Alternative("lml-native", _OURS["lml-native"].function, _OURS["lml-native"].absent),
 )

@@ -20,7 +20,7 @@ from torchlml_lab.bench.alternative_operators import (
     exactness,
 )
 from torchlml_lab.bench.cases import BASELINE, LAYER, Case, Provider, call_of, case_grid
-from torchlml_lab.bench.measurements import Measurement, RowFile, measured
+from torchlml_lab.bench.measurements import Measurement, RowFile, measured, read
 from torchlml_lab.bench.report import three_digits
 from torchlml_lab.bench.settings import (
     ComparisonSettings,
@@ -33,11 +33,15 @@ from torchlml_lab.bench.timing import PAGE_BYTES, Quantiles, added_bytes, measur
 from torchlml_lab.cli_errors import BadInput
 from torchlml_lab.engine.output import ProgressBar, new_console
 from torchlml_lab.engine.settings import check_threads, use_threads
+from torchlml_lab.figures import files as sources
+from torchlml_lab.figures.files import say_where
+from torchlml_lab.figures.settings import AlternativesFigureSettings
 from torchlml_lab.files import check_picture
-from torchlml_lab.plots import BLUE, GREY, INK, ORANGE, PAGE, new_figure
+from torchlml_lab.plots import BLUE, GREEN, GREY, INK, ORANGE, PAGE, new_figure, note
 
-OPERATOR, INSTALLED = "peers", "installed"
-_ORDER = [peer.name for peer in ALTERNATIVES]
+OPERATOR, INSTALLED = "alternatives", "installed"
+_ORDER = [method.name for method in ALTERNATIVES]
+STUDY = (Path("torchlml-alternatives.csv"), Path("results/alternatives.csv"))
 
 Values = dict[tuple[str, str, str, int], Measurement]  # by method, mode, metric and n
 
@@ -56,25 +60,35 @@ def markdown(rows: Sequence[Measurement]) -> str:
     for case in _cases(rows):
         n, k, batch, scale, dtype, threads = case
         base = values[BASELINE, "forward", "time", n].p50
-        said = f"n = {n}: {batch} rows, k = {k}, scale {scale:g}, {dtype}, threads: {threads}; "
+        logits = f"{batch} rows, scale {scale:g}" if scale else "one row of equal logits"
+        said = f"n = {n}: {logits}, k = {k}, {dtype}, threads: {threads}; "
         said += f"softmax forward takes {base:,.0f} µs"
         heads = ("method", "forward", "forward + backward", "MiB", *EXACTNESS)
         parts += ["", said, "", *_table(heads, _measures(values, n))]
     return "\n".join(parts)
 
 
-def draw(rows: Sequence[Measurement], plot: Path) -> None:
+def draw(rows: Sequence[Measurement], plot: Path, csv: Sequence[Path] = ()) -> None:
     """Draw the time of every method relative to softmax, one panel per row length, and its features.
+
+    The fastest method on the longest rows comes first. Methods that support only short rows come last.
 
     Args:
         rows: As for `markdown`.
         plot: The picture to write.
+        csv: The file of the rows, which the picture names in its metadata.
     """
     values = _values(rows)
-    sizes = [case[0] for case in _cases(rows)]
-    timed = {name for name, _, metric, _ in values if metric == "time"}
-    names = [name for name in _ORDER if name in timed][::-1]
-    with new_figure(plot, PAGE, 1.2 + 0.2 * len(names)) as figure:
+    sizes = [n for n, _, _, scale, *_ in _cases(rows) if scale]
+    times = {
+        name: [row.ratio_p50 for n in sizes if (row := values.get((name, "forward", "time", n)))]
+        for name in _ORDER
+    }
+    # From the bottom to the top of the figure.
+    names = sorted(
+        (name for name in _ORDER if times[name]), key=lambda name: (len(times[name]), -times[name][-1])
+    )
+    with new_figure(plot, PAGE, 1.2 + 0.2 * len(names), csv) as figure:
         widths = [1.0] * len(sizes) + [1.2]
         panels = figure.subplots(1, len(widths), sharey=True, squeeze=False, width_ratios=widths)[0]
         for panel, n in zip(panels, sizes, strict=False):
@@ -82,12 +96,33 @@ def draw(rows: Sequence[Measurement], plot: Path) -> None:
         right = max(panel.get_xlim()[1] for panel in panels[:-1])
         for panel in panels[:-1]:
             panel.set_xlim(0.5, right)
-        _draw_uses(panels[-1], values, names, sizes)
-        panels[0].set_yticks(range(len(names)), names)
+        _draw_uses(panels[-1], values, names)
+        panels[0].set_yticks(range(len(names)), [_SHOWN.get(name, name) for name in names])
         panels[0].set_ylim(-0.6, len(names) - 0.4)
+        for tick, name in zip(panels[0].get_yticklabels(), names, strict=True):
+            tick.set_color(BLUE if name.startswith("lml") else INK)
         handles, labels = panels[0].get_legend_handles_labels()
-        figure.legend(handles, labels, loc="outside upper left", ncols=2, fontsize=7)
-        figure.supxlabel(f"{rows[-1].machine}, torch {rows[-1].torch}", fontsize=6.5, color=GREY)
+        figure.legend(handles, labels, loc="outside upper left", ncols=2, fontsize=7, labelcolor="linecolor")
+        note(figure, report.conditions([row for row in rows if row.operator == OPERATOR]))
+
+
+# The names of the methods in the figure.
+_SHOWN = {
+    "topk-straight-through": "top-k, straight-through",
+    "softmax-times-k": "k × softmax",
+    "successive-softmax": "k successive softmaxes",
+    "bisection": "lml by 64 halvings",
+    "bisection-50": "lml by 50 halvings",
+    "lapsum": "LapSum",
+    "dftopk": "DFTopK",
+    "entmax": "entmax, budget",
+    "torchsort": "torchsort, soft ranks",
+    "difftopk": "difftopk, sorting network",
+    "cvxpylayers": "cvxpylayers, convex solver",
+    "paper-bracketing": "lml by Algorithm 1",
+    "lml-torch": "lml, pure PyTorch",
+    "lml-native": "lml, compiled",
+}
 
 
 def _values(rows: Sequence[Measurement]) -> Values:
@@ -128,10 +163,10 @@ def _measures(values: Values, n: int) -> Iterator[list[str]]:
 
 
 def _exact(row: Measurement) -> str:
-    """Format a count in full, and an error with one significant digit."""
+    """Format a count or a large error in full, and a small error with one significant digit."""
     if math.isinf(row.p50):
         return "zero"
-    if row.p50 == 0 or row.metric == EXACTNESS[1]:
+    if row.p50 == 0 or row.p50 >= 100 or row.metric == EXACTNESS[1]:
         return f"{row.p50:,.0f}"
     return f"{row.p50:.0e}"
 
@@ -162,20 +197,37 @@ def _draw_times(panel: Axes, values: Values, names: Sequence[str], n: int) -> No
     panel.set_title(f"n = {n:,}")
 
 
-def _draw_uses(panel: Axes, values: Values, names: Sequence[str], sizes: Sequence[int]) -> None:
-    """Draw a filled dot if a feature works, and a hollow one if it does not."""
+# A larger error of the sum in float32 is not due to rounding.
+_SUM_ERROR = 1e-3
+
+
+def _draw_uses(panel: Axes, values: Values, names: Sequence[str]) -> None:
+    """Draw a check mark if a feature works on all measured rows, and a dash if it does not."""
     works = {(name, metric): row.p50 == 1 for (name, _, metric, _), row in values.items()}
-    inside = EXACTNESS[1]
     for place, name in enumerate(names):
-        counts = [values[key].p50 for n in sizes if (key := (name, "behaviour", inside, n)) in values]
-        marks = [all(count == 0 for count in counts), *(works[name, ability] for ability in ABILITIES)]
+        errors, counts = (
+            [row.p50 for (method, _, kind, _), row in values.items() if (method, kind) == (name, metric)]
+            for metric in EXACTNESS[:2]
+        )
+        marks = [max(errors) < _SUM_ERROR, max(counts) == 0, *(works[name, ability] for ability in ABILITIES)]
         for column, mark in enumerate(marks):
-            face = INK if mark else "none"
-            panel.plot(column, place, "o", markerfacecolor=face, markeredgecolor=INK if mark else GREY)
-    heads = ("in [0, 1]", *ABILITIES)
+            text, color = ("✓", GREEN) if mark else ("–", GREY)
+            panel.text(column, place, text, color=color, ha="center", va="center", fontsize=9)
+    heads = ("sums to k", "in [0, 1]", *ABILITIES)
     panel.set_xticks(range(len(heads)), heads, rotation=45, ha="right", fontsize=7)
     panel.set_xlim(-0.6, len(heads) - 0.4)
-    panel.set_title("filled: works")
+    panel.set_title("supported")
+
+
+def redraw(settings: AlternativesFigureSettings) -> None:
+    """Draw the figure from a CSV, and print its path."""
+    check_picture(settings.out)
+    path = sources.find(settings.csv, STUDY, "torchlml bench alternatives")
+    rows = read(path, "--csv")
+    if not _cases(rows):
+        raise BadInput(f"`--csv` names `{path}`, which has no rows of `torchlml bench alternatives`.")
+    draw(rows, settings.out, [path])
+    say_where(settings.out)
 
 
 _MODES: tuple[Mode, ...] = ("forward", "forward+backward")
@@ -194,7 +246,7 @@ def run(settings: ComparisonSettings, console: Console) -> None:
         settings: The settings. Invalid values raise `BadInput` before anything is measured.
         console: The console for the progress, the tables and the list of files.
     """
-    peers = _checked(settings)
+    methods = _checked(settings)
     cases = case_grid(
         settings.sizes,
         (str(settings.k),),
@@ -203,29 +255,31 @@ def run(settings: ComparisonSettings, console: Console) -> None:
         ("float32",),
         (settings.threads,),
     )
+    if settings.equal:
+        cases.append(Case(settings.equal, settings.k, 1, 0.0, "float32", settings.threads))
     file = RowFile(settings.csv)
     plot = settings.plot or settings.csv.with_suffix(".png")
     check_picture(plot, "--plot")
-    if missing := [why for peer in ALTERNATIVES if (why := peer.absent()) is not None]:
-        said = f'Not included: {", ".join(missing)}. Install with `pip install "torchlml[peers]"`.'
+    if missing := [why for method in ALTERNATIVES if (why := method.absent()) is not None]:
+        said = f'Not included: {", ".join(missing)}. Install with `pip install "torchlml[alternatives]"`.'
         console.print(said, soft_wrap=True, markup=False, highlight=False)
-    file.announce(f"Comparing {len(peers)} methods on {len(cases)} row lengths", console)
+    file.announce(f"Comparing {len(methods)} methods on {len(cases)} row lengths", console)
     with ProgressBar(console) as progress, use_threads(settings.threads):
-        task = progress.add_task("", total=len(peers) * (1 + len(cases)) + 2 * len(cases))
+        task = progress.add_task("", total=len(methods) * (1 + len(cases)) + 2 * len(cases))
         try:
-            file.add(_number(peer, INSTALLED, TRIAL, float(peer.absent() is None)) for peer in ALTERNATIVES)
-            for peer in peers:
-                progress.update(task, description=f"features of {peer.name}")
-                file.add(_uses(peer))
+            file.add(_installed(method) for method in ALTERNATIVES)
+            for method in methods:
+                progress.update(task, description=f"features of {method.name}")
+                file.add(_uses(method))
                 progress.advance(task)
             for case in cases:
                 able = []
-                for peer in peers:
-                    progress.update(task, description=f"accuracy of {peer.name}, n {case.n}")
-                    found = _exactness(peer, case)
-                    file.add(_number(peer, name, case, value) for name, value in found.items())
+                for method in methods:
+                    progress.update(task, description=f"accuracy of {method.name}, n {case.n}")
+                    found = _exactness(method, case)
+                    file.add(_number(method, name, case, value) for name, value in found.items())
                     # A method that fails cannot be timed. The table shows that it fails.
-                    able += [peer] if math.isfinite(found.get(EXACTNESS[0], math.nan)) else []
+                    able += [method] if math.isfinite(found.get(EXACTNESS[0], math.nan)) else []
                     progress.advance(task)
                 for mode in _MODES:
                     progress.update(task, description=f"{mode}, n {case.n}")
@@ -234,45 +288,52 @@ def run(settings: ComparisonSettings, console: Console) -> None:
         except KeyboardInterrupt:
             raise KeyboardInterrupt(f"Interrupted: completed measurements are in {settings.csv}.") from None
     console.print(markdown(file.new), soft_wrap=True, markup=False, highlight=False)
-    report.finish(file, plot, lambda: draw(file.new, plot), console)
+    report.finish(file, plot, lambda: draw(file.new, plot, [file.path]), console)
 
 
 def _checked(settings: ComparisonSettings) -> list[Alternative]:
     """Return the methods that were named, in the order of `ALTERNATIVES`, or raise `BadInput`."""
-    known = {peer.name: peer for peer in ALTERNATIVES}
-    methods = settings.methods or [peer.name for peer in ALTERNATIVES if peer.absent() is None]
-    check_choices("--methods", methods, known)
+    known = {method.name: method for method in ALTERNATIVES}
+    names = settings.methods or [name for name, method in known.items() if method.absent() is None]
+    check_choices("--methods", names, known)
     check_numbers("--sizes", settings.sizes, 2)
     check_numbers("--k", (settings.k,), 1, min(settings.sizes) - 1)
     check_numbers("--batch", (settings.batch,), 1)
     check_numbers("--scale", (settings.scale,), 0)
+    check_numbers("--equal", (settings.equal,), 0)
+    if 0 < settings.equal <= settings.k:
+        raise BadInput(f"`--equal` must be 0 or above `--k`, {settings.k}, but it is {settings.equal}.")
     check_threads(settings.threads)
     check_timing(settings)
-    for name in methods:
+    for name in names:
         if (why := known[name].absent()) is not None:
             raise BadInput(f"`--methods` names `{name}`, which cannot run here: {why}.")
-    return [peer for peer in ALTERNATIVES if peer.name in methods]
+    return [method for method in ALTERNATIVES if method.name in names]
 
 
-def _uses(peer: Alternative) -> Iterator[Measurement]:
+def _installed(method: Alternative) -> Measurement:
+    return _number(method, INSTALLED, TRIAL, float(method.absent() is None))
+
+
+def _uses(method: Alternative) -> Iterator[Measurement]:
     # A process cannot switch kernels, and the features of lml depend on the kernel of its operators.
-    found = abilities_in_plain_torch() if peer.name == "lml-torch" else abilities(peer.function)
+    found = abilities_in_plain_torch() if method.name == "lml-torch" else abilities(method.function)
     for name, works in found.items():
-        yield _number(peer, name, TRIAL, float(works))
+        yield _number(method, name, TRIAL, float(works))
 
 
-def _exactness(peer: Alternative, case: Case) -> Mapping[str, float]:
-    if case.n > peer.longest:
+def _exactness(method: Alternative, case: Case) -> Mapping[str, float]:
+    if case.n > method.longest:
         return {}
-    found = exactness(peer.function, case)
+    found = exactness(method.function, case)
     # Such a method would be compared with itself.
-    return dict(list(found.items())[:2]) if peer.float32_only else found
+    return dict(list(found.items())[:2]) if method.float32_only else found
 
 
 def _costs(
-    peers: Sequence[Provider], case: Case, mode: Mode, settings: ComparisonSettings
+    methods: Sequence[Provider], case: Case, mode: Mode, settings: ComparisonSettings
 ) -> Iterator[Measurement]:
-    calls = {peer.name: call_of(peer, case, mode) for peer in (_SOFTMAX, *peers)}
+    calls = {method.name: call_of(method, case, mode) for method in (_SOFTMAX, *methods)}
     for name, timing in race(calls, BASELINE, settings.repetitions, settings.seconds).items():
         micro = timing.seconds.times(1e6)
         yield measured(OPERATOR, name, mode, case, micro, timing.ratio, timing.rounds)
@@ -286,7 +347,7 @@ def _costs(
         yield measured(OPERATOR, name, mode, case, value, relative, 1, metric="memory", unit="MiB")
 
 
-def _number(peer: Alternative, metric: str, case: Case, value: float) -> Measurement:
+def _number(method: Alternative, metric: str, case: Case, value: float) -> Measurement:
     """Return the row of a measurement without a ratio to softmax."""
     once, none = Quantiles(value, value, value), Quantiles(math.nan, math.nan, math.nan)
-    return measured(OPERATOR, peer.name, "behaviour", case, once, none, 1, metric=metric, unit="1")
+    return measured(OPERATOR, method.name, "behaviour", case, once, none, 1, metric=metric, unit="1")

@@ -125,6 +125,8 @@ LAYER = (
     Provider("lml-torch", lambda x, k: _PurePyTorch.apply(x, k)),
     Provider("lml-bracketing", lambda x, k: torch.sigmoid(x + torchlml.lml_bracketing(x, k).unsqueeze(-1))),
     Provider("sigmoid", lambda x, k: torch.sigmoid(x)),
+    # Reads and writes the minimum number of bytes of a forward pass, so it shows the memory bandwidth.
+    Provider("copy", lambda x, k: x.clone()),
     Provider("topk", lambda x, k: torch.topk(x, k, dim=-1).values),
     Provider("sort", lambda x, k: torch.sort(x, dim=-1).values),
     Provider("entmax", _budget_bisect, _without_entmax),

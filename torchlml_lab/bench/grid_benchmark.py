@@ -72,7 +72,7 @@ def run(
     if settings.compare and not any(row.key in earlier for row in file.new):
         console.print(f"{settings.compare} contains none of these measurements.", soft_wrap=True)
     times = [row for row in (*file.earlier, *file.new) if (row.operator, row.metric) == (operator, "time")]
-    report.finish(file, plot, (lambda: report.draw(times, plot)) if times else None, console)
+    report.finish(file, plot, (lambda: report.draw(times, plot, [settings.csv])) if times else None, console)
 
 
 def _measure(

@@ -75,7 +75,7 @@ def run(settings: PaperSettings, console: Console) -> None:
     console.print(paper_report.times(rows))
     console.print(paper_report.claims(rows))
     everything = paper_report.of_study([*file.earlier, *file.new])
-    report.finish(file, plot, lambda: paper_report.draw(everything, plot), console)
+    report.finish(file, plot, lambda: paper_report.draw(everything, plot, [file.path]), console)
 
 
 def device() -> torch.device:
@@ -84,7 +84,7 @@ def device() -> torch.device:
 
 
 def measure(cases: Sequence[Case], trials: int, after_trial: Callable[[], object]) -> Iterator[Measurement]:
-    """Time every method on problems that differ only in k, in turn, `trials` times.
+    """Time every method on problems that differ only in k, alternating between them, `trials` times.
 
     Args:
         cases: The problems. Each round includes all of them, so that times for different k are comparable.

@@ -8,13 +8,14 @@ from matplotlib.axes import Axes
 from rich.table import Table
 
 from torchlml_lab.bench.measurements import Measurement, latest, read
+from torchlml_lab.bench.report import conditions
 from torchlml_lab.cli_errors import BadInput
 from torchlml_lab.engine.output import plain_table
 from torchlml_lab.figures import files as sources
 from torchlml_lab.figures.files import say_where
 from torchlml_lab.figures.settings import TimingFigureSettings
 from torchlml_lab.files import check_picture
-from torchlml_lab.plots import INK, METHODS, PAGE, VERMILION, new_figure
+from torchlml_lab.plots import INK, METHODS, PAGE, VERMILION, label_lines, new_figure, note
 
 OPERATOR = "paper"
 NAMES = {
@@ -151,7 +152,7 @@ def main(settings: TimingFigureSettings) -> None:
     rows = of_study(read(path, "--csv"))
     if not rows:
         raise BadInput(f"`--csv` names `{path}`, which has no rows of `torchlml bench paper`.")
-    draw(rows, settings.out)
+    draw(rows, settings.out, [path])
     say_where(settings.out)
 
 
@@ -160,30 +161,33 @@ def of_study(rows: Sequence[Measurement]) -> list[Measurement]:
     return [row for row in rows if row.operator == OPERATOR]
 
 
-def draw(rows: Sequence[Measurement], picture: Path) -> None:
+def draw(rows: Sequence[Measurement], picture: Path, csv: Sequence[Path] = ()) -> None:
     """Draw one panel per row length, with medians as points and 20th to 80th percentiles as bands.
 
     Args:
         rows: The results of `torchlml bench paper`. The last row of each measurement is used.
         picture: The PNG or SVG file to write.
+        csv: The file of the rows, which the picture names in its metadata.
     """
     shown = [row for row in latest(rows).values() if row.threads == rows[-1].threads]
     sizes = sorted({row.n for row in shown})
-    with new_figure(picture, PAGE, 3.4) as figure:
+    with new_figure(picture, PAGE, 3.4, csv) as figure:
         panels = figure.subplots(1, len(sizes), sharey=True, squeeze=False)[0]
-        for axes, n in zip(panels, sizes, strict=True):
+        ends = [
             _draw_panel(axes, [row for row in shown if row.n == n])
+            for axes, n in zip(panels, sizes, strict=True)
+        ]
+        for axes, n in zip(panels, sizes, strict=True):
             axes.set_title(f"n = {n:,}")
+        # The lines have the same order in all panels, so the names at the last one suffice.
+        label_lines(panels[-1], ends[-1], 0.05)
         panels[0].set_ylabel("time per call (ms)")
-        handles, labels = panels[0].get_legend_handles_labels()
-        figure.legend(handles, labels, loc="outside upper center", ncols=3, fontsize=7)
-        last = rows[-1]
-        threads = f"{last.threads} thread" + ("s" if last.threads > 1 else "")
-        where = f"{last.machine}, {threads}, batch {last.batch}, {last.dtype}, torch {last.torch}"
-        figure.supxlabel(where, fontsize=6.5, color="#555555")
+        note(figure, f"batch {rows[-1].batch}, {conditions(shown)}, forward unless stated otherwise")
 
 
-def _draw_panel(axes: Axes, rows: Sequence[Measurement]) -> None:
+def _draw_panel(axes: Axes, rows: Sequence[Measurement]) -> list[tuple[float, str, str]]:
+    """Draw the lines of a length. Returns the last height, the name and the color of each."""
+    ends = []
     for (provider, mode), (label, color, marker, line) in LOOK.items():
         series = sorted((r for r in rows if (r.provider, r.mode) == (provider, mode)), key=lambda r: r.k)
         if series:
@@ -191,9 +195,11 @@ def _draw_panel(axes: Axes, rows: Sequence[Measurement]) -> None:
             low, high = [row.p20 / 1e3 for row in series], [row.p80 / 1e3 for row in series]
             axes.fill_between(ks, low, high, color=color, alpha=0.2, linewidth=0)
             middle = [row.p50 / 1e3 for row in series]
-            axes.plot(ks, middle, line, marker=marker, color=color, label=label)
+            axes.plot(ks, middle, line, marker=marker, color=color)
+            ends.append((middle[-1], label, color))
     axes.set_yscale("log")
     axes.yaxis.set_major_formatter(lambda value, _: f"{value:g}")
     axes.set_xticks(sorted({row.k for row in rows}))
     axes.set_xlabel("k")
     axes.grid()
+    return ends

@@ -11,32 +11,33 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from torchlml_lab import plots
 from torchlml_lab.bench.cases import BASELINE
 from torchlml_lab.bench.measurements import Key, Measurement, RowFile, latest
 from torchlml_lab.bench.settings import MODES
 from torchlml_lab.cli_errors import reason
 from torchlml_lab.engine.output import plain_table
-from torchlml_lab.plots import BLUE, GREEN, GREY, INK, ORANGE, PAGE, PURPLE, SKY, VERMILION, new_figure
 
 _CASE = ("n", "k", "batch", "scale", "dtype", "threads")
 # A smaller relative change of a ratio is noise, and is not colored.
 _NOTABLE = 0.05
 
 _LOOK = {
-    "lml-native": (BLUE, "o"),
-    "lml": (BLUE, "o"),
-    "lml-torch": (SKY, "s"),
-    "lml-at-most": (SKY, "s"),
-    "lml-bracketing": (PURPLE, "D"),
-    "lml-value": (PURPLE, "D"),
-    "sigmoid": (GREY, "v"),
-    "sample-subset": (GREY, "v"),
-    "topk": (ORANGE, "^"),
-    "topk-mask": (ORANGE, "^"),
-    "sort": (VERMILION, "X"),
-    "entmax": (GREEN, "P"),
-    "constrained-softmax": (GREEN, "P"),
-    "constrained-sparsemax": (INK, "*"),
+    "copy": ("copy", plots.GREY, "."),
+    "lml-native": ("lml, compiled", plots.BLUE, "o"),
+    "lml": ("lml", plots.BLUE, "o"),
+    "lml-torch": ("lml, pure PyTorch", plots.SKY, "s"),
+    "lml-at-most": ("lml, at most k", plots.SKY, "s"),
+    "lml-bracketing": ("lml, Algorithm 1", plots.PURPLE, "D"),
+    "lml-value": ("value of lml", plots.PURPLE, "D"),
+    "sigmoid": ("sigmoid", plots.GREY, "v"),
+    "sample-subset": ("sample-subset", plots.GREY, "v"),
+    "topk": ("topk", plots.ORANGE, "^"),
+    "topk-mask": ("topk-mask", plots.ORANGE, "^"),
+    "sort": ("sort", plots.VERMILION, "X"),
+    "entmax": ("entmax", plots.GREEN, "P"),
+    "constrained-softmax": ("constrained softmax", plots.GREEN, "P"),
+    "constrained-sparsemax": ("constrained sparsemax", plots.DARK_ORANGE, "*"),
 }
 
 # The width of a column in addition to its longest cell.
@@ -153,42 +154,70 @@ def finish(file: RowFile, plot: Path, draw: Callable[[], None] | None, console: 
         raise RuntimeError(" ".join(problems))
 
 
-def draw(rows: Sequence[Measurement], plot: Path) -> None:
+def draw(rows: Sequence[Measurement], plot: Path, csv: Sequence[Path] = ()) -> None:
     """Draw time relative to softmax over the row length: one panel per mode, one line per provider.
 
-    A line is the median over all other parameters (k, scale, batch, dtype, threads), and its band the range.
+    A line is the median over the problems (k, scale, batch, threads) that all providers of the panel share,
+    or over all problems if they share none. A vertical bar is the range over all problems of the provider.
 
     Args:
-        rows: Times of one benchmark. The last row of each measurement on the last machine is used.
+        rows: Times of one benchmark. The last row of each measurement on the last machine is used, and only
+            rows with the dtype of the first one.
         plot: The picture to write.
+        csv: The file of the rows, which the picture names in its metadata.
     """
-    here = [row for row in latest(rows).values() if row.machine == rows[-1].machine]
+    wanted = (rows[-1].machine, rows[0].dtype)
+    here = [row for row in latest(rows).values() if (row.machine, row.dtype) == wanted]
     modes = [mode for mode in MODES if any(row.mode == mode for row in here)]
-    with new_figure(plot, PAGE, 2.9) as figure:
-        panels = figure.subplots(1, len(modes), sharey=True, squeeze=False)[0]
-        for panel, mode in zip(panels, modes, strict=True):
-            _draw_panel(panel, mode, [row for row in here if row.mode == mode])
+    with plots.new_figure(plot, plots.PAGE, 3.1, csv) as figure:
+        panels = figure.subplots(1, len(modes), sharex=True, sharey=True, squeeze=False)[0]
+        ends = [
+            # The backward pass of a copy is empty.
+            _draw_panel(
+                panel, [r for r in here if r.mode == mode and (mode == "forward" or r.provider != "copy")]
+            )
+            for panel, mode in zip(panels, modes, strict=True)
+        ]
+        for panel, mode, lines in zip(panels, modes, ends, strict=True):
+            panel.set_title(mode.replace("+", " + "))
+            plots.label_lines(panel, lines, 0.055)
         panels[0].set_ylabel("time / time of softmax")
-        handles, labels = panels[0].get_legend_handles_labels()
-        figure.legend(handles, labels, loc="outside upper center", ncols=5, fontsize=7)
-        figure.supxlabel(f"{rows[-1].machine}, torch {rows[-1].torch}", fontsize=6.5, color=GREY)
+        plots.note(figure, conditions(here))
 
 
-def _draw_panel(panel: Axes, mode: str, rows: Sequence[Measurement]) -> None:
-    panel.axhline(1, color=INK, linewidth=1.2, label=BASELINE)
-    for name, (color, marker) in _LOOK.items():
+def conditions(rows: Sequence[Measurement]) -> str:
+    """Return the machine and the settings of measurements, for the line under a figure."""
+    threads = " and ".join(str(number) for number in sorted({row.threads for row in rows}))
+    plural = "" if threads == "1" else "s"
+    return f"{rows[-1].machine}, {threads} thread{plural}, {rows[-1].dtype}, torch {rows[-1].torch}"
+
+
+def _draw_panel(panel: Axes, rows: Sequence[Measurement]) -> list[tuple[float, str, str]]:
+    """Draw the lines of a mode. Returns the last height, the name and the color of each."""
+    cases: dict[str, dict[object, Measurement]] = defaultdict(dict)
+    for row in rows:
+        cases[row.provider][row.case] = row
+    shared = set.intersection(*({*by_case} for by_case in cases.values()))
+    panel.axhline(1, color=plots.INK, linewidth=1.2)
+    ends = [(1.0, BASELINE, plots.INK)]
+    for name, (shown, color, marker) in _LOOK.items():
         ratios: dict[int, list[float]] = defaultdict(list)
-        for row in rows:
-            if row.provider == name:
-                ratios[row.n].append(row.ratio_p50)
+        common: dict[int, list[float]] = defaultdict(list)
+        for case, row in cases.get(name, {}).items():
+            ratios[row.n].append(row.ratio_p50)
+            if case in shared or not shared:
+                common[row.n].append(row.ratio_p50)
         if ratios:
-            sizes = sorted(ratios)
-            low, high = [min(ratios[n]) for n in sizes], [max(ratios[n]) for n in sizes]
-            panel.fill_between(sizes, low, high, color=color, alpha=0.15, linewidth=0)
-            panel.plot(sizes, [median(ratios[n]) for n in sizes], color=color, marker=marker, label=name)
+            if name != "copy":  # it depends neither on k nor on the scale
+                low, high = map(min, ratios.values()), map(max, ratios.values())
+                panel.vlines(list(ratios), list(low), list(high), color=color, alpha=0.35, linewidth=4)
+            sizes = sorted(common)
+            middle = [median(common[n]) for n in sizes]
+            panel.plot(sizes, middle, color=color, marker=marker, markersize=3)
+            ends.append((middle[-1], shown, color))
     panel.set_xscale("log")
     panel.set_yscale("log")
     panel.yaxis.set_major_formatter(lambda ratio, _: f"{ratio:g}x")
     panel.grid()
     panel.set_xlabel("row length n")
-    panel.set_title(mode)
+    return ends

@@ -58,7 +58,7 @@ def run(settings: ScaleSettings, console: Console) -> None:
 
 
 def steps(batch: int, labels: int, features: int) -> dict[str, Callable[[], tuple[Tensor, ...]]]:
-    """Return forward and backward of each implementation of a linear layer with a loss, ours first."""
+    """Return a training step of each implementation of a linear layer with a loss, ours first."""
     generator = torch.Generator().manual_seed(0)
     h = torch.randn(batch, features, generator=generator).requires_grad_()
     w = (torch.randn(labels, features, generator=generator) / features**0.5).requires_grad_()
@@ -147,7 +147,7 @@ def _number(
 
 def take_step(arguments: Sequence[str]) -> None:
     """Run the step. The arguments are the numbers of rows, labels, features and threads."""
-    import resource  # not there on Windows
+    import resource  # not available on Windows
 
     rows, labels, features, threads = map(int, arguments)
     torch.set_num_threads(threads)
@@ -157,8 +157,8 @@ def take_step(arguments: Sequence[str]) -> None:
 
 
 def count_rounds(arguments: Sequence[str]) -> None:
-    """Count; the arguments are a folder to meet in, the number of labels, the rank and the scales."""
-    # Imported here, because the imports of this module count in the memory that `take_step` reports.
+    """Count the rounds. The arguments are a rendezvous directory, the number of labels, rank and scales."""
+    # Imported here, because imports at module level would count toward the memory that `take_step` reports.
     import torch.distributed as dist
     from torch.distributed import FileStore  # type: ignore[attr-defined]
     from torch.distributed.tensor.debug import CommDebugMode

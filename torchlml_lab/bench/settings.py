@@ -105,7 +105,7 @@ QUICK: dict[str, Any] = {
 
 @dataclass(frozen=True)
 class LayerSettings(GridBenchmarkSettings):
-    """Time lml, topk, sort and sigmoid relative to softmax.
+    """Time lml, topk, sort, sigmoid and a copy relative to softmax.
 
     The two calls of a ratio are only milliseconds apart, so the ratio is reliable on a noisy machine.
     """
@@ -139,14 +139,14 @@ class ShortRowsSettings(TimingSettings):
     scales: tuple[float, ...] = (1.0, 3.0, 12.0)
     """Standard deviations of the logits; each is a column of the table."""
     dtypes: tuple[str, ...] = ("float32",)
-    """Types of the logits: float32, float64, bfloat16, float16."""
+    """Data types of the logits: float32, float64, bfloat16, float16."""
     threads: tuple[int, ...] = (1,)
-    """Numbers of threads torch may use."""
+    """Numbers of torch threads."""
 
 
 @dataclass(frozen=True)
 class SubsetSettings(TimingSettings):
-    """Measure the exact distribution over k-subsets: time, memory and accuracy, next to other methods."""
+    """Measure time, memory and accuracy of the exact distribution over k-subsets and of other methods."""
 
     repetitions: int = 15
     seconds: float = 5.0
@@ -165,9 +165,9 @@ class BalancedSettings(TimingSettings):
     skews: tuple[float, ...] = (0.0, 1.0, 3.0, 10.0)
     """Standard deviations of the preference of all tokens for an expert."""
     dtype: str = "float32"
-    """The dtype of the logits, float32 or float64 or bfloat16."""
+    """The dtype of the logits: float32, float64 or bfloat16."""
     threads: int = 1
-    """Number of threads torch may use."""
+    """Number of torch threads."""
 
 
 @dataclass(frozen=True)
@@ -216,6 +216,8 @@ class ComparisonSettings(TimingSettings):
     """Number of rows per batch."""
     scale: float = 3.0
     """Standard deviation of the logits."""
+    equal: int = 2_700_000
+    """Length of one more row, whose logits are all equal; 0 omits it."""
     threads: int = 1
     """Number of torch threads."""
     plot: Path | None = None
@@ -225,7 +227,7 @@ class ComparisonSettings(TimingSettings):
 
 
 # The defaults with `--quick`.
-QUICK_COMPARISON: dict[str, Any] = {"sizes": (1000,), "batch": 16, "seconds": 1.0}
+QUICK_COMPARISON: dict[str, Any] = {"sizes": (1000,), "batch": 16, "equal": 0, "seconds": 1.0}
 
 
 @dataclass(frozen=True)

@@ -28,23 +28,23 @@ Quantities = tuple[Tensor, Tensor]
 
 @dataclass(frozen=True)
 class Method:
-    """A way to the normalizer and the inclusion probabilities of a row."""
+    """A method that computes the normalizer and the inclusion probabilities of a row."""
 
     name: str
     compute: Callable[[Tensor, int], Quantities]
     most_work: float
-    """The largest number of steps that is tried, by `work`."""
+    """The largest number of steps, as counted by `work`, for which the method is run."""
     work: Callable[[int, int], float]
 
 
 def exact(x: Tensor, k: int) -> Quantities:
-    """The distribution of this package."""
+    """The exact distribution as implemented in this package."""
     d = KSubset(k, logits=x, validate_args=False)
     return d.log_normalizer, d.mean
 
 
 def recursion(x: Tensor, k: int) -> Quantities:
-    """The O(nk) recursion of SIMPLE (Ahmed and others, 2023): inclusion is the gradient of the normalizer."""
+    """The O(nk) recursion of SIMPLE (Ahmed et al., 2023): inclusion is the gradient of the normalizer."""
     x = x.detach().requires_grad_()
     log_e = torch.full((k + 1,), -1e300, dtype=x.dtype)
     log_e[0] = 0.0
@@ -144,7 +144,7 @@ def run(settings: SubsetSettings, console: Console) -> None:
         console.print(table)
     if lacks := file.lacks():
         raise RuntimeError(lacks)
-    console.print(f"The rows are in {settings.csv}.", soft_wrap=True)
+    console.print(f"Results written to {settings.csv}.", soft_wrap=True)
 
 
 def targets(settings: SubsetSettings) -> Iterator[tuple[Measurement, str, str, bool]]:
@@ -242,7 +242,7 @@ def _frequencies(sample: Callable[[], Tensor], count: int) -> Tensor:
 def _cost(
     provider: str, mode: str, case: Case, call: Callable[[], object], settings: SubsetSettings
 ) -> list[Measurement]:
-    """The time of a call, and its memory where the system can tell."""
+    """The time of a call, and its memory if the system can measure it."""
     rows = [_row(provider, mode, case, _times(call, settings).times(1e3), "time", "ms")]
     if measurable():
         rows.append(_row(provider, mode, case, _constant(added_bytes(call) / 2**20), "memory", "MiB"))
@@ -250,7 +250,7 @@ def _cost(
 
 
 def _times(call: Callable[[], object], settings: SubsetSettings) -> Quantiles:
-    """Seconds per call. The first call warms up; of a slow one, only one more is made."""
+    """Seconds per call. The first call is a warm-up, and a slow function is called only once more."""
     call()
     samples: list[float] = []
     while len(samples) < settings.repetitions and sum(samples) < settings.seconds:
@@ -259,7 +259,7 @@ def _times(call: Callable[[], object], settings: SubsetSettings) -> Quantiles:
 
 
 def _once(call: Callable[[], object]) -> float:
-    """Processor time, which other programs on the machine do not lengthen; on one thread it is the time."""
+    """Measure the processor time of a call, which does not depend on other programs on the machine."""
     begin = process_time()
     call()
     return process_time() - begin
@@ -275,7 +275,7 @@ def _constant(value: float) -> Quantiles:
 
 
 def _cells(rows: Sequence[Measurement]) -> Iterator[str]:
-    """Time, memory and both errors; a dash for what was not measured."""
+    """Time, memory and both errors, or a dash if not measured."""
     found = {row.metric: row for row in rows}
     for metric, form in (
         ("time", ".3g"),

@@ -156,7 +156,7 @@ def read_csr_pair(path: Path, option: str, labels: Path | None, labels_option: s
     """Read sparse matrices written by `scipy.sparse.save_npz`.
 
     Args:
-        path: The features (rows, features), in any sparse format of scipy.
+        path: The features (rows, features), in any SciPy sparse format.
         option: The option that named them, for the messages.
         labels: The labels (rows, labels), where each positive entry is a label. None means no labels.
         labels_option: The option that named the labels.

@@ -165,7 +165,7 @@ def label_matrix(lists: Sequence[Sequence[str]]) -> tuple[Matrix, list[str]]:
 
 
 def rename(rows: LabelledRows, path: Path | None, option: str) -> LabelledRows:
-    """Replace numbered labels by the names in a file, in which line i, counted from 0, names label i.
+    """Replace numbered labels with the names in a file, in which line i, counted from 0, names label i.
 
     Args:
         rows: The samples.

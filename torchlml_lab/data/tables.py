@@ -65,7 +65,7 @@ def read_table(
     """Read a table.
 
     Args:
-        path: `*.csv`, `*.tsv`, `*.jsonl`, `*.ndjson`, each also `.gz`, or `*.parquet`.
+        path: `*.csv`, `*.tsv`, `*.jsonl` or `*.ndjson`, optionally gzipped (`.gz`), or `*.parquet`.
         option: The option that named it, for the messages.
         columns: The known roles of its columns.
         labelled: Whether labels are required. Otherwise the samples have no labels.

@@ -24,7 +24,7 @@ def cores() -> int:
 
 
 def check_threads(threads: int, option: str = "--threads") -> None:
-    """Raise `BadInput` for less than one thread, or more than one per core, which only adds contention."""
+    """Raise `BadInput` for fewer than one thread, or more than one per core, which only adds contention."""
     if not 1 <= threads <= cores():
         raise BadInput(f"`{option}` must be from 1 to {cores()} (the number of cores), but it is {threads}.")
 
@@ -72,7 +72,7 @@ class TrainSettings:
     cpu: bool = False
     """Use the CPU even if a GPU is available."""
     threads: int | None = None
-    """Number of CPU threads, at most the number of cores; by default as many as the task benefits from."""
+    """Number of CPU threads, at most the number of cores; by default the number that suits the task."""
     tensorboard: bool = False
     """Also write the metrics for TensorBoard to the run directory; requires the package `tensorboard`."""
 
@@ -197,7 +197,7 @@ def parse_settings(kind: type[Options], command: str, arguments: Sequence[str], 
             more = f". Run `torchlml {command} --help` to see all options."
             raise BadInput(said if said.endswith("?") else said + more)
 
-    with _reporting(report), _without_empty_defaults():
+    with _reporting(report), _own_help(isinstance(default, TrainSettings | GridSettings)):
         return tyro.cli(
             kind,
             prog=f"torchlml {command}",
@@ -229,28 +229,81 @@ def _reporting(report: Any) -> AbstractContextManager[None]:
 
 
 @contextmanager
-def _without_empty_defaults() -> Iterator[None]:
-    """Omit tyro's "(default: None)" and "(default: False)", because the help texts explain the default.
+def _own_help(grouped: bool) -> Iterator[None]:
+    """Change the help of tyro: no empty defaults, required options in the usage, and options in groups.
 
-    The patched function is not part of tyro's stable API. A version without it shows these defaults.
+    "(default: None)" and "(default: False)" are omitted, because the help texts explain the default. The
+    patched functions are not part of tyro's stable API. A version without them shows its own help.
     """
     from tyro import _arguments
 
-    original = getattr(_arguments, "generate_argument_helptext", None)
-    if original is None:
+    try:
+        from tyro._backends import _tyro_help_formatting as formatting
+
+        helptext, format_help = _arguments.generate_argument_helptext, formatting.format_help
+    except (ImportError, AttributeError):
         yield
         return
 
-    def helptext(arg: Any, *others: Any, **named: Any) -> Any:
+    def own_helptext(arg: Any, *others: Any, **named: Any) -> Any:
         if arg.field.default is None or arg.field.default is False or arg.field.default == ():
             arg.field.argconf = dataclasses.replace(arg.field.argconf, help_behavior_hint="")
-        return original(arg, *others, **named)
+        return helptext(arg, *others, **named)
 
-    _arguments.generate_argument_helptext = helptext
+    def own_format_help(
+        prog: str, parser_spec: Any, args: list[Any], *others: Any, **named: Any
+    ) -> list[str]:
+        if grouped:
+            args = sorted(map(_in_group, args), key=lambda one: _place(one.source_parser.extern_prefix))
+        first, *lines = format_help(prog, parser_spec, args, *others, **named)
+        needed = [
+            one.arg.get_invocation_text()[0].as_str_no_ansi()
+            for one in args
+            if one.arg.lowered.required and not one.arg.is_positional()
+        ]
+        # The usage of commands with many options is only "[OPTIONS]".
+        return [first.replace("[OPTIONS]", " ".join((*needed, "[OPTIONS]"))), *lines]
+
+    _arguments.generate_argument_helptext, formatting.format_help = own_helptext, own_format_help
     try:
         yield
     finally:
-        _arguments.generate_argument_helptext = original
+        _arguments.generate_argument_helptext, formatting.format_help = helptext, format_help
+
+
+# The groups of options in the help of training commands and sweeps, in this order.
+GROUPS = {
+    "data": (
+        "train valid test train_labels valid_labels test_labels label_names labels separator texts numbers "
+        "keep data features noise validation samples vg vrd one_per_edge glove counts region_features "
+        "split_seed columns users"
+    ),
+    "model": (
+        "network head encoder loss objective k temperature model hidden dimension dropout leave_one_out "
+        "without_bias"
+    ),
+    "training": (
+        "epochs patience batch_size learning_rate weight_decay clip seed mixed_precision cpu threads "
+        "continue_from resume"
+    ),
+    "output": "out overwrite tensorboard csv",
+}
+_GROUP_OF = {name: group for group, names in GROUPS.items() for name in names.split()}
+
+
+def _in_group(one: Any) -> Any:
+    """Return an option with a parser whose prefix is its group, because tyro prints that as a title."""
+    group = _GROUP_OF.get(one.arg.field.intern_name)
+    prefix = one.source_parser.extern_prefix
+    titles = [title for title in (prefix and f"--{prefix}", group) if title]
+    parser = dataclasses.replace(one.source_parser, extern_prefix=", ".join(titles), description="")
+    return dataclasses.replace(one, source_parser=parser)
+
+
+def _place(title: str) -> tuple[bool, int]:
+    """Return the sort key of a group: the options of the command itself come first."""
+    prefix, _, group = title.rpartition(", ")
+    return bool(prefix) or title.startswith("--"), list(GROUPS).index(group) if group in GROUPS else -1
 
 
 @dataclass(frozen=True)

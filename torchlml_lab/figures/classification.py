@@ -8,13 +8,13 @@ from statistics import mean, stdev
 
 from matplotlib.axes import Axes
 
+from torchlml_lab import plots
 from torchlml_lab.cli_errors import BadInput
 from torchlml_lab.engine.output import markdown_table, spread
 from torchlml_lab.figures import files as sources
 from torchlml_lab.figures.files import say_where, write_tables
 from torchlml_lab.figures.settings import NoiseFigureSettings, WhichKFigureSettings
 from torchlml_lab.files import check_picture
-from torchlml_lab.plots import BLUE, GREEN, METHODS, ORANGE, PAGE, PURPLE, SKY, VERMILION, new_figure
 from torchlml_lab.studies.cifar100 import sweep
 from torchlml_lab.studies.cifar100.sweep import AccuracyRecord
 from torchlml_lab.studies.digits.which_k import (
@@ -29,7 +29,7 @@ from torchlml_lab.studies.digits.which_k import (
     WhichKRecord,
 )
 
-# One's own sweep, or that of the study.
+# The user's own sweep, or that of the study.
 BY_NOISE = (Path("runs/cifar100-sweep/results.csv"), Path("results/cifar100/features.csv"))
 
 
@@ -40,17 +40,18 @@ def by_noise(settings: NoiseFigureSettings) -> None:
     sources.check_not_tuning(path, ((row.loss, row.recipe) for row in rows))
     if len({(row.source, row.k) for row in rows}) > 1:
         raise BadInput(f"`--csv` names `{path}`, which mixes networks or values of k.")
-    draw_by_noise(rows, settings.out)
+    draw_by_noise(rows, settings.out, [path])
     say_where(settings.out)
 
 
-def draw_by_noise(rows: Sequence[AccuracyRecord], picture: Path) -> None:
-    """Draw one panel for top-1 and one for top-k; bars are standard deviations over the seeds.
+def draw_by_noise(rows: Sequence[AccuracyRecord], picture: Path, csv: Sequence[Path] = ()) -> None:
+    """Draw the accuracy minus that of cross-entropy, in panels for top-1 and top-k.
 
     Args:
-        rows: The runs, one recipe for each loss. Where they say what the last epoch had learned, two more
-            panels show that: top-k on clean labels, and on the noisy ones of the training.
-        picture: The PNG or SVG to write.
+        rows: The runs, one recipe for each loss. If they include the last epoch, two more panels show its
+            top-k accuracy on clean labels and on the noisy training labels.
+        picture: The PNG or SVG file to write.
+        csv: The file of the rows, which the picture names in its metadata.
     """
     top = f"top-{rows[0].k}"
     measures = {"test_top1": "top-1, test", "test_topk": f"{top}, test"}
@@ -58,89 +59,130 @@ def draw_by_noise(rows: Sequence[AccuracyRecord], picture: Path) -> None:
         measures["last_topk"] = f"{top}, last epoch, validation"
         measures["train_topk"] = f"{top}, last epoch, noisy training labels"
     lines = len(measures) // 2
-    with new_figure(picture, PAGE, 0.5 + 2.4 * lines) as figure:
+    with plots.new_figure(picture, plots.PAGE, 0.5 + 2.5 * lines, csv) as figure:
         panels = figure.subplots(lines, 2, squeeze=False)
-        for axes, (measure, title) in zip(panels.flat, measures.items(), strict=True):
-            _draw_noise_panel(axes, rows, measure)
+        for place, (axes, (measure, title)) in enumerate(zip(panels.flat, measures.items(), strict=True)):
+            ends = _draw_noise_panel(axes, rows, measure)
             axes.set_title(title)
-            axes.yaxis.set_major_formatter(lambda share, _: f"{100 * share:g}")
             axes.grid()
+            if place % 2:
+                plots.label_lines(axes, ends, 0.075)
         for axes in panels[:, 0]:
-            axes.set_ylabel("accuracy (%)")
+            axes.set_ylabel("minus cross-entropy (points)")
         for axes in panels[-1]:
-            axes.set_xlabel("label noise p")
-        handles, labels = panels[0, 0].get_legend_handles_labels()
-        figure.legend(handles, labels, loc="outside lower center", ncols=len(METHODS))
+            axes.set_xlabel("label noise p, and accuracy of cross-entropy (%)")
+        seeds = len({row.seed for row in rows})
+        plots.note(figure, f"means and standard deviations of the differences over {seeds} seeds")
 
 
-def _draw_noise_panel(axes: Axes, rows: Sequence[AccuracyRecord], measure: str) -> None:
-    names = [loss for loss in METHODS if any(row.loss == loss for row in rows)]
+_REFERENCE = "cross-entropy"
+
+
+def _draw_noise_panel(
+    axes: Axes, rows: Sequence[AccuracyRecord], measure: str
+) -> list[tuple[float, str, str]]:
+    """Draw the lines of a panel. Returns the last height, the name and the color of each."""
+    values: dict[tuple[str, float], dict[int, float]] = defaultdict(dict)
+    for row in rows:
+        values[row.loss, row.noise][row.seed] = 100 * float(getattr(row, measure))
+    noises = sorted({row.noise for row in rows})
+    names = [loss for loss in plots.METHODS if loss != _REFERENCE and any(row.loss == loss for row in rows)]
+    axes.axhline(0, color=plots.METHODS[_REFERENCE][0], linewidth=1.2)
+    ends = [(0.0, _REFERENCE, plots.METHODS[_REFERENCE][0])]
     for place, loss in enumerate(names):
-        values: dict[float, list[float]] = defaultdict(list)
-        for row in rows:
-            if row.loss == loss:
-                values[row.noise].append(getattr(row, measure))
-        noises = sorted(values)
-        color, marker = METHODS[loss]
-        axes.errorbar(
-            # Shifted slightly, so that error bars at the same noise level do not overlap.
-            [noise + 0.006 * (place - (len(names) - 1) / 2) for noise in noises],
-            [mean(values[noise]) for noise in noises],
-            [stdev(values[noise]) if len(values[noise]) > 1 else 0.0 for noise in noises],
-            color=color,
-            marker=marker,
-            linewidth=1.2,
-            capsize=2,
-            label=loss,
-        )
+        color, marker = plots.METHODS[loss]
+        points = []
+        for at, noise in enumerate(noises):
+            mine, others = values[loss, noise], values[_REFERENCE, noise]
+            if found := [mine[seed] - others[seed] for seed in sorted({*mine} & {*others})]:
+                # Shifted slightly, so that error bars at the same noise level do not overlap.
+                apart = at + 0.05 * (place - (len(names) - 1) / 2)
+                points.append((apart, mean(found), stdev(found) if len(found) > 1 else 0.0))
+        if points:
+            places, heights, bars = zip(*points, strict=True)
+            axes.errorbar(places, heights, bars, color=color, marker=marker, linewidth=1.2, capsize=2)
+            ends.append((points[-1][1], loss, color))
+    levels = [f"{noise:g}\n{mean(values[_REFERENCE, noise].values()):.1f}" for noise in noises]
+    axes.set_xticks(range(len(noises)), levels)
+    return ends
 
 
 BY_K = (Path("torchlml-which-k.csv"), Path("results/which-k/which-k.csv"))
 _MEASURES = {"recall": "recall", "exact": "exact sets", "calibration_error": "calibration error"}
-_LEVELS = {OF_ROW: (GREEN, "-"), PREDICTED: (PURPLE, "--"), SOFTMAX: (ORANGE, "-."), BCE: (SKY, ":")}
+# The second line is dashed, because it covers the first for small k.
+_BY_K = {EXACTLY: (plots.BLUE, "P-"), AT_MOST: (plots.VERMILION, "1--")}
+_LEVELS = {
+    OF_ROW: (plots.GREEN, "-"),
+    PREDICTED: (plots.PURPLE, "--"),
+    SOFTMAX: (plots.ORANGE, "-."),
+    BCE: (plots.SKY, ":"),
+}
 
 
 def by_k(settings: WhichKFigureSettings) -> None:
-    """Draw, and print where the files are."""
+    """Draw the figure, write the tables, and print their paths."""
     check_picture(settings.out)
     path = sources.find(settings.csv, BY_K, "torchlml which-k")
     rows = TABLE.read(path, "--csv")
-    draw_by_k(rows, settings.out)
+    draw_by_k(rows, settings.out, [path])
     write_tables(page_of(rows), settings.out)
 
 
-def draw_by_k(rows: Sequence[WhichKRecord], picture: Path) -> None:
+def draw_by_k(rows: Sequence[WhichKRecord], picture: Path, csv: Sequence[Path] = ()) -> None:
     """Draw a column of panels for each setting and a row for each metric, with means over the seeds.
 
     Args:
         rows: The results of the networks.
         picture: The PNG or SVG file to write.
+        csv: The file of the rows, which the picture names in its metadata.
     """
-    with new_figure(picture, PAGE, 6.0) as figure:
+    with plots.new_figure(picture, plots.PAGE, 6.0, csv) as figure:
         grid = figure.subplots(len(_MEASURES), len(SITUATIONS), sharex=True, sharey="row")
         for column, (digits, named) in enumerate(SITUATIONS):
             here = [row for row in rows if (row.digits, row.named) == (digits, named)]
             for axes, measure in zip(grid[:, column], _MEASURES, strict=True):
                 _draw_k_panel(axes, here, measure)
-            grid[0, column].set_title(f"{digits}, {named} named")
+            grid[0, column].set_title(f"{digits}, {named} labeled")
             grid[-1, column].set_xlabel("k")
         for axes, title in zip(grid[:, 0], _MEASURES.values(), strict=True):
-            axes.set_ylabel(title)
-        handles, labels = grid[0, 1].get_legend_handles_labels()
-        figure.legend(handles, labels, loc="outside lower center", ncols=3)
+            axes.set_ylabel(f"{title} (%)")
+        everything = [row for row in rows if (row.digits, row.named) == SITUATIONS[-1]]
+        for axes, measure in zip(grid[:, -1], _MEASURES, strict=True):
+            plots.label_lines(axes, _k_ends(everything, measure), 0.09)
+        seeds = len({row.seed for row in rows})
+        plots.note(figure, f"means over {seeds} seeds; horizontal lines: methods without a fixed k")
+
+
+def _percent(rows: Sequence[WhichKRecord], measure: str, method: str, k: int | None = None) -> float:
+    return 100 * mean(
+        getattr(row, measure) for row in rows if row.method == method and (k is None or row.k == k)
+    )
+
+
+def _k_ends(rows: Sequence[WhichKRecord], measure: str) -> list[tuple[float, str, str]]:
+    """Return the last height, the name and the color of each line of a panel."""
+    there = {row.method for row in rows}
+    ends = [
+        (_percent(rows, measure, method, max(row.k for row in rows if row.method == method)), method, color)
+        for method, (color, _) in _BY_K.items()
+        if method in there
+    ]
+    return ends + [
+        (_percent(rows, measure, method), method, color)
+        for method, (color, _) in _LEVELS.items()
+        if method in there
+    ]
 
 
 def _draw_k_panel(axes: Axes, rows: Sequence[WhichKRecord], measure: str) -> None:
-    for method, color, marker in ((EXACTLY, BLUE, "P"), (AT_MOST, VERMILION, "v")):
-        ks = sorted({row.k for row in rows if row.method == method})
-        means = [
-            mean(getattr(row, measure) for row in rows if (row.method, row.k) == (method, k)) for k in ks
-        ]
-        axes.plot(ks, means, color=color, marker=marker, linewidth=1.0, label=method)
+    there = {row.method for row in rows}
     for method, (color, line) in _LEVELS.items():
-        found = [getattr(row, measure) for row in rows if row.method == method]
-        if found:
-            axes.axhline(mean(found), color=color, linestyle=line, linewidth=1.2, label=method)
+        if method in there:
+            axes.axhline(_percent(rows, measure, method), color=color, linestyle=line, linewidth=1.2)
+    for method, (color, look) in _BY_K.items():
+        if ks := sorted({row.k for row in rows if row.method == method}):
+            means = [_percent(rows, measure, method, k) for k in ks]
+            axes.plot(ks, means, look, color=color, linewidth=1.0)
     axes.grid()
 
 
@@ -158,6 +200,6 @@ def page_of(rows: Sequence[WhichKRecord]) -> str:
             cells = [spread([getattr(row, name) for row in group], 1) for name in _MEASURES]
             count = f"{mean(row.count for row in group):.2f}"
             lines.append((method, str(k or "-"), str(len(group)), *cells, count))
-        title = f"Images of {digits}, {named} named; in %, and how many digits have p > 0.5"
+        title = f"Images of {digits}, {named} labeled: in %, and the number of digits with p > 0.5"
         parts.append(markdown_table(title, heads, lines))
     return "\n\n".join(parts) + "\n"

@@ -1,4 +1,4 @@
-"""Figures of the sets that lml and related operators project onto: polytopes, and entropies over them."""
+"""Figures of sets: the polytopes that lml projects onto, entropies over them, and inclusion in k-subsets."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -17,9 +17,23 @@ from mpl_toolkits.mplot3d.proj3d import proj_transform
 from torch import Tensor
 
 import torchlml
+from torchlml.distributions import KSubset
 from torchlml_lab.figures.files import draw_only
-from torchlml_lab.figures.settings import EntropiesSettings, PolytopesSettings
-from torchlml_lab.plots import BLUE, DARK_ORANGE, GREY, INK, ORANGE, PAGE, VERMILION, new_figure
+from torchlml_lab.figures.settings import EntropiesSettings, PolytopesSettings, SetsFigureSettings
+from torchlml_lab.plots import (
+    BLUE,
+    DARK_ORANGE,
+    GREEN,
+    GREY,
+    INK,
+    ORANGE,
+    PAGE,
+    PURPLE,
+    VERMILION,
+    label_lines,
+    new_figure,
+    note,
+)
 
 LOGITS = {3: (0.9, 0.2, -1.0), 4: (1.5, 0.5, 0.9, -1.6)}
 
@@ -218,3 +232,61 @@ def _draw_surface(axes: Axes, surface: Surface) -> TriContourSet:
     axes.set_title(surface.name)
     axes.text(0.5, -0.2, surface.polytope, ha="center", va="top", fontsize=7.5)
     return filled
+
+
+SIZES = (10, 30, 100, 300, 1000, 3000, 10_000, 30_000, 100_000)
+LENGTH = 1000
+KS = (1, 2, 5, 10, 20, 50, 100, 200, 500)  # k and n - k have the same error
+SCALES = (0.5, 1.0, 3.0)
+_SEEDS = 5
+
+
+def sets(settings: SetsFigureSettings) -> None:
+    """Draw the figure, and print its path."""
+    draw_only(draw_sets, settings.out)
+
+
+def gap(n: int, k: int, scale: float = 1.0) -> float:
+    """The largest |inclusion - lml| over a row of n normal logits, averaged over five rows."""
+    generator = torch.Generator().manual_seed(n)
+    x = torch.randn(_SEEDS, n, generator=generator, dtype=torch.float64) * scale
+    return (KSubset(k, logits=x).mean - torchlml.lml(x, k)).abs().amax(-1).mean().item()
+
+
+def draw_sets(picture: Path) -> None:
+    """Draw two panels: against n for several k, and against k for several scales of the logits."""
+    with new_figure(picture, PAGE, 2.6) as figure:
+        by_size, by_k = figure.subplots(1, 2, sharey=True)
+        _draw_sizes(by_size)
+        _draw_ks(by_k)
+        note(figure, f"means over {_SEEDS} rows of normal logits")
+
+
+def _draw_sizes(axes: Axes) -> None:
+    ks = {"k = 1": 0.0, "k = 5": 0.0, "k = n/10": 0.1, "k = n/2": 0.5}
+    ends = []
+    looks = ((GREY, "o"), (DARK_ORANGE, "s"), (GREEN, "^"), (BLUE, "D"))
+    for (name, share), (color, marker) in zip(ks.items(), looks, strict=True):
+        points = [(n, round(share * n) or int(name[-1])) for n in SIZES]
+        heights = [gap(n, k) for n, k in points]
+        axes.plot([n for n, _ in points], heights, marker=marker, color=color)
+        ends.append((heights[-1], name, color))
+    axes.set_xscale("log")
+    axes.set_yscale("log")
+    axes.set_xlabel("n, scale 1")
+    axes.set_ylabel("largest |π − y|")
+    axes.set_title("Smaller for longer rows")
+    label_lines(axes, ends)
+
+
+def _draw_ks(axes: Axes) -> None:
+    ends = []
+    for scale, color, marker in zip(SCALES, (GREEN, BLUE, PURPLE), "^Ds", strict=True):
+        heights = [gap(LENGTH, k, scale) for k in KS]
+        axes.plot(KS, heights, marker=marker, color=color)
+        ends.append((heights[-1], f"scale {scale:g}", color))
+    axes.set_xscale("log")
+    axes.set_yscale("log")
+    axes.set_xlabel(f"k, n = {LENGTH}")
+    axes.set_title("Larger for peaked logits")
+    label_lines(axes, ends)

@@ -10,6 +10,7 @@ import torch
 from matplotlib.animation import FuncAnimation, PillowWriter
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
+from matplotlib.lines import Line2D
 from rich.table import Table
 from rich.text import Text
 from torch import Tensor
@@ -28,7 +29,6 @@ from torchlml_lab.figures.settings import (
 from torchlml_lab.files import check_file, check_picture, replacing
 from torchlml_lab.plots import (
     BLUE,
-    DARK_ORANGE,
     GREEN,
     GREY,
     INK,
@@ -43,6 +43,7 @@ from torchlml_lab.plots import (
 
 ROW = (3.7, -1.2, 0.7, 4.6, -0.4, 2.9, -2.8, 0.2, -2.0, 1.3)
 
+NARROW = 4.6  # inches
 COLORS = {"softmax": ORANGE, "sigmoid": SKY, "lml": BLUE}
 
 
@@ -93,8 +94,9 @@ def draw_projection(x: Tensor, answers: dict[str, Tensor], k: float, picture: Pa
         k: The sum of the output of lml.
         picture: The PNG or SVG file to write.
     """
-    with new_figure(picture, PAGE, 2.7) as figure:
-        bars, curve = figure.subplots(1, 2, width_ratios=(1.35, 1))
+    # Narrow and stacked, so that the text is large enough on phones.
+    with new_figure(picture, NARROW, 4.6) as figure:
+        bars, curve = figure.subplots(2, 1)
         _draw_bars(bars, x, answers)
         _draw_threshold(curve, x, answers["lml"], k)
         for axes in (bars, curve):
@@ -108,13 +110,13 @@ def _draw_bars(axes: Axes, x: Tensor, answers: dict[str, Tensor]) -> None:
     order = x.argsort(descending=True)
     place = torch.arange(len(x)).numpy()
     for i, (name, y) in enumerate(answers.items()):
-        label = f"{name}, sums to {y.sum().item():.2f}"
-        axes.bar(place + (i - 1) * 0.28, y[order].numpy(), width=0.26, color=COLORS[name], label=label)
+        axes.bar(place + (i - 1) * 0.28, y[order].numpy(), width=0.26, color=COLORS[name])
+        text = f"{name}: sum {y.sum().item():.2f}"
+        axes.text(0.99, 0.95 - 0.11 * i, text, color=COLORS[name], ha="right", transform=axes.transAxes)
     axes.set_xticks(place, [f"{value:.1f}" for value in x[order].tolist()])
     axes.tick_params(axis="x", length=0)
     axes.set_xlabel("logit")
     axes.set_ylabel("output $y$")
-    axes.legend(loc="upper right")
     axes.set_title("One row, three outputs")
 
 
@@ -122,18 +124,15 @@ def _draw_threshold(axes: Axes, x: Tensor, y: Tensor, k: float) -> None:
     """Draw the sigmoid twice: unshifted, and shifted so that its values at the logits sum to k."""
     nu = torchlml.lml_dual(x, k).item()
     grid = torch.linspace(x.min().item() - 1, x.max().item() + 1, 400)
-    curves = {
-        "sigmoid": (torch.sigmoid(grid), "$\\sigma(x)$"),
-        "lml": (torch.sigmoid(grid + nu), f"$\\sigma(x + \\nu)$, sums to {k:g}"),
-    }
-    for name, (heights, label) in curves.items():
-        axes.plot(grid.numpy(), heights.numpy(), color=COLORS[name], linewidth=2, label=label)
+    for name, shift in (("sigmoid", 0.0), ("lml", nu)):
+        axes.plot(grid.numpy(), torch.sigmoid(grid + shift).numpy(), color=COLORS[name], linewidth=2)
+    axes.text(-1.0, 0.42, "$\\sigma(x)$", color=COLORS["sigmoid"], ha="right")
+    axes.text(-nu - 0.8, 0.34, f"$\\sigma(x + \\nu)$, sum {k:g}", color=COLORS["lml"], ha="right")
     axes.vlines(x.numpy(), 0, y.numpy(), color=COLORS["lml"], linewidth=0.8, alpha=0.5)
     axes.plot(x.numpy(), y.numpy(), "o", color=COLORS["lml"])
     arrow = {"arrowstyle": "-|>", "color": VERMILION, "linewidth": 1.4}
     axes.annotate("", (-nu, 0.5), (0, 0.5), arrowprops=arrow)
     axes.text(-nu / 2, 0.52, "$-\\nu$", color=VERMILION, ha="center", va="bottom", fontsize=10)
-    axes.legend(loc="upper left")
     axes.set_xlabel("logit $x$")
     axes.set_ylabel("output $y$")
     axes.set_title("Shift the sigmoid until the outputs sum to k")
@@ -166,19 +165,20 @@ def draw_root_finding(picture: Path) -> None:
     x = torch.tensor(ROOT_FINDING_ROW, dtype=torch.float64)
     with new_figure(picture, PAGE, 2.5) as figure:
         total, parts, ties = figure.subplots(1, 3)
+        parts.sharex(total)
         _draw_sum(total, x)
         _draw_parts(parts, x)
         _draw_ties(ties)
 
 
 def _draw_sum(axes: Axes, x: Tensor) -> None:
-    nu = torch.linspace(-10, 8, 600, dtype=torch.float64)
+    nu = torch.linspace(-11, 8, 600, dtype=torch.float64)
     root = torchlml.lml_dual(x, K).item()
     axes.axhline(0, color=GREY, linewidth=0.7)
     axes.plot(nu, torch.sigmoid(x + nu.unsqueeze(1)).sum(1) - K, color=INK)
     axes.plot([root], [0], "o", color=VERMILION, markersize=5, zorder=3)
     axes.annotate("$\\nu^\\star$", (root, 0), (4, -11), textcoords="offset points", color=VERMILION)
-    _draw_bracket(axes, papers_bracket(x, K), -2.75, DARK_ORANGE, "paper: $\\Delta = 7$")
+    _draw_bracket(axes, papers_bracket(x, K), -2.75, ORANGE, "paper: $\\Delta = 7$")
     _draw_bracket(axes, proven_bracket(x, K), -3.75, BLUE, "proven: $\\log(n - k)$, $\\log k$")
     axes.set_ylim(-4.6, 4.3)
     axes.set_yticks((-2, 0, 2, 4))
@@ -193,16 +193,18 @@ def _draw_bracket(axes: Axes, ends: tuple[float, float], height: float, color: s
 
 
 def _draw_parts(axes: Axes, x: Tensor) -> None:
-    nu = torch.linspace(-13, 8, 600, dtype=torch.float64)
+    nu = torch.linspace(-11, 8, 600, dtype=torch.float64)
     root = torchlml.lml_dual(x, K).item()
     looks = {
         f"largest {K}": (VERMILION, "-", x[:K]),
         f"rank {K + 1}": (PURPLE, "--", x[K : K + 1]),
         "others": (BLUE, "-", x[K + 1 :]),
     }
+    places = {f"largest {K}": (-10.5, 0.75), f"rank {K + 1}": (-10.5, 0.62), "others": (2.9, 0.35)}
     for name, (color, line, entries) in looks.items():
-        for i, entry in enumerate(entries.tolist()):
-            axes.plot(nu, torch.sigmoid(entry + nu), line, color=color, label=name if i == 0 else None)
+        axes.text(*places[name], name, color=color, fontsize=7)
+        for entry in entries.tolist():
+            axes.plot(nu, torch.sigmoid(entry + nu), line, color=color)
             axes.plot([root], torch.sigmoid(torch.tensor([entry + root])), "o", color=color, markersize=3)
     axes.axvline(root, color=GREY, linewidth=0.7, linestyle=(0, (4, 3)))
     axes.text(root - 0.3, 1.03, "$\\nu^\\star$", color=VERMILION, ha="right", va="bottom")
@@ -211,14 +213,13 @@ def _draw_parts(axes: Axes, x: Tensor) -> None:
     axes.set_xlabel("$\\nu$")
     axes.set_ylabel("$\\sigma(x_j + \\nu)$")
     axes.set_title(f"Terms: sum {K} at $\\nu^\\star$")
-    axes.legend(loc="upper left", bbox_to_anchor=(-0.03, 0.92), fontsize=7)
 
 
 def _draw_ties(axes: Axes) -> None:
     """Draw equal logits with k = n - 1: nu = log(n - 1) is outside the paper's interval from n = 1098."""
     sizes = torch.tensor([3 ** (i / 4) for i in range(3, 51)], dtype=torch.float64).round()
-    axes.fill_between(sizes, -PAPERS_OFFSET, PAPERS_OFFSET, color=ORANGE, alpha=0.25, linewidth=0)
-    axes.text(3, -5.8, "paper's interval", color=DARK_ORANGE, fontsize=7)
+    axes.fill_between(sizes, -PAPERS_OFFSET, PAPERS_OFFSET, color=ORANGE, alpha=0.15, linewidth=0)
+    axes.text(3, -5.8, "paper's interval", color=ORANGE, fontsize=7)
     below, above = order_offsets(sizes - 1, sizes)
     axes.fill_between(sizes, -below, above, color=BLUE, alpha=0.25, linewidth=0)
     axes.text(2000, 1.5, "proven interval", color=BLUE, fontsize=7)
@@ -237,13 +238,12 @@ RELAXED_ROW = (3.0, 2.4, 1.9, 0.6, 0.2, -0.3, -1.0, -1.4)
 
 # The relaxations: y as a function of the logits and k, with color and marker.
 RELAXATIONS: dict[str, tuple[Callable[[Tensor, float], Tensor], str, str]] = {
-    "softmax x k": (lambda x, k: k * torch.softmax(x, -1), ORANGE, "s"),
+    "softmax × k": (lambda x, k: k * torch.softmax(x, -1), ORANGE, "s"),
     "sigmoid": (lambda x, k: torch.sigmoid(x), SKY, "^"),
     "lml": (torchlml.lml, BLUE, "o"),
     "constrained softmax": (torchlml.constrained_softmax, GREEN, "D"),
     "constrained sparsemax": (torchlml.constrained_sparsemax, VERMILION, "P"),
 }
-TEMPERATURES, GAPS, SUMS = (2.0, 1.0, 0.25), (0.0, 1.5, 4.0), (1.0, 3.0, 6.0)
 
 
 def which_relaxation(settings: RelaxationsSettings) -> None:
@@ -252,67 +252,35 @@ def which_relaxation(settings: RelaxationsSettings) -> None:
 
 
 def draw_relaxations(picture: Path) -> None:
-    """Draw four rows of panels: outputs for three k, temperatures and gaps, and the gradient of one entry."""
+    """Draw three panels: the outputs for k = 3 at two temperatures, and a gradient."""
     x = torch.tensor(RELAXED_ROW, dtype=torch.float64)
-    with new_figure(picture, PAGE, 7.6) as figure:
-        panels = figure.subplots(4, 3, sharex=True)
-        for column in range(3):
-            k, temperature, gap = SUMS[column], TEMPERATURES[column], GAPS[column]
-            _values(panels[0, column], x, k, f"k = {k:g}")
-            _values(panels[1, column], x / temperature, 3, f"temperature {temperature:g}, k = 3")
-            _values(panels[2, column], _with_gap(x, gap), 3, f"gap {gap:g} after the third, k = 3")
-            _gradient(panels[3, column], _with_gap(x, gap), 3, f"gradient of the third, gap {gap:g}")
-        for axes in panels[-1]:
-            axes.set_xlabel("label, by decreasing logit")
-        for axes, name in zip(panels[:, 0], ("y", "y", "y", "$\\partial y_3 / \\partial x$"), strict=True):
-            axes.set_ylabel(name)
-        handles, labels = panels[0, 0].get_legend_handles_labels()
-        figure.legend(handles, labels, loc="outside upper center", ncols=5)
+    with new_figure(picture, PAGE, 2.8) as figure:
+        soft, peaked, gradient = figure.subplots(1, 3, sharex=True)
+        peaked.sharey(soft)
+        for axes, row, title in ((soft, x, "Output y, k = 3"), (peaked, x / 0.25, "y at temperature 0.25")):
+            lines = {name: function(row, 3) for name, (function, *_) in RELAXATIONS.items()}
+            axes.axhline(1, color=GREY, linewidth=0.6, linestyle=(0, (4, 4)), zorder=0)
+            _draw_lines(axes, lines, title)
+        soft.set_ylim(-0.06, 1.62)
+        over = (3 * torch.softmax(x / 0.25, -1))[0].item()
+        peaked.annotate(f"{over:.1f} at label 1", (0.55, 1.5), color=ORANGE, fontsize=7)
+        slopes = {}
+        for name, (function, *_) in RELAXATIONS.items():
+            leaf = x.clone().requires_grad_()
+            (slopes[name],) = torch.autograd.grad(function(leaf, 3)[2], leaf)
+        gradient.axhline(0, color=GREY, linewidth=0.6, zorder=0)
+        _draw_lines(gradient, slopes, "Gradient of $y_3$, k = 3")
+        handles = [Line2D([], [], color=color, marker=marker) for _, color, marker in RELAXATIONS.values()]
+        figure.legend(handles, list(RELAXATIONS), loc="outside upper center", ncols=5, labelcolor="linecolor")
 
 
-def _with_gap(x: Tensor, gap: float) -> Tensor:
-    """Shift the fourth logit and all below it, so that the fourth is `gap` below the third."""
-    moved = x.clone()
-    moved[3:] += (x[2] - gap) - x[3]
-    return moved
-
-
-def _values(axes: Axes, x: Tensor, k: float, title: str) -> None:
-    highest = 1.0
-    for name, (function, color, marker) in RELAXATIONS.items():
-        y = function(x, k)
-        highest = max(highest, float(y.max()))
-        axes.plot(
-            range(len(x)), y.tolist(), marker, ls="-", lw=0.8, ms=3.5, alpha=0.85, color=color, label=name
-        )
-    axes.axhline(1, color=GREY, linewidth=0.6, linestyle=(0, (4, 4)), zorder=0)
-    axes.set_ylim(-0.05, min(highest, 3) * 1.05)
-    _finish(axes, title, x)
-
-
-def _gradient(axes: Axes, x: Tensor, k: float, title: str) -> None:
-    for name, (function, color, marker) in RELAXATIONS.items():
-        leaf = x.clone().requires_grad_()
-        (slope,) = torch.autograd.grad(function(leaf, k)[2], leaf)
-        axes.plot(
-            range(len(x)),
-            slope.tolist(),
-            marker,
-            ls="-",
-            lw=0.8,
-            ms=3.5,
-            alpha=0.85,
-            color=color,
-            label=name,
-        )
-    axes.axhline(0, color=GREY, linewidth=0.6, zorder=0)
-    axes.set_ylim(-0.35, 0.85)
-    _finish(axes, title, x)
-
-
-def _finish(axes: Axes, title: str, x: Tensor) -> None:
-    axes.set_title(title, fontsize=8)
-    axes.set_xticks(range(len(x)), [str(i + 1) for i in range(len(x))])
+def _draw_lines(axes: Axes, lines: dict[str, Tensor], title: str) -> None:
+    for name, heights in lines.items():
+        _, color, marker = RELAXATIONS[name]
+        axes.plot(range(len(heights)), heights.tolist(), color=color, marker=marker, linewidth=0.9, ms=3.5)
+    axes.set_title(title)
+    axes.set_xticks(range(len(RELAXED_ROW)), [str(i + 1) for i in range(len(RELAXED_ROW))])
+    axes.set_xlabel("label, by decreasing logit")
 
 
 SLIDING_K = 3.0
@@ -335,8 +303,9 @@ def draw_sliding_sigmoid(picture: Path) -> None:
     x = torch.tensor(ROW)
     nu = torchlml.lml_dual(x, SLIDING_K).item()
     grid = torch.linspace(x.min().item() - 1, x.max().item() + 1, 300)
-    with matplotlib.rc_context(LOOK):
-        figure = Figure(figsize=(7, 2.6), layout="constrained")
+    # The frames of a GIF are drawn over each other, so they cannot be transparent.
+    with matplotlib.rc_context(LOOK | {"savefig.transparent": False}):
+        figure = Figure(figsize=(NARROW, 2.3), layout="constrained")
         axes = figure.subplots()
         axes.set(xlim=(grid[0].item(), grid[-1].item()), ylim=(-0.02, 1.06), xlabel="logit $x$")
         axes.set_yticks((0, 0.5, 1))
@@ -346,10 +315,10 @@ def draw_sliding_sigmoid(picture: Path) -> None:
         (curve,) = axes.plot([], [], color=BLUE, linewidth=2)
         (points,) = axes.plot([], [], "o", color=BLUE, markersize=5)
         stems = axes.vlines(x.numpy(), 0, x.numpy() * 0, color=BLUE, linewidth=0.8, alpha=0.5)
-        title = axes.text(0.01, 1.02, "", transform=axes.transAxes, color=INK, fontsize=10, weight="bold")
+        title = axes.text(0.01, 1.02, "", transform=axes.transAxes, color=INK, fontsize=8.5, weight="bold")
 
         def show(frame: int) -> list[Any]:
-            shift = nu * _progress(frame)
+            shift = nu * _progress(frame) + 0.0  # without a negative zero
             y = torch.sigmoid(x + shift)
             curve.set_data(grid.numpy(), torch.sigmoid(grid + shift).numpy())
             points.set_data(x.numpy(), y.numpy())
@@ -361,7 +330,7 @@ def draw_sliding_sigmoid(picture: Path) -> None:
         picture.parent.mkdir(parents=True, exist_ok=True)
         with replacing(picture) as temporary:
             writer = PillowWriter(fps=FRAMES_PER_SECOND)
-            animation.save(str(temporary), writer=writer, dpi=100)
+            animation.save(str(temporary), writer=writer, dpi=130)
 
 
 def _progress(frame: int) -> float:

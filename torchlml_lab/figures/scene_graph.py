@@ -14,7 +14,7 @@ from torchlml_lab.figures import files as sources
 from torchlml_lab.figures.files import write_tables
 from torchlml_lab.figures.settings import BiasFigureSettings, SceneGraphFigureSettings
 from torchlml_lab.files import check_picture
-from torchlml_lab.plots import GREY, METHODS, ORANGE, PAGE, new_figure
+from torchlml_lab.plots import GREY, METHODS, ORANGE, PAGE, label_lines, new_figure, note
 from torchlml_lab.studies.scene_graph import sweep
 from torchlml_lab.studies.scene_graph.objectives import find_method, parse_method
 from torchlml_lab.studies.scene_graph.recalls import KS, MODES, RECALLS
@@ -36,53 +36,66 @@ def by_epoch(settings: SceneGraphFigureSettings) -> None:
     missing = [name for name in settings.methods if not any(row.method == name for row in trained)]
     if missing:
         raise BadInput(f"`--csv` names `{path}`, which has no run of `{missing[0]}`.")
-    draw_by_epoch(rows, settings.methods, settings.out)
+    draw_by_epoch(rows, settings.methods, settings.out, [path])
     write_tables(page_by_epoch(rows), settings.out)
 
 
-def draw_by_epoch(rows: Sequence[RecallRecord], methods: Sequence[str], picture: Path) -> None:
-    """Draw panels for training and validation, with and without the graph constraint.
+def draw_by_epoch(
+    rows: Sequence[RecallRecord], methods: Sequence[str], picture: Path, csv: Sequence[Path] = ()
+) -> None:
+    """Draw the recall minus that of the first method, for training and validation, with both constraints.
 
     Args:
         rows: The evaluations, with one set of hyperparameters per method.
-        methods: The methods to draw. Each curve is a mean over the seeds.
+        methods: The methods to draw, the reference first. Each curve is a mean over the seeds.
         picture: The PNG or SVG file to write.
+        csv: The file of the rows, which the picture names in its metadata.
     """
-    with new_figure(picture, PAGE, 5.0) as figure:
+    reference, *others = methods
+    with new_figure(picture, PAGE, 5.0, csv) as figure:
         grid = figure.subplots(2, 2, sharex=True, sharey="row")
         for panels, (mode, title) in zip(grid, _MODES, strict=True):
+            ends = []
             for axes, split in zip(panels, _SPLITS, strict=True):
-                _draw_epoch_panel(axes, rows, methods, mode, split)
+                ends = _draw_epoch_panel(axes, rows, reference, others, mode, split)
                 axes.set_title(f"{split}, {title}")
-            panels[0].set_ylabel("recall (%)")
+            label_lines(panels[-1], [(0.0, reference, ORANGE), *ends], 0.065)
+            panels[0].set_ylabel(f"recall minus {reference} (points)")
         for axes in grid[1]:
             axes.set_xlabel("epoch")
             axes.xaxis.set_major_locator(MaxNLocator(integer=True))
-        handles, labels = grid[0][1].get_legend_handles_labels()  # only validation has the frequency baseline
-        figure.legend(handles, labels, loc="outside lower center", ncols=len(methods) + 1)
+        seeds = len({row.seed for row in rows if row.method in methods})
+        note(figure, f"means over {seeds} seed{'s' if seeds > 1 else ''}")
 
 
 def _draw_epoch_panel(
-    axes: Axes, rows: Sequence[RecallRecord], methods: Sequence[str], mode: str, split: str
-) -> None:
-    for method in methods:
-        color = ORANGE if method == "softmax" else METHODS[parse_method(method).objective][0]
+    axes: Axes, rows: Sequence[RecallRecord], reference: str, others: Sequence[str], mode: str, split: str
+) -> list[tuple[float, str, str]]:
+    """Draw the lines of a panel. Returns the last height, the name and the color of each."""
+    axes.axhline(0, color=ORANGE, linewidth=1.2)
+    ends = []
+    for method in others:
+        color = METHODS[parse_method(method).objective][0]
         for k in KS:
-            values: dict[int, list[float]] = defaultdict(list)
-            for row in rows:
-                if (row.method, row.split) == (method, split):
-                    values[row.epoch].append(getattr(row, column(f"{mode}R@{k}")))
-            epochs = sorted(values)
-            recall = [100 * mean(values[epoch]) for epoch in epochs]
-            axes.plot(epochs, recall, _LINES[k], color=color, label=f"{method}, R@{k}")
-    for row in rows:
-        if (row.method, row.split) == (FREQUENCY, split):
-            for k in KS:
-                level = 100 * getattr(row, column(f"{mode}R@{k}"))
-                axes.axhline(
-                    level, color=GREY, linestyle=_LINES[k], linewidth=0.8, label=f"{FREQUENCY}, R@{k}"
-                )
+            mine, theirs = (
+                _by_epoch(rows, name, split, column(f"{mode}R@{k}")) for name in (method, reference)
+            )
+            epochs = sorted({*mine} & {*theirs})
+            gaps = [mine[epoch] - theirs[epoch] for epoch in epochs]
+            axes.plot(epochs, gaps, _LINES[k], color=color)
+            if gaps:
+                ends.append((gaps[-1], f"{method}, R@{k}", color))
     axes.grid()
+    return ends
+
+
+def _by_epoch(rows: Sequence[RecallRecord], method: str, split: str, measure: str) -> dict[int, float]:
+    """Return the mean recall over the seeds in percent, by epoch."""
+    values: dict[int, list[float]] = defaultdict(list)
+    for row in rows:
+        if (row.method, row.split) == (method, split):
+            values[row.epoch].append(100 * getattr(row, measure))
+    return {epoch: mean(found) for epoch, found in values.items()}
 
 
 def page_by_epoch(rows: Sequence[RecallRecord]) -> str:
@@ -124,7 +137,7 @@ def by_bias(settings: BiasFigureSettings) -> None:
     sources.check_not_tuning(
         path, ((f"{row.method} {row.variant}".strip(), row.learning_rate) for row in trained)
     )
-    draw_by_bias(rows, settings.out)
+    draw_by_bias(rows, settings.out, [path])
     write_tables(page_by_bias(rows), settings.out)
 
 
@@ -140,16 +153,17 @@ def cells(rows: Sequence[RecallRecord], split: str) -> dict[tuple[str, str], lis
     )
 
 
-def draw_by_bias(rows: Sequence[RecallRecord], picture: Path) -> None:
+def draw_by_bias(rows: Sequence[RecallRecord], picture: Path, csv: Sequence[Path] = ()) -> None:
     """Draw a panel for each recall on the test images, with standard deviations over the seeds.
 
     Args:
         rows: The evaluations, with one set of hyperparameters per method and bias.
         picture: The PNG or SVG file to write.
+        csv: The file of the rows, which the picture names in its metadata.
     """
     groups = cells(rows, "test")
     biases = [one for one in BIASES if any(variant == one and name != FREQUENCY for name, variant in groups)]
-    with new_figure(picture, PAGE, 4.6) as figure:
+    with new_figure(picture, PAGE, 4.6, csv) as figure:
         grid = figure.subplots(2, len(KS), sharex=True)
         for panels, mode, names in zip(grid, MODES, (RECALLS[: len(KS)], RECALLS[len(KS) :]), strict=True):
             for axes, name, k in zip(panels, names, KS, strict=True):
@@ -160,7 +174,10 @@ def draw_by_bias(rows: Sequence[RecallRecord], picture: Path) -> None:
             axes.set_xticks(range(len(biases)), [BIASES[one] for one in biases], rotation=20)
             axes.set_xlabel("frequency bias")
         handles, labels = grid[0][0].get_legend_handles_labels()
-        figure.legend(handles, labels, loc="outside lower center", ncols=len(labels))
+        figure.legend(handles, labels, loc="outside upper center", ncols=len(labels), labelcolor="linecolor")
+        seeds = sorted({len(group) for (name, _), group in groups.items() if name != FREQUENCY})
+        count = "–".join(str(number) for number in dict.fromkeys((seeds[0], seeds[-1])))
+        note(figure, f"means and standard deviations over {count} seeds")
 
 
 def _draw_bias_panel(
@@ -172,13 +189,14 @@ def _draw_bias_panel(
         known = [one for one in biases if (method, one) in groups]
         values = [[100 * getattr(row, measure) for row in groups[method, one]] for one in known]
         axes.errorbar(
-            # Shifted slightly, so that error bars of the same bias do not overlap.
-            [biases.index(one) + 0.1 * (place - (len(methods) - 1) / 2) for one in known],
+            # Side by side, so that error bars of the same bias do not overlap.
+            [biases.index(one) + 0.16 * (place - (len(methods) - 1) / 2) for one in known],
             [mean(found) for found in values],
             [stdev(found) if len(found) > 1 else 0.0 for found in values],
             color=color,
             marker=marker,
-            linewidth=1.0,
+            linestyle="none",
+            elinewidth=1.0,
             capsize=2,
             label=method,
         )

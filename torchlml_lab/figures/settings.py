@@ -22,7 +22,7 @@ class CsvFigureSettings(FigureSettings):
 
 @dataclass(frozen=True)
 class ProjectionSettings(FigureSettings):
-    """Project ten logits, print the result next to softmax and sigmoid, and draw the figure."""
+    """Project ten logits, compare the result with softmax and sigmoid, and draw the figure."""
 
     out: Path = Path("torchlml-figures/projection.png")
     k: float = 3.0
@@ -70,6 +70,29 @@ class RelaxationsSettings(FigureSettings):
     """Draw the output of five top-k relaxations for different k, temperatures and gaps."""
 
     out: Path = Path("torchlml-figures/which-relaxation.png")
+
+
+@dataclass(frozen=True)
+class BenchmarksFigureSettings(FigureSettings):
+    """Draw time relative to softmax against the row length, and write the benchmark tables (.md)."""
+
+    out: Path = Path("torchlml-figures/benchmarks.png")
+    csv: tuple[Path, ...] = ()
+    """CSV files of `torchlml bench layer`, `losses` and `short`; by default your own, else results/."""
+
+
+@dataclass(frozen=True)
+class BandwidthFigureSettings(CsvFigureSettings):
+    """Draw the speed of softmax and lml as a fraction of the bandwidth of copying the same data."""
+
+    out: Path = Path("torchlml-figures/bandwidth.png")
+
+
+@dataclass(frozen=True)
+class AlternativesFigureSettings(CsvFigureSettings):
+    """Draw the results of `torchlml bench alternatives`: time relative to softmax, and features."""
+
+    out: Path = Path("torchlml-figures/alternatives.png")
 
 
 @dataclass(frozen=True)
@@ -123,6 +146,13 @@ class RecommendFigureSettings(FigureSettings):
     """CSV files of `torchlml sweep recommend`; by default from runs/recommend-sweep, else results/."""
     published: bool = False
     """Also show published results on Gowalla with LightGCN's split; only for sweeps on these data."""
+
+
+@dataclass(frozen=True)
+class MissingLabelsFigureSettings(CsvFigureSettings):
+    """Draw mAP and Brier score of `torchlml missing-labels` by method, and write tables (.md)."""
+
+    out: Path = Path("torchlml-figures/missing-labels.png")
 
 
 @dataclass(frozen=True)

@@ -102,7 +102,7 @@ def checks(device: str) -> Iterator[Check]:
 
 
 def _compare(case: Case, dtype: torch.dtype, device: str) -> Check:
-    """Return the largest error of a case relative to its tolerance, so that at most 1 passes."""
+    """Return the largest error of a case divided by its tolerance; a value of at most 1 passes."""
     x = case.x.to(dtype)
     g = torch.randn(x.shape, generator=torch.Generator().manual_seed(1)).to(dtype)
     wide = _results(case, x.double(), g.double())

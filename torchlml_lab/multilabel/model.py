@@ -52,7 +52,7 @@ class SparseLinear(nn.Module):
         super().__init__()
         self.weight = nn.Parameter(torch.empty(inputs, outputs))
         self.bias = nn.Parameter(torch.zeros(outputs))
-        # The standard deviation does not depend on the number of columns, because rows have norm of about 1.
+        # The standard deviation does not depend on the number of columns, because row norms are about 1.
         nn.init.normal_(self.weight, std=0.1)
 
     def forward(self, rows: Inputs | Tensor) -> Tensor:

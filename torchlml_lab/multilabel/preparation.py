@@ -139,7 +139,7 @@ def fit(
             frequency.
 
     Returns:
-        The preparation. Samples without features and words raise `BadInput`.
+        The preparation. Samples without features or words raise `BadInput`.
     """
     rows = training if rows is None else rows
     terms, idf = _fit_texts(rows.texts) if rows.texts is not None else (([], [], []), [])

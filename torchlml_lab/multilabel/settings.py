@@ -75,8 +75,8 @@ class MultilabelSettings(TrainSettings):
     epochs: int = 200
     """The maximum number of epochs."""
     patience: int | None = None
-    """Stop after this many epochs without improvement; by default as many as make 100 steps, at least 5 (3
-    next to a linear model)."""
+    """Stop after this many epochs without improvement; by default the epochs in 100 steps, at least 5, or 3
+    next to a linear model."""
     batch_size: int = 128
     """Samples per step over all processes; a multiple of the number of processes."""
     learning_rate: float = 0.005
@@ -91,7 +91,7 @@ class EvaluateSettings:
     `torchlml predict --rule`.
     """
 
-    run: Annotated[Path, tyro.conf.Positional] = Path("runs/multilabel")
+    run: Annotated[Path, tyro.conf.Positional, tyro.conf.arg(metavar="RUN")] = Path("runs/multilabel")
     """The run directory."""
     data: Path | None = None
     """Other labeled samples, in any supported format; by default the run's test or validation samples."""
@@ -112,7 +112,7 @@ class EvaluateSettings:
 class PredictSettings:
     """Print the top labels of each sample in a file, with the probability that the label is in the top k."""
 
-    run: Annotated[Path, tyro.conf.Positional] = Path("runs/multilabel")
+    run: Annotated[Path, tyro.conf.Positional, tyro.conf.arg(metavar="RUN")] = Path("runs/multilabel")
     """The run directory."""
     data: Path | None = None
     """The samples, in a file like the training file; labels are not needed."""
@@ -134,7 +134,7 @@ class ExportSettings:
     names of the labels. In Python, `torchlml_lab.load_run(RUN).inputs(samples)` computes these inputs.
     """
 
-    run: Annotated[Path, tyro.conf.Positional] = Path("runs/multilabel")
+    run: Annotated[Path, tyro.conf.Positional, tyro.conf.arg(metavar="RUN")] = Path("runs/multilabel")
     """The run directory."""
     format: Literal["onnx", "torch"] = "onnx"
     """`onnx`: standard ONNX operators, for example for onnxruntime. `torch`: a program of torch.export."""

@@ -57,7 +57,7 @@ class MatrixFactorisation(nn.Module):
 
 
 class Autoencoder(nn.Module):
-    """An autoencoder with one hidden layer that maps a user's items to a score for every item, as Mult-DAE.
+    """An autoencoder with one hidden layer that maps a user's items to a score for every item, like Mult-DAE.
 
     Args:
         items: The number of items.

@@ -58,7 +58,7 @@ class RecommendSettings(TrainSettings):
 class EvaluateSettings:
     """Rank the items that each user does not have yet, and compare the ranking with later items."""
 
-    run: Annotated[Path, tyro.conf.Positional] = Path("runs/recommend")
+    run: Annotated[Path, tyro.conf.Positional, tyro.conf.arg(metavar="RUN")] = Path("runs/recommend")
     """The run directory."""
     split: Literal["validation", "test"] | None = None
     """The items to find: those held out for validation, or those of `--test` (default if available)."""
@@ -82,7 +82,7 @@ class PredictSettings:
     Users without known items get the most popular items.
     """
 
-    run: Annotated[Path, tyro.conf.Positional] = Path("runs/recommend")
+    run: Annotated[Path, tyro.conf.Positional, tyro.conf.arg(metavar="RUN")] = Path("runs/recommend")
     """The run directory."""
     users: tuple[str, ...] = ()
     """The users, by their names in the training data; by default those of `--data`, or all."""
@@ -115,9 +115,9 @@ class SweepSettings(GridSettings):
 
 @dataclass(frozen=True)
 class LossTimesSettings(StepTimeSettings):
-    """Time training steps of all losses in alternation, on the same users, with the settings of a run."""
+    """Time training steps of all losses on the same users, alternating, with the settings of a run."""
 
-    run: Annotated[Path, tyro.conf.Positional] = Path("runs/recommend")
+    run: Annotated[Path, tyro.conf.Positional, tyro.conf.arg(metavar="RUN")] = Path("runs/recommend")
     """The run directory."""
     train: Path | None = None
     """The training data, if they have moved."""

@@ -68,16 +68,9 @@ TABLE = StudyTable(RankingRecord, lambda row: (row.model, row.loss, row.recipe, 
 def best_recipes(
     rows: Sequence[RankingRecord], methods: Sequence[str], path: Path
 ) -> dict[str, tuple[float, ...]]:
-    """For each model and loss, the recipe with the best mean Recall@20 on validation.
+    """The (learning rate, temperature, dropout) of each method with the best mean Recall@20 on validation.
 
-    Args:
-        rows: The records of a tuning sweep; their test metrics are not used.
-        methods: The models and losses to choose a recipe for, named as by `RankingRecord.method`.
-        path: The file of the records, for the errors.
-
-    Returns:
-        (learning rate, temperature, dropout) by method. A missing method, or recipes tried with different
-        users or seeds, raise `BadInput`.
+    `methods` are named as by `RankingRecord.method`.
     """
     tried = [Tried(row.method, row.recipe, (row.users, row.seed), row.validation_recall20) for row in rows]
     return output.best_recipes(tried, methods, path, "method", "recipe", "users and seeds")

@@ -131,7 +131,7 @@ class LaneSolver {
     }
   }
 
-  // Replaces masked entries and those past the end of a row by -inf.
+  // Replaces masked entries and those past the end of a row with -inf.
   template <class S>
   LML_INLINE void read_with_gaps(const Input<S>& in) {
     const vfloat absent = splat(-infinity);
@@ -172,7 +172,7 @@ class LaneSolver {
 
   // ------------------------------------------------------------------ first guess
 
-  // Computes mean, variance and number of the available entries. The result is false for rows with entries that are
+  // Computes the mean, variance and number of the available entries. The result is false for rows with entries that are
   // huge or not finite.
   template <bool gaps>
   LML_INLINE ifloat find_moments() {

@@ -85,7 +85,7 @@ class SweepSettings(GridSettings):
 class EvaluateSettings:
     """Print the top-k accuracies of a CIFAR-100 run with its best weights."""
 
-    run: Annotated[Path, tyro.conf.Positional] = Path("runs/cifar100")
+    run: Annotated[Path, tyro.conf.Positional, tyro.conf.arg(metavar="RUN")] = Path("runs/cifar100")
     """The run directory."""
     split: Literal["training", "validation", "test"] = "test"
     """The samples to evaluate on; those of training have their noisy labels."""
@@ -99,9 +99,9 @@ class EvaluateSettings:
 
 @dataclass(frozen=True)
 class LossTimesSettings(StepTimeSettings):
-    """Time training steps of all losses in alternation, on the same samples, with the settings of a run."""
+    """Time training steps of all losses on the same samples, alternating, with the settings of a run."""
 
-    run: Annotated[Path, tyro.conf.Positional] = Path("runs/cifar100")
+    run: Annotated[Path, tyro.conf.Positional, tyro.conf.arg(metavar="RUN")] = Path("runs/cifar100")
     """The run directory."""
     data: Path | None = None
     """The official images, if they have moved."""

@@ -58,17 +58,7 @@ TABLE = StudyTable(AccuracyRecord, lambda row: (row.source, row.loss, row.noise,
 def best_recipes(
     records: Sequence[AccuracyRecord], losses: Sequence[str], path: Path
 ) -> dict[str, tuple[float, ...]]:
-    """For each loss, the learning rate and temperature with the best mean top-k accuracy on validation.
-
-    Args:
-        records: The records of a tuning sweep; their test accuracies are not used.
-        losses: The losses to choose a recipe for.
-        path: The file of the records, for the error.
-
-    Returns:
-        (learning rate, temperature) by loss. A missing loss, or recipes tried with different noise levels or
-        seeds, raise `BadInput`.
-    """
+    """The (learning rate, temperature) of each loss with the best mean top-k accuracy on validation."""
     tried = [Tried(row.loss, row.recipe, (row.noise, row.seed), row.validation_topk) for row in records]
     tuned = "learning rate and temperature"
     return output.best_recipes(tried, losses, path, "loss", tuned, "noise levels and seeds")
@@ -117,15 +107,10 @@ def record(settings: Cifar100Settings, result: dict[str, Any]) -> AccuracyRecord
     topk = f"top{settings.k}"
     lines = RunFolder(settings.out, EXPERIMENT).metrics()
     last = {line["split"]: line for line in lines if line["epoch"] == settings.epochs}
+    copied = ("loss", "noise", "seed", "k", "learning_rate", "temperature", "epochs")
     return AccuracyRecord(
         source=model_name(settings),
-        loss=settings.loss,
-        noise=settings.noise,
-        seed=settings.seed,
-        k=settings.k,
-        learning_rate=settings.learning_rate,
-        temperature=settings.temperature,
-        epochs=settings.epochs,
+        **{name: getattr(settings, name) for name in copied},
         best_epoch=result["best_epoch"],
         validation_top1=result["validation"]["top1"],
         validation_topk=result["validation"][topk],

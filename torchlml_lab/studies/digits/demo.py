@@ -12,12 +12,16 @@ from torchlml_lab.engine.output import ProgressBar, new_console, plain_table
 from torchlml_lab.engine.settings import check_threads, use_threads
 from torchlml_lab.files import check_folder, writing
 from torchlml_lab.studies.digits import report
-from torchlml_lab.studies.digits.data import CLASSES, CONDITIONS, SKEW, Images, make
 from torchlml_lab.studies.digits.model import (
+    CLASSES,
     COLUMNS,
+    CONDITIONS,
     METHODS,
+    SKEW,
+    Images,
     Measured,
     Results,
+    make,
     measure,
     spread,
     train,

@@ -1,4 +1,8 @@
-"""The networks of the demo, one for each method and seed, and their metrics.
+"""The images of the demo, its networks (one for each method and seed) and their metrics.
+
+The images show k different handwritten digits side by side, one of which is observed. The digits come with
+scikit-learn, so nothing is downloaded. They are split into training and test digits before the images are
+composed, so that no handwriting occurs in both.
 
 The networks of all data sets (seeds and conditions) are independent, but they are trained together as stacked
 matrices, which uses two cores well. Every loss starts from the same weights and sees the same batches in the
@@ -10,12 +14,88 @@ from dataclasses import dataclass
 from statistics import mean, stdev
 
 import torch
+from sklearn.datasets import load_digits
 from torch import Tensor, nn
 from torch.nn.functional import binary_cross_entropy_with_logits, cross_entropy, logsigmoid, one_hot
 
 import torchlml
 from torchlml_lab.engine.loop import train_epoch
-from torchlml_lab.studies.digits.data import CLASSES, Images
+
+CLASSES = 10
+SIDE = 8
+CONDITIONS = ("uniform", "skewed")
+# In the skewed condition, a 0 is 16 times as likely to be observed as a 9, in geometric steps.
+SKEW = 16.0
+
+
+@dataclass(frozen=True)
+class Images:
+    """N images of up to k digits: pixels (N, 8, 8 k), present (N, 10) bool, observed digit (N,) int64."""
+
+    pixels: Tensor
+    present: Tensor
+    named: Tensor
+
+
+def make(
+    k: int, train: int, test: int, condition: str, seed: int, varying: bool = False
+) -> tuple[Images, Images]:
+    """Compose training and test images.
+
+    Example:
+        >>> train, test = make(k=3, train=5000, test=2000, condition="uniform", seed=0)
+
+    Args:
+        k: The number of different digits in an image, from 1 to 9.
+        train: The number of training images.
+        test: The number of test images.
+        condition: "uniform" (each digit of an image is equally likely to be observed) or "skewed".
+        seed: Determines the images, which are the same for both conditions.
+        varying: Show 1 to k digits, each number with equal probability; the other places are empty.
+
+    Returns:
+        The training and the test images.
+    """
+    source = load_digits()
+    pixels = torch.from_numpy(source.images).float() / 16
+    digits = torch.from_numpy(source.target).long()
+    generator = torch.Generator().manual_seed(seed)
+    order = torch.randperm(len(digits), generator=generator)
+    cut = 2 * len(digits) // 3
+    pools = (order[:cut], order[cut:])
+    shown = [
+        _show(pixels[pool], digits[pool], k, count, generator, varying)
+        for pool, count in zip(pools, (train, test), strict=True)
+    ]
+    odds = torch.ones(CLASSES)
+    if condition == "skewed":
+        odds = SKEW ** -(torch.arange(CLASSES) / (CLASSES - 1))
+    result = []
+    for picture, present in shown:
+        named = torch.multinomial(present * odds, 1, generator=generator).squeeze(1)
+        result.append(Images(picture, present, named))
+    return result[0], result[1]
+
+
+def _show(
+    pixels: Tensor, digits: Tensor, k: int, count: int, generator: torch.Generator, varying: bool
+) -> tuple[Tensor, Tensor]:
+    """Choose up to k different digits for each image, an example of each, and place them side by side."""
+    chosen = torch.rand(count, CLASSES, generator=generator).argsort(1)[:, :k]
+    examples = torch.empty_like(chosen)
+    for digit in range(CLASSES):
+        where = chosen == digit
+        candidates = (digits == digit).nonzero().squeeze(1)
+        examples[where] = candidates[torch.randint(len(candidates), (int(where.sum()),), generator=generator)]
+    shown = torch.ones(count, k, dtype=torch.bool)
+    if varying:
+        number = torch.randint(1, k + 1, (count, 1), generator=generator)
+        shown = torch.rand(count, k, generator=generator).argsort(1) < number
+    one_by_one = pixels[examples] * shown[..., None, None]
+    side_by_side = one_by_one.permute(0, 2, 1, 3).reshape(count, SIDE, k * SIDE)
+    present = torch.zeros(count, CLASSES, dtype=torch.bool).scatter(1, chosen, shown)
+    return side_by_side, present
+
 
 BINS = 10
 
@@ -33,16 +113,16 @@ class Measured:
     """(3, bins): how many (image, digit) pairs have their p in the bin, their mean p, the share present."""
 
 
-# What the table shows: the name of the measure, its heading, what it means, and the digits after the point.
+# The columns of the table: the name of the measure, its heading, its meaning, and its number of decimals.
 COLUMNS = (
     ("recall", "recall@k", "share of all digits in an image that are among the k with the largest p", 3),
-    ("hidden_recall", "of hidden", "the same for the digits that nobody named", 3),
+    ("hidden_recall", "unobserved", "the same for the unobserved digits", 3),
     ("exact", "exact set", "share of images where p > 0.5 holds for exactly the digits in the image", 3),
-    ("count", "p > 0.5", "how many digits of an image have p > 0.5, on average; the truth is k", 2),
+    ("count", "p > 0.5", "mean number of digits per image with p > 0.5; the correct number is k", 2),
     (
         "calibration_error",
         "calibration",
-        "how far p is from the share of digits that are present: 0 is best",
+        "mean distance of p from the share of digits that are present; 0 is best",
         3,
     ),
 )
@@ -52,17 +132,17 @@ Results = Mapping[tuple[str, str], list[Measured]]
 
 
 def measure(p: Tensor, ranking: Tensor, images: Images) -> Measured:
-    """Compare predictions with what the images show.
+    """Compare predictions with the digits in the images.
 
     Args:
         p: (N, 10), the probability that the digit is in the image.
-        ranking: (N, 10), what the digits are ranked by: the logits, which still differ where p rounds to 1.
+        ranking: (N, 10), the scores that rank the digits: the logits, which differ even where p rounds to 1.
         images: The test images.
 
     Returns:
-        The measures, where recall is among as many digits as an image shows. Calibration puts all pairs of
-        image and digit into ten bins by their p and averages the distance between the mean p and the share of
-        digits present in a bin, weighted by the bin's size.
+        The measures. Recall is that of the top m digits for an image of m digits. The calibration error sorts
+        all pairs of image and digit into ten bins by p and averages the distance between the mean p and the
+        share of digits present in a bin, weighted by the size of the bin.
     """
     rank = ranking.argsort(-1, descending=True).argsort(-1)
     top = rank < images.present.sum(-1, keepdim=True)

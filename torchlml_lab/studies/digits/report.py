@@ -15,8 +15,7 @@ from torch import Tensor
 
 from torchlml_lab.files import replacing
 from torchlml_lab.plots import DARK_ORANGE, GREY, METHODS
-from torchlml_lab.studies.digits.data import CONDITIONS, Images
-from torchlml_lab.studies.digits.model import COLUMNS, Results, spread, values
+from torchlml_lab.studies.digits.model import COLUMNS, CONDITIONS, Images, Results, spread, values
 
 SCALED = "cross-entropy x k"
 
@@ -231,7 +230,7 @@ tr.lml td { font-weight: 600; }
 }
 """
 ALTERNATIVES = {
-    "scores": "Bar charts of the recall of hidden digits and of the share of exact sets, by method",
+    "scores": "Bar charts of the recall of unobserved digits and of the share of exact sets, by method",
     "calibration": "Reliability curves of all methods",
 }
 
@@ -265,7 +264,7 @@ def write(
         "<h1>Learning k labels from one label per image</h1>",
         f"<p>{html.escape(setting)}</p>",
         "<h2>Test images</h2><p>The probability p that each method gives to each digit, from the networks of "
-        "the first seed with uniformly named labels. Orange frames mark the digits in the image. A darker "
+        "the first seed in the uniform condition. Orange frames mark the digits in the image. A darker "
         "cell means a larger p.</p>",
     ]
     parts += [_example(examples, answers, i) for i in range(len(examples.named))]

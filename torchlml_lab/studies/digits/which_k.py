@@ -15,8 +15,7 @@ from torchlml_lab.cli_errors import BadInput
 from torchlml_lab.engine.output import ProgressBar, StudyTable, new_console, plain_table
 from torchlml_lab.engine.settings import use_threads
 from torchlml_lab.files import check_file, writing
-from torchlml_lab.studies.digits.data import CLASSES, Images, make
-from torchlml_lab.studies.digits.model import Index, fit, measure
+from torchlml_lab.studies.digits.model import CLASSES, Images, Index, fit, make, measure
 from torchlml_lab.studies.settings import WhichKSettings
 
 KS = tuple(range(1, 9))

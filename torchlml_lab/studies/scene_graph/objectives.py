@@ -8,7 +8,7 @@ from torch.nn.functional import binary_cross_entropy_with_logits, cross_entropy
 
 import torchlml
 from torchlml_lab.cli_errors import BadInput
-from torchlml_lab.studies.scene_graph.batches import Batch
+from torchlml_lab.studies.scene_graph.graphs import Batch
 from torchlml_lab.studies.scene_graph.settings import OBJECTIVES, Objective
 
 # Motifs trains on at most this many edges per image of a batch and samples from the edges without a relation.

@@ -14,11 +14,9 @@ from torchlml_lab.engine.output import new_console, plain_table
 from torchlml_lab.files import check_picture, writing
 from torchlml_lab.plots import BLUE, FAINT, GREEN, INK, PAGE, VERMILION, new_figure
 from torchlml_lab.studies.scene_graph import objectives
-from torchlml_lab.studies.scene_graph.batches import GraphBatches
-from torchlml_lab.studies.scene_graph.graphs import SceneGraphs
-from torchlml_lab.studies.scene_graph.report import TrainedGraphs, load
+from torchlml_lab.studies.scene_graph.graphs import GraphBatches, SceneGraphs
 from torchlml_lab.studies.scene_graph.settings import PredictSettings
-from torchlml_lab.studies.scene_graph.task import vision
+from torchlml_lab.studies.scene_graph.task import TrainedGraphs, load, vision
 
 _BACK = {"boxstyle": "round,pad=0.12", "facecolor": "white", "edgecolor": "none", "alpha": 0.85}
 _LINE = 0.165  # height of a line of the list, in inches

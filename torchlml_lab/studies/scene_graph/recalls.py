@@ -10,9 +10,8 @@ from accelerate import Accelerator
 from torch import Tensor
 
 from torchlml.metrics import SceneGraphRecall
-from torchlml_lab.studies.scene_graph.batches import Batch, GraphBatches
-from torchlml_lab.studies.scene_graph.graphs import Splits
-from torchlml_lab.studies.scene_graph.priors import log_frequencies
+from torchlml_lab.studies.scene_graph.graphs import Batch, GraphBatches, Splits
+from torchlml_lab.studies.scene_graph.model import log_frequencies
 
 KS = (20, 50, 100)
 BATCH = 64  # images per batch in evaluation

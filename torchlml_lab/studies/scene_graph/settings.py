@@ -95,9 +95,9 @@ class MovedData:
     """The current paths of a run's data; only files that have moved need an option."""
 
     vg: Path | None = None
-    """The Visual Genome directory, if it has moved."""
+    """The Visual Genome directory, if it has moved or there is no run."""
     vrd: Path | None = None
-    """The VRD directory, if it has moved."""
+    """The VRD directory, if it has moved or there is no run."""
     glove: Path | None = None
     """The GloVe vectors, if they have moved."""
     counts: Path | None = None
@@ -110,7 +110,7 @@ class MovedData:
 class EvaluateSettings(MovedData):
     """Print the recalls of a scene-graph run with its best weights, and those of the frequency baseline."""
 
-    run: Annotated[Path, tyro.conf.Positional] = Path("runs/scene-graph")
+    run: Annotated[Path, tyro.conf.Positional, tyro.conf.arg(metavar="RUN")] = Path("runs/scene-graph")
     """The run directory."""
     split: Literal["training", "validation", "test"] = "test"
     """The images to evaluate on."""
@@ -119,15 +119,11 @@ class EvaluateSettings(MovedData):
 
 
 @dataclass(frozen=True)
-class ObjectiveTimesSettings(StepTimeSettings):
-    """Time training steps of all objectives in alternation, on the same images of a run, --vg or --vrd."""
+class ObjectiveTimesSettings(StepTimeSettings, MovedData):
+    """Time training steps of all objectives on the same images, which a run, --vg or --vrd provides."""
 
-    run: Annotated[Path | None, tyro.conf.Positional] = None
+    run: Annotated[Path | None, tyro.conf.Positional, tyro.conf.arg(metavar="RUN")] = None
     """A run directory whose data and settings to use; not needed with --vg or --vrd."""
-    vg: Path | None = None
-    """The Visual Genome directory, as for `torchlml train scene-graph`."""
-    vrd: Path | None = None
-    """The VRD directory, as for `torchlml train scene-graph`."""
     k: int | None = None
     """The k of lml and truncated-entropy, at least 1; by default that of the run, or 20."""
 
@@ -136,7 +132,7 @@ class ObjectiveTimesSettings(StepTimeSettings):
 class PredictSettings(MovedData):
     """Print and draw the most probable relations of an image, with the best weights of a scene-graph run."""
 
-    run: Annotated[Path, tyro.conf.Positional] = Path("runs/scene-graph")
+    run: Annotated[Path, tyro.conf.Positional, tyro.conf.arg(metavar="RUN")] = Path("runs/scene-graph")
     """The run directory."""
     image: str | None = None
     """The image, of any split: the `image_id` of VG or the file name of VRD. By default, the test image with

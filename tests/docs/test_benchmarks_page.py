@@ -1,0 +1,313 @@
+"""The Benchmarks page: its tables follow from the CSV files, and every picture was drawn from its CSV."""
+
+from __future__ import annotations
+
+import hashlib
+import re
+import struct
+from pathlib import Path
+from statistics import median
+
+import pytest
+
+from tests.docs.test_results_tables import Row, Table, of_section, rows, tables
+from torchlml_lab import plots
+from torchlml_lab.bench import measurements, speed_report
+
+ROOT = Path(__file__).parents[2]
+RESULTS = ROOT / "results"
+PAGE = ROOT / "docs" / "benchmarks.md"
+FILES = [RESULTS / f"{name}.csv" for name in ("benchmarks", "plain-torch", "short-rows")]
+
+# Every picture that is drawn from files, with these files.
+PICTURES = {
+    "benchmarks.png": ["benchmarks.csv", "plain-torch.csv", "short-rows.csv"],
+    "bandwidth.png": ["benchmarks.csv"],
+    "alternatives.png": ["alternatives.csv"],
+    "paper-timing.png": ["paper-timing.csv"],
+    "multilabel/kept-labels.png": ["bibtex.csv", "delicious.csv", "corel5k.csv", "one-vs-rest.csv"],
+    "recommend/gowalla.png": ["autoencoder.csv", "matrix-factorisation.csv"],
+    "which-k/which-k.png": ["which-k.csv"],
+    "routing/routing.png": ["routing.csv"],
+    **{f"cifar100/{name}.png": [f"{name}.csv"] for name in ("features", "images", "images-16", "wide")},
+    **{f"scene-graph/{name}.png": [f"{name}.csv"] for name in ("vg", "vg-bias", "vrd", "vrd-bias")},
+}
+
+
+def texts(png: Path) -> dict[str, str]:
+    """The text chunks of a PNG file."""
+    data, found, place = png.read_bytes(), {}, 8
+    while place < len(data):
+        (length,) = struct.unpack(">I", data[place : place + 4])
+        kind, body = data[place + 4 : place + 8], data[place + 8 : place + 8 + length]
+        if kind == b"tEXt":
+            name, _, text = body.partition(b"\0")
+            found[name.decode("latin-1")] = text.decode("latin-1")
+        place += length + 12
+    return found
+
+
+@pytest.mark.parametrize("name", PICTURES)
+def test_a_picture_is_not_older_than_its_data(name: str) -> None:
+    picture = RESULTS / name
+    files = [picture.parent / file for file in PICTURES[name]]
+    expected = [f"{file.name} {hashlib.sha256(file.read_bytes()).hexdigest()}" for file in files]
+    assert texts(picture).get("Source", "").split(", ") == expected
+
+
+def test_every_picture_of_the_results_is_listed() -> None:
+    drawn = {path.relative_to(RESULTS).as_posix() for path in RESULTS.rglob("*.png")}
+    assert drawn - {"missing-labels/results.png"} == set(PICTURES)
+
+
+@pytest.mark.parametrize("kind", ["png", "svg"])
+def test_a_picture_names_its_data(tmp_path: Path, kind: str) -> None:
+    source, picture = tmp_path / "a.csv", tmp_path / f"a.{kind}"
+    source.write_text("x\n1\n")
+    with plots.new_figure(picture, 2, 2, [source]):
+        pass
+    digest = f"a.csv {hashlib.sha256(source.read_bytes()).hexdigest()}"
+    assert digest in (texts(picture)["Source"] if kind == "png" else picture.read_text(encoding="utf-8"))
+
+
+def of_page(page: Path, heading: str) -> str:
+    """The text under a heading."""
+    return page.read_text(encoding="utf-8").partition(f"{heading}\n")[2].partition("\n#")[0]
+
+
+def everything() -> list[Row]:
+    """The last row of each measurement in the CSV files."""
+    found = [row for path in FILES for row in rows(path)]
+    names = ("operator", "provider", "mode", "metric", "n", "k", "batch", "scale", "dtype", "threads")
+    return list({tuple(row[name] for name in names): row for row in found}.values())
+
+
+ROWS = everything()
+
+
+def ratios(**wanted: str | tuple[str, ...]) -> list[float]:
+    """The median ratios of all measurements with the wanted values."""
+    listed = {name: (value,) if isinstance(value, str) else value for name, value in wanted.items()}
+    found = [
+        float(row["ratio_p50"]) for row in ROWS if all(row[name] in values for name, values in listed.items())
+    ]
+    assert found, wanted
+    return found
+
+
+def shape(text: str) -> tuple[str, str]:
+    """The number of rows and their length in a cell such as `256 × 1,000`, with spaces that do not break."""
+    batch, n = text.replace(",", "").split("\u00a0×\u00a0")
+    return batch, n
+
+
+def digits(ratio: float) -> str:
+    return f"{ratio:.2f}" if ratio < 10 else f"{ratio:.1f}" if ratio < 100 else f"{ratio:,.0f}"
+
+
+LINES: dict[str, dict[str, str | tuple[str, ...]]] = {
+    "forward, n = 1000, scale 1 and 3": {"n": "1000", "mode": "forward", "scale": ("1", "3")},
+    "forward, n = 1000, scale 12": {"n": "1000", "mode": "forward", "scale": "12"},
+    "forward, n = 10,000": {"n": "10000", "mode": "forward"},
+    "forward, 4 × 1,000,000": {"n": "1000000", "mode": "forward"},
+    "forward + backward, n = 1000, one thread": {"n": "1000", "mode": "forward+backward", "threads": "1"},
+    "forward + backward, n = 1000, two threads": {"n": "1000", "mode": "forward+backward", "threads": "2"},
+    "forward + backward, n = 10,000": {"n": "10000", "mode": "forward+backward"},
+    "forward + backward, 4 × 1,000,000": {"n": "1000000", "mode": "forward+backward"},
+    "bfloat16, forward, n = 1000": {"n": "1000", "mode": "forward", "dtype": "bfloat16"},
+    "bfloat16, forward, n = 10,000": {"n": "10000", "mode": "forward", "dtype": "bfloat16"},
+    "memory, forward + backward": {"mode": "forward+backward", "metric": "memory"},
+}
+
+
+def check_targets(table: Table, provider: str, lines: dict[str, dict[str, str | tuple[str, ...]]]) -> None:
+    assert [line[0] for line in table.lines] == list(lines)
+    for says, target, measured, met in table.lines:
+        found = ratios(
+            **{
+                "operator": "projection",
+                "provider": provider,
+                "metric": "time",
+                "dtype": "float32",
+                **lines[says],
+            }
+        )
+        ends = dict.fromkeys(digits(end) for end in (min(found), max(found)))
+        assert measured == "–".join(ends), says
+        above = sum(ratio > float(target) for ratio in found)
+        assert met == (f"no, in {above} of {len(found)} problems" if above else "yes"), says
+
+
+def test_the_targets_of_the_compiled_kernel() -> None:
+    check_targets(of_section(PAGE, "Targets")[0], "lml-native", LINES)
+
+
+def test_the_targets_of_pure_pytorch() -> None:
+    names = ["forward, n = 1000", "forward, n = 10,000"]
+    names += ["forward + backward, n = 1000", "forward + backward, n = 10,000"]
+    lines = {
+        name: {"n": "10000" if "10," in name else "1000", "mode": name.split(",")[0].replace(" ", "")}
+        for name in names
+    }
+    check_targets(of_section(PAGE, "Targets")[1], "lml-torch", lines)  # type: ignore[arg-type]
+
+
+def test_time_against_row_length() -> None:
+    (table,) = of_section(PAGE, "Time against row length")
+    same = {
+        "operator": "projection",
+        "metric": "time",
+        "k": "5",
+        "scale": "3",
+        "dtype": "float32",
+        "threads": "1",
+    }
+    measured = {row["n"] for row in ROWS if row["provider"] == "lml-native" and same.items() <= row.items()}
+    assert len(table.lines) == len(measured) >= 8
+    for rows_and_n, softmax, *cells in table.lines:
+        _, n = shape(rows_and_n)
+        (base,) = (
+            row
+            for row in ROWS
+            if {**same, "n": n, "provider": "softmax", "mode": "forward"}.items() <= row.items()
+        )
+        assert softmax == f"{float(base['p50']):,.0f}"
+        expected = [
+            digits(*ratios(**same, n=n, provider=provider, mode=mode))
+            for provider in ("lml-native", "lml-torch")
+            for mode in ("forward", "forward+backward")
+        ]
+        assert cells == expected
+
+
+def test_the_summary() -> None:
+    text = PAGE.read_text(encoding="utf-8").partition("\n## ")[0]
+    same = {"operator": "projection", "metric": "time", "provider": "lml-native"}
+    same |= {"k": "5", "scale": "3", "dtype": "float32", "threads": "1"}
+    long = ("1000", "3200", "10000", "32000", "100000", "1000000")
+    found = [ratios(**same, n=long, mode=mode) for mode in ("forward", "forward+backward")]
+    found.append(
+        [ratio for ratio in ratios(operator="short rows, lml / softmax", provider="lml") if ratio != 1]
+    )
+    (forward, both, short) = (f"{digits(min(each))}–{digits(max(each))}" for each in found)
+    assert f"the forward pass takes {forward} times as long as softmax" in text
+    assert f"{both} times." in text
+    low, high = (float(end) for end in short.split("–"))
+    assert f"cost {low:.1f}–{high:.1f} softmaxes" in text
+
+
+def test_share_of_the_bandwidth() -> None:
+    (table,) = of_section(PAGE, "Share of the memory bandwidth")
+    assert len(table.lines) >= 6
+
+    def values(column: str, provider: str, n: str, threads: str) -> dict[tuple[str, str], float]:
+        """The values of all problems by k and scale."""
+        wanted = {"operator": "projection", "metric": "time", "mode": "forward", "dtype": "float32"}
+        wanted |= {"provider": provider, "n": n, "threads": threads}
+        return {(row["k"], row["scale"]): float(row[column]) for row in ROWS if wanted.items() <= row.items()}
+
+    for threads, rows_and_n, speed, *reached in table.lines:
+        batch, n = shape(rows_and_n)
+        middle = median(values("p50", "copy", n, threads).values())
+        assert speed == f"{8 * int(batch) * int(n) / middle / 1000:.1f}"
+        copy = values("ratio_p50", "copy", n, threads)
+        for name, cell in zip(("softmax", "lml-native"), reached, strict=True):
+            found = values("ratio_p50", name, n, threads)
+            assert cell == f"{100 * median(time / found[problem] for problem, time in copy.items()):.0f}%"
+
+
+def test_short_rows() -> None:
+    (table,) = of_section(PAGE, "Short rows")
+    assert len(table.lines) == 22
+    for ratio, rows_and_n, k, mode, *cells, target, met in table.lines:
+        batch, n = shape(rows_and_n)
+        expected = []
+        for scale in ("1", "3", "12"):
+            # Two rows: the baseline, and its competitor.
+            found = ratios(
+                operator=f"short rows, {ratio}",
+                mode=mode.replace(" ", ""),
+                n=n,
+                batch=batch,
+                k=k,
+                scale=scale,
+            )
+            assert found[0] == 1
+            expected.append(f"{found[1]:.2f}")
+        assert cells == expected
+        assert (met == "yes") == all(float(cell) <= float(target) + 0.005 for cell in cells)
+
+
+def test_losses() -> None:
+    (table,) = of_section(PAGE, "Losses")
+    assert len(table.lines) == len(
+        {
+            row["provider"] + row["n"] + row["k"]
+            for row in ROWS
+            if "loss" in row["operator"] and "short" not in row["operator"]
+        }
+    )
+    for name, rows_and_n, k, *cells, _, _ in table.lines:
+        _, n = shape(rows_and_n)
+        for threads, ratio in (("1", cells[1]), ("2", cells[3])):
+            operator = "ragged loss" if "," in name else "loss"
+            assert ratio == digits(*ratios(operator=operator, provider=name, n=n, k=k, threads=threads))
+
+
+def test_related_operators() -> None:
+    (table,) = of_section(ROOT / "docs" / "choosing-a-relaxation.md", "Cost")
+    names = {shown: name for name, shown in speed_report.RELATED.items()}
+    assert [line[0] for line in table.lines] == list(names)
+    for shown, *cells in table.lines:
+        expected = []
+        for n in ("1000", "10000"):
+            for mode in ("forward", "forward+backward"):
+                found = ratios(operator="family", provider=names[shown], metric="time", n=n, mode=mode)
+                expected.append("–".join(f"{end:.{int(end < 10)}f}" for end in (min(found), max(found))))
+        assert cells == expected, shown
+
+
+def test_related_operators_above_the_target() -> None:
+    text = of_page(RESULTS / "README.md", "### Related operators")
+    found = {
+        name: max(ratios(operator="family", provider=name, metric="time"))
+        for name in speed_report.RELATED
+        if name != "sort"
+    }
+    above = {name.replace("-", "_"): ratio for name, ratio in found.items() if ratio > 4}
+    named = {name: float(ratio) for name, ratio in re.findall(r"`(\w+)` \(up to ([\d.]+)\)", text)}
+    assert named == {name: pytest.approx(ratio, rel=0.05) for name, ratio in above.items()}
+
+
+def test_alternatives() -> None:
+    (table,) = of_section(PAGE, "Alternatives")
+    there = [
+        one
+        for one in tables(ROOT / "docs" / "alternatives.md")
+        if one.heads[1] == "forward" and one.lines[0][1:3] == ["1.00", "1.00"]
+    ]
+    # tests/lab/test_bench_alternatives.py compares that page with the CSV. This is its second length, 1000.
+    assert table == there[1]._replace(section=table.section)
+    measured = rows(RESULTS / "alternatives.csv")
+    row = next(row for row in measured if row["n"] == "1000")
+    assert (row["batch"], row["k"], row["threads"]) == ("64", "5", "1")
+    # The summary: only k times softmax is comparably fast.
+    for n in ("1000", "10000"):
+        wanted = {"metric": "time", "mode": "forward", "n": n}
+        times = {
+            row["provider"]: float(row["ratio_p50"]) for row in measured if wanted.items() <= row.items()
+        }
+        near = {name for name, ratio in times.items() if ratio < 2 * times["lml-native"]}
+        assert near == {"softmax", "lml-native", "softmax-times-k"}
+
+
+def test_the_page_has_all_tables_of_the_command() -> None:
+    found = speed_report.tables([row for path in FILES for row in measurements.read(path, "--csv")])
+    page = PAGE.read_text(encoding="utf-8")
+    assert list(found) == [
+        "against n", "bandwidth", "projection", "pure PyTorch", "losses", "short rows", "related",
+    ]  # fmt: skip
+    assert (RESULTS / "benchmarks.md").read_text(encoding="utf-8") == "\n\n".join(found.values()) + "\n"
+    for name, text in found.items():
+        if name != "related":
+            assert f"<!-- {name} -->\n\n{text.partition(chr(10) * 2)[2]}\n" in page, name

@@ -1,0 +1,286 @@
+"""`torchlml missing-labels`: training, tuning, resuming after a kill, and bad options."""
+
+from __future__ import annotations
+
+import csv
+import dataclasses
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections import Counter
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from torchlml_lab import cli
+from torchlml_lab.engine.output import StudyTable
+from torchlml_lab.studies.missing_labels import data, study
+from torchlml_lab.studies.missing_labels.methods import METHODS, Recipe, recipes_of
+from torchlml_lab.studies.settings import MissingLabelsSettings
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    """Small data with a linear rule: `yeast` without an official split, `voc2012` with a published draw."""
+    generator = np.random.default_rng(0)
+    x = generator.normal(size=(160, 5)).astype(np.float32)
+    y = x @ generator.normal(size=(5, 6)) > 0.7
+    y[:, 0] |= ~y.any(1)
+    place = tmp_path / "data" / "missing-labels"
+    place.mkdir(parents=True)
+    np.savez(place / "yeast.npz", x=x, y=y, n_train=0)
+    train = np.arange(160) < 110
+    np.savez(place / "voc2012.npz", x=x, y=y, train=train, observed=y[train].argmax(1))
+    return tmp_path / "data"
+
+
+def command(folder: Path, out: Path, *more: str) -> list[str]:
+    words = ["missing-labels", "--data", str(folder), "--out", str(out), "--datasets", "yeast"]
+    return [*words, "--steps", "9", "--seeds", "2", *more]
+
+
+def rows(path: Path) -> list[dict[str, str]]:
+    with path.open(newline="") as file:
+        return list(csv.DictReader(file))
+
+
+def without_time(path: Path) -> list[dict[str, str]]:
+    return [{key: value for key, value in row.items() if key != "seconds"} for row in rows(path)]
+
+
+def test_end_to_end(folder, tmp_path, capsys, monkeypatch):
+    few = {name: METHODS[name] for name in ("bce-all", "wan", "role", "lml", "lml-predicted", "subset")}
+    monkeypatch.setattr(study, "METHODS", few)
+    words = ["missing-labels", "--data", str(folder), "--out", str(tmp_path / "new" / "out")]
+    assert cli.main([*words, "--datasets", "yeast", "voc2012", "--steps", "9", "--seeds", "2"]) == 0
+    assert "complete" in capsys.readouterr().out
+    tuning, results = (rows(tmp_path / "new" / "out" / f"{name}.csv") for name in ("tuning", "results"))
+    pairs = [(d, h, m) for d in ("yeast", "voc2012") for h in ("linear", "hidden") for m in few]
+    pairs = [pair for pair in pairs if pair[2] != "subset" or pair == ("yeast", "linear", "subset")]
+    counts = Counter((row["dataset"], row["head"], row["method"], row["seed"]) for row in tuning)
+    assert counts == {(*pair, seed): 9 for pair in pairs for seed in "01"}
+    found = Counter((row["dataset"], row["head"], row["method"], row["draw"], row["seed"]) for row in results)
+    wanted = {(*pair, "random", seed): 1 for pair in pairs for seed in "01"}
+    assert found == wanted | {(*pair, "published", "0"): 1 for pair in pairs if pair[0] == "voc2012"}
+    for row in results:
+        own = [one for one in tuning if all(one[key] == row[key] for key in ("dataset", "head", "method"))]
+        scores: dict[tuple[str, str], list[float]] = {}
+        for one in own:
+            scores.setdefault((one["learning_rate"], one["weight"]), []).append(float(one["validation_map"]))
+        best = max(scores, key=lambda recipe: sum(scores[recipe]))
+        assert (row["learning_rate"], row["weight"]) == best
+        assert all(
+            0 <= float(row[name]) <= 1 for name in ("map", "recall", "brier", "ece", "f1", "threshold_f1")
+        )
+    # A result repeats the tuning run of the same seed and configuration.
+    row = next(
+        row for row in results if row["method"] == "lml" and row["seed"] == "0" and row["draw"] == "random"
+    )
+    same = [one for one in tuning if all(one[key] == row[key] for key in list(one)[:4])]
+    assert row["validation_map"] in {one["validation_map"] for one in same}
+
+
+def test_the_figure_and_its_tables(folder, tmp_path, capsys, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    assert cli.main(["figures", "missing-labels"]) == 2
+    assert "Create it with `torchlml missing-labels`" in capsys.readouterr().err
+    names = ("bce-all", "wan", "an", "lml")
+    monkeypatch.setattr(study, "METHODS", {name: METHODS[name] for name in names})
+    words = ["missing-labels", "--data", str(folder), "--datasets", "yeast", "voc2012", "--steps", "9"]
+    assert cli.main([*words, "--seeds", "2", "--heads", "linear"]) == 0
+    assert cli.main(["figures", "missing-labels", "--out", "picture.png"]) == 0
+    assert Path("picture.png").stat().st_size > 1000
+    page = Path("picture.md").read_text(encoding="utf-8")
+    found = [row for row in rows(Path("torchlml-missing-labels/results.csv")) if row["draw"] == "random"]
+
+    def values(method: str, measure: str) -> list[float]:
+        return [
+            100 * float(row[measure]) for row in found if (row["dataset"], row["method"]) == ("yeast", method)
+        ]
+
+    one, other = values("lml", "brier"), values("wan", "brier")
+    rival = other if np.mean(other) < np.mean(values("an", "brier")) else values("an", "brier")
+    paired = [a - b for a, b in zip(one, rival, strict=True)]
+    title = "WAN" if rival is other else "AN"
+    cell = (
+        f"{'+' if np.mean(paired) >= 0 else ''}{np.mean(paired):.2f} ± {np.std(paired, ddof=1):.2f} ({title})"
+    )
+    assert cell in page
+    assert f"{np.mean(one):.2f} ± {np.std(one, ddof=1):.2f}" in page
+    assert "## Published draw of VOC 2012" in page
+    table = page.split("| mAP |")[1].split("\n\n")[0]
+    assert table.count("**") == 2 * 2  # one bold cell for each data set
+    assert "**" not in next(line for line in table.split("\n") if line.startswith("| BCE, all"))
+
+
+@pytest.mark.parametrize("name", METHODS)
+def test_every_method_learns_a_linear_rule(folder, name):
+    """Every method ranks test samples better than chance, and its probabilities beat a constant."""
+    method, split = METHODS[name], data.split_of(data.read_dataset("yeast", folder), 0)
+    split = data.labeled_part(split) if method.labels == "validation" else split
+    counts = study.expected_counts(method, split)
+    recipe = Recipe(0.03, method.weights[1] if method.weights else 1.0)
+    (model,) = study.train(method, split, counts, "linear", [recipe], 60, 0)
+    values = study.evaluate(method, split, counts, model, 2)
+    share = split.test_labels.float().mean().item()
+    assert values["map"] > share + 0.2
+    assert values["fitted_brier"] < share * (1 - share)  # the recalibrated Brier score of a constant
+
+
+def test_configurations_trained_together_are_those_trained_alone(folder, monkeypatch):
+    split = data.split_of(data.read_dataset("yeast", folder), 0)
+    for name, head in (("an", "linear"), ("role", "hidden"), ("lml-predicted", "hidden")):
+        method = METHODS[name]
+        counts, recipes = study.expected_counts(method, split), recipes_of(method)
+        together = study.train(method, split, counts, head, recipes, 12, 0)
+        monkeypatch.setattr(study, "_TOGETHER", 1)
+        alone = study.train(method, split, counts, head, recipes, 12, 0)
+        monkeypatch.undo()
+        for one, other in zip(together, alone, strict=True):
+            assert one.validation_map == pytest.approx(other.validation_map, abs=0.02)
+            for part, same in zip(one.parameters, other.parameters, strict=True):
+                if one.epoch == other.epoch:
+                    torch.testing.assert_close(part, same, rtol=1e-3, atol=1e-4)
+
+
+def test_adam_is_that_of_torch():
+    value, rates = torch.randn(2, 3, 4), torch.tensor([0.1, 0.01])
+    leaves = [part.clone().requires_grad_() for part in value]
+    optimizers = [torch.optim.Adam([leaf], float(rate)) for leaf, rate in zip(leaves, rates, strict=True)]
+    own, moments = study.Adam(rates), [torch.zeros_like(value), torch.zeros_like(value)]
+    for number in range(1, 6):
+        gradient = torch.randn(2, 3, 4)
+        own.step(value, gradient, moments, number)
+        for leaf, part, optimizer in zip(leaves, gradient, optimizers, strict=True):
+            leaf.grad = part
+            optimizer.step()
+    torch.testing.assert_close(value, torch.stack([leaf.detach() for leaf in leaves]))
+
+
+def test_test_samples_do_not_influence_training(folder):
+    method, split = METHODS["lml-predicted"], data.split_of(data.read_dataset("yeast", folder), 0)
+    other = dataclasses.replace(split, test_x=split.test_x + 9, test_labels=~split.test_labels)
+    found = [
+        study.train(method, one, study.expected_counts(method, one), "linear", [Recipe(0.01, 1.0)], 9, 0)[0]
+        for one in (split, other)
+    ]
+    assert torch.equal(found[0].parameters[0], found[1].parameters[0])
+    assert found[0].epoch == found[1].epoch
+
+
+@pytest.mark.parametrize("name", [name for name, method in METHODS.items() if method.labels == "one"])
+def test_unobserved_labels_do_not_influence_training(folder, name):
+    method, split = METHODS[name], data.split_of(data.read_dataset("yeast", folder), 0)
+    hidden = torch.zeros_like(split.labels)
+    hidden[torch.arange(len(hidden)), split.observed] = True
+    found = []
+    for labels in (split.labels, hidden):
+        one = dataclasses.replace(split, labels=labels)
+        counts = study.expected_counts(method, one)
+        found.append(study.train(method, one, counts, "linear", recipes_of(method)[4:5], 9, 0)[0])
+    assert torch.equal(found[0].parameters[0], found[1].parameters[0])
+
+
+def test_a_killed_study_continues_with_the_same_numbers(folder, tmp_path, capsys, monkeypatch):
+    few = ("an", "em", "lml")
+    program = (
+        "import sys; from torchlml_lab import cli; from torchlml_lab.studies.missing_labels import study;"
+        f"study.METHODS = {{name: study.METHODS[name] for name in {few}}}; sys.exit(cli.main(sys.argv[1:]))"
+    )
+    out, whole = tmp_path / "killed", tmp_path / "whole"
+    words = command(folder, out, "--heads", "linear")
+    process = subprocess.Popen(
+        [sys.executable, "-c", program, *words], stdout=subprocess.DEVNULL, cwd=Path(__file__).parents[2]
+    )
+    deadline = time.monotonic() + 60
+    while not (out / "results.csv").exists() and process.poll() is None:
+        assert time.monotonic() < deadline
+        time.sleep(0.002)
+    process.send_signal(signal.SIGKILL)
+    process.wait()
+    kept = without_time(out / "results.csv")
+    monkeypatch.setattr(study, "METHODS", {name: METHODS[name] for name in few})
+    computed, compute = [], study.Study.compute
+
+    def recorded(self, cell):
+        computed.append(cell)
+        compute(self, cell)
+
+    monkeypatch.setattr(study.Study, "compute", recorded)
+    assert cli.main(words) == 0
+    assert len(computed) < len(few) * 4
+    assert cli.main(command(folder, whole, "--heads", "linear")) == 0
+    for name in ("tuning", "results"):
+        assert without_time(out / f"{name}.csv") == without_time(whole / f"{name}.csv")
+    assert all(row in without_time(out / "results.csv") for row in kept)
+    capsys.readouterr()
+
+
+def test_a_time_limit_stops_after_a_cell(folder, tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr(study, "METHODS", {"an": METHODS["an"]})
+    words = command(folder, tmp_path / "out", "--heads", "linear", "--minutes", "1e-9")
+    for left in (3, 2, 1):
+        assert cli.main(words) == 0
+        assert f"{left} cells are left" in capsys.readouterr().out
+    assert cli.main(words) == 0
+    assert "complete" in capsys.readouterr().out
+
+
+def test_other_steps_do_not_mix(folder, tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr(study, "METHODS", {"an": METHODS["an"]})
+    assert cli.main(command(folder, tmp_path, "--heads", "linear")) == 0
+    assert cli.main([*command(folder, tmp_path, "--heads", "linear"), "--steps", "10"]) == 2
+    assert "`--steps` is 10, but `--out` names" in capsys.readouterr().err
+    (tmp_path / "results.csv").write_text("a,b\n1,2\n")
+    assert cli.main(command(folder, tmp_path, "--heads", "linear")) == 2
+    assert "cannot be read as a sweep" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("words", "needle"),
+    [
+        (["--datasets", "yaest"], "`--datasets` contains `yaest`, which is unknown: did you mean `yeast`?"),
+        (["--heads", "deep"], "`--heads` contains `deep`"),
+        (["--seeds", "0"], "`--seeds` must be at least 1, but it is 0"),
+        (["--steps", "0"], "`--steps` must be at least 1, but it is 0"),
+        (["--minutes", "-1"], "`--minutes` must be at least 0, but it is -1"),
+        (["--minutes", "nan"], "`--minutes` must be at least 0, but it is nan"),
+        (["--threads", "0"], "`--threads` must be from 1 to"),
+        (["--datasets", "cal500"], "the data set cal500 is missing"),
+        (["--data", "nowhere"], "`--data` names `nowhere`"),
+    ],
+)
+def test_bad_options(folder, tmp_path, capsys, monkeypatch, words, needle):
+    monkeypatch.setattr(study.Study, "compute", None)
+    assert cli.main([*command(folder, tmp_path / "out"), *words]) == 2
+    assert needle in capsys.readouterr().err
+    assert not (tmp_path / "out").exists()
+
+
+def test_the_data_directory_is_needed(tmp_path, capsys, monkeypatch):
+    monkeypatch.delenv("TORCHLML_DATA", raising=False)
+    assert cli.main(["missing-labels", "--out", str(tmp_path / "out")]) == 2
+    assert "`--data` is missing" in capsys.readouterr().err
+
+
+@pytest.mark.skipif("TORCHLML_DATA" not in os.environ, reason="TORCHLML_DATA does not name real data")
+def test_real_data():
+    found = {}
+    for name in data.FOLDERS:
+        one = data.read_dataset(name, Path(os.environ["TORCHLML_DATA"]))
+        assert one.labels.any(1).all()
+        found[name] = (*one.labels.shape, round(one.labels.sum(1).double().mean().item(), 1))
+    assert found["voc2012"] == (11540, 20, 1.4)
+    assert found["yeast"] == (2417, 14, 4.2)
+    assert found["cal500"] == (502, 174, 26.0)
+    assert found["tmc2007"] == (28596, 22, 2.2)
+    assert [found[name][1] for name in ("bibtex", "corel5k", "delicious")] == [159, 371, 983]
+
+
+def test_tables_have_one_order():
+    assert isinstance(study.RESULTS, StudyTable)
+    assert set(MissingLabelsSettings().datasets) == set(data.FOLDERS)

@@ -1,0 +1,21 @@
+"""The example with four logits that the README and the first page of the site print."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor
+
+import torchlml
+
+
+def example_rows(text: str) -> Iterator[tuple[str, Tensor]]:
+    """Yield the comment after each of the three calls in a page, and the row that it should print."""
+    x = torch.tensor([2.0, 1.0, 0.0, -1.0])
+    rows = {"torch.softmax": x.softmax(-1), "torch.sigmoid": x.sigmoid(), "torchlml.lml": torchlml.lml(x, 2)}
+    for name, y in rows.items():
+        line = re.search(rf"^{re.escape(name)}\(.*# (.+)$", text, re.MULTILINE)
+        assert line is not None, name
+        yield line[1], y

@@ -1,0 +1,251 @@
+"""The data sets of the study, the samples and observed labels of a seed, and predictions of k."""
+
+import zipfile
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+from torchlml_lab.cli_errors import BadInput, reason
+from torchlml_lab.data.labelled_files import read_svmlight
+
+Array = npt.NDArray[Any]
+
+FOLDERS = {
+    **dict.fromkeys(("voc2012", "yeast", "cal500", "tmc2007"), "missing-labels"),
+    **dict.fromkeys(("bibtex", "corel5k", "delicious"), "multilabel"),
+}
+"""The data sets, in the order of the study, and the directory of each below `--data`."""
+
+PUBLISHED = ("voc2012",)
+"""The data sets with a published draw of the observed labels."""
+
+VALIDATION = 0.2  # of the training samples, with all labels
+TEST = 0.3  # of all samples, for data without an official split
+
+
+@dataclass(frozen=True)
+class Dataset:
+    """The samples of a data set."""
+
+    name: str
+    x: Tensor
+    """(samples, features), float32."""
+    labels: Tensor
+    """(samples, labels), bool: all labels."""
+    train: Tensor | None
+    """(samples,), bool: the official training samples. None means that every seed has its own split."""
+    published: Tensor | None = None
+    """A published draw of one label for each official training sample."""
+
+
+@dataclass(frozen=True, eq=False)
+class Split:
+    """The data of one seed. Only `bce` and the validation may read all labels of a sample."""
+
+    x: Tensor
+    observed: Tensor
+    """(samples,), int64: the one observed label of each training sample."""
+    labels: Tensor
+    """(samples, labels), bool: all labels of the training samples."""
+    validation_x: Tensor
+    validation_labels: Tensor
+    test_x: Tensor
+    test_labels: Tensor
+
+    @property
+    def k(self) -> float:
+        """The mean number of labels of the validation samples."""
+        return float(self.validation_labels.sum(-1).double().mean())
+
+
+def path_of(name: str, folder: Path) -> Path:
+    """Return the file of a data set; for svmlight data the training file."""
+    place = folder / FOLDERS[name]
+    return place / (f"{name}.npz" if FOLDERS[name] == "missing-labels" else f"{name}.train.svm.gz")
+
+
+def check_files(names: Iterable[str], folder: Path) -> None:
+    """Raise `BadInput` if the file of a data set does not exist."""
+    for name in names:
+        if not path_of(name, folder).is_file():
+            raise BadInput(
+                f"`--data` names `{folder}`, where the data set {name} is missing: `{path_of(name, folder)}` "
+                "does not exist."
+            )
+
+
+def read_dataset(name: str, folder: Path) -> Dataset:
+    """Read a data set. A file with any other content raises `BadInput`."""
+    path = path_of(name, folder)
+    return _read_npz(name, path) if path.suffix == ".npz" else _read_svmlight(name, path)
+
+
+def _read_npz(name: str, path: Path) -> Dataset:
+    try:
+        with path.open("rb") as file, np.load(file, allow_pickle=False) as arrays:
+            found = {key: arrays[key] for key in arrays if key in ("x", "y", "n_train", "train", "observed")}
+    except OSError as error:
+        raise BadInput(f"`{path}` cannot be read: {reason(error)}.") from error
+    except (ValueError, zipfile.BadZipFile, EOFError) as error:
+        raise BadInput(f"`{path}` cannot be read: it is not a complete .npz file.") from error
+    missing = [key for key in ("x", "y") if key not in found]
+    if missing or not {"n_train", "train"} & set(found):
+        raise BadInput(f"`{path}` has no array `{missing[0] if missing else 'train'}`.")
+    x, y = found["x"], found["y"]
+    if x.ndim != 2 or y.ndim != 2 or len(x) != len(y) or x.dtype.kind != "f" or y.dtype.kind not in "bui":
+        raise BadInput(
+            f"`{path}` must have `x` and `y` of shapes (samples, features) and (samples, labels), but they "
+            f"are {x.dtype} {x.shape} and {y.dtype} {y.shape}."
+        )
+    if not np.isfinite(x).all():
+        raise BadInput(f"`{path}` must have finite features, but `x` contains NaN or infinity.")
+    if "train" in found:
+        train: Array | None = found["train"].astype(bool)
+    else:
+        count = int(found["n_train"])
+        train = np.arange(len(x)) < count if count else None
+    if train is not None and train.shape != (len(x),):
+        raise BadInput(f"`{path}` must have one `train` per sample, but its shape is {train.shape}.")
+    if name in PUBLISHED and "observed" not in found:
+        raise BadInput(f"`{path}` has no array `observed`.")
+    published = found.get("observed")
+    if published is not None:
+        if train is None or published.shape != (train.sum(),):
+            raise BadInput(f"`{path}` must have one `observed` label per training sample.")
+        if not y[train].astype(bool)[np.arange(len(published)), published].all():
+            raise BadInput(f"`{path}` must have `observed` labels that are also in `y`.")
+        published = torch.from_numpy(published.astype(np.int64))
+    return _labeled_samples(name, x.astype(np.float32), y.astype(bool), train, published)
+
+
+def _read_svmlight(name: str, path: Path) -> Dataset:
+    train = read_svmlight(path, "--data")
+    test = read_svmlight(path.with_name(f"{name}.test.svm.gz"), "--data").with_labels(train.names)
+    width = max(train.features.shape[1], test.features.shape[1])
+    x = np.zeros((len(train) + len(test), width), dtype=np.float32)
+    x[: len(train), : train.features.shape[1]] = train.features.toarray()
+    x[len(train) :, : test.features.shape[1]] = test.features.toarray()
+    # Labels without a training sample cannot be learned.
+    y = [part.labels.toarray()[:, : len(train.names)] for part in (train, test)]
+    return _labeled_samples(name, x, np.concatenate(y) > 0, np.arange(len(x)) < len(train), None)
+
+
+def _labeled_samples(name: str, x: Array, y: Array, train: Array | None, published: Tensor | None) -> Dataset:
+    """Drop samples without a label, because no label of them can be observed."""
+    keep = y.any(1)
+    if published is None and not keep.all():
+        x, y, train = x[keep], y[keep], None if train is None else train[keep]
+    return Dataset(
+        name,
+        torch.from_numpy(x),
+        torch.from_numpy(y),
+        None if train is None else torch.from_numpy(train),
+        published,
+    )
+
+
+def split_of(data: Dataset, seed: int, published: bool = False) -> Split:
+    """Draw the validation samples and the observed labels of a seed, and scale the features.
+
+    Args:
+        data: The data set. Without an official split, the test samples are also drawn.
+        seed: Equal seeds give equal splits and labels.
+        published: Whether to use the published draw of the observed labels.
+
+    Returns:
+        The data of the seed.
+    """
+    generator = torch.Generator().manual_seed(seed)
+    if data.train is None:
+        order = torch.randperm(len(data.x), generator=generator)
+        tested = round(TEST * len(order))
+        test, train = order[:tested], order[tested:].sort().values
+    else:
+        test, train = (~data.train).nonzero()[:, 0], data.train.nonzero()[:, 0]
+    observed = torch.multinomial(data.labels[train].float(), 1, generator=generator)[:, 0]
+    if published:
+        assert data.published is not None
+        observed = data.published
+    order = torch.randperm(len(train), generator=generator)
+    held = round(VALIDATION * len(train))
+    validation, learn = order[:held], order[held:]
+    x = _standardized(data.x, train)
+    return Split(
+        x[train[learn]],
+        observed[learn],
+        data.labels[train[learn]],
+        x[train[validation]],
+        data.labels[train[validation]],
+        x[test],
+        data.labels[test],
+    )
+
+
+def _standardized(x: Tensor, train: Tensor) -> Tensor:
+    """Scale dense features to mean 0 and variance 1, and sparse ones by one number to a mean square of 1.
+
+    Dividing the features of rare words by their own deviations would make them huge.
+    """
+    known = x[train]
+    if float((known != 0).float().mean()) < 0.2:
+        return x / known.square().mean().sqrt()
+    deviation, center = torch.std_mean(known, 0)
+    return (x - center) / torch.where(deviation > 1e-6, deviation, 1)
+
+
+def labeled_part(split: Split) -> Split:
+    """Return the validation samples alone: three quarters of them to learn, one quarter to validate.
+
+    A model of this part uses only the samples with all labels.
+    """
+    learn = len(split.validation_x) * 3 // 4
+    x, labels = split.validation_x, split.validation_labels
+    return replace(
+        split,
+        x=x[:learn],
+        labels=labels[:learn],
+        observed=labels[:learn].int().argmax(-1),
+        validation_x=x[learn:],
+        validation_labels=labels[learn:],
+    )
+
+
+def predicted_k(split: Split) -> tuple[Tensor, Tensor, Tensor]:
+    """Predict the number of labels of each sample by a ridge regression on the validation samples.
+
+    Only these samples show how many labels there are. The predictions for them are leave-one-out predictions,
+    so that the choice of a learning rate is not biased, and the same predictions choose the penalty.
+
+    Args:
+        split: The data of a seed.
+
+    Returns:
+        The predictions for the training, validation and test samples, between the smallest and the largest
+        number of labels that a validation sample has.
+    """
+    x, count = split.validation_x.double().numpy(), split.validation_labels.sum(-1).double().numpy()
+    center, mean = x.mean(0), count.mean()
+    u, s, v = np.linalg.svd(x - center, full_matrices=False)
+    coordinates = u.T @ (count - mean)
+    best: tuple[float, Array, Array] | None = None
+    for penalty in np.logspace(-1, 5, 13):
+        shrunk = s**2 / (s**2 + penalty)
+        fitted = mean + u @ (shrunk * coordinates)
+        leverage = 1 / len(x) + (u**2) @ shrunk
+        left_out = count - (count - fitted) / (1 - leverage)
+        error = float(np.mean((left_out - count) ** 2))
+        if best is None or error < best[0]:
+            best = error, left_out, v.T @ (s / (s**2 + penalty) * coordinates)
+    assert best is not None
+    _, left_out, slopes = best
+    parts = (split.x, split.validation_x, split.test_x)
+    train, _, test = (mean + (part.double().numpy() - center) @ slopes for part in parts)
+    low, high = count.min(), count.max()
+    clipped = [torch.from_numpy(part.clip(low, high)).float() for part in (train, left_out, test)]
+    return clipped[0], clipped[1], clipped[2]

@@ -1,0 +1,114 @@
+"""The measures of the study, on scores and probabilities of shape (samples, labels), and recalibration."""
+
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from scipy import optimize, special
+from torch import Tensor
+
+BINS = 15
+
+
+def mean_average_precision(scores: Tensor, labels: Tensor) -> Tensor:
+    """Compute the mean over labels of the average precision of their rankings of the samples.
+
+        >>> scores, labels = torch.tensor([[3.0], [2.0], [1.0]]), torch.tensor([[True], [False], [True]])
+        >>> mean_average_precision(scores, labels)
+        tensor(0.8333)
+
+    Args:
+        scores: (..., samples, labels).
+        labels: (samples, labels), bool. Labels that no sample has are left out.
+
+    Returns:
+        (...): the means. Samples with equal scores share the precision after the last of them.
+    """
+    present = labels.any(0)
+    scores, labels = scores[..., present].mT.contiguous(), labels[:, present].mT
+    ordered, order = scores.sort(-1, descending=True)
+    relevant = labels.expand(scores.shape).gather(-1, order)
+    samples = scores.shape[-1]
+    rank = torch.arange(1, samples + 1)
+    ends = torch.ones_like(relevant)
+    ends[..., :-1] = ordered[..., :-1] != ordered[..., 1:]
+    # The rank at which the group of equal scores ends: the nearest end at or after each position.
+    last = torch.where(ends, rank, samples).flip(-1).cummin(-1).values.flip(-1)
+    precision = relevant.cumsum(-1).gather(-1, last - 1) / last
+    return ((precision * relevant).sum(-1) / relevant.sum(-1)).mean(-1)
+
+
+def recall_at(scores: Tensor, labels: Tensor, k: int) -> float:
+    """Compute the mean fraction of the labels of a sample that are among its k largest scores."""
+    found = labels.gather(-1, scores.topk(k, -1).indices).sum(-1)
+    return float((found / labels.sum(-1)).mean())
+
+
+def brier_score(p: Tensor, labels: Tensor) -> float:
+    """Compute the mean squared difference between probabilities and labels, over all pairs."""
+    return float(((p - labels.to(p.dtype)) ** 2).mean())
+
+
+def calibration_error(p: Tensor, labels: Tensor) -> float:
+    """Compute the expected calibration error over all pairs, in 15 bins of equal width."""
+    p = p.flatten().double()
+    place = (p * BINS).long().clamp(max=BINS - 1)
+    gap = torch.zeros(BINS, dtype=torch.float64).index_add(0, place, p - labels.flatten().double())
+    return float(gap.abs().sum() / len(p))
+
+
+def f1_score(chosen: Tensor, labels: Tensor) -> float:
+    """Compute the micro-averaged F1 of a set of chosen pairs; 0 if nothing is chosen and nothing is true."""
+    hits, pairs = int((chosen & labels).sum()), int(chosen.sum()) + int(labels.sum())
+    return 2 * hits / pairs if pairs else 0.0
+
+
+class Calibration(NamedTuple):
+    """A recalibration p = sigmoid(slope * score + offset) and a threshold for p."""
+
+    slope: float
+    offset: float
+    threshold: float
+
+    def probabilities(self, scores: Tensor) -> Tensor:
+        """Return the recalibrated probabilities, in float64."""
+        return (self.slope * scores.double() + self.offset).sigmoid()
+
+
+def recalibrated(scores: Tensor, labels: Tensor) -> Calibration:
+    """Fit a temperature and an offset by maximum likelihood, then the threshold with the best F1.
+
+    Args:
+        scores: (samples, labels), of the validation samples.
+        labels: (samples, labels), bool, all of their labels.
+
+    Returns:
+        The recalibration. Its slope is the inverse of the temperature.
+    """
+    flat, target = scores.double().flatten().numpy(), labels.flatten().numpy()
+    center, scale = float(flat.mean()), float(flat.std()) or 1.0
+    standard = (flat - center) / scale
+
+    def objective(parameters: np.ndarray) -> tuple[float, np.ndarray]:
+        z = parameters[0] * standard + parameters[1]
+        error = special.expit(z) - target
+        loss = float(np.mean(np.logaddexp(0, z) - z * target))
+        return loss, np.array([np.mean(error * standard), np.mean(error)])
+
+    share = min(max(float(target.mean()), 1e-6), 1 - 1e-6)
+    start = np.array([1.0, np.log(share / (1 - share))])
+    slope, offset = optimize.minimize(objective, start, jac=True, method="BFGS").x
+    calibration = Calibration(slope / scale, offset - slope * center / scale, 0.5)
+    return calibration._replace(threshold=best_threshold(calibration.probabilities(scores), labels))
+
+
+def best_threshold(p: Tensor, labels: Tensor) -> float:
+    """Find the threshold with the best F1 of the pairs above it: halfway between two probabilities."""
+    ordered, order = p.flatten().sort(descending=True)
+    hits = labels.flatten()[order].cumsum(0)
+    count = torch.arange(1, len(ordered) + 1)
+    f1 = 2 * hits / (count + hits[-1])
+    f1[:-1][ordered[:-1] == ordered[1:]] = -1  # a threshold cannot separate equal probabilities
+    best = int(f1.argmax())
+    below = float(ordered[best + 1]) if best + 1 < len(ordered) else 0.0
+    return (float(ordered[best]) + below) / 2

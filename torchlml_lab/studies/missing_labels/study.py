@@ -1,0 +1,487 @@
+"""`torchlml missing-labels`: tune and train every method with one observed label per sample, resumably."""
+
+import os
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from pathlib import Path
+from statistics import mean
+from typing import NamedTuple
+
+import torch
+from rich.console import Console
+from torch import Tensor
+
+from torchlml_lab.cli_errors import BadInput, did_you_mean
+from torchlml_lab.engine.output import ProgressBar, StudyTable, new_console
+from torchlml_lab.engine.settings import check_threads, use_threads
+from torchlml_lab.files import check_folder
+from torchlml_lab.studies.missing_labels import measures
+from torchlml_lab.studies.missing_labels.data import (
+    FOLDERS,
+    PUBLISHED,
+    Dataset,
+    Split,
+    check_files,
+    labeled_part,
+    predicted_k,
+    read_dataset,
+    split_of,
+)
+from torchlml_lab.studies.missing_labels.methods import (
+    METHODS,
+    Batch,
+    Method,
+    Recipe,
+    online_estimation,
+    probabilities_of,
+    recipes_of,
+    scores_of,
+)
+from torchlml_lab.studies.settings import MissingLabelsSettings
+
+HEADS = ("linear", "hidden")
+HIDDEN = 128
+TUNING_SEEDS = (0, 1)
+_TOGETHER = 2**18
+"""The largest number of logits of a step. More configurations than fit are trained one after another."""
+EXACT = ("yeast", "cal500", "tmc2007")
+"""The data sets of the exact k-subset loss, with the linear head only. On VOC 2012, k rounds to 1, where the
+loss is that of softmax. Elsewhere it would take most of the time of the study."""
+
+
+@dataclass(frozen=True)
+class TuningRecord:
+    """A configuration of a method, trained for a tuning seed."""
+
+    dataset: str
+    head: str
+    method: str
+    seed: int
+    steps: int
+    learning_rate: float
+    weight: float
+    epoch: int
+    """The epoch with the best validation mAP, the first being 1."""
+    validation_map: float
+    seconds: float
+
+
+@dataclass(frozen=True)
+class ResultRecord:
+    """A model with the chosen configuration, measured on the test samples."""
+
+    dataset: str
+    head: str
+    method: str
+    draw: str
+    """The observed labels: "random" for those of the seed, or "published"."""
+    seed: int
+    steps: int
+    learning_rate: float
+    weight: float
+    epoch: int
+    validation_map: float
+    map: float
+    recall: float
+    """At the rounded mean number of labels."""
+    brier: float
+    ece: float
+    f1: float
+    """Of p > 0.5."""
+    slope: float
+    offset: float
+    fitted_brier: float
+    """After recalibration with the slope and the offset, like the next two."""
+    fitted_ece: float
+    fitted_f1: float
+    threshold: float
+    threshold_f1: float
+    """After recalibration, of p > threshold."""
+    seconds: float
+
+
+def _place(row: TuningRecord | ResultRecord) -> tuple[int, int, int]:
+    return list(FOLDERS).index(row.dataset), HEADS.index(row.head), list(METHODS).index(row.method)
+
+
+TUNING = StudyTable(TuningRecord, lambda row: (_place(row), row.seed, row.learning_rate, row.weight))
+RESULTS = StudyTable(ResultRecord, lambda row: (_place(row), row.draw == "published", row.seed))
+
+
+class Trained(NamedTuple):
+    """The best epoch of a configuration."""
+
+    epoch: int
+    validation_map: float
+    parameters: list[Tensor]
+
+
+def new_parameters(
+    head: str, features: int, labels: int, start: float, seed: int, count: int
+) -> list[Tensor]:
+    """Create the weights and biases of a head, equal for all configurations.
+
+    The last layer has zero weights and the bias for which every probability is `start`.
+    """
+    generator = torch.Generator().manual_seed(seed)
+    bias = torch.full((1, labels), start).logit()
+    if head == "linear":
+        layers = [torch.zeros(features, labels), bias]
+    else:
+        first = torch.randn(features, HIDDEN, generator=generator) * (2 / features) ** 0.5
+        layers = [first, torch.zeros(1, HIDDEN), torch.zeros(HIDDEN, labels), bias]
+    return [part.expand(count, -1, -1).clone().requires_grad_() for part in layers]
+
+
+def logits_of(parameters: Sequence[Tensor], x: Tensor) -> Tensor:
+    """Apply the heads of all configurations to samples: (configurations, samples, labels)."""
+    if len(parameters) == 4:
+        # One product for all configurations is faster than one each.
+        count, features, _ = parameters[0].shape
+        first = x @ parameters[0].transpose(0, 1).reshape(features, -1)
+        hidden = first.view(len(x), count, -1).transpose(0, 1) + parameters[1]
+        return torch.baddbmm(parameters[3], hidden.relu(), parameters[2])
+    return torch.matmul(x, parameters[0]) + parameters[1]
+
+
+class Adam:
+    """Adam with a learning rate for each configuration, the first dimension of every tensor."""
+
+    def __init__(self, rates: Tensor) -> None:
+        self.rates = rates
+
+    def step(self, value: Tensor, gradient: Tensor, moments: list[Tensor], number: int) -> None:
+        """Update the value and its two moments in place; `number` counts the steps from 1."""
+        first, second = moments
+        first.lerp_(gradient, 0.1)
+        second.mul_(0.999).addcmul_(gradient, gradient, value=0.001)
+        scale = (second / (1 - 0.999**number)).sqrt_().add_(1e-8)
+        value -= (self.rates / (1 - 0.9**number)).view(-1, 1, 1) * first / scale
+
+
+class ExpectedCounts(NamedTuple):
+    """The numbers of labels that a method expects for the training, validation and test samples."""
+
+    train: Tensor
+    validation: Tensor
+    test: Tensor
+
+
+def expected_counts(method: Method, split: Split) -> ExpectedCounts:
+    """Return k of every sample: a multiple of the mean number of labels, or a prediction."""
+    parts = (split.x, split.validation_x, split.test_x)
+    if method.k is None:
+        return _predicted_counts(split)
+    k = min(method.k * split.k, 0.9 * split.labels.shape[1])
+    return ExpectedCounts(*(torch.full((len(part),), k) for part in parts))
+
+
+def train(
+    method: Method,
+    split: Split,
+    counts: ExpectedCounts,
+    head: str,
+    recipes: Sequence[Recipe],
+    steps: int,
+    seed: int,
+) -> list[Trained]:
+    """Train one model per configuration and keep the epoch with the best validation mAP of each.
+
+    Args:
+        method: The method.
+        split: The samples.
+        counts: The numbers of labels of these samples.
+        head: "linear" or "hidden".
+        recipes: The configurations. They share initial weights and batches.
+        steps: The number of steps, rounded to epochs.
+        seed: The seed of initial weights and batches.
+
+    Returns:
+        The best epoch of each configuration.
+    """
+    batch = batch_size(len(split.x))
+    together = max(1, _TOGETHER // (batch * split.labels.shape[1]))
+    if len(recipes) > together:
+        parts = [recipes[start : start + together] for start in range(0, len(recipes), together)]
+        return [one for part in parts for one in train(method, split, counts, head, part, steps, seed)]
+    samples, labels = split.labels.shape
+    weights = torch.tensor([recipe.weight for recipe in recipes])
+    rates = torch.tensor([recipe.learning_rate for recipe in recipes])
+    start = split.k / labels if method.start is None else method.start
+    parameters = new_parameters(head, split.x.shape[1], labels, start, seed, len(recipes))
+    moments = [[torch.zeros_like(part), torch.zeros_like(part)] for part in parameters]
+    estimates = Estimates(split, rates, seed) if method.loss is online_estimation else None
+    optimizer, generator = Adam(rates), torch.Generator().manual_seed(seed)
+    best = [Trained(0, -1.0, []) for _ in recipes]
+    number = 0
+    for epoch in range(1, max(1, round(steps / (samples / batch))) + 1):
+        for rows in torch.randperm(samples, generator=generator).split(batch):
+            guesses = None if estimates is None else estimates.of(rows)
+            x = logits_of(parameters, split.x[rows])
+            known = (split.observed[rows], counts.train[rows], weights, split.labels[rows])
+            loss = method.loss(Batch(x, *known, guesses)).sum()
+            leaves = parameters if guesses is None else [*parameters, guesses]
+            gradients = torch.autograd.grad(loss, leaves)
+            number += 1
+            with torch.no_grad():
+                for part, gradient, pair in zip(parameters, gradients, moments, strict=False):
+                    optimizer.step(part, gradient, pair, number)
+                if estimates is not None:
+                    estimates.update(rows, gradients[-1], epoch)
+        with torch.no_grad():
+            x = logits_of(parameters, split.validation_x)
+            scores = scores_of(method.link, x, counts.validation)
+            found = measures.mean_average_precision(scores, split.validation_labels).tolist()
+        for place, score in enumerate(found):
+            if score > best[place].validation_map:
+                kept = [part[place : place + 1].detach().clone() for part in parameters]
+                best[place] = Trained(epoch, score, kept)
+    return best
+
+
+class Estimates:
+    """The estimated labels of ROLE, one logit per training sample and label, learned at ten times the rate.
+
+    Probabilities start uniformly between 0.4 and 0.6, those of the observed labels at 0.995.
+    """
+
+    def __init__(self, split: Split, rates: Tensor, seed: int) -> None:
+        generator = torch.Generator().manual_seed(seed)
+        logits = (0.4 + 0.2 * torch.rand(split.labels.shape, generator=generator)).logit()
+        logits[torch.arange(len(logits)), split.observed] = torch.tensor(0.995).logit()
+        self.logits = logits.repeat(len(rates), 1, 1)
+        self.moments = [torch.zeros_like(self.logits), torch.zeros_like(self.logits)]
+        self.optimizer = Adam(10 * rates)
+
+    def of(self, rows: Tensor) -> Tensor:
+        """Return the logits of these samples as a leaf."""
+        return self.logits[:, rows].requires_grad_()
+
+    def update(self, rows: Tensor, gradient: Tensor, number: int) -> None:
+        """Take the step with this number for these samples. The others are not changed."""
+        value, pair = self.logits[:, rows], [moment[:, rows] for moment in self.moments]
+        self.optimizer.step(value, gradient, pair, number)
+        for whole, part in zip((self.logits, *self.moments), (value, *pair), strict=True):
+            whole[:, rows] = part
+
+
+def batch_size(samples: int) -> int:
+    """Return about a 32nd of the samples, a power of two between 32 and 256."""
+    return 2 ** min(max((samples // 32).bit_length() - 1, 5), 8)
+
+
+class Cell(NamedTuple):
+    """A part of the study that is stored when it is complete."""
+
+    dataset: str
+    head: str
+    method: str
+    draw: str
+    """ "tuning", "random" or "published"."""
+    seed: int
+
+
+def cells(settings: MissingLabelsSettings) -> Iterator[Cell]:
+    """Yield the cells in the order of computation: by head, data set and method, tuning before results."""
+    for head in settings.heads:
+        for dataset in settings.datasets:
+            for method in METHODS:
+                if method == "subset" and (head == "hidden" or dataset not in EXACT):
+                    continue
+                yield from (Cell(dataset, head, method, "tuning", seed) for seed in TUNING_SEEDS)
+                yield from (Cell(dataset, head, method, "random", seed) for seed in range(settings.seeds))
+                if dataset in PUBLISHED:
+                    yield Cell(dataset, head, method, "published", 0)
+
+
+class Study:
+    """The rows so far, in the two files of the study, and the computation of the others."""
+
+    def __init__(self, settings: MissingLabelsSettings, folder: Path) -> None:
+        self.settings, self.folder = settings, folder
+        self.tuning_path, self.results_path = settings.out / "tuning.csv", settings.out / "results.csv"
+        self.tuning = TUNING.read(self.tuning_path, "--out") if self.tuning_path.exists() else []
+        self.results = RESULTS.read(self.results_path, "--out") if self.results_path.exists() else []
+        for steps in (*(row.steps for row in self.tuning), *(row.steps for row in self.results)):
+            if steps != settings.steps:
+                raise BadInput(
+                    f"`--steps` is {settings.steps}, but `--out` names `{settings.out}`, whose rows have "
+                    f"{steps} steps. Use another directory."
+                )
+
+    def done(self) -> set[Cell]:
+        """Return the complete cells."""
+        tuned = {Cell(row.dataset, row.head, row.method, "tuning", row.seed) for row in self.tuning}
+        return tuned | {Cell(row.dataset, row.head, row.method, row.draw, row.seed) for row in self.results}
+
+    def compute(self, cell: Cell) -> None:
+        """Compute a cell and store its rows."""
+        method, start = METHODS[cell.method], time.monotonic()
+        data = _dataset(cell.dataset, self.folder)
+        split = _split(cell.dataset, self.folder, cell.seed, cell.draw == "published")
+        split = labeled_part(split) if method.labels == "validation" else split
+        tuning = cell.draw == "tuning"
+        recipes = recipes_of(method) if tuning else [self.best_recipe(cell)]
+        counts = expected_counts(method, split)
+        found = train(method, split, counts, cell.head, recipes, self.settings.steps, cell.seed)
+        seconds = time.monotonic() - start
+        if tuning:
+            for recipe, one in zip(recipes, found, strict=True):
+                row = TuningRecord(
+                    dataset=cell.dataset,
+                    head=cell.head,
+                    method=cell.method,
+                    seed=cell.seed,
+                    steps=self.settings.steps,
+                    learning_rate=recipe.learning_rate,
+                    weight=recipe.weight,
+                    epoch=one.epoch,
+                    validation_map=round(one.validation_map, 6),
+                    seconds=seconds / len(recipes),
+                )
+                self.tuning.append(row)
+            TUNING.write(self.tuning_path, self.tuning)
+            return
+        measured = evaluate(method, split, counts, found[0], predictions_per_sample(data))
+        result = ResultRecord(
+            dataset=cell.dataset,
+            head=cell.head,
+            method=cell.method,
+            draw=cell.draw,
+            seed=cell.seed,
+            steps=self.settings.steps,
+            learning_rate=recipes[0].learning_rate,
+            weight=recipes[0].weight,
+            epoch=found[0].epoch,
+            validation_map=round(found[0].validation_map, 6),
+            seconds=seconds,
+            **{name: round(value, 6) for name, value in measured.items()},
+        )
+        self.results.append(result)
+        RESULTS.write(self.results_path, self.results)
+
+    def best_recipe(self, cell: Cell) -> Recipe:
+        """Return the configuration with the best validation mAP, averaged over the tuning seeds."""
+        scores: dict[Recipe, list[float]] = {}
+        for row in self.tuning:
+            if (row.dataset, row.head, row.method) == cell[:3]:
+                scores.setdefault(Recipe(row.learning_rate, row.weight), []).append(row.validation_map)
+        return max(scores, key=lambda recipe: mean(scores[recipe]))
+
+
+def predictions_per_sample(data: Dataset) -> int:
+    """Return the rounded mean number of labels of the training samples, equal for all seeds and methods."""
+    known = data.labels if data.train is None else data.labels[data.train]
+    return max(1, round(float(known.sum(-1).double().mean())))
+
+
+@lru_cache(maxsize=1)
+def _dataset(name: str, folder: Path) -> Dataset:
+    return read_dataset(name, folder)
+
+
+@lru_cache(maxsize=8)  # the seeds of a method
+def _split(name: str, folder: Path, seed: int, published: bool) -> Split:
+    return split_of(_dataset(name, folder), seed, published)
+
+
+@lru_cache(maxsize=8)
+def _predicted_counts(split: Split) -> ExpectedCounts:
+    return ExpectedCounts(*predicted_k(split))
+
+
+def evaluate(
+    method: Method, split: Split, counts: ExpectedCounts, model: Trained, at: int
+) -> dict[str, float]:
+    """Compute the measures of a model on the test samples.
+
+    Args:
+        method: The method.
+        split: The samples. The recalibration is fitted on the validation samples.
+        counts: The numbers of labels that the method expects.
+        model: The model.
+        at: The number of predictions for recall.
+
+    Returns:
+        The measures by the names of the fields of `ResultRecord`.
+    """
+    with torch.no_grad():
+        validation, test = (
+            scores_of(method.link, logits_of(model.parameters, x), k)[0]
+            for x, k in ((split.validation_x, counts.validation), (split.test_x, counts.test))
+        )
+    labels, p = split.test_labels, probabilities_of(method.link, test)
+    fit = measures.recalibrated(validation, split.validation_labels)
+    fitted = fit.probabilities(test)
+    return {
+        "map": float(measures.mean_average_precision(test, labels)),
+        "recall": measures.recall_at(test, labels, at),
+        "brier": measures.brier_score(p, labels),
+        "ece": measures.calibration_error(p, labels),
+        "f1": measures.f1_score(p > 0.5, labels),
+        "slope": fit.slope,
+        "offset": fit.offset,
+        "fitted_brier": measures.brier_score(fitted, labels),
+        "fitted_ece": measures.calibration_error(fitted, labels),
+        "fitted_f1": measures.f1_score(fitted > 0.5, labels),
+        "threshold": fit.threshold,
+        "threshold_f1": measures.f1_score(fitted > fit.threshold, labels),
+    }
+
+
+def main(settings: MissingLabelsSettings) -> None:
+    """Compute the missing cells until the study is complete or the time is over."""
+    folder = check_settings(settings)
+    study, console = Study(settings, folder), new_console()
+    done = study.done()
+    todo = [cell for cell in cells(settings) if cell not in done]
+    settings.out.mkdir(parents=True, exist_ok=True)
+    left = _compute(study, todo, console)
+    if left:
+        console.print(f"{left} cells are left. Repeat the command to continue.", soft_wrap=True)
+    else:
+        console.print(f"The study is complete. Its rows are in {settings.out}.", soft_wrap=True)
+        console.print("Draw it with `torchlml figures missing-labels`.", soft_wrap=True)
+
+
+def _compute(study: Study, todo: Sequence[Cell], console: Console) -> int:
+    """Compute cells until the time is over, and return how many are left."""
+    start, limit = time.monotonic(), 60 * study.settings.minutes
+    with ProgressBar(console) as progress, use_threads(study.settings.threads):
+        task = progress.add_task("cells", total=len(todo))
+        for number, cell in enumerate(todo):
+            try:
+                study.compute(cell)
+            except KeyboardInterrupt:
+                said = f"Interrupted after {number} of {len(todo)} cells. Repeat the command to continue."
+                raise KeyboardInterrupt(said) from None
+            progress.advance(task)
+            if limit and time.monotonic() - start > limit:
+                return len(todo) - number - 1
+    return 0
+
+
+def check_settings(settings: MissingLabelsSettings) -> Path:
+    """Check all options before any work, and return the directory of the data."""
+    for option, given, known in (
+        ("--datasets", settings.datasets, tuple(FOLDERS)),
+        ("--heads", settings.heads, HEADS),
+    ):
+        if not given:
+            raise BadInput(f"`{option}` needs at least one of {', '.join(known)}.")
+        for name in given:
+            if name not in known:
+                near = did_you_mean(name, known) or f": the choices are {', '.join(known)}."
+                raise BadInput(f"`{option}` contains `{name}`, which is unknown{near}")
+    for name, least in (("seeds", 1), ("steps", 1), ("minutes", 0)):
+        if not getattr(settings, name) >= least:
+            raise BadInput(f"`--{name}` must be at least {least}, but it is {getattr(settings, name)}.")
+    check_threads(settings.threads)
+    check_folder("--out", settings.out)
+    folder = settings.data or (Path(os.environ["TORCHLML_DATA"]) if "TORCHLML_DATA" in os.environ else None)
+    if folder is None:
+        raise BadInput("`--data` is missing: name the directory of the data, or set `TORCHLML_DATA`.")
+    check_files(settings.datasets, folder)
+    return folder

@@ -1,0 +1,382 @@
+"""`torchlml routing`: a small character model with a mixture of experts, trained with each router."""
+
+import functools
+import pydoc_data.topics
+import time
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from statistics import mean, median, stdev
+
+import torch
+from rich.console import Console
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+import torchlml
+from torchlml_lab import plots
+from torchlml_lab.cli_errors import BadInput
+from torchlml_lab.engine.output import ProgressBar, StudyTable, markdown_table, new_console, plain_table
+from torchlml_lab.engine.settings import use_threads
+from torchlml_lab.files import check_file, check_picture, replacing
+from torchlml_lab.studies.settings import RoutingSettings
+
+Routed = tuple[Tensor, Tensor, Tensor]
+
+
+class TopK(nn.Module):
+    """The k largest softmax probabilities, scaled to sum to 1, with the loss of Switch times `alpha`.
+
+    The loss is alpha n sum_j f_j P_j, f_j the share of the assignments that expert j gets and P_j its mean
+    probability (Fedus, Zoph and Shazeer, 2022).
+    """
+
+    def __init__(self, experts: int, k: int, alpha: float = 0.0) -> None:
+        super().__init__()
+        self.experts, self.k, self.alpha = experts, k, alpha
+
+    def forward(self, logits: Tensor) -> Routed:
+        p = logits.softmax(-1)
+        weights, indices = p.topk(self.k)
+        share = torch.bincount(indices.flatten(), minlength=self.experts) / indices.numel()
+        loss = self.alpha * self.experts * (share * p.mean(0)).sum()
+        return weights / weights.sum(-1, keepdim=True), indices, loss
+
+
+class LossFree(nn.Module):
+    """A bias for each expert that moves by `rate` after every step, up if the expert had too few tokens.
+
+    The bias affects the choice of experts; the weights are sigmoid scores without it (Wang et al., 2024).
+    """
+
+    bias: Tensor
+
+    def __init__(self, experts: int, k: int, rate: float) -> None:
+        super().__init__()
+        self.experts, self.k, self.rate = experts, k, rate
+        self.register_buffer("bias", torch.zeros(experts))
+
+    def forward(self, logits: Tensor) -> Routed:
+        scores = logits.sigmoid()
+        indices = (scores.detach() + self.bias).topk(self.k).indices
+        if self.training:
+            load = torch.bincount(indices.flatten(), minlength=self.experts).float()
+            self.bias += self.rate * torch.sign(load.mean() - load)
+        weights = scores.gather(-1, indices)
+        return weights / weights.sum(-1, keepdim=True), indices, logits.new_zeros(())
+
+
+class Sinkhorn(nn.Module):
+    """Choose experts by Sinkhorn's balanced plan in training, and by the logits at inference.
+
+    The weights are softmax probabilities (S-BASE, Clark et al., 2022). An entry of the plan may exceed
+    the one unit that a token can give an expert.
+    """
+
+    def __init__(self, experts: int, k: int) -> None:
+        super().__init__()
+        self.experts, self.k = experts, k
+
+    def forward(self, logits: Tensor) -> Routed:
+        order = logits.detach()
+        if self.training:
+            order = order + self._column_potential(order)
+        indices = order.topk(self.k).indices
+        weights = logits.softmax(-1).gather(-1, indices)
+        return weights / weights.sum(-1, keepdim=True), indices, logits.new_zeros(())
+
+    def _column_potential(self, logits: Tensor) -> Tensor:
+        """The logarithm of the column scaling, up to a relative column error of 0.01."""
+        tokens, experts = logits.shape
+        v = logits.new_zeros(experts)
+        for _ in range(100):
+            sums = (logits + v).log_softmax(-1).logsumexp(0) + torch.log(torch.tensor(experts / tokens))
+            v = v - sums
+            if float(sums.abs().max()) < 0.01:
+                break
+        return v
+
+
+class Balanced(nn.Module):
+    """`torchlml.TopKRouter`."""
+
+    def __init__(self, experts: int, k: int, temperature: float) -> None:
+        super().__init__()
+        self.router = torchlml.TopKRouter(experts, k, temperature=temperature)
+
+    def forward(self, logits: Tensor) -> Routed:
+        weights, indices, _ = self.router(logits)
+        return weights, indices, logits.new_zeros(())
+
+
+ROUTERS: dict[str, Callable[[int, int], nn.Module]] = {
+    "no balancing": TopK,
+    "auxiliary loss, 0.01": lambda n, k: TopK(n, k, 0.01),
+    "auxiliary loss, 0.1": lambda n, k: TopK(n, k, 0.1),
+    "loss-free bias, 0.001": lambda n, k: LossFree(n, k, 0.001),
+    "loss-free bias, 0.01": lambda n, k: LossFree(n, k, 0.01),
+    "Sinkhorn": Sinkhorn,
+    "TopKRouter, T = 1": lambda n, k: Balanced(n, k, 1.0),
+    "TopKRouter, T = 0.1": lambda n, k: Balanced(n, k, 0.1),
+}
+
+
+EXPERTS, K = 16, 2
+WIDTH, HIDDEN, CONTEXT = 64, 64, 64
+
+
+@functools.cache
+def text() -> tuple[Tensor, Tensor, int]:
+    """Python's own help texts for training and for validation, and the number of distinct characters.
+
+    They come with Python, so the study needs no download. The last tenth of each topic is for validation.
+    """
+    topics = [str(topic) for _, topic in sorted(pydoc_data.topics.topics.items())]
+    number = {character: i for i, character in enumerate(sorted(set("".join(topics))))}
+    parts: tuple[list[int], list[int]] = ([], [])
+    for topic in topics:
+        cut = len(topic) * 9 // 10
+        for part, piece in zip(parts, (topic[:cut], topic[cut:]), strict=True):
+            part.extend(number[character] for character in piece)
+    return torch.tensor(parts[0]), torch.tensor(parts[1]), len(number)
+
+
+def batch(data: Tensor, size: int, generator: torch.Generator) -> tuple[Tensor, Tensor]:
+    """Random excerpts, and the same excerpts shifted by one character."""
+    starts = torch.randint(len(data) - CONTEXT, (size, 1), generator=generator)
+    excerpts = data[starts + torch.arange(CONTEXT + 1)]
+    return excerpts[:, :-1], excerpts[:, 1:]
+
+
+class Experts(nn.Module):
+    """Two-layer networks, of which each token uses k."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up = nn.Parameter(torch.randn(EXPERTS, WIDTH, HIDDEN) / WIDTH**0.5)
+        self.down = nn.Parameter(torch.randn(EXPERTS, HIDDEN, WIDTH) / HIDDEN**0.5)
+
+    def forward(self, x: Tensor, weights: Tensor, indices: Tensor) -> Tensor:
+        order = indices.flatten().argsort(stable=True)
+        token = order // K
+        sizes = torch.bincount(indices.flatten(), minlength=EXPERTS).tolist()
+        parts = x[token].split(sizes)
+        out = [F.gelu(part @ up) @ down for part, up, down in zip(parts, self.up, self.down, strict=True)]
+        return torch.zeros_like(x).index_add(0, token, torch.cat(out) * weights.flatten()[order, None])
+
+
+class Model(nn.Module):
+    """One layer of causal attention and the mixture; predicts the next character at each position."""
+
+    def __init__(self, router: str, characters: int) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(characters, WIDTH)
+        self.position = nn.Parameter(0.1 * torch.randn(CONTEXT, WIDTH))
+        self.before, self.between, self.after = (nn.LayerNorm(WIDTH) for _ in range(3))
+        self.attend, self.merge = nn.Linear(WIDTH, 3 * WIDTH), nn.Linear(WIDTH, WIDTH)
+        self.gate = nn.Linear(WIDTH, EXPERTS, bias=False)
+        self.router, self.experts = ROUTERS[router](EXPERTS, K), Experts()
+        self.head = nn.Linear(WIDTH, characters)
+
+    def forward(self, characters: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """The logits of the next characters, the load of each expert (1 is fair) and the router's loss."""
+        x = self.embedding(characters) + self.position
+        heads = [
+            part.unflatten(-1, (4, -1)).transpose(1, 2) for part in self.attend(self.before(x)).chunk(3, -1)
+        ]
+        query, key, value = heads
+        mixed = F.scaled_dot_product_attention(query, key, value, is_causal=True)
+        x = x + self.merge(mixed.transpose(1, 2).flatten(2))
+        tokens = self.between(x).flatten(0, 1)
+        weights, indices, loss = self.router(self.gate(tokens))
+        x = x + self.experts(tokens, weights, indices).view_as(x)
+        load = torch.bincount(indices.flatten(), minlength=EXPERTS) * (EXPERTS / indices.numel())
+        return self.head(self.after(x)), load, loss
+
+
+HEADS = ("router", "seeds", "validation loss", "load", "largest load", "validation load", "ms per step")
+_COLORS = (plots.GREY, plots.ORANGE, plots.DARK_ORANGE, plots.SKY, plots.GREEN, plots.PURPLE, plots.BLUE)
+_LOOKS = dict(zip(ROUTERS, (*_COLORS, plots.VERMILION), strict=True))
+
+
+@dataclass(frozen=True)
+class RoutingRecord:
+    """The results of one interval, a twentieth of a run."""
+
+    router: str
+    seed: int
+    steps: int
+    learning_rate: float
+    step: int
+    """The last step of the interval."""
+    loss: float
+    """The mean training loss of the task in the interval, in nats per character."""
+    load: float
+    """The largest load of an expert, averaged over the steps of the interval; 1 is a fair share."""
+    worst_load: float
+    validation_loss: float
+    """In evaluation mode, after the last step of the interval."""
+    validation_load: float
+    milliseconds: float
+    """The median time of a step."""
+    seconds: float
+    """The time of the run so far."""
+
+
+def draw(rows: Sequence[RoutingRecord], picture: Path, csv: Path) -> None:
+    """Draw the validation loss minus that of the first router and the largest loads, as means over seeds.
+
+    Args:
+        rows: The measurements.
+        picture: The PNG or SVG file to write.
+        csv: The file of the rows, which the picture names in its metadata.
+    """
+    panels = {
+        "validation_loss": f"validation loss − {next(iter(_LOOKS))}",
+        "load": "largest load, training",
+        "validation_load": "largest load, inference",
+    }
+    with plots.new_figure(picture, plots.PAGE, 3.0, [csv]) as figure:
+        for axes, (name, title) in zip(figure.subplots(1, 3), panels.items(), strict=True):
+            baseline: dict[int, float] = {}
+            for router, color in _LOOKS.items():
+                own = [row for row in rows if row.router == router]
+                steps = sorted({row.step for row in own})
+                means = {step: mean(getattr(row, name) for row in own if row.step == step) for step in steps}
+                if name == "validation_loss":
+                    baseline = baseline or means
+                    means = {
+                        step: value - baseline[step] for step, value in means.items() if step in baseline
+                    }
+                if means:
+                    axes.plot(means.keys(), means.values(), color=color, label=router, linewidth=1.2)
+            axes.set_title(title, fontsize=8.5)
+            axes.set_xlabel("step")
+            axes.grid()
+            if "load" in name:
+                axes.set_yscale("log", base=2)
+                axes.set_ylim(bottom=1)
+                ticks = [tick for tick in (1, 1.5, 2, 3, 4, 6, 8, 12, 16) if tick <= axes.get_ylim()[1]]
+                axes.set_yticks(ticks, [f"{tick:g}" for tick in ticks], minor=False)
+                axes.minorticks_off()
+        handles, labels = figure.axes[0].get_legend_handles_labels()
+        figure.legend(handles, labels, loc="outside lower center", ncols=4)
+
+
+def lines(rows: Sequence[RoutingRecord]) -> Iterable[tuple[str, ...]]:
+    """A line for each router: the loss at the end, the loads in the second half, and the time."""
+    for router in ROUTERS:
+        own = [row for row in rows if row.router == router]
+        if not own:
+            continue
+        last = max(row.step for row in own)
+        late = [row for row in own if row.step > last / 2]
+        final = [row.validation_loss for row in own if row.step == last]
+        deviation = f" ±{stdev(final):.3f}" if len(final) > 1 else ""
+        yield (
+            router,
+            str(len(final)),
+            f"{mean(final):.3f}{deviation}",
+            f"{mean(row.load for row in late):.2f}",
+            f"{max(row.worst_load for row in late):.2f}",
+            f"{mean(row.validation_load for row in late):.2f}",
+            f"{mean(row.milliseconds for row in own):.1f}",
+        )
+
+
+def write_page(rows: Sequence[RoutingRecord], page: Path) -> None:
+    """Write the table as Markdown."""
+    title = (
+        "Validation loss in nats per character at the end, mean ± standard deviation over seeds. Loads are "
+        "those of the busiest expert, 1 being a fair share, in the second half of training: mean over steps, "
+        "largest of all steps, and mean on held-out text at inference."
+    )
+    with replacing(page) as temporary:
+        temporary.write_text(markdown_table(title, HEADS, lines(rows)) + "\n", encoding="utf-8")
+
+
+INTERVALS = 20  # rows of a run
+
+
+TABLE = StudyTable(RoutingRecord, lambda row: (list(ROUTERS).index(row.router), row.seed, row.step))
+
+
+def main(settings: RoutingSettings) -> None:
+    """Train the missing runs, print the table, and draw the figure."""
+    for name, least in (("seeds", 1), ("steps", INTERVALS)):
+        if getattr(settings, name) < least:
+            raise BadInput(f"`--{name}` must be at least {least}, but it is {getattr(settings, name)}.")
+    if settings.steps % INTERVALS:
+        raise BadInput(f"`--steps` must be a multiple of {INTERVALS}, but it is {settings.steps}.")
+    if not 0 < settings.learning_rate < 1:
+        raise BadInput(f"`--learning-rate` must be between 0 and 1, but it is {settings.learning_rate}.")
+    check_file("--csv", settings.csv)
+    check_picture(settings.out)
+    console = new_console()
+    rows = train_all(settings, console)
+    table = plain_table("Mean over seeds; a load of 1 is a fair share", HEADS)
+    for line in lines(rows):
+        table.add_row(*line)
+    console.print(table)
+    draw(rows, settings.out, settings.csv)
+    write_page(rows, settings.out.with_suffix(".md"))
+    console.print(f"Results written to {settings.csv}, figure written to {settings.out}.", soft_wrap=True)
+
+
+def train_all(settings: RoutingSettings, console: Console) -> list[RoutingRecord]:
+    """All runs, including those in the CSV, which is replaced after each run."""
+    rows = TABLE.read(settings.csv, "--csv") if settings.csv.exists() else []
+    if any((row.steps, row.learning_rate) != (settings.steps, settings.learning_rate) for row in rows):
+        raise BadInput(f"`--csv` names `{settings.csv}`, which has runs with other settings.")
+    done = {(row.router, row.seed) for row in rows}
+    # Seed by seed, so that an interrupted study has all routers.
+    todo = [(name, seed) for seed in range(settings.seeds) for name in ROUTERS if (name, seed) not in done]
+    settings.csv.parent.mkdir(parents=True, exist_ok=True)
+    with ProgressBar(console) as progress, use_threads(1):
+        task = progress.add_task("runs", total=len(todo))
+        for number, (name, seed) in enumerate(todo):
+            try:
+                rows += train(name, seed, settings)
+            except KeyboardInterrupt:
+                said = f"Interrupted after {number} of {len(todo)} runs. Repeat the command to continue."
+                raise KeyboardInterrupt(said) from None
+            TABLE.write(settings.csv, rows)
+            progress.advance(task)
+    return rows
+
+
+def train(name: str, seed: int, settings: RoutingSettings) -> list[RoutingRecord]:
+    """Train one model."""
+    learn, validate, characters = text()
+    torch.manual_seed(seed)  # equal seeds have equal initial weights and batches
+    model, generator = Model(name, characters), torch.Generator().manual_seed(seed)
+    optimizer = torch.optim.Adam(model.parameters(), settings.learning_rate)
+    held_out = batch(validate, 128, torch.Generator().manual_seed(0))
+    rows, began, interval = [], time.monotonic(), settings.steps // INTERVALS
+    losses, loads, times = [], [], []
+    for step in range(1, settings.steps + 1):
+        inputs, targets = batch(learn, 32, generator)
+        start = time.perf_counter()
+        logits, load, extra = model(inputs)
+        loss = F.cross_entropy(logits.flatten(0, 1), targets.flatten())
+        optimizer.zero_grad()
+        (loss + extra).backward()
+        optimizer.step()
+        times.append(1e3 * (time.perf_counter() - start))
+        losses.append(loss.item())
+        loads.append(float(load.max()))
+        if step % interval == 0:
+            model.eval()
+            with torch.no_grad():
+                logits, load, _ = model(held_out[0])
+                validation = F.cross_entropy(logits.flatten(0, 1), held_out[1].flatten()).item()
+            model.train()
+            rows.append(
+                RoutingRecord(
+                    *(name, seed, settings.steps, settings.learning_rate, step),
+                    *(mean(losses), mean(loads), max(loads), validation, float(load.max()), median(times)),
+                    time.monotonic() - began,
+                )
+            )
+            losses, loads, times = [], [], []
+    return rows

@@ -1,1 +1,0 @@
-"""Routers for mixtures of experts, compared on a small character model."""
