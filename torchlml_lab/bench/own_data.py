@@ -20,7 +20,6 @@ from torchlml_lab.cli_errors import BadInput
 from torchlml_lab.data.labelled_rows import LabelledRows, Matrix
 from torchlml_lab.data.tables import Columns
 from torchlml_lab.engine.output import StudyTable, markdown_table, new_console, plain_table
-from torchlml_lab.engine.run_directory import locked
 from torchlml_lab.files import check_file
 from torchlml_lab.multilabel import linear
 from torchlml_lab.multilabel.report import calibrate
@@ -102,11 +101,10 @@ def main(settings: OwnDataSettings) -> None:
     check_file("--csv", settings.csv)
     settings.csv.parent.mkdir(parents=True, exist_ok=True)
     console = new_console()
-    with locked(settings.csv.parent):
-        rows = TABLE.read(settings.csv, "--csv") if settings.csv.exists() else []
-        for row in _missing(settings, folder, rows, console):
-            rows.append(row)
-            TABLE.write(settings.csv, rows)
+    rows = TABLE.read(settings.csv, "--csv") if settings.csv.exists() else []
+    for row in _missing(settings, folder, rows, console):
+        rows.append(row)
+        TABLE.write(settings.csv, rows)
     console.print(table(rows))
     console.print(f"The results are in {settings.csv}.", soft_wrap=True)
 
