@@ -293,7 +293,7 @@ SUMMARIES = {
     "sweep": "run a grid of training runs in parallel and collect one CSV",
     "evaluate": "evaluate the best checkpoint of a run",
     "predict": "predict with the best checkpoint of a run",
-    "export": "write the best checkpoint of a run as an ONNX or PyTorch program",
+    "export": "write the best checkpoint as an ONNX or PyTorch program",
     "step-time": "time a training step with each loss of a task",
     "figures": "draw the figures of the documentation and the studies",
 }

@@ -31,7 +31,9 @@ def test_a_peer_gives_a_number_and_a_gradient_for_each_entry(peer) -> None:
     # Larger logits never get a smaller value, except in methods that compare and mix entries.
     order = x.argsort(-1)
     assert peer.name in ("difftopk", "softtorch") or (y.gather(-1, order).diff(dim=-1) >= -1e-4).all()
-    # The mask from soft ranks does not guarantee a sum.
+    if peer.name == "dftopk":  # its outputs do not sum to k
+        return
+    # The mask from soft ranks sums to k only approximately.
     loose = {"difftopk": 1e-5, "cvxpylayers": 1e-3, "torchsort": 1.0}.get(peer.name, 1e-9)
     torch.testing.assert_close(y.sum(-1), torch.full((4,), 3.0, dtype=torch.float64), atol=loose, rtol=0)
 

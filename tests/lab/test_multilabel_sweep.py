@@ -39,7 +39,7 @@ def lines(tmp_path_factory):
 
 
 def test_sweep(lines, tmp_path, monkeypatch):
-    common = MultilabelSettings(train=lines, test=lines, epochs=3, batch_size=16)
+    common = MultilabelSettings(train=lines, test=lines, epochs=3, batch_size=16, model="network")
     settings = SweepSettings(
         out=tmp_path,
         losses=("bce", "lml-2"),

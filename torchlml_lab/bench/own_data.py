@@ -163,7 +163,7 @@ def _torchlml(problem: Problem) -> Prediction:
     with tempfile.TemporaryDirectory() as folder:
         settings = MultilabelSettings(train=Path("samples"), out=Path(folder) / "run", cpu=True)
         files = Files(problem.training, None, None, problem.columns, [])
-        trained, data = train(settings, Console(quiet=True), lambda one: split(one, files))
+        trained, data = train(settings, new_console(quiet=True), lambda one: split(one, files))
         temperature, decisions = calibrate(trained.for_validation(), data.validation)
     trained = trained._replace(decisions=decisions, temperature=temperature)
     end = time.process_time()
