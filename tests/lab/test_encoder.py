@@ -99,7 +99,7 @@ def test_a_run_with_an_encoder(model: str, tmp_path: Path, capsys, monkeypatch) 
     monkeypatch.setattr(labelled_rows, "_encoder", lambda name: pytest.fail("the model was loaded"))
     out.rename(tmp_path / "moved")
     assert cli.main(["evaluate", str(tmp_path / "moved")]) == 0
-    assert "12 validation samples" in capsys.readouterr().out
+    assert "40 validation samples" in capsys.readouterr().out
 
 
 def test_bad_encoders(model: str, tmp_path: Path, capsys, monkeypatch) -> None:

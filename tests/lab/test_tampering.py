@@ -35,6 +35,7 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("tampering")
     data = write_texts(folder / "train.csv", tagged_texts(60, seed=0))
     words = ["train", "multilabel", "--train", str(data), "--epochs", "2", "--hidden", "4"]
+    words += ["--model", "network"]  # for speed
     return made([*words, "--out", str(folder / "run")])
 
 
