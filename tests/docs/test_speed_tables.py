@@ -1,9 +1,10 @@
-"""The tables of speed on the pages about sets and balanced routing: every number matches its CSV."""
+"""The tables on the pages about sets and balanced routing: every number matches its CSV."""
 
 from __future__ import annotations
 
 import re
 from pathlib import Path
+from statistics import mean, stdev
 
 from tests.docs.test_results_tables import RESULTS, Row, rows, tables
 
@@ -110,3 +111,22 @@ def test_speed_of_balanced_lml():
         ratios = {(row["mode"], row["provider"]): float(row["ratio_p50"]) for row in found}
         calls = (("forward", "cold start"), ("forward", "warm start"), ("backward", "balanced_lml"))
         assert cells == [f"{ratios[call]:.1f}" for call in calls]
+
+
+def test_the_routing_study():
+    (table,) = (one for one in tables(RESULTS / "routing" / "README.md") if one.heads[0] == "router")
+    found = rows(RESULTS / "routing" / "routing.csv")
+    assert [line[0] for line in table.lines] == list(dict.fromkeys(row["router"] for row in found))
+    last = max(int(row["step"]) for row in found)
+    for router, seeds, *cells in table.lines:
+        own = [row for row in found if row["router"] == router]
+        losses = [float(row["validation_loss"]) for row in own if int(row["step"]) == last]
+        late = [row for row in own if int(row["step"]) > last / 2]
+        assert seeds == str(len(losses))
+        assert cells == [
+            f"{mean(losses):.3f} ±{stdev(losses):.3f}",
+            f"{mean(float(row['load']) for row in late):.2f}",
+            f"{max(float(row['worst_load']) for row in late):.2f}",
+            f"{mean(float(row['validation_load']) for row in late):.2f}",
+            f"{mean(float(row['milliseconds']) for row in own):.1f}",
+        ]
