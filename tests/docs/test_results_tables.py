@@ -299,7 +299,7 @@ def one_label_rows(head: str, dataset: str, name: str, draw: str = "random") -> 
 
 
 @functools.cache
-def one_label_groups() -> dict[tuple[str, ...], list[Row]]:
+def one_label_groups() -> dict[tuple[str, str, str, str], list[Row]]:
     groups = defaultdict(list)
     for row in rows(ONE_LABEL / "results.csv"):
         groups[row["head"], row["dataset"], row["method"], row["draw"]].append(row)
