@@ -269,9 +269,9 @@ def test_a_run_without_a_hidden_layer_is_continued(mixed: Path, tmp_path: Path) 
     assert cli.main([str(word) for word in words]) == 0
     assert json.loads((tmp_path / "run" / "settings.json").read_text())["hidden"] == 0
     before, after = torchlml_lab.load_run(mixed), torchlml_lab.load_run(tmp_path / "run")
-    # The linear part is fitted again, so the order of absent labels can change.
-    best = [[labels[0] for labels in one.predict(samples_of("mixed"), "top-k")] for one in (before, after)]
-    assert best[0] == best[1]
+    # The linear part is fitted again, with a penalty that is chosen again, so a few sets can change.
+    sets = [[set(labels) for labels in one.predict(samples_of("mixed"), "half")] for one in (before, after)]
+    assert np.mean([one == other for one, other in zip(*sets, strict=True)]) > 0.9
 
 
 def test_runs_that_cannot_be_continued(run: Path, features: Path, tmp_path: Path, capsys) -> None:
