@@ -68,7 +68,7 @@ def calls() -> dict[str, Callable[[], Any]]:
 
 
 def dtensor_call(mesh: DeviceMesh) -> Callable[[], Any]:
-    """Return a call of `lml` with a DTensor whose labels are sharded across a mesh."""
+    """Return a call to `lml` with a DTensor whose labels are sharded across a mesh."""
     x = torch.randn(8, 20, generator=torch.Generator().manual_seed(0))
     sharded = distribute_tensor(x, mesh, [Shard(1)])
     return lambda: torchlml.lml(sharded, 5)

@@ -24,12 +24,12 @@ _FORMS = (
 
 
 class Labels(NamedTuple):
-    """The observed labels, as a list or as a multi-hot; exactly one of `listed` and `observed` is not None.
+    """The observed labels, as a list or multi-hot; exactly one of `listed` and `observed` is not None.
 
     `listed` has shape (R, L) and contains classes. With offsets it has shape (P,) and contains positions in
     ascending order, those of row i from `starts[i]` to `starts[i + 1]`. It contains every label once;
     negative values are padding. `observed` is a bool tensor with the shape of `x`. `weight` has the shape of
-    the one that is given; None means 1 for every label.
+    the one that is not None; without it, every label has weight 1.
     """
 
     listed: Tensor | None
@@ -116,7 +116,7 @@ class TargetRows:
 
     @property
     def weights_need_gradient(self) -> bool:
-        """Whether a gradient is requested for class weights or for the weights in a multi-hot."""
+        """Whether a gradient is requested for class weights or for the weights in a multi-hot target."""
         return any(t is not None and t.requires_grad for t in (self.weight, self.multi_hot))
 
 
@@ -158,7 +158,7 @@ def read_target_rows(c: Canonical, target: Tensor, weight: Tensor | None, ignore
 
 
 def is_multi_hot(target: Any) -> bool:
-    """Whether the dtype of a target is that of a multi-hot (bool or float), not that of class indices."""
+    """Whether the dtype of a target means multi-hot labels (bool or float), not class indices."""
     return isinstance(target, Tensor) and (target.dtype == torch.bool or target.is_floating_point())
 
 
@@ -193,7 +193,7 @@ def _values(c: Canonical, target: Any) -> Tensor:
     if isinstance(target, (list, tuple)):
         raise TypeError(
             f"`target` must be a torch.Tensor, but it is a {type(target).__name__}; pass one class index per "
-            "row, lists of labels padded to one width with `ignore_index`, or a bool multi-hot."
+            "row, lists of labels padded to one width with `ignore_index`, or a bool multi-hot tensor."
         )
     if c.jagged is not None:
         target = c.jagged.values(target, "target", c.jagged.ragged, readable(c.x))
@@ -222,7 +222,7 @@ def _lists_labels(c: Canonical, target: Any) -> bool:
         return True
     raise ValueError(
         f"`target` is {target.dtype} and ragged like the logits, which is ambiguous; pass `target.bool()` "
-        "for a multi-hot, or a list of the labels within each row, padded with `ignore_index`."
+        "for multi-hot labels, or a list of the labels within each row, padded with `ignore_index`."
     )
 
 
@@ -258,7 +258,7 @@ def _class_indices(c: Canonical, target: Tensor, weight: Tensor | None, ignore_i
 def _raise_ambiguous(target: Tensor) -> NoReturn:
     raise ValueError(
         f"`target` has integers in the logits' own shape, {tuple(target.shape)}, which is ambiguous; pass "
-        "`target.bool()` for a multi-hot, or add one more column of `ignore_index` to a list of labels."
+        "`target.bool()` for multi-hot labels, or add one more column of `ignore_index` to a list of labels."
     )
 
 
@@ -277,7 +277,7 @@ def _check_multi_hot(c: Canonical, target: Tensor) -> None:
     expected = c.x.shape if c.offsets is not None else torch.Size([*c.row_shape, c.x.shape[-1]])
     if target.shape != expected:
         raise ValueError(
-            f"`target` is {target.dtype}, a multi-hot, and must have the logits' shape {tuple(expected)}, "
+            f"`target` is multi-hot ({target.dtype}) and must have the logits' shape {tuple(expected)}, "
             f"but it has shape {tuple(target.shape)}."
         )
     if target.is_floating_point():
@@ -287,7 +287,7 @@ def _check_multi_hot(c: Canonical, target: Tensor) -> None:
 def _hot_labels(
     target: Tensor, weight: Tensor | None, work: torch.dtype, offsets: Tensor | None = None
 ) -> Labels:
-    """Return the labels of a multi-hot in the shape of the logits, with weights in the work dtype."""
+    """Return the labels of a multi-hot target in the shape of the logits, with weights in the work dtype."""
     observed = target if target.dtype == torch.bool else target != 0
     label_weight = None if target.dtype == torch.bool and weight is None else target.to(work)
     if weight is not None and label_weight is not None:
@@ -298,8 +298,8 @@ def _hot_labels(
 def _positions(c: Canonical, target: Tensor, weight: Tensor | None, ignore_index: int) -> Labels:
     if target.dim() != 1:
         raise ValueError(
-            f"`target` must be flat with `offsets`: int64 positions into the values, or a multi-hot of their "
-            f"shape {tuple(c.x.shape)}, but it has shape {tuple(target.shape)}."
+            f"`target` must be flat with `offsets`: int64 positions into the values, or a multi-hot "
+            f"tensor of their shape {tuple(c.x.shape)}, but it has shape {tuple(target.shape)}."
         )
     assert c.offsets is not None
     if readable(target):

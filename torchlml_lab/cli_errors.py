@@ -70,7 +70,7 @@ def _capital(words: str) -> str:
 
 
 def options(settings: Any, prefix: str = "--") -> Iterator[str]:
-    """Yield every option of the settings as typed. Options of nested settings contain a dot."""
+    """Yield every option as typed on the command line. Options of nested settings contain a dot."""
     for field in fields(settings):
         name, value = field.name.replace("_", "-"), getattr(settings, field.name)
         if is_dataclass(value):

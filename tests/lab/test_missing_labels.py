@@ -335,7 +335,7 @@ GOOD = {"x": np.ones((6, 2), np.float32), "y": np.eye(6, 3, dtype=bool) | (np.ar
             {**GOOD, "train": np.arange(6) < 4, "observed": np.zeros(6, int)},
             "one `observed` label",
         ),
-        ("voc2012", {**GOOD, "train": np.arange(6) < 4, "observed": np.full(4, 2)}, "also in `y`"),
+        ("voc2012", {**GOOD, "train": np.arange(6) < 4, "observed": np.full(4, 2)}, "must also be in `y`"),
     ],
 )
 def test_damaged_arrays(tmp_path, name, arrays, needle):

@@ -1,4 +1,4 @@
-"""The operators `torch.ops.torchlml.*`; each is defined by one call of `operator`.
+"""The operators `torch.ops.torchlml.*`; each is defined by one call to `operator`.
 
 This is where kernels plug in. An operator has a schema, an implementation in pure PyTorch for every device,
 and the shapes of its results for the compiler. A compiled kernel registers the same name under the key of its

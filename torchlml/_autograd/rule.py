@@ -10,7 +10,7 @@ occur.)
 offsets). In the dual, a bound is a clamp: nu = min(nu*, 0) for at most k and max(nu*, 0) for at least k,
 where nu* makes the sum exactly k. A row with nu = 0 is called free: it is sigmoid(x) for any k.
 
-`fast_lml` is a fast path for the most common call of `lml`: eager, with a float32 or float64 matrix on the
+`fast_lml` is a fast path for the most common call to `lml`: eager, with a float32 or float64 matrix on the
 CPU, a plain number k and no other arguments. At 256 x 100, general argument handling and the general autograd
 Function cost as much as the backward pass of the projection itself.
 """

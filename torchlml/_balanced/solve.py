@@ -127,10 +127,10 @@ def solve(problem: Problem, start: Tensor | None, sample: Problem | None = None)
 def check_feasible(problem: Problem, mu: Tensor, slack: float) -> None:
     """Raise an error if the columns with the smallest multipliers prove that there is no solution.
 
-    Rows whose entries outside a set of columns do not suffice need the rest inside. By the
-    max-flow min-cut theorem, a problem is feasible if and only if no set of columns is too small. In an
-    infeasible problem the multipliers of such a set diverge, so the sets to try are those of the smallest
-    multipliers.
+    Consider a set of columns. A row that cannot reach its k with entries outside the set needs the rest from
+    entries inside it. By the max-flow min-cut theorem, a problem is feasible if and only if the capacity of
+    every set covers these needs. In an infeasible problem, the multipliers of a set that is too small
+    diverge, so the sets to try are those of the columns with the smallest multipliers.
     """
     order = torch.where(problem.capacity > 0, mu, -torch.inf).argsort()
     present = (problem.x[:, order] > -torch.inf).double()

@@ -261,7 +261,7 @@ def _check_no_offsets(offsets: Tensor | None) -> None:
 
 
 class ShardedTarget(NamedTuple):
-    """A validated target: (R, L) int64 with unique labels and negative padding, or a multi-hot (R, n)."""
+    """A validated target: (R, L) int64 with unique labels and negative padding, or multi-hot (R, n)."""
 
     rows: Tensor
     weight: Tensor | None  # one per class of this process
@@ -282,7 +282,7 @@ class ShardedTarget(NamedTuple):
         return OwnLabels(row, place, weight)
 
     def has_label(self) -> Tensor:
-        """Whether each row has a label on any process: one round for a multi-hot."""
+        """Whether each row has a label on any process: one round for a multi-hot target."""
         if self.rows.dtype == torch.int64:
             return (self.rows >= 0).any(-1)
         return self.split.group.sum((self.rows != 0).any(-1).long()) > 0

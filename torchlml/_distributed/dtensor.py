@@ -62,7 +62,7 @@ class Layout(NamedTuple):
         return self.local(t, [Shard(0) if i == self.labels else Replicate() for i in range(self.mesh.ndim)])
 
     def target(self, t: Any) -> Any:
-        """The local part of a target: the entries of a multi-hot, the rows of class indices."""
+        """The local part of a target: entries if it is multi-hot, rows if it has class indices."""
         check_tensor(t, "target")
         if is_multi_hot(t):
             return self.entries(t)

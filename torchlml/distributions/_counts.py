@@ -316,7 +316,7 @@ class _Powers:
 
 
 def _stacked(first: Tensor, x: Tensor, count: int) -> Tensor:
-    """(R, count, n): first, first x, first x^2, and so on."""
+    """Stack `first`, `first * x`, `first * x^2` and so on: (R, count, n)."""
     powers = [first]
     if torch.is_grad_enabled() and (first.requires_grad or x.requires_grad):
         for _ in range(count - 1):

@@ -39,11 +39,11 @@ def lml_loss(
     Args:
         logits: (..., n), or flat values with `offsets`, or a nested tensor of the layout `torch.jagged`.
         target: class indices (...), lists of class indices (..., L) padded with `ignore_index`, or a bool or
-            float multi-hot of the logits' shape, whose floats are label weights. With `offsets`: a flat
-            multi-hot, or positions into the values. For ragged nested logits: a nested multi-hot, or the
-            labels counted within each row, as (B,), padded (B, L) or nested lists. Integers in the logits'
-            own shape raise an error, since they could be either: pass `target.bool()`, or a list that is one
-            column wider.
+            float multi-hot tensor of the logits' shape, whose floats are label weights. With `offsets`: a
+            flat multi-hot tensor, or positions into the values. For ragged nested logits: a nested multi-hot
+            tensor, or the labels counted within each row, as (B,), padded (B, L) or nested lists. Integers in
+            the logits' own shape raise an error, since they could be either: pass `target.bool()`, or a list
+            that is one column wider.
         k: the number of labels to predict, as in `torchlml.lml`: one number or one per row; differentiable.
             In a row that has a label, k = 0 raises a ValueError on the CPU. On other devices, where the check
             would synchronize, the loss is infinite.
@@ -56,8 +56,8 @@ def lml_loss(
         offsets: int64 row boundaries of a ragged batch, as in `torchlml.lml`.
         bound: whether "exactly", "at_most" or "at_least" k labels are predicted, as in `torchlml.lml`.
         group: the processes that the labels are sharded across, as in `torchlml.lml`. Class indices count the
-            labels of all processes; `weight`, `mask` and a multi-hot belong to the labels of this process.
-            Every process gets the same loss, and the gradient of its own logits.
+            labels of all processes; `weight`, `mask` and multi-hot targets belong to the labels of this
+            process. Every process gets the same loss, and the gradient of its own logits.
 
     Returns:
         The loss in the dtype of the logits (float32 under autocast), a scalar or one number per row.

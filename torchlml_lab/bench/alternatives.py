@@ -76,7 +76,7 @@ def draw(rows: Sequence[Measurement], plot: Path, csv: Sequence[Path] = ()) -> N
     Args:
         rows: As for `markdown`.
         plot: The picture to write.
-        csv: The file of the rows, which the picture names in its metadata.
+        csv: The CSV file with the rows. Its name is stored in the picture's metadata.
     """
     values = _values(rows)
     sizes = [n for n, _, _, scale, *_ in _cases(rows) if scale]

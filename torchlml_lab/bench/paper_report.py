@@ -167,7 +167,7 @@ def draw(rows: Sequence[Measurement], picture: Path, csv: Sequence[Path] = ()) -
     Args:
         rows: The results of `torchlml bench paper`. The last row of each measurement is used.
         picture: The PNG or SVG file to write.
-        csv: The file of the rows, which the picture names in its metadata.
+        csv: The CSV file with the rows. Its name is stored in the picture's metadata.
     """
     shown = [row for row in latest(rows).values() if row.threads == rows[-1].threads]
     sizes = sorted({row.n for row in shown})

@@ -164,7 +164,7 @@ def draw(rows: Sequence[Measurement], plot: Path, csv: Sequence[Path] = ()) -> N
         rows: Times of one benchmark. The last row of each measurement on the last machine is used, and only
             rows with the dtype of the first one.
         plot: The picture to write.
-        csv: The file of the rows, which the picture names in its metadata.
+        csv: The CSV file with the rows. Its name is stored in the picture's metadata.
     """
     wanted = (rows[-1].machine, rows[0].dtype)
     here = [row for row in latest(rows).values() if (row.machine, row.dtype) == wanted]

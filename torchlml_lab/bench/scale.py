@@ -157,7 +157,7 @@ def take_step(arguments: Sequence[str]) -> None:
 
 
 def count_rounds(arguments: Sequence[str]) -> None:
-    """Count the rounds. The arguments are a rendezvous directory, the number of labels, rank and scales."""
+    """Count the communication rounds. Arguments: rendezvous directory, number of labels, rank, scales."""
     # Imported here, because imports at module level would count toward the memory that `take_step` reports.
     import torch.distributed as dist
     from torch.distributed import FileStore  # type: ignore[attr-defined]

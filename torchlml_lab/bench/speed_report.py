@@ -94,7 +94,7 @@ def draw_bandwidth(rows: Sequence[Measurement], picture: Path, csv: Sequence[Pat
     Args:
         rows: The rows of `torchlml bench layer`.
         picture: The PNG or SVG file to write.
-        csv: The file of the rows, which the picture names in its metadata.
+        csv: The CSV file with the rows. Its name is stored in the picture's metadata.
     """
     by_threads = {threads: lines for threads, lines in shares(rows).items() if any(map(len, lines.values()))}
     with new_figure(picture, PAGE, 2.7, csv) as figure:

@@ -51,7 +51,7 @@ def draw_by_noise(rows: Sequence[AccuracyRecord], picture: Path, csv: Sequence[P
         rows: The runs, one recipe for each loss. If they include the last epoch, two more panels show its
             top-k accuracy on clean labels and on the noisy training labels.
         picture: The PNG or SVG file to write.
-        csv: The file of the rows, which the picture names in its metadata.
+        csv: The CSV file with the rows. Its name is stored in the picture's metadata.
     """
     top = f"top-{rows[0].k}"
     measures = {"test_top1": "top-1, test", "test_topk": f"{top}, test"}
@@ -133,7 +133,7 @@ def draw_by_k(rows: Sequence[WhichKRecord], picture: Path, csv: Sequence[Path] =
     Args:
         rows: The results of the networks.
         picture: The PNG or SVG file to write.
-        csv: The file of the rows, which the picture names in its metadata.
+        csv: The CSV file with the rows. Its name is stored in the picture's metadata.
     """
     with plots.new_figure(picture, plots.PAGE, 6.0, csv) as figure:
         grid = figure.subplots(len(_MEASURES), len(SITUATIONS), sharex=True, sharey="row")

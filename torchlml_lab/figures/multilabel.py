@@ -99,7 +99,7 @@ def draw(rows: Sequence[LabelRecord], picture: Path, csv: Sequence[Path] = ()) -
     Args:
         rows: The runs, with one learning rate per loss.
         picture: The PNG or SVG file to write.
-        csv: The files of the rows, which the picture names in its metadata.
+        csv: The CSV files with the rows. Their names are stored in the picture's metadata.
     """
     groups = grouped(rows)
     points = {data: _points(by_keep) for data, by_keep in groups.items()}
@@ -242,7 +242,7 @@ def draw_recommend(
         rows: The runs, with one set of hyperparameters per model and loss.
         published: Published Recall@20 and nDCG@20 by name.
         picture: The PNG or SVG file to write.
-        csv: The files of the rows, which the picture names in its metadata.
+        csv: The CSV files with the rows. Their names are stored in the picture's metadata.
     """
     lines = [
         (f"published: {name}", GREY, "|", [[value] for value in pair]) for name, pair in published.items()
@@ -376,7 +376,7 @@ def draw_missing_labels(groups: Cells, picture: Path, csv: Sequence[Path] = ()) 
     Args:
         groups: The runs of one head.
         picture: The PNG or SVG file to write.
-        csv: The file of the runs, which the picture names in its metadata.
+        csv: The CSV file with the runs. Its name is stored in the picture's metadata.
     """
     names = [name for name in ONE_LABEL if name != "bce-all" and any(key[1] == name for key in groups)]
     with new_figure(picture, PAGE, 1.1 + 0.22 * len(names), csv) as figure:

@@ -49,7 +49,7 @@ def draw_by_epoch(
         rows: The evaluations, with one set of hyperparameters per method.
         methods: The methods to draw, the reference first. Each curve is a mean over the seeds.
         picture: The PNG or SVG file to write.
-        csv: The file of the rows, which the picture names in its metadata.
+        csv: The CSV file with the rows. Its name is stored in the picture's metadata.
     """
     reference, *others = methods
     with new_figure(picture, PAGE, 5.0, csv) as figure:
@@ -163,7 +163,7 @@ def draw_by_bias(rows: Sequence[RecallRecord], picture: Path, csv: Sequence[Path
     Args:
         rows: The evaluations, with one set of hyperparameters per method and bias.
         picture: The PNG or SVG file to write.
-        csv: The file of the rows, which the picture names in its metadata.
+        csv: The CSV file with the rows. Its name is stored in the picture's metadata.
     """
     groups = cells(rows, "test")
     biases = [one for one in BIASES if any(variant == one and name != FREQUENCY for name, variant in groups)]

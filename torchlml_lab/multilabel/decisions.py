@@ -181,7 +181,7 @@ class SetMeasures:
         self.exact = self.rows = 0
 
     def update(self, chosen: Tensor, observed: Tensor) -> None:
-        """Add samples with chosen labels, bool (R, known labels), and their labels, bool (R, labels)."""
+        """Add samples: the chosen labels, bool (R, known labels), and the true labels, bool (R, labels)."""
         known = chosen.shape[1]
         self.hits[:known] += (chosen & observed[:, :known]).sum(0)
         self.chosen[:known] += chosen.sum(0)

@@ -138,8 +138,8 @@ class LabelNetwork(nn.Module):
         """The logits (R, labels), or the mean loss of the network alone if labels and a loss are passed.
 
         The loss is computed here because `lml` fuses it with the last layer, so that the full logit matrix is
-        never materialized. The linear part is added to the logits only: a network trained on what the linear
-        part leaves over would learn nothing, because that part fits the training samples almost perfectly.
+        never materialized. The linear part is added to the logits only: a network trained on the residual of
+        the linear part would learn nothing, because that part fits the training samples almost perfectly.
         """
         used = len(self.first.weight)
         found = self.first(rows if self.place is None else _renumbered(rows, self.place, used))

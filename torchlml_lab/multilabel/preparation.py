@@ -1,4 +1,4 @@
-"""Turns samples into network inputs: fitted on the training samples and stored with the run."""
+"""The conversion of samples to network inputs, fitted on the training samples and stored with the run."""
 
 import dataclasses
 import re

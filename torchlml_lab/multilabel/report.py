@@ -298,7 +298,7 @@ def make(trained: TrainedLabels, inputs: Matrix, rows: LabelledRows, what: str) 
 
 
 def _calibration_error(bins: Tensor) -> float:
-    """The mean of |mean probability - share of correct labels| over bins, weighted by their labels."""
+    """The mean of |mean probability - share of correct labels| over bins, weighted by bin size."""
     total, right, count = bins
     return float((total - right).abs().sum() / count.sum())
 

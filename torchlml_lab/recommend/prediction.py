@@ -116,7 +116,10 @@ def _known_items(file: Interactions, have: Interactions) -> tuple[dict[str, Tens
 
 
 def known(person: Person, trained: TrainedRecommender) -> bool:
-    """Whether the model can score a user: the autoencoder needs items, the vectors a training user."""
+    """Whether the model can score a user.
+
+    The autoencoder needs at least one item. Matrix factorization needs a user with training items.
+    """
     if trained.settings.model == "autoencoder":
         return len(person.items) > 0
     return person.number >= 0 and bool(trained.data.training.counts[person.number] > 0)

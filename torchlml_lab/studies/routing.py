@@ -229,7 +229,7 @@ def draw(rows: Sequence[RoutingRecord], picture: Path, csv: Path) -> None:
     Args:
         rows: The measurements.
         picture: The PNG or SVG file to write.
-        csv: The file of the rows, which the picture names in its metadata.
+        csv: The CSV file with the rows. Its name is stored in the picture's metadata.
     """
     panels = {
         "validation_loss": f"validation loss − {next(iter(_LOOKS))}",

@@ -60,7 +60,7 @@ class Row {
   bool is_over(double z, double bound) const { return z >= (sparsemax_ ? bound : std::log(bound)); }
   bool is_free(double z, double bound) const { return !is_over(z, bound) && (!sparsemax_ || z >= 0); }
 
-  // A lower bound of the root: no entry exceeds k / n there.
+  // A lower bound on the root: no entry exceeds k / n there.
   Threshold lowest() const {
     const T largest = *std::max_element(x_, x_ + n_);
     const double part = k_ / static_cast<double>(n_);

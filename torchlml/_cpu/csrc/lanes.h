@@ -238,7 +238,7 @@ class LaneSolver {
     delta_ = last_step_ = vfloat{};
     low_ = splat(static_cast<float>(-L::reach)), high_ = splat(static_cast<float>(L::reach));
     odds_ = splat(unscale);
-    // An upper bound of |x - center|. In most rows it is well within the range of the exponential.
+    // An upper bound on |x - center|. In most rows it is well within the range of the exponential.
     const vfloat furthest = vsqrt(count_ * variance_) + vabs(mean_ - center_);
     if (gaps || any<float>(flip_ | ~greater(splat(0.9f * L::top), furthest))) {
       exponentials<gaps, true>();

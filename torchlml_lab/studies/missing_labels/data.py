@@ -119,7 +119,7 @@ def _read_npz(name: str, path: Path) -> Dataset:
         if train is None or published.shape != (train.sum(),):
             raise BadInput(f"`{path}` must have one `observed` label per training sample.")
         if not y[train].astype(bool)[np.arange(len(published)), published].all():
-            raise BadInput(f"`{path}` must have `observed` labels that are also in `y`.")
+            raise BadInput(f"Every `observed` label in `{path}` must also be in `y`, but some are not.")
         published = torch.from_numpy(published.astype(np.int64))
     return _labeled_samples(name, x.astype(np.float32), y.astype(bool), train, published)
 
