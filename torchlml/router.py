@@ -101,11 +101,16 @@ class TopKRouter(nn.Module):
             tokens = tokens.float()  # logits plus bias would have too many ties
         tokens = tokens / self.temperature
         present = self._present(mask, logits)
+        if present is not None:
+            tokens = torch.where(present[:, None], tokens, 0)  # padding may contain NaN
         y, mu = self._balance(tokens, present) if self.training else self._apply_bias(tokens)
-        indices = (tokens + mu).detach().topk(self.k, dim=-1).indices
+        # The multiplier of an expert that takes all of its available tokens is +inf.
+        forbidden = tokens == -torch.inf
+        indices = torch.where(forbidden, -torch.inf, tokens + mu).detach().topk(self.k, dim=-1).indices
         weights = y.gather(-1, indices)
         if self.normalize:
-            weights = weights / weights.sum(-1, keepdim=True)
+            total = weights.sum(-1, keepdim=True)
+            weights = weights / torch.where(total > 0, total, 1)  # padding has the total 0
         if present is not None:
             weights = torch.where(present[:, None], weights, 0)
         if self.capacity_factor is not None:
@@ -145,6 +150,8 @@ class TopKRouter(nn.Module):
         k = self.k if present is None else self.k * present.double()
         start = self.bias if int(self.updates) else None
         y, _, mu = balanced(tokens, k, None, None, "exactly", start, self.group)
+        if not bool(mu.isfinite().any()):  # without tokens there is nothing to learn
+            return y, mu
         with torch.no_grad():
             keep = self.decay if int(self.updates) else 0.0
             finite = torch.where(mu.isfinite(), mu, 0).to(self.bias.dtype)
@@ -153,7 +160,7 @@ class TopKRouter(nn.Module):
         return y, mu
 
     def _apply_bias(self, tokens: Tensor) -> tuple[Tensor, Tensor]:
-        mu = self.bias.to(tokens.dtype)
+        mu = self.bias.to(tokens.dtype, copy=True)  # later updates must not change results
         return lml(tokens + mu, self.k), mu
 
     def _drop(self, weights: Tensor, indices: Tensor, present: Tensor | None) -> Tensor:

@@ -270,3 +270,10 @@ def test_wrong_arguments(name: str, function: Any) -> None:
         call(function)
     for needle in needles:
         assert needle in str(caught.value)
+
+
+def test_a_full_column_with_totals_that_differ_slightly():
+    capacity = torch.tensor([5.0, 2 - 1e-5, 3.0, 0.0], dtype=torch.float64)
+    y = torchlml.balanced_lml(torch.randn(5, 4, dtype=torch.float64), 2, capacity)
+    torch.testing.assert_close(y.sum(0), capacity, rtol=0, atol=2e-5)
+    torch.testing.assert_close(y.sum(1), torch.full((5,), 2.0, dtype=torch.float64))

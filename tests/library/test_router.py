@@ -104,6 +104,49 @@ def test_padding_has_no_weight_and_no_influence() -> None:
     torch.testing.assert_close(found.mu, wanted.mu, rtol=0, atol=5e-4)
 
 
+@pytest.mark.parametrize("normalize", [True, False])
+def test_padding_does_not_change_gradients(normalize: bool) -> None:
+    x = skewed(200, 8).double()
+    mask, direction = torch.arange(200) < 150, torch.randn(200, 2, dtype=torch.float64)
+    padded = torch.where(mask[:, None], x, torch.nan).requires_grad_()
+    alone = x[:150].clone().requires_grad_()
+    for leaf, present in ((padded, mask), (alone, None)):
+        weights = torchlml.TopKRouter(8, 2, normalize=normalize)(leaf, mask=present).weights
+        (weights * direction[: len(leaf)]).sum().backward()
+    assert padded.grad is not None
+    assert alone.grad is not None
+    assert not padded.grad[150:].any()
+    torch.testing.assert_close(padded.grad[:150], alone.grad, rtol=0, atol=1e-9)
+
+
+def test_forbidden_experts_are_not_chosen() -> None:
+    x = torch.randn(64, 4)
+    x[:32, 0] = -torch.inf  # the other 32 tokens fill the first expert
+    found = torchlml.TopKRouter(4, 2)(x)
+    assert found.mu[0] == torch.inf
+    assert not (found.indices[:32] == 0).any()
+    assert (found.indices[32:] == 0).any(-1).all()
+    assert found.weights.gt(0).all()
+
+
+def test_a_batch_without_tokens_changes_nothing() -> None:
+    router = torchlml.TopKRouter(8, 2)
+    router(skewed(100, 8))
+    before = {name: value.clone() for name, value in router.state_dict().items()}
+    router(skewed(0, 8))
+    router(skewed(10, 8), mask=torch.zeros(10, dtype=torch.bool))
+    assert all(torch.equal(value, before[name]) for name, value in router.state_dict().items())
+
+
+def test_multipliers_at_inference_are_a_copy() -> None:
+    router = torchlml.TopKRouter(8, 2)
+    router(skewed(100, 8))
+    mu = router.eval()(skewed(100, 8)).mu
+    before = mu.clone()
+    router.train()(skewed(100, 8) + torch.arange(8))
+    assert torch.equal(mu, before)
+
+
 def test_half_precision() -> None:
     router = torchlml.TopKRouter(8, 2).bfloat16()
     assert router.bias.dtype == torch.float32

@@ -153,7 +153,11 @@ def _known_entries(x: Tensor, k: Tensor, capacity: Tensor, s: Settings) -> _Know
     ones = None
     if bool(full.any()):
         ones = full & (x > -torch.inf)
+        total -= float((present * full).sum())
         capacity = torch.where(full, 0, capacity)
+        held = float(capacity.sum())
+        if total > 0 and held > 0:
+            capacity = capacity * (total / held)  # the given totals may differ slightly
         # A row with too many full columns makes the rest infeasible, which the solver reports.
         problem = replace(
             problem, k=(k - ones.sum(1)).clamp(min=0), capacity=capacity, total=float(capacity.sum())
