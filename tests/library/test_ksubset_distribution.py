@@ -393,3 +393,17 @@ def test_without_validation_impossible_rows_are_nan_and_others_are_right():
     ):
         assert found[:3].isnan().all()
         torch.testing.assert_close(found[3], expected)
+
+
+def test_the_mode_follows_probabilities_whose_logits_round_to_ties():
+    p = torch.tensor([0.001, 0.0010015, 1e-4], dtype=torch.float16)
+    assert p[1] > p[0]
+    assert KSubset(1, probs=p).mode.tolist() == [0, 1, 0]
+
+
+def test_indices_of_every_integer_dtype():
+    d = KSubset(2, logits=torch.randn(4))
+    for dtype in (torch.uint8, torch.int8, torch.int32, torch.int64):
+        assert torch.equal(
+            d.log_prob(torch.tensor([0, 1], dtype=dtype)), d.log_prob(torch.tensor([1.0, 1, 0, 0]))
+        )

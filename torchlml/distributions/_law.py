@@ -190,14 +190,10 @@ class Law:
 
     def log_prob_of_indices(self, index: Tensor) -> Tensor:
         """(..., R), the log probability of sets given as (..., R, L) indices; negative ones are padding."""
-        z, padding, place = self.z, index < 0, index.clamp(min=0)
-        weights = (z if self.forced is None else torch.where(self.forced, 0, z)).expand(*index.shape[:-1], -1)
-        total = torch.where(padding, 0, weights.gather(-1, place)).sum(-1)
-        result = total - _LogNormalizer.apply(z, self)
-        if self.forced is None:
-            return result
-        held = self.forced.expand(*index.shape[:-1], -1).gather(-1, place) & ~padding
-        return torch.where(held.sum(-1) < self.forced.sum(-1), -torch.inf, result)
+        n = self.z.shape[-1]
+        places = torch.where(index < 0, n, index)  # padding goes to a column that is dropped
+        chosen = torch.zeros(*index.shape[:-1], n + 1, dtype=torch.bool, device=index.device)
+        return self.log_prob(chosen.scatter_(-1, places, True)[..., :n])
 
     def log_prob_containing(self, observed: Tensor) -> Tensor:
         """(R,), the log probability that the set contains all observed entries (R, n) bool; differentiable.

@@ -198,10 +198,11 @@ class KSubset(Distribution):
     @uncompiled
     def mode(self) -> Tensor:
         """A most probable set: the k largest logits. Among equal logits the lower index comes first."""
-        logits = self.logits.detach()
-        order = logits.argsort(stable=True, dim=-1, descending=True)
-        first = torch.arange(logits.shape[-1], device=logits.device) < self.k.unsqueeze(-1)
-        return torch.zeros_like(logits).scatter(-1, order, first.expand(logits.shape).to(logits.dtype))
+        # Probabilities have the order of their logits, which could round to ties.
+        given = self._parameter.detach()
+        order = given.argsort(stable=True, dim=-1, descending=True)
+        first = torch.arange(given.shape[-1], device=given.device) < self.k.unsqueeze(-1)
+        return torch.zeros_like(given).scatter(-1, order, first.expand(given.shape).to(given.dtype))
 
     @property
     @uncompiled
@@ -225,7 +226,7 @@ class KSubset(Distribution):
             raise TypeError(f"`value` must be a torch.Tensor, but it is a {type(value).__name__}.")
         as_indices = not value.is_floating_point() and value.dtype != torch.bool
         if self._validate_args:
-            self._check_indices(value) if as_indices else self._validate_sample(value)
+            self._check_indices(value.long()) if as_indices else self._validate_sample(value)
         shape = torch.broadcast_shapes(value.shape[:-1], self.batch_shape)
         if shape[len(shape) - len(self.batch_shape) :] != self.batch_shape:
             return self.expand(shape).log_prob(value)
