@@ -114,20 +114,8 @@ def balanced(
 ) -> Balanced:
     """Compute Y and mu, and nu if `dual`; the arguments are those of `balanced_lml`."""
     # A graph break in compiled code. It imports the compiler, so eager calls avoid it.
-    run = _not_compiled if torch.compiler.is_compiling() else _project
-    return run(x, k, capacity, mask, bound, start, group, dual)
-
-
-def _project(
-    x: Tensor,
-    k: float | Tensor,
-    capacity: float | Tensor | None,
-    mask: Tensor | None,
-    bound: str,
-    start: Tensor | None,
-    group: Any,
-    dual: bool,
-) -> Balanced:
+    if torch.compiler.is_compiling():
+        return _not_compiled(x, k, capacity, mask, bound, start, group, dual)
     if torch._C._are_functorch_transforms_active() or forward_ad._current_level >= 0:
         raise NotImplementedError(
             "balanced_lml supports plain calls and their first derivatives, but a transform of torch.func or "
@@ -155,7 +143,7 @@ def _project(
     return Balanced(y.reshape(x.shape), nu.reshape(nu_shape), mu.reshape(*x.shape[:-2], x.shape[-1]))
 
 
-_not_compiled = cast(Any, torch)._disable_dynamo(_project)
+_not_compiled = cast(Any, torch)._disable_dynamo(balanced)
 
 
 def _matrix(own: _Arguments, i: int) -> Matrix:

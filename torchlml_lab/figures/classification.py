@@ -199,6 +199,8 @@ def page_of(rows: Sequence[WhichKRecord]) -> str:
             cells = [spread([getattr(row, name) for row in group], 1) for name in _MEASURES]
             count = f"{mean(row.count for row in group):.2f}"
             lines.append((method, str(k or "-"), str(len(group)), *cells, count))
-        title = f"Images of {digits}, {named} labeled: in %, and the number of digits with p > 0.5"
+        title = (
+            f"Images of {digits}, {named} labeled: measures in %, and the mean number of digits with p > 0.5"
+        )
         parts.append(markdown_table(title, heads, lines))
     return "\n\n".join(parts) + "\n"
