@@ -15,12 +15,13 @@ from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.autograd import forward_ad
 
 from torchlml._rows import Jagged, read_nested, wide_dtype
 
 Bound = Literal["exactly", "at_most", "at_least"]
 
-# The last two are passed by the compiler for dynamic numbers.
+# The compiler passes the last two types for dynamic numbers.
 NUMBERS: tuple[Any, ...] = (int, float, numbers.Real, torch.SymInt, torch.SymFloat)
 _DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
 _LARGEST = sys.float_info.max  # a larger int cannot be converted to a float
@@ -76,7 +77,7 @@ def canonical(
     """
     if isinstance(x, Tensor) and x.is_nested:
         if not nested:
-            raise TypeError(f"`{name}` must be a dense tensor here, but it is nested.")
+            raise TypeError(f"`{name}` must be a dense tensor for this function, but it is nested.")
         plain, jagged = read_nested(x, k, dim, mask, offsets, name, readable(x))
         c = canonical(*plain, any_k=any_k, name=name)
         return c._replace(outer=c.x.shape if c.outer is None else c.outer, jagged=jagged)
@@ -136,7 +137,7 @@ def check_tensor(t: Any, name: str, like: Tensor | None = None, owner: str = "`x
 
 
 def check_number(value: Any, name: str, accepted: str, least: float | None = None) -> None:
-    """Raise unless `value` is a number, finite and at least `least` if that is given."""
+    """Raise unless `value` is a number and, if `least` is given, finite and at least `least`."""
     if isinstance(value, bool) or not isinstance(value, NUMBERS):
         raise TypeError(f"`{name}` must be {accepted}, but it is {value!r}.")
     if least is not None and not least <= value < math.inf:
@@ -199,12 +200,12 @@ def _check_offsets(offsets: Tensor, x: Tensor, name: str) -> Tensor:
                 f"but it goes from {first} to {last}."
             )
         if bool((offsets.diff() < 0).any()):
-            raise ValueError("`offsets` must not decrease, but it does.")
+            raise ValueError("`offsets` must be in nondecreasing order, but it is not.")
     return offsets.long().contiguous()
 
 
 def check_limit(k: Any) -> None:
-    """Raise if no input could make k valid: it must be finite and at least 0."""
+    """Raise unless k is finite and at least 0, which is required for every input."""
     if isinstance(k, Tensor):
         check_k(k, k.shape, None, k.device)
     else:
@@ -212,18 +213,19 @@ def check_limit(k: Any) -> None:
 
 
 def check_k(k: Any, rows: torch.Size, most: int | None, device: torch.device, name: str = "x") -> Tensor:
-    """Return k as a wide tensor, 0-d or 1-d with one number per row; `most` is the largest valid k."""
+    """Return k in the wide dtype, 0-d or 1-d with one number per row; `most` is the largest valid k."""
     if not isinstance(k, Tensor):
-        check_number(k, "k", "a number or a tensor")
+        if isinstance(k, bool) or not isinstance(k, NUMBERS):
+            raise TypeError(f"`k` must be a number or a tensor, but it is {k!r}.")
         # A NaN fails every comparison, so the test is for valid values.
         if not 0 <= k <= (_LARGEST if most is None else most):
             raise _out_of_range(k, k, most)
-        # Most programs pass the same k in every call, and a new tensor for it costs as much as all the
+        # Most programs pass the same k in every call, and creating a tensor for it takes as long as all the
         # checks.
         make = cached_scalar if is_eager() else _scalar
         return make(k, wide_dtype(device))
     if k.is_nested:
-        raise TypeError(f"`k` must be a dense tensor with this `{name}`, but it is nested.")
+        raise TypeError(f"`k` must be a dense tensor for this `{name}`, but it is nested.")
     check_real(k, "k", device, name)
     if readable(k) and k.numel() > 0:
         smallest, largest = (end.item() for end in k.detach().aminmax())
@@ -283,6 +285,20 @@ def is_eager() -> bool:
     )
 
 
+def is_plain() -> bool:
+    """Whether no `torch.func` transform and no forward-mode level is active."""
+    return not torch._C._are_functorch_transforms_active() and forward_ad._current_level < 0
+
+
+def is_sharded(x: Any, group: Any = None) -> bool:
+    """Whether a call concerns several processes: it has a `group`, or `x` is a DTensor."""
+    if group is not None:
+        return True
+    # There are no DTensors before this module is imported, which takes longer than importing torchlml.
+    module = sys.modules.get("torch.distributed.tensor")
+    return module is not None and isinstance(x, module.DTensor)
+
+
 def _scalar(k: Any, dtype: torch.dtype) -> Tensor:
     if not isinstance(k, (int, float, torch.SymInt, torch.SymFloat)):
         k = float(k)  # a fraction or a NumPy number
@@ -292,12 +308,12 @@ def _scalar(k: Any, dtype: torch.dtype) -> Tensor:
 
 @functools.lru_cache(maxsize=256)
 def cached_scalar(k: Any, dtype: torch.dtype) -> Tensor:
-    """`k` as a tensor that later calls share."""
+    """Return `k` as a tensor that later calls reuse."""
     # A tensor created in inference mode cannot be saved for the backward pass of a later call.
     with torch.inference_mode(False):
         return _scalar(k, dtype)
 
 
 def autocasts(device: str) -> bool:
-    """Whether autocast is enabled for a device type; False for "meta", for which torch raises."""
+    """Whether autocast is enabled for a device type; False for "meta", for which torch raises an error."""
     return device != "meta" and torch.is_autocast_enabled(device)

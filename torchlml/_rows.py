@@ -1,12 +1,12 @@
-"""Rows of a dense matrix or of a ragged batch, behind one small interface, and nested tensors as such rows.
+"""A common interface to the rows of a dense matrix or a ragged batch, and conversion of nested tensors.
 
 Code that works on rows is written once, in terms of sums over each row and of broadcasting one number per row
 to the entries. This is the bottom layer of the library: it only imports torch.
 
-Nested tensors of the layout `torch.jagged` become values and offsets, and results are wrapped again. If the
-ragged dimension is that of the labels, (B, j), the rows form a ragged batch: values and offsets. If a ragged
-number of rows has n labels each, (B, j, n), the values are dense rows. Results get the offsets of the input,
-so that they can be combined with it.
+Nested tensors with the layout `torch.jagged` are converted to values and offsets, and results are wrapped
+again. If the label dimension is ragged, (B, j), the rows form a ragged batch: values and offsets. If the
+number of rows is ragged and each has n labels, (B, j, n), the values are dense rows. Results get the offsets
+of the input, so that they can be combined with it.
 """
 
 from __future__ import annotations
@@ -19,23 +19,23 @@ from torch.nn.functional import pad
 
 
 def work_dtype(dtype: torch.dtype) -> torch.dtype:
-    """The dtype of the arithmetic: float64 for float64, float32 for everything narrower."""
+    """Return the dtype of the arithmetic: float64 for float64, and float32 for narrower dtypes."""
     return torch.float64 if dtype == torch.float64 else torch.float32
 
 
 def wide_dtype(device: torch.device) -> torch.dtype:
-    """The dtype of k and of sums over a row: float64, except on Apple GPUs, which do not support it."""
+    """Return the dtype of k and of row sums: float64, except on Apple GPUs, which do not support it."""
     return torch.float32 if device.type == "mps" else torch.float64
 
 
 def empty_nu(x: Tensor, offsets: Tensor | None) -> Tensor:
-    """An uninitialized nu, (2, R)."""
+    """Return an uninitialized nu of shape (2, R)."""
     rows = x.shape[0] if offsets is None else offsets.shape[0] - 1
     return x.new_empty((2, rows), dtype=work_dtype(x.dtype))
 
 
 def empty_gradients(x: Tensor, nu: Tensor) -> tuple[Tensor, Tensor]:
-    """Uninitialized dx and dk, the gradients of x and of each row's k."""
+    """Return uninitialized tensors for dx and dk, the gradients of x and of each row's k."""
     return torch.empty_like(x), nu.new_empty(nu.shape[1:], dtype=wide_dtype(x.device))
 
 
@@ -56,14 +56,15 @@ def rows_of(x: Tensor, offsets: Tensor | None, *, differentiable: bool = False) 
     Args:
         x: (R, n), or (N,) with `offsets`. Only its shape and its device matter.
         offsets: (R + 1,) for ragged rows, from 0 to N; None for dense ones.
-        differentiable: the kind of sums. If False, sums are in the wide dtype, with a fixed order of
-            additions on every device, for the pure PyTorch kernels. If True, sums are in the dtype of the
-            summands (int64 for a bool tensor) and support autograd, vmap, compilation and export.
+        differentiable: whether sums must be differentiable. If False, sums are in the wide dtype, with a
+            fixed order of additions on every device, for the pure PyTorch kernels. If True, sums are in the
+            dtype of the summands (int64 for a bool tensor) and support autograd, vmap, compilation and
+            export.
 
     Returns:
         An object with `count`, the number of rows; `longest`, the length of the longest row; `wide`, the wide
-        dtype; and the methods `sum`, `max` and `largest` (one number per row), `top` (several) and
-        `broadcast` (from one number per row to the entries).
+        dtype; and the methods `sum`, `max` and `largest` (one number per row), `top` (several numbers per
+        row) and `broadcast` (from one number per row to the entries).
     """
     return DenseRows(x, differentiable) if offsets is None else PackedRows(x, offsets, differentiable)
 
@@ -82,7 +83,7 @@ class DenseRows:
         return sum_rows(t, self._sum_dtype)
 
     def max(self, t: Tensor) -> Tensor:
-        """The largest entry of each row, -inf for an empty row."""
+        """Return the largest entry of each row, or -inf for an empty row."""
         return t.amax(-1) if self.length else t.new_full((self.count,), -torch.inf)
 
     def broadcast(self, per_row: Tensor) -> Tensor:
@@ -90,9 +91,10 @@ class DenseRows:
         return per_row.unsqueeze(-1)
 
     def largest(self, x: Tensor, rank: int | Tensor) -> Tensor:
-        """The `rank`-th largest entry of each row, the smallest if there are fewer, -inf for an empty row.
+        """Return the `rank`-th largest entry of each row, or the smallest if there are fewer entries.
 
-        `rank` is one number for all rows, which is read on the host, or one per row.
+        It is -inf for an empty row. `rank` is one number for all rows, which is read on the host, or one per
+        row.
         """
         if self.length == 0:
             return self.max(x)
@@ -140,7 +142,7 @@ class PackedRows:
         return torch.segment_reduce(t.to(self.wide), "sum", offsets=self.offsets, initial=0, unsafe=True)
 
     def max(self, t: Tensor) -> Tensor:
-        """The largest entry of each row, -inf for an empty row."""
+        """Return the largest entry of each row, or -inf for an empty row."""
         if self._differentiable:
             return t.new_full((self.count,), -torch.inf).scatter_reduce(0, self.index, t, "amax")
         return torch.segment_reduce(t, "max", offsets=self.offsets, initial=-torch.inf, unsafe=True)
@@ -150,12 +152,12 @@ class PackedRows:
         return per_row[self.index]
 
     def order(self, x: Tensor) -> Tensor:
-        """The positions of all entries, row by row, each row in descending order of its entries."""
+        """Return the positions of all entries, row by row, in descending order of the entries of a row."""
         by_value = x.argsort(descending=True)
         return by_value[self.index[by_value].argsort(stable=True)]
 
     def largest(self, x: Tensor, rank: int | Tensor) -> Tensor:
-        """The same as for dense rows."""
+        """Like `DenseRows.largest`."""
         if x.shape[0] == 0:
             return x.new_full((self.count,), -torch.inf)
         rank = rank.clamp(min=1) if isinstance(rank, Tensor) else max(rank, 1)
@@ -164,7 +166,7 @@ class PackedRows:
         return torch.where(self.offsets.diff() > 0, found, -torch.inf)
 
     def top(self, x: Tensor, count: int, values: Tensor) -> tuple[Tensor, Tensor]:
-        """The same as for dense rows."""
+        """Like `DenseRows.top`."""
         if x.shape[0] == 0:
             return x.new_full((self.count, count), -torch.inf), values.new_zeros((self.count, count))
         place = self.offsets[:-1, None] + torch.arange(count, device=x.device)
@@ -176,8 +178,17 @@ class PackedRows:
 Rows = DenseRows | PackedRows
 
 
+def shifted(x: Tensor, nu: Tensor, rows: Rows) -> Tensor:
+    """Return z = (x + hi) + lo for nu = hi + lo.
+
+    x + hi is exact near the threshold, so adding 1e7 to all logits loses no accuracy.
+    """
+    hi, lo = nu
+    return (x + rows.broadcast(hi)) + rows.broadcast(lo)
+
+
 def row_index(offsets: Tensor, size: int) -> Tensor:
-    """The row of each of `size` entries in ragged rows."""
+    """Return the index of the row that each of the `size` entries of ragged rows belongs to."""
     rows = torch.arange(offsets.shape[0] - 1, device=offsets.device)
     # Passing the size keeps the shape static for the compiler, and avoids a synchronization on a GPU.
     return rows.repeat_interleave(offsets.diff(), output_size=size)
@@ -208,7 +219,7 @@ class Jagged(NamedTuple):
         return torch.nested.nested_tensor_from_jagged(values, self.like.offsets(), jagged_dim=self.ragged)
 
     def wrap_rows(self, per_row: Tensor) -> Tensor:
-        """Wrap one number per row: as a dense (B,), or nested without the dimension of the labels."""
+        """Wrap one number per row as a dense tensor (B,), or as a nested one without the label dimension."""
         if self.labels_are_ragged:
             return per_row
         offsets, ragged = self.like.offsets(), self.ragged_of_rows
@@ -216,7 +227,7 @@ class Jagged(NamedTuple):
 
     @property
     def ragged_of_rows(self) -> int:
-        """The ragged dimension after that of the labels is removed."""
+        """The index of the ragged dimension after the label dimension is removed."""
         return self.ragged - (self.dim + 1 < self.ragged)
 
     def values(self, t: Any, name: str, ragged: int, may_read: bool) -> Tensor:
@@ -230,7 +241,7 @@ class Jagged(NamedTuple):
         )
 
     def is_like(self, t: Any, may_read: bool) -> bool:
-        """Whether a nested tensor has the same offsets."""
+        """Whether a nested tensor has the offsets of the input."""
         offsets, own = t.offsets(), self.like.offsets()
         return offsets is own or (may_read and torch.equal(offsets, own))
 
@@ -252,7 +263,7 @@ class Jagged(NamedTuple):
         wrong = ~ignored & ((label < 0) | (label >= offsets.diff()[row]))
         if may_read and bool(wrong.any()):
             raise ValueError(
-                "`target` must contain label numbers within their rows, or `ignore_index` = "
+                "`target` must contain label indices within their rows, or `ignore_index` = "
                 f"{ignore_index}, but it contains {int(label[wrong][0])}, which is outside its row."
             )
         place = torch.where(wrong, self.like.values().shape[0], offsets[row] + label)
@@ -262,12 +273,14 @@ class Jagged(NamedTuple):
 def check_jagged(t: Any, name: str) -> None:
     """Raise unless `t` is a nested tensor of the jagged layout without holes."""
     if not isinstance(t, Tensor) or t.layout != torch.jagged:
-        kind = f"one of {t.layout}" if isinstance(t, Tensor) and t.is_nested else "not nested"
+        kind = f"nested as {t.layout}" if isinstance(t, Tensor) and t.is_nested else "not nested"
         raise TypeError(
             f"`{name}` must be a nested tensor made with `layout=torch.jagged`, but it is {kind}."
         )
     if t.lengths() is not None:  # type: ignore[attr-defined]
-        raise ValueError(f"`{name}` has holes between its rows; pass `{name}.contiguous()` instead.")
+        raise ValueError(
+            f"`{name}` must be contiguous, but it has holes between its rows; pass `{name}.contiguous()`."
+        )
 
 
 def read_nested(
@@ -275,7 +288,7 @@ def read_nested(
 ) -> tuple[Plain, Jagged]:
     """Return the arguments of a dense call on the values, and the object that wraps its results.
 
-    `may_read` is whether offsets may be compared by value; if not, they must be the same tensor.
+    `may_read` says whether offsets may be compared by value; if not, they must be the same tensor.
     """
     check_jagged(x, name)
     if offsets is not None:
@@ -287,8 +300,9 @@ def read_nested(
     packed = jagged.labels_are_ragged
     if not 0 < place < x.dim() or (packed and x.dim() > 2):
         raise ValueError(
-            f"`dim` must be the ragged dimension of a 2-d nested `{name}`, or one of fixed size after the "
-            f"first, but it is {dim} of {x.dim()}, and the ragged one is {jagged.ragged}."
+            f"`dim` must be the ragged dimension of a 2-d nested `{name}`, or a dimension of fixed size "
+            f"other than the first, but it is {dim} for a {x.dim()}-d `{name}` whose dimension "
+            f"{jagged.ragged} is ragged."
         )
     if mask is not None and (packed or getattr(mask, "is_nested", False)):
         mask = jagged.values(mask, "mask", jagged.ragged, may_read)

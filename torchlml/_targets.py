@@ -1,8 +1,8 @@
 """Targets of the losses and metrics: the labels of each row, converted from any accepted format.
 
-The accepted formats are those of `lml_loss`. Integers in the shape of the logits raise an error: they are a
-multi-hot far more often than a list that happens to be n wide, and their values cannot be read on a GPU or
-while compiling. One more column of `ignore_index` turns them into a list.
+The accepted formats are those of `lml_loss`. An integer target with the shape of the logits raises an error:
+it is far more often multi-hot than a list that happens to be n wide, and its values cannot be read on a GPU
+or during compilation to decide between the two. To pass such a list, add one more column of `ignore_index`.
 """
 
 from __future__ import annotations
@@ -18,25 +18,23 @@ from torch.nn.utils.rnn import pad_sequence
 from torchlml._arguments import Canonical, check_tensor, readable
 from torchlml._rows import Rows, check_jagged, rows_of, work_dtype
 
-_FORMS = (
-    "int64 or uint8 (class indices, lists of them padded with `ignore_index`), bool or float (a multi-hot)"
-)
+_FORMS = "int64 or uint8 (class indices, or lists padded with `ignore_index`), or bool or float (multi-hot)"
 
 
 class Labels(NamedTuple):
     """The observed labels, as a list or multi-hot; exactly one of `listed` and `observed` is not None.
 
     `listed` has shape (R, L) and contains classes. With offsets it has shape (P,) and contains positions in
-    ascending order, those of row i from `starts[i]` to `starts[i + 1]`. It contains every label once;
+    ascending order; the labels of row i are `listed[starts[i]:starts[i + 1]]`. It contains every label once;
     negative values are padding. `observed` is a bool tensor with the shape of `x`. `weight` has the shape of
-    the one that is not None; without it, every label has weight 1.
+    `listed` or `observed`, whichever is not None; if `weight` is None, every label has weight 1.
     """
 
     listed: Tensor | None
     starts: Tensor | None
     observed: Tensor | None
     weight: Tensor | None
-    offsets: Tensor | None  # of the logits
+    offsets: Tensor | None  # the offsets of the logits
     complete: bool  # whether `listed` is known to have no padding; False if the target cannot be read
 
     @property
@@ -86,17 +84,17 @@ class Labels(NamedTuple):
 class TargetRows:
     """The validated target of dense rows, for losses that read a few rows at a time.
 
-    A multi-hot is stored as given and converted along with the rows that are read: with its weights it would
-    take as much memory as all logits.
+    A multi-hot target is stored unchanged, and only the rows being read are converted: the whole converted
+    target with its weights would take as much memory as all logits.
     """
 
     listed: Labels | None
     multi_hot: Tensor | None  # (R, n)
     weight: Tensor | None  # one per class
-    dtype: torch.dtype  # of the label weights
+    dtype: torch.dtype  # the dtype of the label weights
 
     def __getitem__(self, rows: slice) -> Labels:
-        """Return the labels of some rows."""
+        """Return the labels of the selected rows."""
         if self.multi_hot is not None:
             return _hot_labels(self.multi_hot[rows], self.weight, self.dtype)
         assert self.listed is not None
@@ -145,7 +143,7 @@ def read_labels(c: Canonical, target: Tensor, weight: Tensor | None, ignore_inde
 
 
 def read_target_rows(c: Canonical, target: Tensor, weight: Tensor | None, ignore_index: int) -> TargetRows:
-    """Check the class weights and the target of dense rows without a mask, to read a few rows at a time."""
+    """Check the class weights and the target of dense rows, of which the caller reads a few at a time."""
     dtype = work_dtype(c.x.dtype)
     if not is_multi_hot(target):
         return TargetRows(read_labels(c, target, weight, ignore_index), None, weight, dtype)
@@ -158,14 +156,17 @@ def read_target_rows(c: Canonical, target: Tensor, weight: Tensor | None, ignore
 
 
 def is_multi_hot(target: Any) -> bool:
-    """Whether the dtype of a target means multi-hot labels (bool or float), not class indices."""
+    """Whether a target is multi-hot according to its dtype: bool or float, not integers."""
     return isinstance(target, Tensor) and (target.dtype == torch.bool or target.is_floating_point())
 
 
 def read_single_label(
     c: Canonical, target: Tensor, weight: Tensor | None, ignore_index: int, loss: str
 ) -> tuple[Labels, Tensor]:
-    """Return the labels, and the class of each row (R, 1), 0 for none; several labels raise an error."""
+    """Return the labels, and the class of each row (R, 1), which is 0 for a row without a label.
+
+    A target that can have several labels per row raises an error.
+    """
     if c.offsets is not None:
         raise ValueError(f"`logits` must have rows of equal length for {loss}, but they are ragged.")
     _check_ignore_index(ignore_index)
@@ -189,7 +190,7 @@ def _check_ignore_index(ignore_index: Any) -> None:
 
 
 def _values(c: Canonical, target: Any) -> Tensor:
-    """Return the target as a dense tensor: itself, or the values of a nested one."""
+    """Return the target itself if it is dense, or the values of a nested target."""
     if isinstance(target, (list, tuple)):
         raise TypeError(
             f"`target` must be a torch.Tensor, but it is a {type(target).__name__}; pass one class index per "
@@ -217,7 +218,7 @@ def _lists_labels(c: Canonical, target: Any) -> bool:
             f"`target` must list the labels of {c.row_shape[0]} rows, but it has {target.shape[0]} rows "
             f"in {target.dim()} dimensions."
         )
-    # If the offsets cannot be read, a target with as many values as logits is assumed to have the same ones.
+    # If the offsets cannot be read, a target with as many values as logits is assumed to have their offsets.
     if values.shape != c.x.shape or (readable(values) and not c.jagged.is_like(target, may_read=True)):
         return True
     raise ValueError(
@@ -336,7 +337,9 @@ def check_weight(c: Canonical, weight: Tensor) -> None:
 def _check_not_negative(weights: Tensor, name: str) -> None:
     # A NaN is not >= 0 either. Check only the smallest entry, because comparing all would allocate a copy.
     if readable(weights) and weights.numel() and not bool(weights.detach().amin() >= 0):
-        raise ValueError(f"`{name}` must contain nonnegative weights, but it contains a negative or a NaN.")
+        raise ValueError(
+            f"`{name}` must contain nonnegative weights, but it contains a negative number or NaN."
+        )
 
 
 def _check_values(target: Tensor, ignore_index: int, n: int, what: str) -> bool:

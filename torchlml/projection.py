@@ -7,20 +7,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from torchlml._arguments import (
-    Bound,
-    canonical,
-    check_bound,
-    check_limit,
-    check_temperature,
-)
+from torchlml._arguments import Bound, canonical, check_bound, check_limit, check_temperature, is_sharded
 from torchlml._autograd import operators, rule
 from torchlml._autograd.implicit import SolvedRows
 from torchlml._autograd.operators import ROWS, operator
 from torchlml._autograd.rule import fast_lml
-from torchlml._distributed import is_sharded
-from torchlml._rows import Rows, empty_nu, rows_of
-from torchlml._solve.newton import shifted
+from torchlml._rows import Rows, empty_nu, rows_of, shifted
 from torchlml._torch import careful, fast
 
 
@@ -64,14 +56,15 @@ def lml(
     most k entries are available, each gets 1. Each of p entries of +inf gets 1, or k/p if p > k. A NaN makes
     its whole row NaN.
     """
-    if mask is None and offsets is None and group is None and bound == "exactly":
-        y = fast_lml(x, k, dim)
-        if y is not None:
-            return y
-    if is_sharded(x, group):
-        from torchlml._distributed import calls
+    if type(x) is Tensor and group is None:
+        if mask is None and offsets is None and bound == "exactly":
+            y = fast_lml(x, k, dim)
+            if y is not None:
+                return y
+    elif is_sharded(x, group):
+        from torchlml._distributed.projection import project
 
-        return calls.project("lml", x, k, dim, mask, offsets, bound, group)
+        return project("lml", x, k, dim, mask, offsets, bound, group)
     any_k = bound != "exactly" and check_bound(bound) == "at_most"
     c = canonical(x, k, dim, mask, offsets, any_k=any_k, nested=True)
     return c.restore(rule.LML[bound](c.x, c.k, c.mask, c.offsets), dim)
@@ -94,13 +87,13 @@ def log_lml(
 
     The arguments are those of `lml`. Returns log y, with the shape and dtype of `x`.
 
-    log y = logsigmoid(x + nu). Its derivative does not vanish, no matter how wrong the logits are:
+    log y = logsigmoid(x + nu). Its derivative does not vanish, no matter how small y is:
     d log y_j / dx = (1 - y_j) (e_j - w / sum w).
     """
     if is_sharded(x, group):
-        from torchlml._distributed import calls
+        from torchlml._distributed.projection import project
 
-        return calls.project("log_lml", x, k, dim, mask, offsets, bound, group)
+        return project("log_lml", x, k, dim, mask, offsets, bound, group)
     any_k = bound != "exactly" and check_bound(bound) == "at_most"
     c = canonical(x, k, dim, mask, offsets, any_k=any_k, nested=True)
     return c.restore(rule.LOG_LML[bound](c.x, c.k, c.mask, c.offsets), dim)
@@ -129,9 +122,9 @@ def lml_dual(
         is 0 for rows that already satisfy the limit.
     """
     if is_sharded(x, group):
-        from torchlml._distributed import calls
+        from torchlml._distributed.projection import project
 
-        return calls.project("lml_dual", x, k, dim, mask, offsets, bound, group)
+        return project("lml_dual", x, k, dim, mask, offsets, bound, group)
     any_k = bound != "exactly" and check_bound(bound) == "at_most"
     c = canonical(x, k, dim, mask, offsets, any_k=any_k, nested=True)
     return c.restore_rows(rule.LML_DUAL[bound](c.x, c.k, c.mask, c.offsets))
@@ -247,7 +240,7 @@ _value_operator = operator(
 
 
 def _value_differentiable(x: Tensor, k: Tensor, mask: Tensor | None, offsets: Tensor | None) -> Tensor:
-    """Compute the value with differentiable operations. nu contributes only from the second derivative on."""
+    """Compute the value with differentiable operations. nu affects only second and higher derivatives."""
     solved = SolvedRows(x, k, mask, offsets)
     rows, hi, z = solved.rows, solved.hi, solved.z
     values = x.to(z.dtype)
@@ -264,7 +257,10 @@ def _value_differentiable(x: Tensor, k: Tensor, mask: Tensor | None, offsets: Te
 
 
 def _fill_value(value: Tensor, x: Tensor, k: Tensor, hi: Tensor, rows: Rows) -> Tensor:
-    """Fill in the limits where the formula fails: k = 0, at most k available entries, entries of +inf."""
+    """Fill in the limits where the formula does not apply.
+
+    These are the cases k = 0, at most k available entries, and entries of +inf.
+    """
     available = x != -torch.inf
     value = torch.where(hi == torch.inf, rows.sum(torch.where(available, x, 0)), value)
     value = torch.where(hi == -torch.inf, 0, value)

@@ -2,7 +2,7 @@
 
 The full logit matrix is never materialized. A chunk contains whole rows, so any loss with one number per row
 can be used, and no logit is computed twice. Every chunk takes three matrix products, the same as the usual
-computation: the logits, the gradient of the input, and that of the weight, which is accumulated.
+computation: the logits, the gradient of the input, and the gradient of the weight, which is accumulated.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import linear
 
-from torchlml._arguments import Canonical, autocasts, check_k, check_tensor, readable
+from torchlml._arguments import Canonical, autocasts, check_k, check_tensor, is_plain, readable
 from torchlml._autograd.loss import (
     LossSettings,
     Reduction,
@@ -25,7 +25,7 @@ from torchlml._autograd.loss import (
     lml_loss,
     mean_divisor,
 )
-from torchlml._autograd.rule import differentiate_again, is_plain, needs_no_graph, wants_graph
+from torchlml._autograd.rule import differentiate_again, needs_no_graph, wants_graph
 from torchlml._cpu import loader
 from torchlml._rows import work_dtype
 from torchlml._targets import read_target_rows
@@ -40,7 +40,8 @@ _Function = TypeVar("_Function", bound=Callable[..., Any])
 
 def not_compiled(function: _Function) -> _Function:
     """Exclude a function from compilation, keeping its type."""
-    # `torch.compiler.disable` imports the whole compiler at once; this one does so when it is first called.
+    # `torch.compiler.disable` imports the whole compiler immediately; `_disable_dynamo` imports it on the
+    # first call.
     disable: Any = torch._disable_dynamo  # type: ignore[attr-defined]
     return disable(function)
 
@@ -53,14 +54,14 @@ class ChunkedLoss:
     logits (float32 under autocast).
 
     Args:
-        loss: computes one loss per row of some logits, in their dtype.
+        loss: a function that returns one loss for each row of the logits it is given, in their dtype.
         has_label: bool (R,), the rows that a mean is taken over.
         reduction: "mean", "sum" or "none".
         memory_limit: the number of bytes that the logits and their gradient may occupy.
         labels: the number of labels that determines the size of a chunk, if it is not the number of logits.
-        sum_over_group: sums the gradient of the input over all processes.
+        sum_over_group: a function that sums the gradient of the input over all processes, or None.
         in_place: whether `loss` overwrites the logits with their gradient if it is allowed to.
-        at_once: compute all logits at once.
+        at_once: whether all logits are computed at once instead of in chunks.
     """
 
     loss: RowLoss
@@ -95,7 +96,8 @@ class ChunkedLoss:
 class _Work(NamedTuple):
     """The chunked computation for a matrix of inputs.
 
-    `seed` is the factor of each row in the returned sum; if it is None, the losses of the rows are returned.
+    `seed` contains the factor of each row in the returned sum. If it is None, the losses of all rows are
+    returned.
     """
 
     loss: RowLoss
@@ -121,7 +123,7 @@ class _Work(NamedTuple):
 
 
 def check_linear(input: Tensor, weight: Tensor, bias: Tensor | None, memory_limit: int) -> None:
-    """Raise unless these are the weight and bias of a linear layer, and an input for it."""
+    """Raise unless the weight and the bias form a linear layer that accepts the input."""
     given = {"input": input, "linear_weight": weight} | ({} if bias is None else {"linear_bias": bias})
     for name, t in given.items():
         check_tensor(t, name)
@@ -153,16 +155,16 @@ def check_memory_limit(limit: int) -> None:
 
 
 def logits_like(input: Tensor, n: int) -> Canonical:
-    """A stand-in for the logits that takes no memory, for code that only reads shape, dtype and device."""
+    """Return a placeholder for the logits that takes no memory; only its shape, dtype and device matter."""
     shape = input.shape[:-1]
     logits = input.detach().new_zeros(()).expand(shape.numel(), n)
     return Canonical(logits, logits.new_zeros(()), None, None, torch.Size([*shape, n]))
 
 
 def rows_within(memory: int, labels: int, dtype: torch.dtype, in_place: bool) -> int:
-    """The number of rows whose logits and gradient fit into a number of bytes plus 5%, at least 1.
+    """Return the number of rows (at least 1) whose logits and gradient fit into `memory` bytes plus 5%.
 
-    With `in_place` the gradient overwrites the logits, with one temporary row per thread.
+    With `in_place`, the gradient overwrites the logits, and each thread needs one temporary row.
     """
     work = work_dtype(dtype)
     copies = 1 if in_place else 2
@@ -189,7 +191,7 @@ class LinearLMLArguments(NamedTuple):
 
 
 def linear_lml_loss(given: LinearLMLArguments) -> Tensor:
-    """Check the arguments of the loss of a linear layer, and compute it in chunks."""
+    """Check the arguments of `linear_lml_loss`, and compute the loss in chunks."""
     input, linear_weight, linear_bias, target, k, weight, settings, memory_limit = given
     settings.check()
     check_linear(input, linear_weight, linear_bias, memory_limit)
@@ -257,7 +259,7 @@ class _Chunked(torch.autograd.Function):
 
 
 def _losses(work: _Work, input: Tensor, weight: Tensor, bias: Tensor | None, k: Tensor) -> Tensor:
-    """Compute the losses without gradients."""
+    """Compute the losses (R,) or their weighted sum in chunks, without gradients."""
     logits = _Logits(work, input, weight, bias)
     parts = []
     for rows in _chunks(input.shape[0], work.chunk):
@@ -325,7 +327,7 @@ def _even(rows: int, most: int) -> int:
 
 
 class _Logits:
-    """The logits of one chunk after another, in one buffer, because freed memory is not always reused."""
+    """Computes the logits of each chunk in the same buffer, because freed memory is not always reused."""
 
     def __init__(self, work: _Work, input: Tensor, weight: Tensor, bias: Tensor | None) -> None:
         # Cast the weight as autocast would, once instead of for every chunk.

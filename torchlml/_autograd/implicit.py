@@ -1,8 +1,8 @@
-"""The projection as differentiable operations, which support every transform of PyTorch.
+"""The projection as differentiable operations, which support every PyTorch transform.
 
-Only nu comes from an opaque operator, as a constant. Two Newton steps from there in pure PyTorch do not
-change the value but carry the derivatives. Each step doubles the order of the error, so after two steps the
-first three derivatives are exact, whether forward, backward, mapped, nested or compiled.
+Only nu comes from an opaque operator, as a constant. Two Newton steps from this nu in pure PyTorch do not
+change its value but provide its derivatives. Each step doubles the order of the error, so after two steps the
+first three derivatives are exact in forward and backward mode, and under vmap, nesting and compilation.
 """
 
 from __future__ import annotations
@@ -18,17 +18,17 @@ from torchlml._autograd import operators
 from torchlml._rows import rows_of, work_dtype
 
 _STEPS = 2
-Solve = Callable[..., Tensor]  # nu (2, R) of (x, k, mask, offsets)
+Solve = Callable[..., Tensor]  # computes nu (2, R) from (x, k, mask, offsets)
 
 
 def logsigmoid(z: Tensor) -> Tensor:
-    """The logarithm of the logistic function, because torch's own lacks a complete vmap rule."""
+    """Compute log(sigmoid(z)); torch's own `logsigmoid` lacks a complete vmap rule."""
     # softplus is the identity above this threshold: e^-40 is below the precision of float64.
     return -softplus(-z, threshold=40)
 
 
 def sigmoid(z: Tensor) -> Tensor:
-    """The logistic function, with a derivative that is accurate even where the value rounds to 1."""
+    """Compute the logistic function, with a derivative that is accurate even if the value rounds to 1."""
     up = z > 0
     e = torch.exp(torch.where(up, -z, z))
     near = e / (1 + e)  # the rounding of torch.sigmoid depends on an entry's position in memory
@@ -67,23 +67,23 @@ class SolvedRows:
         self.share = torch.where(follows_k, k.to(x.dtype) / count.clamp(min=1), fixed)
 
     def dual(self) -> Tensor:
-        """nu itself."""
+        """Return nu with its derivatives."""
         nu = (self.hi + self.lo) + self.correction
         return torch.where(self.hi.isnan(), self.rows.sum(self._undefined()), nu)
 
     def _undefined(self) -> Tensor:
-        """NaN, with NaN as its derivative, in undefined rows."""
+        """Return NaN, with a derivative of NaN, for undefined rows."""
         return self.broadcast(torch.where(self.hi.isnan(), self.hi, 0)) * self._x
 
     def fill(self, y: Tensor, absent: float, present: float, infinite: Tensor) -> Tensor:
-        """Fill in the limits where the formula fails: rows without finite nu, infinite and absent entries."""
+        """Fill in the limits if the formula does not apply: no finite nu, or an infinite or absent entry."""
         hi = self.broadcast(self.hi)
         y = torch.where(hi == torch.inf, present, torch.where(hi == -torch.inf, absent, y))
         y = torch.where(self.infinite, self.broadcast(infinite), torch.where(self.absent, absent, y))
         return torch.where(hi.isnan(), self._undefined(), y)
 
     def _implicit_step(self, base: Tensor, k: Tensor) -> Tensor:
-        """A zero with the derivatives of nu."""
+        """Return zeros that have the derivatives of nu."""
         live, constant = self._live, base.detach()
         log_w = torch.where(live, logsigmoid(constant) + logsigmoid(-constant), -torch.inf)
         # Compute everything relative to the largest w of the row, to be accurate if all w underflow.
@@ -93,7 +93,7 @@ class SolvedRows:
         step = torch.zeros_like(self.hi)
         for _ in range(_STEPS):
             z = base + self.broadcast(step)
-            # The same sum as in `residual`: each entry counts as its distance from the nearer integer.
+            # The same sum as in `residual`: each entry is measured from the nearer integer.
             up = z > 0
             toward_zero = torch.where(live, torch.where(up, -z, z), -1.0)
             log_t, scale = logsigmoid(toward_zero), self.broadcast(largest)

@@ -1,7 +1,7 @@
-"""The LML loss of canonical rows, with an explicit backward pass, and the reductions of all losses.
+"""The LML loss with an explicit backward pass, and the reductions of all losses.
 
-The operators `loss_forward` and `loss_backward` process all rows at once and store no intermediate tensor as
-large as the logits.
+The arguments are in the canonical form that `_arguments.py` produces. The operators `loss_forward` and
+`loss_backward` process all rows at once and store no intermediate tensor as large as the logits.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ class LossSettings(NamedTuple):
 
 
 def mean_divisor(labeled: int | Tensor) -> int | Tensor:
-    """The divisor of a mean over `labeled` rows: their number, or 1 if there are none.
+    """Return the divisor of a mean over `labeled` rows: their number, or 1 if there are none.
 
     Without any labeled row the mean is therefore 0 with a zero gradient, whereas `F.cross_entropy` returns
     NaN. A batch of images without a single relation must not break a training run.
@@ -55,7 +55,7 @@ def mean_divisor(labeled: int | Tensor) -> int | Tensor:
 
 
 def reduce(losses: Tensor, labeled: int | Tensor, reduction: Reduction) -> Tensor:
-    """Reduce one loss per row, which is 0 for rows without labels; a mean is over the `labeled` rows."""
+    """Reduce one loss per row, which is 0 for rows without labels; `labeled` is the number of other rows."""
     if reduction == "none":
         return losses
     total = losses.sum()
@@ -75,7 +75,7 @@ def check_labeled_k(k: Tensor, bound: Bound, labeled: Callable[[], Tensor]) -> N
 
 
 def label_divisor(labels: Labels, label_reduction: LabelReduction) -> Tensor | None:
-    """The divisor of the loss of each row: its number of labels for "mean", None (no division) for "sum"."""
+    """Return the divisor of each row's loss: its number of labels for "mean", None (no divisor) for "sum"."""
     if label_reduction == "sum" or labels.complete:  # a complete list has one label in each row
         return None
     return labels.per_row.clamp(min=1)
@@ -122,7 +122,7 @@ def lml_loss(
 
 
 def _through_log_lml(c: Canonical, labels: Labels, bound: Bound = "exactly") -> Tensor:
-    """Compute one loss per row from all of log y, to support a `bound`, label weights and every transform."""
+    """Compute one loss per row from the full log y, to support bounds, label weights and all transforms."""
     # Half precision becomes float32 here and is rounded once, at the end.
     x = c.x.to(work_dtype(c.x.dtype))
     if not labels.in_every_row:
@@ -138,10 +138,13 @@ def _through_log_lml(c: Canonical, labels: Labels, bound: Bound = "exactly") -> 
 
 
 def _rule(reduction: Reduction, complete: bool, overwrite: bool) -> Rule:
-    """The rule for one reduction; with `complete`, every row has a label."""
+    """Return the rule for one reduction; `complete` means that every row has a label."""
 
     def forward(x: Tensor, *rest: Any) -> tuple[Tensor, Tensor, Any]:
-        """The loss in the dtype of x, nu, and the divisor of each row, or None for a known number."""
+        """Return (loss, nu, divisor). The loss has the dtype of x.
+
+        The divisor is None if it is 1 or the number of rows.
+        """
         *arguments, divisor = rest
         losses, nu = operators.loss_forward(x, *arguments)
         if divisor is not None:

@@ -1,6 +1,6 @@
 """The operators `torch.ops.torchlml.*`; each is defined by one call to `operator`.
 
-This is where kernels plug in. An operator has a schema, an implementation in pure PyTorch for every device,
+Kernels are connected here. An operator has a schema, an implementation in pure PyTorch for every device,
 and the shapes of its results for the compiler. A compiled kernel registers the same name under the key of its
 device (`_cpu/csrc/bindings.cpp`, `_triton/operators.py`) and is then called instead. The arguments are
 canonical, see `_torch/careful.py` and `_torch/fast.py`; the derivatives are in `rule.py` and `loss.py`.
@@ -39,8 +39,9 @@ def operator(
     Args:
         schema: its name and arguments, as in `name(Tensor x) -> Tensor`.
         implementation: the operator in pure PyTorch.
-        shapes: empty results of the right shapes and dtypes, for the compiler.
-        for_onnx: the operator in operations that `torch.onnx.export` supports; see `_torch/onnx.py`.
+        shapes: returns empty results with the right shapes and dtypes, for the compiler.
+        for_onnx: the operator decomposed into operations that `torch.onnx.export` supports; see
+            `_torch/onnx.py`.
         triton: whether the function of this name in `_triton/operators.py` is called on a GPU.
         vmap: whether `torch.vmap` is supported, as one problem with more rows. The operator must then take
             (x, k, a tensor like x or None, offsets, settings...) and return (2, R), like `solve`.
@@ -53,7 +54,7 @@ def operator(
     if for_onnx is not None:
         shapes = _and_tell_inductor(defined, shapes)
         register_decomposition(defined)(for_onnx)
-        # Otherwise the compiler would take the shapes from there for dynamic sizes.
+        # Otherwise, the compiler would take shapes with dynamic sizes from the decomposition.
         register_decomposition(defined, type="meta")(shapes)
     torch.library.register_fake(f"torchlml::{name}", shapes, lib=_library)
     if triton:
@@ -67,10 +68,10 @@ def operator(
 
 
 def _and_tell_inductor(defined: Operator, shapes: Operator) -> Operator:
-    """`shapes`, which every compilation calls, extended to register a lowering with Inductor.
+    """Return `shapes`, which every compilation calls, extended to register a lowering with Inductor.
 
     If the environment variable CI is set, Inductor rejects an operator that has a decomposition but no
-    lowering, a check that PyTorch made for its own operators. Importing Inductor takes three seconds, so the
+    lowering; this check is meant for PyTorch's own operators. Importing Inductor takes three seconds, so the
     lowering is registered only once something else has imported it.
     """
 
@@ -84,12 +85,12 @@ def _and_tell_inductor(defined: Operator, shapes: Operator) -> Operator:
 
 
 def empty_values(x: Tensor, k: Tensor, mask: Tensor | None, offsets: Tensor | None) -> tuple[Tensor, Tensor]:
-    """Uninitialized y or log y, and nu."""
+    """Return uninitialized tensors for y (or log y) and for nu."""
     return torch.empty_like(x), empty_nu(x, offsets)
 
 
 def _as_more_rows(operator: Operator, info: Any, in_dims: Any, *arguments: Any) -> tuple[Tensor, int]:
-    """The vmap rule: a batch of problems is one problem with more rows."""
+    """Apply the vmap rule: a batch of problems is one problem with more rows."""
     x, k, per_entry, offsets, *settings = arguments
     batch = info.batch_size
 
@@ -163,7 +164,7 @@ def _loss_backward_in_place(grad: Tensor, x: Tensor, *rest: Any) -> Tensor:
     return dk
 
 
-# x becomes dx. Only the compiled kernel does so without memory for both.
+# Overwrite x with dx. Only the compiled kernel does this without additional memory.
 loss_backward_in_place = operator(
     f"loss_backward_in_place(Tensor grad, Tensor(a!) x, Tensor k, Tensor nu, {ROWS}, {_LABELS}) -> Tensor",
     _loss_backward_in_place,

@@ -2,13 +2,14 @@
 
 Plain eager and compiled calls go through one `torch.autograd.Function` around the operators, or directly to
 the operator if no gradient is requested. Under `torch.func` transforms, in forward-mode differentiation and
-for second derivatives, the same numbers come from `implicit.py`. (In torch 2.13, compiling a
+for second derivatives, `implicit.py` computes the same numbers. (In torch 2.13, compiling a
 `torch.func.grad` silently ignores the backward of a `torch.autograd.Function`, so that combination must never
 occur.)
 
 `LML`, `LOG_LML` and `LML_DUAL` map each bound on the sum to a function of canonical rows (x, k, mask,
 offsets). In the dual, a bound is a clamp: nu = min(nu*, 0) for at most k and max(nu*, 0) for at least k,
-where nu* makes the sum exactly k. A row with nu = 0 is called free: it is sigmoid(x) for any k.
+where nu* makes the sum exactly k. A row with nu = 0 is called free: its y is sigmoid(x) and does not depend
+on k.
 
 `fast_lml` is a fast path for the most common call to `lml`: eager, with a float32 or float64 matrix on the
 CPU, a plain number k and no other arguments. At 256 x 100, general argument handling and the general autograd
@@ -27,7 +28,7 @@ from torch import Tensor
 from torch.autograd import forward_ad
 from torch.nn.functional import logsigmoid
 
-from torchlml._arguments import Bound, cached_scalar, is_eager
+from torchlml._arguments import Bound, cached_scalar, is_eager, is_plain
 from torchlml._autograd import implicit, operators
 from torchlml._autograd.implicit import sigmoid
 from torchlml._autograd.operators import ROWS, empty_values, operator
@@ -42,7 +43,7 @@ class Rule:
     Args:
         forward: returns the result, followed by the other tensors that `backward` needs.
         backward: takes the gradient, the arguments and these tensors; returns the gradients of the first
-            arguments, that of k with one number per row.
+            `inputs` arguments. The gradient of k has one number per row.
         differentiable: computes the result with operations that torch can differentiate, map and compile.
         inputs: the number of leading arguments that have a gradient; the second is k.
         keeps_result: whether `backward` takes the result too, before the other tensors.
@@ -55,8 +56,8 @@ class Rule:
     keeps_result: bool = False
 
     def __call__(self, *arguments: Tensor | None) -> Tensor:
-        # `torch.jit.trace` cannot save a call of a Python function, and it compares its graph with a second
-        # one traced without gradients, so both must come from the same operations. The compiler cannot read
+        # `torch.jit.trace` cannot save a call to a Python function. It also compares its graph with one
+        # traced without gradients, so both must consist of the same operations. The compiler cannot read
         # `_is_tracing`.
         if (
             torch._C._are_functorch_transforms_active()
@@ -98,7 +99,7 @@ class _Apply(torch.autograd.Function):
 def _value_rule(
     forward: Callable[..., Any], backward: Callable[..., Any], differentiable: Callable[..., Tensor]
 ) -> Rule:
-    """The rule of (y, nu) = forward(x, k, mask, offsets) and backward(grad, x, y, nu, mask, offsets)."""
+    """Return the rule for forward(x, k, mask, offsets) -> (y, nu) and its backward pass."""
     return Rule(
         forward,
         lambda grad, x, k, mask, offsets, y, nu: backward(grad, x, y, nu, mask, offsets),
@@ -124,13 +125,11 @@ log_lml = _value_rule(operators.log_forward, operators.log_backward, implicit.lo
 lml_dual = Rule(_dual_forward, _dual_backward, implicit.lml_dual)
 
 
-def is_plain() -> bool:
-    """Whether no `torch.func` transform and no forward-mode level is active."""
-    return not torch._C._are_functorch_transforms_active() and forward_ad._current_level < 0
-
-
 def needs_no_graph(*inputs: Any) -> bool:
-    """Whether no gradient is requested. At 256 x 100, a Function costs as much as the projection."""
+    """Whether no gradient is requested, so that no autograd Function is needed.
+
+    At 256 x 100, the overhead of a Function takes as long as the projection.
+    """
     return not (torch.is_grad_enabled() and any(t.requires_grad for t in inputs))
 
 
@@ -143,7 +142,7 @@ def wants_graph() -> bool:
 
 
 def gradient_of_k(dk: Tensor, k: Tensor) -> Tensor | None:
-    """The gradient of k in its original shape: summed if all rows share k, None if k needs none."""
+    """Return the gradient of k in the shape of k: summed if all rows share k, None if it is not needed."""
     if not k.requires_grad:
         return None
     return dk.sum() if k.dim() == 0 else dk
@@ -152,9 +151,9 @@ def gradient_of_k(dk: Tensor, k: Tensor) -> Tensor | None:
 def differentiate_again(
     function: Callable[..., Tensor], grad: Tensor, *inputs: Tensor
 ) -> list[Tensor | None]:
-    """Compute the gradients of some inputs as a graph, for a backward pass that is differentiated or mapped.
+    """Compute gradients that can be differentiated or mapped again.
 
-    `function` consists of differentiable operations; inputs without `requires_grad` get None.
+    `function` consists of differentiable operations. The gradient of inputs without `requires_grad` is None.
     """
     wanted = [t for t in inputs if t.requires_grad]
     with torch.enable_grad():
@@ -163,7 +162,7 @@ def differentiate_again(
 
 
 def _is_free(nu: Tensor, at_most: bool) -> Tensor:
-    """Whether sigmoid(x) of each row satisfies the bound, from the sign of nu*; False for NaN."""
+    """Whether sigmoid(x) satisfies the bound in each row, based on the sign of nu*; False for NaN."""
     total = nu.sum(0)
     return total >= 0 if at_most else total <= 0
 
@@ -178,7 +177,7 @@ def _with_free_rows(
     function: Callable[[Tensor], Tensor],
     absent: float,
 ) -> Tensor:
-    """Combine `function` of x in the free rows with `bounded` in the others."""
+    """Return `function(x)` in the free rows and `bounded` in all other rows."""
     values = x.to(work_dtype(x.dtype))
     values = values if mask is None else torch.where(mask, values, -torch.inf)
     free = _is_free(operators.solve(values.detach(), k.detach(), None, offsets), at_most)
@@ -225,7 +224,7 @@ def _reference_backward(
     dx, dk = fast.backward(grad, x, y, nu, mask, offsets)
     values, rows = careful.prepare(x, mask, offsets)
     free = (nu == 0).all(0)
-    s = sigmoid(-values.abs())  # not of x, because 1 - y has no correct digits if y rounds to 1
+    s = sigmoid(-values.abs())  # not sigmoid(x), because 1 - y has no correct digits if y rounds to 1
     slope = torch.where(values.isfinite(), s * (1 - s) * grad, 0)
     return torch.where(rows.broadcast(free), slope.to(dx.dtype), dx), torch.where(free, 0, dk)
 
@@ -301,7 +300,7 @@ def fast_lml(x: Any, k: Any, dim: Any) -> Tensor | None:
 
 
 class _FastApply(torch.autograd.Function):
-    """The rule `lml`, for x only."""
+    """The rule `lml`, but only x has a gradient."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, k: Tensor) -> Tensor:

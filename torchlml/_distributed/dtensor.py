@@ -1,8 +1,8 @@
-"""Conversion between DTensors and local tensors: the local part of every argument, and wrapped results.
+"""Convert DTensor arguments to their local parts, and wrap local results as DTensors.
 
 A DTensor may be sharded over its labels on one dimension of its mesh, and sharded over rows or replicated on
-the others. Plain tensors passed along with it are local already: they have the rows of this process, and
-masks and multi-hots have its labels.
+the other dimensions. Plain tensors passed along with it are local already: they have the rows of this
+process, and masks and multi-hot targets have only its labels.
 """
 
 from __future__ import annotations
@@ -20,75 +20,70 @@ from torchlml._autograd.loss import Reduction, mean_divisor, reduce
 from torchlml._targets import is_multi_hot
 
 
-class Layout(NamedTuple):
-    """The placements of a DTensor with rows of labels."""
+class Placed(NamedTuple):
+    """The placements and the global shape of tensors with one number per entry, or with one per row."""
 
     mesh: DeviceMesh
     placements: tuple[Any, ...]
     shape: torch.Size
-    dim: int  # the dimension of the labels
-    labels: int | None  # the dimension of the mesh that shards the labels
 
-    @property
-    def group(self) -> dist.ProcessGroup | None:
-        """The processes that the labels are sharded across, or None if they are not sharded."""
-        return None if self.labels is None else self.mesh.get_group(self.labels)
-
-    @property
-    def row_shape(self) -> torch.Size:
-        """The shape of a tensor with one number per row."""
-        return self.shape[: self.dim] + self.shape[self.dim + 1 :]
-
-    @property
-    def row_placements(self) -> tuple[Any, ...]:
-        """The placements of a tensor with one number per row."""
-        return tuple(
-            Shard(place.dim - (place.dim > self.dim))
-            if isinstance(place, Shard) and place.dim != self.dim
-            else Replicate()
-            for place in self.placements
-        )
-
-    def entries(self, t: Any) -> Any:
-        """The local part of an argument that broadcasts to the shape of the DTensor."""
-        return self._broadcast(t, self.placements, self.shape) if isinstance(t, DTensor) else t
-
-    def per_row(self, t: Any) -> Any:
-        """The local part of an argument that broadcasts to one number per row."""
-        return self._broadcast(t, self.row_placements, self.row_shape) if isinstance(t, DTensor) else t
-
-    def per_label(self, t: Any) -> Any:
-        """The local part of an argument with one entry, or one row of a matrix, per label."""
-        return self.local(t, [Shard(0) if i == self.labels else Replicate() for i in range(self.mesh.ndim)])
-
-    def target(self, t: Any) -> Any:
-        """The local part of a target: entries if it is multi-hot, rows if it has class indices."""
-        check_tensor(t, "target")
-        if is_multi_hot(t):
-            return self.entries(t)
-        return self._broadcast(t, self.row_placements, t.shape) if isinstance(t, DTensor) else t
-
-    def local(self, t: Any, placements: Any) -> Any:
-        """The local part of a DTensor; its gradient is summed over all processes that share the rows."""
+    def local(self, t: Any) -> Any:
+        """Return the local part of an argument that broadcasts to this shape; plain tensors are local."""
         if not isinstance(t, DTensor):
             return t
-        return _to_local(t, self.mesh, placements, self.row_placements)
+        places = []
+        for place in self.placements:
+            dim = place.dim - (len(self.shape) - t.dim()) if isinstance(place, Shard) else -1
+            # A dimension that broadcasts is not sharded. A dimension of size 1 broadcasts only to other
+            # sizes.
+            sharded = dim >= 0 and t.shape[dim] == self.shape[place.dim]
+            places.append(Shard(dim) if sharded else Replicate())
+        return _to_local(t, self.mesh, places, self.placements)
 
     def wrap(self, t: Tensor) -> DTensor:
-        """Wrap local entries as a DTensor."""
-        return self._wrap(t, self.placements, self.shape)
+        """Wrap a local result of this kind as a DTensor."""
+        strides = [1]
+        for size in reversed(self.shape[1:]):
+            strides.insert(0, strides[0] * max(1, size))
+        stride = tuple(strides[: len(self.shape)])
+        return DTensor.from_local(
+            t, self.mesh, self.placements, run_check=False, shape=self.shape, stride=stride
+        )
 
-    def wrap_rows(self, t: Tensor) -> DTensor:
-        """Wrap one number per local row as a DTensor, replicated across the processes that share labels."""
-        return self._wrap(t, self.row_placements, self.row_shape)
+
+class Layout(NamedTuple):
+    """The placements of a DTensor whose rows contain labels, and of tensors with one number per row."""
+
+    entries: Placed
+    rows: Placed  # replicated across the processes that share labels
+    labels: int | None  # the dimension of the mesh that shards the labels
+    group: dist.ProcessGroup | None  # the processes that the labels are sharded across, if they are
+
+    def per_label(self, t: Any) -> Any:
+        """Return the local part of an argument with one entry, or one row of a matrix, per label."""
+        mesh = self.entries.mesh
+        return self.local(t, [Shard(0) if i == self.labels else Replicate() for i in range(mesh.ndim)])
+
+    def target(self, t: Any) -> Any:
+        """Return the local part of a target; class indices are sharded like rows, multi-hot like entries."""
+        check_tensor(t, "target")
+        if is_multi_hot(t):
+            return self.entries.local(t)
+        return self.rows._replace(shape=t.shape).local(t)
+
+    def local(self, t: Any, placements: Any) -> Any:
+        """Return the local part of a DTensor; its gradient is summed over processes with different rows."""
+        if not isinstance(t, DTensor):
+            return t
+        return _to_local(t, self.rows.mesh, placements, self.rows.placements)
 
     def reduce(self, losses: Tensor, has_label: Tensor, reduction: Reduction) -> DTensor:
-        """Reduce the losses of all rows, given those of the local rows."""
+        """Reduce the losses of all rows, given the losses of the local rows."""
         if reduction == "none":
-            return self.wrap_rows(losses)
-        labeled = self.wrap_rows(has_label.to(losses.dtype)).sum() if reduction == "mean" else 1
-        total: Any = reduce(self.wrap_rows(losses), labeled, reduction)
-        return total.redistribute(self.mesh, [Replicate()] * self.mesh.ndim)
+            return self.rows.wrap(losses)
+        labeled = self.rows.wrap(has_label.to(losses.dtype)).sum() if reduction == "mean" else 1
+        total: Any = reduce(self.rows.wrap(losses), labeled, reduction)
+        return total.redistribute(total.device_mesh, [Replicate()] * total.device_mesh.ndim)
 
     def reduce_sum(self, total: Tensor, has_label: Tensor | None) -> DTensor:
         """Sum a local total over all processes; with `has_label`, divide by the number of labeled rows."""
@@ -101,85 +96,85 @@ class Layout(NamedTuple):
     @property
     def shards_rows(self) -> bool:
         """Whether the rows are sharded."""
-        return any(isinstance(place, Shard) for place in self.row_placements)
+        return any(isinstance(place, Shard) for place in self.rows.placements)
 
     def _sum_over_rows(self, t: Tensor) -> Any:
-        parts = [Partial() if isinstance(place, Shard) else place for place in self.row_placements]
-        total = DTensor.from_local(t, self.mesh, parts, run_check=False)
-        return total.redistribute(self.mesh, [Replicate()] * self.mesh.ndim)
-
-    def _broadcast(self, t: DTensor, placements: tuple[Any, ...], shape: torch.Size) -> Any:
-        places = []
-        for place in placements:
-            dim = place.dim - (len(shape) - t.dim()) if isinstance(place, Shard) else -1
-            # A dimension that broadcasts is not sharded. Size 1 only broadcasts to other sizes.
-            sharded = dim >= 0 and t.shape[dim] == shape[place.dim]
-            places.append(Shard(dim) if sharded else Replicate())
-        return _to_local(t, self.mesh, places, placements)
-
-    def _wrap(self, t: Tensor, placements: tuple[Any, ...], shape: torch.Size) -> DTensor:
-        strides = [1]
-        for size in reversed(shape[1:]):
-            strides.insert(0, strides[0] * max(1, size))
-        stride = tuple(strides[: len(shape)])
-        return DTensor.from_local(t, self.mesh, placements, run_check=False, shape=shape, stride=stride)
+        mesh = self.rows.mesh
+        parts = [Partial() if isinstance(place, Shard) else place for place in self.rows.placements]
+        return DTensor.from_local(t, mesh, parts, run_check=False).redistribute(
+            mesh, [Replicate()] * mesh.ndim
+        )
 
 
 def read_layout(x: DTensor, dim: int, group: Any, name: str = "x") -> Layout:
-    """Check the placements of a DTensor whose dimension `dim` has the labels; a `group` raises an error."""
+    """Check the placements of a DTensor whose labels are in dimension `dim`, and return its layout.
+
+    A DTensor needs no `group`, so passing one raises an error.
+    """
     if group is not None:
         raise ValueError(
             "`group` must be None with a DTensor, whose mesh defines how the labels are sharded."
         )
     dim %= x.dim()
-    split = []
-    for i, place in enumerate(x.placements):
-        if type(place) not in (Shard, Replicate):
-            raise ValueError(
-                f"`{name}` must be Shard or Replicate on every dimension of its mesh, but its placements are "
-                f"{x.placements}; redistribute it first."
-            )
-        if isinstance(place, Shard) and place.dim == dim:
-            split.append(i)
-    if len(split) > 1:
+    if any(type(place) not in (Shard, Replicate) for place in x.placements):
+        raise ValueError(
+            f"`{name}` must be Shard or Replicate on every dimension of its mesh, but its placements are "
+            f"{x.placements}; redistribute it first."
+        )
+    if x.placements.count(Shard(dim)) > 1:
         raise ValueError(
             f"`{name}` must have its labels sharded over one dimension of its mesh, but its placements are "
             f"{x.placements}."
         )
-    return Layout(x.device_mesh, x.placements, x.shape, dim, split[0] if split else None)
+    return _layout(x.device_mesh, x.placements, x.shape, dim)
 
 
 def read_linear_layout(input: Any, linear_weight: Any, group: Any) -> Layout:
     """Return the layout of the logits of a linear layer whose weight (n, d) is a DTensor.
 
-    A plain input has the rows of this process. A DTensor may be sharded over rows, by dimensions of the mesh
-    that do not shard the labels; other placements are redistributed.
+    A plain input has the rows of this process. An input that is a DTensor may be sharded over rows, by
+    dimensions of the mesh that do not shard the labels; other placements are redistributed.
     """
     check_tensor(input, "input")
     if not isinstance(linear_weight, DTensor):
         raise TypeError("`linear_weight` must be a DTensor if `input` is one, but it is a plain tensor.")
     weight = read_layout(linear_weight, 0, group, "linear_weight")
-    if any(isinstance(place, Shard) and place.dim != 0 for place in weight.placements):
+    mesh, placements, _ = weight.entries
+    if any(isinstance(place, Shard) and place.dim != 0 for place in placements):
         raise ValueError(
-            "`linear_weight` must be sharded over its labels, Shard(0), but its placements are "
-            f"{weight.placements}."
+            f"`linear_weight` must be sharded over its labels, Shard(0), but its placements are {placements}."
         )
-    mesh, ndim = weight.mesh, input.dim() - 1
+    ndim = input.dim() - 1
     rows: tuple[Any, ...] = (Replicate(),) * mesh.ndim
     if isinstance(input, DTensor):
         if input.device_mesh != mesh:
-            raise ValueError("`input` and `linear_weight` must be on the same mesh, but theirs differ.")
+            raise ValueError("`input` and `linear_weight` must be on the same mesh, but their meshes differ.")
         rows = tuple(
             place if type(place) is Shard and place.dim < ndim and i != weight.labels else Replicate()
             for i, place in enumerate(input.placements)
         )
     placements = tuple(Shard(ndim) if i == weight.labels else place for i, place in enumerate(rows))
     shape = torch.Size([*input.shape[:-1], linear_weight.shape[0]])
-    return Layout(mesh, placements, shape, ndim, weight.labels)
+    return _layout(mesh, placements, shape, ndim)
+
+
+def _layout(mesh: DeviceMesh, placements: tuple[Any, ...], shape: torch.Size, dim: int) -> Layout:
+    """Return the layout of rows along dimension `dim`, which at most one dimension of the mesh shards."""
+    row_placements = tuple(
+        Shard(place.dim - (place.dim > dim)) if isinstance(place, Shard) and place.dim != dim else Replicate()
+        for place in placements
+    )
+    labels = placements.index(Shard(dim)) if Shard(dim) in placements else None
+    return Layout(
+        Placed(mesh, placements, shape),
+        Placed(mesh, row_placements, shape[:dim] + shape[dim + 1 :]),
+        labels,
+        None if labels is None else mesh.get_group(labels),
+    )
 
 
 def _to_local(t: DTensor, mesh: DeviceMesh, placements: Any, rows: Any) -> Tensor:
-    """Return the local part; its gradient is summed over processes with other rows but the same part."""
+    """Return the local part; its gradient is summed over processes with the same part and different rows."""
     gradient = [
         Partial() if isinstance(row, Shard) and not isinstance(place, Shard) else place
         for place, row in zip(placements, rows, strict=True)

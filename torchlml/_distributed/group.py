@@ -1,4 +1,4 @@
-"""Groups of processes that share the labels of the same rows: collectives, and checks of their arguments.
+"""Groups of processes that the labels are sharded across: collectives, and checks that arguments match.
 
 All decisions depend only on gathered numbers, which are added in rank order. All processes therefore compute
 identical bits and take the same branches.
@@ -9,6 +9,9 @@ from __future__ import annotations
 import functools
 import json
 import zlib
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import torch
@@ -16,8 +19,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
-from torchlml._arguments import autocasts
-from torchlml._autograd.rule import is_plain
+from torchlml._arguments import autocasts, is_plain
 
 Group = dist.ProcessGroup | DeviceMesh
 # The first message has a fixed size, because messages of mismatched sizes may hang.
@@ -41,7 +43,7 @@ class LabelGroup(NamedTuple):
         return parts
 
     def sum(self, part: Tensor) -> Tensor:
-        """Sum over all processes in one round; the result has identical bits on each."""
+        """Sum over all processes in one round; the result has identical bits on every process."""
         return add_up(self.gather(part))
 
     def all_reduce(self, part: Tensor) -> Tensor:
@@ -55,22 +57,13 @@ class LabelSplit(NamedTuple):
 
     group: LabelGroup
     labels: list[int]
+    total: int  # the number of labels of all processes
     bound: str
 
     @property
     def start(self) -> int:
         """The first label of this process."""
         return sum(self.labels[: self.group.rank])
-
-    @property
-    def total(self) -> int:
-        """The number of labels of all processes."""
-        return sum(self.labels)
-
-    @property
-    def fraction(self) -> float:
-        """The fraction of all labels that this process has."""
-        return self.labels[self.group.rank] / max(1, self.total)
 
 
 def add_up(parts: Tensor) -> Tensor:
@@ -79,7 +72,7 @@ def add_up(parts: Tensor) -> Tensor:
 
 
 def label_group(group: Any) -> LabelGroup:
-    """Check the argument `group`."""
+    """Check the argument `group`, and return it with the rank of this process and the number of processes."""
     if not dist.is_available() or not dist.is_initialized():
         raise ValueError(
             "`group` needs torch.distributed to be initialized: "
@@ -88,7 +81,7 @@ def label_group(group: Any) -> LabelGroup:
     if isinstance(group, DeviceMesh):
         if group.ndim != 1:
             raise ValueError(
-                "`group` must be a one-dimensional DeviceMesh, that of the labels, but it has "
+                "`group` must be a one-dimensional DeviceMesh, the one that shards the labels, but it has "
                 f'{group.ndim} dimensions; pass one of them, as in `mesh["labels"]`.'
             )
         group = group.get_group()
@@ -102,30 +95,13 @@ def label_group(group: Any) -> LabelGroup:
     return LabelGroup(group, rank, dist.get_world_size(group))
 
 
+@dataclass
 class Agreement:
-    """Check that all ranks pass matching arguments, before any computation: one round.
+    """The message of this process to all others, and the messages of all processes in rank order."""
 
-        with Agreement(group, x) as agreement:
-            c = canonical(x, k, ...)
-            agreement.tell("lml", x, k, bound, rows=c.row_shape, labels=c.x.shape[-1])
-        nu = solve(..., agreement.split)
-
-    Args:
-        group: the `group` argument of the caller.
-        x: a tensor on the device that messages are sent from.
-
-    An exception inside the `with` block is raised on every process. Arguments that differ raise an error.
-    """
-
-    split: LabelSplit
-
-    def __init__(self, group: Any, x: Any) -> None:
-        self.group = label_group(group)
-        # A meta tensor cannot carry a message, and the other processes would wait forever.
-        carries = isinstance(x, Tensor) and x.device.type != "meta"
-        self._device = x.device if carries else torch.device("cpu")
-        self._told: dict[str, Any] = {}
-        self._limit: tuple[float | Tensor, str] = (0, "exactly")
+    group: LabelGroup
+    own: dict[str, Any] = field(default_factory=dict)
+    everyone: list[dict[str, Any]] = field(default_factory=list)
 
     def tell(
         self,
@@ -139,12 +115,12 @@ class Agreement:
         masked: bool = False,
         same: dict[str, Any] | None = None,
     ) -> None:
-        """Set the arguments that must match on all processes.
+        """Set the message of this process: the arguments that must match on all processes, and its labels.
 
         Args:
             function: the name of the called function.
             x, k, bound: its arguments.
-            rows: the shape of the rows.
+            rows: the shape of a tensor with one number per row.
             labels: the number of labels of this process.
             masked: whether some of them are masked, so that k may exceed their number.
             same: other values that must match, keyed by their names in error messages.
@@ -165,27 +141,64 @@ class Agreement:
             "bound": bound,
             "autocast": str(autocast),
         }
-        self._told = {"same": common | (same or {}), "labels": labels, "masked": masked}
-        self._limit = (k, bound)
+        self.own = {"same": common | (same or {}), "labels": labels, "masked": masked}
 
-    def __enter__(self) -> Agreement:
-        return self
+    def split(self, k: float | Tensor, bound: str) -> LabelSplit:
+        """Return how the labels are split, after checking that k does not exceed their number."""
+        labels = [other["labels"] for other in self.everyone]
+        total, masked = sum(labels), any(other["masked"] for other in self.everyone)
+        if bound != "at_most" and total > 0 and not masked:
+            largest = k.detach().amax().item() if isinstance(k, Tensor) and k.numel() else k
+            if not isinstance(largest, Tensor) and largest > total:
+                raise ValueError(
+                    f"`k` must be from 0 to n = {total}, the number of labels on all processes, "
+                    f"but k is {largest:g}."
+                )
+        return LabelSplit(self.group, labels, total, bound)
 
-    def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
-        if error is not None and not isinstance(error, Exception):
-            return  # an interrupt ends this process
-        # After any error, because the others wait for this message. A character takes up to six bytes in it.
-        told = self._told if error is None else {"error": str(error)[:300]}
-        everyone = exchange(self.group, self._device, told)
-        if error is None:
-            check_agreement(everyone)
-            self.split = LabelSplit(self.group, [told["labels"] for told in everyone], self._limit[1])
-            if not any(told["masked"] for told in everyone):
-                _check_k(self._limit[0], self.split)
+
+@contextmanager
+def agreement(group: Any, x: Any) -> Iterator[Agreement]:
+    """Check in one round that all ranks pass matching arguments, before any computation.
+
+        with agreement(group, x) as agreed:
+            c = canonical(x, k, ...)
+            agreed.tell("lml", x, k, bound, rows=c.row_shape, labels=c.x.shape[-1])
+        nu = solve(..., agreed.split(k, bound))
+
+    Args:
+        group: the `group` argument of the caller.
+        x: a tensor on the device that messages are sent from.
+
+    An exception inside the `with` block is raised on every process. Arguments that differ raise an error.
+    """
+    agreed = Agreement(label_group(group))
+    # A meta tensor cannot carry a message, and the other processes would wait forever.
+    carries = isinstance(x, Tensor) and x.device.type != "meta"
+    device = x.device if carries else torch.device("cpu")
+    try:
+        yield agreed
+    except Exception as error:
+        # The other processes wait for this message. A character takes up to six bytes in it.
+        exchange(agreed.group, device, {"error": str(error)[:300]})
+        raise
+    agreed.everyone = exchange(agreed.group, device, agreed.own)
+    for rank, other in enumerate(agreed.everyone):
+        if "error" in other:
+            raise ValueError(f"Process {rank} of the group has an invalid argument: {other['error']}")
+    first = agreed.everyone[0]["same"]
+    for name in first:
+        for rank, other in enumerate(agreed.everyone):
+            found = other["same"].get(name)
+            if found != first[name]:
+                raise ValueError(
+                    f"The processes of the group must have the same {name}, but process 0 has "
+                    f"{first[name]} and process {rank} has {found}."
+                )
 
 
 def exchange(group: LabelGroup, device: torch.device, told: dict[str, Any]) -> list[dict[str, Any]]:
-    """Send a short message to all processes and return those of all of them, in rank order: one round."""
+    """Exchange short messages between all processes in one round, and return them in rank order."""
     # Unlike all_gather_object, this takes one collective instead of two.
     text = json.dumps(told, ensure_ascii=False).encode()
     assert len(text) <= _BYTES
@@ -195,33 +208,8 @@ def exchange(group: LabelGroup, device: torch.device, told: dict[str, Any]) -> l
     return [json.loads(bytes(part.tolist()).rstrip(b"\0")) for part in parts]
 
 
-def check_agreement(everyone: list[dict[str, Any]]) -> None:
-    """Raise the error of any process, or an error if values under "same" differ between processes."""
-    for rank, other in enumerate(everyone):
-        if "error" in other:
-            raise ValueError(f"Process {rank} of the group has an invalid argument: {other['error']}")
-    first = everyone[0]["same"]
-    for name in first:
-        for rank, other in enumerate(everyone):
-            found = other["same"].get(name)
-            if found != first[name]:
-                raise ValueError(
-                    f"The processes of the group must have the same {name}, but process 0 has "
-                    f"{first[name]} and process {rank} has {found}."
-                )
-
-
-def _check_k(k: float | Tensor, split: LabelSplit) -> None:
-    largest = k.detach().amax().item() if isinstance(k, Tensor) and k.numel() else k
-    limited = split.bound != "at_most" and split.total > 0
-    if limited and not isinstance(largest, Tensor) and largest > split.total:
-        raise ValueError(
-            f"`k` must be from 0 to n = {split.total}, the labels of all processes, but k is {largest:g}."
-        )
-
-
 def fingerprint(value: float | Tensor) -> str:
-    """The value to compare: a number itself, or the dtype, shape and checksum of a tensor."""
+    """Describe a value for comparison: a number itself, or the dtype, shape and checksum of a tensor."""
     if not isinstance(value, Tensor):
         return f"{float(value):.17g}"
     value = value.detach().cpu().contiguous()

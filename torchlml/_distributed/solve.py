@@ -2,7 +2,7 @@
 
 1. Survey, one round. Every process solves its own part with the compiled kernel, for its share k n_p / n of
    k. The shares sum to k, so the root lies between the smallest and the largest of these nu. If the parts are
-   similar, all of them are close to it. The Taylor series of all parts give an initial estimate.
+   similar, all of these nu are close to the root. The Taylor series of all parts give an initial estimate.
 2. Evaluations, one round each: the sums of `sums.py` at one point, or at several if the interval is wide,
    until a point is so close to the root that its Taylor series gives the root to machine precision.
 3. For rows with a wide interval, or a wide gap between logits at the threshold, `sums.select` first finds
@@ -18,7 +18,7 @@ from torch import Tensor
 
 from torchlml._autograd import operators
 from torchlml._distributed import sums
-from torchlml._distributed.group import LabelGroup, add_up
+from torchlml._distributed.group import LabelGroup, LabelSplit, add_up
 from torchlml._distributed.sums import FiniteLabels, evaluate, evaluate_labels, select
 from torchlml._solve.newton import order_offsets
 
@@ -34,23 +34,22 @@ _MANY_POINTS = 16
 _FEW_WIDTH = 10.0
 
 
-class LocalPart(NamedTuple):
-    """The columns of this process: entries in the work dtype, -inf if absent, and the labels."""
+class _Part(NamedTuple):
+    """The columns of this process: entries in the work dtype (-inf if absent), and observed labels."""
 
     x: Tensor
     k: Tensor  # (R,), float64
-    fraction: float  # the fraction of all labels
-    labels: FiniteLabels | None = None  # those at finite entries
-    marks: Tensor | None = None  # (R, c), values that the survey also sums over the processes
+    labels: FiniteLabels | None
+    marks: Tensor | None
 
 
 class Solution(NamedTuple):
-    """The solution, identical on every process: one number per row each.
+    """The solution of all rows, identical on every process. Each field has one number per row.
 
     `nu` is a pair (2, R) as in `_torch/careful.py`. `log_slope` is log sum w. `share` is y of +inf entries,
     `infinite` their number. `free` marks rows that satisfy a bound with nu = 0, which is then constant.
-    `loss` is the sum of -c log y over the labels at finite entries, `change` that of c (1 - y). `marks` are
-    the sums of the marks of all parts.
+    `loss` is the sum of -c log y over the labels at finite entries, and `change` is the sum of c (1 - y).
+    `marks` contains the sums over all processes of the numbers passed to `solve` as `marks`.
     """
 
     nu: Tensor
@@ -65,7 +64,7 @@ class Solution(NamedTuple):
 
 class _Survey(NamedTuple):
     ordinary: Tensor
-    special: Tensor  # nu of the other rows
+    special: Tensor  # nu of the rows that are not ordinary
     infinite: Tensor
     available: Tensor
     nearest: Tensor
@@ -74,19 +73,32 @@ class _Survey(NamedTuple):
     low: Tensor
     high: Tensor
     estimate: Tensor
-    width: Tensor  # of the interval; infinite if no local root is finite
+    width: Tensor  # the width of the interval; infinite if no local root is finite
     marks: Tensor
 
 
-def solve(part: LocalPart, group: LabelGroup, bound: str) -> Solution:
-    """Solve sum sigmoid(x + nu) = k for every row, or find the nu of a `bound`."""
-    s = _survey(part, group, bound)
-    rows = part.k.shape[0]
+def solve(
+    x: Tensor, k: Tensor, split: LabelSplit, labels: FiniteLabels | None = None, marks: Tensor | None = None
+) -> Solution:
+    """Solve sum sigmoid(x + nu) = k for every row.
+
+    With a bound in `split`, nu is 0 in rows in which nu = 0 satisfies the bound.
+
+    Args:
+        x: (R, n), the entries of this process in the work dtype, -inf for absent ones.
+        k: 0-d or (R,).
+        split: the labels of all processes.
+        labels: the labels of this process at finite entries, for their loss.
+        marks: (R, c), numbers to sum over all processes in the same round as the survey.
+    """
+    group, bound = split.group, split.bound
+    part = _Part(x.contiguous(), k.to(torch.float64).expand(x.shape[0]), labels, marks)
+    s = _survey(part, split)
     free = torch.zeros_like(s.ordinary)
     if s.at_zero is not None:
         limit, keeps = (torch.inf, s.at_zero <= 0) if bound == "at_most" else (-torch.inf, s.at_zero >= 0)
         free = torch.where(s.ordinary, keeps, s.special == limit)
-    state = _State(rows, part.x)
+    state = _State(*torch.zeros(5, x.shape[0], dtype=torch.float64, device=x.device))
     state.base[:] = torch.where(s.ordinary & ~free, s.base, 0)
     to_solve = s.ordinary & ~free
     narrow = (s.high - s.low <= _WIDE) & (s.nearest <= _WIDE)
@@ -107,29 +119,33 @@ def solve(part: LocalPart, group: LabelGroup, bound: str) -> Solution:
         rest = torch.cat([closed, free.nonzero().flatten()]).sort().values
         if rest.numel():
             _label_round(part, state, rest, group)
-    nu = _pair(state.base, state.shift, part.x.dtype)
+    # Split base + shift exactly into (hi, lo) in the dtype of the entries.
+    hi = (state.base + state.shift).to(x.dtype)
+    nu = torch.stack([hi, ((state.base - hi.double()) + state.shift).to(x.dtype)])
     nu = torch.where(to_solve | free, nu, torch.stack([s.special, torch.zeros_like(s.special)]).to(nu.dtype))
     share = (part.k / s.infinite).clamp(0, 1)
     share = torch.where(nu[0] == -torch.inf, share, 1).to(nu.dtype)
     return Solution(nu, state.log_slope, share, s.infinite, free, state.loss, state.change, s.marks)
 
 
-class _State:
+class _State(NamedTuple):
     """The results, filled in for different rows at different steps; nu = base + shift."""
 
-    def __init__(self, rows: int, like: Tensor) -> None:
-        zeros = torch.zeros(5, rows, dtype=torch.float64, device=like.device)
-        self.base, self.shift, self.log_slope, self.loss, self.change = zeros.unbind()
+    base: Tensor
+    shift: Tensor
+    log_slope: Tensor
+    loss: Tensor
+    change: Tensor
 
 
-def _survey(part: LocalPart, group: LabelGroup, bound: str) -> _Survey:
-    x, k = part.x, part.k
+def _survey(part: _Part, split: LabelSplit) -> _Survey:
+    x, k, group = part.x, part.k, split.group
     rows, labels = x.shape
     finite = x.isfinite()
     column = x.new_zeros(rows, dtype=torch.float64)
     nu = torch.stack([column, column]).to(x.dtype)
     if labels:
-        nu = operators.solve(x, k * part.fraction, None, None)
+        nu = operators.solve(x, k * (labels / split.total), None, None)
     root = torch.where(nu.isfinite().all(0), nu, 0).double()
     local = evaluate(x, root[0], root[1:])[0]
     shifted = (x.double() + root[0, :, None]) + root[1, :, None]
@@ -146,7 +162,7 @@ def _survey(part: LocalPart, group: LabelGroup, bound: str) -> _Survey:
         column + float(labels > 0),
         *local.unbind(-1),
     ]
-    if bound != "exactly":  # an extra pass over the entries that only a bound needs
+    if split.bound != "exactly":  # an extra pass over the entries that only a bound needs
         zero = evaluate(x, torch.zeros_like(column), torch.zeros_like(root[1:]))[0]
         message += zero[:, : sums.DP].unbind(-1)
     marks = column[:, None][:, :0] if part.marks is None else part.marks
@@ -172,7 +188,7 @@ def _survey(part: LocalPart, group: LabelGroup, bound: str) -> _Survey:
     width = torch.where(known.any(0), high - low, torch.inf)
     nearest = parts[..., 7].amin(0)
     at_zero = None
-    if bound != "exactly":
+    if split.bound != "exactly":
         up, down, above = (add_up(parts[..., i]) for i in (17, 18, 19))
         at_zero = (up - k) + (down - above)
     return _Survey(
@@ -220,7 +236,7 @@ class _Threshold(NamedTuple):
     high: Tensor
 
 
-def _at_threshold(part: LocalPart, s: _Survey, rows: Tensor, group: LabelGroup) -> _Threshold:
+def _at_threshold(part: _Part, s: _Survey, rows: Tensor, group: LabelGroup) -> _Threshold:
     """Find the entries around the threshold, and the interval that they imply."""
     k, m = (part.k - s.infinite)[rows], (s.available - s.infinite)[rows]
     upper, lower = select(part.x[rows], k.ceil().long(), (k.floor() + 1).long(), group)
@@ -230,10 +246,10 @@ def _at_threshold(part: LocalPart, s: _Survey, rows: Tensor, group: LabelGroup) 
     return _Threshold(upper, lower, 2 * half, base, -half - below - _MARGIN, half + above + _MARGIN)
 
 
-def _close(part: LocalPart, state: _State, rows: Tensor, found: _Threshold, group: LabelGroup) -> None:
-    """Compute nu in a gap, where S - k = P e^nu - Q e^-nu to machine precision: one round for P and Q.
+def _close(part: _Part, state: _State, rows: Tensor, found: _Threshold, group: LabelGroup) -> None:
+    """Compute nu in a gap, where S - k = P e^nu - Q e^-nu to machine precision. P and Q take one round.
 
-    Only an integer k can have its threshold in a gap, with k entries above it.
+    The threshold can lie in a gap only if k is an integer, and k entries are then above it.
     """
     upper, lower = found.upper[found.gap > _GAP], found.lower[found.gap > _GAP]
     p, q = group.sum(sums.gap_sums(part.x[rows], upper, lower)).unbind(-1)
@@ -242,8 +258,8 @@ def _close(part: LocalPart, state: _State, rows: Tensor, found: _Threshold, grou
     state.log_slope[rows] = (p.log() + q.log()) / 2 + torch.log(torch.full_like(p, 2)) - half
 
 
-def _label_round(part: LocalPart, state: _State, rows: Tensor, group: LabelGroup) -> None:
-    """Compute the label sums of rows whose nu is known: one round."""
+def _label_round(part: _Part, state: _State, rows: Tensor, group: LabelGroup) -> None:
+    """Compute the label sums of rows whose nu is known, in one round."""
     assert part.labels is not None
     labels = part.labels.of(rows, part.k.shape[0])
     found = group.sum(evaluate_labels(labels, state.base[rows], state.shift[None, rows])[0])
@@ -251,7 +267,7 @@ def _label_round(part: LocalPart, state: _State, rows: Tensor, group: LabelGroup
 
 
 def _iterate(
-    part: LocalPart,
+    part: _Part,
     state: _State,
     rows: Tensor,
     low: Tensor,
@@ -283,6 +299,8 @@ def _iterate(
         _finish(state, rows[done], total[:, done], points[:, done], r[:, done], best[:, done])
         low = torch.where(r <= 0, points, -torch.inf).amax(0).maximum(low)
         high = torch.where(r >= 0, points, torch.inf).amin(0).minimum(high)
+        if bool(done.all()):
+            return
         points = _next_points(total, points, r, slope, low, high, k, number)[:, ~done]
         rows, low, high = rows[~done], low[~done], high[~done]
 
@@ -302,7 +320,7 @@ def _finish(state: _State, rows: Tensor, total: Tensor, points: Tensor, r: Tenso
 
 
 def _taylor_root(r: Tensor, slope: Tensor, d2: Tensor, d3: Tensor, d4: Tensor) -> Tensor:
-    """The step to the root of the series, using only operations that are bitwise reproducible everywhere."""
+    """Return the step to the root of the series, using only bitwise reproducible operations."""
     step = torch.where(r == 0, 0, -r / slope)
     for _ in range(3):
         value = r + step * (slope + step / 2 * (d2 + step / 3 * (d3 + step / 4 * d4)))
@@ -312,7 +330,7 @@ def _taylor_root(r: Tensor, slope: Tensor, d2: Tensor, d3: Tensor, d4: Tensor) -
 
 
 def _first_points(low: Tensor, high: Tensor, estimate: Tensor, width: Tensor) -> Tensor:
-    """(D, R): one point if every row has a good estimate, several otherwise."""
+    """Return the first points (D, R): one point if every row has a good estimate, several otherwise."""
     widest = float(width.amax()) if width.numel() else 0.0
     if widest <= 0.3:
         return estimate[None]
@@ -334,7 +352,7 @@ def _evenly(low: Tensor, high: Tensor, number: int) -> Tensor:
 def _next_points(
     total: Tensor, points: Tensor, r: Tensor, slope: Tensor, low: Tensor, high: Tensor, k: Tensor, number: int
 ) -> Tensor:
-    """The next points: Newton steps from the closest points on both sides of the root, and points between."""
+    """Return the next points: Newton steps from the points closest to the root, and points between them."""
     series = points + _taylor_root(r, slope, total[..., sums.D2], total[..., sums.D3], total[..., sums.D4])
     # Newton's step on the logarithm of a ratio, as in `_solve/newton.py`; it also works in a gap.
     c = total[..., sums.UP] - k
@@ -351,9 +369,3 @@ def _next_points(
         return torch.cat([nearest, from_low, from_high])
     centres = [nearest, from_low, from_high, (from_low + from_high) / 2]
     return torch.cat([*centres, _evenly(low, high, _number(width) - len(centres))])
-
-
-def _pair(base: Tensor, shift: Tensor, dtype: torch.dtype) -> Tensor:
-    """Split base + shift exactly into (hi, lo) in the dtype of the entries."""
-    hi = (base + shift).to(dtype)
-    return torch.stack([hi, ((base - hi.double()) + shift).to(dtype)])

@@ -1,6 +1,6 @@
-"""Sums of a process over its own labels, and the entries of two neighboring ranks over all labels.
+"""Sums of a process over its own labels, and selection of the entries at two neighboring ranks of a row.
 
-Sums are numbers per row, always in float64. An entry counts as its nearer integer plus or minus
+Sums have one number per row, always in float64. An entry is written as its nearer integer plus or minus
 t = sigmoid(-|z|), as in `_solve/newton.py`. The sums include derivatives of S(nu) = sum sigmoid(x + nu). From
 one evaluation near the root, Taylor series therefore give the root and everything that depends on it without
 another round.
@@ -101,7 +101,7 @@ def _block_sums(v: Tensor) -> Tensor:
 
 
 def evaluate_labels(labels: FiniteLabels, base: Tensor, shift: Tensor) -> Tensor:
-    """(D, R, 5): sums over the labels of -c log y, of c (1 - y), and of c times y's derivatives 1 to 3."""
+    """Return (D, R, 5): sums over labels of -c log y, of c (1 - y), and of c times y's derivatives 1 to 3."""
     points, rows = shift.shape
     z = (labels.x.double() + base[labels.row]) + shift[:, labels.row]
     y, not_y = torch.sigmoid(z), torch.sigmoid(-z)
@@ -114,7 +114,7 @@ def evaluate_labels(labels: FiniteLabels, base: Tensor, shift: Tensor) -> Tensor
 
 
 def gap_sums(x: Tensor, upper: Tensor, lower: Tensor) -> Tensor:
-    """(R, 2): the sums of e^(x - lower) over entries <= lower, and of e^(upper - x) over entries >= upper."""
+    """Return (R, 2): sums of e^(x - lower) for entries <= lower and of e^(upper - x) for entries >= upper."""
     z = x.double()
     below = torch.exp((z - lower[:, None]).clamp(max=0)) * (z <= lower[:, None])
     above = torch.exp((upper[:, None] - z).clamp(max=0)) * ((z >= upper[:, None]) & (z < torch.inf))
@@ -122,12 +122,12 @@ def gap_sums(x: Tensor, upper: Tensor, lower: Tensor) -> Tensor:
 
 
 PROPOSALS = 128
-# Entries this close need not be determined exactly: the iteration handles the rest.
+# Entries that are this close need not be determined exactly, because the iteration does the rest.
 _CLOSE = 1.0
 
 
 def select(x: Tensor, upper_rank: Tensor, lower_rank: Tensor, group: LabelGroup) -> tuple[Tensor, Tensor]:
-    """Bounds of the entries at two ranks: exact, or within 1 of each other.
+    """Find bounds on the entries at two ranks, which are exact or within 1 of each other.
 
     Args:
         x: (R, n), the part of this process; entries that are not finite are ignored.
@@ -135,8 +135,8 @@ def select(x: Tensor, upper_rank: Tensor, lower_rank: Tensor, group: LabelGroup)
         group: the processes with the other parts.
 
     Returns:
-        (upper, lower): the entry at `upper_rank` is at most `upper`, that at `lower_rank` at least `lower`.
-        If they are more than 1 apart, they are equal to these entries.
+        (upper, lower): the entry at `upper_rank` is at most `upper`, and the entry at `lower_rank` is at
+        least `lower`. If they are more than 1 apart, they are equal to these entries.
     """
     x = torch.where(x.isfinite(), x.double(), -torch.inf).sort(-1, descending=True).values
     ascending = -x
@@ -155,9 +155,10 @@ def select(x: Tensor, upper_rank: Tensor, lower_rank: Tensor, group: LabelGroup)
 
 
 def _propose(x: Tensor, ascending: Tensor, first: Tensor, last: Tensor) -> Tensor:
-    """Propose (R, 3, 128): entries evenly spaced by rank, and how many in the window are > and >= each.
+    """Propose 128 entries of each window, evenly spaced by rank.
 
-    A window of fewer entries repeats its last one; an empty window gives -inf, 0 and 0.
+    The result (R, 3, 128) contains them, and the number of entries in the window that are > and >= each of
+    them. A window with fewer than 128 entries repeats its last one; an empty window gives -inf, 0 and 0.
     """
     if x.shape[1] == 0:
         nothing = x.new_full((x.shape[0], PROPOSALS), -torch.inf)
@@ -173,7 +174,7 @@ def _propose(x: Tensor, ascending: Tensor, first: Tensor, last: Tensor) -> Tenso
 
 
 def _limits(proposals: Tensor, upper_rank: Tensor, lower_rank: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Bounds of two entries of the window from the proposals (P, R, 3, 128), and whether they are exact."""
+    """Return bounds on two entries of the window from the proposals, and whether they are exact."""
     values, greater, not_less = proposals.unbind(2)
     # In sorted order, each proposal adds to the number of entries that are known to be >= it, and to the
     # number of entries that may be > the next proposal.

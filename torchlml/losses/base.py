@@ -1,4 +1,4 @@
-"""The `nn.Module` that all losses share."""
+"""The base class of all loss modules."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from torchlml._arguments import check_limit, check_tensor
 from torchlml._autograd.loss import Reduction, check_reduction
 
-# Settings that `repr` shows only if they differ from these.
+# `repr` shows these settings only if they differ from these defaults.
 _USUAL = {"ignore_index": -100, "bound": "exactly", "label_reduction": "sum", "group": None}
 
 
@@ -18,7 +18,7 @@ class TopKLoss(nn.Module):
 
     Args:
         k: the number of labels to predict.
-        weight: one weight per class, a buffer, so that it follows `.to()`.
+        weight: one weight per class, stored as a buffer, so that `.to()` moves it.
         ignore_index, reduction, **settings: the other arguments of the function. Each becomes an attribute.
     """
 

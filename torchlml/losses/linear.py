@@ -1,4 +1,4 @@
-"""Losses of the outputs of a linear layer that never materialize the logits of a batch."""
+"""Losses that include the last linear layer and never materialize the logits of a whole batch."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from torchlml._arguments import Bound, Canonical, check_bound, check_integer_k
+from torchlml._arguments import Bound, Canonical, check_bound, check_integer_k, is_sharded
 from torchlml._autograd import chunked_linear
 from torchlml._autograd.chunked_linear import (
     ChunkedLoss,
@@ -25,7 +25,6 @@ from torchlml._autograd.loss import (
     label_divisor,
     reduce_losses,
 )
-from torchlml._distributed import is_sharded
 from torchlml._targets import read_target_rows
 from torchlml.losses.base import TopKLoss
 from torchlml.losses.truncated_entropy import dense_entropy
@@ -80,9 +79,9 @@ def linear_lml_loss(
     settings = LossSettings(ignore_index, reduction, label_reduction, bound)
     given = LinearLMLArguments(input, linear_weight, linear_bias, target, k, weight, settings, memory_limit)
     if is_sharded(linear_weight, group) or is_sharded(input):
-        from torchlml._distributed import calls
+        from torchlml._distributed import loss as sharded
 
-        return calls.linear_lml_loss(given, group)
+        return sharded.linear_lml_loss(given, group)
     return chunked_linear.linear_lml_loss(given)
 
 
@@ -96,10 +95,10 @@ class LinearLMLLoss(TopKLoss):
 
     Args:
         in_features: the size of an input.
-        num_classes: the number of labels; with a `group`, of the labels of this process.
+        num_classes: the number of labels; with a `group`, the number of labels on this process.
         k: the number of labels to predict.
         bias: whether the linear layer has a bias.
-        device, dtype: of the linear layer.
+        device, dtype: the device and the dtype of the linear layer.
         weight, ignore_index, reduction, label_reduction, bound, memory_limit, group: as for
             `linear_lml_loss`.
 
@@ -160,7 +159,8 @@ def linear_truncated_entropy_loss(
         k: the number of allowed guesses, as for `truncated_entropy_loss`.
 
     The other arguments, and the derivatives, are those of `linear_lml_loss`. Labels that are sharded across
-    processes are not supported. Temporary tensors take up to another 2 * `memory_limit`.
+    processes are not supported. Temporary tensors take up to 2 * `memory_limit` bytes
+    on top of that limit.
 
     Returns:
         The same as `truncated_entropy_loss(F.linear(input, linear_weight, linear_bias), target, k, ...)`.

@@ -6,10 +6,9 @@ from typing import Any
 
 from torch import Tensor
 
-from torchlml._arguments import Bound, canonical, check_bound
+from torchlml._arguments import Bound, canonical, check_bound, is_sharded
 from torchlml._autograd import loss as rule
 from torchlml._autograd.loss import LabelReduction, LossSettings, Reduction, check_labeled_k, label_divisor
-from torchlml._distributed import is_sharded
 from torchlml._targets import read_labels
 from torchlml.losses.base import TopKLoss
 
@@ -28,7 +27,7 @@ def lml_loss(
     bound: Bound = "exactly",
     group: Any = None,
 ) -> Tensor:
-    """Train the k predictions of a model to recall the observed labels: -log y of each, y = lml(logits, k).
+    """Compute the LML loss: the sum of -log y over the observed labels, where y = lml(logits, k).
 
         >>> logits = torch.tensor([[2.0, 1.0, 0.0, -1.0]])
         >>> torchlml.lml_loss(logits, torch.tensor([1]), k=2)  # -log of lml(logits, 2)[0, 1]
@@ -41,22 +40,22 @@ def lml_loss(
         target: class indices (...), lists of class indices (..., L) padded with `ignore_index`, or a bool or
             float multi-hot tensor of the logits' shape, whose floats are label weights. With `offsets`: a
             flat multi-hot tensor, or positions into the values. For ragged nested logits: a nested multi-hot
-            tensor, or the labels counted within each row, as (B,), padded (B, L) or nested lists. Integers in
-            the logits' own shape raise an error, since they could be either: pass `target.bool()`, or a list
-            that is one column wider.
+            tensor, or label indices within each row, as (B,), padded (B, L) or nested lists. Integers in the
+            shape of the logits raise an error, because they could be multi-hot or a list: pass
+            `target.bool()`, or a list that is one column wider.
         k: the number of labels to predict, as in `torchlml.lml`: one number or one per row; differentiable.
             In a row that has a label, k = 0 raises a ValueError on the CPU. On other devices, where the check
             would synchronize, the loss is infinite.
-        weight: one weight per class, for the labels of that class.
+        weight: one weight per class, which multiplies the loss of its labels.
         ignore_index: the class index that means "no label".
         reduction: "mean" over the rows that have a label (0 if there are none), "sum" or "none".
         label_reduction: the loss of a row is the "sum" over its labels, or their "mean", so that rows with
             many labels do not outweigh the others. Weights do not change the divisor of the mean.
-        mask: bool, broadcasts to the logits; False entries cannot be chosen, and no label may point at one.
+        mask: bool, broadcasts to the logits; False entries cannot be chosen and must not be labels.
         offsets: int64 row boundaries of a ragged batch, as in `torchlml.lml`.
         bound: whether "exactly", "at_most" or "at_least" k labels are predicted, as in `torchlml.lml`.
-        group: the processes that the labels are sharded across, as in `torchlml.lml`. Class indices count the
-            labels of all processes; `weight`, `mask` and multi-hot targets belong to the labels of this
+        group: the processes that the labels are sharded across, as in `torchlml.lml`. Class indices refer to
+            the labels of all processes; `weight`, `mask` and multi-hot targets belong to the labels of this
             process. Every process gets the same loss, and the gradient of its own logits.
 
     Returns:
@@ -69,9 +68,9 @@ def lml_loss(
     """
     settings = LossSettings(ignore_index, reduction, label_reduction, bound)
     if is_sharded(logits, group):
-        from torchlml._distributed import calls
+        from torchlml._distributed import loss as sharded
 
-        return calls.lml_loss(logits, target, k, weight, mask, offsets, settings, group)
+        return sharded.lml_loss(logits, target, k, weight, mask, offsets, settings, group)
     settings.check()
     c = canonical(logits, k, -1, mask, offsets, any_k=bound == "at_most", name="logits", nested=True)
     labels = read_labels(c, target, weight, ignore_index)

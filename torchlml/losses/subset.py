@@ -26,7 +26,7 @@ def subset_loss(
     mask: Tensor | None = None,
     offsets: Tensor | None = None,
 ) -> Tensor:
-    """The negative log probability that a random set of k labels contains all observed labels.
+    """Compute the negative log probability that a random set of k labels contains all observed labels.
 
         >>> logits = torch.tensor([[2.0, 1.0, 0.0, -1.0]])
         >>> torchlml.subset_loss(logits, torch.tensor([1]), k=2)
@@ -84,12 +84,12 @@ class SubsetLoss(TopKLoss):
     def forward(
         self, logits: Tensor, target: Tensor, *, mask: Tensor | None = None, offsets: Tensor | None = None
     ) -> Tensor:
-        """The loss of a batch; the arguments are those of `subset_loss`."""
+        """Compute the loss of a batch; the arguments are those of `subset_loss`."""
         return subset_loss(logits, target, self.k, mask=mask, offsets=offsets, **self.settings)
 
 
 def _dense_rows(c: Canonical, labels: Labels) -> tuple[Tensor, Tensor]:
-    """Logits and observed labels as (R, n). Entries that do not exist are -inf. Rows without labels are 0."""
+    """Return logits and observed labels as (R, n). Padding is -inf, and rows without labels are 0."""
     x, observed, mask = c.x, labels.multi_hot(c.x), c.mask
     if c.offsets is not None:
         lengths = c.offsets.diff()
@@ -101,13 +101,13 @@ def _dense_rows(c: Canonical, labels: Labels) -> tuple[Tensor, Tensor]:
         mask = exists if mask is None else exists & (mask[index] if len(mask) else exists)
     if mask is not None:
         x = x.masked_fill(~mask, -torch.inf)
-    # A row without labels costs nothing, even if it contains a NaN.
+    # A row without labels has loss 0, even if it contains a NaN.
     return torch.where(observed.any(-1, keepdim=True), x, 0), observed
 
 
 @uncompiled
 def _row_losses(x: Tensor, observed: Tensor, k: Tensor) -> Tensor:
-    """The loss of each row, in float64."""
+    """Return the loss of each row in float64."""
     _check_integers(k, k)
     k = k.long().expand(len(x)).to(x.device)
     available = torch.where(x.detach().isnan(), True, x.detach() > -torch.inf) | observed
@@ -119,7 +119,7 @@ def _row_losses(x: Tensor, observed: Tensor, k: Tensor) -> Tensor:
             f"`target` must not have more than k labels in a row, but row {row} has {int(count[row])} labels "
             f"and k = {int(k[row])}."
         )
-    # Labels with a logit of -inf are never chosen: the loss is infinite.
+    # Labels with a logit of -inf are never chosen, so the loss is infinite.
     impossible = (observed & (x.detach() == -torch.inf)).any(-1)
     x = torch.where(impossible.unsqueeze(-1) & observed, 0, x)
     loss = -Law(x, k).log_prob_containing(observed)

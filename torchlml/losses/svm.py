@@ -56,7 +56,7 @@ def topk_svm_loss(
         max(0, alpha + (s_(k) - s_y) / k),   where s_(k) is the k-th largest s_j, j != y.
 
     It is the limit of `smooth_topk_svm_loss` as tau goes to 0. Only two classes of a row have a gradient,
-    whereas the smooth loss has one for every class.
+    whereas in the smooth loss every class has one.
     """
     check_reduction(reduction)
     check_number(alpha, "alpha", "a nonnegative number", 0)
@@ -135,7 +135,7 @@ def smooth_topk_svm_loss(
     _check_settings(tau, alpha)
     k = check_integer_k(k)
     c, labels, *apart = _read("smooth_topk_svm_loss", logits, target, k, weight, ignore_index, mask)
-    # Float64 costs little here and keeps the gradients, differences of two probabilities, accurate.
+    # The gradients are differences of two probabilities. float64 keeps them accurate and costs little here.
     own, others = (t.to(wide_dtype(t.device)) for t in apart)
     if k * tau != 1:
         own, others = own / (k * tau), others / (k * tau)
@@ -178,7 +178,7 @@ def _read(
     ignore_index: int,
     mask: Tensor | None,
 ) -> tuple[Canonical, Labels, Tensor, Tensor]:
-    """The rows, their labels, the logits of the labels (R, 1), and the others, -inf for absent classes.
+    """Return the rows, labels, logits of the labels (R, 1), and the other logits (-inf for absent classes).
 
     `name` is the name of the loss, for error messages.
     """
@@ -191,7 +191,7 @@ def _read(
 
 
 def _reduce(loss: Tensor, labels: Labels, reduction: Reduction, c: Canonical) -> Tensor:
-    """Weight and reduce a loss (R, 1), which is undefined for rows without a label."""
+    """Weight and reduce a loss (R, 1), which becomes 0 for rows without a label."""
     if not labels.complete:
         loss = torch.where(labels.has_label.unsqueeze(-1), loss, 0)
     if labels.weight is not None:
@@ -206,7 +206,7 @@ def log_ratio(x: Tensor, k: int) -> Tensor:
     """
     n = x.shape[-1]
     if x.shape[0] == 0:
-        return x.sum(-1)  # the FFT of an empty tensor is an error
+        return x.sum(-1)  # torch raises an error for the FFT of an empty tensor
     if k == 1:
         return _log_sum_exp(x)  # E_0 is 1
     # The result does not depend on nu, so nu needs no derivative.
@@ -275,6 +275,6 @@ def _check_settings(tau: float, alpha: float) -> None:
     check_number(tau, "tau", "a positive number")
     if not 0 < tau < float("inf"):
         raise ValueError(
-            f"`tau` must be a positive number, but it is {tau}; for its limit 0 use `topk_svm_loss`."
+            f"`tau` must be a positive number, but it is {tau}; for the limit tau = 0, use `topk_svm_loss`."
         )
     check_number(alpha, "alpha", "a nonnegative number", 0)

@@ -91,7 +91,7 @@ def dense_entropy(c: Canonical, labels: Labels, k: int) -> Tensor:
         competitors = x.masked_fill(absent, -torch.inf)
     undefined = None
     if k > 1:
-        # Every row with a nonzero loss has a label, so it drops at most k - 1 competitors: topk, not a sort.
+        # Every row with a nonzero loss has a label, so it drops at most k - 1 competitors, and topk suffices.
         top = competitors.detach().scatter(-1, out, -torch.inf).topk(k - 1, dim=-1)
         dropped = torch.arange(k - 1, device=x.device) < k - is_label.sum(-1, keepdim=True)
         out = torch.cat([out, torch.where(dropped, top.indices, out[:, :1])], -1)
@@ -122,13 +122,16 @@ def _ragged(c: Canonical, labels: Labels, k: int) -> Tensor:
 
 
 def _not_competing(c: Canonical, observed: Tensor | None, has_label: Tensor) -> Tensor:
-    """Mask of labels, masked entries and rows without labels, where a NaN must have no effect."""
+    """Return a mask of entries in which a NaN must have no effect: labels, masked entries, unlabeled rows."""
     absent = ~has_label if observed is None else observed | ~has_label
     return absent if c.mask is None else absent | ~c.mask
 
 
 def _logsumexp(x: Tensor) -> Tensor:
-    """Logsumexp that keeps the last dim and is twice differentiable; an empty sum is -inf with gradient 0."""
+    """Compute the logsumexp over the last dimension, which is kept; it is twice differentiable.
+
+    An empty sum gives -inf with gradient 0.
+    """
     largest = x.detach().amax(-1, keepdim=True)
     largest = torch.where(largest.isinf(), 0, largest)
     return _log(torch.exp(x - largest).sum(-1, keepdim=True)) + largest
@@ -139,7 +142,10 @@ def _log(total: Tensor) -> Tensor:
 
 
 def _entropy(rest: Tensor, f: Tensor, is_label: Tensor, weight: Tensor | None) -> Tensor:
-    """Compute log(1 + exp(rest - f)) for labels, else 0; by logsigmoid, as softplus is linear above 20."""
+    """Compute log(1 + exp(rest - f)) for labels, and 0 elsewhere.
+
+    This uses `logsigmoid`, because torch's softplus is inexact above 20, where it is linear.
+    """
     gap = torch.where(is_label & (rest != -torch.inf), f - rest, torch.inf)
     loss = -logsigmoid(gap)
     return loss if weight is None else torch.where(is_label, loss * weight, 0)

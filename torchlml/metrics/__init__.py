@@ -1,6 +1,7 @@
-"""Recall, precision and nDCG in their usual definitions, as `torchmetrics.Metric`, which syncs processes.
+"""Recall, precision and nDCG in their usual definitions.
 
-Every metric exists as a class, which accumulates batches, and as a function of one batch.
+Every metric exists as a subclass of `torchmetrics.Metric`, which accumulates batches and synchronizes
+processes, and as a function of one batch.
 """
 
 try:

@@ -27,7 +27,8 @@ def label_propensities(counts: Tensor, rows: int, a: float = 0.55, b: float = 1.
         counts: (n,), the number of training samples in which each label was observed.
         rows: the number of training samples, at least 3.
         a, b: the parameters A and B of the model. The published values are 0.5 and 0.4 for WikiLSHTC-325K and
-            Wikipedia-500K, 0.6 and 2.6 for Amazon-670K and Amazon-3M, and the defaults for all others.
+            Wikipedia-500K, 0.6 and 2.6 for Amazon-670K and Amazon-3M, and the defaults for all other data
+            sets.
 
     Returns:
         (n,) in float64: p = 1 / (1 + C (count + B)^-A) with C = (log(rows) - 1) (B + 1)^A, the model of Jain,
@@ -55,7 +56,7 @@ def label_propensities(counts: Tensor, rows: int, a: float = 0.55, b: float = 1.
 
 
 class PropensityScoredPrecision(TopKMetric):
-    """Propensity-scored precision (PSP@k), in which rare labels weigh more, relative to the best possible.
+    """Propensity-scored precision (PSP@k): precision with more weight on rare labels, divided by its maximum.
 
         >>> psp = PropensityScoredPrecision(torch.tensor([1.0, 0.5, 0.25]), k=(1, 3))
         >>> psp.update(torch.tensor([[0.1, 0.7, 0.2]]), torch.tensor([1]))
@@ -68,14 +69,14 @@ class PropensityScoredPrecision(TopKMetric):
             Use `label_propensities` or your own estimate. They are stored in float64, regardless of the dtype
             of the model.
         k, ignore_index, **settings: as for `TopKRecall`.
-        group: as for `TopKRecall`; `propensities` are then those of this process's labels.
+        group: as for `TopKRecall`; `propensities` then covers only the labels of this process.
 
     For observed labels Y, a predicted set P of k entries and propensities p, the gain of a row is the sum of
     1 / p over the intersection of Y and P. The metric is the sum of the gains of all rows divided by the sum
     of the highest possible gains, where P holds the k labels of Y with the lowest propensities.
 
     - The metric is a quotient of two sums over all rows, as published and as in napkinXC. It is not a mean of
-      quotients, so a row without labels changes nothing.
+      quotients, so a row without labels has no effect.
     - If all propensities are equal, it is the precision divided by the highest possible precision.
     - Ties, weights, masks and NaN are handled as in `TopKRecall`. A masked label counts in the highest
       possible gain.

@@ -1,4 +1,4 @@
-"""Recall of scene graphs: R@K, ng-R@K and mR@K."""
+"""Recall for scene graphs: R@K, ng-R@K and mR@K."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ Images = Sequence[Mapping[str, Tensor]]
 
 
 class SceneGraphRecall(CountingMetric):
-    """The fraction of an image's true relations that are among the K highest-scored predicted ones.
+    """The fraction of an image's true relations that are among its K highest-scored predictions.
 
         >>> recall = SceneGraphRecall(k=(20, 50))
         >>> predicted = {
@@ -51,13 +51,13 @@ class SceneGraphRecall(CountingMetric):
     ignored. Ties go to the earlier pair, then to the lower predicate.
 
     `scores` has one column for each real predicate and none for "no relation". The scores rank the triples of
-    an image. If the object classes are predicted too, multiply the scores of both objects into them first.
+    an image. If the object classes are predicted too, first multiply them by the scores of both objects.
 
     Papers often report different metrics in the same table:
 
     - ng-R@K ("no graph constraint") is usually much higher than R@K of the same scores.
-    - mR@K counts rare predicates as much as frequent ones and is usually much lower. The inner average is
-      over the images that contain a predicate, the outer one over the predicates that occurred.
+    - mR@K gives rare predicates the same weight as frequent ones and is usually much lower. It averages over
+      the images that contain a predicate, and then over the predicates that occurred.
     - Zero-shot recall (zR@K) counts only triples of classes that never occurred in training. To compute it,
       remove the other triples from `relations`.
     - A micro average divides the matched relations of all images by the relations of all images, and so
@@ -78,8 +78,8 @@ class SceneGraphRecall(CountingMetric):
         super().__init__(k, **settings)
         self.constrained = constrained
         self.mean = mean
-        # One column for each predicate, or a single one without `mean`. The number of predicates is unknown
-        # until the first image; one column of zeros broadcasts to any number of columns.
+        # There is one column for each predicate, or a single column without `mean`. The number of predicates
+        # is unknown until the first image; one column of zeros broadcasts to any number of columns.
         columns = torch.zeros(len(self._ks), 1, dtype=torch.int64)
         self.add_state("recalled", columns, dist_reduce_fx="sum")
         self.add_state("images", columns[0].clone(), dist_reduce_fx="sum")
@@ -137,7 +137,7 @@ class SceneGraphRecall(CountingMetric):
         super()._sync_dist(dist_sync_fn, process_group)
 
     def compute(self) -> Any:
-        """Return the recall for each k, NaN without relations; the keys name the kind of recall."""
+        """Return the recall for each k (NaN if there are no relations); the keys name the kind of recall."""
         recall = average(self.recalled, self.images)[:, self.images > 0].mean(-1)
         return self.by_k(recall, ("" if self.constrained else "ng-") + ("mR" if self.mean else "R"))
 
@@ -166,7 +166,7 @@ def scene_graph_recall(
 def relation_ranks(
     predicted: Mapping[str, Tensor], true: Mapping[str, Tensor], most: int, constrained: bool
 ) -> Tensor:
-    """Return the rank, from 0, of the first triple that matches each true relation, or `most` if none."""
+    """Return the rank (from 0) of the first triple that matches each true relation; `most` if none does."""
     scores = predicted["scores"].nan_to_num(nan=-torch.inf, posinf=torch.inf, neginf=-torch.inf)
     if constrained:
         scores, predicate = scores.max(-1)
@@ -200,7 +200,7 @@ def _first(scores: Tensor, most: int) -> Tensor:
 
 
 def _overlapping(a: Tensor, b: Tensor) -> Tensor:
-    """Whether each of the boxes (B, 4) overlaps each of (G, 4) with an IoU of at least 0.5."""
+    """Whether each box in `a` (B, 4) overlaps each box in `b` (G, 4) with an IoU of at least 0.5."""
     wide = torch.promote_types(torch.promote_types(a.dtype, b.dtype), torch.float32)
     a, b = a.to(wide).unsqueeze(1), b.to(wide)
     sides = (torch.minimum(a[..., 2:], b[..., 2:]) - torch.maximum(a[..., :2], b[..., :2])).clamp(min=0)
@@ -239,8 +239,8 @@ def _check(predicted: Mapping[str, Tensor], true: Mapping[str, Tensor], image: i
         )
     if relations.shape[1:] != (3,):
         raise ValueError(
-            f"`target[{image}]` must have `relations` of shape (T, 3), subject, object and predicate, but "
-            f"their shape is {tuple(relations.shape)}."
+            f"`target[{image}]` must have `relations` of shape (T, 3) with the columns subject, object and "
+            f"predicate, but their shape is {tuple(relations.shape)}."
         )
     _check_indices(pairs, len(predicted["boxes"]), f"`preds[{image}]['pairs']`", "boxes")
     _check_indices(relations[:, :2], len(true["boxes"]), f"`target[{image}]['relations']`", "boxes")

@@ -1,8 +1,8 @@
-"""Recall, precision and nDCG of the k highest scores of each row, and their counting and ranking.
+"""Recall, precision and nDCG of the k highest scores of each row, and the counting and ranking they share.
 
-Sums are kept as integers. A metric moves with its model: `model.to(torch.bfloat16)`, which is Lightning's
-"bf16-true", converts every floating-point state, and a sum in bfloat16 stops growing at 256. Integer states
-are not converted, and integer sums do not depend on the order of batches and processes.
+Sums are kept as integers. A metric is converted with its model: `model.to(torch.bfloat16)`, which is
+Lightning's "bf16-true", converts every floating-point state, and a sum in bfloat16 stops growing at 256.
+Integer states are not converted, and integer sums do not depend on the order of batches and processes.
 """
 
 from __future__ import annotations
@@ -15,8 +15,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 from torchmetrics import Metric
 
-from torchlml._arguments import Canonical, canonical, check_integer_k
-from torchlml._distributed import is_sharded
+from torchlml._arguments import Canonical, canonical, check_integer_k, is_sharded
 from torchlml._rows import Rows, rows_of, wide_dtype
 from torchlml._targets import read_labels
 
@@ -63,12 +62,12 @@ def in_units(parts: Tensor) -> Tensor:
 
 
 def average(total: Tensor, count: Tensor) -> Tensor:
-    """The mean of numbers whose units sum to `total`, in double precision; NaN if `count` is 0."""
+    """Return the mean of numbers whose units sum to `total`, in double precision; NaN if `count` is 0."""
     return total.to(wide_dtype(total.device)) / _UNIT / count
 
 
 def add_up(numbers: Tensor) -> Tensor:
-    """Sum (R, K) nonnegative numbers over the rows, in integers: (K, 2), the integer part and the units."""
+    """Sum (R, K) nonnegative numbers over the rows; return integers (K, 2): integer part and 2^-30 units."""
     wholes = numbers.floor()
     return torch.stack([wholes.long().sum(0), in_units(numbers - wholes).sum(0)], dim=-1)
 
@@ -84,7 +83,7 @@ def _number(total: Tensor) -> Tensor:
 
 
 class Ranked:
-    """Scores and their observed labels.
+    """The scores and the observed labels of a batch, for metrics that depend on the ranking of each row.
 
         >>> batch = Ranked("example", torch.tensor([[0.5, 0.9, 0.5]]), torch.tensor([0]), (1, 3))
         >>> batch.sums(batch.labels)
@@ -93,7 +92,7 @@ class Ranked:
         tensor([[0.0000, 0.5000, 0.5000]], dtype=torch.float64)
 
     Args:
-        function: the name of the metric; all processes of a group must call the same one.
+        function: the name of the metric; all processes of a group must call the same metric.
         preds, target, ignore_index, mask, offsets, group: as for `torchlml.metrics.topk_recall`.
         ks: the values of k that will be evaluated.
         check: raises an error if other arguments of the metric do not match the scores.
@@ -114,9 +113,9 @@ class Ranked:
         check: Callable[[Canonical], None] | None = None,
     ) -> None:
         if is_sharded(preds, group):
-            from torchlml._distributed import calls
+            from torchlml._distributed import loss as sharded
 
-            c, self.rows, self.labels = calls.rank(
+            c, self.rows, self.labels = sharded.rank(
                 function, preds, target, ks, ignore_index, mask, offsets, group, check
             )
         else:
@@ -135,7 +134,7 @@ class Ranked:
     def at_places(self, worth: Tensor) -> Tensor:
         """Return the value of the entry at each rank, averaged over all ways to break ties: (R, places).
 
-        `worth` is the value of each entry, in the shape of the scores. For the labels it is 1 each.
+        `worth` is the value of each entry, in the shape of the scores. Pass `labels` to count labels.
         """
         rows = self.rows
         if self.places == 0:
@@ -161,12 +160,15 @@ class Ranked:
         return self.first(self.rows.top(worth, self.places, worth)[1])
 
     def first(self, places: Tensor) -> Tensor:
-        """Sum over the first k ranks, for every k."""
+        """Sum the values at the first k ranks of each row, for every k."""
         return pad(places.cumsum(-1), (1, 0))[..., self.ks.clamp(max=self.places)]
 
 
 def _mean_of_ties(scores: Tensor, found: Tensor) -> Tensor:
-    """Replace each number with the mean over the entries of its row with the same score; scores descend."""
+    """Replace each number with its mean over the entries of the row that have the same score.
+
+    The scores are in descending order.
+    """
     lower = pad(scores[:, 1:] != scores[:, :-1], (1, 0))
     tie = lower.cumsum(-1)
     total = torch.zeros_like(found).scatter_add(-1, tie, found)
@@ -219,7 +221,7 @@ class TopKMetric(CountingMetric):
         self.possible = self.possible + add_up(possible)
 
     def compute(self) -> Any:
-        """Return the result for each k; NaN if no row counts yet."""
+        """Return the result for each k; NaN if no row has been counted yet."""
         return self.by_k(ratio(self.found, self.possible), self.name)
 
 
@@ -246,12 +248,12 @@ class TopKRecall(TopKMetric):
     - With one label per row it is the top-k accuracy.
     - Every row has the same weight, regardless of its number of labels. The micro average, the hits of all
       rows divided by the labels of all rows, is a different metric.
-    - Rows without labels are ignored; if there are no others, the result is NaN. `TopKPrecision` and
+    - Rows without labels are ignored; if no row has a label, the result is NaN. `TopKPrecision` and
       `TopKNDCG` count such a row as 0, and so does the recall of napkinXC.
     - Ties: entries that tie for the last ranks count with their probability of being selected if the tie is
       broken at random. A model that gives all n classes the same score has recall k / n, regardless of the
       order of the classes.
-    - Weights in a float multi-hot only mark labels as present. A masked label is never found, and NaN
+    - Weights in a float multi-hot target only mark labels as present. A masked label is never found, and NaN
       ranks below every number.
     """
 
@@ -305,8 +307,8 @@ class TopKPrecision(TopKMetric):
 
     For a row with observed labels Y and a predicted set P of k entries, the precision is |Y and P| / k.
 
-    - Every row counts; a row without labels counts as 0. These are the numbers of napkinXC and of the extreme
-      classification repository. (`TopKRecall` ignores such a row, because its recall is 0 / 0.)
+    - Every row counts; a row without labels counts as 0, as in napkinXC and in the extreme classification
+      repository. (`TopKRecall` ignores such a row, because its recall is 0 / 0.)
     - The divisor is k even if a row has fewer than k entries or labels. The highest possible precision is
       therefore below 1 if rows have fewer than k labels.
     - Ties, weights, masks and NaN are handled as in `TopKRecall`.
@@ -358,14 +360,14 @@ class TopKNDCG(TopKMetric):
 
     The arguments are those of `TopKRecall`.
 
-    A label at rank r gains 1 / log2(r + 1). The gain of the first k ranks is divided by that of a ranking
-    with all labels first: the sum of 1 / log2(r + 1) over r up to min(k, number of labels).
+    A label at rank r gains 1 / log2(r + 1). The gain of the first k ranks is divided by the gain of a ranking
+    with all labels first, which is the sum of 1 / log2(r + 1) over r up to min(k, number of labels).
 
-    - Every row counts; a row without labels counts as 0. These are the numbers of napkinXC and of the extreme
-      classification repository.
+    - Every row counts; a row without labels counts as 0, as in napkinXC and in the extreme classification
+      repository.
     - Ties: entries with equal scores share the mean gain of their ranks, as if the tie were broken at random.
-    - Weights in a float multi-hot only mark labels as present; graded relevance is not supported. Masks
-      and NaN are handled as in `TopKRecall`.
+    - Weights in a float multi-hot target only mark labels as present; graded relevance is not supported.
+      Masks and NaN are handled as in `TopKRecall`.
     """
 
     name = "ndcg"

@@ -1,7 +1,7 @@
-"""The functions of the library with a `group` or with DTensors.
+"""The losses, and the ranking that the metrics use, with a `group` or with DTensors.
 
-Each function unwraps the local parts of DTensors, checks that all processes pass matching arguments, computes
-and wraps the result. A DTensor whose labels are not sharded needs no group: its rows are computed locally.
+Like `projection.py`, each function unwraps the local parts of DTensors, checks that all processes pass
+matching arguments, computes and wraps the result.
 
 Class indices in targets refer to the labels of all processes, and every process passes the same tensor. A
 multi-hot target contains only the columns for the labels of this process.
@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from torchlml._arguments import Bound, Canonical, canonical, check_bound, check_k
+from torchlml._arguments import Canonical, canonical, check_k
 from torchlml._autograd import chunked_linear
 from torchlml._autograd import loss as rule
 from torchlml._autograd.chunked_linear import (
@@ -28,50 +28,15 @@ from torchlml._autograd.chunked_linear import (
     not_compiled,
 )
 from torchlml._autograd.loss import LossSettings, check_labeled_k, label_divisor, reduce
-from torchlml._autograd.rule import LML, LML_DUAL, LOG_LML
-from torchlml._distributed import autograd
-from torchlml._distributed.autograd import OwnLabels
+from torchlml._autograd.rule import gradient_of_k
 from torchlml._distributed.dtensor import Layout, read_layout, read_linear_layout
-from torchlml._distributed.group import Agreement, Group, LabelGroup, LabelSplit, fingerprint, label_group
+from torchlml._distributed.group import Group, LabelGroup, LabelSplit, agreement, fingerprint, label_group
+from torchlml._distributed.projection import SolvedPart, check_first_derivative, check_no_offsets
+from torchlml._distributed.solve import Solution, solve
+from torchlml._distributed.sums import FiniteLabels
 from torchlml._rows import DenseRows, Rows, rows_of, work_dtype
 from torchlml._targets import check_weight, is_multi_hot, read_labels, read_target_rows
-
-_LOCAL = {"lml": LML, "log_lml": LOG_LML, "lml_dual": LML_DUAL}
-
-
-@not_compiled
-def project(
-    name: str,
-    x: Tensor,
-    k: float | Tensor,
-    dim: int,
-    mask: Tensor | None,
-    offsets: Tensor | None,
-    bound: Bound,
-    group: Group | None,
-) -> Tensor:
-    """Compute `lml`, `log_lml` or `lml_dual`, by name."""
-    layout: Layout | None = None
-    if isinstance(x, DTensor):
-        layout = read_layout(x, dim, group)
-        x, k, mask, group = x.to_local(), layout.per_row(k), layout.entries(mask), layout.group
-    if group is None:
-        _check_no_offsets(offsets)
-        c = canonical(x, k, dim, mask, None, any_k=check_bound(bound) == "at_most")
-        result = _LOCAL[name][bound](c.x, c.k, c.mask, None)
-    else:
-        with Agreement(group, x) as agreement:
-            _check_no_offsets(offsets)
-            check_bound(bound)
-            c = canonical(x, k, dim, mask, None, any_k=True)
-            labels, masked = c.x.shape[-1], mask is not None
-            agreement.tell(name, x, k, bound, rows=c.row_shape, labels=labels, masked=masked)
-        result = autograd.Project.apply(autograd.FORMULAS[name], c.x, c.k, c.mask, agreement.split)
-    if name == "lml_dual":
-        result = c.restore_rows(result)
-        return result if layout is None else layout.wrap_rows(result)
-    result = c.restore(result, dim)
-    return result if layout is None else layout.wrap(result)
+from torchlml._torch import careful
 
 
 @not_compiled
@@ -85,17 +50,17 @@ def lml_loss(
     settings: LossSettings,
     group: Group | None,
 ) -> Tensor:
-    """Compute `lml_loss`.
+    """Compute `lml_loss` with a `group` or with DTensors.
 
     The loss of DTensors is a DTensor: one number per row, or reduced over the rows of all processes.
     """
     layout: Layout | None = None
     if isinstance(logits, DTensor):
         layout = read_layout(logits, -1, group, "logits")
-        logits, target, k = logits.to_local(), layout.target(target), layout.per_row(k)
-        weight, mask, group = layout.per_label(weight), layout.entries(mask), layout.group
+        logits, target, k = logits.to_local(), layout.target(target), layout.rows.local(k)
+        weight, mask, group = layout.per_label(weight), layout.entries.local(mask), layout.group
     if group is None:
-        _check_no_offsets(offsets)
+        check_no_offsets(offsets)
         settings.check()
         c = canonical(logits, k, -1, mask, None, any_k=settings.bound == "at_most", name="logits")
         c = c._replace(x=c.x.to(work_dtype(c.x.dtype)))
@@ -104,17 +69,18 @@ def lml_loss(
         divisor = label_divisor(labels, settings.label_reduction)
         losses, number = rule.lml_loss(c, labels, divisor, "none", settings.bound), labels.per_row
     else:
-        with Agreement(group, logits) as agreement:
-            _check_no_offsets(offsets)
+        with agreement(group, logits) as agreed:
+            check_no_offsets(offsets)
             settings.check()
             c = canonical(logits, k, -1, mask, None, any_k=True, name="logits")
             same = _matching(settings) | check_target(c, target, weight, settings.ignore_index)
             n, masked = c.x.shape[-1], mask is not None
-            agreement.tell(
+            agreed.tell(
                 "lml_loss", logits, k, settings.bound, rows=c.row_shape, labels=n, masked=masked, same=same
             )
-        observed = read_target(c, target, weight, settings.ignore_index, agreement.split)
-        losses, number = autograd.row_losses(c.x, c.k, c.mask, observed.own(), agreement.split)
+        split = agreed.split(k, settings.bound)
+        observed = read_target(c, target, weight, settings.ignore_index, split)
+        losses, number = row_losses(c.x, c.k, c.mask, observed.own(), split)
         # k and the number of labels are the same on all processes, so all take the same branch.
         check_labeled_k(c.k, settings.bound, lambda: number > 0)
         if settings.label_reduction == "mean":
@@ -129,7 +95,7 @@ def lml_loss(
 
 
 def linear_lml_loss(given: LinearLMLArguments, group: Group | None) -> Tensor:
-    """Compute `linear_lml_loss`."""
+    """Compute `linear_lml_loss` with a `group` or with DTensors."""
     if not isinstance(given.linear_weight, DTensor) and not isinstance(given.input, DTensor):
         return _linear(given, group)
     layout = read_linear_layout(given.input, given.linear_weight, group)
@@ -139,11 +105,11 @@ def linear_lml_loss(given: LinearLMLArguments, group: Group | None) -> Tensor:
     # The mean over sharded rows divides by their number on all processes, after the sum.
     mean_of_shards = layout.shards_rows and reduction == "mean"
     local = LinearLMLArguments(
-        layout.local(given.input, layout.row_placements),
+        layout.local(given.input, layout.rows.placements),
         layout.per_label(given.linear_weight),
         layout.per_label(given.linear_bias),
         target,
-        layout.per_row(given.k),
+        layout.rows.local(given.k),
         layout.per_label(given.weight),
         settings._replace(reduction="sum") if mean_of_shards else settings,
         given.memory_limit,
@@ -152,16 +118,16 @@ def linear_lml_loss(given: LinearLMLArguments, group: Group | None) -> Tensor:
     if not isinstance(given.input, DTensor):
         return result
     if reduction == "none":
-        return layout.wrap_rows(result)
+        return layout.rows.wrap(result)
     return layout.reduce_sum(result, _has_label(target, settings, layout) if mean_of_shards else None)
 
 
 def _linear(given: LinearLMLArguments, group: Group | None) -> Tensor:
-    """Compute the loss of local tensors."""
+    """Compute `linear_lml_loss` from local tensors, with or without a group."""
     if group is None:
         return chunked_linear.linear_lml_loss(given)
     input, linear_weight, linear_bias, target, k, weight, settings, memory_limit = given
-    with Agreement(group, input) as agreement:
+    with agreement(group, input) as agreed:
         settings.check()
         check_linear(input, linear_weight, linear_bias, memory_limit)
         n = linear_weight.shape[0]
@@ -171,8 +137,9 @@ def _linear(given: LinearLMLArguments, group: Group | None) -> Tensor:
         # The gradient of the input is summed over all processes if it is requested.
         same |= {"gradient of the input": torch.is_grad_enabled() and input.requires_grad}
         same |= check_target(c, target, weight, settings.ignore_index)
-        agreement.tell("linear_lml_loss", input, k, settings.bound, rows=c.row_shape, labels=n, same=same)
-    observed = read_target(c, target, weight, settings.ignore_index, agreement.split)
+        agreed.tell("linear_lml_loss", input, k, settings.bound, rows=c.row_shape, labels=n, same=same)
+    split = agreed.split(k, settings.bound)
+    observed = read_target(c, target, weight, settings.ignore_index, split)
     # k is the same on all processes, so either all or none of them take part in the round of `has_label`.
     check_labeled_k(wide_k, settings.bound, observed.has_label)
     mean = settings.reduction == "mean"
@@ -181,8 +148,8 @@ def _linear(given: LinearLMLArguments, group: Group | None) -> Tensor:
         observed.has_label() if mean else observed.rows[:0],
         settings.reduction,
         memory_limit,
-        labels=max(agreement.split.labels),
-        sum_over_group=agreement.group.all_reduce,
+        labels=max(split.labels),
+        sum_over_group=split.group.all_reduce,
     )
     return chunked(input, linear_weight, linear_bias, wide_k)
 
@@ -196,15 +163,15 @@ class _ShardedRowLoss:
 
     def __call__(self, logits: Tensor, k: Tensor, rows: slice, overwrite: bool) -> Tensor:
         own = self.target.own(rows)
-        losses, number = autograd.row_losses(logits.contiguous(), k, None, own, self.target.split)
+        losses, number = row_losses(logits.contiguous(), k, None, own, self.target.split)
         return losses / number.clamp(min=1) if self.mean_over_labels else losses
 
 
 def _has_label(target: Tensor, settings: LossSettings, layout: Layout) -> Tensor:
-    """Whether each local row has a label, on any process that shares its labels."""
+    """Whether each local row has a label on any of the processes that its labels are sharded across."""
     multi_hot = is_multi_hot(target)
     found = target != 0 if multi_hot else target != settings.ignore_index
-    found = found.any(-1) if found.dim() > len(layout.row_shape) else found
+    found = found.any(-1) if found.dim() > len(layout.rows.shape) else found
     if multi_hot and layout.group is not None:
         return label_group(layout.group).sum(found.long()) > 0
     return found
@@ -228,36 +195,32 @@ def rank(
     if isinstance(preds, DTensor):
         layout = read_layout(preds, -1, group, "preds")
         preds, target = preds.to_local(), layout.target(target)
-        mask, group = layout.entries(mask), layout.group
+        mask, group = layout.entries.local(mask), layout.group
     if group is None:
-        _check_no_offsets(offsets)
+        check_no_offsets(offsets)
         c = canonical(preds, 1, -1, mask, None, any_k=True, name="preds")
         if check is not None:
             check(c)
         labels = read_labels(c._replace(mask=None), target, None, ignore_index)
         return c, rows_of(c.x, None, differentiable=True), labels.multi_hot(c.x)
-    with Agreement(group, preds) as agreement:
-        _check_no_offsets(offsets)
+    with agreement(group, preds) as agreed:
+        check_no_offsets(offsets)
         c = canonical(preds, 1, -1, mask, None, any_k=True, name="preds")
         if check is not None:
             check(c)
         same, n = check_target(c, target, None, ignore_index), c.x.shape[-1]
-        agreement.tell(
+        agreed.tell(
             function, preds, torch.tensor(ks), "exactly", rows=c.row_shape, labels=n, masked=True, same=same
         )
-    own = read_target(c, target, None, ignore_index, agreement.split).own()
+    split = agreed.split(torch.tensor(ks), "exactly")
+    own = read_target(c, target, None, ignore_index, split).own()
     observed = torch.zeros_like(c.x, dtype=torch.bool)
     observed[own.row, own.place] = True
-    return c, ShardedRows(c.x, agreement.group, agreement.split.total), observed
+    return c, ShardedRows(c.x, split.group, split.total), observed
 
 
 def _matching(settings: LossSettings) -> dict[str, Any]:
     return {"reduction": settings.reduction, "label_reduction": settings.label_reduction}
-
-
-def _check_no_offsets(offsets: Tensor | None) -> None:
-    if offsets is not None:
-        raise ValueError("`offsets` must be None if rows are sharded across processes; pass dense rows.")
 
 
 class ShardedTarget(NamedTuple):
@@ -268,7 +231,7 @@ class ShardedTarget(NamedTuple):
     split: LabelSplit
 
     def own(self, some: slice = slice(None)) -> OwnLabels:
-        """Return the labels of some rows that belong to this process."""
+        """Return the observed labels of this process in the rows `some`."""
         rows, start = self.rows[some], self.split.start
         if rows.dtype == torch.int64:
             end = start + self.split.labels[self.split.group.rank]
@@ -282,7 +245,7 @@ class ShardedTarget(NamedTuple):
         return OwnLabels(row, place, weight)
 
     def has_label(self) -> Tensor:
-        """Whether each row has a label on any process: one round for a multi-hot target."""
+        """Whether each row has a label on any process; a multi-hot target takes one round."""
         if self.rows.dtype == torch.int64:
             return (self.rows >= 0).any(-1)
         return self.split.group.sum((self.rows != 0).any(-1).long()) > 0
@@ -321,8 +284,93 @@ def read_target(
     return ShardedTarget(labels.listed, weight, split)
 
 
+class OwnLabels(NamedTuple):
+    """The observed labels of this process: their rows, their columns in its logits, and their weights."""
+
+    row: Tensor
+    place: Tensor
+    weight: Tensor
+
+
+def row_losses(x: Tensor, k: Tensor, mask: Tensor | None, labels: OwnLabels, split: LabelSplit) -> Tensor:
+    """Return (2, R), the same on every process: the loss and the number of labels of each row."""
+    return _Loss.apply(x, k, mask, *labels, split)
+
+
+class _Loss(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        x: Tensor,
+        k: Tensor,
+        mask: Tensor | None,
+        row: Tensor,
+        place: Tensor,
+        weight: Tensor,
+        split: LabelSplit,
+    ) -> Tensor:
+        values, _ = careful.prepare(x, mask, None)
+        count = x.shape[0]
+        entry = values[row, place].double()
+        weight = weight.double()
+        counts = weight != 0
+        finite = counts & entry.isfinite()
+        labels = FiniteLabels(row[finite], entry[finite], weight[finite])
+        # The loss of labels at infinite entries depends only on the row: 0, infinite, or log k/p.
+        behind_mask = torch.zeros_like(counts) if mask is None else ~mask[row, place]
+        kinds = (
+            torch.ones_like(counts),
+            finite,
+            counts & (entry == -torch.inf),
+            entry.isnan() & counts,
+            behind_mask,
+        )
+        numbers = [*kinds, torch.where(entry == torch.inf, weight, 0)]
+        marks = torch.zeros(count, len(numbers), dtype=torch.float64, device=x.device)
+        marks.index_add_(0, row, torch.stack([number.double() for number in numbers], -1))
+        solution = solve(values, k, split, labels, marks)
+        any_label, of_finite, of_absent, of_nan, hidden, of_infinite = solution.marks.unbind(-1)
+        if bool(hidden.any()):
+            raise ValueError(
+                "`target` has a label where `mask` is False, but a label must be a class that may be chosen."
+            )
+        hi = solution.nu[0].double()
+        share = solution.share.double()
+        at_infinite = torch.where(of_infinite == 0, 0, -of_infinite * share.log())
+        finite_part = torch.where(hi == -torch.inf, torch.inf, torch.where(hi == torch.inf, 0, solution.loss))
+        loss = torch.where(of_finite > 0, finite_part, 0) + at_infinite
+        loss = torch.where(of_absent > 0, torch.inf, loss)
+        counted = of_finite + of_absent + (of_infinite != 0) + of_nan > 0
+        loss = torch.where(counted, torch.where(hi.isnan(), torch.nan, loss), 0)
+        change = torch.where(hi.isfinite() & counted, solution.change, 0)
+        ctx.save_for_backward(x, k, mask, row, place, weight, of_infinite, change, counted, *solution)
+        return torch.stack([loss, any_label]).to(values.dtype)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        check_first_derivative()
+        x, k, mask, row, place, weight, of_infinite, change, counted, *solution = ctx.saved_tensors
+        local = SolvedPart(careful.prepare(x, mask, None)[0], Solution(*solution))
+        s, g = local.solution, grad[0].double()
+        dx = local.shares_of_slope() * (g * change).to(local.values.dtype).unsqueeze(-1)
+        own = torch.where(local.live[row, place], weight * torch.sigmoid(-local.z[row, place].double()), 0)
+        dx.index_put_((row, place), -(g[row] * own).to(dx.dtype), accumulate=True)
+        dk = torch.where(s.nu[0].isinf() | (change == 0), 0, -g * change / s.log_slope.exp())
+        # If k < p, the +inf entries are k/p each, whose logarithm has the derivative 1/k.
+        follows_k = (s.share > 0) & (s.share < 1) & (of_infinite != 0)
+        dk = torch.where(follows_k, -g * of_infinite / k, dk)
+        dx, dk = local.finish(dx, dk, x)
+        # A row without a label of positive weight has no gradient, even if it contains a NaN.
+        dx = torch.where(counted.unsqueeze(-1), dx, 0)
+        dk = torch.where(counted, dk, 0)
+        return (dx, gradient_of_k(dk, k), *(None,) * 5)
+
+
 class ShardedRows(DenseRows):
-    """Rows of which this process has some columns; `sum` and `top` cover all columns, in 1–2 rounds."""
+    """Rows of which this process holds some columns.
+
+    `sum` and `top` cover all columns; they take one and two rounds of communication.
+    """
 
     def __init__(self, x: Tensor, group: LabelGroup, total: int) -> None:
         super().__init__(x, differentiable=True)

@@ -1,0 +1,175 @@
+"""The projection of rows whose labels are sharded across processes, and its derivatives.
+
+Every process has its own columns of the same rows. `project` unwraps the local parts of DTensors, checks that
+all processes pass matching arguments, computes and wraps the result. A DTensor whose labels are not sharded
+needs no group: its rows are computed locally.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+from torch.nn.functional import logsigmoid
+
+from torchlml._arguments import Bound, canonical, check_bound
+from torchlml._autograd import rule
+from torchlml._autograd.chunked_linear import not_compiled
+from torchlml._autograd.rule import gradient_of_k, wants_graph
+from torchlml._distributed.dtensor import Layout, read_layout
+from torchlml._distributed.group import Group, LabelGroup, LabelSplit, agreement
+from torchlml._distributed.solve import Solution, solve
+from torchlml._rows import DenseRows, Rows, shifted
+from torchlml._torch import careful
+
+
+@not_compiled
+def project(
+    name: str,
+    x: Tensor,
+    k: float | Tensor,
+    dim: int,
+    mask: Tensor | None,
+    offsets: Tensor | None,
+    bound: Bound,
+    group: Group | None,
+) -> Tensor:
+    """Compute `lml`, `log_lml` or `lml_dual`, as selected by `name`."""
+    layout: Layout | None = None
+    if isinstance(x, DTensor):
+        layout = read_layout(x, dim, group)
+        x, k, mask, group = x.to_local(), layout.rows.local(k), layout.entries.local(mask), layout.group
+    if group is None:
+        check_no_offsets(offsets)
+        c = canonical(x, k, dim, mask, None, any_k=check_bound(bound) == "at_most")
+        result = _LOCAL[name][bound](c.x, c.k, c.mask, None)
+    else:
+        with agreement(group, x) as agreed:
+            check_no_offsets(offsets)
+            check_bound(bound)
+            c = canonical(x, k, dim, mask, None, any_k=True)
+            labels, masked = c.x.shape[-1], mask is not None
+            agreed.tell(name, x, k, bound, rows=c.row_shape, labels=labels, masked=masked)
+        result = _Project.apply(_FORMULAS[name], c.x, c.k, c.mask, agreed.split(k, bound))
+    if name == "lml_dual":
+        result = c.restore_rows(result)
+        return result if layout is None else layout.rows.wrap(result)
+    result = c.restore(result, dim)
+    return result if layout is None else layout.entries.wrap(result)
+
+
+def check_no_offsets(offsets: Tensor | None) -> None:
+    """Raise if `offsets` is given."""
+    if offsets is not None:
+        raise ValueError("`offsets` must be None if rows are sharded across processes; pass dense rows.")
+
+
+_LOCAL = {"lml": rule.LML, "log_lml": rule.LOG_LML, "lml_dual": rule.LML_DUAL}
+
+
+class SolvedPart:
+    """The entries of this process and the solution of their rows, in the form that backward passes need."""
+
+    def __init__(self, values: Tensor, solution: Solution) -> None:
+        self.values, self.rows, self.solution = values, DenseRows(values), solution
+        self.z = shifted(self.values, solution.nu, self.rows)
+        self.live = careful.moving(self.values, solution.nu, self.rows)
+        # If k < p, the +inf entries get k/p each. They depend on k like tied entries, but on no finite x.
+        tied = (solution.share > 0) & (solution.share < 1)
+        self.tied = (self.values == torch.inf) & tied.unsqueeze(-1)
+
+    def shares_of_slope(self) -> Tensor:
+        """Return w / sum w of each entry, which is accurate even if every w underflows."""
+        log_w = logsigmoid(self.z) + logsigmoid(-self.z)
+        share = torch.exp(log_w.double() - self.solution.log_slope.unsqueeze(-1))
+        return torch.where(self.live & ~self.solution.free.unsqueeze(-1), share.to(self.values.dtype), 0)
+
+    def finish(self, dx: Tensor, dk: Tensor, x: Tensor) -> tuple[Tensor, Tensor]:
+        """Set dk to 0 in free rows and gradients to NaN in undefined rows, and round each to its dtype."""
+        dk = torch.where(self.solution.free, 0, dk)
+        return careful.finish(dx, dk, x, self.solution.nu, self.rows)
+
+
+def check_first_derivative() -> None:
+    """Raise if create_graph=True, because `once_differentiable` would silently drop the graph."""
+    if wants_graph():
+        raise NotImplementedError("With `group`, second derivatives are not supported.")
+
+
+class _Formula(NamedTuple):
+    """Functions that compute one kind of result for the entries of this process, and its (dx, dk)."""
+
+    result: Callable[[Tensor, Rows, Solution], Tensor]
+    gradient: Callable[[SolvedPart, Tensor, Tensor, LabelGroup], tuple[Tensor, Tensor]]
+
+
+class _Project(torch.autograd.Function):
+    """Apply one of `_FORMULAS` to the entries of this process."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, formula: _Formula, x: Tensor, k: Tensor, mask: Tensor | None, split: LabelSplit
+    ) -> Tensor:
+        values, rows = careful.prepare(x, mask, None)
+        solution = solve(values, k, split)
+        ctx.save_for_backward(x, k, mask, *solution)
+        ctx.gradient, ctx.group = formula.gradient, split.group
+        return formula.result(values, rows, solution).to(x.dtype)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        check_first_derivative()
+        x, k, mask, *solution = ctx.saved_tensors
+        local = SolvedPart(careful.prepare(x, mask, None)[0], Solution(*solution))
+        dx, dk = ctx.gradient(local, grad.to(local.values.dtype), k, ctx.group)
+        dx, dk = local.finish(dx, dk, x)
+        return None, dx, gradient_of_k(dk, k), None, None
+
+
+def _y(x: Tensor, rows: Rows, s: Solution) -> Tensor:
+    return careful.fill(careful.sigmoid(shifted(x, s.nu, rows)), x, s.nu, rows, 0.0, s.share)
+
+
+def _gradient_of_y(local: SolvedPart, g: Tensor, k: Tensor, group: LabelGroup) -> tuple[Tensor, Tensor]:
+    s = local.solution
+    t = careful.sigmoid(-local.z.abs())
+    w = torch.where(local.live, t * (1 - t), local.tied.to(t.dtype))
+    pull = group.sum(local.rows.sum(torch.where(local.live | local.tied, w * g, 0)))
+    total = torch.where(s.nu[0].isinf(), s.infinite, s.log_slope.exp())
+    dk = torch.where((total > 0) & ~s.free & (pull != 0), pull / total, 0)
+    return torch.where(local.live, w * (g - dk.to(g.dtype).unsqueeze(-1)), 0), dk
+
+
+def _log_y(x: Tensor, rows: Rows, s: Solution) -> Tensor:
+    return careful.fill(logsigmoid(shifted(x, s.nu, rows)), x, s.nu, rows, -torch.inf, s.share.log())
+
+
+def _gradient_of_log_y(local: SolvedPart, g: Tensor, k: Tensor, group: LabelGroup) -> tuple[Tensor, Tensor]:
+    s = local.solution
+    a = torch.where(local.live, g * careful.sigmoid(-local.z), 0)
+    of_tied = local.rows.sum(torch.where(local.tied, g, 0))
+    total, of_tied = group.sum(torch.stack([local.rows.sum(a), of_tied]))
+    dx = torch.where(local.live, a - local.shares_of_slope() * total.to(a.dtype).unsqueeze(-1), 0)
+    # The logarithm of k/p has the derivative 1/k.
+    dk = torch.where(total == 0, 0, total / s.log_slope.exp())
+    return dx, torch.where(s.nu[0].isinf(), torch.where(of_tied == 0, 0, of_tied / k), dk)
+
+
+def _nu(x: Tensor, rows: Rows, s: Solution) -> Tensor:
+    return s.nu.sum(0)
+
+
+def _gradient_of_nu(local: SolvedPart, g: Tensor, k: Tensor, group: LabelGroup) -> tuple[Tensor, Tensor]:
+    s = local.solution
+    dx = torch.where(local.live, -local.shares_of_slope() * g.unsqueeze(-1), 0)
+    return dx, torch.where(s.nu[0].isinf() | (g == 0), 0, g / s.log_slope.exp())
+
+
+_FORMULAS = {
+    "lml": _Formula(_y, _gradient_of_y),
+    "log_lml": _Formula(_log_y, _gradient_of_log_y),
+    "lml_dual": _Formula(_nu, _gradient_of_nu),
+}
