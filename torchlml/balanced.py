@@ -14,7 +14,10 @@ from torch.autograd import forward_ad
 
 from torchlml._arguments import autocasts, check_bound, check_number, check_real, check_tensor, expand
 from torchlml._balanced import Extent, Matrix, project
+from torchlml._balanced.linear import balanced_forward
 
+# With several processes, a start with this relative error on each of them needs no sample of the rows.
+NEAR = 0.3
 ColumnBound = Literal["exactly", "at_most"]
 
 
@@ -40,12 +43,13 @@ def balanced_lml(
         k: the sum of each row: a number, or a tensor that broadcasts to (..., rows). It may be fractional.
         capacity: the sum of each column: a number, or a tensor that broadcasts to (..., columns). By default
             all columns of a problem get the same share, the total of `k` divided by the number of columns.
-        mask: bool, True where an entry may be chosen; broadcasts to `x`. The others are exactly 0.
+        mask: bool, broadcasts to `x`; True for entries that may be chosen. All other entries get exactly 0.
         bound: "exactly", or "at_most" if the capacities are upper limits of the column sums.
         start: a first guess of the column multipliers mu, such as those of the previous training step. It
-            broadcasts to (..., columns). It changes the run time, but the result only within its accuracy.
+            broadcasts to (..., columns). It affects the run time, and the result only within its accuracy.
         group: the processes that hold the rows of one matrix, a ProcessGroup or a one-dimensional DeviceMesh.
-            `x`, `k` and `mask` hold the rows of this process. The other arguments are the same on all.
+            `x`, `k` and `mask` hold the rows of this process. All other arguments must be the same on every
+            process.
 
     Returns:
         Y, with the shape and dtype of `x`.
@@ -73,7 +77,7 @@ def balanced_lml_dual(
     start: Tensor | None = None,
     group: Any = None,
 ) -> tuple[Tensor, Tensor]:
-    """The dual variables of `balanced_lml`: nu and mu with Y = sigmoid(x + nu + mu).
+    """Compute the dual variables of `balanced_lml`: nu and mu with Y = sigmoid(x + nu + mu).
 
         >>> x = torch.tensor([[2.0, 0.0], [3.0, 0.0]])
         >>> nu, mu = torchlml.balanced_lml_dual(x, 1)
@@ -83,10 +87,11 @@ def balanced_lml_dual(
     The arguments are those of `balanced_lml`.
 
     Returns:
-        nu of shape (..., rows) and mu of shape (..., columns), in the dtype of `x`. A constant can be moved
-        from mu to nu: mu has mean 0 over its finite entries, and with `bound="at_most"` it is at most 0.
-        It is -inf for a capacity of 0 and +inf for a column that needs all of its available rows. With a
-        `group`, all processes get the same mu, bit for bit.
+        nu of shape (..., rows) and mu of shape (..., columns), in the dtype of `x`. Adding a constant to mu
+        and subtracting it from nu does not change Y, so mu is chosen to have mean 0 over its finite entries.
+        With `bound="at_most"`, mu is at most 0 instead. It is -inf for a capacity of 0 and +inf for a column
+        that needs all of its available rows. If such columns make up the whole k of a row, its nu is -inf,
+        and nu and mu do not determine Y there. With a `group`, all processes get the same mu, bit for bit.
 
     mu is the bias that a router needs for balance: the k largest entries of x + mu are the k largest of Y.
     """
@@ -95,7 +100,7 @@ def balanced_lml_dual(
 
 
 class Balanced(NamedTuple):
-    """Y with its multipliers. nu is empty unless it was requested."""
+    """Y and its multipliers; nu is empty unless it was requested."""
 
     y: Tensor
     nu: Tensor
@@ -113,7 +118,7 @@ def balanced(
     dual: bool = False,
 ) -> Balanced:
     """Compute Y and mu, and nu if `dual`; the arguments are those of `balanced_lml`."""
-    # A graph break in compiled code. It imports the compiler, so eager calls avoid it.
+    # This causes a graph break in compiled code. It imports the compiler, so eager calls avoid it.
     if torch.compiler.is_compiling():
         return _not_compiled(x, k, capacity, mask, bound, start, group, dual)
     if torch._C._are_functorch_transforms_active() or forward_ad._current_level >= 0:
@@ -124,16 +129,20 @@ def balanced(
     if group is None:
         own = _read(x, k, capacity, mask, bound, start)
         count, rows, columns = own.x.shape
-        totals = own.k.detach().sum(1).tolist()
+        if own.uniform is None:
+            totals = own.k.detach().sum(1).tolist()
+        else:
+            totals = [own.uniform * rows] * count
         found = [
-            project(_matrix(own, i), Extent([rows], [totals[i]], own.range, own.masked, None), dual)
-            for i in range(count)
+            project(matrix, Extent([rows], [total], own.range, own.masked, None), dual)
+            for matrix, total in zip(_matrices(own), totals, strict=True)
         ]
         if count == 0:
             found = [(own.x, own.k, own.x.new_zeros(0, columns))]
     else:
         own, extent = _agree(x, k, capacity, mask, bound, start, group)
-        found = [project(_matrix(own, 0), extent, dual)]
+        (matrix,) = _matrices(own)
+        found = [project(matrix, extent, dual)]
     half = x.dtype in (torch.bfloat16, torch.float16)
     dtype = torch.float32 if half and autocasts(x.device.type) else x.dtype
     y, nu, mu = (
@@ -146,30 +155,30 @@ def balanced(
 _not_compiled = cast(Any, torch)._disable_dynamo(balanced)
 
 
-def _matrix(own: _Arguments, i: int) -> Matrix:
-    return Matrix(
-        own.x[i],
-        own.k[i],
-        own.uniform,
-        None if own.capacity is None else own.capacity[i],
-        None if own.start is None else own.start[i],
-        own.at_most,
-        own.resolution,
+def _matrices(own: _Arguments) -> list[Matrix]:
+    """Return the problems of a batch."""
+    # Indexing would add a gradient of the size of the whole batch for every problem.
+    absent = [None] * len(own.x)
+    parts = zip(
+        own.x.unbind(0),
+        own.k.unbind(0),
+        absent if own.capacity is None else own.capacity.unbind(0),
+        absent if own.start is None else own.start.unbind(0),
+        strict=True,
     )
+    return [
+        Matrix(x, k, own.uniform, capacity, start, own.at_most, own.resolution)
+        for x, k, capacity, start in parts
+    ]
 
 
 def _agree(
     x: Any, k: Any, capacity: Any, mask: Any, bound: Any, start: Any, group: Any
 ) -> tuple[_Arguments, Extent]:
-    """Check the arguments on all processes, and exchange the sizes and totals: one round."""
-    from torchlml._distributed import group as groups  # slow to import, and few calls need it
+    """Check the arguments on all processes, and exchange the sizes and totals in one round."""
+    from torchlml._distributed.group import agreement, fingerprint  # slow to import, and few calls need it
 
-    processes = groups.label_group(group)
-    carries = isinstance(x, Tensor) and x.device.type != "meta"
-    device = x.device if carries else torch.device("cpu")
-    problem: Exception | None = None
-    told: dict[str, Any]
-    try:
+    with agreement(group, x) as agreed:
         own = _read(x, k, capacity, mask, bound, start)
         if x.dim() != 2:
             raise ValueError(
@@ -179,28 +188,54 @@ def _agree(
             "function": "balanced_lml",
             "dtype": str(x.dtype),
             "number of columns": x.shape[1],
-            "capacity": "None" if own.capacity is None else groups.fingerprint(own.capacity),
-            "start": "None" if own.start is None else groups.fingerprint(own.start),
+            "capacity": "None" if own.capacity is None else fingerprint(own.capacity),
+            "start": "None" if own.start is None else fingerprint(own.start),
             "bound": bound,
             "need for gradients": torch.is_grad_enabled()
             and any(isinstance(t, Tensor) and t.requires_grad for t in (x, k, capacity)),
         }
         total = float(own.k.detach().sum())
-        told = {"same": same, "masked": own.masked, "rows": x.shape[0], "range": own.range, "total": total}
-    except Exception as error:  # the others wait for a message
-        problem, told = error, {"error": str(error)[:300]}
-    everyone = groups.exchange(processes, device, told)
-    if problem is not None:
-        raise problem
-    groups.check_agreement(everyone)
+        agreed.own = {
+            "same": same,
+            "masked": own.masked,
+            "rows": x.shape[0],
+            "range": own.range,
+            "total": total,
+            **_prospects(own, total),
+        }
     extent = Extent(
-        rows=[int(told["rows"]) for told in everyone],
-        totals=[float(told["total"]) for told in everyone],
-        range=max(float(told["range"]) for told in everyone),
-        masked=any(told["masked"] for told in everyone),
-        processes=processes,
+        rows=[int(told["rows"]) for told in agreed.everyone],
+        totals=[float(told["total"]) for told in agreed.everyone],
+        range=max(float(told["range"]) for told in agreed.everyone),
+        masked=any(told["masked"] for told in agreed.everyone),
+        processes=agreed.group,
+        roomy=all(told["roomy"] for told in agreed.everyone),
+        near=all(told["near"] for told in agreed.everyone),
     )
     return own, extent
+
+
+def _prospects(own: _Arguments, total: float) -> dict[str, bool]:
+    """Return the flags `roomy` and `near`.
+
+    `roomy` means that every column has more available rows than it needs, and `near` means that the start is
+    near the solution. A process compares its own rows with its share of the capacities. If a flag is True on
+    all processes, it is True for all rows together, and the processes can skip a round.
+    """
+    x, n = own.x[0].detach(), own.x.shape[2]
+    if own.at_most or n == 0:  # the share is unknown
+        return {"roomy": False, "near": False}
+    held = torch.ones(n, dtype=torch.float64, device=x.device)
+    if own.capacity is not None:
+        held = own.capacity[0].detach()
+    share = total * held / held.sum()
+    roomy = bool((((x > -torch.inf).sum(0) * (1 - 1e-9) > share) | (share == 0)).all())
+    near = False
+    if own.start is not None:
+        k = own.k[0].detach().contiguous()
+        sums = balanced_forward(x.contiguous(), own.start[0], k)[2][0]
+        near = bool(((sums - share).abs() <= NEAR * share).all())
+    return {"roomy": roomy, "near": near}
 
 
 _DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
@@ -221,7 +256,7 @@ class _Arguments(NamedTuple):
 
 
 def _read(x: Any, k: Any, capacity: Any, mask: Any, bound: Any, start: Any) -> _Arguments:
-    """Validate each argument on its own, and convert it."""
+    """Validate each argument separately, and convert it."""
     mask = _check_logits(x, mask, bound)
     *batch, rows, columns = x.shape
     device, count = x.device, math.prod(batch)
@@ -243,7 +278,8 @@ def _read(x: Any, k: Any, capacity: Any, mask: Any, bound: Any, start: Any) -> _
         work = torch.where(mask, work, -torch.inf)
     work = work.reshape(count, rows, columns)
     largest, masked = _check_values(work.detach())
-    _check_rows(ks.detach(), (work.detach() > -torch.inf).sum(-1) if masked else torch.full_like(ks, columns))
+    if masked or uniform is None or uniform > columns:
+        _check_rows(ks.detach(), (work.detach() > -torch.inf).sum(-1))
     return _Arguments(work, ks, uniform, capacity, start, bound == "at_most", largest, masked, resolution)
 
 
@@ -268,10 +304,10 @@ def _check_logits(x: Any, mask: Any, bound: Any) -> Tensor | None:
 
 
 def _read_vector(value: Any, name: str, shape: torch.Size, device: torch.device, per: str) -> Tensor:
-    """A number or tensor as float64, broadcast to one number per row or column; finite and at least 0."""
+    """Return a nonnegative number or tensor as float64, broadcast to one number per row or column."""
     if not isinstance(value, Tensor):
         check_number(value, name, "a number or a tensor", 0)
-        return torch.full(shape, float(value), dtype=torch.float64, device=device)
+        return torch.full((), float(value), dtype=torch.float64, device=device).expand(shape)
     check_real(value, name, device)
     if value.numel():
         low, high = (float(end) for end in value.detach().aminmax())
@@ -283,7 +319,7 @@ def _read_vector(value: Any, name: str, shape: torch.Size, device: torch.device,
 
 
 def _check_values(x: Tensor) -> tuple[float, bool]:
-    """The largest finite magnitude in x, and whether x has entries of -inf. NaN and +inf raise an error."""
+    """Return the largest finite |x| and whether x has entries of -inf. NaN and +inf raise an error."""
     if x.numel() == 0:
         return 0.0, False
     low, high = (float(end) for end in x.aminmax())

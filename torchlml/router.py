@@ -32,13 +32,13 @@ class TopKRouter(nn.Module):
 
     Args:
         num_experts: the number of experts.
-        k: how many experts each token uses, an integer.
-        temperature: the logits are divided by it.
+        k: the number of experts that each token uses, an integer.
+        temperature: a divisor of the logits.
         normalize: whether the weights of a token are scaled to sum to 1. Otherwise each is between 0 and 1.
         decay: the fraction of the stored bias that each training step keeps, at least 0 and less than 1.
         capacity_factor: if an expert has more than `capacity_factor` times its fair share of tokens, rounded
-            up, its assignments with the smallest weights are dropped: their weights become 0. By default
-            nothing is dropped.
+            up, its assignments with the smallest weights are dropped: their weights become 0. By default, no
+            assignment is dropped.
         group: the data-parallel processes. The load is balanced over the tokens of all of them. By default
             each process balances its own tokens.
 
@@ -110,7 +110,7 @@ class TopKRouter(nn.Module):
         weights = y.gather(-1, indices)
         if self.normalize:
             total = weights.sum(-1, keepdim=True)
-            weights = weights / torch.where(total > 0, total, 1)  # padding has the total 0
+            weights = weights / torch.where(total > 0, total, 1)  # padding tokens may have a total of 0
         if present is not None:
             weights = torch.where(present[:, None], weights, 0)
         if self.capacity_factor is not None:
@@ -128,10 +128,11 @@ class TopKRouter(nn.Module):
         )
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> TopKRouter:
-        """Move or cast the module, with the bias in float32 at least: averages in bfloat16 stop moving."""
+        """Move or cast the module; the bias stays at least float32, as averages in bfloat16 stop changing."""
+        before = self.bias
         super()._apply(fn, recurse)
         if self.bias.dtype in (torch.bfloat16, torch.float16):
-            self.bias = self.bias.float()
+            self.bias = before.to(self.bias.device, torch.float32)
         return self
 
     def _present(self, mask: Tensor | None, logits: Tensor) -> Tensor | None:
@@ -150,7 +151,7 @@ class TopKRouter(nn.Module):
         k = self.k if present is None else self.k * present.double()
         start = self.bias if int(self.updates) else None
         y, _, mu = balanced(tokens, k, None, None, "exactly", start, self.group)
-        if not bool(mu.isfinite().any()):  # without tokens there is nothing to learn
+        if not bool(mu.isfinite().any()):  # a batch without tokens does not change the bias
             return y, mu
         with torch.no_grad():
             keep = self.decay if int(self.updates) else 0.0

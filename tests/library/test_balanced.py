@@ -83,7 +83,7 @@ def test_sums_for_hostile_inputs(name: str, dtype: torch.dtype) -> None:
 
 
 def tight(last: float) -> tuple[Tensor, Tensor, Tensor]:
-    """32 rows may use only the first four columns, whose capacity is exactly sufficient for these rows."""
+    """A problem in which 32 rows may use only four columns, whose capacity is exactly sufficient for them."""
     mask = torch.ones(256, 16, dtype=torch.bool)
     mask[:32, 4:] = False
     first = torch.full((4,), 16.0 + last, dtype=F64)

@@ -97,7 +97,7 @@ def test_a_chain_of_columns() -> None:
 
 
 def test_decided_rows_have_a_gradient_of_k() -> None:
-    """In float32 the larger entries round to 1, and y (1 - y) would lose half of each row."""
+    """In float32 the larger entries round to 1, so y (1 - y) computed from them would be 0."""
     x = torch.tensor([[40.0, 0.0, -1.0], [41.0, 0.0, 1.0], [0.0, 40.0, 0.0]])
     gradients = []
     for dtype in (torch.float32, F64):
@@ -121,10 +121,25 @@ def test_half_precision_and_masked_entries() -> None:
     torch.testing.assert_close(found.double(), wanted, rtol=2e-2, atol=2e-3)
 
 
+def test_gradients_under_autocast() -> None:
+    """Autocast would compute the Schur complement in bfloat16."""
+    x = torch.randn(300, 8, generator=torch.Generator().manual_seed(0)).requires_grad_()
+    (wanted,) = torch.autograd.grad(torchlml.balanced_lml(x, 2).square().sum(), x)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        (found,) = torch.autograd.grad(torchlml.balanced_lml(x, 2).square().sum(), x)
+    torch.testing.assert_close(found, wanted, rtol=0, atol=1e-6)
+
+
+def test_k_as_a_single_tensor_with_a_gradient() -> None:
+    x, _, _ = inputs()
+    k = torch.tensor(1.5, dtype=F64, requires_grad=True)
+    assert gradcheck(lambda x, k: torchlml.balanced_lml(x, k), (x, k))
+
+
 def test_unsupported_operations_raise() -> None:
     x, _, _ = inputs()
     y = torchlml.balanced_lml(x, 2)
-    with pytest.raises(NotImplementedError, match="first derivatives only"):
+    with pytest.raises(NotImplementedError, match="only first derivatives"):
         torch.autograd.grad(y.square().sum(), x, create_graph=True)
     for transform in (torch.func.grad, torch.func.jacfwd):
         with pytest.raises(NotImplementedError, match=r"transform of torch\.func"):

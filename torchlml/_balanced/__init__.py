@@ -1,6 +1,6 @@
-"""One matrix of the two-sided projection: entries known in advance, the solution and its derivative.
+"""The two-sided projection of one matrix, and its derivative.
 
-`solve.py` finds the multipliers of the columns.
+This module removes the entries that are known in advance; `solve.py` finds the multipliers of the columns.
 """
 
 from __future__ import annotations
@@ -11,29 +11,22 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 from torch import Tensor
 
-from torchlml._balanced.solve import (
-    Problem,
-    Weights,
-    conjugate_gradients,
-    dense_solve,
-    laplacian,
-    sample_size,
-    solve,
-    weights,
-)
+from torchlml._arguments import cached_scalar
+from torchlml._balanced.linear import Weights, conjugate_gradients, dense_solve, laplacian, weights
+from torchlml._balanced.solve import Point, Problem, solve
 from torchlml.projection import lml_dual
 
 if TYPE_CHECKING:  # slow to import, and few calls need it
     from torchlml._distributed.group import LabelGroup
 
-# Up to this many multiplications, the Schur complement as a matrix costs less than iterations.
+# Up to this many multiplications, forming the Schur complement as a matrix is faster than iterating.
 _SMALL = 2**21
-# Totals that differ by rounding are equal. The capacities are scaled to the total of the rows.
+# Totals with a smaller relative difference count as equal, and the capacities are scaled to the total of k.
 _TOTALS = 1e-5
 
 
 class Matrix(NamedTuple):
-    """The arguments of one problem, connected to the graph they come from."""
+    """The arguments of one problem, still attached to the autograd graph."""
 
     x: Tensor  # (R, n) float32 or float64, -inf where masked
     k: Tensor  # (R,) float64
@@ -45,13 +38,15 @@ class Matrix(NamedTuple):
 
 
 class Extent(NamedTuple):
-    """The sizes of a problem, with a number for each process that holds some of its rows."""
+    """The sizes of a problem; lists have one number for each process that holds some of its rows."""
 
     rows: list[int]
-    totals: list[float]  # of k
+    totals: list[float]  # the sums of k
     range: float  # the largest finite |x|
     masked: bool
     processes: LabelGroup | None
+    roomy: bool = False  # whether every column is known to have more available rows than it needs
+    near: bool = False  # whether the start is known to be near the solution
 
 
 class Settings(NamedTuple):
@@ -66,13 +61,17 @@ class Settings(NamedTuple):
 
 
 def project(m: Matrix, extent: Extent, dual: bool) -> tuple[Tensor, Tensor, Tensor]:
-    """Y, nu and mu of one problem. nu is empty without `dual`."""
+    """Compute Y, nu and mu of one problem; nu is empty unless `dual` is True."""
     n = m.x.shape[1]
-    # The same bits on every process, with the derivative for the k of this one.
-    wanted, own = sum(extent.totals), m.k.sum()
-    total = own - own.detach() + wanted
+    # The total has the same bits on every process, and a derivative with respect to the k of this process.
+    wanted = sum(extent.totals)
+    total: float | Tensor = wanted
+    if m.k.requires_grad:
+        own = m.k.sum()
+        total = own - own.detach() + wanted
     if m.capacity is None:
-        capacity = (total / max(n, 1)).expand(n)
+        share = total / max(n, 1)
+        capacity = torch.as_tensor(share, dtype=torch.float64, device=m.x.device).expand(n)
     else:
         held = m.capacity.sum()
         _check_totals(wanted, float(held.detach()), m.at_most)
@@ -87,12 +86,11 @@ class _Project(torch.autograd.Function):
     def forward(
         ctx: Any, x: Tensor, k: Tensor, capacity: Tensor, s: Settings
     ) -> tuple[Tensor, Tensor, Tensor]:
-        # y (1 - y) loses the undecided part of an entry that rounds to 1. It is negligible in the
-        # gradient of x, but in a decided row the gradients of the multipliers and of k depend on nothing
-        # else.
+        # If y rounds to 1, y (1 - y) is 0. This error is negligible in the gradient of x. But if all entries
+        # of a row are close to 0 or 1, the gradients of the multipliers and of k depend on these weights.
         accurate = s.dual or any(ctx.needs_input_grad[1:3])
-        known = _known_entries(x, k, capacity, s)
-        mu, y = solve(known.problem, s.start, _sample(known.problem, k, s))
+        known, point = _solve(x.contiguous(), k, capacity, s)
+        mu, y = point.mu, point.weights.y
         reduced = known.problem
         nu = lml_dual(reduced.x.to(y.dtype) + mu.to(y.dtype), reduced.k) if accurate else x.new_zeros(0)
         if known.empty is not None and known.full is not None:
@@ -101,23 +99,47 @@ class _Project(torch.autograd.Function):
             y = torch.where(known.ones, 1, y)
         ctx.settings, ctx.accurate = s, accurate
         ctx.set_materialize_grads(False)
-        ctx.save_for_backward(*((reduced.x, nu) if accurate else (y,)), mu)
+        ctx.save_for_backward(*((reduced.x, nu) if accurate else (y, *point.weights[1:])), mu)
         return y.to(x.dtype), nu if s.dual else x.new_zeros(0), mu
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor, Tensor, Tensor, None]:
         if torch.is_grad_enabled():
             raise NotImplementedError(
-                "balanced_lml has first derivatives only, but a second one is required."
+                "balanced_lml supports only first derivatives, but a second derivative was requested."
             )
         if ctx.accurate:
             x, nu, mu = ctx.saved_tensors
             e = torch.exp(-((x.double() + nu[:, None].double()) + torch.where(mu.isfinite(), mu, 0)).abs())
-            w = torch.nan_to_num(e / (1 + e).square())
+            known = weights(torch.nan_to_num(e / (1 + e)))
         else:
-            y, mu = ctx.saved_tensors
-            w = torch.addcmul(y, y, y, value=-1)
-        return *_gradients(ctx.settings, weights(w), mu, *grads), None
+            *parts, mu = ctx.saved_tensors
+            known = Weights(*parts)
+        return *_gradients(ctx.settings, known, mu, *grads), None
+
+
+def _solve(x: Tensor, k: Tensor, capacity: Tensor, s: Settings) -> tuple[_Known, Point]:
+    """Remove the entries that are known in advance, and solve for the remaining ones."""
+    if s.extent.processes is None:
+        known = _known_entries(x, k, capacity, s, None)
+        return known, solve(known.problem, s.start)
+    from torchlml._balanced.shared import gather_sample, solve_shared
+
+    sample = None
+    if not (s.extent.near and (s.extent.roomy or not s.extent.masked)):
+        sample = gather_sample(_problem(x, k, capacity, s), s.extent.rows, s.extent.processes)
+    known = _known_entries(x, k, capacity, s, None if sample is None else sample.present)
+    if sample is not None and known.empty is not None and known.full is not None:
+        kept_x, kept_k, _ = _without(sample.x, sample.k, known.empty, known.full)
+        sample = sample._replace(x=kept_x, k=kept_k)
+    return known, solve_shared(known.problem, s.start, sample)
+
+
+def _problem(x: Tensor, k: Tensor, capacity: Tensor, s: Settings) -> Problem:
+    extent = s.extent
+    ks = k.contiguous() if s.uniform is None else cached_scalar(s.uniform, torch.float64)
+    rows, total = sum(extent.rows), sum(extent.totals)
+    return Problem(x, ks, capacity, s.at_most, rows, total, extent.range, s.resolution, extent.processes)
 
 
 class _Known(NamedTuple):
@@ -129,69 +151,51 @@ class _Known(NamedTuple):
     ones: Tensor | None = None  # (R, n) bool: entries of full columns
 
 
-def _known_entries(x: Tensor, k: Tensor, capacity: Tensor, s: Settings) -> _Known:
-    """Check the capacities and remove the empty and full columns, whose multipliers are infinite."""
-    extent = s.extent
-    rows, total = sum(extent.rows), sum(extent.totals)
-    uniform: float | Tensor = k if s.uniform is None else s.uniform
-    problem = Problem(
-        x, uniform, capacity, s.at_most, rows, total, extent.range, s.resolution, extent.processes
-    )
-    if not extent.masked and len(capacity):
-        low, high = (float(end) for end in capacity.aminmax())
-        if low > 0 and (s.at_most or high < rows * (1 - 1e-12)):
+def _known_entries(x: Tensor, k: Tensor, capacity: Tensor, s: Settings, present: Tensor | None) -> _Known:
+    """Check the capacities and remove the empty and full columns, whose multipliers are infinite.
+
+    `present` is the number of available rows of each column, for processes that have exchanged it.
+    """
+    extent, problem = s.extent, _problem(x, k, capacity, s)
+    roomy = s.at_most or extent.roomy  # no column is full
+    if not extent.masked or roomy:
+        low, high = (float(end) for end in capacity.aminmax()) if len(capacity) else (0.0, 0.0)
+        if low > 0 and (roomy or high < problem.rows * (1 - 1e-12)):
             return _Known(problem)
-    present = torch.full_like(capacity, rows)
-    if extent.masked:
+        present = torch.full_like(capacity, problem.rows)
+    elif present is None:
         present = (x > -torch.inf).sum(0).double()
-        if extent.processes is not None:
-            present = extent.processes.sum(present)
-    if not s.at_most:
+    if not roomy:
         _check_columns(capacity, present)
     empty = capacity == 0
-    full = ~empty & (capacity >= present * (1 - 1e-12)) & (not s.at_most)
-    ones = None
+    full = ~empty & (capacity >= present * (1 - 1e-12)) & (not roomy)
+    total, ones = problem.total, None
     if bool(full.any()):
-        ones = full & (x > -torch.inf)
         total -= float((present * full).sum())
         capacity = torch.where(full, 0, capacity)
         held = float(capacity.sum())
         if total > 0 and held > 0:
             capacity = capacity * (total / held)  # the given totals may differ slightly
-        # A row with too many full columns makes the rest infeasible, which the solver reports.
-        problem = replace(
-            problem, k=(k - ones.sum(1)).clamp(min=0), capacity=capacity, total=float(capacity.sum())
-        )
-    if bool((empty | full).any()):
-        problem = replace(problem, x=torch.where(empty | full, -torch.inf, x))
+        x, k, ones = _without(x, k, empty, full)
+        problem = replace(problem, x=x, k=k, capacity=capacity, total=float(capacity.sum()))
+    elif bool(empty.any()):
+        problem = replace(problem, x=_without(x, k, empty, full)[0])
     return _Known(problem, empty, full, ones)
 
 
-def _sample(problem: Problem, k: Tensor, s: Settings) -> Problem | None:
-    """If there is no first guess, gather rows from all processes, in proportion to theirs: one round."""
-    processes = s.extent.processes
-    if processes is None or s.start is not None:
-        return None
-    x, ks = problem.x, problem.k if isinstance(problem.k, Tensor) else k
-    size, total = sample_size(problem), max(sum(s.extent.rows), 1)
-    wanted = [min(rows, -(-size * rows // total)) for rows in s.extent.rows]
-    own = wanted[processes.rank]
-    taken = torch.arange(own, device=x.device) * max(1, x.shape[0] // max(own, 1))
-    # The messages have one size. A row with k = 0 has no effect.
-    part = x.new_zeros((max(wanted), x.shape[1] + 1), dtype=torch.float32)
-    part[:own, :-1] = x[taken]
-    part[:own, -1] = ks[taken]
-    parts = processes.gather(part).flatten(0, 1)
-    x, ks = parts[:, :-1], parts[:, -1].double()
-    return replace(problem, x=x, k=ks, rows=len(ks), total=float(ks.sum()))
+def _without(x: Tensor, k: Tensor, empty: Tensor, full: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Return x and k without the entries of empty and full columns, and which entries are in full columns."""
+    ones = full & (x > -torch.inf)
+    # If a row has too many full columns, the remaining problem is infeasible, which the solver reports.
+    return torch.where(empty | full, -torch.inf, x), (k - ones.sum(1)).clamp(min=0), ones
 
 
 def _gradients(
     s: Settings, known: Weights, mu: Tensor, d_y: Tensor | None, d_nu: Tensor | None, d_mu: Tensor | None
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """The gradients of x, k and the capacities from those of Y, nu and mu.
+    """Compute the gradients of x, k and the capacities c from the gradients of Y, nu and mu.
 
-    A change of x, k and c moves (nu, mu) by the solution of J (dnu, dmu) = (dk - w dx 1, dc - (w dx)' 1) with
+    Changes dx, dk and dc change (nu, mu) by the solution of J (dnu, dmu) = (dk - w dx 1, dc - (w dx)' 1) with
     J = [diag(a), w; w', diag(d)]. So with J (p, q) = (gradient of nu, gradient of mu), both including the
     contribution through Y, the gradients are w (dY - p - q) for x, p for k and q for c.
     """
@@ -252,8 +256,8 @@ def _check_totals(rows: float, columns: float, at_most: bool) -> None:
     slack = _TOTALS * max(rows, columns)
     if at_most and columns < rows - slack:
         raise ValueError(
-            f"The total of `capacity` must be at least that of `k`, but `k` sums to {rows:g} over the rows "
-            f"and `capacity` sums to {columns:g} over the columns."
+            f"The total of `capacity` must be at least the total of `k`, but `k` sums to {rows:g} over the "
+            f"rows and `capacity` sums to {columns:g} over the columns."
         )
     if not at_most and abs(columns - rows) > slack:
         raise ValueError(

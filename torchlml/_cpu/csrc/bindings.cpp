@@ -245,10 +245,79 @@ Tensor systematic_sample(Tensor p, Tensor k, Tensor keys, Tensor start) {
   return y;
 }
 
+// ---------------------------------------------------------------- the two-sided projection
+
+// Splits the rows into at most 64 parts of at least 64 rows. The split depends only on the size of the matrix.
+struct Parts {
+  Batch tasks;  // one row for each part
+  int64_t rows;
+  Tensor sums;
+
+  Parts(const Batch& batch, int64_t columns) : tasks(batch), rows((batch.rows + 63) / 64) {
+    if (rows < 64) rows = 64;
+    tasks.rows = (batch.rows + rows - 1) / rows;
+    const int64_t sizes[] = {tasks.rows, columns};
+    sums = empty(sizes, 2, aoti_torch_dtype_float64());
+  }
+
+  double* data() const { return static_cast<double*>(sums.mutable_data_ptr()); }
+
+  // Adds the sums of all parts, in the order of the parts.
+  void add_up(double* to) const {
+    const int64_t columns = sums.size(1);
+    for (int64_t j = 0; j < columns; ++j) to[j] = 0;
+    for (int64_t i = 0; i < tasks.rows; ++i) {
+      for (int64_t j = 0; j < columns; ++j) to[j] += data()[i * columns + j];
+    }
+  }
+};
+
+std::tuple<Tensor, Tensor, Tensor> balanced_forward(Tensor x, Tensor mu, Tensor k) {
+  const Batch batch = make_batch(x, std::nullopt, std::nullopt);
+  check(mu, "mu", ScalarType::Double, batch.width);
+  const Parts parts(batch, 3 * batch.width);
+  const bool wide = work_dtype(x) == ScalarType::Double;
+  const int32_t dtype = wide ? aoti_torch_dtype_float64() : aoti_torch_dtype_float32();
+  const int64_t sizes[] = {3, batch.width};
+  Tensor y = empty(x.sizes().data(), 2, dtype), inverse = empty(&batch.rows, 1, dtype),
+         sums = empty(sizes, 2, aoti_torch_dtype_float64());
+  BalancedForwardArgs args{batch,
+                           nullptr,
+                           0,
+                           static_cast<const double*>(mu.const_data_ptr()),
+                           parts.rows,
+                           y.mutable_data_ptr(),
+                           inverse.mutable_data_ptr(),
+                           parts.data()};
+  args.k = read_k(k, batch.rows, args.k_stride);
+  launch(&Kernels::balanced_forward, x, parts.tasks, args);
+  parts.add_up(static_cast<double*>(sums.mutable_data_ptr()));
+  return {y, inverse, sums};
+}
+
+Tensor balanced_product(Tensor y, Tensor inverse, Tensor p) {
+  const Batch batch = make_batch(y, std::nullopt, std::nullopt);
+  check(inverse, "inverse", work_dtype(y), batch.rows);
+  check(p, "p", ScalarType::Double, batch.width);
+  const Parts parts(batch, batch.width);
+  Tensor product = empty(&batch.width, 1, aoti_torch_dtype_float64());
+  const BalancedProductArgs args{batch.x,
+                                 inverse.const_data_ptr(),
+                                 static_cast<const double*>(p.const_data_ptr()),
+                                 batch.rows,
+                                 batch.width,
+                                 parts.rows,
+                                 parts.data()};
+  launch(&Kernels::balanced_product, y, parts.tasks, args);
+  parts.add_up(static_cast<double*>(product.mutable_data_ptr()));
+  return product;
+}
+
 }  // namespace
 }  // namespace torchlml
 
-// The operators that a trained model calls, for programs without Python (AOTInductor). Python defines the others.
+// Defines the operators that a trained model calls, for programs without Python (AOTInductor). The Python library
+// defines all other operators.
 STABLE_TORCH_LIBRARY_FRAGMENT(torchlml, m) {
   m.def("solve(Tensor x, Tensor k, Tensor? mask, Tensor? offsets) -> Tensor");
   m.def("forward(Tensor x, Tensor k, Tensor? mask, Tensor? offsets) -> (Tensor, Tensor)");
@@ -282,6 +351,8 @@ STABLE_TORCH_LIBRARY_IMPL(torchlml, CPU, m) {
   m.impl("constrained_sparsemax_dual", TORCH_BOX(&torchlml::constrained_dual<true>));
   m.impl("topk_mask", TORCH_BOX(&torchlml::topk_mask));
   m.impl("systematic_sample", TORCH_BOX(&torchlml::systematic_sample));
+  m.impl("balanced_forward", TORCH_BOX(&torchlml::balanced_forward));
+  m.impl("balanced_product", TORCH_BOX(&torchlml::balanced_product));
   m.impl("loss_forward", TORCH_BOX(&torchlml::loss_forward));
   m.impl("loss_backward", TORCH_BOX(&torchlml::loss_backward));
   m.impl("loss_backward_in_place", TORCH_BOX(&torchlml::loss_backward_in_place));

@@ -113,7 +113,7 @@ struct ConstrainedBackwardArgs {
   double* d_upper;  // null, or like x, or one value per row if all entries share one bound
 };
 
-// Ones at the k largest entries, zeros elsewhere.
+// A mask with ones at the k largest entries and zeros elsewhere.
 struct TopkMaskArgs {
   Batch batch;
   const double* k;
@@ -136,7 +136,7 @@ struct LabelArgs {
   const int64_t* listed;  // dense: `per_row` classes for each row; jagged: `total` positions. Negative = padding
   const int64_t* starts;  // jagged: index of the first position of each row; dense: null
   const bool* observed;   // replaces `listed`
-  const void* weight;     // of each label, in the work dtype; null = 1
+  const void* weight;     // the weight of each label, in the work dtype; null = 1
   int64_t per_row;
   int64_t total;
 };
@@ -159,6 +159,29 @@ struct LossBackwardArgs {
   double* dk;
 };
 
+// The rows of the two-sided projection at the column multipliers mu. A task is a part of `part_rows` rows.
+struct BalancedForwardArgs {
+  Batch batch;  // dense, no mask
+  const double* k;
+  int64_t k_stride;  // 0 = one k for all rows
+  const double* mu;
+  int64_t part_rows;
+  void* y;        // in the work dtype
+  void* inverse;  // 1 / the row sum of w = y (1 - y), or 0 if it is 0, in the work dtype
+  double* sums;   // (parts, 3, width): column sums of y, w and w y
+};
+
+// The product w' diag(inverse) w p for one vector p. The rows are divided into the same parts.
+struct BalancedProductArgs {
+  const void* y;
+  const void* inverse;  // in the work dtype
+  const double* p;
+  int64_t rows;
+  int64_t width;
+  int64_t part_rows;
+  double* sums;  // (parts, width)
+};
+
 // Every kernel and its arguments.
 #define LML_KERNELS_TABLE(KERNEL)                       \
   KERNEL(forward, ForwardArgs)                          \
@@ -169,7 +192,9 @@ struct LossBackwardArgs {
   KERNEL(constrained_forward, ConstrainedForwardArgs)   \
   KERNEL(constrained_backward, ConstrainedBackwardArgs) \
   KERNEL(topk_mask, TopkMaskArgs)                       \
-  KERNEL(systematic_sample, SystematicSampleArgs)
+  KERNEL(systematic_sample, SystematicSampleArgs)       \
+  KERNEL(balanced_forward, BalancedForwardArgs)         \
+  KERNEL(balanced_product, BalancedProductArgs)
 
 // A kernel has one function per dtype, in the order of enum Dtype.
 template <class Args>
@@ -196,20 +221,20 @@ struct Threshold {
   double center, delta;
 };
 
-// A center near the threshold of the finite entries x (0 < k < n), found by selection. Reorders `x`.
+// Returns a center near the threshold of the finite entries x (0 < k < n), found by selection. Reorders `x`.
 template <class T>
 double threshold_center(T* x, int64_t n, double k);
 
-// nu of finite entries, 0 < k < n. Reorders `x`.
+// Computes nu for finite entries and 0 < k < n. Reorders `x`.
 template <class T>
 Threshold careful_solve(T* x, int64_t n, double k);
 
-// The k-th largest of n entries, 1 <= k <= n. Reorders `x`.
+// Returns the k-th largest of n entries, 1 <= k <= n. Reorders `x`.
 template <class T>
 T kth_largest(T* x, int64_t n, int64_t k);
 
-// nu of a projection onto {0 <= y <= upper, sum y = k} for finite entries, 0 < k < sum of upper. `upper` has one bound
-// for each entry, or a single bound if `stride` is 0.
+// Computes nu of a projection onto {0 <= y <= upper, sum y = k} for finite entries and 0 < k < sum of upper. `upper`
+// has one bound for each entry, or a single bound if `stride` is 0.
 template <class T>
 Threshold careful_constrained(const T* x, const T* upper, int64_t stride, int64_t n, double k, bool sparsemax);
 
