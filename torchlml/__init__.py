@@ -1,4 +1,4 @@
-"""torchlml: the Limited Multi-Label projection for PyTorch, for models that choose exactly k of n things.
+"""torchlml: the Limited Multi-Label projection for PyTorch, for models that choose exactly k of n candidates.
 
 y = torchlml.lml(x, k)  # like softmax, but each row sums to k and every entry is in (0, 1)
 """

@@ -2,9 +2,9 @@
 
 Both map a row onto {0 <= y <= upper, sum y = k} by y = clip(f(x + nu), 0, upper), where f is the exponential
 or the identity. `upper` is the cap of an entry, and an entry at its cap is called saturated. Given the set of
-saturated entries, nu is an explicit formula of the others. An operator finds the set as a constant, and plain
-autograd through the formula is exact at every order. Calls outside function transforms use separate operators
-with explicit gradients.
+saturated entries, there is an explicit formula for nu in terms of the other entries. An operator finds the
+set, which is a constant for autograd, and differentiating the formula gives exact derivatives of every order.
+Calls outside function transforms use separate operators with explicit gradients.
 
 The pure PyTorch version computes in double precision and rounds once, at the end.
 """
@@ -22,21 +22,21 @@ from torchlml._arguments import Canonical, canonical, check_number, check_real, 
 from torchlml._autograd import operators
 from torchlml._autograd.operators import ROWS, operator
 from torchlml._autograd.rule import Rule
-from torchlml._rows import DenseRows, Rows, empty_nu, rows_of, wide_dtype
-from torchlml._solve.newton import add, shifted
+from torchlml._rows import DenseRows, Rows, empty_nu, rows_of, shifted, wide_dtype
+from torchlml._solve.newton import add
 
 _Solver = Callable[[Tensor, Tensor, Tensor, "Tensor | None"], Tensor]
 
 
 class ConstrainedProjection:
-    """One of the two constrained projections: its operators and its gradient, made from three functions.
+    """One of the two constrained projections: its operators and its gradient, built from three functions.
 
     Args:
         name: the operators are named NAME_forward, NAME_backward and NAME_dual.
-        solve: a function of x (-inf: absent, +inf: saturated), k (R,), upper (like x, or 0-d) and offsets,
-            all in the wide dtype. Every row has 0 < k < sum of upper and a finite entry, or is empty. It
-            returns nu as a pair (2, R).
-        values: computes y of `CappedRows`, with differentiable operations.
+        solve: a function of x, k (R,), upper (like x, or 0-d) and offsets, all in the wide dtype. x is -inf
+            for absent entries and +inf for saturated ones. Every row has 0 < k < sum of upper and a finite
+            entry, or is empty. The function returns nu as a pair (2, R).
+        values: computes y from `CappedRows` with differentiable operations.
         moves: returns dy/dz of each entry of `CappedRows`, and whether it is saturated.
     """
 
@@ -60,7 +60,7 @@ class ConstrainedProjection:
             self.reference_backward,
             _empty_gradients,
         )
-        # To vmap, `upper` looks like the mask of `solve`: both have one value per entry.
+        # The vmap rule treats `upper` like the mask of `solve`: both have one value per entry.
         self.dual = operator(
             f"{name}_dual({entries}, Tensor? offsets) -> Tensor",
             solve,
@@ -70,7 +70,7 @@ class ConstrainedProjection:
         self._rule = Rule(self.forward, self._backward, self._differentiable, inputs=3)
 
     def __call__(self, c: Canonical, upper: Tensor) -> Tensor:
-        """Compute y of canonical rows; `upper` is 0-d or like x."""
+        """Compute y for canonical rows; `upper` is 0-d or has the shape of x."""
         return self._rule(c.x, c.k, upper, c.mask, c.offsets)
 
     def _backward(self, grad: Tensor, x: Tensor, k: Tensor, upper: Tensor, *rest: Any) -> Any:
@@ -85,7 +85,7 @@ class ConstrainedProjection:
         return self._values(CappedRows(self.dual, *arguments))
 
     def reference_forward(self, *arguments: Any) -> tuple[Tensor, Tensor]:
-        """Return (y, nu); nu is -inf for a row of zeros, +inf if all are saturated, NaN if undefined."""
+        """Return (y, nu); nu is -inf if all entries are 0, +inf if all are saturated, NaN if undefined."""
         r = CappedRows(self._solve, *arguments)
         limit = torch.where(r.nothing, -torch.inf, torch.inf)
         limit = torch.where(r.undefined, torch.nan, limit).to(r.nu.dtype)
@@ -97,7 +97,7 @@ class ConstrainedProjection:
     ) -> tuple[Tensor, Tensor, Tensor]:
         """Return (dx, dk, d_upper); the last is summed over a row if all its entries share one cap.
 
-        dy = weight (dx + dnu) + saturated dupper, where dnu makes the sum change with k.
+        dy = weight (dx + dnu) + saturated dupper, where dnu makes the sum of y change by dk.
         """
         mask, offsets, for_upper = rest
         found = torch.where(nu[0].isfinite(), nu, 0)
@@ -128,7 +128,7 @@ def _empty_gradients(
 
 
 def pair(hi: Tensor, lo: Tensor) -> Tensor:
-    """Split hi + lo into a nu (2, R): the rounded sum, and its rounding error."""
+    """Represent hi + lo as a nu of shape (2, R): the rounded sum and its rounding error."""
     return add(torch.stack([hi, torch.zeros_like(hi)]), lo)
 
 
@@ -140,13 +140,13 @@ def sum_at_caps(saturated: Tensor, limit: Tensor, rows: Rows) -> Tensor:
 
 
 def mean_cap(k: Tensor, upper: Tensor, rows: Rows) -> Tensor:
-    """The mean cap of each row, at most 2 k, because no entry exceeds k."""
+    """Return the mean cap of each row, limited to 2 k, because no entry exceeds k."""
     mean = upper if upper.dim() == 0 else rows.sum(upper) / rows.sum(torch.ones_like(upper)).clamp(min=1)
     return torch.minimum(mean, 2 * k)
 
 
 def start(x: Tensor, k: Tensor, offsets: Tensor | None) -> Tensor:
-    """The initial nu: that of lml if it is finite, otherwise 0."""
+    """Return the initial nu: the nu of lml if it is finite, otherwise 0."""
     nu = operators.solve(x, k, None, offsets)
     return torch.where(nu.isfinite().all(0), nu, 0)
 
@@ -195,7 +195,7 @@ class CappedRows:
         self.z = shifted(base * rows.broadcast(self.spoil), self.nu, rows)
 
     def finish(self, y: Tensor) -> Tensor:
-        """Fill in the limits where the formula fails, clamp y between 0 and the caps, and round."""
+        """Fill in the limits where the formula does not apply, clamp y between 0 and the caps, and round."""
         rows = self.rows
         y = y - (y - y.clamp(min=0).minimum(self.upper)).detach()
         y = torch.where(self.absent | rows.broadcast(self.nothing), 0, y)
@@ -206,7 +206,7 @@ class CappedRows:
 def read(
     x: Tensor, k: float | Tensor, upper: float | Tensor, dim: int, mask: Tensor | None, offsets: Tensor | None
 ) -> tuple[Canonical, Tensor]:
-    """Check the arguments of a constrained projection and convert them to rows; `upper` is 0-d or like x."""
+    """Check the arguments of a constrained projection and convert them to rows and caps (0-d or like x)."""
     c = canonical(x, k, dim, mask, offsets, any_k=True)
     if isinstance(upper, Tensor):
         check_real(upper, "upper", x.device)

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from torchlml._arguments import Canonical, canonical, readable
+from torchlml._arguments import Canonical, canonical, is_plain, readable
 from torchlml._autograd import rule
 from torchlml._autograd.operators import operator
 from torchlml._rows import DenseRows, work_dtype
@@ -16,7 +16,7 @@ from torchlml._torch.onnx import OnnxRows
 
 
 def topk_mask(x: Tensor, k: int | Tensor, dim: int = -1, *, mask: Tensor | None = None) -> Tensor:
-    """Select the k largest entries: ones there and zeros elsewhere, with the gradient of `lml`.
+    """Return ones at the k largest entries and zeros elsewhere, with the gradient of `lml`.
 
         >>> torchlml.topk_mask(torch.tensor([0.5, 2.0, 0.5, -1.0]), 2)
         tensor([1., 1., 0., 0.])
@@ -91,7 +91,7 @@ def _check_whole(k: Any, c: Canonical) -> None:
 
 def _with_gradient(choose: Callable[[], Tensor], c: Canonical) -> Tensor:
     """Give a hard choice the derivatives of `lml`."""
-    if rule.is_plain() and rule.needs_no_graph(c.x, c.k):
+    if is_plain() and rule.needs_no_graph(c.x, c.k):
         return choose()
     y = rule.lml(c.x, c.k, c.mask, None)
     return choose() + (y - y.detach())
@@ -145,9 +145,9 @@ def _draw(c: Canonical, generator: torch.Generator | None) -> Tensor:
 
 
 def _random_bytes(x: Tensor, source: dict[str, Any]) -> Tensor:
-    """One random byte per entry; sorting by these bytes shuffles the row."""
+    """Return one random byte per entry; sorting by these bytes shuffles the row."""
     traced = torch.compiler.is_compiling() or torch._C._len_torch_dispatch_stack() > 0
-    if traced or not rule.is_plain():
+    if traced or not is_plain():
         # torch.compile and vmap do not support the in-place random operation below.
         return torch.randint(256, x.shape, dtype=torch.uint8, device=x.device, **source)
     # Drawing eight bytes at a time is faster.
@@ -162,25 +162,25 @@ def _sample_reference(p: Tensor, k: Tensor, keys: Tensor, start: Tensor) -> Tens
     if p.numel() == 0:
         return torch.zeros_like(p)
     count, n = p.shape
-    # 44 of the 53 bits of a double, 23 of the 24 of a float; fewer if n lengths could sum to 2^60 or more.
+    # Use 44 of a double's 53 bits or 23 of a float's 24, and fewer if n lengths could sum to 2^60 or more.
     bits = min(44 if start.dtype == torch.float64 else 23, 60 - n.bit_length())
     one = 1 << bits
     undefined = p.isnan()
     y = torch.where(undefined, 0, p).to(start.dtype)
     wanted = k.clamp(max=n).expand(count).unsqueeze(-1)
-    # Distribute the rounding error of the sum in proportion to 1 - y if it must grow, to y if it must shrink.
+    # Distribute the rounding error in proportion to 1 - y if the sum must grow, or to y if it must shrink.
     total = y.sum(-1, keepdim=True)
     room = torch.where(y > 0, 1 - y, 0)
     missing, lacking = wanted - total, room.sum(-1, keepdim=True)
     grow = torch.where(lacking > 0, (missing / lacking).clamp(0, 1), 0)
     shrink = torch.where(missing < 0, wanted / total, 1)
-    # Sort by six bits of the keys, then by index modulo 4, then by index, which is fast in kernels.
+    # Sort by six bits of the keys, then by index modulo 4, then by index. Kernels compute this order fast.
     columns = torch.arange(n, device=p.device) % 4
     order = ((keys & 0xFC) + columns).argsort(stable=True)
     length = ((y + room * grow) * shrink * one).round().long().gather(-1, order)
     length = _stretch(length, wanted.long() << bits, one)
     first = (start * one).long().unsqueeze(-1)
-    points = (length.cumsum(-1) + (one - 1 - first)) >> bits  # the number of points before the end of each
+    points = (length.cumsum(-1) + (one - 1 - first)) >> bits  # points before each entry's end
     hit = points.diff(dim=-1, prepend=torch.zeros_like(first)).to(p.dtype)
     return torch.where(undefined, torch.nan, torch.zeros_like(p).scatter(-1, order, hit))
 

@@ -1,4 +1,4 @@
-"""A drop-in replacement for the class of the paper's release, for code with `from lml import LML`."""
+"""A drop-in replacement for the class in the paper authors' code, for programs with `from lml import LML`."""
 
 import operator
 from typing import Any
@@ -10,7 +10,7 @@ from torchlml.projection import lml
 
 
 class LML(nn.Module):
-    """The LML layer with the arguments of the paper's release.
+    """The LML layer with the arguments of the class released by the paper's authors.
 
         >>> from torchlml.compat import LML
         >>> LML(N=2)(torch.tensor([2.0, 1.0, 0.0, -1.0]))

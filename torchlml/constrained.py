@@ -16,11 +16,11 @@ from torchlml._capped import (
     start,
     sum_at_caps,
 )
-from torchlml._rows import Rows, rows_of
-from torchlml._solve.newton import add, shifted
+from torchlml._rows import Rows, rows_of, shifted
+from torchlml._solve.newton import add
 
-# Normally distributed logits with n from 10 to 1000 take 1 to 7 passes. After this many, every second pass
-# bisects.
+# Rows of 10 to 1000 normally distributed logits take 1 to 7 passes. After the number of passes below, every
+# second pass bisects.
 _SOFTMAX_FREE_PASSES, _SPARSEMAX_FREE_PASSES = 8, 16
 # 296 bisections narrow a bracket as wide as 1e70 to the spacing of doubles.
 _MAX_PASSES = 600
@@ -60,7 +60,7 @@ def constrained_softmax(
 
     y maximizes x.y + H(y), where H(y) = -sum y log y is the entropy, subject to 0 <= y <= upper and sum y = k
     (Martins and Kreutzer, 2017). The solution is y = min(upper, exp(x + nu)). With k = 1 and upper >= 1 it is
-    the softmax. Capped entries have zero gradient with respect to x; the others have the gradient of a
+    the softmax. Capped entries have zero gradient with respect to x; all other entries have the gradient of a
     softmax.
 
     Entries of -inf get 0. Entries of +inf get their caps, or share k like tied entries if k is smaller than
@@ -99,7 +99,7 @@ def constrained_sparsemax(
 
 
 def _softmax_values(r: CappedRows) -> Tensor:
-    """Compute y of rows whose nu is known, with differentiable operations."""
+    """Compute y for rows whose nu is known, with differentiable operations."""
     rows = r.rows
     saturated, free = _softmax_sets(r)
     rest = r.k - rows.sum(torch.where(saturated, r.upper, 0))
@@ -122,7 +122,7 @@ def _softmax_sets(r: CappedRows) -> tuple[Tensor, Tensor]:
 
 
 class _Caps(NamedTuple):
-    """The caps of the entries, their logarithms, and the z from which an entry counts as saturated."""
+    """The caps of the entries, their logarithms, and the z above which an entry counts as saturated."""
 
     cap: Tensor
     log: Tensor
@@ -130,10 +130,10 @@ class _Caps(NamedTuple):
 
 
 class _Sums(NamedTuple):
-    """A row at some nu: its saturated entries, their number, and the rest of k.
+    """The state of a row at some nu: its saturated entries, their number, and the part of k that is left.
 
     The free entries should sum to `rest`, which is k minus the caps of the saturated ones; they actually sum
-    to `filled`. `filled` is computed as a difference of sums. If it is small compared with k, it has few
+    to `filled`, which is computed as a difference of sums. If it is small compared with k, it has few
     correct digits and is flagged as `vague`.
     """
 
@@ -149,10 +149,11 @@ class _Sums(NamedTuple):
 def _softmax_solve(x: Tensor, k: Tensor, upper: Tensor, offsets: Tensor | None) -> Tensor:
     """Find nu of every row by saturating more and more entries; see `_capped.ConstrainedProjection`.
 
-    For any set of saturated entries, the equation sum of their caps + sum of exp(x + nu) over the others = k
-    has a root that is at most nu, because each term is at least min(upper, exp(x + nu)). Entries that exceed
-    their caps at such a root therefore also exceed them at nu. So the set grows, at most n times, until it is
-    correct. To avoid many passes that each saturate a single entry, every second pass eventually bisects.
+    For any set of saturated entries, consider the equation that their caps, plus the sum of exp(x + nu) over
+    all other entries, equal k. Its root is at most the true nu, because each term is at least
+    min(upper, exp(x + nu)). Entries that exceed their caps at this root therefore also exceed them at the
+    true nu. So the set grows, at most n times, until it is correct. To avoid many passes that each saturate a
+    single entry, every second pass eventually bisects.
     """
     rows = rows_of(x, offsets)
     if x.numel() == 0:
@@ -205,7 +206,7 @@ def _evaluate(x: Tensor, k: Tensor, nu: Tensor, caps: _Caps, rows: Rows) -> _Sum
 
 
 def _step_to_root(x: Tensor, nu: Tensor, s: _Sums, busy: Tensor, rows: Rows) -> tuple[Tensor, Tensor]:
-    """Return the root for these saturated entries and the step to it; -inf if their caps exceed k."""
+    """Return the root for these saturated entries and the step to it, -inf if their caps exceed k."""
     step = (s.rest / s.filled).log()
     root = add(nu, step)
     vague = busy & (s.rest > 0) & s.vague
@@ -230,11 +231,11 @@ def _highest_step(
 
 
 def _choose_step(k: Tensor, lower: Tensor, top: Tensor, s: _Sums) -> Tensor:
-    """Return the step to the root of the set, or a longer one if the sum is not exponential in nu.
+    """Return the step to the root for the current saturated entries, or a longer step where that is better.
 
-    If the caps make up more than half of k, the sum is a staircase in nu with a tangent of slope `filled`.
-    A long Newton step is then better. Both steps are safe: the thresholds affect the number of passes of a
-    row, not its root.
+    If the caps make up more than half of k, the sum as a function of nu resembles a staircase and not an
+    exponential. A long Newton step (with the slope `filled`) is then better. Both steps are safe: the
+    conditions below affect only the number of passes, not the result.
     """
     straight = torch.where(s.vague, top, torch.minimum((s.rest - s.filled) / s.filled, top))
     stairs = ~(s.rest > 0) | (~s.vague & (s.taken > k / 2) & (straight.abs() > 0.25))
@@ -242,7 +243,10 @@ def _choose_step(k: Tensor, lower: Tensor, top: Tensor, s: _Sums) -> Tensor:
 
 
 def _softmax_root(x: Tensor, rest: Tensor, taken: Tensor, rows: Rows) -> Tensor:
-    """Return the nu for which the entries not `taken` sum to `rest`; its high part is minus their maximum."""
+    """Return the nu for which exp(x + nu), summed over all entries except `taken`, is `rest`.
+
+    The high part of nu is minus the largest x among these entries.
+    """
     largest = rows.max(torch.where(taken, -torch.inf, x))
     largest = torch.where(largest.isfinite(), largest, 0)
     total = rows.sum(torch.where(taken, 0, torch.exp(x - rows.broadcast(largest))))
@@ -250,7 +254,7 @@ def _softmax_root(x: Tensor, rest: Tensor, taken: Tensor, rows: Rows) -> Tensor:
 
 
 def _edge(limit: Tensor) -> Tensor:
-    # An entry that reaches its cap up to rounding still counts as free, because it is the one that k moves.
+    # An entry that reaches its cap up to rounding still counts as free, because it is the one that k changes.
     # The rounding error is a few eps of z, which is the logarithm of the cap at that point. The logarithm of
     # a cap of 0, -inf, counts as -1000.
     return limit + 8 * torch.finfo(limit.dtype).eps * (1 + limit.abs().clamp(max=1000))
@@ -262,7 +266,7 @@ _softmax_project = ConstrainedProjection(
 
 
 def _sparsemax_values(r: CappedRows) -> Tensor:
-    """Compute y of rows whose nu is known, with differentiable operations."""
+    """Compute y for rows whose nu is known, with differentiable operations."""
     rows = r.rows
     saturated, free = _sparsemax_sets(r)
     # One exact step from the solver's nu, on the entries that are known to be free.
@@ -278,7 +282,10 @@ def _sparsemax_moves(r: CappedRows) -> tuple[Tensor, Tensor]:
 
 
 def _sparsemax_sets(r: CappedRows) -> tuple[Tensor, Tensor]:
-    """Return masks of the saturated entries and of those strictly between 0 and their caps, including NaN."""
+    """Return masks of the saturated entries and of the free entries.
+
+    Free entries are strictly between 0 and their caps, or NaN.
+    """
     saturated = r.infinite | (r.finite & (r.z > r.upper))
     return saturated, r.finite & ~saturated & ~(r.z <= 0)
 
@@ -350,7 +357,10 @@ def _sparsemax_solve(x: Tensor, k: Tensor, upper: Tensor, offsets: Tensor | None
 def _sparsemax_root(
     x: Tensor, k: Tensor, limit: Tensor, saturated: Tensor, free: Tensor, rows: Rows
 ) -> tuple[Tensor, Tensor]:
-    """Return the nu for these sets, as a pair whose high part is a free entry, and whether there is one."""
+    """Return the nu for given sets of saturated and free entries, and whether there is a free entry.
+
+    The high part of nu is minus the largest free entry.
+    """
     largest = rows.max(torch.where(free, x, -torch.inf))
     inside = largest.isfinite()
     largest = torch.where(inside, largest, 0)

@@ -1,6 +1,6 @@
 """Find and load the compiled kernel, if it is installed.
 
-`TORCHLML_KERNEL=torch` selects pure PyTorch, on a GPU too. `TORCHLML_KERNEL=native` requires the compiled
+`TORCHLML_KERNEL=torch` selects pure PyTorch, also on a GPU. `TORCHLML_KERNEL=native` requires the compiled
 kernel, and on a GPU uses the Triton kernels without their self-test (`_triton/self_test.py`). By default a
 kernel is used if it is installed and loads. `TORCHLML_ISA=baseline|v3|v4` restricts the kernel to a lower
 x86-64 level than the processor has, for tests.
@@ -28,7 +28,7 @@ _warned = False
 
 
 def check_torch(version: str) -> None:
-    """Raise if torch is too old, before something else fails because of it."""
+    """Raise a clear error if torch is too old, before something else fails because of it."""
     numbers = tuple(int(number) for number in re.findall(r"\d+", version)[:2])
     if numbers < OLDEST:
         raise _import_error(
@@ -38,7 +38,7 @@ def check_torch(version: str) -> None:
 
 
 def requested() -> str:
-    """The kernel that TORCHLML_KERNEL selects: "torch", "native" or "" for the default."""
+    """Return the kernel that TORCHLML_KERNEL selects: "torch", "native" or "" for the default."""
     choice = os.environ.get("TORCHLML_KERNEL", "")
     if choice not in ("", "torch", "native"):
         raise _import_error(
@@ -49,7 +49,7 @@ def requested() -> str:
 
 
 def _import_error(message: str) -> ImportError:
-    """The error that `import torchlml` raises; its `name` distinguishes it from a missing package."""
+    """Return an error for `import torchlml` to raise; its `name` distinguishes it from a missing package."""
     return ImportError(message, name="torchlml")
 
 
@@ -76,7 +76,7 @@ def load() -> None:
         torch.ops.load_library(path)
         library = ctypes.CDLL(str(path))
         library.torchlml_instruction_set.restype = ctypes.c_char_p
-    except (OSError, AttributeError) as error:  # broken, for another platform, or not torchlml's
+    except (OSError, AttributeError) as error:  # a damaged file, or one for another platform or package
         _absence = f"{path.name} does not load ({error})"
         if choice == "native":
             raise _import_error(f"`TORCHLML_KERNEL` is 'native', but {absence()}.") from error
@@ -92,7 +92,7 @@ def loaded() -> bool:
 
 
 def absence() -> str | None:
-    """Why there is no compiled kernel and how to get it, or None if it is in use."""
+    """Return why there is no compiled kernel and how to get it, or None if the kernel is in use."""
     if loaded():
         return None
     if requested() == "torch":
@@ -101,7 +101,7 @@ def absence() -> str | None:
 
 
 def _repair() -> str:
-    """The command that reinstalls torchlml from its origin: a folder, an archive, or an index."""
+    """Return the command that reinstalls torchlml from its origin: a folder, an archive, or an index."""
     try:
         came_from = metadata.distribution("torchlml").read_text("direct_url.json")
     except metadata.PackageNotFoundError:  # running from a source directory
@@ -124,16 +124,16 @@ def warn_of_absence() -> None:
         return
     _warned = True
     warnings.warn(
-        f"torchlml uses pure PyTorch, several times slower than with its compiled kernel: {absence()}.",
+        f"torchlml uses pure PyTorch, which is several times slower than its compiled kernel: {absence()}.",
         stacklevel=3,
     )
 
 
 def instruction_set() -> str | None:
-    """The instruction set that the compiled kernel uses ("baseline", "v3" or "v4"), or None without one."""
+    """Return the instruction set of the compiled kernel ("baseline", "v3" or "v4"), or None without one."""
     return None if _library is None else _library.torchlml_instruction_set().decode()
 
 
-# Check before any operator is defined: an import that fails later than that cannot be retried.
+# Check before any operator is defined: an import that fails after that cannot be retried.
 check_torch(str(torch.__version__))
 requested()

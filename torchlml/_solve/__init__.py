@@ -1,1 +1,1 @@
-"""Pure-PyTorch solvers of the dual variable."""
+"""Pure PyTorch solvers for the dual variable."""

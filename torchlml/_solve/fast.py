@@ -1,15 +1,15 @@
-"""The fast pure-PyTorch solver: a few cheap passes over a matrix, and a certificate for each row.
+"""The fast solver in pure PyTorch: a few cheap passes over a matrix, and a certificate for each row.
 
 It stores e = exp(c - x) once, where c is near the threshold, and searches for delta = c + nu. With
 u = e^delta,
 
     y = sigmoid(x + nu) = u / (u + e),    t = sigmoid(-|x + nu|) = min(u, e) / (u + e),
 
-so no evaluation needs another exponential, and an entry of -inf automatically gives 0. Halley steps on the
-log odds of sum y come first; they are cheap but lose the digits of entries near 1. Steps on the signed sum of
-t that `newton.residual` describes follow; they are accurate for every row. A row is certified when such a
-step is short: the second derivative of sum y never exceeds the first, so the remaining error is about half
-the square of the step. The caller solves the other rows by `newton`.
+so no evaluation needs another exponential, and an entry of -inf automatically gives 0. The first steps are
+Halley steps on the log odds of sum y, which are cheap but lose the digits of entries near 1. The following
+steps use the signed sum of t described in `newton.residual` and are accurate for every row. A row is
+certified when such a step is short: the second derivative of sum y never exceeds the first, so the remaining
+error is about half the square of the step. The caller solves uncertified rows with `newton`.
 
 Every operation here rounds an entry in the same way regardless of its position, and finished rows are not
 changed. The bits of a row therefore do not depend on the other rows.
@@ -28,8 +28,7 @@ from torchlml._rows import sum_rows, wide_dtype
 from torchlml._solve.newton import add
 
 # The maximum numbers of steps on the log odds and on the accurate sum, whose evaluation takes three times as
-# many operations. On a GPU, reading values would synchronize, so the fixed "unsynced" numbers of steps are
-# taken.
+# many operations. On a GPU, testing for convergence would synchronize, so the numbers of steps are fixed.
 _ROUGH_STEPS, _ACCURATE_STEPS = 6, 12
 _UNSYNCED_ROUGH_STEPS, _UNSYNCED_ACCURATE_STEPS = 4, 3
 # The largest |delta|: x - c is rounded to 5e-7 there.
@@ -37,20 +36,20 @@ _REACH = 16.0
 
 
 class _Limits(NamedTuple):
-    """Stopping criteria: the last step on the log odds, the last step of all, the least slope per entry."""
+    """Limits for the last step on the log odds, the last step overall, and the smallest slope per entry."""
 
     rough: float
     last: float
     slope: float
 
 
-# A Halley step leaves an error of about a sixth of its cube. The last step is then short, and the remaining
-# error is below 1.3e-7 and 5e-13.
+# After a Halley step s, the error is about s^3 / 6. The last step is then short, and the remaining error is
+# below 1.3e-7 in float32 and 5e-13 in float64.
 _LIMITS = {torch.float32: _Limits(0.12, 5e-4, 1e-20), torch.float64: _Limits(1.5e-2, 1e-6, 1e-200)}
 
 
 class FastSolution(NamedTuple):
-    """e, u, the center and delta of each row; only valid in certified rows."""
+    """The solution of each row: e, u, the center and delta; valid only in certified rows."""
 
     e: Tensor
     u: Tensor
@@ -59,7 +58,7 @@ class FastSolution(NamedTuple):
     certified: Tensor
 
     def y(self) -> Tensor:
-        """The projection, which overwrites e."""
+        """Compute the projection; this overwrites e."""
         u = self.u.unsqueeze(-1)
         return torch.div(u, self.e.add_(u), out=self.e)
 
@@ -93,7 +92,7 @@ def on_host(x: Tensor) -> bool:
 
 
 def _guess(x: Tensor, k: Tensor, scratch: Tensor) -> tuple[Tensor, Tensor]:
-    """(m, c): the number of available entries of each row, and -nu for normally distributed entries."""
+    """Return (m, c): the number of available entries per row, and -nu for normally distributed entries."""
     n = x.shape[1]
     total = sum_rows(x)
     m = k.new_full((1,), n)
@@ -118,7 +117,7 @@ def _guess(x: Tensor, k: Tensor, scratch: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _quantiles(k: Tensor, m: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """For k / m: its logit, its quantile of the normal distribution, and its distance from 1/2."""
+    """Return the logit of p = k / m, the normal quantile of p, and p's distance from 1/2 with a sign."""
     p = torch.minimum(k, m - k) / m
     sign = (2 * k - m).sign()
     # Abramowitz and Stegun 26.2.23.
@@ -129,13 +128,14 @@ def _quantiles(k: Tensor, m: Tensor) -> tuple[Tensor, Tensor, Tensor]:
 
 @functools.lru_cache(maxsize=256)
 def _shared_quantiles(k: float, n: int, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
-    """`_quantiles` for rows that share k and have m = n, cached across calls to save time on short rows."""
+    """Return `_quantiles` of rows that share k and have m = n, cached to save time on short rows."""
     return _quantiles(torch.tensor([k], dtype=dtype), torch.tensor([n], dtype=dtype))
 
 
 def _rough_steps(e: Tensor, k: Tensor, m: Tensor, scratch: Tensor) -> Tensor:
     """Find delta to a few digits by Halley's method on log(S / (m - S)), entirely in the dtype of e."""
-    # Use tensors, because torch converts a number each time, which takes as long as the operation.
+    # Use tensors, because torch converts Python numbers in each operation, which takes as long as the
+    # operation.
     one, limit = e.new_ones(1), e.new_full((1,), _LIMITS[e.dtype].rough)
     k, m = k.to(e.dtype), m.to(e.dtype)
     delta = e.new_zeros(e.shape[0])
@@ -167,7 +167,7 @@ def _rough_steps(e: Tensor, k: Tensor, m: Tensor, scratch: Tensor) -> Tensor:
 
 
 def _accurate_steps(e: Tensor, k: Tensor, delta: Tensor, scratch: Tensor) -> tuple[Tensor, Tensor]:
-    """(delta, certified), by Newton's method on log A - log B (see `newton`) and a final step on the sum."""
+    """Return (delta, certified), by Newton's method on log A - log B (see `newton`) and a step on the sum."""
     sync = on_host(e)
     delta = delta.to(k.dtype)
     certified = torch.zeros_like(delta, dtype=torch.bool)
@@ -199,7 +199,11 @@ def _accurate_steps(e: Tensor, k: Tensor, delta: Tensor, scratch: Tensor) -> tup
 
 
 class _Sums(NamedTuple):
-    """Sums over each row: c, s t, t, and the slopes of S in total and with the sign s; see `residual`."""
+    """The sums over each row that a step needs, in the notation of `newton.residual`.
+
+    They are c, the sum of s t, the sum of t, the sum of w, and the sum of s w, where s is 1 for z < 0 and -1
+    for z > 0.
+    """
 
     c: Tensor
     signed: Tensor
@@ -212,7 +216,10 @@ class _Sums(NamedTuple):
         return self.c + self.signed
 
     def log_ratio_step(self) -> Tensor:
-        """Newton's step on log A - log B (see `newton`), to be subtracted from nu; 0 if a side is empty."""
+        """Return Newton's step on log A - log B (see `newton`), which is 0 if a side is empty.
+
+        Subtract it from nu.
+        """
         least = 1e-8 * self.total
         a = torch.maximum((self.total + self.signed) / 2, least) + self.c.clamp(min=0)
         b = torch.maximum((self.total - self.signed) / 2, least) - self.c.clamp(max=0)

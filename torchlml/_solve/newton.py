@@ -2,13 +2,13 @@
 
 The residual S - k must be accurate even when almost every entry is saturated. Adding up y = sigmoid(z) and
 subtracting k fails exactly there: half a million entries at y = 1 - 2e-9 all round to 1, yet together they
-take 1e-3 from the one entry that is undecided. So each entry counts as its nearer integer plus or minus
-t = sigmoid(-|z|), which keeps full relative accuracy:
+take 1e-3 from the one entry that is undecided. Therefore each entry is written as its nearest integer plus or
+minus t = sigmoid(-|z|), which keeps full relative accuracy:
 
     S - k = c + P - Q,   c = #(z > 0) - k,   P = sum of t where z <= 0,   Q = sum of t where z > 0.
 
-The slope of S is sum w with w = t (1 - t) >= t / 2, so a relative error of 1e-7 in P and Q is an error of
-2e-7 in nu, for every row.
+The slope of S is sum w with w = t (1 - t) >= t / 2, so a relative error of 1e-7 in P and Q causes an error of
+at most 2e-7 in nu, for every row.
 
 Let A = P + max(c, 0) and B = Q + max(-c, 0). The row sums to k if A = B. Newton's step on log A - log B is
 
@@ -30,11 +30,12 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from torchlml._rows import Rows
+from torchlml._rows import Rows, shifted
 
-# Normally distributed logits with n from 10 to 10,000 take 1 to 6 steps, the rows of the tests up to 7. A
-# step that leaves the bracket is first cut at its end, which is the root itself for ties and k = 1. Later the
-# bracket is halved instead, and after the free steps every second step halves it, to bound the worst case.
+# Rows of 10 to 10,000 normally distributed logits take 1 to 6 steps, and the test rows take up to 7. At
+# first, a step that would leave the bracket is cut at its end, which is the root itself for ties and k = 1.
+# Later the bracket is halved instead, and after the free steps every second step halves it, to bound the
+# worst case.
 CUT_STEPS = 4
 FREE_STEPS = 10
 MAX_STEPS = 40
@@ -42,7 +43,7 @@ MAX_STEPS = 40
 # takes as many steps as the rows of the tests need, and five more.
 _UNSYNCED_STEPS = 12
 
-Limit = Callable[[Tensor, Tensor, Tensor], Tensor]  # of a step and the distances to both ends of the bracket
+Limit = Callable[[Tensor, Tensor, Tensor], Tensor]  # limits a step, given the distances to both bracket ends
 
 
 def newton(x: Tensor, k: Tensor, m: Tensor, ordinary: Tensor, rows: Rows) -> Tensor:
@@ -81,7 +82,7 @@ class State(NamedTuple):
 
 
 def begin(x: Tensor, k: Tensor, m: Tensor, ordinary: Tensor, rows: Rows) -> tuple[Tensor, State]:
-    """Half the gap between the k-th and the next logit, and the initial state, with nu in the middle."""
+    """Return half the gap between the k-th and the next logit, and the initial state, with nu in the gap."""
     upper = rows.largest(x, k.ceil().long())
     lower = rows.largest(x, k.floor().long() + 1)
     half_gap = (upper.to(rows.wide) - lower) / 2
@@ -96,13 +97,13 @@ def evaluate(s: State, x: Tensor, k: Tensor, half_gap: Tensor, rows: Rows) -> tu
     """Evaluate the residual at nu, and find the rows that have converged."""
     epsilon = torch.finfo(x.dtype).eps
     nearest = (half_gap - s.moved.abs()).abs()
-    # The nearest entry is only known inside the gap; outside it nothing underflows.
+    # The nearest entry is known only inside the gap; outside it, nothing underflows.
     scale = torch.where(s.moved.abs() < half_gap, nearest, 0.0)
     r = residual(x, k, s.nu, scale.to(x.dtype), rows)
     error = r.value.abs() / r.slope
     # z is rounded to about epsilon |z|, so a row can stop improving before it reaches the tolerance.
     stalled = (error >= s.best_error / 2) & (s.best_error <= 16 * epsilon * (1 + nearest))
-    # Do not change a settled row, so that its result does not depend on how long the others take.
+    # Do not change a settled row, so that its result does not depend on how long other rows take.
     better = (error < s.best_error) & ~s.settled
     best, best_error = torch.where(better, s.nu, s.best), torch.where(better, error, s.best_error)
     settled = s.settled | stalled | (best_error <= 2 * epsilon * (1 + scale))
@@ -120,18 +121,18 @@ def move(s: State, r: Residual, limit: Limit) -> State:
 
 
 def cut(step: Tensor, below: Tensor, above: Tensor) -> Tensor:
-    """The step, at most to the end of the bracket."""
+    """Return the step, cut at the end of the bracket."""
     inside = torch.minimum(torch.maximum(step, -below), above)
     return torch.where(step.isnan(), halve(step, below, above), inside)
 
 
 def keep_inside(step: Tensor, below: Tensor, above: Tensor) -> Tensor:
-    """The step, or half the bracket if the step would leave it."""
+    """Return the step, or a step to the middle of the bracket if the step would leave it."""
     return torch.where((-below < step) & (step < above), step, halve(step, below, above))
 
 
 def halve(step: Tensor, below: Tensor, above: Tensor) -> Tensor:
-    """The step to the middle of the bracket."""
+    """Return the step to the middle of the bracket."""
     return (above - below) / 2
 
 
@@ -142,7 +143,7 @@ def _limit(number: int) -> Limit:
 
 
 def order_offsets(k: Tensor, m: Tensor) -> tuple[Tensor, Tensor]:
-    """(below, above) of each row: the saturation offsets for which the paper's interval provably contains nu.
+    """Return (below, above): the saturation offsets for which the paper's interval provably contains nu.
 
     Consider a row with m available entries, pi its entries in descending order, and any real 0 < k < m. Then
 
@@ -151,7 +152,7 @@ def order_offsets(k: Tensor, m: Tensor) -> tuple[Tensor, Tensor]:
     The paper uses 7 for both, a heuristic that fails for zeros(1098) and k = 1097, where nu is
     log(1097) = 7.0003. At the lower end, the entries before rank j = ceil k contribute at most 1 each, and
     the other m - j + 1 contribute at most sigmoid(-below) each; `below` is such that these bounds sum to k.
-    The upper end is the mirror image. For an integer k the two are log(m - k) and log(k).
+    The upper end is the mirror image. For an integer k the offsets are log(m - k) and log(k).
     """
     rank = k.ceil()
     below = ((m - rank + 1) / (k - rank + 1) - 1).log()
@@ -160,14 +161,14 @@ def order_offsets(k: Tensor, m: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def log_ratio_step(r: Residual) -> Tensor:
-    """Newton's step for log A = log B; infinite or NaN if a side is empty."""
+    """Return the Newton step for log A = log B. It is infinite or NaN if A or B is 0."""
     a = r.p + r.c.clamp(min=0)
     b = r.q - r.c.clamp(max=0)
     return (b.log() - a.log()) / (r.dp / a + r.dq / b)
 
 
 def add(nu: Tensor, step: Tensor) -> Tensor:
-    """Add exactly: nu + step as a pair (hi, lo), the rounded sum and its error (Knuth's two-sum)."""
+    """Return nu + step exactly, as a pair (hi, lo): the rounded sum and its error (Knuth's two-sum)."""
     hi, small = nu[0], nu[1] + step.to(nu.dtype)
     total = hi + small
     taken = total - hi
@@ -192,29 +193,23 @@ class Residual(NamedTuple):
         return self.dp + self.dq
 
 
-def shifted(x: Tensor, nu: Tensor, rows: Rows) -> Tensor:
-    """z = x + nu, nu = hi + lo: x + hi is exact near the threshold, so a shift by 1e7 loses no accuracy."""
-    hi, lo = nu
-    return (x + rows.broadcast(hi)) + rows.broadcast(lo)
-
-
 def residual(x: Tensor, k: Tensor, nu: Tensor, scale: Tensor, rows: Rows) -> Residual:
     """Evaluate S - k at `nu` (2, R), with everything multiplied by e^scale.
 
-    In the middle of a gap of 400 between two logits every t underflows, but their balance still defines nu.
-    `scale` (R,), the distance of the nearest entry from the threshold, keeps them in range.
+    In the middle of a gap of 400 between two logits, every t underflows, but the ratio of P and Q still
+    determines nu. `scale` (R,), the distance from the threshold to the nearest entry, keeps them in range.
     """
     z = shifted(x, nu, rows)
     up = z > 0
-    # e^scale e^-|z|. No entry is nearer than `scale`, so the exponent is at most 0. Rounding may however move
-    # a z of 1e20 nearer by thousands, which must not overflow: the exponent is then clamped to 1.
+    # e^scale e^-|z|. No entry is nearer than `scale`, so the exponent is at most 0. However, rounding may
+    # move a z of 1e20 nearer by thousands. To avoid overflow, the exponent is clamped to 1.
     e = torch.exp((rows.broadcast(scale) - z.abs()).clamp(max=1))
     shrink = rows.broadcast(torch.exp(-scale))
     t = e / (1 + e * shrink)
     w = t / (1 + e * shrink)
     zero = torch.zeros((), dtype=t.dtype, device=t.device)
     c = rows.sum(up) - k
-    # 0 times an overflowing e^scale is 0 here, not NaN: the row is on the correct step of the staircase.
+    # If c is 0 and e^scale overflows, the product must be 0 instead of NaN.
     c = torch.where(c == 0, 0.0, c * scale.to(rows.wide).exp())
     return Residual(
         c=c,

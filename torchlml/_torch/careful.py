@@ -1,11 +1,11 @@
 """The operators in pure PyTorch, accurate for every row: for tests, and for rows that `fast.py` cannot solve.
 
-Canonical arguments, the same for every operator and every kernel:
+The arguments have a canonical form, which is the same for every operator and every kernel:
 
 - x: (R, n), or (N,) with `offsets` (R + 1,); mask: bool like x, or None; k: float64, 0-d or (R,).
 - nu: (2, R), the pair (hi, lo) in the work dtype; hi is -inf, +inf or NaN for a row without a finite nu.
 
-A row has m available entries (True in the mask, not -inf), p of them +inf.
+A row has m available entries (True in the mask and not -inf), of which p are +inf.
 """
 
 from __future__ import annotations
@@ -16,15 +16,15 @@ import torch
 from torch import Tensor
 from torch.nn.functional import logsigmoid
 
-from torchlml._rows import Rows, rows_of, work_dtype
-from torchlml._solve.newton import newton, shifted
+from torchlml._rows import Rows, rows_of, shifted, work_dtype
+from torchlml._solve.newton import newton
 
 Pair = tuple[Tensor, Tensor]
 _Function = Callable[..., Tensor]
 
 
 def solve(x: Tensor, k: Tensor, mask: Tensor | None, offsets: Tensor | None) -> Tensor:
-    """Compute nu of every row by Newton's method."""
+    """Compute nu for every row by Newton's method."""
     x, rows = prepare(x, mask, offsets)
     return solve_rows(x, k, rows, newton)
 
@@ -83,7 +83,7 @@ def dual_backward(grad: Tensor, x: Tensor, nu: Tensor, mask: Tensor | None, offs
 def _begin_backward(
     grad: Tensor, x: Tensor, nu: Tensor, mask: Tensor | None, offsets: Tensor | None
 ) -> tuple[Tensor, Tensor, Rows, Tensor]:
-    """The gradient in the work dtype, the prepared entries and rows, and the entries that move with nu."""
+    """Return the gradient in the work dtype, the prepared entries, their rows, and where y varies with nu."""
     values, rows = prepare(x, mask, offsets)
     return grad.to(values.dtype), values, rows, moving(values, nu, rows)
 
@@ -97,14 +97,14 @@ def prepare(x: Tensor, mask: Tensor | None, offsets: Tensor | None) -> tuple[Ten
 
 
 def sigmoid(z: Tensor) -> Tensor:
-    """The logistic function, with the same bits regardless of an entry's position."""
+    """Compute the logistic function, with the same bits regardless of an entry's position."""
     # The rounding of torch.sigmoid depends on the position in memory; that of torch.exp does not.
     e = torch.exp(-z.abs())
     return torch.where(z > 0, 1, e) / (1 + e)
 
 
 def solve_rows(x: Tensor, k: Tensor, rows: Rows, solver: _Function) -> Tensor:
-    """Compute nu of prepared rows: by `solver` for ordinary rows, and infinite or NaN for the others."""
+    """Compute nu of prepared rows: by `solver` for ordinary rows; it is infinite or NaN for all others."""
     m = rows.sum(x != -torch.inf)
     p = rows.sum(x == torch.inf)
     undefined = (rows.sum(x.isnan()) > 0) | k.isnan()
@@ -120,7 +120,7 @@ def solve_rows(x: Tensor, k: Tensor, rows: Rows, solver: _Function) -> Tensor:
 def project(
     x: Tensor, k: Tensor, values: Tensor, rows: Rows, solver: _Function, log_sigmoid: _Function | None = None
 ) -> Pair:
-    """Return (y, nu) of prepared values; with a `log_sigmoid`, (log y, nu)."""
+    """Return (y, nu) of prepared values, or (log y, nu) if `log_sigmoid` is given."""
     nu = solve_rows(values, k, rows, solver)
     z, absent, share = shifted(values, nu, rows), 0.0, infinite_share(values, k, nu, rows)
     if log_sigmoid is not None:
@@ -129,20 +129,20 @@ def project(
 
 
 def infinite_share(x: Tensor, k: Tensor, nu: Tensor, rows: Rows) -> Tensor:
-    """The value of each +inf entry of a row: 1, or k/p if there are p >= k of them."""
+    """Return the value of each +inf entry of a row: 1, or k/p if there are p >= k of them."""
     share = (k / rows.sum(x == torch.inf)).clamp(0, 1)
     return torch.where(nu[0] == -torch.inf, share, 1).to(x.dtype)
 
 
 def fill(y: Tensor, x: Tensor, nu: Tensor, rows: Rows, absent: float, infinite: Tensor) -> Tensor:
-    """Fill in the limits where the formula fails: infinite entries, absent entries, undefined rows."""
+    """Fill in the limits where the formula does not apply: infinite and absent entries, undefined rows."""
     y = torch.where(x == torch.inf, rows.broadcast(infinite), y)
     y = torch.where(x == -torch.inf, absent, y)
     return torch.where(rows.broadcast(nu[0].isnan()), torch.nan, y)
 
 
 def moving(x: Tensor, nu: Tensor, rows: Rows) -> Tensor:
-    """The entries that depend on x and k: the finite ones in rows with a finite nu."""
+    """Return a mask of the entries that vary with x and k: the finite ones in rows with a finite nu."""
     return x.isfinite() & rows.broadcast(nu[0].isfinite())
 
 

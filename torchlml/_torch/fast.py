@@ -1,19 +1,19 @@
 """The fast operators in pure PyTorch, for every device without a dedicated kernel.
 
-Each takes a few passes over the rows and certifies its result row by row. Rows without a certificate, which
-include all special rows, are computed by the careful operators of `careful.py`. The arguments are those of
-`careful.py`.
+Each operator takes a few passes over the rows and certifies its result row by row. Rows without a
+certificate, which include all special rows, are computed by the careful operators in `careful.py`. The
+arguments are those of `careful.py`.
 
-On a GPU, each call synchronizes once to find out whether there are such rows. During the capture of a CUDA
-graph no synchronization is possible, so the careful operators compute all rows.
+On a GPU, each call synchronizes once to find out whether there are rows without a certificate. During the
+capture of a CUDA graph no synchronization is possible, so the careful operators compute all rows.
 
 The operators of the LML loss also take, as `*labels`,
 
-- labels: int64 (R, L), the observed classes of each row; or int64 (P,) with `offsets`, positions into x,
-  where those of row i are from `starts[i]` to `starts[i + 1]`. Negative values are padding, and no label
-  occurs twice. Or a bool tensor with the shape of x, True for observed labels.
+- labels: int64 (R, L), the observed classes of each row; or, with `offsets`, int64 (P,), positions into x,
+  where row i has `labels[starts[i]:starts[i + 1]]`; or a bool tensor with the shape of x, True for observed
+  labels. Negative indices are padding, and no label occurs twice.
 - starts: int64 (R + 1,), from 0 to P, for positions; otherwise None.
-- weight: the weight of each label, in the work dtype and the shape of `labels`; None for 1.
+- weight: the weight of each label, in the work dtype and the shape of `labels`; None if all weights are 1.
 
 A label outside its row makes that row NaN; only the CPU checks for it. A row whose labels all have weight 0
 has loss 0 and no gradient, even if it contains a NaN.
@@ -30,13 +30,12 @@ from torch import Tensor
 from torch.nn.functional import logsigmoid
 
 from torchlml._cpu import loader
-from torchlml._rows import DenseRows, Rows, row_index, rows_of, sum_rows, work_dtype
+from torchlml._rows import DenseRows, Rows, row_index, rows_of, shifted, sum_rows, work_dtype
 from torchlml._solve.fast import FastSolution, on_host, solve_fast
-from torchlml._solve.newton import shifted
 from torchlml._torch import careful
 from torchlml._torch.careful import Pair
 
-# Ragged rows are padded to a power of two of at least this size: bits then depend on a row's own length only.
+# Ragged rows are padded to a power of two of at least this size, so that bits depend only on a row's length.
 _SHORTEST = 16
 # Below this sum of w, the shares w / sum w have lost digits to underflow.
 _LEAST_SLOPE = {torch.float32: 1e-20, torch.float64: 1e-200}
@@ -96,7 +95,7 @@ def _project(
     result: Callable[[Tensor, FastSolution, Tensor], Tensor] | None,
     fallback: Callable[..., Pair],
 ) -> Pair:
-    """Return (`result` of every row, nu); without a `result`, (x itself, which must not be modified, nu)."""
+    """Return (`result` of every row, nu). Without `result`, return (x, nu), where x must not be modified."""
     if x.device.type == "cpu":
         loader.warn_of_absence()
     if _needs_careful(x, offsets):
@@ -180,7 +179,7 @@ def _log_gradient(g: Tensor, x: Tensor, nu: Tensor) -> tuple[Tensor, Tensor, Ten
 
 
 def _shifted(x: Tensor, nu: Tensor) -> Tensor:
-    """z = (x + hi) + lo of dense rows, as a new tensor."""
+    """Return z = (x + hi) + lo of dense rows, as a new tensor."""
     return torch.add(x, nu[0].unsqueeze(-1)).add_(nu[1].unsqueeze(-1))
 
 
@@ -190,7 +189,7 @@ def _values(x: Tensor, mask: Tensor | None) -> Tensor:
 
 
 def _needs_careful(x: Tensor, offsets: Tensor | None) -> bool:
-    """Whether there is nothing to solve, or the device must not be synchronized."""
+    """Whether to use the careful operators: there is nothing to solve, or synchronizing is not allowed."""
     if on_host(x):
         return x.numel() == 0
     capturing = x.device.type == "cuda" and torch.cuda.is_current_stream_capturing()
@@ -239,7 +238,7 @@ def _unpad(groups: list[_Group], padded: list[Tensor], offsets: Tensor, entries:
 
 
 class _Some:
-    """Some of the rows of a matrix or of a ragged vector."""
+    """A selection of the rows of a matrix or of a ragged vector."""
 
     def __init__(self, x: Tensor, offsets: Tensor | None, rows: Tensor) -> None:
         self._place = rows
@@ -268,7 +267,10 @@ class _Observed(NamedTuple):
 
 
 def loss_forward(x: Tensor, k: Tensor, mask: Tensor | None, offsets: Tensor | None, *labels: Any) -> Pair:
-    """Return ((2, R): the loss -sum c log y of each row, and 1 if the row has a label, else 0; nu)."""
+    """Return (losses, nu).
+
+    `losses` (2, R) contains the loss -sum c log y of each row, and 1 for rows with a label, otherwise 0.
+    """
     nu = solve(x, k, mask, offsets)
     values, rows = careful.prepare(x, mask, offsets)
     at = _observe(values, rows, *labels)

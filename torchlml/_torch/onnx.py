@@ -1,6 +1,6 @@
 """The operators decomposed into operations that `torch.onnx.export` supports.
 
-Each computes the same result as in `careful.py`, with the same arguments, but reads no values on the host.
+Each one has the arguments and the result of its namesake in `careful.py`, but reads no values on the host.
 Newton's method runs in a loop of the graph, which ends when every row has converged, and the k-th largest
 entry comes from a sort. `operator` in `_autograd/operators.py` registers them as decompositions.
 """
@@ -29,7 +29,7 @@ class OnnxRows(DenseRows):
         return (t.to(self.wide) @ ones).squeeze(-1)
 
     def largest(self, x: Tensor, rank: int | Tensor) -> Tensor:
-        """The `rank`-th largest entry of each row, the smallest if there are fewer."""
+        """Return the `rank`-th largest entry of each row, or the smallest if there are fewer."""
         return super().largest(x, torch.as_tensor(rank).expand(self.count))
 
 
@@ -50,7 +50,7 @@ def log_forward(x: Tensor, k: Tensor, mask: Tensor | None, offsets: Tensor | Non
 
 
 def _logsigmoid(z: Tensor) -> Tensor:
-    """The logarithm of the logistic function; the exporter's version of torch's own is -inf at z = -104."""
+    """Compute log(sigmoid(z)). The exporter's version of torch's `logsigmoid` is -inf at z = -104."""
     e = torch.exp(-z.abs())
     # log(1 + e): ONNX has no log1p, and the quotient compensates for the rounding of 1 + e.
     more = 1 + e

@@ -1,6 +1,7 @@
-"""Triton kernels; this module chooses the layout of rows on a GPU: blocks, warps, and whether a row is split.
+"""The Triton kernels. This module chooses the layout of rows on a GPU: blocks, warps, and splits of a row.
 
-`self_test` decides when the kernels run. Nothing here imports triton, which not every system has.
+`self_test` decides when the kernels run. This module does not import triton, which is not available
+everywhere.
 """
 
 from __future__ import annotations
@@ -9,11 +10,12 @@ from typing import NamedTuple
 
 from torch import Tensor
 
-# Rows up to this length stay on chip, at most 16 entries per thread. Longer ones use blocks of _STREAMED.
+# Rows up to this length stay on chip, with at most 16 entries per thread. Longer rows use blocks of
+# _STREAMED.
 LARGEST_BLOCK = 8192
 _STREAMED = 4096
 _SMALLEST_BLOCK = 32
-# Threads per block, found by compiling: these spill no registers on sm_80, sm_90 and sm_100.
+# Threads for each block size, found by compiling: they spill no registers on sm_80, sm_90 and sm_100.
 _THREADS = {32: 32, 64: 32, 128: 32, 256: 64, 512: 128, 1024: 256, 2048: 512, 4096: 1024, 8192: 512}
 _THREADS_PACKED = {**_THREADS, 2048: 256}
 # Rows at least this long are split if there are too few of them to occupy the GPU.
@@ -23,8 +25,8 @@ _SPLIT_LENGTH = 65536
 class Plan(NamedTuple):
     """The shape of a launch: entries per block, warps per block, and programs per row.
 
-    With `loop` a row may be longer than its block: the first block stays on chip, and the others are read
-    again in every pass. Ragged rows always loop, because their lengths are known only on the device.
+    With `loop`, a row may be longer than its block: the first block stays on chip, and the other blocks are
+    read again in every pass. Ragged rows always loop, because their lengths are known only on the device.
     """
 
     block: int
@@ -44,17 +46,17 @@ class Launch(NamedTuple):
 
     @property
     def sizes(self) -> tuple[int, int, int]:
-        """The number of rows, the length of a dense one, and the number of entries."""
+        """The number of rows, the length of a dense row, and the number of entries."""
         return self.nu.shape[1], self.x.shape[-1], self.x.numel()
 
     @property
     def block(self) -> dict[str, int]:
-        """The settings of a kernel that reads blocks."""
+        """The launch settings of a kernel that reads rows in blocks."""
         return {"BLOCK": self.plan.block, "num_warps": self.plan.warps}
 
 
 def stride_of(per_row: Tensor) -> int:
-    """The stride in memory of a tensor with one number per row, or 0 if all rows share one number."""
+    """Return the stride of a tensor with one number per row, or 0 if all rows share one number."""
     return per_row.stride(0) if per_row.dim() else 0
 
 
@@ -64,7 +66,7 @@ def plan(rows: int, length: int, ragged: bool, processors: int, lanes: int = 32)
         >>> plan(256, 1000, False, 108)
         Plan(block=1024, warps=8, loop=False, splits=1)
 
-    `processors` is the number of multiprocessors of the GPU, `lanes` the number of threads of a warp.
+    `processors` is the number of multiprocessors of the GPU, and `lanes` is the number of threads in a warp.
     """
     if length >= _SPLIT_LENGTH and rows < processors:
         splits = min(_power_of_two(-(-4 * processors // max(rows, 1))), _power_of_two(length // _STREAMED))
@@ -78,5 +80,5 @@ def plan(rows: int, length: int, ragged: bool, processors: int, lanes: int = 32)
 
 
 def _power_of_two(n: int) -> int:
-    """The smallest power of two that is at least `n`."""
+    """Return the smallest power of two that is at least `n`."""
     return 1 << max(n - 1, 0).bit_length()

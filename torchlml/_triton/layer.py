@@ -1,6 +1,6 @@
-"""y, log y and nu and their derivatives, with one program per row, which is read once and kept on chip.
+"""Kernels for y, log y, nu and their derivatives: one program per row, which is read once and kept on chip.
 
-If a row is longer than its block, its first block stays on chip and the others are streamed, once per step.
+If a row is longer than its block, its first block stays on chip, and the rest is streamed once per step.
 The derivatives, with w = sigmoid(z) sigmoid(-z) and p = w / sum w, are scaled by e^(distance of the
 nearest entry), so that they are accurate even if every w underflows:
 
@@ -29,7 +29,7 @@ def forward_kernel(
     x_ptr, k_ptr, mask_ptr, offsets_ptr, y_ptr, nu_ptr, rows, n, size, k_stride,
     BLOCK: tl.constexpr, LOOP: tl.constexpr, LOG: tl.constexpr,
 ):  # fmt: skip
-    """Compute nu of row program_id(0) and, with `y_ptr`, its y or log y."""
+    """Compute nu of row program_id(0) and, if `y_ptr` is given, its y or log y."""
     _, where, x, hi, lo, share = solve_row(
         x_ptr, k_ptr, mask_ptr, offsets_ptr, nu_ptr, rows, n, size, k_stride, BLOCK, LOOP
     )
@@ -43,7 +43,7 @@ def forward_kernel(
 
 @triton.jit
 def read_gradient(grad_ptr, x, where, first, BLOCK: tl.constexpr, OF: tl.constexpr):
-    """Read the gradient of a block as 0 for absent entries, whose gradient is ignored even if it is NaN."""
+    """Read the gradient of a block; it is 0 for absent entries, even if the given gradient is NaN there."""
     _, _, start, length = where
     if OF == _OF_NU:
         g = tl.zeros([BLOCK], tl.float32)
@@ -56,7 +56,7 @@ def read_gradient(grad_ptr, x, where, first, BLOCK: tl.constexpr, OF: tl.constex
 
 @triton.jit
 def slope_block(x, g, hi, lo, OF: tl.constexpr):
-    """(nearest, sum w, sum w g or sum a) of a block, with sums of w times e^nearest."""
+    """Return (nearest, sum w, sum w g or sum a) of a block; sums of w are multiplied by e^nearest."""
     z = (x + hi) + lo
     live = tl.abs(x) < float("inf")
     distance = tl.where(live, tl.abs(z), float("inf"))
@@ -76,7 +76,7 @@ def slope_block(x, g, hi, lo, OF: tl.constexpr):
 def slope(
     x, g, where, grad_ptr, first, stride, hi, lo, BLOCK: tl.constexpr, LOOP: tl.constexpr, OF: tl.constexpr
 ):
-    """`slope_block` of the block on chip and of all later ones."""
+    """Combine `slope_block` of the block `x`, which is on chip, and of all later blocks."""
     nearest, slope, dot = slope_block(x, g, hi, lo, OF)
     if LOOP:
         for at in range(first, where[LENGTH], stride):
@@ -95,7 +95,7 @@ def slope(
 
 @triton.jit
 def gradient_of_k(nearest, slope, dot, hi, given, OF: tl.constexpr):
-    """dk of a row with a finite nu, from its sums; 0 or NaN for the other rows."""
+    """Return dk of a row from its sums; it is 0 or NaN if nu is not finite."""
     if OF == _OF_NU:
         dk = given / slope.to(tl.float32)
     else:
@@ -138,7 +138,7 @@ def write_dk(
 def gradient(x, g, hi, lo, nearest, slope, dot, given, OF: tl.constexpr):
     """Compute dx of a block."""
     z = (x + hi) + lo
-    # Finite entries, but none in a row without a finite nu.
+    # True for finite entries, but for no entry of a row without a finite nu.
     live = tl.abs(x) < tl.where(tl.abs(hi) < float("inf"), float("inf"), 0.0)
     distance = tl.abs(z)
     e = tl.exp(-distance)
@@ -178,7 +178,7 @@ def backward_kernel(
 
 
 def launch_forward(to: Launch, k: Tensor, y: Tensor | None, log: bool) -> None:
-    """Fill `nu` and, unless None, `y` with y or log y."""
+    """Fill `nu`. Unless `y` is None, also fill it with y or log y."""
     with torch.cuda.device_of(to.x):
         forward_kernel[to.sizes[:1]](
             to.x, k, to.mask, to.offsets, y, to.nu, *to.sizes, stride_of(k),
@@ -187,7 +187,7 @@ def launch_forward(to: Launch, k: Tensor, y: Tensor | None, log: bool) -> None:
 
 
 def launch_backward(to: Launch, grad: Tensor, y: Tensor | None, dx: Tensor, dk: Tensor, of: int) -> None:
-    """Fill `dx` and `dk` with the derivatives of y, log y or nu (`of`)."""
+    """Fill `dx` and `dk` with the derivatives of y, log y or nu, as selected by `of`."""
     with torch.cuda.device_of(to.x):
         backward_kernel[to.sizes[:1]](
             grad, to.x, y, to.nu, to.mask, to.offsets, dx, dk, *to.sizes, LOOP=to.plan.loop, OF=of, **to.block

@@ -1,11 +1,12 @@
-"""The LML loss and its derivatives, with one program per row, which solves the row on chip.
+"""Kernels for the LML loss and its derivatives: one program per row, which solves the row on chip.
 
 With c the weight of a label, A = sum c (1 - y) over the labels of a row, and p = w / sum w,
 
     loss = -sum c log y,    dx_i = g (A p_i - c_i (1 - y_i)),    dk = -g A / sum w.
 
-The first term of dx, and dk, are those of nu for a gradient of -g A. For a few very long rows, every program
-reads its own blocks and labels, as in `split.py`; a single program is split 0 of 1.
+The first term of dx, and dk, are the derivatives of nu for a gradient of -g A. If there are a few very long
+rows, each is split among several programs, as in `split.py`, and every program reads its own blocks and
+labels. Otherwise a row has a single program, split 0 of 1.
 
 Labels are lists of positions in the row, read LABELS at a time, or, with LABELS = 0, one bool per entry.
 `labels` is (labels_ptr, starts_ptr, weight_ptr, per_row), and `where` is the row as in `row.py`. Device
@@ -52,7 +53,10 @@ class Labels(NamedTuple):
 
 @triton.jit
 def find_labels(row, where, labels):
-    """(first, count, base): the list of a row, and the offset between a label and its position in the row."""
+    """Return (first, count, base): the start and length of the list of a row, and the offset of its labels.
+
+    A label minus `base` is a position in the row.
+    """
     _, starts_ptr, _, per_row = labels
     _, _, start, _ = where
     if starts_ptr is None:
@@ -68,7 +72,7 @@ def find_labels(row, where, labels):
 
 @triton.jit
 def read_listed(where, labels, listed, at, LABELS: tl.constexpr):
-    """(entries, c, is_label, place, exists) of some labels; entries of labels outside the row are NaN."""
+    """Return (entries, c, is_label, place, exists) of LABELS labels; entries outside the row are NaN."""
     x_ptr, mask_ptr, start, length = where
     labels_ptr, _, weight_ptr, _ = labels
     first, count, base = listed
@@ -89,7 +93,7 @@ def read_listed(where, labels, listed, at, LABELS: tl.constexpr):
 
 @triton.jit
 def read_observed(where, labels, at, BLOCK: tl.constexpr):
-    """(c, is_label) for each entry of a block."""
+    """Return the label weight c and is_label for each entry of a block."""
     _, _, start, length = where
     labels_ptr, _, weight_ptr, _ = labels
     i = at + tl.arange(0, BLOCK)
@@ -102,7 +106,7 @@ def read_observed(where, labels, at, BLOCK: tl.constexpr):
 
 @triton.jit
 def own(x, c, hi, lo):
-    """c (1 - y), or 0 if the entry or nu is infinite."""
+    """Return c (1 - y) of each entry, or 0 if the entry or nu is infinite."""
     z = (x + hi) + lo
     e = tl.exp(-tl.abs(z))
     share = tl.where(z > 0, e, 1.0) / (1.0 + e)
@@ -112,7 +116,7 @@ def own(x, c, hi, lo):
 
 @triton.jit
 def label_block(x, c, is_label, hi, lo, share):
-    """(loss, sum c (1 - y), sum of c at +inf, number of labels, number with weight) of some labels."""
+    """Return (loss, sum c (1 - y), sum of c at +inf, number of labels, number with nonzero weight)."""
     counts = c != 0
     loss = tl.sum(tl.where(counts, -c * probability(x, hi, lo, share, True), 0.0), 0).to(tl.float64)
     push = tl.sum(own(x, c, hi, lo), 0).to(tl.float64)
@@ -125,7 +129,7 @@ def label_sums(
     x, where, labels, row, split, hi, lo, share,
     BLOCK: tl.constexpr, LOOP: tl.constexpr, SPLITS: tl.constexpr, LABELS: tl.constexpr,
 ):  # fmt: skip
-    """`label_block` of all labels that belong to a program; `x` is its block on chip."""
+    """Sum `label_block` over all labels of a program; `x` is its first block, which is already on chip."""
     if LABELS == 0:
         c, is_label = read_observed(where, labels, split * BLOCK, BLOCK)
         loss, push, tied, found, weighted = label_block(x, c, is_label, hi, lo, share)
@@ -150,7 +154,7 @@ def label_sums(
 
 @triton.jit
 def write_dk(dk_ptr, k_ptr, k_stride, row, where, g, given, hi, nearest, total, tied, BLOCK: tl.constexpr):
-    """Write dk of a row. If p > k entries are +inf, it is that of log(k/p): the derivative is 1/k."""
+    """Write dk of a row. If p > k entries are +inf, their log y is log(k/p), whose derivative is 1/k."""
     dk = gradient_of_k(nearest, total, total, hi, given, _OF_NU)
     k = tl.load(k_ptr + row * k_stride)
     p = tl.zeros([], tl.int32)
@@ -166,7 +170,7 @@ def write_gradient(
     x, dx_ptr, where, labels, row, split, g, given, hi, lo, nearest, total,
     BLOCK: tl.constexpr, LOOP: tl.constexpr, SPLITS: tl.constexpr, LABELS: tl.constexpr,
 ):  # fmt: skip
-    """Write dx of the blocks that belong to a program; `x` is the one on chip."""
+    """Write dx of the blocks that belong to a program; `x` is the first of them, which is already on chip."""
     dx = gradient(x, x, hi, lo, nearest, total, total, given, _OF_NU)
     if LABELS == 0:
         c, _ = read_observed(where, labels, split * BLOCK, BLOCK)
@@ -220,7 +224,7 @@ def loss_backward_kernel(
     nearest, total, _ = slope(x, x, where, grad_ptr, BLOCK, BLOCK, hi, lo, BLOCK, LOOP, _OF_NU)
     labels = (labels_ptr, starts_ptr, weight_ptr, per_row)
     _, push, tied, _, weighted = label_sums(x, where, labels, row, 0, hi, lo, 1.0, BLOCK, LOOP, 1, LABELS)
-    # A row whose labels all have weight 0 has no gradient; that of an infinite nu is 0.
+    # A row whose labels all have weight 0 has no gradient. An infinite nu makes the gradient 0.
     hi = tl.where(weighted > 0, hi, float("-inf"))
     g = tl.load(grad_ptr + row * grad_stride)
     given = -g * push.to(tl.float32)
@@ -251,7 +255,7 @@ def split_loss_kernel(
 
 @triton.jit
 def add_loss_kernel(parts_ptr, loss_ptr, rows, SPLITS: tl.constexpr, WIDTH: tl.constexpr):
-    """Sum the loss of a row from its parts."""
+    """Sum the contributions of all programs to the loss of a row."""
     row = tl.program_id(0)
     part = parts_ptr + (row * SPLITS + tl.arange(0, SPLITS)) * WIDTH
     tl.store(loss_ptr + row, tl.sum(tl.load(part), 0).to(tl.float32))
@@ -282,7 +286,7 @@ def split_gradient_kernel(
     dx_ptr, dk_ptr, rows, n, size, k_stride, grad_stride, per_row,
     BLOCK: tl.constexpr, SPLITS: tl.constexpr, WIDTH: tl.constexpr, LABELS: tl.constexpr,
 ):  # fmt: skip
-    """Compute dx and dk; every program sums the few parts of its row itself, and the first one writes dk."""
+    """Compute dx and dk. Every program adds the few partial sums of its row, and the first one writes dk."""
     row, split, where, hi, lo = locate_part(x_ptr, mask_ptr, offsets_ptr, nu_ptr, rows, n, size)
     g = tl.load(grad_ptr + row * grad_stride)
     part = parts_ptr + (row * SPLITS + tl.arange(0, SPLITS)) * WIDTH
@@ -290,7 +294,7 @@ def split_gradient_kernel(
     nearest = tl.min(nearests, 0)
     total = tl.sum(tl.load(part + 1) * tl.exp(nearest - nearests), 0)
     push, tied = tl.sum(tl.load(part + 2), 0), tl.sum(tl.load(part + 3), 0)
-    # As above: no gradient if all labels have weight 0.
+    # As above, the gradient is 0 if all labels have weight 0.
     hi = tl.where(tl.sum(tl.load(part + 4), 0) > 0, hi, float("-inf"))
     given = -g * push.to(tl.float32)
     if split == 0:
@@ -321,7 +325,7 @@ def launch_forward(to: Launch, k: Tensor, labels: Labels, loss: Tensor) -> None:
 
 
 def launch_backward(to: Launch, grad: Tensor, k: Tensor, labels: Labels, dx: Tensor, dk: Tensor) -> None:
-    """Fill `dx` and `dk` for the gradient of each row's loss, or a single one for all rows."""
+    """Fill `dx` and `dk`, given one gradient per row or a single gradient for all rows."""
     rows, n, size = to.sizes
     settings = {"LABELS": labels.block, **to.block}
     before = (grad, to.x, k, to.nu, to.mask, to.offsets, *labels)

@@ -1,4 +1,4 @@
-"""The operators of `_autograd/operators.py` in Triton: allocate the results, choose the layout, launch.
+"""Triton implementations of the operators: allocate the results, choose the layout, and launch the kernels.
 
 The arguments are those of `_torch/careful.py`, with x of float32, bfloat16 or float16. Nothing here
 synchronizes the device, so everything can be captured in a CUDA graph.
@@ -55,7 +55,7 @@ def dual_backward(grad: Tensor, x: Tensor, nu: Tensor, *rows: Tensor | None) -> 
 
 
 def loss_forward(x: Tensor, k: Tensor, mask: Tensor | None, offsets: Tensor | None, *labels: Any) -> Pair:
-    """Return (the losses and whether rows have labels, nu)."""
+    """Return (losses, nu); `losses` (2, R) contains the loss of each row, and whether it has a label."""
     loss, nu = empty_nu(x, offsets), empty_nu(x, offsets)
     if nu.shape[1] > 0:
         triton_loss.launch_forward(_launch(x, nu, mask, offsets), on_device_of(k, x), Labels(*labels), loss)
@@ -74,13 +74,13 @@ def loss_backward(
 
 
 def layout(x: Tensor, rows: int, offsets: Tensor | None) -> Plan:
-    """The plan for these rows on the device of `x`."""
+    """Return the plan for these rows on the device of `x`."""
     length = x.shape[-1] if offsets is None else -(-x.shape[-1] // max(rows, 1))
     return plan(rows, length, offsets is not None, *_device(x.device))
 
 
 def on_device_of(k: Tensor, x: Tensor) -> Tensor:
-    """k on the device of `x`. A 0-d k is on the CPU, and copying it would synchronize the device."""
+    """Return k on the device of `x`. A 0-d k is on the CPU, and copying it would synchronize the device."""
     return k if k.device == x.device else torch.full((), k.item(), dtype=torch.float64, device=x.device)
 
 
@@ -91,7 +91,7 @@ def _launch(x: Tensor, nu: Tensor, mask: Tensor | None, offsets: Tensor | None) 
 def _solve(
     x: Tensor, k: Tensor, mask: Tensor | None, offsets: Tensor | None, y: Tensor | None, *, log: bool
 ) -> Tensor:
-    """Return nu, and fill `y` with y or log y."""
+    """Return nu. Unless `y` is None, also fill it with y or log y."""
     nu = empty_nu(x, offsets)
     if nu.shape[1] > 0:
         to = _launch(x, nu, mask, offsets)
@@ -113,7 +113,7 @@ def _differentiate(
 
 @functools.cache
 def _device(device: torch.device) -> tuple[int, int]:
-    """(multiprocessors, lanes of a warp); arbitrary on a CPU, where kernels are interpreted."""
+    """Return the numbers of multiprocessors and of lanes in a warp; arbitrary numbers for a CPU."""
     if device.type == "cpu":
         return 1, 32
     properties = torch.cuda.get_device_properties(device)

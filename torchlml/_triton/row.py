@@ -1,9 +1,9 @@
-"""Operations on a row that all kernels share: locate it, read a block of it, sum over the block, move nu.
+"""Operations on a row that all kernels share: locate it, read a block, sum over a block, and update nu.
 
-These are device functions, inlined into the kernels. `where` is a row in memory, (x_ptr, mask_ptr, start,
-length). It is read in blocks. Masked entries, and entries outside the row, are read as -inf, which does not
-contribute to any of the sums. Entries are float32. Sums inside a block are tree reductions in float32
-with at most 16 entries per thread, and sums over blocks are in float64.
+These are device functions, inlined into the kernels. `where` describes a row in memory: (x_ptr, mask_ptr,
+start, length). The row is read in blocks. Masked entries, and entries outside the row, are read as -inf,
+which does not contribute to any of the sums. Entries are float32. Sums inside a block are tree reductions in
+float32 with at most 16 entries per thread, and sums over blocks are in float64.
 """
 # mypy: disable-error-code="import-not-found,import-untyped,no-untyped-def,misc,untyped-decorator"
 
@@ -16,13 +16,13 @@ import triton.language as tl
 # multiplied by e^distance to avoid underflow. There 1 + e^-32 rounds to 1, so sigmoid(-|z|) is e^-|z|.
 _FAR = tl.constexpr(32.0)
 _LARGEST = tl.constexpr(3.0e38)  # a float32 that remains finite if a few units are added to it
-# Newton's step from an error of s leaves less than 4 s^2, since |S''| <= S': the remaining error is 4e-8.
+# After a Newton step s, the error is below 4 s^2, because |S''| <= S'. The remaining error is at most 4e-8.
 _LAST_STEP = tl.constexpr(1e-4)
 _ROUNDING = tl.constexpr(5e-7)  # relative rounding error of z, which dominates in a gap of 1e20
-# Steps that leave the bracket are first cut at its end. Later, and in every second step, the bracket is
+# At first, steps that leave the bracket are cut at its end. Later, and in every second step, the bracket is
 # halved instead: alternately at the midpoint of its ends, which is fast for typical logits, and at the median
-# of all float32 numbers between them. Of the latter, 32 suffice for any row, even with entries of 1e-30 or
-# 3e38.
+# of all float32 numbers between them. 32 halvings at the median suffice for any row, even with entries of
+# 1e-30 or 3e38.
 _CUT_STEPS = tl.constexpr(4)
 _FREE_STEPS = tl.constexpr(6)
 MAX_STEPS = tl.constexpr(136)
@@ -32,7 +32,7 @@ LENGTH = tl.constexpr(3)  # the index of the length in `where`
 
 @triton.jit
 def locate(row, x_ptr, mask_ptr, offsets_ptr, n, size):
-    """`where` of a row, clamped to the `size` entries for any offsets."""
+    """Return `where` for a row, clamped to the `size` entries even if the offsets are invalid."""
     if offsets_ptr is None:
         start = row.to(tl.int64) * n
         length = n
@@ -45,7 +45,7 @@ def locate(row, x_ptr, mask_ptr, offsets_ptr, n, size):
 
 @triton.jit
 def locate_part(x_ptr, mask_ptr, offsets_ptr, nu_ptr, rows, n, size):
-    """(row, split, where, hi, lo) of program (row, split), whose row is solved; split is 0 without splits."""
+    """Return (row, split, where, hi, lo) of a program whose row is solved; split is 0 for unsplit rows."""
     row, split = tl.program_id(0), tl.program_id(1)
     where = locate(row, x_ptr, mask_ptr, offsets_ptr, n, size)
     return row, split, where, tl.load(nu_ptr + row), tl.load(nu_ptr + rows + row)
@@ -53,7 +53,7 @@ def locate_part(x_ptr, mask_ptr, offsets_ptr, nu_ptr, rows, n, size):
 
 @triton.jit
 def read(where, first, BLOCK: tl.constexpr):
-    """Read the entries first, first + 1, ... of a row, -inf past its end."""
+    """Read the entries first, first + 1, ... of a row, with -inf past its end."""
     x_ptr, mask_ptr, start, length = where
     i = first + tl.arange(0, BLOCK)
     inside = i < length
@@ -66,14 +66,14 @@ def read(where, first, BLOCK: tl.constexpr):
 
 @triton.jit
 def leave(pointer, numbers):
-    """Store some numbers one after another, in the dtype of the memory."""
+    """Store the numbers consecutively, cast to the dtype of the pointer."""
     for i in tl.static_range(len(numbers)):
         tl.store(pointer + i, numbers[i].to(pointer.dtype.element_ty))
 
 
 @triton.jit
 def write(pointer, values, where, first, BLOCK: tl.constexpr):
-    """Store a block, rounded once to the dtype of the memory."""
+    """Store a block, rounded once to the dtype of the pointer."""
     _, _, start, length = where
     i = first + tl.arange(0, BLOCK)
     tl.store(pointer + start + i, values.to(pointer.dtype.element_ty), mask=i < length)
@@ -81,7 +81,7 @@ def write(pointer, values, where, first, BLOCK: tl.constexpr):
 
 @triton.jit
 def survey_block(x, side):
-    """Statistics for the first step: the numbers of each kind of entry, and a log-sum-exp of side * x."""
+    """Compute statistics for the first step: the number of each kind of entry, and logsumexp(side * x)."""
     finite = tl.abs(x) < float("inf")
     undefined = tl.sum((x != x).to(tl.int32), 0)
     m = tl.sum((x != float("-inf")).to(tl.int32), 0)
@@ -95,7 +95,7 @@ def survey_block(x, side):
 
 @triton.jit
 def survey(x, where, first, stride, side, BLOCK: tl.constexpr, LOOP: tl.constexpr):
-    """`survey_block` of the block `x` on chip and of all later ones."""
+    """Combine `survey_block` of the block `x`, which is on chip, and of all later blocks."""
     undefined, m, p, top, bottom, total = survey_block(x, side)
     if LOOP:
         for at in range(first, where[LENGTH], stride):
@@ -110,13 +110,13 @@ def survey(x, where, first, stride, side, BLOCK: tl.constexpr, LOOP: tl.constexp
 
 @triton.jit
 def shrink(old, new):
-    """e^(old - new) for old <= new, 1 if both are the same infinity."""
+    """Return e^(old - new) for old <= new, and 1 if both are the same infinity."""
     return tl.where(old == new, 1.0, tl.exp(old - new))
 
 
 @triton.jit
 def begin(k, found, side):
-    """(hi, lo, lower, upper, number, share): the start of the iteration, or the result of a special row.
+    """Return (hi, lo, lower, upper, number, share): the initial state, or the result of a special row.
 
     The bracket is `logit(k/m) - max x <= nu <= logit(k/m) - min x`. The start is `log k - LSE(x)`, or its
     mirror image `LSE(-x) - log(m - k)` for side = -1. Each entry of +inf gets 1 and reduces k by 1.
@@ -141,7 +141,7 @@ def begin(k, found, side):
     special = tl.where((undefined > 0) | (k != k), float("nan"), special)
     hi, lo = tl.where(ordinary, hi, special), tl.where(ordinary, lo, 0.0)
     number = tl.where(ordinary, 0, _SETTLED)
-    # In float32, because a float64 division is a function call, around which registers are spilled.
+    # Divide in float32, because a float64 division is a function call that spills registers.
     share = tl.minimum(k.to(tl.float32) / tl.maximum(p, 1).to(tl.float32), 1.0)
     share = tl.where((hi == float("-inf")) & (p > 0), share, 1.0)
     return hi, lo, lower, upper, number, share
@@ -154,7 +154,7 @@ def _far(distance):
 
 @triton.jit
 def evaluate_block(x, hi, lo):
-    """The contribution of a block to S - k: (count, below, above, P, Q, P', Q').
+    """Return the contribution of a block to S - k: (count, below, above, P, Q, P', Q').
 
     `count` entries are above the threshold. Q and Q' are their sums of t = sigmoid(-|z|) and w = t (1 - t),
     times e^above. P and P' are the sums over the other entries, times e^below.
@@ -179,7 +179,7 @@ def evaluate_block(x, hi, lo):
 
 @triton.jit
 def evaluate(x, where, first, stride, hi, lo, BLOCK: tl.constexpr, LOOP: tl.constexpr):
-    """`evaluate_block` of the block `x` on chip and of all later ones."""
+    """Combine `evaluate_block` of the block `x`, which is on chip, and of all later blocks."""
     count, below, above, p, q, dp, dq = evaluate_block(x, hi, lo)
     if LOOP:
         for at in range(first, where[LENGTH], stride):
@@ -197,11 +197,11 @@ def evaluate(x, where, first, stride, hi, lo, BLOCK: tl.constexpr, LOOP: tl.cons
 
 @triton.jit
 def move(k, hi, lo, lower, upper, number, found):
-    """One safeguarded step of Newton's method for log A = log B; see `_solve/newton.py`."""
+    """Take one safeguarded step of Newton's method for log A = log B; see `_solve/newton.py`."""
     count, below, above, p, q, dp, dq = found
     surplus = (count - tl.maximum(k, 1e-37)).to(tl.float32)
     fall, rise = tl.exp(-below), tl.exp(-above)
-    # A = P + max(c, 0) and B = Q + max(-c, 0), each still times e^distance if nothing was added to it.
+    # A = P + max(c, 0) and B = Q + max(-c, 0). Each is still scaled by e^distance if its second term is 0.
     p, q = p.to(tl.float32), q.to(tl.float32)
     a = tl.where(surplus > 0, p * fall + surplus, p)
     b = tl.where(surplus < 0, q * rise - surplus, q)
@@ -216,7 +216,7 @@ def move(k, hi, lo, lower, upper, number, found):
     target = hi + step
     outside = (target < lower) | (target > upper) | (target != target)
     end = tl.where(step > 0, upper, lower)
-    # A short step is about to settle the row, regardless of the number of steps so far.
+    # After a short step the row is about to converge, regardless of the number of steps so far.
     crawls = (number >= _FREE_STEPS) & (number % 2 == 1) & (tl.abs(step) > 0.5)
     halve = (outside & (number >= _CUT_STEPS)) | crawls
     middle = tl.where(number % 4 == 1, lower * 0.5 + upper * 0.5, _between(lower, upper))
@@ -230,20 +230,20 @@ def move(k, hi, lo, lower, upper, number, found):
 
 @triton.jit
 def _between(lower, upper):
-    """The median of all float32 numbers between two."""
+    """Return the median of all float32 numbers between two numbers."""
     a, b = _order(lower.to(tl.int32, bitcast=True)), _order(upper.to(tl.int32, bitcast=True))
     return _order((a & b) + ((a ^ b) >> 1)).to(tl.float32, bitcast=True)
 
 
 @triton.jit
 def _order(bits):
-    """Map the bits of floats to integers in the same order, and back: the function is its own inverse."""
+    """Map the bits of floats to integers in the same order, or back. The function is its own inverse."""
     return bits ^ ((bits >> 31) & 0x7FFFFFFF)
 
 
 @triton.jit
 def two_sum(a, b):
-    """a + b as an exact pair, without rounding (Knuth)."""
+    """Return a + b exactly, as a pair: the rounded sum and its error (Knuth)."""
     total = a + b
     taken = total - a
     return total, (a - (total - taken)) + (b - taken)
@@ -251,7 +251,7 @@ def two_sum(a, b):
 
 @triton.jit
 def iterate(x, where, k, hi, lo, lower, upper, number, BLOCK: tl.constexpr, LOOP: tl.constexpr):
-    """Step until nu has settled: (hi, lo)."""
+    """Iterate until nu has converged, and return (hi, lo)."""
     while number < MAX_STEPS:
         found = evaluate(x, where, BLOCK, BLOCK, hi, lo, BLOCK, LOOP)
         hi, lo, lower, upper, number = move(k, hi, lo, lower, upper, number, found)
@@ -280,10 +280,10 @@ def solve_row(
 
 @triton.jit
 def log1p(e):
-    """log(1 + e) for 0 <= e <= 1, with full relative accuracy: 2 artanh(s), s = e / (2 + e), as a series.
+    """Compute log(1 + e) for 0 <= e <= 1 with full relative accuracy, by a series.
 
-    The series of artanh is s + s^3 / 3 + s^5 / 5 + ... Since s is at most 1/3, the terms after s^15 / 15 sum
-    to less than 1e-9 of the total.
+    log(1 + e) = 2 artanh(s) with s = e / (2 + e), and artanh(s) = s + s^3 / 3 + s^5 / 5 + ... Since s is at
+    most 1/3, the terms after s^15 / 15 sum to less than 1e-9 of the total.
     """
     s = e / (2.0 + e)
     s2 = s * s
@@ -295,7 +295,7 @@ def log1p(e):
 
 @triton.jit
 def probability(x, hi, lo, share, LOG: tl.constexpr):
-    """y or log y of a block, with the limits where the formula fails."""
+    """Compute y or log y of a block, with the limits for entries to which the formula does not apply."""
     z = (x + hi) + lo
     e = tl.exp(-tl.abs(z))
     if LOG:

@@ -1,12 +1,12 @@
-"""Decide whether the Triton kernels run: on a GPU, for dtypes narrower than float64, if Triton is installed.
+"""Decide when the Triton kernels run: on a GPU, for dtypes narrower than float64, if Triton is installed.
 
 Before the first use on a device and dtype, the kernels are compared with pure PyTorch on a few dozen rows. If
-a kernel differs, does not compile or fails, pure PyTorch is used from then on, and one warning says so.
+a kernel differs, does not compile or fails, pure PyTorch is used from then on, and a warning is issued.
 `TORCHLML_KERNEL=torch` disables the kernels. `TORCHLML_KERNEL=native` uses them without the self-test, and so
-does `torchlml gpu-check`, which has its own. Only the layout of short rows is tested, because every other
-layout would have to be compiled for the test.
+does `torchlml gpu-check`, which has its own test. Only the layout of short rows is tested, because every
+other layout would have to be compiled for the test.
 
-Triton and the kernels are imported when the first such tensor arrives, so that they do not slow down
+Triton and the kernels are imported when they are first needed, so that they do not slow down
 `import torchlml`.
 """
 
@@ -26,15 +26,15 @@ from torchlml._cpu import loader
 
 Operator = Callable[..., Any]
 _Key = tuple[torch.device, torch.dtype]
-# Relative to max(1, |expected|): rounding differences of two correct kernels; half types round once more.
+# The rounding differences of two correct kernels, relative to max(1, |expected|). Half types round once more.
 _TOLERANCE = {torch.float32: 2e-5, torch.float16: 2e-3, torch.bfloat16: 1.6e-2}
 _ENTRIES = 40
 # Positions in a row are int32 in the kernels, including those up to a block past the end.
 _LONGEST_ROW = 2**31 - 2**15
 
-# The function that a GPU calls for each operator that has a Triton kernel, by name.
+# The function that is called on a GPU for each operator that has a Triton kernel, by name.
 OPERATORS: dict[str, Operator] = {}
-_plain: dict[str, Operator] = {}  # the same in pure PyTorch
+_plain: dict[str, Operator] = {}  # the same operators in pure PyTorch
 _results: dict[_Key, bool] = {}
 _skipped = False
 
@@ -51,7 +51,7 @@ def by_triton(name: str, place_of_x: int, plain: Operator) -> Operator:
             return getattr(_kernels(), name)(*arguments)
         except torch.OutOfMemoryError:
             raise
-        except Exception as error:  # this layout does not compile, so do not trust the others either
+        except Exception as error:  # this layout does not compile, so do not trust other layouts either
             if x.device.type == "cpu":
                 raise
             disable(x.device, x.dtype, f"failed in `{name}`: {type(error).__name__}: {error}")
@@ -117,7 +117,7 @@ def disable(device: torch.device, dtype: torch.dtype, found: str) -> None:
 
 
 def difference(device: torch.device, dtype: torch.dtype, kernels: Any) -> str | None:
-    """A description of the first difference from pure PyTorch, or None."""
+    """Return a description of the first difference from pure PyTorch, or None."""
     for name, arguments in _calls(device, dtype):
         expected, got = _plain[name](*arguments), getattr(kernels, name)(*arguments)
         pairs = [(expected, got)] if isinstance(expected, Tensor) else list(zip(expected, got, strict=True))
@@ -138,7 +138,7 @@ def _distance(expected: Tensor, got: Tensor) -> float:
 
 
 def _calls(device: torch.device, dtype: torch.dtype) -> Iterator[tuple[str, tuple[Any, ...]]]:
-    """Every operator with arguments for it: rows of many scales, masked, special and ragged rows."""
+    """Yield every operator with example arguments: rows of many scales, masked, special and ragged rows."""
     for x, k, mask, offsets, labels in _problems(device, dtype):
         rows = mask, offsets
         yield "solve", (x, k, *rows)
@@ -180,5 +180,5 @@ def _problems(device: torch.device, dtype: torch.dtype) -> Iterator[_Problem]:
 
 
 def _interpreted(device: torch.device) -> bool:
-    """Whether the kernels run in Triton's interpreter: on the CPU, for tests that do their own comparison."""
+    """Whether the kernels run in Triton's interpreter, as in tests on the CPU, which compare results."""
     return device.type == "cpu"

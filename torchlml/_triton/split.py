@@ -1,9 +1,9 @@
-"""A few very long rows: several programs share each row, and a small kernel sums their results.
+"""Kernels for a few very long rows: several programs share each row, and a small kernel sums their results.
 
-Program (row, split) reads every `splits`-th block of its row. Each pass over the rows is two launches: one
+Program (row, split) reads every `splits`-th block of its row. Each pass over the rows takes two launches: one
 stores the sums of each program in memory, and one with a single program per row adds them in a fixed order
-and moves nu. The number of launches is fixed, so the host does not synchronize with the device. Settled rows
-are not read again, and a row that has not settled after `_STEPS` is finished by a single program.
+and updates nu. The number of launches is fixed, so the host does not synchronize with the device. Converged
+rows are not read again, and a row that has not converged after `_STEPS` is finished by a single program.
 """
 # mypy: disable-error-code="import-not-found,import-untyped,no-untyped-def,misc,untyped-decorator"
 
@@ -33,7 +33,8 @@ from torchlml._triton.row import (
     write,
 )
 
-# Rows of typical logits take six. Each additional one costs a launch; finishing a row alone costs much more.
+# Rows of typical logits take six steps. Another step costs two launches, but finishing a row with a single
+# program costs much more.
 _STEPS = 9
 WIDTH = 8  # the number of values stored per program, and per row
 
@@ -56,7 +57,7 @@ def survey_kernel(
 def begin_kernel(
     k_ptr, offsets_ptr, parts_ptr, state_ptr, n, size, k_stride, SPLITS: tl.constexpr, WIDTH: tl.constexpr
 ):
-    """Compute the start of the iteration of a row, from its parts."""
+    """Compute the initial state of a row from the statistics of its programs."""
     row = tl.program_id(0)
     _, _, _, length = locate(row, None, None, offsets_ptr, n, size)
     k = tl.load(k_ptr + row * k_stride)
@@ -74,7 +75,7 @@ def begin_kernel(
 
 @triton.jit
 def kept(state_ptr, row, WIDTH: tl.constexpr):
-    """(hi, lo, lower, upper, number) of a row."""
+    """Return the stored state of a row: (hi, lo, lower, upper, number)."""
     state = state_ptr + row * WIDTH
     hi, lo, number = tl.load(state), tl.load(state + 1), tl.load(state + 4).to(tl.int32)
     return hi, lo, tl.load(state + 2), tl.load(state + 3), number
@@ -85,7 +86,7 @@ def evaluate_kernel(
     x_ptr, mask_ptr, offsets_ptr, state_ptr, parts_ptr, n, size,
     BLOCK: tl.constexpr, SPLITS: tl.constexpr, WIDTH: tl.constexpr,
 ):  # fmt: skip
-    """Compute the contribution of program (row, split) to S - k; settled rows are not read."""
+    """Compute the contribution of program (row, split) to S - k; converged rows are not read."""
     row, split = tl.program_id(0), tl.program_id(1)
     _, _, start, length = locate(row, x_ptr, mask_ptr, offsets_ptr, n, size)
     hi, lo, _, _, number = kept(state_ptr, row, WIDTH)
@@ -98,7 +99,7 @@ def evaluate_kernel(
 
 @triton.jit
 def move_kernel(k_ptr, state_ptr, parts_ptr, k_stride, SPLITS: tl.constexpr, WIDTH: tl.constexpr):
-    """Move nu of a row, using its parts."""
+    """Update nu of a row, using the sums of its programs."""
     row = tl.program_id(0)
     hi, lo, lower, upper, number = kept(state_ptr, row, WIDTH)
     if number < MAX_STEPS:
@@ -120,7 +121,7 @@ def finish_kernel(
     x_ptr, k_ptr, mask_ptr, offsets_ptr, state_ptr, nu_ptr, rows, n, size, k_stride,
     BLOCK: tl.constexpr, WIDTH: tl.constexpr,
 ):  # fmt: skip
-    """Step until nu has settled, which it usually has already, and write it."""
+    """Iterate until nu has converged, which is usually already the case, and write it."""
     row = tl.program_id(0)
     where = locate(row, x_ptr, mask_ptr, offsets_ptr, n, size)
     hi, lo, lower, upper, number = kept(state_ptr, row, WIDTH)
@@ -162,7 +163,7 @@ def gradient_kernel(
     grad_ptr, x_ptr, y_ptr, nu_ptr, mask_ptr, offsets_ptr, parts_ptr, dx_ptr, dk_ptr, rows, n, size,
     BLOCK: tl.constexpr, SPLITS: tl.constexpr, WIDTH: tl.constexpr, OF: tl.constexpr,
 ):  # fmt: skip
-    """Compute dx and dk; every program sums the few parts of its row itself, and the first one writes dk."""
+    """Compute dx and dk. Every program adds the few partial sums of its row, and the first one writes dk."""
     row, split, where, hi, lo = locate_part(x_ptr, mask_ptr, offsets_ptr, nu_ptr, rows, n, size)
     part = parts_ptr + (row * SPLITS + tl.arange(0, SPLITS)) * WIDTH
     nearests = tl.load(part).to(tl.float32)
@@ -184,7 +185,7 @@ def gradient_kernel(
 
 
 def solve(to: Launch, k: Tensor) -> Tensor:
-    """Fill `nu`, and return the state of each row; its sixth value is y of the +inf entries."""
+    """Fill `nu`, and return the state of each row. The sixth value of the state is y of +inf entries."""
     rows, n, size = to.sizes
     x, mask, offsets, k_stride = to.x, to.mask, to.offsets, stride_of(k)
     parts, split = new_parts(to), parts_of(to)
@@ -208,12 +209,12 @@ def new_parts(to: Launch) -> Tensor:
 
 
 def parts_of(to: Launch) -> dict[str, int]:
-    """The settings of a kernel that writes or reads these parts."""
+    """Return the launch settings of a kernel that writes or reads the results of the programs."""
     return {"SPLITS": to.plan.splits, "WIDTH": WIDTH}
 
 
 def launch_forward(to: Launch, k: Tensor, y: Tensor | None, log: bool) -> None:
-    """`layer.launch_forward` for split rows."""
+    """Do the work of `layer.launch_forward` for split rows."""
     state = solve(to, k)
     if y is None:
         return
@@ -224,7 +225,7 @@ def launch_forward(to: Launch, k: Tensor, y: Tensor | None, log: bool) -> None:
 
 
 def launch_backward(to: Launch, grad: Tensor, y: Tensor | None, dx: Tensor, dk: Tensor, of: int) -> None:
-    """`layer.launch_backward` for split rows."""
+    """Do the work of `layer.launch_backward` for split rows."""
     parts, shared = new_parts(to), (to.sizes[0], to.plan.splits)
     rows, settings = (to.mask, to.offsets, parts), {**parts_of(to), **to.block, "OF": of}
     with torch.cuda.device_of(to.x):

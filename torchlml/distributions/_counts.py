@@ -1,9 +1,9 @@
-"""Independent coins given the number of successes: the probability of that number, and of each coin.
+"""Independent Bernoulli variables conditioned on k successes: the probability of k, and the marginals.
 
 All functions take rows in folded form. A row of tilted logits z is split into A, the entries above 0, and B,
-the others. `b = sigmoid(-|z|)`, at most 1/2, is the probability that an entry is on the other side: a failure
-in A, a success in B. The number of successes is k if and only if the successes in B exceed the failures in A
-by d = k - |A|. Two results describe the conditional distribution:
+the other entries. `b = sigmoid(-|z|)`, at most 1/2, is the probability that an entry is on the other side: a
+failure in A, or a success in B. The number of successes is k if and only if the successes in B exceed the
+failures in A by d = k - |A|. Two results describe the conditional distribution:
 
 - `log_ratio`: log of the sum over |S| = k of exp(-sum_{i in SΔA} |z_i|), the normalizer relative to A.
 - `tail`: for each entry, the probability that it is on the other side, given k successes.
@@ -16,7 +16,7 @@ The variance V = sum b (1 - b) of the count selects one of three methods:
 
 - V < 1/64: nearly all probability is on the set A. Elementary symmetric polynomials up to order 5 suffice.
 - V < 18: a discrete Fourier transform of the count. Entries with small b contribute power sums, and the few
-  others contribute factors.
+  other entries contribute factors.
 - V >= 18: the same transform, where all entries contribute power sums through the Chebyshev series of the
   logarithm. That series converges slowly only at high frequencies, which have no weight here.
 """
@@ -29,14 +29,14 @@ import math
 import torch
 from torch import Tensor
 
-# Below this variance, order 5 leaves a relative error of (V / 2)^8 / 6!^2 in 1 - P(A).
+# Below this variance, polynomials up to order 5 leave a relative error of (V / 2)^8 / 6!^2 in 1 - P(A).
 _QUIET = 1 / 64
 # From this variance on, frequencies near π have weight below exp(-2 * 18) = 2e-16.
 BUSY = 18.0
 _ORDER = 5
 _OUTER = 0.05  # entries with smaller b contribute power sums: |b w| <= 0.1
 _OUTER_POWERS = 16
-_BASE = 8  # powers are formed as x^(8a + c), from 8 + L / 8 arrays instead of L
+_BASE = 8  # L powers are formed as x^(8a + c) from only 8 + L / 8 arrays
 # Elements per temporary array: small enough for the cache, large enough to hide the overhead of a call.
 _CHUNK = 2**16
 _FACTORS = 2**19
@@ -57,7 +57,8 @@ def conditional(b: Tensor, above: Tensor, d: Tensor) -> tuple[Tensor, Tensor]:
     variance = variance_of(b.detach())
     quiet, busy = variance < _QUIET, variance >= BUSY
     rows = max(1, _CHUNK // max(1, n))
-    # The middle method holds a factor for each frequency and each of the at most V / (0.05 * 0.95) large b.
+    # The middle method stores a factor for each frequency and each large b; V / (0.05 * 0.95) bounds their
+    # number.
     largest = float(torch.where(busy, 0, variance).max()) if len(b) else 0.0
     factors = min(n, largest / (_OUTER * (1 - _OUTER))) * _half(largest, n)
     rows_of_middle = max(1, min(rows, int(_FACTORS / max(1, factors))))
@@ -85,12 +86,12 @@ def _joined(parts: list[Tensor], dim: int = 0) -> Tensor:
 
 
 def variance_of(b: Tensor) -> Tensor:
-    """The variance of the count of each row."""
+    """Return the variance of the count of each row."""
     return (b - b * b).sum(-1)
 
 
 def _quiet(b: Tensor, above: Tensor, d: Tensor, variance: Tensor) -> tuple[Tensor, Tensor]:
-    """V < 1/64, hence d = 0: sum_j e_j(odds in A) e_j(odds in B), whose terms vanish quickly."""
+    """Solve rows with V < 1/64, where d = 0, by the sum of e_j(odds in A) e_j(odds in B) over j <= 5."""
     odds = b / (1 - b)
     in_a = torch.where(above, odds, 0)
     of_a, of_b = _symmetric(in_a), _symmetric(odds - in_a)
@@ -107,7 +108,7 @@ def _quiet(b: Tensor, above: Tensor, d: Tensor, variance: Tensor) -> tuple[Tenso
 
 
 def _symmetric(odds: Tensor) -> list[Tensor]:
-    """The elementary symmetric polynomials e_0 to e_5 of each row, by Newton's identities.
+    """Compute the elementary symmetric polynomials e_0 to e_5 of each row by Newton's identities.
 
     The error of e_j is about eps e_1^j / j!, which is negligible next to e_1 because e_1 is below 1/64.
     """
@@ -123,12 +124,12 @@ def _symmetric(odds: Tensor) -> list[Tensor]:
 
 
 def _middle(b: Tensor, above: Tensor, d: Tensor, variance: Tensor) -> tuple[Tensor, Tensor]:
-    """1/64 <= V < 18: power sums over entries with small b, factors of the at most 380 others."""
+    """Solve rows with 1/64 <= V < 18, by power sums over entries with small b, and factors for the rest."""
     rows, n = b.shape
     angle = angles(float(variance.max()), n, b)
     u, v = angle.cos() - 1, angle.sin()  # w = exp(iθ) - 1 = u + iv
     side = side_of(above, b)
-    # An entry of B contributes the factor 1 + b w, an entry of A its conjugate. Padding has b = 0.
+    # An entry of B contributes the factor 1 + b w, and an entry of A its conjugate. Padding has b = 0.
     inner = b.detach() > _OUTER
     row, column = inner.nonzero(as_tuple=True)
     place = torch.arange(len(row), device=b.device) - torch.searchsorted(row, row)
@@ -136,7 +137,7 @@ def _middle(b: Tensor, above: Tensor, d: Tensor, variance: Tensor) -> tuple[Tens
     packed = b.new_zeros(rows, width).index_put((row, place), b[row, column]).unsqueeze(-1)
     sign = b.new_zeros(rows, width).index_put((row, place), side[row, column]).unsqueeze(-1)
     factor = torch.complex(1 + packed * u, packed * sign * v)
-    # For the others, log(1 + b w) = -sum_l (-w)^l b^l / l.
+    # For the entries with small b, log(1 + b w) = -sum_l (-w)^l b^l / l.
     powers_of_b = _Powers(b)
     sums, signed = powers_of_b.sums(b.masked_fill(inner, 0), side, _OUTER_POWERS)  # of b^(l + 1)
     order = torch.arange(1, _OUTER_POWERS + 1, device=b.device).unsqueeze(-1)
@@ -155,7 +156,7 @@ def _middle(b: Tensor, above: Tensor, d: Tensor, variance: Tensor) -> tuple[Tens
 
 
 def _busy(b: Tensor, above: Tensor, d: Tensor, variance: Tensor) -> tuple[Tensor, Tensor]:
-    """V >= 18: power sums over all entries."""
+    """Solve rows with V >= 18, by power sums over all entries."""
     side = side_of(above, b)
     smallest, largest = (float(value) for value in variance.aminmax())
     angle, terms = angles(largest, b.shape[-1], b), series_terms(smallest)
@@ -170,7 +171,7 @@ def _busy(b: Tensor, above: Tensor, d: Tensor, variance: Tensor) -> tuple[Tensor
 
 
 def generating_function(b: Tensor, side: Tensor, variance: Tensor, angle: Tensor) -> tuple[Tensor, Tensor]:
-    """The mean of exp(iθ D), where D is successes in B minus failures in A, as absolute value and argument.
+    """Return the mean of exp(iθ D) as absolute value and argument; D is successes in B minus failures in A.
 
     Rows need a variance of at least `BUSY`.
     """
@@ -181,28 +182,28 @@ def generating_function(b: Tensor, side: Tensor, variance: Tensor, angle: Tensor
 def _generating_function(
     powers: _Powers, b: Tensor, side: Tensor, variance: Tensor, angle: Tensor, terms: int
 ) -> tuple[Tensor, Tensor]:
-    """The same, given the powers of x = 1 - 2b in B and of -x in A."""
+    """Compute `generating_function` from the powers of x = 1 - 2b in B and of -x in A."""
     even, odd = (t.to(b.device) for t in _log_series(len(angle) - 1, terms))
     plain, signed = powers.sums(2 * b, side, terms)
     is_odd = torch.arange(terms, device=b.device) % 2 == 1
     size, phase = torch.where(is_odd, signed, plain) @ even, torch.where(is_odd, plain, signed) @ odd
-    # The absolute value is at most exp(-V (1 - cos θ)). Where that vanishes, the series has not converged.
+    # The absolute value is at most exp(-V (1 - cos θ)). If this bound vanishes, the series has not converged.
     relevant = variance.unsqueeze(-1) * (1 - angle.cos()) < 42
     return torch.where(relevant, size, -torch.inf).exp(), phase
 
 
 def series_terms(variance: float) -> int:
-    """The length of the Chebyshev series: max over θ of exp(-V (1 - cos θ)) tan(θ/4)^L is below 1e-16."""
+    """Return the length L of the Chebyshev series: max of exp(-V (1 - cos θ)) tan(θ/4)^L is below 1e-16."""
     return 24 if variance < 100 else 16 if variance < 1e4 else 8
 
 
 @functools.lru_cache(maxsize=64)
 def _log_series(half: int, terms: int) -> tuple[Tensor, Tensor]:
-    """Matrices (terms, half + 1) from sums of 2b x^l, x = 1 - 2b, to real and imaginary part of the log.
+    """Return matrices that map sums of 2b x^l, where x = 1 - 2b, to the real and imaginary parts of the log.
 
-    log(1 + b w) = -2 sum_l (iτ)^l (T_l(x) - 1) / l with τ = tan(θ/4), because the singularity in x is on the
-    ellipse with parameter 1 / τ around [-1, 1]. Writing T_l(x) - 1 through 1 - x^j = sum_{i<j} 2b x^i keeps
-    entries with tiny b accurate.
+    Both have shape (terms, half + 1). They follow from log(1 + b w) = -2 sum_l (iτ)^l (T_l(x) - 1) / l with
+    τ = tan(θ/4), because the singularity in x is on the ellipse with parameter 1 / τ around [-1, 1]. Writing
+    T_l(x) - 1 through 1 - x^j = sum_{i<j} 2b x^i keeps entries with tiny b accurate.
     """
     order = torch.arange(1, terms + 1)
     angle = _grid(half)
@@ -215,7 +216,10 @@ def _log_series(half: int, terms: int) -> tuple[Tensor, Tensor]:
 
 @functools.lru_cache(maxsize=64)
 def _slope_series(half: int, terms: int) -> tuple[Tensor, Tensor]:
-    """Matrices (half + 1, terms) from real and imaginary parts of c to the polynomial D of x = 1 - 2y."""
+    """Return matrices that map the real and imaginary parts of c to the polynomial D of x = 1 - 2y.
+
+    Both have shape (half + 1, terms).
+    """
     order = torch.arange(terms)
     angle = _grid(half).unsqueeze(-1)
     weights = -4 * (angle / 2).sin() * (angle / 4).tan() ** order * _alternating(order)
@@ -225,7 +229,7 @@ def _slope_series(half: int, terms: int) -> tuple[Tensor, Tensor]:
 
 
 def _chebyshev(degree: int) -> Tensor:
-    """The coefficients of the Chebyshev polynomials T_0 to T_degree, one per row."""
+    """Return the coefficients of the Chebyshev polynomials T_0 to T_degree, one polynomial per row."""
     t = torch.zeros(degree + 1, degree + 1, dtype=torch.float64)
     t[0, 0] = t[1, 1] = 1
     for i in range(2, degree + 1):
@@ -235,12 +239,12 @@ def _chebyshev(degree: int) -> Tensor:
 
 
 def _alternating(order: Tensor) -> Tensor:
-    """The signs (-1)^floor(l / 2): +, +, -, -, from l = 0 on."""
+    """Return the signs (-1)^floor(l / 2), which are +, +, -, -, ... from l = 0 on."""
     return 1 - (order // 2 % 2) * 2
 
 
 def angles(variance: float, n: int, like: Tensor) -> Tensor:
-    """The angles θ_m = 2πm/M below π at which the generating function of the count is evaluated.
+    """Return the angles θ_m = 2πm/M below π at which the generating function of the count is evaluated.
 
     M is odd to avoid θ = π, where 1 + b w vanishes for b = 1/2. By Bernstein's inequality a count is M away
     from its mean with probability below exp(-44), so aliasing is smaller than rounding errors.
@@ -258,7 +262,7 @@ def _grid(half: int) -> Tensor:
 
 
 def _normalize(real: Tensor, imaginary: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """From terms c_m: log of their mean, and c / sum c. A term with m > 0 also stands for its conjugate."""
+    """Return the log of the mean of terms c_m, and c / sum c. A term with m > 0 includes its conjugate."""
     twice = torch.full_like(real[0], 2.0)
     twice[0] = 1.0
     real, imaginary = real * twice, imaginary * twice
@@ -267,12 +271,12 @@ def _normalize(real: Tensor, imaginary: Tensor) -> tuple[Tensor, Tensor, Tensor]
 
 
 def side_of(above: Tensor, like: Tensor) -> Tensor:
-    """-1 in A, 1 in B."""
+    """Return -1 for entries in A and 1 for entries in B."""
     return 1 - 2 * above.to(like.dtype)
 
 
 def _product(factor: Tensor) -> Tensor:
-    """The product over the middle dimension, by halves."""
+    """Compute the product over the middle dimension, by multiplying one half with the other repeatedly."""
     while factor.shape[1] > 1:
         half = factor.shape[1] // 2
         product = factor[:, :half] * factor[:, half : 2 * half]
@@ -287,7 +291,7 @@ class _Powers:
         self._pieces = [(_stacked(torch.ones_like(y), y, _BASE), _eighth(y)) for y in x.split(_CHUNK, -1)]
 
     def sums(self, weights: Tensor, side: Tensor, terms: int) -> tuple[Tensor, Tensor]:
-        """Over each row, sum weights x^l and sum side weights x^l for l < terms: two tensors (R, terms)."""
+        """Sum `weights x^l` and `side weights x^l` over each row for l < terms: two tensors (R, terms)."""
         split = (t.split(_CHUNK, -1) for t in (weights, side))
         plain, signed = [], []
         for (low, high), w, sign in zip(self._pieces, *split, strict=True):
@@ -295,14 +299,14 @@ class _Powers:
             plain.append(left @ low.transpose(1, 2))
             signed.append((left * sign.unsqueeze(1)) @ low.transpose(1, 2))
         of_w, of_sign = (torch.stack(each).sum(0).reshape(len(weights), terms) for each in (plain, signed))
-        # Matrix products add one by one. The first sums need the accuracy of pairwise summation.
+        # Matrix products add terms one by one, but the first sums need the accuracy of pairwise summation.
         return (
             torch.cat([weights.sum(-1, keepdim=True), of_w[:, 1:]], -1),
             torch.cat([(weights * side).sum(-1, keepdim=True), of_sign[:, 1:]], -1),
         )
 
     def polynomials(self, *coefficients: Tensor) -> list[Tensor]:
-        """Polynomials in every entry of a row; each is given by its coefficients (R, terms)."""
+        """Evaluate polynomials at every entry of a row; each is given by its coefficients (R, terms)."""
         rows, terms = coefficients[0].shape
         blocks = torch.cat(coefficients, -1).reshape(rows, -1, _BASE)
         pieces = []
@@ -322,7 +326,7 @@ def _stacked(first: Tensor, x: Tensor, count: int) -> Tensor:
         for _ in range(count - 1):
             powers.append(powers[-1] * x)
         return torch.stack(powers, 1)
-    # Without derivatives, write to the result at once: copies would take most of the time.
+    # If no derivatives are needed, write directly to the result: copies would take most of the time.
     result = first.new_empty(first.shape[0], count, first.shape[1])
     result[:, 0] = first
     for i in range(1, count):

@@ -1,15 +1,16 @@
 """The distribution P(S) ∝ exp(sum_{i in S} x_i) over the sets of exactly k entries of a row, and its samples.
 
-The dual variable nu of `lml` tilts a row: with z = x + nu, independent coins with probabilities sigmoid(z)
-have k successes on average, and given exactly k successes they follow P. `_counts` computes that conditional
-distribution. This module prepares rows, including those with infinite logits, and provides derivatives.
+The dual variable nu of `lml` tilts a row: with z = x + nu, independent coin flips with probabilities
+sigmoid(z) have k successes on average, and given exactly k successes they follow P. `_counts` computes that
+conditional distribution. This module prepares rows, including those with infinite logits, and provides
+derivatives.
 
-Samples are exact: independent coins, accepted if k of them succeed. The coins of a row succeed k times with
-probability about 1 / sqrt(2πV), so for small V they are drawn until they do. For large V the entries, in
-random order, are drawn block by block: half of them, then half of the rest, and so on. A block is accepted
-with a probability proportional to the probability that the remaining coins make up the rest of k, which
-`_counts` provides. That is rejection sampling from the exact conditional distribution. It needs about 2.4 n
-coins per set instead of n sqrt(2πV).
+Samples are exact: flip independent coins, and accept the result if there are k successes. This happens with a
+probability of about 1 / sqrt(2πV), so for small V the coins are flipped until it does. For large V the
+entries are drawn block by block, in random order: half of them, then half of the rest, and so on. A block is
+accepted with a probability proportional to the probability, computed by `_counts`, that the remaining coins
+bring the total to k. This is rejection sampling from the exact conditional distribution. It needs about 2.4 n
+flips per set instead of n sqrt(2πV).
 """
 
 from __future__ import annotations
@@ -37,7 +38,7 @@ _Function = TypeVar("_Function", bound=Callable[..., Any])
 
 def uncompiled(function: _Function) -> _Function:
     """Run a function eagerly, even inside `torch.compile`, because its control flow depends on values."""
-    # Importing the compiler takes seconds, so it happens only where something is being compiled.
+    # Importing the compiler takes seconds, so it is imported only when something is being compiled.
     disabled = torch._disable_dynamo(function)  # type: ignore[attr-defined]
 
     @functools.wraps(function)
@@ -58,8 +59,8 @@ class Law:
     """The distribution of each row of logits.
 
     Args:
-        x: (R, n) logits. -inf means never chosen, +inf always. Where more than k entries are +inf, the choice
-            is among these alone, with equal probability.
+        x: (R, n) logits. Entries of -inf are never chosen, and entries of +inf always. If more than k entries
+            are +inf, k of these are chosen with equal probability.
         k: (R,) int64, the sizes of the sets.
 
     Rows with a NaN and rows in which fewer than k entries can be chosen give NaN everywhere.
@@ -70,7 +71,7 @@ class Law:
         k: (R,) int64, the number of entries to choose in addition to the forced ones.
         nu: (R,) float64, the tilt.
         above: (R, n) bool, the set A of the entries with z > 0.
-        b: (R, n) float64, the probability of an independent coin being on the other side.
+        b: (R, n) float64, the probability that an independent coin is on the other side.
         d: (R,) float64, k - |A|.
         log_ratio, tail: as in `_counts`.
     """
@@ -87,7 +88,7 @@ class Law:
         certain = (self.k <= 0) | (self.k >= most) | bad
         nu = lml_dual(values, torch.where(bad, 0, self.k).to(values.dtype))
         self.nu = torch.where(certain, 0, nu)
-        # Rows with one possible set get z = 0 there, so that its probability is 1 exactly.
+        # If a row has only one possible set, z is 0 in that row, so that the probability is exactly 1.
         self._certain = certain.unsqueeze(-1) if bool(certain.any()) else None
         self._bad = bad if bool(bad.any()) else None
         self._shift: Tensor = self.nu.unsqueeze(-1)
@@ -103,19 +104,19 @@ class Law:
         self.log_ratio, self.tail = self._conditional(self.b)
 
     def of(self, x: Tensor) -> Law:
-        """The same law with derivatives with respect to x, which has the values of the logits."""
+        """Return the same law with derivatives with respect to x, which has the values of the logits."""
         law = copy.copy(self)
         law._given = x
         return law
 
     @property
     def z(self) -> Tensor:
-        """(R, n) float64, the tilted logits, differentiable in the logits."""
+        """The tilted logits, (R, n) in float64; differentiable with respect to the logits."""
         x = self._given.double()
         return (x if self._infinite is None else torch.where(*self._infinite, x)) + self._shift
 
     def _other_side(self, z: Tensor) -> Tensor:
-        # The derivative of |z| at 0 is 0, so it is used for values only.
+        # The derivative of |z| at 0 is 0 in torch, so |z| is used only if no derivative is needed.
         folded = torch.where(self.above, -z, z) if z.requires_grad else -z.abs()
         b = folded.sigmoid()
         return b if self._certain is None else torch.where(self._certain, 0, b)
@@ -128,32 +129,35 @@ class Law:
         return log_ratio, tail
 
     def inclusion_of(self, z: Tensor) -> Tensor:
-        """The inclusion probabilities of tilted logits, by differentiable operations."""
+        """Compute the inclusion probabilities of tilted logits with differentiable operations."""
         tail = self._conditional(self._other_side(z))[1]
         return torch.where(self.above, 1 - tail, tail)
 
     @property
     def inclusion(self) -> Tensor:
-        """(R, n), the probability that an entry is in the set; differentiable."""
+        """The probability (R, n) that each entry is in the set; differentiable."""
         pi: Tensor = _Inclusion.apply(self.z, self)
         return pi if self.forced is None else torch.where(self.forced, 1.0, pi)
 
     @property
     def variance(self) -> Tensor:
-        """(R, n), inclusion (1 - inclusion), accurate where the inclusion rounds to 1; differentiable."""
+        """The variance (R, n) of each entry: p (1 - p) for the inclusion probability p; differentiable.
+
+        It is accurate even if p rounds to 1.
+        """
         pi: Tensor = _Inclusion.apply(self.z, self)
         return _with_value(pi - pi * pi, self.tail - self.tail * self.tail)
 
     @property
     def log_normalizer(self) -> Tensor:
-        """(R,), log of the sum of exp(sum_{i in S} x_i) over all sets; differentiable."""
+        """The logarithm (R,) of the sum of exp(sum_{i in S} x_i) over all sets S; differentiable."""
         value = self._sum_of_a - self.d * self.nu + self.log_ratio
         value = _with_value(_LogNormalizer.apply(self.z, self), value)
         return value if self._diverges is None else torch.where(self._diverges, torch.inf, value)
 
     @property
     def entropy(self) -> Tensor:
-        """(R,), the expectation of -log P(S); differentiable."""
+        """The entropy (R,), which is the expectation of -log P(S); differentiable."""
         z = self.z
         # Only the logarithm inside log_ratio can be negative, and it is small compared with the sum.
         value = self.log_ratio + torch.where(self.tail == 0, 0, self.tail * z.detach().abs()).sum(-1)
@@ -162,9 +166,10 @@ class Law:
         return _with_value(_LogNormalizer.apply(z, self) - expected, value)
 
     def cross_entropy(self, other: Law) -> Tensor:
-        """(R,), the expectation of -log Q(S) for another law Q of rows of the same length; differentiable."""
+        """Return the expectation (R,) of -log Q(S) for another law Q on equally long rows; differentiable."""
         z, pi = other.z, self.inclusion
-        # The probability of an entry not being where Q has it, from whichever of pi and 1 - pi is accurate.
+        # The probability that an entry is not on the side where Q has it: pi or 1 - pi, whichever is
+        # accurate.
         pi_value, complement = (
             torch.where(self.above == side, 1 - self.tail, self.tail) for side in (True, False)
         )
@@ -179,9 +184,9 @@ class Law:
         return (deviation * cost).sum(-1) + other._relative_normalizer(z)
 
     def log_prob(self, chosen: Tensor) -> Tensor:
-        """(..., R), the log probability of sets given as (..., R, n) bool; differentiable."""
+        """Return the log probability (..., R) of sets given as (..., R, n) bool; differentiable."""
         z, present = self.z, chosen if self.forced is None else chosen & ~self.forced
-        # All terms of sum_S z - sum_A z are negative: members of A that are missing, others that are there.
+        # All terms of sum_S z - sum_A z are negative: members of A missing from S, and members of S not in A.
         cost = torch.where(present == self.above, 0, torch.where(self.above, -z, z)).sum(-1)
         result = cost - self._relative_normalizer(z)
         if self.forced is None:
@@ -189,14 +194,14 @@ class Law:
         return torch.where((self.forced & ~chosen).any(-1), -torch.inf, result)
 
     def log_prob_of_indices(self, index: Tensor) -> Tensor:
-        """(..., R), the log probability of sets given as (..., R, L) indices; negative ones are padding."""
+        """Return the log probability (..., R) of sets given as (..., R, L) indices, padded with negatives."""
         n = self.z.shape[-1]
         places = torch.where(index < 0, n, index)  # padding goes to a column that is dropped
         chosen = torch.zeros(*index.shape[:-1], n + 1, dtype=torch.bool, device=index.device)
         return self.log_prob(chosen.scatter_(-1, places, True)[..., :n])
 
     def log_prob_containing(self, observed: Tensor) -> Tensor:
-        """(R,), the log probability that the set contains all observed entries (R, n) bool; differentiable.
+        """Return the log probability (R,) that the set contains all `observed` entries; differentiable.
 
         It is sum_Y x + log e_{k - |Y|}(x without Y) - log e_k(x). Each normalizer has its own tilt and is
         taken relative to a set, so that the result is a sum of small terms.
@@ -214,7 +219,7 @@ class Law:
         return _with_value(exact, value)
 
     def _relative_normalizer(self, z: Tensor) -> Tensor:
-        """(R,), `log_ratio`, differentiable."""
+        """Return `log_ratio` (R,) with derivatives."""
         if not z.requires_grad:
             return self.log_ratio
         return _with_value(
@@ -225,11 +230,11 @@ class Law:
 def _without_infinities(
     x: Tensor, k: Tensor
 ) -> tuple[Tensor, tuple[Tensor, Tensor] | None, Tensor | None, Tensor]:
-    """Reduce rows with logits of +inf to the choice that is left.
+    """Reduce rows with logits of +inf to the remaining choice.
 
     Returns:
-        The logits without +inf; which of them were replaced, and by what; the entries that are always chosen;
-        and how many others are.
+        The logits without +inf; a mask of the replaced entries and their new values; the entries that are
+        always chosen; and the number of other entries that are chosen.
     """
     largest = x == torch.inf
     if not bool(largest.any()):
@@ -241,16 +246,16 @@ def _without_infinities(
 
 
 def _with_value(differentiable: Tensor, value: Tensor) -> Tensor:
-    """A value with the derivatives of a less accurate expression for it."""
+    """Return a value with the derivatives of a less accurate expression for it."""
     if not differentiable.requires_grad:
         return value
-    # Infinite values have no difference to subtract.
+    # The difference of infinite values would be NaN.
     change = differentiable - differentiable.detach()
     return value + torch.where(value.isfinite(), change, 0)
 
 
 class _LogNormalizer(torch.autograd.Function):
-    """log sum_S exp(sum_{i in S} z_i), whose gradient is the inclusion probability."""
+    """Computes log sum_S exp(sum_{i in S} z_i), whose gradient is the vector of inclusion probabilities."""
 
     @staticmethod
     def forward(ctx: Any, z: Tensor, law: Law) -> Tensor:
@@ -265,7 +270,7 @@ class _LogNormalizer(torch.autograd.Function):
 
 
 class _Inclusion(torch.autograd.Function):
-    """The inclusion probabilities, whose derivative is the covariance matrix."""
+    """Computes the inclusion probabilities, whose derivative is the covariance matrix."""
 
     @staticmethod
     def forward(ctx: Any, z: Tensor, law: Law) -> Tensor:
@@ -284,7 +289,7 @@ class _Inclusion(torch.autograd.Function):
         return torch.autograd.grad(pi, z, grad, create_graph=higher)[0], None
 
 
-_CHUNK = 2**20  # coins drawn at once
+_CHUNK = 2**20  # number of coins flipped at once
 
 
 def sample(law: Law, count: int) -> Tensor:
@@ -309,7 +314,7 @@ def sample(law: Law, count: int) -> Tensor:
 
 
 class _Block(NamedTuple):
-    """Columns, and the chance that the columns after them make up a missing number of successes."""
+    """A block of columns, and the probability that later columns supply a given number of successes."""
 
     columns: Tensor
     chance: Tensor  # (rows, M), relative to the largest; column j mod M for j
@@ -345,7 +350,7 @@ def _blocks(b: Tensor, side: Tensor, level: int) -> list[_Block]:
         chance = chance / chance.amax(-1, keepdim=True)
         blocks.append(_Block(columns[:half], chance, (side_rest * b_rest).sum(-1).round()))
         columns = rest
-    # Nothing comes after the last block: it must make up the missing number exactly.
+    # Nothing comes after the last block, so it must supply the missing number exactly.
     last = b.new_zeros(len(b), 3)
     last[:, 0] = 1
     blocks.append(_Block(columns, last, b.new_zeros(len(b))))
@@ -355,7 +360,7 @@ def _blocks(b: Tensor, side: Tensor, level: int) -> list[_Block]:
 def _draw_block(
     block: _Block, b: Tensor, side: Tensor, of_pair: Tensor, missing: Tensor, flipped: Tensor
 ) -> Tensor:
-    """Draw the coins of a block until they are accepted; returns the number that is still missing."""
+    """Flip the coins of a block until they are accepted, and return the number of successes still missing."""
     missing = missing.clone()
     b, side = b[:, block.columns], side[:, block.columns]
     points = block.chance.shape[-1]
@@ -379,5 +384,5 @@ def _draw_block(
 
 
 def _rows(values: Tensor, row: Tensor) -> Tensor:
-    """The rows of a small table for many pairs; a single row is broadcast instead of copied."""
+    """Return `values[row]`, but broadcast a single row instead of copying it many times."""
     return values if len(values) == 1 else values[row]

@@ -20,7 +20,7 @@ class KHot(constraints.Constraint):
     """Vectors of zeros and exactly k ones.
 
     Args:
-        k: how many ones, a tensor that broadcasts to the batch.
+        k: the number of ones, a tensor that broadcasts to the batch.
     """
 
     is_discrete = True
@@ -31,7 +31,7 @@ class KHot(constraints.Constraint):
         super().__init__()
 
     def check(self, value: Tensor) -> Tensor:
-        """Whether each vector is in the set."""
+        """Whether each vector consists of zeros and exactly k ones."""
         ones = value == 1
         return (ones | (value == 0)).all(-1) & (ones.sum(-1) == self.k)
 
@@ -43,7 +43,7 @@ class KSubset(Distribution):
     """The distribution over sets of exactly k of n entries with P(S) ∝ exp(sum of the logits in S).
 
         >>> d = torchlml.distributions.KSubset(2, logits=torch.tensor([2.0, 1.0, 0.0, -1.0]))
-        >>> d.mean  # the probability of each entry to be in the set
+        >>> d.mean  # the probability that each entry is in the set
         tensor([0.8808, 0.6944, 0.3056, 0.1192])
         >>> d.log_prob(torch.tensor([1.0, 1.0, 0.0, 0.0])).exp()  # the probability of the set {0, 1}
         tensor(0.5859)
@@ -54,9 +54,9 @@ class KSubset(Distribution):
 
     Args:
         k: the size of the sets, an integer from 0 to n or an integer tensor that broadcasts to the batch.
-        logits: (..., n). An entry of -inf is never chosen, an entry of +inf always. Where more than k entries
-            are +inf, k of these are chosen with equal probability.
-        probs: (..., n) instead of logits: the success probabilities of independent coins, which are
+        logits: (..., n). An entry of -inf is never chosen, and an entry of +inf always. If more than k
+            entries are +inf, k of these are chosen with equal probability.
+        probs: (..., n), instead of logits: the success probabilities of independent coin flips, which are
             conditioned on k successes. They correspond to `logits = log(probs / (1 - probs))`.
         validate_args: whether to check arguments and values, as in `torch.distributions`.
 
@@ -66,14 +66,14 @@ class KSubset(Distribution):
     (straight-through).
 
     The distribution is known as conditional Bernoulli or conditional Poisson. `torchlml.lml(logits, k)`
-    approximates its mean. The dual variable nu of `lml` makes the exact computation cheap: coins with
+    approximates its mean. The dual variable nu of `lml` makes the exact computation cheap: coin flips with
     probabilities sigmoid(logits + nu) have k successes on average. The probability of exactly k successes is
-    therefore never tiny, and a short Fourier transform computes it accurately. Cost and memory grow with n
-    and hardly with k.
+    therefore never tiny, and a short Fourier transform computes it accurately. Time and memory grow with n
+    but hardly depend on k.
 
     Computations are in float64 for every dtype. For float64 logits, `log_prob`, `entropy`, `mean` and
-    `variance` have relative errors of about 1e-14, even where they are tiny. They and `log_normalizer` are
-    differentiable any number of times with respect to the logits, as is the KL divergence.
+    `variance` have relative errors of about 1e-14, even if they are tiny. These results, `log_normalizer` and
+    the KL divergence are differentiable any number of times with respect to the logits.
     """
 
     arg_constraints: ClassVar[dict[str, constraints.Constraint]] = {
@@ -108,7 +108,7 @@ class KSubset(Distribution):
             self.k = self.k.expand(batch)
         self._name = name
         setattr(self, name, parameter.expand(*batch, -1))
-        # The checks of the base class give shorter messages, and fail for an empty batch.
+        # Skip the checks of the base class, which give less informative messages and fail for an empty batch.
         super().__init__(batch, parameter.shape[-1:], validate_args=False)
         self._validate_args = Distribution._validate_args if validate_args is None else validate_args
         if self._validate_args:
@@ -122,7 +122,7 @@ class KSubset(Distribution):
         if bool(wrong.any()):
             place = wrong.nonzero()[0].tolist()
             raise ValueError(
-                f"`{self._name}` must hold {accepted}, but it holds {parameter[tuple(place)].item():g} "
+                f"`{self._name}` must contain {accepted}, but it is {parameter[tuple(place)].item():g} "
                 f"at index {tuple(place)}."
             )
         never = parameter == (-torch.inf if self._name == "logits" else 0)
@@ -141,12 +141,12 @@ class KSubset(Distribution):
 
     @lazy_property
     def logits(self) -> Tensor:
-        """The log odds of the coins."""
+        """The log odds of the independent coin flips, before conditioning."""
         return self.probs.log() - (-self.probs).log1p()
 
     @lazy_property
     def probs(self) -> Tensor:
-        """The success probabilities of the coins, before conditioning."""
+        """The success probabilities of the independent coin flips, before conditioning."""
         return self.logits.sigmoid()
 
     @constraints.dependent_property(is_discrete=True, event_dim=1)
@@ -185,7 +185,7 @@ class KSubset(Distribution):
     @property
     @uncompiled
     def mean(self) -> Tensor:
-        """The inclusion probabilities: how likely each entry is in the set. They sum to k."""
+        """The inclusion probabilities: the probability that each entry is in the set. They sum to k."""
         return self._per_entry(self._law.inclusion)
 
     @property
@@ -197,8 +197,8 @@ class KSubset(Distribution):
     @property
     @uncompiled
     def mode(self) -> Tensor:
-        """A most probable set: the k largest logits. Among equal logits the lower index comes first."""
-        # Probabilities have the order of their logits, which could round to ties.
+        """The most probable set: the k largest logits. Ties go to the lower index."""
+        # If `probs` were given, use their order: different probabilities may round to equal logits.
         given = self._parameter.detach()
         order = given.argsort(stable=True, dim=-1, descending=True)
         first = torch.arange(given.shape[-1], device=given.device) < self.k.unsqueeze(-1)
@@ -217,7 +217,7 @@ class KSubset(Distribution):
 
     @uncompiled
     def log_prob(self, value: Tensor) -> Tensor:
-        """The log probability of sets.
+        """Return the log probability of each set.
 
         Args:
             value: vectors of zeros and k ones (..., n), float or bool, or int64 indices (..., k).
@@ -241,13 +241,13 @@ class KSubset(Distribution):
         n, width = self.event_shape[0], int(self.k.max()) if self.k.numel() else 0
         if index.dim() == 0 or index.shape[-1] != width:
             raise ValueError(
-                f"`value` holds integers, so its last dimension must list the {width} members of a set, but "
+                f"`value` contains integers, so its last dimension must list the {width} set members, but "
                 f"its shape is {tuple(index.shape)}. Pass vectors of zeros and ones as float or bool."
             )
         if bool(((index < -1) | (index >= n)).any()):
             wrong = index[(index < -1) | (index >= n)].flatten()[0]
             raise ValueError(
-                f"`value` must hold indices from 0 to {n - 1}, or -1 for padding, but it holds {int(wrong)}."
+                f"`value` must contain indices from 0 to {n - 1} or -1 (padding), but one is {int(wrong)}."
             )
         ordered = index.sort(-1).values
         repeated = (ordered[..., 1:] == ordered[..., :-1]) & (ordered[..., 1:] >= 0)
@@ -269,7 +269,7 @@ class KSubset(Distribution):
         return self.sample(sample_shape) + (mean - mean.detach())
 
     def enumerate_support(self, expand: bool = True) -> Tensor:
-        """All sets as vectors with k ones, stacked along the first dimension; all rows must share k."""
+        """Return all sets as vectors, stacked along the first dimension. All rows need the same k."""
         sizes = self.k.unique()
         if len(sizes) != 1:
             raise NotImplementedError("`enumerate_support` needs the same `k` in all rows of the batch.")
@@ -286,7 +286,7 @@ class KSubset(Distribution):
         return values.expand(count, *self.batch_shape, n) if expand else values
 
     def expand(self, batch_shape: Any, _instance: Any = None) -> KSubset:
-        """The same distribution with a larger batch shape."""
+        """Return the same distribution with a larger batch shape."""
         new: KSubset = self._get_checked_instance(KSubset, _instance)
         batch = torch.Size(batch_shape)
         new.k = self.k.expand(batch) if self.k.dim() else self.k
@@ -309,7 +309,7 @@ def _check_parameter(parameter: Any, name: str) -> None:
 
 
 def _read_k(k: Any, parameter: Tensor) -> Tensor:
-    """The sizes as an int64 tensor; fractions are an error."""
+    """Return the set sizes as an int64 tensor; raise an error for fractions."""
     given = k if isinstance(k, Tensor) else torch.tensor(k) if isinstance(k, (int, float)) else None
     if given is None or given.dtype == torch.bool or given.is_complex():
         raise TypeError(f"`k` must be an integer or a tensor of integers, but it is {k!r}.")
@@ -322,7 +322,7 @@ def _read_k(k: Any, parameter: Tensor) -> Tensor:
 @register_kl(KSubset, KSubset)  # type: ignore[untyped-decorator]
 @uncompiled
 def _kl_ksubset_ksubset(p: KSubset, q: KSubset) -> Tensor:
-    """The KL divergence; infinite where the sizes differ or q excludes a set that p may draw."""
+    """Return the KL divergence, which is infinite if the sizes differ or q excludes a set that p may draw."""
     if p.event_shape != q.event_shape:
         raise ValueError(
             f"Both distributions must have the same event shape, but they have {tuple(p.event_shape)} and "

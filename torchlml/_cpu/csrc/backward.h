@@ -6,7 +6,7 @@
 namespace torchlml {
 namespace {
 
-// A sum over short blocks in T, accumulated in double.
+// A sum that is computed over short blocks in T and accumulated in double.
 template <class T>
 struct BlockSum {
   Vec<T> block{};
@@ -32,8 +32,8 @@ struct BackwardRow : Row<S> {
   double* dk;
   T high, low;
 
-  // A piece of the row as a row of its own. The short path also copies the whole row this way: the address of the copy
-  // does not escape, so the compiler can keep nu in registers across stores.
+  // Returns a piece of the row as a row of its own. The short path also copies the whole row this way: the address of
+  // the copy does not escape, so the compiler can keep nu in registers across stores.
   LML_INLINE BackwardRow part(int64_t begin, int64_t size) const {
     BackwardRow out = *this;
     out.x += begin, out.n = size, out.dx += begin;
@@ -45,7 +45,8 @@ struct BackwardRow : Row<S> {
 
   LML_INLINE Vec<T> z_at(int64_t i, int64_t count) const { return (read(x + i, count) + high) + low; }
 
-  // Lanes that are inside the row, are not masked and have a finite x. All others have zero gradient.
+  // Returns a mask of the lanes that are inside the row, are not masked and have a finite x. All other lanes have zero
+  // gradient.
   LML_INLINE Mask<T> usable(int64_t i, int64_t count) const {
     const Vec<T> a = read(x + i, count);
     Mask<T> ok = greater(splat(static_cast<T>(HUGE_VAL)), vabs(a));
@@ -100,8 +101,8 @@ struct BackwardRow : Row<S> {
     }
   };
 
-  // w of one block from x and nu. Two short loops overlap better than one loop with both dependency chains. Infinite
-  // entries yield w = 0 without a special case. A masked entry may have any value.
+  // Computes w of one block from x and nu. Two short loops overlap better than one loop with both dependency chains.
+  // Infinite entries yield w = 0 without a special case. A masked entry may have any value.
   LML_INLINE void block_from_z(T* w, int64_t start, int64_t size, Sums& sums) const {
     each_vector<T>(size, [&](int64_t i, int64_t count) __attribute__((always_inline)) {
       write(w + start + i, vexp(-vabs(z_at(start + i, count))), count);
@@ -115,8 +116,8 @@ struct BackwardRow : Row<S> {
     });
   }
 
-  // w = y (1 - y). If y is near 1, the digits of 1 - y are lost, so w is left 0 here for `patch` to fill in. Returns
-  // whether the block has such entries.
+  // Computes w = y (1 - y). If y is near 1, the digits of 1 - y are lost, so w is set to 0 here, and `patch` fills it
+  // in. Returns whether the block has such entries.
   LML_INLINE bool block_from_y(T* w, int64_t start, int64_t size, Sums& sums) const {
     Mask<T> found{};
     each_vector<T>(size, [&](int64_t i, int64_t count) __attribute__((always_inline)) {
@@ -163,7 +164,7 @@ struct BackwardRow : Row<S> {
     return Totals{{sums.weights.value(), sums.moments.value()}, 0};
   }
 
-  // dx = w (g - mean), dk = mean, mean = sum w g / sum w. The first pass leaves w in `w`.
+  // Computes dx = w (g - dk) and dk = sum w g / sum w. The first pass stores w in `w`.
   LML_INLINE void projection(T* w) const {
     const int64_t first = n < block_vectors * lanes<T> ? n : block_vectors * lanes<T>;
     // A half-precision y was rounded, so w is never computed from it. Otherwise, if many entries of the first block
@@ -185,7 +186,7 @@ struct BackwardRow : Row<S> {
     });
   }
 
-  // The derivative of sigma(x), for a row that the bound does not constrain.
+  // Computes dx of a row that the bound does not constrain, where y = sigma(x).
   LML_INLINE void free_row() const {
     *dk = 0;
     each_vector<T>(n, team, [*this](int64_t i, int64_t count) __attribute__((always_inline)) {
@@ -194,7 +195,7 @@ struct BackwardRow : Row<S> {
     });
   }
 
-  // nearest = min |z|. Scaling all w by exp(nearest) keeps p = w / sum w accurate even if every w underflows.
+  // Returns min |z|. Scaling all w by exp(nearest) keeps p = w / sum w accurate even if every w underflows.
   LML_INLINE T nearest() const {
     if (n <= long_row) return nearest_part();
     Scratch<T> scratch;
@@ -241,7 +242,7 @@ struct BackwardRow : Row<S> {
     return Totals{{weights.value(), moments.value()}, 0};
   }
 
-  // dx = a - p sum a with a = g sigma(-z); dk = sum a / sum w.
+  // Computes dx = a - p sum a and dk = sum a / sum w, where a = g sigma(-z).
   LML_INLINE void logarithm() const {
     const T least = nearest(), factor = static_cast<T>(::exp(-static_cast<double>(least)));
     const Totals totals = sum_of_parts(n, team, [=, *this](int64_t begin, int64_t size) __attribute__((always_inline)) {
@@ -285,14 +286,14 @@ struct BackwardRow : Row<S> {
     return weights.value();
   }
 
-  // d nu / dx = -p, d nu / dk = 1 / sum w. Leaves the scaled w in `w`, unless `w` is dx, and returns the factor by
-  // which they are multiplied.
+  // Computes the derivatives of nu, d nu / dx = -p and d nu / dk = 1 / sum w. Unless `w` is dx, the scaled weights
+  // remain in `w`. Returns g divided by their sum.
   LML_INLINE T dual(double g, T* w) const { return n > long_row ? long_dual(g, w) : part(0, n).any_dual(g, w); }
   __attribute__((noinline)) T long_dual(double g, T* w) const { return any_dual(g, w); }
   LML_INLINE T any_dual(double g, T* w) const {
     T least = 0;
     double sum = weigh(w, least);
-    // If the sum is this small, w is scaled so that the largest does not underflow.
+    // If the sum is this small, w is scaled so that its largest value does not underflow.
     if (!(sum > (sizeof(T) == 8 ? 1e-250 : 1e-20))) sum = weigh(w, least = nearest());
     if (!(sum > 0)) return zero(), T{0};
     *dk = g == 0 ? 0 : g / (sum * ::exp(-static_cast<double>(least)));

@@ -1,4 +1,4 @@
-// The backward pass of all rows of a call: short rows in blocks, the others one by one.
+// The backward pass of all rows of a call: short rows in blocks, and longer rows one by one.
 #pragma once
 
 #include "backward.h"
@@ -10,7 +10,7 @@ namespace {
 // the dependency chains of different rows overlap. The sums over lanes and the divisions of all rows share one vector.
 template <class S>
 struct ShortRow {
-  // Two partial sums for each sum, because a single chain of additions would limit the speed.
+  // Each sum is split into two partial sums, because a single chain of additions would limit the speed.
   struct Sums {
     vfloat weights[2] = {}, moments[2] = {};  // sum w and sum w g
     LML_INLINE vfloat weight() const { return weights[0] + weights[1]; }
@@ -89,10 +89,10 @@ class BackwardBlock {
     Way way[block_rows];
     const auto take = [&](int i, const Sums& sums) { weights[i] = sums.weight(), moments[i] = sums.moment(); };
     for (int i = 0; i < count_; ++i) {
-      // The output itself if it has the right type.
+      // Store w in the output itself if it has the right type.
       w[i] = sizeof(S) == 4 ? reinterpret_cast<float*>(rows_[i].dx)
                             : scratch_.room(block_rows * short_row) + i * short_row;
-      // Most rows are like the previous row. The first attempt does not affect the result.
+      // Most rows are like the previous row, so try the same way first. This choice does not affect the result.
       way[i] = sizeof(S) == 2 || near_one_ ? choose(rows_[i]) : from_y;  // a half-precision y was rounded
       if (way[i] == from_y) {
         ifloat near{};
@@ -121,7 +121,7 @@ class BackwardBlock {
   }
 
  private:
-  // The same choice as in `BackwardRow::projection`.
+  // Makes the same choice as `BackwardRow::projection`.
   static LML_INLINE Way choose(const BackwardRow<S> row) {
     if (sizeof(S) == 2) return from_z;
     ifloat near{};

@@ -13,8 +13,8 @@ namespace torchlml {
 
 namespace {
 
-// The entries just above and just below the cut: the floor(k)-th largest and the next. For a fractional k, the next
-// entry is the undecided one. For an integer k, the threshold is between the two.
+// The entries on both sides of the cut: the floor(k)-th largest, and the next one. For a fractional k, the threshold is
+// near the next one. For an integer k, it is between the two.
 template <class T>
 struct Cut {
   double above, below;  // above is +inf if k < 1
@@ -43,8 +43,8 @@ template <class T>
 Threshold careful_solve(T* x, int64_t n, double k) {
   const Cut<T> cut(x, n, k);
   const double center = cut_center(cut.above, cut.below, k);
-  // At the root, the entries from `below` on sum to at least k - floor(k), and those up to and including `below` sum to
-  // at most floor(k) + 1. The margin covers log n and any fraction that a double can represent.
+  // At the root, the entries from `below` on sum to at least k - floor(k), and the entries up to and including `below`
+  // sum to at most floor(k) + 1. The margin covers log n and any fraction that a double can represent.
   const double margin = 800;
   const double above = std::isfinite(cut.above) ? cut.above : cut.below;
   const double farthest = std::numeric_limits<double>::max() / 4;
@@ -69,7 +69,7 @@ Threshold careful_solve(T* x, int64_t n, double k) {
     const double a = p + std::max(over, 0.0), b = q + std::max(-over, 0.0);
     double next = delta + (std::log(b) - std::log(a)) / (dp / a + dq / b);
     if (!(next > low && next < high)) next = 0.5 * (low + high);
-    // The search has also converged if the bracket or the step is down to the last digits.
+    // The search has also converged if the bracket or the step is as small as the rounding error.
     const bool settled =
         std::fabs(next - delta) <= 1e-15 * std::max(1.0, std::fabs(delta)) || next == low || next == high;
     delta = next;

@@ -21,7 +21,7 @@ class Row {
   Threshold solve() const {
     const std::vector<Threshold> events = sorted_events();
     if (events.empty()) return {0, 0};
-    // The last event at which the sum is at most k.
+    // Find the last event at which the sum is at most k.
     size_t first = 0, count = events.size();
     while (count > 0) {
       const size_t half = count / 2;
@@ -60,7 +60,7 @@ class Row {
   bool is_over(double z, double bound) const { return z >= (sparsemax_ ? bound : std::log(bound)); }
   bool is_free(double z, double bound) const { return !is_over(z, bound) && (!sparsemax_ || z >= 0); }
 
-  // A lower bound on the root: no entry exceeds k / n there.
+  // Returns a lower bound on the root, at which no entry exceeds k / n.
   Threshold lowest() const {
     const T largest = *std::max_element(x_, x_ + n_);
     const double part = k_ / static_cast<double>(n_);
@@ -91,7 +91,7 @@ class Row {
     for (int64_t i = 0; i < n_; ++i) {
       const double at = z(i, nu), u = bound(i);
       if (is_over(at, u)) {
-        // Compensated summation, because the rest may be tiny compared with k.
+        // Use compensated summation, because k minus the bounds may be tiny compared with k.
         const double a = u - carry, next = taken + a;
         carry = (next - taken) - a;
         taken = next;
@@ -107,7 +107,7 @@ class Row {
     return sums;
   }
 
-  // The root for the set of entries that are free at `nu`, relative to the largest of them.
+  // Returns the root for the set of entries that are free at `nu`, relative to the largest of them.
   Threshold root_of(const Threshold& nu, const Sums& at) const {
     double sum = 0;
     for (int64_t i = 0; i < n_; ++i) {

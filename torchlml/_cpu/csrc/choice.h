@@ -15,8 +15,8 @@ LML_INLINE int64_t count_above(const T* x, int64_t n, T pivot) {
   return -total_lanes(above);
 }
 
-// The k-th largest of n entries without NaN, 1 <= k <= n. Counting is many times cheaper than moving entries, so pivots
-// bracket the result first, and a selection among the few entries between them finishes the search.
+// Returns the k-th largest of n entries without NaN, 1 <= k <= n. Counting is many times cheaper than moving entries,
+// so pivots bracket the result first, and a selection among the few entries between them finishes the search.
 template <class T>
 T select_largest(const T* x, int64_t n, int64_t k, Target& target, T* room) {
   constexpr int64_t few = 96;
@@ -68,7 +68,7 @@ struct ChoiceRow : Row<S> {
     for (int64_t i = 0; i < n; ++i) store_one(y + i, value);
   }
 
-  // The entries in the work dtype, with -inf for masked entries. Returns the row itself if no conversion is needed.
+  // Returns the entries in the work dtype, with -inf for masked entries, or the row itself if no conversion is needed.
   const T* values(Scratch<T>& copy) const {
     if constexpr (sizeof(S) == sizeof(T)) {
       if (!mask) return x;
@@ -182,8 +182,8 @@ struct Units {
   }
 };
 
-// Calls f for every index of a row and its column, one of four. Each column has its own sums, which shortens the
-// dependency chains.
+// Calls f(i, i % 4) for every index i of a row. The second argument is a column. Each of the four columns has its own
+// sums, which shortens the dependency chains.
 template <class F>
 LML_INLINE void each_place(int64_t n, const F& f) {
   int64_t i = 0;

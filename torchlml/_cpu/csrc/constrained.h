@@ -30,8 +30,8 @@ __attribute__((noinline)) void project_carefully(const S* x, int64_t n, double k
   }
 }
 
-// The approximate nu of normally distributed entries with bounds of 1. Far below the bounds, lml is an exponential as
-// well. Otherwise min(1, exp(z)) is a step at z = -1, smoothed by a distribution of variance 1.
+// Returns the approximate nu of normally distributed entries with bounds of 1. Far below the bounds, lml is an
+// exponential as well. Otherwise min(1, exp(z)) is a step at z = -1, smoothed by a distribution of variance 1.
 template <class S>
 LML_INLINE double softmax_guess(const S* x, const Target& target) {
   const double part = target.k * target.inverse;
@@ -94,7 +94,7 @@ struct ConstrainedRow : Row<S> {
   double k;
   bool sparsemax;
   const double* upper;
-  int64_t stride;  // of `upper`
+  int64_t stride;  // the stride of `upper`
   S* y;            // may be null
   double* nu_high;
   double* nu_low;
@@ -116,7 +116,7 @@ struct ConstrainedRow : Row<S> {
     return static_cast<T>(u > 2 * k ? 2 * k : u);
   }
 
-  // Handles finite and feasible rows without a mask. Returns false for all others.
+  // Handles finite and feasible rows without a mask. Returns false for all other rows.
   bool plain(ConstrainedScratch<T>& scratch) const {
     if (mask || !(k > 0) || n == 0) return false;
     T* work = scratch.work.room_in(y, n);

@@ -1,8 +1,8 @@
 // The derivatives of the projections onto {0 <= y <= upper, sum y = k}.
 //
 // dy = w (dx + d nu) + b d upper, where w = dy/dz of an entry, b = 1 if the entry is at its bound and 0 otherwise, and
-// d nu makes the sum equal to k. For an incoming gradient g, this gives dk = sum w g / sum w, dx = w (g - dk) and
-// d upper = b (g - dk).
+// d nu makes the sum of y change by dk. For an incoming gradient g, this gives dk = sum w g / sum w, dx = w (g - dk)
+// and d upper = b (g - dk).
 #pragma once
 
 #include "constrained.h"
@@ -51,7 +51,7 @@ struct ConstrainedBackwardRow {
 
   LML_INLINE Vec<T> z_at(int64_t i, int64_t count) const { return (read(row.x + i, count) + high) + low; }
 
-  // Handles finite rows without a mask. The first pass leaves w in `work`. Returns false if an entry is not finite.
+  // Handles finite rows without a mask. The first pass stores w in `work`. Returns false if an entry is not finite.
   template <class Bounds>
   LML_INLINE bool plain(const Bounds& bounds, T* work) const {
     const int64_t n = row.n;
@@ -111,7 +111,7 @@ struct ConstrainedBackwardRow {
       if (value(i) == infinity) held += row.upper[i * row.stride], ++infinite;
     }
     const bool shared = infinite > 0 && held >= row.k;
-    // w of an entry, and whether the entry is at its bound.
+    // Returns w of an entry, and whether the entry is at its bound.
     const auto slope = [&](int64_t i) {
       const T a = value(i);
       if (a == -infinity || (shared && a < infinity) || high == -infinity) return EntrySlope{0, false};

@@ -118,7 +118,8 @@ class SoftmaxSearch {
     for (int pass = 0; pass < 24; ++pass) {
       const Filled at = filled(static_cast<T>(factor));
       const double proven = fine * (at.excess > 0 ? at.free : at.slack) + rounding;
-      // If the entries at their bounds already sum to k, one of them must decrease: the one that depends on k.
+      // If the entries at their bounds already sum to k (`rest` is 0), the search continues, because one of them must
+      // decrease: the one that depends on k.
       if (at.rest > 1e-20 && (at.excess > 0 ? at.excess : -at.excess) <= proven) {
         // The last Newton step ends between the current point and the root, or at most as far below the root as the
         // current point is above it.
@@ -129,7 +130,8 @@ class SoftmaxSearch {
       if (high <= low * (1 + 1.5 * fine)) return true;
       const double root = at.rest > 0 && at.free > 0 ? rounded(factor * at.rest / at.free) : 0;
       if (root > 0 && root >= low && root < high && (pass < 12 || pass % 2 || !(high < HUGE_VAL))) {
-        // A step that is too short to change p would hide that the sum may stay below k past the next bounds.
+        // Take a step that is long enough to change p. After a shorter step, the sum could not show whether it is still
+        // below k.
         const double least = factor * (1 + fine);
         factor = at.excess < 0 && root < least ? rounded(least) : root;
         low = root;
@@ -147,7 +149,7 @@ class SoftmaxSearch {
   static double rounded(double s) { return static_cast<double>(static_cast<T>(s)); }
 
   // The sums at one factor: sum min(upper, p) - k, sum t, sum p of the entries below their bounds, and k minus the
-  // bounds of the others.
+  // bounds of the other entries.
   struct Filled {
     double excess, slack, free, rest;
   };
@@ -269,7 +271,7 @@ class SparsemaxSearch {
     nu_ = {center, -((nu_.center - (center - part)) - (shift + part))};
   }
 
-  // z of one vector, with -1 past the end of the row.
+  // Returns z of one vector, with -1 past the end of the row.
   LML_INLINE Vec<T> z_at(const Split<T>& nu, int64_t i, int64_t count) const {
     const Vec<T> z = (read(x_ + i, count) + nu.high) + nu.low;
     return count == lanes<T> ? z : select<T>(first_lanes<T>(count), z, splat(T{-1}));
@@ -290,7 +292,8 @@ class SparsemaxSearch {
     return sums.level(bounds);
   }
 
-  // The distance to the next entry that leaves its upper bound (`down`) or 0 (otherwise).
+  // Returns the distance that nu must move until the next entry leaves its bound: the upper bound if `down`, otherwise
+  // the lower bound 0.
   template <bool down>
   __attribute__((noinline)) double gap() const {
     const Split<T> nu(nu_);

@@ -32,7 +32,7 @@ struct ForwardRow : Row<S> {
     write_from_nu();
   }
 
-  // Sets y to `value` for the available entries with `chosen(x)`, and to 0 for all others.
+  // Sets y to `value` for the available entries with `chosen(x)`, and to 0 for all other entries.
   template <class F>
   void fill(T value, const F& chosen) const {
     if (output == Output::none) return;
@@ -81,19 +81,19 @@ struct ForwardRow : Row<S> {
       const Vec<T> odds = (count == lanes<T> ? load(e + i) : tail) * u;
       const Vec<T> r = reciprocal(1 + odds), t = odds * r;
       const Mask<T> over = greater(odds, T{1});
-      // The smaller of y and 1 - y has full relative accuracy, so the other is computed from it.
+      // The smaller of y and 1 - y has full relative accuracy, so the larger is computed from it.
       write(y + i, flip ? select<T>(over, r, 1 - t) : select<T>(over, 1 - r, t), count);
     });
   }
 
-  // Writes nu and y or log y of a solved row. e is as for `write_from_odds`.
+  // Writes nu and y or log y of a solved row. `e` contains the exponentials, as in `write_from_odds`.
   LML_INLINE void write_solved(const T* e, const Fit<T>& fit, bool flip) const {
     set_nu(fit.nu);
     if (fit.status != Fit<T>::solved || fit.clamped || output != Output::projection) return write_from_nu();
     flip ? write_from_odds<true>(e, fit) : write_from_odds<false>(e, fit);
   }
 
-  // Copies the finite available entries of [begin, begin + length) to `to`, and counts the special ones.
+  // Copies the finite available entries of [begin, begin + length) to `to`, and counts the special entries.
   struct Packed {
     int64_t begin, size, infinite;
     bool nan;

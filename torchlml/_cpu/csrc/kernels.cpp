@@ -1,5 +1,6 @@
 // Compiled once per instruction set. LML_KERNELS is the name of the table (see setup.py).
 #include "backward_rows.h"
+#include "balanced.h"
 #include "choice.h"
 #include "constrained_backward.h"
 #include "loss.h"

@@ -13,7 +13,7 @@ constexpr int64_t short_row = 256;  // the longest row for which a block fits in
 constexpr int block_rows = lanes<float>;
 constexpr int64_t columns_per_sum = 16;  // number of entries that are summed before a compensated addition
 
-// log a to about 7 digits, for normal a > 0.
+// Computes log a to about 7 digits, for normal a > 0.
 LML_INLINE vfloat vlog(vfloat a) {
   const ifloat exponent = (cast_bits<ifloat>(a) - 0x3f3504f3) >> 23;  // puts the mantissa in [sqrt 1/2, sqrt 2)
   const vfloat mantissa = cast_bits<vfloat>(cast_bits<ifloat>(a) - (exponent << 23));
@@ -22,7 +22,7 @@ LML_INLINE vfloat vlog(vfloat a) {
          s * (2.0f + q * (0.66666667f + q * (0.4f + q * 0.28571429f)));
 }
 
-// log(a / b) = log(1 + (a - b) / b), given a - b. It has full relative accuracy if the difference is small.
+// Computes log(a / b) = log(1 + (a - b) / b), given a - b. It has full relative accuracy if the difference is small.
 LML_INLINE vfloat log_ratio(vfloat a, vfloat b, vfloat difference) {
   const vfloat s = difference / (a + b), q = s * s;
   const vfloat near = s * (2.0f + q * (2.0f / 3 + q * (2.0f / 5 + q * (2.0f / 7 + q * (2.0f / 9)))));
@@ -56,7 +56,8 @@ struct ExactSum {
   }
 };
 
-// A sum over many columns: short float sums, added with compensation.
+// A sum over many columns: `part` sums a few columns in plain float, and `flush` adds it to the total with
+// compensation.
 struct ColumnSum {
   vfloat part{}, sum{}, error{};
   LML_INLINE void flush() {
@@ -96,7 +97,8 @@ class LaneSolver {
   }
 
   ifloat solved() const { return solved_; }
-  // Rows whose y cannot be computed from the exponentials, because a y near 0 of a flipped target was clamped.
+  // Rows whose y cannot be computed from the exponentials: the target is flipped, and the exponential of an entry with
+  // a tiny y was clamped.
   ifloat clamped() const { return clamped_; }
   void nu(float* high, float* low) const {
     const ExactSum delta(delta_, last_step_);
@@ -109,8 +111,8 @@ class LaneSolver {
   // Writes y of all lanes. y[i] has space for the entries of row i.
   template <class S>
   void write(S* const (&y)[block_rows], const int64_t (&size)[block_rows]) const {
-    if (gaps_) return write_projection<true, true>(y, size);
-    any<float>(flip_) ? write_projection<false, true>(y, size) : write_projection<false, false>(y, size);
+    if (!any<float>(flip_)) return write_projection<false, false>(y, size);  // gaps have e = 0 and y = 0
+    gaps_ ? write_projection<true, true>(y, size) : write_projection<false, true>(y, size);
   }
 
  private:
@@ -131,7 +133,7 @@ class LaneSolver {
     }
   }
 
-  // Replaces masked entries and those past the end of a row with -inf.
+  // Replaces masked entries and entries past the end of a row with -inf.
   template <class S>
   LML_INLINE void read_with_gaps(const Input<S>& in) {
     const vfloat absent = splat(-infinity);
@@ -158,7 +160,7 @@ class LaneSolver {
 
   static LML_INLINE ifloat available(vfloat x) { return ~(x == splat(-infinity)); }
 
-  // The part that is common to all dtypes, so that it is compiled once.
+  // The part of the solver that is common to all dtypes. As a separate function, it is compiled only once.
   __attribute__((noinline)) void solve_columns(vfloat k, vfloat k_low) {
     if (!gaps_) {
       active_ = find_moments<false>();
@@ -179,16 +181,18 @@ class LaneSolver {
     vfloat origin = x_[0];
     ifloat count{};
     if constexpr (gaps) {
-      origin = splat(-infinity);
-      for (int64_t j = 0; j < size_; ++j) {
+      // Find the first available entry of each row. Most rows have one among the first few columns.
+      for (int64_t j = 1; j < size_ && any<float>(~available(origin)); ++j) {
         origin = select<float>(available(origin), origin, x_[j]);
-        count -= available(x_[j]);
       }
     }
     vfloat sum[4] = {}, squares[4] = {};
     const auto add = [&](int64_t j, int into) __attribute__((always_inline)) {
       vfloat d = x_[j] - origin;
-      if constexpr (gaps) d = keep<float>(available(x_[j]), d);
+      if constexpr (gaps) {
+        d = keep<float>(available(x_[j]), d);
+        count -= available(x_[j]);
+      }
       sum[into] += d;
       squares[into] += d * d;
     };
@@ -238,9 +242,9 @@ class LaneSolver {
     delta_ = last_step_ = vfloat{};
     low_ = splat(static_cast<float>(-L::reach)), high_ = splat(static_cast<float>(L::reach));
     odds_ = splat(unscale);
-    // An upper bound on |x - center|. In most rows it is well within the range of the exponential.
+    // Compute an upper bound on |x - center|. In most rows it is well within the range of the exponential.
     const vfloat furthest = vsqrt(count_ * variance_) + vabs(mean_ - center_);
-    if (gaps || any<float>(flip_ | ~greater(splat(0.9f * L::top), furthest))) {
+    if (any<float>(flip_ | ~greater(splat(0.9f * L::top), furthest))) {
       exponentials<gaps, true>();
     } else {
       exponentials<gaps, false>();
@@ -262,7 +266,7 @@ class LaneSolver {
 
   // Stores exp(+-(x - center)), scaled (see vmath.h), and sums the powers of r = 1 - y. This loses digits of a tiny y,
   // but the first step needs only a few digits. If `any_row` is false, all z must be within the range of the
-  // exponential and no target may be flipped. The bits are the same.
+  // exponential and no target may be flipped. The bits are the same in both cases.
   template <bool gaps, bool any_row>
   LML_INLINE void exponentials() {
     vfloat sum{}, squares{}, cubes[2] = {};
@@ -276,6 +280,7 @@ class LaneSolver {
           e_[j] = vexp<Stored>(vmin(splat(L::top), z));
         } else {
           e_[j] = vexp<Within>(z);
+          if constexpr (gaps) e_[j] = keep<float>(available(x_[j]), e_[j]);
         }
       }
       const auto add = [&](int64_t j, vfloat& cube) __attribute__((always_inline)) {
@@ -323,8 +328,8 @@ class LaneSolver {
     w_ = w_sum, bend_ = w_sum - 2.0f * (wy_sum[0] + wy_sum[1]);
   }
 
-  // Halley's step on log sum y - log k in the active lanes. A lane whose second-order step is short takes that step and
-  // is solved. A lane that leaves the range of its exponentials becomes inactive without being solved.
+  // Takes Halley's step on log sum y - log k in the active lanes. A lane whose second-order step is short takes that
+  // step and is solved. A lane that leaves the range of its exponentials becomes inactive without being solved.
   template <bool first>
   LML_INLINE void step() {
     active_ &= greater(w_, splat(static_cast<float>(L::slope)) * count_);
@@ -381,7 +386,7 @@ class LaneSolver {
   LML_INLINE vfloat projection(int64_t j) const {
     const vfloat odds = e_[j] * odds_, r = reciprocal(1.0f + odds), t = odds * r;
     const ifloat over = greater(odds, 1.0f);
-    // The smaller of t and 1 - t has full relative accuracy. Computing the other from it keeps the order of the
+    // The smaller of t and 1 - t has full relative accuracy. Computing the larger from it keeps the order of the
     // entries, which odds * r near 1 does not.
     const vfloat small = select<float>(over, r, 1.0f - t), large = select<float>(over, 1.0f - r, t);
     const vfloat y = vmin(flips ? select<float>(flip_, small, large) : large, splat(1.0f));
@@ -389,7 +394,7 @@ class LaneSolver {
   }
 
   bool same_size_, gaps_;
-  int64_t size_;  // of the longest row
+  int64_t size_;  // the size of the longest row
   vfloat count_, mean_, variance_;
   vfloat given_k_{}, given_k_low_{}, given_count_{}, probit_, logit_, tail_;
   ifloat possible_;

@@ -9,8 +9,8 @@
 namespace torchlml {
 namespace {
 
-// The best table that this processor supports. TORCHLML_ISA=baseline|v3|v4 selects a lower one (for tests). A level
-// that the processor does not support or an unknown name has no effect.
+// Returns the best table of kernels that this processor supports. TORCHLML_ISA=baseline|v3|v4 selects a lower level,
+// for tests. It has no effect if the processor does not support the level, or if the name is unknown.
 const Kernels& choose_kernels() {
 #ifdef TORCHLML_X86_LEVELS
   const char* asked = std::getenv("TORCHLML_ISA");
@@ -29,7 +29,7 @@ const Kernels& kernels() {
   return chosen;
 }
 
-// Each task has about 8192 entries, so that small batches do not pay for more threads than they need.
+// Each task has about 8192 entries, so that small batches do not start more threads than they need.
 template <class F>
 void each_rows(const Batch& b, const F& f) {
   if (b.rows == 0) return;
@@ -45,8 +45,8 @@ void run_team(int64_t pieces, void (*piece)(const void*, int64_t), const void* c
   });
 }
 
-// The same for kernels that can split a long row. If there are too few long rows to keep every thread busy, the short
-// rows run first, and then all threads work together on one long row at a time. The bits are the same either way.
+// Like `launch`, for kernels that can split a long row. If there are too few long rows to keep every thread busy, the
+// short rows run first, and then all threads work together on one long row at a time. The bits are the same either way.
 template <class F>
 void each_rows_or_piece(const Batch& b, const F& f) {
   const auto is_long = [&](int64_t r) { return row_span(b, r).size > long_row; };

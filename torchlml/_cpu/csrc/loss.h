@@ -48,7 +48,7 @@ struct LossRow {
     return {labels, batch, r, row_span(batch, r), pair[0], pair[batch.rows]};
   }
 
-  // The entry at `place`, or -inf if it is masked, or NaN if `place` is outside the row.
+  // Returns the entry at `place`, or -inf if it is masked, or NaN if `place` is outside the row.
   T entry(int64_t place) const {
     if (place < 0 || place >= span.size) return static_cast<T>(NAN);
     if (batch.mask && !batch.mask[span.begin + place]) return -static_cast<T>(HUGE_VAL);
@@ -61,9 +61,9 @@ struct LossRow {
     return count;
   }
 
-  // Visits the labels with nonzero weight. Collects those with finite entry and nu in vectors and calls
-  // f(z, c, places, count), with z = 0 and c = 0 in unused lanes. Calls otherwise(a, c) for each of the other labels.
-  // Returns whether there were any labels with nonzero weight.
+  // Visits the labels with nonzero weight. Collects labels with a finite entry and a finite nu in vectors and calls
+  // f(z, c, places, count), with z = 0 and c = 0 in unused lanes. Calls otherwise(a, c) for every other label. Returns
+  // whether there were any labels with nonzero weight.
   template <class F, class G>
   LML_INLINE bool vectors(const F& f, const G& otherwise) const {
     T z[lanes<T>] = {}, c[lanes<T>] = {};
@@ -88,7 +88,7 @@ struct LossRow {
     return any;
   }
 
-  // -c log y if the entry or nu is not finite.
+  // Returns -c log y of a label whose entry or nu is not finite.
   double limit(T a, T c, double k) const {
     const T infinity = static_cast<T>(HUGE_VAL);
     double log_y = a > -infinity && high > 0 ? 0 : -HUGE_VAL;

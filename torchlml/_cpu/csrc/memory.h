@@ -118,9 +118,21 @@ LML_INLINE void store_part(S* p, V a, int64_t count) {
 // Loads booleans as a lane mask, padded with false.
 template <class T>
 LML_INLINE Mask<T> load_mask(const bool* p, int64_t count) {
-  Mask<T> a;
-  for (int i = 0; i < lanes<T>; ++i) a[i] = i < count ? -static_cast<int>(p[i]) : 0;
-  return a;
+  using Bytes = typename Lanes<T>::B;
+  Bytes bytes{};
+  if (count >= lanes<T>) {
+    std::memcpy(&bytes, p, sizeof bytes);
+  } else {
+    copy_part<lanes<T> / 2>(reinterpret_cast<bool*>(&bytes), p, count);
+  }
+#if defined(__AVX2__) && !defined(__AVX512F__)
+  // GCC converts such short vectors entry by entry, so use the intrinsics.
+  __m128i low{};
+  std::memcpy(&low, &bytes, sizeof bytes);
+  if constexpr (sizeof(T) == 4) return -(Mask<T>)_mm256_cvtepi8_epi32(low);
+  if constexpr (sizeof(T) == 8) return -(Mask<T>)_mm256_cvtepi8_epi64(low);
+#endif
+  return -__builtin_convertvector(bytes, Mask<T>);
 }
 
 template <class S>

@@ -16,7 +16,7 @@
 
 extern "C" {
 
-// New in glibc 2.29: versions that do not set errno.
+// glibc 2.29 introduced versions of exp and log that do not set errno.
 double first_exp(double);
 double first_log(double);
 __asm__(".symver first_exp,exp@" LML_FIRST_GLIBC);
@@ -24,7 +24,7 @@ __asm__(".symver first_log,log@" LML_FIRST_GLIBC);
 double __wrap_exp(double x) { return first_exp(x); }
 double __wrap_log(double x) { return first_log(x); }
 
-// New in GCC 9: default constructors, without the argument that had a default value.
+// GCC 9 introduced default constructors of these classes. Before, the constructor had an argument with a default value.
 void __wrap__ZNSt7__cxx1118basic_stringstreamIcSt11char_traitsIcESaIcEEC1Ev(void* self) {
   new (self) std::stringstream(std::ios_base::in | std::ios_base::out);
 }
@@ -32,8 +32,8 @@ void __wrap__ZNSt7__cxx1119basic_ostringstreamIcSt11char_traitsIcESaIcEEC1Ev(voi
   new (self) std::ostringstream(std::ios_base::out);
 }
 
-// New in glibc 2.32: whether the process has a single thread, so that reference counts need no atomic instructions.
-// Zero is always safe.
+// glibc 2.32 introduced this variable. It is nonzero if the process has a single thread, so that reference counts need
+// no atomic instructions. Zero is always safe.
 extern __attribute__((visibility("hidden"))) char __libc_single_threaded;
 char __libc_single_threaded = 0;
 

@@ -14,14 +14,14 @@ struct Registers {
   unsigned a = 0, b = 0, c = 0, d = 0;
 };
 
-// The registers are zero if the processor does not support the leaf.
+// Reads one leaf of CPUID. The registers are zero if the processor does not support the leaf.
 Registers cpuid(unsigned leaf) {
   Registers r;
   __get_cpuid_count(leaf, 0, &r.a, &r.b, &r.c, &r.d);
   return r;
 }
 
-// The register sets that the operating system saves on a context switch.
+// Returns a bit mask of the register sets that the operating system saves on a context switch.
 unsigned saved_registers() {
   unsigned low, high;
   __asm__("xgetbv" : "=a"(low), "=d"(high) : "c"(0));

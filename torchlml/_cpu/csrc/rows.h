@@ -28,7 +28,8 @@ class Scratch {
     }
     return data_;
   }
-  // Scratch memory for one value per entry: the output itself if it exists and its entries have the same size.
+  // Returns scratch memory for one value per entry. It is the output itself if it exists and its entries have the same
+  // size.
   template <class S>
   T* room_in(S* output, int64_t n) {
     if constexpr (sizeof(S) == sizeof(T)) {
@@ -60,7 +61,7 @@ struct Row {
   bool available(int64_t i) const { return !mask || mask[i]; }
 };
 
-// The part of a tensor that belongs to a row, or null if the tensor is null.
+// Returns the part of a tensor that belongs to a row, or null if the tensor is null.
 template <class S>
 S* part_of(void* output, const Span& span) {
   return output ? static_cast<S*>(output) + span.begin : nullptr;
@@ -111,7 +112,7 @@ __attribute__((noinline)) void each_piece(int64_t n, Team team, const F& f) {
   for (int64_t i = 0; i < pieces; ++i) piece(&context, i);
 }
 
-// The functions below take a short path for rows of up to `long_row` entries and a long path for the others. The long
+// The functions below take a short path for rows of up to `long_row` entries and a long path for longer rows. The long
 // path gets a copy of f, and f should capture by value. Otherwise the captured variables escape, and the compiler would
 // reload them after each store on the short path, too.
 

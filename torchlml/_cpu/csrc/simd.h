@@ -36,11 +36,13 @@ struct Lanes<float> {
   typedef float V __attribute__((vector_size(LML_VECTOR_BYTES)));
   typedef int32_t I __attribute__((vector_size(LML_VECTOR_BYTES)));
   typedef uint16_t H __attribute__((vector_size(LML_VECTOR_BYTES / 2)));  // the same lanes in 16 bits
+  typedef int8_t B __attribute__((vector_size(LML_VECTOR_BYTES / 4)));    // and in 8 bits
 };
 template <>
 struct Lanes<double> {
   typedef double V __attribute__((vector_size(LML_VECTOR_BYTES)));
   typedef int64_t I __attribute__((vector_size(LML_VECTOR_BYTES)));
+  typedef int8_t B __attribute__((vector_size(LML_VECTOR_BYTES / 8)));
 };
 template <class T>
 using Vec = typename Lanes<T>::V;
@@ -56,7 +58,7 @@ using idouble = Mask<double>;
 using vhalf = Lanes<float>::H;
 typedef float half_vfloat __attribute__((vector_size(LML_VECTOR_BYTES / 2)));
 
-// The dtype of the computation: float64 for float64, float32 for all others.
+// The dtype of the computation: float64 for float64, and float32 for all other dtypes.
 template <class S>
 struct Work {
   using type = float;
@@ -169,8 +171,8 @@ LML_INLINE Mask<T> first_lanes(int64_t count) {
   return greater(splat(static_cast<T>(count)), index);
 }
 
-// 1 / a for 1 <= |a| < 1e37, because division is the most expensive instruction here. The result is accurate to about
-// the last digit. `rough` takes only Newton's step, which leaves the result up to 1e-7 too close to 0.
+// Computes 1 / a for 1 <= |a| < 1e37, on x86 without a division, which is the most expensive instruction here. The
+// result is accurate to about the last digit. With `rough`, a single Newton step leaves it up to 1e-7 too close to 0.
 template <bool rough = false>
 LML_INLINE vfloat reciprocal(vfloat a) {
 #if defined(__SSE2__)

@@ -60,7 +60,7 @@ struct Moments {
   double mean, variance;
 };
 
-// The moments of a row. Long rows are sampled.
+// Computes the mean and the variance of a row. In a long row, they come from a sample of its entries.
 template <class S>
 LML_INLINE Moments moments(const S* x, const Target& target) {
   using T = typename Work<S>::type;
@@ -89,7 +89,7 @@ LML_INLINE Moments moments(const S* x, const Target& target) {
   return {static_cast<double>(origin) + mean, variance < 0 ? 0 : variance};
 }
 
-// The approximate nu of normally distributed entries with the mean and variance of the row.
+// Returns the approximate nu of normally distributed entries with the mean and variance of the row.
 template <class S>
 LML_INLINE double guess(const S* x, const Target& target) {
   const Moments row = moments(x, target);
@@ -263,7 +263,8 @@ class Newton {
     return true;
   }
 
-  // exp with the accuracy that T needs. A library call would take a tenth of the time of a short row.
+  // Computes exp with the accuracy that T needs. A library call would account for a tenth of the time spent on a short
+  // row.
   static double exponential_of(double a) {
     if constexpr (sizeof(T) == 8) return ::exp(a);
     const double shifted = a * 1.4426950408889634 + 6755399441055744.0, n = shifted - 6755399441055744.0;
@@ -273,7 +274,7 @@ class Newton {
     return cast_bits<double>(cast_bits<int64_t>(p) + static_cast<int64_t>(cast_bits<uint64_t>(shifted) << 52));
   }
 
-  // log(a / b) to a few digits, which is enough for a step.
+  // Computes log(a / b) to a few digits, which is enough for a step.
   static double log_ratio(double a, double b) {
     const double s = (a - b) / (a + b), q = s * s;
     if (q > 0.2) return ::log(a / b);
@@ -291,8 +292,8 @@ class Newton {
   double residual_, w_, bend_;  // the sums at delta
 };
 
-// For finite entries: Newton's method from a center found by selection, then the careful solver. `e` also serves as
-// space for a copy of the row.
+// Solves a row of finite entries by Newton's method from a center found by selection or, if that fails, by the careful
+// solver. `e` also serves as space for a copy of the row.
 template <class S, class T = typename Work<S>::type>
 __attribute__((noinline)) Fit<T> fit_hard_row(const S* x, const Target& target, T* e, Team team) {
   const auto copy = [&]() {
@@ -310,8 +311,8 @@ __attribute__((noinline)) Fit<T> fit_hard_row(const S* x, const Target& target, 
   return fit;
 }
 
-// nu of one row. The status is `not_finite` if a sum is not finite because of infinite or NaN entries, or of values
-// near 1e38.
+// Computes nu of one row. The status is `not_finite` if a sum is not finite because of infinite or NaN entries, or of
+// values near 1e38.
 template <class S, class T = typename Work<S>::type>
 Fit<T> fit_row(const S* x, const Target& target, T* e, Team team) {
   Newton<T> newton;

@@ -42,7 +42,8 @@ struct SignedSums : Parts<T, 3, 16> {
   }
 };
 
-// For rows whose sum is a staircase in nu: also the sums of t and of s w, which separate the two sides of a gap.
+// For rows whose sum is a staircase in nu. This also computes the sums of t and of s w, which separate the two sides of
+// a gap.
 template <class T>
 struct TwoSidedSums : Parts<T, 5, 16> {
   using Parts<T, 5, 16>::part, Parts<T, 5, 16>::above;
@@ -76,8 +77,9 @@ struct LongSum {
   }
 };
 
-// `odds(i)` returns exp(z) of the i-th full vector, and `odds_tail()` that of the remaining entries, padded with zeros.
-// `prepare` runs over a block first: two short loops overlap far better than one loop with both dependency chains.
+// `odds(i)` returns exp(z) of the i-th full vector, and `odds_tail()` returns exp(z) of the remaining entries, padded
+// with zeros. `prepare` runs over a block first: two short loops overlap far better than one loop with both dependency
+// chains.
 template <class T, template <class> class Kind, class Prepare, class Odds, class Tail>
 LML_INLINE Totals evaluate(int64_t n, const Prepare& prepare, const Odds& odds, const Tail& odds_tail) {
   constexpr int size = Kind<T>::size;

@@ -60,7 +60,7 @@ Batch make_batch(const Tensor& x, const OptionalTensor& mask, const OptionalTens
   return b;
 }
 
-// An empty contiguous CPU tensor. The C function takes a third of the time of a call through the dispatcher.
+// Allocates a contiguous CPU tensor. The C function takes a third of the time of a call through the dispatcher.
 Tensor empty(const int64_t* sizes, int64_t dim, int32_t dtype) {
   int64_t strides[2] = {1, 1};
   if (dim == 2) strides[0] = sizes[1] > 1 ? sizes[1] : 1;
@@ -81,7 +81,7 @@ Tensor empty_nu(const Tensor& x, int64_t rows) {
   return empty(sizes, 2, work_dtype(x) == ScalarType::Double ? aoti_torch_dtype_float64() : aoti_torch_dtype_float32());
 }
 
-// k for each row, or one k for all rows, with a stride of 0.
+// Returns k for each row, or one k for all rows with a stride of 0.
 const double* read_k(const Tensor& k, int64_t rows, int64_t& stride) {
   stride = k.dim() == 0 ? 0 : 1;
   check(k, "k", ScalarType::Double, stride ? rows : 1);

@@ -38,7 +38,7 @@ double row_value(const Row<S>& row, double k, typename Work<S>::type high, typen
   return value == value ? value : HUGE_VAL;  // an entry of +inf leads to inf - inf in the compensated sum
 }
 
-// The limits: 0 for k = 0, the sum of the entries if there are at most k, and +inf if an entry is +inf.
+// The value in special cases: 0 for k = 0, the sum of the entries if there are at most k, and +inf if an entry is +inf.
 template <class S>
 double limit_value(const Row<S>& row, double k, double high) {
   if (high != high) return high;
@@ -56,7 +56,7 @@ template <class S>
 void value_rows(const ValueArgs& args, const Rows& rows) {
   using T = typename Work<S>::type;
   const Batch& batch = args.solve.batch;
-  // A few rows at a time, so that they are still in the cache when their values are computed.
+  // Process a few rows at a time, so that they are still in the cache when their values are computed.
   const int64_t some = batch.rows ? 1 + 8192 / (batch.total / batch.rows + 1) : 1;
   for (int64_t first = rows.begin; first < rows.end; first += some) {
     const int64_t last = rows.end - first < some ? rows.end : first + some;
