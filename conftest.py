@@ -1,7 +1,8 @@
-"""Doctests of `torchlml`: the names that examples may use, and the files without examples."""
+"""Configure the doctests of `torchlml`: the names that examples may use, and the files to skip."""
 
 from __future__ import annotations
 
+import gc
 from typing import Any
 
 import pytest
@@ -10,12 +11,18 @@ from torch import nn
 
 import torchlml
 
-# Kernels import triton, which not every system has. The others are a plugin that runs them, and the program.
+# Importing the kernels requires triton, which not every system has. Importing `__main__` runs the program.
+# The last file is a plugin that runs the kernels on the CPU.
 collect_ignore_glob = [
     *(f"torchlml/_triton/{name}.py" for name in ("layer", "loss", "operators", "row", "split")),
     "torchlml/__main__.py",
     "tests/support/triton_on_cpu.py",
 ]
+
+
+def pytest_collection_finish() -> None:
+    """Exclude the objects created so far from garbage collection, which every training run triggers."""
+    gc.freeze()
 
 
 @pytest.fixture(autouse=True)

@@ -1,10 +1,8 @@
-"""`torchlml.compat.LML`: the class of the paper's release, with the same argument names and exact values."""
+"""`torchlml.compat.LML`: argument names of the authors' class, and exact values."""
 
 from __future__ import annotations
 
 import io
-import subprocess
-import sys
 from typing import Any
 
 import numpy as np
@@ -13,6 +11,7 @@ import torch
 
 import torchlml
 from tests.support import truth
+from tests.support.fresh import run
 from torchlml import compat
 
 SHAPES = [(10,), (4, 10)]
@@ -70,14 +69,14 @@ def test_n_may_be_any_integer(N: Any) -> None:
 
 def test_the_first_trace_of_a_process_works() -> None:
     program = (
-        "import torch, torchlml\n"
+        "import warnings; warnings.simplefilter('ignore')\n"
+        "import torch, torchlml.compat\n"
         "x = torch.randn(4, 10)\n"
         "for layer in (torchlml.LML(k=3), torchlml.compat.LML(3)):\n"
         "    traced = torch.jit.trace(layer, (x,))\n"
         "    torch.testing.assert_close(traced(2 * x), layer(2 * x))\n"
     )
-    command = [sys.executable, "-W", "ignore", "-c", "import torchlml.compat\n" + program]
-    done = subprocess.run(command, capture_output=True, text=True)
+    done = run(program)
     assert (done.returncode, done.stderr) == (0, "")
 
 

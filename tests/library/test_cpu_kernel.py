@@ -10,7 +10,8 @@ import pytest
 import torch
 
 import torchlml
-from tests.support.cpu_kernel import FORMS, ROOT, SOURCES, TOLERANCE, assert_close, needs_kernel, problem, run
+from tests.support.cpu_kernel import FORMS, SOURCES, TOLERANCE, assert_close, needs_kernel, problem
+from tests.support.fresh import ROOT, run
 from torchlml._torch import careful
 
 

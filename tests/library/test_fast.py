@@ -1,10 +1,7 @@
-"""The fast pure-PyTorch path: certified rows are right, others are left over, and it synchronizes once."""
+"""The fast path in pure PyTorch: certified rows are right, others are rejected, and it synchronizes once."""
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
 import warnings
 from collections.abc import Iterator
 from typing import Any
@@ -16,6 +13,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from tests.support import truth
+from tests.support.fresh import run
 from tests.support.problems import BY_NAME, PROBLEMS, Problem
 from torchlml._cpu import loader
 from torchlml._solve import fast as fast_solver
@@ -172,10 +170,9 @@ def test_the_first_slow_call_says_how_to_repair_it(monkeypatch: pytest.MonkeyPat
 
 
 def test_no_warning_if_pure_pytorch_was_requested() -> None:
-    code = "import torch, torchlml; torchlml.lml(torch.ones(3), 1)"
-    environment = {**os.environ, "TORCHLML_KERNEL": "torch"}
-    command = [sys.executable, "-W", "error::UserWarning", "-c", code]
-    assert subprocess.run(command, env=environment).returncode == 0
+    code = "import warnings; warnings.simplefilter('error', UserWarning)\n"
+    code += "import torch, torchlml; torchlml.lml(torch.ones(3), 1)"
+    assert run(code, TORCHLML_KERNEL="torch").returncode == 0
 
 
 @pytest.mark.parametrize("offsets", [None, torch.tensor([0, 200])], ids=["dense", "packed"])

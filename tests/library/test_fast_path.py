@@ -1,4 +1,4 @@
-"""The fast path of the most common call gives the results of the general path and takes no other call."""
+"""The fast path of the most common call gives the results of the general path; other calls do not take it."""
 
 from __future__ import annotations
 

@@ -19,7 +19,8 @@ from types import ModuleType, SimpleNamespace
 import pytest
 import torch
 
-from tests.support.cpu_kernel import ROOT, SOURCES, run
+from tests.support.cpu_kernel import SOURCES
+from tests.support.fresh import ROOT, run
 from torchlml._cpu import loader
 
 # ---------------------------------------------------------------------------------------- loading
@@ -249,8 +250,8 @@ def test_setuptools_too_old(checkout: Path, tmp_path: Path) -> None:
     result = build(checkout, "setup.py", "--name", PYTHONPATH=str(tmp_path))
     assert result.returncode == 1
     assert result.stderr == (
-        "torchlml: building needs setuptools 77 or newer, and this is 69.5.1: "
-        "run `pip install --upgrade setuptools`.\n"
+        "torchlml: building requires setuptools 77 or newer, but this is 69.5.1. "
+        "Run `pip install --upgrade setuptools`.\n"
     )
 
 

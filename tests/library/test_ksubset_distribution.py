@@ -345,7 +345,7 @@ WRONG = {
     "a list": (lambda: KSubset(2, logits=[1.0]), TypeError, "`logits` must be a torch.Tensor"),
     "integers": (lambda: KSubset(2, logits=X.long()), TypeError, "`logits` must be a floating-point tensor"),
     "no dimension": (lambda: KSubset(0, logits=X[0, 0]), ValueError, "`logits` must have shape (..., n)"),
-    "probs": (lambda: KSubset(2, probs=X + 1.5), ValueError, "`probs` must hold probabilities"),
+    "probs": (lambda: KSubset(2, probs=X + 1.5), ValueError, "`probs` must contain probabilities"),
     "too many ones": (
         lambda: KSubset(2, logits=X).log_prob(X + 1),
         ValueError,
@@ -358,7 +358,7 @@ WRONG = {
         ValueError,
         "k different indices",
     ),
-    "too large": (lambda: KSubset(2, logits=X).log_prob(torch.tensor([1, 5])), ValueError, "but it holds 5."),
+    "too large": (lambda: KSubset(2, logits=X).log_prob(torch.tensor([1, 5])), ValueError, "but one is 5."),
     "hot integers": (
         lambda: KSubset(2, logits=X).log_prob(torch.tensor([1, 1, 0, 0, 0])),
         ValueError,

@@ -2,10 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -16,6 +12,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils.checkpoint import checkpoint
 
 import torchlml
+from tests.support import fresh
 from torchlml._autograd import chunked_linear
 from torchlml._autograd.chunked_linear import rows_within
 from torchlml._cpu import loader
@@ -347,20 +344,17 @@ def test_chunks_are_even(rows: int, most: int, sizes: list[int]) -> None:
 @pytest.mark.parametrize("rows", [64, 256])
 def test_memory_beyond_the_weights_gradient(rows: int) -> None:
     """Memory stays within 64 MiB plus 10% for every batch size; without chunks it is four times as much."""
-    # In a new process, so that memory left in the heap by other tests is not counted.
+    # Run in a new process, so that memory left in the heap by other tests is not counted.
     code = f"""
 import torch, torchlml
 from torchlml_lab.bench.timing import added_bytes
+torch.set_num_threads(1)
 h, w = torch.randn({rows}, 8, requires_grad=True), torch.randn(400_000, 8, requires_grad=True)
 target = torch.randint(400_000, ({rows},))
 step = lambda: torch.autograd.grad(torchlml.linear_lml_loss(h, w, target, 5), (h, w))
 print(added_bytes(step) - w.numel() * 4)
 """
-    environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[2]), "OMP_NUM_THREADS": "1"}
-    done = subprocess.run(
-        [sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=True
-    )
-    assert 0 < int(done.stdout) <= 1.1 * 64 * 2**20
+    assert 0 < int(fresh.run(code).stdout) <= 1.1 * 64 * 2**20
 
 
 @pytest.mark.parametrize("loss", [torchlml.linear_lml_loss, torchlml.linear_truncated_entropy_loss])

@@ -1,4 +1,4 @@
-"""First and second derivatives of the losses, by finite differences and through all transforms of PyTorch."""
+"""First and second derivatives of the losses, by finite differences and with all PyTorch transforms."""
 
 from __future__ import annotations
 

@@ -309,7 +309,7 @@ def test_wrong_multi_label_targets_raise(loss, words, target, settings):
         ("`weight` must be None for ragged rows", LABELS, {"weight": torch.ones(18)}),
         ("`target` has a label where `mask` is False", LABELS, {"mask": torch.arange(18) > 0}),
         ("`offsets` must start at 0", LABELS, {"offsets": torch.tensor([0, 5])}),
-        ("`offsets` must not decrease", LABELS, {"offsets": torch.tensor([0, 9, 5, 18])}),
+        ("`offsets` must be in nondecreasing order", LABELS, {"offsets": torch.tensor([0, 9, 5, 18])}),
         ("`offsets` must be an int64 or int32 tensor", LABELS, {"offsets": torch.tensor([0.0, 18])}),
         ("pass `target.bool()`", torch.zeros(18, dtype=torch.int64), {}),
     ],

@@ -67,7 +67,7 @@ every = pytest.mark.parametrize("name", METRICS)
 
 
 def truth(measure, scores, observed, mask, k):
-    """The ratio of the sums over rows, each the mean over all orders with non-increasing scores."""
+    """The ratio of two sums over rows; each term is a mean over all orders with non-increasing scores."""
     found = possible = 0.0
     for row, labels, available in zip(scores.tolist(), observed, mask, strict=True):
         entries = available.nonzero().flatten().tolist()

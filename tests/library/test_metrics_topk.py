@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import itertools
 import math
-import subprocess
-import sys
 
 import pytest
 import torch
 
+from tests.support.fresh import run
 from torchlml.metrics import SceneGraphRecall, TopKRecall
 
 
@@ -150,8 +149,5 @@ def test_torchmetrics_is_needed_for_the_metrics_only():
         "try:\n    import torchlml.metrics\n"
         "except ImportError as error:\n    print(error)\n"
     )
-    result = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
-    assert (
-        result.stdout
-        == "`torchlml.metrics` needs torchmetrics: install it with `pip install torchlml[metrics]`.\n"
-    )
+    said = "`torchlml.metrics` needs torchmetrics: install it with `pip install torchlml[metrics]`.\n"
+    assert run(program).stdout == said

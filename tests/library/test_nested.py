@@ -167,7 +167,7 @@ def strided() -> Tensor:
 X = jagged([torch.randn(2), torch.randn(3)])
 OTHER = jagged([torch.ones(3, dtype=torch.bool), torch.ones(2, dtype=torch.bool)])
 WRONG: dict[str, tuple[Callable[[], Any], str]] = {
-    "holes": (lambda: torchlml.lml(holes(), 1), "`x` has holes between its rows"),
+    "holes": (lambda: torchlml.lml(holes(), 1), "`x` must be contiguous, but it has holes"),
     "offsets": (lambda: torchlml.lml(X, 1, offsets=X.offsets()), "`offsets` must be None for a nested `x`"),
     "dim": (lambda: torchlml.lml(X, 1, dim=0), "`dim` must be the ragged dimension"),
     "ragged dim next to a dense one": (
@@ -206,10 +206,10 @@ WRONG: dict[str, tuple[Callable[[], Any], str]] = {
         "`target` is torch.int64 and ragged like the logits",
     ),
     "svm": (lambda: torchlml.topk_svm_loss(X, torch.tensor([0, 1]), 1), "must have rows of equal length"),
-    "topk_mask": (lambda: torchlml.topk_mask(X, 1), "`x` must be a dense tensor here, but it is nested"),
+    "topk_mask": (lambda: torchlml.topk_mask(X, 1), "`x` must be a dense tensor for this function"),
     "strided": (
         lambda: torchlml.lml(strided(), 1),
-        "`x` must be a nested tensor made with `layout=torch.jagged`, but it is one of torch.strided",
+        "`x` must be a nested tensor made with `layout=torch.jagged`, but it is nested as torch.strided",
     ),
 }
 

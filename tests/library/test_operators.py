@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+
 import pytest
 import torch
 from torch import Tensor
@@ -12,7 +14,9 @@ OFFSETS = torch.tensor([0, 3, 3, 8, 12])
 Arguments = tuple[Tensor | float | bool | None, ...]
 
 
+@functools.cache
 def _inputs(ragged: bool, dtype: torch.dtype) -> dict[str, Arguments]:
+    torch.manual_seed(0)  # the first call is during collection
     offsets = OFFSETS if ragged else None
     x = torch.randn(12, dtype=dtype) if ragged else torch.randn(4, 6, dtype=dtype)
     mask = torch.arange(x.numel()).view(x.shape) % 5 > 0
@@ -62,11 +66,13 @@ def _capped(x: Tensor, g: Tensor, k: Tensor, mask: Tensor, offsets: Tensor | Non
 def _choices(x: Tensor, k: Tensor, y: Tensor) -> dict[str, Arguments]:
     wide = y.to(torch.promote_types(y.dtype, torch.float32))
     keys = torch.randint(256, x.shape, dtype=torch.uint8)
-    whole = k.ceil()
+    whole, mu = k.ceil(), torch.randn(x.shape[1], dtype=torch.float64)
     p = wide * (whole / wide.sum(-1)).unsqueeze(-1).clamp(max=1)
     return {
         "topk_mask": (x, whole, x > -1),
         "systematic_sample": (p.to(wide.dtype), whole, keys, torch.rand(4, dtype=k.dtype)),
+        "balanced_forward": (x.to(wide.dtype), mu, k),
+        "balanced_product": (wide, wide.sum(-1), mu),
     }
 
 

@@ -9,6 +9,7 @@ from collections.abc import Iterator
 import pytest
 import torch.distributed as dist
 
+from tests.support import distributed
 from tests.support.distributed import Pools
 
 
@@ -21,7 +22,7 @@ class Fine:
 
 
 class Fails:
-    """A test that fails in one process, while the other waits for it."""
+    """A test that fails in one process, while the other process is blocked."""
 
     @staticmethod
     def check(group: dist.ProcessGroup) -> None:
@@ -55,7 +56,10 @@ def own_pools() -> Iterator[Pools]:
 
 
 @pytest.mark.parametrize(("name", "words"), [("Fails", "one of two"), ("Dies", "exit code 7")])
-def test_a_failing_test_does_not_affect_others(own_pools: Pools, name: str, words: str) -> None:
+def test_a_failing_test_does_not_affect_others(
+    own_pools: Pools, monkeypatch: pytest.MonkeyPatch, name: str, words: str
+) -> None:
+    monkeypatch.setattr(distributed, "_GRACE", 2.0)
     own_pools.run(2, __name__, "Fine")
     with pytest.raises(pytest.fail.Exception, match=words):
         own_pools.run(2, __name__, name)
@@ -63,7 +67,7 @@ def test_a_failing_test_does_not_affect_others(own_pools: Pools, name: str, word
 
 
 def test_a_test_that_hangs_times_out() -> None:
-    pools = Pools(seconds=5)
+    pools = Pools(seconds=1)
     with pytest.raises(pytest.fail.Exception, match="did not finish in time"):
         pools.run(2, __name__, "Hangs")
     pools.close()

@@ -30,7 +30,7 @@ def _wide(value: float) -> torch.Tensor:
 
 
 def target(n: int, fraction: float) -> float:
-    """k as a fraction of n, rounded to an integer for half of the examples, where y can be nearly a step."""
+    """k as a fraction of n, rounded for half of the examples, because only then y can be nearly a step."""
     k = fraction * n
     return float(round(k)) if fraction > 0.5 and n > 1 else k
 
@@ -92,7 +92,7 @@ def test_a_mask_removes_entries(row: list[float], fraction: float, dtype: torch.
     k = target(len(row), fraction)
     y = torchlml.lml(x, k, mask=mask)
     assert torch.equal(y[~mask], torch.zeros_like(y[~mask]))
-    # The remaining row may be shorter than k, which rows of a jagged batch may be.
+    # The remaining row may have fewer than k entries, which is allowed only in a jagged batch.
     kept = torchlml.lml(x[mask], k, offsets=torch.tensor([0, sum(keep)]))
     assert float((y[mask] - kept).abs().sum()) <= 2 * limit(dtype) * len(row)
     # -inf is another way to express the same mask

@@ -10,9 +10,11 @@ import torch
 from torch import Tensor
 
 import torchlml
-from tests.support.cpu_kernel import FORMS, TOLERANCE, assert_close, needs_kernel, problem, run
+from tests.support.cpu_kernel import FORMS, TOLERANCE, assert_close, needs_kernel, problem
+from tests.support.fresh import run
 from torchlml import choices, constrained, projection
 from torchlml._autograd import rule
+from torchlml._balanced import linear
 
 Case = tuple[Tensor, Tensor, "Tensor | None", "Tensor | None"]
 PROJECTIONS = {
@@ -125,6 +127,32 @@ def test_choices(dtype: torch.dtype, form: str) -> None:
     keys = torch.randint(256, x.shape, dtype=torch.uint8)
     start = torch.rand(x.shape[0], dtype=torch.float64)
     assert same(OPERATORS.systematic_sample(p, k, keys, start), choices._sample_reference(p, k, keys, start))
+
+
+@needs_kernel
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
+@pytest.mark.parametrize("columns", [1, 5, 64, 300])
+def test_balanced_rows(dtype: torch.dtype, columns: int) -> None:
+    """y agrees with pure PyTorch, and the sums with those of y in float64, for blocks of all sizes."""
+    for rows in (0, 1, 3, 70, 5000 if columns < 100 else 300):
+        x, mu = torch.randn(rows, columns, dtype=dtype), torch.randn(columns, dtype=torch.float64)
+        x[torch.rand_like(x) < 0.1] = -torch.inf
+        for k in (torch.tensor(0.4 * columns, dtype=torch.float64), columns * torch.rand(rows).double()):
+            y, inverse, sums = OPERATORS.balanced_forward(x, mu, k)
+            assert_close(y, linear._forward(x, mu, k)[0], dtype)
+            wide = y.double()
+            w = wide - wide * wide
+            assert_close(sums, torch.stack([wide.sum(0), w.sum(0), (w * wide).sum(0)]), dtype, 10)
+            a = w.sum(1)
+            assert_close(inverse[a > 0] * a[a > 0], torch.ones_like(a[a > 0]), dtype, 10)
+            assert not inverse[a == 0].any()
+            p = torch.randn(columns, dtype=torch.float64)
+            wanted = w.T @ (inverse.double() * (w @ p))
+            assert_close(OPERATORS.balanced_product(y, inverse, p), wanted, dtype, 10)
+            # torch adds the rows one after another in the dtype of y, so the error grows with their number.
+            size = w.T @ (inverse.double() * (w @ p.abs()))
+            error = (linear._product(y, inverse, p) - wanted).abs()
+            assert (error <= (rows + columns + 8) * torch.finfo(dtype).eps * size).all()
 
 
 def every(x: Tensor, k: Tensor) -> list[Tensor]:

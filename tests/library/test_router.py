@@ -154,6 +154,9 @@ def test_half_precision() -> None:
     assert weights.dtype == torch.bfloat16
     assert mu.dtype == torch.float32
     assert largest_load(indices, 8) < 1.25
+    kept = router.bias.clone()
+    assert torch.equal(router.bfloat16().bias, kept)  # not rounded on the way
+    assert not torch.equal(kept.bfloat16().float(), kept)
 
 
 def test_state_and_representation() -> None:

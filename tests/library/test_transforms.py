@@ -13,7 +13,8 @@ from torch.func import grad, hessian, jacfwd, jacrev, jvp, vjp, vmap
 
 import torchlml
 from tests.support import truth
-from tests.support.problems import PROBLEMS, SHORT, Problem
+from tests.support.problems import SHORT, Problem
+from tests.support.related import each_problem_and_dtype
 from tests.support.special_rows import DENSE, Special
 
 NAMES = ["lml", "log_lml", "lml_dual"]
@@ -205,8 +206,7 @@ def upstream(n: int) -> Tensor:
 each_dtype = pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
 
 
-@each_dtype
-@pytest.mark.parametrize("problem", PROBLEMS, ids=lambda problem: problem.name)
+@each_problem_and_dtype
 def test_the_transformable_path_is_as_accurate(problem: Problem, dtype: torch.dtype) -> None:
     unit = 1e-6 if dtype == torch.float32 else 1e-11
     x, row = problem.row(dtype), problem.truth(dtype)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -15,6 +16,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from tests.support import fresh
 from torchlml._triton import plan, self_test
 from torchlml_lab import cli, info
 from torchlml_lab.gpu_check import check_gpu
@@ -36,39 +38,32 @@ def run(*words: str, **environment: str) -> str:
     return done.stdout
 
 
-def interpreted(variant: str, *arguments: str) -> None:
-    """Run tests with every operator on CPU tensors going through the interpreted kernels."""
+@needs_triton
+def test_interpreted_kernels_are_right_and_pass_the_checks_of_torch() -> None:
+    """Run two files of tests with every operator on CPU tensors going through the interpreted kernels."""
+    files = ["tests/support/triton_interpreted.py", "tests/library/test_operators.py"]
+    related = "bounded or value or constrained or topk_mask or systematic"  # pure PyTorch on GPUs
+    chosen = f"triton_interpreted or checks_of_torch and float32 and not ({related})"
     # The interpreter uses numpy, which warns about infinities that a GPU handles silently.
     plugins = ["-p", "tests.support.triton_on_cpu", "-p", "no:cacheprovider", "-W", "ignore::RuntimeWarning"]
     output = run(
-        *("-m", "pytest", "-q", "-p", "no:xdist", *plugins, *arguments),
+        *("-m", "pytest", "-q", "-p", "no:xdist", *plugins, *files, "-k", chosen),
         TRITON_INTERPRET="1",
-        TRITON_VARIANT=variant,
+        TRITON_VARIANT="chip",
         TORCHLML_KERNEL="torch",
     )
-    assert " passed" in output
+    passed = re.search(r"^(\d+) passed", output, re.MULTILINE)
+    assert passed is not None
+    assert int(passed[1]) > 70
     assert " skipped" not in output
 
 
 @needs_triton
-def test_interpreted_kernels_are_right() -> None:
-    interpreted("chip", "tests/support/triton_interpreted.py")
-
-
-@needs_triton
-def test_interpreted_kernels_pass_the_checks_of_torch() -> None:
-    related = "bounded or value or constrained or topk_mask or systematic"  # pure PyTorch on GPUs
-    chosen = f"checks_of_torch and float32 and not ({related})"
-    interpreted("chip", "tests/library/test_operators.py", "-k", chosen)
-
-
-@needs_triton
-@pytest.mark.parametrize("targets", [("sm_80",), ("sm_90", "sm_100", "gfx942")], ids=" ".join)
-def test_kernels_compile(targets: tuple[str, ...]) -> None:
-    output = run("-m", "tests.support.triton_compile", *targets)
+def test_kernels_compile() -> None:
+    output = run("-m", "tests.support.triton_compile", "sm_80", "sm_90", "sm_100", "gfx942")
     report = [json.loads(line) for line in output.splitlines()]
     print(output)  # noqa: T201  the report, shown by `pytest -rP`
-    assert len(report) > 40
+    assert len(report) > 80
     for variant in report:
         assert variant["spilled"] == 0 or not variant["common"], variant
         assert variant["shared"] <= 48 * 1024, variant
@@ -116,7 +111,7 @@ def test_a_number_k_is_brought_to_the_device() -> None:
 
 
 def test_importing_the_package_does_not_import_triton() -> None:
-    assert run("-c", "import torchlml, sys; print('triton' in sys.modules)").strip() == "False"
+    assert fresh.run("import torchlml, sys; print('triton' in sys.modules)").stdout == "False\n"
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="gpu-check would use the GPU")

@@ -9,17 +9,16 @@ import torch
 
 import torchlml
 from tests.support import related
-from tests.support.problems import PROBLEMS, Problem
-from tests.support.related import each, each_dtype
+from tests.support.problems import Problem
+from tests.support.related import each_dtype, each_problem_and_dtype
 
 INF, NAN = math.inf, math.nan
 
 
-@each_dtype
-@each(PROBLEMS)
+@each_problem_and_dtype
 def test_the_value(problem: Problem, dtype: torch.dtype) -> None:
     x = problem.row(dtype)
-    expected, size = related.value(x.double().numpy(), problem.k)
+    expected, size = related.value(problem, dtype)
     expected = float(torch.tensor(expected, dtype=torch.float64).to(dtype))  # 5e38 is inf in float32
     got = torchlml.lml_value(x, problem.k)
     assert got.dtype == dtype

@@ -37,7 +37,7 @@ def rejected(capsys: pytest.CaptureFixture[str], arguments: Iterable[object]) ->
 
 
 def _out(words: Sequence[str]) -> Path:
-    """The path of the last `--out`, or the current directory, which exists."""
+    """Return the path of the last `--out`, or the current directory, which exists."""
     return Path(next((after for word, after in reversed(list(pairwise(words))) if word == "--out"), "."))
 
 

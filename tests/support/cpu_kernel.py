@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -13,22 +10,9 @@ from torch import Tensor
 
 from torchlml._cpu import loader
 
-ROOT = Path(__file__).resolve().parents[2]
 INF, NAN = float("inf"), float("nan")
 SOURCES = Path("torchlml/_cpu/csrc")
 needs_kernel = pytest.mark.skipif(not loader.loaded(), reason="the compiled kernel is not in use")
-
-
-def run(code: str, **environment: str) -> subprocess.CompletedProcess[str]:
-    settings = {key: value for key, value in os.environ.items() if not key.startswith("TORCHLML_")}
-    return subprocess.run(
-        [sys.executable, "-c", code],
-        env=settings | environment,
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-        check=False,
-    )
 
 
 def problem(dtype: torch.dtype, form: str) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None]:

@@ -83,7 +83,7 @@ class _Pool:
             theirs.close()  # so that the pipe closes when the process ends
 
     def run(self, module: str, name: str, seconds: float) -> list[str]:
-        """The errors of all processes, empty if the test passed."""
+        """Return the errors of all processes, empty if the test passed."""
         waiting = dict(zip(self._pipes, range(len(self._pipes)), strict=True))
         problems = []
         for pipe in self._pipes:
@@ -139,7 +139,7 @@ def _serve(rank: int, size: int, folder: str, pipe: Connection) -> None:
 
 
 def part(t: torch.Tensor, group: dist.ProcessGroup, dim: int = -1) -> torch.Tensor:
-    """The shard of this process. Shards are uneven, and one is empty in groups of 3 and 4."""
+    """Return the shard of this process. Shards are uneven, and one is empty in groups of 3 and 4."""
     n, size, rank = t.shape[dim], dist.get_world_size(group), dist.get_rank(group)
     cuts = {1: [0, n], 2: [0, n // 3, n], 3: [0, n // 2, n // 2, n], 4: [0, 0, n // 5, n - 1, n]}[size]
     return t.narrow(dim, cuts[rank], cuts[rank + 1] - cuts[rank]).clone()

@@ -66,7 +66,7 @@ def draw(form: str, lengths: Sequence[int], dtype: torch.dtype, masked: bool) ->
 
 
 def batch(rows: Sequence[LabeledRow], form: str, packed: bool) -> Batch:
-    """The rows in canonical form, with labels in the given order and gaps between them."""
+    """Return the rows in canonical form, with labels in the given order and gaps between them."""
     join = torch.cat if packed else torch.stack
     x = join([row.x for row in rows])
     work = torch.float64 if x.dtype == torch.float64 else torch.float32
@@ -143,7 +143,7 @@ def _check_row(row: LabeledRow, g: float, loss: float, dx: Tensor, dk: float) ->
 
 
 def available(row: Special) -> list[int]:
-    """The positions of a special row that may be labels."""
+    """Return the positions of a special row that may be labels."""
     return [j for j in range(len(row.x)) if row.mask is None or row.mask[j]]
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import multiprocessing
 import os
 import runpy
@@ -73,14 +74,14 @@ class Command:
         os.kill(self.pid, number)
 
     def end(self, seconds: float = 180) -> tuple[int | None, str, str]:
-        """Wait until it ends, and return its exit code, standard output and standard error."""
+        """Wait until the process ends, and return its exit code, standard output and standard error."""
         self._process.join(seconds)
         out, err = ((self._folder / name).read_text() for name in ("out", "err"))
         shutil.rmtree(self._folder)
         return self._process.exitcode, out, err
 
     def kill(self) -> tuple[int | None, str, str]:
-        """Kill it, as the system does when it runs out of memory."""
+        """Kill the process, as the system does when it runs out of memory."""
         self.send_signal(signal.SIGKILL)
         return self.end()
 
@@ -92,6 +93,7 @@ def _run(
     folder: Path,
     environment: dict[str, str],
 ) -> None:
+    gc.freeze()  # every training run collects all garbage, which would copy the memory of the server
     os.environ.update(environment)
     for descriptor, name in ((1, "out"), (2, "err")):
         os.dup2(os.open(folder / name, os.O_WRONLY | os.O_CREAT), descriptor)
@@ -117,7 +119,7 @@ def start_two(
 
 
 def output(*processes: Command, code: int = 0, seconds: float = 180) -> tuple[str, str]:
-    """Wait until the processes end in time and with this exit code, and return their two outputs."""
+    """Wait until the processes end in time and with this exit code, and return their output and errors."""
     ends = [process.end(seconds) for process in processes]
     printed, errors = ("".join(end[i] for end in ends) for i in (1, 2))
     assert [end[0] for end in ends] == [code] * len(ends), errors

@@ -27,7 +27,7 @@ class Drawn:
 
 
 def draw(count: int, seed: int = 0) -> list[Drawn]:
-    """Random images of two to six boxes, several relations on some pairs; every fourth is a test image."""
+    """Draw images with two to six boxes and several relations on some pairs; every fourth is a test image."""
     random = np.random.default_rng(seed)
     drawn = []
     for i in range(count):
@@ -47,7 +47,7 @@ def draw(count: int, seed: int = 0) -> list[Drawn]:
 
 
 def vg_tables(images: list[Drawn]) -> dict[str, np.ndarray]:
-    """All tables of the file by Xu et al., in which the longer side of an image is 1024 units."""
+    """Return all tables of the file by Xu et al., in which the longer side of an image is 1024 units."""
     boxes: list[tuple[float, ...]] = []
     labels: list[int] = []
     relations: list[tuple[int, int]] = []
@@ -101,7 +101,7 @@ def write_vg(folder: Path, images: list[Drawn], tables: dict[str, np.ndarray] | 
 
 
 def vrd_annotations(images: list[Drawn]) -> dict[str, list[dict]]:
-    """The relations of each image in the format of VRD: bbox is ymin, ymax, xmin, xmax."""
+    """Return the relations of each image in the format of VRD: bbox is ymin, ymax, xmin, xmax."""
 
     def end(image: Drawn, box: int) -> dict:
         a, b, c, d = image.boxes[box]

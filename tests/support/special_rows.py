@@ -70,6 +70,6 @@ DENSE = [row for row in SPECIAL if not row.short]
 
 
 def gradient_of_k(row: Special, g: list[float]) -> float:
-    """The gradient of sum(g y) for k: nonzero only if p entries of +inf share k, with dy/dk = 1/p."""
+    """Return d sum(g y) / dk, which is nonzero only if p entries of +inf share k: then dy/dk = 1/p."""
     above = [gi for xi, gi in zip(row.x, g, strict=True) if xi == INF]
     return sum(above) / len(above) if row.nu == -INF and len(above) > row.k > 0 else 0.0

@@ -30,7 +30,7 @@ class Exact:
 
 
 def enumerate_sets(x: torch.Tensor, k: int) -> Exact:
-    """All quantities of a row of up to 12 entries, which may include -inf."""
+    """Return all quantities of a row of up to 12 entries, which may include -inf."""
     values = [MP.mpf(float(v)) if math.isfinite(v) else None for v in x.tolist()]
     weights = {
         members: MP.exp(MP.fsum(values[i] for i in members))
@@ -42,7 +42,7 @@ def enumerate_sets(x: torch.Tensor, k: int) -> Exact:
     chances = {members: weight / total for members, weight in weights.items()}
 
     def log(members):
-        """log P, computed from the sum of the others if P is near 1."""
+        """Return log P, computed from the sum of all other probabilities if P is near 1."""
         if chances[members] == 0:
             return -MP.inf
         others = MP.fsum(w for other, w in weights.items() if other != members)
@@ -60,7 +60,7 @@ def enumerate_sets(x: torch.Tensor, k: int) -> Exact:
 
 
 def dynamic_programming(x: torch.Tensor, k: int) -> Exact:
-    """Normalizer and inclusion probabilities of a finite row, in 80-bit floating point."""
+    """Compute normalizer and inclusion probabilities of a finite row in 80-bit floating point."""
     values = x.numpy().astype(np.longdouble)
     n = len(values)
     forward, backward = (_log_polynomials(each, k) for each in (values, values[::-1]))
@@ -74,7 +74,8 @@ def dynamic_programming(x: torch.Tensor, k: int) -> Exact:
 
     inclusion = np.exp(np.array([values[i] + without(i, k - 1) - total for i in range(n)]))
     exclusion = np.exp(np.array([without(i, k) - total for i in range(n)]))
-    # log P of the k largest, minus the expected loss from leaving them; no large numbers are subtracted.
+    # log P of the set of the k largest, minus the expected change for other sets, so that no large numbers
+    # are subtracted.
     order = np.argsort(-values, kind="stable")
     best, threshold = np.zeros(n, bool), values[order[k - 1 : k + 1]].mean()
     best[order[:k]] = True
@@ -84,7 +85,7 @@ def dynamic_programming(x: torch.Tensor, k: int) -> Exact:
 
 
 def _log_polynomials(values: np.ndarray, k: int) -> np.ndarray:
-    """log e_j of the first i entries, (n + 1, k + 1)."""
+    """Return log e_j of the first i entries, (n + 1, k + 1)."""
     table = np.full((len(values) + 1, k + 1), -np.inf, dtype=np.longdouble)
     table[0, 0] = 0
     for i, value in enumerate(values):
@@ -94,7 +95,7 @@ def _log_polynomials(values: np.ndarray, k: int) -> np.ndarray:
 
 
 def count_inside(x: torch.Tensor, k: int, inside: torch.Tensor) -> np.ndarray:
-    """The probability that j of the k chosen entries are in a part of the row, for j from 0 to k."""
+    """Return the probability that j of the k chosen entries are in a part of the row, for j from 0 to k."""
     values = x.numpy().astype(np.longdouble)
     part, rest = (_log_polynomials(values[side], k)[-1] for side in (inside.numpy(), ~inside.numpy()))
     terms = part + rest[::-1]

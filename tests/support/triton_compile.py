@@ -64,7 +64,7 @@ COMMON = 4096  # rows up to this length must not spill registers
 
 
 class Variant(NamedTuple):
-    """A compiled variant."""
+    """A variant of a kernel to compile."""
 
     name: str
     kernel: Any
@@ -75,7 +75,7 @@ class Variant(NamedTuple):
 
 
 def variants(lanes: int) -> list[Variant]:
-    """All launched kernels, with the blocks and warps that `plan` chooses."""
+    """Return all launched kernels, with the blocks and warps that `plan` chooses."""
     forward, backward = triton_layer.forward_kernel, triton_layer.backward_kernel
     found: list[Variant] = []
 
@@ -125,7 +125,7 @@ def variants(lanes: int) -> list[Variant]:
 
 
 def measure(variant: Variant, target: str) -> dict[str, Any]:
-    """Resources of a variant: registers, bytes spilled and shared, and its rounding to bfloat16."""
+    """Return the resources of a variant: registers, bytes spilled and shared, and its bfloat16 rounding."""
     name, kernel, constants, dtype, warps, length = variant
     types = {**ARGUMENTS, **dict.fromkeys(ENTRIES, f"*{dtype}")}
     if "LABELS" in constants:  # a loss has one gradient per row
@@ -165,12 +165,12 @@ def _amd(compiled: Any) -> tuple[int, int]:
 
 
 def chosen(target: str) -> list[Variant]:
-    """All on sm_80; elsewhere each kernel once per dtype, with its longest rows that must not spill."""
+    """Return all variants for sm_80, and one per kernel for any other target: bfloat16, longest rows."""
     found = variants(TARGETS[target].warp_size)
     if target == "sm_80":
         return found
-    found.sort(key=lambda variant: (variant.length <= COMMON, variant.length))
-    return list({(variant.kernel, variant.dtype): variant for variant in found}.values())
+    found.sort(key=lambda variant: (variant.length <= COMMON, variant.dtype == "bf16", variant.length))
+    return list({variant.kernel: variant for variant in found}.values())
 
 
 if __name__ == "__main__":

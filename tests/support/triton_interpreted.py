@@ -29,12 +29,13 @@ LOOP = Plan(32, 1, True)
 SPLIT = Plan(16, 1, True, 2)
 VARIANTS = {"chip": None, "loop": LOOP, "split": SPLIT}
 LENGTHS = {
-    # One entry; the smallest block, full; a partly filled block; several warps.
+    # One entry, the smallest block completely filled, a partly filled block, and several warps.
     "chip": (1, 32, 33, 600),
-    # Everything in the block on chip; a full block and nothing streamed; one entry streamed; many blocks
-    # streamed, the last one partly filled.
+    # All entries in a partly filled block on chip, a full block and nothing streamed, one entry streamed, and
+    # many blocks streamed, the last one partly filled.
     "loop": (20, 32, 33, 150),
-    # One program with entries and one without; one block each; two blocks in the first; several in all.
+    # One program with entries and one without, one block for each program, two blocks in the first program,
+    # and several blocks in all programs.
     "split": (10, 32, 33, 90),
 }
 each_shape = pytest.mark.parametrize(
@@ -55,7 +56,7 @@ def force(monkeypatch: pytest.MonkeyPatch) -> Force:
     def layout(how: Plan | None) -> Callable[[Tensor, int, Tensor | None], Plan]:
         return lambda x, rows, offsets: how or plan(1000, x.shape[-1], offsets is not None, 100)
 
-    # Rows that take more steps than the splits share also reach the kernel that finishes them.
+    # Rows that need more than three steps also reach the kernel that finishes them with a single program.
     monkeypatch.setattr(triton_split, "_STEPS", 3)
     return lambda how: monkeypatch.setattr(triton_operators, "layout", layout(how))
 
@@ -120,7 +121,7 @@ def test_shapes(force: Force, how: Plan | None, n: int) -> None:
 
 
 def some(rows: list[Row], how: Plan | None) -> list[Row]:
-    """All rows on chip, and different subsets for the variants that are slower to interpret."""
+    """Return all rows on chip, and different subsets for the variants that are slower to interpret."""
     return rows[how == LOOP :: {None: 1, LOOP: 2, SPLIT: 4}[how]]
 
 
@@ -169,7 +170,7 @@ def run_problems(problems: list[Problem], dense: bool = False) -> None:
 
 @each_variant
 def test_special_rows(force: Force, how: Plan | None) -> None:
-    """All limits in one jagged batch, each with its own k, and as neighbors."""
+    """Test all limits next to each other in one jagged batch, each with its own k."""
     force(how)
     rows = some(SPECIAL, how)
     x, offsets = packed([torch.tensor(row.x) for row in rows])

@@ -24,20 +24,20 @@ INFINITY_STAND_IN = 1e60
 
 
 def _difference(x: Array, anchor: float) -> tuple[Array, Array]:
-    """`x - anchor` as an unevaluated sum of two doubles, without rounding error (Knuth)."""
+    """Return `x - anchor` as an unevaluated sum of two doubles, without rounding error (Knuth)."""
     high = x - anchor
     back = high - x
     return high, (x - (high - back)) - (anchor + back)
 
 
 def _tails(z: Array) -> Array:
-    """`sigma(-|z|)`: the distance of y to the nearer of 0 and 1, with full relative accuracy."""
+    """Return `sigma(-|z|)`: the distance of y to the nearer of 0 and 1, with full relative accuracy."""
     small = np.exp(-np.abs(z))
     return np.asarray(small / (1.0 + small))
 
 
 def _exact_sum(terms: Array) -> float:
-    """`math.fsum` for rows, and numpy's pairwise sum (relative error below 1e-14) for the longest ones."""
+    """Use `math.fsum`, or numpy's pairwise sum (relative error below 1e-14) for the longest rows."""
     return math.fsum(terms.tolist()) if terms.size <= 20_000 else float(terms.sum())
 
 
@@ -55,24 +55,24 @@ class Row:
     alive: NDArray[np.bool_]  # available entries: not masked and not -inf
 
     def lml_gradient(self, g: Array) -> tuple[Array, float]:
-        """Gradients of `sum g y` for x and k."""
+        """Return the gradients of `sum g y` with respect to x and k."""
         mean = float(self.p @ np.where(self.alive, g, 0.0))
         return self.w * (g - mean), mean
 
     def log_lml_gradient(self, g: Array) -> tuple[Array, float]:
-        """Gradients of `sum g log y` over the available entries for x and k."""
+        """Return the gradients of `sum g log y` over the available entries with respect to x and k."""
         upstream = np.where(self.alive, g, 0.0) * np.where(self.z > 0, _tails(self.z), 1.0 - _tails(self.z))
         total = _exact_sum(upstream)
         with np.errstate(divide="ignore", over="ignore"):
             return upstream - self.p * total, float(np.divide(total, self.sum_w)) if total else 0.0
 
     def dual_gradient(self, g: float) -> tuple[Array, float]:
-        """Gradients of `g nu` for x and k."""
+        """Return the gradients of `g nu` with respect to x and k."""
         return -g * self.p, g / self.sum_w
 
 
 def solve(x: Sequence[float] | Array, k: float, mask: Sequence[bool] | None = None) -> Row:
-    """The exact projection of one row with 0 < k < m. An entry of +inf is treated as a limit."""
+    """Return the exact projection of one row with 0 < k < m. An entry of +inf is treated as a limit."""
     full = np.asarray(x, dtype=np.float64)
     alive = full > -math.inf
     if mask is not None:
@@ -136,7 +136,7 @@ def _row(full: Array, alive: NDArray[np.bool_], anchor: float, d: float) -> Row:
 
 
 def projection(x: Sequence[float] | Array, k: float, mask: Sequence[bool] | None = None) -> Array:
-    """The projection of any row, including the limits k -> 0, k -> m, x -> +-inf, and NaN."""
+    """Return the projection of any row, including the limits k -> 0, k -> m, x -> +-inf, and NaN."""
     full = np.asarray(x, dtype=np.float64)
     available = np.ones(full.shape, dtype=bool) if mask is None else np.asarray(mask, dtype=bool)
     if np.isnan(full[available]).any():
@@ -150,7 +150,7 @@ def projection(x: Sequence[float] | Array, k: float, mask: Sequence[bool] | None
 
 
 def solve_with_mpmath(x: Sequence[float], k: float, digits: int = 120) -> tuple[list[mpmath.mpf], mpmath.mpf]:
-    """`(y, nu)` of a short finite row by bisection in 120-digit arithmetic."""
+    """Return `(y, nu)` of a short finite row, by bisection in 120-digit arithmetic."""
     with mpmath.workdps(digits):
         entries = [mpmath.mpf(value) for value in x]
         target, size = mpmath.mpf(k), len(entries)
@@ -167,7 +167,7 @@ def solve_with_mpmath(x: Sequence[float], k: float, digits: int = 120) -> tuple[
 
 
 def plain(x: torch.Tensor, k: float | torch.Tensor) -> torch.Tensor:
-    """The simplest implementation, in the dtype of x: bisection over the last dim, for moderate rows."""
+    """Compute lml in the simplest way: bisection over the last dim in the dtype of x, for moderate rows."""
     target = torch.as_tensor(k, dtype=x.dtype).unsqueeze(-1) if isinstance(k, torch.Tensor) else float(k)
     lower = -x.amax(-1, keepdim=True) - 50
     upper = -x.amin(-1, keepdim=True) + 50
@@ -179,7 +179,7 @@ def plain(x: torch.Tensor, k: float | torch.Tensor) -> torch.Tensor:
 
 
 def newton_from(x: torch.Tensor, k: float | torch.Tensor, nu: torch.Tensor, steps: int = 4) -> torch.Tensor:
-    """A threshold from differentiable torch operations, whose low-order derivatives come from autograd."""
+    """Compute the threshold by differentiable torch operations, so that autograd gives its derivatives."""
     for _ in range(steps):
         y = torch.sigmoid(x + nu.unsqueeze(-1))
         nu = nu - (y.sum(-1) - k) / (y * (1 - y)).sum(-1)
