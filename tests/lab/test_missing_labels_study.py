@@ -5,9 +5,6 @@ from __future__ import annotations
 import csv
 import dataclasses
 import os
-import signal
-import subprocess
-import sys
 import time
 from collections import Counter
 from pathlib import Path
@@ -16,6 +13,7 @@ import numpy as np
 import pytest
 import torch
 
+from tests.support.processes import start
 from torchlml_lab import cli
 from torchlml_lab.engine.output import StudyTable
 from torchlml_lab.studies.missing_labels import data, study
@@ -185,25 +183,24 @@ def test_unobserved_labels_do_not_influence_training(folder, name):
     assert torch.equal(found[0].parameters[0], found[1].parameters[0])
 
 
+FEW = {name: METHODS[name] for name in ("an", "em", "lml")}
+
+
+def use_few_methods():
+    setattr(study, "METHODS", FEW)  # noqa: B010 (mypy rejects the assignment to an imported name)
+
+
 def test_a_killed_study_continues_with_the_same_numbers(folder, tmp_path, capsys, monkeypatch):
-    few = ("an", "em", "lml")
-    program = (
-        "import sys; from torchlml_lab import cli; from torchlml_lab.studies.missing_labels import study;"
-        f"study.METHODS = {{name: study.METHODS[name] for name in {few}}}; sys.exit(cli.main(sys.argv[1:]))"
-    )
     out, whole = tmp_path / "killed", tmp_path / "whole"
     words = command(folder, out, "--heads", "linear")
-    process = subprocess.Popen(
-        [sys.executable, "-c", program, *words], stdout=subprocess.DEVNULL, cwd=Path(__file__).parents[2]
-    )
+    process = start(words, before=use_few_methods)
     deadline = time.monotonic() + 60
-    while not (out / "results.csv").exists() and process.poll() is None:
+    while not (out / "results.csv").exists() and process.running():
         assert time.monotonic() < deadline
         time.sleep(0.002)
-    process.send_signal(signal.SIGKILL)
-    process.wait()
+    process.kill()
     kept = without_time(out / "results.csv")
-    monkeypatch.setattr(study, "METHODS", {name: METHODS[name] for name in few})
+    monkeypatch.setattr(study, "METHODS", FEW)
     computed, compute = [], study.Study.compute
 
     def recorded(self, cell):
@@ -212,7 +209,7 @@ def test_a_killed_study_continues_with_the_same_numbers(folder, tmp_path, capsys
 
     monkeypatch.setattr(study.Study, "compute", recorded)
     assert cli.main(words) == 0
-    assert len(computed) < len(few) * 4
+    assert len(computed) < len(FEW) * 4
     assert cli.main(command(folder, whole, "--heads", "linear")) == 0
     for name in ("tuning", "results"):
         assert without_time(out / f"{name}.csv") == without_time(whole / f"{name}.csv")
@@ -225,7 +222,7 @@ def test_a_time_limit_stops_after_a_cell(folder, tmp_path, capsys, monkeypatch):
     words = command(folder, tmp_path / "out", "--heads", "linear", "--minutes", "1e-9")
     for left in (3, 2, 1):
         assert cli.main(words) == 0
-        assert f"{left} cells are left" in capsys.readouterr().out
+        assert f"{left} parts are left" in capsys.readouterr().out
     assert cli.main(words) == 0
     assert "complete" in capsys.readouterr().out
 
@@ -237,7 +234,7 @@ def test_other_steps_do_not_mix(folder, tmp_path, capsys, monkeypatch):
     assert "`--steps` is 10, but `--out` names" in capsys.readouterr().err
     (tmp_path / "results.csv").write_text("a,b\n1,2\n")
     assert cli.main(command(folder, tmp_path, "--heads", "linear")) == 2
-    assert "cannot be read as a sweep" in capsys.readouterr().err
+    assert "is not a CSV of a sweep" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""Figures of the CIFAR-100 study, accuracy against label noise, and of the study of k."""
+"""Figures of two studies: accuracy against label noise on CIFAR-100, and the effect of a wrong k."""
 
 from collections import defaultdict
 from collections.abc import Sequence
@@ -11,10 +11,9 @@ from matplotlib.axes import Axes
 from torchlml_lab import plots
 from torchlml_lab.cli_errors import BadInput
 from torchlml_lab.engine.output import markdown_table, spread
-from torchlml_lab.figures import files as sources
-from torchlml_lab.figures.files import say_where, write_tables
 from torchlml_lab.figures.settings import NoiseFigureSettings, WhichKFigureSettings
 from torchlml_lab.files import check_picture
+from torchlml_lab.plots import check_not_tuning, find_csv, read_sweep, say_where, write_tables
 from torchlml_lab.studies.cifar100 import sweep
 from torchlml_lab.studies.cifar100.sweep import AccuracyRecord
 from torchlml_lab.studies.digits.which_k import (
@@ -29,15 +28,15 @@ from torchlml_lab.studies.digits.which_k import (
     WhichKRecord,
 )
 
-# The user's own sweep, or that of the study.
+# Where to look for the CSV file: first the user's own sweep, then the study.
 BY_NOISE = (Path("runs/cifar100-sweep/results.csv"), Path("results/cifar100/features.csv"))
 
 
 def by_noise(settings: NoiseFigureSettings) -> None:
-    """Draw the figure, write the tables, and print their paths."""
+    """Draw accuracy against label noise, write the tables, and print the paths of the files."""
     check_picture(settings.out)
-    path, rows = sources.read_sweep(settings.csv, BY_NOISE, "cifar100", sweep.TABLE)
-    sources.check_not_tuning(path, ((row.loss, row.recipe) for row in rows))
+    path, rows = read_sweep(settings.csv, BY_NOISE, "cifar100", sweep.TABLE)
+    check_not_tuning(path, ((row.loss, row.recipe) for row in rows))
     if len({(row.source, row.k) for row in rows}) > 1:
         raise BadInput(f"`--csv` names `{path}`, which mixes networks or values of k.")
     draw_by_noise(rows, settings.out, [path])
@@ -45,10 +44,10 @@ def by_noise(settings: NoiseFigureSettings) -> None:
 
 
 def draw_by_noise(rows: Sequence[AccuracyRecord], picture: Path, csv: Sequence[Path] = ()) -> None:
-    """Draw the accuracy minus that of cross-entropy, or of the first loss, in panels for top-1 and top-k.
+    """Draw the difference in accuracy from cross-entropy (or the first loss), in panels for top-1 and top-k.
 
     Args:
-        rows: The runs, one recipe for each loss. If they include the last epoch, two more panels show its
+        rows: The runs, with one recipe per loss. If they include the last epoch, two more panels show its
             top-k accuracy on clean labels and on the noisy training labels.
         picture: The PNG or SVG file to write.
         csv: The CSV file with the rows. Its name is stored in the picture's metadata.
@@ -80,7 +79,7 @@ def draw_by_noise(rows: Sequence[AccuracyRecord], picture: Path, csv: Sequence[P
 def _draw_noise_panel(
     axes: Axes, rows: Sequence[AccuracyRecord], measure: str, reference: str
 ) -> list[tuple[float, str, str]]:
-    """Draw the lines of a panel. Returns the last height, the name and the color of each."""
+    """Draw the lines of a panel, and return the last y-value, the name and the color of each line."""
     values: dict[tuple[str, float], dict[int, float]] = defaultdict(dict)
     for row in rows:
         values[row.loss, row.noise][row.seed] = 100 * float(getattr(row, measure))
@@ -119,9 +118,9 @@ _LEVELS = {
 
 
 def by_k(settings: WhichKFigureSettings) -> None:
-    """Draw the figure, write the tables, and print their paths."""
+    """Draw the results against k, write the tables, and print the paths of the files."""
     check_picture(settings.out)
-    path = sources.find(settings.csv, BY_K, "torchlml which-k")
+    path = find_csv(settings.csv, BY_K, "torchlml which-k")
     rows = TABLE.read(path, "--csv")
     draw_by_k(rows, settings.out, [path])
     write_tables(page_of(rows), settings.out)
@@ -159,7 +158,7 @@ def _percent(rows: Sequence[WhichKRecord], measure: str, method: str, k: int | N
 
 
 def _k_ends(rows: Sequence[WhichKRecord], measure: str) -> list[tuple[float, str, str]]:
-    """Return the last height, the name and the color of each line of a panel."""
+    """Return the last y-value, the name and the color of each line of a panel."""
     there = {row.method for row in rows}
     ends = [
         (_percent(rows, measure, method, max(row.k for row in rows if row.method == method)), method, color)
@@ -200,7 +199,8 @@ def page_of(rows: Sequence[WhichKRecord]) -> str:
             count = f"{mean(row.count for row in group):.2f}"
             lines.append((method, str(k or "-"), str(len(group)), *cells, count))
         title = (
-            f"Images of {digits}, {named} labeled: measures in %, and the mean number of digits with p > 0.5"
+            f"The table shows metrics in % (mean ± standard deviation over seeds) for images of {digits}, "
+            f"{named} of them labeled. The last column is the mean number of digits with p > 0.5."
         )
         parts.append(markdown_table(title, heads, lines))
     return "\n\n".join(parts) + "\n"

@@ -1,4 +1,4 @@
-"""Figures of sets: the polytopes that lml projects onto, entropies over them, and inclusion in k-subsets."""
+"""Figures of the polytopes that lml projects onto, of entropies over them, and of random k-subsets."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -18,7 +18,6 @@ from torch import Tensor
 
 import torchlml
 from torchlml.distributions import KSubset
-from torchlml_lab.figures.files import draw_only
 from torchlml_lab.figures.settings import EntropiesSettings, PolytopesSettings, SetsFigureSettings
 from torchlml_lab.plots import (
     BLUE,
@@ -30,6 +29,7 @@ from torchlml_lab.plots import (
     PAGE,
     PURPLE,
     VERMILION,
+    draw_only,
     label_lines,
     new_figure,
     note,
@@ -43,7 +43,7 @@ _DIRECTIONS = 0.5 * torch.tensor([[1, 1, -1, -1], [1, -1, 1, -1], [1, -1, -1, 1]
 
 
 def polytopes(settings: PolytopesSettings) -> None:
-    """Draw the figure, and print its path."""
+    """Draw the polytopes, and print the path of the figure."""
     draw_only(draw_polytopes, settings.out)
 
 
@@ -59,7 +59,7 @@ def in_space(p: Tensor) -> Tensor:
 
 
 def draw_polytopes(picture: Path) -> None:
-    """Draw two triangles in the unit cube and the octahedron, each with the path of one row of logits."""
+    """Draw two triangles in a cube, an octahedron, and in each of them the path of lml(x / T, k) over T."""
     with new_figure(picture, PAGE, 3.1) as figure:
         figure.set_layout_engine("none")
         _draw_triangles(_axes(figure, 0.0, 1.02, (20, 24)))
@@ -143,7 +143,7 @@ _STEPS = 120
 
 
 def entropies(settings: EntropiesSettings) -> None:
-    """Draw the figure, and print its path."""
+    """Draw the entropies, and print the path of the figure."""
     draw_only(draw_entropies, settings.out)
 
 
@@ -153,7 +153,7 @@ def entropy(y: Tensor) -> Tensor:
 
 
 def binary_entropy(y: Tensor) -> Tensor:
-    """Return H_b(y) = -sum y log y + (1 - y) log(1 - y), the entropy of sigmoid and lml."""
+    """Return H_b(y) = -sum [y log y + (1 - y) log(1 - y)], the entropy of sigmoid and lml."""
     return entropy(y) + entropy(1 - y)
 
 
@@ -242,19 +242,19 @@ _SEEDS = 5
 
 
 def sets(settings: SetsFigureSettings) -> None:
-    """Draw the figure, and print its path."""
+    """Draw inclusion probabilities minus lml, and print the path of the figure."""
     draw_only(draw_sets, settings.out)
 
 
 def gap(n: int, k: int, scale: float = 1.0) -> float:
-    """The largest |inclusion - lml| over a row of n normal logits, averaged over five rows."""
+    """Return the largest |inclusion - lml| in a row of n normal logits, averaged over five rows."""
     generator = torch.Generator().manual_seed(n)
     x = torch.randn(_SEEDS, n, generator=generator, dtype=torch.float64) * scale
     return (KSubset(k, logits=x).mean - torchlml.lml(x, k)).abs().amax(-1).mean().item()
 
 
 def draw_sets(picture: Path) -> None:
-    """Draw two panels: against n for several k, and against k for several scales of the logits."""
+    """Plot |inclusion - lml| (see `gap`) against n for several k, and against k for several logit scales."""
     with new_figure(picture, PAGE, 2.6) as figure:
         by_size, by_k = figure.subplots(1, 2, sharey=True)
         _draw_sizes(by_size)

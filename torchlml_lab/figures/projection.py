@@ -19,7 +19,6 @@ import torchlml
 from torchlml._solve.newton import order_offsets
 from torchlml_lab.cli_errors import BadInput
 from torchlml_lab.engine.output import new_console
-from torchlml_lab.figures.files import draw_only, say_where
 from torchlml_lab.figures.settings import (
     ProjectionSettings,
     RelaxationsSettings,
@@ -38,7 +37,9 @@ from torchlml_lab.plots import (
     PURPLE,
     SKY,
     VERMILION,
+    draw_only,
     new_figure,
+    say_where,
 )
 
 ROW = (3.7, -1.2, 0.7, 4.6, -0.4, 2.9, -2.8, 0.2, -2.0, 1.3)
@@ -48,7 +49,7 @@ COLORS = {"softmax": ORANGE, "sigmoid": SKY, "lml": BLUE}
 
 
 def projection(settings: ProjectionSettings) -> None:
-    """Print the table and draw the figure."""
+    """Print a table of softmax, sigmoid and lml, and draw the figure."""
     check_picture(settings.out)
     x = torch.tensor(ROW)
     if not 0 < settings.k < len(x):
@@ -143,12 +144,12 @@ PAPERS_OFFSET = 7.0
 
 
 def root_finding(settings: RootFindingSettings) -> None:
-    """Draw the figure, and print its path."""
+    """Draw how nu is found, and print the path of the figure."""
     draw_only(draw_root_finding, settings.out)
 
 
 def papers_bracket(x: Tensor, k: int) -> tuple[float, float]:
-    """Return the paper's search interval for nu, a heuristic."""
+    """Return the paper's search interval for nu, which is heuristic."""
     ordered = x.sort(descending=True).values
     return -ordered[k - 1].item() - PAPERS_OFFSET, -ordered[k].item() + PAPERS_OFFSET
 
@@ -161,7 +162,7 @@ def proven_bracket(x: Tensor, k: int) -> tuple[float, float]:
 
 
 def draw_root_finding(picture: Path) -> None:
-    """Draw g with both intervals, its sigmoid terms, and ties whose root is outside the paper's interval."""
+    """Draw the equation for nu with two search intervals, its terms, and ties beyond the paper's interval."""
     x = torch.tensor(ROOT_FINDING_ROW, dtype=torch.float64)
     with new_figure(picture, PAGE, 2.5) as figure:
         total, parts, ties = figure.subplots(1, 3)
@@ -247,7 +248,7 @@ RELAXATIONS: dict[str, tuple[Callable[[Tensor, float], Tensor], str, str]] = {
 
 
 def which_relaxation(settings: RelaxationsSettings) -> None:
-    """Draw the figure, and print its path."""
+    """Draw the relaxations of top-k, and print the path of the figure."""
     draw_only(draw_relaxations, settings.out)
 
 
@@ -334,7 +335,10 @@ def draw_sliding_sigmoid(picture: Path) -> None:
 
 
 def _progress(frame: int) -> float:
-    """Position between the plain sigmoid (0) and the projection (1): forward, hold, back, hold."""
+    """Return the position of a frame between sigmoid (0) and projection (1).
+
+    The animation moves to the projection, pauses, moves back, and pauses again.
+    """
     cycle = FRAMES + HOLD
     step = min(frame % cycle, FRAMES) / FRAMES
     eased = (1 - math.cos(math.pi * step)) / 2

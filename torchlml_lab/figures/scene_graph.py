@@ -10,17 +10,26 @@ from matplotlib.ticker import MaxNLocator
 
 from torchlml_lab.cli_errors import BadInput
 from torchlml_lab.engine.output import markdown_table, spread
-from torchlml_lab.figures import files as sources
-from torchlml_lab.figures.files import write_tables
 from torchlml_lab.figures.settings import BiasFigureSettings, SceneGraphFigureSettings
 from torchlml_lab.files import check_picture
-from torchlml_lab.plots import GREY, METHODS, ORANGE, PAGE, label_lines, new_figure, note
+from torchlml_lab.plots import (
+    GREY,
+    METHODS,
+    ORANGE,
+    PAGE,
+    check_not_tuning,
+    label_lines,
+    new_figure,
+    note,
+    read_sweep,
+    write_tables,
+)
 from torchlml_lab.studies.scene_graph import sweep
 from torchlml_lab.studies.scene_graph.objectives import find_method, parse_method
-from torchlml_lab.studies.scene_graph.recalls import KS, MODES, RECALLS
 from torchlml_lab.studies.scene_graph.sweep import FREQUENCY, RecallRecord, column, title_of
+from torchlml_lab.studies.scene_graph.task import KS, MODES, RECALLS
 
-# The user's own sweep, or that of the study.
+# Where to look for the CSV file: first the user's own sweep, then the study.
 BY_EPOCH = (Path("runs/scene-graph-sweep/results.csv"), Path("results/scene-graph/vg.csv"))
 _MODES = (("", "constrained"), ("ng-", "unconstrained"))
 _LINES = {20: "-", 50: "--", 100: ":"}
@@ -28,11 +37,11 @@ _SPLITS = ("train", "validation")
 
 
 def by_epoch(settings: SceneGraphFigureSettings) -> None:
-    """Draw the figure, write the tables, and print their paths."""
+    """Draw recall by epoch, write the tables, and print the paths of the files."""
     check_picture(settings.out)
-    path, rows = sources.read_sweep(settings.csv, BY_EPOCH, "scene-graph", sweep.TABLE)
+    path, rows = read_sweep(settings.csv, BY_EPOCH, "scene-graph", sweep.TABLE)
     trained = [row for row in rows if row.method != FREQUENCY]
-    sources.check_not_tuning(path, ((row.method, (row.learning_rate, row.variant)) for row in trained))
+    check_not_tuning(path, ((row.method, (row.learning_rate, row.variant)) for row in trained))
     missing = [name for name in settings.methods if not any(row.method == name for row in trained)]
     if missing:
         raise BadInput(f"`--csv` names `{path}`, which has no run of `{missing[0]}`.")
@@ -43,7 +52,7 @@ def by_epoch(settings: SceneGraphFigureSettings) -> None:
 def draw_by_epoch(
     rows: Sequence[RecallRecord], methods: Sequence[str], picture: Path, csv: Sequence[Path] = ()
 ) -> None:
-    """Draw the recall minus that of the first method, for training and validation, with both constraints.
+    """Draw the difference in recall from the first method on training and validation images.
 
     Args:
         rows: The evaluations, with one set of hyperparameters per method.
@@ -71,7 +80,7 @@ def draw_by_epoch(
 def _draw_epoch_panel(
     axes: Axes, rows: Sequence[RecallRecord], reference: str, others: Sequence[str], mode: str, split: str
 ) -> list[tuple[float, str, str]]:
-    """Draw the lines of a panel. Returns the last height, the name and the color of each."""
+    """Draw the lines of a panel, and return the last y-value, the name and the color of each line."""
     axes.axhline(0, color=_color(reference), linewidth=1.2)
     ends = []
     for method in others:
@@ -103,7 +112,7 @@ def _by_epoch(rows: Sequence[RecallRecord], method: str, split: str, measure: st
 
 
 def page_by_epoch(rows: Sequence[RecallRecord]) -> str:
-    """Format the tables of the paper in Markdown: the best epoch on validation, and its test results."""
+    """Format the tables of the paper in Markdown, with validation and test results of the best epochs."""
     parts = []
     heads = ["method", "seeds", *(f"{title} R@{k}" for _, title in _MODES for k in KS)]
     for split in ("validation", "test"):
@@ -121,7 +130,7 @@ def page_by_epoch(rows: Sequence[RecallRecord]) -> str:
 
 
 def _place(method: str) -> tuple[int, str, int]:
-    """Return the sort key of the paper: the frequency baseline, softmax, then by name and k."""
+    """Return a sort key for the order of the paper: the baseline, softmax, then others by name and k."""
     found = find_method(method)
     if found is None or found.k is None:
         return ((FREQUENCY, "softmax").index(method) if method in (FREQUENCY, "softmax") else 2, method, 0)
@@ -129,18 +138,16 @@ def _place(method: str) -> tuple[int, str, int]:
 
 
 BY_BIAS = (Path("runs/scene-graph-sweep/results.csv"), Path("results/scene-graph/vg-bias.csv"))
-# The variants of a sweep over `--biases`, by decreasing knowledge of the training images.
+# The variants of a sweep over `--biases`. The first bias has the most information about the training images.
 BIASES = {"": "counted", "leave-one-out": "leave-one-out", "counts": "outside", "without-bias": "none"}
 
 
 def by_bias(settings: BiasFigureSettings) -> None:
-    """Draw the figure, write the tables, and print their paths."""
+    """Draw recall by frequency bias, write the tables, and print the paths of the files."""
     check_picture(settings.out)
-    path, rows = sources.read_sweep(settings.csv, BY_BIAS, "scene-graph", sweep.TABLE)
+    path, rows = read_sweep(settings.csv, BY_BIAS, "scene-graph", sweep.TABLE)
     trained = [row for row in rows if row.method != FREQUENCY]
-    sources.check_not_tuning(
-        path, ((f"{row.method} {row.variant}".strip(), row.learning_rate) for row in trained)
-    )
+    check_not_tuning(path, ((f"{row.method} {row.variant}".strip(), row.learning_rate) for row in trained))
     draw_by_bias(rows, settings.out, [path])
     write_tables(page_by_bias(rows), settings.out)
 
@@ -214,7 +221,7 @@ def _draw_bias_panel(
 
 
 def page_by_bias(rows: Sequence[RecallRecord]) -> str:
-    """Format the Markdown tables: the best epoch on validation and its test, with the tuned rate."""
+    """Format the Markdown tables: validation and test recall of the best epochs, and tuned learning rates."""
     parts = []
     heads = ["method", "bias", "learning rate", "seeds", "mean of the six"]
     heads += [f"{mode} R@{k}" for mode in MODES for k in KS]

@@ -6,7 +6,7 @@ from pathlib import Path
 
 @dataclass(frozen=True)
 class FigureSettings:
-    """The settings of every figure."""
+    """The settings that all figures share."""
 
     out: Path = Path("torchlml-figures/figure.png")
     """PNG or SVG file to write; its directory is created if it is missing."""
@@ -67,7 +67,7 @@ class SetsFigureSettings(FigureSettings):
 
 @dataclass(frozen=True)
 class RelaxationsSettings(FigureSettings):
-    """Draw the output of five top-k relaxations for different k, temperatures and gaps."""
+    """Draw the output of five top-k relaxations at two temperatures, and their gradients."""
 
     out: Path = Path("torchlml-figures/which-relaxation.png")
 

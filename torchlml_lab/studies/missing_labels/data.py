@@ -1,4 +1,4 @@
-"""The data sets of the study, the samples and observed labels of a seed, and predictions of k."""
+"""Read the data sets of the study, draw the splits and observed labels of a seed, and predict k."""
 
 import zipfile
 from collections.abc import Iterable
@@ -25,8 +25,8 @@ FOLDERS = {
 PUBLISHED = ("voc2012",)
 """The data sets with a published draw of the observed labels."""
 
-VALIDATION = 0.2  # of the training samples, with all labels
-TEST = 0.3  # of all samples, for data without an official split
+VALIDATION = 0.2  # fraction of the training samples; they have all labels
+TEST = 0.3  # fraction of all samples, for data without an official split
 
 
 @dataclass(frozen=True)
@@ -46,7 +46,7 @@ class Dataset:
 
 @dataclass(frozen=True, eq=False)
 class Split:
-    """The data of one seed. Only `bce` and the validation may read all labels of a sample."""
+    """The data of one seed. Only the reference methods and validation may use all labels of a sample."""
 
     x: Tensor
     observed: Tensor
@@ -65,7 +65,7 @@ class Split:
 
 
 def path_of(name: str, folder: Path) -> Path:
-    """Return the file of a data set; for svmlight data the training file."""
+    """Return the file of a data set, or its training file if the format is svmlight."""
     place = folder / FOLDERS[name]
     return place / (f"{name}.npz" if FOLDERS[name] == "missing-labels" else f"{name}.train.svm.gz")
 
@@ -81,7 +81,7 @@ def check_files(names: Iterable[str], folder: Path) -> None:
 
 
 def read_dataset(name: str, folder: Path) -> Dataset:
-    """Read a data set. A file with any other content raises `BadInput`."""
+    """Read a data set. An invalid file raises `BadInput`."""
     path = path_of(name, folder)
     return _read_npz(name, path) if path.suffix == ".npz" else _read_svmlight(name, path)
 
@@ -111,7 +111,7 @@ def _read_npz(name: str, path: Path) -> Dataset:
         count = int(found["n_train"])
         train = np.arange(len(x)) < count if count else None
     if train is not None and train.shape != (len(x),):
-        raise BadInput(f"`{path}` must have one `train` per sample, but its shape is {train.shape}.")
+        raise BadInput(f"`{path}` must have one value of `train` per sample, but its shape is {train.shape}.")
     if name in PUBLISHED and "observed" not in found:
         raise BadInput(f"`{path}` has no array `observed`.")
     published = found.get("observed")
@@ -137,7 +137,7 @@ def _read_svmlight(name: str, path: Path) -> Dataset:
 
 
 def _labeled_samples(name: str, x: Array, y: Array, train: Array | None, published: Tensor | None) -> Dataset:
-    """Drop samples without a label, because no label of them can be observed."""
+    """Drop samples without labels, because they cannot have an observed label."""
     keep = y.any(1)
     if published is None and not keep.all():
         x, y, train = x[keep], y[keep], None if train is None else train[keep]
@@ -188,7 +188,7 @@ def split_of(data: Dataset, seed: int, published: bool = False) -> Split:
 
 
 def _standardized(x: Tensor, train: Tensor) -> Tensor:
-    """Scale dense features to mean 0 and variance 1, and sparse ones by one number to a mean square of 1.
+    """Scale dense features to mean 0 and variance 1, and sparse features by one factor to a mean square of 1.
 
     Dividing the features of rare words by their own deviations would make them huge.
     """
@@ -200,9 +200,9 @@ def _standardized(x: Tensor, train: Tensor) -> Tensor:
 
 
 def labeled_part(split: Split) -> Split:
-    """Return the validation samples alone: three quarters of them to learn, one quarter to validate.
+    """Return only the validation samples: three quarters of them for training, one quarter for validation.
 
-    A model of this part uses only the samples with all labels.
+    A model trained on this part uses only fully labeled samples.
     """
     learn = len(split.validation_x) * 3 // 4
     x, labels = split.validation_x, split.validation_labels
@@ -219,8 +219,8 @@ def labeled_part(split: Split) -> Split:
 def predicted_k(split: Split) -> tuple[Tensor, Tensor, Tensor]:
     """Predict the number of labels of each sample by a ridge regression on the validation samples.
 
-    Only these samples show how many labels there are. The predictions for them are leave-one-out predictions,
-    so that the choice of a learning rate is not biased, and the same predictions choose the penalty.
+    Only the validation samples have all their labels. The predictions for them are leave-one-out predictions,
+    so that the choice of a learning rate is not biased. The same predictions select the penalty.
 
     Args:
         split: The data of a seed.

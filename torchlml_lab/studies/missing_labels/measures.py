@@ -11,7 +11,7 @@ BINS = 15
 
 
 def mean_average_precision(scores: Tensor, labels: Tensor) -> Tensor:
-    """Compute the mean over labels of the average precision of their rankings of the samples.
+    """Rank the samples by score for each label, and return the mean of the labels' average precisions.
 
         >>> scores, labels = torch.tensor([[3.0], [2.0], [1.0]]), torch.tensor([[True], [False], [True]])
         >>> mean_average_precision(scores, labels)
@@ -45,12 +45,12 @@ def recall_at(scores: Tensor, labels: Tensor, k: int) -> float:
 
 
 def brier_score(p: Tensor, labels: Tensor) -> float:
-    """Compute the mean squared difference between probabilities and labels, over all pairs."""
+    """Compute the mean squared difference between probabilities and labels over all entries."""
     return float(((p - labels.to(p.dtype)) ** 2).mean())
 
 
 def calibration_error(p: Tensor, labels: Tensor) -> float:
-    """Compute the expected calibration error over all pairs, in 15 bins of equal width."""
+    """Compute the expected calibration error over all entries, in 15 bins of equal width."""
     p = p.flatten().double()
     place = (p * BINS).long().clamp(max=BINS - 1)
     gap = torch.zeros(BINS, dtype=torch.float64).index_add(0, place, p - labels.flatten().double())
@@ -58,7 +58,7 @@ def calibration_error(p: Tensor, labels: Tensor) -> float:
 
 
 def f1_score(chosen: Tensor, labels: Tensor) -> float:
-    """Compute the micro-averaged F1 of a set of chosen pairs; 0 if nothing is chosen and nothing is true."""
+    """Compute the micro-averaged F1 of chosen entries; 0 if nothing is chosen and nothing is true."""
     hits, pairs = int((chosen & labels).sum()), int(chosen.sum()) + int(labels.sum())
     return 2 * hits / pairs if pairs else 0.0
 
@@ -103,7 +103,7 @@ def recalibrated(scores: Tensor, labels: Tensor) -> Calibration:
 
 
 def best_threshold(p: Tensor, labels: Tensor) -> float:
-    """Find the threshold with the best F1 of the pairs above it: halfway between two probabilities."""
+    """Find the threshold with the best micro-F1, which is halfway between two probabilities."""
     ordered, order = p.flatten().sort(descending=True)
     hits = labels.flatten()[order].cumsum(0)
     count = torch.arange(1, len(ordered) + 1)

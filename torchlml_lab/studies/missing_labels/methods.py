@@ -1,8 +1,8 @@
 """The methods of the study: their losses, how they turn logits into probabilities, and their search spaces.
 
-Losses are written from the papers' definitions: Cole et al. (2021) for AN, AN-LS, WAN, EPR and ROLE, Zhou et
-al. (2022) for EM (the loss without asymmetric pseudo-labels), Ridnik et al. (2021) for ASL. They take logits
-x of shape (configurations, samples, labels) and return one number per configuration.
+The losses follow the definitions of the papers: Cole et al. (2021) for AN, AN-LS, WAN, EPR and ROLE, Zhou et
+al. (2022) for EM (the loss without asymmetric pseudo-labels), and Ridnik et al. (2021) for ASL. They take
+logits x of shape (configurations, samples, labels) and return one number per configuration.
 """
 
 from collections.abc import Callable
@@ -26,7 +26,7 @@ class Batch(NamedTuple):
     k: Tensor
     """(samples,): the number of labels that the method expects."""
     weight: Tensor
-    """(configurations,): the method's own weight."""
+    """(configurations,): the weight in the method's loss."""
     labels: Tensor
     """(samples, labels), bool: all labels, for the reference methods only."""
     estimates: Tensor | None = None
@@ -51,7 +51,7 @@ Loss = Callable[[Batch], Tensor]
 
 
 def _per_label(rows: Tensor, batch: Batch) -> Tensor:
-    """Average sums over labels (configurations, samples) over samples and labels."""
+    """Convert sums over labels (configurations, samples) to means over samples and labels."""
     return rows.mean(-1) / batch.x.shape[-1]
 
 
@@ -67,14 +67,14 @@ def assume_negative(batch: Batch) -> Tensor:
 
 
 def smoothed_negative(batch: Batch) -> Tensor:
-    """AN-LS: the targets are 1 - weight / 2 for the observed label and weight / 2 for the others."""
+    """AN-LS: the targets are 1 - weight / 2 for the observed label and weight / 2 for all other labels."""
     smooth = batch.weight[:, None]
     target = smooth / 2 * batch.x.sum(-1) + (1 - smooth) * batch.observed_x
     return _per_label(F.softplus(batch.x).sum(-1) - target, batch)
 
 
 def weak_negative(batch: Batch) -> Tensor:
-    """WAN: AN with the terms of the L - 1 unobserved labels multiplied by weight / (L - 1), at most 1."""
+    """WAN: AN with the terms of the L - 1 unobserved labels multiplied by min(1, weight / (L - 1))."""
     weight = (batch.weight[:, None] / (batch.x.shape[-1] - 1)).clamp(max=1)
     observed = batch.observed_x
     others = F.softplus(batch.x).sum(-1) - F.softplus(observed)
@@ -87,7 +87,7 @@ def _expected_positive(x: Tensor, observed_x: Tensor, batch: Batch) -> Tensor:
 
 
 def expected_positive(batch: Batch) -> Tensor:
-    """EPR: the observed labels, plus weight times the squared error of the mean number of labels over L."""
+    """EPR: the loss of observed labels, plus weight times ((mean number of predicted labels - k) / L)^2."""
     return _expected_positive(batch.x, batch.observed_x, batch)
 
 
@@ -108,7 +108,7 @@ def _entropy(x: Tensor) -> Tensor:
 
 
 def entropy_maximization(batch: Batch) -> Tensor:
-    """EM: the observed labels, minus weight times the entropy of the unobserved ones."""
+    """EM: the loss of the observed labels, minus weight times the entropy of the unobserved labels."""
     observed = batch.observed_x
     others = _entropy(batch.x).sum(-1) - _entropy(observed)
     return _per_label(F.softplus(-observed) - batch.weight[:, None] * others, batch)
@@ -118,7 +118,7 @@ MARGIN = 0.05
 
 
 def asymmetric(batch: Batch) -> Tensor:
-    """ASL: AN with negatives multiplied by p^weight and their probabilities p reduced by the margin 0.05."""
+    """ASL: AN with the terms -p^weight log(1 - p) for negatives, where p is max(0, probability - 0.05)."""
     p = (batch.x.sigmoid() - MARGIN).clamp(min=0)
     # The power of 0 has an infinite derivative for weights below 1, hence the lower limit.
     negatives = -(p.clamp(min=1e-8) ** batch.weight[:, None, None]) * torch.log1p(-p)
@@ -138,13 +138,13 @@ def lml(batch: Batch) -> Tensor:
 
 
 def subset(batch: Batch) -> Tensor:
-    """`torchlml.subset_loss`, for k rounded to an integer."""
+    """The loss `torchlml.subset_loss`, with k rounded to an integer."""
     k = integer_k(batch.k).expand(batch.x.shape[:-1])
     return torchlml.subset_loss(batch.x, batch.target, k, reduction="none").mean(-1)
 
 
 def truncated_entropy(batch: Batch) -> Tensor:
-    """`torchlml.truncated_entropy_loss`, for k rounded to an integer."""
+    """The loss `torchlml.truncated_entropy_loss`, with k rounded to an integer."""
     k = int(integer_k(batch.k[0]))
     return torchlml.truncated_entropy_loss(batch.x, batch.target, k, reduction="none").mean(-1)
 
@@ -180,7 +180,7 @@ def scores_of(link: Link, x: Tensor, k: Tensor) -> Tensor:
 
 
 def probabilities_of(link: Link, scores: Tensor) -> Tensor:
-    """Turn scores into probabilities; those of softmax times k are clipped at 1."""
+    """Turn scores into probabilities. For softmax times k, they are clipped at 1."""
     return scores.exp().clamp(max=1) if link == "softmax" else scores.sigmoid()
 
 
@@ -192,17 +192,17 @@ class Method:
     loss: Loss
     link: Link = "sigmoid"
     weights: tuple[float, ...] = ()
-    """The three values of its own weight. A method without one tries three times as many learning rates."""
+    """The three values to try for the weight in its loss. Without a weight, more learning rates are tried."""
     k: float | None = 1.0
     """k as a multiple of the mean number of labels, or None for a prediction per sample."""
     start: float | None = None
     """The probability of every label before training. None means k divided by the number of labels."""
     labels: Literal["one", "all", "validation"] = "one"
-    """The labels it learns from: the observed one, all, or all labels of the validation samples alone."""
+    """The labels to learn from: one per sample, all labels, or all labels of the validation samples only."""
 
     @property
     def competitor(self) -> bool:
-        """Whether it is an alternative to LML that learns from the same data."""
+        """Whether the method is an alternative to LML that learns from the same data."""
         return self.labels != "all" and self.link not in ("lml", "subset")
 
 
@@ -233,13 +233,13 @@ class Recipe(NamedTuple):
 
     learning_rate: float
     weight: float
-    """1 for methods without an own weight."""
+    """1 for methods without a weight in their loss."""
 
 
 def recipes_of(method: Method) -> list[Recipe]:
     """Return the nine configurations of a method.
 
-    Nine learning rates from 1e-4 to 1e-2, or three of them with three weights each.
+    They have nine learning rates from 1e-4 to 1e-2, or three of these rates with three weights each.
     """
     rates = [float(f"{1e-4 * 10 ** (step / 4):.2g}") for step in range(9)]
     if not method.weights:

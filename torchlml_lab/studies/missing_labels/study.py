@@ -1,4 +1,4 @@
-"""`torchlml missing-labels`: tune and train every method with one observed label per sample, resumably."""
+"""`torchlml missing-labels`: tune and train every method with one observed label per sample."""
 
 import os
 import time
@@ -45,15 +45,17 @@ HEADS = ("linear", "hidden")
 HIDDEN = 128
 TUNING_SEEDS = (0, 1)
 _TOGETHER = 2**18
-"""The largest number of logits of a step. More configurations than fit are trained one after another."""
+"""The largest number of logits in a step. Configurations that do not fit in a step are trained later."""
 EXACT = ("yeast", "cal500", "tmc2007")
-"""The data sets of the exact k-subset loss, with the linear head only. On VOC 2012, k rounds to 1, where the
-loss is that of softmax. Elsewhere it would take most of the time of the study."""
+"""The data sets of the exact k-subset loss, with the linear head only. On VOC 2012, k rounds to 1, and
+the loss equals that of softmax. On the other data sets, it would take most of the time of the study."""
+LINEAR_ONLY = ("delicious",)
+"""The data sets without a hidden layer. With 983 labels, delicious would take as long as four others."""
 
 
 @dataclass(frozen=True)
 class TuningRecord:
-    """A configuration of a method, trained for a tuning seed."""
+    """The validation result of a configuration of a method, trained with a tuning seed."""
 
     dataset: str
     head: str
@@ -63,20 +65,20 @@ class TuningRecord:
     learning_rate: float
     weight: float
     epoch: int
-    """The epoch with the best validation mAP, the first being 1."""
+    """The epoch with the best validation mAP, counted from 1."""
     validation_map: float
     seconds: float
 
 
 @dataclass(frozen=True)
 class ResultRecord:
-    """A model with the chosen configuration, measured on the test samples."""
+    """The test metrics of a model with the chosen configuration."""
 
     dataset: str
     head: str
     method: str
     draw: str
-    """The observed labels: "random" for those of the seed, or "published"."""
+    """The source of the observed labels: "random" (drawn with the seed) or "published"."""
     seed: int
     steps: int
     learning_rate: float
@@ -85,20 +87,20 @@ class ResultRecord:
     validation_map: float
     map: float
     recall: float
-    """At the rounded mean number of labels."""
+    """Recall at the rounded mean number of labels."""
     brier: float
     ece: float
     f1: float
-    """Of p > 0.5."""
+    """Micro-F1 of the labels with p > 0.5."""
     slope: float
     offset: float
     fitted_brier: float
-    """After recalibration with the slope and the offset, like the next two."""
+    """Computed, like the next two measures, after recalibration with `slope` and `offset`."""
     fitted_ece: float
     fitted_f1: float
     threshold: float
     threshold_f1: float
-    """After recalibration, of p > threshold."""
+    """Micro-F1 of the labels with p > `threshold`, after recalibration."""
     seconds: float
 
 
@@ -138,7 +140,7 @@ def new_parameters(
 def logits_of(parameters: Sequence[Tensor], x: Tensor) -> Tensor:
     """Apply the heads of all configurations to samples: (configurations, samples, labels)."""
     if len(parameters) == 4:
-        # One product for all configurations is faster than one each.
+        # One matrix product for all configurations is faster than one for each.
         count, features, _ = parameters[0].shape
         first = x @ parameters[0].transpose(0, 1).reshape(features, -1)
         hidden = first.view(len(x), count, -1).transpose(0, 1) + parameters[1]
@@ -147,7 +149,7 @@ def logits_of(parameters: Sequence[Tensor], x: Tensor) -> Tensor:
 
 
 class Adam:
-    """Adam with a learning rate for each configuration, the first dimension of every tensor."""
+    """Adam with one learning rate per configuration, which is the first dimension of every tensor."""
 
     def __init__(self, rates: Tensor) -> None:
         self.rates = rates
@@ -170,7 +172,7 @@ class ExpectedCounts(NamedTuple):
 
 
 def expected_counts(method: Method, split: Split) -> ExpectedCounts:
-    """Return k of every sample: a multiple of the mean number of labels, or a prediction."""
+    """Return the k of every sample: a multiple of the mean number of labels, or a prediction."""
     parts = (split.x, split.validation_x, split.test_x)
     if method.k is None:
         return _predicted_counts(split)
@@ -188,12 +190,12 @@ def train(
     steps: int,
     seed: int,
 ) -> list[Trained]:
-    """Train one model per configuration and keep the epoch with the best validation mAP of each.
+    """Train one model per configuration, and keep the weights from the epoch with its best validation mAP.
 
     Args:
         method: The method.
         split: The samples.
-        counts: The numbers of labels of these samples.
+        counts: The numbers of labels that the method expects for these samples.
         head: "linear" or "hidden".
         recipes: The configurations. They share initial weights and batches.
         steps: The number of steps, rounded to epochs.
@@ -243,9 +245,10 @@ def train(
 
 
 class Estimates:
-    """The estimated labels of ROLE, one logit per training sample and label, learned at ten times the rate.
+    """The estimated labels of ROLE: one logit per training sample and label.
 
-    Probabilities start uniformly between 0.4 and 0.6, those of the observed labels at 0.995.
+    Their learning rate is ten times that of the classifier. The initial probabilities are uniform between 0.4
+    and 0.6, and those of the observed labels are 0.995.
     """
 
     def __init__(self, split: Split, rates: Tensor, seed: int) -> None:
@@ -257,11 +260,11 @@ class Estimates:
         self.optimizer = Adam(10 * rates)
 
     def of(self, rows: Tensor) -> Tensor:
-        """Return the logits of these samples as a leaf."""
+        """Return the logits of these samples as a leaf tensor."""
         return self.logits[:, rows].requires_grad_()
 
     def update(self, rows: Tensor, gradient: Tensor, number: int) -> None:
-        """Take the step with this number for these samples. The others are not changed."""
+        """Apply optimizer step `number` to these samples. Other samples are not changed."""
         value, pair = self.logits[:, rows], [moment[:, rows] for moment in self.moments]
         self.optimizer.step(value, gradient, pair, number)
         for whole, part in zip((self.logits, *self.moments), (value, *pair), strict=True):
@@ -269,7 +272,7 @@ class Estimates:
 
 
 def batch_size(samples: int) -> int:
-    """Return about a 32nd of the samples, a power of two between 32 and 256."""
+    """Return a 32nd of the number of samples, rounded down to a power of two between 32 and 256."""
     return 2 ** min(max((samples // 32).bit_length() - 1, 5), 8)
 
 
@@ -288,6 +291,8 @@ def cells(settings: MissingLabelsSettings) -> Iterator[Cell]:
     """Yield the cells in the order of computation: by head, data set and method, tuning before results."""
     for head in settings.heads:
         for dataset in settings.datasets:
+            if head == "hidden" and dataset in LINEAR_ONLY:
+                continue
             for method in METHODS:
                 if method == "subset" and (head == "hidden" or dataset not in EXACT):
                     continue
@@ -298,7 +303,7 @@ def cells(settings: MissingLabelsSettings) -> Iterator[Cell]:
 
 
 class Study:
-    """The rows so far, in the two files of the study, and the computation of the others."""
+    """Reads the completed rows from the two files of the study, and computes missing rows."""
 
     def __init__(self, settings: MissingLabelsSettings, folder: Path) -> None:
         self.settings, self.folder = settings, folder
@@ -313,7 +318,7 @@ class Study:
                 )
 
     def done(self) -> set[Cell]:
-        """Return the complete cells."""
+        """Return the completed cells."""
         tuned = {Cell(row.dataset, row.head, row.method, "tuning", row.seed) for row in self.tuning}
         return tuned | {Cell(row.dataset, row.head, row.method, row.draw, row.seed) for row in self.results}
 
@@ -383,7 +388,7 @@ def _dataset(name: str, folder: Path) -> Dataset:
     return read_dataset(name, folder)
 
 
-@lru_cache(maxsize=8)  # the seeds of a method
+@lru_cache(maxsize=8)  # one entry for each seed of a method
 def _split(name: str, folder: Path, seed: int, published: bool) -> Split:
     return split_of(_dataset(name, folder), seed, published)
 
@@ -433,7 +438,7 @@ def evaluate(
 
 
 def main(settings: MissingLabelsSettings) -> None:
-    """Compute the missing cells until the study is complete or the time is over."""
+    """Compute the missing cells until the study is complete or the time limit is reached."""
     folder = check_settings(settings)
     study, console = Study(settings, folder), new_console()
     done = study.done()
@@ -441,14 +446,14 @@ def main(settings: MissingLabelsSettings) -> None:
     settings.out.mkdir(parents=True, exist_ok=True)
     left = _compute(study, todo, console)
     if left:
-        console.print(f"{left} cells are left. Repeat the command to continue.", soft_wrap=True)
+        console.print(f"{left} parts are left. Repeat the command to continue.", soft_wrap=True)
     else:
         console.print(f"The study is complete. Its rows are in {settings.out}.", soft_wrap=True)
         console.print("Draw it with `torchlml figures missing-labels`.", soft_wrap=True)
 
 
 def _compute(study: Study, todo: Sequence[Cell], console: Console) -> int:
-    """Compute cells until the time is over, and return how many are left."""
+    """Compute cells until the time limit is reached, and return the number of cells that are left."""
     start, limit = time.monotonic(), 60 * study.settings.minutes
     with ProgressBar(console) as progress, use_threads(study.settings.threads):
         task = progress.add_task("cells", total=len(todo))
@@ -456,7 +461,7 @@ def _compute(study: Study, todo: Sequence[Cell], console: Console) -> int:
             try:
                 study.compute(cell)
             except KeyboardInterrupt:
-                said = f"Interrupted after {number} of {len(todo)} cells. Repeat the command to continue."
+                said = f"Interrupted after {number} of {len(todo)} parts. Repeat the command to continue."
                 raise KeyboardInterrupt(said) from None
             progress.advance(task)
             if limit and time.monotonic() - start > limit:
@@ -483,6 +488,6 @@ def check_settings(settings: MissingLabelsSettings) -> Path:
     check_folder("--out", settings.out)
     folder = settings.data or (Path(os.environ["TORCHLML_DATA"]) if "TORCHLML_DATA" in os.environ else None)
     if folder is None:
-        raise BadInput("`--data` is missing: name the directory of the data, or set `TORCHLML_DATA`.")
+        raise BadInput("`--data` is missing: pass the directory of the data, or set TORCHLML_DATA.")
     check_files(settings.datasets, folder)
     return folder

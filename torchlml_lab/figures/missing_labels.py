@@ -1,0 +1,237 @@
+"""`torchlml figures missing-labels`: the results of the study with one observed label per sample."""
+
+from collections import defaultdict
+from collections.abc import Sequence
+from pathlib import Path
+from statistics import mean
+
+from torchlml_lab.engine.output import markdown_table, spread
+from torchlml_lab.figures.settings import MissingLabelsFigureSettings
+from torchlml_lab.files import check_picture
+from torchlml_lab.plots import (
+    BLUE,
+    FAINT,
+    GREEN,
+    GREY,
+    ORANGE,
+    PAGE,
+    PURPLE,
+    SKY,
+    VERMILION,
+    find_csv,
+    new_figure,
+    note,
+    write_tables,
+)
+from torchlml_lab.studies.missing_labels import study
+from torchlml_lab.studies.missing_labels.data import FOLDERS
+from torchlml_lab.studies.missing_labels.methods import METHODS
+from torchlml_lab.studies.missing_labels.study import ResultRecord
+
+OWN = Path("torchlml-missing-labels/results.csv")
+STUDY = Path("results/missing-labels/results.csv")
+_HEADS = {
+    "map": "mAP",
+    "recall": "recall at round(k)",
+    "brier": "Brier score",
+    "ece": "calibration error",
+    "f1": "F1 of p > 0.5",
+    "fitted_brier": "recalibrated Brier score",
+    "fitted_ece": "recalibrated calibration error",
+    "fitted_f1": "recalibrated F1 of p > 0.5",
+    "threshold_f1": "recalibrated F1, fitted threshold",
+}
+_FAR = -10.0  # points of mAP; the left end of the figure
+_LOW = ("brier", "ece", "fitted_brier", "fitted_ece")  # lower is better
+_NETWORKS = {"linear": "linear head", "hidden": "one hidden layer"}
+_DATASET_LOOKS = dict(
+    zip(
+        FOLDERS,
+        ((BLUE, "o"), (VERMILION, "s"), (GREEN, "D"), (PURPLE, "^"), (SKY, "v"), (ORANGE, "P"), (GREY, "X")),
+        strict=True,
+    )
+)
+
+Cells = dict[tuple[str, str], dict[int, ResultRecord]]
+"""The runs with random labels by data set and method, and then by seed."""
+
+
+def main(settings: MissingLabelsFigureSettings) -> None:
+    """Draw mAP and Brier scores by method, write the tables, and print the paths of the files."""
+    check_picture(settings.out)
+    path = find_csv(settings.csv, (OWN, STUDY), "torchlml missing-labels")
+    rows = study.RESULTS.read(path, "--csv")
+    head = next(name for name in study.HEADS if any(row.head == name for row in rows))
+    draw(cells_of(rows, head), settings.out, [path])
+    write_tables(page_of(rows), settings.out)
+
+
+def cells_of(rows: Sequence[ResultRecord], head: str) -> Cells:
+    """Group the runs of one head by data set and method, and then by seed."""
+    groups: Cells = defaultdict(dict)
+    for row in rows:
+        if row.head == head and row.draw == "random":
+            groups[row.dataset, row.method][row.seed] = row
+    return groups
+
+
+def best_competitor(groups: Cells, dataset: str, measure: str) -> str | None:
+    """Return the best alternative to LML that learns from the same data, by its mean over the seeds."""
+    sign = -1 if measure in _LOW else 1
+    means = {
+        method: sign * mean(getattr(row, measure) for row in found.values())
+        for (name, method), found in groups.items()
+        if name == dataset and METHODS[method].competitor
+    }
+    return max(means, key=lambda method: means[method]) if means else None
+
+
+def draw(groups: Cells, picture: Path, csv: Sequence[Path] = ()) -> None:
+    """Draw mAP on the left and the Brier score on the right, relative to training with all labels.
+
+    Args:
+        groups: The runs of one head.
+        picture: The PNG or SVG file to write.
+        csv: The CSV file with the runs. Its name is stored in the picture's metadata.
+    """
+    names = [name for name in METHODS if name != "bce-all" and any(key[1] == name for key in groups)]
+    with new_figure(picture, PAGE, 1.1 + 0.22 * len(names), csv) as figure:
+        panels = figure.subplots(1, 2, sharey=True)
+        far: dict[int, float] = defaultdict(float)
+        for number, (dataset, (color, marker)) in enumerate(_DATASET_LOOKS.items()):
+            reference = groups.get((dataset, "bce-all"))
+            if not reference:
+                continue
+            for axes, measure in zip(panels, ("map", "brier"), strict=True):
+                base = mean(getattr(row, measure) for row in reference.values())
+                points = []
+                for place, name in enumerate(names):
+                    if found := groups.get((dataset, name)):
+                        value = mean(getattr(row, measure) for row in found.values())
+                        points.append((100 * (value - base) if measure == "map" else value / base, place))
+                apart = 0.09 * (number - (len(_DATASET_LOOKS) - 1) / 2)
+                axes.plot(
+                    [x for x, _ in points],
+                    [place + apart for _, place in points],
+                    linestyle="",
+                    marker=marker,
+                    color=color,
+                    label=dataset,
+                )
+                for x, place in points:
+                    if measure == "map" and x < _FAR:  # outside of the panel: an arrow with the value
+                        axes.plot(_FAR, place + apart, marker="<", color=color, clip_on=False)
+                        axes.text(_FAR + 0.2 + far[place], place, f"{x:.0f}", color=color, va="center")
+                        far[place] += 0.9  # next to each other
+        panels[0].axvline(0, color=GREY, linewidth=0.8)
+        panels[1].axvline(1, color=GREY, linewidth=0.8)
+        panels[0].set_title("mAP minus that with all labels (points)")
+        panels[1].set_title("Brier score relative to all labels")
+        panels[0].set_xlabel("higher is better")
+        panels[1].set_xlabel("lower is better")
+        panels[1].set_xscale("log", base=2)
+        panels[1].xaxis.set_major_formatter(lambda value, _: f"{value:g}")
+        panels[0].set_xlim(left=max(_FAR, panels[0].get_xlim()[0]))
+        panels[0].set_yticks(range(len(names)), [METHODS[name].title for name in names])
+        panels[0].set_ylim(len(names) - 0.5, -0.5)
+        for label, name in zip(panels[0].get_yticklabels(), names, strict=True):
+            label.set_fontweight("bold" if name.startswith("lml") else "normal")
+        for axes in panels:
+            axes.grid(axis="x")
+            for place in range(1, len(names), 2):
+                axes.axhspan(place - 0.5, place + 0.5, color=FAINT, linewidth=0, zorder=0)
+        handles, labels = panels[0].get_legend_handles_labels()
+        figure.legend(handles, labels, loc="outside upper center", ncols=len(labels), labelcolor="linecolor")
+        seeds = sorted({len(found) for found in groups.values()})
+        count = "–".join(str(number) for number in dict.fromkeys((seeds[0], seeds[-1])))
+        note(figure, f"means over {count} seeds")
+
+
+def page_of(rows: Sequence[ResultRecord]) -> str:
+    """Format all tables in Markdown: each measure, paired differences, and the chosen configurations."""
+    parts = ["# One observed label per sample: all tables"]
+    for head in study.HEADS:
+        groups = cells_of(rows, head)
+        datasets = [name for name in FOLDERS if any(key[0] == name for key in groups)]
+        if not datasets:
+            continue
+        parts.append(f"## {_NETWORKS[head].capitalize()}")
+        for measure, title in _HEADS.items():
+            low = "lower" if measure in _LOW else "higher"
+            said = f"× 100, mean ± standard deviation over the seeds, {low} is better:"
+            parts.append(markdown_table(said, (title, *datasets), _measure_lines(groups, datasets, measure)))
+        for method in ("lml", "lml-predicted"):
+            said = (
+                f"{METHODS[method].title} minus the best competitor in each measure, × 100, by seed: "
+                "mean ± standard deviation."
+            )
+            lines = [(name, *_differences(groups, name, method)) for name in datasets]
+            heads = (f"{METHODS[method].title} minus", *_HEADS.values())
+            parts.append(markdown_table(said, heads, lines))
+        lines = [
+            (METHODS[method].title, *(_recipe(groups.get((name, method), {})) for name in datasets))
+            for method in METHODS
+        ]
+        parts.append(markdown_table("Chosen configurations:", ("learning rate, weight", *datasets), lines))
+    published = [row for row in rows if row.draw == "published"]
+    if published:
+        parts.append("## Published draw of VOC 2012")
+        for head in study.HEADS:
+            lines = [
+                (
+                    METHODS[row.method].title,
+                    *(f"{100 * getattr(row, name):.1f}" for name in _HEADS),
+                )
+                for row in published
+                if row.head == head
+            ]
+            said = f"{_NETWORKS[head].capitalize()}, × 100:"
+            parts += [markdown_table(said, (head, *_HEADS.values()), lines)] if lines else []
+    return "\n\n".join(parts) + "\n"
+
+
+def _measure_lines(groups: Cells, datasets: Sequence[str], measure: str) -> list[tuple[str, ...]]:
+    """Format a line for each method. The best method that does not use all labels is bold."""
+    best = {}
+    for dataset in datasets:
+        means = {
+            method: mean(getattr(row, measure) for row in found.values())
+            for (name, method), found in groups.items()
+            if name == dataset and METHODS[method].labels != "all"
+        }
+        if means:
+            best[dataset] = (min if measure in _LOW else max)(means, key=lambda method: means[method])
+    lines = []
+    for method, about in METHODS.items():
+        cells = []
+        for dataset in datasets:
+            found = groups.get((dataset, method), {})
+            digits = 2 if measure in _LOW else 1
+            text = spread([getattr(row, measure) for row in found.values()], digits) if found else "–"
+            text = text.replace("±", " ± ")
+            cells.append(f"**{text}**" if best.get(dataset) == method else text)
+        lines.append((about.title, *cells))
+    return lines
+
+
+def _differences(groups: Cells, dataset: str, method: str) -> list[str]:
+    cells = []
+    for measure in _HEADS:
+        other = best_competitor(groups, dataset, measure)
+        one = groups.get((dataset, method), {})
+        if other is None or not one:
+            cells.append("–")
+            continue
+        rival = groups[dataset, other]
+        seeds = sorted({*one} & {*rival})
+        found = [getattr(one[seed], measure) - getattr(rival[seed], measure) for seed in seeds]
+        text = spread(found, 2 if measure in _LOW else 1).replace("±", " ± ")
+        cells.append(f"{'+' if mean(found) >= 0 else ''}{text} ({METHODS[other].title})")
+    return cells
+
+
+def _recipe(found: dict[int, ResultRecord]) -> str:
+    if not found:
+        return "–"
+    one = next(iter(found.values()))
+    return f"{one.learning_rate:g}" + (f", {one.weight:g}" if METHODS[one.method].weights else "")
