@@ -69,13 +69,16 @@ WRONG = {
         "`--train` names `{}`, but .jsonl files are not supported: give a .csv, .tsv or",
     ),
     "latin.txt": ("ann apple\nbjörn fig\n".encode("latin-1"), "`{}`, line 2: the text is not UTF-8."),
-    "binary.txt": (b"ann apple\n\0\1\n", "`{}`, line 2: a zero byte, so this is not a text file."),
+    "binary.txt": (
+        b"ann apple\n\0\1\n",
+        "`{}`, line 2: the line contains a zero byte, so this is not a text file.",
+    ),
     "half.txt.gz": (
         gzip.compress(LINES.encode())[:-9],
         "`--train` names `{}`, which cannot be read: it is truncated",
     ),
     "damaged.txt.gz": (b"\x1f\x8b" + b"x" * 30, "`--train` names `{}`, which cannot be read: its gzip data"),
-    "short.csv": (CSV[:-8].encode(), "`{}`, line 7: it has 2 fields, but the header has 3 (`6,an`)."),
+    "short.csv": (CSV[:-8].encode(), "`{}`, line 7: the line has 2 fields, but the header has 3 (`6,an`)."),
     "no-item.csv": (b"user,item\nann,\n", "`{}`, line 2: the item is empty."),
     "no-user.csv": (b"user,item\nann,fig\n,fig\n", "`{}`, line 3: the user is empty."),
     "quote.csv": (b'user,item\nann,"fig\nbob,kiwi\n', "`{}`, line 3: unexpected end of data."),
@@ -93,6 +96,48 @@ def test_bad_files_raise_a_one_sentence_error(tmp_path, name):
         read_interactions(path, "--train")
     assert str(rejected.value).startswith(said.format(path))
     assert str(rejected.value).endswith(".")
+
+
+RATED = (
+    "user,item,rating,date\nann,fig,3,2024-02-01\nann,pear,5,2023-01-01T10:00:00Z\nbob,fig,4.5,1704067200\n"
+)
+
+
+def test_ratings_and_times_are_used_on_request(tmp_path):
+    path = tmp_path / "a.csv"
+    path.write_text(RATED + "ann,kiwi,5,1900-01-01\nann,pear,1,2025-01-01\n")
+    have = read_interactions(path, "--train")
+    assert names(have) == {"ann": ["fig", "pear", "kiwi"], "bob": ["fig"]}
+    assert (have.low, have.repeated, have.unused) == (0, 1, ("rating", "date"))
+    have = read_interactions(path, "--train", min_rating=4.5)
+    assert names(have) == {"ann": ["pear", "kiwi"], "bob": ["fig"]}
+    assert (have.low, have.repeated, have.unused) == (2, 0, ("date",))
+    have = read_interactions(path, "--train", by_time=True)
+    assert names(have) == {"ann": ["kiwi", "pear", "fig"], "bob": ["fig"]}
+    assert have.unused == ("rating",)
+
+
+@pytest.mark.parametrize(
+    ("text", "options", "said"),
+    [
+        (CSV, {"min_rating": 3}, "`--min-rating` requires one column called `rating`, but the columns of"),
+        (CSV, {"by_time": True}, "`--latest` requires one column called `timestamp`, but the columns of"),
+        (RATED, {"min_rating": 6}, "`--min-rating` is 6, but all 3 ratings in"),
+        (RATED.replace("4.5", "?"), {"min_rating": 6}, "line 4: the rating must be a number, but it is `?`."),
+        (
+            RATED.replace("4.5", "nan"),
+            {"min_rating": 6},
+            "line 4: the rating must be a number, but it is `nan`",
+        ),
+        (RATED.replace("2024-02", "02/01"), {"by_time": True}, "line 2: the time must be a number or a date"),
+    ],
+)
+def test_bad_ratings_and_times_raise(tmp_path, text, options, said):
+    path = tmp_path / "a.csv"
+    path.write_text(text)
+    with pytest.raises(BadInput) as rejected:
+        read_interactions(path, "--train", **options)
+    assert said in str(rejected.value)
 
 
 def test_missing_files_and_columns_are_named(tmp_path):

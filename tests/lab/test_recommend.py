@@ -18,8 +18,8 @@ from torchlml_lab import cli
 from torchlml_lab.cli_errors import BadInput
 from torchlml_lab.data.interactions import read_interactions
 from torchlml_lab.engine import run as engine_run
-from torchlml_lab.recommend import sweep
-from torchlml_lab.recommend.histories import Users, set_aside, some_users
+from torchlml_lab.recommend import ease, sweep, training
+from torchlml_lab.recommend.histories import Users, read, set_aside, some_users
 from torchlml_lab.recommend.settings import RecommendSettings, SweepSettings
 
 GROUPS, SIZE, HAS = 4, 30, 12  # each user has some of the items of their group
@@ -47,7 +47,7 @@ def folder(tmp_path_factory):
         for user in range(50)
     ]
     (place / "test.txt").write_text("\n".join(later))
-    for model, epochs in (("autoencoder", 8), ("matrix-factorisation", 16)):
+    for model, epochs in (("autoencoder", 8), ("matrix-factorisation", 24)):
         options = [
             "--model",
             model,
@@ -59,6 +59,10 @@ def folder(tmp_path_factory):
             16,
             "--learning-rate",
             0.01,
+            "--loss",
+            "lml",
+            "--layers",
+            3,
         ]
         words = [
             "train",
@@ -193,13 +197,13 @@ def test_other_data_than_those_of_the_run_are_rejected(folder, capsys, tmp_path)
 def test_step_time_has_a_row_for_every_loss(folder, capsys):
     assert cli.main(["step-time", str(folder / "autoencoder"), "--steps", "2", "--batch-size", "10"]) == 0
     said = capsys.readouterr().out
-    for loss in ("softmax", "lml", "bce", "truncated-entropy"):
+    for loss in ("softmax", "lml", "bce", "truncated-entropy", "topk-softmax"):
         assert re.search(rf"^{loss} +[\d.]+ +[+-][\d.]+%", said, re.MULTILINE)
 
 
 def test_a_killed_and_resumed_run_equals_an_undisturbed_one(folder, monkeypatch, capsys, tmp_path):
     words = ["train", "recommend", "--train", str(folder / "train.txt"), "--epochs", "3", "--dimension", "8"]
-    words += ["--test", str(folder / "test.txt")]
+    words += ["--test", str(folder / "test.txt"), "--model", "autoencoder"]
     assert cli.main([*words, "--out", str(tmp_path / "whole")]) == 0
     epoch = engine_run._Run._epoch
 
@@ -220,6 +224,7 @@ def test_a_killed_and_resumed_run_equals_an_undisturbed_one(folder, monkeypatch,
 def test_two_processes_count_every_user_once(folder, capsys, tmp_path):
     words = ["train", "recommend", "--train", folder / "train.txt", "--test", folder / "test.txt", "--cpu"]
     words += ["--out", tmp_path / "run", "--epochs", 1, "--dimension", 8, "--batch-size", 6]
+    words += ["--model", "autoencoder"]
     printed, _ = output(*start_two([str(word) for word in words]))
     assert printed.count("\npopular items ") == 3  # only one process prints the report
     result = json.loads((tmp_path / "run" / "result.json").read_text())
@@ -250,6 +255,8 @@ def test_a_sweep_is_a_table_and_a_figure(folder, capsys, tmp_path):
         "lml-3",
         "--models",
         "matrix-factorisation",
+        "--layer-counts",
+        2,
         "--csv",
         tmp_path / "a.csv",
     ]
@@ -257,7 +264,7 @@ def test_a_sweep_is_a_table_and_a_figure(folder, capsys, tmp_path):
     assert cli.main([str(word) for word in words]) == 0
     said = capsys.readouterr().out
     assert "matrix-factorisation: in %" in said
-    assert len(re.findall(r"^(?:softmax|lml-3) +0\.006 ", said, re.MULTILINE)) == 2
+    assert len(re.findall(r"^(?:softmax|lml-3) +2 +0\.02 ", said, re.MULTILINE)) == 2
     rows = sweep.TABLE.read(tmp_path / "a.csv", "--csv")
     for row in rows:
         result = json.loads(next((tmp_path / "runs").glob(f"*_{row.loss}_*/result.json")).read_text())
@@ -269,7 +276,7 @@ def test_a_sweep_is_a_table_and_a_figure(folder, capsys, tmp_path):
     lines = (tmp_path / "a.md").read_text().splitlines()
     assert len(lines) == 2 + 6 + 2
     assert any(
-        line.startswith("| matrix-factorisation | lml-3 | 0.006 | 0.1 | 1 | 1 of 1 |") for line in lines
+        line.startswith("| matrix-factorisation | 2 | lml-3 | 0.02 | 0.1 | 1 | 1 of 1 |") for line in lines
     )
     assert (tmp_path / "a.png").stat().st_size > 10_000
 
@@ -278,7 +285,7 @@ def test_a_tuned_sweep_uses_the_best_settings_on_validation_per_method(folder, t
     usual = dict.fromkeys(
         (one.name for one in dataclasses.fields(sweep.RankingRecord) if one.type in (float, "float")), 0.5
     )
-    whole = {"users": 120, "seed": 0, "dimension": 4, "epochs": 1, "best_epoch": 1}
+    whole = {"layers": 0, "users": 120, "seed": 0, "dimension": 4, "epochs": 1, "best_epoch": 1}
     tried = {("autoencoder", "bce", 0.1, 0.3): 0.2, ("autoencoder", "bce", 0.1, 0.6): 0.4}
     tried |= {("matrix-factorisation", "bce", 0.1, 0.3): 0.3, ("matrix-factorisation", "bce", 0.2, 0.3): 0.1}
     rows = [
@@ -292,14 +299,16 @@ def test_a_tuned_sweep_uses_the_best_settings_on_validation_per_method(folder, t
     ]
     sweep.TABLE.write(tmp_path / "tuned.csv", rows)
     run = RecommendSettings(train=folder / "train.txt")
-    settings = SweepSettings(losses=("bce",), tuned=tmp_path / "tuned.csv", seeds=(0, 3), run=run)
+    settings = SweepSettings(
+        losses=("bce",), layer_counts=(0,), tuned=tmp_path / "tuned.csv", seeds=(0, 3), run=run
+    )
     found = [(one.model, one.seed, one.learning_rate, one.dropout) for one in sweep.grid(settings)]
     assert found == [
         (model, seed, 0.1, dropout)
         for seed in (0, 3)
         for model, dropout in (("autoencoder", 0.6), ("matrix-factorisation", 0.3))
     ]
-    with pytest.raises(BadInput, match="so they cannot be given as well"):
+    with pytest.raises(BadInput, match="which cannot also be given"):
         sweep.grid(dataclasses.replace(settings, temperatures=(0.1,)))
 
 
@@ -315,6 +324,11 @@ REJECTED = {
     "--train SINGLE": "must have a user with at least two items",
     "--train FILE --columns user item": "`--columns` applies to CSV, TSV and .inter",
     "--train FILE --temperature 0.0": "`--temperature` must be finite and positive, but it is 0.0",
+    "--train FILE --layers -1": "`--layers` must be at least 0, but it is -1",
+    "--train FILE --penalty 0.0": "`--penalty` must be finite and positive, but it is 0.0",
+    "--train FILE --min-rating 3": "`--min-rating` requires a CSV, TSV or .inter file, but `--train` is",
+    "--train FILE --loss topk-softmax --k labels": "`k` must be an integer for the loss `topk-softmax`",
+    "--train FILE --batch-size -1": "`--batch-size` must be at least 1, but it is -1",
     "--train FILE --dropout 1.0": "`--dropout` must be at least 0 and less than 1, but it is 1.0",
 } | {
     f"--train FILE {line}": said
@@ -363,3 +377,157 @@ def test_the_held_out_pairs_are_a_fixed_part_of_some_users(folder):
     few = some_users(have, 7)
     assert int((few.counts > 0).sum()) == 7
     assert len(Users(few, few)) == 7
+
+
+DEFAULT = ["--epochs", "3", "--dimension", "8"]
+
+
+@pytest.fixture(scope="module")
+def default_run(folder, tmp_path_factory):
+    """A run of all models."""
+    out = tmp_path_factory.mktemp("auto") / "run"
+    words = [
+        "train",
+        "recommend",
+        "--train",
+        folder / "train.txt",
+        "--test",
+        folder / "test.txt",
+        "--out",
+        out,
+    ]
+    assert cli.main([*map(str, words), *DEFAULT]) == 0
+    return out
+
+
+def test_the_default_is_at_least_as_good_on_validation_as_every_model(default_run, capsys):
+    found = {name: run_of(default_run, name) for name in ("ease", "autoencoder", "matrix-factorisation")}
+    result = json.loads((default_run / "result.json").read_text())
+    best = max(one["validation"]["recall@20"] for one in found.values())
+    assert result["validation"]["recall@20"] >= best - 1e-6
+    assert result["seconds"] == pytest.approx(sum(one["seconds"] for one in found.values()))
+    assert found["ease"]["best_epoch"] == 0
+    choice = json.loads((default_run / "choice.json").read_text())
+    assert sum(choice["weights"].values()) == 1
+    assert set(choice["weights"]) == set(choice["factors"]) <= set(found)
+    # The report repeats the result.
+    assert cli.main(["evaluate", str(default_run)]) == 0
+    said = capsys.readouterr().out
+    numbers = re.findall(r"^auto +(.*)$", said[said.index("recall ") :], re.MULTILINE)[0].split()
+    assert float(numbers[4]) == pytest.approx(100 * result["test"]["recall@20"], abs=0.0051)
+    assert cli.main(["predict", str(default_run), "--top", "2"]) == 0
+
+
+def test_the_default_resumes_after_a_kill_and_is_overwritten(
+    folder, default_run, monkeypatch, capsys, tmp_path
+):
+    words = ["train", "recommend", "--train", str(folder / "train.txt"), "--test", str(folder / "test.txt")]
+    words += [*DEFAULT, "--out", str(tmp_path / "run")]
+    epoch = engine_run._Run._epoch
+
+    def killed(self, number, step):
+        if number == 2 and "matrix" in str(self.folder.path):
+            raise KeyboardInterrupt
+        return epoch(self, number, step)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(engine_run._Run, "_epoch", killed)
+        assert cli.main(words) == 130
+    said = capsys.readouterr().err
+    again = f"torchlml train recommend --resume {tmp_path}"
+    assert f"while training `matrix-factorisation`. Resume the run with `{again}" in said
+    assert "is not finished. Resume it with" in rejected(capsys, ["predict", tmp_path / "run"])
+    assert cli.main(["train", "recommend", "--resume", str(tmp_path / "run")]) == 0
+    whole, resumed = (
+        json.loads((run / "result.json").read_text()) for run in (default_run, tmp_path / "run")
+    )
+    assert whole | {"seconds": 0} == resumed | {"seconds": 0}
+    assert "which already contains a run" in rejected(capsys, words)
+    capsys.readouterr()
+    assert cli.main([*words, "--overwrite", "--epochs", "1"]) == 0
+    assert run_of(tmp_path / "run", "autoencoder")["best_epoch"] == 1
+
+
+@pytest.mark.parametrize(
+    ("module", "name", "value", "why"),
+    [
+        (training, "MOST_ITEMS", 119, "there are more than 119 items"),
+        (ease, "memory_available", lambda: 0, "it needs 0.0 GB of memory and 0.0 GB are available"),
+    ],
+)
+def test_many_items_leave_out_ease(folder, monkeypatch, capsys, tmp_path, module, name, value, why):
+    monkeypatch.setattr(module, name, value)
+    words = ["train", "recommend", "--train", str(folder / "train.txt"), "--out", str(tmp_path / "run")]
+    assert cli.main([*words, *DEFAULT, "--epochs", "1"]) == 0
+    assert f"`ease` is left out, because {why}." in capsys.readouterr().out
+    assert not (tmp_path / "run" / "ease").exists()
+    assert cli.main(["predict", str(tmp_path / "run")]) == 0
+
+
+def test_ease_that_does_not_fit_is_rejected_and_nothing_is_written(folder, monkeypatch, capsys, tmp_path):
+    monkeypatch.setattr(ease, "memory_available", lambda: 100_000)
+    words = [
+        "train",
+        "recommend",
+        "--train",
+        folder / "train.txt",
+        "--out",
+        tmp_path / "run",
+        "--model",
+        "ease",
+    ]
+    assert "`--model ease` needs about 0.0 GB for 120 items" in rejected(capsys, words)
+    assert not (tmp_path / "run").exists()
+
+
+def test_ease_alone_recommends_to_new_users(folder, capsys, tmp_path):
+    words = [
+        "train",
+        "recommend",
+        "--train",
+        folder / "train.txt",
+        "--out",
+        tmp_path / "run",
+        "--model",
+        "ease",
+    ]
+    assert cli.main([*map(str, words), "--penalty", "20"]) == 0
+    assert "fitted, validation recall@20" in capsys.readouterr().out
+    data, out = tmp_path / "new.txt", tmp_path / "best.jsonl"
+    data.write_text("new g2-1 g2-5 g2-7 g2-9\n")
+    assert cli.main(["predict", str(tmp_path / "run"), "--data", str(data), "--out", str(out)]) == 0
+    assert all(item.startswith("g2-") for item in json.loads(out.read_text())["items"])
+    said = rejected(capsys, ["step-time", tmp_path / "run"])
+    assert "is `ease`, which has no training steps of its own" in said
+
+
+def test_graph_layers_recommend_to_new_users(folder, tmp_path):
+    data, out = tmp_path / "new.txt", tmp_path / "best.jsonl"
+    data.write_text("new g2-1 g2-5 g2-7 g2-9\n")
+    run = folder / "matrix-factorisation"
+    assert cli.main(["predict", str(run), "--data", str(data), "--out", str(out)]) == 0
+    found = json.loads(out.read_text())
+    assert found["probabilities"] is not None
+    assert all(item.startswith("g2-") for item in found["items"])
+
+
+def test_the_latest_items_are_held_out_by_time(tmp_path):
+    path = tmp_path / "a.inter"
+    lines = ["user_id:token\titem_id:token\trating:float\ttimestamp:float"]
+    # Ten items of each user, in a random order of the file; the rating is 1 for the last item.
+    order = random.Random(0).sample([(u, i) for u in range(8) for i in range(10)], 80)
+    lines += [f"u{u}\ti{i}\t{1 if i == 9 else 4.5}\t{1000 * u + i}" for u, i in order]
+    path.write_text("\n".join(lines) + "\n")
+    data = read(RecommendSettings(train=path, latest=True))
+    for user in range(8):
+        held = {data.training.items[i] for i in data.validation.of(user).tolist()}
+        assert held in ({"i8", "i9"}, set())
+    assert int((data.validation.counts > 0).sum()) == 2
+    assert data.notes == [
+        f"`{path}`: `rating` is not used. `--min-rating` skips low ratings, and `--latest` validates on the "
+        "latest items of each user."
+    ]
+    liked = read(RecommendSettings(train=path, latest=True, min_rating=4))
+    assert len(liked.everything) == 72
+    assert "i9" not in liked.everything.items
+    assert liked.notes == [f"`{path}`: 8 pairs have a rating below `--min-rating` and were skipped."]

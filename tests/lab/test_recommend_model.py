@@ -4,14 +4,18 @@ from __future__ import annotations
 
 import math
 
+import numpy as np
 import pytest
 import torch
 from accelerate import Accelerator
 
-from torchlml_lab.multilabel.losses import PADDING, padded
-from torchlml_lab.recommend.histories import Batch
-from torchlml_lab.recommend.model import Autoencoder, MatrixFactorisation
-from torchlml_lab.recommend.ranking import measures
+from torchlml_lab.cli_errors import BadInput
+from torchlml_lab.data.interactions import Interactions
+from torchlml_lab.multilabel.losses import PADDING, named, padded, topk_softmax
+from torchlml_lab.recommend import ease
+from torchlml_lab.recommend.histories import Batch, Users
+from torchlml_lab.recommend.model import Autoencoder, MatrixFactorisation, choose, graph, propagate
+from torchlml_lab.recommend.ranking import fit_scale, measures
 
 
 def test_measures_are_those_of_a_plain_computation():
@@ -57,3 +61,223 @@ def test_matrix_factorization_scores_are_cosines_over_the_temperature():
     scores = model(torch.tensor([4, 0]), torch.full((2, 1), PADDING)).scores()
     cosine = torch.nn.functional.cosine_similarity(model.user[[4, 0]][:, None], model.item[None], dim=-1)
     assert torch.allclose(scores, cosine / 0.2 - 1, atol=1e-5)
+
+
+def random_pairs(users, items, seed=0, share=0.3, new_to=None):
+    """Random pairs, and their matrix (users, items), without those of the matrix `new_to`."""
+    matrix = torch.rand(users, items, generator=torch.Generator().manual_seed(seed)) < share
+    if new_to is not None:
+        matrix &= new_to == 0
+    starts = torch.cat([torch.zeros(1, dtype=torch.int64), matrix.sum(1).cumsum(0)])
+    names = [f"u{u}" for u in range(users)], [f"i{i}" for i in range(items)]
+    return Interactions(*names, starts, matrix.nonzero()[:, 1]), matrix.double()
+
+
+def test_ease_is_a_ridge_regression_of_each_item_on_the_others(monkeypatch):
+    monkeypatch.setattr(ease, "ROWS", 7)  # several blocks of users
+    have, matrix = random_pairs(40, 9)
+    x, penalty = matrix.numpy(), 3.0
+    expected = np.zeros((9, 9))
+    for item in range(9):
+        others = np.delete(np.arange(9), item)
+        a = x[:, others]
+        expected[others, item] = np.linalg.solve(a.T @ a + penalty * np.eye(8), a.T @ x[:, item])
+    model, chosen = ease.fit(have, penalty, lambda _: pytest.fail("there is nothing to choose"))
+    assert chosen == penalty
+    assert np.allclose(model.weight.detach().numpy(), expected, atol=1e-6)
+    model.scale.data.fill_(2.0)
+    history = padded([have.of(u) for u in range(40)])
+    scores = model(torch.arange(40), history).scores().detach().numpy()
+    assert np.allclose(scores, 2 * x @ expected, atol=1e-5)
+
+
+def test_ease_chooses_the_penalty_by_the_metric():
+    have, _ = random_pairs(30, 8)
+    size: dict[int, float] = {}
+
+    def recall(model):
+        size[len(size)] = float(model.weight.detach().norm())
+        return [0.1, 0.3, 0.2, 0.3, 0.0][len(size) - 1]
+
+    model, penalty = ease.fit(have, None, recall)
+    assert penalty == ease.PENALTIES[1]
+    assert float(model.weight.detach().norm()) == pytest.approx(size[1])
+    assert list(size.values()) == sorted(size.values(), reverse=True)  # larger penalties, smaller weights
+
+
+def test_ease_raises_before_any_work_if_its_matrices_do_not_fit(monkeypatch):
+    have, _ = random_pairs(30, 8)
+    monkeypatch.setattr(ease, "memory_available", lambda: 8 * 8 * 27)
+    monkeypatch.setattr(ease, "gram", lambda *_: pytest.fail("it must raise before"))
+    with pytest.raises(BadInput, match=r"needs about 0.0 GB for 8 items, but only 0.0 GB of memory"):
+        ease.fit(have, 1.0, lambda _: 0.0)
+    assert ease.memory_needed(40_981) == pytest.approx(13.4e9, rel=0.01)
+    assert 0 < ease.memory_available() < 2**50
+
+
+def dense_propagation(matrix, layers):
+    """The mean of the powers of the symmetrically normalized adjacency matrix, float64."""
+    users, items = matrix.shape
+    a = torch.zeros(users + items, users + items, dtype=torch.float64)
+    a[:users, users:], a[users:, :users] = matrix, matrix.T
+    scale = a.sum(1).clamp(min=1).rsqrt()
+    a = scale[:, None] * a * scale
+    return sum(torch.linalg.matrix_power(a, power) for power in range(layers + 1)) / (layers + 1)
+
+
+@pytest.mark.parametrize("layers", [1, 2, 3])
+def test_propagation_is_the_mean_of_the_powers_of_a_dense_matrix(layers):
+    have, matrix = random_pairs(11, 7, share=0.25)
+    torch.manual_seed(0)
+    vectors = torch.randn(18, 3, dtype=torch.float64)
+    dense = dense_propagation(matrix, layers)
+    found = torch.cat(propagate(vectors[:11], vectors[11:], graph(have), layers))
+    assert torch.allclose(found, dense @ vectors, atol=1e-6)  # the weights of the graph are float32
+
+
+def test_a_model_with_layers_has_the_scores_and_gradients_of_the_dense_one():
+    have, matrix = random_pairs(11, 7, share=0.25)
+    torch.manual_seed(0)
+    model = MatrixFactorisation(11, 7, 3, 0.2, -1.0, graph(have), 2)
+    users, history = torch.tensor([4, 0, 9]), torch.full((3, 1), PADDING)
+    dense = dense_propagation(matrix, 2)
+    leaves = [part.detach().double().requires_grad_() for part in (model.user, model.item)]
+    user, item = torch.nn.functional.normalize(dense @ torch.cat(leaves)).split([11, 7])
+    expected = user[users] @ item.T / 0.2 - 1
+    direction = torch.randn(3, 7)
+    found = model(users, history).scores()
+    assert torch.allclose(found.double(), expected, atol=1e-5)
+    (found * direction).sum().backward()
+    (expected * direction).sum().backward()
+    for own, leaf in zip((model.user, model.item), leaves, strict=True):
+        assert own.grad is not None
+        assert leaf.grad is not None
+        assert torch.allclose(own.grad.double(), leaf.grad, atol=1e-4)
+    # Evaluation computes the vectors once, and a new mode computes them again.
+    with torch.no_grad():
+        model.eval()
+        assert torch.allclose(model(users, history).scores().double(), expected, atol=1e-5)
+        model.item.mul_(-1)
+        assert torch.allclose(model(users, history).scores().double(), expected, atol=1e-5)
+        assert not torch.allclose(model.eval()(users, history).scores().double(), expected, atol=1e-2)
+
+
+def test_new_users_get_the_vector_that_the_layers_would_give_them():
+    have, matrix = random_pairs(11, 7, share=0.25)
+    torch.manual_seed(0)
+    model = MatrixFactorisation(11, 7, 3, 0.2, -1.0, graph(have), 2).eval()
+    items = torch.tensor([1, 2, 5])
+    # A user who sends nothing: the layers before the last one, from the items alone.
+    sent = (dense_propagation(matrix, 1) @ torch.cat([model.user, model.item]).double())[11:]
+    vector = (sent[items] * matrix.sum(0)[items, None].rsqrt()).sum(0)
+    item = model.vectors()[1].double()
+    expected = torch.nn.functional.normalize(vector, dim=0) @ item.T / 0.2 - 1
+    history = padded([items, torch.tensor([3])])
+    scores = model(torch.tensor([-1, 6]), history).scores().double()
+    assert torch.allclose(scores[0], expected, atol=1e-5)
+    assert torch.allclose(scores[1], model(torch.tensor([6]), history[1:]).scores()[0].double(), atol=1e-6)
+
+
+def test_topk_softmax_is_a_weighted_softmax_with_the_exact_threshold():
+    torch.manual_seed(0)
+    x = 3 * torch.randn(3, 12, dtype=torch.float64)
+    lists, k, width = [[0, 4, 7], [], [11]], 4, 1.7
+    labels = padded([torch.tensor(one).long() for one in lists])
+
+    def weights(row):
+        low, high = -50.0, 50.0
+        for _ in range(200):  # bisection of the threshold
+            middle = (low + high) / 2
+            low, high = (middle, high) if (1 / (1 + np.exp(middle - row))).sum() > k else (low, middle)
+        return 1 / (1 + np.exp((low - row) / width))
+
+    fixed = [weights(row.numpy()) for row in x]
+
+    def value(logits):
+        total = 0.0
+        for row, items, weight in zip(logits, lists, fixed, strict=True):
+            total += sum(weight[i] * (np.log(np.exp(row).sum()) - row[i]) for i in items)
+        return total / 2  # the row without labels does not count
+
+    leaf = x.clone().requires_grad_()
+    found = topk_softmax(leaf, labels, k, width)
+    assert found.item() == pytest.approx(value(x.numpy()), rel=1e-10)
+    found.backward()
+    assert leaf.grad is not None
+    step = 1e-6
+    for place in np.ndindex(*x.shape):
+        moved = np.zeros(x.shape)
+        moved[place] = step
+        slope = (value(x.numpy() + moved) - value(x.numpy() - moved)) / (2 * step)
+        assert float(leaf.grad[place]) == pytest.approx(slope, abs=1e-7)
+    assert float(named("topk-softmax-4")(x, labels)) == pytest.approx(float(topk_softmax(x, labels, 4)))
+
+
+@pytest.mark.parametrize("name", ["lml-labels", "softmax", "bce", "truncated-entropy-2", "topk-softmax-3"])
+def test_the_loss_of_factors_is_that_of_their_scores(name):
+    torch.manual_seed(0)
+    loss, rows, n = named(name), 300, 20
+    hidden, weight, bias = torch.randn(rows, 4), torch.randn(n, 4), torch.randn(n)
+    labels = padded([torch.randperm(n)[: 1 + row % 5] for row in range(rows)])
+    results = []
+    for of in (loss.of_factors, lambda h, w, b, at: loss(torch.nn.functional.linear(h, w, b), at)):
+        leaves = [part.clone().requires_grad_() for part in (hidden, weight, bias)]
+        value = of(*leaves, labels)
+        (2 * value).backward()
+        results.append([value.detach(), *(leaf.grad for leaf in leaves)])
+    for found, expected in zip(*results, strict=True):
+        assert torch.allclose(found, expected, atol=1e-5, rtol=1e-4)
+
+
+class Fixed(torch.nn.Module):
+    """A model with the given scores."""
+
+    def __init__(self, values):
+        super().__init__()
+        self.values = values
+
+    def forward(self, users, history):
+        return ease.Scores(self.values[users])
+
+
+def test_the_weights_are_those_of_the_best_mixture():
+    torch.manual_seed(0)
+    users, items = 60, 400
+    history, known = random_pairs(users, items, seed=1, share=0.02)
+    later, matrix = random_pairs(users, items, seed=2, share=0.02, new_to=known)
+    noise = torch.randn(2, users, items)
+    split = Users(history, later)
+    half = torch.arange(items) < items // 2
+    # Each of two models knows one half of the items; the third knows nothing.
+    models = {
+        "first": Fixed(noise[0] + 6 * (matrix.float() * half)),
+        "second": Fixed(100 * (noise[1] + 6 * (matrix.float() * ~half))),
+        "nothing": Fixed(torch.randn(users, items)),
+    }
+    choice = choose(models, split, "recall@20")
+    assert choice.weights == {"first": 0.5, "second": 0.5}
+    assert choice.factors["first"] / choice.factors["second"] == pytest.approx(100, rel=0.5)
+    assert "50% `first`, 50% `second`" in choice.in_words()
+    alone = choose({"nothing": models["nothing"], "all": Fixed(matrix.float())}, split, "recall@20")
+    assert alone.weights == {"all": 1.0}
+    assert "is `all`" in alone.in_words()
+
+
+def test_the_scale_maximizes_the_likelihood():
+    history, known = random_pairs(50, 30, seed=1, share=0.1)
+    later, _ = random_pairs(50, 30, seed=2, share=0.1, new_to=known)
+    torch.manual_seed(0)
+    scores = torch.randn(50, 30)
+    scores[later.user, later.item] += 1
+    users = Users(history, later)
+    scale = fit_scale(lambda batch: scores[batch.users], users)
+    batch = users.__getitems__(list(range(len(users))))
+    left = scores[batch.users].double()
+    for row, items in enumerate(batch.history):
+        left[row, items[items != PADDING]] = -torch.inf
+
+    def value(factor):
+        log = (factor * left).log_softmax(-1)
+        return -sum(log[row, item] for row, items in enumerate(batch.labels) for item in items if item >= 0)
+
+    assert value(scale) <= min(value(0.9 * scale), value(1.1 * scale))

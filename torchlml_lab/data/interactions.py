@@ -2,9 +2,12 @@
 
 import csv
 import io
+import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from datetime import datetime, timezone
 from pathlib import Path
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -16,6 +19,8 @@ from torchlml_lab.files import read_content, shown
 
 _USER = ("user", "user_id", "userid", "uid")
 _ITEM = ("item", "item_id", "itemid", "iid")
+_RATING = ("rating", "ratings", "stars")
+_TIME = ("timestamp", "time", "datetime", "date")
 _OTHER = (".json", ".jsonl", ".npz", ".npy", ".parquet", ".pkl", ".xlsx", ".zip")
 _READ = "give a .csv, .tsv or .inter file of pairs, or text with lines `user item item ...`"
 
@@ -36,6 +41,10 @@ class Interactions:
     """int64: the concatenated items of all users."""
     repeated: int = 0
     """The number of duplicate pairs in the file, which are ignored."""
+    low: int = 0
+    """The number of pairs whose rating is too low, which are ignored."""
+    unused: tuple[str, ...] = ()
+    """The columns of ratings and timestamps in the file that were not read."""
 
     def __len__(self) -> int:
         return len(self.item)
@@ -60,15 +69,25 @@ class Interactions:
         return Interactions(self.users, self.items, _starts(counts), self.item[chosen])
 
 
-def read_interactions(path: Path, option: str, columns: tuple[str, str] | None = None) -> Interactions:
+def read_interactions(
+    path: Path,
+    option: str,
+    columns: tuple[str, str] | None = None,
+    min_rating: float | None = None,
+    by_time: bool = False,
+) -> Interactions:
     """Read a file of users and their items. The file name, without `.gz`, determines the format.
 
     Args:
         path: `*.csv` and `*.tsv` have a header and one pair of user and item per line. `*.inter` is RecBole's
             format (tabs, a header like `user_id:token`). Any other file has lines `user item item ...`.
-        option: The option that named the file, for the messages.
+        option: The command-line option that gave the path, for error messages.
         columns: The names of the user and the item column of a table. By default, they are recognized by
             names such as user and item, or user_id and item_id.
+        min_rating: Ignore the pairs of a table with a lower rating, as if they were not in the file. By
+            default ratings are not read, and every pair counts.
+        by_time: Sort the items of each user by the time column of a table. Otherwise they keep the order of
+            the file. Lists without columns always keep it.
 
     Returns:
         The items of every user. Invalid input raises `BadInput`, which names the file and the line.
@@ -77,8 +96,12 @@ def read_interactions(path: Path, option: str, columns: tuple[str, str] | None =
         raise BadInput(f"`{option}` names `{path}`, but {_kind(path)} files are not supported: {_READ}.")
     data = read_content(path, option)
     if is_table(path):
-        users, items = _read_table(path, data, columns)
-        return _number(users, items, None)
+        table = _read_table(path, data, columns, min_rating, by_time)
+        users, items = table.users, table.items
+        if by_time:
+            order = np.argsort(table.times, kind="stable").tolist()
+            users, items = [users[i] for i in order], [items[i] for i in order]
+        return replace(_number(users, items, None), low=table.low, unused=table.unused)
     names, listed, counts = _read_lines(data)
     if not listed:
         raise BadInput(f"`{option}` names `{path}`, which has no pair of a user and an item: {_READ}.")
@@ -95,7 +118,7 @@ def _kind(path: Path) -> str:
 
 
 def align(have: Interactions, known: Interactions) -> tuple[Interactions, int, int]:
-    """Renumber pairs according to other data, usually those that a model was trained on.
+    """Renumber pairs to match other data, usually the training data of a model.
 
     Args:
         have: The pairs to renumber.
@@ -135,8 +158,22 @@ def _read_lines(data: bytes) -> tuple[list[bytes], list[bytes], list[int]]:
     return users, items, counts
 
 
-def _read_table(path: Path, data: bytes, columns: tuple[str, str] | None) -> tuple[list[str], list[str]]:
-    """Return the users and the items of the pairs, one of each per line."""
+class _Table(NamedTuple):
+    """The pairs of a table."""
+
+    users: list[str]
+    items: list[str]
+    times: list[float]
+    """The time of each pair, or an empty list if times are not read."""
+    low: int
+    """The number of pairs that were skipped because of their rating."""
+    unused: tuple[str, ...]
+
+
+def _read_table(
+    path: Path, data: bytes, columns: tuple[str, str] | None, min_rating: float | None, by_time: bool
+) -> _Table:
+    """Read the pairs of a table, one per line."""
     text, kind = data.decode("utf-8"), _kind(path)
     header = text.partition("\n")[0]
     separator = "\t" if kind != ".csv" else max((",", ";", "\t"), key=header.count)
@@ -146,30 +183,89 @@ def _read_table(path: Path, data: bytes, columns: tuple[str, str] | None) -> tup
         quoting=csv.QUOTE_NONE if kind == ".inter" else csv.QUOTE_MINIMAL,
         strict=True,
     )
-    users: list[str] = []
-    items: list[str] = []
+    found = _Table([], [], [], 0, ())
+    low, unused = 0, list[str]()
     try:
         names = next(lines)
         user_column, item_column = _find_columns(path, names, columns)
+        rating_column = _find_other(path, names, _RATING, "--min-rating", min_rating is not None, unused)
+        time_column = _find_other(path, names, _TIME, "--latest", by_time, unused)
         for fields in lines:
             if len(fields) != len(names):
                 if not fields:
                     continue
                 raise BadInput(
-                    f"`{path}`, line {lines.line_num}: it has {_fields(len(fields))}, "
+                    f"`{path}`, line {lines.line_num}: the line has {_fields(len(fields))}, "
                     f"but the header has {len(names)} (`{shown(separator.join(fields))}`)."
                 )
             user, item = fields[user_column], fields[item_column]
             if not user or not item:
                 what = "item" if user else "user"
                 raise BadInput(f"`{path}`, line {lines.line_num}: the {what} is empty.")
-            users.append(user)
-            items.append(item)
+            if (
+                rating_column is not None
+                and min_rating is not None
+                and _rating(path, lines.line_num, fields[rating_column]) < min_rating
+            ):
+                low += 1
+                continue
+            if time_column is not None:
+                found.times.append(_time(path, lines.line_num, fields[time_column]))
+            found.users.append(user)
+            found.items.append(item)
     except csv.Error as error:
         raise BadInput(f"`{path}`, line {lines.line_num}: {error}.") from error
-    if not items:
+    if low and not found.items:
+        raise BadInput(f"`--min-rating` is {min_rating:g}, but all {low} ratings in `{path}` are lower.")
+    if not found.items:
         raise BadInput(f"`{path}` has a header, but no pairs of a user and an item.")
-    return users, items
+    return found._replace(low=low, unused=tuple(unused))
+
+
+def _find_other(
+    path: Path, header: Sequence[str], usual: tuple[str, ...], option: str, wanted: bool, unused: list[str]
+) -> int | None:
+    """Return the column of the ratings or times if it is wanted. Otherwise add it to `unused`."""
+    names = [name.partition(":")[0].strip() for name in header]
+    places = [place for place, name in enumerate(names) if name.lower() in usual]
+    if not wanted:
+        unused += [names[place] for place in places]
+        return None
+    if len(places) != 1:
+        listed = ", ".join(f"`{name}`" for name in header)
+        raise BadInput(
+            f"`{option}` requires one column called `{usual[0]}`, but the columns of `{path}` are "
+            f"{listed[:200]}."
+        )
+    return places[0]
+
+
+def _rating(path: Path, line: int, text: str) -> float:
+    try:
+        rating = float(text)
+    except ValueError:
+        rating = math.nan
+    if math.isnan(rating):
+        raise BadInput(f"`{path}`, line {line}: the rating must be a number, but it is `{shown(text)}`.")
+    return rating
+
+
+def _time(path: Path, line: int, text: str) -> float:
+    """Parse a number, such as seconds since 1970, or a date in ISO format, in UTC if it has no time zone."""
+    try:
+        time = float(text)
+    except ValueError:
+        try:
+            date = datetime.fromisoformat(text.strip().replace("Z", "+00:00"))
+            time = (date if date.tzinfo else date.replace(tzinfo=timezone.utc)).timestamp()
+        except ValueError:
+            time = math.nan
+    if math.isnan(time):
+        raise BadInput(
+            f"`{path}`, line {line}: the time must be a number or a date such as 2024-05-31 or "
+            f"2024-05-31T10:00, but it is `{shown(text)}`."
+        )
+    return time
 
 
 def _fields(count: int) -> str:
@@ -223,7 +319,7 @@ def _number(
 
 
 def _numbers(names: Sequence[str | bytes]) -> tuple[list[str], npt.NDArray[np.int64]]:
-    """Return the distinct names as text, and the number of every name."""
+    """Return the distinct names as text, and the index of every name among them."""
     number: dict[str | bytes, int] = {name: place for place, name in enumerate(dict.fromkeys(names))}
     numbers = np.fromiter(map(number.__getitem__, names), np.int64, len(names))
     return [name if isinstance(name, str) else name.decode("utf-8") for name in number], numbers

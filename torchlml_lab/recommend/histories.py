@@ -1,7 +1,7 @@
 """The histories of users: read from files and split into training, validation and test."""
 
 import zlib
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import NamedTuple
 
@@ -14,7 +14,7 @@ from torchlml_lab.data.interactions import Interactions, align, read_interaction
 from torchlml_lab.multilabel.losses import PADDING, loss_with_usual_k
 from torchlml_lab.recommend.settings import RecommendSettings
 
-SHARE = 0.2  # of a user's items that is held out
+SHARE = 0.2  # fraction of a user's items that is held out
 
 
 class Batch(NamedTuple):
@@ -49,9 +49,14 @@ class Users(Dataset[Batch]):
             users, history, history if self.labels is self.history else padded_items(self.labels, users)
         )
 
+    def batches(self, rows: int) -> Iterator[Batch]:
+        """All users in order, `rows` at a time."""
+        for some in torch.arange(len(self)).split(rows):
+            yield self.__getitems__(some.tolist())
+
 
 def padded_items(have: Interactions, users: Tensor) -> Tensor:
-    """The items of the given users as int64 (R, L), padded with `PADDING`."""
+    """Return the items of the given users as int64 (R, L), padded with `PADDING`."""
     starts, counts = have.starts[users], have.counts[users]
     place = torch.arange(int(counts.max()) if len(counts) else 0)
     there = place < counts[:, None]
@@ -61,20 +66,21 @@ def padded_items(have: Interactions, users: Tensor) -> Tensor:
 
 
 def some_users(have: Interactions, count: int) -> Interactions:
-    """The pairs of `count` random users, the same for every seed; all items are kept."""
+    """Return the pairs of `count` random users, the same for every seed; all items are kept."""
     generator = torch.Generator().manual_seed(0)
     chosen = torch.zeros(len(have.users), dtype=torch.bool)
     chosen[torch.randperm(len(have.users), generator=generator)[:count]] = True
     return have.keep(chosen[have.user])
 
 
-def set_aside(have: Interactions, count: int) -> tuple[Interactions, Interactions]:
+def set_aside(have: Interactions, count: int, latest: bool = False) -> tuple[Interactions, Interactions]:
     """Hold out a fifth of the items of some users, independently of the seed of the run.
 
     Args:
         have: All pairs.
         count: The number of users, or all if there are fewer. Users with a single item are not chosen, and
             every user keeps at least one item.
+        latest: Hold out the last items of each user instead of random ones.
 
     Returns:
         The pairs to train on, and the held-out pairs.
@@ -83,24 +89,28 @@ def set_aside(have: Interactions, count: int) -> tuple[Interactions, Interaction
     able = (have.counts > 1).nonzero().squeeze(1)
     users = torch.zeros(len(have.users), dtype=torch.bool)
     users[able[torch.randperm(len(able), generator=generator)[:count]]] = True
-    # Each pair gets a random number, and the smallest ones of each user are held out.
-    draw = torch.rand(len(have), generator=generator, dtype=torch.float64) + have.user
-    place = torch.empty(len(have), dtype=torch.int64)
-    place[draw.argsort()] = torch.arange(len(have))
-    place -= have.starts[have.user]
+    if latest:
+        place = have.starts[have.user + 1] - 1 - torch.arange(len(have))
+    else:
+        # Each pair gets a random number, and the pairs of each user with the smallest numbers are held
+        # out.
+        draw = torch.rand(len(have), generator=generator, dtype=torch.float64) + have.user
+        place = torch.empty(len(have), dtype=torch.int64)
+        place[draw.argsort()] = torch.arange(len(have))
+        place -= have.starts[have.user]
     most = (SHARE * have.counts).ceil().long()  # fewer than all items, for users with at least two
     aside = users[have.user] & (place < most[have.user])
     return have.keep(~aside), have.keep(aside)
 
 
 def popular_items(have: Interactions) -> Tensor:
-    """The items in order of popularity; ties keep the order of the file."""
+    """Return the items in order of popularity; ties keep the order of the file."""
     counts = torch.bincount(have.item, minlength=len(have.items))
     return counts.argsort(descending=True, stable=True)
 
 
 def by_popularity(have: Interactions) -> Callable[[Batch], Tensor]:
-    """A popularity baseline: the same scores (R, n) for all users, higher for more popular items."""
+    """Return a popularity baseline: the same scores (R, n) for all users, higher for more popular items."""
     scores = torch.empty(len(have.items))
     scores[popular_items(have)] = -torch.arange(len(have.items), dtype=scores.dtype)
     return lambda batch: scores.to(batch.users.device).expand(len(batch.users), -1)
@@ -113,7 +123,7 @@ class Data(NamedTuple):
     validation: Interactions
     test: Interactions | None
     before_test: Interactions
-    """The items that users have before the test: those for training and those held out for validation."""
+    """The items that users have before the test: training items and held-out validation items."""
     everything: Interactions
     """All pairs of `--train`."""
     notes: list[str]
@@ -138,12 +148,21 @@ class Data(NamedTuple):
 def read(settings: RecommendSettings) -> Data:
     """Read the pairs for training, validation and test."""
     assert settings.train is not None
-    have = read_interactions(settings.train, "--train", settings.columns)
+    have = read_interactions(
+        settings.train, "--train", settings.columns, settings.min_rating, settings.latest
+    )
     notes = _notes(settings.train, have)
-    loss_with_usual_k(settings.loss, settings.k).check_labels(len(have.items))
+    if have.unused:
+        columns = " and ".join(f"`{name}`" for name in have.unused)
+        notes.append(
+            f"`{settings.train}`: {columns} {'is' if len(have.unused) == 1 else 'are'} not used. "
+            "`--min-rating` skips low ratings, and `--latest` validates on the latest items of each user."
+        )
+    if settings.loss is not None:
+        loss_with_usual_k(settings.loss, settings.k).check_labels(len(have.items))
     later = None
     if settings.test is not None:
-        later, said = read_later(settings.test, "--test", settings.columns, have)
+        later, said = read_later(settings.test, "--test", settings, have)
         notes += said
     everything = have
     if settings.users is not None and settings.users < len(have.users):
@@ -160,15 +179,15 @@ def read(settings: RecommendSettings) -> Data:
             f"`--train` must have a user with at least two items, but `{settings.train}` has none."
         )
     count = settings.validation or max(min(100, able // 4), min(3000, able // 10), 1)
-    training, validation = set_aside(have, count)
+    training, validation = set_aside(have, count, settings.latest)
     return Data(training, validation, later, have, everything, notes)
 
 
 def read_later(
-    path: Path, option: str, columns: tuple[str, str] | None, have: Interactions
+    path: Path, option: str, settings: RecommendSettings, have: Interactions
 ) -> tuple[Interactions, list[str]]:
-    """Read the later items of users, and describe pairs that no model can predict in notes."""
-    file = read_interactions(path, option, columns)
+    """Read the later items of users, and add notes about pairs that no model can predict."""
+    file = read_interactions(path, option, settings.columns, settings.min_rating)
     later, users, items = align(file, have)
     notes = _notes(path, file)
     if users or items:
@@ -190,6 +209,8 @@ def _notes(path: Path, have: Interactions) -> list[str]:
     notes = []
     if have.repeated:
         notes.append(f"`{path}`: {have.repeated} pairs are duplicates and were skipped.")
+    if have.low:
+        notes.append(f"`{path}`: {have.low} pairs have a rating below `--min-rating` and were skipped.")
     empty = int((have.counts == 0).sum())
     if empty:
         notes.append(f"`{path}`: {empty} users have no items.")

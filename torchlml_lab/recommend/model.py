@@ -2,17 +2,23 @@
 
 import dataclasses
 import math
+from collections.abc import Mapping
+from itertools import product
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 from torch.nn.functional import dropout, embedding_bag, linear, normalize
 
 from torchlml_lab.cli_errors import BadInput
+from torchlml_lab.data.interactions import Interactions
 from torchlml_lab.engine import run_directory
+from torchlml_lab.files import read_record
 from torchlml_lab.multilabel.losses import PADDING
-from torchlml_lab.recommend.histories import Data, read
+from torchlml_lab.recommend.ease import Ease, Scores
+from torchlml_lab.recommend.histories import Data, Users, read
+from torchlml_lab.recommend.ranking import ROWS, fit_scale, measures, of_network
 from torchlml_lab.recommend.settings import RecommendSettings
 
 
@@ -27,12 +33,76 @@ class Factors(NamedTuple):
     """(n,)."""
 
     def scores(self) -> Tensor:
-        """The score of every item, (R, n)."""
+        """Return the score of every item, (R, n)."""
         return linear(self.hidden, self.weight, self.bias)
 
 
+class Graph(NamedTuple):
+    """The bipartite graph of users and items, in the order of users and in the order of items.
+
+    The weight of a pair is `1 / sqrt(items of the user * users of the item)`.
+    """
+
+    user_starts: Tensor
+    items: Tensor
+    user_weights: Tensor
+    item_starts: Tensor
+    users: Tensor
+    item_weights: Tensor
+
+
+def graph(have: Interactions) -> Graph:
+    """The graph of all pairs."""
+    popularity = torch.bincount(have.item, minlength=len(have.items))
+    weights = (have.counts[have.user] * popularity[have.item]).float().rsqrt()
+    order = have.item.argsort(stable=True)
+    starts = popularity.cumsum(0) - popularity
+    return Graph(have.starts[:-1], have.item, weights, starts, have.user[order], weights[order])
+
+
+class _Propagation(torch.autograd.Function):
+    """The mean of the vectors over the layers. The matrix is symmetric, so backward is the same function."""
+
+    @staticmethod
+    def forward(ctx: Any, user: Tensor, item: Tensor, pairs: Graph, layers: int) -> tuple[Tensor, Tensor]:
+        ctx.pairs, ctx.layers = pairs, layers
+        return propagate(user, item, pairs, layers)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, Tensor, None, None]:
+        user, item = gradients
+        return *propagate(user, item, ctx.pairs, ctx.layers), None, None
+
+
+def propagate(user: Tensor, item: Tensor, pairs: Graph, layers: int) -> tuple[Tensor, Tensor]:
+    """The graph convolution of LightGCN: the mean of `A^l E` over l = 0, ..., `layers`.
+
+    Args:
+        user: (users, d).
+        item: (items, d).
+        pairs: The graph, whose adjacency matrix A is normalized symmetrically.
+        layers: The number of layers.
+
+    Returns:
+        The mean vectors of users and items.
+    """
+    users, items = user.clone(), item.clone()
+    for _ in range(layers):
+        user, item = (
+            _weighted_sums(item, pairs.items, pairs.user_starts, pairs.user_weights),
+            _weighted_sums(user, pairs.users, pairs.item_starts, pairs.item_weights),
+        )
+        users += user
+        items += item
+    return users / (layers + 1), items / (layers + 1)
+
+
+def _weighted_sums(vectors: Tensor, places: Tensor, starts: Tensor, weights: Tensor) -> Tensor:
+    return embedding_bag(places, vectors, starts, mode="sum", per_sample_weights=weights.to(vectors.dtype))
+
+
 class MatrixFactorisation(nn.Module):
-    """A vector for every user and item; the score is their cosine divided by a temperature.
+    """Matrix factorization: vectors for users and items, whose cosine divided by a temperature is the score.
 
     Args:
         users: The number of users.
@@ -41,19 +111,70 @@ class MatrixFactorisation(nn.Module):
         temperature: Positive; published models use about 0.1.
         level: The initial value added to all scores: the log-odds of a random item. It does not affect lml
             and softmax, but bce would need at least an epoch to learn it.
+        pairs: The graph of the training data, for `layers`.
+        layers: The number of graph layers, as in LightGCN.
+
+    With layers, it also scores new users: their vector is the sum of the vectors that their items send.
     """
 
-    def __init__(self, users: int, items: int, dimension: int, temperature: float, level: float) -> None:
+    def __init__(
+        self,
+        users: int,
+        items: int,
+        dimension: int,
+        temperature: float,
+        level: float,
+        pairs: Graph | None = None,
+        layers: int = 0,
+    ) -> None:
         super().__init__()
-        self.temperature = temperature
+        self.temperature, self.layers = temperature, layers
         self.level = nn.Parameter(torch.tensor(level))
         self.user = nn.Parameter(torch.randn(users, dimension) * 0.1)
         self.item = nn.Parameter(torch.randn(items, dimension) * 0.1)
+        for name, values in (pairs._asdict() if pairs is not None and layers else {}).items():
+            self.register_buffer(f"graph_{name}", values, persistent=False)
+        self.final: tuple[Tensor, Tensor] | None = None
+
+    def train(self, mode: bool = True) -> "MatrixFactorisation":
+        """Set the mode. Evaluation without gradients computes the vectors once per call of this method."""
+        self.final = None
+        return super().train(mode)
+
+    def vectors(self) -> tuple[Tensor, Tensor]:
+        """The normalized vectors of all users and items, after the graph layers."""
+        if self.final is not None:
+            return self.final
+        user, item = self.user, self.item
+        if self.layers:
+            user, item = _Propagation.apply(user, item, self._graph(), self.layers)
+        found = normalize(user), normalize(item)
+        if not self.training and not torch.is_grad_enabled():
+            self.final = found
+        return found
+
+    def _graph(self) -> Graph:
+        return Graph(*(self.get_buffer(f"graph_{name}") for name in Graph._fields))
 
     def forward(self, users: Tensor, history: Tensor) -> Factors:
-        """The factors of users by index (R,); `history` is not used."""
-        hidden, weight = normalize(self.user[users]) / self.temperature, normalize(self.item)
-        return Factors(hidden, weight, self.level.expand(len(weight)))
+        """Return the factors of users by index (R,). A new user has index -1 and only a `history`."""
+        user, item = self.vectors()
+        hidden = user[users.clamp(min=0)]
+        if (users < 0).any():
+            hidden = torch.where((users < 0)[:, None], self._new_users(history), hidden)
+        return Factors(hidden / self.temperature, item, self.level.expand(len(item)))
+
+    def _new_users(self, history: Tensor) -> Tensor:
+        """Return the vectors of users who are not in the graph. Without layers, they are 0."""
+        if not self.layers:
+            return self.user.new_zeros(len(history), self.user.shape[1])
+        pairs = self._graph()
+        _, sent = propagate(self.user, self.item, pairs, self.layers - 1)
+        popularity = torch.bincount(pairs.items, minlength=len(sent))
+        there = history != PADDING
+        counts = there.sum(-1)
+        share = popularity.clamp(min=1).to(sent.dtype).rsqrt()[history[there]]
+        return normalize(_weighted_sums(sent, history[there], counts.cumsum(0) - counts, share))
 
 
 class Autoencoder(nn.Module):
@@ -79,7 +200,7 @@ class Autoencoder(nn.Module):
         self.decoder_bias = nn.Parameter(torch.full((items,), level))
 
     def forward(self, users: Tensor, history: Tensor) -> Factors:
-        """The factors of histories (R, L), padded with `PADDING`; `users` is not used."""
+        """Return the factors of histories (R, L), padded with `PADDING`. `users` is not used."""
         there = history != PADDING
         counts = there.sum(-1)
         starts = counts.cumsum(0) - counts
@@ -89,21 +210,110 @@ class Autoencoder(nn.Module):
         return Factors(torch.tanh(summed + self.encoder_bias), self.decoder, self.decoder_bias)
 
 
+class Mixture(nn.Module):
+    """The sum of the scores of several models, each multiplied by a factor.
+
+    Args:
+        models: The models by name.
+        factors: The factor of each of them.
+    """
+
+    def __init__(self, models: Mapping[str, nn.Module], factors: Mapping[str, float]) -> None:
+        super().__init__()
+        self.models = nn.ModuleDict(models)
+        self.factors = dict(factors)
+
+    def forward(self, users: Tensor, history: Tensor) -> Scores:
+        """The scores of users by index (R,), with -1 for new users, and of their histories (R, L)."""
+        parts = (
+            self.factors[name] * model(users, history).scores().float() for name, model in self.models.items()
+        )
+        first = next(parts)
+        for part in parts:
+            first = first + part
+        return Scores(first)
+
+
+def scores_new_users(model: nn.Module) -> bool:
+    """Whether a model scores users from their items, including users who are not in the training data."""
+    if isinstance(model, Mixture):
+        return any(map(scores_new_users, model.models.children()))
+    return not isinstance(model, MatrixFactorisation) or model.layers > 0
+
+
 EXPERIMENT = "recommend"
+CHOICE = "choice.json"
+
+
+@dataclasses.dataclass(frozen=True)
+class Choice:
+    """The models of a run with `--model auto` and their parts in the mixture."""
+
+    weights: dict[str, float]
+    """The weights on a common scale, which sum to 1."""
+    factors: dict[str, float]
+    """The factors of the scores."""
+
+    def in_words(self) -> str:
+        """A sentence that names the models."""
+        if len(self.weights) == 1:
+            return f"The best model on the validation users is `{next(iter(self.weights))}`."
+        parts = ", ".join(f"{100 * weight:g}% `{name}`" for name, weight in self.weights.items())
+        return f"The best model on the validation users is a mixture: {parts}."
 
 
 def network(settings: RecommendSettings, data: Data) -> nn.Module:
-    """A newly initialized network with a buffer that identifies its training data."""
+    """Return a newly initialized network with a buffer that identifies its training data."""
     training = data.training
     users, items = len(training.users), len(training.items)
     level = math.log(len(training) / (int((training.counts > 0).sum()) * items))
     model: nn.Module
-    if settings.model == "autoencoder":
+    if settings.model == "ease":
+        model = Ease(items)
+    elif settings.model == "autoencoder":
         model = Autoencoder(items, settings.dimension, settings.dropout, level)
     else:
-        model = MatrixFactorisation(users, items, settings.dimension, settings.temperature, level)
+        model = MatrixFactorisation(
+            users, items, settings.dimension, settings.temperature, level, graph(training), settings.layers
+        )
     model.register_buffer("fingerprint", torch.tensor(data.fingerprint))
     return model
+
+
+SHARES = (0.0, 0.25, 0.5, 0.75, 1.0)
+"""The weights of a model to choose from."""
+
+
+def choose(models: Mapping[str, nn.Module], users: Users, metric: str) -> Choice:
+    """Choose the weights of models by a metric on users with held-out items.
+
+    Args:
+        models: The trained models by name.
+        users: The validation users.
+        metric: The metric, such as `recall@20`.
+
+    Returns:
+        The weights, in steps of a quarter, without models whose weight is 0. First the scores of each model
+        are multiplied by the factor that makes the held-out items most likely under a softmax, so that the
+        scores of different models are comparable. With equal metrics, fewer models are better.
+    """
+    scales = {name: fit_scale(of_network(model), users) for name, model in models.items()}
+    weights = [one for one in product(SHARES, repeat=len(models)) if math.isclose(sum(one), 1.0)]
+    weights.sort(key=lambda one: sum(weight > 0 for weight in one))
+
+    def mixture(one: tuple[float, ...]) -> Mixture:
+        factors = {name: weight * scales[name] for name, weight in zip(models, one, strict=True) if weight}
+        return Mixture({name: models[name] for name in factors}, factors)
+
+    ks = (int(metric.partition("@")[2]),)
+    values = [measures(of_network(mixture(one)), users.batches(ROWS), None, ks)[metric] for one in weights]
+    best = weights[values.index(max(values))]
+    chosen = mixture(best)
+    scale = fit_scale(of_network(chosen), users)
+    return Choice(
+        {name: weight for name, weight in zip(models, best, strict=True) if weight},
+        {name: scale * factor for name, factor in chosen.factors.items()},
+    )
 
 
 class TrainedRecommender(NamedTuple):
@@ -127,11 +337,37 @@ def load(run: Path, moved: dict[str, Path | None], with_test: bool = True) -> Tr
     Returns:
         The run. Missing data, or data that differ from those in training, raise `BadInput`.
     """
-    best = run_directory.find_best_epoch(EXPERIMENT, run)
     settings = run_directory.read_moved(RecommendSettings, run, moved)
+    if settings.model == "auto":
+        run_directory.RunFolder(run, EXPERIMENT).check()
+        if not (run / CHOICE).exists():
+            raise BadInput(f"The run `{run}` is not finished. Resume it with `--resume {run}`.")
+        choice: Choice | None = read_record(run / CHOICE, Choice)
+    else:
+        choice = None
+        run_directory.find_best_epoch(EXPERIMENT, run)  # raises before the data are read
     data = read(settings if with_test or settings.test is None else dataclasses.replace(settings, test=None))
+    if choice is None:
+        model, epoch = load_network(run, settings, data)
+        return TrainedRecommender(run, settings, data, model, epoch)
+    return TrainedRecommender(run, settings, data, *load_mixture(run, settings, data, choice))
+
+
+def load_network(run: Path, settings: RecommendSettings, data: Data) -> tuple[nn.Module, int]:
+    """The network of the best epoch of a run, and that epoch."""
+    best = run_directory.find_best_epoch(EXPERIMENT, run)
     model = network(settings, data)
     best.load(model)
     if int(model.get_buffer("fingerprint")) != data.fingerprint:
         raise BadInput(f"The run `{run}` was trained on data that differ from `{settings.train}`.")
-    return TrainedRecommender(run, settings, data, model, best.epoch)
+    return model, best.epoch
+
+
+def load_mixture(run: Path, settings: RecommendSettings, data: Data, choice: Choice) -> tuple[Mixture, int]:
+    """The mixture of a run with `--model auto`, and the epoch of the model with the largest weight."""
+    models, epochs = {}, {}
+    for name in choice.factors:
+        own = run_directory.read_moved(RecommendSettings, run / name, {"train": settings.train})
+        models[name], epochs[name] = load_network(run / name, own, data)
+    largest = max(choice.weights, key=lambda name: choice.weights[name])
+    return Mixture(models, choice.factors).eval(), epochs[largest]

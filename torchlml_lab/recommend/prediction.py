@@ -17,7 +17,7 @@ from torchlml_lab.engine.run import say
 from torchlml_lab.files import check_file, replacing, writing
 from torchlml_lab.multilabel.losses import padded
 from torchlml_lab.recommend.histories import popular_items
-from torchlml_lab.recommend.model import TrainedRecommender, load
+from torchlml_lab.recommend.model import TrainedRecommender, load, scores_new_users
 from torchlml_lab.recommend.ranking import ROWS, probabilities, without
 from torchlml_lab.recommend.settings import PredictSettings
 
@@ -41,7 +41,7 @@ class Recommendation(NamedTuple):
 
 
 def main(settings: PredictSettings) -> None:
-    """Write the file and print a table."""
+    """Write the recommendations to a file, and print a table of the first users."""
     _check(settings)
     trained = load(settings.run, {"train": settings.train}, with_test=False)
     have, console = trained.data.everything, new_console()
@@ -86,13 +86,15 @@ def _check(settings: PredictSettings) -> None:
 
 
 def find_people(settings: PredictSettings, trained: TrainedRecommender) -> tuple[list[Person], list[str]]:
-    """The users to recommend items to, and notes about unknown items in `--data`."""
+    """Return the users to recommend items to, and notes about unknown items in `--data`."""
     have = trained.data.everything
     number = {name: place for place, name in enumerate(have.users)}
     notes: list[str] = []
     more: dict[str, Tensor] = {}
     if settings.data is not None:
-        file = read_interactions(settings.data, "--data", trained.settings.columns)
+        file = read_interactions(
+            settings.data, "--data", trained.settings.columns, trained.settings.min_rating
+        )
         more, unknown = _known_items(file, have)
         if unknown:
             notes.append(f"`{settings.data}`: {unknown} items are not in the training data and were skipped.")
@@ -107,7 +109,7 @@ def find_people(settings: PredictSettings, trained: TrainedRecommender) -> tuple
 
 
 def _known_items(file: Interactions, have: Interactions) -> tuple[dict[str, Tensor], int]:
-    """The items of each user in a file as indices into other data, and the number of unknown items."""
+    """Return the items of each user in a file as indices into other data, and the number of unknown items."""
     number = {name: place for place, name in enumerate(have.items)}
     item = torch.tensor([number.get(name, -1) for name in file.items])
     lists = item[file.item].split(file.counts.tolist())
@@ -116,12 +118,11 @@ def _known_items(file: Interactions, have: Interactions) -> tuple[dict[str, Tens
 
 
 def known(person: Person, trained: TrainedRecommender) -> bool:
-    """Whether the model can score a user.
+    """Whether the model can score a user: it needs training items, or items that it can start from."""
+    return _trained_on(person, trained) or (len(person.items) > 0 and scores_new_users(trained.model))
 
-    The autoencoder needs at least one item. Matrix factorization needs a user with training items.
-    """
-    if trained.settings.model == "autoencoder":
-        return len(person.items) > 0
+
+def _trained_on(person: Person, trained: TrainedRecommender) -> bool:
     return person.number >= 0 and bool(trained.data.training.counts[person.number] > 0)
 
 
@@ -129,7 +130,7 @@ def known(person: Person, trained: TrainedRecommender) -> bool:
 def recommendations(
     trained: TrainedRecommender, people: Sequence[Person], top: int
 ) -> Iterator[Recommendation]:
-    """Compute the recommendations of each user in order, some users at a time.
+    """Compute the recommendations of each user in order, in chunks of users.
 
     Args:
         trained: The run.
@@ -144,7 +145,7 @@ def recommendations(
     for start in range(0, len(people), ROWS):
         some = people[start : start + ROWS]
         history = padded([person.items for person in some])
-        users = torch.tensor([max(person.number, 0) for person in some])
+        users = torch.tensor([person.number if _trained_on(person, trained) else -1 for person in some])
         scores = without(trained.model(users, history).scores().float(), history)
         chances = probabilities(scores, top)
         best = scores.topk(top).indices

@@ -10,8 +10,8 @@ from torch import Tensor, nn
 import torchlml
 from torchlml.metrics import TopKNDCG, TopKPrecision, TopKRecall
 from torchlml.metrics.topk import TopKMetric
-from torchlml_lab.multilabel.losses import PADDING
-from torchlml_lab.recommend.histories import Batch
+from torchlml_lab.multilabel.losses import PADDING, LabelLoss
+from torchlml_lab.recommend.histories import Batch, Users
 
 KS = (1, 2, 5, 10, 20, 50, 100)
 METRICS: tuple[type[TopKMetric], ...] = (TopKRecall, TopKPrecision, TopKNDCG)
@@ -28,7 +28,7 @@ class RankedItems(NamedTuple):
 
 
 def without(scores: Tensor, history: Tensor) -> Tensor:
-    """The scores (R, n), with minus infinity for the items that each user has."""
+    """Return the scores (R, n), with minus infinity for the items that each user has."""
     rows, n = scores.shape
     # An extra column receives the padding.
     wide = torch.cat([scores, scores.new_zeros(rows, 1)], 1)
@@ -63,7 +63,7 @@ def measures(
     accelerator: Accelerator | None,
     ks: Sequence[int],
 ) -> dict[str, float]:
-    """Recall, precision and nDCG at each k, averaged over the users of all processes.
+    """Compute recall, precision and nDCG at each k, averaged over the users of all processes.
 
     Args:
         score: Computes the scores (R, n) of all items for a batch.
@@ -94,7 +94,7 @@ def measures(
 
 
 def of_network(network: nn.Module) -> Callable[[Batch], Tensor]:
-    """The `score` argument of `measures` for a network that returns `Factors`."""
+    """Return the `score` argument of `measures` for a network that returns `Factors`."""
     return lambda batch: network(batch.users, batch.history).scores()
 
 
@@ -119,7 +119,7 @@ BINS, FIRST = 10, 100
 
 
 def probabilities(scores: Tensor, k: float) -> Tensor:
-    """P(item in top k) for each item.
+    """Return P(item in top k) for each item.
 
     Args:
         scores: (R, n), minus infinity for the items that a user has.
@@ -149,7 +149,7 @@ def calibration(
 
     Returns:
         For equally large bins of items with similar probabilities: the mean probability, and the share of
-        items that the user took.
+        items that the user later chose.
     """
     chances, taken = [], []
     for batch in batches:
@@ -165,3 +165,30 @@ def calibration(
         *(torch.cat(all_)[order].double().tensor_split(BINS) for all_ in (chances, taken)), strict=True
     )
     return [(chance.mean().item(), share.mean().item()) for chance, share in pairs if len(chance)]
+
+
+MOST_USERS = 512
+
+
+def fit_scale(score: Callable[[Batch], Tensor], users: Users) -> float:
+    """The factor of the scores with the highest likelihood of the held-out items under a softmax.
+
+    Args:
+        score: Computes the scores (R, n) of all items for a batch.
+        users: Users with their histories and held-out items. At most `MOST_USERS` of them are used.
+
+    Returns:
+        The factor, from 2⁻¹⁰ to 2¹⁰. The likelihood is concave in it, so a ternary search finds the maximum.
+    """
+    some = users.__getitems__(list(range(min(MOST_USERS, len(users)))))
+    scores = torch.cat([without(score(part).float(), part.history) for part in split(some, ROWS)])
+    loss = LabelLoss("softmax")
+
+    def value(power: float) -> float:
+        return float(loss(scores * 2**power, some.labels))
+
+    low, high = -10.0, 10.0
+    while high - low > 0.05:
+        left, right = (2 * low + high) / 3, (low + 2 * high) / 3
+        low, high = (low, right) if value(left) <= value(right) else (left, high)
+    return float(2 ** ((low + high) / 2))

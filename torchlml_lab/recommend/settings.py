@@ -7,49 +7,65 @@ from typing import Annotated, Literal
 import tyro
 
 from torchlml_lab.engine.settings import GridSettings, StepTimeSettings, TrainSettings
-from torchlml_lab.multilabel.settings import LossName, PerRow
+from torchlml_lab.multilabel.settings import AnyLossName, PerRow
 
-Model = Literal["autoencoder", "matrix-factorisation"]
+Candidate = Literal["ease", "autoencoder", "matrix-factorisation"]
+Model = Literal["auto", Candidate]
 
 
 @dataclass(frozen=True)
 class RecommendSettings(TrainSettings):
     """Train a model that recommends items to users, from a file of users and their items; requires --train.
 
-    For validation, a fifth of the items of some users is held out. The epoch with the best Recall@20 on them
-    is kept.
+    For validation, a fifth of the items of some users is held out. The epoch with the best Recall@20 on the
+    held-out items is kept. By default several models are trained, and the best combination on these items
+    is used.
     """
 
     out: Path = Path("runs/recommend")
     train: Path | None = None
     """Users and items: lines `user item item ...`, CSV or TSV of pairs, or RecBole .inter; plain or .gz."""
     test: Path | None = None
-    """Later items of the users, in any of these formats; by default the metrics are those of validation."""
+    """Later items of the users, in any of these formats; without them, validation metrics are reported."""
     columns: tuple[str, str] | None = None
     """The user and item columns of CSV, TSV and .inter; by default those named user and item."""
-    model: Model = "autoencoder"
-    """An autoencoder of the user's history, or a vector for every user and item, compared by cosine."""
-    loss: LossName = "lml"
-    """The loss function, over all items for every user: lml, softmax, bce or truncated-entropy."""
+    min_rating: float | None = None
+    """Skip pairs with a lower rating in the column `rating`; by default every pair counts."""
+    latest: bool = False
+    """Validate on the latest items of each user, by the column `timestamp` of a table or in the order of a
+    line; by default on random ones."""
+    model: Model = "auto"
+    """ease: a linear model of the user's items in closed form. autoencoder: a network of the user's items.
+    matrix-factorisation: a vector for every user and item, compared by cosine. auto: all three, combined with
+    weights that are chosen on the validation users."""
+    loss: AnyLossName | None = None
+    """The loss over all items: lml, softmax, bce, truncated-entropy or topk-softmax; by default lml for
+    autoencoders and bce for matrix factorization."""
     k: int | PerRow | None = None
     """The number of items to predict. For lml, `labels` (the default) uses the number of items of each user.
-    For truncated-entropy the default is 1."""
+    For truncated-entropy the default is 1, and for topk-softmax 20."""
+    layers: int = 0
+    """The number of graph layers of matrix factorization, as in LightGCN, which has three; 0 for none."""
     dimension: int = 64
     """The size of the hidden layer or of the vectors."""
     temperature: float = 0.1
     """The temperature that divides the cosines of matrix factorization, greater than 0."""
     dropout: float = 0.4
     """The share of a user's items hidden from the autoencoder in training, at least 0 and less than 1."""
-    epochs: int = 50
+    penalty: float | None = None
+    """The L2 penalty of ease, greater than 0; by default the best of several on validation users."""
+    epochs: int = 100
     """The maximum number of epochs."""
     patience: int = 5
     """Stop after this many epochs without improvement."""
-    batch_size: int = 128
-    """Users per step over all processes; a multiple of the number of processes."""
-    learning_rate: float = 0.006
-    """The learning rate of Adam."""
+    batch_size: int = 0
+    """Users per step over all processes, a multiple of the number of processes; 0 means 128, or
+    fewer for matrix factorization with few users."""
+    learning_rate: float = 0.0
+    """The learning rate of Adam; 0 means 0.006 for autoencoders and 0.02 for matrix factorization."""
     validation: int | None = None
-    """The number of users with held-out items for validation; by default a tenth, but from 100 to 3000."""
+    """The number of users with held-out items for validation; by default a tenth, at least 100 and at most
+    3000."""
     users: int | None = None
     """Use only this many users, the same for every seed, for example for tuning; by default all."""
 
@@ -61,7 +77,7 @@ class EvaluateSettings:
     run: Annotated[Path, tyro.conf.Positional, tyro.conf.arg(metavar="RUN")] = Path("runs/recommend")
     """The run directory."""
     split: Literal["validation", "test"] | None = None
-    """The items to find: those held out for validation, or those of `--test` (default if available)."""
+    """The items to find: held-out validation items, or the items of `--test` (the default if available)."""
     data: Path | None = None
     """A file of later items to use instead of a split, in any format of `--train`."""
     out: Path | None = None
@@ -102,9 +118,12 @@ class SweepSettings(GridSettings):
 
     out: Path = Path("runs/recommend-sweep")
     models: tuple[Model, ...] = ("autoencoder", "matrix-factorisation")
-    """The models to run."""
+    """The models to run. `auto` and `ease` do not use the losses."""
     losses: tuple[str, ...] = ("lml-labels", "lml-20", "softmax", "bce", "truncated-entropy-1")
-    """The losses: softmax, bce, lml-K, lml-labels (K is each user's number of items), truncated-entropy-K."""
+    """The losses: softmax, bce, lml-K, lml-labels (K is each user's number of items), truncated-entropy-K,
+    topk-softmax-K."""
+    layer_counts: tuple[int, ...] = (0, 3)
+    """The numbers of graph layers of matrix factorization."""
     temperatures: tuple[float, ...] = ()
     """The temperatures to try for matrix factorization; by default `--run.temperature`."""
     dropouts: tuple[float, ...] = ()
@@ -115,7 +134,7 @@ class SweepSettings(GridSettings):
 
 @dataclass(frozen=True)
 class LossTimesSettings(StepTimeSettings):
-    """Time training steps of all losses on the same users, alternating, with the settings of a run."""
+    """Time training steps of all losses in alternation on the same users, with the settings of a run."""
 
     run: Annotated[Path, tyro.conf.Positional, tyro.conf.arg(metavar="RUN")] = Path("runs/recommend")
     """The run directory."""

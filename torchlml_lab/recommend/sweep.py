@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 from itertools import product
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from rich.console import Group
 from rich.table import Table
@@ -17,11 +17,11 @@ from torchlml_lab.engine import output
 from torchlml_lab.engine.output import StudyTable, Tried, new_console, plain_table, spread
 from torchlml_lab.engine.run import train
 from torchlml_lab.engine.sweep import Grid, check_grid, checked_runs, read_tuned, resuming, run_grid
-from torchlml_lab.multilabel.losses import loss_with_usual_k, named
+from torchlml_lab.multilabel.losses import named
 from torchlml_lab.recommend.histories import Data, read
 from torchlml_lab.recommend.model import EXPERIMENT
-from torchlml_lab.recommend.settings import RecommendSettings, SweepSettings
-from torchlml_lab.recommend.training import check, task
+from torchlml_lab.recommend.settings import Model, RecommendSettings, SweepSettings
+from torchlml_lab.recommend.training import check, completed, loss_of, task, train_all
 
 
 @dataclass(frozen=True)
@@ -29,8 +29,10 @@ class RankingRecord:
     """One run: its settings, and the metrics of the epoch chosen on validation."""
 
     model: str
+    layers: int
+    """The graph layers of matrix factorization; 0 for other models."""
     loss: str
-    """The loss with its k, such as `lml-20`."""
+    """The loss with its k, such as `lml-20`, or `own` for models that are not trained with one loss."""
     users: int
     """The number of training users."""
     seed: int
@@ -53,8 +55,8 @@ class RankingRecord:
 
     @property
     def method(self) -> str:
-        """The model and the loss."""
-        return f"{self.model} {self.loss}"
+        """The model, its layers and the loss."""
+        return Method(self.model, self.layers, self.loss).name
 
     @property
     def recipe(self) -> tuple[float, float, float]:
@@ -62,22 +64,41 @@ class RankingRecord:
         return self.learning_rate, self.temperature, self.dropout
 
 
-TABLE = StudyTable(RankingRecord, lambda row: (row.model, row.loss, row.recipe, row.users, row.seed))
+class Method(NamedTuple):
+    """A model with its layers and its loss."""
+
+    model: str
+    layers: int
+    loss: str
+
+    @property
+    def name(self) -> str:
+        """The name in tables of tuned settings."""
+        layers = f"_{self.layers}-layers" if self.layers else ""
+        return f"{self.model}{layers}_{self.loss}"
+
+
+OWN = "own"  # the loss of models that are not trained with one loss
+
+
+TABLE = StudyTable(
+    RankingRecord, lambda row: (row.model, row.layers, row.loss, row.recipe, row.users, row.seed)
+)
 
 
 def best_recipes(
     rows: Sequence[RankingRecord], methods: Sequence[str], path: Path
 ) -> dict[str, tuple[float, ...]]:
-    """The (learning rate, temperature, dropout) of each method with the best mean Recall@20 on validation.
+    """Find the (learning rate, temperature, dropout) of each method with the best mean validation Recall@20.
 
-    `methods` are named as by `RankingRecord.method`.
+    `methods` contains names as returned by `RankingRecord.method`.
     """
     tried = [Tried(row.method, row.recipe, (row.users, row.seed), row.validation_recall20) for row in rows]
     return output.best_recipes(tried, methods, path, "method", "recipe", "users and seeds")
 
 
 # The sweep sets these options of a run itself.
-_CHOSEN = ("out", "resume", "model", "loss", "k", "seed")
+_CHOSEN = ("out", "resume", "model", "layers", "loss", "k", "seed")
 
 
 def main(settings: SweepSettings) -> None:
@@ -92,51 +113,71 @@ def main(settings: SweepSettings) -> None:
 
 
 def grid(settings: SweepSettings) -> list[RecommendSettings]:
-    """The settings of every run; raises `BadInput` if one of them is invalid."""
+    """Return the settings of every run; raise `BadInput` if one of them is invalid."""
     check_grid(settings, settings.run, _CHOSEN, ("models", "losses", "seeds"))
     return checked_runs(_runs(settings), check)
 
 
 def _runs(settings: SweepSettings) -> Iterator[RecommendSettings]:
-    methods = list(product(settings.models, settings.losses))
+    methods = list(_methods(settings))
     recipes = _recipes(settings, methods)
     # The seed varies slowest, so that a sweep stopped early still has every model and loss.
-    for seed, (model, loss) in product(settings.seeds, methods):
-        chosen = named(loss)
-        for rate, temperature, dropout in recipes[model, loss]:
-            tuned = f"d{dropout:g}" if model == "autoencoder" else f"t{temperature:g}"
-            out = settings.out / f"{model}_{loss}_lr{rate:g}_{tuned}_seed{seed}"
-            one = dataclasses.replace(
-                settings.run, out=out, model=model, loss=chosen.name, k=chosen.k, seed=seed
+    for seed, (model, method) in product(settings.seeds, methods):
+        for rate, temperature, dropout in recipes[method]:
+            one = dataclasses.replace(settings.run, model=model, layers=method.layers, seed=seed)
+            if method.loss != OWN:
+                loss = named(method.loss)
+                one = dataclasses.replace(one, loss=loss.name, k=loss.k)
+            one = dataclasses.replace(one, learning_rate=rate, temperature=temperature, dropout=dropout)
+            if model != "auto":
+                one = completed(one)
+            tuned = f"_lr{one.learning_rate:g}" * (method.loss != OWN)
+            tuned += {"autoencoder": f"_d{dropout:g}", "matrix-factorisation": f"_t{temperature:g}"}.get(
+                model, ""
             )
-            yield dataclasses.replace(one, learning_rate=rate, temperature=temperature, dropout=dropout)
+            yield dataclasses.replace(one, out=settings.out / f"{method.name}{tuned}_seed{seed}")
+
+
+def _methods(settings: SweepSettings) -> Iterator[tuple[Model, Method]]:
+    for model in settings.models:
+        if model in ("ease", "auto"):
+            yield model, Method(model, settings.run.layers if model == "auto" else 0, OWN)
+            continue
+        for layers in settings.layer_counts if model == "matrix-factorisation" else (0,):
+            for loss in settings.losses:
+                yield model, Method(model, layers, loss)
 
 
 def _recipes(
-    settings: SweepSettings, methods: Sequence[tuple[str, str]]
-) -> dict[tuple[str, str], list[tuple[float, ...]]]:
-    """The recipes of each model and loss: learning rates with temperatures or dropouts, or the tuned one."""
+    settings: SweepSettings, methods: Sequence[tuple[Model, Method]]
+) -> dict[Method, list[tuple[float, ...]]]:
+    """Return the recipes of each method: all combinations to try, or the tuned recipe."""
+    run = settings.run
+    usual: list[tuple[float, ...]] = [(run.learning_rate, run.temperature, run.dropout)]
+    rates = settings.learning_rates or (run.learning_rate,)
+    listed: dict[str, list[tuple[float, ...]]] = {
+        "autoencoder": list(product(rates, (run.temperature,), settings.dropouts or (run.dropout,))),
+        "matrix-factorisation": list(
+            product(rates, settings.temperatures or (run.temperature,), (run.dropout,))
+        ),
+    }
+    found = {method: listed.get(model, usual) for model, method in methods}
     if settings.tuned is not None:
         rows = read_tuned(settings, TABLE, ("learning_rates", "temperatures", "dropouts"))
-        best = best_recipes(rows, [f"{model} {loss}" for model, loss in methods], settings.tuned)
-        return {(model, loss): [best[f"{model} {loss}"]] for model, loss in methods}
-    run = settings.run
-    rates = settings.learning_rates or (run.learning_rate,)
-    of_model = {
-        "autoencoder": product(rates, (run.temperature,), settings.dropouts or (run.dropout,)),
-        "matrix-factorisation": product(rates, settings.temperatures or (run.temperature,), (run.dropout,)),
-    }
-    listed: dict[str, list[tuple[float, ...]]] = {model: list(tried) for model, tried in of_model.items()}
-    return {(model, loss): listed[model] for model, loss in methods}
+        tuned = [method for _, method in methods if method.loss != OWN]
+        best = best_recipes(rows, [method.name for method in tuned], settings.tuned)
+        found |= {method: [best[method.name]] for method in tuned}
+    return found
 
 
 def record(settings: RecommendSettings, result: dict[str, Any], users: int) -> RankingRecord:
-    """The record of a finished run."""
+    """Return the record of a finished run."""
     validation = result["validation"]
     test = result["test"] or dict.fromkeys(validation, math.nan)  # tuning runs have no test
     return RankingRecord(
         model=settings.model,
-        loss=str(loss_with_usual_k(settings.loss, settings.k)),
+        layers=settings.layers if settings.model in ("auto", "matrix-factorisation") else 0,
+        loss=OWN if settings.model in ("auto", "ease") else str(loss_of(settings)),
         users=users,
         seed=settings.seed,
         dimension=settings.dimension,
@@ -162,33 +203,34 @@ def _read_once(run: RecommendSettings) -> Data:
     return read(run)
 
 
+_FILES = ("train", "test", "columns", "min_rating", "latest", "validation", "users")
+
+
 def _run_one(settings: RecommendSettings) -> dict[str, Any]:
     # The files do not depend on the settings that vary in a sweep, so each worker reads them once.
-    files = dataclasses.replace(
-        RecommendSettings(),
-        **{name: getattr(settings, name) for name in ("train", "test", "columns", "validation", "users")},
-    )
-    return train(
-        EXPERIMENT, resuming(settings), lambda: task(settings, _read_once(files)), new_console(quiet=True)
-    )
+    files = dataclasses.replace(RecommendSettings(), **{name: getattr(settings, name) for name in _FILES})
+    console = new_console(quiet=True)
+    if settings.model == "auto":
+        return train_all(resuming(settings), lambda _: _read_once(files), console)
+    return train(EXPERIMENT, resuming(settings), lambda: task(settings, _read_once(files)), console)
 
 
 def _tables(rows: Sequence[RankingRecord]) -> Group:
-    """For each model, the metrics as mean and standard deviation over the seeds."""
+    """Tabulate the means and standard deviations of the metrics over the seeds, for each model."""
     models = sorted({row.model for row in rows})
     return Group(*(_table(model, [row for row in rows if row.model == model]) for model in models))
 
 
 def _table(model: str, rows: Sequence[RankingRecord]) -> Table:
-    groups: dict[tuple[str, tuple[float, ...]], list[RankingRecord]] = defaultdict(list)
+    groups: dict[tuple[str, int, tuple[float, ...]], list[RankingRecord]] = defaultdict(list)
     for row in rows:
-        groups[row.loss, row.recipe].append(row)
-    heads = ("loss", "lr", "temp", "drop", "seeds", "val R@20", "test R@20", "nDCG@20")
+        groups[row.loss, row.layers, row.recipe].append(row)
+    heads = ("loss", "layers", "lr", "temp", "drop", "seeds", "val R@20", "test R@20", "nDCG@20")
     output = plain_table(f"{model}: in %, mean±standard deviation over the seeds", heads)
-    for (loss, recipe), group in sorted(groups.items()):
+    for (loss, layers, recipe), group in sorted(groups.items()):
         cells = [
             spread([getattr(row, name) for row in group])
             for name in ("validation_recall20", "test_recall20", "test_ndcg20")
         ]
-        output.add_row(loss, *(f"{number:g}" for number in recipe), str(len(group)), *cells)
+        output.add_row(loss, str(layers), *(f"{number:g}" for number in recipe), str(len(group)), *cells)
     return output

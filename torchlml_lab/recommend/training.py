@@ -1,9 +1,12 @@
 """`torchlml train recommend`, and `evaluate` and `step-time` for its runs."""
 
-from collections.abc import Iterable, Iterator
-from dataclasses import replace
+import math
+import shutil
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import ExitStack
+from dataclasses import asdict, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple, get_args
 
 import torch
 from accelerate import Accelerator, PartialState
@@ -16,22 +19,52 @@ from torchlml_lab.data.interactions import is_table
 from torchlml_lab.engine import loop, run_directory
 from torchlml_lab.engine.loop import Task
 from torchlml_lab.engine.output import ProgressBar, new_console, plain_table
-from torchlml_lab.engine.run import say, train_on_files
+from torchlml_lab.engine.run import say, train, train_on_files
+from torchlml_lab.engine.run_directory import RunFolder, locked
 from torchlml_lab.engine.settings import check as check_settings
+from torchlml_lab.engine.sweep import resuming
 from torchlml_lab.files import check_folder
 from torchlml_lab.multilabel.losses import LabelLoss, loss_with_usual_k
-from torchlml_lab.multilabel.settings import LossName
+from torchlml_lab.multilabel.settings import AnyLossName
+from torchlml_lab.recommend import ease
 from torchlml_lab.recommend.histories import Batch, Data, Users, by_popularity, read, read_later
-from torchlml_lab.recommend.model import EXPERIMENT, TrainedRecommender, load, network
-from torchlml_lab.recommend.ranking import KS, calibration, measures, of_network
-from torchlml_lab.recommend.settings import EvaluateSettings, LossTimesSettings, RecommendSettings
+from torchlml_lab.recommend.model import (
+    CHOICE,
+    EXPERIMENT,
+    Factors,
+    Mixture,
+    TrainedRecommender,
+    choose,
+    load,
+    load_network,
+    network,
+)
+from torchlml_lab.recommend.ranking import KS, ROWS, calibration, fit_scale, measures, of_network
+from torchlml_lab.recommend.settings import Candidate, EvaluateSettings, LossTimesSettings, RecommendSettings
 
+CANDIDATES: tuple[Candidate, ...] = get_args(Candidate)
+
+
+class Recipe(NamedTuple):
+    """The settings of a model that are not given."""
+
+    loss: AnyLossName
+    batch_size: int
+    learning_rate: float
+
+
+RECIPES: dict[str, Recipe] = {
+    "ease": Recipe("softmax", 128, 1.0),  # only the batch size is used, for the evaluation
+    "autoencoder": Recipe("lml", 128, 0.006),
+    "matrix-factorisation": Recipe("bce", 128, 0.02),
+}
+SMALLEST_BATCH = 32
 CHOSEN_BY = "recall@20"
 PRINTED = (CHOSEN_BY, "ndcg@20")
 
 
 def main(settings: RecommendSettings) -> None:
-    """Train a model, then print and plot its metrics next to a popularity baseline."""
+    """Train a model, then print and plot its metrics and those of a popularity baseline."""
     console = new_console()
     run(settings, console)
     if PartialState().is_main_process:
@@ -39,28 +72,170 @@ def main(settings: RecommendSettings) -> None:
 
 
 def run(settings: RecommendSettings, console: Console) -> dict[str, Any]:
-    """Train with these settings; raise `BadInput` for invalid ones before any file is written."""
+    """Train with these settings. Invalid settings raise `BadInput` before any file is written."""
     check(settings)
-    return train_on_files(EXPERIMENT, settings, read, task, _introduction, console)
+    if settings.model == "auto":
+        return train_all(settings, read, console)
+    data = read(settings)
+    own = completed(settings, len(Users(data.training, data.training)))
+    return train_on_files(EXPERIMENT, own, lambda _: data, task, _introduction, console)
+
+
+def completed(settings: RecommendSettings, users: int | None = None) -> RecommendSettings:
+    """The settings of one model, with its own values for those that are not given.
+
+    With few `users`, the batches of matrix factorization are smaller, so that an epoch has enough steps.
+    """
+    recipe = RECIPES[settings.model]
+    size = recipe.batch_size
+    if settings.model == "matrix-factorisation":
+        while users is not None and size > SMALLEST_BATCH and 16 * size > users:
+            size //= 2
+    return replace(
+        settings,
+        loss=settings.loss or (recipe.loss if settings.k is None else "lml"),
+        batch_size=settings.batch_size or size,
+        learning_rate=settings.learning_rate or recipe.learning_rate,
+    )
+
+
+def loss_of(settings: RecommendSettings) -> LabelLoss:
+    """The loss of a run of one model."""
+    name = completed(settings).loss
+    assert name is not None
+    return loss_with_usual_k(name, settings.k)
+
+
+def train_all(
+    settings: RecommendSettings, read: Callable[[RecommendSettings], Data], console: Console
+) -> dict[str, Any]:
+    """Train every candidate in its own directory within the run, then choose their weights.
+
+    Args:
+        settings: The settings of the run.
+        read: Returns the data; they are read once for all candidates.
+        console: The console for progress and results.
+
+    Returns:
+        The content of `result.json`, as for a single model. `seconds` is the sum over all candidates.
+    """
+    folder = RunFolder(settings.resume or settings.out, EXPERIMENT)
+    main = PartialState(cpu=settings.cpu).is_main_process
+    with ExitStack() as held:
+        if settings.resume is not None:
+            folder.check()
+            if (folder.path / "result.json").exists():
+                return folder.result()
+        elif main:
+            check_folder("--out", folder.path)
+            folder.check_free(settings.overwrite)
+        data = read(settings)
+        for name in CANDIDATES:
+            loss_of(replace(settings, model=name)).check_labels(len(data.training.items))
+        if main:
+            folder.path.mkdir(parents=True, exist_ok=True)
+            held.enter_context(locked(folder.path))
+            if settings.resume is None:
+                for name in CANDIDATES if settings.overwrite else ():
+                    shutil.rmtree(folder.path / name, ignore_errors=True)
+                (folder.path / CHOICE).unlink(missing_ok=True)
+                folder.create(settings, {})
+            say(_introduction(settings, data), console)
+        results: dict[Candidate, dict[str, Any]] = {}
+        for name in CANDIDATES:
+            why = _why_not_ease(len(data.training.items)) if name == "ease" else None
+            if why is None or (folder.path / name / "run.json").exists():
+                results[name] = _train_one(settings, name, folder.path, data, console)
+            elif main:
+                say([f"`ease` is left out, because {why}."], console)
+        if main:
+            _choose(settings, results, folder, data, console)
+        PartialState().wait_for_everyone()
+    return folder.result()
+
+
+MOST_ITEMS = 20_000  # with more, inverting their matrix would take longer than training the networks
+
+
+def _why_not_ease(items: int) -> str | None:
+    """Return why the default does not include `ease`, as the end of a sentence, or None."""
+    if items > MOST_ITEMS:
+        return f"there are more than {MOST_ITEMS:,} items"
+    needed, available = ease.memory_needed(items), ease.memory_available()
+    if needed > available:
+        return f"it needs {needed / 1e9:,.1f} GB of memory and {available / 1e9:,.1f} GB are available"
+    return None
+
+
+def _train_one(
+    settings: RecommendSettings, name: Candidate, folder: Path, data: Data, console: Console
+) -> dict[str, Any]:
+    own = replace(settings, model=name, out=folder / name, resume=None, overwrite=False)
+    own = completed(own, len(Users(data.training, data.training)))
+    if PartialState().is_main_process:
+        said = "" if name == "ease" else f" with the loss `{loss_of(own)}`"
+        say([f"Training `{name}`{said}."], console)
+    try:
+        return train(EXPERIMENT, resuming(own), lambda: task(own, data), console)
+    except KeyboardInterrupt:
+        raise KeyboardInterrupt(
+            f"Interrupted while training `{name}`. Resume the run with `torchlml train {EXPERIMENT} --resume "
+            f"{folder}`."
+        ) from None
+
+
+def _choose(
+    settings: RecommendSettings,
+    results: Mapping[Candidate, dict[str, Any]],
+    folder: RunFolder,
+    data: Data,
+    console: Console,
+) -> None:
+    """Choose the weights of the models on the validation users, and write the choice and its metrics."""
+    models: dict[str, nn.Module] = {}
+    for name in results:
+        own = completed(replace(settings, model=name))
+        models[name] = load_network(folder.path / name, own, data)[0]
+    splits = data.splits
+    with torch.no_grad():
+        choice = choose(models, splits["validation"], CHOSEN_BY)
+        model = Mixture({name: models[name] for name in choice.factors}, choice.factors).eval()
+        found = {
+            name: measures(of_network(model), users.batches(ROWS), None, KS) for name, users in splits.items()
+        }
+    largest = max(results, key=lambda name: choice.weights.get(name, 0.0))
+    folder.write(CHOICE, asdict(choice))
+    result = {
+        "best_epoch": results[largest]["best_epoch"],
+        "validation": found["validation"],
+        "test": found.get("test", {}),
+        "seconds": sum(one["seconds"] for one in results.values()),
+    }
+    folder.write("result.json", result)
+    say([choice.in_words()], console)
 
 
 def _introduction(settings: RecommendSettings, data: Data) -> list[str]:
-    """Sentences about the data and the loss."""
-    training, loss = data.training, loss_with_usual_k(settings.loss, settings.k)
+    """Return sentences about the data and the loss."""
+    training = data.training
     users = int((training.counts > 0).sum())
     said = (
         f"{users} training users with {len(training) / users:.1f} of {len(training.items)} items on average; "
-        f"{len(data.validation)} items of {len(data.splits['validation'])} users held out for validation. "
-        f"Training with the loss `{loss}`."
+        f"{len(data.validation)} items of {len(data.splits['validation'])} users held out for validation."
     )
+    if settings.model in ("autoencoder", "matrix-factorisation"):
+        said += f" Training with the loss `{loss_of(settings)}`."
     return [*data.notes, said]
 
 
 def task(settings: RecommendSettings, data: Data) -> Task:
-    """The task of one run. Set the seed before the call, because it initializes the network."""
+    """Build the task of one run. Set the seed before the call, because it initializes the network."""
+    settings = completed(settings)
     model = network(settings, data)
+    if settings.model == "ease":
+        _fit_ease(model, settings, data)
     optimizer = torch.optim.Adam(model.parameters(), lr=settings.learning_rate, fused=True)
-    loss = loss_with_usual_k(settings.loss, settings.k)
+    loss = loss_of(settings)
 
     def measure(network: nn.Module, batches: Iterable[Batch], accelerator: Accelerator) -> dict[str, float]:
         return measures(of_network(network), batches, accelerator, KS)
@@ -76,16 +251,30 @@ def task(settings: RecommendSettings, data: Data) -> Task:
         chosen_by=CHOSEN_BY,
         printed=PRINTED,
         patience=settings.patience,
+        fitted=settings.model == "ease",
     )
 
 
 def batch_loss(loss: LabelLoss, network: nn.Module, batch: Batch) -> Tensor:
-    """The mean loss over the users of a batch."""
-    factors = network(batch.users, batch.history)
-    return loss(factors.scores().float(), batch.labels)
+    """Compute the mean loss over the users of a batch, all of whom have items."""
+    factors: Factors = network(batch.users, batch.history)
+    return loss.of_factors(factors.hidden, factors.weight, factors.bias, batch.labels)
 
 
-LOSSES: tuple[LossName, ...] = ("softmax", "lml", "bce", "truncated-entropy")
+def _fit_ease(model: nn.Module, settings: RecommendSettings, data: Data) -> None:
+    users = data.splits["validation"]
+
+    @torch.no_grad()
+    def recall(one: ease.Ease) -> float:
+        return measures(of_network(one), users.batches(ROWS), None, (20,))[CHOSEN_BY]
+
+    fitted, _ = ease.fit(data.training, settings.penalty, recall)
+    with torch.no_grad():
+        fitted.scale.fill_(fit_scale(of_network(fitted), users))
+    model.weight, model.scale = fitted.weight, fitted.scale
+
+
+LOSSES: tuple[AnyLossName, ...] = ("softmax", "lml", "bce", "truncated-entropy", "topk-softmax")
 
 
 def step_time(settings: LossTimesSettings) -> None:
@@ -95,6 +284,11 @@ def step_time(settings: LossTimesSettings) -> None:
         k=None,
         test=None,
     )
+    if run.model in ("auto", "ease"):
+        raise BadInput(
+            f"The model of `{settings.run}` is `{run.model}`, which has no training steps of its own."
+            + (f" Pass `{settings.run / 'autoencoder'}`." if run.model == "auto" else "")
+        )
     size = loop.checked_size(settings, run.batch_size)
     data = read(run)
     what = f"users and {len(data.training.items)} items, {run.model}"
@@ -103,7 +297,9 @@ def step_time(settings: LossTimesSettings) -> None:
 
 def check(settings: RecommendSettings) -> None:
     """Raise `BadInput` for invalid settings."""
-    check_settings(settings)
+    models = CANDIDATES if settings.model == "auto" else (settings.model,)
+    for model in models:
+        check_settings(completed(replace(settings, model=model)))
     if settings.train is None:
         raise BadInput("`--train` is missing: pass a file of users and their items.")
     if settings.columns is not None and not any(map(is_table, filter(None, (settings.train, settings.test)))):
@@ -111,18 +307,28 @@ def check(settings: RecommendSettings) -> None:
             "`--columns` applies to CSV, TSV and .inter, but the lines of "
             f"`{settings.train}` are `user item item ...`."
         )
-    loss_with_usual_k(settings.loss, settings.k)
-    for name in ("dimension", "patience", "validation", "users"):
-        value = getattr(settings, name)
+    if settings.min_rating is not None and not is_table(settings.train):
+        raise BadInput(
+            f"`--min-rating` requires a CSV, TSV or .inter file, but `--train` is `{settings.train}`."
+        )
+    if settings.min_rating is not None and math.isnan(settings.min_rating):
+        raise BadInput(f"`--min-rating` must be a number, but it is {settings.min_rating}.")
+    for model in models:
+        loss_of(replace(settings, model=model))
+    for option in ("dimension", "patience", "validation", "users"):
+        value = getattr(settings, option)
         if value is not None and value < 1:
-            raise BadInput(f"`--{name}` must be at least 1, but it is {value}.")
+            raise BadInput(f"`--{option}` must be at least 1, but it is {value}.")
     if not 0 < settings.temperature < float("inf"):
         raise BadInput(f"`--temperature` must be finite and positive, but it is {settings.temperature}.")
+    if settings.layers < 0:
+        raise BadInput(f"`--layers` must be at least 0, but it is {settings.layers}.")
+    if settings.penalty is not None and not 0 < settings.penalty < float("inf"):
+        raise BadInput(f"`--penalty` must be finite and positive, but it is {settings.penalty}.")
     if not 0 <= settings.dropout < 1:
         raise BadInput(f"`--dropout` must be at least 0 and less than 1, but it is {settings.dropout}.")
 
 
-ROWS = 1024
 PICTURE = "report.png"
 
 
@@ -140,7 +346,7 @@ def evaluate(settings: EvaluateSettings) -> None:
         users, what = _of_split(trained, settings.split)
     else:
         have = trained.data.everything
-        later, notes = read_later(settings.data, "--data", trained.settings.columns, have)
+        later, notes = read_later(settings.data, "--data", trained.settings, have)
         users, what = Users(have, later), str(settings.data)
         say(notes, console)
     report(trained, users, what, out, Accelerator(cpu=settings.cpu), console)
@@ -153,7 +359,7 @@ def report_run(run: Path, console: Console) -> None:
 
 
 def _of_split(trained: TrainedRecommender, split: str | None) -> tuple[Users, str]:
-    """The users of a split and its name; by default the test split, if there is one."""
+    """Return the users of a split and its name. The default is the test split, if there is one."""
     splits = trained.data.splits
     name = split or list(splits)[-1]
     if name not in splits:
@@ -169,31 +375,31 @@ def report(
     accelerator: Accelerator,
     console: Console,
 ) -> None:
-    """Print the metrics of a run next to a popularity baseline, and plot recall and calibration.
+    """Print the metrics of a run and of a popularity baseline, and plot recall and calibration.
 
     Args:
         trained: The run.
         users: The users with their histories and the items to find.
-        what: The name of these users.
+        what: A description of these users, for the output.
         folder: The directory of the plot.
         accelerator: Determines the device; only this process computes.
         console: The console to print to.
     """
     from torchlml_lab import plots  # imports matplotlib, which training does not need
 
+    own = trained.settings.model
+    name = own if own in ("auto", "ease") else str(loss_of(trained.settings))
     scores = {
-        str(loss_with_usual_k(trained.settings.loss, trained.settings.k)): of_network(
-            trained.model.to(accelerator.device)
-        ),
+        name: of_network(trained.model.to(accelerator.device)),
         "popular items": by_popularity(trained.data.training),
     }
     with torch.no_grad(), ProgressBar(console) as progress:
         bar = progress.add_task("users", total=(len(scores) + 1) * len(users))
 
         def batches() -> Iterator[Batch]:
-            for rows in torch.arange(len(users)).split(ROWS):
-                yield send_to_device(users.__getitems__(rows.tolist()), accelerator.device)
-                progress.advance(bar, len(rows))
+            for batch in users.batches(8 * ROWS):
+                yield send_to_device(batch, accelerator.device)
+                progress.advance(bar, len(batch.users))
 
         found = {name: measures(score, batches(), None, KS) for name, score in scores.items()}
         mean = len(users.labels) / len(users)
@@ -203,7 +409,8 @@ def report(
         [
             f"Recall@20 is {model:.2f}% on {len(users)} users ({what}); recommending the most popular items "
             f"reaches {popular:.2f}%.",
-            f"Model: {trained.settings.model}, epoch {trained.epoch}. All values are in percent.",
+            f"Model: {own}{'' if own in ('auto', 'ease') else f', epoch {trained.epoch}'}. All values are in "
+            "percent.",
         ],
         console,
     )
