@@ -6,8 +6,6 @@ import io
 import json
 import os
 import re
-import subprocess
-import sys
 from dataclasses import replace
 
 import pytest
@@ -16,8 +14,9 @@ from rich.console import Console
 
 import torchlml
 from tests.support.command_lines import each_rejection, rejected, rejections
+from tests.support.fresh import run
 from torchlml_lab import cli, commands
-from torchlml_lab.bench import grid_benchmark, measurements, report, timing
+from torchlml_lab.bench import grid_benchmark, measurements, timing
 from torchlml_lab.bench.cases import BASELINE, DTYPES, FAMILY, LAYER, Case, call_of, case_grid
 from torchlml_lab.bench.settings import MODES, QUICK, LayerSettings
 from torchlml_lab.bench.timing import Quantiles
@@ -246,7 +245,7 @@ def test_no_name_is_truncated_and_ratios_are_printed(width):
     rows = [row(provider.name) for provider in FAMILY]
     screen = io.StringIO()
     console = Console(width=width, file=screen)
-    for part in report.tables(rows, {row.key: row for row in rows}, width):
+    for part in grid_benchmark.tables(rows, {row.key: row for row in rows}, width):
         console.print(part)
     said = screen.getvalue()
     for provider in FAMILY:
@@ -275,7 +274,7 @@ def test_importing_the_benchmarks_writes_nothing():
         "import sys; sys.addaudithook(lambda event, args: event == 'open' and 'clear_refs' in str(args[0]) "
         "and sys.exit('written')); from torchlml_lab.bench import grid_benchmark, paper, targets"
     )
-    assert subprocess.run([sys.executable, "-c", program], check=False).returncode == 0
+    assert run(program).returncode == 0
 
 
 NARROW = ["--modes", "forward", "--metrics", "time", "--providers", "sigmoid"]

@@ -59,7 +59,7 @@ class _SlopeOff(torch.autograd.Function):
 
 
 def _solved(row: list[float], k: int, share: Callable[[mpmath.mpf], mpmath.mpf]) -> list[float]:
-    """share(x - b) of every entry, where bisection with 60 digits finds the b that makes the sum k."""
+    """Return share(x - b) of every entry, where b makes the sum k, found by bisection with 60 digits."""
     with mpmath.workdps(60):
         x = [mpmath.mpf(value) for value in row]
         low, high = min(x) - 50, max(x) + 50
@@ -101,7 +101,7 @@ def test_dftopk_is_a_sigmoid_around_the_midpoint() -> None:
     right = [1 / (1 + math.exp(-(value - 0.5))) for value in (0.0, 3.0, -2.0, 1.0)]
     assert y[0].tolist() == pytest.approx(right, abs=1e-15)
     slopes = [p * (1 - p) for p in right]
-    # The second and third largest entries, at places 3 and 0, share the derivative of the threshold.
+    # The second and third largest entries, at indices 3 and 0, share the derivative of the threshold.
     (gradient,) = torch.autograd.grad(y[0, 1], x)
     assert gradient[0].tolist() == pytest.approx([-slopes[1] / 2, slopes[1], 0, -slopes[1] / 2], abs=1e-15)
 
@@ -136,7 +136,7 @@ def test_lml_has_every_ability_and_a_raising_method_has_none() -> None:
     assert abilities(_raises) == dict.fromkeys(ABILITIES, False)
 
 
-# Each lacks one ability, because it raises or returns a wrong answer. Both must count as missing.
+# Each method lacks one ability, because it raises or returns a wrong answer. Both must count as missing.
 LOSES = {
     "-inf": lambda x, k: scaled_softmax(x, k) + 0 * x.amin(-1, keepdim=True),
     "vmap": lambda x, k: scaled_softmax(x, k) * (0.5 if torch._C._are_functorch_transforms_active() else 1.0),
@@ -234,7 +234,7 @@ def test_a_method_that_fails_is_not_timed(capsys, monkeypatch, tmp_path: Path) -
         "`{}` must be finite and at least 0, but it is {}", "--scale -1", "--seconds -1", "--equal -1"
     ),
     {
-        "--equal 5": "`--equal` must be 0 or above `--k`, 5, but it is 5.",
+        "--equal 5": "`--equal` must be 0 or greater than `--k` (5), but it is 5.",
         "--methods lml-nativ": "did you mean `lml-native`?",
         "--plot x.pdf": "must end in `.png` or `.svg`",
         "--csv .": "is a directory",
@@ -254,5 +254,5 @@ def test_the_page_has_the_tables_and_numbers_of_the_committed_rows() -> None:
     copied, ours = (equal[name, "forward", "time"].ratio_p50 for name in ("bisection-50", "lml-native"))
     said = f"silently sum to {total:.1f} instead of 5, and a forward pass takes {copied / ours:.0f} times"
     assert said in " ".join(page.split())
-    # No committed row is of a method that no longer exists.
+    # Every method in the committed rows still exists.
     assert {row.provider for row in rows} <= {"softmax", *(method.name for method in ALTERNATIVES)}

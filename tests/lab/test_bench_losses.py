@@ -7,7 +7,7 @@ import csv
 import pytest
 
 from torchlml_lab import cli
-from torchlml_lab.bench import measurements, paper_report, timing
+from torchlml_lab.bench import measurements, paper, timing
 
 
 def test_the_losses_are_timed_into_the_csv(tmp_path, capsys, monkeypatch):
@@ -22,8 +22,8 @@ def test_the_losses_are_timed_into_the_csv(tmp_path, capsys, monkeypatch):
         rows = list(csv.DictReader(file))
     compared = {(row["operator"], row["n"], row["k"]) for row in rows}
     assert len(compared) == 5
-    # In the CSV of the paper's study they are not rows of that study.
-    assert not paper_report.of_study(measurements.read(path, "--csv"))
+    # These rows are not mistaken for rows of the paper's study.
+    assert not paper.of_study(measurements.read(path, "--csv"))
     for row in rows:
         assert float(row["p50"]) > 0
         if row["provider"] in ("cross_entropy", "lml_loss, dense"):

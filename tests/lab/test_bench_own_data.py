@@ -105,7 +105,7 @@ def test_finished_comparisons_are_not_repeated(data, tmp_path, monkeypatch, caps
     words += ["--sets", "corel5k", "--methods", "counted", "LinearSVC", "--sizes"]
     assert cli.main([*words, "30"]) == 0
     assert cli.main([*words, "30", "40", "0", "500"]) == 0
-    assert calls == [30, 40, 60]  # 500 samples are all 60
+    assert calls == [30, 40, 60]  # 500 means all 60 samples
     rows = own_data.TABLE.read(tmp_path / "rows.csv", "--csv")
     assert [(row.samples, row.method) for row in rows] == [
         (samples, method) for samples in (30, 40, 60) for method in ("LinearSVC", "counted")
@@ -149,8 +149,9 @@ def test_the_committed_tables_are_those_of_the_csv():
     page = (RESULTS / "README.md").read_text(encoding="utf-8")
     for metric in own_data.METRICS:
         assert own_data.summary(rows, metric) in page
+    assert own_data.targets(rows) in page
     for data in {row.data for row in rows}:
         assert own_data.details(rows, data) in page
-    # The tables themselves: a changed value changes them.
+    # A changed value changes the tables.
     other = dataclasses.replace(rows[0], ndcg5=rows[0].ndcg5 + 0.1)
     assert own_data.details([other, *rows[1:]], rows[0].data) not in page

@@ -9,15 +9,13 @@ import torch
 import torchlml
 from tests.support.command_lines import each_rejection, rejected, rejections
 from torchlml_lab import cli
-from torchlml_lab.bench import measurements, paper, paper_report, timing
+from torchlml_lab.bench import measurements, paper, timing
 from torchlml_lab.bench.cases import Case
 from torchlml_lab.bench.measurements import Measurement
 from torchlml_lab.bench.paper import Entry
 
 TINY = ["--sizes", "12", "30", "--ks", "2", "5", "--batch", "4", "--trials", "2"]
-TIMED = {(name, "forward") for name in paper_report.NAMES} | {
-    (name, "backward") for name in paper_report.BACKWARD
-}
+TIMED = {(name, "forward") for name in paper.NAMES} | {(name, "backward") for name in paper.BACKWARD}
 
 
 @pytest.fixture(autouse=True)
@@ -123,7 +121,7 @@ def test_the_selection_is_that_of_section_5_1(monkeypatch):
     rejections("`{}` names `{}`", "--plot /proc/x.png", "--csv /proc/x.csv"),
     rejections("`{}` must be a file, but `{}` is a directory", "--plot .", "--csv ."),
     rejections("`{}` must be finite and at least 1, but it is {}", "--ks 0", "--batch 0", "--trials 0"),
-    rejections("`{}` must be below 12, the smallest of `--sizes`, but it has {}", "--ks 5 20"),
+    rejections("`{}` must be below 12, the smallest of `--sizes`, but it contains {}", "--ks 5 20"),
     rejections("`{}` must be an integer, but it was given `{}`", "--ks n/2"),
     {"--scales 1": "no option `--scales`", "--plot x.pdf": "must end in `.png`"},
     {f"--csv '{__file__}'": "`--csv` names"},
@@ -153,7 +151,7 @@ def test_every_competitor_computes_its_loss():
 
 def measured(**ratios):
     """Rows of a run in which each competitor takes the given multiples of the baseline for k = 5 and 100."""
-    everything = dict.fromkeys(paper_report.NAMES, (1.0, 1.0)) | {
+    everything = dict.fromkeys(paper.NAMES, (1.0, 1.0)) | {
         name.replace("_", "-"): value for name, value in ratios.items()
     }
     return [
@@ -188,8 +186,8 @@ def measured(**ratios):
 
 def decided(**ratios):
     return {
-        claim.says: (paper_report.span(claim.ratios), paper_report.verdict(claim))
-        for claim in paper_report.claims_of(measured(**ratios))
+        claim.says: (paper.span(claim.ratios), paper.verdict(claim))
+        for claim in paper.claims_of(measured(**ratios))
     }
 
 
@@ -215,7 +213,7 @@ def test_other_numbers_give_other_verdicts():
 
 
 def test_one_k_gives_no_verdict_about_growth():
-    claims = list(paper_report.claims_of([row for row in measured() if row.k == 5]))
+    claims = list(paper.claims_of([row for row in measured() if row.k == 5]))
     assert len(claims) == 4
     assert all("slower" in claim.says for claim in claims)
 

@@ -183,14 +183,17 @@ def test_the_published_network_on_a_cpu_suggests_an_alternative(monkeypatch):
     monkeypatch.setattr(
         "torchlml_lab.studies.cifar100.task.DenseNet", lambda depth, growth, classes: small_cnn(classes)
     )
-    monkeypatch.setattr(loop, "seconds_per_batch", lambda task, size: 4.0)
+    monkeypatch.setattr(loop, "needs", lambda task, size: loop.Needs(4.0, 2.0, 1.6e9))
     for network, said in ((None, "use `--network small-cnn --epochs 6` here"), ("small-cnn", None)):
         settings = Cifar100Settings(data=Path("x"), network=network, validation=50)
         found = loop.forecast(task(settings, part, part), 64, 300, 704)
         assert found is not None
-        assert found.startswith("300 epochs of 704 batches will take about 10 days on this CPU.")
+        expected = (
+            "300 epochs of 704 batches will take about 10 days on this CPU, 47 minutes each, with about "
+        )
+        assert found.startswith(f"{expected}1.6 GB of memory.")
         assert said is None or said in found
-        assert (said is None) == found.endswith("on this CPU.")
+        assert (said is None) == found.endswith("of memory.")
     assert loop.forecast(task(settings, part, part), 64, 1, 10) is None
 
 

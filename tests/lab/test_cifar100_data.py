@@ -2,9 +2,7 @@
 
 import pickle
 import subprocess
-import sys
 import tarfile
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -184,11 +182,7 @@ def test_features_that_are_not_a_file(tmp_path):
         data.read_features(tmp_path / "nothing.npz")
 
 
-def test_a_run_from_images(folder, tmp_path):
-    out = tmp_path / "run"
-    options = ["--data", str(packed(folder)), "--network", "small-cnn", "--out", str(out), "--epochs", "1"]
-    command = [sys.executable, "-m", "torchlml_lab", "train", "cifar100", *options, "--validation", "100"]
-    root = Path(__file__).parents[2]
-    done = subprocess.run(command, capture_output=True, text=True, cwd=root, timeout=120)
-    assert done.returncode == 0, done.stderr
-    assert "Test of epoch 1" in done.stdout
+def test_a_run_from_images(capsys, folder, tmp_path):
+    options = ["--data", str(packed(folder)), "--network", "small-cnn", "--out", str(tmp_path / "run")]
+    assert cli.main(["train", "cifar100", *options, "--epochs", "1", "--validation", "100"]) == 0
+    assert "Test of epoch 1" in capsys.readouterr().out

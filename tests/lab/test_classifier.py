@@ -173,7 +173,7 @@ def test_the_best_epoch_is_kept(monkeypatch: pytest.MonkeyPatch, capsys: pytest.
         ({}, Y * 2, "`y` must be a matrix of 0 and 1"),
         ({}, Y[:5], "inconsistent numbers of samples"),
         ({}, Y[:, :1].ravel() * 0, "two labels"),
-        ({}, Y * 0, "all samples are without labels"),
+        ({}, Y * 0, "`y` must contain labels, but no sample has any"),
         ({}, [["oak", 3], *NAMES[1:]], "names of one type, but they are int and str"),
     ],
 )
@@ -192,7 +192,8 @@ def test_invalid_prediction_input_is_rejected() -> None:
 
 def test_a_validation_fraction_must_leave_rows_to_train_on() -> None:
     with pytest.raises(
-        ValueError, match=r"`validation_fraction` must leave .* but 0.997 of 150 samples are 150"
+        ValueError,
+        match=r"`validation_fraction` must leave .* but it is 0.997, which holds out all 150 samples",
     ):
         TopKClassifier(validation_fraction=0.997, **QUICK).fit(X[:150], Y[:150])
     TopKClassifier(validation_fraction=0.99, **QUICK).fit(X[:150], Y[:150])
@@ -206,7 +207,7 @@ BAD_NAMES: dict[str, tuple[list[list[Any]], str]] = {
     "lists": ([[["ash"]], [["elm"], ["oak"]]], r"but it contains \['ash'\] of type list"),
     "None": ([["ash", None], ["elm"]], "but it contains None of type NoneType"),
     "NaN": ([[1.0, float("nan")], [2.0]], "must not contain NaN"),
-    "nothing": ([[], []], "`y` must have labels, but all samples are without labels"),
+    "nothing": ([[], []], "`y` must contain labels, but no sample has any"),
     "two types": ([["ash", 1], ["elm"]], "names of one type, but they are int and str"),
 }
 
@@ -219,7 +220,7 @@ def test_names_that_cannot_be_labels(name: str) -> None:
 
 
 def test_a_matrix_without_columns_has_no_labels() -> None:
-    with pytest.raises(ValueError, match="`y` must have labels, but all samples are without labels"):
+    with pytest.raises(ValueError, match="`y` must contain labels, but no sample has any"):
         TopKClassifier(**QUICK).fit(X, np.zeros((len(X), 0)))
 
 

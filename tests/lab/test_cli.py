@@ -14,6 +14,7 @@ import pytest
 import torch
 
 import torchlml
+from tests.support import fresh
 from tests.support.processes import restore_interrupts
 from torchlml._cpu import loader
 from torchlml_lab import cli, info
@@ -39,7 +40,7 @@ def run(capsys, *words):
 
 
 def raising(error):
-    """A function that raises."""
+    """Return a function that raises `error`."""
 
     def fail():
         raise error
@@ -147,7 +148,7 @@ def test_bad_input_is_a_one_line_error(capsys, words, needle):
                 "you tried to allocate 400000000000 bytes. Error code 12 (Cannot allocate memory)"
             ),
             1,
-            "Not enough memory: 3.7e+02 GiB more were needed at once.",
+            "Not enough memory: an allocation of 3.7e+02 GiB failed.",
         ),
         (
             OSError(28, "No space left on device", "rows.csv"),
@@ -246,7 +247,7 @@ EVERY_COMMAND = [
     *(["bench", name] for name in BENCHMARKS),
     *(["figures", name] for name in [*FIGURES, "all"]),
 ]
-"""Every command and every name that one takes."""
+"""Every command, with every name that it takes."""
 SLOW = ("torch", "numpy", "scipy", "sklearn", "matplotlib", "accelerate", "h5py")
 
 
@@ -270,7 +271,7 @@ def test_help_and_wrong_options_import_nothing_slow():
 
 
 def test_a_wrong_environment_variable_is_a_one_line_error():
-    done = script("info", TORCHLML_KERNEL="foo")
+    done = fresh.run(SCRIPT, "info", TORCHLML_KERNEL="foo")
     assert (done.returncode, done.stdout) == (1, "")
     assert one_line_error(done.stderr)
     assert "`TORCHLML_KERNEL` must be 'torch', 'native' or unset" in done.stderr
@@ -370,7 +371,7 @@ LAB_COMMANDS = [
 
 
 def imports(path):
-    """The modules that a file imports, at any level."""
+    """Return the modules that a file imports at any level."""
     for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
         if isinstance(node, ast.Import):
             yield from (alias.name for alias in node.names)

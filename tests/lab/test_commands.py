@@ -59,7 +59,7 @@ def test_step_time_of_a_run(capsys, run):
 def test_a_task_that_cannot_draw_says_so(capsys, run):
     assert cli.main(["predict", str(run)]) == 2
     error = capsys.readouterr().err
-    assert "is a run of `cifar100`, which cannot predict" in error
+    assert "is a run of `cifar100`, which does not support predictions" in error
     assert error.count("\n") == 1
 
 
@@ -98,7 +98,7 @@ def test_help_without_a_run_lists_the_options_of_every_task(capsys, monkeypatch,
 
 
 def boxes(capsys, *words):
-    """The boxes of a help text: the options of each by its title."""
+    """Return the options in each box of a help text, by the title of the box."""
     assert cli.main([*words, "--help"]) == 0
     parts = re.split(r"^ (\S.*\S) +\n -+ $", capsys.readouterr().out, flags=re.MULTILINE)[1:]
     return {
@@ -125,9 +125,9 @@ def test_the_options_of_a_sweep_come_before_those_of_its_runs(capsys):
     assert "--run.train" in found["--run, data options"]
 
 
-@pytest.mark.parametrize("name", ["multilabel", "recommend"])
-def test_required_options_are_in_the_usage(capsys, name):
+@pytest.mark.parametrize(("name", "value"), [("multilabel", "FILE [FILE ...]"), ("recommend", "PATH")])
+def test_required_options_are_in_the_usage(capsys, name, value):
     assert cli.main(["train", name, "--help"]) == 0
     said = capsys.readouterr().out
-    assert said.startswith(f"usage: torchlml train {name} [-h] --train PATH [OPTIONS]\n")
+    assert said.startswith(f"usage: torchlml train {name} [-h] --train {value} [OPTIONS]\n")
     assert said.count("(required)") == 1

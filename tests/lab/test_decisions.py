@@ -64,19 +64,43 @@ def test_the_order_of_logits_decides_between_equal_probabilities() -> None:
     assert Decisions().decide(logits, y, 2, "top-k").int().tolist() == [[0, 1, 1, 0], [0, 1, 0, 1]]
 
 
+@pytest.mark.parametrize("least", [0, 1])
 @pytest.mark.parametrize("rows", [3, 40])
-def test_the_threshold_is_the_best_of_all(rows: int) -> None:
+def test_the_threshold_is_the_best_of_all(rows: int, least: int) -> None:
     logits, y, observed = samples(rows)
     y = (20 * y).round() / 20  # with ties
-    found = micro(
-        Decisions(threshold=best_threshold(logits, y, observed)).decide(logits, y, K, "threshold"), observed
-    )
-    tried = [
-        micro(Decisions(threshold=t).decide(logits, y, K, "threshold"), observed)
-        for t in np.arange(-0.025, 1.05, 0.05)
-    ]
+
+    def quality(threshold: float) -> float:
+        rules = Decisions(threshold=threshold, least=least)
+        return micro(rules.decide(logits, y, K, "threshold"), observed)
+
+    found = quality(best_threshold(logits, y, observed, least))
+    tried = [quality(t) for t in np.arange(-0.025, 1.05, 0.05)]
     assert found == pytest.approx(max(tried))
     assert max(tried) > min(tried)
+
+
+def test_sets_are_empty_if_that_is_better() -> None:
+    # The probabilities of samples without labels are low.
+    logits, _, observed = samples(200)
+    observed[::2] = False
+    logits[::2] -= 6
+    y = logits.sigmoid()
+    fitted = decisions.fit(logits, y, observed, K, empty=True)
+    assert fitted.least == 0
+    chosen = fitted.decide(logits, y, K, fitted.rule)
+    assert (~chosen[::2].any(-1)).double().mean() > 0.8
+    assert chosen[1::2].any(-1).double().mean() > 0.8
+    assert "best one" not in fitted.in_words("threshold", K)
+    for rule in ("threshold", "count"):
+        empty = ~fitted.decide(logits, y, K, rule).any(-1)  # type: ignore[arg-type]
+        assert empty[::2].double().mean() > 0.5
+    # Unless samples without labels are known, at least one label is chosen.
+    other = decisions.fit(logits, y, observed, K)
+    assert other.least == 1
+    assert "and always the best one" in other.in_words("threshold", K)
+    for rule in ("threshold", "count"):
+        assert other.decide(logits, y, K, rule).any(-1).all()  # type: ignore[arg-type]
 
 
 def test_a_threshold_does_not_separate_equal_probabilities() -> None:
@@ -118,8 +142,8 @@ def test_the_rule_with_the_best_sets_is_chosen() -> None:
 
 def test_set_metrics_are_those_of_scikit_learn() -> None:
     _, y, observed = samples(80)
-    unknown = torch.rand(80, 2) < 0.1  # labels that the run does not know
-    unknown[:, 1] = False  # and one that does not occur
+    unknown = torch.rand(80, 2) < 0.1  # labels that are unknown to the run
+    unknown[:, 1] = False  # and a label that does not occur
     truth = torch.cat([observed, unknown], -1)
     chosen = y > 0.6
     chosen[:, 3] = False

@@ -1,4 +1,4 @@
-"""Sentence encoders instead of TF-IDF, with a small model that a package contains, so without a network."""
+"""Sentence encoders instead of TF-IDF, with a small model from an installed package, so without downloads."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from torchlml_lab.cli_errors import BadInput
 from torchlml_lab.data import labelled_rows
 from torchlml_lab.data.labelled_rows import Encoder, LabelledRows, label_matrix
 
-# Warnings of transformers and its dependencies about themselves.
+# Warnings that transformers and its dependencies raise about their own code.
 pytestmark = [
     pytest.mark.filterwarnings("ignore::DeprecationWarning"),
     pytest.mark.filterwarnings("ignore::FutureWarning"),
@@ -75,9 +75,7 @@ def test_embeddings_are_those_of_the_model_and_come_before_numbers(
     with pytest.raises(pytest.fail.Exception, match="the model was loaded"):
         Encoder("another", tmp_path / "e.npz").encode(rows(texts, [0.0] * 4))
     (tmp_path / "e.npz").write_bytes((tmp_path / "e.npz").read_bytes()[:999])
-    with pytest.raises(
-        BadInput, match=r"e.npz` is damaged. Delete it, and the embeddings are computed again"
-    ):
+    with pytest.raises(BadInput, match=r"e.npz` is damaged. Delete it to compute the embeddings again"):
         Encoder(model, tmp_path / "e.npz")
 
 

@@ -231,7 +231,7 @@ def test_other_settings_are_rejected(capsys, unfinished):
 def test_a_damaged_checkpoint_is_rejected(capsys, unfinished, name):
     path = unfinished / "checkpoints" / "epoch-0006" / name
     path.write_bytes(path.read_bytes()[:100])
-    assert "is damaged or of another model" in rejected(capsys, resume(unfinished))
+    assert "is damaged or belongs to another model" in rejected(capsys, resume(unfinished))
 
 
 @pytest.mark.parametrize("kept", [0, 100, None])
@@ -243,7 +243,7 @@ def test_damaged_random_states_are_rejected(capsys, unfinished, kept):
     else:
         path.write_bytes(path.read_bytes()[:kept])
     error = rejected(capsys, resume(unfinished))
-    assert "is damaged or of another model" in error
+    assert "is damaged or belongs to another model" in error
     assert "`random_states_0.pkl` cannot be read" in error
 
 
@@ -254,7 +254,7 @@ def test_random_states_that_accelerate_skips_are_rejected(capsys, unfinished):
     del states["numpy_random_seed"]
     torch.save(states, path)
     error = rejected(capsys, resume(unfinished))
-    assert "is damaged or of another model: `random_states_0.pkl` cannot be used." in error
+    assert "is damaged or belongs to another model: `random_states_0.pkl` cannot be used." in error
 
 
 def test_a_run_is_written_by_one_process(features, tmp_path, capsys):
@@ -354,7 +354,11 @@ def test_a_long_run_says_so_at_the_start(capsys, features, tmp_path, monkeypatch
     monkeypatch.setattr(loop, "LONG", 1e-6)
     assert cli.main(words(features, tmp_path / "run", "--epochs", "2")) == 0
     first = capsys.readouterr().out.splitlines()[0]
-    assert re.fullmatch(r"2 epochs of 20 batches will take about .* on this CPU\.", first)
+    time, memory = r"\d+ \w+", r"\d\.\d GB of memory"
+    assert re.fullmatch(
+        rf"2 epochs of 20 batches will take about {time} on this CPU, {time} each, with about {memory}\.",
+        first,
+    )
 
 
 def test_the_estimate_changes_no_number(features, tmp_path, monkeypatch):

@@ -7,18 +7,18 @@ from pathlib import Path
 from xml.etree import ElementTree
 
 import pytest
-from PIL import Image
+from PIL import Image, ImageSequence
 
 from tests.support.command_lines import rejected
 from torchlml_lab import cli, commands, plots
 from torchlml_lab.bench import measurements
 from torchlml_lab.cli_errors import BadInput
 from torchlml_lab.commands import Command
-from torchlml_lab.figures import files as sources
+from torchlml_lab.figures import projection
 
 
 def size(png):
-    """Width and height in the header of a PNG."""
+    """Return the width and height in the header of a PNG."""
     data = png.read_bytes()
     assert data.startswith(b"\x89PNG")
     return struct.unpack(">II", data[16:24])
@@ -26,6 +26,8 @@ def size(png):
 
 def test_all_draws_figures_without_data_and_names_the_commands_for_the_rest(capsys, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(projection, "FRAMES", 4)
+    monkeypatch.setattr(projection, "HOLD", 1)
     assert cli.main(["figures", "all", "--out", "pictures"]) == 0
     captured = capsys.readouterr()
     assert captured.err == ""
@@ -52,6 +54,7 @@ def test_all_draws_figures_without_data_and_names_the_commands_for_the_rest(caps
         # figure of the documentation is narrower, for phones.
         assert size(Path("pictures", f"{name}.png"))[0] == (920 if name == "projection" else 1400)
     with Image.open("pictures/sliding-sigmoid.gif") as animation:
+        assert sum(1 for _ in ImageSequence.Iterator(animation)) >= 8
         # Frames are drawn over each other, so transparent ones would leave traces.
         assert animation.convert("RGBA").getpixel((0, 0)) == (255, 255, 255, 255)
     missing = dict(
@@ -117,7 +120,7 @@ def test_a_figure_that_fails_leaves_no_file(tmp_path):
         (["all", "--out", "/proc/pictures"], "cannot be written"),
         (["projection", "--k", "10"], "`--k` must be more than 0 and less than 10, but it is 10"),
         (["timing", "--csv", "no.csv"], "`no.csv` does not exist. Create it with `torchlml bench paper`."),
-        (["timing", "--csv", __file__], "cannot be read as benchmarks"),
+        (["timing", "--csv", __file__], "which is not a CSV of benchmarks"),
         (
             ["cifar100", "--csv", "no.csv"],
             "`no.csv` does not exist. Create it with `torchlml sweep cifar100`.",
@@ -133,10 +136,10 @@ def test_bad_input_is_a_one_line_error(capsys, tmp_path, monkeypatch, words, nee
 @pytest.mark.parametrize(
     ("name", "needle"),
     [
-        ("timing", "has no rows of `torchlml bench paper`"),
+        ("timing", "contains no results of `torchlml bench paper`"),
         ("benchmarks", "has no times of `torchlml bench layer`"),
         ("bandwidth", "has no times of a copy from `torchlml bench layer`"),
-        ("alternatives", "has no rows of `torchlml bench alternatives`"),
+        ("alternatives", "contains no results of `torchlml bench alternatives`"),
     ],
 )
 def test_the_table_of_another_benchmark_is_rejected(capsys, tmp_path, name, needle):
@@ -172,10 +175,10 @@ def test_a_picture_is_transparent(tmp_path):
 
 def test_a_user_table_takes_precedence_over_the_study(tmp_path):
     own, study = tmp_path / "own.csv", tmp_path / "study.csv"
-    with pytest.raises(sources.NotMadeYet, match=r"own\.csv` does not exist\. Create it with `make it`"):
-        sources.find(None, (own, study), "make it")
+    with pytest.raises(plots.NotMadeYet, match=r"own\.csv` does not exist\. Create it with `make it`"):
+        plots.find_csv(None, (own, study), "make it")
     study.touch()
-    assert sources.find(None, (own, study), "") == study
+    assert plots.find_csv(None, (own, study), "") == study
     own.touch()
-    assert sources.find(None, (own, study), "") == own
-    assert sources.find(study, (own,), "") == study
+    assert plots.find_csv(None, (own, study), "") == own
+    assert plots.find_csv(study, (own,), "") == study

@@ -14,7 +14,8 @@ ROOT = Path(__file__).parents[2]
 LAYERS = (
     ("cli_errors",),
     ("files",),
-    ("plots", "data", "engine", "info"),
+    ("data", "engine", "info"),
+    ("plots",),
     ("multilabel", "studies", "gpu_check"),
     ("recommend", "classifier"),
     ("figures",),
@@ -26,7 +27,7 @@ LAYERS = (
 
 
 def modules(root: Path) -> dict[str, Path]:
-    """The modules of torchlml_lab by name."""
+    """Return the modules of torchlml_lab by name."""
     found = {}
     for path in sorted((root / "torchlml_lab").rglob("*.py")):
         parts = path.relative_to(root).with_suffix("").parts
@@ -59,7 +60,7 @@ def imports(root: Path) -> dict[str, set[str]]:
 
 
 def packages(graph: dict[str, set[str]]) -> dict[str, set[str]]:
-    """The imports between the direct children of torchlml_lab, which are packages or modules."""
+    """Return the imports between the direct children of torchlml_lab, which are packages or modules."""
     found: dict[str, set[str]] = {}
     for name, others in graph.items():
         parts = {other.split(".")[1] for other in others if other != "torchlml_lab"}
@@ -68,7 +69,7 @@ def packages(graph: dict[str, set[str]]) -> dict[str, set[str]]:
 
 
 def cycle(graph: dict[str, set[str]]) -> list[str]:
-    """A cycle of a graph, or an empty list."""
+    """Return a cycle of a graph, or an empty list."""
     done: set[str] = set()
 
     def visit(name: str, above: list[str]) -> list[str]:
@@ -85,7 +86,7 @@ def cycle(graph: dict[str, set[str]]) -> list[str]:
 
 
 def upward(graph: dict[str, set[str]]) -> list[str]:
-    """The imports between packages that do not point to an earlier line of `LAYERS`."""
+    """Return the imports between packages that do not point to an earlier line of `LAYERS`."""
     place = {name: number for number, layer in enumerate(LAYERS) for name in layer}
     return [
         f"{name} imports {other}"

@@ -5,6 +5,7 @@ from __future__ import annotations
 import gzip
 import os
 import time
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -12,10 +13,15 @@ import pytest
 from scipy import sparse
 from sklearn.datasets import load_svmlight_file
 
+from torchlml_lab.bench.scale import write_samples
+from torchlml_lab.bench.timing import added_bytes, measurable
 from torchlml_lab.cli_errors import BadInput
+from torchlml_lab.data import labelled_files, tables
 from torchlml_lab.data.labelled_files import read_labelled
 from torchlml_lab.data.labelled_rows import LabelledRows, label_matrix
+from torchlml_lab.data.several_files import read_samples
 from torchlml_lab.data.tables import Columns
+from torchlml_lab.files import read_blocks
 
 X = np.array([[0, 1.5, 0], [2, 0, -1], [0, 0, 3]], dtype=np.float32)
 LABELS = [["2", "10"], [], ["2"]]
@@ -110,7 +116,7 @@ def test_names_of_numbered_labels(tmp_path: Path) -> None:
     with pytest.raises(BadInput, match="line 3: the name `a` is also in line 1"):
         read(tmp_path / "rows.txt", SVMLIGHT, label_names=names)
     names.write_text("a\nb\nc\n")
-    with pytest.raises(BadInput, match="which has 3 names for labels from 0 to 2, but there is a label `10`"):
+    with pytest.raises(BadInput, match="contains 3 names, for labels from 0 to 2, but there is a label `10`"):
         read(tmp_path / "rows.txt", SVMLIGHT, label_names=names)
 
 
@@ -133,21 +139,21 @@ BAD_LINES = {
     "1 1:2 1:3": "line 1: feature 1 occurs twice",
     "1,,2 2:1": "line 1: `1,,2` contains an empty label",
     "3 5 5\n1 1:1\n2 2:1": "line 3: the file ends after 2 rows, but its first line announces 3",
-    "1 5 5\n1 5:1": "line 2: feature 5, but the first line announces 5 features, from 0 to 4",
-    "1 5 5\n5 1:1": "line 2: label `5`, but the first line announces 5 labels, from 0 to 4",
-    "1 5 5\n² 1:1": "line 2: label `²`, but the first line announces 5 labels, from 0 to 4",
+    "1 5 5\n1 5:1": "line 2: feature 5 is out of range, because the first line announces 5 features, from 0",
+    "1 5 5\n5 1:1": "line 2: label `5` is out of range, because the first line announces 5 labels, from 0 to",
+    "1 5 5\n² 1:1": "line 2: label `²` is out of range, because the first line announces 5 labels, from 0 to",
     "1 99999999999 5\n1 1:1": "line 1: at most 2147483648 features are supported, not 99999999999",
     "": "is empty",
     "  \n \n": "is empty",
 }
 
 BAD_TABLES = {
-    "text,tags\na,x\nb": "line 3: 1 cells, but line 1 has 2",
+    "text,tags\na,x\nb": "line 3: the number of cells is 1, but line 1 has 2",
     'text,tags\na,x\n"b,y\n\n': "line 3: the file ends inside quotes",
     'text,tags\na,x\n"b"c,y\n': "line 3: the quotes are wrong",
     "text,text,tags\na,b,c": "line 1: there are two columns called `text`",
     "text,theme\na,b": "has no column called labels, label, tags or similar. Choose a column with `--labels`",
-    "tags\na": "has no columns in addition to the labels, `tags`",
+    "tags\na": "has no columns other than the labels (`tags`)",
     "text,tags\n": "has columns but no rows",
     "size,tags\n1,x\nnan,y": "line 3: column `size` has `nan`, which is not a finite number (leave a missing",
     "size,tags\n1,x\n-inf,y": "line 3: column `size` has `-inf`, which is not a finite number",
@@ -191,7 +197,7 @@ def test_files_of_the_wrong_format(tmp_path: Path, name: str) -> None:
     if not binary:
         bad |= {
             b"text,tags\na,\xe4\n": "line 2: the text is not UTF-8",
-            b"text,tags\na\0,b": "line 2: a zero byte",
+            b"text,tags\na\0,b": "line 2: the line contains a zero byte",
         }
     for content, needle in bad.items():
         with pytest.raises(BadInput) as said:
@@ -212,7 +218,7 @@ def test_parquet_with_two_columns_of_one_name(tmp_path: Path) -> None:
 def test_bad_npz(tmp_path: Path) -> None:
     x, y = tmp_path / "x.npz", tmp_path / "y.npz"
     sparse.save_npz(x, sparse.csr_array(X))
-    with pytest.raises(BadInput, match=r"Give its labels, another `.npz`, with `--train-labels`"):
+    with pytest.raises(BadInput, match=r"Pass a second `.npz` file with its labels as `--train-labels`"):
         read_labelled(x, "--train")
     sparse.save_npz(y, sparse.csr_array(np.ones((2, 4))))
     with pytest.raises(BadInput, match=r"has 3 rows, but .* has 2"):
@@ -305,7 +311,7 @@ def test_the_separator_of_a_csv_must_fit_its_rows(tmp_path: Path) -> None:
         "one; two, three",
         "four",
     ]
-    with pytest.raises(BadInput, match=r"line 3: 1 cells, but line 1 has 2"):
+    with pytest.raises(BadInput, match=r"line 3: the number of cells is 1, but line 1 has 2"):
         read(tmp_path / "rows.csv", "text;tags\none;p\ntwo\n")
 
 
@@ -380,7 +386,7 @@ def test_a_column_for_each_label(tmp_path: Path, form: str) -> None:
         ["severe", "toxic"],
     ]
     table(path, TOXIC, [*rows, ("d4", "hm", "-1", "0", "0")])
-    with pytest.raises(BadInput, match="line 5: column `toxic` has `-1`, but each of several label columns"):
+    with pytest.raises(BadInput, match="line 5: column `toxic` has `-1`, but if there are several label"):
         read_labelled(path, "--train", columns=Columns(labels=("toxic", "severe")))
 
 
@@ -412,7 +418,7 @@ def test_columns_that_number_the_samples_are_not_inputs(tmp_path: Path) -> None:
     path = table(tmp_path / "a.csv", ["", "doc_id", "body", "group_id", "tags"], rows)
     _, columns = read_labelled(path, "--train")
     assert columns == Columns(("body",), ("group_id",), ("tags",), ",")
-    # If there is nothing else, they are.
+    # If there are no other columns, they are inputs.
     _, columns = read_labelled(table(path, ["id", "tags"], [(1, "x"), (2, "y")]), "--train")
     assert columns == Columns((), ("id",), ("tags",), ",")
 
@@ -470,3 +476,133 @@ def test_bad_json_lines(tmp_path: Path, text: str) -> None:
         read_labelled(path, "--train", columns=columns)
     assert BAD_JSON[text] in str(said.value)
     assert str(path) in str(said.value)
+
+
+@pytest.fixture
+def tiny_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Read files in blocks of a few bytes, so that every line is in another block."""
+    for module in (labelled_files, tables):
+        monkeypatch.setattr(module, "read_blocks", partial(read_blocks, size=7))
+
+
+@pytest.mark.usefixtures("tiny_blocks")
+@pytest.mark.parametrize("form", FORMS)
+def test_the_size_of_blocks_changes_no_sample(tmp_path: Path, form: str) -> None:
+    test_svmlight_and_the_repository_format(tmp_path, form)
+
+
+@pytest.mark.usefixtures("tiny_blocks")
+@pytest.mark.parametrize("ending", ["csv", "tsv"])
+def test_the_size_of_blocks_changes_no_table(tmp_path: Path, ending: str) -> None:
+    test_tables(tmp_path, ending)
+
+
+@pytest.mark.usefixtures("tiny_blocks")
+@pytest.mark.parametrize(("name", "text", "needle"), BAD_FILES)
+def test_the_size_of_blocks_changes_no_error(tmp_path: Path, name: str, text: str, needle: str) -> None:
+    test_bad_files(tmp_path, name, text, needle)
+
+
+@pytest.mark.usefixtures("tiny_blocks")
+def test_json_lines_in_blocks(tmp_path: Path) -> None:
+    lines = ['{"text": "one", "tags": ["a"]}', "", '{"tags": ["b", "a"], "size": 2, "text": "two"}']
+    rows, columns = read_labelled_text(tmp_path / "rows.jsonl", "\n".join(lines) + "\n")
+    assert columns == Columns(("text",), ("size",), ("tags",), ",")
+    assert rows.texts == ["one", "two"]
+    assert np.array_equal(rows.features.toarray(), [[np.nan], [2]], equal_nan=True)
+    assert names_of(rows) == [["a"], ["a", "b"]]
+
+
+def read_labelled_text(path: Path, text: str) -> tuple[LabelledRows, Columns | None]:
+    path.write_text(text)
+    return read_labelled(path, "--train")
+
+
+@pytest.mark.skipif(not measurable(), reason="the system does not reset the peak of the memory")
+def test_reading_needs_less_than_three_times_the_file(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(labelled_files, "read_blocks", partial(read_blocks, size=2**16))
+    path = tmp_path / "rows.svm"
+    write_samples(path, 30_000, 1000, 10_000)
+    assert added_bytes(lambda: read_labelled(path, "--train")) < 3 * path.stat().st_size
+
+
+def parts(folder: Path, *texts: str, ending: str = "csv") -> Path:
+    """Write the parts of a collection to a directory, in which a hidden file does not count."""
+    folder.mkdir()
+    (folder / ".hidden").write_bytes(b"\0")
+    for number, text in enumerate(texts):
+        (folder / f"part-{number}.{ending}").write_text(text)
+    return folder
+
+
+WHOLE = 'text,size,tags\n"one, two",1,11;10\nthree,2,10\nfour,3,9\nfive,,10;11\n'
+HALVES = ('text,size,tags\n"one, two",1,11;10\nthree,2,10\n', "tags,text,size\n9,four,3\n10;11,five,\n")
+
+
+@pytest.mark.parametrize("named", ["directory", "pattern", "files"])
+def test_several_tables_are_read_as_one(tmp_path: Path, named: str) -> None:
+    folder = parts(tmp_path / "parts", *HALVES)
+    files = (folder / "part-0.csv", folder / "part-1.csv")
+    given = {"directory": folder, "pattern": folder / "part-?.csv", "files": files}[named]
+    rows, columns = read_samples(given, "--train")
+    whole, same = read_labelled_text(tmp_path / "whole.csv", WHOLE)
+    assert columns == same
+    assert (rows.texts, rows.names, rows.columns) == (whole.texts, whole.names, whole.columns)
+    assert rows.names == ["9", "10", "11"]
+    assert np.array_equal(rows.labels.toarray(), whole.labels.toarray())
+    assert np.array_equal(rows.features.toarray(), whole.features.toarray(), equal_nan=True)
+
+
+def test_several_sparse_files_are_read_as_one(tmp_path: Path) -> None:
+    lines = SVMLIGHT.splitlines(keepends=True)
+    names = tmp_path / "names.txt"
+    names.write_text("".join(f"label {10 - i}\n" for i in range(11)))
+    rows, _ = read_samples(parts(tmp_path / "text", *lines, ending="svm"), "--train", label_names=names)
+    assert np.array_equal(rows.features.toarray(), X)
+    assert rows.names == ["label 8", "label 0"]  # in the order of the numbers 2 and 10
+    assert names_of(rows) == [["label 8", "label 0"], [], ["label 8"]]
+    for name, matrix in (("x", np.asarray(X)), ("y", np.eye(3))):
+        for number, part in enumerate((matrix[:1], matrix[1:])):
+            sparse.save_npz(tmp_path / f"{name}-{number}.npz", sparse.csr_array(part))
+    rows, _ = read_samples(tmp_path / "x-*.npz", "--train", labels=tmp_path / "y-*.npz")
+    assert np.array_equal(rows.features.toarray(), X)
+    assert names_of(rows) == [["0"], ["1"], ["2"]]
+    with pytest.raises(BadInput, match="`--train-labels` must name as many files as `--train`, 2, but it"):
+        read_samples(tmp_path / "x-*.npz", "--train", labels=tmp_path / "y-1.npz")
+
+
+def test_files_that_do_not_fit_together(tmp_path: Path) -> None:
+    cases = {
+        "all formats": (
+            {"a.csv": WHOLE, "b.svm": SVMLIGHT},
+            "a.csv` is a table and .*b.svm` is svmlight text",
+        ),
+        "fewer": (
+            {"a.csv": WHOLE, "b.csv": "text,tags\nsix,9\n"},
+            "a.csv` has `size`, and .*b.csv` does not",
+        ),
+        "more": ({"a.csv": "text,tags\nsix,9\n", "b.csv": WHOLE}, "b.csv` has `size`, and .*a.csv` does not"),
+        "headers": (
+            {"a.txt": "1 3 9\n1 2:1\n", "b.txt": "1 4 9\n1 2:1\n"},
+            "same number of features, but .*a.txt` announces 3 and .*b.txt` 4",
+        ),
+        "no matches": ({"a.txt": SVMLIGHT}, r"`--train` names .*\*.csv`, which matches no files"),
+        "empty": ({}, "names the directory .*, which contains no files"),
+    }
+    for name, (files, needle) in cases.items():
+        folder = tmp_path / name
+        folder.mkdir()
+        for file, text in files.items():
+            (folder / file).write_text(text)
+        with pytest.raises(BadInput, match=needle):
+            read_samples(folder / "*.csv" if name == "no matches" else folder, "--train")
+    (tmp_path / "a.csv").write_text(WHOLE)
+    with pytest.raises(BadInput, match=r"`--train` names .*a.csv` twice"):
+        read_samples((tmp_path / "a.csv", tmp_path / "a.csv"), "--train")
+    # Columns that the user did not choose may differ.
+    (tmp_path / "b.csv").write_text("text,tags\nsix,9\n")
+    chosen = Columns(("text",), (), ("tags",))
+    rows, _ = read_samples((tmp_path / "a.csv", tmp_path / "b.csv"), "--train", columns=chosen)
+    assert rows.texts == ["one, two", "three", "four", "five", "six"]

@@ -18,7 +18,7 @@ LABELS = 6
 
 
 def batch(dtype: torch.dtype = torch.float64) -> Batch:
-    """Two configurations and five samples."""
+    """Return two configurations and five samples."""
     generator = torch.Generator().manual_seed(3)
     x = 2 * torch.randn(2, 5, LABELS, generator=generator, dtype=dtype)
     estimates = torch.randn(2, 5, LABELS, generator=generator, dtype=dtype)
@@ -38,7 +38,7 @@ def cross_entropy(target: float, p: float) -> float:
 
 
 def entry(name: str, p: float, is_observed: bool, is_label: bool, w: float) -> float:
-    """The contribution of one entry to a loss that is a mean over samples and labels."""
+    """Return the contribution of one entry to a loss that is a mean over samples and labels."""
     if name == "bce-all":
         return cross_entropy(float(is_label), p)
     if name == "an-ls":
@@ -63,7 +63,7 @@ def count_penalty(p: np.ndarray, k: float) -> float:
 
 
 def expected(name: str, given: Batch, configuration: int) -> float:
-    """The loss by loops over samples and labels."""
+    """Return the loss by loops over samples and labels."""
     x, w = given.x[configuration].numpy(), float(given.weight[configuration])
     rows, k = len(x), float(given.k[0])
     p = np.array([[sigmoid(value) for value in row] for row in x])
@@ -96,7 +96,7 @@ def test_the_losses_of_the_papers(name):
 
 @pytest.mark.parametrize("name", SIGMOID)
 def test_gradients(name):
-    """Finite differences of the loops. In ROLE, each side sees the other as a constant."""
+    """Gradients match finite differences of the loops. In ROLE, each side treats the other as a constant."""
     given = batch()
     assert given.estimates is not None
     leaf = given.x.clone().requires_grad_()
@@ -328,7 +328,11 @@ GOOD = {"x": np.ones((6, 2), np.float32), "y": np.eye(6, 3, dtype=bool) | (np.ar
         ("yeast", GOOD, "has no array `train`"),
         ("yeast", {**GOOD, "y": GOOD["y"][:5], "n_train": 4}, "must have `x` and `y` of shapes"),
         ("yeast", {**GOOD, "x": GOOD["x"] * np.nan, "n_train": 4}, "finite features"),
-        ("yeast", {**GOOD, "train": np.ones(5, bool)}, "one `train` per sample, but its shape is (5,)"),
+        (
+            "yeast",
+            {**GOOD, "train": np.ones(5, bool)},
+            "one value of `train` per sample, but its shape is (5,)",
+        ),
         ("voc2012", {**GOOD, "train": np.arange(6) < 4}, "has no array `observed`"),
         (
             "voc2012",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import csv
 import dataclasses
 import json
 import re
@@ -20,9 +21,10 @@ from sklearn.feature_extraction.text import TfidfVectorizer
 import torchlml
 from tests.support.command_lines import made, rejected
 from tests.support.processes import output, start, start_two
-from tests.support.tagged_texts import WORDS, tagged_texts, write_texts
+from tests.support.tagged_texts import NOTHING, WORDS, tagged_texts, write_texts
 from torchlml_lab import cli
 from torchlml_lab.cli_errors import BadInput
+from torchlml_lab.data import several_files
 from torchlml_lab.data.labelled_files import read_labelled
 from torchlml_lab.data.labelled_rows import LabelledRows, label_matrix
 from torchlml_lab.data.tables import Columns
@@ -52,7 +54,7 @@ def test_the_report_of_training_reads_no_file_again(texts, tmp_path, capsys, mon
         read.append(path)
         return read_labelled(path, *others, **more)
 
-    monkeypatch.setattr(samples, "read_labelled", counted)
+    monkeypatch.setattr(several_files, "read_labelled", counted)
     monkeypatch.setattr(BestEpoch, "load", lambda self, model: loaded.append(self.weights))
     out = tmp_path / "run"
     assert cli.main(["train", "multilabel", "--train", str(texts), "--out", str(out), "--epochs", "3"]) == 0
@@ -135,7 +137,7 @@ def test_evaluate_other_rows(run, tmp_path, capsys):
     assert "1 samples have no labels and were skipped" in said
     assert "1 label does not occur in the training data (`fruit`) and cannot be predicted" in said
     page = (tmp_path / "report" / "report.md").read_text()
-    # Compute the measures by hand from the output of `predict`: fruit is unknown, and counts in the recall.
+    # Compute the measures by hand from the output of `predict`: fruit is unknown but counts in the recall.
     found = predict(run[0], data, tmp_path / "out.jsonl", "--top", "3")[:-1]
     hits = [[label in tags for label in row["labels"]] for row, (_, tags) in zip(found, new, strict=False)]
     precision = 100 * np.mean(hits)
@@ -144,6 +146,85 @@ def test_evaluate_other_rows(run, tmp_path, capsys):
     assert f"| {precision:.2f} (" in line
     assert f"| {recall:.2f} (" in line
     assert (run[0] / "report.md").read_text() != page  # the run keeps its own report
+
+
+@pytest.fixture(scope="module")
+def flags(tmp_path_factory) -> Path:
+    """A table with a column of 0 and 1 for each tag, in which two thirds of the samples have no tag."""
+    path = tmp_path_factory.mktemp("flags") / "train.csv"
+    rows = [(text, tags) for text, tags in tagged_texts(150, seed=0)] + untagged(300, seed=1)
+    return write_flags(path, rows)
+
+
+def untagged(count: int, seed: int) -> list[tuple[str, list[str]]]:
+    random = np.random.default_rng(seed)
+    return [(" ".join(random.choice(NOTHING.split(), 15)), []) for _ in range(count)]
+
+
+def write_flags(path: Path, rows: list[tuple[str, list[str]]]) -> Path:
+    with path.open("w", newline="", encoding="utf-8") as file:
+        writer = csv.writer(file)
+        writer.writerow(("comment", *WORDS))
+        writer.writerows((text, *(int(tag in tags) for tag in WORDS)) for text, tags in rows)
+    return path
+
+
+def test_samples_without_labels_are_examples_of_no_label(flags, tmp_path, capsys):
+    out = tmp_path / "run"
+    words = ["train", "multilabel", "--train", str(flags), "--out", str(out), "--epochs", "5"]
+    assert cli.main(words) == 0
+    said = " ".join(capsys.readouterr().out.split())
+    assert "300 of 450 samples have no labels and are kept as examples that no label applies to." in said
+    assert "Training with the loss `bce`. `lml` needs at least one label per sample" in said
+    assert json.loads((out / "settings.json").read_text())["loss"] == "bce"
+    calibration = json.loads((out / "calibration.json").read_text())
+    assert calibration["decisions"]["least"] == 0 or calibration["decisions"]["rule"] == "half"
+    new = tagged_texts(60, seed=5) + untagged(60, seed=6)
+    found = predict(out, write_flags(tmp_path / "new.csv", new), tmp_path / "out.jsonl", "--rule", "auto")
+    right = [set(row["labels"]) == set(tags) for row, (_, tags) in zip(found, new, strict=True)]
+    assert np.mean(right[:60]) > 0.7
+    assert np.mean(right[60:]) > 0.9
+    # The metrics of sets count these samples.
+    capsys.readouterr()
+    assert (
+        cli.main(["evaluate", str(out), "--data", str(tmp_path / "new.csv"), "--out", str(tmp_path / "r")])
+        == 0
+    )
+    assert "skipped" not in capsys.readouterr().out
+    page = (tmp_path / "r" / "report.md").read_text()
+    assert f"{100 * np.mean(right):.1f}% of the sets are exactly right" in page
+    # The run can be evaluated again, and resumed after its end.
+    assert cli.main(["evaluate", str(out)]) == 0
+    assert cli.main(["train", "multilabel", "--resume", str(out)]) == 0
+
+
+def test_samples_without_labels_are_skipped_if_asked_or_unclear(flags, tmp_path, capsys):
+    words = ["train", "multilabel", "--out", str(tmp_path / "run"), "--epochs", "1", "--train"]
+    assert cli.main([*words, str(flags), "--unlabeled", "skip"]) == 0
+    said = capsys.readouterr().out
+    assert "300 of 450 samples have no labels and were skipped." in said
+    assert "Training with the loss `lml`" in said
+    # In a column of tags, an empty cell may be a missing value.
+    rows = tagged_texts(60, seed=0) + untagged(30, seed=1)
+    data = write_texts(tmp_path / "tags.csv", rows)
+    words[3] = str(tmp_path / "tags")
+    assert cli.main([*words, str(data)]) == 0
+    said = capsys.readouterr().out
+    assert "30 of 90 samples have no labels and were skipped. `--unlabeled keep` trains on them." in said
+    words[3] = str(tmp_path / "kept")
+    assert cli.main([*words, str(data), "--unlabeled", "keep"]) == 0
+    assert json.loads((tmp_path / "kept" / "preparation.json").read_text())["rows"] == 60
+
+
+def test_samples_with_and_without_labels_are_split_alike():
+    lists = [["x"] if i % 20 == 3 else [] for i in range(1000)]
+    labels, names = label_matrix(lists)
+    features = sparse.csr_array(np.arange(1000, dtype=np.float32)[:, None])
+    first, second = samples.set_aside(LabelledRows(features, labels, names))
+    assert (len(first), len(second)) == (800, 200)
+    assert (second.counts > 0).sum() == 10
+    everything = np.concatenate([part.features.toarray().ravel() for part in (first, second)])
+    assert sorted(everything.tolist()) == list(range(1000))
 
 
 def test_rows_with_unknown_words_and_labels(tmp_path, capsys):
@@ -309,7 +390,7 @@ def test_features_of_large_numbers_take_no_memory():
 
 
 def test_temperature_calibrates_probabilities():
-    """Labels drawn from the projection of logits, which a network then scales up or down."""
+    """Labels are drawn from the projection of logits, which a network then scales up or down."""
     logits = torch.randn(3000, 12) * 1.5
     observed = torch.rand(3000, 12) < torchlml.lml(logits, 3)
     for factor in (4.0, 0.5):

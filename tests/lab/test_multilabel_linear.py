@@ -1,4 +1,4 @@
-"""The linear part of a multi-label model: its solution, its penalty, its weight next to the network."""
+"""The linear part of a multi-label model: its solution, its penalty, and its weight in the mixture."""
 
 from __future__ import annotations
 
@@ -37,8 +37,19 @@ def drawn(rows: int, inputs: int, labels: int, seed: int = 0):
     return x, sparse.csr_array(y.astype(np.int8))
 
 
+def skewed(rows: int, inputs: int, labels: int):
+    """Sparse inputs of norm 1, and labels that depend on them and have very different frequencies."""
+    random = np.random.default_rng(0)
+    x = sparse.csr_array(sparse.random(rows, inputs, 0.05, random_state=0, dtype=np.float32))
+    x = sparse.csr_array(x / np.sqrt(x.multiply(x).sum(axis=1))[:, None], dtype=np.float32)
+    scores = 6 * (x @ random.normal(size=(inputs, labels))) + 3 * random.normal(size=labels)
+    y = random.random(scores.shape) < 1 / (1 + np.exp(8 - scores))
+    y[np.arange(rows), scores.argmax(axis=1)] = True
+    return x, sparse.csr_array(y.astype(np.int8))
+
+
 def exact(x, y, penalty: float) -> np.ndarray:
-    """The weights and the bias of the ridge regression, from the normal equations in float64."""
+    """Return the weights and the bias of the ridge regression, from the normal equations in float64."""
     ones = np.hstack([x.toarray().astype(np.float64), np.ones((x.shape[0], 1))])
     target = y.toarray().astype(np.float64)
     mean = target.mean(axis=0)
@@ -71,27 +82,53 @@ def test_the_usual_tolerance_is_close_to_the_solution():
 
 
 @pytest.mark.parametrize("held_out", [40, 400])  # by cross-validation, and on the validation samples
-def test_the_penalty_is_chosen_on_held_out_samples(held_out):
-    x, y = drawn(600 + held_out, 400, 12)
-    test, its_labels = drawn(600 + held_out, 400, 12)  # the same samples
-    chosen = linear.choose(x[:600], y[:600], test[600:], its_labels[600:])
+def test_penalty_and_gain_are_chosen_on_held_out_samples(held_out):
+    x, y = skewed(600 + held_out, 1000, 20)
+    chosen = linear.choose(x[:600], y[:600], x[600:], y[600:])
     # An independent choice: exact solutions, and nDCG@5 by sorting.
     splits = (
         list(linear.folds(len(y.indptr) - 1)) if held_out == 40 else [(np.arange(600), np.arange(600, 1000))]
     )
-    quality = {}
+    quality: dict[tuple[float, float], float] = {}
     for penalty in linear.PENALTIES:
-        total = []
+        total: dict[float, list[float]] = {gain: [] for gain in linear.GAINS}
         for rest, others in splits:
             weights = exact(x[rest], y[rest], penalty)
+            usual = y[rest].toarray().mean(axis=0)
             scores = x[others].toarray() @ weights[:-1] + weights[-1]
-            total += ndcg_by_sorting(scores, y[others].toarray())
-        quality[penalty] = np.mean(total)
-    assert quality[chosen.penalty] > max(quality.values()) - 0.003
+            for gain in linear.GAINS:
+                total[gain] += ndcg_by_sorting(usual + gain * (scores - usual), y[others].toarray())
+        quality |= {(penalty, gain): float(np.mean(values)) for gain, values in total.items()}
+    assert quality[chosen.penalty, chosen.gain] > max(quality.values()) - 0.003
     assert max(quality.values()) - min(quality.values()) > 0.02  # the choice matters
+    assert chosen.gain > 1 or held_out == 400  # there, gains of 1 and more are equally good
     # The part itself is fitted without the validation samples.
-    expected = exact(x[:600], y[:600], chosen.penalty)
+    expected, usual = exact(x[:600], y[:600], chosen.penalty), y[:600].toarray().mean(axis=0)
+    expected[:-1] *= chosen.gain
+    expected[-1] = usual + chosen.gain * (expected[-1] - usual)
     assert np.abs(chosen.part.weight - expected[:-1]).max() < 0.05 * np.abs(expected).max()
+    assert np.abs(chosen.part.bias - expected[-1]).max() < 0.05 * np.abs(expected[-1]).max()
+
+
+def test_a_start_is_kept_unless_the_samples_improve_it():
+    x, y = drawn(1000, 400, 12)
+    held_out, final = linear.fit(x[:600], y[:600], 0.7), linear.fit(x[:700], y[:700], 0.7)
+    start = linear.Start(held_out, final, complete=True)
+    # The samples of the start: the residuals of its penalty are fitted by no other one.
+    same = linear.choose(x[:600], y[:600], x[600:700], y[600:700], start)
+    assert same.penalty == np.inf
+    assert np.array_equal(same.part.weight, held_out.weight)
+    # Samples whose labels are permuted: the start is wrong.
+    z = sparse.csr_array(y.toarray()[:, ::-1])
+    other = linear.choose(x[:600], z[:600], x[600:700], z[600:700], start)
+    assert other.penalty < np.inf
+    assert (
+        linear.ndcg(other.part.scores(x[700:]), z[700:])
+        > linear.ndcg(held_out.scores(x[700:]), z[700:]) + 0.1
+    )
+    # A start that does not know all labels is never the result.
+    part = linear.choose(x[:600], y[:600], x[600:700], y[600:700], start._replace(complete=False))
+    assert part.penalty < np.inf
 
 
 def ndcg_by_sorting(scores, labels, k=5):
@@ -155,7 +192,7 @@ def test_the_better_model_gets_the_larger_share():
     assert 0 < both.share < 1
     # The weights are the shares of two models with equal scales.
     assert both.linear / both.network == pytest.approx(both.share / (1 - both.share), rel=0.3)
-    # Of two equal models the linear part gets all the weight, because it is fitted again on more samples.
+    # If both models are equal, the linear part gets all the weight, because it is refitted on more samples.
     assert linear.fit_mixture(loss, good, torch.from_numpy(good), y).share == 1
 
 
@@ -176,15 +213,16 @@ def test_the_linear_part_is_refitted_on_all_samples(run, texts):
     prepared = trained.preparation
     assert set(prepared.words) >= set(" ".join(data.validation.texts or []).lower().split())
     x, v = (prepared.apply(part).inputs for part in (data.training, data.validation))
-    penalty = linear.choose(x, data.training.labels, v, data.validation.labels).penalty
+    penalty, gain, _ = linear.choose(x, data.training.labels, v, data.validation.labels)
     assert trained.held_out is not None
     assert trained.network.linear is not None
+    both_labels = sparse.vstack([data.training.labels, data.validation.labels], format="csr")
     alone = exact(x, data.training.labels, penalty)
-    everything = exact(
-        sparse.vstack([x, v], format="csr"),
-        sparse.vstack([data.training.labels, data.validation.labels], format="csr"),
-        penalty,
-    )
+    everything = exact(sparse.vstack([x, v], format="csr"), both_labels, penalty)
+    for weights, labels in ((alone, data.training.labels), (everything, both_labels)):
+        usual = labels.toarray().mean(axis=0)
+        weights[:-1] *= gain
+        weights[-1] = usual + gain * (weights[-1] - usual)
     for part, expected in ((trained.held_out, alone), (trained.network.linear, everything)):
         assert np.abs(part.weight.numpy() - expected[:-1]).max() < 0.03 * np.abs(expected).max()
     assert np.abs(alone - everything).max() > 0.1 * np.abs(everything).max()
@@ -200,7 +238,7 @@ def test_the_linear_part_is_refitted_on_all_samples(run, texts):
 
 
 def test_validation_metrics_are_those_of_the_held_out_part(run):
-    """The final part has seen the validation samples, so its metrics on them would be too good."""
+    """The final part is fitted on the validation samples too, so its metrics on them would be too good."""
     result = json.loads((run / "result.json").read_text())["validation"]
     line = next(line for line in (run / "report.md").read_text().splitlines() if line.startswith("| 5 |"))
     assert f"| {100 * result['ndcg@5']:.2f} (" in line
@@ -242,7 +280,9 @@ def test_what_was_chosen_is_printed(texts, tmp_path, capsys):
     assert cli.main(words) == 0
     said = " ".join(capsys.readouterr().out.split())
     assert re.search(r"The model is the sum of a linear part \(\d+% of the weight\) and a network", said)
-    assert re.search(r"has the penalty [\d.]+ and was fitted again on all samples\.", said)
+    assert re.search(
+        r"has the penalty [\d.]+ and the gain [\d.]+ and was fitted again on all samples\.", said
+    )
     assert "The model is the sum of a linear part" in (tmp_path / "run" / "report.md").read_text()
 
 
@@ -271,7 +311,7 @@ def test_a_damaged_linear_part_is_an_error(run, texts, tmp_path, capsys, change)
             del weights["held_out.bias"]
         save_file(weights, path, {"mixture": '{"linear": 1, "network": 1, "shift": 0, "share": 1}'})
     said = rejected(capsys, ["predict", str(out), "--data", str(texts)])
-    assert f"`{path}` is damaged or of another model" in said
+    assert f"`{path}` is damaged or belongs to another model" in said
 
 
 def test_the_network_uses_the_most_frequent_inputs():

@@ -19,7 +19,7 @@ LABELS = torch.tensor([row + [PADDING] * (3 - len(row)) for row in LISTS])
 
 
 def by_definition(name: str, x: list[float], row: list[int]) -> float:
-    """The loss of one row in Python floats."""
+    """Return the loss of one row in Python floats."""
     k = len(row) if name.endswith("labels") else int(name[-1]) if name[-1].isdigit() else 0
     if name == "bce":
         return sum(math.log1p(math.exp(-v if j in row else v)) for j, v in enumerate(x))
@@ -41,6 +41,12 @@ def test_a_loss_is_its_definition_over_the_rows_that_have_labels(name: str) -> N
     wide = nn.functional.pad(LABELS, (0, 3), value=PADDING)
     assert torch.equal(named(name)(LOGITS, wide), found)
     assert str(named(name)) == name
+
+
+def test_bce_counts_rows_without_labels_if_asked() -> None:
+    expected = [by_definition("bce", x, row) for x, row in zip(LOGITS.tolist(), LISTS, strict=True)]
+    found = LabelLoss("bce", empty=True)(LOGITS, LABELS)
+    assert found.item() == pytest.approx(sum(expected) / 4, rel=1e-5)
 
 
 @pytest.mark.parametrize("name", NAMES)

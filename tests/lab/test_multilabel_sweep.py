@@ -27,6 +27,15 @@ def test_a_part_of_the_labels_is_kept():
     assert (np.diff(kept_labels(labels, "one", seed=0).indptr) == 1).all()
     assert kept_labels(labels, 1.0, seed=0) is labels
     assert (kept_labels(labels, 0.3, seed=1) != thinner).nnz
+    # Rows without labels, also the last one, change nothing for the others.
+    lists = [[str(j) for j in row.indices] for row in labels]
+    holes, _ = label_matrix([*lists[:2], [], *lists[2:], []])
+    for keep in (0.3, "one"):
+        found = kept_labels(holes, keep, seed=0)
+        assert not np.diff(found.indptr)[[2, -1]].any()
+        assert np.array_equal(
+            found.toarray()[found.sum(axis=1) > 0], kept_labels(labels, keep, seed=0).toarray()
+        )
     assert torch.equal(label_lists(labels[:2]), torch.tensor([[0, -100], [0, 1]]))
 
 
@@ -66,6 +75,8 @@ def test_sweep(lines, tmp_path, monkeypatch):
     assert sweep._table(records).row_count == 4
     with pytest.raises(BadInput, match=r"`--run.test` is missing"):
         sweep.grid(dataclasses.replace(settings, run=dataclasses.replace(common, test=None)))
+    with pytest.raises(BadInput, match=r"`--losses` contains `topk-softmax-3`, which only"):
+        sweep.grid(dataclasses.replace(settings, losses=("topk-softmax-3",)))
 
 
 def test_figure_and_tables(tmp_path):

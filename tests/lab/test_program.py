@@ -123,7 +123,7 @@ def test_sparse_features(features: Path, tmp_path: Path) -> None:
     x[[0, 1, 2], [2, 0, 1]] = 1
     assert [row[0] for row in model.predict(sparse.csc_matrix(x))] == ["2", "0", "1"]
     for wrong, needle in (
-        (["a text"], "must be a sparse matrix or the path of a file, but it is of type `list`"),
+        (["a text"], "must be a sparse matrix or the path of a file, but it is a value of type `list`"),
         (sparse.csr_array(np.full((1, 2), np.nan)), "must contain finite numbers only"),
     ):
         with pytest.raises(ValueError, match=needle):
@@ -135,7 +135,7 @@ def test_bad_samples(run: Path, mixed: Path, tmp_path: Path) -> None:
     wanted = "`samples` must be a list of texts or a table with the columns `text`, but it "
     for model, samples, needle in (
         (texts, "one text", f"{wanted}is one text"),
-        (texts, 3, f"{wanted}is of type `int`"),
+        (texts, 3, f"{wanted}is a value of type `int`"),
         (texts, ["a", 3], f"{wanted}contains one text"),
         (texts, sparse.csr_array((2, 2)), f"{wanted}is a sparse matrix"),
         (texts, {"texts": ["a"]}, "`samples` has no column `text`: did you mean `texts`?"),
@@ -241,7 +241,7 @@ def test_a_run_is_continued_with_more_data(network: Path, tmp_path: Path, capsys
     run = network
     more = [(f"{text} kernel syscall", [*tags, "linux"]) for text, tags in tagged_texts(80, seed=3)]
     data = write_texts(tmp_path / "more.csv", more)
-    # Hardly any training: the known labels keep their logits, and the new one comes last.
+    # With hardly any training, the known labels keep their logits, and the new label comes last.
     words = ["train", "multilabel", "--train", data, "--continue-from", run, "--out", tmp_path / "same"]
     assert cli.main([str(word) for word in (*words, "--epochs", 1, "--learning-rate", 1e-9)]) == 0
     assert f"Training starts from the weights of `{run}`; 1 label is new." in capsys.readouterr().out
@@ -260,6 +260,20 @@ def test_a_run_is_continued_with_more_data(network: Path, tmp_path: Path, capsys
     ]
     assert np.mean(right) > 0.9
     assert cli.main(["evaluate", str(tmp_path / "run")]) == 0
+
+
+def test_a_run_continued_on_its_own_samples_is_unchanged(run: Path, tmp_path: Path, capsys) -> None:
+    data = json.loads((run / "settings.json").read_text())["train"]
+    words = ["train", "multilabel", "--train", data, "--continue-from", run, "--out", tmp_path / "run"]
+    assert cli.main([str(word) for word in words]) == 0
+    said = capsys.readouterr().out
+    assert "epoch 0: validation " in said
+    before, after = torchlml_lab.load_run(run), torchlml_lab.load_run(tmp_path / "run")
+    texts = [text for text, _ in tagged_texts(400, seed=7)]
+    changed = [a != b for a, b in zip(before.predict(texts), after.predict(texts), strict=True)]
+    assert np.mean(changed) < 0.02
+    assert after.rule == before.rule
+    assert after.predict_proba(texts) == pytest.approx(before.predict_proba(texts), abs=0.05)
 
 
 def test_a_run_without_a_hidden_layer_is_continued(mixed: Path, tmp_path: Path) -> None:

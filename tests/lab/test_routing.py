@@ -68,6 +68,8 @@ def test_the_experts_are_applied_to_their_tokens():
 def test_the_study_resumes_and_draws(tmp_path, capsys, monkeypatch):
     few = {name: ROUTERS[name] for name in ("no balancing", "TopKRouter, T = 1")}
     monkeypatch.setattr(routing, "ROUTERS", few)
+    batch = routing.batch
+    monkeypatch.setattr(routing, "batch", lambda text, _, generator: batch(text, 4, generator))  # for speed
     path, picture = tmp_path / "new" / "routing.csv", tmp_path / "routing.png"
     words = ["routing", "--steps", "20", "--csv", str(path), "--out", str(picture)]
     assert cli.main([*words, "--seeds", "1"]) == 0

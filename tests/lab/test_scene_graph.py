@@ -19,7 +19,8 @@ from torchlml_lab.engine.settings import use_threads
 from torchlml_lab.studies.scene_graph import datasets, objectives
 from torchlml_lab.studies.scene_graph.graphs import GraphBatches
 from torchlml_lab.studies.scene_graph.model import GRID, MotifNet, masks
-from torchlml_lab.studies.scene_graph.recalls import (
+from torchlml_lab.studies.scene_graph.settings import OBJECTIVES
+from torchlml_lab.studies.scene_graph.task import (
     KS,
     MEAN_RECALLS,
     RECALLS,
@@ -27,7 +28,6 @@ from torchlml_lab.studies.scene_graph.recalls import (
     measure_predicates,
     score,
 )
-from torchlml_lab.studies.scene_graph.settings import OBJECTIVES
 
 
 @pytest.fixture(scope="module")
@@ -345,7 +345,7 @@ def test_stopped_and_resumed_equals_undisturbed(capsys, vg, whole, tmp_path, mon
 
     def stop(*arguments):
         steps.append(1)
-        if len(steps) == 3 + 8:  # after the forecast, in the middle of the third epoch of three steps each
+        if len(steps) == 4 + 8:  # after the forecast, in the middle of the third epoch of three steps each
             raise RuntimeError("The power is gone.")
         return plain(*arguments)
 

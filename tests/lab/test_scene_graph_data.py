@@ -133,8 +133,8 @@ def change(table, row, value):
         (change("boxes_1024", (2, 2), 0), "8", ": box 0 from"),
         (change("boxes_1024", (2, 2), -4), "8", "has no area"),
         (change("boxes_1024", (5, 0), 2000), "9", "is not within 1024 x 1024"),
-        (change("img_to_last_box", 2, 7), "9", "is 4 to 7, out of 7"),
-        (change("img_to_first_rel", 0, -1), "7", "`img_to_first_rel` to `img_to_last_rel` is -1 to 2"),
+        (change("img_to_last_box", 2, 7), "9", "must delimit a range of the 7 entries, but they are 4 and 7"),
+        (change("img_to_first_rel", 0, -1), "7", "`img_to_first_rel` and `img_to_last_rel` must delimit"),
         (change("split", 1, 1), "8", "its split must be 0 (train) or 2 (test), but it is 1"),
     ],
 )

@@ -19,9 +19,9 @@ from torchlml_lab.plots import new_figure
 from torchlml_lab.studies.scene_graph import datasets, prediction, sweep
 from torchlml_lab.studies.scene_graph.objectives import parse_method
 from torchlml_lab.studies.scene_graph.prediction import usual_image
-from torchlml_lab.studies.scene_graph.recalls import RECALLS
 from torchlml_lab.studies.scene_graph.settings import METHODS, SceneGraphSettings, SweepSettings
 from torchlml_lab.studies.scene_graph.sweep import RecallRecord, grid
+from torchlml_lab.studies.scene_graph.task import RECALLS
 
 
 @pytest.fixture(scope="module")
@@ -162,7 +162,7 @@ def test_methods():
 
 
 @each_rejection(
-    rejections("`{}` must contain only `--methods`, but it contains `{}`", "--once bce"),
+    rejections("`{}` must contain only methods of `--methods`, but it contains `{}`", "--once bce"),
     rejections("`{}` names `{}`", "--tuned no.csv"),
     rejections("`{}` cannot be given", "--run.k 5", "--run.objective bce"),
     rejections("`{}` must be at least 1, but it is {}", "--workers 0"),

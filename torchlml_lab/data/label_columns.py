@@ -3,7 +3,8 @@
 import ast
 import re
 import shlex
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -29,8 +30,9 @@ _LISTED = 6  # columns in a message
 def detect(table: Table, inputs: Collection[str], path: Path) -> tuple[str, ...]:
     """Find the label columns of a table.
 
-    A column with a usual name comes first, in the order of `USUAL_NAMES`. Otherwise the only column whose
-    cells look like separated labels is used, or all columns of 0 and 1 if there are several next to texts.
+    A column with a usual name is preferred, in the order of `USUAL_NAMES`. Otherwise, the only column whose
+    cells look like separated labels is used. If there is none, the table contains texts, and several columns
+    contain only 0 and 1, each of those columns is a label.
 
         >>> detect({"text": ["a b", "c d"], "topics": ["x;y", "y"]}, (), Path("rows.csv"))
         ('topics',)
@@ -41,13 +43,13 @@ def detect(table: Table, inputs: Collection[str], path: Path) -> tuple[str, ...]
         path: The file, for the message.
 
     Returns:
-        The columns. If there are none, or several possibilities, `BadInput` suggests the command to run.
+        The columns. If no column or more than one qualifies, `BadInput` suggests a command to run.
     """
     named = sorted(
         (name for name in table if name.strip().lower() in USUAL_NAMES),
         key=lambda name: (name in inputs, USUAL_NAMES.index(name.strip().lower())),
     )
-    if named:  # an input with a usual name is the last choice, and an error of the caller
+    if named:  # if the only one is an input, the caller reports the conflict
         return (named[0],)
     rest = {name: cells for name, cells in table.items() if name not in inputs}
     separated = [name for name, cells in rest.items() if looks_separated(cells)]
@@ -60,7 +62,7 @@ def detect(table: Table, inputs: Collection[str], path: Path) -> tuple[str, ...]
 
 
 def _suggestion(table: Table, separated: Sequence[str], flags: Sequence[str], path: Path) -> str:
-    """The message for a table without an obvious label column, with the command for the best guess."""
+    """Return the error message for a table without an obvious label column, with a command to try."""
 
     def command(columns: Sequence[str]) -> str:
         words = ["torchlml", "train", "multilabel", "--train", str(path), "--labels", *columns]
@@ -83,7 +85,7 @@ def _suggestion(table: Table, separated: Sequence[str], flags: Sequence[str], pa
 
 
 def listed(names: Iterable[str]) -> str:
-    """The first names of columns, for a message."""
+    """Format the first few column names for a message."""
     every = [f"`{shown(name)}`" for name in names]
     more = len(every) - _LISTED
     return ", ".join(every) if more <= 0 else f"{', '.join(every[:_LISTED])} and {more} more"
@@ -99,13 +101,13 @@ def looks_separated(cells: Sequence[Any]) -> bool:
         return any(there) and all(isinstance(part, str | int | None) for cell in there for part in cell)
     if not there or not all(isinstance(cell, str) for cell in there) or all(map(_DECIMAL.fullmatch, there)):
         return False
-    names = split(there, usual_separator(there))
+    names = list(split(there, usual_separator(there)))
     several = sum(len(row) > 1 for row in names)
     return several > 0 and 20 * several >= len(there) and _are_names(names)
 
 
 def _repeats(cells: Sequence[Any]) -> bool:
-    """Whether a text column looks like one label per cell."""
+    """Whether a text column looks as if it contained one label per cell."""
     there = [cell for cell in cells if isinstance(cell, str) and cell]
     return bool(there) and _is_text_column(cells) and _are_names([[cell] for cell in there])
 
@@ -137,7 +139,7 @@ def _is_flag_column(cells: Sequence[Any]) -> bool:
 
 
 def flag(cell: Any) -> bool | None:
-    """Read a cell that says whether a sample has a label; None for any other content."""
+    """Parse a cell that indicates whether a sample has a label; return None for any other content."""
     return _FLAGS.get(str(cell).strip().lower())
 
 
@@ -146,33 +148,31 @@ def is_identifier(name: str, cells: Sequence[Any]) -> bool:
     return bool(_IDENTIFIER.fullmatch(name.strip())) and len(set(map(str, cells))) == len(cells)
 
 
-def split(cells: Sequence[Any], separator: str) -> list[list[str]]:
-    """The labels of each cell.
+def split(cells: Sequence[Any], separator: str) -> Iterator[list[str]]:
+    """Yield the labels of each cell.
 
-        >>> split(["x; y", "", None, ["z", None]], ";")
+        >>> list(split(["x; y", "", None, ["z", None]], ";"))
         [['x', 'y'], [], [], ['z']]
-        >>> split(["['x', 'y']", "[]"], ",")
+        >>> list(split(["['x', 'y']", "[]"], ","))
         [['x', 'y'], []]
 
     Args:
-        cells: Texts, or lists as in Parquet and JSON files. If all texts are printed lists, they are parsed.
+        cells: Texts, or lists as in Parquet and JSON files. Texts are parsed if all are Python list literals.
         separator: The text between two labels.
 
-    Returns:
-        The names without surrounding spaces. Missing and empty ones are dropped.
+    Yields:
+        The names without surrounding spaces. Missing and empty names are dropped.
     """
-    cells = _parsed_lists(cells) or cells
-    lists = []
-    for cell in cells:
+    for cell in _parsed_lists(cells) or cells:
         parts = cell if isinstance(cell, list) else [cell] if is_missing(cell) else str(cell).split(separator)
-        lists.append([name for part in parts if not is_missing(part) and (name := str(part).strip())])
-    return lists
+        yield [name for part in parts if not is_missing(part) and (name := str(part).strip())]
 
 
 def _parsed_lists(cells: Sequence[Any]) -> list[Any] | None:
-    """The cells as lists if each of them is empty or a printed list like `['a', 'b']`, otherwise None."""
-    texts = [cell.strip() for cell in cells if isinstance(cell, str) and cell.strip()]
-    if not texts or not all(map(_LIST.fullmatch, texts)):
+    """Parse cells that are all empty or list literals such as `['a', 'b']`; return None for other cells."""
+    texts = (cell.strip() for cell in cells if isinstance(cell, str) and cell.strip())
+    first = next(texts, None)
+    if first is None or not all(map(_LIST.fullmatch, chain([first], texts))):
         return None
     try:
         return [

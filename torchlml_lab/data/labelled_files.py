@@ -10,9 +10,9 @@ import numpy.typing as npt
 from scipy import sparse
 
 from torchlml_lab.cli_errors import BadInput, reason
-from torchlml_lab.data.labelled_rows import LabelledRows, Matrix, label_matrix, rename
+from torchlml_lab.data.labelled_rows import LabelledRows, LabelLists, Matrix, rename, stacked
 from torchlml_lab.data.tables import Columns, is_table, read_table
-from torchlml_lab.files import read_content, shown
+from torchlml_lab.files import read_blocks, shown
 
 _LARGEST = 2**31 - 1
 _MOST = float(np.finfo(np.float32).max)
@@ -23,32 +23,47 @@ def read_svmlight(path: Path, option: str) -> LabelledRows:
 
     Args:
         path: The file.
-        option: The option that named it, for the messages.
+        option: The command-line option that gave the path, for error messages.
 
     Returns:
-        The samples. Features keep their numbers from the file. Invalid input raises `BadInput`, which names
+        The samples. Features are numbered as in the file. Invalid input raises `BadInput`, which names
         the file and the line.
     """
-    lines = read_content(path, option).replace(b"\t", b" ").split(b"\n")
-    if not lines[-1]:
-        lines.pop()
-    header = _header(lines[0])
-    if header is not None and header[1] > _LARGEST + 1:
-        raise BadInput(f"`{path}`, line 1: at most {_LARGEST + 1} features are supported, not {header[1]}.")
-    at, heads, tails = _divide(lines, header is not None)
-    if header is not None and len(at) != header[0]:
+    blocks, labels = list[Matrix](), LabelLists()
+    header, before = None, 0  # the lines before a block
+    for block in read_blocks(path, option):
+        lines = block.replace(b"\t", b" ").removesuffix(b"\n").split(b"\n")
+        first = before + 1
+        if not before and (header := _header(lines[0])) is not None:
+            if header[1] > _LARGEST + 1:
+                said = f"at most {_LARGEST + 1} features are supported, not {header[1]}"
+                raise BadInput(f"`{path}`, line 1: {said}.")
+            lines, first = lines[1:], 2
+        at, heads, tails = _divide(lines, first, header is not None)
+        try:
+            features = _features(tails)
+        except ValueError:
+            _explain(path, at, tails)
+        _check_features(path, at, features, header)
+        blocks.append(features)
+        labels.add(_labels(path, at, heads, header))
+        before = first + len(lines) - 1
+    rows = sum(features.shape[0] for features in blocks)
+    if header is not None and rows != header[0]:
         raise BadInput(
-            f"`{path}`, line {len(lines)}: the file ends after {len(at)} rows, but its first line announces "
+            f"`{path}`, line {before}: the file ends after {rows} rows, but its first line announces "
             f"{header[0]}."
         )
-    try:
-        features = _features(tails)
-    except ValueError:
-        _explain(path, at, tails)
-    _check_features(path, at, features, header)
-    labels, names = label_matrix(_labels(path, at, heads, header))
-    shape = (len(at), header[1] if header else features.shape[1])
-    return LabelledRows(sparse.csr_array(features, shape=shape), labels, names)
+    columns = header[1] if header else max(features.shape[1] for features in blocks)
+    return LabelledRows(stacked(blocks, columns), *labels.matrix())
+
+
+def announced_features(path: Path, option: str) -> int | None:
+    """The number of features in the header of a file or in the shape of an `.npz`; None if not known."""
+    if path.suffix == ".npz":
+        return int(_read(path, option).shape[1])
+    header = _header(next(read_blocks(path, option)).partition(b"\n")[0])
+    return None if header is None else header[1]
 
 
 def _header(line: bytes) -> tuple[int, int, int] | None:
@@ -59,10 +74,16 @@ def _header(line: bytes) -> tuple[int, int, int] | None:
     return rows, features, labels
 
 
-def _divide(lines: Sequence[bytes], header: bool) -> tuple[list[int], list[bytes], list[bytes]]:
-    """Return the line number, the text of the labels and the text of the features of each row."""
+def _divide(lines: Sequence[bytes], first: int, header: bool) -> tuple[list[int], list[bytes], list[bytes]]:
+    """Return the line number, the text of the labels and the text of the features of each row.
+
+    Args:
+        lines: The lines, without the header.
+        first: The number of the first of them.
+        header: Whether the file has a header.
+    """
     at, heads, tails = [], [], []
-    for number, line in enumerate(lines[1:] if header else lines, 2 if header else 1):
+    for number, line in enumerate(lines, first):
         if b"#" in line:
             line = line.partition(b"#")[0]
         head, _, tail = line.partition(b" ")
@@ -77,19 +98,21 @@ def _divide(lines: Sequence[bytes], header: bool) -> tuple[list[int], list[bytes
 
 def _features(tails: Sequence[bytes]) -> Matrix:
     """Parse all features at once, or raise ValueError if any line is invalid."""
-    rows = [tail.split() for tail in tails]
-    pairs = [word.split(b":") for words in rows for word in words]
-    if not pairs:
+    text = b" ".join(tails)
+    words = text.split()
+    if not words:
         return sparse.csr_array((len(tails), 0), dtype=np.float32)
-    # numpy would parse `1_0` as 10.
-    if any(len(pair) != 2 for pair in pairs) or any(b"_" in tail for tail in tails):
+    parts = text.replace(b":", b" ").split()
+    # Each word must be two parts with one colon between them. numpy would parse `1_0` as 10.
+    one_colon = text.count(b":") == len(words) and all(b":" in word for word in words)
+    if not one_colon or len(parts) != 2 * len(words) or b"_" in text:
         raise ValueError
-    columns = np.array([pair[0] for pair in pairs]).astype(np.int64)
-    values = np.array([pair[1] for pair in pairs]).astype(np.float64)
+    columns = np.array(parts[::2]).astype(np.int64)
+    values = np.array(parts[1::2]).astype(np.float64)
     small = np.abs(values) <= _MOST  # False for NaN
     if columns.min() < 0 or columns.max() > _LARGEST or not small.all():
         raise ValueError
-    starts = np.cumsum([0, *map(len, rows)])
+    starts = np.cumsum([0, *(tail.count(b":") for tail in tails)])
     return sparse.csr_array(
         (values.astype(np.float32), columns, starts), shape=(len(tails), columns.max() + 1)
     )
@@ -128,8 +151,8 @@ def _check_features(
     if header is not None and features.shape[1] > header[1]:
         first = int(np.argmax(columns >= header[1]))
         raise BadInput(
-            f"`{path}`, line {at[row_of[first]]}: feature {columns[first]}, but the first line announces "
-            f"{header[1]} features, from 0 to {header[1] - 1}."
+            f"`{path}`, line {at[row_of[first]]}: feature {columns[first]} is out of range, because the "
+            f"first line announces {header[1]} features, from 0 to {header[1] - 1}."
         )
 
 
@@ -145,8 +168,8 @@ def _labels(
             for name in names:
                 if not (name.isascii() and name.isdigit()) or int(name) >= header[2]:
                     raise BadInput(
-                        f"`{path}`, line {line}: label `{shown(name)}`, but the first line announces "
-                        f"{header[2]} labels, from 0 to {header[2] - 1}."
+                        f"`{path}`, line {line}: label `{shown(name)}` is out of range, because the first "
+                        f"line announces {header[2]} labels, from 0 to {header[2] - 1}."
                     )
         lists.append(names)
     return lists
@@ -157,9 +180,9 @@ def read_csr_pair(path: Path, option: str, labels: Path | None, labels_option: s
 
     Args:
         path: The features (rows, features), in any SciPy sparse format.
-        option: The option that named them, for the messages.
+        option: The command-line option that gave the path, for error messages.
         labels: The labels (rows, labels), where each positive entry is a label. None means no labels.
-        labels_option: The option that named the labels.
+        labels_option: The command-line option that gave the path of the labels.
 
     Returns:
         The samples. The names of the labels are their column numbers. Invalid input raises `BadInput`.
@@ -226,7 +249,7 @@ def read_labelled(
         path: `*.csv`, `*.tsv`, `*.jsonl`, `*.ndjson` and `*.parquet` are tables, `*.npz` are sparse features,
             and any other file is svmlight or the text format of the extreme classification repository. Text
             may be gzipped.
-        option: The option that named it, for the messages.
+        option: The command-line option that gave the path, for error messages.
         columns: The known roles of the columns of a table.
         labels: The file of sparse labels for an `.npz`.
         label_names: A file with the names of numbered labels.
@@ -242,11 +265,11 @@ def read_labelled(
             raise BadInput(f"`--label-names` is for numbered labels, but `{path}` already has label names.")
         return read_table(path, option, columns or Columns(), labelled)
     if columns is not None and columns != Columns():
-        raise BadInput(f"`{path}` is not a table, so its columns cannot be named.")
+        raise BadInput(f"`{path}` is not a table, so options that name columns do not apply to it.")
     if path.suffix == ".npz":
         if labelled and labels is None:
             raise BadInput(
-                f"`{option}` names `{path}`. Give its labels, another `.npz`, with `{option}-labels`."
+                f"`{option}` names `{path}`. Pass a second `.npz` file with its labels as `{option}-labels`."
             )
         rows = read_csr_pair(path, option, labels, f"{option}-labels")
     else:

@@ -2,7 +2,8 @@
 
 import hashlib
 import zipfile
-from collections.abc import Sequence
+from array import array
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from pathlib import Path
@@ -21,7 +22,7 @@ Matrix = Any
 
 @dataclass(frozen=True)
 class LabelledRows:
-    """Samples of a file: numbers, texts or both, and the labels of each."""
+    """The samples of a file: numbers, texts or both, and the labels of each sample."""
 
     features: Matrix
     """CSR float32 (rows, features), possibly without columns. Missing numbers are NaN."""
@@ -38,7 +39,7 @@ class LabelledRows:
 
     @property
     def counts(self) -> npt.NDArray[np.int64]:
-        """The number of labels of each row."""
+        """Return the number of labels of each row."""
         return np.diff(self.labels.indptr).astype(np.int64)
 
     def take(self, rows: npt.NDArray[Any]) -> "LabelledRows":
@@ -48,19 +49,19 @@ class LabelledRows:
         return replace(self, features=self.features[chosen], labels=self.labels[chosen], texts=texts)
 
     def with_labels(self, names: Sequence[str]) -> "LabelledRows":
-        """Renumber the labels according to given names. Other labels follow them.
+        """Reorder the labels to match `names`. Labels that are not in `names` come last.
 
         Args:
-            names: The labels that a model knows, in its order.
+            names: The labels of a model, in its order.
 
         Returns:
-            The samples, whose `names` are the given ones followed by the unknown ones.
+            The samples. Their `names` are the given names followed by all others.
         """
         place = {name: number for number, name in enumerate(names)}
         unknown = [name for name in self.names if name not in place]
         every = [*names, *unknown]
         place |= {name: len(names) + number for number, name in enumerate(unknown)}
-        to = np.array([place[name] for name in self.names], dtype=np.int64)
+        to = np.array([place[name] for name in self.names], dtype=np.int32)
         columns = to[self.labels.indices] if len(self.names) else self.labels.indices
         labels = sparse.csr_array(
             (self.labels.data, columns, self.labels.indptr), shape=(len(self), len(every))
@@ -74,7 +75,7 @@ class Encoder:
 
     Args:
         name: The directory or the name of a sentence-transformers model.
-        cache: A file that `save` wrote. If it does not exist or is of another model, it is ignored.
+        cache: A file that `save` wrote. A missing file or one of another model is ignored.
     """
 
     def __init__(self, name: str, cache: Path | None = None) -> None:
@@ -84,7 +85,7 @@ class Encoder:
             self._load(cache)
 
     def encode(self, rows: LabelledRows) -> LabelledRows:
-        """Replace the texts of samples by features, which come before those that there are.
+        """Replace the texts of samples with embeddings, which are placed before the existing features.
 
         Texts that were encoded before are not encoded again. Samples without texts raise `BadInput`.
         """
@@ -104,7 +105,7 @@ class Encoder:
         return replace(rows, features=features, texts=None, columns=(*named, *(rows.columns or ())))
 
     def save(self, path: Path) -> None:
-        """Write all embeddings, for the argument `cache` of another encoder."""
+        """Write all embeddings to a file that another encoder can use as its `cache`."""
         keys = np.frombuffer(b"".join(self.known), dtype=np.uint8).reshape(len(self.known), -1)
         with replacing(path) as temporary, temporary.open("wb") as file:
             np.savez(file, name=np.array(self.name), keys=keys, vectors=np.array([*self.known.values()]))
@@ -117,7 +118,7 @@ class Encoder:
                 if str(stored["name"]) == self.name:
                     self.known = {key.tobytes(): row for key, row in zip(keys, vectors, strict=True)}
         except (OSError, ValueError, KeyError, EOFError, zipfile.BadZipFile) as error:
-            said = "is damaged. Delete it, and the embeddings are computed again"
+            said = "is damaged. Delete it to compute the embeddings again"
             raise BadInput(f"`{path}` {said}.") from error
 
 
@@ -132,36 +133,73 @@ def _encoder(name: str) -> Any:
         ) from error
     try:
         return SentenceTransformer(name, device="cpu")
-    except Exception as error:  # the package raises errors of several others
+    except Exception as error:  # the package raises errors of several dependencies
         raise BadInput(
             "`--encoder` must be the directory or the name of a sentence-transformers model, but "
             f"`{name}` cannot be loaded: {' '.join(str(error).split())[:200].rstrip('.')}."
         ) from error
 
 
-def label_matrix(lists: Sequence[Sequence[str]]) -> tuple[Matrix, list[str]]:
-    """Convert lists of label names to a matrix, in numerical order if all are numbers, else alphabetical.
+def label_order(names: Collection[str]) -> list[str]:
+    """Sort distinct label names: by number if all are numbers, otherwise alphabetically."""
+    numbers = all(name.isascii() and name.isdigit() for name in names)
+    return sorted(names, key=(lambda name: (int(name), name)) if numbers else None)
 
-    Args:
-        lists: The labels of each row. Duplicates are ignored.
 
-    Returns:
-        The matrix of `LabelledRows.labels`, and the names of its columns.
+class LabelLists:
+    """Collects the label names of samples as small integers."""
+
+    def __init__(self) -> None:
+        self._place: dict[str, int] = {}
+        self._starts, self._columns = array("q", [0]), array("i")
+
+    def add(self, lists: Iterable[Sequence[str]]) -> None:
+        """Add the labels of more samples. Duplicates within a sample are ignored."""
+        place = self._place
+        for row in lists:
+            self._columns.extend(dict.fromkeys(place.setdefault(name, len(place)) for name in row))
+            self._starts.append(len(self._columns))
+
+    def matrix(self) -> tuple[Matrix, list[str]]:
+        """The matrix of `LabelledRows.labels`, and the names of its columns in the usual order."""
+        names = label_order(self._place)
+        to = np.empty(len(names), dtype=np.int32)
+        to[[self._place[name] for name in names]] = np.arange(len(names), dtype=np.int32)
+        found = to[np.array(self._columns, dtype=np.int32)]
+        ones = np.ones(len(found), np.int8)
+        shape = (len(self._starts) - 1, len(names))
+        starts = np.array(self._starts, dtype=np.int32 if len(found) < 2**31 else np.int64)
+        matrix = sparse.csr_array((ones, found, starts), shape=shape)
+        matrix.sort_indices()
+        return matrix, names
+
+
+def label_matrix(lists: Iterable[Sequence[str]]) -> tuple[Matrix, list[str]]:
+    """Convert lists of label names to a matrix and the names of its columns, as `LabelLists` does."""
+    found = LabelLists()
+    found.add(lists)
+    return found.matrix()
+
+
+def stacked(blocks: list[Matrix], columns: int) -> Matrix:
+    """Join the rows of CSR matrices to one with this number of columns.
+
+    The list is emptied on the way, because two copies of a large matrix may not fit in memory.
     """
-    first: dict[str, int] = {}
-    starts, columns = [0], list[int]()
-    for row in lists:
-        columns += dict.fromkeys(first.setdefault(name, len(first)) for name in row)
-        starts.append(len(columns))
-    numbers = all(name.isascii() and name.isdigit() for name in first)
-    names = sorted(first, key=(lambda name: (int(name), name)) if numbers else None)
-    place = np.empty(len(names), dtype=np.int64)
-    place[[first[name] for name in names]] = np.arange(len(names))
-    found = place[np.array(columns, dtype=np.int64)] if columns else np.empty(0, np.int64)
-    ones = np.ones(len(found), np.int8)
-    matrix = sparse.csr_array((ones, found, np.array(starts)), shape=(len(lists), len(names)))
-    matrix.sort_indices()
-    return matrix, names
+    rows, entries = sum(block.shape[0] for block in blocks), sum(block.nnz for block in blocks)
+    index = np.int32 if max(entries, columns) <= np.iinfo(np.int32).max else np.int64
+    indices, starts = np.empty(entries, dtype=index), np.zeros(rows + 1, dtype=index)
+    data = np.empty(entries, dtype=blocks[0].dtype if blocks else np.float32)
+    blocks.reverse()
+    row = entry = 0
+    while blocks:
+        block = blocks.pop()
+        row_end, entry_end = row + block.shape[0], entry + block.nnz
+        indices[entry:entry_end], data[entry:entry_end] = block.indices, block.data
+        starts[row + 1 : row_end + 1] = block.indptr[1:]
+        starts[row + 1 : row_end + 1] += index(entry)
+        row, entry = row_end, entry_end
+    return sparse.csr_array((data, indices, starts), shape=(rows, columns))
 
 
 def rename(rows: LabelledRows, path: Path | None, option: str) -> LabelledRows:
@@ -170,10 +208,10 @@ def rename(rows: LabelledRows, path: Path | None, option: str) -> LabelledRows:
     Args:
         rows: The samples.
         path: The file with one name per line. None keeps the numbers.
-        option: The option that named it, for the messages.
+        option: The command-line option that gave the path, for error messages.
 
     Returns:
-        The samples with names. A label beyond the file, or a duplicate name, raises `BadInput`.
+        The samples with names. A label without a name, or a duplicate name, raises `BadInput`.
     """
     if path is None:
         return rows
@@ -187,7 +225,7 @@ def rename(rows: LabelledRows, path: Path | None, option: str) -> LabelledRows:
     for label in rows.names:
         if not (label.isascii() and label.isdigit() and int(label) < len(names)):
             raise BadInput(
-                f"`{option}` names `{path}`, which has {len(names)} names for labels from 0 to "
+                f"`{option}` names `{path}`, which contains {len(names)} names, for labels from 0 to "
                 f"{len(names) - 1}, but there is a label `{label}`."
             )
     return replace(rows, names=[names[int(label)] for label in rows.names])

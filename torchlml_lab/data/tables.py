@@ -4,8 +4,11 @@ import csv
 import io
 import json
 import math
-from collections.abc import Mapping, Sequence
+from array import array
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
+from itertools import chain, count
 from pathlib import Path
 from typing import Any
 
@@ -15,11 +18,13 @@ from scipy import sparse
 from torchlml_lab.cli_errors import BadInput, did_you_mean, reason
 from torchlml_lab.data import label_columns
 from torchlml_lab.data.label_columns import is_missing, listed
-from torchlml_lab.data.labelled_rows import LabelledRows, label_matrix
-from torchlml_lab.files import read_content, shown
+from torchlml_lab.data.labelled_rows import LabelledRows, label_matrix, stacked
+from torchlml_lab.files import read_blocks, shown
 
 _MOST = float(np.finfo(np.float32).max)
 _TABLES = (".csv", ".tsv", ".jsonl", ".ndjson", ".parquet")
+_ROWS = 2**16  # rows that are converted at once
+_DETECTED = 100_000  # rows in which label columns are detected
 
 
 @dataclass(frozen=True)
@@ -28,13 +33,14 @@ class Columns:
 
     texts: tuple[str, ...] = ()
     numbers: tuple[str, ...] = ()
-    """If neither is given, columns in which all cells are numbers are numbers, and all others are texts."""
+    """If neither `texts` nor `numbers` is given, columns that contain only numbers become `numbers`, and all
+    other columns become `texts`."""
     labels: tuple[str, ...] = ()
-    """One column with all labels of a sample, or a column of 0 and 1 for each label. By default they are
-    detected. Empty in files without labels."""
+    """One column with all labels of a sample, or a column of 0 and 1 for each label. By default, the label
+    columns are detected. Empty for files without labels."""
     separator: str | None = None
-    """The separator of labels in a cell. By default the most common one of `, ; |` and tab. None with a
-    column for each label."""
+    """The separator of labels in a cell. By default, the most common one of `, ; |` and tab. None if each
+    label has its own column."""
 
     def __str__(self) -> str:
         parts = [("texts", self.texts), ("numbers", self.numbers)]
@@ -66,7 +72,7 @@ def read_table(
 
     Args:
         path: `*.csv`, `*.tsv`, `*.jsonl` or `*.ndjson`, optionally gzipped (`.gz`), or `*.parquet`.
-        option: The option that named it, for the messages.
+        option: The command-line option that gave the path, for error messages.
         columns: The known roles of its columns.
         labelled: Whether labels are required. Otherwise the samples have no labels.
 
@@ -111,10 +117,13 @@ def _rows(cells: _Cells, columns: Columns, labelled: bool) -> tuple[LabelledRows
             "\n".join("" if is_missing(cell) else str(cell) for cell in row)
             for row in zip(*chosen, strict=True)
         ]
-    numbers = np.array([_numbers(cells, name) for name in columns.numbers], dtype=np.float32)
-    features = sparse.csr_array(numbers.T.reshape(len(cells.at), len(columns.numbers)))
-    labels, names = label_matrix(_labels(cells, columns) if labelled else [[] for _ in cells.at])
-    return LabelledRows(features, labels, names, texts, columns.numbers), columns
+    numbers = np.empty((len(cells.at), len(columns.numbers)), dtype=np.float32)
+    for place, name in enumerate(columns.numbers):
+        numbers[:, place] = np.fromiter(_numbers(cells, name), np.float32, len(cells.at))
+    # scipy needs 16 more bytes for each number while it converts them.
+    parts = [sparse.csr_array(numbers[start : start + _ROWS]) for start in range(0, len(numbers), _ROWS)]
+    labels, names = label_matrix(_labels(cells, columns) if labelled else ([] for _ in cells.at))
+    return LabelledRows(stacked(parts, len(columns.numbers)), labels, names, texts, columns.numbers), columns
 
 
 def is_table(path: Path) -> bool:
@@ -126,43 +135,85 @@ def _kind(path: Path) -> str:
     return next((end.lower() for end in path.suffixes[::-1] if end.lower() != ".gz"), "")
 
 
-def _read_csv(path: Path, option: str) -> _Cells:
-    text = read_content(path, option).decode()
+def column_names(path: Path, option: str) -> list[str] | None:
+    """Read only the names of the columns of a table; None for JSON lines, whose keys can differ."""
+    kind = _kind(path)
+    if kind == ".parquet":
+        with _parquet_file(path, option) as file:
+            return list(file.schema_arrow.names)
+    return None if kind in (".jsonl", ".ndjson") else next(_csv_rows(path, option), [])
+
+
+def _csv_rows(path: Path, option: str) -> Any:
+    """Open a CSV file, as a reader of the module `csv`."""
     csv.field_size_limit(2**31 - 1)  # texts may be long
-    separator = "\t" if _kind(path) == ".tsv" else _cell_separator(text)
-    rows = csv.reader(io.StringIO(text), delimiter=separator, strict=True)
-    at, found = [], []
+    blocks = _Blocks(read_blocks(path, option))
+    separator = "\t" if _kind(path) == ".tsv" else _cell_separator(blocks)
+    return csv.reader(blocks.lines(), delimiter=separator, strict=True)
+
+
+def _read_csv(path: Path, option: str) -> _Cells:
+    rows = _csv_rows(path, option)
+    at, found = array("q"), list[list[str]]()
     before = 0
     try:
         header = next(rows)
         before = rows.line_num
+        _check_unique(header, f"`{path}`, line 1")
+        found = [[] for _ in header]
         for row in rows:
             if row:  # skip empty lines
                 if len(row) != len(header):
                     raise BadInput(
-                        f"`{path}`, line {before + 1}: {len(row)} cells, but line 1 has {len(header)}."
+                        f"`{path}`, line {before + 1}: the number of cells is {len(row)}, but line 1 has "
+                        f"{len(header)}."
                     )
                 at.append(before + 1)
-                found.append(row)
+                for column, cell in zip(found, row, strict=True):
+                    column.append(cell)
             before = rows.line_num
     except csv.Error as error:
         ends = "unexpected end" in str(error)
         said = "the file ends inside quotes" if ends else f"the quotes are wrong ({error})"
         raise BadInput(f"`{path}`, line {before + 1}: {said}.") from error
-    _check_unique(header, f"`{path}`, line 1")
-    cells: list[Sequence[str]] = list(zip(*found, strict=True)) if found else [[] for _ in header]
-    return _Cells(path, {name: list(column) for name, column in zip(header, cells, strict=True)}, at, "line")
+    return _Cells(path, dict(zip(header, found, strict=True)), at, "line")
 
 
-def _cell_separator(text: str) -> str:
+class _Blocks:
+    """The blocks of a text file, of which the first ones can be read several times.
+
+    Args:
+        blocks: The blocks, which are read only when they are needed.
+    """
+
+    def __init__(self, blocks: Iterator[bytes]) -> None:
+        self._first, self._rest = list[str](), map(bytes.decode, blocks)
+
+    def peek(self) -> Iterator[str]:
+        """Yield the lines. They can be read again later."""
+        for number in count():
+            if number == len(self._first):
+                if (block := next(self._rest, None)) is None:
+                    return
+                self._first.append(block)
+            yield from io.StringIO(self._first[number])
+
+    def lines(self) -> Iterator[str]:
+        """Yield all lines for the last time."""
+        for block in chain(self._first, self._rest):
+            yield from io.StringIO(block)
+        self._first.clear()
+
+
+def _cell_separator(blocks: _Blocks) -> str:
     """Detect the separator of a `.csv`, because many spreadsheets write semicolons or tabs.
 
-    The result splits the header into the most cells, and the first row into equally many.
+    The result splits the header into the most cells, and the first row into the same number of cells.
     """
 
     def fit(separator: str) -> tuple[bool, int]:
         try:
-            rows = filter(None, csv.reader(io.StringIO(text), delimiter=separator, strict=True))
+            rows = filter(None, csv.reader(blocks.peek(), delimiter=separator, strict=True))
             header, first = len(next(rows, [])), len(next(rows, []))
         except csv.Error:  # reported when the file is read
             return False, 0
@@ -179,8 +230,11 @@ def _check_unique(header: Sequence[str], where: str) -> None:
 
 def _read_json(path: Path, option: str) -> _Cells:
     """Read one JSON object per line. A key that an object lacks is a missing cell."""
-    at, found = [], list[dict[str, Any]]()
-    for number, line in enumerate(read_content(path, option).decode().split("\n"), 1):
+    at, columns = array("q"), dict[str, list[Any]]()
+    lines = chain.from_iterable(
+        block.decode().removesuffix("\n").split("\n") for block in read_blocks(path, option)
+    )
+    for number, line in enumerate(lines, 1):
         if not line.strip():
             continue
         try:
@@ -191,14 +245,17 @@ def _read_json(path: Path, option: str) -> _Cells:
             raise BadInput(f"`{path}`, line {number}: the line is not a JSON object (`{{...}}`).")
         if "\\ud" in line.lower() and not _is_unicode(row):
             raise BadInput(f"`{path}`, line {number}: the text is not valid Unicode.")
+        for name in row:
+            if name not in columns:
+                columns[name] = [None] * len(at)
+        for name, cells in columns.items():
+            cells.append(row.get(name))
         at.append(number)
-        found.append(row)
-    names = dict.fromkeys(name for row in found for name in row)
-    return _Cells(path, {name: [row.get(name) for row in found] for name in names}, at, "line")
+    return _Cells(path, columns, at, "line")
 
 
 def _is_unicode(row: dict[str, Any]) -> bool:
-    """Whether no text contains half of a surrogate pair, which JSON allows but no file can contain."""
+    """Whether no text contains half of a surrogate pair, which JSON allows but UTF-8 cannot encode."""
     try:
         json.dumps(row, ensure_ascii=False).encode()
     except UnicodeEncodeError:
@@ -207,6 +264,15 @@ def _is_unicode(row: dict[str, Any]) -> bool:
 
 
 def _read_parquet(path: Path, option: str) -> _Cells:
+    with _parquet_file(path, option) as file:
+        table = file.read()
+    columns = {name: table.column(name).to_pylist() for name in table.column_names}
+    return _Cells(path, columns, range(1, table.num_rows + 1), "row")
+
+
+@contextmanager
+def _parquet_file(path: Path, option: str) -> Iterator[Any]:
+    """Open a Parquet file."""
     try:
         from pyarrow import ArrowException, parquet
     except ImportError as error:
@@ -215,17 +281,16 @@ def _read_parquet(path: Path, option: str) -> _Cells:
         ) from error
     try:
         with path.open("rb") as file:
-            _check_unique(parquet.ParquetFile(file).schema_arrow.names, f"`{path}`")
-            table = parquet.read_table(file)
+            opened = parquet.ParquetFile(file)
+            _check_unique(opened.schema_arrow.names, f"`{path}`")
+            yield opened
     except (OSError, ArrowException) as error:
         said = reason(error) if getattr(error, "strerror", None) else "it is not a complete Parquet file"
         raise BadInput(f"`{option}` names `{path}`, which cannot be read: {said}.") from error
-    columns = {name: table.column(name).to_pylist() for name in table.column_names}
-    return _Cells(path, columns, range(1, table.num_rows + 1), "row")
 
 
 def _resolve(cells: _Cells, columns: Columns, labelled: bool) -> Columns:
-    """Check the columns that are named, and determine the others."""
+    """Validate the columns that are given, and detect the others."""
     labels = columns.labels if labelled else ()
     texts, numbers, table = columns.texts, columns.numbers, cells.columns
     for name in (*texts, *numbers, *labels):
@@ -236,7 +301,8 @@ def _resolve(cells: _Cells, columns: Columns, labelled: bool) -> Columns:
                 + (near or f": its columns are {listed(table)}.")
             )
     if labelled and not labels:
-        labels = label_columns.detect(table, (*texts, *numbers), cells.path)
+        first = {name: column[:_DETECTED] for name, column in table.items()}
+        labels = label_columns.detect(first, (*texts, *numbers), cells.path)
     twice = next((name for name in labels if name in (*texts, *numbers)), None)
     if twice is not None:
         raise BadInput(
@@ -246,7 +312,7 @@ def _resolve(cells: _Cells, columns: Columns, labelled: bool) -> Columns:
     if not texts and not numbers:
         rest = [name for name in table if name not in labels]
         if not rest:
-            raise BadInput(f"`{cells.path}` has no columns in addition to the labels, {listed(labels)}.")
+            raise BadInput(f"`{cells.path}` has no columns other than the labels ({listed(labels)}).")
         useful = [
             name
             for name in rest
@@ -281,26 +347,28 @@ def _python_number(cell: Any) -> float | None:
 
 def _is_number_column(cells: Sequence[Any]) -> bool:
     """Whether every cell is a number or empty, and at least one is a number."""
-    values = [_number(cell) for cell in cells]
-    # NaN or infinity does not turn numbers into texts. It raises an error when the column is read.
-    numbers = all(value is not None or _is_infinite(cell) for value, cell in zip(values, cells, strict=True))
-    return numbers and any(value is not None and not math.isnan(value) for value in values)
+    found = False
+    for cell in cells:
+        value = _number(cell)
+        # NaN or infinity does not turn numbers into texts. It raises an error when the column is read.
+        if value is None and not _is_infinite(cell):
+            return False
+        found = found or (value is not None and not math.isnan(value))
+    return found
 
 
 def _is_infinite(cell: Any) -> bool:
-    """Whether a cell that is not a finite number is numeric."""
+    """Whether a cell for which `_number` returns None is nevertheless numeric: NaN or infinite."""
     return _python_number(cell) is not None
 
 
-def _numbers(cells: _Cells, name: str) -> list[float]:
-    values = []
+def _numbers(cells: _Cells, name: str) -> Iterator[float]:
     for row, cell in enumerate(cells.columns[name]):
         value = _number(cell)
         if value is None:
             said = f"column `{name}` has `{shown(str(cell))}`, which is not a finite number"
             raise cells.wrong(row, said + (" (leave a missing number empty)" * _is_infinite(cell)))
-        values.append(value)
-    return values
+        yield value
 
 
 def _is_nested(cell: Any) -> bool:
@@ -310,7 +378,7 @@ def _is_nested(cell: Any) -> bool:
     )
 
 
-def _labels(cells: _Cells, columns: Columns) -> list[list[str]]:
+def _labels(cells: _Cells, columns: Columns) -> Iterable[list[str]]:
     """Return the labels of each row."""
     if len(columns.labels) > 1:
         return _flagged(cells, columns.labels)
@@ -331,8 +399,8 @@ def _flagged(cells: _Cells, columns: Sequence[str]) -> list[list[str]]:
             if flag is None:
                 raise cells.wrong(
                     row,
-                    f"column `{name}` has `{shown(str(cell))}`, but each of several label columns must "
-                    "contain 0 and 1, or false and true",
+                    f"column `{name}` has `{shown(str(cell))}`, but if there are several label columns, each "
+                    "must contain 0 and 1, or false and true",
                 )
             if flag:
                 lists[row].append(name)

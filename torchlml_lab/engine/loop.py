@@ -1,27 +1,31 @@
 """The training loop: tasks, training steps, epochs, and the time that they take."""
 
 import copy
+import inspect
 import math
+import os
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
 from statistics import median
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import torch
+import torch.distributed as dist
 from accelerate import Accelerator
 from rich.console import Console
 from rich.table import Table
 from torch import Tensor, nn
 from torch.optim import Optimizer
+from torch.optim.adam import adam
 from torch.optim.lr_scheduler import LRScheduler
 from torch.utils.data import Dataset, Sampler
 
 from torchlml_lab.cli_errors import BadInput
 from torchlml_lab.engine.output import ProgressBar, new_console, plain_table
-from torchlml_lab.engine.settings import StepTimeSettings, check_threads, use_threads
+from torchlml_lab.engine.settings import StepTimeSettings, TrainSettings, check_threads, use_threads
 
 Loss = Callable[[nn.Module, Any], Tensor]
 """A function that returns the mean loss of a model on a batch."""
@@ -49,20 +53,92 @@ class Task:
     """The metrics that are printed after every epoch. All metrics are recorded."""
     most_gradient: float | None = None
     """The maximum gradient norm for clipping. None disables clipping."""
+    evaluated: int = 8
+    """The number of batches that are evaluated at once: more than one, because no gradients are stored."""
     threads: int | None = None
     """The number of CPU threads that suits the task's operators. None means all available threads."""
     patience: int | None = None
     """Training stops after this many epochs without improvement. None trains all epochs."""
     stored: Mapping[str, dict[str, Any]] = field(default_factory=dict)
     """JSON files, by name, that are written to the run directory at the start, for use in prediction."""
+    start_margin: float | None = None
+    """For a model that is already trained: it is evaluated as epoch 0, and the best epoch is a later one only
+    if it exceeds the score of epoch 0 by this margin."""
+    settings: TrainSettings | None = None
+    """The settings to write to the run directory, if the data changed them."""
     combine: Callable[[nn.Module], None] | None = None
-    """Called with the model of the best epoch after training. The validation metrics are then measured again,
-    because it may change the model."""
+    """Called after training with the model of the best epoch, which it may modify. The validation metrics are
+    then measured again."""
     refit: Callable[[nn.Module, Path | None], None] | None = None
-    """Called after that, to fit parts of the model on all samples before the test. The second argument is the
-    run directory in the first process, and None in the others."""
+    """Called after `combine` to fit parts of the model on all samples, before the test metrics are measured.
+    The second argument is the run directory in the first process, and None in all other processes."""
+    fitted: bool = False
+    """Whether the model is already fitted, so that it is only evaluated and saved, without epochs."""
     instead: str = ""
     """A sentence that recommends a faster alternative if training would take hours."""
+
+
+class RowAdam(Optimizer):
+    """Adam that updates only the rows of a weight that have a gradient, if the gradient is sparse.
+
+    Other rows keep their weights and moments, so that a step on 10^6 rows costs as much as the rows of its
+    batch. Dense gradients are handled by the fused implementation of torch.
+
+    Args:
+        parameters: The parameters.
+        lr: The learning rate.
+        betas: The decay rates of the moments.
+        eps: Added to the root of the second moment.
+    """
+
+    def __init__(
+        self,
+        parameters: Iterable[Tensor],
+        lr: float = 0.001,
+        betas: tuple[float, float] = (0.9, 0.999),
+        eps: float = 1e-8,
+    ) -> None:
+        super().__init__(parameters, {"lr": lr, "betas": betas, "eps": eps})
+
+    @torch.no_grad()
+    def step(self, closure: None = None) -> None:  # type: ignore[override]
+        """Update all parameters that have a gradient."""
+        for group in self.param_groups:
+            (beta, beta_square), lr, eps = group["betas"], group["lr"], group["eps"]
+            for parameter in group["params"]:
+                if parameter.grad is None:
+                    continue
+                state = self.state[parameter]
+                if not state:
+                    state["step"] = torch.zeros((), device=parameter.device)
+                    state["mean"], state["square"] = (torch.zeros_like(parameter) for _ in range(2))
+                mean, square, steps = state["mean"], state["square"], state["step"]
+                if not parameter.grad.is_sparse:
+                    adam(
+                        [parameter],
+                        [parameter.grad],
+                        [mean],
+                        [square],
+                        [],
+                        [steps],
+                        fused=True,
+                        amsgrad=False,
+                        beta1=beta,
+                        beta2=beta_square,
+                        lr=lr,
+                        weight_decay=0.0,
+                        eps=eps,
+                        maximize=False,
+                    )
+                    continue
+                steps += 1
+                gradient = parameter.grad.coalesce()
+                (rows,), values = gradient.indices(), gradient.values()
+                some = mean[rows].lerp_(values, 1 - beta)
+                some_square = square[rows].mul_(beta_square).addcmul_(values, values, value=1 - beta_square)
+                mean[rows], square[rows] = some, some_square
+                scale = some_square.div_(1 - beta_square ** steps.item()).sqrt_().add_(eps)
+                parameter.index_add_(0, rows, some.div_(scale), alpha=-lr / (1 - beta ** steps.item()))
 
 
 class EpochBatches(Sampler[list[int]]):
@@ -144,35 +220,115 @@ def train_epoch(
 
 LONG, VERY_LONG = 600.0, 3600.0  # seconds: above these, print an estimate, and also an alternative
 FEW = 8  # samples that suffice for an estimate
+MOST_PROBED = 2**22  # entries that suffice to time an update: more than the caches hold
 
 
-def seconds_per_batch(task: Task, batch_size: int) -> float:
-    """Time a forward and backward pass, on a copy of the network and of the random state.
+class Needs(NamedTuple):
+    """The estimated needs of training."""
+
+    step: float
+    """Seconds per batch of training."""
+    evaluation: float
+    """Seconds of an evaluation on the validation samples."""
+    memory: float
+    """Bytes of memory of this process, or 0 if the system does not tell."""
+
+
+def needs(task: Task, batch_size: int) -> Needs:
+    """Time the passes and the update of a step, and estimate the memory, without changing the task.
 
     Args:
-        task: The task to time. It is not modified.
+        task: The task to time.
         batch_size: Samples per batch.
 
     Returns:
-        The seconds per batch, extrapolated from a few samples if a whole batch is slow.
+        The needs. The passes are extrapolated from a few samples if a whole batch is slow, and the update
+        from a few parameters.
     """
-    model = copy.deepcopy(task.model).train()
+    # With several processes, the hooks of the model would wait for the other ones.
+    model = (
+        copy.deepcopy(task.model) if dist.is_available() and dist.is_initialized() else task.model
+    ).train()
+    named = dict(model.named_parameters())
+    # Training mode changes buffers, for example those of batch normalization.
+    buffers = {name: kept.clone() for name, kept in model.state_dict().items() if name not in named}
 
     def passes(count: int) -> float:
+        model.zero_grad()
         start = time.perf_counter()
         task.loss(model, task.training.__getitems__(list(range(count)))).backward()  # type: ignore[attr-defined]
         return time.perf_counter() - start
 
-    size = min(batch_size, len(task.training))  # type: ignore[arg-type]
+    def evaluation(count: int) -> float:
+        start = time.perf_counter()
+        with torch.no_grad():
+            task.loss(model, held_out.__getitems__(list(range(count))))  # type: ignore[attr-defined]
+        return time.perf_counter() - start
+
+    held_out = task.held_out["validation"]
+    size, held_out_size = min(batch_size, len(task.training)), len(held_out)  # type: ignore[arg-type]
     few = min(FEW, size)
     with torch.random.fork_rng(devices=[]):
         passes(few)  # the first pass includes allocation and lazy loading
-        seconds = passes(few)
-        return seconds * size / few if seconds > 0.2 else passes(size)
+        short = passes(few)
+        more = min(4 * few, size) if short > 0.2 else size
+        seconds = passes(more)
+        # A part of the time does not depend on the number of samples: all weights have a gradient.
+        seconds += (size - more) * max(0.0, seconds - short) / max(1, more - few)
+        gradients = [parameter.grad for parameter in named.values() if parameter.grad is not None]
+        resident = _resident_bytes()
+        updates, states = _update_needs(task.optimizer, gradients)
+        some = min(size, held_out_size)
+        model.eval()
+        evaluating = evaluation(some) * held_out_size / some
+    model.zero_grad()
+    for name, kept in model.state_dict().items():
+        if name in buffers:
+            kept.copy_(buffers[name])
+    return Needs(seconds + updates, evaluating, resident and resident + states)
+
+
+def _update_needs(optimizer: Optimizer, gradients: Sequence[Tensor]) -> tuple[float, float]:
+    """Estimate the seconds of an update and the bytes of the optimizer's state.
+
+    A new optimizer of the same kind updates a few entries, once to create its state and once to be timed. The
+    gradients determine which entries an update reads: all of a dense one, and some rows of a sparse one.
+    """
+    seconds = states = 0.0
+    accepted = inspect.signature(type(optimizer)).parameters.keys() & optimizer.defaults.keys()
+    for sparse in (False, True):
+        those = [gradient for gradient in gradients if gradient.is_sparse == sparse]
+        entries = sum(g._values().numel() if sparse else g.numel() for g in those)
+        if not entries:
+            continue
+        width = those[0].shape[-1] if sparse else 1
+        count = max(1, min(entries, MOST_PROBED) // width)
+        probe = torch.zeros(count, width).requires_grad_()
+        probe.grad = torch.zeros(count, width)
+        if sparse:
+            rows = torch.arange(count)[None]
+            probe.grad = torch.sparse_coo_tensor(rows, probe.grad, check_invariants=False, is_coalesced=True)
+        same = type(optimizer)([probe], **{name: optimizer.defaults[name] for name in accepted})
+        same.step()
+        start = time.perf_counter()
+        same.step()
+        seconds += (time.perf_counter() - start) * entries / probe.numel()
+        kept = sum(t.nbytes for t in same.state[probe].values() if isinstance(t, Tensor) and t.numel() > 1)
+        states += kept / probe.numel() * sum(gradient.numel() for gradient in those)
+    return seconds, states
+
+
+def _resident_bytes() -> float:
+    """The memory of this process, or 0 if the system does not tell."""
+    try:
+        pages = int(Path("/proc/self/statm").read_text(encoding="ascii").split()[1])
+    except (OSError, ValueError, IndexError):
+        return 0.0
+    return float(pages * os.sysconf("SC_PAGE_SIZE"))
 
 
 def forecast(task: Task, batch_size: int, epochs: int, batches: int) -> str | None:
-    """Return an estimate of the training time to print before a long run, or None before a short one.
+    """Return an estimate of time and memory to print before a long run, or None before a short one.
 
     Args:
         task: The task to train.
@@ -180,11 +336,17 @@ def forecast(task: Task, batch_size: int, epochs: int, batches: int) -> str | No
         epochs: The number of epochs left.
         batches: The number of batches per epoch.
     """
-    seconds = epochs * batches * seconds_per_batch(task, batch_size)
-    if seconds < LONG:
+    found = needs(task, batch_size)
+    each = batches * found.step + found.evaluation
+    if epochs * each < LONG:
         return None
-    said = f"{epochs} epochs of {batches} batches will take about {in_words(seconds)} on this CPU."
-    return f"{said} {task.instead}".rstrip() if seconds > VERY_LONG else said
+    most = "" if task.patience is None else "At most "
+    memory = f", with about {found.memory / 1e9:.1f} GB of memory" if found.memory else ""
+    said = (
+        f"{most}{epochs} epochs of {batches} batches will take about {in_words(epochs * each)} on this CPU, "
+        f"{in_words(each)} each{memory}."
+    )
+    return f"{said} {task.instead}".rstrip() if epochs * each > VERY_LONG else said
 
 
 def in_words(seconds: float) -> str:
@@ -198,11 +360,11 @@ def in_words(seconds: float) -> str:
 
 Name = TypeVar("Name", bound=str)  # the name of a loss of a task
 
-MOST_SAMPLES = 1024  # samples per step, because a scene graph takes about 200 kB
+MOST_SAMPLES = 1024  # per step, because a scene graph takes about 200 kB
 
 
 def checked_size(settings: StepTimeSettings, usual: int) -> int:
-    """Return the samples per step, `usual` by default, after checking that the step can be timed."""
+    """Return the number of samples per step (`usual` by default), after checking the settings."""
     if settings.steps < 1:
         raise BadInput(f"`--steps` must be at least 1, but it is {settings.steps}.")
     check_threads(settings.threads)
@@ -219,7 +381,7 @@ def compare_steps(
 
     Args:
         names: The names of the tasks to time, the baseline first.
-        build: Builds the task of a name. The same seed is set before each call.
+        build: Builds the task with a given name. The same seed is set before each call.
         settings: The number of steps and threads.
         size: Samples per step.
         what: A description of the samples, for the title of the table.
@@ -237,7 +399,7 @@ def compare_steps(
 def measure_steps(
     tasks: Mapping[str, Task], batch_size: int, steps: int, console: Console
 ) -> dict[str, list[float]]:
-    """Measure the seconds of each step (data, forward, loss, backward, clipping, update) by task.
+    """Measure the duration of training steps (data, forward, loss, backward, clipping, update) of each task.
 
     Args:
         tasks: The tasks to time. All of them use the same data.
@@ -246,7 +408,7 @@ def measure_steps(
         console: The console for the progress bar.
 
     Returns:
-        The seconds. The i-th values of all tasks refer to the same samples.
+        The seconds per step by task. The i-th values of all tasks refer to the same samples.
     """
     accelerator = Accelerator(cpu=True)
     count = len(next(iter(tasks.values())).training)  # type: ignore[arg-type]

@@ -53,7 +53,7 @@ class ProgressBar(Progress):
 
     Args:
         console: The console to print to. A quiet console shows nothing.
-        hidden: Whether to show nothing, as for all processes of a run except the first.
+        hidden: Whether to show nothing, as in all processes of a run except the first.
     """
 
     def __init__(self, console: Console, hidden: bool = False) -> None:
@@ -138,7 +138,7 @@ class StudyTable(Generic[Row]):
                 writer.writerow(values | {"seconds": f"{values['seconds']:.1f}"})
 
     def read(self, path: Path, option: str) -> list[Row]:
-        """Read a file written by `write`. `option` is the option that named it, for the error."""
+        """Read a file written by `write`. `option` is the command-line option that gave the path."""
         types: dict[str, Any] = {field.name: field.type for field in fields(self.kind)}  # type: ignore[arg-type]
         try:
             with path.open(newline="", encoding="utf-8") as file:
@@ -150,7 +150,7 @@ class StudyTable(Generic[Row]):
                 raise ValueError("it has no rows")
         except (OSError, ValueError, TypeError) as error:
             said = error.strerror if isinstance(error, OSError) else error
-            raise BadInput(f"`{option}` names `{path}`, which cannot be read as a sweep: {said}.") from error
+            raise BadInput(f"`{option}` names `{path}`, which is not a CSV of a sweep: {said}.") from error
         return found
 
 
@@ -178,7 +178,7 @@ def best_recipes(
             if one.method == method:
                 scores[one.recipe][one.condition] = one.score
         if not scores:
-            raise BadInput(f"`--tuned` names `{path}`, which has no run of the {what} `{method}`.")
+            raise BadInput(f"`--tuned` names `{path}`, which contains no run of the {what} `{method}`.")
         if len({frozenset(found) for found in scores.values()}) > 1:
             raise BadInput(
                 f"`--tuned` names `{path}`, where `{method}` was not run on the same {where} with every "
@@ -189,7 +189,7 @@ def best_recipes(
 
 
 def plain_table(title: str, heads: Sequence[str], left: int = 1) -> Table:
-    """Create an empty table for the terminal. The first `left` columns are text, the others numbers."""
+    """Create an empty table for the terminal. The first `left` columns are text, all others numbers."""
     table = Table(
         title=title,
         title_justify="left",

@@ -39,7 +39,7 @@ def train(
         console: The console for progress and results.
 
     Returns:
-        The content of `result.json`: the best epoch, its validation and test metrics, and the seconds.
+        The content of `result.json`: the best epoch, its validation and test metrics, and the seconds used.
     """
     accelerator = _accelerator(settings)
     if settings.batch_size % accelerator.num_processes:
@@ -65,7 +65,7 @@ def train(
         if main and not resumed:
             folder.path.mkdir(parents=True, exist_ok=True)
             held.enter_context(locked(folder.path))
-            folder.create(settings, task.stored)
+            folder.create(task.settings or settings, task.stored)
         elif main:
             folder.write_settings(settings)  # the data may have moved
         accelerator.wait_for_everyone()
@@ -126,8 +126,7 @@ class _Run:
         self.model, self.optimizer, self.scheduler, self.batches = accelerator.prepare(
             task.model, task.optimizer, task.scheduler, _loader(task.training, self.order)
         )
-        # Evaluation stores no gradients, so its batches can be larger.
-        size = 8 * settings.batch_size
+        size = task.evaluated * settings.batch_size
         self.held_out = {
             name: accelerator.prepare(_loader(data, EpochBatches(_length(data), size, 0, shuffle=False)))
             for name, data in task.held_out.items()
@@ -146,7 +145,15 @@ class _Run:
         """Train the remaining epochs, then test."""
         started = time.monotonic() - (self.state.seconds if self.state else 0)
         first = self.state.epoch + 1 if self.state else 1
+        if self.task.fitted:
+            if self.state is None:
+                measures = {name: self._evaluate(name) for name in self.held_out if name != "test"}
+                self._record(0, 0.0, measures, time.monotonic() - started)
+            return self._finish(time.monotonic() - started)
         self._say_how_long(self.settings.epochs + 1 - first)
+        if self.task.start_margin is not None and self.state is None:
+            measures = {name: self._evaluate(name) for name in self.held_out if name != "test"}
+            self._record(0, None, measures, time.monotonic() - started)
         with ProgressBar(self.console, hidden=not self.main) as progress:
             epochs = progress.add_task("epochs ", total=self.settings.epochs, completed=first - 1)
             steps = progress.add_task("batches", total=len(self.batches))
@@ -170,7 +177,7 @@ class _Run:
             size = self.settings.batch_size // self.accelerator.num_processes
             said = forecast(self.task, size, epochs, len(self.batches))
             if said is not None:
-                self.console.print(said, highlight=False)
+                self.console.print(said, highlight=False, soft_wrap=True)
 
     def _epoch(self, epoch: int, step: Callable[[], None]) -> float:
         self.order.epoch = epoch
@@ -191,10 +198,13 @@ class _Run:
         with torch.no_grad(), self.accelerator.autocast():
             return self.task.measure(self.model, self.held_out[split], self.accelerator)
 
-    def _record(self, epoch: int, loss: float, measures: dict[str, dict[str, float]], seconds: float) -> None:
+    def _record(
+        self, epoch: int, loss: float | None, measures: dict[str, dict[str, float]], seconds: float
+    ) -> None:
         score, name = measures["validation"][self.task.chosen_by], f"epoch-{epoch:04d}"
-        better = self.state is None or score > self.state.best_score
         kept = self.state
+        margin = (self.task.start_margin or 0.0) if kept is not None and kept.best_epoch == 0 else 0.0
+        better = kept is None or score > kept.best_score + margin
         state = State(
             epoch=epoch,
             last=name,
@@ -204,9 +214,9 @@ class _Run:
             processes=self.accelerator.num_processes,
             seconds=seconds,
         )
-        lines = [
-            {"epoch": epoch, "split": split, "train_loss": loss, **values}
-            for split, values in measures.items()
+        trained = {} if loss is None else {"train_loss": loss}
+        lines: list[dict[str, Any]] = [
+            {"epoch": epoch, "split": split, **trained, **values} for split, values in measures.items()
         ]
         self._save(state, lines)
         self.state = state
@@ -216,7 +226,9 @@ class _Run:
             self.accelerator.log(values, step=epoch)
         if self.main:
             said = in_percent(measures["validation"], self.task.printed)
-            self.console.print(f"epoch {epoch}: loss {loss:.4f}, validation {said}", highlight=False)
+            shown = "" if loss is None else f"loss {loss:.4f}, "
+            start = "fitted, " if self.task.fitted else f"epoch {epoch}: {shown}"
+            self.console.print(f"{start}validation {said}", highlight=False)
 
     def _save(self, state: State, lines: list[dict[str, Any]]) -> None:
         partial = self.folder.partial
@@ -237,7 +249,7 @@ class _Run:
                 shutil.rmtree(partial, ignore_errors=True)
             raise RuntimeError(
                 f"The checkpoint of epoch {state.epoch} could not be written to `{self.folder.path}`: "
-                f"{why}; earlier epochs are intact. Resume after them with `{self.again}`."
+                f"{why}; earlier epochs are intact. Resume the run with `{self.again}`."
             ) from error
 
     def _load(self, state: State) -> None:
@@ -259,7 +271,9 @@ class _Run:
                 raise ValueError(f"`{drawn.name}` cannot be used")
         except Exception as error:
             said = " ".join(str(error).split())[:200].rstrip(".")
-            raise BadInput(f"The checkpoint `{path}` is damaged or of another model: {said}.") from error
+            raise BadInput(
+                f"The checkpoint `{path}` is damaged or belongs to another model: {said}."
+            ) from error
         if self.main:  # files that a killed run wrote after its last saved state
             self.folder.drop_metrics_after(state.epoch)
             self.folder.drop_checkpoints_beside(state)
@@ -311,7 +325,7 @@ def _why_not_written(error: Exception, folder: Path) -> str:
 
 
 def _random_states(path: Path) -> dict[str, Any]:
-    """Read the random states of a process that accelerate wrote. An invalid file raises `ValueError`."""
+    """Read the random states that accelerate saved for a process. An invalid file raises `ValueError`."""
     try:
         states: dict[str, Any] = load(path)
         return {name: states[name] for name in ("torch_manual_seed", "random_state")}
@@ -322,7 +336,7 @@ def _random_states(path: Path) -> dict[str, Any]:
 def _accelerator(settings: TrainSettings) -> Accelerator:
     if settings.tensorboard and importlib.util.find_spec("tensorboard") is None:
         raise BadInput("`--tensorboard` needs the package `tensorboard`: run `pip install tensorboard`.")
-    # split_batches: `--batch-size` is the total over all processes, so their number does not change it.
+    # With split_batches, `--batch-size` is the total over all processes, regardless of their number.
     data = DataLoaderConfiguration(split_batches=True, dispatch_batches=False)
     try:
         return Accelerator(
@@ -334,7 +348,9 @@ def _accelerator(settings: TrainSettings) -> Accelerator:
             project_dir=settings.resume or settings.out,
         )
     except ValueError as error:
-        raise BadInput(f"`--mixed-precision {settings.mixed_precision}` is not possible: {error}.") from error
+        raise BadInput(
+            f"`--mixed-precision {settings.mixed_precision}` is not supported: {error}."
+        ) from error
 
 
 def _loader(data: Dataset[Any], order: EpochBatches) -> DataLoader[Any]:
@@ -387,6 +403,6 @@ def train_on_files(
 
 
 def say(sentences: Iterable[str], console: Console) -> None:
-    """Print sentences verbatim, because names in files may contain text that rich would treat as markup."""
+    """Print sentences verbatim, because names from files may contain text that Rich would treat as markup."""
     for sentence in sentences:
         console.print(sentence, soft_wrap=True, highlight=False, markup=False)

@@ -16,6 +16,7 @@ the operating system: a killed process leaves the file `.lock` behind, but not t
 """
 
 import dataclasses
+import glob
 import json
 import os
 import platform
@@ -181,7 +182,7 @@ class RunFolder:
             )
 
     def check_sound(self) -> None:
-        """Raise `BadInput` if the loss became infinite or NaN, because it would do so again."""
+        """Raise `BadInput` if the loss became infinite or NaN, because resuming would repeat it."""
         if (self.path / "failed.json").exists():
             failed = read_record(self.path / "failed.json", _Failed)
             raise BadInput(f"`{self.path}`: " + self.failure(failed.epoch, failed.loss))
@@ -253,7 +254,7 @@ class RunFolder:
         return read_record(self.path / "run.json", RunRecord)
 
     def result(self) -> dict[str, Any]:
-        """Return the content of `result.json`: the best epoch, its metrics, and the seconds."""
+        """Return the content of `result.json`: the best epoch, its metrics, and the elapsed seconds."""
         path = self.path / "result.json"
         values = asdict(read_record(path, _Result))
         return values | {split: _Measures(values[split], path) for split in ("validation", "test")}
@@ -272,7 +273,7 @@ class RunFolder:
         return path
 
     def commit(self, state: State) -> None:
-        """Make the files in `partial` the last checkpoint, and remove those no longer needed."""
+        """Make the files in `partial` the last checkpoint, and remove checkpoints that are not needed."""
         written = {"run": self.record().run, "torchlml": torchlml.__version__, "epoch": state.epoch}
         (self.partial / "checkpoint.json").write_text(json.dumps(written), encoding="utf-8")
         place = self.path / "checkpoints" / state.last
@@ -307,7 +308,7 @@ class RunFolder:
         (self.path / "metrics.jsonl").unlink(missing_ok=True)
 
     def drop_metrics_after(self, epoch: int) -> None:
-        """Keep only the lines of complete epochs."""
+        """Remove the metrics of later epochs, and the test metrics."""
         lines = [line for line in self.metrics() if line["epoch"] <= epoch and line["split"] != "test"]
         with replacing(self.path / "metrics.jsonl") as temporary:
             temporary.write_text("".join(json.dumps(line) + "\n" for line in lines), encoding="utf-8")
@@ -319,7 +320,7 @@ class RunFolder:
 
 
 def _metrics_of(line: str, where: str) -> dict[str, Any]:
-    """Parse a line of `metrics.jsonl`. Anything else raises `BadInput`."""
+    """Parse a line of `metrics.jsonl`. A line with any other content raises `BadInput`."""
     try:
         values = json.loads(line)
     except ValueError as error:
@@ -364,7 +365,7 @@ class BestEpoch(NamedTuple):
         try:
             load_model(model, str(self.weights))
         except (OSError, RuntimeError, SafetensorError) as error:
-            raise BadInput(f"`{self.weights}` is damaged or of another model.") from error
+            raise BadInput(f"`{self.weights}` is damaged or belongs to another model.") from error
         for name, values in model.named_parameters():
             wrong = values[~values.isfinite()]
             if wrong.numel():
@@ -373,7 +374,7 @@ class BestEpoch(NamedTuple):
 
 
 def find_best_epoch(experiment: str, run: Path) -> BestEpoch:
-    """Find the best epoch of a run so far. Without a run or a complete epoch, raise `BadInput`."""
+    """Find the best epoch of a run so far. Raises `BadInput` if there is no run or no complete epoch."""
     folder = RunFolder(run, experiment)
     folder.check()
     state = folder.state()
@@ -382,13 +383,16 @@ def find_best_epoch(experiment: str, run: Path) -> BestEpoch:
     return BestEpoch(state.best_epoch, folder.checkpoint(state.best) / "model.safetensors")
 
 
-def read_moved(kind: type[Settings], run: Path, moved: dict[str, Path | None]) -> Settings:
+def read_moved(
+    kind: type[Settings], run: Path, moved: Mapping[str, Path | tuple[Path, ...] | None]
+) -> Settings:
     """Read the settings of a run, with new paths for data that have moved.
 
     Args:
         kind: The settings class of the task.
         run: The run directory.
-        moved: New paths by the name of the setting. None means that the data have not moved.
+        moved: New paths by the name of the setting. None means that the data have not moved. A path may be
+            a pattern.
 
     Returns:
         The settings. Data that the run did not use, or that no longer exist, raise `BadInput`.
@@ -399,9 +403,11 @@ def read_moved(kind: type[Settings], run: Path, moved: dict[str, Path | None]) -
         stored = getattr(settings, name)
         if path is not None and stored is None:
             raise BadInput(f"`{option}` is given, but the run `{run}` was started without it.")
-        if path is None and stored is not None and not stored.exists():
+        several = stored if isinstance(stored, tuple) else () if stored is None else (stored,)
+        gone = next((one for one in several if not one.exists() and not glob.glob(str(one))), None)
+        if path is None and gone is not None:
             raise BadInput(
-                f"The run `{run}` was started with `{option} {stored}`, which no longer exists. "
+                f"The run `{run}` was started with `{option} {gone}`, which no longer exists. "
                 f"Pass its new location with `{option}`."
             )
     changes: dict[str, Any] = {name: path for name, path in moved.items() if path is not None}

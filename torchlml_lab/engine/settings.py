@@ -79,7 +79,7 @@ class TrainSettings:
 
 # Options of the invocation, not settings of the run.
 _CALL = {"resume", "overwrite"}
-# Options that may change when a run is resumed, because they affect its numbers at most by rounding.
+# Options that may change when a run is resumed, because they affect its results at most by rounding.
 FREE = _CALL | {"out", "tensorboard", "threads"}
 SETTINGS_FILE = "settings.json"
 
@@ -123,7 +123,7 @@ def to_json(settings: TrainSettings) -> dict[str, Any]:
 def _json_value(value: Any) -> Any:
     if isinstance(value, Path):
         return str(value.absolute())
-    return list(value) if isinstance(value, tuple) else value
+    return list(map(_json_value, value)) if isinstance(value, tuple) else value
 
 
 def from_json(kind: type[Settings], path: Path) -> Settings:
@@ -145,11 +145,17 @@ def _check_unchanged(folder: Path, name: str, now: object, then: object) -> None
     """Raise `BadInput` for an option that would change the run. The paths of data may change."""
     option = "--" + name.replace("_", "-")
     where = f"but the run `{folder}` was started with"
-    if name in FREE or now == then or (isinstance(now, Path) and isinstance(then, Path)):
+    if name in FREE or now == then or (_is_path(now) and _is_path(then)):
         return
     if then is None:
         raise BadInput(f"`{option}` is given, {where}out it. A run is resumed with its original settings.")
     raise BadInput(f"`{option}` is {now}, {where} {then}. A run is resumed with its original settings.")
+
+
+def _is_path(value: object) -> bool:
+    """Whether a setting is a path or several paths."""
+    several = isinstance(value, tuple) and bool(value) and all(isinstance(one, Path) for one in value)
+    return several or isinstance(value, Path)
 
 
 def _resumed_folder(arguments: Sequence[str]) -> Path | None:
@@ -201,7 +207,7 @@ def parse_settings(kind: type[Options], command: str, arguments: Sequence[str], 
         return tyro.cli(
             kind,
             prog=f"torchlml {command}",
-            # tyro wraps all text except this to the terminal width, and joins lines that are not indented.
+            # tyro does not wrap the description to the terminal width, and joins lines that are not indented.
             description=folded(kind.__doc__ or "", indent=" "),
             args=arguments,
             default=default,
@@ -276,11 +282,11 @@ GROUPS = {
     "data": (
         "train valid test train_labels valid_labels test_labels label_names labels separator texts numbers "
         "keep data features noise validation samples vg vrd one_per_edge glove counts region_features "
-        "split_seed columns users"
+        "split_seed columns min_rating latest users unlabeled"
     ),
     "model": (
-        "network head encoder loss objective k temperature model hidden dimension dropout leave_one_out "
-        "without_bias"
+        "network head encoder loss objective k temperature model layers hidden dimension dropout penalty "
+        "leave_one_out without_bias"
     ),
     "training": (
         "epochs patience batch_size learning_rate weight_decay clip seed mixed_precision cpu threads "
@@ -315,11 +321,11 @@ class GridSettings:
     csv: Path | None = None
     """CSV file of the finished runs; by default `results.csv` in `--out`."""
     seeds: tuple[int, ...] = (0,)
-    """Seeds of each combination."""
+    """Seeds for each combination of the other settings."""
     learning_rates: tuple[float, ...] = ()
     """Learning rates to try; by default only `--run.learning-rate`."""
     tuned: Path | None = None
-    """CSV of an earlier sweep on the same data. Each method uses its best settings on validation there."""
+    """CSV of an earlier sweep on the same data; its validation scores select the settings of each method."""
     workers: int = field(default_factory=lambda: os.cpu_count() or 1)
     """Number of parallel runs, at least 1, with one thread each."""
 

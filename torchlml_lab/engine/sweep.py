@@ -2,6 +2,7 @@
 
 import contextlib
 import dataclasses
+import gc
 import os
 import signal
 import sys
@@ -54,17 +55,17 @@ def read_tuned(
 
     Args:
         settings: The settings of the sweep.
-        table: The kind of table that such a sweep writes.
-        chooses: The settings that are chosen from these rows. Passing one of them as well is an error.
+        table: The table that the sweeps of this task write.
+        chooses: The settings that these rows determine. Setting one of them explicitly is an error.
 
     Returns:
-        The rows. A file that is not such a table raises `BadInput`.
+        The rows. An invalid file raises `BadInput`.
     """
     assert settings.tuned is not None
     if any(getattr(settings, name) for name in chooses):
         *others, last = (name.replace("_", " ") for name in chooses)
         said = f"{', '.join(others)} and {last}" if others else f"the {last}"
-        raise BadInput(f"`--tuned` already chooses {said}, so they cannot be given as well.")
+        raise BadInput(f"`--tuned` already chooses {said}, which cannot also be given.")
     return table.read(settings.tuned, "--tuned")
 
 
@@ -129,7 +130,7 @@ def _write(grid: Grid[Any, Any], path: Path, done: dict[Path, dict[str, Any]]) -
 
 
 def finished(experiment: str, settings: TrainSettings) -> dict[str, Any] | None:
-    """Return the result of a run, or None if it is not finished. Different settings raise `BadInput`."""
+    """Return the result of a run, or None if it is unfinished. Runs with other settings raise `BadInput`."""
     stored = settings.out / SETTINGS_FILE
     if not (settings.out / "run.json").exists():
         return None
@@ -168,7 +169,7 @@ def _run_all(
                     done[one.out] = future.result()
                 except Exception as error:
                     failed[one.out.name] = " ".join(str(error).split()) or type(error).__name__
-                # If the CSV cannot be written now, it is written, or the error reported, at the end.
+                # The CSV is written again at the end, which reports any error, so an error is ignored here.
                 with contextlib.suppress(OSError):
                     grid.write(path, grid.finished_rows(done))
                 progress.advance(bar)
@@ -194,6 +195,8 @@ def _fresh_processes(grid: Grid[Any, Any]) -> BaseContext:
 
 
 def _prepare_worker() -> None:
+    # Every run ends with a garbage collection, which would visit all modules and copy their memory.
+    gc.freeze()
     torch.set_num_threads(1)
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent handles interrupts
     threading.Thread(target=_end_with_parent, daemon=True).start()

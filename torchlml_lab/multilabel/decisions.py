@@ -1,4 +1,4 @@
-"""From probabilities to sets of labels: the rules that decide, their parameters, and the metrics of sets."""
+"""Rules that turn probabilities into sets of labels, their fitted parameters, and the metrics of sets."""
 
 import math
 from collections.abc import Mapping
@@ -18,11 +18,11 @@ from torchlml_lab.multilabel.settings import RULES, RuleName
 
 FEATURES = 8  # top probabilities that predict the number of labels
 STRENGTH = 10.0  # of the ridge regression, in samples
-_LARGEST = 1e9  # weight of the regression: log-odds are at most 14
+_LARGEST = 1e9  # largest valid weight of the regression; log-odds are at most 14
 WORDS: Mapping[RuleName, str] = {
     "top-k": "the {k} most probable labels",
     "half": "labels with p > 0.5",
-    "threshold": "labels with p > {threshold:.3f}, and always the best one",
+    "threshold": "labels with p > {threshold:.3f}{always}",
     "count": "the most probable labels, as many as predicted for the sample",
 }
 
@@ -39,21 +39,24 @@ class Decisions:
     """The regression of the number of labels: the constant, then a weight for each top log-odds. If it is
     empty, the number is k."""
     most: int = 1
-    """The largest number of labels of a validation sample, and of the rule `count`."""
+    """The largest number of labels of a validation sample. The rule `count` does not choose more."""
+    least: int = 1
+    """The smallest number of labels that the rules `threshold` and `count` choose. It is 0 only if some
+    validation samples have no labels and empty sets are better on them."""
 
     def sizes(self, probabilities: Tensor, k: int) -> Tensor:
-        """The number of labels of each sample (R,) according to the rule `count`."""
+        """Return the number of labels of each sample (R,) according to the rule `count`."""
         if not self.weights:
             return torch.full((len(probabilities),), k)
         constant, *weights = self.weights
         found = _log_odds(probabilities) @ torch.tensor(weights, dtype=torch.float64) + constant
-        return found.round().clamp(1, min(self.most, probabilities.shape[1])).long()
+        return found.round().clamp(self.least, min(self.most, probabilities.shape[1])).long()
 
     def decide(self, logits: Tensor, probabilities: Tensor, k: int, rule: RuleName) -> Tensor:
         """Choose the labels of each sample.
 
         Args:
-            logits: (R, n), which rank the labels: probabilities can be equal by rounding.
+            logits: (R, n), used to rank the labels, because probabilities can be equal after rounding.
             probabilities: (R, n).
             k: The k of the run.
             rule: The rule to use.
@@ -64,18 +67,20 @@ class Decisions:
         if rule == "half":
             return probabilities > 0.5
         if rule == "threshold":
-            return (probabilities > self.threshold).scatter(-1, logits.argmax(-1, keepdim=True), True)
+            above = probabilities > self.threshold
+            return above.scatter(-1, logits.argmax(-1, keepdim=True), True) if self.least else above
         sizes = self.sizes(probabilities, k) if rule == "count" else torch.full((len(logits),), k)
         order = logits.topk(int(sizes.max()) if len(sizes) else 1, dim=-1).indices
         chosen = torch.arange(order.shape[1]) < sizes[:, None]
         return torch.zeros_like(logits, dtype=torch.bool).scatter(-1, order, chosen)
 
     def in_words(self, rule: RuleName, k: int) -> str:
-        """A description of a rule."""
-        return WORDS[rule].format(k=k, threshold=self.threshold)
+        """Describe a rule."""
+        always = ", and always the best one" if self.least else ""
+        return WORDS[rule].format(k=k, threshold=self.threshold, always=always)
 
 
-def fit(logits: Tensor, probabilities: Tensor, observed: Tensor, k: int) -> Decisions:
+def fit(logits: Tensor, probabilities: Tensor, observed: Tensor, k: int, empty: bool = False) -> Decisions:
     """Fit all rules on validation samples, and choose the best one.
 
     Args:
@@ -83,31 +88,35 @@ def fit(logits: Tensor, probabilities: Tensor, observed: Tensor, k: int) -> Deci
         probabilities: (R, n).
         observed: bool (R, n), the labels of each sample.
         k: The k of the run.
+        empty: Whether some samples have no labels, so that sets may be empty.
     """
-    fitted = Decisions(
-        threshold=best_threshold(logits, probabilities, observed),
-        weights=_count_weights(probabilities, observed.sum(-1)),
-        most=max(1, int(observed.sum(-1).max())),
-    )
+    weights, most = _count_weights(probabilities, observed.sum(-1)), max(1, int(observed.sum(-1).max()))
+    possible = [
+        Decisions(rule, best_threshold(logits, probabilities, observed, least), weights, most, least)
+        for least in ((0, 1) if empty else (1,))
+        for rule in RULES
+    ]
 
-    def score(rule: RuleName) -> float:
+    def score(one: Decisions) -> float:
         measures = SetMeasures(observed.shape[1])
-        measures.update(fitted.decide(logits, probabilities, k, rule), observed)
+        measures.update(one.decide(logits, probabilities, k, one.rule), observed)
         found = measures.result()
         return found.micro_f1 + found.exact
 
-    return Decisions(max(RULES, key=score), fitted.threshold, fitted.weights, fitted.most)
+    return max(possible, key=score)
 
 
-def best_threshold(logits: Tensor, probabilities: Tensor, observed: Tensor) -> float:
-    """The threshold with the highest micro-F1, if the best label of each sample is always chosen."""
-    always = torch.zeros_like(observed).scatter(-1, logits.argmax(-1, keepdim=True), True)
+def best_threshold(logits: Tensor, probabilities: Tensor, observed: Tensor, least: int = 1) -> float:
+    """Return the threshold with the highest micro-F1. If `least` is 1, the best label is always chosen."""
+    always = torch.zeros_like(observed)
+    if least:
+        always.scatter_(-1, logits.argmax(-1, keepdim=True), True)
     values, order = probabilities[~always].double().sort(descending=True)
     right = observed[~always][order].double()
     hits = (observed & always).sum() + torch.cat([right.new_zeros(1), right.cumsum(0)])
     chosen = always.sum() + torch.arange(len(hits))
-    f1 = 2 * hits / (chosen + observed.sum())
-    # Equal probabilities are chosen together, so a threshold can only separate different ones.
+    f1 = 2 * hits / (chosen + observed.sum()).clamp(min=1)
+    # A threshold cannot separate equal probabilities, so they are chosen together.
     ends = torch.cat([values.new_ones(1), values, values.new_zeros(1)])
     f1[ends[:-1] == ends[1:]] = -1
     best = int(f1.argmax())
@@ -115,13 +124,13 @@ def best_threshold(logits: Tensor, probabilities: Tensor, observed: Tensor) -> f
 
 
 def _log_odds(probabilities: Tensor) -> Tensor:
-    """The log-odds of the highest probabilities, in descending order, float64 (R, at most `FEATURES`)."""
+    """Return the log-odds of the highest probabilities in descending order, float64 (R, up to `FEATURES`)."""
     top = probabilities.double().topk(min(FEATURES, probabilities.shape[1]), dim=-1).values
     return torch.logit(top, eps=1e-6)
 
 
 def _count_weights(probabilities: Tensor, counts: Tensor) -> list[float]:
-    """Ridge regression of the number of labels on the top log-odds."""
+    """Fit a ridge regression of the number of labels on the top log-odds, and return its weights."""
     x, y = _log_odds(probabilities), counts.double()
     mean, scale = x.mean(0), x.std(0, correction=0).clamp(min=1e-6)
     x = (x - mean) / scale
@@ -132,7 +141,7 @@ def _count_weights(probabilities: Tensor, counts: Tensor) -> list[float]:
 
 
 def stored(path: Path, labels: int) -> Decisions:
-    """Load the decisions of a run from its calibration; raise `BadInput` if the file is damaged.
+    """Load the decisions of a run from its calibration file; raise `BadInput` if the file is damaged.
 
     Args:
         path: The file. If it does not exist, the rule is `top-k`.
@@ -149,6 +158,8 @@ def stored(path: Path, labels: int) -> Decisions:
             raise ValueError("`decisions` contains a number that is not finite")
         if found.weights and len(found.weights) != 1 + min(FEATURES, labels):
             raise ValueError(f"`weights` must have length {1 + min(FEATURES, labels)}")
+        if found.least not in (0, 1):
+            raise ValueError(f"`least` must be 0 or 1, but it is {found.least}")
         if found.most < 1 or max(map(abs, found.weights), default=0) > _LARGEST:
             raise ValueError(f"`most` must be at least 1, and `weights` from -{_LARGEST:g} to {_LARGEST:g}")
     except ValueError as error:
@@ -172,8 +183,8 @@ class SetMeasures:
     """Accumulates metrics of chosen sets over batches.
 
     Args:
-        labels: The number of labels of the samples. Labels that a run does not know come last and are never
-            chosen.
+        labels: The number of labels of the samples. Labels that are unknown to the run come last and are
+            never chosen.
     """
 
     def __init__(self, labels: int) -> None:
@@ -191,7 +202,7 @@ class SetMeasures:
         self.rows += len(chosen)
 
     def result(self) -> SetResult:
-        """The metrics of all samples so far."""
+        """Return the metrics of all samples so far."""
         either = self.chosen + self.support
         each = 2 * self.hits[either > 0] / either[either > 0]
         total = int(either.sum())
@@ -204,7 +215,7 @@ class SetMeasures:
 
 
 def average_precision(scores: npt.NDArray[Any], observed: npt.NDArray[np.bool_]) -> float:
-    """The average precision of one label, whose samples are ranked by their scores.
+    """Compute the average precision of one label over samples that are ranked by their scores.
 
         >>> average_precision(np.array([0.9, 0.8, 0.1]), np.array([True, False, True]))
         0.8333333333333333
@@ -227,7 +238,7 @@ class LabelResult(NamedTuple):
     support: int
     """The number of samples with the label."""
     predicted: int
-    """The number of samples for which the rule of the run chooses it."""
+    """The number of samples for which the rule of the run chooses the label."""
     precision: float | None
     recall: float | None
     average_precision: float | None
@@ -236,13 +247,13 @@ class LabelResult(NamedTuple):
 def label_results(
     rows: LabelledRows, found: SetMeasures, scores: npt.NDArray[np.float32]
 ) -> list[LabelResult]:
-    """The metrics of each label that occurs or is chosen, most frequent first.
+    """Return the metrics of each label that occurs or is chosen, most frequent first.
 
     Args:
         rows: The samples.
-        found: The sets that were chosen for them.
-        scores: (R, known labels), the probabilities of the labels; without columns, there are no average
-            precisions.
+        found: The label sets that were chosen for the samples.
+        scores: (R, known labels), the probabilities of the labels. If there are no columns, average
+            precisions are None.
     """
     columns = rows.labels.tocsc()
     results = []

@@ -1,9 +1,10 @@
 """The linear part of a model: ridge regression of all labels, with a penalty chosen on held-out samples.
 
-Least squares on 0/1 labels with an L2 penalty ranks labels as well as a linear SVM does, and it is one linear
-system with a column per label.
+Least squares on 0/1 labels with an L2 penalty ranks labels as well as a linear SVM does, and it requires only
+one linear system with a right-hand side per label.
 """
 
+import math
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
@@ -13,19 +14,25 @@ import torch
 from scipy import sparse
 from torch import Tensor
 
-from torchlml.metrics import topk_ndcg
 from torchlml_lab.data.labelled_rows import Matrix
 from torchlml_lab.multilabel.losses import LabelLoss, unlike_logits
 from torchlml_lab.multilabel.samples import label_lists
 
 Array = npt.NDArray[np.float32]
 
-PENALTIES = (16.0, 6.0, 2.0, 0.7, 0.25, 0.08)
+PENALTIES = (16.0, 6.0, 2.0, 0.7, 0.25, 0.08, 0.025)
 """The penalties to choose from, the strongest first, relative to the mean squared norm of the inputs."""
+GAINS = (1.0, 1.5, 2.0, 3.0, 5.0, 10.0)
+"""The factors to choose from by which the scores differ from the label frequencies.
+
+A penalty that suits the directions of the weights shrinks their lengths too much, so that frequent labels are
+ranked too high.
+"""
 FOLDS = 5
 FEWEST_HELD_OUT = (
     300  # fewer samples make the choice of a penalty noisy, so cross-validation uses all of them
 )
+WORSE = 0.005  # a difference in nDCG@5 that is not noise
 TOLERANCE, MOST_STEPS = 0.05, 40
 SCALE_PENALTY = 0.001  # keeps the scale finite if the validation samples are separable
 SHARES, CLOSE = (0.0, 0.25, 0.5, 0.75, 1.0), 0.002
@@ -41,8 +48,43 @@ class LinearPart(NamedTuple):
     """(labels,)."""
 
     def scores(self, inputs: Matrix) -> Array:
-        """The scores (rows, labels): estimates of the probability of each label."""
-        return inputs @ self.weight + self.bias
+        """Return the scores (rows, labels), which estimate the probability of each label."""
+        return product(inputs, self.weight) + self.bias
+
+    def with_gain(self, gain: float, frequencies: Array) -> "LinearPart":
+        """Return the part whose scores deviate from the label frequencies `gain` times as much."""
+        factor, rest = np.float32(gain), np.float32(1 - gain)  # keep the dtype
+        return LinearPart(factor * self.weight, factor * self.bias + rest * frequencies)
+
+
+def product(matrix: Matrix, dense: Array) -> Array:
+    """Multiply a CSR float32 matrix by a dense matrix, in less than half the time that scipy takes."""
+    found = torch.nn.functional.embedding_bag(
+        torch.from_numpy(matrix.indices),
+        torch.from_numpy(np.ascontiguousarray(dense)),
+        torch.from_numpy(matrix.indptr),
+        mode="sum",
+        per_sample_weights=torch.from_numpy(matrix.data),
+        include_last_offset=True,
+    )
+    return found.numpy()
+
+
+class Start(NamedTuple):
+    """The parts of an earlier run to start from."""
+
+    held_out: LinearPart
+    """Fitted without the validation samples of that run."""
+    final: LinearPart
+    """Fitted on all of its samples."""
+    complete: bool
+    """Whether they know all labels. The scores of other labels are 0."""
+
+
+def frequencies(labels: Matrix) -> Array:
+    """The share of samples that have each label."""
+    counts = np.bincount(labels.indices, minlength=labels.shape[1])
+    return (counts / labels.shape[0]).astype(np.float32)
 
 
 def fits(rows: int, inputs: int, labels: int) -> bool:
@@ -59,12 +101,12 @@ def ridge_path(
         inputs: CSR float32 (rows, inputs).
         labels: CSR (rows, labels).
         penalties: The factors of the squared norm, as multiples of the mean squared norm of the inputs.
-        start: The part whose distance is penalized; by default the weights themselves are.
+        start: The part whose weights are the center of the penalty; by default, the center is zero.
 
     Returns:
         For each penalty λ, the part with weights `W = Xᵀ A`, where `(X Xᵀ + λ I) A = Y - mean(Y)` is solved
-        by conjugate gradients. X has an additional column of ones for the bias. The rows of A are as many as
-        the samples, which are usually fewer than the inputs.
+        by conjugate gradients. X has an additional column of ones for the bias. A has a row for each sample,
+        and there are usually fewer samples than inputs.
     """
     rows = inputs.shape[0]
     x = sparse.csr_array(
@@ -80,16 +122,21 @@ def ridge_path(
     size = float(inputs.data @ inputs.data) / rows
     for penalty in penalties:
         solution = _solve(x, transposed, y, penalty * size, solution)
-        weight = transposed @ solution
-        part = LinearPart(weight[:-1], weight[-1] + mean)
-        yield part if start is None else LinearPart(start.weight + part.weight, start.bias + part.bias)
+        # No local variable refers to the part: several paths are followed at once, and parts are large.
+        yield _part(product(transposed, solution), mean, start)
+
+
+def _part(weight: Array, mean: Array, start: LinearPart | None) -> LinearPart:
+    """Return the linear part of a solution, whose last row belongs to the column of ones."""
+    part = LinearPart(weight[:-1], weight[-1] + mean)
+    return part if start is None else LinearPart(start.weight + part.weight, start.bias + part.bias)
 
 
 def _solve(x: Matrix, transposed: Matrix, y: Array, penalty: float, start: Array) -> Array:
     """Solve `(x xᵀ + penalty I) a = y` for each column of y by conjugate gradients."""
 
     def image(a: Array) -> Array:
-        found: Array = x @ (transposed @ a)
+        found = product(x, product(transposed, a))
         found += np.float32(penalty) * a
         return found
 
@@ -102,7 +149,7 @@ def _solve(x: Matrix, transposed: Matrix, y: Array, penalty: float, start: Array
         if (left <= enough).all():
             break
         along = image(direction)
-        # Columns that are solved exactly have nothing left, and their step is 0.
+        # Columns that are solved exactly have no residual, so their step is 0.
         step = left / np.maximum(np.einsum("ij,ij->j", direction, along), np.float32(1e-30))
         a += step * direction
         rest -= step * along
@@ -117,9 +164,11 @@ def _squares(columns: Array) -> Array:
 
 
 class Choice(NamedTuple):
-    """The penalty of the linear part, and the part that was fitted without the validation samples."""
+    """The penalty and the gain of the linear part, and the part fitted without the validation samples."""
 
     penalty: float
+    """Infinite if an earlier part is better than every fit that starts from it."""
+    gain: float
     part: LinearPart
 
 
@@ -131,46 +180,77 @@ def folds(rows: int) -> Iterator[tuple[npt.NDArray[np.int64], npt.NDArray[np.int
 
 
 def choose(
-    training: Matrix, labels: Matrix, validation: Matrix, its_labels: Matrix, start: LinearPart | None = None
+    training: Matrix, labels: Matrix, validation: Matrix, its_labels: Matrix, start: Start | None = None
 ) -> Choice:
-    """Choose the penalty with the best nDCG@5 on held-out samples.
+    """Choose the penalty and the gain with the best nDCG@5 on held-out samples.
 
     Args:
         training: The inputs of the training samples.
         labels: Their labels.
         validation: The inputs of the validation samples.
         its_labels: Their labels, possibly followed by labels that no training sample has.
-        start: The part of an earlier run to start from.
+        start: The parts of an earlier run to start from.
 
     Returns:
-        The choice. If there are few validation samples, it is made by cross-validation over all samples.
+        The choice. If there are few validation samples, it is made by cross-validation over all samples, but
+        not with a start, which may have been fitted on all of them. Fits from the start must be clearly
+        better than the start itself: fitting the residuals of the same samples again would only overfit.
     """
     its_labels = its_labels[:, : labels.shape[1]]
-    if validation.shape[0] >= FEWEST_HELD_OUT:
-        best, found = -1.0, None
-        for penalty, part in zip(PENALTIES, ridge_path(training, labels, PENALTIES, start), strict=True):
-            quality = ndcg(part.scores(validation), its_labels)
-            if found is not None and quality < best - 0.005:
-                break  # weaker penalties only get worse
-            if quality > best:
-                best, found = quality, Choice(penalty, part)
-        assert found is not None
-        return found
-    x, y = (
-        sparse.vstack([training, validation], format="csr"),
-        sparse.vstack([labels, its_labels], format="csr"),
-    )
-    total = np.zeros(len(PENALTIES))
-    for rest, held_out in folds(x.shape[0]):
-        path = ridge_path(x[rest], y[rest], PENALTIES, start)
-        total += [len(held_out) * ndcg(part.scores(x[held_out]), y[held_out]) for part in path]
-    penalty = PENALTIES[int(total.argmax())]
-    return Choice(penalty, fit(training, labels, penalty, start))
+    splits = [_Split(training, labels, validation, its_labels)]
+    if start is None and validation.shape[0] < FEWEST_HELD_OUT:
+        x = sparse.vstack([training, validation], format="csr")
+        y = sparse.vstack([labels, its_labels], format="csr")
+        splits = [_Split(x[rest], y[rest], x[others], y[others]) for rest, others in folds(x.shape[0])]
+    first = None if start is None else start.held_out
+    best, found = -1.0, None
+    if start is not None and start.complete:
+        found = Choice(math.inf, 1.0, start.held_out)
+        best = ndcg(start.held_out.scores(validation), its_labels) + WORSE
+    # The weights of a start already have a gain.
+    gains = GAINS if start is None else (1.0,)
+    paths = [ridge_path(split.inputs, split.labels, PENALTIES, first) for split in splits]
+    highest = -1.0
+    for penalty in PENALTIES:
+        each = []
+        for split, path in zip(splits, paths, strict=True):
+            part = next(path)
+            each.append(split.qualities(part, gains))
+        weights = np.array([split.weight for split in splits])
+        quality: Array = np.average(np.array(each), axis=0, weights=weights)
+        if quality.max() < highest - WORSE:
+            break  # weaker penalties only get worse
+        highest = max(highest, quality.max())
+        if quality.max() > best:
+            best, gain = float(quality.max()), gains[int(quality.argmax())]
+            found = Choice(penalty, gain, part.with_gain(gain, splits[-1].usual))
+    assert found is not None
+    if len(splits) > 1:
+        found = found._replace(part=fit(training, labels, found.penalty, found.gain))
+    return found
 
 
-def fit(inputs: Matrix, labels: Matrix, penalty: float, start: LinearPart | None = None) -> LinearPart:
-    """Fit the linear part with one penalty."""
-    return next(ridge_path(inputs, labels, (penalty,), start))
+class _Split:
+    """Samples to fit a part on, and others to evaluate it on."""
+
+    def __init__(self, inputs: Matrix, labels: Matrix, held_out: Matrix, its_labels: Matrix) -> None:
+        self.inputs, self.labels, self.held_out, self.its_labels = inputs, labels, held_out, its_labels
+        self.usual = frequencies(labels)
+        # Samples without labels have no nDCG.
+        self.weight = max(1e-9, np.count_nonzero(np.diff(its_labels.indptr)))
+
+    def qualities(self, part: LinearPart, gains: Sequence[float]) -> list[float]:
+        """Return the nDCG@5 of `part` on the held-out samples for each gain."""
+        scores = part.scores(self.held_out) - self.usual
+        return [ndcg(self.usual + np.float32(gain) * scores, self.its_labels) for gain in gains]
+
+
+def fit(
+    inputs: Matrix, labels: Matrix, penalty: float, gain: float = 1.0, start: LinearPart | None = None
+) -> LinearPart:
+    """Fit the linear part with one penalty and one gain."""
+    part = next(ridge_path(inputs, labels, (penalty,), start))
+    return part.with_gain(gain, frequencies(labels))
 
 
 class Mixture(NamedTuple):
@@ -180,10 +260,10 @@ class Mixture(NamedTuple):
     network: float
     shift: float
     share: float
-    """The share of the linear part, from 0 to 1, if both models have their best scale."""
+    """The share of the linear part, from 0 to 1, after each model is scaled to minimize its loss."""
 
     def in_words(self) -> str:
-        """A sentence about the two models."""
+        """Return a sentence about the weights of the two models."""
         return (
             f"The model is the sum of a linear part ({100 * self.share:.0f}% of the weight) and a network "
             f"({100 - 100 * self.share:.0f}%), with weights chosen on the validation samples."
@@ -200,8 +280,8 @@ def fit_mixture(loss: LabelLoss, scores: Array, logits: Tensor, labels: Matrix) 
         labels: CSR (rows, labels).
 
     Returns:
-        The mixture. Its share is the largest one whose nDCG@5 is at most `CLOSE` below the best: the linear
-        part still gains from a fit on all samples.
+        The mixture. Its share is the largest one whose nDCG@5 is at most `CLOSE` below the best, because the
+        linear part improves further when it is fitted on all samples.
     """
     first, second, lists = torch.from_numpy(scores).double(), logits.double(), label_lists(labels)
     scales = [fit_scale(loss, one, lists)[0] for one in (first, second)]
@@ -214,7 +294,8 @@ def fit_mixture(loss: LabelLoss, scores: Array, logits: Tensor, labels: Matrix) 
 
 def fit_scale(loss: LabelLoss, logits: Tensor, lists: Tensor) -> tuple[float, float]:
     """Minimize the loss of `scale * logits + shift`; the shift is 0 for losses that it does not change."""
-    # A square is not negative. Scores that estimate probabilities need a scale of about 10.
+    # The scale is a square, so it cannot be negative. It starts at 1 / std, which is about 10 for scores that
+    # estimate probabilities.
     root = torch.tensor(1 / float(logits.std().clamp(min=1e-9)), dtype=torch.float64).sqrt().requires_grad_()
     shift = torch.zeros((), dtype=torch.float64, requires_grad=loss.name == "bce")
     learned = [root, shift] if loss.name == "bce" else [root]
@@ -231,7 +312,11 @@ def fit_scale(loss: LabelLoss, logits: Tensor, lists: Tensor) -> tuple[float, fl
 
 
 def ndcg(scores: Array, labels: Matrix, k: int = 5) -> float:
-    """The mean nDCG@k of samples that have labels, from 0 to 1."""
+    """Return the mean nDCG@k of the samples with labels, from 0 to 1; 0 if there are none."""
+    if not labels.nnz:
+        return 0.0
+    from torchlml.metrics import topk_ndcg  # torchmetrics takes seconds to load
+
     k = min(k, scores.shape[1])
     lists = unlike_logits(label_lists(labels), scores.shape[1])
     found = topk_ndcg(torch.from_numpy(scores), lists, k)

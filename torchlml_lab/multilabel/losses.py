@@ -2,6 +2,7 @@
 
 import re
 from dataclasses import dataclass
+from typing import Any, get_args
 
 import torch
 from torch import Tensor, nn
@@ -9,10 +10,14 @@ from torch.nn.functional import binary_cross_entropy_with_logits
 
 import torchlml
 from torchlml_lab.cli_errors import BadInput
-from torchlml_lab.multilabel.settings import LOSSES, WITH_K, LossName, PerRow
+from torchlml_lab.multilabel.settings import WITH_K, AnyLossName, PerRow
 
 PADDING = -100
 """The padding of label lists in a batch."""
+WIDTH = 2.0
+"""The width of the sigmoid of `topk-softmax`, in units of the logits."""
+ROWS = 128
+"""The rows of a batch whose logits exist at a time."""
 
 
 @dataclass(frozen=True)
@@ -24,13 +29,17 @@ class LabelLoss:
 
     Args:
         name: `lml`, `softmax` (the negative log-likelihood of the labels under a softmax), `bce` (labels that
-            are not listed count as absent) or `truncated-entropy`.
-        k: The number of labels that are predicted, for `lml` and `truncated-entropy`. For `lml` it may also
-            be `labels`: the number of labels of each row. It must be None for the other two losses.
+            are not listed count as absent), `truncated-entropy` or `topk-softmax` (`softmax` with a weight
+            for each label; see `topk_softmax`).
+        k: The number of labels that are predicted, for `lml`, `truncated-entropy` and `topk-softmax`. For
+            `lml` it may also be `labels`: the number of labels of each row. It must be None for `softmax` and
+            `bce`.
+        empty: Whether `bce` also counts rows without labels, as rows that all labels are absent from.
     """
 
-    name: LossName
+    name: AnyLossName
     k: int | PerRow | None = None
+    empty: bool = False
 
     def __post_init__(self) -> None:
         if (self.k is not None) != (self.name in WITH_K):
@@ -59,7 +68,7 @@ class LabelLoss:
             labels: int64 (R, L), the labels of each row without duplicates, padded with `PADDING`.
 
         Returns:
-            The mean loss of the rows with labels, or 0 if there are none.
+            The mean loss of the rows that count, or 0 if there are none.
         """
         labels = unlike_logits(labels, logits.shape[-1])
         if self.name == "lml":
@@ -67,33 +76,107 @@ class LabelLoss:
         if self.name == "truncated-entropy":
             assert isinstance(self.k, int)
             return torchlml.truncated_entropy_loss(logits, labels, self.k)
+        if self.name == "topk-softmax":
+            assert isinstance(self.k, int)
+            return topk_softmax(logits, labels, self.k)
         there = labels != PADDING
         if self.name == "softmax":
             score = logits.log_softmax(-1).gather(-1, labels.clamp(min=0))
             return _mean_of_labelled(-torch.where(there, score, 0).sum(-1), there)
         observed = _multi_hot(labels, logits)
         each = binary_cross_entropy_with_logits(logits, observed, reduction="none")
+        if self.empty:
+            there = torch.ones_like(there)
         return _mean_of_labelled(each.sum(-1), there)
 
     def of_linear(self, hidden: Tensor, layer: nn.Linear, labels: Tensor) -> Tensor:
-        """The loss of `layer(hidden)`; `lml` never materializes the logits of a large batch."""
+        """Compute the loss of `layer(hidden)`. `lml` never materializes the logits of a large batch."""
         if self.name != "lml":
             return self(layer(hidden).float(), labels)
         labels = unlike_logits(labels, layer.out_features)
         k = self._k_of(labels)
         return torchlml.linear_lml_loss(hidden, layer.weight, labels, k, linear_bias=layer.bias)
 
+    def of_factors(self, hidden: Tensor, weight: Tensor, bias: Tensor, labels: Tensor) -> Tensor:
+        """The loss of `linear(hidden, weight, bias)`; only the logits of `ROWS` rows exist at a time.
+
+        Every row must have a label.
+        """
+        found: Tensor = _ChunkedLoss.apply(hidden, weight, bias, labels, self)
+        return found
+
     def _k_of(self, labels: Tensor) -> float | Tensor:
-        """The k of all rows, or of each row. A row without labels is ignored, so any k will do for it."""
+        """Return one k, or one per row. Rows without labels are ignored, so their k is arbitrary."""
         if self.k == "labels":
             return (labels != PADDING).sum(-1).clamp(min=1)
         assert self.k is not None
         return float(self.k)
 
 
-def loss_with_usual_k(name: LossName, k: int | PerRow | None) -> LabelLoss:
-    """The loss; without a k, `lml` uses each sample's number of labels and `truncated-entropy` uses 1."""
-    usual: dict[str, int | PerRow] = {"lml": "labels", "truncated-entropy": 1}
+class _ChunkedLoss(torch.autograd.Function):
+    """The mean loss of the rows of `linear(hidden, weight, bias)`, computed for a few rows at a time.
+
+    The gradients are computed in the forward pass, because the logits are not kept.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any, hidden: Tensor, weight: Tensor, bias: Tensor, labels: Tensor, loss: LabelLoss
+    ) -> Tensor:
+        leaves = [hidden.detach(), weight.detach(), bias.detach()]
+        gradients = [torch.zeros_like(leaf, memory_format=torch.contiguous_format) for leaf in leaves]
+        total = hidden.new_zeros((), dtype=torch.float32)
+        for rows in torch.arange(len(hidden), device=hidden.device).split(ROWS):
+            part = slice(int(rows[0]), int(rows[-1]) + 1)
+            share = len(rows) / len(hidden)
+            with torch.enable_grad():
+                used = [leaf.requires_grad_() for leaf in (leaves[0][part].clone(), *leaves[1:])]
+                value = share * loss(nn.functional.linear(*used).float(), labels[part])
+            if any(ctx.needs_input_grad):
+                found = torch.autograd.grad(value, used)
+                gradients[0][part] = found[0]
+                gradients[1] += found[1]
+                gradients[2] += found[2]
+            total += value.detach()
+        ctx.save_for_backward(*gradients)
+        return total
+
+    @staticmethod
+    def backward(ctx: Any, *output: Tensor) -> tuple[Tensor | None, ...]:
+        return *(output[0] * gradient for gradient in ctx.saved_tensors), None, None
+
+
+def topk_softmax(logits: Tensor, labels: Tensor, k: int, width: float = WIDTH) -> Tensor:
+    """Softmax loss in which each label is weighted by how close its score is to the top k.
+
+        >>> labels = torch.tensor([[0, 3]])
+        >>> round(topk_softmax(torch.zeros(1, 4), labels, k=2).item(), 4)  # the mean weight of both is 1/2
+        1.3863
+
+    Args:
+        logits: (R, n).
+        labels: int64 (R, L), padded with `PADDING`.
+        k: The length of the ranking, less than n.
+        width: The width of the sigmoid.
+
+    Returns:
+        The mean over the rows with labels of `-sum_i w_i log softmax(x)_i`, where i are the labels of a row,
+        `w_i = sigmoid((x_i - threshold) / width)`, and the threshold separates the top k:
+        `sum_j sigmoid(x_j - threshold) = k` over all entries j, so it is `-lml_dual(x, k)`. The weights are
+        constants in the gradient: otherwise lowering the score of a label would reduce the loss.
+    """
+    there = labels != PADDING
+    place = labels.clamp(min=0)
+    with torch.no_grad():
+        threshold = -torchlml.lml_dual(logits, k)
+        weight = torch.sigmoid((logits.gather(-1, place) - threshold[:, None]) / width)
+    score = weight * logits.log_softmax(-1).gather(-1, place)
+    return _mean_of_labelled(-torch.where(there, score, 0).sum(-1), there)
+
+
+def loss_with_usual_k(name: AnyLossName, k: int | PerRow | None) -> LabelLoss:
+    """Return the loss. The default k is each sample's number of labels for `lml`, and otherwise 1 or 20."""
+    usual: dict[str, int | PerRow] = {"lml": "labels", "truncated-entropy": 1, "topk-softmax": 20}
     return LabelLoss(name, usual.get(name) if k is None else k)
 
 
@@ -101,18 +184,18 @@ def named(text: str, option: str = "--losses") -> LabelLoss:
     """Parse a loss name that includes its k, as in the tables and figures of a study.
 
     Args:
-        text: `bce`, `softmax`, `lml-5`, `lml-labels`, `truncated-entropy-1`.
+        text: `bce`, `softmax`, `lml-5`, `lml-labels`, `truncated-entropy-1`, `topk-softmax-20`.
         option: The option that contains the name, for the error.
 
     Returns:
         The loss. An unknown name raises `BadInput`.
     """
-    for name in LOSSES:
+    for name in get_args(AnyLossName):
         if name not in WITH_K and text == name:
             return LabelLoss(name)
         if name in WITH_K and (found := re.fullmatch(rf"{name}-(\d+|labels)", text)):
             return LabelLoss(name, "labels" if found[1] == "labels" else int(found[1]))
-    accepted = "bce, softmax, lml-K, lml-labels or truncated-entropy-K with an integer K"
+    accepted = "bce, softmax, lml-K, lml-labels, truncated-entropy-K or topk-softmax-K with an integer K"
     raise BadInput(f"`{option}` must contain {accepted}, but it contains `{text}`.")
 
 
@@ -124,7 +207,7 @@ def padded(rows: list[Tensor]) -> Tensor:
 
 
 def unlike_logits(labels: Tensor, n: int) -> Tensor:
-    """Pad lists of width n by one column.
+    """Add a column of padding to lists of width n.
 
     Integers in the shape of the logits could be mistaken for multi-hot targets.
     """

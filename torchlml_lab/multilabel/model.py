@@ -5,7 +5,7 @@ import json
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -16,21 +16,13 @@ from torch import Tensor, nn
 from torch.nn.functional import pad
 
 import torchlml
-from torchlml.metrics import (
-    PropensityScoredPrecision,
-    TopKNDCG,
-    TopKPrecision,
-    TopKRecall,
-    label_propensities,
-)
 from torchlml_lab.cli_errors import BadInput
-from torchlml_lab.data.labelled_files import read_labelled
 from torchlml_lab.data.labelled_rows import Encoder, LabelledRows, Matrix
-from torchlml_lab.data.tables import is_table
+from torchlml_lab.data.several_files import Paths, in_words, is_table_of, read_samples
 from torchlml_lab.engine import run_directory
 from torchlml_lab.engine.settings import SETTINGS_FILE, from_json
 from torchlml_lab.files import read_json, replacing
-from torchlml_lab.multilabel import decisions
+from torchlml_lab.multilabel import decisions, linear
 from torchlml_lab.multilabel import preparation as prepare
 from torchlml_lab.multilabel.decisions import Decisions
 from torchlml_lab.multilabel.linear import LinearPart, Mixture
@@ -48,6 +40,9 @@ class SparseLinear(nn.Module):
         outputs: The number of outputs.
     """
 
+    row_sparse = False
+    """Whether the gradient of the weight is sparse, for `RowAdam`: it has only the rows of the batch."""
+
     def __init__(self, inputs: int, outputs: int) -> None:
         super().__init__()
         self.weight = nn.Parameter(torch.empty(inputs, outputs))
@@ -56,22 +51,57 @@ class SparseLinear(nn.Module):
         nn.init.normal_(self.weight, std=0.1)
 
     def forward(self, rows: Inputs | Tensor) -> Tensor:
-        """The outputs, (R, outputs)."""
+        """Return the outputs, (R, outputs)."""
+        if self.row_sparse and torch.is_grad_enabled() and isinstance(rows, Inputs):
+            used, place = rows.columns.unique(return_inverse=True)
+            weight = nn.functional.embedding(used, self.weight, sparse=True)
+            return _sparse_product(rows._replace(columns=place), weight) + self.bias
         return _sparse_product(rows, self.weight) + self.bias
 
 
 def _sparse_product(rows: Inputs | Tensor, weight: Tensor) -> Tensor:
-    """The matrix product of sparse rows and a dense matrix. Exported models pass dense rows."""
+    """Return the matrix product of sparse rows and a dense matrix. Exported models pass dense rows."""
     if isinstance(rows, Tensor):
         return rows @ weight
+    rows = rows._replace(values=rows.values.to(weight.dtype))
+    if weight.requires_grad and torch.is_grad_enabled():
+        found: Tensor = _SparseProduct.apply(*rows, weight)
+        return found
+    return _product(rows, weight)
+
+
+def _product(rows: Inputs, weight: Tensor) -> Tensor:
     return nn.functional.embedding_bag(
         rows.columns,
         weight,
         rows.starts,
         mode="sum",
-        per_sample_weights=rows.values.to(weight.dtype),
+        per_sample_weights=rows.values,
         include_last_offset=True,
     )
+
+
+class _SparseProduct(torch.autograd.Function):
+    """The product of sparse rows and a weight.
+
+    The gradient of the weight is the product of the transposed rows and the gradient of the result, which
+    takes half the time of the backward pass of `embedding_bag`.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, columns: Tensor, values: Tensor, starts: Tensor, weight: Tensor) -> Tensor:
+        ctx.save_for_backward(columns, values, starts)
+        ctx.count = len(weight)
+        return _product(Inputs(columns, values, starts), weight)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
+        columns, values, starts = ctx.saved_tensors
+        order = columns.argsort(stable=True)
+        row = torch.repeat_interleave(torch.arange(len(gradient), device=columns.device), starts.diff())
+        ends = columns.bincount(minlength=ctx.count).cumsum(0)
+        transposed = Inputs(row[order], values[order], pad(ends, (1, 0)))
+        return None, None, None, _product(transposed, gradient.contiguous())
 
 
 class LinearLogits(nn.Module):
@@ -88,17 +118,17 @@ class LinearLogits(nn.Module):
     def __init__(self, part: LinearPart, mixture: Mixture) -> None:
         super().__init__()
         self.mixture = mixture
-        # They are stored once per run and not with every epoch.
+        # These weights are stored once per run, not with every checkpoint.
         self.register_buffer("weight", torch.from_numpy(part.weight), persistent=False)
         self.register_buffer("bias", torch.from_numpy(part.bias), persistent=False)
 
     def part(self, labels: int) -> LinearPart:
-        """The linear part, with scores of 0 for more labels."""
+        """Return the linear part for a number of labels. Labels that it lacks get scores of 0."""
         more = labels - len(self.bias)
         return LinearPart(pad(self.weight, (0, more)).numpy(), pad(self.bias, (0, more)).numpy())
 
     def forward(self, rows: Inputs | Tensor, network: Tensor) -> Tensor:
-        """The weighted sum of the linear scores and the logits of the network."""
+        """Return the weighted sum of the linear scores and the logits of the network."""
         scores = _sparse_product(rows, self.weight) + self.bias
         return self.mixture.linear * scores + self.mixture.network * network + self.mixture.shift
 
@@ -111,7 +141,7 @@ class LabelNetwork(nn.Module):
         labels: The number of labels.
         hidden: The size of the hidden layer; 0 for a linear model.
         dropout: The dropout probability of the hidden layer.
-        most: The number of inputs that the network uses at most. If there are more, `place` must be filled.
+        most: The maximum number of inputs that the network uses. If there are more, `place` must be set.
     """
 
     place: Tensor | None
@@ -121,21 +151,26 @@ class LabelNetwork(nn.Module):
     ) -> None:
         super().__init__()
         used = inputs if most is None else min(most, inputs)
+        self.labels = labels
         self.first = SparseLinear(used, hidden or labels)
-        # For each input its row of the first layer, or -1 if the network does not use it.
+        # For each input, its row in the first layer, or -1 if the network does not use the input.
         self.register_buffer("place", None if used == inputs else torch.full((inputs,), -1))
         if not hidden:
             nn.init.zeros_(self.first.weight)
         self.between = nn.Sequential(nn.ReLU(), nn.Dropout(dropout)) if hidden else None
         self.last = nn.Linear(hidden, labels) if hidden else None
         self.linear: LinearLogits | None = None
-        # The linear part is the same in all processes, so it is not sent at every step.
+        # The linear part is the same in all processes, so it is not synchronized at every step.
         self._ddp_params_and_buffers_to_ignore = ["linear.weight", "linear.bias"]
+
+    def rows_of_inputs(self) -> Tensor:
+        """For each input its row of the first layer, or -1 if the network does not use it."""
+        return torch.arange(len(self.first.weight)) if self.place is None else self.place
 
     def forward(
         self, rows: Inputs | Tensor, labels: Tensor | None = None, loss: LabelLoss | None = None
     ) -> Tensor:
-        """The logits (R, labels), or the mean loss of the network alone if labels and a loss are passed.
+        """Return the logits (R, labels), or the mean loss of the network alone for given labels and loss.
 
         The loss is computed here because `lml` fuses it with the last layer, so that the full logit matrix is
         never materialized. The linear part is added to the logits only: a network trained on the residual of
@@ -155,7 +190,7 @@ class LabelNetwork(nn.Module):
 
 
 def _renumbered(rows: Inputs | Tensor, place: Tensor, count: int) -> Inputs | Tensor:
-    """Renumber the columns, and drop those whose place is -1; the others are `count`."""
+    """Renumber the columns by `place`, and drop those whose place is -1. `count` columns remain."""
     if isinstance(rows, Tensor):
         return rows.index_select(1, place.argsort()[-count:])
     columns = place[rows.columns]
@@ -165,16 +200,28 @@ def _renumbered(rows: Inputs | Tensor, place: Tensor, count: int) -> Inputs | Te
 
 
 def copy_weights(network: LabelNetwork, earlier: LabelNetwork) -> None:
-    """Copy the weights of a network with the same inputs, whose labels are the first ones of this one."""
+    """Copy the weights of a network with the same inputs, whose labels are the first labels of `network`.
+
+    If both networks use only a part of the inputs, `network` uses the inputs of `earlier` afterwards.
+    Otherwise the weights of the inputs that both use are copied.
+    """
+    if network.place is not None and earlier.place is not None:
+        network.place.copy_(earlier.place)
+    here, there = network.rows_of_inputs(), earlier.rows_of_inputs()
+    both = (here >= 0) & (there >= 0)
     with torch.no_grad():
+        outputs = earlier.first.weight.shape[1]
+        network.first.weight[here[both], :outputs] = earlier.first.weight[there[both]]
         for name, weights in earlier.state_dict().items():
-            network.state_dict()[name][tuple(map(slice, weights.shape))].copy_(weights)
+            if name not in ("place", "first.weight"):
+                network.state_dict()[name][tuple(map(slice, weights.shape))].copy_(weights)
 
 
 TEMPERATURE = "calibration.json"
 LINEAR = "linear.safetensors"
-ROWS = 512  # samples per forward pass
-MOST_INPUTS = 10_000  # the most frequent ones are enough for a network next to a linear part
+ROWS, LOGITS = 512, 2**24  # samples and logits per forward pass
+MOST_DENSE = 2**24  # a first layer with more weights has a sparse gradient
+MOST_INPUTS = 10_000  # the most frequent inputs suffice for a network combined with a linear part
 
 
 class TrainedLabels(NamedTuple):
@@ -185,14 +232,14 @@ class TrainedLabels(NamedTuple):
     network: LabelNetwork
     epoch: int
     temperature: float
-    """Logits are divided by it before they become probabilities."""
+    """Logits are divided by the temperature before they become probabilities."""
     held_out: LinearLogits | None = None
-    """The linear part fitted without the validation samples, if the one of the network was fitted on all."""
+    """The linear part fitted without the validation samples, if that of the network was fitted on all."""
     decisions: Decisions = Decisions()
     """The rules that choose sets of labels."""
 
     def for_validation(self) -> "TrainedLabels":
-        """The run with a network that was not fitted on the validation samples, for choices and reports."""
+        """Return the run with the network that was fitted without the validation samples."""
         if self.held_out is None:
             return self
         network = copy.copy(self.network)
@@ -201,7 +248,7 @@ class TrainedLabels(NamedTuple):
 
     @property
     def uses_k(self) -> bool:
-        """Whether the probabilities depend on k: those of `bce` do not."""
+        """Whether the probabilities depend on k. Those of `bce` do not."""
         return self.settings.loss != "bce"
 
     def scores(self, inputs: Matrix) -> Iterator[tuple[Tensor, slice]]:
@@ -209,7 +256,7 @@ class TrainedLabels(NamedTuple):
         return scores(self.network, inputs)
 
     def probabilities(self, logits: Tensor) -> Tensor:
-        """The probability that each label is among the top k of the run."""
+        """Return the probability that each label is among the top k of the run."""
         return probabilities(logits, self.settings.loss, self.preparation.k, self.temperature)
 
 
@@ -226,8 +273,10 @@ def load(run: Path) -> TrainedLabels:
 
 
 def new_network(settings: MultilabelSettings, prepared: Preparation) -> LabelNetwork:
-    """A newly initialized network."""
-    most = MOST_INPUTS if settings.model == "combined" else None
+    """Return a newly initialized network. Without a linear part, it uses all inputs."""
+    labels = len(prepared.labels)
+    combined = settings.model == "combined" and linear.fits(prepared.rows, prepared.inputs, labels)
+    most = MOST_INPUTS if combined else None
     return LabelNetwork(prepared.inputs, len(prepared.labels), settings.hidden, settings.dropout, most)
 
 
@@ -243,7 +292,7 @@ def store_linear(run: Path, final: LinearPart, held_out: LinearPart, mixture: Mi
 
 
 def stored_linear(run: Path, prepared: Preparation) -> tuple[LinearLogits, LinearLogits] | tuple[None, None]:
-    """The linear parts of a run, or None if it has none, as before its end; a damaged file is `BadInput`."""
+    """Load the linear parts of a run, or None if there are none yet. A damaged file raises `BadInput`."""
     path = run / LINEAR
     if not path.exists():
         return None, None
@@ -262,8 +311,14 @@ def stored_linear(run: Path, prepared: Preparation) -> tuple[LinearLogits, Linea
                 raise ValueError("not finite")
         final, held_out = (LinearLogits(part, mixture) for part in parts)
     except (OSError, SafetensorError, KeyError, TypeError, ValueError) as error:
-        raise BadInput(f"`{path}` is damaged or of another model.") from error
+        raise BadInput(f"`{path}` is damaged or belongs to another model.") from error
     return final, held_out
+
+
+def row_slices(rows: int, labels: int) -> list[slice]:
+    """Split samples into parts whose logits fit in memory."""
+    size = max(1, min(ROWS, LOGITS // labels))
+    return [slice(start, min(start + size, rows)) for start in range(0, rows, size)]
 
 
 def scores(network: LabelNetwork, inputs: Matrix) -> Iterator[tuple[Tensor, slice]]:
@@ -271,23 +326,22 @@ def scores(network: LabelNetwork, inputs: Matrix) -> Iterator[tuple[Tensor, slic
     data = Batches(inputs, inputs[:, :0])
     device = next(network.parameters()).device
     with torch.inference_mode():
-        for start in range(0, len(data), ROWS):
-            rows = slice(start, min(start + ROWS, len(data)))
+        for rows in row_slices(len(data), network.labels):
             found = data.__getitems__(range(rows.start, rows.stop)).inputs
             yield network(Inputs(*(part.to(device) for part in found))).cpu(), rows
 
 
 def probabilities(logits: Tensor, loss: LossName, k: int, temperature: float = 1.0) -> Tensor:
-    """The probability that each label is among the top k: the LML projection of the logits.
+    """Return the probability that each label is among the top k: the LML projection of the logits.
 
-    For `bce` it is the sigmoid of each logit, which does not depend on k.
+    For `bce`, it is the sigmoid of each logit, which does not depend on k.
     """
     logits = logits / temperature
     return logits.sigmoid() if loss == "bce" else torchlml.lml(logits, k)
 
 
 def _temperature(run: Path) -> float:
-    """The temperature of a run, or 1 if it has none."""
+    """Return the temperature of a run, or 1 if it has none."""
     path = run / TEMPERATURE
     if not path.exists():
         return 1.0
@@ -298,7 +352,7 @@ def _temperature(run: Path) -> float:
 
 
 def origin_of_k(given: int | PerRow | None, k: int, mean: float) -> str:
-    """A sentence that says how the k of the predictions was chosen.
+    """Return a sentence that says how the k of the predictions was chosen.
 
     Args:
         given: The setting `--k`.
@@ -315,47 +369,50 @@ def origin_of_k(given: int | PerRow | None, k: int, mean: float) -> str:
 
 
 def read_rows(
-    trained: TrainedLabels, path: Path, labels: Path | None = None, labelled: bool = True
+    trained: TrainedLabels, data: Paths, labels: Paths | None = None, labelled: bool = True
 ) -> LabelledRows:
-    """Read more samples for a run.
+    """Read new samples for a trained run.
 
     Args:
         trained: The run.
-        path: The value of `--data`: a file in the format that the run was trained on.
-        labels: Its labels, if it is an .npz.
+        data: The value of `--data`: files in the format that the run was trained on.
+        labels: Their labels, if they are .npz files.
         labelled: Whether labels are required.
 
     Returns:
-        The samples. A file that is unreadable or of another format raises `BadInput`.
+        The samples. A file that is unreadable or has another format raises `BadInput`.
     """
     columns = trained.preparation.columns
-    if columns is None and is_table(path):
-        raise BadInput(f"`--data` must be sparse features, as in training, but `{path}` is a table.")
+    if columns is None and is_table_of(data, "--data"):
+        raise BadInput(
+            f"`--data` must be sparse features, as in training, but `{in_words(data)}` is a table."
+        )
     if columns is not None and not labelled:
         columns = replace(columns, labels=())
     names = trained.settings.label_names
-    rows, _ = read_labelled(
-        path, "--data", columns=columns, labels=labels, label_names=names, labelled=labelled
+    rows, _ = read_samples(
+        data, "--data", columns=columns, labels=labels, label_names=names, labelled=labelled
     )
     return encoded_rows(trained, rows)
 
 
 def encoded_rows(trained: TrainedLabels, rows: LabelledRows) -> LabelledRows:
-    """Replace the texts of samples by embeddings, if the run has an encoder."""
+    """Replace the texts of samples with embeddings, if the run has an encoder."""
     return rows if trained.settings.encoder is None else Encoder(trained.settings.encoder).encode(rows)
 
 
-def prepared_rows(trained: TrainedLabels, rows: LabelledRows, path: Path) -> tuple[Matrix, list[str]]:
-    """The inputs of samples, and notes about features that the run does not know."""
+def prepared_rows(trained: TrainedLabels, rows: LabelledRows, source: str) -> tuple[Matrix, list[str]]:
+    """Return the inputs of samples, and notes about features that are unknown to the run."""
     prepared = trained.preparation.apply(rows)
     notes = []
     if prepared.unknown:
         notes.append(
-            f"`{path}`: {prepared.unknown} values were skipped because no training sample has their features."
+            f"`{source}`: {prepared.unknown} values were skipped because no training sample has their "
+            "features."
         )
     if prepared.empty:
         notes.append(
-            f"`{path}`: {prepared.empty} of {len(rows)} samples have no known feature; they get the labels "
+            f"`{source}`: {prepared.empty} of {len(rows)} samples have no known feature; they get the labels "
             "that are most frequent overall."
         )
     return prepared.inputs, notes
@@ -376,6 +433,15 @@ class Measures:
     """
 
     def __init__(self, preparation: Preparation, labels: int, ks: Sequence[int] = KS) -> None:
+        # Imported here, because torchmetrics takes seconds to load and predictions do not need it.
+        from torchlml.metrics import (
+            PropensityScoredPrecision,
+            TopKNDCG,
+            TopKPrecision,
+            TopKRecall,
+            label_propensities,
+        )
+
         known = len(preparation.labels)
         self.more, self.ks = labels - known, tuple(k for k in ks if k <= known)
         counts = torch.tensor([*preparation.counts, *[0] * self.more])
@@ -391,14 +457,14 @@ class Measures:
 
     def update(self, scores: Tensor, labels: Tensor) -> None:
         """Add samples with scores (R, known labels) and padded label lists (R, L)."""
-        scores = pad(scores, (0, self.more))
+        scores = pad(scores, (0, self.more)) if self.more else scores
         labels = unlike_logits(labels, scores.shape[-1])
         mask = self.may_be_found.to(scores.device) if self.more else None
         for metric in self.metrics:
             metric.to(scores.device).update(scores, labels, mask=mask)
 
     def result(self) -> dict[str, float]:
-        """All metrics, from 0 to 1, by names like `ndcg@5`."""
+        """Return all metrics, from 0 to 1, by names like `ndcg@5`."""
         return {name: float(value) for metric in self.metrics for name, value in metric.compute().items()}
 
 
@@ -418,7 +484,7 @@ def measure(
 
 
 def popularity(preparation: Preparation, rows: Iterable[Tensor], labels: int) -> dict[str, float]:
-    """The metrics of always predicting the most frequent training labels.
+    """Return the metrics of always predicting the most frequent training labels.
 
     Args:
         preparation: The preparation of the run.

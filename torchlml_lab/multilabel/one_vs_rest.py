@@ -1,9 +1,9 @@
-"""The baseline of the study: one-vs-rest logistic regression with scikit-learn.
+"""The baseline of the multi-label study: one-vs-rest logistic regression with scikit-learn.
 
     python -m torchlml_lab.multilabel.one_vs_rest --train FILE --test FILE --csv one-vs-rest.csv
 
-It uses the inputs and the split of `torchlml train multilabel`. Its C is chosen on validation, like the
-learning rate of the networks.
+It uses the inputs and the split of `torchlml train multilabel`. C is selected on the validation samples,
+like the learning rate of the networks.
 """
 
 import sys
@@ -94,14 +94,14 @@ def _best(name: str, settings: MultilabelSettings, strengths: Sequence[float]) -
 
 
 def _fit(inputs: Matrix, labels: Matrix, strength: float) -> tuple[Any, Any]:
-    """The weights (inputs, labels) and the biases (labels,)."""
+    """Fit one model per label, and return the weights (inputs, labels) and the biases (labels,)."""
     weights = np.zeros((inputs.shape[1], labels.shape[1]))
     bias = np.full(labels.shape[1], -20.0)  # for labels without samples
     columns = labels.tocsc()
     inputs.indices, inputs.indptr = (
         inputs.indices.astype(np.int32),
         inputs.indptr.astype(np.int32),
-    )  # liblinear's
+    )  # liblinear requires 32-bit indices
     with ProgressBar(new_console()) as progress:
         bar = progress.add_task(f"labels, C = {strength:g}", total=labels.shape[1])
         for label in range(labels.shape[1]):

@@ -11,6 +11,7 @@ from rich.table import Table
 
 from torchlml_lab.cli_errors import BadInput
 from torchlml_lab.data.labelled_rows import Matrix
+from torchlml_lab.data.several_files import in_words
 from torchlml_lab.engine.output import new_console, plain_table
 from torchlml_lab.engine.run import say
 from torchlml_lab.files import check_file, replacing, shown, writing
@@ -28,7 +29,7 @@ class RankedLabels(NamedTuple):
 
 
 def main(settings: PredictSettings) -> None:
-    """Predict all samples, write them to `--out`, and print the first ones."""
+    """Predict the labels of all samples, write them to `--out`, and print those of the first samples."""
     if settings.data is None:
         raise BadInput("`--data` is missing: pass a file with the samples to predict.")
     if settings.out is not None:
@@ -47,7 +48,7 @@ def main(settings: PredictSettings) -> None:
     if not 1 <= top <= known:
         raise BadInput(f"`--top` must be from 1 to {known}, the number of labels, but it is {top}.")
     rows = read_rows(trained, settings.data, labelled=False)
-    inputs, notes = prepared_rows(trained, rows, settings.data)
+    inputs, notes = prepared_rows(trained, rows, in_words(settings.data))
     console = new_console()
     say(notes, console)
     rule = trained.decisions.rule if settings.rule == "auto" else settings.rule
@@ -80,7 +81,7 @@ def best_labels(trained: TrainedLabels, inputs: Matrix, top: int) -> list[Ranked
 
 
 def decided_labels(trained: TrainedLabels, inputs: Matrix, rule: RuleName) -> list[RankedLabels]:
-    """The labels that a rule chooses for prepared samples; possibly none with the rule `half`."""
+    """Return the labels that a rule chooses for prepared samples; possibly none."""
     names, found = trained.preparation.labels, []
     for logits, _ in trained.scores(inputs):
         values = trained.probabilities(logits)
@@ -94,7 +95,7 @@ def decided_labels(trained: TrainedLabels, inputs: Matrix, rule: RuleName) -> li
 
 
 def _meaning(trained: TrainedLabels) -> str:
-    """The name of the predicted probabilities."""
+    """Return the name of the predicted probabilities."""
     return f"P(label in top k), k = {trained.preparation.k}" if trained.uses_k else "P(label)"
 
 

@@ -4,8 +4,9 @@ import dataclasses
 import re
 from array import array
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -14,12 +15,15 @@ import numpy.typing as npt
 from scipy import sparse
 
 from torchlml_lab.cli_errors import BadInput
-from torchlml_lab.data.labelled_rows import LabelledRows, Matrix
+from torchlml_lab.data.labelled_rows import LabelledRows, Matrix, stacked
 from torchlml_lab.data.tables import Columns
 from torchlml_lab.files import read_record
 
 FILE = "preparation.json"
-MOST_TERMS = 50_000  # of each kind
+MOST_TERMS = 50_000  # terms of each kind
+ROWS, LETTERS = 2**14, 2**22  # the number of samples and of letters that are converted at once
+MOST_BYTES = 2**30  # inputs of texts that need more are computed for each batch
+_ENTRIES = 2**20  # the number of features that are read at once
 
 
 class Prepared(NamedTuple):
@@ -28,7 +32,7 @@ class Prepared(NamedTuple):
     inputs: Matrix
     """CSR float32 (rows, inputs)."""
     unknown: int
-    """The number of feature values that the run does not know, not counting words."""
+    """The number of values that belong to features unknown to the run, not counting words."""
     empty: int
     """The number of samples without any known feature."""
 
@@ -52,7 +56,7 @@ class Preparation:
     pairs: list[str] = field(default_factory=list)
     """The pairs of consecutive words that are inputs, separated by a space."""
     pieces: list[str] = field(default_factory=list)
-    """The pieces of words that are inputs, with punctuation; a space is the start or the end of a word."""
+    """The pieces of words that are inputs, with punctuation. A space marks the start or the end of a word."""
     idf: list[float] = field(default_factory=list)
     """The inverse document frequency of all words, pairs and pieces."""
     features: list[int] = field(default_factory=list)
@@ -78,6 +82,24 @@ class Preparation:
         Texts become TF-IDF vectors of norm 1, the numbers of a table are standardized, and sparse features
         are scaled to norm 1.
         """
+        blocks, unknown, empty = list[Matrix](), 0, 0
+        for some in _slices(len(rows), rows.texts):
+            block = self._apply(rows.take(np.arange(some.start, some.stop)))
+            blocks.append(block.inputs)
+            unknown, empty = unknown + block.unknown, empty + block.empty
+        return Prepared(stacked(blocks, self.inputs), unknown, empty)
+
+    def apply_to_many(self, rows: LabelledRows) -> "Matrix | LaterInputs":
+        """The inputs of training samples, which are computed later if all of them need too much memory."""
+        if self.idf:
+            some = next(_slices(len(rows), rows.texts))
+            first = self._apply(rows.take(np.arange(some.stop))).inputs
+            if first.nnz * 8 * len(rows) / some.stop > MOST_BYTES:
+                return LaterInputs(self, rows)
+        return self.apply(rows).inputs
+
+    def _apply(self, rows: LabelledRows) -> Prepared:
+        """Compute the inputs of a few samples, with several temporary copies."""
         blocks = []
         if self.idf:
             assert rows.texts is not None
@@ -99,24 +121,61 @@ class Preparation:
         return Prepared(inputs, unknown, empty)
 
     def _of_texts(self, texts: Sequence[str]) -> Matrix:
-        """TF-IDF with a logarithmic term frequency; each kind of term has a fixed share of the norm."""
-        kinds = (self.words, self.pairs, self.pieces)
-        ends = np.cumsum([len(terms) for terms in kinds])[:-1]
+        """Compute TF-IDF with logarithmic term frequencies and a fixed share of the norm per kind of term."""
         blocks = [
-            weight * _normalized(_tf(_known_terms(found, terms)) @ sparse.diags_array(idf))
-            for found, terms, idf, weight in zip(
-                _all_terms(texts), kinds, np.split(np.array(self.idf), ends), WEIGHTS, strict=True
-            )
+            weight * _normalized(_tf(_known_terms(found, places)) @ sparse.diags_array(idf))
+            for found, (places, idf), weight in zip(_all_terms(texts), self._known, WEIGHTS, strict=True)
         ]
         return _normalized(sparse.csr_array(sparse.hstack(blocks, format="csr")))
 
+    @cached_property
+    def _known(self) -> list[tuple[dict[str, int], npt.NDArray[np.float64]]]:
+        """For words, pairs and pieces: the number of each term, and the weights of all of them."""
+        kinds = (self.words, self.pairs, self.pieces)
+        weights = np.split(np.array(self.idf), np.cumsum([len(terms) for terms in kinds])[:-1])
+        return [
+            ({name: number for number, name in enumerate(terms)}, idf)
+            for terms, idf in zip(kinds, weights, strict=True)
+        ]
+
     def to_json(self) -> dict[str, Any]:
-        """All fields as JSON types."""
+        """Return all fields as JSON types."""
         return dataclasses.asdict(self)
 
 
+class LaterInputs:
+    """The inputs of many texts, which are computed for each batch.
+
+    They have about three times as many terms as a text has letters, with eight bytes each.
+
+    Args:
+        preparation: The preparation.
+        rows: The samples.
+    """
+
+    def __init__(self, preparation: Preparation, rows: LabelledRows) -> None:
+        self.preparation, self.rows = preparation, rows
+        self.shape = (len(rows), preparation.inputs)
+
+    def __getitem__(self, chosen: npt.NDArray[np.int64]) -> Matrix:
+        """The inputs of some samples, CSR float32."""
+        return self.preparation._apply(self.rows.take(chosen)).inputs
+
+
+def _slices(rows: int, texts: Sequence[str] | None) -> Iterator[slice]:
+    """Split samples into parts whose temporary copies fit in memory."""
+    start = letters = 0
+    for row in range(rows):
+        letters += 0 if texts is None else len(texts[row])
+        if row > start and (row - start >= ROWS or letters > LETTERS):
+            yield slice(start, row)
+            start, letters = row, 0 if texts is None else len(texts[row])
+    if start < rows:
+        yield slice(start, rows)
+
+
 def continued(earlier: Preparation, rows: LabelledRows, k: int) -> Preparation:
-    """The inputs of an earlier run with the labels of other training samples, which start with its labels."""
+    """Return the inputs of an earlier run with the labels of new samples, which extend those of the run."""
     counts = np.bincount(rows.labels.indices, minlength=len(rows.names)).tolist()
     return dataclasses.replace(earlier, labels=rows.names, counts=counts, rows=len(rows), k=k)
 
@@ -125,7 +184,7 @@ def fit(
     training: LabelledRows,
     columns: Columns | None,
     k: int,
-    rows: LabelledRows | None = None,
+    more: LabelledRows | None = None,
     rare: bool = False,
 ) -> Preparation:
     """Fit the inputs and the labels on training samples.
@@ -134,29 +193,29 @@ def fit(
         training: The training samples.
         columns: The columns of the table that they come from, if any.
         k: The number of labels to predict.
-        rows: The samples that determine the inputs; by default the training samples.
+        more: More samples that determine the inputs together with the training samples.
         rare: Whether to give rare sparse features more weight, the square root of their inverse document
             frequency.
 
     Returns:
         The preparation. Samples without features or words raise `BadInput`.
     """
-    rows = training if rows is None else rows
-    terms, idf = _fit_texts(rows.texts) if rows.texts is not None else (([], [], []), [])
+    parts = [training] if more is None else [training, more]
+    texts = None if training.texts is None else [text for part in parts for text in part.texts or ()]
+    terms, idf = _fit_texts(texts) if texts is not None else (([], [], []), [])
     if columns is not None:
-        numbers = rows.features.toarray().astype(np.float64)
+        numbers = np.concatenate([part.features.toarray() for part in parts]).astype(np.float64)
         used = np.flatnonzero(~np.isnan(numbers).all(axis=0))
         means = np.nanmean(numbers[:, used], axis=0) if len(used) else np.empty(0)
         scales = np.nanstd(numbers[:, used], axis=0) if len(used) else np.empty(0)
     else:
-        used = np.unique(rows.features.indices)
+        used, frequency = np.unique(
+            np.concatenate([part.features.indices for part in parts]), return_counts=True
+        )
         means = np.zeros(len(used))
-        scales = np.empty(0)
-        if len(used):
-            chosen = _chosen_columns(rows.features, used)
-            scales = abs(chosen).max(axis=0).toarray().ravel()
-            if rare:
-                scales = scales / np.sqrt(_idf(np.bincount(chosen.indices, minlength=len(used)), len(rows)))
+        scales = _largest([part.features for part in parts], used)
+        if rare:
+            scales = scales / np.sqrt(_idf(frequency, sum(map(len, parts))))
     if not idf and not len(used):
         raise BadInput("The training samples must have features or words, but they have neither.")
     return Preparation(
@@ -175,10 +234,20 @@ def fit(
     )
 
 
+def _largest(parts: Sequence[Matrix], columns: npt.NDArray[Any]) -> npt.NDArray[np.float64]:
+    """The largest absolute value in each column of several matrices. Other columns do not occur."""
+    found = np.zeros(len(columns), dtype=np.float32)
+    for part in parts:
+        for start in range(0, part.nnz, _ENTRIES):
+            some = slice(start, start + _ENTRIES)
+            np.maximum.at(found, np.searchsorted(columns, part.indices[some]), abs(part.data[some]))
+    return found.astype(np.float64)
+
+
 def _chosen_columns(matrix: Matrix, columns: npt.NDArray[np.int64]) -> Matrix:
     """Select columns in increasing order.
 
-    The indexing of scipy would allocate memory for every possible column.
+    SciPy's indexing would allocate memory for every possible column.
     """
     place = np.searchsorted(columns, matrix.indices)
     found = columns[np.minimum(place, len(columns) - 1)] == matrix.indices
@@ -219,11 +288,11 @@ def _normalized(rows: Matrix) -> Matrix:
 # Single letters can be words ("C", "R").
 _WORD = re.compile(r"\w+")
 PIECES = (2, 3, 4)
-"""The lengths of the pieces, which relate the forms of a word, including words that are new in prediction."""
+"""The lengths of the pieces, which relate different forms of a word, including words not seen in training."""
 WEIGHTS = (1.0, 0.5, 1.0)
 """The norms of words, pairs and pieces, before the whole vector is scaled to norm 1.
 
-Pairs are many, so with the weight of their number they would outweigh the words of long texts.
+Pairs are numerous, so without fixed norms they would outweigh the words of long texts.
 """
 
 
@@ -235,7 +304,9 @@ class _Terms(NamedTuple):
     names: Callable[[npt.NDArray[np.int64]], list[str]]
     """Returns the names of some columns."""
     least: int
-    """The number of training texts that must contain a term of this kind to make it an input."""
+    """The minimum number of training texts that contain a term of this kind for it to become an input."""
+    keys: npt.NDArray[np.int64] = np.empty(0, dtype=np.int64)
+    """For pairs, the numbers of both words: the first times the number of words, plus the second."""
 
 
 def _all_terms(texts: Sequence[str]) -> tuple[_Terms, _Terms, _Terms]:
@@ -248,20 +319,20 @@ def _all_terms(texts: Sequence[str]) -> tuple[_Terms, _Terms, _Terms]:
         first, second = np.divmod(keys[columns], max(1, len(words)))
         return [f"{words[a]} {words[b]}" for a, b in zip(first.tolist(), second.tolist(), strict=True)]
 
-    # Here punctuation counts. Each distinct string between spaces is cut only once.
+    # Pieces include punctuation. Each distinct string between spaces is split only once.
     strings, string_row, string_ids = _numbered(text.lower().split() for text in texts)
     pieces, of_string, piece_ids = _numbered(map(_pieces, strings))
     cut = _counted(of_string, piece_ids, (len(strings), len(pieces)))
     contents = _counted(string_row, string_ids, (len(texts), len(strings)))
     return (
         _Terms(_counted(row, ids, (len(texts), len(words))), _picker(words), least=1),
-        _Terms(_counted(row[1:][within], pair, (len(texts), len(keys))), pair_names, least=2),
+        _Terms(_counted(row[1:][within], pair, (len(texts), len(keys))), pair_names, least=2, keys=keys),
         _Terms(sparse.csr_array(contents @ cut), _picker(pieces), least=2),
     )
 
 
 def _numbered(lists: Iterable[list[str]]) -> tuple[list[str], npt.NDArray[np.int64], npt.NDArray[np.int64]]:
-    """The distinct strings of lists and, for each string of each list, the numbers of both."""
+    """Return the distinct strings and, for each occurrence, the index of its list and of its string."""
     place: defaultdict[str, int] = defaultdict()
     place.default_factory = place.__len__  # a new string gets the next number
     ids, lengths = array("q"), array("q")
@@ -277,13 +348,13 @@ def _picker(names: list[str]) -> Callable[[npt.NDArray[np.int64]], list[str]]:
 
 
 def _counted(rows: npt.NDArray[Any], columns: npt.NDArray[Any], shape: tuple[int, int]) -> Matrix:
-    """Count how often each place of a matrix is listed."""
+    """Return a matrix that counts how often each pair of a row and a column occurs."""
     counts = sparse.coo_array((np.ones(len(rows), dtype=np.float32), (rows, columns)), shape=shape)
     return sparse.csr_array(counts)  # sums duplicates
 
 
 def _pieces(word: str) -> list[str]:
-    """The parts of a word with the lengths `PIECES`, including a space before and after it.
+    """Return the parts of a word with the lengths `PIECES`, including a space before and after it.
 
     >>> _pieces("cat")
     [' c', 'ca', 'at', 't ', ' ca', 'cat', 'at ', ' cat', 'cat ']
@@ -293,37 +364,110 @@ def _pieces(word: str) -> list[str]:
 
 
 def _tf(counts: Matrix) -> Matrix:
-    """The logarithmic term frequency 1 + log(count)."""
+    """Return the logarithmic term frequency 1 + log(count)."""
     counts.data = 1 + np.log(counts.data)
     return counts
 
 
-def _known_terms(terms: _Terms, known: list[str]) -> Matrix:
-    """The counts of known terms, CSR (texts, known)."""
-    place = {name: i for i, name in enumerate(known)}
+def _known_terms(terms: _Terms, place: Mapping[str, int]) -> Matrix:
+    """Return the counts of known terms, CSR (texts, known). `place` gives the column of each term."""
     names = terms.names(np.arange(terms.counts.shape[1]))
     to = np.array([place.get(name, -1) for name in names], dtype=np.int64)
     there = to[terms.counts.indices]
     keep = there >= 0
     starts = np.concatenate([[0], np.cumsum(keep)])[terms.counts.indptr]
-    shape = (terms.counts.shape[0], len(known))
+    shape = (terms.counts.shape[0], len(place))
     return sparse.csr_array((terms.counts.data[keep], there[keep], starts), shape=shape)
 
 
 def _idf(frequency: npt.NDArray[Any], count: int) -> npt.NDArray[np.float64]:
-    """The inverse document frequency of terms that occur in `frequency` of `count` samples."""
+    """Return the inverse document frequency of terms that occur in `frequency` of `count` samples."""
     return np.log((1 + count) / (1 + frequency.astype(np.float64))) + 1
 
 
+class _Frequencies:
+    """The number of texts that contain each term of one kind, accumulated over blocks of texts.
+
+    Terms are in the order of their first occurrence, pairs in that of their first and then second words.
+    """
+
+    def __init__(self) -> None:
+        self._place: dict[str, int] = {}
+        self._counts = array("q")
+        self.least = 1
+
+    def add(self, terms: _Terms) -> None:
+        """Add the terms of more texts."""
+        frequency = _frequency(terms)
+        names = terms.names(np.arange(len(frequency)))
+        for name, count in zip(names, frequency.tolist(), strict=True):
+            place = self._place.setdefault(name, len(self._place))
+            if place < len(self._counts):
+                self._counts[place] += count
+            else:
+                self._counts.append(count)
+        self.least = terms.least
+
+    def result(self) -> tuple[npt.NDArray[np.int64], Callable[[npt.NDArray[np.int64]], list[str]]]:
+        """The frequency of each term, and a function that returns the names of some terms."""
+        return np.array(self._counts, dtype=np.int64), _picker(list(self._place))
+
+    def places(self, names: Iterable[str]) -> npt.NDArray[np.int64]:
+        """The places of names that were added."""
+        return np.array([self._place[name] for name in names], dtype=np.int64)
+
+
+class _PairFrequencies:
+    """The same for pairs of words, which are so many that they are stored as numbers."""
+
+    def __init__(self, words: _Frequencies) -> None:
+        self._words, self.least = words, 1
+        self._keys, self._counts = (np.empty(0, dtype=np.int64) for _ in range(2))
+
+    def add(self, words: _Terms, pairs: _Terms) -> None:
+        """Add the pairs of more texts, whose words have been added."""
+        to = self._words.places(words.names(np.arange(words.counts.shape[1])))
+        first, second = np.divmod(pairs.keys, max(1, len(to)))
+        keys, place = np.unique(
+            np.concatenate([self._keys, to[first] << 32 | to[second]]), return_inverse=True
+        )
+        counts = np.concatenate([self._counts, _frequency(pairs)])
+        self._keys = keys
+        # Sums of integers below 2**53 are exact.
+        self._counts = np.bincount(place, weights=counts, minlength=len(keys)).astype(np.int64)
+        self.least = pairs.least
+
+    def result(self) -> tuple[npt.NDArray[np.int64], Callable[[npt.NDArray[np.int64]], list[str]]]:
+        """The frequency of each pair, and a function that returns the names of some pairs."""
+
+        def names(columns: npt.NDArray[np.int64]) -> list[str]:
+            _, word = self._words.result()
+            first, second = word(self._keys[columns] >> 32), word(self._keys[columns] & (2**32 - 1))
+            return [f"{a} {b}" for a, b in zip(first, second, strict=True)]
+
+        return self._counts, names
+
+
+def _frequency(terms: _Terms) -> npt.NDArray[np.int64]:
+    """The number of texts that contain each term."""
+    return np.bincount(terms.counts.indices, minlength=terms.counts.shape[1])
+
+
 def _fit_texts(texts: list[str]) -> tuple[tuple[list[str], list[str], list[str]], list[float]]:
-    """The words, pairs and pieces that become inputs, and the weights of all of them."""
+    """Return the words, pairs and pieces that become inputs, and their inverse document frequencies."""
+    words, pieces = _Frequencies(), _Frequencies()
+    pairs = _PairFrequencies(words)
+    for some in _slices(len(texts), texts):
+        found = _all_terms(texts[some])
+        words.add(found[0])
+        pairs.add(*found[:2])
+        pieces.add(found[2])
     kinds, idf = [], list[float]()
-    for terms in _all_terms(texts):
-        frequency = np.bincount(terms.counts.indices, minlength=terms.counts.shape[1])
+    for terms in (words, pairs, pieces):
+        frequency, names = terms.result()
         often = np.flatnonzero(frequency >= terms.least)
-        if len(often) > MOST_TERMS:  # the most frequent ones; of equally frequent ones, the first
+        if len(often) > MOST_TERMS:  # keep the most frequent terms, and the first ones among ties
             often = np.sort(often[np.argsort(-frequency[often], kind="stable")[:MOST_TERMS]])
-        kinds.append(terms.names(often))
+        kinds.append(names(often))
         idf += [round(float(weight), 7) for weight in _idf(frequency[often], len(texts))]
-    words, pairs, pieces = kinds
-    return (words, pairs, pieces), idf
+    return (kinds[0], kinds[1], kinds[2]), idf

@@ -51,7 +51,7 @@ class LabelModel:
 
     @property
     def k(self) -> int:
-        """The number of labels of the rule `top-k`."""
+        """The number of labels that the rule `top-k` chooses."""
         return self._trained.preparation.k
 
     @property
@@ -68,7 +68,7 @@ class LabelModel:
                 predicted for the sample), or `auto`, the rule of the run.
 
         Returns:
-            A list of label names for each sample, which may be empty with the rule `half`.
+            A list of label names for each sample, which may be empty.
         """
         if rule not in ("auto", *RULES):
             raise ValueError(f"`rule` must be one of auto, {', '.join(RULES)}, but it is {rule!r}.")
@@ -76,7 +76,7 @@ class LabelModel:
         return [row.labels for row in decided_labels(self._trained, self.inputs(samples), chosen)]
 
     def predict_proba(self, samples: Any) -> npt.NDArray[np.float32]:
-        """The probability of each label: (samples, labels). With the loss `lml`, each row sums to `k`."""
+        """Predict the probability of each label: (samples, labels). With the loss `lml`, rows sum to `k`."""
         inputs = self.inputs(samples)
         found = np.empty((inputs.shape[0], len(self._trained.preparation.labels)), dtype=np.float32)
         for logits, part in self._trained.scores(inputs):
@@ -84,7 +84,7 @@ class LabelModel:
         return found
 
     def inputs(self, samples: Any) -> Matrix:
-        """The inputs of the network, which an exported model takes: CSR float32 (samples, inputs)."""
+        """Compute the network inputs that an exported model expects: CSR float32 (samples, inputs)."""
         prepared = self._trained.preparation
         with _value_errors():
             rows = self._rows(samples)
@@ -110,7 +110,7 @@ class LabelModel:
         if isinstance(samples, Sequence) and all(isinstance(one, str) for one in samples):
             if columns.numbers:
                 raise BadInput(f"`samples` must be {self._wanted}, but it is a list of texts.")
-            # All texts of a sample are joined, so they can be given as one.
+            # The model joins all texts of a sample, so they can be passed as one text.
             samples = {
                 name: [*samples] if place == 0 else [""] * len(samples)
                 for place, name in enumerate(columns.texts)
@@ -126,7 +126,7 @@ class LabelModel:
 
     @property
     def _wanted(self) -> str:
-        """The samples that this run accepts."""
+        """A description of the samples that this run accepts."""
         columns = self._trained.preparation.columns
         if columns is None:
             return "a sparse matrix or the path of a file"
@@ -151,7 +151,7 @@ def load_run(path: str | os.PathLike[str]) -> LabelModel:
 
 @contextmanager
 def _value_errors() -> Iterator[None]:
-    """Raise the usual exception of Python for invalid input, instead of the one of the command line."""
+    """Raise `ValueError` for invalid input instead of `BadInput`, the exception of the command line."""
     try:
         yield
     except BadInput as error:
@@ -159,7 +159,7 @@ def _value_errors() -> Iterator[None]:
 
 
 def _described(samples: Any) -> str:
-    return "one text" if isinstance(samples, str) else f"of type `{type(samples).__name__}`"
+    return "one text" if isinstance(samples, str) else f"a value of type `{type(samples).__name__}`"
 
 
 class Program(nn.Module):
@@ -179,7 +179,7 @@ class Program(nn.Module):
         )
 
     def forward(self, inputs: Tensor) -> Tensor:
-        """The probabilities (R, labels) of dense inputs (R, inputs)."""
+        """Return the probabilities (R, labels) of dense inputs (R, inputs)."""
         return probabilities(self.network(inputs), self.loss, self.k, self.temperature)
 
 
@@ -221,6 +221,7 @@ def export(trained: TrainedLabels, kind: Literal["onnx", "torch"], path: Path) -
         "k": str(prepared.k),
         "rule": rules.rule,
         "threshold": repr(rules.threshold),
+        "least": str(rules.least),
     }
     dynamic = ({0: torch.export.Dim.DYNAMIC},)
     with torch.no_grad(), replacing(path) as temporary:

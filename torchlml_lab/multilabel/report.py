@@ -1,4 +1,4 @@
-"""The report of a multi-label run: rankings next to a baseline, sets, calibration, every label, and plots."""
+"""The report of a multi-label run: ranking and set metrics, calibration, metrics per label, and plots."""
 
 import csv
 import json
@@ -16,6 +16,7 @@ from torchlml.metrics import TopKRecall
 from torchlml_lab import plots
 from torchlml_lab.cli_errors import BadInput
 from torchlml_lab.data.labelled_rows import LabelledRows, Matrix
+from torchlml_lab.data.several_files import in_words
 from torchlml_lab.engine import run_directory
 from torchlml_lab.engine.output import new_console, plain_table
 from torchlml_lab.engine.run import say
@@ -25,7 +26,6 @@ from torchlml_lab.multilabel.decisions import Decisions, LabelResult, SetMeasure
 from torchlml_lab.multilabel.losses import unlike_logits
 from torchlml_lab.multilabel.model import (
     NAMES,
-    ROWS,
     TEMPERATURE,
     Measures,
     TrainedLabels,
@@ -34,8 +34,9 @@ from torchlml_lab.multilabel.model import (
     prepared_rows,
     probabilities,
     read_rows,
+    row_slices,
 )
-from torchlml_lab.multilabel.samples import EMBEDDINGS, Data, aligned, label_lists, read
+from torchlml_lab.multilabel.samples import EMBEDDINGS, Data, aligned, keeps_unlabeled, label_lists, read
 from torchlml_lab.multilabel.settings import RULES, EvaluateSettings, LossName, MultilabelSettings, RuleName
 
 ENTRIES = 2**21  # enough logits to choose a temperature
@@ -63,20 +64,20 @@ def best_temperature(logits: Tensor, observed: Tensor, loss: LossName, k: int) -
 
 
 def calibrate(trained: TrainedLabels, rows: LabelledRows) -> tuple[float, Decisions]:
-    """Fit the temperature and the rules of a run on some samples that it was not trained on."""
+    """Fit the temperature and the rules of a run on samples that it was not trained on."""
     labels, k = len(trained.preparation.labels), trained.preparation.k
     few = rows.take(torch.arange(min(len(rows), max(50, ENTRIES // labels))).numpy())
     logits = torch.cat([found for found, _ in trained.scores(trained.preparation.apply(few).inputs)])
     observed = torch.from_numpy(few.labels[:, :labels].toarray().astype(bool))
     temperature = best_temperature(logits, observed, trained.settings.loss, k)
     values = probabilities(logits, trained.settings.loss, k, temperature)
-    return temperature, decisions.fit(logits, values, observed, k)
+    return temperature, decisions.fit(logits, values, observed, k, empty=bool((few.counts == 0).any()))
 
 
 VALIDATION = "validation samples"
 CURVE = (1, 2, 3, 5, 10, 20, 50, 100)
 BINS = 10
-FEWEST = 20  # labels in a bin that is plotted: smaller bins are too noisy
+FEWEST = 20  # labels in a plotted bin, because smaller bins are too noisy
 MOST_SCORES = 2**27  # stored for the average precision of each label: 512 MB
 IN_REPORT = 20  # labels in the report; the others are in the CSV file
 
@@ -87,7 +88,7 @@ class Report:
 
     rows: int
     what: str
-    """Which samples these are, for example "validation samples"."""
+    """A description of the samples, for example "validation samples"."""
     measures: dict[str, float]
     popular: dict[str, float]
     """The same metrics for always predicting the most frequent labels."""
@@ -97,9 +98,9 @@ class Report:
     calibration: list[tuple[float, float, int]]
     """For each tenth of the probability range: mean probability, share of correct labels, label count."""
     calibration_error: float
-    """The mean difference between probability and share of correct labels, over these tenths."""
+    """The mean absolute difference between probability and share of correct labels over these tenths."""
     top_calibration_error: float
-    """The same for the top k labels of each sample only."""
+    """The calibration error of the top k labels of each sample."""
     rule: RuleName
     """The rule of the run."""
     sets: dict[RuleName, SetResult]
@@ -107,7 +108,7 @@ class Report:
     """The metrics of each label under the rule of the run, most frequent first."""
 
     def tables(self) -> tuple[Table, Table]:
-        """The metrics of rankings next to the baseline, and of the sets of each rule, in percent."""
+        """Tabulate the ranking metrics of run and baseline, and the set metrics of each rule, in percent."""
         return self._ranking_table(), self._set_table()
 
     def _set_table(self) -> Table:
@@ -135,7 +136,7 @@ class Report:
         return table
 
     def page(self, trained: TrainedLabels) -> str:
-        """The report as Markdown, conclusion first."""
+        """Return the report as Markdown, with the conclusion first."""
         ks = sorted({int(name.partition("@")[2]) for name in self.measures})
         settings, prepared = trained.settings, trained.preparation
         lines = [
@@ -144,7 +145,7 @@ class Report:
             f"**P@1 is {100 * self.measures['precision@1']:.1f}% on {self.rows} {self.what}.** Always "
             f"predicting the most frequent labels reaches {100 * self.popular['precision@1']:.1f}%.",
             "",
-            f"The model was trained on {prepared.rows} samples of `{settings.train}` with "
+            f"The model was trained on {prepared.rows} samples of `{in_words(settings.train)}` with "
             f"{len(prepared.labels)} labels and the loss `{settings.loss}`. Its weights are those of epoch "
             f"{trained.epoch}, the best one on the validation samples."
             + ("" if trained.network.linear is None else f" {trained.network.linear.mixture.in_words()}"),
@@ -179,7 +180,7 @@ class Report:
         )
 
     def _set_lines(self, trained: TrainedLabels) -> list[str]:
-        """The section about sets and calibration."""
+        """Return the section about sets and calibration."""
         own, k = self.sets[self.rule], trained.preparation.k
         lines = [
             "## Sets",
@@ -205,7 +206,7 @@ class Report:
         ]
 
     def _label_lines(self) -> list[str]:
-        """The section about the most frequent labels."""
+        """Return the section about the most frequent labels."""
         lines = [
             "## Labels",
             "",
@@ -236,7 +237,7 @@ def report_run(run: Path, trained: TrainedLabels, data: Data, console: Console) 
         trained, rows, what = trained.for_validation(), data.validation, VALIDATION
     else:
         rows, what = data.test, "test samples"
-    inputs, _ = prepared_rows(trained, rows, Path())
+    inputs, _ = prepared_rows(trained, rows, "")
     report = make(trained, inputs, rows, what)
     console.print(*report.tables())
     write(report, trained, run, console)
@@ -249,7 +250,7 @@ def make(trained: TrainedLabels, inputs: Matrix, rows: LabelledRows, what: str) 
         trained: The run.
         inputs: The samples, prepared for the run.
         rows: The same samples; their labels start with those of the run, in the same order.
-        what: Which samples these are, for the titles.
+        what: A description of the samples, for the titles.
     """
     prepared = trained.preparation
     labels = len(rows.names)
@@ -276,7 +277,7 @@ def make(trained: TrainedLabels, inputs: Matrix, rows: LabelledRows, what: str) 
         top = logits.topk(prepared.k, dim=-1).indices
         bins += _binned(values, right)
         top_bins += _binned(values.gather(-1, top), right.gather(-1, top))
-    chunks = [slice(start, start + ROWS) for start in range(0, len(rows), ROWS)]
+    chunks = row_slices(len(rows), labels)
     return Report(
         rows=len(rows),
         what=what,
@@ -298,7 +299,7 @@ def make(trained: TrainedLabels, inputs: Matrix, rows: LabelledRows, what: str) 
 
 
 def _calibration_error(bins: Tensor) -> float:
-    """The mean of |mean probability - share of correct labels| over bins, weighted by bin size."""
+    """Return the mean of |mean probability - share of correct labels| over bins, weighted by bin size."""
     total, right, count = bins
     return float((total - right).abs().sum() / count.sum())
 
@@ -334,7 +335,7 @@ def _by_k(recalls: dict[str, Tensor], ks: Sequence[int]) -> dict[int, float]:
 
 
 def _binned(probabilities: Tensor, right: Tensor) -> Tensor:
-    """For each tenth of the probability range: sum of probabilities, correct labels, number of labels."""
+    """Return, for each tenth of the probability range: sum of probabilities, correct labels, label count."""
     values = probabilities.flatten().double()
     place = (values * BINS).long().clamp(max=BINS - 1)
     return torch.stack(
@@ -354,7 +355,7 @@ def main(settings: EvaluateSettings) -> None:
     rows, what, notes = _rows(settings, trained)
     if what == VALIDATION:
         trained = trained.for_validation()
-    inputs, more = prepared_rows(trained, rows, settings.data or Path(what))
+    inputs, more = prepared_rows(trained, rows, in_words(settings.data) or what)
     console = new_console()
     say([*notes, *more], console)
     report = make(trained, inputs, rows, what)
@@ -364,7 +365,7 @@ def main(settings: EvaluateSettings) -> None:
 
 
 def _rows(settings: EvaluateSettings, trained: TrainedLabels) -> tuple[LabelledRows, str, list[str]]:
-    """The samples to evaluate on, their name, and notes about them."""
+    """Return the samples to evaluate on, a description of them, and notes for the user."""
     if settings.data is None:
         if settings.data_labels is not None:
             raise BadInput("`--data-labels` requires `--data`.")
@@ -374,7 +375,7 @@ def _rows(settings: EvaluateSettings, trained: TrainedLabels) -> tuple[LabelledR
         known, found = trained.preparation, data.training
         if (len(found), found.names) != (known.rows, known.labels):
             raise BadInput(
-                f"`{settings.train or trained.settings.train}` is not the file that the run was trained on: "
+                f"`{in_words(stored.train)}` is not the file that the run was trained on: "
                 f"it has {len(found)} training samples and {len(found.names)} labels, but the run had "
                 f"{known.rows} samples and {len(known.labels)} labels, or their names differ."
             )
@@ -382,15 +383,15 @@ def _rows(settings: EvaluateSettings, trained: TrainedLabels) -> tuple[LabelledR
             return data.validation, VALIDATION, []
         return data.test, "test samples", []
     found, notes = read_rows(trained, settings.data, settings.data_labels), list[str]()
-    labelled = found.take(found.counts > 0)
-    if not len(labelled):
-        raise BadInput(f"`--data` must have at least one sample with labels, but `{settings.data}` has none.")
-    if len(labelled) < len(found):
-        notes.append(
-            f"`{settings.data}`: {len(found) - len(labelled)} samples have no labels and were skipped."
-        )
+    source = in_words(settings.data)
+    there = found.counts > 0
+    if not there.any():
+        raise BadInput(f"`--data` must have at least one sample with labels, but `{source}` has none.")
+    if not keeps_unlabeled(trained.settings, trained.preparation.columns) and not there.all():
+        notes.append(f"`{source}`: {(~there).sum()} samples have no labels and were skipped.")
+        found = found.take(there)
     return (
-        aligned(labelled, trained.preparation.labels, settings.data, notes),
-        f"samples of {settings.data.name}",
+        aligned(found, trained.preparation.labels, source, notes),
+        f"samples of {Path(source).name}",
         notes,
     )

@@ -2,7 +2,6 @@
 
 from collections.abc import Sequence
 from dataclasses import replace
-from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
 import numpy as np
@@ -12,11 +11,12 @@ from torch import Tensor
 from torch.utils.data import Dataset
 
 from torchlml_lab.cli_errors import BadInput
-from torchlml_lab.data.labelled_files import read_labelled
 from torchlml_lab.data.labelled_rows import Encoder, LabelledRows, Matrix
-from torchlml_lab.data.tables import Columns, is_table
+from torchlml_lab.data.several_files import in_words, is_table_of, read_samples
+from torchlml_lab.data.tables import Columns
 from torchlml_lab.multilabel import preparation
 from torchlml_lab.multilabel.losses import PADDING
+from torchlml_lab.multilabel.preparation import LaterInputs
 from torchlml_lab.multilabel.settings import MultilabelSettings
 
 FEWEST = 10  # labeled samples needed for training
@@ -45,7 +45,7 @@ class Data(NamedTuple):
     notes: list[str]
     """Sentences about the files that the user should see."""
     encoder: Encoder | None = None
-    """The encoder that has replaced the texts by features, if there is one."""
+    """The encoder that replaced the texts with embeddings, if there is one."""
 
 
 def read(settings: MultilabelSettings) -> Data:
@@ -54,7 +54,7 @@ def read(settings: MultilabelSettings) -> Data:
 
 
 def split(settings: MultilabelSettings, files: Files) -> Data:
-    """Split off validation samples if no file was given, and apply `keep` to the training labels."""
+    """Hold out validation samples if there is no validation file, and apply `keep` to the training labels."""
     rows = replace(files.train, labels=kept_labels(files.train.labels, settings.keep, settings.seed))
     training, validation = set_aside(rows) if files.valid is None else (rows, files.valid)
     return Data(training, validation, files.test, files.columns, files.notes, files.encoder)
@@ -63,6 +63,7 @@ def split(settings: MultilabelSettings, files: Files) -> Data:
 def read_files(settings: MultilabelSettings) -> Files:
     """Read all files of a run; raise `BadInput` if one cannot be used."""
     assert settings.train is not None
+    source = in_words(settings.train)
     known = Columns(settings.texts, settings.numbers, settings.labels, settings.separator)
     earlier = None if settings.continue_from is None else preparation.stored(settings.continue_from)
     if earlier is not None:
@@ -70,7 +71,7 @@ def read_files(settings: MultilabelSettings) -> Files:
             raise BadInput(
                 "The columns are those of `--continue-from`: omit `--labels`, `--texts` and `--numbers`."
             )
-        if is_table(settings.train) != (earlier.columns is not None):
+        if is_table_of(settings.train, "--train") != (earlier.columns is not None):
             format_ = "sparse features" if earlier.columns is None else "a table"
             raise BadInput(f"`--train` must be {format_}, as in `{settings.continue_from}`.")
         known = earlier.columns or known
@@ -80,43 +81,44 @@ def read_files(settings: MultilabelSettings) -> Files:
     notes: list[str] = []
     if len(rows.names) < 2:
         named = f"only the label `{rows.names[0]}`" if rows.names else "no labels"
-        raise BadInput(f"`--train` must have at least two labels, but `{settings.train}` has {named}.")
-    rows = _labelled_only(rows, settings.train, notes)
+        raise BadInput(f"`--train` must have at least two labels, but `{source}` has {named}.")
+    keep = keeps_unlabeled(settings, columns)
+    rows = _checked_labels(rows, source, keep, notes)
     bare = int(_without_inputs(rows).sum())
     if bare:
         notes.append(
-            f"`{settings.train}`: {bare} of {len(rows)} samples have no features and no words; only the "
+            f"`{source}`: {bare} of {len(rows)} samples have no features and no words; only the "
             "frequencies of their labels are learned."
         )
-    if len(rows) < FEWEST:
+    labelled = int((rows.counts > 0).sum())
+    if labelled < FEWEST:
         raise BadInput(
-            f"`--train` must have at least {FEWEST} samples with labels, but `{settings.train}` has "
-            f"{len(rows)}."
+            f"`--train` must have at least {FEWEST} samples with labels, but `{source}` has {labelled}."
         )
     known = columns or Columns()
     others: dict[str, LabelledRows | None] = {}
     for name in ("valid", "test"):
-        path = getattr(settings, name)
-        if path is None:
+        if getattr(settings, name) is None:
             others[name] = None
             continue
+        its_source = in_words(getattr(settings, name))
         other, its_columns = _read(settings, name, known)
         if (columns is None) != (its_columns is None):
-            a_table, no_table = (path, settings.train) if columns is None else (settings.train, path)
+            a_table, no_table = (its_source, source) if columns is None else (source, its_source)
             raise BadInput(
                 f"All files of a run must have the same format, but `{a_table}` is a table and "
                 f"`{no_table}` is not."
             )
-        other = aligned(_labelled_only(other, path, notes), rows.names, path, notes)
-        if not len(other):
-            raise BadInput(f"`--{name}` must have samples with labels, but `{path}` has none.")
+        other = aligned(_checked_labels(other, its_source, keep, notes), rows.names, its_source, notes)
+        if not other.counts.any():
+            raise BadInput(f"`--{name}` must have samples with labels, but `{its_source}` has none.")
         others[name] = other
     files = Files(rows, others["valid"], others["test"], columns, notes)
     return files if settings.encoder is None else _encoded(files, settings)
 
 
 def _encoded(files: Files, settings: MultilabelSettings) -> Files:
-    """Replace all texts by embeddings. Those of a run that exists are read from its directory."""
+    """Replace all texts with embeddings. Those stored in an existing run directory are reused."""
     assert settings.encoder is not None
     encoder = Encoder(settings.encoder, (settings.resume or settings.out) / EMBEDDINGS)
     train, valid, test = (
@@ -127,7 +129,7 @@ def _encoded(files: Files, settings: MultilabelSettings) -> Files:
 
 
 def _read(settings: MultilabelSettings, name: str, columns: Columns) -> tuple[LabelledRows, Columns | None]:
-    return read_labelled(
+    return read_samples(
         getattr(settings, name),
         f"--{name}",
         columns=columns,
@@ -136,16 +138,31 @@ def _read(settings: MultilabelSettings, name: str, columns: Columns) -> tuple[La
     )
 
 
-def _labelled_only(rows: LabelledRows, path: Path, notes: list[str]) -> LabelledRows:
-    """Drop the samples without labels, and add a note if there are any."""
+def keeps_unlabeled(settings: MultilabelSettings, columns: Columns | None) -> bool:
+    """Whether samples without labels are examples that no label applies to.
+
+    A row of zeros in columns of 0 and 1 says so. In other files, the labels may simply be missing.
+    """
+    if settings.unlabeled == "auto":
+        return columns is not None and len(columns.labels) > 1
+    return settings.unlabeled == "keep"
+
+
+def _checked_labels(rows: LabelledRows, source: str, keep: bool, notes: list[str]) -> LabelledRows:
+    """Keep or drop the samples without labels, and add a note if there are any."""
     there = rows.counts > 0
-    if not there.all():
-        notes.append(f"`{path}`: {(~there).sum()} of {len(rows)} samples have no labels and were skipped.")
+    if there.all():
+        return rows
+    some = f"`{source}`: {(~there).sum()} of {len(rows)} samples have no labels"
+    if keep:
+        notes.append(f"{some} and are kept as examples that no label applies to.")
+        return rows
+    notes.append(f"{some} and were skipped. `--unlabeled keep` trains on them.")
     return rows.take(there)
 
 
 def _without_inputs(rows: LabelledRows) -> npt.NDArray[np.bool_]:
-    """A mask of the samples with neither features nor text; any number in a table counts as a feature."""
+    """Return a mask of the samples with neither features nor text. Numbers in a table are features."""
     if rows.columns:
         return np.isnan(rows.features.toarray()).all(axis=1) & _blank(rows)
     return (np.diff(rows.features.indptr) == 0) & _blank(rows)
@@ -157,16 +174,16 @@ def _blank(rows: LabelledRows) -> npt.NDArray[np.bool_]:
     return np.array([not text.strip() for text in rows.texts], dtype=bool)
 
 
-def aligned(rows: LabelledRows, names: Sequence[str], path: Path, notes: list[str]) -> LabelledRows:
+def aligned(rows: LabelledRows, names: Sequence[str], source: str, notes: list[str]) -> LabelledRows:
     """Put the labels of the training data first, and add a note if there are others."""
     rows = rows.with_labels(names)
     more = len(rows.names) - len(names)
     if more:
         one = more == 1
         notes.append(
-            f"`{path}`: {more} label{'' if one else 's'} {'does' if one else 'do'} not occur in the training "
-            f"data ({'' if one else 'the first is '}`{rows.names[len(names)]}`) and cannot be predicted; "
-            f"{'it counts' if one else 'they count'} as false negatives."
+            f"`{source}`: {more} label{'' if one else 's'} {'does' if one else 'do'} not occur in the "
+            f"training data ({'' if one else 'the first is '}`{rows.names[len(names)]}`) and cannot be "
+            f"predicted; {'it counts' if one else 'they count'} as false negatives."
         )
     return rows
 
@@ -174,10 +191,18 @@ def aligned(rows: LabelledRows, names: Sequence[str], path: Path, notes: list[st
 def set_aside(rows: LabelledRows) -> tuple[LabelledRows, LabelledRows]:
     """Split into training and validation.
 
-    A tenth is for validation, but at least 200 samples if these are at most a third, and at most 5000.
+    The validation part is a tenth of the samples, but at least 200 if that is at most a third of them, and at
+    most 5000.
+    Samples with and without labels are split in the same proportion.
     """
     order = np.random.default_rng(SPLIT_SEED).permutation(len(rows))
     count = min(5000, max(5, len(rows) // 10, min(200, len(rows) // 3)))
+    there = rows.counts[order] > 0
+    labelled, others = order[there], order[~there]
+    if len(others):
+        first = max(1, round(count * len(labelled) / len(rows)))
+        rest = count - first
+        order = np.concatenate([labelled[:first], others[:rest], labelled[first:], others[rest:]])
     return rows.take(np.sort(order[count:])), rows.take(np.sort(order[:count]))
 
 
@@ -185,9 +210,9 @@ def kept_labels(labels: Matrix, keep: float | Literal["one"], seed: int) -> Matr
     """Keep a random subset of each row's labels, resampled for every seed.
 
     Args:
-        labels: CSR, with at least one label in each row.
-        keep: The probability that a label is kept. At least one label of each row always is; with `one`,
-            exactly one.
+        labels: CSR. Rows without labels are not changed.
+        keep: The probability that a label is kept. At least one label of each row is always kept; with `one`,
+            exactly one is.
         seed: The seed of the subset.
 
     Returns:
@@ -196,8 +221,9 @@ def kept_labels(labels: Matrix, keep: float | Literal["one"], seed: int) -> Matr
     if keep == 1:
         return labels
     drawn = np.random.default_rng(seed).random(len(labels.indices))
-    least = np.minimum.reduceat(drawn, labels.indptr[:-1])
-    stays = drawn == np.repeat(least, np.diff(labels.indptr))
+    counts = np.diff(labels.indptr)
+    least = np.minimum.reduceat(drawn, labels.indptr[:-1][counts > 0])
+    stays = drawn == np.repeat(least, counts[counts > 0])
     if keep != "one":
         stays |= drawn < keep
     thinner = labels.copy()
@@ -226,11 +252,11 @@ class Batches(Dataset[Batch]):
     """Inputs and labels as a dataset that returns whole batches.
 
     Args:
-        inputs: CSR float32 (rows, inputs).
+        inputs: CSR float32 (rows, inputs), or an object that computes some rows of it.
         labels: CSR (rows, labels).
     """
 
-    def __init__(self, inputs: Matrix, labels: Matrix) -> None:
+    def __init__(self, inputs: Matrix | LaterInputs, labels: Matrix) -> None:
         self.inputs, self.labels = inputs, labels
 
     def __len__(self) -> int:
@@ -247,7 +273,7 @@ class Batches(Dataset[Batch]):
 
 
 def label_lists(labels: Matrix) -> Tensor:
-    """The labels of each row as int64 (R, L), L at least 1, padded with `PADDING`."""
+    """Return the labels of each row as int64 (R, L), L at least 1, padded with `PADDING`."""
     counts = np.diff(labels.indptr)
     lists = np.full((len(counts), max(1, counts.max(initial=0))), PADDING, dtype=np.int64)
     lists[np.arange(lists.shape[1]) < counts[:, None]] = labels.indices

@@ -10,39 +10,46 @@ from torchlml_lab.engine.settings import GridSettings, TrainSettings
 
 LossName = Literal["lml", "softmax", "bce", "truncated-entropy"]
 LOSSES: tuple[LossName, ...] = get_args(LossName)
-WITH_K: tuple[LossName, ...] = ("lml", "truncated-entropy")
+AnyLossName = Literal[LossName, "topk-softmax"]
+"""The losses of recommendation."""
+WITH_K: tuple[AnyLossName, ...] = ("lml", "truncated-entropy", "topk-softmax")
 PerRow = Literal["labels"]
 ModelName = Literal["combined", "network"]
 RuleName = Literal["top-k", "half", "threshold", "count"]
+UnlabeledName = Literal["auto", "keep", "skip"]
 RULES: tuple[RuleName, ...] = get_args(RuleName)
+
+Paths = Annotated[Path | tuple[Path, ...] | None, tyro.conf.arg(metavar="FILE [FILE ...]")]
+"""Files, directories that contain them, or patterns."""
 
 EXPERIMENT = "multilabel"
 
 
 @dataclass(frozen=True)
 class MultilabelSettings(TrainSettings):
-    """Train a multi-label model on your own file of texts, numbers or sparse features; requires --train.
+    """Train a multi-label model on your own files of texts, numbers or sparse features; requires --train.
 
     A file is a table (CSV, TSV, JSON lines or Parquet, with labels and columns of texts or numbers), svmlight
-    or extreme-classification text, or a pair of scipy .npz files. Text files may be gzipped. Without --valid,
-    a tenth of the samples is held out for validation. The epoch with the best validation nDCG@5 is kept.
+    or extreme-classification text, or a pair of scipy .npz files. Text files may be gzipped. Several files, a
+    directory or a pattern like 'part-*.csv' are read as one file. Without --valid, a tenth of the samples is
+    held out for validation. The epoch with the best validation nDCG@5 is kept.
     """
 
     out: Path = Path("runs/multilabel")
-    train: Path | None = None
-    """The training samples."""
-    valid: Path | None = None
+    train: Paths = None
+    """The training samples: files, a directory, or a pattern in quotes."""
+    valid: Paths = None
     """The validation samples, which select the best epoch; by default a tenth of `--train` is held out."""
-    test: Path | None = None
+    test: Paths = None
     """The test samples, evaluated once after training; by default the report uses the validation samples."""
     continue_from: Path | None = None
-    """Start from the weights of this run instead of random ones, and keep its columns, inputs and labels. New
-    labels are added; words and features that the run does not know are ignored."""
-    train_labels: Path | None = None
+    """Start from the weights of this run instead of random weights, and keep its columns, inputs and labels.
+    New labels are added; unknown words and features are ignored."""
+    train_labels: Paths = None
     """The labels of `--train`, if that is an .npz file."""
-    valid_labels: Path | None = None
+    valid_labels: Paths = None
     """The labels of `--valid`, if that is an .npz file."""
-    test_labels: Path | None = None
+    test_labels: Paths = None
     """The labels of `--test`, if that is an .npz file."""
     label_names: Path | None = None
     """If labels are numbers: a text file whose line i, counted from 0, is the name of label i."""
@@ -53,9 +60,12 @@ class MultilabelSettings(TrainSettings):
     texts: tuple[str, ...] = ()
     """The text columns; by default all columns are used, unless `--numbers` is given."""
     numbers: tuple[str, ...] = ()
-    """The number columns."""
+    """The columns with numbers."""
+    unlabeled: UnlabeledName = "auto"
+    """Samples without labels: `keep` them as examples that no label applies to, which trains with bce instead
+    of lml, or `skip` them. By default they are kept if every label has its own column of 0 and 1."""
     encoder: str | None = None
-    """Encode texts by this sentence-transformers model (a directory or a name) instead of TF-IDF; needs the
+    """Encode texts with this sentence-transformers model (a directory or a name) instead of TF-IDF; needs the
     extra `encoder`. The embeddings of all samples are kept in the run directory."""
     loss: LossName = "lml"
     """The loss function: lml, softmax, bce or truncated-entropy."""
@@ -65,7 +75,8 @@ class MultilabelSettings(TrainSettings):
     labels per sample, rounded to an integer."""
     model: ModelName = "combined"
     """`combined`: a regularized linear model, refitted on all samples, plus a network, with weights fitted on
-    the validation samples; without the linear model if it does not fit in memory. `network`: the network."""
+    the validation samples. The linear model is omitted if it does not fit in memory. `network`: only the
+    network."""
     hidden: int = 256
     """The size of the network's hidden layer; 0 for a network without one."""
     dropout: float = 0.5
@@ -75,12 +86,12 @@ class MultilabelSettings(TrainSettings):
     epochs: int = 200
     """The maximum number of epochs."""
     patience: int | None = None
-    """Stop after this many epochs without improvement; by default the epochs in 100 steps, at least 5, or 3
-    next to a linear model."""
+    """Stop after this many epochs without improvement; by default the number of epochs in 100 steps, at least
+    5, or at least 3 with a linear model."""
     batch_size: int = 128
     """Samples per step over all processes; a multiple of the number of processes."""
     learning_rate: float = 0.005
-    """The learning rate of Adam; a linear model uses ten times this rate."""
+    """The learning rate of Adam; with `--hidden 0`, training uses ten times this rate."""
 
 
 @dataclass(frozen=True)
@@ -93,19 +104,19 @@ class EvaluateSettings:
 
     run: Annotated[Path, tyro.conf.Positional, tyro.conf.arg(metavar="RUN")] = Path("runs/multilabel")
     """The run directory."""
-    data: Path | None = None
+    data: Paths = None
     """Other labeled samples, in any supported format; by default the run's test or validation samples."""
-    data_labels: Path | None = None
+    data_labels: Paths = None
     """The labels of `--data`, if that is an .npz file."""
-    train: Path | None = None
-    """The training file, if it has moved."""
-    valid: Path | None = None
-    """The validation file, if it has moved."""
-    test: Path | None = None
-    """The test file, if it has moved."""
+    train: Paths = None
+    """The training files, if they have moved."""
+    valid: Paths = None
+    """The validation files, if they have moved."""
+    test: Paths = None
+    """The test files, if they have moved."""
     out: Path | None = None
     """The directory for `report.md`, `report.png` and `labels.csv` (support, precision, recall and average
-    precision of each label); by default the run, or no files with `--data`."""
+    precision of each label); by default the run directory, but with `--data` no files are written."""
 
 
 @dataclass(frozen=True)
@@ -114,14 +125,14 @@ class PredictSettings:
 
     run: Annotated[Path, tyro.conf.Positional, tyro.conf.arg(metavar="RUN")] = Path("runs/multilabel")
     """The run directory."""
-    data: Path | None = None
-    """The samples, in a file like the training file; labels are not needed."""
+    data: Paths = None
+    """The samples, in files like the training files; labels are not needed."""
     top: int | None = None
     """The number of labels per sample to print; by default 5, or all if there are fewer."""
     rule: RuleName | Literal["auto"] | None = None
     """Print the labels that a rule chooses, not a fixed number: `top-k` (the k of the run), `half` (p > 0.5),
-    `threshold` (fitted on validation, at least one label), `count` (as many as predicted for each sample), or
-    `auto` (the best of these rules on validation)."""
+    `threshold` (fitted on validation), `count` (as many as predicted for each sample), or `auto` (the best of
+    these rules on validation). A set is empty only with `half`, or if the run kept samples without labels."""
     out: Path | None = None
     """Also write all samples to a file: `*.csv` has a line per label, `*.jsonl` a line of JSON per sample."""
 

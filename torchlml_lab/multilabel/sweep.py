@@ -12,6 +12,7 @@ from typing import Any
 from rich.table import Table
 
 from torchlml_lab.cli_errors import BadInput
+from torchlml_lab.data.several_files import short_name
 from torchlml_lab.engine import output
 from torchlml_lab.engine.output import StudyTable, Tried, new_console, plain_table, spread
 from torchlml_lab.engine.run import train
@@ -59,12 +60,12 @@ TABLE = StudyTable(LabelRecord, lambda row: (row.data, row.keep, row.loss, row.l
 
 
 def tested(found: Mapping[str, float]) -> dict[str, float]:
-    """The test columns of a record, rounded to the significant digits."""
+    """Return the test columns of a record, rounded to their significant digits."""
     return {name: round(found[measure], 6) for name, measure in MEASURES.items()}
 
 
 def best_rates(records: Sequence[LabelRecord], losses: Sequence[str], path: Path) -> dict[str, float]:
-    """For each loss, the learning rate with the best mean nDCG@5 on validation.
+    """Find the learning rate with the best mean nDCG@5 on validation for each loss.
 
     Args:
         records: The records of a tuning sweep; their test metrics are not used.
@@ -96,7 +97,7 @@ def main(settings: SweepSettings) -> None:
 
 
 def grid(settings: SweepSettings) -> list[MultilabelSettings]:
-    """The settings of every run; raises `BadInput` if one of them is invalid."""
+    """Return the settings of every run; raise `BadInput` if one of them is invalid."""
     check_grid(settings, settings.run, _CHOSEN, ("losses", "keeps", "seeds"))
     if settings.run.test is None:
         raise BadInput("`--run.test` is missing: a sweep compares losses on test samples.")
@@ -112,18 +113,21 @@ def _runs(settings: SweepSettings, rates: Mapping[str, Sequence[float]]) -> Iter
     # The seed varies slowest, so that a sweep stopped early still has every loss for every share of labels.
     for seed, keep, loss in product(settings.seeds, settings.keeps, settings.losses):
         chosen = named(loss)
+        name = chosen.name
+        if name == "topk-softmax":
+            raise BadInput(f"`--losses` contains `{loss}`, which only `torchlml sweep recommend` supports.")
         for rate in rates[loss]:
             out = settings.out / f"{loss}_keep{keep}_lr{rate:g}_seed{seed}"
             yield dataclasses.replace(
-                settings.run, out=out, loss=chosen.name, k=chosen.k, keep=keep, seed=seed, learning_rate=rate
+                settings.run, out=out, loss=name, k=chosen.k, keep=keep, seed=seed, learning_rate=rate
             )
 
 
 def record(settings: MultilabelSettings, result: dict[str, Any]) -> LabelRecord:
-    """The record of a finished run."""
+    """Return the record of a finished run."""
     assert settings.train is not None
     return LabelRecord(
-        data=settings.train.name.partition(".")[0],
+        data=short_name(settings.train),
         loss=settings.loss if settings.k is None else f"{settings.loss}-{settings.k}",
         keep=str(settings.keep),
         seed=settings.seed,
@@ -139,7 +143,7 @@ _read_once = lru_cache(maxsize=1)(read_files)
 
 
 def _files_of(settings: MultilabelSettings) -> Files:
-    """The files of a run, read once per process because all runs share them."""
+    """Return the files of a run, read once per process because all runs share them."""
     same = MultilabelSettings()
     kept = {name: getattr(same, name) for name in (*_CHOSEN, "learning_rate")}
     return _read_once(dataclasses.replace(settings, **kept))
@@ -155,7 +159,7 @@ def _run_one(settings: MultilabelSettings) -> dict[str, Any]:
 
 
 def _table(rows: Sequence[LabelRecord]) -> Table:
-    """The metrics, as mean and standard deviation over the seeds."""
+    """Tabulate the means and standard deviations of the metrics over the seeds."""
     groups: dict[tuple[str, str, float], list[LabelRecord]] = defaultdict(list)
     for row in rows:
         groups[row.keep, row.loss, row.learning_rate].append(row)

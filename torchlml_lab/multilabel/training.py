@@ -8,15 +8,15 @@ from typing import NamedTuple
 
 import numpy as np
 import torch
+import torch.distributed as dist
 from accelerate import PartialState
 from rich.console import Console
 from scipy import sparse
 from torch import nn
 
 from torchlml_lab.cli_errors import BadInput
-from torchlml_lab.data.labelled_rows import LabelledRows
 from torchlml_lab.engine import run_directory
-from torchlml_lab.engine.loop import Task
+from torchlml_lab.engine.loop import RowAdam, Task
 from torchlml_lab.engine.output import new_console
 from torchlml_lab.engine.run import say, train_on_files
 from torchlml_lab.engine.settings import SETTINGS_FILE, from_json
@@ -26,6 +26,8 @@ from torchlml_lab.multilabel import preparation as prepare
 from torchlml_lab.multilabel.losses import LabelLoss, loss_with_usual_k
 from torchlml_lab.multilabel.model import (
     KS,
+    LOGITS,
+    MOST_DENSE,
     LabelNetwork,
     LinearLogits,
     TrainedLabels,
@@ -37,11 +39,11 @@ from torchlml_lab.multilabel.model import (
     scores,
     store_linear,
 )
-from torchlml_lab.multilabel.preparation import Preparation
+from torchlml_lab.multilabel.preparation import LaterInputs, Preparation
 from torchlml_lab.multilabel.samples import Batches, Data, label_lists, read
 from torchlml_lab.multilabel.settings import EXPERIMENT, WITH_K, MultilabelSettings
 
-PATIENT_STEPS = 100  # steps: epochs of small files are too short to judge progress by
+PATIENT_STEPS = 100  # in steps, because epochs of small files are too short to judge progress
 
 
 def main(settings: MultilabelSettings) -> None:
@@ -57,7 +59,7 @@ def main(settings: MultilabelSettings) -> None:
 def run(
     settings: MultilabelSettings, console: Console, read: Callable[[MultilabelSettings], Data] = read
 ) -> tuple[TrainedLabels, Data]:
-    """Train with these settings; raise `BadInput` for invalid ones before any file is written.
+    """Train with these settings. Invalid settings raise `BadInput` before any file is written.
 
     Args:
         settings: The settings of the run.
@@ -73,7 +75,9 @@ def run(
 
     def build(settings: MultilabelSettings, data: Data) -> Task:
         built = build_task(settings, data)
-        made.append((data, built))
+        # The inputs replace the features and texts of the training samples, which need much memory.
+        nothing = replace(data.training, features=data.training.features[:, :0], texts=None)
+        made.append((data._replace(training=nothing), built))
         return built.task
 
     result = train_on_files(EXPERIMENT, settings, read, build, _introduction, console)
@@ -104,7 +108,7 @@ def run(
 
 
 class Built(NamedTuple):
-    """Everything that is built from the data of a run."""
+    """The objects that are built from the data of a run."""
 
     task: Task
     prepared: Preparation
@@ -112,19 +116,22 @@ class Built(NamedTuple):
 
 
 def completed(settings: MultilabelSettings) -> MultilabelSettings:
-    """The settings with an absolute path of the encoder, and with the model of a run that is continued."""
+    """Return the settings with an absolute encoder path, and with the model and loss of a continued run."""
     if settings.encoder is not None and Path(settings.encoder).is_dir():
         settings = replace(settings, encoder=str(Path(settings.encoder).absolute()))
     if settings.continue_from is not None:
         earlier = from_json(MultilabelSettings, settings.continue_from / SETTINGS_FILE)
-        if settings.hidden == MultilabelSettings().hidden:
+        default = MultilabelSettings()
+        if settings.hidden == default.hidden:
             settings = replace(settings, hidden=earlier.hidden)
+        if (settings.loss, settings.k) == (default.loss, default.k):
+            settings = replace(settings, loss=earlier.loss, k=earlier.k)
         settings = replace(settings, model=earlier.model, encoder=settings.encoder or earlier.encoder)
     return settings
 
 
 def task(settings: MultilabelSettings, data: Data) -> Task:
-    """The task of one run. Set the seed before the call, because it initializes the network."""
+    """Build the task of one run. Set the seed before the call, because it initializes the network."""
     return build_task(settings, data).task
 
 
@@ -134,9 +141,9 @@ class LinearFit:
     Args:
         loss: The loss of the network.
         training: The inputs and labels of the training samples.
-        validation: Those of the validation samples.
+        validation: The inputs and labels of the validation samples.
         refits: Whether to fit the part again on all samples, at the end.
-        start: The part of an earlier run to start from.
+        start: The parts of an earlier run to start from.
     """
 
     def __init__(
@@ -145,26 +152,26 @@ class LinearFit:
         training: Batches,
         validation: Batches,
         refits: bool,
-        start: linear.LinearPart | None,
+        start: linear.Start | None,
     ) -> None:
         self.loss, self.training, self.validation, self.refits = loss, training, validation, refits
         self.start = start
         self.known = validation.labels[:, : training.labels.shape[1]]
-        self.penalty, self.part = linear.choose(
+        self.penalty, self.gain, self.part = linear.choose(
             training.inputs, training.labels, validation.inputs, self.known, start
         )
         self.scores = self.part.scores(validation.inputs)
         self.final_part = self.part
-        # Until the weights are chosen at the end, both models have the same.
+        # Until the weights are chosen at the end, both models have equal weights.
         scale, shift = linear.fit_scale(loss, torch.from_numpy(self.scores).double(), label_lists(self.known))
         self.mixture = linear.Mixture(scale, 1.0, shift, 0.5)
 
     def held_out(self) -> LinearLogits:
-        """The part fitted on the training samples only."""
+        """Return the part fitted on the training samples only."""
         return LinearLogits(self.part, self.mixture)
 
     def final(self) -> LinearLogits:
-        """The part fitted on all samples."""
+        """Return the part fitted on all samples."""
         return LinearLogits(self.final_part, self.mixture)
 
     def combine(self, model: nn.Module) -> None:
@@ -178,62 +185,74 @@ class LinearFit:
     def refit(self, model: nn.Module, folder: Path | None) -> None:
         """Fit the linear part on all samples, and write it to the run."""
         assert isinstance(model, LabelNetwork)
-        if self.refits:
+        if self.start is not None and self.penalty == math.inf:
+            self.final_part = self.start.final
+        elif self.refits:
             x = sparse.vstack([self.training.inputs, self.validation.inputs], format="csr")
             y = sparse.vstack([self.training.labels, self.known], format="csr")
-            self.final_part = linear.fit(x, y, self.penalty, self.start)
+            self.final_part = linear.fit(x, y, self.penalty, self.gain, self.start and self.start.final)
         model.linear = self.final().to(next(model.parameters()).device)
         if folder is not None:
             store_linear(folder, self.final_part, self.part, self.mixture)
 
     def in_words(self) -> str:
-        """Sentences about the chosen model."""
+        """Describe the chosen model in sentences."""
         again = " and was fitted again on all samples" if self.refits else ""
-        return f"{self.mixture.in_words()} The linear part has the penalty {self.penalty:g}{again}."
-
-
-def _joined(first: LabelledRows, second: LabelledRows) -> LabelledRows:
-    """The samples of two parts of the same file."""
-    return replace(
-        first,
-        features=sparse.csr_array(sparse.vstack([first.features, second.features], format="csr")),
-        labels=sparse.csr_array(sparse.vstack([first.labels, second.labels], format="csr")),
-        texts=None if first.texts is None or second.texts is None else [*first.texts, *second.texts],
-    )
+        if self.penalty == math.inf:
+            return f"{self.mixture.in_words()} The linear part is that of the earlier run."
+        chosen = f"the penalty {self.penalty:g} and the gain {self.gain:g}"
+        return f"{self.mixture.in_words()} The linear part has {chosen}{again}."
 
 
 def build_task(settings: MultilabelSettings, data: Data) -> Built:
     """Build the task of a run. Set the seed before the call, because it initializes the network."""
+    settings = with_usable_loss(settings, data)
     loss, k = loss_and_k(settings, data)
     combined = settings.model == "combined"
     # Validation samples that were set aside from `--train` become training samples at the end.
-    everything = _joined(data.training, data.validation) if combined and settings.valid is None else None
-    start = None
+    later = data.validation if combined and settings.valid is None else None
+    start = earlier = None
+    known = False
     if settings.continue_from is None:
-        prepared = prepare.fit(data.training, data.columns, k, everything, rare=combined)
+        prepared = prepare.fit(data.training, data.columns, k, later, rare=combined)
         model = new_network(settings, prepared)
     else:
         earlier = load(settings.continue_from)
         prepared = prepare.continued(earlier.preparation, data.training, k)
         model = new_network(settings, prepared)
-        copy_weights(model, earlier.network)
+        known = len(prepared.labels) == len(earlier.preparation.labels)
         if earlier.network.linear is not None:
-            start = earlier.network.linear.part(len(prepared.labels))
+            final = earlier.network.linear
+            held_out_part = (earlier.held_out or final).part(len(prepared.labels))
+            start = linear.Start(held_out_part, final.part(len(prepared.labels)), complete=known)
     rate = settings.learning_rate if settings.hidden else 10 * settings.learning_rate
-    optimizer = torch.optim.Adam(model.parameters(), lr=rate, fused=True)
+    # Several processes add up dense gradients only.
+    alone = not (dist.is_available() and dist.is_initialized())
+    model.first.row_sparse = alone and model.first.weight.numel() > MOST_DENSE
+    optimizer: torch.optim.Optimizer
+    if model.first.row_sparse:
+        optimizer = RowAdam(model.parameters(), lr=rate)
+    else:
+        optimizer = torch.optim.Adam(model.parameters(), lr=rate, fused=True)
     parts = {"validation": data.validation} | ({} if data.test is None else {"test": data.test})
-    # One label count serves all parts, because labels that do not occur change no metric.
+    # All parts share one label count, because labels that do not occur do not change any metric.
     labels = max(len(part.names) for part in parts.values())
     chosen_by = f"ndcg@{max(k for k in KS if k <= len(prepared.labels))}"
-    training = Batches(prepared.apply(data.training).inputs, data.training.labels)
+    fits = combined and linear.fits(len(data.training), prepared.inputs, len(prepared.labels))
+    # The linear part needs all inputs at once.
+    inputs = prepared.apply(data.training).inputs if fits else prepared.apply_to_many(data.training)
+    training = Batches(inputs, data.training.labels)
     held_out = {name: Batches(prepared.apply(part).inputs, part.labels) for name, part in parts.items()}
-    if model.place is not None and settings.continue_from is None:
-        frequency = np.bincount(training.inputs.indices, minlength=prepared.inputs)
+    if model.place is not None:
+        assert not isinstance(inputs, LaterInputs)  # without a linear part, the network uses all inputs
+        frequency = np.bincount(inputs.indices, minlength=prepared.inputs)
         used = np.sort(np.argsort(-frequency, kind="stable")[: len(model.first.weight)])
         model.place[used] = torch.arange(len(used))
+    if earlier is not None:
+        copy_weights(model, earlier.network)
     found = None
-    if combined and linear.fits(len(training), prepared.inputs, len(prepared.labels)):
-        found = LinearFit(loss, training, held_out["validation"], everything is not None, start)
+    if fits:
+        found = LinearFit(loss, training, held_out["validation"], later is not None, start)
         model.linear = found.held_out()
     built = Task(
         model=model,
@@ -244,21 +263,35 @@ def build_task(settings: MultilabelSettings, data: Data) -> Built:
         loss=lambda net, batch: net(batch.inputs, batch.labels, loss),
         measure=lambda net, batches, accelerator: measure(net, batches, accelerator, prepared, labels),
         chosen_by=chosen_by,
+        evaluated=max(1, min(8, LOGITS // (labels * settings.batch_size))),
         printed=tuple(dict.fromkeys(("precision@1", chosen_by))),
         # With few labels the matrices are too small to benefit from several threads.
         threads=1 if settings.batch_size * len(prepared.labels) < 2**20 else None,
         patience=settings.patience
-        # Next to a linear part the last improvements of the network matter less.
+        # With a linear part, the last improvements of the network matter less.
         or max(5 if found is None else 3, math.ceil(PATIENT_STEPS * settings.batch_size / len(training))),
         stored={prepare.FILE: prepared.to_json()},
+        start_margin=linear.WORSE if known else None,
+        settings=settings,
         combine=None if found is None else found.combine,
         refit=None if found is None else found.refit,
     )
     return Built(built, prepared, found)
 
 
+def with_usable_loss(settings: MultilabelSettings, data: Data) -> MultilabelSettings:
+    """The settings with the loss `bce` instead of `lml`, if some training samples have no labels.
+
+    LML fixes the sum of the probabilities to k. For a sample without labels the sum is 0, so such samples
+    have no gradient, and a model of the others could not tell that no label applies.
+    """
+    if settings.loss != "lml" or data.training.counts.all():
+        return settings
+    return replace(settings, loss="bce", k=settings.k if isinstance(settings.k, int) else None)
+
+
 def loss_and_k(settings: MultilabelSettings, data: Data) -> tuple[LabelLoss, int]:
-    """The loss, and the k of the predictions: `--k`, or the rounded mean number of labels per sample."""
+    """Return the loss and the k of the predictions: `--k`, or the rounded mean number of labels."""
     labels = len(data.training.names)
     usual = min(max(1, round(float(data.training.counts.mean()))), labels - 1)
     loss = loss_of(settings)
@@ -271,7 +304,8 @@ def loss_and_k(settings: MultilabelSettings, data: Data) -> tuple[LabelLoss, int
 
 
 def _introduction(settings: MultilabelSettings, data: Data) -> list[str]:
-    """Sentences about the data and the choices that were made."""
+    """Return sentences about the data and the choices that were made."""
+    given, settings = settings, with_usable_loss(settings, data)
     loss, k = loss_and_k(settings, data)
     rows, mean = len(data.training), float(data.training.counts.mean())
     source = "held out for" if settings.valid is None else "given for"
@@ -287,6 +321,10 @@ def _introduction(settings: MultilabelSettings, data: Data) -> list[str]:
         said.append(f"Columns: {data.columns}.")
     each = "each sample's number of labels as k" if loss.k == "labels" else f"k = {loss.k}"
     said.append(f"Training with the loss `{loss.name}`" + ("." if loss.k is None else f" and {each}."))
+    if given.loss != loss.name:
+        said.append(
+            f"`{given.loss}` needs at least one label per sample; with `--unlabeled skip` it would be used."
+        )
     said.append(origin_of_k(settings.k, k, mean))
     return [*data.notes, *said]
 
@@ -323,12 +361,12 @@ def check(settings: MultilabelSettings) -> None:
 
 
 def loss_of(settings: MultilabelSettings) -> LabelLoss:
-    """The loss of a run, with its default k if none is given."""
+    """Return the loss of a run, with its default k if none is given."""
     if settings.loss not in WITH_K:
         # These losses have no k; the given one applies to the predictions only.
         if settings.k is not None and (settings.k == "labels" or settings.k < 1):
             raise BadInput(
                 f"`--k` must be at least 1 for the loss `{settings.loss}`, but it is {settings.k}."
             )
-        return LabelLoss(settings.loss)
+        return LabelLoss(settings.loss, empty=True)
     return loss_with_usual_k(settings.loss, settings.k)
