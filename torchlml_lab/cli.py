@@ -29,7 +29,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         0
 
     Args:
-        arguments: The words after `torchlml`. None means those of the process.
+        arguments: The words after `torchlml`. None means `sys.argv[1:]`.
 
     Returns:
         The exit code.
@@ -49,7 +49,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except SystemExit as stop:  # after `--help`
         return int(stop.code or 0)
     except BrokenPipeError:
-        # The reader of a pipe (`torchlml info | head -1`) exited. Without this, Python reports it at exit.
+        # The reader of a pipe (`torchlml info | head -1`) exited. Otherwise Python would report this at exit.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0
     except KeyboardInterrupt as stop:  # carries a message if the work can be resumed

@@ -33,7 +33,7 @@ def sentence(error: BaseException) -> str:
         said = f"`{error.filename}` cannot be read or written: {why}" if error.filename else _capital(why)
     elif wanted := re.search(r"tried to allocate ([\d.]+) (\w+)", said, re.IGNORECASE):
         size = float(wanted[1]) * _SIZES.get(wanted[2].lower(), 1) / 2**30
-        said = f"Not enough memory: {size:,.2g} GiB more were needed at once"
+        said = f"Not enough memory: an allocation of {size:,.2g} GiB failed"
     elif isinstance(error, MemoryError):
         said = "Not enough memory"
     return said if said.endswith((".", "!", "?")) else f"{said}."
@@ -48,7 +48,7 @@ def reason(error: OSError) -> str:
 
 
 def did_you_mean(word: str, known: Iterable[str]) -> str:
-    """End a sentence about an unknown name with the most similar known name, if there is one."""
+    """Return the end of a sentence that suggests the most similar known name, or an empty string."""
     near = get_close_matches(word, list(known), n=1)
     return f": did you mean `{near[0]}`?" if near else ""
 
@@ -80,7 +80,7 @@ def options(settings: Any, prefix: str = "--") -> Iterator[str]:
 
 
 def parse_error(event: Any, arguments: Sequence[str], known: Sequence[str]) -> str | None:
-    """Describe invalid options, depending on the kind of tyro's event. None means an unknown kind."""
+    """Describe the parse error of a tyro event, or return None for an unknown kind of event."""
     kind = type(event).__name__
     name = event.argument.display_name() if getattr(event, "argument", None) else ""
     if kind == "UnrecognizedArgs":

@@ -27,7 +27,7 @@ class Command(NamedTuple):
     function: str
     """The function that is called with the settings."""
     summary: str = ""
-    """A short description for the help of commands that take a name."""
+    """A short description, listed in the help of commands such as `torchlml bench`."""
     required: tuple[str, ...] = ()
     """The settings without a default, which must be given."""
 
@@ -147,7 +147,7 @@ BENCHMARKS = {
     "subsets": Command(
         "bench.settings:SubsetSettings",
         "bench.subsets:main",
-        "the distribution over k-subsets, and other methods",
+        "the exact k-subset distribution and other methods",
     ),
     "balanced": Command(
         "bench.settings:BalancedSettings",
@@ -167,10 +167,15 @@ BENCHMARKS = {
     "scale": Command(
         "bench.settings:ScaleSettings", "bench.scale:main", "many labels: time, memory, communication rounds"
     ),
+    "training": Command(
+        "bench.settings:TrainingSettings",
+        "bench.scale:training",
+        "train multilabel: speed and memory by samples and labels",
+    ),
     "own-data": Command(
         "bench.settings:OwnDataSettings",
         "bench.own_data:main",
-        "tagging: the default model and other packages",
+        "tagging: the default model compared with other packages",
     ),
     "paper": Command(
         "bench.settings:read_paper", "bench.paper:main", "the timing study of the paper, with its figure"
@@ -230,7 +235,7 @@ FIGURES = {
     ),
     "timing": Command(
         "figures.settings:TimingFigureSettings",
-        "bench.paper_report:main",
+        "bench.paper:timing_figure",
         "the timing study of the paper, from its CSV",
     ),
     "cifar100": Command(
@@ -255,7 +260,7 @@ FIGURES = {
     ),
     "missing-labels": Command(
         "figures.settings:MissingLabelsFigureSettings",
-        "figures.multilabel:missing_labels",
+        "figures.missing_labels:main",
         "one observed label per sample: mAP and Brier score by method",
     ),
     "scene-graph-bias": Command(
@@ -301,9 +306,9 @@ SUMMARIES = {
 
 _CANNOT = {
     "evaluate": "which cannot be evaluated",
-    "predict": "which cannot predict",
+    "predict": "which does not support predictions",
     "export": "which cannot be exported",
-    "step-time": "which has no step to time",
+    "step-time": "whose steps cannot be timed",
 }
 
 
@@ -342,7 +347,7 @@ def call(name: str, command: Command, arguments: Sequence[str]) -> None:
 
 
 def _default(kind: type[Any], required: Sequence[str]) -> Any:
-    """Return the default settings, with the required ones marked as missing."""
+    """Return the default settings, with required settings marked as missing."""
     import tyro  # imported here, because the list of commands is shown without it
 
     return dataclasses.replace(kind(), **dict.fromkeys(required, tyro.MISSING))
@@ -351,7 +356,7 @@ def _default(kind: type[Any], required: Sequence[str]) -> Any:
 def draw_all(settings: AllSettings) -> None:
     """Draw all figures. An error in one of them is raised after the others are drawn."""
     from torchlml_lab.engine.output import new_console
-    from torchlml_lab.figures.files import NotMadeYet
+    from torchlml_lab.plots import NotMadeYet
 
     check_folder("--out", settings.out)
     errors: list[BadInput] = []
@@ -443,6 +448,6 @@ def _explain(name: str, commands: Mapping[str, Command | None]) -> None:
                 textwrap.fill(" ".join(names), width, initial_indent=first, subsequent_indent=others)
             )
     about = f"{SUMMARIES[name][0].upper()}{SUMMARIES[name][1:]}. The options depend on the task of the run:"
-    more = f"Run `torchlml {name} RUN --help` or `torchlml {name} TASK --help` to see them explained."
+    more = f"Run `torchlml {name} RUN --help` or `torchlml {name} TASK --help` to see their descriptions."
     parts = (f"usage: torchlml {name} RUN [OPTIONS]", folded(about), "\n".join(listed), folded(more))
     sys.stdout.write("\n\n".join(parts) + "\n")

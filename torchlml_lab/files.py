@@ -8,7 +8,7 @@ import tempfile
 import types
 import zlib
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
 
@@ -18,7 +18,7 @@ Kind = TypeVar("Kind", dict, list)  # type: ignore[type-arg]
 
 
 def read_json(path: Path, kind: type[Kind]) -> Kind:
-    """Read a JSON file that contains one object (`dict`) or one list. Anything else raises `BadInput`."""
+    """Read a JSON file that contains one object (`dict`) or one list. Other content raises `BadInput`."""
     try:
         values = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
@@ -42,7 +42,7 @@ def replacing(path: Path) -> Iterator[Path]:
         path: The file to create or replace. Its directory must exist.
 
     Yields:
-        The path to write to. If the block raises, it is removed and `path` is unchanged.
+        The path to write to. If the block raises, this file is removed and `path` is unchanged.
     """
     handle, name = tempfile.mkstemp(prefix=f".{path.name}.", suffix=path.suffix, dir=path.parent)
     os.close(handle)
@@ -62,7 +62,7 @@ def check_folder(option: str, folder: Path) -> None:
     """Raise `BadInput` if a directory cannot be created or written to. Nothing is created.
 
     Args:
-        option: The option that named it, for the message.
+        option: The command-line option that gave the path, for error messages.
         folder: The directory. It and its parents may be missing.
     """
     if folder.is_file():
@@ -92,12 +92,12 @@ def _check_place(option: str, named: Path, folder: Path) -> None:
 
 @contextmanager
 def writing(what: str, path: Path, kept: str) -> Iterator[None]:
-    """Turn a failure to write a file into an error that also names the part that was kept.
+    """Turn a failure to write a file into an error that also states which results were kept.
 
     Args:
-        what: The thing written in the block, as in "The report".
+        what: The name of the output, as in "The report".
         path: The file or directory that is written.
-        kept: The part that was not lost, as in "the tables above are complete".
+        kept: A clause about the results that were not lost, as in "the tables above are complete".
     """
     try:
         yield
@@ -105,39 +105,75 @@ def writing(what: str, path: Path, kept: str) -> Iterator[None]:
         raise RuntimeError(f"{what} could not be written to `{path}`: {reason(error)}; {kept}.") from error
 
 
+BLOCK = 2**20  # bytes of a text file that are read at once
+
+
 def read_content(path: Path, option: str) -> bytes:
-    """Read a text file.
+    """Read a whole text file: the joined blocks of `read_blocks`."""
+    return b"".join(read_blocks(path, option))
+
+
+def read_blocks(path: Path, option: str, size: int = BLOCK) -> Iterator[bytes]:
+    """Read a text file in blocks of complete lines, so that a large file is never in memory as a whole.
 
     Args:
         path: The file. Gzip is recognized by its first bytes, not by the file name.
-        option: The option that named it, for the messages.
+        option: The command-line option that gave the path, for error messages.
+        size: The approximate number of bytes of a block. A longer line is a block of its own.
 
-    Returns:
-        The text as UTF-8, with line ends `\\n` and without a byte order mark. Anything that is not text, or
-        an empty file, raises `BadInput`.
+    Yields:
+        The text as UTF-8, with line ends `\\n` and without a byte order mark. A file that is empty or does
+        not contain text raises `BadInput`.
     """
+    line, parts, blank = 1, list[bytes](), True
+    for chunk in _chunks(path, option, size):
+        head, end, tail = chunk.rpartition(b"\n")
+        if not end:
+            parts.append(chunk)
+            continue
+        block = b"".join([*parts, head, end]).replace(b"\r\n", b"\n")
+        parts = [tail]
+        _check_text(block, path, line)
+        blank = blank and not block.strip()
+        line += block.count(b"\n")
+        yield block
+    rest = b"".join(parts)
+    # A file without any line feed may use carriage returns.
+    rest = rest.replace(b"\r", b"\n") if line == 1 else rest
+    if blank and not rest.strip():
+        raise BadInput(f"`{option}` names `{path}`, which is empty.")
+    if rest:
+        _check_text(rest, path, line)
+        yield rest
+
+
+def _chunks(path: Path, option: str, size: int) -> Iterator[bytes]:
+    """Yield the bytes of a file, unpacked and without a byte order mark."""
+    mark = b"\xef\xbb\xbf"
     try:
-        data = path.read_bytes()
-        if data[:2] == b"\x1f\x8b":
-            data = gzip.decompress(data)
+        with path.open("rb") as raw:
+            packed = raw.peek(2)[:2] == b"\x1f\x8b"  # a pipe cannot go back to its start
+            with gzip.open(raw) if packed else nullcontext(raw) as file:
+                yield file.read(size).removeprefix(mark)
+                while chunk := file.read(size):
+                    yield chunk
     except (EOFError, zlib.error, gzip.BadGzipFile) as error:
         said = "it is truncated" if isinstance(error, EOFError) else "its gzip data are damaged"
         raise BadInput(f"`{option}` names `{path}`, which cannot be read: {said}.") from error
     except OSError as error:
         raise BadInput(f"`{option}` names `{path}`, which cannot be read: {reason(error)}.") from error
-    data = data.removeprefix(b"\xef\xbb\xbf").replace(b"\r\n", b"\n")
-    data = data if b"\n" in data else data.replace(b"\r", b"\n")
-    if not data.strip():
-        raise BadInput(f"`{option}` names `{path}`, which is empty.")
+
+
+def _check_text(block: bytes, path: Path, first: int) -> None:
+    """Raise `BadInput` if a block of lines, whose first number is given, is not text."""
     try:
-        data.decode("utf-8")
+        block.decode("utf-8")
     except UnicodeDecodeError as error:
-        line = data.count(b"\n", 0, error.start) + 1
+        line = first + block.count(b"\n", 0, error.start)
         raise BadInput(f"`{path}`, line {line}: the text is not UTF-8.") from error
-    if b"\0" in data:
-        line = data.count(b"\n", 0, data.index(b"\0")) + 1
-        raise BadInput(f"`{path}`, line {line}: a zero byte, so this is not a text file.")
-    return data
+    if b"\0" in block:
+        line = first + block.count(b"\n", 0, block.index(b"\0"))
+        raise BadInput(f"`{path}`, line {line}: the line contains a zero byte, so this is not a text file.")
 
 
 def shown(text: str) -> str:

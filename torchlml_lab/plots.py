@@ -1,22 +1,24 @@
-"""The common style of all figures, and the figure of a report: recall against k, and calibration."""
+"""The style and the files of all figures, and the figure of a report: recall against k, and calibration."""
 
 import hashlib
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import matplotlib
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
+from torchlml_lab.cli_errors import BadInput
+from torchlml_lab.engine.output import StudyTable, new_console
 from torchlml_lab.files import check_picture, replacing
 
 # The width of a page in inches. The font size is 8 points at this width.
 PAGE = 7.0
 
 # The palette of Okabe and Ito, which is distinguishable with any type of color vision, in shades that have a
-# contrast of about 3 or more with both white and the background of the dark site: pictures are transparent.
+# contrast of about 3 or more with both white and the dark site, because pictures are transparent.
 ORANGE, SKY, GREEN, BLUE = "#C98500", "#3E9FD6", "#009E73", "#2B7BBD"
 VERMILION, PURPLE = "#D55E00", "#C2709D"
 DARK_ORANGE = "#946200"  # for orange text
@@ -119,7 +121,7 @@ def label_lines(
 
 
 def spread_out(places: Sequence[float], apart: float) -> list[float]:
-    """Move sorted places as little as possible, in squares, so that neighbors are at least `apart`.
+    """Move sorted places by the least sum of squares such that neighbors are at least `apart` apart.
 
     >>> [round(place, 2) for place in spread_out([0.0, 0.5, 0.5, 0.54], 0.1)]
     [0.0, 0.41, 0.51, 0.61]
@@ -137,7 +139,7 @@ def spread_out(places: Sequence[float], apart: float) -> list[float]:
 
 
 def note(figure: Figure, text: str) -> None:
-    """Write small text under a figure: the machine, or the number of seeds."""
+    """Write small text under a figure, such as the machine or the number of seeds."""
     figure.supxlabel(text, fontsize=6.5, color=GREY)
 
 
@@ -158,7 +160,7 @@ def draw_recall_and_calibration(
         picture: The PNG or SVG file to write.
         title: The title of the left panel.
         rare: Whether recall is low and most probabilities are far below one percent. The axes then end at
-            the data, and those of the calibration plot are logarithmic.
+            the data, and the calibration plot has logarithmic axes.
     """
     with new_figure(picture, PAGE, 2.9) as figure:
         left, right = figure.subplots(1, 2)
@@ -199,3 +201,80 @@ def _draw_calibration(axes: Axes, percent: Sequence[tuple[float, float]], logari
     )
     axes.legend()
     axes.grid()
+
+
+def draw_only(draw: Callable[[Path], None], picture: Path) -> None:
+    """Draw a figure without tables, and print its path."""
+    check_picture(picture)
+    draw(picture)
+    say_where(picture)
+
+
+def say_where(picture: Path) -> None:
+    """Print the path of the picture, as the last line of the command."""
+    new_console().print(f"Figure written to {picture}.", soft_wrap=True)
+
+
+def write_tables(text: str, picture: Path) -> None:
+    """Write the tables of a figure as Markdown next to its picture, and print both paths."""
+    page = picture.with_suffix(".md")
+    with replacing(page) as temporary:
+        temporary.write_text(text, encoding="utf-8")
+    new_console().print(f"Tables written to {page}.", soft_wrap=True)
+    say_where(picture)
+
+
+Row = TypeVar("Row")
+
+
+class NotMadeYet(BadInput):
+    """Raised if the CSV of a figure does not exist. The message names the command that creates it."""
+
+
+def find_csv(named: Path | None, usual: Sequence[Path], command: str) -> Path:
+    """Find the CSV file of a figure.
+
+    Args:
+        named: The value of `--csv`, if given.
+        usual: The default locations, in order.
+        command: The command that creates the file.
+
+    Returns:
+        The path of an existing file. If there is none, `NotMadeYet` is raised.
+    """
+    places = usual if named is None else [named]
+    for path in places:
+        if path.exists():
+            return path
+    raise NotMadeYet(f"`{places[0]}` does not exist. Create it with `{command}`.")
+
+
+def read_sweep(
+    named: Path | None, usual: Sequence[Path], task: str, table: StudyTable[Row]
+) -> tuple[Path, list[Row]]:
+    """Find the CSV of `torchlml sweep TASK` like `find_csv`, and return its path and rows."""
+    path = find_csv(named, usual, f"torchlml sweep {task}")
+    return path, table.read(path, "--csv")
+
+
+def read_sweeps(
+    named: Sequence[Path], own: Path, study: Sequence[Path], task: str, table: StudyTable[Row]
+) -> list[tuple[Path, list[Row]]]:
+    """Read CSVs of `torchlml sweep TASK`: the given files, else the user's own, else those of the study."""
+    found = named or ((own,) if own.exists() else [path for path in study if path.exists()])
+    return [read_sweep(path, (), task, table) for path in found or (own,)]
+
+
+def check_not_tuning(path: Path, recipes: Iterable[tuple[str, object]]) -> None:
+    """Raise `BadInput` if a method has several sets of hyperparameters, because their mean is meaningless.
+
+    Args:
+        path: The CSV, for the message.
+        recipes: The method and the hyperparameters of each run.
+    """
+    only: dict[str, object] = {}
+    for method, recipe in recipes:
+        if only.setdefault(method, recipe) != recipe:
+            raise BadInput(
+                f"`--csv` names `{path}`, a tuning sweep in which `{method}` has several settings."
+            )

@@ -1,4 +1,4 @@
-"""Other relaxations of top-k behind one signature, with measurements of their accuracy and features."""
+"""Other relaxations of top-k with a common signature, and measurements of their accuracy and features."""
 
 import contextlib
 import functools
@@ -20,15 +20,15 @@ from torch import Tensor
 import torchlml
 from torchlml_lab.bench.cases import LAYER, Case, Provider
 
-# The margin of widely copied bisections around the logits.
+# How far a typical handwritten bisection extends its interval beyond the logits.
 REACH = 10.0
-# The regularization strength of torchsort, times n. With 10, rows of 32 no longer sum to about k.
+# The regularization strength of torchsort, times n. With 10, outputs for n = 32 no longer sum to about k.
 SPREAD = 3.0
 
 
 @dataclass(frozen=True)
 class Alternative(Provider):
-    """A provider that may be limited to short rows (`longest`) or to float32."""
+    """A function to compare, which may be limited to rows of at most `longest` entries or to float32."""
 
     longest: int = 10_000_000
     float32_only: bool = False
@@ -57,13 +57,13 @@ def successive_softmax(x: Tensor, k: int) -> Tensor:
 
 
 def _through_threshold(w: Tensor, grad: Tensor) -> Tensor:
-    """Return the gradient of y = F(x - b) with sum k, where w is the density F' at x - b."""
+    """Backpropagate `grad` through y = F(x - b), where b makes y sum to k and w is the density F'(x - b)."""
     weighted = w * grad
     return weighted - w * weighted.sum(-1, keepdim=True) / w.sum(-1, keepdim=True)
 
 
 class _Bisection(torch.autograd.Function):
-    # Copies are written with `ctx` in `forward`, which `torch.func` does not support.
+    # Handwritten versions usually pass `ctx` to `forward`, a style that `torch.func` does not support.
     @staticmethod
     def forward(ctx: Any, x: Tensor, k: int, halvings: int) -> Tensor:
         low = -x.amax(-1, keepdim=True) - REACH
@@ -83,7 +83,7 @@ class _Bisection(torch.autograd.Function):
 
 
 def bisection(x: Tensor, k: int, halvings: int = 64) -> Tensor:
-    """Compute lml by a typical handwritten bisection, in an interval that ends 10 beyond the logits."""
+    """Compute lml by a typical handwritten bisection, on an interval that extends 10 beyond the logits."""
     answer: Tensor = _Bisection.apply(x, k, halvings)
     return answer
 
@@ -95,7 +95,7 @@ class _LaplaceSum(torch.autograd.Function):
     def forward(x: Tensor, k: int) -> tuple[Tensor, Tensor]:
         z = x.sort(dim=-1, descending=True).values
         n = z.shape[-1]
-        # For b = z_j, the entries up to j contribute j - A_j / 2 and the others B_j / 2, where
+        # For b = z_j, entries 1 to j contribute j - A_j / 2 to the sum, and later entries B_j / 2, where
         # A_j = sum of exp(z_j - z_i) over i <= j, and B_j = sum of exp(z_i - z_j) over i > j.
         suffix = z.flip(-1).logcumsumexp(-1).flip(-1)
         a = (-z).logcumsumexp(-1) + z
@@ -125,20 +125,23 @@ class _LaplaceSum(torch.autograd.Function):
 
 
 def laplace_sum(x: Tensor, k: int) -> Tensor:
-    """Return F(x - b) with sum k, for the Laplace distribution function F (LapSum, Struski et al., 2025)."""
+    """Return F(x - b), where b makes the sum k and F is the Laplace CDF (LapSum, Struski et al., 2025)."""
     answer: Tensor = _LaplaceSum.apply(x, k)[0]
     return answer
 
 
 def midpoint_sigmoid(x: Tensor, k: int) -> Tensor:
-    """Return sigmoid(x - b), where b is midway between entries k and k + 1 (DFTopK, Zhu et al., 2025)."""
+    """Return sigmoid(x - b), with b midway between the k-th and the (k + 1)-th largest entry.
+
+    This is DFTopK (Zhu et al., 2025).
+    """
     around = x.topk(k + 1, dim=-1).values[..., k - 1 :]
     return torch.sigmoid(x - around.mean(-1, keepdim=True))
 
 
 def sorting_network(x: Tensor, k: int) -> Tensor:
     """Return the mask of a relaxed sorting network from the package difftopk, which supports only float32."""
-    # Importing it prints whether an optional dependency is installed.
+    # On import, difftopk prints whether an optional dependency is installed.
     with contextlib.redirect_stdout(io.StringIO()):
         from difftopk import DiffTopkNet
 
@@ -151,13 +154,13 @@ def soft_ranks(x: Tensor, k: int) -> Tensor:
     """Return a mask from the soft ranks of the package torchsort: the sigmoid of rank - (n - k + 1/2)."""
     torchsort: Any = importlib.import_module("torchsort")
     n = x.shape[-1]
-    # Ranks increase with x, up to n. They reach that range only if the regularization decreases with n.
+    # Ranks increase with x from 1 to n. They cover this range only if the regularization decreases with n.
     ranks: Tensor = torchsort.soft_rank(x, regularization_strength=SPREAD / n)
     return torch.sigmoid(ranks - (n - k) - 0.5)
 
 
 def soft_index(x: Tensor, k: int) -> Tensor:
-    """Return the sum of the k soft indices from `topk` of the package softtorch, with its default method."""
+    """Return the sum of the k soft one-hot indices from softtorch's `topk`, with its default method."""
     softtorch: Any = importlib.import_module("softtorch")
     answer: Tensor = softtorch.topk(x, k).indices.sum(-2)
     return answer
@@ -165,8 +168,8 @@ def soft_index(x: Tensor, k: int) -> Tensor:
 
 @functools.cache
 def _program(n: int, k: int) -> Any:
-    """Build lml as a convex program of cvxpylayers."""
-    # Imported by name, because the types of these packages do not match their documentation.
+    """Build a cvxpylayers layer that computes lml as a convex program."""
+    # Imported by name, because the type annotations of these packages do not match their documentation.
     cvxpy: Any = importlib.import_module("cvxpy")
     layers: Any = importlib.import_module("cvxpylayers.torch")
     x, y = cvxpy.Parameter(n), cvxpy.Variable(n)
@@ -211,7 +214,7 @@ ALTERNATIVES = (
         "difftopk", sorting_network, _without("difftopk", needs="diffsort"), longest=100, float32_only=True
     ),
     Alternative("cvxpylayers", convex_program, _without("cvxpylayers"), longest=50),
-    # Its accuracy on a row of millions takes minutes to measure.
+    # Measuring its accuracy on a row of a million entries takes minutes.
     Alternative("paper-bracketing", _OURS["lml-bracketing"].function, longest=100_000),
     Alternative("lml-torch", _OURS["lml-torch"].function),
     Alternative("lml-native", _OURS["lml-native"].function, _OURS["lml-native"].absent),
@@ -269,9 +272,9 @@ def abilities(choose: Choice) -> dict[str, bool]:
         choose: The method.
 
     Returns:
-        Whether each of `ABILITIES` works: entries of -inf get 0 without affecting the others, and all
-        gradients are finite; `torch.func` maps the method and its gradient; `torch.compile` captures both in
-        one graph; k may be a tensor with one value per row.
+        Whether each of `ABILITIES` works: entries of -inf get 0 without affecting other entries, and all
+        gradients are finite; `torch.func.vmap` supports the method and its gradient; `torch.compile` captures
+        both in one graph; k may be a tensor with one value per row.
     """
     x, k = TRIAL.logits(), TRIAL.k
     trials: tuple[Callable[[], bool], ...] = (
@@ -330,7 +333,7 @@ def _takes_a_k_for_each_row(choose: Choice, x: Tensor, shape: tuple[int, ...]) -
 
 
 def _weights(x: Tensor) -> Tensor:
-    """Return fixed weights of the entries of a row for computing a gradient."""
+    """Return fixed random weights for a weighted sum of the outputs, which is then differentiated."""
     generator = torch.Generator().manual_seed(1)
     return torch.randn(x.shape[-1], generator=generator, dtype=torch.float64).to(x.dtype)
 
@@ -345,7 +348,7 @@ def _same(one: Tensor, other: Tensor) -> bool:
 
 
 def _or_nan(measure: Callable[[], float]) -> float:
-    """Return the measure, or NaN if the method raises any exception."""
+    """Return the measured value, or NaN if the method raises any exception."""
     try:
         with warnings.catch_warnings(), contextlib.redirect_stdout(io.StringIO()):
             warnings.simplefilter("ignore")

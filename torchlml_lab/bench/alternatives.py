@@ -8,7 +8,6 @@ from pathlib import Path
 from matplotlib.axes import Axes
 from rich.console import Console
 
-from torchlml_lab.bench import report
 from torchlml_lab.bench.alternative_operators import (
     ABILITIES,
     ALTERNATIVES,
@@ -20,8 +19,15 @@ from torchlml_lab.bench.alternative_operators import (
     exactness,
 )
 from torchlml_lab.bench.cases import BASELINE, LAYER, Case, Provider, call_of, case_grid
-from torchlml_lab.bench.measurements import Measurement, RowFile, measured, read
-from torchlml_lab.bench.report import three_digits
+from torchlml_lab.bench.measurements import (
+    Measurement,
+    RowFile,
+    conditions,
+    finish,
+    measured,
+    read,
+    three_digits,
+)
 from torchlml_lab.bench.settings import (
     ComparisonSettings,
     Mode,
@@ -33,11 +39,9 @@ from torchlml_lab.bench.timing import PAGE_BYTES, Quantiles, added_bytes, measur
 from torchlml_lab.cli_errors import BadInput
 from torchlml_lab.engine.output import ProgressBar, new_console
 from torchlml_lab.engine.settings import check_threads, use_threads
-from torchlml_lab.figures import files as sources
-from torchlml_lab.figures.files import say_where
 from torchlml_lab.figures.settings import AlternativesFigureSettings
 from torchlml_lab.files import check_picture
-from torchlml_lab.plots import BLUE, GREEN, GREY, INK, ORANGE, PAGE, new_figure, note
+from torchlml_lab.plots import BLUE, GREEN, GREY, INK, ORANGE, PAGE, find_csv, new_figure, note, say_where
 
 OPERATOR, INSTALLED = "alternatives", "installed"
 _ORDER = [method.name for method in ALTERNATIVES]
@@ -50,7 +54,7 @@ def markdown(rows: Sequence[Measurement]) -> str:
     """Format the tables: the supported features, then one table for each row length.
 
     Args:
-        rows: The rows of one run or of a CSV. The last row of each measurement is used.
+        rows: The rows of one run or of a CSV. If a measurement is repeated, its last row is used.
 
     Returns:
         Markdown, padded so that the source is readable.
@@ -69,7 +73,7 @@ def markdown(rows: Sequence[Measurement]) -> str:
 
 
 def draw(rows: Sequence[Measurement], plot: Path, csv: Sequence[Path] = ()) -> None:
-    """Draw the time of every method relative to softmax, one panel per row length, and its features.
+    """Draw the time of every method relative to softmax, in a panel per row length, and a panel of features.
 
     The fastest method on the longest rows comes first. Methods that support only short rows come last.
 
@@ -103,7 +107,7 @@ def draw(rows: Sequence[Measurement], plot: Path, csv: Sequence[Path] = ()) -> N
             tick.set_color(BLUE if name.startswith("lml") else INK)
         handles, labels = panels[0].get_legend_handles_labels()
         figure.legend(handles, labels, loc="outside upper left", ncols=2, fontsize=7, labelcolor="linecolor")
-        note(figure, report.conditions([row for row in rows if row.operator == OPERATOR]))
+        note(figure, conditions([row for row in rows if row.operator == OPERATOR]))
 
 
 # The names of the methods in the figure.
@@ -145,7 +149,7 @@ def _use_cells(values: Values) -> Iterator[list[str]]:
 
 
 def _measures(values: Values, n: int) -> Iterator[list[str]]:
-    """Yield the table rows for one length, for the methods that were measured there."""
+    """Yield the table rows for row length n, one for each method that was measured at this length."""
 
     def cell(name: str, mode: str, metric: str, write: Callable[[Measurement], str]) -> str:
         row = values.get((name, mode, metric, n))
@@ -197,7 +201,7 @@ def _draw_times(panel: Axes, values: Values, names: Sequence[str], n: int) -> No
     panel.set_title(f"n = {n:,}")
 
 
-# A larger error of the sum in float32 is not due to rounding.
+# The largest error of a sum in float32 that rounding can explain.
 _SUM_ERROR = 1e-3
 
 
@@ -222,10 +226,10 @@ def _draw_uses(panel: Axes, values: Values, names: Sequence[str]) -> None:
 def redraw(settings: AlternativesFigureSettings) -> None:
     """Draw the figure from a CSV, and print its path."""
     check_picture(settings.out)
-    path = sources.find(settings.csv, STUDY, "torchlml bench alternatives")
+    path = find_csv(settings.csv, STUDY, "torchlml bench alternatives")
     rows = read(path, "--csv")
     if not _cases(rows):
-        raise BadInput(f"`--csv` names `{path}`, which has no rows of `torchlml bench alternatives`.")
+        raise BadInput(f"`--csv` names `{path}`, which contains no results of `torchlml bench alternatives`.")
     draw(rows, settings.out, [path])
     say_where(settings.out)
 
@@ -288,11 +292,11 @@ def run(settings: ComparisonSettings, console: Console) -> None:
         except KeyboardInterrupt:
             raise KeyboardInterrupt(f"Interrupted: completed measurements are in {settings.csv}.") from None
     console.print(markdown(file.new), soft_wrap=True, markup=False, highlight=False)
-    report.finish(file, plot, lambda: draw(file.new, plot, [file.path]), console)
+    finish(file, plot, lambda: draw(file.new, plot, [file.path]), console)
 
 
 def _checked(settings: ComparisonSettings) -> list[Alternative]:
-    """Return the methods that were named, in the order of `ALTERNATIVES`, or raise `BadInput`."""
+    """Return the requested methods in the order of `ALTERNATIVES`, or raise `BadInput`."""
     known = {method.name: method for method in ALTERNATIVES}
     names = settings.methods or [name for name, method in known.items() if method.absent() is None]
     check_choices("--methods", names, known)
@@ -302,7 +306,9 @@ def _checked(settings: ComparisonSettings) -> list[Alternative]:
     check_numbers("--scale", (settings.scale,), 0)
     check_numbers("--equal", (settings.equal,), 0)
     if 0 < settings.equal <= settings.k:
-        raise BadInput(f"`--equal` must be 0 or above `--k`, {settings.k}, but it is {settings.equal}.")
+        raise BadInput(
+            f"`--equal` must be 0 or greater than `--k` ({settings.k}), but it is {settings.equal}."
+        )
     check_threads(settings.threads)
     check_timing(settings)
     for name in names:
@@ -316,7 +322,7 @@ def _installed(method: Alternative) -> Measurement:
 
 
 def _uses(method: Alternative) -> Iterator[Measurement]:
-    # A process cannot switch kernels, and the features of lml depend on the kernel of its operators.
+    # The features of lml depend on its kernel, which cannot be changed within a process.
     found = abilities_in_plain_torch() if method.name == "lml-torch" else abilities(method.function)
     for name, works in found.items():
         yield _number(method, name, TRIAL, float(works))
@@ -326,7 +332,7 @@ def _exactness(method: Alternative, case: Case) -> Mapping[str, float]:
     if case.n > method.longest:
         return {}
     found = exactness(method.function, case)
-    # Such a method would be compared with itself.
+    # The other errors are relative to float64, which a float32-only method does not support.
     return dict(list(found.items())[:2]) if method.float32_only else found
 
 
@@ -348,6 +354,6 @@ def _costs(
 
 
 def _number(method: Alternative, metric: str, case: Case, value: float) -> Measurement:
-    """Return the row of a measurement without a ratio to softmax."""
+    """Return the CSV row of a measurement without a ratio to softmax."""
     once, none = Quantiles(value, value, value), Quantiles(math.nan, math.nan, math.nan)
     return measured(OPERATOR, method.name, "behaviour", case, once, none, 1, metric=metric, unit="1")

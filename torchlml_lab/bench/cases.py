@@ -46,14 +46,14 @@ def case_grid(
     dtypes: Sequence[str],
     threads: Sequence[int],
 ) -> list[Case]:
-    """Return all distinct combinations. Values of k are integers, `n/NUMBER` or `n-NUMBER`.
+    """Return the cases for all distinct combinations. Values of k are integers, `n/NUMBER` or `n-NUMBER`.
 
         >>> [(case.n, case.k) for case in case_grid((4, 10), ("5", "n/2"), (3,), (1.0,), ("float32",), (1,))]
         [(4, 2), (10, 5)]
 
     Returns:
         The cases with 1 <= k <= n - 1. The number of rows is reduced so that no tensor has more than
-        4,000,000 entries. Without any case, `BadInput` is raised.
+        4,000,000 entries. Raises `BadInput` if there are no cases.
     """
     found = dict.fromkeys(
         Case(n, k, min(batch, max(1, MOST_ENTRIES // n)), scale, dtype, number)
@@ -88,7 +88,7 @@ class Provider:
 
 
 class _PurePyTorch(torch.autograd.Function):
-    """lml in pure PyTorch, even if the compiled kernel is loaded."""
+    """Computes lml in pure PyTorch, even if the compiled kernel is loaded."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, k: int) -> Tensor:
@@ -145,7 +145,7 @@ FAMILY = (
 
 
 def call_of(provider: Provider, case: Case, mode: Mode) -> Callable[[], Tensor]:
-    """Build the call to measure. All inputs are prepared beforehand, and nothing is retained.
+    """Build the call to measure. All inputs are prepared beforehand, and the call retains no results.
 
     Args:
         provider: The function to measure.

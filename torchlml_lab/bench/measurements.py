@@ -1,4 +1,4 @@
-"""Measurements, stored as rows of a CSV that every run extends and every plot reads."""
+"""Benchmark measurements: read and extend the CSV that stores them, and describe their conditions as text."""
 
 import csv
 import io
@@ -6,7 +6,7 @@ import json
 import os
 import platform
 import re
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass, fields
 from datetime import datetime, timezone
 from pathlib import Path
@@ -26,7 +26,7 @@ Key = tuple[str, str, str, str, int, int, int, float, str, int]
 
 @dataclass(frozen=True)
 class Measurement:
-    """One provider, case and mode: percentiles over the rounds, of the value and of its ratio to softmax."""
+    """A measurement of a provider, case and mode: percentiles of a value and of its ratio to softmax."""
 
     operator: str
     provider: str
@@ -126,7 +126,7 @@ class RowFile:
 
     Args:
         path: The file, which may be missing. An invalid or unwritable file raises `BadInput`.
-        option: The option that named it.
+        option: The command-line option that gave the path.
     """
 
     def __init__(self, path: Path, option: str = "--csv") -> None:
@@ -154,7 +154,7 @@ class RowFile:
             self._failure = error
 
     def lacks(self) -> str | None:
-        """Return which rows are missing from the file and why, or None."""
+        """Describe which rows are missing from the file and why, or return None if there are none."""
         if not self._waiting or self._failure is None:
             return None
         return f"`{self.path}` lacks the last {len(self._waiting)} rows: {reason(self._failure)}."
@@ -165,7 +165,7 @@ def read(path: Path, option: str) -> list[Measurement]:
 
     Args:
         path: The file.
-        option: The option that named it, for the error.
+        option: The command-line option that gave the path, for error messages.
 
     Returns:
         The rows in the order of the file. An invalid file raises `BadInput`.
@@ -178,7 +178,7 @@ def read(path: Path, option: str) -> list[Measurement]:
             return [_row(row) for row in rows]
     except (OSError, ValueError, TypeError) as error:
         said = reason(error) if isinstance(error, OSError) else error
-        raise BadInput(f"`{option}` names `{path}`, which cannot be read as benchmarks: {said}.") from error
+        raise BadInput(f"`{option}` names `{path}`, which is not a CSV of benchmarks: {said}.") from error
 
 
 def append(path: Path, rows: Iterable[Measurement]) -> None:
@@ -226,3 +226,38 @@ def _row(row: dict[str, str]) -> Measurement:
 
 def _text(value: object) -> str:
     return f"{value:.6g}" if isinstance(value, float) else str(value)
+
+
+def finish(file: RowFile, plot: Path, draw: Callable[[], None] | None, console: Console) -> None:
+    """Draw the plot and print which files were written. Raises if a file could not be written.
+
+    Args:
+        file: The CSV.
+        plot: The picture that `draw` writes.
+        draw: Draws the plot, or None if there is nothing to draw.
+        console: The console to print to.
+    """
+    lacks = file.lacks()
+    problems = [lacks] if lacks else []
+    if draw:
+        try:
+            draw()
+            console.print(f"Plot written to {plot}.", soft_wrap=True)
+        except OSError as error:
+            problems.append(f"`{plot}` could not be written: {reason(error)}.")
+    if not lacks:
+        console.print(f"Results written to {file.path}.", soft_wrap=True)
+    if problems:
+        raise RuntimeError(" ".join(problems))
+
+
+def three_digits(ratio: float) -> str:
+    """Format a ratio with about three digits."""
+    return f"{ratio:.2f}" if ratio < 10 else f"{ratio:.1f}" if ratio < 100 else f"{ratio:,.0f}"
+
+
+def conditions(rows: Sequence[Measurement]) -> str:
+    """Return the machine and the settings of measurements, for the line under a figure."""
+    threads = " and ".join(str(number) for number in sorted({row.threads for row in rows}))
+    plural = "" if threads == "1" else "s"
+    return f"{rows[-1].machine}, {threads} thread{plural}, {rows[-1].dtype}, torch {rows[-1].torch}"

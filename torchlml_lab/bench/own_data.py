@@ -1,4 +1,4 @@
-"""`torchlml bench own-data`: the default of `torchlml train multilabel` and other packages for tagging."""
+"""`torchlml bench own-data`: compare `torchlml train multilabel` with other packages for tagging."""
 
 import importlib.util
 import os
@@ -36,35 +36,35 @@ SETS = {
     "goemotions": ("goemotions/train.csv.gz", "goemotions/test.csv.gz"),
 }
 LABELS = {"goemotions": ("emotions",)}
-STRENGTHS = (0.1, 0.3, 1.0, 3.0, 10.0, 30.0)
+STRENGTHS = (0.03, 0.1, 0.3, 1.0, 3.0, 10.0, 30.0, 100.0)
 
 
 @dataclass(frozen=True)
 class OwnDataRecord:
-    """The results of one method on one set of samples."""
+    """The results of one method on one data set with a given number of training samples."""
 
     data: str
     samples: int
     """The number of training samples."""
     method: str
     setting: str
-    """`default`, or the strength that was chosen on validation."""
+    """`default`, or the strength C that was selected on validation samples."""
     ndcg5: float
     p1: float
     micro_f1: float
     exact: float
-    """The share of samples whose set of labels is exactly right, with the method's own rule."""
+    """The share of samples whose set of labels is exactly right by the method's own decision rule."""
     predict_seconds: float
     """CPU seconds to predict the test samples."""
     seconds: float
-    """CPU seconds of training, including the choice of a strength."""
+    """CPU seconds of training, including the selection of the strength C."""
 
 
 TABLE = StudyTable(OwnDataRecord, lambda row: (row.data, row.samples, row.method))
 
 
 class Problem(NamedTuple):
-    """The samples of a comparison. The labels of the test samples start with those of training."""
+    """The samples of a comparison. The label columns of the test samples start with those of training."""
 
     training: LabelledRows
     test: LabelledRows
@@ -77,7 +77,7 @@ class Prediction(NamedTuple):
     scores: Array
     """float32 (rows, labels): higher is better."""
     sets: Array
-    """bool (rows, labels): the labels that the method decides on."""
+    """bool (rows, labels): the labels that the method predicts."""
     setting: str
     fitted: float
     """The CPU time when training had finished."""
@@ -179,16 +179,16 @@ class Solver(NamedTuple):
     """A linear one-vs-rest method for given features."""
 
     fit: Callable[[Matrix, Matrix, float], Any]
-    """Fits a model to inputs and labels with a strength C."""
+    """Fits a model to inputs and labels with strength C."""
     scores: Callable[[Any, Matrix], tuple[Array, Array]]
-    """The scores and the sets of a model."""
+    """Returns the scores and the label sets that a model predicts for inputs."""
 
 
 def _with(solver: Solver, strength: float | None) -> Callable[[Problem], Prediction]:
-    """The method with a given strength or, without one, with the best of `STRENGTHS` on validation.
+    """Return the method with strength C, or with the best of `STRENGTHS` on validation samples if it is None.
 
     With a given strength, texts become TF-IDF vectors of words with the defaults of scikit-learn, and other
-    features are used as they are. With tuning, texts become sublinear TF-IDF vectors of words and word pairs,
+    features are not scaled. With tuning, texts become sublinear TF-IDF vectors of words and word pairs,
     other samples are scaled to norm 1, and the method is fitted again on all samples after the choice.
     """
 
@@ -233,7 +233,7 @@ def _features(training: LabelledRows, tuned: bool) -> Callable[[LabelledRows], M
 
 
 def _one_vs_rest(model: Callable[[float], Any]) -> Solver:
-    """A binary classifier of scikit-learn for every label that some training samples have and others lack."""
+    """Use one scikit-learn classifier per label, except for labels that all or no training samples have."""
 
     def fit(x: Matrix, labels: Matrix, strength: float) -> Any:
         y = labels.toarray()
@@ -321,7 +321,7 @@ METHODS = {
 
 
 def table(rows: Sequence[OwnDataRecord]) -> Table:
-    """The results of all methods, by data and number of samples."""
+    """Tabulate the results of all methods by data set and number of samples."""
     heads = (
         "data",
         "samples",
@@ -346,7 +346,7 @@ METRICS = {"ndcg5": "nDCG@5", "p1": "P@1", "micro_f1": "micro-F1", "exact": "exa
 
 
 def summary(rows: Sequence[OwnDataRecord], metric: str) -> str:
-    """A Markdown table of torchlml and the best other method by one of `METRICS`, on all sets of samples."""
+    """Format a Markdown table of torchlml and the best other method on each data set by one of `METRICS`."""
     lines = []
     for data, samples in sorted({(row.data, row.samples) for row in rows}):
         here = [row for row in rows if (row.data, row.samples) == (data, samples)]
@@ -362,7 +362,7 @@ def summary(rows: Sequence[OwnDataRecord], metric: str) -> str:
 
 
 def details(rows: Sequence[OwnDataRecord], data: str) -> str:
-    """A Markdown table of all methods on one data set."""
+    """Format a Markdown table of all methods on one data set."""
     heads = ("samples", "method", "setting", *METRICS.values(), "train s", "predict s")
     lines = []
     for row in sorted(rows, key=TABLE.order):
@@ -371,3 +371,27 @@ def details(rows: Sequence[OwnDataRecord], data: str) -> str:
             seconds = f"{row.seconds:.1f}", f"{row.predict_seconds:.2f}"
             lines.append((str(row.samples), row.method, row.setting, *percent, *seconds))
     return markdown_table(f"{data}, test samples in percent, CPU seconds:", heads, lines)
+
+
+TARGETS = {"ndcg5": 0.2, "micro_f1": 0.0, "exact": 0.0}
+"""The metrics with a target, and by how many points torchlml may be below the best other method."""
+
+
+def targets(rows: Sequence[OwnDataRecord]) -> str:
+    """A Markdown table of how often each target is met, and of the smallest difference."""
+    places = sorted({(row.data, row.samples) for row in rows})
+    lines = []
+    for metric, slack in TARGETS.items():
+        found = []
+        for place in places:
+            here = [row for row in rows if (row.data, row.samples) == place]
+            values = {row.method: 100 * getattr(row, metric) for row in here}
+            own = values.pop("torchlml")
+            found.append((own - max(values.values()), place))
+        met = sum(value >= -slack - 1e-9 for value, _ in found)
+        least, (data, samples) = min(found)
+        wanted = "at least the best other method" + (f" minus {slack:g}" if slack else "")
+        cells = (METRICS[metric], wanted, f"{met} of {len(found)}", f"{least:+.1f} ({data}, {samples})")
+        lines.append(cells)
+    heads = ("metric", "target", "met", "smallest difference")
+    return markdown_table("Data sets and numbers of samples that meet each target:", heads, lines)

@@ -1,11 +1,17 @@
-"""`torchlml bench scale`: very large label spaces, on one machine and sharded across two processes."""
+"""`torchlml bench scale` and `torchlml bench training`: very large label spaces and numbers of samples."""
 
 import json
+import os
 import subprocess
 import sys
 import tempfile
+import time
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
 
+import numpy as np
 import torch
 from rich.console import Console
 from torch import Tensor, nn
@@ -14,10 +20,12 @@ from torch.nn import functional as F
 import torchlml
 from torchlml_lab.bench.cases import Case
 from torchlml_lab.bench.measurements import Measurement, RowFile, measured
-from torchlml_lab.bench.settings import ScaleSettings, check_numbers, check_timing
+from torchlml_lab.bench.settings import ScaleSettings, TrainingSettings, check_numbers, check_timing
 from torchlml_lab.bench.timing import Quantiles, added_bytes, measurable, race
-from torchlml_lab.engine.output import ProgressBar, new_console, plain_table
+from torchlml_lab.cli_errors import BadInput
+from torchlml_lab.engine.output import ProgressBar, StudyTable, markdown_table, new_console, plain_table
 from torchlml_lab.engine.settings import cores, use_threads
+from torchlml_lab.files import check_file
 
 _K = 5
 _BOTH = "forward+backward"
@@ -63,7 +71,8 @@ def steps(batch: int, labels: int, features: int) -> dict[str, Callable[[], tupl
     h = torch.randn(batch, features, generator=generator).requires_grad_()
     w = (torch.randn(labels, features, generator=generator) / features**0.5).requires_grad_()
     target = torch.randint(labels, (batch,), generator=generator)
-    # This uses about as much memory as ours. With the default options it is twenty times slower.
+    # With this chunk size, torch's loss uses about as much memory as ours. With its default options, it is
+    # twenty times slower.
     chunks = nn.LinearCrossEntropyOptions(batch_chunk_size=64) if hasattr(F, _TORCH) else None
     losses = (
         lambda: torchlml.linear_lml_loss(h, w, target, _K),
@@ -89,7 +98,7 @@ def times(settings: ScaleSettings) -> Iterator[Measurement]:
 
 
 def memory(settings: ScaleSettings) -> Iterator[Measurement]:
-    """Measure the memory of a step in addition to the weight gradient, relative to the default budget."""
+    """Measure the memory that a step uses beyond the weight gradient, relative to the budget of 64 MiB."""
     for batch in (settings.batch // 4 or 1, settings.batch, 4 * settings.batch):
         calls = steps(batch, settings.labels, settings.features)
         # Two copies of all logits of the largest batch exceed the memory of many machines.
@@ -121,7 +130,7 @@ def long_row(settings: ScaleSettings) -> Iterator[Measurement]:
 
 
 def rounds(settings: ScaleSettings) -> Iterator[Measurement]:
-    """Count the communication rounds of `lml` between two processes by logit scale (softmax needs two)."""
+    """Count the communication rounds of `lml` between two processes per logit scale (softmax needs two)."""
     with tempfile.TemporaryDirectory() as folder:
         worker = [sys.executable, "-m", "torchlml_lab.bench.scale", "rounds"]
         command = [*worker, folder, str(settings.labels)]
@@ -146,7 +155,7 @@ def _number(
 
 
 def take_step(arguments: Sequence[str]) -> None:
-    """Run the step. The arguments are the numbers of rows, labels, features and threads."""
+    """Run one training step. The arguments are the numbers of rows, labels, features and threads."""
     import resource  # not available on Windows
 
     rows, labels, features, threads = map(int, arguments)
@@ -178,5 +187,211 @@ def count_rounds(arguments: Sequence[str]) -> None:
     dist.destroy_process_group()
 
 
-if __name__ == "__main__":  # the processes that `peak` and `rounds` start
-    {"step": take_step, "rounds": count_rounds}[sys.argv[1]](sys.argv[2:])
+@dataclass(frozen=True)
+class TrainingRecord:
+    """The speed and the memory of `torchlml train multilabel` on one file."""
+
+    samples: int
+    labels: int
+    processes: int
+    file_mb: float
+    prepare_seconds: float
+    """Seconds to read the file and prepare the inputs, and to fit the linear part if there is one."""
+    samples_per_second: float
+    epoch_seconds: float
+    """The time of one pass over the samples at this speed, without validation."""
+    forecast_seconds: float
+    """The same as `train` forecasts it; 0 for several processes."""
+    memory_mb: float
+    """The highest memory of a process."""
+    forecast_mb: float
+    seconds: float
+    """The time of the whole measurement."""
+
+
+TRAINING = StudyTable(TrainingRecord, lambda row: (row.processes, row.samples, row.labels))
+_PER_SAMPLE = 3  # labels of a sample, or more if all labels could not occur otherwise
+_MOST_PER_SAMPLE = 10
+_TOGETHER = (100_000, 10_000)  # samples and labels of the measurement with several processes
+
+
+def training(settings: TrainingSettings) -> None:
+    """Measure all sizes that are not in the CSV yet, each in a new process, and print the table."""
+    check_numbers("--samples", settings.samples, 100)
+    check_numbers("--labels", settings.labels, 2)
+    check_numbers("--features", (settings.features,), 1)
+    check_numbers("--processes", settings.processes, 1, cores())
+    check_numbers("--threads", (settings.threads,), 1, cores())
+    if not settings.seconds > 0:
+        raise BadInput(f"`--seconds` must be positive, but it is {settings.seconds}.")
+    check_file("--csv", settings.csv)
+    console = new_console()
+    rows = TRAINING.read(settings.csv, "--csv") if settings.csv.exists() else []
+    done = {(row.samples, row.labels, row.processes) for row in rows}
+    cells = [(s, n, 1) for s in settings.samples for n in settings.labels if n <= _MOST_PER_SAMPLE * s]
+    together = (min(_TOGETHER[0], max(settings.samples)), min(_TOGETHER[1], max(settings.labels)))
+    cells += [(*together, processes) for processes in settings.processes if processes > 1]
+    for cell in cells:
+        if cell not in done:
+            said = "{} samples, {} labels, processes: {}".format(*cell)
+            console.print(said, highlight=False)
+            rows.append(_trained(settings, *cell))
+            TRAINING.write(settings.csv, rows)
+    heads = ("samples", "labels", "processes", "samples/s", "epoch, s", "forecast, s", "MB", "forecast, MB")
+    table = plain_table("torchlml train multilabel", heads, left=0)
+    for row in sorted(rows, key=TRAINING.order):
+        numbers = (row.samples_per_second, row.epoch_seconds, row.forecast_seconds, row.memory_mb)
+        shown = (f"{number:.0f}" for number in (*numbers, row.forecast_mb))
+        table.add_row(str(row.samples), str(row.labels), str(row.processes), *shown)
+    console.print(table)
+    console.print(training_table(rows), soft_wrap=True, highlight=False, markup=False)
+    console.print(f"Results written to {settings.csv}.", soft_wrap=True)
+
+
+def training_table(rows: Sequence[TrainingRecord]) -> str:
+    """A Markdown table of speed and memory by the numbers of samples and labels, for one process."""
+    alone = {(row.samples, row.labels): row for row in rows if row.processes == 1}
+    labels = sorted({n for _, n in alone})
+    lines = []
+    for samples in sorted({samples for samples, _ in alone}):
+        cells = [alone.get((samples, n)) for n in labels]
+        shown = [
+            f"{row.samples_per_second:,.0f}/s, {row.memory_mb / 1000:.1f} GB" if row else "–" for row in cells
+        ]
+        lines.append((f"{samples:,}", *shown))
+    heads = ("samples", *(f"{n:,} labels" for n in labels))
+    return markdown_table("Samples per second in training, and the highest memory:", heads, lines)
+
+
+def _trained(settings: TrainingSettings, samples: int, labels: int, processes: int) -> TrainingRecord:
+    """Measure one size in new processes."""
+    start = time.perf_counter()
+    with tempfile.TemporaryDirectory() as folder:
+        file = Path(folder) / "samples.svm"
+        write_samples(file, samples, labels, settings.features)
+        size = file.stat().st_size / 1e6
+        if processes == 1:
+            arguments = [str(file), str(settings.seconds), str(settings.threads)]
+            command = [sys.executable, "-m", "torchlml_lab.bench.scale", "train", *arguments]
+            found = json.loads(_output(command, {}))
+        else:
+            found = _trained_together(folder, file, samples, processes)
+    rate = found.pop("rate")
+    return TrainingRecord(
+        samples=samples,
+        labels=labels,
+        processes=processes,
+        file_mb=round(size, 1),
+        samples_per_second=round(rate, 1),
+        epoch_seconds=round(samples / rate, 1),
+        seconds=time.perf_counter() - start,
+        **{name: round(value, 1) for name, value in found.items()},
+    )
+
+
+def _trained_together(folder: str, file: Path, samples: int, processes: int) -> dict[str, float]:
+    """Train one epoch with torchrun, with one thread for each process."""
+    run = f"{folder}/run"
+    worker = ["-m", "torchlml_lab", "train", "multilabel", "--train", str(file), "--out", run, "--cpu"]
+    launcher = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", str(processes)]
+    start = time.perf_counter()
+    _output([*launcher, *worker, "--epochs", "1", "--model", "network"], {"OMP_NUM_THREADS": "1"})
+    total = time.perf_counter() - start
+    seconds = json.loads(Path(run, "result.json").read_text(encoding="utf-8"))["seconds"]
+    return {
+        "rate": samples / seconds,
+        "prepare_seconds": total - seconds,
+        "forecast_seconds": 0.0,
+        "memory_mb": _highest_mb(children=True),
+        "forecast_mb": 0.0,
+    }
+
+
+def _output(command: Sequence[str], variables: dict[str, str]) -> str:
+    done = subprocess.run(command, capture_output=True, text=True, env=os.environ | variables)
+    if done.returncode:
+        raise RuntimeError(f"The measurement failed: {done.stderr.strip()[-500:]}")
+    return done.stdout
+
+
+def _highest_mb(children: bool = False) -> float:
+    """The highest memory of this process, or of the largest one that it started, in MB."""
+    import resource  # not available on Windows
+
+    which = resource.RUSAGE_CHILDREN if children else resource.RUSAGE_SELF
+    return resource.getrusage(which).ru_maxrss * 1024 / 1e6
+
+
+def write_samples(path: Path, samples: int, labels: int, features: int) -> None:
+    """Write an svmlight file in which every label occurs. Frequent features occur in many samples.
+
+    Args:
+        path: The file.
+        samples: The number of samples, each with 10 to 21 features, except duplicates.
+        labels: The number of labels.
+        features: The number of features.
+    """
+    random = np.random.default_rng(0)
+    each = max(_PER_SAMPLE, -(-labels // samples))
+    names = [str(label) for label in range(labels)]
+    pairs = [f"{feature}:{value:.4f}" for feature, value in enumerate(random.random(features) + 0.01)]
+    with path.open("w", encoding="ascii") as file:
+        for start in range(0, samples, 10_000):
+            count = min(10_000, samples - start)
+            lengths = random.integers(10, 22, count)
+            drawn = (features * random.random((count, 21)) ** 3).astype(np.int64)
+            for row in range(count):
+                first = each * (start + row)
+                heads = ",".join(names[(first + place) % labels] for place in range(min(each, labels)))
+                tails = " ".join(
+                    pairs[feature] for feature in sorted(set(drawn[row, : lengths[row]].tolist()))
+                )
+                file.write(f"{heads} {tails}\n")
+
+
+def train_some(arguments: Sequence[str]) -> None:
+    """Train for some time. Arguments: the file of the samples, the seconds, and the number of threads."""
+    from accelerate import Accelerator
+
+    from torchlml_lab.engine.loop import EpochBatches, needs, train_step
+    from torchlml_lab.multilabel.samples import read
+    from torchlml_lab.multilabel.settings import MultilabelSettings
+    from torchlml_lab.multilabel.training import build_task
+
+    file, seconds, threads = arguments
+    torch.set_num_threads(int(threads))
+    torch.manual_seed(0)
+    settings = MultilabelSettings(train=Path(file), cpu=True)
+    start = time.perf_counter()
+    task = build_task(settings, read(settings)).task
+    prepared = time.perf_counter() - start
+    torch.set_num_threads(min(task.threads or int(threads), int(threads)))
+    samples: Any = task.training
+    expected = needs(task, settings.batch_size)
+    order = EpochBatches(len(samples), settings.batch_size, 0, shuffle=True)
+    steps, start, rate = 0, 0.0, 0.0
+    for step, rows in enumerate(order):
+        train_step(task.model.train(), task.optimizer, task.loss, samples.__getitems__(rows))
+        if step == 0:  # it allocates the state of the optimizer
+            start = time.perf_counter()
+            continue
+        steps += 1
+        rate = steps * settings.batch_size / (time.perf_counter() - start)
+        if time.perf_counter() - start > float(seconds):
+            break
+    held_out: Any = task.held_out["validation"]
+    with torch.no_grad():
+        some = held_out.__getitems__(range(min(len(held_out), task.evaluated * settings.batch_size)))
+        task.measure(task.model.eval(), [some], Accelerator(cpu=True))
+    found = {
+        "rate": rate,
+        "prepare_seconds": prepared,
+        "forecast_seconds": len(order) * expected.step,
+        "memory_mb": _highest_mb(),
+        "forecast_mb": expected.memory / 1e6,
+    }
+    sys.stdout.write(json.dumps(found))
+
+
+if __name__ == "__main__":  # the processes that the benchmarks start
+    {"step": take_step, "rounds": count_rounds, "train": train_some}[sys.argv[1]](sys.argv[2:])

@@ -89,7 +89,7 @@ class GridBenchmarkSettings(TimingSettings):
     compare: Path | None = None
     """CSV file of an earlier run, whose ratios are shown next to the new ones."""
     quick: bool = False
-    """Start from a small selection that takes well under a minute; other options still apply."""
+    """Use defaults that take well under a minute; other options still apply."""
 
 
 # The defaults with `--quick`.
@@ -107,7 +107,7 @@ QUICK: dict[str, Any] = {
 class LayerSettings(GridBenchmarkSettings):
     """Time lml, topk, sort, sigmoid and a copy relative to softmax.
 
-    The two calls of a ratio are only milliseconds apart, so the ratio is reliable on a noisy machine.
+    The two calls of a ratio are only milliseconds apart, so it is reliable even on a noisy machine.
     """
 
 
@@ -129,13 +129,13 @@ class LossesSettings(TimingSettings):
 
 @dataclass(frozen=True)
 class ShortRowsSettings(TimingSettings):
-    """Time lml and its loss on many short rows, as ratios to softmax, to cross-entropy and to a plain call.
+    """Time lml and its loss on many short rows, relative to softmax, cross-entropy and lml without options.
 
     `TORCHLML_KERNEL=torch` times pure PyTorch, and `TORCHLML_ISA=v3` the kernel for AVX2.
     """
 
     seconds: float = 2.0
-    """Time for one comparison."""
+    """Time budget of one comparison in seconds."""
     scales: tuple[float, ...] = (1.0, 3.0, 12.0)
     """Standard deviations of the logits; each is a column of the table."""
     dtypes: tuple[str, ...] = ("float32",)
@@ -153,7 +153,7 @@ class SubsetSettings(TimingSettings):
     sizes: tuple[int, ...] = (100, 1000, 10_000, 100_000, 1_000_000)
     """Lengths of the rows in the comparison."""
     ks: tuple[int, ...] = (10, 1000)
-    """Sizes of the sets in the comparison; those below the length of a row are used."""
+    """Subset sizes k in the comparison; sizes that are not below the row length are skipped."""
     scale: float = 2.0
     """The standard deviation of the logits in the comparison."""
 
@@ -163,7 +163,7 @@ class BalancedSettings(TimingSettings):
     """Time balanced_lml on router logits, as ratios to lml on the same matrix in the same round."""
 
     skews: tuple[float, ...] = (0.0, 1.0, 3.0, 10.0)
-    """Standard deviations of the preference of all tokens for an expert."""
+    """Standard deviations, across experts, of the bias that all tokens share."""
     dtype: str = "float32"
     """The dtype of the logits: float32, float64 or bfloat16."""
     threads: int = 1
@@ -195,7 +195,7 @@ class PaperSettings:
     resume: bool = False
     """Skip row lengths that the CSV already contains for this machine and these versions."""
     quick: bool = False
-    """Start from rows of 1000 and 5 trials, about a minute; other options still apply."""
+    """Use 5 trials on rows of 1000, which takes about a minute; other options still apply."""
 
 
 @dataclass(frozen=True)
@@ -217,13 +217,13 @@ class ComparisonSettings(TimingSettings):
     scale: float = 3.0
     """Standard deviation of the logits."""
     equal: int = 2_700_000
-    """Length of one more row, whose logits are all equal; 0 omits it."""
+    """Length of an additional row with equal logits; 0 omits it."""
     threads: int = 1
     """Number of torch threads."""
     plot: Path | None = None
     """PNG or SVG file for the plot of this run; by default a PNG with the name of the CSV."""
     quick: bool = False
-    """Start from a small selection that takes well under a minute; other options still apply."""
+    """Use defaults that take well under a minute; other options still apply."""
 
 
 # The defaults with `--quick`.
@@ -247,14 +247,38 @@ class ScaleSettings(TimingSettings):
     most_labels: int = 1_000_000
     """Number of labels of the linear layer that a new process trains on 512 rows."""
     longest_row: int = 10_000_000
-    """Length of the single row."""
+    """Length of the single long row."""
+
+
+@dataclass(frozen=True)
+class TrainingSettings:
+    """Measure the speed and memory of `torchlml train multilabel`; repeat the command to resume.
+
+    Every size is measured in a new process, on a file that is written for it: all samples are read, but only
+    some steps are trained. `--processes` also trains one epoch with torchrun.
+    """
+
+    csv: Path = Path("training.csv")
+    """CSV file of the results; finished measurements in it are not repeated."""
+    samples: tuple[int, ...] = (10_000, 100_000, 1_000_000)
+    """The numbers of samples."""
+    labels: tuple[int, ...] = (1_000, 10_000, 100_000, 1_000_000)
+    """The numbers of labels, at most ten times the number of samples."""
+    features: int = 100_000
+    """The number of features, of which a sample has about 15."""
+    seconds: float = 20.0
+    """The time of training for each size."""
+    threads: int = 2
+    """Number of torch threads of a single process."""
+    processes: tuple[int, ...] = (2,)
+    """The numbers of processes that train together."""
 
 
 Kind = TypeVar("Kind", LayerSettings, ConstrainedSettings, PaperSettings, ComparisonSettings)
 
 
 def _read_quick(kind: type[Kind], command: str, arguments: Sequence[str], quick: dict[str, Any]) -> Kind:
-    """Parse the options. With `--quick`, the defaults come from a small selection."""
+    """Parse the options. With `--quick`, the values in `quick` are the defaults."""
     settings = parse_settings(kind, command, arguments, kind())
     if settings.quick:
         settings = parse_settings(kind, command, arguments, replace(kind(), **quick))
@@ -296,8 +320,8 @@ class OwnDataSettings:
     """CSV file of the results; finished comparisons in it are not repeated."""
     sets: tuple[str, ...] = ("bibtex", "corel5k", "delicious", "goemotions")
     """The data sets."""
-    sizes: tuple[int, ...] = (300, 1000, 3000, 0)
-    """The numbers of training samples; 0 for all samples."""
+    sizes: tuple[int, ...] = (300, 1000, 3000, 8000)
+    """The numbers of training samples; all samples if there are fewer, or for 0."""
     methods: tuple[str, ...] = (
         "torchlml",
         "LinearSVC",
@@ -309,6 +333,6 @@ class OwnDataSettings:
         "napkinXC",
         "napkinXC, tuned",
     )
-    """The methods, with default settings or with the strength chosen on validation samples."""
+    """The methods to compare; tuned methods choose their strength on validation samples."""
     seed: int = 0
     """The seed that selects the training samples."""

@@ -6,25 +6,35 @@ from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
 
-from torchlml_lab.bench import report
+from torchlml_lab.bench import grid_benchmark
 from torchlml_lab.bench.cases import BASELINE
-from torchlml_lab.bench.measurements import Measurement, latest, read
-from torchlml_lab.bench.report import three_digits
+from torchlml_lab.bench.measurements import Measurement, conditions, latest, read, three_digits
 from torchlml_lab.bench.targets import WORKS
 from torchlml_lab.cli_errors import BadInput
 from torchlml_lab.engine.output import markdown_table
-from torchlml_lab.figures import files as sources
-from torchlml_lab.figures.files import say_where, write_tables
 from torchlml_lab.figures.settings import BandwidthFigureSettings, BenchmarksFigureSettings
 from torchlml_lab.files import check_picture
-from torchlml_lab.plots import BLUE, GREY, INK, ORANGE, PAGE, SKY, label_lines, new_figure, note
+from torchlml_lab.plots import (
+    BLUE,
+    GREY,
+    INK,
+    ORANGE,
+    PAGE,
+    SKY,
+    find_csv,
+    label_lines,
+    new_figure,
+    note,
+    say_where,
+    write_tables,
+)
 
 OWN = Path("torchlml-bench.csv")
 STUDY = tuple(Path(f"results/{name}.csv") for name in ("benchmarks", "plain-torch", "short-rows"))
 
 LML, TORCH, COPY = "lml-native", "lml-torch", "copy"
 _BOTH = "forward+backward"
-_CURVE = (5, 3.0, "float32", 1)  # k, scale, dtype and threads of the time against n
+_CURVE = (5, 3.0, "float32", 1)  # k, scale, dtype and threads in the table of times against n
 _MODES = {"forward": "forward", _BOTH: "forward + backward"}
 
 
@@ -36,14 +46,14 @@ def benchmarks(settings: BenchmarksFigureSettings) -> None:
     times = [row for row in rows if (row.operator, row.metric) == ("projection", "time")]
     if not times:
         raise BadInput(f"`--csv` names `{paths[0]}`, which has no times of `torchlml bench layer`.")
-    report.draw(times, settings.out, paths)
+    grid_benchmark.draw(times, settings.out, paths)
     write_tables("\n\n".join(tables(rows).values()) + "\n", settings.out)
 
 
 def bandwidth(settings: BandwidthFigureSettings) -> None:
     """Draw the speed relative to a copy, and print the path."""
     check_picture(settings.out)
-    path = sources.find(settings.csv, (OWN, STUDY[0]), "torchlml bench layer")
+    path = find_csv(settings.csv, (OWN, STUDY[0]), "torchlml bench layer")
     rows = _read(path)
     if not shares(rows):
         raise BadInput(f"`--csv` names `{path}`, which has no times of a copy from `torchlml bench layer`.")
@@ -52,7 +62,7 @@ def bandwidth(settings: BandwidthFigureSettings) -> None:
 
 
 def _read(path: Path) -> list[Measurement]:
-    return read(sources.find(path, (), "torchlml bench layer"), "--csv")
+    return read(find_csv(path, (), "torchlml bench layer"), "--csv")
 
 
 Shares = dict[int, dict[str, dict[int, float]]]  # by threads, provider and n
@@ -61,8 +71,9 @@ Shares = dict[int, dict[str, dict[int, float]]]  # by threads, provider and n
 def shares(rows: Sequence[Measurement]) -> Shares:
     """Return the time of a copy divided by that of each function: the median over k and the scales.
 
-    Both read every logit once and write every output once. The share is 1 if nothing else is done.
-    The times are ratios to softmax in the same round, which are more reliable than times.
+    A copy reads every logit once and writes every output once, so the share is 1 for a function that is
+    limited only by memory bandwidth. It is computed from ratios to softmax in the same round, which are more
+    reliable than times.
     """
     times = {
         (row.provider, row.case): row.ratio_p50
@@ -115,7 +126,7 @@ def draw_bandwidth(rows: Sequence[Measurement], picture: Path, csv: Sequence[Pat
             label_lines(axes, ends, 0.075)
         panels[0].set_ylabel("share of a copy's bandwidth (%)")
         here = [row for row in rows if row.provider == COPY and row.dtype == _CURVE[2]]
-        note(figure, f"forward, medians over k and logit scales, {report.conditions(here)}")
+        note(figure, f"forward, medians over k and logit scales, {conditions(here)}")
 
 
 @dataclass(frozen=True)
@@ -203,17 +214,17 @@ def _target_line(target: Target, rows: Sequence[Measurement]) -> Iterator[tuple[
 
 
 def span(ratios: Sequence[float]) -> str:
-    """Format a range of ratios, or one value if both ends are printed alike."""
+    """Format a range of ratios, or one value if both ends look the same when printed."""
     return "–".join(dict.fromkeys(three_digits(end) for end in (min(ratios), max(ratios))))
 
 
 def _shape(batch: int, n: int) -> str:
-    """Format the shape of a batch, with spaces at which a table does not break the line."""
+    """Format the shape of a batch with non-breaking spaces."""
     return f"{batch:,}\u00a0×\u00a0{n:,}"
 
 
 def _curve(rows: Sequence[Measurement]) -> str:
-    """Format the time against n: that of softmax, and ratios to it."""
+    """Format the times against n: the time of softmax, and the ratios of lml to it."""
     found = {
         (row.mode, row.provider, row.n): row
         for row in rows
@@ -279,7 +290,7 @@ def _losses(rows: Sequence[Measurement]) -> str:
 
 
 def _related(rows: Sequence[Measurement]) -> str:
-    """Format the results of `torchlml bench constrained`: ranges over k, scales and threads."""
+    """Format the results of `torchlml bench constrained` as ranges over k, scales and threads."""
     found: dict[tuple[str, int, str], list[float]] = defaultdict(list)
     for row in rows:
         if (row.operator, row.metric) == ("family", "time"):
@@ -300,7 +311,7 @@ def _short(rows: Sequence[Measurement]) -> str:
     for row in rows:
         if (row.dtype, row.threads) == _CURVE[2:] and row.operator.startswith(prefix := "short rows, "):
             key = (row.operator.removeprefix(prefix), row.mode, row.batch, row.n, row.k)
-            # The baseline comes first, so the ratio of its competitor is the one that remains.
+            # The row of the baseline comes first, so the ratio of its competitor overwrites it.
             found[key][row.scale] = row.ratio_p50
     scales = sorted({scale for by_scale in found.values() for scale in by_scale})
     heads = ("ratio", "rows × n", "k", "mode", *(f"scale {scale:g}" for scale in scales), "target", "met")

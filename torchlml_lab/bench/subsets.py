@@ -1,4 +1,4 @@
-"""`torchlml bench subsets`: the exact distribution over k-subsets, its targets, and other methods."""
+"""`torchlml bench subsets`: time the exact distribution over k-subsets, and compare it with other methods."""
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -38,13 +38,16 @@ class Method:
 
 
 def exact(x: Tensor, k: int) -> Quantities:
-    """The exact distribution as implemented in this package."""
+    """Compute the log normalizer and the inclusion probabilities with `torchlml.KSubset`."""
     d = KSubset(k, logits=x, validate_args=False)
     return d.log_normalizer, d.mean
 
 
 def recursion(x: Tensor, k: int) -> Quantities:
-    """The O(nk) recursion of SIMPLE (Ahmed et al., 2023): inclusion is the gradient of the normalizer."""
+    """Compute the log normalizer and the inclusion probabilities by the O(nk) recursion of SIMPLE.
+
+    The recursion (Ahmed et al., 2023) gives the log normalizer. The inclusion probabilities are its gradient.
+    """
     x = x.detach().requires_grad_()
     log_e = torch.full((k + 1,), -1e300, dtype=x.dtype)
     log_e[0] = 0.0
@@ -55,7 +58,11 @@ def recursion(x: Tensor, k: int) -> Quantities:
 
 
 def untilted_fourier(x: Tensor, k: int) -> Quantities:
-    """P(k successes) of coins sigmoid(x) by a Fourier transform, in complex64 and clamped at eps."""
+    """Compute the log normalizer by a Fourier transform, and the inclusion probabilities as its gradient.
+
+    The transform gives the probability of k heads if coin i lands on heads with probability sigmoid(x_i). It
+    is computed in complex64, and its result is clamped at eps.
+    """
     x = x.detach().requires_grad_()
     n, p = len(x), x.float().sigmoid()
     angle = torch.arange(n + 1) * (2 * torch.pi / (n + 1))
@@ -75,7 +82,7 @@ METHODS = (
 
 
 def gumbel_top_k(x: Tensor, k: int) -> Tensor:
-    """Ones at the k largest logits plus Gumbel noise: k draws without replacement (Plackett and Luce)."""
+    """Return ones at the k largest logits plus Gumbel noise: k draws without replacement (Plackett-Luce)."""
     noise = -torch.empty_like(x).exponential_().log()
     return torch.zeros_like(x).scatter(-1, (x + noise).topk(k).indices, 1.0)
 
@@ -88,7 +95,7 @@ SAMPLERS: dict[str, Callable[[Tensor, int], Tensor]] = {
 
 
 def truth(x: Tensor, k: int) -> tuple[float, float]:
-    """Log normalizer and inclusion probability of the largest entry, by the recursion in 80-bit numbers."""
+    """Compute the log normalizer and the largest entry's inclusion probability in extended precision."""
     values = np.sort(x.double().numpy().astype(np.longdouble))
     # The largest entry comes last, so that both tables share all but one step.
     before = _log_polynomials(values[:-1], k)
@@ -106,7 +113,7 @@ def _log_polynomials(values: Wide, k: int) -> Wide:
 
 _OPERATOR = "subsets"
 _QUANTITIES = "normalizer+inclusion"
-# n, k and the target in seconds of the log probability and the mean of one row.
+# n, k, and the target in seconds for computing the log probability and the mean of one row.
 LONG_ROWS = ((1_000_000, 10, 0.2), (1_000_000, 1000, 0.5), (1_000_000, 100_000, 2.0))
 BATCHES = ((1000, 5), (1000, 50))
 _BATCH, _RATIO = 256, 50.0
@@ -148,7 +155,7 @@ def run(settings: SubsetSettings, console: Console) -> None:
 
 
 def targets(settings: SubsetSettings) -> Iterator[tuple[Measurement, str, str, bool]]:
-    """Every target: the measurement, its text, the target's text, and whether it is met."""
+    """Yield the measurement for each target, both values as text, and whether the target is met."""
     for n, k, seconds in LONG_ROWS:
         case = Case(n, k, 1, 1.0, "float32", 1)
         x = case.logits()[0]
@@ -186,7 +193,7 @@ def _log_prob_and_mean(x: Tensor, k: int, members: Tensor) -> tuple[Tensor, Tens
 
 
 def compare(n: int, k: int, settings: SubsetSettings) -> Iterator[list[Measurement]]:
-    """The measurements of each method on one row: time, memory, errors."""
+    """Yield the measurements of each method on one row: time, memory and errors."""
     case = Case(n, k, 1, settings.scale, "float64", 1)
     x = case.logits()[0]
     known = truth(x, k) if n * k <= _MOST_TRUTH and n <= 1e5 else None
@@ -242,7 +249,7 @@ def _frequencies(sample: Callable[[], Tensor], count: int) -> Tensor:
 def _cost(
     provider: str, mode: str, case: Case, call: Callable[[], object], settings: SubsetSettings
 ) -> list[Measurement]:
-    """The time of a call, and its memory if the system can measure it."""
+    """Return the time of a call, and its memory if the system can measure it."""
     rows = [_row(provider, mode, case, _times(call, settings).times(1e3), "time", "ms")]
     if measurable():
         rows.append(_row(provider, mode, case, _constant(added_bytes(call) / 2**20), "memory", "MiB"))
@@ -250,7 +257,7 @@ def _cost(
 
 
 def _times(call: Callable[[], object], settings: SubsetSettings) -> Quantiles:
-    """Seconds per call. The first call is a warm-up, and a slow function is called only once more."""
+    """Measure the seconds per call. The first call is a warm-up. Slow functions are called only once more."""
     call()
     samples: list[float] = []
     while len(samples) < settings.repetitions and sum(samples) < settings.seconds:
@@ -266,7 +273,7 @@ def _once(call: Callable[[], object]) -> float:
 
 
 def _row(provider: str, mode: str, case: Case, value: Quantiles, metric: str, unit: str) -> Measurement:
-    """A row without a ratio."""
+    """Return the CSV row of a measurement without a ratio to a baseline."""
     return measured(_OPERATOR, provider, mode, case, value, _constant(1.0), 1, metric=metric, unit=unit)
 
 
@@ -275,7 +282,7 @@ def _constant(value: float) -> Quantiles:
 
 
 def _cells(rows: Sequence[Measurement]) -> Iterator[str]:
-    """Time, memory and both errors, or a dash if not measured."""
+    """Yield time, memory and both errors as text, or a dash if they were not measured."""
     found = {row.metric: row for row in rows}
     for metric, form in (
         ("time", ".3g"),

@@ -28,7 +28,7 @@ Call = Callable[[Tensor], Tensor]
 
 @dataclass(frozen=True)
 class Work:
-    """A line of the table: the functions and the rows, and the largest acceptable ratio."""
+    """A line of the table: two functions to compare, the batch shape, and the largest acceptable ratio."""
 
     operator: str
     mode: str
@@ -38,7 +38,7 @@ class Work:
     target: float
 
     def calls(self, case: Case) -> dict[str, Callable[[], object]]:
-        """The baseline and its competitor on the rows of a case, in this order."""
+        """Return the baseline and its competitor on the rows of a case, in this order."""
         x = case.logits()
         functions = _FUNCTIONS[self.operator](case)
         if self.mode == "forward":
@@ -119,7 +119,7 @@ WORKS: tuple[Work, ...] = (
 
 
 def short_rows(settings: ShortRowsSettings) -> None:
-    """Measure every line of the table, append its rows to the CSV, and print the table."""
+    """Measure every case in the table, append its rows to the CSV, and print the table."""
     console = new_console()
     check_choices("--dtypes", settings.dtypes, DTYPES)
     check_numbers("--scales", settings.scales, 0)
@@ -130,7 +130,7 @@ def short_rows(settings: ShortRowsSettings) -> None:
         (dtype, number, work) for dtype in settings.dtypes for number in settings.threads for work in WORKS
     ]
     each = len(settings.scales) * settings.seconds
-    file.announce(f"{len(jobs)} lines of about {each:g} s each", console)
+    file.announce(f"Measuring {len(jobs)} lines of the table, about {each:g} s each", console)
     heads = (
         "ratio",
         "rows",
@@ -176,7 +176,7 @@ def _line(work: Work, ratios: Sequence[float]) -> tuple[str, ...]:
 def _ratios(
     file: RowFile, work: Work, dtype: str, threads: int, settings: ShortRowsSettings
 ) -> Iterator[float]:
-    """Time a line at every scale, append the rows to the file, and yield the ratios."""
+    """Time both functions of a line at every scale, append the rows to the file, and yield the ratios."""
     for scale in settings.scales:
         case = Case(work.n, work.k, work.batch, scale, dtype, threads)
         calls = work.calls(case)
@@ -198,7 +198,7 @@ def _ratios(
 
 
 _SHAPES = ((4096, 64, 4), (16_384, 256, 8))  # tokens, experts, k
-# Mode, competitor and the largest ratio to the baseline that is the target.
+# The target of each mode and competitor: the largest acceptable ratio to the baseline.
 _TARGETS = {
     ("forward", "cold start"): 15.0,
     ("forward", "warm start"): 6.0,
@@ -207,7 +207,7 @@ _TARGETS = {
 
 
 def balanced(settings: BalancedSettings) -> None:
-    """Time every shape and skew, append the rows to the CSV, and print one table."""
+    """Time `balanced_lml` for every shape and skew, append the rows to the CSV, and print one table."""
     console = new_console()
     check_numbers("--threads", (settings.threads,), 1, cores())
     check_numbers("--skews", settings.skews, 0)
@@ -215,11 +215,11 @@ def balanced(settings: BalancedSettings) -> None:
     check_choices("--dtype", (settings.dtype,), ("float32", "float64", "bfloat16"))
     file = RowFile(settings.csv)
     jobs = [(shape, skew) for shape in _SHAPES for skew in settings.skews]
-    file.announce(f"{len(jobs)} matrices of about {settings.seconds:g} s each", console)
+    file.announce(f"Timing {len(jobs)} matrices, about {settings.seconds:g} s each", console)
     heads = ("balanced_lml", "tokens", "experts", "k", "skew", "ms", "ratio", "target", "met")
     table = plain_table(f"{settings.dtype}: time of a call, and its ratio to lml", heads)
-    # Until a process has freed one large block, glibc gives every freed megabyte back to the system, and page
-    # faults dominate these times. A training process has done that long ago.
+    # Until a process has freed one large block, glibc returns every freed megabyte to the system, and page
+    # faults would dominate these times. Training processes free large blocks early.
     torch.empty(7 * 2**20)
     with ProgressBar(console) as progress, use_threads(settings.threads):
         task = progress.add_task("matrices", total=len(jobs))
@@ -243,8 +243,9 @@ def balanced(settings: BalancedSettings) -> None:
             progress.advance(task)
     console.print(table)
     console.print(
-        "Forward: the ratio to lml's forward. Backward: balanced_lml's backward alone, as a ratio to lml's "
-        "forward and backward. Warm start: from the multipliers of another batch with the same preferences.",
+        "Forward times are relative to lml's forward pass. The time of balanced_lml's backward pass alone is "
+        "relative to lml's forward and backward passes. A warm start uses the multipliers of another batch "
+        "with the same preferences.",
         soft_wrap=True,
     )
     if lacks := file.lacks():
@@ -253,7 +254,7 @@ def balanced(settings: BalancedSettings) -> None:
 
 
 def _competitors(case: Case) -> dict[str, dict[str, Callable[[], object]]]:
-    """The calls to time in each mode; the name of the baseline is lml."""
+    """Return the calls to time in each mode; the name of the baseline is lml."""
     generator = torch.Generator().manual_seed(case.n)
     preference = case.scale * torch.randn(case.n, generator=generator)
 
@@ -357,7 +358,7 @@ def _single_label(n: int, k: int, threads: int) -> Comparison:
 
 
 def _ragged(threads: int) -> Comparison:
-    """Compare six images of 100 to 380 edges, 50 predicates each, with six rows of their mean length."""
+    """Compare a ragged batch (six images, 100 to 380 edges, 50 predicates per edge) with a dense one."""
     lengths = 50 * torch.tensor([100, 150, 210, 260, 340, 380])
     offsets = torch.cat([lengths.new_zeros(1), lengths.cumsum(0)])
     size = int(offsets[-1])

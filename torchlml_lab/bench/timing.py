@@ -20,7 +20,7 @@ _WARM_UP_SECONDS = 20e-3
 
 @dataclass(frozen=True)
 class Quantiles:
-    """The 20th, 50th and 80th percentile."""
+    """The 20th, 50th and 80th percentiles."""
 
     p20: float
     p50: float
@@ -54,7 +54,7 @@ class Timing:
 
 
 class Stopped(KeyboardInterrupt):
-    """Ctrl-C during a race. `timings` contains the timings of the completed rounds."""
+    """Raised for Ctrl-C during `race`. `timings` contains the timings of the completed rounds."""
 
     def __init__(self, timings: Mapping[Any, Timing]) -> None:
         super().__init__()
@@ -83,7 +83,7 @@ def race(
         sample_seconds: The minimum duration of a sample. Longer samples reduce the effect of cold caches.
 
     Returns:
-        The timing of each name. Ctrl-C raises `Stopped` if at least one round is complete.
+        The timing of each call by name. Ctrl-C raises `Stopped` if at least one round is complete.
     """
     lasting = _SAMPLE_SECONDS if sample_seconds is None else sample_seconds
     repeats = {name: _repeats(call, lasting) for name, call in calls.items()}
@@ -126,7 +126,7 @@ def _timings(samples: Mapping[Name, list[float]], ratios: Mapping[Name, list[flo
 
 
 def _repeats(call: Callable[[], object], sample_seconds: float) -> int:
-    """Return how many calls make a sample long enough, while warming up the call."""
+    """Return the number of calls that makes a sample long enough. This also warms up the call."""
     fastest = spent = _sample(call, 1)
     while spent < _WARM_UP_SECONDS:
         once = _sample(call, 1)

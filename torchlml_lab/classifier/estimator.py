@@ -33,7 +33,8 @@ class Schedule(NamedTuple):
 
     epochs: int
     patience: int | None
-    """Epochs without improvement before training stops; None means the epochs in 100 steps, at least 5."""
+    """Training stops after this many epochs without improvement. None means the number of epochs in 100
+    steps, but at least 5."""
     batch_size: int
     learning_rate: float
     seed: int
@@ -98,12 +99,12 @@ def fit_network(
 
 
 def judge(network: LabelNetwork, loss: LabelLoss, rows: Batches) -> Judged:
-    """Compute the nDCG and the loss of samples."""
+    """Compute the nDCG and the loss of a network on samples."""
     network.eval()
     logits = torch.cat([found for found, _ in scores(network, rows.inputs)])
     labels = unlike_logits(rows.__getitems__(range(len(rows))).labels, logits.shape[1])
     ndcg = topk_ndcg(logits, labels, _AT)
-    assert isinstance(ndcg, Tensor)  # because there is one k
+    assert isinstance(ndcg, Tensor)  # not a dict, because there is only one k
     return Judged(ndcg.item(), -loss(logits, labels).item())
 
 
@@ -214,9 +215,9 @@ class TopKClassifier(ClassifierMixin, BaseEstimator):  # type: ignore[misc]
         return self
 
     def predict_proba(self, X: Any) -> Any:
-        """P(label in top k) for each label and k = `k_`: (R, n), and every row sums to `k_`.
+        """Return P(label in top k) of each label for k = `k_`, with shape (R, n). Every row sums to `k_`.
 
-        With the loss "bce", it is the probability of each label on its own, and rows do not have a fixed sum.
+        With the loss "bce", the labels are independent, and rows do not have a fixed sum.
         """
         logits = self._logits(X)
         return probabilities(logits.double(), self.loss, self.k_).numpy()
@@ -237,10 +238,10 @@ class TopKClassifier(ClassifierMixin, BaseEstimator):  # type: ignore[misc]
         return self._form.write(order[:, : int(k)].numpy())
 
     def score(self, X: Any, y: Any) -> float:
-        """The mean share of a sample's labels that are in its top m, where m is the number of its labels.
+        """Return the mean share of a sample's labels that are in its top m, where m is its number of labels.
 
         It is both precision and recall at m, and the accuracy if each sample has one label. It does not grow
-        with `k`, so `GridSearchCV` can compare values of k. `torchlml.metrics` has P@k, nDCG@k and others,
+        with `k`, so `GridSearchCV` can compare values of k. `torchlml.metrics` has P@k, nDCG@k and more,
         and the metrics of scikit-learn accept the results of `predict` and `predict_proba`.
         """
         logits = self._logits(X)
@@ -314,14 +315,14 @@ class TopKClassifier(ClassifierMixin, BaseEstimator):  # type: ignore[misc]
         return sparse.csr_array(X if self._mean is not None else X / float(self._scale), dtype=np.float32)
 
     def _parts(self, rows: Batches, random: Any) -> tuple[Batches, Batches | None]:
-        """Split into training and validation samples."""
+        """Split samples into a training and a validation part."""
         count = round(self.validation_fraction * len(rows)) if len(rows) >= _FEWEST else 0
         if count == 0:
             return rows, None
         if count == len(rows):
             raise ValueError(
                 "`validation_fraction` must leave at least one training sample, "
-                f"but {self.validation_fraction} of {len(rows)} samples are {count}."
+                f"but it is {self.validation_fraction}, which holds out all {count} samples."
             )
         aside, rest = np.split(random.permutation(len(rows)), [count])
         training, validation = (Batches(rows.inputs[part], rows.labels[part]) for part in (rest, aside))

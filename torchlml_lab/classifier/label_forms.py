@@ -11,7 +11,7 @@ from sklearn.utils.validation import check_array, column_or_1d
 
 Form = Literal["indicator", "sparse", "lists", "single"]
 Matrix = Any  # a scipy CSR array; scipy has no type annotations
-NO_LABELS = "`y` must have labels, but all samples are without labels."
+NO_LABELS = "`y` must contain labels, but no sample has any."
 
 
 @dataclass(frozen=True)
@@ -45,7 +45,7 @@ class LabelForm:
         return sparse.csr_array((np.ones(len(places), dtype=np.int8), places, starts), shape=shape)
 
     def counts(self, labels: Any) -> Any:
-        """The number of labels of each sample, including unknown names."""
+        """Return the number of labels of each sample, including unknown names."""
         labels = _as_list(labels)
         if self.kind == "lists":
             return np.array([len(set(row)) for row in _rows_of_names(labels)])
@@ -75,7 +75,7 @@ class LabelForm:
 
 
 def learn_form(labels: Any) -> LabelForm:
-    """Determine the form of training labels; unsupported ones raise ValueError."""
+    """Determine the form of training labels; unsupported labels raise ValueError."""
     labels = _as_list(labels)
     if sparse.issparse(labels):
         return LabelForm("sparse", np.arange(labels.shape[1]))
@@ -101,7 +101,7 @@ def _as_list(labels: Any) -> Any:
 
 
 def _sorted_names(rows: list[list[Any]]) -> Any:
-    """All names in order, as an array; names of unsupported or mixed types raise ValueError."""
+    """Return all names as a sorted array; names of unsupported or mixed types raise ValueError."""
     for row in rows:
         for name in row:
             if not isinstance(name, (str, int, float)):

@@ -19,7 +19,7 @@ arguments:
 
 
 def read_arguments(arguments: Sequence[str]) -> Path:
-    """Return the file to write. Anything except one file name raises `BadInput`."""
+    """Return the file to write. Any arguments other than one file name raise `BadInput`."""
     answer_help(arguments, USAGE)
     if len(arguments) > 1 or any(argument.startswith("-") for argument in arguments):
         raise BadInput(f"`torchlml gpu-check` takes one file name, but it was given `{' '.join(arguments)}`.")

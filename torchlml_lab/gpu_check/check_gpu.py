@@ -22,12 +22,12 @@ from torchlml_lab.cli_errors import BadInput
 from torchlml_lab.files import check_file, replacing
 
 _COMPARED_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
-# The rounding error of an entry in (0, 1) in the dtype. For float32, the guaranteed accuracy of y.
+# The tolerance for y: the rounding error of entries in (0, 1) or, for float32, the guaranteed accuracy.
 _TOLERANCE = {torch.float32: 1e-6, torch.bfloat16: 2.0**-8, torch.float16: 2.0**-11}
 
 
 class Check(NamedTuple):
-    """One comparison: its name, the largest error found and the largest allowed."""
+    """One comparison: its name, the largest error found, and the largest error allowed."""
 
     name: str
     error: float
@@ -49,7 +49,7 @@ class Case(NamedTuple):
 
 
 def cases() -> Iterator[Case]:
-    """Yield the cases. Row lengths cover rows kept on chip, streamed rows and split rows."""
+    """Yield the cases. Their lengths cover the kernels for on-chip rows, streamed rows and split rows."""
     g = torch.Generator().manual_seed(0)
 
     def normal(*shape: int) -> Tensor:
@@ -77,7 +77,7 @@ def cases() -> Iterator[Case]:
     almost[0, 0], almost[0, 1] = 0.0, 0.5
     yield Case("one hundred thousand almost one", almost, 100_000)
     yield Case(
-        "one k to a row", 3 * normal(4, 300), torch.tensor([1.0, 2.5, 150.0, 299.0], dtype=torch.float64)
+        "one k per row", 3 * normal(4, 300), torch.tensor([1.0, 2.5, 150.0, 299.0], dtype=torch.float64)
     )
     yield Case("masked", 3 * normal(6, 300), 5, mask=torch.rand(6, 300, generator=g) < 0.5)
     lengths = torch.tensor([3, 0, 100, 1, 5000, 40, 9000])
@@ -90,7 +90,7 @@ def cases() -> Iterator[Case]:
 
 
 def checks(device: str) -> Iterator[Check]:
-    """Compare all cases in all dtypes: y, log y, nu, and the gradients of y and log y."""
+    """Compare y, log y, nu, and the gradients of y and log y, in all cases and dtypes."""
     for dtype in _COMPARED_DTYPES:
         for case in cases():
             if dtype == torch.float16 and bool((case.x.abs().nan_to_num(0, 0, 0) > 6e4).any()):
@@ -108,7 +108,8 @@ def _compare(case: Case, dtype: torch.dtype, device: str) -> Check:
     wide = _results(case, x.double(), g.double())
     narrow = _results(case, x.to(device), g.to(device))
     unit = _TOLERANCE[dtype]
-    # z is rounded relative to its magnitude. In a gap, this affects the balance of both sides and gradients.
+    # The rounding error of z = x + nu is relative to its magnitude. If every |z| is large, that is, if the
+    # threshold is in a gap between the logits, this error affects the gradients.
     z = (case.x + _spread(wide["nu"], case)).abs()
     gap = z[z.isfinite()].min().item() if bool(z.isfinite().any()) else 0.0
     worst = 0.0
@@ -166,7 +167,7 @@ class LossCase(NamedTuple):
 
 
 def losses() -> Iterator[LossCase]:
-    """Yield single, listed and multi-hot labels, for rows kept on chip, streamed rows and split rows."""
+    """Yield cases with single, listed and multi-hot labels, for on-chip, streamed and split rows."""
     g = torch.Generator().manual_seed(3)
     for rows, n in ((64, 1000), (8, 20_000), (2, 1_000_000)):
         x = 3 * torch.randn(rows, n, generator=g)
@@ -179,7 +180,7 @@ def losses() -> Iterator[LossCase]:
 
 
 def _compare_loss(case: LossCase, device: str) -> Check:
-    """Compare the LML loss by relative error, and its gradient relative to its largest entry."""
+    """Return the larger relative error of the LML loss and its gradient (relative to its largest entry)."""
 
     def both(where: str, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
         logits = case.x.to(where, dtype).requires_grad_()
@@ -198,7 +199,7 @@ Function = Callable[[Tensor], Tensor]
 SHAPES = ((256, 100), (4096, 100), (256, 1000), (4096, 1000), (1024, 8192), (256, 50_000), (4, 1_000_000))
 _DTYPES = (torch.float32, torch.bfloat16)
 _ROUNDS = 50
-# lml stores x, y and two values per row, and softmax stores y. Twice the input suffices, with a gradient.
+# With a gradient, lml stores x, y and two values per row, and softmax stores y. Twice the input suffices.
 _MEMORY_ALLOWED = 2.0
 
 
@@ -225,7 +226,7 @@ class GpuTiming(NamedTuple):
 
 
 def gpu_timings() -> Iterator[GpuTiming]:
-    """Time each pair at each shape, forward alone and with its gradient."""
+    """Time each function and its PyTorch baseline at each shape, forward alone and with gradients."""
     for dtype in _DTYPES:
         for rows, n in SHAPES:
             x = torch.randn(rows, n, device="cuda", dtype=dtype).mul_(3)
@@ -329,7 +330,7 @@ def accuracy_table(accuracy: Sequence[Check]) -> str:
 
 
 def timing_table(timings: Sequence[GpuTiming]) -> str:
-    """Format a line for each pair, shape, dtype and mode."""
+    """Format a line for each function, shape, dtype and mode."""
     lines = [
         f"\n{'':<9}{'shape':>15} {'dtype':<9}{'mode':<19}{'µs':>9}{'PyTorch':>9}{'ratio':>7}{'memory':>8}"
     ]

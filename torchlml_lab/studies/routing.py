@@ -25,9 +25,9 @@ Routed = tuple[Tensor, Tensor, Tensor]
 
 
 class TopK(nn.Module):
-    """The k largest softmax probabilities, scaled to sum to 1, with the loss of Switch times `alpha`.
+    """The k largest softmax probabilities, scaled to sum to 1, with the Switch auxiliary loss times `alpha`.
 
-    The loss is alpha n sum_j f_j P_j, f_j the share of the assignments that expert j gets and P_j its mean
+    The loss is alpha n sum_j f_j P_j, where f_j is the share of assignments to expert j and P_j is its mean
     probability (Fedus, Zoph and Shazeer, 2022).
     """
 
@@ -44,7 +44,7 @@ class TopK(nn.Module):
 
 
 class LossFree(nn.Module):
-    """A bias for each expert that moves by `rate` after every step, up if the expert had too few tokens.
+    """Balance the experts by biases that change by `rate` per step, upward for experts with too few tokens.
 
     The bias affects the choice of experts; the weights are sigmoid scores without it (Wang et al., 2024).
     """
@@ -69,8 +69,8 @@ class LossFree(nn.Module):
 class Sinkhorn(nn.Module):
     """Choose experts by Sinkhorn's balanced plan in training, and by the logits at inference.
 
-    The weights are softmax probabilities (S-BASE, Clark et al., 2022). An entry of the plan may exceed
-    the one unit that a token can give an expert.
+    The weights are softmax probabilities (S-BASE, Clark et al., 2022). An entry of the plan may exceed 1, the
+    most that a token can assign to an expert.
     """
 
     def __init__(self, experts: int, k: int) -> None:
@@ -86,7 +86,10 @@ class Sinkhorn(nn.Module):
         return weights / weights.sum(-1, keepdim=True), indices, logits.new_zeros(())
 
     def _column_potential(self, logits: Tensor) -> Tensor:
-        """The logarithm of the column scaling, up to a relative column error of 0.01."""
+        """Return the logarithm of the column scaling.
+
+        It is iterated up to 100 times, until the relative error of the column sums is below 0.01.
+        """
         tokens, experts = logits.shape
         v = logits.new_zeros(experts)
         for _ in range(100):
@@ -127,9 +130,9 @@ WIDTH, HIDDEN, CONTEXT = 64, 64, 64
 
 @functools.cache
 def text() -> tuple[Tensor, Tensor, int]:
-    """Python's own help texts for training and for validation, and the number of distinct characters.
+    """Return Python's help texts for training and for validation, and the number of distinct characters.
 
-    They come with Python, so the study needs no download. The last tenth of each topic is for validation.
+    The texts come with Python, so nothing is downloaded. The last tenth of each topic is for validation.
     """
     topics = [str(topic) for _, topic in sorted(pydoc_data.topics.topics.items())]
     number = {character: i for i, character in enumerate(sorted(set("".join(topics))))}
@@ -142,14 +145,14 @@ def text() -> tuple[Tensor, Tensor, int]:
 
 
 def batch(data: Tensor, size: int, generator: torch.Generator) -> tuple[Tensor, Tensor]:
-    """Random excerpts, and the same excerpts shifted by one character."""
+    """Return random excerpts, and the same excerpts shifted by one character."""
     starts = torch.randint(len(data) - CONTEXT, (size, 1), generator=generator)
     excerpts = data[starts + torch.arange(CONTEXT + 1)]
     return excerpts[:, :-1], excerpts[:, 1:]
 
 
 class Experts(nn.Module):
-    """Two-layer networks, of which each token uses k."""
+    """A set of two-layer networks. Each token uses k of them."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -166,7 +169,7 @@ class Experts(nn.Module):
 
 
 class Model(nn.Module):
-    """One layer of causal attention and the mixture; predicts the next character at each position."""
+    """Predicts the next character at every position, by causal attention and a mixture of experts."""
 
     def __init__(self, router: str, characters: int) -> None:
         super().__init__()
@@ -179,7 +182,7 @@ class Model(nn.Module):
         self.head = nn.Linear(WIDTH, characters)
 
     def forward(self, characters: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """The logits of the next characters, the load of each expert (1 is fair) and the router's loss."""
+        """Return next-character logits, the load of each expert (1 is a fair share), and the router loss."""
         x = self.embedding(characters) + self.position
         heads = [
             part.unflatten(-1, (4, -1)).transpose(1, 2) for part in self.attend(self.before(x)).chunk(3, -1)
@@ -201,7 +204,7 @@ _LOOKS = dict(zip(ROUTERS, (*_COLORS, plots.VERMILION), strict=True))
 
 @dataclass(frozen=True)
 class RoutingRecord:
-    """The results of one interval, a twentieth of a run."""
+    """The results of one interval. A run consists of twenty intervals."""
 
     router: str
     seed: int
@@ -215,7 +218,7 @@ class RoutingRecord:
     """The largest load of an expert, averaged over the steps of the interval; 1 is a fair share."""
     worst_load: float
     validation_loss: float
-    """In evaluation mode, after the last step of the interval."""
+    """The loss in evaluation mode after the last step of the interval."""
     validation_load: float
     milliseconds: float
     """The median time of a step."""
@@ -224,7 +227,7 @@ class RoutingRecord:
 
 
 def draw(rows: Sequence[RoutingRecord], picture: Path, csv: Path) -> None:
-    """Draw the validation loss minus that of the first router and the largest loads, as means over seeds.
+    """Draw the validation loss relative to the first router, and the largest loads, averaged over seeds.
 
     Args:
         rows: The measurements.
@@ -264,7 +267,7 @@ def draw(rows: Sequence[RoutingRecord], picture: Path, csv: Path) -> None:
 
 
 def lines(rows: Sequence[RoutingRecord]) -> Iterable[tuple[str, ...]]:
-    """A line for each router: the loss at the end, the loads in the second half, and the time."""
+    """Yield a line for each router: the final loss, the loads in the second half, and the time per step."""
     for router in ROUTERS:
         own = [row for row in rows if row.router == router]
         if not own:
@@ -287,15 +290,16 @@ def lines(rows: Sequence[RoutingRecord]) -> Iterable[tuple[str, ...]]:
 def write_page(rows: Sequence[RoutingRecord], page: Path) -> None:
     """Write the table as Markdown."""
     title = (
-        "Validation loss in nats per character at the end, mean ± standard deviation over seeds. Loads are "
-        "those of the busiest expert, 1 being a fair share, in the second half of training: mean over steps, "
-        "largest of all steps, and mean on held-out text at inference."
+        "The table shows the final validation loss in nats per character, mean ± standard deviation over "
+        "seeds. All loads are loads of the busiest expert in the second half of training; 1 is a fair share. "
+        '"Load" is the mean over steps, "largest load" is the maximum over steps, and "validation load" is '
+        "the mean on held-out text at inference."
     )
     with replacing(page) as temporary:
         temporary.write_text(markdown_table(title, HEADS, lines(rows)) + "\n", encoding="utf-8")
 
 
-INTERVALS = 20  # rows of a run
+INTERVALS = 20  # per run, each with a row in the CSV
 
 
 TABLE = StudyTable(RoutingRecord, lambda row: (list(ROUTERS).index(row.router), row.seed, row.step))
@@ -324,12 +328,12 @@ def main(settings: RoutingSettings) -> None:
 
 
 def train_all(settings: RoutingSettings, console: Console) -> list[RoutingRecord]:
-    """All runs, including those in the CSV, which is replaced after each run."""
+    """Train the missing runs, and return the records of all runs. The CSV is rewritten after each run."""
     rows = TABLE.read(settings.csv, "--csv") if settings.csv.exists() else []
     if any((row.steps, row.learning_rate) != (settings.steps, settings.learning_rate) for row in rows):
-        raise BadInput(f"`--csv` names `{settings.csv}`, which has runs with other settings.")
+        raise BadInput(f"`--csv` names `{settings.csv}`, which contains runs with other settings.")
     done = {(row.router, row.seed) for row in rows}
-    # Seed by seed, so that an interrupted study has all routers.
+    # The seed varies slowest, so that an interrupted study has results of all routers.
     todo = [(name, seed) for seed in range(settings.seeds) for name in ROUTERS if (name, seed) not in done]
     settings.csv.parent.mkdir(parents=True, exist_ok=True)
     with ProgressBar(console) as progress, use_threads(1):

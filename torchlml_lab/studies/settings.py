@@ -6,7 +6,7 @@ from pathlib import Path
 
 @dataclass(frozen=True)
 class DigitSettings:
-    """The settings of both studies on images of digits."""
+    """The settings that both studies on images of digits share."""
 
     images: int = 5000
     """The number of training images, at least 100; the 2000 test images use other handwriting."""
@@ -69,7 +69,7 @@ class MissingLabelsSettings:
     datasets: tuple[str, ...] = ("voc2012", "yeast", "cal500", "tmc2007", "bibtex", "corel5k", "delicious")
     """The data sets, in the order in which they are used."""
     heads: tuple[str, ...] = ("linear", "hidden")
-    """The models: `linear`, or `hidden` for one hidden layer of 128 units."""
+    """The models: `linear`, or `hidden` for one hidden layer of 128 units (not for delicious)."""
     seeds: int = 5
     """The number of repetitions with other observed labels and validation samples, at least 1."""
     steps: int = 300

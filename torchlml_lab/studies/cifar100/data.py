@@ -31,13 +31,13 @@ def _scalar_reconstructor() -> Any:
 
 
 def _encode(text: str, encoding: str) -> bytes:
-    """The replacement of `_codecs.encode`, which Python 2 and protocol 2 use to pickle bytes as Latin-1."""
+    """Replace `_codecs.encode`, which Python 2 and protocol 2 use to pickle bytes as Latin-1."""
     if encoding != "latin1":
         raise pickle.UnpicklingError(f"it requests the encoding `{encoding}`")
     return text.encode("latin1")
 
 
-# Old files refer to numpy.core and new ones to numpy._core; both mean the two functions that rebuild arrays.
+# Old files refer to numpy.core and new files to numpy._core, for the same functions that rebuild arrays.
 _ALLOWED = {
     **{(f"numpy.{core}.multiarray", "_reconstruct"): _array_reconstructor() for core in ("core", "_core")},
     **{(f"numpy.{core}.multiarray", "scalar"): _scalar_reconstructor() for core in ("core", "_core")},
@@ -48,7 +48,7 @@ _ALLOWED = {
 
 
 class _Unpickler(pickle.Unpickler):
-    """Build dicts, lists, strings, numbers and numeric numpy arrays, and raise for every other global."""
+    """Unpickle only dicts, lists, strings, numbers and numeric numpy arrays, and raise for other globals."""
 
     def find_class(self, module: str, name: str) -> Any:
         if (module, name) not in _ALLOWED:
@@ -171,7 +171,7 @@ class Part:
 
 
 def read_images(path: Path) -> tuple[Part, Part]:
-    """The training and test parts of the official files; see `read_archive`."""
+    """Read the training and test parts of the official files; see `read_archive`."""
     parts = read_archive(path)
     train, test = (Part(*(torch.from_numpy(values) for values in parts[name])) for name in PARTS)
     return train, test
@@ -198,7 +198,7 @@ def read_features(path: Path) -> tuple[Part, Part]:
         raise BadInput(f"`--features` is `{path}`, which cannot be read: {said}.") from error
     if x.ndim != 2 or x.dtype.kind != "f" or not len(x) == len(fine) == len(coarse) == len(test):
         raise BadInput(
-            f"`{path}`: `x` must be a 2-D float array with a row for each label and test mark, but it is "
+            f"`{path}`: `x` must be a 2-D float array with a row for each label and test flag, but it is "
             f"{x.dtype} of shape {x.shape} with {len(fine)} fine, {len(coarse)} coarse and {len(test)} test "
             "entries."
         )
@@ -269,7 +269,7 @@ class Batches(Dataset[tuple[Tensor, Tensor]]):
 
 
 def _cropped_and_flipped(x: Tensor) -> Tensor:
-    """A random crop of each image after padding by four black pixels, mirrored with probability 0.5."""
+    """Pad each image by four black pixels, crop it at random, and mirror it with probability 0.5."""
     number, _, height, width = x.shape
     padded = torch.nn.functional.pad(x, (PADDING,) * 4)
     top, left = torch.randint(2 * PADDING + 1, (2, number, 1))

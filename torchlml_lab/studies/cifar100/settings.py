@@ -27,8 +27,8 @@ class Cifar100Settings(TrainSettings):
     The defaults for images are the published recipe (Berrada et al. 2018): DenseNet 40-40 and SGD with
     Nesterov momentum 0.9, weight decay 1e-4 and batches of 64. The learning rate is 0.1, divided by ten after
     half and three quarters of 300 epochs. Images are randomly cropped and mirrored. 5000 training images with
-    clean labels are held out for validation, and the epoch with their best top-5 accuracy is tested. The
-    defaults for --features are ours.
+    clean labels are held out for validation, and the epoch with the best top-5 accuracy on them is tested.
+    The defaults for --features are our own.
     """
 
     out: Path = Path("runs/cifar100")
@@ -56,7 +56,7 @@ class Cifar100Settings(TrainSettings):
     validation: int = 5000
     """The number of training samples held out for validation, the same for every seed."""
     samples: int | None = None
-    """The number of remaining samples to train on; by default all."""
+    """The number of training samples to use after the validation samples are held out; by default all."""
 
 
 FEATURES = Cifar100Settings(epochs=10, batch_size=500)
@@ -88,7 +88,7 @@ class EvaluateSettings:
     run: Annotated[Path, tyro.conf.Positional, tyro.conf.arg(metavar="RUN")] = Path("runs/cifar100")
     """The run directory."""
     split: Literal["training", "validation", "test"] = "test"
-    """The samples to evaluate on; those of training have their noisy labels."""
+    """The samples to evaluate on; training samples have their noisy labels."""
     data: Path | None = None
     """The official images, if they have moved."""
     features: Path | None = None
@@ -99,7 +99,7 @@ class EvaluateSettings:
 
 @dataclass(frozen=True)
 class LossTimesSettings(StepTimeSettings):
-    """Time training steps of all losses on the same samples, alternating, with the settings of a run."""
+    """Time training steps of all losses in alternation on the same samples, with the settings of a run."""
 
     run: Annotated[Path, tyro.conf.Positional, tyro.conf.arg(metavar="RUN")] = Path("runs/cifar100")
     """The run directory."""

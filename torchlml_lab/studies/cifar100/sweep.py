@@ -39,10 +39,10 @@ class AccuracyRecord:
     test_top1: float
     test_topk: float
     train_top1: float
-    """After the last epoch, on the noisy labels of training samples: 1 if they were all memorized."""
+    """Like `train_topk`, measured after the last epoch on noisy training labels; 1 if all are memorized."""
     train_topk: float
     last_top1: float
-    """After the last epoch, on the validation samples, which have clean labels."""
+    """Like `last_topk`, measured after the last epoch on the validation samples, which have clean labels."""
     last_topk: float
     seconds: float
 
@@ -58,7 +58,7 @@ TABLE = StudyTable(AccuracyRecord, lambda row: (row.source, row.loss, row.noise,
 def best_recipes(
     records: Sequence[AccuracyRecord], losses: Sequence[str], path: Path
 ) -> dict[str, tuple[float, ...]]:
-    """The (learning rate, temperature) of each loss with the best mean top-k accuracy on validation."""
+    """Find the (learning rate, temperature) of each loss with the best mean top-k validation accuracy."""
     tried = [Tried(row.loss, row.recipe, (row.noise, row.seed), row.validation_topk) for row in records]
     tuned = "learning rate and temperature"
     return output.best_recipes(tried, losses, path, "loss", tuned, "noise levels and seeds")
@@ -77,7 +77,7 @@ def main(settings: SweepSettings) -> None:
 
 
 def grid(settings: SweepSettings) -> list[Cifar100Settings]:
-    """The settings of every run; raises `BadInput` if one of them is invalid."""
+    """Return the settings of every run; raise `BadInput` if one of them is invalid."""
     check_grid(settings, settings.run, _CHOSEN, ("losses", "noises", "seeds"))
     rates = settings.learning_rates or (settings.run.learning_rate,)
     temperatures = settings.temperatures or (settings.run.temperature,)
@@ -103,7 +103,7 @@ def _runs(
 
 
 def record(settings: Cifar100Settings, result: dict[str, Any]) -> AccuracyRecord:
-    """The record of a finished run."""
+    """Return the record of a finished run."""
     topk = f"top{settings.k}"
     lines = RunFolder(settings.out, EXPERIMENT).metrics()
     last = {line["split"]: line for line in lines if line["epoch"] == settings.epochs}
@@ -137,7 +137,7 @@ def _run_one(settings: Cifar100Settings) -> dict[str, Any]:
 
 
 def _table(rows: Sequence[AccuracyRecord]) -> Table:
-    """The accuracies, as mean and standard deviation over the seeds."""
+    """Tabulate the means and standard deviations of the accuracies over the seeds."""
     groups: dict[tuple[str, float, float, float], list[AccuracyRecord]] = defaultdict(list)
     for row in rows:
         groups[(row.loss, row.noise, *row.recipe)].append(row)

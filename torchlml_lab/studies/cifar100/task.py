@@ -54,7 +54,7 @@ def main(settings: Cifar100Settings) -> None:
 
 
 def run(settings: Cifar100Settings, console: Console) -> dict[str, Any]:
-    """Train with these settings; raise `BadInput` for invalid ones before any file is written."""
+    """Train with these settings. Invalid settings raise `BadInput` before any file is written."""
     check(settings)
     return train(
         EXPERIMENT, settings, lambda: task(settings, *read(settings.data, settings.features)), console
@@ -93,7 +93,7 @@ def read(data: Path | None, features: Path | None) -> tuple[Part, Part]:
 
 
 def task(settings: Cifar100Settings, everything: Part, test: Part) -> Task:
-    """The task of one run. Set the seed before the call, because it initializes the network."""
+    """Build the task of one run. Set the seed before the call, because it initializes the network."""
     parts = splits(settings, everything, test)
     training = parts["training"]
     model = network(settings, training)
@@ -104,7 +104,8 @@ def task(settings: Cifar100Settings, everything: Part, test: Part) -> Task:
         nesterov=True,
         weight_decay=settings.weight_decay,
     )
-    drops = [max(1, settings.epochs // 2), max(1, settings.epochs * 3 // 4)]  # 0 would drop before epoch 1
+    # A drop at epoch 0 would lower the learning rate before the first epoch.
+    drops = [max(1, settings.epochs // 2), max(1, settings.epochs * 3 // 4)]
     loss = loss_of(settings.loss, settings.k, settings.temperature)
     return Task(
         model=model,
@@ -127,7 +128,7 @@ def task(settings: Cifar100Settings, everything: Part, test: Part) -> Task:
 
 
 def splits(settings: Cifar100Settings, everything: Part, test: Part) -> dict[str, Part]:
-    """The training samples with their noisy labels, the validation samples and the test samples."""
+    """Return the training samples with their noisy labels, the validation samples and the test samples."""
     training, validation = split_validation(everything, settings.validation)
     if settings.samples is not None:
         if settings.samples > len(training):
@@ -138,14 +139,14 @@ def splits(settings: Cifar100Settings, everything: Part, test: Part) -> dict[str
 
 
 def model_name(settings: Cifar100Settings) -> str:
-    """The name of the model: `features` or `wide-head` for a head on features, else that of the network."""
+    """Return the model's name: `features` or `wide-head` for frozen features, or the network for images."""
     if settings.features is not None:
         return "wide-head" if settings.head == "wide" else "features"
     return settings.network or DENSENET
 
 
 def network(settings: Cifar100Settings, training: Part) -> nn.Module:
-    """A newly initialized network."""
+    """Return a newly initialized network."""
     name = model_name(settings)
     if name in ("features", "wide-head"):
         head = feature_head if name == "features" else wide_head
@@ -156,7 +157,7 @@ def network(settings: Cifar100Settings, training: Part) -> nn.Module:
 
 
 def loss_of(name: Loss, k: int, temperature: float) -> Callable[[Tensor, Tensor], Tensor]:
-    """The mean loss of logits (N, 100) and labels (N,)."""
+    """Return a function that computes the mean loss of logits (N, 100) and labels (N,)."""
     if name == "smooth-svm":
         return lambda logits, label: torchlml.smooth_topk_svm_loss(logits, label, k, tau=temperature)
     plain: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
@@ -180,7 +181,7 @@ def accuracies(
     accelerator: Accelerator,
     ks: Sequence[int],
 ) -> dict[str, float]:
-    """The share of samples whose label has one of the k largest logits, for each k."""
+    """Compute, for each k, the share of samples whose label has one of the k largest logits."""
     recall = TopKRecall(tuple(dict.fromkeys(ks)), sync_on_compute=False)
     for x, label in batches:
         logits, labels = accelerator.gather_for_metrics((network(x).float(), label))
@@ -256,7 +257,7 @@ class DenseNet(nn.Module):
         _initialize(self)
 
     def forward(self, x: Tensor) -> Tensor:
-        """The logits (N, classes) of images (N, 3, 32, 32)."""
+        """Return the logits (N, classes) of images (N, 3, 32, 32)."""
         return self.head(self.features(x))
 
 
@@ -292,7 +293,7 @@ class _Transition(nn.Module):
 
 
 def small_cnn(classes: int) -> nn.Module:
-    """A CNN of five convolutions with 5 million multiplications per image, for machines without a GPU."""
+    """Build a CNN of five convolutions with 5 million multiplications per image, for use without a GPU."""
     parts: list[nn.Module] = []
     channels = 3
     for more, stride in ((32, 2), (64, 2), (128, 2), (128, 1), (256, 2)):
@@ -304,13 +305,13 @@ def small_cnn(classes: int) -> nn.Module:
 
 
 def feature_head(inputs: int, classes: int) -> nn.Module:
-    """A multilayer perceptron with one hidden layer on frozen features."""
+    """Build a multilayer perceptron with one hidden layer on frozen features."""
     hidden = 256
     return nn.Sequential(nn.Linear(inputs, hidden), nn.ReLU(), nn.Dropout(0.2), nn.Linear(hidden, classes))
 
 
 def wide_head(inputs: int, classes: int) -> nn.Module:
-    """A wide multilayer perceptron without dropout on frozen features, which can memorize wrong labels."""
+    """Build a wide perceptron without dropout on frozen features, which can memorize wrong labels."""
     hidden = 512
     return nn.Sequential(
         *(nn.Linear(inputs, hidden), nn.ReLU(), nn.Linear(hidden, hidden), nn.ReLU()),
@@ -319,7 +320,7 @@ def wide_head(inputs: int, classes: int) -> nn.Module:
 
 
 def _initialize(network: nn.Module) -> None:
-    """Initialize as the published DenseNet: He initialization by fan-out, and zero biases."""
+    """Initialize a network like the published DenseNet: He initialization by fan-out, and zero biases."""
     for part in network.modules():
         if isinstance(part, nn.Conv2d):
             nn.init.kaiming_normal_(part.weight, mode="fan_out", nonlinearity="relu")

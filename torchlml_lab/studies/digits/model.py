@@ -1,12 +1,12 @@
 """The images of the demo, its networks (one for each method and seed) and their metrics.
 
-The images show k different handwritten digits side by side, one of which is observed. The digits come with
-scikit-learn, so nothing is downloaded. They are split into training and test digits before the images are
-composed, so that no handwriting occurs in both.
+The images show k different handwritten digits side by side; the label of one of them is observed. The digits
+come with scikit-learn, so nothing is downloaded. They are split into training and test sets before the images
+are composed, so that no digit image occurs in both.
 
 The networks of all data sets (seeds and conditions) are independent, but they are trained together as stacked
-matrices, which uses two cores well. Every loss starts from the same weights and sees the same batches in the
-same order, with the same optimizer.
+matrices, which makes good use of two cores. All losses use the same initial weights, the same batches in the
+same order, and the same optimizer.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -51,7 +51,7 @@ def make(
         test: The number of test images.
         condition: "uniform" (each digit of an image is equally likely to be observed) or "skewed".
         seed: Determines the images, which are the same for both conditions.
-        varying: Show 1 to k digits, each number with equal probability; the other places are empty.
+        varying: Whether images show 1 to k digits, each number equally often; other places are empty.
 
     Returns:
         The training and the test images.
@@ -80,7 +80,7 @@ def make(
 def _show(
     pixels: Tensor, digits: Tensor, k: int, count: int, generator: torch.Generator, varying: bool
 ) -> tuple[Tensor, Tensor]:
-    """Choose up to k different digits for each image, an example of each, and place them side by side."""
+    """Choose up to k different digits for each image, and place an example of each side by side."""
     chosen = torch.rand(count, CLASSES, generator=generator).argsort(1)[:, :k]
     examples = torch.empty_like(chosen)
     for digit in range(CLASSES):
@@ -102,7 +102,7 @@ BINS = 10
 
 @dataclass(frozen=True)
 class Measured:
-    """One method on the test images of one seed in one condition."""
+    """The metrics of one method on the test images of one seed and condition."""
 
     recall: float
     hidden_recall: float
@@ -110,7 +110,8 @@ class Measured:
     count: float
     calibration_error: float
     reliability: Tensor
-    """(3, bins): how many (image, digit) pairs have their p in the bin, their mean p, the share present."""
+    """(3, bins): the number of (image, digit) pairs with p in the bin, their mean p, and the share of
+    pairs whose digit is present."""
 
 
 # The columns of the table: the name of the measure, its heading, its meaning, and its number of decimals.
@@ -128,7 +129,7 @@ COLUMNS = (
 )
 
 Results = Mapping[tuple[str, str], list[Measured]]
-"""For each (condition, method) one `Measured` per seed, in the order of the seeds."""
+"""One `Measured` per seed for each (condition, method), in the order of the seeds."""
 
 
 def measure(p: Tensor, ranking: Tensor, images: Images) -> Measured:
@@ -140,7 +141,7 @@ def measure(p: Tensor, ranking: Tensor, images: Images) -> Measured:
         images: The test images.
 
     Returns:
-        The measures. Recall is that of the top m digits for an image of m digits. The calibration error sorts
+        The measures. Recall counts the top m digits of an image with m digits. The calibration error sorts
         all pairs of image and digit into ten bins by p and averages the distance between the mean p and the
         share of digits present in a bin, weighted by the size of the bin.
     """
@@ -161,12 +162,12 @@ def measure(p: Tensor, ranking: Tensor, images: Images) -> Measured:
 
 
 def spread(values: list[float]) -> tuple[float, float]:
-    """The mean over the seeds, and their standard deviation."""
+    """Return the mean and the standard deviation over the seeds."""
     return mean(values), stdev(values)
 
 
 def values(results: Results, condition: str, method: str, measure: str) -> list[float]:
-    """One number per seed."""
+    """Return the values of one measure, one per seed."""
     return [getattr(measured, measure) for measured in results[condition, method]]
 
 
@@ -195,7 +196,7 @@ Index = tuple[Tensor, Tensor]
 
 @dataclass(frozen=True)
 class Method:
-    """A loss of the logits (rows, 10) and the observed label, and its probability that a digit is present."""
+    """A loss of logits (rows, 10) and observed labels, and a function from logits to probabilities."""
 
     name: str
     meaning: str
@@ -266,7 +267,7 @@ class StackedNetworks(nn.Module):
         self.second_bias = nn.Parameter(torch.zeros(len(generators), 1, outputs))
 
     def forward(self, x: Tensor) -> Tensor:
-        """The outputs (sets, rows, 10) for inputs (sets, rows, inputs)."""
+        """Return the outputs (sets, rows, outputs) for inputs (sets, rows, inputs)."""
         hidden = torch.baddbmm(self.first_bias, x, self.first).relu()
         return torch.baddbmm(self.second_bias, hidden, self.second)
 
@@ -311,8 +312,8 @@ def fit(
     """Train one network per data set.
 
     Args:
-        loss: The loss of each row, computed from the outputs (sets, rows, outputs) and the data set and image
-            of each row, which index tensors (sets, images, ...).
+        loss: Computes the loss of each row from the outputs (sets, rows, outputs), and from the data set and
+            the image of each row, which are indices into tensors (sets, images, ...).
         sets: The training images of each data set, all of the same size.
         seeds: The seed of each data set, for the initial weights and the order of the batches.
         epochs: The number of epochs.

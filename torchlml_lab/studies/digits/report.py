@@ -21,7 +21,7 @@ SCALED = "cross-entropy x k"
 
 
 def sentences(results: Results, condition: str, k: int) -> list[str]:
-    """The findings of one condition, most important first.
+    """Return the findings of one condition, most important first.
 
     Args:
         results: All measurements.
@@ -61,11 +61,11 @@ def sentences(results: Results, condition: str, k: int) -> list[str]:
 
 
 def limits(seeds: int, k: int) -> str:
-    """The limits of the demo, as sentences."""
+    """Return the limits of the demo, as sentences."""
     return (
         f"Limits: the images are small, there is one small network, and there are {seeds} seeds. All losses "
         f"use the same optimizer settings, which were not tuned for any of them. Every image shows exactly "
-        f"k = {k} digits, and LML and truncated entropy know this k. `torchlml which-k` measures the effect "
+        f"k = {k} digits, and LML and truncated entropy use this k. `torchlml which-k` measures the effect "
         "of a wrong k and of a varying number of labels."
     )
 
@@ -108,7 +108,7 @@ def _calibration(results: Results, condition: str) -> str:
     )
 
 
-# Methods look the same in every figure; those that only the demo has use shades of related methods.
+# Methods look the same in every figure. Methods that only the demo has use shades of related methods.
 LOOK = {
     "cross-entropy": METHODS["cross-entropy"],
     "cross-entropy x k": (DARK_ORANGE, "s"),
@@ -182,7 +182,7 @@ def _bars(axes: Axes, results: Results, condition: str, measure: str) -> None:
 
 
 def _pooled(results: Results, condition: str, method: str) -> tuple[list[float], list[float]]:
-    """The bins of all seeds pooled; bins with fewer than 50 (image, digit) pairs are too noisy."""
+    """Pool the bins of all seeds, and drop bins with fewer than 50 (image, digit) pairs as too noisy."""
     number, said, present = torch.stack([m.reliability for m in results[condition, method]]).unbind(1)
     total = number.sum(0)
     keep = total >= 50
@@ -256,7 +256,7 @@ def write(
         findings: The sentences of each condition.
         limits: The limits of the demo.
         meanings: A description of each method, by name.
-        plots: The PNG files to put in.
+        plots: The PNG files to embed.
         examples: A few test images of the uniform condition.
         answers: The probabilities (images, 10) of each method for these images.
     """

@@ -62,7 +62,7 @@ TABLE = StudyTable(
 
 
 def main(settings: WhichKSettings) -> None:
-    """Train all networks, write the CSV, and print a table for each situation."""
+    """Train all networks, write the CSV, and print a table for each kind of images and labels."""
     for name, least in (("seeds", 1), ("images", 100), ("epochs", 1)):
         if getattr(settings, name) < least:
             raise BadInput(f"`--{name}` must be at least {least}, but it is {getattr(settings, name)}.")
@@ -82,7 +82,7 @@ def main(settings: WhichKSettings) -> None:
 
 
 def run(digits: str, named: str, method: str, settings: WhichKSettings) -> list[WhichKRecord]:
-    """Train and evaluate a network for each k and seed, with one method in one situation."""
+    """Train and evaluate a network for each k and seed, for one method and one kind of images and labels."""
     began = time.monotonic()
     width = MOST if digits == VARYING else 3
     data = [
@@ -121,7 +121,7 @@ def run(digits: str, named: str, method: str, settings: WhichKSettings) -> list[
 
 
 def _observed(shown: Images, named: str) -> Tensor:
-    """The observed digits (N, 10) of the training images."""
+    """Return the observed digits (N, 10) of the training images."""
     if named == ALL:
         return shown.present
     return torch.zeros_like(shown.present).scatter(1, shown.named.unsqueeze(1), True)
@@ -146,7 +146,7 @@ def loss_of(method: str, outputs: Tensor, observed: Tensor, number: Tensor, k: T
     if method == BCE:
         return binary_cross_entropy_with_logits(logits, observed.to(logits.dtype), reduction="none").sum(-1)
     if method == PREDICTED:
-        # LML uses the true number. A predicted k would only grow, because a larger k lowers its loss.
+        # The LML loss uses the true number. A predicted k would only grow, because that lowers the loss.
         told = torchlml.lml_loss(logits, observed, number, reduction="none")
         return told + (outputs[..., CLASSES] - number).square()
     return torchlml.lml_loss(
@@ -159,7 +159,7 @@ def loss_of(method: str, outputs: Tensor, observed: Tensor, number: Tensor, k: T
 
 
 def probability(method: str, outputs: Tensor, number: Tensor, k: Tensor) -> Tensor:
-    """The probability that each digit is in the image, (sets, rows, 10); same arguments as `loss_of`."""
+    """Return the probability of each digit, (sets, rows, 10). The arguments are those of `loss_of`."""
     logits = outputs[..., :CLASSES]
     if method == SOFTMAX:
         return logits.softmax(-1)

@@ -54,7 +54,7 @@ def read_visual_genome(folder: Path) -> tuple[SceneGraphs, SceneGraphs]:
 
 
 def _tables(path: Path) -> dict[str, NDArray[Any]]:
-    """The arrays of the HDF5 file, with checked shapes."""
+    """Read the arrays of the HDF5 file, and check their shapes."""
     names = (*_PER_BOX, *_PER_RELATION, *_PER_IMAGE)
     with reading_hdf5(path) as file:
         missing = [name for name in names if name not in file]
@@ -78,7 +78,7 @@ def _tables(path: Path) -> dict[str, NDArray[Any]]:
 
 
 def _names(path: Path) -> tuple[list[str], list[str]]:
-    """The names of the object classes and the predicates, which are numbered from 1."""
+    """Read the names of the object classes and the predicates, which are numbered from 1."""
     dicts = read_json(path, dict)
     lists = []
     for key in ("idx_to_label", "idx_to_predicate"):
@@ -90,7 +90,7 @@ def _names(path: Path) -> tuple[list[str], list[str]]:
 
 
 def _images(path: Path, tables: Path, count: int) -> list[tuple[str, float, float]]:
-    """The name, width and height of each image."""
+    """Read the name, width and height of each image."""
     entries = read_json(path, list)
     try:
         found = [(entry["image_id"], float(entry["width"]), float(entry["height"])) for entry in entries]
@@ -135,13 +135,19 @@ def _read_visual_genome_images(
 def _range(
     path: Path, name: str, tables: dict[str, NDArray[Any]], kind: str, image: int, most: int
 ) -> tuple[int, int]:
-    """The first box or relation of an image, and their number; the file uses -1 if there are none."""
+    """Return the index of the first box (or relation) of an image, and the number of boxes (or relations).
+
+    In the file, both indices of an image without any are -1.
+    """
     first, last = (int(tables[f"img_to_{end}_{kind}"][image]) for end in ("first", "last"))
     if first == last == -1:
         return 0, 0
     if not 0 <= first <= last < most:
         raise damaged(
-            path, name, f"`img_to_first_{kind}` to `img_to_last_{kind}` is {first} to {last}, out of {most}"
+            path,
+            name,
+            f"`img_to_first_{kind}` and `img_to_last_{kind}` must delimit a range of the {most} entries, but "
+            f"they are {first} and {last}",
         )
     return first, last - first + 1
 
@@ -203,7 +209,7 @@ _ENDS = ("subject", "object")
 
 
 def _box(path: Path, name: str, annotation: Any, end: str) -> tuple[int, ...]:
-    """The class and box of the subject or object of a relation."""
+    """Return the class and box of the subject or object of a relation."""
     try:
         numbers = (annotation[end]["category"], *annotation[end]["bbox"])
     except (KeyError, TypeError) as error:

@@ -59,7 +59,7 @@ class SceneGraphs:
     labels: Tensor
     """(B,): object classes."""
     rows: Tensor
-    """(B,): the index of each box within its image in the file, which region features are ordered by."""
+    """(B,): the index of each box within its image in the file, which is the order of region features."""
     box_offsets: Tensor
     relations: Tensor
     """(T, 3): subject box, object box, predicate, without duplicates."""
@@ -89,7 +89,7 @@ class SceneGraphs:
         )
 
     def with_relations(self) -> "SceneGraphs":
-        """Select the images with relations; others affect neither training nor recall."""
+        """Select the images with relations. Images without relations affect neither training nor recall."""
         return self[self.relation_offsets.diff().nonzero().squeeze(1)]
 
 
@@ -102,7 +102,7 @@ class Splits(NamedTuple):
 
 
 def members(offsets: Tensor, groups: Tensor) -> tuple[Tensor, Tensor]:
-    """The members of some groups of a jagged list, and the offsets of these groups among them.
+    """Return the members of some groups of a jagged list, and the offsets of these groups in the result.
 
     Example:
         >>> members(torch.tensor([0, 2, 5]), torch.tensor([1, 0]))
@@ -171,7 +171,7 @@ def split(training: SceneGraphs, test: SceneGraphs, validation: int, seed: int) 
 
 
 def damaged(path: Path, name: str, said: str) -> BadInput:
-    """The error for an image with an invalid description in a file."""
+    """Return the error for an image with an invalid description in a file."""
     return BadInput(f"`{path}` is damaged at the image `{name}`: {said}.")
 
 
@@ -233,7 +233,7 @@ class RegionFeatures:
                     if len(sizes) > 1:
                         raise BadInput(
                             f"`--region-features`: the vectors of all images in `{path}` must have the same "
-                            f"length, but those of the image `{name}` differ from the previous ones."
+                            f"length, but those of the image `{name}` have another length."
                         )
         self.box_size, self.union_size = sizes.pop()
 
@@ -261,7 +261,7 @@ class RegionFeatures:
                 f"d'), but they have shapes {one} and {two}."
             )
         if any(table.dtype.kind != "f" for table in tables):
-            raise BadInput(f"{where} must have floating-point arrays, but it has others.")
+            raise BadInput(f"{where} must have floating-point arrays, but they have another type.")
         return one[1], two[2]
 
 
@@ -352,7 +352,7 @@ class GraphBatches(Dataset[Batch]):
 
 
 def candidates(box_offsets: Tensor) -> tuple[Tensor, Tensor]:
-    """All ordered pairs of different boxes of each image, sorted by subject and then by object.
+    """Return all ordered pairs of different boxes of each image, sorted by subject and then by object.
 
     Example:
         >>> candidates(torch.tensor([0, 2, 4]))

@@ -1,6 +1,7 @@
 """MotifNet-LeftRight (Zellers et al. 2018) for predicate classification with given boxes and labels.
 
-The second half computes its priors: the frequency of each relation between classes, and word vectors.
+The second half of this module computes the priors of the network: the frequency of each relation between two
+object classes, and word vectors.
 """
 
 import zipfile
@@ -67,7 +68,7 @@ class MotifNet(nn.Module):
         self.objects = objects
 
     def forward(self, batch: Batch) -> Tensor:
-        """The scores (E, outputs) of the candidate edges of a batch."""
+        """Return the scores (E, outputs) of the candidate edges of a batch."""
         seen = [] if batch.box_features is None else [batch.box_features]
         position = self.position(_places(batch.boxes))
         inputs = torch.cat((*seen, self.object_embedding(batch.labels), position), 1)
@@ -79,7 +80,7 @@ class MotifNet(nn.Module):
         region = self.masks(masks(batch.boxes[subject], batch.boxes[object_]).flatten(1))
         if self.union is not None:
             region = region + self.union(batch.union_features)
-        # The pair is multiplied by 1 + region, so that it passes while the region features are still small.
+        # The pair is multiplied by 1 + region, so that it has an effect while region features are small.
         scores = self.predicates(torch.tanh(torch.addcmul(pair, pair, region)))
         if self.bias is not None:
             scores = scores + self.bias(batch.labels[subject] * self.objects + batch.labels[object_])
@@ -91,9 +92,9 @@ class MotifNet(nn.Module):
 class _SmallConvolution(nn.Conv2d):
     """A 3 x 3 convolution with stride 2 of flattened images.
 
-    It is one matrix product over all edges. The matrix is the convolution of the unit images, which are far
-    fewer than the edges. The backward pass of a direct convolution of so many tiny images takes twice as
-    long.
+    It is computed as one matrix product over all edges. The matrix is the convolution of the unit images,
+    which are far fewer than the edges. The backward pass of a direct convolution of so many tiny images takes
+    twice as long.
     """
 
     def __init__(self, channels: int, more: int, side: int) -> None:
@@ -151,7 +152,7 @@ def masks(subject: Tensor, object_: Tensor) -> Tensor:
 
 
 def _places(boxes: Tensor) -> Tensor:
-    """The center, size and log size of boxes in [0, 1]."""
+    """Return the center, size and log size of boxes in [0, 1]."""
     size = boxes[:, 2:] - boxes[:, :2]
     return torch.cat((boxes[:, :2] + size / 2, size, size.clamp(min=1e-4).log()), 1)
 
@@ -169,7 +170,7 @@ FLOOR = 1e-3
 
 
 def log_frequencies(training: SceneGraphs, counts: Path | None = None) -> Tensor:
-    """The log frequencies of "no relation" and of each predicate, for every pair of object classes.
+    """Return the log frequencies of "no relation" and of each predicate, for every pair of object classes.
 
     Args:
         training: The images to count pairs and relations in.
@@ -202,7 +203,7 @@ class LeaveOneOut:
         self.objects = len(training.objects)
 
     def __call__(self, batch: Batch) -> Tensor:
-        """The correction (E, 1 + predicates) for the edges of some of these images."""
+        """Return the correction (E, 1 + predicates) for the edges of some of these images."""
         pairs, predicates = self.found.shape
         subject, object_ = batch.labels[batch.edges].unbind(1)
         image = torch.arange(len(batch.images)).repeat_interleave(batch.edge_offsets.diff())
@@ -220,7 +221,11 @@ def _sizes(graphs: SceneGraphs) -> tuple[int, int]:
 
 
 def _count(training: SceneGraphs) -> tuple[Tensor, Tensor]:
-    """How often each pair of classes occurs, plus one (objects^2,), and how often it has each predicate."""
+    """Count the edges and the relations between every two object classes.
+
+    Returns:
+        (objects^2,), the number of edges plus one; and (objects^2, predicates), the number of relations.
+    """
     objects, predicates = _sizes(training)
     edges, _ = candidates(training.box_offsets)
     subject, object_ = training.labels[edges].unbind(1)
@@ -233,7 +238,7 @@ def _count(training: SceneGraphs) -> tuple[Tensor, Tensor]:
 
 
 def _logarithm(none: Tensor, found: Tensor) -> Tensor:
-    """The bias (pairs, 1 + predicates) for counts, float64."""
+    """Return the frequency bias (pairs, 1 + predicates) for the counts of `_count`, in float64."""
     table = torch.cat((none.unsqueeze(1), found), 1)
     return (table / table.sum(1, keepdim=True) + FLOOR).log()
 
@@ -265,7 +270,8 @@ def word_vectors(path: Path, names: tuple[str, ...]) -> Tensor:
         raise BadInput(f"{where} cannot be read: {said}.") from error
     if len({vector.shape for vector in vectors.values()}) != 1:
         raise BadInput(
-            f"{where} must have vectors of one length for the objects, but it has none or several."
+            f"{where} must contain vectors of equal length for the objects, but it contains none, or their "
+            "lengths differ."
         )
     zero = np.zeros_like(next(iter(vectors.values())))
     rows = []
@@ -279,7 +285,7 @@ def word_vectors(path: Path, names: tuple[str, ...]) -> Tensor:
 
 
 def _read_counts(path: Path, objects: int, predicates: int) -> Tensor:
-    """Read the counts (objects^2, predicates) of the file."""
+    """Read the counts (objects^2, predicates) from the file of `--counts`."""
     where = f"`--counts` is `{path}`, which"
     try:
         with path.open("rb") as stream, np.load(stream, allow_pickle=False) as file:

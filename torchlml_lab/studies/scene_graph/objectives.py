@@ -11,12 +11,13 @@ from torchlml_lab.cli_errors import BadInput
 from torchlml_lab.studies.scene_graph.graphs import Batch
 from torchlml_lab.studies.scene_graph.settings import OBJECTIVES, Objective
 
-# Motifs trains on at most this many edges per image of a batch and samples from the edges without a relation.
+# Motifs trains on at most this many edges per image, on average over a batch. If there are more, it samples
+# from the edges without a relation.
 EDGES_PER_IMAGE = 1024
 
 
 def has_background(objective: Objective) -> bool:
-    """Whether an edge has a score for "no relation", before those of the predicates."""
+    """Whether an edge has a score for "no relation", which precedes the scores of the predicates."""
     return objective == "softmax"
 
 
@@ -33,10 +34,10 @@ def loss(objective: Objective, scores: Tensor, batch: Batch, k: int, one_per_edg
         scores: (E, predicates), with "no relation" first for `softmax`.
         batch: The images.
         k: The number of relations per image that `lml` and `truncated-entropy` predict.
-        one_per_edge: Whether to observe one random relation per edge, as `softmax` must, instead of all.
+        one_per_edge: Whether to observe one random relation per edge, as `softmax` does, instead of all.
 
     Returns:
-        A scalar. `softmax` is a mean over edges, as in Motifs. For the others, the loss of an image is a sum
+        A scalar. `softmax` is a mean over edges, as in Motifs. Otherwise, the loss of an image is a sum
         over its relations (for `bce`, over all its candidates), and the mean is over images.
     """
     edge, predicate = batch.relation_edges, batch.relation_predicates
@@ -55,12 +56,12 @@ def loss(objective: Objective, scores: Tensor, batch: Batch, k: int, one_per_edg
 
 
 def ranking(objective: Objective, scores: Tensor) -> Tensor:
-    """The ranking scores of the triples (E, predicates): probabilities, or logits in the same order."""
+    """Return the scores (E, predicates) that rank the triples: probabilities, or logits in the same order."""
     return scores.softmax(1)[:, 1:] if has_background(objective) else scores
 
 
 def probabilities(objective: Objective, scores: Tensor, k: int) -> Tensor:
-    """The probability (E, predicates) of each triple of one image, as defined by the objective."""
+    """Return the probability (E, predicates) of each triple of one image, as defined by the objective."""
     if has_background(objective):
         return scores.softmax(1)[:, 1:]
     if objective == "bce":
@@ -75,7 +76,7 @@ def probabilities(objective: Objective, scores: Tensor, k: int) -> Tensor:
 
 
 def _softmax(scores: Tensor, edge: Tensor, predicate: Tensor, images: int) -> Tensor:
-    """Cross-entropy of the edges with a relation, and of as many others as the limit of Motifs allows."""
+    """Compute the cross-entropy of edges. If there are too many, edges without a relation are sampled."""
     label = torch.zeros(len(scores), dtype=torch.int64, device=scores.device)
     label[edge] = predicate + 1
     most = EDGES_PER_IMAGE * images
@@ -109,12 +110,12 @@ class Method(NamedTuple):
 
 
 def method_of(objective: Objective, k: int) -> Method:
-    """The method of a run with these settings; k is dropped if the objective does not take it."""
+    """Return the method of a run with these settings; k is dropped if the objective does not take it."""
     return Method(objective, k if takes_k(objective) else None)
 
 
 def find_method(name: str) -> Method | None:
-    """Parse the name of a method; None if it is unknown.
+    """Parse the name of a method; return None if it is unknown.
 
     Example:
         >>> find_method("truncated-entropy-20")

@@ -21,7 +21,7 @@ from torchlml_lab.studies.scene_graph.task import TrainedGraphs, load, vision
 _BACK = {"boxstyle": "round,pad=0.12", "facecolor": "white", "edgecolor": "none", "alpha": 0.85}
 _LINE = 0.165  # height of a line of the list, in inches
 _BEND = 0.12  # curvature of an arrow, relative to its length
-_NEAR_SUBJECT = 0.3  # position of an arrow's label; near the object, arrows that meet there would overlap
+_NEAR_SUBJECT = 0.3  # position of an arrow's label, away from the object, where arrows may meet
 
 
 class Triple(NamedTuple):
@@ -36,7 +36,7 @@ class Triple(NamedTuple):
 
 
 def draw(graphs: SceneGraphs, image: int, triples: list[Triple], picture: Path) -> None:
-    """Draw boxes, graph and list; the numbers on an arrow refer to its relations in the list.
+    """Draw the boxes, the graph and the list of relations. The numbers on an arrow refer to the list.
 
     Args:
         graphs: The images.
@@ -179,7 +179,7 @@ def main(settings: PredictSettings) -> None:
 
 
 def predict(run: TrainedGraphs, split: str, image: int, count: int) -> list[Triple]:
-    """The most probable relations of an image, best first."""
+    """Return the most probable relations of an image, best first."""
     graphs = getattr(run.splits, split)
     batch = GraphBatches(graphs, run.regions).__getitems__([image])
     with torch.no_grad():
@@ -198,7 +198,7 @@ def predict(run: TrainedGraphs, split: str, image: int, count: int) -> list[Trip
 
 
 def usual_image(graphs: SceneGraphs) -> int:
-    """The default image: the one with the most relations among those with few objects."""
+    """Return the default image, which has the most relations among the images with few objects."""
     objects, relations = graphs.box_offsets.diff(), graphs.relation_offsets.diff()
     few = objects <= max(FEW_OBJECTS, int(objects.min()))
     return int(torch.where(few, relations, -1).argmax())

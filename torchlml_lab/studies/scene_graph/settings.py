@@ -20,7 +20,7 @@ class SceneGraphSettings(TrainSettings):
     """Train MotifNet-LeftRight to predict the relations between given objects; requires --vg or --vrd.
 
     Boxes and object labels are given (predicate classification). Without --region-features the model has no
-    visual input. After every epoch it is evaluated on the validation images and on as many training images.
+    visual input. After every epoch, it is evaluated on the validation images and on as many training images.
     The epoch with the best mean of constrained and unconstrained R@20, R@50, R@100 on validation is tested.
     """
 
@@ -30,11 +30,11 @@ class SceneGraphSettings(TrainSettings):
     vrd: Path | None = None
     """The VRD directory: `annotations_{train,test}.json`, `objects.json` and `predicates.json`."""
     objective: Objective = "lml"
-    """The loss function: softmax on each edge (Motifs), or one of the others on the whole image."""
+    """The loss function: softmax on each edge (Motifs), or one of the other losses on the whole image."""
     k: int = 20
     """The number of relations per image that lml and truncated-entropy predict in training, at least 1."""
     one_per_edge: bool = False
-    """In each step, observe one random relation per edge, as softmax must, instead of all."""
+    """In each step, observe one random relation per edge, as softmax does, instead of all."""
     glove: Path | None = None
     """GloVe vectors to initialize label embeddings: the official text, or an npz of `names` and `vectors`."""
     counts: Path | None = None
@@ -78,11 +78,11 @@ class SweepSettings(GridSettings):
     """The loss functions: softmax, bce, and lml-K or truncated-entropy-K with any k."""
     biases: tuple[Bias, ...] = ()
     """The kinds of frequency bias for each method: counted (on the training images), leave-one-out (excluding
-    the image itself), outside (the file of `--run.counts`) or none. By default that of `--run`."""
+    the image itself), outside (the file of `--run.counts`) or none. By default the bias of `--run`."""
     once: tuple[str, ...] = ()
     """The methods that run with the first seed only."""
     seeds: tuple[int, ...] = (0, 1, 2)
-    """The seeds of each method."""
+    """The seeds for each method."""
     tuned: Path | None = None
     """The CSV of an earlier sweep: each method and bias uses the learning rate that was best on validation. A
     k that was not tuned uses the rate of the nearest k of its objective."""
@@ -120,12 +120,12 @@ class EvaluateSettings(MovedData):
 
 @dataclass(frozen=True)
 class ObjectiveTimesSettings(StepTimeSettings, MovedData):
-    """Time training steps of all objectives on the same images, which a run, --vg or --vrd provides."""
+    """Time training steps of all objectives on the same images, given by a run, --vg or --vrd."""
 
     run: Annotated[Path | None, tyro.conf.Positional, tyro.conf.arg(metavar="RUN")] = None
-    """A run directory whose data and settings to use; not needed with --vg or --vrd."""
+    """A run directory that provides the data and settings; not needed with --vg or --vrd."""
     k: int | None = None
-    """The k of lml and truncated-entropy, at least 1; by default that of the run, or 20."""
+    """The k of lml and truncated-entropy, at least 1; by default the k of the run, or 20."""
 
 
 @dataclass(frozen=True)

@@ -20,9 +20,18 @@ from torchlml_lab.engine.run_directory import RunFolder
 from torchlml_lab.engine.sweep import Grid, check_grid, checked_runs, read_tuned, resuming, run_grid
 from torchlml_lab.studies.scene_graph.graphs import Splits
 from torchlml_lab.studies.scene_graph.objectives import find_method, method_of, parse_method
-from torchlml_lab.studies.scene_graph.recalls import KS, MEAN_RECALLS, MODES, RECALLS, frequency_recall
 from torchlml_lab.studies.scene_graph.settings import EXPERIMENT, SceneGraphSettings, SweepSettings
-from torchlml_lab.studies.scene_graph.task import check, read, task, vision
+from torchlml_lab.studies.scene_graph.task import (
+    KS,
+    MEAN_RECALLS,
+    MODES,
+    RECALLS,
+    check,
+    frequency_recall,
+    read,
+    task,
+    vision,
+)
 
 FREQUENCY = "frequency"
 """The untrained baseline that ranks by frequency only."""
@@ -65,12 +74,12 @@ class RecallRecord:
 
 
 def columns(measures: dict[str, float]) -> dict[str, float]:
-    """The metrics by their column names in a record."""
+    """Return the metrics by their column names in a record."""
     return {"recall": measures["recall"]} | {column(name): measures[name] for name in RECALLS + MEAN_RECALLS}
 
 
 def column(measure: str) -> str:
-    """The column name of a metric: `ng_r20` for `ng-R@20`."""
+    """Return the column name of a metric: `ng_r20` for `ng-R@20`."""
     return measure.lower().replace("@", "").replace("-", "_")
 
 
@@ -86,10 +95,10 @@ TABLE = StudyTable(
 def best_rates(
     records: Sequence[RecallRecord], cells: Sequence[tuple[str, str]], path: Path
 ) -> dict[tuple[str, str], float]:
-    """For each method and variant, the learning rate with the best recall on validation.
+    """Find the learning rate with the best recall on validation for each method and variant.
 
     Args:
-        records: The records of a tuning sweep; those of the test are not used.
+        records: The records of a tuning sweep; test records are not used.
         cells: The pairs of method and variant to choose a rate for.
         path: The file of the records, for the error.
 
@@ -113,7 +122,7 @@ def best_rates(
 
 
 def _nearest(method: str, tuned: Collection[str]) -> str:
-    """The tuned method of the same objective with the nearest k, or the method itself if there is none."""
+    """Return the tuned method with the same objective and the nearest k, or `method` if there is none."""
     wanted = find_method(method)
     if method in tuned or wanted is None or wanted.k is None:
         return method
@@ -124,7 +133,7 @@ def _nearest(method: str, tuned: Collection[str]) -> str:
 
 
 def title_of(rows: Sequence[RecallRecord], split: str) -> str:
-    """The title of a table of the recalls on a split."""
+    """Return the title of a table of the recalls on a split."""
     about = next(row for row in rows if row.method != FREQUENCY)
     return (
         f"{about.data}, predicate classification, {about.vision}, {split}: recall in %, mean±standard "
@@ -149,12 +158,12 @@ def main(settings: SweepSettings) -> None:
 
 
 def grid(settings: SweepSettings) -> list[SceneGraphSettings]:
-    """The settings of every run; raises `BadInput` if one of them is invalid."""
+    """Return the settings of every run; raise `BadInput` if one of them is invalid."""
     check_grid(settings, settings.run, _CHOSEN, ("methods", "seeds"))
     parsed = {method: parse_method(method) for method in settings.methods}
     for method in settings.once:
         if method not in parsed:
-            raise BadInput(f"`--once` must contain only `--methods`, but it contains `{method}`.")
+            raise BadInput(f"`--once` must contain only methods of `--methods`, but it contains `{method}`.")
     kinds = _kinds(settings)
     cells = [(method, variant(kind)) for kind in kinds for method in parsed]
     rates = dict.fromkeys(cells, settings.learning_rates or (settings.run.learning_rate,))
@@ -186,7 +195,7 @@ def grid(settings: SweepSettings) -> list[SceneGraphSettings]:
 
 
 def _kinds(settings: SweepSettings) -> list[SceneGraphSettings]:
-    """The settings shared by all runs, once for each kind of bias."""
+    """Return one copy of the shared settings for each kind of bias."""
     if not settings.biases:
         return [settings.run]
     if settings.run.without_bias or settings.run.leave_one_out:
@@ -206,7 +215,7 @@ def _kinds(settings: SweepSettings) -> list[SceneGraphSettings]:
 
 
 def rows_of(settings: SceneGraphSettings, result: dict[str, Any]) -> list[RecallRecord]:
-    """The records of a finished run: train and validation after each epoch, and test after the best one."""
+    """Return the records of a run: train and validation after each epoch, and test after the best epoch."""
     return [
         _record(
             settings,
@@ -222,7 +231,7 @@ def rows_of(settings: SceneGraphSettings, result: dict[str, Any]) -> list[Recall
 
 
 def frequencies(settings: SweepSettings, splits: Splits) -> list[RecallRecord]:
-    """The records of the frequency baseline on validation and test, for each source of counts."""
+    """Return the records of the frequency baseline on validation and test, for each source of counts."""
     accelerator = Accelerator(cpu=True)
     sources = {kind.counts: kind for kind in _kinds(settings)}
     return [
@@ -233,7 +242,7 @@ def frequencies(settings: SweepSettings, splits: Splits) -> list[RecallRecord]:
 
 
 def variant(settings: SceneGraphSettings, trained: bool = True) -> str:
-    """The value of the `variant` column; without training, only the counts can differ."""
+    """Return the value of the `variant` column; for an untrained method, only `counts` applies."""
     differs = {
         "one-per-edge": settings.one_per_edge and trained,
         "without-bias": settings.without_bias and trained,
@@ -284,7 +293,7 @@ def _run_one(settings: SceneGraphSettings) -> dict[str, Any]:
 
 
 def _tables(rows: Sequence[RecallRecord]) -> Group:
-    """A table per mode with the test recalls of every method: mean and standard deviation over the seeds."""
+    """Tabulate the mean and standard deviation of the test recalls of every method, in a table per mode."""
     groups: dict[tuple[str, str, float], list[RecallRecord]] = defaultdict(list)
     validation: dict[tuple[str, str, float], list[float]] = defaultdict(list)
     for row in rows:

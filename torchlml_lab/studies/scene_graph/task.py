@@ -1,9 +1,10 @@
-"""`torchlml train scene-graph`: one run of the study, on Visual Genome or VRD; evaluation and step times."""
+"""`torchlml train scene-graph`: one run on Visual Genome or VRD; its recalls, evaluation and step times."""
 
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import fields, replace
 from pathlib import Path
+from statistics import mean
 from typing import Any, NamedTuple
 
 import torch
@@ -13,6 +14,7 @@ from rich.console import Console
 from rich.table import Table
 from torch import Tensor
 
+from torchlml.metrics import SceneGraphRecall
 from torchlml_lab.cli_errors import BadInput
 from torchlml_lab.engine import loop, run_directory
 from torchlml_lab.engine.loop import Task
@@ -23,18 +25,6 @@ from torchlml_lab.engine.settings import use_threads
 from torchlml_lab.studies.scene_graph import datasets, objectives
 from torchlml_lab.studies.scene_graph.graphs import Batch, GraphBatches, RegionFeatures, Splits, split
 from torchlml_lab.studies.scene_graph.model import LeaveOneOut, MotifNet, log_frequencies, word_vectors
-from torchlml_lab.studies.scene_graph.recalls import (
-    BATCH,
-    CHOSEN_BY,
-    KS,
-    MEAN_RECALLS,
-    RECALLS,
-    Scored,
-    frequency_recall,
-    measure,
-    measure_predicates,
-    score,
-)
 from torchlml_lab.studies.scene_graph.settings import (
     EXPERIMENT,
     OBJECTIVES,
@@ -45,6 +35,109 @@ from torchlml_lab.studies.scene_graph.settings import (
     SceneGraphSettings,
 )
 
+KS = (20, 50, 100)
+BATCH = 64  # images per batch in evaluation
+MODES = ("constrained", "unconstrained")
+RECALLS = tuple(f"{mode}R@{k}" for mode in ("", "ng-") for k in KS)
+"""The recalls with the graph constraint (one predicate per pair) and without it (prefix `ng-`)."""
+MEAN_RECALLS = tuple(f"{mode}mR@{k}" for mode in ("", "ng-") for k in KS)
+CHOSEN_BY = "recall"
+"""The mean of the six recalls, which does not favor the k of any objective."""
+_HERE: dict[str, Any] = {"sync_on_compute": False}  # because `score` gathers the images of all processes
+
+
+Scored = tuple[list[dict[str, Tensor]], list[dict[str, Tensor]]]
+"""Predictions and targets of some images, in the format of `SceneGraphRecall`."""
+
+
+def score(
+    rank_by: Callable[[Batch], Tensor], batches: Iterable[Batch], accelerator: Accelerator
+) -> Iterator[Scored]:
+    """Rank the triples of all images, batch by batch.
+
+    Args:
+        rank_by: Computes the ranking scores (E, predicates) of the triples of each image.
+        batches: The images.
+        accelerator: Gathers the images of all processes, without duplicates.
+
+    Yields:
+        The predictions and targets of a batch.
+    """
+    for batch in batches:
+        images = _images(batch, rank_by(batch).float())
+        if accelerator.num_processes > 1:
+            images = accelerator.gather_for_metrics(images, use_gather_object=True)
+        yield [predicted for predicted, _ in images], [true for _, true in images]
+
+
+def measure(scored: Iterable[Scored]) -> dict[str, float]:
+    """Return six recalls, their mean as `recall`, and six recalls averaged over predicates, from 0 to 1."""
+    metrics = [SceneGraphRecall(KS, one, mean, **_HERE) for mean in (False, True) for one in (True, False)]
+    for predicted, true in scored:
+        for metric in metrics:
+            metric.to(predicted[0]["scores"].device).update(predicted, true)
+    found = {name: value.item() for metric in metrics for name, value in metric.compute().items()}
+    recalls = {name: found[name] for name in RECALLS}
+    return recalls | {CHOSEN_BY: mean(recalls.values())} | {name: found[name] for name in MEAN_RECALLS}
+
+
+def measure_predicates(scored: Sequence[Scored], predicates: int) -> tuple[Tensor, Tensor]:
+    """Compute the recall of each predicate separately.
+
+    Args:
+        scored: The images.
+        predicates: The number of predicates.
+
+    Returns:
+        (modes x ks, predicates), in the order of `RECALLS`, with NaN for predicates without images; and
+        (predicates,), the number of images with each predicate.
+    """
+    table = torch.full((len(RECALLS), predicates), torch.nan, dtype=torch.float64)
+    images = torch.zeros(predicates, dtype=torch.int64)
+    pairs = [pair for part in scored for pair in zip(*part, strict=True)]
+    for predicate in range(predicates):
+        alone = []
+        for predicted, true in pairs:
+            relations = true["relations"]
+            if (mine := relations[relations[:, 2] == predicate]).numel():
+                alone.append((predicted, true | {"relations": mine}))
+        if alone:
+            found = measure([([one for one, _ in alone], [true for _, true in alone])])
+            table[:, predicate] = torch.tensor([found[name] for name in RECALLS])
+        images[predicate] = len(alone)
+    return table, images
+
+
+def frequency_recall(
+    splits: Splits, split: str, counts: Path | None, accelerator: Accelerator
+) -> dict[str, float]:
+    """Return the recalls of the frequency bias alone, on one of the splits."""
+    table = log_frequencies(splits.training, counts)
+
+    def rank_by(batch: Batch) -> Tensor:
+        subject, object_ = batch.labels[batch.edges].unbind(1)
+        return table[subject, object_].softmax(1)[:, 1:]
+
+    batches = GraphBatches(getattr(splits, split)).in_order(BATCH)
+    return measure(score(rank_by, batches, accelerator))
+
+
+def _images(batch: Batch, scores: Tensor) -> list[tuple[dict[str, Tensor], dict[str, Tensor]]]:
+    """Return the predictions and targets of each image, with box indices within the image."""
+    boxes, edges = batch.box_offsets.tolist(), batch.edge_offsets.tolist()
+    ends = batch.edges[batch.relation_edges]
+    relations = torch.searchsorted(batch.relation_edges, batch.edge_offsets).tolist()
+    found = []
+    for i in range(len(batch.images)):
+        box, edge, relation = (slice(*offsets[i : i + 2]) for offsets in (boxes, edges, relations))
+        predicate = batch.relation_predicates[relation].unsqueeze(1)
+        objects = {"boxes": batch.boxes[box], "labels": batch.labels[box]}
+        predicted = objects | {"pairs": batch.edges[edge] - boxes[i], "scores": scores[edge]}
+        found.append(
+            (predicted, objects | {"relations": torch.cat((ends[relation] - boxes[i], predicate), 1)})
+        )
+    return found
+
 
 def main(settings: SceneGraphSettings) -> None:
     """Train a model and print its test recalls."""
@@ -54,13 +147,13 @@ def main(settings: SceneGraphSettings) -> None:
 
 
 def run(settings: SceneGraphSettings, console: Console) -> dict[str, Any]:
-    """Train with these settings; raise `BadInput` for invalid ones before any file is written."""
+    """Train with these settings. Invalid settings raise `BadInput` before any file is written."""
     check(settings)
     return train(EXPERIMENT, settings, lambda: task(settings, read(settings)), console)
 
 
 def vision(settings: SceneGraphSettings) -> str:
-    """Whether the model has visual input, as a phrase for tables."""
+    """Describe whether the model has visual input, for tables."""
     return "vision-free" if settings.region_features is None else "with region features"
 
 
@@ -86,7 +179,7 @@ def check(settings: SceneGraphSettings) -> None:
         )
     if settings.counts is not None and settings.leave_one_out:
         raise BadInput(
-            "`--counts` cannot be combined with `--leave-one-out`, because they do not count training images."
+            "`--counts` cannot be combined with `--leave-one-out`, which requires counts of training images."
         )
 
 
@@ -101,7 +194,7 @@ def read(settings: SceneGraphSettings) -> Splits:
 
 
 def task(settings: SceneGraphSettings, splits: Splits) -> Task:
-    """The task of one run. Set the seed before the call, because it initializes the network."""
+    """Build the task of one run. Set the seed before the call, because it initializes the network."""
     regions = read_regions(settings, splits)
     model = network(settings, splits, regions)
     optimizer = torch.optim.AdamW(
@@ -138,17 +231,17 @@ def task(settings: SceneGraphSettings, splits: Splits) -> Task:
 
 
 def ranker(objective: Objective, motifs: torch.nn.Module) -> Callable[[Batch], Tensor]:
-    """A function that computes the ranking scores of the triples of a batch with a network."""
+    """Return a function that computes the ranking scores of the triples of a batch with a network."""
     return lambda batch: objectives.ranking(objective, motifs(batch))
 
 
 def read_regions(settings: SceneGraphSettings, splits: Splits) -> RegionFeatures | None:
-    """The region features of the run, or None."""
+    """Return the region features of the run, or None."""
     return None if settings.region_features is None else RegionFeatures(settings.region_features, splits)
 
 
 def network(settings: SceneGraphSettings, splits: Splits, regions: RegionFeatures | None) -> MotifNet:
-    """A newly initialized network."""
+    """Return a newly initialized network."""
     training = splits.training
     background = int(objectives.has_background(settings.objective))
     bias = None
@@ -180,7 +273,7 @@ def load(run: Path, moved: MovedData) -> TrainedGraphs:
     """Load a run and read its data.
 
     Args:
-        run: A run directory of `torchlml train scene-graph`; any other raises `BadInput`.
+        run: A run directory of `torchlml train scene-graph`; any other directory raises `BadInput`.
         moved: The current paths of its data.
 
     Returns:
