@@ -1,8 +1,8 @@
 """MkDocs hooks: pages from other directories, links between them, MathML, and llms.txt.
 
-The studies in results/, CHANGELOG.md and other pages of the root stay where readers of the repository expect
-them. The hooks add them to the site and translate relative links, which are written for the repository.
-Formulas are converted to MathML at build time, so that pages need no script from another host.
+The studies in results/, CHANGELOG.md and other pages in the root directory stay where readers of the
+repository expect them. The hooks add them to the site and translate relative links, which are written for the
+repository. Formulas are converted to MathML at build time, so that pages need no script from another host.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from mkdocs.structure.pages import Page
 from torchlml_lab import cli, commands
 
 ROOT = Path(__file__).parents[1]
-# Pages of the root and their names in the site. README.md is for the repository only.
+# Pages in the root directory and their names on the site. README.md is for the repository only.
 PAGES = {
     "CHANGELOG.md": "changelog.md",
     "CONTRIBUTING.md": "contributing.md",
@@ -44,7 +44,7 @@ FORMULA = re.compile(r'<(span|div) class="arithmatex">\\([(\[])(.*?)\\[)\]]</\1>
 
 
 def elsewhere() -> dict[str, str]:
-    """Files of the site outside docs/: site name to repository path."""
+    """Return the site files that are outside docs/, as a mapping from site name to repository path."""
     found = {site: path for path, site in PAGES.items() if (ROOT / path).is_file()}
     for path in sorted((ROOT / "results").rglob("*")):
         if path.is_file() and path.suffix in KINDS:
@@ -78,7 +78,7 @@ def _existing(entries: list[Any] | None, exists: Any) -> list[Any]:
 
 
 def command_reference() -> str:
-    """A page with the help of every command of the command line."""
+    """Return a page with the help text of every command."""
     os.environ.update(COLUMNS="88", NO_COLOR="1")
     names = [*commands.SINGLE, *(f"train {task}" for task in commands.TASKS)]
     names += [f"sweep {task}" for task in commands.TASKS]
@@ -100,7 +100,7 @@ def command_reference() -> str:
 
 
 def on_files(files: Files, config: MkDocsConfig) -> Files:
-    """Add the files from other directories."""
+    """Add the files from other directories to the site."""
     for site, path in elsewhere().items():
         files.append(File.generated(config, site, abs_src_path=str(ROOT / path)))
     files.append(File.generated(config, "cli.md", content=command_reference()))
@@ -108,7 +108,7 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
 
 
 def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Files) -> str:
-    """Translate the relative links of a page."""
+    """Translate the relative links of a page from repository paths to site paths."""
     site = page.file.src_uri
     repository = elsewhere().get(site, f"docs/{site}")
     folder, here = posixpath.dirname(repository), posixpath.dirname(site)
@@ -133,7 +133,7 @@ def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Fil
 
 
 def _site_name(path: str, anchor: str) -> str:
-    """The name on the site of a file in the repository."""
+    """Return the name that a file in the repository has on the site."""
     if path == "README.md":
         return SECTIONS.get(anchor, "index.md")
     return PAGES.get(path, path.removeprefix("docs/"))
@@ -150,7 +150,7 @@ def on_page_content(content: str, page: Page, config: MkDocsConfig, files: Files
 
 
 def _label_cells(match: re.Match[str]) -> str:
-    """A table whose cells, except for the first of a row, carry the name of their column."""
+    """Return the table with the column name as an attribute of every cell except the first of each row."""
     heads = [
         re.sub(r"<[^>]+>", "", head).strip()
         for head in re.findall(r"<th[^>]*>(.*?)</th>", match[0], re.DOTALL)
@@ -172,7 +172,7 @@ def _label_cells(match: re.Match[str]) -> str:
 
 
 def on_post_build(config: MkDocsConfig) -> None:
-    """Write llms.txt, a plain list of the pages for language models, and complete the playground."""
+    """Write llms.txt, a plain list of the pages for language models, and fix the playground's preview URL."""
     lines = [f"# {config.site_name}", "", f"> {config.site_description}", ""]
     for section in config.nav or []:
         ((title, entries),) = section.items()
@@ -185,14 +185,14 @@ def on_post_build(config: MkDocsConfig) -> None:
 
 
 def absolute_preview(page: str, site_url: str) -> str:
-    """A page in a subdirectory with an absolute address of its preview image, as most services require."""
+    """Return a page whose preview image has an absolute URL, as most services require."""
     return page.replace(
         'property="og:image" content="../', f'property="og:image" content="{site_url.rstrip("/")}/'
     )
 
 
 def _listed(entries: list[Any]) -> list[str]:
-    """Markdown links to the pages of a navigation section."""
+    """Return Markdown links to the pages of a navigation section."""
     found: list[str] = []
     for entry in entries:
         ((title, content),) = entry.items() if isinstance(entry, dict) else (("Overview", entry),)

@@ -28,7 +28,7 @@ def rows(number, n, scale=3.0, seed=0):
 
 
 def argmin(x, penalty, slope, total=None):
-    """The y in the open unit cube with the given sum that minimizes -x.y - penalty(y), by SLSQP."""
+    """Find the y in the open unit cube with the given sum that minimizes -x.y - penalty(y), by SLSQP."""
     n = len(x)
     constraints = [] if total is None else [LinearConstraint(np.ones((1, n)), total, total)]
     found = minimize(
@@ -87,14 +87,15 @@ def test_l_4_2_is_an_octahedron():
 
 
 def test_l_n_1_is_the_simplex():
-    # Into: every row maps to a point of the simplex. Onto: every interior point is the image of some row.
+    # Every row maps to a point in the simplex, and every interior point of the simplex is the image of some
+    # row.
     y = torchlml.lml(rows(50, 7, 10.0), 1)
     assert (y >= 0).all()
     torch.testing.assert_close(y.sum(1), torch.ones(50, dtype=torch.float64), rtol=0, atol=1e-11)
     points = torch.from_numpy(np.random.default_rng(0).dirichlet(np.ones(7), 50))
     torch.testing.assert_close(torchlml.lml(torch.logit(points), 1), points, rtol=0, atol=1e-11)
     assert (vertices(7, 1) == torch.eye(7)).all()
-    # The set is that of softmax, but the map is not.
+    # The set of outputs is that of softmax, but the function is different.
     assert (y - torch.softmax(rows(50, 7, 10.0), 1)).abs().max() > 0.01
 
 

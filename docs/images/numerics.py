@@ -16,14 +16,18 @@ HERE = Path(__file__).parent
 
 
 def parts(x: Tensor, k: float, nu: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Return c, P and Q in S - k = c + P - Q, for every nu."""
+    """Return the parts of the residual S - k = c + P - Q for every nu.
+
+    The number of entries y above 1/2 is c + k. P is the sum of the other entries, and Q is the sum of 1 - y
+    over the entries above 1/2.
+    """
     z = x + nu.unsqueeze(-1)
     t = torch.sigmoid(-z.abs())
     return (z > 0).sum(-1) - k, (t * (z <= 0)).sum(-1), (t * (z > 0)).sum(-1)
 
 
 def nearer_integer(figure: Figure) -> None:
-    """Show entries measured from 0 or 1, and the effect on the residual of a row with a gap."""
+    """Show entries measured from the nearer of 0 and 1, and the residual of a row whose logits have a gap."""
     # The axis of the left panel is broken: the interesting parts are near 0 and near 1.
     grid = figure.add_gridspec(2, 2, hspace=0.06)
     top, bottom = (figure.add_subplot(grid[place, 0]) for place in (0, 1))
@@ -44,7 +48,7 @@ def _draw_entries(top: Axes, bottom: Axes) -> None:
     bottom.set(xlabel="entry", ylabel="y", ylim=(-0.02, 0.21), yticks=(0.0, 0.1, 0.2))
     bottom.yaxis.set_label_coords(-0.13, 1.05)
     top.spines["bottom"].set_visible(False)
-    for axes, y in ((top, 0), (bottom, 1)):  # the marks of the break
+    for axes, y in ((top, 0), (bottom, 1)):  # the marks at the break of the axis
         axes.plot(
             0, y, marker=[(-1, -0.6), (1, 0.6)], color=INK, ms=7, transform=axes.transAxes, clip_on=False
         )

@@ -1,6 +1,6 @@
 """Draw social-card.png, the preview of a shared link: `python docs/images/social_card.py`.
 
-The logits are those that the playground shows first.
+It shows the logits of the first example in the playground.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ K = 3
 
 
 def start_logits() -> list[float]:
-    """The logits of the first example of the playground."""
+    """Return the logits of the first example in the playground."""
     page = (HERE.parent / "playground" / "index.html").read_text(encoding="utf-8")
     found = re.search(r'\["Start", \{ logits: \[([^\]]+)\], k: 3 \}', page)
     if found is None:

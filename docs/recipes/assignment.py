@@ -1,4 +1,4 @@
-"""Three reviewers for each paper, at most five papers for each reviewer, and no conflicts of interest."""
+"""Assignment: three reviewers for each paper, at most five papers per reviewer, no conflicts of interest."""
 
 import numpy as np
 import torch
@@ -25,7 +25,7 @@ best = -linprog(
 ).fun
 top = torch.where(allowed, fit, -1).topk(K).indices
 print(f"best assignment: {best:.2f}")
-print(f"top 3 of each paper: the busiest reviewer has {top.flatten().bincount().max()} papers")
+print(f"top 3 for each paper: the busiest reviewer has {top.flatten().bincount().max()} papers")
 for temperature in (0.1, 0.01, 0.001):
     y = torchlml.balanced_lml(fit / temperature, K, MOST, mask=allowed, bound="at_most")
     hard = y.topk(K)

@@ -8,7 +8,7 @@ torch.manual_seed(0)
 UNITS, RELEVANT = 2_700_000, 1000
 relevant = torch.randperm(UNITS)[:RELEVANT]
 effect = torch.zeros(UNITS)
-effect[relevant] = torch.linspace(10, 2, RELEVANT)  # on the output of the model
+effect[relevant] = torch.linspace(10, 2, RELEVANT)  # the effect of a unit on the model's output
 
 scores = torch.zeros(UNITS, requires_grad=True)
 for step in range(61):
@@ -18,7 +18,7 @@ for step in range(61):
     output = mask @ (effect + torch.randn(UNITS))  # measured effects are noisy
     (gradient,) = torch.autograd.grad(output, scores)
     with torch.no_grad():
-        scores += gradient / gradient.abs().max()  # its scale depends on k
+        scores += gradient / gradient.abs().max()  # normalized, because its scale depends on k
     if step % 20 == 0:
         found = torch.isin(scores.topk(RELEVANT).indices, relevant).float().mean()
         print(f"step {step}: k = {k}, the mask sums to {mask.detach().double().sum():.3f}", end="")
@@ -26,4 +26,4 @@ for step in range(61):
 
 ranking, best = scores.argsort(descending=True), effect.sort(descending=True).values
 for k in (10, 100, 1000):
-    print(f"the first {k} units have {effect[ranking[:k]].sum() / best[:k].sum():.1%} of the largest effect")
+    print(f"the first {k} units have {effect[ranking[:k]].sum() / best[:k].sum():.1%} of the maximum effect")

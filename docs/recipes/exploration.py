@@ -1,4 +1,4 @@
-"""Exploration: show k of n items, observe clicks only on these, and learn without bias."""
+"""Exploration: show k of n items, observe clicks on the shown items only, and learn without bias."""
 
 import torch
 
@@ -19,7 +19,7 @@ def learn(explore):
         y = torchlml.lml(batch, k)
         shown = torchlml.sample_subset(batch, k) if explore else torchlml.topk_mask(batch, k).detach()
         clicked = shown * torch.bernoulli(clicks.expand(32, items))
-        # An item is shown with probability exactly y, so dividing by y removes the bias of unshown items.
+        # An item is shown with probability exactly y, so dividing by y makes the estimate unbiased.
         reward = (y * clicked / y.detach()).sum(-1).mean()
         optimizer.zero_grad()
         (-reward).backward()
@@ -27,6 +27,6 @@ def learn(explore):
     return clicks[logits.topk(k).indices].sum().item()
 
 
-print(f"the best five get {best:.2f} clicks per slate, five at random {clicks.mean().item() * k:.2f}")
+print(f"clicks per slate: best five {best:.2f}, five random items {clicks.mean().item() * k:.2f}")
 print(f"always the top five: {learn(explore=False):.2f}")
 print(f"sample_subset:       {learn(explore=True):.2f}")

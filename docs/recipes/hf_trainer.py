@@ -1,4 +1,4 @@
-"""Hugging Face Trainer: LML as `compute_loss_func`, correct with gradient accumulation."""
+"""Hugging Face Trainer: pass the LML loss as `compute_loss_func`, with correct gradient accumulation."""
 
 import tempfile
 
@@ -14,7 +14,7 @@ def lml_loss(outputs, labels, num_items_in_batch=None):
     """Return the contribution of one micro-batch to the mean loss over all samples of a step.
 
     `num_items_in_batch` counts the entries of `labels` in the step that are not -100. For multi-hot labels
-    that is CLASSES per sample.
+    this is CLASSES times the number of samples.
     """
     total = torchlml.lml_loss(outputs["logits"], labels, K, reduction="sum")
     rows = len(labels) if num_items_in_batch is None else num_items_in_batch / CLASSES
@@ -31,7 +31,7 @@ class Model(torch.nn.Module):
 
 
 def train(size, parts):
-    """Train for an epoch with `parts` batches of `size` per step, and return the weights and the loss."""
+    """Train for one epoch with `parts` micro-batches of `size` samples per step. Return weights and loss."""
     torch.manual_seed(0)
     features, model = torch.randn(96, 8), Model()
     labels = torch.zeros(96, CLASSES).scatter(1, torch.rand(96, CLASSES).topk(K).indices, 1.0)
@@ -55,5 +55,5 @@ def train(size, parts):
 
 whole, loss = train(size=24, parts=1)
 accumulated, again = train(size=6, parts=4)
-print(f"mean loss {loss:.3f} in one piece, {again:.3f} in four")
+print(f"mean loss {loss:.3f} with one batch per step, {again:.3f} with four micro-batches")
 print(f"weights differ by less than 1e-5: {(whole - accumulated).abs().max().item() < 1e-5}")

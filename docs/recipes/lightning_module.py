@@ -1,4 +1,4 @@
-"""Lightning: the loss in `training_step`, TopKRecall in `validation_step`."""
+"""Lightning: use the loss in `training_step` and TopKRecall in `validation_step`."""
 
 import lightning
 import torch

@@ -19,8 +19,8 @@ log_y = torchlml.log_lml(alpha * scores, k)
 loss = -(log_y * positive).sum(1).mean()
 print(f"loss from log_lml: {loss.item():.4f}")
 
-# or in one call, which stores no tensor of that size for the backward pass except the scores
+# Or in one call, which stores only the scores for the backward pass.
 print(f"lml_loss:          {torchlml.lml_loss(alpha * scores, positive, k).item():.4f}")
 
-# No number of bisection steps has to be chosen, even if alpha is large.
+# There is no number of bisection steps to choose, even if alpha is large.
 print("sums:", [round(each, 5) for each in torchlml.lml(1e4 * scores, k).sum(-1).tolist()])

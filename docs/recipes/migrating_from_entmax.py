@@ -18,14 +18,14 @@ show("sparsemax", torchlml.constrained_sparsemax(x, 1))
 show("a budget of 2", torchlml.constrained_sparsemax(x, 2))
 
 # before: y = entmax.budget_bisect(x, budget=torch.tensor([[1.5], [3.0]]))
-show("a budget for each", torchlml.constrained_sparsemax(x, torch.tensor([1.5, 3.0])))
+show("a budget per row", torchlml.constrained_sparsemax(x, torch.tensor([1.5, 3.0])))
 
-# entmax has no counterpart for these
-show("a bound for each", torchlml.constrained_sparsemax(x, 2, upper=torch.tensor([0.5, 1.0, 1.0, 1.0])))
+# entmax has no equivalent of the next two calls
+show("a cap per entry", torchlml.constrained_sparsemax(x, 2, upper=torch.tensor([0.5, 1.0, 1.0, 1.0])))
 show("with -inf", torchlml.constrained_sparsemax(torch.tensor([[1.0, 0.5, -torch.inf]]), 1))
 
 # Unlike sparsemax, lml has a nonzero gradient even for a clear decision:
 sharp = torch.tensor([4.0, 3.0, -3.0, -4.0], requires_grad=True)
 for layer in (torchlml.constrained_sparsemax, torchlml.lml):
     (gradient,) = torch.autograd.grad(layer(sharp, 2)[1], sharp)
-    print(f"{layer.__name__:22s} gradient of the second: {gradient[1].item():.4f}")
+    print(f"{layer.__name__:22s} gradient of the second output: {gradient[1].item():.4f}")

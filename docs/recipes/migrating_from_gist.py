@@ -1,4 +1,4 @@
-"""Migrating from thomasahle's TopK gist: the same operator, without its bracket of ±10."""
+"""Migrating from thomasahle's TopK gist: the same operator, without a limited search interval."""
 
 import torch
 
@@ -11,9 +11,9 @@ y = torchlml.lml(x, 2)
 print("y:", [round(each, 4) for each in y[0].tolist()])
 
 y[0, 0].backward()
-print("gradient of the first:", [round(each, 4) for each in x.grad[0].tolist()])
+print("gradient of the first output:", [round(each, 4) for each in x.grad[0].tolist()])
 
-# The gist searches for the threshold within 10 of the logits. For 100,000 equal logits it is farther away.
+# The gist searches for the threshold within 10 of the logits. For 100,000 equal logits, it lies outside.
 y = torchlml.lml(torch.zeros(1, 100_000), 1)
 print(f"sum over 100,000 equal logits: {y.sum().item():.4f}")
 

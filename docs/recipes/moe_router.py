@@ -41,7 +41,7 @@ for step in range(401):
             f"step {step:3d}: error {error.item():.3f}, {chosen.min()} to {chosen.max()} experts per token,",
             end=" ",
         )
-        print(f"the busiest has {load.max().item():.2f} of the work")
+        print(f"largest share of one expert {load.max().item():.2f}")
     optimizer.zero_grad()
     loss.backward()
     optimizer.step()

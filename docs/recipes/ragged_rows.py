@@ -31,7 +31,7 @@ for step in range(201):
     loss = torchlml.lml_loss(scores, observed, k, offsets=offsets)
     if step % 100 == 0:
         recall = TopKRecall(k=k)(scores.detach(), observed, offsets=offsets)
-        print(f"step {step:3d}: loss {loss.item():.2f}, recall@6 of the next images {recall:.2f}")
+        print(f"step {step:3d}: loss {loss.item():.2f}, recall@6 on new images {recall:.2f}")
     optimizer.zero_grad()
     loss.backward()
     optimizer.step()
@@ -39,4 +39,4 @@ for step in range(201):
 y = torchlml.lml(scores.detach(), k, offsets=offsets)
 lengths = offsets.diff()
 sums = torch.segment_reduce(y, "sum", lengths=lengths)
-print(f"images of {lengths.min()} to {lengths.max()} candidates, and every one sums to {sums.min():.3f}")
+print(f"images have {lengths.min()} to {lengths.max()} candidates, and every row sums to {sums.min():.3f}")

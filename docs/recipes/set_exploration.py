@@ -12,7 +12,7 @@ bonus[4, 9] = bonus[9, 13] = bonus[4, 13] = 2.0  # these three are worth far mor
 
 
 def reward(chosen):
-    """The reward of a set is not a sum over its members."""
+    """Return the reward of each set, which is not a sum over its members."""
     return chosen @ value + torch.einsum("bi,ij,bj->b", chosen, bonus, chosen)
 
 
@@ -30,4 +30,4 @@ for step in range(401):
     if step % 200 == 0:
         print(f"step {step}: reward {gained.mean():.2f}")
 best_alone = value.topk(3).indices.tolist()
-print(f"learned {policy.mode.nonzero().flatten().tolist()}, the three best alone {best_alone}")
+print(f"learned set {policy.mode.nonzero().flatten().tolist()}, best individual items {best_alone}")

@@ -1,4 +1,4 @@
-"""Uncertainty of a set: how sure a model is of its k answers together, not of each one."""
+"""Uncertainty of a set: how confident a model is in its k answers as a whole, not in each one."""
 
 import torch
 
@@ -15,4 +15,4 @@ d = KSubset(3, logits=logits)
 best = d.log_prob(d.mode).exp()
 for row in range(3):
     sizes = f"{d.entropy()[row].exp():.1f} sets of {d.enumerate_support().shape[0]}"
-    print(f"top three right with probability {best[row]:.2f}, effectively {sizes}")
+    print(f"the top three are correct with probability {best[row]:.2f}, effectively {sizes}")

@@ -16,7 +16,7 @@ def soft_places(x):
 
 x = torch.tensor([0.3, 2.0, -1.0, 0.9])
 places = soft_places(x / 0.1)
-print("most likely item of each place:", places.argmax(-1).tolist())
+print("most likely item at each place:", places.argmax(-1).tolist())
 print("sorted:", [round(value, 2) for value in (places @ x).tolist()])
 print("ranks: ", [round(value, 2) for value in (torch.arange(1.0, 5) @ places).tolist()])
 print("sums of the rows and columns:", *(f"{value:.4f}" for value in [*places.sum(-1), *places.sum(-2)]))

@@ -1,4 +1,4 @@
-"""Predict the five best tags of a text with scikit-learn, after training on texts and their tags."""
+"""Train on texts and their tags with scikit-learn, and predict the five best tags of a new text."""
 
 import random
 
@@ -28,6 +28,6 @@ for _ in range(1200):
 
 model = make_pipeline(TfidfVectorizer(), TopKClassifier(random_state=0))
 model.fit(texts[:1000], tags[:1000])
-print(f"of the tags of other texts {model.score(texts[1000:], tags[1000:]):.0%} are found")
+print(f"recall on new texts: {model.score(texts[1000:], tags[1000:]):.0%} of their tags")
 new = ["From the hut we saw a comet; a storm tore the sail, but the choir sang of the summit and the tide."]
 print("the five best tags:", ", ".join(sorted(model.predict(new, k=5)[0])))

@@ -31,7 +31,7 @@ for step in range(301):
     if step % 100 == 0:
         right = (logits.argmax(-1) == label).float().mean()
         found = keep.gather(1, places).mean()
-        print(f"step {step:3d}: accuracy {right:.2f}, marked tokens among the four kept {found:.2f}")
+        print(f"step {step:3d}: accuracy {right:.2f}, fraction of marked tokens kept {found:.2f}")
     optimizer.zero_grad()
     loss.backward()
     optimizer.step()

@@ -27,16 +27,16 @@ for step in range(401):
     hidden = body(features)
     number = target.sum(-1).float()
     k = F.softplus(counts(hidden)).squeeze(-1).clamp(max=labels)
-    # LML gets the true k of each sample. A predicted k would only grow, since a larger k lowers the loss.
+    # LML uses the true k of each sample. A predicted k would keep growing: a larger k lowers the loss.
     loss = torchlml.lml_loss(scores(hidden), target, k=number) + (k - number).square().mean()
     if step % 200 == 0:
         rank = scores(hidden).argsort(descending=True).argsort()
         found = rank < k.round()[:, None]
         f1 = 2 * (found & target).sum() / (found.sum() + target.sum())
-        print(f"step {step:3d}: off by {(k - number).abs().mean():.2f} in k, F1 {f1:.2f}")
+        print(f"step {step:3d}: mean error of k {(k - number).abs().mean():.2f}, F1 {f1:.2f}")
     optimizer.zero_grad()
     loss.backward()
     optimizer.step()
 
 y = torchlml.lml(scores(hidden), k)  # one fractional k for each row
-print(f"sums of rows equal k within {(y.sum(-1) - k).abs().max().item():.0e}")
+print(f"the row sums equal k within {(y.sum(-1) - k).abs().max().item():.0e}")

@@ -192,6 +192,7 @@ def test_everything_works_from_the_keyboard(page: Any) -> None:
     page.keyboard.press("Tab")
     page.keyboard.press("Enter")
     page.wait_for_function("playground.read().state.logits[0] === 4.2")
+    page.wait_for_selector('[role="slider"][aria-label="logit boat"]')  # drawn with the next frame
     assert "beach photo" in page.inner_text("#look")
     assert page.get_attribute('[role="slider"] >> nth=3', "aria-label") == "logit boat"
     check(page.evaluate("playground.read()"))
@@ -287,7 +288,7 @@ def test_fingers_move_grips_and_scroll_elsewhere(browser: Any, width: int) -> No
     page.touchscreen.tap(x, page.locator("#logits").bounding_box()["y"] + 10)
     page.wait_for_function("playground.read().selected === 9")
     assert logits(page) == before
-    # Off the grip by less than its handle: the bar does not jump, and the logit follows the finger.
+    # A touch next to the grip but within its handle: the bar does not jump, and the logit follows the finger.
     touch(page, x, y + 15, -60)
     page.wait_for_function("playground.read().state.logits[9] > 2")
     unit = page.locator("#logits").bounding_box()["height"] / 180 * 126 / 12
@@ -399,7 +400,7 @@ def test_k_sweeps_up_down_and_back(browser: Any) -> None:
     assert page.get_attribute("#sweep", "aria-label") == "Stop the sweep of k"
     seen = []
     for _ in range(24):
-        page.clock.run_for(500)
+        page.clock.fast_forward(500)  # draws one frame, not every sixtieth of a second
         seen.append(page.evaluate("playground.read()"))
     ks = [each["state"]["k"] for each in seen]
     turns = [ks.index(max(ks)), ks.index(min(ks))]
@@ -414,10 +415,10 @@ def test_k_sweeps_up_down_and_back(browser: Any) -> None:
     # Any other control stops the animation, and so does the button itself.
     for stop in ("document.getElementById('sweep').click()", "setLogit(0, 1)"):
         page.click("#sweep")
-        page.clock.run_for(1000)
+        page.clock.fast_forward(1000)
         page.evaluate(stop)
         k = page.evaluate("playground.read().state.k")
-        page.clock.run_for(1000)
+        page.clock.fast_forward(1000)
         assert page.evaluate("playground.read().state.k") == k != before["k"]
         assert page.get_attribute("#sweep", "aria-label") == "Sweep k"
     page.close()

@@ -336,7 +336,7 @@ def check_one_label_differences(head: str, table: Table) -> None:
             assert cell == wanted, (dataset, title)
 
 
-ONE_LABEL_SECTIONS = [("Linear head", "linear")]
+ONE_LABEL_SECTIONS = [("Linear head", "linear"), ("One hidden layer", "hidden")]
 
 
 @pytest.mark.parametrize(("section", "head"), ONE_LABEL_SECTIONS)
@@ -351,9 +351,144 @@ def test_one_observed_label(page: str, section: str, head: str) -> None:
             assert table.heads[0] == "learning rate, weight"
 
 
+def test_sentences_about_one_observed_label() -> None:
+    """Compute the numbers of the summary and the findings, and look for the sentences that contain them."""
+
+    def average(dataset: str, method: str, measure: str = "map", head: str = "linear") -> float:
+        return 100 * mean(float(row[measure]) for row in one_label_rows(head, dataset, method))
+
+    def behind(dataset: str, rival: str, head: str = "linear", method: str = "lml") -> float:
+        return average(dataset, rival, head=head) - average(dataset, method, head=head)
+
+    def worst(method: str, head: str) -> float:
+        names = {name for where, name, _, _ in one_label_groups() if where == head}
+        return max(behind(name, "lml", head, method) for name in names)
+
+    def both_scores(dataset: str) -> list[str]:
+        return [f"{average(dataset, method, 'brier', 'hidden'):.2f}" for method in ("epr", "lml")]
+
+    text = " ".join((ONE_LABEL / "README.md").read_text(encoding="utf-8").split())
+    hours = sum(
+        float(row["seconds"]) for name in ("results", "tuning") for row in rows(ONE_LABEL / f"{name}.csv")
+    )
+    near = max(behind(name, rival, head) for name, rival, head in NEAR)
+    scores = [average(name, "em", "brier", head) for head, name in ONE_LABEL_SETS]
+    for sentence in (
+        f"at most {near:.1f} points behind the best competitor on VOC 2012 and yeast",
+        f"up to {behind('corel5k', 'epr'):.1f} on corel5k (EPR) and "
+        f"{behind('tmc2007', 'epr'):.1f} on TMC2007",
+        f"VOC 2012 ({average('voc2012', 'lml-predicted'):.1f}; EM {average('voc2012', 'em'):.1f}; "
+        f"all labels {average('voc2012', 'bce-all'):.1f})",
+        f"({average('bibtex', 'lml-predicted'):.1f}; softmax {average('bibtex', 'softmax'):.1f}; "
+        f"all labels {average('bibtex', 'bce-all'):.1f})",
+        f"it is {behind('tmc2007', 'lml', method='truncated-entropy'):.0f} points below LML on TMC2007",
+        f"(Brier scores of {min(scores):.0f} to {max(scores):.0f})",
+        f"an mAP that is {behind('cal500', 'bce-validation'):.1f} and "
+        f"{behind('delicious', 'bce-validation'):.1f} points higher",
+        "mean k on "
+        + ", ".join(f"{title} ({' against '.join(both_scores(name))})" for title, name in HIDDEN_LOSSES[:2])
+        + "".join(
+            f" and {title} ({' against '.join(both_scores(name))})" for title, name in HIDDEN_LOSSES[2:]
+        ),
+        f"{behind('tmc2007', 'lml', method='subset'):.1f} points of mAP below it on TMC2007",
+        f"Half the mean costs at most {worst('lml-half', 'linear'):.1f} points of mAP with a linear head and "
+        f"{worst('lml-half', 'hidden'):.1f} with a hidden layer",
+        f"costs up to {worst('lml-more', 'linear'):.1f} and {worst('lml-more', 'hidden'):.1f} points",
+        f"grows from {average('yeast', 'lml', 'ece'):.1f} to {average('yeast', 'lml-half', 'ece'):.1f} (half "
+        f"the mean) or {average('yeast', 'lml-more', 'ece'):.1f} (1.5 times the mean)",
+        f"add up to {hours / 3600:.1f} hours",
+    ):
+        assert sentence in text, sentence
+
+
+NEAR = [
+    ("voc2012", "em", "linear"),
+    ("voc2012", "em", "hidden"),
+    ("yeast", "asl", "linear"),
+    ("yeast", "epr", "hidden"),
+]
+HIDDEN_LOSSES = [("VOC 2012", "voc2012"), ("yeast", "yeast"), ("CAL500", "cal500")]
+ONE_LABEL_SETS = [
+    *(
+        ("linear", name)
+        for name in ("voc2012", "yeast", "cal500", "tmc2007", "bibtex", "corel5k", "delicious")
+    ),
+    *(("hidden", name) for name in ("voc2012", "yeast", "cal500", "tmc2007", "bibtex", "corel5k")),
+]
+
+
 def test_the_published_draw() -> None:
     for table in of_section(ONE_LABEL / "missing-labels.md", "Published draw of VOC 2012"):
         for title, *cells in table.lines:
             (found,) = one_label_rows(table.heads[0], "voc2012", ONE_LABEL_METHODS[title], "published")
             names = [ONE_LABEL_MEASURES[head][0] for head in table.heads[1:]]
             assert cells == [f"{100 * float(found[name]):.1f}" for name in names], title
+
+
+# ------------------------------------------------------------------------------------ own data
+
+OWN = RESULTS / "own-data"
+OWN_METRICS = {"nDCG@5": "ndcg5", "P@1": "p1", "micro-F1": "micro_f1", "exact sets": "exact"}
+
+
+def own_data(data: str | None = None, samples: str | None = None) -> list[Row]:
+    """The rows of a data set, of a number of samples, or of all."""
+    return [
+        row
+        for row in rows(OWN / "own-data.csv")
+        if data in (None, row["data"]) and samples in (None, row["samples"])
+    ]
+
+
+def differences(metric: str) -> dict[tuple[str, str], tuple[Row, Row]]:
+    """The rows of torchlml and of the best other method, for each data set and number of samples."""
+    found = {}
+    for data, samples in {(row["data"], row["samples"]) for row in own_data()}:
+        here = own_data(data, samples)
+        (own,) = (row for row in here if row["method"] == "torchlml")
+        others = [row for row in here if row["method"] != "torchlml"]
+        found[data, samples] = own, max(others, key=lambda row: float(row[metric]))
+    return found
+
+
+@pytest.mark.parametrize(("place", "metric"), list(enumerate(OWN_METRICS.values())))
+def test_own_data_and_the_best_other_method(place: int, metric: str) -> None:
+    table = of_section(OWN / "README.md", "torchlml and the best other method", "data")[place]
+    found = differences(metric)
+    assert {(line[0], line[1]) for line in table.lines} == set(found)
+    for data, samples, *cells in table.lines:
+        own, best = (100 * float(row[metric]) for row in found[data, samples])
+        (name,) = {found[data, samples][1]["method"]}
+        assert cells == [f"{own:.1f}", f"{best:.1f}", name, f"{own - best:+.1f}"]
+
+
+def test_own_data_of_all_methods() -> None:
+    found = of_section(OWN / "README.md", "All methods", "samples")
+    data = sorted({row["data"] for row in own_data()})
+    assert len(found) == len(data)
+    methods = {row["method"] for row in own_data()}
+    for name, table in zip(data, found, strict=True):
+        here = {(row["samples"], row["method"]): row for row in own_data(name)}
+        assert {(line[0], line[1]) for line in table.lines} == set(here)
+        assert len(here) == len(methods) * len({row["samples"] for row in own_data(name)})
+        for samples, method_, setting, *cells in table.lines:
+            row = here[samples, method_]
+            percent = [f"{100 * float(row[metric]):.1f}" for metric in OWN_METRICS.values()]
+            seconds = [f"{float(row['seconds']):.1f}", f"{float(row['predict_seconds']):.2f}"]
+            assert [setting, *cells] == [row["setting"], *percent, *seconds]
+
+
+def test_own_data_targets() -> None:
+    """The table of targets: how often each is met, and the largest miss."""
+    (table,) = of_section(OWN / "README.md", "Targets")
+    slack = {"ndcg5": 0.2}
+    for name, _, met, worst in table.lines:
+        metric = OWN_METRICS[name]
+        found = {
+            place: 100 * (float(own[metric]) - float(best[metric]))
+            for place, (own, best) in differences(metric).items()
+        }
+        right = sum(value >= -slack.get(metric, 0) - 1e-9 for value in found.values())
+        assert met == f"{right} of {len(found)}"
+        (data, samples), least = min(found.items(), key=lambda one: one[1])
+        assert worst == f"{least:+.1f} ({data}, {samples})"

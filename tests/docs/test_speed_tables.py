@@ -82,7 +82,7 @@ def test_numbers_in_the_text_about_sets():
         in text
     )
     samples = of_subsets("1000", "50", "KSubset", "time", "1000 samples")
-    assert f"out of 1000 entries take {(samples or 0) / 1e3:.2f} s" in text
+    assert f"out of 1000 entries takes {(samples or 0) / 1e3:.2f} s" in text
     softmaxes = [
         f"{float(row['ratio_p50']):.0f}"
         for row in rows(RESULTS / "subsets.csv")

@@ -1,0 +1,59 @@
+"""ARCHITECTURE.md: every module has a row in the tables of changes, and every path there exists."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from pathlib import Path
+
+ROOT = Path(__file__).parents[2]
+# The paths of a section are relative to this directory.
+PACKAGES = {
+    "Library: functions, arguments, derivatives": "torchlml",
+    "Library: solvers and kernels": "torchlml",
+    "Command line and training": "torchlml_lab",
+    "Models on user data": "torchlml_lab",
+    "Studies, benchmarks, figures": "torchlml_lab",
+    "Tests, documentation, results, packaging": "",
+}
+FILE = re.compile(r"`([\w./-]+\.(?:py|h|cpp|md|yml|toml|txt|css|html)|[\w./-]+/)`")
+
+
+def rows() -> Iterator[tuple[str, str]]:
+    """The section and the last cell of each row in the tables of changes."""
+    page = (ROOT / "ARCHITECTURE.md").read_text(encoding="utf-8")
+    part = page.partition("\n## Where to make changes\n")[2].partition("\n## ")[0]
+    for section in part.split("\n### ")[1:]:
+        heading, _, text = section.partition("\n")
+        for line in text.splitlines():
+            if line.startswith("| ") and not line.startswith(("| to change", "| ---")):
+                yield heading, line.split("|")[2]
+
+
+def named() -> Iterator[Path]:
+    """The files and directories of all rows.
+
+    A name without a directory is in the directory of the section or of the file before it in the same cell,
+    and a name of the root may appear anywhere.
+    """
+    for heading, cell in rows():
+        base = folder = ROOT / PACKAGES[heading]
+        names = [name for name in FILE.findall(cell) if "NAME" not in name]
+        for name in names:
+            found = next((d / name for d in (base, folder, ROOT) if (d / name).exists()), None)
+            assert found is not None, f"{name} does not exist: {cell}"
+            folder = found.parent
+            yield found
+
+
+def test_every_path_exists() -> None:
+    assert len(list(named())) > 100
+
+
+def test_every_module_has_a_row() -> None:
+    """`settings` modules are found by `commands.py`."""
+    listed = set(named())
+    for package in ("torchlml", "torchlml_lab"):
+        for path in sorted((ROOT / package).rglob("*.py")):
+            if path.name not in ("__init__.py", "__main__.py", "settings.py"):
+                assert {path, path.parent} & listed, f"{path.relative_to(ROOT)} has no row"
