@@ -2,7 +2,7 @@
 # compiler.
 PYTHON ?= python3
 VENV ?= .venv
-# Two processes with one thread each, because most tests are small.
+# Two processes with one thread each, because most tests are small. More threads than cores wait for each other.
 PYTEST_ARGS ?= -n 2 --dist worksteal
 
 ifeq ($(OS),Windows_NT)
@@ -21,7 +21,7 @@ QUICK := $(addprefix tests/library/test_,arguments.py special_rows.py losses_def
 	losses_modules.py metrics_topk.py compat.py public_names.py)
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-torch quick quick-tests lint format bench pictures asan fuzz fuzz-avx512 wheel sdist test-wheel cross docs docs-serve install clean
+.PHONY: help demo test all-tests test-torch quick quick-tests lint format bench pictures asan fuzz fuzz-avx512 wheel sdist test-wheel cross docs docs-serve install clean
 
 help:  ## list the targets
 	@grep -hE '^[a-z0-9-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z0-9-]+):.*## (.*)/\1\t\2/' | awk -F'\t' '{printf "  make %-12s %s\n", $$1, $$2}'
@@ -29,11 +29,15 @@ help:  ## list the targets
 demo: $(STAMP)  ## train five losses on images with missing labels and write a report
 	$(BIN)/torchlml demo
 
-test: lint  ## run the linters, the type checker and all tests
-	$(BIN)/python -m pytest $(PYTEST_ARGS)
+test: $(STAMP)  ## run the linters, the type checker and all tests
+	@$(MAKE) --no-print-directory -j2 lint all-tests
+
+# The type checker needs one core for a minute, so it runs next to the tests.
+all-tests: $(STAMP)
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest $(PYTEST_ARGS)
 
 test-torch: $(STAMP)  ## run all tests with the pure PyTorch kernel
-	TORCHLML_KERNEL=torch $(BIN)/python -m pytest $(PYTEST_ARGS)
+	OMP_NUM_THREADS=1 TORCHLML_KERNEL=torch $(BIN)/python -m pytest $(PYTEST_ARGS)
 
 quick: $(STAMP)  ## run the linters, the type checker and the most important tests in under a minute
 	@$(MAKE) --no-print-directory -j2 --output-sync=target lint quick-tests
@@ -53,12 +57,12 @@ format: $(STAMP)  ## fix and format the code with ruff and clang-format
 	$(BIN)/ruff format
 	$(BIN)/clang-format -i $(CPP)
 
-bench: $(STAMP)  ## compare the speed of lml with softmax and append to results/benchmarks.csv
+bench: $(STAMP)  ## compare the speed of lml with softmax and append the times to results/benchmarks.csv
 	$(BIN)/torchlml bench layer --csv results/benchmarks.csv
 
 # Draws only from the CSV files in results/, which `make bench` and the commands in docs/benchmarks.md extend.
 FIGURE := $(BIN)/torchlml figures
-pictures: $(STAMP)  ## draw all pictures of the documentation again, from the data in results/
+pictures: $(STAMP)  ## redraw all pictures of the documentation from the data in results/
 	for name in entropies polytopes projection root-finding sets which-relaxation; do \
 		$(FIGURE) $$name --out docs/images/$$name.png || exit 1; done
 	$(FIGURE) sliding-sigmoid --out docs/images/sliding-sigmoid.gif
@@ -84,7 +88,7 @@ SECONDS ?= 60
 fuzz: $(STAMP)  ## compare the kernel with a float64 reference on random rows, for SECONDS=60
 	$(BIN)/python tools/fuzz.py --seconds $(SECONDS)
 
-fuzz-avx512: $(STAMP)  ## the same for the AVX-512 kernel, emulated on a processor that has only AVX2
+fuzz-avx512: $(STAMP)  ## like fuzz, for the AVX-512 kernel emulated on a processor that has only AVX2
 	$(BIN)/python tools/emulate_avx512.py tools/fuzz.py --seconds $(SECONDS)
 
 # auditwheel adds the oldest Linux version that has all required libraries to the file name. torch provides its own

@@ -23,8 +23,8 @@ import setuptools
 
 if int(setuptools.__version__.partition(".")[0]) < 77:  # older versions cannot read pyproject.toml either
     raise SystemExit(
-        f"torchlml: building needs setuptools 77 or newer, and this is {setuptools.__version__}: "
-        "run `pip install --upgrade setuptools`."
+        f"torchlml: building requires setuptools 77 or newer, but this is {setuptools.__version__}. "
+        "Run `pip install --upgrade setuptools`."
     )
 
 from setuptools import Extension, setup
@@ -39,23 +39,23 @@ HEADER = "include/torch/csrc/stable/library.h"
 X86 = platform.machine().lower() in ("x86_64", "amd64")
 LEVELS = {"v3": "x86-64-v3", "v4": "x86-64-v4"} if X86 else {}
 
-# For every compiler: signed integers wrap, products and sums may fuse, and errno, floating-point exceptions
-# and signed zeros are ignored. No fast-math: NaN must stay NaN, and linking with it would flush subnormals in
-# the whole process.
+# For every compiler: signed integers wrap, products and sums may be fused, and errno, floating-point
+# exceptions and signed zeros are ignored. Fast-math is not used: NaN must stay NaN, and linking with
+# fast-math would flush subnormals in the whole process.
 ARITHMETIC = ["-fwrapv", "-ffp-contract=fast", "-fno-math-errno", "-fno-trapping-math", "-fno-signed-zeros"]
 UNIX_FLAGS = ["-std=c++17", "-O3", *ARITHMETIC, "-fvisibility=hidden", "-g0"]
 UNIX_FLAGS += [
     "-Wno-psabi",
     "-Wno-maybe-uninitialized",
     "-Wno-uninitialized",
-]  # from GCC's intrinsics
+]  # suppress warnings that GCC's intrinsics cause
 UNIX_FLAGS += ["-Wno-unknown-warning-option"]  # Clang does not know all of these
-# Functions that would require a recent glibc or libstdc++: old_linux.cpp replaces them.
+# Functions that would require a recent glibc or libstdc++. old_linux.cpp replaces them.
 TOO_NEW = ["exp", "log"]
 TOO_NEW += ["_ZNSt7__cxx1118basic_stringstreamIcSt11char_traitsIcESaIcEEC1Ev"]
 TOO_NEW += ["_ZNSt7__cxx1119basic_ostringstreamIcSt11char_traitsIcESaIcEEC1Ev"]
 # On Windows the compiler is clang-cl, because the kernels use vector extensions of Clang and GCC that MSVC
-# lacks. It accepts cl's options, and Clang's own after /clang:.
+# lacks. It accepts the options of cl, and those of Clang with the prefix /clang:.
 #   /O2    optimize for speed; the kernels are vectorized by hand, so -O3 would add little
 #   /EHsc  enable C++ exceptions
 #   /MD    use the C++ runtime DLL that torch uses
@@ -65,14 +65,14 @@ WINDOWS_FLAGS = ["/std:c++17", "/O2", "/EHsc", "/MD", "/W0", *(f"/clang:{flag}" 
 
 
 class NoKernel(Exception):
-    """The reason why the kernel could not be built, as a clause in the past tense."""
+    """Raised if the kernel cannot be built. The message is the reason, as a clause in the past tense."""
 
 
 # ------------------------------------------------------------------------------------------ torch
 
 
 def site_folders() -> Iterator[Path]:
-    """Directories where torch may be installed, most likely first.
+    """Yield the directories where torch may be installed, the most likely one first.
 
     With pip's build isolation, installed packages cannot be imported, but the interpreter still knows their
     directories. Other tools (uv, build) create their own interpreter for the build; the target environment is
@@ -94,7 +94,7 @@ def site_folders() -> Iterator[Path]:
 
 
 def torch_version(torch: Path) -> str | None:
-    """The version of the torch in this directory, without importing it, or None if there is none."""
+    """Return the version of the torch in this directory without importing it, or None if there is none."""
     try:
         text = (torch / "version.py").read_text(encoding="utf-8")
     except OSError:
@@ -104,7 +104,7 @@ def torch_version(torch: Path) -> str | None:
 
 
 def torch_home() -> Path:
-    """The directory of the first torch that is recent enough."""
+    """Return the directory of the first torch that is recent enough."""
     too_old = ""
     for folder in dict.fromkeys(site_folders()):
         version = torch_version(folder / "torch")
@@ -124,7 +124,7 @@ class BuildKernel(build_ext):
     """Build one object per instruction set from the same source; a failed build is not an error."""
 
     def run(self) -> None:
-        # Computed now, because a failed in-place build clears it.
+        # Compute the path now, because a failed in-place build clears it.
         built = Path(self.get_ext_fullpath(self.extensions[0].name))
         reason = built.parent / REASON
         reason.unlink(missing_ok=True)
@@ -162,8 +162,8 @@ class BuildKernel(build_ext):
                 depends=ext.depends,
             )
 
-        # Compile in parallel (MAX_JOBS limits the number of processes, as in torch's own builds), longest
-        # jobs first.
+        # Compile in parallel and start the longest jobs first. MAX_JOBS limits the number of processes, as in
+        # torch's own builds.
         with ThreadPoolExecutor(max_workers=int(os.environ.get("MAX_JOBS") or os.cpu_count() or 1)) as pool:
             jobs = []
             for level, arch in LEVELS.items():
@@ -197,14 +197,14 @@ def use_clang_cl(compiler: object) -> None:
     found = shutil.which("clang-cl", path=os.pathsep.join([compiler._paths, os.environ.get("PATH", "")]))
     if found is None:
         raise NoKernel(
-            "on Windows it is compiled by clang-cl (in the Visual Studio Installer: `C++ Clang tools for "
-            "Windows`), which is not on PATH"
+            "on Windows it requires clang-cl (listed as `C++ Clang tools for Windows` in the Visual Studio "
+            "Installer), which was not on PATH"
         )
     compiler.cc, compiler.compile_options = found, ["/nologo", "/DNDEBUG"]
 
 
 def reason_of(error: Exception) -> str:
-    """The reason why there is no kernel, as a clause in the past tense."""
+    """Return the reason why there is no kernel, as a clause in the past tense."""
     if isinstance(error, NoKernel):
         return str(error)
     said = str(error) or type(error).__name__
@@ -216,7 +216,7 @@ def reason_of(error: Exception) -> str:
 
 
 class Wheel(bdist_wheel):
-    """Name the wheel after the build: the name shows whether it contains a kernel."""
+    """Name the wheel only after the build, because the name shows whether the wheel contains a kernel."""
 
     def run_command(self, command: str) -> None:
         super().run_command(command)

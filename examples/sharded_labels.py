@@ -1,8 +1,8 @@
 """Train a classifier whose last layer is sharded by labels across processes.
 
 Run it with `torchrun --nproc-per-node 2 examples/sharded_labels.py`. No process ever holds the whole last
-layer or the logits of all labels. The data are points around centers, one per label. The label of a sample is
-that of its center, and the model must include it in its k predictions.
+layer or the logits of all labels. Each label has a center, and the samples of a label are random points
+around its center. The model must include the label of a sample in its k predictions.
 """
 
 import torch
@@ -18,7 +18,7 @@ LABELS, FEATURES, K = 1000, 16, 5
 
 
 class Classifier(nn.Module):
-    """Two layers; the second has one row per label."""
+    """A classifier with two layers. The weight matrix of the second layer has one row per label."""
 
     def __init__(self) -> None:
         super().__init__()

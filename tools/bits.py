@@ -112,7 +112,7 @@ def _hashes() -> Iterator[tuple[str, str]]:
 
 
 def _balanced(dtype: torch.dtype) -> Iterator[bytes]:
-    """Values, multipliers and gradients of x and k, with equal, unequal and upper-limit capacities."""
+    """Yield outputs, multipliers and gradients (x and k) for equal, unequal and upper-limit capacities."""
     generator = torch.Generator().manual_seed(0)
     capacity = torch.tensor([20.0, 30.0, 10.0, 40.0, 20.0, 8.0])
     for scale in (0.3, 3.0):
@@ -125,7 +125,7 @@ def _balanced(dtype: torch.dtype) -> Iterator[bytes]:
 
 
 def _layer(function: Call, rows: list[tuple[torch.Tensor, float]]) -> Iterator[bytes]:
-    """Values and gradients of x and k: each row alone, each row masked, and all rows as a jagged batch."""
+    """Yield outputs and gradients (x and k) of each row alone, each row masked, and all rows as a batch."""
     for i, (x, k) in enumerate(rows):
         yield from _with_gradients(function, x.unsqueeze(0), torch.tensor([k], dtype=torch.float64))
         mask = torch.arange(x.shape[0]) % 7 != i % 7
@@ -184,7 +184,7 @@ def _single(function: Call, dtype: torch.dtype) -> Iterator[bytes]:
 
 
 def _linear(function: Call, dtype: torch.dtype) -> Iterator[bytes]:
-    """Losses and gradients of input, weight and bias, with all rows in one chunk and with a row per chunk."""
+    """Yield losses and gradients (input, weight, bias), with all rows in one chunk and one row per chunk."""
     generator = torch.Generator().manual_seed(0)
     shapes = ((6, 16), (1000, 16), (1000,))
     parts = [torch.randn(shape, generator=generator, dtype=torch.float64).to(dtype) for shape in shapes]

@@ -2,8 +2,8 @@
 
     python -I tools/check_install.py
 
-Run it with the Python of the environment. `-I` prevents an import from the source tree. The reference is a
-bisection in float64 that uses no library code.
+Run it with the Python interpreter of the environment. `-I` prevents an import from the source tree. The
+reference is a bisection in float64 that uses no library code.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ def threshold(x: torch.Tensor, k: float) -> torch.Tensor:
 
 
 def gradient(y: torch.Tensor, g: torch.Tensor) -> torch.Tensor:
-    """Return the gradient of x for the gradient `g` of y: w (g - mean of g weighted by w), w = y (1 - y)."""
+    """Return dL/dx for g = dL/dy, which is w (g - mean of g weighted by w) with w = y (1 - y)."""
     w = y * (1 - y)
     return w * (g - (w * g).sum(1, keepdim=True) / w.sum(1, keepdim=True))
 

@@ -3,7 +3,7 @@
     python tools/count_hops.py            # the table for all calls
     python tools/count_hops.py --trace    # with the functions in call order
 
-Only Python functions of torchlml count, each once per call, comprehensions excluded.
+Only Python functions of torchlml are counted, each once per call. Comprehensions are not counted.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ Hop = tuple[str, str]  # the file and the function
 
 
 def hops(call: Callable[[], Any]) -> list[Hop]:
-    """Return the distinct library functions that a call enters, in order and with warm caches."""
+    """Return the distinct library functions that a call enters, in call order, with warm caches."""
     found: dict[Hop, None] = {}
     library = str(ROOT / "torchlml")
 
@@ -53,7 +53,7 @@ def hops(call: Callable[[], Any]) -> list[Hop]:
 
 
 def calls() -> dict[str, Callable[[], Any]]:
-    """Return the calls of the table."""
+    """Return the calls that the table lists."""
     x = torch.randn(8, 20)
     leaf = x.clone().requires_grad_()
     general = torch.randn(2, 20, 3, dtype=torch.bfloat16)

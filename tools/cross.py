@@ -1,9 +1,10 @@
-"""Compile the kernels with other compilers and for other processors, and check them in float64.
+"""Compile the kernels with other compilers and for other processors, and check their results.
 
     python tools/cross.py [NAME ...]
 
-The program compares the results with a reference. It does not need torch, so an emulator can run it. A target
-whose compiler or emulator is not installed is skipped, and the tool prints the Debian packages that it needs.
+The program compares the results with a float64 reference. It does not need torch, so an emulator can run it.
+A target whose compiler or emulator is not installed is skipped, and the tool prints the Debian packages that
+it needs.
 """
 
 from __future__ import annotations
@@ -57,7 +58,7 @@ TARGETS = {
 
 
 def main() -> int:
-    """Run the given targets, or all. Return 1 if one does not compile or has wrong results."""
+    """Run the given targets, or all targets. Return 1 if one does not compile or has wrong results."""
     names = sys.argv[1:] or list(TARGETS)
     unknown = [name for name in names if name not in TARGETS]
     if unknown:
@@ -67,7 +68,7 @@ def main() -> int:
 
 
 def is_correct(name: str, target: Target) -> bool:
-    """Whether a target passes when it is compiled and run, or is skipped because a tool is missing."""
+    """Whether a target compiles and gives correct results. A skipped target counts as correct."""
     compiler = next(filter(shutil.which, target.compilers), None)
     emulator = next(filter(shutil.which, target.emulators), None)
     if compiler is None or (target.emulators and emulator is None):

@@ -26,7 +26,7 @@ bool is_wide(int dtype) { return dtype == int(Dtype::float64); }
 int work(int dtype) { return is_wide(dtype) ? dtype : int(Dtype::float32); }
 size_t size_of(int dtype) { return is_wide(dtype) ? 8 : dtype == int(Dtype::float32) ? 4 : 2; }
 
-// Exact for zero and for normal numbers with few digits.
+// Converts to a 16-bit dtype. The result is exact for zero and for normal numbers with few digits.
 uint16_t to_16_bits(double a, int dtype) {
   if (dtype == int(Dtype::bfloat16)) {
     const float narrow = static_cast<float>(a);
@@ -87,7 +87,7 @@ Numbers eighths(size_t n, int reach) {
 
 double sigmoid(double z) { return z > 0 ? 1 / (1 + std::exp(-z)) : std::exp(z) / (1 + std::exp(z)); }
 
-// The projection of the available entries of one row, with nu found by bisection.
+// The projection of the available entries of one row. Bisection finds nu.
 struct Truth {
   Numbers y, log_y, w;
   double sum_w = 0;
@@ -96,7 +96,7 @@ struct Truth {
     double low = -80, high = 80;
     for (int step = 0; step < 200; ++step) {
       const double middle = (low + high) / 2;
-      // An entry near 1 is counted as 1 minus a small number, because tiny numbers decide the sum of some rows.
+      // An entry near 1 is counted as 1 minus a small number, because in some rows tiny numbers determine nu.
       double whole = -k, rest = 0;
       for (size_t i = 0; i < n; ++i) {
         const double z = x[i] + middle;

@@ -26,7 +26,7 @@ def add_stand_ins(folder: Path) -> list[str]:
     if not missing:
         return []
     wanted, loose, defined = _symbols(present)
-    # The symbol versions of a library: its own name, or one like NVSHMEM.
+    # The name of a symbol version, such as NVSHMEM, is part of the name of its library.
     versions: dict[str, set[str]] = defaultdict(set)
     for version in wanted:
         versions[next((name for name in missing if version.lower() in name.lower()), "")].add(version)
@@ -42,7 +42,7 @@ def _needed(library: Path) -> list[str]:
 
 
 def _symbols(libraries: list[Path]) -> tuple[dict[str, set[str]], set[str], set[str]]:
-    """Return the undefined symbols by version, those without a version, and the defined symbols."""
+    """Return the undefined symbols by version, the undefined symbols without one, and the defined symbols."""
     wanted: dict[str, set[str]] = defaultdict(set)
     loose, defined = set(), set()
     for library in libraries:

@@ -24,7 +24,7 @@ HEADER = ROOT / "tools" / "emulated_avx512.h"
 def main() -> int:
     """Build the kernels, then run the program given on the command line. Return its exit status."""
     if len(sys.argv) == 1:
-        raise SystemExit(f"torchlml: a program must be given.\n{__doc__}")
+        raise SystemExit(f"torchlml: no program was given.\n{__doc__}")
     build()
     run = [sys.executable, *sys.argv[1:]]
     return subprocess.call(run, env={**os.environ, "PYTHONPATH": str(BUILD), "TORCHLML_KERNEL": "native"})

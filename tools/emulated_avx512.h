@@ -1,4 +1,4 @@
-// Lets an AVX2 processor run the AVX-512 kernels: include it before kernels.cpp is compiled for x86-64-v3 (see
+// Lets an AVX2 processor run the AVX-512 kernels: pass it with `-include` when compiling kernels.cpp for x86-64-v3 (see
 // emulate_avx512.py). The compiler splits 64-byte vectors into two halves, and the functions below replace the AVX-512
 // intrinsics that the kernels use. All of them round as the instructions do, except for _mm512_rcp14_ps: processors
 // differ there within a relative error of 2^-14, and the function returns results with nearly that error.
@@ -51,7 +51,7 @@ inline __m512 sqrt_ps(__m512 a) {
 }
 #undef LML_SINGLE
 
-// 1 / a without the last 9 bits of the significand.
+// Computes 1 / a without the last 9 bits of the significand.
 inline __m512 rcp14_ps(__m512 a) {
   const __m256i kept = _mm256_set1_epi32(static_cast<int>(0xfffffe00u));
   const auto rough = [&](__m256 part) {

@@ -64,7 +64,7 @@ def largest_error(p: Polynomial, values: list[Any]) -> float:
 
 
 def main() -> int:
-    """Print every polynomial with its error. Return 1 if vmath.h has other digits."""
+    """Print every polynomial with its error. Return 1 if the coefficients in vmath.h differ."""
     mpmath.mp.dps = 40
     source = VMATH.read_text()
     missing = []

@@ -2,7 +2,7 @@
 
     python tools/fuzz.py --seconds 120
 
-The tests run the kernel that the environment selects (TORCHLML_KERNEL, TORCHLML_ISA) on all dtypes, on dense
+The tool tests the kernel that the environment selects (TORCHLML_KERNEL, TORCHLML_ISA) on all dtypes, on dense
 and jagged batches, with and without masks, and with one k or a k per row. The reference uses bisection in
 float64 around an anchor chosen for each row, and no library code. If an error exceeds its guaranteed limit,
 the tool prints the seed of the failing batch and exits with status 1.
@@ -34,17 +34,17 @@ GRADIENT = {torch.float32: 5e-6, torch.float64: 1e-11}
 
 @dataclass(frozen=True)
 class Batch:
-    """Rows in padded form for the reference, and the form in which the operators get them."""
+    """Rows in padded form for the reference, and in the form in which the operators receive them."""
 
     x: Tensor  # (R, n) in the dtype under test
     k: Tensor  # (R,) float64
     valid: Tensor  # (R, n) bool: whether an entry is part of its row and not masked
-    lengths: Tensor | None  # of jagged rows
+    lengths: Tensor | None  # the lengths of jagged rows
     masked: bool
 
 
 def draw(generator: torch.Generator, dtype: torch.dtype) -> Batch:
-    """Draw a random batch. The kind of difficulty is drawn for each row."""
+    """Draw a random batch. Each row has a random kind of difficulty, such as ties or outliers."""
 
     def rand(*size: int) -> Tensor:
         return torch.rand(*size, generator=generator, dtype=torch.float64)
@@ -97,18 +97,18 @@ def draw(generator: torch.Generator, dtype: torch.dtype) -> Batch:
 
 @dataclass(frozen=True)
 class Truth:
-    """y, log y and w of every row, and which rows are special."""
+    """The exact y, log y and w of every row, and which rows are regular."""
 
     y: Tensor
     log_y: Tensor
-    w: Tensor  # 0 on special rows
+    w: Tensor  # y (1 - y), or 0 in special rows
     share: Tensor  # w / sum w
     sigma_minus: Tensor  # 1 - y without cancellation
     regular: Tensor  # (R,) rows with a finite nu
 
 
 def solve(batch: Batch) -> Truth:
-    """Bisect nu = d - anchor in float64. With an anchor at the cut, the root always has |d| <= 60."""
+    """Bisect nu = d - anchor in float64. With an anchor at the threshold, the root always has |d| <= 60."""
     x, k, valid = batch.x.double(), batch.k[:, None], batch.valid
     nan = (valid & x.isnan()).any(1, keepdim=True)
     up = valid & (x == INF)
@@ -159,7 +159,7 @@ class Errors:
     def note(
         self, what: str, error: Tensor, of: Tensor, limit: float, dtype: torch.dtype, where: str
     ) -> None:
-        """Record `error`, given for each row, over the rows `of`."""
+        """Record `error`, which has one value per row, for the rows selected by `of`."""
         error = error if error.dim() == 1 else error.nan_to_num(INF).amax(1)
         error = torch.where(of, error.nan_to_num(INF), 0.0)
         worst = float(error.max())
@@ -200,7 +200,7 @@ def check(batch: Batch, generator: torch.Generator, errors: Errors, where: str) 
     y, log_y = padded(y_flat, truth.y), padded(log_flat, truth.log_y)
 
     def gap(got: Tensor, want: Tensor, rounding: float, smallest: float) -> Tensor:
-        """Return the error beyond one rounding to a half dtype. NaN and infinities must match exactly."""
+        """Return the error beyond one rounding to half precision. NaN and infinities must match exactly."""
         distance = (got - want).abs()
         distance = torch.where((got == want) | (got.isnan() & want.isnan()), 0.0, distance)
         return (

@@ -21,7 +21,7 @@ long calls = 0;
 
 double uniform() { return std::uniform_real_distribution<double>()(engine); }
 
-// A heap block of exactly `bytes`, filled with 0xff: NaN in every dtype.
+// Allocates a heap block of exactly `bytes` bytes, filled with 0xff, which is NaN in every dtype.
 std::unique_ptr<char[]> block(size_t bytes) {
   std::unique_ptr<char[]> memory(new char[bytes]);
   std::memset(memory.get(), 0xff, bytes);
@@ -55,7 +55,7 @@ void put(void* memory, int64_t i, int dtype, double a) {
   if (dtype == 3) static_cast<uint16_t*>(memory)[i] = to_float16(narrow);
 }
 
-// All rows, with a team that processes the pieces of long rows in reverse order.
+// Returns all rows, with a team that processes the pieces of long rows in reverse order.
 Rows all(int64_t rows) {
   return {0, rows, [](int64_t pieces, void (*piece)(const void*, int64_t), const void* context) {
             for (int64_t i = pieces; i-- > 0;) piece(context, i);
@@ -114,6 +114,20 @@ void run_family(const Kernels& kernels, int dtype, const Batch& batch, const dou
   kernels.systematic_sample[dtype](
       SystematicSampleArgs{probabilities, k, 1, reinterpret_cast<const uint8_t*>(keys.get()), wide(start), dx},
       all(batch.rows));
+  // Use three rows per part, so that there are several parts and the last one is incomplete.
+  const size_t work = dtype == 1 ? 8 : 4, width = static_cast<size_t>(batch.width), parts = (rows + 2) / 3;
+  auto mu = block(8 * width), projected = block(work * entries), inverse = block(work * rows),
+       sums = block(24 * parts * width);
+  for (size_t j = 0; j < width; ++j) wide(mu)[j] = value(0);
+  Batch unmasked = batch;
+  unmasked.mask = nullptr;
+  kernels.balanced_forward[dtype](
+      BalancedForwardArgs{unmasked, k, 1, wide(mu), 3, projected.get(), inverse.get(), wide(sums)},
+      all(static_cast<int64_t>(parts)));
+  sums = block(8 * parts * width);
+  kernels.balanced_product[dtype](
+      BalancedProductArgs{y, inverse.get(), wide(mu), batch.rows, batch.width, 3, wide(sums)},
+      all(static_cast<int64_t>(parts)));
 }
 
 // Runs the losses, with labels as a list (`hot` is false) or as a bool for each entry. Some labels and some offsets are

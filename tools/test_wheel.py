@@ -1,4 +1,4 @@
-"""Audit the wheel, then install the wheel and the sdist into clean environments, test and uninstall them.
+"""Audit the wheel, then install, test and uninstall the wheel and the sdist in clean environments.
 
     python tools/test_wheel.py dist --environments build/environments
 
@@ -25,7 +25,7 @@ sys.path.insert(0, str(Path(__file__).parent))
 from cuda_stand_ins import add_stand_ins
 
 CHECK = Path(__file__).resolve().parent / "check_install.py"
-# Every Python once, and the oldest and the newest torch twice each. The kernel does not depend on Python.
+# Every Python version once, and the oldest and the newest torch twice. The kernel does not depend on Python.
 MATRIX = ("3.10:2.10.0", "3.11:2.13.0", "3.12:2.10.0", "3.13:2.13.0")
 GIGABYTES = re.compile(r"nvidia|cuda|triton")  # requirements of torch that only GPUs need
 
@@ -85,14 +85,14 @@ def audit(wheel: Path) -> None:
     if sys.platform == "linux":
         output = " ".join(run(tool("auditwheel"), "show", wheel).split())
         tag = wheel.stem.rpartition("-")[2].partition(".")[0]
-        # The platform that the wheel would have without torch's library, which no Linux provides.
+        # auditwheel also reports the platform that the wheel would have without its dependency on torch.
         if not tag.startswith("manylinux") or f'constrains the platform tag to "{tag}"' not in output:
             raise SystemExit(f"torchlml: auditwheel does not confirm the platform {tag}: {output}")
         print(f"auditwheel confirms {tag}")
 
 
 def tool(name: str) -> str:
-    """Return the path of a program in the directory of this Python."""
+    """Return the path of a program in the directory of this Python interpreter, or its name."""
     return shutil.which(name, path=str(Path(sys.executable).parent)) or name
 
 
@@ -100,7 +100,7 @@ def tool(name: str) -> str:
 
 
 def find_python(version: str) -> str | None:
-    """Find a working interpreter of this version on PATH or among those of pyenv and uv."""
+    """Find a working interpreter of this version on PATH or among the interpreters of pyenv and uv."""
     names = [shutil.which(f"python{version}") or ""]
     homes = [Path(os.environ.get("PYENV_ROOT", "~/.pyenv")).expanduser() / "versions"]
     homes.append(Path("~/.local/share/uv/python").expanduser())
@@ -113,7 +113,7 @@ def find_python(version: str) -> str | None:
 
 
 def environment(folder: Path, interpreter: str, version: str, torch: str) -> Path:
-    """Return the Python of a clean environment with this torch, and create the environment if necessary."""
+    """Return the interpreter of a clean environment with this torch, which is created if necessary."""
     home = folder / f"python{version}-torch{torch}"
     python = home / ("Scripts/python.exe" if os.name == "nt" else "bin/python")
     ready = home / ".ready"
@@ -155,7 +155,7 @@ def try_out(python: Path, artifact: Path) -> None:
 
 
 def pip(python: Path) -> list[str]:
-    """Return the command that runs the pip of an environment."""
+    """Return the command that runs pip in an environment."""
     return [str(python), "-m", "pip", "--disable-pip-version-check", "-q"]
 
 
