@@ -110,6 +110,8 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
 def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Files) -> str:
     """Translate the relative links of a page from repository paths to site paths."""
     site = page.file.src_uri
+    if page.file.inclusion.is_not_in_nav():  # a table, which can use the width of the empty sidebars
+        page.meta.update(hide=["navigation", "toc"], title=f"Table {site.removesuffix('.md')}")
     repository = elsewhere().get(site, f"docs/{site}")
     folder, here = posixpath.dirname(repository), posixpath.dirname(site)
 
@@ -166,7 +168,7 @@ def _label_cells(match: re.Match[str]) -> str:
 
         return re.sub(r"<td([^>]*)>", label, row[0])
 
-    wide = " data-wide" if len(heads) > 8 else ""
+    wide = " data-wide" if len(heads) > 7 else ""
     labeled = re.sub(r"<tr>.*?</tr>", label_row, match[0], flags=re.DOTALL)
     return labeled.replace("<table>", f"<table data-cards{wide}>", 1)
 
