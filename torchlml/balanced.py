@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from torch.autograd import forward_ad
 
-from torchlml._arguments import autocasts, check_bound, check_number, check_real, check_tensor, expand
+from torchlml._arguments import autocasts, check_number, check_real, check_tensor, expand
 from torchlml._balanced import Extent, Matrix, project
 from torchlml._balanced.linear import balanced_forward
 
@@ -285,15 +285,15 @@ def _read(x: Any, k: Any, capacity: Any, mask: Any, bound: Any, start: Any) -> _
 
 def _check_logits(x: Any, mask: Any, bound: Any) -> Tensor | None:
     """Check `x`, `mask` and `bound`, and return the mask in the shape of x."""
-    check_tensor(x, "x")
+    check_tensor(x, "x", x)
     if type(x).__name__ == "DTensor":  # by name, because importing the class is slow
         raise TypeError("`x` must be a local tensor, but it is a DTensor. Pass `x.to_local()` and `group`.")
     if x.dtype not in _DTYPES:
         raise TypeError(f"`x` must be float32, float64, bfloat16 or float16, but its dtype is {x.dtype}.")
     if x.dim() < 2:
         raise ValueError(f"`x` must have at least two dimensions (rows, columns), but it is {x.dim()}-d.")
-    if check_bound(bound) == "at_least":
-        raise ValueError('`bound` must be "exactly" or "at_most", but it is "at_least".')
+    if bound not in ("exactly", "at_most"):
+        raise ValueError(f'`bound` must be "exactly" or "at_most", but it is {bound!r}.')
     if mask is None:
         return None
     if not isinstance(mask, Tensor) or mask.dtype != torch.bool:
@@ -306,7 +306,7 @@ def _check_logits(x: Any, mask: Any, bound: Any) -> Tensor | None:
 def _read_vector(value: Any, name: str, shape: torch.Size, device: torch.device, per: str) -> Tensor:
     """Return a nonnegative number or tensor as float64, broadcast to one number per row or column."""
     if not isinstance(value, Tensor):
-        check_number(value, name, "a number or a tensor", 0)
+        check_number(value, name, "a finite nonnegative number or a tensor", 0)
         return torch.full((), float(value), dtype=torch.float64, device=device).expand(shape)
     check_real(value, name, device)
     if value.numel():

@@ -36,9 +36,9 @@ class TopKRouter(nn.Module):
         temperature: a divisor of the logits.
         normalize: whether the weights of a token are scaled to sum to 1. Otherwise each is between 0 and 1.
         decay: the fraction of the stored bias that each training step keeps, at least 0 and less than 1.
-        capacity_factor: if an expert has more than `capacity_factor` times its fair share of tokens, rounded
-            up, its assignments with the smallest weights are dropped: their weights become 0. By default, no
-            assignment is dropped.
+        capacity_factor: if an expert has more than `capacity_factor` times its fair share of the tokens of
+            this process, rounded up, its assignments with the smallest weights are dropped in training: their
+            weights become 0. By default, no assignment is dropped.
         group: the data-parallel processes. The load is balanced over the tokens of all of them. By default
             each process balances its own tokens.
 
@@ -89,8 +89,13 @@ class TopKRouter(nn.Module):
         self.register_buffer("bias", torch.zeros(num_experts))
         self.register_buffer("updates", torch.zeros((), dtype=torch.int64))
 
+    def reset_parameters(self) -> None:
+        """Forget the stored bias. Call this after `to_empty` if the router was created on the meta device."""
+        self.bias.zero_()
+        self.updates.zero_()
+
     def forward(self, logits: Tensor, *, mask: Tensor | None = None) -> Routing:
-        check_tensor(logits, "logits")
+        check_tensor(logits, "logits", logits)
         if logits.dim() == 0 or logits.shape[-1] != self.num_experts:
             raise ValueError(
                 f"`logits` must have num_experts = {self.num_experts} as the last dimension, "
@@ -113,7 +118,7 @@ class TopKRouter(nn.Module):
             weights = weights / torch.where(total > 0, total, 1)  # padding tokens may have a total of 0
         if present is not None:
             weights = torch.where(present[:, None], weights, 0)
-        if self.capacity_factor is not None:
+        if self.training and self.capacity_factor is not None:
             weights = self._drop(weights, indices, present)
         shape = (*logits.shape[:-1], self.k)
         return Routing(weights.to(logits.dtype).reshape(shape), indices.reshape(shape), mu.detach())

@@ -224,6 +224,7 @@ WRONG: dict[str, tuple[Callable[..., Any], type[Exception], list[str]]] = {
         ValueError,
         ["`capacity`", "column 0", "5", "4 available rows"],
     ),
+    "capacity is a number < 0": (lambda f: f(X, 1, -3.0), ValueError, ["`capacity`", "nonnegative", "-3"]),
     "capacity NaN": (lambda f: f(X, 1, torch.tensor([math.nan, 2, 2])), ValueError, ["`capacity`", "nan"]),
     "capacity shape": (lambda f: f(X, 1, torch.ones(4)), ValueError, ["`capacity`", "(3,)", "(4,)"]),
     "capacity str": (lambda f: f(X, 1, "2"), TypeError, ["`capacity`", "'2'"]),
@@ -240,12 +241,12 @@ WRONG: dict[str, tuple[Callable[..., Any], type[Exception], list[str]]] = {
     "masked set": (
         lambda f: f(X, 1, mask=torch.tensor([[1, 0, 0], [1, 0, 0], [1, 1, 1], [1, 1, 1]]).bool()),
         ValueError,
-        ["No solution", "at least 2", "columns 0", "1.33333"],
+        ["No solution", "at least 2", "columns {0}", "1.33333"],
     ),
     "NaN": (lambda f: f(X * math.nan, 1), ValueError, ["`x`", "NaN"]),
     "+inf": (lambda f: f(X + math.inf, 1), ValueError, ["`x`", "+inf"]),
     "k > n": (lambda f: f(X, 4), ValueError, ["`k`", "k = 4", "3 available"]),
-    "k < 0": (lambda f: f(X, -1), ValueError, ["`k`", "-1"]),
+    "k < 0": (lambda f: f(X, -1), ValueError, ["`k`", "nonnegative", "-1"]),
     "k shape": (lambda f: f(X, torch.ones(3)), ValueError, ["`k`", "(4,)", "(3,)"]),
     "x int": (lambda f: f(X.long(), 1), TypeError, ["`x`", "int64"]),
     "x 1-d": (lambda f: f(X[0], 1), ValueError, ["`x`", "1-d", "two dimensions"]),
@@ -256,12 +257,23 @@ WRONG: dict[str, tuple[Callable[..., Any], type[Exception], list[str]]] = {
         ValueError,
         ["`mask`", "(4, 3)", "(2, 3)"],
     ),
-    "bound": (lambda f: f(X, 1, bound="at_least"), ValueError, ["`bound`", "at_least", "at_most"]),
+    "x nested": (lambda f: f(torch.nested.nested_tensor([X]), 1), TypeError, ["`x`", "nested"]),
+    "bound": (
+        lambda f: f(X, 1, bound="at_least"),
+        ValueError,
+        ["`bound`", '"exactly" or "at_most", but', "at_least"],
+    ),
+    "unknown bound": (
+        lambda f: f(X, 1, bound="few"),
+        ValueError,
+        ["`bound`", '"exactly" or "at_most", but', "few"],
+    ),
     "start shape": (lambda f: f(X, 1, start=torch.ones(4)), ValueError, ["`start`", "(4,)", "(3,)"]),
     "group": (lambda f: f(X, 1, group=object()), ValueError, ["init_process_group"]),
 }
 
 
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
 @pytest.mark.parametrize("function", [torchlml.balanced_lml, torchlml.balanced_lml_dual])
 @pytest.mark.parametrize("name", WRONG)
 def test_wrong_arguments(name: str, function: Any) -> None:

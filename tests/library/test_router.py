@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import copy
 import math
+import pickle
 from typing import Any
 
 import pytest
@@ -48,13 +50,15 @@ def test_the_bias_is_the_exponential_average() -> None:
     assert int(router.updates) == 3
 
 
-def test_inference_is_causal_and_leaves_the_bias_alone() -> None:
-    router = torchlml.TopKRouter(8, 2)
+@pytest.mark.parametrize("capacity_factor", [None, 1.0])
+def test_inference_is_causal_and_leaves_the_bias_alone(capacity_factor: float | None) -> None:
+    router = torchlml.TopKRouter(8, 2, capacity_factor=capacity_factor)
     router(skewed(256, 8))
     router.eval()
-    before, x = router.bias.clone(), skewed(64, 8, seed=1)
+    before, x = router.bias.clone(), skewed(64, 8, skew=0, seed=1)
     together = router(x)
-    for i in (0, 17):
+    assert largest_load(together.indices, 8) > 1.5
+    for i in range(64):
         alone = router(x[i : i + 1])
         assert torch.equal(alone.indices[0], together.indices[i])
         torch.testing.assert_close(alone.weights[0], together.weights[i])
@@ -159,6 +163,30 @@ def test_half_precision() -> None:
     assert not torch.equal(kept.bfloat16().float(), kept)
 
 
+def test_a_router_from_the_meta_device() -> None:
+    """Training with FSDP2 often creates modules on the meta device, and then resets them on the real one."""
+    with torch.device("meta"):
+        router = torchlml.TopKRouter(8, 2)
+    router.to_empty(device="cpu")
+    router.bias.fill_(math.nan)
+    router.updates.fill_(7)
+    router.reset_parameters()
+    fresh = torchlml.TopKRouter(8, 2)
+    assert torch.equal(router(skewed(64, 8)).mu, fresh(skewed(64, 8)).mu)
+    assert all(torch.equal(value, fresh.state_dict()[name]) for name, value in router.state_dict().items())
+
+
+def test_copies() -> None:
+    router = torchlml.TopKRouter(8, 2)
+    router(skewed(64, 8))
+    for copied in (copy.deepcopy(router), pickle.loads(pickle.dumps(router))):
+        assert all(
+            torch.equal(copied.state_dict()[name], value) for name, value in router.state_dict().items()
+        )
+        copied(skewed(64, 8, seed=1))
+        assert int(router.updates) == 1
+
+
 def test_state_and_representation() -> None:
     router = torchlml.TopKRouter(8, 2, capacity_factor=1.5)
     router(skewed(256, 8))
@@ -192,12 +220,15 @@ def test_wrong_settings(settings: dict[str, Any], needles: list[str]) -> None:
         assert needle in str(caught.value)
 
 
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
 def test_wrong_logits() -> None:
     router = torchlml.TopKRouter(8, 2)
     with pytest.raises(ValueError, match=r"num_experts = 8.*\(4, 7\)"):
         router(torch.zeros(4, 7))
     with pytest.raises(TypeError, match="`logits`"):
         router([1.0])
+    with pytest.raises(TypeError, match="nested"):
+        router(torch.nested.nested_tensor([torch.zeros(4, 8)]))
     with pytest.raises(ValueError, match=r"`mask`.*\(4,\).*\(3,\)"):
         router(torch.zeros(4, 8), mask=torch.ones(3, dtype=torch.bool))
     with pytest.raises(ValueError, match="NaN"):

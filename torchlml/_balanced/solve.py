@@ -161,8 +161,8 @@ def check_feasible(problem: Problem, mu: Tensor, slack: float) -> None:
         columns = sorted(order[: worst + 1].tolist())
         shown = ", ".join(map(str, columns[:8])) + (", ..." if len(columns) > 8 else "")
         raise ValueError(
-            f"No solution exists: the rows need a total of at least {needed[worst]:g} from the columns "
-            f"{shown}, but the `capacity` of these columns sums to {held[worst]:g}."
+            f"No solution exists: the rows need a total of at least {needed[worst]:g} from the set of "
+            f"columns {{{shown}}}, but the `capacity` of this set sums to {held[worst]:g}."
         )
 
 

@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import mean, median, stdev
+from typing import Any
 
 import torch
 from rich.console import Console
@@ -116,11 +117,14 @@ ROUTERS: dict[str, Callable[[int, int], nn.Module]] = {
     "no balancing": TopK,
     "auxiliary loss, 0.01": lambda n, k: TopK(n, k, 0.01),
     "auxiliary loss, 0.1": lambda n, k: TopK(n, k, 0.1),
+    "auxiliary loss, 1": lambda n, k: TopK(n, k, 1.0),
     "loss-free bias, 0.001": lambda n, k: LossFree(n, k, 0.001),
     "loss-free bias, 0.01": lambda n, k: LossFree(n, k, 0.01),
+    "loss-free bias, 0.1": lambda n, k: LossFree(n, k, 0.1),
     "Sinkhorn": Sinkhorn,
     "TopKRouter, T = 1": lambda n, k: Balanced(n, k, 1.0),
     "TopKRouter, T = 0.1": lambda n, k: Balanced(n, k, 0.1),
+    "TopKRouter, T = 0.01": lambda n, k: Balanced(n, k, 0.01),
 }
 
 
@@ -198,8 +202,13 @@ class Model(nn.Module):
 
 
 HEADS = ("router", "seeds", "validation loss", "load", "largest load", "validation load", "ms per step")
-_COLORS = (plots.GREY, plots.ORANGE, plots.DARK_ORANGE, plots.SKY, plots.GREEN, plots.PURPLE, plots.BLUE)
-_LOOKS = dict(zip(ROUTERS, (*_COLORS, plots.VERMILION), strict=True))
+_COLORS = {
+    "no balancing": plots.GREY,
+    "auxiliary loss": plots.ORANGE,
+    "loss-free bias": plots.GREEN,
+    "Sinkhorn": plots.PURPLE,
+    "TopKRouter": plots.BLUE,
+}
 
 
 @dataclass(frozen=True)
@@ -226,6 +235,14 @@ class RoutingRecord:
     """The time of the run so far."""
 
 
+def _look(router: str) -> dict[str, Any]:
+    """Return the color of the method and the line style of its setting."""
+    method = router.split(",")[0]
+    settings = [name for name in ROUTERS if name.split(",")[0] == method]
+    style = ("-", "--", ":")[settings.index(router)]
+    return {"color": _COLORS[method], "linestyle": style}
+
+
 def draw(rows: Sequence[RoutingRecord], picture: Path, csv: Path) -> None:
     """Draw the validation loss relative to the first router, and the largest loads, averaged over seeds.
 
@@ -235,14 +252,14 @@ def draw(rows: Sequence[RoutingRecord], picture: Path, csv: Path) -> None:
         csv: The CSV file with the rows. Its name is stored in the picture's metadata.
     """
     panels = {
-        "validation_loss": f"validation loss − {next(iter(_LOOKS))}",
+        "validation_loss": f"validation loss − {next(iter(ROUTERS))}",
         "load": "largest load, training",
         "validation_load": "largest load, inference",
     }
     with plots.new_figure(picture, plots.PAGE, 3.0, [csv]) as figure:
         for axes, (name, title) in zip(figure.subplots(1, 3), panels.items(), strict=True):
             baseline: dict[int, float] = {}
-            for router, color in _LOOKS.items():
+            for router in ROUTERS:
                 own = [row for row in rows if row.router == router]
                 steps = sorted({row.step for row in own})
                 means = {step: mean(getattr(row, name) for row in own if row.step == step) for step in steps}
@@ -252,7 +269,7 @@ def draw(rows: Sequence[RoutingRecord], picture: Path, csv: Path) -> None:
                         step: value - baseline[step] for step, value in means.items() if step in baseline
                     }
                 if means:
-                    axes.plot(means.keys(), means.values(), color=color, label=router, linewidth=1.2)
+                    axes.plot(means.keys(), means.values(), label=router, linewidth=1.2, **_look(router))
             axes.set_title(title, fontsize=8.5)
             axes.set_xlabel("step")
             axes.grid()
