@@ -81,7 +81,7 @@ class Problem:
     @property
     def guarantee(self) -> float:
         """The largest relative error of a result."""
-        rounding = 8 * torch.finfo(self.final.x.dtype).eps * self.range + self.resolution
+        rounding = 8 * torch.finfo(torch.float64).eps * self.range + self.resolution
         return min(_GUARANTEE[self.x.dtype] + rounding, 2e-4)
 
     @cached_property
@@ -117,7 +117,10 @@ def solve(problem: Problem, start: Tensor | None) -> Point:
 
 
 def finish(problem: Problem, point: Point) -> Point:
-    """Return the point if it is accurate enough. Otherwise follow a path of falling temperatures."""
+    """Return the point if it is accurate enough. Otherwise try float64, then falling temperatures."""
+    if not point.error <= problem.guarantee and problem.final.x.dtype == torch.float32:
+        wide, dense = problem.cast(torch.float64), point.off_diagonal is not None
+        point = newton(wide, evaluate(wide, point.mu, dense), problem.goal, 12, dense)
     if not point.error <= problem.guarantee:
         check_feasible(problem, point.mu, problem.guarantee)
         point = follow_path(problem.cast(torch.float64), problem.goal)
