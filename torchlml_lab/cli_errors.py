@@ -40,7 +40,7 @@ def sentence(error: BaseException) -> str:
 
 
 def reason(error: OSError) -> str:
-    """Return why a file cannot be read or written, as the end of a sentence."""
+    """Describe why a file cannot be read or written, as a clause that ends a sentence."""
     if error.errno == errno.ENOSPC:
         return "there is no space left on the disk"
     said = error.strerror or " ".join(str(error).split()).rstrip(".")

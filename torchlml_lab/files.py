@@ -105,7 +105,7 @@ def writing(what: str, path: Path, kept: str) -> Iterator[None]:
         raise RuntimeError(f"{what} could not be written to `{path}`: {reason(error)}; {kept}.") from error
 
 
-BLOCK = 2**20  # bytes of a text file that are read at once
+BLOCK = 2**20  # the number of bytes of a text file that are read at once
 
 
 def read_content(path: Path, option: str) -> bytes:

@@ -122,7 +122,7 @@ def ridge_path(
     size = float(inputs.data @ inputs.data) / rows
     for penalty in penalties:
         solution = _solve(x, transposed, y, penalty * size, solution)
-        # No local variable refers to the part: several paths are followed at once, and parts are large.
+        # Keep no local reference to the part: several paths are followed at once, and parts are large.
         yield _part(product(transposed, solution), mean, start)
 
 
