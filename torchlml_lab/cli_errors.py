@@ -54,7 +54,7 @@ def did_you_mean(word: str, known: Iterable[str]) -> str:
 
 
 def answer_help(arguments: Sequence[str], usage: str) -> None:
-    """Print the usage of a command that parses its own arguments if `--help` was given, and exit.
+    """If `--help` was given, print the usage of a command that parses its own arguments, and exit.
 
     Args:
         arguments: The words after the command's name.

@@ -165,7 +165,7 @@ def _chunks(path: Path, option: str, size: int) -> Iterator[bytes]:
 
 
 def _check_text(block: bytes, path: Path, first: int) -> None:
-    """Raise `BadInput` if a block of lines, whose first number is given, is not text."""
+    """Raise `BadInput` if a block of lines is not text; `first` is the number of its first line."""
     try:
         block.decode("utf-8")
     except UnicodeDecodeError as error:

@@ -107,7 +107,7 @@ QUICK: dict[str, Any] = {
 class LayerSettings(GridBenchmarkSettings):
     """Time lml, topk, sort, sigmoid and a copy relative to softmax.
 
-    The two calls of a ratio are only milliseconds apart, so it is reliable even on a noisy machine.
+    Both calls in a ratio are made within milliseconds, so ratios are reliable even on a noisy machine.
     """
 
 

@@ -71,14 +71,14 @@ def product(matrix: Matrix, dense: Array) -> Array:
 
 
 class Start(NamedTuple):
-    """The parts of an earlier run to start from."""
+    """The linear parts of an earlier run, from which a new fit starts."""
 
     held_out: LinearPart
     """Fitted without the validation samples of that run."""
     final: LinearPart
     """Fitted on all of its samples."""
     complete: bool
-    """Whether they know all labels. The scores of other labels are 0."""
+    """Whether they have weights for all labels. The scores of other labels are 0."""
 
 
 def frequencies(labels: Matrix) -> Array:
