@@ -50,7 +50,7 @@ def test_all_draws_figures_without_data_and_names_the_commands_for_the_rest(caps
         *(f"{name}.png" for name in drawn - {"sliding-sigmoid"}),
     }
     for name in drawn - {"sliding-sigmoid"}:
-        # The width of a page at 200 dots per inch, so that type has the same size in all of them. The first
+        # The width of a page at 200 dots per inch, so that text has the same size in all figures. The first
         # figure of the documentation is narrower, for phones.
         assert size(Path("pictures", f"{name}.png"))[0] == (920 if name == "projection" else 1400)
     with Image.open("pictures/sliding-sigmoid.gif") as animation:

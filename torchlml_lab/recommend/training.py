@@ -158,7 +158,7 @@ MOST_ITEMS = 20_000  # with more, inverting their matrix would take longer than 
 
 
 def _why_not_ease(items: int) -> str | None:
-    """Return why the default does not include `ease`, as the end of a sentence, or None."""
+    """Describe why the default leaves out `ease`, as a clause that ends a sentence; None if it does not."""
     if items > MOST_ITEMS:
         return f"there are more than {MOST_ITEMS:,} items"
     needed, available = ease.memory_needed(items), ease.memory_available()
