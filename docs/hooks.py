@@ -36,6 +36,18 @@ SECTIONS = {
     "losses": "choosing-a-loss.md",
     "benchmarks": "benchmarks.md",
 }
+# The titles of generated tables, which have no heading of their own.
+TABLES = {
+    "results/benchmarks.md": "Benchmarks: all tables",
+    "results/multilabel/kept-labels.md": "Multi-label: all tables",
+    "results/recommend/gowalla.md": "Recommendation: all runs on Gowalla",
+    "results/routing/routing.md": "Routing: all routers",
+    "results/scene-graph/vg.md": "Scene graphs: tables for Visual Genome",
+    "results/scene-graph/vg-bias.md": "Scene graphs: frequency bias on Visual Genome",
+    "results/scene-graph/vrd.md": "Scene graphs: tables for VRD",
+    "results/scene-graph/vrd-bias.md": "Scene graphs: frequency bias on VRD",
+    "results/which-k/which-k.md": "Which k: all tables",
+}
 KINDS = {".md", ".png", ".svg", ".csv"}
 LINK = re.compile(r"(!?)\[((?:[^\[\]]|\[[^\[\]]*\])*)\]\(([^()\s]+)\)")
 TABLE = re.compile(r"<table>.*?</table>", re.DOTALL)
@@ -108,10 +120,17 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
 
 
 def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Files) -> str:
-    """Translate the relative links of a page from repository paths to site paths."""
+    """Translate the relative links of a page from repository paths to site paths, and set its title.
+
+    The title in the browser and in search results is the heading of the page, which has more words than the
+    entry in the navigation.
+    """
     site = page.file.src_uri
-    if page.file.inclusion.is_not_in_nav():  # a table, which can use the width of the empty sidebars
-        page.meta.update(hide=["navigation", "toc"], title=f"Table {site.removesuffix('.md')}")
+    if site in TABLES:
+        markdown = f"# {TABLES[site]}\n\n{markdown}"
+        page.meta["hide"] = ["navigation", "toc"]  # both are empty, and wide tables need the space
+    if heading := re.match(r"# (.+)", markdown):
+        page.meta["title"] = heading[1]
     repository = elsewhere().get(site, f"docs/{site}")
     folder, here = posixpath.dirname(repository), posixpath.dirname(site)
 
@@ -197,7 +216,7 @@ def _listed(entries: list[Any]) -> list[str]:
     """Return Markdown links to the pages of a navigation section."""
     found: list[str] = []
     for entry in entries:
-        ((title, content),) = entry.items() if isinstance(entry, dict) else (("Overview", entry),)
+        ((title, content),) = entry.items() if isinstance(entry, dict) else (("Recipes", entry),)
         if isinstance(content, list):
             found += _listed(content)
         else:

@@ -319,8 +319,8 @@ def test_the_constrained_softmax_is_the_other_entropy_on_the_same_set(seed):
 def test_the_center_has_the_highest_entropy_and_the_corners_the_lowest(surface):
     _, y = points(surface)
     heights = surface.height(y)
-    centre = torch.tensor(surface.corners, dtype=torch.float64).mean(0)
-    torch.testing.assert_close(y[heights.argmax()], centre, rtol=0, atol=1e-6)
+    center = torch.tensor(surface.corners, dtype=torch.float64).mean(0)
+    torch.testing.assert_close(y[heights.argmax()], center, rtol=0, atol=1e-6)
     corner = ((y == 0) | (y == 1)).all(1)
     assert heights[corner].max() < 1e-12
     assert corner.sum() == len(surface.corners)

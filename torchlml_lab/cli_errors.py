@@ -40,7 +40,7 @@ def sentence(error: BaseException) -> str:
 
 
 def reason(error: OSError) -> str:
-    """Return why a file cannot be read or written, as the end of a sentence."""
+    """Describe why a file cannot be read or written, as a clause that ends a sentence."""
     if error.errno == errno.ENOSPC:
         return "there is no space left on the disk"
     said = error.strerror or " ".join(str(error).split()).rstrip(".")
@@ -54,7 +54,7 @@ def did_you_mean(word: str, known: Iterable[str]) -> str:
 
 
 def answer_help(arguments: Sequence[str], usage: str) -> None:
-    """Print the usage of a command that parses its own arguments if `--help` was given, and exit.
+    """If `--help` was given, print the usage of a command that parses its own arguments, and exit.
 
     Args:
         arguments: The words after the command's name.

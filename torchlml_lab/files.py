@@ -105,7 +105,7 @@ def writing(what: str, path: Path, kept: str) -> Iterator[None]:
         raise RuntimeError(f"{what} could not be written to `{path}`: {reason(error)}; {kept}.") from error
 
 
-BLOCK = 2**20  # bytes of a text file that are read at once
+BLOCK = 2**20  # the number of bytes of a text file that are read at once
 
 
 def read_content(path: Path, option: str) -> bytes:
@@ -165,7 +165,7 @@ def _chunks(path: Path, option: str, size: int) -> Iterator[bytes]:
 
 
 def _check_text(block: bytes, path: Path, first: int) -> None:
-    """Raise `BadInput` if a block of lines, whose first number is given, is not text."""
+    """Raise `BadInput` if a block of lines is not text; `first` is the number of its first line."""
     try:
         block.decode("utf-8")
     except UnicodeDecodeError as error:

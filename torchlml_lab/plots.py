@@ -269,7 +269,7 @@ def check_not_tuning(path: Path, recipes: Iterable[tuple[str, object]]) -> None:
     """Raise `BadInput` if a method has several sets of hyperparameters, because their mean is meaningless.
 
     Args:
-        path: The CSV, for the message.
+        path: The CSV, for error messages.
         recipes: The method and the hyperparameters of each run.
     """
     only: dict[str, object] = {}

@@ -73,8 +73,14 @@ def evidence() -> list[list[str]]:
     return [re.findall(r"\d+\.\d", line.split("|")[3]) for line in lines]
 
 
-def kept(loss: str) -> list[str]:
-    return [means(f"multilabel/{d}.csv", "ndcg5", keep="0.3", loss=loss) for d in ("bibtex", "delicious")]
+def kept(dataset: str) -> list[str]:
+    """The nDCG@5 of LML with 30% of the labels, and that of the best other loss."""
+
+    def of(loss: str) -> str:
+        return means(f"multilabel/{dataset}.csv", "ndcg5", keep="0.3", loss=loss)
+
+    others = ("bce", "softmax", "truncated-entropy-1")
+    return [of("lml-labels"), max((of(loss) for loss in others), key=float)]
 
 
 def one_label(dataset: str, method: str) -> str:
@@ -94,21 +100,31 @@ def vg(method: str, variant: str) -> str:
     return means("scene-graph/vg-bias.csv", "r50", method=method, variant=variant, split="test")
 
 
+def vg_best(method: str) -> str:
+    """The R@50 of a method with its best frequency bias that uses only the training images."""
+    return max((vg(method, variant) for variant in ("", "leave-one-out", "without-bias")), key=float)
+
+
 def test_the_evidence_is_that_of_the_results() -> None:
     assert evidence() == [
-        [*kept("lml-labels"), *kept("bce"), *kept("softmax")],
+        [*kept("bibtex"), *kept("delicious"), *kept("corel5k")],
         [
             *(one_label("voc2012", method) for method in ("lml-predicted", "em", "an")),
             *(one_label("tmc2007", method) for method in ("epr", "lml-predicted", "an")),
         ],
-        [digits("exact", "lml", "one", "3 digits", "3"), digits("exact", "bce", "one", "3 digits")],
+        [
+            digits("recall", "lml", "one", "3 digits", "3"),
+            digits("calibration_error", "lml", "one", "3 digits", "3"),
+            digits("recall", "cross-entropy", "one", "3 digits"),
+            digits("calibration_error", "cross-entropy", "one", "3 digits"),
+        ],
         [
             digits("recall", "bce", "all", "1 to 5 digits"),
             digits("recall", "lml, k of the row", "all", "1 to 5 digits"),
         ],
         [cifar("test_top1", "cross-entropy", "0.0"), cifar("test_top1", "lml", "0.0")],
-        [cifar("test_topk", "cross-entropy", "0.4"), cifar("test_topk", "lml", "0.4")],
-        [vg("lml-20", "without-bias"), vg("truncated-entropy-20", "without-bias"), vg("softmax", "")],
+        [cifar("test_topk", loss, "0.4") for loss in ("bce", "cross-entropy", "lml")],
+        [vg_best(method) for method in ("lml-20", "truncated-entropy-20", "bce", "softmax")],
     ]
 
 

@@ -66,6 +66,17 @@ def pages(site: Path) -> dict[Path, Html]:
     return {page: Html(page) for page in sorted(site.rglob("*.html"))}
 
 
+def test_headings_start_like_navigation_entries_and_are_the_titles(site: Path) -> None:
+    text = (site / "llms.txt").read_text(encoding="utf-8")
+    entries = re.findall(r"^- \[(.+)\]\((.+\.html)\)$", text, re.M)
+    assert len(entries) > 30
+    for name, address in entries:
+        page = (site / address).read_text(encoding="utf-8")
+        title, heading = re.search(r"<title>(.*?)</title>.*?<h1[^>]*>(.*?)<", page, re.DOTALL).groups()  # type: ignore[union-attr]
+        assert heading.startswith(name), address
+        assert title.startswith(heading), address
+
+
 def test_the_site_fetches_nothing_from_elsewhere(site: Path, pages: dict[Path, Html]) -> None:
     assert len(pages) > 20
     for page, html in pages.items():
@@ -188,7 +199,7 @@ def test_tabs_and_sections_lead_to_their_pages(browser: Any, served: str) -> Non
             ("nav.md-nav--primary a", "Projection", "Projection"),
             ("nav.md-tabs a", "Research", "Results"),
             ("nav.md-tabs a", "Guide", "torchlml: differentiable top-k"),
-            ("nav.md-nav--primary a", "Playground", "k of n"),
+            ("nav.md-nav--primary a", "Playground", "Playground"),
         ):
             page.locator(place, has_text=name).first.click()
             page.wait_for_function(

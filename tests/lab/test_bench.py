@@ -303,7 +303,7 @@ def test_a_full_disk_keeps_the_table_on_the_screen(capsys, tmp_path, monkeypatch
     code, out, err = bench(capsys, *NARROW, "--csv", str(tmp_path / "b.csv"))
     assert code == 1
     assert "sigmoid" in out
-    assert "lacks the last 4 rows: there is no space left on the disk." in err
+    assert "is missing the last 4 rows: there is no space left on the disk." in err
     assert "could not be written" in err
     assert err.count("\n") == 1
     assert not list(tmp_path.iterdir())

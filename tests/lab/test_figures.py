@@ -50,7 +50,7 @@ def test_all_draws_figures_without_data_and_names_the_commands_for_the_rest(caps
         *(f"{name}.png" for name in drawn - {"sliding-sigmoid"}),
     }
     for name in drawn - {"sliding-sigmoid"}:
-        # The width of a page at 200 dots per inch, so that type has the same size in all of them. The first
+        # The width of a page at 200 dots per inch, so that text has the same size in all figures. The first
         # figure of the documentation is narrower, for phones.
         assert size(Path("pictures", f"{name}.png"))[0] == (920 if name == "projection" else 1400)
     with Image.open("pictures/sliding-sigmoid.gif") as animation:
@@ -120,7 +120,7 @@ def test_a_figure_that_fails_leaves_no_file(tmp_path):
         (["all", "--out", "/proc/pictures"], "cannot be written"),
         (["projection", "--k", "10"], "`--k` must be more than 0 and less than 10, but it is 10"),
         (["timing", "--csv", "no.csv"], "`no.csv` does not exist. Create it with `torchlml bench paper`."),
-        (["timing", "--csv", __file__], "which is not a CSV of benchmarks"),
+        (["timing", "--csv", __file__], "which is not a benchmark CSV"),
         (
             ["cifar100", "--csv", "no.csv"],
             "`no.csv` does not exist. Create it with `torchlml sweep cifar100`.",

@@ -234,7 +234,7 @@ def test_other_steps_do_not_mix(folder, tmp_path, capsys, monkeypatch):
     assert "`--steps` is 10, but `--out` names" in capsys.readouterr().err
     (tmp_path / "results.csv").write_text("a,b\n1,2\n")
     assert cli.main(command(folder, tmp_path, "--heads", "linear")) == 2
-    assert "is not a CSV of a sweep" in capsys.readouterr().err
+    assert "is not a sweep CSV" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

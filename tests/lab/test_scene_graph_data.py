@@ -330,5 +330,5 @@ def test_region_features_follow_the_boxes(tmp_path):
     torch.testing.assert_close(batch.union_features, pairs)
     with h5py.File(path, "a") as file:
         del file[f"{training.names[3]}/unions"]
-    with pytest.raises(BadInput, match=f"image `{training.names[3]}` has no arrays"):
+    with pytest.raises(BadInput, match=f"image `{training.names[3]}` must contain the arrays"):
         RegionFeatures(path, (training,))

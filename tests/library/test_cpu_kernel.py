@@ -126,8 +126,8 @@ def test_a_row_alone_has_the_same_bits(dtype: torch.dtype) -> None:
 @pytest.mark.parametrize("n", [13, 100, 1000])
 @pytest.mark.parametrize("few", [True, False], ids=["few near one", "most near one"])
 def test_weights_near_one_keep_their_digits(n: int, few: bool) -> None:
-    # y (1 - y) from a rounded y would be off by 1e-4 here, and 0 for the last. Tests both paths of the
-    # kernel.
+    # y (1 - y) from a rounded y would be off by 1e-4 here, and 0 for the largest entry. Both paths of the
+    # kernel are tested.
     near = max(3, n // 90) if few else n - 4
     x = torch.cat([torch.linspace(5, 22, near), torch.linspace(-6, 3, n - near)])[None]
     k = torch.tensor(near + 1.0, dtype=torch.float64)

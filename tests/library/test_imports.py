@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 LIBRARY = Path(__file__).parents[2] / "torchlml"
-# Each package or top-level module may import the ones before it, and nothing after it.
+# Each package or top-level module may import those before it, but not those after it.
 LAYERS = [
     "_rows",
     "_solve",

@@ -39,7 +39,7 @@ _patch = interpreter._patch_lang
 
 
 def _patch_once(function: Any) -> Any:
-    """Patch triton.language permanently. Patching it at each call takes half of the time."""
+    """Patch triton.language permanently. Patching it at each call would take half of the run time."""
     if function.__module__ not in _patched:
         _patched.add(function.__module__)
         _patch(function)

@@ -49,7 +49,7 @@ def mean_divisor(labeled: int | Tensor) -> int | Tensor:
     """Return the divisor of a mean over `labeled` rows: their number, or 1 if there are none.
 
     Without any labeled row the mean is therefore 0 with a zero gradient, whereas `F.cross_entropy` returns
-    NaN. A batch of images without a single relation must not break a training run.
+    NaN. Otherwise a batch without any labels would break a training run.
     """
     return max(1, labeled) if isinstance(labeled, int) else labeled.clamp(min=1)
 

@@ -40,7 +40,7 @@ CUT_STEPS = 4
 FREE_STEPS = 10
 MAX_STEPS = 40
 # On devices other than the CPU, the loop does not test for convergence, because that would synchronize. It
-# takes as many steps as the rows of the tests need, and five more.
+# takes as many steps as the test rows need, plus five.
 _UNSYNCED_STEPS = 12
 
 Limit = Callable[[Tensor, Tensor, Tensor], Tensor]  # limits a step, given the distances to both bracket ends

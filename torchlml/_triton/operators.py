@@ -113,7 +113,7 @@ def _differentiate(
 
 @functools.cache
 def _device(device: torch.device) -> tuple[int, int]:
-    """Return the numbers of multiprocessors and of lanes in a warp; arbitrary numbers for a CPU."""
+    """Return the number of multiprocessors and the number of lanes in a warp; arbitrary numbers for a CPU."""
     if device.type == "cpu":
         return 1, 32
     properties = torch.cuda.get_device_properties(device)

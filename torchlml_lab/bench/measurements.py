@@ -154,10 +154,10 @@ class RowFile:
             self._failure = error
 
     def lacks(self) -> str | None:
-        """Describe which rows are missing from the file and why, or return None if there are none."""
+        """Describe which rows are missing from the file and why, or return None if no rows are missing."""
         if not self._waiting or self._failure is None:
             return None
-        return f"`{self.path}` lacks the last {len(self._waiting)} rows: {reason(self._failure)}."
+        return f"`{self.path}` is missing the last {len(self._waiting)} rows: {reason(self._failure)}."
 
 
 def read(path: Path, option: str) -> list[Measurement]:
@@ -178,7 +178,7 @@ def read(path: Path, option: str) -> list[Measurement]:
             return [_row(row) for row in rows]
     except (OSError, ValueError, TypeError) as error:
         said = reason(error) if isinstance(error, OSError) else error
-        raise BadInput(f"`{option}` names `{path}`, which is not a CSV of benchmarks: {said}.") from error
+        raise BadInput(f"`{option}` names `{path}`, which is not a benchmark CSV: {said}.") from error
 
 
 def append(path: Path, rows: Iterable[Measurement]) -> None:

@@ -334,7 +334,7 @@ def table(rows: Sequence[OwnDataRecord]) -> Table:
         "train s",
         "predict s",
     )
-    shown = plain_table("Test samples, in percent, and CPU seconds", heads, left=4)
+    shown = plain_table("Metrics on test samples in percent, and CPU time in seconds", heads, left=4)
     for row in sorted(rows, key=TABLE.order):
         percent = (f"{100 * value:.1f}" for value in (row.ndcg5, row.p1, row.micro_f1, row.exact))
         seconds = f"{row.seconds:.1f}", f"{row.predict_seconds:.2f}"
@@ -370,7 +370,7 @@ def details(rows: Sequence[OwnDataRecord], data: str) -> str:
             percent = (f"{100 * getattr(row, name):.1f}" for name in METRICS)
             seconds = f"{row.seconds:.1f}", f"{row.predict_seconds:.2f}"
             lines.append((str(row.samples), row.method, row.setting, *percent, *seconds))
-    return markdown_table(f"{data}, test samples in percent, CPU seconds:", heads, lines)
+    return markdown_table(f"Metrics on {data} test samples in percent, CPU time in seconds:", heads, lines)
 
 
 TARGETS = {"ndcg5": 0.2, "micro_f1": 0.0, "exact": 0.0}

@@ -250,7 +250,7 @@ def _finished(call: Callable[[], object]) -> Callable[[], object]:
 
 Problem = tuple[int, int, int]  # threads, n, k
 
-# A time counts as growing with k from this ratio on. Smaller ratios are explained by noise and caches.
+# A time counts as growing with k if it grows by at least this factor. Noise and caches explain smaller ones.
 _GROWS = 1.5
 
 

@@ -201,16 +201,16 @@ class TrainingRecord:
     epoch_seconds: float
     """The time of one pass over the samples at this speed, without validation."""
     forecast_seconds: float
-    """The same as `train` forecasts it; 0 for several processes."""
+    """The time that `train` forecasts for this pass; 0 for several processes."""
     memory_mb: float
-    """The highest memory of a process."""
+    """The peak memory of a process."""
     forecast_mb: float
     seconds: float
     """The time of the whole measurement."""
 
 
 TRAINING = StudyTable(TrainingRecord, lambda row: (row.processes, row.samples, row.labels))
-_PER_SAMPLE = 3  # labels of a sample, or more if all labels could not occur otherwise
+_PER_SAMPLE = 3  # labels per sample, or more if that is needed for every label to occur
 _MOST_PER_SAMPLE = 10
 _TOGETHER = (100_000, 10_000)  # samples and labels of the measurement with several processes
 
@@ -315,7 +315,7 @@ def _output(command: Sequence[str], variables: dict[str, str]) -> str:
 
 
 def _highest_mb(children: bool = False) -> float:
-    """The highest memory of this process, or of the largest one that it started, in MB."""
+    """Return the peak memory in MB of this process, or of the largest process that it started."""
     import resource  # not available on Windows
 
     which = resource.RUSAGE_CHILDREN if children else resource.RUSAGE_SELF
@@ -350,7 +350,7 @@ def write_samples(path: Path, samples: int, labels: int, features: int) -> None:
 
 
 def train_some(arguments: Sequence[str]) -> None:
-    """Train for some time. Arguments: the file of the samples, the seconds, and the number of threads."""
+    """Train for a given time. Arguments: the sample file, the time in seconds, and the number of threads."""
     from accelerate import Accelerator
 
     from torchlml_lab.engine.loop import EpochBatches, needs, train_step
@@ -372,7 +372,7 @@ def train_some(arguments: Sequence[str]) -> None:
     steps, start, rate = 0, 0.0, 0.0
     for step, rows in enumerate(order):
         train_step(task.model.train(), task.optimizer, task.loss, samples.__getitems__(rows))
-        if step == 0:  # it allocates the state of the optimizer
+        if step == 0:  # allocates the optimizer state
             start = time.perf_counter()
             continue
         steps += 1

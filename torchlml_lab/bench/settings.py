@@ -107,7 +107,7 @@ QUICK: dict[str, Any] = {
 class LayerSettings(GridBenchmarkSettings):
     """Time lml, topk, sort, sigmoid and a copy relative to softmax.
 
-    The two calls of a ratio are only milliseconds apart, so it is reliable even on a noisy machine.
+    Both calls in a ratio are made within milliseconds, so ratios are reliable even on a noisy machine.
     """
 
 
@@ -254,8 +254,8 @@ class ScaleSettings(TimingSettings):
 class TrainingSettings:
     """Measure the speed and memory of `torchlml train multilabel`; repeat the command to resume.
 
-    Every size is measured in a new process, on a file that is written for it: all samples are read, but only
-    some steps are trained. `--processes` also trains one epoch with torchrun.
+    Every size is measured in a new process, on a generated file: all samples are read, but only a few steps
+    are trained. `--processes` also trains one epoch with torchrun.
     """
 
     csv: Path = Path("training.csv")
@@ -267,7 +267,7 @@ class TrainingSettings:
     features: int = 100_000
     """The number of features, of which a sample has about 15."""
     seconds: float = 20.0
-    """The time of training for each size."""
+    """The training time for each size, in seconds."""
     threads: int = 2
     """Number of torch threads of a single process."""
     processes: tuple[int, ...] = (2,)

@@ -132,8 +132,8 @@ class TopKClassifier(ClassifierMixin, BaseEstimator):  # type: ignore[misc]
         epochs: the maximum number of epochs.
         validation_fraction: the fraction of samples held out for validation, to select the epoch with the
             best nDCG@5. With 0, or with fewer than 100 samples, all samples and epochs are used.
-        patience: stop after this many epochs without improvement; None means the number of epochs in
-            100 steps, at least 5.
+        patience: stop after this many epochs without improvement; None means as many epochs as take
+            100 steps, but at least 5.
         random_state: the seed of the initial weights, the order of the samples and the validation split.
         verbose: whether to print a line after every epoch.
 

@@ -87,7 +87,7 @@ def read_interactions(
         min_rating: Ignore the pairs of a table with a lower rating, as if they were not in the file. By
             default ratings are not read, and every pair counts.
         by_time: Sort the items of each user by the time column of a table. Otherwise they keep the order of
-            the file. Lists without columns always keep it.
+            the file. Files without columns always keep it.
 
     Returns:
         The items of every user. Invalid input raises `BadInput`, which names the file and the line.
@@ -225,7 +225,7 @@ def _read_table(
 def _find_other(
     path: Path, header: Sequence[str], usual: tuple[str, ...], option: str, wanted: bool, unused: list[str]
 ) -> int | None:
-    """Return the column of the ratings or times if it is wanted. Otherwise add it to `unused`."""
+    """Return the column of the ratings or times if it is requested. Otherwise add it to `unused`."""
     names = [name.partition(":")[0].strip() for name in header]
     places = [place for place, name in enumerate(names) if name.lower() in usual]
     if not wanted:

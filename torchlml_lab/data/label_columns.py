@@ -30,7 +30,7 @@ _LISTED = 6  # columns in a message
 def detect(table: Table, inputs: Collection[str], path: Path) -> tuple[str, ...]:
     """Find the label columns of a table.
 
-    A column with a usual name is preferred, in the order of `USUAL_NAMES`. Otherwise, the only column whose
+    A column with a common name is preferred, in the order of `USUAL_NAMES`. Otherwise, the only column whose
     cells look like separated labels is used. If there is none, the table contains texts, and several columns
     contain only 0 and 1, each of those columns is a label.
 
@@ -40,7 +40,7 @@ def detect(table: Table, inputs: Collection[str], path: Path) -> tuple[str, ...]
     Args:
         table: The cells by column.
         inputs: The columns that the user chose as texts or numbers.
-        path: The file, for the message.
+        path: The file, for error messages.
 
     Returns:
         The columns. If no column or more than one qualifies, `BadInput` suggests a command to run.

@@ -59,7 +59,7 @@ def read_svmlight(path: Path, option: str) -> LabelledRows:
 
 
 def announced_features(path: Path, option: str) -> int | None:
-    """The number of features in the header of a file or in the shape of an `.npz`; None if not known."""
+    """Return the number of features that a header or the shape of an `.npz` announces, or None."""
     if path.suffix == ".npz":
         return int(_read(path, option).shape[1])
     header = _header(next(read_blocks(path, option)).partition(b"\n")[0])
@@ -79,7 +79,7 @@ def _divide(lines: Sequence[bytes], first: int, header: bool) -> tuple[list[int]
 
     Args:
         lines: The lines, without the header.
-        first: The number of the first of them.
+        first: The line number of the first of them.
         header: Whether the file has a header.
     """
     at, heads, tails = [], [], []

@@ -71,11 +71,11 @@ class LabelledRows:
 
 
 class Encoder:
-    """A sentence encoder, whose embeddings of texts replace the texts of samples.
+    """A sentence encoder that replaces the texts of samples with embeddings.
 
     Args:
         name: The directory or the name of a sentence-transformers model.
-        cache: A file that `save` wrote. A missing file or one of another model is ignored.
+        cache: A file written by `save`. It is ignored if it is missing or belongs to another model.
     """
 
     def __init__(self, name: str, cache: Path | None = None) -> None:
@@ -161,7 +161,7 @@ class LabelLists:
             self._starts.append(len(self._columns))
 
     def matrix(self) -> tuple[Matrix, list[str]]:
-        """The matrix of `LabelledRows.labels`, and the names of its columns in the usual order."""
+        """Return the matrix of `LabelledRows.labels`, and the sorted names of its columns."""
         names = label_order(self._place)
         to = np.empty(len(names), dtype=np.int32)
         to[[self._place[name] for name in names]] = np.arange(len(names), dtype=np.int32)
@@ -182,9 +182,9 @@ def label_matrix(lists: Iterable[Sequence[str]]) -> tuple[Matrix, list[str]]:
 
 
 def stacked(blocks: list[Matrix], columns: int) -> Matrix:
-    """Join the rows of CSR matrices to one with this number of columns.
+    """Stack the rows of CSR matrices into one matrix with this number of columns.
 
-    The list is emptied on the way, because two copies of a large matrix may not fit in memory.
+    The list is emptied in the process, because two copies of a large matrix may not fit in memory.
     """
     rows, entries = sum(block.shape[0] for block in blocks), sum(block.nnz for block in blocks)
     index = np.int32 if max(entries, columns) <= np.iinfo(np.int32).max else np.int64

@@ -19,11 +19,11 @@ def files_of(given: Paths, option: str) -> list[Path]:
     """List the files that an option names, in alphabetical order within a directory or a pattern.
 
     Args:
-        given: Files, directories, which stand for the files in them, and patterns like `part-*.csv`.
-        option: The option, for the messages.
+        given: Files, directories (all files in them), and patterns like `part-*.csv`.
+        option: The option, for error messages.
 
     Returns:
-        At least one file. No match, an empty directory or a file that is named twice raises `BadInput`.
+        At least one file. A pattern without a match, an empty directory or a repeated file raises `BadInput`.
     """
     found = list[Path]()
     for path in _all(given):
@@ -52,7 +52,7 @@ def _all(given: Paths) -> tuple[Path, ...]:
 
 
 def in_words(given: Paths | None) -> str:
-    """Name the value of an option in a message.
+    """Format the value of an option for a message.
 
     >>> in_words(Path("a.csv")), in_words((Path("a.csv"), Path("b.csv"), Path("c.csv")))
     ('a.csv', 'a.csv and 2 more')
@@ -64,7 +64,7 @@ def in_words(given: Paths | None) -> str:
 
 
 def short_name(given: Paths) -> str:
-    """The name of the data in a table of results: that of the first file, without its endings."""
+    """Return the name of the data for a table of results: the name of the first file without its suffixes."""
     return _all(given)[0].name.partition(".")[0]
 
 
@@ -82,12 +82,12 @@ def read_samples(
     label_names: Path | None = None,
     labelled: bool = True,
 ) -> tuple[LabelledRows, Columns | None]:
-    """Read the samples of all files that an option names, as `read_labelled` reads those of one file.
+    """Read the samples of all files that an option names, each with `read_labelled`.
 
     Args:
         given: The files. All of them must have the same format and the same columns.
-        option: The option that named them, for the messages.
-        columns: The known roles of the columns of tables. The others are those of the first file.
+        option: The option that named them, for error messages.
+        columns: The known roles of the columns of tables. All other roles are detected in the first file.
         labels: The files of sparse labels for `.npz` files, in the same order.
         label_names: A file with the names of numbered labels.
         labelled: Whether labels are required.
@@ -107,7 +107,7 @@ def read_samples(
     tables = is_table(files[0])
     if len(files) > 1:
         _check_formats(files, option, columns, labelled)
-    # Numbered labels get their names at the end, because their order is that of the numbers.
+    # Numbered labels are named last, because they are first sorted by number.
     early = label_names if tables or len(files) == 1 else None
     parts = list[LabelledRows]()
     for path, its_labels in zip(files, label_files, strict=True):
@@ -157,7 +157,7 @@ def _format(path: Path) -> str:
 
 
 def _joined(parts: list[LabelledRows]) -> LabelledRows:
-    """Join samples, with the union of their labels. The list is emptied on the way, to save memory."""
+    """Join samples, with the union of their labels. The list is emptied in the process, to save memory."""
     names = label_order({name for part in parts for name in part.names})
     width = max(part.features.shape[1] for part in parts)
     texts = None if parts[0].texts is None else [text for part in parts for text in part.texts or ()]

@@ -23,8 +23,8 @@ from torchlml_lab.files import read_blocks, shown
 
 _MOST = float(np.finfo(np.float32).max)
 _TABLES = (".csv", ".tsv", ".jsonl", ".ndjson", ".parquet")
-_ROWS = 2**16  # rows that are converted at once
-_DETECTED = 100_000  # rows in which label columns are detected
+_ROWS = 2**16  # the number of rows that are converted at once
+_DETECTED = 100_000  # the number of rows that are inspected to detect label columns
 
 
 @dataclass(frozen=True)
@@ -93,8 +93,7 @@ def rows_of_columns(table: Mapping[str, Sequence[Any]], columns: Columns) -> Lab
 
     Args:
         table: The cells of every column, by its name.
-        columns: The columns of texts and numbers. If one is missing or has a wrong cell, `BadInput` is
-            raised.
+        columns: The columns of texts and numbers. A missing column or an invalid cell raises `BadInput`.
     """
     lengths = {name: len(cells) for name, cells in table.items()}
     if len(set(lengths.values())) > 1:
@@ -180,7 +179,7 @@ def _read_csv(path: Path, option: str) -> _Cells:
 
 
 class _Blocks:
-    """The blocks of a text file, of which the first ones can be read several times.
+    """The blocks of a text file. Its first blocks can be read repeatedly.
 
     Args:
         blocks: The blocks, which are read only when they are needed.

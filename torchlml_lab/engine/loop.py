@@ -79,10 +79,10 @@ class Task:
 
 
 class RowAdam(Optimizer):
-    """Adam that updates only the rows of a weight that have a gradient, if the gradient is sparse.
+    """Adam that updates only the rows of a weight that occur in its gradient, if the gradient is sparse.
 
-    Other rows keep their weights and moments, so that a step on 10^6 rows costs as much as the rows of its
-    batch. Dense gradients are handled by the fused implementation of torch.
+    All other rows keep their weights and moments, so the cost of a step depends on the rows in the batch and
+    not on the size of the weight. Dense gradients use torch's fused implementation.
 
     Args:
         parameters: The parameters.
@@ -218,20 +218,20 @@ def train_epoch(
     return total
 
 
-LONG, VERY_LONG = 600.0, 3600.0  # seconds: above these, print an estimate, and also an alternative
+LONG, VERY_LONG = 600.0, 3600.0  # seconds from which an estimate, and also an alternative, is printed
 FEW = 8  # samples that suffice for an estimate
 MOST_PROBED = 2**22  # entries that suffice to time an update: more than the caches hold
 
 
 class Needs(NamedTuple):
-    """The estimated needs of training."""
+    """The estimated time and memory of a training run."""
 
     step: float
     """Seconds per batch of training."""
     evaluation: float
-    """Seconds of an evaluation on the validation samples."""
+    """Seconds per evaluation on the validation samples."""
     memory: float
-    """Bytes of memory of this process, or 0 if the system does not tell."""
+    """The memory of this process in bytes, or 0 if the system does not report it."""
 
 
 def needs(task: Task, batch_size: int) -> Needs:
@@ -242,10 +242,10 @@ def needs(task: Task, batch_size: int) -> Needs:
         batch_size: Samples per batch.
 
     Returns:
-        The needs. The passes are extrapolated from a few samples if a whole batch is slow, and the update
-        from a few parameters.
+        The estimates. If a whole batch is slow, the time of the passes is extrapolated from a few samples.
+        The time of the update is extrapolated from a few parameters.
     """
-    # With several processes, the hooks of the model would wait for the other ones.
+    # With several processes, the hooks of the model would wait for the other processes.
     model = (
         copy.deepcopy(task.model) if dist.is_available() and dist.is_initialized() else task.model
     ).train()
@@ -273,7 +273,7 @@ def needs(task: Task, batch_size: int) -> Needs:
         short = passes(few)
         more = min(4 * few, size) if short > 0.2 else size
         seconds = passes(more)
-        # A part of the time does not depend on the number of samples: all weights have a gradient.
+        # Part of the time does not depend on the number of samples, because every weight has a gradient.
         seconds += (size - more) * max(0.0, seconds - short) / max(1, more - few)
         gradients = [parameter.grad for parameter in named.values() if parameter.grad is not None]
         resident = _resident_bytes()
@@ -289,10 +289,11 @@ def needs(task: Task, batch_size: int) -> Needs:
 
 
 def _update_needs(optimizer: Optimizer, gradients: Sequence[Tensor]) -> tuple[float, float]:
-    """Estimate the seconds of an update and the bytes of the optimizer's state.
+    """Estimate the seconds per update and the size of the optimizer state in bytes.
 
     A new optimizer of the same kind updates a few entries, once to create its state and once to be timed. The
-    gradients determine which entries an update reads: all of a dense one, and some rows of a sparse one.
+    gradients determine which entries an update reads: all entries of a weight with a dense gradient, and some
+    rows of a weight with a sparse gradient.
     """
     seconds = states = 0.0
     accepted = inspect.signature(type(optimizer)).parameters.keys() & optimizer.defaults.keys()
@@ -319,7 +320,7 @@ def _update_needs(optimizer: Optimizer, gradients: Sequence[Tensor]) -> tuple[fl
 
 
 def _resident_bytes() -> float:
-    """The memory of this process, or 0 if the system does not tell."""
+    """Return the memory of this process in bytes, or 0 if the system does not report it."""
     try:
         pages = int(Path("/proc/self/statm").read_text(encoding="ascii").split()[1])
     except (OSError, ValueError, IndexError):

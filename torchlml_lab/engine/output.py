@@ -150,7 +150,7 @@ class StudyTable(Generic[Row]):
                 raise ValueError("it has no rows")
         except (OSError, ValueError, TypeError) as error:
             said = error.strerror if isinstance(error, OSError) else error
-            raise BadInput(f"`{option}` names `{path}`, which is not a CSV of a sweep: {said}.") from error
+            raise BadInput(f"`{option}` names `{path}`, which is not a sweep CSV: {said}.") from error
         return found
 
 
@@ -162,14 +162,14 @@ def best_recipes(
     Args:
         tried: The runs of a tuning sweep.
         methods: The methods to look up.
-        path: The file of the runs, for the errors.
-        what: The word for a method in the errors, such as "loss".
-        tuned: The word for the hyperparameters in the errors.
-        where: The word for the conditions in the errors.
+        path: The file with the runs, for error messages.
+        what: The word for a method in error messages, such as "loss".
+        tuned: The word for the hyperparameters in error messages.
+        where: The word for the conditions in error messages.
 
     Returns:
-        The hyperparameters by method. A missing method, or hyperparameters that were tried under different
-        conditions, raise `BadInput`.
+        The hyperparameters by method. `BadInput` is raised if a method is missing, or if its hyperparameters
+        were tried under different conditions.
     """
     best = {}
     for method in methods:

@@ -311,7 +311,7 @@ class _Run:
 
 
 def _why_not_written(error: Exception, folder: Path) -> str:
-    """Return why a checkpoint could not be written, as the end of a sentence."""
+    """Describe why a checkpoint could not be written, as a clause that ends a sentence."""
     said = " ".join(str(error).split()).rstrip(".")
     if isinstance(error, OSError) and error.strerror:
         return reason(error)

@@ -1,4 +1,4 @@
-"""The directory of a run, which is consistent at any time, even if the process is killed.
+"""The directory of a run, which stays consistent even if the process is killed.
 
     run.json            experiment, run id, versions, seed, git commit
     settings.json       all settings

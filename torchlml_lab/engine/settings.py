@@ -94,7 +94,7 @@ def read_settings(
 
     Args:
         kind: The settings class of the task.
-        command: The name of the command, for the help and the errors.
+        command: The name of the command, for help and error messages.
         arguments: The words after the command.
         default: The settings for options that are not given.
 

@@ -17,7 +17,7 @@ from torchlml_lab.files import read_json, record
 from torchlml_lab.multilabel.settings import RULES, RuleName
 
 FEATURES = 8  # top probabilities that predict the number of labels
-STRENGTH = 10.0  # of the ridge regression, in samples
+STRENGTH = 10.0  # penalty of the ridge regression, as a number of samples
 _LARGEST = 1e9  # largest valid weight of the regression; log-odds are at most 14
 WORDS: Mapping[RuleName, str] = {
     "top-k": "the {k} most probable labels",

@@ -71,14 +71,14 @@ def product(matrix: Matrix, dense: Array) -> Array:
 
 
 class Start(NamedTuple):
-    """The parts of an earlier run to start from."""
+    """The linear parts of an earlier run, from which a new fit starts."""
 
     held_out: LinearPart
     """Fitted without the validation samples of that run."""
     final: LinearPart
     """Fitted on all of its samples."""
     complete: bool
-    """Whether they know all labels. The scores of other labels are 0."""
+    """Whether they have weights for all labels. The scores of other labels are 0."""
 
 
 def frequencies(labels: Matrix) -> Array:
@@ -122,7 +122,7 @@ def ridge_path(
     size = float(inputs.data @ inputs.data) / rows
     for penalty in penalties:
         solution = _solve(x, transposed, y, penalty * size, solution)
-        # No local variable refers to the part: several paths are followed at once, and parts are large.
+        # Keep no local reference to the part: several paths are followed at once, and parts are large.
         yield _part(product(transposed, solution), mean, start)
 
 

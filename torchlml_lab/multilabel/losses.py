@@ -98,7 +98,7 @@ class LabelLoss:
         return torchlml.linear_lml_loss(hidden, layer.weight, labels, k, linear_bias=layer.bias)
 
     def of_factors(self, hidden: Tensor, weight: Tensor, bias: Tensor, labels: Tensor) -> Tensor:
-        """The loss of `linear(hidden, weight, bias)`; only the logits of `ROWS` rows exist at a time.
+        """Compute the loss of `linear(hidden, weight, bias)`, with the logits of only `ROWS` rows at a time.
 
         Every row must have a label.
         """
@@ -185,7 +185,7 @@ def named(text: str, option: str = "--losses") -> LabelLoss:
 
     Args:
         text: `bce`, `softmax`, `lml-5`, `lml-labels`, `truncated-entropy-1`, `topk-softmax-20`.
-        option: The option that contains the name, for the error.
+        option: The option that contains the name, for error messages.
 
     Returns:
         The loss. An unknown name raises `BadInput`.

@@ -164,7 +164,7 @@ class LabelNetwork(nn.Module):
         self._ddp_params_and_buffers_to_ignore = ["linear.weight", "linear.bias"]
 
     def rows_of_inputs(self) -> Tensor:
-        """For each input its row of the first layer, or -1 if the network does not use it."""
+        """Return the row of each input in the first layer, or -1 if the network does not use the input."""
         return torch.arange(len(self.first.weight)) if self.place is None else self.place
 
     def forward(

@@ -20,9 +20,9 @@ from torchlml_lab.data.tables import Columns
 from torchlml_lab.files import read_record
 
 FILE = "preparation.json"
-MOST_TERMS = 50_000  # terms of each kind
+MOST_TERMS = 50_000  # the maximum number of terms of each kind
 ROWS, LETTERS = 2**14, 2**22  # the number of samples and of letters that are converted at once
-MOST_BYTES = 2**30  # inputs of texts that need more are computed for each batch
+MOST_BYTES = 2**30  # text inputs that need more memory are computed for each batch
 _ENTRIES = 2**20  # the number of features that are read at once
 
 
@@ -90,7 +90,7 @@ class Preparation:
         return Prepared(stacked(blocks, self.inputs), unknown, empty)
 
     def apply_to_many(self, rows: LabelledRows) -> "Matrix | LaterInputs":
-        """The inputs of training samples, which are computed later if all of them need too much memory."""
+        """Compute the inputs of training samples, or defer this if all of them need too much memory."""
         if self.idf:
             some = next(_slices(len(rows), rows.texts))
             first = self._apply(rows.take(np.arange(some.stop))).inputs
@@ -130,7 +130,7 @@ class Preparation:
 
     @cached_property
     def _known(self) -> list[tuple[dict[str, int], npt.NDArray[np.float64]]]:
-        """For words, pairs and pieces: the number of each term, and the weights of all of them."""
+        """Return the index of each term and the weights of all terms, for words, pairs and pieces."""
         kinds = (self.words, self.pairs, self.pieces)
         weights = np.split(np.array(self.idf), np.cumsum([len(terms) for terms in kinds])[:-1])
         return [
@@ -388,7 +388,7 @@ def _idf(frequency: npt.NDArray[Any], count: int) -> npt.NDArray[np.float64]:
 class _Frequencies:
     """The number of texts that contain each term of one kind, accumulated over blocks of texts.
 
-    Terms are in the order of their first occurrence, pairs in that of their first and then second words.
+    Terms are in the order of their first occurrence. Pairs are sorted by their first and then second word.
     """
 
     def __init__(self) -> None:
@@ -418,7 +418,7 @@ class _Frequencies:
 
 
 class _PairFrequencies:
-    """The same for pairs of words, which are so many that they are stored as numbers."""
+    """Like `_Frequencies`, for pairs of words. There are so many of them that they are stored as numbers."""
 
     def __init__(self, words: _Frequencies) -> None:
         self._words, self.least = words, 1

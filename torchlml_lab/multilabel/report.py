@@ -250,7 +250,7 @@ def make(trained: TrainedLabels, inputs: Matrix, rows: LabelledRows, what: str) 
         trained: The run.
         inputs: The samples, prepared for the run.
         rows: The same samples; their labels start with those of the run, in the same order.
-        what: A description of the samples, for the titles.
+        what: A description of the samples, for titles.
     """
     prepared = trained.preparation
     labels = len(rows.names)

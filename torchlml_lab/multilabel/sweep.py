@@ -70,11 +70,11 @@ def best_rates(records: Sequence[LabelRecord], losses: Sequence[str], path: Path
     Args:
         records: The records of a tuning sweep; their test metrics are not used.
         losses: The losses to choose a rate for.
-        path: The file of the records, for the error.
+        path: The file with the records, for error messages.
 
     Returns:
-        The learning rate by loss. A missing loss, or rates tried under different conditions, raise
-        `BadInput`.
+        The learning rate by loss. `BadInput` is raised if a loss is missing, or if its rates were tried under
+        different conditions.
     """
     tried = [
         Tried(row.loss, (row.learning_rate,), (row.data, row.keep, row.seed), row.validation_ndcg5)

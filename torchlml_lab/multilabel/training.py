@@ -283,7 +283,7 @@ def with_usable_loss(settings: MultilabelSettings, data: Data) -> MultilabelSett
     """The settings with the loss `bce` instead of `lml`, if some training samples have no labels.
 
     LML fixes the sum of the probabilities to k. For a sample without labels the sum is 0, so such samples
-    have no gradient, and a model of the others could not tell that no label applies.
+    have no gradient, and a model trained on the other samples could not learn when no label applies.
     """
     if settings.loss != "lml" or data.training.counts.all():
         return settings

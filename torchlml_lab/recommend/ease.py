@@ -14,9 +14,9 @@ from torchlml_lab.multilabel.losses import PADDING
 
 PENALTIES = (10.0, 30.0, 100.0, 300.0, 1000.0)
 """The penalties to choose from."""
-USUAL_PENALTY = 200.0  # for many items, because every penalty to try costs an inversion
-MANY = 6_000  # items; above, a single penalty is tried, and the inversion is in float32
-ROWS = 4_096  # of the matrix of all users that are dense at a time
+USUAL_PENALTY = 200.0  # used for many items, because trying a penalty costs a matrix inversion
+MANY = 6_000  # with more items, a single penalty is used, and the inversion is in float32
+ROWS = 4_096  # the number of users whose rows are dense at a time
 
 
 class Scores(NamedTuple):
@@ -125,7 +125,7 @@ def memory_needed(items: int) -> int:
 
 
 def memory_available() -> int:
-    """The bytes that new processes can use, or all of the memory where the system does not say."""
+    """Return the bytes that new processes can use, or the total memory if the system does not report them."""
     try:
         with open("/proc/meminfo", encoding="ascii") as file:
             for line in file:

@@ -114,7 +114,7 @@ class MatrixFactorisation(nn.Module):
         pairs: The graph of the training data, for `layers`.
         layers: The number of graph layers, as in LightGCN.
 
-    With layers, it also scores new users: their vector is the sum of the vectors that their items send.
+    With layers, it also scores new users: their vector is the sum of the messages from their items.
     """
 
     def __init__(
@@ -247,7 +247,7 @@ CHOICE = "choice.json"
 
 @dataclasses.dataclass(frozen=True)
 class Choice:
-    """The models of a run with `--model auto` and their parts in the mixture."""
+    """The models of a run with `--model auto` and their weights in the mixture."""
 
     weights: dict[str, float]
     """The weights on a common scale, which sum to 1."""

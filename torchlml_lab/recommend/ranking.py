@@ -171,7 +171,7 @@ MOST_USERS = 512
 
 
 def fit_scale(score: Callable[[Batch], Tensor], users: Users) -> float:
-    """The factor of the scores with the highest likelihood of the held-out items under a softmax.
+    """Find the factor of the scores that maximizes the likelihood of the held-out items under a softmax.
 
     Args:
         score: Computes the scores (R, n) of all items for a batch.

@@ -46,7 +46,7 @@ CANDIDATES: tuple[Candidate, ...] = get_args(Candidate)
 
 
 class Recipe(NamedTuple):
-    """The settings of a model that are not given."""
+    """The defaults of a model for settings that are not given."""
 
     loss: AnyLossName
     batch_size: int
@@ -82,7 +82,7 @@ def run(settings: RecommendSettings, console: Console) -> dict[str, Any]:
 
 
 def completed(settings: RecommendSettings, users: int | None = None) -> RecommendSettings:
-    """The settings of one model, with its own values for those that are not given.
+    """Return the settings of one model, with its own defaults for settings that are not given.
 
     With few `users`, the batches of matrix factorization are smaller, so that an epoch has enough steps.
     """
@@ -158,7 +158,7 @@ MOST_ITEMS = 20_000  # with more, inverting their matrix would take longer than 
 
 
 def _why_not_ease(items: int) -> str | None:
-    """Return why the default does not include `ease`, as the end of a sentence, or None."""
+    """Describe why the default leaves out `ease`, as a clause that ends a sentence; None if it does not."""
     if items > MOST_ITEMS:
         return f"there are more than {MOST_ITEMS:,} items"
     needed, available = ease.memory_needed(items), ease.memory_available()
@@ -380,9 +380,9 @@ def report(
     Args:
         trained: The run.
         users: The users with their histories and the items to find.
-        what: A description of these users, for the output.
-        folder: The directory of the plot.
-        accelerator: Determines the device; only this process computes.
+        what: A description of these users, to be printed.
+        folder: The directory to write the plot to.
+        accelerator: Provides the device. Only this process takes part in the computation.
         console: The console to print to.
     """
     from torchlml_lab import plots  # imports matplotlib, which training does not need

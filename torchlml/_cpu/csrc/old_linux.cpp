@@ -1,6 +1,6 @@
 // Lets a kernel that was compiled on a new Linux load on an old one. The linker binds a few functions that the kernels
 // and torch's headers call to their newest symbol versions, although an older version does the same. The linker option
-// `--wrap=NAME` (see setup.py) redirects calls of NAME to __wrap_NAME in this file, which calls the older version.
+// `--wrap=NAME` (see setup.py) redirects calls to NAME to __wrap_NAME in this file, which calls the older version.
 #include <stdlib.h>  // defines __GLIBC__ if the C library is glibc
 
 #ifdef __GLIBC__

@@ -312,8 +312,8 @@ def fit(
     """Train one network per data set.
 
     Args:
-        loss: Computes the loss of each row from the outputs (sets, rows, outputs), and from the data set and
-            the image of each row, which are indices into tensors (sets, images, ...).
+        loss: Computes the loss of each row. Its arguments are the outputs (sets, rows, outputs), and
+            the indices of each row's data set and image in tensors (sets, images, ...).
         sets: The training images of each data set, all of the same size.
         seeds: The seed of each data set, for the initial weights and the order of the batches.
         epochs: The number of epochs.

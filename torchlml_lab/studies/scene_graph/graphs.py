@@ -119,11 +119,11 @@ def collect(
     """Validate images and combine them.
 
     Args:
-        path: The file of the images, for the errors.
+        path: The file with the images, for error messages.
         images: The images.
         objects: The names of the object classes.
         predicates: The names of the predicates.
-        first: The number of the first class and predicate in the file, for the errors.
+        first: The number of the first class and predicate in the file (0 or 1), for error messages.
 
     Returns:
         The scene graphs, without duplicate triples. Candidate relations are between two different boxes, so
@@ -252,7 +252,7 @@ class RegionFeatures:
     def _check(self, file: h5py.File, name: str, boxes: int) -> tuple[int, int]:
         where = f"`--region-features` is `{self.path}`, where the image `{name}`"
         if name not in file or not {"boxes", "unions"} <= set(file[name]):
-            raise BadInput(f"{where} has no arrays `boxes` and `unions`.")
+            raise BadInput(f"{where} must contain the arrays `boxes` and `unions`, but it does not.")
         tables = [file[name][table] for table in ("boxes", "unions")]
         one, two = (table.shape for table in tables)
         if len(one) != 2 or len(two) != 3 or one[0] < boxes or two[:2] != (one[0], one[0]):

@@ -92,9 +92,9 @@ class MotifNet(nn.Module):
 class _SmallConvolution(nn.Conv2d):
     """A 3 x 3 convolution with stride 2 of flattened images.
 
-    It is computed as one matrix product over all edges. The matrix is the convolution of the unit images,
-    which are far fewer than the edges. The backward pass of a direct convolution of so many tiny images takes
-    twice as long.
+    It is computed as one matrix product over all edges. Its matrix is the convolution of all unit images,
+    of which there are far fewer than edges. The backward pass of a direct convolution of so many tiny images
+    takes twice as long.
     """
 
     def __init__(self, channels: int, more: int, side: int) -> None:

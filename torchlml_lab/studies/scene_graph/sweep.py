@@ -100,12 +100,12 @@ def best_rates(
     Args:
         records: The records of a tuning sweep; test records are not used.
         cells: The pairs of method and variant to choose a rate for.
-        path: The file of the records, for the error.
+        path: The file with the records, for error messages.
 
     Returns:
         The learning rate by method and variant. A k that was not tuned uses the rate of the nearest tuned k
-        of its objective, and a variant that was not tuned uses the rates of the default runs. A missing
-        method, or rates tried with different seeds, raise `BadInput`.
+        of its objective, and a variant that was not tuned uses the rates of the default runs. `BadInput` is
+        raised if a method is missing, or if its rates were tried with different seeds.
     """
     rates = {}
     for method, variant in cells:
