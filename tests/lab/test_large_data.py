@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import csv
 import json
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -249,7 +247,7 @@ def test_the_forecast_changes_nothing(tmp_path, monkeypatch, row_sparse: bool) -
 
 
 def memory_of_training(path: Path) -> tuple[float, float, int]:
-    """Return the forecast of the memory, the memory that an epoch needs, and the size of the weights, in bytes."""
+    """Return the forecast memory, the memory that an epoch needs, and the size of the weights, in bytes."""
     write_samples(path, 4000, 500, 30_000)
     before = loop._resident_bytes()
     task = sparse_task(path, hidden=1024)
@@ -319,8 +317,7 @@ def test_several_files_on_the_command_line(tmp_path, capsys) -> None:
 
 def test_prediction_does_not_load_the_metrics() -> None:
     program = "import sys, torchlml_lab.multilabel.prediction; print('torchmetrics' in sys.modules)"
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
-    assert done.stdout == "False\n"
+    assert fresh.run(program).stdout == "False\n"
 
 
 def test_the_benchmark_of_training(tmp_path, capsys) -> None:
