@@ -1,6 +1,5 @@
 """The command line: help, exit codes, one-line errors, and `info`."""
 
-import ast
 import dataclasses
 import os
 import re
@@ -368,27 +367,6 @@ LAB_COMMANDS = [
     "figures all",
     "figures projection",
 ]
-
-
-def imports(path):
-    """Return the modules that a file imports at any level."""
-    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
-        if isinstance(node, ast.Import):
-            yield from (alias.name for alias in node.names)
-        elif isinstance(node, ast.ImportFrom):
-            assert node.level == 0, path
-            yield node.module or ""
-
-
-def test_measuring_packages_do_not_import_each_other():
-    def imported_by(package):
-        paths = (ROOT / "torchlml_lab" / package).rglob("*.py")
-        return {name for path in paths for name in imports(path) if name.startswith("torchlml_lab.")}
-
-    assert not any(name.startswith("torchlml_lab.bench") for name in imported_by("figures"))
-    above = ("torchlml_lab.figures", "torchlml_lab.bench")
-    for package in ("tasks", "engine"):
-        assert not any(name.startswith(above) for name in imported_by(package))
 
 
 def test_a_reader_that_closes_early_is_not_a_failure():

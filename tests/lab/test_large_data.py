@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import csv
 import json
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -319,8 +317,7 @@ def test_several_files_on_the_command_line(tmp_path, capsys) -> None:
 
 def test_prediction_does_not_load_the_metrics() -> None:
     program = "import sys, torchlml_lab.multilabel.prediction; print('torchmetrics' in sys.modules)"
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
-    assert done.stdout == "False\n"
+    assert fresh.run(program).stdout == "False\n"
 
 
 def test_the_benchmark_of_training(tmp_path, capsys) -> None:

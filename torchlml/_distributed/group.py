@@ -176,13 +176,21 @@ def agreement(group: Any, x: Any) -> Iterator[Agreement]:
     # A meta tensor cannot carry a message, and the other processes would wait forever.
     carries = isinstance(x, Tensor) and x.device.type != "meta"
     device = x.device if carries else torch.device("cpu")
+    failure: Exception | None = None
     try:
         yield agreed
     except Exception as error:
         # The other processes wait for this message. A character takes up to six bytes in it.
-        exchange(agreed.group, device, {"error": str(error)[:300]})
-        raise
-    agreed.everyone = exchange(agreed.group, device, agreed.own)
+        failure, agreed.own = error, {"error": str(error)[:300]}
+    # Unlike all_gather_object, this takes one collective instead of two.
+    text = json.dumps(agreed.own, ensure_ascii=False).encode()
+    assert len(text) <= _BYTES
+    message = torch.zeros(_BYTES, dtype=torch.uint8)
+    message[: len(text)] = torch.frombuffer(bytearray(text), dtype=torch.uint8)
+    messages = agreed.group.gather(message.to(device)).cpu()
+    if failure is not None:
+        raise failure
+    agreed.everyone = [json.loads(bytes(part.tolist()).rstrip(b"\0")) for part in messages]
     for rank, other in enumerate(agreed.everyone):
         if "error" in other:
             raise ValueError(f"Process {rank} of the group has an invalid argument: {other['error']}")
@@ -195,17 +203,6 @@ def agreement(group: Any, x: Any) -> Iterator[Agreement]:
                     f"The processes of the group must have the same {name}, but process 0 has "
                     f"{first[name]} and process {rank} has {found}."
                 )
-
-
-def exchange(group: LabelGroup, device: torch.device, told: dict[str, Any]) -> list[dict[str, Any]]:
-    """Exchange short messages between all processes in one round, and return them in rank order."""
-    # Unlike all_gather_object, this takes one collective instead of two.
-    text = json.dumps(told, ensure_ascii=False).encode()
-    assert len(text) <= _BYTES
-    message = torch.zeros(_BYTES, dtype=torch.uint8)
-    message[: len(text)] = torch.frombuffer(bytearray(text), dtype=torch.uint8)
-    parts = group.gather(message.to(device)).cpu()
-    return [json.loads(bytes(part.tolist()).rstrip(b"\0")) for part in parts]
 
 
 def fingerprint(value: float | Tensor) -> str:

@@ -350,7 +350,7 @@ class _Loss(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         check_first_derivative()
         x, k, mask, row, place, weight, of_infinite, change, counted, *solution = ctx.saved_tensors
-        local = SolvedPart(careful.prepare(x, mask, None)[0], Solution(*solution))
+        local = SolvedPart(x, mask, Solution(*solution))
         s, g = local.solution, grad[0].double()
         dx = local.shares_of_slope() * (g * change).to(local.values.dtype).unsqueeze(-1)
         own = torch.where(local.live[row, place], weight * torch.sigmoid(-local.z[row, place].double()), 0)

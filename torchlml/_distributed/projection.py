@@ -7,8 +7,7 @@ needs no group: its rows are computed locally.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -22,7 +21,7 @@ from torchlml._autograd.rule import gradient_of_k, wants_graph
 from torchlml._distributed.dtensor import Layout, read_layout
 from torchlml._distributed.group import Group, LabelGroup, LabelSplit, agreement
 from torchlml._distributed.solve import Solution, solve
-from torchlml._rows import DenseRows, Rows, shifted
+from torchlml._rows import shifted
 from torchlml._torch import careful
 
 
@@ -53,7 +52,7 @@ def project(
             c = canonical(x, k, dim, mask, None, any_k=True)
             labels, masked = c.x.shape[-1], mask is not None
             agreed.tell(name, x, k, bound, rows=c.row_shape, labels=labels, masked=masked)
-        result = _Project.apply(_FORMULAS[name], c.x, c.k, c.mask, agreed.split(k, bound))
+        result = _Project.apply(name, c.x, c.k, c.mask, agreed.split(k, bound))
     if name == "lml_dual":
         result = c.restore_rows(result)
         return result if layout is None else layout.rows.wrap(result)
@@ -73,8 +72,9 @@ _LOCAL = {"lml": rule.LML, "log_lml": rule.LOG_LML, "lml_dual": rule.LML_DUAL}
 class SolvedPart:
     """The entries of this process and the solution of their rows, in the form that backward passes need."""
 
-    def __init__(self, values: Tensor, solution: Solution) -> None:
-        self.values, self.rows, self.solution = values, DenseRows(values), solution
+    def __init__(self, x: Tensor, mask: Tensor | None, solution: Solution) -> None:
+        self.values, self.rows = careful.prepare(x, mask, None)
+        self.solution = solution
         self.z = shifted(self.values, solution.nu, self.rows)
         self.live = careful.moving(self.values, solution.nu, self.rows)
         # If k < p, the +inf entries get k/p each. They depend on k like tied entries, but on no finite x.
@@ -99,38 +99,32 @@ def check_first_derivative() -> None:
         raise NotImplementedError("With `group`, second derivatives are not supported.")
 
 
-class _Formula(NamedTuple):
-    """Functions that compute one kind of result for the entries of this process, and its (dx, dk)."""
-
-    result: Callable[[Tensor, Rows, Solution], Tensor]
-    gradient: Callable[[SolvedPart, Tensor, Tensor, LabelGroup], tuple[Tensor, Tensor]]
-
-
 class _Project(torch.autograd.Function):
-    """Apply one of `_FORMULAS` to the entries of this process."""
+    """Compute the result of `lml`, `log_lml` or `lml_dual` for the entries of this process."""
 
     @staticmethod
-    def forward(
-        ctx: Any, formula: _Formula, x: Tensor, k: Tensor, mask: Tensor | None, split: LabelSplit
-    ) -> Tensor:
+    def forward(ctx: Any, name: str, x: Tensor, k: Tensor, mask: Tensor | None, split: LabelSplit) -> Tensor:
         values, rows = careful.prepare(x, mask, None)
-        solution = solve(values, k, split)
-        ctx.save_for_backward(x, k, mask, *solution)
-        ctx.gradient, ctx.group = formula.gradient, split.group
-        return formula.result(values, rows, solution).to(x.dtype)
+        s = solve(values, k, split)
+        ctx.save_for_backward(x, k, mask, *s)
+        ctx.name, ctx.group = name, split.group
+        if name == "lml_dual":
+            return s.nu.sum(0).to(x.dtype)
+        z = shifted(values, s.nu, rows)
+        if name == "lml":
+            y = careful.fill(careful.sigmoid(z), values, s.nu, rows, 0.0, s.share)
+        else:
+            y = careful.fill(logsigmoid(z), values, s.nu, rows, -torch.inf, s.share.log())
+        return y.to(x.dtype)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         check_first_derivative()
         x, k, mask, *solution = ctx.saved_tensors
-        local = SolvedPart(careful.prepare(x, mask, None)[0], Solution(*solution))
-        dx, dk = ctx.gradient(local, grad.to(local.values.dtype), k, ctx.group)
+        local = SolvedPart(x, mask, Solution(*solution))
+        dx, dk = _GRADIENTS[ctx.name](local, grad.to(local.values.dtype), k, ctx.group)
         dx, dk = local.finish(dx, dk, x)
         return None, dx, gradient_of_k(dk, k), None, None
-
-
-def _y(x: Tensor, rows: Rows, s: Solution) -> Tensor:
-    return careful.fill(careful.sigmoid(shifted(x, s.nu, rows)), x, s.nu, rows, 0.0, s.share)
 
 
 def _gradient_of_y(local: SolvedPart, g: Tensor, k: Tensor, group: LabelGroup) -> tuple[Tensor, Tensor]:
@@ -141,10 +135,6 @@ def _gradient_of_y(local: SolvedPart, g: Tensor, k: Tensor, group: LabelGroup) -
     total = torch.where(s.nu[0].isinf(), s.infinite, s.log_slope.exp())
     dk = torch.where((total > 0) & ~s.free & (pull != 0), pull / total, 0)
     return torch.where(local.live, w * (g - dk.to(g.dtype).unsqueeze(-1)), 0), dk
-
-
-def _log_y(x: Tensor, rows: Rows, s: Solution) -> Tensor:
-    return careful.fill(logsigmoid(shifted(x, s.nu, rows)), x, s.nu, rows, -torch.inf, s.share.log())
 
 
 def _gradient_of_log_y(local: SolvedPart, g: Tensor, k: Tensor, group: LabelGroup) -> tuple[Tensor, Tensor]:
@@ -158,18 +148,10 @@ def _gradient_of_log_y(local: SolvedPart, g: Tensor, k: Tensor, group: LabelGrou
     return dx, torch.where(s.nu[0].isinf(), torch.where(of_tied == 0, 0, of_tied / k), dk)
 
 
-def _nu(x: Tensor, rows: Rows, s: Solution) -> Tensor:
-    return s.nu.sum(0)
-
-
 def _gradient_of_nu(local: SolvedPart, g: Tensor, k: Tensor, group: LabelGroup) -> tuple[Tensor, Tensor]:
     s = local.solution
     dx = torch.where(local.live, -local.shares_of_slope() * g.unsqueeze(-1), 0)
     return dx, torch.where(s.nu[0].isinf() | (g == 0), 0, g / s.log_slope.exp())
 
 
-_FORMULAS = {
-    "lml": _Formula(_y, _gradient_of_y),
-    "log_lml": _Formula(_log_y, _gradient_of_log_y),
-    "lml_dual": _Formula(_nu, _gradient_of_nu),
-}
+_GRADIENTS = {"lml": _gradient_of_y, "log_lml": _gradient_of_log_y, "lml_dual": _gradient_of_nu}
