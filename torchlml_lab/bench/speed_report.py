@@ -1,5 +1,6 @@
 """`torchlml figures benchmarks` and `bandwidth`: pictures and tables of the Benchmarks page, from CSVs."""
 
+import json
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -201,7 +202,7 @@ def tables(rows: Sequence[Measurement]) -> dict[str, str]:
         found[name] = (
             markdown_table(title, ("operation", "target", "measured", "met"), lines) if lines else ""
         )
-    found |= {"losses": _losses(last), "short rows": _short(last), "related": _related(last)}
+    found |= {"losses": _losses(last), "short rows": _short(rows), "related": _related(last)}
     return {name: table for name, table in found.items() if table}
 
 
@@ -306,20 +307,25 @@ def _related(rows: Sequence[Measurement]) -> str:
 
 
 def _short(rows: Sequence[Measurement]) -> str:
-    """Format the results of `torchlml bench short`."""
-    found: dict[tuple[object, ...], dict[float, float]] = defaultdict(dict)
+    """Format the results of `torchlml bench short`, with columns for each instruction set."""
+    found: dict[tuple[object, ...], dict[tuple[str, float], float]] = defaultdict(dict)
     for row in rows:
         if (row.dtype, row.threads) == _CURVE[2:] and row.operator.startswith(prefix := "short rows, "):
             key = (row.operator.removeprefix(prefix), row.mode, row.batch, row.n, row.k)
+            kernel = json.loads(row.config)["kernel"].removeprefix("C++ (").removesuffix(")")
             # The row of the baseline comes first, so the ratio of its competitor overwrites it.
-            found[key][row.scale] = row.ratio_p50
-    scales = sorted({scale for by_scale in found.values() for scale in by_scale})
-    heads = ("ratio", "rows × n", "k", "mode", *(f"scale {scale:g}" for scale in scales), "target", "met")
+            found[key][kernel, row.scale] = row.ratio_p50
+    columns = sorted({column for ratios in found.values() for column in ratios})
+    names = dict.fromkeys(kernel for kernel, _ in columns)
+    heads = ("ratio", "rows × n", "k", "mode", *(f"{kernel}, scale {scale:g}" for kernel, scale in columns))
     lines = []
     for work in WORKS:
-        if by_scale := found.get((work.operator, work.mode, work.batch, work.n, work.k)):
-            cells = [f"{by_scale[scale]:.2f}" for scale in scales]
-            met = "yes" if max(by_scale.values()) <= work.target else "no"
+        if ratios := found.get((work.operator, work.mode, work.batch, work.n, work.k)):
+            worst = [max(ratio for (of, _), ratio in ratios.items() if of == name) for name in names]
+            met = [name for name, ratio in zip(names, worst, strict=True) if ratio <= work.target]
+            verdict = "yes" if len(met) == len(names) else " and ".join(met) or "no"
             problem = (work.operator, _shape(work.batch, work.n), f"{work.k}", _MODES[work.mode])
-            lines.append((*problem, *cells, f"{work.target:g}", met))
-    return markdown_table("Short rows: ratios of times, one thread, float32", heads, lines) if lines else ""
+            cells = (f"{ratios[column]:.2f}" for column in columns)
+            lines.append((*problem, *cells, f"{work.target:g}", verdict))
+    title = "Short rows: ratios of times, one thread, float32"
+    return markdown_table(title, (*heads, "target", "met"), lines) if lines else ""

@@ -10,27 +10,14 @@ namespace {
 // the dependency chains of different rows overlap. The sums over lanes and the divisions of all rows share one vector.
 template <class S>
 struct ShortRow {
-  // Each sum is split into two partial sums, because a single chain of additions would limit the speed.
   struct Sums {
-    vfloat weights[2] = {}, moments[2] = {};  // sum w and sum w g
-    LML_INLINE vfloat weight() const { return weights[0] + weights[1]; }
-    LML_INLINE vfloat moment() const { return moments[0] + moments[1]; }
+    vfloat weight{}, moment{};  // sum w and sum w g
     // The gradient of an entry with w = 0 (masked, infinite or saturated) is ignored, even if it is NaN.
-    LML_INLINE void add(vfloat w, vfloat g, int into) {
-      weights[into] += w;
-      moments[into] += w * keep<float>(greater(w, 0.0f), g);
+    LML_INLINE void add(vfloat w, vfloat g) {
+      weight += w;
+      moment += w * keep<float>(greater(w, 0.0f), g);
     }
   };
-
-  // Calls f(i, count, into) for every vector, where `into` alternates between 0 and 1.
-  template <class F>
-  static LML_INLINE void each(int64_t n, const F& f) {
-    constexpr int64_t size = lanes<float>;
-    int64_t i = 0;
-    for (; i + 2 * size <= n; i += 2 * size) f(i, size, 0), f(i + size, size, 1);
-    if (i + size <= n) f(i, size, 0), i += size;
-    if (i < n) f(i, n - i, 1);
-  }
 
   // Computes exp(-|z|), from which `weigh` computes w.
   static LML_INLINE void exponentials(const BackwardRow<S> row, float* w) {
@@ -47,16 +34,16 @@ struct ShortRow {
       return count < lanes<float> ? keep<float>(first_lanes<float>(count), a * r * r) : a * r * r;
     };
     if (row.mask) {
-      each(row.n, [&](int64_t i, int64_t count, int into) __attribute__((always_inline)) {
+      each_vector<float>(row.n, [&](int64_t i, int64_t count) __attribute__((always_inline)) {
         const vfloat out = keep<float>(load_mask<float>(row.mask + i, count), weight(i, count));
         write(w + i, out, count);
-        add(i, count, into, out);
+        add(i, count, out);
       });
     } else {
-      each(row.n, [&](int64_t i, int64_t count, int into) __attribute__((always_inline)) {
+      each_vector<float>(row.n, [&](int64_t i, int64_t count) __attribute__((always_inline)) {
         const vfloat out = weight(i, count);
         write(w + i, out, count);
-        add(i, count, into, out);
+        add(i, count, out);
       });
     }
   }
@@ -66,18 +53,13 @@ template <class S>
 class BackwardBlock {
   using Short = ShortRow<S>;
   using Sums = typename Short::Sums;
-  // How w is computed: from y, from y except for the entries near 1, or from x and nu.
-  enum Way { from_y, patched, from_z };
 
  public:
+  explicit BackwardBlock(const BackwardArgs& args) : args_(args) {}
   static constexpr bool takes(int64_t n) { return n <= short_row; }
 
-  LML_INLINE void add(const BackwardArgs& args, const Span& span, double* dk, float high, float low) {
-    BackwardRow<S>& row = rows_[count_];  // written in place, because copying a new struct stalls on its stores
-    row.x = part_of<S>(args.batch.x, span), row.mask = args.batch.mask ? args.batch.mask + span.begin : nullptr;
-    row.n = span.size, row.team = nullptr;
-    row.grad = part_of<S>(args.grad, span), row.y = part_of<S>(args.y, span), row.dx = part_of<S>(args.dx, span);
-    row.dk = dk, row.high = high, row.low = low;
+  LML_INLINE void add(int64_t r, const Span& span) {
+    rows_[count_] = r, spans_[count_] = span;
     if (++count_ == block_rows) finish();
   }
 
@@ -85,98 +67,124 @@ class BackwardBlock {
   __attribute__((noinline)) void finish() {
     if (count_ == 0) return;
     vfloat weights[block_rows], moments[block_rows];
-    float* w[block_rows];
-    Way way[block_rows];
-    const auto take = [&](int i, const Sums& sums) { weights[i] = sums.weight(), moments[i] = sums.moment(); };
-    for (int i = 0; i < count_; ++i) {
-      // Store w in the output itself if it has the right type.
-      w[i] = sizeof(S) == 4 ? reinterpret_cast<float*>(rows_[i].dx)
-                            : scratch_.room(block_rows * short_row) + i * short_row;
-      // Most rows are like the previous row, so try the same way first. This choice does not affect the result.
-      way[i] = sizeof(S) == 2 || near_one_ ? choose(rows_[i]) : from_y;  // a half-precision y was rounded
-      if (way[i] == from_y) {
-        ifloat near{};
-        take(i, sums_from_y(rows_[i], near));
-        if (any<float>(near)) way[i] = choose(rows_[i]);
-      }
-      near_one_ = way[i] != from_y;
-      if (way[i] == from_z) Short::exponentials(rows_[i], w[i]);
+    near_count_ = 0;
+    if (sizeof(S) == 2) {
+      for (int i = 0; i < count_; ++i) Short::exponentials(row(i), w(i));
     }
     for (int i = 0; i < count_; ++i) {
-      if (way[i] == from_z) take(i, sums_from_z(rows_[i], w[i]));
-      if (way[i] == patched) take(i, patched_sums(rows_[i], w[i]));
+      const Sums sums = sizeof(S) == 2 ? sums_from_z(row(i), w(i)) : sums_from_y(i);  // a half-precision y was rounded
+      weights[i] = sums.weight, moments[i] = sums.moment;
     }
     for (int i = count_; i < block_rows; ++i) weights[i] = moments[i] = vfloat{};
+    for (int j = 0; j < near_count_; ++j) patch(row(near_[j].row), near_[j].at, w(near_[j].row));
+    for (int i = 0; i < count_ && near_count_; ++i) {
+      if (!has_near_[i]) continue;
+      const Sums sums = sums_of_w(i);
+      weights[i] = sums.weight, moments[i] = sums.moment;
+    }
     const vfloat sum = sums_over_lanes(weights), mean = sums_over_lanes(moments) / sum;
     const vfloat dk = keep<float>(greater(sum, 0.0f), mean);
     for (int i = 0; i < count_; ++i) {
-      *rows_[i].dk = static_cast<double>(dk[i]);
-      if (way[i] == from_y) {
-        write_from_y(rows_[i], mean[i]);
-      } else {
-        rows_[i].part(0, rows_[i].n).write_projection(w[i], mean[i]);
-      }
+      args_.dk[rows_[i]] = static_cast<double>(dk[i]);
+      write_row(spans_[i], w(i), mean[i]);
     }
     count_ = 0;
   }
 
  private:
-  // Makes the same choice as `BackwardRow::projection`.
-  static LML_INLINE Way choose(const BackwardRow<S> row) {
-    if (sizeof(S) == 2) return from_z;
-    ifloat near{};
-    each_vector<float>(row.n, [&](int64_t i, int64_t count)
-                                  __attribute__((always_inline)) { near += row.near_one(read(row.y + i, count)); });
-    if (!any<float>(near)) return from_y;
-    return -total_lanes(near) * 64 > row.n ? from_z : patched;
+  LML_INLINE float* w(int i) { return w_ + i * short_row; }
+
+  LML_INLINE BackwardRow<S> row(int i) const {
+    const float* nu = static_cast<const float*>(args_.nu) + rows_[i];
+    return {{args_.batch, spans_[i]},
+            part_of<S>(args_.grad, spans_[i]),
+            part_of<S>(args_.y, spans_[i]),
+            part_of<S>(args_.dx, spans_[i]),
+            args_.dk + rows_[i],
+            nu[0],
+            nu[args_.batch.rows]};
   }
 
   static LML_INLINE Sums sums_from_z(const BackwardRow<S> row, float* w) {
     Sums sums;
-    Short::weigh(row, w, [&](int64_t i, int64_t count, int into, vfloat a) __attribute__((always_inline)) {
-      sums.add(a, read(row.grad + i, count), into);
+    Short::weigh(row, w, [&](int64_t i, int64_t count, vfloat a) __attribute__((always_inline)) {
+      sums.add(a, read(row.grad + i, count));
     });
     return sums;
   }
 
-  // The sums are correct unless there are entries near 1, which are marked in `near`.
-  static LML_INLINE Sums sums_from_y(const BackwardRow<S> row, ifloat& near) {
+  // Computes w = y (1 - y). If y is near 1, w is set to 0, and the vector is listed in `near_` for `patch`.
+  LML_INLINE Sums sums_from_y(int of) {
+    const Span span = spans_[of];
+    const S* y = static_cast<const S*>(args_.y) + span.begin;
+    const S* grad = static_cast<const S*>(args_.grad) + span.begin;
+    const S* dx = static_cast<const S*>(args_.dx) + span.begin;
+    float* to = w(of);
     Sums sums;
-    Short::each(row.n, [&](int64_t i, int64_t count, int into) __attribute__((always_inline)) {
-      const vfloat p = read(row.y + i, count);
-      near |= row.near_one(p);
-      sums.add(p - p * p, read(row.grad + i, count), into);
+    ifloat found{};
+    each_vector<float>(span.size, [&](int64_t i, int64_t count) __attribute__((always_inline)) {
+      __builtin_prefetch(dx + i);
+      const vfloat p = read(y + i, count), a = p - p * p;
+      found |= BackwardRow<S>::near_one(p);
+      store(to + i, a);
+      sums.add(a, read(grad + i, count));
     });
+    has_near_[of] = any<float>(found);
+    if (has_near_[of]) {
+      int listed = near_count_;
+      each_vector<float>(span.size, [&](int64_t i, int64_t count) __attribute__((always_inline)) {
+        near_[listed] = {static_cast<int16_t>(of), static_cast<int16_t>(i)};
+        listed += any<float>(BackwardRow<S>::near_one(read(y + i, count)));
+      });
+      near_count_ = listed;
+    }
     return sums;
   }
 
-  static LML_INLINE Sums patched_sums(const BackwardRow<S> row, float* w) {
-    typename BackwardRow<S>::Sums all;
-    row.block_from_y(w, 0, row.n, all);
-    row.patch(w, 0, row.n, all);
+  LML_INLINE Sums sums_of_w(int of) {
+    const Span span = spans_[of];
+    const S* grad = static_cast<const S*>(args_.grad) + span.begin;
+    const float* a = w(of);
     Sums sums;
-    sums.weights[0] = all.weights.block, sums.moments[0] = all.moments.block;
+    each_vector<float>(span.size, [&](int64_t i, int64_t count)
+                                      __attribute__((always_inline)) { sums.add(load(a + i), read(grad + i, count)); });
     return sums;
   }
 
-  static LML_INLINE void write_from_y(const BackwardRow<S> row, float mean) {
-    each_vector<float>(row.n, [=](int64_t i, int64_t count) __attribute__((always_inline)) {
-      const vfloat p = read(row.y + i, count), w = p - p * p;
-      write(row.dx + i, keep<float>(greater(w, 0.0f), w * (read(row.grad + i, count) - mean)), count);
+  // Computes w from x and nu for the entries near 1 of one vector.
+  static LML_INLINE void patch(const BackwardRow<S> row, int64_t i, float* w) {
+    const int64_t rest = row.n - i, count = rest < lanes<float> ? rest : int64_t{lanes<float>};
+    const ifloat near = row.near_one(read(row.y + i, count));
+    store(w + i, select<float>(near, Logistic<float>(row.z_at(i, count)).weight(), load(w + i)));
+  }
+
+  LML_INLINE void write_row(const Span span, const float* w, float mean) const {
+    const S* grad = static_cast<const S*>(args_.grad) + span.begin;
+    S* dx = static_cast<S*>(args_.dx) + span.begin;
+    each_vector<float>(span.size, [=](int64_t i, int64_t count) __attribute__((always_inline)) {
+      const vfloat a = load(w + i);
+      write(dx + i, keep<float>(greater(a, 0.0f), a * (read(grad + i, count) - mean)), count);
     });
   }
 
-  int count_ = 0;
-  bool near_one_ = false;  // whether the last row had entries near 1
-  BackwardRow<S> rows_[block_rows];
-  Scratch<float> scratch_;
+  struct Place {
+    int16_t row, at;
+  };
+  const BackwardArgs& args_;
+  int count_ = 0, near_count_;
+  int64_t rows_[block_rows];
+  Span spans_[block_rows];
+  Place near_[block_rows * (short_row / lanes<float>)+1];
+  bool has_near_[block_rows];
+  alignas(LML_VECTOR_BYTES) float w_[block_rows * short_row];
 };
 // Blocks are only for float32 computation. Rows of float64 are processed one by one.
 template <>
 class BackwardBlock<double> {
  public:
+  explicit BackwardBlock(const BackwardArgs&) {}
   static constexpr bool takes(int64_t) { return false; }
-  void add(const BackwardArgs&, const Span&, double*, double, double) {}
+  void add(int64_t, const Span&) {}
   void finish() {}
 };
 
@@ -184,7 +192,7 @@ template <class S>
 void backward_rows(const BackwardArgs& args, const Rows& rows) {
   using T = typename Work<S>::type;
   Scratch<T> work;
-  BackwardBlock<S> short_rows;
+  BackwardBlock<S> short_rows(args);
   const bool dual = args.kind == Gradient::dual;
   for (int64_t r = rows.begin; r < rows.end; ++r) {
     const Span span = row_span(args.batch, r);
@@ -192,7 +200,7 @@ void backward_rows(const BackwardArgs& args, const Rows& rows) {
     const T high = nu[0], low = nu[args.batch.rows];
     const bool finite = high - high == 0, free = args.bounded && high == 0 && low == 0;
     if (finite && !free && args.kind == Gradient::projection && BackwardBlock<S>::takes(span.size)) {
-      short_rows.add(args, span, args.dk + r, high, low);
+      short_rows.add(r, span);
       continue;
     }
     const BackwardRow<S> row{{args.batch, span, rows.team},

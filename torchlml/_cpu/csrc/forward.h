@@ -229,67 +229,91 @@ ForwardRow<S> forward_row(const ForwardArgs& args, const Span& span, int64_t r, 
   return {{args.batch, span, team}, args.output, args.bound, part_of<S>(args.y, span), nu, nu + args.batch.rows};
 }
 
-// A block of short rows that are solved one per lane.
+// Blocks of short rows that are solved one per lane.
 template <class S>
 class LaneBlock {
+  static constexpr int most_blocks = 2;
+  static constexpr int64_t most_columns = 2048 / block_rows;  // columns of two blocks that fit into the L1 cache
+
  public:
   explicit LaneBlock(const ForwardArgs& args) : args_(args) {}
   static constexpr bool takes(int64_t n) { return n <= short_row; }
 
-  // Adds a row with 0 < k < n. Finishes the block when it is full.
+  // Adds a row with 0 < k < n. Finishes the blocks when they are full.
   template <class F>
   LML_INLINE void add(int64_t r, const Span& span, double k, const F& otherwise) {
+    LaneSolver::Input<S>& in = in_[count_ / block_rows];
+    const int i = count_ % block_rows;
     rows_[count_] = r, begin_[count_] = span.begin;
-    in_.x[count_] = static_cast<const S*>(args_.batch.x) + span.begin;
-    in_.mask[count_] = args_.batch.mask ? args_.batch.mask + span.begin : nullptr;
-    in_.size[count_] = span.size;
-    in_.k_high[count_] = static_cast<float>(k);
-    in_.k_low[count_] = static_cast<float>(k - static_cast<double>(in_.k_high[count_]));
-    if (++count_ == block_rows) finish(otherwise);
+    in.x[i] = static_cast<const S*>(args_.batch.x) + span.begin;
+    in.mask[i] = args_.batch.mask ? args_.batch.mask + span.begin : nullptr;
+    in.size[i] = span.size;
+    in.k_high[i] = static_cast<float>(k);
+    in.k_low[i] = static_cast<float>(k - static_cast<double>(in.k_high[i]));
+    ++count_;
+    if (count_ == most_blocks * block_rows || (count_ == block_rows && 2 * span.size > most_columns)) finish(otherwise);
   }
 
-  // Solves and writes the rows, and empties the block. Calls `otherwise(row, k)` for rows that were not solved.
+  // Solves and writes the rows, and empties the blocks. Calls `otherwise(row, k)` for rows that were not solved.
   template <class F>
   void finish(const F& otherwise) {
     if (count_ == 0) return;
-    for (int i = count_; i < block_rows; ++i) {
-      in_.x[i] = in_.x[0], in_.mask[i] = in_.mask[0], in_.size[i] = in_.size[0];
-      in_.k_high[i] = in_.k_high[0], in_.k_low[i] = in_.k_low[0];
+    const int blocks = (count_ + block_rows - 1) / block_rows;
+    for (int i = count_; i < blocks * block_rows; ++i) {
+      LaneSolver::Input<S>& in = in_[blocks - 1];
+      const int lane = i % block_rows;
+      in.x[lane] = in.x[0], in.mask[lane] = in.mask[0], in.size[lane] = in.size[0];
+      in.k_high[lane] = in.k_high[0], in.k_low[lane] = in.k_low[0];
     }
-    solver_.solve(in_);
-    float high[block_rows], low[block_rows];
-    solver_.nu(high, low);
-    const bool ordinary = args_.bound == Bound::exactly && args_.output != Output::logarithm;
-    ifloat left = ~solver_.solved();
-    if (args_.output == Output::projection) left |= solver_.clamped();
-    if (!ordinary) left = ~ifloat{};
-    S* y[block_rows];
-    for (int i = 0; i < count_; ++i) {
-      static_cast<float*>(args_.nu)[rows_[i]] = high[i];
-      static_cast<float*>(args_.nu)[rows_[i] + args_.batch.rows] = low[i];
-      y[i] = static_cast<S*>(args_.y) + begin_[i];
+    const int64_t entries = begin_[count_ - 1] + in_[blocks - 1].size[(count_ - 1) % block_rows] - begin_[0];
+    for (int b = 0; b < blocks; ++b) {
+      in_[b].soon[0] = in_[b].x[0] + entries;
+      in_[b].soon[1] = args_.y ? static_cast<const S*>(args_.y) + begin_[b * block_rows] : in_[b].soon[0];
+      solver_[b].read(in_[b]);
     }
-    for (int i = count_; i < block_rows; ++i) y[i] = nowhere_;
-    if (any<float>(left)) {
-      for (int i = 0; i < count_; ++i) {
-        if (left[i]) y[i] = write_alone(i, otherwise) ? nowhere_ : y[i];
-      }
-    }
-    if (args_.output == Output::projection) solver_.write(y, in_.size);
+    LaneSolver::solve(solver_, blocks);
+    for (int b = 0; b < blocks; ++b) write(b, otherwise);
     count_ = 0;
   }
 
  private:
+  template <class F>
+  LML_INLINE void write(int b, const F& otherwise) {
+    const LaneSolver& solver = solver_[b];
+    const int first = b * block_rows, count = count_ - first < block_rows ? count_ - first : block_rows;
+    float high[block_rows], low[block_rows];
+    solver.nu(high, low);
+    const bool ordinary = args_.bound == Bound::exactly && args_.output != Output::logarithm;
+    ifloat left = ~solver.solved();
+    if (args_.output == Output::projection) left |= solver.clamped();
+    if (!ordinary) left = ~ifloat{};
+    S* y[block_rows];
+    for (int i = 0; i < count; ++i) {
+      float* nu = static_cast<float*>(args_.nu) + rows_[first + i];
+      nu[0] = high[i], nu[args_.batch.rows] = low[i];
+      y[i] = static_cast<S*>(args_.y) + begin_[first + i];
+    }
+    for (int i = count; i < block_rows; ++i) y[i] = nowhere_;
+    if (any<float>(left)) {
+      for (int i = 0; i < count; ++i) {
+        if (left[i]) y[i] = write_alone(b, i, otherwise) ? nowhere_ : y[i];
+      }
+    }
+    if (args_.output == Output::projection) solver.write(y, in_[b].size);
+  }
+
   // Writes a row that needs special treatment. Returns false if `LaneSolver::write` should write it after all.
   template <class F>
-  __attribute__((noinline)) bool write_alone(int i, const F& otherwise) const {
-    const Span span{begin_[i], in_.size[i]};
-    const ForwardRow<S> row = forward_row<S>(args_, span, rows_[i], nullptr);
-    if (!solver_.solved()[i]) {
-      otherwise(row, args_.k[rows_[i] * args_.k_stride]);
+  __attribute__((noinline)) bool write_alone(int b, int i, const F& otherwise) const {
+    const LaneSolver& solver = solver_[b];
+    const int64_t r = rows_[b * block_rows + i];
+    const Span span{begin_[b * block_rows + i], in_[b].size[i]};
+    const ForwardRow<S> row = forward_row<S>(args_, span, r, nullptr);
+    if (!solver.solved()[i]) {
+      otherwise(row, args_.k[r * args_.k_stride]);
     } else if (row.is_free(static_cast<double>(*row.nu_high))) {
       row.free_row();
-    } else if (args_.output == Output::projection && !solver_.clamped()[i]) {
+    } else if (args_.output == Output::projection && !solver.clamped()[i]) {
       return false;
     } else {
       row.write_from_nu();
@@ -299,9 +323,9 @@ class LaneBlock {
 
   const ForwardArgs& args_;
   int count_ = 0;
-  int64_t rows_[block_rows], begin_[block_rows];
-  LaneSolver::Input<S> in_;
-  LaneSolver solver_;
+  int64_t rows_[most_blocks * block_rows], begin_[most_blocks * block_rows];
+  LaneSolver::Input<S> in_[most_blocks];
+  LaneSolver solver_[most_blocks];
   S nowhere_[short_row];  // the output of lanes whose results are discarded
 };
 // Lanes are float32. Rows of float64 are solved one by one.

@@ -80,11 +80,14 @@ class LaneSolver {
     const bool* mask[block_rows];
     int64_t size[block_rows];
     float k_high[block_rows], k_low[block_rows];  // k as an unevaluated sum
+    // Two arrays of the size of the block that are read or written soon: the next block and the output. They are
+    // fetched into the cache while the block is solved, because the processor does not foresee accesses to many rows.
+    const void* soon[2];
   };
 
-  // Solves the block. Lanes for which `solved` is false need another solver.
+  // Reads a block.
   template <class S>
-  void solve(const Input<S>& in) {
+  void read(const Input<S>& in) {
     same_size_ = true;
     size_ = in.size[0];
     for (int i = 1; i < block_rows; ++i) {
@@ -93,7 +96,31 @@ class LaneSolver {
     }
     gaps_ = !same_size_ || in.mask[0];
     gaps_ ? read_with_gaps(in) : read_whole(in);
-    solve_columns(load(in.k_high), load(in.k_low));
+    row_k_ = load(in.k_high), row_k_low_ = load(in.k_low);
+    for (int i = 0; i < 2; ++i) soon_[i] = static_cast<const char*>(in.soon[i]);
+    column_bytes_ = block_rows * sizeof(S);
+  }
+
+  // Solves the blocks that were read. Lanes for which `solved` is false need another solver. Each phase runs for all
+  // blocks before the next phase begins, so that the processor can overlap the long dependency chains of their steps.
+  // The function is the same for all dtypes and is not inlined, so that it is compiled only once.
+  static __attribute__((noinline)) void solve(LaneSolver* solvers, int count) {
+    const auto each = [=](const auto& f) __attribute__((always_inline)) {
+      for (int i = 0; i < count; ++i) f(solvers[i]);
+    };
+    each([](LaneSolver& block) __attribute__((always_inline)) { block.guess(); });
+    each([](LaneSolver& block) __attribute__((always_inline)) { block.begin(); });
+    each([](LaneSolver& block) __attribute__((always_inline)) { block.step<true>(); });
+    for (int iteration = 0; iteration < 8; ++iteration) {
+      bool going = false;
+      each([&](LaneSolver& block) __attribute__((always_inline)) {
+        if (any<float>(block.active_)) going = true, block.look();
+      });
+      if (!going) break;
+      each([](LaneSolver& block) __attribute__((always_inline)) {
+        if (any<float>(block.active_)) block.step<false>();
+      });
+    }
   }
 
   ifloat solved() const { return solved_; }
@@ -138,14 +165,21 @@ class LaneSolver {
   LML_INLINE void read_with_gaps(const Input<S>& in) {
     const vfloat absent = splat(-infinity);
     vfloat a[block_rows];
-    for (int64_t c = 0; c < size_; c += block_rows) {
+    int64_t c = 0;
+    for (; in.mask[0] && same_size_ && c + block_rows <= size_; c += block_rows) {
+      for (int i = 0; i < block_rows; ++i) {
+        a[i] = select<float>(load_mask<float>(in.mask[i] + c, block_rows), load(in.x[i] + c), absent);
+      }
+      put_columns(c, a);
+    }
+    for (; c < size_; c += block_rows) {
       for (int i = 0; i < block_rows; ++i) {
         const int64_t rest = in.size[i] - c, count = rest < block_rows ? rest : block_rows;
         if (count <= 0) {
           a[i] = absent;
           continue;
         }
-        a[i] = read(in.x[i] + c, count);
+        a[i] = torchlml::read(in.x[i] + c, count);
         const ifloat available = in.mask[i] ? load_mask<float>(in.mask[i] + c, count) : first_lanes<float>(count);
         a[i] = select<float>(available, a[i], absent);
       }
@@ -158,21 +192,19 @@ class LaneSolver {
     for (int i = 0; i < block_rows; ++i) x_[c + i] = a[i];
   }
 
-  static LML_INLINE ifloat available(vfloat x) { return ~(x == splat(-infinity)); }
+  static LML_INLINE ifloat available(vfloat x) { return x != splat(-infinity); }
 
-  // The part of the solver that is common to all dtypes. As a separate function, it is compiled only once.
-  __attribute__((noinline)) void solve_columns(vfloat k, vfloat k_low) {
+  // ------------------------------------------------------------------ first guess
+
+  LML_INLINE void guess() {
     if (!gaps_) {
       active_ = find_moments<false>();
       gaps_ = any<float>(~active_);  // the cause may be entries of -inf, which are treated as masked
     }
     if (gaps_) active_ = find_moments<true>();
-    set_target(k, k_low);
+    set_target(row_k_, row_k_low_);
     set_center();
-    gaps_ ? search<true>() : search<false>();
   }
-
-  // ------------------------------------------------------------------ first guess
 
   // Computes the mean, variance and number of the available entries. The result is false for rows with entries that are
   // huge or not finite.
@@ -236,8 +268,7 @@ class LaneSolver {
 
   // ------------------------------------------------------------------ search
 
-  template <bool gaps>
-  LML_INLINE void search() {
+  LML_INLINE void begin() {
     clamped_ = solved_ = ifloat{};
     delta_ = last_step_ = vfloat{};
     low_ = splat(static_cast<float>(-L::reach)), high_ = splat(static_cast<float>(L::reach));
@@ -245,15 +276,15 @@ class LaneSolver {
     // Compute an upper bound on |x - center|. In most rows it is well within the range of the exponential.
     const vfloat furthest = vsqrt(count_ * variance_) + vabs(mean_ - center_);
     if (any<float>(flip_ | ~greater(splat(0.9f * L::top), furthest))) {
-      exponentials<gaps, true>();
+      gaps_ ? exponentials<true, true>() : exponentials<false, true>();
     } else {
-      exponentials<gaps, false>();
+      gaps_ ? exponentials<true, false>() : exponentials<false, false>();
     }
-    step<true>();
-    for (int iteration = 0; iteration < 8 && any<float>(active_); ++iteration) {
-      look();
-      step<false>();
-    }
+  }
+
+  // Fetches a part of the arrays that are needed soon. Fetching any address is harmless.
+  LML_INLINE void fetch(int64_t column) const {
+    for (const char* array : soon_) __builtin_prefetch(array + column * column_bytes_);
   }
 
   // Calls f(begin, end) for every group of `columns_per_sum` columns.
@@ -272,6 +303,7 @@ class LaneSolver {
     vfloat sum{}, squares{}, cubes[2] = {};
     each_columns([&](int64_t begin, int64_t end) __attribute__((always_inline)) {
       for (int64_t j = begin; j < end; ++j) {
+        fetch(j);
         vfloat z = x_[j] - center_;
         if constexpr (any_row) {
           z = negate_where<float>(flip_, z);
@@ -394,8 +426,11 @@ class LaneSolver {
   }
 
   bool same_size_, gaps_;
+  const char* soon_[2];
+  int64_t column_bytes_;
   int64_t size_;  // the size of the longest row
   vfloat count_, mean_, variance_;
+  vfloat row_k_, row_k_low_;
   vfloat given_k_{}, given_k_low_{}, given_count_{}, probit_, logit_, tail_;
   ifloat possible_;
   ifloat flip_;       // k > n / 2: solve LML_(n-k)(-x) = 1 - LML_k(x), whose sums are small

@@ -275,10 +275,9 @@ class LossBackwardBlock {
       Short::exponentials(rows_[i], w[i]);
     }
     for (int i = 0; i < count_; ++i) {
-      vfloat sums[2] = {};
-      Short::weigh(rows_[i], w[i],
-                   [&](int64_t, int64_t, int into, vfloat a) __attribute__((always_inline)) { sums[into] += a; });
-      weights[i] = sums[0] + sums[1];
+      vfloat sum{};
+      Short::weigh(rows_[i], w[i], [&](int64_t, int64_t, vfloat a) __attribute__((always_inline)) { sum += a; });
+      weights[i] = sum;
     }
     for (int i = count_; i < block_rows; ++i) weights[i] = vfloat{};
     const vfloat sum = sums_over_lanes(weights);

@@ -125,12 +125,17 @@ LML_INLINE Mask<T> load_mask(const bool* p, int64_t count) {
   } else {
     copy_part<lanes<T> / 2>(reinterpret_cast<bool*>(&bytes), p, count);
   }
-#if defined(__AVX2__) && !defined(__AVX512F__)
+#if defined(__AVX2__)
   // GCC converts such short vectors entry by entry, so use the intrinsics.
   __m128i low{};
   std::memcpy(&low, &bytes, sizeof bytes);
+#if defined(__AVX512F__)
+  if constexpr (sizeof(T) == 4) return -(Mask<T>)_mm512_cvtepi8_epi32(low);
+  if constexpr (sizeof(T) == 8) return -(Mask<T>)_mm512_cvtepi8_epi64(low);
+#else
   if constexpr (sizeof(T) == 4) return -(Mask<T>)_mm256_cvtepi8_epi32(low);
   if constexpr (sizeof(T) == 8) return -(Mask<T>)_mm256_cvtepi8_epi64(low);
+#endif
 #endif
   return -__builtin_convertvector(bytes, Mask<T>);
 }

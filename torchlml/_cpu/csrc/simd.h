@@ -195,23 +195,25 @@ LML_INLINE vdouble reciprocal(vdouble a) {
   return 1.0 / a;
 }
 
+// Operations within the 128-bit parts of a vector of floats, and the types that they take.
+#if defined(__AVX512F__)
+#define LML_WITHIN(name) _mm512_##name
+using part_t = __m512;
+using pairs_t = __m512d;
+#elif defined(__AVX2__)
+#define LML_WITHIN(name) _mm256_##name
+using part_t = __m256;
+using pairs_t = __m256d;
+#elif defined(__SSE2__)
+#define LML_WITHIN(name) _mm_##name
+using part_t = __m128;
+using pairs_t = __m128d;
+#endif
+
 // Transposes a square matrix.
 LML_INLINE void transpose(vfloat (&a)[lanes<float>]) {
 #if defined(__SSE2__)
   // Transpose the 4 x 4 blocks within the 128-bit parts of the vectors, then exchange these parts.
-#if defined(__AVX512F__)
-#define LML_WITHIN(name) _mm512_##name
-  typedef __m512 part_t;
-  typedef __m512d pairs_t;
-#elif defined(__AVX2__)
-#define LML_WITHIN(name) _mm256_##name
-  typedef __m256 part_t;
-  typedef __m256d pairs_t;
-#else
-#define LML_WITHIN(name) _mm_##name
-  typedef __m128 part_t;
-  typedef __m128d pairs_t;
-#endif
   part_t b[lanes<float>];
   for (int i = 0; i < lanes<float>; i += 4) {
     const pairs_t low01 = (pairs_t)LML_WITHIN(unpacklo_ps)((part_t)a[i], (part_t)a[i + 1]);
@@ -223,7 +225,6 @@ LML_INLINE void transpose(vfloat (&a)[lanes<float>]) {
     b[i + 2] = (part_t)LML_WITHIN(unpacklo_pd)(high01, high23);
     b[i + 3] = (part_t)LML_WITHIN(unpackhi_pd)(high01, high23);
   }
-#undef LML_WITHIN
   for (int i = 0; i < 4; ++i) {
 #if defined(__AVX512F__)
     const __m512 even01 = _mm512_shuffle_f32x4(b[i], b[i + 4], 0x88),
@@ -252,13 +253,31 @@ LML_INLINE void transpose(vfloat (&a)[lanes<float>]) {
 #endif
 }
 
-// The sum over the lanes of each vector, in a fixed order.
+// The sum over the lanes of each vector, in a fixed order: the steps of `transpose`, with an addition after each step.
 LML_INLINE vfloat sums_over_lanes(vfloat (&a)[lanes<float>]) {
-  transpose(a);
-  for (int step = 1; step < lanes<float>; step *= 2) {
-    for (int i = 0; i < lanes<float>; i += 2 * step) a[i] += a[i + step];
+#if defined(__SSE2__)
+  part_t b[lanes<float> / 4];
+  for (int i = 0; i < lanes<float>; i += 4) {
+    const pairs_t sum01 = (pairs_t)(LML_WITHIN(unpacklo_ps)((part_t)a[i], (part_t)a[i + 1]) +
+                                    LML_WITHIN(unpackhi_ps)((part_t)a[i], (part_t)a[i + 1]));
+    const pairs_t sum23 = (pairs_t)(LML_WITHIN(unpacklo_ps)((part_t)a[i + 2], (part_t)a[i + 3]) +
+                                    LML_WITHIN(unpackhi_ps)((part_t)a[i + 2], (part_t)a[i + 3]));
+    b[i / 4] = (part_t)LML_WITHIN(unpacklo_pd)(sum01, sum23) + (part_t)LML_WITHIN(unpackhi_pd)(sum01, sum23);
   }
+#if defined(__AVX512F__)
+  const __m512 low = _mm512_shuffle_f32x4(b[0], b[1], 0x88) + _mm512_shuffle_f32x4(b[0], b[1], 0xdd);
+  const __m512 high = _mm512_shuffle_f32x4(b[2], b[3], 0x88) + _mm512_shuffle_f32x4(b[2], b[3], 0xdd);
+  return (vfloat)(_mm512_shuffle_f32x4(low, high, 0x88) + _mm512_shuffle_f32x4(low, high, 0xdd));
+#elif defined(__AVX2__)
+  return (vfloat)(_mm256_permute2f128_ps(b[0], b[1], 0x20) + _mm256_permute2f128_ps(b[0], b[1], 0x31));
+#else
+  return (vfloat)b[0];
+#endif
+#else
+  transpose(a);
+  for (int i = 1; i < lanes<float>; ++i) a[0] += a[i];
   return a[0];
+#endif
 }
 
 // Sum over lanes, in double and in a fixed order.
