@@ -5,7 +5,7 @@ one linear system with a right-hand side per label.
 """
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -32,7 +32,8 @@ FOLDS = 5
 FEWEST_HELD_OUT = (
     300  # fewer samples make the choice of a penalty noisy, so cross-validation uses all of them
 )
-WORSE = 0.005  # a difference in nDCG@5 that is not noise
+WORSE = 0.005  # a difference in nDCG@5 that is not noise if there are many samples
+SPREAD = 0.2  # the standard deviation of the difference in nDCG@5 of two similar models on one sample
 TOLERANCE, MOST_STEPS = 0.05, 40
 SCALE_PENALTY = 0.001  # keeps the scale finite if the validation samples are separable
 SHARES, CLOSE = (0.0, 0.25, 0.5, 0.75, 1.0), 0.002
@@ -79,6 +80,11 @@ class Start(NamedTuple):
     """Fitted on all of its samples."""
     complete: bool
     """Whether they know all labels. The scores of other labels are 0."""
+
+
+def noise(samples: int) -> float:
+    """Return a difference in nDCG@5 on this many samples that is not noise, about one standard error."""
+    return max(WORSE, SPREAD / math.sqrt(samples))
 
 
 def frequencies(labels: Matrix) -> Array:
@@ -192,42 +198,41 @@ def choose(
         start: The parts of an earlier run to start from.
 
     Returns:
-        The choice. If there are few validation samples, it is made by cross-validation over all samples, but
-        not with a start, which may have been fitted on all of them. Fits from the start must be clearly
-        better than the start itself: fitting the residuals of the same samples again would only overfit.
+        The choice. If there are few validation samples, it is made by cross-validation over all samples. Fits
+        from a start are compared with its part for all samples. If these are the samples of the earlier run,
+        that part fits them so well that it is kept, because fitting their residuals again would only overfit.
     """
     its_labels = its_labels[:, : labels.shape[1]]
     splits = [_Split(training, labels, validation, its_labels)]
-    if start is None and validation.shape[0] < FEWEST_HELD_OUT:
+    if validation.shape[0] < FEWEST_HELD_OUT:
         x = sparse.vstack([training, validation], format="csr")
         y = sparse.vstack([labels, its_labels], format="csr")
         splits = [_Split(x[rest], y[rest], x[others], y[others]) for rest, others in folds(x.shape[0])]
-    first = None if start is None else start.held_out
-    best, found = -1.0, None
+    weights = [split.weight for split in splits]
+
+    def mean_quality(parts: Iterable[LinearPart], gains: Sequence[float]) -> Array:
+        each = [split.qualities(part, gains) for split, part in zip(splits, parts, strict=True)]
+        found: Array = np.average(np.array(each), axis=0, weights=weights)
+        return found
+
+    best, penalty, gain = -1.0, math.inf, 1.0
     if start is not None and start.complete:
-        found = Choice(math.inf, 1.0, start.held_out)
-        best = ndcg(start.held_out.scores(validation), its_labels) + WORSE
+        best = float(mean_quality([start.final] * len(splits), (1.0,))[0]) + WORSE
     # The weights of a start already have a gain.
     gains = GAINS if start is None else (1.0,)
+    first = None if start is None else start.final
     paths = [ridge_path(split.inputs, split.labels, PENALTIES, first) for split in splits]
     highest = -1.0
-    for penalty in PENALTIES:
-        each = []
-        for split, path in zip(splits, paths, strict=True):
-            part = next(path)
-            each.append(split.qualities(part, gains))
-        weights = np.array([split.weight for split in splits])
-        quality: Array = np.average(np.array(each), axis=0, weights=weights)
+    for one in PENALTIES:
+        quality = mean_quality(map(next, paths), gains)
         if quality.max() < highest - WORSE:
             break  # weaker penalties only get worse
         highest = max(highest, quality.max())
         if quality.max() > best:
-            best, gain = float(quality.max()), gains[int(quality.argmax())]
-            found = Choice(penalty, gain, part.with_gain(gain, splits[-1].usual))
-    assert found is not None
-    if len(splits) > 1:
-        found = found._replace(part=fit(training, labels, found.penalty, found.gain))
-    return found
+            best, penalty, gain = float(quality.max()), one, gains[int(quality.argmax())]
+    if start is not None and penalty == math.inf:
+        return Choice(penalty, gain, start.held_out)
+    return Choice(penalty, gain, fit(training, labels, penalty, gain, start and start.held_out))
 
 
 class _Split:
