@@ -208,7 +208,7 @@ def choose(
         x = sparse.vstack([training, validation], format="csr")
         y = sparse.vstack([labels, its_labels], format="csr")
         splits = [_Split(x[rest], y[rest], x[others], y[others]) for rest, others in folds(x.shape[0])]
-    weights = [split.weight for split in splits]
+    weights = np.array([split.weight for split in splits])
 
     def mean_quality(parts: Iterable[LinearPart], gains: Sequence[float]) -> Array:
         each = [split.qualities(part, gains) for split, part in zip(splits, parts, strict=True)]
