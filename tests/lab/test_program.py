@@ -193,8 +193,13 @@ def test_torch_export(name: str, request: pytest.FixtureRequest, tmp_path: Path)
     files = {"about.json": ""}
     program = torch.export.load(out, extra_files=files).module()
     found = program(torch.from_numpy(model.inputs(samples).toarray()))
-    np.testing.assert_allclose(found.detach().numpy(), model.predict_proba(samples), atol=2e-6)
+    np.testing.assert_allclose(found.numpy(), model.predict_proba(samples), atol=2e-6)
     assert json.loads(json.loads(files["about.json"])["labels"]) == model.labels
+
+
+def test_an_unknown_rule_is_named_with_all_rules(run: Path, capsys) -> None:
+    said = rejected(capsys, ["predict", run, "--data", "new.csv", "--rule", "best"])
+    assert "`--rule` must be one of auto, count, half, threshold, top-k, but it is `best`" in said
 
 
 def test_bad_exports(run: Path, tmp_path: Path, capsys, monkeypatch) -> None:
