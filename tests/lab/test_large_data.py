@@ -249,7 +249,7 @@ def test_the_forecast_changes_nothing(tmp_path, monkeypatch, row_sparse: bool) -
 
 
 def memory_of_training(path: Path) -> tuple[float, float, int]:
-    """Return the forecast of the memory, the memory that an epoch needs, and the size of the weights, in bytes."""
+    """Return the forecast of the memory, the memory of an epoch, and the size of the weights, in bytes."""
     write_samples(path, 4000, 500, 30_000)
     before = loop._resident_bytes()
     task = sparse_task(path, hidden=1024)
