@@ -90,7 +90,8 @@ def parse_error(event: Any, arguments: Sequence[str], known: Sequence[str]) -> s
         word = word.partition("=")[0]
         return f"There is no option `{word}`{did_you_mean(word, known)}"
     if kind == "InvalidChoice":
-        return f"`{name}` must be one of {', '.join(event.choices)}, but it is `{event.value}`"
+        choices = ", ".join(sorted(choice for choice in event.choices if choice != "None"))
+        return f"`{name}` must be one of {choices}, but it is `{event.value}`"
     if kind == "BadValue":
         return f"`{name}` needs a value"
     if kind == "MissingArgs":

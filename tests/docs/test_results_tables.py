@@ -478,6 +478,34 @@ def test_own_data_of_all_methods() -> None:
             assert [setting, *cells] == [row["setting"], *percent, *seconds]
 
 
+def test_own_data_summary() -> None:
+    """The numbers in the first paragraph and in the findings."""
+    page = (OWN / "README.md").read_text(encoding="utf-8").replace("−", "-")
+    counts, ranges = {}, {}
+    for metric in OWN_METRICS.values():
+        found = [
+            100 * (float(own[metric]) - float(best[metric])) for own, best in differences(metric).values()
+        ]
+        counts[metric] = f"{sum(value >= 0 for value in found)} of {len(found)}"
+        ranges[metric] = f"{min(found):+.1f} to {max(found):+.1f} points"
+    for other in (
+        page,
+        *((RESULTS / name).read_text(encoding="utf-8") for name in ("README.md", "../README.md")),
+    ):
+        assert f"has the best nDCG@5 in {counts['ndcg5']} comparisons" in other
+    assert f"The difference from the best of them is {ranges['ndcg5']}." in page
+    assert f"the best micro-F1 in {counts['micro_f1']} comparisons ({ranges['micro_f1']})" in page
+    assert f"the most exact sets in {counts['exact']}." in page
+    assert f"**P@1.** The difference is {ranges['p1']}." in page
+    seconds = [float(row["seconds"]) for row in own_data() if row["method"] == "torchlml"]
+    assert f"Training takes {min(seconds):.1f}–{max(seconds):.1f} CPU seconds" in page
+    for data, digits in (("corel5k", 1), ("delicious", 2)):
+        highest = max(100 * float(row["exact"]) for row in own_data(data))
+        assert f"{highest:.{digits}f}% of" in page
+    behind = {place for place, (own, best) in differences("exact").items() if own["exact"] < best["exact"]}
+    assert {data for data, _ in behind} == {"corel5k", "delicious"}
+
+
 def test_own_data_targets() -> None:
     """The table of targets: how often each is met, and the largest miss."""
     (table,) = of_section(OWN / "README.md", "Targets")

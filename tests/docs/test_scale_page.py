@@ -1,7 +1,8 @@
-"""docs/scale.md: its table follows from the formulas that `test_numbers_sent` verifies."""
+"""docs/scale.md: its tables follow from the formulas that `test_numbers_sent` verifies, and from the CSV."""
 
 from __future__ import annotations
 
+import csv
 import re
 from pathlib import Path
 
@@ -31,3 +32,55 @@ def test_the_table_follows_from_the_formulas(line: tuple[str, ...]) -> None:
     received = processes * sent if processes > 1 else 0
     assert float(line[4]) == pytest.approx(received / 2**20, rel=0.05)
     assert line[5:] == (("0", "0", "0") if processes == 1 else ("4", "3", "36"))
+
+
+TRAINING = Path(__file__).parents[2] / "results" / "training.csv"
+
+
+def training_rows() -> list[dict[str, float]]:
+    with TRAINING.open(newline="", encoding="utf-8") as file:
+        return [{name: float(value) for name, value in row.items()} for row in csv.DictReader(file)]
+
+
+def training_cells(title: str) -> dict[tuple[int, int], str]:
+    """The cells of a table about training by the numbers of samples and labels, without dashes."""
+    page = PAGE.read_text(encoding="utf-8").split(title)[1].strip()
+    heads, _, *lines = (line.strip("| ").split(" | ") for line in page.split("\n\n")[0].split("\n"))
+    labels = [int(head.removesuffix(" labels").replace(",", "")) for head in heads[1:]]
+    return {
+        (int(line[0].replace(",", "")), n): cell
+        for line in lines
+        for n, cell in zip(labels, line[1:], strict=True)
+        if cell != "–"
+    }
+
+
+def test_the_tables_of_training_are_those_of_the_csv() -> None:
+    speed, needs = {}, {}
+    for row in training_rows():
+        if row["processes"] == 1:
+            place = int(row["samples"]), int(row["labels"])
+            memory = f"{row['memory_mb'] / 1000:.1f} GB"
+            speed[place] = f"{row['samples_per_second']:,.0f}/s, {memory}"
+            seconds = f"{row['epoch_seconds']:,.0f} s ({row['forecast_seconds']:,.0f})"
+            needs[place] = f"{seconds}, {memory} ({row['forecast_mb'] / 1000:.1f})"
+    assert training_cells("Samples per second in training, and the highest memory:") == speed
+    title = "Time of an epoch and the highest memory, with the forecasts in parentheses:"
+    assert training_cells(title) == needs
+
+
+def test_the_sentences_about_training_are_those_of_the_csv() -> None:
+    page = PAGE.read_text(encoding="utf-8")
+    alone = {(row["samples"], row["labels"]): row for row in training_rows() if row["processes"] == 1}
+    large = alone[1e6, 1000]
+    assert f"need {large['memory_mb'] / 1000:.1f} GB and {large['epoch_seconds']:.0f} s per epoch" in page
+    assert large["memory_mb"] < 2000
+    assert large["epoch_seconds"] < 600
+    low = [(row["memory_mb"] - row["forecast_mb"]) / 1000 for row in alone.values()]
+    assert f"The forecast of the memory is {min(low):.1f}–{max(low):.1f} GB too low" in page
+    for row in training_rows():
+        if row["processes"] == 2:
+            rate, memory = f"{row['samples_per_second']:,.0f}", f"{row['memory_mb'] / 1000:.1f} GB"
+            assert f"runs at {rate} samples per second and needs {memory} per process" in page
+            single = alone[row["samples"], row["labels"]]
+            assert f"trains at {single['samples_per_second']:,.0f} samples per second" in page

@@ -11,7 +11,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from sklearn.metrics import average_precision_score, f1_score
+from scipy.stats import norm
+from sklearn.metrics import accuracy_score, average_precision_score, f1_score
 
 import torchlml
 from tests.support.command_lines import rejected
@@ -66,18 +67,22 @@ def test_the_order_of_logits_decides_between_equal_probabilities() -> None:
 
 @pytest.mark.parametrize("least", [0, 1])
 @pytest.mark.parametrize("rows", [3, 40])
-def test_the_threshold_is_the_best_of_all(rows: int, least: int) -> None:
+def test_the_threshold_has_the_best_smoothed_sets(rows: int, least: int) -> None:
     logits, y, observed = samples(rows)
     y = (20 * y).round() / 20  # with ties
 
     def quality(threshold: float) -> float:
         rules = Decisions(threshold=threshold, least=least)
-        return micro(rules.decide(logits, y, K, "threshold"), observed)
+        chosen = rules.decide(logits, y, K, "threshold")
+        return micro(chosen, observed) + accuracy_score(observed.numpy(), chosen.numpy())
 
-    found = quality(best_threshold(logits, y, observed, least))
-    tried = [quality(t) for t in np.arange(-0.025, 1.05, 0.05)]
-    assert found == pytest.approx(max(tried))
-    assert max(tried) > min(tried)
+    odds = np.linspace(-9, 6, 301)
+    tried = np.array([quality(t) for t in 1 / (1 + np.exp(-odds))])
+    smoothed = [np.average(tried, weights=norm.pdf(odds, one, decisions.SMOOTHNESS)) for one in odds]
+    found = best_threshold(logits, y, observed, least)
+    place = int(np.abs(np.log(found / (1 - found)) - odds).argmin())
+    assert smoothed[place] == pytest.approx(max(smoothed))
+    assert max(smoothed) > min(smoothed) + 0.1
 
 
 def test_sets_are_empty_if_that_is_better() -> None:

@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from accelerate import Accelerator
 from scipy import sparse
 from torch import nn
 
@@ -345,3 +346,25 @@ def test_the_sparse_product_of_the_linear_part() -> None:
         expected = dense.astype(np.float32).astype(np.float64) @ other
         np.testing.assert_allclose(linear.product(matrix, other), expected, rtol=1e-5, atol=1e-6)
         assert linear.product(matrix, np.asfortranarray(other)).shape == (rows, 6)
+
+
+def test_metrics_do_not_depend_on_how_many_scores_are_measured_at_once(tmp_path, monkeypatch):
+    write_samples(tmp_path / "samples.svm", 300, 40, 100)
+    settings = MultilabelSettings(train=tmp_path / "samples.svm", cpu=True)
+    task = training.build_task(settings, read(settings)).task
+    held_out: Any = task.held_out["validation"]
+    batch = held_out.__getitems__(range(90))
+    rows, update = [], model.Measures.update
+
+    def counted(self, scores, labels):
+        rows.append(len(scores))
+        update(self, scores, labels)
+
+    monkeypatch.setattr(model.Measures, "update", counted)
+    found = []
+    for most in (2**22, 1000):  # all samples at once, and 25 of them
+        monkeypatch.setattr(model, "MEASURED", most)
+        with torch.no_grad():
+            found.append(task.measure(task.model.eval(), [batch], Accelerator(cpu=True)))
+    assert rows == [90, 25, 25, 25, 15]
+    assert found[1] == pytest.approx(found[0], rel=1e-5)

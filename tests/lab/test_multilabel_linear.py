@@ -81,8 +81,30 @@ def test_the_usual_tolerance_is_close_to_the_solution():
         assert np.abs(found - scores).max() < 0.05 * np.abs(scores).max()
 
 
+def test_leading_eigenvectors_save_steps(monkeypatch):
+    # Features with very different frequencies, as words have.
+    random = np.random.default_rng(0)
+    there = random.random((400, 600)) < 1 / np.arange(1, 601)
+    x = sparse.csr_array(there / np.maximum(1, np.sqrt(there.sum(axis=1)))[:, None], dtype=np.float32)
+    y = sparse.csr_array((random.random((400, 9)) < 0.2).astype(np.int8))
+    columns, image = [], linear._image
+
+    def counted(x, transposed, a):
+        columns.append(a.shape[1])
+        return image(x, transposed, a)
+
+    monkeypatch.setattr(linear, "_image", counted)
+    steps = {}
+    for rank in (1, 100):
+        columns.clear()
+        monkeypatch.setattr(linear, "RANK", rank)
+        linear.fit(x, y, 0.02)
+        steps[rank] = columns.count(9)
+    assert steps[100] < steps[1] / 2, steps
+
+
 @pytest.mark.parametrize("held_out", [40, 400])  # by cross-validation, and on the validation samples
-def test_penalty_and_gain_are_chosen_on_held_out_samples(held_out):
+def test_penalty_and_gain_are_chosen_on_held_out_samples(held_out, monkeypatch):
     x, y = skewed(600 + held_out, 1000, 20)
     chosen = linear.choose(x[:600], y[:600], x[600:], y[600:])
     # An independent choice: exact solutions, and nDCG@5 by sorting.
@@ -101,13 +123,17 @@ def test_penalty_and_gain_are_chosen_on_held_out_samples(held_out):
         quality |= {(penalty, gain): float(np.mean(values)) for gain, values in total.items()}
     assert quality[chosen.penalty, chosen.gain] > max(quality.values()) - 0.003
     assert max(quality.values()) - min(quality.values()) > 0.02  # the choice matters
-    assert chosen.gain > 1 or held_out == 400  # there, gains of 1 and more are equally good
     # The part itself is fitted without the validation samples.
     expected, usual = exact(x[:600], y[:600], chosen.penalty), y[:600].toarray().mean(axis=0)
     expected[:-1] *= chosen.gain
     expected[-1] = usual + chosen.gain * (expected[-1] - usual)
     assert np.abs(chosen.part.weight - expected[:-1]).max() < 0.05 * np.abs(expected).max()
     assert np.abs(chosen.part.bias - expected[-1]).max() < 0.05 * np.abs(expected[-1]).max()
+    # A strong penalty needs a gain.
+    monkeypatch.setattr(linear, "PENALTIES", (16.0,))
+    strong = linear.choose(x[:600], y[:600], x[600:], y[600:]).gain
+    assert strong > 1
+    assert quality[16.0, strong] > max(quality[16.0, gain] for gain in linear.GAINS) - 0.003
 
 
 def test_a_start_is_kept_unless_the_samples_improve_it():

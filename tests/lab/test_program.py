@@ -193,8 +193,13 @@ def test_torch_export(name: str, request: pytest.FixtureRequest, tmp_path: Path)
     files = {"about.json": ""}
     program = torch.export.load(out, extra_files=files).module()
     found = program(torch.from_numpy(model.inputs(samples).toarray()))
-    np.testing.assert_allclose(found.detach().numpy(), model.predict_proba(samples), atol=2e-6)
+    np.testing.assert_allclose(found.numpy(), model.predict_proba(samples), atol=2e-6)
     assert json.loads(json.loads(files["about.json"])["labels"]) == model.labels
+
+
+def test_an_unknown_rule_is_named_with_all_rules(run: Path, capsys) -> None:
+    said = rejected(capsys, ["predict", run, "--data", "new.csv", "--rule", "best"])
+    assert "`--rule` must be one of auto, count, half, threshold, top-k, but it is `best`" in said
 
 
 def test_bad_exports(run: Path, tmp_path: Path, capsys, monkeypatch) -> None:
@@ -274,6 +279,20 @@ def test_a_run_continued_on_its_own_samples_is_unchanged(run: Path, tmp_path: Pa
     assert np.mean(changed) < 0.02
     assert after.rule == before.rule
     assert after.predict_proba(texts) == pytest.approx(before.predict_proba(texts), abs=0.05)
+
+
+@pytest.mark.parametrize("seed", [0, 1])
+def test_a_run_continued_on_its_own_noisy_samples_is_unchanged(seed: int, tmp_path: Path) -> None:
+    # Half of the tags are wrong, so that scores on the validation samples are noisy.
+    wrong = [tags for _, tags in tagged_texts(300, seed + 100)]
+    rows = [(text, wrong[i] if i % 2 else tags) for i, (text, tags) in enumerate(tagged_texts(300, seed))]
+    data = write_texts(tmp_path / "train.csv", rows)
+    first = trained(tmp_path, "--train", data, "--seed", seed)
+    words = ["train", "multilabel", "--train", data, "--continue-from", first, "--out", tmp_path / "second"]
+    assert cli.main([str(word) for word in words]) == 0
+    before, after = torchlml_lab.load_run(first), torchlml_lab.load_run(tmp_path / "second")
+    assert np.array_equal(after.predict_proba(TEXTS), before.predict_proba(TEXTS))
+    assert after.predict(TEXTS) == before.predict(TEXTS)
 
 
 def test_a_run_without_a_hidden_layer_is_continued(mixed: Path, tmp_path: Path) -> None:

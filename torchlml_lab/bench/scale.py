@@ -249,18 +249,31 @@ def training(settings: TrainingSettings) -> None:
 
 
 def training_table(rows: Sequence[TrainingRecord]) -> str:
-    """A Markdown table of speed and memory by the numbers of samples and labels, for one process."""
+    """Two Markdown tables by the numbers of samples and labels, for one process: speed and needs."""
+
+    def speed(row: TrainingRecord) -> str:
+        return f"{row.samples_per_second:,.0f}/s, {row.memory_mb / 1000:.1f} GB"
+
+    def forecasts(row: TrainingRecord) -> str:
+        return (
+            f"{row.epoch_seconds:,.0f} s ({row.forecast_seconds:,.0f}), "
+            f"{row.memory_mb / 1000:.1f} GB ({row.forecast_mb / 1000:.1f})"
+        )
+
     alone = {(row.samples, row.labels): row for row in rows if row.processes == 1}
     labels = sorted({n for _, n in alone})
-    lines = []
-    for samples in sorted({samples for samples, _ in alone}):
-        cells = [alone.get((samples, n)) for n in labels]
-        shown = [
-            f"{row.samples_per_second:,.0f}/s, {row.memory_mb / 1000:.1f} GB" if row else "–" for row in cells
-        ]
-        lines.append((f"{samples:,}", *shown))
     heads = ("samples", *(f"{n:,} labels" for n in labels))
-    return markdown_table("Samples per second in training, and the highest memory:", heads, lines)
+    tables = []
+    for title, shown in (
+        ("Samples per second in training, and the highest memory:", speed),
+        ("Time of an epoch and the highest memory, with the forecasts in parentheses:", forecasts),
+    ):
+        lines = []
+        for samples in sorted({samples for samples, _ in alone}):
+            cells = (alone.get((samples, n)) for n in labels)
+            lines.append((f"{samples:,}", *(shown(row) if row else "–" for row in cells)))
+        tables.append(markdown_table(title, heads, lines))
+    return "\n\n".join(tables)
 
 
 def _trained(settings: TrainingSettings, samples: int, labels: int, processes: int) -> TrainingRecord:

@@ -18,6 +18,8 @@ from torchlml_lab.multilabel.settings import RULES, RuleName
 
 FEATURES = 8  # top probabilities that predict the number of labels
 STRENGTH = 10.0  # penalty of the ridge regression, as a number of samples
+ODDS = (-9.0, 6.0, 301)  # the first, the last and the number of log-odds of the thresholds to choose from
+SMOOTHNESS = 0.5  # the standard deviation of the log-odds of close thresholds
 _LARGEST = 1e9  # largest valid weight of the regression; log-odds are at most 14
 WORDS: Mapping[RuleName, str] = {
     "top-k": "the {k} most probable labels",
@@ -34,7 +36,7 @@ class Decisions:
     rule: RuleName = "top-k"
     """The rule with the highest mean of micro-F1 and exact sets."""
     threshold: float = 0.5
-    """The threshold with the highest micro-F1."""
+    """The threshold with the highest sum of micro-F1 and exact sets, smoothed over close thresholds."""
     weights: list[float] = field(default_factory=list)
     """The regression of the number of labels: the constant, then a weight for each top log-odds. If it is
     empty, the number is k."""
@@ -107,20 +109,37 @@ def fit(logits: Tensor, probabilities: Tensor, observed: Tensor, k: int, empty: 
 
 
 def best_threshold(logits: Tensor, probabilities: Tensor, observed: Tensor, least: int = 1) -> float:
-    """Return the threshold with the highest micro-F1. If `least` is 1, the best label is always chosen."""
+    """Return the threshold with the highest sum of micro-F1 and exact sets, smoothed over close thresholds.
+
+    If `least` is 1, the best label is always chosen. Smoothing reduces the noise of few samples.
+    """
+    odds = torch.linspace(*ODDS, dtype=torch.float64)
+    weights = (-((odds[:, None] - odds) / SMOOTHNESS).square() / 2).exp()
+    thresholds = odds.sigmoid()
+    f1, exact = _by_threshold(thresholds, logits, probabilities.double(), observed, least)
+    return float(thresholds[int((weights @ (f1 + exact) / weights.sum(-1)).argmax())])
+
+
+def _by_threshold(
+    thresholds: Tensor, logits: Tensor, probabilities: Tensor, observed: Tensor, least: int
+) -> tuple[Tensor, Tensor]:
+    """Return micro-F1 and the share of exact sets for each threshold, float64."""
     always = torch.zeros_like(observed)
     if least:
         always.scatter_(-1, logits.argmax(-1, keepdim=True), True)
-    values, order = probabilities[~always].double().sort(descending=True)
-    right = observed[~always][order].double()
-    hits = (observed & always).sum() + torch.cat([right.new_zeros(1), right.cumsum(0)])
-    chosen = always.sum() + torch.arange(len(hits))
-    f1 = 2 * hits / (chosen + observed.sum()).clamp(min=1)
-    # A threshold cannot separate equal probabilities, so they are chosen together.
-    ends = torch.cat([values.new_ones(1), values, values.new_zeros(1)])
-    f1[ends[:-1] == ends[1:]] = -1
-    best = int(f1.argmax())
-    return float((ends[best] + ends[best + 1]) / 2)
+
+    def above(values: Tensor) -> Tensor:
+        return len(values) - torch.searchsorted(values.sort().values, thresholds, right=True)
+
+    chosen = always.sum() + above(probabilities[~always])
+    hits = (observed & always).sum() + above(probabilities[~always & observed])
+    f1 = 2 * hits.double() / (chosen + observed.sum()).clamp(min=1)
+    # A set is exact for thresholds from its highest false label up to its lowest true one.
+    lowest = probabilities.masked_fill(always | ~observed, math.inf).amin(-1)
+    highest = probabilities.masked_fill(always | observed, 0.0).amax(-1)
+    possible = ~(always & ~observed).any(-1) & (highest < lowest)
+    exact = above(lowest[possible]) - above(highest[possible])
+    return f1, exact.double() / max(1, len(observed))
 
 
 def _log_odds(probabilities: Tensor) -> Tensor:

@@ -5,7 +5,7 @@ one linear system with a right-hand side per label.
 """
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -32,8 +32,11 @@ FOLDS = 5
 FEWEST_HELD_OUT = (
     300  # fewer samples make the choice of a penalty noisy, so cross-validation uses all of them
 )
-WORSE = 0.005  # a difference in nDCG@5 that is not noise
+WORSE = 0.005  # a difference in nDCG@5 that is not noise if there are many samples
+SPREAD = 0.2  # the standard deviation of the difference in nDCG@5 of two similar models on one sample
 TOLERANCE, MOST_STEPS = 0.05, 40
+RANK = 256  # eigenvectors of the preconditioner
+MOST_CACHED, FEWEST_COLUMNS = 2**22, 16  # entries of an intermediate result (16 MB), columns
 SCALE_PENALTY = 0.001  # keeps the scale finite if the validation samples are separable
 SHARES, CLOSE = (0.0, 0.25, 0.5, 0.75, 1.0), 0.002
 MOST_SCORES, MOST_WEIGHTS = 2**24, 2**27  # 64 MB per matrix of scores, 512 MB of weights
@@ -81,6 +84,11 @@ class Start(NamedTuple):
     """Whether they have weights for all labels. The scores of other labels are 0."""
 
 
+def noise(samples: int) -> float:
+    """Return a difference in nDCG@5 on this many samples that is not noise, about one standard error."""
+    return max(WORSE, SPREAD / math.sqrt(samples))
+
+
 def frequencies(labels: Matrix) -> Array:
     """The share of samples that have each label."""
     counts = np.bincount(labels.indices, minlength=labels.shape[1])
@@ -118,10 +126,10 @@ def ridge_path(
         y -= start.scores(inputs)
     mean = y.mean(axis=0)
     y -= mean
-    solution = np.zeros_like(y)
+    solution, near = np.zeros_like(y), _Preconditioner(x, transposed)
     size = float(inputs.data @ inputs.data) / rows
     for penalty in penalties:
-        solution = _solve(x, transposed, y, penalty * size, solution)
+        solution = _solve(x, transposed, y, penalty * size, solution, near)
         # Keep no local reference to the part: several paths are followed at once, and parts are large.
         yield _part(product(transposed, solution), mean, start)
 
@@ -132,30 +140,67 @@ def _part(weight: Array, mean: Array, start: LinearPart | None) -> LinearPart:
     return part if start is None else LinearPart(start.weight + part.weight, start.bias + part.bias)
 
 
-def _solve(x: Matrix, transposed: Matrix, y: Array, penalty: float, start: Array) -> Array:
-    """Solve `(x xᵀ + penalty I) a = y` for each column of y by conjugate gradients."""
+def _image(x: Matrix, transposed: Matrix, a: Array) -> Array:
+    """Return `x xᵀ a`, by groups of columns whose intermediate result fits in the cache."""
+    width = max(FEWEST_COLUMNS, MOST_CACHED // x.shape[1])
+    found = np.empty_like(a)
+    for start in range(0, a.shape[1], width):
+        some = slice(start, start + width)
+        found[:, some] = product(x, product(transposed, a[:, some]))
+    return found
+
+
+class _Preconditioner:
+    """An approximation of the inverse of `x xᵀ + penalty I` by the leading eigenvectors of `x xᵀ`.
+
+    Common words have eigenvalues far above the penalty, which would take conjugate gradients many steps. The
+    eigenvectors are those of a randomized Nyström approximation (Frangella, Tropp, Udell 2023).
+    """
+
+    def __init__(self, x: Matrix, transposed: Matrix) -> None:
+        rows = x.shape[0]
+        rank = min(RANK, max(1, rows // 4))
+        random = np.random.default_rng(0).standard_normal((rows, rank)).astype(np.float32)
+        basis = np.linalg.qr(_image(x, transposed, np.linalg.qr(random)[0]))[0]
+        images = _image(x, transposed, basis).astype(np.float64)
+        values, vectors = np.linalg.eigh(basis.T.astype(np.float64) @ images)
+        self.values = np.maximum(values, 1e-9).astype(np.float32)
+        self.vectors = (basis @ vectors).astype(np.float32)
+
+    def apply(self, rest: Array, penalty: float) -> Array:
+        """Return the approximate solution for the right-hand side `rest`."""
+        factors = (self.values[0] + penalty) / (self.values + penalty) - 1
+        found: Array = rest + self.vectors @ (factors[:, None] * (self.vectors.T @ rest))
+        return found
+
+
+def _solve(
+    x: Matrix, transposed: Matrix, y: Array, penalty: float, start: Array, near: _Preconditioner
+) -> Array:
+    """Solve `(x xᵀ + penalty I) a = y` for each column of y by preconditioned conjugate gradients."""
 
     def image(a: Array) -> Array:
-        found = product(x, product(transposed, a))
+        found = _image(x, transposed, a)
         found += np.float32(penalty) * a
         return found
 
     a = start.copy()
     rest = y - image(a)
-    direction = rest.copy()
-    left = _squares(rest)
     enough = TOLERANCE**2 * _squares(y)
+    direction, before = np.zeros_like(y), np.ones(y.shape[1], np.float32)
     for _ in range(MOST_STEPS):
-        if (left <= enough).all():
+        if (_squares(rest) <= enough).all():
             break
-        along = image(direction)
+        better = near.apply(rest, penalty)
+        left = np.einsum("ij,ij->j", rest, better)
         # Columns that are solved exactly have no residual, so their step is 0.
+        direction *= left / np.maximum(before, np.float32(1e-30))
+        direction += better
+        along = image(direction)
         step = left / np.maximum(np.einsum("ij,ij->j", direction, along), np.float32(1e-30))
         a += step * direction
         rest -= step * along
-        before, left = left, _squares(rest)
-        direction *= left / np.maximum(before, np.float32(1e-30))
-        direction += rest
+        before = left
     return a
 
 
@@ -192,42 +237,47 @@ def choose(
         start: The parts of an earlier run to start from.
 
     Returns:
-        The choice. If there are few validation samples, it is made by cross-validation over all samples, but
-        not with a start, which may have been fitted on all of them. Fits from the start must be clearly
-        better than the start itself: fitting the residuals of the same samples again would only overfit.
+        The choice. If there are few validation samples, it is made by cross-validation over all samples. Fits
+        from a start are compared with its part for all samples. If these are the samples of the earlier run,
+        that part fits them so well that it is kept, because fitting their residuals again would only overfit.
     """
     its_labels = its_labels[:, : labels.shape[1]]
     splits = [_Split(training, labels, validation, its_labels)]
-    if start is None and validation.shape[0] < FEWEST_HELD_OUT:
+    if validation.shape[0] < FEWEST_HELD_OUT:
         x = sparse.vstack([training, validation], format="csr")
         y = sparse.vstack([labels, its_labels], format="csr")
         splits = [_Split(x[rest], y[rest], x[others], y[others]) for rest, others in folds(x.shape[0])]
-    first = None if start is None else start.held_out
-    best, found = -1.0, None
+    weights = np.array([split.weight for split in splits])
+
+    def mean_quality(parts: Iterable[LinearPart], gains: Sequence[float]) -> Array:
+        each = [split.qualities(part, gains) for split, part in zip(splits, parts, strict=True)]
+        found: Array = np.average(np.array(each), axis=0, weights=weights)
+        return found
+
+    best, penalty, gain, part = -1.0, math.inf, 1.0, None
     if start is not None and start.complete:
-        found = Choice(math.inf, 1.0, start.held_out)
-        best = ndcg(start.held_out.scores(validation), its_labels) + WORSE
+        best = float(mean_quality([start.final] * len(splits), (1.0,))[0]) + WORSE
     # The weights of a start already have a gain.
     gains = GAINS if start is None else (1.0,)
+    first = None if start is None else start.final
     paths = [ridge_path(split.inputs, split.labels, PENALTIES, first) for split in splits]
     highest = -1.0
-    for penalty in PENALTIES:
-        each = []
-        for split, path in zip(splits, paths, strict=True):
-            part = next(path)
-            each.append(split.qualities(part, gains))
-        weights = np.array([split.weight for split in splits])
-        quality: Array = np.average(np.array(each), axis=0, weights=weights)
+    for one in PENALTIES:
+        # Several parts are computed one after the other, because they are large.
+        parts = [next(paths[0])] if len(paths) == 1 else map(next, paths)
+        quality = mean_quality(parts, gains)
         if quality.max() < highest - WORSE:
             break  # weaker penalties only get worse
         highest = max(highest, quality.max())
         if quality.max() > best:
-            best, gain = float(quality.max()), gains[int(quality.argmax())]
-            found = Choice(penalty, gain, part.with_gain(gain, splits[-1].usual))
-    assert found is not None
-    if len(splits) > 1:
-        found = found._replace(part=fit(training, labels, found.penalty, found.gain))
-    return found
+            best, penalty, gain = float(quality.max()), one, gains[int(quality.argmax())]
+            if isinstance(parts, list) and start is None:
+                part = parts[0].with_gain(gain, splits[0].usual)
+    if part is not None:
+        return Choice(penalty, gain, part)
+    if start is not None and penalty == math.inf:
+        return Choice(penalty, gain, start.held_out)
+    return Choice(penalty, gain, fit(training, labels, penalty, gain, start and start.held_out))
 
 
 class _Split:

@@ -220,6 +220,7 @@ def copy_weights(network: LabelNetwork, earlier: LabelNetwork) -> None:
 TEMPERATURE = "calibration.json"
 LINEAR = "linear.safetensors"
 ROWS, LOGITS = 512, 2**24  # samples and logits per forward pass
+MEASURED = 2**22  # scores that metrics process at once
 MOST_DENSE = 2**24  # a first layer with more weights has a sparse gradient
 MOST_INPUTS = 10_000  # the most frequent inputs suffice for a network combined with a linear part
 
@@ -479,7 +480,11 @@ def measure(
     found = Measures(preparation, labels)
     for batch in batches:
         lists = accelerator.pad_across_processes(batch.labels, dim=1, pad_index=PADDING)
-        found.update(*accelerator.gather_for_metrics((network(batch.inputs).float(), lists)))
+        scores, lists = accelerator.gather_for_metrics((network(batch.inputs).float(), lists))
+        # Metrics allocate several temporary tensors as large as their scores.
+        size = max(1, MEASURED // scores.shape[1])
+        for start in range(0, len(scores), size):
+            found.update(scores[start : start + size], lists[start : start + size])
     return found.result()
 
 

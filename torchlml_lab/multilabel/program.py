@@ -226,7 +226,9 @@ def export(trained: TrainedLabels, kind: Literal["onnx", "torch"], path: Path) -
     dynamic = ({0: torch.export.Dim.DYNAMIC},)
     with torch.no_grad(), replacing(path) as temporary:
         program = torch.export.export(
-            Program(trained).eval(), (torch.zeros(2, prepared.inputs),), dynamic_shapes=dynamic
+            Program(trained).eval().requires_grad_(False),
+            (torch.zeros(2, prepared.inputs),),
+            dynamic_shapes=dynamic,
         )
         if kind == "torch":
             torch.export.save(program, temporary, extra_files={"about.json": json.dumps(about)})

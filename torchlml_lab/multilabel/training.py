@@ -271,7 +271,7 @@ def build_task(settings: MultilabelSettings, data: Data) -> Built:
         # With a linear part, the last improvements of the network matter less.
         or max(5 if found is None else 3, math.ceil(PATIENT_STEPS * settings.batch_size / len(training))),
         stored={prepare.FILE: prepared.to_json()},
-        start_margin=linear.WORSE if known else None,
+        start_margin=linear.noise(len(data.validation)) if known else None,
         settings=settings,
         combine=None if found is None else found.combine,
         refit=None if found is None else found.refit,
