@@ -99,7 +99,7 @@ def test_the_evidence_is_that_of_the_results() -> None:
         [*kept("lml-labels"), *kept("bce"), *kept("softmax")],
         [
             *(one_label("voc2012", method) for method in ("lml-predicted", "em", "an")),
-            *(one_label("tmc2007", method) for method in ("epr", "lml-predicted", "an")),
+            *(one_label("tmc2007", method) for method in ("role", "lml-predicted", "an")),
         ],
         [digits("exact", "lml", "one", "3 digits", "3"), digits("exact", "bce", "one", "3 digits")],
         [

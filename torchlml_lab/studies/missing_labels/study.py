@@ -49,9 +49,9 @@ HIDDEN = 128
 TUNING_SEEDS = (0, 1)
 _TOGETHER = 2**18
 """The largest number of logits in a step. Configurations that do not fit in a step are trained later."""
-EXACT = ("yeast", "cal500", "tmc2007", "bibtex", "corel5k")
-"""The data sets of the exact k-subset loss. On VOC 2012, k rounds to 1, and the loss equals that of softmax.
-On delicious (k = 19, 983 labels), it would take most of the time of the study."""
+EXACT = ("yeast", "cal500", "tmc2007")
+"""The data sets of the exact k-subset loss, with the linear head only: it takes several times as long as LML.
+On VOC 2012, k rounds to 1, and the loss equals that of softmax."""
 
 
 @dataclass(frozen=True)
@@ -69,6 +69,7 @@ class TuningRecord:
     """The epoch with the best validation mAP, counted from 1."""
     validation_map: float
     seconds: float
+    """Processor time."""
 
 
 @dataclass(frozen=True)
@@ -251,7 +252,7 @@ def cells(settings: MissingLabelsSettings) -> Iterator[Cell]:
     for head in settings.heads:
         for dataset in settings.datasets:
             for method in METHODS:
-                if method == "subset" and dataset not in EXACT:
+                if method == "subset" and (head == "hidden" or dataset not in EXACT):
                     continue
                 yield Cell(dataset, head, method, "tuning", 0)
                 yield from (Cell(dataset, head, method, "random", seed) for seed in range(settings.seeds))
