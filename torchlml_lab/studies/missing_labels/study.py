@@ -454,9 +454,11 @@ def _compute(study: Study, todo: Sequence[Cell], console: Console) -> int:
     with ProgressBar(console) as progress, use_threads(study.settings.threads):
         task = progress.add_task("cells", total=len(todo))
         for number, cell in enumerate(todo):
+            if study.complete(cell):
+                progress.advance(task)
+                continue
             try:
-                if not study.complete(cell):
-                    study.compute(cell)
+                study.compute(cell)
             except KeyboardInterrupt:
                 said = f"Interrupted after {number} of {len(todo)} parts. Repeat the command to continue."
                 raise KeyboardInterrupt(said) from None
