@@ -290,7 +290,7 @@ SUMMARIES = {
     "demo": "compare five losses on digits with missing labels (one minute)",
     "which-k": "measure how a wrong value of k affects ranking and calibration",
     "routing": "compare routers for mixtures of experts (ten minutes)",
-    "missing-labels": "compare losses with one observed label per sample (one hour)",
+    "missing-labels": "compare losses with one observed label per sample (two hours)",
     "info": "show versions, kernels, threads, devices and extras",
     "gpu-check": "verify and time the Triton kernels on your GPU",
     "bench": "benchmark the layer, related operators and losses",

@@ -110,7 +110,7 @@ def test_the_evidence_is_that_of_the_results() -> None:
         [*kept("bibtex"), *kept("delicious"), *kept("corel5k")],
         [
             *(one_label("voc2012", method) for method in ("lml-predicted", "em", "an")),
-            *(one_label("tmc2007", method) for method in ("epr", "lml-predicted", "an")),
+            *(one_label("tmc2007", method) for method in ("role", "lml-predicted", "an")),
         ],
         [
             digits("recall", "lml", "one", "3 digits", "3"),

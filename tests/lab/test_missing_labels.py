@@ -172,13 +172,47 @@ def test_probabilities_of_every_link():
     )
 
 
-def test_every_method_has_nine_configurations():
+def test_the_search_of_every_method_starts_with_nine_configurations():
     for method in METHODS.values():
-        recipes = methods.recipes_of(method)
+        recipes = methods.first_recipes(method)
         assert len(set(recipes)) == 9
-        assert {recipe.weight for recipe in recipes} == set(method.weights or (1.0,))
-    single, several = methods.recipes_of(METHODS["an"]), methods.recipes_of(METHODS["wan"])
+        assert {recipe.weight for recipe in recipes} == set(method.weights[2:5] or (1.0,))
+    single, several = methods.first_recipes(METHODS["an"]), methods.first_recipes(METHODS["wan"])
     assert {one.learning_rate for one in several} < {one.learning_rate for one in single}
+
+
+def test_neighbors_differ_in_one_value():
+    found = methods.neighbors(METHODS["epr"], methods.Recipe(0.001, 10.0))
+    assert found == [(0.00056, 10.0), (0.0018, 10.0), (0.001, 1.0), (0.001, 100.0)]
+    assert methods.neighbors(METHODS["lml"], methods.Recipe(0.1, 1.0)) == [(0.056, 1.0)]
+    corner = methods.neighbors(METHODS["asl"], methods.Recipe(1e-5, 0.0))
+    assert corner == [(1.8e-5, 0.0), (1e-5, 0.5)]
+
+
+def test_the_estimates_of_role_follow_adam_on_the_whole_table():
+    """A sample outside of the batch keeps moving, as in a dense parameter of `torch.optim.Adam`."""
+    generator = torch.Generator().manual_seed(0)
+    rates, observed = torch.tensor([1e-3, 2e-2]), torch.randint(6, (40,), generator=generator)
+    estimates = methods.Estimates(observed, 6, rates, 0)
+    known = estimates.logits.sigmoid()[:, torch.arange(40), observed]
+    torch.testing.assert_close(known, torch.full((2, 40), 0.995))
+    whole = [part.clone().requires_grad_() for part in estimates.logits]
+    adams = [torch.optim.Adam([part], 10 * float(rate)) for part, rate in zip(whole, rates, strict=True)]
+    number = 0
+    for _ in range(8):
+        for rows in torch.randperm(40, generator=generator).split(8):
+            number += 1
+            found = estimates.of(rows, number)
+            for part, own in zip(whole, found, strict=True):
+                torch.testing.assert_close(own.detach(), part.detach()[rows], rtol=0, atol=2e-5)
+            gradient = found.detach().sin() + 0.3 * torch.randn(found.shape, generator=generator)
+            estimates.update(rows, found, gradient, number)
+            for part, adam, own in zip(whole, adams, gradient, strict=True):
+                part.grad = torch.zeros_like(part)
+                part.grad[rows] = own
+                adam.step()
+    start = methods.Estimates(observed, 6, rates, 0).logits[1]
+    assert (whole[1] - start).abs().mean() > 0.3
 
 
 # ------------------------------------------------------------------------------------ measures

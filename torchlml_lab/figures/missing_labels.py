@@ -5,6 +5,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from statistics import mean
 
+from matplotlib.axes import Axes
+
 from torchlml_lab.engine.output import markdown_table, spread
 from torchlml_lab.figures.settings import MissingLabelsFigureSettings
 from torchlml_lab.files import check_picture
@@ -61,8 +63,7 @@ def main(settings: MissingLabelsFigureSettings) -> None:
     check_picture(settings.out)
     path = find_csv(settings.csv, (OWN, STUDY), "torchlml missing-labels")
     rows = study.RESULTS.read(path, "--csv")
-    head = next(name for name in study.HEADS if any(row.head == name for row in rows))
-    draw(cells_of(rows, head), settings.out, [path])
+    draw({head: groups for head in study.HEADS if (groups := cells_of(rows, head))}, settings.out, [path])
     write_tables(page_of(rows), settings.out)
 
 
@@ -86,65 +87,74 @@ def best_competitor(groups: Cells, dataset: str, measure: str) -> str | None:
     return max(means, key=lambda method: means[method]) if means else None
 
 
-def draw(groups: Cells, picture: Path, csv: Sequence[Path] = ()) -> None:
+def draw(heads: dict[str, Cells], picture: Path, csv: Sequence[Path] = ()) -> None:
     """Draw mAP on the left and the Brier score on the right, relative to training with all labels.
 
     Args:
-        groups: The runs of one head.
+        heads: The runs of each head, which has a row of panels.
         picture: The PNG or SVG file to write.
         csv: The CSV file with the runs. Its name is stored in the picture's metadata.
     """
-    names = [name for name in METHODS if name != "bce-all" and any(key[1] == name for key in groups)]
-    with new_figure(picture, PAGE, 1.1 + 0.22 * len(names), csv) as figure:
-        panels = figure.subplots(1, 2, sharey=True)
-        far: dict[int, float] = defaultdict(float)
-        for number, (dataset, (color, marker)) in enumerate(_DATASET_LOOKS.items()):
-            reference = groups.get((dataset, "bce-all"))
-            if not reference:
-                continue
-            for axes, measure in zip(panels, ("map", "brier"), strict=True):
-                base = mean(getattr(row, measure) for row in reference.values())
-                points = []
-                for place, name in enumerate(names):
-                    if found := groups.get((dataset, name)):
-                        value = mean(getattr(row, measure) for row in found.values())
-                        points.append((100 * (value - base) if measure == "map" else value / base, place))
-                apart = 0.09 * (number - (len(_DATASET_LOOKS) - 1) / 2)
-                axes.plot(
-                    [x for x, _ in points],
-                    [place + apart for _, place in points],
-                    linestyle="",
-                    marker=marker,
-                    color=color,
-                    label=dataset,
-                )
-                for x, place in points:
-                    if measure == "map" and x < _FAR:  # outside of the panel: an arrow with the value
-                        axes.plot(_FAR, place + apart, marker="<", color=color, clip_on=False)
-                        axes.text(_FAR + 0.2 + far[place], place, f"{x:.0f}", color=color, va="center")
-                        far[place] += 0.9  # next to each other
-        panels[0].axvline(0, color=GREY, linewidth=0.8)
-        panels[1].axvline(1, color=GREY, linewidth=0.8)
-        panels[0].set_title("mAP minus that with all labels (points)")
-        panels[1].set_title("Brier score relative to all labels")
-        panels[0].set_xlabel("higher is better")
-        panels[1].set_xlabel("lower is better")
-        panels[1].set_xscale("log", base=2)
-        panels[1].xaxis.set_major_formatter(lambda value, _: f"{value:g}")
-        panels[0].set_xlim(left=max(_FAR, panels[0].get_xlim()[0]))
-        panels[0].set_yticks(range(len(names)), [METHODS[name].title for name in names])
-        panels[0].set_ylim(len(names) - 0.5, -0.5)
-        for label, name in zip(panels[0].get_yticklabels(), names, strict=True):
-            label.set_fontweight("bold" if name.startswith("lml") else "normal")
-        for axes in panels:
-            axes.grid(axis="x")
-            for place in range(1, len(names), 2):
-                axes.axhspan(place - 0.5, place + 0.5, color=FAINT, linewidth=0, zorder=0)
-        handles, labels = panels[0].get_legend_handles_labels()
+    found = {key[1] for groups in heads.values() for key in groups} - {"bce-all"}
+    names = [name for name in METHODS if name in found]
+    with new_figure(picture, PAGE, 1.1 + (0.3 + 0.2 * len(names)) * len(heads), csv) as figure:
+        panels = figure.subplots(len(heads), 2, sharex="col", squeeze=False)
+        for (head, groups), pair in zip(heads.items(), panels, strict=True):
+            _draw_head(groups, names, pair)
+            pair[0].set_title(f"mAP, {_NETWORKS[head]}")
+            pair[1].set_title(f"Brier score, {_NETWORKS[head]}")
+        left, right = panels[-1]
+        left.set_xlabel("points relative to all labels, higher is better")
+        right.set_xlabel("ratio to all labels, lower is better")
+        left.set_xlim(left=max(_FAR, left.get_xlim()[0]))
+        handles, labels = panels[0][0].get_legend_handles_labels()
         figure.legend(handles, labels, loc="outside upper center", ncols=len(labels), labelcolor="linecolor")
-        seeds = sorted({len(found) for found in groups.values()})
+        seeds = sorted({len(runs) for groups in heads.values() for runs in groups.values()})
         count = "–".join(str(number) for number in dict.fromkeys((seeds[0], seeds[-1])))
         note(figure, f"means over {count} seeds")
+
+
+def _draw_head(groups: Cells, names: Sequence[str], panels: Sequence[Axes]) -> None:
+    """Draw the two panels of one head, with a line for each method and a marker for each data set."""
+    far: dict[int, float] = defaultdict(float)
+    for number, (dataset, (color, marker)) in enumerate(_DATASET_LOOKS.items()):
+        reference = groups.get((dataset, "bce-all"))
+        if not reference:
+            continue
+        for axes, measure in zip(panels, ("map", "brier"), strict=True):
+            base = mean(getattr(row, measure) for row in reference.values())
+            points = []
+            for place, name in enumerate(names):
+                if found := groups.get((dataset, name)):
+                    value = mean(getattr(row, measure) for row in found.values())
+                    points.append((100 * (value - base) if measure == "map" else value / base, place))
+            apart = 0.09 * (number - (len(_DATASET_LOOKS) - 1) / 2)
+            axes.plot(
+                [x for x, _ in points],
+                [place + apart for _, place in points],
+                linestyle="",
+                marker=marker,
+                color=color,
+                label=dataset,
+            )
+            for x, place in points:
+                if measure == "map" and x < _FAR:  # outside of the panel: an arrow with the value
+                    axes.plot(_FAR, place + apart, marker="<", color=color, clip_on=False)
+                    axes.text(_FAR + 0.2 + far[place], place, f"{x:.0f}", color=color, va="center")
+                    far[place] += 0.9  # next to each other
+    panels[0].axvline(0, color=GREY, linewidth=0.8)
+    panels[1].axvline(1, color=GREY, linewidth=0.8)
+    panels[1].set_xscale("log", base=2)
+    panels[1].xaxis.set_major_formatter(lambda value, _: f"{value:g}")
+    panels[0].set_yticks(range(len(names)), [METHODS[name].title for name in names])
+    panels[1].set_yticks(range(len(names)), [])
+    for label, name in zip(panels[0].get_yticklabels(), names, strict=True):
+        label.set_fontweight("bold" if name.startswith("lml") else "normal")
+    for axes in panels:
+        axes.set_ylim(len(names) - 0.5, -0.5)
+        axes.grid(axis="x")
+        for place in range(1, len(names), 2):
+            axes.axhspan(place - 0.5, place + 0.5, color=FAINT, linewidth=0, zorder=0)
 
 
 def page_of(rows: Sequence[ResultRecord]) -> str:

@@ -69,7 +69,7 @@ class MissingLabelsSettings:
     datasets: tuple[str, ...] = ("voc2012", "yeast", "cal500", "tmc2007", "bibtex", "corel5k", "delicious")
     """The data sets, in the order in which they are used."""
     heads: tuple[str, ...] = ("linear", "hidden")
-    """The models: `linear`, or `hidden` for one hidden layer of 128 units (not for delicious)."""
+    """The models: `linear`, or `hidden` for one hidden layer of 128 units."""
     seeds: int = 5
     """The number of repetitions with other observed labels and validation samples, at least 1."""
     steps: int = 300

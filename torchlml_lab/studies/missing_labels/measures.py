@@ -24,18 +24,18 @@ def mean_average_precision(scores: Tensor, labels: Tensor) -> Tensor:
     Returns:
         (...): the means. Samples with equal scores share the precision after the last of them.
     """
+    # Only positives need a rank. Sorting values and searching for them is faster than sorting indices.
     present = labels.any(0)
-    scores, labels = scores[..., present].mT.contiguous(), labels[:, present].mT
-    ordered, order = scores.sort(-1, descending=True)
-    relevant = labels.expand(scores.shape).gather(-1, order)
-    samples = scores.shape[-1]
-    rank = torch.arange(1, samples + 1)
-    ends = torch.ones_like(relevant)
-    ends[..., :-1] = ordered[..., :-1] != ordered[..., 1:]
-    # The rank at which the group of equal scores ends: the nearest end at or after each position.
-    last = torch.where(ends, rank, samples).flip(-1).cummin(-1).values.flip(-1)
-    precision = relevant.cumsum(-1).gather(-1, last - 1) / last
-    return ((precision * relevant).sum(-1) / relevant.sum(-1)).mean(-1)
+    columns = scores[..., present].mT.contiguous().numpy()
+    having = [column.nonzero()[0] for column in labels[:, present].mT.numpy()]
+    found = np.empty(columns.shape[:-1])
+    for place in np.ndindex(found.shape):
+        column = columns[place]
+        relevant = np.sort(column[having[place[-1]]])
+        rank = len(column) - np.searchsorted(np.sort(column), relevant)
+        hits = len(relevant) - np.searchsorted(relevant, relevant)
+        found[place] = np.mean(hits / rank)
+    return torch.as_tensor(found.mean(-1), dtype=scores.dtype)
 
 
 def recall_at(scores: Tensor, labels: Tensor, k: int) -> float:

@@ -154,6 +154,64 @@ def integer_k(k: Tensor) -> Tensor:
     return k.round().clamp(min=1).long()
 
 
+class Adam:
+    """Adam with one learning rate per configuration, which is the first dimension of every tensor."""
+
+    def __init__(self, rates: Tensor) -> None:
+        self.rates = rates
+
+    def step(self, value: Tensor, gradient: Tensor, moments: list[Tensor], number: int) -> None:
+        """Update the value and its two moments in place; `number` counts the steps from 1."""
+        first, second = moments
+        first.lerp_(gradient, 0.1)
+        second.mul_(0.999).addcmul_(gradient, gradient, value=0.001)
+        scale = (second / (1 - 0.999**number)).sqrt_().add_(1e-8)
+        value -= (self.rates / (1 - 0.9**number)).view(-1, 1, 1) * first / scale
+
+
+class Estimates:
+    """The estimated labels of ROLE: one logit per training sample and label.
+
+    Their learning rate is ten times that of the classifier. The initial probabilities are uniform between 0.4
+    and 0.6, and those of the observed labels are 0.995. As in the code of the paper, Adam updates the whole
+    table in every step. The updates of a sample outside of the batch are applied when it is used next.
+    """
+
+    def __init__(self, observed: Tensor, labels: int, rates: Tensor, seed: int) -> None:
+        generator = torch.Generator().manual_seed(seed)
+        logits = (0.4 + 0.2 * torch.rand(len(observed), labels, generator=generator)).logit()
+        logits[torch.arange(len(observed)), observed] = torch.tensor(0.995).logit()
+        self.logits = logits.repeat(len(rates), 1, 1)
+        self.moments = [torch.zeros_like(self.logits), torch.zeros_like(self.logits)]
+        self.optimizer = Adam(10 * rates)
+        self.updated = torch.zeros(len(logits), dtype=torch.int64)
+        """The last optimizer step that was applied to each sample."""
+
+    def of(self, rows: Tensor, number: int) -> Tensor:
+        """Return the logits of these samples before optimizer step `number`, as a leaf tensor."""
+        first, second = (moment[:, rows] for moment in self.moments)
+        since = self.updated[rows, None]
+        missed = number - 1 - since
+        after = torch.arange(1, 101, dtype=torch.float64)  # later steps do not matter: 0.9^100 is 3e-5
+        step = since + after
+        factor = 0.9**after / (1 - 0.9**step) * ((1 - 0.999**step) / 0.999**after).sqrt()
+        factor = torch.where(after <= missed, factor, 0).sum(-1, keepdim=True).float()
+        epsilon = 1e-8 * (1 - 0.999 ** (since + 1)).sqrt()
+        move = self.optimizer.rates.view(-1, 1, 1) * factor * first / (second.sqrt() + epsilon)
+        self.moments[0][:, rows] = first * 0.9**missed
+        self.moments[1][:, rows] = second * 0.999**missed
+        self.updated[rows] = number
+        return (self.logits[:, rows] - move).requires_grad_()
+
+    def update(self, rows: Tensor, logits: Tensor, gradient: Tensor, number: int) -> None:
+        """Apply optimizer step `number` to these samples, whose logits are those of `of`."""
+        pair = [moment[:, rows] for moment in self.moments]
+        value = logits.detach()
+        self.optimizer.step(value, gradient, pair, number)
+        for whole, part in zip((self.logits, *self.moments), (value, *pair), strict=True):
+            whole[:, rows] = part
+
+
 Link = Literal["sigmoid", "softmax", "lml", "subset"]
 
 
@@ -192,7 +250,7 @@ class Method:
     loss: Loss
     link: Link = "sigmoid"
     weights: tuple[float, ...] = ()
-    """The three values to try for the weight in its loss. Without a weight, more learning rates are tried."""
+    """Seven values of the weight in its loss, if it has one. The search starts with the middle three."""
     k: float | None = 1.0
     """k as a multiple of the mean number of labels, or None for a prediction per sample."""
     start: float | None = None
@@ -206,16 +264,18 @@ class Method:
         return self.labels != "all" and self.link not in ("lml", "subset")
 
 
+_PENALTIES = (0.01, 0.1, 1.0, 10.0, 100.0, 1000.0, 10000.0)
+
 METHODS = {
     "bce-all": Method("BCE, all labels", all_labels, labels="all"),
     "bce-validation": Method("BCE, fully labeled 20% only", all_labels, labels="validation"),
     "an": Method("AN", assume_negative),
-    "an-ls": Method("AN-LS", smoothed_negative, weights=(0.05, 0.1, 0.2)),
-    "wan": Method("WAN", weak_negative, weights=(1.0, 3.0, 10.0)),
-    "epr": Method("EPR", expected_positive, weights=(1.0, 10.0, 100.0)),
-    "role": Method("ROLE", online_estimation, weights=(1.0, 10.0, 100.0)),
-    "em": Method("EM", entropy_maximization, weights=(0.05, 0.2, 0.5), start=0.5),
-    "asl": Method("ASL", asymmetric, weights=(1.0, 2.0, 4.0)),
+    "an-ls": Method("AN-LS", smoothed_negative, weights=(0.0125, 0.025, 0.05, 0.1, 0.2, 0.4, 0.8)),
+    "wan": Method("WAN", weak_negative, weights=(0.1, 0.3, 1.0, 3.0, 10.0, 30.0, 100.0)),
+    "epr": Method("EPR", expected_positive, weights=_PENALTIES),
+    "role": Method("ROLE", online_estimation, weights=_PENALTIES),
+    "em": Method("EM", entropy_maximization, weights=(0.005, 0.02, 0.05, 0.2, 0.5, 1.0, 2.0), start=0.5),
+    "asl": Method("ASL", asymmetric, weights=(0.0, 0.5, 1.0, 2.0, 4.0, 6.0, 8.0)),
     "softmax": Method("softmax × k", softmax, "softmax"),
     "softmax-predicted": Method("softmax × predicted k", softmax, "softmax", k=None),
     "truncated-entropy": Method("truncated entropy", truncated_entropy, "softmax"),
@@ -236,12 +296,30 @@ class Recipe(NamedTuple):
     """1 for methods without a weight in their loss."""
 
 
-def recipes_of(method: Method) -> list[Recipe]:
-    """Return the nine configurations of a method.
+RATES = tuple(float(f"{1e-5 * 10 ** (step / 4):.2g}") for step in range(17))
+"""The learning rates, from 1e-5 to 0.1; the search starts with rates from 1e-4 to 0.01."""
+
+
+def first_recipes(method: Method) -> list[Recipe]:
+    """Return the nine configurations with which the search of a method starts.
 
     They have nine learning rates from 1e-4 to 1e-2, or three of these rates with three weights each.
     """
-    rates = [float(f"{1e-4 * 10 ** (step / 4):.2g}") for step in range(9)]
+    rates = RATES[4:13]
     if not method.weights:
         return [Recipe(rate, 1.0) for rate in rates]
-    return [Recipe(rate, weight) for rate in rates[1::3] for weight in method.weights]
+    return [Recipe(rate, weight) for rate in rates[1::3] for weight in method.weights[2:5]]
+
+
+def neighbors(method: Method, recipe: Recipe) -> list[Recipe]:
+    """Return the configurations with the next smaller or larger learning rate or weight."""
+    rate, weight = recipe
+    return [
+        *(Recipe(other, weight) for other in _adjacent(RATES, rate)),
+        *(Recipe(rate, other) for other in _adjacent(method.weights or (1.0,), weight)),
+    ]
+
+
+def _adjacent(values: tuple[float, ...], value: float) -> tuple[float, ...]:
+    place = values.index(value)
+    return (*values[max(place - 1, 0) : place], *values[place + 1 : place + 2])

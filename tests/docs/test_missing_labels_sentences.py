@@ -1,0 +1,233 @@
+"""The sentences about one observed label per sample: every number and every "best" follows from the CSV.
+
+Each test computes sentences and looks for them on the pages. It also fails if the text contains a decimal
+number that is in none of these sentences.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable
+from pathlib import Path
+from statistics import mean
+
+import pytest
+
+from tests.docs.test_results_tables import (
+    NOT_COMPETITORS,
+    ONE_LABEL,
+    ONE_LABEL_METHODS,
+    one_label_rows,
+    rows,
+)
+
+ROOT = Path(__file__).parents[2]
+PAGE = "results/missing-labels/README.md"
+HEADS = ("linear", "hidden")
+TITLES = {
+    "voc2012": "VOC 2012",
+    "yeast": "yeast",
+    "cal500": "CAL500",
+    "tmc2007": "TMC2007",
+    "bibtex": "bibtex",
+    "corel5k": "corel5k",
+    "delicious": "delicious",
+}
+NAMES = {method: title for title, method in ONE_LABEL_METHODS.items()}
+COMPETITORS = [method for method in NAMES if method not in NOT_COMPETITORS]
+SPECIALIZED = [method for method in COMPETITORS if method != "bce-validation"]
+"""The competitors that learn from one label per sample."""
+MANY_LABELS = ("cal500", "delicious")
+
+
+def data_sets(head: str) -> list[str]:
+    """The data sets on which the head was trained."""
+    return [name for name in TITLES if one_label_rows(head, name, "lml")]
+
+
+def score(dataset: str, method: str, head: str = "linear", measure: str = "map") -> float:
+    """The mean over the seeds, in percent."""
+    return 100 * mean(float(row[measure]) for row in one_label_rows(head, dataset, method))
+
+
+def brier(dataset: str, head: str, *methods: str) -> str:
+    return " against ".join(f"{score(dataset, method, head, 'brier'):.2f}" for method in methods)
+
+
+def best(dataset: str, head: str, methods: Iterable[str]) -> str:
+    """The method with the highest mAP."""
+    found = [name for name in methods if one_label_rows(head, dataset, name)]
+    return max(found, key=lambda name: score(dataset, name, head))
+
+
+def behind(dataset: str, head: str, method: str, methods: Iterable[str]) -> float:
+    """The mAP of the best of the methods minus that of a method."""
+    return score(dataset, best(dataset, head, methods), head) - score(dataset, method, head)
+
+
+def wins(method: str, head: str, methods: Iterable[str]) -> list[str]:
+    """The data sets on which the mAP of a method is above that of all the others."""
+    return [name for name in data_sets(head) if behind(name, head, method, methods) < 0]
+
+
+def change(method: str, head: str) -> list[float]:
+    """The mAP of a variant of LML minus that of LML with the mean number of labels, for each data set."""
+    return [score(name, method, head) - score(name, "lml", head) for name in data_sets(head)]
+
+
+def predicted_range() -> tuple[str, str]:
+    """The smallest and the largest change of mAP by a predicted k."""
+    found = [value for head in HEADS for value in change("lml-predicted", head)]
+    low, high = (f"{value:+.1f}".replace("-", "−") for value in (min(found), max(found)))
+    return low, high
+
+
+def listed(datasets: Iterable[str]) -> str:
+    """The titles of data sets, as in a sentence."""
+    return joined([TITLES[name] for name in datasets])
+
+
+def joined(parts: list[str]) -> str:
+    return " and ".join([", ".join(parts[:-1]), parts[-1]] if len(parts) > 1 else parts)
+
+
+def summary() -> list[str]:
+    """The sentences of the summary of the results."""
+    linear, hidden = (listed(wins("lml", head, SPECIALIZED)) for head in HEADS)
+    low, high = predicted_range()
+    for head in HEADS:
+        for name in set(data_sets(head)) & set(MANY_LABELS):
+            assert best(name, head, COMPETITORS) == "bce-validation"
+    best_linear, best_hidden = (listed(wins("lml-predicted", head, COMPETITORS)) for head in HEADS)
+    voc = [score("voc2012", method) for method in ("lml-predicted", "em", "bce-all")]
+    assert best("voc2012", "linear", COMPETITORS) == "em"
+    bibtex = [score("bibtex", method) for method in ("epr", "lml-predicted", "lml")]
+    assert best("bibtex", "linear", COMPETITORS) == "epr"
+    raw, fitted = (score("cal500", "lml", "hidden", name) for name in ("brier", "fitted_brier"))
+    return [
+        f"it has the highest mAP on {linear} with a linear head, and on {hidden} with a hidden layer",
+        "On CAL500 and delicious, BCE on the fully labeled 20% beats all of them",
+        f"it changes mAP by {low} to {high} points",
+        f"it has the best mAP on {best_linear} with a linear head, and on {best_hidden} with a hidden layer",
+        f"VOC 2012 ({voc[0]:.1f}; EM {voc[1]:.1f}; all labels {voc[2]:.1f})",
+        f"bibtex ({bibtex[0]:.1f}; LML with a predicted k {bibtex[1]:.1f}, with the mean {bibtex[2]:.1f})",
+        f"CAL500 with a hidden layer (Brier score {raw:.2f}, recalibrated {fitted:.2f})",
+    ]
+
+
+def losses(head: str) -> str:
+    """The data sets on which LML is behind, with the best method and its lead."""
+    found = [
+        (name, best(name, head, SPECIALIZED), behind(name, head, "lml", SPECIALIZED))
+        for name in data_sets(head)
+    ]
+    return joined([f"{TITLES[name]} ({NAMES[other]}, {by:.1f})" for name, other, by in found if by >= 0.05])
+
+
+def findings() -> list[str]:
+    """The sentences of the findings."""
+    em = [score(name, "em", head, "brier") for head in HEADS for name in data_sets(head)]
+    many = [
+        behind(name, head, "lml", ["bce-validation"])
+        for head in HEADS
+        for name in set(data_sets(head)) & set(MANY_LABELS)
+    ]
+    better = [
+        f"{TITLES[name]} ({brier(name, 'hidden', 'epr', 'lml')})"
+        for name in data_sets("hidden")
+        if score(name, "epr", "hidden", "brier") < score(name, "lml", "hidden", "brier") - 0.05
+    ]
+    return [
+        f"With a linear head, LML with the mean k is behind on {losses('linear')}",
+        f"With a hidden layer, it is behind on {losses('hidden')}",
+        f"it is {behind('tmc2007', 'linear', 'truncated-entropy', ['lml']):.0f} points below LML on TMC2007",
+        f"(Brier scores of {min(em):.0f} to {max(em):.0f})",
+        f"an mAP that is {min(many):.1f} to {max(many):.1f} points higher than that of LML",
+        f"With a hidden layer, EPR has better Brier scores than LML with the mean k on {joined(better)}",
+        f"{behind('tmc2007', 'linear', 'subset', ['lml']):.1f} points of mAP below it on TMC2007",
+    ]
+
+
+def wrong_k() -> tuple[list[float], list[float]]:
+    """The largest loss of mAP by half the mean and by 1.5 times the mean as k, for each head."""
+    half, more = ([-min(change(name, head)) for head in HEADS] for name in ("lml-half", "lml-more"))
+    return half, more
+
+
+def choosing() -> list[str]:
+    """The sentences about the choice of k."""
+    low, high = predicted_range()
+    half, more = wrong_k()
+    errors = [score("yeast", name, "linear", "ece") for name in ("lml", "lml-half", "lml-more")]
+    return [
+        f"a predicted k changes the mAP by {low} to {high} points",
+        f"Half the mean costs at most {half[0]:.1f} points of mAP with a linear head and {half[1]:.1f} with",
+        f"1.5 times the mean costs up to {more[0]:.1f} and {more[1]:.1f} points",
+        f"the calibration error on yeast grows from {errors[0]:.1f} to {errors[1]:.1f} (half the mean) or",
+        f"{errors[2]:.1f} (1.5 times the mean)",
+    ]
+
+
+def prose(page: str, section: str | None) -> str:
+    """The text of a section in one line, without tables. None is the text before the first section."""
+    parts = re.split(r"^## ", (ROOT / page).read_text(encoding="utf-8"), flags=re.MULTILINE)
+    (text,) = parts[:1] if section is None else [part for part in parts if part.startswith(section + "\n")]
+    return " ".join(" ".join(line for line in text.split("\n") if not line.startswith("|")).split())
+
+
+def check(page: str, section: str | None, sentences: Iterable[str], settings: Iterable[str] = ()) -> None:
+    """Check that a section has these sentences, and no other decimal number except those of the settings."""
+    text = prose(page, section)
+    for sentence in sentences:
+        assert sentence in text, f"{page}, {section}: the results say `{sentence}`"
+    for said in (*sentences, *settings):
+        text = text.replace(said, "")
+    assert not re.findall(r"\d+\.\d+", text), text
+
+
+def test_the_summary() -> None:
+    check(PAGE, None, summary(), ["89.4 mAP on VOC 2012"])
+
+
+def test_the_findings() -> None:
+    check(PAGE, "Findings", findings(), ["p > 0.5", "exceed 0.5", "at 0.5", "k × 1.5"])
+
+
+def test_the_choice_of_k() -> None:
+    check(PAGE, "Choosing k", choosing())
+
+
+def test_the_time_of_the_study() -> None:
+    found = [
+        float(row["seconds"]) for name in ("results", "tuning") for row in rows(ONE_LABEL / f"{name}.csv")
+    ]
+    check(PAGE, "Commands", [f"add up to {sum(found) / 3600:.1f} hours"], ["torch 2.13.0"])
+
+
+def test_choosing_a_loss() -> None:
+    low, high = predicted_range()
+    half, more = wrong_k()
+    sentences = [
+        f"This changed mAP by {low} to {high} points",
+        f"A k of half the mean number of labels cost at most {max(half):.1f} points of mAP",
+        f"1.5 times the mean cost up to {max(more):.1f} points",
+    ]
+    check("docs/choosing-a-loss.md", "One observed label per sample", sentences)
+
+
+def test_the_overview_of_the_results() -> None:
+    text = (ROOT / "results" / "README.md").read_text(encoding="utf-8")
+    (line,) = (line for line in text.split("\n") if line.startswith("| [One observed label]"))
+    worst = max(behind(name, head, "lml", SPECIALIZED) for head in HEADS for name in data_sets(head))
+    assert re.findall(r"[−+]?\d+\.\d+", line) == [f"{worst:.1f}", *predicted_range()], line
+
+
+def test_a_wrong_digit_is_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A changed number fails, and so does a number that is in no computed sentence."""
+    monkeypatch.setattr("tests.docs.test_missing_labels_sentences.ROOT", tmp_path)
+    page = tmp_path / "page.md"
+    page.write_text("# Title\n\nLML has 12.3 points.\n\n| mAP |\n| --- |\n| 99.9 |\n\n## Other\n\n5.5\n")
+    check("page.md", None, ["LML has 12.3 points"])
+    for wrong in ("LML has 12.4 points", "LML has"):
+        with pytest.raises(AssertionError):
+            check("page.md", None, [wrong])
