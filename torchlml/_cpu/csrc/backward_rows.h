@@ -92,7 +92,7 @@ class BackwardBlock {
       // Store w in the output itself if it has the right type.
       w[i] = sizeof(S) == 4 ? reinterpret_cast<float*>(rows_[i].dx)
                             : scratch_.room(block_rows * short_row) + i * short_row;
-      // Most rows are like the previous row, so try the same way first. This choice does not affect the result.
+      // Most rows are like the previous row, so try the same method first. This does not affect the result.
       way[i] = sizeof(S) == 2 || near_one_ ? choose(rows_[i]) : from_y;  // a half-precision y was rounded
       if (way[i] == from_y) {
         ifloat near{};
