@@ -1,6 +1,6 @@
 // Solves short rows, one row per vector lane. A block of rows is transposed when it is read and when it is written, so
 // that moments, exponentials, sums and steps are vertical operations. There are no sums over lanes, and one vector
-// division serves the whole block. The method is that of solve.h. The bits of a row do not depend on its neighbors,
+// division serves the whole block. The method is that of solve.h. A row's result does not depend on its neighbors,
 // because each lane stops when its own certificate holds and does not change afterwards.
 #pragma once
 
