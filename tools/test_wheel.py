@@ -92,7 +92,7 @@ def audit(wheel: Path) -> None:
 
 
 def tool(name: str) -> str:
-    """Return the path of a program in the directory of this Python interpreter, or its name."""
+    """Return the path of a program next to this Python interpreter, or only its name if it is not there."""
     return shutil.which(name, path=str(Path(sys.executable).parent)) or name
 
 

@@ -40,7 +40,7 @@ def empty_gradients(x: Tensor, nu: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def sum_rows(t: Tensor, dtype: torch.dtype | None = None) -> Tensor:
-    """Sum each row of a matrix, with the same bits for any number of threads."""
+    """Sum each row of a matrix, with bitwise identical results for any number of threads."""
     # torch splits the sum of a single row across threads, which changes the order of additions. It does not
     # split the sums of two rows.
     return t.expand(2, -1).sum(-1, dtype=dtype)[:1] if t.shape[0] == 1 else t.sum(-1, dtype=dtype)

@@ -143,7 +143,7 @@ def read_labels(c: Canonical, target: Tensor, weight: Tensor | None, ignore_inde
 
 
 def read_target_rows(c: Canonical, target: Tensor, weight: Tensor | None, ignore_index: int) -> TargetRows:
-    """Check the class weights and the target of dense rows, of which the caller reads a few at a time."""
+    """Check the class weights and the target, for a loss that reads only a few dense rows at a time."""
     dtype = work_dtype(c.x.dtype)
     if not is_multi_hot(target):
         return TargetRows(read_labels(c, target, weight, ignore_index), None, weight, dtype)
@@ -258,8 +258,9 @@ def _class_indices(c: Canonical, target: Tensor, weight: Tensor | None, ignore_i
 
 def _raise_ambiguous(target: Tensor) -> NoReturn:
     raise ValueError(
-        f"`target` has integers in the logits' own shape, {tuple(target.shape)}, which is ambiguous; pass "
-        "`target.bool()` for multi-hot labels, or add one more column of `ignore_index` to a list of labels."
+        f"`target` contains integers and has the shape of the logits, {tuple(target.shape)}, which is "
+        "ambiguous; pass `target.bool()` for multi-hot labels, or add one more column of `ignore_index` to a "
+        "list of labels."
     )
 
 

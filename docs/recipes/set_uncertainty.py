@@ -7,7 +7,7 @@ from torchlml.distributions import KSubset
 logits = torch.tensor(
     [
         [6.0, 6.0, 6.0, 0.0, 0.0, 0.0, 0.0, 0.0],  # three clear answers
-        [6.0, 6.0, 1.0, 1.0, 1.0, 0.0, 0.0, 0.0],  # two clear answers, the third is open
+        [6.0, 6.0, 1.0, 1.0, 1.0, 0.0, 0.0, 0.0],  # two clear answers and an open third one
         [0.5, 0.4, 0.3, 0.2, 0.1, 0.0, 0.0, 0.0],  # nothing is clear
     ]
 )

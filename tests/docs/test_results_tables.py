@@ -318,7 +318,7 @@ def check_one_label(head: str, table: Table) -> None:
 
 
 def check_one_label_differences(head: str, table: Table) -> None:
-    """Check the differences to the best competitor of each data set and measure, paired by seed."""
+    """Check the differences from the best competitor of each data set and measure, paired by seed."""
     own = ONE_LABEL_METHODS[table.heads[0].removesuffix(" minus")]
     for dataset, *cells in table.lines:
         for title, cell in zip(table.heads[1:], cells, strict=True):

@@ -30,7 +30,7 @@ def batch(count, seed=0):
 def folder(tmp_path):
     path = tmp_path / "cifar-100-python"
     path.mkdir()
-    # Protocol 2, like the official files. numpy >= 2 writes numpy._core, the official files have numpy.core.
+    # Protocol 2, like the official files. numpy >= 2 writes numpy._core instead of numpy.core.
     (path / "train").write_bytes(pickle.dumps(batch(400), 2).replace(b"numpy._core", b"numpy.core"))
     (path / "test").write_bytes(pickle.dumps(batch(200, 1), 2))
     return path

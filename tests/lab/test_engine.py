@@ -143,7 +143,7 @@ def test_a_full_disk_leaves_a_usable_run(features, whole, tmp_path, kept):
     weights = (whole / "checkpoints" / "epoch-0006" / "model.safetensors").stat().st_size
     killed(features, out)
     before = (out / "state.json").read_bytes()
-    # A kill just before or after the state is written leaves these files. They are dropped here too.
+    # A run killed just before or after its state is written leaves these files. They are removed here too.
     shutil.copytree(out / "checkpoints" / json.loads(before)["last"], out / "checkpoints" / "epoch-0000")
     limit = 20_000 if kept == "nothing" else weights + 100
     _, errors = output(start(resume(out), partial(full_disk, limit)), code=1)

@@ -162,7 +162,7 @@ def test_labels_of_lines_do_not_overlap_and_keep_their_order(tmp_path):
     assert found["outside"] == 1
     assert found["b"] - found["a"] == pytest.approx(0.1)
     assert found["a"] - found["c"] == pytest.approx(0.1)
-    assert found["a"] == pytest.approx(0.5, abs=0.01)  # half way between 1 and 100
+    assert found["a"] == pytest.approx(0.5, abs=0.01)  # halfway between 1 and 100
     assert found["d"] == pytest.approx(math.log10(50) / 2)
 
 

@@ -1,4 +1,4 @@
-"""`torchlml missing-labels`: training, tuning, resuming after a kill, and bad options."""
+"""`torchlml missing-labels`: training, tuning, resuming a killed study, and invalid options."""
 
 from __future__ import annotations
 

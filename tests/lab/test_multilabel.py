@@ -1,4 +1,4 @@
-"""Training on user data: from files to predicted labels, with kills, two processes and bad input."""
+"""Training on user data: from files to predicted labels, with killed runs, two processes and bad input."""
 
 from __future__ import annotations
 

@@ -140,11 +140,11 @@ def test_a_start_is_kept_unless_the_samples_improve_it():
     x, y = drawn(1000, 400, 12)
     held_out, final = linear.fit(x[:600], y[:600], 0.7), linear.fit(x[:700], y[:700], 0.7)
     start = linear.Start(held_out, final, complete=True)
-    # The samples of the start: the residuals of its penalty are fitted by no other one.
+    # On the samples that the start was fitted on, no other penalty improves the fit.
     same = linear.choose(x[:600], y[:600], x[600:700], y[600:700], start)
     assert same.penalty == np.inf
     assert np.array_equal(same.part.weight, held_out.weight)
-    # Samples whose labels are permuted: the start is wrong.
+    # On samples with permuted labels, the start is wrong.
     z = sparse.csr_array(y.toarray()[:, ::-1])
     other = linear.choose(x[:600], z[:600], x[600:700], z[600:700], start)
     assert other.penalty < np.inf
@@ -152,7 +152,7 @@ def test_a_start_is_kept_unless_the_samples_improve_it():
         linear.ndcg(other.part.scores(x[700:]), z[700:])
         > linear.ndcg(held_out.scores(x[700:]), z[700:]) + 0.1
     )
-    # A start that does not know all labels is never the result.
+    # A start that lacks some of the labels is never the result.
     part = linear.choose(x[:600], y[:600], x[600:700], y[600:700], start._replace(complete=False))
     assert part.penalty < np.inf
 

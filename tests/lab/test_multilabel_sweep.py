@@ -27,7 +27,7 @@ def test_a_part_of_the_labels_is_kept():
     assert (np.diff(kept_labels(labels, "one", seed=0).indptr) == 1).all()
     assert kept_labels(labels, 1.0, seed=0) is labels
     assert (kept_labels(labels, 0.3, seed=1) != thinner).nnz
-    # Rows without labels, also the last one, change nothing for the others.
+    # Rows without labels, including the last one, do not affect the others.
     lists = [[str(j) for j in row.indices] for row in labels]
     holes, _ = label_matrix([*lists[:2], [], *lists[2:], []])
     for keep in (0.3, "one"):

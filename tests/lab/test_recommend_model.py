@@ -167,7 +167,7 @@ def test_new_users_get_the_vector_that_the_layers_would_give_them():
     torch.manual_seed(0)
     model = MatrixFactorisation(11, 7, 3, 0.2, -1.0, graph(have), 2).eval()
     items = torch.tensor([1, 2, 5])
-    # A user who sends nothing: the layers before the last one, from the items alone.
+    # A new user sends no messages to items, so the items have the vectors of all layers before the last one.
     sent = (dense_propagation(matrix, 1) @ torch.cat([model.user, model.item]).double())[11:]
     vector = (sent[items] * matrix.sum(0)[items, None].rsqrt()).sum(0)
     item = model.vectors()[1].double()

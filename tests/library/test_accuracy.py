@@ -58,7 +58,7 @@ def test_the_reference_solution_is_right(problem: Problem, dtype: torch.dtype) -
     row = problem.truth(dtype)
     y, nu = truth.solve_with_mpmath(problem.row(dtype).double().tolist(), problem.k)
     assert max(abs(float(a - mpmath.mpf(b))) for a, b in zip(y, row.y.tolist(), strict=True)) < 1e-14
-    if row.sum_w > 1e-90:  # in a wider gap, even 120 digits contain no trace of the tails
+    if row.sum_w > 1e-90:  # in a wider gap, the tails vanish even with 120 digits
         assert abs(float(nu) - row.nu) <= 1e-15 * max(1.0, abs(row.nu))
 
 

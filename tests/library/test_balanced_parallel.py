@@ -82,7 +82,7 @@ def _rounds(group: Group, x: Tensor, **options: Any) -> int:
 
 @in_processes(2, 3)
 def test_rounds(group: Group) -> None:
-    """At most six rounds for every skew, bound, mask and start, even if processes have unlike rows."""
+    """At most six rounds for every skew, bound, mask and start, even if the processes' rows differ."""
     for dtype in (torch.float32, F64):
         for skew in (0, 3, 10):
             x = (torch.randn(2048, 16) + skew * torch.randn(16)).to(dtype)
@@ -141,7 +141,7 @@ def test_rounds_from_a_good_start(group: Group) -> None:
 
 @in_processes(2)
 def test_rounds_of_small_hostile_problems(group: Group) -> None:
-    """All rows are gathered, so the path of falling temperatures needs no rounds."""
+    """All rows are gathered, so the path of decreasing temperatures needs no rounds."""
     mask = torch.ones(256, 16, dtype=torch.bool)
     mask[:32, 4:] = False  # 32 rows may use only four columns, whose capacity is hardly more than sufficient
     tight = torch.tensor([16.5] * 4 + [446 / 12] * 12, dtype=F64)

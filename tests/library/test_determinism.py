@@ -1,4 +1,4 @@
-"""The same bits for every number of threads, and for a row alone or in a batch."""
+"""Results are bitwise identical for every number of threads, and for a row alone or in a batch."""
 
 from __future__ import annotations
 

@@ -1,6 +1,7 @@
 """Long rows, which the compiled kernel processes in pieces.
 
-They have the same bits for every number of threads, alone and in a batch, and are as accurate as short rows.
+Results are bitwise identical for every number of threads, and for a row alone or in a batch. They are as
+accurate as those of short rows.
 """
 
 from __future__ import annotations

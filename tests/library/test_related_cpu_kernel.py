@@ -1,4 +1,4 @@
-"""The related operators: the kernel agrees with pure PyTorch, with the same bits for any grouping of rows."""
+"""The related operators: the kernel agrees with pure PyTorch and is bitwise identical for any batch."""
 
 from __future__ import annotations
 

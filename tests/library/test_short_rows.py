@@ -1,4 +1,4 @@
-"""Short rows share a vector: each result must be right and have the same bits as the row alone."""
+"""Short rows share a vector: each result must be right and bitwise identical to that of the row alone."""
 
 from __future__ import annotations
 

@@ -153,7 +153,7 @@ def whole(t: torch.Tensor, group: dist.ProcessGroup, dim: int = -1) -> torch.Ten
 
 
 def same_on_all(t: torch.Tensor, group: dist.ProcessGroup) -> bool:
-    """Whether all processes have the same bits."""
+    """Whether a tensor is bitwise identical on all processes."""
     bits = t.detach().contiguous().numpy().tobytes()
     found: list[bytes] = [b""] * dist.get_world_size(group)
     dist.all_gather_object(found, bits, group=group)

@@ -22,7 +22,7 @@ ROOT = Path(__file__).resolve().parents[2]
 
 
 def run(code: str, *words: str, **environment: str) -> subprocess.CompletedProcess[str]:
-    """Run `python -c code words` in the root of the repository, with no other variables of torchlml.
+    """Run `python -c code words` in the root of the repository, with only the given `TORCHLML_*` variables.
 
     >>> run("import sys; print(sys.argv[1], 'torchlml' in sys.modules)", "word").stdout
     'word False\\n'
@@ -42,7 +42,7 @@ def run(code: str, *words: str, **environment: str) -> subprocess.CompletedProce
 def _server() -> subprocess.Popen[str]:
     command = [sys.executable, "-m", "tests.support.fresh"]
     server = subprocess.Popen(command, cwd=ROOT, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
-    atexit.register(server.communicate)  # which closes its input, and so ends it
+    atexit.register(server.communicate)  # closes the server's input, which ends it
     return server
 
 
@@ -84,7 +84,7 @@ def _run(code: str, words: list[str], settings: dict[str, str], out: str, err: s
         traceback.print_exc()
         exit_code = 1
     sys.stdout.flush()
-    os._exit(exit_code)  # an orderly end of torch takes a second
+    os._exit(exit_code)  # a normal exit takes a second after torch was imported
 
 
 if __name__ == "__main__":

@@ -13,7 +13,7 @@ def upstream(n: int) -> np.ndarray:
 
 
 def slack(row: truth.Row, dtype: torch.dtype) -> np.ndarray:
-    """Return the relative accuracy of each w, because z itself is accurate to one rounding of |z|."""
+    """Return a tolerance for each w. It is relative and grows with |z|, because z is rounded."""
     return (1e-6 if dtype == torch.float32 else 1e-11) * np.maximum(
         1.0, np.where(row.alive, np.abs(row.z), 1.0)
     )

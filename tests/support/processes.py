@@ -119,7 +119,7 @@ def start_two(
 
 
 def output(*processes: Command, code: int = 0, seconds: float = 180) -> tuple[str, str]:
-    """Wait until the processes end in time and with this exit code, and return their output and errors."""
+    """Wait for the processes, check their exit codes, and return their output and errors."""
     ends = [process.end(seconds) for process in processes]
     printed, errors = ("".join(end[i] for end in ends) for i in (1, 2))
     assert [end[0] for end in ends] == [code] * len(ends), errors

@@ -31,8 +31,8 @@ VARIANTS = {"chip": None, "loop": LOOP, "split": SPLIT}
 LENGTHS = {
     # One entry, the smallest block completely filled, a partly filled block, and several warps.
     "chip": (1, 32, 33, 600),
-    # All entries in a partly filled block on chip, a full block and nothing streamed, one entry streamed, and
-    # many blocks streamed, the last one partly filled.
+    # A partly filled block on chip, a full block on chip, one streamed entry, and many streamed blocks (the
+    # last one partly filled).
     "loop": (20, 32, 33, 150),
     # One program with entries and one without, one block for each program, two blocks in the first program,
     # and several blocks in all programs.

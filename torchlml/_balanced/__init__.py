@@ -63,7 +63,7 @@ class Settings(NamedTuple):
 def project(m: Matrix, extent: Extent, dual: bool) -> tuple[Tensor, Tensor, Tensor]:
     """Compute Y, nu and mu of one problem; nu is empty unless `dual` is True."""
     n = m.x.shape[1]
-    # The total has the same bits on every process, and a derivative with respect to the k of this process.
+    # The total is bitwise identical on every process and has a derivative with respect to this process's k.
     wanted = sum(extent.totals)
     total: float | Tensor = wanted
     if m.k.requires_grad:

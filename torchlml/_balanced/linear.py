@@ -80,8 +80,8 @@ def conjugate_gradients(
         anchored: Whether some column with positive weights is not free. Otherwise q is determined only up to
             a constant.
         tolerance: The residual at the end, relative to `rhs`, in the norm of the preconditioner.
-        most: The largest number of iterations. Every iterate has a positive inner product with `rhs`, so an
-            early stop still gives a direction of descent.
+        most: The maximum number of iterations. Every iterate has a positive inner product with `rhs`, so
+            stopping early still gives a descent direction.
 
     Preconditioned by diag(d), S has the eigenvalues 1 - s², where s are the singular values of the normalized
     weights. They are close to 1 unless the logits are nearly a hard assignment, so a few iterations suffice.

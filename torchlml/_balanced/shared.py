@@ -92,7 +92,7 @@ def solve_shared(problem: Problem, start: Tensor | None, sample: Sample | None) 
             if point.error <= goal or point.error > 2 * best.error:
                 break
             found = evaluate(final, _next(model, point, goal), True)
-            if torch.equal(found.mu, point.mu):  # the model does not help; these are the same bits everywhere
+            if torch.equal(found.mu, point.mu):  # no progress; mu is bitwise identical on all processes
                 break
             point = found
             if point.error < best.error:

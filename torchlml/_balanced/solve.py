@@ -4,7 +4,7 @@ For every mu, `lml` solves the rows exactly. It remains to minimize the convex f
 f(mu) = sum_i lml_value(x_i + mu, k_i) - c.mu, whose gradient is the error of the column sums and whose
 Hessian is the Schur complement of `linear.py`. The first guess comes from a sample of the rows, and Newton's
 method with conjugate gradients refines it. If that fails, as for nearly hard assignments, the solver follows
-a path of falling temperatures with dense Newton steps in float64.
+a path of decreasing temperatures with dense Newton steps in float64.
 """
 
 from __future__ import annotations
@@ -117,7 +117,7 @@ def solve(problem: Problem, start: Tensor | None) -> Point:
 
 
 def finish(problem: Problem, point: Point) -> Point:
-    """Return the point if it is accurate enough. Otherwise try float64, then falling temperatures."""
+    """Return the point if it is accurate enough. Otherwise try float64, then lower temperatures."""
     if not point.error <= problem.guarantee and problem.final.x.dtype == torch.float32:
         wide, dense = problem.cast(torch.float64), point.off_diagonal is not None
         point = newton(wide, evaluate(wide, point.mu, dense), problem.goal, 12, dense)
@@ -282,7 +282,7 @@ def _exchange(
     n = len(mu)
     parts = processes.gather(torch.cat([mu, sums.flatten(), off_diagonal.flatten()]))
     both = add_up(parts[:, n:])
-    # All processes continue from the same bits, even if their arithmetic differs.
+    # All processes continue from bitwise identical values, even if their arithmetic differs.
     return parts[0, :n].clone(), both[: 3 * n].view(3, n), both[3 * n :].view(n, n)
 
 

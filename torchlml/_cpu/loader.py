@@ -1,6 +1,6 @@
 """Find and load the compiled kernel, if it is installed.
 
-`TORCHLML_KERNEL=torch` selects pure PyTorch, also on a GPU. `TORCHLML_KERNEL=native` requires the compiled
+`TORCHLML_KERNEL=torch` selects pure PyTorch, even on a GPU. `TORCHLML_KERNEL=native` requires the compiled
 kernel, and on a GPU uses the Triton kernels without their self-test (`_triton/self_test.py`). By default a
 kernel is used if it is installed and loads. `TORCHLML_ISA=baseline|v3|v4` restricts the kernel to a lower
 x86-64 level than the processor has, for tests.

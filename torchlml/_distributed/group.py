@@ -1,7 +1,7 @@
 """Groups of processes that the labels are sharded across: collectives, and checks that arguments match.
 
 All decisions depend only on gathered numbers, which are added in rank order. All processes therefore compute
-identical bits and take the same branches.
+bitwise identical results and take the same branches.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ class LabelGroup(NamedTuple):
         return parts
 
     def sum(self, part: Tensor) -> Tensor:
-        """Sum over all processes in one round; the result has identical bits on every process."""
+        """Sum over all processes in one round; the result is bitwise identical on every process."""
         return add_up(self.gather(part))
 
     def all_reduce(self, part: Tensor) -> Tensor:

@@ -287,7 +287,7 @@ def _iterate(
         own = [evaluate(x, base, points)]
         if part.labels is not None:
             own.append(evaluate_labels(part.labels.of(rows, part.k.shape[0]), base, points))
-        # Send the points too, so that all processes continue from identical bits.
+        # Send the points too, so that all processes continue from bitwise identical points.
         parts = group.gather(torch.cat([*own, points[..., None]], -1))
         total, points = add_up(parts[..., :-1]), parts[0, ..., -1]
         r = (total[..., sums.UP] - k) + (total[..., sums.P] - total[..., sums.Q])

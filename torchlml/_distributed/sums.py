@@ -174,7 +174,7 @@ def _propose(x: Tensor, ascending: Tensor, first: Tensor, last: Tensor) -> Tenso
 
 
 def _limits(proposals: Tensor, upper_rank: Tensor, lower_rank: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Return bounds on two entries of the window from the proposals, and whether they are exact."""
+    """Return bounds on the entries of the window at two ranks, and whether the bounds are exact."""
     values, greater, not_less = proposals.unbind(2)
     # In sorted order, each proposal adds to the number of entries that are known to be >= it, and to the
     # number of entries that may be > the next proposal.

@@ -12,7 +12,7 @@ certified when such a step is short: the second derivative of sum y never exceed
 error is about half the square of the step. The caller solves uncertified rows with `newton`.
 
 Every operation here rounds an entry in the same way regardless of its position, and finished rows are not
-changed. The bits of a row therefore do not depend on the other rows.
+changed. The result of a row therefore does not depend on the other rows, bit for bit.
 """
 
 from __future__ import annotations

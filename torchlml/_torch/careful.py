@@ -97,7 +97,7 @@ def prepare(x: Tensor, mask: Tensor | None, offsets: Tensor | None) -> tuple[Ten
 
 
 def sigmoid(z: Tensor) -> Tensor:
-    """Compute the logistic function, with the same bits regardless of an entry's position."""
+    """Compute the logistic function; the result does not depend on an entry's position, bit for bit."""
     # The rounding of torch.sigmoid depends on the position in memory; that of torch.exp does not.
     e = torch.exp(-z.abs())
     return torch.where(z > 0, 1, e) / (1 + e)

@@ -35,7 +35,7 @@ from torchlml._solve.fast import FastSolution, on_host, solve_fast
 from torchlml._torch import careful
 from torchlml._torch.careful import Pair
 
-# Ragged rows are padded to a power of two of at least this size, so that bits depend only on a row's length.
+# Ragged rows are padded to a power of two of at least this size, so that rounding depends only on the length.
 _SHORTEST = 16
 # Below this sum of w, the shares w / sum w have lost digits to underflow.
 _LEAST_SLOPE = {torch.float32: 1e-20, torch.float64: 1e-200}

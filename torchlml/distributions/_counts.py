@@ -285,7 +285,7 @@ def _product(factor: Tensor) -> Tensor:
 
 
 class _Powers:
-    """The powers of every entry of x (R, n), as 8 arrays x^c and the array x^8."""
+    """The powers of every entry of x (R, n), stored as x^0 to x^7 and x^8."""
 
     def __init__(self, x: Tensor) -> None:
         self._pieces = [(_stacked(torch.ones_like(y), y, _BASE), _eighth(y)) for y in x.split(_CHUNK, -1)]

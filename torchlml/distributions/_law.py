@@ -104,7 +104,7 @@ class Law:
         self.log_ratio, self.tail = self._conditional(self.b)
 
     def of(self, x: Tensor) -> Law:
-        """Return the same law with derivatives with respect to x, which has the values of the logits."""
+        """Return the same distribution, differentiable with respect to x, a tensor equal to the logits."""
         law = copy.copy(self)
         law._given = x
         return law
@@ -166,7 +166,7 @@ class Law:
         return _with_value(_LogNormalizer.apply(z, self) - expected, value)
 
     def cross_entropy(self, other: Law) -> Tensor:
-        """Return the expectation (R,) of -log Q(S) for another law Q on equally long rows; differentiable."""
+        """Return the expectation (R,) of -log Q(S) for a Q with the same row length; differentiable."""
         z, pi = other.z, self.inclusion
         # The probability that an entry is not on the side where Q has it: pi or 1 - pi, whichever is
         # accurate.
@@ -293,7 +293,7 @@ _CHUNK = 2**20  # number of coins flipped at once
 
 
 def sample(law: Law, count: int) -> Tensor:
-    """Draw `count` sets from every row of a law.
+    """Draw `count` sets from the distribution of every row.
 
     Returns:
         (count, R, n) bool, drawn with torch's global random generator.

@@ -14,7 +14,7 @@ _USUAL = {"ignore_index": -100, "bound": "exactly", "label_reduction": "sum", "g
 
 
 class TopKLoss(nn.Module):
-    """A loss as a module: it stores `settings`, the arguments of the function except `k` and the batch.
+    """Base class of the loss modules, which stores the arguments of a loss function except the batch.
 
     Args:
         k: the number of labels to predict.

@@ -61,7 +61,7 @@ def linear_lml_loss(
         linear_weight: (n, d), its weight, one row per label.
         target, k, weight, ignore_index, reduction, label_reduction, bound: as for `lml_loss`.
         linear_bias: (n,), its bias.
-        memory_limit: the number of bytes that the logits and their gradient may occupy at a time. A single
+        memory_limit: the number of bytes that the logits and their gradient may occupy at once. A single
             row may exceed it. The gradients of the input and of the weight are not counted.
         group: the processes that the labels are sharded across, as for `lml_loss`: `linear_weight`,
             `linear_bias` and `weight` belong to the labels of this process, and the input is the same on all
@@ -159,8 +159,7 @@ def linear_truncated_entropy_loss(
         k: the number of allowed guesses, as for `truncated_entropy_loss`.
 
     The other arguments, and the derivatives, are those of `linear_lml_loss`. Labels that are sharded across
-    processes are not supported. Temporary tensors take up to 2 * `memory_limit` bytes
-    on top of that limit.
+    processes are not supported. Temporary tensors take up to 2 * `memory_limit` bytes on top of that limit.
 
     Returns:
         The same as `truncated_entropy_loss(F.linear(input, linear_weight, linear_bias), target, k, ...)`.

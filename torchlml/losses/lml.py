@@ -40,8 +40,8 @@ def lml_loss(
         target: class indices (...), lists of class indices (..., L) padded with `ignore_index`, or a bool or
             float multi-hot tensor of the logits' shape, whose floats are label weights. With `offsets`: a
             flat multi-hot tensor, or positions into the values. For ragged nested logits: a nested multi-hot
-            tensor, or label indices within each row, as (B,), padded (B, L) or nested lists. Integers in the
-            shape of the logits raise an error, because they could be multi-hot or a list: pass
+            tensor, or label indices within each row, as (B,), padded (B, L) or nested lists. Integers with
+            the shape of the logits raise an error, because they could be multi-hot or a list: pass
             `target.bool()`, or a list that is one column wider.
         k: the number of labels to predict, as in `torchlml.lml`: one number or one per row; differentiable.
             In a row that has a label, k = 0 raises a ValueError on the CPU. On other devices, where the check

@@ -25,7 +25,7 @@ def truncated_entropy_loss(
     mask: Tensor | None = None,
     offsets: Tensor | None = None,
 ) -> Tensor:
-    """Compute the cross entropy of each label without its `k - 1` strongest competitors.
+    """Compute the cross-entropy of each label without its `k - 1` strongest competitors.
 
         >>> logits = torch.tensor([[2.0, 1.0, 0.0, -1.0]])
         >>> torchlml.truncated_entropy_loss(logits, torch.tensor([1]), k=2)  # k=1 is F.cross_entropy

@@ -1,4 +1,4 @@
-"""Recall, precision and nDCG in their usual definitions.
+"""Recall, precision and nDCG with their usual definitions.
 
 Every metric exists as a subclass of `torchmetrics.Metric`, which accumulates batches and synchronizes
 processes, and as a function of one batch.

@@ -48,10 +48,10 @@ class SceneGraphRecall(CountingMetric):
     A predicted triple matches a true one if the predicate and both object classes are equal and both boxes
     overlap with an IoU of at least 0.5. The recall of an image is the fraction of its relations that match
     one of the K highest-scored triples. One triple may match several relations. Images without relations are
-    ignored. Ties go to the earlier pair, then to the lower predicate.
+    ignored. Ties go to the earlier pair, then to the lower predicate index.
 
     `scores` has one column for each real predicate and none for "no relation". The scores rank the triples of
-    an image. If the object classes are predicted too, first multiply them by the scores of both objects.
+    an image. If the object classes are also predicted, first multiply each score by those of both objects.
 
     Papers often report different metrics in the same table:
 

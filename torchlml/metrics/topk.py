@@ -57,12 +57,12 @@ def of_batch(metric: CountingMetric, *batch: Any, **options: Any) -> Any:
 
 
 def in_units(parts: Tensor) -> Tensor:
-    """Convert numbers from 0 to 1 to int64 units."""
+    """Round numbers from 0 to 1 to units of 2^-30, as int64."""
     return (parts * _UNIT).round().long()
 
 
 def average(total: Tensor, count: Tensor) -> Tensor:
-    """Return the mean of numbers whose units sum to `total`, in double precision; NaN if `count` is 0."""
+    """Return total / count, where `total` is in units of 2^-30, in double precision; NaN if `count` is 0."""
     return total.to(wide_dtype(total.device)) / _UNIT / count
 
 

@@ -112,7 +112,7 @@ def main(settings: OwnDataSettings) -> None:
 def _missing(
     settings: OwnDataSettings, folder: Path, rows: Sequence[OwnDataRecord], console: Console
 ) -> Iterator[OwnDataRecord]:
-    """Run the comparisons that are not among the rows."""
+    """Run the comparisons that `rows` does not contain yet, and yield their records."""
     done = {(row.data, row.samples, row.method) for row in rows}
     for name in settings.sets:
         train_file, test_file = (folder / part for part in SETS[name])

@@ -124,7 +124,7 @@ class Encoder:
 
 @lru_cache(maxsize=1)
 def _encoder(name: str) -> Any:
-    """Load a model of sentence-transformers."""
+    """Load a sentence-transformers model."""
     try:
         from sentence_transformers import SentenceTransformer
     except ImportError as error:

@@ -209,7 +209,7 @@ def padded(rows: list[Tensor]) -> Tensor:
 def unlike_logits(labels: Tensor, n: int) -> Tensor:
     """Add a column of padding to lists of width n.
 
-    Integers in the shape of the logits could be mistaken for multi-hot targets.
+    Integers with the shape of the logits could be mistaken for multi-hot targets.
     """
     return nn.functional.pad(labels, (0, 1), value=PADDING) if labels.shape[-1] == n else labels
 

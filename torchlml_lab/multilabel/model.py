@@ -293,7 +293,7 @@ def store_linear(run: Path, final: LinearPart, held_out: LinearPart, mixture: Mi
 
 
 def stored_linear(run: Path, prepared: Preparation) -> tuple[LinearLogits, LinearLogits] | tuple[None, None]:
-    """Load the linear parts of a run, or None if there are none yet. A damaged file raises `BadInput`."""
+    """Load the linear parts of a run, if it has them already. A damaged file raises `BadInput`."""
     path = run / LINEAR
     if not path.exists():
         return None, None

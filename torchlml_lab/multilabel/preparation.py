@@ -146,7 +146,7 @@ class Preparation:
 class LaterInputs:
     """The inputs of many texts, which are computed for each batch.
 
-    They have about three times as many terms as a text has letters, with eight bytes each.
+    A text has about three terms per letter, and each term takes eight bytes.
 
     Args:
         preparation: The preparation.
@@ -235,7 +235,7 @@ def fit(
 
 
 def _largest(parts: Sequence[Matrix], columns: npt.NDArray[Any]) -> npt.NDArray[np.float64]:
-    """The largest absolute value in each column of several matrices. Other columns do not occur."""
+    """Return the largest absolute value in each of `columns`, which contain all entries of the matrices."""
     found = np.zeros(len(columns), dtype=np.float32)
     for part in parts:
         for start in range(0, part.nnz, _ENTRIES):

@@ -141,7 +141,7 @@ def _read(settings: MultilabelSettings, name: str, columns: Columns) -> tuple[La
 def keeps_unlabeled(settings: MultilabelSettings, columns: Columns | None) -> bool:
     """Whether samples without labels are examples that no label applies to.
 
-    A row of zeros in columns of 0 and 1 says so. In other files, the labels may simply be missing.
+    A row of zeros in columns of 0 and 1 means this. In other files, the labels may simply be missing.
     """
     if settings.unlabeled == "auto":
         return columns is not None and len(columns.labels) > 1

@@ -98,7 +98,7 @@ def fit(have: Interactions, penalty: float | None, recall: Callable[[Ease], floa
         recall: A metric on validation users, higher for better models.
 
     Returns:
-        The model and its penalty. A matrix that does not fit in memory raises `BadInput` before any work.
+        The model and its penalty. A matrix that does not fit in memory raises `BadInput` before it is built.
     """
     n = len(have.items)
     check_memory(n)

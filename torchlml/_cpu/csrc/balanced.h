@@ -1,5 +1,5 @@
 // The two-sided projection: the rows at given column multipliers, and products with its Schur complement. A task is a
-// part of the rows with its own column sums. The bindings add these sums in the order of the parts, so that the bits do
+// part of the rows with its own column sums. The bindings add these sums in the order of the parts, so that results do
 // not depend on the number of threads.
 #pragma once
 

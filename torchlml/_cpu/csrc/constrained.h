@@ -42,7 +42,7 @@ LML_INLINE double softmax_guess(const S* x, const Target& target) {
 }
 
 // Computes y and nu of finite entries. The search stores exponentials in `work`, which may be y itself if it has the
-// same type. Returns false if the sums are not finite, because of infinities or NaN in the row, or of values near 1e38.
+// same type. Returns false if the sums are not finite, because the row has infinities, NaN or values near 1e38.
 template <class S, class Y, class Bounds, class T = typename Work<S>::type>
 bool project(const S* x, int64_t n, double k, const Bounds& bounds, double unit, bool sparsemax, Target& target,
              T* work, Y* y, Threshold& nu) {

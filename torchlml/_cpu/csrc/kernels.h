@@ -44,7 +44,7 @@ static inline Span row_span(const Batch& b, int64_t row) {
 }
 
 // A row with more than `long_row` entries is long: it is split into pieces, which may run on several threads. Each
-// piece has its own sums, which are added in the order of the pieces, so that the bits depend on the row alone.
+// piece has its own sums, which are added in the order of the pieces, so the result depends only on the row.
 inline constexpr int64_t long_row = 131072, piece_size = 32768;
 
 // Calls piece(context, i) for every i < pieces, on any threads and in any order, and returns when all are done.

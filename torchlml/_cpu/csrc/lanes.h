@@ -1,6 +1,6 @@
 // Solves short rows, one row per vector lane. A block of rows is transposed when it is read and when it is written, so
 // that moments, exponentials, sums and steps are vertical operations. There are no sums over lanes, and one vector
-// division serves the whole block. The method is that of solve.h. The bits of a row do not depend on its neighbors,
+// division serves the whole block. The method is that of solve.h. A row's result does not depend on its neighbors,
 // because each lane stops when its own certificate holds and does not change afterwards.
 #pragma once
 
@@ -230,7 +230,7 @@ class LaneSolver {
     };
     int64_t j = 0;
     for (; j + 4 <= size_; j += 4) add(j, 0), add(j + 1, 1), add(j + 2, 2), add(j + 3, 3);
-    for (int into = 0; j < size_; ++j, ++into) add(j, into);  // same result as with added columns of zeros
+    for (int into = 0; j < size_; ++j, ++into) add(j, into);  // same result as for columns padded with zeros
     count_ = gaps ? __builtin_convertvector(count, vfloat) : splat(static_cast<float>(size_));
     const vfloat inverse = 1.0f / count_, mean = ((sum[0] + sum[1]) + (sum[2] + sum[3])) * inverse;
     const vfloat square = ((squares[0] + squares[1]) + (squares[2] + squares[3])) * inverse;
@@ -297,7 +297,7 @@ class LaneSolver {
 
   // Stores exp(+-(x - center)), scaled (see vmath.h), and sums the powers of r = 1 - y. This loses digits of a tiny y,
   // but the first step needs only a few digits. If `any_row` is false, all z must be within the range of the
-  // exponential and no target may be flipped. The bits are the same in both cases.
+  // exponential and no target may be flipped. Both cases give bitwise identical results.
   template <bool gaps, bool any_row>
   LML_INLINE void exponentials() {
     vfloat sum{}, squares{}, cubes[2] = {};

@@ -311,8 +311,8 @@ __attribute__((noinline)) Fit<T> fit_hard_row(const S* x, const Target& target, 
   return fit;
 }
 
-// Computes nu of one row. The status is `not_finite` if a sum is not finite because of infinite or NaN entries, or of
-// values near 1e38.
+// Computes nu of one row. The status is `not_finite` if a sum is not finite because the row has infinite, NaN or huge
+// (near 1e38) entries.
 template <class S, class T = typename Work<S>::type>
 Fit<T> fit_row(const S* x, const Target& target, T* e, Team team) {
   Newton<T> newton;

@@ -1,1 +1,1 @@
-"""The experiment of the demo: images of k digits with one observed label, and a comparison of five losses."""
+"""The demo experiment: images of k digits with one observed label, and a comparison of five losses."""

@@ -469,7 +469,7 @@ def _compute(study: Study, todo: Sequence[Cell], console: Console) -> int:
 
 
 def check_settings(settings: MissingLabelsSettings) -> Path:
-    """Check all options before any work, and return the data directory."""
+    """Check all options before any computation, and return the data directory."""
     for option, given, known in (
         ("--datasets", settings.datasets, tuple(FOLDERS)),
         ("--heads", settings.heads, HEADS),

@@ -111,7 +111,7 @@ class _SmallConvolution(nn.Conv2d):
 
 
 class _Context(nn.Module):
-    """Computes the context of each box with LSTMs over the boxes from left to right and back."""
+    """Computes the context of each box with a bidirectional LSTM over the boxes from left to right."""
 
     def __init__(self, inputs: int, hidden: int) -> None:
         super().__init__()
