@@ -256,7 +256,8 @@ def choose(
 
     best, penalty, gain, part = -1.0, math.inf, 1.0, None
     if start is not None and start.complete:
-        best = float(mean_quality([start.final] * len(splits), (1.0,))[0]) + WORSE
+        best = float(mean_quality([start.final] * len(splits), (1.0,))[0])
+        best += noise(sum(split.held_out.shape[0] for split in splits))
     # The weights of a start already have a gain.
     gains = GAINS if start is None else (1.0,)
     first = None if start is None else start.final
