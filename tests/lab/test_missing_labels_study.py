@@ -17,7 +17,7 @@ from tests.support.processes import start
 from torchlml_lab import cli
 from torchlml_lab.engine.output import StudyTable
 from torchlml_lab.studies.missing_labels import data, study
-from torchlml_lab.studies.missing_labels.methods import METHODS, Recipe, first_recipes, neighbors
+from torchlml_lab.studies.missing_labels.methods import METHODS, Adam, Recipe, first_recipes, neighbors
 from torchlml_lab.studies.settings import MissingLabelsSettings
 
 
@@ -153,7 +153,7 @@ def test_adam_is_that_of_torch():
     value, rates = torch.randn(2, 3, 4), torch.tensor([0.1, 0.01])
     leaves = [part.clone().requires_grad_() for part in value]
     optimizers = [torch.optim.Adam([leaf], float(rate)) for leaf, rate in zip(leaves, rates, strict=True)]
-    own, moments = study.Adam(rates), [torch.zeros_like(value), torch.zeros_like(value)]
+    own, moments = Adam(rates), [torch.zeros_like(value), torch.zeros_like(value)]
     for number in range(1, 6):
         gradient = torch.randn(2, 3, 4)
         own.step(value, gradient, moments, number)
