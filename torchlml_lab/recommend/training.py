@@ -15,7 +15,7 @@ from rich.console import Console
 from torch import Tensor, nn
 
 from torchlml_lab.cli_errors import BadInput
-from torchlml_lab.data.interactions import is_table
+from torchlml_lab.data.interactions import Interactions, is_table
 from torchlml_lab.engine import loop, run_directory
 from torchlml_lab.engine.loop import Task
 from torchlml_lab.engine.output import ProgressBar, new_console, plain_table
@@ -143,7 +143,7 @@ def train_all(
             say(_introduction(settings, data), console)
         results: dict[Candidate, dict[str, Any]] = {}
         for name in CANDIDATES:
-            why = _why_not_ease(len(data.training.items)) if name == "ease" else None
+            why = _why_not_ease(data.training) if name == "ease" else None
             if why is None or (folder.path / name / "run.json").exists():
                 results[name] = _train_one(settings, name, folder.path, data, console)
             elif main:
@@ -154,14 +154,10 @@ def train_all(
     return folder.result()
 
 
-MOST_ITEMS = 20_000  # with more, inverting their matrix would take longer than training the networks
-
-
-def _why_not_ease(items: int) -> str | None:
+def _why_not_ease(training: Interactions) -> str | None:
     """Return why the default does not include `ease`, as the end of a sentence, or None."""
-    if items > MOST_ITEMS:
-        return f"there are more than {MOST_ITEMS:,} items"
-    needed, available = ease.memory_needed(items), ease.memory_available()
+    needed = ease.memory_needed(len(training.users), len(training.items))
+    available = ease.memory_available()
     if needed > available:
         return f"it needs {needed / 1e9:,.1f} GB of memory and {available / 1e9:,.1f} GB are available"
     return None
@@ -271,7 +267,7 @@ def _fit_ease(model: nn.Module, settings: RecommendSettings, data: Data) -> None
     fitted, _ = ease.fit(data.training, settings.penalty, recall)
     with torch.no_grad():
         fitted.scale.fill_(fit_scale(of_network(fitted), users))
-    model.weight, model.scale = fitted.weight, fitted.scale
+    model.load_state_dict(fitted.state_dict(), strict=False)  # all but the fingerprint of the data
 
 
 LOSSES: tuple[AnyLossName, ...] = ("softmax", "lml", "bce", "truncated-entropy", "topk-softmax")
