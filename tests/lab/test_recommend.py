@@ -8,6 +8,7 @@ import json
 import random
 import re
 import shutil
+import time
 
 import pytest
 import torch
@@ -470,8 +471,21 @@ def test_ease_that_does_not_fit_is_rejected_and_nothing_is_written(folder, monke
         "--model",
         "ease",
     ]
-    assert "`--model ease` needs about 0.0 GB for 90 users and 120 items" in rejected(capsys, words)
+    assert "`--model ease` needs about 0.0 GB for 120 users and 120 items" in rejected(capsys, words)
     assert not (tmp_path / "run").exists()
+
+
+def test_the_seconds_of_ease_include_the_fit(folder, monkeypatch, capsys, tmp_path):
+    fit = ease.fit
+
+    def slow(*given):
+        time.sleep(0.5)
+        return fit(*given)
+
+    monkeypatch.setattr(ease, "fit", slow)
+    words = ["train", "recommend", "--train", folder / "train.txt", "--out", tmp_path / "run"]
+    assert cli.main([*map(str, words), "--model", "ease", "--penalty", "20"]) == 0
+    assert 0.5 <= json.loads((tmp_path / "run" / "result.json").read_text())["seconds"] < 60
 
 
 def test_ease_alone_recommends_to_new_users(folder, capsys, tmp_path):

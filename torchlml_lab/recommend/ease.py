@@ -76,9 +76,10 @@ class Ease(nn.Module):
 
 
 def pair_matrix(have: Interactions, chosen: Tensor) -> Any:
-    """The sparse matrix of users × chosen items, with 1 for each pair."""
+    """The sparse matrix of users × chosen items, with 1 for each pair, without users who have no items."""
     ones, shape = np.ones(len(have), dtype=np.float32), (len(have.users), len(have.items))
-    return scipy.sparse.csr_array((ones, have.item.numpy(), have.starts.numpy()), shape)[:, chosen.numpy()]
+    matrix = scipy.sparse.csr_array((ones, have.item.numpy(), have.starts.numpy()), shape)
+    return matrix[(have.counts > 0).numpy()][:, chosen.numpy()]
 
 
 def products(rows: Any, dtype: torch.dtype) -> Tensor:
@@ -141,7 +142,7 @@ def fit(have: Interactions, penalty: float | None, recall: Callable[[Ease], floa
     Returns:
         The model and its penalty. A matrix that does not fit in memory raises `BadInput` before any work.
     """
-    users, items = len(have.users), len(have.items)
+    users, items = int((have.counts > 0).sum()), len(have.items)
     check_memory(users, items)
     chosen = torch.arange(items) if min(users, items) <= MOST else popular_items(have)[:MOST].sort().values
     pairs = pair_matrix(have, chosen)
