@@ -8,6 +8,7 @@ import json
 import random
 import re
 import shutil
+import time
 
 import pytest
 import torch
@@ -18,7 +19,7 @@ from torchlml_lab import cli
 from torchlml_lab.cli_errors import BadInput
 from torchlml_lab.data.interactions import read_interactions
 from torchlml_lab.engine import run as engine_run
-from torchlml_lab.recommend import ease, sweep, training
+from torchlml_lab.recommend import ease, sweep
 from torchlml_lab.recommend.histories import Users, read, set_aside, some_users
 from torchlml_lab.recommend.settings import RecommendSettings, SweepSettings
 
@@ -448,17 +449,11 @@ def test_the_default_resumes_after_a_kill_and_is_overwritten(
     assert run_of(tmp_path / "run", "autoencoder")["best_epoch"] == 1
 
 
-@pytest.mark.parametrize(
-    ("module", "name", "value", "why"),
-    [
-        (training, "MOST_ITEMS", 119, "there are more than 119 items"),
-        (ease, "memory_available", lambda: 0, "it needs 0.0 GB of memory and 0.0 GB are available"),
-    ],
-)
-def test_many_items_leave_out_ease(folder, monkeypatch, capsys, tmp_path, module, name, value, why):
-    monkeypatch.setattr(module, name, value)
+def test_too_little_memory_leaves_out_ease(folder, monkeypatch, capsys, tmp_path):
+    monkeypatch.setattr(ease, "memory_available", lambda: 0)
     words = ["train", "recommend", "--train", str(folder / "train.txt"), "--out", str(tmp_path / "run")]
     assert cli.main([*words, *DEFAULT, "--epochs", "1"]) == 0
+    why = "it needs 0.0 GB of memory and 0.0 GB are available"
     assert f"`ease` is left out, because {why}." in capsys.readouterr().out
     assert not (tmp_path / "run" / "ease").exists()
     assert cli.main(["predict", str(tmp_path / "run")]) == 0
@@ -476,8 +471,21 @@ def test_ease_that_does_not_fit_is_rejected_and_nothing_is_written(folder, monke
         "--model",
         "ease",
     ]
-    assert "`--model ease` needs about 0.0 GB for 120 items" in rejected(capsys, words)
+    assert "`--model ease` needs about 0.0 GB for 120 users and 120 items" in rejected(capsys, words)
     assert not (tmp_path / "run").exists()
+
+
+def test_the_seconds_of_ease_include_the_fit(folder, monkeypatch, capsys, tmp_path):
+    fit = ease.fit
+
+    def slow(*given):
+        time.sleep(0.5)
+        return fit(*given)
+
+    monkeypatch.setattr(ease, "fit", slow)
+    words = ["train", "recommend", "--train", folder / "train.txt", "--out", tmp_path / "run"]
+    assert cli.main([*map(str, words), "--model", "ease", "--penalty", "20"]) == 0
+    assert 0.5 <= json.loads((tmp_path / "run" / "result.json").read_text())["seconds"] < 60
 
 
 def test_ease_alone_recommends_to_new_users(folder, capsys, tmp_path):

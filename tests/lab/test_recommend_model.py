@@ -73,22 +73,54 @@ def random_pairs(users, items, seed=0, share=0.3, new_to=None):
     return Interactions(*names, starts, matrix.nonzero()[:, 1]), matrix.double()
 
 
-def test_ease_is_a_ridge_regression_of_each_item_on_the_others(monkeypatch):
-    monkeypatch.setattr(ease, "ROWS", 7)  # several blocks of users
-    have, matrix = random_pairs(40, 9)
+@pytest.mark.parametrize(("users", "items"), [(40, 9), (7, 11)])  # fewer items, fewer users
+def test_ease_is_a_ridge_regression_of_each_item_on_the_others(monkeypatch, users, items):
+    monkeypatch.setattr(ease, "ROWS", 4)  # several blocks
+    have, matrix = random_pairs(users, items)
+    have = have.keep(have.user != 2)  # this user has no items
+    matrix[2] = 0
     x, penalty = matrix.numpy(), 3.0
-    expected = np.zeros((9, 9))
-    for item in range(9):
-        others = np.delete(np.arange(9), item)
+    expected = np.zeros((items, items))
+    for item in range(items):
+        others = np.delete(np.arange(items), item)
         a = x[:, others]
-        expected[others, item] = np.linalg.solve(a.T @ a + penalty * np.eye(8), a.T @ x[:, item])
+        expected[others, item] = np.linalg.solve(a.T @ a + penalty * np.eye(items - 1), a.T @ x[:, item])
     model, chosen = ease.fit(have, penalty, lambda _: pytest.fail("there is nothing to choose"))
     assert chosen == penalty
-    assert np.allclose(model.weight.detach().numpy(), expected, atol=1e-6)
+    alone = model(torch.zeros(items), torch.arange(items)[:, None]).scores().detach().numpy()
+    assert np.allclose(alone, expected, atol=1e-6)
     model.scale.data.fill_(2.0)
-    history = padded([have.of(u) for u in range(40)])
-    scores = model(torch.arange(40), history).scores().detach().numpy()
+    history = padded([have.of(u) for u in range(users)])
+    scores = model(torch.arange(users), history).scores().detach().numpy()
     assert np.allclose(scores, 2 * x @ expected, atol=1e-5)
+
+
+def test_ease_keeps_the_largest_weights_of_each_item(monkeypatch):
+    monkeypatch.setattr(ease, "KEPT", 3)
+    weights = torch.randn(8, 8, generator=torch.Generator().manual_seed(0))
+    model = ease.Ease(8)
+    model.set_weights(torch.arange(8), [weights])
+    expected = torch.zeros(8, 8)
+    for row in range(8):
+        for place in sorted(range(8), key=lambda place: -abs(float(weights[row, place])))[:3]:
+            expected[row, place] = weights[row, place]
+    history = padded([torch.tensor([2]), torch.tensor([], dtype=torch.int64), torch.tensor([0, 7])])
+    scores = model(torch.zeros(3), history).scores()
+    assert torch.allclose(scores, torch.stack([expected[2], torch.zeros(8), expected[0] + expected[7]]))
+
+
+def test_ease_of_many_users_and_items_has_weights_for_the_most_popular_items_only(monkeypatch):
+    monkeypatch.setattr(ease, "MOST", 4)
+    have, matrix = random_pairs(40, 9)
+    model, _ = ease.fit(have, 3.0, lambda _: 0.0)
+    counts = matrix.sum(0)
+    chosen = sorted(sorted(range(9), key=lambda item: (-counts[item], item))[:4])
+    x = matrix[:, chosen].numpy()
+    inverse = np.linalg.inv(x.T @ x + 3 * np.eye(4))
+    expected = np.zeros((9, 9))
+    expected[np.ix_(chosen, chosen)] = np.eye(4) - inverse / np.diag(inverse)
+    alone = model(torch.zeros(9), torch.arange(9)[:, None]).scores().detach().numpy()
+    assert np.allclose(alone, expected, atol=1e-6)
 
 
 def test_ease_chooses_the_penalty_by_the_metric():
@@ -107,11 +139,13 @@ def test_ease_chooses_the_penalty_by_the_metric():
 
 def test_ease_raises_before_any_work_if_its_matrices_do_not_fit(monkeypatch):
     have, _ = random_pairs(30, 8)
-    monkeypatch.setattr(ease, "memory_available", lambda: 8 * 8 * 27)
-    monkeypatch.setattr(ease, "gram", lambda *_: pytest.fail("it must raise before"))
-    with pytest.raises(BadInput, match=r"needs about 0.0 GB for 8 items, but only 0.0 GB of memory"):
+    monkeypatch.setattr(ease, "memory_available", lambda: 8 * 8 * 23)
+    monkeypatch.setattr(ease, "products", lambda *_: pytest.fail("it must raise before"))
+    with pytest.raises(
+        BadInput, match=r"needs about 0.0 GB for 28 users and 8 items, but only 0.0 GB of memory"
+    ):
         ease.fit(have, 1.0, lambda _: 0.0)
-    assert ease.memory_needed(40_981) == pytest.approx(13.4e9, rel=0.01)
+    assert ease.memory_needed(29_858, 40_981) == 29_858**2 * 4 + 40_981 * 1_024 * 8
     assert 0 < ease.memory_available() < 2**50
 
 

@@ -72,8 +72,8 @@ class Task:
     refit: Callable[[nn.Module, Path | None], None] | None = None
     """Called after `combine` to fit parts of the model on all samples, before the test metrics are measured.
     The second argument is the run directory in the first process, and None in all other processes."""
-    fitted: bool = False
-    """Whether the model is already fitted, so that it is only evaluated and saved, without epochs."""
+    fitted: float | None = None
+    """For a model that is already fitted: the seconds this took. It is only evaluated and saved."""
     instead: str = ""
     """A sentence that recommends a faster alternative if training would take hours."""
 

@@ -145,8 +145,9 @@ class _Run:
         """Train the remaining epochs, then test."""
         started = time.monotonic() - (self.state.seconds if self.state else 0)
         first = self.state.epoch + 1 if self.state else 1
-        if self.task.fitted:
+        if self.task.fitted is not None:
             if self.state is None:
+                started -= self.task.fitted
                 measures = {name: self._evaluate(name) for name in self.held_out if name != "test"}
                 self._record(0, 0.0, measures, time.monotonic() - started)
             return self._finish(time.monotonic() - started)
@@ -227,7 +228,7 @@ class _Run:
         if self.main:
             said = in_percent(measures["validation"], self.task.printed)
             shown = "" if loss is None else f"loss {loss:.4f}, "
-            start = "fitted, " if self.task.fitted else f"epoch {epoch}: {shown}"
+            start = "fitted, " if self.task.fitted is not None else f"epoch {epoch}: {shown}"
             self.console.print(f"{start}validation {said}", highlight=False)
 
     def _save(self, state: State, lines: list[dict[str, Any]]) -> None:

@@ -1,22 +1,26 @@
 """EASE: a linear model of the items of a user, in closed form (Steck 2019)."""
 
 import os
-from collections.abc import Callable
-from typing import NamedTuple
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any, NamedTuple
 
+import numpy as np
+import scipy.sparse
 import torch
 from torch import Tensor, nn
-from torch.nn.functional import embedding_bag
 
 from torchlml_lab.cli_errors import BadInput
 from torchlml_lab.data.interactions import Interactions
 from torchlml_lab.multilabel.losses import PADDING
+from torchlml_lab.recommend.histories import popular_items
 
 PENALTIES = (10.0, 30.0, 100.0, 300.0, 1000.0)
 """The penalties to choose from."""
-USUAL_PENALTY = 200.0  # used for many items, because trying a penalty costs a matrix inversion
-MANY = 6_000  # with more items, a single penalty is used, and the inversion is in float32
-ROWS = 4_096  # the number of users whose rows are dense at a time
+USUAL_PENALTY = 200.0  # for large matrices, because every penalty to try costs an inversion
+MANY = 6_000  # users or items, whichever are fewer; above, one penalty is tried, and the matrix is float32
+MOST = 50_000  # users or items; above, only the most popular items have weights, as the time is cubic
+KEPT = 1_024  # weights of an item that are kept; the others are close to 0
+ROWS = 256  # the number of rows of a matrix that are processed at a time
 
 
 class Scores(NamedTuple):
@@ -31,62 +35,100 @@ class Scores(NamedTuple):
 
 
 class Ease(nn.Module):
-    """Scores that are sums over the items of a user: `scale * sum_i weight[i]`.
+    """Scores that are sums over the items of a user: `scale * sum_i B_i` for a matrix B of items × items.
 
     Args:
         items: The number of items.
 
-    It scores any history, including those of users who are not in the training data.
+    Each row of B has only its `KEPT` largest entries, so that a model of 40,000 items needs 0.3 GB instead of
+    6.4 GB. It scores any history, including those of users who are not in the training data.
     """
 
     def __init__(self, items: int) -> None:
         super().__init__()
-        self.weight = nn.Parameter(torch.zeros(items, items))
+        kept = min(items, KEPT)
+        self.weight = nn.Parameter(torch.zeros(items, kept))
+        self.register_buffer("places", torch.zeros(items, kept, dtype=torch.int32))
         self.scale = nn.Parameter(torch.ones(()))
 
     def forward(self, users: Tensor, history: Tensor) -> Scores:
         """The scores of histories (R, L), padded with `PADDING`; `users` is not used."""
         there = history != PADDING
-        counts = there.sum(-1)
-        starts = counts.cumsum(0) - counts
-        return Scores(self.scale * embedding_bag(history[there], self.weight, starts, mode="sum"))
+        items, n = history[there], len(self.weight)
+        places = there.nonzero()[:, :1] * n + self.get_buffer("places")[items]
+        scores = self.weight.new_zeros(len(history) * n)
+        scores = scores.index_add(0, places.flatten(), self.weight[items].flatten())
+        return Scores(self.scale * scores.view(-1, n))
+
+    @torch.no_grad()
+    def set_weights(self, chosen: Tensor, blocks: Iterable[Tensor]) -> None:
+        """Keep the largest entries of a matrix of the chosen items × the chosen items.
+
+        Args:
+            chosen: The items, in ascending order. All others have no weights.
+            blocks: The rows of the matrix, `ROWS` at a time.
+        """
+        kept = min(len(chosen), self.weight.shape[1])
+        for items, rows in zip(chosen.split(ROWS), blocks, strict=True):
+            places = rows.abs().topk(kept, sorted=False).indices
+            self.weight[items, :kept] = rows.gather(1, places).float()
+            self.get_buffer("places")[items, :kept] = chosen[places].int()
 
 
-def gram(have: Interactions, dtype: torch.dtype) -> Tensor:
-    """The number of users who have items i and j, (n, n), with the counts of items on the diagonal."""
-    n = len(have.items)
-    total = torch.zeros(n, n, dtype=dtype)
-    pairs = have.user
-    for start in range(0, len(have.users), ROWS):
-        rows = slice(int(have.starts[start]), int(have.starts[min(start + ROWS, len(have.users))]))
-        # Only the items of these users have columns, so a block of users with few items is cheap.
-        items, column = have.item[rows].unique(return_inverse=True)
-        dense = torch.zeros(min(ROWS, len(have.users) - start), len(items), dtype=dtype)
-        dense[pairs[rows] - start, column] = 1
-        total[items[:, None], items] += dense.T @ dense
+def pair_matrix(have: Interactions, chosen: Tensor) -> Any:
+    """The sparse matrix of users × chosen items, with 1 for each pair, without users who have no items."""
+    ones, shape = np.ones(len(have), dtype=np.float32), (len(have.users), len(have.items))
+    matrix = scipy.sparse.csr_array((ones, have.item.numpy(), have.starts.numpy()), shape)
+    return matrix[(have.counts > 0).numpy()][:, chosen.numpy()]
+
+
+def products(rows: Any, dtype: torch.dtype) -> Tensor:
+    """The products of all pairs of rows of a sparse matrix, as a dense matrix."""
+    count, columns = rows.shape[0], rows.T.tocsr()
+    total = torch.empty(count, count, dtype=dtype)
+    for start in range(0, count, ROWS):
+        total[start : start + ROWS] = torch.from_numpy((rows[start : start + ROWS] @ columns).toarray())
     return total
 
 
-def item_weights(gram: Tensor, penalty: float) -> Tensor:
+def inverse(matrix: Tensor, penalty: float) -> Tensor:
+    """Overwrite a symmetric matrix M with `(M + penalty I)⁻¹`, from a Cholesky factorization."""
+    matrix.diagonal().add_(penalty)
+    columns = matrix.mT  # column-major, so LAPACK overwrites the matrix without a copy
+    torch.linalg.cholesky(columns, out=columns)
+    torch.cholesky_inverse(columns, out=columns)
+    return matrix
+
+
+def item_weights(pairs: Any, small: Tensor, penalty: float) -> Iterator[Tensor]:
     """Solve `min |X - X B|² + penalty |B|²` over matrices B with a zero diagonal.
 
-        >>> item_weights(torch.tensor([[2.0, 1.0], [1.0, 3.0]]), penalty=1.0)
-        tensor([[0.0000, 0.2500],
-                [0.3333, 0.0000]])
-
     Args:
-        gram: `XᵀX`, (n, n). It is overwritten.
+        pairs: X, a sparse matrix of users × items.
+        small: `X Xᵀ` if there are fewer users than items, else `Xᵀ X`. It is overwritten.
         penalty: Greater than 0.
 
-    Returns:
-        B, (n, n): `B_ij = -P_ij / P_jj` for `P = (XᵀX + penalty I)⁻¹`, from a Cholesky factorization.
+    Yields:
+        `ROWS` rows of B at a time: `B_ij = S_ij / (1 - S_jj)` off the diagonal, where
+        `S = Xᵀ (X Xᵀ + penalty I)⁻¹ X = I - penalty (Xᵀ X + penalty I)⁻¹`. The smaller of the two matrices is
+        inverted.
     """
-    gram.diagonal().add_(penalty)
-    torch.linalg.cholesky(gram, out=gram)
-    inverse = torch.cholesky_inverse(gram)
-    inverse /= -inverse.diagonal().clone()
-    inverse.fill_diagonal_(0)
-    return inverse
+    found = inverse(small, penalty)
+    users, items = pairs.shape
+    starts = range(0, items, ROWS)
+    if users < items:
+        columns, dense = pairs.T.tocsr(), found.numpy()
+        own = [columns[start : start + ROWS] for start in starts]
+        leverage = np.concatenate([some.multiply(some @ dense).sum(1) for some in own])
+        rest = torch.from_numpy(1 - leverage)
+        blocks = (torch.from_numpy((columns @ (some @ dense).T).T) for some in own)
+    else:
+        rest = penalty * found.diagonal()
+        blocks = (-penalty * found[start : start + ROWS] for start in starts)
+    for start, block in zip(starts, blocks, strict=True):
+        block = block / rest
+        block[torch.arange(len(block)), torch.arange(start, start + len(block))] = 0
+        yield block
 
 
 def fit(have: Interactions, penalty: float | None, recall: Callable[[Ease], float]) -> tuple[Ease, float]:
@@ -100,28 +142,32 @@ def fit(have: Interactions, penalty: float | None, recall: Callable[[Ease], floa
     Returns:
         The model and its penalty. A matrix that does not fit in memory raises `BadInput` before it is built.
     """
-    n = len(have.items)
-    check_memory(n)
-    counts = gram(have, torch.float64 if n <= MANY else torch.float32)
-    model = Ease(n)
-    if penalty is None and n > MANY:
+    users, items = int((have.counts > 0).sum()), len(have.items)
+    check_memory(users, items)
+    chosen = torch.arange(items) if min(users, items) <= MOST else popular_items(have)[:MOST].sort().values
+    pairs = pair_matrix(have, chosen)
+    few = min(pairs.shape) <= MANY
+    small = products(
+        pairs if users < len(chosen) else pairs.T.tocsr(), torch.float64 if few else torch.float32
+    )
+    model = Ease(items)
+    if penalty is None and not few:
         penalty = USUAL_PENALTY
     if penalty is None:
         found = {}
         for one in PENALTIES:
-            model.weight.data.copy_(item_weights(counts.clone(), one))
+            model.set_weights(chosen, item_weights(pairs, small.clone(), one))
             found[one] = recall(model)
         penalty = max(found, key=lambda one: found[one])
-    # Freed before the copy: for many items, two matrices fit in memory, but not three.
-    model.weight.data = torch.empty(0)
-    model.weight.data = item_weights(counts, penalty).float()
+    model.set_weights(chosen, item_weights(pairs, small, penalty))
     return model, penalty
 
 
-def memory_needed(items: int) -> int:
-    """The bytes that `fit` needs: matrices of items × items, in float64 up to `MANY` items."""
-    # Few items: the counts, their factorization, its inverse, and the weights in float32.
-    return items**2 * (3 * 8 + 4 if items <= MANY else 2 * 4)
+def memory_needed(users: int, items: int) -> int:
+    """The bytes that `fit` needs: a matrix of the smaller number, in float64 up to `MANY`, and the model."""
+    size = min(users, items, MOST)
+    # Few: the products, and their inverse for one of several penalties.
+    return size**2 * (2 * 8 if size <= MANY else 4) + 8 * items * min(items, KEPT)
 
 
 def memory_available() -> int:
@@ -138,12 +184,12 @@ def memory_available() -> int:
     return 8 * 2**30
 
 
-def check_memory(items: int) -> None:
+def check_memory(users: int, items: int) -> None:
     """Raise `BadInput` if the matrices do not fit in memory."""
-    needed, available = memory_needed(items), memory_available()
+    needed, available = memory_needed(users, items), memory_available()
     if needed > available:
         raise BadInput(
-            f"`--model ease` needs about {needed / 1e9:,.1f} GB for {items:,} items, but only "
-            f"{available / 1e9:,.1f} GB of memory are available. Use `--model autoencoder` or "
+            f"`--model ease` needs about {needed / 1e9:,.1f} GB for {users:,} users and {items:,} items, but "
+            f"only {available / 1e9:,.1f} GB of memory are available. Use `--model autoencoder` or "
             "`--model matrix-factorisation`."
         )

@@ -39,8 +39,8 @@ class RecommendSettings(TrainSettings):
     matrix-factorisation: a vector for every user and item, compared by cosine. auto: all three, combined with
     weights that are chosen on the validation users."""
     loss: AnyLossName | None = None
-    """The loss over all items: lml, softmax, bce, truncated-entropy or topk-softmax; by default lml for
-    autoencoders and bce for matrix factorization."""
+    """The loss over all items: lml, softmax, bce, truncated-entropy or topk-softmax; by default lml, or bce
+    for matrix factorization without graph layers."""
     k: int | PerRow | None = None
     """The number of items to predict. For lml, `labels` (the default) uses the number of items of each user.
     For truncated-entropy the default is 1, and for topk-softmax 20."""
@@ -59,8 +59,8 @@ class RecommendSettings(TrainSettings):
     patience: int = 5
     """Stop after this many epochs without improvement."""
     batch_size: int = 0
-    """Users per step over all processes, a multiple of the number of processes; 0 means 128, or
-    fewer for matrix factorization with few users."""
+    """Users per step over all processes, a multiple of the number of processes; 0 means 128, or 512 with
+    graph layers, or fewer for matrix factorization with few users."""
     learning_rate: float = 0.0
     """The learning rate of Adam; 0 means 0.006 for autoencoders and 0.02 for matrix factorization."""
     validation: int | None = None

@@ -2,6 +2,7 @@
 
 import math
 import shutil
+import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack
 from dataclasses import asdict, replace
@@ -15,7 +16,7 @@ from rich.console import Console
 from torch import Tensor, nn
 
 from torchlml_lab.cli_errors import BadInput
-from torchlml_lab.data.interactions import is_table
+from torchlml_lab.data.interactions import Interactions, is_table
 from torchlml_lab.engine import loop, run_directory
 from torchlml_lab.engine.loop import Task
 from torchlml_lab.engine.output import ProgressBar, new_console, plain_table
@@ -58,6 +59,7 @@ RECIPES: dict[str, Recipe] = {
     "autoencoder": Recipe("lml", 128, 0.006),
     "matrix-factorisation": Recipe("bce", 128, 0.02),
 }
+WITH_LAYERS = Recipe("lml", 512, 0.02)  # fewer, larger batches, because every step traverses the graph
 SMALLEST_BATCH = 32
 CHOSEN_BY = "recall@20"
 PRINTED = (CHOSEN_BY, "ndcg@20")
@@ -86,9 +88,10 @@ def completed(settings: RecommendSettings, users: int | None = None) -> Recommen
 
     With few `users`, the batches of matrix factorization are smaller, so that an epoch has enough steps.
     """
-    recipe = RECIPES[settings.model]
+    factorization = settings.model == "matrix-factorisation"
+    recipe = WITH_LAYERS if factorization and settings.layers else RECIPES[settings.model]
     size = recipe.batch_size
-    if settings.model == "matrix-factorisation":
+    if factorization:
         while users is not None and size > SMALLEST_BATCH and 16 * size > users:
             size //= 2
     return replace(
@@ -143,7 +146,7 @@ def train_all(
             say(_introduction(settings, data), console)
         results: dict[Candidate, dict[str, Any]] = {}
         for name in CANDIDATES:
-            why = _why_not_ease(len(data.training.items)) if name == "ease" else None
+            why = _why_not_ease(data.training) if name == "ease" else None
             if why is None or (folder.path / name / "run.json").exists():
                 results[name] = _train_one(settings, name, folder.path, data, console)
             elif main:
@@ -154,14 +157,10 @@ def train_all(
     return folder.result()
 
 
-MOST_ITEMS = 20_000  # with more, inverting their matrix would take longer than training the networks
-
-
-def _why_not_ease(items: int) -> str | None:
+def _why_not_ease(training: Interactions) -> str | None:
     """Describe why the default leaves out `ease`, as a clause that ends a sentence; None if it does not."""
-    if items > MOST_ITEMS:
-        return f"there are more than {MOST_ITEMS:,} items"
-    needed, available = ease.memory_needed(items), ease.memory_available()
+    needed = ease.memory_needed(int((training.counts > 0).sum()), len(training.items))
+    available = ease.memory_available()
     if needed > available:
         return f"it needs {needed / 1e9:,.1f} GB of memory and {available / 1e9:,.1f} GB are available"
     return None
@@ -232,8 +231,7 @@ def task(settings: RecommendSettings, data: Data) -> Task:
     """Build the task of one run. Set the seed before the call, because it initializes the network."""
     settings = completed(settings)
     model = network(settings, data)
-    if settings.model == "ease":
-        _fit_ease(model, settings, data)
+    fitted = _fit_ease(model, settings, data) if settings.model == "ease" else None
     optimizer = torch.optim.Adam(model.parameters(), lr=settings.learning_rate, fused=True)
     loss = loss_of(settings)
 
@@ -251,7 +249,7 @@ def task(settings: RecommendSettings, data: Data) -> Task:
         chosen_by=CHOSEN_BY,
         printed=PRINTED,
         patience=settings.patience,
-        fitted=settings.model == "ease",
+        fitted=fitted,
     )
 
 
@@ -261,8 +259,9 @@ def batch_loss(loss: LabelLoss, network: nn.Module, batch: Batch) -> Tensor:
     return loss.of_factors(factors.hidden, factors.weight, factors.bias, batch.labels)
 
 
-def _fit_ease(model: nn.Module, settings: RecommendSettings, data: Data) -> None:
-    users = data.splits["validation"]
+def _fit_ease(model: nn.Module, settings: RecommendSettings, data: Data) -> float:
+    """Fit the model, and return the seconds it took."""
+    started, users = time.monotonic(), data.splits["validation"]
 
     @torch.no_grad()
     def recall(one: ease.Ease) -> float:
@@ -271,7 +270,8 @@ def _fit_ease(model: nn.Module, settings: RecommendSettings, data: Data) -> None
     fitted, _ = ease.fit(data.training, settings.penalty, recall)
     with torch.no_grad():
         fitted.scale.fill_(fit_scale(of_network(fitted), users))
-    model.weight, model.scale = fitted.weight, fitted.scale
+    model.load_state_dict(fitted.state_dict(), strict=False)  # all but the fingerprint of the data
+    return time.monotonic() - started
 
 
 LOSSES: tuple[AnyLossName, ...] = ("softmax", "lml", "bce", "truncated-entropy", "topk-softmax")
