@@ -378,7 +378,7 @@ TARGETS = {"ndcg5": 0.2, "micro_f1": 0.0, "exact": 0.0}
 
 
 def targets(rows: Sequence[OwnDataRecord]) -> str:
-    """A Markdown table of how often each target is met, and of the smallest difference."""
+    """Return a Markdown table of how often each target is met, and of the smallest difference."""
     places = sorted({(row.data, row.samples) for row in rows})
     lines = []
     for metric, slack in TARGETS.items():

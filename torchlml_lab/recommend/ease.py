@@ -26,7 +26,7 @@ class Scores(NamedTuple):
     """(R, n)."""
 
     def scores(self) -> Tensor:
-        """The score of every item, (R, n)."""
+        """Return the score of every item, (R, n)."""
         return self.values
 
 
@@ -45,7 +45,7 @@ class Ease(nn.Module):
         self.scale = nn.Parameter(torch.ones(()))
 
     def forward(self, users: Tensor, history: Tensor) -> Scores:
-        """The scores of histories (R, L), padded with `PADDING`; `users` is not used."""
+        """Return the scores of histories (R, L), padded with `PADDING`; `users` is not used."""
         there = history != PADDING
         counts = there.sum(-1)
         starts = counts.cumsum(0) - counts
@@ -53,7 +53,7 @@ class Ease(nn.Module):
 
 
 def gram(have: Interactions, dtype: torch.dtype) -> Tensor:
-    """The number of users who have items i and j, (n, n), with the counts of items on the diagonal."""
+    """Return the number of users who have items i and j, (n, n), with the counts of items on the diagonal."""
     n = len(have.items)
     total = torch.zeros(n, n, dtype=dtype)
     pairs = have.user
@@ -119,7 +119,7 @@ def fit(have: Interactions, penalty: float | None, recall: Callable[[Ease], floa
 
 
 def memory_needed(items: int) -> int:
-    """The bytes that `fit` needs: matrices of items × items, in float64 up to `MANY` items."""
+    """Return the bytes that `fit` needs: matrices of items × items, in float64 up to `MANY` items."""
     # Few items: the counts, their factorization, its inverse, and the weights in float32.
     return items**2 * (3 * 8 + 4 if items <= MANY else 2 * 4)
 
