@@ -249,7 +249,7 @@ def training(settings: TrainingSettings) -> None:
 
 
 def training_table(rows: Sequence[TrainingRecord]) -> str:
-    """Return two Markdown tables by the numbers of samples and labels, for one process: speed and forecasts."""
+    """Return two Markdown tables by numbers of samples and labels, in one process: speed and forecasts."""
 
     def speed(row: TrainingRecord) -> str:
         return f"{row.samples_per_second:,.0f}/s, {row.memory_mb / 1000:.1f} GB"
