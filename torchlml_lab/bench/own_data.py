@@ -159,7 +159,7 @@ def _compared(name: str, method: str, problem: Problem) -> OwnDataRecord:
 
 
 def _torchlml(problem: Problem) -> Prediction:
-    """`torchlml train multilabel` with default settings."""
+    """Run `torchlml train multilabel` with default settings."""
     with tempfile.TemporaryDirectory() as folder:
         settings = MultilabelSettings(train=Path("samples"), out=Path(folder) / "run", cpu=True)
         files = Files(problem.training, None, None, problem.columns, [])

@@ -265,8 +265,8 @@ def training_table(rows: Sequence[TrainingRecord]) -> str:
     heads = ("samples", *(f"{n:,} labels" for n in labels))
     tables = []
     for title, shown in (
-        ("Samples per second in training, and the highest memory:", speed),
-        ("Time of an epoch and the highest memory, with the forecasts in parentheses:", forecasts),
+        ("Samples per second in training, and peak memory:", speed),
+        ("Time of an epoch and peak memory, with the forecasts in parentheses:", forecasts),
     ):
         lines = []
         for samples in sorted({samples for samples, _ in alone}):

@@ -144,6 +144,6 @@ def check_memory(items: int) -> None:
     if needed > available:
         raise BadInput(
             f"`--model ease` needs about {needed / 1e9:,.1f} GB for {items:,} items, but only "
-            f"{available / 1e9:,.1f} GB of memory are available. Use `--model autoencoder` or "
+            f"{available / 1e9:,.1f} GB of memory is available. Use `--model autoencoder` or "
             "`--model matrix-factorisation`."
         )
