@@ -236,7 +236,7 @@ class Jagged(NamedTuple):
         if t._ragged_idx == ragged and self.is_like(t, may_read):
             return t.values()
         raise ValueError(
-            f"`{name}` must be ragged like `{self.name}`, but its offsets differ; create it by "
+            f"`{name}` must be ragged like `{self.name}`, but its offsets differ; create it with "
             f"`torch.nested.nested_tensor_from_jagged(values, {self.name}.offsets())`."
         )
 

@@ -194,7 +194,7 @@ def _values(c: Canonical, target: Any) -> Tensor:
     if isinstance(target, (list, tuple)):
         raise TypeError(
             f"`target` must be a torch.Tensor, but it is a {type(target).__name__}; pass one class index per "
-            "row, lists of labels padded to one width with `ignore_index`, or a bool multi-hot tensor."
+            "row, lists of labels padded to the same length with `ignore_index`, or a bool multi-hot tensor."
         )
     if c.jagged is not None:
         target = c.jagged.values(target, "target", c.jagged.ragged, readable(c.x))

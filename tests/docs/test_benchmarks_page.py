@@ -327,8 +327,8 @@ def test_alternatives() -> None:
         for one in tables(ROOT / "docs" / "alternatives.md")
         if one.heads[1] == "forward" and one.lines[0][1:3] == ["1.00", "1.00"]
     ]
-    # tests/lab/test_bench_alternatives.py compares the page Alternatives with the CSV. Its second table is n
-    # = 1000.
+    # tests/lab/test_bench_alternatives.py compares the page Alternatives with the CSV. Its second table is
+    # for n = 1000.
     assert table == there[1]._replace(section=table.section)
     measured = rows(RESULTS / "alternatives.csv")
     row = next(row for row in measured if row["n"] == "1000")

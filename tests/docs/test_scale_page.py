@@ -64,8 +64,8 @@ def test_the_tables_of_training_are_those_of_the_csv() -> None:
             speed[place] = f"{row['samples_per_second']:,.0f}/s, {memory}"
             seconds = f"{row['epoch_seconds']:,.0f} s ({row['forecast_seconds']:,.0f})"
             needs[place] = f"{seconds}, {memory} ({row['forecast_mb'] / 1000:.1f})"
-    assert training_cells("Samples per second in training, and the highest memory:") == speed
-    title = "Time of an epoch and the highest memory, with the forecasts in parentheses:"
+    assert training_cells("Samples per second in training, and peak memory:") == speed
+    title = "Time of an epoch and peak memory, with the forecasts in parentheses:"
     assert training_cells(title) == needs
 
 

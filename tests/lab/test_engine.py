@@ -403,8 +403,8 @@ def test_two_processes(features, tmp_path):
     assert state["processes"] == 2
     lines = lines_of(out)
     assert [line["epoch"] for line in lines[:-1]] == [1, 2, 3, 4, 5, 6]
-    # It learned, and every sample was counted once: one process with the same weights gets the same test
-    # result.
+    # The model learned, and every sample was counted once: one process with the same weights gets the same
+    # test result.
     assert lines[-1]["top5"] > 0.5
     network = feature_head(16, 100).eval()
     load_model(network, out / "checkpoints" / state["best"] / "model.safetensors")

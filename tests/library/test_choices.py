@@ -116,8 +116,8 @@ def test_inclusion_frequencies(k: int, scale: float) -> None:
     y = torchlml.lml(x, k)
     generator = torch.Generator().manual_seed(7)
     counts = torchlml.sample_subset(x.expand(draws, n), k, generator=generator).sum(0)
-    # The counts of one entry are binomial. All counts sum to k draws, which leaves n - 1 degrees of freedom.
-    # A negative correlation between entries only lowers the statistic.
+    # The counts of one entry are binomial. All counts sum to k * draws, which leaves n - 1 degrees of
+    # freedom. A negative correlation between entries only lowers the statistic.
     z = ((counts - draws * y) / (draws * y * (1 - y)).sqrt()).numpy()
     assert (abs(z) < 4.5).all()
     assert stats.chi2.sf((z**2).sum() * (n - 1) / n, n - 1) > 1e-4

@@ -93,7 +93,7 @@ class SolvedRows:
         step = torch.zeros_like(self.hi)
         for _ in range(_STEPS):
             z = base + self.broadcast(step)
-            # The same sum as in `residual`: each entry is measured from the nearer integer.
+            # The same sum as in `residual`: each entry is measured from 0 or 1, whichever is nearer.
             up = z > 0
             toward_zero = torch.where(live, torch.where(up, -z, z), -1.0)
             log_t, scale = logsigmoid(toward_zero), self.broadcast(largest)

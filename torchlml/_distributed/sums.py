@@ -1,9 +1,9 @@
-"""Sums of a process over its own labels, and selection of the entries at two neighboring ranks of a row.
+"""The sums of each process over its own labels, and selection of two neighboring ranks of a row.
 
-Sums have one number per row, always in float64. An entry is written as its nearer integer plus or minus
-t = sigmoid(-|z|), as in `_solve/newton.py`. The sums include derivatives of S(nu) = sum sigmoid(x + nu). From
-one evaluation near the root, Taylor series therefore give the root and everything that depends on it without
-another round.
+Sums have one number per row, always in float64. An entry is written as 0 or 1, whichever is nearer, plus or
+minus t = sigmoid(-|z|), as in `_solve/newton.py`. The sums include derivatives of
+S(nu) = sum sigmoid(x + nu). From one evaluation near the root, Taylor series therefore give the root and
+everything that depends on it without another round.
 
 To select two neighboring ranks, each process sorts its part and proposes 128 of its entries, evenly spaced by
 rank, together with their ranks. The proposals of all processes bound the rank of each proposed entry in the

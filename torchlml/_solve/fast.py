@@ -63,7 +63,7 @@ class FastSolution(NamedTuple):
         return torch.div(u, self.e.add_(u), out=self.e)
 
     def nu(self) -> Tensor:
-        """The dual variable as a pair (2, R); see `newton.add`."""
+        """Return the dual variable as a pair (2, R); see `newton.add`."""
         return add(torch.stack([-self.center, torch.zeros_like(self.center)]), self.delta)
 
 

@@ -33,9 +33,9 @@ from torch import Tensor
 from torchlml._rows import Rows, shifted
 
 # Rows of 10 to 10,000 normally distributed logits take 1 to 6 steps, and the test rows take up to 7. At
-# first, a step that would leave the bracket is cut at its end, which is the root itself for ties and k = 1.
-# Later the bracket is halved instead, and after the free steps every second step halves it, to bound the
-# worst case.
+# first, a step that would leave the bracket stops at the bracket's end, which is the root itself for ties and
+# k = 1. After `CUT_STEPS` steps, such a step halves the bracket instead. After `FREE_STEPS` steps, every
+# second step halves it, to bound the worst case.
 CUT_STEPS = 4
 FREE_STEPS = 10
 MAX_STEPS = 40
@@ -121,7 +121,7 @@ def move(s: State, r: Residual, limit: Limit) -> State:
 
 
 def cut(step: Tensor, below: Tensor, above: Tensor) -> Tensor:
-    """Return the step, cut at the end of the bracket."""
+    """Return the step, shortened to the end of the bracket if it would leave it."""
     inside = torch.minimum(torch.maximum(step, -below), above)
     return torch.where(step.isnan(), halve(step, below, above), inside)
 
@@ -176,7 +176,7 @@ def add(nu: Tensor, step: Tensor) -> Tensor:
 
 
 class Residual(NamedTuple):
-    """The terms of S - k for each row, all times e^scale: `c`, P, Q and the slopes dP/dnu and -dQ/dnu."""
+    """The terms of S - k for each row, multiplied by e^scale: `c`, P, Q and the slopes dP/dnu and -dQ/dnu."""
 
     c: Tensor
     p: Tensor

@@ -61,7 +61,8 @@ def _logsigmoid(z: Tensor) -> Tensor:
 def _prepare(x: Tensor, mask: Tensor | None, offsets: Tensor | None) -> tuple[Tensor, Rows]:
     if offsets is not None:
         raise NotImplementedError(
-            "Ragged rows (`offsets`) cannot be exported to ONNX; pad the rows to one length, with a `mask`."
+            "Ragged rows (`offsets`) cannot be exported to ONNX; pad the rows to the same length and pass a "
+            "`mask`."
         )
     values, _ = careful.prepare(x, mask, None)
     return values, OnnxRows(values)

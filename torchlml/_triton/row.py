@@ -19,10 +19,10 @@ _LARGEST = tl.constexpr(3.0e38)  # a float32 that remains finite if a few units 
 # After a Newton step s, the error is below 4 s^2, because |S''| <= S'. The remaining error is at most 4e-8.
 _LAST_STEP = tl.constexpr(1e-4)
 _ROUNDING = tl.constexpr(5e-7)  # relative rounding error of z, which dominates in a gap of 1e20
-# At first, steps that leave the bracket are cut at its end. Later, and in every second step, the bracket is
-# halved instead: alternately at the midpoint of its ends, which is fast for typical logits, and at the median
-# of all float32 numbers between them. 32 halvings at the median suffice for any row, even with entries of
-# 1e-30 or 3e38.
+# At first, a step that would leave the bracket stops at its end. Later, and in every second step, the bracket
+# is halved instead: alternately at the midpoint of its ends, which is fast for typical logits, and at the
+# median of all float32 numbers between them. 32 halvings at the median suffice for any row, even with entries
+# of 1e-30 or 3e38.
 _CUT_STEPS = tl.constexpr(4)
 _FREE_STEPS = tl.constexpr(6)
 MAX_STEPS = tl.constexpr(136)

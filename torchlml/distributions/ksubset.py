@@ -212,7 +212,7 @@ class KSubset(Distribution):
 
     @uncompiled
     def entropy(self) -> Tensor:
-        """The entropy of the set, in nats."""
+        """Compute the entropy of the set, in nats."""
         return self._per_row(self._law.entropy)
 
     @uncompiled

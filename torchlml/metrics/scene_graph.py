@@ -128,7 +128,8 @@ class SceneGraphRecall(CountingMetric):
     def _sync_dist(
         self, dist_sync_fn: Callable[..., Any] = gather_all_tensors, process_group: Any = None
     ) -> None:
-        # A process without images has one column. torchmetrics stacks the states, so pad them to one width.
+        # A process without images has one column. torchmetrics stacks the states, so they must have the same
+        # width.
         mine = torch.tensor(self.images.shape[0], device=self.images.device)
         columns = max(int(n) for n in dist_sync_fn(mine, group=process_group or self.process_group))
         if self.images.shape[0] == 1:

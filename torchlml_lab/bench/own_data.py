@@ -159,7 +159,7 @@ def _compared(name: str, method: str, problem: Problem) -> OwnDataRecord:
 
 
 def _torchlml(problem: Problem) -> Prediction:
-    """`torchlml train multilabel` with default settings."""
+    """Run `torchlml train multilabel` with default settings."""
     with tempfile.TemporaryDirectory() as folder:
         settings = MultilabelSettings(train=Path("samples"), out=Path(folder) / "run", cpu=True)
         files = Files(problem.training, None, None, problem.columns, [])
@@ -378,7 +378,7 @@ TARGETS = {"ndcg5": 0.2, "micro_f1": 0.0, "exact": 0.0}
 
 
 def targets(rows: Sequence[OwnDataRecord]) -> str:
-    """A Markdown table of how often each target is met, and of the smallest difference."""
+    """Return a Markdown table of how often each target is met, and of the smallest difference."""
     places = sorted({(row.data, row.samples) for row in rows})
     lines = []
     for metric, slack in TARGETS.items():

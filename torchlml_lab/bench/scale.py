@@ -110,7 +110,7 @@ def memory(settings: ScaleSettings) -> Iterator[Measurement]:
 
 
 def peak(settings: ScaleSettings) -> Iterator[Measurement]:
-    """Measure the peak memory of a new process that runs one step, relative to 3 GiB."""
+    """Measure the peak memory of a new process that runs one step, relative to the budget of 3 GiB."""
     case = Case(settings.most_labels, _K, 512, 1.0, "float32", settings.threads)
     arguments = [str(number) for number in (case.batch, case.n, settings.features, case.threads)]
     command = [sys.executable, "-m", "torchlml_lab.bench.scale", "step", *arguments]
@@ -249,7 +249,7 @@ def training(settings: TrainingSettings) -> None:
 
 
 def training_table(rows: Sequence[TrainingRecord]) -> str:
-    """Two Markdown tables by the numbers of samples and labels, for one process: speed and needs."""
+    """Return two Markdown tables by numbers of samples and labels, in one process: speed and forecasts."""
 
     def speed(row: TrainingRecord) -> str:
         return f"{row.samples_per_second:,.0f}/s, {row.memory_mb / 1000:.1f} GB"
@@ -265,8 +265,8 @@ def training_table(rows: Sequence[TrainingRecord]) -> str:
     heads = ("samples", *(f"{n:,} labels" for n in labels))
     tables = []
     for title, shown in (
-        ("Samples per second in training, and the highest memory:", speed),
-        ("Time of an epoch and the highest memory, with the forecasts in parentheses:", forecasts),
+        ("Samples per second in training, and peak memory:", speed),
+        ("Time of an epoch and peak memory, with the forecasts in parentheses:", forecasts),
     ):
         lines = []
         for samples in sorted({samples for samples, _ in alone}):

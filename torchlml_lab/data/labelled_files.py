@@ -51,15 +51,15 @@ def read_svmlight(path: Path, option: str) -> LabelledRows:
     rows = sum(features.shape[0] for features in blocks)
     if header is not None and rows != header[0]:
         raise BadInput(
-            f"`{path}`, line {before}: the file ends after {rows} rows, but its first line announces "
+            f"`{path}`, line {before}: the file ends after {rows} rows, but its first line declares "
             f"{header[0]}."
         )
     columns = header[1] if header else max(features.shape[1] for features in blocks)
     return LabelledRows(stacked(blocks, columns), *labels.matrix())
 
 
-def announced_features(path: Path, option: str) -> int | None:
-    """Return the number of features that a header or the shape of an `.npz` announces, or None."""
+def declared_features(path: Path, option: str) -> int | None:
+    """Return the number of features that a header or the shape of an `.npz` declares, or None."""
     if path.suffix == ".npz":
         return int(_read(path, option).shape[1])
     header = _header(next(read_blocks(path, option)).partition(b"\n")[0])
@@ -152,7 +152,7 @@ def _check_features(
         first = int(np.argmax(columns >= header[1]))
         raise BadInput(
             f"`{path}`, line {at[row_of[first]]}: feature {columns[first]} is out of range, because the "
-            f"first line announces {header[1]} features, from 0 to {header[1] - 1}."
+            f"first line declares {header[1]} features, from 0 to {header[1] - 1}."
         )
 
 
@@ -169,7 +169,7 @@ def _labels(
                 if not (name.isascii() and name.isdigit()) or int(name) >= header[2]:
                     raise BadInput(
                         f"`{path}`, line {line}: label `{shown(name)}` is out of range, because the first "
-                        f"line announces {header[2]} labels, from 0 to {header[2] - 1}."
+                        f"line declares {header[2]} labels, from 0 to {header[2] - 1}."
                     )
         lists.append(names)
     return lists

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from torchlml_lab.cli_errors import BadInput
 from torchlml_lab.data.label_columns import listed
-from torchlml_lab.data.labelled_files import announced_features, read_labelled
+from torchlml_lab.data.labelled_files import declared_features, read_labelled
 from torchlml_lab.data.labelled_rows import LabelledRows, label_order, rename, stacked
 from torchlml_lab.data.tables import Columns, column_names, is_table
 
@@ -143,11 +143,11 @@ def _check_formats(files: Sequence[Path], option: str, columns: Columns | None, 
                     f"{listed(missing or more)}, and `{lacks}` does not."
                 )
     if not is_table(first):
-        count = announced_features(first, option)
+        count = declared_features(first, option)
         for path in files[1:]:
-            if (other := announced_features(path, option)) != count:
+            if (other := declared_features(path, option)) != count:
                 raise BadInput(
-                    f"All files of `{option}` must have the same number of features, but `{first}` announces "
+                    f"All files of `{option}` must have the same number of features, but `{first}` declares "
                     f"{count or 'no number'} and `{path}` {other or 'no number'}."
                 )
 

@@ -366,7 +366,9 @@ def _numbers(cells: _Cells, name: str) -> Iterator[float]:
         value = _number(cell)
         if value is None:
             said = f"column `{name}` has `{shown(str(cell))}`, which is not a finite number"
-            raise cells.wrong(row, said + (" (leave a missing number empty)" * _is_infinite(cell)))
+            raise cells.wrong(
+                row, said + (" (for a missing number, leave the cell empty)" * _is_infinite(cell))
+            )
         yield value
 
 

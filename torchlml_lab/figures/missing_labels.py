@@ -91,7 +91,7 @@ def draw(heads: dict[str, Cells], picture: Path, csv: Sequence[Path] = ()) -> No
     """Draw mAP on the left and the Brier score on the right, relative to training with all labels.
 
     Args:
-        heads: The runs of each head, which has a row of panels.
+        heads: The runs of each head. Each head gets one row of panels.
         picture: The PNG or SVG file to write.
         csv: The CSV file with the runs. Its name is stored in the picture's metadata.
     """

@@ -90,7 +90,7 @@ def noise(samples: int) -> float:
 
 
 def frequencies(labels: Matrix) -> Array:
-    """The share of samples that have each label."""
+    """Return the share of samples that have each label."""
     counts = np.bincount(labels.indices, minlength=labels.shape[1])
     return (counts / labels.shape[0]).astype(np.float32)
 

@@ -381,7 +381,7 @@ def read_rows(
         labelled: Whether labels are required.
 
     Returns:
-        The samples. A file that is unreadable or has another format raises `BadInput`.
+        The samples. A file that is unreadable or has a different format raises `BadInput`.
     """
     columns = trained.preparation.columns
     if columns is None and is_table_of(data, "--data"):

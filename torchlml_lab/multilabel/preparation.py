@@ -158,7 +158,7 @@ class LaterInputs:
         self.shape = (len(rows), preparation.inputs)
 
     def __getitem__(self, chosen: npt.NDArray[np.int64]) -> Matrix:
-        """The inputs of some samples, CSR float32."""
+        """Return the inputs of some samples, CSR float32."""
         return self.preparation._apply(self.rows.take(chosen)).inputs
 
 
@@ -409,11 +409,11 @@ class _Frequencies:
         self.least = terms.least
 
     def result(self) -> tuple[npt.NDArray[np.int64], Callable[[npt.NDArray[np.int64]], list[str]]]:
-        """The frequency of each term, and a function that returns the names of some terms."""
+        """Return the frequency of each term, and a function that returns the names of some terms."""
         return np.array(self._counts, dtype=np.int64), _picker(list(self._place))
 
     def places(self, names: Iterable[str]) -> npt.NDArray[np.int64]:
-        """The places of names that were added."""
+        """Return the places of names that were added."""
         return np.array([self._place[name] for name in names], dtype=np.int64)
 
 
@@ -438,7 +438,7 @@ class _PairFrequencies:
         self.least = pairs.least
 
     def result(self) -> tuple[npt.NDArray[np.int64], Callable[[npt.NDArray[np.int64]], list[str]]]:
-        """The frequency of each pair, and a function that returns the names of some pairs."""
+        """Return the frequency of each pair, and a function that returns the names of some pairs."""
 
         def names(columns: npt.NDArray[np.int64]) -> list[str]:
             _, word = self._words.result()
@@ -449,7 +449,7 @@ class _PairFrequencies:
 
 
 def _frequency(terms: _Terms) -> npt.NDArray[np.int64]:
-    """The number of texts that contain each term."""
+    """Return the number of texts that contain each term."""
     return np.bincount(terms.counts.indices, minlength=terms.counts.shape[1])
 
 

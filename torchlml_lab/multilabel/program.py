@@ -1,4 +1,4 @@
-"""A trained multi-label run as a program: `load_run` for Python, and `torchlml export` for ONNX and torch."""
+"""Trained multi-label runs in other programs: `load_run` for Python, `torchlml export` for ONNX and torch."""
 
 import importlib.util
 import json

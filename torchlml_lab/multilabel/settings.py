@@ -148,7 +148,7 @@ class ExportSettings:
     run: Annotated[Path, tyro.conf.Positional, tyro.conf.arg(metavar="RUN")] = Path("runs/multilabel")
     """The run directory."""
     format: Literal["onnx", "torch"] = "onnx"
-    """`onnx`: standard ONNX operators, for example for onnxruntime. `torch`: a program of torch.export."""
+    """`onnx`: standard ONNX operators, for example for onnxruntime. `torch`: a torch.export program."""
     out: Path | None = None
     """The file to write; by default `model.onnx` or `model.pt2` in the run directory."""
 

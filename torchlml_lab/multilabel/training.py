@@ -280,9 +280,9 @@ def build_task(settings: MultilabelSettings, data: Data) -> Built:
 
 
 def with_usable_loss(settings: MultilabelSettings, data: Data) -> MultilabelSettings:
-    """The settings with the loss `bce` instead of `lml`, if some training samples have no labels.
+    """Replace the loss `lml` with `bce` if some training samples have no labels.
 
-    LML fixes the sum of the probabilities to k. For a sample without labels the sum is 0, so such samples
+    LML fixes the sum of the probabilities at k. For a sample without labels the sum is 0, so such samples
     have no gradient, and a model trained on the other samples could not learn when no label applies.
     """
     if settings.loss != "lml" or data.training.counts.all():

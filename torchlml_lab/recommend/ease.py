@@ -30,7 +30,7 @@ class Scores(NamedTuple):
     """(R, n)."""
 
     def scores(self) -> Tensor:
-        """The score of every item, (R, n)."""
+        """Return the score of every item, (R, n)."""
         return self.values
 
 
@@ -52,7 +52,7 @@ class Ease(nn.Module):
         self.scale = nn.Parameter(torch.ones(()))
 
     def forward(self, users: Tensor, history: Tensor) -> Scores:
-        """The scores of histories (R, L), padded with `PADDING`; `users` is not used."""
+        """Return the scores of histories (R, L), padded with `PADDING`; `users` is not used."""
         there = history != PADDING
         items, n = history[there], len(self.weight)
         places = there.nonzero()[:, :1] * n + self.get_buffer("places")[items]
@@ -76,14 +76,14 @@ class Ease(nn.Module):
 
 
 def pair_matrix(have: Interactions, chosen: Tensor) -> Any:
-    """The sparse matrix of users × chosen items, with 1 for each pair, without users who have no items."""
+    """Return the sparse matrix of users × chosen items, with 1 for each pair, without users who have no items."""
     ones, shape = np.ones(len(have), dtype=np.float32), (len(have.users), len(have.items))
     matrix = scipy.sparse.csr_array((ones, have.item.numpy(), have.starts.numpy()), shape)
     return matrix[(have.counts > 0).numpy()][:, chosen.numpy()]
 
 
 def products(rows: Any, dtype: torch.dtype) -> Tensor:
-    """The products of all pairs of rows of a sparse matrix, as a dense matrix."""
+    """Return the products of all pairs of rows of a sparse matrix, as a dense matrix."""
     count, columns = rows.shape[0], rows.T.tocsr()
     total = torch.empty(count, count, dtype=dtype)
     for start in range(0, count, ROWS):

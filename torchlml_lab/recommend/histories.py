@@ -50,7 +50,7 @@ class Users(Dataset[Batch]):
         )
 
     def batches(self, rows: int) -> Iterator[Batch]:
-        """All users in order, `rows` at a time."""
+        """Yield all users in order, `rows` at a time."""
         for some in torch.arange(len(self)).split(rows):
             yield self.__getitems__(some.tolist())
 

@@ -52,7 +52,7 @@ class Graph(NamedTuple):
 
 
 def graph(have: Interactions) -> Graph:
-    """The graph of all pairs."""
+    """Return the graph of all pairs."""
     popularity = torch.bincount(have.item, minlength=len(have.items))
     weights = (have.counts[have.user] * popularity[have.item]).float().rsqrt()
     order = have.item.argsort(stable=True)
@@ -75,7 +75,7 @@ class _Propagation(torch.autograd.Function):
 
 
 def propagate(user: Tensor, item: Tensor, pairs: Graph, layers: int) -> tuple[Tensor, Tensor]:
-    """The graph convolution of LightGCN: the mean of `A^l E` over l = 0, ..., `layers`.
+    """Compute the graph convolution of LightGCN: the mean of `A^l E` over l = 0, ..., `layers`.
 
     Args:
         user: (users, d).
@@ -142,7 +142,7 @@ class MatrixFactorisation(nn.Module):
         return super().train(mode)
 
     def vectors(self) -> tuple[Tensor, Tensor]:
-        """The normalized vectors of all users and items, after the graph layers."""
+        """Return the normalized vectors of all users and items, after the graph layers."""
         if self.final is not None:
             return self.final
         user, item = self.user, self.item
@@ -224,7 +224,7 @@ class Mixture(nn.Module):
         self.factors = dict(factors)
 
     def forward(self, users: Tensor, history: Tensor) -> Scores:
-        """The scores of users by index (R,), with -1 for new users, and of their histories (R, L)."""
+        """Return the scores of users by index (R,), with -1 for new users, and of their histories (R, L)."""
         parts = (
             self.factors[name] * model(users, history).scores().float() for name, model in self.models.items()
         )
@@ -255,7 +255,7 @@ class Choice:
     """The factors of the scores."""
 
     def in_words(self) -> str:
-        """A sentence that names the models."""
+        """Return a sentence that names the models."""
         if len(self.weights) == 1:
             return f"The best model on the validation users is `{next(iter(self.weights))}`."
         parts = ", ".join(f"{100 * weight:g}% `{name}`" for name, weight in self.weights.items())
@@ -354,7 +354,7 @@ def load(run: Path, moved: dict[str, Path | None], with_test: bool = True) -> Tr
 
 
 def load_network(run: Path, settings: RecommendSettings, data: Data) -> tuple[nn.Module, int]:
-    """The network of the best epoch of a run, and that epoch."""
+    """Return the network of the best epoch of a run, and that epoch."""
     best = run_directory.find_best_epoch(EXPERIMENT, run)
     model = network(settings, data)
     best.load(model)
@@ -364,7 +364,7 @@ def load_network(run: Path, settings: RecommendSettings, data: Data) -> tuple[nn
 
 
 def load_mixture(run: Path, settings: RecommendSettings, data: Data, choice: Choice) -> tuple[Mixture, int]:
-    """The mixture of a run with `--model auto`, and the epoch of the model with the largest weight."""
+    """Return the mixture of a run with `--model auto`, and the epoch of the model with the largest weight."""
     models, epochs = {}, {}
     for name in choice.factors:
         own = run_directory.read_moved(RecommendSettings, run / name, {"train": settings.train})

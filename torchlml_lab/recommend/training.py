@@ -103,7 +103,7 @@ def completed(settings: RecommendSettings, users: int | None = None) -> Recommen
 
 
 def loss_of(settings: RecommendSettings) -> LabelLoss:
-    """The loss of a run of one model."""
+    """Return the loss of a run of one model."""
     name = completed(settings).loss
     assert name is not None
     return loss_with_usual_k(name, settings.k)

@@ -9,7 +9,7 @@ class DigitSettings:
     """The settings that both studies on images of digits share."""
 
     images: int = 5000
-    """The number of training images, at least 100; the 2000 test images use other handwriting."""
+    """The number of training images, at least 100; the 2000 test images use different handwriting."""
     epochs: int = 30
     """The number of epochs, at least 1."""
 
@@ -21,7 +21,7 @@ class DemoSettings(DigitSettings):
     k: int = 3
     """The number of different digits in each image, from 2 to 9."""
     seeds: int = 3
-    """The number of repetitions with different images and weights, at least 2; 3 or more are better."""
+    """The number of repetitions with different images and weights, at least 2; 3 or more is better."""
     out: Path = Path("torchlml-demo")
     """The directory for `report.html` and the plots; it is created if it does not exist."""
     threads: int = 1
@@ -71,7 +71,7 @@ class MissingLabelsSettings:
     heads: tuple[str, ...] = ("linear", "hidden")
     """The models: `linear`, or `hidden` for one hidden layer of 128 units."""
     seeds: int = 5
-    """The number of repetitions with other observed labels and validation samples, at least 1."""
+    """The number of repetitions with different observed labels and validation samples, at least 1."""
     steps: int = 300
     """Training steps of each model, rounded to epochs."""
     minutes: float = 0.0

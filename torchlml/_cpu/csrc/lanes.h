@@ -81,7 +81,7 @@ class LaneSolver {
     int64_t size[block_rows];
     float k_high[block_rows], k_low[block_rows];  // k as an unevaluated sum
     // Two arrays of the size of the block that are read or written soon: the next block and the output. They are
-    // fetched into the cache while the block is solved, because the processor does not foresee accesses to many rows.
+    // fetched into the cache while the block is solved, because the processor does not prefetch from many rows.
     const void* soon[2];
   };
 

@@ -233,7 +233,7 @@ class RegionFeatures:
                     if len(sizes) > 1:
                         raise BadInput(
                             f"`--region-features`: the vectors of all images in `{path}` must have the same "
-                            f"length, but those of the image `{name}` have another length."
+                            f"length, but those of the image `{name}` have a different length."
                         )
         self.box_size, self.union_size = sizes.pop()
 
@@ -261,7 +261,7 @@ class RegionFeatures:
                 f"d'), but they have shapes {one} and {two}."
             )
         if any(table.dtype.kind != "f" for table in tables):
-            raise BadInput(f"{where} must have floating-point arrays, but they have another type.")
+            raise BadInput(f"{where} must have floating-point arrays, but they have a different type.")
         return one[1], two[2]
 
 
