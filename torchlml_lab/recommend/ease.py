@@ -76,7 +76,7 @@ class Ease(nn.Module):
 
 
 def pair_matrix(have: Interactions, chosen: Tensor) -> Any:
-    """Return the sparse matrix of users × chosen items, with 1 for each pair, without users who have no items."""
+    """Return the sparse matrix of users × chosen items, with 1 for each pair, without users without items."""
     ones, shape = np.ones(len(have), dtype=np.float32), (len(have.users), len(have.items))
     matrix = scipy.sparse.csr_array((ones, have.item.numpy(), have.starts.numpy()), shape)
     return matrix[(have.counts > 0).numpy()][:, chosen.numpy()]
