@@ -181,6 +181,9 @@ def test_the_summary() -> None:
     (forward, both) = (f"{digits(min(each))}–{digits(max(each))}" for each in found)
     assert f"the forward pass takes {forward} times as long as softmax" in text
     assert f"{both} times." in text
+    readme = (ROOT / "README.md").read_text(encoding="utf-8").replace("\n  ", " ")
+    claim = f"takes {forward} times as long as softmax in the forward pass and {both} times with the backward"
+    assert claim in readme
     wide, narrow = (
         [ratio for problem, ratio in short_rows(kernel).items() if problem[0] == "lml / softmax"]
         for kernel in ("AVX-512", "AVX2")
