@@ -284,7 +284,8 @@ def test_a_run_continued_on_its_own_samples_is_unchanged(run: Path, tmp_path: Pa
 STRONG = "the linear part has penalty 6 and gain 10, and a second fit improves it even on its own samples"
 
 
-@pytest.mark.parametrize("seed", [pytest.param(0, marks=pytest.mark.xfail(reason=STRONG, strict=True)), 1])
+# Not strict, because rounding differs between processors and can change the chosen penalty.
+@pytest.mark.parametrize("seed", [pytest.param(0, marks=pytest.mark.xfail(reason=STRONG, strict=False)), 1])
 def test_a_run_continued_on_its_own_noisy_samples_is_unchanged(seed: int, tmp_path: Path) -> None:
     # Half of the tags are wrong, so that scores on the validation samples are noisy.
     wrong = [tags for _, tags in tagged_texts(300, seed + 100)]
