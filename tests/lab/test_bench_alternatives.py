@@ -175,7 +175,7 @@ def test_the_command_writes_every_measurement_the_tables_and_the_picture(capsys,
         for name in ("lml-torch", "softmax-times-k"):
             found = {(row.mode, row.metric) for row in rows if (row.provider, row.n) == (name, n)}
             assert found >= {("forward", "time"), ("forward+backward", "time")}
-            assert found >= {("behaviour", metric) for metric in EXACTNESS}
+            assert found >= {("behavior", metric) for metric in EXACTNESS}
     assert alternatives.markdown(rows) in captured.out
     assert "n = 24: 3 rows, scale 3, k = 3, float32, threads: 1; " in captured.out
     assert "n = 40: one row of equal logits, k = 3, float32, threads: 1; " in captured.out
@@ -250,7 +250,7 @@ def test_the_page_has_the_tables_and_numbers_of_the_committed_rows() -> None:
     page = (ROOT / "docs" / "alternatives.md").read_text(encoding="utf-8")
     assert alternatives.markdown(rows) in page
     equal = {(row.provider, row.mode, row.metric): row for row in rows if row.n == 2_700_000}
-    total = 5 + equal["bisection-50", "behaviour", "sum error"].p50
+    total = 5 + equal["bisection-50", "behavior", "sum error"].p50
     copied, ours = (equal[name, "forward", "time"].ratio_p50 for name in ("bisection-50", "lml-native"))
     said = f"silently sum to {total:.1f} instead of 5, and a forward pass takes {copied / ours:.0f} times"
     assert said in " ".join(page.split())

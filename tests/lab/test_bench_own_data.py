@@ -18,7 +18,7 @@ from tests.support.tagged_texts import tagged_texts
 from torchlml_lab import cli
 from torchlml_lab.bench import own_data
 from torchlml_lab.bench.own_data import METHODS, Method, Prediction, Problem
-from torchlml_lab.data.labelled_rows import LabelledRows, label_matrix
+from torchlml_lab.data.labeled_rows import LabeledRows, label_matrix
 from torchlml_lab.data.tables import Columns
 
 RESULTS = Path(__file__).parents[2] / "results" / "own-data"
@@ -28,7 +28,7 @@ def problem(count: int = 120) -> Problem:
     samples = tagged_texts(2 * count, seed=0)
     labels, names = label_matrix([tags for _, tags in samples])
     features = sparse.csr_array((2 * count, 0), dtype=np.float32)
-    rows = LabelledRows(features, labels, names, [text for text, _ in samples], ())
+    rows = LabeledRows(features, labels, names, [text for text, _ in samples], ())
     return Problem(
         rows.take(np.arange(count)),
         rows.take(np.arange(count, 2 * count)),
@@ -58,7 +58,7 @@ def test_methods_find_the_tags(method):
 
 def test_metrics_are_those_of_the_definition(monkeypatch):
     labels, names = label_matrix([["a"], ["a", "b"], ["b", "c"], ["a"]])
-    rows = LabelledRows(sparse.csr_array((4, 1), dtype=np.float32), labels, names)
+    rows = LabeledRows(sparse.csr_array((4, 1), dtype=np.float32), labels, names)
     scores = np.array([[3, 2, 1], [1, 3, 2], [3, 1, 2], [2, 1, 3]], dtype=np.float32)
     sets = np.array([[1, 0, 0], [1, 1, 0], [1, 0, 1], [0, 0, 0]], dtype=bool)
     method = Method(lambda samples: Prediction(scores, sets, "default", 0.0), "sklearn")

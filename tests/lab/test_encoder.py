@@ -16,8 +16,8 @@ from tests.support.command_lines import rejected
 from tests.support.tagged_texts import tagged_texts, write_texts
 from torchlml_lab import cli
 from torchlml_lab.cli_errors import BadInput
-from torchlml_lab.data import labelled_rows
-from torchlml_lab.data.labelled_rows import Encoder, LabelledRows, label_matrix
+from torchlml_lab.data import labeled_rows
+from torchlml_lab.data.labeled_rows import Encoder, LabeledRows, label_matrix
 
 # Warnings that transformers and its dependencies raise about their own code.
 pytestmark = [
@@ -37,9 +37,9 @@ def model() -> str:
     return str(Path(found.origin).parent / "model")
 
 
-def rows(texts: list[str], numbers: list[float]) -> LabelledRows:
+def rows(texts: list[str], numbers: list[float]) -> LabeledRows:
     labels, names = label_matrix([["x"] for _ in texts])
-    return LabelledRows(
+    return LabeledRows(
         sparse.csr_array(np.array(numbers, np.float32)[:, None]), labels, names, texts, ("size",)
     )
 
@@ -68,7 +68,7 @@ def test_embeddings_are_those_of_the_model_and_come_before_numbers(
     assert (len(found.columns), found.columns[-1]) == (385, "size")
     # A saved encoder does not need the model for the same texts.
     encoder.save(tmp_path / "e.npz")
-    monkeypatch.setattr(labelled_rows, "_encoder", lambda name: pytest.fail("the model was loaded"))
+    monkeypatch.setattr(labeled_rows, "_encoder", lambda name: pytest.fail("the model was loaded"))
     again = Encoder(model, tmp_path / "e.npz").encode(rows(texts[::-1], [0.0] * 4)).features.toarray()
     assert np.array_equal(again[:, :384], features[::-1, :384])
     # The embeddings of another model are not used.
@@ -94,7 +94,7 @@ def test_a_run_with_an_encoder(model: str, tmp_path: Path, capsys, monkeypatch) 
     assert cli.main(["evaluate", str(out), "--data", str(new_file)]) == 0
     # The samples of the run are not encoded again, even if its directory has moved.
     capsys.readouterr()
-    monkeypatch.setattr(labelled_rows, "_encoder", lambda name: pytest.fail("the model was loaded"))
+    monkeypatch.setattr(labeled_rows, "_encoder", lambda name: pytest.fail("the model was loaded"))
     out.rename(tmp_path / "moved")
     assert cli.main(["evaluate", str(tmp_path / "moved")]) == 0
     assert "40 validation samples" in capsys.readouterr().out
@@ -109,7 +109,7 @@ def test_bad_encoders(model: str, tmp_path: Path, capsys, monkeypatch) -> None:
     (tmp_path / "rows.txt").write_text("".join(f"{i % 3} {i % 3}:1\n" for i in range(20)))
     said = rejected(capsys, [*words, tmp_path / "rows.txt", "--encoder", model])
     assert "`--encoder` needs texts, but the samples have none" in said
-    labelled_rows._encoder.cache_clear()
+    labeled_rows._encoder.cache_clear()
     monkeypatch.setitem(sys.modules, "sentence_transformers", None)
     said = rejected(capsys, [*words, data, "--encoder", model])
     assert "run `pip install 'torchlml[encoder]'`" in said

@@ -20,7 +20,7 @@ from tests.support.tagged_texts import tagged_texts, write_texts
 from torchlml_lab import cli, load_run
 from torchlml_lab.bench import timing
 from torchlml_lab.bench.scale import TRAINING, write_samples
-from torchlml_lab.data.labelled_rows import LabelledRows, label_matrix
+from torchlml_lab.data.labeled_rows import LabeledRows, label_matrix
 from torchlml_lab.data.several_files import read_samples
 from torchlml_lab.data.tables import Columns
 from torchlml_lab.engine import loop
@@ -122,14 +122,14 @@ def sparse_program(words) -> int:
     return cli.main(words)
 
 
-def text_rows(count: int) -> LabelledRows:
+def text_rows(count: int) -> LabeledRows:
     random = np.random.default_rng(0)
     texts = [
         " ".join(f"w{min(199, int(place))}" for place in random.exponential(40, random.integers(0, 12)))
         for _ in range(count)
     ]
     labels, names = label_matrix([[str(i % 3)] for i in range(count)])
-    return LabelledRows(sparse.csr_array((count, 0), dtype=np.float32), labels, names, texts, ())
+    return LabeledRows(sparse.csr_array((count, 0), dtype=np.float32), labels, names, texts, ())
 
 
 def test_texts_in_blocks_give_the_same_inputs(monkeypatch) -> None:

@@ -25,8 +25,8 @@ from tests.support.tagged_texts import NOTHING, WORDS, tagged_texts, write_texts
 from torchlml_lab import cli
 from torchlml_lab.cli_errors import BadInput
 from torchlml_lab.data import several_files
-from torchlml_lab.data.labelled_files import read_labelled
-from torchlml_lab.data.labelled_rows import LabelledRows, label_matrix
+from torchlml_lab.data.labeled_files import read_labeled
+from torchlml_lab.data.labeled_rows import LabeledRows, label_matrix
 from torchlml_lab.data.tables import Columns
 from torchlml_lab.engine.run_directory import BestEpoch
 from torchlml_lab.multilabel import preparation, report, samples, training
@@ -52,9 +52,9 @@ def test_the_report_of_training_reads_no_file_again(texts, tmp_path, capsys, mon
 
     def counted(path, *others, **more):
         read.append(path)
-        return read_labelled(path, *others, **more)
+        return read_labeled(path, *others, **more)
 
-    monkeypatch.setattr(several_files, "read_labelled", counted)
+    monkeypatch.setattr(several_files, "read_labeled", counted)
     monkeypatch.setattr(BestEpoch, "load", lambda self, model: loaded.append(self.weights))
     out = tmp_path / "run"
     assert cli.main(["train", "multilabel", "--train", str(texts), "--out", str(out), "--epochs", "3"]) == 0
@@ -220,7 +220,7 @@ def test_samples_with_and_without_labels_are_split_alike():
     lists = [["x"] if i % 20 == 3 else [] for i in range(1000)]
     labels, names = label_matrix(lists)
     features = sparse.csr_array(np.arange(1000, dtype=np.float32)[:, None])
-    first, second = samples.set_aside(LabelledRows(features, labels, names))
+    first, second = samples.set_aside(LabeledRows(features, labels, names))
     assert (len(first), len(second)) == (800, 200)
     assert (second.counts > 0).sum() == 10
     everything = np.concatenate([part.features.toarray().ravel() for part in (first, second)])
@@ -336,7 +336,7 @@ def test_preparation_is_that_of_scikit_learn_and_survives_json(tmp_path):
     texts = ["A cat sat", "a cat ran !", "no cat at all", "dogs ran"]
     numbers = np.array([[1.0, 5], [2, 5], [np.nan, 5], [6, 5]], dtype=np.float32)
     labels, names = label_matrix([["x"], ["y"], ["x", "y"], ["z"]])
-    rows = LabelledRows(sparse.csr_array(numbers), labels, names, texts, ("size", "same"))
+    rows = LabeledRows(sparse.csr_array(numbers), labels, names, texts, ("size", "same"))
     fitted = preparation.fit(rows, Columns(("text",), ("size", "same"), ("tags",), ","), 1)
     (tmp_path / preparation.FILE).write_text(json.dumps(fitted.to_json()))
     again = preparation.stored(tmp_path)
@@ -371,7 +371,7 @@ def test_features_of_large_numbers_take_no_memory():
     found = []
     for columns in ([0, 3, 3, 7], [0, 300, 300, 10**8]):
         features = sparse.csr_array((data, columns, starts), shape=(3, columns[-1] + 1))
-        rows = LabelledRows(features, labels, names)
+        rows = LabeledRows(features, labels, names)
         tracemalloc.start()
         fitted = preparation.fit(rows, None, 1)
         found.append(fitted.apply(rows).inputs.toarray())
@@ -384,7 +384,7 @@ def test_features_of_large_numbers_take_no_memory():
     assert np.array_equal(*found)
     # Features absent from the training rows are counted, not mapped to a neighbor.
     other = sparse.csr_array(([1.0, 1.0, 5.0], [1, 299, 300], [0, 1, 2, 3]), shape=(3, 301), dtype=np.float32)
-    prepared = fitted.apply(LabelledRows(other, labels, names))
+    prepared = fitted.apply(LabeledRows(other, labels, names))
     assert (prepared.unknown, prepared.empty) == (2, 2)
     assert prepared.inputs.toarray()[2].tolist() == [0, 1, 0]
 

@@ -16,7 +16,7 @@ from scipy import sparse
 from tests.support.command_lines import made, rejected
 from tests.support.tagged_texts import tagged_texts, write_texts
 from torchlml_lab import cli
-from torchlml_lab.data.labelled_rows import LabelledRows, label_matrix
+from torchlml_lab.data.labeled_rows import LabeledRows, label_matrix
 from torchlml_lab.data.tables import Columns
 from torchlml_lab.multilabel import linear, preparation, samples, training
 from torchlml_lab.multilabel.losses import LabelLoss
@@ -351,7 +351,7 @@ def test_the_network_uses_the_most_frequent_inputs():
     columns = np.concatenate(often)
     features = sparse.csr_array((np.ones(len(columns), np.float32), columns, starts), shape=(rows, inputs))
     labels, names = label_matrix([[str(i % 3), str((i + 1) % 3)] for i in range(rows)])
-    whole = LabelledRows(features, labels, names)
+    whole = LabeledRows(features, labels, names)
     data = Data(whole.take(np.arange(55)), whole.take(np.arange(55, 60)), None, None, [])
     built = training.build_task(MultilabelSettings(train=Path("x"), hidden=4), data)
     network = built.task.model
@@ -375,9 +375,9 @@ def test_the_network_uses_the_most_frequent_inputs():
 def test_unknown_words_have_known_pieces():
     labels, names = label_matrix([["x"], ["y"], ["x"], ["y"]])
     texts = ["walking far", "eating well", "walking on", "eating out"]
-    rows = LabelledRows(sparse.csr_array((4, 0), dtype=np.float32), labels, names, texts, ())
+    rows = LabeledRows(sparse.csr_array((4, 0), dtype=np.float32), labels, names, texts, ())
     fitted = preparation.fit(rows, Columns(("text",), (), "tags", ","), 1)
-    new = LabelledRows(sparse.csr_array((1, 0), dtype=np.float32), labels[:1], names, ["walker"], ())
+    new = LabeledRows(sparse.csr_array((1, 0), dtype=np.float32), labels[:1], names, ["walker"], ())
     found = fitted.apply(new).inputs.toarray()[0]
     pieces = len(fitted.words) + len(fitted.pairs) + np.flatnonzero(np.isin(fitted.pieces, [" wal", "alk"]))
     assert len(pieces) == 2
@@ -388,7 +388,7 @@ def test_unknown_words_have_known_pieces():
 def test_rare_features_have_more_weight():
     labels, names = label_matrix([["x"], ["y"], ["x"], ["y"]])
     dense = np.array([[2, 1, 0], [2, 0, 0], [1, 0, 3], [2, 0, 0]], dtype=np.float32)
-    rows = LabelledRows(sparse.csr_array(dense), labels, names)
+    rows = LabeledRows(sparse.csr_array(dense), labels, names)
     found = preparation.fit(rows, None, 1, rare=True).apply(rows).inputs.toarray()
     idf = np.log(5 / (1 + np.array([4, 1, 1]))) + 1
     expected = dense / [2, 1, 3] * np.sqrt(idf)

@@ -10,7 +10,7 @@ import torch
 
 from torchlml_lab import cli
 from torchlml_lab.cli_errors import BadInput
-from torchlml_lab.data.labelled_rows import label_matrix
+from torchlml_lab.data.labeled_rows import label_matrix
 from torchlml_lab.multilabel import one_vs_rest, sweep
 from torchlml_lab.multilabel.samples import kept_labels, label_lists
 from torchlml_lab.multilabel.settings import MultilabelSettings, SweepSettings

@@ -48,7 +48,7 @@ def folder(tmp_path_factory):
         for user in range(50)
     ]
     (place / "test.txt").write_text("\n".join(later))
-    for model, epochs in (("autoencoder", 8), ("matrix-factorisation", 24)):
+    for model, epochs in (("autoencoder", 8), ("matrix-factorization", 24)):
         options = [
             "--model",
             model,
@@ -84,7 +84,7 @@ def run_of(folder, model):
     return json.loads((folder / model / "result.json").read_text())
 
 
-@pytest.mark.parametrize("model", ["autoencoder", "matrix-factorisation"])
+@pytest.mark.parametrize("model", ["autoencoder", "matrix-factorization"])
 def test_a_model_finds_the_items_of_a_users_group(folder, model):
     # Of the 110 items that a user does not have, 20 are recommended, so chance is 0.18.
     assert run_of(folder, model)["test"]["recall@20"] > 0.7
@@ -123,7 +123,7 @@ def test_evaluate_takes_other_data_and_counts_unknown_users_and_items(folder, ca
     assert "on 1 users (" in said
 
 
-@pytest.mark.parametrize("model", ["autoencoder", "matrix-factorisation"])
+@pytest.mark.parametrize("model", ["autoencoder", "matrix-factorization"])
 def test_predict_gives_new_items_of_the_group_with_probabilities(folder, capsys, tmp_path, model):
     out = tmp_path / "deep" / "best.csv"
     assert cli.main(["predict", str(folder / model), "--top", "3", "--out", str(out)]) == 0
@@ -165,7 +165,7 @@ def test_predict_knows_new_users_by_their_items_and_others_get_the_popular_ones(
         5
     ).values.tolist()
     # User embeddings contain no information about a new user, regardless of that user's items.
-    assert cli.main(["predict", str(folder / "matrix-factorisation"), "--users", "new", "u3"]) == 0
+    assert cli.main(["predict", str(folder / "matrix-factorization"), "--users", "new", "u3"]) == 0
     said = capsys.readouterr().out
     assert "1 of 2 users are unknown" in said
     assert "(popular)" in said
@@ -255,7 +255,7 @@ def test_a_sweep_is_a_table_and_a_figure(folder, capsys, tmp_path):
         "softmax",
         "lml-3",
         "--models",
-        "matrix-factorisation",
+        "matrix-factorization",
         "--layer-counts",
         2,
         "--csv",
@@ -264,7 +264,7 @@ def test_a_sweep_is_a_table_and_a_figure(folder, capsys, tmp_path):
     words = ["sweep", "recommend", *options, "--out", tmp_path / "runs"]
     assert cli.main([str(word) for word in words]) == 0
     said = capsys.readouterr().out
-    assert "matrix-factorisation: in %" in said
+    assert "matrix-factorization: in %" in said
     assert len(re.findall(r"^(?:softmax|lml-3) +2 +0\.02 ", said, re.MULTILINE)) == 2
     rows = sweep.TABLE.read(tmp_path / "a.csv", "--csv")
     for row in rows:
@@ -277,7 +277,7 @@ def test_a_sweep_is_a_table_and_a_figure(folder, capsys, tmp_path):
     lines = (tmp_path / "a.md").read_text().splitlines()
     assert len(lines) == 2 + 6 + 2
     assert any(
-        line.startswith("| matrix-factorisation | 2 | lml-3 | 0.02 | 0.1 | 1 | 1 of 1 |") for line in lines
+        line.startswith("| matrix-factorization | 2 | lml-3 | 0.02 | 0.1 | 1 | 1 of 1 |") for line in lines
     )
     assert (tmp_path / "a.png").stat().st_size > 10_000
 
@@ -288,7 +288,7 @@ def test_a_tuned_sweep_uses_the_best_settings_on_validation_per_method(folder, t
     )
     whole = {"layers": 0, "users": 120, "seed": 0, "dimension": 4, "epochs": 1, "best_epoch": 1}
     tried = {("autoencoder", "bce", 0.1, 0.3): 0.2, ("autoencoder", "bce", 0.1, 0.6): 0.4}
-    tried |= {("matrix-factorisation", "bce", 0.1, 0.3): 0.3, ("matrix-factorisation", "bce", 0.2, 0.3): 0.1}
+    tried |= {("matrix-factorization", "bce", 0.1, 0.3): 0.3, ("matrix-factorization", "bce", 0.2, 0.3): 0.1}
     rows = [
         sweep.RankingRecord(
             **usual
@@ -307,7 +307,7 @@ def test_a_tuned_sweep_uses_the_best_settings_on_validation_per_method(folder, t
     assert found == [
         (model, seed, 0.1, dropout)
         for seed in (0, 3)
-        for model, dropout in (("autoencoder", 0.6), ("matrix-factorisation", 0.3))
+        for model, dropout in (("autoencoder", 0.6), ("matrix-factorization", 0.3))
     ]
     with pytest.raises(BadInput, match="which cannot also be given"):
         sweep.grid(dataclasses.replace(settings, temperatures=(0.1,)))
@@ -402,7 +402,7 @@ def default_run(folder, tmp_path_factory):
 
 
 def test_the_default_is_at_least_as_good_on_validation_as_every_model(default_run, capsys):
-    found = {name: run_of(default_run, name) for name in ("ease", "autoencoder", "matrix-factorisation")}
+    found = {name: run_of(default_run, name) for name in ("ease", "autoencoder", "matrix-factorization")}
     result = json.loads((default_run / "result.json").read_text())
     best = max(one["validation"]["recall@20"] for one in found.values())
     assert result["validation"]["recall@20"] >= best - 1e-6
@@ -436,7 +436,7 @@ def test_the_default_resumes_after_a_kill_and_is_overwritten(
         assert cli.main(words) == 130
     said = capsys.readouterr().err
     again = f"torchlml train recommend --resume {tmp_path}"
-    assert f"while training `matrix-factorisation`. Resume the run with `{again}" in said
+    assert f"while training `matrix-factorization`. Resume the run with `{again}" in said
     assert "is not finished. Resume it with" in rejected(capsys, ["predict", tmp_path / "run"])
     assert cli.main(["train", "recommend", "--resume", str(tmp_path / "run")]) == 0
     whole, resumed = (
@@ -512,7 +512,7 @@ def test_ease_alone_recommends_to_new_users(folder, capsys, tmp_path):
 def test_graph_layers_recommend_to_new_users(folder, tmp_path):
     data, out = tmp_path / "new.txt", tmp_path / "best.jsonl"
     data.write_text("new g2-1 g2-5 g2-7 g2-9\n")
-    run = folder / "matrix-factorisation"
+    run = folder / "matrix-factorization"
     assert cli.main(["predict", str(run), "--data", str(data), "--out", str(out)]) == 0
     found = json.loads(out.read_text())
     assert found["probabilities"] is not None

@@ -14,7 +14,7 @@ from torchlml_lab.data.interactions import Interactions
 from torchlml_lab.multilabel.losses import PADDING, named, padded, topk_softmax
 from torchlml_lab.recommend import ease
 from torchlml_lab.recommend.histories import Batch, Users
-from torchlml_lab.recommend.model import Autoencoder, MatrixFactorisation, choose, graph, propagate
+from torchlml_lab.recommend.model import Autoencoder, MatrixFactorization, choose, graph, propagate
 from torchlml_lab.recommend.ranking import fit_scale, measures
 
 
@@ -57,7 +57,7 @@ def test_the_autoencoder_is_the_dense_one():
 
 def test_matrix_factorization_scores_are_cosines_over_the_temperature():
     torch.manual_seed(0)
-    model = MatrixFactorisation(users=5, items=7, dimension=3, temperature=0.2, level=-1.0)
+    model = MatrixFactorization(users=5, items=7, dimension=3, temperature=0.2, level=-1.0)
     scores = model(torch.tensor([4, 0]), torch.full((2, 1), PADDING)).scores()
     cosine = torch.nn.functional.cosine_similarity(model.user[[4, 0]][:, None], model.item[None], dim=-1)
     assert torch.allclose(scores, cosine / 0.2 - 1, atol=1e-5)
@@ -172,7 +172,7 @@ def test_propagation_is_the_mean_of_the_powers_of_a_dense_matrix(layers):
 def test_a_model_with_layers_has_the_scores_and_gradients_of_the_dense_one():
     have, matrix = random_pairs(11, 7, share=0.25)
     torch.manual_seed(0)
-    model = MatrixFactorisation(11, 7, 3, 0.2, -1.0, graph(have), 2)
+    model = MatrixFactorization(11, 7, 3, 0.2, -1.0, graph(have), 2)
     users, history = torch.tensor([4, 0, 9]), torch.full((3, 1), PADDING)
     dense = dense_propagation(matrix, 2)
     leaves = [part.detach().double().requires_grad_() for part in (model.user, model.item)]
@@ -199,7 +199,7 @@ def test_a_model_with_layers_has_the_scores_and_gradients_of_the_dense_one():
 def test_new_users_get_the_vector_that_the_layers_would_give_them():
     have, matrix = random_pairs(11, 7, share=0.25)
     torch.manual_seed(0)
-    model = MatrixFactorisation(11, 7, 3, 0.2, -1.0, graph(have), 2).eval()
+    model = MatrixFactorization(11, 7, 3, 0.2, -1.0, graph(have), 2).eval()
     items = torch.tensor([1, 2, 5])
     # A new user sends no messages to items, so the items have the vectors of all layers before the last one.
     sent = (dense_propagation(matrix, 1) @ torch.cat([model.user, model.item]).double())[11:]

@@ -160,7 +160,7 @@ def _measures(values: Values, n: int) -> Iterator[list[str]]:
             cell(name, "forward", "time", lambda row: three_digits(row.ratio_p50)),
             cell(name, "forward+backward", "time", lambda row: three_digits(row.ratio_p50)),
             cell(name, "forward+backward", "memory", lambda row: f"{row.p50:.1f}"),
-            *(cell(name, "behaviour", metric, _exact) for metric in EXACTNESS),
+            *(cell(name, "behavior", metric, _exact) for metric in EXACTNESS),
         ]
         if set(cells) != {"-"}:
             yield [name, *cells]
@@ -356,4 +356,4 @@ def _costs(
 def _number(method: Alternative, metric: str, case: Case, value: float) -> Measurement:
     """Return the CSV row of a measurement without a ratio to softmax."""
     once, none = Quantiles(value, value, value), Quantiles(math.nan, math.nan, math.nan)
-    return measured(OPERATOR, method.name, "behaviour", case, once, none, 1, metric=metric, unit="1")
+    return measured(OPERATOR, method.name, "behavior", case, once, none, 1, metric=metric, unit="1")

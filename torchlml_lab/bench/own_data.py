@@ -17,7 +17,7 @@ from rich.table import Table
 
 from torchlml_lab.bench.settings import OwnDataSettings, check_choices, check_numbers
 from torchlml_lab.cli_errors import BadInput
-from torchlml_lab.data.labelled_rows import LabelledRows, Matrix
+from torchlml_lab.data.labeled_rows import LabeledRows, Matrix
 from torchlml_lab.data.tables import Columns
 from torchlml_lab.engine.output import StudyTable, markdown_table, new_console, plain_table
 from torchlml_lab.files import check_file
@@ -66,8 +66,8 @@ TABLE = StudyTable(OwnDataRecord, lambda row: (row.data, row.samples, row.method
 class Problem(NamedTuple):
     """The samples of a comparison. The label columns of the test samples start with those of training."""
 
-    training: LabelledRows
-    test: LabelledRows
+    training: LabeledRows
+    test: LabeledRows
     columns: Columns | None
 
 
@@ -212,7 +212,7 @@ def _with(solver: Solver, strength: float | None) -> Callable[[Problem], Predict
     return predict
 
 
-def _features(training: LabelledRows, tuned: bool) -> Callable[[LabelledRows], Matrix]:
+def _features(training: LabeledRows, tuned: bool) -> Callable[[LabeledRows], Matrix]:
     from scipy import sparse
     from sklearn.feature_extraction.text import TfidfVectorizer
     from sklearn.preprocessing import normalize
@@ -223,7 +223,7 @@ def _features(training: LabelledRows, tuned: bool) -> Callable[[LabelledRows], M
         return lambda rows: vectorizer.transform(rows.texts)
     width = training.features.shape[1]
 
-    def prepare(rows: LabelledRows) -> Matrix:
+    def prepare(rows: LabeledRows) -> Matrix:
         known = sparse.csr_matrix(rows.features[:, :width])
         known.resize((known.shape[0], width))
         known.indices, known.indptr = known.indices.astype(np.int32), known.indptr.astype(np.int32)

@@ -7,8 +7,8 @@ from pathlib import Path
 
 from torchlml_lab.cli_errors import BadInput
 from torchlml_lab.data.label_columns import listed
-from torchlml_lab.data.labelled_files import declared_features, read_labelled
-from torchlml_lab.data.labelled_rows import LabelledRows, label_order, rename, stacked
+from torchlml_lab.data.labeled_files import declared_features, read_labeled
+from torchlml_lab.data.labeled_rows import LabeledRows, label_order, rename, stacked
 from torchlml_lab.data.tables import Columns, column_names, is_table
 
 Paths = Path | tuple[Path, ...]
@@ -80,9 +80,9 @@ def read_samples(
     columns: Columns | None = None,
     labels: Paths | None = None,
     label_names: Path | None = None,
-    labelled: bool = True,
-) -> tuple[LabelledRows, Columns | None]:
-    """Read the samples of all files that an option names, each with `read_labelled`.
+    labeled: bool = True,
+) -> tuple[LabeledRows, Columns | None]:
+    """Read the samples of all files that an option names, each with `read_labeled`.
 
     Args:
         given: The files. All of them must have the same format and the same columns.
@@ -90,7 +90,7 @@ def read_samples(
         columns: The known roles of the columns of tables. All other roles are detected in the first file.
         labels: The files of sparse labels for `.npz` files, in the same order.
         label_names: A file with the names of numbered labels.
-        labelled: Whether labels are required.
+        labeled: Whether labels are required.
 
     Returns:
         The samples in the order of the files, and the columns of tables. Invalid input raises `BadInput`.
@@ -106,21 +106,21 @@ def read_samples(
             )
     tables = is_table(files[0])
     if len(files) > 1:
-        _check_formats(files, option, columns, labelled)
+        _check_formats(files, option, columns, labeled)
     # Numbered labels are named last, because they are first sorted by number.
     early = label_names if tables or len(files) == 1 else None
-    parts = list[LabelledRows]()
+    parts = list[LabeledRows]()
     for path, its_labels in zip(files, label_files, strict=True):
-        rows, columns = read_labelled(
-            path, option, columns=columns, labels=its_labels, label_names=early, labelled=labelled
+        rows, columns = read_labeled(
+            path, option, columns=columns, labels=its_labels, label_names=early, labeled=labeled
         )
         parts.append(rows)
     if len(parts) == 1:
         return parts[0], columns
-    return rename(_joined(parts), label_names if labelled and not tables else None, "--label-names"), columns
+    return rename(_joined(parts), label_names if labeled and not tables else None, "--label-names"), columns
 
 
-def _check_formats(files: Sequence[Path], option: str, columns: Columns | None, labelled: bool) -> None:
+def _check_formats(files: Sequence[Path], option: str, columns: Columns | None, labeled: bool) -> None:
     """Raise `BadInput` if files differ in their format, their columns, or their numbers of features."""
     first = files[0]
     for path in files[1:]:
@@ -130,7 +130,7 @@ def _check_formats(files: Sequence[Path], option: str, columns: Columns | None, 
                 f"`{path}` is {_format(path)}."
             )
     known = columns or Columns()
-    if is_table(first) and labelled and not (known.labels and (known.texts or known.numbers)):
+    if is_table(first) and labeled and not (known.labels and (known.texts or known.numbers)):
         usual = column_names(first, option)
         for path in files[1:]:
             names = column_names(path, option)
@@ -156,7 +156,7 @@ def _format(path: Path) -> str:
     return "a table" if is_table(path) else "an .npz file" if path.suffix == ".npz" else "svmlight text"
 
 
-def _joined(parts: list[LabelledRows]) -> LabelledRows:
+def _joined(parts: list[LabeledRows]) -> LabeledRows:
     """Join samples, with the union of their labels. The list is emptied in the process, to save memory."""
     names = label_order({name for part in parts for name in part.names})
     width = max(part.features.shape[1] for part in parts)

@@ -18,7 +18,7 @@ from scipy import sparse
 from torchlml_lab.cli_errors import BadInput, did_you_mean, reason
 from torchlml_lab.data import label_columns
 from torchlml_lab.data.label_columns import is_missing, listed
-from torchlml_lab.data.labelled_rows import LabelledRows, label_matrix, stacked
+from torchlml_lab.data.labeled_rows import LabeledRows, label_matrix, stacked
 from torchlml_lab.files import read_blocks, shown
 
 _MOST = float(np.finfo(np.float32).max)
@@ -66,15 +66,15 @@ class _Cells:
 
 
 def read_table(
-    path: Path, option: str, columns: Columns, labelled: bool = True
-) -> tuple[LabelledRows, Columns]:
+    path: Path, option: str, columns: Columns, labeled: bool = True
+) -> tuple[LabeledRows, Columns]:
     """Read a table.
 
     Args:
         path: `*.csv`, `*.tsv`, `*.jsonl` or `*.ndjson`, optionally gzipped (`.gz`), or `*.parquet`.
         option: The command-line option that gave the path, for error messages.
         columns: The known roles of its columns.
-        labelled: Whether labels are required. Otherwise the samples have no labels.
+        labeled: Whether labels are required. Otherwise the samples have no labels.
 
     Returns:
         The samples, and the roles of all columns. Invalid input raises `BadInput`, which names the file and
@@ -85,10 +85,10 @@ def read_table(
     cells = read(path, option)
     if not cells.at:
         raise BadInput(f"`{option}` names `{path}`, which has columns but no rows.")
-    return _rows(cells, columns, labelled)
+    return _rows(cells, columns, labeled)
 
 
-def rows_of_columns(table: Mapping[str, Sequence[Any]], columns: Columns) -> LabelledRows:
+def rows_of_columns(table: Mapping[str, Sequence[Any]], columns: Columns) -> LabeledRows:
     """Convert a table in memory to samples without labels.
 
     Args:
@@ -103,12 +103,12 @@ def rows_of_columns(table: Mapping[str, Sequence[Any]], columns: Columns) -> Lab
     cells = _Cells(
         Path("samples"), {name: list(column) for name, column in table.items()}, range(count), "row"
     )
-    return _rows(cells, columns, labelled=False)[0]
+    return _rows(cells, columns, labeled=False)[0]
 
 
-def _rows(cells: _Cells, columns: Columns, labelled: bool) -> tuple[LabelledRows, Columns]:
+def _rows(cells: _Cells, columns: Columns, labeled: bool) -> tuple[LabeledRows, Columns]:
     """Convert the cells of a table to samples."""
-    columns = _resolve(cells, columns, labelled)
+    columns = _resolve(cells, columns, labeled)
     texts = None
     if columns.texts:
         chosen = [cells.columns[name] for name in columns.texts]
@@ -121,8 +121,8 @@ def _rows(cells: _Cells, columns: Columns, labelled: bool) -> tuple[LabelledRows
         numbers[:, place] = np.fromiter(_numbers(cells, name), np.float32, len(cells.at))
     # scipy needs 16 more bytes for each number while it converts them.
     parts = [sparse.csr_array(numbers[start : start + _ROWS]) for start in range(0, len(numbers), _ROWS)]
-    labels, names = label_matrix(_labels(cells, columns) if labelled else ([] for _ in cells.at))
-    return LabelledRows(stacked(parts, len(columns.numbers)), labels, names, texts, columns.numbers), columns
+    labels, names = label_matrix(_labels(cells, columns) if labeled else ([] for _ in cells.at))
+    return LabeledRows(stacked(parts, len(columns.numbers)), labels, names, texts, columns.numbers), columns
 
 
 def is_table(path: Path) -> bool:
@@ -288,9 +288,9 @@ def _parquet_file(path: Path, option: str) -> Iterator[Any]:
         raise BadInput(f"`{option}` names `{path}`, which cannot be read: {said}.") from error
 
 
-def _resolve(cells: _Cells, columns: Columns, labelled: bool) -> Columns:
+def _resolve(cells: _Cells, columns: Columns, labeled: bool) -> Columns:
     """Validate the columns that are given, and detect the others."""
-    labels = columns.labels if labelled else ()
+    labels = columns.labels if labeled else ()
     texts, numbers, table = columns.texts, columns.numbers, cells.columns
     for name in (*texts, *numbers, *labels):
         if name not in table:
@@ -299,7 +299,7 @@ def _resolve(cells: _Cells, columns: Columns, labelled: bool) -> Columns:
                 f"`{cells.path}` has no column `{shown(name)}`"
                 + (near or f": its columns are {listed(table)}.")
             )
-    if labelled and not labels:
+    if labeled and not labels:
         first = {name: column[:_DETECTED] for name, column in table.items()}
         labels = label_columns.detect(first, (*texts, *numbers), cells.path)
     twice = next((name for name in labels if name in (*texts, *numbers)), None)

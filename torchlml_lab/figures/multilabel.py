@@ -189,7 +189,7 @@ def _table(title: str, heads: Sequence[str], cells: dict[str, list[str]]) -> str
 # The CSV file of the user's own sweep and, if it does not exist, those of the study.
 OWN_RANKING = Path("runs/recommend-sweep/results.csv")
 RANKING_STUDY = tuple(
-    Path(f"results/recommend/{model}.csv") for model in ("autoencoder", "matrix-factorisation")
+    Path(f"results/recommend/{model}.csv") for model in ("autoencoder", "matrix-factorization")
 )
 # Published Recall@20 and nDCG@20 on Gowalla with LightGCN's split.
 PUBLISHED = {
@@ -201,10 +201,10 @@ PUBLISHED = {
     "MF, BSL": (0.188, 0.158),
 }
 _MEASURES = ("test_recall20", "test_ndcg20")
-_MARKERS = {"autoencoder": "o", "matrix-factorisation": "s", "ease": "D", "auto": "*"}
+_MARKERS = {"autoencoder": "o", "matrix-factorization": "s", "ease": "D", "auto": "*"}
 _MODELS = {
     "autoencoder": "autoencoder",
-    "matrix-factorisation": "matrix factorization",
+    "matrix-factorization": "matrix factorization",
     "ease": "EASE",
     "auto": "default",
 }
@@ -244,7 +244,7 @@ def draw_recommend(
     ]
     for (model, layers, loss), group in by_method(rows).items():
         values = [[getattr(row, measure) for row in group] for measure in _MEASURES]
-        graph = f", {layers} layers" if layers and model == "matrix-factorisation" else ""
+        graph = f", {layers} layers" if layers and model == "matrix-factorization" else ""
         name = _MODELS[model] + graph + (f", {loss}" if loss != ranking_sweep.OWN else "")
         lines.append((name, _color(loss), _MARKERS[model], values))
     lines.sort(key=lambda line: -mean(line[3][0]))
@@ -288,7 +288,7 @@ def ranking_table(rows: Sequence[RankingRecord], published: dict[str, tuple[floa
         lines.append(f"| {name} (published) | | | | | | | | {100 * recall:.1f} | | {100 * ndcg:.1f} |")
     for (model, layers, loss), group in by_method(rows).items():
         one = group[0]
-        tuned = {"autoencoder": one.dropout, "matrix-factorisation": one.temperature}.get(model)
+        tuned = {"autoencoder": one.dropout, "matrix-factorization": one.temperature}.get(model)
         epochs = ", ".join(f"{row.best_epoch}" for row in sorted(group, key=lambda row: row.seed))
         measures = ("test_recall5", "test_recall20", "test_recall100", "test_ndcg20")
         cells = [spread([getattr(row, measure) for row in group]) for measure in measures]

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from torchlml_lab.cli_errors import BadInput
-from torchlml_lab.data.labelled_rows import LabelledRows
+from torchlml_lab.data.labeled_rows import LabeledRows
 from torchlml_lab.files import read_json, record
 from torchlml_lab.multilabel.settings import RULES, RuleName
 
@@ -264,7 +264,7 @@ class LabelResult(NamedTuple):
 
 
 def label_results(
-    rows: LabelledRows, found: SetMeasures, scores: npt.NDArray[np.float32]
+    rows: LabeledRows, found: SetMeasures, scores: npt.NDArray[np.float32]
 ) -> list[LabelResult]:
     """Return the metrics of each label that occurs or is chosen, most frequent first.
 

@@ -14,7 +14,7 @@ import torch
 from scipy import sparse
 from torch import Tensor
 
-from torchlml_lab.data.labelled_rows import Matrix
+from torchlml_lab.data.labeled_rows import Matrix
 from torchlml_lab.multilabel.losses import LabelLoss, unlike_logits
 from torchlml_lab.multilabel.samples import label_lists
 

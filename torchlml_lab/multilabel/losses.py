@@ -82,12 +82,12 @@ class LabelLoss:
         there = labels != PADDING
         if self.name == "softmax":
             score = logits.log_softmax(-1).gather(-1, labels.clamp(min=0))
-            return _mean_of_labelled(-torch.where(there, score, 0).sum(-1), there)
+            return _mean_of_labeled(-torch.where(there, score, 0).sum(-1), there)
         observed = _multi_hot(labels, logits)
         each = binary_cross_entropy_with_logits(logits, observed, reduction="none")
         if self.empty:
             there = torch.ones_like(there)
-        return _mean_of_labelled(each.sum(-1), there)
+        return _mean_of_labeled(each.sum(-1), there)
 
     def of_linear(self, hidden: Tensor, layer: nn.Linear, labels: Tensor) -> Tensor:
         """Compute the loss of `layer(hidden)`. `lml` never materializes the logits of a large batch."""
@@ -171,7 +171,7 @@ def topk_softmax(logits: Tensor, labels: Tensor, k: int, width: float = WIDTH) -
         threshold = -torchlml.lml_dual(logits, k)
         weight = torch.sigmoid((logits.gather(-1, place) - threshold[:, None]) / width)
     score = weight * logits.log_softmax(-1).gather(-1, place)
-    return _mean_of_labelled(-torch.where(there, score, 0).sum(-1), there)
+    return _mean_of_labeled(-torch.where(there, score, 0).sum(-1), there)
 
 
 def loss_with_usual_k(name: AnyLossName, k: int | PerRow | None) -> LabelLoss:
@@ -221,6 +221,6 @@ def _multi_hot(labels: Tensor, logits: Tensor) -> Tensor:
     return logits.new_zeros(rows, n + 1).scatter_(-1, place, 1.0)[:, :n]
 
 
-def _mean_of_labelled(loss: Tensor, there: Tensor) -> Tensor:
-    labelled = there.any(-1)
-    return torch.where(labelled, loss, 0).sum() / labelled.sum().clamp(min=1)
+def _mean_of_labeled(loss: Tensor, there: Tensor) -> Tensor:
+    labeled = there.any(-1)
+    return torch.where(labeled, loss, 0).sum() / labeled.sum().clamp(min=1)

@@ -17,7 +17,7 @@ from torch.nn.functional import pad
 
 import torchlml
 from torchlml_lab.cli_errors import BadInput
-from torchlml_lab.data.labelled_rows import Encoder, LabelledRows, Matrix
+from torchlml_lab.data.labeled_rows import Encoder, LabeledRows, Matrix
 from torchlml_lab.data.several_files import Paths, in_words, is_table_of, read_samples
 from torchlml_lab.engine import run_directory
 from torchlml_lab.engine.settings import SETTINGS_FILE, from_json
@@ -370,15 +370,15 @@ def origin_of_k(given: int | PerRow | None, k: int, mean: float) -> str:
 
 
 def read_rows(
-    trained: TrainedLabels, data: Paths, labels: Paths | None = None, labelled: bool = True
-) -> LabelledRows:
+    trained: TrainedLabels, data: Paths, labels: Paths | None = None, labeled: bool = True
+) -> LabeledRows:
     """Read new samples for a trained run.
 
     Args:
         trained: The run.
         data: The value of `--data`: files in the format that the run was trained on.
         labels: Their labels, if they are .npz files.
-        labelled: Whether labels are required.
+        labeled: Whether labels are required.
 
     Returns:
         The samples. A file that is unreadable or has a different format raises `BadInput`.
@@ -388,21 +388,19 @@ def read_rows(
         raise BadInput(
             f"`--data` must be sparse features, as in training, but `{in_words(data)}` is a table."
         )
-    if columns is not None and not labelled:
+    if columns is not None and not labeled:
         columns = replace(columns, labels=())
     names = trained.settings.label_names
-    rows, _ = read_samples(
-        data, "--data", columns=columns, labels=labels, label_names=names, labelled=labelled
-    )
+    rows, _ = read_samples(data, "--data", columns=columns, labels=labels, label_names=names, labeled=labeled)
     return encoded_rows(trained, rows)
 
 
-def encoded_rows(trained: TrainedLabels, rows: LabelledRows) -> LabelledRows:
+def encoded_rows(trained: TrainedLabels, rows: LabeledRows) -> LabeledRows:
     """Replace the texts of samples with embeddings, if the run has an encoder."""
     return rows if trained.settings.encoder is None else Encoder(trained.settings.encoder).encode(rows)
 
 
-def prepared_rows(trained: TrainedLabels, rows: LabelledRows, source: str) -> tuple[Matrix, list[str]]:
+def prepared_rows(trained: TrainedLabels, rows: LabeledRows, source: str) -> tuple[Matrix, list[str]]:
     """Return the inputs of samples, and notes about features that are unknown to the run."""
     prepared = trained.preparation.apply(rows)
     notes = []

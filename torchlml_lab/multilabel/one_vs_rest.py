@@ -18,7 +18,7 @@ import torch
 from sklearn.linear_model import LogisticRegression
 
 from torchlml_lab.cli_errors import BadInput
-from torchlml_lab.data.labelled_rows import Matrix
+from torchlml_lab.data.labeled_rows import Matrix
 from torchlml_lab.engine.output import ProgressBar, new_console
 from torchlml_lab.engine.settings import parse_settings
 from torchlml_lab.files import check_file

@@ -10,7 +10,7 @@ import torch
 from rich.table import Table
 
 from torchlml_lab.cli_errors import BadInput
-from torchlml_lab.data.labelled_rows import Matrix
+from torchlml_lab.data.labeled_rows import Matrix
 from torchlml_lab.data.several_files import in_words
 from torchlml_lab.engine.output import new_console, plain_table
 from torchlml_lab.engine.run import say
@@ -47,7 +47,7 @@ def main(settings: PredictSettings) -> None:
     top = min(5, known) if settings.top is None else settings.top
     if not 1 <= top <= known:
         raise BadInput(f"`--top` must be from 1 to {known}, the number of labels, but it is {top}.")
-    rows = read_rows(trained, settings.data, labelled=False)
+    rows = read_rows(trained, settings.data, labeled=False)
     inputs, notes = prepared_rows(trained, rows, in_words(settings.data))
     console = new_console()
     say(notes, console)

@@ -15,7 +15,7 @@ import numpy.typing as npt
 from scipy import sparse
 
 from torchlml_lab.cli_errors import BadInput
-from torchlml_lab.data.labelled_rows import LabelledRows, Matrix, stacked
+from torchlml_lab.data.labeled_rows import LabeledRows, Matrix, stacked
 from torchlml_lab.data.tables import Columns
 from torchlml_lab.files import read_record
 
@@ -76,7 +76,7 @@ class Preparation:
         """The mean number of labels per training sample."""
         return sum(self.counts) / self.rows
 
-    def apply(self, rows: LabelledRows) -> Prepared:
+    def apply(self, rows: LabeledRows) -> Prepared:
         """Compute the inputs of samples.
 
         Texts become TF-IDF vectors of norm 1, the numbers of a table are standardized, and sparse features
@@ -89,7 +89,7 @@ class Preparation:
             unknown, empty = unknown + block.unknown, empty + block.empty
         return Prepared(stacked(blocks, self.inputs), unknown, empty)
 
-    def apply_to_many(self, rows: LabelledRows) -> "Matrix | LaterInputs":
+    def apply_to_many(self, rows: LabeledRows) -> "Matrix | LaterInputs":
         """Compute the inputs of training samples, or defer this if all of them need too much memory."""
         if self.idf:
             some = next(_slices(len(rows), rows.texts))
@@ -98,7 +98,7 @@ class Preparation:
                 return LaterInputs(self, rows)
         return self.apply(rows).inputs
 
-    def _apply(self, rows: LabelledRows) -> Prepared:
+    def _apply(self, rows: LabeledRows) -> Prepared:
         """Compute the inputs of a few samples, with several temporary copies."""
         blocks = []
         if self.idf:
@@ -153,7 +153,7 @@ class LaterInputs:
         rows: The samples.
     """
 
-    def __init__(self, preparation: Preparation, rows: LabelledRows) -> None:
+    def __init__(self, preparation: Preparation, rows: LabeledRows) -> None:
         self.preparation, self.rows = preparation, rows
         self.shape = (len(rows), preparation.inputs)
 
@@ -174,17 +174,17 @@ def _slices(rows: int, texts: Sequence[str] | None) -> Iterator[slice]:
         yield slice(start, rows)
 
 
-def continued(earlier: Preparation, rows: LabelledRows, k: int) -> Preparation:
+def continued(earlier: Preparation, rows: LabeledRows, k: int) -> Preparation:
     """Return the inputs of an earlier run with the labels of new samples, which extend those of the run."""
     counts = np.bincount(rows.labels.indices, minlength=len(rows.names)).tolist()
     return dataclasses.replace(earlier, labels=rows.names, counts=counts, rows=len(rows), k=k)
 
 
 def fit(
-    training: LabelledRows,
+    training: LabeledRows,
     columns: Columns | None,
     k: int,
-    more: LabelledRows | None = None,
+    more: LabeledRows | None = None,
     rare: bool = False,
 ) -> Preparation:
     """Fit the inputs and the labels on training samples.

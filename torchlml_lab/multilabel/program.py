@@ -15,7 +15,7 @@ from scipy import sparse
 from torch import Tensor, nn
 
 from torchlml_lab.cli_errors import BadInput
-from torchlml_lab.data.labelled_rows import LabelledRows, Matrix
+from torchlml_lab.data.labeled_rows import LabeledRows, Matrix
 from torchlml_lab.data.tables import rows_of_columns
 from torchlml_lab.engine.output import new_console
 from torchlml_lab.engine.run import say
@@ -92,17 +92,17 @@ class LabelModel:
                 return sparse.csr_array((0, prepared.inputs), dtype=np.float32)
             return prepared.apply(rows).inputs
 
-    def _rows(self, samples: Any) -> LabelledRows:
+    def _rows(self, samples: Any) -> LabeledRows:
         columns = self._trained.preparation.columns
         if isinstance(samples, os.PathLike):
-            return read_rows(self._trained, Path(samples), labelled=False)
+            return read_rows(self._trained, Path(samples), labeled=False)
         if sparse.issparse(samples):
             if columns is not None:
                 raise BadInput(f"`samples` must be {self._wanted}, but it is a sparse matrix.")
             features = sparse.csr_array(samples, dtype=np.float32)
             if not np.isfinite(features.data).all():
                 raise BadInput("`samples` must contain finite numbers only.")
-            return LabelledRows(features, sparse.csr_array((features.shape[0], 0), dtype=np.int8), [])
+            return LabeledRows(features, sparse.csr_array((features.shape[0], 0), dtype=np.int8), [])
         if columns is None:
             raise BadInput(f"`samples` must be {self._wanted}, but it is {_described(samples)}.")
         if isinstance(samples, str) or not (isinstance(samples, Sequence) or hasattr(samples, "keys")):

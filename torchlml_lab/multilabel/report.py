@@ -15,7 +15,7 @@ from torch import Tensor
 from torchlml.metrics import TopKRecall
 from torchlml_lab import plots
 from torchlml_lab.cli_errors import BadInput
-from torchlml_lab.data.labelled_rows import LabelledRows, Matrix
+from torchlml_lab.data.labeled_rows import LabeledRows, Matrix
 from torchlml_lab.data.several_files import in_words
 from torchlml_lab.engine import run_directory
 from torchlml_lab.engine.output import new_console, plain_table
@@ -63,7 +63,7 @@ def best_temperature(logits: Tensor, observed: Tensor, loss: LossName, k: int) -
     return min(TEMPERATURES, key=surprise)
 
 
-def calibrate(trained: TrainedLabels, rows: LabelledRows) -> tuple[float, Decisions]:
+def calibrate(trained: TrainedLabels, rows: LabeledRows) -> tuple[float, Decisions]:
     """Fit the temperature and the rules of a run on samples that it was not trained on."""
     labels, k = len(trained.preparation.labels), trained.preparation.k
     few = rows.take(torch.arange(min(len(rows), max(50, ENTRIES // labels))).numpy())
@@ -243,7 +243,7 @@ def report_run(run: Path, trained: TrainedLabels, data: Data, console: Console) 
     write(report, trained, run, console)
 
 
-def make(trained: TrainedLabels, inputs: Matrix, rows: LabelledRows, what: str) -> Report:
+def make(trained: TrainedLabels, inputs: Matrix, rows: LabeledRows, what: str) -> Report:
     """Evaluate a run on samples.
 
     Args:
@@ -364,7 +364,7 @@ def main(settings: EvaluateSettings) -> None:
         write(report, trained, out, console)
 
 
-def _rows(settings: EvaluateSettings, trained: TrainedLabels) -> tuple[LabelledRows, str, list[str]]:
+def _rows(settings: EvaluateSettings, trained: TrainedLabels) -> tuple[LabeledRows, str, list[str]]:
     """Return the samples to evaluate on, a description of them, and notes for the user."""
     if settings.data is None:
         if settings.data_labels is not None:

@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.utils.data import Dataset
 
 from torchlml_lab.cli_errors import BadInput
-from torchlml_lab.data.labelled_rows import Encoder, LabelledRows, Matrix
+from torchlml_lab.data.labeled_rows import Encoder, LabeledRows, Matrix
 from torchlml_lab.data.several_files import in_words, is_table_of, read_samples
 from torchlml_lab.data.tables import Columns
 from torchlml_lab.multilabel import preparation
@@ -27,9 +27,9 @@ SPLIT_SEED = 1234  # fixed, so that every seed has the same validation samples
 class Files(NamedTuple):
     """The files of a run, with all their labels."""
 
-    train: LabelledRows
-    valid: LabelledRows | None
-    test: LabelledRows | None
+    train: LabeledRows
+    valid: LabeledRows | None
+    test: LabeledRows | None
     columns: Columns | None
     notes: list[str]
     encoder: Encoder | None = None
@@ -38,9 +38,9 @@ class Files(NamedTuple):
 class Data(NamedTuple):
     """The splits of a run; their label lists start with the labels of the training file."""
 
-    training: LabelledRows
-    validation: LabelledRows
-    test: LabelledRows | None
+    training: LabeledRows
+    validation: LabeledRows
+    test: LabeledRows | None
     columns: Columns | None
     notes: list[str]
     """Sentences about the files that the user should see."""
@@ -90,13 +90,13 @@ def read_files(settings: MultilabelSettings) -> Files:
             f"`{source}`: {bare} of {len(rows)} samples have no features and no words; only the "
             "frequencies of their labels are learned."
         )
-    labelled = int((rows.counts > 0).sum())
-    if labelled < FEWEST:
+    labeled = int((rows.counts > 0).sum())
+    if labeled < FEWEST:
         raise BadInput(
-            f"`--train` must have at least {FEWEST} samples with labels, but `{source}` has {labelled}."
+            f"`--train` must have at least {FEWEST} samples with labels, but `{source}` has {labeled}."
         )
     known = columns or Columns()
-    others: dict[str, LabelledRows | None] = {}
+    others: dict[str, LabeledRows | None] = {}
     for name in ("valid", "test"):
         if getattr(settings, name) is None:
             others[name] = None
@@ -128,7 +128,7 @@ def _encoded(files: Files, settings: MultilabelSettings) -> Files:
     return files._replace(train=train, valid=valid, test=test, encoder=encoder)
 
 
-def _read(settings: MultilabelSettings, name: str, columns: Columns) -> tuple[LabelledRows, Columns | None]:
+def _read(settings: MultilabelSettings, name: str, columns: Columns) -> tuple[LabeledRows, Columns | None]:
     return read_samples(
         getattr(settings, name),
         f"--{name}",
@@ -148,7 +148,7 @@ def keeps_unlabeled(settings: MultilabelSettings, columns: Columns | None) -> bo
     return settings.unlabeled == "keep"
 
 
-def _checked_labels(rows: LabelledRows, source: str, keep: bool, notes: list[str]) -> LabelledRows:
+def _checked_labels(rows: LabeledRows, source: str, keep: bool, notes: list[str]) -> LabeledRows:
     """Keep or drop the samples without labels, and add a note if there are any."""
     there = rows.counts > 0
     if there.all():
@@ -161,20 +161,20 @@ def _checked_labels(rows: LabelledRows, source: str, keep: bool, notes: list[str
     return rows.take(there)
 
 
-def _without_inputs(rows: LabelledRows) -> npt.NDArray[np.bool_]:
+def _without_inputs(rows: LabeledRows) -> npt.NDArray[np.bool_]:
     """Return a mask of the samples with neither features nor text. Numbers in a table are features."""
     if rows.columns:
         return np.isnan(rows.features.toarray()).all(axis=1) & _blank(rows)
     return (np.diff(rows.features.indptr) == 0) & _blank(rows)
 
 
-def _blank(rows: LabelledRows) -> npt.NDArray[np.bool_]:
+def _blank(rows: LabeledRows) -> npt.NDArray[np.bool_]:
     if rows.texts is None:
         return np.ones(len(rows), dtype=bool)
     return np.array([not text.strip() for text in rows.texts], dtype=bool)
 
 
-def aligned(rows: LabelledRows, names: Sequence[str], source: str, notes: list[str]) -> LabelledRows:
+def aligned(rows: LabeledRows, names: Sequence[str], source: str, notes: list[str]) -> LabeledRows:
     """Put the labels of the training data first, and add a note if there are others."""
     rows = rows.with_labels(names)
     more = len(rows.names) - len(names)
@@ -188,7 +188,7 @@ def aligned(rows: LabelledRows, names: Sequence[str], source: str, notes: list[s
     return rows
 
 
-def set_aside(rows: LabelledRows) -> tuple[LabelledRows, LabelledRows]:
+def set_aside(rows: LabeledRows) -> tuple[LabeledRows, LabeledRows]:
     """Split into training and validation.
 
     The validation part is a tenth of the samples, but at least 200 if that is at most a third of them, and at
@@ -198,11 +198,11 @@ def set_aside(rows: LabelledRows) -> tuple[LabelledRows, LabelledRows]:
     order = np.random.default_rng(SPLIT_SEED).permutation(len(rows))
     count = min(5000, max(5, len(rows) // 10, min(200, len(rows) // 3)))
     there = rows.counts[order] > 0
-    labelled, others = order[there], order[~there]
+    labeled, others = order[there], order[~there]
     if len(others):
-        first = max(1, round(count * len(labelled) / len(rows)))
+        first = max(1, round(count * len(labeled) / len(rows)))
         rest = count - first
-        order = np.concatenate([labelled[:first], others[:rest], labelled[first:], others[rest:]])
+        order = np.concatenate([labeled[:first], others[:rest], labeled[first:], others[rest:]])
     return rows.take(np.sort(order[count:])), rows.take(np.sort(order[:count]))
 
 

@@ -191,5 +191,5 @@ def check_memory(users: int, items: int) -> None:
         raise BadInput(
             f"`--model ease` needs about {needed / 1e9:,.1f} GB for {users:,} users and {items:,} items, but "
             f"only {available / 1e9:,.1f} GB of memory are available. Use `--model autoencoder` or "
-            "`--model matrix-factorisation`."
+            "`--model matrix-factorization`."
         )

@@ -101,7 +101,7 @@ def _weighted_sums(vectors: Tensor, places: Tensor, starts: Tensor, weights: Ten
     return embedding_bag(places, vectors, starts, mode="sum", per_sample_weights=weights.to(vectors.dtype))
 
 
-class MatrixFactorisation(nn.Module):
+class MatrixFactorization(nn.Module):
     """Matrix factorization: vectors for users and items, whose cosine divided by a temperature is the score.
 
     Args:
@@ -136,7 +136,7 @@ class MatrixFactorisation(nn.Module):
             self.register_buffer(f"graph_{name}", values, persistent=False)
         self.final: tuple[Tensor, Tensor] | None = None
 
-    def train(self, mode: bool = True) -> "MatrixFactorisation":
+    def train(self, mode: bool = True) -> "MatrixFactorization":
         """Set the mode. Evaluation without gradients computes the vectors once per call of this method."""
         self.final = None
         return super().train(mode)
@@ -184,7 +184,7 @@ class Autoencoder(nn.Module):
         items: The number of items.
         dimension: The size of the hidden layer.
         dropout: The share of a user's items that is dropped from the input in training.
-        level: The initial value of all scores, as for `MatrixFactorisation`.
+        level: The initial value of all scores, as for `MatrixFactorization`.
 
     It encodes any history, including those of users who are not in the training data.
     """
@@ -238,7 +238,7 @@ def scores_new_users(model: nn.Module) -> bool:
     """Whether a model scores users from their items, including users who are not in the training data."""
     if isinstance(model, Mixture):
         return any(map(scores_new_users, model.models.children()))
-    return not isinstance(model, MatrixFactorisation) or model.layers > 0
+    return not isinstance(model, MatrixFactorization) or model.layers > 0
 
 
 EXPERIMENT = "recommend"
@@ -273,7 +273,7 @@ def network(settings: RecommendSettings, data: Data) -> nn.Module:
     elif settings.model == "autoencoder":
         model = Autoencoder(items, settings.dimension, settings.dropout, level)
     else:
-        model = MatrixFactorisation(
+        model = MatrixFactorization(
             users, items, settings.dimension, settings.temperature, level, graph(training), settings.layers
         )
     model.register_buffer("fingerprint", torch.tensor(data.fingerprint))

@@ -9,7 +9,7 @@ import tyro
 from torchlml_lab.engine.settings import GridSettings, StepTimeSettings, TrainSettings
 from torchlml_lab.multilabel.settings import AnyLossName, PerRow
 
-Candidate = Literal["ease", "autoencoder", "matrix-factorisation"]
+Candidate = Literal["ease", "autoencoder", "matrix-factorization"]
 Model = Literal["auto", Candidate]
 
 
@@ -36,7 +36,7 @@ class RecommendSettings(TrainSettings):
     line; by default on random ones."""
     model: Model = "auto"
     """ease: a linear model of the user's items in closed form. autoencoder: a network of the user's items.
-    matrix-factorisation: a vector for every user and item, compared by cosine. auto: all three, combined with
+    matrix-factorization: a vector for every user and item, compared by cosine. auto: all three, combined with
     weights that are chosen on the validation users."""
     loss: AnyLossName | None = None
     """The loss over all items: lml, softmax, bce, truncated-entropy or topk-softmax; by default lml, or bce
@@ -117,7 +117,7 @@ class SweepSettings(GridSettings):
     """Run all combinations of models, losses, seeds and tuned settings that are not finished."""
 
     out: Path = Path("runs/recommend-sweep")
-    models: tuple[Model, ...] = ("autoencoder", "matrix-factorisation")
+    models: tuple[Model, ...] = ("autoencoder", "matrix-factorization")
     """The models to run. `auto` and `ease` do not use the losses."""
     losses: tuple[str, ...] = ("lml-labels", "lml-20", "softmax", "bce", "truncated-entropy-1")
     """The losses: softmax, bce, lml-K, lml-labels (K is each user's number of items), truncated-entropy-K,

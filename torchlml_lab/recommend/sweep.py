@@ -132,7 +132,7 @@ def _runs(settings: SweepSettings) -> Iterator[RecommendSettings]:
             if model != "auto":
                 one = completed(one)
             tuned = f"_lr{one.learning_rate:g}" * (method.loss != OWN)
-            tuned += {"autoencoder": f"_d{dropout:g}", "matrix-factorisation": f"_t{temperature:g}"}.get(
+            tuned += {"autoencoder": f"_d{dropout:g}", "matrix-factorization": f"_t{temperature:g}"}.get(
                 model, ""
             )
             yield dataclasses.replace(one, out=settings.out / f"{method.name}{tuned}_seed{seed}")
@@ -143,7 +143,7 @@ def _methods(settings: SweepSettings) -> Iterator[tuple[Model, Method]]:
         if model in ("ease", "auto"):
             yield model, Method(model, settings.run.layers if model == "auto" else 0, OWN)
             continue
-        for layers in settings.layer_counts if model == "matrix-factorisation" else (0,):
+        for layers in settings.layer_counts if model == "matrix-factorization" else (0,):
             for loss in settings.losses:
                 yield model, Method(model, layers, loss)
 
@@ -157,7 +157,7 @@ def _recipes(
     rates = settings.learning_rates or (run.learning_rate,)
     listed: dict[str, list[tuple[float, ...]]] = {
         "autoencoder": list(product(rates, (run.temperature,), settings.dropouts or (run.dropout,))),
-        "matrix-factorisation": list(
+        "matrix-factorization": list(
             product(rates, settings.temperatures or (run.temperature,), (run.dropout,))
         ),
     }
@@ -176,7 +176,7 @@ def record(settings: RecommendSettings, result: dict[str, Any], users: int) -> R
     test = result["test"] or dict.fromkeys(validation, math.nan)  # tuning runs have no test
     return RankingRecord(
         model=settings.model,
-        layers=settings.layers if settings.model in ("auto", "matrix-factorisation") else 0,
+        layers=settings.layers if settings.model in ("auto", "matrix-factorization") else 0,
         loss=OWN if settings.model in ("auto", "ease") else str(loss_of(settings)),
         users=users,
         seed=settings.seed,

@@ -57,7 +57,7 @@ class Recipe(NamedTuple):
 RECIPES: dict[str, Recipe] = {
     "ease": Recipe("softmax", 128, 1.0),  # only the batch size is used, for the evaluation
     "autoencoder": Recipe("lml", 128, 0.006),
-    "matrix-factorisation": Recipe("bce", 128, 0.02),
+    "matrix-factorization": Recipe("bce", 128, 0.02),
 }
 WITH_LAYERS = Recipe("lml", 512, 0.02)  # fewer, larger batches, because every step traverses the graph
 SMALLEST_BATCH = 32
@@ -88,7 +88,7 @@ def completed(settings: RecommendSettings, users: int | None = None) -> Recommen
 
     With few `users`, the batches of matrix factorization are smaller, so that an epoch has enough steps.
     """
-    factorization = settings.model == "matrix-factorisation"
+    factorization = settings.model == "matrix-factorization"
     recipe = WITH_LAYERS if factorization and settings.layers else RECIPES[settings.model]
     size = recipe.batch_size
     if factorization:
@@ -222,7 +222,7 @@ def _introduction(settings: RecommendSettings, data: Data) -> list[str]:
         f"{users} training users with {len(training) / users:.1f} of {len(training.items)} items on average; "
         f"{len(data.validation)} items of {len(data.splits['validation'])} users held out for validation."
     )
-    if settings.model in ("autoencoder", "matrix-factorisation"):
+    if settings.model in ("autoencoder", "matrix-factorization"):
         said += f" Training with the loss `{loss_of(settings)}`."
     return [*data.notes, said]
 

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from torchlml_lab.cli_errors import BadInput, reason
-from torchlml_lab.data.labelled_files import read_svmlight
+from torchlml_lab.data.labeled_files import read_svmlight
 
 Array = npt.NDArray[Any]
 

@@ -16,9 +16,9 @@ from sklearn.datasets import load_svmlight_file
 from torchlml_lab.bench.scale import write_samples
 from torchlml_lab.bench.timing import added_bytes, measurable
 from torchlml_lab.cli_errors import BadInput
-from torchlml_lab.data import labelled_files, tables
-from torchlml_lab.data.labelled_files import read_labelled
-from torchlml_lab.data.labelled_rows import LabelledRows, label_matrix
+from torchlml_lab.data import labeled_files, tables
+from torchlml_lab.data.labeled_files import read_labeled
+from torchlml_lab.data.labeled_rows import LabeledRows, label_matrix
 from torchlml_lab.data.several_files import read_samples
 from torchlml_lab.data.tables import Columns
 from torchlml_lab.files import read_blocks
@@ -28,12 +28,12 @@ LABELS = [["2", "10"], [], ["2"]]
 SVMLIGHT = "2,10 1:1.5\n 0:2 2:-1\n2 2:3\n"
 
 
-def read(path: Path, text: str | bytes, **options) -> LabelledRows:
+def read(path: Path, text: str | bytes, **options) -> LabeledRows:
     path.write_bytes(text if isinstance(text, bytes) else text.encode())
-    return read_labelled(path, "--train", **options)[0]
+    return read_labeled(path, "--train", **options)[0]
 
 
-def names_of(rows: LabelledRows) -> list[list[str]]:
+def names_of(rows: LabeledRows) -> list[list[str]]:
     return [
         [rows.names[label] for label in row]
         for row in np.split(rows.labels.indices, rows.labels.indptr[1:-1])
@@ -65,10 +65,10 @@ def test_a_pair_of_npz(tmp_path: Path) -> None:
     observed = np.zeros((3, 11))
     observed[0, [2, 10]] = observed[2, 2] = 1
     sparse.save_npz(tmp_path / "y.npz", sparse.csc_array(observed))
-    rows, _ = read_labelled(tmp_path / "x.npz", "--train", labels=tmp_path / "y.npz")
+    rows, _ = read_labeled(tmp_path / "x.npz", "--train", labels=tmp_path / "y.npz")
     assert np.array_equal(rows.features.toarray(), X)
     assert names_of(rows) == LABELS
-    unlabeled, _ = read_labelled(tmp_path / "x.npz", "--data", labelled=False)
+    unlabeled, _ = read_labeled(tmp_path / "x.npz", "--data", labeled=False)
     assert unlabeled.counts.tolist() == [0, 0, 0]
 
 
@@ -94,7 +94,7 @@ def test_tables(tmp_path: Path, ending: str) -> None:
 
         with path.open("w", newline="", encoding="utf-8") as file:
             csv.writer(file, delimiter="," if ending == "csv" else "\t").writerows([header, *lines])
-    rows, columns = read_labelled(path, "--train")
+    rows, columns = read_labeled(path, "--train")
     assert columns == Columns(("title",), ("size",), ("tags",), "," if ending == "parquet" else "|")
     assert rows.texts == [line[0] for line in lines]
     assert np.array_equal(
@@ -102,7 +102,7 @@ def test_tables(tmp_path: Path, ending: str) -> None:
     )
     assert names_of(rows) == [["x", "y"], [], ["y"]]
     # Read the same file for prediction, which ignores the labels.
-    again, _ = read_labelled(path, "--data", columns=Columns(("title",), ("size",)), labelled=False)
+    again, _ = read_labeled(path, "--data", columns=Columns(("title",), ("size",)), labeled=False)
     assert again.texts == rows.texts
     assert again.names == []
 
@@ -122,7 +122,7 @@ def test_names_of_numbered_labels(tmp_path: Path) -> None:
 
 def test_labels_of_other_rows_come_after_those_that_are_known() -> None:
     matrix, names = label_matrix([["b", "new"], ["a"]])
-    rows = LabelledRows(sparse.csr_array((2, 0)), matrix, names).with_labels(["a", "unused", "b"])
+    rows = LabeledRows(sparse.csr_array((2, 0)), matrix, names).with_labels(["a", "unused", "b"])
     assert rows.names == ["a", "unused", "b", "new"]
     assert rows.labels.toarray().tolist() == [[0, 0, 1, 1], [1, 0, 0, 0]]
 
@@ -188,7 +188,7 @@ def test_bad_columns(tmp_path: Path) -> None:
 @pytest.mark.parametrize("name", ["rows.txt", "rows.csv", "rows.npz", "rows.parquet"])
 def test_files_of_the_wrong_format(tmp_path: Path, name: str) -> None:
     with pytest.raises(BadInput, match="cannot be read: no such file"):
-        read_labelled(tmp_path / name, "--train", labels=tmp_path / name if name.endswith("npz") else None)
+        read_labeled(tmp_path / name, "--train", labels=tmp_path / name if name.endswith("npz") else None)
     binary = name.endswith(("npz", "parquet"))
     bad: dict[bytes, str] = {
         gzip.compress(SVMLIGHT.encode() * 99)[:-20]: "not a complete" if binary else "it is truncated",
@@ -212,20 +212,20 @@ def test_parquet_with_two_columns_of_one_name(tmp_path: Path) -> None:
     column = pyarrow.array(["a", "b"])
     parquet.write_table(pyarrow.table([column] * 3, ["text", "text", "tags"]), tmp_path / "rows.parquet")
     with pytest.raises(BadInput, match=r"rows.parquet`: there are two columns called `text`"):
-        read_labelled(tmp_path / "rows.parquet", "--train")
+        read_labeled(tmp_path / "rows.parquet", "--train")
 
 
 def test_bad_npz(tmp_path: Path) -> None:
     x, y = tmp_path / "x.npz", tmp_path / "y.npz"
     sparse.save_npz(x, sparse.csr_array(X))
     with pytest.raises(BadInput, match=r"Pass a second `.npz` file with its labels as `--train-labels`"):
-        read_labelled(x, "--train")
+        read_labeled(x, "--train")
     sparse.save_npz(y, sparse.csr_array(np.ones((2, 4))))
     with pytest.raises(BadInput, match=r"has 3 rows, but .* has 2"):
-        read_labelled(x, "--train", labels=y)
+        read_labeled(x, "--train", labels=y)
     sparse.save_npz(x, sparse.csr_array(np.array([[0.0, 1], [np.inf, 0]])))
     with pytest.raises(BadInput, match="row 1: a feature is not a finite number"):
-        read_labelled(x, "--train", labels=y)
+        read_labeled(x, "--train", labels=y)
     sparse.save_npz(x, sparse.csr_array(X))
     for wrong in (-1.0, np.nan):
         observed = np.zeros((len(X), 2))
@@ -234,23 +234,23 @@ def test_bad_npz(tmp_path: Path) -> None:
         with pytest.raises(
             BadInput, match=rf"y.npz`, row 1: an entry is {wrong:g}, but a label must be positive"
         ):
-            read_labelled(x, "--train", labels=y)
+            read_labeled(x, "--train", labels=y)
     for form in (sparse.csr_array, sparse.csc_array):
         sparse.save_npz(x, form(X))
         parts = dict(np.load(x))
         np.savez(x, **{**parts, "indices": parts["indices"] + 1000})
         with pytest.raises(BadInput, match=r"not a complete file of `scipy.sparse.save_npz`"):
-            read_labelled(x, "--train", labels=y)
+            read_labeled(x, "--train", labels=y)
     np.savez(x, a=np.ones(3))
     with pytest.raises(BadInput, match=r"not a complete file of `scipy.sparse.save_npz`"):
-        read_labelled(x, "--train", labels=y)
+        read_labeled(x, "--train", labels=y)
 
 
 @pytest.mark.skipif("TORCHLML_DATA" not in os.environ, reason="TORCHLML_DATA does not name real data")
 def test_delicious_in_time_and_as_scikit_learn_reads_it() -> None:
     path = Path(os.environ["TORCHLML_DATA"]) / "multilabel" / "delicious.train.svm.gz"
     started = time.process_time()
-    rows, _ = read_labelled(path, "--train")
+    rows, _ = read_labeled(path, "--train")
     assert time.process_time() - started < 3
     x, y = load_svmlight_file(path, multilabel=True, zero_based=True)
     assert (abs(x - rows.features)).max() == 0
@@ -277,12 +277,12 @@ def test_nulls_in_parquet_are_not_labels(tmp_path: Path) -> None:
     path = tmp_path / "rows.parquet"
     lists = pyarrow.array([["a", None, "b"], [None], None, ["None"]], pyarrow.list_(pyarrow.string()))
     parquet.write_table(pyarrow.table({"text": ["p", "q", "r", "s"], "tags": lists}), path)
-    assert names_of(read_labelled(path, "--train")[0]) == [["a", "b"], [], [], ["None"]]
+    assert names_of(read_labeled(path, "--train")[0]) == [["a", "b"], [], [], ["None"]]
     numbers = pyarrow.array([[1.5, float("nan"), None], [2.5]], pyarrow.list_(pyarrow.float64()))
     parquet.write_table(pyarrow.table({"text": ["p", "q"], "tags": numbers}), path)
-    assert names_of(read_labelled(path, "--train")[0]) == [["1.5"], ["2.5"]]
+    assert names_of(read_labeled(path, "--train")[0]) == [["1.5"], ["2.5"]]
     parquet.write_table(pyarrow.table({"text": ["p", "q"], "tags": [float("nan"), 2.5]}), path)
-    assert names_of(read_labelled(path, "--train")[0]) == [[], ["2.5"]]
+    assert names_of(read_labeled(path, "--train")[0]) == [[], ["2.5"]]
 
 
 SEPARATED = {
@@ -307,7 +307,7 @@ def test_the_separator_of_a_csv_must_fit_its_rows(tmp_path: Path) -> None:
     path = tmp_path / "one.csv"
     path.write_text('text\n"one; two, three"\nfour\n')
     columns = Columns(texts=("text",))
-    assert read_labelled(path, "--data", columns=columns, labelled=False)[0].texts == [
+    assert read_labeled(path, "--data", columns=columns, labeled=False)[0].texts == [
         "one; two, three",
         "four",
     ]
@@ -334,7 +334,7 @@ def table(path: Path, header: list[str], rows: list[tuple], delimiter: str = ","
 @pytest.mark.parametrize("mark", [",", ";", "|"])
 def test_a_column_of_separated_names_is_recognized(tmp_path: Path, name: str, mark: str) -> None:
     rows = [(text, mark.join(topics)) for text, topics in zip(PROSE, TOPICS, strict=True)]
-    found, columns = read_labelled(table(tmp_path / "a.csv", ["body", name], rows), "--train")
+    found, columns = read_labeled(table(tmp_path / "a.csv", ["body", name], rows), "--train")
     assert columns == Columns(("body",), (), (name,), mark)
     assert [sorted(row) for row in names_of(found)] == [sorted(row) for row in TOPICS]
 
@@ -345,11 +345,11 @@ def test_usual_names_come_before_guesses(tmp_path: Path) -> None:
         for i, (text, topics) in enumerate(zip(PROSE, TOPICS, strict=True))
     ]
     path = table(tmp_path / "a.csv", ["body", "authors", "category", "tags"], rows)
-    _, columns = read_labelled(path, "--train")
+    _, columns = read_labeled(path, "--train")
     assert columns is not None
     assert columns.labels == ("tags",)
     # A column that was chosen as an input is not the label column if another one has a usual name.
-    _, columns = read_labelled(path, "--train", columns=Columns(texts=("body", "tags")))
+    _, columns = read_labeled(path, "--train", columns=Columns(texts=("body", "tags")))
     assert columns is not None
     assert columns.labels == ("category",)
 
@@ -360,7 +360,7 @@ def test_prose_and_decimal_commas_are_not_labels(tmp_path: Path) -> None:
     with pytest.raises(
         BadInput, match=r"has no column called labels, label, tags or similar. Choose a column"
     ):
-        read_labelled(path, "--train")
+        read_labeled(path, "--train")
 
 
 TOXIC = ["id", "comment_text", "toxic", "severe", "insult"]
@@ -372,7 +372,7 @@ def test_a_column_for_each_label(tmp_path: Path, form: str) -> None:
     said = {"0 and 1": "0 1", "false and true": "False TRUE", "decimals": "0.0 1.0"}[form].split()
     rows = [(*row[:2], *(said[int(flag)] for flag in row[2:])) for row in COMMENTS]
     path = table(tmp_path / "a.csv", TOXIC, rows)
-    found, columns = read_labelled(path, "--train")
+    found, columns = read_labeled(path, "--train")
     assert columns == Columns(("comment_text",), (), ("toxic", "severe", "insult"), None)
     assert str(columns).endswith("3 labels, with a column of 0 and 1 each: `toxic`, `severe`, `insult`")
     assert [sorted(row) for row in names_of(found)] == [["insult", "toxic"], [], ["severe", "toxic"]]
@@ -380,21 +380,21 @@ def test_a_column_for_each_label(tmp_path: Path, form: str) -> None:
     empty = [tuple("" if cell == said[0] else cell for cell in row) for row in rows]
     table(path, TOXIC, empty)
     chosen = Columns(("comment_text",), labels=("severe", "toxic"))
-    assert [sorted(row) for row in names_of(read_labelled(path, "--train", columns=chosen)[0])] == [
+    assert [sorted(row) for row in names_of(read_labeled(path, "--train", columns=chosen)[0])] == [
         ["toxic"],
         [],
         ["severe", "toxic"],
     ]
     table(path, TOXIC, [*rows, ("d4", "hm", "-1", "0", "0")])
     with pytest.raises(BadInput, match="line 5: column `toxic` has `-1`, but if there are several label"):
-        read_labelled(path, "--train", columns=Columns(labels=("toxic", "severe")))
+        read_labeled(path, "--train", columns=Columns(labels=("toxic", "severe")))
 
 
 def test_an_unclear_table_is_answered_with_the_command_to_run(tmp_path: Path) -> None:
     binary = [(i, i % 2, (i // 2) % 2) for i in range(2, 8)]
     path = table(tmp_path / "a.csv", ["size", "hot", "too cold"], binary)
     with pytest.raises(BadInput) as said:
-        read_labelled(path, "--train")
+        read_labeled(path, "--train")
     command = f"torchlml train multilabel --train {path} --labels hot 'too cold'"
     assert (
         f"2 columns contain only 0 and 1 (`hot`, `too cold`). If each of them is a label, run `{command}`."
@@ -402,7 +402,7 @@ def test_an_unclear_table_is_answered_with_the_command_to_run(tmp_path: Path) ->
     )
     two = [(text, ";".join(topics), ";".join(topics)) for text, topics in zip(PROSE, TOPICS, strict=True)]
     with pytest.raises(BadInput) as said:
-        read_labelled(table(path, ["body", "authors", "fields"], two), "--train")
+        read_labeled(table(path, ["body", "authors", "fields"], two), "--train")
     assert (
         "several columns look like labels (`authors`, `fields`). If the labels are in `authors`, run"
         in str(said.value)
@@ -410,30 +410,30 @@ def test_an_unclear_table_is_answered_with_the_command_to_run(tmp_path: Path) ->
     assert str(said.value).endswith(f"run `torchlml train multilabel --train {path} --labels authors`.")
     one = [(text, "grain" if i % 2 else "crude oil") for i, text in enumerate(PROSE)]
     with pytest.raises(BadInput, match=r"If the labels are in `field`, run `torchlml .* --labels field`\."):
-        read_labelled(table(path, ["body", "field"], one), "--train")
+        read_labeled(table(path, ["body", "field"], one), "--train")
 
 
 def test_columns_that_number_the_samples_are_not_inputs(tmp_path: Path) -> None:
     rows = [(i, f"n{i}", text, 7, "x") for i, text in enumerate(PROSE)]
     path = table(tmp_path / "a.csv", ["", "doc_id", "body", "group_id", "tags"], rows)
-    _, columns = read_labelled(path, "--train")
+    _, columns = read_labeled(path, "--train")
     assert columns == Columns(("body",), ("group_id",), ("tags",), ",")
     # If there are no other columns, they are inputs.
-    _, columns = read_labelled(table(path, ["id", "tags"], [(1, "x"), (2, "y")]), "--train")
+    _, columns = read_labeled(table(path, ["id", "tags"], [(1, "x"), (2, "y")]), "--train")
     assert columns == Columns((), ("id",), ("tags",), ",")
 
 
 def test_printed_lists_are_lists(tmp_path: Path) -> None:
     rows = [(text, repr(topics)) for text, topics in zip(PROSE, TOPICS, strict=True)]
     path = table(tmp_path / "a.csv", ["body", "terms"], [*rows, ("nothing", ""), ("also", "[]")])
-    assert [sorted(row) for row in names_of(read_labelled(path, "--train")[0])] == [
+    assert [sorted(row) for row in names_of(read_labeled(path, "--train")[0])] == [
         *map(sorted, TOPICS),
         [],
         [],
     ]
     # A single other cell means that the brackets are part of the names.
     table(path, ["body", "tags"], [("a", "[x]"), ("b", "y")])
-    assert names_of(read_labelled(path, "--train")[0]) == [["[x]"], ["y"]]
+    assert names_of(read_labeled(path, "--train")[0]) == [["[x]"], ["y"]]
 
 
 @pytest.mark.parametrize("ending", ["jsonl", "ndjson", "jsonl.gz"])
@@ -445,7 +445,7 @@ def test_json_lines(tmp_path: Path, ending: str) -> None:
     )
     path = tmp_path / f"a.{ending}"
     path.write_bytes(gzip.compress(text.encode()) if ending.endswith("gz") else text.encode())
-    rows, columns = read_labelled(path, "--train")
+    rows, columns = read_labeled(path, "--train")
     assert columns == Columns(("text",), ("size",), ("topics",), ",")
     assert rows.texts == ["a, Ü", "b", "c"]
     assert np.array_equal(
@@ -455,7 +455,7 @@ def test_json_lines(tmp_path: Path, ending: str) -> None:
     with pytest.raises(
         BadInput, match="line 1: column `more` must contain labels, but it contains an object"
     ):
-        read_labelled(path, "--train", columns=Columns(labels=("more",)))
+        read_labeled(path, "--train", columns=Columns(labels=("more",)))
 
 
 BAD_JSON = {
@@ -473,7 +473,7 @@ def test_bad_json_lines(tmp_path: Path, text: str) -> None:
     path.write_text(text)
     columns = Columns(numbers=("size",)) if "size" in text else None
     with pytest.raises(BadInput) as said:
-        read_labelled(path, "--train", columns=columns)
+        read_labeled(path, "--train", columns=columns)
     assert BAD_JSON[text] in str(said.value)
     assert str(path) in str(said.value)
 
@@ -481,7 +481,7 @@ def test_bad_json_lines(tmp_path: Path, text: str) -> None:
 @pytest.fixture
 def tiny_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
     """Read files in blocks of a few bytes, so that every line is in another block."""
-    for module in (labelled_files, tables):
+    for module in (labeled_files, tables):
         monkeypatch.setattr(module, "read_blocks", partial(read_blocks, size=7))
 
 
@@ -506,26 +506,26 @@ def test_the_size_of_blocks_changes_no_error(tmp_path: Path, name: str, text: st
 @pytest.mark.usefixtures("tiny_blocks")
 def test_json_lines_in_blocks(tmp_path: Path) -> None:
     lines = ['{"text": "one", "tags": ["a"]}', "", '{"tags": ["b", "a"], "size": 2, "text": "two"}']
-    rows, columns = read_labelled_text(tmp_path / "rows.jsonl", "\n".join(lines) + "\n")
+    rows, columns = read_labeled_text(tmp_path / "rows.jsonl", "\n".join(lines) + "\n")
     assert columns == Columns(("text",), ("size",), ("tags",), ",")
     assert rows.texts == ["one", "two"]
     assert np.array_equal(rows.features.toarray(), [[np.nan], [2]], equal_nan=True)
     assert names_of(rows) == [["a"], ["a", "b"]]
 
 
-def read_labelled_text(path: Path, text: str) -> tuple[LabelledRows, Columns | None]:
+def read_labeled_text(path: Path, text: str) -> tuple[LabeledRows, Columns | None]:
     path.write_text(text)
-    return read_labelled(path, "--train")
+    return read_labeled(path, "--train")
 
 
 @pytest.mark.skipif(not measurable(), reason="the system does not reset the peak of the memory")
 def test_reading_needs_less_than_three_times_the_file(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(labelled_files, "read_blocks", partial(read_blocks, size=2**16))
+    monkeypatch.setattr(labeled_files, "read_blocks", partial(read_blocks, size=2**16))
     path = tmp_path / "rows.svm"
     write_samples(path, 30_000, 1000, 10_000)
-    assert added_bytes(lambda: read_labelled(path, "--train")) < 3 * path.stat().st_size
+    assert added_bytes(lambda: read_labeled(path, "--train")) < 3 * path.stat().st_size
 
 
 def parts(folder: Path, *texts: str, ending: str = "csv") -> Path:
@@ -547,7 +547,7 @@ def test_several_tables_are_read_as_one(tmp_path: Path, named: str) -> None:
     files = (folder / "part-0.csv", folder / "part-1.csv")
     given = {"directory": folder, "pattern": folder / "part-?.csv", "files": files}[named]
     rows, columns = read_samples(given, "--train")
-    whole, same = read_labelled_text(tmp_path / "whole.csv", WHOLE)
+    whole, same = read_labeled_text(tmp_path / "whole.csv", WHOLE)
     assert columns == same
     assert (rows.texts, rows.names, rows.columns) == (whole.texts, whole.names, whole.columns)
     assert rows.names == ["9", "10", "11"]

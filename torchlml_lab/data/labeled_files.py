@@ -10,7 +10,7 @@ import numpy.typing as npt
 from scipy import sparse
 
 from torchlml_lab.cli_errors import BadInput, reason
-from torchlml_lab.data.labelled_rows import LabelledRows, LabelLists, Matrix, rename, stacked
+from torchlml_lab.data.labeled_rows import LabeledRows, LabelLists, Matrix, rename, stacked
 from torchlml_lab.data.tables import Columns, is_table, read_table
 from torchlml_lab.files import read_blocks, shown
 
@@ -18,7 +18,7 @@ _LARGEST = 2**31 - 1
 _MOST = float(np.finfo(np.float32).max)
 
 
-def read_svmlight(path: Path, option: str) -> LabelledRows:
+def read_svmlight(path: Path, option: str) -> LabeledRows:
     """Read a file of sparse samples with labels.
 
     Args:
@@ -55,7 +55,7 @@ def read_svmlight(path: Path, option: str) -> LabelledRows:
             f"{header[0]}."
         )
     columns = header[1] if header else max(features.shape[1] for features in blocks)
-    return LabelledRows(stacked(blocks, columns), *labels.matrix())
+    return LabeledRows(stacked(blocks, columns), *labels.matrix())
 
 
 def declared_features(path: Path, option: str) -> int | None:
@@ -175,7 +175,7 @@ def _labels(
     return lists
 
 
-def read_csr_pair(path: Path, option: str, labels: Path | None, labels_option: str) -> LabelledRows:
+def read_csr_pair(path: Path, option: str, labels: Path | None, labels_option: str) -> LabeledRows:
     """Read sparse matrices written by `scipy.sparse.save_npz`.
 
     Args:
@@ -194,7 +194,7 @@ def read_csr_pair(path: Path, option: str, labels: Path | None, labels_option: s
         raise BadInput(f"`{path}`, row {_row(features, finite)}: a feature is not a finite number.")
     if labels is None:
         none = sparse.csr_array((features.shape[0], 0), dtype=np.int8)
-        return LabelledRows(features, none, [])
+        return LabeledRows(features, none, [])
     found = _read(labels, labels_option)
     if found.shape[0] != features.shape[0]:
         raise BadInput(f"`{path}` has {features.shape[0]} rows, but `{labels}` has {found.shape[0]}.")
@@ -207,7 +207,7 @@ def read_csr_pair(path: Path, option: str, labels: Path | None, labels_option: s
         )
     found = (found != 0).astype(np.int8).tocsr()
     used = np.flatnonzero(np.bincount(found.indices, minlength=found.shape[1]))
-    return LabelledRows(features, found[:, used], [str(column) for column in used])
+    return LabeledRows(features, found[:, used], [str(column) for column in used])
 
 
 def _row(matrix: Matrix, right: npt.NDArray[np.bool_]) -> int:
@@ -234,15 +234,15 @@ def _read(path: Path, option: str) -> Matrix:
     return matrix
 
 
-def read_labelled(
+def read_labeled(
     path: Path,
     option: str,
     *,
     columns: Columns | None = None,
     labels: Path | None = None,
     label_names: Path | None = None,
-    labelled: bool = True,
-) -> tuple[LabelledRows, Columns | None]:
+    labeled: bool = True,
+) -> tuple[LabeledRows, Columns | None]:
     """Read samples with their labels.
 
     Args:
@@ -253,7 +253,7 @@ def read_labelled(
         columns: The known roles of the columns of a table.
         labels: The file of sparse labels for an `.npz`.
         label_names: A file with the names of numbered labels.
-        labelled: Whether labels are required.
+        labeled: Whether labels are required.
 
     Returns:
         The samples, and the columns of a table. Invalid input raises `BadInput`.
@@ -263,15 +263,15 @@ def read_labelled(
     if is_table(path):
         if label_names is not None:
             raise BadInput(f"`--label-names` is for numbered labels, but `{path}` already has label names.")
-        return read_table(path, option, columns or Columns(), labelled)
+        return read_table(path, option, columns or Columns(), labeled)
     if columns is not None and columns != Columns():
         raise BadInput(f"`{path}` is not a table, so options that name columns do not apply to it.")
     if path.suffix == ".npz":
-        if labelled and labels is None:
+        if labeled and labels is None:
             raise BadInput(
                 f"`{option}` names `{path}`. Pass a second `.npz` file with its labels as `{option}-labels`."
             )
         rows = read_csr_pair(path, option, labels, f"{option}-labels")
     else:
         rows = read_svmlight(path, option)
-    return rename(rows, label_names if labelled else None, "--label-names"), None
+    return rename(rows, label_names if labeled else None, "--label-names"), None

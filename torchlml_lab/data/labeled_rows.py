@@ -21,7 +21,7 @@ Matrix = Any
 
 
 @dataclass(frozen=True)
-class LabelledRows:
+class LabeledRows:
     """The samples of a file: numbers, texts or both, and the labels of each sample."""
 
     features: Matrix
@@ -42,13 +42,13 @@ class LabelledRows:
         """Return the number of labels of each row."""
         return np.diff(self.labels.indptr).astype(np.int64)
 
-    def take(self, rows: npt.NDArray[Any]) -> "LabelledRows":
+    def take(self, rows: npt.NDArray[Any]) -> "LabeledRows":
         """Select rows by their numbers or by a boolean mask."""
         chosen = np.flatnonzero(rows) if rows.dtype == np.bool_ else rows
         texts = None if self.texts is None else [self.texts[row] for row in chosen]
         return replace(self, features=self.features[chosen], labels=self.labels[chosen], texts=texts)
 
-    def with_labels(self, names: Sequence[str]) -> "LabelledRows":
+    def with_labels(self, names: Sequence[str]) -> "LabeledRows":
         """Reorder the labels to match `names`. Labels that are not in `names` come last.
 
         Args:
@@ -84,7 +84,7 @@ class Encoder:
         if cache is not None and cache.exists():
             self._load(cache)
 
-    def encode(self, rows: LabelledRows) -> LabelledRows:
+    def encode(self, rows: LabeledRows) -> LabeledRows:
         """Replace the texts of samples with embeddings, which are placed before the existing features.
 
         Texts that were encoded before are not encoded again. Samples without texts raise `BadInput`.
@@ -161,7 +161,7 @@ class LabelLists:
             self._starts.append(len(self._columns))
 
     def matrix(self) -> tuple[Matrix, list[str]]:
-        """Return the matrix of `LabelledRows.labels`, and the sorted names of its columns."""
+        """Return the matrix of `LabeledRows.labels`, and the sorted names of its columns."""
         names = label_order(self._place)
         to = np.empty(len(names), dtype=np.int32)
         to[[self._place[name] for name in names]] = np.arange(len(names), dtype=np.int32)
@@ -202,7 +202,7 @@ def stacked(blocks: list[Matrix], columns: int) -> Matrix:
     return sparse.csr_array((data, indices, starts), shape=(rows, columns))
 
 
-def rename(rows: LabelledRows, path: Path | None, option: str) -> LabelledRows:
+def rename(rows: LabeledRows, path: Path | None, option: str) -> LabeledRows:
     """Replace numbered labels with the names in a file, in which line i, counted from 0, names label i.
 
     Args:
