@@ -10,13 +10,13 @@ from __future__ import annotations
 from typing import Any, NamedTuple
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 
 from torchlml._arguments import check_tensor
 from torchlml._autograd.loss import Reduction, mean_divisor, reduce
+from torchlml._distributed.group import LabelGroup
 from torchlml._targets import is_multi_hot
 
 
@@ -57,7 +57,7 @@ class Layout(NamedTuple):
     entries: Placed
     rows: Placed  # replicated across the processes that share labels
     labels: int | None  # the dimension of the mesh that shards the labels
-    group: dist.ProcessGroup | None  # the processes that the labels are sharded across, if they are
+    group: LabelGroup | None  # the processes that the labels are sharded across, if they are
 
     def per_label(self, t: Any) -> Any:
         """Return the local part of an argument with one entry, or one row of a matrix, per label."""
@@ -126,7 +126,17 @@ def read_layout(x: DTensor, dim: int, group: Any, name: str = "x") -> Layout:
             f"`{name}` must have its labels sharded over one dimension of its mesh, but its placements are "
             f"{x.placements}."
         )
-    return _layout(x.device_mesh, x.placements, x.shape, dim)
+    mesh, placements, shape = x.device_mesh, x.placements, x.shape
+    of_rows = tuple(
+        Shard(place.dim - (place.dim > dim)) if isinstance(place, Shard) and place.dim != dim else Replicate()
+        for place in placements
+    )
+    labels, group = None, None
+    if Shard(dim) in placements:
+        labels = placements.index(Shard(dim))
+        group = LabelGroup(mesh.get_group(labels), mesh.get_local_rank(labels), mesh.size(labels))
+    rows = Placed(mesh, of_rows, shape[:dim] + shape[dim + 1 :])
+    return Layout(Placed(mesh, placements, shape), rows, labels, group)
 
 
 def read_linear_layout(input: Any, linear_weight: Any, group: Any) -> Layout:
@@ -155,22 +165,7 @@ def read_linear_layout(input: Any, linear_weight: Any, group: Any) -> Layout:
         )
     placements = tuple(Shard(ndim) if i == weight.labels else place for i, place in enumerate(rows))
     shape = torch.Size([*input.shape[:-1], linear_weight.shape[0]])
-    return _layout(mesh, placements, shape, ndim)
-
-
-def _layout(mesh: DeviceMesh, placements: tuple[Any, ...], shape: torch.Size, dim: int) -> Layout:
-    """Return the layout of rows along dimension `dim`, which at most one dimension of the mesh shards."""
-    row_placements = tuple(
-        Shard(place.dim - (place.dim > dim)) if isinstance(place, Shard) and place.dim != dim else Replicate()
-        for place in placements
-    )
-    labels = placements.index(Shard(dim)) if Shard(dim) in placements else None
-    return Layout(
-        Placed(mesh, placements, shape),
-        Placed(mesh, row_placements, shape[:dim] + shape[dim + 1 :]),
-        labels,
-        None if labels is None else mesh.get_group(labels),
-    )
+    return weight._replace(entries=Placed(mesh, placements, shape), rows=Placed(mesh, rows, shape[:-1]))
 
 
 def _to_local(t: DTensor, mesh: DeviceMesh, placements: Any, rows: Any) -> Tensor:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import functools
 import json
 import zlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
@@ -19,7 +19,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
-from torchlml._arguments import autocasts, is_plain
+from torchlml._arguments import is_plain
 
 Group = dist.ProcessGroup | DeviceMesh
 # The first message has a fixed size, because messages of mismatched sizes may hang.
@@ -110,7 +110,7 @@ class Agreement:
         k: float | Tensor,
         bound: str,
         *,
-        rows: torch.Size,
+        rows: Sequence[int],
         labels: int,
         masked: bool = False,
         same: dict[str, Any] | None = None,
@@ -119,7 +119,7 @@ class Agreement:
 
         Args:
             function: the name of the called function.
-            x, k, bound: its arguments.
+            x, k, bound: its arguments, x as converted by `canonical`.
             rows: the shape of a tensor with one number per row.
             labels: the number of labels of this process.
             masked: whether some of them are masked, so that k may exceed their number.
@@ -130,16 +130,14 @@ class Agreement:
                 "With `group`, only plain calls and their first derivatives are supported, but a transform "
                 "of torch.func or forward-mode differentiation is active."
             )
-        autocast = torch.get_autocast_dtype(x.device.type) if autocasts(x.device.type) else "off"
         common = {
             "function": function,
             "dtype": str(x.dtype),
             "device": x.device.type,
             "rows": list(rows),
-            "k": fingerprint(k),
+            "k": fingerprint(k) if isinstance(k, Tensor) else f"{float(k):.17g}",
             "gradient of k": isinstance(k, Tensor) and k.requires_grad,
             "bound": bound,
-            "autocast": str(autocast),
         }
         self.own = {"same": common | (same or {}), "labels": labels, "masked": masked}
 
@@ -158,21 +156,21 @@ class Agreement:
 
 
 @contextmanager
-def agreement(group: Any, x: Any) -> Iterator[Agreement]:
+def agreement(group: LabelGroup, x: Any) -> Iterator[Agreement]:
     """Check in one round that all ranks pass matching arguments, before any computation.
 
         with agreement(group, x) as agreed:
-            c = canonical(x, k, ...)
-            agreed.tell("lml", x, k, bound, rows=c.row_shape, labels=c.x.shape[-1])
+            c = canonical(x, k, -1, ...)
+            agreed.tell("lml", c.x, k, bound, rows=x.shape[:-1], labels=x.shape[-1])
         nu = solve(..., agreed.split(k, bound))
 
     Args:
-        group: the `group` argument of the caller.
+        group: the processes.
         x: a tensor on the device that messages are sent from.
 
     An exception inside the `with` block is raised on every process. Arguments that differ raise an error.
     """
-    agreed = Agreement(label_group(group))
+    agreed = Agreement(group)
     # A meta tensor cannot carry a message, and the other processes would wait forever.
     carries = isinstance(x, Tensor) and x.device.type != "meta"
     device = x.device if carries else torch.device("cpu")
@@ -187,7 +185,7 @@ def agreement(group: Any, x: Any) -> Iterator[Agreement]:
     assert len(text) <= _BYTES
     message = torch.zeros(_BYTES, dtype=torch.uint8)
     message[: len(text)] = torch.frombuffer(bytearray(text), dtype=torch.uint8)
-    messages = agreed.group.gather(message.to(device)).cpu()
+    messages = group.gather(message.to(device)).cpu()
     if failure is not None:
         raise failure
     agreed.everyone = [json.loads(bytes(part.tolist()).rstrip(b"\0")) for part in messages]
@@ -205,10 +203,8 @@ def agreement(group: Any, x: Any) -> Iterator[Agreement]:
                 )
 
 
-def fingerprint(value: float | Tensor) -> str:
-    """Describe a value for comparison: a number itself, or the dtype, shape and checksum of a tensor."""
-    if not isinstance(value, Tensor):
-        return f"{float(value):.17g}"
+def fingerprint(value: Tensor) -> str:
+    """Describe a tensor for comparison: its number if it is 0-d, or its dtype, shape and checksum."""
     value = value.detach().cpu().contiguous()
     if value.dim() == 0:
         return f"{value.item():.17g}"

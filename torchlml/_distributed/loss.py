@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from torchlml._arguments import Canonical, canonical, check_k
+from torchlml._arguments import Canonical, autocasts, canonical, check_k
 from torchlml._autograd import chunked_linear
 from torchlml._autograd import loss as rule
 from torchlml._autograd.chunked_linear import (
@@ -31,12 +31,10 @@ from torchlml._autograd.loss import LossSettings, check_labeled_k, label_divisor
 from torchlml._autograd.rule import gradient_of_k
 from torchlml._distributed.dtensor import Layout, read_layout, read_linear_layout
 from torchlml._distributed.group import Group, LabelGroup, LabelSplit, agreement, fingerprint, label_group
-from torchlml._distributed.projection import SolvedPart, check_first_derivative, check_no_offsets
-from torchlml._distributed.solve import Solution, solve
-from torchlml._distributed.sums import FiniteLabels
+from torchlml._distributed.projection import SolvedPart, check_first_derivative
+from torchlml._distributed.solve import FiniteLabels, Solution, prepare, solve
 from torchlml._rows import DenseRows, Rows, rows_of, work_dtype
 from torchlml._targets import check_weight, is_multi_hot, read_labels, read_target_rows
-from torchlml._torch import careful
 
 
 @not_compiled
@@ -58,26 +56,25 @@ def lml_loss(
     if isinstance(logits, DTensor):
         layout = read_layout(logits, -1, group, "logits")
         logits, target, k = logits.to_local(), layout.target(target), layout.rows.local(k)
-        weight, mask, group = layout.per_label(weight), layout.entries.local(mask), layout.group
-    if group is None:
-        check_no_offsets(offsets)
+        weight, mask, processes = layout.per_label(weight), layout.entries.local(mask), layout.group
+    else:
+        processes = label_group(group)
+    if processes is None:
         settings.check()
-        c = canonical(logits, k, -1, mask, None, any_k=settings.bound == "at_most", name="logits")
+        any_k = settings.bound == "at_most"
+        c = canonical(logits, k, -1, mask, offsets, any_k=any_k, name="logits", sharded=True)
         c = c._replace(x=c.x.to(work_dtype(c.x.dtype)))
         labels = read_labels(c, target, weight, settings.ignore_index)
         check_labeled_k(c.k, settings.bound, lambda: labels.has_label)
         divisor = label_divisor(labels, settings.label_reduction)
         losses, number = rule.lml_loss(c, labels, divisor, "none", settings.bound), labels.per_row
     else:
-        with agreement(group, logits) as agreed:
-            check_no_offsets(offsets)
+        with agreement(processes, logits) as agreed:
             settings.check()
-            c = canonical(logits, k, -1, mask, None, any_k=True, name="logits")
+            c = canonical(logits, k, -1, mask, offsets, any_k=True, name="logits", sharded=True)
             same = _matching(settings) | check_target(c, target, weight, settings.ignore_index)
-            n, masked = c.x.shape[-1], mask is not None
-            agreed.tell(
-                "lml_loss", logits, k, settings.bound, rows=c.row_shape, labels=n, masked=masked, same=same
-            )
+            (*rows, n), masked = logits.shape, mask is not None
+            agreed.tell("lml_loss", c.x, k, settings.bound, rows=rows, labels=n, masked=masked, same=same)
         split = agreed.split(k, settings.bound)
         observed = read_target(c, target, weight, settings.ignore_index, split)
         losses, number = row_losses(c.x, c.k, c.mask, observed.own(), split)
@@ -97,7 +94,7 @@ def lml_loss(
 def linear_lml_loss(given: LinearLMLArguments, group: Group | None) -> Tensor:
     """Compute `linear_lml_loss` with a `group` or with DTensors."""
     if not isinstance(given.linear_weight, DTensor) and not isinstance(given.input, DTensor):
-        return _linear(given, group)
+        return _linear(given, label_group(group))
     layout = read_linear_layout(given.input, given.linear_weight, group)
     settings = given.settings
     settings.check()
@@ -122,7 +119,7 @@ def linear_lml_loss(given: LinearLMLArguments, group: Group | None) -> Tensor:
     return layout.reduce_sum(result, _has_label(target, settings, layout) if mean_of_shards else None)
 
 
-def _linear(given: LinearLMLArguments, group: Group | None) -> Tensor:
+def _linear(given: LinearLMLArguments, group: LabelGroup | None) -> Tensor:
     """Compute `linear_lml_loss` from local tensors, with or without a group."""
     if group is None:
         return chunked_linear.linear_lml_loss(given)
@@ -136,8 +133,11 @@ def _linear(given: LinearLMLArguments, group: Group | None) -> Tensor:
         same = _matching(settings) | {"memory_limit": memory_limit, "in_features": input.shape[-1]}
         # The gradient of the input is summed over all processes if it is requested.
         same |= {"gradient of the input": torch.is_grad_enabled() and input.requires_grad}
+        # Under autocast, the logits have its dtype.
+        device = input.device.type
+        same |= {"autocast": str(torch.get_autocast_dtype(device)) if autocasts(device) else "off"}
         same |= check_target(c, target, weight, settings.ignore_index)
-        agreed.tell("linear_lml_loss", input, k, settings.bound, rows=c.row_shape, labels=n, same=same)
+        agreed.tell("linear_lml_loss", input, k, settings.bound, rows=input.shape[:-1], labels=n, same=same)
     split = agreed.split(k, settings.bound)
     observed = read_target(c, target, weight, settings.ignore_index, split)
     # k is the same on all processes, so either all or none of them take part in the round of `has_label`.
@@ -173,7 +173,7 @@ def _has_label(target: Tensor, settings: LossSettings, layout: Layout) -> Tensor
     found = target != 0 if multi_hot else target != settings.ignore_index
     found = found.any(-1) if found.dim() > len(layout.rows.shape) else found
     if multi_hot and layout.group is not None:
-        return label_group(layout.group).sum(found.long()) > 0
+        return layout.group.sum(found.long()) > 0
     return found
 
 
@@ -195,24 +195,22 @@ def rank(
     if isinstance(preds, DTensor):
         layout = read_layout(preds, -1, group, "preds")
         preds, target = preds.to_local(), layout.target(target)
-        mask, group = layout.entries.local(mask), layout.group
-    if group is None:
-        check_no_offsets(offsets)
-        c = canonical(preds, 1, -1, mask, None, any_k=True, name="preds")
+        mask, processes = layout.entries.local(mask), layout.group
+    else:
+        processes = label_group(group)
+    if processes is None:
+        c = canonical(preds, 1, -1, mask, offsets, any_k=True, name="preds", sharded=True)
         if check is not None:
             check(c)
         labels = read_labels(c._replace(mask=None), target, None, ignore_index)
         return c, rows_of(c.x, None, differentiable=True), labels.multi_hot(c.x)
-    with agreement(group, preds) as agreed:
-        check_no_offsets(offsets)
-        c = canonical(preds, 1, -1, mask, None, any_k=True, name="preds")
+    with agreement(processes, preds) as agreed:
+        c = canonical(preds, 1, -1, mask, offsets, any_k=True, name="preds", sharded=True)
         if check is not None:
             check(c)
-        same, n = check_target(c, target, None, ignore_index), c.x.shape[-1]
-        agreed.tell(
-            function, preds, torch.tensor(ks), "exactly", rows=c.row_shape, labels=n, masked=True, same=same
-        )
-    split = agreed.split(torch.tensor(ks), "exactly")
+        same, (*rows, n), k = check_target(c, target, None, ignore_index), preds.shape, torch.tensor(ks)
+        agreed.tell(function, c.x, k, "exactly", rows=rows, labels=n, masked=True, same=same)
+    split = agreed.split(k, "exactly")
     own = read_target(c, target, None, ignore_index, split).own()
     observed = torch.zeros_like(c.x, dtype=torch.bool)
     observed[own.row, own.place] = True
@@ -309,7 +307,7 @@ class _Loss(torch.autograd.Function):
         weight: Tensor,
         split: LabelSplit,
     ) -> Tensor:
-        values, _ = careful.prepare(x, mask, None)
+        values = prepare(x, mask)
         count = x.shape[0]
         entry = values[row, place].double()
         weight = weight.double()

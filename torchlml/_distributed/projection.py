@@ -19,9 +19,9 @@ from torchlml._autograd import rule
 from torchlml._autograd.chunked_linear import not_compiled
 from torchlml._autograd.rule import gradient_of_k, wants_graph
 from torchlml._distributed.dtensor import Layout, read_layout
-from torchlml._distributed.group import Group, LabelGroup, LabelSplit, agreement
-from torchlml._distributed.solve import Solution, solve
-from torchlml._rows import shifted
+from torchlml._distributed.group import Group, LabelGroup, LabelSplit, agreement, label_group
+from torchlml._distributed.solve import Solution, prepare, solve
+from torchlml._rows import DenseRows, shifted
 from torchlml._torch import careful
 
 
@@ -40,30 +40,27 @@ def project(
     layout: Layout | None = None
     if isinstance(x, DTensor):
         layout = read_layout(x, dim, group)
-        x, k, mask, group = x.to_local(), layout.rows.local(k), layout.entries.local(mask), layout.group
-    if group is None:
-        check_no_offsets(offsets)
-        c = canonical(x, k, dim, mask, None, any_k=check_bound(bound) == "at_most")
+        x, k, mask, processes = x.to_local(), layout.rows.local(k), layout.entries.local(mask), layout.group
+    else:
+        processes = label_group(group)
+    if processes is None:
+        any_k = bound != "exactly" and check_bound(bound) == "at_most"
+        c = canonical(x, k, dim, mask, offsets, any_k=any_k, sharded=True)
         result = _LOCAL[name][bound](c.x, c.k, c.mask, None)
     else:
-        with agreement(group, x) as agreed:
-            check_no_offsets(offsets)
-            check_bound(bound)
-            c = canonical(x, k, dim, mask, None, any_k=True)
-            labels, masked = c.x.shape[-1], mask is not None
-            agreed.tell(name, x, k, bound, rows=c.row_shape, labels=labels, masked=masked)
+        with agreement(processes, x) as agreed:
+            if bound != "exactly":
+                check_bound(bound)
+            c = canonical(x, k, dim, mask, offsets, any_k=True, sharded=True)
+            rows = list(x.shape)
+            labels = rows.pop(dim)
+            agreed.tell(name, c.x, k, bound, rows=rows, labels=labels, masked=mask is not None)
         result = _Project.apply(name, c.x, c.k, c.mask, agreed.split(k, bound))
     if name == "lml_dual":
         result = c.restore_rows(result)
         return result if layout is None else layout.rows.wrap(result)
     result = c.restore(result, dim)
     return result if layout is None else layout.entries.wrap(result)
-
-
-def check_no_offsets(offsets: Tensor | None) -> None:
-    """Raise if `offsets` is given."""
-    if offsets is not None:
-        raise ValueError("`offsets` must be None if rows are sharded across processes; pass dense rows.")
 
 
 _LOCAL = {"lml": rule.LML, "log_lml": rule.LOG_LML, "lml_dual": rule.LML_DUAL}
@@ -73,7 +70,7 @@ class SolvedPart:
     """The entries of this process and the solution of their rows, in the form that backward passes need."""
 
     def __init__(self, x: Tensor, mask: Tensor | None, solution: Solution) -> None:
-        self.values, self.rows = careful.prepare(x, mask, None)
+        self.values, self.rows = prepare(x, mask), DenseRows(x)
         self.solution = solution
         self.z = shifted(self.values, solution.nu, self.rows)
         self.live = careful.moving(self.values, solution.nu, self.rows)
@@ -104,18 +101,24 @@ class _Project(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, name: str, x: Tensor, k: Tensor, mask: Tensor | None, split: LabelSplit) -> Tensor:
-        values, rows = careful.prepare(x, mask, None)
+        values = prepare(x, mask)
         s = solve(values, k, split)
         ctx.save_for_backward(x, k, mask, *s)
         ctx.name, ctx.group = name, split.group
         if name == "lml_dual":
             return s.nu.sum(0).to(x.dtype)
-        z = shifted(values, s.nu, rows)
+        hi, lo = s.nu.unsqueeze(-1)
+        z = (values + hi) + lo
         if name == "lml":
-            y = careful.fill(careful.sigmoid(z), values, s.nu, rows, 0.0, s.share)
+            # Not torch.sigmoid, whose rounding depends on the position in memory.
+            e = torch.exp(-z.abs())
+            y, absent, share = torch.where(z > 0, 1, e) / (1 + e), 0.0, s.share
         else:
-            y = careful.fill(logsigmoid(z), values, s.nu, rows, -torch.inf, s.share.log())
-        return y.to(x.dtype)
+            y, absent, share = logsigmoid(z), -torch.inf, s.share.log()
+        # Infinite and absent entries and undefined rows get the limits of the solution.
+        y = torch.where(values == torch.inf, share.unsqueeze(-1), y)
+        y = torch.where(values == -torch.inf, absent, y)
+        return torch.where(hi.isnan(), torch.nan, y).to(x.dtype)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:

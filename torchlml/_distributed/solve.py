@@ -3,24 +3,29 @@
 1. Survey, one round. Every process solves its own part with the compiled kernel, for its share k n_p / n of
    k. The shares sum to k, so the root lies between the smallest and the largest of these nu. If the parts are
    similar, all of these nu are close to the root. The Taylor series of all parts give an initial estimate.
-2. Evaluations, one round each: the sums of `sums.py` at one point, or at several if the interval is wide,
+2. Evaluations, one round each: the sums of `evaluate` at one point, or at several if the interval is wide,
    until a point is so close to the root that its Taylor series gives the root to machine precision.
-3. For rows with a wide interval, or a wide gap between logits at the threshold, `sums.select` first finds
+3. For rows with a wide interval, or a wide gap between logits at the threshold, `threshold.py` first finds
    the entries at the threshold in a few rounds. In a gap wider than 80 the solution has a closed form.
+
+Sums have one number per row, always in float64. An entry is written as 0 or 1, whichever is nearer, plus or
+minus t = sigmoid(-|z|), as in `_solve/newton.py`. The sums include derivatives of
+S(nu) = sum sigmoid(x + nu). From one evaluation near the root, Taylor series therefore give the root and
+everything that depends on it without another round.
 """
 
 from __future__ import annotations
 
+import itertools
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
+from torch.nn.functional import softplus
 
 from torchlml._autograd import operators
-from torchlml._distributed import sums
 from torchlml._distributed.group import LabelGroup, LabelSplit, add_up
-from torchlml._distributed.sums import FiniteLabels, evaluate, evaluate_labels, select
-from torchlml._solve.newton import order_offsets
+from torchlml._distributed.threshold import find_threshold, solve_gap
 
 # Selection handles intervals wider than this, and thresholds farther than this from every entry.
 _WIDE = 150.0
@@ -29,9 +34,28 @@ _GAP = 80.0
 _MARGIN = 1e-3
 # The largest distance for the Taylor series: the fifth order is then below the precision of the dtype.
 _NEAR = {torch.float32: 0.03, torch.float64: 1e-3}
-_POINTS = 8
-_MANY_POINTS = 16
-_FEW_WIDTH = 10.0
+# Small enough for the cache, and too small for torch to split across threads.
+_BLOCK_ON_CPU = 2**15
+_BLOCK = 2**24
+# Beyond this, e^-|z| is negligible in a row whose nearest entry is within 150 of the threshold.
+_FAR = 500.0
+_SUMS = 8  # numbers per row and point in the result of `evaluate`
+
+
+class FiniteLabels(NamedTuple):
+    """The labels of this process at finite entries: their rows, logits and weights."""
+
+    row: Tensor
+    x: Tensor
+    weight: Tensor
+
+    def of(self, rows: Tensor, count: int) -> FiniteLabels:
+        """Return the labels of the selected rows, which are renumbered."""
+        number = torch.full((count,), -1, dtype=torch.int64, device=rows.device)
+        number[rows] = torch.arange(rows.numel(), device=rows.device)
+        found = number[self.row]
+        here = found >= 0
+        return FiniteLabels(found[here], self.x[here], self.weight[here])
 
 
 class _Part(NamedTuple):
@@ -77,6 +101,12 @@ class _Survey(NamedTuple):
     marks: Tensor
 
 
+def prepare(x: Tensor, mask: Tensor | None) -> Tensor:
+    """Return the entries of this process in the work dtype, -inf if masked."""
+    values = x.to(torch.promote_types(x.dtype, torch.float32))
+    return values if mask is None else torch.where(mask, values, -torch.inf)
+
+
 def solve(
     x: Tensor, k: Tensor, split: LabelSplit, labels: FiniteLabels | None = None, marks: Tensor | None = None
 ) -> Solution:
@@ -85,7 +115,7 @@ def solve(
     With a bound in `split`, nu is 0 in rows in which nu = 0 satisfies the bound.
 
     Args:
-        x: (R, n), the entries of this process in the work dtype, -inf for absent ones.
+        x: (R, n), the entries of this process from `prepare`.
         k: 0-d or (R,).
         split: the labels of all processes.
         labels: the labels of this process at finite entries, for their loss.
@@ -106,19 +136,24 @@ def solve(
     low, high, estimate, width = s.low.clone(), s.high.clone(), s.estimate.clone(), s.width.clone()
     closed = hard[:0]
     if hard.numel():
-        found = _at_threshold(part, s, hard, group)
-        state.base[hard], low[hard], high[hard] = found.base, found.low, found.high
-        estimate[hard], width[hard] = (found.low + found.high) / 2, found.high - found.low
-        closed = hard[found.gap > _GAP]
+        finite_k, finite = (part.k - s.infinite)[hard], (s.available - s.infinite)[hard]
+        found = find_threshold(part.x[hard], finite_k, finite, group)
+        state.base[hard], low[hard], high[hard] = found.base, found.low - _MARGIN, found.high + _MARGIN
+        estimate[hard], width[hard] = (low[hard] + high[hard]) / 2, high[hard] - low[hard]
+        wide = found.gap > _GAP
+        closed = hard[wide]
         if closed.numel():
-            _close(part, state, closed, found, group)
-        easy = torch.cat([easy, hard[found.gap <= _GAP]]).sort().values
+            solved = solve_gap(part.x[closed], found.upper[wide], found.lower[wide], group)
+            state.shift[closed], state.log_slope[closed] = solved
+        easy = torch.cat([easy, hard[~wide]]).sort().values
     _iterate(part, state, easy, low, high, estimate, width, group)
     if part.labels is not None:
         # The labels of rows that were not iterated (in a closed-form gap, or free) are not evaluated yet.
         rest = torch.cat([closed, free.nonzero().flatten()]).sort().values
         if rest.numel():
-            _label_round(part, state, rest, group)
+            own = part.labels.of(rest, x.shape[0])
+            of_labels = group.sum(evaluate_labels(own, state.base[rest], state.shift[None, rest])[0])
+            state.loss[rest], state.change[rest] = of_labels[:, 0], of_labels[:, 1]
     # Split base + shift exactly into (hi, lo) in the dtype of the entries.
     hi = (state.base + state.shift).to(x.dtype)
     nu = torch.stack([hi, ((state.base - hi.double()) + state.shift).to(x.dtype)])
@@ -164,7 +199,7 @@ def _survey(part: _Part, split: LabelSplit) -> _Survey:
     ]
     if split.bound != "exactly":  # an extra pass over the entries that only a bound needs
         zero = evaluate(x, torch.zeros_like(column), torch.zeros_like(root[1:]))[0]
-        message += zero[:, : sums.DP].unbind(-1)
+        message += zero[:, :3].unbind(-1)
     marks = column[:, None][:, :0] if part.marks is None else part.marks
     parts = group.gather(torch.cat([torch.stack([number.double() for number in message], -1), marks], -1))
     m, p, undefined = (add_up(parts[..., i]) for i in range(3))
@@ -185,8 +220,6 @@ def _survey(part: _Part, split: LabelSplit) -> _Survey:
     low = torch.maximum(low, (-largest - base) + (odds - _MARGIN))
     high = torch.minimum(high, (-smallest - base) + (odds + _MARGIN))
     estimate = _estimate(parts[..., 9:17], known, place, parts[..., 0], k, low, high)
-    width = torch.where(known.any(0), high - low, torch.inf)
-    nearest = parts[..., 7].amin(0)
     at_zero = None
     if split.bound != "exactly":
         up, down, above = (add_up(parts[..., i]) for i in (17, 18, 19))
@@ -196,13 +229,13 @@ def _survey(part: _Part, split: LabelSplit) -> _Survey:
         special=special,
         infinite=p,
         available=m,
-        nearest=nearest,
+        nearest=parts[..., 7].amin(0),
         at_zero=at_zero,
         base=base,
         low=low,
         high=high,
         estimate=estimate,
-        width=width,
+        width=torch.where(known.any(0), high - low, torch.inf),
         marks=add_up(parts[..., len(message) :]),
     )
 
@@ -227,45 +260,6 @@ def _estimate(
     return found
 
 
-class _Threshold(NamedTuple):
-    upper: Tensor
-    lower: Tensor
-    gap: Tensor
-    base: Tensor
-    low: Tensor
-    high: Tensor
-
-
-def _at_threshold(part: _Part, s: _Survey, rows: Tensor, group: LabelGroup) -> _Threshold:
-    """Find the entries around the threshold, and the interval that they imply."""
-    k, m = (part.k - s.infinite)[rows], (s.available - s.infinite)[rows]
-    upper, lower = select(part.x[rows], k.ceil().long(), (k.floor() + 1).long(), group)
-    below, above = order_offsets(k, m)
-    half = upper / 2 - lower / 2
-    base = -(upper / 2 + lower / 2)
-    return _Threshold(upper, lower, 2 * half, base, -half - below - _MARGIN, half + above + _MARGIN)
-
-
-def _close(part: _Part, state: _State, rows: Tensor, found: _Threshold, group: LabelGroup) -> None:
-    """Compute nu in a gap, where S - k = P e^nu - Q e^-nu to machine precision. P and Q take one round.
-
-    The threshold can lie in a gap only if k is an integer, and k entries are then above it.
-    """
-    upper, lower = found.upper[found.gap > _GAP], found.lower[found.gap > _GAP]
-    p, q = group.sum(sums.gap_sums(part.x[rows], upper, lower)).unbind(-1)
-    state.shift[rows] = (q.log() - p.log()) / 2
-    half = upper / 2 - lower / 2
-    state.log_slope[rows] = (p.log() + q.log()) / 2 + torch.log(torch.full_like(p, 2)) - half
-
-
-def _label_round(part: _Part, state: _State, rows: Tensor, group: LabelGroup) -> None:
-    """Compute the label sums of rows whose nu is known, in one round."""
-    assert part.labels is not None
-    labels = part.labels.of(rows, part.k.shape[0])
-    found = group.sum(evaluate_labels(labels, state.base[rows], state.shift[None, rows])[0])
-    state.loss[rows], state.change[rows] = found[:, sums.F], found[:, sums.A]
-
-
 def _iterate(
     part: _Part,
     state: _State,
@@ -277,9 +271,16 @@ def _iterate(
     group: LabelGroup,
 ) -> None:
     """Evaluate, one round at a time, until every row has a point near its root; store results in `state`."""
-    near = _NEAR[part.x.dtype]
-    points = _first_points(low[rows], high[rows], estimate[rows], width[rows])
-    low, high = low[rows], high[rows]
+    low, high, estimate = low[rows], high[rows], estimate[rows]
+    widest = float(width[rows].amax()) if rows.numel() else 0.0
+    # Points have the shape (D, R): D = 1 if every row has a good estimate, more otherwise.
+    if widest <= 0.3:
+        points = estimate[None]
+    elif widest <= 1:
+        around = torch.tensor([0.0, -0.06, 0.06], dtype=low.dtype, device=low.device)
+        points = (estimate + around[:, None]).clamp(low, high)
+    else:
+        points = _with_even([estimate[None]], low, high, widest)
     number = 0
     while rows.numel():
         number += 1
@@ -290,76 +291,54 @@ def _iterate(
         # Send the points too, so that all processes continue from bitwise identical points.
         parts = group.gather(torch.cat([*own, points[..., None]], -1))
         total, points = add_up(parts[..., :-1]), parts[0, ..., -1]
-        r = (total[..., sums.UP] - k) + (total[..., sums.P] - total[..., sums.Q])
-        slope = total[..., sums.DP] + total[..., sums.DQ]
+        up, down, above, dp, dq, d2, d3, d4 = total[..., :_SUMS].unbind(-1)
+        r, slope = (up - k) + (down - above), dp + dq
+        # The step from each point to the root of its series, by bitwise reproducible operations.
+        step = torch.where(r == 0, 0, -r / slope)
+        for _ in range(3):
+            value = r + step * (slope + step / 2 * (d2 + step / 3 * (d3 + step / 4 * d4)))
+            speed = slope + step * (d2 + step / 2 * (d3 + step / 3 * d4))
+            step = torch.where(r == 0, 0, step - value / speed)
         distance = torch.where(r == 0, 0, (r / slope).abs())
         distance = torch.where(distance.isnan(), torch.inf, distance)
         best = distance.argmin(0, keepdim=True)
-        done = distance.gather(0, best).squeeze(0) <= near
-        _finish(state, rows[done], total[:, done], points[:, done], r[:, done], best[:, done])
+        done = distance.gather(0, best).squeeze(0) <= _NEAR[part.x.dtype]
+        # The series at the nearest point gives the root and everything that depends on it.
+        found, nearest = rows[done], (best[0, done], done.nonzero().flatten())
+        h = step[nearest]
+        state.shift[found] = points[nearest] + h
+        speed = slope[nearest] + h * (d2[nearest] + h / 2 * (d3[nearest] + h / 3 * d4[nearest]))
+        state.log_slope[found] = speed.log()
+        if part.labels is not None:
+            f, a, b, c, e = total[nearest][:, _SUMS:].unbind(-1)
+            state.loss[found] = f - h * (a - h / 2 * (b + h / 3 * (c + h / 4 * e)))
+            state.change[found] = a - h * (b + h / 2 * (c + h / 3 * e))
         low = torch.where(r <= 0, points, -torch.inf).amax(0).maximum(low)
         high = torch.where(r >= 0, points, torch.inf).amin(0).minimum(high)
         if bool(done.all()):
             return
-        points = _next_points(total, points, r, slope, low, high, k, number)[:, ~done]
+        points = _next_points(total, points, r, step, low, high, k, number)[:, ~done]
         rows, low, high = rows[~done], low[~done], high[~done]
 
 
-def _finish(state: _State, rows: Tensor, total: Tensor, points: Tensor, r: Tensor, best: Tensor) -> None:
-    """Compute the root and everything that depends on it, by the Taylor series at the nearest point."""
-    t = total.gather(0, best[..., None].expand(1, -1, total.shape[-1]))[0]
-    r, point = r.gather(0, best)[0], points.gather(0, best)[0]
-    slope, d2, d3, d4 = t[:, sums.DP] + t[:, sums.DQ], t[:, sums.D2], t[:, sums.D3], t[:, sums.D4]
-    step = _taylor_root(r, slope, d2, d3, d4)
-    state.shift[rows] = point + step
-    state.log_slope[rows] = (slope + step * (d2 + step / 2 * (d3 + step / 3 * d4))).log()
-    if t.shape[-1] > sums.SUMS:
-        f, a, b, c, e = t[:, sums.SUMS :].unbind(-1)
-        state.loss[rows] = f - step * (a - step / 2 * (b + step / 3 * (c + step / 4 * e)))
-        state.change[rows] = a - step * (b + step / 2 * (c + step / 3 * e))
-
-
-def _taylor_root(r: Tensor, slope: Tensor, d2: Tensor, d3: Tensor, d4: Tensor) -> Tensor:
-    """Return the step to the root of the series, using only bitwise reproducible operations."""
-    step = torch.where(r == 0, 0, -r / slope)
-    for _ in range(3):
-        value = r + step * (slope + step / 2 * (d2 + step / 3 * (d3 + step / 4 * d4)))
-        speed = slope + step * (d2 + step / 2 * (d3 + step / 3 * d4))
-        step = torch.where(r == 0, 0, step - value / speed)
-    return step
-
-
-def _first_points(low: Tensor, high: Tensor, estimate: Tensor, width: Tensor) -> Tensor:
-    """Return the first points (D, R): one point if every row has a good estimate, several otherwise."""
-    widest = float(width.amax()) if width.numel() else 0.0
-    if widest <= 0.3:
-        return estimate[None]
-    if widest <= 1:
-        near = torch.tensor([0.0, -0.06, 0.06], dtype=low.dtype, device=low.device)
-        return (estimate + near[:, None]).clamp(low, high)
-    return torch.cat([estimate[None], _evenly(low, high, _number(widest) - 1)])
-
-
-def _number(width: float) -> int:
-    return _POINTS if width <= _FEW_WIDTH else _MANY_POINTS
-
-
-def _evenly(low: Tensor, high: Tensor, number: int) -> Tensor:
+def _with_even(points: list[Tensor], low: Tensor, high: Tensor, widest: float) -> Tensor:
+    """Add evenly spaced points: 8 points in total, or 16 if the widest interval is wider than 10."""
+    number = (8 if widest <= 10 else 16) - len(points)
     part = torch.arange(1, number + 1, dtype=low.dtype, device=low.device) / (number + 1)
-    return low + (high - low) * part[:, None]
+    return torch.cat([*points, low + (high - low) * part[:, None]])
 
 
 def _next_points(
-    total: Tensor, points: Tensor, r: Tensor, slope: Tensor, low: Tensor, high: Tensor, k: Tensor, number: int
+    total: Tensor, points: Tensor, r: Tensor, step: Tensor, low: Tensor, high: Tensor, k: Tensor, number: int
 ) -> Tensor:
     """Return the next points: Newton steps from the points closest to the root, and points between them."""
-    series = points + _taylor_root(r, slope, total[..., sums.D2], total[..., sums.D3], total[..., sums.D4])
+    up, down, above, dp, dq = total[..., :5].unbind(-1)
+    slope = dp + dq
     # Newton's step on the logarithm of a ratio, as in `_solve/newton.py`; it also works in a gap.
-    c = total[..., sums.UP] - k
-    a = total[..., sums.P] + c.clamp(min=0)
-    b = total[..., sums.Q] + (-c).clamp(min=0)
-    ratio = points + (b.log() - a.log()) / (total[..., sums.DP] / a + total[..., sums.DQ] / b)
-    guess = torch.where((r / slope).abs() <= 0.5, series, ratio)
+    c = up - k
+    a, b = down + c.clamp(min=0), above + (-c).clamp(min=0)
+    ratio = points + (b.log() - a.log()) / (dp / a + dq / b)
+    guess = torch.where((r / slope).abs() <= 0.5, points + step, ratio)
     guess = torch.where(guess.isnan(), (low + high) / 2, guess).clamp(low, high)
     from_low = guess.gather(0, torch.where(r <= 0, points, -torch.inf).argmax(0, keepdim=True))
     from_high = guess.gather(0, torch.where(r >= 0, points, torch.inf).argmin(0, keepdim=True))
@@ -367,5 +346,58 @@ def _next_points(
     width = float((high - low).amax()) if low.numel() else 0.0
     if width <= 1 and number < 8:
         return torch.cat([nearest, from_low, from_high])
-    centres = [nearest, from_low, from_high, (from_low + from_high) / 2]
-    return torch.cat([*centres, _evenly(low, high, _number(width) - len(centres))])
+    return _with_even([nearest, from_low, from_high, (from_low + from_high) / 2], low, high, width)
+
+
+def evaluate(x: Tensor, base: Tensor, shift: Tensor) -> Tensor:
+    """Compute the sums at nu = base + shift.
+
+    Args:
+        x: (R, n), -inf for absent entries.
+        base: (R,), float64.
+        shift: (D, R), float64; D points are evaluated at once.
+
+    Returns:
+        (D, R, 8): the number of entries with z > 0; the sums of t over z <= 0 and over z > 0, and their
+        slopes; the second, third and fourth derivatives of S.
+    """
+    points, (rows, labels) = shift.shape[0], x.shape
+    total = torch.zeros(points, rows, _SUMS, dtype=torch.float64, device=x.device)
+    block = _BLOCK_ON_CPU if x.device.type == "cpu" else _BLOCK
+    height, width = max(1, block // max(1, labels)), min(labels, block)
+    for top, left in itertools.product(range(0, rows, height), range(0, labels, max(1, width))):
+        some = slice(top, top + height)
+        z = x[some, left : left + width].double() + base[some, None]
+        e = torch.exp(-z.clamp(-_FAR, _FAR))
+        for i in range(points):
+            v = e * torch.exp(-shift[i, some, None])  # e^-z at this point
+            y = 1 / (1 + v)
+            not_y = v * y
+            up = v < 1
+            w, tilt = not_y * y, not_y - y
+            w_down, tilted = torch.where(up, 0, w), w * tilt
+            parts = (
+                up.sum(-1),
+                torch.where(up, 0, y).sum(-1),
+                torch.where(up, not_y, 0).sum(-1),
+                w_down.sum(-1),
+                (w - w_down).sum(-1),
+                tilted.sum(-1),
+                (w - 6 * w * w).sum(-1),
+                (tilted - 12 * w * tilted).sum(-1),
+            )
+            total[i, some] += torch.stack([part.double() for part in parts], dim=-1)
+    return total
+
+
+def evaluate_labels(labels: FiniteLabels, base: Tensor, shift: Tensor) -> Tensor:
+    """Return (D, R, 5): sums over labels of -c log y, of c (1 - y), and of c times y's derivatives 1 to 3."""
+    points, rows = shift.shape
+    z = (labels.x.double() + base[labels.row]) + shift[:, labels.row]
+    y, not_y = torch.sigmoid(z), torch.sigmoid(-z)
+    w = y * not_y
+    # softplus is the identity above this threshold: e^-40 is below the precision of float64.
+    parts = (softplus(-z, threshold=40), not_y, w, w * (not_y - y), w * (1 - 6 * w))
+    found = torch.stack([labels.weight * part for part in parts], dim=-1)
+    total = torch.zeros(points, rows, len(parts), dtype=torch.float64, device=z.device)
+    return total.index_add(1, labels.row, found)
