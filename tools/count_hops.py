@@ -1,15 +1,20 @@
-"""Count the library functions that a call passes through, and the files they are in.
+"""Count the functions that a call passes through, and the files they are in.
 
     python tools/count_hops.py            # the table for all calls
     python tools/count_hops.py --trace    # with the functions in call order
 
-Only Python functions of torchlml are counted, each once per call. Comprehensions are not counted.
+Only Python functions of torchlml are counted, or those of torchlml_lab for `torchlml train multilabel`, each
+once per call. Comprehensions are not counted, nor is the code of modules and classes that runs on import.
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
+import io
+import itertools
 import sys
+import tempfile
 from collections.abc import Callable
 from pathlib import Path
 from types import FrameType
@@ -25,14 +30,15 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
 
 import torchlml
+from torchlml_lab import cli
 
 Hop = tuple[str, str]  # the file and the function
 
 
-def hops(call: Callable[[], Any]) -> list[Hop]:
-    """Return the distinct library functions that a call enters, in call order, with warm caches."""
+def hops(call: Callable[[], Any], package: str = "torchlml") -> list[Hop]:
+    """Return the distinct functions of a package that a call enters, in call order, with warm caches."""
     found: dict[Hop, None] = {}
-    library = str(ROOT / "torchlml")
+    library = str(ROOT / package)
 
     def watch(frame: FrameType, event: str, _: Any) -> None:
         code = frame.f_code
@@ -74,6 +80,45 @@ def dtensor_call(mesh: DeviceMesh) -> Callable[[], Any]:
     return lambda: torchlml.lml(sharded, 5)
 
 
+CSV = "text,tags\n" + "".join(
+    f"{first} {second},{first};{second}\n"
+    for first, second in itertools.permutations(("red", "green", "blue", "small", "large"), 2)
+)
+"""A table of texts and labels."""
+SVMLIGHT = "".join(f"{i},{j} {i}:1 {j}:0.5\n" for i, j in itertools.permutations(range(5), 2))
+"""Sparse features and labels."""
+
+
+def training_calls(folder: Path) -> dict[str, Callable[[], Any]]:
+    """Return calls to `torchlml train multilabel` on small files, which are written to an empty folder."""
+    runs = itertools.count()
+
+    def call(name: str, content: str) -> Callable[[], None]:
+        (folder / name).write_text(content, encoding="utf-8")
+
+        def train() -> None:
+            out = str(folder / f"run-{next(runs)}")
+            options = ["--train", str(folder / name), "--out", out, "--epochs", "1"]
+            with contextlib.redirect_stdout(io.StringIO()):
+                code = cli.main(["train", "multilabel", *options])
+            if code:
+                raise RuntimeError(f"`torchlml train multilabel` failed with exit code {code}")
+
+        return train
+
+    return {
+        "train multilabel, CSV": call("texts.csv", CSV),
+        "train multilabel, svmlight": call("features.txt", SVMLIGHT),
+    }
+
+
+def report(name: str, found: list[Hop], trace: bool) -> None:
+    """Print the number of functions and files of a call, and on request the functions."""
+    print(f"{name}: {len(found)} functions in {len({file for file, _ in found})} files")
+    if trace:
+        print("".join(f"    {file}: {function}\n" for file, function in found), end="")
+
+
 def main() -> None:
     """Run the command line."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
@@ -82,11 +127,11 @@ def main() -> None:
     dist.init_process_group("gloo", store=HashStore(), rank=0, world_size=1)
     mesh = init_device_mesh("cpu", (1,))
     for name, call in {**calls(), "lml of a DTensor": dtensor_call(mesh)}.items():
-        found = hops(call)
-        print(f"{name}: {len(found)} functions in {len({file for file, _ in found})} files")
-        if trace:
-            print("".join(f"    {file}: {function}\n" for file, function in found), end="")
+        report(name, hops(call), trace)
     dist.destroy_process_group()
+    with tempfile.TemporaryDirectory() as folder:
+        for name, call in training_calls(Path(folder)).items():
+            report(name, hops(call, "torchlml_lab"), trace)
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""Errors of the command line: the exception for invalid input, and one-sentence messages for all failures."""
+"""Command-line errors: the exception for invalid input, and one-sentence messages for all failures."""
 
 import errno
 import re
@@ -22,7 +22,7 @@ def sentence(error: BaseException) -> str:
         '`rows.csv` cannot be read or written: there is no space left on the disk.'
 
     Args:
-        error: Any exception. Errors of the operating system and of torch's allocators are reworded.
+        error: Any exception. Operating-system errors and failed memory allocations are reworded.
 
     Returns:
         A sentence without a line break.
@@ -40,7 +40,7 @@ def sentence(error: BaseException) -> str:
 
 
 def reason(error: OSError) -> str:
-    """Describe why a file cannot be read or written, as a clause that ends a sentence."""
+    """Describe why a file cannot be read or written, as the last clause of a sentence."""
     if error.errno == errno.ENOSPC:
         return "there is no space left on the disk"
     said = error.strerror or " ".join(str(error).split()).rstrip(".")
@@ -48,7 +48,7 @@ def reason(error: OSError) -> str:
 
 
 def did_you_mean(word: str, known: Iterable[str]) -> str:
-    """Return the end of a sentence that suggests the most similar known name, or an empty string."""
+    """Return ": did you mean `x`?" for the most similar known name, or an empty string if none is similar."""
     near = get_close_matches(word, list(known), n=1)
     return f": did you mean `{near[0]}`?" if near else ""
 
@@ -58,7 +58,7 @@ def answer_help(arguments: Sequence[str], usage: str) -> None:
 
     Args:
         arguments: The words after the command's name.
-        usage: The usage and description. The option `--help` is added to it.
+        usage: The usage and description, without the option `--help`.
     """
     if list(arguments) in (["-h"], ["--help"]):
         sys.stdout.write(f"{usage}\noptions:\n  -h, --help  show this help\n")
@@ -80,7 +80,7 @@ def options(settings: Any, prefix: str = "--") -> Iterator[str]:
 
 
 def parse_error(event: Any, arguments: Sequence[str], known: Sequence[str]) -> str | None:
-    """Describe the parse error of a tyro event, or return None for an unknown kind of event."""
+    """Describe the parse error that a tyro event reports, or return None for an unknown kind of event."""
     kind = type(event).__name__
     name = event.argument.display_name() if getattr(event, "argument", None) else ""
     if kind == "UnrecognizedArgs":
@@ -102,12 +102,12 @@ def parse_error(event: Any, arguments: Sequence[str], known: Sequence[str]) -> s
         wanted = next((words for mark, words in number.items() if mark in metavar), metavar)
         several = event.argument.lowered.nargs == "*"
         given = " ".join(_values(name, arguments))
-        return f"{'Each value of ' if several else ''}`{name}` must be {wanted}, but it was given `{given}`"
+        return f"{'Each value of ' if several else ''}`{name}` must be {wanted}, but got `{given}`"
     return None
 
 
 def _values(option: str, arguments: Sequence[str]) -> list[str]:
-    """Return the values that were given to an option, at its last occurrence."""
+    """Return the values given at the last occurrence of an option."""
     values: list[str] = []
     reading = False
     for word in arguments:

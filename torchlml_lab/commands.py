@@ -1,44 +1,32 @@
-"""The table of all `torchlml` commands: the settings that hold the options, and the function to call.
+"""All `torchlml` commands. Each has a settings dataclass with its options, and a function to call.
 
-Each entry names a settings dataclass in a module that imports neither torch nor anything else slow, so that
-`--help` and invalid options are handled immediately. The module of the function is imported only after that.
+The modules of the settings import neither torch nor any other slow package, so that `--help` and invalid
+options are handled immediately. The module of the function is imported only after the options are parsed.
 """
 
-import dataclasses
-import importlib
-import shutil
-import sys
-import textwrap
-from collections.abc import Mapping, Sequence
-from pathlib import Path
-from typing import Any, NamedTuple
-
-from torchlml_lab.cli_errors import BadInput, did_you_mean, options
-from torchlml_lab.engine.settings import TrainSettings, folded, parse_settings, read_settings
-from torchlml_lab.figures.settings import AllSettings
-from torchlml_lab.files import check_folder, read_json
+from typing import NamedTuple
 
 
 class Command(NamedTuple):
-    """A command. The first two fields have the form `module:name`, relative to `torchlml_lab`."""
+    """A command. `settings` and `function` have the form `module:name`, relative to `torchlml_lab`."""
 
     settings: str
-    """A dataclass whose fields are the options, or a function that builds it from the arguments."""
+    """A dataclass whose fields are the options, or a function that builds one from the arguments."""
     function: str
     """The function that is called with the settings."""
     summary: str = ""
     """A short description, listed in the help of commands such as `torchlml bench`."""
     required: tuple[str, ...] = ()
-    """The settings without a default, which must be given."""
+    """The names of the settings that have no default and must be given."""
 
 
 class Task(NamedTuple):
-    """The commands of a task. None means that the task does not have the command."""
+    """The commands of a task. None means that the task does not support the command."""
 
     train: Command
     sweep: Command
     evaluate: Command
-    """Takes the run directory as its first argument, like the next three commands."""
+    """Takes the run directory as its first argument, as do `predict`, `export` and `step_time`."""
     predict: Command | None = None
     export: Command | None = None
     step_time: Command | None = None
@@ -75,7 +63,7 @@ TASKS = {
         sweep=Command(
             "multilabel.settings:SweepSettings",
             "multilabel.sweep:main",
-            "compare losses, kept labels and seeds, with tuning",
+            "compare losses, fractions of labels and seeds, with tuning",
         ),
         evaluate=Command("multilabel.settings:EvaluateSettings", "multilabel.report:main", required=_RUN),
         predict=Command(
@@ -147,7 +135,7 @@ BENCHMARKS = {
     "subsets": Command(
         "bench.settings:SubsetSettings",
         "bench.subsets:main",
-        "the exact k-subset distribution and other methods",
+        "the exact k-subset distribution compared with other methods",
     ),
     "balanced": Command(
         "bench.settings:BalancedSettings",
@@ -157,7 +145,7 @@ BENCHMARKS = {
     "losses": Command(
         "bench.settings:LossesSettings",
         "bench.targets:losses",
-        "the losses compared with cross-entropy, on fixed problems",
+        "all losses compared with cross-entropy, at fixed sizes",
     ),
     "alternatives": Command(
         "bench.settings:read_alternatives",
@@ -170,7 +158,7 @@ BENCHMARKS = {
     "training": Command(
         "bench.settings:TrainingSettings",
         "bench.scale:training",
-        "train multilabel: speed and memory by samples and labels",
+        "`train multilabel`: speed and memory for growing data",
     ),
     "own-data": Command(
         "bench.settings:OwnDataSettings",
@@ -216,12 +204,12 @@ FIGURES = {
     "sets": Command(
         "figures.settings:SetsFigureSettings",
         "figures.geometry:sets",
-        "distance of lml from exact inclusion probabilities",
+        "difference between lml and exact inclusion probabilities",
     ),
     "benchmarks": Command(
         "figures.settings:BenchmarksFigureSettings",
         "bench.speed_report:benchmarks",
-        "time relative to softmax against n, with tables",
+        "time relative to softmax as a function of n, with tables",
     ),
     "bandwidth": Command(
         "figures.settings:BandwidthFigureSettings",
@@ -274,7 +262,7 @@ FIGURES = {
         "the effect of a wrong k, from `torchlml which-k`",
     ),
 }
-ALL_FIGURES = Command("figures.settings:AllSettings", "commands:draw_all", "every figure whose CSV exists")
+ALL_FIGURES = Command("figures.settings:AllSettings", "cli:draw_all", "every figure whose CSV exists")
 
 SINGLE = {
     "demo": Command("studies.settings:DemoSettings", "studies.digits.demo:main"),
@@ -304,150 +292,9 @@ SUMMARIES = {
 }
 """All commands, in the order in which the help lists them."""
 
-_CANNOT = {
+CANNOT = {
     "evaluate": "which cannot be evaluated",
     "predict": "which does not support predictions",
     "export": "which cannot be exported",
     "step-time": "whose steps cannot be timed",
 }
-
-
-def run(name: str, arguments: Sequence[str]) -> None:
-    """Run a command of `SUMMARIES` with the arguments that followed it."""
-    if name in SINGLE:
-        call(name, SINGLE[name], arguments)
-    elif name == "train":
-        _choose(name, {task: commands.train for task, commands in TASKS.items()}, arguments)
-    elif name == "sweep":
-        _choose(name, {task: commands.sweep for task, commands in TASKS.items()}, arguments)
-    elif name == "bench":
-        _choose(name, BENCHMARKS, arguments)
-    elif name == "figures":
-        _choose(name, FIGURES | {"all": ALL_FIGURES}, arguments)
-    else:
-        _ask_task(name, arguments)
-
-
-def call(name: str, command: Command, arguments: Sequence[str]) -> None:
-    """Parse the options of a command, then import its module and call its function.
-
-    Args:
-        name: The command as typed, as in `train multilabel`.
-        command: Its entry.
-        arguments: The words after the name. Invalid options raise `BadInput`.
-    """
-    kind = _load(command.settings)
-    if not isinstance(kind, type):
-        settings = kind(arguments)
-    elif issubclass(kind, TrainSettings):
-        settings = read_settings(kind, name, arguments, _default(kind, command.required))
-    else:
-        settings = parse_settings(kind, name, arguments, _default(kind, command.required))
-    _load(command.function)(settings)
-
-
-def _default(kind: type[Any], required: Sequence[str]) -> Any:
-    """Return the default settings, with required settings marked as missing."""
-    import tyro  # imported here, because the list of commands is shown without it
-
-    return dataclasses.replace(kind(), **dict.fromkeys(required, tyro.MISSING))
-
-
-def draw_all(settings: AllSettings) -> None:
-    """Draw all figures. An error in one of them is raised after the others are drawn."""
-    from torchlml_lab.engine.output import new_console
-    from torchlml_lab.plots import NotMadeYet
-
-    check_folder("--out", settings.out)
-    errors: list[BadInput] = []
-    for name, figure in FIGURES.items():
-        try:
-            suffix = _load(figure.settings)().out.suffix
-            call(f"figures {name}", figure, ["--out", str(settings.out / f"{name}{suffix}")])
-        except NotMadeYet as missing:
-            new_console().print(f"Not drawn: {name}. {missing}", soft_wrap=True)
-        except BadInput as error:
-            errors.append(error)
-    if errors:
-        raise errors[0]
-
-
-def unknown(said: str, name: str, what: str, known: Mapping[str, object] | Sequence[str]) -> str:
-    """Complete a sentence about an unknown name with the most similar one, or with the full list."""
-    near = did_you_mean(name, known)
-    listed = ", ".join(one for one in known if not one.startswith("-"))
-    return f"{said}{near}" if near else f"{said}: the {what} are {listed}."
-
-
-def _load(name: str) -> Any:
-    module, _, attribute = name.partition(":")
-    return getattr(importlib.import_module(f"torchlml_lab.{module}"), attribute)
-
-
-def _choose(command: str, table: Mapping[str, Command], arguments: Sequence[str]) -> None:
-    """Run the command that the first argument names, as in `torchlml train cifar100`."""
-    name = arguments[0] if arguments else "--help"
-    if name in ("-h", "--help"):
-        parts = "\n".join(f"  {part:<18}{entry.summary}" for part, entry in table.items())
-        sys.stdout.write(f"usage: torchlml {command} NAME [OPTIONS]\n\nnames:\n{parts}\n")
-    elif name in table:
-        call(f"{command} {name}", table[name], arguments[1:])
-    elif name.startswith("-"):
-        names = ", ".join(table)
-        raise BadInput(f"Missing NAME before `{name}`. `torchlml {command}` takes one of {names}.")
-    else:
-        raise BadInput(unknown(f"`torchlml {command}` has no `{name}`", name, "names", table))
-
-
-def _ask_task(name: str, arguments: Sequence[str]) -> None:
-    """Run a command on an existing run. The run directory is the first argument and records the task."""
-    commands: dict[str, Command | None] = {
-        task: getattr(entry, name.replace("-", "_")) for task, entry in TASKS.items()
-    }
-    first = arguments[0] if arguments else ""
-    without_run = commands["scene-graph"]  # the only task whose data can be given by `--vg` or `--vrd`
-    if name == "step-time" and first.startswith("--") and first != "--help" and without_run is not None:
-        call(name, without_run, arguments)
-        return
-    run = first if first and not first.startswith("-") else None
-    if {"-h", "--help"} & set(arguments) and (run is None or not (Path(run) / "run.json").exists()):
-        task = commands.get(first)
-        if task is not None:
-            call(name, task, ["--help"])
-        else:
-            _explain(name, commands)
-        return
-    if run is None:
-        raise BadInput(f"Missing RUN directory. Usage: `torchlml {name} RUN`.")
-    path = Path(run) / "run.json"
-    if not path.exists():
-        raise BadInput(f"`{run}` is not a run directory. Create one with `torchlml train`.")
-    experiment = read_json(path, dict).get("experiment")
-    if not isinstance(experiment, str):
-        raise BadInput(f"`{path}` is damaged: it does not name an experiment.")
-    if experiment not in TASKS:
-        raise BadInput(f"`{run}` is a run of `{experiment}`, which is not a task of this version.")
-    command = commands[experiment]
-    if command is None:
-        able = ", ".join(task for task, one in commands.items() if one is not None)
-        raise BadInput(
-            f"`{run}` is a run of `{experiment}`, {_CANNOT[name]}: `torchlml {name}` is for runs of {able}."
-        )
-    call(name, command, arguments)
-
-
-def _explain(name: str, commands: Mapping[str, Command | None]) -> None:
-    """Print the options of every task without explanations, because without a run the task is unknown."""
-    listed = []
-    for task, command in commands.items():
-        if command is not None:
-            names = [option for option in options(_load(command.settings)()) if option != "--run"]
-            width = shutil.get_terminal_size().columns
-            first, others = f"  {task:<14}", " " * 16
-            listed.append(
-                textwrap.fill(" ".join(names), width, initial_indent=first, subsequent_indent=others)
-            )
-    about = f"{SUMMARIES[name][0].upper()}{SUMMARIES[name][1:]}. The options depend on the task of the run:"
-    more = f"Run `torchlml {name} RUN --help` or `torchlml {name} TASK --help` to see their descriptions."
-    parts = (f"usage: torchlml {name} RUN [OPTIONS]", folded(about), "\n".join(listed), folded(more))
-    sys.stdout.write("\n\n".join(parts) + "\n")

@@ -49,7 +49,7 @@ def replacing(path: Path) -> Iterator[Path]:
     temporary = Path(name)
     try:
         yield temporary
-        # mkstemp creates files that only their owner may read, so the usual permissions are restored.
+        # Restore the usual permissions, because mkstemp creates files that only their owner may read.
         mask = os.umask(0)
         os.umask(mask)
         temporary.chmod(0o666 & ~mask)
@@ -105,25 +105,25 @@ def writing(what: str, path: Path, kept: str) -> Iterator[None]:
         raise RuntimeError(f"{what} could not be written to `{path}`: {reason(error)}; {kept}.") from error
 
 
-BLOCK = 2**20  # the number of bytes of a text file that are read at once
+BLOCK = 2**20  # the number of bytes to read at once
 
 
 def read_content(path: Path, option: str) -> bytes:
-    """Read a whole text file: the joined blocks of `read_blocks`."""
+    """Read a whole text file, with the checks and conversions of `read_blocks`."""
     return b"".join(read_blocks(path, option))
 
 
 def read_blocks(path: Path, option: str, size: int = BLOCK) -> Iterator[bytes]:
-    """Read a text file in blocks of complete lines, so that a large file is never in memory as a whole.
+    """Read a text file in blocks of complete lines, so that a large file is never held in memory as a whole.
 
     Args:
         path: The file. Gzip is recognized by its first bytes, not by the file name.
         option: The command-line option that gave the path, for error messages.
-        size: The approximate number of bytes of a block. A longer line is a block of its own.
+        size: The approximate size of a block in bytes. A longer line is a block of its own.
 
     Yields:
-        The text as UTF-8, with line ends `\\n` and without a byte order mark. A file that is empty or does
-        not contain text raises `BadInput`.
+        The text as UTF-8, with `\\n` line endings and without a byte order mark. A file that is empty or
+        does not contain text raises `BadInput`.
     """
     line, parts, blank = 1, list[bytes](), True
     for chunk in _chunks(path, option, size):
@@ -138,7 +138,7 @@ def read_blocks(path: Path, option: str, size: int = BLOCK) -> Iterator[bytes]:
         line += block.count(b"\n")
         yield block
     rest = b"".join(parts)
-    # A file without any line feed may use carriage returns.
+    # A file without line feeds may use carriage returns as line endings.
     rest = rest.replace(b"\r", b"\n") if line == 1 else rest
     if blank and not rest.strip():
         raise BadInput(f"`{option}` names `{path}`, which is empty.")
@@ -148,11 +148,11 @@ def read_blocks(path: Path, option: str, size: int = BLOCK) -> Iterator[bytes]:
 
 
 def _chunks(path: Path, option: str, size: int) -> Iterator[bytes]:
-    """Yield the bytes of a file, unpacked and without a byte order mark."""
+    """Yield the bytes of a file, decompressed and without a byte order mark."""
     mark = b"\xef\xbb\xbf"
     try:
         with path.open("rb") as raw:
-            packed = raw.peek(2)[:2] == b"\x1f\x8b"  # a pipe cannot go back to its start
+            packed = raw.peek(2)[:2] == b"\x1f\x8b"  # not read, because a pipe cannot rewind
             with gzip.open(raw) if packed else nullcontext(raw) as file:
                 yield file.read(size).removeprefix(mark)
                 while chunk := file.read(size):
@@ -174,6 +174,11 @@ def _check_text(block: bytes, path: Path, first: int) -> None:
     if b"\0" in block:
         line = first + block.count(b"\n", 0, block.index(b"\0"))
         raise BadInput(f"`{path}`, line {line}: the line contains a zero byte, so this is not a text file.")
+
+
+def file_kind(path: Path) -> str:
+    """Return the last suffix of a file name in lower case, not counting `.gz`, or an empty string."""
+    return next((end.lower() for end in path.suffixes[::-1] if end.lower() != ".gz"), "")
 
 
 def shown(text: str) -> str:

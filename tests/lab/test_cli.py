@@ -78,7 +78,7 @@ def test_help_explains_every_option(capsys, command, settings):
     assert err == ""
     words = " ".join(re.sub("[│╭╰─╮╯]", " ", out).split())
     for field in dataclasses.fields(settings):
-        # After the option and its metavar (in capitals or brackets) comes a sentence.
+        # The option and its metavar (in capitals or brackets) are followed by a sentence.
         metavar = r"(?:[A-Z]+ |\[[^ ]+ \[[^ ]+ \.\.\.\]\] )?"
         end = r"(?= --|$)" if field.default in (None, ()) or field.default is False else r" \(default: \S"
         assert re.search(
@@ -102,17 +102,17 @@ def test_version_is_the_same_everywhere():
         (["trian"], "no command `trian`: did you mean `train`?"),
         (["nonsense"], "no command `nonsense`: the commands are demo, "),
         (["--versoin"], "did you mean `--version`?"),
-        (["bench", "layr"], "`torchlml bench` has no `layr`: did you mean `layer`?"),
+        (["bench", "layr"], "Unknown NAME `layr` for `torchlml bench`: did you mean `layer`?"),
         (["bench", "peers-of-mine"], f"the names are {', '.join(BENCHMARKS)}."),
         (["bench", "paper", "--trails", "3"], "no option `--trails`: did you mean `--trials`?"),
         (["bench", "paper", "--trails=3"], "no option `--trails`: did you mean `--trials`?"),
         (["bench", "paper", "--trials", "3", "4"], "Unexpected argument `4`"),
         (
             ["bench", "paper", "--trials", "a"],
-            "`--trials` must be an integer, but it was given `a`",
+            "`--trials` must be an integer, but got `a`",
         ),
-        (["bench", "paper", "--ks=a"], "Each value of `--ks` must be an integer, but it was given `a`"),
-        (["bench", "losses", "--seconds", "x"], "`--seconds` must be a number, but it was given `x`"),
+        (["bench", "paper", "--ks=a"], "Each value of `--ks` must be an integer, but got `a`"),
+        (["bench", "losses", "--seconds", "x"], "`--seconds` must be a number, but got `x`"),
         (["bench", "losses", "--csv"], "`--csv` needs a value"),
         (["train", "cifar100", "--loss", "lmn"], "`--loss` must be one of "),
         (["--no-such-option"], "no command `--no-such-option`"),
@@ -197,7 +197,7 @@ def test_info_names_the_kernel(monkeypatch, loaded, said):
     assert info.kernel().startswith(said)
 
 
-def test_info_says_which_extras_are_incomplete(monkeypatch):
+def test_info_lists_incomplete_extras(monkeypatch):
     required = [
         "torch>=2.10",
         'no-such-package>=1; extra == "lab"',
@@ -206,7 +206,7 @@ def test_info_says_which_extras_are_incomplete(monkeypatch):
         'pytest; extra == "docs"',
     ]
     monkeypatch.setattr(metadata, "requires", lambda name: required)
-    hint = "without no-such-package (pip install 'torchlml[{}]')"
+    hint = "missing no-such-package (pip install 'torchlml[{}]')"
     monkeypatch.setattr(info, "_extras", lambda: ["dev", "docs", "lab"])
     assert info.report()["extras"] == [
         f"dev: {hint.format('dev')}",
@@ -246,7 +246,7 @@ EVERY_COMMAND = [
     *(["bench", name] for name in BENCHMARKS),
     *(["figures", name] for name in [*FIGURES, "all"]),
 ]
-"""Every command, with every name that it takes."""
+"""Every command, alone and with every name that it accepts."""
 SLOW = ("torch", "numpy", "scipy", "sklearn", "matplotlib", "accelerate", "h5py")
 
 
@@ -303,7 +303,7 @@ def test_a_terminal_without_unicode_can_show_everything(words, tmp_path):
     assert len(done.stdout) > 500
 
 
-def test_characters_that_the_output_does_not_have_are_written_in_others():
+def test_characters_outside_the_output_encoding_are_replaced():
     program = "from torchlml_lab import cli; cli.main(['--version']); print('1±2 µs é')"
     done = subprocess.run(
         [sys.executable, "-c", program],
@@ -369,7 +369,7 @@ LAB_COMMANDS = [
 ]
 
 
-def test_a_reader_that_closes_early_is_not_a_failure():
+def test_a_pipe_that_is_closed_early_is_not_a_failure():
     command = f"{sys.executable} -m torchlml_lab --help | head -n 0"
     done = subprocess.run(
         ["bash", "-o", "pipefail", "-c", command], capture_output=True, text=True, cwd=ROOT, timeout=120
@@ -378,7 +378,7 @@ def test_a_reader_that_closes_early_is_not_a_failure():
 
 
 def closing(closed, *words):
-    """Run a command line with some of its outputs closed."""
+    """Run a command. `closed` is a shell redirection that closes its standard output or error."""
     command = ["sh", "-c", f'exec "$0" -m torchlml_lab "$@" {closed}', sys.executable, *words]
     return subprocess.run(command, capture_output=True, text=True, cwd=ROOT, timeout=120)
 

@@ -1,4 +1,4 @@
-"""Commands that work on a run of any task."""
+"""Commands that work on a run of any task, and the help texts of all commands for tasks."""
 
 import json
 import re
@@ -13,7 +13,7 @@ from torchlml_lab.commands import TASKS
 
 @pytest.fixture(scope="module")
 def run(tmp_path_factory):
-    """A run of CIFAR-100 on a few features."""
+    """A run of the task `cifar100` on a small file of features."""
     folder = tmp_path_factory.mktemp("runs")
     random = np.random.default_rng(0)
     fine = np.repeat(np.arange(100), 10)
@@ -56,7 +56,7 @@ def test_step_time_of_a_run(capsys, run):
         assert re.search(rf"^{loss} +[\d.]+ +[+-][\d.]+%", said, re.MULTILINE)
 
 
-def test_a_task_that_cannot_draw_says_so(capsys, run):
+def test_a_task_without_predictions_is_rejected(capsys, run):
     assert cli.main(["predict", str(run)]) == 2
     error = capsys.readouterr().err
     assert "is a run of `cifar100`, which does not support predictions" in error
@@ -64,14 +64,14 @@ def test_a_task_that_cannot_draw_says_so(capsys, run):
 
 
 @pytest.mark.parametrize("command", ["evaluate", "predict"])
-def test_a_run_is_needed(capsys, tmp_path, command):
+def test_a_valid_run_is_required(capsys, tmp_path, command):
     assert cli.main([command]) == 2
     assert f"Missing RUN directory. Usage: `torchlml {command} RUN`." in capsys.readouterr().err
     assert cli.main([command, "--cpu"]) == 2
     assert f"Missing RUN directory. Usage: `torchlml {command} RUN`." in capsys.readouterr().err
     (tmp_path / "run.json").write_text('{"experiment": "chess"}')
     assert cli.main([command, str(tmp_path)]) == 2
-    assert "is a run of `chess`, which is not a task of this version" in capsys.readouterr().err
+    assert "is a run of `chess`, which this version does not support" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("command", ["evaluate", "predict", "export", "step-time"])
@@ -108,7 +108,7 @@ def boxes(capsys, *words):
 
 
 @pytest.mark.parametrize("name", TASKS)
-def test_the_options_of_training_are_in_groups(capsys, name):
+def test_training_options_are_grouped(capsys, name):
     found = boxes(capsys, "train", name)
     assert list(found) == ["options", "data options", "model options", "training options", "output options"]
     assert found["options"] == []  # each option is in a group

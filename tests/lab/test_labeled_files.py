@@ -16,12 +16,10 @@ from sklearn.datasets import load_svmlight_file
 from torchlml_lab.bench.scale import write_samples
 from torchlml_lab.bench.timing import added_bytes, measurable
 from torchlml_lab.cli_errors import BadInput
-from torchlml_lab.data import labeled_files, tables
-from torchlml_lab.data.labeled_files import read_labeled
-from torchlml_lab.data.labeled_rows import LabeledRows, label_matrix
-from torchlml_lab.data.several_files import read_samples
-from torchlml_lab.data.tables import Columns
+from torchlml_lab.data import sparse_files, tables
+from torchlml_lab.data.labeled_rows import Columns, LabeledRows, label_matrix
 from torchlml_lab.files import read_blocks
+from torchlml_lab.multilabel.samples import read_labeled, read_samples
 
 X = np.array([[0, 1.5, 0], [2, 0, -1], [0, 0, 3]], dtype=np.float32)
 LABELS = [["2", "10"], [], ["2"]]
@@ -47,12 +45,12 @@ FORMS: dict[str, str | bytes] = {
     "with tabs": "2,10\t1:1.5\n0:2 2:-1\n2 2:3",
     "packed": gzip.compress(("3 3 11\n" + SVMLIGHT).encode()),
     "with a byte order mark": b"\xef\xbb\xbf" + SVMLIGHT.encode(),
-    "with the line ends of old": SVMLIGHT.replace("\n", "\r"),
+    "with carriage returns only": SVMLIGHT.replace("\n", "\r"),
 }
 
 
 @pytest.mark.parametrize("form", FORMS)
-def test_svmlight_and_the_repository_format(tmp_path: Path, form: str) -> None:
+def test_svmlight_with_and_without_a_header(tmp_path: Path, form: str) -> None:
     rows = read(tmp_path / "rows.txt", FORMS[form])
     assert np.array_equal(rows.features.toarray(), X)
     assert names_of(rows) == LABELS
@@ -120,7 +118,7 @@ def test_names_of_numbered_labels(tmp_path: Path) -> None:
         read(tmp_path / "rows.txt", SVMLIGHT, label_names=names)
 
 
-def test_labels_of_other_rows_come_after_those_that_are_known() -> None:
+def test_new_labels_come_after_known_labels() -> None:
     matrix, names = label_matrix([["b", "new"], ["a"]])
     rows = LabeledRows(sparse.csr_array((2, 0)), matrix, names).with_labels(["a", "unused", "b"])
     assert rows.names == ["a", "unused", "b", "new"]
@@ -205,7 +203,7 @@ def test_files_of_the_wrong_format(tmp_path: Path, name: str) -> None:
         assert needle in str(said.value)
 
 
-def test_parquet_with_two_columns_of_one_name(tmp_path: Path) -> None:
+def test_parquet_with_two_columns_of_the_same_name(tmp_path: Path) -> None:
     pyarrow = pytest.importorskip("pyarrow")
     from pyarrow import parquet
 
@@ -246,8 +244,8 @@ def test_bad_npz(tmp_path: Path) -> None:
         read_labeled(x, "--train", labels=y)
 
 
-@pytest.mark.skipif("TORCHLML_DATA" not in os.environ, reason="TORCHLML_DATA does not name real data")
-def test_delicious_in_time_and_as_scikit_learn_reads_it() -> None:
+@pytest.mark.skipif("TORCHLML_DATA" not in os.environ, reason="TORCHLML_DATA is not set")
+def test_delicious_is_read_quickly_and_matches_scikit_learn() -> None:
     path = Path(os.environ["TORCHLML_DATA"]) / "multilabel" / "delicious.train.svm.gz"
     started = time.process_time()
     rows, _ = read_labeled(path, "--train")
@@ -258,7 +256,7 @@ def test_delicious_in_time_and_as_scikit_learn_reads_it() -> None:
 
 
 def test_underscores_are_not_digits(tmp_path: Path) -> None:
-    """Python reads `1_23` as 123, but in a table it is text and in svmlight it is an error."""
+    """Python parses `1_23` as 123, but here it is text in a table and an error in svmlight format."""
     rows = read(tmp_path / "rows.csv", "code,size,tags\n1_23,1,a\n12_3,2,b\n")
     assert rows.texts == ["1_23", "12_3"]
     assert rows.columns == ("size",)
@@ -293,7 +291,7 @@ SEPARATED = {
 
 
 @pytest.mark.parametrize("form", SEPARATED)
-def test_csv_with_any_usual_separator(tmp_path: Path, form: str) -> None:
+def test_csv_with_any_common_separator(tmp_path: Path, form: str) -> None:
     rows = read(tmp_path / "rows.csv", SEPARATED[form])
     assert rows.texts == ["one; two", "three, four"]
     assert rows.features.toarray().tolist() == [[1], [2]]
@@ -339,7 +337,7 @@ def test_a_column_of_separated_names_is_recognized(tmp_path: Path, name: str, ma
     assert [sorted(row) for row in names_of(found)] == [sorted(row) for row in TOPICS]
 
 
-def test_usual_names_come_before_guesses(tmp_path: Path) -> None:
+def test_common_column_names_take_precedence_over_guesses(tmp_path: Path) -> None:
     rows = [
         (text, ";".join(topics), "sport" if i % 2 else "news", "a")
         for i, (text, topics) in enumerate(zip(PROSE, TOPICS, strict=True))
@@ -348,7 +346,7 @@ def test_usual_names_come_before_guesses(tmp_path: Path) -> None:
     _, columns = read_labeled(path, "--train")
     assert columns is not None
     assert columns.labels == ("tags",)
-    # A column that was chosen as an input is not the label column if another one has a usual name.
+    # If the user chooses `tags` as an input, the labels come from another column with a common name.
     _, columns = read_labeled(path, "--train", columns=Columns(texts=("body", "tags")))
     assert columns is not None
     assert columns.labels == ("category",)
@@ -376,7 +374,7 @@ def test_a_column_for_each_label(tmp_path: Path, form: str) -> None:
     assert columns == Columns(("comment_text",), (), ("toxic", "severe", "insult"), None)
     assert str(columns).endswith("3 labels, with a column of 0 and 1 each: `toxic`, `severe`, `insult`")
     assert [sorted(row) for row in names_of(found)] == [["insult", "toxic"], [], ["severe", "toxic"]]
-    # The same columns, chosen by the user; an empty cell counts as 0.
+    # The user may also choose the columns. An empty cell counts as 0.
     empty = [tuple("" if cell == said[0] else cell for cell in row) for row in rows]
     table(path, TOXIC, empty)
     chosen = Columns(("comment_text",), labels=("severe", "toxic"))
@@ -390,7 +388,7 @@ def test_a_column_for_each_label(tmp_path: Path, form: str) -> None:
         read_labeled(path, "--train", columns=Columns(labels=("toxic", "severe")))
 
 
-def test_an_unclear_table_is_answered_with_the_command_to_run(tmp_path: Path) -> None:
+def test_the_error_for_an_ambiguous_table_suggests_a_command(tmp_path: Path) -> None:
     binary = [(i, i % 2, (i // 2) % 2) for i in range(2, 8)]
     path = table(tmp_path / "a.csv", ["size", "hot", "too cold"], binary)
     with pytest.raises(BadInput) as said:
@@ -418,12 +416,12 @@ def test_columns_that_number_the_samples_are_not_inputs(tmp_path: Path) -> None:
     path = table(tmp_path / "a.csv", ["", "doc_id", "body", "group_id", "tags"], rows)
     _, columns = read_labeled(path, "--train")
     assert columns == Columns(("body",), ("group_id",), ("tags",), ",")
-    # If there are no other columns, they are inputs.
+    # If a table has no other columns, these columns are inputs.
     _, columns = read_labeled(table(path, ["id", "tags"], [(1, "x"), (2, "y")]), "--train")
     assert columns == Columns((), ("id",), ("tags",), ",")
 
 
-def test_printed_lists_are_lists(tmp_path: Path) -> None:
+def test_lists_printed_by_python_are_read_as_lists(tmp_path: Path) -> None:
     rows = [(text, repr(topics)) for text, topics in zip(PROSE, TOPICS, strict=True)]
     path = table(tmp_path / "a.csv", ["body", "terms"], [*rows, ("nothing", ""), ("also", "[]")])
     assert [sorted(row) for row in names_of(read_labeled(path, "--train")[0])] == [
@@ -431,7 +429,7 @@ def test_printed_lists_are_lists(tmp_path: Path) -> None:
         [],
         [],
     ]
-    # A single other cell means that the brackets are part of the names.
+    # If any cell is not such a list, the brackets are part of the names.
     table(path, ["body", "tags"], [("a", "[x]"), ("b", "y")])
     assert names_of(read_labeled(path, "--train")[0]) == [["[x]"], ["y"]]
 
@@ -480,26 +478,26 @@ def test_bad_json_lines(tmp_path: Path, text: str) -> None:
 
 @pytest.fixture
 def tiny_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Read files in blocks of a few bytes, so that every line is in another block."""
-    for module in (labeled_files, tables):
+    """Read files in blocks of a few bytes, so that lines span several blocks."""
+    for module in (sparse_files, tables):
         monkeypatch.setattr(module, "read_blocks", partial(read_blocks, size=7))
 
 
 @pytest.mark.usefixtures("tiny_blocks")
 @pytest.mark.parametrize("form", FORMS)
-def test_the_size_of_blocks_changes_no_sample(tmp_path: Path, form: str) -> None:
-    test_svmlight_and_the_repository_format(tmp_path, form)
+def test_the_block_size_does_not_change_samples(tmp_path: Path, form: str) -> None:
+    test_svmlight_with_and_without_a_header(tmp_path, form)
 
 
 @pytest.mark.usefixtures("tiny_blocks")
 @pytest.mark.parametrize("ending", ["csv", "tsv"])
-def test_the_size_of_blocks_changes_no_table(tmp_path: Path, ending: str) -> None:
+def test_the_block_size_does_not_change_tables(tmp_path: Path, ending: str) -> None:
     test_tables(tmp_path, ending)
 
 
 @pytest.mark.usefixtures("tiny_blocks")
 @pytest.mark.parametrize(("name", "text", "needle"), BAD_FILES)
-def test_the_size_of_blocks_changes_no_error(tmp_path: Path, name: str, text: str, needle: str) -> None:
+def test_the_block_size_does_not_change_errors(tmp_path: Path, name: str, text: str, needle: str) -> None:
     test_bad_files(tmp_path, name, text, needle)
 
 
@@ -518,18 +516,18 @@ def read_labeled_text(path: Path, text: str) -> tuple[LabeledRows, Columns | Non
     return read_labeled(path, "--train")
 
 
-@pytest.mark.skipif(not measurable(), reason="the system does not reset the peak of the memory")
-def test_reading_needs_less_than_three_times_the_file(
+@pytest.mark.skipif(not measurable(), reason="this system cannot reset the peak memory")
+def test_reading_needs_less_memory_than_three_times_the_file_size(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(labeled_files, "read_blocks", partial(read_blocks, size=2**16))
+    monkeypatch.setattr(sparse_files, "read_blocks", partial(read_blocks, size=2**16))
     path = tmp_path / "rows.svm"
     write_samples(path, 30_000, 1000, 10_000)
     assert added_bytes(lambda: read_labeled(path, "--train")) < 3 * path.stat().st_size
 
 
 def parts(folder: Path, *texts: str, ending: str = "csv") -> Path:
-    """Write the parts of a collection to a directory, in which a hidden file does not count."""
+    """Write a data set as several files to a directory, together with a hidden file that must be ignored."""
     folder.mkdir()
     (folder / ".hidden").write_bytes(b"\0")
     for number, text in enumerate(texts):
@@ -573,7 +571,7 @@ def test_several_sparse_files_are_read_as_one(tmp_path: Path) -> None:
         read_samples(tmp_path / "x-*.npz", "--train", labels=tmp_path / "y-1.npz")
 
 
-def test_files_that_do_not_fit_together(tmp_path: Path) -> None:
+def test_incompatible_files_are_rejected(tmp_path: Path) -> None:
     cases = {
         "all formats": (
             {"a.csv": WHOLE, "b.svm": SVMLIGHT},

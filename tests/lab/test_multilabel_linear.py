@@ -16,8 +16,7 @@ from scipy import sparse
 from tests.support.command_lines import made, rejected
 from tests.support.tagged_texts import tagged_texts, write_texts
 from torchlml_lab import cli
-from torchlml_lab.data.labeled_rows import LabeledRows, label_matrix
-from torchlml_lab.data.tables import Columns
+from torchlml_lab.data.labeled_rows import Columns, LabeledRows, label_matrix
 from torchlml_lab.multilabel import linear, preparation, samples, training
 from torchlml_lab.multilabel.losses import LabelLoss
 from torchlml_lab.multilabel.model import LINEAR, MOST_INPUTS, LabelNetwork, load
@@ -59,8 +58,8 @@ def exact(x, y, penalty: float) -> np.ndarray:
     return found
 
 
-@pytest.mark.parametrize("inputs", [30, 200])  # fewer and more than the samples
-def test_the_path_is_the_solution_of_each_penalty(inputs, monkeypatch):
+@pytest.mark.parametrize("inputs", [30, 200])  # fewer inputs than samples, and more
+def test_the_path_has_the_solution_for_each_penalty(inputs, monkeypatch):
     monkeypatch.setattr(linear, "TOLERANCE", 1e-6)
     monkeypatch.setattr(linear, "MOST_STEPS", 500)
     x, y = drawn(80, inputs, 7)
@@ -72,7 +71,7 @@ def test_the_path_is_the_solution_of_each_penalty(inputs, monkeypatch):
         assert part.scores(x) == pytest.approx(scores, abs=1e-3)
 
 
-def test_the_usual_tolerance_is_close_to_the_solution():
+def test_the_default_tolerance_is_close_to_the_solution():
     x, y = drawn(300, 500, 20)
     for penalty in (8.0, 0.5):
         expected = exact(x, y, penalty)
@@ -82,7 +81,7 @@ def test_the_usual_tolerance_is_close_to_the_solution():
 
 
 def test_leading_eigenvectors_save_steps(monkeypatch):
-    # Features with very different frequencies, as words have.
+    # Like words, these features have very different frequencies.
     random = np.random.default_rng(0)
     there = random.random((400, 600)) < 1 / np.arange(1, 601)
     x = sparse.csr_array(there / np.maximum(1, np.sqrt(there.sum(axis=1)))[:, None], dtype=np.float32)
@@ -103,11 +102,11 @@ def test_leading_eigenvectors_save_steps(monkeypatch):
     assert steps[100] < steps[1] / 2, steps
 
 
-@pytest.mark.parametrize("held_out", [40, 400])  # by cross-validation, and on the validation samples
+@pytest.mark.parametrize("held_out", [40, 400])  # cross-validation, and a large validation set
 def test_penalty_and_gain_are_chosen_on_held_out_samples(held_out, monkeypatch):
     x, y = skewed(600 + held_out, 1000, 20)
     chosen = linear.choose(x[:600], y[:600], x[600:], y[600:])
-    # An independent choice: exact solutions, and nDCG@5 by sorting.
+    # Compute the quality of every choice from exact solutions, with nDCG@5 by sorting.
     splits = (
         list(linear.folds(len(y.indptr) - 1)) if held_out == 40 else [(np.arange(600), np.arange(600, 1000))]
     )
@@ -123,27 +122,35 @@ def test_penalty_and_gain_are_chosen_on_held_out_samples(held_out, monkeypatch):
         quality |= {(penalty, gain): float(np.mean(values)) for gain, values in total.items()}
     assert quality[chosen.penalty, chosen.gain] > max(quality.values()) - 0.003
     assert max(quality.values()) - min(quality.values()) > 0.02  # the choice matters
-    # The part itself is fitted without the validation samples.
+    # The linear part itself is fitted without the validation samples.
     expected, usual = exact(x[:600], y[:600], chosen.penalty), y[:600].toarray().mean(axis=0)
     expected[:-1] *= chosen.gain
     expected[-1] = usual + chosen.gain * (expected[-1] - usual)
     assert np.abs(chosen.part.weight - expected[:-1]).max() < 0.05 * np.abs(expected).max()
     assert np.abs(chosen.part.bias - expected[-1]).max() < 0.05 * np.abs(expected[-1]).max()
-    # A strong penalty needs a gain.
+    # A strong penalty shrinks the scores, so a gain above 1 is chosen.
     monkeypatch.setattr(linear, "PENALTIES", (16.0,))
     strong = linear.choose(x[:600], y[:600], x[600:], y[600:]).gain
     assert strong > 1
     assert quality[16.0, strong] > max(quality[16.0, gain] for gain in linear.GAINS) - 0.003
 
 
-def test_a_start_is_kept_unless_the_samples_improve_it():
+def test_an_earlier_linear_part_is_kept_unless_the_samples_improve_it():
     x, y = drawn(1000, 400, 12)
     held_out, final = linear.fit(x[:600], y[:600], 0.7), linear.fit(x[:700], y[:700], 0.7)
-    start = linear.Start(held_out, final, complete=True)
+    start = linear.Start(held_out, final, complete=True, same_samples=False)
     # On the samples that the start was fitted on, no other penalty improves the fit.
     same = linear.choose(x[:600], y[:600], x[600:700], y[600:700], start)
     assert same.penalty == np.inf
     assert np.array_equal(same.part.weight, held_out.weight)
+    # With a strong penalty a second fit improves even the samples of the first one, which would weaken the
+    # penalty that was chosen for them.
+    strong = linear.fit(x[:600], y[:600], 16.0), linear.fit(x[:700], y[:700], 16.0)
+    for known, kept in ((False, False), (True, True)):
+        again = linear.Start(*strong, complete=True, same_samples=known)
+        found = linear.choose(x[:600], y[:600], x[600:700], y[600:700], again)
+        assert (found.penalty == np.inf) == kept
+    assert found.part is strong[0]
     # On samples with permuted labels, the start is wrong.
     z = sparse.csr_array(y.toarray()[:, ::-1])
     other = linear.choose(x[:600], z[:600], x[600:700], z[600:700], start)
@@ -152,7 +159,7 @@ def test_a_start_is_kept_unless_the_samples_improve_it():
         linear.ndcg(other.part.scores(x[700:]), z[700:])
         > linear.ndcg(held_out.scores(x[700:]), z[700:]) + 0.1
     )
-    # A start that lacks some of the labels is never the result.
+    # An earlier part that lacks some of the labels is never kept.
     part = linear.choose(x[:600], y[:600], x[600:700], y[600:700], start._replace(complete=False))
     assert part.penalty < np.inf
 
@@ -208,7 +215,7 @@ def test_the_better_model_gets_the_larger_share():
     truth = y.toarray().astype(np.float32)
     good = truth + 0.4 * random.normal(size=truth.shape).astype(np.float32)
     bad = random.normal(size=truth.shape).astype(np.float32)
-    # Noise has almost no scale, so its share does not matter.
+    # The scale of a noise model is almost 0, so its share is arbitrary. Its weight includes the scale.
     one = linear.fit_mixture(loss, good, torch.from_numpy(bad), y)
     assert one.share == 1
     other = linear.fit_mixture(loss, bad, torch.from_numpy(good), y)
@@ -216,7 +223,7 @@ def test_the_better_model_gets_the_larger_share():
     second = truth + 0.4 * random.normal(size=truth.shape).astype(np.float32)
     both = linear.fit_mixture(loss, good, torch.from_numpy(second), y)
     assert 0 < both.share < 1
-    # The weights are the shares of two models with equal scales.
+    # Both models have similar scales, so the ratio of their weights is that of their shares.
     assert both.linear / both.network == pytest.approx(both.share / (1 - both.share), rel=0.3)
     # If both models are equal, the linear part gets all the weight, because it is refitted on more samples.
     assert linear.fit_mixture(loss, good, torch.from_numpy(good), y).share == 1
@@ -263,7 +270,7 @@ def test_the_linear_part_is_refitted_on_all_samples(run, texts):
         assert np.abs(found.numpy() - expected).max() < 0.1 * np.abs(expected).max()
 
 
-def test_validation_metrics_are_those_of_the_held_out_part(run):
+def test_validation_metrics_use_the_held_out_part(run):
     """The final part is fitted on the validation samples too, so its metrics on them would be too good."""
     result = json.loads((run / "result.json").read_text())["validation"]
     line = next(line for line in (run / "report.md").read_text().splitlines() if line.startswith("| 5 |"))
@@ -301,7 +308,7 @@ def test_a_network_alone_has_no_linear_part(texts, tmp_path):
     assert trained.for_validation() is trained
 
 
-def test_what_was_chosen_is_printed(texts, tmp_path, capsys):
+def test_the_chosen_model_is_printed(texts, tmp_path, capsys):
     words = ["train", "multilabel", "--train", str(texts), "--out", str(tmp_path / "run"), "--epochs", "1"]
     assert cli.main(words) == 0
     said = " ".join(capsys.readouterr().out.split())

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from torchlml_lab.cli_errors import BadInput
-from torchlml_lab.files import read_content, shown
+from torchlml_lab.files import file_kind, read_content, shown
 
 _USER = ("user", "user_id", "userid", "uid")
 _ITEM = ("item", "item_id", "itemid", "iid")
@@ -92,8 +92,8 @@ def read_interactions(
     Returns:
         The items of every user. Invalid input raises `BadInput`, which names the file and the line.
     """
-    if _kind(path) in _OTHER:
-        raise BadInput(f"`{option}` names `{path}`, but {_kind(path)} files are not supported: {_READ}.")
+    if file_kind(path) in _OTHER:
+        raise BadInput(f"`{option}` names `{path}`, but {file_kind(path)} files are not supported: {_READ}.")
     data = read_content(path, option)
     if is_table(path):
         table = _read_table(path, data, columns, min_rating, by_time)
@@ -110,11 +110,7 @@ def read_interactions(
 
 def is_table(path: Path) -> bool:
     """Whether a file has columns, according to its name."""
-    return _kind(path) in (".csv", ".tsv", ".inter")
-
-
-def _kind(path: Path) -> str:
-    return next((end for end in path.suffixes[::-1] if end.lower() != ".gz"), "").lower()
+    return file_kind(path) in (".csv", ".tsv", ".inter")
 
 
 def align(have: Interactions, known: Interactions) -> tuple[Interactions, int, int]:
@@ -174,7 +170,7 @@ def _read_table(
     path: Path, data: bytes, columns: tuple[str, str] | None, min_rating: float | None, by_time: bool
 ) -> _Table:
     """Read the pairs of a table, one per line."""
-    text, kind = data.decode("utf-8"), _kind(path)
+    text, kind = data.decode("utf-8"), file_kind(path)
     header = text.partition("\n")[0]
     separator = "\t" if kind != ".csv" else max((",", ";", "\t"), key=header.count)
     lines = csv.reader(

@@ -1,11 +1,17 @@
-"""Samples with features or texts and named labels: the common result of all readers of labeled data."""
+"""Samples with features or texts and named labels, the common result of all readers of labeled data.
 
+Labels are parsed from cells of a table here too, and texts are replaced with the embeddings of an encoder.
+"""
+
+import ast
 import hashlib
+import re
 import zipfile
 from array import array
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -14,10 +20,14 @@ import numpy.typing as npt
 from scipy import sparse
 
 from torchlml_lab.cli_errors import BadInput
-from torchlml_lab.files import read_content, replacing
+from torchlml_lab.files import read_content, replacing, shown
 
 Matrix = Any
 """A scipy CSR array. scipy has no type annotations."""
+_SEPARATORS = (",", ";", "|", "\t")
+_FLAGS = {"0": False, "1": True, "0.0": False, "1.0": True, "false": False, "true": True}
+_LIST = re.compile(r"\[.*\]", re.DOTALL)
+_LISTED = 6  # columns in a message
 
 
 @dataclass(frozen=True)
@@ -68,6 +78,31 @@ class LabeledRows:
         )
         labels.sort_indices()
         return replace(self, labels=labels, names=every)
+
+
+@dataclass(frozen=True)
+class Columns:
+    """The roles of the columns of a table that samples come from."""
+
+    texts: tuple[str, ...] = ()
+    numbers: tuple[str, ...] = ()
+    """If neither `texts` nor `numbers` is given, columns that contain only numbers become `numbers`, and all
+    other columns become `texts`."""
+    labels: tuple[str, ...] = ()
+    """One column with all labels of a sample, or a column of 0 and 1 for each label. By default, the label
+    columns are detected. Empty for files without labels."""
+    separator: str | None = None
+    """The separator of labels in a cell. By default, the most common one of `, ; |` and tab. None if each
+    label has its own column."""
+
+    def __str__(self) -> str:
+        parts = [("texts", self.texts), ("numbers", self.numbers)]
+        said = [f"{what} from {', '.join(f'`{name}`' for name in names)}" for what, names in parts if names]
+        if len(self.labels) == 1:
+            said.append(f"labels from `{self.labels[0]}`, separated by {self.separator!r}")
+        elif self.labels:
+            said.append(f"{len(self.labels)} labels, with a column of 0 and 1 each: {listed(self.labels)}")
+        return ", ".join(said)
 
 
 class Encoder:
@@ -229,3 +264,60 @@ def rename(rows: LabeledRows, path: Path | None, option: str) -> LabeledRows:
                 f"{len(names) - 1}, but there is a label `{label}`."
             )
     return replace(rows, names=[names[int(label)] for label in rows.names])
+
+
+def parse_flag(cell: Any) -> bool | None:
+    """Parse a cell that indicates whether a sample has a label; return None for any other content."""
+    return _FLAGS.get(str(cell).strip().lower())
+
+
+def split_labels(cells: Sequence[Any], separator: str) -> Iterator[list[str]]:
+    """Yield the labels of each cell.
+
+        >>> list(split_labels(["x; y", "", None, ["z", None]], ";"))
+        [['x', 'y'], [], [], ['z']]
+        >>> list(split_labels(["['x', 'y']", "[]"], ","))
+        [['x', 'y'], []]
+
+    Args:
+        cells: Texts, or lists as in Parquet and JSON files. Texts are parsed if all are Python list literals.
+        separator: The text between two labels.
+
+    Yields:
+        The names without surrounding spaces. Missing and empty names are dropped.
+    """
+    for cell in _parsed_lists(cells) or cells:
+        parts = cell if isinstance(cell, list) else [cell] if is_missing(cell) else str(cell).split(separator)
+        yield [name for part in parts if not is_missing(part) and (name := str(part).strip())]
+
+
+def _parsed_lists(cells: Sequence[Any]) -> list[Any] | None:
+    """Parse cells that are all empty or list literals such as `['a', 'b']`; return None for other cells."""
+    texts = (cell.strip() for cell in cells if isinstance(cell, str) and cell.strip())
+    first = next(texts, None)
+    if first is None or not all(map(_LIST.fullmatch, chain([first], texts))):
+        return None
+    try:
+        return [
+            ast.literal_eval(cell.strip()) if isinstance(cell, str) and cell.strip() else cell
+            for cell in cells
+        ]
+    except (ValueError, SyntaxError):
+        return None
+
+
+def usual_separator(cells: Sequence[Any]) -> str:
+    """Return the separator that most cells contain, or a comma if no cell contains any."""
+    return max(_SEPARATORS, key=lambda mark: sum(isinstance(cell, str) and mark in cell for cell in cells))
+
+
+def is_missing(cell: Any) -> bool:
+    """Whether a cell is null or NaN."""
+    return cell is None or bool(cell != cell)
+
+
+def listed(names: Iterable[str]) -> str:
+    """Format the first few column names for a message."""
+    every = [f"`{shown(name)}`" for name in names]
+    more = len(every) - _LISTED
+    return ", ".join(every) if more <= 0 else f"{', '.join(every[:_LISTED])} and {more} more"

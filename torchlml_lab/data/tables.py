@@ -1,11 +1,13 @@
-"""Tables (CSV, TSV, JSON lines and Parquet) with columns of texts or numbers, and columns of labels."""
+"""Tables (CSV, TSV, JSON lines and Parquet) of texts, numbers and labels, and the roles of their columns."""
 
 import csv
 import io
 import json
 import math
+import re
+import shlex
 from array import array
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import chain, count
@@ -16,40 +18,31 @@ import numpy as np
 from scipy import sparse
 
 from torchlml_lab.cli_errors import BadInput, did_you_mean, reason
-from torchlml_lab.data import label_columns
-from torchlml_lab.data.label_columns import is_missing, listed
-from torchlml_lab.data.labeled_rows import LabeledRows, label_matrix, stacked
-from torchlml_lab.files import read_blocks, shown
+from torchlml_lab.data.labeled_rows import (
+    Columns,
+    LabeledRows,
+    is_missing,
+    label_matrix,
+    listed,
+    parse_flag,
+    split_labels,
+    stacked,
+    usual_separator,
+)
+from torchlml_lab.files import file_kind, read_blocks, shown
 
 _MOST = float(np.finfo(np.float32).max)
-_TABLES = (".csv", ".tsv", ".jsonl", ".ndjson", ".parquet")
 _ROWS = 2**16  # the number of rows that are converted at once
 _DETECTED = 100_000  # the number of rows that are inspected to detect label columns
-
-
-@dataclass(frozen=True)
-class Columns:
-    """The roles of the columns of a table."""
-
-    texts: tuple[str, ...] = ()
-    numbers: tuple[str, ...] = ()
-    """If neither `texts` nor `numbers` is given, columns that contain only numbers become `numbers`, and all
-    other columns become `texts`."""
-    labels: tuple[str, ...] = ()
-    """One column with all labels of a sample, or a column of 0 and 1 for each label. By default, the label
-    columns are detected. Empty for files without labels."""
-    separator: str | None = None
-    """The separator of labels in a cell. By default, the most common one of `, ; |` and tab. None if each
-    label has its own column."""
-
-    def __str__(self) -> str:
-        parts = [("texts", self.texts), ("numbers", self.numbers)]
-        said = [f"{what} from {', '.join(f'`{name}`' for name in names)}" for what, names in parts if names]
-        if len(self.labels) == 1:
-            said.append(f"labels from `{self.labels[0]}`, separated by {self.separator!r}")
-        elif self.labels:
-            said.append(f"{len(self.labels)} labels, with a column of 0 and 1 each: {listed(self.labels)}")
-        return ", ".join(said)
+Table = Mapping[str, Sequence[Any]]
+"""The cells of every column, by its name."""
+USUAL_NAMES = (
+    *("labels", "label", "tags", "tag", "topics", "topic", "categories", "category", "classes", "class"),
+    *("keywords", "genres", "genre", "subjects"),
+)
+_IDENTIFIER = re.compile(r"|(.*[_ ])?id|index|unnamed: 0", re.IGNORECASE)
+_DECIMAL = re.compile(r"-?\d+,\d+")  # a number with a decimal comma
+_LONGEST = 60  # characters of a label
 
 
 @dataclass(frozen=True)
@@ -80,7 +73,7 @@ def read_table(
         The samples, and the roles of all columns. Invalid input raises `BadInput`, which names the file and
         the line.
     """
-    kind = _kind(path)
+    kind = file_kind(path)
     read = _read_parquet if kind == ".parquet" else _read_json if kind in (".jsonl", ".ndjson") else _read_csv
     cells = read(path, option)
     if not cells.at:
@@ -125,18 +118,9 @@ def _rows(cells: _Cells, columns: Columns, labeled: bool) -> tuple[LabeledRows, 
     return LabeledRows(stacked(parts, len(columns.numbers)), labels, names, texts, columns.numbers), columns
 
 
-def is_table(path: Path) -> bool:
-    """Whether a file is a table, according to its name."""
-    return _kind(path) in _TABLES
-
-
-def _kind(path: Path) -> str:
-    return next((end.lower() for end in path.suffixes[::-1] if end.lower() != ".gz"), "")
-
-
 def column_names(path: Path, option: str) -> list[str] | None:
     """Read only the names of the columns of a table; None for JSON lines, whose keys can differ."""
-    kind = _kind(path)
+    kind = file_kind(path)
     if kind == ".parquet":
         with _parquet_file(path, option) as file:
             return list(file.schema_arrow.names)
@@ -147,7 +131,7 @@ def _csv_rows(path: Path, option: str) -> Any:
     """Open a CSV file, as a reader of the module `csv`."""
     csv.field_size_limit(2**31 - 1)  # texts may be long
     blocks = _Blocks(read_blocks(path, option))
-    separator = "\t" if _kind(path) == ".tsv" else _cell_separator(blocks)
+    separator = "\t" if file_kind(path) == ".tsv" else _cell_separator(blocks)
     return csv.reader(blocks.lines(), delimiter=separator, strict=True)
 
 
@@ -301,7 +285,7 @@ def _resolve(cells: _Cells, columns: Columns, labeled: bool) -> Columns:
             )
     if labeled and not labels:
         first = {name: column[:_DETECTED] for name, column in table.items()}
-        labels = label_columns.detect(first, (*texts, *numbers), cells.path)
+        labels = detect_labels(first, (*texts, *numbers), cells.path)
     twice = next((name for name in labels if name in (*texts, *numbers)), None)
     if twice is not None:
         raise BadInput(
@@ -315,14 +299,14 @@ def _resolve(cells: _Cells, columns: Columns, labeled: bool) -> Columns:
         useful = [
             name
             for name in rest
-            if not label_columns.is_identifier(name, table[name]) and not any(map(_is_nested, table[name]))
+            if not is_identifier(name, table[name]) and not any(map(_is_nested, table[name]))
         ]
         rest = useful or rest
         numbers = tuple(name for name in rest if _is_number_column(table[name]))
         texts = tuple(name for name in rest if name not in numbers)
     separator = columns.separator
     if len(labels) == 1 and separator is None:
-        separator = label_columns.usual_separator(table[labels[0]])
+        separator = usual_separator(table[labels[0]])
     return Columns(texts, numbers, labels, separator if len(labels) == 1 else None)
 
 
@@ -388,7 +372,7 @@ def _labels(cells: _Cells, columns: Columns) -> Iterable[list[str]]:
         if _is_nested(cell):
             raise cells.wrong(row, f"column `{name}` must contain labels, but it contains an object or lists")
     assert columns.separator is not None
-    return label_columns.split(cells.columns[name], columns.separator)
+    return split_labels(cells.columns[name], columns.separator)
 
 
 def _flagged(cells: _Cells, columns: Sequence[str]) -> list[list[str]]:
@@ -396,7 +380,7 @@ def _flagged(cells: _Cells, columns: Sequence[str]) -> list[list[str]]:
     lists: list[list[str]] = [[] for _ in cells.at]
     for name in columns:
         for row, cell in enumerate(cells.columns[name]):
-            flag = False if is_missing(cell) or cell == "" else label_columns.flag(cell)
+            flag = False if is_missing(cell) or cell == "" else parse_flag(cell)
             if flag is None:
                 raise cells.wrong(
                     row,
@@ -406,3 +390,112 @@ def _flagged(cells: _Cells, columns: Sequence[str]) -> list[list[str]]:
             if flag:
                 lists[row].append(name)
     return lists
+
+
+def detect_labels(table: Table, inputs: Collection[str], path: Path) -> tuple[str, ...]:
+    """Find the label columns of a table.
+
+    A column with a common name is preferred, in the order of `USUAL_NAMES`. Otherwise, the only column whose
+    cells look like separated labels is used. If there is none, the table contains texts, and several columns
+    contain only 0 and 1, each of those columns is a label.
+
+        >>> detect_labels({"text": ["a b", "c d"], "topics": ["x;y", "y"]}, (), Path("rows.csv"))
+        ('topics',)
+
+    Args:
+        table: The cells by column.
+        inputs: The columns that the user chose as texts or numbers.
+        path: The file, for error messages.
+
+    Returns:
+        The columns. If no column or more than one qualifies, `BadInput` suggests a command to run.
+    """
+    named = sorted(
+        (name for name in table if name.strip().lower() in USUAL_NAMES),
+        key=lambda name: (name in inputs, USUAL_NAMES.index(name.strip().lower())),
+    )
+    if named:  # if the only one is an input, the caller reports the conflict
+        return (named[0],)
+    rest = {name: cells for name, cells in table.items() if name not in inputs}
+    separated = [name for name, cells in rest.items() if looks_separated(cells)]
+    if len(separated) == 1:
+        return (separated[0],)
+    flags = tuple(name for name, cells in rest.items() if _is_flag_column(cells))
+    if not separated and len(flags) > 1 and any(map(_is_text_column, table.values())):
+        return flags
+    raise BadInput(_suggestion(rest, separated, flags, path))
+
+
+def _suggestion(table: Table, separated: Sequence[str], flags: Sequence[str], path: Path) -> str:
+    """Return the error message for a table without an obvious label column, with a command to try."""
+
+    def command(columns: Sequence[str]) -> str:
+        words = ["torchlml", "train", "multilabel", "--train", str(path), "--labels", *columns]
+        return f"run `{shlex.join(words)}`"
+
+    missing = f"`{path}` has no column called {', '.join(USUAL_NAMES[:3])} or similar"
+    if separated:
+        looks = f"several columns look like labels ({listed(separated)})"
+        return f"{missing}, and {looks}. If the labels are in `{separated[0]}`, {command(separated[:1])}."
+    if len(flags) > 1:
+        looks = f"{len(flags)} columns contain only 0 and 1 ({listed(flags)})"
+        return f"{missing}, but {looks}. If each of them is a label, {command(flags)}."
+    repeated = [name for name, cells in table.items() if _repeats(cells)]
+    if repeated:
+        return (
+            f"{missing}; its columns are {listed(table)}. If the labels are in `{repeated[0]}`, "
+            f"{command(repeated[:1])}."
+        )
+    return f"{missing}. Choose a column with `--labels` ({listed(table)})."
+
+
+def looks_separated(cells: Sequence[Any]) -> bool:
+    """Whether the cells look like lists of labels: short names that occur in several cells.
+
+    At least one in twenty cells contains several names, and a name occurs in two cells on average.
+    """
+    there = [cell for cell in cells if not is_missing(cell) and cell != ""]
+    if there and all(isinstance(cell, list) for cell in there):
+        return any(there) and all(isinstance(part, str | int | None) for cell in there for part in cell)
+    if not there or not all(isinstance(cell, str) for cell in there) or all(map(_DECIMAL.fullmatch, there)):
+        return False
+    names = list(split_labels(there, usual_separator(there)))
+    several = sum(len(row) > 1 for row in names)
+    return several > 0 and 20 * several >= len(there) and _are_names(names)
+
+
+def _repeats(cells: Sequence[Any]) -> bool:
+    """Whether a text column looks as if it contained one label per cell."""
+    there = [cell for cell in cells if isinstance(cell, str) and cell]
+    return bool(there) and _is_text_column(cells) and _are_names([[cell] for cell in there])
+
+
+def _are_names(rows: Sequence[Sequence[str]]) -> bool:
+    """Whether all names are short, contain a letter or digit, and occur twice on average."""
+    names = [name for row in rows for name in dict.fromkeys(row)]
+    distinct = set(names)
+    short = all(len(name) <= _LONGEST and any(map(str.isalnum, name)) for name in distinct)
+    return short and 2 * len(distinct) <= len(names)
+
+
+def _is_text_column(cells: Sequence[Any]) -> bool:
+    """Whether a column has a cell that is a text and neither a number nor a flag."""
+    return any(isinstance(cell, str) and parse_flag(cell) is None and not _is_number(cell) for cell in cells)
+
+
+def _is_number(cell: str) -> bool:
+    try:
+        float(cell)
+    except ValueError:
+        return False
+    return True
+
+
+def _is_flag_column(cells: Sequence[Any]) -> bool:
+    """Whether every cell is 0 or 1, and both occur."""
+    return {parse_flag(cell) for cell in cells} == {False, True}
+
+
+def is_identifier(name: str, cells: Sequence[Any]) -> bool:
+    """Whether a column numbers the samples: it is called id, index or similar, and its cells are distinct."""
+    return bool(_IDENTIFIER.fullmatch(name.strip())) and len(set(map(str, cells))) == len(cells)

@@ -3,7 +3,7 @@
 import copy
 import inspect
 import math
-import os
+import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
@@ -219,7 +219,7 @@ def train_epoch(
 
 
 LONG, VERY_LONG = 600.0, 3600.0  # seconds from which an estimate, and also an alternative, is printed
-FEW = 8  # samples that suffice for an estimate
+FEW, REPEATED = 8, 3  # samples and repetitions that suffice for an estimate
 MOST_PROBED = 2**22  # entries that suffice to time an update: more than the caches hold
 
 
@@ -231,11 +231,11 @@ class Needs(NamedTuple):
     evaluation: float
     """Seconds per evaluation on the validation samples."""
     memory: float
-    """The memory of this process in bytes, or 0 if the system does not report it."""
+    """The peak memory of this process in bytes, or 0 if the system does not report it."""
 
 
 def needs(task: Task, batch_size: int) -> Needs:
-    """Time the passes and the update of a step, and estimate the memory, without changing the task.
+    """Time the passes, the update and the evaluation, and estimate the memory, without changing the task.
 
     Args:
         task: The task to time.
@@ -243,89 +243,129 @@ def needs(task: Task, batch_size: int) -> Needs:
 
     Returns:
         The estimates. If a whole batch is slow, the time of the passes is extrapolated from a few samples.
-        The time of the update is extrapolated from a few parameters.
+        The time of a dense update is extrapolated from a few parameters. The memory is the highest so far, or
+        that of a training step or an evaluation together with the gradients and the optimizer state.
     """
-    # With several processes, the hooks of the model would wait for the other processes.
-    model = (
-        copy.deepcopy(task.model) if dist.is_available() and dist.is_initialized() else task.model
-    ).train()
+    # With several processes, the hooks of the model and the metrics would wait for the other processes.
+    together = dist.is_available() and dist.is_initialized()
+    model = (copy.deepcopy(task.model) if together else task.model).train()
     named = dict(model.named_parameters())
     # Training mode changes buffers, for example those of batch normalization.
     buffers = {name: kept.clone() for name, kept in model.state_dict().items() if name not in named}
+    training, held_out = task.training, task.held_out["validation"]
+    length, held_out_length = len(training), len(held_out)  # type: ignore[arg-type]
 
     def passes(count: int) -> float:
-        model.zero_grad()
+        rows = torch.randint(length, (count,)).tolist()  # consecutive rows would be in the cache
         start = time.perf_counter()
-        task.loss(model, task.training.__getitems__(list(range(count)))).backward()  # type: ignore[attr-defined]
+        model.zero_grad()
+        task.loss(model, training.__getitems__(rows)).backward()  # type: ignore[attr-defined]
         return time.perf_counter() - start
 
     def evaluation(count: int) -> float:
         start = time.perf_counter()
         with torch.no_grad():
-            task.loss(model, held_out.__getitems__(list(range(count))))  # type: ignore[attr-defined]
+            batch = held_out.__getitems__(list(range(count)))  # type: ignore[attr-defined]
+            if together:
+                task.loss(model, batch)
+            else:
+                task.measure(model, [batch], Accelerator(cpu=True))
         return time.perf_counter() - start
 
-    held_out = task.held_out["validation"]
-    size, held_out_size = min(batch_size, len(task.training)), len(held_out)  # type: ignore[arg-type]
-    few = min(FEW, size)
+    size = min(batch_size, length)
+    few, some = min(FEW, size), min(task.evaluated * batch_size, held_out_length)
+    highest = _memory_bytes("VmHWM")
     with torch.random.fork_rng(devices=[]):
         passes(few)  # the first pass includes allocation and lazy loading
         short = passes(few)
         more = min(4 * few, size) if short > 0.2 else size
-        seconds = passes(more)
+        with _HighestMemory() as step_memory:
+            passes(more)
+        seconds = median(passes(more) for _ in range(REPEATED))
         # Part of the time does not depend on the number of samples, because every weight has a gradient.
         seconds += (size - more) * max(0.0, seconds - short) / max(1, more - few)
         gradients = [parameter.grad for parameter in named.values() if parameter.grad is not None]
-        resident = _resident_bytes()
         updates, states = _update_needs(task.optimizer, gradients)
-        some = min(size, held_out_size)
         model.eval()
-        evaluating = evaluation(some) * held_out_size / some
+        with _HighestMemory() as evaluation_memory:
+            evaluating = evaluation(some)
+        if evaluating < 1:  # the first evaluation includes lazy loading
+            evaluating = evaluation(some)
+        evaluating *= held_out_length / some
+        resident = _memory_bytes("VmRSS")  # with the gradients and everything that was loaded
     model.zero_grad()
     for name, kept in model.state_dict().items():
         if name in buffers:
             kept.copy_(buffers[name])
-    return Needs(seconds + updates, evaluating, resident and resident + states)
+    temporary = max(step_memory.added * size / more, evaluation_memory.added)
+    return Needs(seconds + updates, evaluating, resident and max(highest, resident + temporary + states))
 
 
 def _update_needs(optimizer: Optimizer, gradients: Sequence[Tensor]) -> tuple[float, float]:
     """Estimate the seconds per update and the size of the optimizer state in bytes.
 
-    A new optimizer of the same kind updates a few entries, once to create its state and once to be timed. The
+    A new optimizer of the same kind updates a few entries, once to create its state and then to be timed. The
     gradients determine which entries an update reads: all entries of a weight with a dense gradient, and some
     rows of a weight with a sparse gradient.
     """
     seconds = states = 0.0
     accepted = inspect.signature(type(optimizer)).parameters.keys() & optimizer.defaults.keys()
-    for sparse in (False, True):
-        those = [gradient for gradient in gradients if gradient.is_sparse == sparse]
-        entries = sum(g._values().numel() if sparse else g.numel() for g in those)
-        if not entries:
-            continue
-        width = those[0].shape[-1] if sparse else 1
+    dense = [gradient for gradient in gradients if not gradient.is_sparse]
+    for those in ([dense] if dense else []) + [[gradient] for gradient in gradients if gradient.is_sparse]:
+        entries, first = sum(gradient.numel() for gradient in those), those[0]
+        width = first.shape[-1] if first.is_sparse else 1
         count = max(1, min(entries, MOST_PROBED) // width)
         probe = torch.zeros(count, width).requires_grad_()
         probe.grad = torch.zeros(count, width)
-        if sparse:
-            rows = torch.arange(count)[None]
-            probe.grad = torch.sparse_coo_tensor(rows, probe.grad, check_invariants=False, is_coalesced=True)
+        if first.is_sparse:
+            # As many rows as in training, in the same order and with the same duplicates.
+            rows, values = first._indices() % count, first._values()
+            probe.grad = torch.sparse_coo_tensor(rows, values, probe.shape, check_invariants=False)
         same = type(optimizer)([probe], **{name: optimizer.defaults[name] for name in accepted})
         same.step()
-        start = time.perf_counter()
-        same.step()
-        seconds += (time.perf_counter() - start) * entries / probe.numel()
+        times = []
+        for _ in range(REPEATED):
+            start = time.perf_counter()
+            same.step()
+            times.append(time.perf_counter() - start)
+        seconds += median(times) * (1 if first.is_sparse else entries / probe.numel())
         kept = sum(t.nbytes for t in same.state[probe].values() if isinstance(t, Tensor) and t.numel() > 1)
-        states += kept / probe.numel() * sum(gradient.numel() for gradient in those)
+        states += kept / probe.numel() * entries
     return seconds, states
 
 
-def _resident_bytes() -> float:
-    """Return the memory of this process in bytes, or 0 if the system does not report it."""
+def _memory_bytes(name: str) -> float:
+    """Return `VmRSS`, the memory of this process, or `VmHWM`, its peak, in bytes; 0 if it is unknown."""
     try:
-        pages = int(Path("/proc/self/statm").read_text(encoding="ascii").split()[1])
+        text = Path("/proc/self/status").read_text(encoding="ascii", errors="replace")
+        return float(text.split(f"{name}:")[1].split()[0]) * 1024
     except (OSError, ValueError, IndexError):
         return 0.0
-    return float(pages * os.sysconf("SC_PAGE_SIZE"))
+
+
+class _HighestMemory:
+    """Samples the memory of this process in a thread, within a `with` block.
+
+    `VmHWM` cannot be used here: it also contains the peak before the block, and resetting it would change the
+    peak that the system reports for the process.
+    """
+
+    def __enter__(self) -> "_HighestMemory":
+        self.highest = _memory_bytes("VmRSS")
+        self.done = threading.Event()
+        self.thread = threading.Thread(target=self._sample, daemon=True)
+        self.thread.start()
+        return self
+
+    def _sample(self) -> None:
+        while not self.done.wait(0.002):
+            self.highest = max(self.highest, _memory_bytes("VmRSS"))
+
+    def __exit__(self, *_: object) -> None:
+        self.done.set()
+        self.thread.join()
+        self.added = max(0.0, self.highest - _memory_bytes("VmRSS"))
+        """The highest memory within the block minus the memory after it, in bytes."""
 
 
 def forecast(task: Task, batch_size: int, epochs: int, batches: int) -> str | None:

@@ -283,6 +283,9 @@ class _Run:
         assert self.state is not None
         best = self.folder.checkpoint(self.state.best)
         model = self.accelerator.unwrap_model(self.model)
+        # Free the gradients and the optimizer state, because parts that are fitted now may need the memory.
+        model.zero_grad()
+        self.task.optimizer.state.clear()
         load_model(model, str(best / "model.safetensors"))
         best_line = (self.state.best_epoch, "validation")
         lines = self.folder.metrics()

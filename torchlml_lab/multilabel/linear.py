@@ -82,6 +82,8 @@ class Start(NamedTuple):
     """Fitted on all of its samples."""
     complete: bool
     """Whether they have weights for all labels. The scores of other labels are 0."""
+    same_samples: bool
+    """Whether that run was fitted on the same samples, in the same split."""
 
 
 def noise(samples: int) -> float:
@@ -239,8 +241,11 @@ def choose(
     Returns:
         The choice. If there are few validation samples, it is made by cross-validation over all samples. Fits
         from a start are compared with its part for all samples. If these are the samples of the earlier run,
-        that part fits them so well that it is kept, because fitting their residuals again would only overfit.
+        its parts are kept: they have the best penalty for these samples, and a fit of their residuals would
+        only weaken it.
     """
+    if start is not None and start.same_samples:
+        return Choice(math.inf, 1.0, start.held_out)
     its_labels = its_labels[:, : labels.shape[1]]
     splits = [_Split(training, labels, validation, its_labels)]
     if validation.shape[0] < FEWEST_HELD_OUT:

@@ -18,7 +18,6 @@ from torch.nn.functional import pad
 import torchlml
 from torchlml_lab.cli_errors import BadInput
 from torchlml_lab.data.labeled_rows import Encoder, LabeledRows, Matrix
-from torchlml_lab.data.several_files import Paths, in_words, is_table_of, read_samples
 from torchlml_lab.engine import run_directory
 from torchlml_lab.engine.settings import SETTINGS_FILE, from_json
 from torchlml_lab.files import read_json, replacing
@@ -28,7 +27,7 @@ from torchlml_lab.multilabel.decisions import Decisions
 from torchlml_lab.multilabel.linear import LinearPart, Mixture
 from torchlml_lab.multilabel.losses import PADDING, LabelLoss, unlike_logits
 from torchlml_lab.multilabel.preparation import Preparation
-from torchlml_lab.multilabel.samples import Batch, Batches, Inputs
+from torchlml_lab.multilabel.samples import Batch, Batches, Inputs, Paths, in_words, is_table_of, read_samples
 from torchlml_lab.multilabel.settings import EXPERIMENT, LossName, MultilabelSettings, PerRow
 
 

@@ -11,11 +11,11 @@ from rich.table import Table
 
 from torchlml_lab.cli_errors import BadInput
 from torchlml_lab.data.labeled_rows import Matrix
-from torchlml_lab.data.several_files import in_words
 from torchlml_lab.engine.output import new_console, plain_table
 from torchlml_lab.engine.run import say
 from torchlml_lab.files import check_file, replacing, shown, writing
 from torchlml_lab.multilabel.model import TrainedLabels, load, origin_of_k, prepared_rows, read_rows
+from torchlml_lab.multilabel.samples import in_words
 from torchlml_lab.multilabel.settings import PredictSettings, RuleName
 
 ON_SCREEN = 20

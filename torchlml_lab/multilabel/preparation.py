@@ -15,8 +15,7 @@ import numpy.typing as npt
 from scipy import sparse
 
 from torchlml_lab.cli_errors import BadInput
-from torchlml_lab.data.labeled_rows import LabeledRows, Matrix, stacked
-from torchlml_lab.data.tables import Columns
+from torchlml_lab.data.labeled_rows import Columns, LabeledRows, Matrix, stacked
 from torchlml_lab.files import read_record
 
 FILE = "preparation.json"
@@ -65,6 +64,8 @@ class Preparation:
     """The mean that is subtracted from each of these features; 0 for sparse features."""
     scales: list[float] = field(default_factory=list)
     """The scale that each of these features is then divided by."""
+    digest: str = ""
+    """Identifies the training and validation samples of the run; see `samples.digest`."""
 
     @property
     def inputs(self) -> int:

@@ -16,7 +16,6 @@ from torchlml.metrics import TopKRecall
 from torchlml_lab import plots
 from torchlml_lab.cli_errors import BadInput
 from torchlml_lab.data.labeled_rows import LabeledRows, Matrix
-from torchlml_lab.data.several_files import in_words
 from torchlml_lab.engine import run_directory
 from torchlml_lab.engine.output import new_console, plain_table
 from torchlml_lab.engine.run import say
@@ -36,7 +35,15 @@ from torchlml_lab.multilabel.model import (
     read_rows,
     row_slices,
 )
-from torchlml_lab.multilabel.samples import EMBEDDINGS, Data, aligned, keeps_unlabeled, label_lists, read
+from torchlml_lab.multilabel.samples import (
+    EMBEDDINGS,
+    Data,
+    aligned,
+    in_words,
+    keeps_unlabeled,
+    label_lists,
+    read,
+)
 from torchlml_lab.multilabel.settings import RULES, EvaluateSettings, LossName, MultilabelSettings, RuleName
 
 ENTRIES = 2**21  # enough logits to choose a temperature

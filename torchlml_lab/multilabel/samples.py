@@ -1,7 +1,10 @@
-"""The samples of a run: read, validated, and split into training, validation and test."""
+"""The samples of a run: read from one or several files, validated, split, and converted to batches."""
 
+import glob
+import hashlib
 from collections.abc import Sequence
 from dataclasses import replace
+from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
 import numpy as np
@@ -11,9 +14,19 @@ from torch import Tensor
 from torch.utils.data import Dataset
 
 from torchlml_lab.cli_errors import BadInput
-from torchlml_lab.data.labeled_rows import Encoder, LabeledRows, Matrix
-from torchlml_lab.data.several_files import in_words, is_table_of, read_samples
-from torchlml_lab.data.tables import Columns
+from torchlml_lab.data.labeled_rows import (
+    Columns,
+    Encoder,
+    LabeledRows,
+    Matrix,
+    label_order,
+    listed,
+    rename,
+    stacked,
+)
+from torchlml_lab.data.sparse_files import declared_features, read_csr_pair, read_svmlight
+from torchlml_lab.data.tables import column_names, read_table
+from torchlml_lab.files import file_kind
 from torchlml_lab.multilabel import preparation
 from torchlml_lab.multilabel.losses import PADDING
 from torchlml_lab.multilabel.preparation import LaterInputs
@@ -21,7 +34,214 @@ from torchlml_lab.multilabel.settings import MultilabelSettings
 
 FEWEST = 10  # labeled samples needed for training
 EMBEDDINGS = "embeddings.npz"  # in the run directory
+TABLES = (".csv", ".tsv", ".jsonl", ".ndjson", ".parquet")
+_HASHED = 2**20  # entries that are hashed at once
 SPLIT_SEED = 1234  # fixed, so that every seed has the same validation samples
+
+
+Paths = Path | tuple[Path, ...]
+"""The value of an option: files, directories or patterns."""
+
+
+def is_table(path: Path) -> bool:
+    """Whether a file is a table, according to its name."""
+    return file_kind(path) in TABLES
+
+
+def files_of(given: Paths, option: str) -> list[Path]:
+    """List the files that an option names, in alphabetical order within a directory or a pattern.
+
+    Args:
+        given: Files, directories (all files in them), and patterns like `part-*.csv`.
+        option: The option, for error messages.
+
+    Returns:
+        At least one file. A pattern without a match, an empty directory or a repeated file raises `BadInput`.
+    """
+    found = list[Path]()
+    for path in _all(given):
+        if path.is_dir():
+            inside = sorted(one for one in path.iterdir() if one.is_file() and not one.name.startswith("."))
+            if not inside:
+                raise BadInput(f"`{option}` names the directory `{path}`, which contains no files.")
+        elif path.exists() or not glob.has_magic(str(path)):
+            inside = [path]  # a missing file is reported when it is read
+        else:
+            matches = map(Path, sorted(glob.glob(str(path), recursive=True)))
+            inside = [one for one in matches if one.is_file()]
+            if not inside:
+                raise BadInput(f"`{option}` names `{path}`, which matches no files.")
+        found += inside
+    if not found:
+        raise BadInput(f"`{option}` must name at least one file.")
+    twice = next((path for place, path in enumerate(found) if path in found[:place]), None)
+    if twice is not None:
+        raise BadInput(f"`{option}` names `{twice}` twice.")
+    return found
+
+
+def _all(given: Paths) -> tuple[Path, ...]:
+    return given if isinstance(given, tuple) else (given,)
+
+
+def in_words(given: Paths | None) -> str:
+    """Format the value of an option for a message.
+
+    >>> in_words(Path("a.csv")), in_words((Path("a.csv"), Path("b.csv"), Path("c.csv")))
+    ('a.csv', 'a.csv and 2 more')
+    """
+    if given is None:
+        return ""
+    first, *more = _all(given) or (Path(),)
+    return f"{first} and {len(more)} more" if more else str(first)
+
+
+def short_name(given: Paths) -> str:
+    """Return the name of the data for a table of results: the name of the first file without its suffixes."""
+    return _all(given)[0].name.partition(".")[0]
+
+
+def is_table_of(given: Paths, option: str) -> bool:
+    """Whether the files of an option are tables, according to the name of the first one."""
+    return is_table(files_of(given, option)[0])
+
+
+def read_samples(
+    given: Paths,
+    option: str,
+    *,
+    columns: Columns | None = None,
+    labels: Paths | None = None,
+    label_names: Path | None = None,
+    labeled: bool = True,
+) -> tuple[LabeledRows, Columns | None]:
+    """Read the samples of all files that an option names, each with `read_labeled`.
+
+    Args:
+        given: The files. All of them must have the same format and the same columns.
+        option: The option that named them, for error messages.
+        columns: The known roles of the columns of tables. All other roles are detected in the first file.
+        labels: The files of sparse labels for `.npz` files, in the same order.
+        label_names: A file with the names of numbered labels.
+        labeled: Whether labels are required.
+
+    Returns:
+        The samples in the order of the files, and the columns of tables. Invalid input raises `BadInput`.
+    """
+    files = files_of(given, option)
+    label_files: Sequence[Path | None] = [None] * len(files)
+    if labels is not None:
+        label_files = files_of(labels, f"{option}-labels")
+        if len(label_files) != len(files):
+            raise BadInput(
+                f"`{option}-labels` must name as many files as `{option}`, {len(files)}, but it names "
+                f"{len(label_files)}."
+            )
+    tables = is_table(files[0])
+    if len(files) > 1:
+        _check_formats(files, option, columns, labeled)
+    # Numbered labels are named last, because they are first sorted by number.
+    early = label_names if tables or len(files) == 1 else None
+    parts = list[LabeledRows]()
+    for path, its_labels in zip(files, label_files, strict=True):
+        rows, columns = read_labeled(
+            path, option, columns=columns, labels=its_labels, label_names=early, labeled=labeled
+        )
+        parts.append(rows)
+    if len(parts) == 1:
+        return parts[0], columns
+    return rename(_joined(parts), label_names if labeled and not tables else None, "--label-names"), columns
+
+
+def _check_formats(files: Sequence[Path], option: str, columns: Columns | None, labeled: bool) -> None:
+    """Raise `BadInput` if files differ in their format, their columns, or their numbers of features."""
+    first = files[0]
+    for path in files[1:]:
+        if _format(path) != _format(first):
+            raise BadInput(
+                f"All files of `{option}` must have the same format, but `{first}` is {_format(first)} and "
+                f"`{path}` is {_format(path)}."
+            )
+    known = columns or Columns()
+    if is_table(first) and labeled and not (known.labels and (known.texts or known.numbers)):
+        usual = column_names(first, option)
+        for path in files[1:]:
+            names = column_names(path, option)
+            if names is not None and usual is not None and set(names) != set(usual):
+                missing = [name for name in usual if name not in names]
+                more = [name for name in names if name not in usual]
+                has, lacks = (first, path) if missing else (path, first)
+                raise BadInput(
+                    f"All files of `{option}` must have the same columns, but `{has}` has "
+                    f"{listed(missing or more)}, and `{lacks}` does not."
+                )
+    if not is_table(first):
+        count = declared_features(first, option)
+        for path in files[1:]:
+            if (other := declared_features(path, option)) != count:
+                raise BadInput(
+                    f"All files of `{option}` must have the same number of features, but `{first}` declares "
+                    f"{count or 'no number'} and `{path}` {other or 'no number'}."
+                )
+
+
+def _format(path: Path) -> str:
+    return "a table" if is_table(path) else "an .npz file" if path.suffix == ".npz" else "svmlight text"
+
+
+def _joined(parts: list[LabeledRows]) -> LabeledRows:
+    """Join samples, with the union of their labels. The list is emptied in the process, to save memory."""
+    names = label_order({name for part in parts for name in part.names})
+    width = max(part.features.shape[1] for part in parts)
+    texts = None if parts[0].texts is None else [text for part in parts for text in part.texts or ()]
+    first = parts[0]
+    labels = stacked([part.with_labels(names).labels for part in parts], len(names))
+    blocks = [part.features for part in parts]
+    parts.clear()
+    return replace(first, features=stacked(blocks, width), labels=labels, names=names, texts=texts)
+
+
+def read_labeled(
+    path: Path,
+    option: str,
+    *,
+    columns: Columns | None = None,
+    labels: Path | None = None,
+    label_names: Path | None = None,
+    labeled: bool = True,
+) -> tuple[LabeledRows, Columns | None]:
+    """Read samples with their labels.
+
+    Args:
+        path: `*.csv`, `*.tsv`, `*.jsonl`, `*.ndjson` and `*.parquet` are tables, `*.npz` are sparse features,
+            and any other file is svmlight or the text format of the extreme classification repository. Text
+            may be gzipped.
+        option: The command-line option that gave the path, for error messages.
+        columns: The known roles of the columns of a table.
+        labels: The file of sparse labels for an `.npz`.
+        label_names: A file with the names of numbered labels.
+        labeled: Whether labels are required.
+
+    Returns:
+        The samples, and the columns of a table. Invalid input raises `BadInput`.
+    """
+    if labels is not None and path.suffix != ".npz":
+        raise BadInput(f"`{option}-labels` is for `.npz` files, but `{option}` names `{path}`.")
+    if is_table(path):
+        if label_names is not None:
+            raise BadInput(f"`--label-names` is for numbered labels, but `{path}` already has label names.")
+        return read_table(path, option, columns or Columns(), labeled)
+    if columns is not None and columns != Columns():
+        raise BadInput(f"`{path}` is not a table, so options that name columns do not apply to it.")
+    if path.suffix == ".npz":
+        if labeled and labels is None:
+            raise BadInput(
+                f"`{option}` names `{path}`. Pass a second `.npz` file with its labels as `{option}-labels`."
+            )
+        rows = read_csr_pair(path, option, labels, f"{option}-labels")
+    else:
+        rows = read_svmlight(path, option)
+    return rename(rows, label_names if labeled else None, "--label-names"), None
 
 
 class Files(NamedTuple):
@@ -204,6 +424,21 @@ def set_aside(rows: LabeledRows) -> tuple[LabeledRows, LabeledRows]:
         rest = count - first
         order = np.concatenate([labeled[:first], others[:rest], labeled[first:], others[rest:]])
     return rows.take(np.sort(order[count:])), rows.take(np.sort(order[:count]))
+
+
+def digest(data: Data) -> str:
+    """Return a hash of the training and validation samples: their order, features, texts and labels."""
+    found = hashlib.sha256("\0".join(data.training.names).encode())
+    for rows in (data.training, data.validation):
+        labels = rows.labels.sorted_indices()
+        indices = (rows.features.indptr, rows.features.indices, labels.indptr, labels.indices)
+        for values, kind in (*((one, np.int64) for one in indices), (rows.features.data, np.float32)):
+            found.update(len(values).to_bytes(8, "little"))
+            for start in range(0, len(values), _HASHED):
+                found.update(values[start : start + _HASHED].astype(kind).tobytes())
+        for text in rows.texts or ():
+            found.update(f"{len(text)} {text}".encode())
+    return found.hexdigest()
 
 
 def kept_labels(labels: Matrix, keep: float | Literal["one"], seed: int) -> Matrix:

@@ -12,13 +12,12 @@ from typing import Any
 from rich.table import Table
 
 from torchlml_lab.cli_errors import BadInput
-from torchlml_lab.data.several_files import short_name
 from torchlml_lab.engine import output
 from torchlml_lab.engine.output import StudyTable, Tried, new_console, plain_table, spread
 from torchlml_lab.engine.run import train
 from torchlml_lab.engine.sweep import Grid, check_grid, checked_runs, read_tuned, resuming, run_grid
 from torchlml_lab.multilabel.losses import named
-from torchlml_lab.multilabel.samples import Files, read_files, split
+from torchlml_lab.multilabel.samples import Files, read_files, short_name, split
 from torchlml_lab.multilabel.settings import EXPERIMENT, MultilabelSettings, SweepSettings
 from torchlml_lab.multilabel.training import check, task
 

@@ -40,9 +40,11 @@ from torchlml_lab.multilabel.model import (
     store_linear,
 )
 from torchlml_lab.multilabel.preparation import LaterInputs, Preparation
-from torchlml_lab.multilabel.samples import Batches, Data, label_lists, read
+from torchlml_lab.multilabel.samples import Batches, Data, digest, label_lists, read
 from torchlml_lab.multilabel.settings import EXPERIMENT, WITH_K, MultilabelSettings
 
+# The settings that determine the weights of a run, together with its samples and its model.
+_TRAINING = ("loss", "k", "dropout", "epochs", "patience", "batch_size", "learning_rate", "mixed_precision")
 PATIENT_STEPS = 100  # in steps, because epochs of small files are too short to judge progress
 
 
@@ -94,6 +96,9 @@ def run(
         held_out = built.linear.held_out()
         if PartialState().is_main_process:
             say([built.linear.in_words()], console)
+    if built.unchanged and PartialState().is_main_process:
+        kept = f"`{settings.continue_from}` had stopped improving on the same samples"
+        say([f"{kept}, so its weights are kept."], console)
     return (
         TrainedLabels(
             settings=from_json(MultilabelSettings, folder / SETTINGS_FILE),
@@ -113,6 +118,8 @@ class Built(NamedTuple):
     task: Task
     prepared: Preparation
     linear: "LinearFit | None"
+    unchanged: bool
+    """Whether the run repeats an earlier run that had stopped improving, so its weights are kept."""
 
 
 def completed(settings: MultilabelSettings) -> MultilabelSettings:
@@ -212,7 +219,8 @@ def build_task(settings: MultilabelSettings, data: Data) -> Built:
     # Validation samples that were set aside from `--train` become training samples at the end.
     later = data.validation if combined and settings.valid is None else None
     start = earlier = None
-    known = False
+    known = same_samples = False
+    identity = digest(data)
     if settings.continue_from is None:
         prepared = prepare.fit(data.training, data.columns, k, later, rare=combined)
         model = new_network(settings, prepared)
@@ -221,10 +229,13 @@ def build_task(settings: MultilabelSettings, data: Data) -> Built:
         prepared = prepare.continued(earlier.preparation, data.training, k)
         model = new_network(settings, prepared)
         known = len(prepared.labels) == len(earlier.preparation.labels)
+        same_samples = identity == earlier.preparation.digest
         if earlier.network.linear is not None:
             final = earlier.network.linear
             held_out_part = (earlier.held_out or final).part(len(prepared.labels))
-            start = linear.Start(held_out_part, final.part(len(prepared.labels)), complete=known)
+            start = linear.Start(held_out_part, final.part(len(prepared.labels)), known, same_samples)
+    prepared = replace(prepared, digest=identity)
+    unchanged = same_samples and _stopped_improving(settings)
     rate = settings.learning_rate if settings.hidden else 10 * settings.learning_rate
     # Several processes add up dense gradients only.
     alone = not (dist.is_available() and dist.is_initialized())
@@ -267,7 +278,9 @@ def build_task(settings: MultilabelSettings, data: Data) -> Built:
         printed=tuple(dict.fromkeys(("precision@1", chosen_by))),
         # With few labels the matrices are too small to benefit from several threads.
         threads=1 if settings.batch_size * len(prepared.labels) < 2**20 else None,
-        patience=settings.patience
+        patience=0
+        if unchanged
+        else settings.patience
         # With a linear part, the last improvements of the network matter less.
         or max(5 if found is None else 3, math.ceil(PATIENT_STEPS * settings.batch_size / len(training))),
         stored={prepare.FILE: prepared.to_json()},
@@ -276,7 +289,16 @@ def build_task(settings: MultilabelSettings, data: Data) -> Built:
         combine=None if found is None else found.combine,
         refit=None if found is None else found.refit,
     )
-    return Built(built, prepared, found)
+    return Built(built, prepared, found, unchanged)
+
+
+def _stopped_improving(settings: MultilabelSettings) -> bool:
+    """Whether the earlier run stopped early with the same settings, so that more epochs would not help."""
+    assert settings.continue_from is not None
+    earlier = from_json(MultilabelSettings, settings.continue_from / SETTINGS_FILE)
+    state = run_directory.RunFolder(settings.continue_from, EXPERIMENT).state()
+    alike = all(getattr(settings, name) == getattr(earlier, name) for name in _TRAINING)
+    return alike and state is not None and state.epoch < earlier.epochs
 
 
 def with_usable_loss(settings: MultilabelSettings, data: Data) -> MultilabelSettings:

@@ -1,4 +1,4 @@
-"""Files of labeled samples: svmlight, pairs of .npz files, and the choice of the reader for a file."""
+"""Files of sparse features and labels: svmlight, extreme-classification text, and pairs of .npz files."""
 
 import zipfile
 from collections.abc import Sequence
@@ -10,8 +10,7 @@ import numpy.typing as npt
 from scipy import sparse
 
 from torchlml_lab.cli_errors import BadInput, reason
-from torchlml_lab.data.labeled_rows import LabeledRows, LabelLists, Matrix, rename, stacked
-from torchlml_lab.data.tables import Columns, is_table, read_table
+from torchlml_lab.data.labeled_rows import LabeledRows, LabelLists, Matrix, stacked
 from torchlml_lab.files import read_blocks, shown
 
 _LARGEST = 2**31 - 1
@@ -232,46 +231,3 @@ def _read(path: Path, option: str) -> Matrix:
     if matrix.dtype.kind not in "biuf":
         raise BadInput(f"`{option}` names `{path}`, whose entries are {matrix.dtype}, not numbers.")
     return matrix
-
-
-def read_labeled(
-    path: Path,
-    option: str,
-    *,
-    columns: Columns | None = None,
-    labels: Path | None = None,
-    label_names: Path | None = None,
-    labeled: bool = True,
-) -> tuple[LabeledRows, Columns | None]:
-    """Read samples with their labels.
-
-    Args:
-        path: `*.csv`, `*.tsv`, `*.jsonl`, `*.ndjson` and `*.parquet` are tables, `*.npz` are sparse features,
-            and any other file is svmlight or the text format of the extreme classification repository. Text
-            may be gzipped.
-        option: The command-line option that gave the path, for error messages.
-        columns: The known roles of the columns of a table.
-        labels: The file of sparse labels for an `.npz`.
-        label_names: A file with the names of numbered labels.
-        labeled: Whether labels are required.
-
-    Returns:
-        The samples, and the columns of a table. Invalid input raises `BadInput`.
-    """
-    if labels is not None and path.suffix != ".npz":
-        raise BadInput(f"`{option}-labels` is for `.npz` files, but `{option}` names `{path}`.")
-    if is_table(path):
-        if label_names is not None:
-            raise BadInput(f"`--label-names` is for numbered labels, but `{path}` already has label names.")
-        return read_table(path, option, columns or Columns(), labeled)
-    if columns is not None and columns != Columns():
-        raise BadInput(f"`{path}` is not a table, so options that name columns do not apply to it.")
-    if path.suffix == ".npz":
-        if labeled and labels is None:
-            raise BadInput(
-                f"`{option}` names `{path}`. Pass a second `.npz` file with its labels as `{option}-labels`."
-            )
-        rows = read_csr_pair(path, option, labels, f"{option}-labels")
-    else:
-        rows = read_svmlight(path, option)
-    return rename(rows, label_names if labeled else None, "--label-names"), None
