@@ -19,15 +19,15 @@ from torchlml_lab import cli
 from torchlml_lab.cli_errors import BadInput
 from torchlml_lab.data.interactions import read_interactions
 from torchlml_lab.engine import run as engine_run
-from torchlml_lab.recommend import ease, sweep
+from torchlml_lab.recommend import item_weights, sweep
 from torchlml_lab.recommend.histories import Users, read, set_aside, some_users
 from torchlml_lab.recommend.settings import RecommendSettings, SweepSettings
 
-GROUPS, SIZE, HAS = 4, 30, 12  # each user has some of the items of their group
+GROUPS, SIZE, HAS = 4, 30, 12  # each user has 12 of the 30 items of one group
 
 
 def write_pairs(path, users=120, seed=0):
-    """Write a file in which users of four groups have items of their group. Returns each user's group."""
+    """Write a file in which users of four groups have items of their group, and return its path."""
     draw = random.Random(seed)
     lines = []
     for user in range(users):
@@ -39,7 +39,7 @@ def write_pairs(path, users=120, seed=0):
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
-    """A file of pairs, and a run of each model on it."""
+    """A directory with files of pairs and a run of each model."""
     place = tmp_path_factory.mktemp("recommend")
     train = write_pairs(place / "train.txt")
     draw = random.Random(9)
@@ -86,7 +86,7 @@ def run_of(folder, model):
 
 @pytest.mark.parametrize("model", ["autoencoder", "matrix-factorization"])
 def test_a_model_finds_the_items_of_a_users_group(folder, model):
-    # Of the 110 items that a user does not have, 20 are recommended, so chance is 0.18.
+    # Of the 108 items that a user does not have, 20 are recommended, so the recall by chance is 0.19.
     assert run_of(folder, model)["test"]["recall@20"] > 0.7
 
 
@@ -110,7 +110,7 @@ def test_evaluate_repeats_the_results_of_the_run_and_adds_popularity(folder, cap
         assert (place / "report.png").stat().st_size > 10_000
 
 
-def test_evaluate_takes_other_data_and_counts_unknown_users_and_items(folder, capsys, tmp_path):
+def test_evaluate_accepts_other_data_and_counts_unknown_users_and_items(folder, capsys, tmp_path):
     own = tmp_path / "later.csv"
     have = read_interactions(folder / "train.txt", "--train")
     old = have.items[have.of(0)[0]]
@@ -146,7 +146,7 @@ def test_predict_gives_new_items_of_the_group_with_probabilities(folder, capsys,
         assert chances == sorted(chances, reverse=True)
 
 
-def test_predict_knows_new_users_by_their_items_and_others_get_the_popular_ones(folder, capsys, tmp_path):
+def test_predict_uses_the_items_of_new_users_and_falls_back_to_popular_items(folder, capsys, tmp_path):
     data, out = tmp_path / "new.csv", tmp_path / "best.jsonl"
     data.write_text("user,item\nnew,g2-1\nnew,g2-5\nnew,g2-7\nnew,g2-9\nstranger,unheard-of\nu0,g0-0\n")
     predict = ["predict", str(folder / "autoencoder"), "--data", str(data), "--out", str(out)]
@@ -164,7 +164,7 @@ def test_predict_knows_new_users_by_their_items_and_others_get_the_popular_ones(
     assert [int(counts[have.items.index(item)]) for item in stranger["items"]] == counts.topk(
         5
     ).values.tolist()
-    # User embeddings contain no information about a new user, regardless of that user's items.
+    # Without items, a new user is unknown to matrix factorization too.
     assert cli.main(["predict", str(folder / "matrix-factorization"), "--users", "new", "u3"]) == 0
     said = capsys.readouterr().out
     assert "1 of 2 users are unknown" in said
@@ -182,7 +182,7 @@ def test_a_user_who_has_almost_everything_gets_the_rest(folder, capsys, tmp_path
     assert everything["items"] == []
 
 
-def test_other_data_than_those_of_the_run_are_rejected(folder, capsys, tmp_path):
+def test_training_data_that_differ_from_those_of_the_run_are_rejected(folder, capsys, tmp_path):
     other = write_pairs(tmp_path / "other.txt", seed=1)
     for command in ("evaluate", "predict"):
         said = rejected(capsys, [command, folder / "autoencoder", "--train", other])
@@ -237,7 +237,7 @@ def test_two_processes_count_every_user_once(folder, capsys, tmp_path):
     assert [float(number) for number in numbers] == pytest.approx(expected, abs=0.0051)
 
 
-def test_a_sweep_is_a_table_and_a_figure(folder, capsys, tmp_path):
+def test_a_sweep_gives_a_table_and_a_figure(folder, capsys, tmp_path):
     options = [
         "--run.train",
         folder / "train.txt",
@@ -366,7 +366,7 @@ def test_bad_requests_of_a_run_are_rejected(folder, capsys, options, needle):
     assert needle in rejected(capsys, [command, folder / "autoencoder", *rest])
 
 
-def test_the_held_out_pairs_are_a_fixed_part_of_some_users(folder):
+def test_the_held_out_pairs_are_a_fixed_share_of_the_pairs_of_some_users(folder):
     have = read_interactions(folder / "train.txt", "--train")
     kept, aside = set_aside(have, 40)
     assert int((aside.counts > 0).sum()) == 40
@@ -385,7 +385,7 @@ DEFAULT = ["--epochs", "3", "--dimension", "8"]
 
 @pytest.fixture(scope="module")
 def default_run(folder, tmp_path_factory):
-    """A run of all models."""
+    """A run with the default model, which combines all models."""
     out = tmp_path_factory.mktemp("auto") / "run"
     words = [
         "train",
@@ -402,12 +402,13 @@ def default_run(folder, tmp_path_factory):
 
 
 def test_the_default_is_at_least_as_good_on_validation_as_every_model(default_run, capsys):
-    found = {name: run_of(default_run, name) for name in ("ease", "autoencoder", "matrix-factorization")}
+    names = ("ease", "graph-filter", "autoencoder", "matrix-factorization")
+    found = {name: run_of(default_run, name) for name in names}
     result = json.loads((default_run / "result.json").read_text())
     best = max(one["validation"]["recall@20"] for one in found.values())
     assert result["validation"]["recall@20"] >= best - 1e-6
     assert result["seconds"] == pytest.approx(sum(one["seconds"] for one in found.values()))
-    assert found["ease"]["best_epoch"] == 0
+    assert found["ease"]["best_epoch"] == found["graph-filter"]["best_epoch"] == 0
     choice = json.loads((default_run / "choice.json").read_text())
     assert sum(choice["weights"].values()) == 1
     assert set(choice["weights"]) == set(choice["factors"]) <= set(found)
@@ -419,9 +420,7 @@ def test_the_default_is_at_least_as_good_on_validation_as_every_model(default_ru
     assert cli.main(["predict", str(default_run), "--top", "2"]) == 0
 
 
-def test_the_default_resumes_after_a_kill_and_is_overwritten(
-    folder, default_run, monkeypatch, capsys, tmp_path
-):
+def test_a_default_run_can_be_resumed_and_overwritten(folder, default_run, monkeypatch, capsys, tmp_path):
     words = ["train", "recommend", "--train", str(folder / "train.txt"), "--test", str(folder / "test.txt")]
     words += [*DEFAULT, "--out", str(tmp_path / "run")]
     epoch = engine_run._Run._epoch
@@ -449,18 +448,23 @@ def test_the_default_resumes_after_a_kill_and_is_overwritten(
     assert run_of(tmp_path / "run", "autoencoder")["best_epoch"] == 1
 
 
-def test_too_little_memory_leaves_out_ease(folder, monkeypatch, capsys, tmp_path):
-    monkeypatch.setattr(ease, "memory_available", lambda: 0)
+def test_models_in_closed_form_are_left_out_if_memory_is_too_small(folder, monkeypatch, capsys, tmp_path):
+    monkeypatch.setattr(item_weights, "memory_available", lambda: 0)
     words = ["train", "recommend", "--train", str(folder / "train.txt"), "--out", str(tmp_path / "run")]
     assert cli.main([*words, *DEFAULT, "--epochs", "1"]) == 0
     why = "it needs 0.0 GB of memory and 0.0 GB are available"
-    assert f"`ease` is left out, because {why}." in capsys.readouterr().out
-    assert not (tmp_path / "run" / "ease").exists()
+    said = capsys.readouterr().out
+    for name in ("ease", "graph-filter"):
+        assert f"`{name}` is left out, because {why}." in said
+        assert not (tmp_path / "run" / name).exists()
     assert cli.main(["predict", str(tmp_path / "run")]) == 0
 
 
-def test_ease_that_does_not_fit_is_rejected_and_nothing_is_written(folder, monkeypatch, capsys, tmp_path):
-    monkeypatch.setattr(ease, "memory_available", lambda: 100_000)
+@pytest.mark.parametrize("model", ["ease", "graph-filter"])
+def test_a_model_that_does_not_fit_is_rejected_and_nothing_is_written(
+    folder, monkeypatch, capsys, tmp_path, model
+):
+    monkeypatch.setattr(item_weights, "memory_available", lambda: 100_000)
     words = [
         "train",
         "recommend",
@@ -469,26 +473,27 @@ def test_ease_that_does_not_fit_is_rejected_and_nothing_is_written(folder, monke
         "--out",
         tmp_path / "run",
         "--model",
-        "ease",
+        model,
     ]
-    assert "`--model ease` needs about 0.0 GB for 120 users and 120 items" in rejected(capsys, words)
+    assert f"`--model {model}` needs about 0.0 GB for 120 users and 120 items" in rejected(capsys, words)
     assert not (tmp_path / "run").exists()
 
 
 def test_the_seconds_of_ease_include_the_fit(folder, monkeypatch, capsys, tmp_path):
-    fit = ease.fit
+    fit = item_weights.fit_ease
 
     def slow(*given):
         time.sleep(0.5)
         return fit(*given)
 
-    monkeypatch.setattr(ease, "fit", slow)
+    monkeypatch.setattr(item_weights, "fit_ease", slow)
     words = ["train", "recommend", "--train", folder / "train.txt", "--out", tmp_path / "run"]
     assert cli.main([*map(str, words), "--model", "ease", "--penalty", "20"]) == 0
     assert 0.5 <= json.loads((tmp_path / "run" / "result.json").read_text())["seconds"] < 60
 
 
-def test_ease_alone_recommends_to_new_users(folder, capsys, tmp_path):
+@pytest.mark.parametrize("model", ["ease", "graph-filter"])
+def test_a_model_in_closed_form_recommends_to_new_users(folder, capsys, tmp_path, model):
     words = [
         "train",
         "recommend",
@@ -497,7 +502,7 @@ def test_ease_alone_recommends_to_new_users(folder, capsys, tmp_path):
         "--out",
         tmp_path / "run",
         "--model",
-        "ease",
+        model,
     ]
     assert cli.main([*map(str, words), "--penalty", "20"]) == 0
     assert "fitted, validation recall@20" in capsys.readouterr().out
@@ -506,7 +511,7 @@ def test_ease_alone_recommends_to_new_users(folder, capsys, tmp_path):
     assert cli.main(["predict", str(tmp_path / "run"), "--data", str(data), "--out", str(out)]) == 0
     assert all(item.startswith("g2-") for item in json.loads(out.read_text())["items"])
     said = rejected(capsys, ["step-time", tmp_path / "run"])
-    assert "is `ease`, which has no training steps of its own" in said
+    assert f"is `{model}`, which has no training steps of its own" in said
 
 
 def test_graph_layers_recommend_to_new_users(folder, tmp_path):
@@ -522,7 +527,7 @@ def test_graph_layers_recommend_to_new_users(folder, tmp_path):
 def test_the_latest_items_are_held_out_by_time(tmp_path):
     path = tmp_path / "a.inter"
     lines = ["user_id:token\titem_id:token\trating:float\ttimestamp:float"]
-    # Ten items of each user, in a random order of the file; the rating is 1 for the last item.
+    # Each user has ten items, in random order in the file. The latest item has the rating 1.
     order = random.Random(0).sample([(u, i) for u in range(8) for i in range(10)], 80)
     lines += [f"u{u}\ti{i}\t{1 if i == 9 else 4.5}\t{1000 * u + i}" for u, i in order]
     path.write_text("\n".join(lines) + "\n")

@@ -12,13 +12,13 @@ from accelerate import Accelerator
 from torchlml_lab.cli_errors import BadInput
 from torchlml_lab.data.interactions import Interactions
 from torchlml_lab.multilabel.losses import PADDING, named, padded, topk_softmax
-from torchlml_lab.recommend import ease
+from torchlml_lab.recommend import item_weights
 from torchlml_lab.recommend.histories import Batch, Users
 from torchlml_lab.recommend.model import Autoencoder, MatrixFactorization, choose, graph, propagate
 from torchlml_lab.recommend.ranking import fit_scale, measures
 
 
-def test_measures_are_those_of_a_plain_computation():
+def test_measures_match_a_direct_computation():
     torch.manual_seed(0)
     users, items, ks = 37, 160, (1, 5, 20, 100)
     scores = torch.randn(users, items)
@@ -42,7 +42,7 @@ def test_measures_are_those_of_a_plain_computation():
             assert found[f"{name}@{k}"] == pytest.approx(value, abs=1e-6), (name, k)
 
 
-def test_the_autoencoder_is_the_dense_one():
+def test_the_autoencoder_matches_a_dense_computation():
     torch.manual_seed(0)
     model = Autoencoder(items=11, dimension=3, dropout=0.5, level=-2.0).eval()
     lists = [[1, 4, 7], [], [0, 1, 2, 3, 9]]
@@ -64,7 +64,7 @@ def test_matrix_factorization_scores_are_cosines_over_the_temperature():
 
 
 def random_pairs(users, items, seed=0, share=0.3, new_to=None):
-    """Random pairs, and their matrix (users, items), without those of the matrix `new_to`."""
+    """Random pairs and their matrix (users, items), without the pairs in the matrix `new_to`."""
     matrix = torch.rand(users, items, generator=torch.Generator().manual_seed(seed)) < share
     if new_to is not None:
         matrix &= new_to == 0
@@ -73,9 +73,9 @@ def random_pairs(users, items, seed=0, share=0.3, new_to=None):
     return Interactions(*names, starts, matrix.nonzero()[:, 1]), matrix.double()
 
 
-@pytest.mark.parametrize(("users", "items"), [(40, 9), (7, 11)])  # fewer items, fewer users
+@pytest.mark.parametrize(("users", "items"), [(40, 9), (7, 11)])  # fewer items than users, and vice versa
 def test_ease_is_a_ridge_regression_of_each_item_on_the_others(monkeypatch, users, items):
-    monkeypatch.setattr(ease, "ROWS", 4)  # several blocks
+    monkeypatch.setattr(item_weights, "ROWS", 4)  # so that there are several blocks
     have, matrix = random_pairs(users, items)
     have = have.keep(have.user != 2)  # this user has no items
     matrix[2] = 0
@@ -85,7 +85,7 @@ def test_ease_is_a_ridge_regression_of_each_item_on_the_others(monkeypatch, user
         others = np.delete(np.arange(items), item)
         a = x[:, others]
         expected[others, item] = np.linalg.solve(a.T @ a + penalty * np.eye(items - 1), a.T @ x[:, item])
-    model, chosen = ease.fit(have, penalty, lambda _: pytest.fail("there is nothing to choose"))
+    model, chosen = item_weights.fit_ease(have, penalty, lambda _: pytest.fail("there is nothing to choose"))
     assert chosen == penalty
     alone = model(torch.zeros(items), torch.arange(items)[:, None]).scores().detach().numpy()
     assert np.allclose(alone, expected, atol=1e-6)
@@ -96,9 +96,9 @@ def test_ease_is_a_ridge_regression_of_each_item_on_the_others(monkeypatch, user
 
 
 def test_ease_keeps_the_largest_weights_of_each_item(monkeypatch):
-    monkeypatch.setattr(ease, "KEPT", 3)
+    monkeypatch.setattr(item_weights, "KEPT", 3)
     weights = torch.randn(8, 8, generator=torch.Generator().manual_seed(0))
-    model = ease.Ease(8)
+    model = item_weights.ItemWeights(8)
     model.set_weights(torch.arange(8), [weights])
     expected = torch.zeros(8, 8)
     for row in range(8):
@@ -110,9 +110,9 @@ def test_ease_keeps_the_largest_weights_of_each_item(monkeypatch):
 
 
 def test_ease_of_many_users_and_items_has_weights_for_the_most_popular_items_only(monkeypatch):
-    monkeypatch.setattr(ease, "MOST", 4)
+    monkeypatch.setattr(item_weights, "MOST", 4)
     have, matrix = random_pairs(40, 9)
-    model, _ = ease.fit(have, 3.0, lambda _: 0.0)
+    model, _ = item_weights.fit_ease(have, 3.0, lambda _: 0.0)
     counts = matrix.sum(0)
     chosen = sorted(sorted(range(9), key=lambda item: (-counts[item], item))[:4])
     x = matrix[:, chosen].numpy()
@@ -131,26 +131,56 @@ def test_ease_chooses_the_penalty_by_the_metric():
         size[len(size)] = float(model.weight.detach().norm())
         return [0.1, 0.3, 0.2, 0.3, 0.0][len(size) - 1]
 
-    model, penalty = ease.fit(have, None, recall)
-    assert penalty == ease.PENALTIES[1]
+    model, penalty = item_weights.fit_ease(have, None, recall)
+    assert penalty == item_weights.PENALTIES[1]
     assert float(model.weight.detach().norm()) == pytest.approx(size[1])
-    assert list(size.values()) == sorted(size.values(), reverse=True)  # larger penalties, smaller weights
+    assert list(size.values()) == sorted(size.values(), reverse=True)  # larger penalties give smaller weights
 
 
 def test_ease_raises_before_any_work_if_its_matrices_do_not_fit(monkeypatch):
     have, _ = random_pairs(30, 8)
-    monkeypatch.setattr(ease, "memory_available", lambda: 8 * 8 * 23)
-    monkeypatch.setattr(ease, "products", lambda *_: pytest.fail("it must raise before"))
+    monkeypatch.setattr(item_weights, "memory_available", lambda: 8 * 8 * 23)
+    monkeypatch.setattr(item_weights, "products", lambda *_: pytest.fail("the matrices were computed"))
     with pytest.raises(
         BadInput, match=r"needs about 0.0 GB for 28 users and 8 items, but only 0.0 GB of memory"
     ):
-        ease.fit(have, 1.0, lambda _: 0.0)
-    assert ease.memory_needed(29_858, 40_981) == 29_858**2 * 4 + 40_981 * 1_024 * 8
-    assert 0 < ease.memory_available() < 2**50
+        item_weights.fit_ease(have, 1.0, lambda _: 0.0)
+    assert item_weights.memory_needed("ease", 29_858, 40_981) == 29_858**2 * 4 + 40_981 * 1_024 * 8
+    assert 0 < item_weights.memory_available() < 2**50
+
+
+@pytest.mark.parametrize(("users", "items", "rank"), [(40, 9, 3), (7, 11, 512)])
+def test_the_graph_filter_is_the_dense_one_with_the_best_weight(monkeypatch, users, items, rank):
+    monkeypatch.setattr(item_weights, "ROWS", 4)  # several blocks
+    monkeypatch.setattr(item_weights, "RANK", rank)
+    have, matrix = random_pairs(users, items)
+    tried = []
+
+    def recall(model):
+        tried.append(model.weight.detach().clone())
+        return [0.1, 0.3, 0.2][len(tried) - 1]
+
+    model, weight = item_weights.fit_graph_filter(have, recall)
+    assert weight == item_weights.LOW_PASS_WEIGHTS[1]
+    assert len(tried) == 3
+    x = matrix.numpy()
+    x = x[x.sum(1) > 0]
+    root = np.sqrt(np.maximum(x.sum(0), 1))
+    n = x / np.sqrt(x.sum(1))[:, None] / root
+    v = np.linalg.svd(n)[2][: min(rank, len(x) - 1, items - 1)].T
+    expected = n.T @ n + weight * (v / root[:, None]) @ (v * root[:, None]).T
+    alone = model(torch.zeros(items), torch.arange(items)[:, None]).scores().detach().numpy()
+    assert np.allclose(alone, expected, atol=1e-5)
+
+
+def test_the_graph_filter_of_a_single_item_has_no_low_pass_part():
+    have, _ = random_pairs(5, 1, share=1.0)
+    model, _ = item_weights.fit_graph_filter(have, lambda _: 0.0)
+    assert model(torch.zeros(1), torch.zeros(1, 1, dtype=torch.int64)).scores().item() == pytest.approx(1.0)
 
 
 def dense_propagation(matrix, layers):
-    """The mean of the powers of the symmetrically normalized adjacency matrix, float64."""
+    """The mean of the powers of the symmetrically normalized adjacency matrix, in float64."""
     users, items = matrix.shape
     a = torch.zeros(users + items, users + items, dtype=torch.float64)
     a[:users, users:], a[users:, :users] = matrix, matrix.T
@@ -169,7 +199,7 @@ def test_propagation_is_the_mean_of_the_powers_of_a_dense_matrix(layers):
     assert torch.allclose(found, dense @ vectors, atol=1e-6)  # the weights of the graph are float32
 
 
-def test_a_model_with_layers_has_the_scores_and_gradients_of_the_dense_one():
+def test_a_model_with_layers_has_the_scores_and_gradients_of_a_dense_model():
     have, matrix = random_pairs(11, 7, share=0.25)
     torch.manual_seed(0)
     model = MatrixFactorization(11, 7, 3, 0.2, -1.0, graph(have), 2)
@@ -187,7 +217,7 @@ def test_a_model_with_layers_has_the_scores_and_gradients_of_the_dense_one():
         assert own.grad is not None
         assert leaf.grad is not None
         assert torch.allclose(own.grad.double(), leaf.grad, atol=1e-4)
-    # Evaluation computes the vectors once, and a new mode computes them again.
+    # In evaluation mode, the vectors are computed only once. Calling `eval` again recomputes them.
     with torch.no_grad():
         model.eval()
         assert torch.allclose(model(users, history).scores().double(), expected, atol=1e-5)
@@ -201,7 +231,8 @@ def test_new_users_get_the_vector_that_the_layers_would_give_them():
     torch.manual_seed(0)
     model = MatrixFactorization(11, 7, 3, 0.2, -1.0, graph(have), 2).eval()
     items = torch.tensor([1, 2, 5])
-    # A new user sends no messages to items, so the items have the vectors of all layers before the last one.
+    # A new user sends no messages to items, so the vectors of the items are those of the layers before the
+    # last one.
     sent = (dense_propagation(matrix, 1) @ torch.cat([model.user, model.item]).double())[11:]
     vector = (sent[items] * matrix.sum(0)[items, None].rsqrt()).sum(0)
     item = model.vectors()[1].double()
@@ -220,7 +251,7 @@ def test_topk_softmax_is_a_weighted_softmax_with_the_exact_threshold():
 
     def weights(row):
         low, high = -50.0, 50.0
-        for _ in range(200):  # bisection of the threshold
+        for _ in range(200):  # find the threshold by bisection
             middle = (low + high) / 2
             low, high = (middle, high) if (1 / (1 + np.exp(middle - row))).sum() > k else (low, middle)
         return 1 / (1 + np.exp((low - row) / width))
@@ -248,7 +279,7 @@ def test_topk_softmax_is_a_weighted_softmax_with_the_exact_threshold():
 
 
 @pytest.mark.parametrize("name", ["lml-labels", "softmax", "bce", "truncated-entropy-2", "topk-softmax-3"])
-def test_the_loss_of_factors_is_that_of_their_scores(name):
+def test_the_loss_of_factors_equals_that_of_their_scores(name):
     torch.manual_seed(0)
     loss, rows, n = named(name), 300, 20
     hidden, weight, bias = torch.randn(rows, 4), torch.randn(n, 4), torch.randn(n)
@@ -271,7 +302,7 @@ class Fixed(torch.nn.Module):
         self.values = values
 
     def forward(self, users, history):
-        return ease.Scores(self.values[users])
+        return item_weights.Scores(self.values[users])
 
 
 def test_the_weights_are_those_of_the_best_mixture():
@@ -282,7 +313,7 @@ def test_the_weights_are_those_of_the_best_mixture():
     noise = torch.randn(2, users, items)
     split = Users(history, later)
     half = torch.arange(items) < items // 2
-    # Each of two models knows one half of the items; the third knows nothing.
+    # Each of the first two models ranks one half of the items well. The third one returns noise.
     models = {
         "first": Fixed(noise[0] + 6 * (matrix.float() * half)),
         "second": Fixed(100 * (noise[1] + 6 * (matrix.float() * ~half))),

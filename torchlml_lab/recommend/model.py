@@ -3,9 +3,10 @@
 import dataclasses
 import math
 from collections.abc import Mapping
+from functools import partial
 from itertools import product
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, get_args
 
 import torch
 from torch import Tensor, nn
@@ -16,10 +17,10 @@ from torchlml_lab.data.interactions import Interactions
 from torchlml_lab.engine import run_directory
 from torchlml_lab.files import read_record
 from torchlml_lab.multilabel.losses import PADDING
-from torchlml_lab.recommend.ease import Ease, Scores
-from torchlml_lab.recommend.histories import Data, Users, read
-from torchlml_lab.recommend.ranking import ROWS, fit_scale, measures, of_network
-from torchlml_lab.recommend.settings import RecommendSettings
+from torchlml_lab.recommend.histories import Batch, Data, Users, read
+from torchlml_lab.recommend.item_weights import ItemWeights, Scores
+from torchlml_lab.recommend.ranking import ROWS, fit_scale, measures, of_network, split
+from torchlml_lab.recommend.settings import ClosedForm, RecommendSettings
 
 
 class Factors(NamedTuple):
@@ -268,8 +269,8 @@ def network(settings: RecommendSettings, data: Data) -> nn.Module:
     users, items = len(training.users), len(training.items)
     level = math.log(len(training) / (int((training.counts > 0).sum()) * items))
     model: nn.Module
-    if settings.model == "ease":
-        model = Ease(items)
+    if settings.model in get_args(ClosedForm):
+        model = ItemWeights(items)
     elif settings.model == "autoencoder":
         model = Autoencoder(items, settings.dimension, settings.dropout, level)
     else:
@@ -282,6 +283,10 @@ def network(settings: RecommendSettings, data: Data) -> nn.Module:
 
 SHARES = (0.0, 0.25, 0.5, 0.75, 1.0)
 """The weights of a model to choose from."""
+
+
+def _given(scores: Tensor, _: Batch) -> Tensor:
+    return scores
 
 
 def choose(models: Mapping[str, nn.Module], users: Users, metric: str) -> Choice:
@@ -301,19 +306,23 @@ def choose(models: Mapping[str, nn.Module], users: Users, metric: str) -> Choice
     weights = [one for one in product(SHARES, repeat=len(models)) if math.isclose(sum(one), 1.0)]
     weights.sort(key=lambda one: sum(weight > 0 for weight in one))
 
-    def mixture(one: tuple[float, ...]) -> Mixture:
-        factors = {name: weight * scales[name] for name, weight in zip(models, one, strict=True) if weight}
-        return Mixture({name: models[name] for name in factors}, factors)
-
     ks = (int(metric.partition("@")[2]),)
-    values = [measures(of_network(mixture(one)), users.batches(ROWS), None, ks)[metric] for one in weights]
-    best = weights[values.index(max(values))]
-    chosen = mixture(best)
-    scale = fit_scale(of_network(chosen), users)
-    return Choice(
-        {name: weight for name, weight in zip(models, best, strict=True) if weight},
-        {name: scale * factor for name, factor in chosen.factors.items()},
-    )
+    values = [0.0] * len(weights)
+    # Metrics are means over users, so those of the parts add up. The models score every part only once.
+    for batch in users.batches(ROWS):
+        for part in split(batch, ROWS):
+            scores = torch.stack(
+                [scales[name] * of_network(model)(part).float() for name, model in models.items()]
+            )
+            for place, one in enumerate(weights):
+                mixed = torch.tensordot(torch.tensor(one), scores, 1)
+                ranked = measures(partial(_given, mixed), [part], None, ks)
+                values[place] += ranked[metric] * len(part.users) / len(users)
+    best = dict(zip(models, weights[values.index(max(values))], strict=True))
+    chosen = {name: weight for name, weight in best.items() if weight}
+    factors = {name: weight * scales[name] for name, weight in chosen.items()}
+    scale = fit_scale(of_network(Mixture({name: models[name] for name in factors}, factors)), users)
+    return Choice(chosen, {name: scale * factor for name, factor in factors.items()})
 
 
 class TrainedRecommender(NamedTuple):

@@ -9,7 +9,8 @@ import tyro
 from torchlml_lab.engine.settings import GridSettings, StepTimeSettings, TrainSettings
 from torchlml_lab.multilabel.settings import AnyLossName, PerRow
 
-Candidate = Literal["ease", "autoencoder", "matrix-factorization"]
+ClosedForm = Literal["ease", "graph-filter"]
+Candidate = Literal[ClosedForm, "autoencoder", "matrix-factorization"]
 Model = Literal["auto", Candidate]
 
 
@@ -35,9 +36,10 @@ class RecommendSettings(TrainSettings):
     """Validate on the latest items of each user, by the column `timestamp` of a table or in the order of a
     line; by default on random ones."""
     model: Model = "auto"
-    """ease: a linear model of the user's items in closed form. autoencoder: a network of the user's items.
-    matrix-factorization: a vector for every user and item, compared by cosine. auto: all three, combined with
-    weights that are chosen on the validation users."""
+    """ease: a linear model of the user's items in closed form. graph-filter: the user's items smoothed over
+    the graph of users and items. autoencoder: a network of the user's items. matrix-factorization: a vector
+    for every user and item, compared by cosine. auto: all four, combined with weights that are chosen on the
+    validation users."""
     loss: AnyLossName | None = None
     """The loss over all items: lml, softmax, bce, truncated-entropy or topk-softmax; by default lml, or bce
     for matrix factorization without graph layers."""
@@ -118,7 +120,7 @@ class SweepSettings(GridSettings):
 
     out: Path = Path("runs/recommend-sweep")
     models: tuple[Model, ...] = ("autoencoder", "matrix-factorization")
-    """The models to run. `auto` and `ease` do not use the losses."""
+    """The models to run. `auto`, `ease` and `graph-filter` do not use the losses."""
     losses: tuple[str, ...] = ("lml-labels", "lml-20", "softmax", "bce", "truncated-entropy-1")
     """The losses: softmax, bce, lml-K, lml-labels (K is each user's number of items), truncated-entropy-K,
     topk-softmax-K."""

@@ -21,7 +21,7 @@ from torchlml_lab.multilabel.losses import named
 from torchlml_lab.recommend.histories import Data, read
 from torchlml_lab.recommend.model import EXPERIMENT
 from torchlml_lab.recommend.settings import Model, RecommendSettings, SweepSettings
-from torchlml_lab.recommend.training import check, completed, loss_of, task, train_all
+from torchlml_lab.recommend.training import WITHOUT_LOSS, check, completed, loss_of, task, train_all
 
 
 @dataclass(frozen=True)
@@ -140,7 +140,7 @@ def _runs(settings: SweepSettings) -> Iterator[RecommendSettings]:
 
 def _methods(settings: SweepSettings) -> Iterator[tuple[Model, Method]]:
     for model in settings.models:
-        if model in ("ease", "auto"):
+        if model in WITHOUT_LOSS:
             yield model, Method(model, settings.run.layers if model == "auto" else 0, OWN)
             continue
         for layers in settings.layer_counts if model == "matrix-factorization" else (0,):
@@ -177,7 +177,7 @@ def record(settings: RecommendSettings, result: dict[str, Any], users: int) -> R
     return RankingRecord(
         model=settings.model,
         layers=settings.layers if settings.model in ("auto", "matrix-factorization") else 0,
-        loss=OWN if settings.model in ("auto", "ease") else str(loss_of(settings)),
+        loss=OWN if settings.model in WITHOUT_LOSS else str(loss_of(settings)),
         users=users,
         seed=settings.seed,
         dimension=settings.dimension,

@@ -27,7 +27,7 @@ from torchlml_lab.engine.sweep import resuming
 from torchlml_lab.files import check_folder
 from torchlml_lab.multilabel.losses import LabelLoss, loss_with_usual_k
 from torchlml_lab.multilabel.settings import AnyLossName
-from torchlml_lab.recommend import ease
+from torchlml_lab.recommend import item_weights
 from torchlml_lab.recommend.histories import Batch, Data, Users, by_popularity, read, read_later
 from torchlml_lab.recommend.model import (
     CHOICE,
@@ -41,9 +41,17 @@ from torchlml_lab.recommend.model import (
     network,
 )
 from torchlml_lab.recommend.ranking import KS, ROWS, calibration, fit_scale, measures, of_network
-from torchlml_lab.recommend.settings import Candidate, EvaluateSettings, LossTimesSettings, RecommendSettings
+from torchlml_lab.recommend.settings import (
+    Candidate,
+    ClosedForm,
+    EvaluateSettings,
+    LossTimesSettings,
+    RecommendSettings,
+)
 
 CANDIDATES: tuple[Candidate, ...] = get_args(Candidate)
+CLOSED_FORM: tuple[ClosedForm, ...] = get_args(ClosedForm)
+WITHOUT_LOSS = ("auto", *CLOSED_FORM)
 
 
 class Recipe(NamedTuple):
@@ -55,7 +63,9 @@ class Recipe(NamedTuple):
 
 
 RECIPES: dict[str, Recipe] = {
-    "ease": Recipe("softmax", 128, 1.0),  # only the batch size is used, for the evaluation
+    # Of these two, only the batch size is used, for the evaluation.
+    "ease": Recipe("softmax", 128, 1.0),
+    "graph-filter": Recipe("softmax", 128, 1.0),
     "autoencoder": Recipe("lml", 128, 0.006),
     "matrix-factorization": Recipe("bce", 128, 0.02),
 }
@@ -146,21 +156,23 @@ def train_all(
             say(_introduction(settings, data), console)
         results: dict[Candidate, dict[str, Any]] = {}
         for name in CANDIDATES:
-            why = _why_not_ease(data.training) if name == "ease" else None
+            why = _lacks_memory(name, data.training)
             if why is None or (folder.path / name / "run.json").exists():
                 results[name] = _train_one(settings, name, folder.path, data, console)
             elif main:
-                say([f"`ease` is left out, because {why}."], console)
+                say([f"`{name}` is left out, because {why}."], console)
         if main:
             _choose(settings, results, folder, data, console)
         PartialState().wait_for_everyone()
     return folder.result()
 
 
-def _why_not_ease(training: Interactions) -> str | None:
-    """Describe why the default leaves out `ease`, as a clause that ends a sentence; None if it does not."""
-    needed = ease.memory_needed(int((training.counts > 0).sum()), len(training.items))
-    available = ease.memory_available()
+def _lacks_memory(name: Candidate, training: Interactions) -> str | None:
+    """Describe how much memory a model lacks, as a clause that ends a sentence; None if it fits."""
+    if name not in CLOSED_FORM:
+        return None
+    needed = item_weights.memory_needed(name, int((training.counts > 0).sum()), len(training.items))
+    available = item_weights.memory_available()
     if needed > available:
         return f"it needs {needed / 1e9:,.1f} GB of memory and {available / 1e9:,.1f} GB are available"
     return None
@@ -172,7 +184,7 @@ def _train_one(
     own = replace(settings, model=name, out=folder / name, resume=None, overwrite=False)
     own = completed(own, len(Users(data.training, data.training)))
     if PartialState().is_main_process:
-        said = "" if name == "ease" else f" with the loss `{loss_of(own)}`"
+        said = "" if name in CLOSED_FORM else f" with the loss `{loss_of(own)}`"
         say([f"Training `{name}`{said}."], console)
     try:
         return train(EXPERIMENT, resuming(own), lambda: task(own, data), console)
@@ -231,7 +243,7 @@ def task(settings: RecommendSettings, data: Data) -> Task:
     """Build the task of one run. Set the seed before the call, because it initializes the network."""
     settings = completed(settings)
     model = network(settings, data)
-    fitted = _fit_ease(model, settings, data) if settings.model == "ease" else None
+    fitted = _fit(model, settings, data) if settings.model in CLOSED_FORM else None
     optimizer = torch.optim.Adam(model.parameters(), lr=settings.learning_rate, fused=True)
     loss = loss_of(settings)
 
@@ -259,15 +271,18 @@ def batch_loss(loss: LabelLoss, network: nn.Module, batch: Batch) -> Tensor:
     return loss.of_factors(factors.hidden, factors.weight, factors.bias, batch.labels)
 
 
-def _fit_ease(model: nn.Module, settings: RecommendSettings, data: Data) -> float:
-    """Fit the model, and return the seconds it took."""
+def _fit(model: nn.Module, settings: RecommendSettings, data: Data) -> float:
+    """Fit a model in closed form, and return the seconds it took."""
     started, users = time.monotonic(), data.splits["validation"]
 
     @torch.no_grad()
-    def recall(one: ease.Ease) -> float:
+    def recall(one: item_weights.ItemWeights) -> float:
         return measures(of_network(one), users.batches(ROWS), None, (20,))[CHOSEN_BY]
 
-    fitted, _ = ease.fit(data.training, settings.penalty, recall)
+    if settings.model == "ease":
+        fitted, _ = item_weights.fit_ease(data.training, settings.penalty, recall)
+    else:
+        fitted, _ = item_weights.fit_graph_filter(data.training, recall)
     with torch.no_grad():
         fitted.scale.fill_(fit_scale(of_network(fitted), users))
     model.load_state_dict(fitted.state_dict(), strict=False)  # all but the fingerprint of the data
@@ -284,7 +299,7 @@ def step_time(settings: LossTimesSettings) -> None:
         k=None,
         test=None,
     )
-    if run.model in ("auto", "ease"):
+    if run.model in WITHOUT_LOSS:
         raise BadInput(
             f"The model of `{settings.run}` is `{run.model}`, which has no training steps of its own."
             + (f" Pass `{settings.run / 'autoencoder'}`." if run.model == "auto" else "")
@@ -388,7 +403,7 @@ def report(
     from torchlml_lab import plots  # imports matplotlib, which training does not need
 
     own = trained.settings.model
-    name = own if own in ("auto", "ease") else str(loss_of(trained.settings))
+    name = own if own in WITHOUT_LOSS else str(loss_of(trained.settings))
     scores = {
         name: of_network(trained.model.to(accelerator.device)),
         "popular items": by_popularity(trained.data.training),
@@ -409,7 +424,7 @@ def report(
         [
             f"Recall@20 is {model:.2f}% on {len(users)} users ({what}); recommending the most popular items "
             f"reaches {popular:.2f}%.",
-            f"Model: {own}{'' if own in ('auto', 'ease') else f', epoch {trained.epoch}'}. All values are in "
+            f"Model: {own}{'' if own in WITHOUT_LOSS else f', epoch {trained.epoch}'}. All values are in "
             "percent.",
         ],
         console,

@@ -1,4 +1,8 @@
-"""EASE: a linear model of the items of a user, in closed form (Steck 2019)."""
+"""Recommenders in closed form, whose scores are sums of weights over the items of a user.
+
+EASE (Steck 2019) fits the weights by ridge regression. The graph filter (GF-CF, Shen et al. 2021) smooths the
+items of a user over the graph of users and items.
+"""
 
 import os
 from collections.abc import Callable, Iterable, Iterator
@@ -6,6 +10,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import scipy.sparse
+import scipy.sparse.linalg
 import torch
 from torch import Tensor, nn
 
@@ -13,13 +18,18 @@ from torchlml_lab.cli_errors import BadInput
 from torchlml_lab.data.interactions import Interactions
 from torchlml_lab.multilabel.losses import PADDING
 from torchlml_lab.recommend.histories import popular_items
+from torchlml_lab.recommend.settings import ClosedForm
 
 PENALTIES = (10.0, 30.0, 100.0, 300.0, 1000.0)
-"""The penalties to choose from."""
+"""The penalties of EASE to choose from."""
 USUAL_PENALTY = 200.0  # for large matrices, because every penalty to try costs an inversion
 MANY = 6_000  # users or items, whichever are fewer; above, one penalty is tried, and the matrix is float32
 MOST = 50_000  # users or items; above, only the most popular items have weights, as the time is cubic
 KEPT = 1_024  # weights of an item that are kept; the others are close to 0
+LOW_PASS_WEIGHTS = (0.1, 0.3, 1.0)
+"""The weights of the low-pass part of the graph filter to choose from."""
+RANK = 512  # singular vectors of the low-pass part
+MOST_NUMBERS = 100_000_000  # in these vectors; more items have fewer vectors
 ROWS = 256  # the number of rows of a matrix that are processed at a time
 
 
@@ -34,7 +44,7 @@ class Scores(NamedTuple):
         return self.values
 
 
-class Ease(nn.Module):
+class ItemWeights(nn.Module):
     """Scores that are sums over the items of a user: `scale * sum_i B_i` for a matrix B of items × items.
 
     Args:
@@ -131,8 +141,10 @@ def item_weights(pairs: Any, small: Tensor, penalty: float) -> Iterator[Tensor]:
         yield block
 
 
-def fit(have: Interactions, penalty: float | None, recall: Callable[[Ease], float]) -> tuple[Ease, float]:
-    """Fit the model to the items of all users.
+def fit_ease(
+    have: Interactions, penalty: float | None, recall: Callable[[ItemWeights], float]
+) -> tuple[ItemWeights, float]:
+    """Fit EASE to the items of all users.
 
     Args:
         have: The training pairs.
@@ -143,14 +155,14 @@ def fit(have: Interactions, penalty: float | None, recall: Callable[[Ease], floa
         The model and its penalty. A matrix that does not fit in memory raises `BadInput` before it is built.
     """
     users, items = int((have.counts > 0).sum()), len(have.items)
-    check_memory(users, items)
+    check_memory("ease", users, items)
     chosen = torch.arange(items) if min(users, items) <= MOST else popular_items(have)[:MOST].sort().values
     pairs = pair_matrix(have, chosen)
     few = min(pairs.shape) <= MANY
     small = products(
         pairs if users < len(chosen) else pairs.T.tocsr(), torch.float64 if few else torch.float32
     )
-    model = Ease(items)
+    model = ItemWeights(items)
     if penalty is None and not few:
         penalty = USUAL_PENALTY
     if penalty is None:
@@ -163,11 +175,71 @@ def fit(have: Interactions, penalty: float | None, recall: Callable[[Ease], floa
     return model, penalty
 
 
-def memory_needed(users: int, items: int) -> int:
-    """The bytes that `fit` needs: a matrix of the smaller number, in float64 up to `MANY`, and the model."""
+def fit_graph_filter(have: Interactions, recall: Callable[[ItemWeights], float]) -> tuple[ItemWeights, float]:
+    """Fit the graph filter to the items of all users.
+
+    Args:
+        have: The training pairs.
+        recall: A metric on validation users, higher for better models.
+
+    Returns:
+        The model and the best weight w of its low-pass part among `LOW_PASS_WEIGHTS`. Let X be the matrix of
+        pairs, and D and E the diagonal matrices with the numbers of items per user and of users per item.
+        With `N = D^(-1/2) X E^(-1/2)` and the leading right singular vectors V of N, the model is
+        `B = Nᵀ N + w E^(-1/2) V Vᵀ E^(1/2)`. A model that does not fit in memory raises `BadInput` before
+        any work.
+    """
+    items = len(have.items)
+    check_memory("graph-filter", int((have.counts > 0).sum()), items)
+    chosen = torch.arange(items) if items <= MOST else popular_items(have)[:MOST].sort().values
+    pairs = pair_matrix(have, chosen)
+    root = np.sqrt(np.maximum(pairs.sum(0), 1)).astype(np.float32)
+    roots_of_users = np.sqrt(np.maximum(pairs.sum(1), 1)).astype(np.float32)
+    normalized = scipy.sparse.csr_array(pairs.multiply(1 / roots_of_users[:, None]).multiply(1 / root))
+    columns = normalized.T.tocsr()
+    vectors = leading_vectors(normalized)
+    left, right = torch.from_numpy(vectors / root[:, None]), torch.from_numpy(vectors * root[:, None]).mT
+    model = ItemWeights(items)
+
+    def set_weights(weight: float) -> None:
+        starts = range(0, len(chosen), ROWS)
+        blocks = (
+            torch.from_numpy((columns[start : start + ROWS] @ normalized).toarray()).addmm_(
+                left[start : start + ROWS], right, alpha=weight
+            )
+            for start in starts
+        )
+        model.set_weights(chosen, blocks)
+
+    found = {}
+    for one in LOW_PASS_WEIGHTS:
+        set_weights(one)
+        found[one] = recall(model)
+    best = max(found, key=lambda one: found[one])
+    if best != LOW_PASS_WEIGHTS[-1]:
+        set_weights(best)
+    return model, best
+
+
+def leading_vectors(matrix: Any) -> np.ndarray:
+    """Return the leading right singular vectors of a sparse matrix, (columns, rank)."""
+    rank = min(RANK, min(matrix.shape) - 1, max(MOST_NUMBERS // matrix.shape[1], 1))
+    if rank < 1:
+        return np.zeros((matrix.shape[1], 0), dtype=np.float32)
+    start = np.random.default_rng(0).standard_normal(min(matrix.shape)).astype(np.float32)
+    _, _, rows = scipy.sparse.linalg.svds(matrix, k=rank, v0=start, return_singular_vectors="vh")
+    return np.ascontiguousarray(rows.T, dtype=np.float32)
+
+
+def memory_needed(model: ClosedForm, users: int, items: int) -> int:
+    """Return the bytes that fitting a model needs, including the model."""
+    weights = 8 * items * min(items, KEPT)
+    if model == "graph-filter":
+        # Singular vectors, twice as many Lanczos vectors, and the two factors of the low-pass part.
+        return weights + 4 * 5 * min(items * RANK, MOST_NUMBERS)
+    # EASE: a matrix of the smaller number. Up to `MANY`, it is float64, and each penalty has its own copy.
     size = min(users, items, MOST)
-    # Few: the products, and their inverse for one of several penalties.
-    return size**2 * (2 * 8 if size <= MANY else 4) + 8 * items * min(items, KEPT)
+    return weights + size**2 * (2 * 8 if size <= MANY else 4)
 
 
 def memory_available() -> int:
@@ -184,12 +256,12 @@ def memory_available() -> int:
     return 8 * 2**30
 
 
-def check_memory(users: int, items: int) -> None:
-    """Raise `BadInput` if the matrices do not fit in memory."""
-    needed, available = memory_needed(users, items), memory_available()
+def check_memory(model: ClosedForm, users: int, items: int) -> None:
+    """Raise `BadInput` if a model does not fit in memory."""
+    needed, available = memory_needed(model, users, items), memory_available()
     if needed > available:
         raise BadInput(
-            f"`--model ease` needs about {needed / 1e9:,.1f} GB for {users:,} users and {items:,} items, but "
-            f"only {available / 1e9:,.1f} GB of memory are available. Use `--model autoencoder` or "
+            f"`--model {model}` needs about {needed / 1e9:,.1f} GB for {users:,} users and {items:,} items, "
+            f"but only {available / 1e9:,.1f} GB of memory are available. Use `--model autoencoder` or "
             "`--model matrix-factorization`."
         )
