@@ -1,4 +1,4 @@
-"""The benchmark: its measurements, complete output files and validated options."""
+"""`torchlml bench layer` and `constrained`: measurements, output files and the validation of options."""
 
 import csv
 import errno
@@ -89,7 +89,7 @@ def test_second_run_appends_and_compares(capsys, tmp_path):
     assert plot.exists()
 
 
-def test_comparing_with_another_format_is_an_error(capsys, tmp_path):
+def test_comparing_with_other_problems_prints_a_note(capsys, tmp_path):
     path, other = tmp_path / "bench.csv", tmp_path / "other.csv"
     narrow = ["--modes", "forward", "--metrics", "time", "--providers", "sigmoid"]
     assert bench(capsys, *narrow, "--csv", str(other))[0] == 0
@@ -99,7 +99,7 @@ def test_comparing_with_another_format_is_an_error(capsys, tmp_path):
     assert "(was" not in out
 
 
-@pytest.mark.skipif(not timing.measurable(), reason="memory is measured on Linux with the GNU C library")
+@pytest.mark.skipif(not timing.measurable(), reason="measuring memory requires Linux with the GNU C library")
 def test_memory_alone_draws_no_plot(capsys, tmp_path):
     narrow = ["--modes", "forward", "--metrics", "memory", "--providers", "sigmoid"]
     code, out, err = bench(capsys, *narrow, "--csv", str(tmp_path / "b.csv"))
@@ -153,7 +153,7 @@ def test_bad_input_is_a_one_line_error_before_any_work(capsys, tmp_path, monkeyp
     assert not list(tmp_path.iterdir())
 
 
-def test_absent_provider_says_why(capsys, monkeypatch):
+def test_an_unavailable_provider_is_rejected_with_the_reason(capsys, monkeypatch):
     absent = replace(LAYER[1], absent=lambda: "it rains")
     monkeypatch.setattr(grid_benchmark, "LAYER", (LAYER[0], absent))
     code, _, err = bench(capsys, "--providers", absent.name)
@@ -175,7 +175,7 @@ def test_the_thread_count_is_restored_even_after_a_failure(monkeypatch, capsys, 
     assert torch.get_num_threads() == before
 
 
-def test_a_write_that_fails_leaves_the_old_file(monkeypatch, tmp_path, capsys):
+def test_a_failed_write_keeps_the_old_file(monkeypatch, tmp_path, capsys):
     path = tmp_path / "bench.csv"
     assert bench(capsys, *NARROW, "--csv", str(path))[0] == 0
     before = {p.name: p.read_bytes() for p in tmp_path.iterdir()}
@@ -189,7 +189,7 @@ def test_a_write_that_fails_leaves_the_old_file(monkeypatch, tmp_path, capsys):
 
 
 @pytest.mark.parametrize("provider", [p for p in LAYER if p.name.startswith("lml")], ids=lambda p: p.name)
-def test_every_lml_is_the_projection(provider, one_thread):
+def test_every_lml_provider_computes_the_projection(provider, one_thread):
     if (reason := provider.absent()) is not None:
         pytest.skip(reason)
     case = Case(n=40, k=7, batch=5, scale=3.0, dtype="float64", threads=1)
@@ -200,7 +200,7 @@ def test_every_lml_is_the_projection(provider, one_thread):
     (expected,) = torch.autograd.grad(torchlml.lml(x, 7), x, grad)
     for mode in ("backward", "forward+backward"):
         call = call_of(provider, case, mode)
-        for _ in range(2):  # a call can be repeated
+        for _ in range(2):  # repeated calls give the same result
             torch.testing.assert_close(call(), expected, rtol=0, atol=1e-10)
 
 
@@ -213,7 +213,7 @@ def test_the_copy_writes_new_memory(one_thread):
     assert y.data_ptr() != x.data_ptr()
 
 
-def test_cases_are_every_combination_that_makes_sense_once():
+def test_the_grid_has_every_valid_combination_once():
     cases = case_grid((4, 10), ("5", "n/2", "n-1"), (3,), (1.0, 2.0), ("float32",), (2, 1))
     assert {(case.n, case.k) for case in cases} == {(4, 2), (4, 3), (10, 5), (10, 9)}
     assert len(cases) == len(set(cases)) == 4 * 2 * 2
@@ -231,7 +231,7 @@ def test_bench_alone_lists_the_benchmarks(capsys):
         assert f"  {name:<18}{entry.summary}\n" in said
 
 
-def test_an_option_before_the_name_says_which_names_there_are(capsys):
+def test_an_option_before_the_name_lists_the_names(capsys):
     assert cli.main(["bench", "--paper"]) == 2
     assert f"one of {', '.join(commands.BENCHMARKS)}.\n" in capsys.readouterr().err
 
@@ -282,9 +282,7 @@ NARROW = ["--modes", "forward", "--metrics", "time", "--providers", "sigmoid"]
 
 @pytest.mark.parametrize("option", ["--csv", "--plot"])
 @pytest.mark.parametrize("place", ["file.txt/x.png", "/proc/x.png", "/dev/full"])
-def test_a_place_that_cannot_be_written_is_rejected_before_the_work(
-    capsys, tmp_path, monkeypatch, option, place
-):
+def test_an_unwritable_path_is_rejected_before_any_work(capsys, tmp_path, monkeypatch, option, place):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "file.txt").touch()
     monkeypatch.setattr(grid_benchmark, "_measure", lambda *a: pytest.fail("measured something"))

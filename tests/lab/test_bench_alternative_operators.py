@@ -14,12 +14,12 @@ from torchlml_lab.bench.alternative_operators import (
     successive_softmax,
 )
 
-# A warning of cvxpylayers about numpy's copy semantics.
+# cvxpylayers emits a warning about numpy's copy semantics.
 pytestmark = pytest.mark.filterwarnings("ignore:__array__ implementation:DeprecationWarning")
 
 
 @pytest.mark.parametrize("peer", ALTERNATIVES, ids=lambda peer: peer.name)
-def test_a_peer_gives_a_number_and_a_gradient_for_each_entry(peer) -> None:
+def test_an_alternative_gives_a_value_and_a_gradient_for_each_entry(peer) -> None:
     if peer.absent() is not None:
         pytest.skip(peer.absent())
     x = torch.randn(4, 12, dtype=torch.float64, requires_grad=True)
@@ -28,17 +28,17 @@ def test_a_peer_gives_a_number_and_a_gradient_for_each_entry(peer) -> None:
     assert y.shape == gradient.shape == x.shape
     assert gradient.isfinite().all()
     assert gradient.ne(0).any()
-    # Larger logits never get a smaller value, except in methods that compare and mix entries.
+    # A larger logit never gets a smaller value, except in the two methods that mix compared entries.
     order = x.argsort(-1)
     assert peer.name in ("difftopk", "softtorch") or (y.gather(-1, order).diff(dim=-1) >= -1e-4).all()
     if peer.name == "dftopk":  # its outputs do not sum to k
         return
-    # The mask from soft ranks sums to k only approximately.
+    # torchsort computes a mask from soft ranks, which sums to k only approximately.
     loose = {"difftopk": 1e-5, "cvxpylayers": 1e-3, "torchsort": 1.0}.get(peer.name, 1e-9)
     torch.testing.assert_close(y.sum(-1), torch.full((4,), 3.0, dtype=torch.float64), atol=loose, rtol=0)
 
 
-def test_bisection_is_lml_where_its_interval_reaches_and_not_beyond() -> None:
+def test_bisection_equals_lml_only_if_its_interval_contains_the_root() -> None:
     x = torch.randn(4, 50, dtype=torch.float64, requires_grad=True)
     for function in (bisection, torchlml.lml):
         y = function(x, 7)
@@ -51,7 +51,7 @@ def test_bisection_is_lml_where_its_interval_reaches_and_not_beyond() -> None:
     assert bisection(torch.zeros(1, 100_000), 1).sum() > 4
 
 
-def test_the_convex_program_is_lml() -> None:
+def test_the_convex_program_equals_lml() -> None:
     peer = next(peer for peer in ALTERNATIVES if peer.name == "cvxpylayers")
     if (why := peer.absent()) is not None:
         pytest.skip(why)
@@ -74,7 +74,7 @@ def test_straight_through_is_hard_with_the_gradient_of_softmax() -> None:
     torch.testing.assert_close(*gradients)
 
 
-def test_the_mask_from_soft_ranks_is_about_the_top_k() -> None:
+def test_the_mask_from_soft_ranks_approximates_the_top_k() -> None:
     peer = next(peer for peer in ALTERNATIVES if peer.name == "torchsort")
     if (why := peer.absent()) is not None:
         pytest.skip(why)

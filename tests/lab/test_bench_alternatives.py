@@ -1,4 +1,4 @@
-"""`torchlml bench alternatives`: the reported properties of each method are right and written to files."""
+"""`torchlml bench alternatives`: the properties of each method are correct and written to files."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ ROOT = Path(__file__).parents[2]
 CASE = Case(n=12, k=3, batch=4, scale=1.0, dtype="float32", threads=1)
 TINY = ["--sizes", "8", "24", "--k", "3", "--batch", "3", "--repetitions", "2", "--seconds", "0"]
 TINY += ["--equal", "40", "--methods", "lml-torch", "softmax-times-k"]
-# Rows without and with ties, nearly equal and far apart.
+# Rows without ties, with ties, with equal entries only, and with large gaps.
 ROWS = {
     "spread": [2.5, 1.0, 0.7, 0.1, -0.4, -1.1, -3.0],
     "ties": [1.0, 1.0, 1.0, 0.0, 0.0, -2.0, -2.0],
@@ -43,7 +43,7 @@ ROWS = {
 
 
 def _raises(x: Tensor, k: int) -> Tensor:
-    raise TypeError("of another package")
+    raise TypeError("an error of another package")
 
 
 class _SlopeOff(torch.autograd.Function):
@@ -59,7 +59,7 @@ class _SlopeOff(torch.autograd.Function):
 
 
 def _solved(row: list[float], k: int, share: Callable[[mpmath.mpf], mpmath.mpf]) -> list[float]:
-    """Return share(x - b) of every entry, where b makes the sum k, found by bisection with 60 digits."""
+    """Return share(x - b) for every entry x. Bisection with 60 digits finds the b that makes the sum k."""
     with mpmath.workdps(60):
         x = [mpmath.mpf(value) for value in row]
         low, high = min(x) - 50, max(x) + 50
@@ -83,13 +83,13 @@ def test_lapsum_solves_its_equation(name: str, k: int) -> None:
 
 
 @pytest.mark.parametrize("halvings", [50, 64])
-def test_bisections_solve_the_equation_of_lml(halvings: int) -> None:
+def test_bisection_solves_the_equation_of_lml(halvings: int) -> None:
     x = torch.tensor([ROWS["spread"]], dtype=torch.float64)
     right = _solved(ROWS["spread"], 3, lambda x: 1 / (1 + mpmath.exp(-x)))
     assert bisection(x, 3, halvings)[0].tolist() == pytest.approx(right, abs=1e-12)
 
 
-def test_bisections_end_10_beyond_the_logits() -> None:
+def test_the_bisection_interval_ends_10_beyond_the_logits() -> None:
     x = torch.zeros(1, 2_700_000)
     assert bisection(x, 5, 50).double().sum().item() == pytest.approx(2.7e6 / (1 + math.exp(10)), rel=1e-4)
     assert torchlml.lml(x, 5).double().sum().item() == pytest.approx(5, rel=1e-6)
@@ -107,12 +107,12 @@ def test_dftopk_is_a_sigmoid_around_the_midpoint() -> None:
 
 
 @pytest.mark.parametrize("choose", [laplace_sum, midpoint_sigmoid, bisection])
-def test_the_gradients_are_those_of_finite_differences(choose: Callable[[Tensor, int], Tensor]) -> None:
+def test_the_gradients_match_finite_differences(choose: Callable[[Tensor, int], Tensor]) -> None:
     x = torch.randn(3, 9, dtype=torch.float64, requires_grad=True)
     assert torch.autograd.gradcheck(lambda x: choose(x, 4), x)
 
 
-def test_exactness_is_that_of_the_numbers() -> None:
+def test_exactness_reports_known_errors() -> None:
     k_softmax = exactness(scaled_softmax, CASE)
     right = 3 * torch.softmax(CASE.logits(), -1)
     assert k_softmax["sum error"] < 1e-5
@@ -136,7 +136,7 @@ def test_lml_has_every_ability_and_a_raising_method_has_none() -> None:
     assert abilities(_raises) == dict.fromkeys(ABILITIES, False)
 
 
-# Each method lacks one ability, because it raises or returns a wrong answer. Both must count as missing.
+# Each function lacks one ability: it raises no error, but its result is wrong. This must count as missing.
 LOSES = {
     "-inf": lambda x, k: scaled_softmax(x, k) + 0 * x.amin(-1, keepdim=True),
     "vmap": lambda x, k: scaled_softmax(x, k) * (0.5 if torch._C._are_functorch_transforms_active() else 1.0),
@@ -146,7 +146,7 @@ LOSES = {
 
 
 @pytest.mark.parametrize("ability", LOSES)
-def test_an_ability_that_is_missing_is_found_missing(ability: str) -> None:
+def test_a_missing_ability_is_reported(ability: str) -> None:
     assert abilities(LOSES[ability]) == {name: name != ability for name in ABILITIES}
 
 
@@ -245,7 +245,7 @@ def test_wrong_options_are_rejected(capsys, options, needle) -> None:
     assert needle in rejected(capsys, ["bench", "alternatives", *options])
 
 
-def test_the_page_has_the_tables_and_numbers_of_the_committed_rows() -> None:
+def test_the_page_has_the_tables_and_numbers_of_the_committed_csv() -> None:
     rows = measurements.read(ROOT / "results" / "alternatives.csv", "--csv")
     page = (ROOT / "docs" / "alternatives.md").read_text(encoding="utf-8")
     assert alternatives.markdown(rows) in page
@@ -254,5 +254,5 @@ def test_the_page_has_the_tables_and_numbers_of_the_committed_rows() -> None:
     copied, ours = (equal[name, "forward", "time"].ratio_p50 for name in ("bisection-50", "lml-native"))
     said = f"silently sum to {total:.1f} instead of 5, and a forward pass takes {copied / ours:.0f} times"
     assert said in " ".join(page.split())
-    # Every method in the committed rows still exists.
+    # Every method in the committed CSV still exists.
     assert {row.provider for row in rows} <= {"softmax", *(method.name for method in ALTERNATIVES)}

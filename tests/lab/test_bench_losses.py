@@ -1,4 +1,4 @@
-"""`torchlml bench losses`: its rows are complete and each baseline is its own reference."""
+"""`torchlml bench losses`: the rows are complete, and the ratio of each baseline to itself is 1."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The comparison with other packages: metrics, resuming, missing packages and the committed tables."""
+"""`torchlml bench own-data`: metrics, resuming, missing packages and the committed tables."""
 
 from __future__ import annotations
 
@@ -18,8 +18,7 @@ from tests.support.tagged_texts import tagged_texts
 from torchlml_lab import cli
 from torchlml_lab.bench import own_data
 from torchlml_lab.bench.own_data import METHODS, Method, Prediction, Problem
-from torchlml_lab.data.labeled_rows import LabeledRows, label_matrix
-from torchlml_lab.data.tables import Columns
+from torchlml_lab.data.labeled_rows import Columns, LabeledRows, label_matrix
 
 RESULTS = Path(__file__).parents[2] / "results" / "own-data"
 
@@ -36,7 +35,7 @@ def problem(count: int = 120) -> Problem:
     )
 
 
-def test_linear_svc_is_that_of_scikit_learn():
+def test_linear_svc_matches_scikit_learn():
     samples = problem()
     found = METHODS["LinearSVC"].predict(samples)
     vectorizer = TfidfVectorizer()
@@ -56,7 +55,7 @@ def test_methods_find_the_tags(method):
     assert row.seconds > 0
 
 
-def test_metrics_are_those_of_the_definition(monkeypatch):
+def test_metrics_match_their_definitions(monkeypatch):
     labels, names = label_matrix([["a"], ["a", "b"], ["b", "c"], ["a"]])
     rows = LabeledRows(sparse.csr_array((4, 1), dtype=np.float32), labels, names)
     scores = np.array([[3, 2, 1], [1, 3, 2], [3, 1, 2], [2, 1, 3]], dtype=np.float32)
@@ -81,7 +80,7 @@ def test_metrics_are_those_of_the_definition(monkeypatch):
 
 @pytest.fixture
 def data(tmp_path) -> Path:
-    """Files with the names of the data sets, and few samples."""
+    """A data directory with small files in place of corel5k."""
     folder = tmp_path / "data" / "multilabel"
     folder.mkdir(parents=True)
     import gzip
@@ -105,7 +104,7 @@ def test_finished_comparisons_are_not_repeated(data, tmp_path, monkeypatch, caps
     words += ["--sets", "corel5k", "--methods", "counted", "LinearSVC", "--sizes"]
     assert cli.main([*words, "30"]) == 0
     assert cli.main([*words, "30", "40", "0", "500"]) == 0
-    assert calls == [30, 40, 60]  # 500 means all 60 samples
+    assert calls == [30, 40, 60]  # 0 and 500 both select all 60 samples
     rows = own_data.TABLE.read(tmp_path / "rows.csv", "--csv")
     assert [(row.samples, row.method) for row in rows] == [
         (samples, method) for samples in (30, 40, 60) for method in ("LinearSVC", "counted")
@@ -113,7 +112,7 @@ def test_finished_comparisons_are_not_repeated(data, tmp_path, monkeypatch, caps
     assert "corel5k" in capsys.readouterr().out
 
 
-def test_a_missing_package_is_named(data, tmp_path, monkeypatch, capsys):
+def test_a_missing_package_is_reported(data, tmp_path, monkeypatch, capsys):
     there = importlib.util.find_spec
     monkeypatch.setattr(
         importlib.util, "find_spec", lambda name: None if name == "libmultilabel" else there(name)
@@ -138,13 +137,13 @@ def test_bad_options(options, needle, tmp_path, capsys):
     assert needle in rejected(capsys, words)
 
 
-def test_the_data_must_be_named(tmp_path, monkeypatch, capsys):
+def test_the_data_directory_is_required(tmp_path, monkeypatch, capsys):
     monkeypatch.delenv("TORCHLML_DATA", raising=False)
     words = ["bench", "own-data", "--methods", "LinearSVC", "--csv", tmp_path / "rows.csv"]
     assert "`--data` is missing" in rejected(capsys, words)
 
 
-def test_the_committed_tables_are_those_of_the_csv():
+def test_the_committed_tables_match_the_csv():
     rows = own_data.TABLE.read(RESULTS / "own-data.csv", "--csv")
     page = (RESULTS / "README.md").read_text(encoding="utf-8")
     for metric in own_data.METRICS:

@@ -49,7 +49,7 @@ def test_run_writes_every_competitor_the_figure_and_the_claims(capsys, tmp_path)
 
 
 class _Interrupted:
-    """Calls that replace the losses of the study; the `stop`-th call is interrupted."""
+    """Replaces the losses of the study by empty calls. Call number `stop` raises `error`."""
 
     def __init__(self, stop, error=KeyboardInterrupt):
         self.begun, self.stop, self.error = 0, stop, error
@@ -63,7 +63,8 @@ class _Interrupted:
             raise self.error
 
 
-# A length has 2 problems of 8 calls, each called once for warm-up and once in each of the 2 trials: 48 calls.
+# A row length has 2 problems with 8 functions. Each function is called once for warm-up and once in each of
+# 2 trials, so a row length takes 48 calls.
 def test_an_interrupted_study_keeps_its_results_and_resumes(capsys, tmp_path, monkeypatch):
     path = tmp_path / "t.csv"
     with monkeypatch.context() as patch:
@@ -88,7 +89,7 @@ def test_an_interrupted_study_keeps_its_results_and_resumes(capsys, tmp_path, mo
     assert "n 30" in out
 
 
-def test_resuming_does_not_take_the_rows_of_other_trials(capsys, tmp_path, monkeypatch):
+def test_resuming_ignores_rows_with_another_number_of_trials(capsys, tmp_path, monkeypatch):
     monkeypatch.setattr(paper, "_calls", _Interrupted(None).calls)
     path = tmp_path / "t.csv"
     assert study("--csv", path) == 0
@@ -96,7 +97,7 @@ def test_resuming_does_not_take_the_rows_of_other_trials(capsys, tmp_path, monke
     assert "Timing 2 of 2 row lengths with 3 trials each" in capsys.readouterr().out
 
 
-def test_a_length_that_fails_keeps_those_before_it(capsys, tmp_path, monkeypatch):
+def test_a_failure_keeps_the_rows_of_earlier_lengths(capsys, tmp_path, monkeypatch):
     monkeypatch.setattr(paper, "_calls", _Interrupted(50, RuntimeError("out of memory")).calls)
     before = torch.get_num_threads()
     assert study("--csv", tmp_path / "t.csv") == 1
@@ -104,7 +105,7 @@ def test_a_length_that_fails_keeps_those_before_it(capsys, tmp_path, monkeypatch
     assert torch.get_num_threads() == before
 
 
-def test_the_selection_is_that_of_section_5_1(monkeypatch):
+def test_the_default_problems_are_those_of_section_5_1(monkeypatch):
     ran = []
     monkeypatch.setattr(paper, "run", lambda settings, console: ran.append(settings))
     assert cli.main(["bench", "paper"]) == 0
@@ -122,7 +123,7 @@ def test_the_selection_is_that_of_section_5_1(monkeypatch):
     rejections("`{}` must be a file, but `{}` is a directory", "--plot .", "--csv ."),
     rejections("`{}` must be finite and at least 1, but it is {}", "--ks 0", "--batch 0", "--trials 0"),
     rejections("`{}` must be below 12, the smallest of `--sizes`, but it contains {}", "--ks 5 20"),
-    rejections("`{}` must be an integer, but it was given `{}`", "--ks n/2"),
+    rejections("`{}` must be an integer, but got `{}`", "--ks n/2"),
     {"--scales 1": "no option `--scales`", "--plot x.pdf": "must end in `.png`"},
     {f"--csv '{__file__}'": "`--csv` names"},
 )
@@ -146,11 +147,11 @@ def test_every_competitor_computes_its_loss():
     assert set(calls) == {Entry(case, name, mode) for name, mode in TIMED} == set(paper._entries(case))
     for call in calls.values():
         call()
-        call()  # it can be called again
+        call()  # a second call must work too
 
 
 def measured(**ratios):
-    """Rows of a run in which each competitor takes the given multiples of the baseline for k = 5 and 100."""
+    """Rows of a run in which each method takes the given multiples of the baseline, for k = 5 and 100."""
     everything = dict.fromkeys(paper.NAMES, (1.0, 1.0)) | {
         name.replace("_", "-"): value for name, value in ratios.items()
     }
@@ -218,7 +219,7 @@ def test_one_k_gives_no_verdict_about_growth():
     assert all("slower" in claim.says for claim in claims)
 
 
-def test_on_a_gpu_a_call_lasts_until_its_work_is_done(monkeypatch):
+def test_a_timed_call_on_a_gpu_waits_for_its_result(monkeypatch):
     happened = []
     monkeypatch.setattr(torch.cuda, "synchronize", lambda: happened.append("done"))
     paper._finished(lambda: happened.append("launched"))()

@@ -1,4 +1,4 @@
-"""`torchlml bench scale`: all its measurements, at sizes that take seconds."""
+"""`torchlml bench scale`: all measurements, with sizes that are small enough to run in seconds."""
 
 from __future__ import annotations
 

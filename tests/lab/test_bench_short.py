@@ -1,4 +1,4 @@
-"""`torchlml bench short`: one command prints the whole table and appends its rows."""
+"""`torchlml bench short`: the command prints the complete table and writes every measurement."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def test_a_target_is_met_only_if_every_scale_meets_it():
     ("options", "needle"),
     [(["--dtypes", "int8"], "but it contains `int8`"), (["--threads", "0"], "but it is 0")],
 )
-def test_wrong_options_are_named_before_any_work(options, needle, tmp_path, capsys):
+def test_wrong_options_are_rejected_before_any_work(options, needle, tmp_path, capsys):
     path = tmp_path / "short.csv"
     assert cli.main(["bench", "short", *options, "--csv", str(path)]) != 0
     assert needle in " ".join(capsys.readouterr().err.split())

@@ -1,4 +1,4 @@
-"""`torchlml bench subsets` and `torchlml figures sets`: other methods, tables, the numbers on the page."""
+"""`torchlml bench subsets` and `torchlml figures sets`: the compared methods, and the numbers on the page."""
 
 import re
 from pathlib import Path
@@ -21,19 +21,19 @@ def test_every_method_computes_the_same_distribution(name):
     x = subsets.long_row(12, 1.0)
     exact = subsets.enumerate_sets(x, 6)
     log_normalizer, inclusion = method.compute(x, 6)
-    tolerance = 1e-5 if name == "untilted Fourier" else 1e-12  # it computes in float32
+    tolerance = 1e-5 if name == "untilted Fourier" else 1e-12  # which computes in float32
     assert float(log_normalizer) == pytest.approx(float(exact.log_normalizer), rel=tolerance)
     assert inclusion.tolist() == pytest.approx([float(p) for p in exact.inclusion], rel=tolerance)
 
 
-def test_the_untilted_form_returns_its_clamp():
+def test_the_untilted_transform_is_wrong_where_it_is_clamped():
     x = subsets.long_row(200, 1.0)
     truth, _ = benchmark.truth(x, 10)
     wrong, _ = benchmark.untilted_fourier(x, 10)
     assert abs(float(wrong) - truth) > 10
 
 
-def test_the_truth_is_the_recursion_with_more_digits():
+def test_the_reference_matches_dynamic_programming():
     x = subsets.long_row(60, 2.0)
     exact = subsets.dynamic_programming(x, 7)
     log_normalizer, inclusion = benchmark.truth(x, 7)
@@ -41,7 +41,7 @@ def test_the_truth_is_the_recursion_with_more_digits():
     assert inclusion == pytest.approx(float(exact.inclusion[int(x.argmax())]), rel=1e-14)
 
 
-def test_gumbel_top_k_has_other_inclusion_probabilities():
+def test_gumbel_top_k_has_the_inclusion_probabilities_of_successive_draws():
     x = torch.tensor([2.0, 0.0, 0.0, 0.0, 0.0], dtype=torch.float64).expand(20_000, 5)
     frequency = benchmark.gumbel_top_k(x, 2).mean(0)[0].item()
     weights = torch.tensor([2.0, 0, 0, 0, 0], dtype=torch.float64).exp()

@@ -1,4 +1,4 @@
-"""Benchmark timing: interleaved comparisons whose ratios are reliable, and memory measurements."""
+"""Benchmark timing: ratios of interleaved calls are reliable, and memory is measured during a call."""
 
 import gc
 
@@ -18,7 +18,7 @@ def _short_samples(monkeypatch):
 
 
 class _NoisyMachine:
-    """A clock, and calls of known duration on a machine whose speed changes all the time."""
+    """A simulated clock, and calls of known duration on a machine whose speed keeps changing."""
 
     def __init__(self):
         self.now = 0.0
@@ -26,7 +26,7 @@ class _NoisyMachine:
 
     def call(self, name, seconds):
         def run():
-            # Ten rounds of two calls at full speed, then ten at a tenth of it, as on a shared machine.
+            # Ten rounds of two calls at full speed, then ten rounds at a tenth of it, as on a shared machine.
             slowdown = 10 if sum(self.calls.values()) // 20 % 2 else 1
             self.calls[name] += 1
             self.now += seconds * slowdown
@@ -42,7 +42,7 @@ def test_ratios_survive_a_noisy_machine(monkeypatch):
     assert result["triple"].ratio.p50 == pytest.approx(3)
     assert result["triple"].ratio.p20 == pytest.approx(3)
     assert result["base"].ratio == Quantiles(1, 1, 1)
-    # The absolute time of the same run is not reliable, which is the reason to use the ratio.
+    # The absolute times of the same run are not reliable, which is why ratios are reported.
     assert result["base"].seconds.p80 > 5 * result["base"].seconds.p20
     assert result["base"].rounds == result["triple"].rounds == 200
 
@@ -54,7 +54,7 @@ def test_a_slow_competitor_does_not_starve_the_others(monkeypatch):
     result = timing.race(calls, "base", repetitions=50, seconds=1)
     assert result["base"].rounds == 50
     assert result["slow"].rounds == 1
-    assert machine.calls["slow"] == 2  # once for warm-up
+    assert machine.calls["slow"] == 2  # one of them for warm-up
 
 
 def test_garbage_collection_is_paused_only_during_timing():
@@ -70,18 +70,18 @@ def test_quantiles(samples):
     assert [found.p20, found.p50, found.p80] == pytest.approx(list(numpy.percentile(samples, [20, 50, 80])))
 
 
-@pytest.mark.skipif(not timing.measurable(), reason="memory is measured on Linux with the GNU C library")
+@pytest.mark.skipif(not timing.measurable(), reason="measuring memory requires Linux with the GNU C library")
 @pytest.mark.parametrize(
     ("call", "mebibytes"),
     [
-        ("x + 1", 4),  # the result only
-        ("(x + 1).double()", 12),  # a temporary and a result twice as wide
+        ("x + 1", 4),  # only the result
+        ("(x + 1).double()", 12),  # a temporary, and a result of twice its size
         ("x.add_(1)", 0),  # in place
-        ("[x + 1, x + 2, x + 3]", 12),  # the peak, when all results are alive
+        ("[x + 1, x + 2, x + 3]", 12),  # all three results are alive at the peak
     ],
 )
 def test_memory_is_the_increase_during_the_call(call, mebibytes, tmp_path):
-    # In a new process, because the allocator of this one keeps memory from earlier tests.
+    # Measure in a new process, because the allocator of this process keeps memory from earlier tests.
     process = fork(write_added_bytes, call, tmp_path / "bytes")
     process.join(60)
     assert process.exitcode == 0
@@ -94,7 +94,7 @@ def write_added_bytes(call, path):
     path.write_text(str(timing.added_bytes(lambda: eval(call, names))))
 
 
-def test_an_interrupted_race_gives_the_rounds_it_finished():
+def test_an_interrupted_race_reports_its_finished_rounds():
     turns: list[None] = []
 
     def call():

@@ -1,1 +1,1 @@
-"""`torchlml bench`: benchmarks of the projection and the losses. Requires the extra `lab`."""
+"""`torchlml bench`: benchmarks of the projection, related operators and losses. Requires the `lab` extra."""

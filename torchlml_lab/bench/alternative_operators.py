@@ -20,9 +20,9 @@ from torch import Tensor
 import torchlml
 from torchlml_lab.bench.cases import LAYER, Case, Provider
 
-# How far a typical handwritten bisection extends its interval beyond the logits.
+# The distance by which a typical handwritten bisection extends its interval beyond the logits.
 REACH = 10.0
-# The regularization strength of torchsort, times n. With 10, outputs for n = 32 no longer sum to about k.
+# The product of n and torchsort's regularization strength. With 10, outputs for n = 32 do not sum to about k.
 SPREAD = 3.0
 
 
@@ -42,7 +42,7 @@ def straight_through(x: Tensor, k: int) -> Tensor:
 
 
 def scaled_softmax(x: Tensor, k: int) -> Tensor:
-    """Return k softmax(x), which sums to k, but its entries may exceed 1."""
+    """Return k softmax(x). It sums to k, but its entries may exceed 1."""
     return k * torch.softmax(x, -1)
 
 
@@ -272,9 +272,10 @@ def abilities(choose: Choice) -> dict[str, bool]:
         choose: The method.
 
     Returns:
-        Whether each of `ABILITIES` works: entries of -inf get 0 without affecting other entries, and all
-        gradients are finite; `torch.func.vmap` supports the method and its gradient; `torch.compile` captures
-        both in one graph; k may be a tensor with one value per row.
+        Whether each of `ABILITIES` works. For "-inf", such logits must map to 0 without affecting other
+        entries, and all gradients must be finite. For "vmap", `torch.func.vmap` must support the method and
+        its gradient. For "compile", `torch.compile` must capture both in one graph. For "per-row k", k may be
+        a tensor with one value per row.
     """
     x, k = TRIAL.logits(), TRIAL.k
     trials: tuple[Callable[[], bool], ...] = (
@@ -315,9 +316,9 @@ def _maps(choose: Choice, x: Tensor, k: int) -> bool:
 
 
 def _compiles(choose: Choice, x: Tensor, k: int) -> bool:
-    # Without a reset, earlier methods count toward the compiler's limit of recompilations.
+    # Without a reset, earlier methods count toward the compiler's recompilation limit.
     torch.compiler.reset()
-    # Capture and differentiation happen before code generation, so no backend is needed.
+    # Capture and differentiation happen before code generation, so a code-generating backend is not needed.
     compiled = torch.compile(lambda x: choose(x, k), fullgraph=True, backend="aot_eager")
     same = _same(compiled(x), choose(x, k))
     return same and _same(_gradient(lambda x, k: compiled(x), x, k), _gradient(choose, x, k))

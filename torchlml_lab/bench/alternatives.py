@@ -54,7 +54,7 @@ def markdown(rows: Sequence[Measurement]) -> str:
     """Format the tables: the supported features, then one table for each row length.
 
     Args:
-        rows: The rows of one run or of a CSV. If a measurement is repeated, its last row is used.
+        rows: The rows of one run or of a CSV. If a measurement was repeated, its last row is used.
 
     Returns:
         Markdown, padded so that the source is readable.
@@ -88,7 +88,7 @@ def draw(rows: Sequence[Measurement], plot: Path, csv: Sequence[Path] = ()) -> N
         name: [row.ratio_p50 for n in sizes if (row := values.get((name, "forward", "time", n)))]
         for name in _ORDER
     }
-    # From the bottom to the top of the figure.
+    # The order of the methods from the bottom to the top of the figure.
     names = sorted(
         (name for name in _ORDER if times[name]), key=lambda name: (len(times[name]), -times[name][-1])
     )
@@ -244,11 +244,11 @@ def main(settings: ComparisonSettings) -> None:
 
 
 def run(settings: ComparisonSettings, console: Console) -> None:
-    """Test every method, measure it at every length, and print the tables.
+    """Test the features of every method, measure it at every row length, and print the tables.
 
     Args:
         settings: The settings. Invalid values raise `BadInput` before anything is measured.
-        console: The console for the progress, the tables and the list of files.
+        console: The console for the progress bar, the tables and the names of the written files.
     """
     methods = _checked(settings)
     cases = case_grid(

@@ -22,7 +22,7 @@ MOST_ENTRIES = 4_000_000
 
 @dataclass(frozen=True)
 class Case:
-    """A problem: `batch` rows of `n` normal logits times `scale`, from which to select `k`."""
+    """A problem: select `k` of `n` logits in each of `batch` rows, with normal logits times `scale`."""
 
     n: int
     k: int
@@ -52,8 +52,8 @@ def case_grid(
         [(4, 2), (10, 5)]
 
     Returns:
-        The cases with 1 <= k <= n - 1. The number of rows is reduced so that no tensor has more than
-        4,000,000 entries. Raises `BadInput` if there are no cases.
+        The cases with 1 <= k <= n - 1. The batch size is reduced so that no tensor has more than 4,000,000
+        entries. If there are no cases, `BadInput` is raised.
     """
     found = dict.fromkeys(
         Case(n, k, min(batch, max(1, MOST_ENTRIES // n)), scale, dtype, number)
@@ -68,7 +68,7 @@ def case_grid(
 
 
 def _k(text: str, n: int) -> int:
-    """Parse `5`, `n/2` or `n-1` for rows of length n."""
+    """Parse a k such as `5`, `n/2` or `n-1` for rows of length n."""
     found = re.fullmatch(r"(?:n([/-]))?(\d{1,18})", text)
     if found is None:
         raise BadInput(f"`--ks` must be integers, `n/NUMBER` or `n-NUMBER`, but it contains `{text}`.")
@@ -125,7 +125,7 @@ LAYER = (
     Provider("lml-torch", lambda x, k: _PurePyTorch.apply(x, k)),
     Provider("lml-bracketing", lambda x, k: torch.sigmoid(x + torchlml.lml_bracketing(x, k).unsqueeze(-1))),
     Provider("sigmoid", lambda x, k: torch.sigmoid(x)),
-    # Reads and writes the minimum number of bytes of a forward pass, so it shows the memory bandwidth.
+    # A copy moves the minimum number of bytes of any forward pass, so its time shows the memory bandwidth.
     Provider("copy", lambda x, k: x.clone()),
     Provider("topk", lambda x, k: torch.topk(x, k, dim=-1).values),
     Provider("sort", lambda x, k: torch.sort(x, dim=-1).values),
@@ -145,7 +145,7 @@ FAMILY = (
 
 
 def call_of(provider: Provider, case: Case, mode: Mode) -> Callable[[], Tensor]:
-    """Build the call to measure. All inputs are prepared beforehand, and the call retains no results.
+    """Build the call to measure. Its inputs are prepared in advance, and the call retains no results.
 
     Args:
         provider: The function to measure.

@@ -1,4 +1,4 @@
-"""Benchmarks on a grid of cases: functions of the logits and k, relative to softmax, in tables and a plot."""
+"""Benchmarks of functions of the logits and k on a grid of cases, relative to softmax: tables and a plot."""
 
 import gc
 from collections import defaultdict
@@ -59,7 +59,7 @@ def run(
         operator: The name of the benchmark in the CSV.
         competitors: The functions that the settings can select.
         plot: The picture to draw.
-        console: The console for the progress, the tables and the list of files.
+        console: The console for the progress bar, the tables and the names of the written files.
     """
     providers = _checked(settings, competitors)
     cases = case_grid(
@@ -102,7 +102,7 @@ def _measure(
     if "memory" in settings.metrics:
         gc.collect()
         added = {name: added_bytes(call) / 2**20 for name, call in calls.items()}
-        # In the smallest cases softmax may add less than a page, so the ratio is bounded.
+        # In the smallest cases, softmax may add less than a page. Count at least one to bound the ratio.
         one = max(added[BASELINE], PAGE_BYTES / 2**20)
         for name, size in added.items():
             value, ratio = Quantiles.of([size]), Quantiles.of([size / one])
@@ -145,7 +145,7 @@ def constrained(settings: ConstrainedSettings) -> None:
 
 
 _CASE = ("n", "k", "batch", "scale", "dtype", "threads")
-# A smaller relative change of a ratio is noise, and is not colored.
+# Smaller relative changes of a ratio are noise and are not colored.
 _NOTABLE = 0.05
 
 _LOOK = {
@@ -178,7 +178,7 @@ def tables(rows: Sequence[Measurement], earlier: Mapping[Key, Measurement], widt
     Args:
         rows: The measurements.
         earlier: The measurements of an earlier run, whose ratios are shown next to the new ones.
-        width: The width of the terminal. Competitors that do not fit are shown in another table.
+        width: The width of the terminal. Columns that do not fit are shown in another table.
 
     Returns:
         Titles, each followed by its tables. Properties that all cases share are part of the title.
@@ -201,7 +201,7 @@ def tables(rows: Sequence[Measurement], earlier: Mapping[Key, Measurement], widt
 def _columns(
     rows: Sequence[Measurement], unit: str, varying: Sequence[str], earlier: Mapping[Key, Measurement]
 ) -> tuple[list[Column], list[Column]]:
-    """Return the columns with the case and the softmax time, and one column of ratios for each method."""
+    """Return the columns with the case and the softmax value, and one column of ratios for each provider."""
     by_case: dict[object, dict[str, Measurement]] = defaultdict(dict)
     for row in rows:
         by_case[row.case][row.provider] = row
@@ -253,14 +253,14 @@ def _ratio(row: Measurement, earlier: Mapping[Key, Measurement]) -> Text:
 
 
 def draw(rows: Sequence[Measurement], plot: Path, csv: Sequence[Path] = ()) -> None:
-    """Draw time relative to softmax against the row length: one panel per mode, one line per provider.
+    """Draw the time relative to softmax against the row length: one panel per mode, one line per provider.
 
-    A line is the median over the problems (k, scale, batch, threads) that all providers of the panel share,
-    or over all problems if they share none. A vertical bar is the range over all problems of the provider.
+    A line shows the median over the problems (k, scale, batch, threads) that all providers of the panel
+    share, or over all problems if they share none. A vertical bar shows the range over all problems.
 
     Args:
-        rows: Times of one benchmark. Only rows of the last machine with the dtype of the first row are used.
-            If a measurement is repeated, its last row is used.
+        rows: The times of one benchmark. Only those from the machine of the last row and with the dtype of
+            the first row are used. If a measurement was repeated, its last row is used.
         plot: The picture to write.
         csv: The CSV file with the rows. Its name is stored in the picture's metadata.
     """

@@ -1,4 +1,4 @@
-"""Benchmark measurements: read and extend the CSV that stores them, and describe their conditions as text."""
+"""Benchmark measurements, the CSV that stores them, and text about the machine and settings."""
 
 import csv
 import io
@@ -26,7 +26,7 @@ Key = tuple[str, str, str, str, int, int, int, float, str, int]
 
 @dataclass(frozen=True)
 class Measurement:
-    """A measurement of a provider, case and mode: percentiles of a value and of its ratio to softmax."""
+    """A measurement of one provider on one case in one mode: percentiles of a value and of its ratio."""
 
     operator: str
     provider: str
@@ -119,10 +119,10 @@ def measured(
 
 
 class RowFile:
-    """The CSV of a benchmark, extended while it runs.
+    """The CSV of a benchmark, to which rows are appended while the benchmark runs.
 
-    Rows that cannot be written because the disk is full are kept for the next attempt, and the benchmark
-    continues.
+    If rows cannot be written, for example because the disk is full, the benchmark continues. The rows are
+    written together with the next ones.
 
     Args:
         path: The file, which may be missing. An invalid or unwritable file raises `BadInput`.
@@ -142,7 +142,7 @@ class RowFile:
         console.print(f"{plan}; results are written to {self.path}.", soft_wrap=True, highlight=False)
 
     def add(self, rows: Iterable[Measurement]) -> None:
-        """Append rows to the file, or keep them for the next attempt."""
+        """Append rows to the file. If that fails, keep them for the next call."""
         added = list(rows)
         self.new += added
         self._waiting += added
@@ -206,7 +206,7 @@ def latest(rows: Iterable[Measurement]) -> dict[Key, Measurement]:
 
 
 def machine() -> str:
-    """Return the name and number of the processors, for example `Some CPU 9000, 8 CPUs`."""
+    """Return the processor's name and the number of logical CPUs, for example `Some CPU 9000, 8 CPUs`."""
     name = platform.processor() or platform.machine()
     cpuinfo = Path("/proc/cpuinfo")
     if cpuinfo.exists():
@@ -216,7 +216,7 @@ def machine() -> str:
 
 
 def _rounded(value: float) -> float:
-    """Round a number to the digits in the CSV, so that reading a row back gives the same row."""
+    """Round a number as in the CSV, so that reading a row back gives the same row."""
     return float(_text(value))
 
 
@@ -229,7 +229,7 @@ def _text(value: object) -> str:
 
 
 def finish(file: RowFile, plot: Path, draw: Callable[[], None] | None, console: Console) -> None:
-    """Draw the plot and print which files were written. Raises if a file could not be written.
+    """Draw the plot, print which files were written, and raise an error if one could not be written.
 
     Args:
         file: The CSV.
@@ -257,7 +257,7 @@ def three_digits(ratio: float) -> str:
 
 
 def conditions(rows: Sequence[Measurement]) -> str:
-    """Return the machine and the settings of measurements, for the line under a figure."""
+    """Describe the machine and the settings of measurements, for the note under a figure."""
     threads = " and ".join(str(number) for number in sorted({row.threads for row in rows}))
     plural = "" if threads == "1" else "s"
     return f"{rows[-1].machine}, {threads} thread{plural}, {rows[-1].dtype}, torch {rows[-1].torch}"

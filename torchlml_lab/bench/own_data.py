@@ -17,8 +17,7 @@ from rich.table import Table
 
 from torchlml_lab.bench.settings import OwnDataSettings, check_choices, check_numbers
 from torchlml_lab.cli_errors import BadInput
-from torchlml_lab.data.labeled_rows import LabeledRows, Matrix
-from torchlml_lab.data.tables import Columns
+from torchlml_lab.data.labeled_rows import Columns, LabeledRows, Matrix
 from torchlml_lab.engine.output import StudyTable, markdown_table, new_console, plain_table
 from torchlml_lab.files import check_file
 from torchlml_lab.multilabel import linear
@@ -64,7 +63,7 @@ TABLE = StudyTable(OwnDataRecord, lambda row: (row.data, row.samples, row.method
 
 
 class Problem(NamedTuple):
-    """The samples of a comparison. The label columns of the test samples start with those of training."""
+    """The samples of a comparison. The first label columns of the test samples are those of training."""
 
     training: LabeledRows
     test: LabeledRows
@@ -75,12 +74,12 @@ class Prediction(NamedTuple):
     """The output of a method on the test samples."""
 
     scores: Array
-    """float32 (rows, labels): higher is better."""
+    """float32 (rows, labels): a higher score means a more likely label."""
     sets: Array
     """bool (rows, labels): the labels that the method predicts."""
     setting: str
     fitted: float
-    """The CPU time when training had finished."""
+    """The CPU time of the process at the end of training."""
 
 
 def main(settings: OwnDataSettings) -> None:
@@ -97,7 +96,7 @@ def main(settings: OwnDataSettings) -> None:
             )
     folder = settings.data or (Path(os.environ["TORCHLML_DATA"]) if "TORCHLML_DATA" in os.environ else None)
     if folder is None:
-        raise BadInput("`--data` is missing: pass the directory of the data, or set TORCHLML_DATA.")
+        raise BadInput("`--data` is missing: pass the data directory, or set TORCHLML_DATA.")
     check_file("--csv", settings.csv)
     settings.csv.parent.mkdir(parents=True, exist_ok=True)
     console = new_console()
@@ -185,7 +184,7 @@ class Solver(NamedTuple):
 
 
 def _with(solver: Solver, strength: float | None) -> Callable[[Problem], Prediction]:
-    """Return the method with strength C, or with the best of `STRENGTHS` on validation samples if it is None.
+    """Return the method with strength C. If it is None, choose from `STRENGTHS` on validation samples.
 
     With a given strength, texts become TF-IDF vectors of words with the defaults of scikit-learn, and other
     features are not scaled. With tuning, texts become sublinear TF-IDF vectors of words and word pairs,
@@ -233,7 +232,7 @@ def _features(training: LabeledRows, tuned: bool) -> Callable[[LabeledRows], Mat
 
 
 def _one_vs_rest(model: Callable[[float], Any]) -> Solver:
-    """Use one scikit-learn classifier per label, except for labels that all or no training samples have."""
+    """Use a scikit-learn classifier for each label, except for labels of all or no training samples."""
 
     def fit(x: Matrix, labels: Matrix, strength: float) -> Any:
         y = labels.toarray()

@@ -1,4 +1,4 @@
-"""`torchlml bench paper`: the timing study of the paper's section 5.1.
+"""`torchlml bench paper`: the timing study in section 5.1 of the paper.
 
 The paper timed the forward pass of the Smooth SVM with two algorithms, its backward pass, the truncated
 entropy and LML, for a minibatch of 256 and 50 trials. Here every method computes a loss with one label per
@@ -59,7 +59,7 @@ NAMES = {
 # algorithm. For the Smooth SVM, only the algorithm that is fast enough for training is timed.
 BACKWARD = ("smooth-svm", "truncated-entropy", "lml")
 
-# Slow methods leave cold caches and released memory behind. Samples are long enough to make that negligible.
+# Slow methods leave cold caches and released memory behind. Long samples make this effect negligible.
 SAMPLE_SECONDS = 10e-3
 
 
@@ -81,7 +81,7 @@ def run(settings: PaperSettings, console: Console) -> None:
 
     Args:
         settings: The settings. Invalid values raise `BadInput` before anything is measured.
-        console: The console for the progress and the tables.
+        console: The console for the progress bar and the tables.
     """
     groups = _groups(settings)
     file = RowFile(settings.csv)
@@ -118,7 +118,7 @@ def device() -> torch.device:
 
 
 def measure(cases: Sequence[Case], trials: int, after_trial: Callable[[], object]) -> Iterator[Measurement]:
-    """Time every method on problems that differ only in k, alternating between them, `trials` times.
+    """Time every method `trials` times on problems that differ only in k, alternating between problems.
 
     Args:
         cases: The problems. Each round includes all of them, so that times for different k are comparable.
@@ -250,7 +250,7 @@ def _finished(call: Callable[[], object]) -> Callable[[], object]:
 
 Problem = tuple[int, int, int]  # threads, n, k
 
-# A time counts as growing with k if it grows by at least this factor. Noise and caches explain smaller ones.
+# A time counts as growing with k if it grows by at least this factor. Noise and caches cause smaller changes.
 _GROWS = 1.5
 
 
@@ -271,7 +271,7 @@ def times(rows: Sequence[Measurement]) -> Table:
 
 
 class Claim(NamedTuple):
-    """A claim of the paper about a method, the ratios that decide it, and the condition on them."""
+    """A claim of the paper about a method, the measured ratios, and the condition that they must satisfy."""
 
     says: str
     ratios: list[float]
@@ -294,7 +294,7 @@ def claims(rows: Sequence[Measurement]) -> Table:
 
 
 def claims_of(rows: Sequence[Measurement]) -> Iterator[Claim]:
-    """Yield the claims with their ratios of times: largest to smallest k, or method to truncated entropy."""
+    """Yield the claims with their time ratios: largest k to smallest k, or method to truncated entropy."""
     forward: dict[str, dict[Problem, float]] = {name: {} for name in NAMES}
     for row in rows:
         if row.mode == "forward":
@@ -333,7 +333,7 @@ def _growth(taken: Mapping[Problem, float]) -> list[float]:
 
 
 def span(ratios: Sequence[float]) -> str:
-    """Format the smallest and the largest ratio with two digits, or one value if they are equal."""
+    """Format the smallest and the largest ratio with two digits, or one value if both look the same."""
     ends = (f"{end:.0f}" if end >= 10 else f"{end:.2g}" for end in (min(ratios), max(ratios)))
     return " to ".join(dict.fromkeys(ends))
 
@@ -384,7 +384,7 @@ def draw(rows: Sequence[Measurement], picture: Path, csv: Sequence[Path] = ()) -
     """Draw one panel per row length, with medians as points and 20th to 80th percentiles as bands.
 
     Args:
-        rows: The results of `torchlml bench paper`. If a measurement is repeated, its last row is used.
+        rows: The results of `torchlml bench paper`. If a measurement was repeated, its last row is used.
         picture: The PNG or SVG file to write.
         csv: The CSV file with the rows. Its name is stored in the picture's metadata.
     """

@@ -1,4 +1,4 @@
-"""`torchlml bench scale` and `torchlml bench training`: very large label spaces and numbers of samples."""
+"""`torchlml bench scale` and `torchlml bench training`: large numbers of labels and samples."""
 
 import json
 import os
@@ -66,7 +66,7 @@ def run(settings: ScaleSettings, console: Console) -> None:
 
 
 def steps(batch: int, labels: int, features: int) -> dict[str, Callable[[], tuple[Tensor, ...]]]:
-    """Return a training step of each implementation of a linear layer with a loss, ours first."""
+    """Return a training step for each implementation of a linear layer followed by a loss, ours first."""
     generator = torch.Generator().manual_seed(0)
     h = torch.randn(batch, features, generator=generator).requires_grad_()
     w = (torch.randn(labels, features, generator=generator) / features**0.5).requires_grad_()
@@ -101,7 +101,7 @@ def memory(settings: ScaleSettings) -> Iterator[Measurement]:
     """Measure the memory that a step uses beyond the weight gradient, relative to the budget of 64 MiB."""
     for batch in (settings.batch // 4 or 1, settings.batch, 4 * settings.batch):
         calls = steps(batch, settings.labels, settings.features)
-        # Two copies of all logits of the largest batch exceed the memory of many machines.
+        # For the largest batch, two copies of all logits would exceed the memory of many machines.
         ways = _WAYS[:1] if batch > settings.batch else _WAYS[:3]
         for name in ways:
             added = (added_bytes(calls[name]) - 4 * settings.labels * settings.features) / 2**20
@@ -130,7 +130,7 @@ def long_row(settings: ScaleSettings) -> Iterator[Measurement]:
 
 
 def rounds(settings: ScaleSettings) -> Iterator[Measurement]:
-    """Count the communication rounds of `lml` between two processes per logit scale (softmax needs two)."""
+    """Count the communication rounds of `lml` between two processes for each scale; softmax needs two."""
     with tempfile.TemporaryDirectory() as folder:
         worker = [sys.executable, "-m", "torchlml_lab.bench.scale", "rounds"]
         command = [*worker, folder, str(settings.labels)]
@@ -194,12 +194,14 @@ class TrainingRecord:
     samples: int
     labels: int
     processes: int
+    threads: int
+    """The number of threads of each process."""
     file_mb: float
     prepare_seconds: float
-    """Seconds to read the file and prepare the inputs, and to fit the linear part if there is one."""
+    """Seconds to read the file, prepare the inputs, and fit the linear part if there is one."""
     samples_per_second: float
     epoch_seconds: float
-    """The time of one pass over the samples at this speed, without validation."""
+    """The time of one pass over the training samples at this speed, without validation."""
     forecast_seconds: float
     """The time that `train` forecasts for this pass; 0 for several processes."""
     memory_mb: float
@@ -209,10 +211,10 @@ class TrainingRecord:
     """The time of the whole measurement."""
 
 
-TRAINING = StudyTable(TrainingRecord, lambda row: (row.processes, row.samples, row.labels))
+TRAINING = StudyTable(TrainingRecord, lambda row: (-row.threads, row.processes, row.samples, row.labels))
 _PER_SAMPLE = 3  # labels per sample, or more if that is needed for every label to occur
 _MOST_PER_SAMPLE = 10
-_TOGETHER = (100_000, 10_000)  # samples and labels of the measurement with several processes
+_TOGETHER = (100_000, 10_000)  # at most as many samples and labels, for one thread per process
 
 
 def training(settings: TrainingSettings) -> None:
@@ -227,29 +229,34 @@ def training(settings: TrainingSettings) -> None:
     check_file("--csv", settings.csv)
     console = new_console()
     rows = TRAINING.read(settings.csv, "--csv") if settings.csv.exists() else []
-    done = {(row.samples, row.labels, row.processes) for row in rows}
-    cells = [(s, n, 1) for s in settings.samples for n in settings.labels if n <= _MOST_PER_SAMPLE * s]
-    together = (min(_TOGETHER[0], max(settings.samples)), min(_TOGETHER[1], max(settings.labels)))
-    cells += [(*together, processes) for processes in settings.processes if processes > 1]
-    for cell in cells:
+    done = {(row.samples, row.labels, row.processes, row.threads) for row in rows}
+    sizes = [(s, n) for s in settings.samples for n in settings.labels if n <= _MOST_PER_SAMPLE * s]
+    cells = [(*size, 1, settings.threads) for size in sizes]
+    together = [(s, n) for s, n in sizes if s <= _TOGETHER[0] and n <= _TOGETHER[1]]
+    cells += [(*max(together), processes, 1) for processes in settings.processes if together]
+    for cell in dict.fromkeys(cells):
         if cell not in done:
-            said = "{} samples, {} labels, processes: {}".format(*cell)
+            said = "{} samples, {} labels, processes: {}, threads: {}".format(*cell)
             console.print(said, highlight=False)
             rows.append(_trained(settings, *cell))
             TRAINING.write(settings.csv, rows)
-    heads = ("samples", "labels", "processes", "samples/s", "epoch, s", "forecast, s", "MB", "forecast, MB")
+    sizes_of = ("samples", "labels", "processes", "threads")
+    heads = (*sizes_of, "samples/s", "epoch, s", "forecast, s", "MB", "forecast, MB")
     table = plain_table("torchlml train multilabel", heads, left=0)
     for row in sorted(rows, key=TRAINING.order):
         numbers = (row.samples_per_second, row.epoch_seconds, row.forecast_seconds, row.memory_mb)
         shown = (f"{number:.0f}" for number in (*numbers, row.forecast_mb))
-        table.add_row(str(row.samples), str(row.labels), str(row.processes), *shown)
+        table.add_row(*(str(getattr(row, name)) for name in sizes_of), *shown)
     console.print(table)
     console.print(training_table(rows), soft_wrap=True, highlight=False, markup=False)
     console.print(f"Results written to {settings.csv}.", soft_wrap=True)
 
 
 def training_table(rows: Sequence[TrainingRecord]) -> str:
-    """Return two Markdown tables by numbers of samples and labels, in one process: speed and forecasts."""
+    """Format the speeds and the forecasts of single-process runs as two Markdown tables.
+
+    Of the single-process runs, those with the most threads are included.
+    """
 
     def speed(row: TrainingRecord) -> str:
         return f"{row.samples_per_second:,.0f}/s, {row.memory_mb / 1000:.1f} GB"
@@ -260,7 +267,8 @@ def training_table(rows: Sequence[TrainingRecord]) -> str:
             f"{row.memory_mb / 1000:.1f} GB ({row.forecast_mb / 1000:.1f})"
         )
 
-    alone = {(row.samples, row.labels): row for row in rows if row.processes == 1}
+    threads = max((row.threads for row in rows), default=1)
+    alone = {(row.samples, row.labels): row for row in rows if (row.processes, row.threads) == (1, threads)}
     labels = sorted({n for _, n in alone})
     heads = ("samples", *(f"{n:,} labels" for n in labels))
     tables = []
@@ -276,48 +284,28 @@ def training_table(rows: Sequence[TrainingRecord]) -> str:
     return "\n\n".join(tables)
 
 
-def _trained(settings: TrainingSettings, samples: int, labels: int, processes: int) -> TrainingRecord:
+def _trained(
+    settings: TrainingSettings, samples: int, labels: int, processes: int, threads: int
+) -> TrainingRecord:
     """Measure one size in new processes."""
     start = time.perf_counter()
     with tempfile.TemporaryDirectory() as folder:
         file = Path(folder) / "samples.svm"
         write_samples(file, samples, labels, settings.features)
         size = file.stat().st_size / 1e6
-        if processes == 1:
-            arguments = [str(file), str(settings.seconds), str(settings.threads)]
-            command = [sys.executable, "-m", "torchlml_lab.bench.scale", "train", *arguments]
-            found = json.loads(_output(command, {}))
-        else:
-            found = _trained_together(folder, file, samples, processes)
-    rate = found.pop("rate")
+        worker = ["-m", "torchlml_lab.bench.scale", "train", str(file), str(settings.seconds), str(threads)]
+        launcher = ["-m", "torch.distributed.run", "--nproc-per-node", str(processes)]
+        command = [sys.executable, *(launcher if processes > 1 else []), *worker]
+        found = json.loads(_output(command, {"OMP_NUM_THREADS": str(threads)}))
     return TrainingRecord(
         samples=samples,
         labels=labels,
         processes=processes,
+        threads=threads,
         file_mb=round(size, 1),
-        samples_per_second=round(rate, 1),
-        epoch_seconds=round(samples / rate, 1),
         seconds=time.perf_counter() - start,
         **{name: round(value, 1) for name, value in found.items()},
     )
-
-
-def _trained_together(folder: str, file: Path, samples: int, processes: int) -> dict[str, float]:
-    """Train one epoch with torchrun, with one thread for each process."""
-    run = f"{folder}/run"
-    worker = ["-m", "torchlml_lab", "train", "multilabel", "--train", str(file), "--out", run, "--cpu"]
-    launcher = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", str(processes)]
-    start = time.perf_counter()
-    _output([*launcher, *worker, "--epochs", "1", "--model", "network"], {"OMP_NUM_THREADS": "1"})
-    total = time.perf_counter() - start
-    seconds = json.loads(Path(run, "result.json").read_text(encoding="utf-8"))["seconds"]
-    return {
-        "rate": samples / seconds,
-        "prepare_seconds": total - seconds,
-        "forecast_seconds": 0.0,
-        "memory_mb": _highest_mb(children=True),
-        "forecast_mb": 0.0,
-    }
 
 
 def _output(command: Sequence[str], variables: dict[str, str]) -> str:
@@ -327,20 +315,19 @@ def _output(command: Sequence[str], variables: dict[str, str]) -> str:
     return done.stdout
 
 
-def _highest_mb(children: bool = False) -> float:
-    """Return the peak memory in MB of this process, or of the largest process that it started."""
+def _highest_mb() -> float:
+    """Return the peak memory in MB of this process."""
     import resource  # not available on Windows
 
-    which = resource.RUSAGE_CHILDREN if children else resource.RUSAGE_SELF
-    return resource.getrusage(which).ru_maxrss * 1024 / 1e6
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 / 1e6
 
 
 def write_samples(path: Path, samples: int, labels: int, features: int) -> None:
-    """Write an svmlight file in which every label occurs. Frequent features occur in many samples.
+    """Write a random svmlight file in which every label occurs and some features are frequent.
 
     Args:
         path: The file.
-        samples: The number of samples, each with 10 to 21 features, except duplicates.
+        samples: The number of samples. Each has 10 to 21 features, minus duplicates.
         labels: The number of labels.
         features: The number of features.
     """
@@ -363,7 +350,10 @@ def write_samples(path: Path, samples: int, labels: int, features: int) -> None:
 
 
 def train_some(arguments: Sequence[str]) -> None:
-    """Train for a given time. Arguments: the sample file, the time in seconds, and the number of threads."""
+    """Train for a given time. Arguments: the sample file, the time in seconds, and the number of threads.
+
+    With torchrun, the processes share the samples of each batch, and the first one reports.
+    """
     from accelerate import Accelerator
 
     from torchlml_lab.engine.loop import EpochBatches, needs, train_step
@@ -372,6 +362,8 @@ def train_some(arguments: Sequence[str]) -> None:
     from torchlml_lab.multilabel.training import build_task
 
     file, seconds, threads = arguments
+    accelerator = Accelerator(cpu=True)
+    rank, processes = accelerator.process_index, accelerator.num_processes
     torch.set_num_threads(int(threads))
     torch.manual_seed(0)
     settings = MultilabelSettings(train=Path(file), cpu=True)
@@ -380,30 +372,37 @@ def train_some(arguments: Sequence[str]) -> None:
     prepared = time.perf_counter() - start
     torch.set_num_threads(min(task.threads or int(threads), int(threads)))
     samples: Any = task.training
-    expected = needs(task, settings.batch_size)
+    expected = needs(task, settings.batch_size) if processes == 1 else None
+    model, optimizer = accelerator.prepare(task.model, task.optimizer)
     order = EpochBatches(len(samples), settings.batch_size, 0, shuffle=True)
     steps, start, rate = 0, 0.0, 0.0
     for step, rows in enumerate(order):
-        train_step(task.model.train(), task.optimizer, task.loss, samples.__getitems__(rows))
+        batch = samples.__getitems__(rows[rank::processes])
+        train_step(model.train(), optimizer, task.loss, batch, accelerator)
         if step == 0:  # allocates the optimizer state
             start = time.perf_counter()
             continue
         steps += 1
-        rate = steps * settings.batch_size / (time.perf_counter() - start)
-        if time.perf_counter() - start > float(seconds):
+        elapsed = torch.tensor(time.perf_counter() - start)
+        taken = float(accelerator.reduce(elapsed, "mean"))  # so that all processes stop at the same step
+        rate = steps * settings.batch_size / taken
+        if taken > float(seconds):
             break
     held_out: Any = task.held_out["validation"]
     with torch.no_grad():
         some = held_out.__getitems__(range(min(len(held_out), task.evaluated * settings.batch_size)))
-        task.measure(task.model.eval(), [some], Accelerator(cpu=True))
+        task.measure(task.model.eval(), [some], accelerator)
     found = {
-        "rate": rate,
+        "samples_per_second": rate,
+        "epoch_seconds": len(samples) / rate,
         "prepare_seconds": prepared,
-        "forecast_seconds": len(order) * expected.step,
+        "forecast_seconds": len(order) * expected.step if expected else 0.0,
         "memory_mb": _highest_mb(),
-        "forecast_mb": expected.memory / 1e6,
+        "forecast_mb": expected.memory / 1e6 if expected else 0.0,
     }
-    sys.stdout.write(json.dumps(found))
+    if rank == 0:
+        sys.stdout.write(json.dumps(found))
+    accelerator.end_training()
 
 
 if __name__ == "__main__":  # the processes that the benchmarks start

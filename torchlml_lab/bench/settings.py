@@ -1,4 +1,4 @@
-"""The settings of the benchmarks, and checks of their values."""
+"""The settings of the benchmarks, and the checks of common options."""
 
 import math
 from collections.abc import Collection, Sequence
@@ -13,24 +13,24 @@ from torchlml_lab.engine.settings import parse_settings
 
 @dataclass(frozen=True)
 class TimingSettings:
-    """The settings of all benchmarks whose methods are timed in rounds."""
+    """The settings shared by all benchmarks that time their methods in rounds."""
 
     repetitions: int = 100
     """Maximum number of rounds. Each round times every method once and computes the ratios."""
     seconds: float = 4.0
-    """Time budget of a comparison, shared equally by the methods; the slowest may run only once."""
+    """Seconds per comparison, shared equally by its methods; slow methods may run only once."""
     csv: Path = Path("torchlml-bench.csv")
-    """CSV file to append the results to; it is created if it is missing."""
+    """CSV file to append the results to; it is created if it does not exist."""
 
 
 def check_timing(settings: TimingSettings) -> None:
-    """Raise `BadInput` for invalid numbers of rounds and seconds."""
+    """Raise `BadInput` if `--repetitions` or `--seconds` is invalid."""
     check_numbers("--repetitions", (settings.repetitions,), 1)
     check_numbers("--seconds", (settings.seconds,), 0)
 
 
 def check_choices(option: str, values: Sequence[str], known: Collection[str]) -> None:
-    """Raise `BadInput` for unknown values, and for an option without a value."""
+    """Raise `BadInput` for an unknown value, and for an option without values."""
     if not values:
         raise BadInput(f"`{option}` needs at least one value.")
     for value in values:
@@ -41,7 +41,7 @@ def check_choices(option: str, values: Sequence[str], known: Collection[str]) ->
 
 
 def check_numbers(option: str, values: Sequence[float], least: float, most: float = math.inf) -> None:
-    """Raise `BadInput` for numbers that are not finite or out of range, and for a missing value."""
+    """Raise `BadInput` for a number that is out of range or not finite, and for an option without values."""
     if not values:
         raise BadInput(f"`{option}` needs at least one value.")
     for value in values:
@@ -64,14 +64,14 @@ def _metrics() -> tuple[str, ...]:
 
 @dataclass(frozen=True)
 class GridBenchmarkSettings(TimingSettings):
-    """The settings of all benchmarks on a grid of cases."""
+    """The settings shared by all benchmarks on a grid of cases."""
 
     sizes: tuple[int, ...] = (100, 1000, 10_000, 1_000_000)
     """Row lengths n to measure."""
     ks: tuple[str, ...] = ("5", "n/2")
     """Values of k: integers, `n/NUMBER` or `n-NUMBER`; values outside 1 to n-1 are skipped."""
     batches: tuple[int, ...] = (256,)
-    """Numbers of rows, reduced for long rows so that no tensor has more than 4,000,000 entries."""
+    """Batch sizes, reduced for long rows so that no tensor has more than 4,000,000 entries."""
     scales: tuple[float, ...] = (1.0, 12.0)
     """Standard deviations of the logits."""
     dtypes: tuple[str, ...] = ("float32",)
@@ -79,13 +79,13 @@ class GridBenchmarkSettings(TimingSettings):
     threads: tuple[int, ...] = (1,)
     """Numbers of torch threads."""
     providers: tuple[str, ...] = ()
-    """Functions to compare; by default all that can run here. Softmax, the baseline, is always included."""
+    """Functions to compare, by default all that can run here; softmax, the baseline, is always included."""
     modes: tuple[str, ...] = MODES
     """Passes to measure: forward without a graph, backward alone, forward+backward with autograd."""
     metrics: tuple[str, ...] = field(default_factory=_metrics)
-    """Metrics to measure: `time` per call, or the peak `memory` that a call adds (Linux only), or both."""
+    """Metrics to measure: `time` per call, and the peak `memory` that a call adds (Linux only)."""
     plot: Path | None = None
-    """PNG or SVG file for the times in the whole CSV; by default a PNG with the name of the CSV."""
+    """PNG or SVG file for a plot of all times in the CSV; by default a PNG with the name of the CSV."""
     compare: Path | None = None
     """CSV file of an earlier run, whose ratios are shown next to the new ones."""
     quick: bool = False
@@ -107,7 +107,8 @@ QUICK: dict[str, Any] = {
 class LayerSettings(GridBenchmarkSettings):
     """Time lml, topk, sort, sigmoid and a copy relative to softmax.
 
-    Both calls in a ratio are made within milliseconds, so ratios are reliable even on a noisy machine.
+    The two calls of a ratio run within milliseconds of each other, so ratios are reliable even on a noisy
+    machine.
     """
 
 
@@ -116,12 +117,12 @@ class ConstrainedSettings(GridBenchmarkSettings):
     """Time the operators related to lml relative to softmax."""
 
     plot: Path | None = None
-    """PNG or SVG file for the times in the whole CSV; by default NAME-constrained.png next to the CSV."""
+    """PNG or SVG file for a plot of all times in the CSV; by default NAME-constrained.png next to the CSV."""
 
 
 @dataclass(frozen=True)
 class LossesSettings(TimingSettings):
-    """Time the losses with their gradients on fixed problems, relative to a baseline."""
+    """Time the losses with their gradients at fixed sizes, relative to a baseline."""
 
     threads: tuple[int, ...] = (1,)
     """Numbers of torch threads."""
@@ -131,7 +132,7 @@ class LossesSettings(TimingSettings):
 class ShortRowsSettings(TimingSettings):
     """Time lml and its loss on many short rows, relative to softmax, cross-entropy and lml without options.
 
-    `TORCHLML_KERNEL=torch` times pure PyTorch, and `TORCHLML_ISA=v3` the kernel for AVX2.
+    Set `TORCHLML_KERNEL=torch` to time pure PyTorch, or `TORCHLML_ISA=v3` to time the AVX2 kernel.
     """
 
     seconds: float = 2.0
@@ -146,24 +147,24 @@ class ShortRowsSettings(TimingSettings):
 
 @dataclass(frozen=True)
 class SubsetSettings(TimingSettings):
-    """Measure time, memory and accuracy of the exact distribution over k-subsets and of other methods."""
+    """Compare the exact distribution over k-subsets with other methods: time, memory and accuracy."""
 
     repetitions: int = 15
     seconds: float = 5.0
     sizes: tuple[int, ...] = (100, 1000, 10_000, 100_000, 1_000_000)
-    """Lengths of the rows in the comparison."""
+    """Row lengths n in the comparison."""
     ks: tuple[int, ...] = (10, 1000)
-    """Subset sizes k in the comparison; sizes that are not below the row length are skipped."""
+    """Subset sizes k in the comparison; values that are not below the row length are skipped."""
     scale: float = 2.0
     """The standard deviation of the logits in the comparison."""
 
 
 @dataclass(frozen=True)
 class BalancedSettings(TimingSettings):
-    """Time balanced_lml on router logits, as ratios to lml on the same matrix in the same round."""
+    """Time balanced_lml on router logits, relative to lml on the same matrix in the same round."""
 
     skews: tuple[float, ...] = (0.0, 1.0, 3.0, 10.0)
-    """Standard deviations, across experts, of the bias that all tokens share."""
+    """Standard deviations of a preference for each expert that all tokens share; 0 for no preference."""
     dtype: str = "float32"
     """The dtype of the logits: float32, float64 or bfloat16."""
     threads: int = 1
@@ -174,8 +175,8 @@ class BalancedSettings(TimingSettings):
 class PaperSettings:
     """Repeat the timing study in section 5.1 of the paper, and compare the results with its claims.
 
-    Each trial times every method once for every k. The results of a row length are written to the CSV when it
-    is complete. Continue an interrupted study with --resume.
+    Each trial times every method once for every k. Results are written to the CSV after each row length.
+    Continue an interrupted study with --resume.
     """
 
     sizes: tuple[int, ...] = (1000, 10_000)
@@ -189,9 +190,9 @@ class PaperSettings:
     trials: int = 50
     """Number of times each method is timed on each problem."""
     csv: Path = Path("torchlml-paper-timing.csv")
-    """CSV file to append the results to; it is created if it is missing."""
+    """CSV file to append the results to; it is created if it does not exist."""
     plot: Path | None = None
-    """PNG or SVG file of the figure; by default a PNG with the name of the CSV."""
+    """PNG or SVG file for the figure; by default a PNG with the name of the CSV."""
     resume: bool = False
     """Skip row lengths that the CSV already contains for this machine and these versions."""
     quick: bool = False
@@ -207,7 +208,7 @@ class ComparisonSettings(TimingSettings):
 
     csv: Path = Path("torchlml-alternatives.csv")
     methods: tuple[str, ...] = ()
-    """Methods to compare; by default all that can run here. Some of them run only on short rows."""
+    """Methods to compare, by default all that can run here; some of them run only on short rows."""
     sizes: tuple[int, ...] = (32, 1000, 10_000)
     """Row lengths n to measure."""
     k: int = 5
@@ -217,7 +218,7 @@ class ComparisonSettings(TimingSettings):
     scale: float = 3.0
     """Standard deviation of the logits."""
     equal: int = 2_700_000
-    """Length of an additional row with equal logits; 0 omits it."""
+    """Length of an additional row of equal logits; 0 omits this row."""
     threads: int = 1
     """Number of torch threads."""
     plot: Path | None = None
@@ -232,7 +233,7 @@ QUICK_COMPARISON: dict[str, Any] = {"sizes": (1000,), "batch": 16, "equal": 0, "
 
 @dataclass(frozen=True)
 class ScaleSettings(TimingSettings):
-    """Measure large label spaces: time, memory, a long row, and communication between two processes."""
+    """Measure time and memory for many labels, a very long row, and communication of two processes."""
 
     repetitions: int = 10
     seconds: float = 120.0
@@ -241,37 +242,37 @@ class ScaleSettings(TimingSettings):
     batch: int = 256
     """Number of rows in the timed batch."""
     labels: int = 200_000
-    """Number of labels of the linear layer for time and memory."""
+    """Number of labels of the linear layer in the timed batch."""
     features: int = 128
     """Number of inputs of the linear layer."""
     most_labels: int = 1_000_000
-    """Number of labels of the linear layer that a new process trains on 512 rows."""
+    """Number of labels of a linear layer that is trained on 512 rows in a new process."""
     longest_row: int = 10_000_000
-    """Length of the single long row."""
+    """Length of the very long row."""
 
 
 @dataclass(frozen=True)
 class TrainingSettings:
     """Measure the speed and memory of `torchlml train multilabel`; repeat the command to resume.
 
-    Every size is measured in a new process, on a generated file: all samples are read, but only a few steps
-    are trained. `--processes` also trains one epoch with torchrun.
+    Every size is measured in a new process on a generated file. All samples are read, but training stops
+    after a few steps. For each value of --processes, one size is also measured with one thread per process.
     """
 
     csv: Path = Path("training.csv")
-    """CSV file of the results; finished measurements in it are not repeated."""
+    """CSV file for the results; measurements that it already contains are not repeated."""
     samples: tuple[int, ...] = (10_000, 100_000, 1_000_000)
     """The numbers of samples."""
     labels: tuple[int, ...] = (1_000, 10_000, 100_000, 1_000_000)
     """The numbers of labels, at most ten times the number of samples."""
     features: int = 100_000
-    """The number of features, of which a sample has about 15."""
+    """The number of features; each sample has about 15 of them."""
     seconds: float = 20.0
     """The training time for each size, in seconds."""
     threads: int = 2
     """Number of torch threads of a single process."""
-    processes: tuple[int, ...] = (2,)
-    """The numbers of processes that train together."""
+    processes: tuple[int, ...] = (1, 2)
+    """The numbers of processes to measure with one thread each."""
 
 
 Kind = TypeVar("Kind", LayerSettings, ConstrainedSettings, PaperSettings, ComparisonSettings)
@@ -309,19 +310,18 @@ def read_alternatives(arguments: Sequence[str]) -> ComparisonSettings:
 class OwnDataSettings:
     """Compare `torchlml train multilabel` with other packages for tagging; repeat the command to resume.
 
-    Every method trains on the same samples of bibtex, corel5k, delicious and GoEmotions and predicts the same
-    test samples. LibMultiLabel and napkinXC are optional: `pip install 'torchlml[competitors]'`.
+    Every method trains on the same samples of bibtex, corel5k, delicious and GoEmotions and predicts labels
+    for the same test samples. LibMultiLabel and napkinXC are optional: `pip install 'torchlml[competitors]'`.
     """
 
     data: Path | None = None
-    """The directory with the data, as in docs/own-data.md; by default the environment variable
-    TORCHLML_DATA."""
+    """The data directory, as described in docs/own-data.md; by default `$TORCHLML_DATA`."""
     csv: Path = Path("own-data.csv")
-    """CSV file of the results; finished comparisons in it are not repeated."""
+    """CSV file for the results; comparisons that it already contains are not repeated."""
     sets: tuple[str, ...] = ("bibtex", "corel5k", "delicious", "goemotions")
     """The data sets."""
     sizes: tuple[int, ...] = (300, 1000, 3000, 8000)
-    """The numbers of training samples; all samples if there are fewer, or for 0."""
+    """The numbers of training samples; 0 or a number that is too large means all samples."""
     methods: tuple[str, ...] = (
         "torchlml",
         "LinearSVC",
@@ -333,6 +333,6 @@ class OwnDataSettings:
         "napkinXC",
         "napkinXC, tuned",
     )
-    """The methods to compare; tuned methods choose their strength on validation samples."""
+    """The methods to compare; tuned methods choose their regularization strength on validation samples."""
     seed: int = 0
     """The seed that selects the training samples."""

@@ -1,4 +1,4 @@
-"""`torchlml figures benchmarks` and `bandwidth`: pictures and tables of the Benchmarks page, from CSVs."""
+"""`torchlml figures benchmarks` and `bandwidth`: the figures and tables of the Benchmarks page, from CSVs."""
 
 import json
 from collections import defaultdict
@@ -46,7 +46,7 @@ def benchmarks(settings: BenchmarksFigureSettings) -> None:
     rows = [row for path in paths for row in _read(path)]
     times = [row for row in rows if (row.operator, row.metric) == ("projection", "time")]
     if not times:
-        raise BadInput(f"`--csv` names `{paths[0]}`, which has no times of `torchlml bench layer`.")
+        raise BadInput(f"`--csv` names `{paths[0]}`, which has no times from `torchlml bench layer`.")
     grid_benchmark.draw(times, settings.out, paths)
     write_tables("\n\n".join(tables(rows).values()) + "\n", settings.out)
 
@@ -57,7 +57,7 @@ def bandwidth(settings: BandwidthFigureSettings) -> None:
     path = find_csv(settings.csv, (OWN, STUDY[0]), "torchlml bench layer")
     rows = _read(path)
     if not shares(rows):
-        raise BadInput(f"`--csv` names `{path}`, which has no times of a copy from `torchlml bench layer`.")
+        raise BadInput(f"`--csv` names `{path}`, which has no copy times from `torchlml bench layer`.")
     draw_bandwidth(rows, settings.out, [path])
     say_where(settings.out)
 
@@ -70,11 +70,11 @@ Shares = dict[int, dict[str, dict[int, float]]]  # by threads, provider and n
 
 
 def shares(rows: Sequence[Measurement]) -> Shares:
-    """Return the time of a copy divided by that of each function: the median over k and the scales.
+    """Return the time of a copy divided by that of each function, as a median over k and the scales.
 
     A copy reads every logit once and writes every output once, so the share is 1 for a function that is
-    limited only by memory bandwidth. It is computed from ratios to softmax in the same round, which are more
-    reliable than times.
+    limited only by memory bandwidth. The shares are computed from ratios to softmax in the same round, which
+    are more reliable than times.
     """
     times = {
         (row.provider, row.case): row.ratio_p50
@@ -132,7 +132,7 @@ def draw_bandwidth(rows: Sequence[Measurement], picture: Path, csv: Sequence[Pat
 
 @dataclass(frozen=True)
 class Target:
-    """A line of a table with targets: the measurements that it covers, and the largest acceptable ratio."""
+    """A line of a target table: the measurements that it covers, and the largest acceptable ratio."""
 
     says: str
     provider: str
@@ -190,7 +190,7 @@ RELATED = {
 
 
 def tables(rows: Sequence[Measurement]) -> dict[str, str]:
-    """Format the tables of the Benchmarks page in Markdown, by name. Tables without any row are left out."""
+    """Format the tables of the Benchmarks page in Markdown, by name. Empty tables are omitted."""
     last = list(latest(rows).values())
     found = {"against n": _curve(last), "bandwidth": _bandwidth(last)}
     titles = {
@@ -215,7 +215,7 @@ def _target_line(target: Target, rows: Sequence[Measurement]) -> Iterator[tuple[
 
 
 def span(ratios: Sequence[float]) -> str:
-    """Format a range of ratios, or one value if both ends look the same when printed."""
+    """Format a range of ratios, or one value if both ends are printed the same."""
     return "–".join(dict.fromkeys(three_digits(end) for end in (min(ratios), max(ratios))))
 
 
@@ -225,7 +225,7 @@ def _shape(batch: int, n: int) -> str:
 
 
 def _curve(rows: Sequence[Measurement]) -> str:
-    """Format the times against n: the time of softmax, and the ratios of lml to it."""
+    """Format the table of times against n: the time of softmax, and the ratios of lml to softmax."""
     found = {
         (row.mode, row.provider, row.n): row
         for row in rows
@@ -249,7 +249,7 @@ def _curve(rows: Sequence[Measurement]) -> str:
 
 
 def _bandwidth(rows: Sequence[Measurement]) -> str:
-    """Format the speed of a copy, and the shares of it that softmax and lml reach."""
+    """Format the bandwidth of a copy, and the shares of this bandwidth that softmax and lml reach."""
     copies: dict[tuple[int, int, int], list[float]] = defaultdict(list)
     for row in rows:
         kind = (row.operator, row.provider, row.mode, row.metric, row.dtype)
@@ -313,7 +313,7 @@ def _short(rows: Sequence[Measurement]) -> str:
         if (row.dtype, row.threads) == _CURVE[2:] and row.operator.startswith(prefix := "short rows, "):
             key = (row.operator.removeprefix(prefix), row.mode, row.batch, row.n, row.k)
             kernel = json.loads(row.config)["kernel"].removeprefix("C++ (").removesuffix(")")
-            # The row of the baseline comes first, so the ratio of its competitor overwrites it.
+            # The baseline's row comes first, so the ratio of the competitor overwrites that of the baseline.
             found[key][kernel, row.scale] = row.ratio_p50
     columns = sorted({column for ratios in found.values() for column in ratios})
     names = dict.fromkeys(kernel for kernel, _ in columns)

@@ -1,4 +1,4 @@
-"""`torchlml bench subsets`: time the exact distribution over k-subsets, and compare it with other methods."""
+"""`torchlml bench subsets`: compare the exact distribution over k-subsets with targets and other methods."""
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -22,7 +22,7 @@ from torchlml_lab.engine.output import new_console, plain_table
 from torchlml_lab.engine.settings import use_threads
 
 Wide = npt.NDArray[np.longdouble]
-# Log normalizer and inclusion probabilities of one row.
+# The log normalizer and the inclusion probabilities of a row.
 Quantities = tuple[Tensor, Tensor]
 
 
@@ -33,7 +33,7 @@ class Method:
     name: str
     compute: Callable[[Tensor, int], Quantities]
     most_work: float
-    """The largest number of steps, as counted by `work`, for which the method is run."""
+    """The largest number of steps for which the method is run; `work` computes this number from n and k."""
     work: Callable[[int, int], float]
 
 
@@ -60,8 +60,8 @@ def recursion(x: Tensor, k: int) -> Quantities:
 def untilted_fourier(x: Tensor, k: int) -> Quantities:
     """Compute the log normalizer by a Fourier transform, and the inclusion probabilities as its gradient.
 
-    The transform gives the probability of k heads if coin i lands on heads with probability sigmoid(x_i). It
-    is computed in complex64, and its result is clamped at eps.
+    The transform gives the probability of exactly k heads if coin i comes up heads with probability
+    sigmoid(x_i). It is computed in complex64, and its result is clamped to at least eps.
     """
     x = x.detach().requires_grad_()
     n, p = len(x), x.float().sigmoid()
@@ -82,7 +82,7 @@ METHODS = (
 
 
 def gumbel_top_k(x: Tensor, k: int) -> Tensor:
-    """Return ones at the k largest logits plus Gumbel noise: k draws without replacement (Plackett-Luce)."""
+    """Draw k entries without replacement (Plackett-Luce): the largest k sums of a logit and Gumbel noise."""
     noise = -torch.empty_like(x).exponential_().log()
     return torch.zeros_like(x).scatter(-1, (x + noise).topk(k).indices, 1.0)
 
@@ -97,7 +97,7 @@ SAMPLERS: dict[str, Callable[[Tensor, int], Tensor]] = {
 def truth(x: Tensor, k: int) -> tuple[float, float]:
     """Compute the log normalizer and the largest entry's inclusion probability in extended precision."""
     values = np.sort(x.double().numpy().astype(np.longdouble))
-    # The largest entry comes last, so that both tables share all but one step.
+    # The largest entry comes last, so that both results share all steps but the last.
     before = _log_polynomials(values[:-1], k)
     total = np.logaddexp(before[k], before[k - 1] + values[-1])
     return float(total), float(np.exp(before[k - 1] + values[-1] - total))
@@ -118,7 +118,7 @@ LONG_ROWS = ((1_000_000, 10, 0.2), (1_000_000, 1000, 0.5), (1_000_000, 100_000, 
 BATCHES = ((1000, 5), (1000, 50))
 _BATCH, _RATIO = 256, 50.0
 _SAMPLES, _SAMPLE_SECONDS = 1000, 0.5
-# The largest n k for which the extended-precision recursion takes seconds.
+# The largest n * k for which the extended-precision recursion finishes in seconds.
 _MOST_TRUTH = 2e7
 
 
@@ -155,7 +155,7 @@ def run(settings: SubsetSettings, console: Console) -> None:
 
 
 def targets(settings: SubsetSettings) -> Iterator[tuple[Measurement, str, str, bool]]:
-    """Yield the measurement for each target, both values as text, and whether the target is met."""
+    """Yield each measurement with a target, the measured and target values, and whether the target is met."""
     for n, k, seconds in LONG_ROWS:
         case = Case(n, k, 1, 1.0, "float32", 1)
         x = case.logits()[0]
@@ -257,7 +257,7 @@ def _cost(
 
 
 def _times(call: Callable[[], object], settings: SubsetSettings) -> Quantiles:
-    """Measure the seconds per call. The first call is a warm-up. Slow functions are called only once more."""
+    """Measure the CPU seconds per call, after a warm-up call. Slow functions are measured only once."""
     call()
     samples: list[float] = []
     while len(samples) < settings.repetitions and sum(samples) < settings.seconds:
@@ -266,7 +266,7 @@ def _times(call: Callable[[], object], settings: SubsetSettings) -> Quantiles:
 
 
 def _once(call: Callable[[], object]) -> float:
-    """Measure the processor time of a call, which does not depend on other programs on the machine."""
+    """Measure the CPU time of a call, which other programs affect less than the elapsed time."""
     begin = process_time()
     call()
     return process_time() - begin

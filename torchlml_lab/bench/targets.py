@@ -1,4 +1,4 @@
-"""`torchlml bench short`, `balanced` and `losses`: ratios of times, most of them with a target."""
+"""`torchlml bench short`, `balanced` and `losses`: time ratios, most of which have a target."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -38,7 +38,7 @@ class Work:
     target: float
 
     def calls(self, case: Case) -> dict[str, Callable[[], object]]:
-        """Return the baseline and its competitor on the rows of a case, in this order."""
+        """Return the calls of the baseline and of its competitor for a case, in this order."""
         x = case.logits()
         functions = _FUNCTIONS[self.operator](case)
         if self.mode == "forward":
@@ -218,8 +218,8 @@ def balanced(settings: BalancedSettings) -> None:
     file.announce(f"Timing {len(jobs)} matrices, about {settings.seconds:g} s each", console)
     heads = ("balanced_lml", "tokens", "experts", "k", "skew", "ms", "ratio", "target", "met")
     table = plain_table(f"{settings.dtype}: time of a call, and its ratio to lml", heads)
-    # Until a process has freed one large block, glibc returns every freed megabyte to the system, and page
-    # faults would dominate these times. Training processes free large blocks early.
+    # Allocate and free one large block. Until a process has done that, glibc returns every freed megabyte to
+    # the system, and page faults would dominate these times. Training processes do it early.
     torch.empty(7 * 2**20)
     with ProgressBar(console) as progress, use_threads(settings.threads):
         task = progress.add_task("matrices", total=len(jobs))
@@ -254,7 +254,7 @@ def balanced(settings: BalancedSettings) -> None:
 
 
 def _competitors(case: Case) -> dict[str, dict[str, Callable[[], object]]]:
-    """Return the calls to time in each mode; the name of the baseline is lml."""
+    """Return the calls to time in each mode. The baseline is named `lml`."""
     generator = torch.Generator().manual_seed(case.n)
     preference = case.scale * torch.randn(case.n, generator=generator)
 
@@ -280,14 +280,14 @@ def _competitors(case: Case) -> dict[str, dict[str, Callable[[], object]]]:
 
 @dataclass(frozen=True)
 class Comparison:
-    """Losses on one problem. Ratios are relative to the first loss."""
+    """Several losses on the same problem. Ratios are relative to the first loss."""
 
     operator: str
     case: Case
     calls: dict[str, Callable[[], Tensor]]
 
 
-# Each problem is built when it is needed, for a given number of threads.
+# Functions that build a problem for a given number of threads, called when the problem is needed.
 COMPARISONS: tuple[Callable[[int], Comparison], ...] = (
     lambda threads: _single_label(1000, 5, threads),
     lambda threads: _single_label(1000, 100, threads),

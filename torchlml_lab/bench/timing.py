@@ -1,4 +1,4 @@
-"""Timing of functions in random order, and the peak memory of a call."""
+"""Time functions in random order, and measure the peak memory of a call."""
 
 import ctypes
 import gc
@@ -13,7 +13,8 @@ from typing import Any, TypeVar
 
 Name = TypeVar("Name", bound=Hashable)
 
-# The duration of a sample. Short calls are repeated, so that reading the clock costs less than a percent.
+# The minimum duration of a sample. Short calls are repeated within a sample, so that reading the clock takes
+# less than a percent of the time.
 _SAMPLE_SECONDS = 0.5e-3
 _WARM_UP_SECONDS = 20e-3
 
@@ -76,7 +77,7 @@ def race(
 
     Args:
         calls: The calls by name, including the baseline.
-        baseline: The call that ratios are relative to.
+        baseline: The name of the call that ratios are relative to.
         repetitions: The maximum number of rounds.
         seconds: The time budget that the calls share. Once it is used up, no further round starts.
         after_round: Called between rounds, outside the timed sections.
