@@ -1,4 +1,4 @@
-"""ARCHITECTURE.md: every module has a row in the tables of changes, and every path there exists."""
+"""ARCHITECTURE.md, "Where to make changes": the tables list every module, and every listed path exists."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
-# The paths of a section are relative to this directory.
+# The directory that the paths in each section are relative to.
 PACKAGES = {
     "Library: functions, arguments, derivatives": "torchlml",
     "Library: solvers and kernels": "torchlml",
@@ -20,7 +20,7 @@ FILE = re.compile(r"`([\w./-]+\.(?:py|h|cpp|md|yml|toml|txt|css|html)|[\w./-]+/)
 
 
 def rows() -> Iterator[tuple[str, str]]:
-    """The section and the last cell of each row in the tables of changes."""
+    """The section heading and the last cell of each row under "Where to make changes"."""
     page = (ROOT / "ARCHITECTURE.md").read_text(encoding="utf-8")
     part = page.partition("\n## Where to make changes\n")[2].partition("\n## ")[0]
     for section in part.split("\n### ")[1:]:
@@ -31,10 +31,10 @@ def rows() -> Iterator[tuple[str, str]]:
 
 
 def named() -> Iterator[Path]:
-    """The files and directories of all rows.
+    """The files and directories named in all rows.
 
-    A name without a directory is in the directory of the section or of the file before it in the same cell,
-    and a name of the root may appear anywhere.
+    A path is relative to the directory of its section, to the directory of the path before it in the same
+    cell, or to the root of the repository.
     """
     for heading, cell in rows():
         base = folder = ROOT / PACKAGES[heading]
@@ -51,7 +51,7 @@ def test_every_path_exists() -> None:
 
 
 def test_every_module_has_a_row() -> None:
-    """`settings` modules are found by `commands.py`."""
+    """`settings` modules need no row: the row of `commands.py` explains how to find them."""
     listed = set(named())
     for package in ("torchlml", "torchlml_lab"):
         for path in sorted((ROOT / package).rglob("*.py")):
