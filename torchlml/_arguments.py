@@ -21,7 +21,7 @@ from torchlml._rows import Jagged, read_nested, wide_dtype
 
 Bound = Literal["exactly", "at_most", "at_least"]
 
-# The compiler passes the last two types for dynamic numbers.
+# Under torch.compile, dynamic Python numbers have one of the last two types.
 NUMBERS: tuple[Any, ...] = (int, float, numbers.Real, torch.SymInt, torch.SymFloat)
 _DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
 _LARGEST = sys.float_info.max  # a larger int cannot be converted to a float
@@ -32,14 +32,14 @@ class Canonical(NamedTuple):
 
     x: Tensor  # (R, n), or (N,) with offsets
     k: Tensor  # 0-d or (R,)
-    mask: Tensor | None  # like x
+    mask: Tensor | None  # bool, with the shape of x
     offsets: Tensor | None  # (R + 1,)
     outer: torch.Size | None  # the shape with `dim` moved to the end; None if x is unchanged
     jagged: Jagged | None = None  # the layout of a nested tensor; the other fields then describe its values
 
     @property
     def row_shape(self) -> torch.Size:
-        """The original shape of a tensor with one number per row."""
+        """The shape of a result with one number per row: the original shape without `dim`."""
         if self.outer is not None and self.offsets is None:
             return self.outer[:-1]
         return torch.Size([self.x.shape[0] if self.offsets is None else self.offsets.shape[0] - 1])
@@ -68,12 +68,13 @@ def canonical(
     any_k: bool = False,
     name: str = "x",
     nested: bool = False,
+    sharded: bool = False,
 ) -> Canonical:
     """Validate the arguments of the projection and convert them to the form that the operators take.
 
-    With `any_k`, k may exceed the length of a row. `name` is the name of x in error messages, and `nested`
-    says whether x may be a nested tensor. Under autocast, half precision becomes float32, as for
-    `torch.softmax`.
+    With `any_k`, k may exceed the length of a row. With `nested`, x may be a nested tensor. With `sharded`, x
+    contains only part of each row, because the rows are sharded across processes. `name` is the name of x in
+    error messages. Under autocast, half-precision inputs are converted to float32, as in `torch.softmax`.
     """
     if isinstance(x, Tensor) and x.is_nested:
         if not nested:
@@ -81,6 +82,8 @@ def canonical(
         plain, jagged = read_nested(x, k, dim, mask, offsets, name, readable(x))
         c = canonical(*plain, any_k=any_k, name=name)
         return c._replace(outer=c.x.shape if c.outer is None else c.outer, jagged=jagged)
+    if sharded and offsets is not None:
+        raise ValueError("`offsets` must be None if rows are sharded across processes; pass dense rows.")
     check_tensor(x, name)
     if x.dtype not in _DTYPES:
         raise TypeError(
@@ -109,8 +112,8 @@ def canonical(
     if dim not in (-1, x.dim() - 1):
         x = x.movedim(dim, -1)
         mask = None if mask is None else mask.movedim(dim, -1)
-    # With a mask, fewer than k entries may be available, and all of them are then chosen; so k may also
-    # exceed n.
+    # A mask may leave fewer than k entries available, in which case all of them are chosen. With a mask, k
+    # may therefore exceed n.
     unlimited = any_k or mask is not None or n == 0
     k = check_k(k, x.shape[:-1], None if unlimited else n, x.device, name)
     if x.dim() == 2 and x.is_contiguous() and mask is None:
@@ -118,7 +121,7 @@ def canonical(
     outer = x.shape
     rows_shape = (math.prod(outer[:-1]), n)
     flat_mask = None if mask is None else mask.reshape(rows_shape).contiguous()
-    # Viewing a matrix as a matrix would only add a node to the graph.
+    # Reshaping a matrix to its own shape would only add a node to the autograd graph.
     flat = x if x.dim() == 2 else x.reshape(rows_shape)
     return Canonical(flat.contiguous(), k, flat_mask, None, outer)
 
@@ -145,7 +148,7 @@ def check_number(value: Any, name: str, accepted: str, least: float | None = Non
 
 
 def check_integer_k(k: Any, most: int | None = None) -> int:
-    """Return k as an int from 1 to `most`, for functions that count entries."""
+    """Return k as an int, or raise if it is not an integer from 1 to `most`."""
     try:
         k = operator.index(k)
     except TypeError:
@@ -157,7 +160,7 @@ def check_integer_k(k: Any, most: int | None = None) -> int:
 
 
 def check_bound(bound: Bound) -> Bound:
-    """Raise unless `bound` is one of the three options, and return it."""
+    """Return `bound`, or raise if it is not one of the three options."""
     if bound not in ("exactly", "at_most", "at_least"):
         raise ValueError(f'`bound` must be "exactly", "at_most" or "at_least", but it is {bound!r}.')
     return bound
@@ -205,7 +208,7 @@ def _check_offsets(offsets: Tensor, x: Tensor, name: str) -> Tensor:
 
 
 def check_limit(k: Any) -> None:
-    """Raise unless k is finite and at least 0, which is required for every input."""
+    """Raise unless k is finite and at least 0, which can be checked before the input is known."""
     if isinstance(k, Tensor):
         check_k(k, k.shape, None, k.device)
     else:
@@ -213,17 +216,17 @@ def check_limit(k: Any) -> None:
 
 
 def check_k(k: Any, rows: torch.Size, most: int | None, device: torch.device, name: str = "x") -> Tensor:
-    """Return k in the wide dtype, 0-d or 1-d with one number per row; `most` is the largest valid k."""
+    """Check k and return it in the wide dtype, with shape () or (R,); `most` is the largest valid k."""
     if not isinstance(k, Tensor):
         if isinstance(k, bool) or not isinstance(k, NUMBERS):
             raise TypeError(f"`k` must be a number or a tensor, but it is {k!r}.")
-        # A NaN fails every comparison, so the test is for valid values.
+        # Test for valid values instead of invalid ones, because a NaN fails every comparison.
         if not 0 <= k <= (_LARGEST if most is None else most):
             raise _out_of_range(k, k, most)
-        # Most programs pass the same k in every call, and creating a tensor for it takes as long as all the
-        # checks.
+        # Cache the tensor: most programs pass the same k in every call, and creating a tensor takes as long
+        # as all the checks together.
         make = cached_scalar if is_eager() else _scalar
-        return make(k, wide_dtype(device))
+        return make(k, device.type)
     if k.is_nested:
         raise TypeError(f"`k` must be a dense tensor for this `{name}`, but it is nested.")
     check_real(k, "k", device, name)
@@ -291,27 +294,28 @@ def is_plain() -> bool:
 
 
 def is_sharded(x: Any, group: Any = None) -> bool:
-    """Whether a call concerns several processes: it has a `group`, or `x` is a DTensor."""
+    """Whether a call is distributed across processes: it has a `group`, or `x` is a DTensor."""
     if group is not None:
         return True
-    # There are no DTensors before this module is imported, which takes longer than importing torchlml.
+    # Do not import this module, which takes longer than importing torchlml. Unless the caller has imported
+    # it, `x` cannot be a DTensor.
     module = sys.modules.get("torch.distributed.tensor")
     return module is not None and isinstance(x, module.DTensor)
 
 
-def _scalar(k: Any, dtype: torch.dtype) -> Tensor:
+def _scalar(k: Any, device: str) -> Tensor:
     if not isinstance(k, (int, float, torch.SymInt, torch.SymFloat)):
         k = float(k)  # a fraction or a NumPy number
     # Always on the CPU, regardless of the default device: a 0-d CPU tensor works with tensors of any device.
-    return torch.scalar_tensor(k, dtype=dtype, device="cpu")
+    return torch.scalar_tensor(k, dtype=wide_dtype(torch.device(device)), device="cpu")
 
 
 @functools.lru_cache(maxsize=256)
-def cached_scalar(k: Any, dtype: torch.dtype) -> Tensor:
-    """Return `k` as a tensor that later calls reuse."""
+def cached_scalar(k: Any, device: str) -> Tensor:
+    """Return `k` in the wide dtype of a device type, as a tensor that later calls reuse."""
     # A tensor created in inference mode cannot be saved for the backward pass of a later call.
     with torch.inference_mode(False):
-        return _scalar(k, dtype)
+        return _scalar(k, device)
 
 
 def autocasts(device: str) -> bool:

@@ -1,10 +1,10 @@
-"""The shared part of the two constrained projections: arguments, operators and rows that need no search.
+"""Code shared by the two constrained projections: arguments, operators, and rows that need no solver.
 
 Both map a row onto {0 <= y <= upper, sum y = k} by y = clip(f(x + nu), 0, upper), where f is the exponential
 or the identity. `upper` is the cap of an entry, and an entry at its cap is called saturated. Given the set of
 saturated entries, there is an explicit formula for nu in terms of the other entries. An operator finds the
 set, which is a constant for autograd, and differentiating the formula gives exact derivatives of every order.
-Calls outside function transforms use separate operators with explicit gradients.
+Calls without function transforms use separate operators with explicit gradients.
 
 The pure PyTorch version computes in double precision and rounds once, at the end.
 """
@@ -34,10 +34,10 @@ class ConstrainedProjection:
     Args:
         name: the operators are named NAME_forward, NAME_backward and NAME_dual.
         solve: a function of x, k (R,), upper (like x, or 0-d) and offsets, all in the wide dtype. x is -inf
-            for absent entries and +inf for saturated ones. Every row has 0 < k < sum of upper and a finite
-            entry, or is empty. The function returns nu as a pair (2, R).
+            for absent entries and +inf for entries known to be saturated. Every row has 0 < k < sum of upper
+            and a finite entry, or is empty. The function returns nu as a pair (2, R).
         values: computes y from `CappedRows` with differentiable operations.
-        moves: returns dy/dz of each entry of `CappedRows`, and whether it is saturated.
+        moves: returns dy/dz of each entry of `CappedRows`, and whether the entry is saturated.
     """
 
     def __init__(
@@ -85,7 +85,7 @@ class ConstrainedProjection:
         return self._values(CappedRows(self.dual, *arguments))
 
     def reference_forward(self, *arguments: Any) -> tuple[Tensor, Tensor]:
-        """Return (y, nu); nu is -inf if all entries are 0, +inf if all are saturated, NaN if undefined."""
+        """Return (y, nu); nu is -inf if all entries are 0, +inf if all are saturated, NaN if y is NaN."""
         r = CappedRows(self._solve, *arguments)
         limit = torch.where(r.nothing, -torch.inf, torch.inf)
         limit = torch.where(r.undefined, torch.nan, limit).to(r.nu.dtype)
@@ -95,7 +95,7 @@ class ConstrainedProjection:
     def reference_backward(
         self, grad: Tensor, x: Tensor, k: Tensor, upper: Tensor, nu: Tensor, *rest: Any
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """Return (dx, dk, d_upper); the last is summed over a row if all its entries share one cap.
+        """Return (dx, dk, d_upper); d_upper is summed over each row if all entries share one cap.
 
         dy = weight (dx + dnu) + saturated dupper, where dnu makes the sum of y change by dk.
         """
@@ -154,9 +154,9 @@ def start(x: Tensor, k: Tensor, offsets: Tensor | None) -> Tensor:
 class CappedRows:
     """Rows with a cap for each entry, and the nu that an operator found for them.
 
-    `z` is x + nu for the `finite` entries of `ordinary` rows. `upper` is 0 for `absent` entries. Entries of
-    +inf (`infinite`) are saturated. If their caps sum to k or more, they share k like tied entries, and the
-    finite entries count as absent.
+    `ordinary` rows have a finite nu that must be searched for, and `z` is x + nu for their `finite` entries.
+    `upper` is 0 for `absent` entries. Entries of +inf (`infinite`) are saturated. If their caps sum to k or
+    more, they share k like tied entries, and the finite entries count as absent.
     """
 
     def __init__(
@@ -186,7 +186,7 @@ class CappedRows:
         # Keep infinite values out of the graph, because their derivatives would be 0 times infinity.
         self.moving = self.finite & ~shared & rows.broadcast(self.ordinary | undefined)
         base = torch.where(self.moving, x, 0)
-        # nu is a constant. Rows that need no search are replaced by trivial ones.
+        # nu is a constant for autograd. Rows that need no solver are replaced by trivial ones.
         ordinary = rows.broadcast(self.ordinary)
         x = torch.where(self.infinite, torch.inf, torch.where(self.absent, -torch.inf, base))
         x, upper = torch.where(ordinary, x, 0), torch.where(ordinary, self.upper, 1)

@@ -1,12 +1,12 @@
 """A common interface to the rows of a dense matrix or a ragged batch, and conversion of nested tensors.
 
 Code that works on rows is written once, in terms of sums over each row and of broadcasting one number per row
-to the entries. This is the bottom layer of the library: it only imports torch.
+to the entries. This is the bottom layer of the library: it imports only torch.
 
-Nested tensors with the layout `torch.jagged` are converted to values and offsets, and results are wrapped
-again. If the label dimension is ragged, (B, j), the rows form a ragged batch: values and offsets. If the
-number of rows is ragged and each has n labels, (B, j, n), the values are dense rows. Results get the offsets
-of the input, so that they can be combined with it.
+Nested tensors with the layout `torch.jagged` are converted to values and offsets, and results are converted
+back. If the label dimension is ragged, (B, j), the rows form a ragged batch: values and offsets. If the
+number of rows is ragged and each row has n labels, (B, j, n), the values are dense rows. Results share the
+offsets of the input, because torch only combines nested tensors with the same offsets.
 """
 
 from __future__ import annotations
@@ -93,15 +93,15 @@ class DenseRows:
     def largest(self, x: Tensor, rank: int | Tensor) -> Tensor:
         """Return the `rank`-th largest entry of each row, or the smallest if there are fewer entries.
 
-        It is -inf for an empty row. `rank` is one number for all rows, which is read on the host, or one per
-        row.
+        The result is -inf for an empty row. `rank` is one number for all rows, which is read on the host, or
+        a tensor with one number per row.
         """
         if self.length == 0:
             return self.max(x)
         if isinstance(rank, Tensor) and rank.dim() > 0:
             place = rank.clamp(1, self.length).unsqueeze(-1) - 1
             return x.sort(-1, descending=True).values.gather(-1, place).squeeze(-1)
-        # topk is faster than kthvalue, and fastest from the nearer end.
+        # topk is faster than kthvalue, especially if it searches from the end that is nearer to the rank.
         top = min(max(int(rank), 1), self.length)
         if 2 * top <= self.length:
             return x.topk(top, sorted=False).values.amin(-1)
@@ -152,7 +152,7 @@ class PackedRows:
         return per_row[self.index]
 
     def order(self, x: Tensor) -> Tensor:
-        """Return the positions of all entries, row by row, in descending order of the entries of a row."""
+        """Return the positions of all entries, row by row, in descending order within each row."""
         by_value = x.argsort(descending=True)
         return by_value[self.index[by_value].argsort(stable=True)]
 
@@ -211,7 +211,7 @@ class Jagged(NamedTuple):
 
     @property
     def labels_are_ragged(self) -> bool:
-        """Whether the rows form a ragged batch, so that results per row are dense."""
+        """Whether the label dimension is ragged. Results with one number per row are then dense."""
         return self.dim + 1 == self.ragged
 
     def wrap(self, values: Tensor) -> Tensor:

@@ -53,7 +53,7 @@ class Labels(NamedTuple):
 
     @property
     def per_row(self) -> Tensor:
-        """The number of labels of each row."""
+        """The number of labels in each row."""
         return self.rows.sum(self.found)
 
     @property
@@ -336,7 +336,8 @@ def check_weight(c: Canonical, weight: Tensor) -> None:
 
 
 def _check_not_negative(weights: Tensor, name: str) -> None:
-    # A NaN is not >= 0 either. Check only the smallest entry, because comparing all would allocate a copy.
+    # Compare only the smallest entry, which is NaN if any entry is NaN. Comparing all entries would allocate
+    # a tensor of the same size.
     if readable(weights) and weights.numel() and not bool(weights.detach().amin() >= 0):
         raise ValueError(
             f"`{name}` must contain nonnegative weights, but it contains a negative number or NaN."
@@ -344,7 +345,7 @@ def _check_not_negative(weights: Tensor, name: str) -> None:
 
 
 def _check_values(target: Tensor, ignore_index: int, n: int, what: str) -> bool:
-    """Raise on values out of range; return whether every value is a label."""
+    """Raise if a value is out of range; return whether every value is a label."""
     if target.numel() == 0:
         return True
     low, high = target.aminmax()
@@ -376,7 +377,7 @@ def pad_labels(labels: Iterable[Iterable[int] | Tensor], *, ignore_index: int = 
                 [-100, -100]])
 
     Args:
-        labels: the class indices of each sample, as lists or 1-d tensors of integers. A sample may have none.
+        labels: the class indices of each sample, as lists or 1-d tensors of integers, which may be empty.
         ignore_index: the padding value; pass the same value to the loss or metric.
 
     Returns:

@@ -16,7 +16,8 @@ from torchlml._arguments import autocasts, check_number, check_real, check_tenso
 from torchlml._balanced import Extent, Matrix, project
 from torchlml._balanced.linear import balanced_forward
 
-# With several processes, a start with this relative error on each of them needs no sample of the rows.
+# With several processes, no sample of the rows is needed if the start has at most this relative error on
+# every process.
 NEAR = 0.3
 ColumnBound = Literal["exactly", "at_most"]
 
@@ -44,9 +45,10 @@ def balanced_lml(
         capacity: the sum of each column: a number, or a tensor that broadcasts to (..., columns). By default
             all columns of a problem get the same share, the total of `k` divided by the number of columns.
         mask: bool, broadcasts to `x`; True for entries that may be chosen. All other entries get exactly 0.
-        bound: "exactly", or "at_most" if the capacities are upper limits of the column sums.
-        start: a first guess of the column multipliers mu, such as those of the previous training step. It
-            broadcasts to (..., columns). It affects the run time, and the result only within its accuracy.
+        bound: "exactly", or "at_most" if the capacities are upper limits on the column sums.
+        start: an initial guess for the column multipliers mu, such as those of the previous training step. It
+            broadcasts to (..., columns). It affects the run time, but changes the result only within the
+            accuracy stated below.
         group: the processes that hold the rows of one matrix, a ProcessGroup or a one-dimensional DeviceMesh.
             `x`, `k` and `mask` hold the rows of this process. All other arguments must be the same on every
             process.
@@ -57,12 +59,12 @@ def balanced_lml(
     Y maximizes x.Y + H(Y) under these constraints, where H is the binary entropy. The solution is
     y_ij = sigmoid(x_ij + nu_i + mu_j) with one number per row and one per column. The relative error of the
     column sums is at most 1e-9 in float64 and 1e-4 in float32; half precision is computed in float32. The
-    first derivatives with respect to `x`, `k` and `capacity` are exact. They solve a linear system with one
-    unknown per column.
+    first derivatives with respect to `x`, `k` and `capacity` are exact. The backward pass solves a linear
+    system with one unknown per column.
 
     `k` and `capacity` must have the same total up to a relative difference of 1e-5. The capacities are scaled
-    to the total of `k`, which also determines their derivatives. With a `group`, gradients are those of the
-    sum of the losses of all processes.
+    to the total of `k`, and derivatives include this scaling. With a `group`, gradients are those of the sum
+    of the losses of all processes.
     """
     return balanced(x, k, capacity, mask, bound, start, group).y
 
@@ -89,11 +91,13 @@ def balanced_lml_dual(
     Returns:
         nu of shape (..., rows) and mu of shape (..., columns), in the dtype of `x`. Adding a constant to mu
         and subtracting it from nu does not change Y, so mu is chosen to have mean 0 over its finite entries.
-        With `bound="at_most"`, mu is at most 0 instead. It is -inf for a capacity of 0 and +inf for a column
-        that needs all of its available rows. If such columns make up the whole k of a row, its nu is -inf,
-        and nu and mu do not determine Y there. With a `group`, all processes get the same mu, bit for bit.
+        With `bound="at_most"`, mu is at most 0 instead. mu is -inf for a capacity of 0 and +inf for a column
+        that needs all of its available rows. If such columns account for the whole k of a row, the nu of the
+        row is -inf, and nu and mu do not determine its Y. With a `group`, all processes get bitwise identical
+        mu.
 
-    mu is the bias that a router needs for balance: the k largest entries of x + mu are the k largest of Y.
+    mu is the bias that a router needs for balance: in each row, the k largest entries of x + mu are also the
+    k largest entries of Y.
     """
     found = balanced(x, k, capacity, mask, bound, start, group, dual=True)
     return found.nu, found.mu
@@ -118,7 +122,8 @@ def balanced(
     dual: bool = False,
 ) -> Balanced:
     """Compute Y and mu, and nu if `dual`; the arguments are those of `balanced_lml`."""
-    # This causes a graph break in compiled code. It imports the compiler, so eager calls avoid it.
+    # Compiled code gets a graph break here. Eager calls avoid `_not_compiled`, because it imports the
+    # compiler.
     if torch.compiler.is_compiling():
         return _not_compiled(x, k, capacity, mask, bound, start, group, dual)
     if torch._C._are_functorch_transforms_active() or forward_ad._current_level >= 0:
@@ -157,7 +162,8 @@ _not_compiled = cast(Any, torch)._disable_dynamo(balanced)
 
 def _matrices(own: _Arguments) -> list[Matrix]:
     """Return the problems of a batch."""
-    # Indexing would add a gradient of the size of the whole batch for every problem.
+    # Use unbind, because the backward pass of indexing would allocate a gradient of the whole batch for every
+    # problem.
     absent = [None] * len(own.x)
     parts = zip(
         own.x.unbind(0),
@@ -175,10 +181,11 @@ def _matrices(own: _Arguments) -> list[Matrix]:
 def _agree(
     x: Any, k: Any, capacity: Any, mask: Any, bound: Any, start: Any, group: Any
 ) -> tuple[_Arguments, Extent]:
-    """Check the arguments on all processes, and exchange the sizes and totals in one round."""
-    from torchlml._distributed.group import agreement, fingerprint  # slow to import, and few calls need it
+    """Check the arguments on all processes, and exchange sizes and totals, in one round of communication."""
+    # Slow to import, and few calls need it.
+    from torchlml._distributed.group import agreement, fingerprint, label_group
 
-    with agreement(group, x) as agreed:
+    with agreement(label_group(group), x) as agreed:
         own = _read(x, k, capacity, mask, bound, start)
         if x.dim() != 2:
             raise ValueError(
@@ -220,10 +227,10 @@ def _prospects(own: _Arguments, total: float) -> dict[str, bool]:
 
     `roomy` means that every column has more available rows than it needs, and `near` means that the start is
     near the solution. A process compares its own rows with its share of the capacities. If a flag is True on
-    all processes, it is True for all rows together, and the processes can skip a round.
+    all processes, it is True for all rows together, and the processes can skip a round of communication.
     """
     x, n = own.x[0].detach(), own.x.shape[2]
-    if own.at_most or n == 0:  # the share is unknown
+    if own.at_most or n == 0:  # the shares of the columns are unknown
         return {"roomy": False, "near": False}
     held = torch.ones(n, dtype=torch.float64, device=x.device)
     if own.capacity is not None:

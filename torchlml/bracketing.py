@@ -33,18 +33,18 @@ def lml_bracketing(
         >>> torch.sigmoid(x + nu)
         tensor([0.8176, 0.6225, 0.3775, 0.1824])
 
-    Use `torchlml.lml_dual` for everything else: it returns the same number and is much faster.
+    Use `torchlml.lml_dual` for everything else: it returns the same result and is much faster.
 
     Args:
         x, k, dim, mask, offsets: as for `torchlml.lml`.
-        samples: the number of points evaluated in each iteration, the paper's d. At least 3. The default is
-            the paper's: 10 on a CPU and 100 on other devices.
-        tolerance: the search of a row stops when its bracket is at most this wide. The default is twice the
+        samples: the number of points evaluated in each iteration (the paper's d), at least 3. The defaults
+            are those of the paper: 10 on a CPU and 100 on other devices.
+        tolerance: the width of the bracket at which the search in a row stops. The default is twice the
             machine epsilon.
         max_iterations: the maximum number of iterations.
 
     Returns:
-        nu, as `torchlml.lml_dual` returns it: differentiable, with the shape of `x` without `dim`.
+        nu, in the form that `torchlml.lml_dual` returns: differentiable, with the shape of `x` without `dim`.
 
     The initial bracket is the paper's with corrected offsets, because the paper's own bracket does not always
     contain nu; see `torchlml._solve.newton.order_offsets`.

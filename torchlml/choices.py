@@ -49,7 +49,7 @@ def sample_subset(
     generator: torch.Generator | None = None,
     straight_through: bool = False,
 ) -> Tensor:
-    """Sample k different entries of every row, each with the marginal probability that lml(x, k) gives it.
+    """Sample k distinct entries of every row, with the marginal probabilities lml(x, k).
 
         >>> torchlml.sample_subset(torch.zeros(2, 4), 2, generator=torch.Generator().manual_seed(0))
         tensor([[0., 0., 1., 1.],
@@ -135,7 +135,7 @@ def _check_generator(generator: Any, device: torch.device) -> None:
 
 def _draw(c: Canonical, generator: torch.Generator | None) -> Tensor:
     x, k = c.x.detach(), c.k.detach()
-    # Half precision cannot hold probabilities that sum to k.
+    # In half precision, the rounded probabilities would not sum to k.
     y = rule.lml(x.to(work_dtype(x.dtype)), k, c.mask, None)
     # torch.compile fails on `generator` with a dynamic number of rows, even if the generator is None.
     source: dict[str, Any] = {} if generator is None else {"generator": generator}
@@ -174,13 +174,14 @@ def _sample_reference(p: Tensor, k: Tensor, keys: Tensor, start: Tensor) -> Tens
     missing, lacking = wanted - total, room.sum(-1, keepdim=True)
     grow = torch.where(lacking > 0, (missing / lacking).clamp(0, 1), 0)
     shrink = torch.where(missing < 0, wanted / total, 1)
-    # Sort by six bits of the keys, then by index modulo 4, then by index. Kernels compute this order fast.
+    # Sort by six bits of the keys, then by index modulo 4, then by index. Kernels can compute this order
+    # fast.
     columns = torch.arange(n, device=p.device) % 4
     order = ((keys & 0xFC) + columns).argsort(stable=True)
     length = ((y + room * grow) * shrink * one).round().long().gather(-1, order)
     length = _stretch(length, wanted.long() << bits, one)
     first = (start * one).long().unsqueeze(-1)
-    points = (length.cumsum(-1) + (one - 1 - first)) >> bits  # points before each entry's end
+    points = (length.cumsum(-1) + (one - 1 - first)) >> bits  # the number of points before each entry's end
     hit = points.diff(dim=-1, prepend=torch.zeros_like(first)).to(p.dtype)
     return torch.where(undefined, torch.nan, torch.zeros_like(p).scatter(-1, order, hit))
 

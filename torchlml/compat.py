@@ -1,4 +1,4 @@
-"""A drop-in replacement for the class in the paper authors' code, for programs with `from lml import LML`."""
+"""A drop-in replacement for the LML class of the paper's authors, for programs with `from lml import LML`."""
 
 import operator
 from typing import Any

@@ -24,9 +24,9 @@ from torchlml._solve.newton import add
 _SOFTMAX_FREE_PASSES, _SPARSEMAX_FREE_PASSES = 8, 16
 # 296 bisections narrow a bracket as wide as 1e70 to the spacing of doubles.
 _MAX_PASSES = 600
-# A difference of sums below this fraction of them has lost three digits; a different formula is used then.
+# A difference of sums that is below this fraction of k has lost three digits, so another formula is used.
 _VAGUE = 1e-3
-# A longer step loses more than four digits next to entries near 1; the root is then recomputed directly.
+# A longer step would lose more than four digits of entries near 1, so the root is recomputed directly.
 _LONG_STEP = 1e4
 
 
@@ -39,7 +39,7 @@ def constrained_softmax(
     mask: Tensor | None = None,
     offsets: Tensor | None = None,
 ) -> Tensor:
-    """Compute the constrained softmax: it sums to k, and no entry exceeds `upper`.
+    """Compute the constrained softmax, which sums to k and has no entry above `upper`.
 
         >>> torchlml.constrained_softmax(torch.tensor([3.0, 1.0, 0.0, -1.0]), 2)
         tensor([1.0000, 0.6652, 0.2447, 0.0900])
@@ -64,7 +64,7 @@ def constrained_softmax(
     softmax.
 
     Entries of -inf get 0. Entries of +inf get their caps, or share k like tied entries if k is smaller than
-    the sum of these caps. For k = 0 the row is 0 and has no gradient. A NaN makes its whole row NaN.
+    the sum of these caps. For k = 0 the row is 0 and its gradient is 0. A NaN makes its whole row NaN.
     """
     c, caps = read(x, k, upper, dim, mask, offsets)
     return c.restore(_softmax_project(c, caps), dim)
@@ -88,8 +88,8 @@ def constrained_sparsemax(
     the shape and dtype of `x`.
 
     y minimizes |y - x|^2 subject to 0 <= y <= upper and sum y = k (Malaviya et al., 2018). The solution is
-    y = clip(x + nu, 0, upper). With k = 1 and upper >= 1 it is the sparsemax. Restricted to the entries
-    strictly between 0 and their caps, dy/dx is the identity minus the mean; all other entries have zero
+    y = clip(x + nu, 0, upper). With k = 1 and upper >= 1 it is the sparsemax. For the m entries strictly
+    between 0 and their caps, dy/dx is the m x m identity matrix minus 1/m; all other entries have zero
     gradient. If no entry is strictly between 0 and its cap, all gradients are 0, including that of k.
 
     Infinite entries, NaN and k = 0 are handled as in `constrained_softmax`.
@@ -110,13 +110,13 @@ def _softmax_values(r: CappedRows) -> Tensor:
 
 
 def _softmax_moves(r: CappedRows) -> tuple[Tensor, Tensor]:
-    """Return dy/dz of each entry, and whether it is saturated."""
+    """Return dy/dz of each entry, and whether the entry is saturated."""
     saturated, free = _softmax_sets(r)
     return torch.where(free, torch.minimum(r.z.exp(), r.upper), 0), saturated
 
 
 def _softmax_sets(r: CappedRows) -> tuple[Tensor, Tensor]:
-    """Return masks of the saturated and of the free entries."""
+    """Return masks of the saturated entries and of the free entries."""
     saturated = r.infinite | (r.finite & (r.z > _edge(r.upper.detach().log())))
     return saturated, r.finite & ~saturated
 
@@ -132,9 +132,9 @@ class _Caps(NamedTuple):
 class _Sums(NamedTuple):
     """The state of a row at some nu: its saturated entries, their number, and the part of k that is left.
 
-    The free entries should sum to `rest`, which is k minus the caps of the saturated ones; they actually sum
-    to `filled`, which is computed as a difference of sums. If it is small compared with k, it has few
-    correct digits and is flagged as `vague`.
+    At the root, the free entries sum to `rest`, which is k minus the caps of the saturated entries. At this
+    nu, they sum to `filled`, which is computed as a difference of sums. If `filled` is small compared with k,
+    it has few correct digits, and the row is flagged as `vague`.
     """
 
     z: Tensor
@@ -149,10 +149,10 @@ class _Sums(NamedTuple):
 def _softmax_solve(x: Tensor, k: Tensor, upper: Tensor, offsets: Tensor | None) -> Tensor:
     """Find nu of every row by saturating more and more entries; see `_capped.ConstrainedProjection`.
 
-    For any set of saturated entries, consider the equation that their caps, plus the sum of exp(x + nu) over
-    all other entries, equal k. Its root is at most the true nu, because each term is at least
-    min(upper, exp(x + nu)). Entries that exceed their caps at this root therefore also exceed them at the
-    true nu. So the set grows, at most n times, until it is correct. To avoid many passes that each saturate a
+    For any set of saturated entries, the root is the nu at which their caps plus the sum of exp(x + nu) over
+    all other entries equal k. The root is at most the true nu, because each term is at least
+    min(upper, exp(x + nu)). Entries that exceed their caps at the root therefore also exceed them at the true
+    nu. So the set grows, at most n times, until it is correct. To avoid many passes that each saturate a
     single entry, every second pass eventually bisects.
     """
     rows = rows_of(x, offsets)
@@ -161,15 +161,15 @@ def _softmax_solve(x: Tensor, k: Tensor, upper: Tensor, offsets: Tensor | None) 
     # No entry exceeds k, so a cap of 2 k has no effect, and it is finite.
     cap = torch.minimum(upper, rows.broadcast(2 * k))
     caps = _Caps(cap, cap.log(), _edge(cap.log()))
-    # Far below the caps, lml is also an exponential.
+    # Start from the nu of lml, which is also an exponential far below the caps.
     unit = mean_cap(k, upper, rows)
     nu = add(start(x, k / unit, offsets), unit.log())
     infinite = x == torch.inf
     largest = rows.max(torch.where(infinite, -torch.inf, x)) if bool(infinite.any()) else rows.max(x)
     busy = largest.isfinite()
     nu = torch.where(busy, nu, 0)
-    # Distances from nu to proven lower and upper bounds of the root. The lower bound is the nu at which the
-    # largest entry equals an equal share of the amount left for the finite entries.
+    # Distances from nu to proven lower and upper bounds on the root. At the lower bound, the largest entry is
+    # the amount left for the finite entries divided by the number of entries.
     below = ((nu[0] + largest) + nu[1]) - ((k - sum_at_caps(infinite, cap, rows)) / x.shape[-1]).log()
     above = torch.full_like(k, torch.inf)
     count = torch.full_like(k, -1)
@@ -179,7 +179,7 @@ def _softmax_solve(x: Tensor, k: Tensor, upper: Tensor, offsets: Tensor | None) 
         previous, count = count, sums.number
         root, step = _step_to_root(x, nu, sums, busy, rows)
         small = 4 * torch.finfo(x.dtype).eps * (1 + sums.taken / torch.maximum(sums.filled, _VAGUE * k))
-        # The sets are nested, so sets of equal size are equal. The root of a set is exact.
+        # The sets are nested, so sets of equal size are equal. If the set did not change, its root is exact.
         busy = busy & ~((rooted & (count == previous)) | (step.abs() <= small))
         if not bool(busy.any()):
             break
@@ -206,7 +206,7 @@ def _evaluate(x: Tensor, k: Tensor, nu: Tensor, caps: _Caps, rows: Rows) -> _Sum
 
 
 def _step_to_root(x: Tensor, nu: Tensor, s: _Sums, busy: Tensor, rows: Rows) -> tuple[Tensor, Tensor]:
-    """Return the root for these saturated entries and the step to it, -inf if their caps exceed k."""
+    """Return the root for these saturated entries and the step to it (-inf if their caps exceed k)."""
     step = (s.rest / s.filled).log()
     root = add(nu, step)
     vague = busy & (s.rest > 0) & s.vague
@@ -233,9 +233,9 @@ def _highest_step(
 def _choose_step(k: Tensor, lower: Tensor, top: Tensor, s: _Sums) -> Tensor:
     """Return the step to the root for the current saturated entries, or a longer step where that is better.
 
-    If the caps make up more than half of k, the sum as a function of nu resembles a staircase and not an
-    exponential. A long Newton step (with the slope `filled`) is then better. Both steps are safe: the
-    conditions below affect only the number of passes, not the result.
+    If the caps of the saturated entries sum to more than half of k, the sum as a function of nu resembles a
+    staircase more than an exponential. A long Newton step (with the slope `filled`) is then better. Both
+    steps are safe: the conditions below affect only the number of passes, not the result.
     """
     straight = torch.where(s.vague, top, torch.minimum((s.rest - s.filled) / s.filled, top))
     stairs = ~(s.rest > 0) | (~s.vague & (s.taken > k / 2) & (straight.abs() > 0.25))
@@ -254,9 +254,9 @@ def _softmax_root(x: Tensor, rest: Tensor, taken: Tensor, rows: Rows) -> Tensor:
 
 
 def _edge(limit: Tensor) -> Tensor:
-    # An entry that reaches its cap up to rounding still counts as free, because it is the one that k changes.
-    # The rounding error is a few eps of z, which is the logarithm of the cap at that point. The logarithm of
-    # a cap of 0, -inf, counts as -1000.
+    # An entry that reaches its cap only up to rounding still counts as free, because it may be the only entry
+    # that depends on k. The rounding error of z is a few eps, relative to the logarithm of the cap. For a cap
+    # of 0, whose logarithm is -inf, the error is computed as if the logarithm were -1000.
     return limit + 8 * torch.finfo(limit.dtype).eps * (1 + limit.abs().clamp(max=1000))
 
 
@@ -269,14 +269,14 @@ def _sparsemax_values(r: CappedRows) -> Tensor:
     """Compute y for rows whose nu is known, with differentiable operations."""
     rows = r.rows
     saturated, free = _sparsemax_sets(r)
-    # One exact step from the solver's nu, on the entries that are known to be free.
+    # Take one exact step from the solver's nu, based on the entries that are known to be free.
     missing = r.k - rows.sum(torch.where(saturated, r.upper, torch.where(free, r.z, 0)))
     inside = r.z + rows.broadcast(missing / rows.sum(free).clamp(min=1))
     return r.finish(torch.where(saturated, r.upper, torch.where(free, inside, 0)))
 
 
 def _sparsemax_moves(r: CappedRows) -> tuple[Tensor, Tensor]:
-    """Return dy/dz of each entry, and whether it is saturated."""
+    """Return dy/dz of each entry, and whether the entry is saturated."""
     saturated, free = _sparsemax_sets(r)
     return free.to(r.z.dtype), saturated
 
@@ -294,9 +294,9 @@ def _sparsemax_solve(x: Tensor, k: Tensor, upper: Tensor, offsets: Tensor | None
     """Find nu of every row by Newton's method on a piecewise linear function.
 
     A step is exact once it no longer changes which entries are at 0 and which are at their caps; there are
-    finitely many such sets. Where the function is flat, nu moves to the next entry that changes it. A step
-    that would leave the proven bracket bisects it instead. After many passes, every second one bisects. See
-    `_capped.ConstrainedProjection` for the arguments.
+    finitely many such sets. Where the function is flat, nu moves to the point at which the next entry leaves
+    its bound. If a step would leave the proven bracket, the bracket is bisected instead. After many passes,
+    every second pass bisects. See `_capped.ConstrainedProjection` for the arguments.
     """
     rows = rows_of(x, offsets)
     if x.numel() == 0:
@@ -304,15 +304,15 @@ def _sparsemax_solve(x: Tensor, k: Tensor, upper: Tensor, offsets: Tensor | None
     epsilon = torch.finfo(x.dtype).eps
     # No entry exceeds k, so a cap of 2 k has no effect, and it is finite.
     limit = torch.minimum(upper, rows.broadcast(2 * k))
-    # A sigmoid four times as steep is close to a clip.
+    # Start from the nu of lml with steeper sigmoids: sigmoid(4 z) is close to clip(z + 1/2, 0, 1).
     unit = mean_cap(k, upper, rows)
     nu = add(start(x * rows.broadcast(4 / unit), k / unit, offsets) * (unit / 4), unit / 2)
     infinite = x == torch.inf
     largest = rows.max(torch.where(infinite, -torch.inf, x)) if bool(infinite.any()) else rows.max(x)
     busy = largest.isfinite()
     nu = torch.where(busy, nu, 0)
-    # Distances from nu to proven lower and upper bounds of the root. The lower bound is the nu at which the
-    # largest entry equals an equal share of the amount left for the finite entries.
+    # Distances from nu to proven lower and upper bounds on the root. At the lower bound, the largest entry is
+    # the amount left for the finite entries divided by the number of entries.
     below = ((nu[0] + largest) + nu[1]) - (k - sum_at_caps(infinite, limit, rows)) / x.shape[-1]
     above = torch.full_like(k, torch.inf)
     counts = torch.full_like(nu, -1)
@@ -322,7 +322,8 @@ def _sparsemax_solve(x: Tensor, k: Tensor, upper: Tensor, offsets: Tensor | None
         excess = rows.sum(torch.minimum(z.clamp(min=0), limit)) - k
         saturated, positive = z > limit, z >= 0
         previous, counts = counts, torch.stack([rows.sum(saturated), rows.sum(positive)])
-        # The sets are nested, so sets of equal size are equal. The root of a set is exact.
+        # The sets are nested, so sets of equal size are equal. If the sets did not change, their root is
+        # exact.
         repeated = (counts == previous).all(0)
         busy = busy & (excess.abs() > 4 * epsilon * k) & ~(whole & repeated)
         if not bool(busy.any()):
@@ -357,7 +358,7 @@ def _sparsemax_solve(x: Tensor, k: Tensor, upper: Tensor, offsets: Tensor | None
 def _sparsemax_root(
     x: Tensor, k: Tensor, limit: Tensor, saturated: Tensor, free: Tensor, rows: Rows
 ) -> tuple[Tensor, Tensor]:
-    """Return the nu for given sets of saturated and free entries, and whether there is a free entry.
+    """Return the root for given sets of saturated and free entries, and whether there is a free entry.
 
     The high part of nu is minus the largest free entry.
     """

@@ -43,7 +43,8 @@ def lml(
             n.
         group: the processes that the entries of each row are sharded across, as a ProcessGroup or a
             one-dimensional DeviceMesh. `x` and `mask` hold the entries of this process, in rank order; all
-            other arguments are the same on every process. A DTensor `x` needs no group and gives a DTensor.
+            other arguments are the same on every process. If `x` is a DTensor, no group is needed, and y is
+            a DTensor too.
 
     Returns:
         y, with the shape and dtype of `x`.
@@ -138,7 +139,7 @@ def lml_value(
     mask: Tensor | None = None,
     offsets: Tensor | None = None,
 ) -> Tensor:
-    """Compute the maximum of x.y + H(y) over 0 <= y <= 1 and sum y = k. Its gradient is lml(x, k).
+    """Compute the maximum of x.y + H(y) over all 0 <= y <= 1 with sum y = k. Its gradient is lml(x, k).
 
         >>> torchlml.lml_value(torch.zeros(4), 1)  # 4 log 4 - 3 log 3
         tensor(2.2493)
@@ -151,15 +152,15 @@ def lml_value(
 
     H is the binary entropy. The value equals sum softplus(x + nu) - k nu, and its derivative with respect to
     k is -nu. As the temperature T goes to 0, T * lml_value(x / T, k) approaches the sum of the k largest
-    entries. The value is 0 for k = 0. If at most k entries are available, it is their sum, and k has no
-    gradient. An entry of +inf makes the value +inf, unless k is 0.
+    entries. The value is 0 for k = 0. If at most k entries are available, the value is their sum, and its
+    derivative with respect to k is 0. An entry of +inf makes the value +inf, unless k is 0.
     """
     c = canonical(x, k, dim, mask, offsets, nested=True)
     return c.restore_rows(_value(c.x, c.k, c.mask, c.offsets))
 
 
 class LML(nn.Module):
-    """The projection as a layer: the last layer of a network that chooses k of n items.
+    """The projection as a module, typically the last layer of a network that chooses k of n items.
 
         >>> model = nn.Sequential(nn.Linear(64, 100), torchlml.LML(k=5))
         >>> model(torch.randn(3, 64)).shape
@@ -194,7 +195,7 @@ class LML(nn.Module):
         self.group = group
 
     def forward(self, x: Tensor, *, mask: Tensor | None = None, offsets: Tensor | None = None) -> Tensor:
-        # `lml` rejects inputs that are not tensors.
+        # Do not divide an input that is not a tensor, so that `lml` can reject it.
         scaled = x / self.temperature if self.temperature != 1 and isinstance(x, Tensor) else x
         return lml(scaled, self.k, self.dim, mask=mask, offsets=offsets, bound=self.bound, group=self.group)
 

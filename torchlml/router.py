@@ -15,7 +15,7 @@ from torchlml.projection import lml
 
 
 class Routing(NamedTuple):
-    """The experts of each token: `weights` and `indices` of shape (..., k), and the bias `mu`."""
+    """The weights and indices (..., k) of the experts of each token, and the bias `mu` of every expert."""
 
     weights: Tensor
     indices: Tensor
@@ -34,7 +34,8 @@ class TopKRouter(nn.Module):
         num_experts: the number of experts.
         k: the number of experts that each token uses, an integer.
         temperature: a divisor of the logits.
-        normalize: whether the weights of a token are scaled to sum to 1. Otherwise each is between 0 and 1.
+        normalize: whether the weights of a token are scaled to sum to 1. Otherwise each weight is between 0
+            and 1.
         decay: the fraction of the stored bias that each training step keeps, at least 0 and less than 1.
         capacity_factor: if an expert has more than `capacity_factor` times its fair share of the tokens of
             this process, rounded up, its assignments with the smallest weights are dropped in training: their
@@ -45,7 +46,7 @@ class TopKRouter(nn.Module):
     In training, `balanced_lml` gives every expert the same total weight. Its multipliers mu are the bias that
     balances this batch: each token uses the k experts with the largest logits plus mu. The weights have the
     exact gradient of the two-sided projection. The buffer `bias` stores the exponential moving average of
-    mu, which is also the initial guess of the next step.
+    mu, which is also the initial guess for the next step.
 
     In evaluation mode the router is causal: the stored bias replaces mu, and `lml` gives the weights. The
     routing of a token then does not depend on the other tokens of its batch.
@@ -90,7 +91,7 @@ class TopKRouter(nn.Module):
         self.register_buffer("updates", torch.zeros((), dtype=torch.int64))
 
     def reset_parameters(self) -> None:
-        """Forget the stored bias. Call this after `to_empty` if the router was created on the meta device."""
+        """Reset the stored bias. Call this after `to_empty` if the router was created on the meta device."""
         self.bias.zero_()
         self.updates.zero_()
 
@@ -98,18 +99,18 @@ class TopKRouter(nn.Module):
         check_tensor(logits, "logits", logits)
         if logits.dim() == 0 or logits.shape[-1] != self.num_experts:
             raise ValueError(
-                f"`logits` must have num_experts = {self.num_experts} as the last dimension, "
+                f"`logits` must have a last dimension of size num_experts = {self.num_experts}, "
                 f"but the shape is {tuple(logits.shape)}."
             )
         tokens = logits.reshape(-1, self.num_experts)
         if tokens.dtype in (torch.bfloat16, torch.float16):
-            tokens = tokens.float()  # logits plus bias would have too many ties
+            tokens = tokens.float()  # in half precision, logits plus bias would have too many ties
         tokens = tokens / self.temperature
         present = self._present(mask, logits)
         if present is not None:
             tokens = torch.where(present[:, None], tokens, 0)  # padding may contain NaN
         y, mu = self._balance(tokens, present) if self.training else self._apply_bias(tokens)
-        # The multiplier of an expert that takes all of its available tokens is +inf.
+        # An expert that takes all of its available tokens has mu = +inf, and adding it to -inf gives NaN.
         forbidden = tokens == -torch.inf
         indices = torch.where(forbidden, -torch.inf, tokens + mu).detach().topk(self.k, dim=-1).indices
         weights = y.gather(-1, indices)
@@ -133,7 +134,7 @@ class TopKRouter(nn.Module):
         )
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> TopKRouter:
-        """Move or cast the module; the bias stays at least float32, as averages in bfloat16 stop changing."""
+        """Move or cast the module; the bias is never cast to half precision, where averages stop changing."""
         before = self.bias
         super()._apply(fn, recurse)
         if self.bias.dtype in (torch.bfloat16, torch.float16):
@@ -174,7 +175,8 @@ class TopKRouter(nn.Module):
         count = len(weights) if present is None else int(present.sum())
         most = math.ceil((self.capacity_factor or 1) * count * self.k / self.num_experts)
         flat, expert = weights.detach().flatten(), indices.flatten()
-        # Sort by expert, then by descending weight: positions within an expert are the ranks of assignments.
+        # Sort by expert, then by descending weight. The rank of an assignment is its position within its
+        # expert.
         order = flat.argsort(descending=True, stable=True)
         order = order[expert[order].argsort(stable=True)]
         sizes = torch.bincount(expert, minlength=self.num_experts)

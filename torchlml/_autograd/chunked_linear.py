@@ -1,8 +1,9 @@
-"""A linear layer combined with a loss of its logits, computed for a few rows at a time.
+"""A linear layer fused with a loss on its logits, computed for a few rows at a time.
 
-The full logit matrix is never materialized. A chunk contains whole rows, so any loss with one number per row
-can be used, and no logit is computed twice. Every chunk takes three matrix products, the same as the usual
-computation: the logits, the gradient of the input, and the gradient of the weight, which is accumulated.
+The full logit matrix is never materialized. A chunk contains whole rows, so any loss that returns one number
+per row can be used, and no logit is computed twice. Every chunk takes the same three matrix products as the
+unfused computation: the logits, the gradient of the input, and the gradient of the weight, which is
+accumulated over the chunks.
 """
 
 from __future__ import annotations
@@ -48,17 +49,18 @@ def not_compiled(function: _Function) -> _Function:
 
 @dataclass(frozen=True)
 class ChunkedLoss:
-    """A loss of the outputs of a linear layer, computed in chunks of rows that fit into a memory limit.
+    """A loss on the outputs of a linear layer, computed in chunks of rows that fit into a memory limit.
 
     Call it with (input, weight, bias, k). The result is a scalar, or one number per row, in the dtype of the
     logits (float32 under autocast).
 
     Args:
         loss: a function that returns one loss for each row of the logits it is given, in their dtype.
-        has_label: bool (R,), the rows that a mean is taken over.
+        has_label: bool (R,), True for the rows that a mean is taken over.
         reduction: "mean", "sum" or "none".
         memory_limit: the number of bytes that the logits and their gradient may occupy.
-        labels: the number of labels that determines the size of a chunk, if it is not the number of logits.
+        labels: the number of labels per row that chunk sizes are computed from; by default, the number of
+            rows of the weight.
         sum_over_group: a function that sums the gradient of the input over all processes, or None.
         in_place: whether `loss` overwrites the logits with their gradient if it is allowed to.
         at_once: whether all logits are computed at once instead of in chunks.
@@ -84,7 +86,7 @@ class ChunkedLoss:
             seed = seed / mean_divisor(self.has_label.sum()) if self.reduction == "mean" else seed
         labels = weight.shape[0] if self.labels is None else self.labels
         chunk = rows_within(self.memory_limit, labels, dtype, self.in_place)
-        # Apply the casts of autocast here, in the same way for chunks and for all logits at once.
+        # Apply the casts of autocast explicitly, so that chunked and unchunked computations round alike.
         with torch.autocast(device, enabled=False) if autocast else contextlib.nullcontext():
             work = _Work(self.loss, seed, chunk, dtype, self.sum_over_group)
             arguments = (input.reshape(shape.numel(), input.shape[-1]), weight, bias, k)
@@ -96,8 +98,8 @@ class ChunkedLoss:
 class _Work(NamedTuple):
     """The chunked computation for a matrix of inputs.
 
-    `seed` contains the factor of each row in the returned sum. If it is None, the losses of all rows are
-    returned.
+    The result is the sum of the losses of all rows, each multiplied by its factor in `seed`. If `seed` is
+    None, the result contains the loss of each row instead.
     """
 
     loss: RowLoss
@@ -107,7 +109,7 @@ class _Work(NamedTuple):
     sum_over_group: Callable[[Tensor], Tensor] | None
 
     def __call__(self, input: Tensor, weight: Tensor, bias: Tensor | None, k: Tensor) -> Tensor:
-        """Compute the losses (R,) or their sum, in chunks unless a transform of torch.func is active."""
+        """Compute the losses (R,) or their sum, in chunks unless a `torch.func` transform is active."""
         if is_plain() and needs_no_graph(*(t for t in (input, weight, bias, k) if t is not None)):
             return _losses(self, input, weight, bias, k)
         if is_plain() or self.sum_over_group is not None:
@@ -151,7 +153,7 @@ def check_linear(input: Tensor, weight: Tensor, bias: Tensor | None, memory_limi
 def check_memory_limit(limit: int) -> None:
     """Raise unless `memory_limit` is a positive number of bytes."""
     if isinstance(limit, bool) or not isinstance(limit, int) or limit <= 0:
-        raise ValueError(f"`memory_limit` must be a positive number of bytes, an int, but it is {limit!r}.")
+        raise ValueError(f"`memory_limit` must be a positive int, a number of bytes, but it is {limit!r}.")
 
 
 def logits_like(input: Tensor, n: int) -> Canonical:
@@ -221,11 +223,13 @@ class _Chunked(torch.autograd.Function):
         ctx.work, ctx.early = work, None
         ctx.save_for_backward(input, weight, bias, k)
         wanted = ctx.needs_input_grad[1:]
-        # In float16 a gradient must be scaled before it is rounded: loss scaling prevents its underflow.
+        # A float16 gradient would underflow if it were rounded before it is multiplied by the loss scale,
+        # which is known only in the backward pass.
         narrow = torch.float16 in (work.linear_dtype, input.dtype, weight.dtype)
         if work.seed is None or narrow:
             return _losses(work, input, weight, bias, k)
-        # Compute the gradient of the sum while the logits are available; only its factor is still unknown.
+        # Compute the gradient of the sum while the logits are available. The backward pass only has to
+        # multiply it by the incoming gradient.
         loss, ctx.early = _with_gradients(work, input, weight, bias, k, work.seed, wanted)
         return loss
 
@@ -248,8 +252,8 @@ class _Chunked(torch.autograd.Function):
             seed = grad if work.seed is None else work.seed * grad
             _, gradients = _with_gradients(work, input, weight, bias, k, seed, wanted)
             return (None, *gradients)
-        # Scale in place; a copy of the weight's gradient would not fit in memory. A second backward pass over
-        # the same graph computes the gradients again.
+        # Scale in place; a copy of the weight's gradient might not fit in memory. A second backward pass over
+        # the same graph recomputes the gradients.
         gradients, ctx.early = ctx.early, None
         if not readable(grad) or float(grad) != 1:
             for gradient in gradients:
@@ -279,7 +283,7 @@ def _with_gradients(
 ) -> tuple[Tensor, _Gradients]:
     """Compute the sum of `seed` times the losses, and its gradients."""
     logits = _Logits(work, input, weight, bias)
-    # Sums over chunks are in the work dtype, because bfloat16 would lose the later chunks.
+    # Accumulate over chunks in the work dtype; in bfloat16, the contributions of later chunks would be lost.
     work_type = work_dtype(input.dtype)
     d_input = torch.empty_like(input) if wanted[0] else None
     d_weight = torch.zeros_like(weight, dtype=work_type) if wanted[1] else None
@@ -317,7 +321,10 @@ def _is_batched(grad: Tensor) -> bool:
 
 
 def _chunks(rows: int, most: int) -> list[slice]:
-    """Split into the fewest chunks of even size, since small products take nearly as long as large ones."""
+    """Split the rows into the fewest chunks, of nearly equal size.
+
+    A small matrix product takes nearly as long as a large one.
+    """
     size = _even(rows, most)
     return [slice(i, min(i + size, rows)) for i in range(0, rows, size)]
 

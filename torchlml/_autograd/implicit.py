@@ -62,7 +62,7 @@ class SolvedRows:
         self.z = base + self.broadcast(self.correction)
         count = self.rows.sum(self.infinite.to(x.dtype))
         follows_k = (self.hi == -torch.inf) & (k > 0) & (k < count)
-        # A +inf entry gets k/p if there are p > k of them. Otherwise it gets 1, but 0 if k is 0.
+        # Each +inf entry gets k/p if there are p > k of them, and 1 otherwise. If k is 0, it gets 0.
         fixed = (k > 0).to(x.dtype)
         self.share = torch.where(follows_k, k.to(x.dtype) / count.clamp(min=1), fixed)
 
@@ -72,11 +72,14 @@ class SolvedRows:
         return torch.where(self.hi.isnan(), self.rows.sum(self._undefined()), nu)
 
     def _undefined(self) -> Tensor:
-        """Return NaN, with a derivative of NaN, for undefined rows."""
+        """Return NaN, with NaN derivatives, for the entries of undefined rows, which contain a NaN."""
         return self.broadcast(torch.where(self.hi.isnan(), self.hi, 0)) * self._x
 
     def fill(self, y: Tensor, absent: float, present: float, infinite: Tensor) -> Tensor:
-        """Fill in the limits if the formula does not apply: no finite nu, or an infinite or absent entry."""
+        """Fill in the limits where the formula does not apply.
+
+        These are rows without a finite nu, infinite entries and absent entries.
+        """
         hi = self.broadcast(self.hi)
         y = torch.where(hi == torch.inf, present, torch.where(hi == -torch.inf, absent, y))
         y = torch.where(self.infinite, self.broadcast(infinite), torch.where(self.absent, absent, y))
@@ -86,14 +89,14 @@ class SolvedRows:
         """Return zeros that have the derivatives of nu."""
         live, constant = self._live, base.detach()
         log_w = torch.where(live, logsigmoid(constant) + logsigmoid(-constant), -torch.inf)
-        # Compute everything relative to the largest w of the row, to be accurate if all w underflow.
+        # Divide everything by the largest w of the row, to remain accurate if all w underflow.
         largest = self.rows.max(log_w)
         largest = torch.where(largest.isfinite(), largest, 0)
         unit = torch.exp(-largest).clamp(max=torch.finfo(base.dtype).max)
         step = torch.zeros_like(self.hi)
         for _ in range(_STEPS):
             z = base + self.broadcast(step)
-            # The same sum as in `residual`: each entry is measured from 0 or 1, whichever is nearer.
+            # As in `newton.residual`, sum the distance of each entry from 0 or 1, whichever is nearer.
             up = z > 0
             toward_zero = torch.where(live, torch.where(up, -z, z), -1.0)
             log_t, scale = logsigmoid(toward_zero), self.broadcast(largest)
@@ -108,9 +111,9 @@ class SolvedRows:
 
 
 def _projection(result: Callable[[SolvedRows], Tensor]) -> Callable[..., Tensor]:
-    """Turn a function of `SolvedRows` into a function of canonical rows; `solve` finds nu.
+    """Turn a function of `SolvedRows` into a function of canonical arguments; `solve` computes nu.
 
-    A single dense row is computed as two equal rows. torch splits one row across threads and uses other
+    A single dense row is computed as two equal rows. torch splits one row across threads and uses different
     instructions for the remainder of each part, so the last bits would depend on the number of threads.
     """
 
@@ -129,13 +132,13 @@ def _projection(result: Callable[[SolvedRows], Tensor]) -> Callable[..., Tensor]
 
 @_projection
 def lml(rows: SolvedRows) -> Tensor:
-    """Compute y of each row."""
+    """Compute y for each row."""
     return rows.fill(sigmoid(rows.z), 0.0, 1.0, rows.share)
 
 
 @_projection
 def log_lml(rows: SolvedRows) -> Tensor:
-    """Compute log y of each row."""
+    """Compute log y for each row."""
     positive = torch.where(rows.share > 0, rows.share, 1)
     log_share = torch.where(rows.share > 0, positive.log(), -torch.inf)
     return rows.fill(logsigmoid(rows.z), -torch.inf, 0.0, log_share)
@@ -143,5 +146,5 @@ def log_lml(rows: SolvedRows) -> Tensor:
 
 @_projection
 def lml_dual(rows: SolvedRows) -> Tensor:
-    """Compute nu of each row."""
+    """Compute nu for each row."""
     return rows.dual()

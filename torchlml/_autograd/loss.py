@@ -1,4 +1,4 @@
-"""The LML loss with an explicit backward pass, and the reductions of all losses.
+"""The LML loss with an explicit backward pass, and the reductions shared by all losses.
 
 The arguments are in the canonical form that `_arguments.py` produces. The operators `loss_forward` and
 `loss_backward` process all rows at once and store no intermediate tensor as large as the logits.
@@ -48,14 +48,14 @@ class LossSettings(NamedTuple):
 def mean_divisor(labeled: int | Tensor) -> int | Tensor:
     """Return the divisor of a mean over `labeled` rows: their number, or 1 if there are none.
 
-    Without any labeled row the mean is therefore 0 with a zero gradient, whereas `F.cross_entropy` returns
-    NaN. Otherwise a batch without any labels would break a training run.
+    The mean over a batch without labeled rows is therefore 0, with a zero gradient. `F.cross_entropy` returns
+    NaN instead, which would break a training run.
     """
     return max(1, labeled) if isinstance(labeled, int) else labeled.clamp(min=1)
 
 
 def reduce(losses: Tensor, labeled: int | Tensor, reduction: Reduction) -> Tensor:
-    """Reduce one loss per row, which is 0 for rows without labels; `labeled` is the number of other rows."""
+    """Reduce the losses of the rows; `labeled` is the number of labeled rows, and other rows have loss 0."""
     if reduction == "none":
         return losses
     total = losses.sum()
@@ -63,7 +63,7 @@ def reduce(losses: Tensor, labeled: int | Tensor, reduction: Reduction) -> Tenso
 
 
 def check_labeled_k(k: Tensor, bound: Bound, labeled: Callable[[], Tensor]) -> None:
-    """Raise if k is 0 in a row that has a label: y is 0 there, and the loss would be infinite.
+    """Raise if k is 0 in a row that has a label, because y would be 0 and the loss infinite.
 
     `labeled` computes whether each row has a label. It is called only if some k is 0, which is rare.
     """
@@ -123,7 +123,7 @@ def lml_loss(
 
 def _through_log_lml(c: Canonical, labels: Labels, bound: Bound = "exactly") -> Tensor:
     """Compute one loss per row from the full log y, to support bounds, label weights and all transforms."""
-    # Half precision becomes float32 here and is rounded once, at the end.
+    # Half-precision logits are processed in float32, and the loss is rounded once, at the end.
     x = c.x.to(work_dtype(c.x.dtype))
     if not labels.in_every_row:
         # A row without labels contributes nothing, even if it contains a NaN.

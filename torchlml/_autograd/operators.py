@@ -1,9 +1,9 @@
 """The operators `torch.ops.torchlml.*`; each is defined by one call to `operator`.
 
-Kernels are connected here. An operator has a schema, an implementation in pure PyTorch for every device,
-and the shapes of its results for the compiler. A compiled kernel registers the same name under the key of its
-device (`_cpu/csrc/bindings.cpp`, `_triton/operators.py`) and is then called instead. The arguments are
-canonical, see `_torch/careful.py` and `_torch/fast.py`; the derivatives are in `rule.py` and `loss.py`.
+An operator has a schema, an implementation in pure PyTorch for every device, and a function that returns the
+shapes of its results to the compiler. A compiled kernel registers the same name under the dispatch key of its
+device (`_cpu/csrc/bindings.cpp`, `_triton/operators.py`) and is then called instead. The arguments are in the
+canonical form described in `_torch/careful.py`. The derivatives are in `rule.py` and `loss.py`.
 """
 
 from __future__ import annotations
@@ -43,18 +43,20 @@ def operator(
         for_onnx: the operator decomposed into operations that `torch.onnx.export` supports; see
             `_torch/onnx.py`.
         triton: whether the function of this name in `_triton/operators.py` is called on a GPU.
-        vmap: whether `torch.vmap` is supported, as one problem with more rows. The operator must then take
-            (x, k, a tensor like x or None, offsets, settings...) and return (2, R), like `solve`.
+        vmap: whether to support `torch.vmap`, by combining the batch into one problem with more rows. The
+            operator must then take (x, k, a tensor like x or None, offsets, settings...) and return (2, R),
+            like `solve`.
     """
     name, _, rest = schema.partition("(")
-    if not hasattr(torch.ops.torchlml, name):  # the compiled kernel defines some, for programs without Python
+    # The compiled kernel has already defined some operators, for programs without Python.
+    if not hasattr(torch.ops.torchlml, name):
         _library.define(schema)
     _library.impl(name, implementation, "CompositeExplicitAutograd")
     defined: Operator = getattr(torch.ops.torchlml, name).default
     if for_onnx is not None:
         shapes = _and_tell_inductor(defined, shapes)
         register_decomposition(defined)(for_onnx)
-        # Otherwise, the compiler would take shapes with dynamic sizes from the decomposition.
+        # Without this, the compiler would derive dynamic shapes from the decomposition.
         register_decomposition(defined, type="meta")(shapes)
     torch.library.register_fake(f"torchlml::{name}", shapes, lib=_library)
     if triton:
@@ -98,12 +100,12 @@ def _as_more_rows(operator: Operator, info: Any, in_dims: Any, *arguments: Any) 
         return value.expand(batch, *value.shape) if dim is None else value.movedim(dim, 0)
 
     x = batched(x, in_dims[0])
-    size = x.shape[1]  # the rows of each problem, or its entries if ragged
+    size = x.shape[1]  # the number of rows of each problem, or of entries if ragged
     rows = size if offsets is None else offsets.shape[0] - 1
     x = x.flatten(0, 1).contiguous()
     per_entry = None if per_entry is None else batched(per_entry, in_dims[2]).flatten(0, 1).contiguous()
     if in_dims[3] is not None:
-        raise ValueError("`offsets` must not be batched by vmap; only `values`, `k` and `mask` can be.")
+        raise ValueError("`offsets` must not be batched by vmap; only `x`, `k` and `mask` can be.")
     if offsets is not None:
         starts = torch.arange(batch, device=x.device)[:, None] * size + offsets[:-1]
         offsets = torch.cat([starts.flatten(), starts.new_full((1,), batch * size)])
@@ -116,7 +118,7 @@ def _gradients(grad: Tensor, x: Tensor, y: Tensor, nu: Tensor, *rows: Tensor | N
     return empty_gradients(x, nu)
 
 
-# The arguments and results of most operators.
+# Schemas, or parts of schemas, that several operators share.
 ROWS = "Tensor? mask, Tensor? offsets"
 _FORWARD = f"(Tensor x, Tensor k, {ROWS}) -> (Tensor, Tensor)"
 _BACKWARD = f"(Tensor grad, Tensor x, Tensor y, Tensor nu, {ROWS}) -> (Tensor, Tensor)"

@@ -2,7 +2,7 @@
 
 Plain eager and compiled calls go through one `torch.autograd.Function` around the operators, or directly to
 the operator if no gradient is requested. Under `torch.func` transforms, in forward-mode differentiation and
-for second derivatives, `implicit.py` computes the same numbers. (In torch 2.13, compiling a
+for second derivatives, `implicit.py` computes the same values. (In torch 2.13, compiling a
 `torch.func.grad` silently ignores the backward of a `torch.autograd.Function`, so that combination must never
 occur.)
 
@@ -12,8 +12,8 @@ where nu* makes the sum exactly k. A row with nu = 0 is called free: its y is si
 on k.
 
 `fast_lml` is a fast path for the most common call to `lml`: eager, with a float32 or float64 matrix on the
-CPU, a plain number k and no other arguments. At 256 x 100, general argument handling and the general autograd
-Function cost as much as the backward pass of the projection itself.
+CPU, a plain number k and no other arguments. For a 256 x 100 matrix, general argument handling and the
+general autograd Function take as long as the backward pass of the projection itself.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ class Rule:
 
     def __call__(self, *arguments: Tensor | None) -> Tensor:
         # `torch.jit.trace` cannot save a call to a Python function. It also compares its graph with one
-        # traced without gradients, so both must consist of the same operations. The compiler cannot read
+        # traced without gradients, so both must consist of the same operations. The compiler cannot call
         # `_is_tracing`.
         if (
             torch._C._are_functorch_transforms_active()
@@ -128,7 +128,7 @@ lml_dual = Rule(_dual_forward, _dual_backward, implicit.lml_dual)
 def needs_no_graph(*inputs: Any) -> bool:
     """Whether no gradient is requested, so that no autograd Function is needed.
 
-    At 256 x 100, the overhead of a Function takes as long as the projection.
+    For a 256 x 100 matrix, the overhead of a Function takes as long as the projection.
     """
     return not (torch.is_grad_enabled() and any(t.requires_grad for t in inputs))
 
@@ -153,7 +153,7 @@ def differentiate_again(
 ) -> list[Tensor | None]:
     """Compute gradients that can be differentiated or mapped again.
 
-    `function` consists of differentiable operations. The gradient of inputs without `requires_grad` is None.
+    `function` consists of differentiable operations. An input without `requires_grad` gets None.
     """
     wanted = [t for t in inputs if t.requires_grad]
     with torch.enable_grad():
@@ -220,7 +220,7 @@ def _reference_forward(
 def _reference_backward(
     grad: Tensor, x: Tensor, y: Tensor, nu: Tensor, mask: Tensor | None, offsets: Tensor | None
 ) -> tuple[Tensor, Tensor]:
-    """Return (dx, dk) like `careful.backward`; a free row has the derivative of its sigmoids."""
+    """Return (dx, dk) like `careful.backward`, but with the derivative of sigmoid(x) in free rows."""
     dx, dk = fast.backward(grad, x, y, nu, mask, offsets)
     values, rows = careful.prepare(x, mask, offsets)
     free = (nu == 0).all(0)
@@ -292,7 +292,7 @@ def fast_lml(x: Any, k: Any, dim: Any) -> Tensor | None:
         and forward_ad._current_level < 0
     ):
         return None
-    number = cached_scalar(k, torch.float64)
+    number = cached_scalar(k, "cpu")
     if x.requires_grad and torch.is_grad_enabled():
         return _fast_apply(x, number)
     y: Tensor = operators.forward(x, number, None, None)[0]
@@ -319,5 +319,5 @@ class _FastApply(torch.autograd.Function):
         return dx, None
 
 
-# `Function.apply` first checks for transforms of torch.func, which are not active here.
+# Bypass the check of `Function.apply` for `torch.func` transforms, because none is active here.
 _fast_apply = super(torch.autograd.Function, _FastApply).apply

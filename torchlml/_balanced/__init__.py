@@ -1,6 +1,7 @@
-"""The two-sided projection of one matrix, and its derivative.
+"""The two-sided projection of one matrix, which fixes row sums and column sums, and its derivative.
 
-This module removes the entries that are known in advance; `solve.py` finds the multipliers of the columns.
+This module removes the columns whose entries are known in advance; `solve.py` finds the multipliers of the
+other columns.
 """
 
 from __future__ import annotations
@@ -87,7 +88,8 @@ class _Project(torch.autograd.Function):
         ctx: Any, x: Tensor, k: Tensor, capacity: Tensor, s: Settings
     ) -> tuple[Tensor, Tensor, Tensor]:
         # If y rounds to 1, y (1 - y) is 0. This error is negligible in the gradient of x. But if all entries
-        # of a row are close to 0 or 1, the gradients of the multipliers and of k depend on these weights.
+        # of a row are close to 0 or 1, the gradients of the multipliers and of k depend on these small
+        # weights, and the backward pass recomputes them from nu.
         accurate = s.dual or any(ctx.needs_input_grad[1:3])
         known, point = _solve(x.contiguous(), k, capacity, s)
         mu, y = point.mu, point.weights.y
@@ -137,13 +139,13 @@ def _solve(x: Tensor, k: Tensor, capacity: Tensor, s: Settings) -> tuple[_Known,
 
 def _problem(x: Tensor, k: Tensor, capacity: Tensor, s: Settings) -> Problem:
     extent = s.extent
-    ks = k.contiguous() if s.uniform is None else cached_scalar(s.uniform, torch.float64)
+    ks = k.contiguous() if s.uniform is None else cached_scalar(s.uniform, "cpu")
     rows, total = sum(extent.rows), sum(extent.totals)
     return Problem(x, ks, capacity, s.at_most, rows, total, extent.range, s.resolution, extent.processes)
 
 
 class _Known(NamedTuple):
-    """The problem without the columns that are known in advance."""
+    """The problem without the columns whose entries are known in advance."""
 
     problem: Problem
     empty: Tensor | None = None  # (n,) bool: columns with a capacity of 0
@@ -241,7 +243,7 @@ def _solve_columns(
 
 
 def _check_columns(capacity: Tensor, present: Tensor) -> None:
-    """Raise if a column needs more than its available rows, whose number is `present`."""
+    """Raise if the capacity of a column exceeds `present`, its number of available rows."""
     wrong = (capacity > present * (1 + _TOTALS)).nonzero()
     if len(wrong):
         column = int(wrong[0])

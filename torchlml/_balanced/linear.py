@@ -1,4 +1,4 @@
-"""The rows of the two-sided projection for given column multipliers, and linear systems with its derivative.
+"""Rows of the two-sided projection for given column multipliers, and linear systems with their derivative.
 
 With w = y (1 - y), row sums a and column sums d, the derivative of the column sums with respect to the column
 multipliers is S = diag(d) - w' diag(1/a) w. It is a graph Laplacian: symmetric, positive semidefinite, with
@@ -30,18 +30,18 @@ def _inverse(a: Tensor) -> Tensor:
 
 def _product(y: Tensor, inverse: Tensor, p: Tensor) -> Tensor:
     w = torch.addcmul(y, y, y, value=-1)
-    with torch.autocast(w.device.type, enabled=False):  # products in half precision are too coarse
+    with torch.autocast(w.device.type, enabled=False):  # half precision is not accurate enough
         return torch.mv(w.T, torch.mv(w, p.to(w.dtype)) * inverse).double()
 
 
-# y = lml(x + mu, k), the inverse row sums of w, and the column sums of y, w and w y as float64 (3, n). x is
-# float32 or float64, mu is float64.
+# Returns y = lml(x + mu, k), the inverse row sums of w, and the column sums of y, w and w y, which are a
+# float64 tensor of shape (3, n). x is float32 or float64, and mu is float64.
 balanced_forward = operator(
     "balanced_forward(Tensor x, Tensor mu, Tensor k) -> (Tensor, Tensor, Tensor)",
     _forward,
     lambda x, mu, k: (torch.empty_like(x), x.new_empty(x.shape[0]), mu.new_empty(3, x.shape[1])),
 )
-# w' diag(inverse) w p in float64.
+# Returns w' diag(inverse) w p in float64.
 balanced_product = operator(
     "balanced_product(Tensor y, Tensor inverse, Tensor p) -> Tensor",
     _product,
@@ -79,7 +79,7 @@ def conjugate_gradients(
         free: (n,) bool. Entries of q in columns that are not free are 0. None if all columns are free.
         anchored: Whether some column with positive weights is not free. Otherwise q is determined only up to
             a constant.
-        tolerance: The residual at the end, relative to `rhs`, in the norm of the preconditioner.
+        tolerance: The residual at which to stop, relative to `rhs`, in the norm of the preconditioner.
         most: The maximum number of iterations. Every iterate has a positive inner product with `rhs`, so
             stopping early still gives a descent direction.
 
@@ -117,7 +117,7 @@ def conjugate_gradients(
 def laplacian(weights: Weights) -> Tensor:
     """Return the off-diagonal part of S as a matrix in float64, with zeros on the diagonal."""
     w = weights.w
-    with torch.autocast(w.device.type, enabled=False):  # products in half precision are too coarse
+    with torch.autocast(w.device.type, enabled=False):  # half precision is not accurate enough
         s = -(w.T @ (w * weights.inverse[:, None])).double()
     s.fill_diagonal_(0)
     return s
@@ -132,8 +132,8 @@ def dense_solve(
     two rounding errors in columns with negligible weights.
 
     Each diagonal entry is the negative sum of the other entries in its row. This sum has no cancellation, so
-    S keeps its relative accuracy even if it is nearly singular, which happens if groups of columns are hardly
-    coupled.
+    S keeps its relative accuracy even if it is nearly singular, which happens if groups of columns are only
+    weakly coupled.
     """
     diagonal = -off_diagonal.sum(1) + noise
     kept = (diagonal > 0 if free is None else free & (diagonal > 0)).nonzero().squeeze(1)

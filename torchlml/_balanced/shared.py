@@ -1,9 +1,10 @@
 """The two-sided projection of one matrix whose rows are sharded across processes.
 
-It needs only a few rounds of communication. A sample of the rows of all processes serves as a model of the
-matrix. Every process has the same sample and minimizes the model without communication. One round then gives
-the exact column sums and their exact derivative at this point. They correct the model, whose minimum is the
-next point. The error of each point is about a tenth of the square of the previous error.
+The solver needs only a few rounds of communication. A sample of the rows of all processes serves as a model
+of the matrix. Every process has the same sample and minimizes the model without communication. One round of
+communication then gives the exact column sums and their exact derivative at this point. These correct the
+model, whose minimum is the next point. The error of each point is about a tenth of the square of the previous
+error.
 """
 
 from __future__ import annotations
@@ -30,27 +31,28 @@ from torchlml._balanced.solve import (
 )
 from torchlml._distributed.group import LabelGroup
 
-# Just below the guaranteed errors, because another round costs more than the last digits are worth.
+# The relative errors at which the solver stops. They are just below the guaranteed errors, because more
+# digits would not be worth another round of communication.
 _GOAL = {torch.float32: 7e-5, torch.float64: 7e-10}
 
 
 class Sample(NamedTuple):
     """Rows of all processes, and the number of available rows of each column."""
 
-    x: Tensor  # (S, n) float32, or float64 if float32 is too coarse
+    x: Tensor  # (S, n) float32, or float64 if float32 is not accurate enough
     k: Tensor  # (S,) float64
     present: Tensor  # (n,) float64
 
 
 def gather_sample(problem: Problem, rows: list[int], processes: LabelGroup) -> Sample:
-    """Gather a sample of the rows of all processes, or all rows if there are few, in one round.
+    """Gather a sample of the rows of all processes, or all rows if there are few.
 
-    Every process contributes in proportion to its number of rows.
+    This takes one round of communication. Every process contributes in proportion to its number of rows.
 
     Args:
         problem: The problem, with the rows of this process.
         rows: The number of rows of each process.
-        processes: The processes.
+        processes: The processes that hold the rows.
     """
     x, n = problem.x, problem.x.shape[1]
     size, total = sample_size(problem), max(sum(rows), 1)
@@ -59,7 +61,7 @@ def gather_sample(problem: Problem, rows: list[int], processes: LabelGroup) -> S
     wanted = [min(count, -(-size * count // total)) for count in rows]
     own = wanted[processes.rank]
     taken = spread_rows(x.shape[0], own, x.device)
-    # All messages have the same size. They are padded with rows of k = 0, which have no effect.
+    # All messages must have the same size. They are padded with rows with k = 0, which have no effect.
     dtype = torch.float32 if problem.range <= FLOAT32_RANGE else torch.float64
     part = x.new_zeros((max(wanted) + 2, n + 1), dtype=dtype)
     part[:own, :-1] = x[taken]
@@ -74,12 +76,12 @@ def gather_sample(problem: Problem, rows: list[int], processes: LabelGroup) -> S
 
 
 def solve_shared(problem: Problem, start: Tensor | None, sample: Sample | None) -> Point:
-    """Solve one problem.
+    """Solve one problem whose rows are sharded across processes.
 
     Args:
         problem: The problem, with the rows of this process.
-        start: A first guess of mu, or None.
-        sample: Rows of all processes. It is not needed if the start is known to be good.
+        start: An initial guess for mu, or None.
+        sample: Rows of all processes, or None if `start` is known to be near the solution.
     """
     final, goal = problem.final, _GOAL[problem.x.dtype]
     if sample is None:
@@ -117,13 +119,13 @@ def _guess(model: Problem, start: Tensor | None) -> Tensor:
     if start is not None:
         points.append(evaluate(model, normalized(model, start), True))
     point = newton(model, min(points, key=lambda point: point.error), 1e-4, 30, True)
-    if model.scale < 1.001 and not point.error <= 1e-3:  # the sample is the whole matrix: solve it on a path
+    if model.scale < 1.001 and not point.error <= 1e-3:  # the sample is the whole matrix, and Newton failed
         point = follow_path(model.cast(torch.float64), 1e-4)
     return point.mu
 
 
 def _next(model: Problem, point: Point, goal: float) -> Tensor:
-    """Correct the sampled problem with the exact sums at a point, and return its minimum mu.
+    """Correct the sampled problem with the exact sums at a point, and return the mu that minimizes it.
 
     This requires no communication.
     """
@@ -132,7 +134,7 @@ def _next(model: Problem, point: Point, goal: float) -> Tensor:
     assert point.off_diagonal is not None
     sums, derivative = point.sums[0] - own.sums[0], point.off_diagonal - own.off_diagonal
     exact = own._replace(gradient=point.gradient, error=point.error)
-    # With the correction of the derivative, the model may not be convex.
+    # If the derivative is corrected, the model may not be convex. In that case, correct only the sums.
     for lacking in (derivative, torch.zeros_like(derivative)):
         corrected = replace(model, correction=Correction(point.mu, sums, lacking))
         first = exact._replace(off_diagonal=own.off_diagonal + lacking)

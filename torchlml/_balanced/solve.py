@@ -2,9 +2,9 @@
 
 For every mu, `lml` solves the rows exactly. It remains to minimize the convex function
 f(mu) = sum_i lml_value(x_i + mu, k_i) - c.mu, whose gradient is the error of the column sums and whose
-Hessian is the Schur complement of `linear.py`. The first guess comes from a sample of the rows, and Newton's
-method with conjugate gradients refines it. If that fails, as for nearly hard assignments, the solver follows
-a path of decreasing temperatures with dense Newton steps in float64.
+Hessian is the Schur complement S of `linear.py`. The initial guess comes from a sample of the rows, and
+Newton's method with conjugate gradients refines it. If that fails, as for nearly hard assignments, the solver
+follows a path of decreasing temperatures with dense Newton steps in float64.
 """
 
 from __future__ import annotations
@@ -28,7 +28,8 @@ _GOAL = {torch.float32: 7e-5, torch.float64: 1e-11}
 _GUARANTEE = {torch.float32: 1e-4, torch.float64: 1e-9}
 # Beyond this range, float32 resolves x + mu too coarsely for the guarantee: ulp(256) is 3e-5.
 FLOAT32_RANGE = 256.0
-# A given start with a larger relative error is compared with a first guess.
+# If the start given by the caller has a larger relative error, the solver also computes its own initial
+# guess.
 FAR = 0.5
 _LONGEST_STEP = 30.0
 
@@ -49,17 +50,17 @@ class Problem:
     k: Tensor  # () or (R,) float64
     capacity: Tensor  # (n,) float64; 0 for columns without an entry
     at_most: bool
-    rows: int  # the number of rows, of all processes together
+    rows: int  # the total number of rows on all processes
     total: float  # the sum of k over these rows
     range: float  # the largest finite |x|
     resolution: float = 0.0  # the relative rounding error of the given capacities
     processes: LabelGroup | None = None
-    scale: float = 1.0  # the factor of the column sums; above 1 if the rows are a sample
+    scale: float = 1.0  # a factor by which column sums are multiplied; above 1 if the rows are a sample
     correction: Correction | None = None
 
     @cached_property
     def used(self) -> Tensor:
-        """(n,) bool: the columns with a multiplier."""
+        """(n,) bool: the columns that have a multiplier, those with a positive capacity."""
         return self.capacity > 0
 
     @cached_property
@@ -69,7 +70,7 @@ class Problem:
 
     @cached_property
     def per_capacity(self) -> Tensor:
-        """(n,) float64: factors that turn errors of column sums into relative ones; 0 for unused columns."""
+        """(n,) float64: factors that convert errors to relative errors; 0 for unused columns."""
         scale = self.capacity.clamp(min=1e-6 * self.total / max(len(self.capacity), 1)).reciprocal()
         return scale if self.all_used else torch.where(self.used, scale, 0)
 
@@ -86,7 +87,7 @@ class Problem:
 
     @cached_property
     def final(self) -> Problem:
-        """The problem in a dtype in which the guarantee can be reached."""
+        """The problem in a dtype that is accurate enough for the guarantee."""
         return self if self.range <= FLOAT32_RANGE else self.cast(torch.float64)
 
     def cast(self, dtype: torch.dtype) -> Problem:
@@ -106,18 +107,18 @@ class Point(NamedTuple):
 
 
 def solve(problem: Problem, start: Tensor | None) -> Point:
-    """Solve one problem; `start` is a first guess of mu, or None."""
+    """Solve one problem; `start` is an initial guess for mu, or None."""
     final = problem.final
     quick = problem.cast(torch.float32 if problem.range < 1e30 else torch.float64)
     point = None
-    if final is not quick and final.x.numel() > 2**14:  # below, float64 is as fast
+    if final is not quick and final.x.numel() > 2**14:  # float64 is as fast for smaller matrices
         start = newton(quick, _start(quick, start), 1e-4, 8).mu
         point = evaluate(final, start)
     return finish(problem, newton(final, point or _start(final, start), problem.goal, 12))
 
 
 def finish(problem: Problem, point: Point) -> Point:
-    """Return the point if it is accurate enough. Otherwise try float64, then lower temperatures."""
+    """Return the point if it is accurate enough. Otherwise try float64, then a path of temperatures."""
     if not point.error <= problem.guarantee and problem.final.x.dtype == torch.float32:
         wide, dense = problem.cast(torch.float64), point.off_diagonal is not None
         point = newton(wide, evaluate(wide, point.mu, dense), problem.goal, 12, dense)
@@ -134,7 +135,7 @@ def finish(problem: Problem, point: Point) -> Point:
 
 
 def _start(problem: Problem, start: Tensor | None) -> Point:
-    """Return the point to start from: the given one, unless the first guess is better."""
+    """Return the point to start from: the given start, unless the solver's initial guess is better."""
     given = None if start is None else evaluate(problem, normalized(problem, start))
     if given is not None and given.error <= FAR:
         return given
@@ -147,7 +148,7 @@ def check_feasible(problem: Problem, mu: Tensor, slack: float) -> None:
 
     Consider a set of columns. A row that cannot reach its k with entries outside the set needs the rest from
     entries inside it. By the max-flow min-cut theorem, a problem is feasible if and only if the capacity of
-    every set covers these needs. In an infeasible problem, the multipliers of a set that is too small
+    every set covers these needs. In an infeasible problem, the multipliers of a set with too little capacity
     diverge, so only sets of the columns with the smallest multipliers are tried.
     """
     order = torch.where(problem.capacity > 0, mu, -torch.inf).argsort()
@@ -170,12 +171,12 @@ def check_feasible(problem: Problem, mu: Tensor, slack: float) -> None:
 
 
 def sample_size(problem: Problem) -> int:
-    """Return the number of rows for which the mean column sum is about 64."""
+    """Return the number of rows in a sample whose mean column sum is about 64 (at least 256 rows)."""
     return max(256, math.ceil(64 * problem.capacity.numel() * problem.rows / max(problem.total, 1e-9)))
 
 
 def take_sample(problem: Problem, size: int) -> Problem:
-    """Return the problem with at least `size` rows, or all rows if there are fewer."""
+    """Return the problem restricted to a sample of at least `size` rows, or all rows if there are fewer."""
     step = max(1, problem.x.shape[0] // max(size, 1))
     taken = spread_rows(problem.x.shape[0], -(-problem.x.shape[0] // step), problem.x.device)
     x = problem.x[taken]
@@ -275,7 +276,7 @@ def evaluate(problem: Problem, mu: Tensor, dense: bool = False) -> Point:
 def _exchange(
     processes: LabelGroup, mu: Tensor, sums: Tensor, off_diagonal: Tensor | None
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Add the sums of all processes in one round."""
+    """Add the sums of all processes, in one round of communication."""
     from torchlml._distributed.group import add_up
 
     assert off_diagonal is not None
@@ -309,7 +310,7 @@ def _targets(problem: Problem, point: Point, careful: bool) -> list[Tensor]:
     _, slope, third = point.sums.unbind(0)
     ratio = torch.rsub(third / slope, 1, alpha=2).clamp(0.01, 1)
     aim = torch.log1p(ratio * (change / slope)) / ratio * slope
-    if not math.isfinite(float(aim.sum())):  # a slope of 0, or a change by more than the whole slope
+    if not math.isfinite(float(aim.sum())):  # a slope of 0, or a change that is too large for the logarithm
         aim = torch.where(aim.isfinite(), aim, change)
     return [aim, change]
 
@@ -338,7 +339,7 @@ def _search(problem: Problem, point: Point, step: Tensor, dense: bool) -> Point 
 
 
 def follow_path(problem: Problem, goal: float) -> Point:
-    """Solve at a high temperature, then halve it until it is 1, starting from the previous solution."""
+    """Solve at a high temperature and halve it until it is 1, each time starting from the last solution."""
     scale = min(1.0, 8.0 / max(problem.range, 1e-300))
     mu = torch.zeros_like(problem.capacity)
     while scale < 1:

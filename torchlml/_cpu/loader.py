@@ -130,10 +130,10 @@ def warn_of_absence() -> None:
 
 
 def instruction_set() -> str | None:
-    """Return the instruction set of the compiled kernel ("baseline", "v3" or "v4"), or None without one."""
+    """Return the instruction set of the kernel ("baseline", "v3" or "v4"), or None if it is not loaded."""
     return None if _library is None else _library.torchlml_instruction_set().decode()
 
 
-# Check before any operator is defined: an import that fails after that cannot be retried.
+# Check before any operator is defined, because an import that fails later cannot be retried.
 check_torch(str(torch.__version__))
 requested()

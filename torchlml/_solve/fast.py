@@ -31,16 +31,16 @@ from torchlml._solve.newton import add
 # many operations. On a GPU, testing for convergence would synchronize, so the numbers of steps are fixed.
 _ROUGH_STEPS, _ACCURATE_STEPS = 6, 12
 _UNSYNCED_ROUGH_STEPS, _UNSYNCED_ACCURATE_STEPS = 4, 3
-# The largest |delta|: x - c is rounded to 5e-7 there.
+# The largest |delta|. At this distance, x - c has a rounding error of 5e-7 in float32.
 _REACH = 16.0
 
 
 class _Limits(NamedTuple):
-    """Limits for the last step on the log odds, the last step overall, and the smallest slope per entry."""
+    """The largest steps that end the two phases, and the smallest slope that allows a certificate."""
 
-    rough: float
-    last: float
-    slope: float
+    rough: float  # the largest last step on the log odds
+    last: float  # the largest last step on the accurate sum
+    slope: float  # the smallest slope of a certified row, divided by its length
 
 
 # After a Halley step s, the error is about s^3 / 6. The last step is then short, and the remaining error is
@@ -92,7 +92,10 @@ def on_host(x: Tensor) -> bool:
 
 
 def _guess(x: Tensor, k: Tensor, scratch: Tensor) -> tuple[Tensor, Tensor]:
-    """Return (m, c): the number of available entries per row, and -nu for normally distributed entries."""
+    """Return (m, c): the number of available entries per row, and an estimate of -nu.
+
+    The estimate assumes normally distributed entries.
+    """
     n = x.shape[1]
     total = sum_rows(x)
     m = k.new_full((1,), n)
@@ -117,7 +120,7 @@ def _guess(x: Tensor, k: Tensor, scratch: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _quantiles(k: Tensor, m: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the logit of p = k / m, the normal quantile of p, and p's distance from 1/2 with a sign."""
+    """Return the logit of k / m, the normal quantile of k / m, and 1/2 - k / m."""
     p = torch.minimum(k, m - k) / m
     sign = (2 * k - m).sign()
     # Abramowitz and Stegun 26.2.23.
@@ -153,13 +156,14 @@ def _rough_steps(e: Tensor, k: Tensor, m: Tensor, scratch: Tensor) -> Tensor:
         rest = m - s
         product = s * rest
         step = (target - (s / rest).log_()).mul_(product).div_(slope * m)
-        # `step` is a Newton step so far. Halley adds half of f'' / f' = S'' / S' - S' (1 / S - 1 / (m - S)).
+        # So far, `step` is a Newton step. Halley's correction to it contains half of
+        # f'' / f' = S'' / S' - S' (1 / S - 1 / (m - S)).
         curvature = bend.div_(slope).sub_(slope.mul_(rest.sub_(s)).div_(product))
         step.div_(torch.addcmul(one, curvature, step, value=0.5).clamp_(0.5, 2))
         step = step if moving is None else step.mul_(moving)
         delta = delta.add_(step).clamp_(-_REACH, _REACH)
         large = step.abs_() > limit
-        # Do not change rows whose step was small.
+        # Rows whose step was small are finished and do not change any more.
         moving = large.to(e.dtype)
         if on_host(e) and not bool(large.any()):
             break
@@ -167,7 +171,10 @@ def _rough_steps(e: Tensor, k: Tensor, m: Tensor, scratch: Tensor) -> Tensor:
 
 
 def _accurate_steps(e: Tensor, k: Tensor, delta: Tensor, scratch: Tensor) -> tuple[Tensor, Tensor]:
-    """Return (delta, certified), by Newton's method on log A - log B (see `newton`) and a step on the sum."""
+    """Return (delta, certified), by Newton's method on log A - log B (see `newton`).
+
+    The last step of each row is a Newton step on the sum itself.
+    """
     sync = on_host(e)
     delta = delta.to(k.dtype)
     certified = torch.zeros_like(delta, dtype=torch.bool)
@@ -216,10 +223,7 @@ class _Sums(NamedTuple):
         return self.c + self.signed
 
     def log_ratio_step(self) -> Tensor:
-        """Return Newton's step on log A - log B (see `newton`), which is 0 if a side is empty.
-
-        Subtract it from nu.
-        """
+        """Return Newton's step on log A - log B (see `newton`), to be subtracted from nu; 0 if undefined."""
         least = 1e-8 * self.total
         a = torch.maximum((self.total + self.signed) / 2, least) + self.c.clamp(min=0)
         b = torch.maximum((self.total - self.signed) / 2, least) - self.c.clamp(max=0)

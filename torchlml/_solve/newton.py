@@ -82,7 +82,7 @@ class State(NamedTuple):
 
 
 def begin(x: Tensor, k: Tensor, m: Tensor, ordinary: Tensor, rows: Rows) -> tuple[Tensor, State]:
-    """Return half the gap between the k-th and the next logit, and the initial state, with nu in the gap."""
+    """Return half the gap between the k-th and the next logit, and the initial state, with nu mid-gap."""
     upper = rows.largest(x, k.ceil().long())
     lower = rows.largest(x, k.floor().long() + 1)
     half_gap = (upper.to(rows.wide) - lower) / 2

@@ -45,7 +45,7 @@ def backward(
     """Return (dx, dk) of `forward`: dx = w (g - dk), dk = (w.g) / sum w, w = y (1 - y)."""
     g, values, rows, live = _begin_backward(grad, x, nu, mask, offsets)
     t = sigmoid(-shifted(values, nu, rows).abs())
-    # If k < p, the +inf entries get k/p each. They depend on k like tied entries, but on no finite x.
+    # If k < p, the +inf entries get k/p each. They depend on k like tied entries, but not on any finite x.
     tied = (values == torch.inf) & (y > 0) & (y < 1) & rows.broadcast(nu[0].isinf())
     w = torch.where(live, t * (1 - t), tied.to(t.dtype))
     total = rows.sum(w)
@@ -83,7 +83,7 @@ def dual_backward(grad: Tensor, x: Tensor, nu: Tensor, mask: Tensor | None, offs
 def _begin_backward(
     grad: Tensor, x: Tensor, nu: Tensor, mask: Tensor | None, offsets: Tensor | None
 ) -> tuple[Tensor, Tensor, Rows, Tensor]:
-    """Return the gradient in the work dtype, the prepared entries, their rows, and where y varies with nu."""
+    """Return the gradient in the work dtype, the prepared entries, their rows, and the mask of `moving`."""
     values, rows = prepare(x, mask, offsets)
     return grad.to(values.dtype), values, rows, moving(values, nu, rows)
 
@@ -104,7 +104,7 @@ def sigmoid(z: Tensor) -> Tensor:
 
 
 def solve_rows(x: Tensor, k: Tensor, rows: Rows, solver: _Function) -> Tensor:
-    """Compute nu of prepared rows: by `solver` for ordinary rows; it is infinite or NaN for all others."""
+    """Compute nu of prepared rows: with `solver` for ordinary rows, and infinite or NaN for all others."""
     m = rows.sum(x != -torch.inf)
     p = rows.sum(x == torch.inf)
     undefined = (rows.sum(x.isnan()) > 0) | k.isnan()
@@ -142,7 +142,7 @@ def fill(y: Tensor, x: Tensor, nu: Tensor, rows: Rows, absent: float, infinite: 
 
 
 def moving(x: Tensor, nu: Tensor, rows: Rows) -> Tensor:
-    """Return a mask of the entries that vary with x and k: the finite ones in rows with a finite nu."""
+    """Return a mask of the entries that vary with x and k: finite entries of rows with a finite nu."""
     return x.isfinite() & rows.broadcast(nu[0].isfinite())
 
 

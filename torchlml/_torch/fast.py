@@ -16,7 +16,7 @@ The operators of the LML loss also take, as `*labels`,
 - weight: the weight of each label, in the work dtype and the shape of `labels`; None if all weights are 1.
 
 A label outside its row makes that row NaN; only the CPU checks for it. A row whose labels all have weight 0
-has loss 0 and no gradient, even if it contains a NaN.
+has loss 0 and a zero gradient, even if it contains a NaN.
 """
 
 from __future__ import annotations
@@ -72,7 +72,7 @@ def log_backward(grad: Tensor, x: Tensor, log_y: Tensor, nu: Tensor, *rows: Tens
 
 
 def shares_of_slope(x: Tensor, nu: Tensor, live: Tensor, rows: Rows) -> Pair:
-    """Return (w / sum w, sum w) like `careful.shares_of_slope`, with logarithms only where necessary."""
+    """Return (w / sum w, sum w) like `careful.shares_of_slope`, with logarithms only where w underflows."""
     if rows.count == 0 or not isinstance(rows, DenseRows) or not on_host(x):
         return careful.shares_of_slope(x, nu, live, rows)
     e = _shifted(x, nu).abs_().neg_().exp_()
@@ -138,7 +138,7 @@ def _differentiate(
     offsets: Tensor | None,
 ) -> Pair:
     """Return (dx, dk) of every row."""
-    # Padding jagged rows costs more than their careful gradient, and on a GPU it would synchronize.
+    # Padding ragged rows takes longer than the careful operator, and on a GPU it would synchronize.
     if x.numel() == 0 or offsets is not None or not on_host(x):
         return fallback(grad, x, y, nu, mask, offsets)
     values = _values(x, mask)
@@ -173,7 +173,7 @@ def _log_gradient(g: Tensor, x: Tensor, nu: Tensor) -> tuple[Tensor, Tensor, Ten
     total, total_a = _sum(w), _sum(a)
     dk = total_a / total
     a.sub_(w.mul_(dk.to(w.dtype).unsqueeze(-1)))
-    # Rows with entries of -inf, which would have to be excluded from a, are detected by their sum.
+    # Entries of -inf would have to be excluded from a. Rows that contain such entries have an infinite sum.
     good = (total > _LEAST_SLOPE[x.dtype]) & dk.isfinite() & _sum(x).isfinite()
     return a, dk, good
 
@@ -269,7 +269,8 @@ class _Observed(NamedTuple):
 def loss_forward(x: Tensor, k: Tensor, mask: Tensor | None, offsets: Tensor | None, *labels: Any) -> Pair:
     """Return (losses, nu).
 
-    `losses` (2, R) contains the loss -sum c log y of each row, and 1 for rows with a label, otherwise 0.
+    `losses[0]` contains the loss -sum c log y of each row, where c is the weight of a label. `losses[1]` is 1
+    for rows with a label and 0 for other rows.
     """
     nu = solve(x, k, mask, offsets)
     values, rows = careful.prepare(x, mask, offsets)
@@ -284,7 +285,7 @@ def loss_forward(x: Tensor, k: Tensor, mask: Tensor | None, offsets: Tensor | No
 def loss_backward(
     grad: Tensor, x: Tensor, k: Tensor, nu: Tensor, mask: Tensor | None, offsets: Tensor | None, *labels: Any
 ) -> Pair:
-    """Return (dx, dk) for a gradient that is 0-d or (R,).
+    """Return (dx, dk) of `loss_forward` for a gradient g of shape () or (R,).
 
     With A = sum c (1 - y) over the labels of a row,
 

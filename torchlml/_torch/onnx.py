@@ -1,8 +1,8 @@
 """The operators decomposed into operations that `torch.onnx.export` supports.
 
-Each one has the arguments and the result of its namesake in `careful.py`, but reads no values on the host.
-Newton's method runs in a loop of the graph, which ends when every row has converged, and the k-th largest
-entry comes from a sort. `operator` in `_autograd/operators.py` registers them as decompositions.
+Each function has the arguments and the result of its namesake in `careful.py`, but reads no values on the
+host. Newton's method becomes a loop in the graph, which ends when every row has converged, and the k-th
+largest entry comes from a sort. `operator` in `_autograd/operators.py` registers these decompositions.
 """
 
 from __future__ import annotations
@@ -69,12 +69,12 @@ def _prepare(x: Tensor, mask: Tensor | None, offsets: Tensor | None) -> tuple[Te
 
 
 def _newton(x: Tensor, k: Tensor, m: Tensor, ordinary: Tensor, rows: Rows) -> Tensor:
-    """Run `newton` as a loop of the graph, with the same steps and the same nu."""
+    """Run `newton` as a loop in the graph, with the same steps and the same result."""
     half_gap, first = newton.begin(x, k, m, ordinary, rows)
 
     def goes_on(number: Tensor, *rest: Tensor) -> Tensor:
         unsettled = ~_joined(rest[:-3]).settled
-        # Not `all`, because the exporter's conversion to opset 17 turns it into an invalid model.
+        # Do not use `all`: the exporter's conversion to opset 17 would produce an invalid model.
         return (number < newton.MAX_STEPS) & (unsettled.sum() > 0)
 
     def step(number: Tensor, *rest: Tensor) -> tuple[Tensor, ...]:
@@ -97,7 +97,8 @@ def _newton(x: Tensor, k: Tensor, m: Tensor, ordinary: Tensor, rows: Rows) -> Te
     return _joined(found[1:]).best
 
 
-# The loop carries vectors, because the stride of a pair (2, R) would be an input of its body, unlike in ONNX.
+# The loop carries vectors instead of pairs (2, R): torch would pass the stride of a pair to the loop body as
+# an additional input, which a loop in ONNX does not have.
 def _parts(s: State) -> tuple[Tensor, ...]:
     return (s.nu[0].clone(), s.nu[1].clone(), *s[1:4], s.best[0].clone(), s.best[1].clone(), *s[5:])
 

@@ -1,4 +1,4 @@
-"""The Triton kernels. This module chooses the layout of rows on a GPU: blocks, warps, and splits of a row.
+"""The Triton kernels. This module chooses the launch settings: block size, warps, and programs per row.
 
 `self_test` decides when the kernels run. This module does not import triton, which is not available
 everywhere.
@@ -10,12 +10,13 @@ from typing import NamedTuple
 
 from torch import Tensor
 
-# Rows up to this length stay on chip, with at most 16 entries per thread. Longer rows use blocks of
-# _STREAMED.
+# Rows up to this length stay on chip, with at most 16 entries per thread. Longer rows are read in blocks of
+# `_STREAMED` entries.
 LARGEST_BLOCK = 8192
 _STREAMED = 4096
 _SMALLEST_BLOCK = 32
-# Threads for each block size, found by compiling: they spill no registers on sm_80, sm_90 and sm_100.
+# The number of threads for each block size. With these numbers, the compiled kernels spill no registers on
+# sm_80, sm_90 and sm_100.
 _THREADS = {32: 32, 64: 32, 128: 32, 256: 64, 512: 128, 1024: 256, 2048: 512, 4096: 1024, 8192: 512}
 _THREADS_PACKED = {**_THREADS, 2048: 256}
 # Rows at least this long are split if there are too few of them to occupy the GPU.
@@ -36,13 +37,13 @@ class Plan(NamedTuple):
 
 
 class Launch(NamedTuple):
-    """The common arguments of all launches: the plan, the entries, their split into rows, and nu (2, R)."""
+    """The common arguments of all launches: the plan, the entries, their division into rows, and nu."""
 
     plan: Plan
     x: Tensor
     mask: Tensor | None
     offsets: Tensor | None
-    nu: Tensor
+    nu: Tensor  # (2, R)
 
     @property
     def sizes(self) -> tuple[int, int, int]:
@@ -71,7 +72,7 @@ def plan(rows: int, length: int, ragged: bool, processors: int, lanes: int = 32)
     if length >= _SPLIT_LENGTH and rows < processors:
         splits = min(_power_of_two(-(-4 * processors // max(rows, 1))), _power_of_two(length // _STREAMED))
         return Plan(_STREAMED, _THREADS[_STREAMED] // lanes, True, splits)
-    # Ragged rows differ in length: most fit into twice the average.
+    # Most ragged rows are at most twice as long as the average.
     block = max(_power_of_two(2 * length if ragged else length), _SMALLEST_BLOCK)
     if block > LARGEST_BLOCK or (ragged and block > _STREAMED):
         return Plan(_STREAMED, _THREADS[_STREAMED] // lanes, True)

@@ -1,12 +1,14 @@
 """Kernels for y, log y, nu and their derivatives: one program per row, which is read once and kept on chip.
 
-If a row is longer than its block, its first block stays on chip, and the rest is streamed once per step.
-The derivatives, with w = sigmoid(z) sigmoid(-z) and p = w / sum w, are scaled by e^(distance of the
-nearest entry), so that they are accurate even if every w underflows:
+If a row is longer than its block, its first block stays on chip, and the rest is streamed once per step. With
+w = sigmoid(z) sigmoid(-z) and p = w / sum w, the derivatives are
 
     of y:      dx = w (g - dk),             dk = sum p g
     of log y:  dx = a - p sum a,            dk = sum a / sum w,    a = g sigmoid(-z)
     of nu:     dx = -g p,                   dk = g / sum w
+
+To be accurate even if every w underflows, sums of w are multiplied by e^nearest, where `nearest` is the
+distance from the threshold to the nearest entry.
 """
 # mypy: disable-error-code="import-not-found,import-untyped,no-untyped-def,misc,untyped-decorator"
 
@@ -43,7 +45,7 @@ def forward_kernel(
 
 @triton.jit
 def read_gradient(grad_ptr, x, where, first, BLOCK: tl.constexpr, OF: tl.constexpr):
-    """Read the gradient of a block; it is 0 for absent entries, even if the given gradient is NaN there."""
+    """Read the gradient of a block. For absent entries it is 0, even if the given gradient is NaN."""
     _, _, start, length = where
     if OF == _OF_NU:
         g = tl.zeros([BLOCK], tl.float32)
@@ -76,7 +78,7 @@ def slope_block(x, g, hi, lo, OF: tl.constexpr):
 def slope(
     x, g, where, grad_ptr, first, stride, hi, lo, BLOCK: tl.constexpr, LOOP: tl.constexpr, OF: tl.constexpr
 ):
-    """Combine `slope_block` of the block `x`, which is on chip, and of all later blocks."""
+    """Combine the results of `slope_block` for the block `x`, which is on chip, and for all later blocks."""
     nearest, slope, dot = slope_block(x, g, hi, lo, OF)
     if LOOP:
         for at in range(first, where[LENGTH], stride):
@@ -138,7 +140,7 @@ def write_dk(
 def gradient(x, g, hi, lo, nearest, slope, dot, given, OF: tl.constexpr):
     """Compute dx of a block."""
     z = (x + hi) + lo
-    # True for finite entries, but for no entry of a row without a finite nu.
+    # True for the finite entries of rows with a finite nu.
     live = tl.abs(x) < tl.where(tl.abs(hi) < float("inf"), float("inf"), 0.0)
     distance = tl.abs(z)
     e = tl.exp(-distance)

@@ -1,12 +1,12 @@
 """Kernels for the LML loss and its derivatives: one program per row, which solves the row on chip.
 
-With c the weight of a label, A = sum c (1 - y) over the labels of a row, and p = w / sum w,
+Let c be the weight of a label, A = sum c (1 - y) over the labels of a row, and p = w / sum w. Then
 
     loss = -sum c log y,    dx_i = g (A p_i - c_i (1 - y_i)),    dk = -g A / sum w.
 
-The first term of dx, and dk, are the derivatives of nu for a gradient of -g A. If there are a few very long
-rows, each is split among several programs, as in `split.py`, and every program reads its own blocks and
-labels. Otherwise a row has a single program, split 0 of 1.
+The first term of dx, and dk, are the derivatives of nu for a gradient of -g A. If there are only a few, very
+long rows, each row is split among several programs, as in `split.py`, and every program reads its own blocks
+and labels. Otherwise, a single program processes each row, with `split` = 0 and SPLITS = 1.
 
 Labels are lists of positions in the row, read LABELS at a time, or, with LABELS = 0, one bool per entry.
 `labels` is (labels_ptr, starts_ptr, weight_ptr, per_row), and `where` is the row as in `row.py`. Device
@@ -28,7 +28,7 @@ from torchlml._triton import split as triton_split
 from torchlml._triton.layer import _OF_NU, gradient, gradient_of_k, slope
 from torchlml._triton.row import LENGTH, leave, locate_part, probability, read, solve_row, write
 
-# Lists up to this length are read at once, and a single label needs no list.
+# The number of labels that are read at once, unless every row has a single label.
 _LABELS = 32
 
 
@@ -72,7 +72,7 @@ def find_labels(row, where, labels):
 
 @triton.jit
 def read_listed(where, labels, listed, at, LABELS: tl.constexpr):
-    """Return (entries, c, is_label, place, exists) of LABELS labels; entries outside the row are NaN."""
+    """Return (entries, c, is_label, place, exists) for LABELS labels; entries outside the row are NaN."""
     x_ptr, mask_ptr, start, length = where
     labels_ptr, _, weight_ptr, _ = labels
     first, count, base = listed
@@ -129,7 +129,7 @@ def label_sums(
     x, where, labels, row, split, hi, lo, share,
     BLOCK: tl.constexpr, LOOP: tl.constexpr, SPLITS: tl.constexpr, LABELS: tl.constexpr,
 ):  # fmt: skip
-    """Sum `label_block` over all labels of a program; `x` is its first block, which is already on chip."""
+    """Sum `label_block` over the labels that a program reads; `x` is its first block, already on chip."""
     if LABELS == 0:
         c, is_label = read_observed(where, labels, split * BLOCK, BLOCK)
         loss, push, tied, found, weighted = label_block(x, c, is_label, hi, lo, share)
@@ -224,7 +224,7 @@ def loss_backward_kernel(
     nearest, total, _ = slope(x, x, where, grad_ptr, BLOCK, BLOCK, hi, lo, BLOCK, LOOP, _OF_NU)
     labels = (labels_ptr, starts_ptr, weight_ptr, per_row)
     _, push, tied, _, weighted = label_sums(x, where, labels, row, 0, hi, lo, 1.0, BLOCK, LOOP, 1, LABELS)
-    # A row whose labels all have weight 0 has no gradient. An infinite nu makes the gradient 0.
+    # If all labels of a row have weight 0, the gradient must be 0. An infinite nu has this effect.
     hi = tl.where(weighted > 0, hi, float("-inf"))
     g = tl.load(grad_ptr + row * grad_stride)
     given = -g * push.to(tl.float32)
@@ -268,7 +268,7 @@ def split_slope_kernel(
     rows, n, size, per_row,
     BLOCK: tl.constexpr, SPLITS: tl.constexpr, WIDTH: tl.constexpr, LABELS: tl.constexpr,
 ):  # fmt: skip
-    """Compute the sums of program (row, split) that the derivatives need."""
+    """Compute the contribution of program (row, split) to the sums that the derivatives need."""
     row, split, where, hi, lo = locate_part(x_ptr, mask_ptr, offsets_ptr, nu_ptr, rows, n, size)
     x = read(where, split * BLOCK, BLOCK)
     labels = (labels_ptr, starts_ptr, weight_ptr, per_row)

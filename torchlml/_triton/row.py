@@ -1,4 +1,4 @@
-"""Operations on a row that all kernels share: locate it, read a block, sum over a block, and update nu.
+"""Operations shared by all kernels: locate a row, read a block, sum over a block, and update nu.
 
 These are device functions, inlined into the kernels. `where` describes a row in memory: (x_ptr, mask_ptr,
 start, length). The row is read in blocks. Masked entries, and entries outside the row, are read as -inf,
@@ -13,16 +13,17 @@ import triton
 import triton.language as tl
 
 # If the nearest entry on one side of the threshold is farther away than this, the sums of that side are
-# multiplied by e^distance to avoid underflow. There 1 + e^-32 rounds to 1, so sigmoid(-|z|) is e^-|z|.
+# multiplied by e^distance to avoid underflow. At this distance, 1 + e^-32 rounds to 1, so sigmoid(-|z|) is
+# e^-|z|.
 _FAR = tl.constexpr(32.0)
 _LARGEST = tl.constexpr(3.0e38)  # a float32 that remains finite if a few units are added to it
 # After a Newton step s, the error is below 4 s^2, because |S''| <= S'. The remaining error is at most 4e-8.
 _LAST_STEP = tl.constexpr(1e-4)
 _ROUNDING = tl.constexpr(5e-7)  # relative rounding error of z, which dominates in a gap of 1e20
-# At first, a step that would leave the bracket stops at its end. Later, and in every second step, the bracket
-# is halved instead: alternately at the midpoint of its ends, which is fast for typical logits, and at the
-# median of all float32 numbers between them. 32 halvings at the median suffice for any row, even with entries
-# of 1e-30 or 3e38.
+# At first, a step that would leave the bracket stops at its end. After `_CUT_STEPS` steps, such a step
+# divides the bracket instead, and after `_FREE_STEPS` steps, every second step does. The bracket is divided
+# alternately at the midpoint of its ends, which is fast for typical logits, and at the median of all float32
+# numbers between them. 32 divisions at the median suffice for any row, even with entries of 1e-30 or 3e38.
 _CUT_STEPS = tl.constexpr(4)
 _FREE_STEPS = tl.constexpr(6)
 MAX_STEPS = tl.constexpr(136)
@@ -95,7 +96,7 @@ def survey_block(x, side):
 
 @triton.jit
 def survey(x, where, first, stride, side, BLOCK: tl.constexpr, LOOP: tl.constexpr):
-    """Combine `survey_block` of the block `x`, which is on chip, and of all later blocks."""
+    """Combine the results of `survey_block` for the block `x`, which is on chip, and for all later blocks."""
     undefined, m, p, top, bottom, total = survey_block(x, side)
     if LOOP:
         for at in range(first, where[LENGTH], stride):
@@ -118,8 +119,9 @@ def shrink(old, new):
 def begin(k, found, side):
     """Return (hi, lo, lower, upper, number, share): the initial state, or the result of a special row.
 
-    The bracket is `logit(k/m) - max x <= nu <= logit(k/m) - min x`. The start is `log k - LSE(x)`, or its
-    mirror image `LSE(-x) - log(m - k)` for side = -1. Each entry of +inf gets 1 and reduces k by 1.
+    `number` counts the steps, and `share` is the y of +inf entries. The bracket is
+    `logit(k/m) - max x <= nu <= logit(k/m) - min x`. The initial nu is `log k - LSE(x)`, or its mirror image
+    `LSE(-x) - log(m - k)` for side = -1. Each entry of +inf gets 1 and reduces k by 1.
     """
     undefined, m, p, top, bottom, total = found
     ordinary = (k > p) & (k < m) & (undefined == 0)
@@ -179,7 +181,7 @@ def evaluate_block(x, hi, lo):
 
 @triton.jit
 def evaluate(x, where, first, stride, hi, lo, BLOCK: tl.constexpr, LOOP: tl.constexpr):
-    """Combine `evaluate_block` of the block `x`, which is on chip, and of all later blocks."""
+    """Combine the results of `evaluate_block` for the block `x`, which is on chip, and all later blocks."""
     count, below, above, p, q, dp, dq = evaluate_block(x, hi, lo)
     if LOOP:
         for at in range(first, where[LENGTH], stride):
@@ -216,7 +218,7 @@ def move(k, hi, lo, lower, upper, number, found):
     target = hi + step
     outside = (target < lower) | (target > upper) | (target != target)
     end = tl.where(step > 0, upper, lower)
-    # After a short step the row is about to converge, regardless of the number of steps so far.
+    # Do not halve after a short step, because the row is about to converge.
     crawls = (number >= _FREE_STEPS) & (number % 2 == 1) & (tl.abs(step) > 0.5)
     halve = (outside & (number >= _CUT_STEPS)) | crawls
     middle = tl.where(number % 4 == 1, lower * 0.5 + upper * 0.5, _between(lower, upper))

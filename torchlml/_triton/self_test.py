@@ -1,7 +1,7 @@
 """Decide when the Triton kernels run: on a GPU, for dtypes narrower than float64, if Triton is installed.
 
-Before the first use on a device and dtype, the kernels are compared with pure PyTorch on a few dozen rows. If
-a kernel differs, does not compile or fails, pure PyTorch is used from then on, and a warning is issued.
+Before their first use for a device and dtype, the kernels are compared with pure PyTorch on a few dozen rows.
+If a kernel differs, does not compile or fails, pure PyTorch is used from then on, and a warning is issued.
 `TORCHLML_KERNEL=torch` disables the kernels. `TORCHLML_KERNEL=native` uses them without the self-test, and so
 does `torchlml gpu-check`, which has its own test. Only the layout of short rows is tested, because every
 other layout would have to be compiled for the test.
@@ -26,7 +26,8 @@ from torchlml._cpu import loader
 
 Operator = Callable[..., Any]
 _Key = tuple[torch.device, torch.dtype]
-# The rounding differences of two correct kernels, relative to max(1, |expected|). Half types round once more.
+# The largest rounding differences between correct kernels, relative to max(1, |expected|). They are larger in
+# half precision, to which results are rounded at the end.
 _TOLERANCE = {torch.float32: 2e-5, torch.float16: 2e-3, torch.bfloat16: 1.6e-2}
 _ENTRIES = 40
 # Positions in a row are int32 in the kernels, including those up to a block past the end.
@@ -85,7 +86,7 @@ def skip() -> None:
 
 
 def passes(device: torch.device, dtype: torch.dtype, kernels: Any) -> bool:
-    """Whether the kernels passed the self-test on a device and dtype; the first call runs it.
+    """Whether the kernels passed the self-test for a device and dtype; the first call runs the test.
 
     `kernels` has an attribute for each kernel, named like its operator, as in `operators.py`.
     """
@@ -122,7 +123,7 @@ def difference(device: torch.device, dtype: torch.dtype, kernels: Any) -> str | 
         expected, got = _plain[name](*arguments), getattr(kernels, name)(*arguments)
         pairs = [(expected, got)] if isinstance(expected, Tensor) else list(zip(expected, got, strict=True))
         for place, (right, found) in enumerate(pairs):
-            # nu is a pair, and only the sum of the pair is defined.
+            # nu is a pair (hi, lo), and only the sum of the two must agree.
             nu = name == "solve" or (name.endswith("forward") and place == 1)
             worst = _distance(right.double().sum(0) if nu else right, found.double().sum(0) if nu else found)
             if not worst <= _TOLERANCE[dtype]:
@@ -180,5 +181,5 @@ def _problems(device: torch.device, dtype: torch.dtype) -> Iterator[_Problem]:
 
 
 def _interpreted(device: torch.device) -> bool:
-    """Whether the kernels run in Triton's interpreter, as in tests on the CPU, which compare results."""
+    """Whether the kernels run in Triton's interpreter, for tests on the CPU that check results themselves."""
     return device.type == "cpu"

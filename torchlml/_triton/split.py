@@ -3,7 +3,8 @@
 Program (row, split) reads every `splits`-th block of its row. Each pass over the rows takes two launches: one
 stores the sums of each program in memory, and one with a single program per row adds them in a fixed order
 and updates nu. The number of launches is fixed, so the host does not synchronize with the device. Converged
-rows are not read again, and a row that has not converged after `_STEPS` is finished by a single program.
+rows are not read again, and a row that has not converged after `_STEPS` steps is finished by a single
+program.
 """
 # mypy: disable-error-code="import-not-found,import-untyped,no-untyped-def,misc,untyped-decorator"
 
@@ -149,7 +150,7 @@ def slope_kernel(
     grad_ptr, x_ptr, nu_ptr, mask_ptr, offsets_ptr, parts_ptr, rows, n, size,
     BLOCK: tl.constexpr, SPLITS: tl.constexpr, WIDTH: tl.constexpr, OF: tl.constexpr,
 ):  # fmt: skip
-    """Compute the sums over the blocks of program (row, split) that the derivatives need."""
+    """Compute the contribution of program (row, split) to the sums that the derivatives need."""
     row, split, where, hi, lo = locate_part(x_ptr, mask_ptr, offsets_ptr, nu_ptr, rows, n, size)
     first, stride = split * BLOCK, SPLITS * BLOCK
     x = read(where, first, BLOCK)
@@ -185,7 +186,7 @@ def gradient_kernel(
 
 
 def solve(to: Launch, k: Tensor) -> Tensor:
-    """Fill `nu`, and return the state of each row. The sixth value of the state is y of +inf entries."""
+    """Fill `nu`, and return the state of each row. The sixth value of a state is the y of +inf entries."""
     rows, n, size = to.sizes
     x, mask, offsets, k_stride = to.x, to.mask, to.offsets, stride_of(k)
     parts, split = new_parts(to), parts_of(to)
@@ -214,7 +215,7 @@ def parts_of(to: Launch) -> dict[str, int]:
 
 
 def launch_forward(to: Launch, k: Tensor, y: Tensor | None, log: bool) -> None:
-    """Do the work of `layer.launch_forward` for split rows."""
+    """Fill `nu` and, unless it is None, `y`, like `layer.launch_forward`, for split rows."""
     state = solve(to, k)
     if y is None:
         return
@@ -225,7 +226,7 @@ def launch_forward(to: Launch, k: Tensor, y: Tensor | None, log: bool) -> None:
 
 
 def launch_backward(to: Launch, grad: Tensor, y: Tensor | None, dx: Tensor, dk: Tensor, of: int) -> None:
-    """Do the work of `layer.launch_backward` for split rows."""
+    """Fill `dx` and `dk`, like `layer.launch_backward`, for split rows."""
     parts, shared = new_parts(to), (to.sizes[0], to.plan.splits)
     rows, settings = (to.mask, to.offsets, parts), {**parts_of(to), **to.block, "OF": of}
     with torch.cuda.device_of(to.x):

@@ -1,24 +1,25 @@
-"""Independent Bernoulli variables conditioned on k successes: the probability of k, and the marginals.
+"""Independent Bernoulli variables conditioned on k successes: the probability of k successes, and marginals.
 
-All functions take rows in folded form. A row of tilted logits z is split into A, the entries above 0, and B,
-the other entries. `b = sigmoid(-|z|)`, at most 1/2, is the probability that an entry is on the other side: a
-failure in A, or a success in B. The number of successes is k if and only if the successes in B exceed the
-failures in A by d = k - |A|. Two results describe the conditional distribution:
+All functions take rows in folded form. A row of logits z, which include a constant shift called the tilt, is
+split into A, the entries above 0, and B, the other entries. `b = sigmoid(-|z|)`, at most 1/2, is the
+probability that an entry is on the other side: a failure in A, or a success in B. The number of successes is
+k if and only if the successes in B exceed the failures in A by d = k - |A|. Two results describe the
+conditional distribution:
 
 - `log_ratio`: log of the sum over |S| = k of exp(-sum_{i in SΔA} |z_i|), the normalizer relative to A.
 - `tail`: for each entry, the probability that it is on the other side, given k successes.
 
-No step subtracts large numbers, so small results have full relative accuracy. Any tilt gives the same
-conditional distribution. Derivatives with respect to z therefore need no derivative of the tilt. All
-operations are differentiable PyTorch operations.
+No step subtracts large numbers, so small results have full relative accuracy. The conditional distribution
+does not depend on the tilt, so derivatives with respect to z need no derivative of the tilt. All operations
+are differentiable PyTorch operations.
 
 The variance V = sum b (1 - b) of the count selects one of three methods:
 
 - V < 1/64: nearly all probability is on the set A. Elementary symmetric polynomials up to order 5 suffice.
-- V < 18: a discrete Fourier transform of the count. Entries with small b contribute power sums, and the few
-  other entries contribute factors.
+- V < 18: a discrete Fourier transform of the distribution of the count. Entries with small b contribute power
+  sums, and the few other entries contribute factors.
 - V >= 18: the same transform, where all entries contribute power sums through the Chebyshev series of the
-  logarithm. That series converges slowly only at high frequencies, which have no weight here.
+  logarithm. That series converges slowly only at high frequencies, whose weight is negligible here.
 """
 
 from __future__ import annotations
@@ -48,7 +49,7 @@ def conditional(b: Tensor, above: Tensor, d: Tensor) -> tuple[Tensor, Tensor]:
     Args:
         b: (R, n) float64, the probability that an entry is on the other side, from 0 to 1/2.
         above: (R, n) bool, the set A.
-        d: (R,) float64 integers, k - |A|.
+        d: (R,) float64 with integer values, k - |A|.
 
     Returns:
         `log_ratio` (R,) and `tail` (R, n), differentiable in `b`.
@@ -57,8 +58,8 @@ def conditional(b: Tensor, above: Tensor, d: Tensor) -> tuple[Tensor, Tensor]:
     variance = variance_of(b.detach())
     quiet, busy = variance < _QUIET, variance >= BUSY
     rows = max(1, _CHUNK // max(1, n))
-    # The middle method stores a factor for each frequency and each large b; V / (0.05 * 0.95) bounds their
-    # number.
+    # The middle method stores a factor for each frequency and each large b. There are at most
+    # V / (0.05 * 0.95) large b.
     largest = float(torch.where(busy, 0, variance).max()) if len(b) else 0.0
     factors = min(n, largest / (_OUTER * (1 - _OUTER))) * _half(largest, n)
     rows_of_middle = max(1, min(rows, int(_FACTORS / max(1, factors))))
@@ -246,8 +247,8 @@ def _alternating(order: Tensor) -> Tensor:
 def angles(variance: float, n: int, like: Tensor) -> Tensor:
     """Return the angles θ_m = 2πm/M below π at which the generating function of the count is evaluated.
 
-    M is odd to avoid θ = π, where 1 + b w vanishes for b = 1/2. By Bernstein's inequality a count is M away
-    from its mean with probability below exp(-44), so aliasing is smaller than rounding errors.
+    M is odd to avoid θ = π, where 1 + b w vanishes for b = 1/2. By Bernstein's inequality, a count differs
+    from its mean by M or more with a probability below exp(-44), so aliasing is smaller than rounding errors.
     """
     return _grid(_half(variance, n)).to(like.device)
 
@@ -276,7 +277,7 @@ def side_of(above: Tensor, like: Tensor) -> Tensor:
 
 
 def _product(factor: Tensor) -> Tensor:
-    """Compute the product over the middle dimension, by multiplying one half with the other repeatedly."""
+    """Compute the product over the middle dimension, by repeatedly multiplying one half by the other."""
     while factor.shape[1] > 1:
         half = factor.shape[1] // 2
         product = factor[:, :half] * factor[:, half : 2 * half]

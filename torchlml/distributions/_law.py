@@ -59,8 +59,8 @@ class Law:
     """The distribution of each row of logits.
 
     Args:
-        x: (R, n) logits. Entries of -inf are never chosen, and entries of +inf always. If more than k entries
-            are +inf, k of these are chosen with equal probability.
+        x: (R, n) logits. Entries of -inf are never chosen, and entries of +inf are always chosen. If more
+            than k entries are +inf, k of them are chosen with equal probability.
         k: (R,) int64, the sizes of the sets.
 
     Rows with a NaN and rows in which fewer than k entries can be chosen give NaN everywhere.
@@ -166,10 +166,10 @@ class Law:
         return _with_value(_LogNormalizer.apply(z, self) - expected, value)
 
     def cross_entropy(self, other: Law) -> Tensor:
-        """Return the expectation (R,) of -log Q(S) for a Q with the same row length; differentiable."""
+        """Return the expectation (R,) of -log Q(S), where Q is the `other` distribution; differentiable."""
         z, pi = other.z, self.inclusion
-        # The probability that an entry is not on the side where Q has it: pi or 1 - pi, whichever is
-        # accurate.
+        # The probability that an entry is not on the side that is more likely under Q. It is accurate even if
+        # pi or 1 - pi rounds to 1.
         pi_value, complement = (
             torch.where(self.above == side, 1 - self.tail, self.tail) for side in (True, False)
         )
@@ -194,7 +194,7 @@ class Law:
         return torch.where((self.forced & ~chosen).any(-1), -torch.inf, result)
 
     def log_prob_of_indices(self, index: Tensor) -> Tensor:
-        """Return the log probability (..., R) of sets given as (..., R, L) indices, padded with negatives."""
+        """Return the log probability (..., R) of sets of indices (..., R, L), which are padded with -1."""
         n = self.z.shape[-1]
         places = torch.where(index < 0, n, index)  # padding goes to a column that is dropped
         chosen = torch.zeros(*index.shape[:-1], n + 1, dtype=torch.bool, device=index.device)
@@ -204,7 +204,7 @@ class Law:
         """Return the log probability (R,) that the set contains all `observed` entries; differentiable.
 
         It is sum_Y x + log e_{k - |Y|}(x without Y) - log e_k(x). Each normalizer has its own tilt and is
-        taken relative to a set, so that the result is a sum of small terms.
+        computed relative to a set, so that the result is a sum of small terms.
         """
         z = self.z
         if self.forced is not None:
@@ -317,8 +317,8 @@ class _Block(NamedTuple):
     """A block of columns, and the probability that later columns supply a given number of successes."""
 
     columns: Tensor
-    chance: Tensor  # (rows, M), relative to the largest; column j mod M for j
-    center: Tensor  # (rows,)
+    chance: Tensor  # (rows, M), relative to the maximum; column j mod M is for j successes
+    center: Tensor  # (rows,), the expected number of successes, rounded
 
 
 def _sample_rows(law: Law, row: Tensor, level: int, drawn: Tensor) -> None:

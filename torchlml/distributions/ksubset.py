@@ -54,15 +54,15 @@ class KSubset(Distribution):
 
     Args:
         k: the size of the sets, an integer from 0 to n or an integer tensor that broadcasts to the batch.
-        logits: (..., n). An entry of -inf is never chosen, and an entry of +inf always. If more than k
-            entries are +inf, k of these are chosen with equal probability.
+        logits: (..., n). An entry of -inf is never chosen, and an entry of +inf is always chosen. If more
+            than k entries are +inf, k of them are chosen with equal probability.
         probs: (..., n), instead of logits: the success probabilities of independent coin flips, which are
             conditioned on k successes. They correspond to `logits = log(probs / (1 - probs))`.
         validate_args: whether to check arguments and values, as in `torch.distributions`.
 
     A sample is a vector of n zeros and ones with exactly k ones, in the dtype of the parameter. `log_prob`
-    takes such vectors, float or bool, and also sets as int64 indices (..., k). With a k per row, shorter
-    lists of indices are padded with -1. `rsample` returns samples with the gradient of `mean`
+    takes such vectors, float or bool, and also sets as int64 indices (..., k). If k differs between rows,
+    shorter lists of indices are padded with -1. `rsample` returns samples with the gradient of `mean`
     (straight-through).
 
     The distribution is known as conditional Bernoulli or conditional Poisson. `torchlml.lml(logits, k)`
@@ -108,7 +108,8 @@ class KSubset(Distribution):
             self.k = self.k.expand(batch)
         self._name = name
         setattr(self, name, parameter.expand(*batch, -1))
-        # Skip the checks of the base class, which give less informative messages and fail for an empty batch.
+        # Skip the checks of the base class: their messages are less informative, and they fail for an empty
+        # batch.
         super().__init__(batch, parameter.shape[-1:], validate_args=False)
         self._validate_args = Distribution._validate_args if validate_args is None else validate_args
         if self._validate_args:

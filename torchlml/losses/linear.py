@@ -65,9 +65,9 @@ def linear_lml_loss(
             row may exceed it. The gradients of the input and of the weight are not counted.
         group: the processes that the labels are sharded across, as for `lml_loss`: `linear_weight`,
             `linear_bias` and `weight` belong to the labels of this process, and the input is the same on all
-            processes. A `linear_weight` that is a DTensor, `Shard`ed over its labels, implies its group. If
-            the input is a DTensor too, another dimension of the mesh may shard its rows. The loss is then a
-            DTensor, reduced over all rows.
+            processes. If `linear_weight` is a DTensor, sharded over its labels, no group is needed. If the
+            input is also a DTensor, its rows may be sharded over another dimension of the mesh. The loss is
+            then a DTensor, reduced over all rows.
 
     Returns:
         The same as `lml_loss(F.linear(input, linear_weight, linear_bias), target, k, ...)`.
@@ -149,7 +149,7 @@ def linear_truncated_entropy_loss(
     label_reduction: LabelReduction = "sum",
     memory_limit: int = MEMORY_LIMIT,
 ) -> Tensor:
-    """Compute `truncated_entropy_loss` of a linear layer in chunks of rows, for very large label spaces.
+    """Compute `truncated_entropy_loss` of the outputs of a linear layer in chunks of rows.
 
         >>> hidden, layer = torch.randn(32, 16), nn.Linear(16, 1000, bias=False)
         >>> target = torch.randint(1000, (32,))
@@ -158,8 +158,9 @@ def linear_truncated_entropy_loss(
     Args:
         k: the number of allowed guesses, as for `truncated_entropy_loss`.
 
-    The other arguments, and the derivatives, are those of `linear_lml_loss`. Labels that are sharded across
-    processes are not supported. Temporary tensors take up to 2 * `memory_limit` bytes on top of that limit.
+    The other arguments are those of `linear_lml_loss`, and gradients are computed in the same way. Labels
+    that are sharded across processes are not supported. Temporary tensors take up to 2 * `memory_limit` bytes
+    in addition to `memory_limit`.
 
     Returns:
         The same as `truncated_entropy_loss(F.linear(input, linear_weight, linear_bias), target, k, ...)`.

@@ -38,7 +38,7 @@ def lml_loss(
     Args:
         logits: (..., n), or flat values with `offsets`, or a nested tensor of the layout `torch.jagged`.
         target: class indices (...), lists of class indices (..., L) padded with `ignore_index`, or a bool or
-            float multi-hot tensor of the logits' shape, whose floats are label weights. With `offsets`: a
+            float multi-hot tensor of the logits' shape, where floats are label weights. With `offsets`: a
             flat multi-hot tensor, or positions into the values. For ragged nested logits: a nested multi-hot
             tensor, or label indices within each row, as (B,), padded (B, L) or nested lists. Integers with
             the shape of the logits raise an error, because they could be multi-hot or a list: pass

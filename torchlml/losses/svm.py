@@ -42,7 +42,7 @@ def topk_svm_loss(
         target: one class index per row, int64 or uint8 of shape (...).
         k: the number of allowed guesses, from 1 to n - 1.
         alpha: the margin.
-        weight: one weight per class, for the rows with that label.
+        weight: one weight per class, which multiplies the loss of the rows with that label.
         ignore_index: the class index that means "no label".
         reduction: "mean" over the rows that have a label (0 if there are none), "sum" or "none".
         mask: bool, broadcasts to the logits; False entries are ignored.
@@ -55,8 +55,8 @@ def topk_svm_loss(
 
         max(0, alpha + (s_(k) - s_y) / k),   where s_(k) is the k-th largest s_j, j != y.
 
-    It is the limit of `smooth_topk_svm_loss` as tau goes to 0. Only two classes of a row have a gradient,
-    whereas in the smooth loss every class has one.
+    This is the limit of `smooth_topk_svm_loss` as tau goes to 0. At most two classes of a row have a nonzero
+    gradient, whereas in the smooth loss every class has one.
     """
     check_reduction(reduction)
     check_number(alpha, "alpha", "a nonnegative number", 0)
@@ -65,7 +65,7 @@ def topk_svm_loss(
     own, others = (t.to(work_dtype(t.dtype)) for t in apart)
     top = others.topk(k, dim=-1).values
     loss = (alpha + (top[:, -1:] - own) / k).relu()
-    # topk counts NaN as the largest value: a NaN anywhere in the row is the first of the k, not the k-th.
+    # topk treats NaN as the largest value, so a NaN anywhere in the row is the first of the k, not the k-th.
     loss = torch.where(top[:, :1].isnan(), torch.nan, loss)
     return _reduce(loss, labels, reduction, c)
 
@@ -178,9 +178,10 @@ def _read(
     ignore_index: int,
     mask: Tensor | None,
 ) -> tuple[Canonical, Labels, Tensor, Tensor]:
-    """Return the rows, labels, logits of the labels (R, 1), and the other logits (-inf for absent classes).
+    """Return the rows, the labels, the logits of the labels (R, 1), and the logits of all other classes.
 
-    `name` is the name of the loss, for error messages.
+    The last tensor is (R, n), with -inf for the label and for masked classes. `name` is the name of the loss,
+    for error messages.
     """
     c = canonical(logits, k, -1, mask, None, any_k=True, name="logits", nested=True)
     labels, place = read_single_label(c, target, weight, ignore_index, name)
@@ -214,7 +215,7 @@ def log_ratio(x: Tensor, k: int) -> Tensor:
     ordinary = nu.isfinite()
     z = x + torch.where(ordinary, nu, 0).unsqueeze(-1)
     success, failure = torch.sigmoid(z), torch.sigmoid(-z)
-    # P[S = 0] to P[S = most], (R, most + 1), for the number S of successes among the columns.
+    # `_chances` returns P[S = 0], P[S = 1] and so on for the number S of successes among the columns.
     if 2 * k <= n:
         less, more = _chances(success, failure, k)[:, k - 1 :].unbind(-1)
     else:
@@ -238,7 +239,7 @@ def _log_sum_exp(x: Tensor) -> Tensor:
 def _chances(success: Tensor, failure: Tensor, k: int) -> Tensor:
     """Multiply the polynomials failure + success * t pairwise, dropping powers above k, until one is left."""
     columns = success.shape[1]
-    if columns > _EVEN:  # the first halvings are then even, and only short ones need a copy
+    if columns > _EVEN:  # with this padding, odd counts occur only later, when copying is cheap
         spare = (0, -columns % _EVEN)
         success, failure = pad(success, spare), pad(failure, spare, value=1)
     # One tensor (polynomials, R) for each power.

@@ -37,8 +37,8 @@ def truncated_entropy_loss(
     The other arguments and the result are those of `lml_loss`, without `bound` and `group`.
 
     For observed labels Y the loss of a row is `sum_{i in Y} log(1 + sum_{j in J} exp(f_j - f_i))`, where J
-    holds the n - k smallest logits outside Y, or all of them if there are fewer. The loss of a row with at
-    most k entries is 0.
+    contains the n - k smallest logits outside Y, or all logits outside Y if there are fewer. The loss of a
+    row with at most k entries is 0.
     """
     check_reduction(reduction, label_reduction)
     k = check_integer_k(k)
@@ -80,7 +80,7 @@ def dense_entropy(c: Canonical, labels: Labels, k: int) -> Tensor:
     x, is_label = c.x.to(work_dtype(c.x.dtype)), labels.found
     if labels.listed is not None:
         f = x.gather(-1, labels.listed.clamp(min=0))
-        # Padding points at the row's first label, which is the largest of the sorted list.
+        # Replace padding with a label of the row, the one with the largest index.
         out = torch.where(is_label, labels.listed, labels.listed.amax(-1, keepdim=True).clamp(min=0))
     else:
         f, out = x, is_label.long().argmax(-1, keepdim=True)
@@ -97,7 +97,7 @@ def dense_entropy(c: Canonical, labels: Labels, k: int) -> Tensor:
         out = torch.cat([out, torch.where(dropped, top.indices, out[:, :1])], -1)
         undefined = top.values[:, :1].isnan()
     rest = _logsumexp(competitors.scatter(-1, out, -torch.inf))
-    if undefined is not None:  # topk counts NaN as the largest value; it must not be dropped
+    if undefined is not None:  # topk treats NaN as the largest value, but a NaN must not be dropped
         rest = torch.where(undefined, torch.nan, rest)
     return _entropy(rest, f, is_label, labels.weight).sum(-1)
 
@@ -128,9 +128,9 @@ def _not_competing(c: Canonical, observed: Tensor | None, has_label: Tensor) -> 
 
 
 def _logsumexp(x: Tensor) -> Tensor:
-    """Compute the logsumexp over the last dimension, which is kept; it is twice differentiable.
+    """Compute the logsumexp over the last dimension, with keepdim=True, in a twice differentiable way.
 
-    An empty sum gives -inf with gradient 0.
+    An empty sum gives -inf with a gradient of 0.
     """
     largest = x.detach().amax(-1, keepdim=True)
     largest = torch.where(largest.isinf(), 0, largest)
@@ -144,7 +144,7 @@ def _log(total: Tensor) -> Tensor:
 def _entropy(rest: Tensor, f: Tensor, is_label: Tensor, weight: Tensor | None) -> Tensor:
     """Compute log(1 + exp(rest - f)) for labels, and 0 elsewhere.
 
-    This uses `logsigmoid`, because torch's softplus is inexact above 20, where it is linear.
+    This uses `logsigmoid`, because torch's softplus is inaccurate above 20, where it returns its argument.
     """
     gap = torch.where(is_label & (rest != -torch.inf), f - rest, torch.inf)
     loss = -logsigmoid(gap)

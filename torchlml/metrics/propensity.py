@@ -73,12 +73,12 @@ class PropensityScoredPrecision(TopKMetric):
 
     For observed labels Y, a predicted set P of k entries and propensities p, the gain of a row is the sum of
     1 / p over the intersection of Y and P. The metric is the sum of the gains of all rows divided by the sum
-    of the highest possible gains, where P holds the k labels of Y with the lowest propensities.
+    of the highest possible gains, for which P contains the k labels of Y with the lowest propensities.
 
     - The metric is a quotient of two sums over all rows, as published and as in napkinXC. It is not a mean of
       quotients, so a row without labels has no effect.
-    - If all propensities are equal, it is the precision divided by the highest possible precision.
-    - Ties, weights, masks and NaN are handled as in `TopKRecall`. A masked label counts in the highest
+    - If all propensities are equal, the metric is the precision divided by the highest possible precision.
+    - Ties, weights, masks and NaN are handled as in `TopKRecall`. Masked labels are included in the highest
       possible gain.
     """
 
@@ -117,7 +117,7 @@ class PropensityScoredPrecision(TopKMetric):
     ) -> None:
         """Add a batch of scores (..., n); the other arguments are those of `torchlml.lml_loss`.
 
-        With `offsets`, `classes` (int64) is the class of each of the flat values.
+        With `offsets`, `classes` (int64) contains the class of each of the flat values.
         """
         batch = self._rank(preds, target, mask, offsets, lambda c: self._check(c, classes))
         worth = 1 / self.propensities.to(batch.labels.device)

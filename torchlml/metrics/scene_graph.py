@@ -38,7 +38,7 @@ class SceneGraphRecall(CountingMetric):
         {'R@20': tensor(1.), 'R@50': tensor(1.)}
 
     Args:
-        k: one number or several. For one number `compute` returns a scalar, for several a dict.
+        k: one integer or several. For a single integer, `compute` returns a scalar, otherwise a dict.
         constrained: if True, every pair keeps only its best predicate (the graph constraint, R@K). If False,
             all predicates of all pairs compete (ng-R@K).
         mean: if False, average over images. If True, average over images for each predicate, then over
@@ -51,7 +51,8 @@ class SceneGraphRecall(CountingMetric):
     ignored. Ties go to the earlier pair, then to the lower predicate index.
 
     `scores` has one column for each real predicate and none for "no relation". The scores rank the triples of
-    an image. If the object classes are also predicted, first multiply each score by those of both objects.
+    an image. If the object classes are also predicted, first multiply each score by the scores of both object
+    classes.
 
     Papers often report different metrics in the same table:
 
@@ -60,8 +61,8 @@ class SceneGraphRecall(CountingMetric):
       the images that contain a predicate, and then over the predicates that occurred.
     - Zero-shot recall (zR@K) counts only triples of classes that never occurred in training. To compute it,
       remove the other triples from `relations`.
-    - A micro average divides the matched relations of all images by the relations of all images, and so
-      favors crowded images.
+    - A micro average divides the number of matched relations in all images by the number of relations in all
+      images, which gives more weight to images with many relations.
     - Code that adds a pixel to the widths and heights of boxes gets slightly higher overlaps.
     """
 
@@ -107,7 +108,7 @@ class SceneGraphRecall(CountingMetric):
     def _add(self, predicted: Mapping[str, Tensor], true: Mapping[str, Tensor]) -> None:
         rank = relation_ranks(predicted, true, max(self._ks), self.constrained)
         hits = rank < torch.tensor(self._ks, device=rank.device).unsqueeze(-1)
-        # The relations that each column counts: those of its predicate, or all.
+        # The relations that each column counts: those with its predicate, or all relations.
         counted = torch.ones_like(hits[:1])
         if self.mean:
             predicates = torch.arange(predicted["scores"].shape[1], device=rank.device)

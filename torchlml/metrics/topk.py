@@ -1,8 +1,8 @@
-"""Recall, precision and nDCG of the k highest scores of each row, and the counting and ranking they share.
+"""Recall, precision and nDCG of the k highest scores of each row, and the ranking code that they share.
 
-Sums are kept as integers. A metric is converted with its model: `model.to(torch.bfloat16)`, which is
-Lightning's "bf16-true", converts every floating-point state, and a sum in bfloat16 stops growing at 256.
-Integer states are not converted, and integer sums do not depend on the order of batches and processes.
+Sums are kept as integers. A metric is cast together with its model: `model.to(torch.bfloat16)`, which is
+Lightning's "bf16-true", casts every floating-point state, and a sum in bfloat16 stops growing at 256. Integer
+states are not cast, and integer sums do not depend on the order of batches and processes.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ class CountingMetric(Metric):
         self.k = k
         self._ks = tuple(k) if isinstance(k, Sequence) else (k,)
         if not self._ks:
-            raise ValueError("`k` must be a positive integer or several of them, but it is empty.")
+            raise ValueError("`k` must be a positive integer or a sequence of them, but it is empty.")
         self._ks = tuple(check_integer_k(each) for each in self._ks)
 
     def by_k(self, values: Tensor, name: str) -> Tensor | dict[str, Tensor]:
@@ -67,7 +67,11 @@ def average(total: Tensor, count: Tensor) -> Tensor:
 
 
 def add_up(numbers: Tensor) -> Tensor:
-    """Sum (R, K) nonnegative numbers over the rows; return integers (K, 2): integer part and 2^-30 units."""
+    """Sum nonnegative numbers (R, K) over the rows.
+
+    Returns:
+        int64 (K, 2): the sum of the integer parts, and the sum of the fractional parts in units of 2^-30.
+    """
     wholes = numbers.floor()
     return torch.stack([wholes.long().sum(0), in_units(numbers - wholes).sum(0)], dim=-1)
 
@@ -235,17 +239,17 @@ class TopKRecall(TopKMetric):
         {'recall@1': tensor(0.5000), 'recall@2': tensor(0.5000)}
 
     Args:
-        k: one number or several. For one number `compute` returns a scalar, for several a dict with the keys
-            `recall@k`.
+        k: one integer or several. For a single integer, `compute` returns a scalar, otherwise a dict with the
+            keys `recall@k`.
         ignore_index: the class index that means "no label".
-        group: the processes that the scores of each row are sharded across, as in `torchlml.lml_loss`. A
-            DTensor needs no group.
+        group: the processes that the scores of each row are sharded across, as in `torchlml.lml_loss`. If the
+            scores are a DTensor, no group is needed.
         **settings: arguments of `torchmetrics.Metric`.
 
-    For a row with observed labels Y and a predicted set P of k entries, the recall is |Y and P| / |Y|. The
-    paper prints the mean over Y of [y_j not in P], which is one minus the recall: its bracket is inverted.
+    For a row with observed labels Y and a predicted set P of k entries, the recall is |Y ∩ P| / |Y|. The
+    paper prints the mean over Y of [y_j not in P], which is one minus the recall: the condition is inverted.
 
-    - With one label per row it is the top-k accuracy.
+    - With one label per row, this is the top-k accuracy.
     - Every row has the same weight, regardless of its number of labels. The micro average, the hits of all
       rows divided by the labels of all rows, is a different metric.
     - Rows without labels are ignored; if no row has a label, the result is NaN. `TopKPrecision` and
@@ -285,7 +289,7 @@ def topk_recall(
     Args:
         preds: scores (..., n), or flat values with `offsets`, or a nested tensor, as in `torchlml.lml_loss`.
         target: the observed labels, in any format that `torchlml.lml_loss` accepts.
-        k: one number or several. For one number the result is a scalar, for several a dict.
+        k: one integer or several. For a single integer, the result is a scalar, otherwise a dict.
         mask: bool, broadcasts to the scores; False entries are never found.
         offsets: int64 row boundaries of a ragged batch, as in `torchlml.lml`.
         ignore_index, group: as for `TopKRecall`.
@@ -305,7 +309,7 @@ class TopKPrecision(TopKMetric):
 
     The arguments are those of `TopKRecall`.
 
-    For a row with observed labels Y and a predicted set P of k entries, the precision is |Y and P| / k.
+    For a row with observed labels Y and a predicted set P of k entries, the precision is |Y ∩ P| / k.
 
     - Every row counts; a row without labels counts as 0, as in napkinXC and in the extreme classification
       repository. (`TopKRecall` ignores such a row, because its recall is 0 / 0.)

@@ -102,7 +102,7 @@ struct BackwardRow : Row<S> {
   };
 
   // Computes w of one block from x and nu. Two short loops overlap better than one loop with both dependency chains.
-  // Infinite entries yield w = 0 without a special case. A masked entry may have any value.
+  // Infinite entries yield w = 0 without a special case. Masked entries may have any value, so their w is set to 0.
   LML_INLINE void block_from_z(T* w, int64_t start, int64_t size, Sums& sums) const {
     each_vector<T>(size, [&](int64_t i, int64_t count) __attribute__((always_inline)) {
       write(w + start + i, vexp(-vabs(z_at(start + i, count))), count);
@@ -195,7 +195,7 @@ struct BackwardRow : Row<S> {
     });
   }
 
-  // Returns min |z|. Scaling all w by exp(nearest) keeps p = w / sum w accurate even if every w underflows.
+  // Returns min |z|. Multiplying all w by exp(min |z|) keeps p = w / sum w accurate even if every w underflows.
   LML_INLINE T nearest() const {
     if (n <= long_row) return nearest_part();
     Scratch<T> scratch;
@@ -276,7 +276,7 @@ struct BackwardRow : Row<S> {
       each_vector<T>(size, [&](int64_t i, int64_t count) __attribute__((always_inline)) {
         const Vec<T> b = read(w + start + i, count), r = reciprocal(1 + b * factor);
         Vec<T> out = b * r * r;
-        // Infinite entries yield 0 without a special case. A masked entry may have any value.
+        // Infinite entries yield 0 without a special case. Masked entries may have any value, so their w is set to 0.
         if (mask) out = keep<T>(load_mask<T>(mask + start + i, count), out);
         write(w + start + i, out, count);
         weights.block += out;

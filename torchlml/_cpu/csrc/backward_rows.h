@@ -6,8 +6,9 @@
 namespace torchlml {
 namespace {
 
-// Building blocks for several short rows at once. Each phase runs over all rows before the next phase begins, so that
-// the dependency chains of different rows overlap. The sums over lanes and the divisions of all rows share one vector.
+// Building blocks for processing several short rows at once. Each phase runs over all rows before the next phase
+// begins, so that the dependency chains of different rows overlap. The sums over lanes and the divisions of all rows
+// share one vector.
 template <class S>
 struct ShortRow {
   struct Sums {
@@ -25,8 +26,8 @@ struct ShortRow {
       write(w + i, vexp(-vabs(row.z_at(i, count))), count);
     });
   }
-  // Computes w = y (1 - y) from these exponentials. Infinite entries yield 0 without a special case. A masked entry may
-  // have any value.
+  // Computes w = y (1 - y) from these exponentials. Infinite entries yield 0 without a special case. Masked entries may
+  // have any value, so their w is set to 0.
   template <class F>
   static LML_INLINE void weigh(const BackwardRow<S> row, float* w, const F& add) {
     const auto weight = [=](int64_t i, int64_t count) __attribute__((always_inline)) {
@@ -63,7 +64,7 @@ class BackwardBlock {
     if (++count_ == block_rows) finish();
   }
 
-  // Computes the derivatives of the projection for all added rows, see `BackwardRow::projection`.
+  // Computes the derivatives of the projection for all added rows (see `BackwardRow::projection`).
   __attribute__((noinline)) void finish() {
     if (count_ == 0) return;
     vfloat weights[block_rows], moments[block_rows];

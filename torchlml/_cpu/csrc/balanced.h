@@ -1,6 +1,6 @@
-// The two-sided projection: the rows at given column multipliers, and products with its Schur complement. A task is a
-// part of the rows with its own column sums. The bindings add these sums in the order of the parts, so that results do
-// not depend on the number of threads.
+// The two-sided projection: solves the rows for given column multipliers, and multiplies vectors by the Schur
+// complement. A task is a part of the rows with its own column sums. The bindings add these sums in the order of the
+// parts, so that results do not depend on the number of threads.
 #pragma once
 
 #include "forward.h"
@@ -8,7 +8,7 @@
 namespace torchlml {
 namespace {
 
-// Returns the length of an array with one number per column, padded to whole vectors.
+// Returns the length of an array with one number per column, rounded up to a multiple of the vector length.
 inline int64_t padded(int64_t n) { return (n + lanes<float> - 1) / lanes<float> * lanes<float>; }
 
 template <class T>

@@ -1,5 +1,5 @@
-// The slow and simple solver in double precision for rows that the fast solver cannot certify, such as rows with gaps
-// of hundreds or 1e38 between logits, or with a k within 1e-9 of an integer. It is compiled only for the baseline
+// A slow but simple solver in double precision for rows that the fast solver cannot certify, such as rows with gaps of
+// hundreds or 1e38 between logits, or with a k within 1e-9 of an integer. It is compiled only for the baseline
 // instruction set, because it instantiates templates of the standard library.
 #include <algorithm>
 #include <cmath>
@@ -13,8 +13,8 @@ namespace torchlml {
 
 namespace {
 
-// The entries on both sides of the cut: the floor(k)-th largest, and the next one. For a fractional k, the threshold is
-// near the next one. For an integer k, it is between the two.
+// The floor(k)-th largest entry, `above`, and the next largest entry, `below`. For a fractional k, the threshold is
+// near `below`. For an integer k, it is between the two.
 template <class T>
 struct Cut {
   double above, below;  // above is +inf if k < 1

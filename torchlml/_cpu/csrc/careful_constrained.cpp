@@ -1,6 +1,6 @@
-// The slow and simple solver in double precision for constrained projections that the fast solver cannot certify. It
+// A slow but simple solver in double precision for constrained projections that the fast solver cannot certify. It
 // sorts the values of nu at which an entry reaches a bound, finds the two values around the root by binary search, and
-// applies a closed formula between them. It takes a finite number of steps.
+// applies a closed formula between them. The number of steps is bounded.
 #include <algorithm>
 #include <cmath>
 #include <utility>

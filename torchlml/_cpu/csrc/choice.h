@@ -152,7 +152,7 @@ struct Units {
   // `length` has space for n entries plus one vector.
   template <class S>
   LML_INLINE void fill(const S* p, int64_t n, double k, int64_t* length) const {
-    vdouble sums{}, slacks{};  // slacks: how far the positive entries are from 1
+    vdouble sums{}, slacks{};  // slacks: the sums of 1 - p over the positive entries
     each_double(p, n, [&](vdouble a, int64_t) __attribute__((always_inline)) {
       sums += a;
       slacks += keep<double>(greater(a, 0.0), 1 - a);

@@ -32,7 +32,8 @@ struct EachBound {
   }
 };
 
-// The state at one nu: the number of entries above their bounds, the number of free entries, and the sums of both.
+// The state at one nu: the number of entries above their bounds, the number of free entries, the sum of the bounds of
+// the former, and the sum of the latter.
 struct Level {
   int64_t over, free;
   double taken, sum;
@@ -48,7 +49,7 @@ struct LevelSums {
     over += is_over;
     free += is_free;
     sum.block += keep<T>(is_free, a);
-    // The free entries sum to k minus this sum, which must therefore be accurate to the last digit.
+    // The free entries sum to k minus `taken`, which must therefore be accurate to the last digit.
     if constexpr (!Bounds::one) taken += widen(keep<T>(is_over, bound));
   }
   LML_INLINE Level level(const Bounds& bounds) {
@@ -197,7 +198,7 @@ class SoftmaxSearch {
   bool finite_;
 };
 
-// z = (x + high) + low equals x + nu, and the sum is exact near the threshold.
+// nu split into two numbers, with z = (x + high) + low. The sum x + high is exact near the threshold.
 template <class T>
 struct Split {
   T high, low;

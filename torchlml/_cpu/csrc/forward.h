@@ -25,14 +25,15 @@ struct ForwardRow : Row<S> {
     set_nu(high, static_cast<T>((-nu.center - static_cast<double>(high)) + nu.delta));
   }
 
-  // A bound on the sum clamps nu to one sign. If the nu of sum y = k has the other sign, the row is free, with nu = 0.
+  // A bound on the sum clamps nu to one sign. If the nu that gives sum y = k has the other sign, nu is 0 and the row is
+  // called free.
   bool is_free(double nu) const { return bound == Bound::at_most ? nu >= 0 : bound == Bound::at_least && nu <= 0; }
   LML_INLINE void free_row() const {
     set_nu(0, 0);
     write_from_nu();
   }
 
-  // Sets y to `value` for the available entries with `chosen(x)`, and to 0 for all other entries.
+  // Sets y to `value` for the available entries for which `chosen(x)` is true, and to 0 for all other entries.
   template <class F>
   void fill(T value, const F& chosen) const {
     if (output == Output::none) return;

@@ -1,7 +1,7 @@
 // The interface between the bindings and the kernels of each instruction set. It includes no torch header, so that
 // the kernels can be compiled alone (the sanitizer driver does this).
 //
-// To add a kernel NAME after torchlml defines the operator and implements it in pure PyTorch:
+// To add a kernel NAME for an operator that torchlml already defines and implements in pure PyTorch:
 //   1. Here: add a struct NameArgs with the inputs and outputs, and a line in LML_KERNELS_TABLE.
 //   2. name.h: write template <class S> void NAME_rows(const NameArgs&, const Rows&), which processes the given rows
 //      of dtype S (see rows.h for the loops). Include it in kernels.cpp.
@@ -20,8 +20,8 @@ namespace torchlml {
 enum class Dtype : int { float32, float64, bfloat16, float16 };
 inline constexpr int dtype_count = 4;
 
-// A batch of rows: dense (`offsets` is null and every row has `width` entries) or jagged (`offsets` has
-// rows + 1 entries, which index the `total` entries).
+// A batch of rows: dense (`offsets` is null and every row has `width` entries) or jagged (`offsets` has rows + 1
+// numbers that divide the `total` entries into rows).
 struct Batch {
   const void* x;
   const bool* mask;        // true = available; null = all entries are available
@@ -136,7 +136,7 @@ struct LabelArgs {
   const int64_t* listed;  // dense: `per_row` classes for each row; jagged: `total` positions. Negative = padding
   const int64_t* starts;  // jagged: index of the first position of each row; dense: null
   const bool* observed;   // replaces `listed`
-  const void* weight;     // the weight of each label, in the work dtype; null = 1
+  const void* weight;     // the weight of each label, in the work dtype; null = all weights are 1
   int64_t per_row;
   int64_t total;
 };
@@ -159,7 +159,7 @@ struct LossBackwardArgs {
   double* dk;
 };
 
-// The rows of the two-sided projection at the column multipliers mu. A task is a part of `part_rows` rows.
+// The rows of the two-sided projection for given column multipliers mu. A task is a part of `part_rows` rows.
 struct BalancedForwardArgs {
   Batch batch;  // dense, no mask
   const double* k;
@@ -171,7 +171,7 @@ struct BalancedForwardArgs {
   double* sums;   // (parts, 3, width): column sums of y, w and w y
 };
 
-// The product w' diag(inverse) w p for one vector p. The rows are divided into the same parts.
+// The product w' diag(inverse) w p for one vector p. The rows are divided into parts as in BalancedForwardArgs.
 struct BalancedProductArgs {
   const void* y;
   const void* inverse;  // in the work dtype
@@ -215,7 +215,7 @@ extern const Kernels kernels_v4;
 int processor_level();  // 4, 3, or 1 for the baseline
 #endif
 
-// careful.cpp and careful_constrained.cpp: slow and simple solvers in double precision, for rows that the fast solvers
+// careful.cpp and careful_constrained.cpp: slow but simple solvers in double precision, for rows that the fast solvers
 // cannot certify. A threshold is nu = -center + delta.
 struct Threshold {
   double center, delta;

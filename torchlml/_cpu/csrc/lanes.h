@@ -81,7 +81,7 @@ class LaneSolver {
     int64_t size[block_rows];
     float k_high[block_rows], k_low[block_rows];  // k as an unevaluated sum
     // Two arrays of the size of the block that are read or written soon: the next block and the output. They are
-    // fetched into the cache while the block is solved, because the processor does not prefetch from many rows.
+    // fetched into the cache while the block is solved, because the processor does not prefetch so many rows at once.
     const void* soon[2];
   };
 
@@ -154,7 +154,7 @@ class LaneSolver {
       return;
     }
     for (int64_t c = 0; c < size_; c += block_rows) {
-      const int64_t at = c + block_rows <= size_ ? c : size_ - block_rows;  // the last two squares may overlap
+      const int64_t at = c + block_rows <= size_ ? c : size_ - block_rows;  // the last two square blocks may overlap
       for (int i = 0; i < block_rows; ++i) a[i] = load(in.x[i] + at);
       put_columns(at, a);
     }
@@ -206,8 +206,8 @@ class LaneSolver {
     set_center();
   }
 
-  // Computes the mean, variance and number of the available entries. The result is false for rows with entries that are
-  // huge or not finite.
+  // Computes the mean, variance and number of the available entries. Returns false for rows with entries that are huge
+  // or not finite.
   template <bool gaps>
   LML_INLINE ifloat find_moments() {
     vfloat origin = x_[0];
@@ -256,7 +256,7 @@ class LaneSolver {
     tail_ = 0.5f - p;
   }
 
-  // The approximate -nu of normally distributed entries.
+  // Sets the center to -nu, approximated for normally distributed entries.
   LML_INLINE void set_center() {
     const vfloat wide = vsqrt(variance_ + 2.5464791f) * probit_;  // 8 / pi
     const vfloat narrow = logit_ - variance_ * tail_;
@@ -333,7 +333,7 @@ class LaneSolver {
     bend_ = (squares - (cubes[0] + cubes[1])) * 2.0f - w_;  // sum of r (1 - r) (2 r - 1)
   }
 
-  // Computes the sums at delta, see SignedSums.
+  // Computes the sums at delta (see SignedSums).
   LML_INLINE void look() {
     ColumnSum total;
     vfloat w_sum{}, wy_sum[2] = {};
@@ -397,7 +397,7 @@ class LaneSolver {
     if (same_size_ && size_ >= block_rows) {
       for (bool last = false; !last; c += block_rows) {
         last = c + block_rows >= size_;
-        if (last) c = size_ - block_rows;  // the last two squares may overlap
+        if (last) c = size_ - block_rows;  // the last two square blocks may overlap
         for (int j = 0; j < block_rows; ++j) a[j] = projection<gaps, flips>(c + j);
         transpose(a);
         for (int i = 0; i < block_rows; ++i) store(y[i] + c, a[i]);

@@ -10,7 +10,7 @@ namespace torchlml {
 namespace {
 
 // Returns the best table of kernels that this processor supports. TORCHLML_ISA=baseline|v3|v4 selects a lower level,
-// for tests. It has no effect if the processor does not support the level, or if the name is unknown.
+// for tests. The variable has no effect if the processor does not support the level, or if the name is unknown.
 const Kernels& choose_kernels() {
 #ifdef TORCHLML_X86_LEVELS
   const char* asked = std::getenv("TORCHLML_ISA");
@@ -46,7 +46,8 @@ void run_team(int64_t pieces, void (*piece)(const void*, int64_t), const void* c
 }
 
 // Like `launch`, for kernels that can split a long row. If there are too few long rows to keep every thread busy, the
-// short rows run first, and then all threads work on one long row at a time. Both give bitwise identical results.
+// short rows run first, and then all threads work on one long row at a time. Both schedules give bitwise identical
+// results.
 template <class F>
 void each_rows_or_piece(const Batch& b, const F& f) {
   const auto is_long = [&](int64_t r) { return row_span(b, r).size > long_row; };

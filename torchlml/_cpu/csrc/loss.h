@@ -13,7 +13,7 @@ LML_INLINE void each_label(const LabelArgs& labels, const Batch& batch, int64_t 
   if (labels.observed) {
     const bool* observed = labels.observed + span.begin;
     for (int64_t i = 0; i < span.size; ++i) {
-      // Labels are sparse, so eight entries without a label are skipped at the cost of one entry.
+      // Labels are sparse, so eight entries without a label are skipped with a single comparison.
       for (uint64_t eight = 0; i + 8 <= span.size; i += 8) {
         std::memcpy(&eight, observed + i, 8);
         if (eight) break;
@@ -250,7 +250,7 @@ class LossBackwardBlock {
   explicit LossBackwardBlock(bool in_place) : in_place_(in_place) {}
   bool is_full() const { return count_ == block_rows || !labels_.has_room(); }
 
-  // Returns false, without adding the row, if it is not ordinary.
+  // Adds a row. Returns false, without adding the row, if it is too long or not ordinary.
   LML_INLINE bool add(const LossRow<S>& row, double g, S* dx, double* dk) {
     if (row.span.size > short_row) return false;
     begin_[count_] = labels_.size();
@@ -261,7 +261,7 @@ class LossBackwardBlock {
     return true;
   }
 
-  // Calls `otherwise(r)` for rows whose w are too small for an accurate sum.
+  // Computes the gradients of all added rows. Calls `otherwise(r)` for rows whose w are too small for an accurate sum.
   template <class F>
   __attribute__((noinline)) void finish(const F& otherwise) {
     if (count_ == 0) return;

@@ -28,8 +28,8 @@ class Scratch {
     }
     return data_;
   }
-  // Returns scratch memory for one value per entry. It is the output itself if it exists and its entries have the same
-  // size.
+  // Returns memory for one value per entry: the output itself if it is not null and its entries have the same size,
+  // otherwise scratch memory.
   template <class S>
   T* room_in(S* output, int64_t n) {
     if constexpr (sizeof(S) == sizeof(T)) {
@@ -139,7 +139,7 @@ struct Totals {
   int64_t above;
 };
 
-// Returns f(0, n), or for a long row the compensated sum of f(begin, size) over its pieces.
+// Returns the compensated sum of f(begin, size) over the pieces of a long row.
 template <class F>
 __attribute__((noinline)) Totals sum_of_pieces(int64_t n, Team team, const F f) {
   Scratch<Totals> scratch;
@@ -160,6 +160,7 @@ __attribute__((noinline)) Totals sum_of_pieces(int64_t n, Team team, const F f) 
   }
   return sum;
 }
+// Returns f(0, n), or `sum_of_pieces` for a long row.
 template <class F>
 LML_INLINE Totals sum_of_parts(int64_t n, Team team, const F& f) {
   return n <= long_row ? f(0, n) : sum_of_pieces(n, team, f);

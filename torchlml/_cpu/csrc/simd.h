@@ -81,7 +81,7 @@ LML_INLINE To cast_bits(From a) {
   return to;
 }
 
-// The minimum as x86 defines it: b if either is NaN.
+// The minimum as x86 defines it: b if either operand is NaN.
 LML_INLINE vfloat vmin(vfloat a, vfloat b) {
 #if defined(__AVX512F__)
   return (vfloat)_mm512_min_ps((__m512)a, (__m512)b);
@@ -280,7 +280,7 @@ LML_INLINE vfloat sums_over_lanes(vfloat (&a)[lanes<float>]) {
 #endif
 }
 
-// Sum over lanes, in double and in a fixed order.
+// total(widen(a)) is the sum over the lanes of a, in double and in a fixed order.
 LML_INLINE vdouble widen(vfloat a) {
 #if defined(__AVX512F__)
   return (vdouble)_mm512_cvtps_pd(_mm512_castps512_ps256((__m512)a)) +

@@ -15,11 +15,11 @@ template <class T>
 struct Limits;
 template <>
 struct Limits<float> {
-  static constexpr float top = 60;           // z is clamped here, so that exp(z) does not overflow
+  static constexpr float top = 60;           // largest z: larger values are clamped, so that exp(z) is finite
   static constexpr double reach = 16;        // largest |delta| before the row must be centered again
-  static constexpr double slope = 1e-12;     // smallest sum of w per entry that the clamp cannot affect
+  static constexpr double slope = 1e-12;     // smallest sum of w, per entry, that clamping z cannot affect
   static constexpr double last_step = 5e-3;  // longest last step: its cubic error is below 1e-7
-  static constexpr double gap = 0.02;        // below this sum w / sum y, the sum is treated as a staircase
+  static constexpr double gap = 0.02;        // below this ratio sum w / sum y, sum y is treated as a staircase in nu
 };
 template <>
 struct Limits<double> {

@@ -42,8 +42,8 @@ struct SignedSums : Parts<T, 3, 16> {
   }
 };
 
-// For rows whose sum is a staircase in nu. This also computes the sums of t and of s w, which separate the two sides of
-// a gap.
+// For rows in which sum y is nearly a staircase function of nu. This also computes the sums of t and of s w, which
+// separate the two sides of a gap.
 template <class T>
 struct TwoSidedSums : Parts<T, 5, 16> {
   using Parts<T, 5, 16>::part, Parts<T, 5, 16>::above;
@@ -77,9 +77,9 @@ struct LongSum {
   }
 };
 
-// `odds(i)` returns exp(z) of the i-th full vector, and `odds_tail()` returns exp(z) of the remaining entries, padded
-// with zeros. `prepare` runs over a block first: two short loops overlap far better than one loop with both dependency
-// chains.
+// Computes sums of the given kind over n entries. `odds(i)` returns exp(z) of the i-th full vector, and `odds_tail()`
+// returns exp(z) of the remaining entries, padded with zeros. `prepare(i)` is called for all vectors of a block before
+// their odds are read: two short loops overlap far better than one loop with both dependency chains.
 template <class T, template <class> class Kind, class Prepare, class Odds, class Tail>
 LML_INLINE Totals evaluate(int64_t n, const Prepare& prepare, const Odds& odds, const Tail& odds_tail) {
   constexpr int size = Kind<T>::size;
