@@ -57,7 +57,7 @@ def report() -> dict[str, list[str]]:
     }
 
 
-# The instruction sets of the compiled kernel, by the names that it reports.
+# The common names of the instruction sets that the compiled kernel reports.
 _INSTRUCTIONS = {"v3": "AVX2", "v4": "AVX-512"}
 
 
@@ -107,7 +107,7 @@ def _state(extra: str) -> str:
     missing = [name for name in _requirements(extra) if not _installed(name)]
     if not missing:
         return "installed"
-    return f"without {', '.join(missing)} (pip install 'torchlml[{extra}]')"
+    return f"missing {', '.join(missing)} (pip install 'torchlml[{extra}]')"
 
 
 def _requirements(extra: str) -> list[str]:

@@ -1,4 +1,4 @@
-"""The style and the files of all figures, and the figure of a report: recall against k, and calibration."""
+"""The style of all figures, reading their data and writing their files, and the figure in a run's report."""
 
 import hashlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -17,8 +17,8 @@ from torchlml_lab.files import check_picture, replacing
 # The width of a page in inches. The font size is 8 points at this width.
 PAGE = 7.0
 
-# The palette of Okabe and Ito, which is distinguishable with any type of color vision, in shades that have a
-# contrast of about 3 or more with both white and the dark site, because pictures are transparent.
+# The Okabe-Ito palette, which is distinguishable with any type of color vision. Pictures are transparent, so
+# the shades have a contrast ratio of about 3 or more against both white and the site's dark background.
 ORANGE, SKY, GREEN, BLUE = "#C98500", "#3E9FD6", "#009E73", "#2B7BBD"
 VERMILION, PURPLE = "#D55E00", "#C2709D"
 DARK_ORANGE = "#946200"  # for orange text
@@ -57,7 +57,7 @@ LOOK: dict[Any, Any] = {
     "legend.handlelength": 1.6,
     "savefig.dpi": 200,
     "savefig.transparent": True,
-    "svg.hashsalt": "torchlml",  # fixed, and without a date, so that equal figures give equal files
+    "svg.hashsalt": "torchlml",  # fixed, so that equal figures give identical files
 }
 
 
@@ -70,8 +70,8 @@ def new_figure(picture: Path, width: float, height: float, sources: Sequence[Pat
 
     Args:
         picture: The PNG or SVG file to write, depending on its suffix. A missing directory is created.
-        width: In inches, usually `PAGE`.
-        height: In inches.
+        width: The width in inches, usually `PAGE`.
+        height: The height in inches.
         sources: The CSV files with the data. The picture names them in its metadata (`Source`) with their
             digests, so that a picture older than its data can be detected.
 
@@ -92,7 +92,7 @@ def new_figure(picture: Path, width: float, height: float, sources: Sequence[Pat
 
 
 def digests(sources: Iterable[Path]) -> str:
-    """Return the names of files with the SHA-256 of their contents, as in the metadata of a picture."""
+    """Return the names of files with the SHA-256 of their contents, as stored in a picture's metadata."""
     return ", ".join(f"{path.name} {hashlib.sha256(path.read_bytes()).hexdigest()}" for path in sources)
 
 
@@ -112,7 +112,7 @@ def label_lines(
     to_axes = axes.transScale + axes.transLimits
     left = axes.get_xlim()[0]
     known = sorted(
-        # A line that ends outside the axes is named at their edge.
+        # A line that ends outside the axes is labeled at the edge of the axes.
         (min(max(float(to_axes.transform((left, y))[1]), 0.0), 1.0), text, color)
         for y, text, color in labels
     )
@@ -121,13 +121,13 @@ def label_lines(
 
 
 def spread_out(places: Sequence[float], apart: float) -> list[float]:
-    """Move sorted places by the least sum of squares such that neighbors are at least `apart` apart.
+    """Move sorted positions until neighbors are at least `apart` apart, with the least sum of squared moves.
 
     >>> [round(place, 2) for place in spread_out([0.0, 0.5, 0.5, 0.54], 0.1)]
     [0.0, 0.41, 0.51, 0.61]
     """
-    # After subtracting i * apart, the places must not decrease: pool neighbors that do, as in isotonic
-    # regression.
+    # After subtracting i * apart, the positions must not decrease. Neighbors that violate this are pooled, as
+    # in isotonic regression.
     pools: list[tuple[float, int]] = []
     for i, place in enumerate(places):
         pools.append((place - i * apart, 1))
@@ -154,13 +154,14 @@ def draw_recall_and_calibration(
     """Draw recall against k on the left, and accuracy against predicted probability on the right.
 
     Args:
-        recalls: The recall by k of the run and then of a baseline, by their names in the legend.
-        calibration: Mean probability and fraction of correct predictions, for predictions of similar
-            probability.
+        recalls: The recall at each k, of the run first and then of a baseline. The keys are the names in the
+            legend.
+        calibration: The mean probability and the fraction of correct predictions, for each group of
+            predictions with similar probabilities.
         picture: The PNG or SVG file to write.
         title: The title of the left panel.
-        rare: Whether recall is low and most probabilities are far below one percent. The axes then end at
-            the data, and the calibration plot has logarithmic axes.
+        rare: Whether recall is low and most probabilities are far below one percent. The axes are then fitted
+            to the data, and the calibration plot has logarithmic axes.
     """
     with new_figure(picture, PAGE, 2.9) as figure:
         left, right = figure.subplots(1, 2)
@@ -204,7 +205,7 @@ def _draw_calibration(axes: Axes, percent: Sequence[tuple[float, float]], logari
 
 
 def draw_only(draw: Callable[[Path], None], picture: Path) -> None:
-    """Draw a figure without tables, and print its path."""
+    """Draw a figure that has no tables, and print its path."""
     check_picture(picture)
     draw(picture)
     say_where(picture)
@@ -240,7 +241,7 @@ def find_csv(named: Path | None, usual: Sequence[Path], command: str) -> Path:
         command: The command that creates the file.
 
     Returns:
-        The path of an existing file. If there is none, `NotMadeYet` is raised.
+        The first path that exists. If none does, `NotMadeYet` is raised.
     """
     places = usual if named is None else [named]
     for path in places:
@@ -266,7 +267,7 @@ def read_sweeps(
 
 
 def check_not_tuning(path: Path, recipes: Iterable[tuple[str, object]]) -> None:
-    """Raise `BadInput` if a method has several sets of hyperparameters, because their mean is meaningless.
+    """Raise `BadInput` if a method was run with several sets of hyperparameters, which must not be averaged.
 
     Args:
         path: The CSV, for error messages.

@@ -41,7 +41,7 @@ class Schedule(NamedTuple):
 
 
 class Judged(NamedTuple):
-    """The quality of a network on validation samples: higher is better, and the loss breaks ties."""
+    """The quality of a network on validation samples. A higher nDCG is better, and the loss breaks ties."""
 
     ndcg: float
     minus_loss: float
@@ -199,7 +199,7 @@ class TopKClassifier(ClassifierMixin, BaseEstimator):  # type: ignore[misc]
         random = check_random_state(self.random_state)
         seed = int(random.randint(2**31))
         training, validation = self._parts(Batches(self._inputs(X), labels), random)
-        # Dropout and the initial weights use the global generator of torch, so its state is restored.
+        # Dropout and the initial weights use torch's global generator, so its state is restored afterward.
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(seed)
             inputs, n = X.shape[1], len(self.classes_)
@@ -233,7 +233,7 @@ class TopKClassifier(ClassifierMixin, BaseEstimator):  # type: ignore[misc]
         k = self.k_ if k is None else k
         if not (_whole(k, 1) and k <= len(self.classes_)):
             raise ValueError(f"`k` must be an integer from 1 to {len(self.classes_)}, but it is {k!r}.")
-        # The sort is stable, so that ties are broken by column and the result depends on the sample alone.
+        # The sort is stable, so that ties are broken by column and a result depends only on its own sample.
         order = self._logits(X).sort(dim=-1, descending=True, stable=True).indices
         return self._form.write(order[:, : int(k)].numpy())
 
@@ -305,7 +305,7 @@ class TopKClassifier(ClassifierMixin, BaseEstimator):  # type: ignore[misc]
             self._mean, self._scale = None, np.array(length or 1.0)
             return
         deviation = X.std(axis=0)
-        # The deviation of a constant column is only rounding error.
+        # In a constant column, the computed deviation is only rounding error.
         constant = deviation <= 1e-12 * np.abs(X).max(axis=0)
         self._mean, self._scale = X.mean(axis=0), np.where(constant, 1.0, deviation)
 

@@ -27,7 +27,7 @@ class LabelForm:
     """(n,): the names of the labels; for a matrix, its column indices."""
 
     def read(self, labels: Any) -> Matrix:
-        """Convert labels in the same form to a CSR matrix; unknown names are left out."""
+        """Convert labels in the same form to a CSR matrix, omitting unknown names."""
         labels = _as_list(labels)
         if self.kind in ("indicator", "sparse"):
             matrix = _matrix(labels)
@@ -127,7 +127,7 @@ def _is_integer(value: Any) -> bool:
 
 
 def _is_lists(labels: Any) -> bool:
-    """Whether there is a list, tuple or set per sample, as opposed to a matrix written as nested lists."""
+    """Whether the labels are a list, tuple or set per sample, not a matrix written as nested lists."""
     if isinstance(labels, np.ndarray) and labels.dtype != object:
         return False
     if hasattr(labels, "columns"):  # a pandas or polars table

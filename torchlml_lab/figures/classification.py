@@ -44,7 +44,7 @@ def by_noise(settings: NoiseFigureSettings) -> None:
 
 
 def draw_by_noise(rows: Sequence[AccuracyRecord], picture: Path, csv: Sequence[Path] = ()) -> None:
-    """Draw the difference in accuracy from cross-entropy (or the first loss), in panels for top-1 and top-k.
+    """Draw each accuracy minus that of cross-entropy (or the first loss), with panels for top-1 and top-k.
 
     Args:
         rows: The runs, with one recipe per loss. If they include the last epoch, two more panels show its
@@ -93,7 +93,7 @@ def _draw_noise_panel(
         for at, noise in enumerate(noises):
             mine, others = values[loss, noise], values[reference, noise]
             if found := [mine[seed] - others[seed] for seed in sorted({*mine} & {*others})]:
-                # Shifted slightly, so that error bars at the same noise level do not overlap.
+                # Shift the points slightly, so that error bars at the same noise level do not overlap.
                 apart = at + 0.05 * (place - (len(names) - 1) / 2)
                 points.append((apart, mean(found), stdev(found) if len(found) > 1 else 0.0))
         if points:

@@ -236,7 +236,7 @@ def _draw_surface(axes: Axes, surface: Surface) -> TriContourSet:
 
 SIZES = (10, 30, 100, 300, 1000, 3000, 10_000, 30_000, 100_000)
 LENGTH = 1000
-KS = (1, 2, 5, 10, 20, 50, 100, 200, 500)  # k and n - k have the same error
+KS = (1, 2, 5, 10, 20, 50, 100, 200, 500)  # up to n / 2, because k and n - k have the same error
 SCALES = (0.5, 1.0, 3.0)
 _SEEDS = 5
 

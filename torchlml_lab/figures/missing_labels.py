@@ -55,7 +55,7 @@ _DATASET_LOOKS = dict(
 )
 
 Cells = dict[tuple[str, str], dict[int, ResultRecord]]
-"""The runs with random labels by data set and method, and then by seed."""
+"""The runs with randomly drawn labels, by data set and method, and then by seed."""
 
 
 def main(settings: MissingLabelsFigureSettings) -> None:
@@ -138,7 +138,7 @@ def _draw_head(groups: Cells, names: Sequence[str], panels: Sequence[Axes]) -> N
                 label=dataset,
             )
             for x, place in points:
-                if measure == "map" and x < _FAR:  # outside of the panel: an arrow with the value
+                if measure == "map" and x < _FAR:  # outside the panel: draw an arrow with the value
                     axes.plot(_FAR, place + apart, marker="<", color=color, clip_on=False)
                     axes.text(_FAR + 0.2 + far[place], place, f"{x:.0f}", color=color, va="center")
                     far[place] += 0.9  # next to each other

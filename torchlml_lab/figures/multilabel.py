@@ -1,4 +1,4 @@
-"""`torchlml figures multilabel` and `recommend`: losses compared on labels and on items."""
+"""`torchlml figures multilabel` and `recommend`: comparisons of losses for labels and for recommendations."""
 
 from collections import defaultdict
 from collections.abc import Sequence
@@ -76,7 +76,7 @@ def grouped(rows: Sequence[LabelRecord]) -> dict[str, dict[str, dict[str, Group]
 
 
 def difference(one: Group, other: Group, measure: str) -> list[float]:
-    """Return the difference between two losses in a metric, for each seed that both have."""
+    """Return the difference between two losses in a metric, for each seed of both losses."""
     return [getattr(one[seed], measure) - getattr(other[seed], measure) for seed in sorted({*one} & {*other})]
 
 
@@ -130,7 +130,7 @@ def _points(by_keep: dict[str, dict[str, Group]]) -> Points:
 
 
 def _draw_panel(axes: Axes, points: Points, lowest: float) -> list[tuple[float, str, str]]:
-    """Draw the lines of a data set, and return the last height, the name and the color of each."""
+    """Draw the lines of a data set, and return the last y-value, the name and the color of each line."""
     axes.axhline(0, color=_LOOKS[REFERENCE][0], linewidth=1.2)
     ends = [(0.0, REFERENCE, _LOOKS[REFERENCE][0])]
     for number, (loss, (color, marker)) in enumerate(_LOOKS.items()):
@@ -140,7 +140,7 @@ def _draw_panel(axes: Axes, points: Points, lowest: float) -> list[tuple[float, 
             text = f"{loss}: {min(heights):.1f} to {max(heights):.1f}"
             axes.text(0.02, 0.02, text, color=color, fontsize=7, transform=axes.transAxes)
         elif line:
-            # Shifted slightly, so that error bars do not overlap.
+            # Shift the points slightly, so that error bars do not overlap.
             apart = [x + 0.08 * (number - 2.5) for x, *_ in line]
             bars = [deviation for *_, deviation in line]
             axes.errorbar(apart, heights, bars, color=color, marker=marker, linewidth=1.2, capsize=2)
@@ -189,7 +189,8 @@ def _table(title: str, heads: Sequence[str], cells: dict[str, list[str]]) -> str
 # The CSV file of the user's own sweep and, if it does not exist, those of the study.
 OWN_RANKING = Path("runs/recommend-sweep/results.csv")
 RANKING_STUDY = tuple(
-    Path(f"results/recommend/{model}.csv") for model in ("autoencoder", "matrix-factorization")
+    Path(f"results/recommend/{name}.csv")
+    for name in ("autoencoder", "matrix-factorization", "ease", "graph-filter", "default")
 )
 # Published Recall@20 and nDCG@20 on Gowalla with LightGCN's split.
 PUBLISHED = {
@@ -201,11 +202,12 @@ PUBLISHED = {
     "MF, BSL": (0.188, 0.158),
 }
 _MEASURES = ("test_recall20", "test_ndcg20")
-_MARKERS = {"autoencoder": "o", "matrix-factorization": "s", "ease": "D", "auto": "*"}
+_MARKERS = {"autoencoder": "o", "matrix-factorization": "s", "ease": "D", "graph-filter": "^", "auto": "*"}
 _MODELS = {
     "autoencoder": "autoencoder",
     "matrix-factorization": "matrix factorization",
     "ease": "EASE",
+    "graph-filter": "graph filter",
     "auto": "default",
 }
 

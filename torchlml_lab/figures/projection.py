@@ -95,7 +95,7 @@ def draw_projection(x: Tensor, answers: dict[str, Tensor], k: float, picture: Pa
         k: The sum of the output of lml.
         picture: The PNG or SVG file to write.
     """
-    # Narrow and stacked, so that the text is large enough on phones.
+    # The figure is narrow and its panels are stacked, so that the text is large enough on phones.
     with new_figure(picture, NARROW, 4.6) as figure:
         bars, curve = figure.subplots(2, 1)
         _draw_bars(bars, x, answers)

@@ -6,10 +6,10 @@ from pathlib import Path
 
 @dataclass(frozen=True)
 class FigureSettings:
-    """The settings that all figures share."""
+    """The settings shared by all figures."""
 
     out: Path = Path("torchlml-figures/figure.png")
-    """PNG or SVG file to write; its directory is created if it is missing."""
+    """PNG or SVG file to write; its directory is created if it does not exist."""
 
 
 @dataclass(frozen=True)
@@ -17,7 +17,7 @@ class CsvFigureSettings(FigureSettings):
     """The settings of a figure that is drawn from a CSV."""
 
     csv: Path | None = None
-    """CSV file to draw; by default the output of your own run if it exists, else the file in results/."""
+    """CSV file to draw; by default the output of your own run, or the file in results/ if there is none."""
 
 
 @dataclass(frozen=True)
@@ -31,10 +31,10 @@ class ProjectionSettings(FigureSettings):
 
 @dataclass(frozen=True)
 class SlidingSigmoidSettings:
-    """Animate the sigmoid that slides along ten logits until its outputs sum to 3."""
+    """Animate a sigmoid that slides along ten logits until its outputs sum to 3."""
 
     out: Path = Path("torchlml-figures/sliding-sigmoid.gif")
-    """GIF file to write; its directory is created if it is missing."""
+    """GIF file to write; its directory is created if it does not exist."""
 
 
 @dataclass(frozen=True)
@@ -78,7 +78,7 @@ class BenchmarksFigureSettings(FigureSettings):
 
     out: Path = Path("torchlml-figures/benchmarks.png")
     csv: tuple[Path, ...] = ()
-    """CSV files of `torchlml bench layer`, `losses` and `short`; by default your own, else results/."""
+    """CSV files of `torchlml bench layer`, `losses` and `short`; by default your own, or results/."""
 
 
 @dataclass(frozen=True)
@@ -97,14 +97,14 @@ class AlternativesFigureSettings(CsvFigureSettings):
 
 @dataclass(frozen=True)
 class TimingFigureSettings(CsvFigureSettings):
-    """Draw the times of `torchlml bench paper` against k, with one panel per row length."""
+    """Draw the times from `torchlml bench paper` against k, with one panel per row length."""
 
     out: Path = Path("torchlml-figures/timing.png")
 
 
 @dataclass(frozen=True)
 class NoiseFigureSettings(CsvFigureSettings):
-    """Draw the accuracy of `torchlml sweep cifar100` against label noise, with standard deviations."""
+    """Draw the accuracies from `torchlml sweep cifar100` against label noise, with standard deviations."""
 
     out: Path = Path("torchlml-figures/cifar100.png")
 
@@ -115,12 +115,12 @@ class MultilabelFigureSettings(FigureSettings):
 
     out: Path = Path("torchlml-figures/multilabel.png")
     csv: tuple[Path, ...] = ()
-    """CSV files of `torchlml sweep multilabel`; by default from runs/multilabel-sweep, else results/."""
+    """CSV files of `torchlml sweep multilabel`; by default from runs/multilabel-sweep or results/."""
 
 
 @dataclass(frozen=True)
 class SceneGraphFigureSettings(CsvFigureSettings):
-    """Draw the recall curves of `torchlml sweep scene-graph` as in the paper, and write tables (.md)."""
+    """Draw the recall curves from `torchlml sweep scene-graph` as in the paper, and write tables (.md)."""
 
     out: Path = Path("torchlml-figures/scene-graph.png")
     methods: tuple[str, ...] = ("softmax", "truncated-entropy-20", "lml-20")
@@ -129,7 +129,7 @@ class SceneGraphFigureSettings(CsvFigureSettings):
 
 @dataclass(frozen=True)
 class BiasFigureSettings(CsvFigureSettings):
-    """Draw the test recall of `torchlml sweep scene-graph --biases ...` against the frequency bias.
+    """Draw the test recall from `torchlml sweep scene-graph --biases ...` for each kind of frequency bias.
 
     The tables (.md) are written next to the figure.
     """
@@ -139,18 +139,18 @@ class BiasFigureSettings(CsvFigureSettings):
 
 @dataclass(frozen=True)
 class RecommendFigureSettings(FigureSettings):
-    """Draw the recall of each model and loss of `torchlml sweep recommend`, and write a table (.md)."""
+    """Draw the recall of each model and loss from `torchlml sweep recommend`, and write a table (.md)."""
 
     out: Path = Path("torchlml-figures/recommend.png")
     csv: tuple[Path, ...] = ()
-    """CSV files of `torchlml sweep recommend`; by default from runs/recommend-sweep, else results/."""
+    """CSV files of `torchlml sweep recommend`; by default from runs/recommend-sweep or results/."""
     published: bool = False
     """Also show published results on Gowalla with LightGCN's split; only for sweeps on these data."""
 
 
 @dataclass(frozen=True)
 class MissingLabelsFigureSettings(CsvFigureSettings):
-    """Draw mAP and Brier score of `torchlml missing-labels` by method, and write tables (.md)."""
+    """Draw the mAP and Brier scores from `torchlml missing-labels` by method, and write tables (.md)."""
 
     out: Path = Path("torchlml-figures/missing-labels.png")
 
@@ -167,4 +167,4 @@ class AllSettings:
     """Draw every figure with its default settings; if a CSV is missing, print the command that creates it."""
 
     out: Path = Path("torchlml-figures")
-    """Directory for the figures; it is created if it is missing."""
+    """Directory for the figures; it is created if it does not exist."""

@@ -19,8 +19,8 @@ arguments:
 
 
 def read_arguments(arguments: Sequence[str]) -> Path:
-    """Return the file to write. Any arguments other than one file name raise `BadInput`."""
+    """Return the file to write. Options, or more than one argument, raise `BadInput`."""
     answer_help(arguments, USAGE)
     if len(arguments) > 1 or any(argument.startswith("-") for argument in arguments):
-        raise BadInput(f"`torchlml gpu-check` takes one file name, but it was given `{' '.join(arguments)}`.")
+        raise BadInput(f"`torchlml gpu-check` takes one file name, but got `{' '.join(arguments)}`.")
     return Path(arguments[0] if arguments else "torchlml-gpu-check.json")

@@ -22,7 +22,7 @@ from torchlml_lab.cli_errors import BadInput
 from torchlml_lab.files import check_file, replacing
 
 _COMPARED_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
-# The tolerance for y: the rounding error of entries in (0, 1) or, for float32, the guaranteed accuracy.
+# The tolerance for y by dtype: the rounding error of entries in (0, 1); for float32, the guaranteed accuracy.
 _TOLERANCE = {torch.float32: 1e-6, torch.bfloat16: 2.0**-8, torch.float16: 2.0**-11}
 
 
@@ -39,7 +39,7 @@ class Check(NamedTuple):
 
 
 class Case(NamedTuple):
-    """Rows of one kind, a common k or one k per row, and optionally a mask or offsets."""
+    """Rows of one kind, with one k for all rows or one k per row, and optionally a mask or offsets."""
 
     name: str
     x: Tensor
@@ -180,7 +180,7 @@ def losses() -> Iterator[LossCase]:
 
 
 def _compare_loss(case: LossCase, device: str) -> Check:
-    """Return the larger relative error of the LML loss and its gradient (relative to its largest entry)."""
+    """Compare the LML loss and its gradient with float64; the check has the larger relative error."""
 
     def both(where: str, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
         logits = case.x.to(where, dtype).requires_grad_()
@@ -221,7 +221,7 @@ class GpuTiming(NamedTuple):
 
     @property
     def memory_passed(self) -> bool:
-        # Below a megabyte, the rounding of the allocator dominates.
+        # Below a megabyte, the block sizes of the allocator dominate.
         return self.memory <= _MEMORY_ALLOWED or self.shape[0] * self.shape[1] < 250_000
 
 
@@ -267,7 +267,7 @@ def _call(function: Function, x: Tensor, mode: str) -> Callable[[], object]:
 
 
 def _race(first: Callable[[], object], second: Callable[[], object]) -> tuple[float, float]:
-    """Return the median microseconds of both calls, alternating so that clock changes affect both."""
+    """Return the median microseconds of two calls. They alternate, so that clock changes affect both."""
     for _ in range(5):
         first()
         second()

@@ -1,4 +1,4 @@
-"""`torchlml routing`: a small character model with a mixture of experts, trained with each router."""
+"""`torchlml routing`: train a small character-level model with a mixture of experts, once per router."""
 
 import functools
 import pydoc_data.topics
@@ -26,10 +26,10 @@ Routed = tuple[Tensor, Tensor, Tensor]
 
 
 class TopK(nn.Module):
-    """The k largest softmax probabilities, scaled to sum to 1, with the Switch auxiliary loss times `alpha`.
+    """Route by the k largest softmax probabilities, with the auxiliary loss of the Switch transformer.
 
-    The loss is alpha n sum_j f_j P_j, where f_j is the share of assignments to expert j and P_j is its mean
-    probability (Fedus, Zoph and Shazeer, 2022).
+    The weights are the k probabilities, scaled to sum to 1. The loss is alpha n sum_j f_j P_j, where f_j is
+    the share of assignments to expert j and P_j is its mean probability (Fedus, Zoph and Shazeer, 2022).
     """
 
     def __init__(self, experts: int, k: int, alpha: float = 0.0) -> None:
@@ -45,9 +45,10 @@ class TopK(nn.Module):
 
 
 class LossFree(nn.Module):
-    """Balance the experts by biases that change by `rate` per step, upward for experts with too few tokens.
+    """Balance the experts with biases that change by `rate` per step, upward for experts with too few tokens.
 
-    The bias affects the choice of experts; the weights are sigmoid scores without it (Wang et al., 2024).
+    The biases affect only the choice of experts; the weights are the sigmoid scores of the chosen experts,
+    scaled to sum to 1 (Wang et al., 2024).
     """
 
     bias: Tensor
@@ -68,10 +69,10 @@ class LossFree(nn.Module):
 
 
 class Sinkhorn(nn.Module):
-    """Choose experts by Sinkhorn's balanced plan in training, and by the logits at inference.
+    """Choose experts by a balanced Sinkhorn plan in training, and by the logits at inference.
 
-    The weights are softmax probabilities (S-BASE, Clark et al., 2022). An entry of the plan may exceed 1, the
-    most that a token can assign to an expert.
+    The weights are softmax probabilities (S-BASE, Clark et al., 2022). An entry of the plan may exceed 1,
+    although a token can assign at most 1 to an expert.
     """
 
     def __init__(self, experts: int, k: int) -> None:
@@ -89,7 +90,7 @@ class Sinkhorn(nn.Module):
     def _column_potential(self, logits: Tensor) -> Tensor:
         """Return the logarithm of the column scaling.
 
-        It is iterated up to 100 times, until the relative error of the column sums is below 0.01.
+        The iteration stops when the relative error of the column sums is below 0.01, or after 100 steps.
         """
         tokens, experts = logits.shape
         v = logits.new_zeros(experts)
@@ -134,9 +135,9 @@ WIDTH, HIDDEN, CONTEXT = 64, 64, 64
 
 @functools.cache
 def text() -> tuple[Tensor, Tensor, int]:
-    """Return Python's help texts for training and for validation, and the number of distinct characters.
+    """Return the training and validation parts of Python's help texts, and the number of characters in use.
 
-    The texts come with Python, so nothing is downloaded. The last tenth of each topic is for validation.
+    The texts are part of Python, so nothing is downloaded. The last tenth of each topic is for validation.
     """
     topics = [str(topic) for _, topic in sorted(pydoc_data.topics.topics.items())]
     number = {character: i for i, character in enumerate(sorted(set("".join(topics))))}
@@ -173,7 +174,7 @@ class Experts(nn.Module):
 
 
 class Model(nn.Module):
-    """Predicts the next character at every position, by causal attention and a mixture of experts."""
+    """A model of the next character at every position, with causal attention and a mixture of experts."""
 
     def __init__(self, router: str, characters: int) -> None:
         super().__init__()
@@ -213,7 +214,7 @@ _COLORS = {
 
 @dataclass(frozen=True)
 class RoutingRecord:
-    """The results of one interval. A run consists of twenty intervals."""
+    """The results of one interval of a run. A run consists of twenty intervals."""
 
     router: str
     seed: int
@@ -222,9 +223,9 @@ class RoutingRecord:
     step: int
     """The last step of the interval."""
     loss: float
-    """The mean training loss of the task in the interval, in nats per character."""
+    """The mean training loss in the interval, in nats per character, without the router loss."""
     load: float
-    """The largest load of an expert, averaged over the steps of the interval; 1 is a fair share."""
+    """The load of the busiest expert, averaged over the steps of the interval; 1 is a fair share."""
     worst_load: float
     validation_loss: float
     """The loss in evaluation mode after the last step of the interval."""
@@ -232,7 +233,7 @@ class RoutingRecord:
     milliseconds: float
     """The median time of a step."""
     seconds: float
-    """The time of the run so far."""
+    """The time since the start of the run."""
 
 
 def _look(router: str) -> dict[str, Any]:
@@ -244,7 +245,7 @@ def _look(router: str) -> dict[str, Any]:
 
 
 def draw(rows: Sequence[RoutingRecord], picture: Path, csv: Path) -> None:
-    """Draw the validation loss relative to the first router, and the largest loads, averaged over seeds.
+    """Draw the validation loss minus that of the first router, and the largest loads, averaged over seeds.
 
     Args:
         rows: The measurements.
@@ -316,7 +317,7 @@ def write_page(rows: Sequence[RoutingRecord], page: Path) -> None:
         temporary.write_text(markdown_table(title, HEADS, lines(rows)) + "\n", encoding="utf-8")
 
 
-INTERVALS = 20  # per run, each with a row in the CSV
+INTERVALS = 20  # per run; the CSV has a row for each interval
 
 
 TABLE = StudyTable(RoutingRecord, lambda row: (list(ROUTERS).index(row.router), row.seed, row.step))
@@ -348,9 +349,9 @@ def train_all(settings: RoutingSettings, console: Console) -> list[RoutingRecord
     """Train the missing runs, and return the records of all runs. The CSV is rewritten after each run."""
     rows = TABLE.read(settings.csv, "--csv") if settings.csv.exists() else []
     if any((row.steps, row.learning_rate) != (settings.steps, settings.learning_rate) for row in rows):
-        raise BadInput(f"`--csv` names `{settings.csv}`, which contains runs with other settings.")
+        raise BadInput(f"`--csv` names `{settings.csv}`, which contains runs with different settings.")
     done = {(row.router, row.seed) for row in rows}
-    # The seed varies slowest, so that an interrupted study has results of all routers.
+    # The seed varies slowest, so that an interrupted study has results for all routers.
     todo = [(name, seed) for seed in range(settings.seeds) for name in ROUTERS if (name, seed) not in done]
     settings.csv.parent.mkdir(parents=True, exist_ok=True)
     with ProgressBar(console) as progress, use_threads(1):
@@ -369,7 +370,7 @@ def train_all(settings: RoutingSettings, console: Console) -> list[RoutingRecord
 def train(name: str, seed: int, settings: RoutingSettings) -> list[RoutingRecord]:
     """Train one model."""
     learn, validate, characters = text()
-    torch.manual_seed(seed)  # equal seeds have equal initial weights and batches
+    torch.manual_seed(seed)  # equal seeds give equal initial weights and batches
     model, generator = Model(name, characters), torch.Generator().manual_seed(seed)
     optimizer = torch.optim.Adam(model.parameters(), settings.learning_rate)
     held_out = batch(validate, 128, torch.Generator().manual_seed(0))

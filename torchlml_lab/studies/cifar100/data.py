@@ -31,13 +31,13 @@ def _scalar_reconstructor() -> Any:
 
 
 def _encode(text: str, encoding: str) -> bytes:
-    """Replace `_codecs.encode`, which Python 2 and protocol 2 use to pickle bytes as Latin-1."""
+    """Substitute for `_codecs.encode`, which Python 2 and protocol 2 use to pickle bytes as Latin-1."""
     if encoding != "latin1":
         raise pickle.UnpicklingError(f"it requests the encoding `{encoding}`")
     return text.encode("latin1")
 
 
-# Old files refer to numpy.core and new files to numpy._core, for the same functions that rebuild arrays.
+# The functions that rebuild arrays are in numpy.core for old files and in numpy._core for new files.
 _ALLOWED = {
     **{(f"numpy.{core}.multiarray", "_reconstruct"): _array_reconstructor() for core in ("core", "_core")},
     **{(f"numpy.{core}.multiarray", "scalar"): _scalar_reconstructor() for core in ("core", "_core")},
@@ -195,7 +195,7 @@ def read_features(path: Path) -> tuple[Part, Part]:
         ) from error
     except (OSError, ValueError, EOFError, zipfile.BadZipFile) as error:
         said = getattr(error, "strerror", None) or "it is not a complete npz file of arrays"
-        raise BadInput(f"`--features` is `{path}`, which cannot be read: {said}.") from error
+        raise BadInput(f"`--features` names `{path}`, which cannot be read: {said}.") from error
     if x.ndim != 2 or x.dtype.kind != "f" or not len(x) == len(fine) == len(coarse) == len(test):
         raise BadInput(
             f"`{path}`: `x` must be a 2-D float array with a row for each label and test flag, but it is "
@@ -269,7 +269,7 @@ class Batches(Dataset[tuple[Tensor, Tensor]]):
 
 
 def _cropped_and_flipped(x: Tensor) -> Tensor:
-    """Pad each image by four black pixels, crop it at random, and mirror it with probability 0.5."""
+    """Pad each image with four black pixels per side, crop it at random, and mirror half of the images."""
     number, _, height, width = x.shape
     padded = torch.nn.functional.pad(x, (PADDING,) * 4)
     top, left = torch.randint(2 * PADDING + 1, (2, number, 1))

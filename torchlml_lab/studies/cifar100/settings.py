@@ -24,7 +24,7 @@ EXPERIMENT = "cifar100"
 class Cifar100Settings(TrainSettings):
     """Train on CIFAR-100 with label noise and report top-1 and top-k accuracy; needs --data or --features.
 
-    The defaults for images are the published recipe (Berrada et al. 2018): DenseNet 40-40 and SGD with
+    The defaults for images follow the published recipe (Berrada et al. 2018): DenseNet 40-40 and SGD with
     Nesterov momentum 0.9, weight decay 1e-4 and batches of 64. The learning rate is 0.1, divided by ten after
     half and three quarters of 300 epochs. Images are randomly cropped and mirrored. 5000 training images with
     clean labels are held out for validation, and the epoch with the best top-5 accuracy on them is tested.
@@ -37,7 +37,7 @@ class Cifar100Settings(TrainSettings):
     features: Path | None = None
     """Frozen features instead of images: an npz file with `x`, `fine`, `coarse` and the bool array `test`."""
     network: Literal["densenet-40-40", "small-cnn"] | None = None
-    """The network for images: the published one (the default), or five convolutions for a CPU."""
+    """The network for images: densenet-40-40 as published (the default), or small-cnn for a CPU."""
     head: Literal["small", "wide"] | None = None
     """The head on features: one hidden layer with dropout (the default), or two wide layers that can memorize
     wrong labels (with `--weight-decay 0` and many epochs)."""
@@ -67,7 +67,7 @@ NOISES = (0.0, 0.2, 0.4, 0.6, 0.8, 1.0)
 
 @dataclass(frozen=True)
 class SweepSettings(GridSettings):
-    """Run all combinations of losses, noise levels, seeds, rates and temperatures that are not finished."""
+    """Run all unfinished combinations of losses, noise levels, seeds, learning rates and temperatures."""
 
     out: Path = Path("runs/cifar100-sweep")
     losses: tuple[Loss, ...] = LOSSES
@@ -83,30 +83,30 @@ class SweepSettings(GridSettings):
 
 @dataclass(frozen=True)
 class EvaluateSettings:
-    """Print the top-k accuracies of a CIFAR-100 run with its best weights."""
+    """Print the top-k accuracies of the best checkpoint of a CIFAR-100 run."""
 
     run: Annotated[Path, tyro.conf.Positional, tyro.conf.arg(metavar="RUN")] = Path("runs/cifar100")
     """The run directory."""
     split: Literal["training", "validation", "test"] = "test"
-    """The samples to evaluate on; training samples have their noisy labels."""
+    """The samples to evaluate on; training samples keep their noisy labels."""
     data: Path | None = None
-    """The official images, if they have moved."""
+    """The new path of the official images, if they have moved."""
     features: Path | None = None
-    """The frozen features, if they have moved."""
+    """The new path of the frozen features, if they have moved."""
     cpu: bool = False
     """Use the CPU even if a GPU is available."""
 
 
 @dataclass(frozen=True)
 class LossTimesSettings(StepTimeSettings):
-    """Time training steps of all losses in alternation on the same samples, with the settings of a run."""
+    """Time training steps with each loss, in alternation on the same samples, with the settings of a run."""
 
     run: Annotated[Path, tyro.conf.Positional, tyro.conf.arg(metavar="RUN")] = Path("runs/cifar100")
     """The run directory."""
     data: Path | None = None
-    """The official images, if they have moved."""
+    """The new path of the official images, if they have moved."""
     features: Path | None = None
-    """The frozen features, if they have moved."""
+    """The new path of the frozen features, if they have moved."""
 
 
 def read_train(arguments: Sequence[str]) -> Cifar100Settings:

@@ -1,4 +1,4 @@
-"""`torchlml sweep cifar100`: losses x noise levels x seeds, and the table of results."""
+"""`torchlml sweep cifar100`: run all losses, noise levels and seeds, and tabulate the results."""
 
 import dataclasses
 from collections import defaultdict
@@ -22,7 +22,7 @@ from torchlml_lab.studies.cifar100.task import check, model_name, read, task
 
 @dataclass(frozen=True)
 class AccuracyRecord:
-    """One run: its settings, and the accuracies of the epoch chosen on validation."""
+    """The settings of a run, and its accuracies at the epoch with the best validation accuracy."""
 
     source: str
     """`features`, or the network for images."""
@@ -71,7 +71,7 @@ _CHOSEN = ("out", "resume", "loss", "noise", "seed")
 def main(settings: SweepSettings) -> None:
     """Run all combinations that are not finished."""
     runs = grid(settings)
-    read(settings.run.data, settings.run.features)  # raises for a bad file once, before any run starts
+    read(settings.run.data, settings.run.features)  # reports an invalid file once, before any run
     study = Grid(EXPERIMENT, runs, _run_one, lambda one, done: [record(one, done)], TABLE.write, _table)
     run_grid(study, settings, new_console())
 
@@ -94,7 +94,7 @@ def grid(settings: SweepSettings) -> list[Cifar100Settings]:
 def _runs(
     settings: SweepSettings, recipes: Mapping[str, Sequence[tuple[float, ...]]]
 ) -> Iterator[Cifar100Settings]:
-    # The seed varies slowest, so that a sweep stopped early still has every loss at every noise level.
+    # The seed varies slowest, so that a sweep stopped early still covers every loss at every noise level.
     for seed, noise, loss in product(settings.seeds, settings.noises, settings.losses):
         for rate, temperature in recipes[loss]:
             out = settings.out / f"{loss}_noise{noise:g}_lr{rate:g}_t{temperature:g}_seed{seed}"

@@ -41,9 +41,9 @@ from torchlml_lab.studies.cifar100.settings import (
 DENSENET = "densenet-40-40"
 
 
-# The number of training samples, with their noisy labels, that are also evaluated after every epoch.
+# The number of training samples that are also evaluated after every epoch, with their noisy labels.
 FOLLOWED = 5000
-INSTEAD = "This network is meant for GPUs: use `--network small-cnn --epochs 6` here, or `--features`."
+INSTEAD = "This network needs a GPU. On a CPU, use `--network small-cnn --epochs 6` or `--features`."
 
 
 def main(settings: Cifar100Settings) -> None:
@@ -93,7 +93,7 @@ def read(data: Path | None, features: Path | None) -> tuple[Part, Part]:
 
 
 def task(settings: Cifar100Settings, everything: Part, test: Part) -> Task:
-    """Build the task of one run. Set the seed before the call, because it initializes the network."""
+    """Build the task of a run. This initializes the network, so set the random seed before the call."""
     parts = splits(settings, everything, test)
     training = parts["training"]
     model = network(settings, training)
@@ -133,7 +133,7 @@ def splits(settings: Cifar100Settings, everything: Part, test: Part) -> dict[str
     if settings.samples is not None:
         if settings.samples > len(training):
             raise BadInput(f"`--samples` must be at most {len(training)}, but it is {settings.samples}.")
-        training = training[torch.arange(settings.samples)]  # the split has already shuffled them
+        training = training[torch.arange(settings.samples)]  # already shuffled by the split
     training = with_noise(training, settings.noise, settings.seed)
     return {"training": training, "validation": validation, "test": test}
 
@@ -293,7 +293,7 @@ class _Transition(nn.Module):
 
 
 def small_cnn(classes: int) -> nn.Module:
-    """Build a CNN of five convolutions with 5 million multiplications per image, for use without a GPU."""
+    """Build a CNN with five convolutions and 5 million multiplications per image, for use without a GPU."""
     parts: list[nn.Module] = []
     channels = 3
     for more, stride in ((32, 2), (64, 2), (128, 2), (128, 1), (256, 2)):

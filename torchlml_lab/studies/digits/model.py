@@ -1,8 +1,8 @@
 """The images of the demo, its networks (one for each method and seed) and their metrics.
 
-The images show k different handwritten digits side by side; the label of one of them is observed. The digits
-come with scikit-learn, so nothing is downloaded. They are split into training and test sets before the images
-are composed, so that no digit image occurs in both.
+Each image shows k different handwritten digits side by side, and one of them is the observed label. The
+digits come with scikit-learn, so nothing is downloaded. They are split into training and test sets before the
+images are composed, so that no handwritten digit occurs in both.
 
 The networks of all data sets (seeds and conditions) are independent, but they are trained together as stacked
 matrices, which makes good use of two cores. All losses use the same initial weights, the same batches in the
@@ -24,7 +24,8 @@ from torchlml_lab.engine.loop import train_epoch
 CLASSES = 10
 SIDE = 8
 CONDITIONS = ("uniform", "skewed")
-# In the skewed condition, a 0 is 16 times as likely to be observed as a 9, in geometric steps.
+# In the skewed condition, a 0 is 16 times as likely to be observed as a 9. The odds of the digits in between
+# fall geometrically.
 SKEW = 16.0
 
 
@@ -50,8 +51,8 @@ def make(
         train: The number of training images.
         test: The number of test images.
         condition: "uniform" (each digit of an image is equally likely to be observed) or "skewed".
-        seed: Determines the images, which are the same for both conditions.
-        varying: Whether images show 1 to k digits, each number equally often; other places are empty.
+        seed: The random seed. The same seed gives the same images in both conditions.
+        varying: Whether the images show a random number of digits from 1 to k, with the other places empty.
 
     Returns:
         The training and the test images.
@@ -117,13 +118,13 @@ class Measured:
 # The columns of the table: the name of the measure, its heading, its meaning, and its number of decimals.
 COLUMNS = (
     ("recall", "recall@k", "share of all digits in an image that are among the k with the largest p", 3),
-    ("hidden_recall", "unobserved", "the same for the unobserved digits", 3),
+    ("hidden_recall", "unobserved", "recall@k of the unobserved digits only", 3),
     ("exact", "exact set", "share of images where p > 0.5 holds for exactly the digits in the image", 3),
     ("count", "p > 0.5", "mean number of digits per image with p > 0.5; the correct number is k", 2),
     (
         "calibration_error",
         "calibration",
-        "mean distance of p from the share of digits that are present; 0 is best",
+        "mean difference between p and the share of digits that are present; 0 is best",
         3,
     ),
 )
@@ -141,9 +142,9 @@ def measure(p: Tensor, ranking: Tensor, images: Images) -> Measured:
         images: The test images.
 
     Returns:
-        The measures. Recall counts the top m digits of an image with m digits. The calibration error sorts
-        all pairs of image and digit into ten bins by p and averages the distance between the mean p and the
-        share of digits present in a bin, weighted by the size of the bin.
+        The metrics. Recall counts the top m digits of an image with m digits. For the calibration error, all
+        pairs of an image and a digit are sorted into ten bins by p. The error is the difference between the
+        mean p of a bin and its share of digits that are present, averaged with the bin sizes as weights.
     """
     rank = ranking.argsort(-1, descending=True).argsort(-1)
     top = rank < images.present.sum(-1, keepdim=True)
@@ -191,7 +192,7 @@ LEARNING_RATE = 2e-3
 
 
 Index = tuple[Tensor, Tensor]
-"""The data set and the image of each row."""
+"""The indices of the data set and of the image, for each row of a batch."""
 
 
 @dataclass(frozen=True)

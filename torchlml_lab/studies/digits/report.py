@@ -45,7 +45,7 @@ def sentences(results: Results, condition: str, k: int) -> list[str]:
         ),
         f"The sigmoid likelihood of the observed label {_collapse(collapsed)}. It predicts p > 0.5 for "
         f"{collapsed:.1f} of 10 digits, although an image shows {k}. Its recall of the unobserved digits is "
-        f"{average('sigmoid likelihood', 'hidden_recall'):.2f}; a random ranking has {k / 10:.2f}.",
+        f"{average('sigmoid likelihood', 'hidden_recall'):.2f}; that of a random ranking is {k / 10:.2f}.",
         f"Predicted sets (p > 0.5): LML predicts exactly the digits of the image in "
         f"{average('LML', 'exact'):.0%} of the images, cross-entropy in "
         f"{average('cross-entropy', 'exact'):.0%}. The mean size of the set is {lml:.2f} for LML and "
@@ -61,12 +61,12 @@ def sentences(results: Results, condition: str, k: int) -> list[str]:
 
 
 def limits(seeds: int, k: int) -> str:
-    """Return the limits of the demo, as sentences."""
+    """Return the limitations of the demo, as sentences."""
     return (
-        f"Limits: the images are small, there is one small network, and there are {seeds} seeds. All losses "
-        f"use the same optimizer settings, which were not tuned for any of them. Every image shows exactly "
-        f"k = {k} digits, and LML and truncated entropy use this k. `torchlml which-k` measures the effect "
-        "of a wrong k and of a varying number of labels."
+        f"Limitations: the images are small, and only one small network is trained, with {seeds} seeds. All "
+        f"losses use the same optimizer settings, which were not tuned for any of them. Every image shows "
+        f"exactly k = {k} digits, and LML and truncated entropy use this k. `torchlml which-k` measures the "
+        "effect of a wrong k and of a varying number of labels."
     )
 
 
@@ -108,7 +108,8 @@ def _calibration(results: Results, condition: str) -> str:
     )
 
 
-# Methods look the same in every figure. Methods that only the demo has use shades of related methods.
+# A method has the same color and marker in every figure of the project. The two methods that occur only in
+# the demo have a shade of a related color, and grey.
 LOOK = {
     "cross-entropy": METHODS["cross-entropy"],
     "cross-entropy x k": (DARK_ORANGE, "s"),
@@ -120,7 +121,7 @@ LOOK = {
 
 
 def draw_scores(results: Results, k: int, picture: Path) -> None:
-    """Plot recall of the unobserved digits and the share of exactly predicted sets, as bars with deviations.
+    """Plot the recall of unobserved digits and the share of exact sets, as bars with standard deviations.
 
     Args:
         results: All measurements.
@@ -213,7 +214,7 @@ tr.lml td { font-weight: 600; }
 .example th:first-child, .example td:first-child { text-align: left; padding-right: .8rem; }
 .present { outline: 2px solid #D55E00; outline-offset: -2px; }
 .small { color: #555; font-size: .88rem; }
-/* Phones: plots scroll inside their frame, and each row of a table of results becomes a list. */
+/* On phones, plots scroll inside their frame, and each row of a results table becomes a list. */
 @media (max-width: 40rem) {
   body { margin: 1rem auto; }
   .plot img { width: 44rem; }
@@ -253,8 +254,8 @@ def write(
         path: The HTML file.
         setting: A description of the run.
         results: All measurements.
-        findings: The sentences of each condition.
-        limits: The limits of the demo.
+        findings: The sentences about each condition.
+        limits: The limitations of the demo.
         meanings: A description of each method, by name.
         plots: The PNG files to embed.
         examples: A few test images of the uniform condition.
@@ -285,7 +286,7 @@ def write(
     parts.append(
         "<h2>Methods</h2><ul>"
         + "".join(f"<li><b>{html.escape(n)}</b>: {html.escape(m)}</li>" for n, m in meanings.items())
-        + f"</ul><h2>Limits</h2><p>{html.escape(limits)}</p>"
+        + f"</ul><h2>Limitations</h2><p>{html.escape(limits)}</p>"
     )
     page = (
         '<!doctype html><html lang="en"><head><meta charset="utf-8">'

@@ -25,7 +25,7 @@ SOFTMAX, BCE = "cross-entropy", "bce"
 FIXED, VARYING = "3 digits", "1 to 5 digits"
 ONE, ALL = "one", "all"
 SITUATIONS = ((FIXED, ONE), (VARYING, ONE), (VARYING, ALL))
-# If all images show the same number of digits, the k of each row is simply k.
+# If all images show the same number of digits, a k for each row would equal one k for all rows.
 PLAN = tuple(
     (digits, named, method)
     for digits, named in SITUATIONS
@@ -44,7 +44,7 @@ class WhichKRecord:
     """The number of observed digits per training image: `one` or `all`."""
     method: str
     k: int
-    """0 for methods that do not use one k for all rows."""
+    """The k of all rows, or 0 for methods that do not use one k for all rows."""
     seed: int
     recall: float
     """The share of an image's digits that are in its top m, where m is the number of its digits."""
@@ -62,7 +62,7 @@ TABLE = StudyTable(
 
 
 def main(settings: WhichKSettings) -> None:
-    """Train all networks, write the CSV, and print a table for each kind of images and labels."""
+    """Train all networks, write the CSV, and print a table for each combination of images and labels."""
     for name, least in (("seeds", 1), ("images", 100), ("epochs", 1)):
         if getattr(settings, name) < least:
             raise BadInput(f"`--{name}` must be at least {least}, but it is {getattr(settings, name)}.")
@@ -82,14 +82,15 @@ def main(settings: WhichKSettings) -> None:
 
 
 def run(digits: str, named: str, method: str, settings: WhichKSettings) -> list[WhichKRecord]:
-    """Train and evaluate a network for each k and seed, for one method and one kind of images and labels."""
+    """Train and evaluate a network for each k and seed, with one method on one kind of images and labels."""
     began = time.monotonic()
     width = MOST if digits == VARYING else 3
     data = [
         make(width, settings.images, 2000, "uniform", seed, varying=digits == VARYING)
         for seed in range(settings.seeds)
     ]
-    # All networks train at once, each with its own k. Equal seeds share images, initial weights and batches.
+    # All networks train at once, each with its own k. Those with the same seed share images, initial weights
+    # and batches.
     cells = [
         (k, seed) for k in (KS if method in (EXACTLY, AT_MOST) else (0,)) for seed in range(settings.seeds)
     ]
@@ -132,10 +133,10 @@ def loss_of(method: str, outputs: Tensor, observed: Tensor, number: Tensor, k: T
 
     Args:
         method: The name of the loss.
-        outputs: (sets, rows, 10) logits; a predicted k is an additional output.
+        outputs: (sets, rows, 10), the logits. If k is predicted, it is an additional output.
         observed: (sets, rows, 10), bool, the observed digits.
-        number: (sets, rows), the number of digits in each image, which two of the methods use.
-        k: (sets, 1), the constant k, which two other methods use.
+        number: (sets, rows), the number of digits in each image, for the two methods with a k for each row.
+        k: (sets, 1), the k of all rows, for the two methods that use one k.
 
     Returns:
         (sets, rows), summed over the labels of a row.
@@ -146,7 +147,7 @@ def loss_of(method: str, outputs: Tensor, observed: Tensor, number: Tensor, k: T
     if method == BCE:
         return binary_cross_entropy_with_logits(logits, observed.to(logits.dtype), reduction="none").sum(-1)
     if method == PREDICTED:
-        # The LML loss uses the true number. A predicted k would only grow, because that lowers the loss.
+        # The LML loss uses the true number. A predicted k would keep growing, because that lowers the loss.
         told = torchlml.lml_loss(logits, observed, number, reduction="none")
         return told + (outputs[..., CLASSES] - number).square()
     return torchlml.lml_loss(

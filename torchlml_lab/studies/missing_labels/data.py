@@ -1,4 +1,4 @@
-"""Read the data sets of the study, draw the splits and observed labels of a seed, and predict k."""
+"""Read the data sets of the study, draw the split and the observed labels for a seed, and predict k."""
 
 import zipfile
 from collections.abc import Iterable
@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from torchlml_lab.cli_errors import BadInput, reason
-from torchlml_lab.data.labeled_files import read_svmlight
+from torchlml_lab.data.sparse_files import read_svmlight
 
 Array = npt.NDArray[Any]
 
@@ -20,12 +20,12 @@ FOLDERS = {
     **dict.fromkeys(("voc2012", "yeast", "cal500", "tmc2007"), "missing-labels"),
     **dict.fromkeys(("bibtex", "corel5k", "delicious"), "multilabel"),
 }
-"""The data sets, in the order of the study, and the directory of each below `--data`."""
+"""The data sets in the order of the study, and the subdirectory of `--data` that contains each."""
 
 PUBLISHED = ("voc2012",)
-"""The data sets with a published draw of the observed labels."""
+"""The data sets with published observed labels."""
 
-VALIDATION = 0.2  # fraction of the training samples; they have all labels
+VALIDATION = 0.2  # fraction of the training samples; all labels of these samples are observed
 TEST = 0.3  # fraction of all samples, for data without an official split
 
 
@@ -41,7 +41,7 @@ class Dataset:
     train: Tensor | None
     """(samples,), bool: the official training samples. None means that every seed has its own split."""
     published: Tensor | None = None
-    """A published draw of one label for each official training sample."""
+    """The published observed label of each official training sample, if there are any."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -131,13 +131,13 @@ def _read_svmlight(name: str, path: Path) -> Dataset:
     x = np.zeros((len(train) + len(test), width), dtype=np.float32)
     x[: len(train), : train.features.shape[1]] = train.features.toarray()
     x[len(train) :, : test.features.shape[1]] = test.features.toarray()
-    # Labels without a training sample cannot be learned.
+    # Labels that occur only in test samples are dropped, because they cannot be learned.
     y = [part.labels.toarray()[:, : len(train.names)] for part in (train, test)]
     return _labeled_samples(name, x, np.concatenate(y) > 0, np.arange(len(x)) < len(train), None)
 
 
 def _labeled_samples(name: str, x: Array, y: Array, train: Array | None, published: Tensor | None) -> Dataset:
-    """Drop samples without labels, because they cannot have an observed label."""
+    """Build the data set without the unlabeled samples, which cannot have an observed label."""
     keep = y.any(1)
     if published is None and not keep.all():
         x, y, train = x[keep], y[keep], None if train is None else train[keep]
@@ -151,12 +151,12 @@ def _labeled_samples(name: str, x: Array, y: Array, train: Array | None, publish
 
 
 def split_of(data: Dataset, seed: int, published: bool = False) -> Split:
-    """Draw the validation samples and the observed labels of a seed, and scale the features.
+    """Draw the validation samples and the observed labels for a seed, and scale the features.
 
     Args:
-        data: The data set. Without an official split, the test samples are also drawn.
-        seed: Equal seeds give equal splits and labels.
-        published: Whether to use the published draw of the observed labels.
+        data: The data set. Without an official split, the test samples are drawn as well.
+        seed: The random seed. Equal seeds give equal splits and labels.
+        published: Whether to use the published observed labels.
 
     Returns:
         The data of the seed.
@@ -217,10 +217,10 @@ def labeled_part(split: Split) -> Split:
 
 
 def predicted_k(split: Split) -> tuple[Tensor, Tensor, Tensor]:
-    """Predict the number of labels of each sample by a ridge regression on the validation samples.
+    """Predict the number of labels of each sample by ridge regression, fitted on the validation samples.
 
-    Only the validation samples have all their labels. The predictions for them are leave-one-out predictions,
-    so that the choice of a learning rate is not biased. The same predictions select the penalty.
+    Only the validation samples are fully labeled. The predictions for them are leave-one-out predictions, so
+    that the choice of a learning rate is not biased. The penalty is chosen by their squared error.
 
     Args:
         split: The data of a seed.

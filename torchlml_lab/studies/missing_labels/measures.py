@@ -1,4 +1,4 @@
-"""The measures of the study, on scores and probabilities of shape (samples, labels), and recalibration."""
+"""The metrics of the study, for scores and probabilities of shape (samples, labels), and recalibration."""
 
 from typing import NamedTuple
 
@@ -11,7 +11,7 @@ BINS = 15
 
 
 def mean_average_precision(scores: Tensor, labels: Tensor) -> Tensor:
-    """Rank the samples by score for each label, and return the mean of the labels' average precisions.
+    """Rank the samples by score for each label, and average the average precision over the labels.
 
         >>> scores, labels = torch.tensor([[3.0], [2.0], [1.0]]), torch.tensor([[True], [False], [True]])
         >>> mean_average_precision(scores, labels)
@@ -22,9 +22,9 @@ def mean_average_precision(scores: Tensor, labels: Tensor) -> Tensor:
         labels: (samples, labels), bool. Labels that no sample has are left out.
 
     Returns:
-        (...): the means. Samples with equal scores share the precision after the last of them.
+        (...): the means. Samples with equal scores all have the precision at the last of them.
     """
-    # Only positives need a rank. Sorting values and searching for them is faster than sorting indices.
+    # Only positives need a rank. Sorting the values and searching for the positives is faster than argsort.
     present = labels.any(0)
     columns = scores[..., present].mT.contiguous().numpy()
     having = [column.nonzero()[0] for column in labels[:, present].mT.numpy()]
@@ -39,7 +39,7 @@ def mean_average_precision(scores: Tensor, labels: Tensor) -> Tensor:
 
 
 def recall_at(scores: Tensor, labels: Tensor, k: int) -> float:
-    """Compute the mean fraction of the labels of a sample that are among its k largest scores."""
+    """Compute the share of a sample's labels that are among its k largest scores, averaged over samples."""
     found = labels.gather(-1, scores.topk(k, -1).indices).sum(-1)
     return float((found / labels.sum(-1)).mean())
 
@@ -58,7 +58,7 @@ def calibration_error(p: Tensor, labels: Tensor) -> float:
 
 
 def f1_score(chosen: Tensor, labels: Tensor) -> float:
-    """Compute the micro-averaged F1 of chosen entries; 0 if nothing is chosen and nothing is true."""
+    """Compute the micro-averaged F1 of the chosen entries; 0 if no entry is chosen and no label is true."""
     hits, pairs = int((chosen & labels).sum()), int(chosen.sum()) + int(labels.sum())
     return 2 * hits / pairs if pairs else 0.0
 
@@ -103,7 +103,7 @@ def recalibrated(scores: Tensor, labels: Tensor) -> Calibration:
 
 
 def best_threshold(p: Tensor, labels: Tensor) -> float:
-    """Find the threshold with the best micro-F1, which is halfway between two probabilities."""
+    """Find the threshold with the best micro-F1, halfway between two neighboring probabilities."""
     ordered, order = p.flatten().sort(descending=True)
     hits = labels.flatten()[order].cumsum(0)
     count = torch.arange(1, len(ordered) + 1)

@@ -1,8 +1,8 @@
 """The methods of the study: their losses, how they turn logits into probabilities, and their search spaces.
 
 The losses follow the definitions of the papers: Cole et al. (2021) for AN, AN-LS, WAN, EPR and ROLE, Zhou et
-al. (2022) for EM (the loss without asymmetric pseudo-labels), and Ridnik et al. (2021) for ASL. They take
-logits x of shape (configurations, samples, labels) and return one number per configuration.
+al. (2022) for EM (the loss without asymmetric pseudo-labels), and Ridnik et al. (2021) for ASL. A loss takes
+logits x of shape (configurations, samples, labels) and returns one number per configuration.
 """
 
 from collections.abc import Callable
@@ -39,7 +39,7 @@ class Batch(NamedTuple):
 
     @property
     def target(self) -> Tensor:
-        """(configurations, samples): the observed labels, for the losses of this library."""
+        """(configurations, samples): the observed labels, as `torchlml` losses expect them."""
         return self._index[..., 0]
 
     @property
@@ -120,7 +120,7 @@ MARGIN = 0.05
 def asymmetric(batch: Batch) -> Tensor:
     """ASL: AN with the terms -p^weight log(1 - p) for negatives, where p is max(0, probability - 0.05)."""
     p = (batch.x.sigmoid() - MARGIN).clamp(min=0)
-    # The power of 0 has an infinite derivative for weights below 1, hence the lower limit.
+    # The lower limit avoids powers of 0, whose derivative is infinite for weights below 1.
     negatives = -(p.clamp(min=1e-8) ** batch.weight[:, None, None]) * torch.log1p(-p)
     others = negatives.sum(-1) - negatives.gather(-1, batch.target[..., None])[..., 0]
     return _per_label(F.softplus(-batch.observed_x) + others, batch)
@@ -150,7 +150,7 @@ def truncated_entropy(batch: Batch) -> Tensor:
 
 
 def integer_k(k: Tensor) -> Tensor:
-    """Round k to an integer of at least 1."""
+    """Round k to an integer that is at least 1."""
     return k.round().clamp(min=1).long()
 
 
@@ -174,7 +174,7 @@ class Estimates:
 
     Their learning rate is ten times that of the classifier. The initial probabilities are uniform between 0.4
     and 0.6, and those of the observed labels are 0.995. As in the code of the paper, Adam updates the whole
-    table in every step. The updates of a sample outside of the batch are applied when it is used next.
+    table in every step. The updates of a sample outside the batch are deferred until its next use.
     """
 
     def __init__(self, observed: Tensor, labels: int, rates: Tensor, seed: int) -> None:
@@ -192,7 +192,7 @@ class Estimates:
         first, second = (moment[:, rows] for moment in self.moments)
         since = self.updated[rows, None]
         missed = number - 1 - since
-        after = torch.arange(1, 101, dtype=torch.float64)  # later steps do not matter: 0.9^100 is 3e-5
+        after = torch.arange(1, 101, dtype=torch.float64)  # later steps are negligible: 0.9^100 is 3e-5
         step = since + after
         factor = 0.9**after / (1 - 0.9**step) * ((1 - 0.999**step) / 0.999**after).sqrt()
         factor = torch.where(after <= missed, factor, 0).sum(-1, keepdim=True).float()
@@ -204,7 +204,7 @@ class Estimates:
         return (self.logits[:, rows] - move).requires_grad_()
 
     def update(self, rows: Tensor, logits: Tensor, gradient: Tensor, number: int) -> None:
-        """Apply optimizer step `number` to these samples, whose logits are those of `of`."""
+        """Apply optimizer step `number` to these samples, with the logits that `of` returned for them."""
         pair = [moment[:, rows] for moment in self.moments]
         value = logits.detach()
         self.optimizer.step(value, gradient, pair, number)
@@ -216,16 +216,16 @@ Link = Literal["sigmoid", "softmax", "lml", "subset"]
 
 
 def scores_of(link: Link, x: Tensor, k: Tensor) -> Tensor:
-    """Turn logits into scores that order samples and labels like the probabilities, without saturation.
+    """Turn logits into scores that rank samples and labels like the probabilities, but do not saturate.
 
     Args:
-        link: The probabilities: "sigmoid", "softmax" times k, "lml", or "subset" for the exact inclusion
-            probabilities of `KSubset`.
+        link: The kind of probabilities: "sigmoid", "softmax" (times k), "lml", or "subset" for the exact
+            inclusion probabilities of `KSubset`.
         x: (..., samples, labels), the logits.
         k: (samples,), the expected number of labels.
 
     Returns:
-        The log-odds of the probabilities, or for "softmax" their logarithms.
+        The log-odds of the probabilities, or their logarithms for "softmax".
     """
     if link == "softmax":
         return x.log_softmax(-1) + k.log()[:, None]
@@ -250,9 +250,9 @@ class Method:
     loss: Loss
     link: Link = "sigmoid"
     weights: tuple[float, ...] = ()
-    """Seven values of the weight in its loss, if it has one. The search starts with the middle three."""
+    """Seven values of the weight in the loss, if there is one. The search starts with the middle three."""
     k: float | None = 1.0
-    """k as a multiple of the mean number of labels, or None for a prediction per sample."""
+    """k as a multiple of the mean number of labels, or None if k is predicted for each sample."""
     start: float | None = None
     """The probability of every label before training. None means k divided by the number of labels."""
     labels: Literal["one", "all", "validation"] = "one"
@@ -303,7 +303,8 @@ RATES = tuple(float(f"{1e-5 * 10 ** (step / 4):.2g}") for step in range(17))
 def first_recipes(method: Method) -> list[Recipe]:
     """Return the nine configurations with which the search of a method starts.
 
-    They have nine learning rates from 1e-4 to 1e-2, or three of these rates with three weights each.
+    Methods without a weight try nine learning rates from 1e-4 to 1e-2. Other methods try three of these rates
+    with three weights each.
     """
     rates = RATES[4:13]
     if not method.weights:

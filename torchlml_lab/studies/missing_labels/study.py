@@ -48,10 +48,10 @@ HEADS = ("linear", "hidden")
 HIDDEN = 128
 TUNING_SEEDS = (0, 1)
 _TOGETHER = 2**18
-"""The largest number of logits in a step. Configurations that do not fit in a step are trained later."""
+"""The largest number of logits in a training step. Configurations that exceed it are trained in groups."""
 EXACT = ("yeast", "cal500", "tmc2007")
-"""The data sets of the exact k-subset loss, with the linear head only: it takes several times as long as LML.
-On VOC 2012, k rounds to 1, and the loss equals that of softmax."""
+"""The data sets for the exact k-subset loss. It takes several times as long as LML, so it is trained only on
+these and only with the linear head. On VOC 2012, k rounds to 1, where the loss equals that of softmax."""
 
 
 @dataclass(frozen=True)
@@ -69,7 +69,7 @@ class TuningRecord:
     """The epoch with the best validation mAP, counted from 1."""
     validation_map: float
     seconds: float
-    """Processor time."""
+    """The CPU time."""
 
 
 @dataclass(frozen=True)
@@ -115,7 +115,7 @@ RESULTS = StudyTable(ResultRecord, lambda row: (_place(row), row.draw == "publis
 
 
 class Trained(NamedTuple):
-    """The best epoch of a configuration."""
+    """The best epoch of a configuration, and the weights after it."""
 
     epoch: int
     validation_map: float
@@ -125,9 +125,9 @@ class Trained(NamedTuple):
 def new_parameters(
     head: str, features: int, labels: int, start: float, seed: int, count: int
 ) -> list[Tensor]:
-    """Create the weights and biases of a head, equal for all configurations.
+    """Create the initial weights and biases of a head, the same for all `count` configurations.
 
-    The last layer has zero weights and the bias for which every probability is `start`.
+    The last layer has zero weights and a bias that makes every probability equal to `start`.
     """
     generator = torch.Generator().manual_seed(seed)
     bias = torch.full((1, labels), start).logit()
@@ -163,7 +163,7 @@ def expected_counts(method: Method, split: Split) -> ExpectedCounts:
     parts = (split.x, split.validation_x, split.test_x)
     if method.k is None:
         return _predicted_counts(split)
-    # 1.5 times the mean must stay below the number of labels, where every probability would be 1.
+    # 1.5 times the mean may exceed the number of labels, where every probability would be 1.
     k = min(method.k * split.k, 0.9 * split.labels.shape[1])
     return ExpectedCounts(*(torch.full((len(part),), k) for part in parts))
 
@@ -185,7 +185,7 @@ def train(
         counts: The numbers of labels that the method expects for these samples.
         head: "linear" or "hidden".
         recipes: The configurations. They share initial weights and batches.
-        steps: The number of steps, rounded to epochs.
+        steps: The number of steps, rounded to whole epochs.
         seed: The seed of initial weights and batches.
 
     Returns:
@@ -237,13 +237,13 @@ def batch_size(samples: int) -> int:
 
 
 class Cell(NamedTuple):
-    """A part of the study that is stored when it is complete."""
+    """A part of the study. Its rows are saved when it is complete."""
 
     dataset: str
     head: str
     method: str
     draw: str
-    """ "tuning" (all seeds), "random" or "published"."""
+    """Either "tuning" (all tuning seeds), or the source of the observed labels: "random" or "published"."""
     seed: int
 
 
@@ -261,7 +261,7 @@ def cells(settings: MissingLabelsSettings) -> Iterator[Cell]:
 
 
 class Study:
-    """Reads the completed rows from the two files of the study, and computes missing rows."""
+    """The rows of the study's two files. Missing rows are computed and added to the files."""
 
     def __init__(self, settings: MissingLabelsSettings, folder: Path) -> None:
         self.settings, self.folder = settings, folder
@@ -271,8 +271,8 @@ class Study:
         for steps in (*(row.steps for row in self.tuning), *(row.steps for row in self.results)):
             if steps != settings.steps:
                 raise BadInput(
-                    f"`--steps` is {settings.steps}, but `--out` names `{settings.out}`, whose rows have "
-                    f"{steps} steps. Use another directory."
+                    f"`--steps` is {settings.steps}, but `--out` names `{settings.out}`, which contains "
+                    f"results of {steps} steps. Use another directory."
                 )
 
         self.tried: dict[tuple[str, str, str], dict[Recipe, dict[int, float]]] = {}
@@ -285,7 +285,7 @@ class Study:
         tried.setdefault(Recipe(row.learning_rate, row.weight), {})[row.seed] = row.validation_map
 
     def complete(self, cell: Cell) -> bool:
-        """Whether the files contain the cell. A result of a configuration that is not the best is missing."""
+        """Whether the files contain the cell. A result counts only if its configuration is the best one."""
         if cell.draw == "tuning":
             return not any(self.missing_runs(cell).values())
         return any(
@@ -295,10 +295,10 @@ class Study:
         )
 
     def missing_runs(self, cell: Cell) -> dict[int, list[Recipe]]:
-        """Return the next configurations in the search of a method by seed: none if the search is complete.
+        """Return the configurations that the search of a method tries next, for each tuning seed.
 
         The search starts with nine configurations. It continues with the neighbors of the best one until no
-        neighbor is better.
+        neighbor is better. The lists are empty if the search is complete.
         """
         method, tried = METHODS[cell.method], self.tried.get(cell[:3], {})
         recipes = list(tried) or first_recipes(method)
@@ -312,7 +312,7 @@ class Study:
         return max(sorted(tried), key=lambda recipe: mean(tried[recipe].values()))
 
     def compute(self, cell: Cell) -> None:
-        """Compute a cell and store its rows."""
+        """Compute a cell and write its rows to the files."""
         if cell.draw != "tuning":
             self._compute_result(cell)
             return
@@ -376,7 +376,7 @@ class Study:
 
 
 def predictions_per_sample(data: Dataset) -> int:
-    """Return the rounded mean number of labels of the training samples, equal for all seeds and methods."""
+    """Return the rounded mean number of labels per training sample, the same for all seeds and methods."""
     known = data.labels if data.train is None else data.labels[data.train]
     return max(1, round(float(known.sum(-1).double().mean())))
 
@@ -399,7 +399,7 @@ def _predicted_counts(split: Split) -> ExpectedCounts:
 def evaluate(
     method: Method, split: Split, counts: ExpectedCounts, model: Trained, at: int
 ) -> dict[str, float]:
-    """Compute the measures of a model on the test samples.
+    """Compute the metrics of a model on the test samples.
 
     Args:
         method: The method.
@@ -409,7 +409,7 @@ def evaluate(
         at: The number of predictions for recall.
 
     Returns:
-        The measures by the names of the fields of `ResultRecord`.
+        The metrics, by their field names in `ResultRecord`.
     """
     with torch.no_grad():
         validation, test = (
@@ -444,8 +444,8 @@ def main(settings: MissingLabelsSettings) -> None:
     if left:
         console.print(f"{left} parts are left. Repeat the command to continue.", soft_wrap=True)
     else:
-        console.print(f"The study is complete. Its rows are in {settings.out}.", soft_wrap=True)
-        console.print("Draw it with `torchlml figures missing-labels`.", soft_wrap=True)
+        console.print(f"The study is complete. The results are in {settings.out}.", soft_wrap=True)
+        console.print("Draw the figure with `torchlml figures missing-labels`.", soft_wrap=True)
 
 
 def _compute(study: Study, todo: Sequence[Cell], console: Console) -> int:
@@ -487,6 +487,6 @@ def check_settings(settings: MissingLabelsSettings) -> Path:
     check_folder("--out", settings.out)
     folder = settings.data or (Path(os.environ["TORCHLML_DATA"]) if "TORCHLML_DATA" in os.environ else None)
     if folder is None:
-        raise BadInput("`--data` is missing: pass the directory of the data, or set TORCHLML_DATA.")
+        raise BadInput("`--data` is missing: pass the data directory, or set TORCHLML_DATA.")
     check_files(settings.datasets, folder)
     return folder

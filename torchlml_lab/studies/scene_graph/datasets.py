@@ -1,4 +1,4 @@
-"""Readers of Visual Genome and VRD."""
+"""Readers for the Visual Genome and VRD data sets."""
 
 from collections.abc import Iterator
 from pathlib import Path
@@ -13,7 +13,7 @@ from torchlml_lab.studies.scene_graph.graphs import Image, SceneGraphs, collect,
 
 SCALE = 1024  # the longer side of every image, in the units of the boxes
 TRAINING, TEST = 0, 2
-# The official list contains four images with broken files, which the official relations omit.
+# Four images in the official list have broken files. The official relations omit these images.
 BROKEN = {1592, 1722, 4616, 4617}
 _PER_BOX = ("boxes_1024", "labels")
 _PER_RELATION = ("relationships", "predicates")
@@ -27,8 +27,8 @@ def read_visual_genome(folder: Path) -> tuple[SceneGraphs, SceneGraphs]:
         folder: The directory of the files.
 
     Returns:
-        The training and test images. A missing, damaged or inconsistent file raises `BadInput`, which names
-        the file and, if applicable, the image.
+        The training and test images. A missing, damaged or inconsistent file raises `BadInput`. The message
+        names the file and, if applicable, the image.
     """
     path = folder / "VG-SGG.h5"
     tables = _tables(path)
@@ -84,7 +84,7 @@ def _names(path: Path) -> tuple[list[str], list[str]]:
     for key in ("idx_to_label", "idx_to_predicate"):
         numbered = dicts.get(key)
         if not isinstance(numbered, dict) or set(numbered) != {str(i + 1) for i in range(len(numbered))}:
-            raise BadInput(f"`{path}`: `{key}` must map each number, counted from 1, to a name.")
+            raise BadInput(f"`{path}`: `{key}` must map each number, starting at 1, to a name.")
         lists.append([str(numbered[str(i + 1)]) for i in range(len(numbered))])
     return lists[0], lists[1]
 
@@ -137,7 +137,7 @@ def _range(
 ) -> tuple[int, int]:
     """Return the index of the first box (or relation) of an image, and the number of boxes (or relations).
 
-    In the file, both indices of an image without any are -1.
+    If an image has no boxes (or relations), both of its indices in the file are -1.
     """
     first, last = (int(tables[f"img_to_{end}_{kind}"][image]) for end in ("first", "last"))
     if first == last == -1:
@@ -157,12 +157,12 @@ def read_vrd(folder: Path) -> tuple[SceneGraphs, SceneGraphs]:
 
     Args:
         folder: The directory of the files. It may also contain `{train,test}_image_metadata.json` with the
-            width and height of each image; otherwise the extent of its boxes is used.
+            width and height of each image. Otherwise, the extent of the boxes is used.
 
     Returns:
         The training and test images. The boxes of an image are those in its relations, without duplicates, in
-        order of first occurrence, subject before object. A missing or damaged file raises `BadInput`, which
-        names the file and, if applicable, the image.
+        order of first occurrence, subject before object. A missing or damaged file raises `BadInput`. The
+        message names the file and, if applicable, the image.
     """
     objects, predicates = (read_json(folder / f"{name}.json", list) for name in ("objects", "predicates"))
     training, test = (
@@ -194,7 +194,7 @@ def _read_vrd_images(path: Path, sizes_path: Path) -> Iterator[Image]:
         table = np.array(list(boxes), dtype=np.int64).reshape(-1, 5)
         corners = table[:, [3, 1, 4, 2]].astype(np.float64)  # the file has ymin, ymax, xmin, xmax
         width, height = _size(sizes_path, name, sizes)
-        extent = corners[:, 2:].max(0, initial=1)  # because a few boxes exceed their image
+        extent = corners[:, 2:].max(0, initial=1)  # a few boxes extend beyond their image
         yield Image(
             name,
             max(width, extent[0]),

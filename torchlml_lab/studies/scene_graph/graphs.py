@@ -30,7 +30,7 @@ def reading_hdf5(path: Path) -> Iterator[h5py.File]:
 
 
 class Image(NamedTuple):
-    """One image as described in a file."""
+    """The boxes and relations of an image, as read from a file."""
 
     name: str
     width: float
@@ -59,7 +59,7 @@ class SceneGraphs:
     labels: Tensor
     """(B,): object classes."""
     rows: Tensor
-    """(B,): the index of each box within its image in the file, which is the order of region features."""
+    """(B,): the index of each box in the file, counted within its image. Region features have this order."""
     box_offsets: Tensor
     relations: Tensor
     """(T, 3): subject box, object box, predicate, without duplicates."""
@@ -126,8 +126,8 @@ def collect(
         first: The number of the first class and predicate in the file (0 or 1), for error messages.
 
     Returns:
-        The scene graphs, without duplicate triples. Candidate relations are between two different boxes, so
-        if a box is related to itself, a copy of it becomes the object.
+        The scene graphs, without duplicate relations. Candidate edges connect two different boxes, so if a
+        box is related to itself, a copy of the box becomes the object.
     """
     parts: list[Image] = []
     rows: list[NDArray[np.int64]] = []
@@ -157,7 +157,7 @@ def collect(
 
 
 def split(training: SceneGraphs, test: SceneGraphs, validation: int, seed: int) -> Splits:
-    """Hold out `validation` random training images; images without relations are dropped everywhere."""
+    """Hold out `validation` random training images, after dropping all images without relations."""
     training, test = training.with_relations(), test.with_relations()
     if not 0 < validation < len(training):
         raise BadInput(
@@ -165,13 +165,13 @@ def split(training: SceneGraphs, test: SceneGraphs, validation: int, seed: int) 
             f"have relations, but it is {validation}."
         )
     if not len(test):
-        raise BadInput("At least one test image must have a relation, but none has.")
+        raise BadInput("At least one test image must have a relation, but none does.")
     order = torch.randperm(len(training), generator=torch.Generator().manual_seed(seed))
     return Splits(training[order[validation:]], training[order[:validation]], test)
 
 
 def damaged(path: Path, name: str, said: str) -> BadInput:
-    """Return the error for an image with an invalid description in a file."""
+    """Return the error for a file whose entry for an image is invalid."""
     return BadInput(f"`{path}` is damaged at the image `{name}`: {said}.")
 
 
@@ -212,12 +212,12 @@ def _offsets(lengths: Sequence[int]) -> Tensor:
 class RegionFeatures:
     """Region features in an HDF5 file with a group for each image, read on demand.
 
-    The name of a group is that of the image (the `image_id` of Visual Genome, the file name of VRD). It has
-    two arrays: `boxes` (B, d), in the order of the boxes in the scene-graph file, and `unions` (B, B, d'),
-    where [i, j] describes the pair or the union of boxes i and j.
+    The name of a group is that of the image: the `image_id` in Visual Genome, or the file name in VRD. A
+    group has two arrays: `boxes` (B, d), in the order of the boxes in the scene-graph file, and `unions`
+    (B, B, d'), where [i, j] describes the pair or the union of boxes i and j.
 
     Args:
-        path: The file. A file that is unreadable or invalid raises `BadInput`.
+        path: The file. An unreadable or invalid file raises `BadInput`.
         graphs: The images that must be in the file; all of them are checked immediately.
     """
 
@@ -238,7 +238,7 @@ class RegionFeatures:
         self.box_size, self.union_size = sizes.pop()
 
     def read(self, graphs: SceneGraphs, images: Sequence[int]) -> tuple[Tensor, Tensor]:
-        """Read the features of the boxes and candidate edges of some images, in the order of a batch."""
+        """Read the features of the boxes and candidate edges of some images, in the order of `Batch`."""
         boxes, unions = [], []
         with reading_hdf5(self.path) as file:
             for image in images:
@@ -287,13 +287,13 @@ class Batch(NamedTuple):
     relation_edges: Tensor
     """(T,): the edge of each true relation, in ascending order."""
     relation_predicates: Tensor
-    """(T,): its predicate."""
+    """(T,): the predicate of each true relation."""
     box_features: Tensor | None
     """(B, d): the detector features of each box, if available."""
     union_features: Tensor | None
-    """(E, d'): the detector features of the union of each pair, if available."""
+    """(E, d'): the detector features of the union of each edge's boxes, if available."""
     bias_shift: Tensor | None = None
-    """(E, 1 + predicates): added to the frequency bias, in training only."""
+    """(E, 1 + predicates): a correction that is added to the frequency bias, in training only."""
 
 
 class GraphBatches(Dataset[Batch]):
@@ -330,7 +330,7 @@ class GraphBatches(Dataset[Batch]):
         relation, relation_offsets = members(graphs.relation_offsets, chosen)
         counts = box_offsets.diff()
         edges, edge_offsets = candidates(box_offsets)
-        # The edges of a subject are consecutive, without the edge to itself.
+        # The edges of a subject are consecutive, and there is no edge from a box to itself.
         subject, object_, predicate = graphs.relations[relation].unbind(1)
         per_image = relation_offsets.diff()
         place = subject * (counts - 1).repeat_interleave(per_image) + object_ - (object_ > subject).long()

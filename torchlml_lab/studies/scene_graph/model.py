@@ -20,15 +20,15 @@ POSITION = 128
 
 
 class MotifNet(nn.Module):
-    """Computes a score for every predicate on every candidate edge of every image in a batch.
+    """A network that scores every predicate on every candidate edge of the images in a batch.
 
     Args:
         objects: The number of object classes.
-        outputs: The number of scores per edge: one per predicate, plus one for "no relation" if learned.
+        outputs: The number of scores per edge: one per predicate, and one for "no relation" if it is learned.
         bias: (objects, objects, outputs) the initial frequency bias, or None for no bias.
         vectors: (objects, d) the initial object embeddings (zero rows are initialized randomly), or None.
-        regions: The sizes of the region features of boxes and unions; None for a model without vision.
-        hidden: The size of the context of an object, over both directions.
+        regions: The sizes of the region features of boxes and unions, or None for a model without vision.
+        hidden: The size of an object's context vector, which joins both directions of the LSTM.
         dropout: The dropout probability of embeddings and contexts.
     """
 
@@ -62,7 +62,7 @@ class MotifNet(nn.Module):
         self.union = None if regions is None else nn.Linear(regions[1], 2 * hidden)
         self.predicates = nn.Linear(2 * hidden, outputs)
         for end in (self.subject, self.object):
-            # The product of two contexts must be large enough to matter, but not saturate the tanh.
+            # The product of two contexts must be large enough to matter without saturating the tanh.
             nn.init.normal_(end.weight, std=1.3 * hidden**-0.5)
         self.bias = None if bias is None else nn.Embedding.from_pretrained(bias.flatten(0, 1), freeze=False)
         self.objects = objects
@@ -80,7 +80,7 @@ class MotifNet(nn.Module):
         region = self.masks(masks(batch.boxes[subject], batch.boxes[object_]).flatten(1))
         if self.union is not None:
             region = region + self.union(batch.union_features)
-        # The pair is multiplied by 1 + region, so that it has an effect while region features are small.
+        # Multiply the pair by 1 + region, so that the pair has an effect even if the region term is small.
         scores = self.predicates(torch.tanh(torch.addcmul(pair, pair, region)))
         if self.bias is not None:
             scores = scores + self.bias(batch.labels[subject] * self.objects + batch.labels[object_])
@@ -90,10 +90,10 @@ class MotifNet(nn.Module):
 
 
 class _SmallConvolution(nn.Conv2d):
-    """A 3 x 3 convolution with stride 2 of flattened images.
+    """A 3 x 3 convolution with stride 2, applied to flattened images.
 
-    It is computed as one matrix product over all edges. Its matrix is the convolution of all unit images,
-    of which there are far fewer than edges. The backward pass of a direct convolution of so many tiny images
+    It is computed as one matrix product over all edges. The matrix is the convolution of all unit images, of
+    which there are far fewer than edges. With so many tiny images, the backward pass of a direct convolution
     takes twice as long.
     """
 
@@ -111,7 +111,7 @@ class _SmallConvolution(nn.Conv2d):
 
 
 class _Context(nn.Module):
-    """Computes the context of each box with a bidirectional LSTM over the boxes from left to right."""
+    """A bidirectional LSTM over the boxes of an image from left to right, which gives each box a context."""
 
     def __init__(self, inputs: int, hidden: int) -> None:
         super().__init__()
@@ -122,8 +122,8 @@ class _Context(nn.Module):
         image = torch.arange(len(lengths), device=x.device).repeat_interleave(lengths)
         place = torch.arange(len(x), device=x.device) - offsets[image]
         mirrored = lengths[image] - 1 - place
-        # The padding follows the boxes of an image in either direction, so that it does not affect them. A
-        # packed sequence would not need padding, but takes 1.5 times as long on a CPU.
+        # In either direction, the padding comes after the boxes of an image, so it does not affect them. A
+        # packed sequence would not need padding, but it takes 1.5 times as long on a CPU.
         empty = x.new_zeros(len(lengths), int(lengths.max()), x.shape[1])
         onward = self.onward(empty.index_put((image, place), x))[0][image, place]
         back = self.back(empty.index_put((image, mirrored), x))[0][image, mirrored]
@@ -131,7 +131,7 @@ class _Context(nn.Module):
 
 
 def masks(subject: Tensor, object_: Tensor) -> Tensor:
-    """Draw two boxes on a small grid over their union, as Motifs does.
+    """Draw pairs of boxes on a small grid over their union, as in Motifs.
 
     Args:
         subject: (E, 4) boxes.
@@ -175,11 +175,11 @@ def log_frequencies(training: SceneGraphs, counts: Path | None = None) -> Tensor
     Args:
         training: The images to count pairs and relations in.
         counts: An npz file with `subject`, `object`, `predicate` and `count`, numbered from 1. Its relations
-            replace those of `training`, scaled to the same total. The occurrences of pairs of classes are
-            still counted in `training`.
+            replace those of `training` and are scaled to the same total. The pairs of classes are still
+            counted in `training`.
 
     Returns:
-        (objects, objects, 1 + predicates), float32: log(frequency + 0.001), like the bias of Motifs.
+        (objects, objects, 1 + predicates), float32: log(frequency + 0.001), as in Motifs.
     """
     none, found = _count(training)
     if counts is not None:
@@ -191,11 +191,11 @@ def log_frequencies(training: SceneGraphs, counts: Path | None = None) -> Tensor
 class LeaveOneOut:
     """A correction of the frequency bias that excludes each training image from its own counts.
 
-    A bias that is counted on the training images leaks their labels: if a pair of classes occurs in only one
-    image, its bias is exactly the relation in that image.
+    A bias that is computed from the training images leaks their labels: if a pair of classes occurs in only
+    one image, its bias reveals the relation in that image.
 
     Args:
-        training: The images that the bias is counted on.
+        training: The images from which the bias was computed.
     """
 
     def __init__(self, training: SceneGraphs) -> None:
@@ -203,11 +203,11 @@ class LeaveOneOut:
         self.objects = len(training.objects)
 
     def __call__(self, batch: Batch) -> Tensor:
-        """Return the correction (E, 1 + predicates) for the edges of some of these images."""
+        """Return the correction (E, 1 + predicates) for the edges of a batch of these images."""
         pairs, predicates = self.found.shape
         subject, object_ = batch.labels[batch.edges].unbind(1)
         image = torch.arange(len(batch.images)).repeat_interleave(batch.edge_offsets.diff())
-        # The edges between the same two classes in an image share their correction.
+        # All edges between the same two classes in an image have the same correction.
         key, group = torch.unique((image * pairs) + subject * self.objects + object_, return_inverse=True)
         place = group[batch.relation_edges] * predicates + batch.relation_predicates
         own_none = torch.bincount(group, minlength=len(key))
@@ -221,7 +221,7 @@ def _sizes(graphs: SceneGraphs) -> tuple[int, int]:
 
 
 def _count(training: SceneGraphs) -> tuple[Tensor, Tensor]:
-    """Count the edges and the relations between every two object classes.
+    """Count the edges and the relations between each pair of object classes.
 
     Returns:
         (objects^2,), the number of edges plus one; and (objects^2, predicates), the number of relations.
@@ -229,7 +229,7 @@ def _count(training: SceneGraphs) -> tuple[Tensor, Tensor]:
     objects, predicates = _sizes(training)
     edges, _ = candidates(training.box_offsets)
     subject, object_ = training.labels[edges].unbind(1)
-    # As in Motifs, every pair counts once as "no relation", and its relations count in addition.
+    # As in Motifs, every edge counts as "no relation" once, in addition to its relations.
     none = torch.bincount(subject * objects + object_, minlength=objects**2).double() + 1
     first = training.box_offsets[:-1].repeat_interleave(training.relation_offsets.diff())
     ends = training.labels[first.unsqueeze(1) + training.relations[:, :2]]
@@ -301,9 +301,9 @@ def _read_counts(path: Path, objects: int, predicates: int) -> Tensor:
         ("subject", "object", "predicate"), columns, (objects, objects, predicates), strict=False
     ):
         if len(column) and not 1 <= column.min() <= column.max() <= most:
-            raise BadInput(f"{where} has a `{name}` that is not from 1 to {most}.")
+            raise BadInput(f"{where} contains a `{name}` that is not from 1 to {most}.")
     if len(columns[3]) and columns[3].min() < 0:
-        raise BadInput(f"{where} has a `count` that is negative.")
+        raise BadInput(f"{where} contains a negative `count`.")
     subject, object_, predicate, count = (torch.from_numpy(column.astype(np.int64)) for column in columns)
     place = ((subject - 1) * objects + object_ - 1) * predicates + predicate - 1
     table = torch.zeros(objects**2 * predicates, dtype=torch.float64)

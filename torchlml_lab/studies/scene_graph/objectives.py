@@ -1,4 +1,4 @@
-"""The training objectives, and the methods of the study by name."""
+"""The training objectives, and parsing of method names such as `lml-20`."""
 
 from typing import NamedTuple
 
@@ -11,8 +11,8 @@ from torchlml_lab.cli_errors import BadInput
 from torchlml_lab.studies.scene_graph.graphs import Batch
 from torchlml_lab.studies.scene_graph.settings import OBJECTIVES, Objective
 
-# Motifs trains on at most this many edges per image, on average over a batch. If there are more, it samples
-# from the edges without a relation.
+# Motifs trains on at most this many edges per image, averaged over a batch. If there are more, it keeps a
+# random sample of the edges without a relation.
 EDGES_PER_IMAGE = 1024
 
 
@@ -34,11 +34,11 @@ def loss(objective: Objective, scores: Tensor, batch: Batch, k: int, one_per_edg
         scores: (E, predicates), with "no relation" first for `softmax`.
         batch: The images.
         k: The number of relations per image that `lml` and `truncated-entropy` predict.
-        one_per_edge: Whether to observe one random relation per edge, as `softmax` does, instead of all.
+        one_per_edge: Whether to use one random relation per edge, as `softmax` does, instead of all.
 
     Returns:
-        A scalar. `softmax` is a mean over edges, as in Motifs. Otherwise, the loss of an image is a sum
-        over its relations (for `bce`, over all its candidates), and the mean is over images.
+        A scalar. For `softmax`, it is the mean over edges, as in Motifs. For the other losses, it is the mean
+        over images of the sum over relations (for `bce`, the sum over all candidates).
     """
     edge, predicate = batch.relation_edges, batch.relation_predicates
     if one_per_edge or objective == "softmax":
@@ -56,7 +56,7 @@ def loss(objective: Objective, scores: Tensor, batch: Batch, k: int, one_per_edg
 
 
 def ranking(objective: Objective, scores: Tensor) -> Tensor:
-    """Return the scores (E, predicates) that rank the triples: probabilities, or logits in the same order."""
+    """Return scores (E, predicates) that rank the triples like their probabilities do."""
     return scores.softmax(1)[:, 1:] if has_background(objective) else scores
 
 
@@ -70,13 +70,13 @@ def probabilities(objective: Objective, scores: Tensor, k: int) -> Tensor:
     k = min(k, flat.numel())
     if objective == "lml":
         return torchlml.lml(flat, k).view_as(scores)
-    # The likelihood of a label against the competitors that the loss does not ignore.
+    # The probability of a label, compared with the competitors that the loss does not ignore.
     rest = flat.topk(flat.numel() - k, largest=False).values.logsumexp(0)
     return (scores - rest).sigmoid()
 
 
 def _softmax(scores: Tensor, edge: Tensor, predicate: Tensor, images: int) -> Tensor:
-    """Compute the cross-entropy of edges. If there are too many, edges without a relation are sampled."""
+    """Compute the mean cross-entropy of the edges. Edges without a relation are sampled if there are many."""
     label = torch.zeros(len(scores), dtype=torch.int64, device=scores.device)
     label[edge] = predicate + 1
     most = EDGES_PER_IMAGE * images
@@ -89,7 +89,7 @@ def _softmax(scores: Tensor, edge: Tensor, predicate: Tensor, images: int) -> Te
 
 
 def _one_of_each(edge: Tensor, predicate: Tensor) -> tuple[Tensor, Tensor]:
-    """Choose one random relation of each edge; `edge` must be sorted."""
+    """Choose a random relation for each edge that has relations; `edge` must be sorted."""
     order = torch.randperm(len(edge), device=edge.device)
     order = order[edge[order].argsort(stable=True)]
     first = torch.ones_like(edge, dtype=torch.bool)
@@ -110,7 +110,7 @@ class Method(NamedTuple):
 
 
 def method_of(objective: Objective, k: int) -> Method:
-    """Return the method of a run with these settings; k is dropped if the objective does not take it."""
+    """Return the method for an objective and k. The k is dropped if the objective does not take it."""
     return Method(objective, k if takes_k(objective) else None)
 
 

@@ -21,14 +21,14 @@ from torchlml_lab.studies.scene_graph.task import TrainedGraphs, load, vision
 _BACK = {"boxstyle": "round,pad=0.12", "facecolor": "white", "edgecolor": "none", "alpha": 0.85}
 _LINE = 0.165  # height of a line of the list, in inches
 _BEND = 0.12  # curvature of an arrow, relative to its length
-_NEAR_SUBJECT = 0.3  # position of an arrow's label, away from the object, where arrows may meet
+_NEAR_SUBJECT = 0.3  # position of an arrow's label, closer to the subject, because arrows may meet at objects
 
 
 class Triple(NamedTuple):
     """One predicted relation."""
 
     ends: tuple[tuple[int, int], ...]
-    """Subject and object, each as (object class, box of the image)."""
+    """Subject and object, each as a pair of object class and box index."""
     predicate: str
     probability: float
     observed: bool
@@ -69,7 +69,7 @@ def _draw_boxes(axes: Axes, graphs: SceneGraphs, image: int, used: set[int]) -> 
             Rectangle((x1, y1), x2 - x1, y2 - y1, fill=False, edgecolor=color, linewidth=line, zorder=line)
         )
         if number in used:
-            # Use the first position on the box where the number covers no other number, or else the center.
+            # Use the first position on the box where the number does not cover another one, or the center.
             spots = [(a, b) for b in (y1, (y1 + y2) / 2, y2) for a in (x1, (x1 + x2) / 2, x2)]
             free = (
                 spot
@@ -121,7 +121,7 @@ def _draw_graph(axes: Axes, names: dict[int, str], triples: list[Triple]) -> Non
                 zorder=3,
             )
         )
-        # The arc is a quadratic Bezier curve whose control point is off the middle.
+        # The arc is a quadratic Bézier curve whose control point is offset from the midpoint.
         control = (x1 + x2) / 2 + _BEND * (y2 - y1), (y1 + y2) / 2 - _BEND * (x2 - x1)
         start, aside, end = (
             (1 - _NEAR_SUBJECT) ** 2,
@@ -149,7 +149,7 @@ def _write_list(axes: Axes, names: dict[int, str], triples: list[Triple], lines:
         )
 
 
-MOST_RELATIONS = 50  # more arrows are not distinguishable
+MOST_RELATIONS = 50  # more arrows would not be distinguishable
 FEW_OBJECTS = 8
 
 
@@ -171,11 +171,11 @@ def main(settings: PredictSettings) -> None:
         mark = "*" if triple.observed else ""
         table.add_row(f"{triple.probability:.3f}", mark, ends[0], triple.predicate, ends[1])
     try:
-        with writing("The drawing", settings.out, "the table above has all relations"):
+        with writing("The drawing", settings.out, "the table above lists all relations"):
             draw(graphs, image, triples, settings.out)
     finally:
         console.print(table)
-    console.print(f"The drawing is {settings.out}.", soft_wrap=True)
+    console.print(f"Drawing written to {settings.out}.", soft_wrap=True)
 
 
 def predict(run: TrainedGraphs, split: str, image: int, count: int) -> list[Triple]:

@@ -21,7 +21,8 @@ class SceneGraphSettings(TrainSettings):
 
     Boxes and object labels are given (predicate classification). Without --region-features the model has no
     visual input. After every epoch, it is evaluated on the validation images and on as many training images.
-    The epoch with the best mean of constrained and unconstrained R@20, R@50, R@100 on validation is tested.
+    The epoch with the best validation recall (the mean of R@20, R@50 and R@100, with and without the graph
+    constraint) is evaluated on the test images.
     """
 
     out: Path = Path("runs/scene-graph")
@@ -30,33 +31,33 @@ class SceneGraphSettings(TrainSettings):
     vrd: Path | None = None
     """The VRD directory: `annotations_{train,test}.json`, `objects.json` and `predicates.json`."""
     objective: Objective = "lml"
-    """The loss function: softmax on each edge (Motifs), or one of the other losses on the whole image."""
+    """The loss function: softmax on each edge (as in Motifs), or another loss on the whole image."""
     k: int = 20
     """The number of relations per image that lml and truncated-entropy predict in training, at least 1."""
     one_per_edge: bool = False
-    """In each step, observe one random relation per edge, as softmax does, instead of all."""
+    """In each step, train on one random relation per edge, as softmax does, instead of all relations."""
     glove: Path | None = None
-    """GloVe vectors to initialize label embeddings: the official text, or an npz of `names` and `vectors`."""
+    """GloVe vectors for the label embeddings: the official text, or an npz of `names` and `vectors`."""
     counts: Path | None = None
-    """An npz of `subject`, `object`, `predicate` (from 1) and `count` that defines the frequency bias."""
+    """Counts for the frequency bias: an npz of `subject`, `object`, `predicate` (from 1) and `count`."""
     leave_one_out: bool = False
     """In training, exclude each image from the counts of its own frequency bias."""
     without_bias: bool = False
-    """Train without the frequency bias, which is otherwise counted on the training images."""
+    """Train without a frequency bias. By default, it is computed from the training images."""
     region_features: Path | None = None
-    """An HDF5 file with features of your own detector: a group per image with `boxes` and `unions`."""
+    """Features of your own detector: an HDF5 file with a group per image that has `boxes` and `unions`."""
     validation: int = 300
     """The number of training images held out to select the best epoch."""
     split_seed: int = 0
-    """The seed that selects these images, independent of `--seed`."""
+    """The seed that selects the validation images, independent of `--seed`."""
     hidden: int = 256
-    """The size of an object's context, an even number; the product of two objects has twice the size."""
+    """The size of an object's context vector, an even number; the vector of a pair has twice this size."""
     dropout: float = 0.2
     """The dropout probability of embeddings and contexts."""
     epochs: int = 8
     """The number of epochs, at least 1; the learning rate decays to 0 along a cosine."""
     batch_size: int = 16
-    """Images per step over all processes; a multiple of the number of processes."""
+    """The number of images per step over all processes, a multiple of the number of processes."""
     learning_rate: float = 1e-3
     """The initial learning rate of AdamW."""
     weight_decay: float = 1e-4
@@ -71,21 +72,21 @@ Bias = Literal["counted", "leave-one-out", "outside", "none"]
 
 @dataclass(frozen=True)
 class SweepSettings(GridSettings):
-    """Run all combinations of methods, seeds and learning rates that are not finished, on VG or VRD."""
+    """Run all unfinished combinations of methods, seeds and learning rates, on VG or VRD."""
 
     out: Path = Path("runs/scene-graph-sweep")
     methods: tuple[str, ...] = METHODS
-    """The loss functions: softmax, bce, and lml-K or truncated-entropy-K with any k."""
+    """The loss functions: softmax, bce, lml-K and truncated-entropy-K, where K is any number of relations."""
     biases: tuple[Bias, ...] = ()
-    """The kinds of frequency bias for each method: counted (on the training images), leave-one-out (excluding
-    the image itself), outside (the file of `--run.counts`) or none. By default the bias of `--run`."""
+    """The frequency biases for each method: counted (on training images), leave-one-out (without the image
+    itself), outside (from `--run.counts`) or none. By default, the bias of the `--run` options."""
     once: tuple[str, ...] = ()
     """The methods that run with the first seed only."""
     seeds: tuple[int, ...] = (0, 1, 2)
     """The seeds for each method."""
     tuned: Path | None = None
-    """The CSV of an earlier sweep: each method and bias uses the learning rate that was best on validation. A
-    k that was not tuned uses the rate of the nearest k of its objective."""
+    """The CSV of an earlier sweep. Each method and bias uses the learning rate that was best on validation. A
+    k that was not tuned uses the rate of the nearest k with the same loss."""
     run: SceneGraphSettings = field(default_factory=SceneGraphSettings)
     """Settings shared by all runs, as for `torchlml train scene-graph`."""
 
@@ -95,20 +96,20 @@ class MovedData:
     """The current paths of a run's data; only files that have moved need an option."""
 
     vg: Path | None = None
-    """The Visual Genome directory, if it has moved or there is no run."""
+    """The path of the Visual Genome directory, if it has moved or there is no run."""
     vrd: Path | None = None
-    """The VRD directory, if it has moved or there is no run."""
+    """The path of the VRD directory, if it has moved or there is no run."""
     glove: Path | None = None
-    """The GloVe vectors, if they have moved."""
+    """The new path of the GloVe vectors, if they have moved."""
     counts: Path | None = None
-    """The counts of the frequency bias, if they have moved."""
+    """The new path of the counts for the frequency bias, if they have moved."""
     region_features: Path | None = None
-    """The region features, if they have moved."""
+    """The new path of the region features, if they have moved."""
 
 
 @dataclass(frozen=True)
 class EvaluateSettings(MovedData):
-    """Print the recalls of a scene-graph run with its best weights, and those of the frequency baseline."""
+    """Print the recalls of the best checkpoint of a scene-graph run, and those of the frequency baseline."""
 
     run: Annotated[Path, tyro.conf.Positional, tyro.conf.arg(metavar="RUN")] = Path("runs/scene-graph")
     """The run directory."""
@@ -120,7 +121,7 @@ class EvaluateSettings(MovedData):
 
 @dataclass(frozen=True)
 class ObjectiveTimesSettings(StepTimeSettings, MovedData):
-    """Time training steps of all objectives on the same images, given by a run, --vg or --vrd."""
+    """Time training steps with each loss on the same images, which a run, --vg or --vrd provides."""
 
     run: Annotated[Path | None, tyro.conf.Positional, tyro.conf.arg(metavar="RUN")] = None
     """A run directory that provides the data and settings; not needed with --vg or --vrd."""
@@ -130,13 +131,13 @@ class ObjectiveTimesSettings(StepTimeSettings, MovedData):
 
 @dataclass(frozen=True)
 class PredictSettings(MovedData):
-    """Print and draw the most probable relations of an image, with the best weights of a scene-graph run."""
+    """Print and draw the most probable relations of an image, from the best checkpoint of a run."""
 
     run: Annotated[Path, tyro.conf.Positional, tyro.conf.arg(metavar="RUN")] = Path("runs/scene-graph")
     """The run directory."""
     image: str | None = None
-    """The image, of any split: the `image_id` of VG or the file name of VRD. By default, the test image with
-    the most relations among those with few objects."""
+    """The image, from any split: its `image_id` in VG or its file name in VRD. By default, the test image
+    with the most relations among those with few objects."""
     relations: int = 10
     """The number of relations to print and draw, from 1 to 50."""
     out: Path = Path("torchlml-figures/scene-graph-prediction.png")

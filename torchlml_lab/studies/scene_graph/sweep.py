@@ -1,4 +1,4 @@
-"""`torchlml sweep scene-graph`: methods x seeds, and the table of results."""
+"""`torchlml sweep scene-graph`: run all methods and seeds, and tabulate the results."""
 
 import dataclasses
 from collections import defaultdict
@@ -34,12 +34,12 @@ from torchlml_lab.studies.scene_graph.task import (
 )
 
 FREQUENCY = "frequency"
-"""The untrained baseline that ranks by frequency only."""
+"""The name of the untrained baseline, which ranks relations by their frequency only."""
 
 
 @dataclass(frozen=True)
 class RecallRecord:
-    """One evaluation: its run, epoch and split, and the recalls."""
+    """The recalls of one evaluation, with its run, epoch and split."""
 
     data: str
     """`vg` or `vrd`."""
@@ -55,7 +55,7 @@ class RecallRecord:
     split: str
     """`train`, `validation` or `test`."""
     chosen: int
-    """1 for the epoch that was best on validation."""
+    """1 for the epoch that was best on validation, otherwise 0."""
     recall: float
     r20: float
     r50: float
@@ -95,17 +95,17 @@ TABLE = StudyTable(
 def best_rates(
     records: Sequence[RecallRecord], cells: Sequence[tuple[str, str]], path: Path
 ) -> dict[tuple[str, str], float]:
-    """Find the learning rate with the best recall on validation for each method and variant.
+    """Find the learning rate with the best validation recall for each method and variant.
 
     Args:
         records: The records of a tuning sweep; test records are not used.
-        cells: The pairs of method and variant to choose a rate for.
+        cells: The pairs of method and variant that need a learning rate.
         path: The file with the records, for error messages.
 
     Returns:
-        The learning rate by method and variant. A k that was not tuned uses the rate of the nearest tuned k
-        of its objective, and a variant that was not tuned uses the rates of the default runs. `BadInput` is
-        raised if a method is missing, or if its rates were tried with different seeds.
+        The learning rate by method and variant. A k that was not tuned uses the rate of the nearest k that
+        was tuned with the same objective, and a variant that was not tuned uses the rates of the default
+        runs. `BadInput` is raised if a method is missing, or if its rates were tried with different seeds.
     """
     rates = {}
     for method, variant in cells:
@@ -133,7 +133,7 @@ def _nearest(method: str, tuned: Collection[str]) -> str:
 
 
 def title_of(rows: Sequence[RecallRecord], split: str) -> str:
-    """Return the title of a table of the recalls on a split."""
+    """Return the title of the table of recalls on a split."""
     about = next(row for row in rows if row.method != FREQUENCY)
     return (
         f"{about.data}, predicate classification, {about.vision}, {split}: recall in %, mean±standard "
@@ -172,7 +172,7 @@ def grid(settings: SweepSettings) -> list[SceneGraphSettings]:
         best = best_rates(rows, cells, settings.tuned)
         rates = {cell: (rate,) for cell, rate in best.items()}
     runs = []
-    # The seed varies slowest, then the index of the rate, so that a sweep stopped early still has every
+    # The seed varies slowest, then the index of the rate, so that a sweep stopped early still covers every
     # method with the first rates.
     tries = max(len(found) for found in rates.values())
     for seed, place, kind, method in product(settings.seeds, range(tries), kinds, parsed):
@@ -242,7 +242,7 @@ def frequencies(settings: SweepSettings, splits: Splits) -> list[RecallRecord]:
 
 
 def variant(settings: SceneGraphSettings, trained: bool = True) -> str:
-    """Return the value of the `variant` column; for an untrained method, only `counts` applies."""
+    """Return the value of the `variant` column. For an untrained method, only `counts` applies."""
     differs = {
         "one-per-edge": settings.one_per_edge and trained,
         "without-bias": settings.without_bias and trained,
@@ -283,7 +283,7 @@ _read_once = lru_cache(maxsize=1)(read)
 
 
 def _run_one(settings: SceneGraphSettings) -> dict[str, Any]:
-    # All runs of a sweep use the same files, so the other settings are not part of the cache key.
+    # All runs of a sweep use the same data, so only the settings that select the data are in the cache key.
     common = SceneGraphSettings(
         vg=settings.vg, vrd=settings.vrd, validation=settings.validation, split_seed=settings.split_seed
     )

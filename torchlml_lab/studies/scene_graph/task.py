@@ -1,4 +1,4 @@
-"""`torchlml train scene-graph`: one run on Visual Genome or VRD; its recalls, evaluation and step times."""
+"""`torchlml train scene-graph`: train on Visual Genome or VRD, measure recalls, and time training steps."""
 
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -42,12 +42,12 @@ RECALLS = tuple(f"{mode}R@{k}" for mode in ("", "ng-") for k in KS)
 """The recalls with the graph constraint (one predicate per pair) and without it (prefix `ng-`)."""
 MEAN_RECALLS = tuple(f"{mode}mR@{k}" for mode in ("", "ng-") for k in KS)
 CHOSEN_BY = "recall"
-"""The mean of the six recalls, which does not favor the k of any objective."""
-_HERE: dict[str, Any] = {"sync_on_compute": False}  # because `score` gathers the images of all processes
+"""The mean of `RECALLS`, which does not favor the k of any objective."""
+_HERE: dict[str, Any] = {"sync_on_compute": False}  # `score` already gathers all processes
 
 
 Scored = tuple[list[dict[str, Tensor]], list[dict[str, Tensor]]]
-"""Predictions and targets of some images, in the format of `SceneGraphRecall`."""
+"""The predictions and targets of some images, in the format of `SceneGraphRecall`."""
 
 
 def score(
@@ -56,7 +56,7 @@ def score(
     """Rank the triples of all images, batch by batch.
 
     Args:
-        rank_by: Computes the ranking scores (E, predicates) of the triples of each image.
+        rank_by: Computes the scores (E, predicates) that rank the triples of each image.
         batches: The images.
         accelerator: Gathers the images of all processes, without duplicates.
 
@@ -71,7 +71,7 @@ def score(
 
 
 def measure(scored: Iterable[Scored]) -> dict[str, float]:
-    """Return six recalls, their mean as `recall`, and six recalls averaged over predicates, from 0 to 1."""
+    """Return the six recalls, their mean as `recall`, and the six mean recalls over predicates (0 to 1)."""
     metrics = [SceneGraphRecall(KS, one, mean, **_HERE) for mean in (False, True) for one in (True, False)]
     for predicted, true in scored:
         for metric in metrics:
@@ -111,7 +111,7 @@ def measure_predicates(scored: Sequence[Scored], predicates: int) -> tuple[Tenso
 def frequency_recall(
     splits: Splits, split: str, counts: Path | None, accelerator: Accelerator
 ) -> dict[str, float]:
-    """Return the recalls of the frequency bias alone, on one of the splits."""
+    """Return the recalls of the frequency bias alone on a split."""
     table = log_frequencies(splits.training, counts)
 
     def rank_by(batch: Batch) -> Tensor:
@@ -123,7 +123,7 @@ def frequency_recall(
 
 
 def _images(batch: Batch, scores: Tensor) -> list[tuple[dict[str, Tensor], dict[str, Tensor]]]:
-    """Return the predictions and targets of each image, with box indices within the image."""
+    """Return the predictions and targets of each image, with boxes numbered within the image."""
     boxes, edges = batch.box_offsets.tolist(), batch.edge_offsets.tolist()
     ends = batch.edges[batch.relation_edges]
     relations = torch.searchsorted(batch.relation_edges, batch.edge_offsets).tolist()
@@ -165,7 +165,7 @@ def check(settings: SceneGraphSettings) -> None:
     if settings.k < 1:
         raise BadInput(f"`--k` must be at least 1, but it is {settings.k}.")
     if settings.hidden < 2 or settings.hidden % 2:
-        raise BadInput(f"`--hidden` must be an even number of at least 2, but it is {settings.hidden}.")
+        raise BadInput(f"`--hidden` must be even and at least 2, but it is {settings.hidden}.")
     if not 0 <= settings.dropout < 1:
         raise BadInput(f"`--dropout` must be at least 0 and less than 1, but it is {settings.dropout}.")
     if not 0 <= settings.weight_decay < math.inf:
@@ -194,13 +194,13 @@ def read(settings: SceneGraphSettings) -> Splits:
 
 
 def task(settings: SceneGraphSettings, splits: Splits) -> Task:
-    """Build the task of one run. Set the seed before the call, because it initializes the network."""
+    """Build the task of a run. This initializes the network, so set the random seed before the call."""
     regions = read_regions(settings, splits)
     model = network(settings, splits, regions)
     optimizer = torch.optim.AdamW(
         model.parameters(), lr=settings.learning_rate, weight_decay=settings.weight_decay, fused=True
     )
-    # The training curve uses the same images in every epoch, so that epochs are comparable.
+    # The training recall is measured on the same images in every epoch, so that epochs are comparable.
     followed = splits.training[torch.arange(min(settings.validation, len(splits.training)))]
     parts = {"train": followed, "validation": splits.validation, "test": splits.test}
 
@@ -231,7 +231,7 @@ def task(settings: SceneGraphSettings, splits: Splits) -> Task:
 
 
 def ranker(objective: Objective, motifs: torch.nn.Module) -> Callable[[Batch], Tensor]:
-    """Return a function that computes the ranking scores of the triples of a batch with a network."""
+    """Return a function that ranks the triples of a batch by the network's scores."""
     return lambda batch: objectives.ranking(objective, motifs(batch))
 
 
@@ -266,7 +266,7 @@ class TrainedGraphs(NamedTuple):
     regions: RegionFeatures | None
     model: MotifNet
     epoch: int
-    """The epoch of the weights: the best one on validation so far."""
+    """The epoch of the weights, which is the best on validation so far."""
 
 
 def load(run: Path, moved: MovedData) -> TrainedGraphs:
@@ -296,7 +296,7 @@ def evaluate(settings: EvaluateSettings) -> None:
     """Evaluate a run and print two tables."""
     console = new_console()
     accelerator = Accelerator(cpu=settings.cpu)
-    with use_threads(1):  # the operators are small, as in training
+    with use_threads(1):  # as in training, because the tensors are small
         run = load(settings.run, settings)
         graphs = getattr(run.splits, settings.split)
         scored = _score(run, settings.split, accelerator, console)
